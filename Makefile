@@ -1,0 +1,99 @@
+# `make` or `make help` lists the targets.
+
+PYTHON ?= python3
+NEWEST_PYTHON ?= python3.13
+VENV ?= .venv
+DEMO_ARGS ?= --out runs/demo
+TEST_JOBS ?= 2
+TEST_ARGS ?=
+BENCH_ARGS ?=
+
+# requirements/lock.txt is resolved and tried for these; `make lock` renews it.
+LOCK := requirements/lock.txt
+LOCKED_PYTHONS := 3.11 3.12 3.13
+
+PY_VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+# The version is in the name, so another PYTHON makes the environment anew.
+READY := $(VENV)/.ready-$(PY_VERSION)
+OLDEST_READY := .venv-oldest/.ready-$(PY_VERSION)
+
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+PYTEST := -m pytest --numprocesses $(TEST_JOBS) --dist worksteal $(TEST_ARGS)
+
+# $(call need_python,NAME OF THE VARIABLE)
+need_python = $($(1)) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	echo "error: lioncub_jax needs Python 3.11 or newer, and $(1)=$($(1)) is not:" \
+	"$$($($(1)) --version 2>&1 | head -n 1). Name one: make $(1)=/path/to/python3" >&2; exit 1; }
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test lint format oldest newest bench lock clean
+
+help: ## print this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+	@echo "variables: PYTHON=$(PYTHON) NEWEST_PYTHON=$(NEWEST_PYTHON) DEMO_ARGS='$(DEMO_ARGS)'"
+	@echo "           TEST_JOBS=$(TEST_JOBS) TEST_ARGS='$(TEST_ARGS)' BENCH_ARGS='$(BENCH_ARGS)'"
+
+venv: $(READY) ## create .venv with everything below needs
+
+$(READY): pyproject.toml $(LOCK)
+	@$(call need_python,PYTHON)
+	$(PYTHON) -m venv --clear $(VENV)
+ifneq ($(filter $(PY_VERSION),$(LOCKED_PYTHONS)),)
+	@echo "installing the versions in $(LOCK) (about half a minute)"
+	$(VENV)/bin/python $(PIP_INSTALL) --require-hashes -r $(LOCK)
+	$(VENV)/bin/python $(PIP_INSTALL) --no-deps --no-build-isolation -e .
+else
+	@echo "$(LOCK) is for Python $(LOCKED_PYTHONS), this is $(PY_VERSION):" \
+		"installing the newest versions that pyproject.toml allows"
+	$(VENV)/bin/python $(PIP_INSTALL) -e '.[plots,test,lint]'
+endif
+	@touch $@
+
+demo: $(READY) ## train the example, with output in runs/demo
+	$(VENV)/bin/python examples/train_gpt.py $(DEMO_ARGS)
+
+test: $(READY) ## run the tests and the doctests
+	$(VENV)/bin/python $(PYTEST)
+
+lint: $(READY) ## check style, formatting and types
+	$(VENV)/bin/python -m ruff check .
+	$(VENV)/bin/python -m ruff format --check .
+	$(VENV)/bin/python -m mypy
+
+format: $(READY) ## rewrite the sources as lint wants them
+	$(VENV)/bin/python -m ruff check --fix .
+	$(VENV)/bin/python -m ruff format .
+
+$(OLDEST_READY): pyproject.toml requirements/oldest.txt
+	@$(call need_python,PYTHON)
+	$(PYTHON) -m venv --clear .venv-oldest
+	.venv-oldest/bin/python $(PIP_INSTALL) -c requirements/oldest.txt -e '.[plots,test]'
+	@touch $@
+
+oldest: $(OLDEST_READY) ## run the tests with the oldest supported jax, flax and optax
+	.venv-oldest/bin/python $(PYTEST)
+
+newest: ## run the tests with the newest jax on NEWEST_PYTHON, installed anew
+	@$(call need_python,NEWEST_PYTHON)
+	$(NEWEST_PYTHON) -m venv --clear .venv-newest
+	.venv-newest/bin/python $(PIP_INSTALL) -e '.[plots,test]'
+	.venv-newest/bin/python $(PYTEST)
+
+bench: $(READY) ## run the benchmarks
+	$(VENV)/bin/python benchmarks/local_step.py $(BENCH_ARGS)
+	$(VENV)/bin/python benchmarks/tally.py $(BENCH_ARGS)
+	$(VENV)/bin/python benchmarks/wire_bytes.py $(BENCH_ARGS)
+
+lock: ## resolve requirements/lock.txt anew
+	@$(call need_python,PYTHON)
+	$(PYTHON) -m venv --clear .venv-lock
+	.venv-lock/bin/python $(PIP_INSTALL) uv
+	.venv-lock/bin/uv pip compile pyproject.toml --all-extras --group build \
+		--python-version $(firstword $(LOCKED_PYTHONS)) --universal --upgrade \
+		--generate-hashes --no-emit-index-url --no-annotate \
+		--custom-compile-command "make lock" --quiet --output-file $(LOCK)
+
+clean: ## remove environments, caches and builds; runs/ stays
+	rm -rf .venv .venv-oldest .venv-newest .venv-lock build dist *.egg-info
+	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

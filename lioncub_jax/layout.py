@@ -1,0 +1,131 @@
+"""One flat buffer for the whole tree: which rows of it belong to which leaf.
+
+Every leaf is cut into rows of 64 elements, the last one padded, and the rows of all leaves are joined,
+so that a step costs two collectives however many leaves there are. Leaves that vary over different
+mesh axes may not share an array; each such set has a buffer, a *bucket*, of its own. A limit on the
+size of a bucket splits it further.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from lioncub_jax.bits import ROW
+
+
+class Segment(NamedTuple):
+    """The rows of one leaf.
+
+    Attributes:
+      leaf: index of the leaf in the flattened tree.
+      shape: its shape.
+      size: its number of elements, at least 1.
+      first_row: where its rows begin in the bucket.
+      rows: how many there are, padding included.
+    """
+
+    leaf: int
+    shape: tuple[int, ...]
+    size: int
+    first_row: int
+    rows: int
+
+
+class Bucket(NamedTuple):
+    """Leaves that travel together.
+
+    Attributes:
+      segments: where each leaf lies.
+      first_row: rows in the buckets before this one.
+      rows: rows in this one.
+      chunk: rows that each worker owns; ``workers * chunk >= rows``.
+      dtype: of the leaves, the widest if they differ.
+    """
+
+    segments: tuple[Segment, ...]
+    first_row: int
+    rows: int
+    chunk: int
+    dtype: Any
+
+    def pad(self, x: jax.Array, workers: int) -> jax.Array:
+        """Fills ``[rows, ...]`` with zeros to the ``workers * chunk`` rows that travel."""
+        short = workers * self.chunk - self.rows
+        return jnp.pad(x, [(0, short)] + [(0, 0)] * (x.ndim - 1)) if short else x
+
+
+def varying_axes(x: jax.Array) -> frozenset:
+    """The mesh axes over which the type of ``x`` varies; none outside ``shard_map``."""
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+def buckets(
+    leaves: Sequence[jax.Array], workers: int, rows_per_step: int = 1, limit: int | None = None
+) -> tuple[Bucket, ...]:
+    """Plans the buffers for a list of leaves.
+
+    Args:
+      leaves: arrays or anything with ``shape``, ``size`` and a type; empty leaves take no row.
+      workers: how many workers share the ownership of each bucket.
+      rows_per_step: rows that share a quantisation step; leaves and chunks are padded to it.
+      limit: elements after which a new bucket begins (at the next leaf), or None for no limit.
+
+    Returns:
+      The buckets, in an order that depends only on the tree and the types.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from lioncub_jax import layout
+      >>> bucket, = layout.buckets([jnp.zeros(65), jnp.zeros((2, 32))], workers=2)
+      >>> [(s.first_row, s.rows) for s in bucket.segments], bucket.chunk
+      ([(0, 2), (2, 1)], 2)
+    """
+    open_groups: dict[tuple[str, ...], list[list[int]]] = {}
+    filled: dict[tuple[str, ...], int] = {}
+    for index, leaf in enumerate(leaves):
+        if leaf.size == 0:
+            continue
+        axes = tuple(sorted(map(str, varying_axes(leaf))))
+        groups = open_groups.setdefault(axes, [[]])
+        if groups[-1] and limit is not None and filled[axes] + leaf.size > limit:
+            groups.append([])
+        filled[axes] = (filled.get(axes, 0) if groups[-1] else 0) + leaf.size
+        groups[-1].append(index)
+    members = [group for axes in sorted(open_groups) for group in open_groups[axes]]
+    return _place(leaves, members, workers, rows_per_step)
+
+
+def _place(
+    leaves: Sequence[jax.Array], members: list[list[int]], workers: int, rows_per_step: int
+) -> tuple[Bucket, ...]:
+    placed, before = [], 0
+    for group in members:
+        segments, first = [], 0
+        for index in group:
+            leaf = leaves[index]
+            rows = _round_up(-(-leaf.size // ROW), rows_per_step)
+            segments.append(Segment(index, tuple(leaf.shape), leaf.size, first, rows))
+            first += rows
+        chunk = _round_up(-(-first // workers), rows_per_step)
+        dtype = jnp.result_type(*(leaves[index].dtype for index in group))
+        placed.append(Bucket(tuple(segments), before, first, chunk, dtype))
+        before += workers * chunk
+    return tuple(placed)
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def to_rows(x: jax.Array, segment: Segment) -> jax.Array:
+    """A leaf as ``float32[rows, 64]``, zeros behind its end."""
+    flat = x.reshape(-1).astype(jnp.float32)
+    pad = segment.rows * ROW - segment.size
+    return (jnp.pad(flat, (0, pad)) if pad else flat).reshape(segment.rows, ROW)
+
+
+def from_rows(rows: jax.Array, segment: Segment) -> jax.Array:
+    """Undoes ``to_rows``: ``[rows, 64]`` to the leaf's own shape."""
+    return rows.reshape(-1)[: segment.size].reshape(segment.shape)

@@ -1,0 +1,678 @@
+"""Lion that votes: the seam where workers talk, and the optimizers built on it.
+
+Every method is one sentence about `communicate`:
+
+| optimizer | worker sends | owner | travels back |
+|---|---|---|---|
+| `distributed_lion` | sign of its own blend | counts | the majority, or the counts |
+| `lion_cub` | 1 or p bits of its own blend | counts | the majority |
+| `lion_cub(integer(p))` | the paper's integer codes | (all-reduce) | nothing: the sum is everywhere |
+| `owner_lion` | p bits of its gradient | one global momentum, Lion | Lion's sign, exactly |
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from lioncub_jax import bits, decide, layout, momentum, quantize, wires
+from lioncub_jax.bits import WORDS_PER_ROW
+from lioncub_jax.decide import Down, Owner
+from lioncub_jax.layout import Bucket
+from lioncub_jax.momentum import Memory, Schedule
+from lioncub_jax.quantize import Ballot, Place, Quantizer
+from lioncub_jax.wires import AxisName, Wire
+
+
+class CommunicateState(NamedTuple):
+    """State of `communicate`.
+
+    Attributes:
+      count: ``int32[]``, steps taken; same on every worker.
+      mu: momentum, shaped like the parameters, each worker's own (or None leaves).
+      error: quantisation error kept for the next step, shaped like the parameters, each worker's own
+        (or None leaves).
+      owner: for each bucket the owner's state for the slice that this worker owns.
+      ties: ``float32[]``, parameters whose votes cancelled in the last step; same on every worker.
+      parameters: ``float32[]``, parameters that were voted on; same on every worker.
+      abstained: ``int32[]``, workers that sat out the last step; same on every worker.
+      abstentions: ``int32[]``, their sum over all steps; same on every worker.
+    """
+
+    count: jax.Array
+    mu: Any
+    error: Any
+    owner: Any
+    ties: jax.Array
+    parameters: jax.Array
+    abstained: jax.Array
+    abstentions: jax.Array
+
+
+class VoteStats(NamedTuple):
+    """What the votes of the last step were like; same on every worker.
+
+    Attributes:
+      tie_rate: ``float32[]``, the share of parameters whose votes cancelled.
+      abstained: ``int32[]``, workers that sat out.
+      abstentions: ``int32[]``, their sum over all steps.
+    """
+
+    tie_rate: jax.Array
+    abstained: jax.Array
+    abstentions: jax.Array
+
+
+def communicate(
+    *,
+    axis_name: AxisName,
+    memory: Memory | None = None,
+    up: Quantizer | None = None,
+    owner: Owner | None = None,
+    down: Down | None = None,
+    wire: Wire | None = None,
+    bucket_size: int | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """The one place where workers talk: gradients of each worker in, one agreed update out.
+
+    ``c = memory.message(g, mu)``; codes of ``c`` go up the wire; the owner of each slice decides; the
+    answer comes back to all; ``mu = memory.remember(g, mu)``.
+
+    A worker with a value that is not finite anywhere, or told to by ``abstain``, sits the step out: it
+    casts no vote, and its momentum and error stay as they are. A row of 64 elements whose values are
+    all exactly zero is not voted on by that worker; a row on which nobody votes gets update 0. One
+    worker alone sends nothing, so nothing is quantised either.
+
+    Args:
+      axis_name: mesh axis of the workers, bound by ``jax.shard_map`` or ``jax.pmap``.
+      memory: ``blend(b1, b2)``, or ``nothing()`` (default).
+      up: how values become codes; default ``sign()``.
+      owner: ``count()`` (default) or ``momentum_at_owner(tx)``.
+      down: ``majority()`` (default), ``ternary_sum()`` (default for codes with a zero), ``average()``
+        or ``floats()``.
+      wire: ``two_phase()`` (default), ``gathered()``, ``counts()``, ``lanes()`` or ``all_reduce()``.
+      bucket_size: elements after which a new flat buffer begins; None for one buffer.
+
+    Returns:
+      A transform. ``update(updates, state, params, abstain=None)`` takes gradients that vary over
+      ``axis_name``, floating leaves of any shape, and returns updates of the same shapes and dtypes
+      that are the same on every worker. ``abstain``: ``bool[]`` of this worker, True to sit out.
+
+    Raises:
+      ValueError: for parts that do not fit together; when traced, for an axis that is not bound,
+        gradients that were already reduced, or too many workers for a code or wire.
+      TypeError: when traced, for integer or complex leaves.
+
+    Example:
+      >>> import lioncub_jax as lc, optax
+      >>> tx = optax.chain(
+      ...     lc.communicate(axis_name="data", memory=lc.blend(0.9, 0.99), up=lc.midrise(2)),
+      ...     optax.add_decayed_weights(0.1),
+      ...     optax.scale_by_learning_rate(1e-4),
+      ... )
+    """
+    memory = memory or momentum.nothing()
+    up = up or quantize.sign()
+    owner = owner or decide.count()
+    down = down or (decide.ternary_sum() if up.has_zero else decide.majority())
+    wire = wire or wires.two_phase()
+    _check_parts(up, owner, down, wire)
+    if bucket_size is not None and bucket_size < 1:
+        raise ValueError(f"bucket_size={bucket_size!r}: give a number of elements, or None")
+    plan = _Plan(axis_name, memory, up, owner, down, wire, bucket_size)
+
+    def init(params: optax.Params) -> CommunicateState:
+        _check_leaves(params)
+        counts = [jnp.zeros((), jnp.int32) for _ in range(3)]
+        error = jax.tree.map(lambda p: _zeros_of(p, up.feedback), params)
+        slices = _init_owner(plan, params)
+        ties, parameters = jnp.zeros(()), jnp.zeros(())
+        return CommunicateState(
+            counts[0], memory.init(params), error, slices, ties, parameters, counts[1], counts[2]
+        )
+
+    def update(
+        updates: optax.Updates,
+        state: CommunicateState,
+        params: optax.Params | None = None,
+        *,
+        abstain: jax.Array | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, CommunicateState]:
+        del params, extra
+        wires.workers_on(axis_name)
+        _check_leaves(updates)
+        _check_local(updates, axis_name)
+        return _step(plan, updates, state, abstain)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+class _Plan(NamedTuple):
+    axis: AxisName
+    memory: Memory
+    up: Quantizer
+    owner: Owner
+    down: Down
+    wire: Wire
+    bucket_size: int | None
+
+    def buckets(self, leaves: Sequence[jax.Array], workers: int) -> tuple[Bucket, ...]:
+        return layout.buckets(leaves, workers, self.up.rows_per_step, self.bucket_size)
+
+
+class _Agreed(NamedTuple):
+    """What the workers agreed on for one bucket; all but ``owner`` the same on every worker."""
+
+    rows: jax.Array  # float[rows, 64]
+    owner: Any
+    ties: jax.Array
+    present: jax.Array
+
+
+def _step(
+    plan: _Plan, updates: Any, state: CommunicateState, told_to_abstain: Any
+) -> tuple[Any, CommunicateState]:
+    grads, tree = jax.tree.flatten(updates)
+    workers = wires.workers_on(plan.axis)
+    mus, errors = tree.flatten_up_to(state.mu), tree.flatten_up_to(state.error)
+    messages = [plan.memory.message(g, mu) for g, mu in zip(grads, mus, strict=True)]
+    said = [
+        c if e is None else c.astype(jnp.float32) + e.astype(jnp.float32)
+        for c, e in zip(messages, errors, strict=True)
+    ]
+    buckets = plan.buckets(grads, workers)
+    speak = _quantize if workers > 1 else _keep_values
+    ballots = [speak(plan, bucket, said, workers, state.count) for bucket in buckets]
+    abstains = _abstains(told_to_abstain, ballots)
+    agree = _exchange if workers > 1 else _decide_alone
+    agreed = [
+        agree(plan, bucket, cast, abstains, slice_state, state.count)
+        for bucket, cast, slice_state in zip(buckets, ballots, state.owner, strict=True)
+    ]
+    if workers > 1:
+        missed = _missed(plan, buckets, ballots, said, workers)
+        errors = _withheld(abstains, [missed.get(i) for i in range(len(errors))], errors)
+    kept = [plan.memory.remember(g, mu) for g, mu in zip(grads, mus, strict=True)]
+    new_state = CommunicateState(
+        optax.safe_increment(state.count),
+        tree.unflatten(_withheld(abstains, kept, mus)),
+        tree.unflatten(errors),
+        tuple(a.owner for a in agreed),
+        *_statistics(grads, agreed, state, workers),
+    )
+    return tree.unflatten(_to_leaves(buckets, agreed, messages)), new_state
+
+
+def _quantize(
+    plan: _Plan, bucket: Bucket, said: list[jax.Array], workers: int, step: jax.Array
+) -> list[Ballot]:
+    worker = wires.worker_index(plan.axis)
+    ballots = []
+    for segment in bucket.segments:
+        first_word = (bucket.first_row + segment.first_row) * WORDS_PER_ROW
+        place = Place(first_word, segment.size, segment.leaf, step, worker, workers)
+        ballots.append(plan.up.encode(layout.to_rows(said[segment.leaf], segment), place))
+    return ballots
+
+
+def _keep_values(
+    plan: _Plan, bucket: Bucket, said: list[jax.Array], workers: int, step: jax.Array
+) -> list[Ballot]:
+    """One worker's ballots: the values themselves, in rows, of the bucket's own dtype."""
+    rows = [layout.to_rows(said[s.leaf], s) for s in bucket.segments]
+    return [Ballot(x.astype(bucket.dtype), None, None, ~jnp.all(jnp.isfinite(x))) for x in rows]
+
+
+def _abstains(told: Any, ballots: list[list[Ballot]]) -> jax.Array:
+    """``bool[]``: whether this worker sits out, by its own values or because it was told to."""
+    flags = [ballot.flagged for cast in ballots for ballot in cast]
+    told = jnp.zeros((), bool) if told is None else told
+    return jnp.any(jnp.stack([told, *flags])) if flags else told
+
+
+def _exchange(
+    plan: _Plan,
+    bucket: Bucket,
+    ballots: list[Ballot],
+    abstains: jax.Array,
+    slice_state: Any,
+    step: jax.Array,
+) -> _Agreed:
+    """Up the wire, the owner's decision, and back."""
+    workers = wires.workers_on(plan.axis)
+    ballot = _join(plan.up, bucket, ballots, abstains, workers)
+    received = plan.wire.collect(
+        ballot, ~abstains, plan.up, plan.owner.needs_values, bucket, plan.axis
+    )
+    result, slice_state = plan.owner.decide(received, plan.up, workers, bucket.dtype, slice_state)
+    rows = plan.wire.owned_rows(bucket, workers)
+    first_row = bucket.first_row + (
+        rows * wires.worker_index(plan.axis) if plan.wire.owns_slice else 0
+    )
+    coin = bits.coin(first_row * WORDS_PER_ROW, rows * WORDS_PER_ROW, step)
+    words = wires.pack_answer(plan.down.encode(result, coin), received.present, plan.down, workers)
+    answers = plan.wire.publish(words, plan.axis)
+    answer, present = wires.open_answers(answers, plan.down, plan.up, rows, workers)
+    values = plan.down.decode(answer.planes, answer.per_row, plan.up.top(workers), workers)
+    return _Agreed(values.reshape(-1, bits.ROW), slice_state, answer.ties, present)
+
+
+def _join(
+    up: Quantizer, bucket: Bucket, ballots: list[Ballot], abstains: jax.Array, workers: int
+) -> Ballot:
+    """The bucket's ballot, padded to what travels; empty if the worker abstains."""
+    voted = bucket.pad(jnp.concatenate([b.voted for b in ballots]), workers) & ~abstains
+    rows = workers * bucket.chunk
+    payload = jnp.concatenate([b.payload for b in ballots], axis=1)
+    payload = jnp.pad(payload, ((0, 0), (0, rows * up.words_per_row - payload.shape[1])))
+    if up.has_zero:
+        zero = jnp.array([up.top(workers) // 2 >> k & 1 for k in range(up.planes(workers))])
+        silence = bits.as_mask(zero)[:, None]
+        idle = jnp.arange(payload.shape[1]) >= bucket.rows * WORDS_PER_ROW
+        payload = jnp.where(abstains | idle, silence, payload)
+    else:
+        payload &= jnp.repeat(bits.as_mask(voted), up.words_per_row)
+    steps = None
+    if ballots[0].steps is not None:
+        joined = jnp.concatenate([b.steps for b in ballots])
+        joined = jnp.pad(joined, (0, rows // up.rows_per_step - joined.shape[0]))
+        steps = jnp.where(abstains, 0, joined)
+    return Ballot(payload, voted, steps, abstains)
+
+
+def _decide_alone(
+    plan: _Plan,
+    bucket: Bucket,
+    ballots: list[Ballot],
+    abstains: jax.Array,
+    slice_state: Any,
+    step: jax.Array,
+) -> _Agreed:
+    """With one worker the owner's transform runs on values that were never quantised."""
+    rows = bucket.pad(jnp.concatenate([b.payload for b in ballots]), 1)
+    update, new_state = plan.owner.alone(rows.reshape(-1), slice_state)
+    new_state = decide.keep_unless(~abstains, new_state, slice_state)
+    update = jnp.where(abstains, 0, update).reshape(-1, bits.ROW)
+    present = 1 - abstains.astype(jnp.uint32)
+    same = [wires.same_everywhere(x, plan.axis) for x in (update, present)]
+    return _Agreed(same[0], new_state, jnp.zeros(()), same[1])
+
+
+def _missed(
+    plan: _Plan,
+    buckets: tuple[Bucket, ...],
+    ballots: list[list[Ballot]],
+    said: list[jax.Array],
+    workers: int,
+) -> dict[int, jax.Array]:
+    """What the codes failed to say, for each leaf, if it is to be said later."""
+    missed: dict[int, jax.Array] = {}
+    if plan.up.feedback is None:
+        return missed
+    for bucket, cast in zip(buckets, ballots, strict=True):
+        for segment, ballot in zip(bucket.segments, cast, strict=True):
+            heard = plan.up.values(ballot.payload, ballot.steps, workers)
+            heard = layout.from_rows(heard.reshape(-1, bits.ROW), segment)
+            missed[segment.leaf] = said[segment.leaf] - heard
+    return missed
+
+
+def _withheld(abstains: jax.Array, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
+    """The new state of this worker, or the old one if it abstains; None where there is none."""
+    return [
+        o if n is None else jnp.where(abstains, o, n.astype(o.dtype))
+        for n, o in zip(new, old, strict=True)
+    ]
+
+
+def _to_leaves(
+    buckets: tuple[Bucket, ...], agreed: list[_Agreed], messages: list[jax.Array]
+) -> list[jax.Array]:
+    leaves = [jnp.zeros((0,)).reshape(c.shape).astype(c.dtype) if c.size == 0 else c for c in messages]
+    for bucket, answer in zip(buckets, agreed, strict=True):
+        for s in bucket.segments:
+            rows = answer.rows[s.first_row : s.first_row + s.rows]
+            leaves[s.leaf] = layout.from_rows(rows, s).astype(messages[s.leaf].dtype)
+    return leaves
+
+
+def _statistics(
+    grads: list[jax.Array], agreed: list[_Agreed], state: CommunicateState, workers: int
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    parameters = jnp.float32(sum(g.size for g in grads))
+    ties = sum((a.ties for a in agreed), jnp.zeros(()))
+    if not agreed:
+        return ties, parameters, state.abstained, state.abstentions
+    abstained = workers - agreed[0].present.astype(jnp.int32)
+    return ties, parameters, abstained, state.abstentions + abstained
+
+
+def _init_owner(plan: _Plan, params: optax.Params) -> tuple[Any, ...]:
+    """Each bucket's slice state; only a transform that keeps one needs to know the workers."""
+    if not plan.owner.needs_values:
+        leaves = jax.tree.leaves(params)
+        return ((),) * len(plan.buckets(leaves, 1))
+    workers = wires.workers_on(plan.axis)
+    states = []
+    for bucket in plan.buckets(jax.tree.leaves(params), workers):
+        size = plan.wire.owned_rows(bucket, workers) * bits.ROW
+        state = plan.owner.init(jnp.zeros((size,), bucket.dtype))
+        states.append(_vary_slices(state, plan) if plan.wire.owns_slice else state)
+    return tuple(states)
+
+
+def _vary_slices(state: Any, plan: _Plan) -> Any:
+    """Types the arrays of a slice as the owner's own; counters stay the same on every worker."""
+    return jax.tree.map(lambda x: wires.varying(x, plan.axis) if x.ndim else x, state)
+
+
+def _check_parts(up: Quantizer, owner: Owner, down: Down, wire: Wire) -> None:
+    counted, kind = not owner.needs_values, down.name
+    if counted and up.dense:
+        raise ValueError(
+            f"{up.name} has no codes to count: give owner=momentum_at_owner(tx), or a quantiser of codes"
+        )
+    if not counted and not up.dense and up.block is None:
+        raise ValueError(
+            f"{owner.name} decodes values, but {up.name} sends codes without steps: give "
+            "midrise(p, block=64), midrise(p, block=128) or dense()"
+        )
+    if up.feedback is not None and counted:
+        raise ValueError(
+            f"{up.name}: votes are counted, not decoded, so there is no error to feed back; give "
+            "owner=momentum_at_owner(tx), or the quantiser without error_feedback"
+        )
+    if wire.carries == "codes" and not counted:
+        raise ValueError(f"the {wire.name} wire adds codes: give owner=count(), or the two_phase wire")
+    if wire.carries == "values" and not up.dense:
+        raise ValueError(f"the {wire.name} wire adds values: give up=dense(), or the two_phase wire")
+    if kind == "majority" and up.has_zero:
+        raise ValueError(
+            f"{up.name} has a code for zero and its ties are zeros: give down=ternary_sum() or average()"
+        )
+    if kind == "average" and not counted or kind == "floats" and counted:
+        raise ValueError(f"down={kind}() does not fit owner={owner.name}")
+
+
+def _check_leaves(tree: Any) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if not jnp.issubdtype(jnp.asarray(leaf).dtype, jnp.floating):
+            raise TypeError(
+                f"leaf {jax.tree_util.keystr(path) or '(root)'} is {jnp.asarray(leaf).dtype}: only "
+                "floating leaves can vote; leave others out with optax.masked or optax.multi_transform"
+            )
+
+
+def _check_local(updates: Any, axis_name: AxisName) -> None:
+    shared = wires.sharing(jax.tree.leaves(updates), axis_name)
+    if shared:
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(updates)]
+        raise ValueError(
+            f"the gradient of {jax.tree_util.keystr(paths[shared[0]]) or 'the parameters'} is the same "
+            f"on every worker of {axis_name!r}: it was already reduced in full precision, and there is "
+            "nothing left to vote on. jax.grad does that for parameters that do not vary over the axis; "
+            "take local gradients with lioncub_jax.local_value_and_grad"
+        )
+
+
+def _zeros_of(p: jax.Array, dtype: Any) -> jax.Array | None:
+    return None if dtype is None else jnp.zeros_like(p, dtype=dtype)
+
+
+def vote_stats(opt_state: Any) -> VoteStats | None:
+    """Reads what the last votes were like out of the state of any chain of transforms.
+
+    Args:
+      opt_state: the state of a transform that holds one or more ``communicate``.
+
+    Returns:
+      ``VoteStats`` over all of them, or None if nothing votes. Of per-worker state stacked by
+      ``jax.pmap`` take one worker's copy first.
+
+    Example:
+      >>> import jax.numpy as jnp, lioncub_jax as lc
+      >>> tx = lc.lion_cub(1e-4, axis_name="data")
+      >>> float(lc.vote_stats(tx.init({"w": jnp.ones(3)})).tie_rate)
+      0.0
+    """
+    leaves = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, CommunicateState))
+    found = [x for x in leaves if isinstance(x, CommunicateState)]
+    if not found:
+        return None
+    ties, parameters = sum(s.ties for s in found), sum(s.parameters for s in found)
+    return VoteStats(
+        ties / jnp.maximum(parameters, 1),
+        jnp.max(jnp.stack([s.abstained for s in found])),
+        jnp.max(jnp.stack([s.abstentions for s in found])),
+    )
+
+
+def lion_cub(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: Any = 0.9,
+    b2: Any = 0.99,
+    mu_dtype: Any = None,
+    weight_decay: Any = 1e-3,
+    mask: Any = None,
+    *,
+    axis_name: AxisName,
+    quantizer: Quantizer | None = None,
+    wire: Wire | None = None,
+    sync: Schedule | None = None,
+    sync_where: Any = None,
+    bucket_size: int | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Lion Cub: workers vote with 1 or p bits of their own blend of gradient and momentum.
+
+    ``c_i = b1 mu_i + (1 - b1) g_i``, ``u = sign(sum_i code(c_i))``, ``p -= lr (u + wd p)``,
+    ``mu_i = b2 mu_i + (1 - b2) g_i``; every sync ``mu_i = mean_i mu_i``.
+
+    Args:
+      learning_rate: a number or an optax schedule.
+      b1: weight of the momentum in the vote, in [0, 1).
+      b2: decay of the momentum, in [0, 1).
+      mu_dtype: dtype of the momentum; None for that of the parameters.
+      weight_decay: decoupled, multiplied with the learning rate.
+      mask: which leaves decay, a tree of bools or a function of the parameters.
+      axis_name: mesh axis of the workers.
+      quantizer: ``sign()`` (default: 1 bit up, 1 down), ``midrise(p)`` (p up, 1 down: precision does
+        not depend on the number of workers), ``integer(p)`` (the paper's p-bit integer sum, for the
+        ``counts`` and ``lanes`` wires) or ``ternary()`` (exact zeros, 2 up, 2 down).
+      wire: ``two_phase()`` by default.
+      sync: when to average momentum in full precision; ``never()`` by default.
+      sync_where: which leaves of the momentum to average.
+      bucket_size: see `communicate`.
+
+    Returns:
+      A transform whose ``update`` must run where ``axis_name`` is bound.
+
+    Raises:
+      ValueError: as `communicate`; also for betas outside [0, 1).
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> tx = lc.lion_cub(1e-4, weight_decay=0.1, axis_name="data", sync=lc.every(1000))
+
+    Source: Lion Cub (arXiv 2411.16462).
+    """
+    vote = communicate(
+        axis_name=axis_name,
+        memory=momentum.blend(b1, b2, mu_dtype),
+        up=quantizer,
+        wire=wire,
+        bucket_size=bucket_size,
+    )
+    return _finish(vote, learning_rate, weight_decay, mask, axis_name, sync, sync_where)
+
+
+def distributed_lion(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: Any = 0.9,
+    b2: Any = 0.99,
+    mu_dtype: Any = None,
+    weight_decay: Any = 1e-3,
+    mask: Any = None,
+    *,
+    axis_name: AxisName,
+    average: bool = False,
+    wire: Wire | None = None,
+    sync: Schedule | None = None,
+    sync_where: Any = None,
+    bucket_size: int | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Distributed Lion: workers send signs; the update is their majority or their average.
+
+    Args:
+      learning_rate: as `lion_cub`, like all arguments that are not named here.
+      b1: as `lion_cub`.
+      b2: as `lion_cub`.
+      mu_dtype: as `lion_cub`.
+      weight_decay: as `lion_cub`.
+      mask: as `lion_cub`.
+      axis_name: mesh axis of the workers.
+      average: False for the majority ("MaVo", 1 bit back), True for the mean of the signs over the
+        votes cast ("Avg", the planes of the count back).
+      wire: ``two_phase()`` by default.
+      sync: as `lion_cub`; the paper never syncs.
+      sync_where: as `lion_cub`.
+      bucket_size: see `communicate`.
+
+    Returns:
+      A transform whose ``update`` must run where ``axis_name`` is bound.
+
+    Raises:
+      ValueError: as `communicate`; also for betas outside [0, 1).
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> tx = lc.distributed_lion(1e-4, axis_name="data", average=True)
+
+    Source: Distributed Lion (arXiv 2404.00438).
+    """
+    vote = communicate(
+        axis_name=axis_name,
+        memory=momentum.blend(b1, b2, mu_dtype),
+        down=decide.average() if average else decide.majority(),
+        wire=wire,
+        bucket_size=bucket_size,
+    )
+    return _finish(vote, learning_rate, weight_decay, mask, axis_name, sync, sync_where)
+
+
+def owner_lion(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: Any = 0.9,
+    b2: Any = 0.99,
+    mu_dtype: Any = None,
+    weight_decay: Any = 1e-3,
+    mask: Any = None,
+    *,
+    axis_name: AxisName,
+    quantizer: Quantizer | None = None,
+    wire: Wire | None = None,
+    dominance: float = 16.0,
+    bucket_size: int | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Lion with one momentum for all, each slice of it at one worker: no drift, no sync, d/W memory.
+
+    Workers send codes of their gradients; the owner of a slice decodes, averages, runs Lion on its
+    slice of the one momentum and sends back the sign, which is Lion's whole update: one exact bit.
+
+    Args:
+      learning_rate: as `lion_cub`, like all arguments that are not named here.
+      b1: as `lion_cub`.
+      b2: as `lion_cub`.
+      mu_dtype: dtype of the momentum; None for that of the parameters.
+      weight_decay: as `lion_cub`.
+      mask: as `lion_cub`.
+      axis_name: mesh axis of the workers.
+      quantizer: of gradients; default ``error_feedback(midrise(3, block=128))``; ``dense()`` for the
+        exact mean.
+      wire: ``two_phase()`` by default.
+      dominance: see ``momentum_at_owner``.
+      bucket_size: see `communicate`.
+
+    Returns:
+      A transform whose ``init`` and ``update`` must run where ``axis_name`` is bound.
+
+    Raises:
+      ValueError: as `communicate`; also for betas outside [0, 1).
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> tx = lc.owner_lion(1e-4, axis_name="data", quantizer=lc.midrise(4, block=64))
+
+    Source: this library; the optimizer is Lion (arXiv 2302.06675).
+    """
+    momentum.check_betas(b1, b2)
+    lion = optax.scale_by_lion(b1=b1, b2=b2, mu_dtype=mu_dtype)
+    vote = communicate(
+        axis_name=axis_name,
+        up=quantizer or quantize.error_feedback(quantize.midrise(3, block=128)),
+        owner=decide.momentum_at_owner(lion, dominance=dominance),
+        wire=wire,
+        bucket_size=bucket_size,
+    )
+    return _finish(vote, learning_rate, weight_decay, mask, axis_name, None, None)
+
+
+def _finish(
+    vote: optax.GradientTransformationExtraArgs,
+    learning_rate: optax.ScalarOrSchedule,
+    weight_decay: Any,
+    mask: Any,
+    axis_name: AxisName,
+    sync: Schedule | None,
+    sync_where: Any,
+) -> optax.GradientTransformationExtraArgs:
+    sync = sync or momentum.never()
+    if sync_where is not None and sync.due is None:
+        raise ValueError("sync_where is given but sync is never(): give a schedule, such as every(100)")
+    if sync.due is not None:
+        vote = momentum.sync_momentum(vote, axis_name, sync, sync_where)
+    return optax.chain(
+        vote,
+        optax.add_decayed_weights(weight_decay, mask),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+class GlobalState(NamedTuple):
+    """State of a transform that sees averaged gradients; the same on every worker."""
+
+    inner: Any
+
+
+def global_gradients(
+    tx: optax.GradientTransformation, axis_name: AxisName
+) -> optax.GradientTransformationExtraArgs:
+    """Runs any optax transform on gradients averaged in full precision: the baseline.
+
+    Args:
+      tx: such as ``optax.lion(1e-4)`` or ``optax.adamw(1e-3)``.
+      axis_name: mesh axis of the workers.
+
+    Returns:
+      A transform with state ``GlobalState``.
+
+    Example:
+      >>> import lioncub_jax as lc, optax
+      >>> tx = lc.global_gradients(optax.adamw(1e-3), axis_name="data")
+    """
+    tx = optax.with_extra_args_support(tx)
+
+    def init(params: optax.Params) -> GlobalState:
+        return GlobalState(tx.init(wires.agreed(params, axis_name)))
+
+    def update(updates: Any, state: GlobalState, params: Any = None, **extra: Any) -> Any:
+        wires.workers_on(axis_name)
+        _check_local(updates, axis_name)
+        extra.pop("abstain", None)
+        mean = wires.mean_over_workers(updates, axis_name)
+        updates, inner = tx.update(mean, state.inner, params, **extra)
+        return updates, GlobalState(inner)
+
+    return optax.GradientTransformationExtraArgs(init, update)

@@ -1,0 +1,432 @@
+"""Values to codes: what a worker says about its gradient, and in how many bits.
+
+A code ``q`` in ``0..top`` stands for the integer ``2q - top`` in units of half a step. Two families:
+
+* *mid-rise*, ``top`` odd: every code leans to one side, ``p`` bits have ``2**p`` of them, and ``p = 1``
+  is the sign. There is no code for zero, so a worker whose 64 elements of a row are all exactly zero
+  does not vote on that row at all, and a single zero in a row that does vote takes a side by a fair
+  bit (``bits.coin``), half of the workers the one and half the other, so that zeros cancel in pairs.
+* *mid-tread*, ``top`` even: the middle code is zero and means it. The paper's integer codes and the
+  exact ternary codes are of this kind.
+
+A step is one for a leaf, or one for a block of 64 or 128 elements. In a vote the step stays at home:
+only the integers are counted. Where the owner needs values it travels beside the codes, as bfloat16.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from lioncub_jax import bits
+from lioncub_jax.bits import ROW, WORD
+
+# The uniform steps that are best for a Gaussian, in units of its standard deviation, by bits (J. Max,
+# "Quantizing for minimum distortion", 1960). One bit is in units of the mean magnitude, where a step of
+# 2 is the least-squares fit of +-step/2 to any values, whatever their distribution.
+STEP = {1: 2.0, 2: 0.9957, 3: 0.586, 4: 0.335, 5: 0.1881, 6: 0.1041, 7: 0.0569, 8: 0.0308}
+
+
+class Place(NamedTuple):
+    """Where and when a leaf is quantised: what the tie rule and the random bits derive from.
+
+    Attributes:
+      first_word: word of the flat buffer where the leaf begins.
+      size: elements of the leaf; its rows may hold more.
+      leaf: index of the leaf in the tree.
+      step: ``int32[]``, steps taken before this one; same on every worker.
+      worker: ``int32[]``, the worker's index; varies over the workers.
+      workers: how many there are.
+    """
+
+    first_word: int
+    size: int
+    leaf: int
+    step: jax.Array
+    worker: jax.Array
+    workers: int
+
+
+class Ballot(NamedTuple):
+    """What one worker says about the rows of one leaf (or, joined, of a bucket).
+
+    Attributes:
+      payload: ``uint32[planes, words]``, the codes; of a dense quantiser the values' own bits.
+      voted: ``bool[rows]``, rows that the worker votes on.
+      steps: ``bfloat16[rows / rows_per_step]``, the size of a step, or None without blocks.
+      flagged: ``bool[]``, whether the leaf holds a value that is not finite.
+    """
+
+    payload: jax.Array
+    voted: jax.Array
+    steps: jax.Array | None
+    flagged: jax.Array
+
+
+class Quantizer(NamedTuple):
+    """Pure functions that turn values into codes; built by the functions of this module.
+
+    Attributes:
+      name: for people.
+      bits: bits per element of a code.
+      top: ``workers -> largest code``; raises ``ValueError`` where that many cannot be counted.
+      has_zero: whether a code means exactly zero (``top`` is even).
+      block: elements that share a travelling step, or None.
+      dense: dtype of the values if they travel as they are, else None.
+      encode: ``(float32[rows, 64], Place) -> Ballot``.
+      feedback: dtype in which a worker keeps its quantisation error, or None.
+    """
+
+    name: str
+    bits: int
+    top: Callable[[int], int]
+    has_zero: bool
+    block: int | None
+    dense: Any
+    encode: Callable[[jax.Array, Place], Ballot]
+    feedback: Any = None
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows that share a step: leaves are padded to a multiple of it."""
+        return (self.block or ROW) // ROW
+
+    @property
+    def words_per_row(self) -> int:
+        """Words that a plane takes for one row."""
+        return ROW * jnp.dtype(self.dense).itemsize // 4 if self.dense else bits.WORDS_PER_ROW
+
+    def planes(self, workers: int) -> int:
+        """Planes of the payload."""
+        return 1 if self.dense else self.top(workers).bit_length()
+
+    def values(self, payload: jax.Array, steps: jax.Array | None, workers: int) -> jax.Array:
+        """Decodes one worker's payload to ``float32[rows * 64]``; exact products, no rounding."""
+        if self.dense:
+            return _floats(payload[0], self.dense)
+        odd = (2 * bits.unpack(payload)).astype(jnp.int32) - self.top(workers)
+        assert steps is not None and self.block
+        half_step = steps.astype(jnp.float32) / 2
+        return (odd.astype(jnp.float32).reshape(-1, self.block) * half_step[:, None]).reshape(-1)
+
+
+class Rounding(NamedTuple):
+    """Nearest level, or the two neighbours at random so that the mean is right.
+
+    Attributes:
+      name: for people.
+      noise: ``(shape, Place) -> float32[shape]``, what is added before rounding down.
+    """
+
+    name: str
+    noise: Callable[[tuple[int, ...], Place], jax.Array] | None
+
+
+def nearest() -> Rounding:
+    """Rounds to the nearest level; the same values always give the same codes."""
+    return Rounding("nearest", None)
+
+
+def stochastic(seed: int = 0) -> Rounding:
+    """Rounds up or down at random, right on average where nothing is clipped.
+
+    The random key is derived from the seed, the step, the worker and the leaf, so workers err
+    independently of each other and a run repeats exactly.
+
+    Args:
+      seed: of the key, an int.
+    """
+
+    def noise(shape: tuple[int, ...], place: Place) -> jax.Array:
+        key = jax.random.key(seed)
+        for part in (place.step, place.worker, place.leaf):
+            key = jax.random.fold_in(key, part)
+        return jax.random.uniform(key, shape)
+
+    return Rounding("stochastic", noise)
+
+
+def sign() -> Quantizer:
+    """One bit: the sign. Distributed Lion (arXiv 2404.00438) and 1-bit Lion Cub (2411.16462).
+
+    Returns:
+      A mid-rise ``Quantizer`` of one bit without a step.
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> lc.sign().bits
+      1
+    """
+    return midrise(1)._replace(name="sign")
+
+
+def midrise(p: int, *, block: int | None = None, rounding: Rounding | None = None) -> Quantizer:
+    """``p`` bits: ``2**p`` evenly spaced levels, none of them zero.
+
+    ``q = floor(x / step) + 2**(p-1)``, clipped, with the step that is best for a Gaussian of the
+    measured scale: the root mean square, of the leaf or of each block (for one bit the mean magnitude).
+
+    Args:
+      p: bits per element, 1 to 8.
+      block: 64 or 128 elements share a step; None: one step for the leaf, which never travels and so
+        serves votes only.
+      rounding: ``nearest()`` (default) or ``stochastic(seed)``.
+
+    Returns:
+      A ``Quantizer``.
+
+    Raises:
+      ValueError: if ``p`` or ``block`` is out of range.
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> lc.midrise(3, block=128).name
+      'midrise(3, block=128)'
+    """
+    _check_bits("midrise", p, 1)
+    if block not in (None, 64, 128):
+        raise ValueError(
+            f"midrise(block={block!r}): a step is shared by 64 or 128 elements, or by a leaf (None)"
+        )
+    rounding = rounding or nearest()
+
+    def encode(x: jax.Array, place: Place) -> Ballot:
+        steps = None
+        if block is None and (p == 1 and rounding.noise is None):
+            scaled = x
+        else:
+            step = _round_to_bfloat16(STEP[p] * _scale(x, place.size, block, p == 1))
+            steps = step if block else None
+            per_row = jnp.repeat(step, (block or 0) // ROW) if block else step
+            scaled = x * lax.optimization_barrier(_inverse(per_row))[:, None]
+        codes = _midrise_codes(x, scaled, p, rounding, place)
+        packed = bits.pack(codes, p, x != 0, ~jnp.isfinite(x))
+        planes = _fill_padding(_side_of_zeros(packed, place), place.size)
+        flagged = packed.flagged if steps is None else packed.flagged | ~jnp.all(jnp.isfinite(steps))
+        voted = jnp.any(packed.marks.reshape(-1, 2) != 0, axis=-1)
+        return Ballot(planes, voted, None if steps is None else steps.astype(jnp.bfloat16), flagged)
+
+    name = f"midrise({p}{f', block={block}' if block else ''}"
+    name += f", {rounding.name})" if rounding.noise else ")"
+    return Quantizer(name, p, lambda workers: 2**p - 1, False, block, None, encode)
+
+
+def integer(p: int = 8, *, rounding: Rounding | None = None) -> Quantizer:
+    """Lion Cub's ``p``-bit codes, scaled so that their sum over the workers fits in ``p`` bits.
+
+    ``q = clip(round(x / mean|x| * s / 2), -s, s)`` with ``s = floor((2**(p-1) - 1) / workers)``; the
+    mean is the leaf's own and never travels. Precision shrinks as one over the workers.
+
+    Args:
+      p: bits of the sum, 2 to 8.
+      rounding: ``nearest()`` (the paper's, default) or ``stochastic(seed)``.
+
+    Returns:
+      A mid-tread ``Quantizer`` for wires that sum; ties and zeros stay zero.
+
+    Raises:
+      ValueError: if ``p`` is out of range; when traced with so many workers that ``s`` would be 0.
+
+    Source: Lion Cub (arXiv 2411.16462), "p-bit all-reduce", L1 scale.
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> lc.integer(8).top(4)  # s = 127 // 4 = 31, codes -31..31
+      62
+    """
+    _check_bits("integer", p, 2)
+    rounding = rounding or nearest()
+
+    def top(workers: int) -> int:
+        s = (2 ** (p - 1) - 1) // workers
+        if s == 0:
+            raise ValueError(
+                f"integer({p}): the sum of {workers} workers' codes does not fit in {p} bits; it holds "
+                f"at most {2 ** (p - 1) - 1} workers. Use more bits, or midrise({p}), whose precision "
+                "does not depend on the number of workers"
+            )
+        return 2 * s
+
+    def encode(x: jax.Array, place: Place) -> Ballot:
+        s = top(place.workers) // 2
+        scale = _scale(x, place.size, None, True)
+        t = x * lax.optimization_barrier(_inverse(scale) * (s / 2))
+        if rounding.noise:
+            t = jnp.floor(t + rounding.noise(x.shape, place))
+        codes = (jnp.clip(jnp.round(t), -s, s) + s).astype(jnp.uint32)
+        return _midtread_ballot(codes, x, (2 * s).bit_length(), 2 * s, place)
+
+    name = f"integer({p}{', stochastic' if rounding.noise else ''})"
+    return Quantizer(name, p, top, True, None, None, encode)
+
+
+def ternary() -> Quantizer:
+    """The exact sign: -1, 0 or +1 in two bits, so that a zero is a zero vote and a tie stays a tie.
+
+    Returns:
+      A mid-tread ``Quantizer``.
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> lc.ternary().top(1000)
+      2
+    """
+
+    def encode(x: jax.Array, place: Place) -> Ballot:
+        codes = jnp.where(x > 0, 2, jnp.where(x < 0, 0, 1)).astype(jnp.uint32)
+        return _midtread_ballot(codes, x, 2, 2, place)
+
+    return Quantizer("ternary", 2, lambda workers: 2, True, None, None, encode)
+
+
+def dense(dtype: Any = jnp.float32) -> Quantizer:
+    """No quantisation: the values themselves, in float32 or bfloat16. The baseline.
+
+    Args:
+      dtype: ``jnp.float32`` or ``jnp.bfloat16``.
+
+    Raises:
+      ValueError: for any other dtype.
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> lc.dense().bits
+      32
+    """
+    dtype = jnp.dtype(dtype)
+    if dtype not in (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)):
+        raise ValueError(f"dense({dtype.name}): values travel as float32 or bfloat16")
+
+    def encode(x: jax.Array, place: Place) -> Ballot:
+        payload = _float_words(x.reshape(-1), dtype)[None]
+        voted = jnp.any(x != 0, axis=-1)
+        return Ballot(payload, voted, None, ~jnp.all(jnp.isfinite(x)))
+
+    bits_ = 8 * dtype.itemsize
+    return Quantizer(f"dense({dtype.name})", bits_, lambda workers: 0, False, None, dtype, encode)
+
+
+def error_feedback(quantizer: Quantizer, dtype: Any = jnp.bfloat16) -> Quantizer:
+    """Adds what the last code missed to the next value, so that nothing is lost, only late.
+
+    ``x = g + e``, send ``encode(x)``, keep ``e = x - decoded``. The error stays with the worker.
+
+    Args:
+      quantizer: one whose steps travel, such as ``midrise(3, block=128)``.
+      dtype: in which the error is kept; one array of this dtype per worker and leaf.
+
+    Returns:
+      The ``Quantizer`` with feedback.
+
+    Raises:
+      ValueError: if the quantiser's values cannot be decoded, or the dtype is not floating.
+
+    Source: Seide et al. 2014; Karimireddy et al., "Error feedback fixes SignSGD" (arXiv 1901.09847).
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> lc.error_feedback(lc.midrise(3, block=128)).name
+      'midrise(3, block=128) + error feedback'
+    """
+    if quantizer.block is None:
+        raise ValueError(
+            f"error_feedback({quantizer.name}): the error is measured against what the owner decodes, "
+            "so steps must travel; use midrise(p, block=64) or midrise(p, block=128)"
+        )
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"error_feedback(dtype={jnp.dtype(dtype).name}): give a floating dtype")
+    return quantizer._replace(
+        name=f"{quantizer.name} + error feedback", feedback=jnp.dtype(dtype)
+    )
+
+
+def _check_bits(who: str, p: int, least: int) -> None:
+    if not isinstance(p, int) or isinstance(p, bool) or not least <= p <= 8:
+        raise ValueError(f"{who}({p!r}): a code has {least} to 8 bits; give an int in that range")
+
+
+def _midrise_codes(
+    x: jax.Array, scaled: jax.Array, p: int, rounding: Rounding, place: Place
+) -> jax.Array:
+    """``uint32[rows, 64]``. Magnitude and side apart, so that -x gets the mirrored code of x."""
+    half = 2 ** (p - 1)
+    if rounding.noise:
+        level = jnp.floor(scaled + (half - 0.5) + rounding.noise(x.shape, place))
+        return jnp.clip(level, 0, 2 * half - 1).astype(jnp.uint32)
+    if p == 1:
+        return (x > 0).astype(jnp.uint32)
+    magnitude = jnp.minimum(jnp.abs(scaled), half - 1).astype(jnp.uint32)
+    return jnp.where(x > 0, half + magnitude, half - 1 - magnitude)
+
+
+def _side_of_zeros(packed: bits.Packed, place: Place) -> jax.Array:
+    """Gives exact zeros one of the two innermost codes: opposite ones on even and odd workers."""
+    words = packed.marks.shape[-1]
+    side = bits.coin(place.first_word, words, place.step) ^ bits.as_mask(place.worker & 1)
+    innermost = jnp.stack([~side] * (len(packed.planes) - 1) + [side])
+    return (packed.planes & packed.marks) | (innermost & ~packed.marks)
+
+
+def _fill_padding(planes: jax.Array, size: int) -> jax.Array:
+    """Lets padding vote with one voice (the top code), so that it never counts as a tie."""
+    words = planes.shape[-1]
+    clean = size // WORD
+    if clean == words:
+        return planes
+    padding = np.arange(clean * WORD, words * WORD) >= size
+    ones = np.packbits(padding, bitorder="little").view("<u4").astype(np.uint32)
+    return jnp.concatenate([planes[:, :clean], planes[:, clean:] | ones], axis=1)
+
+
+def _midtread_ballot(codes: jax.Array, x: jax.Array, p: int, top: int, place: Place) -> Ballot:
+    flat = jnp.arange(codes.size).reshape(codes.shape)
+    codes = codes if place.size == codes.size else jnp.where(flat < place.size, codes, top)
+    packed = bits.pack(codes, p, x != 0, ~jnp.isfinite(x))
+    voted = jnp.any(packed.marks.reshape(-1, 2) != 0, axis=-1)
+    return Ballot(packed.planes, voted, None, packed.flagged)
+
+
+def _scale(x: jax.Array, size: int, block: int | None, magnitude: bool) -> jax.Array:
+    """Mean magnitude or root mean square, ``float32[blocks]`` or ``float32[1]`` for the leaf."""
+    span = block or ROW
+    sums = _sum_by_block(jnp.abs(x) if magnitude else x * x, span)
+    if block is None:
+        mean = jnp.sum(sums, keepdims=True) / size
+    else:
+        left = size - span * jnp.arange(sums.shape[0], dtype=jnp.int32)
+        mean = sums / jnp.clip(left, 1, span).astype(jnp.float32)
+    return mean if magnitude else jnp.sqrt(mean)
+
+
+def _sum_by_block(x: jax.Array, span: int) -> jax.Array:
+    """``float32[rows, 64]`` to ``float32[blocks]``; four running sums hide the latency of adding."""
+    quarters = x.reshape(-1, 4, span // 4)
+    sums = lax.reduce(
+        [quarters[:, i] for i in range(4)],
+        [jnp.float32(0)] * 4,
+        lambda a, b: [u + v for u, v in zip(a, b, strict=True)],
+        (1,),
+    )
+    return (sums[0] + sums[1]) + (sums[2] + sums[3])
+
+
+def _round_to_bfloat16(x: jax.Array) -> jax.Array:
+    # A plain cast there and back is "excess precision" that the compiler may remove.
+    return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+
+
+def _inverse(scale: jax.Array) -> jax.Array:
+    return jnp.where(scale > 0, 1 / jnp.where(scale > 0, scale, 1), 0)
+
+
+def _float_words(x: jax.Array, dtype: Any) -> jax.Array:
+    if dtype == jnp.dtype(jnp.float32):
+        return lax.bitcast_convert_type(x, jnp.uint32)
+    return lax.bitcast_convert_type(x.astype(dtype).reshape(-1, 2), jnp.uint32)
+
+
+def _floats(words: jax.Array, dtype: Any) -> jax.Array:
+    return lax.bitcast_convert_type(words, dtype).reshape(-1).astype(jnp.float32)
