@@ -12,7 +12,7 @@ reduce to the planes of their sum, and "more than half" is a comparison that wal
 import functools
 import operator
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,11 +41,13 @@ class Packed(NamedTuple):
     flagged: jax.Array
 
 
-def pack(codes: jax.Array, p: int, marks: jax.Array, flags: jax.Array) -> Packed:
+def pack(
+    codes: jax.Array, p: int, marks: jax.Array, flags: jax.Array, unmarked: Sequence[Any]
+) -> Packed:
     """Packs codes of ``p`` bits, one mark per element and one flag for all, in a single reduction.
 
     Eight neighbours share a few uint32 accumulators: byte ``k`` collects bit ``k`` of their codes, the
-    next byte their marks, one more bit their flags. The compiler fuses into that reduction whatever
+    next byte their marks, one more their flag. The compiler fuses into that reduction whatever
     computes the codes, so gradient and momentum are read once.
 
     Args:
@@ -53,6 +55,7 @@ def pack(codes: jax.Array, p: int, marks: jax.Array, flags: jax.Array) -> Packed
       p: bits per code, 1 to 8.
       marks: ``bool[rows, 64]``.
       flags: ``bool[rows, 64]``.
+      unmarked: the codes of elements without a mark, as ``p`` planes: ``uint32[words]`` each, or 0.
 
     Returns:
       ``Packed``.
@@ -61,15 +64,18 @@ def pack(codes: jax.Array, p: int, marks: jax.Array, flags: jax.Array) -> Packed
       >>> import jax.numpy as jnp
       >>> from lioncub_jax import bits
       >>> codes = jnp.zeros((1, 64), jnp.uint32).at[0, 33].set(1)
-      >>> bits.pack(codes, 1, codes > 0, codes > 1).planes.tolist()
+      >>> bits.pack(codes, 1, codes > 0, codes > 1, [0]).planes.tolist()
       [[0, 2]]
     """
     lane = jnp.arange(8, dtype=jnp.uint32)
     bytes_ = [(codes >> k) & 1 for k in range(p)] + [marks.astype(jnp.uint32)]
     bytes_ = [b.reshape(-1, 8) << lane for b in bytes_] + [flags.astype(jnp.uint32).reshape(-1, 8)]
-    octets = _or_over_lanes(bytes_)
-    words = [_join_octets(octets[k]) for k in range(p + 1)]
-    return Packed(jnp.stack(words[:p]), words[p], jnp.any(octets[p + 1] > 0))
+    *octets, marked, flagged = _or_over_lanes(bytes_)
+    planes = [
+        _join_octets((octet & marked) | (_octets(fill, octet.size) & ~marked))
+        for octet, fill in zip(octets, unmarked, strict=True)
+    ]
+    return Packed(jnp.stack(planes), _join_octets(marked), jnp.any(flagged > 0))
 
 
 def _or_over_lanes(bytes_: Sequence[jax.Array]) -> list[jax.Array]:
@@ -84,8 +90,14 @@ def _or_over_lanes(bytes_: Sequence[jax.Array]) -> list[jax.Array]:
     return [(octets[k // 4] >> (8 * (k % 4))) & 0xFF for k in range(len(bytes_))]
 
 
+def _octets(words: Any, n: int) -> jax.Array:
+    """``uint32[n / 4]`` words, or a constant, to ``uint32[n]`` bytes."""
+    words = jnp.broadcast_to(jnp.asarray(words, jnp.uint32), (n // 4,))
+    return ((words[:, None] >> (8 * jnp.arange(4, dtype=jnp.uint32))) & 0xFF).reshape(-1)
+
+
 def _join_octets(octets: jax.Array) -> jax.Array:
-    quads = octets.reshape(-1, 4)
+    quads = (octets & 0xFF).reshape(-1, 4)
     return jnp.sum(quads << (8 * jnp.arange(4, dtype=jnp.uint32)), -1, dtype=jnp.uint32)
 
 
@@ -130,20 +142,22 @@ def unpack(planes: jax.Array | Sequence[jax.Array]) -> jax.Array:
       planes: ``uint32[p, ..., words]``, or a list of ``p`` planes.
 
     Returns:
-      ``uint32[..., 32 words]``, codes in ``[0, 2**p)``.
+      ``uint32[..., words, 32]``, codes in ``[0, 2**p)``. The lanes of a word keep an axis of their own:
+      it lets the compiler read a word once for its 32 elements.
 
     Example:
       >>> import jax.numpy as jnp
       >>> from lioncub_jax import bits
-      >>> bits.unpack(jnp.array([[1], [3]], jnp.uint32))[:3].tolist()
+      >>> bits.unpack(jnp.array([[1], [3]], jnp.uint32))[0, :3].tolist()
       [3, 2, 0]
     """
-    codes = [unpack_bits(plane, WORD * plane.shape[-1]) << k for k, plane in enumerate(planes)]
+    lane = jnp.arange(WORD, dtype=jnp.uint32)
+    codes = [((plane[..., None] >> lane) & 1) << k for k, plane in enumerate(planes)]
     return functools.reduce(operator.or_, codes)
 
 
 def planes_of(codes: jax.Array, p: int) -> list[jax.Array]:
-    """Packs codes of any width: ``uint32[32 words]`` below ``2**p`` to ``p`` planes ``uint32[words]``."""
+    """Packs codes of any width: ``uint32[n]`` below ``2**p`` to ``p`` planes ``uint32[ceil(n / 32)]``."""
     return [pack_bits((codes >> k) & 1 > 0) for k in range(p)]
 
 

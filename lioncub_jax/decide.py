@@ -57,14 +57,14 @@ class Tally(NamedTuple):
 
 
 class Values(NamedTuple):
-    """Values: what a transform at the owner answered, ``float32[elements]``."""
+    """What a transform at the owner answered, ``float32[words, 32]``."""
 
     values: jax.Array
 
     def signs(self) -> Signs:
         """Signs of the values; a row of zeros does not move."""
-        positive = bits.pack_bits(self.values > 0)
-        tied = bits.pack_bits(self.values == 0)
+        positive = bits.pack_bits(self.values > 0).reshape(-1)
+        tied = bits.pack_bits(self.values == 0).reshape(-1)
         moved = jnp.any(~tied.reshape(-1, WORDS_PER_ROW) != 0, axis=-1)
         return Signs(positive, tied, moved)
 
@@ -89,9 +89,9 @@ class Owner(NamedTuple):
     Attributes:
       name: for people.
       needs_values: whether codes must be decoded (then steps travel), or counting them is enough.
-      init: ``float[elements] -> state`` for one slice.
+      init: ``float[words, 32] -> state`` for one slice.
       decide: ``(Received, quantizer, workers, dtype, state) -> (result, state)``.
-      alone: ``(float[elements], state) -> (update, state)``: one worker, whose values never travelled.
+      alone: ``(float[words, 32], state) -> (update, state)``: one worker, whose values never travelled.
     """
 
     name: str
@@ -175,7 +175,7 @@ class Down(NamedTuple):
       row_bits: ``workers -> bits`` of the number for each row.
       words_per_row: words that a plane takes for one row.
       encode: ``(result, coin uint32[words]) -> Answer``.
-      decode: ``(planes, per_row, top, workers) -> float32[elements]``.
+      decode: ``(planes, per_row, top, workers) -> [words, 32]``, int32 or float32.
     """
 
     name: str
@@ -197,8 +197,8 @@ def majority() -> Down:
         return Answer((positive | (tied & coin))[None], moved.astype(jnp.uint32), _ties(tied, moved))
 
     def decode(planes: jax.Array, per_row: Any, top: int, workers: int) -> jax.Array:
-        side = bits.unpack_bits(planes[0], planes.shape[-1] * bits.WORD).astype(jnp.int32) * 2 - 1
-        return (side.reshape(-1, ROW) * per_row.astype(jnp.int32)[:, None]).reshape(-1)
+        side = 2 * bits.unpack(planes).astype(jnp.int32) - 1
+        return side * jnp.repeat(per_row.astype(jnp.int32), WORDS_PER_ROW)[:, None]
 
     return Down("majority", lambda top, workers: 1, lambda workers: 1, 2, encode, decode)
 
@@ -211,8 +211,8 @@ def ternary_sum() -> Down:
         return Answer(jnp.stack([positive, tied]), None, _ties(tied, moved))
 
     def decode(planes: jax.Array, per_row: Any, top: int, workers: int) -> jax.Array:
-        positive, tied = (bits.unpack_bits(p, p.shape[-1] * bits.WORD) for p in planes)
-        return (2 * positive.astype(jnp.int32) - 1) * (1 - tied.astype(jnp.int32))
+        positive, tied = (bits.unpack([plane]).astype(jnp.int32) for plane in planes)
+        return (2 * positive - 1) * (1 - tied)
 
     return Down("ternary sum", lambda top, workers: 2, lambda workers: 0, 2, encode, decode)
 
@@ -228,9 +228,9 @@ def average() -> Down:
         return Answer(jnp.stack(result.planes), result.votes, _ties(tied, moved))
 
     def decode(planes: jax.Array, per_row: Any, top: int, workers: int) -> jax.Array:
-        sums = bits.unpack(planes).astype(jnp.int32).reshape(-1, ROW)
-        reach = (per_row.astype(jnp.int32) * top)[:, None]
-        return ((2 * sums - reach) / jnp.maximum(reach, 1).astype(jnp.float32)).reshape(-1)
+        sums = bits.unpack(planes).astype(jnp.int32)
+        reach = jnp.repeat(per_row.astype(jnp.int32) * top, WORDS_PER_ROW)[:, None]
+        return (2 * sums - reach) / jnp.maximum(reach, 1).astype(jnp.float32)
 
     return Down(
         "average",
@@ -247,10 +247,10 @@ def floats() -> Down:
 
     def encode(result: Values, coin: jax.Array) -> Answer:
         words = lax.bitcast_convert_type(result.values, jnp.uint32)
-        return Answer(words[None], None, jnp.float32(0))
+        return Answer(words.reshape(1, -1), None, jnp.float32(0))
 
     def decode(planes: jax.Array, per_row: Any, top: int, workers: int) -> jax.Array:
-        return lax.bitcast_convert_type(planes[0], jnp.float32)
+        return lax.bitcast_convert_type(planes[0], jnp.float32).reshape(-1, bits.WORD)
 
     return Down("floats", lambda top, workers: 1, lambda workers: 0, ROW, encode, decode)
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from lioncub_jax import bits, decide, layout, momentum, quantize, wires
 from lioncub_jax.bits import WORDS_PER_ROW
@@ -121,7 +122,7 @@ def communicate(
     _check_parts(up, owner, down, wire)
     if bucket_size is not None and bucket_size < 1:
         raise ValueError(f"bucket_size={bucket_size!r}: give a number of elements, or None")
-    plan = _Plan(axis_name, memory, up, owner, down, wire, bucket_size)
+    plan = Plan(axis_name, memory, up, owner, down, wire, bucket_size)
 
     def init(params: optax.Params) -> CommunicateState:
         _check_leaves(params)
@@ -142,15 +143,18 @@ def communicate(
         **extra: Any,
     ) -> tuple[optax.Updates, CommunicateState]:
         del params, extra
-        wires.workers_on(axis_name)
+        workers = wires.workers_on(axis_name)
         _check_leaves(updates)
         _check_local(updates, axis_name)
-        return _step(plan, updates, state, abstain)
+        voter = Voter(wires.worker_index(axis_name), workers, state.count)
+        return worker_step(plan, voter, updates, state, abstain)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
+    """The parts of a `communicate`, put together."""
+
     axis: AxisName
     memory: Memory
     up: Quantizer
@@ -160,6 +164,7 @@ class _Plan(NamedTuple):
     bucket_size: int | None
 
     def buckets(self, leaves: Sequence[jax.Array], workers: int) -> tuple[Bucket, ...]:
+        """The flat buffers in which these leaves travel."""
         return layout.buckets(leaves, workers, self.up.rows_per_step, self.bucket_size)
 
 
@@ -172,28 +177,36 @@ class _Agreed(NamedTuple):
     present: jax.Array
 
 
-def _step(
-    plan: _Plan, updates: Any, state: CommunicateState, told_to_abstain: Any
+class Voter(NamedTuple):
+    """Who takes a step: worker ``index`` of ``workers``, after ``step`` earlier ones."""
+
+    index: jax.Array
+    workers: int
+    step: jax.Array
+
+
+def worker_step(
+    plan: Plan, voter: Voter, updates: Any, state: CommunicateState, told_to_abstain: Any
 ) -> tuple[Any, CommunicateState]:
+    """What one worker does in a step; it meets the others only in ``plan.wire``."""
     grads, tree = jax.tree.flatten(updates)
-    workers = wires.workers_on(plan.axis)
+    workers = voter.workers
     mus, errors = tree.flatten_up_to(state.mu), tree.flatten_up_to(state.error)
     messages = [plan.memory.message(g, mu) for g, mu in zip(grads, mus, strict=True)]
-    said = [
-        c if e is None else c.astype(jnp.float32) + e.astype(jnp.float32)
-        for c, e in zip(messages, errors, strict=True)
-    ]
+    said = _with_errors(messages, errors)
     buckets = plan.buckets(grads, workers)
     speak = _quantize if workers > 1 else _keep_values
-    ballots = [speak(plan, bucket, said, workers, state.count) for bucket in buckets]
+    ballots = [speak(plan, voter, bucket, said) for bucket in buckets]
     abstains = _abstains(told_to_abstain, ballots)
     agree = _exchange if workers > 1 else _decide_alone
     agreed = [
-        agree(plan, bucket, cast, abstains, slice_state, state.count)
+        agree(plan, voter, bucket, cast, abstains, slice_state)
         for bucket, cast, slice_state in zip(buckets, ballots, state.owner, strict=True)
     ]
     if workers > 1:
-        missed = _missed(plan, buckets, ballots, said, workers)
+        # Made anew from the same inputs: kept, it would cost an array as large as the gradient.
+        said_again = _with_errors(*lax.optimization_barrier((messages, errors)))
+        missed = _missed(plan, buckets, ballots, said_again, workers)
         errors = _withheld(abstains, [missed.get(i) for i in range(len(errors))], errors)
     kept = [plan.memory.remember(g, mu) for g, mu in zip(grads, mus, strict=True)]
     new_state = CommunicateState(
@@ -206,20 +219,27 @@ def _step(
     return tree.unflatten(_to_leaves(buckets, agreed, messages)), new_state
 
 
+def _with_errors(messages: list[jax.Array], errors: list[Any]) -> list[jax.Array]:
+    """What is to be said: this step's message and what earlier codes missed."""
+    return [
+        c if e is None else c.astype(jnp.float32) + e.astype(jnp.float32)
+        for c, e in zip(messages, errors, strict=True)
+    ]
+
+
 def _quantize(
-    plan: _Plan, bucket: Bucket, said: list[jax.Array], workers: int, step: jax.Array
+    plan: Plan, voter: Voter, bucket: Bucket, said: list[jax.Array]
 ) -> list[Ballot]:
-    worker = wires.worker_index(plan.axis)
     ballots = []
     for segment in bucket.segments:
         first_word = (bucket.first_row + segment.first_row) * WORDS_PER_ROW
-        place = Place(first_word, segment.size, segment.leaf, step, worker, workers)
+        place = Place(first_word, segment.size, segment.leaf, voter.step, voter.index, voter.workers)
         ballots.append(plan.up.encode(layout.to_rows(said[segment.leaf], segment), place))
     return ballots
 
 
 def _keep_values(
-    plan: _Plan, bucket: Bucket, said: list[jax.Array], workers: int, step: jax.Array
+    plan: Plan, voter: Voter, bucket: Bucket, said: list[jax.Array]
 ) -> list[Ballot]:
     """One worker's ballots: the values themselves, in rows, of the bucket's own dtype."""
     rows = [layout.to_rows(said[s.leaf], s) for s in bucket.segments]
@@ -234,15 +254,15 @@ def _abstains(told: Any, ballots: list[list[Ballot]]) -> jax.Array:
 
 
 def _exchange(
-    plan: _Plan,
+    plan: Plan,
+    voter: Voter,
     bucket: Bucket,
     ballots: list[Ballot],
     abstains: jax.Array,
     slice_state: Any,
-    step: jax.Array,
 ) -> _Agreed:
     """Up the wire, the owner's decision, and back."""
-    workers = wires.workers_on(plan.axis)
+    workers = voter.workers
     ballot = _join(plan.up, bucket, ballots, abstains, workers)
     received = plan.wire.collect(
         ballot, ~abstains, plan.up, plan.owner.needs_values, bucket, plan.axis
@@ -250,9 +270,9 @@ def _exchange(
     result, slice_state = plan.owner.decide(received, plan.up, workers, bucket.dtype, slice_state)
     rows = plan.wire.owned_rows(bucket, workers)
     first_row = bucket.first_row + (
-        rows * wires.worker_index(plan.axis) if plan.wire.owns_slice else 0
+        rows * voter.index if plan.wire.owns_slice else 0
     )
-    coin = bits.coin(first_row * WORDS_PER_ROW, rows * WORDS_PER_ROW, step)
+    coin = bits.coin(first_row * WORDS_PER_ROW, rows * WORDS_PER_ROW, voter.step)
     words = wires.pack_answer(plan.down.encode(result, coin), received.present, plan.down, workers)
     answers = plan.wire.publish(words, plan.axis)
     answer, present = wires.open_answers(answers, plan.down, plan.up, rows, workers)
@@ -270,10 +290,9 @@ def _join(
     payload = jnp.pad(payload, ((0, 0), (0, rows * up.words_per_row - payload.shape[1])))
     if up.has_zero:
         zero = jnp.array([up.top(workers) // 2 >> k & 1 for k in range(up.planes(workers))])
-        silence = bits.as_mask(zero)[:, None]
         idle = jnp.arange(payload.shape[1]) >= bucket.rows * WORDS_PER_ROW
-        payload = jnp.where(abstains | idle, silence, payload)
-    else:
+        payload = jnp.where(abstains | idle, bits.as_mask(zero)[:, None], payload)
+    elif ballots[0].steps is None:
         payload &= jnp.repeat(bits.as_mask(voted), up.words_per_row)
     steps = None
     if ballots[0].steps is not None:
@@ -284,16 +303,16 @@ def _join(
 
 
 def _decide_alone(
-    plan: _Plan,
+    plan: Plan,
+    voter: Voter,
     bucket: Bucket,
     ballots: list[Ballot],
     abstains: jax.Array,
     slice_state: Any,
-    step: jax.Array,
 ) -> _Agreed:
     """With one worker the owner's transform runs on values that were never quantised."""
     rows = bucket.pad(jnp.concatenate([b.payload for b in ballots]), 1)
-    update, new_state = plan.owner.alone(rows.reshape(-1), slice_state)
+    update, new_state = plan.owner.alone(rows.reshape(-1, bits.WORD), slice_state)
     new_state = decide.keep_unless(~abstains, new_state, slice_state)
     update = jnp.where(abstains, 0, update).reshape(-1, bits.ROW)
     present = 1 - abstains.astype(jnp.uint32)
@@ -302,7 +321,7 @@ def _decide_alone(
 
 
 def _missed(
-    plan: _Plan,
+    plan: Plan,
     buckets: tuple[Bucket, ...],
     ballots: list[list[Ballot]],
     said: list[jax.Array],
@@ -350,7 +369,7 @@ def _statistics(
     return ties, parameters, abstained, state.abstentions + abstained
 
 
-def _init_owner(plan: _Plan, params: optax.Params) -> tuple[Any, ...]:
+def _init_owner(plan: Plan, params: optax.Params) -> tuple[Any, ...]:
     """Each bucket's slice state; only a transform that keeps one needs to know the workers."""
     if not plan.owner.needs_values:
         leaves = jax.tree.leaves(params)
@@ -359,12 +378,12 @@ def _init_owner(plan: _Plan, params: optax.Params) -> tuple[Any, ...]:
     states = []
     for bucket in plan.buckets(jax.tree.leaves(params), workers):
         size = plan.wire.owned_rows(bucket, workers) * bits.ROW
-        state = plan.owner.init(jnp.zeros((size,), bucket.dtype))
+        state = plan.owner.init(jnp.zeros((size // bits.WORD, bits.WORD), bucket.dtype))
         states.append(_vary_slices(state, plan) if plan.wire.owns_slice else state)
     return tuple(states)
 
 
-def _vary_slices(state: Any, plan: _Plan) -> Any:
+def _vary_slices(state: Any, plan: Plan) -> Any:
     """Types the arrays of a slice as the owner's own; counters stay the same on every worker."""
     return jax.tree.map(lambda x: wires.varying(x, plan.axis) if x.ndim else x, state)
 

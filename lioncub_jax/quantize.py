@@ -55,7 +55,7 @@ class Ballot(NamedTuple):
 
     Attributes:
       payload: ``uint32[planes, words]``, the codes; of a dense quantiser the values' own bits.
-      voted: ``bool[rows]``, rows that the worker votes on.
+      voted: ``bool[rows]``, rows that the worker votes on; a code for zero says so itself.
       steps: ``bfloat16[rows / rows_per_step]``, the size of a step, or None without blocks.
       flagged: ``bool[]``, whether the leaf holds a value that is not finite.
     """
@@ -104,13 +104,14 @@ class Quantizer(NamedTuple):
         return 1 if self.dense else self.top(workers).bit_length()
 
     def values(self, payload: jax.Array, steps: jax.Array | None, workers: int) -> jax.Array:
-        """Decodes one worker's payload to ``float32[rows * 64]``; exact products, no rounding."""
+        """Decodes one worker's payload to ``float32[words, 32]``; exact products, no rounding."""
         if self.dense:
-            return _floats(payload[0], self.dense)
-        odd = (2 * bits.unpack(payload)).astype(jnp.int32) - self.top(workers)
+            return _floats(payload[0], self.dense).reshape(-1, WORD)
         assert steps is not None and self.block
-        half_step = steps.astype(jnp.float32) / 2
-        return (odd.astype(jnp.float32).reshape(-1, self.block) * half_step[:, None]).reshape(-1)
+        doubled = (2 * bits.unpack(payload)).astype(jnp.int32)
+        odd = (doubled - self.top(workers)).astype(jnp.float32)
+        half_step = jnp.repeat(steps.astype(jnp.float32) / 2, self.block // WORD)
+        return odd * half_step[:, None]
 
 
 class Rounding(NamedTuple):
@@ -200,11 +201,11 @@ def midrise(p: int, *, block: int | None = None, rounding: Rounding | None = Non
         else:
             step = _round_to_bfloat16(STEP[p] * _scale(x, place.size, block, p == 1))
             steps = step if block else None
-            per_row = jnp.repeat(step, (block or 0) // ROW) if block else step
-            scaled = x * lax.optimization_barrier(_inverse(per_row))[:, None]
+            scaled = x * _inverse_by_row(step, x.shape[0])
         codes = _midrise_codes(x, scaled, p, rounding, place)
-        packed = bits.pack(codes, p, x != 0, ~jnp.isfinite(x))
-        planes = _fill_padding(_side_of_zeros(packed, place), place.size)
+        innermost = _innermost(p, x.size // WORD, place)
+        packed = bits.pack(codes, p, x != 0, ~jnp.isfinite(x), innermost)
+        planes = _fill_padding(packed.planes, place.size)
         flagged = packed.flagged if steps is None else packed.flagged | ~jnp.all(jnp.isfinite(steps))
         voted = jnp.any(packed.marks.reshape(-1, 2) != 0, axis=-1)
         return Ballot(planes, voted, None if steps is None else steps.astype(jnp.bfloat16), flagged)
@@ -253,7 +254,7 @@ def integer(p: int = 8, *, rounding: Rounding | None = None) -> Quantizer:
     def encode(x: jax.Array, place: Place) -> Ballot:
         s = top(place.workers) // 2
         scale = _scale(x, place.size, None, True)
-        t = x * lax.optimization_barrier(_inverse(scale) * (s / 2))
+        t = x * (_inverse_by_row(scale, x.shape[0]) * (s / 2))
         if rounding.noise:
             t = jnp.floor(t + rounding.noise(x.shape, place))
         codes = (jnp.clip(jnp.round(t), -s, s) + s).astype(jnp.uint32)
@@ -362,12 +363,10 @@ def _midrise_codes(
     return jnp.where(x > 0, half + magnitude, half - 1 - magnitude)
 
 
-def _side_of_zeros(packed: bits.Packed, place: Place) -> jax.Array:
-    """Gives exact zeros one of the two innermost codes: opposite ones on even and odd workers."""
-    words = packed.marks.shape[-1]
+def _innermost(p: int, words: int, place: Place) -> list[jax.Array]:
+    """The codes of exact zeros: next to zero, on opposite sides on even and odd workers."""
     side = bits.coin(place.first_word, words, place.step) ^ bits.as_mask(place.worker & 1)
-    innermost = jnp.stack([~side] * (len(packed.planes) - 1) + [side])
-    return (packed.planes & packed.marks) | (innermost & ~packed.marks)
+    return [~side] * (p - 1) + [side]
 
 
 def _fill_padding(planes: jax.Array, size: int) -> jax.Array:
@@ -384,9 +383,8 @@ def _fill_padding(planes: jax.Array, size: int) -> jax.Array:
 def _midtread_ballot(codes: jax.Array, x: jax.Array, p: int, top: int, place: Place) -> Ballot:
     flat = jnp.arange(codes.size).reshape(codes.shape)
     codes = codes if place.size == codes.size else jnp.where(flat < place.size, codes, top)
-    packed = bits.pack(codes, p, x != 0, ~jnp.isfinite(x))
-    voted = jnp.any(packed.marks.reshape(-1, 2) != 0, axis=-1)
-    return Ballot(packed.planes, voted, None, packed.flagged)
+    packed = bits.pack(codes, p, jnp.ones_like(x, bool), ~jnp.isfinite(x), [0] * p)
+    return Ballot(packed.planes, jnp.ones(x.shape[:1], bool), None, packed.flagged)
 
 
 def _scale(x: jax.Array, size: int, block: int | None, magnitude: bool) -> jax.Array:
@@ -418,8 +416,15 @@ def _round_to_bfloat16(x: jax.Array) -> jax.Array:
     return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
 
-def _inverse(scale: jax.Array) -> jax.Array:
-    return jnp.where(scale > 0, 1 / jnp.where(scale > 0, scale, 1), 0)
+def _inverse_by_row(scale: jax.Array, rows: int) -> jax.Array:
+    """One over the scale, ``float32[rows, 1]``, and 0 for a scale of 0.
+
+    As an array of its own, or the compiler divides again for every element, and (for a single scale)
+    writes out all of ``x`` instead of computing it a second time from what is in the cache.
+    """
+    inverse = jnp.where(scale > 0, 1 / jnp.where(scale > 0, scale, 1), 0)
+    by_row = jnp.repeat(inverse, rows // scale.shape[0])
+    return lax.optimization_barrier(by_row)[:, None]
 
 
 def _float_words(x: jax.Array, dtype: Any) -> jax.Array:

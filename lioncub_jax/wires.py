@@ -28,9 +28,6 @@ from lioncub_jax.quantize import Ballot, Quantizer
 
 AxisName = Hashable
 
-# Workers whose codes are decoded in one fused loop; more are added loop by loop.
-_DECODED_TOGETHER = 32
-
 
 class Inbox(NamedTuple):
     """Packed codes of all workers for the rows that this worker owns.
@@ -58,23 +55,20 @@ class Inbox(NamedTuple):
         if self.voted is None:
             votes = jnp.full((rows,), workers, jnp.uint32)
         else:
-            votes = bits.unpack(bits.tally(self.voted[:, None]))[:rows]
+            votes = bits.unpack(bits.tally(self.voted[:, None])).reshape(-1)[:rows]
         return Tally(bits.tally(self.payload), votes, quantizer.top(workers))
 
     def mean(self, quantizer: Quantizer, workers: int, dominance: float) -> jax.Array:
-        """Decodes and averages, worker by worker in order."""
+        """Decodes and averages, worker by worker in order: ``float32[words, 32]``."""
         steps = None if self.steps is None else _bounded(self.steps, dominance)
 
         def decoded(w: int | jax.Array) -> jax.Array:
             values = quantizer.values(self.payload[w], None if steps is None else steps[w], workers)
             return jnp.where(self.taking_part[w] > 0, values, 0) if quantizer.dense else values
 
-        total = decoded(0)
-        for w in range(1, min(workers, _DECODED_TOGETHER)):
-            total = total + decoded(w)
-        if workers > _DECODED_TOGETHER:
-            body: Callable = lambda w, total: total + decoded(w)  # noqa: E731
-            total = lax.fori_loop(_DECODED_TOGETHER, workers, body, total)
+        # A loop and not a sum: its result is kept, where the compiler would make a sum of so many terms
+        # anew for each use of the mean.
+        total = lax.fori_loop(1, workers, lambda w, total: total + decoded(w), decoded(0))
         return total / jnp.maximum(self.present, 1).astype(jnp.float32)
 
 
@@ -108,7 +102,8 @@ class Sums(NamedTuple):
 
     def mean(self, quantizer: Quantizer, workers: int, dominance: float) -> jax.Array:
         """Divides by the workers that take part."""
-        return self.sums / jnp.maximum(self.present, 1).astype(jnp.float32)
+        mean = self.sums / jnp.maximum(self.present, 1).astype(jnp.float32)
+        return mean.reshape(-1, bits.WORD)
 
 
 class Wire(NamedTuple):
@@ -147,9 +142,9 @@ def two_phase() -> Wire:
         ballot: Ballot, takes_part: jax.Array, quantizer: Quantizer, needs_values: bool,
         bucket: Bucket, axis: AxisName,
     ) -> Inbox:  # fmt: skip
-        message = _outbox(ballot, takes_part, quantizer, needs_values, lax.axis_size(axis))
+        message = outbox(ballot, takes_part, quantizer, needs_values, lax.axis_size(axis))
         message = lax.all_to_all(message, axis, split_axis=0, concat_axis=0, tiled=True)
-        return _open(message, quantizer, needs_values, bucket.chunk, lax.axis_size(axis))
+        return open_inbox(message, quantizer, needs_values, bucket.chunk, lax.axis_size(axis))
 
     def publish(answer: jax.Array, axis: AxisName) -> jax.Array:
         return lax.all_gather(answer, axis, to="invarying")
@@ -172,9 +167,9 @@ def gathered() -> Wire:
         bucket: Bucket, axis: AxisName,
     ) -> Inbox:  # fmt: skip
         workers = lax.axis_size(axis)
-        message = _outbox(ballot, takes_part, quantizer, needs_values, 1)[0]
+        message = outbox(ballot, takes_part, quantizer, needs_values, 1)[0]
         messages = lax.all_gather(message, axis, to="invarying")
-        return _open(messages, quantizer, needs_values, workers * bucket.chunk, workers)
+        return open_inbox(messages, quantizer, needs_values, workers * bucket.chunk, workers)
 
     def sent(
         quantizer: Quantizer, needs_values: bool, down: Down, bucket: Bucket, workers: int
@@ -207,7 +202,7 @@ def counts(dtype: Any = jnp.int8) -> Wire:
         workers, top = lax.axis_size(axis), quantizer.top(lax.axis_size(axis))
         unit = 2 if quantizer.has_zero else 1
         _check_countable("counts", workers, workers * top // unit, int(jnp.iinfo(dtype).max))
-        codes = bits.unpack(ballot.payload).astype(jnp.int32)
+        codes = bits.unpack(ballot.payload).reshape(-1).astype(jnp.int32)
         signed = (2 * codes - top) // unit
         if not quantizer.has_zero:
             signed = signed * jnp.repeat(ballot.voted, ROW)
@@ -238,7 +233,7 @@ def lanes() -> Wire:
     ) -> Sums:  # fmt: skip
         workers = lax.axis_size(axis)
         field = _field_bits(quantizer, workers)
-        codes = bits.unpack(ballot.payload)
+        codes = bits.unpack(ballot.payload).reshape(-1)
         if not quantizer.has_zero:
             codes = codes * jnp.repeat(ballot.voted, ROW).astype(jnp.uint32)
         numbers = _numbers(codes, ballot.voted, takes_part, jnp.uint32)
@@ -264,7 +259,7 @@ def all_reduce() -> Wire:
         ballot: Ballot, takes_part: jax.Array, quantizer: Quantizer, needs_values: bool,
         bucket: Bucket, axis: AxisName,
     ) -> Sums:  # fmt: skip
-        values = quantizer.values(ballot.payload, None, 1)
+        values = quantizer.values(ballot.payload, None, 1).reshape(-1)
         sums, votes, present = _sum(values, ballot.voted, takes_part, quantizer.dense, axis)
         return Sums(sums, votes, present)
 
@@ -281,7 +276,7 @@ def _keep(answer: jax.Array, axis: AxisName) -> jax.Array:
     return answer[None]
 
 
-def _outbox(
+def outbox(
     ballot: Ballot, takes_part: jax.Array, quantizer: Quantizer, needs_values: bool, owners: int
 ) -> jax.Array:
     """``uint32[owners, message]``: to each owner what concerns its slice."""
@@ -297,10 +292,10 @@ def _outbox(
     return jnp.concatenate(parts, axis=1)
 
 
-def _open(
+def open_inbox(
     messages: jax.Array, quantizer: Quantizer, needs_values: bool, rows: int, workers: int
 ) -> Inbox:
-    """Undoes ``_outbox``: ``uint32[W, message]`` to an ``Inbox`` for ``rows`` rows."""
+    """Undoes ``outbox``: ``uint32[W, message]`` to an ``Inbox`` for ``rows`` rows."""
     planes = quantizer.planes(workers)
     end = planes * rows * quantizer.words_per_row
     payload = messages[:, :end].reshape(workers, planes, -1)

@@ -1,0 +1,160 @@
+"""What a worker computes in a step, without the network, against jitted ``optax.lion``.
+
+    python benchmarks/local_step.py [--quick]
+
+Measured: blend, pack, the owner's share of counting (or decoding, for momentum at the owner), unpack,
+weight decay and update, for ``W = 8`` workers, on one device. The two collectives are replaced by a
+loopback that hands a worker its own message, ``W`` parts of it for one from each of ``W`` workers, so
+that every array has its real size and is really written, as a collective would. The candidates take turns in one process; each figure is the median over rounds, each ratio the median of
+the ratios round by round. Buffers are donated, as in a training step.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from rich.console import Console
+from rich.table import Table
+
+import lioncub_jax as lc
+from lioncub_jax import wires
+from lioncub_jax.optimizer import Plan, Voter, worker_step
+
+WORKERS = 8
+
+
+class Candidate(NamedTuple):
+    """A jitted step ``(params, state, grads) -> (params, state, grads)`` and its first state."""
+
+    step: Any
+    state: Any
+
+
+def loopback() -> wires.Wire:
+    """The two-phase wire with its collectives short-circuited: what is sent comes back."""
+
+    def collect(ballot, takes_part, quantizer, needs_values, bucket, axis):
+        messages = wires.outbox(ballot, takes_part, quantizer, needs_values, WORKERS)
+        messages = jax.lax.optimization_barrier(messages)
+        return wires.open_inbox(messages, quantizer, needs_values, bucket.chunk, WORKERS)
+
+    def publish(answer, axis):
+        return jax.lax.optimization_barrier(jnp.broadcast_to(answer, (WORKERS, answer.size)))
+
+    return wires.two_phase()._replace(collect=collect, publish=publish)
+
+
+def voting(params: Any, **parts: Any) -> Candidate:
+    """The whole pipeline with ``communicate`` at its head, for worker 0 of 8."""
+    rest = optax.chain(optax.add_decayed_weights(1e-3), optax.scale_by_learning_rate(1e-4))
+    template = lc.communicate(axis_name="data", **{**parts, "owner": lc.count(), "up": lc.sign()})
+    owner = parts.get("owner", lc.count())
+    up = parts.get("up", lc.sign())
+    memory = parts.get("memory", lc.nothing())
+    plan = Plan("data", memory, up, owner, lc.majority(), loopback(), None)
+    state = template.init(params)
+    if up.feedback is not None:
+        error = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=up.feedback), params)
+        state = state._replace(error=error)
+    if owner.needs_values:
+        buckets = plan.buckets(jax.tree.leaves(params), WORKERS)
+        slices = [owner.init(jnp.zeros((2 * b.chunk, 32), b.dtype)) for b in buckets]
+        state = state._replace(owner=tuple(slices))
+
+    def step(params, state, grads):
+        voter = Voter(jnp.int32(0), WORKERS, state.count)
+        updates, state = worker_step(plan, voter, grads, state, None)
+        updates, _ = rest.update(updates, rest.init(params), params)
+        return optax.apply_updates(params, updates), state, grads
+
+    return Candidate(jax.jit(step, donate_argnums=(0, 1, 2)), state)
+
+
+def plain_lion(params: Any) -> Candidate:
+    """``optax.lion`` as it comes, jitted and donated."""
+    tx = optax.lion(1e-4, weight_decay=1e-3)
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, grads
+
+    return Candidate(jax.jit(step, donate_argnums=(0, 1, 2)), tx.init(params))
+
+
+def candidates(params: Any) -> dict[str, Candidate]:
+    """The optimizers that are compared, by name."""
+    blend = lc.blend()
+    at_owner = lc.momentum_at_owner(optax.scale_by_lion())
+    feedback = lc.error_feedback(lc.midrise(3, block=128))
+    return {
+        "optax.lion": plain_lion(params),
+        "1-bit vote": voting(params, memory=blend),
+        "2-bit vote": voting(params, memory=blend, up=lc.midrise(2)),
+        "3-bit vote, block 128": voting(params, memory=blend, up=lc.midrise(3, block=128)),
+        "owner, 3 bits + feedback": voting(params, up=feedback, owner=at_owner),
+    }
+
+
+def measure(size: int, dtype: Any, rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of each candidate in each round, all in one process, taking turns."""
+    rng = np.random.default_rng(0)
+
+    def normal() -> jax.Array:
+        return jnp.asarray(rng.standard_normal(size, dtype=np.float32)).astype(dtype)
+
+    running = {}
+    for name, candidate in candidates({"w": normal()}).items():
+        running[name] = candidate.step, ({"w": normal()}, candidate.state, {"w": normal()})
+    times: dict[str, list[float]] = {name: [] for name in running}
+    for turn in range(rounds + 2):
+        for name, (step, arrays) in running.items():
+            start = time.perf_counter()
+            arrays = jax.block_until_ready(step(*arrays))
+            if turn >= 2:  # the first turns compile and touch the memory
+                times[name].append(1e3 * (time.perf_counter() - start))
+            running[name] = step, arrays
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="only 16M parameters in float32")
+    parser.add_argument("--rounds", type=int, default=15)
+    args = parser.parse_args()
+    console, results, keys = Console(), [], {}
+    table = Table("parameters", "dtype", "step", "ms (median)", "min", "max", "x optax.lion")
+    sizes = [24] if args.quick else [20, 22, 24, 26]
+    for dtype in [jnp.float32] if args.quick else [jnp.float32, jnp.bfloat16]:
+        for power in sizes:
+            times = measure(2**power, dtype, args.rounds)
+            for name, ms in times.items():
+                pairs = zip(ms, times["optax.lion"], strict=True)
+                ratio = statistics.median(mine / lion for mine, lion in pairs)
+                median = statistics.median(ms)
+                label = f"{2 ** (power - 20)}M", jnp.dtype(dtype).name, name
+                table.add_row(*label, *(f"{x:.2f}" for x in (median, min(ms), max(ms), ratio)))
+                results.append([*label, median, min(ms), max(ms), ratio])
+                if power == 24 and dtype == jnp.float32:
+                    keys[name] = ratio
+    console.print(table)
+    summary = {
+        "benchmark": "local_step",
+        "workers": WORKERS,
+        "ratio_vs_optax_lion": keys["1-bit vote"],
+        "ratio_owner_3bit": keys["owner, 3 bits + feedback"],
+        "jax": jax.__version__,
+        "device": jax.devices()[0].device_kind,
+        "rounds": args.rounds,
+        "rows": results,
+    }
+    print(json.dumps(summary))
+
+
+if __name__ == "__main__":
+    main()

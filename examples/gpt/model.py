@@ -1,0 +1,108 @@
+"""A byte-level GPT: pre-norm blocks, learned positions, one weight matrix for reading and writing bytes if tied."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+VOCABULARY = 256
+
+
+class Attention(nnx.Module):
+    """Causal self-attention over [batch, time, width]."""
+
+    def __init__(self, width: int, heads: int, depth: int, *, rngs: nnx.Rngs):
+        self.heads = heads
+        self.qkv = nnx.Linear(width, 3 * width, use_bias=False, rngs=rngs)
+        self.out = nnx.Linear(width, width, use_bias=False, kernel_init=residual(depth), rngs=rngs)
+
+    def __call__(self, x):
+        batch, time, width = x.shape
+        qkv = self.qkv(x).reshape(batch, time, 3, self.heads, width // self.heads)
+        mixed = jax.nn.dot_product_attention(*jnp.moveaxis(qkv, 2, 0), is_causal=True)
+        return self.out(mixed.reshape(batch, time, width))
+
+
+class MLP(nnx.Module):
+    """Two layers with a hidden width of four times the model's."""
+
+    def __init__(self, width: int, depth: int, *, rngs: nnx.Rngs):
+        self.up = nnx.Linear(width, 4 * width, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(4 * width, width, use_bias=False, kernel_init=residual(depth), rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(jax.nn.gelu(self.up(x)))
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, width: int, heads: int, depth: int, dropout: float, *, rngs: nnx.Rngs):
+        self.norm1 = nnx.LayerNorm(width, use_bias=False, rngs=rngs)
+        self.attention = Attention(width, heads, depth, rngs=rngs)
+        self.norm2 = nnx.LayerNorm(width, use_bias=False, rngs=rngs)
+        self.mlp = MLP(width, depth, rngs=rngs)
+        self.dropout = nnx.Dropout(dropout, rngs=rngs)
+
+    def __call__(self, x, deterministic: bool):
+        x = x + self.dropout(self.attention(self.norm1(x)), deterministic=deterministic)
+        return x + self.dropout(self.mlp(self.norm2(x)), deterministic=deterministic)
+
+
+class GPT(nnx.Module):
+    """Bytes [batch, time] to logits [batch, time, 256] for the byte that follows each."""
+
+    def __init__(self, *, layers, width, heads, context, dropout=0.0, tied=True, rngs: nnx.Rngs):
+        self.context = context
+        self.read = nnx.Embed(VOCABULARY, width, embedding_init=normal(width**-0.5), rngs=rngs)
+        self.positions = nnx.Embed(context, width, embedding_init=normal(0.02), rngs=rngs)
+        self.dropout = nnx.Dropout(dropout, rngs=rngs)
+        self.blocks = nnx.List(Block(width, heads, layers, dropout, rngs=rngs) for _ in range(layers))
+        self.norm = nnx.LayerNorm(width, use_bias=False, rngs=rngs)
+        self.write = None
+        if not tied:
+            self.write = nnx.Linear(width, VOCABULARY, use_bias=False, kernel_init=normal(0.02), rngs=rngs)
+
+    def __call__(self, tokens, deterministic: bool = True):
+        x = self.read(tokens) + self.positions(jnp.arange(tokens.shape[1]))
+        x = self.dropout(x, deterministic=deterministic)
+        for block in self.blocks:
+            x = block(x, deterministic)
+        x = self.norm(x)
+        return self.read.attend(x) if self.write is None else self.write(x)
+
+
+def normal(stddev: float):
+    return jax.nn.initializers.normal(stddev)
+
+
+def residual(depth: int):
+    """Two branches per block add to the stream; this keeps its variance from growing with the depth."""
+    return jax.nn.initializers.variance_scaling(0.5 / depth, "fan_in", "truncated_normal")
+
+
+def next_byte_loss(model: GPT, windows, deterministic: bool = False):
+    """Mean cross-entropy in nats of windows [batch, context + 1] of bytes."""
+    tokens = windows.astype(jnp.int32)
+    logits = model(tokens[:, :-1], deterministic)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+@functools.partial(nnx.jit, static_argnames=("length", "temperature"))
+def continue_text(model: GPT, prompt, key, *, length: int, temperature: float = 0.8):
+    """The prompt [n] of bytes (n at most the context) followed by `length` sampled bytes."""
+    window = jnp.zeros(model.context, jnp.int32).at[: prompt.size].set(prompt)
+
+    def grow(carry, key):
+        window, filled = carry
+        logits = model(window[None])[0, filled - 1]
+        token = jax.random.categorical(key, logits / temperature)
+        full = filled == model.context
+        window = jnp.where(full, jnp.roll(window, -1), window)
+        window = window.at[jnp.where(full, filled - 1, filled)].set(token)
+        return (window, jnp.where(full, filled, filled + 1)), token
+
+    _, tokens = jax.lax.scan(grow, (window, prompt.size), jax.random.split(key, length))
+    return tokens.astype(jnp.uint8)
