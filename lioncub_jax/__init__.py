@@ -6,7 +6,7 @@ remember), `optimizer` (the seam and the optimizers), `training` (a step on a me
 `compiled` (bytes, predicted and compiled). `reference` is all of it on one page.
 """
 
-from lioncub_jax import compiled
+from lioncub_jax import accounting, compiled
 from lioncub_jax.decide import (
     average,
     count,

@@ -1,0 +1,103 @@
+"""Bytes on the wire: what each wire predicts beside what the compiled program sends.
+
+    python benchmarks/wire_bytes.py
+
+Every wire with the codes it carries, for W = 2..8 workers on forced CPU devices and a tree of leaves
+whose sizes do not divide. Compiled bytes are read from the optimised program of one update inside
+``shard_map``, all collectives counted.
+"""
+
+import argparse
+import json
+from typing import Any
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+import jax.numpy as jnp  # noqa: E402
+import optax  # noqa: E402
+from jax.sharding import AxisType  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
+from rich.console import Console  # noqa: E402
+
+import lioncub_jax as lc  # noqa: E402
+from lioncub_jax import accounting, decide  # noqa: E402
+
+SHAPES = {"embedding": (257, 96), "kernel": (384, 128), "bias": (130,), "scalar": (), "empty": (0, 4)}
+
+
+def schemes() -> list[dict[str, Any]]:
+    """The parts of `communicate` for every wire."""
+    at_owner = decide.momentum_at_owner(optax.scale_by_lion())
+    voted = [
+        {},
+        {"up": lc.midrise(2)},
+        {"up": lc.midrise(4, block=64)},
+        {"down": lc.average()},
+        {"up": lc.ternary()},
+        {"up": lc.integer(8)},
+        {"wire": lc.gathered()},
+        {"wire": lc.counts()},
+        {"wire": lc.counts(jnp.int16), "up": lc.midrise(4)},
+        {"wire": lc.counts(), "up": lc.integer(8)},
+        {"wire": lc.lanes()},
+        {"wire": lc.lanes(), "up": lc.integer(5)},
+    ]
+    valued = [
+        {"up": lc.error_feedback(lc.midrise(p, block=128)), "owner": at_owner} for p in (1, 2, 3)
+    ]
+    valued += [
+        {"up": lc.dense(dtype), "owner": at_owner, "wire": wire}
+        for dtype in (jnp.float32, jnp.bfloat16)
+        for wire in (lc.two_phase(), lc.gathered(), lc.all_reduce())
+    ]
+    return voted + valued
+
+
+def compiled_bytes(parts: dict[str, Any], workers: int) -> float:
+    """Bytes that one worker sends in one update, by the compiled program."""
+    devices = jax.devices()[:workers]
+    mesh = jax.make_mesh((workers,), ("data",), axis_types=(AxisType.Auto,), devices=devices)
+    tx = lc.communicate(axis_name="data", **parts)
+    grads = {k: jnp.ones((workers, *shape)) for k, shape in SHAPES.items()}
+
+    def update(grads: Any) -> Any:
+        local = jax.tree.map(lambda g: g[0], grads)
+        state = tx.init(jax.tree.map(lambda s: jnp.zeros(s), SHAPES, is_leaf=_is_shape))
+        return tx.update(local, state)[0]
+
+    run = jax.shard_map(update, mesh=mesh, in_specs=P("data"), out_specs=P())
+    return accounting.compiled_bytes(jax.jit(run).lower(grads).compile(), mesh)
+
+
+def _is_shape(x: Any) -> bool:
+    return isinstance(x, tuple)
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), SHAPES, is_leaf=_is_shape)
+    measured, errors, rows = {}, [], []
+    for parts in schemes():
+        for workers in range(2, 9):
+            traffic = accounting.predict(params, workers, **parts)
+            seen = compiled_bytes(parts, workers)
+            measured[traffic] = seen
+            errors.append(abs(seen - traffic.sent_bytes) / traffic.sent_bytes)
+            bits = 8 * seen / traffic.parameters
+            rows.append([traffic.scheme, workers, traffic.bits_per_parameter, bits])
+    Console().print(accounting.table(list(measured), measured))
+    summary = {
+        "benchmark": "wire_bytes",
+        "max_relative_error": max(errors),
+        "jax": jax.__version__,
+        "device": jax.devices()[0].device_kind,
+        "columns": ["scheme", "workers", "predicted bits/param", "compiled bits/param"],
+        "rows": rows,
+    }
+    print(json.dumps(summary))
+
+
+if __name__ == "__main__":
+    main()
