@@ -3,10 +3,11 @@
     python benchmarks/local_step.py [--quick]
 
 Measured: blend, pack, the owner's share of counting (or decoding, for momentum at the owner), unpack,
-weight decay and update, for ``W = 8`` workers, on one device. The two collectives are replaced by a
-loopback that hands a worker its own message, ``W`` parts of it for one from each of ``W`` workers, so
-that every array has its real size and is really written, as a collective would. The candidates take turns in one process; each figure is the median over rounds, each ratio the median of
-the ratios round by round. Buffers are donated, as in a training step.
+weight decay and update, for W = 8 workers, on one device. The two collectives are replaced by a
+loopback that hands a worker its own message, W parts of it for one from each of W workers, so that
+every array has its real size and is really written, as a collective would. The candidates take turns
+in one process; each figure is the median over rounds, each ratio the median of the ratios round by
+round. Buffers are donated, as in a training step.
 """
 
 import argparse
@@ -23,8 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 import lioncub_jax as lc
-from lioncub_jax import wires
-from lioncub_jax.optimizer import Plan, Voter, worker_step
+from lioncub_jax import messages, wires
+from lioncub_jax.exchange import Plan, Voter, worker_step
 
 WORKERS = 8
 
@@ -40,9 +41,9 @@ def loopback() -> wires.Wire:
     """The two-phase wire with its collectives short-circuited: what is sent comes back."""
 
     def collect(ballot, takes_part, quantizer, needs_values, bucket, axis):
-        messages = wires.outbox(ballot, takes_part, quantizer, needs_values, WORKERS)
-        messages = jax.lax.optimization_barrier(messages)
-        return wires.open_inbox(messages, quantizer, needs_values, bucket.chunk, WORKERS)
+        posted = messages.outbox(ballot, takes_part, quantizer, needs_values, WORKERS)
+        posted = jax.lax.optimization_barrier(posted)
+        return messages.open_inbox(posted, quantizer, needs_values, bucket.chunk, WORKERS)
 
     def publish(answer, axis):
         return jax.lax.optimization_barrier(jnp.broadcast_to(answer, (WORKERS, answer.size)))

@@ -20,7 +20,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from lioncub_jax import bits, decide, quantize, wires
+from lioncub_jax import bits, decide, messages, quantize
 
 PARAMETERS = 2**25
 
@@ -28,7 +28,7 @@ PARAMETERS = 2**25
 def by_adders(payload: jax.Array, voted: jax.Array) -> tuple[jax.Array, jax.Array]:
     """What the library does."""
     workers = payload.shape[0]
-    inbox = wires.Inbox(payload, voted, None, jnp.ones(workers, jnp.uint32))
+    inbox = messages.Inbox(payload, voted, None, jnp.ones(workers, jnp.uint32))
     coin = bits.coin(0, payload.shape[-1], 0)
     answer = decide.majority().encode(inbox.tally(quantize.sign(), workers), coin)
     return answer.planes[0], bits.pack_bits(answer.per_row > 0)
@@ -79,7 +79,11 @@ def main() -> None:
         table.add_row(str(workers), *row, f"{speedup:.1f}")
         summary |= {f"ms_w{workers}": ms, f"speedup_vs_unpack_w{workers}": speedup}
     Console().print(table)
-    versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind, "rounds": args.rounds}
+    versions = {
+        "jax": jax.__version__,
+        "device": jax.devices()[0].device_kind,
+        "rounds": args.rounds,
+    }
     print(json.dumps(summary | versions))
 
 

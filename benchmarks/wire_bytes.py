@@ -24,7 +24,13 @@ from rich.console import Console  # noqa: E402
 import lioncub_jax as lc  # noqa: E402
 from lioncub_jax import accounting, decide  # noqa: E402
 
-SHAPES = {"embedding": (257, 96), "kernel": (384, 128), "bias": (130,), "scalar": (), "empty": (0, 4)}
+SHAPES = {
+    "embedding": (257, 96),
+    "kernel": (384, 128),
+    "bias": (130,),
+    "scalar": (),
+    "empty": (0, 4),
+}
 
 
 def schemes() -> list[dict[str, Any]]:

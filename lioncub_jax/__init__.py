@@ -1,9 +1,10 @@
 """Data-parallel Lion whose workers exchange votes of about one bit per parameter.
 
 The package in the order of the papers: `quantize` (values to codes), `bits` (codes to words, and
-counting), `decide` (what the owner of a slice does), `wires` (how workers agree), `momentum` (what they
-remember), `optimizer` (the seam and the optimizers), `training` (a step on a mesh), `accounting` and
-`compiled` (bytes, predicted and compiled). `reference` is all of it on one page.
+counting them), `decide` (what the owner of a slice does), `messages` and `wires` (what travels, and
+how workers agree), `momentum` (what they remember), `exchange` (the seam, `communicate`),
+`optimizer` (the methods), `training` (a step on a mesh), `accounting` and `compiled` (bytes:
+predicted, and read from the compiled program). `reference` is every algorithm on one page.
 """
 
 from lioncub_jax import accounting, compiled
@@ -15,6 +16,7 @@ from lioncub_jax.decide import (
     momentum_at_owner,
     ternary_sum,
 )
+from lioncub_jax.exchange import VoteStats, communicate, vote_stats
 from lioncub_jax.momentum import (
     blend,
     every,
@@ -25,12 +27,10 @@ from lioncub_jax.momentum import (
     thinning,
 )
 from lioncub_jax.optimizer import (
-    communicate,
     distributed_lion,
     global_gradients,
     lion_cub,
     owner_lion,
-    vote_stats,
 )
 from lioncub_jax.quantize import (
     dense,
@@ -51,3 +51,47 @@ from lioncub_jax.training import (
     make_train_step,
 )
 from lioncub_jax.wires import all_reduce, counts, gathered, lanes, two_phase
+
+__all__ = [
+    "StatefulLoss",
+    "TrainState",
+    "VoteStats",
+    "accounting",
+    "all_reduce",
+    "average",
+    "blend",
+    "communicate",
+    "compiled",
+    "count",
+    "counts",
+    "dense",
+    "distributed_lion",
+    "error_feedback",
+    "every",
+    "first",
+    "floats",
+    "from_nnx",
+    "gathered",
+    "global_gradients",
+    "init_state",
+    "integer",
+    "lanes",
+    "lion_cub",
+    "local_value_and_grad",
+    "majority",
+    "make_train_step",
+    "midrise",
+    "momentum_at_owner",
+    "nearest",
+    "never",
+    "nothing",
+    "owner_lion",
+    "sign",
+    "stochastic",
+    "sync_momentum",
+    "ternary",
+    "ternary_sum",
+    "thinning",
+    "two_phase",
+    "vote_stats",
+]

@@ -21,11 +21,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
-import numpy as np
 from rich.table import Table
 
-AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
-Axes = tuple[str, ...] | None
+from lioncub_jax.replica_groups import PEERS, AnyMesh, Axes, grouped, permuted
 
 _FLOAT8 = ("e5m2", "e4m3", "e3m4", "e4m3fn", "e4m3b11fnuz", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")
 _BITS = (
@@ -55,18 +53,7 @@ _CALLED = re.compile(
 )
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _CHANNEL = re.compile(r", channel_id=(\d+)")
-_PEERS = re.compile(r", (?:replica_groups|source_target_pairs)=")
-_COLLECTIVE = re.compile(rf" (?:{'|'.join(_SENT)})(?:-start)?\(|{_PEERS.pattern}")
-_LISTS = re.compile(_PEERS.pattern + r"\{((?:\{[\d,]*\},?)*)\}")
-_IOTA = re.compile(r", replica_groups=\[(\d+,\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_AXIS = r"'((?:[^'\\]|\\.)*)'"
-_MESH_AXIS = re.compile(_AXIS + r"=(\d+)")
-_AXIS_PART = re.compile(_AXIS + r"(?::\((\d+)\)(\d+))?")
-_NAMED = re.compile(
-    rf", replica_groups=mesh\[(?P<axes>(?:{_MESH_AXIS.pattern},?)+)\]"
-    r"(?:, device_ids=\((?:\[(?P<dims>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?|(?P<ids>[\d,]+))\))?"
-    rf" \{{(?P<parts>(?:{_AXIS_PART.pattern},?)+)\}}"
-)
+_COLLECTIVE = re.compile(rf" (?:{'|'.join(_SENT)})(?:-start)?\(|{PEERS.pattern}")
 
 
 class Operand(NamedTuple):
@@ -326,7 +313,7 @@ def _is_collective(instruction: _Instruction) -> bool:
     if opcode.removesuffix("-start") in _SENT:
         return True
     sends = opcode == "send" and "is_host_transfer=true" not in attributes
-    if sends or _PEERS.search(attributes):
+    if sends or PEERS.search(attributes):
         raise _unknown(f"the collective {opcode!r}", instruction.line)
     return False
 
@@ -396,7 +383,11 @@ def _collective(
     # XLA for TPU writes a fused reduce-scatter as the all-reduce and the slice that it replaces.
     if op == "all-reduce" and site.computation.startswith("all-reduce-scatter"):
         op = "reduce-scatter"
-    axes, size = (_permuted if op == "collective-permute" else _grouped)(site, mesh)
+    found = (permuted if op == "collective-permute" else grouped)(site.attributes, mesh)
+    if found is None:
+        pairs = "pairs" if op == "collective-permute" else "groups"
+        raise _unknown(f"{pairs} of {mesh.size} devices", site.line)
+    axes, size = found
     return Collective(op, operands, axes, size, *run)
 
 
@@ -415,93 +406,3 @@ def _operand(dtype: str, dims: str, line: str) -> Operand:
     if dtype not in _BITS or not all(size.isdecimal() for size in sizes):
         raise _unknown(f"the operand type {dtype}[{dims}]", line)
     return Operand(dtype, tuple(map(int, sizes)))
-
-
-def _grouped(site: _Instruction, mesh: AnyMesh) -> tuple[Axes, int]:
-    """Finds the mesh axes that give the groups a collective runs in, and how large those are."""
-    try:
-        groups = _groups(site.attributes, mesh.size)
-    except (KeyError, ValueError):  # names or numbers that do not fit each other
-        groups = []
-    if sorted(itertools.chain.from_iterable(groups)) != list(range(mesh.size)):
-        raise _unknown(f"groups of {mesh.size} devices", site.line)
-    wanted, size = set(map(frozenset, groups)), max(map(len, groups))
-    positions = np.arange(mesh.size).reshape(tuple(mesh.shape.values()))
-    for axes in _subsets(mesh.axis_names):
-        along = [mesh.axis_names.index(axis) for axis in axes]
-        fits = math.prod(mesh.shape[axis] for axis in axes) == size
-        if fits and set(map(frozenset, _split(positions, along))) == wanted:
-            return axes, size
-    return None, size
-
-
-def _subsets(names: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Smallest first, so that axes of size 1 are left out where they do not matter."""
-    for count in range(len(names) + 1):
-        yield from itertools.combinations(names, count)
-
-
-def _permuted(site: _Instruction, mesh: AnyMesh) -> tuple[Axes, int]:
-    """Finds the mesh axes along which a permute moves anything, and how many devices those span."""
-    match = _LISTS.search(site.attributes)
-    pairs = np.array(_numbers(match[1]) if match else [mesh.size] * 2, int).reshape(-1, 2)
-    if pairs.max(initial=0) >= mesh.size:
-        raise _unknown(f"pairs of {mesh.size} devices", site.line)
-    here, there = (np.array(np.unravel_index(ids, tuple(mesh.shape.values()))) for ids in pairs.T)
-    moves = (here != there).any(axis=1)
-    axes = tuple(axis for axis, moved in zip(mesh.axis_names, moves, strict=True) if moved)
-    return axes, math.prod(mesh.shape[axis] for axis in axes)
-
-
-def _groups(attributes: str, devices: int) -> list[list[int]]:
-    """Reads replica_groups in any form, as positions in the program's device assignment.
-
-    HLO can also mean ids of replicas, each of many partitions. JAX compiles for one replica, so
-    such ids would not cover the devices, and `_grouped` turns them down.
-    """
-    if match := _LISTS.search(attributes):
-        groups = [_numbers(group) for group in re.findall(r"\{([\d,]+)\}", match[1])]
-        return groups or [list(range(devices))]
-    if match := _IOTA.search(attributes):
-        return _iota(match[2], match[3]).reshape(_numbers(match[1])).tolist()
-    if match := _NAMED.search(attributes):
-        ids, dims = match["ids"], match["dims"] or str(devices)
-        positions = np.array(_numbers(ids)) if ids else _iota(dims, match["order"])
-        return _named(positions, _MESH_AXIS.findall(match["axes"]), match["parts"])
-    return []
-
-
-def _named(positions: np.ndarray, axes: list[tuple[str, str]], parts: str) -> list[list[int]]:
-    """Forms groups along axes of XLA's own mesh (its names may differ from ours) or parts of them.
-
-    The part `'x':(2)4` of an axis x of size 24 is the middle one of its factors 2, 4 and 3.
-    """
-    spans: dict[str, list[tuple[int, int]]] = {name: [] for name, _ in axes}
-    for name, low, part in _AXIS_PART.findall(parts):
-        start = int(low or 1)
-        spans[name].append((start, start * int(part or dict(axes)[name])))
-    shape: list[int] = []
-    along: list[int] = []
-    for name, size in axes:
-        cuts = sorted({1, int(size), *itertools.chain.from_iterable(spans[name])})
-        for low, high in itertools.pairwise(cuts):
-            along += [len(shape)] if any(start <= low < stop for start, stop in spans[name]) else []
-            shape.append(high // low)
-    return _split(positions.reshape(shape), along)
-
-
-def _split(positions: np.ndarray, along: Sequence[int]) -> list[list[int]]:
-    """Splits an array of device positions into the groups that differ along these axes alone."""
-    size = math.prod(positions.shape[axis] for axis in along)
-    last = range(positions.ndim - len(along), positions.ndim)
-    return np.moveaxis(positions, along, last).reshape(-1, size).tolist()
-
-
-def _iota(dims: str, order: str | None) -> np.ndarray:
-    """Counts through an array of these dimensions and transposes it."""
-    shape = _numbers(dims)
-    return np.arange(math.prod(shape)).reshape(shape).transpose(_numbers(order) if order else None)
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", text)]

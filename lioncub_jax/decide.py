@@ -194,7 +194,9 @@ def majority() -> Down:
 
     def encode(result: Tally | Values, coin: jax.Array) -> Answer:
         positive, tied, moved = result.signs()
-        return Answer((positive | (tied & coin))[None], moved.astype(jnp.uint32), _ties(tied, moved))
+        return Answer(
+            (positive | (tied & coin))[None], moved.astype(jnp.uint32), _ties(tied, moved)
+        )
 
     def decode(planes: jax.Array, per_row: Any, top: int, workers: int) -> jax.Array:
         side = 2 * bits.unpack(planes).astype(jnp.int32) - 1

@@ -169,7 +169,7 @@ class SyncState(NamedTuple):
     """
 
     inner: Any
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]
     syncs: jax.Array
     drift: Any
 
@@ -212,7 +212,9 @@ def sync_momentum(
     watch = watch or never()
     for given in (schedule, watch):
         if not isinstance(given, Schedule):
-            raise TypeError(f"{given!r} is not a schedule: give never(), every(T), first(M), thinning(k)")
+            raise TypeError(
+                f"{given!r} is not a schedule: give never(), every(T), first(M), thinning(k)"
+            )
     inner = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> SyncState:
@@ -250,7 +252,8 @@ def _gated_mean(
         squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in picked]
         means, squares = wires.mean_over_workers((picked, squares), axis)
         found = iter([_variance_share(m, s) for m, s in zip(means, squares, strict=True)])
-        new = iter([jnp.where(syncs, wires.varying(m, axis), x) for m, x in zip(means, picked)])
+        synced = [wires.varying(mean, axis) for mean in means]
+        new = iter([jnp.where(syncs, m, x) for m, x in zip(synced, picked, strict=True)])
         leaves = [next(new) if pick else x for x, pick in zip(leaves, chosen, strict=True)]
         return leaves, [next(found) if pick else d for d, pick in zip(drifts, chosen, strict=True)]
 
@@ -259,7 +262,9 @@ def _gated_mean(
 
 
 def _variance_share(mean: jax.Array, mean_square: jax.Array) -> jax.Array:
-    share = 1 - jnp.sum(jnp.square(mean.astype(jnp.float32))) / jnp.where(mean_square > 0, mean_square, 1)
+    share = 1 - jnp.sum(jnp.square(mean.astype(jnp.float32))) / jnp.where(
+        mean_square > 0, mean_square, 1
+    )
     return jnp.where(mean_square > 0, jnp.clip(share, 0, 1), 0)
 
 
@@ -278,9 +283,10 @@ def _chosen(mu: Any, where: Any) -> list[bool]:
     if where is None:
         return [True] * len(jax.tree.leaves(mu))
     mask = where(mu) if callable(where) else where
-    if jax.tree.structure(mask) != jax.tree.structure(mu):
+    given, wanted = str(jax.tree.structure(mask)), str(jax.tree.structure(mu))
+    if given != wanted:
         raise ValueError(
-            "sync_momentum: the mask does not match the momentum's tree; given "
-            f"{jax.tree.structure(mask)}, wanted one bool for each leaf of {jax.tree.structure(mu)}"
+            f"sync_momentum: the mask does not match the momentum's tree; given {given}, wanted one "
+            f"bool for each leaf of {wanted}"
         )
     return [bool(pick) for pick in jax.tree.leaves(mask)]

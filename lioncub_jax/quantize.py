@@ -206,7 +206,9 @@ def midrise(p: int, *, block: int | None = None, rounding: Rounding | None = Non
         innermost = _innermost(p, x.size // WORD, place)
         packed = bits.pack(codes, p, x != 0, ~jnp.isfinite(x), innermost)
         planes = _fill_padding(packed.planes, place.size)
-        flagged = packed.flagged if steps is None else packed.flagged | ~jnp.all(jnp.isfinite(steps))
+        flagged = (
+            packed.flagged if steps is None else packed.flagged | ~jnp.all(jnp.isfinite(steps))
+        )
         voted = jnp.any(packed.marks.reshape(-1, 2) != 0, axis=-1)
         return Ballot(planes, voted, None if steps is None else steps.astype(jnp.bfloat16), flagged)
 
@@ -339,9 +341,7 @@ def error_feedback(quantizer: Quantizer, dtype: Any = jnp.bfloat16) -> Quantizer
         )
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"error_feedback(dtype={jnp.dtype(dtype).name}): give a floating dtype")
-    return quantizer._replace(
-        name=f"{quantizer.name} + error feedback", feedback=jnp.dtype(dtype)
-    )
+    return quantizer._replace(name=f"{quantizer.name} + error feedback", feedback=jnp.dtype(dtype))
 
 
 def _check_bits(who: str, p: int, least: int) -> None:

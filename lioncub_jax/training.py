@@ -100,7 +100,7 @@ def from_nnx(
       >>> model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
       >>> loss, params, model_state = lc.from_nnx(model, lambda m, x: (m(x) ** 2).mean())
     """
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    graph, params, rest = nnx.split(model, nnx.Param, ...)  # type: ignore[misc]
 
     def fn(params: Any, model_state: Any, batch: Any, rng: jax.Array) -> tuple[Any, Any, Any]:
         del rng  # the model holds its own random streams
@@ -108,7 +108,8 @@ def from_nnx(
         own = jax.tree.map(lambda x: x, model_state)
         replica = nnx.merge(graph, params, own)
         loss, aux = _with_aux(loss_fn(replica, batch))
-        return loss, aux, nnx.split(replica, nnx.Param, ...)[2]
+        _, _, model_state = nnx.split(replica, nnx.Param, ...)  # type: ignore[misc]
+        return loss, aux, model_state
 
     return StatefulLoss(fn), params, rest
 
@@ -159,7 +160,11 @@ def init_state(
         return _stack(opt_state, specs), jax.tree.map(lambda x: x[None], own)
 
     placed = jax.shard_map(
-        place, mesh=mesh, in_specs=(P(), P()), out_specs=(specs, P(axis_name)), axis_names={axis_name}
+        place,
+        mesh=mesh,
+        in_specs=(P(), P()),
+        out_specs=(specs, P(axis_name)),
+        axis_names={axis_name},
     )
     model_state = jax.device_put(jax.tree.map(jnp.asarray, model_state), replicated)
     opt_state, model_state = jax.jit(placed)(params, model_state)
@@ -256,9 +261,9 @@ def make_train_step(
     gradients = _local_gradients(stateful, axis_name, accumulate)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
-        specs = TrainState(
-            P(), P(), P(axis_name), _opt_specs(tx, state.params, mesh, axis_name), P()
-        )
+        opt_specs = _opt_specs(tx, state.params, mesh, axis_name)
+        as_specs: Any = TrainState  # the same shape, with a spec for each part
+        specs = as_specs(P(), P(), P(axis_name), opt_specs, P())
         merge: list[Callable[..., Any]] = []
 
         def worker(state: TrainState, batch: Any) -> Any:
@@ -313,7 +318,9 @@ def _local_gradients(stateful: StatefulLoss, axis: AxisName, accumulate: int) ->
 
         zeros = jax.tree.map(jnp.zeros_like, wires.varying(params, axis))
         carry = (zeros, wires.varying(model_state, axis))
-        (total, model_state), (losses, auxes) = lax.scan(add, carry, (jnp.arange(accumulate), parts))
+        (total, model_state), (losses, auxes) = lax.scan(
+            add, carry, (jnp.arange(accumulate), parts)
+        )
         grads = jax.tree.map(lambda g: g / accumulate, total)
         aux = jax.tree.map(lambda x: jnp.mean(x) if _is_mean(x[0]) else x, auxes)
         return jnp.mean(losses), aux, model_state, grads
@@ -358,9 +365,7 @@ def _reduce_metrics(
     return means, own, rebuild
 
 
-def _opt_specs(
-    tx: optax.GradientTransformation, params: Any, mesh: Mesh, axis: AxisName
-) -> Any:
+def _opt_specs(tx: optax.GradientTransformation, params: Any, mesh: Mesh, axis: AxisName) -> Any:
     """A spec for each leaf of the optimizer state: ``P(axis)`` where the workers' differ, else ``P()``."""
     found: list[Any] = []
 
@@ -369,7 +374,9 @@ def _opt_specs(
         found.append(jax.tree.map(lambda x: P(axis) if axis in varying_axes(x) else P(), state))
         return jnp.zeros(())
 
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.asarray(x).dtype), params)
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.asarray(x).dtype), params
+    )
     run = jax.shard_map(probe, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={axis})
     jax.eval_shape(run, shapes)
     return found[0]
