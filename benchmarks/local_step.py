@@ -10,8 +10,6 @@ in one process; each figure is the median over rounds, each ratio the median of 
 round. Buffers are donated, as in a training step.
 """
 
-import argparse
-import json
 import statistics
 import time
 from typing import Any, NamedTuple
@@ -20,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import report
 from rich.console import Console
 from rich.table import Table
 
@@ -124,11 +123,11 @@ def measure(size: int, dtype: Any, rounds: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = report.parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="only 16M parameters in float32")
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
-    console, results, keys = Console(), [], {}
+    console, results, keys = Console(width=110), [], {}
     table = Table("parameters", "dtype", "step", "ms (median)", "min", "max", "x optax.lion")
     sizes = [24] if args.quick else [20, 22, 24, 26]
     for dtype in [jnp.float32] if args.quick else [jnp.float32, jnp.bfloat16]:
@@ -149,12 +148,10 @@ def main() -> None:
         "workers": WORKERS,
         "ratio_vs_optax_lion": keys["1-bit vote"],
         "ratio_owner_3bit": keys["owner, 3 bits + feedback"],
-        "jax": jax.__version__,
-        "device": jax.devices()[0].device_kind,
         "rounds": args.rounds,
         "rows": results,
     }
-    print(json.dumps(summary))
+    report.finish(summary, args.save)
 
 
 if __name__ == "__main__":

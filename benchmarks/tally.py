@@ -8,8 +8,6 @@ coin for ties. Against it, for the same words: unpack every vote to an integer, 
 compare, pack again. Both take turns in one process; figures are medians over rounds.
 """
 
-import argparse
-import json
 import statistics
 import time
 from typing import Any
@@ -17,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import report
 from rich.console import Console
 from rich.table import Table
 
@@ -65,7 +64,7 @@ def measure(workers: int, rounds: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = report.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=50)
     args = parser.parse_args()
     table = Table("workers", "adders ms (median)", "min", "max", "unpacked ms (median)", "speedup")
@@ -78,13 +77,8 @@ def main() -> None:
         row = [f"{x:.3f}" for x in (ms, min(mine), max(mine), slow)]
         table.add_row(str(workers), *row, f"{speedup:.1f}")
         summary |= {f"ms_w{workers}": ms, f"speedup_vs_unpack_w{workers}": speedup}
-    Console().print(table)
-    versions = {
-        "jax": jax.__version__,
-        "device": jax.devices()[0].device_kind,
-        "rounds": args.rounds,
-    }
-    print(json.dumps(summary | versions))
+    Console(width=110).print(table)
+    report.finish(summary | {"rounds": args.rounds}, args.save)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ whose sizes do not divide. Compiled bytes are read from the optimised program of
 ``shard_map``, all collectives counted.
 """
 
-import argparse
-import json
 from typing import Any
 
 import jax
@@ -17,6 +15,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
+import report  # noqa: E402
 from jax.sharding import AxisType  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 from rich.console import Console  # noqa: E402
@@ -82,7 +81,7 @@ def _is_shape(x: Any) -> bool:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    args = report.parser(__doc__).parse_args()
     params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), SHAPES, is_leaf=_is_shape)
     measured, errors, rows = {}, [], []
     for parts in schemes():
@@ -93,16 +92,14 @@ def main() -> None:
             errors.append(abs(seen - traffic.sent_bytes) / traffic.sent_bytes)
             bits = 8 * seen / traffic.parameters
             rows.append([traffic.scheme, workers, traffic.bits_per_parameter, bits])
-    Console().print(accounting.table(list(measured), measured))
+    Console(width=110).print(accounting.table(list(measured), measured))
     summary = {
         "benchmark": "wire_bytes",
         "max_relative_error": max(errors),
-        "jax": jax.__version__,
-        "device": jax.devices()[0].device_kind,
         "columns": ["scheme", "workers", "predicted bits/param", "compiled bits/param"],
         "rows": rows,
     }
-    print(json.dumps(summary))
+    report.finish(summary, args.save)
 
 
 if __name__ == "__main__":

@@ -84,7 +84,8 @@ def predict(
     leaves = jax.tree.leaves(params)
     buckets = layout.buckets(leaves, workers, up.rows_per_step, bucket_size)
     sent = [wire.sent(up, owner.needs_values, down, b, workers) for b in buckets if workers > 1]
-    scheme = f"{up.name}, {wire.name}" + (f", {down.name}" if wire.owns_slice else "")
+    result = owner.name if owner.needs_values else down.name
+    scheme = f"{up.name}, {wire.name}, {result}"
     return Traffic(scheme, workers, sum(leaf.size for leaf in leaves), sum(sent))
 
 

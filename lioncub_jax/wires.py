@@ -181,16 +181,16 @@ def all_reduce() -> Wire:
         bucket: Bucket, axis: AxisName,
     ) -> Sums:  # fmt: skip
         values = quantizer.values(ballot.payload, None, 1).reshape(-1)
-        values = jnp.where(takes_part, values, 0)
-        numbers = jnp.append(values, takes_part.astype(jnp.float32)).astype(quantizer.dense)
-        summed = lax.psum(numbers, axis).astype(jnp.float32)
-        return Sums(summed[:-1], ballot.voted.astype(jnp.uint32), summed[-1].astype(jnp.uint32))
+        values = jnp.where(takes_part, values, 0).astype(quantizer.dense)
+        # Apart from the values, because bfloat16 cannot count beyond 256 workers.
+        sums, present = lax.psum((values, takes_part.astype(jnp.uint32)), axis)
+        return Sums(sums.astype(jnp.float32), ballot.voted.astype(jnp.uint32), present)
 
     def sent(
         quantizer: Quantizer, needs_values: bool, down: Down, bucket: Bucket, workers: int
     ) -> float:
-        numbers = workers * bucket.chunk * ROW + 1
-        return _all_reduce_bytes(numbers * _all_reduced_itemsize(quantizer.dense), workers)
+        itemsize = _all_reduced_itemsize(quantizer.dense)
+        return _all_reduce_bytes(workers * bucket.chunk * ROW * itemsize + 4, workers)
 
     return Wire("all-reduce", "values", False, collect, _keep, sent)
 

@@ -1,3 +1,66 @@
+"""Eight CPU devices for every test, and one way to run a transform on some of them."""
+
 import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 jax.config.update("jax_num_cpu_devices", 8)
+
+AXIS = "data"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def eight_devices():
+    assert len(jax.devices()) == 8, "XLA was started before conftest.py could ask for 8 CPU devices"
+
+
+@pytest.fixture(scope="session")
+def mesh_of():
+    """``W -> Mesh`` of the first W devices."""
+
+    def make(workers):
+        devices = jax.devices()[:workers]
+        return jax.make_mesh((workers,), (AXIS,), devices=devices, axis_types=(AxisType.Auto,))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def run_workers(mesh_of):
+    """Runs some transforms, each worker in its own device, from state of their own.
+
+    ``run_workers({name: tx}, params, grads [steps, W, ...], abstain bool[steps, W])`` returns for each
+    name ``(updates [steps, ...], state [steps, W, ...])``. The types prove that updates are the same
+    on every worker.
+    """
+
+    def run(txs, params, grads, abstain):
+        def worker(params, grads, abstain):
+            params = jax.lax.pcast(params, AXIS, to="varying")
+
+            def step(states, now):
+                g, sits_out = jax.tree.map(lambda x: x[0], now)
+                done = {
+                    name: tx.update(g, states[name], params, abstain=sits_out)
+                    for name, tx in txs.items()
+                }
+                states = {name: state for name, (_, state) in done.items()}
+                updates = {name: u for name, (u, _) in done.items()}
+                return states, (updates, jax.tree.map(lambda x: x[None], states))
+
+            states = {name: tx.init(params) for name, tx in txs.items()}
+            return jax.lax.scan(step, states, (grads, abstain))[1]
+
+        mesh = mesh_of(np.shape(abstain)[1])
+        split = P(None, AXIS)
+        run = jax.shard_map(
+            worker, mesh=mesh, in_specs=(P(), split, split), out_specs=(P(), split), check_vma=True
+        )
+        arrays = jax.tree.map(jnp.asarray, (params, grads, abstain))
+        updates, states = jax.tree.map(np.asarray, jax.jit(run)(*arrays))
+        return {name: (updates[name], states[name]) for name in txs}
+
+    return run
