@@ -27,11 +27,13 @@ Sources: Lion (arXiv 2302.06675), Distributed Lion (2404.00438), Lion Cub (2411.
 zeros, ties and abstention, mid-rise codes of more than one bit, and momentum at the owner are ours.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 ROW = 64
@@ -42,36 +44,51 @@ GAUSSIAN_STEP = {
 }  # fmt: skip
 
 
-class Place(NamedTuple):
-    """Where a leaf lies: its index in the tree, first row in the buffer, rows, and real elements."""
+class Buffer(NamedTuple):
+    """All leaves in rows of 64."""
 
-    leaf: int
-    first_row: int
-    rows: int
-    size: int
+    shapes: tuple[tuple[int, ...], ...]  # of the leaves
+    rows: tuple[int, ...]  # of each leaf, padding included
+    real: np.ndarray  # bool[rows, 64], False for padding
+    sharing: np.ndarray  # int[rows]: rows of equal number share a step
+
+    def join(self, leaves: list[jax.Array]) -> jax.Array:
+        """Leaves ``[W, ...]`` to ``float32[W, rows, 64]``, zeros in the padding."""
+        flat = [x.reshape(x.shape[0], math.prod(x.shape[1:])).astype(jnp.float32) for x in leaves]
+        short = [rows * ROW - x.shape[1] for rows, x in zip(self.rows, flat, strict=True)]
+        flat = [jnp.pad(x, ((0, 0), (0, n))) for x, n in zip(flat, short, strict=True)]
+        return jnp.concatenate(flat, axis=1).reshape(flat[0].shape[0], -1, ROW)
+
+    def split(self, x: jax.Array, dtypes: list[Any]) -> list[jax.Array]:
+        """``[..., rows, 64]`` to leaves ``[..., *shape]``."""
+        parts = jnp.split(x, np.cumsum(self.rows)[:-1], axis=-2)
+        flat = [part.reshape(*part.shape[:-2], part.shape[-2] * ROW) for part in parts]
+        return [
+            part[..., : math.prod(shape)].reshape(*part.shape[:-1], *shape).astype(dtype)
+            for part, shape, dtype in zip(flat, self.shapes, dtypes, strict=True)
+        ]
 
 
 class Codes(NamedTuple):
-    """A quantiser; ``encode(x float32[W, rows, 64], Place, t)`` gives codes and ``step [W, rows, 1]``."""
+    """A quantiser; ``encode(x float32[W, rows, 64], Buffer, t)`` gives what the workers say."""
 
     top: Callable[[int], int]  # W -> largest code; even if a code means zero
     block: int | None  # elements that share a step which the owner knows
-    encode: Callable[[jax.Array, Place, Any], tuple[jax.Array, jax.Array]]
+    encode: Callable[[jax.Array, Buffer, Any], "Said"]
 
 
 class Said(NamedTuple):
-    """What the workers say about one leaf."""
+    """Codes ``[W, rows, 64]`` and the steps they are in, ``float32[W, rows, 1]``."""
 
-    q: jax.Array  # [W, rows, 64]
-    step: jax.Array  # float32[W, rows, 1]
-    votes: jax.Array  # bool[W, rows, 1]
+    q: jax.Array
+    step: jax.Array
 
 
 class State(NamedTuple):
     """What is remembered."""
 
     t: jax.Array  # int32[]: steps taken
-    mu: Any  # local momentum, leaves [W, ...]; or the owner's, leaves in rows [rows, 64]
+    mu: Any  # local momentum, leaves [W, ...]; or the owner's, one buffer [rows, 64]
     error: Any  # error feedback, leaves [W, ...]; or None
     ties: jax.Array  # float32[]: parameters whose votes cancelled in the last step
     abstained: jax.Array  # int32[]: workers that sat out the last step
@@ -88,38 +105,21 @@ class Simulator(NamedTuple):
 # --- The buffer and its coins
 
 
-def places(sizes: list[int], block: int | None) -> list[Place]:
-    """Places leaves of these sizes behind each other, each padded to whole blocks."""
-    span, found, first_row = block or ROW, [], 0
-    for leaf, size in enumerate(sizes):
-        found.append(Place(leaf, first_row, -(-size // span) * (span // ROW), size))
-        first_row += found[-1].rows
-    return found
+def buffer_of(shapes: list[tuple[int, ...]], block: int | None) -> Buffer:
+    """Puts leaves behind each other, each padded to whole blocks."""
+    span, sizes = block or ROW, [math.prod(shape) for shape in shapes]
+    rows = [-(-size // span) * (span // ROW) for size in sizes]
+    real = [np.arange(n * ROW) < size for n, size in zip(rows, sizes, strict=True)]
+    leaf = np.repeat(np.arange(len(rows)), rows)
+    sharing = np.arange(sum(rows)) * ROW // block if block else leaf
+    return Buffer(tuple(shapes), tuple(rows), np.concatenate(real).reshape(-1, ROW), sharing)
 
 
-def to_rows(x: jax.Array, place: Place) -> jax.Array:
-    """``[W, ...]`` to ``float32[W, rows, 64]``, zeros behind the end."""
-    flat = x.reshape(x.shape[0], place.size).astype(jnp.float32)
-    flat = jnp.pad(flat, ((0, 0), (0, place.rows * ROW - place.size)))
-    return flat.reshape(x.shape[0], place.rows, ROW)
-
-
-def from_rows(rows: jax.Array, place: Place, shape: tuple[int, ...]) -> jax.Array:
-    """``[..., rows, 64]`` to ``[..., *shape]``."""
-    flat = rows.reshape(*rows.shape[:-2], place.rows * ROW)
-    return flat[..., : place.size].reshape(*rows.shape[:-2], *shape)
-
-
-def real(place: Place) -> jax.Array:
-    """``bool[rows, 64]``, False for padding."""
-    return jnp.arange(place.rows * ROW).reshape(place.rows, ROW) < place.size
-
-
-def coin(place: Place, t: Any) -> jax.Array:
+def coin(rows: int, t: Any) -> jax.Array:
     """``int32[rows, 64]`` of zeros and ones."""
-    element = jnp.arange(place.rows * ROW, dtype=jnp.uint32) + jnp.uint32(place.first_row * ROW)
+    element = jnp.arange(rows * ROW, dtype=jnp.uint32).reshape(rows, ROW)
     word = _mix(element // 32 ^ _mix(jnp.asarray(t, jnp.uint32) + jnp.uint32(0x9E3779B9)))
-    return ((word >> (element % 32)) & 1).astype(jnp.int32).reshape(place.rows, ROW)
+    return ((word >> (element % 32)) & 1).astype(jnp.int32)
 
 
 def _mix(h: jax.Array) -> jax.Array:
@@ -140,19 +140,19 @@ def midrise(p: int, block: int | None = None, seed: int | None = None) -> Codes:
     """``q = floor(x / step) + 2**(p-1)``, clipped; with a seed, rounded at random."""
     half, top = 2 ** (p - 1), 2**p - 1
 
-    def encode(x: jax.Array, place: Place, t: Any) -> tuple[jax.Array, jax.Array]:
-        step = GAUSSIAN_STEP[p] * scale(x, place, block, magnitude=p == 1)
-        step = lax.reduce_precision(step, exponent_bits=8, mantissa_bits=7)  # travels as bfloat16
+    def encode(x: jax.Array, buffer: Buffer, t: Any) -> Said:
+        mean = _mean(jnp.abs(x), buffer) if p == 1 else jnp.sqrt(_mean(x * x, buffer))
+        step = lax.reduce_precision(GAUSSIAN_STEP[p] * mean, 8, 7)  # it travels as bfloat16
         in_steps = x * _inverse(step)
         if seed is None:  # magnitude and side apart, so that -x gets the mirrored code of x
             inward = jnp.minimum(jnp.abs(in_steps), half - 1).astype(jnp.int32)
             q = jnp.where(x > 0, half + inward, half - 1 - inward)
         else:
-            level = jnp.floor(in_steps + (half - 0.5) + _noise(x, place, t, seed))
+            level = jnp.floor(in_steps + (half - 0.5) + _noise(x, buffer, t, seed))
             q = jnp.clip(level, 0, top).astype(jnp.int32)
         odd_worker = jnp.arange(x.shape[0])[:, None, None] % 2
-        q = jnp.where(x == 0, half - 1 + (coin(place, t) ^ odd_worker), q)
-        return jnp.where(real(place), q, top), step
+        q = jnp.where(x == 0, half - 1 + (coin(x.shape[1], t) ^ odd_worker), q)
+        return Said(jnp.where(buffer.real, q, top), step)
 
     return Codes(lambda workers: top, block, encode)
 
@@ -163,14 +163,14 @@ def integer(p: int = 8, seed: int | None = None) -> Codes:
     def top(workers: int) -> int:
         return 2 * ((2 ** (p - 1) - 1) // workers)
 
-    def encode(x: jax.Array, place: Place, t: Any) -> tuple[jax.Array, jax.Array]:
+    def encode(x: jax.Array, buffer: Buffer, t: Any) -> Said:
         s = top(x.shape[0]) // 2
-        mean = scale(x, place, None, magnitude=True)
+        mean = _mean(jnp.abs(x), buffer)
         level = x * (_inverse(mean) * (s / 2))
         if seed is not None:
-            level = jnp.floor(level + _noise(x, place, t, seed))
+            level = jnp.floor(level + _noise(x, buffer, t, seed))
         q = (jnp.clip(jnp.round(level), -s, s) + s).astype(jnp.int32)
-        return jnp.where(real(place), q, 2 * s), mean
+        return Said(jnp.where(buffer.real, q, 2 * s), mean)
 
     return Codes(top, None, encode)
 
@@ -178,9 +178,9 @@ def integer(p: int = 8, seed: int | None = None) -> Codes:
 def ternary() -> Codes:
     """The exact sign: -1, 0 or +1."""
 
-    def encode(x: jax.Array, place: Place, t: Any) -> tuple[jax.Array, jax.Array]:
-        q = jnp.where(real(place), jnp.sign(x) + 1, 2).astype(jnp.int32)
-        return q, jnp.ones_like(x[..., :1])
+    def encode(x: jax.Array, buffer: Buffer, t: Any) -> Said:
+        q = jnp.where(buffer.real, jnp.sign(x) + 1, 2).astype(jnp.int32)
+        return Said(q, jnp.ones_like(x[..., :1]))
 
     return Codes(lambda workers: 2, None, encode)
 
@@ -188,8 +188,8 @@ def ternary() -> Codes:
 def dense(dtype: Any = jnp.float32) -> Codes:
     """No quantisation: values are their own codes, ``top`` is 0 and the step 1."""
 
-    def encode(x: jax.Array, place: Place, t: Any) -> tuple[jax.Array, jax.Array]:
-        return x.astype(dtype).astype(jnp.float32), jnp.ones_like(x[..., :1])
+    def encode(x: jax.Array, buffer: Buffer, t: Any) -> Said:
+        return Said(x.astype(dtype).astype(jnp.float32), jnp.ones_like(x[..., :1]))
 
     return Codes(lambda workers: 0, None, encode)
 
@@ -199,54 +199,45 @@ def decode(said: Said, top: int) -> jax.Array:
     return (said.q.astype(jnp.float32) - top / 2) * said.step
 
 
-def scale(x: jax.Array, place: Place, block: int | None, magnitude: bool) -> jax.Array:
-    """Mean magnitude or root mean square of each block or of the leaf: ``float32[W, rows, 1]``."""
-    span = block or place.rows * ROW or ROW
-    x = jnp.abs(x) if magnitude else x * x
-    blocks = x.reshape(x.shape[0], place.rows * ROW // span, span)
-    elements = jnp.clip(place.size - span * jnp.arange(blocks.shape[1]), 1, span)
-    mean = jnp.sum(blocks, axis=-1) / elements.astype(jnp.float32)
-    return jnp.repeat(mean if magnitude else jnp.sqrt(mean), span // ROW, axis=1)[..., None]
+def _mean(x: jax.Array, buffer: Buffer) -> jax.Array:
+    """Means over the real elements that share a step, ``float32[W, rows, 1]``."""
+    groups = buffer.sharing.max(initial=0) + 1
+    real = np.bincount(buffer.sharing, buffer.real.sum(axis=1), groups)
+    sums = jnp.zeros((x.shape[0], groups)).at[:, buffer.sharing].add(jnp.sum(x, axis=-1))
+    return (sums / np.maximum(real, 1).astype(np.float32))[:, buffer.sharing, None]
 
 
 def _inverse(x: jax.Array) -> jax.Array:
     return jnp.where(x > 0, 1 / jnp.where(x > 0, x, 1), 0)
 
 
-def _noise(x: jax.Array, place: Place, t: Any, seed: int) -> jax.Array:
+def _noise(x: jax.Array, buffer: Buffer, t: Any, seed: int) -> jax.Array:
+    """Uniform in [0, 1), from a key for each step, worker and leaf."""
+
     def of_worker(i: jax.Array) -> jax.Array:
-        key = jax.random.key(seed)
-        for part in (t, i, place.leaf):
-            key = jax.random.fold_in(key, part)
-        return jax.random.uniform(key, x.shape[1:])
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), t), i)
+        keys = [jax.random.fold_in(key, leaf) for leaf in range(len(buffer.rows))]
+        drawn = [jax.random.uniform(k, (n, ROW)) for k, n in zip(keys, buffer.rows, strict=True)]
+        return jnp.concatenate(drawn)
 
     return jax.vmap(of_worker)(jnp.arange(x.shape[0]))
 
 
-def speak(
-    codes: Codes, spots: list[Place], messages: list[jax.Array], t: Any, abstain: Any
-) -> tuple[list[Said], jax.Array]:
-    """What all workers say about each leaf, and who takes part, ``bool[W, 1, 1]``."""
-    all_said, takes_part = [], jnp.ones((messages[0].shape[0],), bool)
-    for place, message in zip(spots, messages, strict=True):
-        x = to_rows(message, place)
-        q, step = codes.encode(x, place, t)
-        all_said.append(Said(q, step, jnp.any(x != 0, axis=-1, keepdims=True)))
-        takes_part &= jnp.all(jnp.isfinite(x), axis=(1, 2))
-        if codes.block:
-            takes_part &= jnp.all(jnp.isfinite(step), axis=(1, 2))
-    takes_part = takes_part if abstain is None else takes_part & ~abstain
-    return all_said, takes_part[:, None, None]
+def takes_part(codes: Codes, x: jax.Array, said: Said, abstain: Any) -> jax.Array:
+    """``bool[W, 1, 1]``: workers that are not told to abstain and whose values are finite."""
+    finite = jnp.isfinite(x) & jnp.isfinite(said.step) if codes.block else jnp.isfinite(x)
+    present = jnp.all(finite, axis=(1, 2), keepdims=True)
+    return present if abstain is None else present & ~abstain[:, None, None]
 
 
-# --- The decision, for one leaf: of integers, or of floats with `reach` whether the row moves
+# --- The decision: of integers, or of floats, where `reach` says whether the row moves at all
 
 
-def count(said: Said, takes_part: jax.Array, top: int) -> tuple[jax.Array, jax.Array]:
+def count(q: jax.Array, x: jax.Array, present: jax.Array, top: int) -> tuple[jax.Array, jax.Array]:
     """``2S - N top`` of each element, ``[rows, 64]``, and ``N top`` of each row, ``int32[rows, 1]``."""
-    has_zero = top % 2 == 0
-    votes = jnp.ones_like(said.votes) if has_zero else said.votes & takes_part
-    q = jnp.where(takes_part, said.q, top // 2) if has_zero else said.q
+    votes = jnp.any(x != 0, axis=-1, keepdims=True) & present
+    if top % 2 == 0:
+        q, votes = jnp.where(present, q, top // 2), jnp.ones_like(votes)
     reach = top * jnp.sum(votes, axis=0, dtype=jnp.int32)
     return 2 * jnp.sum(jnp.where(votes, q, 0), axis=0) - reach, reach
 
@@ -266,15 +257,15 @@ def average(margin: jax.Array, reach: jax.Array, coins: jax.Array) -> jax.Array:
     return margin / jnp.maximum(reach, 1).astype(jnp.float32)
 
 
-def bounded_mean(said: Said, takes_part: jax.Array, top: int, dominance: float) -> jax.Array:
+def bounded_mean(said: Said, present: jax.Array, top: int, dominance: float) -> jax.Array:
     """The mean of what is decoded, over the workers that take part: ``float32[rows, 64]``."""
-    step = jnp.where(takes_part, said.step, 0)
+    step = jnp.where(present, said.step, 0)
     next_largest = jnp.sort(step, axis=0)[-2:][0]
     limit = jnp.where(next_largest > 0, dominance * next_largest, jnp.inf)
-    decoded = decode(said._replace(step=jnp.minimum(step, limit)), top)
-    decoded = jnp.where(takes_part, decoded, 0)
+    decoded = decode(Said(said.q, jnp.minimum(step, limit)), top)
+    decoded = jnp.where(present, decoded, 0)
     total = lax.fori_loop(1, len(step), lambda i, total: total + decoded[i], decoded[0])
-    return total / jnp.maximum(jnp.sum(takes_part), 1).astype(jnp.float32)
+    return total / jnp.maximum(jnp.sum(present), 1).astype(jnp.float32)
 
 
 # --- One step of all workers
@@ -298,19 +289,17 @@ def local_momentum(
         g, tree = jax.tree.flatten(grads)
         mu, t, workers = jax.tree.leaves(state.mu), state.t, g[0].shape[0]
         codes, decide = (chosen, rule) if workers > 1 else (_exact(chosen), ternary_sum)
-        spots = places([x[0].size for x in g], codes.block)
-        messages = [(1 - b1) * x + b1 * m for x, m in zip(g, mu, strict=True)]
-        said, takes_part = speak(codes, spots, messages, t, abstain)
-        updates, ties = [], jnp.float32(0)
-        for place, words, message in zip(spots, said, messages, strict=True):
-            margin, reach = count(words, takes_part, codes.top(workers))
-            u = from_rows(decide(margin, reach, coin(place, t)), place, message.shape[1:])
-            updates.append(u.astype(message.dtype))
-            ties += jnp.sum((margin == 0) & (reach > 0) & real(place))
-        kept = [((1 - b2) * x + b2 * m).astype(m.dtype) for x, m in zip(g, mu, strict=True)]
-        mu = _unless_absent(takes_part, kept, mu)
-        state = _after(state, ties, takes_part)._replace(mu=jax.tree.unflatten(tree, mu))
-        return jax.tree.unflatten(tree, updates), state
+        buffer = buffer_of([leaf.shape[1:] for leaf in g], codes.block)
+        messages = [(1 - b1) * leaf + b1 * m for leaf, m in zip(g, mu, strict=True)]
+        x = buffer.join(messages)
+        said = codes.encode(x, buffer, t)
+        present = takes_part(codes, x, said, abstain)
+        margin, reach = count(said.q, x, present, codes.top(workers))
+        u = buffer.split(decide(margin, reach, coin(len(margin), t)), _dtypes(messages))
+        kept = [((1 - b2) * leaf + b2 * m).astype(m.dtype) for leaf, m in zip(g, mu, strict=True)]
+        mu = jax.tree.unflatten(tree, _unless_absent(present, kept, mu))
+        cancelled = (margin == 0) & (reach > 0) & buffer.real
+        return jax.tree.unflatten(tree, u), _after(state, mu, state.error, cancelled, present)
 
     return Simulator(init, update)
 
@@ -328,48 +317,44 @@ def momentum_at_owner(
     chosen = codes or midrise(3, block=128)
 
     def init(params: Any, workers: int) -> State:
-        leaves, tree = jax.tree.flatten(params)
-        dtype = mu_dtype or jnp.result_type(*(p.dtype for p in leaves if p.size))
-        spots = places([p.size for p in leaves], chosen.block)
-        mu = [jnp.zeros((place.rows, ROW), dtype) for place in spots]
-        error = _per_worker(params, workers, feedback) if feedback else None
-        return _state(jax.tree.unflatten(tree, mu), error)
+        leaves = jax.tree.leaves(params)
+        buffer = buffer_of([p.shape for p in leaves], chosen.block)
+        mu = jnp.zeros(buffer.real.shape, mu_dtype or _widest(leaves))
+        return _state(mu, _per_worker(params, workers, feedback) if feedback else None)
 
     def update(grads: Any, state: State, params: Any = None, abstain: Any = None) -> Any:
         g, tree = jax.tree.flatten(grads)
-        mus, t, workers = jax.tree.leaves(state.mu), state.t, g[0].shape[0]
+        mu, t, workers = state.mu, state.t, g[0].shape[0]
         codes, rule = (chosen, decide) if workers > 1 else (_exact(chosen), ternary_sum)
-        top, spots = codes.top(workers), places([x[0].size for x in g], codes.block)
-        dtype = jnp.result_type(*(x.dtype for x in g if x.size))
-        x = [leaf.astype(jnp.float32) for leaf in g]
+        buffer, top = buffer_of([leaf.shape[1:] for leaf in g], codes.block), codes.top(workers)
+        errors = jax.tree.leaves(state.error)
+        x = buffer.join(g) + (buffer.join(errors) if feedback else 0)
+        said = codes.encode(x, buffer, t)
+        present = takes_part(codes, x, said, abstain)
+        mean = bounded_mean(said, present, top, dominance).astype(_widest(g))
+        c = jnp.where(jnp.any(present), (1 - b1) * mean + b1 * mu, 0)
+        moves = jnp.any(c != 0, axis=-1, keepdims=True)
+        u = buffer.split(rule(c, moves, coin(len(c), t)), _dtypes(g))
+        kept = ((1 - b2) * mean + b2 * mu).astype(mu.dtype)
+        mu = jnp.where(jnp.any(present), kept, mu)
+        error = state.error
         if feedback:
-            errors = jax.tree.leaves(state.error)
-            x = [xi + e.astype(jnp.float32) for xi, e in zip(x, errors, strict=True)]
-        said, takes_part = speak(codes, spots, x, t, abstain)
-        updates, new_mus, ties, anybody = [], [], jnp.float32(0), jnp.any(takes_part)
-        for place, words, mu, leaf in zip(spots, said, mus, g, strict=True):
-            mean = bounded_mean(words, takes_part, top, dominance).astype(dtype)
-            c = jnp.where(anybody, (1 - b1) * mean + b1 * mu, 0)
-            new_mu = ((1 - b2) * mean + b2 * mu).astype(mu.dtype)
-            new_mus.append(jnp.where(anybody, new_mu, mu))
-            moves = jnp.any(c != 0, axis=-1, keepdims=True)
-            u = from_rows(rule(c, moves, coin(place, t)), place, leaf.shape[1:])
-            updates.append(u.astype(leaf.dtype))
-            ties += jnp.sum((c == 0) & moves & real(place)) * (workers > 1)
-        state = _after(state, ties, takes_part)._replace(mu=jax.tree.unflatten(tree, new_mus))
-        if feedback:
-            heard = [decode(words, top) for words in said]
-            heard = [from_rows(h, s, y.shape[1:]) for h, s, y in zip(heard, spots, x, strict=True)]
-            missed = [(y - h).astype(feedback) for y, h in zip(x, heard, strict=True)]
-            missed = _unless_absent(takes_part, missed, errors)
-            state = state._replace(error=jax.tree.unflatten(tree, missed))
-        return jax.tree.unflatten(tree, updates), state
+            missed = buffer.split(x - decode(said, top), _dtypes(errors))
+            error = jax.tree.unflatten(tree, _unless_absent(present, missed, errors))
+        cancelled = (c == 0) & moves & buffer.real & (workers > 1)
+        return jax.tree.unflatten(tree, u), _after(state, mu, error, cancelled, present)
 
     return Simulator(init, update)
 
 
 def _state(mu: Any, error: Any) -> State:
     return State(jnp.int32(0), mu, error, jnp.float32(0), jnp.int32(0), jnp.int32(0))
+
+
+def _after(state: State, mu: Any, error: Any, cancelled: jax.Array, present: jax.Array) -> State:
+    away = jnp.sum(~present, dtype=jnp.int32)
+    ties = jnp.sum(cancelled, dtype=jnp.float32)
+    return State(state.t + 1, mu, error, ties, away, state.abstentions + away)
 
 
 def _per_worker(params: Any, workers: int, dtype: Any) -> Any:
@@ -381,14 +366,17 @@ def _exact(codes: Codes) -> Codes:
     return dense()._replace(block=codes.block)
 
 
-def _unless_absent(takes_part: jax.Array, new: list[Any], old: list[Any]) -> list[Any]:
-    here = [takes_part.reshape(-1, *[1] * (x.ndim - 1)) for x in new]
+def _unless_absent(present: jax.Array, new: list[Any], old: list[Any]) -> list[Any]:
+    here = [present.reshape(-1, *[1] * (leaf.ndim - 1)) for leaf in new]
     return [jnp.where(h, n, o) for h, n, o in zip(here, new, old, strict=True)]
 
 
-def _after(state: State, ties: jax.Array, takes_part: jax.Array) -> State:
-    away = jnp.sum(~takes_part, dtype=jnp.int32)
-    return State(state.t + 1, state.mu, state.error, ties, away, state.abstentions + away)
+def _dtypes(leaves: list[jax.Array]) -> list[Any]:
+    return [leaf.dtype for leaf in leaves]
+
+
+def _widest(leaves: list[jax.Array]) -> Any:
+    return jnp.result_type(*(leaf.dtype for leaf in leaves if leaf.size))
 
 
 # --- Now and then: momentum in full precision; and at last, the optimizers

@@ -1,4 +1,4 @@
-"""A byte-level GPT: pre-norm blocks, learned positions, one weight matrix for reading and writing bytes if tied."""
+"""A byte-level GPT: pre-norm blocks, learned positions, tied or untied output."""
 
 import functools
 
@@ -30,7 +30,9 @@ class MLP(nnx.Module):
 
     def __init__(self, width: int, depth: int, *, rngs: nnx.Rngs):
         self.up = nnx.Linear(width, 4 * width, use_bias=False, rngs=rngs)
-        self.down = nnx.Linear(4 * width, width, use_bias=False, kernel_init=residual(depth), rngs=rngs)
+        self.down = nnx.Linear(
+            4 * width, width, use_bias=False, kernel_init=residual(depth), rngs=rngs
+        )
 
     def __call__(self, x):
         return self.down(jax.nn.gelu(self.up(x)))
@@ -59,11 +61,15 @@ class GPT(nnx.Module):
         self.read = nnx.Embed(VOCABULARY, width, embedding_init=normal(width**-0.5), rngs=rngs)
         self.positions = nnx.Embed(context, width, embedding_init=normal(0.02), rngs=rngs)
         self.dropout = nnx.Dropout(dropout, rngs=rngs)
-        self.blocks = nnx.List(Block(width, heads, layers, dropout, rngs=rngs) for _ in range(layers))
+        self.blocks = nnx.List(
+            Block(width, heads, layers, dropout, rngs=rngs) for _ in range(layers)
+        )
         self.norm = nnx.LayerNorm(width, use_bias=False, rngs=rngs)
         self.write = None
         if not tied:
-            self.write = nnx.Linear(width, VOCABULARY, use_bias=False, kernel_init=normal(0.02), rngs=rngs)
+            self.write = nnx.Linear(
+                width, VOCABULARY, use_bias=False, kernel_init=normal(0.02), rngs=rngs
+            )
 
     def __call__(self, tokens, deterministic: bool = True):
         x = self.read(tokens) + self.positions(jnp.arange(tokens.shape[1]))

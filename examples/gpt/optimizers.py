@@ -1,0 +1,60 @@
+"""The optimizers that the example compares, with learning rates that suit its default model."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import optax
+
+import lioncub_jax as lc
+
+
+class Recipe(NamedTuple):
+    summary: str
+    build: Callable[..., optax.GradientTransformation]  # (bits, sync, axis_name, **of_lion)
+    learning_rate: float
+    weight_decay: float
+    bits: int | None = None  # what workers send per parameter, where that can be chosen
+    drifts: bool = False  # each worker has a momentum of its own, which --sync-every averages
+
+
+# Shorter memories than Lion's 0.9 and 0.99, because a run is a few hundred steps.
+BETAS = {"b1": 0.8, "b2": 0.9}
+
+
+def _lion_cub(bits: int, **options: Any) -> optax.GradientTransformation:
+    return lc.lion_cub(quantizer=lc.sign() if bits == 1 else lc.midrise(bits), **BETAS, **options)
+
+
+def _majority(bits: None, **options: Any) -> optax.GradientTransformation:
+    return lc.distributed_lion(**BETAS, **options)
+
+
+def _average(bits: None, **options: Any) -> optax.GradientTransformation:
+    return lc.distributed_lion(average=True, **BETAS, **options)
+
+
+def _owner(bits: int, sync: None, **options: Any) -> optax.GradientTransformation:
+    quantizer = lc.error_feedback(lc.midrise(bits, block=128))
+    return lc.owner_lion(quantizer=quantizer, **BETAS, **options)
+
+
+def _lion(bits: None, sync: None, axis_name: str, **options: Any) -> optax.GradientTransformation:
+    return lc.global_gradients(optax.lion(**BETAS, **options), axis_name=axis_name)
+
+
+def _adamw(bits: None, sync: None, axis_name: str, **options: Any) -> optax.GradientTransformation:
+    return lc.global_gradients(optax.adamw(**options), axis_name=axis_name)
+
+
+RECIPES = {
+    "lion-cub": Recipe("votes of --bits each, 1 bit back", _lion_cub, 1e-3, 1.0, 1, drifts=True),
+    "majority": Recipe(
+        "Distributed Lion: sign of the sum of signs", _majority, 1e-3, 1.0, drifts=True
+    ),
+    "average": Recipe("Distributed Lion: mean of the signs", _average, 1e-3, 1.0, drifts=True),
+    "owner": Recipe(
+        "gradients of --bits each, one momentum for all, 1 bit back", _owner, 1e-3, 1.0, 3
+    ),
+    "lion": Recipe("baseline: Lion on gradients averaged in float32", _lion, 1e-3, 1.0),
+    "adamw": Recipe("baseline: AdamW on gradients averaged in float32", _adamw, 3e-3, 0.1),
+}

@@ -1,0 +1,262 @@
+"""The library on a mesh against `reference`, bit for bit: what one page says is what devices do.
+
+Gradients are small integers and the betas powers of two, so that the blend, the sums of squares and
+the sums over workers are exact, however a compiler contracts or reorders them. Then codes, votes,
+ties and momenta must be equal, not close. Where sums cannot be exact, the test says so and bounds how
+many elements may differ.
+"""
+
+import zlib
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import AXIS
+
+import lioncub_jax as lc
+from lioncub_jax import reference
+
+# Every size of a leaf around the edges of bytes, words and rows, in four trees that tests take in turn.
+TREES = [
+    {"scalar": (), "7": (7,), "64": (64,), "129": (3, 43), "empty": (0,)},
+    {"8": (8,), "33": (33,), "65": (5, 13), "empty": (2, 0), "scalar": ()},
+    {"9": (9,), "31": (31,), "127": (127,), "128": (2, 8, 8)},
+    {"63": (7, 9), "1000": (1000,), "1": (1,), "empty": (0, 3)},
+]
+B1, B2 = 0.75, 0.5  # of local momentum; at the owner both are 0.5: means need all the bits there are
+
+two_phase, gathered, counts, lanes = lc.two_phase(), lc.gathered(), lc.counts(), lc.lanes()
+counts16, counts32, all_reduce = lc.counts(jnp.int16), lc.counts(jnp.int32), lc.all_reduce()
+
+
+def zeros(tree, dtypes=(jnp.float32,)):
+    shapes = tree.items()
+    return {k: jnp.zeros(s, dtypes[i % len(dtypes)]) for i, (k, s) in enumerate(shapes)}
+
+
+def integers(params, steps, workers, values=range(-3, 4), seed=0):
+    """Gradients ``[steps, workers, ...]`` of a few integers."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda p: rng.choice(values, (steps, workers, *p.shape)).astype(p.dtype), params
+    )
+
+
+class Story(NamedTuple):
+    """What happens to the workers: gradients ``[steps, W, ...]`` and who is told to abstain."""
+
+    grads: Any
+    abstain: np.ndarray
+
+
+EVENTS = ("plain", "one not finite", "one told to abstain", "nobody there", "one huge", "all zero")
+
+
+def eventful(params, workers, seed):
+    """Rows of zeros, of everybody and of some; then one event of ``EVENTS`` a step."""
+    grads = integers(params, len(EVENTS), workers, seed=seed)
+    abstain = np.zeros((len(EVENTS), workers), bool)
+    full = [g.reshape(*g.shape[:2], -1) for g in grads.values() if g.size]
+    for n, g in enumerate(full):  # views: what is written here is in grads
+        g[:, n % workers, :64] = 0
+        g[:, :, 64:128] = 0
+    full[0][1, 1 % workers, 0] = [np.nan, np.inf][seed % 2]
+    abstain[2, 0] = True
+    abstain[3] = True
+    for g in full:
+        g[4, -1] *= 16
+        g[5] = 0
+    return Story(grads, abstain)
+
+
+def simulate(simulator, params, story):
+    """The reference, all steps: updates and states ``[steps, ...]``."""
+
+    @jax.jit
+    def steps(story):
+        def step(state, now):
+            updates, state = simulator.update(now.grads, state, params, now.abstain)
+            return state, (updates, state)
+
+        return jax.lax.scan(step, simulator.init(params, story.abstain.shape[1]), story)[1]
+
+    return jax.tree.map(np.asarray, steps(jax.tree.map(jnp.asarray, story)))
+
+
+def assert_equal(got, want, but=0):
+    """Trees are equal, but for at most so many elements of each leaf."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True
+    ):
+        assert a.shape == b.shape and a.dtype == b.dtype, (path, a.shape, b.shape, a.dtype, b.dtype)
+        assert np.isfinite(a.astype(np.float32)).all(), path
+        differ = np.argwhere(a != b)
+        assert len(differ) <= but, (path, differ[:4].tolist(), a[a != b][:4], b[a != b][:4])
+
+
+def assert_same_everywhere(x):
+    """``[steps, W, ...]`` without its workers, who all hold the same."""
+    assert_equal(x, np.broadcast_to(x[:, :1], x.shape))
+    return x[:, 0]
+
+
+def assert_statistics(state, want):
+    for got, wanted in [
+        (state.count, want.t),
+        (state.ties, want.ties),
+        (state.abstained, want.abstained),
+        (state.abstentions, want.abstentions),
+    ]:
+        assert_equal(assert_same_everywhere(got), wanted)
+
+
+def in_rows(mu, wire):
+    """The owners' slices ``[steps, W, words, 32]`` as one buffer ``[steps, rows, 64]``."""
+    whole = mu.reshape(len(mu), -1) if wire.owns_slice else assert_same_everywhere(mu)
+    return whole.reshape(len(mu), -1, 64)
+
+
+class Vote(NamedTuple):
+    """A way to vote with local momentum, in the words of the library and of the reference."""
+
+    up: Any
+    codes: Any
+    down: Any
+    decide: Any
+    wires: tuple
+    workers: tuple
+
+
+MAJORITY = (lc.majority(), reference.majority)
+AVERAGE = (lc.average(), reference.average)
+TERNARY = (lc.ternary_sum(), reference.ternary_sum)
+EVERY_WIRE = (two_phase, gathered, counts, lanes)
+RANDOM = lc.stochastic(3)
+
+VOTES = [
+    Vote(lc.sign(), reference.sign(), *MAJORITY, EVERY_WIRE, (1, 2, 3, 5, 8)),
+    Vote(lc.sign(), reference.sign(), *AVERAGE, (two_phase, lanes), (1, 2, 5)),
+    Vote(lc.sign(), reference.sign(), *TERNARY, (gathered, counts32), (2, 8)),
+    Vote(lc.midrise(2), reference.midrise(2), *MAJORITY, (two_phase, counts, lanes), (2, 3, 8)),
+    Vote(lc.midrise(3), reference.midrise(3), *AVERAGE, (two_phase, gathered, lanes), (3, 8)),
+    Vote(lc.midrise(8), reference.midrise(8), *MAJORITY, (two_phase, counts16), (5,)),
+    Vote(lc.midrise(1, block=64), reference.midrise(1, 64), *MAJORITY, (lanes,), (3,)),
+    Vote(lc.midrise(4, block=64), reference.midrise(4, 64), *TERNARY, (two_phase,), (8,)),
+    Vote(lc.midrise(2, block=128), reference.midrise(2, 128), *MAJORITY, (two_phase, counts), (5,)),
+    Vote(
+        lc.midrise(2, rounding=RANDOM), reference.midrise(2, seed=3), *MAJORITY, (two_phase,), (3, 8)
+    ),
+    Vote(lc.integer(8), reference.integer(8), *TERNARY, EVERY_WIRE, (1, 2, 3, 5, 8)),
+    Vote(lc.integer(5), reference.integer(5), *AVERAGE, (two_phase, counts, lanes), (3, 8)),
+    Vote(lc.integer(8, rounding=RANDOM), reference.integer(8, seed=3), *TERNARY, (counts,), (2, 5)),
+    Vote(lc.ternary(), reference.ternary(), *TERNARY, (two_phase, gathered, lanes), (2, 8)),
+    Vote(lc.ternary(), reference.ternary(), *AVERAGE, (gathered, counts), (3,)),
+]  # fmt: skip
+
+
+class Owned(NamedTuple):
+    """A way to keep momentum at the owner, in the words of both."""
+
+    up: Any
+    codes: Any
+    feedback: Any
+    dominance: float
+    down: Any
+    decide: Any
+    wires: tuple
+    workers: tuple
+
+
+def fed_back(p, block, dtype):
+    up = lc.error_feedback(lc.midrise(p, block=block), dtype)
+    return up, reference.midrise(p, block), dtype
+
+
+def without_feedback(p, block, seed=None):
+    rounding = None if seed is None else lc.stochastic(seed)
+    return lc.midrise(p, block=block, rounding=rounding), reference.midrise(p, block, seed), None
+
+
+def exact(dtype):
+    return lc.dense(dtype), reference.dense(dtype), None
+
+
+FLOATS = (lc.floats(), reference.ternary_sum)  # Lion's update is a sign: as floats, a tie is 0
+PACKED = (two_phase, gathered)
+OWNED = [
+    Owned(*fed_back(3, 128, jnp.bfloat16), 16.0, *MAJORITY, PACKED, (1, 2, 5, 8)),
+    Owned(*fed_back(1, 64, jnp.float32), 16.0, *MAJORITY, PACKED, (3, 8)),
+    Owned(*fed_back(2, 64, jnp.float16), 2.0, *MAJORITY, (two_phase,), (3,)),
+    Owned(*without_feedback(4, 128), 2.0, *MAJORITY, PACKED, (1, 3, 8)),
+    Owned(*without_feedback(2, 64), 2.0, *TERNARY, (two_phase,), (5,)),
+    Owned(*without_feedback(8, 64), np.inf, *FLOATS, PACKED, (2,)),
+    Owned(*without_feedback(4, 128, seed=5), 16.0, *MAJORITY, (two_phase,), (2, 8)),
+    Owned(*exact(jnp.float32), 16.0, *MAJORITY, (*PACKED, all_reduce), (1, 2, 3, 5, 8)),
+    Owned(*exact(jnp.bfloat16), 16.0, *MAJORITY, (*PACKED, all_reduce), (2, 5)),
+    Owned(*exact(jnp.float32), 16.0, *FLOATS, (two_phase, all_reduce), (3,)),
+]
+
+
+def cases(methods):
+    """Every method with each of its numbers of workers, and a tree and a seed for each."""
+    for number, method in enumerate(methods):
+        for workers in method.workers:
+            name = f"{method.up.name}, {method.down.name}, {workers} workers"
+            yield pytest.param(method, workers, TREES[(number + workers) % 4], id=name)
+
+
+def seed_of(request):
+    return zlib.crc32(request.node.name.encode())
+
+
+def owner_vote(up, wire, *, b1=0.5, b2=0.5, dominance=16.0, down=None, **options):
+    owner = lc.momentum_at_owner(optax.scale_by_lion(b1, b2), dominance=dominance)
+    return lc.communicate(axis_name=AXIS, up=up, owner=owner, down=down, wire=wire, **options)
+
+
+def local_vote(up, wire, *, b1=B1, b2=B2, mu_dtype=None, down=None, **options):
+    memory = lc.blend(b1, b2, mu_dtype)
+    return lc.communicate(axis_name=AXIS, memory=memory, up=up, down=down, wire=wire, **options)
+
+
+@pytest.mark.parametrize(("vote", "workers", "tree"), cases(VOTES))
+def test_votes_with_local_momentum(run_workers, request, vote, workers, tree):
+    params = zeros(tree)
+    story = eventful(params, workers, seed_of(request))
+    txs = {wire.name: local_vote(vote.up, wire, down=vote.down) for wire in vote.wires}
+    simulator = reference.local_momentum(B1, B2, codes=vote.codes, decide=vote.decide)
+    updates, want = simulate(simulator, params, story)
+    for got, state in run_workers(txs, params, *story).values():
+        assert_equal(got, updates)
+        assert_equal(state.mu, want.mu)
+        assert_statistics(state, want)
+
+
+@pytest.mark.parametrize(("owned", "workers", "tree"), cases(OWNED))
+def test_momentum_at_the_owner(run_workers, request, owned, workers, tree):
+    params = zeros(tree)
+    story = eventful(params, workers, seed_of(request))
+    txs = {
+        wire.name: owner_vote(owned.up, wire, dominance=owned.dominance, down=owned.down)
+        for wire in owned.wires
+    }
+    simulator = reference.momentum_at_owner(
+        0.5, 0.5, None, owned.codes, owned.feedback, owned.dominance, owned.decide
+    )
+    updates, want = simulate(simulator, params, story)
+    # Errors have more bits than the sum of their squares can hold: added in another order it may round
+    # to the neighbouring step, of a block in thousands. So one block of one worker may differ.
+    but = 0 if owned.feedback is None else owned.up.block
+    for wire in owned.wires:
+        got, state = run_workers({0: txs[wire.name]}, params, *story)[0]
+        assert_equal(got, updates, but)
+        assert_statistics(state, want) if not but else None
+        mu, rows = in_rows(state.owner[0].mu, wire), want.mu.shape[1]
+        assert_equal(mu[:, :rows], want.mu, but)
+        assert not mu[:, rows:].any()
+        if owned.feedback:
+            assert_equal(state.error, want.error, but)

@@ -1,0 +1,524 @@
+"""Every mistake is an error that says what was given and what to do, as early as it can be known."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import lioncub_jax as lc
+from lioncub_jax import accounting
+
+AXIS = "data"
+PARAMS = {"w": jnp.ones((5,))}
+
+cub = functools.partial(lc.lion_cub, 0.1, axis_name=AXIS)
+distributed = functools.partial(lc.distributed_lion, 0.1, axis_name=AXIS)
+owner = functools.partial(lc.owner_lion, 0.1, axis_name=AXIS)
+communicate = functools.partial(lc.communicate, axis_name=AXIS)
+at_owner = lc.momentum_at_owner(optax.scale_by_lion())
+ALIASES = {"lion_cub": cub, "distributed_lion": distributed, "owner_lion": owner}
+
+
+def make_mesh(workers=4):
+    devices = jax.devices()
+    assert len(devices) >= workers
+    return jax.make_mesh(
+        (workers,), (AXIS,), axis_types=(AxisType.Auto,), devices=devices[:workers]
+    )
+
+
+def trace(body, workers=4, tree=PARAMS):
+    """Traces ``body`` in ``shard_map`` on a tree that all workers hold; nothing is compiled."""
+    mapped = jax.shard_map(body, mesh=make_mesh(workers), in_specs=P(), out_specs=P(AXIS))
+    return jax.eval_shape(mapped, tree)
+
+
+def trace_update(tx, workers=4, grads=PARAMS, params=PARAMS, **extra):
+    """Traces an update on gradients that are each worker's own."""
+
+    def body(grads):
+        state = tx.init(PARAMS)
+        local = jax.tree.map(lambda g: jax.lax.pcast(g, AXIS, to="varying"), grads)
+        return tx.update(local, state, params, **extra)[0]
+
+    return trace(body, workers, grads)
+
+
+def raises(error, *parts):
+    """Expects an error whose message holds all ``parts``, in this order."""
+    return pytest.raises(error, match="(?s)" + ".*".join(map(re.escape, parts)))
+
+
+def test_the_good_input_of_these_tests_is_good():
+    for tx in (
+        cub(),
+        distributed(),
+        owner(),
+        communicate(),
+        lc.global_gradients(optax.sgd(1.0), AXIS),
+    ):
+        assert trace_update(tx)["w"].shape == (20,)
+
+
+# --- axes -------------------------------------------------------------------------------------------
+
+UNBOUND = ("is not a mesh axis here", "jax.shard_map or jax.pmap", "init_state and make_train_step")
+
+
+@pytest.mark.parametrize("make", [cub, distributed, communicate])
+def test_an_update_outside_of_shard_map(make):
+    tx = make()
+    with raises(ValueError, "axis_name='data'", *UNBOUND):
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+def test_state_in_slices_outside_of_shard_map():
+    with raises(ValueError, "axis_name='data'", *UNBOUND):
+        owner().init(PARAMS)
+
+
+def test_global_gradients_outside_of_shard_map():
+    tx = lc.global_gradients(optax.sgd(0.1), AXIS)
+    with raises(ValueError, "axis_name='data'", *UNBOUND):
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        lc.lion_cub(0.1, axis_name="batch"),
+        lc.owner_lion(0.1, axis_name="batch"),
+        lc.global_gradients(optax.sgd(0.1), "batch"),
+        lc.sync_momentum(communicate(memory=lc.blend()), "batch", lc.every(2)),
+    ],
+    ids=["lion_cub", "owner_lion", "global_gradients", "sync_momentum"],
+)
+def test_the_name_of_another_axis(tx):
+    with raises(ValueError, "axis_name='batch'", *UNBOUND):
+        trace_update(tx)
+
+
+def test_several_axes_at_once():
+    """A tuple is none of the names in a type: no check would see what varies over the workers."""
+    for make in (lc.lion_cub, lc.distributed_lion, lc.owner_lion):
+        with raises((TypeError, ValueError), "axis_name=('data',)"):
+            make(0.1, axis_name=("data",))
+
+
+def test_the_axis_has_no_default():
+    for make in (lc.lion_cub, lc.distributed_lion, lc.owner_lion):
+        with pytest.raises(TypeError, match="axis_name"):
+            make(0.1)
+
+
+# --- gradients --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "tx", [cub(), distributed(average=True), owner(), lc.global_gradients(optax.sgd(0.1), AXIS)]
+)
+def test_gradients_that_jax_has_already_summed(tx):
+    """``jax.grad`` with respect to parameters that all workers share."""
+
+    def body(params):
+        state = tx.init(params)
+        x = jax.lax.axis_index(AXIS).astype(jnp.float32)
+        grads = jax.grad(lambda p: x * jnp.sum(p["w"] ** 2))(params)
+        return tx.update(grads, state, params)[0]
+
+    with raises(ValueError, "['w']", "already reduced in full precision", "local_value_and_grad"):
+        trace(body)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "bool", "complex64"])
+def test_leaves_that_cannot_vote(dtype):
+    leaf = jnp.ones((3,), dtype)
+    message = f"['layer']['w'] is {dtype}", "only floating leaves can vote", "optax.masked"
+    for make in (cub, distributed, communicate, owner):
+        with raises(TypeError, *message):
+            make().init({"layer": {"w": leaf}})
+    with raises(TypeError, f"['w'] is {dtype}", *message[1:]):
+        trace_update(cub(), grads={"w": jnp.ones((5,), dtype)})
+
+
+def test_decay_without_parameters():
+    """The message is optax's own."""
+    with pytest.raises(ValueError, match="not passing `params` when calling `update`"):
+        trace_update(cub(weight_decay=0.1), params=None)
+    assert trace_update(communicate(), params=None)["w"].shape == (20,)
+
+
+@pytest.mark.parametrize("flag", [jnp.zeros((3,), bool), jnp.zeros((1, 1), bool)], ids=["3", "1 1"])
+def test_abstain_that_is_no_scalar(flag):
+    with raises((TypeError, ValueError), "abstain", str(flag.shape)):
+        trace_update(cub(), abstain=flag)
+
+
+# --- numbers ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("p", [0, -1, 9, 2.0, True, "3", None])
+def test_bits_out_of_range(p):
+    with raises(ValueError, f"midrise({p!r})", "1 to 8 bits"):
+        lc.midrise(p)
+    with raises(ValueError, f"integer({p!r})", "2 to 8 bits"):
+        lc.integer(p)
+
+
+def test_integer_codes_of_one_bit():
+    with raises(ValueError, "integer(1)", "2 to 8 bits"):
+        lc.integer(1)
+
+
+@pytest.mark.parametrize("block", [0, 32, 96, 256, True, "64", 64.0])
+def test_blocks_of_another_size(block):
+    with raises(ValueError, f"midrise(block={block!r})", "64 or 128 elements", "None"):
+        lc.midrise(2, block=block)
+
+
+@pytest.mark.parametrize("value", [1.0, -0.1, 2, float("nan"), float("inf"), jnp.float32(1.5)])
+@pytest.mark.parametrize("beta", ["b1", "b2"])
+def test_betas_outside_of_0_to_1(beta, value):
+    for make in (*ALIASES.values(), lc.blend):
+        with raises(ValueError, f"{beta}={value!r}", "a number in [0, 1)"):
+            make(**{beta: value})
+
+
+@pytest.mark.parametrize("value", ["0.9", None, "much"])
+def test_betas_that_are_no_numbers(value):
+    for make in (*ALIASES.values(), lc.blend):
+        with raises((TypeError, ValueError), f"b1={value!r}", "a number in [0, 1)"):
+            make(b1=value)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.int32, bool])
+def test_momentum_in_integers(dtype):
+    """``(1 - b2) g`` would be cut to zero for ever."""
+    for make in (*ALIASES.values(), lc.blend):
+        with raises((TypeError, ValueError), "mu_dtype", jnp.dtype(dtype).name):
+            make(mu_dtype=dtype)
+
+
+@pytest.mark.parametrize("size", [0, -1, True, 1.5, "10"])
+def test_buckets_of_no_size(size):
+    for make in (*ALIASES.values(), communicate):
+        with raises(ValueError, f"bucket_size={size!r}", "a number of elements, or None"):
+            make(bucket_size=size)
+
+
+@pytest.mark.parametrize("dominance", [0.5, 0, -1, float("nan")])
+def test_dominance_below_one(dominance):
+    with raises(ValueError, f"dominance={dominance!r}", "at least 1", "inf for no bound"):
+        owner(dominance=dominance)
+    with raises(ValueError, f"dominance={dominance!r}", "at least 1", "inf for no bound"):
+        lc.momentum_at_owner(optax.scale_by_lion(), dominance=dominance)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int4", "uint8", "int64", "bool"])
+def test_counts_in_another_dtype(dtype):
+    with raises(ValueError, f"counts({dtype})", "int8, int16 or int32"):
+        lc.counts(dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8", "float64"])
+def test_dense_values_in_another_dtype(dtype):
+    with raises(ValueError, f"dense({dtype})", "float32 or bfloat16"):
+        lc.dense(dtype)
+
+
+# --- more workers than can be counted ---------------------------------------------------------------
+
+TOO_MANY = [
+    (8, {"up": lc.integer(4)}, ("integer(4)", "8 workers", "at most 7 workers", "midrise(4)")),
+    (
+        8,
+        {"up": lc.midrise(6), "wire": lc.counts()},
+        ("counts", "8 workers can reach 504", "counts to 127", "wider dtype", "two_phase"),
+    ),
+    (
+        4,
+        {"up": lc.integer(2), "wire": lc.lanes()},
+        ("integer(2)", "4 workers", "at most 1 workers"),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("workers", "parts", "message"), TOO_MANY, ids=["integer", "counts", "lanes"]
+)
+def test_more_workers_than_a_code_or_wire_can_count(workers, parts, message):
+    with raises(ValueError, *message):
+        trace_update(communicate(**parts), workers)
+
+
+@pytest.mark.parametrize(
+    ("workers", "parts", "message"),
+    [
+        (128, {"wire": lc.counts()}, ("counts", "128 workers can reach 128", "counts to 127")),
+        (128, {"up": lc.integer(8)}, ("integer(8)", "128 workers", "at most 127 workers")),
+        (
+            258,
+            {"up": lc.midrise(8), "wire": lc.lanes()},
+            ("lanes", "258 workers", "counts to 65535"),
+        ),
+    ],
+    ids=["counts", "integer", "lanes"],
+)
+def test_the_first_number_of_workers_that_is_too_large(workers, parts, message):
+    assert accounting.predict(PARAMS, workers - 1, **parts).sent_bytes > 0
+    with raises(ValueError, *message):
+        accounting.predict(PARAMS, workers, **parts)
+
+
+@pytest.mark.parametrize("workers", [0, -1, 1.5, True])
+def test_a_prediction_for_no_workers(workers):
+    with raises(ValueError, f"workers={workers}", "at least 1"):
+        accounting.predict(PARAMS, workers)
+
+
+# --- parts that do not fit --------------------------------------------------------------------------
+
+feedback = lc.error_feedback(lc.midrise(3, block=64))
+WITH_STEPS = "midrise(p, block=64)", "midrise(p, block=128)"
+MISFITS = {
+    "dense votes": (
+        {"up": lc.dense()},
+        ("dense(float32) has no codes to count", "momentum_at_owner"),
+    ),
+    "owner of signs": (
+        {"owner": at_owner},
+        ("momentum at the owner decodes values", "sign sends codes without steps", *WITH_STEPS),
+    ),
+    "owner of codes without steps": (
+        {"owner": at_owner, "up": lc.midrise(3)},
+        ("midrise(3) sends codes without steps", *WITH_STEPS, "dense()"),
+    ),
+    "owner of ternary codes": ({"owner": at_owner, "up": lc.ternary()}, ("ternary", *WITH_STEPS)),
+    "owner of integer codes": (
+        {"owner": at_owner, "up": lc.integer()},
+        ("integer(8)", *WITH_STEPS),
+    ),
+    "feedback of votes": (
+        {"up": feedback},
+        ("error feedback", "no error to feed back", "owner=momentum_at_owner(tx)"),
+    ),
+    "counts at the owner": (
+        {"owner": at_owner, "up": feedback, "wire": lc.counts()},
+        ("the counts(int8) wire adds codes", "owner=count()", "two_phase"),
+    ),
+    "lanes at the owner": (
+        {"owner": at_owner, "up": feedback, "wire": lc.lanes()},
+        ("the lanes wire adds codes", "owner=count()", "two_phase"),
+    ),
+    "all-reduce of signs": (
+        {"wire": lc.all_reduce()},
+        ("the all-reduce wire adds values", "up=dense()", "two_phase"),
+    ),
+    "all-reduce of codes": (
+        {"owner": at_owner, "up": feedback, "wire": lc.all_reduce()},
+        ("the all-reduce wire adds values", "up=dense()", "two_phase"),
+    ),
+    "majority with zeros": (
+        {"up": lc.ternary(), "down": lc.majority()},
+        ("ternary has a code for zero", "down=ternary_sum() or average()"),
+    ),
+    "majority of integers": (
+        {"up": lc.integer(8), "down": lc.majority()},
+        ("integer(8) has a code for zero", "down=ternary_sum() or average()"),
+    ),
+    "average of values": (
+        {"owner": at_owner, "up": lc.dense(), "down": lc.average()},
+        ("down=average()", "does not fit owner=momentum at the owner"),
+    ),
+    "floats of counts": ({"down": lc.floats()}, ("down=floats()", "does not fit owner=count")),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_parts_that_do_not_fit_together(name):
+    parts, message = MISFITS[name]
+    with raises(ValueError, *message):
+        communicate(**parts)
+
+
+def test_a_prediction_for_parts_that_do_not_fit_together():
+    for parts, message in MISFITS.values():
+        with raises(ValueError, *message):
+            accounting.predict(PARAMS, 4, **parts)
+
+
+def test_optimizers_refuse_what_does_not_fit_them():
+    with raises(ValueError, "dense(float32) has no codes to count"):
+        cub(quantizer=lc.dense())
+    with raises(ValueError, "error feedback", "no error to feed back"):
+        cub(quantizer=feedback)
+    with raises(ValueError, "sign sends codes without steps"):
+        owner(quantizer=lc.sign())
+    with raises(ValueError, "the counts(int8) wire adds codes"):
+        owner(wire=lc.counts())
+    with raises(ValueError, "the all-reduce wire adds values"):
+        distributed(wire=lc.all_reduce())
+
+
+@pytest.mark.parametrize(
+    "quantizer",
+    [lc.sign(), lc.midrise(3), lc.integer(8), lc.ternary(), lc.dense()],
+    ids=lambda q: q.name,
+)
+def test_feedback_for_codes_whose_steps_do_not_travel(quantizer):
+    with raises(ValueError, f"error_feedback({quantizer.name})", "steps must travel", *WITH_STEPS):
+        lc.error_feedback(quantizer)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bool", "complex64"])
+def test_feedback_that_is_not_floating(dtype):
+    with raises(ValueError, f"error_feedback(dtype={dtype})", "floating dtype"):
+        lc.error_feedback(lc.midrise(3, block=64), dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("up", lc.sign),
+        ("up", "sign"),
+        ("owner", lc.count),
+        ("owner", optax.scale_by_lion()),
+        ("down", lc.majority),
+        ("wire", lc.two_phase),
+        ("memory", lc.blend),
+        ("memory", (0.9, 0.99)),
+    ],
+    ids=lambda x: getattr(x, "__name__", str(x)[:12]),
+)
+def test_a_part_of_another_kind(name, given):
+    """Such as the function that builds it, without the parentheses."""
+    with raises(TypeError, f"{name}=", "give"):
+        communicate(**{name: given})
+
+
+# --- syncs ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [0, -1, True, 2.0, "3", None])
+@pytest.mark.parametrize("make", [lc.every, lc.first, lc.thinning], ids=lambda f: f.__name__)
+def test_periods_that_are_no_whole_number_from_one_up(make, n):
+    with raises(ValueError, f"{make.__name__}({n!r})", "a whole number of at least 1"):
+        make(n)
+
+
+def test_the_first_steps_of_never():
+    with raises(ValueError, "first(3, never())", "a schedule that is due at times"):
+        lc.first(3, lc.never())
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [100, lambda step: step % 3 == 0, "every", 0],
+    ids=["period", "function", "name", "zero"],
+)
+def test_a_sync_that_is_no_schedule(schedule):
+    message = f"{schedule!r} is not a schedule", "never(), every(T), first(M), thinning(k)"
+    vote = communicate(memory=lc.blend())
+    with raises(TypeError, *message):
+        lc.sync_momentum(vote, AXIS, schedule)
+    with raises(TypeError, *message):
+        lc.sync_momentum(vote, AXIS, lc.every(2), watch=schedule)
+    for make in (cub, distributed):
+        with raises(TypeError, *message):
+            make(sync=schedule)
+
+
+def test_a_mask_without_a_sync():
+    for make in (cub, distributed):
+        for sync in (None, lc.never()):
+            with raises(ValueError, "sync_where is given but sync is never()", "every(100)"):
+                make(sync=sync, sync_where={"w": True})
+
+
+@pytest.mark.parametrize(
+    "where",
+    [{"v": True}, {"w": {"a": True}}, True, lambda mu: True, [True]],
+    ids=["other key", "deeper", "one bool", "function to one bool", "list"],
+)
+def test_a_mask_of_another_shape_than_the_momentum(where):
+    tx = cub(sync=lc.every(2), sync_where=where)
+    with raises(ValueError, "the mask does not match the momentum's tree", "one bool", "'w': *"):
+        tx.init(PARAMS)
+
+
+def test_a_sync_where_there_is_no_momentum():
+    tx = lc.sync_momentum(communicate(), AXIS, lc.every(2))
+    with raises(ValueError, "keeps no momentum", "momentum at the owner", "needs no sync"):
+        tx.init(PARAMS)
+    with raises(ValueError, "keeps no momentum"):
+        lc.sync_momentum(optax.sgd(0.1), AXIS, lc.every(2)).init(PARAMS)
+
+
+def test_a_sync_of_momentum_at_the_owner():
+    with raises(ValueError, "momentum at the owner", "needs no sync"):
+        trace_update(lc.sync_momentum(owner(), AXIS, lc.every(2)))
+
+
+def test_one_sync_around_several_momenta():
+    groups = optax.partition({"a": cub(), "b": cub()}, {"v": "a", "w": "b"})
+    tx = lc.sync_momentum(groups, AXIS, lc.every(2))
+    with raises(ValueError, "sync_momentum"):
+        tx.init({"v": jnp.ones(3), "w": jnp.ones(3)})
+
+
+# --- training steps ---------------------------------------------------------------------------------
+
+
+def loss(params, batch, rng):
+    return jnp.mean(batch) * jnp.sum(params["w"])
+
+
+def lower(tx, batch, **options):
+    mesh = make_mesh()
+    state = lc.init_state(tx, PARAMS, mesh, axis_name=AXIS)
+    return lc.make_train_step(loss, tx, mesh, axis_name=AXIS, **options).lower(state, batch)
+
+
+def test_a_mesh_without_the_axis():
+    mesh, message = make_mesh(), ("('data',)", "axis_name='batch'")
+    with raises(ValueError, *message):
+        lc.init_state(cub(), PARAMS, mesh, axis_name="batch")
+    with raises(ValueError, *message):
+        lc.make_train_step(loss, cub(), mesh, axis_name="batch")
+
+
+@pytest.mark.parametrize(
+    ("batch", "accumulate", "message"),
+    [
+        (jnp.ones((6, 1)), 1, ("batch has shape (6, 1)", "multiple of 4", "4 workers")),
+        (jnp.ones((4, 1)), 2, ("batch has shape (4, 1)", "multiple of 8", "4 workers, 2 gradient")),
+        (jnp.ones(()), 1, ("batch has shape ()", "multiple of 4")),
+        (jnp.ones((0, 2)), 1, ("batch has shape (0, 2)", "positive multiple of 4")),
+        (
+            {"x": jnp.ones((4,)), "y": jnp.ones((5,))},
+            1,
+            ("batch['y'] has shape (5,)", "multiple of 4"),
+        ),
+    ],
+    ids=["6 rows", "2 parts", "no rows", "0 rows", "one leaf of two"],
+)
+def test_a_batch_that_does_not_divide(batch, accumulate, message):
+    with raises(ValueError, *message):
+        lower(cub(), batch, accumulate=accumulate)
+
+
+@pytest.mark.parametrize("parts", [0, -1, 1.5, "2", None, True])
+def test_accumulating_over_no_parts(parts):
+    with raises(ValueError, f"accumulate={parts!r}", "a whole number of at least 1"):
+        lc.make_train_step(loss, cub(), make_mesh(), axis_name=AXIS, accumulate=parts)
+
+
+@pytest.mark.parametrize("tx", [optax.lion(0.1), optax.chain(optax.clip(1.0), optax.adamw(0.1))])
+def test_an_optimizer_whose_workers_do_not_communicate(tx):
+    with raises(ValueError, "update differs between workers", "lion_cub", "global_gradients"):
+        lower(tx, jnp.ones((4, 1)))

@@ -1,0 +1,159 @@
+"""Workers in processes of their own, over sockets, against the same workers in one process.
+
+Run as a program this file is one of those processes.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import lioncub_jax as lc
+
+AXIS = "data"
+STEPS, ROWS, FEATURES = 5, 6, 5  # rows of each worker
+SECONDS = 120
+OPTIMIZERS = {
+    "lion_cub": lc.lion_cub(0.05, axis_name=AXIS, quantizer=lc.midrise(2), sync=lc.every(3)),
+    "owner_lion": lc.owner_lion(0.05, axis_name=AXIS),
+}
+
+
+def loss_fn(params, batch, rng):
+    hidden = jnp.tanh(batch["x"] @ params["w"])
+    noise = 0.01 * jax.random.normal(rng, (ROWS, 1))
+    loss = jnp.mean((hidden @ params["v"] + params["b"] - batch["y"] + noise) ** 2)
+    return loss, {"largest": jnp.max(hidden), "first": batch["x"][0, 0]}
+
+
+def first_params():
+    rng = np.random.default_rng(0)
+    shapes = {"w": (FEATURES, 40), "v": (40, 1), "b": (1,)}
+    return {k: rng.normal(size=s).astype(np.float32) / 4 for k, s in shapes.items()}
+
+
+def batch_of(step, workers):
+    rng = np.random.default_rng(step + 1)
+    x = rng.normal(size=(workers * ROWS, FEATURES)).astype(np.float32)
+    return {"x": x, "y": np.sin(x.sum(1, keepdims=True))}
+
+
+def train(tx, devices, place):
+    """All steps; the last state and metrics. ``place(sharding, batch)`` makes global arrays."""
+    mesh = jax.make_mesh((len(devices),), (AXIS,), devices=devices, axis_types=(AxisType.Auto,))
+    state = lc.init_state(tx, first_params(), mesh, axis_name=AXIS, rng=jax.random.key(3))
+    step = lc.make_train_step(loss_fn, tx, mesh, axis_name=AXIS)
+    for i in range(STEPS):
+        batch = place(NamedSharding(mesh, P(AXIS)), batch_of(i, len(devices)))
+        state, metrics = step(state, batch)
+    assert step.traces == 1
+    return state, metrics
+
+
+def replicated(state):
+    """What every process can read: parameters and the counters of the votes."""
+    found = jax.tree.leaves_with_path((state.params, lc.vote_stats(state.opt_state)))
+    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in found}
+
+
+# --- One of the processes
+
+
+def local_rows(sharding, batch):
+    """Global arrays of which each process gives only its own rows."""
+    start = jax.process_index() * len(jax.local_devices()) * ROWS
+    stop = start + len(jax.local_devices()) * ROWS
+    return jax.tree.map(
+        lambda x: jax.make_array_from_process_local_data(sharding, x[start:stop], x.shape), batch
+    )
+
+
+def run_process(port, processes, index, local_devices, folder):
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", local_devices)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"localhost:{port}", processes, index)
+    assert jax.process_count() == processes
+    for name, tx in OPTIMIZERS.items():
+        state, metrics = train(tx, jax.devices(), local_rows)
+        np.savez(Path(folder) / f"{name}-{index}.npz", **replicated(state))
+        mine = [np.asarray(shard.data) for shard in metrics["first"].addressable_shards]
+        print(f"process {index}: {name}: loss {float(metrics['loss']):.6f}, own {mine}", flush=True)
+    jax.distributed.shutdown()
+
+
+# --- The tests
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+def spawn(arguments, log):
+    root = Path(lc.__file__).parents[1]
+    paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
+    # What pytest's own process was told about devices is not for its children.
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    return subprocess.Popen(
+        [sys.executable, __file__, *map(str, arguments)],
+        env={**environment, "PYTHONPATH": os.pathsep.join(paths)},
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def run_all(processes, local_devices, folder):
+    """Runs the processes to their end; one that fails or hangs takes the others down with it."""
+    port = free_port()
+    logs = [Path(folder) / f"{i}.log" for i in range(processes)]
+    children = []
+    try:
+        for i, log in enumerate(logs):
+            with log.open("w") as out:
+                children.append(spawn([port, processes, i, local_devices, folder], out))
+        codes = [child.wait(SECONDS) for child in children]
+    except subprocess.TimeoutExpired:
+        codes = ["timeout"]
+    finally:
+        for child in children:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+    output = "\n".join(f"--- {log.name}\n{log.read_text()}" for log in logs)
+    assert codes == [0] * processes, f"exit codes {codes}\n{output}"
+    return output
+
+
+@pytest.mark.parametrize(("processes", "local_devices"), [(2, 2), (3, 1)])
+def test_processes_end_with_the_bits_of_one_process(processes, local_devices, tmp_path):
+    output = run_all(processes, local_devices, tmp_path)
+    devices = jax.devices()[: processes * local_devices]
+    assert len(devices) == processes * local_devices
+    for name, tx in OPTIMIZERS.items():
+        state, metrics = train(tx, devices, lambda sharding, batch: jax.device_put(batch, sharding))
+        wanted = replicated(state)
+        assert f"{name}: loss {float(metrics['loss']):.6f}" in output
+        for index in range(processes):
+            with np.load(tmp_path / f"{name}-{index}.npz") as found:
+                assert set(found) == set(wanted)
+                for key, value in wanted.items():
+                    np.testing.assert_array_equal(found[key], value, err_msg=f"{name}, {key}")
+        first = first_params()
+        assert not any(np.array_equal(first[k], state.params[k]) for k in first)
+
+
+if __name__ == "__main__":
+    port, processes, index, local_devices = map(int, sys.argv[1:5])
+    run_process(port, processes, index, local_devices, sys.argv[5])
