@@ -4,10 +4,11 @@
 import inspect
 
 import jax
-import lioncub_jax as lc
 import numpy as np
 import optax
 from flax import nnx
+
+import lioncub_jax as lc
 
 jax.config.update("jax_num_cpu_devices", 8)  # eight workers, without special hardware
 mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -43,13 +44,15 @@ with open(inspect.__file__, "rb") as file:
 windows = np.lib.stride_tricks.sliding_window_view(text, 9)
 rng = np.random.default_rng(0)
 
-for number in range(300):
+losses = []
+for _ in range(300):
     batch = windows[rng.integers(len(windows), size=512)]  # 64 for each worker
     state, metrics = step(state, batch)
-    if number % 50 == 0 or number == 299:
-        print(f"step {number}: loss {metrics['loss']:.2f}")
+    losses.append(float(metrics["loss"]))
 
-found = lc.compiled.collectives(step.lower(state, batch).compile(), mesh)
-print(f"votes tied in the last step: {lc.vote_stats(state.opt_state).tie_rate:.1%}")
-print(f"each worker sends {lc.compiled.sent_bytes(found)[('data',)]:,.0f} bytes a step")
+sent = lc.compiled.sent_bytes(lc.compiled.collectives(step.lower(state, batch).compile(), mesh))
+size = sum(x.size for x in jax.tree.leaves(params))
+print(f"loss {losses[0]:.2f} before, {losses[-1]:.2f} after")
+print(f"{lc.vote_stats(state.opt_state).tie_rate:.0%} of the last votes were ties")
+print(f"each worker sends {sent[('data',)] / 1000:.0f} kB a step for {size:,} parameters")
 # [/quickstart]

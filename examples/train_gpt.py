@@ -47,8 +47,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def train(args: argparse.Namespace, text: corpus.Corpus, mesh: Mesh, began: float) -> None:
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(f"{mesh.size} workers ({report.device_kind(mesh)}); compiling the step")
+    console = Console(markup=False, highlight=False)
+    console.print(
+        f"{mesh.size} workers ({report.device_kind(mesh)}); compiling the step", soft_wrap=True
+    )
     run = prepare(args, text, mesh)
     report.introduce(console, run)
     metrics = report.MetricsFile(args.out)

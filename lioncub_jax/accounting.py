@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from rich.table import Table
 
-from lioncub_jax import compiled, decide, layout, quantize, wires
+from lioncub_jax import checks, compiled, decide, layout, quantize, wires
 from lioncub_jax.decide import Down, Owner
 from lioncub_jax.quantize import Quantizer
 from lioncub_jax.wires import Wire
@@ -81,10 +81,11 @@ def predict(
     owner = owner or decide.count()
     down = down or (decide.ternary_sum() if up.has_zero else decide.majority())
     wire = wire or wires.two_phase()
+    checks.check_parts(up, owner, down, wire)
     leaves = jax.tree.leaves(params)
     buckets = layout.buckets(leaves, workers, up.rows_per_step, bucket_size)
     sent = [wire.sent(up, owner.needs_values, down, b, workers) for b in buckets if workers > 1]
-    result = owner.name if owner.needs_values else down.name
+    result = f"{owner.name}, {down.name}" if owner.needs_values else down.name
     scheme = f"{up.name}, {wire.name}, {result}"
     return Traffic(scheme, workers, sum(leaf.size for leaf in leaves), sum(sent))
 

@@ -106,6 +106,11 @@ def count() -> Owner:
 
     Returns:
       An ``Owner`` for votes on codes: Distributed Lion and Lion Cub.
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> lc.count().needs_values
+      False
     """
 
     def decide(
@@ -130,8 +135,14 @@ def momentum_at_owner(tx: optax.GradientTransformation, *, dominance: float = 16
 
     Raises:
       ValueError: if ``dominance`` is below 1.
+
+    Example:
+      >>> import lioncub_jax as lc, optax
+      >>> owner = lc.momentum_at_owner(optax.scale_by_lion(0.9, 0.99))
+
+    Source: this library; ZeRO (arXiv 1910.02054) shards optimizer state in the same way.
     """
-    if not dominance >= 1:
+    if not isinstance(dominance, jax.core.Tracer) and not dominance >= 1:
         raise ValueError(f"dominance={dominance!r}: a factor of at least 1 (inf for no bound)")
 
     def decide(
@@ -206,7 +217,10 @@ def majority() -> Down:
 
 
 def ternary_sum() -> Down:
-    """Two bits: -1, 0 or +1; a tie is a zero, to the letter of ``sign(sum)``."""
+    """Two bits: -1, 0 or +1; a tie is a zero, to the letter of ``sign(sum)``.
+
+    Source: the ``sign(sum)`` of both papers, taken to the letter.
+    """
 
     def encode(result: Tally | Values, coin: jax.Array) -> Answer:
         positive, tied, moved = result.signs()
@@ -245,7 +259,13 @@ def average() -> Down:
 
 
 def floats() -> Down:
-    """The values as float32: for transforms at the owner that do not end in a sign."""
+    """The values as float32: for transforms at the owner that do not end in a sign.
+
+    Example:
+      >>> import lioncub_jax as lc, optax
+      >>> owner = lc.momentum_at_owner(optax.scale_by_adam())
+      >>> tx = lc.communicate(axis_name="data", up=lc.dense(), owner=owner, down=lc.floats())
+    """
 
     def encode(result: Values, coin: jax.Array) -> Answer:
         words = lax.bitcast_convert_type(result.values, jnp.uint32)

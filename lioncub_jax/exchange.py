@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from lioncub_jax import bits, decide, layout, messages, momentum, quantize, wires
+from lioncub_jax import bits, checks, decide, layout, messages, momentum, quantize, wires
 from lioncub_jax.bits import WORDS_PER_ROW
 from lioncub_jax.decide import Down, Owner
 from lioncub_jax.layout import Bucket
@@ -53,6 +53,9 @@ class VoteStats(NamedTuple):
       tie_rate: ``float32[]``, the share of parameters whose votes cancelled.
       abstained: ``int32[]``, workers that sat out.
       abstentions: ``int32[]``, their sum over all steps.
+
+    Example:
+      See `vote_stats`.
     """
 
     tie_rate: jax.Array
@@ -113,13 +116,13 @@ def communicate(
     owner = owner or decide.count()
     down = down or (decide.ternary_sum() if up.has_zero else decide.majority())
     wire = wire or wires.two_phase()
-    _check_parts(up, owner, down, wire)
+    checks.check_parts(up, owner, down, wire)
     if bucket_size is not None and bucket_size < 1:
         raise ValueError(f"bucket_size={bucket_size!r}: give a number of elements, or None")
     plan = Plan(axis_name, memory, up, owner, down, wire, bucket_size)
 
     def init(params: optax.Params) -> CommunicateState:
-        _check_leaves(params)
+        checks.check_leaves(params)
         counts = [jnp.zeros((), jnp.int32) for _ in range(3)]
         error = jax.tree.map(lambda p: _zeros_of(p, up.feedback), params)
         slices = _init_owner(plan, params)
@@ -138,8 +141,8 @@ def communicate(
     ) -> tuple[optax.Updates, CommunicateState]:
         del params, extra
         workers = wires.workers_on(axis_name)
-        _check_leaves(updates)
-        check_local(updates, axis_name)
+        checks.check_leaves(updates)
+        checks.check_local(updates, axis_name)
         voter = Voter(wires.worker_index(axis_name), workers, state.count)
         return worker_step(plan, voter, updates, state, abstain)
 
@@ -385,60 +388,6 @@ def _init_owner(plan: Plan, params: optax.Params) -> tuple[Any, ...]:
 def _vary_slices(state: Any, plan: Plan) -> Any:
     """Types the arrays of a slice as the owner's own; counters stay the same on every worker."""
     return jax.tree.map(lambda x: wires.varying(x, plan.axis) if x.ndim else x, state)
-
-
-def _check_parts(up: Quantizer, owner: Owner, down: Down, wire: Wire) -> None:
-    counted, kind = not owner.needs_values, down.name
-    if counted and up.dense:
-        raise ValueError(
-            f"{up.name} has no codes to count: give owner=momentum_at_owner(tx), or a quantiser of codes"
-        )
-    if not counted and not up.dense and up.block is None:
-        raise ValueError(
-            f"{owner.name} decodes values, but {up.name} sends codes without steps: give "
-            "midrise(p, block=64), midrise(p, block=128) or dense()"
-        )
-    if up.feedback is not None and counted:
-        raise ValueError(
-            f"{up.name}: votes are counted, not decoded, so there is no error to feed back; give "
-            "owner=momentum_at_owner(tx), or the quantiser without error_feedback"
-        )
-    if wire.carries == "codes" and not counted:
-        raise ValueError(
-            f"the {wire.name} wire adds codes: give owner=count(), or the two_phase wire"
-        )
-    if wire.carries == "values" and not up.dense:
-        raise ValueError(
-            f"the {wire.name} wire adds values: give up=dense(), or the two_phase wire"
-        )
-    if kind == "majority" and up.has_zero:
-        raise ValueError(
-            f"{up.name} has a code for zero and its ties are zeros: give down=ternary_sum() or average()"
-        )
-    if (kind == "average" and not counted) or (kind == "floats" and counted):
-        raise ValueError(f"down={kind}() does not fit owner={owner.name}")
-
-
-def _check_leaves(tree: Any) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if not jnp.issubdtype(jnp.asarray(leaf).dtype, jnp.floating):
-            raise TypeError(
-                f"leaf {jax.tree_util.keystr(path) or '(root)'} is {jnp.asarray(leaf).dtype}: only "
-                "floating leaves can vote; leave others out with optax.masked or optax.multi_transform"
-            )
-
-
-def check_local(updates: Any, axis_name: AxisName) -> None:
-    """Raises ``ValueError`` for gradients that are, by their type, the same on every worker."""
-    shared = wires.sharing(jax.tree.leaves(updates), axis_name)
-    if shared:
-        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(updates)]
-        raise ValueError(
-            f"the gradient of {jax.tree_util.keystr(paths[shared[0]]) or 'the parameters'} is the same "
-            f"on every worker of {axis_name!r}: it was already reduced in full precision, and there is "
-            "nothing left to vote on. jax.grad does that for parameters that do not vary over the axis; "
-            "take local gradients with lioncub_jax.local_value_and_grad"
-        )
 
 
 def _zeros_of(p: jax.Array, dtype: Any) -> jax.Array | None:

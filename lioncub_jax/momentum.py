@@ -60,7 +60,12 @@ def blend(b1: Any = 0.9, b2: Any = 0.99, mu_dtype: Any = None) -> Memory:
 
 
 def nothing() -> Memory:
-    """Sends the gradient as it is and keeps nothing: for momentum that lives at the owner."""
+    """Sends the gradient as it is and keeps nothing: for momentum that lives at the owner.
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> tx = lc.communicate(axis_name="data", memory=lc.nothing())  # signSGD with majority vote
+    """
     return Memory(
         lambda params: jax.tree.map(lambda p: None, params), lambda g, mu: g, lambda g, mu: mu
     )
@@ -88,7 +93,13 @@ class Schedule(NamedTuple):
 
 
 def never() -> Schedule:
-    """Never: plain Distributed Lion."""
+    """Never: plain Distributed Lion.
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> lc.never().due is None
+      True
+    """
     return Schedule("never", None)
 
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import optax
 
-from lioncub_jax import decide, momentum, quantize, wires
-from lioncub_jax.exchange import check_local, communicate
+from lioncub_jax import checks, decide, momentum, quantize, wires
+from lioncub_jax.exchange import communicate
 from lioncub_jax.momentum import Schedule
 from lioncub_jax.quantize import Quantizer
 from lioncub_jax.wires import AxisName, Wire
@@ -243,7 +243,7 @@ def global_gradients(
 
     def update(updates: Any, state: GlobalState, params: Any = None, **extra: Any) -> Any:
         wires.workers_on(axis_name)
-        check_local(updates, axis_name)
+        checks.check_local(updates, axis_name)
         extra.pop("abstain", None)
         mean = wires.mean_over_workers(updates, axis_name)
         updates, inner = tx.update(mean, state.inner, params, **extra)

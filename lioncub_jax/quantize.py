@@ -127,7 +127,13 @@ class Rounding(NamedTuple):
 
 
 def nearest() -> Rounding:
-    """Rounds to the nearest level; the same values always give the same codes."""
+    """Rounds to the nearest level; the same values always give the same codes.
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> lc.midrise(2, rounding=lc.nearest()).name
+      'midrise(2)'
+    """
     return Rounding("nearest", None)
 
 
@@ -139,6 +145,11 @@ def stochastic(seed: int = 0) -> Rounding:
 
     Args:
       seed: of the key, an int.
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> lc.midrise(4, block=64, rounding=lc.stochastic(7)).name
+      'midrise(4, block=64, stochastic)'
     """
 
     def noise(shape: tuple[int, ...], place: Place) -> jax.Array:

@@ -7,10 +7,12 @@ axis sharded over the mesh axis; everything else is replicated.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax import lax
@@ -32,6 +34,8 @@ class TrainState(NamedTuple):
         worker's own: leaves ``[workers, ...]``.
       opt_state: the optimizer's state; leaves that differ between workers are ``[workers, ...]``.
       rng: a typed PRNG key, replicated; each step and worker folds its own from it.
+
+    Source: this library; see `init_state` for an example.
     """
 
     step: jax.Array
@@ -46,6 +50,16 @@ class StatefulLoss(NamedTuple):
 
     Attributes:
       fn: ``(params, model_state, batch, rng) -> (loss, aux, model_state)``.
+
+    Example:
+      A flax linen model with batch statistics:
+
+      >>> import lioncub_jax as lc
+      >>> def fn(params, model_state, batch, rng):
+      ...     variables = {"params": params, **model_state}
+      ...     out, new = model.apply(variables, batch, mutable=["batch_stats"], rngs={"dropout": rng})
+      ...     return (out**2).mean(), {}, new
+      >>> loss = lc.StatefulLoss(fn)
     """
 
     fn: Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, Any, Any]]
@@ -149,7 +163,10 @@ def init_state(
     """
     _check_mesh(mesh, axis_name)
     replicated = NamedSharding(mesh, P())
-    params, rng = jax.device_put((params, jax.random.key(0) if rng is None else rng), replicated)
+    rng = jax.random.key(0) if rng is None else rng
+    params, rng, model_state = jax.tree.map(
+        lambda x: _on_all(x, replicated), (params, rng, model_state)
+    )
     # A copy, because the training step donates its state and the caller may still hold the arrays.
     params, rng = jax.tree.map(jnp.copy, (params, rng))
     specs = _opt_specs(tx, params, mesh, axis_name)
@@ -166,7 +183,6 @@ def init_state(
         out_specs=(specs, P(axis_name)),
         axis_names={axis_name},
     )
-    model_state = jax.device_put(jax.tree.map(jnp.asarray, model_state), replicated)
     opt_state, model_state = jax.jit(placed)(params, model_state)
     step = jax.device_put(jnp.zeros((), jnp.int32), replicated)
     return TrainState(step, params, model_state, opt_state, rng)
@@ -221,7 +237,8 @@ def make_train_step(
     """Builds the jitted training step of data-parallel workers.
 
     Each worker takes the gradient of its part of the batch, ``tx`` turns the local gradients into one
-    agreed update, and every worker applies it. A worker whose loss is not finite sits the step out.
+    agreed update, and every worker applies it. A worker whose loss is not finite sits the step out and
+    keeps its model state (under `global_gradients` nobody can: a mean takes in everything).
 
     Args:
       loss_fn: ``(params, batch, rng) -> loss`` or ``(loss, aux)``, for plain trees and flax linen; or
@@ -235,8 +252,9 @@ def make_train_step(
     Returns:
       ``step(state, batch) -> (state, metrics)``. The batch is a tree of arrays whose first dimension is
       a multiple of ``workers * accumulate``. ``metrics["loss"]`` is ``float32[]``, the mean over the
-      workers; so is every floating scalar of an ``aux`` dict; anything else in it comes back as it is
-      with a leading ``[workers]`` axis. An ``aux`` that is no dict comes back as ``metrics["aux"]``.
+      workers, and not finite if one of them is; so is every floating scalar of an ``aux`` dict; anything
+      else in it comes back as it is with a leading ``[workers]`` axis, ``[workers, accumulate]`` if the
+      batch is cut. An ``aux`` that is no dict comes back as ``metrics["aux"]``.
 
     Raises:
       ValueError: for a mesh without the axis or ``accumulate`` below 1; when called, for a batch that
@@ -268,11 +286,14 @@ def make_train_step(
 
         def worker(state: TrainState, batch: Any) -> Any:
             rng = _fold(state.rng, state.step, wires.worker_index(axis_name))
-            model_state = jax.tree.map(lambda x: x[0], state.model_state)
-            loss, aux, model_state, grads = gradients(state.params, model_state, batch, rng)
+            before = jax.tree.map(lambda x: x[0], state.model_state)
+            loss, aux, model_state, grads = gradients(state.params, before, batch, rng)
+            sits_out = ~jnp.isfinite(loss)
+            keep_old = partial(jnp.where, sits_out)
+            model_state = jax.tree.map(keep_old, before, model_state)
             updates, opt_state = tx.update(
                 grads, _unstack(state.opt_state, specs.opt_state), state.params,
-                abstain=~jnp.isfinite(loss),
+                abstain=sits_out,
             )  # fmt: skip
             _check_agreed(updates, axis_name)
             params = optax.apply_updates(state.params, updates)
@@ -380,6 +401,17 @@ def _opt_specs(tx: optax.GradientTransformation, params: Any, mesh: Mesh, axis: 
     run = jax.shard_map(probe, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={axis})
     jax.eval_shape(run, shapes)
     return found[0]
+
+
+def _on_all(x: Any, replicated: NamedSharding) -> jax.Array:
+    """Puts an array on every device, those of other processes too; each must give the same."""
+    x = jnp.asarray(x)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # device_put knows keys in one process only
+        data = _on_all(jax.random.key_data(x), replicated)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    if not replicated.is_fully_addressable and x.is_fully_addressable:
+        return jax.device_put(np.asarray(x), replicated)
+    return jax.device_put(x, replicated)
 
 
 def _stack(tree: Any, specs: Any) -> Any:

@@ -81,7 +81,12 @@ def two_phase() -> Wire:
 
 
 def gathered() -> Wire:
-    """All-gather of everybody's packed codes; every worker counts for itself. For two workers."""
+    """All-gather of everybody's packed codes; every worker counts for itself. For two workers.
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> tx = lc.lion_cub(1e-4, axis_name="data", wire=lc.gathered())
+    """
 
     def collect(
         ballot: Ballot, takes_part: jax.Array, quantizer: Quantizer, needs_values: bool,
@@ -116,13 +121,17 @@ def counts(dtype: Any = jnp.int8) -> Wire:
     if dtype not in [jnp.dtype(t) for t in (jnp.int8, jnp.int16, jnp.int32)]:
         raise ValueError(f"counts({dtype.name}): give int8, int16 or int32")
 
+    def check(quantizer: Quantizer, workers: int) -> None:
+        reach = workers * quantizer.top(workers) // (2 if quantizer.has_zero else 1)
+        _check_countable("counts", workers, reach, int(jnp.iinfo(dtype).max))
+
     def collect(
         ballot: Ballot, takes_part: jax.Array, quantizer: Quantizer, needs_values: bool,
         bucket: Bucket, axis: AxisName,
     ) -> Sums:  # fmt: skip
         workers, top = lax.axis_size(axis), quantizer.top(lax.axis_size(axis))
+        check(quantizer, workers)
         unit = 2 if quantizer.has_zero else 1
-        _check_countable("counts", workers, workers * top // unit, int(jnp.iinfo(dtype).max))
         codes = bits.unpack(ballot.payload).reshape(-1).astype(jnp.int32)
         signed = (2 * codes - top) // unit
         if not quantizer.has_zero:
@@ -135,6 +144,7 @@ def counts(dtype: Any = jnp.int8) -> Wire:
     def sent(
         quantizer: Quantizer, needs_values: bool, down: Down, bucket: Bucket, workers: int
     ) -> float:
+        check(quantizer, workers)
         return _all_reduce_bytes(_summed_numbers(bucket, workers) * dtype.itemsize, workers)
 
     return Wire(f"counts({dtype.name})", "codes", False, collect, _keep, sent)
@@ -174,7 +184,12 @@ def lanes() -> Wire:
 
 
 def all_reduce() -> Wire:
-    """All-reduce of the values of a ``dense`` quantiser, in its dtype: what others do. The baseline."""
+    """All-reduce of the values of a ``dense`` quantiser, in its dtype: what others do. The baseline.
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> tx = lc.owner_lion(1e-4, axis_name="data", quantizer=lc.dense(), wire=lc.all_reduce())
+    """
 
     def collect(
         ballot: Ballot, takes_part: jax.Array, quantizer: Quantizer, needs_values: bool,
@@ -237,7 +252,7 @@ def _all_reduced_itemsize(dtype: Any) -> int:
 
 
 def _all_reduce_bytes(size: int, workers: int) -> float:
-    return 2 * (workers - 1) / workers * size
+    return 2 * (workers - 1) * size / workers
 
 
 def _field_bits(quantizer: Quantizer, workers: int) -> int:

@@ -39,8 +39,6 @@ def run_workers(mesh_of):
 
     def run(txs, params, grads, abstain):
         def worker(params, grads, abstain):
-            params = jax.lax.pcast(params, AXIS, to="varying")
-
             def step(states, now):
                 g, sits_out = jax.tree.map(lambda x: x[0], now)
                 done = {
@@ -51,7 +49,8 @@ def run_workers(mesh_of):
                 updates = {name: u for name, (u, _) in done.items()}
                 return states, (updates, jax.tree.map(lambda x: x[None], states))
 
-            states = {name: tx.init(params) for name, tx in txs.items()}
+            own = jax.lax.pcast(params, AXIS, to="varying")
+            states = {name: tx.init(own) for name, tx in txs.items()}
             return jax.lax.scan(step, states, (grads, abstain))[1]
 
         mesh = mesh_of(np.shape(abstain)[1])

@@ -47,19 +47,21 @@ SCHEMES = {
     "owner, 1 bit": {"up": lc.error_feedback(lc.midrise(1, block=128)), "owner": AT_OWNER},
     "owner, 3 bits": {"up": lc.error_feedback(lc.midrise(3, block=128)), "owner": AT_OWNER},
     "owner, 4 bits": {"up": lc.midrise(4, block=64), "owner": AT_OWNER},
-    "owner, gathered": {
-        "up": lc.midrise(2, block=64), "owner": AT_OWNER, "wire": lc.gathered()
-    },  # fmt: skip
+    "owner, gathered": {"up": lc.midrise(2, block=64), "owner": AT_OWNER, "wire": lc.gathered()},
     "owner, ternary down": {
-        "up": lc.midrise(2, block=64), "owner": AT_OWNER, "down": lc.ternary_sum()
-    },  # fmt: skip
+        "up": lc.midrise(2, block=64),
+        "owner": AT_OWNER,
+        "down": lc.ternary_sum(),
+    },
     "owner, dense float32": {"up": lc.dense(), "owner": AT_OWNER},
     "owner, dense bfloat16": {"up": lc.dense(jnp.bfloat16), "owner": AT_OWNER},
     "owner, floats down": {"up": lc.dense(), "owner": AT_OWNER, "down": lc.floats()},
     "owner, all-reduce": {"up": lc.dense(), "owner": AT_OWNER, "wire": lc.all_reduce()},
     "owner, bfloat16 all-reduce": {
-        "up": lc.dense(jnp.bfloat16), "owner": AT_OWNER, "wire": lc.all_reduce()
-    },  # fmt: skip
+        "up": lc.dense(jnp.bfloat16),
+        "owner": AT_OWNER,
+        "wire": lc.all_reduce(),
+    },
 }
 
 

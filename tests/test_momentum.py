@@ -201,16 +201,16 @@ def test_a_sync_averages_the_chosen_leaves_when_it_is_due_and_at_no_other_time(
 
 
 def test_momentum_in_bfloat16_is_averaged_in_float32():
-    """With a mean that bfloat16 cannot hold: one rounding, of the mean."""
-    g = np.random.default_rng(1).integers(-255, 256, (1, WORKERS, 70)).astype(np.float32)
+    """Rounded once, when the mean of three is known, not when their sum is."""
+    g = np.random.default_rng(1).integers(-255, 256, (1, 3, 70)).astype(np.float32)
     got = run(cub(sync=lc.every(1), mu_dtype=jnp.bfloat16), {"b": g}, {"b": PARAMS["b"]})
     mu = got.state[0].inner.mu["b"]
-    local = np.asarray(jnp.asarray(0.5 * g, jnp.bfloat16).astype(jnp.float32))
-    want = np.asarray(jnp.asarray(local.mean(1), jnp.bfloat16))
-    assert mu.dtype == jnp.bfloat16
-    for w in range(WORKERS):
+    local = (0.5 * g).astype(jnp.bfloat16).astype(np.float32)
+    want = (local.sum(1) / np.float32(3)).astype(jnp.bfloat16)
+    rounded_twice = (local.sum(1).astype(jnp.bfloat16) / 3).astype(jnp.bfloat16)
+    assert mu.dtype == jnp.bfloat16 and (want != rounded_twice).any()
+    for w in range(3):
         np.testing.assert_array_equal(mu[:, w], want)
-    assert (want.astype(np.float32) != local.mean(1)).any()
 
 
 def test_sync_finds_the_momentum_in_a_chain():

@@ -65,11 +65,7 @@ class GPT(nnx.Module):
             Block(width, heads, layers, dropout, rngs=rngs) for _ in range(layers)
         )
         self.norm = nnx.LayerNorm(width, use_bias=False, rngs=rngs)
-        self.write = None
-        if not tied:
-            self.write = nnx.Linear(
-                width, VOCABULARY, use_bias=False, kernel_init=normal(0.02), rngs=rngs
-            )
+        self.write = None if tied else output(width, rngs)
 
     def __call__(self, tokens, deterministic: bool = True):
         x = self.read(tokens) + self.positions(jnp.arange(tokens.shape[1]))
@@ -78,6 +74,10 @@ class GPT(nnx.Module):
             x = block(x, deterministic)
         x = self.norm(x)
         return self.read.attend(x) if self.write is None else self.write(x)
+
+
+def output(width: int, rngs: nnx.Rngs):
+    return nnx.Linear(width, VOCABULARY, use_bias=False, kernel_init=normal(0.02), rngs=rngs)
 
 
 def normal(stddev: float):

@@ -71,7 +71,8 @@ def introduce(console: Console, run: Run) -> None:
     text, parameters = run.text, sum(x.size for x in jax.tree.leaves(run.state.params))
     console.print(
         f"{text.name}: {text.train.size:,} bytes to train on, {text.validation.size:,} held out; "
-        f"{parameters:,} parameters; what the compiled step sends:"
+        f"{parameters:,} parameters; what the compiled step sends:",
+        soft_wrap=True,
     )
     console.print(lc.compiled.table(run.collectives))
 
@@ -100,7 +101,8 @@ class Screen:
         if self.live:
             self.live.update(self._block(row))
         elif row.validation is not None:
-            self.console.print(f"{self._progress(row)}  {self._losses(row)}  {self._speed(row)}")
+            line = f"{self._progress(row)}; {self._losses(row)}; {self._speed(row)}"
+            self.console.print(line, soft_wrap=True)
 
     def _block(self, row: Row) -> Group:
         bar = Table.grid(padding=(0, 2))
@@ -148,9 +150,9 @@ def conclude(console: Console, final: dict, sample: tuple[str, str], folder: Pat
     opening, continuation = sample
     (folder / "sample.txt").write_text(opening + continuation, encoding="utf-8")
     console.print("\nThe opening of the validation text, and how the model goes on:\n")
-    console.print(Text.assemble((opening, "dim"), continuation), "\n")
+    console.print(Text.assemble((opening, "dim"), continuation), "\n", soft_wrap=True)
     console.print(summary(final))
-    console.print(f"{folder}: metrics.jsonl, loss.png, sample.txt")
+    console.print(f"{folder}: metrics.jsonl, loss.png, sample.txt", soft_wrap=True)
 
 
 def summary(final: dict[str, Any]) -> Table:
@@ -215,7 +217,8 @@ def _dress(axes: Any, final: dict[str, Any], title: str) -> None:
     axes.text(0, 1.03, sentence, transform=axes.transAxes, color="#555555", size=9)
     axes.set_xlabel("step")
     axes.set_ylabel("bits per byte")
-    axes.set_ylim(top=final["unigram_bits_per_byte"] + 0.7)
+    ends = (final["unigram_bits_per_byte"], final["validation_bits_per_byte"])
+    axes.set_ylim(top=max(filter(math.isfinite, ends)) + 0.7)
     axes.set_xlim(left=0)
     axes.grid(axis="y", color="#eeeeee")
     axes.spines[["top", "right"]].set_visible(False)
