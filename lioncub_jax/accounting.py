@@ -75,8 +75,7 @@ def predict(
       >>> round(accounting.predict({"w": jnp.ones((1024, 1024))}, 8).bits_per_parameter, 2)
       1.78
     """
-    if workers < 1:
-        raise ValueError(f"workers={workers}: give at least 1")
+    checks.check_count("workers", workers)
     up = up or quantize.sign()
     owner = owner or decide.count()
     down = down or (decide.ternary_sum() if up.has_zero else decide.majority())

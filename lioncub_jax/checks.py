@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from lioncub_jax import wires
 from lioncub_jax.decide import Down, Owner
@@ -65,3 +66,55 @@ def check_local(updates: Any, axis_name: AxisName) -> None:
             "nothing left to vote on. jax.grad does that for parameters that do not vary over the axis; "
             "take local gradients with lioncub_jax.local_value_and_grad"
         )
+
+
+def check_kinds(**parts: tuple[Any, type]) -> None:
+    """Raises ``TypeError`` for a part that is not what its name says."""
+    for name, (part, kind) in parts.items():
+        if not isinstance(part, kind):
+            raise TypeError(
+                f"{name}={part!r} is not a {kind.__name__}: give what one of the functions that build "
+                f"one returns (called, such as sign() and not sign)"
+            )
+
+
+def check_axis(axis_name: Any) -> None:
+    """Raises ``ValueError`` for anything but the name of one mesh axis."""
+    if not isinstance(axis_name, str):
+        raise ValueError(f"axis_name={axis_name!r}: give the name of one mesh axis, a string")
+
+
+def check_count(name: str, n: Any, wanted: str = "a whole number of at least 1") -> None:
+    """Raises ``ValueError`` for anything but a whole number of at least 1."""
+    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+        raise ValueError(f"{name}={n!r}: give {wanted}")
+
+
+def check_betas(b1: Any, b2: Any) -> None:
+    """Raises ``ValueError`` for a beta outside [0, 1), where its value is known."""
+    for name, beta in (("b1", b1), ("b2", b2)):
+        if isinstance(beta, jax.core.Tracer):
+            continue
+        if (
+            not isinstance(beta, (int, float, np.number, np.ndarray, jax.Array))
+            or not 0 <= beta < 1
+        ):
+            raise ValueError(f"{name}={beta!r}: give a number in [0, 1), such as 0.9")
+
+
+def check_mu_dtype(dtype: Any) -> None:
+    """Raises ``TypeError`` for a momentum that would not be floating."""
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"mu_dtype={jnp.dtype(dtype).name}: momentum is floating; give float32 or bfloat16, or None"
+        )
+
+
+def as_flag(abstain: Any) -> jax.Array:
+    """A flag of one worker, or ``ValueError`` for an array of another shape."""
+    flag = jnp.asarray(abstain)
+    if flag.shape != ():
+        raise ValueError(
+            f"abstain has shape {flag.shape}: give each worker one bool of shape (), its own"
+        )
+    return flag.astype(bool)

@@ -4,6 +4,8 @@ A step of a worker reads as a sentence: make a message from gradient and memory,
 send them up the wire, let the owner of each slice decide, read the answer, remember.
 """
 
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -111,14 +113,19 @@ def communicate(
       ...     optax.scale_by_learning_rate(1e-4),
       ... )
     """
-    memory = memory or momentum.nothing()
-    up = up or quantize.sign()
-    owner = owner or decide.count()
-    down = down or (decide.ternary_sum() if up.has_zero else decide.majority())
-    wire = wire or wires.two_phase()
+    memory = momentum.nothing() if memory is None else memory
+    up = quantize.sign() if up is None else up
+    owner = decide.count() if owner is None else owner
+    if down is None:
+        has_zero = isinstance(up, Quantizer) and up.has_zero
+        down = decide.ternary_sum() if has_zero else decide.majority()
+    wire = wires.two_phase() if wire is None else wire
+    checks.check_kinds(memory=(memory, Memory), up=(up, Quantizer), owner=(owner, Owner),
+                       down=(down, Down), wire=(wire, Wire))  # fmt: skip
     checks.check_parts(up, owner, down, wire)
-    if bucket_size is not None and bucket_size < 1:
-        raise ValueError(f"bucket_size={bucket_size!r}: give a number of elements, or None")
+    checks.check_axis(axis_name)
+    if bucket_size is not None:
+        checks.check_count("bucket_size", bucket_size, "a number of elements, or None")
     plan = Plan(axis_name, memory, up, owner, down, wire, bucket_size)
 
     def init(params: optax.Params) -> CommunicateState:
@@ -194,11 +201,12 @@ def worker_step(
     buckets = plan.buckets(grads, workers)
     speak = _quantize if workers > 1 else _keep_values
     ballots = [speak(plan, voter, bucket, said) for bucket in buckets]
-    abstains = _abstains(told_to_abstain, ballots)
+    abstains = _abstains(plan.axis, told_to_abstain, ballots)
     agree = _exchange if workers > 1 else _decide_alone
+    slices = state.owner if plan.owner.needs_values else ((),) * len(buckets)
     agreed = [
         agree(plan, voter, bucket, cast, abstains, slice_state)
-        for bucket, cast, slice_state in zip(buckets, ballots, state.owner, strict=True)
+        for bucket, cast, slice_state in zip(buckets, ballots, slices, strict=True)
     ]
     if workers > 1:
         # Made anew from the same inputs: kept, it would cost an array as large as the gradient.
@@ -210,8 +218,8 @@ def worker_step(
         optax.safe_increment(state.count),
         tree.unflatten(_withheld(abstains, kept, mus)),
         tree.unflatten(errors),
-        tuple(a.owner for a in agreed),
-        *_statistics(grads, agreed, state, workers),
+        tuple(a.owner for a in agreed) if plan.owner.needs_values else (),
+        *_statistics(plan.axis, grads, agreed, state, workers),
     )
     return tree.unflatten(_to_leaves(buckets, agreed, sent)), new_state
 
@@ -248,11 +256,13 @@ def _keep_values(plan: Plan, voter: Voter, bucket: Bucket, said: list[jax.Array]
     ]
 
 
-def _abstains(told: Any, ballots: list[list[Ballot]]) -> jax.Array:
+def _abstains(axis: AxisName, told: Any, ballots: list[list[Ballot]]) -> jax.Array:
     """``bool[]``: whether this worker sits out, by its own values or because it was told to."""
     flags = [ballot.flagged for cast in ballots for ballot in cast]
-    told = jnp.zeros((), bool) if told is None else told
-    return jnp.any(jnp.stack([told, *flags])) if flags else told
+    told = jnp.zeros((), bool) if told is None else checks.as_flag(told)
+    sits_out = functools.reduce(operator.or_, [told, *flags])
+    # The devices that share a worker sit out as one.
+    return wires.same_over_shards(sits_out.astype(jnp.uint32), axis) > 0
 
 
 def _exchange(
@@ -361,21 +371,25 @@ def _to_leaves(
 
 
 def _statistics(
-    grads: list[jax.Array], agreed: list[_Agreed], state: CommunicateState, workers: int
+    axis: AxisName,
+    grads: list[jax.Array],
+    agreed: list[_Agreed],
+    state: CommunicateState,
+    workers: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    parameters = jnp.float32(sum(g.size for g in grads))
-    ties = sum((a.ties for a in agreed), jnp.zeros(()))
+    parameters = jnp.float32(sum(g.size * wires.shards_of(g, axis) for g in grads))
+    ties = sum((wires.sum_over_shards(a.ties, axis) for a in agreed), jnp.zeros(()))
     if not agreed:
         return ties, parameters, state.abstained, state.abstentions
-    abstained = workers - agreed[0].present.astype(jnp.int32)
+    present = wires.same_over_shards(agreed[0].present, axis)
+    abstained = workers - present.astype(jnp.int32)
     return ties, parameters, abstained, state.abstentions + abstained
 
 
 def _init_owner(plan: Plan, params: optax.Params) -> tuple[Any, ...]:
     """Each bucket's slice state; only a transform that keeps one needs to know the workers."""
     if not plan.owner.needs_values:
-        leaves = jax.tree.leaves(params)
-        return ((),) * len(plan.buckets(leaves, 1))
+        return ()
     workers = wires.workers_on(plan.axis)
     states = []
     for bucket in plan.buckets(jax.tree.leaves(params), workers):

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from lioncub_jax import wires
+from lioncub_jax import checks, wires
 from lioncub_jax.wires import AxisName
 
 
@@ -45,10 +45,12 @@ def blend(b1: Any = 0.9, b2: Any = 0.99, mu_dtype: Any = None) -> Memory:
 
     Raises:
       ValueError: if a beta is outside [0, 1).
+      TypeError: if ``mu_dtype`` is not floating.
 
     Source: Chen et al., "Symbolic Discovery of Optimization Algorithms" (arXiv 2302.06675).
     """
-    check_betas(b1, b2)
+    checks.check_betas(b1, b2)
+    checks.check_mu_dtype(mu_dtype)
 
     def message(g: jax.Array, mu: jax.Array) -> jax.Array:
         return (1.0 - b1) * g + b1 * mu
@@ -69,13 +71,6 @@ def nothing() -> Memory:
     return Memory(
         lambda params: jax.tree.map(lambda p: None, params), lambda g, mu: g, lambda g, mu: mu
     )
-
-
-def check_betas(b1: Any, b2: Any) -> None:
-    """Raises ``ValueError`` for a beta outside [0, 1), where its value is known."""
-    for name, beta in (("b1", b1), ("b2", b2)):
-        if not isinstance(beta, jax.core.Tracer) and not 0 <= float(beta) < 1:
-            raise ValueError(f"{name}={beta!r}: give a number in [0, 1), such as 0.9")
 
 
 class Schedule(NamedTuple):
@@ -162,6 +157,14 @@ def thinning(k: int) -> Schedule:
     return Schedule(f"thinning({k})", lambda step: jnp.any(step == table))
 
 
+def check_schedule(given: Any) -> None:
+    """Raises ``TypeError`` for anything but a ``Schedule``."""
+    if not isinstance(given, Schedule):
+        raise TypeError(
+            f"{given!r} is not a schedule: give never(), every(T), first(M), thinning(k)"
+        )
+
+
 def _check_count(who: str, n: Any) -> None:
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise ValueError(f"{who}({n!r}): give a whole number of at least 1")
@@ -220,12 +223,10 @@ def sync_momentum(
 
     Source: Lion Cub (arXiv 2411.16462), selective momentum synchronisation.
     """
-    watch = watch or never()
+    watch = never() if watch is None else watch
     for given in (schedule, watch):
-        if not isinstance(given, Schedule):
-            raise TypeError(
-                f"{given!r} is not a schedule: give never(), every(T), first(M), thinning(k)"
-            )
+        check_schedule(given)
+    checks.check_axis(axis_name)
     inner = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> SyncState:
@@ -235,6 +236,7 @@ def sync_momentum(
         return SyncState(state, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), drift)
 
     def update(updates: Any, state: SyncState, params: Any = None, **extra: Any) -> Any:
+        wires.workers_on(axis_name)
         updates, inner_state = inner.update(updates, state.inner, params, **extra)
         count = optax.safe_increment(state.count)
         state = state._replace(inner=inner_state, count=count)
@@ -244,7 +246,7 @@ def sync_momentum(
         looks = syncs | watch.due(count) if watch.due else syncs
         mu = _momentum_of(inner_state)
         mu, drift = _gated_mean(mu, state.drift, _chosen(mu, where), syncs, looks, axis_name)
-        inner_state = optax.tree.set(inner_state, mu=mu)
+        inner_state = optax.tree.set(inner_state, _of_a_worker, mu=mu)
         return updates, SyncState(inner_state, count, state.syncs + syncs, drift)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -280,13 +282,24 @@ def _variance_share(mean: jax.Array, mean_square: jax.Array) -> jax.Array:
 
 
 def _momentum_of(state: Any) -> Any:
-    mu = optax.tree.get(state, "mu")
-    if mu is None or not jax.tree.leaves(mu):
+    found = optax.tree.get_all_with_path(state, "mu", _of_a_worker)
+    if not found:
         raise ValueError(
-            "sync_momentum: the wrapped transform keeps no momentum (no state field named mu); "
-            "momentum at the owner is one for all workers and needs no sync"
+            "sync_momentum: the wrapped transform keeps no momentum of each worker (no state field named "
+            "mu with arrays in it); momentum at the owner is one for all workers and needs no sync"
         )
-    return mu
+    if len(found) > 1:
+        raise ValueError(
+            f"sync_momentum: the wrapped transform keeps {len(found)} momenta; wrap each transform that "
+            "keeps one, not all of them together"
+        )
+    return found[0][1]
+
+
+def _of_a_worker(path: Any, value: Any) -> bool:
+    """Not a field without arrays, nor the momentum of an owner's slice."""
+    at_owner = any(getattr(key, "name", None) == "owner" for key in path)
+    return not at_owner and bool(jax.tree.leaves(value))
 
 
 def _chosen(mu: Any, where: Any) -> list[bool]:

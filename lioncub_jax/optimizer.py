@@ -179,11 +179,14 @@ def owner_lion(
 
     Source: this library; the optimizer is Lion (arXiv 2302.06675).
     """
-    momentum.check_betas(b1, b2)
+    checks.check_betas(b1, b2)
+    checks.check_mu_dtype(mu_dtype)
     lion = optax.scale_by_lion(b1=b1, b2=b2, mu_dtype=mu_dtype)
     vote = communicate(
         axis_name=axis_name,
-        up=quantizer or quantize.error_feedback(quantize.midrise(3, block=128)),
+        up=quantize.error_feedback(quantize.midrise(3, block=128))
+        if quantizer is None
+        else quantizer,
         owner=decide.momentum_at_owner(lion, dominance=dominance),
         wire=wire,
         bucket_size=bucket_size,
@@ -200,7 +203,8 @@ def _finish(
     sync: Schedule | None,
     sync_where: Any,
 ) -> optax.GradientTransformationExtraArgs:
-    sync = sync or momentum.never()
+    sync = momentum.never() if sync is None else sync
+    momentum.check_schedule(sync)
     if sync_where is not None and sync.due is None:
         raise ValueError(
             "sync_where is given but sync is never(): give a schedule, such as every(100)"
@@ -236,6 +240,7 @@ def global_gradients(
       >>> import lioncub_jax as lc, optax
       >>> tx = lc.global_gradients(optax.adamw(1e-3), axis_name="data")
     """
+    checks.check_axis(axis_name)
     tx = optax.with_extra_args_support(tx)
 
     def init(params: optax.Params) -> GlobalState:

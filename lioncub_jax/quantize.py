@@ -199,7 +199,7 @@ def midrise(p: int, *, block: int | None = None, rounding: Rounding | None = Non
       'midrise(3, block=128)'
     """
     _check_bits("midrise", p, 1)
-    if block not in (None, 64, 128):
+    if block is not None and (not isinstance(block, int) or block not in (64, 128)):
         raise ValueError(
             f"midrise(block={block!r}): a step is shared by 64 or 128 elements, or by a leaf (None)"
         )

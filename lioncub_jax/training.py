@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax import wires
+from lioncub_jax import checks, wires
 from lioncub_jax.layout import varying_axes
 from lioncub_jax.wires import AxisName
 
@@ -272,8 +272,7 @@ def make_train_step(
       9.0
     """
     _check_mesh(mesh, axis_name)
-    if not isinstance(accumulate, int) or accumulate < 1:
-        raise ValueError(f"accumulate={accumulate!r}: give a whole number of at least 1")
+    checks.check_count("accumulate", accumulate)
     stateful = loss_fn if isinstance(loss_fn, StatefulLoss) else _stateless(loss_fn)
     tx = optax.with_extra_args_support(tx)
     gradients = _local_gradients(stateful, axis_name, accumulate)

@@ -9,6 +9,7 @@
 | ``all_reduce()`` | all-reduce of values | nothing | 2 (W-1)/W d * 4 (bfloat16: 2) |
 """
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -333,6 +334,23 @@ def workers_on(axis: AxisName) -> int:
             "the workers, init) must run inside jax.shard_map or jax.pmap with that axis; "
             "lioncub_jax.init_state and make_train_step do so"
         ) from error
+
+
+def sum_over_shards(x: jax.Array, axis: AxisName) -> jax.Array:
+    """Adds a number over the devices that share one worker; ``axis`` itself is left alone."""
+    others = tuple(sorted(varying_axes(x) - {axis}))
+    return lax.psum(x, others) if others else x
+
+
+def same_over_shards(x: jax.Array, axis: AxisName) -> jax.Array:
+    """The largest of a number over the devices that share one worker."""
+    others = tuple(sorted(varying_axes(x) - {axis}))
+    return lax.pmax(x, others) if others else x
+
+
+def shards_of(x: jax.Array, axis: AxisName) -> int:
+    """Over how many devices of one worker a leaf is cut, by its type."""
+    return math.prod(lax.axis_size(other) for other in varying_axes(x) - {axis})
 
 
 def worker_index(axis: AxisName) -> jax.Array:

@@ -30,7 +30,7 @@ B1, B2 = (
     0.75,
     0.5,
 )  # of local momentum; at the owner both are 0.5: means need all the bits there are
-FLOATING = (jnp.float32, jnp.bfloat16, jnp.float16)
+FLOATING = ("float32", "bfloat16", "float16")
 
 two_phase, gathered, counts, lanes = lc.two_phase(), lc.gathered(), lc.counts(), lc.lanes()
 counts16, counts32, all_reduce = lc.counts(jnp.int16), lc.counts(jnp.int32), lc.all_reduce()
@@ -268,7 +268,7 @@ def test_momentum_at_the_owner(run_workers, request, owned, workers, tree):
             assert_equal(state.error, want.error, but)
 
 
-@pytest.mark.parametrize("mu_dtype", [None, jnp.float32, jnp.bfloat16], ids=str)
+@pytest.mark.parametrize("mu_dtype", [None, "float32"])
 def test_leaves_of_mixed_precision_vote_together(run_workers, mu_dtype):
     params = zeros({"a": (65,), "b": (31,), "c": (3, 10), "d": ()}, FLOATING)
     # In three steps the blends of such integers fill the 8 bits of a bfloat16, and no more.
@@ -281,7 +281,7 @@ def test_leaves_of_mixed_precision_vote_together(run_workers, mu_dtype):
     assert_equal(state.mu, want.mu)
 
 
-@pytest.mark.parametrize("dtypes", [FLOATING, (jnp.bfloat16,), (jnp.float16,)], ids=str)
+@pytest.mark.parametrize("dtypes", [FLOATING, ("bfloat16",), ("float16",)])
 def test_momentum_at_the_owner_has_the_widest_dtype_of_the_gradients(run_workers, dtypes):
     params = zeros({"a": (65,), "b": (31,), "c": (3, 10), "d": ()}, dtypes)
     story = Story(integers(params, 3, 2), np.zeros((3, 2), bool))
@@ -294,7 +294,7 @@ def test_momentum_at_the_owner_has_the_widest_dtype_of_the_gradients(run_workers
     assert state.owner[0].mu.dtype == jnp.result_type(*dtypes)
 
 
-@pytest.mark.parametrize("bucket_size", [1, 100, 200])
+@pytest.mark.parametrize("bucket_size", [1, 200])
 def test_buckets_change_nothing_but_the_coin(run_workers, bucket_size):
     params = zeros({"a": (129,), "b": (65,), "empty": (0,), "c": (33,), "d": (1,)})
     # Odd integers blend to odd multiples of a power of two, never to zero; three signs never cancel.

@@ -751,7 +751,7 @@ def by_kind(found):
     return integer, floats
 
 
-@pytest.mark.parametrize(("leaves", "size"), [(1, 2**20), (40, 26_500)])
+@pytest.mark.parametrize(("leaves", "size"), [(1, 2**20), (20, 53_000)])
 def test_default_step_sends_two_bits_a_parameter_in_two_collectives(leaves, size):
     workers = 8
     found = compiled_step(cub(), leaves, size)
@@ -810,7 +810,7 @@ def on_two_axes():
 
 def test_leaves_that_vary_over_other_axes_travel_apart():
     """A worker is a group of two devices here; each votes on its own shard, and on the bias alike."""
-    sign = np.sign(normal((2, 4, 100), 7))
+    sign = np.sign(normal((2, 1, 100), 7))
     flip = np.array([-1, 1, 1, 1])[:, None]  # three of four agree
     grads = {
         "sharded": (flip * sign).astype(np.float32),
@@ -819,9 +819,9 @@ def test_leaves_that_vary_over_other_axes_travel_apart():
     }
     f, mesh = on_two_axes()
     got, _ = f(grads)
-    np.testing.assert_array_equal(got["sharded"], sign[:, 1])
-    np.testing.assert_array_equal(got["bias"], sign[0, 1])
-    np.testing.assert_array_equal(got["sharded too"], -sign[:, 1])
+    np.testing.assert_array_equal(got["sharded"], sign[:, 0])
+    np.testing.assert_array_equal(got["bias"], sign[0, 0])
+    np.testing.assert_array_equal(got["sharded too"], -sign[:, 0])
     found = collectives(f.lower(grads).compile(), mesh)
     pairs = [c for c in found if c.op != "all-reduce"]
     assert sorted(c.op for c in pairs) == ["all-gather"] * 2 + ["all-to-all"] * 2

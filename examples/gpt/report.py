@@ -108,7 +108,7 @@ class Screen:
         bar = Table.grid(padding=(0, 2))
         bar.add_row(ProgressBar(self.steps, row.step, width=40), self._progress(row))
         losses = f"{self._losses(row)} (bigram {self.run.counted.bigram:.3f})"
-        sent = f"{decimal(round(self.run.sent.every_step))} sent by each worker and step"
+        sent = f"{decimal(round(self.run.sent.every_step))} sent a step"
         return Group(bar, Text(losses, style="bold"), Text(f"{sent}, {self._speed(row)}"))
 
     def _progress(self, row: Row) -> str:
@@ -152,6 +152,8 @@ def conclude(console: Console, final: dict, sample: tuple[str, str], folder: Pat
     console.print("\nThe opening of the validation text, and how the model goes on:\n")
     console.print(Text.assemble((opening, "dim"), continuation), "\n", soft_wrap=True)
     console.print(summary(final))
+    if not math.isfinite(final["validation_bits_per_byte"]):
+        console.print("the loss is not finite: the run diverged; try a smaller --lr")
     console.print(f"{folder}: metrics.jsonl, loss.png, sample.txt", soft_wrap=True)
 
 

@@ -161,4 +161,6 @@ def sample(run: Run, params: Any, length: int = 600) -> tuple[str, str]:
 
 
 def _text(tokens: np.ndarray) -> str:
-    return tokens.tobytes().decode("utf-8", errors="replace")
+    """Without control characters: a model that has learned little would play with the terminal."""
+    text = tokens.tobytes().decode("utf-8", errors="replace")
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)

@@ -1,0 +1,237 @@
+"""The examples run as a user runs them, refuse bad input in one sentence, and count correctly."""
+
+import importlib
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import lioncub_jax as lc
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+sys.path.insert(0, str(EXAMPLES))
+corpus, model, training, train_gpt = (
+    importlib.import_module(name)
+    for name in ("gpt.corpus", "gpt.model", "gpt.training", "train_gpt")
+)
+
+TINY = "--steps 4 --layers 1 --width 32 --context 32 --batch 2 --workers 4".split(" ")
+    "--steps",
+    "4",
+    "--layers",
+    "1",
+    "--width",
+    "32",
+    "--context",
+    "32",
+    "--batch",
+    "2",
+    "--workers",
+    "4",
+]
+SOURCE = Path(json.__file__).read_bytes() + Path(re.__file__).read_bytes()
+
+
+def run(*arguments):
+    environment = {
+        **os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "COLUMNS": "80",
+    }  # fmt: skip
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def rows_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "source.txt"
+    path.write_bytes(SOURCE)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("options", "least_ratio"),
+    [
+        ("--optimizer lion-cub --sync-every 2 --dropout 0.1 --untied", 15),
+        ("--optimizer owner --bits 4", 5),
+    ],
+    ids=["lion-cub", "owner"],
+)
+def test_a_run_leaves_measurements_a_plot_and_a_sample(options, least_ratio, text_file, tmp_path):
+    script = EXAMPLES / "train_gpt.py"
+    done = run(script, *TINY, *options.split(), "--text", text_file, "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    first, *steps, last = rows_of(tmp_path)
+    assert first["config"]["optimizer"] == options.split()[1]
+    assert set(first["versions"]) == {"python", "jax", "jaxlib", "flax", "optax"}
+    assert [row["step"] for row in steps] == [1, 2, 3, 4]
+    assert all(math.isfinite(row["loss"]) and row["abstained"] == 0 for row in steps)
+    assert last["validation_bits_per_byte"] == steps[-1]["validation"] < 8.5
+    assert last["bigram_bits_per_byte"] < last["unigram_bits_per_byte"] < 8
+    assert last["float32_bytes_per_step"] > least_ratio * last["sent_bytes_per_step"]
+    assert (last["sent_bytes_of_a_sync"] > 0) == ("--sync-every" in options)
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "sample.txt").stat().st_size > 500
+    assert "step 4/4" in done.stdout and "\x1b" not in done.stdout
+
+
+def test_the_quickstart_learns_and_counts_its_bytes():
+    done = run(EXAMPLES / "quickstart.py")
+    assert done.returncode == 0, done.stderr
+    before, after = re.search(r"loss ([\d.]+) before, ([\d.]+) after", done.stdout).groups()
+    assert float(after) < 0.5 * float(before)
+    assert re.search(r"each worker sends \d+ kB a step", done.stdout)
+    assert len((EXAMPLES / "quickstart.py").read_text().splitlines()) <= 60
+
+
+def test_a_run_repeats_with_its_seed():
+    text = corpus.Corpus("source", np.frombuffer(SOURCE, np.uint8), np.frombuffer(SOURCE, np.uint8))
+
+    def losses():
+        mesh = jax.make_mesh(
+            (4,), ("data",), devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,)
+        )
+        gpt = model.GPT(layers=1, width=16, heads=2, context=16, rngs=nnx.Rngs(0))
+        tx = lc.lion_cub(1e-3, axis_name="data")
+        prepared = training.prepare(gpt, text, tx, mesh, batch=64, seed=0)
+        rows = []
+        training.train(prepared, 3, rows.append)
+        return [(row.loss, row.validation) for row in rows]
+
+    assert losses() == losses()
+
+
+BAD_ARGUMENTS = {
+    "--bits 3 --optimizer adamw": "adamw leaves no choice of bits; lion-cub or owner does",
+    "--bits 3 --optimizer majority": "majority leaves no choice of bits",
+    "--bits 9": "'9' is no whole number from 1 to 8",
+    "--bits 0": "'0' is no whole number from 1 to 8",
+    "--sync-every 5 --optimizer owner": "owner has one momentum for all workers",
+    "--width 30 --heads 4": "--width 30 must be a multiple of --heads 4",
+    "--steps 0": "'0' is no whole number at least 1",
+    "--workers two": "'two' is no whole number at least 1",
+    "--dropout 1": "'1' is no number at least 0 and below 1",
+    "--lr nan": "'nan' is no number at least 0",
+    "--optimizer sgd": "invalid choice: 'sgd'",
+    "--text {tmp}/missing": "missing: No such file or directory",
+    "--text {tmp}": "Is a directory",
+    "--text {tmp}/empty": "the file is empty",
+    "--text {tmp}/short": "of its 100 bytes 90 are for training and 10 for validation, and each "
+    "part needs 65 with --context 64",
+}
+
+
+@pytest.mark.parametrize("arguments", BAD_ARGUMENTS)
+def test_bad_arguments_are_refused_in_one_sentence(arguments, tmp_path, capsys):
+    (tmp_path / "empty").write_bytes(b"")
+    (tmp_path / "short").write_bytes(bytes(100))
+    with pytest.raises(SystemExit) as refused:
+        train_gpt.main(arguments.format(tmp=tmp_path).split())
+    assert refused.value.code == 2
+    assert BAD_ARGUMENTS[arguments] in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_results_are_not_overwritten_unasked(tmp_path, text_file):
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "run"}\n')
+    refused = run(EXAMPLES / "train_gpt.py", *TINY, "--text", text_file, "--out", tmp_path)
+    assert refused.returncode == 2
+    assert "holds results: give another folder, or --overwrite" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"kind": "run"}\n'
+
+
+def test_more_workers_than_accelerators_are_refused(monkeypatch):
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    with pytest.raises(ValueError, match="--workers 99: there are 8 cpu devices"):
+        training.worker_mesh(99)
+
+
+def test_files_are_split_by_their_names_alone():
+    files = {f"{name}.py": name.encode() for name in "abcdefghijklmnopqrstuvwxyz"}
+    train, validation = (bytes(part).split(b"\n") for part in corpus.split_by_file(files))
+    assert len(validation) == 2
+    assert sorted(train + validation) == sorted(files.values())
+    reordered = corpus.split_by_file(dict(reversed(files.items())))
+    assert bytes(reordered[1]).split(b"\n") == validation
+
+
+def test_few_files_give_up_their_ends():
+    files = {"one": b"a" * 18 + b"AA", "two": b"b" * 9 + b"B"}
+    train, validation = corpus.split_by_position(files)
+    assert bytes(train) == b"a" * 18 + b"\n" + b"b" * 9
+    assert bytes(validation) == b"AA\nB"
+
+
+def test_a_file_named_twice_is_read_once(text_file):
+    text = corpus.from_files([text_file, text_file])
+    assert text.train.size + text.validation.size == len(SOURCE)
+
+
+def test_the_standard_library_is_split_by_file():
+    text = corpus.standard_library()
+    share = text.validation.size / (text.train.size + text.validation.size)
+    assert 0.02 < share < 0.3
+    assert b"import unittest" in bytes(text.train)
+
+
+def test_windows_come_from_the_whole_text():
+    text = np.arange(100, dtype=np.uint8)
+    spread = corpus.spread(text, 5, 9)
+    assert spread[0, 0] == 0 and spread[-1, -1] == 99
+    drawn = corpus.draw(text, 1000, 9, (0, 1))
+    assert drawn.shape == (1000, 10) and drawn.min() == 0 and drawn.max() == 99
+    assert (np.diff(drawn, axis=1) == 1).all()
+    assert (corpus.draw(text, 1000, 9, (0, 1)) == drawn).all()
+    assert (corpus.draw(text, 1000, 9, (0, 2)) != drawn).any()
+
+
+def test_baselines_are_what_counting_by_hand_gives():
+    train = np.frombuffer(b"ab" * 500, np.uint8)
+    windows = np.frombuffer(b"abab", np.uint8)[None]
+    single = 501 / 1256  # 1000 bytes, one added for each of 256
+    after_a = (500 + 16 * single) / (500 + 16)
+    after_b = (499 + 16 * single) / (499 + 16)
+    found = corpus.baselines(train, windows)
+    assert found.unigram == pytest.approx(-math.log2(single))
+    assert found.bigram == pytest.approx(-(2 * math.log2(after_a) + math.log2(after_b)) / 3)
+
+
+def test_both_baselines_are_distributions():
+    train = np.frombuffer(SOURCE, np.uint8)
+    single = corpus.unigram(train)
+    pair = corpus.bigram(train, single)
+    assert single.sum() == pytest.approx(1) and np.allclose(pair.sum(axis=1), 1)
+    assert (pair > 0).all()
+
+
+@pytest.fixture(scope="module")
+def small_gpt():
+    return model.GPT(layers=1, width=16, heads=2, context=4, rngs=nnx.Rngs(0))
+
+
+def test_the_model_does_not_see_what_comes_later(small_gpt):
+    tokens = jnp.arange(4)[None]
+    logits, changed = small_gpt(tokens), small_gpt(tokens.at[0, 2].set(99))
+    assert (logits[0, :2] == changed[0, :2]).all()
+    assert (logits[0, 2:] != changed[0, 2:]).any()
+
+
+def test_sampling_slides_the_window_over_the_context(small_gpt):
+    text = [7, 1, 200]
+    for _ in range(6):
+        text.append(int(small_gpt(jnp.array([text[-4:]]))[0, -1].argmax()))
+    cold = {"length": 6, "temperature": 1e-6}
+    sampled = model.continue_text(small_gpt, jnp.array(text[:3]), jax.random.key(0), **cold)
+    assert sampled.tolist() == text[3:]
