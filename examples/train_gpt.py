@@ -158,7 +158,7 @@ def add_workers(group: argparse._ArgumentGroup) -> None:
 
 
 def add_training(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--steps", type=whole(1), default=1200, help="default %(default)s")
+    group.add_argument("--steps", type=whole(1), default=1000, help="default %(default)s")
     group.add_argument(
         "--batch",
         type=whole(1),

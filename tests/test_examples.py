@@ -25,20 +25,9 @@ corpus, model, training, train_gpt = (
     for name in ("gpt.corpus", "gpt.model", "gpt.training", "train_gpt")
 )
 
-TINY = "--steps 4 --layers 1 --width 32 --context 32 --batch 2 --workers 4".split(" ")
-    "--steps",
-    "4",
-    "--layers",
-    "1",
-    "--width",
-    "32",
-    "--context",
-    "32",
-    "--batch",
-    "2",
-    "--workers",
-    "4",
-]
+TINY = [
+    "--steps", "4", "--layers", "1", "--width", "32", "--context", "32", "--batch", "2", "--workers", "4",
+]  # fmt: skip
 SOURCE = Path(json.__file__).read_bytes() + Path(re.__file__).read_bytes()
 
 
