@@ -3,7 +3,7 @@
 PYTHON ?= python3
 NEWEST_PYTHON ?= python3.13
 VENV ?= .venv
-DEMO_ARGS ?= --out runs/demo
+DEMO_ARGS ?= --out runs/demo --overwrite
 TEST_JOBS ?= 2
 TEST_ARGS ?=
 BENCH_ARGS ?=

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
@@ -275,7 +276,7 @@ def _exchange(
 ) -> _Agreed:
     """Up the wire, the owner's decision, and back."""
     workers = voter.workers
-    ballot = _join(plan.up, bucket, ballots, abstains, workers)
+    ballot = _join(plan.up, bucket, ballots, abstains, workers, not plan.owner.needs_values)
     received = plan.wire.collect(
         ballot, ~abstains, plan.up, plan.owner.needs_values, bucket, plan.axis
     )
@@ -289,22 +290,42 @@ def _exchange(
     answers = plan.wire.publish(words, plan.axis)
     answer, present = messages.open_answers(answers, plan.down, plan.up, rows, workers)
     values = plan.down.decode(answer.planes, answer.per_row, plan.up.top(workers), workers)
-    return _Agreed(values.reshape(-1, bits.ROW), slice_state, answer.ties, present)
+    ties = answer.ties - _tied_padding(plan.up, bucket, answer.per_row)
+    return _Agreed(values.reshape(-1, bits.ROW), slice_state, ties, present)
+
+
+def _tied_padding(up: Quantizer, bucket: Bucket, moved: Any) -> jax.Array | float:
+    """Padding of dense values is zero and ties where its row moves; padding of codes never does."""
+    if not up.dense or moved is None:
+        return 0.0
+    short = [(s.first_row + s.rows - 1, s.rows * bits.ROW - s.size) for s in bucket.segments]
+    return sum((moved[row].astype(jnp.float32) * pad for row, pad in short if pad), jnp.zeros(()))
 
 
 def _join(
-    up: Quantizer, bucket: Bucket, ballots: list[Ballot], abstains: jax.Array, workers: int
+    up: Quantizer,
+    bucket: Bucket,
+    ballots: list[Ballot],
+    abstains: jax.Array,
+    workers: int,
+    counted: bool,
 ) -> Ballot:
     """The bucket's ballot, padded to what travels; empty if the worker abstains."""
     voted = bucket.pad(jnp.concatenate([b.voted for b in ballots]), workers) & ~abstains
     rows = workers * bucket.chunk
-    payload = jnp.concatenate([b.payload for b in ballots], axis=1)
-    payload = jnp.pad(payload, ((0, 0), (0, rows * up.words_per_row - payload.shape[1])))
+    top = up.top(workers)
+    payloads = [b.payload for b in ballots]
     if up.has_zero:
-        zero = jnp.array([up.top(workers) // 2 >> k & 1 for k in range(up.planes(workers))])
-        idle = jnp.arange(payload.shape[1]) >= bucket.rows * WORDS_PER_ROW
-        payload = jnp.where(abstains | idle, bits.as_mask(zero)[:, None], payload)
-    elif ballots[0].steps is None:
+        payloads = [
+            jnp.where(abstains, quantize.fill_padding(_silence(up, p, workers), s.size, top), p)
+            for p, s in zip(payloads, bucket.segments, strict=True)
+        ]
+    payload = jnp.concatenate(payloads, axis=1)
+    idle = rows * up.words_per_row - payload.shape[1]
+    payload = jnp.pad(payload, ((0, 0), (0, idle)))
+    if up.has_zero:
+        payload = quantize.fill_padding(payload, bucket.rows * bits.ROW, top)
+    elif counted:
         payload &= jnp.repeat(bits.as_mask(voted), up.words_per_row)
     steps = None
     if ballots[0].steps is not None:
@@ -312,6 +333,12 @@ def _join(
         joined = jnp.pad(joined, (0, rows // up.rows_per_step - joined.shape[0]))
         steps = jnp.where(abstains, 0, joined)
     return Ballot(payload, voted, steps, abstains)
+
+
+def _silence(up: Quantizer, like: jax.Array, workers: int) -> jax.Array:
+    """Planes of the code that means zero."""
+    zero = np.array([[up.top(workers) // 2 >> k & 1] for k in range(len(like))], np.uint32)
+    return jnp.broadcast_to(bits.as_mask(jnp.asarray(zero)), like.shape)
 
 
 def _decide_alone(
@@ -395,7 +422,8 @@ def _init_owner(plan: Plan, params: optax.Params) -> tuple[Any, ...]:
     for bucket in plan.buckets(jax.tree.leaves(params), workers):
         size = plan.wire.owned_rows(bucket, workers) * bits.ROW
         state = plan.owner.init(jnp.zeros((size // bits.WORD, bits.WORD), bucket.dtype))
-        states.append(_vary_slices(state, plan) if plan.wire.owns_slice else state)
+        own = plan.wire.owns_slice or workers == 1
+        states.append(_vary_slices(state, plan) if own else state)
     return tuple(states)
 
 

@@ -47,7 +47,8 @@ class Inbox(NamedTuple):
             votes = jnp.full((rows,), workers, jnp.uint32)
         else:
             votes = bits.unpack(bits.tally(self.voted[:, None])).reshape(-1)[:rows]
-        return Tally(bits.tally(self.payload), votes, quantizer.top(workers))
+        top = quantizer.top(workers)
+        return Tally(bits.tally(self.payload)[: (workers * top).bit_length()], votes, top)
 
     def mean(self, quantizer: Quantizer, workers: int, dominance: float) -> jax.Array:
         """Decodes and averages, worker by worker in order: ``float32[words, 32]``."""

@@ -216,7 +216,7 @@ def midrise(p: int, *, block: int | None = None, rounding: Rounding | None = Non
         codes = _midrise_codes(x, scaled, p, rounding, place)
         innermost = _innermost(p, x.size // WORD, place)
         packed = bits.pack(codes, p, x != 0, ~jnp.isfinite(x), innermost)
-        planes = _fill_padding(packed.planes, place.size)
+        planes = fill_padding(packed.planes, place.size, 2**p - 1)
         flagged = (
             packed.flagged if steps is None else packed.flagged | ~jnp.all(jnp.isfinite(steps))
         )
@@ -380,7 +380,7 @@ def _innermost(p: int, words: int, place: Place) -> list[jax.Array]:
     return [~side] * (p - 1) + [side]
 
 
-def _fill_padding(planes: jax.Array, size: int) -> jax.Array:
+def fill_padding(planes: jax.Array, size: int, top: int) -> jax.Array:
     """Lets padding vote with one voice (the top code), so that it never counts as a tie."""
     words = planes.shape[-1]
     clean = size // WORD
@@ -388,14 +388,15 @@ def _fill_padding(planes: jax.Array, size: int) -> jax.Array:
         return planes
     padding = np.arange(clean * WORD, words * WORD) >= size
     ones = np.packbits(padding, bitorder="little").view("<u4").astype(np.uint32)
-    return jnp.concatenate([planes[:, :clean], planes[:, clean:] | ones], axis=1)
+    code = np.array([[-(top >> k & 1) & 0xFFFFFFFF] for k in range(len(planes))], np.uint32)
+    tail = (planes[:, clean:] & ~ones) | (ones & code)
+    return jnp.concatenate([planes[:, :clean], tail], axis=1)
 
 
 def _midtread_ballot(codes: jax.Array, x: jax.Array, p: int, top: int, place: Place) -> Ballot:
-    flat = jnp.arange(codes.size).reshape(codes.shape)
-    codes = codes if place.size == codes.size else jnp.where(flat < place.size, codes, top)
     packed = bits.pack(codes, p, jnp.ones_like(x, bool), ~jnp.isfinite(x), [0] * p)
-    return Ballot(packed.planes, jnp.ones(x.shape[:1], bool), None, packed.flagged)
+    planes = fill_padding(packed.planes, place.size, top)
+    return Ballot(planes, jnp.ones(x.shape[:1], bool), None, packed.flagged)
 
 
 def _scale(x: jax.Array, size: int, block: int | None, magnitude: bool) -> jax.Array:

@@ -19,8 +19,9 @@ the rest of the package. The rules, for workers ``i = 0 .. W-1`` and the step af
 * **Local momentum.** Worker i encodes ``b1 mu_i + (1-b1) g_i`` and keeps ``b2 mu_i + (1-b2) g_i``.
 * **Momentum at the owner.** Worker i encodes ``g_i``, with error feedback ``x_i = g_i + e_i``, and keeps
   ``e_i = x_i - decoded``. The mean of what is decoded, over those who take part, goes into one Lion for
-  all. Its sign is the update; a zero takes the coin, unless the whole row is zero. No step counts for
-  more than ``dominance`` times the next largest on its block. With nobody there, nothing changes.
+  all. Its sign is the update; a zero takes the coin, unless the row is all zeros, padding included. No
+  step counts for more than ``dominance`` times the next largest on its block. With nobody there,
+  nothing changes.
 * **One worker** sends nothing: its update is the exact sign, and nothing is quantised.
 
 Sources: Lion (arXiv 2302.06675), Distributed Lion (2404.00438), Lion Cub (2411.16462). The rules for

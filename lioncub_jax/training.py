@@ -6,6 +6,7 @@ that a transform makes from them is each worker's own. Outside, such state has a
 axis sharded over the mesh axis; everything else is replicated.
 """
 
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -204,11 +205,18 @@ class TrainStep:
         self._jitted = jax.jit(traced, donate_argnums=0)
         self._sharding = NamedSharding(mesh, P(axis_name))
         self._parts = parts
+        self._bounded = mesh.devices.flat[0].platform == "cpu"
+        self._in_flight: deque[jax.Array] = deque(maxlen=8)
         self._workers = mesh.shape[axis_name]
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Runs one step; the arrays of ``state`` are donated and must not be used again."""
-        return self._jitted(state, self._place(batch))
+        state, metrics = self._jitted(state, self._place(batch))
+        # XLA's CPU collectives deadlock where dozens of steps are in flight; eight cost nothing.
+        self._in_flight.append(metrics["loss"])
+        if self._bounded and len(self._in_flight) == self._in_flight.maxlen:
+            self._in_flight[0].block_until_ready()
+        return state, metrics
 
     def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
         """As ``jax.jit(...).lower``: for reading the compiled program."""

@@ -26,10 +26,7 @@ TREES = [
     {"8": (8,), "empty": (2, 0), "31": (31,), "127": (127,)},
     {"63": (7, 3, 3), "1000": (1000,), "9": (9,)},
 ]
-B1, B2 = (
-    0.75,
-    0.5,
-)  # of local momentum; at the owner both are 0.5: means need all the bits there are
+B1, B2 = 0.75, 0.5  # of local momentum; at the owner both are 0.5, for means have no bits to spare
 FLOATING = ("float32", "bfloat16", "float16")
 
 two_phase, gathered, counts, lanes = lc.two_phase(), lc.gathered(), lc.counts(), lc.lanes()
@@ -235,7 +232,10 @@ def test_votes_with_local_momentum(run_workers, request, vote, workers, tree):
     simulator = reference.local_momentum(B1, B2, codes=vote.codes, decide=vote.decide)
     updates, want = simulate(simulator, params, story)
     for got, state in run_workers(txs, params, *story).values():
-        assert_equal(got, updates)
+        if vote.decide is reference.average:  # a division by a constant may become a product
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2**-22), got, updates)
+        else:
+            assert_equal(got, updates)
         assert_equal(state.mu, want.mu)
         assert_statistics(state, want)
 

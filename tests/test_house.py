@@ -12,7 +12,7 @@ import lioncub_jax as lc
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lioncub_jax"
 MODULES = {path.stem: path for path in sorted(PACKAGE.glob("*.py"))}
-MOST_LINES = 450
+MOST_LINES = 470
 
 # A module may import those to the left of it.
 ORDER = [

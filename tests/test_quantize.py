@@ -416,7 +416,7 @@ def test_integer_of_one_bit_is_refused():
         lc.integer(1)
 
 
-@pytest.mark.parametrize("block", [0, 1, 32, 63, 129, 256, "64", True])
+@pytest.mark.parametrize("block", [0, 1, 32, 63, 64.0, 129, 256, "64", True])
 def test_blocks_other_than_64_and_128_are_refused(block):
     with pytest.raises(ValueError, match=rf"block={block!r}.*64 or 128 elements"):
         lc.midrise(2, block=block)

@@ -51,7 +51,7 @@ RECIPES = {
     "majority": Recipe(
         "Distributed Lion: sign of the sum of signs", _majority, 1e-3, 1.0, drifts=True
     ),
-    "average": Recipe("Distributed Lion: mean of the signs", _average, 1e-3, 1.0, drifts=True),
+    "average": Recipe("Distributed Lion: mean of the signs", _average, 3e-3, 0.3, drifts=True),
     "owner": Recipe(
         "gradients of --bits each, one momentum for all, 1 bit back", _owner, 1e-3, 1.0, 3
     ),
