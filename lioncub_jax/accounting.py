@@ -75,10 +75,10 @@ def predict(
       >>> round(accounting.predict({"w": jnp.ones((1024, 1024))}, 8).bits_per_parameter, 2)
       1.78
     """
-    checks.check_count("workers", workers)
+    checks.check_count(f"workers={workers!r}", workers)
     up = up or quantize.sign()
     owner = owner or decide.count()
-    down = down or (decide.ternary_sum() if up.has_zero else decide.majority())
+    down = down or decide.fitting(up)
     wire = wire or wires.two_phase()
     checks.check_parts(up, owner, down, wire)
     leaves = jax.tree.leaves(params)

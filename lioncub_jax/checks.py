@@ -84,10 +84,10 @@ def check_axis(axis_name: Any) -> None:
         raise ValueError(f"axis_name={axis_name!r}: give the name of one mesh axis, a string")
 
 
-def check_count(name: str, n: Any, wanted: str = "a whole number of at least 1") -> None:
-    """Raises ``ValueError`` for anything but a whole number of at least 1."""
+def check_count(given: str, n: Any, wanted: str = "a whole number of at least 1") -> None:
+    """Raises ``ValueError`` for anything but a whole number of at least 1; ``given`` is how it came."""
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-        raise ValueError(f"{name}={n!r}: give {wanted}")
+        raise ValueError(f"{given}: give {wanted}")
 
 
 def check_betas(b1: Any, b2: Any) -> None:

@@ -258,6 +258,11 @@ def average() -> Down:
     )
 
 
+def fitting(up: Quantizer) -> Down:
+    """The down coder of votes in such codes: zeros come back if there are any, else one bit."""
+    return ternary_sum() if up.has_zero else majority()
+
+
 def floats() -> Down:
     """The values as float32: for transforms at the owner that do not end in a sign.
 

@@ -117,16 +117,17 @@ def communicate(
     memory = momentum.nothing() if memory is None else memory
     up = quantize.sign() if up is None else up
     owner = decide.count() if owner is None else owner
-    if down is None:
-        has_zero = isinstance(up, Quantizer) and up.has_zero
-        down = decide.ternary_sum() if has_zero else decide.majority()
+    checks.check_kinds(up=(up, Quantizer))
+    down = decide.fitting(up) if down is None else down
     wire = wires.two_phase() if wire is None else wire
-    checks.check_kinds(memory=(memory, Memory), up=(up, Quantizer), owner=(owner, Owner),
-                       down=(down, Down), wire=(wire, Wire))  # fmt: skip
+    checks.check_kinds(
+        memory=(memory, Memory), owner=(owner, Owner), down=(down, Down), wire=(wire, Wire)
+    )
     checks.check_parts(up, owner, down, wire)
     checks.check_axis(axis_name)
     if bucket_size is not None:
-        checks.check_count("bucket_size", bucket_size, "a number of elements, or None")
+        wanted = "a number of elements, or None"
+        checks.check_count(f"bucket_size={bucket_size!r}", bucket_size, wanted)
     plan = Plan(axis_name, memory, up, owner, down, wire, bucket_size)
 
     def init(params: optax.Params) -> CommunicateState:

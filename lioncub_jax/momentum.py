@@ -109,7 +109,7 @@ def every(period: int) -> Schedule:
       >>> [t for t in range(1, 10) if lc.every(4).due(t)]
       [4, 8]
     """
-    _check_count("every", period)
+    checks.check_count(f"every({period!r})", period)
     return Schedule(f"every({period})", lambda step: step % period == 0)
 
 
@@ -124,7 +124,7 @@ def first(steps: int, schedule: Schedule | None = None) -> Schedule:
       >>> [t for t in range(1, 20) if lc.first(9, lc.every(4)).due(t)]
       [4, 8]
     """
-    _check_count("first", steps)
+    checks.check_count(f"first({steps!r})", steps)
     inner = schedule or every(1)
     if inner.due is None:
         raise ValueError(f"first({steps}, never()): give a schedule that is due at times")
@@ -148,7 +148,7 @@ def thinning(k: int) -> Schedule:
       >>> [t for t in range(1, 40) if lc.thinning(2).due(t)]
       [1, 2, 4, 6, 10, 15, 23, 34]
     """
-    _check_count("thinning", k)
+    checks.check_count(f"thinning({k!r})", k)
     times, j = [1], 1
     while times[-1] < 2**31:
         times.append(times[-1] + int(2 ** (j / k)))
@@ -163,11 +163,6 @@ def check_schedule(given: Any) -> None:
         raise TypeError(
             f"{given!r} is not a schedule: give never(), every(T), first(M), thinning(k)"
         )
-
-
-def _check_count(who: str, n: Any) -> None:
-    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-        raise ValueError(f"{who}({n!r}): give a whole number of at least 1")
 
 
 class SyncState(NamedTuple):

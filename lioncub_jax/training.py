@@ -280,7 +280,7 @@ def make_train_step(
       9.0
     """
     _check_mesh(mesh, axis_name)
-    checks.check_count("accumulate", accumulate)
+    checks.check_count(f"accumulate={accumulate!r}", accumulate)
     stateful = loss_fn if isinstance(loss_fn, StatefulLoss) else _stateless(loss_fn)
     tx = optax.with_extra_args_support(tx)
     gradients = _local_gradients(stateful, axis_name, accumulate)

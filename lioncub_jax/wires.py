@@ -165,9 +165,7 @@ def lanes() -> Wire:
     ) -> Sums:  # fmt: skip
         workers = lax.axis_size(axis)
         field = _field_bits(quantizer, workers)
-        codes = bits.unpack(ballot.payload).reshape(-1)
-        if not quantizer.has_zero:
-            codes = codes * jnp.repeat(ballot.voted, ROW).astype(jnp.uint32)
+        codes = bits.unpack(ballot.payload).reshape(-1)  # 0 where there is no vote
         numbers = _numbers(codes, ballot.voted, takes_part, jnp.uint32)
         summed = _split_fields(lax.psum(_join_fields(numbers, field), axis), field, numbers.size)
         sums, votes, present = _split_numbers(summed, ballot.voted.shape[0])
@@ -239,8 +237,7 @@ def _sum(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     summed = lax.psum(_numbers(x, voted, takes_part, dtype), axis)
     sums, votes, present = _split_numbers(summed, voted.shape[0])
-    wide = jnp.int32 if jnp.issubdtype(dtype, jnp.integer) else jnp.float32
-    return sums.astype(wide), votes, present
+    return sums.astype(jnp.int32), votes, present
 
 
 def _summed_numbers(bucket: Bucket, workers: int) -> int:
