@@ -17,6 +17,12 @@ from lioncub_jax.decide import (
     ternary_sum,
 )
 from lioncub_jax.exchange import VoteStats, communicate, vote_stats
+from lioncub_jax.gradients import (
+    StatefulLoss,
+    from_nnx,
+    local_value_and_grad,
+    worker_value_and_grad,
+)
 from lioncub_jax.momentum import (
     blend,
     every,
@@ -32,6 +38,7 @@ from lioncub_jax.optimizer import (
     lion_cub,
     owner_lion,
 )
+from lioncub_jax.placement import specs_of
 from lioncub_jax.quantize import (
     dense,
     error_feedback,
@@ -42,14 +49,7 @@ from lioncub_jax.quantize import (
     stochastic,
     ternary,
 )
-from lioncub_jax.training import (
-    StatefulLoss,
-    TrainState,
-    from_nnx,
-    init_state,
-    local_value_and_grad,
-    make_train_step,
-)
+from lioncub_jax.training import TrainState, init_state, make_train_step, on_mesh
 from lioncub_jax.wires import all_reduce, counts, gathered, lanes, two_phase
 
 __all__ = [
@@ -85,8 +85,10 @@ __all__ = [
     "nearest",
     "never",
     "nothing",
+    "on_mesh",
     "owner_lion",
     "sign",
+    "specs_of",
     "stochastic",
     "sync_momentum",
     "ternary",
@@ -94,4 +96,5 @@ __all__ = [
     "thinning",
     "two_phase",
     "vote_stats",
+    "worker_value_and_grad",
 ]

@@ -263,6 +263,26 @@ def as_mask(bit: jax.Array) -> jax.Array:
     return jnp.uint32(0) - bit.astype(jnp.uint32)
 
 
+def first_ones(filled: jax.Array) -> jax.Array:
+    """Masks of rows whose first elements count.
+
+    Args:
+      filled: ``int32[rows]`` in 0 to 64.
+
+    Returns:
+      ``uint32[2 rows]``, ones for the first ``filled`` elements of each row.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from lioncub_jax import bits
+      >>> [f"{w:08x}" for w in bits.first_ones(jnp.array([36, 64]))]
+      ['ffffffff', '0000000f', 'ffffffff', 'ffffffff']
+    """
+    in_word = jnp.clip(filled[:, None] - jnp.array([0, WORD]), 0, WORD).astype(jnp.uint32)
+    shifted = jnp.uint32(1) << jnp.minimum(in_word, WORD - 1)
+    return jnp.where(in_word == WORD, jnp.uint32(0xFFFFFFFF), shifted - 1).reshape(-1)
+
+
 def coin(first_word: jax.Array | int, words: int, step: jax.Array | int) -> jax.Array:
     """Fair bits that every worker computes alike, from the element's place and the step.
 

@@ -55,16 +55,17 @@ def check_leaves(tree: Any) -> None:
             )
 
 
-def check_local(updates: Any, axis_name: AxisName) -> None:
+def check_local(updates: Any, axis_name: AxisName, group_axis: AxisName | None = None) -> None:
     """Raises ``ValueError`` for gradients that are, by their type, the same on every worker."""
-    shared = wires.sharing(jax.tree.leaves(updates), axis_name)
+    apart = (*wires.names(axis_name), *wires.names(group_axis or ()))
+    shared = wires.sharing(jax.tree.leaves(updates), apart)
     if shared:
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(updates)]
         raise ValueError(
             f"the gradient of {jax.tree_util.keystr(paths[shared[0]]) or 'the parameters'} is the same "
-            f"on every worker of {axis_name!r}: it was already reduced in full precision, and there is "
-            "nothing left to vote on. jax.grad does that for parameters that do not vary over the axis; "
-            "take local gradients with lioncub_jax.local_value_and_grad"
+            f"on every worker of {' and '.join(map(repr, apart))}: it was already reduced in full "
+            "precision, and there is nothing left to vote on. jax.grad does that for parameters that do "
+            "not vary over the axis; take local gradients with lioncub_jax.local_value_and_grad"
         )
 
 
@@ -79,9 +80,33 @@ def check_kinds(**parts: tuple[Any, type]) -> None:
 
 
 def check_axis(axis_name: Any) -> None:
-    """Raises ``ValueError`` for anything but the name of one mesh axis."""
-    if not isinstance(axis_name, str):
-        raise ValueError(f"axis_name={axis_name!r}: give the name of one mesh axis, a string")
+    """Raises ``ValueError`` for anything but the name of a mesh axis, or a tuple of names."""
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if not names or not all(isinstance(n, str) for n in names) or len(set(names)) < len(names):
+        raise ValueError(
+            f"axis_name={axis_name!r}: give the name of a mesh axis, a string, or a tuple of names"
+        )
+
+
+def check_group(group_axis: Any, axis_name: AxisName, up: Quantizer) -> None:
+    """Raises ``ValueError`` for a group axis that is none, or that the quantiser cannot serve."""
+    if group_axis is None:
+        return
+    names = group_axis if isinstance(group_axis, tuple) else (group_axis,)
+    if not names or not all(isinstance(n, str) for n in names):
+        raise ValueError(
+            f"group_axis={group_axis!r}: give the name of a mesh axis, a tuple of names, or None"
+        )
+    if set(names) & set(wires.names(axis_name)):
+        raise ValueError(
+            f"group_axis={group_axis!r} is an axis of the workers ({axis_name!r}): a group is the "
+            "devices of one worker, on an axis of their own"
+        )
+    if up.measure is not None:
+        raise ValueError(
+            f"{up.name} has one scale for a whole leaf, and a device of a group votes on a slice of many "
+            "leaves: give sign(), ternary(), midrise(p, block=64) or midrise(p, block=128)"
+        )
 
 
 def check_count(given: str, n: Any, wanted: str = "a whole number of at least 1") -> None:

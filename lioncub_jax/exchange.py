@@ -4,23 +4,31 @@ A step of a worker reads as a sentence: make a message from gradient and memory,
 send them up the wire, let the owner of each slice decide, read the answer, remember.
 """
 
-import functools
-import operator
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 
-from lioncub_jax import bits, checks, decide, layout, messages, momentum, quantize, wires
-from lioncub_jax.bits import WORDS_PER_ROW
+from lioncub_jax import (
+    agreement,
+    bits,
+    checks,
+    decide,
+    layout,
+    momentum,
+    placement,
+    quantize,
+    wires,
+)
+from lioncub_jax.agreement import Agreed, Plan, Voter
 from lioncub_jax.decide import Down, Owner
-from lioncub_jax.layout import Bucket
+from lioncub_jax.layout import Bucket, Cut, Flat
 from lioncub_jax.momentum import Memory
-from lioncub_jax.quantize import Ballot, Place, Quantizer
+from lioncub_jax.quantize import Ballot, Quantizer
 from lioncub_jax.wires import AxisName, Wire
 
 
@@ -74,6 +82,7 @@ def communicate(
     owner: Owner | None = None,
     down: Down | None = None,
     wire: Wire | None = None,
+    group_axis: AxisName | None = None,
     bucket_size: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """The one place where workers talk: gradients of each worker in, one agreed update out.
@@ -87,13 +96,18 @@ def communicate(
     worker alone sends nothing, so nothing is quantised either.
 
     Args:
-      axis_name: mesh axis of the workers, bound by ``jax.shard_map`` or ``jax.pmap``.
+      axis_name: mesh axis of the workers, bound by ``jax.shard_map`` or ``jax.pmap``; or several, a
+        tuple, that are one group of voters together.
       memory: ``blend(b1, b2)``, or ``nothing()`` (default).
       up: how values become codes; default ``sign()``.
       owner: ``count()`` (default) or ``momentum_at_owner(tx)``.
       down: ``majority()`` (default), ``ternary_sum()`` (default for codes with a zero), ``average()``
         or ``floats()``.
       wire: ``two_phase()`` (default), ``gathered()``, ``counts()``, ``lanes()`` or ``all_reduce()``.
+      group_axis: mesh axis of the devices that make up one worker, each with a gradient of its own: two
+        levels. The gradients are averaged in full precision inside the group by a reduce-scatter, each
+        device keeps momentum and votes for its slice of the parameters, and the packed answers are
+        gathered inside the group.
       bucket_size: elements after which a new flat buffer begins; None for one buffer.
 
     Returns:
@@ -125,19 +139,25 @@ def communicate(
     )
     checks.check_parts(up, owner, down, wire)
     checks.check_axis(axis_name)
+    checks.check_group(group_axis, axis_name, up)
     if bucket_size is not None:
         wanted = "a number of elements, or None"
         checks.check_count(f"bucket_size={bucket_size!r}", bucket_size, wanted)
-    plan = Plan(axis_name, memory, up, owner, down, wire, bucket_size)
+    plan = Plan(axis_name, group_axis, memory, up, owner, down, wire, bucket_size)
 
     def init(params: optax.Params) -> CommunicateState:
         checks.check_leaves(params)
         counts = [jnp.zeros((), jnp.int32) for _ in range(3)]
-        error = jax.tree.map(lambda p: _zeros_of(p, up.feedback), params)
-        slices = _init_owner(plan, params)
         ties, parameters = jnp.zeros(()), jnp.zeros(())
+        mu = error = None
+        owners: tuple[Flat, ...] = ()
+        if owner.needs_values or group_axis is not None:
+            mu, error, owners = placement.on_shards(partial(_init_slices, plan), (params,))
+        if group_axis is None:
+            mu = memory.init(params)
+            error = jax.tree.map(lambda p: _zeros_of(p, up.feedback), params)
         return CommunicateState(
-            counts[0], memory.init(params), error, slices, ties, parameters, counts[1], counts[2]
+            counts[0], mu, error, owners, ties, parameters, counts[1], counts[2]
         )
 
     def update(
@@ -149,85 +169,131 @@ def communicate(
         **extra: Any,
     ) -> tuple[optax.Updates, CommunicateState]:
         del params, extra
-        workers = wires.workers_on(axis_name)
+        wires.workers_on(axis_name)
         checks.check_leaves(updates)
-        checks.check_local(updates, axis_name)
-        voter = Voter(wires.worker_index(axis_name), workers, state.count)
-        return worker_step(plan, voter, updates, state, abstain)
+        checks.check_local(updates, axis_name, group_axis)
+        told = None if abstain is None else checks.as_flag(abstain)
+        args = updates, state, told
+        # Results lie as what they replace.
+        cut = placement.cut_of((updates, state))
+        return placement.on_shards(partial(worker_step, plan), args, cut)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-class Plan(NamedTuple):
-    """The parts of a `communicate`, put together."""
-
-    axis: AxisName
-    memory: Memory
-    up: Quantizer
-    owner: Owner
-    down: Down
-    wire: Wire
-    bucket_size: int | None
-
-    def buckets(self, leaves: Sequence[jax.Array], workers: int) -> tuple[Bucket, ...]:
-        """The flat buffers in which these leaves travel."""
-        return layout.buckets(leaves, workers, self.up.rows_per_step, self.bucket_size)
-
-
-class _Agreed(NamedTuple):
-    """What the workers agreed on for one bucket; all but ``owner`` the same on every worker."""
-
-    rows: jax.Array  # float[rows, 64]
-    owner: Any
-    ties: jax.Array
-    present: jax.Array
-
-
-class Voter(NamedTuple):
-    """Who takes a step: which worker of how many, after how many earlier steps."""
-
-    worker: jax.Array
-    workers: int
-    step: jax.Array
-
-
 def worker_step(
-    plan: Plan, voter: Voter, updates: Any, state: CommunicateState, told_to_abstain: Any
+    plan: Plan, updates: Any, state: CommunicateState, told_to_abstain: Any
 ) -> tuple[Any, CommunicateState]:
-    """What one worker does in a step; it meets the others only in ``plan.wire``."""
+    """What one worker does in a step, on each of its devices; workers meet only in ``plan.wire``."""
+    workers = wires.workers_on(plan.axis)
+    voter = Voter(wires.worker_index(plan.axis), workers, state.count)
     grads, tree = _flatten(updates)
-    workers = voter.workers
-    mus, errors = tree.flatten_up_to(state.mu), tree.flatten_up_to(state.error)
-    sent = [plan.memory.message(g, mu) for g, mu in zip(grads, mus, strict=True)]
+    split = _Split.of(plan, grads)
+    pieces = split.pieces(grads)
+    mus, errors = split.read(state.mu, tree), split.read(state.error, tree)
+    sent = [plan.memory.message(g, mu) for g, mu in zip(pieces, mus, strict=True)]
     said = _with_errors(sent, errors)
-    buckets = plan.buckets(grads, workers)
-    speak = _quantize if workers > 1 else _keep_values
-    ballots = [speak(plan, voter, bucket, said) for bucket in buckets]
-    abstains = _abstains(plan.axis, told_to_abstain, ballots)
-    agree = _exchange if workers > 1 else _decide_alone
-    slices = state.owner if plan.owner.needs_values else ((),) * len(buckets)
+    buckets = plan.buckets(pieces, workers)
+    ballots = [_speak(plan, voter, bucket, said, split.cuts) for bucket in buckets]
+    abstains = agreement.abstains_now(plan.axis, told_to_abstain, ballots)
+    slices = [flat.value for flat in state.owner] if state.owner else [()] * len(buckets)
     agreed = [
-        agree(plan, voter, bucket, cast, abstains, slice_state)
+        _agree(plan, voter, bucket, cast, abstains, slice_state, split.cuts)
         for bucket, cast, slice_state in zip(buckets, ballots, slices, strict=True)
     ]
     if workers > 1:
         # Made anew from the same inputs: kept, it would cost an array as large as the gradient.
-        said_again = _with_errors(*lax.optimization_barrier((sent, errors)))
-        missed = _missed(plan, buckets, ballots, said_again, workers)
+        anew = [lax.optimization_barrier(pair) for pair in zip(sent, errors, strict=True)]
+        said_again = _with_errors([c for c, _ in anew], [e for _, e in anew])
+        missed = agreement.missed(plan, buckets, ballots, said_again, workers)
         errors = _withheld(abstains, [missed.get(i) for i in range(len(errors))], errors)
-    kept = [plan.memory.remember(g, mu) for g, mu in zip(grads, mus, strict=True)]
+    kept = [plan.memory.remember(g, mu) for g, mu in zip(pieces, mus, strict=True)]
+    owners = zip(agreed, buckets, strict=True) if plan.owner.needs_values else ()
     new_state = CommunicateState(
         optax.safe_increment(state.count),
-        tree.unflatten(_withheld(abstains, kept, mus)),
-        tree.unflatten(errors),
-        tuple(a.owner for a in agreed) if plan.owner.needs_values else (),
-        *_statistics(plan.axis, grads, agreed, state, workers),
+        split.write(_withheld(abstains, kept, mus), tree),
+        split.write(errors, tree),
+        tuple(Flat(a.owner, bucket) for a, bucket in owners),
+        *_statistics(plan, grads, agreed, state, workers),
     )
-    return tree.unflatten(_to_leaves(buckets, agreed, sent)), new_state
+    return tree.unflatten(split.leaves(buckets, agreed, grads, sent)), new_state
+
+
+class _Split(NamedTuple):
+    """What a device of a worker votes on: leaves, or its slices of buckets that a group shares."""
+
+    group: AxisName | None
+    cuts: list[Cut | None]
+
+    @classmethod
+    def of(cls, plan: Plan, leaves: list[jax.Array]) -> "_Split":
+        if plan.group is None:
+            return cls(None, [None] * len(leaves))
+        index = wires.worker_index(plan.group)
+        return cls(plan.group, [Cut(b, layout.filled(b, index)) for b in plan.cuts(leaves)])
+
+    def pieces(self, grads: list[jax.Array]) -> list[jax.Array]:
+        """Leaves as they are; or slices, averaged over the group in full precision."""
+        if self.group is None:
+            return grads
+        parts = wires.workers_on(self.group)
+        joined = [layout.join(grads, cut.bucket, parts) for cut in self.cuts if cut]
+        return [wires.mean_slice(rows, self.group) for rows in joined]
+
+    def read(self, kept: Any, tree: Any) -> list[Any]:
+        """State of each piece as a list."""
+        return tree.flatten_up_to(kept) if self.group is None else [flat.value for flat in kept]
+
+    def write(self, kept: list[Any], tree: Any) -> Any:
+        """Undoes ``read``."""
+        if self.group is None:
+            return tree.unflatten(kept)
+        return tuple(Flat(x, cut.bucket) for x, cut in zip(kept, self.cuts, strict=True) if cut)
+
+    def leaves(
+        self,
+        buckets: tuple[Bucket, ...],
+        agreed: list[Agreed],
+        grads: list[jax.Array],
+        sent: list[jax.Array],
+    ) -> list[jax.Array]:
+        """What was agreed on, as leaves; empty ones stay."""
+        like = sent if self.group is None else grads
+        leaves = [jnp.zeros(x.shape, x.dtype) for x in like]
+        for bucket, answer in zip(buckets, agreed, strict=True):
+            for s in bucket.segments:
+                rows = answer.rows[:, s.first_row : s.first_row + s.rows].reshape(-1, bits.ROW)
+                cut = self.cuts[s.leaf]
+                for part in (s,) if cut is None else cut.bucket.segments:
+                    own = rows if cut is None else rows[part.first_row : part.first_row + part.rows]
+                    leaves[part.leaf] = layout.from_rows(own, part).astype(like[part.leaf].dtype)
+        return leaves
 
 
 def _flatten(tree: Any) -> tuple[list[jax.Array], Any]:
     return jax.tree.flatten(tree)
+
+
+def _speak(
+    plan: Plan, voter: Voter, bucket: Bucket, said: list[jax.Array], cuts: list[Cut | None]
+) -> list[Ballot]:
+    if voter.workers == 1:
+        return agreement.values_kept(bucket, said)
+    return agreement.quantized(plan, voter, bucket, said, cuts)
+
+
+def _agree(
+    plan: Plan,
+    voter: Voter,
+    bucket: Bucket,
+    cast: list[Ballot],
+    abstains: jax.Array,
+    slice_state: Any,
+    cuts: list[Cut | None],
+) -> Agreed:
+    if voter.workers == 1:
+        return agreement.decided_alone(plan, bucket, cast, abstains, slice_state)
+    return agreement.exchanged(plan, voter, bucket, cast, abstains, slice_state, cuts)
 
 
 def _with_errors(sent: list[jax.Array], errors: list[Any]) -> list[jax.Array]:
@@ -238,147 +304,6 @@ def _with_errors(sent: list[jax.Array], errors: list[Any]) -> list[jax.Array]:
     ]
 
 
-def _quantize(plan: Plan, voter: Voter, bucket: Bucket, said: list[jax.Array]) -> list[Ballot]:
-    ballots = []
-    for segment in bucket.segments:
-        first_word = (bucket.first_row + segment.first_row) * WORDS_PER_ROW
-        place = Place(
-            first_word, segment.size, segment.leaf, voter.step, voter.worker, voter.workers
-        )
-        ballots.append(plan.up.encode(layout.to_rows(said[segment.leaf], segment), place))
-    return ballots
-
-
-def _keep_values(plan: Plan, voter: Voter, bucket: Bucket, said: list[jax.Array]) -> list[Ballot]:
-    """One worker's ballots: the values themselves, in rows, of the bucket's own dtype."""
-    rows = [layout.to_rows(said[s.leaf], s) for s in bucket.segments]
-    return [
-        Ballot(x.astype(bucket.dtype), jnp.ones(x.shape[:1], bool), None, ~jnp.all(jnp.isfinite(x)))
-        for x in rows
-    ]
-
-
-def _abstains(axis: AxisName, told: Any, ballots: list[list[Ballot]]) -> jax.Array:
-    """``bool[]``: whether this worker sits out, by its own values or because it was told to."""
-    flags = [ballot.flagged for cast in ballots for ballot in cast]
-    told = jnp.zeros((), bool) if told is None else checks.as_flag(told)
-    sits_out = functools.reduce(operator.or_, [told, *flags])
-    # The devices that share a worker sit out as one.
-    return wires.same_over_shards(sits_out.astype(jnp.uint32), axis) > 0
-
-
-def _exchange(
-    plan: Plan,
-    voter: Voter,
-    bucket: Bucket,
-    ballots: list[Ballot],
-    abstains: jax.Array,
-    slice_state: Any,
-) -> _Agreed:
-    """Up the wire, the owner's decision, and back."""
-    workers = voter.workers
-    ballot = _join(plan.up, bucket, ballots, abstains, workers, not plan.owner.needs_values)
-    received = plan.wire.collect(
-        ballot, ~abstains, plan.up, plan.owner.needs_values, bucket, plan.axis
-    )
-    result, slice_state = plan.owner.decide(received, plan.up, workers, bucket.dtype, slice_state)
-    rows = plan.wire.owned_rows(bucket, workers)
-    first_row = bucket.first_row + (rows * voter.worker if plan.wire.owns_slice else 0)
-    coin = bits.coin(first_row * WORDS_PER_ROW, rows * WORDS_PER_ROW, voter.step)
-    words = messages.pack_answer(
-        plan.down.encode(result, coin), received.present, plan.down, workers
-    )
-    answers = plan.wire.publish(words, plan.axis)
-    answer, present = messages.open_answers(answers, plan.down, plan.up, rows, workers)
-    values = plan.down.decode(answer.planes, answer.per_row, plan.up.top(workers), workers)
-    ties = answer.ties - _tied_padding(plan.up, bucket, answer.per_row)
-    return _Agreed(values.reshape(-1, bits.ROW), slice_state, ties, present)
-
-
-def _tied_padding(up: Quantizer, bucket: Bucket, moved: Any) -> jax.Array | float:
-    """Padding of dense values is zero and ties where its row moves; padding of codes never does."""
-    if not up.dense or moved is None:
-        return 0.0
-    short = [(s.first_row + s.rows - 1, s.rows * bits.ROW - s.size) for s in bucket.segments]
-    return sum((moved[row].astype(jnp.float32) * pad for row, pad in short if pad), jnp.zeros(()))
-
-
-def _join(
-    up: Quantizer,
-    bucket: Bucket,
-    ballots: list[Ballot],
-    abstains: jax.Array,
-    workers: int,
-    counted: bool,
-) -> Ballot:
-    """The bucket's ballot, padded to what travels; empty if the worker abstains."""
-    voted = bucket.pad(jnp.concatenate([b.voted for b in ballots]), workers) & ~abstains
-    rows = workers * bucket.chunk
-    top = up.top(workers)
-    payloads = [b.payload for b in ballots]
-    if up.has_zero:
-        payloads = [
-            jnp.where(abstains, quantize.fill_padding(_silence(up, p, workers), s.size, top), p)
-            for p, s in zip(payloads, bucket.segments, strict=True)
-        ]
-    payload = jnp.concatenate(payloads, axis=1)
-    idle = rows * up.words_per_row - payload.shape[1]
-    payload = jnp.pad(payload, ((0, 0), (0, idle)))
-    if up.has_zero:
-        payload = quantize.fill_padding(payload, bucket.rows * bits.ROW, top)
-    elif counted:
-        payload &= jnp.repeat(bits.as_mask(voted), up.words_per_row)
-    steps = None
-    if ballots[0].steps is not None:
-        joined = jnp.concatenate([b.steps for b in ballots if b.steps is not None])
-        joined = jnp.pad(joined, (0, rows // up.rows_per_step - joined.shape[0]))
-        steps = jnp.where(abstains, 0, joined)
-    return Ballot(payload, voted, steps, abstains)
-
-
-def _silence(up: Quantizer, like: jax.Array, workers: int) -> jax.Array:
-    """Planes of the code that means zero."""
-    zero = np.array([[up.top(workers) // 2 >> k & 1] for k in range(len(like))], np.uint32)
-    return jnp.broadcast_to(bits.as_mask(jnp.asarray(zero)), like.shape)
-
-
-def _decide_alone(
-    plan: Plan,
-    voter: Voter,
-    bucket: Bucket,
-    ballots: list[Ballot],
-    abstains: jax.Array,
-    slice_state: Any,
-) -> _Agreed:
-    """With one worker the owner's transform runs on values that were never quantised."""
-    rows = bucket.pad(jnp.concatenate([b.payload for b in ballots]), 1)
-    update, new_state = plan.owner.alone(rows.reshape(-1, bits.WORD), slice_state)
-    new_state = decide.keep_unless(~abstains, new_state, slice_state)
-    update = jnp.where(abstains, 0, update).reshape(-1, bits.ROW)
-    present = 1 - abstains.astype(jnp.uint32)
-    same = [wires.same_everywhere(x, plan.axis) for x in (update, present)]
-    return _Agreed(same[0], new_state, jnp.zeros(()), same[1])
-
-
-def _missed(
-    plan: Plan,
-    buckets: tuple[Bucket, ...],
-    ballots: list[list[Ballot]],
-    said: list[jax.Array],
-    workers: int,
-) -> dict[int, jax.Array]:
-    """What the codes failed to say, for each leaf, if it is to be said later."""
-    missed: dict[int, jax.Array] = {}
-    if plan.up.feedback is None:
-        return missed
-    for bucket, cast in zip(buckets, ballots, strict=True):
-        for segment, ballot in zip(bucket.segments, cast, strict=True):
-            heard = plan.up.values(ballot.payload, ballot.steps, workers)
-            heard = layout.from_rows(heard.reshape(-1, bits.ROW), segment)
-            missed[segment.leaf] = said[segment.leaf] - heard
-    return missed
-
-
 def _withheld(abstains: jax.Array, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
     """The new state of this worker, or the old one if it abstains; None where there is none."""
     return [
@@ -387,50 +312,62 @@ def _withheld(abstains: jax.Array, new: Sequence[Any], old: Sequence[Any]) -> li
     ]
 
 
-def _to_leaves(
-    buckets: tuple[Bucket, ...], agreed: list[_Agreed], sent: list[jax.Array]
-) -> list[jax.Array]:
-    leaves = [jnp.zeros(c.shape, c.dtype) for c in sent]  # empty ones stay
-    for bucket, answer in zip(buckets, agreed, strict=True):
-        for s in bucket.segments:
-            rows = answer.rows[s.first_row : s.first_row + s.rows]
-            leaves[s.leaf] = layout.from_rows(rows, s).astype(sent[s.leaf].dtype)
-    return leaves
-
-
 def _statistics(
-    axis: AxisName,
-    grads: list[jax.Array],
-    agreed: list[_Agreed],
-    state: CommunicateState,
-    workers: int,
+    plan: Plan, grads: list[jax.Array], agreed: list[Agreed], state: CommunicateState, workers: int
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    parameters = jnp.float32(sum(g.size * wires.shards_of(g, axis) for g in grads))
-    ties = sum((wires.sum_over_shards(a.ties, axis) for a in agreed), jnp.zeros(()))
+    """Ties and presence over a worker's shards, in one sum if it has any."""
+    everyone = (*wires.names(plan.axis), *wires.names(plan.group or ()))
+    parameters = jnp.float32(sum(g.size * wires.shards_of(g, everyone) for g in grads))
     if not agreed:
-        return ties, parameters, state.abstained, state.abstentions
-    present = wires.same_over_shards(agreed[0].present, axis)
-    abstained = workers - present.astype(jnp.int32)
-    return ties, parameters, abstained, state.abstentions + abstained
+        return jnp.zeros(()), parameters, state.abstained, state.abstentions
+    # The sum runs over all axes that cut any bucket; a bucket of which there are copies counts once.
+    ties = sum((a.ties * wires.shards_of(a.ties, plan.axis) for a in agreed), jnp.zeros(()))
+    present = agreed[0].present.astype(jnp.float32)
+    both = jnp.stack([ties, present])
+    both = wires.sum_over_shards(both / wires.shards_of(both, plan.axis), plan.axis)
+    abstained = workers - both[1].astype(jnp.int32)
+    return both[0], parameters, abstained, state.abstentions + abstained
 
 
-def _init_owner(plan: Plan, params: optax.Params) -> tuple[Any, ...]:
+def _init_slices(plan: Plan, params: optax.Params) -> tuple[Any, Any, Any]:
+    """Momentum and errors of a group's slices, and owners' states, where every axis is manual."""
+    leaves = jax.tree.leaves(params)
+    mu, error, pieces = None, None, leaves
+    if plan.group is not None:
+        cuts = plan.cuts(leaves)
+        pieces = [
+            _zeros_over(b.chunk, bits.ROW, b.dtype, (*b.axes, *wires.names(plan.group)))
+            for b in cuts
+        ]
+        mu = tuple(map(Flat, plan.memory.init(pieces), cuts))
+        error = tuple(
+            Flat(_zeros_of(x, plan.up.feedback), cut) for x, cut in zip(pieces, cuts, strict=True)
+        )
+    return mu, error, _init_owner(plan, pieces)
+
+
+def _init_owner(plan: Plan, pieces: list[jax.Array]) -> tuple[Flat, ...]:
     """Each bucket's slice state; only a transform that keeps one needs to know the workers."""
     if not plan.owner.needs_values:
         return ()
     workers = wires.workers_on(plan.axis)
+    own = wires.names(plan.axis) if plan.wire.owns_slice or workers == 1 else ()
     states = []
-    for bucket in plan.buckets(jax.tree.leaves(params), workers):
-        size = plan.wire.owned_rows(bucket, workers) * bits.ROW
-        state = plan.owner.init(jnp.zeros((size // bits.WORD, bits.WORD), bucket.dtype))
-        own = plan.wire.owns_slice or workers == 1
-        states.append(_vary_slices(state, plan) if own else state)
+    for bucket in plan.buckets(pieces, workers):
+        words = plan.wire.owned_rows(bucket, workers) * bits.WORDS_PER_ROW
+        state = plan.owner.init(jnp.zeros((words, bits.WORD), bucket.dtype))
+        axes = [n for n in bucket.axes if n not in wires.names(plan.axis)]
+        states.append(Flat(_vary_arrays(state, (*own, *axes)), bucket))
     return tuple(states)
 
 
-def _vary_slices(state: Any, plan: Plan) -> Any:
+def _vary_arrays(state: Any, axes: tuple[str, ...]) -> Any:
     """Types the arrays of a slice as the owner's own; counters stay the same on every worker."""
-    return jax.tree.map(lambda x: wires.varying(x, plan.axis) if x.ndim else x, state)
+    return jax.tree.map(lambda x: wires.varying(x, axes) if x.ndim else x, state)
+
+
+def _zeros_over(rows: int, columns: int, dtype: Any, axes: tuple[str, ...]) -> jax.Array:
+    return wires.varying(jnp.zeros((rows, columns), dtype), axes)
 
 
 def _zeros_of(p: jax.Array, dtype: Any) -> jax.Array | None:

@@ -6,11 +6,13 @@ mesh axes may not share an array; each such set has a buffer, a *bucket*, of its
 size of a bucket splits it further.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from lioncub_jax.bits import ROW
 
@@ -42,6 +44,8 @@ class Bucket(NamedTuple):
       rows: rows in this one.
       chunk: rows that each worker owns; ``workers * chunk >= rows``.
       dtype: of the leaves, the widest if they differ.
+      axes: mesh axes over which the leaves vary, by name.
+      total_rows: rows of all buckets, what each worker pads them to included.
     """
 
     segments: tuple[Segment, ...]
@@ -49,11 +53,39 @@ class Bucket(NamedTuple):
     rows: int
     chunk: int
     dtype: Any
+    axes: tuple[str, ...] = ()
+    total_rows: int = 0
 
     def pad(self, x: jax.Array, workers: int) -> jax.Array:
         """Fills ``[rows, ...]`` with zeros to the ``workers * chunk`` rows that travel."""
         short = workers * self.chunk - self.rows
         return jnp.pad(x, [(0, short)] + [(0, 0)] * (x.ndim - 1)) if short else x
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Flat:
+    """Arrays that lie as a bucket does and not as its leaves do, with what is needed to find them.
+
+    Attributes:
+      value: tree of arrays over the rows that a device owns, ``[words, 32]`` or ``[rows, 64]``.
+      bucket: the bucket whose slice they are.
+    """
+
+    value: Any
+    bucket: Bucket = dataclasses.field(metadata={"static": True})
+
+
+class Cut(NamedTuple):
+    """A slice of a bucket, as a device of a group holds it.
+
+    Attributes:
+      bucket: what is cut; each device holds ``chunk`` rows of it.
+      filled: ``int32[chunk]``, how many elements of each row here are no padding.
+    """
+
+    bucket: Bucket
+    filled: jax.Array
 
 
 def varying_axes(x: jax.Array) -> frozenset:
@@ -100,7 +132,8 @@ def buckets(
 def _place(
     leaves: Sequence[jax.Array], members: list[list[int]], workers: int, rows_per_step: int
 ) -> tuple[Bucket, ...]:
-    placed, before = [], 0
+    placed: list[Bucket] = []
+    before = 0
     for group in members:
         segments, first = [], 0
         for index in group:
@@ -110,9 +143,10 @@ def _place(
             first += rows
         chunk = _round_up(-(-first // workers), rows_per_step)
         dtype = jnp.result_type(*(leaves[index].dtype for index in group))
-        placed.append(Bucket(tuple(segments), before, first, chunk, dtype))
+        axes = tuple(sorted(map(str, varying_axes(leaves[group[0]]))))
+        placed.append(Bucket(tuple(segments), before, first, chunk, dtype, axes))
         before += workers * chunk
-    return tuple(placed)
+    return tuple(bucket._replace(total_rows=before) for bucket in placed)
 
 
 def _round_up(n: int, multiple: int) -> int:
@@ -129,3 +163,32 @@ def to_rows(x: jax.Array, segment: Segment) -> jax.Array:
 def from_rows(rows: jax.Array, segment: Segment) -> jax.Array:
     """Undoes ``to_rows``: ``[rows, 64]`` to the leaf's own shape."""
     return rows.reshape(-1)[: segment.size].reshape(segment.shape)
+
+
+def join(leaves: Sequence[jax.Array], bucket: Bucket, parts: int) -> jax.Array:
+    """All leaves of a bucket as ``float32[parts * chunk, 64]``, zeros in the padding."""
+    return bucket.pad(jnp.concatenate([to_rows(leaves[s.leaf], s) for s in bucket.segments]), parts)
+
+
+def filled(bucket: Bucket, index: jax.Array) -> jax.Array:
+    """``int32[chunk]``: how many elements of each row in a slice of a bucket are no padding.
+
+    Args:
+      bucket: what is cut into slices of ``chunk`` rows.
+      index: ``int32[]``, which slice.
+    """
+    first = index.astype(jnp.int32) * bucket.chunk
+    row = first + jnp.arange(bucket.chunk, dtype=jnp.int32)
+    ends = [short for segment in bucket.segments for short in short_rows(segment)]
+    short = np.array(ends, np.int32).reshape(-1, 2)
+    at = jnp.asarray(short[:, 0]) - first
+    # Rows of other slices fall out of range; a negative index would count from the end.
+    at = jnp.where(at < 0, bucket.chunk, at)
+    counts = jnp.where(row < bucket.rows, ROW, 0).astype(jnp.int32)
+    return counts.at[at].add(-short[:, 1], mode="drop")
+
+
+def short_rows(segment: Segment) -> list[tuple[int, int]]:
+    """The rows of a segment's bucket that end in padding, with how many elements of it they hold."""
+    ends = range(segment.size // ROW, segment.rows)
+    return [(segment.first_row + n, min(ROW, (n + 1) * ROW - segment.size)) for n in ends]

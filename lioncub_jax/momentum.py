@@ -257,9 +257,11 @@ def _gated_mean(
     def look(operands: Any) -> Any:
         leaves, drifts = operands
         picked = [x for x, pick in zip(leaves, chosen, strict=True) if pick]
-        squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in picked]
-        means, squares = wires.mean_over_workers((picked, squares), axis)
-        found = iter([_variance_share(m, s) for m, s in zip(means, squares, strict=True)])
+        means, squares = wires.mean_over_workers((picked, [_square(x) for x in picked]), axis)
+        # Of a leaf that is cut, each device has looked at its own part only.
+        sums = [[_square(mean), square] for mean, square in zip(means, squares, strict=True)]
+        sums = [[wires.sum_over_shards(x, axis) for x in pair] for pair in sums]
+        found = iter([_variance_share(*pair) for pair in sums])
         synced = [wires.varying(mean, axis) for mean in means]
         new = iter([jnp.where(syncs, m, x) for m, x in zip(synced, picked, strict=True)])
         leaves = [next(new) if pick else x for x, pick in zip(leaves, chosen, strict=True)]
@@ -269,11 +271,14 @@ def _gated_mean(
     return jax.tree.unflatten(tree, leaves), jax.tree.unflatten(jax.tree.structure(drift), drifts)
 
 
-def _variance_share(mean: jax.Array, mean_square: jax.Array) -> jax.Array:
-    share = 1 - jnp.sum(jnp.square(mean.astype(jnp.float32))) / jnp.where(
-        mean_square > 0, mean_square, 1
-    )
-    return jnp.where(mean_square > 0, jnp.clip(share, 0, 1), 0)
+def _square(x: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.square(x.astype(jnp.float32)))
+
+
+def _variance_share(of_mean: jax.Array, mean: jax.Array) -> jax.Array:
+    """What of a mean square is variance between workers, from the square of the mean."""
+    share = 1 - of_mean / jnp.where(mean > 0, mean, 1)
+    return jnp.where(mean > 0, jnp.clip(share, 0, 1), 0)
 
 
 def _momentum_of(state: Any) -> Any:

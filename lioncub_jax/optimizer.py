@@ -35,6 +35,7 @@ def lion_cub(
     wire: Wire | None = None,
     sync: Schedule | None = None,
     sync_where: Any = None,
+    group_axis: AxisName | None = None,
     bucket_size: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Lion Cub: workers vote with 1 or p bits of their own blend of gradient and momentum.
@@ -49,13 +50,14 @@ def lion_cub(
       mu_dtype: dtype of the momentum; None for that of the parameters.
       weight_decay: decoupled, multiplied with the learning rate.
       mask: which leaves decay, a tree of bools or a function of the parameters.
-      axis_name: mesh axis of the workers.
+      axis_name: mesh axis of the workers; a tuple of several is one group of voters.
       quantizer: ``sign()`` (default: 1 bit up, 1 down), ``midrise(p)`` (p up, 1 down: precision does
         not depend on the number of workers), ``integer(p)`` (the paper's p-bit integer sum, for the
         ``counts`` and ``lanes`` wires) or ``ternary()`` (exact zeros, 2 up, 2 down).
       wire: ``two_phase()`` by default.
       sync: when to average momentum in full precision; ``never()`` by default.
       sync_where: which leaves of the momentum to average.
+      group_axis: see `communicate`.
       bucket_size: see `communicate`.
 
     Returns:
@@ -75,6 +77,7 @@ def lion_cub(
         memory=momentum.blend(b1, b2, mu_dtype),
         up=quantizer,
         wire=wire,
+        group_axis=group_axis,
         bucket_size=bucket_size,
     )
     return _finish(vote, learning_rate, weight_decay, mask, axis_name, sync, sync_where)
@@ -93,6 +96,7 @@ def distributed_lion(
     wire: Wire | None = None,
     sync: Schedule | None = None,
     sync_where: Any = None,
+    group_axis: AxisName | None = None,
     bucket_size: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Distributed Lion: workers send signs; the update is their majority or their average.
@@ -110,6 +114,7 @@ def distributed_lion(
       wire: ``two_phase()`` by default.
       sync: as `lion_cub`; the paper never syncs.
       sync_where: as `lion_cub`.
+      group_axis: see `communicate`.
       bucket_size: see `communicate`.
 
     Returns:
@@ -129,6 +134,7 @@ def distributed_lion(
         memory=momentum.blend(b1, b2, mu_dtype),
         down=decide.average() if average else decide.majority(),
         wire=wire,
+        group_axis=group_axis,
         bucket_size=bucket_size,
     )
     return _finish(vote, learning_rate, weight_decay, mask, axis_name, sync, sync_where)
@@ -146,6 +152,7 @@ def owner_lion(
     quantizer: Quantizer | None = None,
     wire: Wire | None = None,
     dominance: float = 16.0,
+    group_axis: AxisName | None = None,
     bucket_size: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Lion with one momentum for all, each slice of it at one worker: no drift, no sync, d/W memory.
@@ -165,6 +172,7 @@ def owner_lion(
         exact mean.
       wire: ``two_phase()`` by default.
       dominance: see ``momentum_at_owner``.
+      group_axis: see `communicate`.
       bucket_size: see `communicate`.
 
     Returns:
@@ -189,6 +197,7 @@ def owner_lion(
         else quantizer,
         owner=decide.momentum_at_owner(lion, dominance=dominance),
         wire=wire,
+        group_axis=group_axis,
         bucket_size=bucket_size,
     )
     return _finish(vote, learning_rate, weight_decay, mask, axis_name, None, None)

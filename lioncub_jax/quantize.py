@@ -14,6 +14,7 @@ only the integers are counted. Where the owner needs values it travels beside th
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -34,20 +35,28 @@ class Place(NamedTuple):
     """Where and when a leaf is quantised: what the tie rule and the random bits derive from.
 
     Attributes:
-      first_word: word of the flat buffer where the leaf begins.
-      size: elements of the leaf; its rows may hold more.
+      first_word: word of the flat buffer where the leaf begins, an int or ``uint32[]``.
+      size: elements of the leaf that are here; its rows may hold more.
       leaf: index of the leaf in the tree.
       step: ``int32[]``, steps taken before this one; same on every worker.
       worker: ``int32[]``, the worker's index; varies over the workers.
       workers: how many there are.
+      shard: ``uint32[]``, which of the worker's shards this is, or 0 for a leaf in one piece.
+      shards: how many shards the leaf has.
+      total: ``float32[]``, what the quantiser's ``measure`` gives for all shards together, or None.
+      filled: ``int32[rows]``, elements in each row, where padding is not only at the end; else None.
     """
 
-    first_word: int
+    first_word: Any
     size: int
     leaf: int
     step: jax.Array
     worker: jax.Array
     workers: int
+    shard: Any = 0
+    shards: int = 1
+    total: jax.Array | None = None
+    filled: jax.Array | None = None
 
 
 class Ballot(NamedTuple):
@@ -77,6 +86,8 @@ class Quantizer(NamedTuple):
       block: elements that share a travelling step, or None.
       dense: dtype of the values if they travel as they are, else None.
       encode: ``(float32[rows, 64], Place) -> Ballot``.
+      measure: ``float32[rows, 64] -> float32[]``, what ``encode`` must know of the whole leaf as a sum
+        over its shards, or None.
       feedback: dtype in which a worker keeps its quantisation error, or None.
     """
 
@@ -87,6 +98,7 @@ class Quantizer(NamedTuple):
     block: int | None
     dense: Any
     encode: Callable[[jax.Array, Place], Ballot]
+    measure: Callable[[jax.Array], jax.Array] | None = None
     feedback: Any = None
 
     @property
@@ -154,7 +166,8 @@ def stochastic(seed: int = 0) -> Rounding:
 
     def noise(shape: tuple[int, ...], place: Place) -> jax.Array:
         key = jax.random.key(seed)
-        for part in (place.step, place.worker, place.leaf):
+        sharded = (place.shard,) if place.shards > 1 else ()
+        for part in (place.step, place.worker, place.leaf, *sharded):
             key = jax.random.fold_in(key, part)
         return jax.random.uniform(key, shape)
 
@@ -204,19 +217,20 @@ def midrise(p: int, *, block: int | None = None, rounding: Rounding | None = Non
             f"midrise(block={block!r}): a step is shared by 64 or 128 elements, or by a leaf (None)"
         )
     rounding = rounding or nearest()
+    scaleless = block is None and p == 1 and rounding.noise is None
 
     def encode(x: jax.Array, place: Place) -> Ballot:
         steps = None
-        if block is None and (p == 1 and rounding.noise is None):
+        if scaleless:
             scaled = x
         else:
-            step = _round_to_bfloat16(STEP[p] * _scale(x, place.size, block, p == 1))
+            step = _round_to_bfloat16(STEP[p] * _scale(x, place, block, p == 1))
             steps = step if block else None
             scaled = x * _inverse_by_row(step, x.shape[0])
         codes = _midrise_codes(x, scaled, p, rounding, place)
         innermost = _innermost(p, x.size // WORD, place)
         packed = bits.pack(codes, p, x != 0, ~jnp.isfinite(x), innermost)
-        planes = fill_padding(packed.planes, place.size, 2**p - 1)
+        planes = fill_padding(packed.planes, place.size, 2**p - 1, place.filled)
         flagged = (
             packed.flagged if steps is None else packed.flagged | ~jnp.all(jnp.isfinite(steps))
         )
@@ -225,7 +239,8 @@ def midrise(p: int, *, block: int | None = None, rounding: Rounding | None = Non
 
     name = f"midrise({p}{f', block={block}' if block else ''}"
     name += f", {rounding.name})" if rounding.noise else ")"
-    return Quantizer(name, p, lambda workers: 2**p - 1, False, block, None, encode)
+    measure = None if block or scaleless else partial(_sum, magnitude=p == 1)
+    return Quantizer(name, p, lambda workers: 2**p - 1, False, block, None, encode, measure)
 
 
 def integer(p: int = 8, *, rounding: Rounding | None = None) -> Quantizer:
@@ -266,7 +281,7 @@ def integer(p: int = 8, *, rounding: Rounding | None = None) -> Quantizer:
 
     def encode(x: jax.Array, place: Place) -> Ballot:
         s = top(place.workers) // 2
-        scale = _scale(x, place.size, None, True)
+        scale = _scale(x, place, None, True)
         t = x * (_inverse_by_row(scale, x.shape[0]) * (s / 2))
         if rounding.noise:
             t = jnp.floor(t + rounding.noise(x.shape, place))
@@ -274,7 +289,7 @@ def integer(p: int = 8, *, rounding: Rounding | None = None) -> Quantizer:
         return _midtread_ballot(codes, x, (2 * s).bit_length(), 2 * s, place)
 
     name = f"integer({p}{', stochastic' if rounding.noise else ''})"
-    return Quantizer(name, p, top, True, None, None, encode)
+    return Quantizer(name, p, top, True, None, None, encode, partial(_sum, magnitude=True))
 
 
 def ternary() -> Quantizer:
@@ -380,9 +395,15 @@ def _innermost(p: int, words: int, place: Place) -> list[jax.Array]:
     return [~side] * (p - 1) + [side]
 
 
-def fill_padding(planes: jax.Array, size: int, top: int) -> jax.Array:
+def fill_padding(
+    planes: jax.Array, size: int, top: int, filled: jax.Array | None = None
+) -> jax.Array:
     """Lets padding vote with one voice (the top code), so that it never counts as a tie."""
     words = planes.shape[-1]
+    if filled is not None:
+        real = bits.first_ones(filled)
+        says = jnp.array([[top >> k & 1] for k in range(len(planes))], jnp.uint32)
+        return (planes & real) | (bits.as_mask(says) & ~real)
     clean = size // WORD
     if clean == words:
         return planes
@@ -395,20 +416,31 @@ def fill_padding(planes: jax.Array, size: int, top: int) -> jax.Array:
 
 def _midtread_ballot(codes: jax.Array, x: jax.Array, p: int, top: int, place: Place) -> Ballot:
     packed = bits.pack(codes, p, jnp.ones_like(x, bool), ~jnp.isfinite(x), [0] * p)
-    planes = fill_padding(packed.planes, place.size, top)
+    planes = fill_padding(packed.planes, place.size, top, place.filled)
     return Ballot(planes, jnp.ones(x.shape[:1], bool), None, packed.flagged)
 
 
-def _scale(x: jax.Array, size: int, block: int | None, magnitude: bool) -> jax.Array:
+def _scale(x: jax.Array, place: Place, block: int | None, magnitude: bool) -> jax.Array:
     """Mean magnitude or root mean square, ``float32[blocks]`` or ``float32[1]`` for the leaf."""
-    span = block or ROW
-    sums = _sum_by_block(jnp.abs(x) if magnitude else x * x, span)
     if block is None:
-        mean = jnp.sum(sums, keepdims=True) / size
+        assert place.total is not None
+        mean = place.total[None] / (place.size * place.shards)
     else:
-        left = size - span * jnp.arange(sums.shape[0], dtype=jnp.int32)
-        mean = sums / jnp.clip(left, 1, span).astype(jnp.float32)
+        sums = _sum_by_block(jnp.abs(x) if magnitude else x * x, block)
+        mean = sums / jnp.maximum(_elements(place, block, sums.shape[0]), 1).astype(jnp.float32)
     return mean if magnitude else jnp.sqrt(mean)
+
+
+def _elements(place: Place, block: int, blocks: int) -> jax.Array:
+    """``int32[blocks]``: how many elements of each block are no padding."""
+    if place.filled is not None:
+        return jnp.sum(place.filled.reshape(blocks, block // ROW), axis=1)
+    left = place.size - block * jnp.arange(blocks, dtype=jnp.int32)
+    return jnp.clip(left, 0, block)
+
+
+def _sum(x: jax.Array, magnitude: bool) -> jax.Array:
+    return jnp.sum(_sum_by_block(jnp.abs(x) if magnitude else x * x, ROW))
 
 
 def _sum_by_block(x: jax.Array, span: int) -> jax.Array:

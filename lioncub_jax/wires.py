@@ -10,7 +10,7 @@
 """
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +24,12 @@ from lioncub_jax.layout import Bucket, varying_axes
 from lioncub_jax.messages import Inbox, Sums, answer_words, message_words, open_inbox, outbox
 from lioncub_jax.quantize import Ballot, Quantizer
 
-AxisName = Hashable
+AxisName = str | tuple[str, ...]
+
+
+def names(axis: AxisName) -> tuple[str, ...]:
+    """The mesh axes of the workers: one, or several that are one group of voters."""
+    return (axis,) if isinstance(axis, str) else axis
 
 
 class Wire(NamedTuple):
@@ -293,32 +298,44 @@ def mean_over_workers(tree: Any, axis: AxisName) -> Any:
     return jax.tree.map(lambda mean, x: mean.astype(x.dtype), means, tree)
 
 
+def sum_over_workers(tree: Any, axis: AxisName) -> Any:
+    """Adds every leaf over the workers: for counts."""
+    return lax.psum(tree, axis) if jax.tree.leaves(tree) else tree
+
+
 def agreed(tree: Any, axis: AxisName) -> Any:
     """Averages the leaves whose type varies over ``axis``; leaves all others alone."""
-    return jax.tree.map(lambda x: lax.pmean(x, axis) if axis in varying_axes(x) else x, tree)
+
+    def agree(x: jax.Array) -> jax.Array:
+        differs = tuple(n for n in names(axis) if n in varying_axes(x))
+        return lax.pmean(x, differs) if differs else x
+
+    return jax.tree.map(agree, tree)
 
 
 def same_everywhere(x: jax.Array, axis: AxisName) -> jax.Array:
-    """Gives a value of a mesh axis of one worker the type of a value that does not vary over it."""
-    return lax.psum(x, axis) if tracked(axis) and axis in varying_axes(x) else x
+    """Gives a value of one worker alone the type of a value that does not vary over its axis."""
+    differs = tuple(n for n in names(axis) if n in varying_axes(x))
+    return lax.psum(x, differs) if tracked(axis) and differs else x
 
 
 def varying(tree: Any, axis: AxisName) -> Any:
     """Gives every leaf the type of a value that varies over ``axis``, where it has not got it."""
 
     def cast(x: jax.Array) -> jax.Array:
-        return x if axis in varying_axes(x) else lax.pcast(x, axis, to="varying")
+        missing = tuple(n for n in names(axis) if n not in varying_axes(x))
+        return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(cast, tree)
 
 
 def tracked(axis: AxisName) -> bool:
     """Whether types tell what varies over ``axis`` here: ``shard_map`` with ``check_vma=True``."""
-    return axis in varying_axes(lax.axis_index(axis))
+    return set(names(axis)) <= varying_axes(lax.axis_index(axis))
 
 
 def workers_on(axis: AxisName) -> int:
-    """The number of workers on a mesh axis.
+    """The number of workers on a mesh axis, or on several together.
 
     Raises:
       ValueError: where the axis is not bound.
@@ -329,25 +346,49 @@ def workers_on(axis: AxisName) -> int:
         raise ValueError(
             f"axis_name={axis!r} is not a mesh axis here: update (and, for state that is sharded over "
             "the workers, init) must run inside jax.shard_map or jax.pmap with that axis; "
-            "lioncub_jax.init_state and make_train_step do so"
+            "lioncub_jax.on_mesh, init_state and make_train_step do so"
         ) from error
 
 
 def sum_over_shards(x: jax.Array, axis: AxisName) -> jax.Array:
-    """Adds a number over the devices that share one worker; ``axis`` itself is left alone."""
-    others = tuple(sorted(varying_axes(x) - {axis}))
+    """Adds numbers over the devices that share one worker; ``axis`` itself is left alone."""
+    others = _others(x, axis)
     return lax.psum(x, others) if others else x
 
 
 def same_over_shards(x: jax.Array, axis: AxisName) -> jax.Array:
     """The largest of a number over the devices that share one worker."""
-    others = tuple(sorted(varying_axes(x) - {axis}))
+    others = _others(x, axis)
     return lax.pmax(x, others) if others else x
 
 
 def shards_of(x: jax.Array, axis: AxisName) -> int:
-    """Over how many devices of one worker a leaf is cut, by its type."""
-    return math.prod(lax.axis_size(other) for other in varying_axes(x) - {axis})
+    """Over how many devices of one worker an array is cut, by its type."""
+    return math.prod(lax.axis_size(other) for other in _others(x, axis))
+
+
+def shard_index(x: jax.Array, axis: AxisName) -> jax.Array | int:
+    """``uint32[]``: which of a worker's shards of an array is here; 0 of an array in one piece."""
+    others = _others(x, axis)
+    return lax.axis_index(others).astype(jnp.uint32) if others else 0
+
+
+def _others(x: jax.Array, axis: AxisName) -> tuple[str, ...]:
+    return tuple(sorted(varying_axes(x) - set(names(axis))))
+
+
+def mean_slice(rows: jax.Array, group: AxisName) -> jax.Array:
+    """Averages ``float32[rows, 64]`` over the devices of a group and keeps this device's slice of it.
+
+    One reduce-scatter in full precision over the fast links inside a group.
+    """
+    summed = lax.psum_scatter(rows, group, scatter_dimension=0, tiled=True)
+    return summed / lax.axis_size(group)
+
+
+def from_group(answers: jax.Array, group: AxisName) -> jax.Array:
+    """``uint32[...]`` of each device's slice to ``uint32[group, ...]``, the same on the whole group."""
+    return lax.all_gather(answers, group, to="invarying")
 
 
 def worker_index(axis: AxisName) -> jax.Array:
@@ -356,7 +397,7 @@ def worker_index(axis: AxisName) -> jax.Array:
 
 
 def sharing(tree: Sequence[jax.Array], axis: AxisName) -> list[int]:
-    """Indices of the leaves that are, by their type, the same on every worker."""
+    """Indices of the leaves that are, by their type, the same on all workers, or on some of them."""
     if not tracked(axis):
         return []
-    return [i for i, x in enumerate(tree) if axis not in varying_axes(x)]
+    return [i for i, x in enumerate(tree) if not set(names(axis)) <= varying_axes(x)]

@@ -261,7 +261,7 @@ def test_momentum_at_the_owner(run_workers, request, owned, workers, tree):
         assert_equal(got, updates, but)
         if not but and owned.down.name != "floats":  # which counts no ties
             assert_statistics(state, want)
-        mu, rows = in_rows(state.owner[0].mu, wire), want.mu.shape[1]
+        mu, rows = in_rows(state.owner[0].value.mu, wire), want.mu.shape[1]
         assert_equal(mu[:, :rows], want.mu, but)
         assert not mu[:, rows:].any()
         if owned.feedback:
@@ -290,8 +290,8 @@ def test_momentum_at_the_owner_has_the_widest_dtype_of_the_gradients(run_workers
     )
     got, state = run_workers({0: owner_vote(lc.dense(), gathered)}, params, *story)[0]
     assert_equal(got, updates)
-    assert_equal(in_rows(state.owner[0].mu, gathered)[:, : want.mu.shape[1]], want.mu)
-    assert state.owner[0].mu.dtype == jnp.result_type(*dtypes)
+    assert_equal(in_rows(state.owner[0].value.mu, gathered)[:, : want.mu.shape[1]], want.mu)
+    assert state.owner[0].value.mu.dtype == jnp.result_type(*dtypes)
 
 
 @pytest.mark.parametrize("bucket_size", [1, 200])
@@ -335,7 +335,11 @@ def test_ordinary_numbers_and_default_betas(run_workers, up, simulator, but):
     tx = owner_vote(up, two_phase, **usual) if up.feedback else local_vote(up, two_phase, **usual)
     got, state = run_workers({0: tx}, params, *story)[0]
     assert_equal(got, updates, but)
-    mu = in_rows(state.owner[0].mu, two_phase)[:, : want.mu.shape[1]] if up.feedback else state.mu
+    mu = (
+        in_rows(state.owner[0].value.mu, two_phase)[:, : want.mu.shape[1]]
+        if up.feedback
+        else state.mu
+    )
     for a, b in zip(jax.tree.leaves(mu), jax.tree.leaves(want.mu), strict=True):
         assert np.sum(~np.isclose(a, b, rtol=1e-5, atol=1e-7)) <= but
 
