@@ -38,7 +38,7 @@ from lioncub_jax.optimizer import (
     lion_cub,
     owner_lion,
 )
-from lioncub_jax.placement import specs_of
+from lioncub_jax.placement import specs_of, two_level_mesh
 from lioncub_jax.quantize import (
     dense,
     error_feedback,
@@ -94,6 +94,7 @@ __all__ = [
     "ternary",
     "ternary_sum",
     "thinning",
+    "two_level_mesh",
     "two_phase",
     "vote_stats",
     "worker_value_and_grad",

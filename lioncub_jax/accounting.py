@@ -10,8 +10,8 @@ import jax
 from rich.table import Table
 
 from lioncub_jax import checks, compiled, decide, layout, quantize, wires
+from lioncub_jax.ballots import Quantizer
 from lioncub_jax.decide import Down, Owner
-from lioncub_jax.quantize import Quantizer
 from lioncub_jax.wires import Wire
 
 

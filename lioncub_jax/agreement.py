@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lioncub_jax import bits, decide, layout, messages, quantize, wires
+from lioncub_jax import bits, decide, layout, messages, wires
+from lioncub_jax.ballots import Ballot, Place, Quantizer, fill_padding
 from lioncub_jax.bits import WORDS_PER_ROW
 from lioncub_jax.decide import Answer, Down, Owner
 from lioncub_jax.layout import Bucket, Cut
-from lioncub_jax.quantize import Ballot, Place, Quantizer
 from lioncub_jax.wires import AxisName, Wire
 
 
@@ -199,7 +199,7 @@ def _join(
         payloads = [
             jnp.where(
                 abstains,
-                quantize.fill_padding(_silence(up, p, workers), s.size, top, _filled(cuts[s.leaf])),
+                fill_padding(_silence(up, p, workers), s.size, top, _filled(cuts[s.leaf])),
                 p,
             )
             for p, s in zip(payloads, bucket.segments, strict=True)
@@ -208,7 +208,7 @@ def _join(
     idle = rows * up.words_per_row - payload.shape[1]
     payload = jnp.pad(payload, ((0, 0), (0, idle)))
     if up.has_zero:
-        payload = quantize.fill_padding(payload, bucket.rows * bits.ROW, top)
+        payload = fill_padding(payload, bucket.rows * bits.ROW, top)
     elif not plan.owner.needs_values:
         payload &= jnp.repeat(bits.as_mask(voted), up.words_per_row)
     steps = None

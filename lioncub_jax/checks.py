@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from lioncub_jax import wires
+from lioncub_jax.ballots import Quantizer
 from lioncub_jax.decide import Down, Owner
-from lioncub_jax.quantize import Quantizer
 from lioncub_jax.wires import AxisName, Wire
 
 

@@ -18,8 +18,8 @@ import optax
 from jax import lax
 
 from lioncub_jax import bits
+from lioncub_jax.ballots import Quantizer
 from lioncub_jax.bits import ROW, WORDS_PER_ROW
-from lioncub_jax.quantize import Quantizer
 
 
 class Signs(NamedTuple):

@@ -25,10 +25,10 @@ from lioncub_jax import (
     wires,
 )
 from lioncub_jax.agreement import Agreed, Plan, Voter
+from lioncub_jax.ballots import Ballot, Quantizer
 from lioncub_jax.decide import Down, Owner
 from lioncub_jax.layout import Bucket, Cut, Flat
 from lioncub_jax.momentum import Memory
-from lioncub_jax.quantize import Ballot, Quantizer
 from lioncub_jax.wires import AxisName, Wire
 
 
@@ -147,6 +147,8 @@ def communicate(
 
     def init(params: optax.Params) -> CommunicateState:
         checks.check_leaves(params)
+        if group_axis is not None:
+            wires.workers_on(group_axis)  # bound here, or nobody knows whose slices these are
         counts = [jnp.zeros((), jnp.int32) for _ in range(3)]
         ties, parameters = jnp.zeros(()), jnp.zeros(())
         mu = error = None

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from lioncub_jax import bits
+from lioncub_jax.ballots import Ballot, Quantizer
 from lioncub_jax.bits import WORDS_PER_ROW
 from lioncub_jax.decide import Answer, Down, Tally
-from lioncub_jax.quantize import Ballot, Quantizer
 
 
 class Inbox(NamedTuple):

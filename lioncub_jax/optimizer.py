@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import optax
 
 from lioncub_jax import checks, decide, momentum, quantize, wires
+from lioncub_jax.ballots import Quantizer
 from lioncub_jax.exchange import communicate
 from lioncub_jax.momentum import Schedule
-from lioncub_jax.quantize import Quantizer
 from lioncub_jax.wires import AxisName, Wire
 
 

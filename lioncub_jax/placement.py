@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen, nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, auto_axes, explicit_axes
 from jax.sharding import PartitionSpec as P
@@ -48,15 +49,56 @@ def specs_of(params: Any) -> Any:
     return jax.tree.map(lambda s: P() if s is None else s, declared, is_leaf=_is_spec_or_none)
 
 
+def two_level_mesh(
+    group_size: int | None = None,
+    *,
+    axis_names: tuple[str, str] = ("node", "device"),
+    devices: Sequence[Any] | None = None,
+) -> Mesh:
+    """A mesh of workers that are groups of devices: ``[groups, group_size]``.
+
+    Args:
+      group_size: devices of one worker, joined by fast links; by default those of one process.
+      axis_names: for ``axis_name`` and ``group_axis``.
+      devices: all of ``jax.devices()`` by default; those of a process are neighbours in the mesh.
+
+    Raises:
+      ValueError: if the group size does not divide the devices, or would cut through processes.
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> dict(lc.two_level_mesh(1).shape)["device"]
+      1
+    """
+    devices = jax.devices() if devices is None else devices
+    ordered = sorted(devices, key=lambda d: (d.process_index, d.id))
+    local = sum(d.process_index == ordered[0].process_index for d in ordered)
+    size = local if group_size is None else group_size
+    if not isinstance(size, int) or size < 1 or len(ordered) % size:
+        raise ValueError(
+            f"group_size={group_size!r}: {len(ordered)} devices cannot be cut into groups of that many; "
+            f"give a whole number that divides {len(ordered)}"
+        )
+    if local % size and size % local:
+        raise ValueError(
+            f"group_size={group_size!r}: a process has {local} devices, so a group would hold a part of "
+            f"a process; give a divisor or a multiple of {local}"
+        )
+    array = np.array(ordered).reshape(-1, size)
+    return Mesh(array, axis_names, axis_types=(AxisType.Auto,) * 2)
+
+
 def spec_of(x: Any) -> P:
     """The ``PartitionSpec`` of one array; ``P()`` where it has no ``NamedSharding``."""
     if isinstance(x, jax.core.Tracer):
-        return _short(jax.typeof(x).sharding.spec)
+        return shortened(jax.typeof(x).sharding.spec)
     sharding = getattr(x, "sharding", None)
-    return _short(sharding.spec) if isinstance(sharding, NamedSharding) else P()
+    if not isinstance(sharding, NamedSharding) or x.size == 0:
+        return P()
+    return shortened(sharding.spec)
 
 
-def _short(spec: P) -> P:
+def shortened(spec: P) -> P:
     """One spelling for specs that mean the same, so that nothing is compiled twice."""
     entries = [_entry(entry) for entry in spec]
     while entries and not entries[-1]:
@@ -112,7 +154,9 @@ class Workers(NamedTuple):
             specs = specs_of(params)
         check_specs(specs, params, self.mesh, self.axes)
         flat = jax.tree.leaves(specs, is_leaf=is_spec)
-        return jax.tree.unflatten(jax.tree.structure(params), flat)
+        # XLA replicates what is empty, whatever it is told.
+        held = [s if x.size else P() for s, x in zip(flat, jax.tree.leaves(params), strict=True)]
+        return jax.tree.unflatten(jax.tree.structure(params), held)
 
     def _check_known(self, params: Any) -> None:
         mesh = self.mesh
@@ -250,14 +294,14 @@ def parts(spec: P, mesh: Mesh) -> int:
 
 def stacked(specs: Any, axes: Sequence[str]) -> Any:
     """Specs of arrays with one more, leading dimension, cut over ``axes``."""
-    return jax.tree.map(lambda spec: P(tuple(axes), *spec), specs, is_leaf=is_spec)
+    return jax.tree.map(lambda spec: shortened(P(tuple(axes), *spec)), specs, is_leaf=is_spec)
 
 
 def restrict(specs: Any, axes: Sequence[str]) -> Any:
     """Specs with only the axes named."""
 
     def keep(spec: P) -> P:
-        return _short(P(*[tuple(a for a in _entry(e) if a in axes) or None for e in spec]))
+        return shortened(P(*[tuple(a for a in _entry(e) if a in axes) or None for e in spec]))
 
     return jax.tree.map(keep, specs, is_leaf=is_spec)
 

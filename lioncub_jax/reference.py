@@ -6,7 +6,8 @@ the rest of the package. The rules, for workers ``i = 0 .. W-1`` and the step af
 * **Buffer.** Each leaf is cut into rows of 64 elements, the last one padded; the rows of all leaves, in
   the order of the tree, are one buffer. A leaf takes whole blocks where blocks share a step.
 * **Coin.** Element ``e`` of the buffer has a fair bit, the same for all: bit ``e % 32`` of
-  ``mix(e // 32 ^ mix(t + 0x9E3779B9))``, where ``mix`` is the finaliser of MurmurHash3.
+  ``mix(e // 32 ^ mix(t + 0x9E3779B9))``, where ``mix`` is the finaliser of MurmurHash3. Where a worker
+  is several devices, each votes on its own shard or slice, and ``places`` says where its coins lie.
 * **Codes.** ``q`` in ``0..top`` stands for ``(q - top/2) step``. Mid-rise (``top`` odd) has no code for
   zero: an exact zero takes one of the two inner codes, the upper if its coin is 1, the other way round
   on odd workers. Mid-tread (``top`` even) has. Padding says ``top``.
@@ -52,6 +53,7 @@ class Buffer(NamedTuple):
     rows: tuple[int, ...]  # of each leaf, padding included
     real: np.ndarray  # bool[rows, 64], False for padding
     sharing: np.ndarray  # int[rows]: rows of equal number share a step
+    place: np.ndarray  # int[rows]: where the coins of each row lie, in rows
 
     def join(self, leaves: list[jax.Array]) -> jax.Array:
         """Leaves ``[W, ...]`` to ``float32[W, rows, 64]``, zeros in the padding."""
@@ -106,19 +108,25 @@ class Simulator(NamedTuple):
 # --- The buffer and its coins
 
 
-def buffer_of(shapes: list[tuple[int, ...]], block: int | None) -> Buffer:
+Places = Callable[[int], np.ndarray]  # rows -> int[rows], where their coins lie
+
+
+def buffer_of(
+    shapes: list[tuple[int, ...]], block: int | None, places: Places = np.arange
+) -> Buffer:
     """Puts leaves behind each other, each padded to whole blocks."""
     span, sizes = block or ROW, [math.prod(shape) for shape in shapes]
     rows = [-(-size // span) * (span // ROW) for size in sizes]
     real = [np.arange(n * ROW) < size for n, size in zip(rows, sizes, strict=True)]
     leaf = np.repeat(np.arange(len(rows)), rows)
     sharing = np.arange(sum(rows)) * ROW // block if block else leaf
-    return Buffer(tuple(shapes), tuple(rows), np.concatenate(real).reshape(-1, ROW), sharing)
+    elements = np.concatenate(real).reshape(-1, ROW)
+    return Buffer(tuple(shapes), tuple(rows), elements, sharing, places(len(elements)))
 
 
-def coin(rows: int, t: Any) -> jax.Array:
+def coin(place: np.ndarray, t: Any) -> jax.Array:
     """``int32[rows, 64]`` of zeros and ones."""
-    element = jnp.arange(rows * ROW, dtype=jnp.uint32).reshape(rows, ROW)
+    element = place.astype(np.uint32)[:, None] * ROW + np.arange(ROW, dtype=np.uint32)
     word = _mix(element // 32 ^ _mix(jnp.asarray(t, jnp.uint32) + jnp.uint32(0x9E3779B9)))
     return ((word >> (element % 32)) & 1).astype(jnp.int32)
 
@@ -152,7 +160,7 @@ def midrise(p: int, block: int | None = None, seed: int | None = None) -> Codes:
             level = jnp.floor(in_steps + (half - 0.5) + _noise(x, buffer, t, seed))
             q = jnp.clip(level, 0, top).astype(jnp.int32)
         odd_worker = jnp.arange(x.shape[0])[:, None, None] % 2
-        q = jnp.where(x == 0, half - 1 + (coin(x.shape[1], t) ^ odd_worker), q)
+        q = jnp.where(x == 0, half - 1 + (coin(buffer.place, t) ^ odd_worker), q)
         return Said(jnp.where(buffer.real, q, top), step)
 
     return Codes(lambda workers: top, block, encode)
@@ -278,6 +286,7 @@ def local_momentum(
     mu_dtype: Any = None,
     codes: Codes | None = None,
     decide: Callable[..., jax.Array] | None = None,
+    places: Places = np.arange,
 ) -> Simulator:
     """Every worker votes with its own blend and has its own momentum: Distributed Lion, Lion Cub."""
     chosen = codes or sign()
@@ -290,13 +299,13 @@ def local_momentum(
         g, tree = jax.tree.flatten(grads)
         mu, t, workers = jax.tree.leaves(state.mu), state.t, g[0].shape[0]
         codes, decide = (chosen, rule) if workers > 1 else (_exact(chosen), ternary_sum)
-        buffer = buffer_of([leaf.shape[1:] for leaf in g], codes.block)
+        buffer = buffer_of([leaf.shape[1:] for leaf in g], codes.block, places)
         messages = [(1 - b1) * leaf + b1 * m for leaf, m in zip(g, mu, strict=True)]
         x = buffer.join(messages)
         said = codes.encode(x, buffer, t)
         present = takes_part(codes, x, said, abstain)
         margin, reach = count(said.q, x, present, codes.top(workers))
-        u = buffer.split(decide(margin, reach, coin(len(margin), t)), _dtypes(messages))
+        u = buffer.split(decide(margin, reach, coin(buffer.place, t)), _dtypes(messages))
         kept = [((1 - b2) * leaf + b2 * m).astype(m.dtype) for leaf, m in zip(g, mu, strict=True)]
         mu = jax.tree.unflatten(tree, _unless_absent(present, kept, mu))
         cancelled = (margin == 0) & (reach > 0) & buffer.real
@@ -313,6 +322,7 @@ def momentum_at_owner(
     feedback: Any = None,
     dominance: float = 16.0,
     decide: Callable[..., jax.Array] = majority,
+    places: Places = np.arange,
 ) -> Simulator:
     """Workers send gradients to one Lion; ``feedback`` is the dtype of the errors they keep."""
     chosen = codes or midrise(3, block=128)
@@ -327,7 +337,8 @@ def momentum_at_owner(
         g, tree = jax.tree.flatten(grads)
         mu, t, workers = state.mu, state.t, g[0].shape[0]
         codes, rule = (chosen, decide) if workers > 1 else (_exact(chosen), ternary_sum)
-        buffer, top = buffer_of([leaf.shape[1:] for leaf in g], codes.block), codes.top(workers)
+        buffer = buffer_of([leaf.shape[1:] for leaf in g], codes.block, places)
+        top = codes.top(workers)
         errors = jax.tree.leaves(state.error)
         x = buffer.join(g) + (buffer.join(errors) if feedback else 0)
         said = codes.encode(x, buffer, t)
@@ -335,7 +346,7 @@ def momentum_at_owner(
         mean = bounded_mean(said, present, top, dominance).astype(_widest(g))
         c = jnp.where(jnp.any(present), (1 - b1) * mean + b1 * mu, 0)
         moves = jnp.any(c != 0, axis=-1, keepdims=True)
-        u = buffer.split(rule(c, moves, coin(len(c), t)), _dtypes(g))
+        u = buffer.split(rule(c, moves, coin(buffer.place, t)), _dtypes(g))
         kept = ((1 - b2) * mean + b2 * mu).astype(mu.dtype)
         mu = jnp.where(jnp.any(present), kept, mu)
         error = state.error

@@ -348,7 +348,7 @@ def _state_specs(tx: Any, workers: Workers, params: Any, cut: Any) -> Any:
     def spec(x: jax.Array) -> P:
         inner = jax.typeof(x).sharding.spec
         axes = tuple(n for n in workers.axes if n in varying_axes(x))
-        return P(axes, *inner) if axes else P(*inner)
+        return placement.shortened(P(axes, *inner) if axes else inner)
 
     def probe(params: Any) -> jax.Array:
         found.append(jax.tree.map(spec, tx.init(workers.vary(params))))

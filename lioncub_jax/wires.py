@@ -18,11 +18,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from lioncub_jax import bits
+from lioncub_jax.ballots import Ballot, Quantizer
 from lioncub_jax.bits import ROW
 from lioncub_jax.decide import Down
 from lioncub_jax.layout import Bucket, varying_axes
 from lioncub_jax.messages import Inbox, Sums, answer_words, message_words, open_inbox, outbox
-from lioncub_jax.quantize import Ballot, Quantizer
 
 AxisName = str | tuple[str, ...]
 

@@ -103,11 +103,11 @@ def test_the_name_of_another_axis(tx):
         trace_update(tx)
 
 
-def test_several_axes_at_once():
-    """A tuple is none of the names in a type: no check would see what varies over the workers."""
+@pytest.mark.parametrize("axis", [(), ("data", "data"), ("data", 1), ["data"], None, 0])
+def test_what_names_no_axis(axis):
     for make in (lc.lion_cub, lc.distributed_lion, lc.owner_lion):
-        with raises((TypeError, ValueError), "axis_name=('data',)"):
-            make(0.1, axis_name=("data",))
+        with raises(ValueError, f"axis_name={axis!r}", "a string, or a tuple of names"):
+            make(0.1, axis_name=axis)
 
 
 def test_the_axis_has_no_default():

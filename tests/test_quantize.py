@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lioncub_jax as lc
-from lioncub_jax import bits, quantize, reference
+from lioncub_jax import ballots, bits, quantize, reference
 
 few = settings(max_examples=25, deadline=None, derandomize=True)
 RANDOM = lc.stochastic(0)
@@ -18,7 +18,8 @@ RANDOM = lc.stochastic(0)
 
 @functools.partial(jax.jit, static_argnames=("quantizer", "size", "workers"))
 def encode(quantizer, x, size, workers, leaf, step, worker):
-    place = quantize.Place(0, size, leaf, step, worker, workers)
+    total = quantizer.measure(x) if quantizer.measure else None
+    place = ballots.Place(0, size, leaf, step, worker, workers, total=total)
     ballot = quantizer.encode(x, place)
     decodes = quantizer.block or quantizer.dense
     values = quantizer.values(ballot.payload, ballot.steps, workers) if decodes else None

@@ -1,0 +1,783 @@
+"""Meshes of several axes: each device votes on its own shard or slice, and nothing else moves.
+
+Updates are compared with `reference`, which is run on every shard as on a tree of its own; gradients are
+small integers and betas powers of two, so that sums are exact. What travels is read from the compiled
+program, axis by axis, and compared with the same model under optax.lion.
+"""
+
+import itertools
+import re
+from collections import Counter
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import lioncub_jax as lc
+from lioncub_jax import layout, reference
+from lioncub_jax.compiled import collectives
+from lioncub_jax.placement import is_spec
+
+KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+
+
+class Shape(NamedTuple):
+    """A mesh, and who the workers are on it."""
+
+    sizes: dict
+    axis: str | tuple = "data"
+    group: str | None = None
+    inner: tuple = ()
+
+    @property
+    def workers(self):
+        return int(np.prod([self.sizes[n] for n in self.worker_axes]))
+
+    @property
+    def worker_axes(self):
+        return (self.axis,) if isinstance(self.axis, str) else self.axis
+
+    @property
+    def group_size(self):
+        return self.sizes[self.group] if self.group else 1
+
+    def mesh(self, kind=AxisType.Auto):
+        devices = jax.devices()[: np.prod(list(self.sizes.values()))]
+        return jax.make_mesh(
+            tuple(self.sizes.values()),
+            tuple(self.sizes),
+            axis_types=(kind,) * len(self.sizes),
+            devices=devices,
+        )
+
+    def of(self, **rest):
+        return {"axis_name": self.axis, "group_axis": self.group, **rest}
+
+
+MESHES = {
+    "8": Shape({"data": 8}),
+    "4 x 2": Shape({"data": 4, "tp": 2}, inner=("tp",)),
+    "2 x 4": Shape({"data": 2, "tp": 4}, inner=("tp",)),
+    "tp first": Shape({"tp": 2, "data": 4}, inner=("tp",)),
+    "2 x 2 x 2": Shape({"data": 2, "fsdp": 2, "tp": 2}, inner=("fsdp", "tp")),
+    "pods": Shape({"pod": 2, "data": 2, "tp": 2}, axis=("pod", "data"), inner=("tp",)),
+    "one worker": Shape({"data": 1, "tp": 4}, inner=("tp",)),
+    "two-level 2 x 4": Shape({"node": 2, "gpu": 4}, axis="node", group="gpu"),
+    "two-level 4 x 2": Shape({"node": 4, "gpu": 2}, axis="node", group="gpu"),
+    "two-level with tp": Shape(
+        {"node": 2, "gpu": 2, "tp": 2}, axis="node", group="gpu", inner=("tp",)
+    ),
+    "two-level, one worker": Shape({"node": 1, "gpu": 4}, axis="node", group="gpu"),
+}
+
+# Ragged shards, shards below a word, replicated ones; "*" is the first inner axis, "+" the last.
+LEAVES = {
+    "ragged": ((12, 20), (None, "*")),
+    "below a word": ((4, 3), ("*",)),
+    "bias": ((8,), ("+",)),
+    "replicated": ((3, 43), ()),
+    "scalar": ((), ()),
+    "empty": ((0, 4), (None, "*")),
+    "both": ((16, 24), ("*", "+")),
+    "one dimension": ((64, 5), (("*", "+"),)),
+    "long": ((4, 100), ("+",)),
+}
+
+
+def specs_for(shape):
+    """LEAVES on the inner axes of a mesh; an axis cuts a leaf once."""
+    if not shape.inner:
+        return {name: P() for name in LEAVES}
+    names = {"*": shape.inner[0], "+": shape.inner[-1]}
+
+    def entry(mark, seen):
+        marks = mark if isinstance(mark, tuple) else (mark,)
+        axes = tuple(names[m] for m in marks if m is not None)
+        axes = tuple(a for a in dict.fromkeys(axes) if a not in seen)
+        seen.update(axes)
+        return axes or None
+
+    specs = {}
+    for name, (_, marks) in LEAVES.items():
+        seen = set()
+        specs[name] = P(*[entry(mark, seen) for mark in marks])
+    return specs
+
+
+def zeros():
+    return {name: jnp.zeros(shape) for name, (shape, _) in LEAVES.items()}
+
+
+def placed(tree, specs, mesh):
+    return jax.tree.map(
+        lambda s, x: jax.device_put(x, NamedSharding(mesh, s)), specs, tree, is_leaf=is_spec
+    )
+
+
+# --- The reference on every shard
+
+
+def axes_of(spec):
+    entries = [e if isinstance(e, tuple) else (e,) for e in spec if e is not None]
+    return frozenset(itertools.chain(*entries))
+
+
+def shard(x, spec, sizes, at):
+    """The part of ``[steps, W, ...]`` that the device at these indices of the inner axes holds."""
+    for dim, e in enumerate(spec):
+        axes = () if e is None else e if isinstance(e, tuple) else (e,)
+        for axis in axes:
+            x = np.split(x, sizes[axis], axis=dim + 2)[at[axis]]
+    return x
+
+
+def unshard(parts, spec, sizes, inner):
+    """Undoes `shard`: ``parts[at]`` for all indices of the inner axes, to the whole ``[steps, ...]``."""
+
+    def whole(at, left):
+        if not left:
+            return parts[tuple(at.get(n, 0) for n in inner)]
+        (dim, axis), *rest = left
+        return np.concatenate(
+            [whole({**at, axis: i}, rest) for i in range(sizes[axis])], axis=dim + 1
+        )
+
+    cuts = []
+    for dim, e in enumerate(spec):
+        axes = () if e is None else e if isinstance(e, tuple) else (e,)
+        cuts += [(dim, axis) for axis in axes]
+    return whole({}, cuts)
+
+
+def simulated(make, shape, specs, grads, abstain, rows_per_step):
+    """Updates ``[steps, ...]`` by the reference, run on every shard of a worker as on a tree of its own."""
+    local = {
+        name: shard(g, specs[name], shape.sizes, dict.fromkeys(shape.inner, 0))
+        for name, g in grads.items()
+    }
+    plan = planned(local, specs, shape, rows_per_step)
+    parts = {name: {} for name in LEAVES}
+    for at in itertools.product(*[range(shape.sizes[n]) for n in shape.inner]):
+        here = dict(zip(shape.inner, at, strict=True))
+        for bucket in plan:
+            mine = {n: shard(grads[n], specs[n], shape.sizes, here) for n in bucket.names}
+            updates = run_reference(make(bucket.places(here, shape)), mine, abstain)
+            for name in bucket.names:
+                parts[name][at] = updates[name]
+    full = {n: unshard(parts[n], specs[n], shape.sizes, shape.inner) for n in LEAVES if parts[n]}
+    return {n: full.get(n, np.zeros((len(abstain), *LEAVES[n][0]))) for n in LEAVES}
+
+
+class Placed(NamedTuple):
+    """Leaves that travel together, and where the coins of their rows lie."""
+
+    names: list
+    axes: tuple
+    first_row: int
+    total_rows: int
+    chunk: int  # rows of a group's device
+
+    def places(self, here, shape):
+        """``rows -> int[rows]``; an independent reading of the layout that the library documents."""
+        sizes = dict(shape.sizes)
+
+        def of(rows):
+            row = np.arange(rows)
+            index = np.zeros(rows, np.int64)
+            for axis in sorted([*self.axes, *([shape.group] if shape.group else [])]):
+                at = row // self.chunk if axis == shape.group else here[axis]
+                index = index * sizes[axis] + at
+            inside = row % self.chunk if shape.group else row
+            return self.first_row + index * self.total_rows + inside
+
+        return of
+
+
+def planned(local, specs, shape, rows_per_step):
+    """The buckets of `layout`, with shapes of shards in place of typed arrays."""
+    groups = {}
+    for name in sorted(local):
+        if local[name].size:
+            groups.setdefault(axes_of(specs[name]), []).append(name)
+    workers = shape.worker_axes + ((shape.group,) if shape.group else ())
+    ordered = sorted(groups, key=lambda axes: tuple(sorted([*axes, *workers])))
+    plan, before = [], 0
+    for axes in ordered:
+        leaves = [jnp.zeros(local[name].shape[2:]) for name in groups[axes]]
+        (bucket,) = layout.buckets(leaves, shape.group_size, rows_per_step)
+        rows = bucket.chunk if shape.group else bucket.rows
+        unit = shape.workers * rows_per_step
+        padded = -(-rows // unit) * unit
+        plan.append((groups[axes], tuple(axes), before, bucket.chunk))
+        before += padded
+    return [Placed(n, a, first, before, chunk) for n, a, first, chunk in plan]
+
+
+def run_reference(simulator, grads, abstain):
+    params = jax.tree.map(lambda g: jnp.zeros(g.shape[2:]), grads)
+
+    @jax.jit
+    def steps(grads, abstain):
+        def step(state, now):
+            updates, state = simulator.update(now[0], state, params, now[1])
+            return state, updates
+
+        return jax.lax.scan(step, simulator.init(params, abstain.shape[1]), (grads, abstain))[1]
+
+    return jax.tree.map(np.asarray, steps(jax.tree.map(jnp.asarray, grads), jnp.asarray(abstain)))
+
+
+# --- Updates
+
+
+B1, B2 = 0.75, 0.5
+HALF = {"b1": 0.5, "b2": 0.5}
+
+
+def lion_at_owner(quantizer, group_axis, axis_name):
+    return lc.communicate(
+        axis_name=axis_name, group_axis=group_axis, up=quantizer,
+        owner=lc.momentum_at_owner(optax.scale_by_lion(**HALF)),
+    )  # fmt: skip
+
+
+def voting(quantizer=None, **parts):
+    return lambda **where: lc.communicate(
+        memory=lc.blend(B1, B2), up=quantizer or lc.sign(), **parts, **where
+    )
+
+
+METHODS = {
+    "sign": (voting(), lambda p: reference.local_momentum(B1, B2, places=p), 1),
+    "gathered": (
+        voting(wire=lc.gathered()), lambda p: reference.local_momentum(B1, B2, places=p), 1
+    ),
+    "ternary": (
+        voting(lc.ternary()),
+        lambda p: reference.local_momentum(B1, B2, codes=reference.ternary(), places=p), 1,
+    ),
+    "average": (
+        voting(down=lc.average()),
+        lambda p: reference.local_momentum(B1, B2, decide=reference.average, places=p), 1,
+    ),
+    "owner": (
+        lambda **where: lion_at_owner(lc.midrise(2, block=128), **where),
+        lambda p: reference.momentum_at_owner(
+            **HALF, codes=reference.midrise(2, block=128), places=p
+        ), 2,
+    ),
+    "owner, dense": (
+        lambda **where: lion_at_owner(lc.dense(), **where),
+        lambda p: reference.momentum_at_owner(**HALF, codes=reference.dense(), places=p), 1,
+    ),
+}  # fmt: skip
+
+
+def story(shape, steps=4, seed=0):
+    """Gradients ``[steps, W, G, ...]`` of integers whose means over a group are whole; who abstains."""
+    rng = np.random.default_rng(seed)
+    lead = steps, shape.workers, shape.group_size
+    grads = {
+        name: shape.group_size * rng.integers(-2, 3, (*lead, *size)).astype(np.float32)
+        for name, (size, _) in LEAVES.items()
+    }
+    grads["long"][:, 0] = 0  # a worker that has nothing to say of some rows
+    grads["both"][2, -1, 0, 3, 3] = np.inf
+    abstain = np.zeros((steps, shape.workers), bool)
+    abstain[1, 0] = True
+    return grads, abstain
+
+
+def run_on_mesh(tx, shape, kind, specs, grads, abstain):
+    mesh = shape.mesh(kind)
+    params = placed(zeros(), specs, mesh)
+    tx = lc.on_mesh(tx, mesh, specs=specs, **shape.of())
+    state = tx.init(params)
+    lead = shape.worker_axes + ((shape.group,) if shape.group else ())
+    stacked = jax.tree.map(lambda s: P(lead, *s), specs, is_leaf=is_spec)
+
+    @jax.jit
+    def update(g, state, params, told):
+        return tx.update(g, state, params, abstain=told)
+
+    out = []
+    for step in range(len(abstain)):
+        now = {n: np.concatenate(list(g[step])) for n, g in grads.items()}
+        told = jax.device_put(
+            np.repeat(abstain[step], shape.group_size), NamedSharding(mesh, P(lead))
+        )
+        u, state = update(placed(now, stacked, mesh), state, params, told)
+        for name, spec in specs.items():
+            if not u[name].size:
+                continue  # XLA replicates what is empty
+            assert u[name].sharding.is_equivalent_to(NamedSharding(mesh, spec), u[name].ndim), name
+        out.append(jax.tree.map(np.asarray, u))
+    return {name: np.stack([u[name] for u in out]) for name in LEAVES}, state
+
+
+# Every mesh with local momentum and with momentum at the owner; the other methods where most happens.
+CASES = [(name, kind, method) for name in MESHES for kind in KINDS for method in ("sign", "owner")]
+CASES += [
+    (name, "auto", method)
+    for name in ("2 x 2 x 2", "two-level 2 x 4", "two-level with tp")
+    for method in METHODS
+    if method not in ("sign", "owner")
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "method"), CASES)
+def test_updates_are_those_of_the_reference(name, kind, method):
+    shape = MESHES[name]
+    library, oracle, rows_per_step = METHODS[method]
+    specs = specs_for(shape)
+    grads, abstain = story(shape)
+    got, state = run_on_mesh(library(**shape.of()), shape, KINDS[kind], specs, grads, abstain)
+    means = {n: g.mean(2) for n, g in grads.items()}
+    sits_out = abstain | ~np.isfinite(means["both"]).all((2, 3))
+    want = simulated(oracle, shape, specs, means, sits_out, rows_per_step)
+    for leaf in LEAVES:
+        np.testing.assert_array_equal(got[leaf], want[leaf], err_msg=leaf)
+    assert any(np.abs(u).max() > 0 for u in got.values() if u.size)
+    stats = lc.vote_stats(state)
+    assert int(stats.abstentions) == sits_out.sum()
+
+
+# --- What travels
+
+
+class Travels(NamedTuple):
+    """A model on a mesh whose program is read."""
+
+    shape: Shape
+    specs: dict
+    batch_spec: P
+
+
+# A two-layer model, large enough that headers do not count: 2 * 256 * 512 parameters and some.
+TRAVELS = {
+    "8": Travels(MESHES["8"], {}, P("data")),
+    "tensor 4 x 2": Travels(
+        Shape({"data": 4, "tp": 2}, inner=("tp",)), {"a": P(None, "tp"), "b": P("tp")}, P("data")
+    ),
+    "fsdp 4 x 2": Travels(
+        Shape({"data": 4, "fsdp": 2}, inner=("fsdp",)),
+        {"a": P("fsdp"), "b": P("fsdp")},
+        P(("data", "fsdp")),
+    ),
+    "fsdp 2 x 4": Travels(
+        Shape({"data": 2, "fsdp": 4}, inner=("fsdp",)),
+        {"a": P("fsdp"), "b": P("fsdp")},
+        P(("data", "fsdp")),
+    ),
+    "2 x 2 x 2": Travels(
+        MESHES["2 x 2 x 2"],
+        {"a": P("fsdp", "tp"), "b": P("tp", "fsdp")},
+        P(("data", "fsdp")),
+    ),
+    "two-level 2 x 4": Travels(MESHES["two-level 2 x 4"], {}, P(("node", "gpu"))),
+    "two-level 4 x 2": Travels(MESHES["two-level 4 x 2"], {}, P(("node", "gpu"))),
+}
+
+
+def model_params():
+    rng = np.random.default_rng(0)
+    sizes = {"a": (256, 512), "b": (512, 256), "norm": (256,)}
+    return {n: jnp.asarray(rng.normal(size=s) / 16, jnp.float32) for n, s in sizes.items()}
+
+
+def model_loss(kind):
+    def loss(params, batch, rng):
+        a, b = params["a"], params["b"]
+        if kind == AxisType.Explicit:  # an explicit model says where it gathers
+            inner = [n for n in ("fsdp", "tp") if n in jax.sharding.get_abstract_mesh().axis_names]
+            if inner:
+                tp = "tp" if "tp" in inner else None
+                a, b = jax.sharding.reshard(a, P(None, tp)), jax.sharding.reshard(b, P(tp))
+                rows = jax.typeof(batch).sharding.spec[0]
+                hidden = jnp.tanh((batch * params["norm"]) @ a)
+                out = jnp.einsum("bh,ho->bo", hidden, b, out_sharding=P(rows))
+                return jnp.mean((out - batch) ** 2)
+        hidden = jnp.tanh((batch * params["norm"]) @ a)
+        return jnp.mean((hidden @ b - batch) ** 2)
+
+    return loss
+
+
+def program(tx_of, travels, kind):
+    """What the compiled step sends, its state, and the step."""
+    shape = travels.shape
+    mesh = shape.mesh(kind)
+    specs = {n: travels.specs.get(n, P()) for n in model_params()}
+    tx = tx_of(**shape.of())
+    state = lc.init_state(tx, model_params(), mesh, specs=specs, **shape.of())
+    step = lc.make_train_step(
+        model_loss(kind), tx, mesh, batch_spec=travels.batch_spec, **shape.of()
+    )
+    batch = np.random.default_rng(1).normal(size=(32, 256)).astype(np.float32)
+    compiled = step.lower(state, batch).compile()
+    return collectives(compiled, mesh), state, step, batch
+
+
+def lion_of_all(axis_name, group_axis):
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    return lc.global_gradients(optax.lion(1e-3), (*names, *([group_axis] if group_axis else [])))
+
+
+def is_integer(one):
+    return all(o.dtype[0] in "su" for o in one.operands)
+
+
+def is_scalar(one):
+    return sum(o.bytes for o in one.operands) <= 8
+
+
+VOTERS = {
+    "lion_cub": (lambda **where: lc.lion_cub(1e-3, **where), 2.0),
+    "owner_lion": (lambda **where: lc.owner_lion(1e-3, **where), 4.0 + 16 / 128),
+}
+
+
+@pytest.mark.parametrize("optimizer", VOTERS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", TRAVELS)
+def test_only_packed_votes_cross_the_workers_axis(name, kind, optimizer):
+    travels, (make, bits_each) = TRAVELS[name], VOTERS[optimizer]
+    shape = travels.shape
+    found, state, *_ = program(make, travels, KINDS[kind])
+    workers = set(shape.worker_axes)
+    across = [one for one in found if set(one.axes) & workers and not is_scalar(one)]
+    assert {one.axes for one in across} == {shape.worker_axes}
+    assert all(is_integer(one) and not one.looped and not one.gated for one in across), across
+    here = sum(np.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(state.params))
+    here /= shape.group_size
+    bits_sent = 8 * sum(one.sent_bytes for one in across) / here
+    assert bits_sent <= 1.05 * bits_each * (shape.workers - 1) / shape.workers
+    assert len(across) == 2 * len({frozenset(axes_of(P(*s))) for s in cuts_of(state)})
+
+
+def cuts_of(state):
+    return [x.sharding.spec for x in jax.tree.leaves(state.params)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", TRAVELS)
+def test_inside_a_worker_nothing_moves_that_optax_lion_does_not_move(name, kind):
+    """But one word by which a worker's devices abstain together, and one for the statistics."""
+    travels = TRAVELS[name]
+    shape = travels.shape
+
+    def inside(found):
+        own = [one for one in found if one.axes and not set(one.axes) & set(shape.worker_axes)]
+        return Counter((one.op, one.axes, one.operands) for one in own)
+
+    ours, state, *_ = program(VOTERS["lion_cub"][0], travels, KINDS[kind])
+    lion, *_ = program(lion_of_all, travels, KINDS[kind])
+    more = inside(ours) - inside(lion)
+    words = [key for key in more if sum(o.bytes for o in key[2]) <= 8]
+    rest = [key for key in more if key not in words]
+    assert more.total() <= 4 and len(words) <= 2
+    if not shape.group:
+        assert not rest
+        assert len(words) == (2 if shape.inner else 0)
+        return
+    (scatter,) = [key for key in rest if key[0] == "reduce-scatter"]
+    (gather,) = [key for key in rest if key[0] == "all-gather"]
+    assert len(rest) == 2 and scatter[1] == gather[1] == (shape.group,)
+    parameters = sum(x.size for x in jax.tree.leaves(state.params))
+    assert scatter[2][0].dtype == "f32" and sum(o.bytes for o in scatter[2]) < 4.1 * parameters
+    assert gather[2][0].dtype == "u32"
+    assert 8 * sum(o.bytes for o in gather[2]) < 1.05 * parameters / shape.group_size
+
+
+@pytest.mark.parametrize("optimizer", VOTERS)
+@pytest.mark.parametrize("name", TRAVELS)
+def test_optimizer_memory_is_no_more_than_that_of_optax_lion(name, optimizer):
+    travels = TRAVELS[name]
+    group = travels.shape.group_size
+
+    def on_a_device(tree):
+        return sum(
+            np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in tree if x.ndim
+        )
+
+    _, ours, step, batch = program(VOTERS[optimizer][0], travels, AxisType.Auto)
+    _, lion, *_ = program(lion_of_all, travels, AxisType.Auto)
+    allowed = on_a_device(jax.tree.leaves(lion.opt_state)) / group
+    if (
+        optimizer == "owner_lion"
+    ):  # the momentum of a worker is a slice, and errors are half as wide
+        allowed *= 1 / travels.shape.workers + 0.5
+    assert on_a_device(jax.tree.leaves(ours.opt_state)) <= 1.02 * allowed
+    for _ in range(3):
+        ours, metrics = step(ours, batch)
+    assert step.traces == 1 and np.isfinite(metrics["loss"])
+
+
+# --- Chains, models and metadata
+
+
+@pytest.mark.parametrize("name", ["4 x 2", "2 x 2 x 2"])
+def test_other_transforms_of_a_chain_see_whole_gradients(name):
+    """A norm over a shard would be smaller, and clip less."""
+    shape = MESHES[name]
+    specs, mesh = specs_for(shape), shape.mesh()
+    grads = {n: g[0, :, 0] for n, g in story(shape)[0].items()}
+    chain = optax.chain(optax.clip_by_global_norm(1.0), voting()(**shape.of()))
+    tx = lc.on_mesh(chain, mesh, specs=specs, **shape.of())
+    params = placed(zeros(), specs, mesh)
+    _, state = jax.jit(tx.update)(grads, tx.init(params), params)
+    for worker in range(shape.workers):
+        own = {n: jnp.asarray(g[worker]) for n, g in grads.items()}
+        clipped, _ = optax.clip_by_global_norm(1.0).update(own, optax.EmptyState())
+        for n in LEAVES:
+            got = np.asarray(state[1].mu[n])[worker]
+            np.testing.assert_allclose(got, (1 - B2) * clipped[n], rtol=1e-6, err_msg=n)
+
+
+def test_random_rounding_differs_between_shards():
+    """Two shards with the same gradient draw different numbers."""
+    shape = MESHES["2 x 4"]
+    mesh, specs = shape.mesh(), {"w": P("tp")}
+    quantizer = lc.midrise(2, block=64, rounding=lc.stochastic(0))
+    tx = lc.on_mesh(lion_at_owner(quantizer, **shape.of()), mesh, specs=specs, **shape.of())
+    params = placed({"w": jnp.zeros((4, 640))}, specs, mesh)
+    row = np.random.default_rng(0).normal(size=640)
+    grads = {"w": np.broadcast_to(row, (2, 4, 640)).astype(np.float32)}
+    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
+    shards = np.asarray(updates["w"])
+    assert len({row.tobytes() for row in shards}) == 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_scale_for_a_whole_leaf_is_that_of_all_its_shards(kind):
+    shape = MESHES["4 x 2"]
+    specs = {"w": P(None, "tp")}
+    rng = np.random.default_rng(0)
+    grads = {"w": rng.integers(-3, 4, (1, 4, 6, 40)).astype(np.float32)}
+    grads["w"][..., :20] *= 8  # shards of very different size
+    abstain = np.zeros((1, 4), bool)
+    mesh = shape.mesh(KINDS[kind])
+    params = placed({"w": jnp.zeros((6, 40))}, specs, mesh)
+    vote = voting(lc.integer(8), wire=lc.counts())(**shape.of())
+    tx = lc.on_mesh(vote, mesh, specs=specs, **shape.of())
+    stacked = NamedSharding(mesh, P("data", None, "tp"))
+    now = {"w": jax.device_put(grads["w"][0], stacked)}
+    updates, _ = jax.jit(tx.update)(now, tx.init(params), params)
+    oracle = reference.local_momentum(B1, B2, codes=reference.integer(8))
+    want = run_reference(oracle, grads, abstain)
+    np.testing.assert_array_equal(updates["w"], want["w"][0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_momentum_is_averaged_and_drift_measured_over_all_shards(kind):
+    shape = MESHES["4 x 2"]
+    mesh, specs = shape.mesh(KINDS[kind]), {"w": P(None, "tp"), "b": P()}
+    rng = np.random.default_rng(0)
+    grads = {"w": rng.normal(size=(4, 6, 8)), "b": rng.normal(size=(4, 3))}
+    grads = {n: g.astype(np.float32) for n, g in grads.items()}
+    tx = lc.lion_cub(1.0, B1, B2, sync=lc.every(1), **shape.of())
+    tx = lc.on_mesh(tx, mesh, specs=specs, **shape.of())
+    params = placed({"w": jnp.zeros((6, 8)), "b": jnp.zeros(3)}, specs, mesh)
+    stacked = {"w": P("data", None, "tp"), "b": P("data")}
+    _, state = jax.jit(tx.update)(placed(grads, stacked, mesh), tx.init(params), params)
+    for n, g in grads.items():
+        mean = (1 - B2) * g.mean(0)
+        np.testing.assert_allclose(np.asarray(state[0].inner.mu[n]), [mean] * 4, rtol=1e-6)
+        share = 1 - (g.mean(0) ** 2).sum() / (g**2).sum((1, 2) if g.ndim == 3 else 1).mean()
+        np.testing.assert_allclose(state[0].drift[n], share, rtol=1e-5)
+
+
+def test_specs_are_read_off_arrays_boxes_and_nnx_metadata():
+    mesh = MESHES["4 x 2"].mesh()
+    array = jax.device_put(jnp.ones((4, 6)), NamedSharding(mesh, P(None, "tp")))
+    assert lc.specs_of({"w": array, "b": np.ones(3)}) == {"w": P(None, "tp"), "b": P()}
+    assert lc.specs_of(jax.ShapeDtypeStruct((4, 6), jnp.float32, sharding=array.sharding)) == P(
+        None, "tp"
+    )
+    init = nn.with_partitioning(nn.initializers.ones, ("tp", None))
+    boxed = nn.Dense(4, kernel_init=init).init(jax.random.key(0), jnp.ones((1, 6)))
+    assert lc.specs_of(boxed)["params"] == {"kernel": P("tp", None), "bias": P()}
+
+
+def linear_step(model_or_params, mesh, loss, **rest):
+    tx = lc.lion_cub(1e-2, axis_name="data")
+    state = lc.init_state(tx, model_or_params, mesh, axis_name="data", **rest)
+    step = lc.make_train_step(loss, tx, mesh, axis_name="data")
+    batch = {"x": np.ones((8, 6), np.float32), "y": np.zeros((8, 4), np.float32)}
+    for _ in range(2):
+        state, metrics = step(state, batch)
+    assert step.traces == 1
+    return state, float(metrics["loss"])
+
+
+def test_flax_metadata_says_how_a_model_is_cut():
+    """Boxes of linen and metadata of nnx give the same step as specs by hand."""
+    mesh = MESHES["4 x 2"].mesh()
+    init = nn.with_partitioning(nn.initializers.ones, (None, "tp"))
+    dense = nn.Dense(4, kernel_init=init)
+    boxed = dense.init(jax.random.key(0), jnp.ones((1, 6)))["params"]
+
+    def linen_loss(params, batch, rng):
+        return jnp.mean((dense.apply({"params": params}, batch["x"]) - batch["y"]) ** 2)
+
+    state, loss = linear_step(boxed, mesh, linen_loss)
+    assert state.params["kernel"].sharding.spec == P(None, "tp")
+    assert state.opt_state[0].mu["kernel"].sharding.spec == P("data", None, "tp")
+
+    with jax.set_mesh(mesh):
+        kernel_init = nnx.with_partitioning(nnx.initializers.ones, (None, "tp"))
+        model = nnx.Linear(6, 4, kernel_init=kernel_init, rngs=nnx.Rngs(0))
+    nnx_loss, params, model_state = lc.from_nnx(
+        model, lambda m, batch: jnp.mean((m(batch["x"]) - batch["y"]) ** 2)
+    )
+    other, same = linear_step(params, mesh, nnx_loss, model_state=model_state)
+    assert other.params["kernel"].get_value().sharding.spec == P(None, "tp")
+    assert same == loss
+    np.testing.assert_array_equal(other.params["kernel"].get_value(), state.params["kernel"])
+
+
+# --- Bad input
+
+
+def refused(*words):
+    """The message holds all of these."""
+    return pytest.raises(ValueError, match="(?s)" + "".join(f"(?=.*{re.escape(w)})" for w in words))
+
+
+def prepare(shape, specs=None, params=None, tx=None, **rest):
+    tx = tx or lc.lion_cub(1e-3, **shape.of())
+    params = {"w": jnp.zeros((6, 8))} if params is None else params
+    return lc.init_state(tx, params, shape.mesh(), specs=specs, **shape.of(**rest))
+
+
+def test_a_mesh_without_the_axis():
+    with refused("('data', 'tp')", "axis_name='batch'", "none of them"):
+        prepare(Shape({"data": 4, "tp": 2}, axis="batch"))
+    with refused("axis_name='pod'"):
+        prepare(Shape({"data": 4, "tp": 2}, axis=("pod", "data")))
+    with refused("('data', 'tp')", "group_axis='gpu'"):
+        prepare(Shape({"data": 4, "tp": 2}, group="gpu"))
+    with refused("group_axis", "twice"):
+        lc.on_mesh(optax.identity(), MESHES["8"].mesh(), axis_name="data", group_axis="data")
+
+
+def test_specs_that_do_not_fit():
+    shape = MESHES["4 x 2"]
+    with refused("['w'] has spec", "'data' is an axis of the workers", "inner axes"):
+        prepare(shape, {"w": P("data")})
+    with refused("['w']", "('data', 'tp')", "has 'fsdp'"):
+        prepare(shape, {"w": P("fsdp")})
+    with refused("['w'] has shape (7, 8)", "dimension 0 is cut into 2 parts", "do not divide 7"):
+        prepare(shape, {"w": P("tp")}, {"w": jnp.zeros((7, 8))})
+    with refused("['w'] has shape (6, 8)", "3 entries"):
+        prepare(shape, {"w": P(None, None, "tp")})
+    with refused("specs has 2 leaves", "1", "PartitionSpec"):
+        prepare(shape, {"w": P(), "v": P()})
+    with refused("specs has 1 leaves", "PartitionSpec"):
+        prepare(shape, {"w": "tp"})
+
+
+def test_axes_of_the_workers_come_first_in_a_batch():
+    shape = MESHES["2 x 2 x 2"]
+    for spec in (P("fsdp"), P(("fsdp", "data")), P(None, "data"), P(("data", "nowhere")), P()):
+        with refused(
+            f"batch_spec={spec}", "axes ('data',), in this order", "('data', 'fsdp', 'tp')"
+        ):
+            lc.make_train_step(
+                lambda *_: 0.0, optax.identity(), shape.mesh(), batch_spec=spec, axis_name="data"
+            )
+    two = MESHES["two-level 2 x 4"]
+    with refused("('node', 'gpu')"):
+        lc.make_train_step(
+            lambda *_: 0.0, optax.identity(), two.mesh(), batch_spec=P("node"), **two.of()
+        )
+
+
+def test_a_batch_that_the_parts_do_not_divide():
+    travels = TRAVELS["fsdp 4 x 2"]
+    _, state, step, _ = program(VOTERS["lion_cub"][0], travels, AxisType.Auto)
+    with refused("(12, 256)", "multiple of 8", "4 workers", "2 parts of each worker's"):
+        step(state, np.ones((12, 256), np.float32))
+
+
+def test_a_group_axis_that_is_given_to_one_side_only():
+    shape = MESHES["two-level 2 x 4"]
+    alone = lc.lion_cub(1e-3, axis_name="node")
+    with refused("differs between workers", "group_axis must be given to both"):
+        prepare_and_trace(shape, alone)
+    with refused("'gpu' is not a mesh axis here"):
+        prepare(Shape(shape.sizes, axis="node"), tx=lc.lion_cub(1e-3, **shape.of()))
+
+
+def prepare_and_trace(shape, tx):
+    state = prepare(shape, tx=tx)
+    step = lc.make_train_step(
+        lambda p, batch, rng: jnp.sum(p["w"] * batch[0, 0]), tx, shape.mesh(), **shape.of()
+    )
+    step(state, np.ones((8, 1), np.float32))
+
+
+def test_group_axes_and_quantisers_that_do_not_go_together():
+    with refused("integer(8)", "one scale for a whole leaf", "sign()"):
+        lc.lion_cub(1e-3, axis_name="node", group_axis="gpu", quantizer=lc.integer(8))
+    with refused("group_axis='node' is an axis of the workers"):
+        lc.lion_cub(1e-3, axis_name="node", group_axis="node")
+    with refused("group_axis=3", "name of a mesh axis"):
+        lc.lion_cub(1e-3, axis_name="node", group_axis=3)
+
+
+def test_two_levels_have_no_leaves_to_choose_for_a_sync():
+    shape = MESHES["two-level 2 x 4"]
+    tx = lc.lion_cub(1e-3, sync=lc.every(2), sync_where={"w": True}, **shape.of())
+    with refused("the mask does not match"):
+        prepare(shape, tx=tx)
+
+
+@pytest.mark.parametrize("size", [0, 3, 5, 16, 2.0, -4])
+def test_a_group_that_does_not_divide_the_devices(size):
+    with refused(f"group_size={size!r}", "8 devices", "divides 8"):
+        lc.two_level_mesh(size)
+
+
+def test_groups_are_neighbours_on_a_two_level_mesh():
+    mesh = lc.two_level_mesh(2, axis_names=("node", "gpu"))
+    assert dict(mesh.shape) == {"node": 4, "gpu": 2}
+    assert mesh.devices.tolist() == [list(jax.devices()[i : i + 2]) for i in (0, 2, 4, 6)]
+    assert dict(lc.two_level_mesh().shape) == {"node": 1, "device": 8}
+
+
+def test_how_parameters_are_cut_must_be_known_in_a_trace():
+    shape = MESHES["4 x 2"]
+    tx = lc.on_mesh(lc.lion_cub(1e-3, **shape.of()), shape.mesh(), **shape.of())
+    with refused("['tp']", "cannot be seen inside jax.jit", "specs=lioncub_jax.specs_of(params)"):
+        jax.jit(tx.init)({"w": jnp.zeros((4, 4))})
+
+
+def test_axes_that_are_left_to_the_compiler():
+    """A vote in a partly manual region would gather what is cut over the other axes."""
+    shape = MESHES["4 x 2"]
+    tx = lc.lion_cub(1e-3, **shape.of())
+
+    def worker(p, g):
+        return tx.update({"w": g}, tx.init({"w": p}))[0]["w"]
+
+    run = jax.shard_map(
+        worker, mesh=shape.mesh(), in_specs=(P(), P("data")), out_specs=P(), axis_names={"data"}
+    )
+    with refused("['tp']", "left to the compiler", "on_mesh"):
+        jax.jit(run)(jnp.zeros((2, 4)), jnp.zeros((8, 4)))
+
+
+def test_an_update_on_a_mesh_needs_the_parameters():
+    shape = MESHES["8"]
+    tx = lc.on_mesh(lc.lion_cub(1e-3, **shape.of()), shape.mesh(), **shape.of())
+    state = tx.init({"w": jnp.zeros(4)})
+    with refused("needs params"):
+        tx.update({"w": jnp.zeros((8, 4))}, state)
