@@ -152,6 +152,11 @@ def _own_key(workers: Workers, x: Any) -> Any:
 
 
 def _check_batch(batch: Any, workers: Workers) -> None:
+    if not any(jnp.ndim(x) for x in jax.tree.leaves(batch)):
+        raise ValueError(
+            "no array follows the parameters: give the batch as an argument of the loss, so that it is cut "
+            "over the workers; one that the loss closes over would go whole to each of them"
+        )
     count = placement.parts(P(workers.axes), workers.mesh)
     for path, x in jax.tree_util.tree_leaves_with_path(batch):
         if jnp.shape(x) == (2,) and jnp.asarray(x).dtype == jnp.uint32:
