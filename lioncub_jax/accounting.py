@@ -4,14 +4,17 @@
 of a compiled step. The two must agree, and a benchmark and a test say that they do.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import PartitionSpec
 from rich.table import Table
 
-from lioncub_jax import checks, compiled, decide, layout, quantize, wires
+from lioncub_jax import bits, checks, compiled, decide, layout, messages, quantize, wires
 from lioncub_jax.ballots import Quantizer
 from lioncub_jax.decide import Down, Owner
+from lioncub_jax.layout import Bucket
 from lioncub_jax.wires import Wire
 
 
@@ -21,14 +24,17 @@ class Traffic(NamedTuple):
     Attributes:
       scheme: the quantiser, the wire and what comes back, for people.
       workers: how many workers.
-      parameters: elements that are voted on.
-      sent_bytes: bytes that each worker sends, padding and all side information included.
+      parameters: elements that each device votes on: all of them, or its shard or slice.
+      sent_bytes: bytes that each device sends to other workers, padding and all side information
+        included.
+      group_bytes: bytes that it sends inside its group, in two levels.
     """
 
     scheme: str
     workers: int
     parameters: int
     sent_bytes: float
+    group_bytes: float = 0.0
 
     @property
     def bits_per_parameter(self) -> float:
@@ -51,8 +57,11 @@ def predict(
     down: Down | None = None,
     wire: Wire | None = None,
     bucket_size: int | None = None,
+    group_size: int = 1,
+    specs: Any = None,
+    inner_axes: Mapping[str, int] | None = None,
 ) -> Traffic:
-    """Predicts what each worker sends in a step of `communicate` with the same parts.
+    """Predicts what each device sends in a step of `communicate` with the same parts.
 
     Args:
       params: tree of arrays or ``jax.ShapeDtypeStruct``; only sizes matter.
@@ -62,9 +71,12 @@ def predict(
       down: as in `communicate`.
       wire: as in `communicate`.
       bucket_size: as in `communicate`.
+      group_size: devices of one worker on its ``group_axis``.
+      specs: a tree of ``PartitionSpec`` like the parameters: how a worker cuts them.
+      inner_axes: sizes of the mesh axes that the specs name.
 
     Returns:
-      A ``Traffic``; one worker sends nothing.
+      A ``Traffic``; one worker sends nothing to others.
 
     Raises:
       ValueError: for fewer than one worker, or more than the quantiser or wire can count.
@@ -76,17 +88,63 @@ def predict(
       1.78
     """
     checks.check_count(f"workers={workers!r}", workers)
+    checks.check_count(f"group_size={group_size!r}", group_size)
     up = up or quantize.sign()
     owner = owner or decide.count()
     down = down or decide.fitting(up)
     wire = wire or wires.two_phase()
     checks.check_parts(up, owner, down, wire)
-    leaves = jax.tree.leaves(params)
-    buckets = layout.buckets(leaves, workers, up.rows_per_step, bucket_size)
-    sent = [wire.sent(up, owner.needs_values, down, b, workers) for b in buckets if workers > 1]
+    leaves, axes = _shards(params, specs, inner_axes or {})
+    size = sum(leaf.size for leaf in leaves)
+    inside = 0.0
+    if group_size > 1:
+        cuts = layout.buckets(leaves, group_size, up.rows_per_step, bucket_size, axes)
+        inside += sum((group_size - 1) * cut.chunk * bits.ROW * 4 for cut in cuts)
+        leaves = [jax.ShapeDtypeStruct((cut.chunk, bits.ROW), cut.dtype) for cut in cuts]
+        axes = [frozenset(cut.axes) for cut in cuts]
+        bucket_size = None if bucket_size is None else max(bucket_size // group_size, 1)
+    buckets = layout.buckets(leaves, workers, up.rows_per_step, bucket_size, axes)
+    across = sum(
+        wire.sent(up, owner.needs_values, down, b, workers) for b in buckets if workers > 1
+    )
+    inside += sum((group_size - 1) * _answer_bytes(up, down, wire, b, workers) for b in buckets)
     result = f"{owner.name}, {down.name}" if owner.needs_values else down.name
     scheme = f"{up.name}, {wire.name}, {result}"
-    return Traffic(scheme, workers, sum(leaf.size for leaf in leaves), sum(sent))
+    return Traffic(scheme, workers, round(size / group_size), float(across), float(inside))
+
+
+def _shards(
+    params: Any, specs: Any, inner_axes: Mapping[str, int]
+) -> tuple[list[Any], list[frozenset]]:
+    """The leaves that one device holds, and over which inner axes each is cut."""
+    leaves = jax.tree.leaves(params)
+    if specs is None:
+        return leaves, [frozenset()] * len(leaves)
+    flat = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    shards, axes = [], []
+    for leaf, spec in zip(leaves, flat, strict=True):
+        shape = list(leaf.shape)
+        cut = [(dim, axis) for dim, e in enumerate(spec) for axis in _axes_of(e)]
+        for dim, axis in cut:
+            shape[dim] //= inner_axes[axis]
+        shards.append(jax.ShapeDtypeStruct(tuple(shape), leaf.dtype))
+        axes.append(frozenset(axis for _, axis in cut))
+    return shards, axes
+
+
+def _axes_of(entry: Any) -> tuple[str, ...]:
+    if entry is None:
+        return ()
+    return entry if isinstance(entry, tuple) else (entry,)
+
+
+def _answer_bytes(up: Quantizer, down: Down, wire: Wire, bucket: Bucket, workers: int) -> float:
+    """What a device passes on inside its group: the answers of all owners, or one worker's values."""
+    if workers == 1:
+        return 4.0 * bucket.chunk * bits.ROW
+    owners = workers if wire.owns_slice else 1
+    rows = wire.owned_rows(bucket, workers)
+    return 4.0 * owners * messages.answer_words(down, up, rows, workers)
 
 
 def float32_all_reduce_bytes(parameters: int, workers: int) -> float:

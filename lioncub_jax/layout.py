@@ -94,7 +94,11 @@ def varying_axes(x: jax.Array) -> frozenset:
 
 
 def buckets(
-    leaves: Sequence[jax.Array], workers: int, rows_per_step: int = 1, limit: int | None = None
+    leaves: Sequence[jax.Array],
+    workers: int,
+    rows_per_step: int = 1,
+    limit: int | None = None,
+    axes: Sequence[frozenset] | None = None,
 ) -> tuple[Bucket, ...]:
     """Plans the buffers for a list of leaves.
 
@@ -103,6 +107,7 @@ def buckets(
       workers: how many workers share the ownership of each bucket.
       rows_per_step: rows that share a quantisation step; leaves and chunks are padded to it.
       limit: elements after which a new bucket begins (at the next leaf), or None for no limit.
+      axes: mesh axes over which each leaf varies; None reads them off the types.
 
     Returns:
       The buckets, in an order that depends only on the tree and the types.
@@ -114,39 +119,38 @@ def buckets(
       >>> [(s.first_row, s.rows) for s in bucket.segments], bucket.chunk
       ([(0, 2), (2, 1)], 2)
     """
+    axes = [varying_axes(leaf) for leaf in leaves] if axes is None else axes
+    names = [tuple(sorted(map(str, over))) for over in axes]
     open_groups: dict[tuple[str, ...], list[list[int]]] = {}
     filled: dict[tuple[str, ...], int] = {}
     for index, leaf in enumerate(leaves):
         if leaf.size == 0:
             continue
-        axes = tuple(sorted(map(str, varying_axes(leaf))))
-        groups = open_groups.setdefault(axes, [[]])
-        if groups[-1] and limit is not None and filled[axes] + leaf.size > limit:
+        over = names[index]
+        groups = open_groups.setdefault(over, [[]])
+        if groups[-1] and limit is not None and filled[over] + leaf.size > limit:
             groups.append([])
-        filled[axes] = (filled.get(axes, 0) if groups[-1] else 0) + leaf.size
+        filled[over] = (filled.get(over, 0) if groups[-1] else 0) + leaf.size
         groups[-1].append(index)
-    members = [group for axes in sorted(open_groups) for group in open_groups[axes]]
-    return _place(leaves, members, workers, rows_per_step)
-
-
-def _place(
-    leaves: Sequence[jax.Array], members: list[list[int]], workers: int, rows_per_step: int
-) -> tuple[Bucket, ...]:
     placed: list[Bucket] = []
     before = 0
-    for group in members:
-        segments, first = [], 0
-        for index in group:
-            leaf = leaves[index]
-            rows = _round_up(-(-leaf.size // ROW), rows_per_step)
-            segments.append(Segment(index, tuple(leaf.shape), leaf.size, first, rows))
-            first += rows
-        chunk = _round_up(-(-first // workers), rows_per_step)
-        dtype = jnp.result_type(*(leaves[index].dtype for index in group))
-        axes = tuple(sorted(map(str, varying_axes(leaves[group[0]]))))
-        placed.append(Bucket(tuple(segments), before, first, chunk, dtype, axes))
-        before += workers * chunk
+    for over in sorted(open_groups):
+        for group in open_groups[over]:
+            bucket = _place([(i, leaves[i]) for i in group], workers, rows_per_step)
+            placed.append(bucket._replace(first_row=before, axes=over))
+            before += workers * bucket.chunk
     return tuple(bucket._replace(total_rows=before) for bucket in placed)
+
+
+def _place(members: list[tuple[int, jax.Array]], workers: int, rows_per_step: int) -> Bucket:
+    segments, first = [], 0
+    for index, leaf in members:
+        rows = _round_up(-(-leaf.size // ROW), rows_per_step)
+        segments.append(Segment(index, tuple(leaf.shape), leaf.size, first, rows))
+        first += rows
+    chunk = _round_up(-(-first // workers), rows_per_step)
+    dtype = jnp.result_type(*(leaf.dtype for _, leaf in members))
+    return Bucket(tuple(segments), 0, first, chunk, dtype)
 
 
 def _round_up(n: int, multiple: int) -> int:

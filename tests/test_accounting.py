@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
@@ -103,6 +103,49 @@ def test_the_prediction_is_what_the_compiled_program_sends(name, workers):
     traffic = predict(MIXED, workers, **parts)
     assert traffic.sent_bytes == sent_by_program(parts, workers)
     assert (traffic.parameters, traffic.workers) == (SIZE, workers)
+
+
+ON_MESHES = {
+    "tensor": ({"data": 4, "tp": 2}, None, {"kernel": P(None, "tp"), "bias": P()}),
+    "both": ({"data": 2, "fsdp": 2, "tp": 2}, None, {"kernel": P("fsdp", "tp"), "bias": P("tp")}),
+    "one dimension": ({"data": 2, "fsdp": 2, "tp": 2}, None, {"kernel": P(None, ("fsdp", "tp"))}),
+    "two levels": ({"data": 2, "gpu": 4}, "gpu", {}),
+    "two levels, tensor": ({"data": 2, "gpu": 2, "tp": 2}, "gpu", {"kernel": P("tp")}),
+    "two levels, one worker": ({"data": 1, "gpu": 4}, "gpu", {}),
+}
+
+
+@pytest.mark.parametrize("scheme", ["sign", "sign, in buckets", "owner, 3 bits", "sign, gathered"])
+@pytest.mark.parametrize("name", ON_MESHES)
+def test_the_prediction_for_a_device_is_what_it_sends_by_axis(name, scheme):
+    sizes, group, given = ON_MESHES[name]
+    parts = SCHEMES[scheme]
+    tree = {"kernel": jnp.ones((34, 132)), "bias": jnp.ones(66), "scalar": jnp.ones(())}
+    specs = {leaf: given.get(leaf, P()) for leaf in tree}
+    devices = jax.devices()[: np.prod(list(sizes.values()))]
+    kinds = (AxisType.Auto,) * len(sizes)
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=devices)
+    where = {"axis_name": AXIS, "group_axis": group}
+    tx = lc.on_mesh(lc.communicate(**where, **parts), mesh, specs=specs, **where)
+    params = jax.tree.map(
+        lambda s, x: jax.device_put(x, NamedSharding(mesh, s)),
+        specs, tree, is_leaf=lambda x: isinstance(x, P),
+    )  # fmt: skip
+    lead = sizes[AXIS] * (sizes[group] if group else 1)
+    grads = jax.tree.map(lambda x: jnp.ones((lead, *x.shape)), tree)
+    program = jax.jit(tx.update).lower(grads, tx.init(params), params).compile()
+    voted = [
+        one for one in lc.compiled.collectives(program, mesh)
+        if not (one.op == "all-reduce" and one.payload_bytes <= 8)  # the flag and the statistics
+    ]  # fmt: skip
+    sent = lc.compiled.sent_bytes(voted)
+    inner = {n: sizes[n] for n in sizes if n not in (AXIS, group)}
+    traffic = predict(
+        tree, sizes[AXIS], group_size=sizes.get(group, 1), specs=specs, inner_axes=inner, **parts
+    )
+    assert traffic.sent_bytes == sent.get((AXIS,), 0)
+    assert traffic.group_bytes == sent.get((group,), 0)
+    assert set(sent) <= {(AXIS,), (group,)}
 
 
 def test_long_answers_are_padded_and_counted_so():
