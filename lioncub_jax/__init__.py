@@ -2,9 +2,10 @@
 
 The package in the order of the papers: `quantize` (values to codes), `bits` (codes to words, and
 counting them), `decide` (what the owner of a slice does), `messages` and `wires` (what travels, and
-how workers agree), `momentum` (what they remember), `exchange` (the seam, `communicate`),
-`optimizer` (the methods), `training` (a step on a mesh), `accounting` and `compiled` (bytes:
-predicted, and read from the compiled program). `reference` is every algorithm on one page.
+how workers agree), `placement` (where arrays lie on a mesh), `momentum` (what workers remember),
+`agreement` and `exchange` (the seam, `communicate`), `optimizer` (the methods), `gradients` and
+`training` (a step on a mesh), `checkpoint`, `accounting` and `compiled` (bytes: predicted, and read
+from the compiled program). `reference` is every algorithm on one page.
 """
 
 from lioncub_jax import accounting, compiled
