@@ -95,7 +95,8 @@ def spec_of(x: Any) -> P:
     sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding) or x.size == 0:
         return P()
-    return shortened(sharding.spec)
+    # An axis of one device cuts nothing, and XLA forgets it.
+    return restrict(sharding.spec, [n for n, size in sharding.mesh.shape.items() if size > 1])
 
 
 def shortened(spec: P) -> P:
@@ -153,7 +154,8 @@ class Workers(NamedTuple):
             self._check_known(params)
             specs = specs_of(params)
         check_specs(specs, params, self.mesh, self.axes)
-        flat = jax.tree.leaves(specs, is_leaf=is_spec)
+        cutting = [n for n in self.mesh.axis_names if self.mesh.shape[n] > 1]
+        flat = jax.tree.leaves(restrict(specs, cutting), is_leaf=is_spec)
         # XLA replicates what is empty, whatever it is told.
         held = [s if x.size else P() for s, x in zip(flat, jax.tree.leaves(params), strict=True)]
         return jax.tree.unflatten(jax.tree.structure(params), held)

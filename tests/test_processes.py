@@ -6,6 +6,7 @@ averaged momentum) are added in another order by another network, and need not.
 Run as a program this file is one of the processes.
 """
 
+import math
 import os
 import signal
 import socket
@@ -13,12 +14,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
@@ -26,9 +29,29 @@ import lioncub_jax as lc
 AXIS = "data"
 STEPS, ROWS, FEATURES = 5, 6, 5  # rows of each worker
 SECONDS = 120
-OPTIMIZERS = {
-    "lion_cub": lc.lion_cub(0.05, axis_name=AXIS, quantizer=lc.midrise(2)),
-    "owner_lion": lc.owner_lion(0.05, axis_name=AXIS),
+
+
+class Case(NamedTuple):
+    """An optimizer on a mesh of processes and each process's devices."""
+
+    tx: optax.GradientTransformation
+    axes: tuple  # of the mesh: (all devices,) or (processes, devices of each)
+    where: dict
+    specs: dict | None = None
+
+
+ONE_AXIS = {"axis_name": AXIS}
+TWO_LEVELS = {"axis_name": "node", "group_axis": "device"}
+CASES = {
+    "lion_cub": Case(lc.lion_cub(0.05, quantizer=lc.midrise(2), **ONE_AXIS), (AXIS,), ONE_AXIS),
+    "owner_lion": Case(lc.owner_lion(0.05, **ONE_AXIS), (AXIS,), ONE_AXIS),
+    "two_levels": Case(lc.lion_cub(0.05, **TWO_LEVELS), ("node", "device"), TWO_LEVELS),
+    "tensor": Case(
+        lc.owner_lion(0.05, **ONE_AXIS),
+        (AXIS, "tp"),
+        ONE_AXIS,
+        {"w": P(None, "tp"), "v": P("tp"), "b": P()},
+    ),
 }
 
 
@@ -54,16 +77,21 @@ def batch_of(step, workers):
     return {"x": x, "y": np.sin(x.sum(1, keepdims=True))}
 
 
-def train(tx, devices, place):
+def train(case, processes, devices, place):
     """All steps; the last state and metrics. ``place(sharding, batch)`` makes global arrays."""
-    mesh = jax.make_mesh((len(devices),), (AXIS,), devices=devices, axis_types=(AxisType.Auto,))
+    shape = (processes, -1)[-len(case.axes) :]
+    kinds = (AxisType.Auto,) * len(case.axes)
+    mesh = Mesh(np.array(devices).reshape(shape), case.axes, axis_types=kinds)
     model_state = {"key": jax.random.key(1), "calls": np.int32(0)}
     state = lc.init_state(
-        tx, first_params(), mesh, axis_name=AXIS, model_state=model_state, rng=jax.random.key(3)
-    )
-    step = lc.make_train_step(lc.StatefulLoss(loss_fn), tx, mesh, axis_name=AXIS)
+        case.tx, first_params(), mesh, specs=case.specs, model_state=model_state,
+        rng=jax.random.key(3), **case.where,
+    )  # fmt: skip
+    step = lc.make_train_step(lc.StatefulLoss(loss_fn), case.tx, mesh, **case.where)
+    spec = P(tuple(case.where.values()))
+    parts = math.prod(mesh.shape[name] for name in case.where.values())
     for i in range(STEPS):
-        batch = place(NamedSharding(mesh, P(AXIS)), batch_of(i, len(devices)))
+        batch = place(NamedSharding(mesh, spec), batch_of(i, parts))
         state, metrics = step(state, batch)
     assert step.traces == 1
     return state, metrics
@@ -80,11 +108,14 @@ def replicated(state):
 
 def local_rows(sharding, batch):
     """Global arrays of which each process gives only its own rows."""
-    start = jax.process_index() * len(jax.local_devices()) * ROWS
-    stop = start + len(jax.local_devices()) * ROWS
-    return jax.tree.map(
-        lambda x: jax.make_array_from_process_local_data(sharding, x[start:stop], x.shape), batch
-    )
+
+    def own(x):
+        rows = len(x) // jax.process_count()
+        start = jax.process_index() * rows
+        part = x[start : start + rows]
+        return jax.make_array_from_process_local_data(sharding, part, x.shape)
+
+    return jax.tree.map(own, batch)
 
 
 def run_process(port, processes, index, local_devices, folder):
@@ -93,8 +124,8 @@ def run_process(port, processes, index, local_devices, folder):
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"localhost:{port}", processes, index)
     assert jax.process_count() == processes
-    for name, tx in OPTIMIZERS.items():
-        state, metrics = train(tx, jax.devices(), local_rows)
+    for name, case in CASES.items():
+        state, metrics = train(case, processes, jax.devices(), local_rows)
         found = replicated(state)
         np.savez(Path(folder) / f"{name}-{index}.npz", loss=metrics["loss"], **found)
         print(f"process {index}: {name}: loss {float(metrics['loss'])}", flush=True)
@@ -160,8 +191,8 @@ def test_processes_end_with_the_bits_of_one_process(processes, local_devices, tm
     run_all(processes, local_devices, tmp_path)
     devices = jax.devices()[: processes * local_devices]
     assert len(devices) == processes * local_devices
-    for name, tx in OPTIMIZERS.items():
-        state, metrics = train(tx, devices, lambda sharding, batch: jax.device_put(batch, sharding))
+    for name, case in CASES.items():
+        state, metrics = train(case, processes, devices, lambda s, batch: jax.device_put(batch, s))
         wanted = replicated(state)
         for index in range(processes):
             with np.load(tmp_path / f"{name}-{index}.npz") as found:

@@ -68,6 +68,7 @@ MESHES = {
     "tp first": Shape({"tp": 2, "data": 4}, inner=("tp",)),
     "2 x 2 x 2": Shape({"data": 2, "fsdp": 2, "tp": 2}, inner=("fsdp", "tp")),
     "pods": Shape({"pod": 2, "data": 2, "tp": 2}, axis=("pod", "data"), inner=("tp",)),
+    "axis of one": Shape({"data": 4, "tp": 1, "fsdp": 2}, inner=("tp", "fsdp")),
     "one worker": Shape({"data": 1, "tp": 4}, inner=("tp",)),
     "two-level 2 x 4": Shape({"node": 2, "gpu": 4}, axis="node", group="gpu"),
     "two-level 4 x 2": Shape({"node": 4, "gpu": 2}, axis="node", group="gpu"),
@@ -205,7 +206,8 @@ def planned(local, specs, shape, rows_per_step):
     groups = {}
     for name in sorted(local):
         if local[name].size:
-            groups.setdefault(axes_of(specs[name]), []).append(name)
+            cut = [axis for axis in axes_of(specs[name]) if shape.sizes[axis] > 1]
+            groups.setdefault(frozenset(cut), []).append(name)
     workers = shape.worker_axes + ((shape.group,) if shape.group else ())
     ordered = sorted(groups, key=lambda axes: tuple(sorted([*axes, *workers])))
     plan, before = [], 0
