@@ -9,6 +9,7 @@ from the compiled program). `reference` is every algorithm on one page.
 """
 
 from lioncub_jax import accounting, compiled
+from lioncub_jax.checkpoint import Checkpoints, Restored, stop_on_sigterm
 from lioncub_jax.decide import (
     average,
     count,
@@ -54,6 +55,8 @@ from lioncub_jax.training import TrainState, init_state, make_train_step, on_mes
 from lioncub_jax.wires import all_reduce, counts, gathered, lanes, two_phase
 
 __all__ = [
+    "Checkpoints",
+    "Restored",
     "StatefulLoss",
     "TrainState",
     "VoteStats",
@@ -91,6 +94,7 @@ __all__ = [
     "sign",
     "specs_of",
     "stochastic",
+    "stop_on_sigterm",
     "sync_momentum",
     "ternary",
     "ternary_sum",
