@@ -24,7 +24,9 @@ from rich.table import Table
 
 import lioncub_jax as lc
 from lioncub_jax import messages, wires
-from lioncub_jax.exchange import Plan, Voter, worker_step
+from lioncub_jax.agreement import Plan, Voter
+from lioncub_jax.exchange import worker_step
+from lioncub_jax.layout import Flat
 
 WORKERS = 8
 
@@ -57,14 +59,14 @@ def voting(params: Any, **parts: Any) -> Candidate:
     owner = parts.get("owner", lc.count())
     up = parts.get("up", lc.sign())
     memory = parts.get("memory", lc.nothing())
-    plan = Plan("data", memory, up, owner, lc.majority(), loopback(), None)
+    plan = Plan("data", None, memory, up, owner, lc.majority(), loopback(), None)
     state = template.init(params)
     if up.feedback is not None:
         error = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=up.feedback), params)
         state = state._replace(error=error)
     if owner.needs_values:
         buckets = plan.buckets(jax.tree.leaves(params), WORKERS)
-        slices = [owner.init(jnp.zeros((2 * b.chunk, 32), b.dtype)) for b in buckets]
+        slices = [Flat(owner.init(jnp.zeros((2 * b.chunk, 32), b.dtype)), b) for b in buckets]
         state = state._replace(owner=tuple(slices))
 
     def step(params, state, grads):

@@ -175,20 +175,24 @@ def communicate(
         checks.check_leaves(updates)
         checks.check_local(updates, axis_name, group_axis)
         told = None if abstain is None else checks.as_flag(abstain)
-        args = updates, state, told
+
+        def on_device(updates: Any, state: CommunicateState, told: Any) -> Any:
+            workers = wires.workers_on(axis_name)
+            voter = Voter(wires.worker_index(axis_name), workers, state.count)
+            return worker_step(plan, voter, updates, state, told)
+
         # Results lie as what they replace.
         cut = placement.cut_of((updates, state))
-        return placement.on_shards(partial(worker_step, plan), args, cut)
+        return placement.on_shards(on_device, (updates, state, told), cut)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def worker_step(
-    plan: Plan, updates: Any, state: CommunicateState, told_to_abstain: Any
+    plan: Plan, voter: Voter, updates: Any, state: CommunicateState, told_to_abstain: Any
 ) -> tuple[Any, CommunicateState]:
     """What one worker does in a step, on each of its devices; workers meet only in ``plan.wire``."""
-    workers = wires.workers_on(plan.axis)
-    voter = Voter(wires.worker_index(plan.axis), workers, state.count)
+    workers = voter.workers
     grads, tree = _flatten(updates)
     split = _Split.of(plan, grads)
     pieces = split.pieces(grads)
