@@ -5,9 +5,13 @@ import json
 import math
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +24,11 @@ import lioncub_jax as lc
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 sys.path.insert(0, str(EXAMPLES))
-corpus, model, training, train_gpt = (
-    importlib.import_module(name)
-    for name in ("gpt.corpus", "gpt.model", "gpt.training", "train_gpt")
+corpus, meshes, model, options, saving, training = (
+    importlib.import_module(f"gpt.{name}")
+    for name in ("corpus", "meshes", "model", "options", "saving", "training")
 )
+train_gpt = importlib.import_module("train_gpt")
 
 TINY = [
     "--steps", "4", "--layers", "1", "--width", "32", "--context", "32", "--batch", "2", "--workers", "4",
@@ -87,10 +92,10 @@ def test_the_quickstart_learns_and_counts_its_bytes():
 
 def test_a_run_repeats_with_its_seed():
     text = corpus.Corpus("source", np.frombuffer(SOURCE, np.uint8), np.frombuffer(SOURCE, np.uint8))
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    layout = meshes.build({"data": 8})
     gpt = model.GPT(layers=1, width=16, heads=2, context=16, rngs=nnx.Rngs(0))
     prepared = training.prepare(
-        gpt, text, lc.lion_cub(1e-3, axis_name="data"), mesh, batch=32, seed=0
+        gpt, text, lc.lion_cub(1e-3, axis_name="data"), layout, batch=32, seed=0
     )
 
     def losses():
@@ -114,6 +119,20 @@ BAD_ARGUMENTS = {
     "--dropout 1": "'1' is no number at least 0 and below 1",
     "--lr nan": "'nan' is no number at least 0",
     "--optimizer sgd": "invalid choice: 'sgd'",
+    "--mesh data=4,expert=2": "'expert' is no axis; there are pod, data, group, fsdp, tensor",
+    "--mesh data=4,fsdp=two": "fsdp=two is no whole number at least 1",
+    "--mesh data=0": "data=0 is no whole number at least 1",
+    "--mesh data=2,data=4": "data is given twice",
+    "--mesh fsdp=4": "the workers are missing; add data=N",
+    "--mesh data=4 --workers 4": "--workers 4 is short for --mesh data=4: give one",
+    "--mesh data=2,tensor=3": "--heads 4 must be a multiple of tensor=3",
+    "--mesh data=2,group=3": "must be a multiple of 3 (group=3 in --mesh)",
+    "--resume": "--resume: give --checkpoint DIR",
+    "--coordinator host:1 --process 0": "go together: --processes not given",
+    "--coordinator host --processes 2 --process 0": "--coordinator host: give HOST:PORT",
+    "--coordinator host:1 --processes 2 --process 2": "2 processes count from 0 to 1",
+    "--coordinator host:1 --processes 2 --process 0 --distributed": "give one of them",
+    "--mesh data=8 --coordinator host:1 --processes 3 --process 0": "do not share the 8 devices",
     "--text {tmp}/missing": "missing: No such file or directory",
     "--text {tmp}": "Is a directory",
     "--text {tmp}/empty": "the file is empty",
@@ -141,10 +160,171 @@ def test_results_are_not_overwritten_unasked(tmp_path, text_file):
     assert (tmp_path / "metrics.jsonl").read_text() == '{"kind": "run"}\n'
 
 
-def test_more_workers_than_accelerators_are_refused(monkeypatch):
-    monkeypatch.setattr(jax.config, "update", lambda *_: None)
-    with pytest.raises(ValueError, match="--workers 99: there are 8 cpu devices"):
-        training.worker_mesh(99)
+def test_more_workers_than_accelerators_are_refused():
+    with pytest.raises(
+        ValueError, match="--mesh data=99 takes 99 devices: there are 8 cpu devices"
+    ):
+        meshes.build({"data": 99})
+
+
+# --- Meshes, checkpoints and processes
+
+
+TINIER = ["--layers", "1", "--width", "32", "--context", "32", "--batch", "4"]
+
+
+def train_here(text_file, out, options):
+    """Runs the program in this process, on its eight devices; what it measured, and its exit status."""
+    arguments = [*TINIER, "--text", str(text_file), "--out", str(out), *options.split()]
+    status = 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.config, "update", lambda *_: None)
+        try:
+            train_gpt.main(arguments)
+        except SystemExit as end:
+            status = end.code
+    rows = rows_of(out) if out.exists() else []
+    return [row for row in rows if row["kind"] == "step"], status
+
+
+OF_TWO = "--steps 3 --untied --mesh"
+
+
+@pytest.fixture(scope="module")
+def of_two_workers(text_file, tmp_path_factory):
+    """What two workers of one device each measure."""
+    rows, _ = train_here(text_file, tmp_path_factory.mktemp("two"), f"{OF_TWO} data=2")
+    return [row["loss"] for row in rows]
+
+
+@pytest.mark.parametrize(
+    "mesh", ["data=2,fsdp=4", "data=2,tensor=2", "data=2,fsdp=2,tensor=2", "pod=2,data=1,group=4"]
+)
+def test_two_workers_learn_the_same_on_every_mesh(mesh, of_two_workers, text_file, tmp_path):
+    rows, status = train_here(text_file, tmp_path, f"{OF_TWO} {mesh}")
+    assert status == 0
+    # Sums in another order turn the signs of a few elements that are nearly 0.
+    assert [row["loss"] for row in rows] == pytest.approx(of_two_workers, abs=2e-2)
+    assert rows[0]["loss"] == pytest.approx(of_two_workers[0], rel=1e-5)
+    run, *_, result = rows_of(tmp_path)
+    assert run["workers"] == 2
+    assert result["sent_bytes_inside_a_worker"] > 0
+    assert 0 < result["sent_bytes_per_step"] < result["float32_bytes_per_step"] / 15
+
+
+def measured(rows):
+    """All but what time is in."""
+    return [{k: v for k, v in row.items() if "second" not in k} for row in rows]
+
+
+def test_a_run_that_is_stopped_goes_on_as_if_it_were_not(text_file, tmp_path, monkeypatch, capsys):
+    same = "--mesh data=2,group=2 --optimizer owner --dropout 0.1 --steps 6"
+    saved = f"{same} --save-every 2 --checkpoint {tmp_path / 'saved'}"
+    whole, _ = train_here(text_file, tmp_path / "whole", same)
+    next_batch = training.next_batch
+
+    def told_to_stop(run, step):
+        if step == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return next_batch(run, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "next_batch", told_to_stop)
+        begun, status = train_here(text_file, tmp_path / "broken", saved)
+    assert status == 0 and measured(begun) == measured(whole[:3])
+    assert "stopped after step 3 and saved in" in capsys.readouterr().out
+    assert train_here(text_file, tmp_path / "another", saved)[1] == 2
+    assert "has one of step 3: go on from there with --resume" in capsys.readouterr().err
+    rows, status = train_here(text_file, tmp_path / "broken", saved + " --resume")
+    assert status == 0 and measured(rows) == measured(whole)
+
+
+def test_a_run_that_is_done_is_not_resumed():
+    done = SimpleNamespace(steps=lambda: [6], restore=lambda state: SimpleNamespace(step=6))
+    with pytest.raises(saving.Refused, match="6 steps are done and --steps is 6"):
+        saving.resumed(SimpleNamespace(state=None), done, 6)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+def until(true, children):
+    deadline = time.monotonic() + 120
+    while not true():
+        assert time.monotonic() < deadline, "nothing happens"
+        assert all(child.poll() in (None, 0) for child in children), "a process failed"
+        time.sleep(0.1)
+
+
+def test_processes_stop_together_and_one_goes_on_alone(text_file, tmp_path):
+    port, out, saved = free_port(), tmp_path / "out", tmp_path / "saved"
+    common = f"--mesh data=2,group=2 --checkpoint {saved} --stopped-status 7 --out".split()
+    children = []
+    try:
+        for i in range(2):
+            told = f"--coordinator localhost:{port} --processes 2 --process {i}".split()
+            command = [
+                sys.executable, EXAMPLES / "train_gpt.py", *TINIER, "--text", text_file,
+                "--steps", "100000", *told, *common, out if i == 0 else tmp_path / "other",
+            ]  # fmt: skip
+            environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+            with (tmp_path / f"{i}.log").open("w") as log:
+                children.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+        metrics = out / "metrics.jsonl"
+        until(lambda: metrics.exists() and '"step"' in metrics.read_text(), children)
+        children[1].send_signal(signal.SIGTERM)
+        statuses = [child.wait(timeout=60) for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    said = (tmp_path / "0.log").read_text()
+    assert statuses == [7, 7], said
+    step = int(re.search(r"stopped after step (\d+) and saved", said)[1])
+    assert not (tmp_path / "other").exists()
+    more = f"--mesh data=4 --checkpoint {saved} --resume --steps {step + 2}"
+    rows, _ = train_here(text_file, out, more)
+    assert [row["step"] for row in rows][-2:] == [step + 1, step + 2]
+    assert all(math.isfinite(row["loss"]) for row in rows)
+
+
+def test_a_cluster_that_is_none_is_refused():
+    refused = run(EXAMPLES / "train_gpt.py", *TINY[:-2], "--distributed")
+    assert refused.returncode == 2
+    assert "--distributed: JAX recognises no cluster here" in refused.stderr.splitlines()[-1]
+
+
+LAUNCH = EXAMPLES / "launch"
+
+
+@pytest.mark.parametrize("name", ["slurm.sbatch", "tpu_pod.sh"])
+def test_launch_scripts_are_bash(name):
+    subprocess.run(["bash", "-n", LAUNCH / name], check=True)
+
+
+@pytest.mark.parametrize("path", sorted(LAUNCH.iterdir()), ids=lambda path: path.name)
+def test_launch_files_use_options_that_go_together(path):
+    said = path.read_text().partition("train_gpt.py")[2].partition("/results")[0] + "/results"
+    known = said.replace("$MESH", "data=8,group=4").replace('"$JOB_COMPLETION_INDEX"', "3")
+    arguments = known.replace("\\\n", " ").split()
+    args = options.make_parser(train_gpt.__doc__).parse_args(arguments)
+    options.settle(args)
+    assert args.resume and args.checkpoint and math.prod(args.mesh.values()) == 32
+
+
+def test_kubernetes_is_told_one_number_of_processes():
+    yaml = pytest.importorskip("yaml")
+    service, job = yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())
+    name, spec = job["metadata"]["name"], job["spec"]
+    (container,) = spec["template"]["spec"]["containers"]
+    (command,) = container["args"]
+    assert service["spec"]["selector"] == {"job-name": name}
+    assert service["metadata"]["name"] == spec["template"]["spec"]["subdomain"]
+    assert f"--coordinator {name}-0.{service['metadata']['name']}:" in command
+    assert f"--processes {spec['completions']} " in command
+    assert spec["completions"] == spec["parallelism"]
 
 
 def test_files_are_split_by_their_names_alone():

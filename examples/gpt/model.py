@@ -14,14 +14,15 @@ class Attention(nnx.Module):
     """Causal self-attention over [batch, time, width]."""
 
     def __init__(self, width: int, heads: int, depth: int, *, rngs: nnx.Rngs):
-        self.heads = heads
-        self.qkv = nnx.Linear(width, 3 * width, use_bias=False, rngs=rngs)
+        # Heads are a dimension of their own, so that a mesh can share them out.
+        shape = (3, heads, width // heads)
+        self.qkv = nnx.LinearGeneral(width, shape, use_bias=False, rngs=rngs)
         self.out = nnx.Linear(width, width, use_bias=False, kernel_init=residual(depth), rngs=rngs)
 
     def __call__(self, x):
         batch, time, width = x.shape
-        qkv = self.qkv(x).reshape(batch, time, 3, self.heads, width // self.heads)
-        mixed = jax.nn.dot_product_attention(*jnp.moveaxis(qkv, 2, 0), is_causal=True)
+        queries, keys, values = jnp.moveaxis(self.qkv(x), 2, 0)
+        mixed = jax.nn.dot_product_attention(queries, keys, values, is_causal=True)
         return self.out(mixed.reshape(batch, time, width))
 
 

@@ -10,7 +10,8 @@ import lioncub_jax as lc
 
 class Recipe(NamedTuple):
     summary: str
-    build: Callable[..., optax.GradientTransformation]  # (bits, sync, axis_name, **of_lion)
+    # (bits, sync, axis_name, group_axis, **of_lion)
+    build: Callable[..., optax.GradientTransformation]
     learning_rate: float
     weight_decay: float
     bits: int | None = None  # what workers send per parameter, where that can be chosen
@@ -22,7 +23,10 @@ BETAS = {"b1": 0.8, "b2": 0.9}
 
 
 def _lion_cub(bits: int, **options: Any) -> optax.GradientTransformation:
-    return lc.lion_cub(quantizer=lc.sign() if bits == 1 else lc.midrise(bits), **BETAS, **options)
+    # In two levels a device votes on a slice of many leaves, and one scale for all would not do.
+    block = 128 if options["group_axis"] else None
+    quantizer = lc.sign() if bits == 1 else lc.midrise(bits, block=block)
+    return lc.lion_cub(quantizer=quantizer, **BETAS, **options)
 
 
 def _majority(bits: None, **options: Any) -> optax.GradientTransformation:
@@ -38,12 +42,21 @@ def _owner(bits: int, sync: None, **options: Any) -> optax.GradientTransformatio
     return lc.owner_lion(quantizer=quantizer, **BETAS, **options)
 
 
-def _lion(bits: None, sync: None, axis_name: str, **options: Any) -> optax.GradientTransformation:
-    return lc.global_gradients(optax.lion(**BETAS, **options), axis_name=axis_name)
+def _lion(bits: None, sync: None, **options: Any) -> optax.GradientTransformation:
+    return _baseline(optax.lion, **BETAS, **options)
 
 
-def _adamw(bits: None, sync: None, axis_name: str, **options: Any) -> optax.GradientTransformation:
-    return lc.global_gradients(optax.adamw(**options), axis_name=axis_name)
+def _adamw(bits: None, sync: None, **options: Any) -> optax.GradientTransformation:
+    return _baseline(optax.adamw, **options)
+
+
+def _baseline(
+    optimizer: Callable[..., Any], axis_name: Any, group_axis: str | None, **options: Any
+) -> optax.GradientTransformation:
+    """Its mean is over all that take gradients: in two levels, the devices of every worker."""
+    workers = (axis_name,) if isinstance(axis_name, str) else axis_name
+    everyone = (*workers, group_axis) if group_axis else workers
+    return lc.global_gradients(optimizer(**options), axis_name=everyone)
 
 
 RECIPES = {

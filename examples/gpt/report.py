@@ -19,19 +19,20 @@ from rich.table import Table
 from rich.text import Text
 
 import lioncub_jax as lc
+from gpt.meshes import Layout
 from gpt.training import Row, Run
 
 METRICS = "metrics.jsonl"
 
 
-def claim(folder: Path, overwrite: bool) -> None:
+def claim(folder: Path, overwrite: bool, resume: bool) -> None:
     """Makes the output folder, and sees to it that nobody's results are lost unasked."""
     kept = folder / METRICS
-    if kept.is_file() and kept.stat().st_size and not overwrite:
+    if kept.is_file() and kept.stat().st_size and not overwrite and not resume:
         raise ValueError(f"--out {folder} holds results: give another folder, or --overwrite")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        kept.write_text("")
+        kept.open("a" if resume else "w").close()
     except OSError as error:
         raise ValueError(f"--out {folder}: {error.strerror}; give a folder to write in") from None
 
@@ -39,10 +40,25 @@ def claim(folder: Path, overwrite: bool) -> None:
 class MetricsFile:
     """One JSON object a line: the run, a row for each logged step, the results."""
 
-    def __init__(self, folder: Path):
-        self.path = folder / METRICS
+    def __init__(self, folder: Path, writes: bool):
+        self.path, self.writes = folder / METRICS, writes
+
+    def begin(self, run: Run, about: dict[str, Any]) -> list[Row]:
+        """Keeps the rows up to the step from which the run goes on, and says how it does."""
+        done, rows = int(run.state.step), []
+        if self.writes:
+            before = [json.loads(line) for line in self.path.read_text().splitlines()]
+            kept = [
+                row for row in before if row["kind"] == "run" or row.get("step", done + 1) <= done
+            ]
+            self.path.write_text("".join(json.dumps(row) + "\n" for row in kept if done))
+            rows = [Row(*[row[name] for name in Row._fields]) for row in kept if "step" in row]
+        self.write("run", {**about, "steps_before": done})
+        return rows if done else []
 
     def write(self, kind: str, values: dict[str, Any]) -> None:
+        if not self.writes:
+            return
         # JSON has no NaN, which is what the loss of a run that diverged is.
         finite = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -52,14 +68,16 @@ class MetricsFile:
             file.write(json.dumps({"kind": kind, **finite}) + "\n")
 
 
-def environment(mesh: Mesh) -> dict[str, Any]:
+def environment(layout: Layout) -> dict[str, Any]:
     versions = {
         name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")
     }
     return {
         "versions": {"python": platform.python_version(), **versions},
-        "device_kind": device_kind(mesh),
-        "workers": mesh.size,
+        "device_kind": device_kind(layout.mesh),
+        "workers": layout.workers,
+        "mesh": dict(layout.mesh.shape),
+        "processes": jax.process_count(),
     }
 
 
@@ -129,13 +147,14 @@ class Screen:
 
 def results(run: Run, last: Row, wall_seconds: float) -> dict[str, Any]:
     """The last row of metrics.jsonl."""
-    tokens = last.step * run.batch * run.mesh.size * run.model.context
+    tokens = last.step * run.rows * run.model.context
     return {
         "validation_bits_per_byte": last.validation,
         "bigram_bits_per_byte": run.counted.bigram,
         "unigram_bits_per_byte": run.counted.unigram,
         "sent_bytes_per_step": run.sent.every_step,
         "sent_bytes_of_a_sync": run.sent.sync,
+        "sent_bytes_inside_a_worker": run.sent.inside,
         "float32_bytes_per_step": run.sent.float32,
         "tokens": tokens,
         "tokens_per_second": tokens / last.seconds,
@@ -168,11 +187,15 @@ def summary(final: dict[str, Any]) -> Table:
     table.add_row("  bigram counts", f"{final['bigram_bits_per_byte']:.3f}")
     table.add_row("  unigram counts", f"{final['unigram_bits_per_byte']:.3f}")
     table.add_section()
-    table.add_row("sent by each worker and step, compiled", decimal(round(sent)), style="bold")
+    inside = final["sent_bytes_inside_a_worker"]
+    each = "device" if inside else "worker"
+    table.add_row(f"sent by each {each} and step, compiled", decimal(round(sent)), style="bold")
     if final["sent_bytes_of_a_sync"]:
         table.add_row(
             "  more when momenta are averaged", decimal(round(final["sent_bytes_of_a_sync"]))
         )
+    if inside:
+        table.add_row("  more to devices of its worker", decimal(round(inside)))
     table.add_row("  float32 all-reduce, computed", decimal(round(dense)))
     table.add_row("  ratio", f"{dense / sent:.1f}" if sent else "-")
     table.add_section()
@@ -214,7 +237,8 @@ def _dress(axes: Any, final: dict[str, Any], title: str) -> None:
     sent, dense = (
         decimal(round(final[f"{which}_bytes_per_step"])) for which in ("sent", "float32")
     )
-    sentence = f"each worker sends {sent} a step; a float32 all-reduce would send {dense}"
+    each = "device sends other workers" if final["sent_bytes_inside_a_worker"] else "worker sends"
+    sentence = f"each {each} {sent} a step; a float32 all-reduce would send {dense}"
     axes.set_title(title, loc="left", weight="bold", pad=24)
     axes.text(0, 1.03, sentence, transform=axes.transAxes, color="#555555", size=9)
     axes.set_xlabel("step")

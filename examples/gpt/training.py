@@ -8,37 +8,25 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
-from gpt import corpus
+from gpt import corpus, meshes
 from gpt.corpus import Baselines, Corpus
+from gpt.meshes import Layout
 from gpt.model import GPT, continue_text, next_byte_loss
 
-AXIS = "data"
 VALIDATION_BYTES = 32_768
 
 
-def worker_mesh(workers: int | None) -> Mesh:
-    """A mesh of that many devices, or of up to eight; a CPU stands in for any number."""
-    jax.config.update("jax_num_cpu_devices", workers or 8)
-    devices = jax.devices()
-    if workers is not None and workers > len(devices):
-        raise ValueError(
-            f"--workers {workers}: there are {len(devices)} {devices[0].platform} devices; give fewer, "
-            "or set JAX_PLATFORMS=cpu to let the CPU stand in"
-        )
-    chosen = devices[: workers or 8]
-    return jax.make_mesh((len(chosen),), (AXIS,), devices=chosen, axis_types=(AxisType.Auto,))
-
-
 class Traffic(NamedTuple):
-    """Bytes that each worker sends in a step."""
+    """Bytes that each device sends in a step, as the compiled program says."""
 
-    every_step: float  # in the compiled program
-    sync: float  # more in a step that averages momenta
-    float32: float  # what an all-reduce of float32 gradients would send
+    every_step: float  # to other workers
+    sync: float  # to other workers, more in a step that averages momenta
+    inside: float  # to devices of the same worker
+    float32: float  # what an all-reduce of float32 gradients between the workers would send
 
 
 class Run(NamedTuple):
@@ -46,7 +34,7 @@ class Run(NamedTuple):
 
     model: GPT
     text: Corpus
-    mesh: Mesh
+    layout: Layout
     state: lc.TrainState
     step: jax.stages.Compiled
     collectives: list[Any]
@@ -55,6 +43,11 @@ class Run(NamedTuple):
     counted: Baselines  # of the same windows
     batch: int  # windows per worker
     seed: int
+
+    @property
+    def rows(self) -> int:
+        """Windows of all workers in a step."""
+        return self.batch * self.layout.workers
 
 
 class Row(NamedTuple):
@@ -70,26 +63,40 @@ class Row(NamedTuple):
     abstentions: int | None
 
 
-def prepare(model: GPT, text: Corpus, tx: Any, mesh: Mesh, *, batch: int, seed: int) -> Run:
+def prepare(model: GPT, text: Corpus, tx: Any, layout: Layout, *, batch: int, seed: int) -> Run:
     """Places the state on the mesh, and compiles the step."""
     loss, params, model_state = lc.from_nnx(model, next_byte_loss)
-    key = jax.random.key(seed)
-    state = lc.init_state(tx, params, mesh, axis_name=AXIS, model_state=model_state, rng=key)
-    step = lc.make_train_step(loss, tx, mesh, axis_name=AXIS)
-    windows = validation_windows(text, model.context, batch * mesh.size)
-    compiled = step.lower(state, windows[0]).compile()
+    mesh, key = layout.mesh, jax.random.key(seed)
+    where = {"axis_name": layout.axis_name, "group_axis": layout.group_axis}
+    state = lc.init_state(
+        tx, params, mesh, **where,
+        specs=meshes.specs(params, mesh), model_state=model_state, rng=key,
+    )  # fmt: skip
+    step = lc.make_train_step(loss, tx, mesh, **where, batch_spec=layout.rows)
+    rows = batch * layout.workers
+    windows = validation_windows(text, model.context, rows)
+    compiled = step.lower(state, jax.ShapeDtypeStruct(windows.shape[1:], windows.dtype)).compile()
     found = lc.compiled.collectives(compiled, mesh)
-    size = sum(x.size for x in jax.tree.leaves(params))
     return Run(
-        model, text, mesh, state, compiled, found, sent_by_each(found, size, mesh.size),
-        evaluation(model, windows, mesh), corpus.baselines(text.train, windows), batch, seed,
+        model, text, layout, state, compiled, found, sent_by_each(found, state.params, layout),
+        evaluation(model, windows, layout), corpus.baselines(text.train, windows), batch, seed,
     )  # fmt: skip
 
 
-def sent_by_each(found: list[Any], parameters: int, workers: int) -> Traffic:
-    every_step = sum(lc.compiled.sent_bytes(found).values())
-    sync = sum(lc.compiled.sent_bytes(found, gated=True).values())
-    return Traffic(every_step, sync, 2 * (workers - 1) / workers * 4 * parameters)
+def sent_by_each(found: list[Any], params: Any, layout: Layout) -> Traffic:
+    between, inside = _by_reach(lc.compiled.sent_bytes(found))
+    sync, _ = _by_reach(lc.compiled.sent_bytes(found, gated=True))
+    held = sum(math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(params))
+    reduced = held / layout.size(meshes.GROUP)  # in two levels a device has a slice of the sum
+    workers = layout.workers
+    return Traffic(between, sync, inside, 2 * (workers - 1) / workers * 4 * reduced)
+
+
+def _by_reach(sent: dict[Any, float]) -> tuple[float, float]:
+    """What goes to other workers, and what stays inside one: it runs over inner axes only."""
+    inner = {*meshes.INNER, meshes.GROUP}
+    inside = sum(count for axes, count in sent.items() if axes and set(axes) <= inner)
+    return sum(sent.values()) - inside, inside
 
 
 def validation_windows(text: Corpus, context: int, rows: int) -> np.ndarray:
@@ -99,29 +106,38 @@ def validation_windows(text: Corpus, context: int, rows: int) -> np.ndarray:
     return windows.reshape(parts, rows, context + 1)
 
 
-def evaluation(model: GPT, windows: np.ndarray, mesh: Mesh) -> Callable[[Any], float]:
+def evaluation(model: GPT, windows: np.ndarray, layout: Layout) -> Callable[[Any], float]:
     """Validation loss as a function of the parameters, the windows shared out over the mesh."""
     graph, _, rest = nnx.split(model, nnx.Param, ...)
-    parts = jax.device_put(windows, NamedSharding(mesh, P(None, AXIS)))
+    parts = layout.place(windows, leading=1)
 
     @jax.jit
-    def loss(params: Any) -> jax.Array:
+    def loss(params: Any, parts: jax.Array) -> jax.Array:
         trained = nnx.merge(graph, params, rest)
         return jax.lax.map(
             lambda part: next_byte_loss(trained, part, deterministic=True), parts
         ).mean()
 
-    return lambda params: bits(loss(params))
+    return lambda params: bits(loss(params, parts))
 
 
 def bits(nats: Any) -> float:
     return float(nats) / math.log(2)
 
 
-def train(run: Run, steps: int, follow: Callable[[Row], None]) -> Any:
-    """The trained parameters. The host waits for the devices only when there is a row to follow."""
-    state, losses, seconds, since = run.state, [], 0.0, time.perf_counter()
-    for step in range(1, steps + 1):
+def train(
+    run: Run,
+    steps: int,
+    follow: Callable[[Row], None],
+    stops: Callable[[lc.TrainState, int, bool], bool] = lambda state, step, is_last: False,
+    seconds: float = 0.0,
+) -> tuple[Run, bool]:
+    """The run after its last step, or after the one where `stops` says so; and whether it did.
+
+    The host waits for the devices only when there is a row to follow. `seconds` were spent before.
+    """
+    state, losses, stopped, since = run.state, [], False, time.perf_counter()
+    for step in range(int(state.step) + 1, steps + 1):
         state, metrics = run.step(state, next_batch(run, step))
         losses.append(metrics["loss"])
         # XLA for CPU can deadlock when more than about thirty steps are under way.
@@ -130,18 +146,21 @@ def train(run: Run, steps: int, follow: Callable[[Row], None]) -> Any:
             loss, votes = jax.device_get((losses, lc.vote_stats(state.opt_state)))
             elapsed = time.perf_counter() - since
             seconds += elapsed
-            speed = len(losses) * run.batch * run.mesh.size * run.model.context / elapsed
+            speed = len(losses) * run.rows * run.model.context / elapsed
             validation = run.evaluate(state.params) if is_evaluated(step, steps) else None
             stats = (None,) * 3 if votes is None else (x.item() for x in votes)
             follow(Row(step, bits(np.mean(loss)), validation, speed, seconds, *stats))
             losses, since = [], time.perf_counter()
-    return state.params
+        if stops(state, step, step == steps) and step < steps:
+            stopped = True
+            break
+    return run._replace(state=state), stopped
 
 
 def next_batch(run: Run, step: int) -> jax.Array:
-    count = run.batch * run.mesh.size
-    windows = corpus.draw(run.text.train, count, run.model.context, (run.seed, step))
-    return jax.device_put(windows, NamedSharding(run.mesh, P(AXIS)))
+    """The windows of a step depend on the seed and its number alone, whatever the mesh."""
+    windows = corpus.draw(run.text.train, run.rows, run.model.context, (run.seed, step))
+    return run.layout.place(windows)
 
 
 def is_logged(step: int, steps: int) -> bool:
@@ -152,9 +171,16 @@ def is_evaluated(step: int, steps: int) -> bool:
     return step % max(1, steps // 10) == 0 or step == steps
 
 
+def whole(run: Run) -> Any:
+    """The parameters as numpy arrays; every process must ask for them, as each holds a part."""
+    everywhere = NamedSharding(run.layout.mesh, P())
+    gathered = jax.jit(lambda params: params, out_shardings=everywhere)(run.state.params)
+    return jax.tree.map(np.asarray, gathered)
+
+
 def sample(run: Run, params: Any, length: int = 600) -> tuple[str, str]:
-    """The opening of the validation text, and how the model continues it."""
-    nnx.update(run.model, jax.device_get(params))
+    """The opening of the validation text, and how the model continues it; params as `whole` gives."""
+    nnx.update(run.model, params)
     opening = run.text.validation[: min(32, run.model.context)]
     tokens = continue_text(run.model, opening, jax.random.key(run.seed), length=length)
     return _text(opening), _text(np.asarray(tokens))

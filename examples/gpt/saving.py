@@ -1,0 +1,87 @@
+"""Checkpoints of a run: saved on the way and when it is asked to stop, and continued."""
+
+import argparse
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import jax
+
+import lioncub_jax as lc
+from gpt.meshes import Layout
+from gpt.training import Run
+
+if TYPE_CHECKING:  # importing it takes seconds, and most runs are too short to be saved
+    from lioncub_jax.checkpoint import Checkpoints
+
+Stops = Callable[[lc.TrainState, int, bool], bool]  # (state, step, is the last) -> stop now
+
+
+class Refused(ValueError):
+    """Checkpoints that do not fit what was asked."""
+
+
+@contextlib.contextmanager
+def opened(args: argparse.Namespace, layout: Layout) -> Iterator["Checkpoints | None"]:
+    """The checkpoints in ``--checkpoint``, or None; left when all of them are written."""
+    if args.checkpoint is None:
+        yield None
+        return
+    from lioncub_jax.checkpoint import Checkpoints
+
+    where = {"axis_name": layout.axis_name, "group_axis": layout.group_axis}
+    try:
+        checkpoints = Checkpoints(args.checkpoint, **where, keep=3)
+    except ValueError as error:
+        raise Refused(f"--checkpoint: {error}") from None
+    with checkpoints:
+        if checkpoints.steps() and not args.resume:
+            raise Refused(
+                f"--checkpoint {args.checkpoint} has one of step {checkpoints.steps()[-1]}: go on from "
+                "there with --resume, or give another folder"
+            )
+        yield checkpoints
+
+
+def resumed(run: Run, checkpoints: "Checkpoints | None", steps: int) -> Run:
+    """The run as its newest checkpoint left it, on the mesh of now; as it is, if there is none."""
+    if checkpoints is None or not checkpoints.steps():
+        return run
+    try:
+        restored = checkpoints.restore(run.state)
+    except ValueError as error:
+        raise Refused(f"--resume: {error}") from None
+    if restored.step >= steps:
+        raise Refused(
+            f"--resume: {restored.step} steps are done and --steps is {steps}: nothing is left to do"
+        )
+    # With the step's number the seed is all that the text's stream depends on.
+    return run._replace(state=restored.state, seed=restored.data["seed"])
+
+
+@contextlib.contextmanager
+def during(run: Run, checkpoints: "Checkpoints | None", every: int) -> Iterator[Stops]:
+    """Saves every so many steps; after SIGTERM at once, and then the run is to stop."""
+    if checkpoints is None:
+        yield lambda state, step, is_last: False
+        return
+    from lioncub_jax.checkpoint import stop_on_sigterm
+
+    # Processes must agree on the step, and wait for each other when they ask.
+    with stop_on_sigterm(every=10 if jax.process_count() > 1 else 1) as stopping:
+
+        def stops(state: lc.TrainState, step: int, is_last: bool) -> bool:
+            stop = stopping(step)
+            if stop or is_last or step % every == 0:
+                checkpoints.save(state, {"seed": run.seed}, wait=stop)
+            return stop
+
+        yield stops
+
+
+def farewell(run: Run, folder: Path) -> str:
+    return (
+        f"stopped after step {int(run.state.step)} and saved in {folder}; "
+        "the same command with --resume goes on from there"
+    )
