@@ -29,7 +29,7 @@ import report  # noqa: E402
 from flax import nnx  # noqa: E402
 from gpt import meshes  # noqa: E402
 from gpt.model import GPT, next_byte_loss  # noqa: E402
-from jax.sharding import AxisType, Mesh, NamedSharding  # noqa: E402
+from jax.sharding import AxisType, Mesh  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
@@ -221,7 +221,9 @@ def normed(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 def measure(model: Model, tx: Any, mesh: Mesh) -> Measured:
     axes = axes_of(mesh.shape)
-    state = abstract_state(model, tx, mesh)
+    state = lc.abstract_state(
+        tx, model.params, mesh, **axes, specs=model.specs(mesh), model_state=model.model_state
+    )
     inner = [name for name in mesh.axis_names if name not in ("data", "tensor")]
     step = lc.make_train_step(model.loss, tx, mesh, **axes, batch_spec=P(("data", *inner)))
     rows, *rest = model.windows.shape
@@ -231,36 +233,6 @@ def measure(model: Model, tx: Any, mesh: Mesh) -> Measured:
     return Measured(
         held(state.params), held(state.opt_state), momentum or None, plan.temp_size_in_bytes
     )
-
-
-def abstract_state(model: Model, tx: Any, mesh: Mesh) -> lc.TrainState:
-    """What `init_state` would return, as shapes with shardings."""
-    specs, workers = model.specs(mesh), P(workers_of(mesh))
-    placed = partial(jax.tree.map, partial(on, mesh))
-    params = placed(specs, model.params)
-    mine = lc.on_mesh(tx, mesh, **axes_of(mesh.shape), specs=specs)
-    # Compiling the zeros costs little, and is what says where they go.
-    shardings = jax.jit(mine.init).lower(params).compile().output_shardings
-    opt_state = jax.tree.map(
-        lambda x, sharding: on(mesh, sharding.spec, x), jax.eval_shape(mine.init, params), shardings
-    )
-    count = math.prod(mesh.shape[name] for name in workers_of(mesh))
-    model_state = jax.tree.map(
-        lambda x: on(mesh, workers, jax.ShapeDtypeStruct((count, *x.shape), x.dtype)),
-        model.model_state,
-    )
-    step = jax.ShapeDtypeStruct((), jnp.int32)
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    return lc.TrainState(on(mesh, P(), step), params, model_state, opt_state, on(mesh, P(), key))
-
-
-def workers_of(mesh: Mesh) -> tuple[str, ...]:
-    """Axes over which gradients differ."""
-    return tuple(name for name in mesh.axis_names if name in ("data", GROUP))
-
-
-def on(mesh: Mesh, spec: P, x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
 
 def held(tree: Any) -> int:

@@ -51,7 +51,13 @@ from lioncub_jax.quantize import (
     stochastic,
     ternary,
 )
-from lioncub_jax.training import TrainState, init_state, make_train_step, on_mesh
+from lioncub_jax.training import (
+    TrainState,
+    abstract_state,
+    init_state,
+    make_train_step,
+    on_mesh,
+)
 from lioncub_jax.wires import all_reduce, counts, gathered, lanes, two_phase
 
 __all__ = [
@@ -60,6 +66,7 @@ __all__ = [
     "StatefulLoss",
     "TrainState",
     "VoteStats",
+    "abstract_state",
     "accounting",
     "all_reduce",
     "average",

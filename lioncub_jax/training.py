@@ -193,6 +193,65 @@ def init_state(
     return TrainState(step, params, jax.jit(copies)(model_state), tx.init(params), jnp.copy(rng))
 
 
+def abstract_state(
+    tx: optax.GradientTransformation,
+    params: Any,
+    mesh: Mesh,
+    *,
+    axis_name: AxisName,
+    group_axis: AxisName | None = None,
+    specs: Any = None,
+    model_state: Any = (),
+) -> TrainState:
+    """What `init_state` would return, as shapes with shardings: nothing is allocated.
+
+    For ``TrainStep.lower``, to read a program before there is a machine to run it, and for
+    ``Checkpoints.restore``, to read a state without making one first.
+
+    Args:
+      tx: as `init_state`, like all arguments.
+      params: arrays or ``jax.ShapeDtypeStruct``.
+      mesh: as `init_state`.
+      axis_name: as `init_state`.
+      group_axis: as `init_state`.
+      specs: as `init_state`.
+      model_state: as `init_state`; shapes will do.
+
+    Returns:
+      A ``TrainState`` of ``jax.ShapeDtypeStruct``.
+
+    Raises:
+      ValueError: as `init_state`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, lioncub_jax as lc
+      >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> tx = lc.lion_cub(1e-3, axis_name="data")
+      >>> shapes = {"w": jax.ShapeDtypeStruct((2, 3), jnp.float32)}
+      >>> lc.abstract_state(tx, shapes, mesh, axis_name="data").opt_state[0].mu["w"].shape
+      (1, 2, 3)
+    """
+    workers = Workers.on(mesh, axis_name, group_axis)
+    cut = placement.specs_of(params) if specs is None else specs
+    params = linen.meta.unbox(params)
+    cut = workers.cut(params, cut)
+
+    def on(spec: P, x: Any, *lead: int) -> jax.ShapeDtypeStruct:
+        shape = (*lead, *jnp.shape(x))
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    shaped = partial(jax.tree.map, on, is_leaf=placement.is_spec)
+    params = shaped(cut, params)
+    mine = on_mesh(tx, mesh, axis_name=axis_name, group_axis=group_axis, specs=cut)
+    tx = optax.with_extra_args_support(tx)
+    opt_state = shaped(_state_specs(tx, workers, params, cut), jax.eval_shape(mine.init, params))
+    count = placement.parts(P(workers.axes), mesh)
+    own = jax.tree.map(lambda x: on(P(workers.axes), x, count), model_state)
+    step, rng = jax.eval_shape(lambda: (jnp.zeros((), jnp.int32), jax.random.key(0)))
+    of_shapes: Any = TrainState
+    return of_shapes(on(P(), step), params, own, opt_state, on(P(), rng))
+
+
 class TrainStep:
     """A compiled training step; see ``make_train_step``.
 

@@ -783,3 +783,22 @@ def test_an_update_on_a_mesh_needs_the_parameters():
     state = tx.init({"w": jnp.zeros(4)})
     with refused("needs params"):
         tx.update({"w": jnp.zeros((8, 4))}, state)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["2 x 2 x 2", "two-level with tp", "one worker"])
+@pytest.mark.parametrize("optimizer", VOTERS)
+def test_an_abstract_state_is_the_state_without_its_numbers(name, kind, optimizer):
+    shape = MESHES[name]
+    mesh, specs, tx = shape.mesh(KINDS[kind]), specs_for(shape), VOTERS[optimizer][0](**shape.of())
+    given = {"specs": specs, "model_state": {"key": jax.random.key(1), "n": jnp.zeros(3)}}
+    state = lc.init_state(tx, zeros(), mesh, **given, **shape.of())
+    shapes = jax.eval_shape(zeros)
+    abstract = lc.abstract_state(tx, shapes, mesh, **given, **shape.of())
+    assert jax.tree.structure(abstract) == jax.tree.structure(state)
+    for (path, x), want in zip(
+        jax.tree_util.tree_leaves_with_path(abstract), jax.tree.leaves(state), strict=True
+    ):
+        assert isinstance(x, jax.ShapeDtypeStruct)
+        assert (x.shape, x.dtype) == (want.shape, want.dtype), path
+        assert not x.size or x.sharding.is_equivalent_to(want.sharding, x.ndim), path
