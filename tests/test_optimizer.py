@@ -164,8 +164,9 @@ def owner_momentum(state, params, block=128):
 
     The slices of all workers joined are the flat buffer, in which each leaf is padded to whole blocks.
     """
-    (slices,) = state.owner  # mu: [(steps,) workers, words, 32]
-    flat = slices.mu.reshape(*slices.mu.shape[:-3], -1)
+    (slices,) = state.owner  # value.mu: [(steps,) workers, words, 32]
+    mu = slices.value.mu
+    flat = mu.reshape(*mu.shape[:-3], -1)
     leaves, first = [], 0
     for p in jax.tree.leaves(params):
         leaves.append(flat[..., first : first + p.size].reshape(*flat.shape[:-1], *p.shape))
@@ -705,7 +706,8 @@ def test_all_kinds_of_shard_map_give_the_same_parameters(check_vma, kind):
     grads = gradients(SMALL, 5, 4)
     got = run(everything(), SMALL, grads, check_vma=check_vma, kind=kind)
     assert_equal(got.params, in_checked_shard_map().params)
-    assert_equal(got.state, in_checked_shard_map().state)
+    # Arrays only: what a bucket knows of mesh axes is read off types, and there are none unchecked.
+    assert_equal(jax.tree.leaves(got.state), jax.tree.leaves(in_checked_shard_map().state))
 
 
 @pytest.mark.filterwarnings("ignore:.*pmap.*:DeprecationWarning")
@@ -827,8 +829,8 @@ def test_leaves_that_vary_over_other_axes_travel_apart():
     assert sorted(c.op for c in pairs) == ["all-gather"] * 2 + ["all-to-all"] * 2
     assert {o.dtype for c in pairs for o in c.operands} == {"u32"}
     assert {c.axes for c in pairs} == {(AXIS,)}
-    # A worker's devices may agree on whether it votes, which takes a number.
-    assert all(math.prod(o.shape) <= 1 for c in found if c not in pairs for o in c.operands)
+    # A worker's devices agree on whether it votes, and add up two numbers of the statistics.
+    assert all(math.prod(o.shape) <= 2 for c in found if c not in pairs for o in c.operands)
 
 
 def test_a_worker_of_two_devices_sits_out_as_one():
