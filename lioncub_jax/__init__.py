@@ -40,7 +40,7 @@ from lioncub_jax.optimizer import (
     lion_cub,
     owner_lion,
 )
-from lioncub_jax.placement import specs_of, two_level_mesh
+from lioncub_jax.placement import two_level_mesh
 from lioncub_jax.quantize import (
     dense,
     error_feedback,
@@ -51,6 +51,7 @@ from lioncub_jax.quantize import (
     stochastic,
     ternary,
 )
+from lioncub_jax.specs import specs_of
 from lioncub_jax.training import (
     TrainState,
     abstract_state,

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import PartitionSpec
 from rich.table import Table
 
 from lioncub_jax import bits, checks, compiled, decide, layout, messages, quantize, wires
 from lioncub_jax.ballots import Quantizer
 from lioncub_jax.decide import Down, Owner
 from lioncub_jax.layout import Bucket
+from lioncub_jax.specs import axes_of, is_spec
 from lioncub_jax.wires import Wire
 
 
@@ -120,22 +120,16 @@ def _shards(
     leaves = jax.tree.leaves(params)
     if specs is None:
         return leaves, [frozenset()] * len(leaves)
-    flat = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    flat = jax.tree.leaves(specs, is_leaf=is_spec)
     shards, axes = [], []
     for leaf, spec in zip(leaves, flat, strict=True):
         shape = list(leaf.shape)
-        cut = [(dim, axis) for dim, e in enumerate(spec) for axis in _axes_of(e)]
+        cut = [(dim, axis) for dim, e in enumerate(spec) for axis in axes_of(e)]
         for dim, axis in cut:
             shape[dim] //= inner_axes[axis]
         shards.append(jax.ShapeDtypeStruct(tuple(shape), leaf.dtype))
         axes.append(frozenset(axis for _, axis in cut))
     return shards, axes
-
-
-def _axes_of(entry: Any) -> tuple[str, ...]:
-    if entry is None:
-        return ()
-    return entry if isinstance(entry, tuple) else (entry,)
 
 
 def _answer_bytes(up: Quantizer, down: Down, wire: Wire, bucket: Bucket, workers: int) -> float:

@@ -29,6 +29,7 @@ from lioncub_jax.ballots import Ballot, Quantizer
 from lioncub_jax.decide import Down, Owner
 from lioncub_jax.layout import Bucket, Cut, Flat
 from lioncub_jax.momentum import Memory
+from lioncub_jax.specs import cut_of
 from lioncub_jax.wires import AxisName, Wire
 
 
@@ -182,7 +183,7 @@ def communicate(
             return worker_step(plan, voter, updates, state, told)
 
         # Results lie as what they replace.
-        cut = placement.cut_of((updates, state))
+        cut = cut_of((updates, state))
         return placement.on_shards(on_device, (updates, state, told), cut)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -16,8 +16,9 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax import placement, wires
+from lioncub_jax import wires
 from lioncub_jax.placement import Workers
+from lioncub_jax.specs import parts, stacked
 from lioncub_jax.wires import AxisName
 
 
@@ -124,7 +125,7 @@ def worker_value_and_grad(
             return jax.tree.map(lambda g: g[None], workers.vary(grads)), joined, agreed
 
         batch_specs = jax.tree.map(lambda x: P(workers.axes) if jnp.ndim(x) else P(), batch)
-        out_specs = placement.stacked(cut, workers.axes), P(workers.axes), P()
+        out_specs = stacked(cut, workers.axes), P(workers.axes), P()
         run = workers.map(of_worker, (cut, batch_specs), out_specs, explicit=False)
         grads, joined, agreed = run(params, batch)
         return jax.tree.unflatten(
@@ -157,7 +158,7 @@ def _check_batch(batch: Any, workers: Workers) -> None:
             "no array follows the parameters: give the batch as an argument of the loss, so that it is cut "
             "over the workers; one that the loss closes over would go whole to each of them"
         )
-    count = placement.parts(P(workers.axes), workers.mesh)
+    count = parts(P(workers.axes), workers.mesh)
     for path, x in jax.tree_util.tree_leaves_with_path(batch):
         if jnp.shape(x) == (2,) and jnp.asarray(x).dtype == jnp.uint32:
             raise ValueError(

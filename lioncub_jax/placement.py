@@ -13,41 +13,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen, nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, auto_axes, explicit_axes
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax import wires
 from lioncub_jax.layout import varying_axes
+from lioncub_jax.specs import axes_of, check_specs, is_spec, restrict, specs_of
 from lioncub_jax.wires import AxisName
-
-
-def specs_of(params: Any) -> Any:
-    """How parameters are cut, as they say it themselves.
-
-    Args:
-      params: a tree of arrays or ``jax.ShapeDtypeStruct`` with a ``NamedSharding`` (any other is taken
-        as replicated), of ``flax.linen.Partitioned`` boxes, or an ``nnx.State`` with sharding metadata.
-
-    Returns:
-      A tree of ``PartitionSpec`` like the parameters (unboxed).
-
-    Example:
-      >>> import jax, lioncub_jax as lc
-      >>> from flax import linen as nn
-      >>> layer = nn.Dense(4, kernel_init=nn.with_partitioning(nn.initializers.ones, (None, "fsdp")))
-      >>> params = layer.init(jax.random.key(0), jax.numpy.ones((1, 2)))["params"]
-      >>> lc.specs_of(params)["kernel"] == jax.P(None, "fsdp")
-      True
-    """
-    declared: Any = None
-    if isinstance(params, nnx.State) and not _placed(params):
-        declared = nnx.get_partition_spec(params)
-    elif _boxed(params):
-        declared = linen.get_partition_spec(params)
-    if declared is None:
-        return jax.tree.map(spec_of, params)
-    return jax.tree.map(lambda s: P() if s is None else s, declared, is_leaf=_is_spec_or_none)
 
 
 def two_level_mesh(
@@ -89,44 +61,6 @@ def two_level_mesh(
     return Mesh(array, axis_names, axis_types=(AxisType.Auto,) * 2)
 
 
-def spec_of(x: Any) -> P:
-    """The ``PartitionSpec`` of one array; ``P()`` where it has no ``NamedSharding``."""
-    if isinstance(x, jax.core.Tracer):
-        return shortened(jax.typeof(x).sharding.spec)
-    sharding = getattr(x, "sharding", None)
-    if not isinstance(sharding, NamedSharding) or x.size == 0:
-        return P()
-    # An axis of one device cuts nothing, and XLA forgets it.
-    return restrict(sharding.spec, [n for n, size in sharding.mesh.shape.items() if size > 1])
-
-
-def shortened(spec: P) -> P:
-    """One spelling for specs that mean the same, so that nothing is compiled twice."""
-    entries = [_entry(entry) for entry in spec]
-    while entries and not entries[-1]:
-        entries.pop()
-    return P(*[e[0] if len(e) == 1 else e or None for e in entries])
-
-
-def _placed(params: Any) -> bool:
-    shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(params)]
-    return any(isinstance(s, NamedSharding) for s in shardings)
-
-
-def _boxed(params: Any) -> bool:
-    boxes = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, linen.Partitioned))
-    return any(isinstance(x, linen.Partitioned) for x in boxes)
-
-
-def _is_spec_or_none(x: Any) -> bool:
-    return x is None or isinstance(x, P)
-
-
-def is_spec(x: Any) -> bool:
-    """For ``is_leaf``: a ``PartitionSpec`` is a tuple, and no tree."""
-    return isinstance(x, P)
-
-
 class Workers(NamedTuple):
     """Where the workers sit on a mesh."""
 
@@ -163,10 +97,8 @@ class Workers(NamedTuple):
 
     def _check_known(self, params: Any) -> None:
         mesh = self.mesh
-        auto = [
-            n for n, kind in _kinds(mesh).items() if kind == AxisType.Auto and mesh.shape[n] > 1
-        ]
-        hidden = [n for n in auto if n not in self.axes]
+        auto = [n for n, kind in _kinds(mesh).items() if kind == AxisType.Auto]
+        hidden = [n for n in auto if n not in self.axes and mesh.shape[n] > 1]
         if hidden and any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params)):
             raise ValueError(
                 f"how parameters are cut over the Auto axes {hidden} cannot be seen inside jax.jit: give "
@@ -197,7 +129,7 @@ class Workers(NamedTuple):
 
     def stacks(self, spec: P) -> bool:
         """Whether an array of this spec has a leading axis of workers."""
-        return len(spec) > 0 and bool(set(_entry(spec[0])) & set(self.axes))
+        return len(spec) > 0 and bool(set(axes_of(spec[0])) & set(self.axes))
 
     def _where_stacked(
         self, change: Callable[[jax.Array], jax.Array], tree: Any, specs: Any
@@ -222,91 +154,6 @@ def check_mesh(mesh: Mesh, axis_name: AxisName, group_axis: AxisName | None = No
             f"axis_name={axis_name!r} and group_axis={group_axis!r} name an axis twice: a worker is one "
             "index of axis_name, its devices are those of group_axis and of the inner axes"
         )
-
-
-def check_specs(specs: Any, params: Any, mesh: Mesh, workers: Sequence[str]) -> None:
-    """Raises ``ValueError`` for parameters that cannot lie on the mesh as their specs say."""
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    flat = jax.tree.leaves(specs, is_leaf=is_spec)
-    if len(flat) != len(leaves) or not all(isinstance(s, P) for s in flat):
-        raise ValueError(
-            f"specs has {len(flat)} leaves and the parameters have {len(leaves)}: give a PartitionSpec "
-            "for each parameter, in a tree like theirs, such as lioncub_jax.specs_of(params)"
-        )
-    for (path, leaf), spec in zip(leaves, flat, strict=True):
-        _check_spec(jax.tree_util.keystr(path) or "(root)", jnp.shape(leaf), spec, mesh, workers)
-
-
-def _check_spec(
-    path: str, shape: tuple[int, ...], spec: P, mesh: Mesh, workers: Sequence[str]
-) -> None:
-    if len(spec) > len(shape):
-        raise ValueError(f"{path} has shape {shape}, but its spec {spec} has {len(spec)} entries")
-    for dim, axes in enumerate(map(_entry, spec)):
-        for axis in axes:
-            if axis not in mesh.axis_names:
-                raise ValueError(
-                    f"{path}: the mesh has axes {mesh.axis_names}, {spec} has {axis!r}"
-                )
-            if axis in workers:
-                raise ValueError(
-                    f"{path} has spec {spec}, but {axis!r} is an axis of the workers: each worker holds "
-                    "all parameters, cut over inner axes only. Put the workers on another axis, or "
-                    "shard parameters over an axis that is not in axis_name"
-                )
-        parts = _size(mesh, axes)
-        if shape[dim] % parts:
-            raise ValueError(
-                f"{path} has shape {shape} and spec {spec}: dimension {dim} is cut into {parts} parts, "
-                f"which do not divide {shape[dim]}; replicate it, or pad it"
-            )
-
-
-def _entry(entry: Any) -> tuple[str, ...]:
-    """One entry of a spec, as the axes that cut a dimension."""
-    if entry is None:
-        return ()
-    return entry if isinstance(entry, tuple) else (entry,)
-
-
-def _size(mesh: Any, axes: Sequence[str]) -> int:
-    size = 1
-    for axis in axes:
-        size *= mesh.shape[axis]
-    return size
-
-
-def check_batch_spec(spec: P, mesh: Mesh, workers: Sequence[str]) -> None:
-    """Raises ``ValueError`` unless a batch's first dimension is cut over the workers before all else."""
-    first = _entry(spec[0]) if len(spec) else ()
-    unknown = [n for entry in spec for n in _entry(entry) if n not in mesh.axis_names]
-    elsewhere = [n for entry in spec[1:] for n in _entry(entry) if n in workers]
-    if unknown or elsewhere or first[: len(workers)] != tuple(workers):
-        example = P((*workers, *[n for n in mesh.axis_names if n not in workers]))
-        raise ValueError(
-            f"batch_spec={spec}: the first dimension of a batch is cut over the workers' axes "
-            f"{tuple(workers)}, in this order, and then over any of the mesh's other axes "
-            f"{mesh.axis_names}, such as {example}"
-        )
-
-
-def parts(spec: P, mesh: Mesh) -> int:
-    """Into how many parts a spec cuts the first dimension."""
-    return _size(mesh, _entry(spec[0])) if len(spec) else 1
-
-
-def stacked(specs: Any, axes: Sequence[str]) -> Any:
-    """Specs of arrays with one more, leading dimension, cut over ``axes``."""
-    return jax.tree.map(lambda spec: shortened(P(tuple(axes), *spec)), specs, is_leaf=is_spec)
-
-
-def restrict(specs: Any, axes: Sequence[str]) -> Any:
-    """Specs with only the axes named."""
-
-    def keep(spec: P) -> P:
-        return shortened(P(*[tuple(a for a in _entry(e) if a in axes) or None for e in spec]))
-
-    return jax.tree.map(keep, specs, is_leaf=is_spec)
 
 
 def over_workers(
@@ -422,8 +269,3 @@ def _stacked_specs(fn: Callable[..., Any], args: Any, in_specs: Any, inner: Sequ
         jax.shard_map(probe, in_specs=in_specs, out_specs=P(), axis_names=set(inner)), *args
     )
     return found[0]
-
-
-def cut_of(tree: Any) -> Any:
-    """How arrays are cut over explicit axes, by their types."""
-    return jax.tree.map(lambda x: jax.typeof(x).sharding.spec, tree)

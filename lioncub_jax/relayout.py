@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lioncub_jax import placement, wires
+from lioncub_jax import wires
 from lioncub_jax.bits import ROW
 from lioncub_jax.exchange import CommunicateState
 from lioncub_jax.layout import Bucket, Flat, Segment
 from lioncub_jax.momentum import SyncState
 from lioncub_jax.placement import Workers
+from lioncub_jax.specs import spec_of
 
 Cuts = tuple[tuple[str, ...], ...]  # for each dimension, the axes that cut it
 OWN = "each", "error", "model"  # kinds with a leading axis of workers
@@ -167,7 +168,7 @@ def _is(path: str, prefix: str) -> bool:
 
 
 def _cuts(x: Any) -> Cuts:
-    return tuple(wires.names(entry or ()) for entry in placement.spec_of(x))
+    return tuple(wires.names(entry or ()) for entry in spec_of(x))
 
 
 def _kind(path: str, x: Any, votes: Iterable[str], drifts: Iterable[str], workers: Workers) -> str:
@@ -184,7 +185,7 @@ def _kind(path: str, x: Any, votes: Iterable[str], drifts: Iterable[str], worker
         return "slices"
     if own:
         return "error" if _is(rest, ".error") else "each"
-    return "each" if workers.stacks(placement.spec_of(x)) else "same"
+    return "each" if workers.stacks(spec_of(x)) else "same"
 
 
 def _vote(path: str, node: CommunicateState, params: dict[str, Any], layout: Layout) -> Vote:

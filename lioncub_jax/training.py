@@ -20,10 +20,20 @@ from flax import linen
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax import checks, gradients, placement, wires
+from lioncub_jax import checks, gradients, wires
 from lioncub_jax.gradients import StatefulLoss
 from lioncub_jax.layout import varying_axes
 from lioncub_jax.placement import Workers
+from lioncub_jax.specs import (
+    check_batch_spec,
+    check_specs,
+    is_spec,
+    parts,
+    shortened,
+    spec_of,
+    specs_of,
+    stacked,
+)
 from lioncub_jax.wires import AxisName
 
 
@@ -119,8 +129,7 @@ def on_mesh(
             _check_agreed(updates, workers)
             return updates, workers.stack(state, state_specs)
 
-        stacked = placement.stacked(cut, workers.axes)
-        in_specs = stacked, state_specs, cut, P(workers.axes), P()
+        in_specs = stacked(cut, workers.axes), state_specs, cut, P(workers.axes), P()
         run = workers.map(worker, in_specs, (cut, state_specs), explicit=True)
         updates, state = run(updates, state, params, abstain, arrays)
         return workers.hold(updates, cut), workers.hold(state, state_specs)
@@ -171,14 +180,14 @@ def init_state(
       (1, 2, 3)
     """
     workers = Workers.on(mesh, axis_name, group_axis)
-    cut = placement.specs_of(params) if specs is None else specs
+    cut = specs_of(params) if specs is None else specs
     params = linen.meta.unbox(params)
-    placement.check_specs(cut, params, mesh, workers.axes)
+    check_specs(cut, params, mesh, workers.axes)
     rng = jax.random.key(0) if rng is None else rng
     # A copy, because the training step donates its state and the caller may still hold the arrays.
     params = jax.tree.map(
         lambda spec, x: jnp.copy(_on_all(x, NamedSharding(mesh, spec))),
-        cut, params, is_leaf=placement.is_spec,
+        cut, params, is_leaf=is_spec,
     )  # fmt: skip
     everywhere = NamedSharding(mesh, P())
     rng, model_state = jax.tree.map(lambda x: _on_all(x, everywhere), (rng, model_state))
@@ -232,7 +241,7 @@ def abstract_state(
       (1, 2, 3)
     """
     workers = Workers.on(mesh, axis_name, group_axis)
-    cut = placement.specs_of(params) if specs is None else specs
+    cut = specs_of(params) if specs is None else specs
     params = linen.meta.unbox(params)
     cut = workers.cut(params, cut)
 
@@ -240,12 +249,12 @@ def abstract_state(
         shape = (*lead, *jnp.shape(x))
         return jax.ShapeDtypeStruct(shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
-    shaped = partial(jax.tree.map, on, is_leaf=placement.is_spec)
+    shaped = partial(jax.tree.map, on, is_leaf=is_spec)
     params = shaped(cut, params)
     mine = on_mesh(tx, mesh, axis_name=axis_name, group_axis=group_axis, specs=cut)
     tx = optax.with_extra_args_support(tx)
     opt_state = shaped(_state_specs(tx, workers, params, cut), jax.eval_shape(mine.init, params))
-    count = placement.parts(P(workers.axes), mesh)
+    count = parts(P(workers.axes), mesh)
     own = jax.tree.map(lambda x: on(P(workers.axes), x, count), model_state)
     step, rng = jax.eval_shape(lambda: (jnp.zeros((), jnp.int32), jax.random.key(0)))
     of_shapes: Any = TrainState
@@ -267,12 +276,12 @@ class TrainStep:
         self.traces = 0
         self._jitted = jax.jit(traced, donate_argnums=0, static_argnums=2)
         self._sharding = NamedSharding(workers.mesh, batch_spec)
-        count = placement.parts(P(workers.axes), workers.mesh)
-        parts = placement.parts(batch_spec, workers.mesh)
-        self._divisor = parts * accumulate
+        count = parts(P(workers.axes), workers.mesh)
+        pieces = parts(batch_spec, workers.mesh)
+        self._divisor = pieces * accumulate
         self._why = f"{count} workers, {accumulate} gradient accumulation steps"
-        if parts > count:
-            self._why += f", and {parts // count} parts of each worker's by {batch_spec}"
+        if pieces > count:
+            self._why += f", and {pieces // count} parts of each worker's by {batch_spec}"
         self._bounded = workers.mesh.devices.flat[0].platform == "cpu"
         self._in_flight: deque[jax.Array] = deque(maxlen=8)
 
@@ -308,7 +317,7 @@ class TrainStep:
 def _cut_of(state: TrainState) -> tuple[Any, tuple[P, ...]]:
     """How the parameters lie, as something to compile for."""
     leaves, tree = jax.tree.flatten(state.params)
-    return tree, tuple(map(placement.spec_of, leaves))
+    return tree, tuple(map(spec_of, leaves))
 
 
 def make_train_step(
@@ -366,7 +375,7 @@ def make_train_step(
     workers = Workers.on(mesh, axis_name, group_axis)
     checks.check_count(f"accumulate={accumulate!r}", accumulate)
     batch_spec = P(workers.axes) if batch_spec is None else batch_spec
-    placement.check_batch_spec(batch_spec, mesh, workers.axes)
+    check_batch_spec(batch_spec, mesh, workers.axes)
     stateful = loss_fn if isinstance(loss_fn, StatefulLoss) else gradients.stateless(loss_fn)
     of_worker = gradients.local_gradients(stateful, workers.axes, accumulate)
 
@@ -386,7 +395,7 @@ def make_train_step(
 
         own = P(workers.axes)
         in_specs = cut, own, batch_spec, P(), P()
-        out_specs = placement.stacked(cut, workers.axes), own, own, P(), own
+        out_specs = stacked(cut, workers.axes), own, own, P(), own
         run = workers.map(worker, in_specs, out_specs, explicit=False)
         grads, model_state, sits_out, means, each = run(
             state.params, state.model_state, batch, state.rng, state.step
@@ -407,7 +416,7 @@ def _state_specs(tx: Any, workers: Workers, params: Any, cut: Any) -> Any:
     def spec(x: jax.Array) -> P:
         inner = jax.typeof(x).sharding.spec
         axes = tuple(n for n in workers.axes if n in varying_axes(x))
-        return placement.shortened(P(axes, *inner) if axes else inner)
+        return shortened(P(axes, *inner) if axes else inner)
 
     def probe(params: Any) -> jax.Array:
         found.append(jax.tree.map(spec, tx.init(workers.vary(params))))

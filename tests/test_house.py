@@ -16,8 +16,8 @@ MOST_LINES = 470
 
 # A module may import those to the left of it.
 ORDER = [
-    "bits", "layout", "ballots", "quantize", "decide", "messages", "wires", "checks", "placement",
-    "momentum", "agreement", "exchange", "optimizer", "gradients", "training", "relayout",
+    "bits", "layout", "specs", "ballots", "quantize", "decide", "messages", "wires", "checks",
+    "placement", "momentum", "agreement", "exchange", "optimizer", "gradients", "training", "relayout",
     "resume", "checkpoint",
 ]  # fmt: skip
 MAY_IMPORT = {name: set(ORDER[:i]) for i, name in enumerate(ORDER)} | {

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 import lioncub_jax as lc
 from lioncub_jax import layout, reference
 from lioncub_jax.compiled import collectives
-from lioncub_jax.placement import is_spec
+from lioncub_jax.specs import is_spec
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
