@@ -4,16 +4,12 @@ import argparse
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import jax
 
 import lioncub_jax as lc
 from gpt.meshes import Layout
 from gpt.training import Run
-
-if TYPE_CHECKING:  # importing it takes seconds, and most runs are too short to be saved
-    from lioncub_jax.checkpoint import Checkpoints
 
 Stops = Callable[[lc.TrainState, int, bool], bool]  # (state, step, is the last) -> stop now
 
@@ -23,16 +19,14 @@ class Refused(ValueError):
 
 
 @contextlib.contextmanager
-def opened(args: argparse.Namespace, layout: Layout) -> Iterator["Checkpoints | None"]:
+def opened(args: argparse.Namespace, layout: Layout) -> Iterator[lc.Checkpoints | None]:
     """The checkpoints in ``--checkpoint``, or None; left when all of them are written."""
     if args.checkpoint is None:
         yield None
         return
-    from lioncub_jax.checkpoint import Checkpoints
-
     where = {"axis_name": layout.axis_name, "group_axis": layout.group_axis}
     try:
-        checkpoints = Checkpoints(args.checkpoint, **where, keep=3)
+        checkpoints = lc.Checkpoints(args.checkpoint, **where, keep=3)
     except ValueError as error:
         raise Refused(f"--checkpoint: {error}") from None
     with checkpoints:
@@ -44,7 +38,7 @@ def opened(args: argparse.Namespace, layout: Layout) -> Iterator["Checkpoints | 
         yield checkpoints
 
 
-def resumed(run: Run, checkpoints: "Checkpoints | None", steps: int) -> Run:
+def resumed(run: Run, checkpoints: lc.Checkpoints | None, steps: int) -> Run:
     """The run as its newest checkpoint left it, on the mesh of now; as it is, if there is none."""
     if checkpoints is None or not checkpoints.steps():
         return run
@@ -61,15 +55,13 @@ def resumed(run: Run, checkpoints: "Checkpoints | None", steps: int) -> Run:
 
 
 @contextlib.contextmanager
-def during(run: Run, checkpoints: "Checkpoints | None", every: int) -> Iterator[Stops]:
+def during(run: Run, checkpoints: lc.Checkpoints | None, every: int) -> Iterator[Stops]:
     """Saves every so many steps; after SIGTERM at once, and then the run is to stop."""
     if checkpoints is None:
         yield lambda state, step, is_last: False
         return
-    from lioncub_jax.checkpoint import stop_on_sigterm
-
     # Processes must agree on the step, and wait for each other when they ask.
-    with stop_on_sigterm(every=10 if jax.process_count() > 1 else 1) as stopping:
+    with lc.stop_on_sigterm(every=10 if jax.process_count() > 1 else 1) as stopping:
 
         def stops(state: lc.TrainState, step: int, is_last: bool) -> bool:
             stop = stopping(step)
