@@ -14,7 +14,7 @@ from lioncub_jax import bits, checks, compiled, decide, layout, messages, quanti
 from lioncub_jax.ballots import Quantizer
 from lioncub_jax.decide import Down, Owner
 from lioncub_jax.layout import Bucket
-from lioncub_jax.specs import axes_of, is_spec
+from lioncub_jax.specs import axes_of, is_spec, shard_shape
 from lioncub_jax.wires import Wire
 
 
@@ -121,15 +121,11 @@ def _shards(
     if specs is None:
         return leaves, [frozenset()] * len(leaves)
     flat = jax.tree.leaves(specs, is_leaf=is_spec)
-    shards, axes = [], []
-    for leaf, spec in zip(leaves, flat, strict=True):
-        shape = list(leaf.shape)
-        cut = [(dim, axis) for dim, e in enumerate(spec) for axis in axes_of(e)]
-        for dim, axis in cut:
-            shape[dim] //= inner_axes[axis]
-        shards.append(jax.ShapeDtypeStruct(tuple(shape), leaf.dtype))
-        axes.append(frozenset(axis for _, axis in cut))
-    return shards, axes
+    shards = [
+        jax.ShapeDtypeStruct(shard_shape(leaf.shape, spec, inner_axes), leaf.dtype)
+        for leaf, spec in zip(leaves, flat, strict=True)
+    ]
+    return shards, [frozenset(axis for e in spec for axis in axes_of(e)) for spec in flat]
 
 
 def _answer_bytes(up: Quantizer, down: Down, wire: Wire, bucket: Bucket, workers: int) -> float:

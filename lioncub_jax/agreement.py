@@ -128,7 +128,8 @@ def exchanged(
         plan.down.encode(result, coin), received.present, plan.down, workers
     )
     answers = plan.wire.publish(words, plan.axis)
-    return _opened(plan, bucket, answers, workers, slice_state, cuts)
+    values, ties, present = _opened(plan, bucket, answers, workers, cuts)
+    return Agreed(values, slice_state, ties, present)
 
 
 def _opened(
@@ -136,9 +137,8 @@ def _opened(
     bucket: Bucket,
     answers: jax.Array,
     workers: int,
-    slice_state: Any,
     cuts: list[Cut | None],
-) -> Agreed:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Reads the answers of all owners; in a group, of the owners of all its devices' slices."""
     rows = plan.wire.owned_rows(bucket, workers)
 
@@ -152,7 +152,7 @@ def _opened(
     read_all = jax.vmap(read) if plan.group else lambda x: jax.tree.map(_one, read(x[0]))
     answer, present, values = read_all(slices)
     ties = jnp.sum(answer.ties) - _tied_padding(plan.up, bucket, answer.per_row, cuts)
-    return Agreed(values, slice_state, ties, present[0])
+    return values, ties, present[0]
 
 
 def _one(x: jax.Array) -> jax.Array:

@@ -172,13 +172,12 @@ def communicate(
         **extra: Any,
     ) -> tuple[optax.Updates, CommunicateState]:
         del params, extra
-        wires.workers_on(axis_name)
+        workers = wires.workers_on(axis_name)
         checks.check_leaves(updates)
         checks.check_local(updates, axis_name, group_axis)
         told = None if abstain is None else checks.as_flag(abstain)
 
         def on_device(updates: Any, state: CommunicateState, told: Any) -> Any:
-            workers = wires.workers_on(axis_name)
             voter = Voter(wires.worker_index(axis_name), workers, state.count)
             return worker_step(plan, voter, updates, state, told)
 

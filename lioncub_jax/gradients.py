@@ -118,7 +118,7 @@ def worker_value_and_grad(
         tree: list[Any] = []
 
         def of_worker(params: Any, batch: Any) -> Any:
-            value, grads = value_and_grad(params, *jax.tree.map(partial(_own_key, workers), batch))
+            value, grads = value_and_grad(params, *jax.tree.map(partial(own_key, workers), batch))
             leaves, structure = jax.tree.flatten(value)
             tree[:] = [structure]
             joined, agreed = _split_by_rank([jnp.asarray(x) for x in leaves], workers)
@@ -128,9 +128,8 @@ def worker_value_and_grad(
         out_specs = stacked(cut, workers.axes), P(workers.axes), P()
         run = workers.map(of_worker, (cut, batch_specs), out_specs, explicit=False)
         grads, joined, agreed = run(params, batch)
-        return jax.tree.unflatten(
-            tree[0], [{**joined, **agreed}[i] for i in range(len(joined) + len(agreed))]
-        ), grads
+        values = joined | agreed
+        return jax.tree.unflatten(tree[0], [values[i] for i in sorted(values)]), grads
 
     return of_all
 
@@ -139,7 +138,7 @@ def _split_by_rank(values: list[jax.Array], workers: Workers) -> tuple[dict[int,
     """Arrays, to be joined, and numbers on which the workers agree; by their place."""
     joined = {i: workers.vary(x) for i, x in enumerate(values) if x.ndim}
     numbers = {i: workers.vary(x) for i, x in enumerate(values) if not x.ndim}
-    means = {i: x for i, x in numbers.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+    means = {i: x for i, x in numbers.items() if _is_mean(x)}
     counts = {i: x for i, x in numbers.items() if i not in means}
     agreed = wires.mean_over_workers(means, workers.axes) | wires.sum_over_workers(
         counts, workers.axes
@@ -147,9 +146,12 @@ def _split_by_rank(values: list[jax.Array], workers: Workers) -> tuple[dict[int,
     return joined, agreed
 
 
-def _own_key(workers: Workers, x: Any) -> Any:
-    is_key = jnp.issubdtype(jnp.asarray(x).dtype, jax.dtypes.prng_key)
-    return fold(x, wires.worker_index(workers.axes)) if is_key else x
+def own_key(workers: Workers, x: Any) -> Any:
+    """Gives each worker random keys of its own, and leaves anything else alone."""
+    if not jnp.issubdtype(jnp.asarray(x).dtype, jax.dtypes.prng_key):
+        return x
+    worker = wires.worker_index(workers.axes)
+    return jax.vmap(lambda k: jax.random.fold_in(k, worker))(x.reshape(-1)).reshape(x.shape)
 
 
 def _check_batch(batch: Any, workers: Workers) -> None:

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, auto_axes, explicit_axes
+from jax.sharding import AxisType, Mesh, auto_axes, explicit_axes
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax import wires
 from lioncub_jax.layout import varying_axes
-from lioncub_jax.specs import axes_of, check_specs, is_spec, restrict, specs_of
+from lioncub_jax.specs import axes_of, check_specs, is_spec, restrict, shardings, specs_of
 from lioncub_jax.wires import AxisName
 
 
@@ -113,11 +113,9 @@ class Workers(NamedTuple):
 
     def hold(self, tree: Any, specs: Any) -> Any:
         """Keeps global arrays as their specs say."""
-        return constrained(tree, specs, self.mesh)
-
-    def shardings(self, specs: Any) -> Any:
-        """Specs as shardings on the mesh."""
-        return jax.tree.map(lambda s: NamedSharding(self.mesh, s), specs, is_leaf=is_spec)
+        if AxisType.Auto not in self.mesh.axis_types:
+            return tree  # their types hold them
+        return jax.lax.with_sharding_constraint(tree, shardings(specs, self.mesh))
 
     def stack(self, tree: Any, specs: Any) -> Any:
         """Adds the leading axis of what differs between workers, by its specs."""
@@ -199,8 +197,7 @@ def over_workers(
         return mapped
     # JAX 0.10.2 gathers what is cut over explicit axes at the border of a partly manual region. So they
     # are the compiler's at the border, and constrained on both sides of it.
-    placed = jax.tree.map(lambda s: NamedSharding(mesh, s), out_specs, is_leaf=is_spec)
-    return auto_axes(mapped, axes=typed, out_sharding=placed)
+    return auto_axes(mapped, axes=typed, out_sharding=shardings(out_specs, mesh))
 
 
 def _kinds(mesh: Any) -> dict[str, AxisType]:
@@ -214,14 +211,6 @@ def _constrained(tree: Any, specs: Any) -> Any:
         return jax.lax.with_sharding_constraint(part, spec) if any(spec) else part
 
     return jax.tree.map(constrain, specs, tree, is_leaf=is_spec)
-
-
-def constrained(tree: Any, specs: Any, mesh: Mesh) -> Any:
-    """Global arrays, held to their specs in whatever kind of axes the mesh has."""
-    if AxisType.Auto not in mesh.axis_types:
-        return tree  # their types hold them
-    placed = jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=is_spec)
-    return jax.lax.with_sharding_constraint(tree, placed)
 
 
 def on_shards(fn: Callable[..., Any], args: Any, out_specs: Any = None) -> Any:

@@ -19,7 +19,7 @@ from lioncub_jax.exchange import CommunicateState
 from lioncub_jax.layout import Bucket, Flat, Segment
 from lioncub_jax.momentum import SyncState
 from lioncub_jax.placement import Workers
-from lioncub_jax.specs import spec_of
+from lioncub_jax.specs import axes_of, cuts_of, product, shard_shape, spec_of
 
 Cuts = tuple[tuple[str, ...], ...]  # for each dimension, the axes that cut it
 OWN = "each", "error", "model"  # kinds with a leading axis of workers
@@ -71,12 +71,12 @@ class Layout(NamedTuple):
     @property
     def number(self) -> int:
         """How many workers."""
-        return _product(self.sizes, self.workers)
+        return product(self.sizes, self.workers)
 
     @property
     def parts(self) -> int:
         """How many devices of a group share a bucket; 1 without a group."""
-        return _product(self.sizes, self.group)
+        return product(self.sizes, self.group)
 
     def as_json(self) -> dict[str, Any]:
         """As JSON holds it."""
@@ -125,10 +125,6 @@ def _from_rows(rows: Any) -> tuple[Bucket, ...]:
     )  # fmt: skip
 
 
-def _product(sizes: dict[str, int], axes: Iterable[str]) -> int:
-    return math.prod(sizes[axis] for axis in axes)
-
-
 # --- How a state lies
 
 
@@ -168,7 +164,7 @@ def _is(path: str, prefix: str) -> bool:
 
 
 def _cuts(x: Any) -> Cuts:
-    return tuple(wires.names(entry or ()) for entry in spec_of(x))
+    return tuple(map(axes_of, spec_of(x)))
 
 
 def _kind(path: str, x: Any, votes: Iterable[str], drifts: Iterable[str], workers: Workers) -> str:
@@ -218,14 +214,7 @@ def _check_levels(path: str, node: CommunicateState, layout: Layout) -> None:
 
 def _local_shape(layout: Layout, path: str) -> tuple[int, ...]:
     stored = layout.arrays[path]
-    cuts = _filled(stored.cuts, len(stored.shape))
-    return tuple(
-        n // _product(layout.sizes, axes) for n, axes in zip(stored.shape, cuts, strict=True)
-    )
-
-
-def _filled(cuts: Cuts, ndim: int) -> Cuts:
-    return (*cuts, *[()] * (ndim - len(cuts)))
+    return shard_shape(stored.shape, stored.cuts, layout.sizes)
 
 
 # --- The form between two layouts
@@ -253,7 +242,7 @@ def opened(layout: Layout, arrays: dict[str, Any]) -> dict[str, jax.Array]:
 
 def _shards(layout: Layout, bucket: Bucket, shape: tuple[int, ...]) -> tuple[int, int, int]:
     """``(inner shards, rows of each, 64)`` in what one device or all shards of one worker hold."""
-    shards = _product(layout.sizes, _inner(layout, bucket))
+    shards = product(layout.sizes, _inner(layout, bucket))
     return shards, shape[-2] * shape[-1] // ROW // shards, ROW
 
 
@@ -286,10 +275,9 @@ def _check_named(vote: Vote) -> None:
 
 def _order(layout: Layout, path: str, inner: Sequence[str], batch: int) -> tuple[Any, Any]:
     """Sizes of a leaf's shards, a dimension for each axis, and the order that joins them."""
-    ndim = len(layout.arrays[path].shape)
-    cuts = _filled(layout.arrays[path].cuts, ndim)
+    stored = layout.arrays[path]
     order = list(range(batch))
-    for d, axes in enumerate(cuts):
+    for d, axes in enumerate(cuts_of(stored.cuts, len(stored.shape))):
         order += [*(batch + inner.index(a) for a in axes), batch + len(inner) + d]
     return [*(layout.sizes[a] for a in inner), *_local_shape(layout, path)], order
 

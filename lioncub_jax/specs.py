@@ -4,7 +4,9 @@ A worker's parameters are cut over the *inner axes* of a mesh (fsdp, tensor, exp
 of the workers. A spec has one spelling here, so that nothing is compiled twice.
 """
 
-from collections.abc import Sequence
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -49,6 +51,11 @@ def spec_of(x: Any) -> P:
     sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding) or x.size == 0:
         return P()
+    return _cutting(sharding)
+
+
+@functools.cache  # a training step asks for every parameter, every time
+def _cutting(sharding: NamedSharding) -> P:
     # An axis of one device cuts nothing, and XLA forgets it.
     return restrict(sharding.spec, [n for n, size in sharding.mesh.shape.items() if size > 1])
 
@@ -110,7 +117,7 @@ def _check_spec(
                     "all parameters, cut over inner axes only. Put the workers on another axis, or "
                     "shard parameters over an axis that is not in axis_name"
                 )
-        parts = _size(mesh, axes)
+        parts = product(mesh.shape, axes)
         if shape[dim] % parts:
             raise ValueError(
                 f"{path} has shape {shape} and spec {spec}: dimension {dim} is cut into {parts} parts, "
@@ -125,11 +132,27 @@ def axes_of(entry: Any) -> tuple[str, ...]:
     return entry if isinstance(entry, tuple) else (entry,)
 
 
-def _size(mesh: Any, axes: Sequence[str]) -> int:
-    size = 1
-    for axis in axes:
-        size *= mesh.shape[axis]
-    return size
+def product(sizes: Mapping[str, int], axes: Iterable[str]) -> int:
+    """The number of devices along some axes of a mesh."""
+    return math.prod(sizes[axis] for axis in axes)
+
+
+def cuts_of(entries: Sequence[Any], ndim: int) -> list[tuple[str, ...]]:
+    """For each dimension of an array the axes that cut it, by the entries of its spec."""
+    return [*map(axes_of, entries), *[()] * (ndim - len(entries))]
+
+
+def shard_shape(
+    shape: Sequence[int], entries: Sequence[Any], sizes: Mapping[str, int]
+) -> tuple[int, ...]:
+    """The shape of what one device holds of an array, by the entries of its spec."""
+    cuts = cuts_of(entries, len(shape))
+    return tuple(n // product(sizes, axes) for n, axes in zip(shape, cuts, strict=True))
+
+
+def shardings(specs: Any, mesh: Mesh) -> Any:
+    """Specs as shardings on a mesh."""
+    return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=is_spec)
 
 
 def check_batch_spec(spec: P, mesh: Mesh, workers: Sequence[str]) -> None:
@@ -148,7 +171,7 @@ def check_batch_spec(spec: P, mesh: Mesh, workers: Sequence[str]) -> None:
 
 def parts(spec: P, mesh: Mesh) -> int:
     """Into how many parts a spec cuts the first dimension."""
-    return _size(mesh, axes_of(spec[0])) if len(spec) else 1
+    return product(mesh.shape, axes_of(spec[0])) if len(spec) else 1
 
 
 def stacked(specs: Any, axes: Sequence[str]) -> Any:

@@ -26,9 +26,9 @@ from lioncub_jax.layout import varying_axes
 from lioncub_jax.placement import Workers
 from lioncub_jax.specs import (
     check_batch_spec,
-    check_specs,
     is_spec,
     parts,
+    shardings,
     shortened,
     spec_of,
     specs_of,
@@ -109,7 +109,7 @@ def on_mesh(
 
         run = workers.map(place, (cut,), state_specs, explicit=True)
         # Zeros need no input, and without one only this tells where they go.
-        return jax.jit(run, out_shardings=workers.shardings(state_specs))(params)
+        return jax.jit(run, out_shardings=shardings(state_specs, mesh))(params)
 
     def update(
         updates: Any, state: Any, params: Any = None, *, abstain: Any = None, **extra: Any
@@ -180,9 +180,7 @@ def init_state(
       (1, 2, 3)
     """
     workers = Workers.on(mesh, axis_name, group_axis)
-    cut = specs_of(params) if specs is None else specs
-    params = linen.meta.unbox(params)
-    check_specs(cut, params, mesh, workers.axes)
+    params, cut = _opened(params, specs, workers)
     rng = jax.random.key(0) if rng is None else rng
     # A copy, because the training step donates its state and the caller may still hold the arrays.
     params = jax.tree.map(
@@ -194,12 +192,20 @@ def init_state(
     tx = on_mesh(tx, mesh, axis_name=axis_name, group_axis=group_axis, specs=cut)
 
     def own(model_state: Any) -> Any:
-        mine = jax.tree.map(lambda x: _own_key(x, workers.axes), workers.vary(model_state))
+        mine = jax.tree.map(partial(gradients.own_key, workers), workers.vary(model_state))
         return jax.tree.map(lambda x: x[None], mine)
 
     copies = workers.map(own, (P(),), P(workers.axes), explicit=False)
     step = jax.device_put(jnp.zeros((), jnp.int32), everywhere)
     return TrainState(step, params, jax.jit(copies)(model_state), tx.init(params), jnp.copy(rng))
+
+
+def _opened(params: Any, specs: Any, workers: Workers) -> tuple[Any, Any]:
+    """Parameters out of their boxes, and how they are cut."""
+    # Boxes say it too, so they are asked before they are opened.
+    specs = specs_of(params) if specs is None else specs
+    params = linen.meta.unbox(params)
+    return params, workers.cut(params, specs)
 
 
 def abstract_state(
@@ -241,9 +247,7 @@ def abstract_state(
       (1, 2, 3)
     """
     workers = Workers.on(mesh, axis_name, group_axis)
-    cut = specs_of(params) if specs is None else specs
-    params = linen.meta.unbox(params)
-    cut = workers.cut(params, cut)
+    params, cut = _opened(params, specs, workers)
 
     def on(spec: P, x: Any, *lead: int) -> jax.ShapeDtypeStruct:
         shape = (*lead, *jnp.shape(x))
@@ -435,14 +439,6 @@ def _on_all(x: Any, sharding: NamedSharding) -> jax.Array:
     if not sharding.is_fully_addressable and x.is_fully_addressable:
         return jax.device_put(np.asarray(x), sharding)
     return jax.device_put(x, sharding)
-
-
-def _own_key(x: jax.Array, axis: AxisName) -> jax.Array:
-    """Gives each worker random keys of its own, and leaves anything else alone."""
-    if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return x
-    worker = wires.worker_index(axis)
-    return jax.vmap(lambda k: jax.random.fold_in(k, worker))(x.reshape(-1)).reshape(x.shape)
 
 
 def _check_agreed(updates: Any, workers: Workers) -> None:
