@@ -67,10 +67,8 @@ def pack(
       >>> bits.pack(codes, 1, codes > 0, codes > 1, [0]).planes.tolist()
       [[0, 2]]
     """
-    lane = jnp.arange(8, dtype=jnp.uint32)
-    bytes_ = [(codes >> k) & 1 for k in range(p)] + [marks.astype(jnp.uint32)]
-    bytes_ = [b.reshape(-1, 8) << lane for b in bytes_] + [flags.astype(jnp.uint32).reshape(-1, 8)]
-    *octets, marked, flagged = _or_over_lanes(bytes_)
+    seen = [(codes >> k) & 1 for k in range(p)] + [x.astype(jnp.uint32) for x in (marks, flags)]
+    *octets, marked, flagged = _gather_lanes([x.reshape(-1, 8) for x in seen])
     planes = [
         _join_octets((octet & marked) | (_octets(fill, octet.size) & ~marked))
         for octet, fill in zip(octets, unmarked, strict=True)
@@ -78,16 +76,21 @@ def pack(
     return Packed(jnp.stack(planes), _join_octets(marked), jnp.any(flagged > 0))
 
 
-def _or_over_lanes(bytes_: Sequence[jax.Array]) -> list[jax.Array]:
-    """ORs every ``uint32[n, 8]`` over its lanes, four of them to an accumulator."""
-    groups = [bytes_[i : i + 4] for i in range(0, len(bytes_), 4)]
-    shifted = [[b << (8 * k) for k, b in enumerate(group)] for group in groups]
-    accumulators = [functools.reduce(operator.or_, group) for group in shifted]
+def _gather_lanes(seen: Sequence[jax.Array]) -> list[jax.Array]:
+    """Bits ``uint32[n, 8]`` to bytes ``uint32[n]``, four of them to an accumulator.
+
+    The bits of an accumulator are joined before the lanes part them, with one shift: XLA for GPU does
+    not fuse what computes the codes into a reduction that uses it once for each byte.
+    """
+    lane = jnp.arange(8, dtype=jnp.uint32)
+    groups = [seen[i : i + 4] for i in range(0, len(seen), 4)]
+    joined = [[x << (8 * k) for k, x in enumerate(group)] for group in groups]
+    accumulators = [functools.reduce(operator.or_, group) << lane for group in joined]
     zeros = [jnp.uint32(0)] * len(accumulators)
     octets = lax.reduce(
         accumulators, zeros, lambda a, b: [x | y for x, y in zip(a, b, strict=True)], (1,)
     )
-    return [(octets[k // 4] >> (8 * (k % 4))) & 0xFF for k in range(len(bytes_))]
+    return [(octets[k // 4] >> (8 * (k % 4))) & 0xFF for k in range(len(seen))]
 
 
 def _octets(words: Any, n: int) -> jax.Array:
