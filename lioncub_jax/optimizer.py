@@ -13,6 +13,7 @@ Every method is one sentence about `communicate`:
 
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import optax
 
 from lioncub_jax import checks, decide, momentum, quantize, wires
@@ -234,22 +235,28 @@ class GlobalState(NamedTuple):
 
 
 def global_gradients(
-    tx: optax.GradientTransformation, axis_name: AxisName
+    tx: optax.GradientTransformation, axis_name: AxisName, dtype: Any = jnp.float32
 ) -> optax.GradientTransformationExtraArgs:
-    """Runs any optax transform on gradients averaged in full precision: the baseline.
+    """Runs any optax transform on averaged gradients: the baseline.
 
     Args:
       tx: such as ``optax.lion(1e-4)`` or ``optax.adamw(1e-3)``.
       axis_name: mesh axis of the workers.
+      dtype: of the all-reduce, ``float32`` or ``bfloat16`` (which XLA widens to float32 on CPU).
 
     Returns:
       A transform with state ``GlobalState``.
+
+    Raises:
+      ValueError: for a dtype that is not floating.
 
     Example:
       >>> import lioncub_jax as lc, optax
       >>> tx = lc.global_gradients(optax.adamw(1e-3), axis_name="data")
     """
     checks.check_axis(axis_name)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"global_gradients(dtype={dtype!r}): give float32 or bfloat16")
     tx = optax.with_extra_args_support(tx)
 
     def init(params: optax.Params) -> GlobalState:
@@ -259,7 +266,7 @@ def global_gradients(
         wires.workers_on(axis_name)
         checks.check_local(updates, axis_name)
         extra.pop("abstain", None)
-        mean = wires.mean_over_workers(updates, axis_name)
+        mean = wires.mean_over_workers(updates, axis_name, dtype)
         updates, inner = tx.update(mean, state.inner, params, **extra)
         return updates, GlobalState(inner)
 

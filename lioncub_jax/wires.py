@@ -283,18 +283,19 @@ def _split_fields(words: jax.Array, field: int, size: int) -> jax.Array:
     return (fields & jnp.uint32(2**field - 1)).reshape(-1)[:size]
 
 
-def mean_over_workers(tree: Any, axis: AxisName) -> Any:
-    """Averages every leaf in full precision: one all-reduce with as many operands as leaves.
+def mean_over_workers(tree: Any, axis: AxisName, dtype: Any = jnp.float32) -> Any:
+    """Averages every leaf: one all-reduce with as many operands as leaves.
 
     Args:
       tree: of arrays that vary over ``axis``.
       axis: the mesh axis of the workers.
+      dtype: what travels, and in what is added.
 
     Returns:
-      The same tree, the same on every worker, in float32 and then the leaf's own dtype.
+      The same tree, the same on every worker, in that dtype and then the leaf's own.
     """
-    wide = jax.tree.map(lambda x: x.astype(jnp.float32), tree)
-    means = lax.pmean(wide, axis) if jax.tree.leaves(tree) else tree
+    sent = jax.tree.map(lambda x: x.astype(dtype), tree)
+    means = lax.pmean(sent, axis) if jax.tree.leaves(tree) else tree
     return jax.tree.map(lambda mean, x: mean.astype(x.dtype), means, tree)
 
 

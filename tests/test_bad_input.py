@@ -82,6 +82,11 @@ def test_state_in_slices_outside_of_shard_map():
         owner().init(PARAMS)
 
 
+def test_global_gradients_of_a_dtype_that_is_no_float():
+    with raises(ValueError, "dtype=", "int8", "float32 or bfloat16"):
+        lc.global_gradients(optax.sgd(0.1), AXIS, jnp.int8)
+
+
 def test_global_gradients_outside_of_shard_map():
     tx = lc.global_gradients(optax.sgd(0.1), AXIS)
     with raises(ValueError, "axis_name='data'", *UNBOUND):

@@ -600,6 +600,18 @@ def test_global_gradients_is_the_inner_optimizer_on_the_mean():
     assert_equal(worker(got.state.inner[0].mu), want.state[0].mu)
 
 
+def test_global_gradients_may_travel_in_bfloat16():
+    exact = {"w": jnp.array([1.0, 256.0, -3.0])}  # their sums are exact in bfloat16, too
+    fine = {"w": jnp.array([1.0, 1.00390625, 2.0**-9])}  # between two numbers of bfloat16
+    for grads, same in ((exact, True), (fine, False)):
+        every = jax.tree.map(lambda g: jnp.broadcast_to(g, (1, 4, *g.shape)), grads)
+        got = run(lc.global_gradients(optax.sgd(1.0), AXIS, jnp.bfloat16), grads, every)
+        moved = jax.tree.map(lambda p, q: p - worker(q), grads, got.params)["w"]
+        assert moved.dtype == jnp.float32
+        assert bool(jnp.all(moved == grads["w"])) == same
+        np.testing.assert_allclose(moved, grads["w"], rtol=2**-8)
+
+
 # --- shapes, dtypes, traces -------------------------------------------------------------------------
 
 
