@@ -1,0 +1,129 @@
+"""Quantities as people write them: "100mbit", "7B", "50us"; read strictly, shown with three digits.
+
+Prefixes are decimal, as networks count: 1 kbit is 1000 bits. Letters may be small or capital, but for
+``b`` and ``B`` after a prefix of a rate: ``Mb/s`` is bits and ``MB/s`` bytes, so those two are not read
+at all, and the words ``mbit`` and ``mbyte`` are.
+"""
+
+import math
+import re
+
+RATES = {
+    f"{prefix}{unit}": scale * bits
+    for prefix, scale in (("", 1), ("k", 1e3), ("m", 1e6), ("g", 1e9), ("t", 1e12))
+    for unit, bits in (("bit", 1), ("byte", 8))
+}
+TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+COUNTS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+
+_QUANTITY = re.compile(
+    r"\s*([+-]?\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*([a-z]*?)(?:/s)?\s*", re.IGNORECASE
+)
+
+
+def rate(text: str) -> float:
+    """Reads a network rate.
+
+    Args:
+      text: such as ``"100mbit"``, ``"2.5 Gbit/s"``, ``"400gbit"``, ``"50mbyte"``; a unit is needed.
+
+    Returns:
+      Bits per second.
+
+    Raises:
+      ValueError: for anything else, and for a rate that is not above zero.
+
+    Example:
+      >>> rate("100mbit"), rate("2 Gbyte/s")
+      (100000000.0, 16000000000.0)
+    """
+    return _read("rate", text, RATES, "100mbit, 2.5gbit or 50mbyte (per second)")
+
+
+def seconds(text: str) -> float:
+    """Reads a time above zero, such as ``"50us"``, ``"1.5ms"`` or ``"2s"``; a unit is needed.
+
+    Raises:
+      ValueError: for anything else.
+
+    Example:
+      >>> seconds("1.5ms")
+      0.0015
+    """
+    return _read("time", text, TIMES, "50us, 1.5ms or 2s")
+
+
+def count(text: str) -> int:
+    """Reads a number of things of at least 1, such as ``"7B"``, ``"434_816"`` or ``"1.3M"``.
+
+    Raises:
+      ValueError: for anything else, and where it is not a whole number.
+
+    Example:
+      >>> count("7B"), count("434_816")
+      (7000000000, 434816)
+    """
+    number = _read("number", text.replace("_", ""), COUNTS, "434816, 1.3M or 7B")
+    if number != int(number):
+        raise ValueError(f"number {text!r}: give a whole number, such as 434816, 1.3M or 7B")
+    return int(number)
+
+
+def _read(kind: str, text: str, units: dict[str, float], examples: str) -> float:
+    found = _QUANTITY.fullmatch(text)
+    if not found or ("/" in text and units is not RATES):
+        raise ValueError(f"{kind} {text!r}: give a number and a unit, such as {examples}")
+    number, unit = float(found[1]), found[2].lower()
+    if unit not in units:
+        known = ", ".join(name for name in units if name)
+        raise ValueError(
+            f"{kind} {text!r}: unit {found[2]!r} is not one of {known}; give {examples}"
+        )
+    if not 0 < number < math.inf:
+        raise ValueError(f"{kind} {text!r}: give a number above zero, such as {examples}")
+    return number * units[unit]
+
+
+def rate_text(bits_per_second: float) -> str:
+    """A rate for people.
+
+    Example:
+      >>> rate_text(1e8), rate_text(2.5e9)
+      ('100 Mbit/s', '2.5 Gbit/s')
+    """
+    return _scaled(bits_per_second, "bit/s")
+
+
+def bytes_text(count: float) -> str:
+    """Bytes for people, in decimal units.
+
+    Example:
+      >>> bytes_text(1_369_000)
+      '1.37 MB'
+    """
+    return _scaled(count, "B")
+
+
+def seconds_text(time: float) -> str:
+    """A time for people.
+
+    Example:
+      >>> seconds_text(0.0123), seconds_text(3.817), seconds_text(5e-5)
+      ('12.3 ms', '3.82 s', '50 us')
+    """
+    for unit, scale in reversed(TIMES.items()):
+        if time >= scale or unit == "ns":
+            return f"{_digits(time / scale)} {unit}"
+    raise AssertionError("unreachable")
+
+
+def _scaled(number: float, unit: str) -> str:
+    for prefix, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= scale:
+            return f"{_digits(number / scale)} {prefix}{unit}"
+    return f"{_digits(number)} {unit}"
+
+
+def _digits(number: float) -> str:
+    """Three digits that count, and all of those before the point."""
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
