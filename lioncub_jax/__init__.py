@@ -5,10 +5,11 @@ counting them), `decide` (what the owner of a slice does), `messages` and `wires
 how workers agree), `placement` (where arrays lie on a mesh), `momentum` (what workers remember),
 `agreement` and `exchange` (the seam, `communicate`), `optimizer` (the methods), `gradients` and
 `training` (a step on a mesh), `checkpoint`, `accounting` and `compiled` (bytes: predicted, and read
-from the compiled program). `reference` is every algorithm on one page.
+from the compiled program), `planner` (step time on a cluster) and `lab` (a network on one machine).
+`reference` is every algorithm on one page; `cli` is the command ``lioncub``.
 """
 
-from lioncub_jax import accounting, compiled
+from lioncub_jax import accounting, compiled, lab, planner
 from lioncub_jax.checkpoint import Checkpoints, Restored, stop_on_sigterm
 from lioncub_jax.decide import (
     average,
@@ -87,6 +88,7 @@ __all__ = [
     "global_gradients",
     "init_state",
     "integer",
+    "lab",
     "lanes",
     "lion_cub",
     "local_value_and_grad",
@@ -99,6 +101,7 @@ __all__ = [
     "nothing",
     "on_mesh",
     "owner_lion",
+    "planner",
     "sign",
     "specs_of",
     "stochastic",

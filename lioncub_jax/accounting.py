@@ -18,6 +18,20 @@ from lioncub_jax.specs import axes_of, is_spec, shard_shape
 from lioncub_jax.wires import Wire
 
 
+class Sent(NamedTuple):
+    """One collective of a step.
+
+    Attributes:
+      op: as compiled programs name it: "all-to-all", "all-gather", "all-reduce", "reduce-scatter".
+      inside: whether it runs inside the group of devices that is one worker, in two levels.
+      sent_bytes: that each device sends.
+    """
+
+    op: str
+    inside: bool
+    sent_bytes: float
+
+
 class Traffic(NamedTuple):
     """What one worker sends in one step.
 
@@ -28,6 +42,7 @@ class Traffic(NamedTuple):
       sent_bytes: bytes that each device sends to other workers, padding and all side information
         included.
       group_bytes: bytes that it sends inside its group, in two levels.
+      collectives: the same bytes, one collective after the other.
     """
 
     scheme: str
@@ -35,6 +50,7 @@ class Traffic(NamedTuple):
     parameters: int
     sent_bytes: float
     group_bytes: float = 0.0
+    collectives: tuple[Sent, ...] = ()
 
     @property
     def bits_per_parameter(self) -> float:
@@ -96,21 +112,27 @@ def predict(
     checks.check_parts(up, owner, down, wire)
     leaves, axes = _shards(params, specs, inner_axes or {})
     size = sum(leaf.size for leaf in leaves)
-    inside = 0.0
+    sent: list[Sent] = []
     if group_size > 1:
         cuts = layout.buckets(leaves, group_size, up.rows_per_step, bucket_size, axes)
-        inside += sum((group_size - 1) * cut.chunk * bits.ROW * 4 for cut in cuts)
+        for cut in cuts:
+            sliced = 4.0 * (group_size - 1) * cut.chunk * bits.ROW
+            sent.append(Sent("reduce-scatter", True, sliced))
         leaves = [jax.ShapeDtypeStruct((cut.chunk, bits.ROW), cut.dtype) for cut in cuts]
         axes = [frozenset(cut.axes) for cut in cuts]
         bucket_size = None if bucket_size is None else max(bucket_size // group_size, 1)
-    buckets = layout.buckets(leaves, workers, up.rows_per_step, bucket_size, axes)
-    across = sum(
-        wire.sent(up, owner.needs_values, down, b, workers) for b in buckets if workers > 1
-    )
-    inside += sum((group_size - 1) * _answer_bytes(up, down, wire, b, workers) for b in buckets)
+    for bucket in layout.buckets(leaves, workers, up.rows_per_step, bucket_size, axes):
+        if workers > 1:
+            sent += _across(up, owner, down, wire, bucket, workers)
+        if group_size > 1:
+            answers = (group_size - 1) * _answer_bytes(up, down, wire, bucket, workers)
+            sent.append(Sent("all-gather", True, answers))
+    across = sum((one.sent_bytes for one in sent if not one.inside), 0.0)
+    inside = sum((one.sent_bytes for one in sent if one.inside), 0.0)
     result = f"{owner.name}, {down.name}" if owner.needs_values else down.name
     scheme = f"{up.name}, {wire.name}, {result}"
-    return Traffic(scheme, workers, round(size / group_size), float(across), float(inside))
+    parameters = round(size / group_size)
+    return Traffic(scheme, workers, parameters, across, inside, tuple(sent))
 
 
 def _shards(
@@ -128,6 +150,19 @@ def _shards(
     return shards, [frozenset(axis for e in spec for axis in axes_of(e)) for spec in flat]
 
 
+def _across(
+    up: Quantizer, owner: Owner, down: Down, wire: Wire, bucket: Bucket, workers: int
+) -> list[Sent]:
+    """The collectives between workers for one bucket."""
+    total = wire.sent(up, owner.needs_values, down, bucket, workers)
+    if not wire.owns_slice:
+        # What is packed can only be passed on; a wire of codes or values alone adds them on the way.
+        return [Sent("all-gather" if wire.carries == "both" else "all-reduce", False, total)]
+    words = messages.message_words(up, owner.needs_values, bucket.chunk, workers)
+    votes = 4.0 * (workers - 1) * words
+    return [Sent("all-to-all", False, votes), Sent("all-gather", False, total - votes)]
+
+
 def _answer_bytes(up: Quantizer, down: Down, wire: Wire, bucket: Bucket, workers: int) -> float:
     """What a device passes on inside its group: the answers of all owners, or one worker's values."""
     if workers == 1:
@@ -137,7 +172,7 @@ def _answer_bytes(up: Quantizer, down: Down, wire: Wire, bucket: Bucket, workers
     return 4.0 * owners * messages.answer_words(down, up, rows, workers)
 
 
-def float32_all_reduce_bytes(parameters: int, workers: int) -> float:
+def float32_all_reduce_bytes(parameters: float, workers: int) -> float:
     """Bytes that each worker sends for an all-reduce of float32 gradients by the best algorithm."""
     return 2 * (workers - 1) / workers * 4 * parameters
 

@@ -1,0 +1,453 @@
+"""Will it help me? Step time of every method on a cluster, before anything is trained.
+
+    step = compute + local + communication
+    communication = sum over collectives of (hops * latency + bits / bandwidth + bytes * software cost)
+
+Bytes are those of `accounting`, which equal the compiled program's. All else is a model: links are full
+duplex and not shared with others, nothing overlaps, no worker is slower than another. What it
+leaves out is in docs/planner.md. Rates are in bits per second, times in seconds, as `units` reads them.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from lioncub_jax import accounting, checks, decide, quantize, wires
+from lioncub_jax.accounting import Sent
+
+WORTHWHILE_SPEEDUP = (
+    1.05  # below it a step is not faster by enough to change how a model is trained
+)
+CLOSE_ENOUGH = (
+    1.10  # a closer method is advised if its step takes at most this many times the fastest
+)
+
+
+def ring(participants: int) -> int:
+    """Hops of a ring, as Gloo and large messages on few GPUs use it: each to its neighbour in turn."""
+    return participants - 1
+
+
+def tree(participants: int) -> int:
+    """Hops of trees and recursive doubling, as NCCL and MPI use for many participants."""
+    return (participants - 1).bit_length()
+
+
+# Hops of each collective, from those that pass something to all, and the participants.
+_HOPS: dict[str, Callable[[int, int], int]] = {
+    "all-reduce": lambda hops, n: 2 * hops,
+    "all-gather": lambda hops, n: hops,
+    "reduce-scatter": lambda hops, n: hops,
+    "all-to-all": lambda hops, n: min(n - 1, 1),  # direct: all messages are on their way at once
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """A full-duplex network link.
+
+    Attributes:
+      bandwidth: bits per second each way; ``math.inf`` for one that never makes anybody wait.
+      latency: seconds from one end to the other, software included.
+
+    Raises:
+      ValueError: for a bandwidth that is not above zero, or a negative latency.
+
+    Example:
+      >>> Link(1e9, 50e-6).bandwidth
+      1000000000.0
+    """
+
+    bandwidth: float
+    latency: float = 50e-6
+
+    def __post_init__(self) -> None:
+        if not self.bandwidth > 0:
+            raise ValueError(f"bandwidth={self.bandwidth!r}: give bits per second, above zero")
+        if not 0 <= self.latency < math.inf:
+            raise ValueError(f"latency={self.latency!r}: give seconds, zero or more")
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """Workers and what connects them.
+
+    Attributes:
+      workers: how many.
+      link: of a worker to all others; its devices share it (of several network cards, the sum).
+      group_size: devices of one worker, which agree among themselves first (``group_axis``).
+      inside: link of each device to the others of its group; needed where ``group_size`` is above 1.
+      hops: ``participants -> hops`` of the algorithm that passes data to all: ``tree`` or ``ring``.
+
+    Raises:
+      ValueError: for fewer than one worker or device, or a group without a link.
+
+    Example:
+      >>> nodes = Cluster(8, Link(100e9, 20e-6), group_size=8, inside=Link(900e9, 5e-6))
+    """
+
+    workers: int
+    link: Link
+    group_size: int = 1
+    inside: Link | None = None
+    hops: Callable[[int], int] = tree
+
+    def __post_init__(self) -> None:
+        checks.check_count(f"workers={self.workers!r}", self.workers)
+        checks.check_count(f"group_size={self.group_size!r}", self.group_size)
+        if self.group_size > 1 and self.inside is None:
+            raise ValueError(
+                f"group_size={self.group_size} without inside: give the Link in a group"
+            )
+
+    def at(self, bandwidth: float) -> "Cluster":
+        """The same cluster with another bandwidth between workers."""
+        return dataclasses.replace(self, link=dataclasses.replace(self.link, bandwidth=bandwidth))
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """What a worker itself spends in a step, besides the model's own computing.
+
+    Attributes:
+      memory_bandwidth: bits per second, for the estimate of packing, counting and unpacking: what is
+        sent, the error that a worker remembers and a float32 for each parameter are written once and
+        read once more than ``optax.lion`` does. That is much: on CPU less was measured.
+      local_seconds: measured seconds by the name of a scheme, in place of that estimate; may be
+        negative, because voting can take less than ``optax.lion``, whose cost counts as zero.
+      seconds_per_byte: software cost of each byte sent, by collective ("all-to-all", "all-gather",
+        "all-reduce", "reduce-scatter"); zero where it is not given.
+      widens_bfloat16: whether bfloat16 is all-reduced as float32, as XLA does on CPU.
+
+    Raises:
+      ValueError: for a memory bandwidth that is not above zero, or an unknown collective.
+    """
+
+    memory_bandwidth: float = 800e9
+    local_seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    seconds_per_byte: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    widens_bfloat16: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.memory_bandwidth > 0:
+            given = self.memory_bandwidth
+            raise ValueError(f"memory_bandwidth={given!r}: give bits per second, above zero")
+        if unknown := set(self.seconds_per_byte) - set(_HOPS):
+            raise ValueError(f"seconds_per_byte of {sorted(unknown)}: give {sorted(_HOPS)}")
+
+
+class Scheme(NamedTuple):
+    """A method that users can choose.
+
+    Attributes:
+      name: for people, and the key of ``Host.local_seconds``.
+      code: how it is written in a program.
+      parts: of `communicate`, for `accounting.predict`; nothing for those that are not one.
+      sends: ``(parts, params, Cluster, Host) -> collectives`` of a step, per device.
+      packs: whether the worker has packing, counting and unpacking to do.
+    """
+
+    name: str
+    code: str
+    parts: Mapping[str, Any]
+    sends: Callable[[Mapping[str, Any], Any, Cluster, Host], tuple[Sent, ...]]
+    packs: bool = True
+
+
+def _predicted(parts: Mapping[str, Any], params: Any, at: Cluster, host: Host) -> tuple[Sent, ...]:
+    if at.group_size > 1:
+        checks.check_group("group", "data", parts.get("up", quantize.sign()))
+    traffic = accounting.predict(params, at.workers, group_size=at.group_size, **parts)
+    return traffic.collectives
+
+
+def _averaged(itemsize: int) -> Callable[..., tuple[Sent, ...]]:
+    """Gradients by the best algorithm: each device of a group carries a slice of them."""
+
+    def sends(parts: Mapping[str, Any], params: Any, at: Cluster, host: Host) -> tuple[Sent, ...]:
+        wide = 4 if host.widens_bfloat16 else itemsize
+        size = parameters_in(params) * wide / 4  # in float32s
+        inside = (at.group_size - 1) * 4 * size / at.group_size
+        across = accounting.float32_all_reduce_bytes(size, at.workers) / at.group_size
+        steps = (
+            Sent("reduce-scatter", True, inside),
+            Sent("all-reduce", False, across),
+            Sent("all-gather", True, inside),
+        )
+        return tuple(one for one in steps if one.sent_bytes)
+
+    return sends
+
+
+def _nothing(parts: Mapping[str, Any], params: Any, at: Cluster, host: Host) -> tuple[Sent, ...]:
+    return ()
+
+
+_AT_OWNER = decide.momentum_at_owner(optax.scale_by_lion())
+
+
+def _vote(name: str, code: str, **parts: Any) -> Scheme:
+    return Scheme(name, code, parts, _predicted)
+
+
+def _owner(p: int) -> Scheme:
+    up = quantize.error_feedback(quantize.midrise(p, block=128))
+    code = "owner_lion(...)"
+    if p != 3:
+        code = f"owner_lion(quantizer=error_feedback(midrise({p}, block=128)))"
+    return Scheme(
+        f"owner, {p} bit{'s' if p > 1 else ''}", code, {"up": up, "owner": _AT_OWNER}, _predicted
+    )
+
+
+FLOAT32 = Scheme("float32 Lion", "global_gradients(optax.lion(...))", {}, _averaged(4), False)
+BFLOAT16 = Scheme(
+    "bfloat16 Lion",
+    "global_gradients(optax.lion(...), dtype=jnp.bfloat16)",
+    {},
+    _averaged(2),
+    False,
+)
+SILENT = Scheme("no communication", "(a bound: workers that never talk)", {}, _nothing, False)
+
+SCHEMES: tuple[Scheme, ...] = (
+    _vote("1-bit vote", "lion_cub(...)"),
+    _vote("2-bit vote", "lion_cub(quantizer=midrise(2, block=128))", up=quantize.midrise(2, block=128)),
+    _vote("4-bit vote", "lion_cub(quantizer=midrise(4, block=128))", up=quantize.midrise(4, block=128)),
+    _vote("average", "distributed_lion(average=True)", down=decide.average()),
+    _vote("ternary", "lion_cub(quantizer=ternary())", up=quantize.ternary()),
+    _vote("gathered", "lion_cub(wire=gathered())", wire=wires.gathered()),
+    _vote("int8 counts", "lion_cub(wire=counts())", wire=wires.counts()),
+    _vote(
+        "integer(8) counts", "lion_cub(quantizer=integer(8), wire=counts())",
+        up=quantize.integer(8), wire=wires.counts(),
+    ),
+    _vote("lanes", "lion_cub(wire=lanes())", wire=wires.lanes()),
+    _owner(1),
+    _owner(2),
+    _owner(3),
+    BFLOAT16,
+    FLOAT32,
+    SILENT,
+)  # fmt: skip
+
+# What the advice chooses from: those that come closest to float32 Lion's loss first.
+ADVISED = ("owner, 3 bits", "owner, 2 bits", "4-bit vote", "2-bit vote", "1-bit vote")
+
+
+def scheme_named(name: str) -> Scheme:
+    """The scheme of that name.
+
+    Raises:
+      ValueError: if there is none.
+
+    Example:
+      >>> scheme_named("1-bit vote").code
+      'lion_cub(...)'
+    """
+    for one in SCHEMES:
+        if one.name == name:
+            return one
+    raise ValueError(f"scheme {name!r}: give one of {', '.join(one.name for one in SCHEMES)}")
+
+
+class Estimate(NamedTuple):
+    """What a step takes by one scheme.
+
+    Attributes:
+      scheme: its name.
+      sent_bytes: what a worker, all of its devices together, sends to other workers.
+      inside_bytes: what each device sends inside its group.
+      communication: seconds in collectives.
+      local: seconds of packing, counting and unpacking.
+      step: seconds of the whole step, compute included.
+    """
+
+    scheme: str
+    sent_bytes: float
+    inside_bytes: float
+    communication: float
+    local: float
+    step: float
+
+
+class Pays(NamedTuple):
+    """The bandwidths between which a scheme is faster than another.
+
+    Attributes:
+      above: bits per second; 0 if there is no lower bound.
+      below: bits per second; ``math.inf`` if there is no upper bound, 0 if it never pays.
+    """
+
+    above: float
+    below: float
+
+
+def parameters_in(params: Any) -> int:
+    """How many elements a tree of shapes has; a number stands for itself.
+
+    Example:
+      >>> parameters_in(7_000_000_000)
+      7000000000
+    """
+    return params if isinstance(params, int) else sum(x.size for x in jax.tree.leaves(params))
+
+
+def _tree(params: Any) -> Any:
+    if not isinstance(params, int):
+        return params
+    checks.check_count(f"params={params!r}", params)
+    return {"params": jax.ShapeDtypeStruct((params,), jnp.float32)}
+
+
+def step_time(
+    scheme: Scheme, params: Any, cluster: Cluster, compute: float, host: Host | None = None
+) -> Estimate:
+    """Models a step by one scheme.
+
+    Args:
+      scheme: one of ``SCHEMES``.
+      params: a tree of arrays or ``jax.ShapeDtypeStruct``, or how many parameters there are.
+      cluster: workers and links.
+      compute: seconds of a device's own forward and backward pass and update.
+      host: what a worker spends besides; the defaults of ``Host`` if None.
+
+    Returns:
+      An ``Estimate``.
+
+    Raises:
+      ValueError: where the scheme does not work with so many workers or in groups; for a compute
+        time below zero.
+
+    Example:
+      >>> slow = Cluster(8, Link(1e9, 50e-6))
+      >>> vote = step_time(scheme_named("1-bit vote"), 124_000_000, slow, 0.144)
+      >>> dense = step_time(FLOAT32, 124_000_000, slow, 0.144)
+      >>> round(dense.step / vote.step, 1)
+      18.9
+
+    Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
+    MPICH", 2005, for the terms of latency and bandwidth.
+    """
+    if not 0 <= compute < math.inf:
+        raise ValueError(f"compute={compute!r}: give seconds, zero or more")
+    host = host or Host()
+    sent = scheme.sends(scheme.parts, _tree(params), cluster, host)
+    communication = sum(_seconds(one, cluster, host) for one in sent)
+    local = host.local_seconds.get(
+        scheme.name, _estimated_local(scheme, sent, params, cluster, host)
+    )
+    return Estimate(
+        scheme.name,
+        cluster.group_size * sum(one.sent_bytes for one in sent if not one.inside),
+        sum(one.sent_bytes for one in sent if one.inside),
+        communication,
+        local,
+        compute + local + communication,
+    )
+
+
+def _seconds(one: Sent, cluster: Cluster, host: Host) -> float:
+    participants, link = cluster.workers, cluster.link
+    carried = one.sent_bytes * cluster.group_size  # all devices of a worker use its link at once
+    if one.inside:
+        assert cluster.inside is not None
+        participants, link, carried = cluster.group_size, cluster.inside, one.sent_bytes
+    hops = _HOPS[one.op](cluster.hops(participants), participants)
+    software = one.sent_bytes * host.seconds_per_byte.get(one.op, 0.0)
+    return hops * link.latency + 8 * carried / link.bandwidth + software
+
+
+def _estimated_local(
+    scheme: Scheme, sent: Sequence[Sent], params: Any, cluster: Cluster, host: Host
+) -> float:
+    if not scheme.packs or not sent:
+        return 0.0
+    packed = sum(one.sent_bytes for one in sent if one.op != "reduce-scatter")
+    feedback = getattr(scheme.parts.get("up"), "feedback", None)
+    each = 4 + (0 if feedback is None else jnp.dtype(feedback).itemsize)
+    unpacked = each * parameters_in(params) / cluster.group_size
+    return 8 * 2 * (packed + unpacked) / host.memory_bandwidth
+
+
+def pays(
+    scheme: Scheme,
+    params: Any,
+    cluster: Cluster,
+    host: Host | None = None,
+    *,
+    than: Scheme = FLOAT32,
+    speedup: float = 1.0,
+    compute: float = 0.0,
+) -> Pays:
+    """The bandwidths at which a scheme's step is ``speedup`` times as fast as another's.
+
+    A step takes ``a + b / bandwidth`` seconds, so one is ``speedup`` times the other at one bandwidth at
+    most. Break-even, ``speedup=1``, does not depend on ``compute``.
+
+    Args:
+      scheme: one of ``SCHEMES``.
+      params: as `step_time`.
+      cluster: as `step_time`; its bandwidth between workers does not matter.
+      host: as `step_time`.
+      than: what it is compared with.
+      speedup: how many times as fast.
+      compute: as `step_time`.
+
+    Returns:
+      A ``Pays``: faster where ``above < bandwidth < below``.
+
+    Example:
+      >>> at = Cluster(8, Link(1e9, 50e-6))
+      >>> round(pays(scheme_named("1-bit vote"), 10**9, at).below / 1e9)  # Gbit/s
+      643
+    """
+    fast = cluster.at(math.inf)
+    ours = step_time(scheme, params, fast, compute, host)
+    theirs = step_time(than, params, fast, compute, host)
+    # What is gained with each second that a bit takes, and what is lost whatever the bandwidth.
+    gained = 8 * (theirs.sent_bytes - speedup * ours.sent_bytes)
+    lost = speedup * ours.step - theirs.step
+    if gained > 0:
+        return Pays(0.0, gained / lost if lost > 0 else math.inf)
+    if lost < 0:
+        return Pays(abs(gained / lost), math.inf)
+    return Pays(0.0, 0.0)
+
+
+def calibrated(
+    measured: Mapping[str, float],
+    params: Any,
+    cluster: Cluster,
+    compute: float,
+    host: Host | None = None,
+) -> Host:
+    """Sets what a worker spends such that the model gives the steps that were measured.
+
+    Args:
+      measured: seconds of a step by the name of a scheme, on a network as fast as can be.
+      params: as `step_time`.
+      cluster: that network; what the model says it takes is not counted again.
+      compute: as `step_time`.
+      host: what else is known, such as the software cost of collectives.
+
+    Returns:
+      A ``Host`` with ``local_seconds`` of those schemes.
+
+    Example:
+      >>> here = Cluster(4, Link(math.inf, 0.0))
+      >>> calibrated({"1-bit vote": 0.125}, 10**6, here, 0.0625).local_seconds
+      {'1-bit vote': 0.0625}
+    """
+    host = host or Host()
+    free = dataclasses.replace(host, local_seconds=dict.fromkeys(measured, 0.0))
+    spent = {
+        name: seconds - step_time(scheme_named(name), params, cluster, compute, free).step
+        for name, seconds in measured.items()
+    }
+    return dataclasses.replace(host, local_seconds={**host.local_seconds, **spent})

@@ -1,0 +1,168 @@
+"""What a command line names: a function in a module or a file, called, and what it returned."""
+
+import importlib
+import importlib.util
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+def load(target: str) -> Callable[[], Any]:
+    """Finds the function that ``MODULE:NAME`` or ``FILE.py:NAME`` names.
+
+    A file is run, but not as ``__main__``, and may import what lies beside it. Modules are looked for in
+    the working directory too.
+
+    Args:
+      target: such as ``"my_models.gpt:small"`` or ``"train.py:model"``.
+
+    Returns:
+      The function. It is to be called without arguments.
+
+    Raises:
+      ValueError: where there is no such file, module or function, or importing it fails.
+
+    Example:
+      >>> load("jax:devices").__name__
+      'devices'
+    """
+    place, colon, name = target.rpartition(":")
+    if not (place and colon and name.isidentifier()):
+        raise ValueError(f"{target!r}: give MODULE:NAME or FILE.py:NAME, such as model.py:make")
+    found = _file(place) if place.endswith(".py") else _module(place)
+    if name not in found:
+        functions = [n for n, value in found.items() if callable(value) and not n.startswith("_")]
+        known = f"; it has {', '.join(functions[:8])}" if functions else ""
+        raise ValueError(f"{target}: there is no {name!r} in {place}{known}")
+    if not callable(found[name]):
+        raise ValueError(f"{target} is a {type(found[name]).__name__}: give a function")
+    return found[name]
+
+
+def _file(place: str) -> Mapping[str, Any]:
+    path = Path(place)
+    if not path.is_file():
+        raise ValueError(f"{place}: there is no such file; give a path from the working directory")
+    _look_in(str(path.resolve().parent))
+    name = f"target_{path.stem}"  # not to take the place of a module that has the file's name
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, "a .py file has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and flax look their classes' modules up
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise _failed(f"running {place}", error) from error
+    return vars(module)
+
+
+def _module(place: str) -> Mapping[str, Any]:
+    _look_in("")  # the working directory, as `python -m` does
+    try:
+        return vars(importlib.import_module(place))
+    except (Exception, SystemExit) as error:
+        raise _failed(f"importing {place}", error) from error
+
+
+def _look_in(folder: str) -> None:
+    """For good, because the function may import more when it is called."""
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+
+
+def call(target: str) -> Any:
+    """Calls what a target names.
+
+    Raises:
+      ValueError: as `load`, and where the function fails.
+    """
+    return _call(target, load(target))
+
+
+def _call(target: str, function: Callable[[], Any]) -> Any:
+    try:
+        return function()
+    except (Exception, SystemExit) as error:
+        raise _failed(f"calling {target} without arguments", error) from error
+
+
+def _failed(what: str, error: BaseException) -> ValueError:
+    said = " ".join(str(error).split()) or "(no message)"
+    return ValueError(f"{what} failed with {type(error).__name__}: {said}")
+
+
+def shapes(target: str) -> Any:
+    """The parameters of the model that a target makes, by shape: nothing is allocated.
+
+    Args:
+      target: names a function without arguments that returns an ``nnx.Module`` (its ``nnx.Param``
+        count), flax linen variables (their ``"params"`` count) or any tree of arrays or
+        ``jax.ShapeDtypeStruct``. It is called under ``jax.eval_shape``.
+
+    Returns:
+      A list of ``jax.ShapeDtypeStruct``.
+
+    Raises:
+      ValueError: as `call`, and for anything else that is returned.
+    """
+    function, found = load(target), []
+
+    def described() -> None:
+        made = _call(target, function)
+        if isinstance(made, nnx.Module):
+            made = nnx.state(made, nnx.Param)
+        elif isinstance(made, Mapping) and "params" in made:
+            made = made["params"]
+        for path, leaf in jax.tree_util.tree_leaves_with_path(made):
+            found.append(_shape(target, jax.tree_util.keystr(path), leaf))
+
+    jax.eval_shape(described)
+    if not found:
+        raise ValueError(f"{target} returned no arrays: give a model or a tree of parameters")
+    return found
+
+
+def _shape(target: str, path: str, leaf: Any) -> jax.ShapeDtypeStruct:
+    kind = "array" if isinstance(leaf, jax.Array) else type(leaf).__name__
+    where = f"{target} returned {kind}{f' at {path}' if path else ''}"
+    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+        raise ValueError(f"{where}: give an nnx.Module, linen variables or a tree of arrays")
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        raise ValueError(f"{where} of {leaf.dtype}: parameters are floating; leave others out")
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def measure(target: str, *, warm_up: int = 2, runs: int = 7) -> float:
+    """Times what a target does.
+
+    Args:
+      target: names a function without arguments that does one step of one worker, without communication,
+        and returns arrays; they are waited for.
+      warm_up: calls that are not timed: the first compiles.
+      runs: calls that are.
+
+    Returns:
+      Seconds, the median.
+
+    Raises:
+      ValueError: as `call`, and where no array is returned: then nothing can be waited for.
+    """
+    function, times = load(target), []
+    for _ in range(warm_up):
+        done = jax.tree.leaves(jax.block_until_ready(_call(target, function)))
+        if not any(isinstance(leaf, jax.Array) for leaf in done):
+            raise ValueError(
+                f"{target} returned no jax array to wait for: return what a step makes"
+            )
+    for _ in range(runs):
+        start = time.perf_counter()
+        jax.block_until_ready(_call(target, function))
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)

@@ -1,0 +1,416 @@
+"""The commands as people call them: what they print, and what they refuse with which words."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+import lioncub_jax as lc
+from lioncub_jax import cli, lab, planner, planner_report, targets, units
+
+ROOT = Path(__file__).parents[1]
+MODELS = """
+import jax, jax.numpy as jnp, numpy as np
+from flax import linen, nnx
+import lioncub_jax as lc
+
+class Layers(nnx.Module):
+    def __init__(self, rngs, width=40_000):
+        self.first = nnx.Linear(width, width, rngs=rngs)
+        self.norm = nnx.BatchNorm(width, rngs=rngs)
+
+def huge():
+    return Layers(nnx.Rngs(0))
+
+def variables():
+    return linen.BatchNorm(use_running_average=True).init(jax.random.key(0), jnp.ones((1, 30)))
+
+def tree():
+    return {"a": jax.ShapeDtypeStruct((7_000_000_000,), jnp.bfloat16), "b": np.ones(3, np.float32)}
+
+def integers():
+    return {"ids": jnp.ones(3, int)}
+
+def text():
+    return "seven billion"
+
+def nothing():
+    return None
+
+def fails():
+    raise RuntimeError("no such\\nlayer")
+
+def needs(width):
+    return jnp.ones(width)
+
+limit = 3
+matmul = jax.jit(lambda x: x @ x)
+
+def one_step():
+    return matmul(jnp.ones((64, 64)))
+
+def lowered():
+    mesh = jax.make_mesh((4, 2), ("data", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    tx = lc.communicate(axis_name="data")
+    params = {"w": jnp.ones((130, 65))}
+    tx = lc.on_mesh(tx, mesh, axis_name="data", specs={"w": jax.P()})
+    grads = {"w": jnp.ones((4, 130, 65))}
+    return jax.jit(tx.update).lower(grads, tx.init(params), params), mesh
+
+def compiled():
+    program, mesh = lowered()
+    return program.compile(), mesh
+
+def traced_only():
+    return jax.jit(lambda x: x).trace(1.0), lowered()[1]
+"""
+PLAN = ["plan", "--workers", "8", "--bandwidth", "1gbit"]
+SIZED = [*PLAN, "--params", "100M"]
+GIVEN = [*SIZED, "--compute", "125ms"]
+LINK = planner.Link(1e9, 50e-6)
+
+
+@pytest.fixture(autouse=True)
+def own_path(monkeypatch):
+    """A target's folder is put on the path for good, in a process that ends with its command."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    path = tmp_path_factory.mktemp("targets") / "models.py"
+    path.write_text(MODELS)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def program(models):
+    return targets.call(f"{models}:compiled")
+
+
+@pytest.fixture
+def said(capsys):
+    """``argv -> what a command that works printed``."""
+
+    def run(*argv):
+        assert cli.main(argv) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def refused(capsys):
+    """``argv -> the one line of a command that does not``."""
+
+    def run(*argv):
+        with pytest.raises(SystemExit) as end:
+            cli.main(argv)
+        out, line = capsys.readouterr()
+        assert (end.value.code, out, line.count("\n")) == (2, "", 1)
+        assert line.startswith("error: ")
+        return line
+
+    return run
+
+
+def test_the_plan_shows_a_table_for_each_rate_and_advice(said):
+    text = said(*GIVEN, "--bandwidth", "100mbit,10tbit")
+    plans = [
+        planner_report.plan(10**8, planner.Cluster(8, LINK).at(rate), 0.125)
+        for rate in (1e9, 1e8, 1e13)
+    ]
+    for plan in plans:
+        assert f"8 workers at {units.rate_text(plan.cluster.link.bandwidth)}" in text
+        assert planner_report.advice(plan) in text
+    assert text.count("Do not use this") == 1
+    assert text.count("1-bit vote") == 3
+    assert "100,000,000 parameters; compute 125 ms a step (given); latency 50 us, tree" in text
+
+
+def test_the_plan_as_json_is_the_plan(said):
+    found = json.loads(said(*GIVEN, "--json"))
+    plan = planner_report.plan(10**8, planner.Cluster(8, LINK), 0.125)
+    assert found == {"parameters": 10**8, "plans": [planner_report.as_json(plan)]}
+
+
+def test_every_option_of_the_plan_reaches_the_model(said):
+    given = [
+        "--latency", "1ms", "--algorithm", "ring", "--devices-per-worker", "4",
+        "--inside-bandwidth", "900gbit", "--inside-latency", "2us", "--memory-bandwidth", "1tbyte",
+        "--platform", "cpu", "--json",
+    ]  # fmt: skip
+    found = json.loads(said(*GIVEN, *given))["plans"][0]
+    cluster = planner.Cluster(
+        8, planner.Link(1e9, 1e-3), 4, planner.Link(900e9, 2e-6), planner.ring
+    )
+    plan = planner_report.plan(10**8, cluster, 0.125, planner.Host(8e12, widens_bfloat16=True))
+    assert found == planner_report.as_json(plan)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("huge", 40_000**2 + 3 * 40_000), ("variables", 2 * 30), ("tree", 7_000_000_003)],
+)
+def test_models_are_counted_by_shape_without_being_made(said, models, name, size):
+    found = json.loads(said(*PLAN, "--compute", "1s", "--model", f"{models}:{name}", "--json"))
+    assert found["parameters"] == size
+
+
+def test_a_model_may_be_in_a_module(said, models, monkeypatch):
+    monkeypatch.syspath_prepend(Path(models).parent)
+    found = json.loads(said(*PLAN, "--compute", "1s", "--model", "models:tree", "--json"))
+    assert found["parameters"] == 7_000_000_003
+
+
+def test_a_file_may_import_what_lies_beside_it_when_it_is_called(said, tmp_path):
+    (tmp_path / "beside.py").write_text("import jax.numpy as jnp\ndef ten(): return jnp.ones(10)")
+    (tmp_path / "late.py").write_text("def make():\n    from beside import ten\n    return ten()")
+    argv = ["--compute", "1s", "--model", f"{tmp_path}/late.py:make", "--json"]
+    assert json.loads(said(*PLAN, *argv))["parameters"] == 10
+
+
+def test_a_measured_step_is_the_compute_time(said, models):
+    text = said(*SIZED, "--measure", f"{models}:one_step")
+    assert "(measured here)" in text
+    assert 0 < targets.measure(f"{models}:one_step", runs=1) < 1
+
+
+def test_a_figure_is_drawn(said, tmp_path):
+    path = tmp_path / "plan.png"
+    assert f"drawn: {path}" in said(*GIVEN, "--plot", str(path))
+    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
+
+
+def test_without_matplotlib_the_plan_says_what_to_install(refused, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert "pip install 'lioncub_jax[plots]'" in refused(*GIVEN, "--plot", str(tmp_path / "a.png"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "plan | bytes | lab"),
+        (["fly"], "invalid choice: 'fly'"),
+        (PLAN, "one of the arguments --params --model is required"),
+        (SIZED, "no compute time: without it every speedup would look better than it is; give"),
+        (["plan", "--params", "1M", "--workers", "8"], "required: --bandwidth"),
+        (["plan", "--params", "1M", "--bandwidth", "1gbit"], "required: --workers"),
+        ([*GIVEN, "--workers", "0"], "number '0': give a number above zero"),
+        ([*GIVEN, "--workers", "-3"], "number '-3': give a number above zero"),
+        ([*GIVEN, "--workers", "2.5"], "number '2.5': give a whole number"),
+        ([*GIVEN, "--params", "0"], "number '0': give a number above zero"),
+        ([*GIVEN, "--params", "7 billion"], "unit 'billion' is not one of k, m, b, t"),
+        ([*GIVEN, "--bandwidth", "1gbit,fast"], "rate 'fast': give a number and a unit"),
+        ([*GIVEN, "--bandwidth", "100"], "unit '' is not one of"),
+        ([*GIVEN, "--bandwidth", "0gbit"], "rate '0gbit': give a number above zero"),
+        ([*GIVEN, "--compute", "0s"], "time '0s': give a number above zero"),
+        ([*GIVEN, "--latency", "50"], "time '50': unit '' is not one of ns, us, ms, s"),
+        ([*GIVEN, "--algorithm", "star"], "invalid choice: 'star'"),
+        ([*GIVEN, "--devices-per-worker", "0"], "number '0': give a number above zero"),
+        ([*GIVEN, "--devices-per-worker", "8"], "8 without --inside-bandwidth: give the rate"),
+        ([*GIVEN, "--model", "m.py:f"], "not allowed with argument --params"),
+        ([*GIVEN, "--measure", "m.py:f"], "not allowed with argument --compute"),
+        ([*GIVEN, "--plot", "no/where/plan.png"], "there is no folder no/where; make it"),
+        ([*GIVEN, "--plot", "plan.xyz"], "give a name that ends in one of"),
+        ([*GIVEN, "--", "python"], "only lab takes a command"),
+    ],
+)
+def test_what_a_plan_cannot_be_made_of_is_said_in_one_line(refused, argv, words):
+    assert words in refused(*argv)
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("{models}", "give MODULE:NAME or FILE.py:NAME"),
+        ("{models}:", "give MODULE:NAME or FILE.py:NAME"),
+        ("nowhere.py:huge", "nowhere.py: there is no such file"),
+        ("no_such_module:huge", "importing no_such_module failed with ModuleNotFoundError"),
+        ("{models}:hugh", "there is no 'hugh' in"),
+        ("{models}:limit", "limit is a int: give a function"),
+        ("{models}:fails", "fails without arguments failed with RuntimeError: no such layer"),
+        ("{models}:needs", "missing 1 required positional argument: 'width'"),
+        ("{models}:text", "returned str: give an nnx.Module, linen variables or a tree of arrays"),
+        ("{models}:integers", "returned array at ['ids'] of int32: parameters are floating"),
+        ("{models}:nothing", "returned no arrays"),
+    ],
+)
+def test_a_model_that_is_none_is_said_in_one_line(refused, models, target, words):
+    line = refused(*PLAN, "--compute", "1s", "--model", target.format(models=models))
+    assert words in line
+
+
+def test_a_file_that_fails_and_a_step_that_returns_nothing_are_named(refused, models, tmp_path):
+    broken = tmp_path / "broken.py"
+    broken.write_text("1 / 0")
+    line = refused(*SIZED, "--measure", f"{broken}:step")
+    assert "broken.py failed with ZeroDivisionError: division by zero" in line
+    broken.write_text("import sys; sys.exit('usage: none')")
+    assert "SystemExit: usage: none" in refused(*SIZED, "--measure", f"{broken}:step")
+    assert "returned no jax array to wait for" in refused(*SIZED, "--measure", f"{models}:text")
+
+
+def test_bytes_are_those_of_the_accounting(said, models, program):
+    found = json.loads(said("bytes", f"{models}:compiled", "--params", "8450", "--json"))
+    predicted = lc.accounting.predict({"w": jax.ShapeDtypeStruct((130, 65), "float32")}, 4)
+    votes = [one for one in found["collectives"] if one["op"] != "all-reduce"]
+    assert sum(one["sent_bytes"] for one in votes) == predicted.sent_bytes
+    assert {tuple(one["axes"]) for one in votes} == {("data",)}
+    read = lc.compiled.collectives(*program)
+    assert found["every_step"] == {
+        ",".join(axes): sent for axes, sent in lc.compiled.sent_bytes(read).items()
+    }
+    assert found["mesh"] == {"data": 4, "tp": 2}
+    assert found["float32_all_reduce"] == 2 * 3 / 4 * 4 * 8450
+
+
+def test_a_lowered_step_and_a_saved_text_say_the_same(said, models, program, tmp_path):
+    saved = tmp_path / "step.hlo"
+    saved.write_text(program[0].as_text())
+    from_text = said("bytes", str(saved), "--mesh", "data=4,tp=2", "--params", "8450")
+    assert from_text == said("bytes", f"{models}:lowered", "--params", "8450")
+    assert "all-to-all" in from_text and "total" in from_text
+    assert "A float32 all-reduce of 8,450 parameters over data sends 50.7 kB" in from_text
+
+
+def test_a_program_without_collectives_says_so(said, tmp_path):
+    saved = tmp_path / "alone.hlo"
+    saved.write_text(jax.jit(lambda x: x + 1).lower(1.0).compile().as_text())
+    assert "no collective" in said("bytes", str(saved), "--mesh", "data=1")
+
+
+def test_devices_are_made_before_jax_starts(models):
+    command = "import sys; from lioncub_jax.cli import main; sys.exit(main(sys.argv[1:]))"
+    argv = ["bytes", f"{models}:lowered", "--devices", "8", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-c", command, *argv], capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["mesh"] == {"data": 4, "tp": 2}
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["nowhere.hlo"], "nowhere.hlo: no such file"),
+        (["{hlo}"], "does not say which mesh it is for: give --mesh data=4,tp=2"),
+        (["{hlo}", "--mesh", "data"], "mesh 'data': give names and sizes"),
+        (["{hlo}", "--mesh", "data=4,data=2"], "each name once"),
+        (["{hlo}", "--mesh", "data=four"], "mesh 'data=four'"),
+        (["{hlo}", "--mesh", "data=0"], "mesh 'data=0'"),
+        (["{hlo}", "--mesh", "data=4"], "runs on 8 devices and the mesh {{'data': 4}} has 4"),
+        (["{hlo}", "--mesh", "data=8", "--devices", "8"], "is compiled; leave it out"),
+        (["{hlo}", "--mesh", "data=8", "--params", "1M", "--axis", "dp"], "--axis dp: the mesh has"),
+        (["{models}:lowered", "--mesh", "data=8"], "returns its own: leave it out"),
+        (["{models}:lowered", "--devices", "0"], "number '0'"),
+        (["{models}:lowered", "--devices", "4"], "--devices 4: jax has started already"),
+        (["{models}:text"], "returned str: return (step.lower(...), mesh)"),
+        (["{models}:traced_only"], "not (Traced, ...)"),
+        (["{models}:fails"], "failed with RuntimeError: no such layer"),
+    ],
+)  # fmt: skip
+def test_what_has_no_bytes_is_said_in_one_line(refused, models, program, tmp_path, argv, words):
+    saved = tmp_path / "step.hlo"
+    saved.write_text(program[0].as_text())
+    paths = {"hlo": saved, "models": models}
+    line = refused("bytes", *(word.format(**paths) for word in argv))
+    assert words.format() in line
+
+
+@pytest.fixture
+def fake_lab(monkeypatch):
+    """What the lab was asked for; it reports one failed worker."""
+    asked = {}
+
+    def run(network, command, **options):
+        asked.update(options, network=network, command=command)
+        return lab.Report((lab.WorkerReport(7, 10, 20),), 1.5, 7)
+
+    monkeypatch.setattr(lab, "run", run)
+    monkeypatch.setattr(lab, "check", lambda: asked.update(checked=True))
+    return asked
+
+
+def test_the_lab_gets_all_options_and_its_exit_code_is_ours(fake_lab, capsys, tmp_path):
+    report = tmp_path / "run.json"
+    argv = [
+        "lab", "--workers", "4", "--rate", "100mbit", "--delay", "5ms", "--subnet", "10.9.0.0/24",
+        "--logs", "logs", "--timeout", "90s", "--port", "4321", "--grace", "2s",
+        "--report", str(report), "--", "python", "train.py", "--workers", "3", "--", "x",
+    ]  # fmt: skip
+    assert cli.main(argv) == 7
+    assert fake_lab == {
+        "network": lab.Network(4, 1e8, 0.005, "10.9.0.0/24"),
+        "command": ["python", "train.py", "--workers", "3", "--", "x"],
+        "logs": Path("logs"),
+        "timeout": 90.0,
+        "port": 4321,
+        "grace": 2.0,
+    }
+    assert json.loads(report.read_text()) == {
+        "workers": [{"exit_code": 7, "sent_bytes": 10, "received_bytes": 20}],
+        "seconds": 1.5,
+        "exit_code": 7,
+    }
+    assert capsys.readouterr().out
+
+
+def test_the_lab_is_checked_alone(fake_lab, said):
+    assert "can run the lab" in said("lab", "--check")
+    assert fake_lab == {"checked": True}
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--workers", "4"], "the command behind --"),
+        (["--", "true"], "give --workers"),
+        (["--workers", "0", "--", "true"], "number '0'"),
+        (["--workers", "2", "--rate", "fast", "--", "true"], "rate 'fast'"),
+        (["--workers", "2", "--delay", "5", "--", "true"], "time '5'"),
+        (["--workers", "2", "--report", "no/where.json", "--", "true"], "there is no folder no"),
+        (["--workers", "2", "true"], "unrecognized arguments: true"),
+    ],
+)  # fmt: skip
+def test_what_the_lab_cannot_run_is_said_in_one_line(fake_lab, refused, argv, words):
+    assert words in refused("lab", *argv)
+    assert not fake_lab
+
+
+def test_a_machine_that_cannot_run_the_lab_says_what_it_lacks(monkeypatch, capsys):
+    def check():
+        raise lab.LabError("no permission; do one of these:\n  - run as root")
+
+    monkeypatch.setattr(lab, "check", check)
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["lab", "--check"])
+    assert capsys.readouterr().err == "error: no permission; do one of these:\n  - run as root\n"
+
+
+@pytest.mark.parametrize("command", ["plan", "bytes", "lab"])
+def test_help_has_an_example(command, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([command, "--help"])
+    text = capsys.readouterr().out
+    assert f"examples:\n  lioncub {command} " in text
+
+
+def test_the_example_of_a_plan_works(said):
+    line = next(line for line in cli._PLAN_EXAMPLE.splitlines() if "--params 124M" in line)
+    assert "Do not use this" in said(*line.split()[1:], "--bandwidth", "100tbit")
+
+
+def test_the_documentation_shows_what_is_printed(said):
+    text = (ROOT / "docs" / "planner.md").read_text()
+    (block,) = re.findall(r"<!-- plan -->\n```console\n\$ lioncub (.*?)```", text, re.DOTALL)
+    command, *lines = block.splitlines()
+    printed = [line.rstrip() for line in said(*command.split()).splitlines()]
+    assert len(lines) > 20
+    assert set(lines) - {"..."} <= set(printed)

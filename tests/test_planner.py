@@ -1,0 +1,347 @@
+"""The step-time model against sums by hand, and the advice against the model."""
+
+import io
+import json
+import math
+import time
+
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from lioncub_jax import accounting, planner, planner_report
+from lioncub_jax.planner import Cluster, Host, Link, Pays, pays, scheme_named, step_time
+
+SIZE = 2**20
+ROWS = SIZE // 64
+NAMES = [scheme.name for scheme in planner.SCHEMES]
+VOTES = [scheme.name for scheme in planner.SCHEMES if scheme.packs]
+SLOW = Cluster(8, Link(1e9, 50e-6))
+FREE = Host(memory_bandwidth=math.inf)
+
+
+def step_of(name, cluster=SLOW, params=SIZE, compute=0.1, host=None):
+    return step_time(scheme_named(name), params, cluster, compute, host)
+
+
+# For 8 workers and 2**20 parameters: 2048 rows at each owner, so 64 words of bits for rows.
+# Each worker sends 7 messages: [words up] and [words down], with a word for presence up, two words down.
+MINE = ROWS // 8
+BY_HAND = {
+    "1-bit vote": (2 * MINE + 64 + 1, 2 * MINE + 64 + 2),
+    "2-bit vote": (4 * MINE + 64 + 1, 2 * MINE + 64 + 2),
+    "4-bit vote": (8 * MINE + 64 + 1, 2 * MINE + 64 + 2),
+    "average": (2 * MINE + 64 + 1, 4 * (2 * MINE + 64) + 2),
+    "ternary": (4 * MINE + 1, 4 * MINE + 2),
+    "owner, 1 bit": (2 * MINE + MINE // 4 + 1, 2 * MINE + 64 + 2),
+    "owner, 2 bits": (4 * MINE + MINE // 4 + 1, 2 * MINE + 64 + 2),
+    "owner, 3 bits": (6 * MINE + MINE // 4 + 1, 2 * MINE + 64 + 2),
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_two_phases_cost_one_hop_and_a_tree(name):
+    up, down = BY_HAND[name]
+    padded = down + (-down % 128 if down >= 12_800 else 0)
+    sent = 7 * 4 * (up + padded)
+    found = step_of(name, host=FREE)
+    assert found.sent_bytes == sent
+    assert found.communication == pytest.approx((1 + 3) * 50e-6 + 8 * sent / 1e9)
+    assert found.step == pytest.approx(0.1 + found.communication)
+
+
+ALL_REDUCED = {
+    "float32 Lion": 4 * SIZE,
+    "bfloat16 Lion": 2 * SIZE,
+    "int8 counts": SIZE + ROWS + 1,
+    "integer(8) counts": SIZE + ROWS + 1,
+    "lanes": 4 * math.ceil((SIZE + ROWS + 1) / 8),  # eight votes need fields of 4 bits
+}
+
+
+@pytest.mark.parametrize("name", ALL_REDUCED)
+def test_an_all_reduce_costs_two_trees(name):
+    sent = 2 * 7 / 8 * ALL_REDUCED[name]
+    found = step_of(name, host=FREE)
+    assert found.sent_bytes == sent
+    assert found.communication == pytest.approx(2 * 3 * 50e-6 + 8 * sent / 1e9)
+
+
+def test_gathered_votes_cost_a_tree_and_every_workers_message():
+    found = step_of("gathered", host=FREE)
+    assert found.sent_bytes == 7 * 4 * (2 * ROWS + ROWS // 32 + 1)
+    assert found.communication == pytest.approx(3 * 50e-6 + 8 * found.sent_bytes / 1e9)
+
+
+def test_no_communication_takes_what_computing_takes():
+    assert step_of("no communication") == ("no communication", 0, 0, 0, 0, 0.1)
+
+
+def test_a_ring_has_as_many_hops_as_others_and_a_tree_their_logarithm():
+    assert [planner.ring(n) for n in (1, 2, 8, 9)] == [0, 1, 7, 8]
+    assert [planner.tree(n) for n in (1, 2, 8, 9)] == [0, 1, 3, 4]
+    slower = step_of("float32 Lion", Cluster(8, SLOW.link, hops=planner.ring))
+    assert slower.step - step_of("float32 Lion").step == pytest.approx(2 * (7 - 3) * 50e-6)
+
+
+@pytest.mark.parametrize("name", VOTES)
+@pytest.mark.parametrize("workers", [2, 7, 64])
+def test_bytes_are_those_of_the_accounting(name, workers):
+    tree = {"a": jnp.ones((33, 130)), "b": jnp.ones(65)}
+    scheme = scheme_named(name)
+    found = step_time(scheme, tree, Cluster(workers, SLOW.link), 0.1)
+    assert found.sent_bytes == accounting.predict(tree, workers, **scheme.parts).sent_bytes
+
+
+def test_bfloat16_is_widened_on_cpu_only():
+    narrow, wide = (
+        step_of("bfloat16 Lion", host=Host(widens_bfloat16=widens)) for widens in (False, True)
+    )
+    dense = step_of("float32 Lion")
+    assert wide[1:] == dense[1:]
+    assert 2 * narrow.sent_bytes == dense.sent_bytes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_worker_only_computes(name):
+    assert step_of(name, Cluster(1, SLOW.link)).step == 0.1
+
+
+def test_two_levels_share_the_link_of_a_worker_and_cut_what_is_packed():
+    inside = Link(900e9, 5e-6)
+    found = step_of("1-bit vote", Cluster(8, SLOW.link, 4, inside), host=FREE)
+    traffic = accounting.predict({"w": jnp.ones(SIZE)}, 8, group_size=4)
+    assert found.sent_bytes == 4 * traffic.sent_bytes
+    assert found.inside_bytes == traffic.group_bytes
+    across = 4 * 50e-6 + 8 * 4 * traffic.sent_bytes / 1e9
+    assert found.communication == pytest.approx(
+        across + 2 * 2 * 5e-6 + 8 * traffic.group_bytes / 900e9
+    )
+
+
+def test_float32_in_two_levels_goes_through_slices():
+    cluster = Cluster(8, SLOW.link, 4, Link(900e9, 5e-6))
+    found = step_of("float32 Lion", cluster)
+    assert found.sent_bytes == step_of("float32 Lion").sent_bytes
+    assert found.inside_bytes == 2 * 3 / 4 * 4 * SIZE
+
+
+def test_packing_is_estimated_by_what_passes_through_memory():
+    host = Host(memory_bandwidth=8e9)
+    vote, owner = (step_of(name, host=host) for name in ("1-bit vote", "owner, 3 bits"))
+    assert vote.local == pytest.approx(2 * (vote.sent_bytes + 4 * SIZE) / 1e9)
+    assert owner.local == pytest.approx(2 * (owner.sent_bytes + (4 + 2) * SIZE) / 1e9)
+    assert step_of("float32 Lion", host=host).local == 0
+    inside = Link(math.inf)
+    device = step_of("1-bit vote", Cluster(8, SLOW.link, 4, inside), host=host)
+    answers = device.inside_bytes - 3 / 4 * 4 * SIZE  # less the float32s that are averaged inside
+    unpacked = device.sent_bytes / 4 + answers + 4 * SIZE / 4
+    assert device.local == pytest.approx(2 * unpacked / 1e9)
+
+
+def test_software_costs_by_collective_and_measured_local_work_take_their_places():
+    parts = scheme_named("1-bit vote").sends({}, {"w": jnp.ones(SIZE)}, SLOW, FREE)
+    assert [one.op for one in parts] == ["all-to-all", "all-gather"]
+    plain = step_of("1-bit vote", host=FREE)
+    host = Host(
+        local_seconds={"1-bit vote": -0.01},
+        seconds_per_byte={"all-to-all": 1e-9, "all-gather": 3e-9, "all-reduce": 1.0},
+    )
+    found = step_of("1-bit vote", host=host)
+    software = parts[0].sent_bytes * 1e-9 + parts[1].sent_bytes * 3e-9
+    assert found.local == -0.01
+    assert found.step == pytest.approx(plain.step - 0.01 + software)
+
+
+def test_a_calibrated_host_gives_the_steps_that_were_measured():
+    here = Cluster(4, Link(20e9, 1e-5), hops=planner.ring)
+    host = Host(seconds_per_byte={"all-reduce": 2e-9})
+    measured = {"1-bit vote": 0.13, "float32 Lion": 0.12}
+    host = planner.calibrated(measured, SIZE, here, 0.1, host)
+    for name, seconds in measured.items():
+        assert step_of(name, here, host=host).step == pytest.approx(seconds)
+        slow = step_of(name, here.at(1e8), host=host)
+        assert slow.step - seconds == pytest.approx(8 * slow.sent_bytes * (1 / 1e8 - 1 / 20e9))
+    assert host.local_seconds["float32 Lion"] != 0
+    more = planner.calibrated({"gathered": 0.2}, SIZE, here, 0.1, host)
+    assert dict(more.local_seconds, gathered=None) == dict(host.local_seconds, gathered=None)
+
+
+@pytest.mark.parametrize("name", VOTES)
+@pytest.mark.parametrize("speedup", [1.0, 1.05, 2.0])
+def test_break_even_is_where_the_curves_cross(name, speedup):
+    found = pays(scheme_named(name), 10**8, SLOW, speedup=speedup, compute=0.001)
+    assert found.above == 0 < found.below < math.inf
+
+    def gain(rate):
+        ours, theirs = (
+            step_of(n, SLOW.at(rate), 10**8, 0.001).step for n in (name, "float32 Lion")
+        )
+        return theirs / ours
+
+    assert gain(found.below / 1.01) > speedup > gain(found.below * 1.01)
+    assert gain(found.below) == pytest.approx(speedup)
+
+
+def test_break_even_does_not_depend_on_computing():
+    vote = scheme_named("1-bit vote")
+    fast, slow = (pays(vote, 10**8, SLOW, compute=c) for c in (0.01, 10.0))
+    assert fast.below == pytest.approx(slow.below)
+
+
+def test_a_method_may_pay_always_never_or_above_a_rate():
+    free = {"1-bit vote": 0.0}
+    assert pays(scheme_named("1-bit vote"), SIZE, SLOW, Host(local_seconds=free)) == (0, math.inf)
+    many = Cluster(100, SLOW.link)
+    assert pays(scheme_named("gathered"), 10**8, many) == (0, 0)
+    assert pays(planner.FLOAT32, SIZE, SLOW) == (0, 0)
+    # Gathering sends more bytes from 65 workers on, in half of the hops: it is good on fast networks only.
+    above, below = pays(scheme_named("gathered"), 64_000, many, FREE)
+    assert 0 < above < below == math.inf
+    ours, theirs = (
+        step_of(n, many.at(above), 64_000, 0.0, FREE).step for n in ("gathered", "float32 Lion")
+    )
+    assert ours == pytest.approx(theirs)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    name=st.sampled_from(NAMES),
+    size=st.integers(1, 10**9),
+    workers=st.integers(1, 127),
+    rates=st.tuples(st.floats(1e5, 1e12), st.floats(1e5, 1e12)),
+    group=st.integers(1, 4),
+)
+def test_steps_are_never_longer_on_a_faster_or_nearer_network(name, size, workers, rates, group):
+    if group > 1 and name == "integer(8) counts":
+        return
+    slow, fast = sorted(rates)
+    inside = Link(100e9) if group > 1 else None
+    at = Cluster(workers, Link(slow, 1e-3), group, inside)
+    far = step_of(name, at, size)
+    assert step_of(name, at.at(fast), size).step <= far.step
+    near = Cluster(workers, Link(slow, 1e-5), group, inside)
+    assert step_of(name, near, size).step <= far.step
+    assert far.step >= 0.1
+    assert step_of(name, at, 2 * size).sent_bytes >= far.sent_bytes
+
+
+def test_thousands_of_workers_are_planned_at_once():
+    planner_report.plan(SIZE, SLOW, 0.1)
+    start = time.perf_counter()
+    found = planner_report.plan(7 * 10**9, Cluster(16_384, Link(100e9)), 1.0)
+    assert time.perf_counter() - start < 1
+    assert set(found.refused) == {"int8 counts", "integer(8) counts"}
+    assert found.speedup("1-bit vote") > 1
+
+
+def test_what_cannot_count_so_many_is_refused_with_its_reason():
+    fits = planner_report.plan(SIZE, Cluster(127, SLOW.link), 0.1)
+    assert fits.refused == {}
+    found = planner_report.plan(SIZE, Cluster(128, SLOW.link), 0.1)
+    assert set(found.refused) == {"int8 counts", "integer(8) counts"}
+    assert "counts to 127" in found.refused["int8 counts"]
+    assert "at most 127 workers" in found.refused["integer(8) counts"]
+    assert set(found.estimates) | set(found.refused) == set(NAMES)
+    grouped = planner_report.plan(SIZE, Cluster(8, SLOW.link, 2, Link(1e12)), 0.1)
+    assert "one scale for a whole leaf" in grouped.refused["integer(8) counts"]
+
+
+@pytest.mark.parametrize("compute", [1e-4, 0.01, 1.0])
+@pytest.mark.parametrize("memory", [1e11, 8e11, 2e13])
+def test_the_advice_flips_where_voting_stops_to_be_worth_it(compute, memory):
+    host = Host(memory_bandwidth=memory)
+    found = planner_report.plan(10**8, SLOW, compute, host).worthwhile
+    assert 0 < found.below < math.inf
+    for rate, used in ((found.below / 1.001, True), (found.below * 1.001, False)):
+        plan = planner_report.plan(10**8, SLOW.at(rate), compute, host)
+        assert planner_report.advice(plan).startswith("Do not use this") != used
+        assert planner_report.pays_text(found) in planner_report.advice(plan)
+
+
+def test_advice_names_the_closest_of_those_that_are_about_as_fast():
+    slow = planner_report.advice(planner_report.plan(10**8, SLOW.at(1e8), 0.144))
+    assert slow.startswith("At 100 Mbit/s use lion_cub(...): ")
+    hidden = planner_report.advice(planner_report.plan(10**8, SLOW.at(1e9), 10.0))
+    assert hidden.startswith("At 1 Gbit/s use owner_lion(...): ")
+    assert "hides behind the backward pass nothing is gained" in hidden
+    assert "hides" not in slow
+    alone = planner_report.advice(planner_report.plan(10**8, Cluster(1, SLOW.link), 0.144))
+    assert alone == "Do not use this: one worker has nobody to vote with; use optax.lion."
+    fast = planner_report.advice(planner_report.plan(10**8, SLOW.at(1e13), 1.0))
+    assert "the float32 all-reduce takes 0.1% of a step" in fast
+    half = planner_report.plan(10**8, SLOW.at(4e11), 0.001)
+    assert "all-reduce bfloat16 instead of float32" in planner_report.advice(half)
+
+
+def test_json_holds_the_plan_and_no_infinity():
+    plan = planner_report.plan(10**8, Cluster(128, SLOW.link), 0.1)
+    assert plan.pays["1-bit vote"].below < math.inf
+    found = json.loads(json.dumps(planner_report.as_json(plan), allow_nan=False))
+    assert {row["scheme"]: row["step"] for row in found["schemes"]} == {
+        name: one.step for name, one in plan.estimates.items()
+    }
+    by_name = {row["scheme"]: row for row in found["schemes"]}
+    assert by_name["1-bit vote"]["pays"] == {"above": None, "below": plan.pays["1-bit vote"].below}
+    assert by_name["no communication"]["pays"] == {"above": None, "below": None}
+    assert by_name["float32 Lion"]["pays"] is None
+    assert found["refused"] == plan.refused
+    many = planner_report.as_json(planner_report.plan(64_000, Cluster(100, SLOW.link), 0.1, FREE))
+    (gathered,) = (row["pays"] for row in many["schemes"] if row["scheme"] == "gathered")
+    assert gathered["above"] > 0 and gathered["below"] is None
+
+
+def test_the_table_has_a_row_for_each_scheme_and_says_why_some_do_not_work():
+    plan = planner_report.plan(SIZE, Cluster(128, SLOW.link, 2, Link(1e12)), 0.1)
+    console = Console(width=180, record=True, file=io.StringIO())
+    console.print(planner_report.table(plan))
+    text = console.export_text()
+    assert all(name in text for name in NAMES)
+    assert text.count("does not work") == 2
+    assert "counts to 127" in " ".join(text.split())
+    assert "inside" in text and "128 workers at 1 Gbit/s" in text
+
+
+def test_ranges_in_words():
+    say = planner_report.pays_text
+    assert say(Pays(2e9, math.inf)) == "above 2 Gbit/s"
+    assert say(Pays(1e6, 2e9)) == "from 1 Mbit/s to 2 Gbit/s"
+
+
+def test_the_figure_shows_curves_and_measured_points(tmp_path):
+    path = tmp_path / "plan.png"
+    points = {"1-bit vote": [(1e8, 0.3), (1e9, 0.2)], "2-bit vote": [(1e8, 0.4)]}
+    planner_report.plot(path, SIZE, SLOW, 0.1, rates=[1e8, 1e9, 1e10], measured=points)
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert path.stat().st_size > 10_000
+    vector = tmp_path / "plan.svg"
+    planner_report.plot(vector, SIZE, Cluster(500, SLOW.link), 0.1, rates=[1e8, 1e9])
+    assert "int8 counts" not in vector.read_text()  # 500 workers are too many for it
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Link(0), "bandwidth=0"),
+        (lambda: Link(math.nan), "bandwidth=nan"),
+        (lambda: Link(1e9, -1e-6), "latency="),
+        (lambda: Cluster(0, SLOW.link), "workers=0"),
+        (lambda: Cluster(2.0, SLOW.link), "workers=2.0"),
+        (lambda: Cluster(2, SLOW.link, 0), "group_size=0"),
+        (lambda: Cluster(2, SLOW.link, 4), "without inside"),
+        (lambda: Host(memory_bandwidth=0), "memory_bandwidth=0"),
+        (lambda: Host(seconds_per_byte={"psum": 1}), "psum"),
+        (lambda: scheme_named("two bits"), "give one of 1-bit vote"),
+        (lambda: step_of("1-bit vote", compute=-1), "compute=-1"),
+        (lambda: step_of("1-bit vote", params=0), "params=0"),
+        (lambda: planner_report.plan(0, SLOW, 0.1), "params=0"),
+        (lambda: planner_report.plan(SIZE, SLOW, 0.0), "above zero"),
+        (lambda: planner_report.plot("no/where.png", SIZE, SLOW, 0.1), "there is no folder"),
+        (lambda: planner_report.plot("plan.xyz", SIZE, SLOW, 0.1), "ends in one of"),
+    ],
+)
+def test_what_cannot_be_is_refused(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
