@@ -12,6 +12,7 @@ round. Buffers are donated, as in a training step.
 
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +27,7 @@ import lioncub_jax as lc
 from lioncub_jax import messages, wires
 from lioncub_jax.agreement import Plan, Voter
 from lioncub_jax.exchange import worker_step
-from lioncub_jax.layout import Flat
+from lioncub_jax.layout import Bucket, Flat
 
 WORKERS = 8
 
@@ -36,6 +37,7 @@ class Candidate(NamedTuple):
 
     step: Any
     state: Any
+    wire_bytes: int = 0  # of its messages: each written once by one side and read once by the other
 
 
 def loopback() -> wires.Wire:
@@ -61,11 +63,11 @@ def voting(params: Any, **parts: Any) -> Candidate:
     memory = parts.get("memory", lc.nothing())
     plan = Plan("data", None, memory, up, owner, lc.majority(), loopback(), None)
     state = template.init(params)
+    buckets = plan.buckets(jax.tree.leaves(params), WORKERS)
     if up.feedback is not None:
         error = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=up.feedback), params)
         state = state._replace(error=error)
     if owner.needs_values:
-        buckets = plan.buckets(jax.tree.leaves(params), WORKERS)
         slices = [Flat(owner.init(jnp.zeros((2 * b.chunk, 32), b.dtype)), b) for b in buckets]
         state = state._replace(owner=tuple(slices))
 
@@ -75,7 +77,17 @@ def voting(params: Any, **parts: Any) -> Candidate:
         updates, _ = rest.update(updates, rest.init(params), params)
         return optax.apply_updates(params, updates), state, grads
 
-    return Candidate(jax.jit(step, donate_argnums=(0, 1, 2)), state)
+    return Candidate(jax.jit(step, donate_argnums=(0, 1, 2)), state, wire_bytes(plan, buckets))
+
+
+def wire_bytes(plan: Plan, buckets: Sequence[Bucket]) -> int:
+    """Bytes of memory that sending and receiving touch: out, in, this owner's answer, all answers."""
+    words = 0
+    for bucket in buckets:
+        about = plan.up, plan.owner.needs_values, bucket.chunk, WORKERS
+        words += 2 * WORKERS * messages.message_words(*about)
+        words += (1 + WORKERS) * messages.answer_words(plan.down, plan.up, bucket.chunk, WORKERS)
+    return 4 * words
 
 
 def plain_lion(params: Any) -> Candidate:
