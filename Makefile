@@ -85,6 +85,8 @@ bench: $(READY) ## run the benchmarks
 	$(VENV)/bin/python benchmarks/wire_bytes.py $(BENCH_ARGS)
 	$(VENV)/bin/python benchmarks/memory.py $(BENCH_ARGS)
 	$(VENV)/bin/python benchmarks/resume.py $(BENCH_ARGS)
+	$(VENV)/bin/python benchmarks/step_time.py $(BENCH_ARGS)
+	$(VENV)/bin/python benchmarks/lab_cleanup.py $(BENCH_ARGS)
 
 lock: ## resolve requirements/lock.txt anew
 	@$(call need_python,PYTHON)

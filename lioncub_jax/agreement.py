@@ -1,7 +1,8 @@
 """From one bucket's values to rows on which all workers agree.
 
 Values become a ballot, the ballot goes up the wire, the owner of each slice decides, and the packed
-answers come back: to a whole worker, where its devices each hold their slice of a bucket.
+answers come back: to a whole worker, where its devices each hold their slice of a bucket. Profilers show
+these parts by name: ``lioncub.pack``, ``up``, ``decide``, ``down``, ``unpack``.
 """
 
 import functools
@@ -115,20 +116,27 @@ def exchanged(
 ) -> Agreed:
     """Up the wire, the owner's decision, and back."""
     workers = voter.workers
-    ballot = _join(plan, bucket, ballots, abstains, workers, cuts)
-    received = plan.wire.collect(
-        ballot, ~abstains, plan.up, plan.owner.needs_values, bucket, plan.axis
-    )
-    result, slice_state = plan.owner.decide(received, plan.up, workers, bucket.dtype, slice_state)
-    rows = plan.wire.owned_rows(bucket, workers)
-    first_row = bucket.first_row + (rows * voter.worker if plan.wire.owns_slice else 0)
-    first_row += wires.shard_index(ballot.voted, plan.axis) * bucket.total_rows
-    coin = bits.coin(first_row * WORDS_PER_ROW, rows * WORDS_PER_ROW, voter.step)
-    words = messages.pack_answer(
-        plan.down.encode(result, coin), received.present, plan.down, workers
-    )
-    answers = plan.wire.publish(words, plan.axis)
-    values, ties, present = _opened(plan, bucket, answers, workers, cuts)
+    with jax.named_scope("lioncub.pack"):
+        ballot = _join(plan, bucket, ballots, abstains, workers, cuts)
+    with jax.named_scope("lioncub.up"):
+        received = plan.wire.collect(
+            ballot, ~abstains, plan.up, plan.owner.needs_values, bucket, plan.axis
+        )
+    with jax.named_scope("lioncub.decide"):
+        result, slice_state = plan.owner.decide(
+            received, plan.up, workers, bucket.dtype, slice_state
+        )
+        rows = plan.wire.owned_rows(bucket, workers)
+        first_row = bucket.first_row + (rows * voter.worker if plan.wire.owns_slice else 0)
+        first_row += wires.shard_index(ballot.voted, plan.axis) * bucket.total_rows
+        coin = bits.coin(first_row * WORDS_PER_ROW, rows * WORDS_PER_ROW, voter.step)
+        words = messages.pack_answer(
+            plan.down.encode(result, coin), received.present, plan.down, workers
+        )
+    with jax.named_scope("lioncub.down"):
+        answers = plan.wire.publish(words, plan.axis)
+    with jax.named_scope("lioncub.unpack"):
+        values, ties, present = _opened(plan, bucket, answers, workers, cuts)
     return Agreed(values, slice_state, ties, present)
 
 

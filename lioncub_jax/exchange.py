@@ -200,7 +200,8 @@ def worker_step(
     sent = [plan.memory.message(g, mu) for g, mu in zip(pieces, mus, strict=True)]
     said = _with_errors(sent, errors)
     buckets = plan.buckets(pieces, workers)
-    ballots = [_speak(plan, voter, bucket, said, split.cuts) for bucket in buckets]
+    with jax.named_scope("lioncub.pack"):
+        ballots = [_speak(plan, voter, bucket, said, split.cuts) for bucket in buckets]
     abstains = agreement.abstains_now(plan.axis, told_to_abstain, ballots)
     slices = [flat.value for flat in state.owner] if state.owner else [()] * len(buckets)
     agreed = [
@@ -213,7 +214,8 @@ def worker_step(
         said_again = _with_errors([c for c, _ in anew], [e for _, e in anew])
         missed = agreement.missed(plan, buckets, ballots, said_again, workers)
         errors = _withheld(abstains, [missed.get(i) for i in range(len(errors))], errors)
-    kept = [plan.memory.remember(g, mu) for g, mu in zip(pieces, mus, strict=True)]
+    with jax.named_scope("lioncub.remember"):
+        kept = [plan.memory.remember(g, mu) for g, mu in zip(pieces, mus, strict=True)]
     owners = zip(agreed, buckets, strict=True) if plan.owner.needs_values else ()
     new_state = CommunicateState(
         optax.safe_increment(state.count),

@@ -1,10 +1,13 @@
 """That the benchmarks still measure what they say, at sizes that take no time."""
 
+import argparse
+import json
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import lioncub_jax as lc
@@ -41,3 +44,67 @@ def test_every_scheme_of_the_byte_table_is_predicted(monkeypatch):
     params = {name: jnp.zeros(shape) for name, shape in wire_bytes.SHAPES.items()}
     names = {lc.accounting.predict(params, 4, **scheme).scheme for scheme in schemes}
     assert len(names) == len(schemes)
+
+
+@pytest.fixture
+def race(monkeypatch):
+    for folder in (BENCHMARKS / "race", BENCHMARKS):
+        monkeypatch.syspath_prepend(str(folder))
+    import step_time
+
+    return step_time
+
+
+def test_the_race_is_run_by_every_scheme_of_the_planner(race):
+    from race import methods
+
+    assert set(methods.METHODS) == {scheme.name for scheme in lc.planner.SCHEMES}
+    for build in methods.METHODS.values():
+        assert isinstance(build(), optax.GradientTransformation)
+
+
+def test_a_turn_of_the_race_is_as_long_as_its_slowest_worker_took(race, tmp_path):
+    for worker in range(2):
+        blocks = [
+            {"method": "vote", "turn": turn, "seconds": turn + worker, "sent_bytes": 10 * worker}
+            for turn in (1, 2, 6)
+        ]
+        about = {"vote": {"compiled_bytes": 9.0, "predicted_bytes": 9.0}}
+        (tmp_path / f"worker{worker}.json").write_text(
+            json.dumps({"methods": about, "blocks": blocks})
+        )
+    one = race.results.read(tmp_path, "jax", 2, None)["vote"]
+    assert (one.seconds, one.fastest, one.slowest) == (3.0, 2.0, 7.0)
+    assert (one.interface_bytes, one.predicted_bytes) == (10, 9.0)
+
+
+def test_the_race_is_summed_up_by_ratios(race):
+    """On a network that is as the planner models it, the planner is right and the ratios are known."""
+    from race.results import Result
+
+    names = [scheme.name for scheme in lc.planner.SCHEMES]
+    cluster = lc.planner.Cluster(4, lc.planner.Link(float("inf"), 0.0))
+
+    def session(rate):
+        at = cluster if rate == "unshaped" else cluster.at(race.units.rate(rate))
+        host = lc.planner.Host(local_seconds=dict.fromkeys(names, 0.01), widens_bfloat16=True)
+        found = {}
+        for name in names:
+            scheme = lc.planner.scheme_named(name)
+            known = lc.planner.step_time(scheme, race.shapes(), at, 0.1, host)
+            step = 0.1 if name == race.ALONE else known.step
+            sent = known.sent_bytes
+            found[name] = Result("jax", 4, None, name, step, step, step, 1.01 * sent, sent, sent)
+        return found
+
+    rates = ["unshaped", "1gbit", "100mbit"]
+    sessions = {("jax", 4, rate): session(rate) for rate in rates}
+    args = argparse.Namespace(workers=[4], rates=rates, turns=1, figures=None)
+    found = race.summarized(sessions, args)
+    assert found["planner_worst_error"] < 1e-9
+    assert found["nic_vs_predicted"] == pytest.approx(1.01)
+    vote, dense = (sessions["jax", 4, "1gbit"][name].seconds for name in (race.VOTE, race.DENSE))
+    assert found["overhead_1gbit"] == pytest.approx(vote / 0.1)
+    assert found["speedup_vs_lion_1gbit"] == pytest.approx(dense / vote)
+    assert found["ranking"]["100mbit"][0][0] == "jax: 1-bit vote"
+    assert found["ranking"]["100mbit"][-1][0] in ("jax: float32 Lion", "jax: bfloat16 Lion")

@@ -217,9 +217,7 @@ def test_workers_have_a_share_of_the_cores_and_tcp_as_linux_has_it(run):
     cores = sorted(os.sched_getaffinity(0))
     twice = 2 * len(cores)
     _, lines = run(lab.Network(twice), [*PYTHON, look])
-    assert sorted(lines) == sorted(
-        f"{i} | [{cores[i % len(cores)]}] True" for i in range(twice)
-    )
+    assert sorted(lines) == sorted(f"{i} | [{cores[i % len(cores)]}] True" for i in range(twice))
     _, lines = run(lab.Network(1), [*PYTHON, look])
     assert lines == [f"0 | {cores} True"]
     _, lines = run(lab.Network(len(cores) + 1), [*PYTHON, look])  # cannot be shared evenly

@@ -1,0 +1,45 @@
+"""The JAX side of the race: every scheme of the planner, as its users would write it."""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import optax
+
+import lioncub_jax as lc
+from lioncub_jax import planner
+
+AXIS = "data"
+RATE = 1e-4
+ALONE = planner.SILENT.name  # each worker trains by itself
+
+
+def _cub(**options: object) -> optax.GradientTransformation:
+    return lc.lion_cub(RATE, axis_name=AXIS, **options)
+
+
+def _owner(p: int) -> optax.GradientTransformation:
+    quantizer = lc.error_feedback(lc.midrise(p, block=128))
+    return lc.owner_lion(RATE, axis_name=AXIS, quantizer=quantizer)
+
+
+def _mean(dtype: object = jnp.float32) -> optax.GradientTransformation:
+    return lc.global_gradients(optax.lion(RATE), AXIS, dtype)
+
+
+METHODS: dict[str, Callable[[], optax.GradientTransformation]] = {
+    ALONE: _mean,  # over a mesh of one device, where nothing is sent
+    "float32 Lion": _mean,
+    "bfloat16 Lion": lambda: _mean(jnp.bfloat16),
+    "1-bit vote": _cub,
+    "2-bit vote": lambda: _cub(quantizer=lc.midrise(2, block=128)),
+    "4-bit vote": lambda: _cub(quantizer=lc.midrise(4, block=128)),
+    "average": lambda: lc.distributed_lion(RATE, axis_name=AXIS, average=True),
+    "ternary": lambda: _cub(quantizer=lc.ternary()),
+    "gathered": lambda: _cub(wire=lc.gathered()),
+    "int8 counts": lambda: _cub(wire=lc.counts()),
+    "integer(8) counts": lambda: _cub(quantizer=lc.integer(8), wire=lc.counts()),
+    "lanes": lambda: _cub(wire=lc.lanes()),
+    "owner, 1 bit": lambda: _owner(1),
+    "owner, 2 bits": lambda: _owner(2),
+    "owner, 3 bits": lambda: _owner(3),
+}
