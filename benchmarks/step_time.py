@@ -15,6 +15,7 @@ requirements/peers.txt). Frameworks are compared by the ratio to their own step 
 """
 
 import itertools
+import json
 import math
 import sys
 import tempfile
@@ -49,21 +50,44 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=1.0, help="of a block, about")
     parser.add_argument("--torch", action="store_true", help="PyTorch too")
+    parser.add_argument("--again", type=Path, help="sum up the rows of this file, measure nothing")
     parser.add_argument("--figures", type=Path, help="a folder for step_time_4.png and so on")
     args = parser.parse_args()
     if UNSHAPED not in args.rates:
         parser.error(
             f"--rates {' '.join(args.rates)}: {UNSHAPED} must be one, to calibrate the planner"
         )
-    console = Console(width=130)
+    sessions = measured_before(args.again) if args.again else measured(args)
+    args.workers = list(dict.fromkeys(workers for _, workers, _ in sessions))
+    summary = summarized(sessions, args)
+    report.finish({"benchmark": "step_time", **summary}, args.save)
+
+
+def measured(args: Any) -> dict[Key, Session]:
+    """All sessions, one after the other."""
     frameworks = ["jax", "torch"] if args.torch else ["jax"]
     sessions: dict[Key, Session] = {}
     with tempfile.TemporaryDirectory() as cache:
         for key in itertools.product(frameworks, args.workers, args.rates):
             sessions[key] = held(*key, args, cache)
-            console.print(table(sessions[key], "{}, {} workers, {}".format(*key)))
-    summary = summarized(sessions, args)
-    report.finish({"benchmark": "step_time", **summary}, args.save)
+            show(key, sessions[key])
+    return sessions
+
+
+def measured_before(path: Path) -> dict[Key, Session]:
+    """The sessions in a file of results."""
+    sessions: dict[Key, Session] = {}
+    for line in path.read_text().splitlines():
+        for one in (Result(*row) for row in json.loads(line)["rows"]):
+            rate = f"{one.rate / 1e6:g}mbit".replace("000mbit", "gbit") if one.rate else UNSHAPED
+            sessions.setdefault((one.framework, one.workers, rate), {})[one.method] = one
+    for key, found in sessions.items():
+        show(key, found)
+    return sessions
+
+
+def show(key: Key, found: Session) -> None:
+    Console(width=130).print(table(found, "{}, {} workers, {}".format(*key)))
 
 
 def held(framework: str, workers: int, rate: str, args: Any, cache: str) -> Session:
@@ -153,7 +177,10 @@ def gains(ours: dict[str, Session], name: str) -> dict[str, float]:
 
 def calibration(unshaped: Session, workers: int) -> tuple[Host, float, Cluster]:
     """What the planner knows of the machine: one step of each method where the network is free."""
-    cluster, compute = Cluster(workers, Link(math.inf, 0.0)), unshaped[ALONE].seconds
+    cluster, compute = (
+        Cluster(workers, Link(math.inf, 0.0), one_way_pairs=True),
+        unshaped[ALONE].seconds,
+    )
     measured = {name: one.seconds for name, one in unshaped.items()}
     wide = Host(widens_bfloat16=True)
     return planner.calibrated(measured, shapes(), cluster, compute, wide), compute, cluster

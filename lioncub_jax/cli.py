@@ -128,6 +128,10 @@ def _plan_options(command: argparse.ArgumentParser) -> None:
         "--latency", type=seconds, default=50e-6, metavar="TIME", help="of a message (50us)"
     )
     command.add_argument("--algorithm", choices=_HOPS, default="tree", help="hops to all (tree)")
+    command.add_argument(
+        "--one-way-pairs", action="store_true",
+        help="of two workers one sends at a time, as under Gloo in JAX",
+    )  # fmt: skip
     work = command.add_mutually_exclusive_group()
     work.add_argument("--compute", type=seconds, metavar="TIME", help="of a step without network")
     work.add_argument(
@@ -168,7 +172,7 @@ def _plan(args: argparse.Namespace) -> int:
     rates = [rate for given in args.bandwidth for rate in given]
     at = planner.Cluster(
         args.workers, planner.Link(rates[0], args.latency), args.devices_per_worker, inside,
-        _HOPS[args.algorithm],
+        _HOPS[args.algorithm], args.one_way_pairs,
     )  # fmt: skip
     params = targets.shapes(args.model) if args.model else args.params
     compute = targets.measure(args.measure) if args.measure else args.compute

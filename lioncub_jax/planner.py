@@ -20,13 +20,6 @@ import optax
 from lioncub_jax import accounting, checks, decide, quantize, wires
 from lioncub_jax.accounting import Sent
 
-WORTHWHILE_SPEEDUP = (
-    1.05  # below it a step is not faster by enough to change how a model is trained
-)
-CLOSE_ENOUGH = (
-    1.10  # a closer method is advised if its step takes at most this many times the fastest
-)
-
 
 def ring(participants: int) -> int:
     """Hops of a ring, as Gloo and large messages on few GPUs use it: each to its neighbour in turn."""
@@ -83,6 +76,8 @@ class Cluster:
       group_size: devices of one worker, which agree among themselves first (``group_axis``).
       inside: link of each device to the others of its group; needed where ``group_size`` is above 1.
       hops: ``participants -> hops`` of the algorithm that passes data to all: ``tree`` or ``ring``.
+      one_way_pairs: whether only one of two workers sends to the other at a time, as under Gloo in JAX,
+        where a pair has one connection and "ready to receive" waits in it. It slows all-to-alls down.
 
     Raises:
       ValueError: for fewer than one worker or device, or a group without a link.
@@ -96,6 +91,7 @@ class Cluster:
     group_size: int = 1
     inside: Link | None = None
     hops: Callable[[int], int] = tree
+    one_way_pairs: bool = False
 
     def __post_init__(self) -> None:
         checks.check_count(f"workers={self.workers!r}", self.workers)
@@ -354,13 +350,31 @@ def step_time(
 
 def _seconds(one: Sent, cluster: Cluster, host: Host) -> float:
     participants, link = cluster.workers, cluster.link
-    carried = one.sent_bytes * cluster.group_size  # all devices of a worker use its link at once
     if one.inside:
         assert cluster.inside is not None
-        participants, link, carried = cluster.group_size, cluster.inside, one.sent_bytes
+        participants, link = cluster.group_size, cluster.inside
     hops = _HOPS[one.op](cluster.hops(participants), participants)
     software = one.sent_bytes * host.seconds_per_byte.get(one.op, 0.0)
-    return hops * link.latency + 8 * carried / link.bandwidth + software
+    return hops * link.latency + 8 * _carried(one, cluster) / link.bandwidth + software
+
+
+def _carried(one: Sent, cluster: Cluster) -> float:
+    """Bytes that a link has to carry, one after the other."""
+    if one.inside:
+        return one.sent_bytes
+    slower = cluster.one_way_pairs and one.op == "all-to-all"
+    rounds = _rounds_of_one_way_pairs(cluster.workers) if slower else 1.0
+    return rounds * one.sent_bytes * cluster.group_size  # all its devices use it at once
+
+
+def _bits_on_link(scheme: Scheme, params: Any, cluster: Cluster, host: Host | None) -> float:
+    sent = scheme.sends(scheme.parts, _tree(params), cluster, host or Host())
+    return 8 * sum(_carried(one, cluster) for one in sent if not one.inside)
+
+
+def _rounds_of_one_way_pairs(n: int) -> float:
+    """How much longer an all-to-all takes: half of the messages go first, an odd one is left over."""
+    return 2 * math.ceil((n - 1) / 2) / (n - 1)
 
 
 def _estimated_local(
@@ -411,7 +425,8 @@ def pays(
     ours = step_time(scheme, params, fast, compute, host)
     theirs = step_time(than, params, fast, compute, host)
     # What is gained with each second that a bit takes, and what is lost whatever the bandwidth.
-    gained = 8 * (theirs.sent_bytes - speedup * ours.sent_bytes)
+    bits = [_bits_on_link(one, params, cluster, host) for one in (scheme, than)]
+    gained = bits[1] - speedup * bits[0]
     lost = speedup * ours.step - theirs.step
     if gained > 0:
         return Pays(0.0, gained / lost if lost > 0 else math.inf)

@@ -83,7 +83,7 @@ def test_the_race_is_summed_up_by_ratios(race):
     from race.results import Result
 
     names = [scheme.name for scheme in lc.planner.SCHEMES]
-    cluster = lc.planner.Cluster(4, lc.planner.Link(float("inf"), 0.0))
+    cluster = lc.planner.Cluster(4, lc.planner.Link(float("inf"), 0.0), one_way_pairs=True)
 
     def session(rate):
         at = cluster if rate == "unshaped" else cluster.at(race.units.rate(rate))

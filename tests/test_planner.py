@@ -5,6 +5,7 @@ import json
 import math
 import time
 
+import jax
 import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings
@@ -345,3 +346,25 @@ def test_the_figure_shows_curves_and_measured_points(tmp_path):
 def test_what_cannot_be_is_refused(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+# --- One-way pairs
+
+
+def test_where_one_of_two_sends_at_a_time_an_all_to_all_takes_longer():
+    """Two workers take turns; of three each has one to send to, twice; of four one is left over."""
+    vote, dense = planner.scheme_named("1-bit vote"), planner.FLOAT32
+    for workers, factor in ((2, 2.0), (3, 1.0), (4, 4 / 3), (5, 1.0), (8, 8 / 7)):
+        free = planner.Cluster(workers, planner.Link(1e8, 0.0))
+        pairs = planner.Cluster(workers, planner.Link(1e8, 0.0), one_way_pairs=True)
+        sent = vote.sends(
+            vote.parts, {"w": jax.ShapeDtypeStruct((10**6,), jnp.float32)}, free, planner.Host()
+        )
+        up, down = (8 * one.sent_bytes / 1e8 for one in sent)
+        took = planner.step_time(vote, 10**6, pairs, 0.1).communication
+        assert took == pytest.approx(factor * up + down)
+        same = [planner.step_time(dense, 10**6, at, 0.1).step for at in (free, pairs)]
+        assert same[0] == same[1]
+        even = planner.pays(vote, 10**6, pairs).below
+        steps = [planner.step_time(x, 10**6, pairs.at(even), 0.1).step for x in (vote, dense)]
+        assert steps[0] == pytest.approx(steps[1])
