@@ -438,7 +438,9 @@ def outer_environment():
 def start_lab(folder):
     """A lab in a process and a group of its own, with workers that stay and leave others behind."""
     script = (
-        "import sys; from lioncub_jax import lab; print('imported', flush=True);"
+        # Under nohup a hang-up is ignored, here too unless told otherwise.
+        "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL);"
+        "from lioncub_jax import lab; print('imported', flush=True);"
         "command = ['sh', '-c', 'setsid sleep 80 & sleep 81'];"
         "report = lab.run(lab.Network(3, rate=1e8), command);"
         "sys.exit(report.exit_code)"
