@@ -1,6 +1,5 @@
 """One JAX worker of the race; `benchmarks/step_time.py` starts it in the lab, once for each worker."""
 
-import argparse
 import math
 import sys
 from collections.abc import Callable
@@ -28,12 +27,7 @@ from lioncub_jax.planner import Cluster, Host, Link
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--turns", type=int, required=True)
-    parser.add_argument("--seconds", type=float, required=True)
-    parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=list(METHODS))
-    args = parser.parse_args()
+    args = timing.options(__doc__, METHODS)
     jax.distributed.initialize()
     mesh = on(jax.devices())
     racing, about = {}, {}

@@ -3,7 +3,6 @@
 `benchmarks/step_time.py --torch` starts it in the lab, once for each worker.
 """
 
-import argparse
 import os
 import sys
 from collections.abc import Callable
@@ -119,12 +118,7 @@ METHODS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--turns", type=int, required=True)
-    parser.add_argument("--seconds", type=float, required=True)
-    parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=list(METHODS))
-    args = parser.parse_args()
+    args = timing.options(__doc__, METHODS)
     dist.init_process_group("gloo")
     worker = dist.get_rank()
     racing = {name: prepared(METHODS[name], worker) for name in args.methods}
