@@ -10,17 +10,16 @@ so blending gradient and momentum is in "pack".
 
 import json
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 
 import report
+from race import session
 from rich.console import Console
 from rich.table import Table
 
 from lioncub_jax import lab, units
 
-WORKER = Path(__file__).parent / "race" / "profile_worker.py"
 TRACED = {"XLA_FLAGS": "--xla_cpu_enable_xprof_traceme=true"}
 
 
@@ -46,13 +45,9 @@ def main() -> None:
 def measured(args) -> dict[str, float]:
     """Milliseconds by part, the longest first."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(WORKER), "--out", folder, "--method", args.method]
-        command += ["--steps", str(args.steps)]
-        said: list[str] = []
         network = lab.Network(args.workers, units.rate(args.rate))
-        done = lab.run(network, command, write=said.append, environment=TRACED)
-        if done.exit_code:
-            sys.exit("\n".join([*said, f"a worker failed: {done.exit_code}"]))
+        options = ["--method", args.method, "--steps", str(args.steps)]
+        session.hold("profile_worker.py", network, folder, *options, environment=TRACED)
         each = [json.loads(path.read_text()) for path in Path(folder).glob("worker*.json")]
     means = {part: statistics.mean(one.get(part, 0.0) for one in each) for part in each[0]}
     return dict(sorted(means.items(), key=lambda item: -item[1]))

@@ -14,6 +14,7 @@ unshaped session alone.
 requirements/peers.txt). Frameworks are compared by the ratio to their own step without communication.
 """
 
+import functools
 import itertools
 import json
 import math
@@ -29,16 +30,17 @@ from flax import nnx
 from gpt.model import GPT
 from race import results
 from race.model import MODEL
-from race.results import ALONE, Result
+from race.results import Result
+from race.session import hold
 from rich.console import Console
 from rich.table import Table
 
 from lioncub_jax import lab, planner, planner_report, units
 from lioncub_jax.planner import Cluster, Host, Link
 
-RACE = Path(__file__).parent / "race"
 UNSHAPED = "unshaped"
-VOTE, OWNER, DENSE = "1-bit vote", "owner, 3 bits", "float32 Lion"
+VOTE, OWNER = "1-bit vote", "owner, 3 bits"
+DENSE, ALONE = planner.FLOAT32.name, planner.SILENT.name
 Session = dict[str, Result]
 Key = tuple[str, int, str]  # framework, workers, rate
 
@@ -57,7 +59,11 @@ def main() -> None:
         parser.error(
             f"--rates {' '.join(args.rates)}: {UNSHAPED} must be one, to calibrate the planner"
         )
-    sessions = measured_before(args.again) if args.again else measured(args)
+    if args.again:
+        sessions = measured_before(args.again, args.rates)
+        args.turns = None  # those of the rows are in their own summaries
+    else:
+        sessions = measured(args)
     args.workers = list(dict.fromkeys(workers for _, workers, _ in sessions))
     summary = summarized(sessions, args)
     report.finish({"benchmark": "step_time", **summary}, args.save)
@@ -74,13 +80,15 @@ def measured(args: Any) -> dict[Key, Session]:
     return sessions
 
 
-def measured_before(path: Path) -> dict[Key, Session]:
-    """The sessions in a file of results."""
+def measured_before(path: Path, rates: list[str]) -> dict[Key, Session]:
+    """The sessions at these rates in a file of results."""
     sessions: dict[Key, Session] = {}
+    names = {None if rate == UNSHAPED else units.rate(rate): rate for rate in rates}
     for line in path.read_text().splitlines():
         for one in (Result(*row) for row in json.loads(line)["rows"]):
-            rate = f"{one.rate / 1e6:g}mbit".replace("000mbit", "gbit") if one.rate else UNSHAPED
-            sessions.setdefault((one.framework, one.workers, rate), {})[one.method] = one
+            if one.rate in names:
+                key = one.framework, one.workers, names[one.rate]
+                sessions.setdefault(key, {})[one.method] = one
     for key, found in sessions.items():
         show(key, found)
     return sessions
@@ -96,14 +104,9 @@ def held(framework: str, workers: int, rate: str, args: Any, cache: str) -> Sess
     environment = {"JAX_COMPILATION_CACHE_DIR": cache}
     bits = None if rate == UNSHAPED else units.rate(rate)
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(RACE / f"{framework}_worker.py"), "--out", folder]
-        command += ["--turns", str(args.turns), "--seconds", str(args.seconds)]
-        said: list[str] = []
-        done = lab.run(
-            lab.Network(workers, bits), command, write=said.append, environment=environment
-        )
-        if done.exit_code:
-            sys.exit("\n".join([*said, f"a worker of {framework} failed: {done.exit_code}"]))
+        options = ["--turns", str(args.turns), "--seconds", str(args.seconds)]
+        network, program = lab.Network(workers, bits), f"{framework}_worker.py"
+        hold(program, network, folder, *options, environment=environment)
         return results.read(Path(folder), framework, workers, bits)
 
 
@@ -191,6 +194,7 @@ def predicted(name: str, cluster: Cluster, compute: float, host: Host) -> float:
     return planner.step_time(scheme, shapes(), cluster, compute, host).step
 
 
+@functools.cache
 def shapes() -> Any:
     """The model's parameters."""
     model = nnx.eval_shape(lambda: GPT(**MODEL, rngs=nnx.Rngs(0)))

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import jax
 from rich.console import Console
 
-from lioncub_jax import accounting, compiled, planner, planner_report, targets, units
+from lioncub_jax import accounting, compiled, lab, planner, planner_report, targets, units
 
 _HOPS = {"tree": planner.tree, "ring": planner.ring}
 
@@ -125,7 +125,11 @@ def _plan_options(command: argparse.ArgumentParser) -> None:
         help="of a worker's link; several with commas or by giving it again",
     )  # fmt: skip
     command.add_argument(
-        "--latency", type=seconds, default=50e-6, metavar="TIME", help="of a message (50us)"
+        "--latency",
+        type=seconds,
+        default=planner.Link.latency,
+        metavar="TIME",
+        help="of a message (50us)",
     )
     command.add_argument("--algorithm", choices=_HOPS, default="tree", help="hops to all (tree)")
     command.add_argument(
@@ -144,7 +148,7 @@ def _plan_options(command: argparse.ArgumentParser) -> None:
         "--inside-latency", type=seconds, default=5e-6, metavar="TIME", help="between those (5us)"
     )
     command.add_argument(
-        "--memory-bandwidth", type=rate, default=800e9, metavar="RATE",
+        "--memory-bandwidth", type=rate, default=planner.Host.memory_bandwidth, metavar="RATE",
         help="of a device, for the cost of packing (100gbyte, a server's processor)",
     )  # fmt: skip
     command.add_argument(
@@ -339,8 +343,6 @@ def _lab_options(command: argparse.ArgumentParser) -> None:
 
 
 def _lab(args: argparse.Namespace) -> int:
-    from lioncub_jax import lab  # Linux only, and nothing else needs it
-
     try:
         if args.check:
             lab.check()

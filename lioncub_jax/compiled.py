@@ -24,6 +24,7 @@ import jax
 from rich.table import Table
 
 from lioncub_jax.replica_groups import PEERS, AnyMesh, Axes, grouped, permuted
+from lioncub_jax.units import bytes_text
 
 _FLOAT8 = ("e5m2", "e4m3", "e3m4", "e4m3fn", "e4m3b11fnuz", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")
 _BITS = (
@@ -201,7 +202,7 @@ def table(found: Sequence[Collective]) -> Table:
         for axes, sent in sent_bytes(found, gated=gated).items():
             short = any(one.looped for one in found if (one.axes, one.gated) == (axes, gated))
             when = ("all branches" if gated else "every step") + (", at least" if short else "")
-            shown.add_row("total", _axes_text(axes), "", "", "", _bytes_text(sent), when)
+            shown.add_row("total", _axes_text(axes), "", "", "", bytes_text(sent, 4), when)
     return shown
 
 
@@ -215,20 +216,12 @@ def _row(one: Collective) -> tuple[str, ...]:
     when = "in a branch" if one.gated else "every step"
     when += f", {one.times} times" if one.times > 1 else ""
     when += ", per loop turn" if one.looped else ""
-    sent = _bytes_text(one.sent_bytes)
+    sent = bytes_text(one.sent_bytes, 4)
     return one.op, _axes_text(one.axes), dtypes, shapes, str(one.group_size), sent, when
 
 
 def _axes_text(axes: Axes) -> str:
     return "unknown" if axes is None else ", ".join(axes) or "none"
-
-
-def _bytes_text(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.4g} {unit}"
-        count /= 1000
-    return f"{count:.4g} TB"
 
 
 class _Instruction(NamedTuple):

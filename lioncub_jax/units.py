@@ -94,14 +94,14 @@ def rate_text(bits_per_second: float) -> str:
     return _scaled(bits_per_second, "bit/s")
 
 
-def bytes_text(count: float) -> str:
-    """Bytes for people, in decimal units.
+def bytes_text(count: float, digits: int = 3) -> str:
+    """Bytes for people, in decimal units, to so many digits.
 
     Example:
       >>> bytes_text(1_369_000)
       '1.37 MB'
     """
-    return _scaled(count, "B")
+    return _scaled(count, "B", digits)
 
 
 def seconds_text(time: float) -> str:
@@ -117,13 +117,13 @@ def seconds_text(time: float) -> str:
     raise AssertionError("unreachable")
 
 
-def _scaled(number: float, unit: str) -> str:
+def _scaled(number: float, unit: str, digits: int = 3) -> str:
     for prefix, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= scale:
-            return f"{_digits(number / scale)} {prefix}{unit}"
-    return f"{_digits(number)} {unit}"
+            return f"{_digits(number / scale, digits)} {prefix}{unit}"
+    return f"{_digits(number, digits)} {unit}"
 
 
-def _digits(number: float) -> str:
-    """Three digits that count, and all of those before the point."""
-    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
+def _digits(number: float, digits: int = 3) -> str:
+    """So many digits that count, and all of those before the point."""
+    return f"{number:.0f}" if number >= 10 ** (digits - 1) else f"{number:.{digits}g}"

@@ -22,7 +22,7 @@ ORDER = [
 ]  # fmt: skip
 MAY_IMPORT = {name: set(ORDER[:i]) for i, name in enumerate(ORDER)} | {
     "replica_groups": set(),
-    "compiled": {"replica_groups"},
+    "compiled": {"replica_groups", "units"},
     "accounting": {"compiled", *ORDER[: ORDER.index("checks") + 1]},
     "reference": set(),
     # Around the library: what a step will take, a network to try it on, and the command.

@@ -5,8 +5,6 @@ import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ALONE = "no communication"
-
 
 class Result(NamedTuple):
     """One method in one session: seconds of a step, and bytes that a worker sends in it."""
