@@ -3,13 +3,23 @@
 The package in the order of the papers: `quantize` (values to codes), `bits` (codes to words, and
 counting them), `decide` (what the owner of a slice does), `messages` and `wires` (what travels, and
 how workers agree), `placement` (where arrays lie on a mesh), `momentum` (what workers remember),
-`agreement` and `exchange` (the seam, `communicate`), `optimizer` (the methods), `gradients` and
-`training` (a step on a mesh), `checkpoint`, `accounting` and `compiled` (bytes: predicted, and read
-from the compiled program), `planner` (step time on a cluster) and `lab` (a network on one machine).
-`reference` is every algorithm on one page; `cli` is the command ``lioncub``.
+`agreement` and `exchange` (the seam, `communicate`), `optimizer` (the methods), `baselines` and `dgc` (what they are compared with), `gradients` and `training` (a step on a
+mesh), `checkpoint`, `accounting` and `compiled` (bytes: predicted, and read from the compiled program),
+`planner` (step time on a cluster) and `lab` (a network on one machine). `reference` is every algorithm
+on one page, `simulate` trains by it with many workers on one device, and `splits` shares data out to
+them. `cli` is the command ``lioncub``.
 """
 
-from lioncub_jax import accounting, compiled, lab, planner
+from lioncub_jax import (
+    accounting,
+    baselines,
+    compiled,
+    dgc,
+    lab,
+    planner,
+    simulate,
+    splits,
+)
 from lioncub_jax.checkpoint import Checkpoints, Restored, stop_on_sigterm
 from lioncub_jax.decide import (
     average,
@@ -72,12 +82,14 @@ __all__ = [
     "accounting",
     "all_reduce",
     "average",
+    "baselines",
     "blend",
     "communicate",
     "compiled",
     "count",
     "counts",
     "dense",
+    "dgc",
     "distributed_lion",
     "error_feedback",
     "every",
@@ -103,7 +115,9 @@ __all__ = [
     "owner_lion",
     "planner",
     "sign",
+    "simulate",
     "specs_of",
+    "splits",
     "stochastic",
     "stop_on_sigterm",
     "sync_momentum",

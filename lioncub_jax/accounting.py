@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from rich.table import Table
 
 from lioncub_jax import bits, checks, compiled, decide, layout, messages, quantize, wires
@@ -133,6 +134,34 @@ def predict(
     scheme = f"{up.name}, {wire.name}, {result}"
     parameters = round(size / group_size)
     return Traffic(scheme, workers, parameters, across, inside, tuple(sent))
+
+
+def predict_mean(params: Any, workers: int, dtype: Any = jnp.float32) -> Traffic:
+    """Predicts what each device sends in a step of `global_gradients`: a ring all-reduce of every leaf.
+
+    Args:
+      params: tree of arrays or ``jax.ShapeDtypeStruct``; only sizes matter.
+      workers: how many workers.
+      dtype: of the all-reduce.
+
+    Returns:
+      A ``Traffic``; one worker sends nothing to others.
+
+    Raises:
+      ValueError: for fewer than one worker.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from lioncub_jax import accounting
+      >>> accounting.predict_mean({"w": jnp.ones(1000)}, 4).sent_bytes
+      6000.0
+    """
+    checks.check_count(f"workers={workers!r}", workers)
+    size = sum(leaf.size for leaf in jax.tree.leaves(params))
+    sent = wires.mean_bytes(size, workers, dtype)
+    scheme = f"dense({jnp.dtype(dtype).name}), all-reduce, mean"
+    across = (Sent("all-reduce", False, sent),) if workers > 1 and size else ()
+    return Traffic(scheme, workers, size, sent, 0.0, across)
 
 
 def _shards(

@@ -41,8 +41,19 @@ def check_parts(up: Quantizer, owner: Owner, down: Down, wire: Wire) -> None:
         raise ValueError(
             f"{up.name} has a code for zero and its ties are zeros: give down=ternary_sum() or average()"
         )
-    if (kind == "average" and not counted) or (kind == "floats" and counted):
+    if (kind in ("average", "total") and not counted) or (kind == "floats" and counted):
         raise ValueError(f"down={kind}() does not fit owner={owner.name}")
+    if kind == "total" and not up.has_zero:
+        raise ValueError(
+            f"{up.name} has no code for zero, so a sum says nothing without the votes: give down=average()"
+        )
+    if (kind == "scaled signs") != (owner.name == "feedback at the owner"):
+        raise ValueError(
+            f"down={kind} does not fit owner={owner.name}: scaled_signs() carries what "
+            "feedback_at_owner() answers, and nothing else does"
+        )
+    if kind == "scaled signs" and up.dense:
+        raise ValueError(f"{up.name} does not fit {owner.name}: give midrise(p, block=64) or 128")
 
 
 def check_leaves(tree: Any) -> None:
@@ -125,6 +136,15 @@ def check_betas(b1: Any, b2: Any) -> None:
             or not 0 <= beta < 1
         ):
             raise ValueError(f"{name}={beta!r}: give a number in [0, 1), such as 0.9")
+
+
+def check_momentum(momentum: Any) -> None:
+    """Raises ``ValueError`` for a momentum outside [0, 1), where its value is known."""
+    if isinstance(momentum, jax.core.Tracer):
+        return
+    known = isinstance(momentum, (int, float, np.number, np.ndarray, jax.Array))
+    if not known or not 0 <= momentum < 1:
+        raise ValueError(f"momentum={momentum!r}: give a number in [0, 1), such as 0.9")
 
 
 def check_mu_dtype(dtype: Any) -> None:

@@ -3,7 +3,8 @@
 An *owner* turns what arrived into a result: ``count()`` adds the votes, ``momentum_at_owner(tx)``
 decodes and averages them and runs an optax transform on its slice. A *down coder* turns the result
 into the planes that travel back: ``majority()`` one bit, ``ternary_sum()`` the exact sign of the sum
-with zeros, ``average()`` the planes of the sum, ``floats()`` the values.
+with zeros, ``average()`` and ``total()`` the planes of the sum, ``floats()`` the values,
+``scaled_signs()`` one bit and a scale for each row.
 
 Ties (``majority``) are broken by ``bits.coin``: fair, and the same on every worker. A row of 64
 elements on which nobody votes gets update 0.
@@ -82,6 +83,10 @@ class Received(Protocol):
         """Averages the decoded values over the workers that took part."""
         ...
 
+    def filled(self) -> jax.Array:
+        """``int32[rows]``: how many elements of each row here are no padding."""
+        ...
+
 
 class Owner(NamedTuple):
     """What is done on a slice by the worker that owns it.
@@ -156,6 +161,62 @@ def momentum_at_owner(tx: optax.GradientTransformation, *, dominance: float = 16
         )
 
     return Owner("momentum at the owner", True, tx.init, decide, tx.update)
+
+
+class OwnerError(NamedTuple):
+    """State of ``feedback_at_owner``.
+
+    Attributes:
+      error: ``float[words, 32]``, what answers missed so far; the owner's own, 0 in the padding.
+    """
+
+    error: jax.Array
+
+
+def feedback_at_owner(dtype: Any = jnp.float32) -> Owner:
+    """Averages decoded values and answers with signs and one scale per row; the rest is said later.
+
+    ``x = mean_i decode(q_i) + e`` over the workers that took part; ``u = sign(x) mean|x|`` with the mean
+    over a row of 64, padding left out, rounded to bfloat16; ``e = x - u``. A zero counts as positive. If
+    nobody took part, ``e`` stays as it is and the update is zero. In two levels (``group_axis``)
+    padding inside a device's slice counts as values.
+
+    Args:
+      dtype: in which the error is kept; one array of d/W elements per worker.
+
+    Raises:
+      ValueError: if the dtype is not floating.
+
+    Example:
+      >>> from lioncub_jax import decide
+      >>> decide.feedback_at_owner().needs_values
+      True
+
+    Source: Zheng et al., dist-EF-blockSGD (arXiv 1905.10936), the server's half.
+    """
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"feedback_at_owner(dtype={jnp.dtype(dtype).name}): give a floating dtype")
+
+    def decide(
+        received: Received, quantizer: Quantizer, workers: int, _: Any, state: OwnerError
+    ) -> tuple[Values, OwnerError]:
+        filled = received.filled()[:, None]
+        mean = received.mean(quantizer, workers, jnp.inf)
+        x = (mean + state.error.astype(jnp.float32)).reshape(-1, ROW)
+        real = jnp.arange(ROW) < filled
+        x = jnp.where(real, x, 0)
+        scale = jnp.sum(jnp.abs(x), axis=1, keepdims=True) / jnp.maximum(filled, 1)
+        scale = lax.reduce_precision(scale, exponent_bits=8, mantissa_bits=7)
+        u = jnp.where(x >= 0, scale, -scale)
+        missed = jnp.where(real, x - u, 0).reshape(mean.shape).astype(state.error.dtype)
+        some = received.present > 0
+        error = jnp.where(some, missed, state.error)
+        return Values(jnp.where(some, u, 0).reshape(mean.shape)), OwnerError(error)
+
+    def init(slice_: jax.Array) -> OwnerError:
+        return OwnerError(jnp.zeros_like(slice_, dtype=dtype))
+
+    return Owner("feedback at the owner", True, init, decide, lambda x, state: (x, state))
 
 
 def keep_unless(condition: jax.Array, new: Any, old: Any) -> Any:
@@ -256,6 +317,42 @@ def average() -> Down:
         encode,
         decode,
     )
+
+
+def total() -> Down:
+    """The planes of the sum, and the sum itself as the update: whole numbers of steps.
+
+    For codes with a zero, where abstainers add nothing and the number of votes need not travel.
+    """
+
+    def encode(result: Tally, coin: jax.Array) -> Answer:
+        _, tied, moved = result.signs()
+        return Answer(jnp.stack(result.planes), None, _ties(tied, moved))
+
+    def decode(planes: jax.Array, per_row: Any, top: int, workers: int) -> jax.Array:
+        return bits.unpack(planes).astype(jnp.int32) - workers * top // 2
+
+    return average()._replace(name="total", row_bits=lambda _: 0, encode=encode, decode=decode)
+
+
+def scaled_signs() -> Down:
+    """One bit, and a bfloat16 for each row of 64: what ``feedback_at_owner`` answers, exactly.
+
+    Source: Zheng et al., dist-EF-blockSGD (arXiv 1905.10936).
+    """
+
+    def encode(result: Values, coin: jax.Array) -> Answer:
+        positive = bits.pack_bits(result.values > 0).reshape(1, -1)
+        scale = jnp.max(jnp.abs(result.values.reshape(-1, ROW)), axis=1)
+        half = lax.bitcast_convert_type(scale, jnp.uint32) >> 16
+        return Answer(positive, half, jnp.float32(0))
+
+    def decode(planes: jax.Array, per_row: Any, top: int, workers: int) -> jax.Array:
+        scale = lax.bitcast_convert_type(per_row << 16, jnp.float32)
+        side = 2 * bits.unpack(planes).astype(jnp.float32) - 1
+        return side * jnp.repeat(scale, WORDS_PER_ROW)[:, None]
+
+    return Down("scaled signs", lambda top, workers: 1, lambda _: 16, 2, encode, decode)
 
 
 def fitting(up: Quantizer) -> Down:

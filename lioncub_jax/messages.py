@@ -8,6 +8,7 @@ part at all. An answer is the planes, the numbers of the rows, the ties and how 
 import functools
 import math
 import operator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -28,12 +29,14 @@ class Inbox(NamedTuple):
       voted: ``uint32[W, ceil(rows / 32)]``, a bit for each row, or None.
       steps: ``float32[W, blocks]``, or None.
       taking_part: ``uint32[W]``, 1 for workers that take part.
+      filled: gives ``int32[rows]``, how many elements of each row are no padding; set by the wire.
     """
 
     payload: jax.Array
     voted: jax.Array | None
     steps: jax.Array | None
     taking_part: jax.Array
+    filled: Callable[[], jax.Array] | None = None  # a function, for few owners ask
 
     @property
     def present(self) -> jax.Array:

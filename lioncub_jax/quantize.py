@@ -197,8 +197,12 @@ def integer(p: int = 8, *, rounding: Rounding | None = None) -> Quantizer:
     return Quantizer(name, p, top, True, None, None, encode, partial(_sum, magnitude=True))
 
 
-def ternary() -> Quantizer:
+def ternary(*, rounding: Rounding | None = None) -> Quantizer:
     """The exact sign: -1, 0 or +1 in two bits, so that a zero is a zero vote and a tie stays a tie.
+
+    Args:
+      rounding: ``nearest()`` (default): the sign. ``stochastic(seed)``: the sign with probability
+        ``|x|``, else 0, so that values in [-1, 1] are right on average; others are clipped.
 
     Returns:
       A mid-tread ``Quantizer``.
@@ -208,12 +212,70 @@ def ternary() -> Quantizer:
       >>> lc.ternary().top(1000)
       2
     """
+    rounding = rounding or nearest()
 
     def encode(x: jax.Array, place: Place) -> Ballot:
-        codes = jnp.where(x > 0, 2, jnp.where(x < 0, 0, 1)).astype(jnp.uint32)
+        if rounding.noise:
+            level = jnp.clip(jnp.floor(x + rounding.noise(x.shape, place)), -1, 1)
+            codes = (level + 1).astype(jnp.uint32)
+        else:
+            codes = jnp.where(x > 0, 2, jnp.where(x < 0, 0, 1)).astype(jnp.uint32)
         return _midtread_ballot(codes, x, 2, 2, place)
 
-    return Quantizer("ternary", 2, lambda workers: 2, True, None, None, encode)
+    name = f"ternary({rounding.name})" if rounding.noise else "ternary"
+    return Quantizer(name, 2, lambda workers: 2, True, None, None, encode)
+
+
+def levels(
+    p: int, *, block: int = 128, norm: str = "max", rounding: Rounding | None = None
+) -> Quantizer:
+    """QSGD's ``p``-bit codes: a sign and ``s = 2**(p-1) - 1`` levels of the norm of each block.
+
+    ``q = clip(round(x / step), -s, s)`` with ``step = norm / s``, rounded up to a bfloat16, which
+    travels: so nothing is clipped, and with ``stochastic`` rounding codes are right on average. Steps
+    below 2**-120 are 0.
+
+    Args:
+      p: bits per element, 2 to 8.
+      block: 64 or 128 elements share a norm.
+      norm: ``"max"``, the largest magnitude, or ``"l2"``, the root of the sum of squares.
+      rounding: ``nearest()`` (default) or ``stochastic(seed)`` (the paper's).
+
+    Returns:
+      A mid-tread ``Quantizer`` whose steps travel, for momentum at the owner.
+
+    Raises:
+      ValueError: if an argument is out of range.
+
+    Source: Alistarh et al., "QSGD" (arXiv 1610.02132); bfloat16 norms of small blocks are ours.
+
+    Example:
+      >>> from lioncub_jax import quantize
+      >>> quantize.levels(4).top(1000)  # codes -7..7
+      14
+    """
+    _check_bits("levels", p, 2)
+    if not isinstance(block, int) or block not in (64, 128):
+        raise ValueError(f"levels(block={block!r}): a norm is shared by 64 or 128 elements")
+    if norm not in _NORMS:
+        raise ValueError(f"levels(norm={norm!r}): give one of {', '.join(map(repr, _NORMS))}")
+    rounding = rounding or nearest()
+    s, norm_of = 2 ** (p - 1) - 1, _NORMS[norm]
+
+    def encode(x: jax.Array, place: Place) -> Ballot:
+        step = _round_up_to_bfloat16(norm_of(x, block) / s)
+        step = jnp.where(step < _LEAST_STEP, 0, step)
+        t = x * _inverse_by_row(step, x.shape[0])
+        if rounding.noise:
+            t = jnp.floor(t + rounding.noise(x.shape, place))
+        codes = (jnp.clip(jnp.round(t), -s, s) + s).astype(jnp.uint32)
+        ballot = _midtread_ballot(codes, x, p, 2 * s, place)
+        flagged = ballot.flagged | ~jnp.all(jnp.isfinite(step))
+        return ballot._replace(steps=step.astype(jnp.bfloat16), flagged=flagged)
+
+    how = f", {rounding.name}" if rounding.noise else ""
+    name = f"levels({p}, {norm} of {block}{how})"
+    return Quantizer(name, p, lambda workers: 2 * s, True, block, None, encode)
 
 
 def dense(dtype: Any = jnp.float32) -> Quantizer:
@@ -339,6 +401,24 @@ def _sum_by_block(x: jax.Array, span: int) -> jax.Array:
         (1,),
     )
     return (sums[0] + sums[1]) + (sums[2] + sums[3])
+
+
+def _largest(x: jax.Array, block: int) -> jax.Array:
+    return jnp.max(jnp.abs(x.reshape(-1, block)), axis=1)
+
+
+def _length(x: jax.Array, block: int) -> jax.Array:
+    return jnp.sqrt(_sum_by_block(x * x, block))
+
+
+_NORMS = {"max": _largest, "l2": _length}
+_LEAST_STEP = 2.0**-120  # of smaller ones the inverse is no float32
+
+
+def _round_up_to_bfloat16(x: jax.Array) -> jax.Array:
+    """The next bfloat16 that is no smaller, of numbers that are not negative."""
+    words = lax.bitcast_convert_type(x, jnp.uint32)
+    return lax.bitcast_convert_type((words + 0xFFFF) & jnp.uint32(0xFFFF0000), jnp.float32)
 
 
 def _round_to_bfloat16(x: jax.Array) -> jax.Array:

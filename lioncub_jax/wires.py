@@ -21,7 +21,7 @@ from lioncub_jax import bits
 from lioncub_jax.ballots import Ballot, Quantizer
 from lioncub_jax.bits import ROW
 from lioncub_jax.decide import Down
-from lioncub_jax.layout import Bucket, varying_axes
+from lioncub_jax.layout import Bucket, filled, varying_axes
 from lioncub_jax.messages import Inbox, Sums, answer_words, message_words, open_inbox, outbox
 
 AxisName = str | tuple[str, ...]
@@ -70,7 +70,8 @@ def two_phase() -> Wire:
     ) -> Inbox:  # fmt: skip
         message = outbox(ballot, takes_part, quantizer, needs_values, lax.axis_size(axis))
         message = lax.all_to_all(message, axis, split_axis=0, concat_axis=0, tiled=True)
-        return open_inbox(message, quantizer, needs_values, bucket.chunk, lax.axis_size(axis))
+        inbox = open_inbox(message, quantizer, needs_values, bucket.chunk, lax.axis_size(axis))
+        return inbox._replace(filled=lambda: filled(bucket, lax.axis_index(axis)))
 
     def publish(answer: jax.Array, axis: AxisName) -> jax.Array:
         padded = jnp.pad(answer, (0, _lane_padding(answer.size)))
@@ -101,7 +102,9 @@ def gathered() -> Wire:
         workers = lax.axis_size(axis)
         message = outbox(ballot, takes_part, quantizer, needs_values, 1)[0]
         messages = lax.all_gather(message, axis, to="invarying")
-        return open_inbox(messages, quantizer, needs_values, workers * bucket.chunk, workers)
+        whole = bucket._replace(chunk=workers * bucket.chunk)
+        inbox = open_inbox(messages, quantizer, needs_values, whole.chunk, workers)
+        return inbox._replace(filled=lambda: filled(whole, jnp.int32(0)))
 
     def sent(
         quantizer: Quantizer, needs_values: bool, down: Down, bucket: Bucket, workers: int
@@ -299,9 +302,24 @@ def mean_over_workers(tree: Any, axis: AxisName, dtype: Any = jnp.float32) -> An
     return jax.tree.map(lambda mean, x: mean.astype(x.dtype), means, tree)
 
 
+def mean_bytes(size: int, workers: int, dtype: Any = jnp.float32) -> float:
+    """Bytes that each worker sends in ``mean_over_workers`` of so many elements."""
+    return _all_reduce_bytes(size * _all_reduced_itemsize(dtype), workers)
+
+
+def max_bytes(size: int, workers: int) -> float:
+    """Bytes that each worker sends in ``max_over_workers`` of so many float32."""
+    return _all_reduce_bytes(4 * size, workers)
+
+
 def sum_over_workers(tree: Any, axis: AxisName) -> Any:
     """Adds every leaf over the workers: for counts."""
     return lax.psum(tree, axis) if jax.tree.leaves(tree) else tree
+
+
+def max_over_workers(x: jax.Array, axis: AxisName) -> jax.Array:
+    """The largest of a number over the workers: for scales that all of them share."""
+    return lax.pmax(x, axis)
 
 
 def agreed(tree: Any, axis: AxisName) -> Any:
@@ -376,6 +394,17 @@ def shard_index(x: jax.Array, axis: AxisName) -> jax.Array | int:
 
 def _others(x: jax.Array, axis: AxisName) -> tuple[str, ...]:
     return tuple(sorted(varying_axes(x) - set(names(axis))))
+
+
+def gather_words(words: jax.Array, axis: AxisName) -> jax.Array:
+    """``uint32[n]`` of each worker to ``uint32[W, n]``, the same on every worker: one all-gather."""
+    padded = jnp.pad(words, (0, _lane_padding(words.size)))
+    return lax.all_gather(padded, axis, to="invarying")[:, : words.size]
+
+
+def words_bytes(words: int, workers: int) -> float:
+    """Bytes that each worker sends for ``gather_words``."""
+    return 4.0 * (workers - 1) * (words + _lane_padding(words))
 
 
 def mean_slice(rows: jax.Array, group: AxisName) -> jax.Array:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 NOT_SOURCES = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+STANDARD_LIBRARY = "Python's standard library"
 
 
 class Corpus(NamedTuple):
@@ -20,6 +21,10 @@ class Corpus(NamedTuple):
 
 def standard_library() -> Corpus:
     """The sources of the Python that runs this, without its tests: about 12 MB."""
+    return Corpus(STANDARD_LIBRARY, *split_by_file(standard_library_files()))
+
+
+def standard_library_files() -> dict[str, bytes]:
     root = Path(sysconfig.get_path("stdlib"))
     files = {}
     for path in root.rglob("*.py"):
@@ -28,7 +33,7 @@ def standard_library() -> Corpus:
             files[name.as_posix()] = path.read_bytes()
     if len(files) < 10:
         raise ValueError(f"{root} has no sources of the standard library: give --text FILE...")
-    return Corpus("Python's standard library", *split_by_file(files))
+    return files
 
 
 def from_files(paths: list[Path]) -> Corpus:
@@ -53,22 +58,35 @@ def _read(path: Path) -> bytes:
 
 def split_by_file(files: dict[str, bytes]) -> tuple[np.ndarray, np.ndarray]:
     """The tenth of the files whose names have the smallest hashes is for validation."""
+    train, validation = files_apart(files)
+    return joined(train), joined(validation)
+
+
+def files_apart(files: dict[str, bytes]) -> tuple[list[bytes], list[bytes]]:
+    """What `split_by_file` joins."""
     names = sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest())
     held_out = len(names) // 10
     train, validation = names[held_out:], names[:held_out]
-    return _joined(files[name] for name in train), _joined(files[name] for name in validation)
+    return [files[name] for name in train], [files[name] for name in validation]
 
 
 def split_by_position(files: dict[str, bytes]) -> tuple[np.ndarray, np.ndarray]:
     """The last tenth of each file is for validation."""
+    train, validation = ends_apart(files)
+    return joined(train), joined(validation)
+
+
+def ends_apart(files: dict[str, bytes]) -> tuple[list[bytes], list[bytes]]:
+    """What `split_by_position` joins."""
     cut = {name: len(content) - len(content) // 10 for name, content in files.items()}
     return (
-        _joined(content[: cut[name]] for name, content in files.items()),
-        _joined(content[cut[name] :] for name, content in files.items()),
+        [content[: cut[name]] for name, content in files.items()],
+        [content[cut[name] :] for name, content in files.items()],
     )
 
 
-def _joined(contents) -> np.ndarray:
+def joined(contents: list[bytes]) -> np.ndarray:
+    """``uint8[n]``: one after the other, a line feed between them."""
     return np.frombuffer(b"\n".join(contents), np.uint8)
 
 

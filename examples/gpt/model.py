@@ -11,9 +11,12 @@ VOCABULARY = 256
 
 
 class Attention(nnx.Module):
-    """Causal self-attention over [batch, time, width]."""
+    """Self-attention over [batch, time, width]; if causal, each place sees itself and those before."""
 
-    def __init__(self, width: int, heads: int, depth: int, *, rngs: nnx.Rngs):
+    def __init__(
+        self, width: int, heads: int, depth: int, *, causal: bool = True, rngs: nnx.Rngs
+    ):
+        self.causal = causal
         # Heads are a dimension of their own, so that a mesh can share them out.
         shape = (3, heads, width // heads)
         self.qkv = nnx.LinearGeneral(width, shape, use_bias=False, rngs=rngs)
@@ -22,17 +25,18 @@ class Attention(nnx.Module):
     def __call__(self, x):
         batch, time, width = x.shape
         queries, keys, values = jnp.moveaxis(self.qkv(x), 2, 0)
-        mixed = jax.nn.dot_product_attention(queries, keys, values, is_causal=True)
+        mixed = jax.nn.dot_product_attention(queries, keys, values, is_causal=self.causal)
         return self.out(mixed.reshape(batch, time, width))
 
 
 class MLP(nnx.Module):
-    """Two layers with a hidden width of four times the model's."""
+    """Two layers; the hidden one is four times as wide as the model, or as told."""
 
-    def __init__(self, width: int, depth: int, *, rngs: nnx.Rngs):
-        self.up = nnx.Linear(width, 4 * width, use_bias=False, rngs=rngs)
+    def __init__(self, width: int, depth: int, *, expansion: int = 4, rngs: nnx.Rngs):
+        hidden = expansion * width
+        self.up = nnx.Linear(width, hidden, use_bias=False, rngs=rngs)
         self.down = nnx.Linear(
-            4 * width, width, use_bias=False, kernel_init=residual(depth), rngs=rngs
+            hidden, width, use_bias=False, kernel_init=residual(depth), rngs=rngs
         )
 
     def __call__(self, x):
@@ -42,11 +46,14 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, width: int, heads: int, depth: int, dropout: float, *, rngs: nnx.Rngs):
+    def __init__(
+        self, width: int, heads: int, depth: int, dropout: float, *, causal: bool = True,
+        expansion: int = 4, rngs: nnx.Rngs,
+    ):  # fmt: skip
         self.norm1 = nnx.LayerNorm(width, use_bias=False, rngs=rngs)
-        self.attention = Attention(width, heads, depth, rngs=rngs)
+        self.attention = Attention(width, heads, depth, causal=causal, rngs=rngs)
         self.norm2 = nnx.LayerNorm(width, use_bias=False, rngs=rngs)
-        self.mlp = MLP(width, depth, rngs=rngs)
+        self.mlp = MLP(width, depth, expansion=expansion, rngs=rngs)
         self.dropout = nnx.Dropout(dropout, rngs=rngs)
 
     def __call__(self, x, deterministic: bool):
@@ -57,13 +64,17 @@ class Block(nnx.Module):
 class GPT(nnx.Module):
     """Bytes [batch, time] to logits [batch, time, 256] for the byte that follows each."""
 
-    def __init__(self, *, layers, width, heads, context, dropout=0.0, tied=True, rngs: nnx.Rngs):
+    def __init__(
+        self, *, layers, width, heads, context, expansion=4, dropout=0.0, tied=True,
+        rngs: nnx.Rngs,
+    ):  # fmt: skip
         self.context = context
         self.read = nnx.Embed(VOCABULARY, width, embedding_init=normal(width**-0.5), rngs=rngs)
         self.positions = nnx.Embed(context, width, embedding_init=normal(0.02), rngs=rngs)
         self.dropout = nnx.Dropout(dropout, rngs=rngs)
         self.blocks = nnx.List(
-            Block(width, heads, layers, dropout, rngs=rngs) for _ in range(layers)
+            Block(width, heads, layers, dropout, expansion=expansion, rngs=rngs)
+            for _ in range(layers)
         )
         self.norm = nnx.LayerNorm(width, use_bias=False, rngs=rngs)
         self.write = None if tied else output(width, rngs)

@@ -1,0 +1,111 @@
+"""Does it still learn? Methods, workers, data and seeds, by simulated workers on real data.
+
+    python benchmarks/convergence.py --images ~/data/fashion-mnist --text ~/data/gutenberg
+    python benchmarks/convergence.py                     # what is embedded: digits, the standard library
+    python benchmarks/convergence.py --part noniid --method vote --method owner-3
+    python benchmarks/convergence.py --size paper --images ~/data/cifar-10 --task images   # wants a GPU
+
+Runs that are in the file of rows are not run again, so it may be stopped at any time. Each row says
+what ran and what came out; ``--report`` draws the tables and figures of docs/convergence.md from them.
+"""
+
+import argparse
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from itertools import groupby
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "examples")]
+
+import report
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from study import plan, signs, store, tasks
+from study.methods import method_named
+from study.runs import Runner, Spec
+
+ROWS = Path(__file__).parent / "results" / "convergence.jsonl"
+AT_ONCE = 8  # runs of one program that a process takes before its rows are written
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parsed(argv)
+    rows = store.read(args.save)
+    study = plan.Study(tasks.SIZES[args.size], tuple(args.task or tasks.TASKS), rows)
+    for part in args.part or plan.PARTS:
+        done = {store.key_of(row) for row in rows}
+        specs = [spec for spec in study.specs(part) if spec not in done]
+        if args.method:
+            specs = [spec for spec in specs if spec.method in args.method]
+        rows += run_all(specs, args, part)
+    summary = {"benchmark": "convergence", "rows": len(rows), "size": args.size}
+    report.finish(summary, None)
+
+
+def parsed(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--images", type=Path, help="folder of IDX files, CIFAR-10 batches or an npz"
+    )
+    parser.add_argument("--text", type=Path, help="folder of text files")
+    parser.add_argument("--task", action="append", choices=list(tasks.TASKS), help="one only")
+    parser.add_argument(
+        "--part", action="append", choices=plan.PARTS, help="some only, in this order"
+    )
+    parser.add_argument("--method", action="append", help="some only")
+    parser.add_argument("--size", choices=list(tasks.SIZES), default="small")
+    parser.add_argument("--jobs", type=int, default=2, help="processes, of one core each on a CPU")
+    parser.add_argument("--save", type=Path, default=ROWS, help="file of rows, read and added to")
+    args = parser.parse_args(argv)
+    try:
+        for name in args.method or ():
+            method_named(name)
+        for task in args.task or tasks.TASKS:  # data are looked at before anything runs
+            tasks.load(task, getattr(args, task), tasks.SIZES[args.size])
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def run_all(specs: list[Spec], args: argparse.Namespace, part: str) -> list[dict[str, Any]]:
+    """Runs what is missing, several at a time; rows are written as they come."""
+    groups = [list(group) for _, group in groupby(specs, key=lambda spec: spec.program)]
+    chunks = [group[i : i + AT_ONCE] for group in groups for i in range(0, len(group), AT_ONCE)]
+    facts = {"size": args.size, **report.provenance()}
+    found = []
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    # One thread each: small programs gain nothing from a second core.
+    flags = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
+    pool = ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn"))
+    with pool, Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
+        bar = progress.add_task(part, total=len(specs))
+        folders = {task: getattr(args, task) for task in tasks.TASKS}
+        waiting = [pool.submit(run_some, chunk, folders, args.size) for chunk in chunks]
+        for done in as_completed(waiting):
+            rows = [row | facts for row in done.result()]
+            store.append(args.save, rows)
+            found += rows
+            progress.advance(bar, len(rows))
+    return found
+
+
+_runners: dict[Any, Runner] = {}  # of this process; data are read once
+
+
+def run_some(specs: list[Spec], folders: dict[str, Path | None], size: str) -> list[dict[str, Any]]:
+    """Runs specs of one program, in a process of the pool."""
+    kind = signs.SignsRunner if specs[0].part == "signs" else Runner
+    key = kind, specs[0].task
+    if key not in _runners:
+        _runners[key] = kind(tasks.load(specs[0].task, folders[specs[0].task], tasks.SIZES[size]))
+    return [_runners[key].run(spec) for spec in specs]
+
+
+if __name__ == "__main__":
+    main()

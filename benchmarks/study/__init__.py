@@ -1,0 +1,1 @@
+"""Does training by votes reach what full precision reaches? Data, models and runs of the study."""

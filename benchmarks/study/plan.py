@@ -1,0 +1,157 @@
+"""Which runs make up the study, in the order in which they are worth having.
+
+Learning rates are tuned first, for each method and task over as many values as for any other, at eight
+workers, by the validation examples and a seed that no reported number uses. Then come the parts:
+
+* "main": all methods, 4 to 32 workers, the same batch for all of them together.
+* "noniid": eight workers that see other classes, or other parts of a text; tuned again.
+* "ablation": bits, scales, feedback, ties; 8 and 32 workers.
+* "local": a fixed batch for each worker instead.
+* "signs": signs kept, and drift.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from study.methods import METHODS
+from study.runs import Spec
+from study.tasks import Size
+
+WORKERS = (4, 8, 16, 32)
+TUNED_AT = 8
+TUNING_SEED = 1000
+SEEDS, MORE_SEEDS = 3, 7
+
+# Reported with more seeds, because something is claimed about the difference.
+CLAIMED = ("lion", "owner-3", "vote")
+MAIN = (
+    *CLAIMED, "average", "int8", "vote-4", "owner-1", "signum", "signsgd", "sgd", "adamw",
+    "ef-signsgd", "terngrad", "qsgd", "dgc",
+)  # fmt: skip
+ABLATION = (
+    "vote-2", "vote-3", "vote-2-leaf", "vote-4-leaf", "ternary", "ties-up", "owner-2", "owner-4",
+    "owner-3-float32", "owner-3-plain", "owner-3-random",
+)  # fmt: skip
+SYNCS = (
+    "vote-sync-10", "vote-sync-64", "vote-sync-100", "vote-thinning", "vote-head", "vote-matrices",
+    "vote-adaptive", "vote-coded", "vote-4-coded",
+)  # fmt: skip
+NONIID = (*CLAIMED, "owner-4", "owner-1", "vote-4", "average", "signum", "adamw")
+NONIID_CLAIMED = ("lion", "owner-3", "owner-4", "vote", "vote-coded")
+NONIID_TEXT = ("lion", "vote", "vote-4", "owner-3", "vote-sync-64", "vote-coded")
+IID_SYNCS = ("vote-sync-100", "vote-coded", "vote-adaptive")
+DIRICHLET = ("lion", "vote", "vote-4", "owner-3", "vote-coded")
+LOCAL = ("lion", "vote", "owner-3")
+SIGNS = ("vote", "average", "int8", "vote-2", "vote-3", "vote-4", "owner-1", "owner-2", "owner-3",
+         "owner-4", "vote-coded")  # fmt: skip
+PARTS = ("tuning", "main", "noniid", "ablation", "local", "signs")
+
+
+def rows_of(rows: Iterable[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:
+    """The rows in which all these fields are so."""
+    return [row for row in rows if all(row.get(k) == v for k, v in wanted.items())]
+
+
+class Study:
+    """The runs of a study of one size, given the rows that there are already."""
+
+    def __init__(self, size: Size, tasks: tuple[str, ...], rows: list[dict[str, Any]]):
+        self._size, self._tasks, self._rows = size, tasks, rows
+
+    def specs(self, part: str) -> list[Spec]:
+        """The runs of a part; those but "tuning" need its rows."""
+        if part not in PARTS:
+            raise ValueError(f"{part!r} is no part of the study; there are {', '.join(PARTS)}")
+        return list(getattr(self, f"_{part}")())
+
+    def best_rate(self, task: str, method: str, split: str) -> float:
+        """The rate with the best validation metric; "dirichlet" uses that of "class"."""
+        split = "iid" if split == "iid" else "class"
+        method = tuned_as(method, split)
+        found = rows_of(self._rows, part="tuning", task=task, method=method, split=split)
+        found = [row for row in found if row["rate"] in METHODS[method].rates]
+        if len(found) < len(METHODS[method].rates):
+            raise ValueError(
+                f"{method} on {task}, {split}, is not tuned yet: run --part tuning first"
+            )
+        return best(found)["rate"]
+
+    def _spec(
+        self, part: str, task: str, method: str, workers: int, seed: int, **given: Any
+    ) -> Spec:
+        split = given.get("split", "iid")
+        rate = given.get("rate") or self.best_rate(task, method, split)
+        batch = given.get("batch") or self._size.of(task).batch // workers
+        return Spec(part, task, method, workers, split, batch, self._size.steps, rate, seed)
+
+    def _tuning(self) -> Iterator[Spec]:
+        for task in self._tasks:
+            for split, methods in (("iid", MAIN), ("class", noniid(task))):
+                for method in methods:
+                    for rate in METHODS[method].rates:
+                        yield self._spec(
+                            "tuning", task, method, TUNED_AT, TUNING_SEED, rate=rate, split=split
+                        )
+
+    def _main(self) -> Iterator[Spec]:
+        for task in self._tasks:
+            for workers in WORKERS:
+                for method in MAIN:
+                    more = method in CLAIMED and workers > 4
+                    for seed in range(MORE_SEEDS if more else SEEDS):
+                        yield self._spec("main", task, method, workers, seed)
+
+    def _noniid(self) -> Iterator[Spec]:
+        for task in self._tasks:
+            for method in noniid(task):
+                for seed in range(MORE_SEEDS if method in NONIID_CLAIMED else SEEDS):
+                    yield self._spec("noniid", task, method, 8, seed, split="class")
+            for method in DIRICHLET:
+                for seed in range(SEEDS):
+                    yield self._spec("noniid", task, method, 8, seed, split="dirichlet")
+
+    def _ablation(self) -> Iterator[Spec]:
+        for task in self._tasks:
+            for workers in (8, 32):
+                for method in (*ABLATION, *IID_SYNCS):
+                    for seed in range(SEEDS):
+                        yield self._spec("ablation", task, method, workers, seed)
+
+    def _local(self) -> Iterator[Spec]:
+        for task in self._tasks:
+            for workers in WORKERS:
+                for method in LOCAL:
+                    for seed in range(SEEDS):
+                        batch = self._size.of(task).local_batch
+                        yield self._spec("local", task, method, workers, seed, batch=batch)
+
+    def _signs(self) -> Iterator[Spec]:
+        for task in self._tasks:
+            for workers, split in ((8, "iid"), (32, "iid"), (8, "class")):
+                for method in SIGNS:
+                    rate = self.best_rate(task, "vote", "iid")
+                    yield self._spec("signs", task, method, workers, 0, split=split, rate=rate)
+
+
+def noniid(task: str) -> tuple[str, ...]:
+    """The methods for data that differ; of text, those about which something is claimed."""
+    return (*NONIID, *SYNCS) if task == "images" else NONIID_TEXT
+
+
+def tuned_as(method: str, split: str) -> str:
+    """Ablations take the learning rate of what they differ from in one thing."""
+    if split == "iid" and (method in ABLATION or method in SYNCS):
+        return "owner-3" if method.startswith("owner") else "vote"
+    return method
+
+
+def best(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The row with the best metric on the validation examples; one without a number is the worst."""
+
+    def goodness(row: dict[str, Any]) -> float:
+        accuracy, bits = (row["validation"].get(k) for k in ("accuracy", "bits_per_byte"))
+        if accuracy is not None:
+            return accuracy
+        return -bits if bits is not None else -float("inf")
+
+    return max(rows, key=goodness)

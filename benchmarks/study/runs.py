@@ -1,0 +1,172 @@
+"""One run of the study: W simulated workers, from the first step to the last, in one program."""
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lioncub_jax import simulate, splits
+from study import tasks
+from study.methods import Method, method_named
+from study.tasks import Task
+
+POINTS = 20  # of a curve
+
+
+class Spec(NamedTuple):
+    """What is run; rows of the study are found by it.
+
+    Attributes:
+      part: of the study, such as "tuning" or "main".
+      task: "images" or "text".
+      method: a key of ``METHODS``.
+      workers: how many.
+      split: "iid", "class" or "dirichlet".
+      batch: of one worker.
+      steps: of the optimizer.
+      rate: the highest learning rate.
+      seed: of the initial parameters, the split and the batches.
+    """
+
+    part: str
+    task: str
+    method: str
+    workers: int
+    split: str
+    batch: int
+    steps: int
+    rate: float
+    seed: int
+
+    @property
+    def program(self) -> tuple[Any, ...]:
+        """What runs of one compiled program have in common."""
+        return self.task, self.method, self.workers, self.split, self.batch, self.steps
+
+
+class Outcome(NamedTuple):
+    """What a program answers."""
+
+    curve: dict[str, jax.Array]  # [POINTS]: of a thousand validation examples or so
+    train_loss: jax.Array  # float32[POINTS]: means over the steps before
+    validation: dict[str, jax.Array]
+    test: dict[str, jax.Array]
+    syncs: jax.Array  # int32[]
+
+
+ALPHA = 0.3
+
+
+def schedule(rate: Any, steps: int) -> Callable[[jax.Array], jax.Array]:
+    """Up for a twentieth of the steps, then down to zero along a cosine."""
+    warmup = max(1, steps // 20)
+
+    def at(t: jax.Array) -> jax.Array:
+        return rate * jnp.minimum(1.0, (t + 1) / warmup) * 0.5 * (1 + jnp.cos(jnp.pi * t / steps))
+
+    return at
+
+
+def program(task: Task, method: Method, spec: Spec) -> Callable[..., Outcome]:
+    """``(data, table, lengths, rate, seed) -> Outcome``, to be compiled once for many runs."""
+    points = max(n for n in range(1, POINTS + 1) if spec.steps % n == 0)
+    times = jnp.arange(spec.steps).reshape(points, -1)
+
+    def train(data: tasks.Data, table: Any, lengths: Any, rate: Any, seed: Any) -> Outcome:
+        simulator = method.simulated(schedule(rate, spec.steps), spec.steps)
+        key = jax.random.key(seed)
+        draws = jax.random.fold_in(key, 1)
+
+        def step(run: simulate.Simulated, t: jax.Array) -> tuple[simulate.Simulated, jax.Array]:
+            own = drawn(jax.random.fold_in(draws, t), table, lengths, spec.batch)
+            batch = task.batch(data.train, own)
+            run, losses = simulate.step(task.loss, simulator, run, batch)
+            return run, losses.mean()
+
+        def segment(run: simulate.Simulated, times: jax.Array) -> tuple[simulate.Simulated, Any]:
+            run, losses = jax.lax.scan(step, run, times)
+            seen = task.measure(run.params, jax.tree.map(lambda x: x[0], data.validation))
+            return run, (seen, losses.mean())
+
+        run = simulate.start(simulator, task.init(key), spec.workers, key)
+        run, (curve, losses) = jax.lax.scan(segment, run, times)
+        return Outcome(
+            curve, losses,
+            tasks.evaluate(task, run.params, data.validation),
+            tasks.evaluate(task, run.params, data.test),
+            jnp.asarray(getattr(run.opt_state, "syncs", 0)),
+        )  # fmt: skip
+
+    return train
+
+
+def drawn(key: jax.Array, table: jax.Array, lengths: jax.Array, count: int) -> jax.Array:
+    """``int32[W, count]``: each worker's examples of a step, drawn with replacement from its own."""
+    uniform = jax.random.uniform(key, (len(table), count))
+    place = jnp.minimum((uniform * lengths[:, None]).astype(jnp.int32), lengths[:, None] - 1)
+    return jnp.take_along_axis(table, place, axis=1)
+
+
+class Runner:
+    """Runs specs of one task, compiling each program once.
+
+    Attributes:
+      task: what is learned.
+    """
+
+    make_program = staticmethod(program)
+
+    def __init__(self, task: Task):
+        self.task = task
+        self._compiled: dict[Any, Any] = {}
+
+    def run(self, spec: Spec) -> dict[str, Any]:
+        """Trains, and returns what a row of the study says about it."""
+        began = time.perf_counter()
+        parts = self.task.share(spec.split, spec.workers, ALPHA, spec.seed)
+        table, lengths = map(jnp.asarray, splits.table(parts))
+        args = self.task.data, table, lengths, jnp.float32(spec.rate), spec.seed
+        key = spec.program, table.shape
+        if key not in self._compiled:
+            made = type(self).make_program(self.task, method_named(spec.method), spec)
+            # What comes next is mostly of the same kind: one program is kept.
+            self._compiled = {key: jax.jit(made).lower(*args).compile()}
+        compiling = time.perf_counter() - began
+        outcome = jax.device_get(self._compiled[key](*args))
+        size = sum(x.size for x in jax.tree.leaves(self.task.parameters))
+        return {
+            **spec._asdict(),
+            "dataset": self.task.dataset,
+            "parameters": size,
+            **self.described(spec, outcome),
+            "compiling": round(compiling, 2),
+            "seconds": round(time.perf_counter() - began, 2),
+        }
+
+    def described(self, spec: Spec, outcome: Outcome) -> dict[str, Any]:
+        """The part of a row that an outcome fills."""
+        shapes, syncs = self.task.parameters, int(outcome.syncs)
+        sent = method_named(spec.method).sent(shapes, spec.workers, spec.steps, syncs)
+        size = sum(x.size for x in jax.tree.leaves(shapes))
+        return {
+            "sent_bytes": sent,  # by each worker, in all steps
+            "bits_per_parameter": float(f"{8 * sent / spec.steps / size:.5g}"),
+            "syncs": syncs,
+            "validation": numbers(outcome.validation),
+            "test": numbers(outcome.test),
+            "curve": numbers(outcome.curve | {"train_loss": outcome.train_loss}),
+        }
+
+
+def numbers(tree: Any) -> Any:
+    """JSON: five digits; what is not finite is null."""
+    return jax.tree.map(lambda x: _numbers(np.asarray(x, float)), tree)
+
+
+def _numbers(x: np.ndarray) -> Any:
+    if x.ndim:
+        return [_numbers(one) for one in x]
+    return float(f"{x:.5g}") if np.isfinite(x) else None

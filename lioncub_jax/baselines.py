@@ -1,0 +1,468 @@
+"""What Lion by votes is compared with: the baselines of the two papers, behind the same interface.
+
+| baseline | worker sends | travels back | source |
+|---|---|---|---|
+| `sgd`, `adamw`, `lion` | its gradient, float32 | (all-reduce) the mean | optax, on the mean |
+| `signsgd` | 1 bit of its gradient | the majority, 1 bit | Bernstein et al., arXiv 1802.04434 |
+| `signum` | 1 bit of its momentum | the majority, 1 bit | Bernstein et al., arXiv 1810.05291 |
+| `ef_signsgd` | 1 bit and a scale for each block, with feedback | the same | 1901.09847, 1905.10936 |
+| `terngrad` | -1, 0 or +1 at random: 2 bits | the planes of the sum | Wen et al., arXiv 1705.07878 |
+| `qsgd` | p bits at random and a norm for each block | (all-gather), or floats | 1610.02132 |
+
+Weight decay is decoupled in all of them, ``p -= lr (u + wd p)``, as in Lion, so that a comparison
+changes one thing. The decay of SGD with momentum m in other libraries is often coupled (``g + wd p``),
+and then ``1 / (1 - m)`` times as strong: multiply it by that here.
+
+Where workers quantise, one that has a value that is not finite, or is told to ``abstain``, sits the
+step out, as in `communicate`; under the three means nobody can. One worker alone quantises nothing.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from lioncub_jax import accounting, checks, decide, quantize, wires
+from lioncub_jax.accounting import Sent, Traffic
+from lioncub_jax.exchange import communicate
+from lioncub_jax.momentum import blend
+from lioncub_jax.optimizer import global_gradients
+from lioncub_jax.shared_scale import in_shared_units
+from lioncub_jax.wires import AxisName, Wire
+
+
+def sgd(
+    learning_rate: optax.ScalarOrSchedule,
+    momentum: Any = 0.9,
+    nesterov: bool = False,
+    weight_decay: Any = 0.0,
+    mask: Any = None,
+    *,
+    axis_name: AxisName,
+    dtype: Any = jnp.float32,
+) -> optax.GradientTransformationExtraArgs:
+    """SGD with momentum on the mean gradient: ``v = m v + mean_i g_i``, ``p -= lr (v + wd p)``.
+
+    Args:
+      learning_rate: a number or an optax schedule.
+      momentum: decay of the momentum, in [0, 1); 0 keeps none.
+      nesterov: whether the update looks one step ahead.
+      weight_decay: decoupled, multiplied with the learning rate.
+      mask: which leaves decay, a tree of bools or a function of the parameters.
+      axis_name: mesh axis of the workers; a tuple of several is one group of workers.
+      dtype: of the all-reduce, ``float32`` or ``bfloat16``.
+
+    Returns:
+      A transform whose ``update`` must run where ``axis_name`` is bound.
+
+    Raises:
+      ValueError: for a momentum outside [0, 1), or a dtype that is not floating.
+
+    Example:
+      >>> from lioncub_jax import baselines
+      >>> tx = baselines.sgd(0.1, weight_decay=5e-4, axis_name="data")
+    """
+    checks.check_momentum(momentum)
+    tx = _descend(_trace(momentum, nesterov), learning_rate, weight_decay, mask)
+    return global_gradients(tx, axis_name, dtype)
+
+
+def adamw(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: Any = 0.9,
+    b2: Any = 0.999,
+    eps: Any = 1e-8,
+    eps_root: Any = 0.0,
+    mu_dtype: Any = None,
+    weight_decay: Any = 1e-4,
+    mask: Any = None,
+    *,
+    nesterov: bool = False,
+    axis_name: AxisName,
+    dtype: Any = jnp.float32,
+) -> optax.GradientTransformationExtraArgs:
+    """``optax.adamw``, whose arguments these are, on the mean gradient.
+
+    Args:
+      learning_rate: as `sgd`, like all arguments that are not named here.
+      b1: decay of the first moment.
+      b2: decay of the second moment.
+      eps: added outside of the root.
+      eps_root: added inside of it.
+      mu_dtype: dtype of the first moment; None for that of the parameters.
+      weight_decay: as `sgd`.
+      mask: as `sgd`.
+      nesterov: as `sgd`.
+      axis_name: as `sgd`.
+      dtype: as `sgd`.
+
+    Raises:
+      ValueError: for betas outside [0, 1), or a dtype that is not floating.
+
+    Example:
+      >>> from lioncub_jax import baselines
+      >>> tx = baselines.adamw(3e-4, b2=0.99, weight_decay=0.1, axis_name="data")
+    """
+    checks.check_betas(b1, b2)
+    checks.check_mu_dtype(mu_dtype)
+    tx = optax.adamw(
+        learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov
+    )
+    return global_gradients(tx, axis_name, dtype)
+
+
+def lion(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: Any = 0.9,
+    b2: Any = 0.99,
+    mu_dtype: Any = None,
+    weight_decay: Any = 1e-3,
+    mask: Any = None,
+    *,
+    axis_name: AxisName,
+    dtype: Any = jnp.float32,
+) -> optax.GradientTransformationExtraArgs:
+    """``optax.lion``, whose arguments these are, on the mean gradient: Lion without votes ("G-Lion").
+
+    Args:
+      learning_rate: as `sgd`, like all arguments that are not named here.
+      b1: weight of the momentum in the update, in [0, 1).
+      b2: decay of the momentum, in [0, 1).
+      mu_dtype: dtype of the momentum; None for that of the parameters.
+      weight_decay: as `sgd`.
+      mask: as `sgd`.
+      axis_name: as `sgd`.
+      dtype: as `sgd`.
+
+    Raises:
+      ValueError: for betas outside [0, 1), or a dtype that is not floating.
+
+    Example:
+      >>> from lioncub_jax import baselines
+      >>> tx = baselines.lion(1e-4, weight_decay=0.1, axis_name="data")
+    """
+    checks.check_betas(b1, b2)
+    checks.check_mu_dtype(mu_dtype)
+    tx = optax.lion(learning_rate, b1, b2, mu_dtype, weight_decay, mask)
+    return global_gradients(tx, axis_name, dtype)
+
+
+def signsgd(
+    learning_rate: optax.ScalarOrSchedule,
+    weight_decay: Any = 0.0,
+    mask: Any = None,
+    *,
+    axis_name: AxisName,
+    wire: Wire | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Majority vote of gradients, signSGD: ``u = sign(sum_i sign(g_i))``, 1 bit up and 1 down.
+
+    Args:
+      learning_rate: as `sgd`, like all arguments that are not named here.
+      weight_decay: as `sgd`.
+      mask: as `sgd`.
+      axis_name: as `sgd`.
+      wire: ``two_phase()`` by default.
+
+    Raises:
+      ValueError: as `communicate`.
+
+    Example:
+      >>> from lioncub_jax import baselines
+      >>> tx = baselines.signsgd(1e-4, axis_name="data")
+
+    Source: Bernstein et al. (arXiv 1802.04434), algorithm 3. Zeros and ties are `communicate`'s.
+    """
+    vote = communicate(axis_name=axis_name, wire=wire)
+    return _descend(vote, learning_rate, weight_decay, mask)
+
+
+def signum(
+    learning_rate: optax.ScalarOrSchedule,
+    momentum: Any = 0.9,
+    mu_dtype: Any = None,
+    weight_decay: Any = 0.0,
+    mask: Any = None,
+    *,
+    axis_name: AxisName,
+    wire: Wire | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """SIGNUM: each worker votes with its momentum, ``mu_i = m mu_i + (1 - m) g_i``, after its update.
+
+    Args:
+      learning_rate: as `sgd`, like all arguments that are not named here.
+      momentum: in [0, 1).
+      mu_dtype: dtype of the momentum, each worker's own; None for that of the parameters.
+      weight_decay: as `sgd`.
+      mask: as `sgd`.
+      axis_name: as `sgd`.
+      wire: ``two_phase()`` by default.
+
+    Raises:
+      ValueError: as `communicate`; also for a momentum outside [0, 1).
+
+    Example:
+      >>> from lioncub_jax import baselines
+      >>> tx = baselines.signum(1e-4, weight_decay=0.1, axis_name="data")
+
+    Source: Bernstein et al. (arXiv 1810.05291), algorithm 1. Lion Cub with equal betas.
+    """
+    checks.check_momentum(momentum)
+    memory = blend(momentum, momentum, mu_dtype)
+    vote = communicate(axis_name=axis_name, memory=memory, wire=wire)
+    return _descend(vote, learning_rate, weight_decay, mask)
+
+
+def ef_signsgd(
+    learning_rate: optax.ScalarOrSchedule,
+    weight_decay: Any = 0.0,
+    mask: Any = None,
+    *,
+    axis_name: AxisName,
+    block: int = 128,
+    error_dtype: Any = jnp.float32,
+) -> optax.GradientTransformationExtraArgs:
+    """Error feedback for signSGD, both ways: what a sign and a scale miss is said later.
+
+    ``x_i = lr g_i + e_i``; worker i sends ``d_i = sign(x_i) mean|x_i|`` of each block and keeps
+    ``e_i = x_i - d_i``. The owner of a slice does the same with ``x = mean_i d_i + e``, a scale for each
+    64 elements, and what it sends back is the update. Scales travel as bfloat16: 1 + 16/block bits up,
+    1 + 16/64 down. The learning rate is part of what is fed back, so a change of it changes no error.
+
+    Args:
+      learning_rate: as `sgd`, like all arguments that are not named here.
+      weight_decay: as `sgd`; it is agreed on anyway and passes no quantiser.
+      mask: as `sgd`.
+      axis_name: as `sgd`.
+      block: 64 or 128 elements share a scale on the way up.
+      error_dtype: of the errors: one array like the parameters per worker, and its slice as an owner.
+
+    Raises:
+      ValueError: for another block, or a dtype that is not floating.
+
+    Example:
+      >>> from lioncub_jax import baselines
+      >>> tx = baselines.ef_signsgd(0.1, axis_name="data")
+
+    Source: Karimireddy et al. (arXiv 1901.09847), algorithm 1; two ways as dist-EF-blockSGD, Zheng et
+    al. (arXiv 1905.10936), without its momentum. A leaf takes whole blocks; padding is 0 in every scale.
+    """
+    parts = _ef_signsgd_parts(block, error_dtype)
+    return optax.chain(
+        optax.scale_by_learning_rate(learning_rate),
+        communicate(axis_name=axis_name, **parts),
+        optax.add_decayed_weights(_decay(learning_rate, weight_decay), mask),
+    )
+
+
+def terngrad(
+    learning_rate: optax.ScalarOrSchedule,
+    momentum: Any = 0.0,
+    clip: float | None = 2.5,
+    seed: int = 0,
+    weight_decay: Any = 0.0,
+    mask: Any = None,
+    *,
+    axis_name: AxisName,
+) -> optax.GradientTransformationExtraArgs:
+    """TernGrad: -1, 0 or +1 at random, in units of one scale per leaf that all workers share.
+
+    Worker i clips each leaf at ``clip`` standard deviations of its own; ``s = max_i max|g_i|`` of the
+    leaf; it sends ``sign(g_i)`` with probability ``|g_i| / s`` and else 0; the update is ``s`` times the
+    mean of these, right on average but for what was clipped. 2 bits up, the planes of the sum down
+    (ceil(log2(2W + 1)) bits), and one float32 for each leaf in one all-reduce.
+
+    Args:
+      learning_rate: as `sgd`, like all arguments that are not named here.
+      momentum: decay of a momentum of the mean, in [0, 1), the same on every worker; 0 keeps none.
+      clip: in standard deviations about zero (about the mean, a leaf of one element would be clipped to
+        nothing); None for no clipping.
+      seed: of the random codes.
+      weight_decay: as `sgd`.
+      mask: as `sgd`.
+      axis_name: as `sgd`.
+
+    Raises:
+      ValueError: for a momentum outside [0, 1), or a ``clip`` that is not above 0.
+
+    Example:
+      >>> from lioncub_jax import baselines
+      >>> tx = baselines.terngrad(0.1, momentum=0.9, axis_name="data")
+
+    Source: Wen et al. (arXiv 1705.07878), with gradient clipping, layer-wise and shared scalers.
+    """
+    checks.check_momentum(momentum)
+    if clip is not None and (not isinstance(clip, (int, float)) or not clip > 0):
+        raise ValueError(f"clip={clip!r}: give standard deviations above 0, such as 2.5, or None")
+    mean = optax.chain(
+        in_shared_units(communicate(axis_name=axis_name, **_terngrad_parts(seed)), axis_name, clip),
+        _alike(_trace(momentum), axis_name),
+    )
+    return _descend(mean, learning_rate, weight_decay, mask)
+
+
+def qsgd(
+    learning_rate: optax.ScalarOrSchedule,
+    bits: int = 4,
+    block: int = 128,
+    momentum: Any = 0.0,
+    seed: int = 0,
+    norm: str = "max",
+    weight_decay: Any = 0.0,
+    mask: Any = None,
+    *,
+    axis_name: AxisName,
+    wire: Wire | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """QSGD: a sign and ``s = 2**(bits-1) - 1`` levels of each block's norm, rounded at random.
+
+    The mean of what all workers say is right on average. By default everybody sends its codes to
+    everybody, as in the paper: (W-1) (bits + 16/block) bits per parameter. With ``wire=two_phase()`` codes
+    go to owners and float32 means come back: about bits + 32, whatever the number of workers.
+
+    Args:
+      learning_rate: as `sgd`, like all arguments that are not named here.
+      bits: of a code, sign included, 2 to 8.
+      block: 64 or 128 elements share a norm.
+      momentum: decay of a momentum of the mean, in [0, 1); 0 keeps none. It lives with the owners: with
+        ``two_phase()`` a slice at each worker.
+      seed: of the random codes.
+      norm: ``"max"`` (the paper's practice) or ``"l2"`` (its theory).
+      weight_decay: as `sgd`.
+      mask: as `sgd`.
+      axis_name: as `sgd`.
+      wire: ``gathered()`` by default, or ``two_phase()``.
+
+    Raises:
+      ValueError: as `communicate`; also for bits, a block, a norm or a momentum out of range.
+
+    Example:
+      >>> from lioncub_jax import baselines
+      >>> tx = baselines.qsgd(0.1, bits=4, momentum=0.9, axis_name="data")
+
+    Source: Alistarh et al. (arXiv 1610.02132). Codes have a fixed width (the paper's Elias codes do
+    not), norms travel as bfloat16 rounded up.
+    """
+    checks.check_momentum(momentum)
+    parts = _qsgd_parts(bits, block, momentum, seed, norm, wire)
+    return _descend(communicate(axis_name=axis_name, **parts), learning_rate, weight_decay, mask)
+
+
+def traffic(method: Callable[..., Any], params: Any, workers: int, **options: Any) -> Traffic:
+    """Predicts what each worker sends in a step of a baseline.
+
+    Args:
+      method: a function of this module, such as ``qsgd``.
+      params: tree of arrays or ``jax.ShapeDtypeStruct``; only sizes matter.
+      workers: how many workers.
+      **options: as given to the method; those that do not change what is sent may be left out.
+
+    Returns:
+      A ``Traffic``; one worker sends nothing to others.
+
+    Raises:
+      ValueError: for a function that is none of these, or fewer than one worker.
+      TypeError: for an option that the method does not have.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from lioncub_jax import baselines
+      >>> round(baselines.traffic(baselines.qsgd, {"w": jnp.ones(2**20)}, 2, bits=2).bits_per_parameter, 3)
+      2.125
+    """
+    if method not in (*_MEANS, *_PARTS):
+        known = ", ".join(known.__name__ for known in (*_MEANS, *_PARTS))
+        raise ValueError(
+            f"traffic({getattr(method, '__name__', method)}): give one of these functions: {known}"
+        )
+    given = inspect.signature(method).bind_partial(**options)
+    given.apply_defaults()
+    if method in _MEANS:
+        return accounting.predict_mean(params, workers, given.arguments["dtype"])
+    sent = accounting.predict(params, workers, **_PARTS[method](**given.arguments))
+    scales = wires.max_bytes(len(jax.tree.leaves(params)), workers)
+    if method is not terngrad or not scales:
+        return sent
+    collectives = (Sent("all-reduce", False, scales), *sent.collectives)
+    return sent._replace(sent_bytes=sent.sent_bytes + scales, collectives=collectives)
+
+
+def _ef_signsgd_parts(block: int, error_dtype: Any, **_: Any) -> dict[str, Any]:
+    return {
+        "up": quantize.error_feedback(quantize.midrise(1, block=block), error_dtype),
+        "owner": decide.feedback_at_owner(error_dtype),
+        "down": decide.scaled_signs(),
+    }
+
+
+def _terngrad_parts(seed: int, **_: Any) -> dict[str, Any]:
+    return {
+        "up": quantize.ternary(rounding=quantize.stochastic(seed)),
+        # One worker's values never travel, so it has no use for their signs.
+        "owner": decide.count()._replace(alone=lambda x, state: (x, state)),
+        "down": decide.total(),
+    }
+
+
+def _qsgd_parts(
+    bits: int, block: int, momentum: Any, seed: int, norm: str, wire: Wire | None, **_: Any
+) -> dict[str, Any]:
+    rounding = quantize.stochastic(seed)
+    return {
+        "up": quantize.levels(bits, block=block, norm=norm, rounding=rounding),
+        "owner": decide.momentum_at_owner(_trace(momentum), dominance=jnp.inf),
+        "down": decide.floats(),
+        "wire": wires.gathered() if wire is None else wire,
+    }
+
+
+# Which baselines average, and of which parts the others are put together.
+_MEANS: tuple[Callable[..., Any], ...] = (sgd, adamw, lion)
+_PARTS: dict[Callable[..., Any], Callable[..., dict[str, Any]]] = {
+    signsgd: lambda wire, **_: {"wire": wire},
+    signum: lambda wire, **_: {"wire": wire},
+    ef_signsgd: _ef_signsgd_parts,
+    terngrad: _terngrad_parts,
+    qsgd: _qsgd_parts,
+}
+
+
+def _trace(momentum: Any, nesterov: bool = False) -> optax.GradientTransformation:
+    none = isinstance(momentum, (int, float)) and momentum == 0
+    return optax.identity() if none else optax.trace(momentum, nesterov)
+
+
+def _descend(
+    direction: optax.GradientTransformation,
+    learning_rate: optax.ScalarOrSchedule,
+    weight_decay: Any,
+    mask: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """``-lr (u + wd p)``."""
+    return optax.chain(
+        direction,
+        optax.add_decayed_weights(weight_decay, mask),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+def _decay(learning_rate: optax.ScalarOrSchedule, weight_decay: Any) -> Any:
+    """``-lr wd``, for what is added to an update that has its learning rate already."""
+    if isinstance(weight_decay, (int, float)) and weight_decay == 0:
+        return 0.0  # which optax leaves out
+    lr = learning_rate if callable(learning_rate) else lambda count: learning_rate
+    share = weight_decay if callable(weight_decay) else lambda count: weight_decay
+    return lambda count: -lr(count) * share(count)
+
+
+def _alike(
+    tx: optax.GradientTransformation, axis_name: AxisName
+) -> optax.GradientTransformationExtraArgs:
+    """Runs a transform of what is agreed on from state that is the same on every worker."""
+    tx = optax.with_extra_args_support(tx)
+    return optax.GradientTransformationExtraArgs(
+        lambda params: tx.init(wires.agreed(params, axis_name)), tx.update
+    )

@@ -1,0 +1,425 @@
+"""Deep Gradient Compression: a baseline that sends the few largest values of what a worker has gathered.
+
+For worker i, leaf by leaf::
+
+    u_i = m u_i + g_i           # momentum correction: momentum comes before what is left out
+    v_i = v_i + u_i             # the residual: all that was not sent yet
+    send v_i at its k largest magnitudes, k = ceil(density n);  there u_i = v_i = 0
+    p   = p - lr (sum_i sent_i / W + wd p)
+
+Where this differs from the paper:
+
+1. The k largest are exact, and always k of a leaf (of a device's shard of one): a compiled program
+   sends messages of a fixed length. The paper samples 0.1 to 1 % of a leaf, takes the threshold that
+   would send the wanted share of the sample, and sends what passes it, so that its messages vary.
+2. An entry is a 32-bit index and a 32-bit value; the paper has 16-bit run lengths of zeros.
+3. Weight decay is decoupled, and there is no Nesterov momentum.
+4. Workers that sit out, and one worker alone, see `dgc`: both are ours.
+
+Source: Lin et al., "Deep Gradient Compression" (arXiv 1712.01887).
+"""
+
+import math
+import operator
+from collections.abc import Sequence
+from functools import partial, reduce
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from lioncub_jax import checks, placement, wires
+from lioncub_jax.accounting import Sent, Traffic
+from lioncub_jax.layout import varying_axes
+from lioncub_jax.specs import cut_of
+from lioncub_jax.wires import AxisName
+
+
+class DGCState(NamedTuple):
+    """What `dgc` keeps from step to step; the first state of its chain.
+
+    Attributes:
+      count: ``int32[]``, steps taken; same on every worker.
+      velocity: ``u``, float32, shaped like the parameters, each worker's own. It is not averaged
+        anywhere, and so is not called ``mu``.
+      residual: ``v``, float32, shaped like the parameters, each worker's own.
+      abstained: ``int32[]``, workers that sat out the last step; same on every worker.
+      abstentions: ``int32[]``, their sum over all steps; same on every worker.
+    """
+
+    count: jax.Array  # type: ignore[assignment]
+    velocity: Any
+    residual: Any
+    abstained: jax.Array
+    abstentions: jax.Array
+
+
+class Stage(NamedTuple):
+    """A time of constant density.
+
+    Attributes:
+      first_step: how many steps were taken before it begins.
+      density: the share of each leaf that is sent.
+    """
+
+    first_step: int
+    density: float
+
+
+class _Plan(NamedTuple):
+    axis: AxisName
+    momentum: Any
+    clip: Any
+    masking: bool
+    stages: tuple[Stage, ...]
+
+
+def dgc(
+    learning_rate: optax.ScalarOrSchedule,
+    momentum: Any = 0.9,
+    density: float = 0.001,
+    warmup: int = 0,
+    clip: Any = None,
+    weight_decay: Any = 0.0,
+    mask: Any = None,
+    *,
+    axis_name: AxisName,
+    factor_masking: bool = True,
+) -> optax.GradientTransformationExtraArgs:
+    """Deep Gradient Compression: momentum SGD in which a worker sends a thousandth of its values a step.
+
+    ``u = m u + g``, ``v = v + u``; the ``ceil(density n)`` largest ``|v|`` of each leaf are sent, and
+    there ``u = v = 0``; ``p -= lr (sum of all that was sent / workers that took part + wd p)``. Of
+    equal magnitudes the lower index goes first.
+
+    A worker with a gradient that is not finite anywhere, or told to by ``abstain``, sits the step out:
+    what it sends counts for nothing, and its state stays as it is. One worker alone sends nothing, so
+    nothing is left out either: its update is that of plain momentum SGD.
+
+    Masking forgets the velocity of what is sent. So ``density=1`` has no momentum: it is plain SGD on
+    the mean gradient; with ``factor_masking=False`` it is momentum SGD on the mean gradient.
+
+    Args:
+      learning_rate: a number or an optax schedule.
+      momentum: ``m``, in [0, 1).
+      density: the share of each leaf that a worker sends, in (0, 1]; at least one value of each.
+      warmup: steps in which the density comes down from 25 % by factors of four: 25 %, 6.25 %, 1.5625 %
+        and so on, all above ``density`` for equally long. The paper takes four epochs.
+      clip: local gradient clipping, before anything is gathered: a worker's gradient is scaled to a
+        norm over all leaves of at most ``clip / sqrt(W)``. None for no clipping.
+      weight_decay: decoupled, multiplied with the learning rate.
+      mask: which leaves decay, a tree of bools or a function of the parameters.
+      axis_name: mesh axis of the workers, or several as a tuple.
+      factor_masking: False keeps the velocity of what is sent (the paper's ablation).
+
+    Returns:
+      A chain whose first state is a `DGCState`. ``update(updates, state, params, abstain=None)`` takes
+      gradients that vary over ``axis_name``, floating leaves of any shape, and returns updates of the
+      same shapes and dtypes that are the same on every worker. ``abstain``: ``bool[]`` of this worker.
+      Leaves that are cut over other mesh axes are sent shard by shard: the k largest of each.
+
+    Raises:
+      ValueError: for a density outside (0, 1], a momentum outside [0, 1), a ``warmup`` below 0 or with
+        a density of at least 25 %, a ``clip`` that is not above 0; when traced, for an axis that is not
+        bound, or gradients that were already reduced.
+      TypeError: when traced, for integer or complex leaves.
+
+    Example:
+      >>> from lioncub_jax.dgc import dgc
+      >>> tx = dgc(0.1, density=0.001, warmup=4 * 391, clip=1.0, axis_name="data")
+
+    Source: Lin et al., "Deep Gradient Compression" (arXiv 1712.01887).
+    """
+    checks.check_axis(axis_name)
+    _check_numbers(momentum, clip)
+    plan = _Plan(axis_name, momentum, clip, factor_masking, stages(density, warmup))
+    return optax.chain(
+        _sparse_mean(plan),
+        optax.add_decayed_weights(weight_decay, mask),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+def stages(density: float, warmup: int = 0) -> tuple[Stage, ...]:
+    """The densities of a warm-up and the last one, each with the step from which it holds.
+
+    Args:
+      density: the last one, in (0, 1].
+      warmup: steps before it, cut as equally as whole steps allow.
+
+    Raises:
+      ValueError: as `dgc`.
+
+    Example:
+      >>> from lioncub_jax.dgc import stages
+      >>> [(s.first_step, s.density) for s in stages(0.01, warmup=12)]
+      [(0, 0.25), (4, 0.0625), (8, 0.015625), (12, 0.01)]
+    """
+    _check_density(density, warmup)
+    falling: list[float] = []
+    while warmup and 0.25 ** (len(falling) + 1) > density:
+        falling.append(0.25 ** (len(falling) + 1))
+    count = len(falling)
+    begins = [-(-warmup * n // max(count, 1)) for n in range(count + 1)]
+    times = zip(pairwise(begins), falling, strict=True)
+    # More stages than steps: those without a step are left out, as each is compiled.
+    warm = [Stage(begin, share) for (begin, end), share in times if begin < end]
+    return (*warm, Stage(warmup, density))
+
+
+def traffic(
+    params: Any, workers: int, *, density: float = 0.001, warmup: int = 0, step: int | None = None
+) -> Traffic:
+    """Predicts what each worker sends in a step of `dgc`: one all-gather of sparse messages.
+
+    ``(W - 1) (8 K + 4)`` bytes, with K the values sent of all leaves: an index and a value each, and one
+    word that says whether the worker takes part. Messages of 51 kB and more are padded to 512 bytes.
+
+    Args:
+      params: tree of arrays or ``jax.ShapeDtypeStruct``; only sizes matter. Where leaves are cut over
+        inner axes, give the shards of one device; leaves that are cut over different axes travel in a
+        message for each set of axes.
+      workers: how many workers.
+      density: as in `dgc`.
+      warmup: as in `dgc`.
+      step: how many steps were taken before, to ask about the warm-up; None for after it.
+
+    Returns:
+      A ``Traffic``; one worker sends nothing.
+
+    Raises:
+      ValueError: as `dgc`; for fewer than one worker, or a step below 0.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from lioncub_jax.dgc import traffic
+      >>> traffic({"w": jnp.ones((1000, 100))}, 8).sent_bytes  # 7 * (8 * 100 + 4)
+      5628.0
+    """
+    checks.check_count(f"workers={workers!r}", workers)
+    held = stages(density, warmup)
+    if step is not None and (not isinstance(step, int) or step < 0):
+        raise ValueError(f"step={step!r}: give the steps taken before, from 0; or None")
+    now = [stage for stage in held if step is None or stage.first_step <= step][-1].density
+    sizes = [math.prod(jnp.shape(x)) for x in jax.tree.leaves(params)]
+    entries = sum(_entries(size, now) for size in sizes)
+    sent = wires.words_bytes(2 * entries + 1, workers) if entries and workers > 1 else 0.0
+    collectives = (Sent("all-gather", False, sent),) if sent else ()
+    return Traffic(f"dgc({now:g})", workers, sum(sizes), sent, 0.0, collectives)
+
+
+def _sparse_mean(plan: _Plan) -> optax.GradientTransformationExtraArgs:
+    """Local gradients in, the mean of what the workers sent out."""
+
+    def init(params: optax.Params) -> DGCState:
+        checks.check_leaves(params)
+        zeros = [jax.tree.map(_float32_zeros, params) for _ in range(2)]
+        counts = [jnp.zeros((), jnp.int32) for _ in range(3)]
+        return DGCState(counts[0], *zeros, *counts[1:])
+
+    def update(
+        updates: optax.Updates,
+        state: DGCState,
+        params: optax.Params | None = None,
+        *,
+        abstain: jax.Array | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, DGCState]:
+        del params, extra
+        workers = wires.workers_on(plan.axis)
+        checks.check_leaves(updates)
+        checks.check_local(updates, plan.axis)
+        told = jnp.zeros((), bool) if abstain is None else checks.as_flag(abstain)
+        on_device = partial(_worker_step, plan, workers)
+        # Results lie as what they replace.
+        return placement.on_shards(on_device, (updates, state, told), cut_of((updates, state)))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _float32_zeros(p: jax.Array) -> jax.Array:
+    return jnp.zeros_like(p, dtype=jnp.float32)
+
+
+def _worker_step(
+    plan: _Plan, workers: int, updates: Any, state: DGCState, told: jax.Array
+) -> tuple[Any, DGCState]:
+    """What one worker does in a step, on each of its devices."""
+    leaves, tree = jax.tree.flatten(updates)
+    before = _Gathered(*map(jax.tree.leaves, (state.velocity, state.residual)))
+    grads, finite = _clipped(plan, workers, [g.astype(jnp.float32) for g in leaves])
+    velocity = [plan.momentum * u + g for u, g in zip(before.velocity, grads, strict=True)]
+    residual = [v + u for v, u in zip(before.residual, velocity, strict=True)]
+    abstains = _abstains(plan.axis, told | ~finite, residual)
+    means, present, now = (
+        _alone(plan.axis, ~abstains, velocity, before.residual)
+        if workers == 1
+        else _exchanged(plan, ~abstains, state.count, _Gathered(velocity, residual))
+    )
+    now = jax.tree.map(partial(jnp.where, abstains), before, now)
+    away = None if present is None else workers - present.astype(jnp.int32)
+    new_state = DGCState(
+        optax.safe_increment(state.count),
+        jax.tree.unflatten(tree, now.velocity),
+        jax.tree.unflatten(tree, now.residual),
+        state.abstained if away is None else away,
+        state.abstentions if away is None else state.abstentions + away,
+    )
+    means = [mean.astype(g.dtype) for mean, g in zip(means, leaves, strict=True)]
+    return jax.tree.unflatten(tree, means), new_state
+
+
+class _Gathered(NamedTuple):
+    """A worker's ``u`` and ``v``, ``float32[...]`` of each leaf."""
+
+    velocity: list[jax.Array]
+    residual: list[jax.Array]
+
+
+def _clipped(
+    plan: _Plan, workers: int, grads: list[jax.Array]
+) -> tuple[list[jax.Array], jax.Array]:
+    """Gradients of at most ``clip / sqrt(W)``, and whether their norm is finite."""
+    if plan.clip is None or not grads:
+        return grads, jnp.ones((), bool)
+    # Over all axes that cut any leaf, in one sum; a leaf of which there are copies counts once.
+    squares = [jnp.sum(jnp.square(g)) * wires.shards_of(g, plan.axis) for g in grads]
+    square = reduce(operator.add, squares)
+    square = wires.sum_over_shards(square / wires.shards_of(square, plan.axis), plan.axis)
+    norm, limit = jnp.sqrt(square), plan.clip / math.sqrt(workers)
+    scale = jnp.where(norm > limit, limit / norm, 1)
+    return [g * scale for g in grads], jnp.isfinite(norm)
+
+
+def _abstains(axis: AxisName, told: jax.Array, residual: list[jax.Array]) -> jax.Array:
+    """``bool[]``: whether this worker sits out, its devices as one."""
+    # All that is not finite ends up in the residual.
+    sits_out = reduce(operator.or_, [told, *[~jnp.all(jnp.isfinite(v)) for v in residual]])
+    return wires.same_over_shards(sits_out.astype(jnp.uint32), axis) > 0
+
+
+def _alone(
+    axis: AxisName, takes_part: jax.Array, velocity: list[jax.Array], residual: list[jax.Array]
+) -> tuple[list[jax.Array], jax.Array, _Gathered]:
+    """One worker's update: its velocity, all of it; nothing is left out, so nothing is gathered."""
+    means = [wires.same_everywhere(jnp.where(takes_part, u, 0), axis) for u in velocity]
+    present = wires.same_everywhere(takes_part.astype(jnp.uint32), axis)
+    return means, present, _Gathered(velocity, residual)
+
+
+def _exchanged(
+    plan: _Plan, takes_part: jax.Array, count: jax.Array, gathered: _Gathered
+) -> tuple[list[jax.Array], jax.Array | None, _Gathered]:
+    """The mean of what all send, how many take part, and what this worker is left with."""
+    if not any(v.size for v in gathered.residual):
+        return [jnp.zeros(v.shape) for v in gathered.residual], None, gathered
+    # Each stage has messages of its own length, so it is a branch with an all-gather of its own; all
+    # workers take the same one, as they count the same steps.
+    branches = [partial(_send, plan, stage.density) for stage in plan.stages]
+    begins = np.array([stage.first_step for stage in plan.stages[1:]], np.int32)
+    stage = jnp.sum(count >= begins, dtype=jnp.int32)
+    return lax.switch(stage, branches, takes_part, gathered)
+
+
+def _send(
+    plan: _Plan, density: float, takes_part: jax.Array, gathered: _Gathered
+) -> tuple[list[jax.Array], jax.Array, _Gathered]:
+    """One exchange at a density: a message for all leaves that vary over the same mesh axes."""
+    velocity, residual = list(gathered.velocity), list(gathered.residual)
+    means, counted = [jnp.zeros(v.shape) for v in residual], []
+    for group in _groups(residual):
+        shapes = [residual[i].shape for i in group]
+        flat = [residual[i].reshape(-1) for i in group]
+        with jax.named_scope("lioncub.pack"):
+            at = [lax.top_k(jnp.abs(v), _entries(v.size, density))[1] for v in flat]
+            values = [jnp.where(takes_part, v[i], 0) for v, i in zip(flat, at, strict=True)]
+        with jax.named_scope("lioncub.up"):
+            heard = wires.gather_words(_message(at, values, takes_part), plan.axis)
+        with jax.named_scope("lioncub.unpack"):
+            sums, present = _added(heard, [v.size for v in flat], [i.size for i in at])
+        share = 1 / jnp.maximum(present, 1).astype(jnp.float32)
+        counted.append(wires.same_over_shards(present, plan.axis))
+        for i, sent, total, shape in zip(group, at, sums, shapes, strict=True):
+            means[i] = (total * share).reshape(shape)
+            residual[i] = _without(residual[i], sent)
+            velocity[i] = _without(velocity[i], sent) if plan.masking else velocity[i]
+    return means, counted[0], _Gathered(velocity, residual)
+
+
+def _groups(leaves: Sequence[jax.Array]) -> list[list[int]]:
+    """Leaves that may share a message, by index; empty ones are in none."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for index, leaf in enumerate(leaves):
+        if leaf.size:
+            groups.setdefault(tuple(sorted(varying_axes(leaf))), []).append(index)
+    # What is cut over the fewest axes first: if over none, all devices already hold the same count.
+    return [groups[axes] for axes in sorted(groups, key=lambda axes: (len(axes), axes))]
+
+
+def _entries(size: int, density: float) -> int:
+    """How many values of a leaf are sent."""
+    return max(1, math.ceil(density * size)) if size else 0
+
+
+def _message(at: list[jax.Array], values: list[jax.Array], takes_part: jax.Array) -> jax.Array:
+    """``uint32[2 K + 1]``: indices, values, and a one for taking part."""
+    indices = jnp.concatenate(at).astype(jnp.uint32)
+    bits = lax.bitcast_convert_type(jnp.concatenate(values), jnp.uint32)
+    return jnp.concatenate([indices, bits, takes_part.astype(jnp.uint32)[None]])
+
+
+def _added(
+    heard: jax.Array, sizes: list[int], entries: list[int]
+) -> tuple[list[jax.Array], jax.Array]:
+    """Sums of the messages ``uint32[W, 2 K + 1]`` for each leaf ``float32[size]``, and who took part."""
+    ends = np.cumsum(entries)
+    at = jnp.split(heard[:, : ends[-1]].astype(jnp.int32), ends[:-1], axis=1)
+    bits = lax.bitcast_convert_type(heard[:, ends[-1] : -1], jnp.float32)
+    values = jnp.split(bits, ends[:-1], axis=1)
+
+    def add(worker: int | jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
+        return [
+            total.at[i[worker]].add(x[worker], unique_indices=True)
+            for total, i, x in zip(totals, at, values, strict=True)
+        ]
+
+    # Worker by worker: one scatter of everything would add what meets in any order, and a GPU does not
+    # choose the same order twice, so that replicas would part.
+    totals = lax.fori_loop(1, len(heard), add, add(0, [jnp.zeros(size) for size in sizes]))
+    return totals, jnp.sum(heard[:, -1])
+
+
+def _without(x: jax.Array, sent: jax.Array) -> jax.Array:
+    return x.reshape(-1).at[sent].set(0, unique_indices=True).reshape(x.shape)
+
+
+def _check_density(density: Any, warmup: Any) -> None:
+    number = isinstance(density, (int, float, np.number)) and not isinstance(density, bool)
+    if not number or not 0 < density <= 1:
+        raise ValueError(
+            f"density={density!r}: give the share of values to send, in (0, 1], such as 0.001"
+        )
+    if not isinstance(warmup, int) or isinstance(warmup, bool) or warmup < 0:
+        raise ValueError(f"warmup={warmup!r}: give a whole number of steps, or 0 for no warm-up")
+    if warmup and density >= 0.25:
+        raise ValueError(
+            f"warmup={warmup} with density={density}: a warm-up comes down from 25 %; give a density "
+            "below 0.25, or warmup=0"
+        )
+
+
+def _check_numbers(momentum: Any, clip: Any) -> None:
+    """Where their values are known."""
+    number = int, float, np.number, np.ndarray, jax.Array
+    if not isinstance(momentum, jax.core.Tracer) and (
+        not isinstance(momentum, number) or not 0 <= momentum < 1
+    ):
+        raise ValueError(f"momentum={momentum!r}: give a number in [0, 1), such as 0.9")
+    if clip is None or isinstance(clip, jax.core.Tracer):
+        return
+    if not isinstance(clip, number) or isinstance(clip, bool) or not 0 < clip < math.inf:
+        raise ValueError(f"clip={clip!r}: give a norm above 0, or None for no clipping")

@@ -1,0 +1,597 @@
+"""The baselines of the papers: against their references, optax, the papers' claims and compiled bytes.
+
+As in ``test_against_reference``, gradients are small integers, and learning rates, momenta and decays
+are powers of two, so that sums are exact in any order and equal means equal. Tolerances say why.
+"""
+
+import functools
+from collections import Counter
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import AXIS
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from test_against_reference import (
+    FLOATING,
+    TREES,
+    Story,
+    assert_equal,
+    assert_same_everywhere,
+    assert_statistics,
+    eventful,
+    in_rows,
+    integers,
+    simulate,
+    zeros,
+)
+
+import lioncub_jax as lc
+from lioncub_jax import ballots, baselines, bits, quantize, reference, reference_baselines
+
+TWO_PHASE = lc.two_phase()
+
+
+def learning_rate(count):
+    return jnp.where(count % 2 == 0, 0.25, 0.5)
+
+
+def decays(params):
+    return {name: i % 2 == 0 for i, name in enumerate(sorted(params))}
+
+
+def eighths(tree, seed=0):
+    """Parameters with few bits, so that their decay is exact too."""
+    rng = np.random.default_rng(seed)
+    return {k: jnp.asarray(rng.integers(-8, 9, s) / 8, jnp.float32) for k, s in tree.items()}
+
+
+class Method(NamedTuple):
+    """A baseline and what it should be, ``params -> Simulator``, from the same ``learning_rate``."""
+
+    tx: Any
+    simulator: Any
+
+
+def method(make, simulator, *args, **options):
+    tx = make(learning_rate, *args, axis_name=AXIS, **options)
+    return Method(tx, reference.optimizer(simulator, learning_rate, 0.0))
+
+
+def feedback(**options):
+    tx = baselines.ef_signsgd(learning_rate, axis_name=AXIS, **options)
+    return Method(tx, reference_baselines.ef_signsgd(learning_rate, **options))
+
+
+VOTED = {
+    "signsgd": method(baselines.signsgd, reference.local_momentum(0, 0)),
+    "signum": method(
+        baselines.signum, reference.local_momentum(0.75, 0.75), 0.75, wire=lc.gathered()
+    ),
+    "ef_signsgd": feedback(),
+    "ef_signsgd, 64": feedback(block=64),
+    "terngrad": method(
+        baselines.terngrad, reference_baselines.terngrad(None, 3, 0.5), 0.5, None, 3
+    ),
+    "terngrad, clipped": method(baselines.terngrad, reference_baselines.terngrad()),
+    "qsgd": method(baselines.qsgd, reference_baselines.qsgd()),
+    "qsgd, l2": method(
+        baselines.qsgd, reference_baselines.qsgd(2, 64, 5, 0.5, "l2"), 2, 64, 0.5, 5, "l2",
+        wire=TWO_PHASE,
+    ),
+}  # fmt: skip
+STORIES = [
+    (1, TREES[0], ("ef_signsgd", "terngrad", "qsgd, l2")),
+    (2, TREES[1], ("ef_signsgd, 64", "terngrad")),
+    (3, TREES[2], ("ef_signsgd", "terngrad, clipped", "qsgd, l2")),
+    (8, TREES[3], ("signsgd", "signum", "ef_signsgd", "terngrad, clipped", "qsgd")),
+]
+
+
+@pytest.mark.parametrize(("workers", "tree", "names"), STORIES)
+def test_with_workers_that_abstain_it_is_the_reference_bit_for_bit(
+    run_workers, workers, tree, names
+):
+    params = zeros(tree)
+    story = eventful(params, workers, seed=workers)
+    done = run_workers({name: VOTED[name].tx for name in names}, params, *story)
+    for name, (got, state) in done.items():
+        updates, want = simulate(VOTED[name].simulator, params, story)
+        assert_equal(got, updates)
+        assert any(u.any() for u in got.values()), name
+        abstained = assert_same_everywhere(optax.tree.get(state, "abstained"))
+        assert (abstained == [0, 1, 1, workers, 0, 0]).all()
+        if name.startswith("sign"):
+            assert_statistics(state[0], want)
+        if name.startswith("ef") and workers > 1:
+            assert_equal(state[1].error, want.error)
+            owner = in_rows(state[1].owner[0].value.error, TWO_PHASE)
+            assert_equal(owner[:, : want.owner.shape[1]], want.owner)
+            assert not owner[:, want.owner.shape[1] :].any()
+            # Of two workers one has nothing to say of a row, so all magnitudes are equal there.
+            assert np.abs(owner).max() > 0 or workers == 2
+
+
+def test_leaves_of_mixed_precision(run_workers):
+    params = zeros({"a": (65,), "b": (31,), "c": (3, 10), "d": ()}, FLOATING)
+    story = Story(integers(params, 2, 4), np.eye(4, dtype=bool)[:2])
+    names = "ef_signsgd", "terngrad"
+    done = run_workers({name: VOTED[name].tx for name in names}, params, *story)
+    for name in names:
+        updates, _ = simulate(VOTED[name].simulator, params, story)
+        assert_equal(done[name][0], updates)
+        assert {str(u.dtype) for u in done[name][0].values()} == set(FLOATING)
+
+
+def test_decay_is_decoupled_and_masked(run_workers):
+    """It changes updates by ``-lr wd p`` of the leaves that decay, and by nothing else."""
+    params = eighths({"w": (5, 13), "b": (7,)})
+    story = Story(integers(params, 2, 2), np.zeros((2, 2), bool))
+    makers = baselines.ef_signsgd, baselines.terngrad
+    both = {
+        f"{make.__name__} {decay}": make(
+            learning_rate, weight_decay=decay, mask=decays, axis_name=AXIS
+        )
+        for make in makers
+        for decay in (0.0, 0.5)
+    }
+    done = run_workers(both, params, *story)
+    for make in makers:
+        without, with_ = (done[f"{make.__name__} {decay}"][0] for decay in (0.0, 0.5))
+        np.testing.assert_array_equal(with_["w"], without["w"])
+        for step, lr in enumerate((0.25, 0.5)):
+            change = with_["b"][step] - without["b"][step]
+            # Two roundings of numbers below 4.
+            np.testing.assert_allclose(change, -lr * 0.5 * params["b"], atol=1e-6)
+
+
+# --- The mean of all gradients
+
+
+MEANS = {
+    "sgd": method(baselines.sgd, reference_baselines.averaged(optax.trace(0.5)), 0.5),
+    "sgd, nesterov": method(
+        baselines.sgd, reference_baselines.averaged(optax.trace(0.5, True)), 0.5, True
+    ),
+    "sgd, no momentum": method(
+        baselines.sgd, reference_baselines.averaged(optax.identity()), 0.0
+    ),
+    "lion": Method(
+        baselines.lion(learning_rate, 0.5, 0.5, None, 0.5, decays, axis_name=AXIS),
+        reference_baselines.averaged(optax.lion(learning_rate, 0.5, 0.5, None, 0.5, decays)),
+    ),
+    "adamw": Method(
+        baselines.adamw(
+            learning_rate, 0.5, 0.75, weight_decay=0.5, mask=decays, nesterov=True, axis_name=AXIS
+        ),
+        reference_baselines.averaged(
+            optax.adamw(learning_rate, 0.5, 0.75, weight_decay=0.5, mask=decays, nesterov=True)
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("workers", [1, 8])
+def test_means_go_into_the_optimizers_of_optax(run_workers, workers):
+    params = eighths({"w": (5, 13), "b": (7,), "scalar": ()})
+    story = Story(integers(params, 4, workers), np.zeros((4, workers), bool))
+    done = run_workers({name: m.tx for name, m in MEANS.items()}, params, *story)
+    for name, (got, _) in done.items():
+        updates, _ = simulate(MEANS[name].simulator, params, story)
+        if name == "adamw":  # roots and quotients may be fused with what follows, or not
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6), got, updates)
+        else:
+            assert_equal(got, updates)
+
+
+ALONE = {
+    "signsgd": (baselines.signsgd(0.25, axis_name=AXIS), optax.sign_sgd(0.25)),
+    "signum": (
+        baselines.signum(0.25, 0.5, axis_name=AXIS),
+        optax.lion(0.25, 0.5, 0.5, weight_decay=0.0),
+    ),
+    "ef_signsgd": (baselines.ef_signsgd(0.25, axis_name=AXIS), optax.sgd(0.25)),
+    "terngrad": (baselines.terngrad(0.25, 0.5, axis_name=AXIS), optax.sgd(0.25, 0.5)),
+    "qsgd": (baselines.qsgd(0.25, momentum=0.5, axis_name=AXIS), optax.sgd(0.25, 0.5)),
+    "sgd": (baselines.sgd(0.25, 0.5, True, axis_name=AXIS), optax.sgd(0.25, 0.5, True)),
+}
+
+
+def test_one_worker_alone_runs_the_plain_optimizer(run_workers):
+    params = zeros({"w": (5, 13), "scalar": ()})
+    story = Story(integers(params, 4, 1), np.zeros((4, 1), bool))
+    done = run_workers({name: tx for name, (tx, _) in ALONE.items()}, params, *story)
+    own = jax.tree.map(lambda g: jnp.asarray(g[:, 0]), story.grads)
+    for name, (_, plain) in ALONE.items():
+
+        def step(state, g, plain=plain):
+            updates, state = plain.update(g, state, params)
+            return state, updates
+
+        _, want = jax.lax.scan(step, plain.init(params), own)
+        assert_equal(done[name][0], jax.tree.map(np.asarray, want))
+
+
+# --- What the papers claim
+
+
+def test_random_codes_are_right_on_average(run_workers):
+    """Within 6 standard errors of 500 steps, each with random numbers of its own."""
+    steps, workers = 500, 4
+    params = zeros({"w": (130,), "b": (3,)})
+    own = jax.tree.map(lambda g: 1.0 * g[0], integers(params, 1, workers, seed=1))
+    grads = jax.tree.map(lambda g: np.broadcast_to(g, (steps, *g.shape)), own)
+    txs = {
+        "terngrad": baselines.terngrad(1.0, clip=None, axis_name=AXIS),
+        "qsgd": baselines.qsgd(1.0, 3, axis_name=AXIS),
+        "qsgd, l2": baselines.qsgd(1.0, 3, 64, norm="l2", axis_name=AXIS),
+    }
+    # The spread of one code is at most half of what lies between two levels.
+    units = {"terngrad": 3.0, "qsgd": 3 / 3, "qsgd, l2": np.sqrt(64 * 9) / 3}
+    for name, (got, _) in run_workers(txs, params, grads, np.zeros((steps, workers), bool)).items():
+        allowed = 6 * units[name] / 2 / np.sqrt(steps * workers)
+        for leaf in params:
+            off = got[leaf].mean(0) + own[leaf].mean(0)
+            assert np.abs(off).max() < allowed, (name, leaf)
+            exact = name == "qsgd" and leaf == "b"
+            assert (got[leaf].std(0) > 0).any() or exact, (name, leaf)
+
+
+def test_feedback_loses_nothing(run_workers):
+    """All updates, and what workers and owners still owe, add up to all gradients."""
+    params = zeros({"w": (130,), "scalar": ()})
+    story = Story(integers(params, 12, 8), np.zeros((12, 8), bool))
+    tx = baselines.ef_signsgd(0.25, axis_name=AXIS)
+    got, state = run_workers({0: tx}, params, *story)[0]
+    owed = in_rows(state[1].owner[0].value.error, TWO_PHASE)[-1].reshape(-1)
+    owed = {"scalar": owed[0], "w": owed[128 : 128 + 130]}  # a leaf takes blocks of 128
+    for name in params:
+        late = state[1].error[name][-1].mean(0) + owed[name]
+        all_ = -0.25 * story.grads[name].mean(1).sum(0)
+        # Twelve steps add some bits to those of the integers; a scale that was lost would be 0.1.
+        np.testing.assert_allclose(got[name].sum(0) + late, all_, rtol=0, atol=1e-4)
+
+
+def test_feedback_leaves_padding_out_of_scales(run_workers):
+    """A leaf of one element is sent whole, there and back, whatever shares its rows."""
+    params = zeros({"a": (), "b": (1,), "w": (64,)})
+    story = Story(integers(params, 3, 2, values=(-3, -1, 1, 5)), np.zeros((3, 2), bool))
+    got, state = run_workers({0: baselines.ef_signsgd(0.5, axis_name=AXIS)}, params, *story)[0]
+    for name in ("a", "b"):
+        np.testing.assert_array_equal(got[name], -0.5 * story.grads[name].mean(1))
+        assert not state[1].error[name].any()
+    assert state[1].error["w"].any()
+
+
+def test_what_is_not_finite_does_not_reach_the_scale_of_others(run_workers):
+    params = zeros({"w": (40,), "b": (3,)})
+    grads = {"w": np.full((1, 3, 40), 2.0, np.float32), "b": np.ones((1, 3, 3), np.float32)}
+    grads["w"][0, 1, 7] = np.inf
+    grads["b"][0, 1] = 1e30  # of the same worker, finite
+    grads["w"][0, 2] = 1e30
+    told = np.array([[False, False, True]])
+    txs = {str(c): baselines.terngrad(1.0, clip=c, axis_name=AXIS) for c in (None, 1.0)}
+    for got, _ in run_workers(txs, params, grads, told).values():
+        assert_equal(got, {"w": np.full((1, 40), -2, np.float32), "b": -grads["b"][:, 0]})
+
+
+# --- Codes
+
+
+def encoded(quantizer, x, step=0):
+    rows = jnp.asarray(x, jnp.float32).reshape(-1, 64)
+    place = ballots.Place(0, rows.size, 0, jnp.int32(step), jnp.int32(0), 4)
+    ballot = quantizer.encode(rows, place)
+    codes = np.asarray(bits.unpack(ballot.payload)).reshape(np.shape(x)).astype(int)
+    return codes - quantizer.top(4) // 2, ballot
+
+
+@pytest.mark.parametrize("p", [2, 3, 8])
+@pytest.mark.parametrize("norm", ["max", "l2"])
+def test_levels_reach_the_norm_and_are_not_clipped(p, norm):
+    x = np.random.default_rng(p).normal(size=512).astype(np.float32)
+    s = 2 ** (p - 1) - 1
+    q, ballot = encoded(quantize.levels(p, block=64, norm=norm), x)
+    steps = np.asarray(ballot.steps, np.float32)
+    blocks = x.astype(np.float64).reshape(-1, 64)
+    wanted = (np.abs(blocks).max(1) if norm == "max" else np.sqrt((blocks**2).sum(1))) / s
+    assert (wanted * (1 - 1e-6) <= steps).all() and (steps <= wanted * (1 + 2**-7)).all()
+    assert np.abs(q).max() <= s and (norm == "l2" or np.abs(q).max() == s)
+    values = np.asarray(quantize.levels(p, block=64).values(ballot.payload, ballot.steps, 4))
+    np.testing.assert_array_equal(values.reshape(-1, 64), q.reshape(-1, 64) * steps[:, None])
+    assert (np.abs(values.reshape(-1, 64) - blocks) <= steps[:, None] * 0.50001).all()
+    assert not ballot.flagged
+
+
+def test_random_levels_are_the_two_neighbours():
+    x = np.random.default_rng(0).normal(size=128).astype(np.float32)
+    quantizer = quantize.levels(3, rounding=lc.stochastic(1))
+    drawn = np.stack([encoded(quantizer, x, step)[0] for step in range(20)])
+    _, ballot = encoded(quantizer, x)
+    exact = x / np.asarray(ballot.steps, np.float32)
+    assert (np.abs(drawn - exact) < 1).all() and (drawn.std(0) > 0).mean() > 0.8
+
+
+def test_levels_of_nothing_and_of_almost_nothing_are_zero():
+    x = np.zeros(256, np.float32)
+    x[128:] = 1e-37
+    q, ballot = encoded(quantize.levels(2), x)
+    assert not q.any() and not np.asarray(ballot.steps, np.float32).any()
+
+
+def test_random_ternary_codes_keep_signs_zeros_and_ones():
+    x = np.resize(np.float32([0, 1, -1, 0.5, -0.25]), 640)
+    drawn = np.stack(
+        [encoded(quantize.ternary(rounding=lc.stochastic(2)), x, t)[0] for t in range(9)]
+    )
+    assert ((drawn == 0) | (drawn == np.sign(x))).all()
+    whole = np.abs(x) != np.abs(x) ** 2
+    assert (drawn == x)[:, ~whole].all()
+    for value in (0.5, -0.25):
+        assert np.abs(drawn[:, x == value].mean() - value) < 0.1  # 5 standard errors of 1152 codes
+
+
+# --- Bytes
+
+
+SHAPES = {"w": (256, 130), "b": (130,), "c": (130, 256)}
+
+
+def model(params, batch, rng):
+    hidden = jnp.tanh(batch @ params["w"] + params["b"])
+    return jnp.mean((hidden @ params["c"] - batch) ** 2)
+
+
+def model_params():
+    rng = np.random.default_rng(0)
+    return {n: jnp.asarray(rng.normal(size=s) / 16, jnp.float32) for n, s in SHAPES.items()}
+
+
+BATCH = np.random.default_rng(1).normal(size=(16, 256)).astype(np.float32)
+SPECS = {"w": P(None, "tensor"), "b": P("tensor"), "c": P("tensor")}
+
+
+def trained(tx, sizes, specs=None):
+    """What a step sends, and parameters and losses of three steps."""
+    kinds = (AxisType.Auto,) * len(sizes)
+    devices = jax.devices()[: np.prod(list(sizes.values()))]
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=devices)
+    state = lc.init_state(tx, model_params(), mesh, axis_name=AXIS, specs=specs)
+    step = lc.make_train_step(model, tx, mesh, axis_name=AXIS)
+    found = lc.compiled.collectives(step.lower(state, BATCH).compile(), mesh)
+    losses = []
+    for _ in range(3):
+        state, metrics = step(state, BATCH)
+        losses.append(float(metrics["loss"]))
+    assert losses[2] < losses[0]
+    return found, state.params
+
+
+def is_scalar(one):
+    """The mean loss, a flag, the statistics."""
+    return sum(operand.bytes for operand in one.operands) <= 8
+
+
+SENT = {
+    "sgd": (baselines.sgd, {}),
+    "sgd, bfloat16": (baselines.sgd, {"dtype": jnp.bfloat16}),
+    "adamw": (baselines.adamw, {}),
+    "lion": (baselines.lion, {}),
+    "signsgd": (baselines.signsgd, {}),
+    "signum": (baselines.signum, {"momentum": 0.5}),
+    "ef_signsgd": (baselines.ef_signsgd, {"block": 64}),
+    "terngrad": (baselines.terngrad, {"clip": None}),
+    "qsgd": (baselines.qsgd, {"bits": 2, "momentum": 0.5}),
+    "qsgd, two-phase": (baselines.qsgd, {"bits": 3, "block": 64, "wire": TWO_PHASE}),
+}
+
+
+@pytest.mark.parametrize("name", SENT)
+def test_the_prediction_is_what_a_compiled_training_step_sends(name):
+    make, options = SENT[name]
+    found, _ = trained(make(1e-3, axis_name=AXIS, **options), {AXIS: 8})
+    predicted = baselines.traffic(make, model_params(), 8, **options)
+    sent = by_op(found)
+    sent["all-reduce"] -= 2 * 7 / 8 * 4  # the mean loss, alone or among the gradients
+    assert +sent == by_op(predicted.collectives)
+    assert predicted.sent_bytes == sum(sent.values()) > 0
+    assert predicted.parameters == sum(np.prod(s) for s in SHAPES.values())
+
+
+def by_op(collectives):
+    sent = Counter()
+    for one in collectives:
+        sent[one.op] += one.sent_bytes
+    return sent
+
+
+PAPERS = {  # bits that each worker sends for a parameter of a large model
+    "sgd": lambda w: 2 * (w - 1) / w * 32,
+    "signsgd": lambda w: (w - 1) / w * (2 + 2 / 64),
+    "signum": lambda w: (w - 1) / w * (2 + 2 / 64),
+    "ef_signsgd": lambda w: (w - 1) / w * (1 + 16 / 64 + 1 + 16 / 64),
+    "terngrad": lambda w: (w - 1) / w * (2 + (2 * w).bit_length()),
+    "qsgd": lambda w: (w - 1) * (2 + 16 / 128),
+    "qsgd, two-phase": lambda w: (w - 1) / w * (3 + 16 / 64 + 32),
+}
+
+
+@pytest.mark.parametrize("workers", [2, 7, 64])
+@pytest.mark.parametrize("name", PAPERS)
+def test_large_models_cost_what_the_papers_say(name, workers):
+    make, options = SENT[name]
+    shapes = {"w": jax.ShapeDtypeStruct((2**28,), jnp.float32)}
+    sent = baselines.traffic(make, shapes, workers, **options)
+    assert sent.bits_per_parameter == pytest.approx(PAPERS[name](workers), rel=1e-3)
+    assert baselines.traffic(make, shapes, 1, **options).sent_bytes == 0
+
+
+@pytest.mark.parametrize("name", ["ef_signsgd", "terngrad", "qsgd, two-phase"])
+def test_only_packed_words_cross_the_workers_axis_where_leaves_are_cut(name):
+    make, options = SENT[name]
+    tx = make(1e-2, axis_name=AXIS, **options)
+    found, params = trained(tx, {AXIS: 4, "tensor": 2}, SPECS)
+    across = [one for one in found if AXIS in one.axes and not is_scalar(one)]
+    assert across and {one.axes for one in across} == {(AXIS,)}
+    scales = [one for one in across if any(o.dtype == "f32" for o in one.operands)]
+    assert [o.shape for one in scales for o in one.operands] == [(3,)] * (name == "terngrad")
+    words = [one for one in across if one not in scales]
+    assert all(o.dtype == "u32" for one in words for o in one.operands)
+    for leaf, spec in SPECS.items():
+        assert params[leaf].sharding.spec == spec
+        assert np.isfinite(np.asarray(params[leaf])).all()
+
+
+# --- Leaves that are cut
+
+
+def on_shards(tx, grads, specs, sizes):
+    """Updates of one step for gradients ``[W, ...]``."""
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * 2)
+    params = {
+        n: jax.device_put(jnp.zeros(g.shape[1:]), NamedSharding(mesh, specs[n]))
+        for n, g in grads.items()
+    }
+    tx = lc.on_mesh(tx, mesh, axis_name=AXIS, specs=specs)
+    updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
+    return jax.tree.map(np.asarray, updates), state
+
+
+CUT = {AXIS: 4, "tensor": 2}
+
+
+def test_terngrad_has_one_scale_for_all_shards_of_a_leaf():
+    grads = {"w": np.ones((4, 2, 64), np.float32)}
+    grads["w"][:, 0, :3] = 4
+    tx = baselines.terngrad(1.0, clip=None, axis_name=AXIS)
+    got, _ = on_shards(tx, grads, {"w": P("tensor")}, CUT)
+    assert (got["w"][0, :3] == -4).all()
+    assert set(got["w"][1]) <= {0, -1, -2, -3, -4} and len(set(got["w"][1])) > 2
+
+
+def test_terngrad_clips_at_the_deviation_of_all_shards():
+    grads = {"w": np.zeros((4, 2, 32), np.float32)}
+    grads["w"][:, 1, 5] = -16
+    got, _ = on_shards(baselines.terngrad(1.0, axis_name=AXIS), grads, {"w": P("tensor")}, CUT)
+    want = np.zeros((2, 32))
+    want[1, 5] = 2.5 * 16 / 8  # the root of 64 elements
+    np.testing.assert_array_equal(got["w"], want)
+
+
+def test_feedback_on_whole_blocks_does_not_care_how_they_are_cut():
+    # Odd integers, for a zero would take a coin, and its coin lies elsewhere.
+    params = zeros({"w": (2, 128)})
+    grads = integers(params, 1, 4, values=(-5, -3, -1, 1, 3))
+    tx = baselines.ef_signsgd(0.5, axis_name=AXIS)
+    got, state = on_shards(tx, {"w": grads["w"][0]}, {"w": P("tensor")}, CUT)
+    story = Story(grads, np.zeros((1, 4), bool))
+    updates, want = simulate(reference_baselines.ef_signsgd(0.5), params, story)
+    np.testing.assert_array_equal(got["w"], updates["w"][0])
+    np.testing.assert_array_equal(state[1].error["w"], want.error["w"][0])
+
+
+def test_what_is_owed_survives_a_changed_number_of_workers(mesh_of, tmp_path):
+    fixed = {"axis_name": AXIS, "block": 64}
+    tx = optax.inject_hyperparams(lambda lr: baselines.ef_signsgd(lr, **fixed))(lr=1e-3)
+    state = lc.init_state(tx, model_params(), mesh_of(4), axis_name=AXIS)
+    state, _ = lc.make_train_step(model, tx, mesh_of(4), axis_name=AXIS)(state, BATCH)
+    with lc.Checkpoints(tmp_path, axis_name=AXIS) as checkpoints:
+        checkpoints.save(state, wait=True)
+        like = lc.init_state(tx, model_params(), mesh_of(2), axis_name=AXIS)
+        fewer = checkpoints.restore(like).state
+    four, two = (s.opt_state.inner_state[1] for s in (state, fewer))
+    for name in SHAPES:
+        means = [np.asarray(votes.error[name]).mean(0) for votes in (four, two)]
+        np.testing.assert_allclose(*means, rtol=1e-5, atol=1e-9)  # a mean of means
+        assert means[0].any()
+    owners = [np.asarray(votes.owner[0].value.error).reshape(-1, 64) for votes in (four, two)]
+    rows = 2 * 520 + 3  # of the leaves; the rest fills slices
+    np.testing.assert_array_equal(owners[0][:rows], owners[1][:rows])
+    assert owners[0].any() and not owners[0][rows:].any() and not owners[1][rows:].any()
+
+
+# --- What is refused
+
+MAKERS = {make for make, _ in SENT.values()}
+BAD = [
+    (baselines.sgd, {"momentum": 1.0}, "momentum=1.0"),
+    (baselines.signum, {"momentum": -0.1}, "momentum=-0.1"),
+    (baselines.signum, {"momentum": "0.9"}, "momentum='0.9'"),
+    (baselines.terngrad, {"momentum": 1.5}, "momentum=1.5"),
+    (baselines.qsgd, {"momentum": 2}, "momentum=2"),
+    (baselines.adamw, {"b2": 1.0}, "b2=1.0"),
+    (baselines.lion, {"b1": -1}, "b1=-1"),
+    (baselines.sgd, {"dtype": jnp.int8}, "float32 or bfloat16"),
+    (baselines.terngrad, {"clip": 0}, "clip=0"),
+    (baselines.terngrad, {"clip": -1.0}, "clip=-1.0"),
+    (baselines.terngrad, {"clip": float("nan")}, "clip=nan"),
+    (baselines.terngrad, {"clip": "2.5"}, "clip='2.5'"),
+    (baselines.qsgd, {"bits": 1}, "2 to 8 bits"),
+    (baselines.qsgd, {"bits": 9}, "2 to 8 bits"),
+    (baselines.qsgd, {"bits": 4.0}, "2 to 8 bits"),
+    (baselines.qsgd, {"block": 512}, "64 or 128"),
+    (baselines.qsgd, {"block": None}, "64 or 128"),
+    (baselines.qsgd, {"norm": "l1"}, "'max', 'l2'"),
+    (baselines.qsgd, {"wire": lc.counts()}, "give owner=count"),
+    (baselines.qsgd, {"wire": lc.all_reduce()}, "give up=dense"),
+    (baselines.ef_signsgd, {"block": 32}, "64 or 128"),
+    (baselines.ef_signsgd, {"block": None}, "steps must travel"),
+    (baselines.ef_signsgd, {"error_dtype": jnp.int8}, "floating dtype"),
+    (baselines.signsgd, {"wire": lc.all_reduce()}, "give up=dense"),
+]
+
+
+@pytest.mark.parametrize(("make", "options", "message"), BAD)
+def test_arguments_out_of_range(make, options, message):
+    with pytest.raises(ValueError, match=message):
+        make(1e-3, axis_name=AXIS, **options)
+
+
+@pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
+def test_an_axis_must_be_named_and_bound(make):
+    with pytest.raises(TypeError, match="axis_name"):
+        make(1e-3)
+    with pytest.raises(ValueError, match="axis_name=0: give the name"):
+        make(1e-3, axis_name=0)
+    tx = make(1e-3, axis_name=AXIS)
+    params = {"w": jnp.ones(3)}
+    with pytest.raises(ValueError, match="is not a mesh axis here"):
+        tx.update(params, jax.eval_shape(functools.partial(bound_init, tx), params), params)
+
+
+def bound_init(tx, params):
+    """State of one worker, where the axis is bound."""
+    mesh = jax.make_mesh((1,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+    return jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)(params)
+
+
+FEEDBACK = {"up": lc.midrise(1, block=64), "owner": baselines.decide.feedback_at_owner()}
+SCALED, TOTAL = baselines.decide.scaled_signs(), baselines.decide.total()
+MISFITS = [
+    (FEEDBACK, "scaled_signs"),
+    ({**FEEDBACK, "down": lc.floats()}, "scaled_signs"),
+    ({**FEEDBACK, "down": SCALED, "up": lc.dense()}, r"midrise\(p, block=64\)"),
+    ({"down": SCALED}, "feedback_at_owner"),
+    ({"down": TOTAL}, "no code for zero"),
+    ({"up": quantize.levels(4), "owner": FEEDBACK["owner"], "down": TOTAL}, "total"),
+]
+
+
+@pytest.mark.parametrize(("parts", "message"), MISFITS)
+def test_parts_that_do_not_fit_together(parts, message):
+    with pytest.raises(ValueError, match=message):
+        lc.communicate(axis_name=AXIS, **parts)
+
+
+def test_traffic_of_what_is_no_baseline():
+    with pytest.raises(ValueError, match="sgd, adamw, lion, signsgd, signum, ef_signsgd, terngrad"):
+        baselines.traffic(lc.lion_cub, {"w": jnp.ones(3)}, 4)
+    with pytest.raises(TypeError, match="levels"):
+        baselines.traffic(baselines.qsgd, {"w": jnp.ones(3)}, 4, levels=3)
+    for make in MAKERS:
+        with pytest.raises(ValueError, match="workers=0"):
+            baselines.traffic(make, {"w": jnp.ones(3)}, 0)
