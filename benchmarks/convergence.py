@@ -11,14 +11,11 @@ what ran and what came out; ``--report`` draws the tables and figures of docs/co
 
 import argparse
 import os
-import sys
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from itertools import groupby
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "examples")]
 
 import report
 from rich.console import Console
@@ -26,6 +23,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from study import plan, signs, store, tasks
 from study.methods import method_named
 from study.runs import Runner, Spec
+
+from lioncub_jax import checks
 
 ROWS = Path(__file__).parent / "results" / "convergence.jsonl"
 AT_ONCE = 8  # runs of one program that a process takes before its rows are written
@@ -63,6 +62,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--save", type=Path, default=ROWS, help="file of rows, read and added to")
     args = parser.parse_args(argv)
     try:
+        checks.check_count(f"--jobs {args.jobs}", args.jobs)
         for name in args.method or ():
             method_named(name)
         for task in args.task or tasks.TASKS:  # data are looked at before anything runs
@@ -72,11 +72,20 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
+def command(args: argparse.Namespace, part: str) -> str:
+    """What repeats the rows of a part; folders by their names, for they may lie anywhere."""
+    words = ["python", "benchmarks/convergence.py", "--part", part, "--size", args.size]
+    for task in tasks.TASKS:
+        folder = getattr(args, task)
+        words += [f"--{task}", folder.resolve().name] if folder else []
+    return " ".join(words)
+
+
 def run_all(specs: list[Spec], args: argparse.Namespace, part: str) -> list[dict[str, Any]]:
     """Runs what is missing, several at a time; rows are written as they come."""
     groups = [list(group) for _, group in groupby(specs, key=lambda spec: spec.program)]
     chunks = [group[i : i + AT_ONCE] for group in groups for i in range(0, len(group), AT_ONCE)]
-    facts = {"size": args.size, **report.provenance()}
+    facts = {"size": args.size, **report.provenance(), "command": command(args, part)}
     found = []
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     # One thread each: small programs gain nothing from a second core.

@@ -3,7 +3,8 @@
 The package in the order of the papers: `quantize` (values to codes), `bits` (codes to words, and
 counting them), `decide` (what the owner of a slice does), `messages` and `wires` (what travels, and
 how workers agree), `placement` (where arrays lie on a mesh), `momentum` (what workers remember),
-`agreement` and `exchange` (the seam, `communicate`), `optimizer` (the methods), `baselines` and `dgc` (what they are compared with), `gradients` and `training` (a step on a
+`agreement` and `exchange` (the seam, `communicate`), `sync` (momenta made alike), `optimizer` (the
+methods), `baselines` and `dgc` (what they are compared with), `gradients` and `training` (a step on a
 mesh), `checkpoint`, `accounting` and `compiled` (bytes: predicted, and read from the compiled program),
 `planner` (step time on a cluster) and `lab` (a network on one machine). `reference` is every algorithm
 on one page, `simulate` trains by it with many workers on one device, and `splits` shares data out to
@@ -37,12 +38,13 @@ from lioncub_jax.gradients import (
     worker_value_and_grad,
 )
 from lioncub_jax.momentum import (
+    adaptive,
     blend,
+    coded,
     every,
     first,
     never,
     nothing,
-    sync_momentum,
     thinning,
 )
 from lioncub_jax.optimizer import (
@@ -63,6 +65,7 @@ from lioncub_jax.quantize import (
     ternary,
 )
 from lioncub_jax.specs import specs_of
+from lioncub_jax.sync import sync_momentum
 from lioncub_jax.training import (
     TrainState,
     abstract_state,
@@ -80,10 +83,12 @@ __all__ = [
     "VoteStats",
     "abstract_state",
     "accounting",
+    "adaptive",
     "all_reduce",
     "average",
     "baselines",
     "blend",
+    "coded",
     "communicate",
     "compiled",
     "count",

@@ -11,10 +11,21 @@ import jax
 import jax.numpy as jnp
 from rich.table import Table
 
-from lioncub_jax import bits, checks, compiled, decide, layout, messages, quantize, wires
+from lioncub_jax import (
+    bits,
+    checks,
+    compiled,
+    decide,
+    layout,
+    messages,
+    momentum,
+    quantize,
+    wires,
+)
 from lioncub_jax.ballots import Quantizer
 from lioncub_jax.decide import Down, Owner
 from lioncub_jax.layout import Bucket
+from lioncub_jax.momentum import Schedule
 from lioncub_jax.specs import axes_of, is_spec, shard_shape
 from lioncub_jax.wires import Wire
 
@@ -162,6 +173,59 @@ def predict_mean(params: Any, workers: int, dtype: Any = jnp.float32) -> Traffic
     scheme = f"dense({jnp.dtype(dtype).name}), all-reduce, mean"
     across = (Sent("all-reduce", False, sent),) if workers > 1 and size else ()
     return Traffic(scheme, workers, size, sent, 0.0, across)
+
+
+def sync_traffic(params: Any, workers: int, schedule: Schedule, where: Any = None) -> Traffic:
+    """Predicts what each worker sends in one sync of its momentum, at a step where one is due.
+
+    Args:
+      params: tree of arrays or ``jax.ShapeDtypeStruct``, whole; only sizes matter.
+      workers: how many workers.
+      schedule: as in `sync_momentum`; in codes or not is all that matters of it.
+      where: as in `sync_momentum`, a tree of bools or a function from the parameters to one.
+
+    Returns:
+      A ``Traffic`` of the leaves that are chosen; one worker sends nothing, and so does ``never()``.
+
+    Raises:
+      ValueError: for fewer than one worker, or a mask of another number of leaves.
+      TypeError: if ``schedule`` is not a ``Schedule``.
+
+    Example:
+      >>> import jax.numpy as jnp, lioncub_jax as lc
+      >>> sync = lc.accounting.sync_traffic({"w": jnp.ones((1024, 1024))}, 8, lc.coded(lc.every(3)))
+      >>> round(sync.bits_per_parameter / 3, 2)  # a step
+      0.69
+    """
+    checks.check_count(f"workers={workers!r}", workers)
+    momentum.check_schedule(schedule)
+    leaves = _chosen(params, where)
+    size = sum(leaf.size for leaf in leaves)
+    scheme = f"momentum, {schedule.name}"
+    sent: list[Sent] = []
+    if workers > 1 and schedule.up is not None:
+        owner, down, wire = decide.feedback_at_owner(), decide.scaled_signs(), wires.two_phase()
+        axes = [frozenset[str]()] * len(leaves)
+        buckets = layout.buckets(leaves, workers, schedule.up.rows_per_step, axes=axes)
+        for bucket in buckets:
+            sent += _across(schedule.up, owner, down, wire, bucket, workers)
+    elif workers > 1 and schedule.ever and size:
+        # A mean square of each leaf travels with it, to tell the drift.
+        sent.append(Sent("all-reduce", False, wires.mean_bytes(size + len(leaves), workers)))
+    total = sum((one.sent_bytes for one in sent), 0.0)
+    return Traffic(scheme, workers, size, total, 0.0, tuple(sent))
+
+
+def _chosen(params: Any, where: Any) -> list[Any]:
+    """The leaves that a mask picks."""
+    leaves = jax.tree.leaves(params)
+    mask = where(params) if callable(where) else where
+    picks = [True] * len(leaves) if where is None else jax.tree.leaves(mask)
+    if len(picks) != len(leaves):
+        raise ValueError(
+            f"where has {len(picks)} leaves and the parameters have {len(leaves)}: give one bool for each"
+        )
+    return [leaf for leaf, pick in zip(leaves, picks, strict=True) if pick]
 
 
 def _shards(

@@ -1,8 +1,8 @@
-"""What a worker remembers: Lion's momentum, when it is averaged, and how far it has drifted apart.
+"""What a worker remembers, and when workers make their momenta alike.
 
 Workers vote with a blend of their own gradient and their own momentum, so momenta drift apart where
-workers see different data. ``sync_momentum`` averages them in full precision, gated by a schedule and
-a mask of leaves, and reports the drift it found.
+workers see different data. A schedule says at which steps ``sync.sync_momentum`` averages them, and
+whether in full precision or in codes.
 """
 
 from collections.abc import Callable
@@ -12,10 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 
-from lioncub_jax import checks, wires
-from lioncub_jax.wires import AxisName
+from lioncub_jax import checks, quantize
+from lioncub_jax.ballots import Quantizer
 
 
 class Memory(NamedTuple):
@@ -73,6 +72,20 @@ def nothing() -> Memory:
     )
 
 
+class Gaps(NamedTuple):
+    """The steps between two syncs, where they follow the drift.
+
+    Attributes:
+      shortest: the first gap, and the least.
+      longest: the most.
+      threshold: below it in ``W (1 - drift)`` the next gap is half of the last, else twice.
+    """
+
+    shortest: int
+    longest: int
+    threshold: float
+
+
 class Schedule(NamedTuple):
     """At which steps something is due; steps count from 1.
 
@@ -80,11 +93,20 @@ class Schedule(NamedTuple):
 
     Attributes:
       name: for people.
-      due: ``int32[] -> bool[]``, or None for never, which compiles to nothing.
+      due: ``int32[] -> bool[]``, or None: never, which compiles to nothing, or as ``gaps`` say.
+      up: the codes in which momenta travel to their owners, or None for full precision.
+      gaps: how steps follow the drift, or None where they are known beforehand.
     """
 
     name: str
     due: Callable[[jax.Array], jax.Array] | None
+    up: Quantizer | None = None
+    gaps: Gaps | None = None
+
+    @property
+    def ever(self) -> bool:
+        """Whether there is a step at all at which it may be due."""
+        return self.due is not None or self.gaps is not None
 
 
 def never() -> Schedule:
@@ -117,7 +139,7 @@ def first(steps: int, schedule: Schedule | None = None) -> Schedule:
     """During the first ``steps`` steps only: at every one, or where ``schedule`` is due.
 
     Raises:
-      ValueError: if ``steps`` is below 1 or ``schedule`` is never due.
+      ValueError: if ``steps`` is below 1 or ``schedule`` is never due, or is ``adaptive``.
 
     Example:
       >>> import lioncub_jax as lc
@@ -127,9 +149,14 @@ def first(steps: int, schedule: Schedule | None = None) -> Schedule:
     checks.check_count(f"first({steps!r})", steps)
     inner = schedule or every(1)
     if inner.due is None:
-        raise ValueError(f"first({steps}, never()): give a schedule that is due at times")
+        given = inner.name if inner.gaps else "never()"
+        raise ValueError(
+            f"first({steps}, {given}): give a schedule that is due at times known before"
+        )
     due = inner.due
-    return Schedule(f"first({steps}, {inner.name})", lambda step: (step <= steps) & due(step))
+    return inner._replace(
+        name=f"first({steps}, {inner.name})", due=lambda step: (step <= steps) & due(step)
+    )
 
 
 def thinning(k: int) -> Schedule:
@@ -157,160 +184,92 @@ def thinning(k: int) -> Schedule:
     return Schedule(f"thinning({k})", lambda step: jnp.any(step == table))
 
 
+def coded(schedule: Schedule | None = None, bits: int = 1) -> Schedule:
+    """Syncs in codes, often, each for a 27th of the bytes of full precision.
+
+    Every worker sends ``Q(mu_i)``, codes with a step for each block of 128; the owner of a slice adds to
+    the mean of what it decodes the error ``e`` that it kept from the last sync, and answers with ``u``,
+    signs and one bfloat16 for each row of 64:
+
+        ``u = C(mean_i Q(mu_i) + e)``, ``e = mean_i Q(mu_i) + e - u``, ``mu_i = u + (mu_i - Q(mu_i))``
+
+    What a code misses stays in the worker's own momentum and what an answer misses stays with the owner,
+    so ``mean_i mu_i + e`` is what it was: nothing is lost, only said later.
+
+    Args:
+      schedule: when; ``every(3)`` by default. Often and coarse beats seldom and exact.
+      bits: of the codes, ``midrise(bits, block=128)``; the answer has one.
+
+    Returns:
+      A ``Schedule`` for ``sync=``; each sync sends ``bits + 1/8`` bits up and 1 + 1/4 down for each
+      parameter, times (W-1)/W.
+
+    Raises:
+      ValueError: if ``schedule`` is never due or is ``adaptive``; if ``bits`` is out of range.
+      TypeError: if ``schedule`` is none.
+
+    Source: this library; error feedback on both sides is that of dist-EF-blockSGD (arXiv 1905.10936).
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> tx = lc.distributed_lion(1e-4, axis_name="data", sync=lc.coded(lc.every(3)))
+    """
+    inner = every(3) if schedule is None else schedule
+    check_schedule(inner)
+    if inner.gaps is not None:
+        raise ValueError(
+            f"coded({inner.name}): codes do not tell the drift that an adaptive gap follows, it is known "
+            "only to full precision; give coded(every(T)), or adaptive(...) alone"
+        )
+    if inner.due is None:
+        raise ValueError("coded(never()): give a schedule that is due at times, such as every(3)")
+    up = quantize.error_feedback(quantize.midrise(bits, block=128), jnp.float32)
+    extra = "" if bits == 1 else f", bits={bits}"
+    return inner._replace(name=f"coded({inner.name}{extra})", up=up)
+
+
+def adaptive(shortest: int = 4, longest: int = 128, threshold: float = 0.5) -> Schedule:
+    """Syncs in full precision with a gap that follows the drift found at each of them.
+
+    ``alike = W (1 - drift)``, of all synced leaves together, is 1 for momenta that are independent, more
+    if they share a signal, and less if workers pull against each other because they see different data.
+    The next gap is half of the last one where ``alike < threshold`` and twice it otherwise.
+
+    Args:
+      shortest: the first gap, and the least, in steps.
+      longest: the most.
+      threshold: of ``alike``, above 0.
+
+    Returns:
+      A ``Schedule`` for ``sync=``; the gap is a part of the state, the same on every worker.
+
+    Raises:
+      ValueError: if a gap is below 1 or ``longest`` below ``shortest``, or ``threshold`` is not above 0.
+
+    Source: this library; the drift is the diagnostic of Lion Cub (arXiv 2411.16462).
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> tx = lc.lion_cub(1e-4, axis_name="data", sync=lc.adaptive(longest=64))
+    """
+    given = f"adaptive(shortest={shortest!r}, longest={longest!r}, threshold={threshold!r})"
+    for gap in (shortest, longest):
+        checks.check_count(given, gap, "gaps that are whole numbers of at least 1")
+    if longest < shortest:
+        raise ValueError(
+            f"{given}: the longest gap is below the shortest; give shortest <= longest"
+        )
+    known = isinstance(threshold, (int, float)) and not isinstance(threshold, bool)
+    if not known or not 0 < threshold < np.inf:
+        raise ValueError(f"{given}: give a threshold above 0, such as 0.5")
+    name = f"adaptive({shortest}, {longest}, {threshold})"
+    return Schedule(name, None, gaps=Gaps(shortest, longest, float(threshold)))
+
+
 def check_schedule(given: Any) -> None:
     """Raises ``TypeError`` for anything but a ``Schedule``."""
     if not isinstance(given, Schedule):
         raise TypeError(
-            f"{given!r} is not a schedule: give never(), every(T), first(M), thinning(k)"
+            f"{given!r} is not a schedule: give never(), every(T), first(M), thinning(k), coded(...) or "
+            "adaptive(...)"
         )
-
-
-class SyncState(NamedTuple):
-    """State of ``sync_momentum``.
-
-    Attributes:
-      inner: the wrapped transform's state.
-      count: ``int32[]``, steps taken; same on every worker.
-      syncs: ``int32[]``, syncs done; same on every worker.
-      drift: tree of ``float32[]``, one for each leaf of the momentum: the share of its mean square that
-        is variance between workers, ``1 - |mean_i mu_i|^2 / mean_i |mu_i|^2``, as it was just before
-        the last sync or watch; 0 before the first. Same on every worker.
-    """
-
-    inner: Any
-    count: jax.Array  # type: ignore[assignment]
-    syncs: jax.Array
-    drift: Any
-
-
-def sync_momentum(
-    inner: optax.GradientTransformation,
-    axis_name: AxisName,
-    schedule: Schedule,
-    where: Callable[[Any], Any] | Any = None,
-    watch: Schedule | None = None,
-) -> optax.GradientTransformationExtraArgs:
-    """Averages the momentum of ``inner`` over the workers in full precision, at times.
-
-    ``mu_i = mean_i mu_i`` after every step at which ``schedule`` is due, for the leaves in ``where``.
-    Momentum is what ``inner`` keeps in state fields named ``mu``, as optax's and this library's
-    transforms do. All leaves travel in one all-reduce, which does not run at other steps.
-
-    Args:
-      inner: the transform to wrap.
-      axis_name: the mesh axis of the workers.
-      schedule: ``never()``, ``every(T)``, ``first(M)`` or ``thinning(k)``.
-      where: a tree of bools like the parameters, or a function from the momentum's tree to one; None
-        for all leaves.
-      watch: when to measure the drift without syncing; costs the same traffic as a sync.
-
-    Returns:
-      A transform with state ``SyncState``.
-
-    Raises:
-      ValueError: if the mask does not match the tree, or ``inner`` keeps no momentum (at init).
-      TypeError: if ``schedule`` is not a ``Schedule``.
-
-    Example:
-      >>> import lioncub_jax as lc
-      >>> vote = lc.communicate(axis_name="data", memory=lc.blend())
-      >>> tx = lc.sync_momentum(vote, "data", lc.every(100))
-
-    Source: Lion Cub (arXiv 2411.16462), selective momentum synchronisation.
-    """
-    watch = never() if watch is None else watch
-    for given in (schedule, watch):
-        check_schedule(given)
-    checks.check_axis(axis_name)
-    inner = optax.with_extra_args_support(inner)
-
-    def init(params: optax.Params) -> SyncState:
-        state = inner.init(params)
-        drift = jax.tree.map(lambda _: jnp.zeros((), jnp.float32), _momentum_of(state))
-        _chosen(_momentum_of(state), where)
-        return SyncState(state, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), drift)
-
-    def update(updates: Any, state: SyncState, params: Any = None, **extra: Any) -> Any:
-        wires.workers_on(axis_name)
-        updates, inner_state = inner.update(updates, state.inner, params, **extra)
-        count = optax.safe_increment(state.count)
-        state = state._replace(inner=inner_state, count=count)
-        if schedule.due is None and watch.due is None:
-            return updates, state
-        syncs = schedule.due(count) if schedule.due else jnp.zeros((), bool)
-        looks = syncs | watch.due(count) if watch.due else syncs
-        mu = _momentum_of(inner_state)
-        mu, drift = _gated_mean(mu, state.drift, _chosen(mu, where), syncs, looks, axis_name)
-        inner_state = optax.tree.set(inner_state, _of_a_worker, mu=mu)
-        return updates, SyncState(inner_state, count, state.syncs + syncs, drift)
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _gated_mean(
-    mu: Any, drift: Any, chosen: list[bool], syncs: jax.Array, looks: jax.Array, axis: AxisName
-) -> tuple[Any, Any]:
-    """Means and drift if ``looks``; the means replace the momentum if ``syncs``."""
-    leaves, tree = jax.tree.flatten(wires.varying(mu, axis))
-    drifts = jax.tree.leaves(drift)
-
-    def look(operands: Any) -> Any:
-        leaves, drifts = operands
-        picked = [x for x, pick in zip(leaves, chosen, strict=True) if pick]
-        means, squares = wires.mean_over_workers((picked, [_square(x) for x in picked]), axis)
-        # Of a leaf that is cut, each device has looked at its own part only.
-        sums = [[_square(mean), square] for mean, square in zip(means, squares, strict=True)]
-        sums = [[wires.sum_over_shards(x, axis) for x in pair] for pair in sums]
-        found = iter([_variance_share(*pair) for pair in sums])
-        synced = [wires.varying(mean, axis) for mean in means]
-        new = iter([jnp.where(syncs, m, x) for m, x in zip(synced, picked, strict=True)])
-        leaves = [next(new) if pick else x for x, pick in zip(leaves, chosen, strict=True)]
-        return leaves, [next(found) if pick else d for d, pick in zip(drifts, chosen, strict=True)]
-
-    leaves, drifts = lax.cond(looks, look, lambda operands: operands, (leaves, drifts))
-    return jax.tree.unflatten(tree, leaves), jax.tree.unflatten(jax.tree.structure(drift), drifts)
-
-
-def _square(x: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.square(x.astype(jnp.float32)))
-
-
-def _variance_share(of_mean: jax.Array, mean: jax.Array) -> jax.Array:
-    """What of a mean square is variance between workers, from the square of the mean."""
-    share = 1 - of_mean / jnp.where(mean > 0, mean, 1)
-    return jnp.where(mean > 0, jnp.clip(share, 0, 1), 0)
-
-
-def _momentum_of(state: Any) -> Any:
-    found = optax.tree.get_all_with_path(state, "mu", _of_a_worker)
-    if not found:
-        raise ValueError(
-            "sync_momentum: the wrapped transform keeps no momentum of each worker (no state field named "
-            "mu with arrays in it); momentum at the owner is one for all workers and needs no sync"
-        )
-    if len(found) > 1:
-        raise ValueError(
-            f"sync_momentum: the wrapped transform keeps {len(found)} momenta; wrap each transform that "
-            "keeps one, not all of them together"
-        )
-    return found[0][1]
-
-
-def _of_a_worker(path: Any, value: Any) -> bool:
-    """Not a field without arrays, nor the momentum of an owner's slice."""
-    at_owner = any(getattr(key, "name", None) == "owner" for key in path)
-    return not at_owner and bool(jax.tree.leaves(value))
-
-
-def _chosen(mu: Any, where: Any) -> list[bool]:
-    """The mask as one bool for each leaf of the momentum."""
-    if where is None:
-        return [True] * len(jax.tree.leaves(mu))
-    mask = where(mu) if callable(where) else where
-    given, wanted = str(jax.tree.structure(mask)), str(jax.tree.structure(mu))
-    if given != wanted:
-        raise ValueError(
-            f"sync_momentum: the mask does not match the momentum's tree; given {given}, wanted one "
-            f"bool for each leaf of {wanted}"
-        )
-    return [bool(pick) for pick in jax.tree.leaves(mask)]

@@ -20,6 +20,7 @@ from lioncub_jax import checks, decide, momentum, quantize, wires
 from lioncub_jax.ballots import Quantizer
 from lioncub_jax.exchange import communicate
 from lioncub_jax.momentum import Schedule
+from lioncub_jax.sync import sync_momentum
 from lioncub_jax.wires import AxisName, Wire
 
 
@@ -42,7 +43,7 @@ def lion_cub(
     """Lion Cub: workers vote with 1 or p bits of their own blend of gradient and momentum.
 
     ``c_i = b1 mu_i + (1 - b1) g_i``, ``u = sign(sum_i code(c_i))``, ``p -= lr (u + wd p)``,
-    ``mu_i = b2 mu_i + (1 - b2) g_i``; every sync ``mu_i = mean_i mu_i``.
+    ``mu_i = b2 mu_i + (1 - b2) g_i``; every sync ``mu_i = mean_i mu_i``, see `sync_momentum`.
 
     Args:
       learning_rate: a number or an optax schedule.
@@ -56,7 +57,8 @@ def lion_cub(
         not depend on the number of workers), ``integer(p)`` (the paper's p-bit integer sum, for the
         ``counts`` and ``lanes`` wires) or ``ternary()`` (exact zeros, 2 up, 2 down).
       wire: ``two_phase()`` by default.
-      sync: when to average momentum in full precision; ``never()`` by default.
+      sync: when to average momentum: ``every(T)``, ``first(M)``, ``thinning(k)`` or ``adaptive()`` in full
+        precision, ``coded(...)`` in codes; ``never()`` by default.
       sync_where: which leaves of the momentum to average.
       group_axis: see `communicate`.
       bucket_size: see `communicate`.
@@ -81,7 +83,8 @@ def lion_cub(
         group_axis=group_axis,
         bucket_size=bucket_size,
     )
-    return _finish(vote, learning_rate, weight_decay, mask, axis_name, sync, sync_where)
+    how = axis_name, sync, sync_where, group_axis
+    return _finish(vote, learning_rate, weight_decay, mask, *how)
 
 
 def distributed_lion(
@@ -138,7 +141,8 @@ def distributed_lion(
         group_axis=group_axis,
         bucket_size=bucket_size,
     )
-    return _finish(vote, learning_rate, weight_decay, mask, axis_name, sync, sync_where)
+    how = axis_name, sync, sync_where, group_axis
+    return _finish(vote, learning_rate, weight_decay, mask, *how)
 
 
 def owner_lion(
@@ -201,7 +205,7 @@ def owner_lion(
         group_axis=group_axis,
         bucket_size=bucket_size,
     )
-    return _finish(vote, learning_rate, weight_decay, mask, axis_name, None, None)
+    return _finish(vote, learning_rate, weight_decay, mask, axis_name)
 
 
 def _finish(
@@ -210,17 +214,18 @@ def _finish(
     weight_decay: Any,
     mask: Any,
     axis_name: AxisName,
-    sync: Schedule | None,
-    sync_where: Any,
+    sync: Schedule | None = None,
+    sync_where: Any = None,
+    group_axis: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     sync = momentum.never() if sync is None else sync
     momentum.check_schedule(sync)
-    if sync_where is not None and sync.due is None:
+    if sync_where is not None and not sync.ever:
         raise ValueError(
             "sync_where is given but sync is never(): give a schedule, such as every(100)"
         )
-    if sync.due is not None:
-        vote = momentum.sync_momentum(vote, axis_name, sync, sync_where)
+    if sync.ever:
+        vote = sync_momentum(vote, axis_name, sync, sync_where, group_axis=group_axis)
     return optax.chain(
         vote,
         optax.add_decayed_weights(weight_decay, mask),

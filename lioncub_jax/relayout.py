@@ -17,9 +17,9 @@ from lioncub_jax import wires
 from lioncub_jax.bits import ROW
 from lioncub_jax.exchange import CommunicateState
 from lioncub_jax.layout import Bucket, Flat, Segment
-from lioncub_jax.momentum import SyncState
 from lioncub_jax.placement import Workers
 from lioncub_jax.specs import axes_of, cuts_of, product, shard_shape, spec_of
+from lioncub_jax.sync import SyncState
 
 Cuts = tuple[tuple[str, ...], ...]  # for each dimension, the axes that cut it
 OWN = "each", "error", "model"  # kinds with a leading axis of workers
@@ -44,7 +44,7 @@ class Stored(NamedTuple):
 
 
 class Vote(NamedTuple):
-    """One ``CommunicateState`` in the state.
+    """One ``CommunicateState`` in the state, or one ``SyncState`` whose owners keep something.
 
     Attributes:
       path: where it is.
@@ -140,18 +140,17 @@ def layout_of(state: Any, workers: Workers) -> Layout:
         for path, x in paths_of(state).items()
         if _is(path, ".params")
     }
-    votes = _nodes(state, CommunicateState)
-    drifts = [f"{path}.drift" for path in _nodes(state, SyncState)]
+    votes, syncs = _nodes(state, CommunicateState), _nodes(state, SyncState)
     names = wires.names(workers.axis_name), wires.names(workers.group_axis or ())
     found = Layout(dict(workers.mesh.shape), *names, {}, ())
     arrays = {
-        path: Stored(x.shape, str(x.dtype), _cuts(x), _kind(path, x, votes, drifts, workers))
+        path: Stored(x.shape, str(x.dtype), _cuts(x), _kind(path, x, votes, syncs, workers))
         for path, x in paths_of(state).items()
     }
     found = found._replace(arrays=arrays)
-    return found._replace(
-        votes=tuple(_vote(path, node, params, found) for path, node in votes.items())
-    )
+    told = [_vote(path, node, params, found) for path, node in votes.items()]
+    told += [_sync(path, node, params, found) for path, node in syncs.items() if node.owner]
+    return found._replace(votes=tuple(told))
 
 
 def _nodes(state: Any, kind: type) -> dict[str, Any]:
@@ -167,11 +166,13 @@ def _cuts(x: Any) -> Cuts:
     return tuple(map(axes_of, spec_of(x)))
 
 
-def _kind(path: str, x: Any, votes: Iterable[str], drifts: Iterable[str], workers: Workers) -> str:
+def _kind(path: str, x: Any, votes: Iterable[str], syncs: Iterable[str], workers: Workers) -> str:
     if _is(path, ".model_state"):
         return "model"
-    if any(_is(path, drift) for drift in drifts):
+    if any(_is(path, f"{sync}.drift") for sync in syncs):
         return "drift"
+    if any(_is(path, f"{sync}.owner") for sync in syncs):
+        return "owned"
     node = next((vote for vote in votes if _is(path, vote)), None)
     rest = "" if node is None else path.removeprefix(node)
     if _is(rest, ".owner"):
@@ -186,13 +187,22 @@ def _kind(path: str, x: Any, votes: Iterable[str], drifts: Iterable[str], worker
 
 def _vote(path: str, node: CommunicateState, params: dict[str, Any], layout: Layout) -> Vote:
     _check_levels(path, node, layout)
+    return _named(path, node.error, node.owner, params, layout)
+
+
+def _sync(path: str, node: SyncState, params: dict[str, Any], layout: Layout) -> Vote:
+    return _named(path, node.drift, node.owner, params, layout)
+
+
+def _named(path: str, kept: Any, owner: Any, params: dict[str, Any], layout: Layout) -> Vote:
+    """Of the buckets of owners, by a tree with an entry for each leaf, or each slice, that they cut."""
     if layout.group:
         names = list(params)
-        cuts = tuple(flat.bucket for flat in node.error)
+        cuts = tuple(flat.bucket for flat in kept)
     else:
-        kept = jax.tree_util.tree_leaves_with_path(node.error, is_leaf=lambda x: x is None)
-        names, cuts = [jax.tree_util.keystr(inner) for inner, _ in kept], ()
-    owned = tuple(flat.bucket for flat in node.owner)
+        leaves = jax.tree_util.tree_leaves_with_path(kept, is_leaf=lambda x: x is None)
+        names, cuts = [jax.tree_util.keystr(inner) for inner, _ in leaves], ()
+    owned = tuple(flat.bucket for flat in owner)
     segments = [s for bucket in (cuts if layout.group else owned) for s in bucket.segments]
     fits = all(
         s.leaf < len(names) and names[s.leaf] in params

@@ -1,1 +1,7 @@
-"""Does training by votes reach what full precision reaches? Data, models and runs of the study."""
+"""What `convergence.py` is made of: data, models, methods, runs, and what is said about them."""
+
+import sys
+from pathlib import Path
+
+# The models are those of the examples.
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))

@@ -12,7 +12,16 @@ import jax.numpy as jnp
 import optax
 
 import lioncub_jax as lc
-from lioncub_jax import accounting, baselines, dgc, reference, reference_baselines, reference_dgc
+from lioncub_jax import (
+    accounting,
+    baselines,
+    dgc,
+    reference,
+    reference_baselines,
+    reference_dgc,
+    reference_sync,
+)
+from lioncub_jax.momentum import Schedule
 from lioncub_jax.reference import Simulator
 
 DECAY = 0.1  # decoupled, of Lion, its votes and AdamW
@@ -26,6 +35,7 @@ NOISY_GRADIENTS = (0.05, 0.1, 0.2, 0.4)
 PLAIN_GRADIENTS = (0.5, 1.0, 2.0, 4.0)
 
 Rate = Any  # a number, or a function of the steps taken
+Betas = tuple[float, float]  # of those of Lion's kind
 
 
 class Method(NamedTuple):
@@ -35,22 +45,22 @@ class Method(NamedTuple):
       label: for tables and figures.
       source: the paper, or "ours".
       rates: the learning rates it is tuned over.
-      simulated: ``(rate, steps) -> Simulator``.
-      transform: ``(rate, steps, axis_name) -> optax transform``; None where the library does not offer
-        what others do.
+      simulated: ``(rate, steps, betas) -> Simulator``.
+      transform: ``(rate, steps, betas, axis_name) -> optax transform``; None where the library does not
+        offer what others do.
       sent: ``(params, workers, steps, syncs) -> bytes`` that each worker sends in a run.
       drifts: whether workers have momenta of their own.
-      votes: ``() -> Simulator`` of the update before learning rate and decay, for those of Lion's kind.
+      votes: ``betas -> Simulator`` of the update before learning rate and decay, for those of Lion's kind.
     """
 
     label: str
     source: str
     rates: tuple[float, ...]
-    simulated: Callable[[Rate, int], Simulator]
+    simulated: Callable[[Rate, int, Betas], Simulator]
     transform: Callable[..., optax.GradientTransformation] | None
     sent: Callable[[Any, int, int, int], float]
     drifts: bool = False
-    votes: Callable[[], Simulator] | None = None
+    votes: Callable[[Betas], Simulator] | None = None
 
 
 def each_step(traffic: Callable[[Any, int], accounting.Traffic]) -> Callable[..., float]:
@@ -73,10 +83,82 @@ def baseline(
     """One of `baselines`; ``simulator(rate) -> Simulator``."""
     return Method(
         label, source, rates,
-        lambda rate, steps: simulator(rate),
-        lambda rate, steps, axis_name: method(rate, axis_name=axis_name, **options),
+        lambda rate, steps, betas: simulator(rate),
+        lambda rate, steps, betas, axis_name: method(rate, axis_name=axis_name, **options),
         each_step(lambda params, workers: baselines.traffic(method, params, workers, **options)),
     )  # fmt: skip
+
+
+def synced(
+    method: Method, label: str, schedule: Schedule, bits: int = 0, where: Any = None
+) -> Method:
+    """A vote whose momenta are made alike at times; ``bits`` of a coded schedule, 0 for none."""
+    gaps = schedule.gaps
+    adaptive = gaps and tuple(gaps)
+
+    def votes(betas: Betas) -> Simulator:
+        assert method.votes is not None
+        inner = method.votes(betas)
+
+        def given(params: Any) -> Simulator:  # which leaves, only their tree can tell
+            mask = where(params) if where else None
+            return reference_sync.synced(inner, schedule.due, mask, bits, adaptive)
+
+        return Simulator(
+            lambda params, workers: given(params).init(params, workers),
+            lambda grads, state, params=None, abstain=None: given(params).update(
+                grads, state, params, abstain
+            ),
+        )
+
+    def sent(params: Any, workers: int, steps: int, syncs: int) -> float:
+        one = accounting.sync_traffic(params, workers, schedule, where).sent_bytes
+        return method.sent(params, workers, steps, 0) + syncs * one
+
+    def transform(rate: Rate, steps: int, betas: Betas, axis_name: Any) -> Any:
+        return method.transform(rate, steps, betas, axis_name, sync=schedule, sync_where=where)
+
+    return method._replace(
+        label=label, source="ours" if bits or gaps or where else "2411.16462",
+        simulated=lambda rate, steps, betas: reference.optimizer(votes(betas), rate, DECAY),
+        transform=transform, sent=sent, votes=votes,
+    )  # fmt: skip
+
+
+def leaves_named(*names: str) -> Callable[[Any], Any]:
+    """A mask of the leaves in whose path there is one of these names."""
+
+    def mask(tree: Any) -> Any:
+        def picks(path: Any, leaf: Any) -> bool:
+            return any(name in jax.tree_util.keystr(path) for name in names)
+
+        return jax.tree_util.tree_map_with_path(picks, tree)
+
+    return mask
+
+
+def full_precision() -> Method:
+    """Lion of the mean gradient: what all others are held against."""
+
+    def simulated(rate: Rate, steps: int, betas: Betas) -> Simulator:
+        return reference_baselines.averaged(optax.lion(rate, *betas, weight_decay=DECAY))
+
+    def transform(
+        rate: Rate, steps: int, betas: Betas, axis_name: Any
+    ) -> optax.GradientTransformation:
+        return baselines.lion(rate, *betas, weight_decay=DECAY, axis_name=axis_name)
+
+    sent = each_step(lambda params, workers: baselines.traffic(baselines.lion, params, workers))
+    return Method("Lion, float32", "2302.06675", VOTES, simulated, transform, sent)
+
+
+def with_betas(method: Method, betas: Betas) -> Method:
+    """The same with betas of its own, whatever the task's are."""
+    return method._replace(
+        label=f"{method.label}, betas {betas[0]} and {betas[1]}",
+        simulated=lambda rate, steps, _: method.simulated(rate, steps, betas),
+        transform=lambda rate, steps, _, axis_name: method.transform(rate, steps, betas, axis_name),
+    )
 
 
 def local(
@@ -85,16 +167,16 @@ def local(
 ) -> Method:  # fmt: skip
     """Votes of workers with momenta of their own; ``options`` are the transform's."""
 
-    def votes() -> Simulator:
-        return reference.local_momentum(codes=codes, decide=decide)
+    def votes(betas: Betas) -> Simulator:
+        return reference.local_momentum(*betas, codes=codes, decide=decide)
 
     parts = parts or {{"quantizer": "up"}.get(k, k): v for k, v in options.items()}
     return Method(
         label, source, rates,
-        lambda rate, steps: reference.optimizer(votes(), rate, DECAY),
+        lambda rate, steps, betas: reference.optimizer(votes(betas), rate, DECAY),
         transform and (
-            lambda rate, steps, axis_name: transform(
-                rate, weight_decay=DECAY, axis_name=axis_name, **options
+            lambda rate, steps, betas, axis_name, **more: transform(
+                rate, *betas, weight_decay=DECAY, axis_name=axis_name, **options, **more
             )
         ),
         predicted(**parts), True, votes,
@@ -104,15 +186,15 @@ def local(
 def at_owner(label: str, quantizer: Any, codes: Any, feedback: Any = None) -> Method:
     """One momentum for all, in slices."""
 
-    def votes() -> Simulator:
-        return reference.momentum_at_owner(codes=codes, feedback=feedback)
+    def votes(betas: Betas) -> Simulator:
+        return reference.momentum_at_owner(*betas, codes=codes, feedback=feedback)
 
     owner = lc.momentum_at_owner(optax.scale_by_lion())
     return Method(
         label, "ours", VOTES,
-        lambda rate, steps: reference.optimizer(votes(), rate, DECAY),
-        lambda rate, steps, axis_name: lc.owner_lion(
-            rate, weight_decay=DECAY, axis_name=axis_name, quantizer=quantizer
+        lambda rate, steps, betas: reference.optimizer(votes(betas), rate, DECAY),
+        lambda rate, steps, betas, axis_name: lc.owner_lion(
+            rate, *betas, weight_decay=DECAY, axis_name=axis_name, quantizer=quantizer
         ),
         predicted(up=quantizer, owner=owner), False, votes,
     )  # fmt: skip
@@ -155,11 +237,13 @@ def sparse() -> Method:
         ends = [first for first, _ in stages[1:]] + [steps]
         return sum((end - first) * count for (first, count), end in zip(stages, ends, strict=True))
 
-    def simulated(rate: Rate, steps: int) -> Simulator:
+    def simulated(rate: Rate, steps: int, betas: Betas) -> Simulator:
         simulator = reference_dgc.dgc(0.9, 0.001, warmup_of(steps))
         return reference.optimizer(simulator, rate, LIGHT_DECAY)
 
-    def transform(rate: Rate, steps: int, axis_name: Any) -> optax.GradientTransformation:
+    def transform(
+        rate: Rate, steps: int, betas: Betas, axis_name: Any
+    ) -> optax.GradientTransformation:
         return dgc.dgc(
             rate, 0.9, 0.001, warmup_of(steps), weight_decay=LIGHT_DECAY, axis_name=axis_name
         )
@@ -173,16 +257,13 @@ def ties_up(margin: jax.Array, reach: jax.Array, coins: jax.Array) -> jax.Array:
 
 
 METHODS: dict[str, Method] = {
-    "lion": baseline(
-        "Lion, float32", "2302.06675", VOTES, baselines.lion,
-        _averaged(lambda rate: optax.lion(rate, weight_decay=DECAY)), weight_decay=DECAY,
-    ),
+    "lion": full_precision(),
     "adamw": baseline(
         "AdamW, float32", "1711.05101", MEANS, baselines.adamw,
         _averaged(lambda rate: optax.adamw(rate, weight_decay=DECAY)), weight_decay=DECAY,
     ),
     "sgd": baseline(
-        "SGD-momentum, float32", "", GRADIENTS, baselines.sgd,
+        "SGD-momentum, float32", "", NOISY_GRADIENTS, baselines.sgd,
         _descending(lambda: reference_baselines.averaged(optax.trace(0.9)), LIGHT_DECAY),
         momentum=0.9, weight_decay=LIGHT_DECAY,
     ),
@@ -241,6 +322,36 @@ METHODS: dict[str, Method] = {
         lc.midrise(3, block=128, rounding=lc.stochastic(0)), reference.midrise(3, 128, 0),
     ),
 }  # fmt: skip
+
+_VOTE, _VOTE_4 = METHODS["vote"], METHODS["vote-4"]
+_HEAD = leaves_named("write", "read")
+_SMALL = leaves_named("write", "norm", "positions")
+_MATRICES = leaves_named("attention", "mlp")
+METHODS |= {
+    f"vote-sync-{steps}": synced(_VOTE, f"vote, sync every {steps}", lc.every(steps))
+    for steps in (10, 64, 100)
+} | {
+    f"vote-coded-{steps}": synced(
+        _VOTE, f"vote, coded sync every {steps}", lc.coded(lc.every(steps)), 1
+    )
+    for steps in (2, 3, 6, 12)
+} | {
+    "vote-thinning": synced(_VOTE, "vote, sync thinning(2)", lc.thinning(2)),
+    "vote-head": synced(_VOTE, "vote, sync of input and head every 4", lc.every(4), where=_HEAD),
+    "vote-small": synced(_VOTE, "vote, sync of small leaves every 2", lc.every(2), where=_SMALL),
+    "vote-matrices": synced(_VOTE, "vote, sync of blocks every 64", lc.every(64), where=_MATRICES),
+    "vote-adaptive": synced(_VOTE, "vote, sync adaptive(4, 128)", lc.adaptive(4, 128)),
+    "vote-4-coded-3": synced(
+        _VOTE_4, "vote, 4 bits, coded sync every 3", lc.coded(lc.every(3)), 1
+    ),
+}  # fmt: skip
+
+HORIZONS: dict[str, Betas] = {"long": (0.9, 0.99), "middle": (0.9, 0.95), "short": (0.8, 0.9)}
+METHODS |= {
+    f"{name}-{horizon}": with_betas(METHODS[name], betas)
+    for name in ("lion", "vote", "owner-3")
+    for horizon, betas in HORIZONS.items()
+}
 
 
 def method_named(name: str) -> Method:

@@ -8,12 +8,13 @@ workers, by the validation examples and a seed that no reported number uses. The
 * "ablation": bits, scales, feedback, ties; 8 and 32 workers.
 * "local": a fixed batch for each worker instead.
 * "signs": signs kept, and drift.
+* "betas": three pairs of betas, at every learning rate.
 """
 
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from study.methods import METHODS
+from study.methods import HORIZONS, METHODS
 from study.runs import Spec
 from study.tasks import Size
 
@@ -33,18 +34,19 @@ ABLATION = (
     "owner-3-float32", "owner-3-plain", "owner-3-random",
 )  # fmt: skip
 SYNCS = (
-    "vote-sync-10", "vote-sync-64", "vote-sync-100", "vote-thinning", "vote-head", "vote-matrices",
-    "vote-adaptive", "vote-coded", "vote-4-coded",
+    "vote-sync-10", "vote-sync-64", "vote-sync-100", "vote-thinning", "vote-head", "vote-small",
+    "vote-matrices", "vote-adaptive", "vote-coded-2", "vote-coded-3", "vote-coded-6",
+    "vote-coded-12", "vote-4-coded-3",
 )  # fmt: skip
 NONIID = (*CLAIMED, "owner-4", "owner-1", "vote-4", "average", "signum", "adamw")
-NONIID_CLAIMED = ("lion", "owner-3", "owner-4", "vote", "vote-coded")
-NONIID_TEXT = ("lion", "vote", "vote-4", "owner-3", "vote-sync-64", "vote-coded")
-IID_SYNCS = ("vote-sync-100", "vote-coded", "vote-adaptive")
-DIRICHLET = ("lion", "vote", "vote-4", "owner-3", "vote-coded")
+NONIID_CLAIMED = ("lion", "owner-3", "owner-4", "vote", "vote-coded-3")
+NONIID_TEXT = ("lion", "vote", "vote-4", "owner-3", "vote-sync-64", "vote-coded-3")
+IID_SYNCS = ("vote-sync-100", "vote-coded-3", "vote-adaptive")
+DIRICHLET = ("lion", "vote", "vote-4", "owner-3", "vote-coded-3")
 LOCAL = ("lion", "vote", "owner-3")
 SIGNS = ("vote", "average", "int8", "vote-2", "vote-3", "vote-4", "owner-1", "owner-2", "owner-3",
-         "owner-4", "vote-coded")  # fmt: skip
-PARTS = ("tuning", "main", "noniid", "ablation", "local", "signs")
+         "owner-4", "vote-coded-3")  # fmt: skip
+PARTS = ("tuning", "main", "noniid", "ablation", "local", "signs", "betas")
 
 
 def rows_of(rows: Iterable[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:
@@ -64,13 +66,17 @@ class Study:
             raise ValueError(f"{part!r} is no part of the study; there are {', '.join(PARTS)}")
         return list(getattr(self, f"_{part}")())
 
+    def rates(self, method: str) -> tuple[float, ...]:
+        """What a method is tuned over."""
+        return tuple(rate * self._size.rate for rate in METHODS[method].rates)
+
     def best_rate(self, task: str, method: str, split: str) -> float:
-        """The rate with the best validation metric; "dirichlet" uses that of "class"."""
+        """The rate with the least validation loss; "dirichlet" uses that of "class"."""
         split = "iid" if split == "iid" else "class"
         method = tuned_as(method, split)
         found = rows_of(self._rows, part="tuning", task=task, method=method, split=split)
-        found = [row for row in found if row["rate"] in METHODS[method].rates]
-        if len(found) < len(METHODS[method].rates):
+        found = [row for row in found if row["rate"] in self.rates(method)]
+        if len(found) < len(self.rates(method)):
             raise ValueError(
                 f"{method} on {task}, {split}, is not tuned yet: run --part tuning first"
             )
@@ -88,7 +94,7 @@ class Study:
         for task in self._tasks:
             for split, methods in (("iid", MAIN), ("class", noniid(task))):
                 for method in methods:
-                    for rate in METHODS[method].rates:
+                    for rate in self.rates(method):
                         yield self._spec(
                             "tuning", task, method, TUNED_AT, TUNING_SEED, rate=rate, split=split
                         )
@@ -132,6 +138,14 @@ class Study:
                     rate = self.best_rate(task, "vote", "iid")
                     yield self._spec("signs", task, method, workers, 0, split=split, rate=rate)
 
+    def _betas(self) -> Iterator[Spec]:
+        for task in self._tasks:
+            for name in ("lion", "vote", "owner-3"):
+                for horizon in HORIZONS:
+                    method = f"{name}-{horizon}"
+                    for rate in self.rates(method):
+                        yield self._spec("betas", task, method, 8, TUNING_SEED, rate=rate)
+
 
 def noniid(task: str) -> tuple[str, ...]:
     """The methods for data that differ; of text, those about which something is claimed."""
@@ -146,12 +160,10 @@ def tuned_as(method: str, split: str) -> str:
 
 
 def best(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The row with the best metric on the validation examples; one without a number is the worst."""
+    """The row with the least loss on the validation examples; one without a number is the worst."""
 
     def goodness(row: dict[str, Any]) -> float:
-        accuracy, bits = (row["validation"].get(k) for k in ("accuracy", "bits_per_byte"))
-        if accuracy is not None:
-            return accuracy
-        return -bits if bits is not None else -float("inf")
+        losses = (row["validation"].get(name) for name in ("loss", "bits_per_byte"))
+        return -min((loss for loss in losses if loss is not None), default=float("inf"))
 
     return max(rows, key=goodness)

@@ -4,14 +4,10 @@ Of a folder of texts the last tenth of each is for validation; of Python's stand
 is there without a folder, a tenth of the files.
 """
 
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-
 from gpt import corpus
 
 SUFFIXES = (".txt", ".md", ".rst")

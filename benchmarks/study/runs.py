@@ -13,7 +13,7 @@ from study import tasks
 from study.methods import Method, method_named
 from study.tasks import Task
 
-POINTS = 20  # of a curve
+POINTS = 10  # of a curve
 
 
 class Spec(NamedTuple):
@@ -76,7 +76,7 @@ def program(task: Task, method: Method, spec: Spec) -> Callable[..., Outcome]:
     times = jnp.arange(spec.steps).reshape(points, -1)
 
     def train(data: tasks.Data, table: Any, lengths: Any, rate: Any, seed: Any) -> Outcome:
-        simulator = method.simulated(schedule(rate, spec.steps), spec.steps)
+        simulator = method.simulated(schedule(rate, spec.steps), spec.steps, task.betas)
         key = jax.random.key(seed)
         draws = jax.random.fold_in(key, 1)
 

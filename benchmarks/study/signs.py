@@ -14,7 +14,6 @@ from study.methods import DECAY, Method
 from study.runs import Runner, Spec, drawn, numbers, schedule
 from study.tasks import Data, Task
 
-B1, B2 = 0.9, 0.99
 POINTS = 10
 
 
@@ -22,7 +21,8 @@ def program(task: Task, method: Method, spec: Spec) -> Any:
     """``(data, table, lengths, rate, seed) -> (kept, drift)``: of each leaf ``float32[POINTS]``."""
     if method.votes is None:
         raise ValueError(f"{spec.method} does not end in a sign: there is nothing to compare")
-    votes = method.votes()
+    b1, b2 = task.betas
+    votes = method.votes(task.betas)
     times = jnp.arange(spec.steps // POINTS * POINTS).reshape(POINTS, -1)
 
     def train(data: Data, table: Any, lengths: Any, rate: Any, seed: Any) -> Any:
@@ -34,13 +34,13 @@ def program(task: Task, method: Method, spec: Spec) -> Any:
             own = drawn(jax.random.fold_in(draws, t), table, lengths, spec.batch)
             _, grads = simulate.local_gradients(task.loss, run, task.batch(data.train, own))
             mean = jax.tree.map(lambda g: g.mean(axis=0), grads)
-            exact = jax.tree.map(lambda g, m: jnp.sign((1 - B1) * g + B1 * m), mean, mu)
+            exact = jax.tree.map(lambda g, m: jnp.sign((1 - b1) * g + b1 * m), mean, mu)
             said, state = votes.update(grads, run.opt_state, run.params)
             kept = jax.tree.map(agreement, said, exact)
             params = jax.tree.map(
                 lambda p, u: p - rates(t) * (jnp.sign(u) + DECAY * p), run.params, said
             )
-            mu = jax.tree.map(lambda g, m: (1 - B2) * g + B2 * m, mean, mu)
+            mu = jax.tree.map(lambda g, m: (1 - b2) * g + b2 * m, mean, mu)
             return (simulate.Simulated(run.step + 1, params, state, run.rng), mu), kept
 
         def segment(carry: Any, times: jax.Array) -> Any:

@@ -13,9 +13,7 @@ VOCABULARY = 256
 class Attention(nnx.Module):
     """Self-attention over [batch, time, width]; if causal, each place sees itself and those before."""
 
-    def __init__(
-        self, width: int, heads: int, depth: int, *, causal: bool = True, rngs: nnx.Rngs
-    ):
+    def __init__(self, width: int, heads: int, depth: int, *, causal: bool = True, rngs: nnx.Rngs):
         self.causal = causal
         # Heads are a dimension of their own, so that a mesh can share them out.
         shape = (3, heads, width // heads)

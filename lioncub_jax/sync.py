@@ -1,0 +1,377 @@
+"""Selective momentum sync: workers make their momenta alike at times, in full precision or in codes.
+
+`momentum` says when. In full precision all of them become their mean, in one all-reduce, and the drift
+that was found is kept. In codes (``coded(...)``) they come near it for a 27th of the bytes, by the way
+that votes take: codes up, an owner for each slice, one bit and a scale for each row down.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from lioncub_jax import agreement, bits, checks, decide, layout, momentum, placement, wires
+from lioncub_jax.agreement import Plan, Voter
+from lioncub_jax.layout import Bucket, Cut, Flat
+from lioncub_jax.momentum import Gaps, Schedule
+from lioncub_jax.specs import cut_of
+from lioncub_jax.wires import AxisName
+
+
+class Pace(NamedTuple):
+    """Where an ``adaptive`` schedule is.
+
+    Attributes:
+      gap: ``int32[]``, steps from the last sync to the next; same on every worker.
+      next: ``int32[]``, the step of the next sync; same on every worker.
+    """
+
+    gap: jax.Array
+    next: jax.Array
+
+
+class SyncState(NamedTuple):
+    """State of ``sync_momentum``.
+
+    Attributes:
+      inner: the wrapped transform's state.
+      count: ``int32[]``, steps taken; same on every worker.
+      syncs: ``int32[]``, syncs done; same on every worker.
+      drift: tree of ``float32[]``, one for each leaf of the momentum: the share of its mean square that
+        is variance between workers, ``1 - |mean_i mu_i|^2 / mean_i |mu_i|^2``, as it was just before
+        the last sync in full precision or watch; 0 before the first, and of leaves that are left out.
+        A sync in codes does not measure it. Same on every worker.
+      owner: of syncs in codes, for each bucket what the answers missed, of the slice that this worker
+        owns, ``float32[words, 32]``; else empty.
+      pace: of an ``adaptive`` schedule, else None.
+    """
+
+    inner: Any
+    count: jax.Array  # type: ignore[assignment]
+    syncs: jax.Array
+    drift: Any
+    owner: tuple[Flat, ...] = ()
+    pace: Pace | None = None
+
+
+def sync_momentum(
+    inner: optax.GradientTransformation,
+    axis_name: AxisName,
+    schedule: Schedule,
+    where: Callable[[Any], Any] | Any = None,
+    watch: Schedule | None = None,
+    group_axis: AxisName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Averages the momentum of ``inner`` over the workers, at times.
+
+    ``mu_i = mean_i mu_i`` after every step at which ``schedule`` is due, for the leaves in ``where``; with
+    a ``coded`` schedule ``mu_i = u + (mu_i - Q(mu_i))``, see `coded`. Momentum is what ``inner`` keeps in
+    state fields named ``mu``, as optax's and this library's transforms do. All leaves travel together,
+    and at other steps nothing does.
+
+    In codes, a worker whose momentum is not finite anywhere sits the sync out: it sends nothing, the
+    others count without it, and its momentum stays. If all do, nothing changes. Momentum that is exactly
+    zero everywhere gets values if others of its block of 128 are not zero. One worker alone has nothing
+    to make alike.
+
+    Args:
+      inner: the transform to wrap.
+      axis_name: the mesh axis of the workers.
+      schedule: ``never()``, ``every(T)``, ``first(M)``, ``thinning(k)``, ``coded(...)`` or
+        ``adaptive(...)``.
+      where: a tree of bools like the parameters, or a function from the momentum's tree to one; None
+        for all leaves.
+      watch: when to measure the drift without syncing, just before a sync in codes if both are due;
+        costs the same traffic as a sync in full precision.
+      group_axis: as in the `communicate` that is wrapped; in two levels syncs in codes need it.
+
+    Returns:
+      A transform with state ``SyncState``. With a ``coded`` schedule its ``init``, too, must run where
+      ``axis_name`` is bound.
+
+    Raises:
+      ValueError: if the mask does not match the tree, or ``inner`` keeps no momentum (at init); if
+        ``watch`` is ``coded`` or ``adaptive``; if ``group_axis`` is missing or does not fit (at init).
+      TypeError: if ``schedule`` is not a ``Schedule``.
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> vote = lc.communicate(axis_name="data", memory=lc.blend())
+      >>> tx = lc.sync_momentum(vote, "data", lc.every(100))
+
+    Source: Lion Cub (arXiv 2411.16462), selective momentum synchronisation; codes are ours.
+    """
+    watch = momentum.never() if watch is None else watch
+    for given in (schedule, watch):
+        momentum.check_schedule(given)
+    _check_watch(watch)
+    checks.check_axis(axis_name)
+    plan = None if schedule.up is None else _plan(schedule, axis_name)
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params: optax.Params) -> SyncState:
+        state = inner.init(params)
+        mu = _momentum_of(state)
+        chosen = _chosen(mu, where)
+        drift = jax.tree.map(lambda _: jnp.zeros((), jnp.float32), mu)
+        owner: tuple[Flat, ...] = ()
+        if plan is not None:
+            wires.workers_on(axis_name)  # bound here, or nobody knows whose slices these are
+            _check_levels(mu, group_axis)
+            leaves = wires.varying(jax.tree.leaves(mu), axis_name)
+            owner = placement.on_shards(partial(_owners, plan), (_said(leaves, chosen),))
+        count, syncs = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+        return SyncState(state, count, syncs, drift, owner, _first_pace(schedule.gaps))
+
+    def update(updates: Any, state: SyncState, params: Any = None, **extra: Any) -> Any:
+        wires.workers_on(axis_name)
+        updates, inner_state = inner.update(updates, state.inner, params, **extra)
+        count = optax.safe_increment(state.count)
+        state = state._replace(inner=inner_state, count=count)
+        if not schedule.ever and watch.due is None:
+            return updates, state
+        syncs = _due(schedule, state)
+        seen = watch.due(count) if watch.due else jnp.zeros((), bool)
+        mu = _momentum_of(inner_state)
+        chosen, drift, pace, owner = _chosen(mu, where), state.drift, state.pace, state.owner
+        if plan is None or watch.due:
+            means = syncs if plan is None else jnp.zeros((), bool)
+            mu, drift, alike = _gated_mean(mu, drift, chosen, means, means | seen, axis_name)
+            pace = _next_pace(schedule.gaps, state, syncs, alike)
+        if plan is not None:
+            mu, owner = _gated_codes(plan, group_axis, mu, owner, chosen, syncs, count)
+        inner_state = optax.tree.set(inner_state, _of_a_worker, mu=mu)
+        return updates, SyncState(inner_state, count, state.syncs + syncs, drift, owner, pace)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+# --- When
+
+
+def _due(schedule: Schedule, state: SyncState) -> jax.Array:
+    if state.pace is not None:
+        return state.count >= state.pace.next
+    return jnp.asarray(schedule.due(state.count)) if schedule.due else jnp.zeros((), bool)
+
+
+def _first_pace(gaps: Gaps | None) -> Pace | None:
+    if gaps is None:
+        return None
+    return Pace(jnp.asarray(gaps.shortest, jnp.int32), jnp.asarray(gaps.shortest, jnp.int32))
+
+
+def _next_pace(
+    gaps: Gaps | None, state: SyncState, syncs: jax.Array, alike: jax.Array
+) -> Pace | None:
+    """Half of the gap where workers pull against each other, else twice; only if there was a sync."""
+    if gaps is None or state.pace is None:
+        return None
+    half = jnp.maximum(state.pace.gap // 2, gaps.shortest)
+    twice = jnp.minimum(2 * state.pace.gap, gaps.longest)
+    gap = jnp.where(alike < gaps.threshold, half, twice)
+    new = Pace(gap, state.count + gap)
+    return jax.tree.map(lambda a, b: jnp.where(syncs, a, b), new, state.pace)
+
+
+# --- In full precision
+
+
+def _gated_mean(
+    mu: Any, drift: Any, chosen: list[bool], syncs: jax.Array, looks: jax.Array, axis: AxisName
+) -> tuple[Any, Any, jax.Array]:
+    """Means, drift and ``W (1 - drift)`` of all if ``looks``; means replace the momentum if ``syncs``."""
+    leaves, tree = jax.tree.flatten(wires.varying(mu, axis))
+    drifts = jax.tree.leaves(drift)
+
+    def look(operands: Any) -> Any:
+        leaves, drifts, _ = operands
+        picked = [x for x, pick in zip(leaves, chosen, strict=True) if pick]
+        means, squares = wires.mean_over_workers((picked, [_square(x) for x in picked]), axis)
+        # Of a leaf that is cut, each device has looked at its own part only.
+        sums = [[_square(mean), square] for mean, square in zip(means, squares, strict=True)]
+        sums = [[wires.sum_over_shards(x, axis) for x in pair] for pair in sums]
+        found = iter([_variance_share(*pair) for pair in sums])
+        totals = [sum((pair[i] for pair in sums), jnp.zeros(())) for i in (0, 1)]
+        synced = [wires.varying(mean, axis) for mean in means]
+        new = iter([jnp.where(syncs, m, x) for m, x in zip(synced, picked, strict=True)])
+        leaves = [next(new) if pick else x for x, pick in zip(leaves, chosen, strict=True)]
+        drifts = [next(found) if pick else d for d, pick in zip(drifts, chosen, strict=True)]
+        return leaves, drifts, wires.workers_on(axis) * (1 - _variance_share(*totals))
+
+    operands = leaves, drifts, jnp.zeros(())
+    leaves, drifts, alike = lax.cond(looks, look, lambda operands: operands, operands)
+    drift = jax.tree.unflatten(jax.tree.structure(drift), drifts)
+    return jax.tree.unflatten(tree, leaves), drift, alike
+
+
+def _square(x: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.square(x.astype(jnp.float32)))
+
+
+def _variance_share(of_mean: jax.Array, mean: jax.Array) -> jax.Array:
+    """What of a mean square is variance between workers, from the square of the mean."""
+    share = 1 - of_mean / jnp.where(mean > 0, mean, 1)
+    return jnp.where(mean > 0, jnp.clip(share, 0, 1), 0)
+
+
+# --- In codes
+
+
+def _plan(schedule: Schedule, axis: AxisName) -> Plan:
+    """The parts of a `communicate` whose gradient is the momentum."""
+    assert schedule.up is not None
+    owner, down = decide.feedback_at_owner(), decide.scaled_signs()
+    wire = wires.two_phase()
+    checks.check_parts(schedule.up, owner, down, wire)
+    return Plan(axis, None, momentum.nothing(), schedule.up, owner, down, wire, None)
+
+
+def _said(leaves: list[jax.Array], chosen: list[bool]) -> list[jax.Array]:
+    """Leaves, those that are left out without elements, so that no bucket takes them."""
+    return [x if pick else x.ravel()[:0] for x, pick in zip(leaves, chosen, strict=True)]
+
+
+def _owners(plan: Plan, said: list[jax.Array]) -> tuple[Flat, ...]:
+    """An error of zero for the slice of each bucket that this worker owns, where every axis is manual."""
+    states = []
+    for bucket in plan.buckets(said, wires.workers_on(plan.axis)):
+        words = jnp.zeros((bucket.chunk * bits.WORDS_PER_ROW, bits.WORD), bucket.dtype)
+        states.append(Flat(wires.varying(plan.owner.init(words), bucket.axes), bucket))
+    return tuple(states)
+
+
+def _gated_codes(
+    plan: Plan,
+    group: AxisName | None,
+    mu: Any,
+    owner: tuple[Flat, ...],
+    chosen: list[bool],
+    syncs: jax.Array,
+    count: jax.Array,
+) -> tuple[Any, tuple[Flat, ...]]:
+    """Momenta and the owners' errors after a sync in codes, if ``syncs``."""
+    if wires.workers_on(plan.axis) == 1:
+        return mu, owner
+    leaves, tree = jax.tree.flatten(wires.varying(mu, plan.axis))
+    slices = [x.bucket for x in _parts(mu) if isinstance(x, Flat)]
+
+    def on_device(leaves: Any, owner: Any, syncs: jax.Array, count: jax.Array) -> Any:
+        cuts: list[Cut | None] = [None] * len(leaves)
+        if group is not None:
+            cuts = [_cut(plan, bucket, wires.worker_index(group)) for bucket in slices]
+        exchange = partial(_exchanged, plan, cuts, chosen, count)
+        return lax.cond(syncs, exchange, lambda *operands: operands, leaves, owner)
+
+    # Results lie as what they replace.
+    args = leaves, owner, syncs, count
+    leaves, owner = placement.on_shards(on_device, args, cut_of((leaves, owner)))
+    return jax.tree.unflatten(tree, leaves), owner
+
+
+def _exchanged(
+    plan: Plan,
+    cuts: list[Cut | None],
+    chosen: list[bool],
+    count: jax.Array,
+    leaves: list[jax.Array],
+    owner: tuple[Flat, ...],
+) -> tuple[list[jax.Array], tuple[Flat, ...]]:
+    """What a device of a worker does in a sync in codes: says, hears, and keeps what it did not say."""
+    workers = wires.workers_on(plan.axis)
+    voter = Voter(wires.worker_index(plan.axis), workers, count)
+    said = _said(leaves, chosen)
+    buckets = plan.buckets(said, workers)
+    ballots = [agreement.quantized(plan, voter, bucket, said, cuts) for bucket in buckets]
+    abstains = agreement.abstains_now(plan.axis, None, ballots)
+    agreed = [
+        agreement.exchanged(plan, voter, bucket, cast, abstains, error.value, cuts)
+        for bucket, cast, error in zip(buckets, ballots, owner, strict=True)
+    ]
+    missed = agreement.missed(plan, buckets, ballots, said, workers)
+    new = list(leaves)
+    for bucket, answer in zip(buckets, agreed, strict=True):
+        for s in bucket.segments:
+            heard = answer.rows[0, s.first_row : s.first_row + s.rows]
+            x = _unpadded(layout.from_rows(heard, s) + missed[s.leaf], cuts[s.leaf])
+            new[s.leaf] = jnp.where(abstains, leaves[s.leaf], x.astype(leaves[s.leaf].dtype))
+    return new, tuple(Flat(a.owner, e.bucket) for a, e in zip(agreed, owner, strict=True))
+
+
+def _cut(plan: Plan, bucket: Bucket, index: jax.Array) -> Cut:
+    """A slice that may end within a block: what is filled in each row, to the end of the block."""
+    return Cut(
+        bucket, jnp.pad(layout.filled(bucket, index), (0, -bucket.chunk % plan.up.rows_per_step))
+    )
+
+
+def _unpadded(x: jax.Array, cut: Cut | None) -> jax.Array:
+    """A slice with zeros in its padding, which codes cannot say."""
+    if cut is None:
+        return x
+    return jnp.where(jnp.arange(bits.ROW) < cut.filled[: cut.bucket.chunk, None], x, 0)
+
+
+# --- Of what
+
+
+def _parts(mu: Any) -> list[Any]:
+    """The momentum as leaves, or as slices of buckets that a group shares."""
+    return jax.tree.leaves(mu, is_leaf=lambda x: isinstance(x, Flat))
+
+
+def _momentum_of(state: Any) -> Any:
+    found = optax.tree.get_all_with_path(state, "mu", _of_a_worker)
+    if not found:
+        raise ValueError(
+            "sync_momentum: the wrapped transform keeps no momentum of each worker (no state field named "
+            "mu with arrays in it); momentum at the owner is one for all workers and needs no sync"
+        )
+    if len(found) > 1:
+        raise ValueError(
+            f"sync_momentum: the wrapped transform keeps {len(found)} momenta; wrap each transform that "
+            "keeps one, not all of them together"
+        )
+    return found[0][1]
+
+
+def _of_a_worker(path: Any, value: Any) -> bool:
+    """Not a field without arrays, nor the momentum of an owner's slice."""
+    at_owner = any(getattr(key, "name", None) == "owner" for key in path)
+    return not at_owner and bool(jax.tree.leaves(value))
+
+
+def _chosen(mu: Any, where: Any) -> list[bool]:
+    """The mask as one bool for each leaf of the momentum."""
+    if where is None:
+        return [True] * len(jax.tree.leaves(mu))
+    mask = where(mu) if callable(where) else where
+    given, wanted = str(jax.tree.structure(mask)), str(jax.tree.structure(mu))
+    if given != wanted:
+        raise ValueError(
+            f"sync_momentum: the mask does not match the momentum's tree; given {given}, wanted one "
+            f"bool for each leaf of {wanted}"
+        )
+    return [bool(pick) for pick in jax.tree.leaves(mask)]
+
+
+def _check_watch(watch: Schedule) -> None:
+    if watch.up is not None or watch.gaps is not None:
+        raise ValueError(
+            f"watch={watch.name}: the drift is measured in full precision at steps known before; give "
+            "never(), every(T), first(M) or thinning(k)"
+        )
+
+
+def _check_levels(mu: Any, group_axis: AxisName | None) -> None:
+    in_slices = any(isinstance(x, Flat) for x in _parts(mu))
+    if in_slices != (group_axis is not None):
+        kept = "in slices that a group shares" if in_slices else "whole by each worker"
+        raise ValueError(
+            f"sync_momentum(group_axis={group_axis!r}): the momentum is kept {kept}; to sync it in codes "
+            "give the group_axis of the communicate that is wrapped, or None if it has none"
+        )

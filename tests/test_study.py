@@ -1,0 +1,226 @@
+"""The convergence study: that a method is the same thing simulated and on devices, and that runs keep."""
+
+import json
+import re
+
+import convergence
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import AXIS
+from study import methods, plan, runs, signs, store, tasks
+from study.methods import METHODS
+from study.runs import Spec
+
+WORKERS, STEPS = 8, 12
+BETAS = (0.9, 0.99)
+OFFERED = [name for name, method in METHODS.items() if method.transform is not None]
+
+
+@pytest.fixture(scope="module")
+def story():
+    """Parameters, and gradients ``[steps, W, ...]`` like those of training: a common part and noise."""
+    rng = np.random.default_rng(0)
+    shapes = {"a": (12, 33), "b": (130,), "c": ()}
+    params = {k: jnp.asarray(rng.normal(size=s), jnp.float32) for k, s in shapes.items()}
+    grads = {
+        k: (rng.normal(size=s) + rng.normal(size=(STEPS, WORKERS, *s))).astype(np.float32)
+        for k, s in shapes.items()
+    }
+    return params, grads
+
+
+def rate(t):
+    return 0.01 * (1 + t % 3)
+
+
+@pytest.mark.parametrize("name", OFFERED)
+def test_a_method_is_the_same_simulated_and_as_a_transform(run_workers, story, name):
+    """Codes at the edge of a step may fall to its other side by rounding: of a few elements, no more."""
+    params, grads = story
+    method = METHODS[name]
+    simulator = method.simulated(rate, STEPS, BETAS)
+
+    @jax.jit
+    def simulated(grads):
+        def step(state, g):
+            updates, state = simulator.update(g, state, params)
+            return state, updates
+
+        return jax.lax.scan(step, simulator.init(params, WORKERS), grads)[1]
+
+    want = jax.tree.map(np.asarray, simulated(jax.tree.map(jnp.asarray, grads)))
+    tx = method.transform(rate, STEPS, BETAS, AXIS)
+    got, _ = run_workers({name: tx}, params, grads, np.zeros((STEPS, WORKERS), bool))[name]
+    for leaf, a in got.items():
+        differ = np.abs(a - want[leaf]) > 1e-5 * np.abs(want[leaf]).max()
+        assert differ.mean() < 0.005, (leaf, differ.mean())
+        assert np.abs(want[leaf]).max() > 0
+
+
+def test_every_method_is_tuned_over_as_many_rates():
+    assert {len(method.rates) for method in METHODS.values()} == {4}
+    assert all(list(m.rates) == sorted(set(m.rates)) for m in METHODS.values())
+
+
+def test_every_part_of_the_plan_names_methods_that_are_there():
+    lists = (plan.MAIN, plan.ABLATION, plan.SYNCS, plan.NONIID, plan.DIRICHLET, plan.LOCAL)
+    for name in (*(n for names in lists for n in names), *plan.SIGNS, *plan.IID_SYNCS):
+        assert name in METHODS, name
+    assert all(METHODS[name].votes is not None for name in plan.SIGNS)
+
+
+def test_an_unknown_method_is_refused_with_the_known_ones():
+    with pytest.raises(
+        ValueError, match=r"'lyon' is no method; there are lion, adamw, .*dgc.*owner-3"
+    ):
+        methods.method_named("lyon")
+
+
+def row(spec, loss):
+    return spec._asdict() | {"validation": {"loss": loss, "accuracy": 0.5}}
+
+
+def tuned(best_at=1):
+    """Rows that tune every method of the images task, with the best rate at one place of the grid."""
+    study = plan.Study(tasks.SIZES["tiny"], ("images",), [])
+    rows = []
+    for spec in study.specs("tuning"):
+        place = study.rates(spec.method).index(spec.rate)
+        rows.append(row(spec, 1.0 + abs(place - best_at)))
+    return rows
+
+
+def test_what_is_reported_uses_the_rate_with_the_least_validation_loss():
+    study = plan.Study(tasks.SIZES["tiny"], ("images",), tuned(best_at=2))
+    for part in plan.PARTS[1:-1]:
+        specs = study.specs(part)
+        assert specs and len(set(specs)) == len(specs), part
+        for spec in specs:
+            like = plan.tuned_as(spec.method, spec.split) if part != "signs" else "vote"
+            assert spec.rate == study.rates(like)[2], (part, spec)
+            assert spec.seed != plan.TUNING_SEED
+    main = study.specs("main")
+    assert {(s.workers, s.workers * s.batch) for s in main} == {(w, 32) for w in (4, 8, 16, 32)}
+
+
+def test_a_diverged_run_is_never_the_best():
+    rows = tuned(best_at=0)
+    for found in rows:
+        if found["rate"] == 1e-3:
+            found["validation"] = {"loss": None, "accuracy": 0.1}
+    study = plan.Study(tasks.SIZES["tiny"], ("images",), rows)
+    assert study.best_rate("images", "lion", "iid") == 2e-3
+
+
+def test_parts_that_need_tuning_say_so():
+    study = plan.Study(tasks.SIZES["tiny"], ("images",), tuned()[4:])
+    with pytest.raises(
+        ValueError, match=r"lion on images, iid, is not tuned yet: run --part tuning"
+    ):
+        study.specs("main")
+    with pytest.raises(ValueError, match=r"'mane' is no part of the study; there are tuning, main"):
+        study.specs("mane")
+
+
+def test_signs_of_a_method_without_signs_are_refused():
+    task = tasks.load("images", None, tasks.SIZES["tiny"])
+    with pytest.raises(ValueError, match="adamw does not end in a sign"):
+        signs.program(task, METHODS["adamw"], spec_of("adamw"))
+
+
+def spec_of(method, **given):
+    fields = {
+        "part": "x", "task": "images", "method": method, "workers": 4, "split": "iid", "batch": 4,
+        "steps": 20, "rate": 4e-3, "seed": 0,
+    }  # fmt: skip
+    return Spec(**fields | given)
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return tasks.load("images", None, tasks.SIZES["tiny"])
+
+
+def test_a_run_repeats_and_seeds_differ(digits):
+    first = runs.Runner(digits).run(spec_of("vote"))
+    again = runs.Runner(digits).run(spec_of("vote"))
+    other = runs.Runner(digits).run(spec_of("vote", seed=1))
+    for took in ("seconds", "compiling"):
+        assert first.pop(took) > 0 and again.pop(took) > 0
+    assert first == again
+    assert first["test"] != other["test"]
+    assert len(first["curve"]["loss"]) == len(first["curve"]["train_loss"]) == runs.POINTS
+    sent = METHODS["vote"].sent(digits.parameters, 4, 20, 0)
+    assert first["sent_bytes"] == sent > 0
+    assert first["bits_per_parameter"] == pytest.approx(8 * sent / 20 / first["parameters"], 1e-4)
+
+
+def test_training_learns(digits):
+    learned = runs.Runner(digits).run(spec_of("owner-3", steps=200, batch=32, rate=8e-3))
+    assert learned["test"]["accuracy"] > 0.4  # of ten classes
+    losses = learned["curve"]["train_loss"]
+    assert losses[-1] < 0.75 * losses[0]
+
+
+def test_what_is_not_finite_is_null():
+    assert runs.numbers({"x": np.float32("nan"), "y": np.array([1.23456789, np.inf])}) == {
+        "x": None,
+        "y": [1.2346, None],
+    }
+
+
+def test_the_study_goes_on_where_it_was_stopped(tmp_path, capsys):
+    rows = tmp_path / "rows.jsonl"
+    args = ["--size", "tiny", "--task", "images", "--part", "tuning", "--method", "lion",
+            "--jobs", "1", "--save", str(rows)]  # fmt: skip
+    convergence.main(args)
+    first = rows.read_text().splitlines()
+    assert len(first) == 2 * 4  # both splits, four rates
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["rows"] == 8
+    for line in map(json.loads, first):
+        assert line["command"].startswith("python benchmarks/convergence.py --part tuning")
+        assert str(tmp_path) not in line["command"]
+        assert {"date", "jax", "flax", "optax", "python", "seed", "size"} <= set(line)
+    rows.write_text("\n".join(first[:-1]) + "\n")
+    convergence.main(args)
+    after = rows.read_text().splitlines()
+    assert after[:-1] == first[:-1]
+    took = "seconds", "compiling"
+    last, again = (
+        {k: v for k, v in json.loads(x[-1]).items() if k not in took} for x in (first, after)
+    )
+    assert last == again
+
+
+def test_a_line_that_is_no_row_is_named(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"part": "main"}\n')
+    with pytest.raises(
+        ValueError, match=r"rows.jsonl, line 1: no row of the study .*delete the line"
+    ):
+        store.read(path)
+    assert store.read(tmp_path / "none.jsonl") == []
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--method", "lyon"], r"'lyon' is no method; there are lion"),
+        (["--images", "nowhere"], r"nowhere: no such folder"),
+        (["--text", "nowhere"], r"nowhere: no such folder"),
+        (["--part", "mane"], r"invalid choice: 'mane'"),
+        (["--jobs", "0"], r"--jobs 0: give a whole number of at least 1"),
+    ],
+)
+def test_bad_options_end_before_anything_runs(capsys, tmp_path, args, said):
+    with pytest.raises(SystemExit):
+        convergence.main([*args, "--size", "tiny", "--save", str(tmp_path / "rows.jsonl")])
+    assert re.search(said, capsys.readouterr().err)
+    assert not (tmp_path / "rows.jsonl").exists()
+
+
+def test_more_workers_than_classes_are_refused(digits):
+    with pytest.raises(ValueError, match=r"workers"):
+        runs.Runner(digits).run(spec_of("vote", workers=16, split="class"))
