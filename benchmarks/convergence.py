@@ -20,19 +20,23 @@ from typing import Any
 import report
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from study import plan, signs, store, tasks
+from study import analysis, plan, signs, store, tables, tasks
 from study.methods import method_named
 from study.runs import Runner, Spec
 
 from lioncub_jax import checks
 
 ROWS = Path(__file__).parent / "results" / "convergence.jsonl"
+DOCS = Path(__file__).parents[1] / "docs"
 AT_ONCE = 8  # runs of one program that a process takes before its rows are written
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parsed(argv)
     rows = store.read(args.save)
+    if args.report:
+        tables.report(rows, DOCS)
+        return
     study = plan.Study(tasks.SIZES[args.size], tuple(args.task or tasks.TASKS), rows)
     for part in args.part or plan.PARTS:
         done = {store.key_of(row) for row in rows}
@@ -40,6 +44,10 @@ def main(argv: list[str] | None = None) -> None:
         if args.method:
             specs = [spec for spec in specs if spec.method in args.method]
         rows += run_all(specs, args, part)
+        if part == "signs" and not plan.rows_of(rows, part="synthetic"):
+            noise = [row | facts(args, part) for row in analysis.synthetic_rows()]
+            store.append(args.save, noise)
+            rows += noise
     summary = {"benchmark": "convergence", "rows": len(rows), "size": args.size}
     report.finish(summary, None)
 
@@ -60,16 +68,25 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--size", choices=list(tasks.SIZES), default="small")
     parser.add_argument("--jobs", type=int, default=2, help="processes, of one core each on a CPU")
     parser.add_argument("--save", type=Path, default=ROWS, help="file of rows, read and added to")
+    parser.add_argument(
+        "--report", action="store_true", help="run nothing: write docs/convergence.md"
+    )
     args = parser.parse_args(argv)
     try:
         checks.check_count(f"--jobs {args.jobs}", args.jobs)
         for name in args.method or ():
             method_named(name)
-        for task in args.task or tasks.TASKS:  # data are looked at before anything runs
+        wanted = () if args.report else args.task or tuple(tasks.TASKS)
+        for task in wanted:  # data are looked at before anything runs
             tasks.load(task, getattr(args, task), tasks.SIZES[args.size])
     except ValueError as error:
         parser.error(str(error))
     return args
+
+
+def facts(args: argparse.Namespace, part: str) -> dict[str, Any]:
+    """What is needed to repeat a row, besides what it says itself."""
+    return {"size": args.size, **report.provenance(), "command": command(args, part)}
 
 
 def command(args: argparse.Namespace, part: str) -> str:
@@ -85,7 +102,6 @@ def run_all(specs: list[Spec], args: argparse.Namespace, part: str) -> list[dict
     """Runs what is missing, several at a time; rows are written as they come."""
     groups = [list(group) for _, group in groupby(specs, key=lambda spec: spec.program)]
     chunks = [group[i : i + AT_ONCE] for group in groups for i in range(0, len(group), AT_ONCE)]
-    facts = {"size": args.size, **report.provenance(), "command": command(args, part)}
     found = []
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     # One thread each: small programs gain nothing from a second core.
@@ -97,7 +113,7 @@ def run_all(specs: list[Spec], args: argparse.Namespace, part: str) -> list[dict
         folders = {task: getattr(args, task) for task in tasks.TASKS}
         waiting = [pool.submit(run_some, chunk, folders, args.size) for chunk in chunks]
         for done in as_completed(waiting):
-            rows = [row | facts for row in done.result()]
+            rows = [row | facts(args, part) for row in done.result()]
             store.append(args.save, rows)
             found += rows
             progress.advance(bar, len(rows))

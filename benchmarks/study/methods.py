@@ -349,7 +349,7 @@ METHODS |= {
 HORIZONS: dict[str, Betas] = {"long": (0.9, 0.99), "middle": (0.9, 0.95), "short": (0.8, 0.9)}
 METHODS |= {
     f"{name}-{horizon}": with_betas(METHODS[name], betas)
-    for name in ("lion", "vote", "owner-3")
+    for name in ("lion", "vote")
     for horizon, betas in HORIZONS.items()
 }
 

@@ -1,0 +1,334 @@
+"""The tables of docs/convergence.md, in Markdown, from the rows of the study; and the whole report.
+
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``, and is written anew by `report`.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from study import analysis, figures, plan
+from study.analysis import METRICS, Mean, Rows
+from study.methods import METHODS
+from study.plan import rows_of
+from study.tasks import SIZES
+
+DOCUMENT = "convergence.md"
+MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+SIGN_PLACES = ((8, "iid"), (32, "iid"), (8, "class"))
+NONE = "–"
+
+
+def report(rows: Rows, folder: Path) -> None:
+    """Writes the tables of ``folder/convergence.md`` anew, and draws the figures beside it.
+
+    Raises:
+      ValueError: for no rows, rows that do not belong together, and unknown or missing markers.
+    """
+    path = folder / DOCUMENT
+    text = rewritten(path.read_text(), rows)
+    figures.draw(rows, folder)
+    path.write_text(text)
+
+
+def rewritten(text: str, rows: Rows) -> str:
+    """The document with its tables from these rows; the same rows give the same text."""
+    analysis.checked(rows)
+    named = [name for _, name, _ in MARKED.findall(text)]
+    if sorted(named) != sorted(TABLES) or text.count("<!-- table: ") != len(named):
+        raise ValueError(
+            f"{DOCUMENT} has tables {', '.join(named) or 'none'}; it must have each of "
+            f"{', '.join(TABLES)} once, between <!-- table: NAME --> and <!-- end -->"
+        )
+    return MARKED.sub(lambda found: found[1] + TABLES[found[2]](rows) + found[3], text)
+
+
+# --- The parts of a table
+
+
+def markdown(head: Iterable[str], lines: Iterable[Iterable[str]], part: str, words: int = 1) -> str:
+    """A table, its first columns of words to the left; or which part of the study it waits for."""
+    body = [list(line) for line in lines]
+    if not body:
+        return f"No rows yet: `python benchmarks/convergence.py --part {part}`.\n"
+    names = list(head)
+    rule = ["---"] * words + ["---:"] * (len(names) - words)
+    return "".join("| " + " | ".join(line) + " |\n" for line in [names, rule, *body])
+
+
+def number(x: float | None, task: str, signed: bool = False) -> str:
+    """Accuracy in percent, text in bits per byte."""
+    if x is None:
+        return NONE
+    sign = "+" if signed else ""
+    return f"{100 * x:{sign}.2f}" if task == "images" else f"{x:{sign}.4f}"
+
+
+def spread(found: Mean, task: str, signed: bool = False) -> str:
+    """A mean, its standard deviation, how many runs, and how many ended without a number."""
+    if found.mean is None:
+        said = NONE
+    else:
+        around = f" ± {number(found.std, task)}" if found.std is not None else ""
+        said = f"{number(found.mean, task, signed)}{around} ({found.n})"
+    return said + (f", **{found.diverged} diverged**" if found.diverged else "")
+
+
+def compared(rows: Rows, lion: Rows) -> list[str]:
+    """The metric, the difference to Lion in pairs, and whether it is within one standard deviation."""
+    task = rows[0]["task"]
+    here = spread(analysis.mean(analysis.by_seed(rows).values()), task)
+    if rows[0]["method"] == "lion":
+        return [here, "", ""]
+    within = analysis.within_one_std(rows, lion)
+    said = NONE if within is None else "yes" if within else "no"
+    return [here, spread(analysis.difference(rows, lion), task, signed=True), said]
+
+
+def unit(task: str) -> str:
+    return "accuracy, %" if task == "images" else "bits per byte"
+
+
+def share(x: float | None, digits: int = 1) -> str:
+    return NONE if x is None else f"{100 * x:.{digits}f} %"
+
+
+def bits(x: float) -> str:
+    return f"{x:.2f}" if x < 100 else f"{x:.0f}"
+
+
+def label(method: str) -> str:
+    return METHODS[method].label
+
+
+def found_methods(rows: Rows) -> list[str]:
+    """The methods of rows, in the order of the study."""
+    there = {row["method"] for row in rows}
+    return [name for name in METHODS if name in there]
+
+
+def rates(rows: Rows) -> str:
+    return ", ".join(f"{rate:g}" for rate in sorted({row["rate"] for row in rows}))
+
+
+COMPARED = ("minus Lion, paired", "within 1 std")
+
+
+# --- Tables
+
+
+def main(task: str, rows: Rows) -> str:
+    """All methods at each number of workers, the same batch for all of them together."""
+    head = ("method", "source", "W", "bits", "bits, large", "rate", unit(task), *COMPARED)
+
+    def lines() -> Iterator[list[str]]:
+        of_task = rows_of(rows, part="main", task=task)
+        for workers in sorted({row["workers"] for row in of_task}):
+            at = rows_of(of_task, workers=workers)
+            lion = rows_of(at, method="lion")
+            for name in found_methods(at):
+                own = rows_of(at, method=name)
+                large = bits(analysis.large_bits(own[0]))
+                yield [
+                    label(name), METHODS[name].source or NONE, str(workers),
+                    bits(analysis.bits_of(own)), large, rates(own), *compared(own, lion),
+                ]  # fmt: skip
+
+    return markdown(head, lines(), "main", words=2)
+
+
+def noniid(task: str, split: str, rows: Rows) -> str:
+    """Workers whose data differ, and how much of what the plain vote loses comes back."""
+    head = ("method", "bits", "x vote's", "rate", unit(task), *COMPARED, "regained")
+
+    def lines() -> Iterator[list[str]]:
+        at = rows_of(rows, part="noniid", task=task, split=split)
+        lion, vote = rows_of(at, method="lion"), rows_of(at, method="vote")
+        for name in found_methods(at):
+            own = rows_of(at, method=name)
+            times, back = NONE, ""
+            if vote:
+                found = analysis.recovered(own, vote, lion)
+                times = f"{found.bits:.2f}"
+                back = share(found.share, 0) if name not in ("lion", "vote") else ""
+            sent = bits(analysis.bits_of(own))
+            yield [label(name), sent, times, rates(own), *compared(own, lion), back]
+
+    return markdown(head, lines(), "noniid")
+
+
+def ablation(task: str, rows: Rows) -> str:
+    """What each choice is worth, beside the methods it changes in one thing."""
+    head = ("method", "W", "bits", unit(task), *COMPARED)
+
+    def lines() -> Iterator[list[str]]:
+        changed = rows_of(rows, part="ablation", task=task)
+        for workers in sorted({row["workers"] for row in changed}):
+            base = rows_of(rows, part="main", task=task, workers=workers)
+            beside = [row for row in base if row["method"] in BESIDE]
+            at = beside + rows_of(changed, workers=workers)
+            lion = rows_of(base, method="lion")
+            for name in found_methods(at):
+                own = rows_of(at, method=name)
+                yield [label(name), str(workers), bits(analysis.bits_of(own)), *compared(own, lion)]
+
+    return markdown(head, lines(), "ablation")
+
+
+BESIDE = ("lion", "vote", "int8", "vote-4", "owner-1", "owner-3")
+
+
+def local(task: str, rows: Rows) -> str:
+    """A fixed batch for each worker: more workers see more."""
+    head = ("method", "W", "batch of all", unit(task), *COMPARED)
+
+    def lines() -> Iterator[list[str]]:
+        of_task = rows_of(rows, part="local", task=task)
+        for workers in sorted({row["workers"] for row in of_task}):
+            at = rows_of(of_task, workers=workers)
+            lion = rows_of(at, method="lion")
+            for name in found_methods(at):
+                own = rows_of(at, method=name)
+                together = str(workers * own[0]["batch"])
+                yield [label(name), str(workers), together, *compared(own, lion)]
+
+    return markdown(head, lines(), "local")
+
+
+def seconds(task: str, rows: Rows) -> str:
+    """What a run takes by the model of `analysis`, at 32 workers."""
+    head = ("method", *analysis.BANDWIDTHS)
+
+    def lines() -> Iterator[list[str]]:
+        at = rows_of(rows, part="main", task=task, workers=32)
+        compute = analysis.compute_seconds(rows, task, 32, at[0]["batch"]) if at else None
+        for name in found_methods(at) if compute is not None else ():
+            row = rows_of(at, method=name)[0]
+            taken = [analysis.run_seconds(row, compute, x) for x in analysis.BANDWIDTHS.values()]
+            yield [label(name), *(f"{x:.3g} s" for x in taken)]
+
+    return markdown(head, lines(), "main")
+
+
+def at_place(rows: Rows, task: str, method: str, place: tuple[int, str]) -> dict[str, Any] | None:
+    """The row of the part "signs" with so many workers and this split."""
+    workers, split = place
+    found = rows_of(rows, part="signs", task=task, method=method, workers=workers, split=split)
+    return found[0] if found else None
+
+
+def kept(task: str, rows: Rows) -> str:
+    """Signs of full-precision Lion that are kept, in training and of synthetic noise."""
+    places = [f"W = {workers}, {split}" for workers, split in SIGN_PLACES]
+    head = ("method", *places, "least to most, by layer, W = 32", "noise, W = 8", "noise, W = 32")
+
+    def lines() -> Iterator[list[str]]:
+        for name in found_methods(rows_of(rows, part="signs", task=task)):
+            found = [at_place(rows, task, name, place) for place in SIGN_PLACES]
+            late = [row and analysis.late(row["kept_overall"]) for row in found]
+            drawn = [rows_of(rows, part="synthetic", method=name, workers=w) for w in (8, 32)]
+            noise = [share(some[0]["kept"]) if some else NONE for some in drawn]
+            yield [label(name), *map(share, late), extremes(found[1]), *noise]
+
+    return markdown(head, lines(), "signs")
+
+
+def extremes(row: dict[str, Any] | None) -> str:
+    """The leaves of which the least and the most is kept."""
+    if row is None:
+        return NONE
+    late = {leaf.rpartition(".")[0]: analysis.late(x) for leaf, x in row["kept"].items()}
+    least, most = min(late, key=late.__getitem__), max(late, key=late.__getitem__)
+    return f"{share(late[least])} (`{least}`) to {share(late[most])} (`{most}`)"
+
+
+def drift(task: str, rows: Rows) -> str:
+    """How far momenta are apart, by layer: the mean over its leaves in the last half of training."""
+    chosen = [
+        ("vote", (8, "iid")), ("vote", (8, "class")), ("vote-coded", (8, "iid")),
+        ("vote-coded", (8, "class")),
+    ]  # fmt: skip
+    head = ("layer", *(f"{name}, {split}" for name, (_, split) in chosen), "independent momenta")
+    found = [at_place(rows, task, name, place) for name, place in chosen]
+    layers = [analysis.by_layer(row["drift"]) if row else {} for row in found]
+
+    def lines() -> Iterator[list[str]]:
+        for layer in sorted(set().union(*layers)):
+            values = [
+                f"{sum(of[layer]) / len(of[layer]):.3f}" if layer in of else NONE for of in layers
+            ]
+            yield [f"`{layer}`", *values, f"{1 - 1 / 8:.3f}"]
+
+    return markdown(head, lines(), "signs")
+
+
+def tuning(rows: Rows) -> str:
+    """Every rate that was tried, its validation loss, and the choice."""
+    head = ("method", "task", "data", "rate: validation loss", "chosen")
+
+    def lines() -> Iterator[list[str]]:
+        for task in METRICS:
+            for split in ("iid", "class"):
+                at = rows_of(rows, part="tuning", task=task, split=split)
+                for name, own in on_grid(at):
+                    best, edge = choice(own)
+                    chosen = f"{best['rate']:g}" + (" (edge)" if edge else "")
+                    yield [label(name), task, split, losses(own), chosen]
+
+    return markdown(head, lines(), "tuning", words=4)
+
+
+def betas(rows: Rows) -> str:
+    """Lion, the vote and the owner with momenta that remember longer or shorter."""
+    head = ("method", "task", "rate: validation loss", "best")
+
+    def lines() -> Iterator[list[str]]:
+        for task in METRICS:
+            for name, own in on_grid(rows_of(rows, part="betas", task=task)):
+                loss = loss_of(choice(own)[0])
+                yield [label(name), task, losses(own), NONE if loss is None else f"{loss:.4f}"]
+
+    return markdown(head, lines(), "betas", words=3)
+
+
+def on_grid(rows: Rows) -> Iterator[tuple[str, Rows]]:
+    """Each method's rows at the rates that it is tuned over, in their order."""
+    for name in found_methods(rows):
+        grid = plan.Study(SIZES[rows[0]["size"]], (rows[0]["task"],), []).rates(name)
+        own = [row for row in rows_of(rows, method=name) if row["rate"] in grid]
+        if own:
+            yield name, sorted(own, key=lambda row: row["rate"])
+
+
+def choice(rows: Rows) -> tuple[dict[str, Any], bool]:
+    """The best row, and whether it lies at an edge."""
+    best = plan.best(rows)
+    return best, best["rate"] in (rows[0]["rate"], rows[-1]["rate"])
+
+
+def losses(rows: Rows) -> str:
+    found = [(row["rate"], loss_of(row)) for row in rows]
+    return ", ".join(f"{r:g}: {NONE if x is None else format(x, '.4f')}" for r, x in found)
+
+
+def loss_of(row: dict[str, Any]) -> float | None:
+    """What rates are chosen by: nats of images, bits per byte of text."""
+    return row["validation"]["loss" if row["task"] == "images" else METRICS["text"][0]]
+
+
+TABLES: dict[str, Callable[[Rows], str]] = {
+    **{
+        f"{name}-{task}": partial(table, task)
+        for name, table in {
+            "main": main, "ablation": ablation, "seconds": seconds, "signs": kept, "drift": drift,
+        }.items()
+        for task in METRICS
+    },
+    **{f"class-{task}": partial(noniid, task, "class") for task in METRICS},
+    "dirichlet-images": partial(noniid, "images", "dirichlet"),
+    "local-images": partial(local, "images"),
+    "tuning": tuning,
+    "betas": betas,
+}  # fmt: skip

@@ -1,0 +1,385 @@
+"""What the study says of its rows: statistics against numpy, tables, figures, and the document itself."""
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ROWS = ROOT / "benchmarks" / "results" / "convergence.jsonl"
+DOCS = ROOT / "docs"
+LION = {0: 0.80, 1: 0.84, 2: 0.82, 3: 0.90}
+
+
+@pytest.fixture
+def study(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from study import analysis, figures, store, tables
+
+    return SimpleNamespace(analysis=analysis, figures=figures, store=store, tables=tables)
+
+
+def row(method, seed, value, task="images", part="main", **given):
+    """A row of the study in which as little is said as its report needs."""
+    metric = {"images": "accuracy", "text": "bits_per_byte"}[task]
+    middle = None if value is None else value / 2
+    return {
+        "part": part, "task": task, "method": method, "workers": 8, "split": "iid", "batch": 8,
+        "steps": 800, "rate": 0.001, "seed": seed, "dataset": "none", "parameters": 1000,
+        "size": "small", "sent_bytes": 8e5, "bits_per_parameter": 8.0, "syncs": 0,
+        "validation": {metric: value} if task == "text" else {"accuracy": 0.5, "loss": value},
+        "test": {metric: value},
+        "curve": {metric: [0.1 if task == "images" else 5.0, middle, value]},
+        "compiling": 1.0, "seconds": 7.4,
+    } | given  # fmt: skip
+
+
+def runs(method, values, **given):
+    return [row(method, seed, value, **given) for seed, value in values.items()]
+
+
+def signs_row(method, drift=None, **given):
+    """Kept and drift of two layers, the second half other than the first."""
+    kept = {"blocks.0.mlp.up.kernel": [0.5, 0.7], "norm.scale": [0.9, 0.8]}
+    said = {"kept_overall": [0.6, 0.75], "kept": kept, "drift": drift}
+    return row(method, 0, None, part="signs", **given) | said
+
+
+def close(found, wanted):
+    """Up to the rounding of a few additions in another order."""
+    assert math.isclose(found, wanted, rel_tol=1e-12, abs_tol=1e-15), (found, wanted)
+
+
+# --- Statistics
+
+
+def test_mean_and_standard_deviation_are_numpys(study):
+    values = [0.81, 0.79, 0.86, 0.80]
+    found = study.analysis.mean(values)
+    close(found.mean, np.mean(values))
+    close(found.std, np.std(values, ddof=1))
+    assert (found.n, found.diverged) == (4, 0)
+
+
+def test_runs_without_a_number_are_counted_and_in_no_mean(study):
+    assert study.analysis.mean([0.5, None, 0.75, None]) == (0.625, math.sqrt(2) / 8, 2, 2)
+    assert study.analysis.mean([0.5]) == (0.5, None, 1, 0)
+    assert study.analysis.mean([None]) == (None, None, 0, 1)
+
+
+def test_differences_are_of_pairs_with_equal_seeds(study):
+    ours = {2: 0.81, 0: 0.83, 7: 0.99, 1: 0.80}
+    found = study.analysis.difference(runs("vote", ours), runs("lion", LION))
+    pairs = np.array([ours[s] - LION[s] for s in (0, 1, 2)])  # 7 and 3 have no partner
+    close(found.mean, pairs.mean())
+    close(found.std, pairs.std(ddof=1))
+    assert (found.n, found.diverged) == (3, 0)
+
+
+def test_a_pair_with_a_diverged_run_is_shown_and_not_averaged(study):
+    found = study.analysis.difference(runs("vote", {0: 0.81, 1: None}), runs("lion", LION))
+    close(found.mean, 0.01)
+    assert (found.n, found.diverged) == (1, 1)
+
+
+STD = float(np.std([LION[s] for s in (0, 1, 2)], ddof=1))  # 0.02
+
+
+@pytest.mark.parametrize(
+    ("task", "away", "within"),
+    [
+        ("images", -0.99 * STD, True),
+        ("images", -1.01 * STD, False),
+        ("images", 5 * STD, True),
+        ("text", 0.99 * STD, True),
+        ("text", 1.01 * STD, False),
+        ("text", -5 * STD, True),
+    ],
+)
+def test_within_one_std_asks_for_the_bad_side_of_lions_std_at_the_same_seeds(
+    study, task, away, within
+):
+    mean = np.mean([LION[s] for s in (0, 1, 2)])
+    ours = {0: mean + away - 0.05, 1: mean + away + 0.05, 2: mean + away}
+    rows, lion = runs("vote", ours, task=task), runs("lion", LION, task=task)
+    assert study.analysis.within_one_std(rows, lion) is within
+
+
+def test_within_one_std_needs_two_seeds_and_no_divergence(study):
+    lion = runs("lion", LION)
+    assert study.analysis.within_one_std(runs("vote", {0: 0.8}), lion) is None
+    assert study.analysis.within_one_std(runs("vote", {0: 0.9, 1: None, 2: 0.9}), lion) is False
+
+
+@pytest.mark.parametrize(
+    ("task", "lion", "vote", "sync", "lost", "share"),
+    [
+        ("images", 0.8, 0.4, 0.7, 0.4, 0.75),
+        ("images", 0.8, 0.4, 0.3, 0.4, -0.25),
+        ("text", 3.0, 3.5, 3.1, 0.5, 0.8),
+        ("text", 3.0, 2.9, 2.9, -0.1, None),
+    ],
+)
+def test_recovered_is_the_part_of_the_loss_that_comes_back(
+    study, task, lion, vote, sync, lost, share
+):
+    def of(method, value, seeds, **given):
+        return runs(method, {s: value + s / 64 for s in seeds}, task=task, **given)
+
+    found = study.analysis.recovered(
+        of("owner-3", sync, (0, 1), bits_per_parameter=6.0),
+        of("vote", vote, (0, 1, 2), bits_per_parameter=1.5),
+        of("lion", lion, (0, 1, 5)),
+    )
+    close(found.lost, lost)
+    assert found.bits == 4.0
+    if share is None:
+        assert found.share is None
+    else:
+        close(found.share, share)
+
+
+def test_recovered_says_nothing_about_diverged_runs(study):
+    rows, vote = runs("owner-3", {0: None}), runs("vote", {0: 0.5})
+    assert study.analysis.recovered(rows, vote, runs("lion", LION)) == (None, None, 1.0)
+
+
+@pytest.mark.parametrize(
+    "field", [{"size": "paper"}, {"dataset": "other"}, {"steps": 400}, {"parameters": 2}]
+)
+def test_rows_that_cannot_be_compared_are_refused(study, field):
+    mixed = runs("lion", LION) + runs("vote", {0: 0.8}, **field)
+    with pytest.raises(ValueError, match=f"more than one {next(iter(field))}"):
+        study.analysis.checked(mixed)
+    apart = runs("lion", LION) + runs("vote", {0: 0.8}, task="text", **field)
+    assert study.analysis.checked(apart) == apart
+
+
+def test_two_rows_of_one_run_are_refused_but_not_two_rates_of_tuning(study):
+    tried = [row("vote", 0, 0.8, rate=rate) for rate in (0.001, 0.002)]
+    with pytest.raises(ValueError, match="two rows of one run"):
+        study.analysis.checked(tried)
+    tuning = [one | {"part": part} for part in ("tuning", "betas") for one in tried]
+    assert study.analysis.checked(tuning) == tuning
+    with pytest.raises(ValueError, match="two rows of one run"):
+        study.analysis.checked([tuning[0], tuning[0]])
+
+
+@pytest.mark.parametrize(
+    ("method", "at_8", "at_32"),
+    [("lion", 6, 10), ("int8", 6, 10), ("vote", 4, 6), ("owner-3", 4, 6), ("dgc", 3, 5),
+     ("terngrad", 10, 16)],
+)  # fmt: skip
+def test_hops_are_those_of_trees(study, method, at_8, at_32):
+    assert [study.analysis.hops(method, workers) for workers in (8, 32)] == [at_8, at_32]
+
+
+def test_seconds_of_a_run_are_compute_latency_and_bits(study):
+    rows = runs("lion", {0: 0.8, 1: 0.8, 2: 0.8})
+    rows[0]["seconds"] = 100.0  # once something else ran
+    compute = study.analysis.compute_seconds(rows, "images", 8, 8)
+    close(compute, 6.4 / 800 / 8)
+    found = study.analysis.run_seconds(rows[1] | {"syncs": 10}, compute, 1e8)
+    close(found, 800 * (compute + 6 * 50e-6) + 10 * 6 * 50e-6 + 8 * 8e5 / 1e8)
+    assert study.analysis.compute_seconds(rows, "images", 16, 8) is None
+
+
+@pytest.mark.parametrize(
+    ("method", "bits"), [("lion", 2 * 32), ("vote", 2 + 2 / 64), ("owner-3", 3 + 1 + 9 / 64)]
+)
+def test_bits_of_a_large_model_hold_no_padding(study, method, bits):
+    found = study.analysis.large_bits(row(method, 0, 0.5))
+    assert 0 <= found - bits * 7 / 8 < 2e-3  # long messages are padded, to 512 bytes
+
+
+def test_layers_are_kinds_of_leaves_and_late_is_the_second_half(study):
+    leaves = {"blocks.0.mlp.up.kernel": [1, 3], "blocks.11.mlp.up.kernel": [0, 5],
+              "blocks.0.norm1.scale": [9, 9, 6], "norm.scale": [2], "read.embedding": [4]}  # fmt: skip
+    found = {"mlp.up": [3, 5], "norms": [7.5, 2], "read": [4]}
+    assert study.analysis.by_layer(leaves) == found
+
+
+def test_synthetic_signs_are_what_gaussians_give(study):
+    found = study.analysis.synthetic(("vote", "vote-4"), (32,), size=2**14)
+    # Both means are about Gaussian, so they agree in 1 - acos(correlation) / pi of all signs. What workers
+    # share has a standard deviation of 0.1, and of 0.0798 in the signs; what is their own, of 1.
+    of_values, of_signs, both = 1 / 32 + 0.01, 1 / 32 + 0.0798**2, 0.798 / 32 + 0.1 * 0.0798
+    wanted = 1 - math.acos(both / math.sqrt(of_values * of_signs)) / math.pi
+    assert abs(found["vote", 32] - wanted) < 0.015
+    assert found["vote-4", 32] > 0.95
+
+
+def test_synthetic_rows_can_be_read_back(study, tmp_path):
+    rows = study.analysis.synthetic_rows(("vote",), size=2**12)
+    study.store.append(tmp_path / "rows.jsonl", rows)
+    assert study.store.read(tmp_path / "rows.jsonl") == rows
+    assert [(r["part"], r["method"], r["workers"]) for r in rows] == [
+        ("synthetic", "vote", 8), ("synthetic", "vote", 32),
+    ]  # fmt: skip
+
+
+# --- Tables
+
+
+def all_rows():
+    """Something of every part, for both tasks; of some methods only, and one run diverged."""
+    noise = [
+        {"part": "synthetic", "task": "gaussian", "method": "vote", "workers": w, "kept": 0.8}
+        for w in (8, 32)
+    ]
+    rows = noise
+    for task in ("images", "text"):
+        for workers in (8, 32):
+            at = {"task": task, "workers": workers}
+            rows = rows + runs("lion", LION, **at) + runs("vote", {0: 0.7, 1: 0.7, 2: None}, **at)
+            rows += runs("vote-2", {0: 0.75, 1: 0.8}, part="ablation", **at)
+            rows += runs("lion", LION, part="local", batch=4, **at)
+        for split in ("class", "dirichlet"):
+            for method, value in (("lion", 0.8), ("vote", 0.4), ("owner-3", 0.7)):
+                rows += runs(method, {0: value, 1: value}, part="noniid", task=task, split=split)
+        for rate, loss in (
+            (0.001, 0.6),
+            (0.002, 0.3),
+            (0.004, None),
+            (0.008, 0.1 + len(task) / 10),
+        ):
+            rows.append(row("vote", 1000, loss, task, "tuning", rate=rate))
+            rows.append(row("vote-short", 1000, loss, task, "betas", rate=rate))
+        for workers, split in ((8, "iid"), (32, "iid"), (8, "class")):
+            drift = {"blocks.0.mlp.up.kernel": [0.1, 0.5], "blocks.1.mlp.up.kernel": [0.1, 0.25]}
+            rows.append(signs_row("vote", drift, task=task, workers=workers, split=split))
+            rows.append(signs_row("owner-3", task=task, workers=workers, split=split))
+    return rows
+
+
+def cells(text, first):
+    """The cells of the lines that begin with this one."""
+    lines = [line for line in text.splitlines() if line.startswith(f"| {first} |")]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+
+
+def marked(names):
+    return "before\n" + "".join(f"<!-- table: {n} -->\nold\n<!-- end -->\nbetween\n" for n in names)
+
+
+def test_tables_hold_the_numbers_and_say_what_diverged(study):
+    found = {name: table(all_rows()) for name, table in study.tables.TABLES.items()}
+    vote = ["MaVo: 1-bit vote", "2404.00438", "8", "8.00", "1.78", "0.001",
+            "70.00 ± 0.00 (2), **1 diverged**", "-12.00 ± 2.83 (2), **1 diverged**", "no"]  # fmt: skip
+    assert cells(found["main-images"], "MaVo: 1-bit vote")[0] == vote
+    assert cells(found["main-text"], "Lion, float32")[0][6:] == ["0.8400 ± 0.0432 (4)", "", ""]
+    assert cells(found["class-images"], "owner, 3 bits")[0][-2:] == ["no", "75 %"]
+    assert cells(found["ablation-images"], "vote, 2 bits, block of 128")[1][1:4] == [
+        "32", "8.00", "77.50 ± 3.54 (2)",
+    ]  # fmt: skip
+    assert cells(found["local-images"], "Lion, float32")[1][1:3] == ["32", "128"]
+    kept = cells(found["signs-images"], "MaVo: 1-bit vote")[0]
+    layers = "70.0 % (`blocks.0.mlp.up`) to 80.0 % (`norm`)"
+    assert kept[1:] == ["75.0 %", "75.0 %", "75.0 %", layers, "80.0 %", "80.0 %"]
+    (drift,) = cells(found["drift-text"], "`mlp.up`")
+    assert drift[1:] == ["0.375", "0.375", "–", "–", "0.875"]
+
+
+def test_tuning_marks_a_choice_at_an_edge(study):
+    inside = cells(study.tables.TABLES["tuning"](all_rows()), "MaVo: 1-bit vote")
+    wanted = ["images", "iid", "0.001: 0.6000, 0.002: 0.3000, 0.004: –, 0.008: 0.7000", "0.002"]
+    assert [line[1:] for line in inside] == [
+        wanted,
+        ["text", "iid", wanted[2].replace("0.7", "0.5"), "0.002"],
+    ]
+    rows = [row for row in all_rows() if row.get("rate") != 0.002]
+    at_edge = cells(study.tables.TABLES["tuning"](rows), "MaVo: 1-bit vote")
+    assert [line[-1] for line in at_edge] == ["0.001 (edge)", "0.008 (edge)"]
+
+
+def test_rates_that_are_no_longer_in_the_grid_are_left_out(study):
+    rows = all_rows()
+    more = [row("vote", 1000, 0.01, task, "tuning", rate=0.3) for task in ("images", "text")]
+    assert study.tables.TABLES["tuning"](rows + more) == study.tables.TABLES["tuning"](rows)
+
+
+def test_betas_have_a_line_for_each_horizon(study):
+    found = study.tables.TABLES["betas"](all_rows())
+    assert [line[-1] for line in cells(found, study.tables.label("vote-short"))] == ["0.3000"] * 2
+
+
+def test_parts_without_rows_name_the_command(study):
+    for name, table in study.tables.TABLES.items():
+        part = {"class": "noniid", "dirichlet": "noniid", "seconds": "main", "drift": "signs"}
+        part = part.get(name.split("-")[0], name.split("-")[0])
+        assert table([]) == f"No rows yet: `python benchmarks/convergence.py --part {part}`.\n"
+
+
+def test_markers_are_filled_and_filled_again(study):
+    text = marked(study.tables.TABLES)
+    once = study.tables.rewritten(text, all_rows())
+    assert "old" not in once and once.count("between") == len(study.tables.TABLES)
+    assert study.tables.rewritten(once, all_rows()) == once
+    assert study.tables.rewritten(once, all_rows()[:-1]) != once
+
+
+@pytest.mark.parametrize("spoil", ["unknown", "missing", "twice", "no end"])
+def test_wrong_markers_are_refused(study, spoil):
+    names = list(study.tables.TABLES)
+    text = {
+        "unknown": marked([*names, "other"]),
+        "missing": marked(names[1:]),
+        "twice": marked([*names, names[0]]),
+        "no end": marked(names)[: -len("<!-- end -->\nbetween\n")],
+    }[spoil]
+    with pytest.raises(ValueError, match=r"it must have each of .* once"):
+        study.tables.rewritten(text, all_rows())
+
+
+# --- Figures, and the whole
+
+
+def test_a_report_of_few_rows_has_all_tables_and_figures(study, tmp_path):
+    document = tmp_path / "convergence.md"
+    document.write_text((DOCS / "convergence.md").read_text())
+    study.tables.report(all_rows(), tmp_path)
+    assert "| MaVo: 1-bit vote |" in document.read_text()
+    assert differences(study, all_rows(), tmp_path) == []
+    document.write_text(document.read_text().replace("-12.00 ± 2.83", "-11.00 ± 2.83"))
+    (tmp_path / "convergence_signs.png").unlink()
+    assert differences(study, all_rows(), tmp_path) == ["tables", "convergence_signs.png"]
+
+
+def test_figures_of_one_part_only_leave_the_rest_empty(study):
+    for part in ("main", "noniid", "signs", "tuning"):
+        rows = [r for r in all_rows() if r["part"] == part and r["task"] == "text"]
+        assert rows
+        for make in study.figures.FIGURES.values():
+            assert make(rows).axes
+
+
+def test_without_rows_there_is_nothing_to_draw(study, tmp_path):
+    with pytest.raises(ValueError, match=r"run python benchmarks/convergence\.py first"):
+        study.figures.draw([], tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_front_is_what_nothing_with_as_few_bits_beats(study):
+    points = {"a": (2.0, 0.5), "b": (2.0, 0.6), "c": (4.0, 0.55), "d": (8.0, 0.9), "e": (9.0, 0.9)}
+    assert study.figures.on_front(points, 1) == ["b", "d"]
+    assert study.figures.on_front(points, -1) == ["a"]
+
+
+def differences(study, rows, folder):
+    """What of a document and its pictures is not what the rows give, or not there."""
+    text = (folder / "convergence.md").read_text()
+    found = [] if study.tables.rewritten(text, rows) == text else ["tables"]
+    pictures = [f"convergence_{name}.png" for name in study.figures.FIGURES]
+    assert all(f"]({name})" in text for name in pictures), "a figure is not shown"
+    return found + [name for name in pictures if not (folder / name).is_file()]
+
+
+def test_the_document_says_what_the_committed_rows_say(study):
+    assert ROWS.is_file(), f"{ROWS.name} is missing: run python benchmarks/convergence.py --report"
+    rows = study.store.read(ROWS)
+    assert "No rows yet" not in study.tables.rewritten(
+        (DOCS / "convergence.md").read_text(), rows
+    ), "a part of the study was not run"
+    assert differences(study, rows, DOCS) == [], "run python benchmarks/convergence.py --report"
