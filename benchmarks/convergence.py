@@ -43,6 +43,8 @@ def main(argv: list[str] | None = None) -> None:
         specs = [spec for spec in study.specs(part) if spec not in done]
         if args.method:
             specs = [spec for spec in specs if spec.method in args.method]
+        if args.workers:
+            specs = [spec for spec in specs if spec.workers in args.workers]
         rows += run_all(specs, args, part)
         if part == "signs" and not plan.rows_of(rows, part="synthetic"):
             noise = [row | facts(args, part) for row in analysis.synthetic_rows()]
@@ -65,6 +67,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
         "--part", action="append", choices=plan.PARTS, help="some only, in this order"
     )
     parser.add_argument("--method", action="append", help="some only")
+    parser.add_argument("--workers", action="append", type=int, choices=plan.WORKERS)
     parser.add_argument("--size", choices=list(tasks.SIZES), default="small")
     parser.add_argument("--jobs", type=int, default=2, help="processes, of one core each on a CPU")
     parser.add_argument("--save", type=Path, default=ROWS, help="file of rows, read and added to")
