@@ -516,7 +516,7 @@ def test_what_is_owed_survives_a_changed_number_of_workers(mesh_of, tmp_path):
 
 # --- What is refused
 
-MAKERS = {make for make, _ in SENT.values()}
+MAKERS = list(dict.fromkeys(make for make, _ in SENT.values()))
 BAD = [
     (baselines.sgd, {"momentum": 1.0}, "momentum=1.0"),
     (baselines.signum, {"momentum": -0.1}, "momentum=-0.1"),

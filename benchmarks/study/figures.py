@@ -39,14 +39,14 @@ STYLES = {
     "vote-4": Style("#009E73", "-.", "D"),
     "owner-1": Style("#CC79A7", "--", "v"),
     "owner-3": Style("#D55E00", "-", "P"),
-    "vote-coded": Style("#882255", "-.", "X"),
+    "vote-coded-3": Style("#882255", "-.", "X"),
 }
 CURVES = ("lion", "adamw", "vote", "average", "int8", "vote-4", "owner-3", "signum")
 BY_WORKERS = ("vote", "average", "int8", "vote-4", "owner-1", "owner-3")
-OVER_TRAINING = ("vote", "vote-coded", "int8", "vote-4", "owner-1", "owner-3")
+OVER_TRAINING = ("vote", "vote-coded-3", "int8", "vote-4", "owner-1", "owner-3")
 JOINED = (  # by how often there is a sync
     ("vote", "vote-sync-100", "vote-sync-64", "vote-sync-10"),
-    ("vote", "vote-coded"),
+    ("vote", "vote-coded-3"),
     ("vote-4", "vote-4-coded"),
 )
 MANY = 32
@@ -381,7 +381,7 @@ def noniid(rows: Rows) -> Figure:
 def color_of(method: str) -> str:
     """Syncs have the colour of what they are of: full precision the vote's, codes their own."""
     if "coded" in method:
-        return STYLES["vote-coded"].color
+        return STYLES["vote-coded-3"].color
     return STYLES["vote"].color if method in SYNCS else style_of(method).color
 
 

@@ -247,8 +247,8 @@ def extremes(row: dict[str, Any] | None) -> str:
 def drift(task: str, rows: Rows) -> str:
     """How far momenta are apart, by layer: the mean over its leaves in the last half of training."""
     chosen = [
-        ("vote", (8, "iid")), ("vote", (8, "class")), ("vote-coded", (8, "iid")),
-        ("vote-coded", (8, "class")),
+        ("vote", (8, "iid")), ("vote", (8, "class")), ("vote-coded-3", (8, "iid")),
+        ("vote-coded-3", (8, "class")),
     ]  # fmt: skip
     head = ("layer", *(f"{name}, {split}" for name, (_, split) in chosen), "independent momenta")
     found = [at_place(rows, task, name, place) for name, place in chosen]
