@@ -124,7 +124,7 @@ def largest(v: jax.Array, density: float, warmup: int, t: Any) -> jax.Array:
 
     def of(count: int) -> Any:
         def picked(v: jax.Array) -> jax.Array:
-            _, at = lax.top_k(jnp.abs(v), count)
+            _, at = lax.top_k(jnp.abs(v), min(count, v.shape[1]))  # empty leaves have none
             return jnp.zeros(v.shape, bool).at[jnp.arange(len(v))[:, None], at].set(True)
 
         return picked
