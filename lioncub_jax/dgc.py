@@ -414,12 +414,9 @@ def _check_density(density: Any, warmup: Any) -> None:
 
 def _check_numbers(momentum: Any, clip: Any) -> None:
     """Where their values are known."""
-    number = int, float, np.number, np.ndarray, jax.Array
-    if not isinstance(momentum, jax.core.Tracer) and (
-        not isinstance(momentum, number) or not 0 <= momentum < 1
-    ):
-        raise ValueError(f"momentum={momentum!r}: give a number in [0, 1), such as 0.9")
+    checks.check_momentum(momentum)
     if clip is None or isinstance(clip, jax.core.Tracer):
         return
+    number = int, float, np.number, np.ndarray, jax.Array
     if not isinstance(clip, number) or isinstance(clip, bool) or not 0 < clip < math.inf:
         raise ValueError(f"clip={clip!r}: give a norm above 0, or None for no clipping")

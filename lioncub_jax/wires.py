@@ -74,15 +74,14 @@ def two_phase() -> Wire:
         return inbox._replace(filled=lambda: filled(bucket, lax.axis_index(axis)))
 
     def publish(answer: jax.Array, axis: AxisName) -> jax.Array:
-        padded = jnp.pad(answer, (0, _lane_padding(answer.size)))
-        return lax.all_gather(padded, axis, to="invarying")[:, : answer.size]
+        return gather_words(answer, axis)
 
     def sent(
         quantizer: Quantizer, needs_values: bool, down: Down, bucket: Bucket, workers: int
     ) -> float:
         up = message_words(quantizer, needs_values, bucket.chunk, workers)
         back = answer_words(down, quantizer, bucket.chunk, workers)
-        return 4.0 * (workers - 1) * (up + back + _lane_padding(back))
+        return 4.0 * (workers - 1) * up + words_bytes(back, workers)
 
     return Wire("two-phase", "both", True, collect, publish, sent)
 

@@ -136,11 +136,10 @@ class Runner:
             self._compiled = {key: jax.jit(made).lower(*args).compile()}
         compiling = time.perf_counter() - began
         outcome = jax.device_get(self._compiled[key](*args))
-        size = sum(x.size for x in jax.tree.leaves(self.task.parameters))
         return {
             **spec._asdict(),
             "dataset": self.task.dataset,
-            "parameters": size,
+            "parameters": self.task.size,
             **self.described(spec, outcome),
             "compiling": round(compiling, 2),
             "seconds": round(time.perf_counter() - began, 2),
@@ -150,10 +149,10 @@ class Runner:
         """The part of a row that an outcome fills."""
         shapes, syncs = self.task.parameters, int(outcome.syncs)
         sent = method_named(spec.method).sent(shapes, spec.workers, spec.steps, syncs)
-        size = sum(x.size for x in jax.tree.leaves(shapes))
+        bits = 8 * sent / spec.steps / self.task.size
         return {
             "sent_bytes": sent,  # by each worker, in all steps
-            "bits_per_parameter": float(f"{8 * sent / spec.steps / size:.5g}"),
+            "bits_per_parameter": float(f"{bits:.5g}"),
             "syncs": syncs,
             "validation": numbers(outcome.validation),
             "test": numbers(outcome.test),

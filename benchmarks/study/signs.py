@@ -68,12 +68,11 @@ class SignsRunner(Runner):
     def described(self, spec: Spec, outcome: Any) -> dict[str, Any]:
         kept, drift = outcome
         sizes = jax.tree.map(lambda x: x.size, self.task.parameters)
-        total = sum(jax.tree.leaves(sizes))
         overall = sum(
             x * n for x, n in zip(jax.tree.leaves(kept), jax.tree.leaves(sizes), strict=True)
         )
         return {
-            "kept_overall": numbers(overall / total),
+            "kept_overall": numbers(overall / self.task.size),
             "kept": by_name(kept),
             "drift": by_name(drift) if drift is not None else None,
         }

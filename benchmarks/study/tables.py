@@ -116,6 +116,15 @@ def rates(rows: Rows) -> str:
 COMPARED = ("minus Lion, paired", "within 1 std")
 
 
+def by_workers(rows: Rows) -> Iterator[tuple[str, int, Rows, Rows]]:
+    """Method, workers, its rows and Lion's, for fewer workers first."""
+    for workers in sorted({row["workers"] for row in rows}):
+        at = rows_of(rows, workers=workers)
+        lion = rows_of(at, method="lion")
+        for name in found_methods(at):
+            yield name, workers, rows_of(at, method=name), lion
+
+
 # --- Tables
 
 
@@ -124,17 +133,12 @@ def main(task: str, rows: Rows) -> str:
     head = ("method", "source", "W", "bits", "bits, large", "rate", unit(task), *COMPARED)
 
     def lines() -> Iterator[list[str]]:
-        of_task = rows_of(rows, part="main", task=task)
-        for workers in sorted({row["workers"] for row in of_task}):
-            at = rows_of(of_task, workers=workers)
-            lion = rows_of(at, method="lion")
-            for name in found_methods(at):
-                own = rows_of(at, method=name)
-                large = bits(analysis.large_bits(own[0]))
-                yield [
-                    label(name), METHODS[name].source or NONE, str(workers),
-                    bits(analysis.bits_of(own)), large, rates(own), *compared(own, lion),
-                ]  # fmt: skip
+        for name, workers, own, lion in by_workers(rows_of(rows, part="main", task=task)):
+            large = bits(analysis.large_bits(own[0]))
+            yield [
+                label(name), METHODS[name].source or NONE, str(workers),
+                bits(analysis.bits_of(own)), large, rates(own), *compared(own, lion),
+            ]  # fmt: skip
 
     return markdown(head, lines(), "main", words=2)
 
@@ -185,14 +189,9 @@ def local(task: str, rows: Rows) -> str:
     head = ("method", "W", "batch of all", unit(task), *COMPARED)
 
     def lines() -> Iterator[list[str]]:
-        of_task = rows_of(rows, part="local", task=task)
-        for workers in sorted({row["workers"] for row in of_task}):
-            at = rows_of(of_task, workers=workers)
-            lion = rows_of(at, method="lion")
-            for name in found_methods(at):
-                own = rows_of(at, method=name)
-                together = str(workers * own[0]["batch"])
-                yield [label(name), str(workers), together, *compared(own, lion)]
+        for name, workers, own, lion in by_workers(rows_of(rows, part="local", task=task)):
+            together = str(workers * own[0]["batch"])
+            yield [label(name), str(workers), together, *compared(own, lion)]
 
     return markdown(head, lines(), "local")
 

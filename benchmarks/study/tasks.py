@@ -72,7 +72,6 @@ class Task(NamedTuple):
     Attributes:
       name: "images" or "text".
       dataset: what it is learned from.
-      metric: the name of what is reported, and whether more of it is better.
       examples: how many there are to share out.
       init: ``key -> params``.
       loss: ``(params, batch, rng) -> float32[]``, mean cross-entropy in nats.
@@ -85,7 +84,6 @@ class Task(NamedTuple):
 
     name: str
     dataset: str
-    metric: tuple[str, bool]
     examples: int
     init: Callable[[jax.Array], Any]
     loss: Callable[..., jax.Array]
@@ -99,6 +97,11 @@ class Task(NamedTuple):
     def parameters(self) -> Any:
         """The parameters as shapes."""
         return jax.eval_shape(self.init, jax.random.key(0))
+
+    @property
+    def size(self) -> int:
+        """How many parameters there are."""
+        return sum(x.size for x in jax.tree.leaves(self.parameters))
 
 
 def load(name: str, folder: Path | None, size: Size) -> Task:
@@ -146,7 +149,7 @@ def of_images(folder: Path | None, size: Shape) -> Task:
 
     data = Data(train, in_batches(validation), in_batches(test))
     return Task(
-        "images", found.name, ("accuracy", True), len(train[1]), init, loss,
+        "images", found.name, len(train[1]), init, loss,
         lambda train, i: (train[0][i], train[1][i]), measure, size.betas, data, share,
     )  # fmt: skip
 
@@ -190,7 +193,6 @@ def of_text(folder: Path | None, size: Shape) -> Task:
     return Task(
         "text",
         text.name,
-        ("bits_per_byte", False),
         count,
         init,
         loss,
