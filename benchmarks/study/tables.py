@@ -272,9 +272,10 @@ def tuning(rows: Rows) -> str:
             for split in ("iid", "class"):
                 at = rows_of(rows, part="tuning", task=task, split=split)
                 for name, own in on_grid(at):
-                    best, edge = choice(own)
-                    chosen = f"{best['rate']:g}" + (" (edge)" if edge else "")
-                    yield [label(name), task, split, losses(own), chosen]
+                    losses = plan.losses(own)
+                    best = plan.best(losses)
+                    edge = " (edge)" if best in (min(losses), max(losses)) else ""
+                    yield [label(name), task, split, listed(losses), f"{best:g}{edge}"]
 
     return markdown(head, lines(), "tuning", words=4)
 
@@ -286,35 +287,27 @@ def betas(rows: Rows) -> str:
     def lines() -> Iterator[list[str]]:
         for task in METRICS:
             for name, own in on_grid(rows_of(rows, part="betas", task=task)):
-                loss = loss_of(choice(own)[0])
-                yield [label(name), task, losses(own), NONE if loss is None else f"{loss:.4f}"]
+                losses = plan.losses(own)
+                loss = losses[plan.best(losses)]
+                yield [label(name), task, listed(losses), NONE if loss is None else f"{loss:.4f}"]
 
     return markdown(head, lines(), "betas", words=3)
 
 
 def on_grid(rows: Rows) -> Iterator[tuple[str, Rows]]:
-    """Each method's rows at the rates that it is tuned over, in their order."""
+    """Each method's rows at the rates that it is tuned over."""
     for name in found_methods(rows):
         grid = plan.Study(SIZES[rows[0]["size"]], (rows[0]["task"],), []).rates(name)
         own = [row for row in rows_of(rows, method=name) if row["rate"] in grid]
         if own:
-            yield name, sorted(own, key=lambda row: row["rate"])
+            yield name, own
 
 
-def choice(rows: Rows) -> tuple[dict[str, Any], bool]:
-    """The best row, and whether it lies at an edge."""
-    best = plan.best(rows)
-    return best, best["rate"] in (rows[0]["rate"], rows[-1]["rate"])
-
-
-def losses(rows: Rows) -> str:
-    found = [(row["rate"], loss_of(row)) for row in rows]
-    return ", ".join(f"{r:g}: {NONE if x is None else format(x, '.4f')}" for r, x in found)
-
-
-def loss_of(row: dict[str, Any]) -> float | None:
-    """What rates are chosen by: nats of images, bits per byte of text."""
-    return row["validation"]["loss" if row["task"] == "images" else METRICS["text"][0]]
+def listed(losses: dict[float, float | None]) -> str:
+    return ", ".join(
+        f"{rate:g}: {NONE if loss is None else format(loss, '.4f')}"
+        for rate, loss in losses.items()
+    )
 
 
 TABLES: dict[str, Callable[[Rows], str]] = {
