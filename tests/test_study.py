@@ -67,6 +67,23 @@ def test_a_method_is_the_same_simulated_and_as_a_transform(run_workers, story, n
         assert np.abs(want[leaf]).max() > 0
 
 
+def test_feedback_of_local_votes_keeps_what_a_code_does_not_say():
+    votes = METHODS["vote-1-feedback"].votes((0.0, 0.5))
+    params = {"w": jnp.zeros(4)}
+    x = jnp.array([[3.0, 1.0, -1.0, -3.0], [5.0, 2.0, 1.0, 0.5]])  # mean sizes 2 and 2.125
+    once, state = votes.update({"w": x}, votes.init(params, 2), params)
+    said = jnp.array([[2.0, 2.0, -2.0, -2.0], [2.125] * 4])
+    assert jnp.array_equal(state.error["w"], x - said)
+    assert jnp.array_equal(once["w"][:2], jnp.ones(2))
+    assert jnp.array_equal(state.mu["w"], x / 2)
+    zero = {"w": jnp.zeros((2, 4))}
+    again, state = votes.update(zero, state, params)  # now what was left over votes
+    left = x - said
+    sizes = jnp.abs(left).mean(axis=1, keepdims=True).astype(jnp.bfloat16).astype(jnp.float32)
+    assert jnp.array_equal(state.error["w"], left - jnp.sign(left) * sizes)
+    assert again["w"][jnp.array([0, 1, 3])].tolist() == [1, -1, -1]  # they differ in the third
+
+
 def test_every_method_is_tuned_over_as_many_rates():
     assert {len(method.rates) for method in METHODS.values()} == {4}
     assert all(list(m.rates) == sorted(set(m.rates)) for m in METHODS.values())

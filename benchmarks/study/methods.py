@@ -23,6 +23,7 @@ from lioncub_jax import (
 )
 from lioncub_jax.momentum import Schedule
 from lioncub_jax.reference import Simulator
+from study import local_feedback
 
 DECAY = 0.1  # decoupled, of Lion, its votes and AdamW
 LIGHT_DECAY = 5e-4  # of those whose updates have the size of gradients
@@ -216,6 +217,16 @@ def vote_of(p: int, block: int | None) -> Method:
     return local(f"vote, {p} bits, {scale}", "ours", codes, quantizer=quantizer)
 
 
+def vote_with_feedback(p: int) -> Method:
+    def votes(betas: Betas) -> Simulator:
+        return local_feedback.local_momentum(*betas, reference.midrise(p, 128))
+
+    return vote_of(p, 128)._replace(
+        label=f"vote, {p} bit{'s' * (p > 1)}, feedback", transform=None, votes=votes,
+        simulated=lambda rate, steps, betas: reference.optimizer(votes(betas), rate, DECAY),
+    )  # fmt: skip
+
+
 def _averaged(tx: Callable[[Rate], Any]) -> Callable[[Rate], Simulator]:
     return lambda rate: reference_baselines.averaged(tx(rate))
 
@@ -309,6 +320,8 @@ METHODS: dict[str, Method] = {
     "vote-4": vote_of(4, 128),
     "vote-2-leaf": vote_of(2, None),
     "vote-4-leaf": vote_of(4, None),
+    "vote-1-feedback": vote_with_feedback(1),
+    "vote-3-feedback": vote_with_feedback(3),
     "owner-1": owner_with_feedback(1),
     "owner-2": owner_with_feedback(2),
     "owner-3": owner_with_feedback(3),

@@ -34,8 +34,8 @@ MAIN = (
     "ef-signsgd", "terngrad", "qsgd", "dgc",
 )  # fmt: skip
 ABLATION = (
-    "vote-2", "vote-3", "vote-2-leaf", "vote-4-leaf", "ternary", "ties-up", "owner-2", "owner-4",
-    "owner-3-float32", "owner-3-plain", "owner-3-random",
+    "vote-2", "vote-3", "vote-2-leaf", "vote-4-leaf", "vote-1-feedback", "vote-3-feedback", "ternary",
+    "ties-up", "owner-2", "owner-4", "owner-3-float32", "owner-3-plain", "owner-3-random",
 )  # fmt: skip
 SYNCS = (
     "vote-sync-10", "vote-sync-64", "vote-sync-100", "vote-thinning", "vote-head", "vote-small",
