@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parsed(argv)
     rows = store.read(args.save)
     if args.report:
-        tables.report(rows, DOCS)
+        tables.report(rows, DOCS, ROWS.parent)
         return
     study = plan.Study(tasks.SIZES[args.size], tuple(args.task or tasks.TASKS), rows)
     for part in args.part or plan.PARTS:

@@ -314,23 +314,36 @@ def test_parts_without_rows_name_the_command(study):
 
 def test_markers_are_filled_and_filled_again(study):
     text = marked(study.tables.TABLES)
-    once = study.tables.rewritten(text, all_rows())
+    once = study.tables.rewritten(text, all_rows(), {})
     assert "old" not in once and once.count("between") == len(study.tables.TABLES)
-    assert study.tables.rewritten(once, all_rows()) == once
-    assert study.tables.rewritten(once, all_rows()[:-1]) != once
+    assert study.tables.rewritten(once, all_rows(), {}) == once
+    assert study.tables.rewritten(once, all_rows()[:-1], {}) != once
 
 
-@pytest.mark.parametrize("spoil", ["unknown", "missing", "twice", "no end"])
+def test_a_table_of_another_file_has_that_files_rows(study, tmp_path):
+    text = marked([*study.tables.TABLES, "main-images of cifar"])
+    assert study.tables.named_rows(text, tmp_path) == {"cifar": []}
+    study.store.append(tmp_path / "cifar.jsonl", runs("lion", {0: 0.25, 1: 0.25}))
+    others = study.tables.named_rows(text, tmp_path)
+    lines = cells(study.tables.rewritten(text, all_rows(), others), "Lion, float32")
+    assert ["25.00 ± 0.00 (2)"] in [line[6:7] for line in lines]
+    others["cifar"] += runs("lion", {0: 0.25})
+    with pytest.raises(ValueError, match="two rows of one run"):
+        study.tables.rewritten(text, all_rows(), others)
+
+
+@pytest.mark.parametrize("spoil", ["unknown", "unknown of a file", "missing", "twice", "no end"])
 def test_wrong_markers_are_refused(study, spoil):
     names = list(study.tables.TABLES)
     text = {
         "unknown": marked([*names, "other"]),
+        "unknown of a file": marked([*names, "other of cifar"]),
         "missing": marked(names[1:]),
         "twice": marked([*names, names[0]]),
         "no end": marked(names)[: -len("<!-- end -->\nbetween\n")],
     }[spoil]
     with pytest.raises(ValueError, match=r"it must have each of .* once"):
-        study.tables.rewritten(text, all_rows())
+        study.tables.rewritten(text, all_rows(), {"cifar": []})
 
 
 # --- Figures, and the whole
@@ -339,7 +352,7 @@ def test_wrong_markers_are_refused(study, spoil):
 def test_a_report_of_few_rows_has_all_tables_and_figures(study, tmp_path):
     document = tmp_path / "convergence.md"
     document.write_text((DOCS / "convergence.md").read_text())
-    study.tables.report(all_rows(), tmp_path)
+    study.tables.report(all_rows(), tmp_path, ROWS.parent)
     assert "| MaVo: 1-bit vote |" in document.read_text()
     assert differences(study, all_rows(), tmp_path) == []
     document.write_text(document.read_text().replace("-12.00 ± 2.83", "-11.00 ± 2.83"))
@@ -370,7 +383,8 @@ def test_the_front_is_what_nothing_with_as_few_bits_beats(study):
 def differences(study, rows, folder):
     """What of a document and its pictures is not what the rows give, or not there."""
     text = (folder / "convergence.md").read_text()
-    found = [] if study.tables.rewritten(text, rows) == text else ["tables"]
+    others = study.tables.named_rows(text, ROWS.parent)
+    found = [] if study.tables.rewritten(text, rows, others) == text else ["tables"]
     pictures = [f"convergence_{name}.png" for name in study.figures.FIGURES]
     assert all(f"]({name})" in text for name in pictures), "a figure is not shown"
     return found + [name for name in pictures if not (folder / name).is_file()]
@@ -379,7 +393,5 @@ def differences(study, rows, folder):
 def test_the_document_says_what_the_committed_rows_say(study):
     assert ROWS.is_file(), f"{ROWS.name} is missing: run python benchmarks/convergence.py --report"
     rows = study.store.read(ROWS)
-    assert "No rows yet" not in study.tables.rewritten(
-        (DOCS / "convergence.md").read_text(), rows
-    ), "a part of the study was not run"
+    assert "No rows yet" not in (DOCS / "convergence.md").read_text(), "a part was not run"
     assert differences(study, rows, DOCS) == [], "run python benchmarks/convergence.py --report"

@@ -1,6 +1,7 @@
 """The tables of docs/convergence.md, in Markdown, from the rows of the study; and the whole report.
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``, and is written anew by `report`.
+One that begins with ``<!-- table: NAME of FILE -->`` is of the rows in FILE.jsonl, beside the study's own.
 """
 
 import re
@@ -9,40 +10,55 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from study import analysis, figures, plan
+from study import analysis, figures, plan, store
 from study.analysis import METRICS, Mean, Rows
 from study.methods import METHODS
 from study.plan import rows_of
 from study.tasks import SIZES
 
 DOCUMENT = "convergence.md"
-MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- table: ([\w-]+)(?: of (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 SIGN_PLACES = ((8, "iid"), (32, "iid"), (8, "class"))
 NONE = "–"
 
 
-def report(rows: Rows, folder: Path) -> None:
+def report(rows: Rows, folder: Path, results: Path) -> None:
     """Writes the tables of ``folder/convergence.md`` anew, and draws the figures beside it.
+
+    ``results`` is the folder of other files of rows that the document names.
 
     Raises:
       ValueError: for no rows, rows that do not belong together, and unknown or missing markers.
     """
     path = folder / DOCUMENT
-    text = rewritten(path.read_text(), rows)
+    text = path.read_text()
+    text = rewritten(text, rows, named_rows(text, results))
     figures.draw(rows, folder)
     path.write_text(text)
 
 
-def rewritten(text: str, rows: Rows) -> str:
+def named_rows(text: str, results: Path) -> dict[str, Rows]:
+    """The rows of the other files that a document names."""
+    names = {name for _, _, name, _ in MARKED.findall(text) if name}
+    return {name: store.read(results / f"{name}.jsonl") for name in sorted(names)}
+
+
+def rewritten(text: str, rows: Rows, others: dict[str, Rows]) -> str:
     """The document with its tables from these rows; the same rows give the same text."""
-    analysis.checked(rows)
-    named = [name for _, name, _ in MARKED.findall(text)]
-    if sorted(named) != sorted(TABLES) or text.count("<!-- table: ") != len(named):
+    files = {"": rows, **others}
+    for some in files.values():
+        analysis.checked(some)
+    found = MARKED.findall(text)
+    own = [table for _, table, name, _ in found if not name]
+    beside = {table for _, table, name, _ in found if name}
+    marks = text.count("<!-- table: ")
+    if sorted(own) != sorted(TABLES) or not beside <= TABLES.keys() or marks != len(found):
         raise ValueError(
-            f"{DOCUMENT} has tables {', '.join(named) or 'none'}; it must have each of "
-            f"{', '.join(TABLES)} once, between <!-- table: NAME --> and <!-- end -->"
+            f"{DOCUMENT} has tables {', '.join([*own, *sorted(beside)]) or 'none'}; it must have each of "
+            f"{', '.join(TABLES)} once, between <!-- table: NAME --> and <!-- end -->, and more of the "
+            "same only from other files, <!-- table: NAME of FILE -->"
         )
-    return MARKED.sub(lambda found: found[1] + TABLES[found[2]](rows) + found[3], text)
+    return MARKED.sub(lambda at: at[1] + TABLES[at[2]](files[at[3] or ""]) + at[4], text)
 
 
 # --- The parts of a table
