@@ -2,23 +2,19 @@
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import study.analysis
+import study.figures
+import study.store
+import study.tables
+from study.methods import METHODS
 
 ROOT = Path(__file__).parents[1]
 ROWS = ROOT / "benchmarks" / "results" / "convergence.jsonl"
 DOCS = ROOT / "docs"
 LION = {0: 0.80, 1: 0.84, 2: 0.82, 3: 0.90}
-
-
-@pytest.fixture
-def study(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from study import analysis, figures, store, tables
-
-    return SimpleNamespace(analysis=analysis, figures=figures, store=store, tables=tables)
 
 
 def row(method, seed, value, task="images", part="main", **given):
@@ -55,7 +51,7 @@ def close(found, wanted):
 # --- Statistics
 
 
-def test_mean_and_standard_deviation_are_numpys(study):
+def test_mean_and_standard_deviation_are_numpys():
     values = [0.81, 0.79, 0.86, 0.80]
     found = study.analysis.mean(values)
     close(found.mean, np.mean(values))
@@ -63,13 +59,13 @@ def test_mean_and_standard_deviation_are_numpys(study):
     assert (found.n, found.diverged) == (4, 0)
 
 
-def test_runs_without_a_number_are_counted_and_in_no_mean(study):
+def test_runs_without_a_number_are_counted_and_in_no_mean():
     assert study.analysis.mean([0.5, None, 0.75, None]) == (0.625, math.sqrt(2) / 8, 2, 2)
     assert study.analysis.mean([0.5]) == (0.5, None, 1, 0)
     assert study.analysis.mean([None]) == (None, None, 0, 1)
 
 
-def test_differences_are_of_pairs_with_equal_seeds(study):
+def test_differences_are_of_pairs_with_equal_seeds():
     ours = {2: 0.81, 0: 0.83, 7: 0.99, 1: 0.80}
     found = study.analysis.difference(runs("vote", ours), runs("lion", LION))
     pairs = np.array([ours[s] - LION[s] for s in (0, 1, 2)])  # 7 and 3 have no partner
@@ -78,7 +74,7 @@ def test_differences_are_of_pairs_with_equal_seeds(study):
     assert (found.n, found.diverged) == (3, 0)
 
 
-def test_a_pair_with_a_diverged_run_is_shown_and_not_averaged(study):
+def test_a_pair_with_a_diverged_run_is_shown_and_not_averaged():
     found = study.analysis.difference(runs("vote", {0: 0.81, 1: None}), runs("lion", LION))
     close(found.mean, 0.01)
     assert (found.n, found.diverged) == (1, 1)
@@ -98,16 +94,14 @@ STD = float(np.std([LION[s] for s in (0, 1, 2)], ddof=1))  # 0.02
         ("text", -5 * STD, True),
     ],
 )
-def test_within_one_std_asks_for_the_bad_side_of_lions_std_at_the_same_seeds(
-    study, task, away, within
-):
+def test_within_one_std_asks_for_the_bad_side_of_lions_std_at_the_same_seeds(task, away, within):
     mean = np.mean([LION[s] for s in (0, 1, 2)])
     ours = {0: mean + away - 0.05, 1: mean + away + 0.05, 2: mean + away}
     rows, lion = runs("vote", ours, task=task), runs("lion", LION, task=task)
     assert study.analysis.within_one_std(rows, lion) is within
 
 
-def test_within_one_std_needs_two_seeds_and_no_divergence(study):
+def test_within_one_std_needs_two_seeds_and_no_divergence():
     lion = runs("lion", LION)
     assert study.analysis.within_one_std(runs("vote", {0: 0.8}), lion) is None
     assert study.analysis.within_one_std(runs("vote", {0: 0.9, 1: None, 2: 0.9}), lion) is False
@@ -122,9 +116,7 @@ def test_within_one_std_needs_two_seeds_and_no_divergence(study):
         ("text", 3.0, 2.9, 2.9, -0.1, None),
     ],
 )
-def test_recovered_is_the_part_of_the_loss_that_comes_back(
-    study, task, lion, vote, sync, lost, share
-):
+def test_recovered_is_the_part_of_the_loss_that_comes_back(task, lion, vote, sync, lost, share):
     def of(method, value, seeds, **given):
         return runs(method, {s: value + s / 64 for s in seeds}, task=task, **given)
 
@@ -141,7 +133,7 @@ def test_recovered_is_the_part_of_the_loss_that_comes_back(
         close(found.share, share)
 
 
-def test_recovered_says_nothing_about_diverged_runs(study):
+def test_recovered_says_nothing_about_diverged_runs():
     rows, vote = runs("owner-3", {0: None}), runs("vote", {0: 0.5})
     assert study.analysis.recovered(rows, vote, runs("lion", LION)) == (None, None, 1.0)
 
@@ -149,7 +141,7 @@ def test_recovered_says_nothing_about_diverged_runs(study):
 @pytest.mark.parametrize(
     "field", [{"size": "paper"}, {"dataset": "other"}, {"steps": 400}, {"parameters": 2}]
 )
-def test_rows_that_cannot_be_compared_are_refused(study, field):
+def test_rows_that_cannot_be_compared_are_refused(field):
     mixed = runs("lion", LION) + runs("vote", {0: 0.8}, **field)
     with pytest.raises(ValueError, match=f"more than one {next(iter(field))}"):
         study.analysis.checked(mixed)
@@ -157,7 +149,7 @@ def test_rows_that_cannot_be_compared_are_refused(study, field):
     assert study.analysis.checked(apart) == apart
 
 
-def test_two_rows_of_one_run_are_refused_but_not_two_rates_of_tuning(study):
+def test_two_rows_of_one_run_are_refused_but_not_two_rates_of_tuning():
     tried = [row("vote", 0, 0.8, rate=rate) for rate in (0.001, 0.002)]
     with pytest.raises(ValueError, match="two rows of one run"):
         study.analysis.checked(tried)
@@ -172,11 +164,11 @@ def test_two_rows_of_one_run_are_refused_but_not_two_rates_of_tuning(study):
     [("lion", 6, 10), ("int8", 6, 10), ("vote", 4, 6), ("owner-3", 4, 6), ("dgc", 3, 5),
      ("terngrad", 10, 16)],
 )  # fmt: skip
-def test_hops_are_those_of_trees(study, method, at_8, at_32):
+def test_hops_are_those_of_trees(method, at_8, at_32):
     assert [study.analysis.hops(method, workers) for workers in (8, 32)] == [at_8, at_32]
 
 
-def test_seconds_of_a_run_are_compute_latency_and_bits(study):
+def test_seconds_of_a_run_are_compute_latency_and_bits():
     rows = runs("lion", {0: 0.8, 1: 0.8, 2: 0.8})
     rows[0]["seconds"] = 100.0  # once something else ran
     compute = study.analysis.compute_seconds(rows, "images", 8, 8)
@@ -189,19 +181,19 @@ def test_seconds_of_a_run_are_compute_latency_and_bits(study):
 @pytest.mark.parametrize(
     ("method", "bits"), [("lion", 2 * 32), ("vote", 2 + 2 / 64), ("owner-3", 3 + 1 + 9 / 64)]
 )
-def test_bits_of_a_large_model_hold_no_padding(study, method, bits):
+def test_bits_of_a_large_model_hold_no_padding(method, bits):
     found = study.analysis.large_bits(row(method, 0, 0.5))
     assert 0 <= found - bits * 7 / 8 < 2e-3  # long messages are padded, to 512 bytes
 
 
-def test_layers_are_kinds_of_leaves_and_late_is_the_second_half(study):
+def test_layers_are_kinds_of_leaves_and_late_is_the_second_half():
     leaves = {"blocks.0.mlp.up.kernel": [1, 3], "blocks.11.mlp.up.kernel": [0, 5],
               "blocks.0.norm1.scale": [9, 9, 6], "norm.scale": [2], "read.embedding": [4]}  # fmt: skip
     found = {"mlp.up": [3, 5], "norms": [7.5, 2], "read": [4]}
     assert study.analysis.by_layer(leaves) == found
 
 
-def test_synthetic_signs_are_what_gaussians_give(study):
+def test_synthetic_signs_are_what_gaussians_give():
     found = study.analysis.synthetic(("vote", "vote-4"), (32,), size=2**14)
     # Both means are about Gaussian, so they agree in 1 - acos(correlation) / pi of all signs. What workers
     # share has a standard deviation of 0.1, and of 0.0798 in the signs; what is their own, of 1.
@@ -211,7 +203,7 @@ def test_synthetic_signs_are_what_gaussians_give(study):
     assert found["vote-4", 32] > 0.95
 
 
-def test_synthetic_rows_can_be_read_back(study, tmp_path):
+def test_synthetic_rows_can_be_read_back(tmp_path):
     rows = study.analysis.synthetic_rows(("vote",), size=2**12)
     study.store.append(tmp_path / "rows.jsonl", rows)
     assert study.store.read(tmp_path / "rows.jsonl") == rows
@@ -264,7 +256,7 @@ def marked(names):
     return "before\n" + "".join(f"<!-- table: {n} -->\nold\n<!-- end -->\nbetween\n" for n in names)
 
 
-def test_tables_hold_the_numbers_and_say_what_diverged(study):
+def test_tables_hold_the_numbers_and_say_what_diverged():
     found = {name: table(all_rows()) for name, table in study.tables.TABLES.items()}
     vote = ["MaVo: 1-bit vote", "2404.00438", "8", "8.00", "1.78", "0.001",
             "70.00 ± 0.00 (2), **1 diverged**", "-12.00 ± 2.83 (2), **1 diverged**", "no"]  # fmt: skip
@@ -282,7 +274,7 @@ def test_tables_hold_the_numbers_and_say_what_diverged(study):
     assert drift[1:] == ["0.375", "0.375", "–", "–", "0.875"]
 
 
-def test_tuning_marks_a_choice_at_an_edge(study):
+def test_tuning_marks_a_choice_at_an_edge():
     inside = cells(study.tables.TABLES["tuning"](all_rows()), "MaVo: 1-bit vote")
     wanted = ["images", "iid", "0.001: 0.6000, 0.002: 0.3000, 0.004: –, 0.008: 0.7000", "0.002"]
     assert [line[1:] for line in inside] == [
@@ -294,25 +286,25 @@ def test_tuning_marks_a_choice_at_an_edge(study):
     assert [line[-1] for line in at_edge] == ["0.001 (edge)", "0.008 (edge)"]
 
 
-def test_rates_that_are_no_longer_in_the_grid_are_left_out(study):
+def test_rates_that_are_no_longer_in_the_grid_are_left_out():
     rows = all_rows()
     more = [row("vote", 1000, 0.01, task, "tuning", rate=0.3) for task in ("images", "text")]
     assert study.tables.TABLES["tuning"](rows + more) == study.tables.TABLES["tuning"](rows)
 
 
-def test_betas_have_a_line_for_each_horizon(study):
+def test_betas_have_a_line_for_each_horizon():
     found = study.tables.TABLES["betas"](all_rows())
     assert [line[-1] for line in cells(found, study.tables.label("vote-short"))] == ["0.3000"] * 2
 
 
-def test_parts_without_rows_name_the_command(study):
+def test_parts_without_rows_name_the_command():
     for name, table in study.tables.TABLES.items():
         part = {"class": "noniid", "dirichlet": "noniid", "seconds": "main", "drift": "signs"}
         part = part.get(name.split("-")[0], name.split("-")[0])
         assert table([]) == f"No rows yet: `python benchmarks/convergence.py --part {part}`.\n"
 
 
-def test_markers_are_filled_and_filled_again(study):
+def test_markers_are_filled_and_filled_again():
     text = marked(study.tables.TABLES)
     once = study.tables.rewritten(text, all_rows(), {})
     assert "old" not in once and once.count("between") == len(study.tables.TABLES)
@@ -320,7 +312,7 @@ def test_markers_are_filled_and_filled_again(study):
     assert study.tables.rewritten(once, all_rows()[:-1], {}) != once
 
 
-def test_a_table_of_another_file_has_that_files_rows(study, tmp_path):
+def test_a_table_of_another_file_has_that_files_rows(tmp_path):
     text = marked([*study.tables.TABLES, "main-images of cifar"])
     assert study.tables.named_rows(text, tmp_path) == {"cifar": []}
     study.store.append(tmp_path / "cifar.jsonl", runs("lion", {0: 0.25, 1: 0.25}))
@@ -333,7 +325,7 @@ def test_a_table_of_another_file_has_that_files_rows(study, tmp_path):
 
 
 @pytest.mark.parametrize("spoil", ["unknown", "unknown of a file", "missing", "twice", "no end"])
-def test_wrong_markers_are_refused(study, spoil):
+def test_wrong_markers_are_refused(spoil):
     names = list(study.tables.TABLES)
     text = {
         "unknown": marked([*names, "other"]),
@@ -349,18 +341,18 @@ def test_wrong_markers_are_refused(study, spoil):
 # --- Figures, and the whole
 
 
-def test_a_report_of_few_rows_has_all_tables_and_figures(study, tmp_path):
+def test_a_report_of_few_rows_has_all_tables_and_figures(tmp_path):
     document = tmp_path / "convergence.md"
     document.write_text((DOCS / "convergence.md").read_text())
     study.tables.report(all_rows(), tmp_path, ROWS.parent)
     assert "| MaVo: 1-bit vote |" in document.read_text()
-    assert differences(study, all_rows(), tmp_path) == []
+    assert differences(all_rows(), tmp_path) == []
     document.write_text(document.read_text().replace("-12.00 ± 2.83", "-11.00 ± 2.83"))
     (tmp_path / "convergence_signs.png").unlink()
-    assert differences(study, all_rows(), tmp_path) == ["tables", "convergence_signs.png"]
+    assert differences(all_rows(), tmp_path) == ["tables", "convergence_signs.png"]
 
 
-def test_figures_of_one_part_only_leave_the_rest_empty(study):
+def test_figures_of_one_part_only_leave_the_rest_empty():
     for part in ("main", "noniid", "signs", "tuning"):
         rows = [r for r in all_rows() if r["part"] == part and r["task"] == "text"]
         assert rows
@@ -368,19 +360,25 @@ def test_figures_of_one_part_only_leave_the_rest_empty(study):
             assert make(rows).axes
 
 
-def test_without_rows_there_is_nothing_to_draw(study, tmp_path):
+def test_figures_name_methods_that_are_there():
+    figures = study.figures
+    named = {*figures.CURVES, *figures.BY_WORKERS, *figures.OVER_TRAINING, *figures.STYLES}
+    assert named.union(*figures.JOINED) <= METHODS.keys()
+
+
+def test_without_rows_there_is_nothing_to_draw(tmp_path):
     with pytest.raises(ValueError, match=r"run python benchmarks/convergence\.py first"):
         study.figures.draw([], tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_front_is_what_nothing_with_as_few_bits_beats(study):
+def test_the_front_is_what_nothing_with_as_few_bits_beats():
     points = {"a": (2.0, 0.5), "b": (2.0, 0.6), "c": (4.0, 0.55), "d": (8.0, 0.9), "e": (9.0, 0.9)}
     assert study.figures.on_front(points, 1) == ["b", "d"]
     assert study.figures.on_front(points, -1) == ["a"]
 
 
-def differences(study, rows, folder):
+def differences(rows, folder):
     """What of a document and its pictures is not what the rows give, or not there."""
     text = (folder / "convergence.md").read_text()
     others = study.tables.named_rows(text, ROWS.parent)
@@ -390,8 +388,8 @@ def differences(study, rows, folder):
     return found + [name for name in pictures if not (folder / name).is_file()]
 
 
-def test_the_document_says_what_the_committed_rows_say(study):
+def test_the_document_says_what_the_committed_rows_say():
     assert ROWS.is_file(), f"{ROWS.name} is missing: run python benchmarks/convergence.py --report"
     rows = study.store.read(ROWS)
     assert "No rows yet" not in (DOCS / "convergence.md").read_text(), "a part was not run"
-    assert differences(study, rows, DOCS) == [], "run python benchmarks/convergence.py --report"
+    assert differences(rows, DOCS) == [], "run python benchmarks/convergence.py --report"

@@ -44,10 +44,11 @@ STYLES = {
 CURVES = ("lion", "adamw", "vote", "average", "int8", "vote-4", "owner-3", "signum")
 BY_WORKERS = ("vote", "average", "int8", "vote-4", "owner-1", "owner-3")
 OVER_TRAINING = ("vote", "vote-coded-3", "int8", "vote-4", "owner-1", "owner-3")
-JOINED = (  # by how often there is a sync
+JOINED = (  # by how often there is a sync, or by bits
     ("vote", "vote-sync-100", "vote-sync-64", "vote-sync-10"),
-    ("vote", "vote-coded-3"),
-    ("vote-4", "vote-4-coded"),
+    ("vote", "vote-coded-12", "vote-coded-6", "vote-coded-3", "vote-coded-2"),
+    ("vote-4", "vote-4-coded-3"),
+    ("owner-1", "owner-3", "owner-4"),
 )
 MANY = 32
 
