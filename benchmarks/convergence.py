@@ -40,11 +40,8 @@ def main(argv: list[str] | None = None) -> None:
     study = plan.Study(tasks.SIZES[args.size], tuple(args.task or tasks.TASKS), rows)
     for part in args.part or plan.PARTS:
         done = {store.key_of(row) for row in rows}
-        specs = [spec for spec in study.specs(part) if spec not in done]
-        if args.method:
-            specs = [spec for spec in specs if spec.method in args.method]
-        if args.workers:
-            specs = [spec for spec in specs if spec.workers in args.workers]
+        wanted = study.specs(part, args.method or (), args.workers or ())
+        specs = [spec for spec in wanted if spec not in done]
         rows += run_all(specs, args, part)
         if part == "signs" and not plan.rows_of(rows, part="synthetic"):
             noise = [row | facts(args, part) for row in analysis.synthetic_rows()]

@@ -164,6 +164,15 @@ def test_parts_that_need_tuning_say_so():
         study.specs("mane")
 
 
+def test_some_methods_need_only_their_own_tuning():
+    rows = [found for found in tuned(best_at=2) if found["method"] == "lion"]
+    study = plan.Study(tasks.SIZES["tiny"], ("images",), rows)
+    specs = study.specs("main", ["lion"], [8, 32])
+    assert {(s.method, s.workers, s.rate) for s in specs} == {("lion", 8, 4e-3), ("lion", 32, 4e-3)}
+    with pytest.raises(ValueError, match="vote on images, iid, is not tuned yet"):
+        study.specs("main", ["lion", "vote"])
+
+
 def test_signs_of_a_method_without_signs_are_refused():
     task = tasks.load("images", None, tasks.SIZES["tiny"])
     with pytest.raises(ValueError, match="adamw does not end in a sign"):

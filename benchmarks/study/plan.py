@@ -11,7 +11,7 @@ workers, by the validation examples and seeds that no reported number uses. Then
 * "betas": three pairs of betas, at every learning rate.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import product
 from math import inf
 from statistics import fmean
@@ -65,11 +65,17 @@ class Study:
     def __init__(self, size: Size, tasks: tuple[str, ...], rows: list[dict[str, Any]]):
         self._size, self._tasks, self._rows = size, tasks, rows
 
-    def specs(self, part: str) -> list[Spec]:
-        """The runs of a part; those but "tuning" need its rows."""
+    def specs(
+        self, part: str, methods: Collection[str] = (), workers: Collection[int] = ()
+    ) -> list[Spec]:
+        """The runs of a part, of all or some; those but "tuning" need its rows of their methods."""
         if part not in PARTS:
             raise ValueError(f"{part!r} is no part of the study; there are {', '.join(PARTS)}")
-        return list(getattr(self, f"_{part}")())
+        return [
+            spec._replace(rate=spec.rate or self.best_rate(spec.task, spec.method, spec.split))
+            for spec in getattr(self, f"_{part}")()
+            if (not methods or spec.method in methods) and (not workers or spec.workers in workers)
+        ]
 
     def rates(self, method: str) -> tuple[float, ...]:
         """What a method is tuned over."""
@@ -91,8 +97,8 @@ class Study:
         self, part: str, task: str, method: str, workers: int, seed: int, **given: Any
     ) -> Spec:
         split = given.get("split", "iid")
-        rate = given.get("rate") or self.best_rate(task, method, split)
         batch = given.get("batch") or self._size.of(task).batch // workers
+        rate = given.get("rate", 0.0)  # 0: the one that tuning chose
         return Spec(part, task, method, workers, split, batch, self._size.steps, rate, seed)
 
     def _tuning(self) -> Iterator[Spec]:
