@@ -438,8 +438,10 @@ def outer_environment():
 def start_lab(folder):
     """A lab in a process and a group of its own, with workers that stay and leave others behind."""
     script = (
-        # Under nohup a hang-up is ignored, here too unless told otherwise.
+        # Under nohup a hang-up is ignored, and Ctrl-C in the background of a script: here too unless
+        # told otherwise.
         "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL);"
+        "signal.signal(signal.SIGINT, signal.default_int_handler);"
         "from lioncub_jax import lab; print('imported', flush=True);"
         "command = ['sh', '-c', 'setsid sleep 80 & sleep 81'];"
         "report = lab.run(lab.Network(3, rate=1e8), command);"

@@ -242,8 +242,8 @@ def test_the_study_goes_on_where_it_was_stopped(tmp_path, capsys):
             "--jobs", "1", "--save", str(rows)]  # fmt: skip
     convergence.main(args)
     first = rows.read_text().splitlines()
-    assert len(first) == 2 * 4  # both splits, four rates
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["rows"] == 8
+    assert len(first) == 4 * (1 + 3)  # four rates; more seeds where data differ
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["rows"] == 16
     for line in map(json.loads, first):
         assert line["command"].startswith("python benchmarks/convergence.py --part tuning")
         assert str(tmp_path) not in line["command"]
