@@ -73,9 +73,6 @@ def two_phase() -> Wire:
         inbox = open_inbox(message, quantizer, needs_values, bucket.chunk, lax.axis_size(axis))
         return inbox._replace(filled=lambda: filled(bucket, lax.axis_index(axis)))
 
-    def publish(answer: jax.Array, axis: AxisName) -> jax.Array:
-        return gather_words(answer, axis)
-
     def sent(
         quantizer: Quantizer, needs_values: bool, down: Down, bucket: Bucket, workers: int
     ) -> float:
@@ -83,7 +80,7 @@ def two_phase() -> Wire:
         back = answer_words(down, quantizer, bucket.chunk, workers)
         return 4.0 * (workers - 1) * up + words_bytes(back, workers)
 
-    return Wire("two-phase", "both", True, collect, publish, sent)
+    return Wire("two-phase", "both", True, collect, gather_words, sent)
 
 
 def gathered() -> Wire:

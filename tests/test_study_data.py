@@ -5,31 +5,14 @@ import hashlib
 import io
 import struct
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from study import images, prose
 
-ROOT = Path(__file__).parents[1]
 RNG = np.random.default_rng(0)
 X, Y = RNG.integers(0, 256, (12, 6, 5), np.uint8), np.arange(12, dtype=np.uint8) % 10
 X_TEST, Y_TEST = X[:4] // 2, Y[3:7]
-
-
-@pytest.fixture
-def images(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from study import images
-
-    return images
-
-
-@pytest.fixture
-def prose(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from study import prose
-
-    return prose
 
 
 def idx(array):
@@ -74,7 +57,7 @@ def is_what_was_written(found):
 # --- Digits
 
 
-def test_the_digits_are_split_by_class_and_fill_a_byte(images):
+def test_the_digits_are_split_by_class_and_fill_a_byte():
     found = images.load(None)
     sizes = [len(array) for array in found[1:5]]
     assert sizes[0] == sizes[1] and sizes[2] == sizes[3] and sizes[0] + sizes[2] == 1797
@@ -87,12 +70,12 @@ def test_the_digits_are_split_by_class_and_fill_a_byte(images):
     assert found.classes == len(train) == 10
 
 
-def test_the_digits_and_their_split_are_the_same_every_time(images):
+def test_the_digits_and_their_split_are_the_same_every_time():
     for one, other in zip(images.load(None)[1:5], images.load(None)[1:5], strict=True):
         np.testing.assert_array_equal(one, other)
 
 
-def test_the_digits_can_be_learned(images):
+def test_the_digits_can_be_learned():
     """So images and labels belong together: the nearest training image has the right label."""
     found = images.load(None)
     train, test = (x.reshape(len(x), -1).astype(int) for x in (found[1], found[3]))
@@ -100,7 +83,7 @@ def test_the_digits_can_be_learned(images):
     assert (found.train_labels[distances.argmin(1)] == found.test_labels).mean() > 0.97
 
 
-def test_without_scikit_learn_it_is_said_what_to_install(images, monkeypatch):
+def test_without_scikit_learn_it_is_said_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'lioncub_jax\[study\]'"):
         images.load(None)
@@ -110,11 +93,11 @@ def test_without_scikit_learn_it_is_said_what_to_install(images, monkeypatch):
 
 
 @pytest.mark.parametrize("files", [IDX, IDX_GZ], ids=["plain", "gz"])
-def test_idx_files_are_read(images, tmp_path, files):
+def test_idx_files_are_read(tmp_path, files):
     is_what_was_written(images.load(put(tmp_path, files)))
 
 
-def test_a_plain_file_goes_before_its_gz(images, tmp_path):
+def test_a_plain_file_goes_before_its_gz(tmp_path):
     is_what_was_written(images.load(put(tmp_path, IDX | dict.fromkeys(IDX_GZ, b"not gzip"))))
 
 
@@ -127,19 +110,19 @@ NAMES = [
 
 
 @pytest.mark.parametrize(("folder", "name"), NAMES)
-def test_the_folder_names_the_set(images, tmp_path, folder, name):
+def test_the_folder_names_the_set(tmp_path, folder, name):
     assert images.load(put(tmp_path / folder, IDX)).name == name
 
 
 @pytest.mark.parametrize("missing", IDX)
-def test_a_missing_idx_file_is_named(images, tmp_path, missing):
+def test_a_missing_idx_file_is_named(tmp_path, missing):
     put(tmp_path, {name: content for name, content in IDX.items() if name != missing})
     refuses(images.load, tmp_path, f"no {missing} (or with .gz", str(tmp_path))
 
 
 @pytest.mark.parametrize("name", IDX)
 @pytest.mark.parametrize("cut", [1, 3])
-def test_a_truncated_idx_file_is_named_with_its_bytes(images, tmp_path, name, cut):
+def test_a_truncated_idx_file_is_named_with_its_bytes(tmp_path, name, cut):
     whole = len(IDX[name])
     path = put(tmp_path, IDX | {name: IDX[name][:-cut]}) / name
     refuses(images.load, tmp_path, f"{path}: truncated: {whole - cut} bytes, expected {whole}")
@@ -160,12 +143,12 @@ DAMAGED = [  # file, what is in it, what is said
 
 
 @pytest.mark.parametrize(("name", "content", "said"), DAMAGED)
-def test_a_damaged_idx_file_is_named(images, tmp_path, name, content, said):
+def test_a_damaged_idx_file_is_named(tmp_path, name, content, said):
     put(tmp_path, IDX | {name: content})
     refuses(images.load, tmp_path, str(tmp_path / name), said)
 
 
-def test_files_without_images_are_refused(images, tmp_path):
+def test_files_without_images_are_refused(tmp_path):
     empty = {"t10k-images-idx3-ubyte": idx(X[:0]), "t10k-labels-idx1-ubyte": idx(Y[:0])}
     path = put(tmp_path, IDX | empty) / "t10k-images-idx3-ubyte"
     refuses(images.load, tmp_path, f"{path} has shape (0, 6, 5, 1)")
@@ -183,12 +166,12 @@ DAMAGED_GZ = {
 
 @pytest.mark.parametrize("damage", DAMAGED_GZ.values(), ids=DAMAGED_GZ.keys())
 @pytest.mark.parametrize("name", ["train-images-idx3-ubyte.gz", "t10k-images-idx3-ubyte.gz"])
-def test_a_damaged_gz_is_named(images, tmp_path, name, damage):
+def test_a_damaged_gz_is_named(tmp_path, name, damage):
     path = put(tmp_path, IDX_GZ | {name: damage(IDX_GZ[name])}) / name
     refuses(images.load, tmp_path, f"{path}: a damaged or truncated gzip file")
 
 
-def test_a_folder_in_place_of_a_file_is_named(images, tmp_path):
+def test_a_folder_in_place_of_a_file_is_named(tmp_path):
     name = "train-labels-idx1-ubyte"
     put(tmp_path, {other: content for other, content in IDX.items() if other != name})
     (tmp_path / name).mkdir()
@@ -218,7 +201,7 @@ CIFAR = {
 
 
 @pytest.fixture
-def small_batches(images, monkeypatch):
+def small_batches(monkeypatch):
     """As CIFAR-10's, but of 5 images and not 10000."""
     assert images.CIFAR_RECORDS == 10_000
     monkeypatch.setattr(images, "CIFAR_RECORDS", 5)
@@ -251,7 +234,7 @@ def test_a_truncated_cifar_batch_is_named(small_batches, tmp_path, name, cut, by
     refuses(small_batches.load, tmp_path, said)
 
 
-def test_a_cifar_batch_of_another_size_is_refused_as_it_comes(images, tmp_path):
+def test_a_cifar_batch_of_another_size_is_refused_as_it_comes(tmp_path):
     put(tmp_path, CIFAR)
     refuses(images.load, tmp_path, "data_batch_1.bin: truncated: 15365 bytes, expected 30730000")
 
@@ -280,13 +263,13 @@ CHANNELS = {"x_train": X[..., None], "x_test": X_TEST[..., None]}
 
 
 @pytest.mark.parametrize("changed", [{}, COLUMNS, CHANNELS], ids=["plain", "columns", "channels"])
-def test_an_npz_is_read(images, tmp_path, changed):
+def test_an_npz_is_read(tmp_path, changed):
     found = images.load(put(tmp_path / "sets", {"mnist.npz": npz(**changed)}))
     is_what_was_written(found)
     assert found.name == "sets"
 
 
-def test_an_npz_has_as_many_classes_as_its_labels(images, tmp_path):
+def test_an_npz_has_as_many_classes_as_its_labels(tmp_path):
     put(tmp_path, {"a.npz": npz(y_train=Y * 9, x_train=np.stack([X] * 3, -1), x_test=CHANNELS_3)})
     found = images.load(tmp_path)
     assert found.classes == 82
@@ -317,12 +300,12 @@ BAD_NPZ = [  # what is in it, what is said
 
 
 @pytest.mark.parametrize(("content", "said"), BAD_NPZ, ids=[said for _, said in BAD_NPZ])
-def test_a_bad_npz_is_named(images, tmp_path, content, said):
+def test_a_bad_npz_is_named(tmp_path, content, said):
     path = put(tmp_path, {"set.npz": content}) / "set.npz"
     refuses(images.load, tmp_path, str(path), said)
 
 
-def test_two_npz_are_one_too_many(images, tmp_path):
+def test_two_npz_are_one_too_many(tmp_path):
     put(tmp_path, {"a.npz": npz(), "b.npz": npz()})
     refuses(images.load, tmp_path, "holds 2 .npz files (a.npz, b.npz)")
 
@@ -330,18 +313,18 @@ def test_two_npz_are_one_too_many(images, tmp_path):
 # --- Folders of images
 
 
-def test_a_missing_folder_is_named_with_what_is_accepted(images, tmp_path):
+def test_a_missing_folder_is_named_with_what_is_accepted(tmp_path):
     refuses(images.load, tmp_path / "no", f"{tmp_path / 'no'}: no such folder", images.ACCEPTED)
 
 
-def test_a_folder_of_other_files_is_named_with_what_is_accepted(images, tmp_path):
+def test_a_folder_of_other_files_is_named_with_what_is_accepted(tmp_path):
     put(tmp_path, {"data_batch_1": b"a pickle", "README": b"x"})
     refuses(images.load, tmp_path, f"{tmp_path} holds no images", images.ACCEPTED)
     for name in (*IDX, "data_batch_1.bin", "test_batch.bin", ".gz", "x_train", ".npz"):
         assert name in images.ACCEPTED
 
 
-def test_a_folder_with_two_sets_is_refused(images, tmp_path):
+def test_a_folder_with_two_sets_is_refused(tmp_path):
     put(tmp_path, IDX_GZ | {"mnist.npz": npz()})
     refuses(images.load, tmp_path, "(train-images-idx3-ubyte.gz, mnist.npz): give one a folder")
 
@@ -351,7 +334,7 @@ def test_a_folder_with_two_sets_is_refused(images, tmp_path):
 A, B, C = b"0123456789" * 3, b"abcdefghij" * 2 + b"klmno", "zwölf Boxkämpfer".encode()
 
 
-def test_of_each_text_of_a_folder_the_end_validates(prose, tmp_path):
+def test_of_each_text_of_a_folder_the_end_validates(tmp_path):
     put(tmp_path / "books", {"b.txt": B, "a.md": A, "c.RST": C, "notes.py": b"x = 1", "d": b"no"})
     (tmp_path / "books" / "inside").mkdir()
     put(tmp_path / "books" / "inside", {"e.txt": b"not looked at"})
@@ -365,7 +348,7 @@ def test_of_each_text_of_a_folder_the_end_validates(prose, tmp_path):
     ]  # fmt: skip
 
 
-def test_without_a_folder_it_is_the_text_of_the_examples(prose):
+def test_without_a_folder_it_is_the_text_of_the_examples():
     found, example = prose.load(None), prose.corpus.standard_library()
     assert found.name == example.name == "Python's standard library"
     np.testing.assert_array_equal(found.train, example.train)
@@ -378,7 +361,7 @@ def test_without_a_folder_it_is_the_text_of_the_examples(prose):
     assert all(text in files for text in texts[:-1]) and texts[-1] + b"\n" in files
 
 
-def test_the_files_with_the_smallest_hashes_validate(prose):
+def test_the_files_with_the_smallest_hashes_validate():
     """Recorded results are for this split."""
     files = {f"{i}.py": bytes([i]) for i in range(20)}
     train, validation = prose.corpus.files_apart(files)
@@ -387,13 +370,13 @@ def test_the_files_with_the_smallest_hashes_validate(prose):
     assert validation + train == sorted(files.values(), key=hashes.get)
 
 
-def test_an_empty_document_has_its_line_feed_unless_it_is_the_last(prose):
+def test_an_empty_document_has_its_line_feed_unless_it_is_the_last():
     contents = [b"ab", b"", b"c", b""]
     assert bytes(prose.corpus.joined(contents)) == b"ab\n\nc\n"
     assert prose.documents(contents) == ((0, 3), (3, 4), (4, 6))
 
 
-def test_documents_can_be_dealt_to_workers(prose, tmp_path):
+def test_documents_can_be_dealt_to_workers(tmp_path):
     from lioncub_jax import splits
 
     found = prose.load(put(tmp_path, {f"{i}.txt": A * (i + 1) for i in range(5)}))
@@ -401,7 +384,7 @@ def test_documents_can_be_dealt_to_workers(prose, tmp_path):
     assert sorted(np.concatenate(parts).tolist()) == list(range(found.train.size))
 
 
-def test_a_folder_without_texts_is_refused(prose, tmp_path):
+def test_a_folder_without_texts_is_refused(tmp_path):
     put(tmp_path, {"a.html": A})
     looked_for = "texts (*.txt, *.md, *.rst)"
     refuses(prose.load, tmp_path, f"{tmp_path} holds no {looked_for}")
@@ -409,12 +392,12 @@ def test_a_folder_without_texts_is_refused(prose, tmp_path):
     refuses(prose.load, tmp_path / "a.html", "a.html: no such folder")
 
 
-def test_an_empty_text_is_named(prose, tmp_path):
+def test_an_empty_text_is_named(tmp_path):
     put(tmp_path, {"a.txt": A, "b.txt": b""})
     refuses(prose.load, tmp_path, f"{tmp_path / 'b.txt'}: the file is empty")
 
 
-def test_a_text_that_cannot_be_read_is_named(prose, tmp_path):
+def test_a_text_that_cannot_be_read_is_named(tmp_path):
     put(tmp_path, {"a.txt": A})
     (tmp_path / "b.txt").symlink_to(tmp_path / "gone.txt")
     refuses(prose.load, tmp_path, f"{tmp_path / 'b.txt'}: No such file or directory")
@@ -424,7 +407,7 @@ def test_a_text_that_cannot_be_read_is_named(prose, tmp_path):
 
 
 @pytest.mark.parametrize(("context", "fits"), [(1, True), (5, True), (6, False), (27, False)])
-def test_training_and_validation_each_hold_a_window(prose, tmp_path, context, fits):
+def test_training_and_validation_each_hold_a_window(tmp_path, context, fits):
     put(tmp_path, {"a.txt": A * 2})  # 54 and 6 bytes
     if fits:
         assert prose.load(tmp_path, context).validation.size == 6

@@ -150,12 +150,12 @@ class Study:
                     yield self._spec("signs", task, method, workers, 0, split=split, rate=rate)
 
     def _betas(self) -> Iterator[Spec]:
+        (seed,) = TUNING_SEEDS["iid"]
         for task in self._tasks:
             for name in ("lion", "vote"):
                 for horizon in HORIZONS:
                     method = f"{name}-{horizon}"
                     for rate in self.rates(method):
-                        seed = TUNING_SEEDS["iid"][0]
                         yield self._spec("betas", task, method, TUNED_AT, seed, rate=rate)
 
 
@@ -181,10 +181,7 @@ def losses(rows: list[dict[str, Any]]) -> dict[float, float | None]:
     found: dict[float, list[float | None]] = {}
     for row in sorted(rows, key=lambda row: row["rate"]):
         found.setdefault(row["rate"], []).append(loss_of(row))
-    return {
-        rate: None if None in some else fmean(loss for loss in some if loss is not None)
-        for rate, some in found.items()
-    }
+    return {rate: None if None in some else fmean(some) for rate, some in found.items()}
 
 
 def best(found: dict[float, float | None]) -> float:
