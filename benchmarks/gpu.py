@@ -113,7 +113,7 @@ def pieces(size: int, dtype: Any) -> tuple[dict[str, Op], Store]:
     """Pack, tally and unpack of one-bit votes by themselves, and the shapes of what they take."""
     rows = size // bits.ROW
     chunk = rows // WORKERS
-    sign, majority = lc.sign(), lc.majority()
+    sign, majority = lc.quantize.sign(), lc.decide.majority()
     grads = {"w": jax.ShapeDtypeStruct((size,), dtype)}
 
     def pack(grads: Any, ballot: Any) -> tuple[Ballot]:

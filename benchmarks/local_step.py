@@ -57,11 +57,13 @@ def loopback() -> wires.Wire:
 def voting(params: Any, **parts: Any) -> Candidate:
     """The whole pipeline with ``communicate`` at its head, for worker 0 of 8."""
     rest = optax.chain(optax.add_decayed_weights(1e-3), optax.scale_by_learning_rate(1e-4))
-    template = lc.communicate(axis_name="data", **{**parts, "owner": lc.count(), "up": lc.sign()})
-    owner = parts.get("owner", lc.count())
-    up = parts.get("up", lc.sign())
-    memory = parts.get("memory", lc.nothing())
-    plan = Plan("data", None, memory, up, owner, lc.majority(), loopback(), None)
+    template = lc.communicate(
+        axis_name="data", **{**parts, "owner": lc.decide.count(), "up": lc.quantize.sign()}
+    )
+    owner = parts.get("owner", lc.decide.count())
+    up = parts.get("up", lc.quantize.sign())
+    memory = parts.get("memory", lc.momentum.nothing())
+    plan = Plan("data", None, memory, up, owner, lc.decide.majority(), loopback(), None)
     state = template.init(params)
     buckets = plan.buckets(jax.tree.leaves(params), WORKERS)
     if up.feedback is not None:
@@ -103,14 +105,14 @@ def plain_lion(params: Any) -> Candidate:
 
 def candidates(params: Any) -> dict[str, Candidate]:
     """The optimizers that are compared, by name."""
-    blend = lc.blend()
-    at_owner = lc.momentum_at_owner(optax.scale_by_lion())
-    feedback = lc.error_feedback(lc.midrise(3, block=128))
+    blend = lc.momentum.blend()
+    at_owner = lc.decide.momentum_at_owner(optax.scale_by_lion())
+    feedback = lc.quantize.error_feedback(lc.quantize.midrise(3, block=128))
     return {
         "optax.lion": plain_lion(params),
         "1-bit vote": voting(params, memory=blend),
-        "2-bit vote": voting(params, memory=blend, up=lc.midrise(2)),
-        "3-bit vote, block 128": voting(params, memory=blend, up=lc.midrise(3, block=128)),
+        "2-bit vote": voting(params, memory=blend, up=lc.quantize.midrise(2)),
+        "3-bit vote, block 128": voting(params, memory=blend, up=lc.quantize.midrise(3, block=128)),
         "owner, 3 bits + feedback": voting(params, up=feedback, owner=at_owner),
     }
 

@@ -35,8 +35,9 @@ from race.session import hold
 from rich.console import Console
 from rich.table import Table
 
-from lioncub_jax import lab, planner, planner_report, units
-from lioncub_jax.planner import Cluster, Host, Link
+from lioncub_jax import lab, planner, units
+from lioncub_jax.planner import report as planner_report
+from lioncub_jax.planner.model import Cluster, Host, Link
 
 UNSHAPED = "unshaped"
 VOTE, OWNER = "1-bit vote", "owner, 3 bits"

@@ -21,7 +21,8 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 from rich.console import Console  # noqa: E402
 
 import lioncub_jax as lc  # noqa: E402
-from lioncub_jax import accounting, decide  # noqa: E402
+from lioncub_jax import decide  # noqa: E402
+from lioncub_jax.traffic import predicted as accounting  # noqa: E402
 
 SHAPES = {
     "embedding": (257, 96),
@@ -37,25 +38,26 @@ def schemes() -> list[dict[str, Any]]:
     at_owner = decide.momentum_at_owner(optax.scale_by_lion())
     voted = [
         {},
-        {"up": lc.midrise(2)},
-        {"up": lc.midrise(4, block=64)},
-        {"down": lc.average()},
-        {"up": lc.ternary()},
-        {"up": lc.integer(8)},
-        {"wire": lc.gathered()},
-        {"wire": lc.counts()},
-        {"wire": lc.counts(jnp.int16), "up": lc.midrise(4)},
-        {"wire": lc.counts(), "up": lc.integer(8)},
-        {"wire": lc.lanes()},
-        {"wire": lc.lanes(), "up": lc.integer(5)},
+        {"up": lc.quantize.midrise(2)},
+        {"up": lc.quantize.midrise(4, block=64)},
+        {"down": lc.decide.average()},
+        {"up": lc.quantize.ternary()},
+        {"up": lc.quantize.integer(8)},
+        {"wire": lc.wires.gathered()},
+        {"wire": lc.wires.counts()},
+        {"wire": lc.wires.counts(jnp.int16), "up": lc.quantize.midrise(4)},
+        {"wire": lc.wires.counts(), "up": lc.quantize.integer(8)},
+        {"wire": lc.wires.lanes()},
+        {"wire": lc.wires.lanes(), "up": lc.quantize.integer(5)},
     ]
     valued = [
-        {"up": lc.error_feedback(lc.midrise(p, block=128)), "owner": at_owner} for p in (1, 2, 3)
+        {"up": lc.quantize.error_feedback(lc.quantize.midrise(p, block=128)), "owner": at_owner}
+        for p in (1, 2, 3)
     ]
     valued += [
-        {"up": lc.dense(dtype), "owner": at_owner, "wire": wire}
+        {"up": lc.quantize.dense(dtype), "owner": at_owner, "wire": wire}
         for dtype in (jnp.float32, jnp.bfloat16)
-        for wire in (lc.two_phase(), lc.gathered(), lc.all_reduce())
+        for wire in (lc.wires.two_phase(), lc.wires.gathered(), lc.wires.all_reduce())
     ]
     return voted + valued
 

@@ -50,7 +50,7 @@ for _ in range(300):
     state, metrics = step(state, batch)
     losses.append(float(metrics["loss"]))
 
-sent = lc.compiled.sent_bytes(lc.compiled.collectives(step.lower(state, batch).compile(), mesh))
+sent = lc.traffic.sent_bytes(lc.traffic.collectives(step.lower(state, batch).compile(), mesh))
 size = sum(x.size for x in jax.tree.leaves(params))
 print(f"loss {losses[0]:.2f} before, {losses[-1]:.2f} after")
 print(f"{lc.vote_stats(state.opt_state).tie_rate:.0%} of the last votes were ties")

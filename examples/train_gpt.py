@@ -89,7 +89,7 @@ def prepare(args: argparse.Namespace, text: corpus.Corpus, layout: Layout) -> tr
     )  # fmt: skip
     tx = RECIPES[args.optimizer].build(
         bits=args.bits,
-        sync=lc.every(args.sync_every) if args.sync_every else None,
+        sync=lc.sync.every(args.sync_every) if args.sync_every else None,
         axis_name=layout.axis_name,
         group_axis=layout.group_axis,
         learning_rate=schedule(args.lr, args.steps),

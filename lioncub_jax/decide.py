@@ -114,7 +114,7 @@ def count() -> Owner:
 
     Example:
       >>> import lioncub_jax as lc
-      >>> lc.count().needs_values
+      >>> lc.decide.count().needs_values
       False
     """
 
@@ -143,7 +143,7 @@ def momentum_at_owner(tx: optax.GradientTransformation, *, dominance: float = 16
 
     Example:
       >>> import lioncub_jax as lc, optax
-      >>> owner = lc.momentum_at_owner(optax.scale_by_lion(0.9, 0.99))
+      >>> owner = lc.decide.momentum_at_owner(optax.scale_by_lion(0.9, 0.99))
 
     Source: this library; ZeRO (arXiv 1910.02054) shards optimizer state in the same way.
     """
@@ -365,8 +365,8 @@ def floats() -> Down:
 
     Example:
       >>> import lioncub_jax as lc, optax
-      >>> owner = lc.momentum_at_owner(optax.scale_by_adam())
-      >>> tx = lc.communicate(axis_name="data", up=lc.dense(), owner=owner, down=lc.floats())
+      >>> owner = lc.decide.momentum_at_owner(optax.scale_by_adam())
+      >>> tx = lc.communicate(axis_name="data", up=lc.quantize.dense(), owner=owner, down=lc.decide.floats())
     """
 
     def encode(result: Values, coin: jax.Array) -> Answer:

@@ -13,23 +13,14 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from lioncub_jax import (
-    agreement,
-    bits,
-    checks,
-    decide,
-    layout,
-    momentum,
-    placement,
-    quantize,
-    wires,
-)
+from lioncub_jax import agreement, bits, checks, decide, layout, momentum, quantize, wires
 from lioncub_jax.agreement import Agreed, Plan, Voter
 from lioncub_jax.ballots import Ballot, Quantizer
 from lioncub_jax.decide import Down, Owner
 from lioncub_jax.layout import Bucket, Cut, Flat
+from lioncub_jax.mesh import placement
+from lioncub_jax.mesh.specs import cut_of
 from lioncub_jax.momentum import Memory
-from lioncub_jax.specs import cut_of
 from lioncub_jax.wires import AxisName, Wire
 
 
@@ -124,7 +115,7 @@ def communicate(
     Example:
       >>> import lioncub_jax as lc, optax
       >>> tx = optax.chain(
-      ...     lc.communicate(axis_name="data", memory=lc.blend(0.9, 0.99), up=lc.midrise(2)),
+      ...     lc.communicate(axis_name="data", memory=lc.momentum.blend(0.9, 0.99), up=lc.quantize.midrise(2)),
       ...     optax.add_decayed_weights(0.1),
       ...     optax.scale_by_learning_rate(1e-4),
       ... )

@@ -19,8 +19,7 @@ import optax
 from lioncub_jax import checks, decide, momentum, quantize, wires
 from lioncub_jax.ballots import Quantizer
 from lioncub_jax.exchange import communicate
-from lioncub_jax.momentum import Schedule
-from lioncub_jax.sync import sync_momentum
+from lioncub_jax.sync import Schedule, check_schedule, never, sync_momentum
 from lioncub_jax.wires import AxisName, Wire
 
 
@@ -71,7 +70,7 @@ def lion_cub(
 
     Example:
       >>> import lioncub_jax as lc
-      >>> tx = lc.lion_cub(1e-4, weight_decay=0.1, axis_name="data", sync=lc.every(1000))
+      >>> tx = lc.lion_cub(1e-4, weight_decay=0.1, axis_name="data", sync=lc.sync.every(1000))
 
     Source: Lion Cub (arXiv 2411.16462).
     """
@@ -188,7 +187,7 @@ def owner_lion(
 
     Example:
       >>> import lioncub_jax as lc
-      >>> tx = lc.owner_lion(1e-4, axis_name="data", quantizer=lc.midrise(4, block=64))
+      >>> tx = lc.owner_lion(1e-4, axis_name="data", quantizer=lc.quantize.midrise(4, block=64))
 
     Source: this library; the optimizer is Lion (arXiv 2302.06675).
     """
@@ -218,8 +217,8 @@ def _finish(
     sync_where: Any = None,
     group_axis: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    sync = momentum.never() if sync is None else sync
-    momentum.check_schedule(sync)
+    sync = never() if sync is None else sync
+    check_schedule(sync)
     if sync_where is not None and not sync.ever:
         raise ValueError(
             "sync_where is given but sync is never(): give a schedule, such as every(100)"

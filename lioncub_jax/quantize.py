@@ -48,7 +48,7 @@ def nearest() -> Rounding:
 
     Example:
       >>> import lioncub_jax as lc
-      >>> lc.midrise(2, rounding=lc.nearest()).name
+      >>> lc.quantize.midrise(2, rounding=lc.quantize.nearest()).name
       'midrise(2)'
     """
     return Rounding("nearest", None)
@@ -65,7 +65,7 @@ def stochastic(seed: int = 0) -> Rounding:
 
     Example:
       >>> import lioncub_jax as lc
-      >>> lc.midrise(4, block=64, rounding=lc.stochastic(7)).name
+      >>> lc.quantize.midrise(4, block=64, rounding=lc.quantize.stochastic(7)).name
       'midrise(4, block=64, stochastic)'
     """
 
@@ -87,7 +87,7 @@ def sign() -> Quantizer:
 
     Example:
       >>> import lioncub_jax as lc
-      >>> lc.sign().bits
+      >>> lc.quantize.sign().bits
       1
     """
     return midrise(1)._replace(name="sign")
@@ -113,7 +113,7 @@ def midrise(p: int, *, block: int | None = None, rounding: Rounding | None = Non
 
     Example:
       >>> import lioncub_jax as lc
-      >>> lc.midrise(3, block=128).name
+      >>> lc.quantize.midrise(3, block=128).name
       'midrise(3, block=128)'
     """
     _check_bits("midrise", p, 1)
@@ -168,7 +168,7 @@ def integer(p: int = 8, *, rounding: Rounding | None = None) -> Quantizer:
 
     Example:
       >>> import lioncub_jax as lc
-      >>> lc.integer(8).top(4)  # s = 127 // 4 = 31, codes -31..31
+      >>> lc.quantize.integer(8).top(4)  # s = 127 // 4 = 31, codes -31..31
       62
     """
     _check_bits("integer", p, 2)
@@ -209,7 +209,7 @@ def ternary(*, rounding: Rounding | None = None) -> Quantizer:
 
     Example:
       >>> import lioncub_jax as lc
-      >>> lc.ternary().top(1000)
+      >>> lc.quantize.ternary().top(1000)
       2
     """
     rounding = rounding or nearest()
@@ -289,7 +289,7 @@ def dense(dtype: Any = jnp.float32) -> Quantizer:
 
     Example:
       >>> import lioncub_jax as lc
-      >>> lc.dense().bits
+      >>> lc.quantize.dense().bits
       32
     """
     dtype = jnp.dtype(dtype)
@@ -324,7 +324,7 @@ def error_feedback(quantizer: Quantizer, dtype: Any = jnp.bfloat16) -> Quantizer
 
     Example:
       >>> import lioncub_jax as lc
-      >>> lc.error_feedback(lc.midrise(3, block=128)).name
+      >>> lc.quantize.error_feedback(lc.quantize.midrise(3, block=128)).name
       'midrise(3, block=128) + error feedback'
     """
     if quantizer.block is None:

@@ -88,7 +88,7 @@ def gathered() -> Wire:
 
     Example:
       >>> import lioncub_jax as lc
-      >>> tx = lc.lion_cub(1e-4, axis_name="data", wire=lc.gathered())
+      >>> tx = lc.lion_cub(1e-4, axis_name="data", wire=lc.wires.gathered())
     """
 
     def collect(
@@ -191,7 +191,7 @@ def all_reduce() -> Wire:
 
     Example:
       >>> import lioncub_jax as lc
-      >>> tx = lc.owner_lion(1e-4, axis_name="data", quantizer=lc.dense(), wire=lc.all_reduce())
+      >>> tx = lc.owner_lion(1e-4, axis_name="data", quantizer=lc.quantize.dense(), wire=lc.wires.all_reduce())
     """
 
     def collect(

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 import lioncub_jax as lc
-from lioncub_jax import accounting
-from lioncub_jax.accounting import predict
+from lioncub_jax.traffic import predicted as accounting
+from lioncub_jax.traffic.predicted import predict
 
 AXIS = "data"
 # Sizes that neither rows, blocks nor workers divide; a scalar; nothing at all; two dtypes.
@@ -25,42 +25,60 @@ MIXED = {
 }
 SIZE = 33 * 130 + 65 + 1
 
-AT_OWNER = lc.momentum_at_owner(optax.scale_by_lion())
+AT_OWNER = lc.decide.momentum_at_owner(optax.scale_by_lion())
 SCHEMES = {
     "sign": {},
     "sign, in buckets": {"bucket_size": 300},
-    "sign, average": {"down": lc.average()},
-    "2 bits": {"up": lc.midrise(2)},
-    "4 bits by block": {"up": lc.midrise(4, block=64)},
-    "3 bits, average": {"up": lc.midrise(3), "down": lc.average()},
-    "stochastic": {"up": lc.midrise(3, rounding=lc.stochastic())},
-    "ternary": {"up": lc.ternary()},
-    "integer, two-phase": {"up": lc.integer(8)},
-    "sign, gathered": {"wire": lc.gathered()},
-    "3 bits, gathered": {"up": lc.midrise(3), "wire": lc.gathered()},
-    "sign, int8 counts": {"wire": lc.counts()},
-    "integer, int8 counts": {"up": lc.integer(8), "wire": lc.counts()},
-    "4 bits, int16 counts": {"up": lc.midrise(4), "wire": lc.counts(jnp.int16)},
-    "sign, int32 counts": {"wire": lc.counts(jnp.int32)},
-    "sign, lanes": {"wire": lc.lanes()},
-    "integer, lanes": {"up": lc.integer(5), "wire": lc.lanes()},
-    "owner, 1 bit": {"up": lc.error_feedback(lc.midrise(1, block=128)), "owner": AT_OWNER},
-    "owner, 3 bits": {"up": lc.error_feedback(lc.midrise(3, block=128)), "owner": AT_OWNER},
-    "owner, 4 bits": {"up": lc.midrise(4, block=64), "owner": AT_OWNER},
-    "owner, gathered": {"up": lc.midrise(2, block=64), "owner": AT_OWNER, "wire": lc.gathered()},
-    "owner, ternary down": {
-        "up": lc.midrise(2, block=64),
+    "sign, average": {"down": lc.decide.average()},
+    "2 bits": {"up": lc.quantize.midrise(2)},
+    "4 bits by block": {"up": lc.quantize.midrise(4, block=64)},
+    "3 bits, average": {"up": lc.quantize.midrise(3), "down": lc.decide.average()},
+    "stochastic": {"up": lc.quantize.midrise(3, rounding=lc.quantize.stochastic())},
+    "ternary": {"up": lc.quantize.ternary()},
+    "integer, two-phase": {"up": lc.quantize.integer(8)},
+    "sign, gathered": {"wire": lc.wires.gathered()},
+    "3 bits, gathered": {"up": lc.quantize.midrise(3), "wire": lc.wires.gathered()},
+    "sign, int8 counts": {"wire": lc.wires.counts()},
+    "integer, int8 counts": {"up": lc.quantize.integer(8), "wire": lc.wires.counts()},
+    "4 bits, int16 counts": {"up": lc.quantize.midrise(4), "wire": lc.wires.counts(jnp.int16)},
+    "sign, int32 counts": {"wire": lc.wires.counts(jnp.int32)},
+    "sign, lanes": {"wire": lc.wires.lanes()},
+    "integer, lanes": {"up": lc.quantize.integer(5), "wire": lc.wires.lanes()},
+    "owner, 1 bit": {
+        "up": lc.quantize.error_feedback(lc.quantize.midrise(1, block=128)),
         "owner": AT_OWNER,
-        "down": lc.ternary_sum(),
     },
-    "owner, dense float32": {"up": lc.dense(), "owner": AT_OWNER},
-    "owner, dense bfloat16": {"up": lc.dense(jnp.bfloat16), "owner": AT_OWNER},
-    "owner, floats down": {"up": lc.dense(), "owner": AT_OWNER, "down": lc.floats()},
-    "owner, all-reduce": {"up": lc.dense(), "owner": AT_OWNER, "wire": lc.all_reduce()},
-    "owner, bfloat16 all-reduce": {
-        "up": lc.dense(jnp.bfloat16),
+    "owner, 3 bits": {
+        "up": lc.quantize.error_feedback(lc.quantize.midrise(3, block=128)),
         "owner": AT_OWNER,
-        "wire": lc.all_reduce(),
+    },
+    "owner, 4 bits": {"up": lc.quantize.midrise(4, block=64), "owner": AT_OWNER},
+    "owner, gathered": {
+        "up": lc.quantize.midrise(2, block=64),
+        "owner": AT_OWNER,
+        "wire": lc.wires.gathered(),
+    },
+    "owner, ternary down": {
+        "up": lc.quantize.midrise(2, block=64),
+        "owner": AT_OWNER,
+        "down": lc.decide.ternary_sum(),
+    },
+    "owner, dense float32": {"up": lc.quantize.dense(), "owner": AT_OWNER},
+    "owner, dense bfloat16": {"up": lc.quantize.dense(jnp.bfloat16), "owner": AT_OWNER},
+    "owner, floats down": {
+        "up": lc.quantize.dense(),
+        "owner": AT_OWNER,
+        "down": lc.decide.floats(),
+    },
+    "owner, all-reduce": {
+        "up": lc.quantize.dense(),
+        "owner": AT_OWNER,
+        "wire": lc.wires.all_reduce(),
+    },
+    "owner, bfloat16 all-reduce": {
+        "up": lc.quantize.dense(jnp.bfloat16),
+        "owner": AT_OWNER,
+        "wire": lc.wires.all_reduce(),
     },
 }
 
@@ -135,10 +153,10 @@ def test_the_prediction_for_a_device_is_what_it_sends_by_axis(name, scheme):
     grads = jax.tree.map(lambda x: jnp.ones((lead, *x.shape)), tree)
     program = jax.jit(tx.update).lower(grads, tx.init(params), params).compile()
     voted = [
-        one for one in lc.compiled.collectives(program, mesh)
+        one for one in lc.traffic.collectives(program, mesh)
         if not (one.op == "all-reduce" and one.payload_bytes <= 8)  # the flag and the statistics
     ]  # fmt: skip
-    sent = lc.compiled.sent_bytes(voted)
+    sent = lc.traffic.sent_bytes(voted)
     inner = {n: sizes[n] for n in sizes if n not in (AXIS, group)}
     traffic = predict(
         tree, sizes[AXIS], group_size=sizes.get(group, 1), specs=specs, inner_axes=inner, **parts
@@ -228,7 +246,7 @@ def test_two_phase_traffic_does_not_grow_with_thousands_of_workers():
     for workers in (2, 64, 1024, 4096):
         bits = predict(tree, workers).bits_per_parameter
         assert bits == pytest.approx(up_to(workers) * (2 + 2 / 64), rel=5e-3)
-    gathered = predict(tree, 4096, wire=lc.gathered())
+    gathered = predict(tree, 4096, wire=lc.wires.gathered())
     assert gathered.share_of_float32 > 60  # where a baseline would be cheaper by far
 
 
@@ -242,9 +260,9 @@ def test_small_models_of_many_workers_pay_for_padding():
     ("workers", "parts", "message"),
     [
         (0, {}, "workers=0"),
-        (128, {"up": lc.integer(8)}, "at most 127 workers"),
-        (128, {"wire": lc.counts()}, "counts to 127"),
-        (2**16, {"wire": lc.lanes()}, "counts to 65535"),
+        (128, {"up": lc.quantize.integer(8)}, "at most 127 workers"),
+        (128, {"wire": lc.wires.counts()}, "counts to 127"),
+        (2**16, {"wire": lc.wires.lanes()}, "counts to 65535"),
     ],
 )
 def test_what_cannot_be_counted_is_refused(workers, parts, message):

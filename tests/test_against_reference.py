@@ -29,8 +29,17 @@ TREES = [
 B1, B2 = 0.75, 0.5  # of local momentum; at the owner both are 0.5, for means have no bits to spare
 FLOATING = ("float32", "bfloat16", "float16")
 
-two_phase, gathered, counts, lanes = lc.two_phase(), lc.gathered(), lc.counts(), lc.lanes()
-counts16, counts32, all_reduce = lc.counts(jnp.int16), lc.counts(jnp.int32), lc.all_reduce()
+two_phase, gathered, counts, lanes = (
+    lc.wires.two_phase(),
+    lc.wires.gathered(),
+    lc.wires.counts(),
+    lc.wires.lanes(),
+)
+counts16, counts32, all_reduce = (
+    lc.wires.counts(jnp.int16),
+    lc.wires.counts(jnp.int32),
+    lc.wires.all_reduce(),
+)
 
 
 def zeros(tree, dtypes=(jnp.float32,)):
@@ -132,30 +141,52 @@ class Vote(NamedTuple):
     workers: tuple
 
 
-MAJORITY = (lc.majority(), reference.majority)
-AVERAGE = (lc.average(), reference.average)
-TERNARY = (lc.ternary_sum(), reference.ternary_sum)
+MAJORITY = (lc.decide.majority(), reference.majority)
+AVERAGE = (lc.decide.average(), reference.average)
+TERNARY = (lc.decide.ternary_sum(), reference.ternary_sum)
 EVERY_WIRE = (two_phase, gathered, counts, lanes)
-RANDOM = lc.stochastic(3)
+RANDOM = lc.quantize.stochastic(3)
 
 VOTES = [
-    Vote(lc.sign(), reference.sign(), *MAJORITY, EVERY_WIRE, (1, 2, 3, 5, 8)),
-    Vote(lc.sign(), reference.sign(), *AVERAGE, (two_phase, lanes), (1, 2, 5)),
-    Vote(lc.sign(), reference.sign(), *TERNARY, (gathered, counts32), (2,)),
-    Vote(lc.midrise(2), reference.midrise(2), *MAJORITY, (two_phase, counts, lanes), (2, 8)),
-    Vote(lc.midrise(3), reference.midrise(3), *AVERAGE, (two_phase, gathered, lanes), (3, 8)),
-    Vote(lc.midrise(8), reference.midrise(8), *MAJORITY, (two_phase, counts16), (5,)),
-    Vote(lc.midrise(1, block=64), reference.midrise(1, 64), *MAJORITY, (lanes,), (3,)),
-    Vote(lc.midrise(4, block=64), reference.midrise(4, 64), *TERNARY, (two_phase,), (8,)),
-    Vote(lc.midrise(2, block=128), reference.midrise(2, 128), *MAJORITY, (two_phase, counts), (5,)),
+    Vote(lc.quantize.sign(), reference.sign(), *MAJORITY, EVERY_WIRE, (1, 2, 3, 5, 8)),
+    Vote(lc.quantize.sign(), reference.sign(), *AVERAGE, (two_phase, lanes), (1, 2, 5)),
+    Vote(lc.quantize.sign(), reference.sign(), *TERNARY, (gathered, counts32), (2,)),
     Vote(
-        lc.midrise(2, rounding=RANDOM), reference.midrise(2, seed=3), *MAJORITY, (two_phase,), (3,)
+        lc.quantize.midrise(2), reference.midrise(2), *MAJORITY, (two_phase, counts, lanes), (2, 8)
     ),
-    Vote(lc.integer(8), reference.integer(8), *TERNARY, EVERY_WIRE, (1, 3, 8)),
-    Vote(lc.integer(5), reference.integer(5), *AVERAGE, (two_phase, counts, lanes), (3,)),
-    Vote(lc.integer(8, rounding=RANDOM), reference.integer(8, seed=3), *TERNARY, (counts,), (2, 5)),
-    Vote(lc.ternary(), reference.ternary(), *TERNARY, (two_phase, gathered, lanes), (2, 8)),
-    Vote(lc.ternary(), reference.ternary(), *AVERAGE, (two_phase, counts), (5,)),
+    Vote(
+        lc.quantize.midrise(3), reference.midrise(3), *AVERAGE, (two_phase, gathered, lanes), (3, 8)
+    ),
+    Vote(lc.quantize.midrise(8), reference.midrise(8), *MAJORITY, (two_phase, counts16), (5,)),
+    Vote(lc.quantize.midrise(1, block=64), reference.midrise(1, 64), *MAJORITY, (lanes,), (3,)),
+    Vote(lc.quantize.midrise(4, block=64), reference.midrise(4, 64), *TERNARY, (two_phase,), (8,)),
+    Vote(
+        lc.quantize.midrise(2, block=128),
+        reference.midrise(2, 128),
+        *MAJORITY,
+        (two_phase, counts),
+        (5,),
+    ),
+    Vote(
+        lc.quantize.midrise(2, rounding=RANDOM),
+        reference.midrise(2, seed=3),
+        *MAJORITY,
+        (two_phase,),
+        (3,),
+    ),
+    Vote(lc.quantize.integer(8), reference.integer(8), *TERNARY, EVERY_WIRE, (1, 3, 8)),
+    Vote(lc.quantize.integer(5), reference.integer(5), *AVERAGE, (two_phase, counts, lanes), (3,)),
+    Vote(
+        lc.quantize.integer(8, rounding=RANDOM),
+        reference.integer(8, seed=3),
+        *TERNARY,
+        (counts,),
+        (2, 5),
+    ),
+    Vote(
+        lc.quantize.ternary(), reference.ternary(), *TERNARY, (two_phase, gathered, lanes), (2, 8)
+    ),
+    Vote(lc.quantize.ternary(), reference.ternary(), *AVERAGE, (two_phase, counts), (5,)),
 ]
 
 
@@ -173,20 +204,27 @@ class Owned(NamedTuple):
 
 
 def fed_back(p, block, dtype):
-    up = lc.error_feedback(lc.midrise(p, block=block), dtype)
+    up = lc.quantize.error_feedback(lc.quantize.midrise(p, block=block), dtype)
     return up, reference.midrise(p, block), dtype
 
 
 def without_feedback(p, block, seed=None):
-    rounding = None if seed is None else lc.stochastic(seed)
-    return lc.midrise(p, block=block, rounding=rounding), reference.midrise(p, block, seed), None
+    rounding = None if seed is None else lc.quantize.stochastic(seed)
+    return (
+        lc.quantize.midrise(p, block=block, rounding=rounding),
+        reference.midrise(p, block, seed),
+        None,
+    )
 
 
 def exact(dtype):
-    return lc.dense(dtype), reference.dense(dtype), None
+    return lc.quantize.dense(dtype), reference.dense(dtype), None
 
 
-FLOATS = (lc.floats(), reference.ternary_sum)  # Lion's update is a sign: as floats, a tie is 0
+FLOATS = (
+    lc.decide.floats(),
+    reference.ternary_sum,
+)  # Lion's update is a sign: as floats, a tie is 0
 PACKED = (two_phase, gathered)
 OWNED = [
     Owned(*fed_back(3, 128, jnp.bfloat16), 16.0, *MAJORITY, PACKED, (1, 2, 5, 8)),
@@ -215,12 +253,12 @@ def seed_of(request):
 
 
 def owner_vote(up, wire, *, b1=0.5, b2=0.5, dominance=16.0, down=None, **options):
-    owner = lc.momentum_at_owner(optax.scale_by_lion(b1, b2), dominance=dominance)
+    owner = lc.decide.momentum_at_owner(optax.scale_by_lion(b1, b2), dominance=dominance)
     return lc.communicate(axis_name=AXIS, up=up, owner=owner, down=down, wire=wire, **options)
 
 
 def local_vote(up, wire, *, b1=B1, b2=B2, mu_dtype=None, down=None, **options):
-    memory = lc.blend(b1, b2, mu_dtype)
+    memory = lc.momentum.blend(b1, b2, mu_dtype)
     return lc.communicate(axis_name=AXIS, memory=memory, up=up, down=down, wire=wire, **options)
 
 
@@ -273,7 +311,7 @@ def test_leaves_of_mixed_precision_vote_together(run_workers, mu_dtype):
     params = zeros({"a": (65,), "b": (31,), "c": (3, 10), "d": ()}, FLOATING)
     # In three steps the blends of such integers fill the 8 bits of a bfloat16, and no more.
     story = Story(integers(params, 3, 3), np.eye(3, dtype=bool))
-    tx = local_vote(lc.midrise(2), two_phase, mu_dtype=mu_dtype)
+    tx = local_vote(lc.quantize.midrise(2), two_phase, mu_dtype=mu_dtype)
     simulator = reference.local_momentum(B1, B2, mu_dtype, reference.midrise(2))
     updates, want = simulate(simulator, params, story)
     got, state = run_workers({0: tx}, params, *story)[0]
@@ -288,7 +326,7 @@ def test_momentum_at_the_owner_has_the_widest_dtype_of_the_gradients(run_workers
     updates, want = simulate(
         reference.momentum_at_owner(0.5, 0.5, codes=reference.dense()), params, story
     )
-    got, state = run_workers({0: owner_vote(lc.dense(), gathered)}, params, *story)[0]
+    got, state = run_workers({0: owner_vote(lc.quantize.dense(), gathered)}, params, *story)[0]
     assert_equal(got, updates)
     assert_equal(in_rows(state.owner[0].value.mu, gathered)[:, : want.mu.shape[1]], want.mu)
     assert state.owner[0].value.mu.dtype == jnp.result_type(*dtypes)
@@ -301,7 +339,7 @@ def test_buckets_change_nothing_but_the_coin(run_workers, bucket_size):
     story = Story(integers(params, 3, 3, values=(-3, -1, 1, 3)), np.zeros((3, 3), bool))
     updates, want = simulate(reference.local_momentum(B1, B2), params, story)
     assert not want.ties.any()
-    tx = local_vote(lc.sign(), two_phase, bucket_size=bucket_size)
+    tx = local_vote(lc.quantize.sign(), two_phase, bucket_size=bucket_size)
     got, state = run_workers({0: tx}, params, *story)[0]
     assert_equal(got, updates)
     assert_equal(state.mu, want.mu)
@@ -313,11 +351,11 @@ def test_buckets_change_nothing_but_the_coin(run_workers, bucket_size):
 # that crosses the edge between two codes: less than one element in 10**5, and none or one here. With
 # feedback a step may round to its neighbour as well, see above.
 ORDINARY = {
-    "sign": (lc.sign(), reference.local_momentum(), 1),
-    "two bits": (lc.midrise(2), reference.local_momentum(codes=reference.midrise(2)), 1),
-    "integers": (lc.integer(8), reference.local_momentum(codes=reference.integer(8)), 1),
+    "sign": (lc.quantize.sign(), reference.local_momentum(), 1),
+    "two bits": (lc.quantize.midrise(2), reference.local_momentum(codes=reference.midrise(2)), 1),
+    "integers": (lc.quantize.integer(8), reference.local_momentum(codes=reference.integer(8)), 1),
     "owner": (
-        lc.error_feedback(lc.midrise(3, block=128)),
+        lc.quantize.error_feedback(lc.quantize.midrise(3, block=128)),
         reference.momentum_at_owner(feedback=jnp.bfloat16),
         128,
     ),
@@ -351,7 +389,9 @@ def learning_rate(count):
 LEARNING = {"learning_rate": learning_rate, "weight_decay": 0.1, "axis_name": AXIS}
 OPTIMIZERS = {
     "lion_cub": (
-        lc.lion_cub(b1=B1, b2=B2, quantizer=lc.midrise(2), sync=lc.every(2), **LEARNING),
+        lc.lion_cub(
+            b1=B1, b2=B2, quantizer=lc.quantize.midrise(2), sync=lc.sync.every(2), **LEARNING
+        ),
         reference.local_momentum(B1, B2, codes=reference.midrise(2)),
         lambda t: t % 2 == 0,
     ),
@@ -384,7 +424,7 @@ def test_optimizers_descend_decay_and_sync(run_workers, tx, votes, sync_due):
 def test_the_drift_is_measured_before_the_sync(run_workers):
     params = zeros({"w": (70,), "b": (5,)})
     story = Story(integers(params, 3, 4), np.zeros((3, 4), bool))
-    tx = lc.lion_cub(0.01, B1, B2, axis_name=AXIS, sync=lc.every(2))
+    tx = lc.lion_cub(0.01, B1, B2, axis_name=AXIS, sync=lc.sync.every(2))
     _, state = run_workers({0: tx}, params, *story)[0]
     _, apart = simulate(reference.local_momentum(B1, B2), params, story)
     want = reference.drift(jax.tree.map(lambda m: m[1], apart.mu))

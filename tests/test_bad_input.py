@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
-from lioncub_jax import accounting
+from lioncub_jax.traffic import predicted as accounting
 
 AXIS = "data"
 PARAMS = {"w": jnp.ones((5,))}
@@ -20,7 +20,7 @@ cub = functools.partial(lc.lion_cub, 0.1, axis_name=AXIS)
 distributed = functools.partial(lc.distributed_lion, 0.1, axis_name=AXIS)
 owner = functools.partial(lc.owner_lion, 0.1, axis_name=AXIS)
 communicate = functools.partial(lc.communicate, axis_name=AXIS)
-at_owner = lc.momentum_at_owner(optax.scale_by_lion())
+at_owner = lc.decide.momentum_at_owner(optax.scale_by_lion())
 ALIASES = {"lion_cub": cub, "distributed_lion": distributed, "owner_lion": owner}
 
 
@@ -99,7 +99,7 @@ def test_global_gradients_outside_of_shard_map():
         lc.lion_cub(0.1, axis_name="batch"),
         lc.owner_lion(0.1, axis_name="batch"),
         lc.global_gradients(optax.sgd(0.1), "batch"),
-        lc.sync_momentum(communicate(memory=lc.blend()), "batch", lc.every(2)),
+        lc.sync_momentum(communicate(memory=lc.momentum.blend()), "batch", lc.sync.every(2)),
     ],
     ids=["lion_cub", "owner_lion", "global_gradients", "sync_momentum"],
 )
@@ -170,33 +170,33 @@ def test_abstain_that_is_no_scalar(flag):
 @pytest.mark.parametrize("p", [0, -1, 9, 2.0, True, "3", None])
 def test_bits_out_of_range(p):
     with raises(ValueError, f"midrise({p!r})", "1 to 8 bits"):
-        lc.midrise(p)
+        lc.quantize.midrise(p)
     with raises(ValueError, f"integer({p!r})", "2 to 8 bits"):
-        lc.integer(p)
+        lc.quantize.integer(p)
 
 
 def test_integer_codes_of_one_bit():
     with raises(ValueError, "integer(1)", "2 to 8 bits"):
-        lc.integer(1)
+        lc.quantize.integer(1)
 
 
 @pytest.mark.parametrize("block", [0, 32, 96, 256, True, "64", 64.0])
 def test_blocks_of_another_size(block):
     with raises(ValueError, f"midrise(block={block!r})", "64 or 128 elements", "None"):
-        lc.midrise(2, block=block)
+        lc.quantize.midrise(2, block=block)
 
 
 @pytest.mark.parametrize("value", [1.0, -0.1, 2, float("nan"), float("inf"), jnp.float32(1.5)])
 @pytest.mark.parametrize("beta", ["b1", "b2"])
 def test_betas_outside_of_0_to_1(beta, value):
-    for make in (*ALIASES.values(), lc.blend):
+    for make in (*ALIASES.values(), lc.momentum.blend):
         with raises(ValueError, f"{beta}={value!r}", "a number in [0, 1)"):
             make(**{beta: value})
 
 
 @pytest.mark.parametrize("value", ["0.9", None, "much"])
 def test_betas_that_are_no_numbers(value):
-    for make in (*ALIASES.values(), lc.blend):
+    for make in (*ALIASES.values(), lc.momentum.blend):
         with raises((TypeError, ValueError), f"b1={value!r}", "a number in [0, 1)"):
             make(b1=value)
 
@@ -204,7 +204,7 @@ def test_betas_that_are_no_numbers(value):
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.int32, bool])
 def test_momentum_in_integers(dtype):
     """``(1 - b2) g`` would be cut to zero for ever."""
-    for make in (*ALIASES.values(), lc.blend):
+    for make in (*ALIASES.values(), lc.momentum.blend):
         with raises((TypeError, ValueError), "mu_dtype", jnp.dtype(dtype).name):
             make(mu_dtype=dtype)
 
@@ -221,33 +221,37 @@ def test_dominance_below_one(dominance):
     with raises(ValueError, f"dominance={dominance!r}", "at least 1", "inf for no bound"):
         owner(dominance=dominance)
     with raises(ValueError, f"dominance={dominance!r}", "at least 1", "inf for no bound"):
-        lc.momentum_at_owner(optax.scale_by_lion(), dominance=dominance)
+        lc.decide.momentum_at_owner(optax.scale_by_lion(), dominance=dominance)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int4", "uint8", "int64", "bool"])
 def test_counts_in_another_dtype(dtype):
     with raises(ValueError, f"counts({dtype})", "int8, int16 or int32"):
-        lc.counts(dtype)
+        lc.wires.counts(dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int8", "float64"])
 def test_dense_values_in_another_dtype(dtype):
     with raises(ValueError, f"dense({dtype})", "float32 or bfloat16"):
-        lc.dense(dtype)
+        lc.quantize.dense(dtype)
 
 
 # --- more workers than can be counted ---------------------------------------------------------------
 
 TOO_MANY = [
-    (8, {"up": lc.integer(4)}, ("integer(4)", "8 workers", "at most 7 workers", "midrise(4)")),
     (
         8,
-        {"up": lc.midrise(6), "wire": lc.counts()},
+        {"up": lc.quantize.integer(4)},
+        ("integer(4)", "8 workers", "at most 7 workers", "midrise(4)"),
+    ),
+    (
+        8,
+        {"up": lc.quantize.midrise(6), "wire": lc.wires.counts()},
         ("counts", "8 workers can reach 504", "counts to 127", "wider dtype", "two_phase"),
     ),
     (
         4,
-        {"up": lc.integer(2), "wire": lc.lanes()},
+        {"up": lc.quantize.integer(2), "wire": lc.wires.lanes()},
         ("integer(2)", "4 workers", "at most 1 workers"),
     ),
 ]
@@ -264,11 +268,15 @@ def test_more_workers_than_a_code_or_wire_can_count(workers, parts, message):
 @pytest.mark.parametrize(
     ("workers", "parts", "message"),
     [
-        (128, {"wire": lc.counts()}, ("counts", "128 workers can reach 128", "counts to 127")),
-        (128, {"up": lc.integer(8)}, ("integer(8)", "128 workers", "at most 127 workers")),
+        (
+            128,
+            {"wire": lc.wires.counts()},
+            ("counts", "128 workers can reach 128", "counts to 127"),
+        ),
+        (128, {"up": lc.quantize.integer(8)}, ("integer(8)", "128 workers", "at most 127 workers")),
         (
             258,
-            {"up": lc.midrise(8), "wire": lc.lanes()},
+            {"up": lc.quantize.midrise(8), "wire": lc.wires.lanes()},
             ("lanes", "258 workers", "counts to 65535"),
         ),
     ],
@@ -288,11 +296,11 @@ def test_a_prediction_for_no_workers(workers):
 
 # --- parts that do not fit --------------------------------------------------------------------------
 
-feedback = lc.error_feedback(lc.midrise(3, block=64))
+feedback = lc.quantize.error_feedback(lc.quantize.midrise(3, block=64))
 WITH_STEPS = "midrise(p, block=64)", "midrise(p, block=128)"
 MISFITS = {
     "dense votes": (
-        {"up": lc.dense()},
+        {"up": lc.quantize.dense()},
         ("dense(float32) has no codes to count", "momentum_at_owner"),
     ),
     "owner of signs": (
@@ -300,12 +308,15 @@ MISFITS = {
         ("momentum at the owner decodes values", "sign sends codes without steps", *WITH_STEPS),
     ),
     "owner of codes without steps": (
-        {"owner": at_owner, "up": lc.midrise(3)},
+        {"owner": at_owner, "up": lc.quantize.midrise(3)},
         ("midrise(3) sends codes without steps", *WITH_STEPS, "dense()"),
     ),
-    "owner of ternary codes": ({"owner": at_owner, "up": lc.ternary()}, ("ternary", *WITH_STEPS)),
+    "owner of ternary codes": (
+        {"owner": at_owner, "up": lc.quantize.ternary()},
+        ("ternary", *WITH_STEPS),
+    ),
     "owner of integer codes": (
-        {"owner": at_owner, "up": lc.integer()},
+        {"owner": at_owner, "up": lc.quantize.integer()},
         ("integer(8)", *WITH_STEPS),
     ),
     "feedback of votes": (
@@ -313,34 +324,37 @@ MISFITS = {
         ("error feedback", "no error to feed back", "owner=momentum_at_owner(tx)"),
     ),
     "counts at the owner": (
-        {"owner": at_owner, "up": feedback, "wire": lc.counts()},
+        {"owner": at_owner, "up": feedback, "wire": lc.wires.counts()},
         ("the counts(int8) wire adds codes", "owner=count()", "two_phase"),
     ),
     "lanes at the owner": (
-        {"owner": at_owner, "up": feedback, "wire": lc.lanes()},
+        {"owner": at_owner, "up": feedback, "wire": lc.wires.lanes()},
         ("the lanes wire adds codes", "owner=count()", "two_phase"),
     ),
     "all-reduce of signs": (
-        {"wire": lc.all_reduce()},
+        {"wire": lc.wires.all_reduce()},
         ("the all-reduce wire adds values", "up=dense()", "two_phase"),
     ),
     "all-reduce of codes": (
-        {"owner": at_owner, "up": feedback, "wire": lc.all_reduce()},
+        {"owner": at_owner, "up": feedback, "wire": lc.wires.all_reduce()},
         ("the all-reduce wire adds values", "up=dense()", "two_phase"),
     ),
     "majority with zeros": (
-        {"up": lc.ternary(), "down": lc.majority()},
+        {"up": lc.quantize.ternary(), "down": lc.decide.majority()},
         ("ternary has a code for zero", "down=ternary_sum() or average()"),
     ),
     "majority of integers": (
-        {"up": lc.integer(8), "down": lc.majority()},
+        {"up": lc.quantize.integer(8), "down": lc.decide.majority()},
         ("integer(8) has a code for zero", "down=ternary_sum() or average()"),
     ),
     "average of values": (
-        {"owner": at_owner, "up": lc.dense(), "down": lc.average()},
+        {"owner": at_owner, "up": lc.quantize.dense(), "down": lc.decide.average()},
         ("down=average()", "does not fit owner=momentum at the owner"),
     ),
-    "floats of counts": ({"down": lc.floats()}, ("down=floats()", "does not fit owner=count")),
+    "floats of counts": (
+        {"down": lc.decide.floats()},
+        ("down=floats()", "does not fit owner=count"),
+    ),
 }
 
 
@@ -359,43 +373,49 @@ def test_a_prediction_for_parts_that_do_not_fit_together():
 
 def test_optimizers_refuse_what_does_not_fit_them():
     with raises(ValueError, "dense(float32) has no codes to count"):
-        cub(quantizer=lc.dense())
+        cub(quantizer=lc.quantize.dense())
     with raises(ValueError, "error feedback", "no error to feed back"):
         cub(quantizer=feedback)
     with raises(ValueError, "sign sends codes without steps"):
-        owner(quantizer=lc.sign())
+        owner(quantizer=lc.quantize.sign())
     with raises(ValueError, "the counts(int8) wire adds codes"):
-        owner(wire=lc.counts())
+        owner(wire=lc.wires.counts())
     with raises(ValueError, "the all-reduce wire adds values"):
-        distributed(wire=lc.all_reduce())
+        distributed(wire=lc.wires.all_reduce())
 
 
 @pytest.mark.parametrize(
     "quantizer",
-    [lc.sign(), lc.midrise(3), lc.integer(8), lc.ternary(), lc.dense()],
+    [
+        lc.quantize.sign(),
+        lc.quantize.midrise(3),
+        lc.quantize.integer(8),
+        lc.quantize.ternary(),
+        lc.quantize.dense(),
+    ],
     ids=lambda q: q.name,
 )
 def test_feedback_for_codes_whose_steps_do_not_travel(quantizer):
     with raises(ValueError, f"error_feedback({quantizer.name})", "steps must travel", *WITH_STEPS):
-        lc.error_feedback(quantizer)
+        lc.quantize.error_feedback(quantizer)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "bool", "complex64"])
 def test_feedback_that_is_not_floating(dtype):
     with raises(ValueError, f"error_feedback(dtype={dtype})", "floating dtype"):
-        lc.error_feedback(lc.midrise(3, block=64), dtype)
+        lc.quantize.error_feedback(lc.quantize.midrise(3, block=64), dtype)
 
 
 @pytest.mark.parametrize(
     ("name", "given"),
     [
-        ("up", lc.sign),
+        ("up", lc.quantize.sign),
         ("up", "sign"),
-        ("owner", lc.count),
+        ("owner", lc.decide.count),
         ("owner", optax.scale_by_lion()),
-        ("down", lc.majority),
-        ("wire", lc.two_phase),
-        ("memory", lc.blend),
+        ("down", lc.decide.majority),
+        ("wire", lc.wires.two_phase),
+        ("memory", lc.momentum.blend),
         ("memory", (0.9, 0.99)),
     ],
     ids=lambda x: getattr(x, "__name__", str(x)[:12]),
@@ -410,7 +430,9 @@ def test_a_part_of_another_kind(name, given):
 
 
 @pytest.mark.parametrize("n", [0, -1, True, 2.0, "3", None])
-@pytest.mark.parametrize("make", [lc.every, lc.first, lc.thinning], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "make", [lc.sync.every, lc.sync.first, lc.sync.thinning], ids=lambda f: f.__name__
+)
 def test_periods_that_are_no_whole_number_from_one_up(make, n):
     with raises(ValueError, f"{make.__name__}({n!r})", "a whole number of at least 1"):
         make(n)
@@ -418,7 +440,7 @@ def test_periods_that_are_no_whole_number_from_one_up(make, n):
 
 def test_the_first_steps_of_never():
     with raises(ValueError, "first(3, never())", "a schedule that is due at times"):
-        lc.first(3, lc.never())
+        lc.sync.first(3, lc.sync.never())
 
 
 @pytest.mark.parametrize(
@@ -428,11 +450,11 @@ def test_the_first_steps_of_never():
 )
 def test_a_sync_that_is_no_schedule(schedule):
     message = f"{schedule!r} is not a schedule", "never(), every(T), first(M), thinning(k)"
-    vote = communicate(memory=lc.blend())
+    vote = communicate(memory=lc.momentum.blend())
     with raises(TypeError, *message):
         lc.sync_momentum(vote, AXIS, schedule)
     with raises(TypeError, *message):
-        lc.sync_momentum(vote, AXIS, lc.every(2), watch=schedule)
+        lc.sync_momentum(vote, AXIS, lc.sync.every(2), watch=schedule)
     for make in (cub, distributed):
         with raises(TypeError, *message):
             make(sync=schedule)
@@ -440,7 +462,7 @@ def test_a_sync_that_is_no_schedule(schedule):
 
 def test_a_mask_without_a_sync():
     for make in (cub, distributed):
-        for sync in (None, lc.never()):
+        for sync in (None, lc.sync.never()):
             with raises(ValueError, "sync_where is given but sync is never()", "every(100)"):
                 make(sync=sync, sync_where={"w": True})
 
@@ -451,27 +473,27 @@ def test_a_mask_without_a_sync():
     ids=["other key", "deeper", "one bool", "function to one bool", "list"],
 )
 def test_a_mask_of_another_shape_than_the_momentum(where):
-    tx = cub(sync=lc.every(2), sync_where=where)
+    tx = cub(sync=lc.sync.every(2), sync_where=where)
     with raises(ValueError, "the mask does not match the momentum's tree", "one bool", "'w': *"):
         tx.init(PARAMS)
 
 
 def test_a_sync_where_there_is_no_momentum():
-    tx = lc.sync_momentum(communicate(), AXIS, lc.every(2))
+    tx = lc.sync_momentum(communicate(), AXIS, lc.sync.every(2))
     with raises(ValueError, "keeps no momentum", "momentum at the owner", "needs no sync"):
         tx.init(PARAMS)
     with raises(ValueError, "keeps no momentum"):
-        lc.sync_momentum(optax.sgd(0.1), AXIS, lc.every(2)).init(PARAMS)
+        lc.sync_momentum(optax.sgd(0.1), AXIS, lc.sync.every(2)).init(PARAMS)
 
 
 def test_a_sync_of_momentum_at_the_owner():
     with raises(ValueError, "momentum at the owner", "needs no sync"):
-        trace_update(lc.sync_momentum(owner(), AXIS, lc.every(2)))
+        trace_update(lc.sync_momentum(owner(), AXIS, lc.sync.every(2)))
 
 
 def test_one_sync_around_several_momenta():
     groups = optax.partition({"a": cub(), "b": cub()}, {"v": "a", "w": "b"})
-    tx = lc.sync_momentum(groups, AXIS, lc.every(2))
+    tx = lc.sync_momentum(groups, AXIS, lc.sync.every(2))
     with raises(ValueError, "sync_momentum"):
         tx.init({"v": jnp.ones(3), "w": jnp.ones(3)})
 

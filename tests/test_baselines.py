@@ -31,9 +31,10 @@ from test_against_reference import (
 )
 
 import lioncub_jax as lc
-from lioncub_jax import ballots, baselines, bits, quantize, reference, reference_baselines
+from lioncub_jax import ballots, baselines, bits, quantize, reference
+from lioncub_jax.reference import baselines as reference_baselines
 
-TWO_PHASE = lc.two_phase()
+TWO_PHASE = lc.wires.two_phase()
 
 
 def learning_rate(count):
@@ -70,7 +71,7 @@ def feedback(**options):
 VOTED = {
     "signsgd": method(baselines.signsgd, reference.local_momentum(0, 0)),
     "signum": method(
-        baselines.signum, reference.local_momentum(0.75, 0.75), 0.75, wire=lc.gathered()
+        baselines.signum, reference.local_momentum(0.75, 0.75), 0.75, wire=lc.wires.gathered()
     ),
     "ef_signsgd": feedback(),
     "ef_signsgd, 64": feedback(block=64),
@@ -309,7 +310,7 @@ def test_levels_reach_the_norm_and_are_not_clipped(p, norm):
 
 def test_random_levels_are_the_two_neighbours():
     x = np.random.default_rng(0).normal(size=128).astype(np.float32)
-    quantizer = quantize.levels(3, rounding=lc.stochastic(1))
+    quantizer = quantize.levels(3, rounding=lc.quantize.stochastic(1))
     drawn = np.stack([encoded(quantizer, x, step)[0] for step in range(20)])
     _, ballot = encoded(quantizer, x)
     exact = x / np.asarray(ballot.steps, np.float32)
@@ -326,7 +327,7 @@ def test_levels_of_nothing_and_of_almost_nothing_are_zero():
 def test_random_ternary_codes_keep_signs_zeros_and_ones():
     x = np.resize(np.float32([0, 1, -1, 0.5, -0.25]), 640)
     drawn = np.stack(
-        [encoded(quantize.ternary(rounding=lc.stochastic(2)), x, t)[0] for t in range(9)]
+        [encoded(quantize.ternary(rounding=lc.quantize.stochastic(2)), x, t)[0] for t in range(9)]
     )
     assert ((drawn == 0) | (drawn == np.sign(x))).all()
     whole = np.abs(x) != np.abs(x) ** 2
@@ -362,7 +363,7 @@ def trained(tx, sizes, specs=None):
     mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=devices)
     state = lc.init_state(tx, model_params(), mesh, axis_name=AXIS, specs=specs)
     step = lc.make_train_step(model, tx, mesh, axis_name=AXIS)
-    found = lc.compiled.collectives(step.lower(state, BATCH).compile(), mesh)
+    found = lc.traffic.collectives(step.lower(state, BATCH).compile(), mesh)
     losses = []
     for _ in range(3):
         state, metrics = step(state, BATCH)
@@ -536,12 +537,12 @@ BAD = [
     (baselines.qsgd, {"block": 512}, "64 or 128"),
     (baselines.qsgd, {"block": None}, "64 or 128"),
     (baselines.qsgd, {"norm": "l1"}, "'max', 'l2'"),
-    (baselines.qsgd, {"wire": lc.counts()}, "give owner=count"),
-    (baselines.qsgd, {"wire": lc.all_reduce()}, "give up=dense"),
+    (baselines.qsgd, {"wire": lc.wires.counts()}, "give owner=count"),
+    (baselines.qsgd, {"wire": lc.wires.all_reduce()}, "give up=dense"),
     (baselines.ef_signsgd, {"block": 32}, "64 or 128"),
     (baselines.ef_signsgd, {"block": None}, "steps must travel"),
     (baselines.ef_signsgd, {"error_dtype": jnp.int8}, "floating dtype"),
-    (baselines.signsgd, {"wire": lc.all_reduce()}, "give up=dense"),
+    (baselines.signsgd, {"wire": lc.wires.all_reduce()}, "give up=dense"),
 ]
 
 
@@ -569,12 +570,12 @@ def bound_init(tx, params):
     return jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)(params)
 
 
-FEEDBACK = {"up": lc.midrise(1, block=64), "owner": baselines.decide.feedback_at_owner()}
+FEEDBACK = {"up": lc.quantize.midrise(1, block=64), "owner": lc.decide.feedback_at_owner()}
 SCALED, TOTAL = baselines.decide.scaled_signs(), baselines.decide.total()
 MISFITS = [
     (FEEDBACK, "scaled_signs"),
-    ({**FEEDBACK, "down": lc.floats()}, "scaled_signs"),
-    ({**FEEDBACK, "down": SCALED, "up": lc.dense()}, r"midrise\(p, block=64\)"),
+    ({**FEEDBACK, "down": lc.decide.floats()}, "scaled_signs"),
+    ({**FEEDBACK, "down": SCALED, "up": lc.quantize.dense()}, r"midrise\(p, block=64\)"),
     ({"down": SCALED}, "feedback_at_owner"),
     ({"down": TOTAL}, "no code for zero"),
     ({"up": quantize.levels(4), "owner": FEEDBACK["owner"], "down": TOTAL}, "total"),

@@ -42,7 +42,7 @@ def test_every_scheme_of_the_byte_table_is_predicted(monkeypatch):
 
     schemes = wire_bytes.schemes()
     params = {name: jnp.zeros(shape) for name, shape in wire_bytes.SHAPES.items()}
-    names = {lc.accounting.predict(params, 4, **scheme).scheme for scheme in schemes}
+    names = {lc.traffic.predict(params, 4, **scheme).scheme for scheme in schemes}
     assert len(names) == len(schemes)
 
 

@@ -97,13 +97,13 @@ def first_state(tx, place):
 def votes(**options):
     """Each worker's own momentum; betas are powers of two, so that everything is exact."""
     return lambda place: lc.sync_momentum(
-        lc.communicate(memory=lc.blend(0.5, 0.5), **place.axes, **options),
-        (place.axes["axis_name"]), lc.every(50),
+        lc.communicate(memory=lc.momentum.blend(0.5, 0.5), **place.axes, **options),
+        (place.axes["axis_name"]), lc.sync.every(50),
     )  # fmt: skip
 
 
 def owned(**options):
-    owner = lc.momentum_at_owner(optax.scale_by_lion(0.5, 0.5))
+    owner = lc.decide.momentum_at_owner(optax.scale_by_lion(0.5, 0.5))
     return lambda place: lc.communicate(owner=owner, **place.axes, **options)
 
 
@@ -169,7 +169,9 @@ def voted(name):
 @functools.cache
 def decided(name):
     place = place_of(name)
-    return trained(owned(up=lc.dense(), down=lc.floats()), place, np.float32([2]))[0]
+    return trained(owned(up=lc.quantize.dense(), down=lc.decide.floats()), place, np.float32([2]))[
+        0
+    ]
 
 
 DEVICES_OWN = (".model_state",)  # with a group there are more of them
@@ -190,7 +192,7 @@ OTHER_WORKERS = [
 
 @pytest.mark.parametrize(("old", "new"), SAME_WORKERS[3:] + OTHER_WORKERS)
 def test_momentum_of_the_owners_is_cut_anew(old, new, tmp_path):
-    make = owned(up=lc.dense(), down=lc.floats())
+    make = owned(up=lc.quantize.dense(), down=lc.decide.floats())
     found = carried(tmp_path, decided(old), place_of(old), place_of(new), make)
     assert_same(found, decided(new), but=DEVICES_OWN)
     assert max(np.abs(x).max() for p, x in values(found).items() if ".owner" in p) > 8
@@ -199,11 +201,11 @@ def test_momentum_of_the_owners_is_cut_anew(old, new, tmp_path):
 # --- Going on
 
 
-CODED = {"up": lc.error_feedback(lc.midrise(2, block=64))}
+CODED = {"up": lc.quantize.error_feedback(lc.quantize.midrise(2, block=64))}
 RUNS = {
-    "votes, synced": ("8", lambda place: lc.lion_cub(0.1, sync=lc.every(4), **place.axes)),
+    "votes, synced": ("8", lambda place: lc.lion_cub(0.1, sync=lc.sync.every(4), **place.axes)),
     "owners, error feedback": ("4", owned(**CODED)),
-    "two levels": ("4 of 2", owned(memory=lc.blend(0.5, 0.5), **CODED)),
+    "two levels": ("4 of 2", owned(memory=lc.momentum.blend(0.5, 0.5), **CODED)),
     "inner axes": ("2, tp 2, fsdp 2", owned(**CODED)),
     "explicit axes": ("2, tp 2, fsdp 2, explicit", votes()),
 }
@@ -266,7 +268,10 @@ def numbered(state):
 @pytest.mark.parametrize("rule", ["mean", "keep"])
 @pytest.mark.parametrize(("old", "new"), [("8", "4"), ("4", "8"), ("4", "2")])
 def test_what_workers_get_when_their_number_changes(old, new, rule, tmp_path):
-    make, places = owned(memory=lc.blend(0.5, 0.5), **CODED), (place_of(old), place_of(new))
+    make, places = (
+        owned(memory=lc.momentum.blend(0.5, 0.5), **CODED),
+        (place_of(old), place_of(new)),
+    )
     state = numbered(first_state(make(places[0]), places[0]))
     state = state._replace(step=state.step + 3)
     options = {} if rule == "mean" else {"workers": rule}  # the mean is the default

@@ -11,7 +11,9 @@ import jax
 import pytest
 
 import lioncub_jax as lc
-from lioncub_jax import cli, lab, planner, planner_report, targets, units
+from lioncub_jax import cli, lab, planner, units
+from lioncub_jax.cli import targets
+from lioncub_jax.planner import report as planner_report
 
 ROOT = Path(__file__).parents[1]
 MODELS = """
@@ -258,13 +260,13 @@ def test_a_file_that_fails_and_a_step_that_returns_nothing_are_named(refused, mo
 
 def test_bytes_are_those_of_the_accounting(said, models, program):
     found = json.loads(said("bytes", f"{models}:compiled", "--params", "8450", "--json"))
-    predicted = lc.accounting.predict({"w": jax.ShapeDtypeStruct((130, 65), "float32")}, 4)
+    predicted = lc.traffic.predict({"w": jax.ShapeDtypeStruct((130, 65), "float32")}, 4)
     votes = [one for one in found["collectives"] if one["op"] != "all-reduce"]
     assert sum(one["sent_bytes"] for one in votes) == predicted.sent_bytes
     assert {tuple(one["axes"]) for one in votes} == {("data",)}
-    read = lc.compiled.collectives(*program)
+    read = lc.traffic.collectives(*program)
     assert found["every_step"] == {
-        ",".join(axes): sent for axes, sent in lc.compiled.sent_bytes(read).items()
+        ",".join(axes): sent for axes, sent in lc.traffic.sent_bytes(read).items()
     }
     assert found["mesh"] == {"data": 4, "tp": 2}
     assert found["float32_all_reduce"] == 2 * 3 / 4 * 4 * 8450

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
-from lioncub_jax.compiled import Collective, Operand, collectives, sent_bytes, table
+from lioncub_jax.traffic.compiled import Collective, Operand, collectives, sent_bytes, table
 
 MESHES = {(8,): ("data",), (4, 2): ("data", "tp"), (2, 2, 2): ("a", "b", "c")}
 SUBSETS = [

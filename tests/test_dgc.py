@@ -16,8 +16,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
-from lioncub_jax import accounting, compiled, reference, reference_dgc
-from lioncub_jax.dgc import dgc, stages, traffic
+from lioncub_jax import reference
+from lioncub_jax.baselines.dgc import dgc, stages, traffic
+from lioncub_jax.reference import dgc as reference_dgc
+from lioncub_jax.traffic import compiled
+from lioncub_jax.traffic import predicted as accounting
 
 # Sizes that no density divides, a scalar, nothing at all, and a dtype that is not the state's.
 SHAPES = {"a": (7, 19), "bf16": (65,), "empty": (0, 4), "one": (1,), "scalar": ()}

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax.compiled import collectives
+from lioncub_jax.traffic.compiled import collectives
 
 ROOT = Path(__file__).parents[1]
 TRAINER = ROOT / "examples" / "flax_trainer.py"

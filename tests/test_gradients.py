@@ -8,7 +8,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
-from lioncub_jax.compiled import collectives
+from lioncub_jax.traffic.compiled import collectives
 
 W, ROWS = 4, 3
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
@@ -81,7 +81,7 @@ def test_every_worker_folds_a_key_of_its_own():
 
 
 def test_each_device_of_a_group_has_a_gradient():
-    mesh = lc.two_level_mesh(2)
+    mesh = lc.mesh.two_level_mesh(2)
     where = {"axis_name": "node", "group_axis": "device"}
     grad_fn = jax.jit(lc.worker_value_and_grad(loss, mesh, **where))
     x = np.random.default_rng(0).normal(size=(16, 6)).astype(np.float32)

@@ -22,6 +22,8 @@ import pytest
 
 import lioncub_jax as lc
 from lioncub_jax import lab
+from lioncub_jax.lab.run import _tools
+from lioncub_jax.lab.run import _tools
 
 ROOT = Path(lc.__file__).parents[1]
 PYTHON = [sys.executable, "-I", "-S", "-c"]
@@ -176,7 +178,7 @@ def test_a_kernel_without_a_part_is_told_which(kind, machine, monkeypatch, tmp_p
         stub.write_text(
             f"#!/bin/sh\n[ $1 = link ] && exit\ninput=$(cat)\ncase $input in *'{kind}'*)"
             " echo 'Error: Unknown device type.' >&2; exit 2;; esac\n"
-            f'echo "$input" | exec {lab._tools()[name]} -batch -\n'
+            f'echo "$input" | exec {_tools()[name]} -batch -\n'
         )
         stub.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")

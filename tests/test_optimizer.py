@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
-from lioncub_jax.compiled import collectives, sent_bytes
+from lioncub_jax.traffic.compiled import collectives, sent_bytes
 
 AXIS = "data"
 
@@ -180,8 +180,10 @@ TREE = {"w": normal((9, 15), 1), "b": normal((64,), 2), "c": normal((), 3)}
 
 ONE_WORKER = {
     "lion_cub": lc.lion_cub,
-    "midrise(3)": functools.partial(lc.lion_cub, quantizer=lc.midrise(3)),
-    "integer(8), counts": functools.partial(lc.lion_cub, quantizer=lc.integer(8), wire=lc.counts()),
+    "midrise(3)": functools.partial(lc.lion_cub, quantizer=lc.quantize.midrise(3)),
+    "integer(8), counts": functools.partial(
+        lc.lion_cub, quantizer=lc.quantize.integer(8), wire=lc.wires.counts()
+    ),
     "majority": lc.distributed_lion,
     "average": functools.partial(lc.distributed_lion, average=True),
     "owner": lc.owner_lion,
@@ -275,10 +277,10 @@ def test_one_worker_with_a_nan_stands_still():
 @pytest.mark.parametrize(
     ("quantizer", "wire"),
     [
-        (lc.dense(), lc.two_phase()),
-        (lc.dense(), lc.gathered()),
-        (lc.dense(jnp.bfloat16), lc.two_phase()),
-        (lc.dense(), lc.all_reduce()),
+        (lc.quantize.dense(), lc.wires.two_phase()),
+        (lc.quantize.dense(), lc.wires.gathered()),
+        (lc.quantize.dense(jnp.bfloat16), lc.wires.two_phase()),
+        (lc.quantize.dense(), lc.wires.all_reduce()),
     ],
     ids=lambda part: part.name,
 )
@@ -325,7 +327,7 @@ def test_owner_momentum_takes_one_eighth_of_the_memory_on_each_of_8_devices():
     plain = argument_bytes(lc.global_gradients(optax.sgd(0.1), AXIS))
     lion = argument_bytes(lc.global_gradients(optax.lion(0.1), AXIS)) - plain
     local = argument_bytes(cub()) - plain
-    owner = argument_bytes(owner_lion(quantizer=lc.dense())) - plain
+    owner = argument_bytes(owner_lion(quantizer=lc.quantize.dense())) - plain
     counters = 64  # bytes of counts and statistics, at most
     assert 4 * size <= lion <= 4 * size + counters
     assert 4 * size <= local <= 4 * size + counters
@@ -341,7 +343,7 @@ ABSENT = np.array([8 if t == ALL_SICK else int(t in SICK) for t in range(STEPS)]
 MAKERS = {
     "lion_cub": lc.lion_cub,
     "average": functools.partial(lc.distributed_lion, average=True),
-    "ternary": functools.partial(lc.lion_cub, quantizer=lc.ternary()),
+    "ternary": functools.partial(lc.lion_cub, quantizer=lc.quantize.ternary()),
     "owner": lc.owner_lion,
 }
 
@@ -449,7 +451,7 @@ def test_every_wire_leaves_out_the_worker_that_sits_out():
     grads = whole_gradients(params, 6, 3)
     told = np.zeros((6, 3), bool)
     told[1:4, 2] = True
-    wires = [lc.two_phase(), lc.gathered(), lc.counts(), lc.lanes()]
+    wires = [lc.wires.two_phase(), lc.wires.gathered(), lc.wires.counts(), lc.wires.lanes()]
     want, *others = (run(cub(wire=wire), params, grads, told) for wire in wires)
     assert want.state[0].abstained[:, 0].tolist() == [0, 1, 1, 1, 0, 0]
     for got in others:
@@ -461,7 +463,13 @@ def test_every_wire_leaves_out_the_worker_that_sits_out():
 
 @pytest.mark.parametrize(
     ("workers", "quantizer"),
-    [(2, lc.sign()), (3, lc.sign()), (4, lc.sign()), (3, lc.midrise(2)), (4, lc.midrise(2))],
+    [
+        (2, lc.quantize.sign()),
+        (3, lc.quantize.sign()),
+        (4, lc.quantize.sign()),
+        (3, lc.quantize.midrise(2)),
+        (4, lc.quantize.midrise(2)),
+    ],
     ids=lambda x: getattr(x, "name", str(x)),
 )
 def test_zeros_in_voted_rows_and_ties_do_not_drift(workers, quantizer):
@@ -500,7 +508,7 @@ def test_zeros_and_ties_of_exact_codes_are_zeros():
     g[0, :, 2] = [0, 0, 0, -1e-30]  # one vote decides
     g[0, :, 3] = [5, 1, -1, 0]
     g[0, :, 4] = [5, -0.01, 0, 0]  # a tie of signs
-    for quantizer in (lc.ternary(), lc.integer(8)):
+    for quantizer in (lc.quantize.ternary(), lc.quantize.integer(8)):
         u = run(lc.communicate(axis_name=AXIS, up=quantizer), params, {"w": g}).updates["w"][0, 0]
         want = np.zeros(70)
         # integer(8) rounds next to its scale, so that -1e-30 is a zero, and counts how large 5 is.
@@ -550,7 +558,7 @@ def test_hyperparameters_can_be_injected_and_scheduled():
     schedule = optax.piecewise_constant_schedule(2**-3, {2: 2**-1, 4: 2**-2})
     inject = optax.inject_hyperparams(lc.lion_cub, static_args=("axis_name",))
     grads = gradients(SMALL, 6, 3)
-    options = {**EXACT, "learning_rate": schedule, "sync": lc.every(2)}
+    options = {**EXACT, "learning_rate": schedule, "sync": lc.sync.every(2)}
     got = run(inject(**options, axis_name=AXIS), SMALL, grads)
     want = run(cub(**options), SMALL, grads)
     assert_equal(got.params, want.params)
@@ -560,7 +568,7 @@ def test_hyperparameters_can_be_injected_and_scheduled():
 
 def test_leaves_masked_out_pass_through_as_they_came():
     grads = gradients(SMALL, 3, 3)
-    vote = lc.communicate(axis_name=AXIS, memory=lc.blend())
+    vote = lc.communicate(axis_name=AXIS, memory=lc.momentum.blend())
     alone = run(vote, {"w": SMALL["w"]}, {"w": grads["w"]})
 
     def local(grads):
@@ -706,7 +714,7 @@ def in_checked_shard_map():
 
 def everything():
     """A vote with a sync and a momentum at the owner, on a leaf each."""
-    vote = cub(sync=lc.every(2), quantizer=lc.midrise(2))
+    vote = cub(sync=lc.sync.every(2), quantizer=lc.quantize.midrise(2))
     return optax.partition({"vote": vote, "owner": owner_lion()}, {"w": "vote", "b": "owner"})
 
 
@@ -809,7 +817,7 @@ def test_buckets_are_a_pair_of_collectives_each_and_change_nothing():
 def on_two_axes():
     """A vote of 4 workers of two devices each, on leaves of 100 elements for each device."""
     mesh = jax.make_mesh((4, 2), (AXIS, "tp"), axis_types=(AxisType.Auto,) * 2)
-    tx = lc.communicate(axis_name=AXIS, memory=lc.blend())
+    tx = lc.communicate(axis_name=AXIS, memory=lc.momentum.blend())
     specs = {"sharded": P("tp", AXIS), "bias": P(AXIS), "sharded too": P("tp", AXIS)}
     out = {"sharded": P("tp"), "bias": P(), "sharded too": P("tp")}
 
@@ -873,7 +881,7 @@ def tied(size, ties):
 def test_tie_rate_is_the_share_of_parameters_whose_votes_cancel():
     grads = {"a": tied(10, 3), "b": tied(65, 1), "untouched": np.zeros((1, 4, 5), np.float32)}
     params = jax.tree.map(lambda g: jnp.zeros(g.shape[2:]), grads)
-    for options in ({}, {"quantizer": lc.ternary()}, {"wire": lc.counts()}):
+    for options in ({}, {"quantizer": lc.quantize.ternary()}, {"wire": lc.wires.counts()}):
         got = run(cub(**options), params, grads)
         stats = lc.vote_stats(last(got.state))
         # An exact code says that "untouched" is zero, and so do all: its five cancel too.

@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from lioncub_jax import accounting, planner, planner_report
-from lioncub_jax.planner import Cluster, Host, Link, Pays, pays, scheme_named, step_time
+from lioncub_jax import planner
+from lioncub_jax.planner import report as planner_report
+from lioncub_jax.planner.model import Cluster, Host, Link, Pays, pays, scheme_named, step_time
+from lioncub_jax.traffic import predicted as accounting
 
 SIZE = 2**20
 ROWS = SIZE // 64

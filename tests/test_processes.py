@@ -43,7 +43,9 @@ class Case(NamedTuple):
 ONE_AXIS = {"axis_name": AXIS}
 TWO_LEVELS = {"axis_name": "node", "group_axis": "device"}
 CASES = {
-    "lion_cub": Case(lc.lion_cub(0.05, quantizer=lc.midrise(2), **ONE_AXIS), (AXIS,), ONE_AXIS),
+    "lion_cub": Case(
+        lc.lion_cub(0.05, quantizer=lc.quantize.midrise(2), **ONE_AXIS), (AXIS,), ONE_AXIS
+    ),
     "owner_lion": Case(lc.owner_lion(0.05, **ONE_AXIS), (AXIS,), ONE_AXIS),
     "two_levels": Case(lc.lion_cub(0.05, **TWO_LEVELS), ("node", "device"), TWO_LEVELS),
     "tensor": Case(

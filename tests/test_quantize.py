@@ -13,7 +13,7 @@ import lioncub_jax as lc
 from lioncub_jax import ballots, bits, quantize, reference
 
 few = settings(max_examples=25, deadline=None, derandomize=True)
-RANDOM = lc.stochastic(0)
+RANDOM = lc.quantize.stochastic(0)
 
 
 @functools.partial(jax.jit, static_argnames=("quantizer", "size", "workers"))
@@ -69,7 +69,7 @@ BY_HAND = [  # p, step, codes of 3 and -1
 @pytest.mark.parametrize(("p", "step", "of_3", "of_minus_1"), BY_HAND)
 @pytest.mark.parametrize("block", [None, 128])
 def test_midrise_codes_by_hand(p, step, of_3, of_minus_1, block):
-    heard = said(lc.midrise(p, block=block), np.stack([row(3, -1)] * 2))
+    heard = said(lc.quantize.midrise(p, block=block), np.stack([row(3, -1)] * 2))
     np.testing.assert_array_equal(heard.codes, [row(of_3, of_minus_1)] * 2)
     if block:
         assert heard.steps.tolist() == [step] * (128 // block)
@@ -90,55 +90,60 @@ def test_midrise_codes_by_hand(p, step, of_3, of_minus_1, block):
     ],
 )
 def test_integer_codes_by_hand(p, workers, of_3, of_minus_1):
-    heard = said(lc.integer(p), row(3, -1), workers=workers)
+    heard = said(lc.quantize.integer(p), row(3, -1), workers=workers)
     np.testing.assert_array_equal(heard.codes, [row(of_3, of_minus_1)])
 
 
 def test_integer_rounds_halves_to_even():
     # The mean is 1 and s = 1, so values are halved: 0.5, 1.5 and 2.5 become 0, 2 and 2, cut to 1.
-    heard = said(lc.integer(8), row(1, -1), workers=127)
+    heard = said(lc.quantize.integer(8), row(1, -1), workers=127)
     np.testing.assert_array_equal(heard.codes, [row(1, 1)])
 
 
 def test_integer_cuts_what_is_far_out():
-    heard = said(lc.integer(8), [1000, -1000] + [1] * 62, workers=8)
+    heard = said(lc.quantize.integer(8), [1000, -1000] + [1] * 62, workers=8)
     assert heard.codes[0, :2].tolist() == [30, 0]  # s = 127 // 8 = 15
 
 
 def test_ternary_codes_are_the_exact_sign():
     tiny = np.finfo(np.float32).tiny
-    heard = said(lc.ternary(), row(-5, 0, tiny, -tiny))
+    heard = said(lc.quantize.ternary(), row(-5, 0, tiny, -tiny))
     np.testing.assert_array_equal(heard.codes, [row(0, 1, 2, 0)])
 
 
 def test_the_sign_of_the_smallest_numbers_is_kept():
     tiny = np.finfo(np.float32).tiny
-    np.testing.assert_array_equal(said(lc.sign(), row(1e30, -tiny, tiny)).codes, [row(1, 0, 1)])
+    np.testing.assert_array_equal(
+        said(lc.quantize.sign(), row(1e30, -tiny, tiny)).codes, [row(1, 0, 1)]
+    )
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_dense_values_travel_as_they_are(dtype):
     x = np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32)
     x[1] = 0
-    heard = said(lc.dense(dtype), x)
+    heard = said(lc.quantize.dense(dtype), x)
     np.testing.assert_array_equal(heard.values, x.astype(dtype).astype(np.float32))
 
 
 # --- Codes as in the reference
 
 PAIRS = {
-    "sign": (lc.sign(), reference.sign()),
-    "midrise(2)": (lc.midrise(2), reference.midrise(2)),
-    "midrise(5, block=64)": (lc.midrise(5, block=64), reference.midrise(5, 64)),
-    "midrise(3, block=128)": (lc.midrise(3, block=128), reference.midrise(3, 128)),
-    "midrise(1, block=128)": (lc.midrise(1, block=128), reference.midrise(1, 128)),
+    "sign": (lc.quantize.sign(), reference.sign()),
+    "midrise(2)": (lc.quantize.midrise(2), reference.midrise(2)),
+    "midrise(5, block=64)": (lc.quantize.midrise(5, block=64), reference.midrise(5, 64)),
+    "midrise(3, block=128)": (lc.quantize.midrise(3, block=128), reference.midrise(3, 128)),
+    "midrise(1, block=128)": (lc.quantize.midrise(1, block=128), reference.midrise(1, 128)),
     "midrise(3, block=128, stochastic)": (
-        lc.midrise(3, block=128, rounding=RANDOM),
+        lc.quantize.midrise(3, block=128, rounding=RANDOM),
         reference.midrise(3, 128, seed=0),
     ),
-    "integer(8)": (lc.integer(8), reference.integer(8)),
-    "integer(6, stochastic)": (lc.integer(6, rounding=RANDOM), reference.integer(6, seed=0)),
-    "ternary": (lc.ternary(), reference.ternary()),
+    "integer(8)": (lc.quantize.integer(8), reference.integer(8)),
+    "integer(6, stochastic)": (
+        lc.quantize.integer(6, rounding=RANDOM),
+        reference.integer(6, seed=0),
+    ),
+    "ternary": (lc.quantize.ternary(), reference.ternary()),
 }
 
 
@@ -161,15 +166,15 @@ def test_codes_of_every_worker_are_those_of_the_reference(quantizer, codes, size
 # --- Zeros, padding and values that are not finite
 
 CODED = [
-    lc.sign(),
-    lc.midrise(2),
-    lc.midrise(8),
-    lc.midrise(3, block=64),
-    lc.midrise(2, block=128, rounding=RANDOM),
-    lc.integer(8),
-    lc.integer(4),
-    lc.integer(8, rounding=RANDOM),
-    lc.ternary(),
+    lc.quantize.sign(),
+    lc.quantize.midrise(2),
+    lc.quantize.midrise(8),
+    lc.quantize.midrise(3, block=64),
+    lc.quantize.midrise(2, block=128, rounding=RANDOM),
+    lc.quantize.integer(8),
+    lc.quantize.integer(4),
+    lc.quantize.integer(8, rounding=RANDOM),
+    lc.quantize.ternary(),
 ]
 MIDRISE = [q for q in CODED if not q.has_zero]
 MIDTREAD = [q for q in CODED if q.has_zero]
@@ -179,7 +184,14 @@ def by_name(quantizers):
     return pytest.mark.parametrize("quantizer", quantizers, ids=lambda q: q.name)
 
 
-@by_name([lc.midrise(3), lc.midrise(2, block=128, rounding=RANDOM), lc.integer(8), lc.ternary()])
+@by_name(
+    [
+        lc.quantize.midrise(3),
+        lc.quantize.midrise(2, block=128, rounding=RANDOM),
+        lc.quantize.integer(8),
+        lc.quantize.ternary(),
+    ]
+)
 @pytest.mark.parametrize("size", [1, 32, 33, 63, 127])
 def test_padding_says_the_top_code(quantizer, size):
     x = np.where(np.arange(128) < size, 1.0, 0)
@@ -187,7 +199,7 @@ def test_padding_says_the_top_code(quantizer, size):
     assert (codes[size:] == quantizer.top(4)).all()
 
 
-@by_name([lc.midrise(2), lc.midrise(8, block=128), lc.integer(8)])
+@by_name([lc.quantize.midrise(2), lc.quantize.midrise(8, block=128), lc.quantize.integer(8)])
 def test_padding_does_not_dilute_the_scale(quantizer):
     x = np.resize([3.0, -1.0], 128)
     alone = np.where(np.arange(128) < 32, x, 0)
@@ -224,12 +236,12 @@ def test_a_row_of_zeros_is_not_voted_on(quantizer):
 
 
 def test_a_block_of_zeros_has_step_zero_and_is_decoded_as_zeros():
-    heard = said(lc.midrise(3, block=128), np.repeat([0.0, 1.0], 128))
+    heard = said(lc.quantize.midrise(3, block=128), np.repeat([0.0, 1.0], 128))
     assert heard.steps[0] == 0 and heard.steps[1] > 0
     assert not heard.values[:2].any() and heard.values[2:].all()
 
 
-@by_name([*CODED, lc.dense(), lc.dense(jnp.bfloat16)])
+@by_name([*CODED, lc.quantize.dense(), lc.quantize.dense(jnp.bfloat16)])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_value_that_is_not_finite_raises_the_flag(quantizer, bad):
     x = np.ones(256)
@@ -239,12 +251,12 @@ def test_a_value_that_is_not_finite_raises_the_flag(quantizer, bad):
 
 
 def test_a_step_that_overflows_raises_the_flag():
-    assert said(lc.midrise(3, block=64), np.full(64, 1e30)).flagged
+    assert said(lc.quantize.midrise(3, block=64), np.full(64, 1e30)).flagged
 
 
 # --- Precision
 
-BLOCKS_OF_64 = {p: lc.midrise(p, block=64) for p in range(1, 9)}
+BLOCKS_OF_64 = {p: lc.quantize.midrise(p, block=64) for p in range(1, 9)}
 numbers = st.lists(
     st.floats(-(2.0**20), 2.0**20, width=32, allow_subnormal=False), min_size=64, max_size=64
 ).map(np.float32)
@@ -290,18 +302,20 @@ def test_the_sum_of_integer_codes_never_overflows_its_bits(p):
     most = 2 ** (p - 1) - 1
     for workers in range(1, 128):
         if workers <= most:
-            s = lc.integer(p).top(workers) // 2
+            s = lc.quantize.integer(p).top(workers) // 2
             assert s >= 1 and workers * s <= most < workers * (s + 1)
         else:
             with pytest.raises(ValueError, match=rf"{workers} workers.* at most {most} workers"):
-                lc.integer(p).top(workers)
+                lc.quantize.integer(p).top(workers)
 
 
 # --- Stochastic rounding
 
 
 @pytest.mark.parametrize(
-    "quantizer", [lc.midrise(p, block=64, rounding=RANDOM) for p in (1, 2, 4)], ids=lambda q: q.name
+    "quantizer",
+    [lc.quantize.midrise(p, block=64, rounding=RANDOM) for p in (1, 2, 4)],
+    ids=lambda q: q.name,
 )
 def test_stochastic_midrise_is_right_on_average(quantizer):
     rows, values = 4000, row(*np.linspace(-1, 1, 16))
@@ -316,7 +330,7 @@ def test_stochastic_midrise_is_right_on_average(quantizer):
 
 def test_stochastic_integers_are_right_on_average():
     rows, values = 4000, row(*np.linspace(-1, 1, 16))
-    quantizer, s = lc.integer(5, rounding=RANDOM), 3
+    quantizer, s = lc.quantize.integer(5, rounding=RANDOM), 3
     codes = said(quantizer, np.tile(values, (rows, 1))).codes - s
     want = values / np.abs(values).mean() * s / 2
     inside = np.abs(want) <= s
@@ -335,11 +349,13 @@ def test_stochastic_codes_repeat_exactly(quantizer):
 
 @functools.cache
 def random_codes(make, seed):
-    return make(4, rounding=lc.stochastic(seed))
+    return make(4, rounding=lc.quantize.stochastic(seed))
 
 
 @pytest.mark.parametrize("change", [{"step": 4}, {"worker": 1}, {"leaf": 2}, {"seed": 1}], ids=str)
-@pytest.mark.parametrize("make", [lc.midrise, lc.integer], ids=["midrise", "integer"])
+@pytest.mark.parametrize(
+    "make", [lc.quantize.midrise, lc.quantize.integer], ids=["midrise", "integer"]
+)
 def test_stochastic_codes_differ_by_step_worker_leaf_and_seed(make, change):
     where = {"step": 3, "worker": 0, "leaf": 1, "seed": 0}
 
@@ -363,22 +379,22 @@ def test_nearest_codes_depend_on_nothing_but_the_values(quantizer):
 @pytest.mark.parametrize(
     ("quantizer", "name", "code_bits", "top", "planes"),
     [
-        (lc.sign(), "sign", 1, 1, 1),
-        (lc.midrise(2), "midrise(2)", 2, 3, 2),
-        (lc.midrise(3, block=128), "midrise(3, block=128)", 3, 7, 3),
+        (lc.quantize.sign(), "sign", 1, 1, 1),
+        (lc.quantize.midrise(2), "midrise(2)", 2, 3, 2),
+        (lc.quantize.midrise(3, block=128), "midrise(3, block=128)", 3, 7, 3),
         (
-            lc.midrise(4, block=64, rounding=RANDOM),
+            lc.quantize.midrise(4, block=64, rounding=RANDOM),
             "midrise(4, block=64, stochastic)",
             4, 15, 4,
         ),
-        (lc.midrise(8, rounding=lc.nearest()), "midrise(8)", 8, 255, 8),
-        (lc.integer(), "integer(8)", 8, 62, 6),
-        (lc.integer(5, rounding=RANDOM), "integer(5, stochastic)", 5, 6, 3),
-        (lc.ternary(), "ternary", 2, 2, 2),
-        (lc.dense(), "dense(float32)", 32, 0, 1),
-        (lc.dense(jnp.bfloat16), "dense(bfloat16)", 16, 0, 1),
+        (lc.quantize.midrise(8, rounding=lc.quantize.nearest()), "midrise(8)", 8, 255, 8),
+        (lc.quantize.integer(), "integer(8)", 8, 62, 6),
+        (lc.quantize.integer(5, rounding=RANDOM), "integer(5, stochastic)", 5, 6, 3),
+        (lc.quantize.ternary(), "ternary", 2, 2, 2),
+        (lc.quantize.dense(), "dense(float32)", 32, 0, 1),
+        (lc.quantize.dense(jnp.bfloat16), "dense(bfloat16)", 16, 0, 1),
         (
-            lc.error_feedback(lc.midrise(1, block=64)),
+            lc.quantize.error_feedback(lc.quantize.midrise(1, block=64)),
             "midrise(1, block=64) + error feedback",
             1, 1, 1,
         ),
@@ -392,11 +408,11 @@ def test_names_and_sizes_for_four_workers(quantizer, name, code_bits, top, plane
 @pytest.mark.parametrize(
     ("quantizer", "rows_per_step", "words_per_row"),
     [
-        (lc.sign(), 1, 2),
-        (lc.midrise(2, block=64), 1, 2),
-        (lc.midrise(2, block=128), 2, 2),
-        (lc.dense(), 1, 64),
-        (lc.dense(jnp.bfloat16), 1, 32),
+        (lc.quantize.sign(), 1, 2),
+        (lc.quantize.midrise(2, block=64), 1, 2),
+        (lc.quantize.midrise(2, block=128), 2, 2),
+        (lc.quantize.dense(), 1, 64),
+        (lc.quantize.dense(jnp.bfloat16), 1, 32),
     ],
 )
 def test_layout_of_a_payload(quantizer, rows_per_step, words_per_row):
@@ -406,7 +422,9 @@ def test_layout_of_a_payload(quantizer, rows_per_step, words_per_row):
 
 
 @pytest.mark.parametrize("p", [0, 9, -1, 2.0, "2", None, True])
-@pytest.mark.parametrize("make", [lc.midrise, lc.integer], ids=["midrise", "integer"])
+@pytest.mark.parametrize(
+    "make", [lc.quantize.midrise, lc.quantize.integer], ids=["midrise", "integer"]
+)
 def test_bits_out_of_range_are_refused(make, p):
     with pytest.raises(ValueError, match=rf"{make.__name__}\({p!r}\).* to 8 bits; give an int"):
         make(p)
@@ -414,36 +432,36 @@ def test_bits_out_of_range_are_refused(make, p):
 
 def test_integer_of_one_bit_is_refused():
     with pytest.raises(ValueError, match=r"integer\(1\): a code has 2 to 8 bits"):
-        lc.integer(1)
+        lc.quantize.integer(1)
 
 
 @pytest.mark.parametrize("block", [0, 1, 32, 63, 64.0, 129, 256, "64", True])
 def test_blocks_other_than_64_and_128_are_refused(block):
     with pytest.raises(ValueError, match=rf"block={block!r}.*64 or 128 elements"):
-        lc.midrise(2, block=block)
+        lc.quantize.midrise(2, block=block)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64", "int8", "uint32", "complex64"])
 def test_dense_values_of_other_dtypes_are_refused(dtype):
     with pytest.raises(ValueError, match=rf"dense\({dtype}\).*float32 or bfloat16"):
-        lc.dense(dtype)
+        lc.quantize.dense(dtype)
 
 
-@by_name([q for q in [*CODED, lc.dense()] if q.block is None])
+@by_name([q for q in [*CODED, lc.quantize.dense()] if q.block is None])
 def test_error_feedback_needs_steps_that_travel(quantizer):
     with pytest.raises(ValueError, match=r"steps must travel; use midrise\(p, block=64\)"):
-        lc.error_feedback(quantizer)
+        lc.quantize.error_feedback(quantizer)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint32", "bool", "complex64"])
 def test_error_feedback_in_a_dtype_that_is_not_floating_is_refused(dtype):
     with pytest.raises(ValueError, match=f"{dtype}.*give a floating dtype"):
-        lc.error_feedback(lc.midrise(3, block=128), dtype)
+        lc.quantize.error_feedback(lc.quantize.midrise(3, block=128), dtype)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn])
 def test_error_feedback_keeps_the_codes_and_names_the_dtype(dtype):
-    plain = lc.midrise(3, block=128)
-    fed_back = lc.error_feedback(plain, dtype)
+    plain = lc.quantize.midrise(3, block=128)
+    fed_back = lc.quantize.error_feedback(plain, dtype)
     assert fed_back.feedback == jnp.dtype(dtype) and plain.feedback is None
     np.testing.assert_array_equal(said(plain, SOME).codes, said(fed_back, SOME).codes)

@@ -23,8 +23,8 @@ from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
 from lioncub_jax import layout, reference
-from lioncub_jax.compiled import collectives
-from lioncub_jax.specs import is_spec
+from lioncub_jax.mesh.specs import is_spec
+from lioncub_jax.traffic.compiled import collectives
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
@@ -241,37 +241,37 @@ HALF = {"b1": 0.5, "b2": 0.5}
 def lion_at_owner(quantizer, group_axis, axis_name):
     return lc.communicate(
         axis_name=axis_name, group_axis=group_axis, up=quantizer,
-        owner=lc.momentum_at_owner(optax.scale_by_lion(**HALF)),
+        owner=lc.decide.momentum_at_owner(optax.scale_by_lion(**HALF)),
     )  # fmt: skip
 
 
 def voting(quantizer=None, **parts):
     return lambda **where: lc.communicate(
-        memory=lc.blend(B1, B2), up=quantizer or lc.sign(), **parts, **where
+        memory=lc.momentum.blend(B1, B2), up=quantizer or lc.quantize.sign(), **parts, **where
     )
 
 
 METHODS = {
     "sign": (voting(), lambda p: reference.local_momentum(B1, B2, places=p), 1),
     "gathered": (
-        voting(wire=lc.gathered()), lambda p: reference.local_momentum(B1, B2, places=p), 1
+        voting(wire=lc.wires.gathered()), lambda p: reference.local_momentum(B1, B2, places=p), 1
     ),
     "ternary": (
-        voting(lc.ternary()),
+        voting(lc.quantize.ternary()),
         lambda p: reference.local_momentum(B1, B2, codes=reference.ternary(), places=p), 1,
     ),
     "average": (
-        voting(down=lc.average()),
+        voting(down=lc.decide.average()),
         lambda p: reference.local_momentum(B1, B2, decide=reference.average, places=p), 1,
     ),
     "owner": (
-        lambda **where: lion_at_owner(lc.midrise(2, block=128), **where),
+        lambda **where: lion_at_owner(lc.quantize.midrise(2, block=128), **where),
         lambda p: reference.momentum_at_owner(
             **HALF, codes=reference.midrise(2, block=128), places=p
         ), 2,
     ),
     "owner, dense": (
-        lambda **where: lion_at_owner(lc.dense(), **where),
+        lambda **where: lion_at_owner(lc.quantize.dense(), **where),
         lambda p: reference.momentum_at_owner(**HALF, codes=reference.dense(), places=p), 1,
     ),
 }  # fmt: skip
@@ -546,7 +546,7 @@ def test_random_rounding_differs_between_shards():
     """Two shards with the same gradient draw different numbers."""
     shape = MESHES["2 x 4"]
     mesh, specs = shape.mesh(), {"w": P("tp")}
-    quantizer = lc.midrise(2, block=64, rounding=lc.stochastic(0))
+    quantizer = lc.quantize.midrise(2, block=64, rounding=lc.quantize.stochastic(0))
     tx = lc.on_mesh(lion_at_owner(quantizer, **shape.of()), mesh, specs=specs, **shape.of())
     params = placed({"w": jnp.zeros((4, 640))}, specs, mesh)
     row = np.random.default_rng(0).normal(size=640)
@@ -566,7 +566,7 @@ def test_a_scale_for_a_whole_leaf_is_that_of_all_its_shards(kind):
     abstain = np.zeros((1, 4), bool)
     mesh = shape.mesh(KINDS[kind])
     params = placed({"w": jnp.zeros((6, 40))}, specs, mesh)
-    vote = voting(lc.integer(8), wire=lc.counts())(**shape.of())
+    vote = voting(lc.quantize.integer(8), wire=lc.wires.counts())(**shape.of())
     tx = lc.on_mesh(vote, mesh, specs=specs, **shape.of())
     stacked = NamedSharding(mesh, P("data", None, "tp"))
     now = {"w": jax.device_put(grads["w"][0], stacked)}
@@ -585,7 +585,7 @@ def test_momentum_is_averaged_and_drift_measured_over_all_shards(kind):
     rng = np.random.default_rng(0)
     grads = {"w": rng.normal(size=(4, 6, 8)), "b": rng.normal(size=(4, 3))}
     grads = {n: g.astype(np.float32) for n, g in grads.items()}
-    tx = lc.lion_cub(1.0, B1, B2, sync=lc.every(1), **shape.of())
+    tx = lc.lion_cub(1.0, B1, B2, sync=lc.sync.every(1), **shape.of())
     tx = lc.on_mesh(tx, mesh, specs=specs, **shape.of())
     params = placed({"w": jnp.zeros((6, 8)), "b": jnp.zeros(3)}, specs, mesh)
     stacked = {"w": P("data", None, "tp"), "b": P("data")}
@@ -600,13 +600,13 @@ def test_momentum_is_averaged_and_drift_measured_over_all_shards(kind):
 def test_specs_are_read_off_arrays_boxes_and_nnx_metadata():
     mesh = MESHES["4 x 2"].mesh()
     array = jax.device_put(jnp.ones((4, 6)), NamedSharding(mesh, P(None, "tp")))
-    assert lc.specs_of({"w": array, "b": np.ones(3)}) == {"w": P(None, "tp"), "b": P()}
-    assert lc.specs_of(jax.ShapeDtypeStruct((4, 6), jnp.float32, sharding=array.sharding)) == P(
-        None, "tp"
-    )
+    assert lc.mesh.specs_of({"w": array, "b": np.ones(3)}) == {"w": P(None, "tp"), "b": P()}
+    assert lc.mesh.specs_of(
+        jax.ShapeDtypeStruct((4, 6), jnp.float32, sharding=array.sharding)
+    ) == P(None, "tp")
     init = nn.with_partitioning(nn.initializers.ones, ("tp", None))
     boxed = nn.Dense(4, kernel_init=init).init(jax.random.key(0), jnp.ones((1, 6)))
-    assert lc.specs_of(boxed)["params"] == {"kernel": P("tp", None), "bias": P()}
+    assert lc.mesh.specs_of(boxed)["params"] == {"kernel": P("tp", None), "bias": P()}
 
 
 def linear_step(model_or_params, mesh, loss, **rest):
@@ -728,7 +728,7 @@ def prepare_and_trace(shape, tx):
 
 def test_group_axes_and_quantisers_that_do_not_go_together():
     with refused("integer(8)", "one scale for a whole leaf", "sign()"):
-        lc.lion_cub(1e-3, axis_name="node", group_axis="gpu", quantizer=lc.integer(8))
+        lc.lion_cub(1e-3, axis_name="node", group_axis="gpu", quantizer=lc.quantize.integer(8))
     with refused("group_axis='node' is an axis of the workers"):
         lc.lion_cub(1e-3, axis_name="node", group_axis="node")
     with refused("group_axis=3", "name of a mesh axis"):
@@ -737,7 +737,7 @@ def test_group_axes_and_quantisers_that_do_not_go_together():
 
 def test_two_levels_have_no_leaves_to_choose_for_a_sync():
     shape = MESHES["two-level 2 x 4"]
-    tx = lc.lion_cub(1e-3, sync=lc.every(2), sync_where={"w": True}, **shape.of())
+    tx = lc.lion_cub(1e-3, sync=lc.sync.every(2), sync_where={"w": True}, **shape.of())
     with refused("the mask does not match"):
         prepare(shape, tx=tx)
 
@@ -745,20 +745,22 @@ def test_two_levels_have_no_leaves_to_choose_for_a_sync():
 @pytest.mark.parametrize("size", [0, 3, 5, 16, 2.0, -4])
 def test_a_group_that_does_not_divide_the_devices(size):
     with refused(f"group_size={size!r}", "8 devices", "divides 8"):
-        lc.two_level_mesh(size)
+        lc.mesh.two_level_mesh(size)
 
 
 def test_groups_are_neighbours_on_a_two_level_mesh():
-    mesh = lc.two_level_mesh(2, axis_names=("node", "gpu"))
+    mesh = lc.mesh.two_level_mesh(2, axis_names=("node", "gpu"))
     assert dict(mesh.shape) == {"node": 4, "gpu": 2}
     assert mesh.devices.tolist() == [list(jax.devices()[i : i + 2]) for i in (0, 2, 4, 6)]
-    assert dict(lc.two_level_mesh().shape) == {"node": 1, "device": 8}
+    assert dict(lc.mesh.two_level_mesh().shape) == {"node": 1, "device": 8}
 
 
 def test_how_parameters_are_cut_must_be_known_in_a_trace():
     shape = MESHES["4 x 2"]
     tx = lc.on_mesh(lc.lion_cub(1e-3, **shape.of()), shape.mesh(), **shape.of())
-    with refused("['tp']", "cannot be seen inside jax.jit", "specs=lioncub_jax.specs_of(params)"):
+    with refused(
+        "['tp']", "cannot be seen inside jax.jit", "specs=lioncub_jax.mesh.specs_of(params)"
+    ):
         jax.jit(tx.init)({"w": jnp.zeros((4, 4))})
 
 

@@ -6,9 +6,12 @@ import numpy as np
 import optax
 import pytest
 from conftest import AXIS
+from study import splits
 
 import lioncub_jax as lc
-from lioncub_jax import baselines, reference, reference_baselines, simulate, splits
+from lioncub_jax import baselines, reference
+from lioncub_jax.reference import baselines as reference_baselines
+from lioncub_jax.reference import simulate
 
 WORKERS, STEPS = 8, 6
 # Powers of two, and gradients that are small integers: every sum and product is exact.
@@ -21,20 +24,20 @@ EXACT = {
         reference.local_momentum(B1, B2),
     ),
     "2-bit vote": (
-        lc.lion_cub(RATE, B1, B2, weight_decay=DECAY, axis_name=AXIS, quantizer=lc.midrise(2)),
+        lc.lion_cub(RATE, B1, B2, weight_decay=DECAY, axis_name=AXIS, quantizer=lc.quantize.midrise(2)),
         reference.local_momentum(B1, B2, codes=reference.midrise(2)),
     ),
     "ternary": (
-        lc.lion_cub(RATE, B1, B2, weight_decay=DECAY, axis_name=AXIS, quantizer=lc.ternary()),
+        lc.lion_cub(RATE, B1, B2, weight_decay=DECAY, axis_name=AXIS, quantizer=lc.quantize.ternary()),
         reference.local_momentum(B1, B2, codes=reference.ternary()),
     ),
     "owner, dense": (
-        lc.owner_lion(RATE, 0.5, 0.5, weight_decay=DECAY, axis_name=AXIS, quantizer=lc.dense()),
+        lc.owner_lion(RATE, 0.5, 0.5, weight_decay=DECAY, axis_name=AXIS, quantizer=lc.quantize.dense()),
         reference.momentum_at_owner(0.5, 0.5, codes=reference.dense()),
     ),
     "owner, 3 bits": (
         lc.owner_lion(
-            RATE, 0.5, 0.5, weight_decay=DECAY, axis_name=AXIS, quantizer=lc.midrise(3, block=64)
+            RATE, 0.5, 0.5, weight_decay=DECAY, axis_name=AXIS, quantizer=lc.quantize.midrise(3, block=64)
         ),
         reference.momentum_at_owner(0.5, 0.5, codes=reference.midrise(3, 64)),
     ),

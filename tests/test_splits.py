@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from lioncub_jax import splits
+from study import splits
 
 few = settings(max_examples=50, deadline=None, derandomize=True)
 LABELS = np.repeat(np.arange(10), 100)

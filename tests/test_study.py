@@ -9,11 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import AXIS
-from study import methods, plan, runs, signs, store, tasks
+from study import methods, plan, runs, signs, splits, store, tasks
 from study.methods import METHODS
 from study.runs import Spec
-
-from lioncub_jax import splits
 
 WORKERS, STEPS = 8, 12
 BETAS = (0.9, 0.99)

@@ -377,7 +377,7 @@ def test_an_empty_document_has_its_line_feed_unless_it_is_the_last():
 
 
 def test_documents_can_be_dealt_to_workers(tmp_path):
-    from lioncub_jax import splits
+    from study import splits
 
     found = prose.load(put(tmp_path, {f"{i}.txt": A * (i + 1) for i in range(5)}))
     parts = splits.by_document(found.documents, 3)

@@ -14,9 +14,11 @@ from test_against_reference import Story, assert_equal, integers, simulate, zero
 from test_checkpoint import assert_same, carried, place_of, trained, values
 
 import lioncub_jax as lc
-from lioncub_jax import reference, reference_sync, relayout, wires
-from lioncub_jax.compiled import collectives
-from lioncub_jax.placement import Workers
+from lioncub_jax import reference, wires
+from lioncub_jax.checkpoint import reshard as relayout
+from lioncub_jax.mesh.placement import Workers
+from lioncub_jax.reference import sync as reference_sync
+from lioncub_jax.traffic.compiled import collectives
 
 AXIS = "data"
 WORKERS, STEPS = 4, 9
@@ -83,7 +85,7 @@ def cub(**options):
 
 
 def vote():
-    return lc.communicate(axis_name=AXIS, memory=lc.blend(0.5, 0.5))
+    return lc.communicate(axis_name=AXIS, memory=lc.momentum.blend(0.5, 0.5))
 
 
 # --- what a sync does -------------------------------------------------------------------------------
@@ -96,9 +98,9 @@ def only_w(tree):
 @pytest.mark.parametrize(
     ("schedule", "where", "due"),
     [
-        (lc.every(3), None, [3, 6, 9]),
-        (lc.first(2), {"b": True, "w": False}, [1, 2]),
-        (lc.thinning(2), only_w, [1, 2, 4, 6]),
+        (lc.sync.every(3), None, [3, 6, 9]),
+        (lc.sync.first(2), {"b": True, "w": False}, [1, 2]),
+        (lc.sync.thinning(2), only_w, [1, 2, 4, 6]),
     ],
     ids=["every", "first, tree", "thinning, function"],
 )
@@ -134,7 +136,7 @@ def test_a_sync_averages_the_chosen_leaves_when_it_is_due_and_at_no_other_time(
 def test_momentum_in_bfloat16_is_averaged_in_float32():
     """Rounded once, when the mean of three is known, not when their sum is."""
     g = np.random.default_rng(1).integers(-255, 256, (1, 3, 70)).astype(np.float32)
-    got = run(cub(sync=lc.every(1), mu_dtype=jnp.bfloat16), {"b": g}, {"b": PARAMS["b"]})
+    got = run(cub(sync=lc.sync.every(1), mu_dtype=jnp.bfloat16), {"b": g}, {"b": PARAMS["b"]})
     mu = got.state[0].inner.mu["b"]
     local = (0.5 * g).astype(jnp.bfloat16).astype(np.float32)
     want = (local.sum(1) / np.float32(3)).astype(jnp.bfloat16)
@@ -147,13 +149,13 @@ def test_momentum_in_bfloat16_is_averaged_in_float32():
 def test_sync_finds_the_momentum_in_a_chain():
     tx = optax.chain(optax.scale(2.0), vote(), optax.scale(-0.01))
     grads = whole_gradients()
-    got = run(lc.sync_momentum(tx, AXIS, lc.every(4)), grads)
+    got = run(lc.sync_momentum(tx, AXIS, lc.sync.every(4)), grads)
     for k, g in grads.items():
         np.testing.assert_array_equal(got.state.inner[1].mu[k], momenta(2 * g, (4, 8)))
 
 
 def test_groups_of_leaves_sync_when_theirs_is_due():
-    groups = {"a": cub(sync=lc.every(2)), "b": cub(sync=lc.first(1)), "c": cub()}
+    groups = {"a": cub(sync=lc.sync.every(2)), "b": cub(sync=lc.sync.first(1)), "c": cub()}
     grads = {"x": whole_gradients()["b"], "y": whole_gradients()["w"], "z": whole_gradients(1)["w"]}
     params = {k: np.zeros(g.shape[2:], np.float32) for k, g in grads.items()}
     got = run(optax.partition(groups, dict(zip("xyz", "abc", strict=True))), grads, params)
@@ -176,10 +178,10 @@ def test_sync_around_and_inside_gradient_accumulation():
             want = momenta(g[::2], synced_votes)
             np.testing.assert_array_equal(mu[k][1::2][:4], want)
 
-    around = run(lc.sync_momentum(accumulated(vote()), AXIS, lc.every(4)), grads)
+    around = run(lc.sync_momentum(accumulated(vote()), AXIS, lc.sync.every(4)), grads)
     check(around.state.inner.inner_opt_state.mu, (2, 4))
     assert around.state.syncs[:, 0].tolist() == [0, 0, 0, 1, 1, 1, 1, 2, 2]
-    inside = run(accumulated(lc.sync_momentum(vote(), AXIS, lc.every(3))), grads)
+    inside = run(accumulated(lc.sync_momentum(vote(), AXIS, lc.sync.every(3))), grads)
     check(inside.state.inner_opt_state.inner.mu, (3,))
     assert inside.state.inner_opt_state.syncs[:, 0].tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 1]
 
@@ -195,7 +197,9 @@ def drift_of(mu):
 
 def test_drift_is_the_share_of_variance_between_workers_before_the_sync():
     grads, due, looks = whole_gradients(), (3, 6, 9), (2, 3, 4, 6, 8, 9)
-    tx = lc.sync_momentum(vote(), AXIS, lc.every(3), {"b": True, "w": False}, watch=lc.every(2))
+    tx = lc.sync_momentum(
+        vote(), AXIS, lc.sync.every(3), {"b": True, "w": False}, watch=lc.sync.every(2)
+    )
     got = run(tx, grads)
     want, latest = [], 0.0
     synced = momenta(grads["b"], due)
@@ -217,7 +221,9 @@ def test_watching_measures_and_changes_nothing():
     grads["s"][:] = 3  # all workers the same
     grads["o"][:] = np.array([[5], [-5], [1], [-1]])  # they cancel
     params = {k: np.zeros(g.shape[2:], np.float32) for k, g in grads.items()}
-    got = run(lc.sync_momentum(vote(), AXIS, lc.never(), watch=lc.every(2)), grads, params)
+    got = run(
+        lc.sync_momentum(vote(), AXIS, lc.sync.never(), watch=lc.sync.every(2)), grads, params
+    )
     unwatched = run(vote(), grads, params)
     for x, y in zip(
         jax.tree.leaves(got.state.inner), jax.tree.leaves(unwatched.state), strict=True
@@ -253,7 +259,7 @@ def update_collectives(tx):
     return [c for c in found if c not in floats], floats
 
 
-@pytest.mark.parametrize("sync", [None, lc.never()], ids=["default", "never"])
+@pytest.mark.parametrize("sync", [None, lc.sync.never()], ids=["default", "never"])
 def test_without_a_schedule_no_floats_travel_at_all(sync):
     votes, floats = update_collectives(cub(sync=sync))
     assert sorted(c.op for c in votes) == ["all-gather", "all-to-all"]
@@ -263,9 +269,9 @@ def test_without_a_schedule_no_floats_travel_at_all(sync):
 @pytest.mark.parametrize(
     ("schedule", "watch", "where", "elements"),
     [
-        (lc.every(100), None, None, sum(range(100, 106)) + 6),
-        (lc.never(), lc.every(100), None, sum(range(100, 106)) + 6),
-        (lc.thinning(2), lc.every(7), lambda mu: {k: k == "leaf3" for k in mu}, 103 + 1),
+        (lc.sync.every(100), None, None, sum(range(100, 106)) + 6),
+        (lc.sync.never(), lc.sync.every(100), None, sum(range(100, 106)) + 6),
+        (lc.sync.thinning(2), lc.sync.every(7), lambda mu: {k: k == "leaf3" for k in mu}, 103 + 1),
     ],
     ids=["sync", "watch", "both, one leaf"],
 )
@@ -281,12 +287,12 @@ def test_a_sync_is_one_all_reduce_behind_a_condition(schedule, watch, where, ele
 
 # --- in codes ---------------------------------------------------------------------------------------
 
-EVEN = [lc.every(2), lambda t: t % 2 == 0]
-THIRD = [lc.every(3), lambda t: t % 3 == 0]
+EVEN = [lc.sync.every(2), lambda t: t % 2 == 0]
+THIRD = [lc.sync.every(3), lambda t: t % 3 == 0]
 
 
 def coded_vote(schedule, where=None, mu_dtype=None, watch=None, axis=AXIS):
-    vote = lc.communicate(axis_name=axis, memory=lc.blend(0.75, 0.5, mu_dtype))
+    vote = lc.communicate(axis_name=axis, memory=lc.momentum.blend(0.75, 0.5, mu_dtype))
     return lc.sync_momentum(vote, axis, schedule, where, watch)
 
 
@@ -308,7 +314,7 @@ def owners_errors(state):
 def eight(run_workers):
     """Eight workers that sync in codes after every second step."""
     params, *story = some_gradients(8)
-    return run_workers({0: coded_vote(lc.coded(lc.every(2)))}, params, *story)[0]
+    return run_workers({0: coded_vote(lc.sync.coded(lc.sync.every(2)))}, params, *story)[0]
 
 
 @pytest.mark.parametrize(
@@ -325,7 +331,7 @@ def test_a_sync_in_codes_is_that_of_the_reference(
 ):
     params, *story = some_gradients(workers)
     every, due = schedule
-    tx = coded_vote(lc.coded(every, bits=bits), where)
+    tx = coded_vote(lc.sync.coded(every, bits=bits), where)
     simulator = reference.local_momentum(0.75, 0.5)
     coded = reference_sync.synced(simulator, due, where, coded=bits)
     updates, want = simulate(coded, params, Story(*story))
@@ -349,7 +355,7 @@ def test_a_sync_in_codes_is_that_of_the_reference(
 def test_a_worker_whose_momentum_is_not_finite_sits_a_sync_in_codes_out(run_workers):
     params, grads, abstain = some_gradients(4, steps=3)
     grads["b"][0, 1, 2, 2] = 2**18  # a float16 has no such momentum, but the message is finite
-    tx = coded_vote(lc.coded(lc.every(1)), mu_dtype=jnp.float16)
+    tx = coded_vote(lc.sync.coded(lc.sync.every(1)), mu_dtype=jnp.float16)
     simulator = reference.local_momentum(0.75, 0.5, jnp.float16)
     coded = reference_sync.synced(simulator, lambda t: t > 0, coded=True)
     updates, want = simulate(coded, params, Story(grads, abstain))
@@ -392,8 +398,8 @@ def test_syncs_in_codes_bring_momenta_together_and_watching_sees_it(run_workers)
     for g in grads.values():
         g[1:] = 0  # from here on momenta shrink alike, and only syncs change their drift
     txs = {
-        "synced": coded_vote(lc.coded(lc.every(1)), watch=lc.every(2)),
-        "apart": coded_vote(lc.never(), watch=lc.every(2)),
+        "synced": coded_vote(lc.sync.coded(lc.sync.every(1)), watch=lc.sync.every(2)),
+        "apart": coded_vote(lc.sync.never(), watch=lc.sync.every(2)),
     }
     done = {name: state for name, (_, state) in run_workers(txs, params, grads, abstain).items()}
     for name in ("a", "b", "c"):
@@ -428,7 +434,7 @@ def test_an_adaptive_gap_follows_the_drift(run_workers, kind):
         grads[name] = mixed.astype(np.float32)
     where = {"a": True, "left out": False}
     abstain = np.zeros((steps, 4), bool)
-    tx = coded_vote(lc.adaptive(shortest, longest, threshold), where)
+    tx = coded_vote(lc.sync.adaptive(shortest, longest, threshold), where)
     _, state = run_workers({0: tx}, params, grads, abstain)[0]
     simulator = reference_sync.synced(
         reference.local_momentum(0.75, 0.5), where=where, adaptive=(shortest, longest, threshold)
@@ -471,17 +477,17 @@ ONE = {f"leaf{i}": i == 3 for i in range(6)}
 @pytest.mark.parametrize(
     ("schedule", "where"),
     [
-        (lc.coded(), None),
-        (lc.coded(lc.every(5), bits=2), ONE),
-        (lc.every(100), None),
-        (lc.adaptive(), ONE),
+        (lc.sync.coded(), None),
+        (lc.sync.coded(lc.sync.every(5), bits=2), ONE),
+        (lc.sync.every(100), None),
+        (lc.sync.adaptive(), ONE),
     ],
     ids=["codes", "two bits, one leaf", "in full precision", "adaptive, one leaf"],
 )
 def test_a_sync_sends_what_is_predicted_and_only_when_it_is_due(schedule, where):
     gated, always = gated_bytes(lc.sync_momentum(vote(), AXIS, schedule, where))
     assert unsynced_bytes() == [{}, always]
-    predicted = lc.accounting.sync_traffic(LEAVES, 8, schedule, where)
+    predicted = lc.traffic.sync_traffic(LEAVES, 8, schedule, where)
     assert {one.op: one.sent_bytes for one in predicted.collectives} == gated
     assert predicted.sent_bytes == sum(gated.values())
     ops = ["all-gather", "all-to-all"] if schedule.up else ["all-reduce"]
@@ -491,12 +497,14 @@ def test_a_sync_sends_what_is_predicted_and_only_when_it_is_due(schedule, where)
 
 def test_codes_are_a_27th_of_full_precision():
     params = {"w": jnp.zeros((1024, 1024))}
-    codes, full = (lc.accounting.sync_traffic(params, 8, s) for s in (lc.coded(), lc.every(1)))
+    codes, full = (
+        lc.traffic.sync_traffic(params, 8, s) for s in (lc.sync.coded(), lc.sync.every(1))
+    )
     assert 26.8 < full.sent_bytes / codes.sent_bytes < 27
     assert round(codes.bits_per_parameter * 8 / 7, 2) == 2.38
-    for schedule in (lc.coded(), lc.every(1), lc.never()):
-        assert lc.accounting.sync_traffic(params, 1, schedule).sent_bytes == 0
-    assert lc.accounting.sync_traffic(params, 8, lc.never()).sent_bytes == 0
+    for schedule in (lc.sync.coded(), lc.sync.every(1), lc.sync.never()):
+        assert lc.traffic.sync_traffic(params, 1, schedule).sent_bytes == 0
+    assert lc.traffic.sync_traffic(params, 8, lc.sync.never()).sent_bytes == 0
 
 
 # --- on meshes of several axes ----------------------------------------------------------------------
@@ -527,7 +535,7 @@ def grid_run(sizes, names, specs, axes, weights, steps=2):
         gradients = {k: grid_gradient(c, weight, step) for k, c in grid_constants().items()}
         return sum(jnp.sum(params[k] * g) for k, g in gradients.items())
 
-    tx = lc.distributed_lion(0.01, 0.75, 0.5, sync=lc.coded(lc.every(1)), **axes)
+    tx = lc.distributed_lion(0.01, 0.75, 0.5, sync=lc.sync.coded(lc.sync.every(1)), **axes)
     params = {k: jnp.zeros(s) for k, s in GRID.items()}
     state = lc.init_state(tx, params, mesh, specs=specs, **axes)
     step = lc.make_train_step(loss, tx, mesh, **axes)
@@ -594,13 +602,13 @@ def test_in_two_levels_a_sync_in_codes_must_know_the_group():
     mesh = jax.make_mesh((4, 2), ("data", "dev"), axis_types=(AxisType.Auto,) * 2)
     axes = {"axis_name": "data", "group_axis": "dev"}
     params = {"w": jnp.zeros(300)}
-    inner = lc.communicate(memory=lc.blend(), **axes)
-    tx = lc.sync_momentum(inner, "data", lc.coded())
+    inner = lc.communicate(memory=lc.momentum.blend(), **axes)
+    tx = lc.sync_momentum(inner, "data", lc.sync.coded())
     with pytest.raises(ValueError, match=r"group_axis=None.*in slices that a group shares"):
         lc.init_state(tx, params, mesh, **axes)
-    whole = lc.communicate(memory=lc.blend(), axis_name="data")
+    whole = lc.communicate(memory=lc.momentum.blend(), axis_name="data")
     with pytest.raises(ValueError, match=r"group_axis='dev'.*whole by each worker"):
-        tx = lc.sync_momentum(whole, "data", lc.coded(), group_axis="dev")
+        tx = lc.sync_momentum(whole, "data", lc.sync.coded(), group_axis="dev")
         lc.init_state(tx, params, mesh, axis_name="data")
 
 
@@ -608,7 +616,7 @@ def test_in_two_levels_a_sync_in_codes_must_know_the_group():
 
 
 def coded_run(place):
-    sync = lc.coded(lc.every(2))
+    sync = lc.sync.coded(lc.sync.every(2))
     return lc.lion_cub(0.01, 0.5, 0.5, weight_decay=0.0, sync=sync, **place.axes)
 
 
@@ -670,23 +678,23 @@ def test_what_owners_owe_is_cut_anew(saved_run, names, tmp_path):
 @pytest.mark.parametrize(
     ("make", "error", "said"),
     [
-        (lambda: lc.coded(lc.never()), ValueError, r"coded\(never\(\)\): give a schedule.*every\(3\)"),
-        (lambda: lc.coded(lc.adaptive()), ValueError, r"the drift.*only to full precision; give coded"),
-        (lambda: lc.coded(3), TypeError, r"3 is not a schedule: give never\(\).*adaptive"),
-        (lambda: lc.coded(bits=0), ValueError, r"midrise\(0\)"),
-        (lambda: lc.coded(bits=9), ValueError, r"midrise\(9\)"),
-        (lambda: lc.first(9, lc.adaptive()), ValueError, r"first\(9, adaptive.*known before"),
-        (lambda: lc.adaptive(0), ValueError, r"shortest=0.*at least 1"),
-        (lambda: lc.adaptive(4, 2.5), ValueError, r"longest=2.5.*at least 1"),
-        (lambda: lc.adaptive(8, 4), ValueError, r"below the shortest; give shortest <= longest"),
-        (lambda: lc.adaptive(threshold=0), ValueError, r"threshold=0.*above 0"),
-        (lambda: lc.adaptive(threshold="x"), ValueError, r"threshold='x'.*above 0"),
-        (lambda: coded_vote(lc.every(2), watch=lc.coded()), ValueError, r"watch=coded\(every\(3\)\)"),
-        (lambda: coded_vote(lc.every(2), watch=lc.adaptive()), ValueError, r"watch=adaptive"),
-        (lambda: coded_vote(lc.coded()).init(PARAMS), ValueError, r"axis_name='data'.*shard_map"),
-        (lambda: lc.accounting.sync_traffic(PARAMS, 8, 3), TypeError, r"3 is not a schedule"),
-        (lambda: lc.accounting.sync_traffic(PARAMS, 0, lc.coded()), ValueError, r"workers=0"),
-        (lambda: lc.accounting.sync_traffic(PARAMS, 8, lc.coded(), [True]), ValueError,
+        (lambda: lc.sync.coded(lc.sync.never()), ValueError, r"coded\(never\(\)\): give a schedule.*every\(3\)"),
+        (lambda: lc.sync.coded(lc.sync.adaptive()), ValueError, r"the drift.*only to full precision; give coded"),
+        (lambda: lc.sync.coded(3), TypeError, r"3 is not a schedule: give never\(\).*adaptive"),
+        (lambda: lc.sync.coded(bits=0), ValueError, r"midrise\(0\)"),
+        (lambda: lc.sync.coded(bits=9), ValueError, r"midrise\(9\)"),
+        (lambda: lc.sync.first(9, lc.sync.adaptive()), ValueError, r"first\(9, adaptive.*known before"),
+        (lambda: lc.sync.adaptive(0), ValueError, r"shortest=0.*at least 1"),
+        (lambda: lc.sync.adaptive(4, 2.5), ValueError, r"longest=2.5.*at least 1"),
+        (lambda: lc.sync.adaptive(8, 4), ValueError, r"below the shortest; give shortest <= longest"),
+        (lambda: lc.sync.adaptive(threshold=0), ValueError, r"threshold=0.*above 0"),
+        (lambda: lc.sync.adaptive(threshold="x"), ValueError, r"threshold='x'.*above 0"),
+        (lambda: coded_vote(lc.sync.every(2), watch=lc.sync.coded()), ValueError, r"watch=coded\(every\(3\)\)"),
+        (lambda: coded_vote(lc.sync.every(2), watch=lc.sync.adaptive()), ValueError, r"watch=adaptive"),
+        (lambda: coded_vote(lc.sync.coded()).init(PARAMS), ValueError, r"axis_name='data'.*shard_map"),
+        (lambda: lc.traffic.sync_traffic(PARAMS, 8, 3), TypeError, r"3 is not a schedule"),
+        (lambda: lc.traffic.sync_traffic(PARAMS, 0, lc.sync.coded()), ValueError, r"workers=0"),
+        (lambda: lc.traffic.sync_traffic(PARAMS, 8, lc.sync.coded(), [True]), ValueError,
          r"where has 1 leaves and the parameters have 2"),
     ],
 )  # fmt: skip

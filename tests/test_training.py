@@ -16,8 +16,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
-from lioncub_jax.accounting import compiled_bytes, predict
-from lioncub_jax.compiled import collectives, sent_bytes
+from lioncub_jax.traffic.compiled import collectives, sent_bytes
+from lioncub_jax.traffic.predicted import compiled_bytes, predict
 
 AXIS = "data"
 W = 4
@@ -355,7 +355,7 @@ def placements(tree):
 
 
 OPTIMIZERS = {
-    "vote": cub(sync=lc.every(2)),
+    "vote": cub(sync=lc.sync.every(2)),
     "owner": lc.owner_lion(0.01, axis_name=AXIS),
     "global": lc.global_gradients(optax.adamw(0.01), AXIS),
     "multi": optax.MultiSteps(cub(), 2),
@@ -419,7 +419,7 @@ def test_what_the_caller_holds_survives_and_what_the_step_holds_is_donated():
 
 
 def vote_runs(mesh, place=lambda batch: batch, steps=8):
-    state, step = start(linear_loss, cub(quantizer=lc.midrise(2)), linear_params(), mesh)
+    state, step = start(linear_loss, cub(quantizer=lc.quantize.midrise(2)), linear_params(), mesh)
     for seed in range(steps):
         state, metrics = step(state, place(draw(seed)))
     return (state.params, state.opt_state, metrics), step
@@ -624,12 +624,12 @@ RATE = 0.03
 INJECTED = optax.inject_hyperparams(lc.lion_cub, static_args="axis_name")
 LEARNERS = {
     "lion_cub": cub(RATE),
-    "lion_cub, 2 bits": cub(RATE, quantizer=lc.midrise(2)),
-    "lion_cub, 4 bits by block": cub(RATE, quantizer=lc.midrise(4, block=64)),
-    "lion_cub, int8 counts": cub(RATE, quantizer=lc.integer(8), wire=lc.counts()),
-    "lion_cub, lanes": cub(RATE, quantizer=lc.integer(5), wire=lc.lanes()),
-    "lion_cub, ternary": cub(RATE, quantizer=lc.ternary()),
-    "lion_cub, gathered, synced": cub(RATE, wire=lc.gathered(), sync=lc.every(10)),
+    "lion_cub, 2 bits": cub(RATE, quantizer=lc.quantize.midrise(2)),
+    "lion_cub, 4 bits by block": cub(RATE, quantizer=lc.quantize.midrise(4, block=64)),
+    "lion_cub, int8 counts": cub(RATE, quantizer=lc.quantize.integer(8), wire=lc.wires.counts()),
+    "lion_cub, lanes": cub(RATE, quantizer=lc.quantize.integer(5), wire=lc.wires.lanes()),
+    "lion_cub, ternary": cub(RATE, quantizer=lc.quantize.ternary()),
+    "lion_cub, gathered, synced": cub(RATE, wire=lc.wires.gathered(), sync=lc.sync.every(10)),
     "distributed_lion": lc.distributed_lion(RATE, axis_name=AXIS),
     "distributed_lion, average": lc.distributed_lion(RATE, axis_name=AXIS, average=True),
     "owner_lion": lc.owner_lion(RATE, axis_name=AXIS),

@@ -23,7 +23,7 @@ from model import BATCH, CONTEXT, MODEL
 
 import lioncub_jax as lc
 from lioncub_jax import planner
-from lioncub_jax.planner import Cluster, Host, Link
+from lioncub_jax.planner.model import Cluster, Host, Link
 
 
 def main() -> None:
@@ -64,7 +64,7 @@ def prepared(
     scheme, cluster = planner.scheme_named(name), Cluster(mesh.size, Link(math.inf, 0.0))
     host = Host(widens_bfloat16=jax.default_backend() == "cpu")
     about = {
-        "compiled_bytes": lc.accounting.compiled_bytes(run, mesh),
+        "compiled_bytes": lc.traffic.compiled_bytes(run, mesh),
         "predicted_bytes": planner.step_time(scheme, shapes, cluster, 0.0, host).sent_bytes,
     }
     return once, about, run

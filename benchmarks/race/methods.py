@@ -18,7 +18,7 @@ def _cub(**options: object) -> optax.GradientTransformation:
 
 
 def _owner(p: int) -> optax.GradientTransformation:
-    quantizer = lc.error_feedback(lc.midrise(p, block=128))
+    quantizer = lc.quantize.error_feedback(lc.quantize.midrise(p, block=128))
     return lc.owner_lion(RATE, axis_name=AXIS, quantizer=quantizer)
 
 
@@ -31,14 +31,14 @@ METHODS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "float32 Lion": _mean,
     "bfloat16 Lion": lambda: _mean(jnp.bfloat16),
     "1-bit vote": _cub,
-    "2-bit vote": lambda: _cub(quantizer=lc.midrise(2, block=128)),
-    "4-bit vote": lambda: _cub(quantizer=lc.midrise(4, block=128)),
+    "2-bit vote": lambda: _cub(quantizer=lc.quantize.midrise(2, block=128)),
+    "4-bit vote": lambda: _cub(quantizer=lc.quantize.midrise(4, block=128)),
     "average": lambda: lc.distributed_lion(RATE, axis_name=AXIS, average=True),
-    "ternary": lambda: _cub(quantizer=lc.ternary()),
-    "gathered": lambda: _cub(wire=lc.gathered()),
-    "int8 counts": lambda: _cub(wire=lc.counts()),
-    "integer(8) counts": lambda: _cub(quantizer=lc.integer(8), wire=lc.counts()),
-    "lanes": lambda: _cub(wire=lc.lanes()),
+    "ternary": lambda: _cub(quantizer=lc.quantize.ternary()),
+    "gathered": lambda: _cub(wire=lc.wires.gathered()),
+    "int8 counts": lambda: _cub(wire=lc.wires.counts()),
+    "integer(8) counts": lambda: _cub(quantizer=lc.quantize.integer(8), wire=lc.wires.counts()),
+    "lanes": lambda: _cub(wire=lc.wires.lanes()),
     "owner, 1 bit": lambda: _owner(1),
     "owner, 2 bits": lambda: _owner(2),
     "owner, 3 bits": lambda: _owner(3),

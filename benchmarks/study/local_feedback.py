@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from lioncub_jax import reference
-from lioncub_jax.reference import Codes, Simulator, State
+from lioncub_jax.reference.lion import Codes, Simulator, State
 
 
 def local_momentum(b1: float, b2: float, codes: Codes) -> Simulator:

@@ -12,17 +12,14 @@ import jax.numpy as jnp
 import optax
 
 import lioncub_jax as lc
-from lioncub_jax import (
-    accounting,
-    baselines,
-    dgc,
-    reference,
-    reference_baselines,
-    reference_dgc,
-    reference_sync,
-)
-from lioncub_jax.momentum import Schedule
-from lioncub_jax.reference import Simulator
+from lioncub_jax import baselines, reference
+from lioncub_jax.baselines import dgc
+from lioncub_jax.reference import baselines as reference_baselines
+from lioncub_jax.reference import dgc as reference_dgc
+from lioncub_jax.reference import sync as reference_sync
+from lioncub_jax.reference.lion import Simulator
+from lioncub_jax.sync import Schedule
+from lioncub_jax.traffic import predicted as accounting
 from study import local_feedback
 
 DECAY = 0.1  # decoupled, of Lion, its votes and AdamW
@@ -190,7 +187,7 @@ def at_owner(label: str, quantizer: Any, codes: Any, feedback: Any = None) -> Me
     def votes(betas: Betas) -> Simulator:
         return reference.momentum_at_owner(*betas, codes=codes, feedback=feedback)
 
-    owner = lc.momentum_at_owner(optax.scale_by_lion())
+    owner = lc.decide.momentum_at_owner(optax.scale_by_lion())
     return Method(
         label, "ours", VOTES,
         lambda rate, steps, betas: reference.optimizer(votes(betas), rate, DECAY),
@@ -205,7 +202,7 @@ def owner_with_feedback(p: int, dtype: Any = jnp.bfloat16) -> Method:
     exact = ", float32 error" if dtype == jnp.float32 else ""
     return at_owner(
         f"owner, {p} bit{'s' * (p > 1)}{exact}",
-        lc.error_feedback(lc.midrise(p, block=128), dtype),
+        lc.quantize.error_feedback(lc.quantize.midrise(p, block=128), dtype),
         reference.midrise(p, 128),
         dtype,
     )
@@ -213,7 +210,7 @@ def owner_with_feedback(p: int, dtype: Any = jnp.bfloat16) -> Method:
 
 def vote_of(p: int, block: int | None) -> Method:
     scale = f"block of {block}" if block else "scale of a leaf"
-    quantizer, codes = lc.midrise(p, block=block), reference.midrise(p, block)
+    quantizer, codes = lc.quantize.midrise(p, block=block), reference.midrise(p, block)
     return local(f"vote, {p} bits, {scale}", "ours", codes, quantizer=quantizer)
 
 
@@ -305,14 +302,14 @@ METHODS: dict[str, Method] = {
     "vote": local("MaVo: 1-bit vote", "2404.00438"),
     "average": local(
         "Avg: 1 bit, averaged", "2404.00438", decide=reference.average, rates=MEANS,
-        transform=lc.distributed_lion, average=True, parts={"down": lc.average()},
+        transform=lc.distributed_lion, average=True, parts={"down": lc.decide.average()},
     ),
     "int8": local(
         "Lion Cub, int8 sum", "2411.16462", reference.integer(8),
-        quantizer=lc.integer(8), wire=lc.counts(),
+        quantizer=lc.quantize.integer(8), wire=lc.wires.counts(),
     ),
     "ternary": local(
-        "exact zeros and ties", "both", reference.ternary(), quantizer=lc.ternary()
+        "exact zeros and ties", "both", reference.ternary(), quantizer=lc.quantize.ternary()
     ),
     "ties-up": local("ties always up", "public code", decide=ties_up, transform=None),
     "vote-2": vote_of(2, 128),
@@ -328,11 +325,11 @@ METHODS: dict[str, Method] = {
     "owner-4": owner_with_feedback(4),
     "owner-3-float32": owner_with_feedback(3, jnp.float32),
     "owner-3-plain": at_owner(
-        "owner, 3 bits, no feedback", lc.midrise(3, block=128), reference.midrise(3, 128)
+        "owner, 3 bits, no feedback", lc.quantize.midrise(3, block=128), reference.midrise(3, 128)
     ),
     "owner-3-random": at_owner(
         "owner, 3 bits, stochastic",
-        lc.midrise(3, block=128, rounding=lc.stochastic(0)), reference.midrise(3, 128, 0),
+        lc.quantize.midrise(3, block=128, rounding=lc.quantize.stochastic(0)), reference.midrise(3, 128, 0),
     ),
 }  # fmt: skip
 
@@ -341,21 +338,21 @@ _HEAD = leaves_named("write", "read")
 _SMALL = leaves_named("write", "norm", "positions")
 _MATRICES = leaves_named("attention", "mlp")
 METHODS |= {
-    f"vote-sync-{steps}": synced(_VOTE, f"vote, sync every {steps}", lc.every(steps))
+    f"vote-sync-{steps}": synced(_VOTE, f"vote, sync every {steps}", lc.sync.every(steps))
     for steps in (10, 64, 100)
 } | {
     f"vote-coded-{steps}": synced(
-        _VOTE, f"vote, coded sync every {steps}", lc.coded(lc.every(steps)), 1
+        _VOTE, f"vote, coded sync every {steps}", lc.sync.coded(lc.sync.every(steps)), 1
     )
     for steps in (2, 3, 6, 12)
 } | {
-    "vote-thinning": synced(_VOTE, "vote, sync thinning(2)", lc.thinning(2)),
-    "vote-head": synced(_VOTE, "vote, sync of input and head every 4", lc.every(4), where=_HEAD),
-    "vote-small": synced(_VOTE, "vote, sync of small leaves every 2", lc.every(2), where=_SMALL),
-    "vote-matrices": synced(_VOTE, "vote, sync of blocks every 64", lc.every(64), where=_MATRICES),
-    "vote-adaptive": synced(_VOTE, "vote, sync adaptive(4, 128)", lc.adaptive(4, 128)),
+    "vote-thinning": synced(_VOTE, "vote, sync thinning(2)", lc.sync.thinning(2)),
+    "vote-head": synced(_VOTE, "vote, sync of input and head every 4", lc.sync.every(4), where=_HEAD),
+    "vote-small": synced(_VOTE, "vote, sync of small leaves every 2", lc.sync.every(2), where=_SMALL),
+    "vote-matrices": synced(_VOTE, "vote, sync of blocks every 64", lc.sync.every(64), where=_MATRICES),
+    "vote-adaptive": synced(_VOTE, "vote, sync adaptive(4, 128)", lc.sync.adaptive(4, 128)),
     "vote-4-coded-3": synced(
-        _VOTE_4, "vote, 4 bits, coded sync every 3", lc.coded(lc.every(3)), 1
+        _VOTE_4, "vote, 4 bits, coded sync every 3", lc.sync.coded(lc.sync.every(3)), 1
     ),
 }  # fmt: skip
 

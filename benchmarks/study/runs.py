@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lioncub_jax import simulate, splits
-from study import tasks
+from lioncub_jax.reference import simulate
+from study import splits, tasks
 from study.methods import Method, method_named
 from study.tasks import Task
 

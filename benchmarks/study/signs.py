@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lioncub_jax import reference, simulate
+from lioncub_jax import reference
+from lioncub_jax.reference import simulate
 from study.methods import DECAY, Method
 from study.runs import Runner, Spec, drawn, numbers, schedule
 from study.tasks import Data, Task

@@ -12,8 +12,7 @@ import optax
 from flax import nnx
 from gpt.model import GPT, next_byte_loss
 
-from lioncub_jax import splits
-from study import images, prose
+from study import images, prose, splits
 from study.vit import ViT
 
 SPLITS = ("iid", "class", "dirichlet")

@@ -76,7 +76,7 @@ def prepare(model: GPT, text: Corpus, tx: Any, layout: Layout, *, batch: int, se
     rows = batch * layout.workers
     windows = validation_windows(text, model.context, rows)
     compiled = step.lower(state, jax.ShapeDtypeStruct(windows.shape[1:], windows.dtype)).compile()
-    found = lc.compiled.collectives(compiled, mesh)
+    found = lc.traffic.collectives(compiled, mesh)
     return Run(
         model, text, layout, state, compiled, found, sent_by_each(found, state.params, layout),
         evaluation(model, windows, layout), corpus.baselines(text.train, windows), batch, seed,
@@ -84,8 +84,8 @@ def prepare(model: GPT, text: Corpus, tx: Any, layout: Layout, *, batch: int, se
 
 
 def sent_by_each(found: list[Any], params: Any, layout: Layout) -> Traffic:
-    between, inside = _by_reach(lc.compiled.sent_bytes(found))
-    sync, _ = _by_reach(lc.compiled.sent_bytes(found, gated=True))
+    between, inside = _by_reach(lc.traffic.sent_bytes(found))
+    sync, _ = _by_reach(lc.traffic.sent_bytes(found, gated=True))
     held = sum(math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(params))
     reduced = held / layout.size(meshes.GROUP)  # in two levels a device has a slice of the sum
     workers = layout.workers

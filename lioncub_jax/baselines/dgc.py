@@ -32,10 +32,11 @@ import numpy as np
 import optax
 from jax import lax
 
-from lioncub_jax import checks, placement, wires
-from lioncub_jax.accounting import Sent, Traffic
+from lioncub_jax import checks, wires
 from lioncub_jax.layout import varying_axes
-from lioncub_jax.specs import cut_of
+from lioncub_jax.mesh import placement
+from lioncub_jax.mesh.specs import cut_of
+from lioncub_jax.traffic.predicted import Sent, Traffic
 from lioncub_jax.wires import AxisName
 
 
@@ -129,7 +130,7 @@ def dgc(
       TypeError: when traced, for integer or complex leaves.
 
     Example:
-      >>> from lioncub_jax.dgc import dgc
+      >>> from lioncub_jax.baselines.dgc import dgc
       >>> tx = dgc(0.1, density=0.001, warmup=4 * 391, clip=1.0, axis_name="data")
 
     Source: Lin et al., "Deep Gradient Compression" (arXiv 1712.01887).
@@ -155,7 +156,7 @@ def stages(density: float, warmup: int = 0) -> tuple[Stage, ...]:
       ValueError: as `dgc`.
 
     Example:
-      >>> from lioncub_jax.dgc import stages
+      >>> from lioncub_jax.baselines.dgc import stages
       >>> [(s.first_step, s.density) for s in stages(0.01, warmup=12)]
       [(0, 0.25), (4, 0.0625), (8, 0.015625), (12, 0.01)]
     """
@@ -196,7 +197,7 @@ def traffic(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from lioncub_jax.dgc import traffic
+      >>> from lioncub_jax.baselines.dgc import traffic
       >>> traffic({"w": jnp.ones((1000, 100))}, 8).sent_bytes  # 7 * (8 * 100 + 4)
       5628.0
     """

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax import checks, placement, wires
+from lioncub_jax import checks, wires
+from lioncub_jax.mesh import placement
 from lioncub_jax.wires import AxisName
 
 

@@ -29,8 +29,8 @@ import numpy as np
 import optax
 from jax import lax
 
-from lioncub_jax import reference
-from lioncub_jax.reference import ROW, Buffer, Codes, Said, Simulator
+from lioncub_jax.reference import lion as reference
+from lioncub_jax.reference.lion import ROW, Buffer, Codes, Said, Simulator
 
 
 class Averaged(NamedTuple):

@@ -31,7 +31,7 @@ def specs_of(params: Any) -> Any:
       >>> from flax import linen as nn
       >>> layer = nn.Dense(4, kernel_init=nn.with_partitioning(nn.initializers.ones, (None, "fsdp")))
       >>> params = layer.init(jax.random.key(0), jax.numpy.ones((1, 2)))["params"]
-      >>> lc.specs_of(params)["kernel"] == jax.P(None, "fsdp")
+      >>> lc.mesh.specs_of(params)["kernel"] == jax.P(None, "fsdp")
       True
     """
     declared: Any = None
@@ -94,7 +94,7 @@ def check_specs(specs: Any, params: Any, mesh: Mesh, workers: Sequence[str]) -> 
     if len(flat) != len(leaves) or not all(isinstance(s, P) for s in flat):
         raise ValueError(
             f"specs has {len(flat)} leaves and the parameters have {len(leaves)}: give a PartitionSpec "
-            "for each parameter, in a tree like theirs, such as lioncub_jax.specs_of(params)"
+            "for each parameter, in a tree like theirs, such as lioncub_jax.mesh.specs_of(params)"
         )
     for (path, leaf), spec in zip(leaves, flat, strict=True):
         _check_spec(jax.tree_util.keystr(path) or "(root)", jnp.shape(leaf), spec, mesh, workers)

@@ -17,8 +17,8 @@ from lioncub_jax import wires
 from lioncub_jax.bits import ROW
 from lioncub_jax.exchange import CommunicateState
 from lioncub_jax.layout import Bucket, Flat, Segment
-from lioncub_jax.placement import Workers
-from lioncub_jax.specs import axes_of, cuts_of, product, shard_shape, spec_of
+from lioncub_jax.mesh.placement import Workers
+from lioncub_jax.mesh.specs import axes_of, cuts_of, product, shard_shape, spec_of
 from lioncub_jax.sync import SyncState
 
 Cuts = tuple[tuple[str, ...], ...]  # for each dimension, the axes that cut it

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from lioncub_jax import reference
-from lioncub_jax.reference import ROW, Buffer, Simulator
+from lioncub_jax.reference import lion as reference
+from lioncub_jax.reference.lion import ROW, Buffer, Simulator
 
 BLOCK = 128
 

@@ -20,11 +20,10 @@ from flax import linen
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax import checks, gradients, wires
-from lioncub_jax.gradients import StatefulLoss
+from lioncub_jax import checks, wires
 from lioncub_jax.layout import varying_axes
-from lioncub_jax.placement import Workers
-from lioncub_jax.specs import (
+from lioncub_jax.mesh.placement import Workers
+from lioncub_jax.mesh.specs import (
     check_batch_spec,
     is_spec,
     parts,
@@ -34,6 +33,8 @@ from lioncub_jax.specs import (
     specs_of,
     stacked,
 )
+from lioncub_jax.training import gradients
+from lioncub_jax.training.gradients import StatefulLoss
 from lioncub_jax.wires import AxisName
 
 

@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lioncub_jax import accounting, checks, decide, quantize, wires
-from lioncub_jax.accounting import Sent
+from lioncub_jax import checks, decide, quantize, wires
+from lioncub_jax.traffic import predicted as accounting
+from lioncub_jax.traffic.predicted import Sent
 
 
 def ring(participants: int) -> int:

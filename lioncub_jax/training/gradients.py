@@ -17,8 +17,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax import wires
-from lioncub_jax.placement import Workers
-from lioncub_jax.specs import parts, stacked
+from lioncub_jax.mesh.placement import Workers
+from lioncub_jax.mesh.specs import parts, stacked
 from lioncub_jax.wires import AxisName
 
 

@@ -11,22 +11,13 @@ import jax
 import jax.numpy as jnp
 from rich.table import Table
 
-from lioncub_jax import (
-    bits,
-    checks,
-    compiled,
-    decide,
-    layout,
-    messages,
-    momentum,
-    quantize,
-    wires,
-)
+from lioncub_jax import bits, checks, decide, layout, messages, quantize, wires
 from lioncub_jax.ballots import Quantizer
 from lioncub_jax.decide import Down, Owner
 from lioncub_jax.layout import Bucket
-from lioncub_jax.momentum import Schedule
-from lioncub_jax.specs import axes_of, is_spec, shard_shape
+from lioncub_jax.mesh.specs import axes_of, is_spec, shard_shape
+from lioncub_jax.sync import Schedule, check_schedule
+from lioncub_jax.traffic import compiled
 from lioncub_jax.wires import Wire
 
 
@@ -111,7 +102,7 @@ def predict(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from lioncub_jax import accounting
+      >>> from lioncub_jax.traffic import accounting
       >>> round(accounting.predict({"w": jnp.ones((1024, 1024))}, 8).bits_per_parameter, 2)
       1.78
     """
@@ -163,7 +154,7 @@ def predict_mean(params: Any, workers: int, dtype: Any = jnp.float32) -> Traffic
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from lioncub_jax import accounting
+      >>> from lioncub_jax.traffic import accounting
       >>> accounting.predict_mean({"w": jnp.ones(1000)}, 4).sent_bytes
       6000.0
     """
@@ -193,12 +184,12 @@ def sync_traffic(params: Any, workers: int, schedule: Schedule, where: Any = Non
 
     Example:
       >>> import jax.numpy as jnp, lioncub_jax as lc
-      >>> sync = lc.accounting.sync_traffic({"w": jnp.ones((1024, 1024))}, 8, lc.coded(lc.every(3)))
+      >>> sync = lc.traffic.sync_traffic({"w": jnp.ones((1024, 1024))}, 8, lc.sync.coded(lc.sync.every(3)))
       >>> round(sync.bits_per_parameter / 3, 2)  # a step
       0.69
     """
     checks.check_count(f"workers={workers!r}", workers)
-    momentum.check_schedule(schedule)
+    check_schedule(schedule)
     leaves = _chosen(params, where)
     size = sum(leaf.size for leaf in leaves)
     scheme = f"momentum, {schedule.name}"

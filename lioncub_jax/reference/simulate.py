@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from lioncub_jax import checks
-from lioncub_jax.reference import Simulator
+from lioncub_jax.reference.lion import Simulator
 
 
 class Simulated(NamedTuple):
@@ -86,7 +86,8 @@ def step(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from lioncub_jax import reference, simulate
+      >>> from lioncub_jax import reference
+      >>> from lioncub_jax.reference import simulate
       >>> lion = reference.optimizer(reference.local_momentum(), 0.5, weight_decay=0.0)
       >>> run = simulate.start(lion, {"w": jnp.ones(2)}, workers=3)
       >>> run, losses = simulate.step(lambda p, x, rng: jnp.sum(p["w"] * x), lion, run, jnp.ones((3, 2)))

@@ -14,7 +14,11 @@ from typing import Any, NoReturn
 import jax
 from rich.console import Console
 
-from lioncub_jax import accounting, compiled, lab, planner, planner_report, targets, units
+from lioncub_jax import lab, planner, units
+from lioncub_jax.cli import targets
+from lioncub_jax.planner import report as planner_report
+from lioncub_jax.traffic import compiled
+from lioncub_jax.traffic import predicted as accounting
 
 _HOPS = {"tree": planner.tree, "ring": planner.ring}
 

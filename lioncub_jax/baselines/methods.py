@@ -25,12 +25,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lioncub_jax import accounting, checks, decide, quantize, wires
-from lioncub_jax.accounting import Sent, Traffic
+from lioncub_jax import checks, decide, quantize, wires
+from lioncub_jax.baselines.shared_scale import in_shared_units
 from lioncub_jax.exchange import communicate
 from lioncub_jax.momentum import blend
 from lioncub_jax.optimizer import global_gradients
-from lioncub_jax.shared_scale import in_shared_units
+from lioncub_jax.traffic import predicted as accounting
+from lioncub_jax.traffic.predicted import Sent, Traffic
 from lioncub_jax.wires import AxisName, Wire
 
 

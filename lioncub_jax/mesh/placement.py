@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from lioncub_jax import wires
 from lioncub_jax.layout import varying_axes
-from lioncub_jax.specs import axes_of, check_specs, is_spec, restrict, shardings, specs_of
+from lioncub_jax.mesh.specs import axes_of, check_specs, is_spec, restrict, shardings, specs_of
 from lioncub_jax.wires import AxisName
 
 
@@ -40,7 +40,7 @@ def two_level_mesh(
 
     Example:
       >>> import lioncub_jax as lc
-      >>> dict(lc.two_level_mesh(1).shape)["device"]
+      >>> dict(lc.mesh.two_level_mesh(1).shape)["device"]
       1
     """
     devices = jax.devices() if devices is None else devices
@@ -102,7 +102,7 @@ class Workers(NamedTuple):
         if hidden and any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params)):
             raise ValueError(
                 f"how parameters are cut over the Auto axes {hidden} cannot be seen inside jax.jit: give "
-                "on_mesh(..., specs=lioncub_jax.specs_of(params))"
+                "on_mesh(..., specs=lioncub_jax.mesh.specs_of(params))"
             )
 
     def map(

@@ -26,9 +26,11 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax import checks, relayout, resume
-from lioncub_jax.placement import Workers
-from lioncub_jax.relayout import Layout
+from lioncub_jax import checks
+from lioncub_jax.checkpoint import reshard as relayout
+from lioncub_jax.checkpoint import resume
+from lioncub_jax.checkpoint.reshard import Layout
+from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.wires import AxisName
 
 FORMAT = 1

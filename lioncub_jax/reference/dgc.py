@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from lioncub_jax.reference import Simulator
+from lioncub_jax.reference.lion import Simulator
 
 
 class State(NamedTuple):

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import jax
 from rich.table import Table
 
-from lioncub_jax.replica_groups import PEERS, AnyMesh, Axes, grouped, permuted
+from lioncub_jax.traffic.replica_groups import PEERS, AnyMesh, Axes, grouped, permuted
 from lioncub_jax.units import bytes_text
 
 _FLOAT8 = ("e5m2", "e4m3", "e3m4", "e4m3fn", "e4m3b11fnuz", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax import relayout
-from lioncub_jax.relayout import Layout, Stored
+from lioncub_jax.checkpoint import reshard as relayout
+from lioncub_jax.checkpoint.reshard import Layout, Stored
 
 
 def check_same_model(name: str, saved: Layout, target: Layout) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from lioncub_jax.planner import (
+from lioncub_jax.planner.model import (
     ADVISED,
     BFLOAT16,
     FLOAT32,

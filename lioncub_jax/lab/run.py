@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lioncub_jax import supervise, units
+from lioncub_jax import units
+from lioncub_jax.lab import supervise
 
 if TYPE_CHECKING:
     from rich.table import Table

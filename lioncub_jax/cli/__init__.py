@@ -1,0 +1,5 @@
+"""The command ``lioncub``."""
+
+from lioncub_jax.cli.main import main
+
+__all__ = ["main"]

@@ -1,0 +1,25 @@
+"""A network on one machine: workers in namespaces of their own, joined by shaped links."""
+
+from lioncub_jax.lab.run import (
+    MISSING,
+    TOOLS,
+    LabError,
+    Network,
+    Report,
+    WorkerReport,
+    check,
+    run,
+    table,
+)
+
+__all__ = [
+    "MISSING",
+    "TOOLS",
+    "LabError",
+    "Network",
+    "Report",
+    "WorkerReport",
+    "check",
+    "run",
+    "table",
+]
