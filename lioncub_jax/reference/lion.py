@@ -17,8 +17,9 @@ the rest of the package. The rules, for workers ``i = 0 .. W-1`` and the step af
 * **Codes.** ``q`` in ``0..top`` stands for ``(q - top/2) step``. Mid-rise (``top`` odd) has no code for
   zero: an exact zero takes one of the two inner codes, the upper one if its side is 1. Mid-tread (``top``
   even) has one. The step of a mid-rise row is the best one for a Gaussian, from the mean magnitude of
-  its real elements; integers are in units of the mean magnitude of their leaf. Padding sends ``top``.
-  No square is taken and no sum overflows: values times a power of two give the same codes.
+  its real elements; integers are in units of the mean magnitude of their leaf. Padding is zeros and is
+  coded as they are. No square is taken and no sum overflows: values times a power of two give the same
+  codes.
 * **Who votes.** A worker with a value that is not finite abstains from the step, and so does one that
   is asked to; its momentum and error stay. With mid-rise codes a worker does not vote on a row whose
   values are all exactly zero. With mid-tread codes everybody votes, and an abstainer sends zero.
@@ -215,7 +216,7 @@ def midrise(p: int, seed: int | None = None) -> Codes:
             level = jnp.floor(in_steps + (half - 0.5) + noise(buffer, x.shape[0], t, seed))
             q = jnp.clip(level, 0, top).astype(jnp.int32)
         q = jnp.where(x == 0, half - 1 + zero_side(buffer, t, x.shape[0]), q)
-        return Message(jnp.where(buffer.real, q, top), step)
+        return Message(q, step)
 
     return Codes(lambda workers: top, encode)
 
@@ -233,7 +234,7 @@ def integer(p: int = 8, seed: int | None = None) -> Codes:
         if seed is not None:
             level = jnp.floor(level + noise(buffer, x.shape[0], t, seed))
         q = (jnp.clip(jnp.round(level), -s, s) + s).astype(jnp.int32)
-        return Message(jnp.where(buffer.real, q, 2 * s), mean)
+        return Message(q, mean)
 
     return Codes(top, encode)
 
@@ -242,7 +243,7 @@ def ternary() -> Codes:
     """The exact sign: -1, 0 or +1."""
 
     def encode(x: jax.Array, buffer: Buffer, t: Any) -> Message:
-        q = jnp.where(buffer.real, jnp.sign(x) + 1, 2).astype(jnp.int32)
+        q = (jnp.sign(x) + 1).astype(jnp.int32)
         return Message(q, jnp.ones_like(x[..., :1]))
 
     return Codes(lambda workers: 2, encode)
@@ -252,7 +253,7 @@ def dense(dtype: Any = jnp.float32) -> Codes:
     """No quantisation: values are their own codes, ``top`` is 0 and the step 1."""
 
     def encode(x: jax.Array, buffer: Buffer, t: Any) -> Message:
-        return Message(x.astype(dtype).astype(jnp.float32), jnp.ones_like(x[..., :1]))
+        return Message(saturate(x, dtype).astype(jnp.float32), jnp.ones_like(x[..., :1]))
 
     return Codes(lambda workers: 0, encode)
 
