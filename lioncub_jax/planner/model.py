@@ -193,10 +193,10 @@ def _vote(name: str, code: str, **parts: Any) -> Scheme:
 
 
 def _owner(p: int) -> Scheme:
-    up = quantize.error_feedback(quantize.midrise(p, block=128))
+    up = quantize.error_feedback(quantize.midrise(p))
     code = "owner_lion(...)"
     if p != 3:
-        code = f"owner_lion(quantizer=error_feedback(midrise({p}, block=128)))"
+        code = f"owner_lion(quantizer=error_feedback(midrise({p})))"
     return Scheme(
         f"owner, {p} bit{'s' if p > 1 else ''}", code, {"up": up, "owner": _AT_OWNER}, _predicted
     )
@@ -214,8 +214,8 @@ SILENT = Scheme("no communication", "(a bound: workers that never talk)", {}, _n
 
 SCHEMES: tuple[Scheme, ...] = (
     _vote("1-bit vote", "lion_cub(...)"),
-    _vote("2-bit vote", "lion_cub(quantizer=midrise(2, block=128))", up=quantize.midrise(2, block=128)),
-    _vote("4-bit vote", "lion_cub(quantizer=midrise(4, block=128))", up=quantize.midrise(4, block=128)),
+    _vote("2-bit vote", "lion_cub(quantizer=midrise(2))", up=quantize.midrise(2)),
+    _vote("4-bit vote", "lion_cub(quantizer=midrise(4))", up=quantize.midrise(4)),
     _vote("average", "distributed_lion(average=True)", down=decide.average()),
     _vote("ternary", "lion_cub(quantizer=ternary())", up=quantize.ternary()),
     _vote("gathered", "lion_cub(wire=gathered())", wire=wires.gathered()),
