@@ -5,11 +5,10 @@ of a compiled step. The two must agree, and a benchmark and a test say that they
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from rich.table import Table
 
 from lioncub_jax import bits, checks, decide, layout, messages, quantize, wires
 from lioncub_jax.ballots import Quantizer
@@ -19,6 +18,9 @@ from lioncub_jax.mesh.specs import axes_of, is_spec, shard_shape
 from lioncub_jax.sync import Schedule, check_schedule
 from lioncub_jax.traffic import compiled
 from lioncub_jax.wires import Wire
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 class Sent(NamedTuple):
@@ -261,7 +263,7 @@ def float32_all_reduce_bytes(parameters: float, workers: int) -> float:
     return 2 * (workers - 1) / workers * 4 * parameters
 
 
-def table(traffics: list[Traffic], measured: dict[Traffic, float] | None = None) -> Table:
+def table(traffics: list[Traffic], measured: dict[Traffic, float] | None = None) -> "Table":
     """A table for people: predicted bytes, and compiled ones where they are known.
 
     Args:
@@ -271,6 +273,8 @@ def table(traffics: list[Traffic], measured: dict[Traffic, float] | None = None)
     Returns:
       A ``rich`` table.
     """
+    from rich.table import Table  # not needed for numbers alone
+
     measured = measured or {}
     out = Table("scheme", "workers", "sent per worker", "bits/param", "x float32", "compiled")
     for t in traffics:
