@@ -82,7 +82,9 @@ def _read(kind: str, text: str, units: dict[str, float], examples: str) -> float
         raise ValueError(
             f"{kind} {text!r}: unit {found[2]!r} is not one of {known}; give {examples}"
         )
-    if not 0 < number * units[unit] < math.inf:
+    if number * units[unit] == math.inf:
+        raise ValueError(f"{kind} {text!r} is too large for a number: give one such as {examples}")
+    if not 0 < number:
         raise ValueError(f"{kind} {text!r}: give a number above zero, such as {examples}")
     return number * units[unit]
 
