@@ -84,7 +84,7 @@ def _read(kind: str, text: str, units: dict[str, float], examples: str) -> float
         )
     if number * units[unit] == math.inf:
         raise ValueError(f"{kind} {text!r} is too large for a number: give one such as {examples}")
-    if not 0 < number:
+    if not number > 0:
         raise ValueError(f"{kind} {text!r}: give a number above zero, such as {examples}")
     return number * units[unit]
 

@@ -1,6 +1,5 @@
 """The commands as people call them: what they print, and what they refuse with which words."""
 
-import contextlib
 import importlib.metadata
 import importlib.resources
 import json
@@ -252,7 +251,10 @@ def test_without_matplotlib_the_plan_says_what_to_install(refused, monkeypatch, 
         ([*GIVEN, "--plot", "no/where/plan.png"], "there is no folder no/where; make it"),
         ([*GIVEN, "--plot", "plan.xyz"], "give a name that ends in one of"),
         ([*SIZED, "--measure", "no.py:f", "--plot", "plan.xyz"], "give a name that ends in one of"),
-        ([*SIZED, "--measure", "no.py:f", "--plot", "/proc/plan.png"], "a file that can be written"),
+        (
+            [*SIZED, "--measure", "no.py:f", "--plot", "/proc/plan.png"],
+            "a file that can be written",
+        ),
         ([*GIVEN, "--", "python"], "only lab takes a command"),
     ],
 )
@@ -432,7 +434,9 @@ def test_a_report_that_cannot_be_written_after_the_run_is_printed(fake_lab, caps
     with pytest.raises(SystemExit, match="2"):
         cli.main(["lab", "--workers", "2", "--report", "/dev/full", "--", "true"])
     out, error = capsys.readouterr()
-    assert error.startswith("error: /dev/full: No space left on device; the report is printed instead")
+    assert error.startswith(
+        "error: /dev/full: No space left on device; the report is printed instead"
+    )
     assert json.loads(out[out.index("{") :])["workers"][0]["sent_bytes"] == 10
 
 
@@ -513,8 +517,7 @@ def test_the_examples_of_the_help_run(command, capsys, monkeypatch, tmp_path):
         program, *argv = shlex.split(line)
         if program == "python":
             assert argv == ["-m", "lioncub_jax.cli.examples", ">", "step.hlo"]
-            text, mesh = examples.lowered()
-            Path("step.hlo").write_text(text.compile().as_text())
+            Path("step.hlo").write_text(examples.lowered()[0].compile().as_text())
             continue
         if "--devices" in argv:
             at = argv.index("--devices")
@@ -551,22 +554,15 @@ def test_the_version_is_that_of_the_package(capsys):
     assert capsys.readouterr().out == f"lioncub_jax {installed}\n"
 
 
-def test_the_package_and_its_command_are_programs():
-    with contextlib.ExitStack() as stack:
-        started = [
-            stack.enter_context(
-                subprocess.Popen(
-                    [sys.executable, "-m", name, "--version"], stdout=subprocess.PIPE, env=OUTER, text=True
-                )
-            )
-            for name in ("lioncub_jax", "lioncub_jax.cli")
-        ]
-        for process in started:
-            assert process.communicate(timeout=120)[0] == f"lioncub_jax {lc.__version__}\n"
-            assert process.returncode == 0
+def test_the_folder_of_the_command_is_a_program_too():
+    done = subprocess.run(
+        [sys.executable, "-m", "lioncub_jax.cli", "--version"],
+        capture_output=True, text=True, env=OUTER, timeout=120,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, f"lioncub_jax {lc.__version__}\n")
 
 
-@pytest.mark.parametrize("argv", [["--help"], [*GIVEN, "--json"], GIVEN])
+@pytest.mark.parametrize("argv", [["--help"], GIVEN])
 def test_a_closed_pipe_ends_the_command_without_a_word(argv):
     """As by ``| head -1``, which may end before anything is written."""
     read, write = os.pipe()
@@ -582,7 +578,12 @@ def test_a_closed_pipe_ends_the_command_without_a_word(argv):
 def test_a_full_disk_is_one_sentence(argv):
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            program_of(*argv), stdout=full, stderr=subprocess.PIPE, env=OUTER, text=True, timeout=120
+            program_of(*argv),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            env=OUTER,
+            text=True,
+            timeout=120,
         )
     said = "error: standard output: No space left on device; print to another place\n"
     assert (done.returncode, done.stderr) == (2, said)
@@ -625,9 +626,7 @@ def test_a_terminal_of_any_width_shows_everything(width, monkeypatch, capsys, mo
         if argv == GIVEN:
             plan = planner_report.plan(10**8, planner.Cluster(8, LINK), 0.125)
             assert " ".join(planner_report.advice(plan).split()) in " ".join(text.split())
-            assert all(
-                units.seconds_text(found.step) in text for found in plan.estimates.values()
-            )
+            assert all(units.seconds_text(found.step) in text for found in plan.estimates.values())
 
 
 def test_numbers_need_neither_flax_nor_orbax_nor_rich():

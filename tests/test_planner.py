@@ -276,7 +276,9 @@ def test_advice_names_the_closest_of_those_that_are_about_as_fast():
     assert "hides behind the backward pass nothing is gained" in hidden
     assert "hides" not in slow
     alone = planner_report.advice(planner_report.plan(10**8, Cluster(1, SLOW.link), 0.144))
-    assert alone == "Do not use this: one worker has no others to exchange votes with; use optax.lion."
+    assert (
+        alone == "Do not use this: one worker has no others to exchange votes with; use optax.lion."
+    )
     fast = planner_report.advice(planner_report.plan(10**8, SLOW.at(1e13), 1.0))
     assert "the float32 all-reduce takes 0.1% of a step" in fast
     half = planner_report.plan(10**8, SLOW.at(4e11), 0.001)

@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
             "float32_all_reduce": dense,
         })  # fmt: skip
         return 0
-    parts = [compiled.table(found)]
+    parts: list[Any] = [compiled.table(found)]
     if not found:
         parts += ["no collective: the devices send nothing to each other"]
     if dense:

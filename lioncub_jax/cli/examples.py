@@ -1,9 +1,9 @@
 """Targets that the commands can be tried on, and written like: a small model, a step, a program.
 
-    lioncub plan --model lioncub_jax.cli.examples:model ...
-    lioncub plan --measure lioncub_jax.cli.examples:one_step ...
-    lioncub bytes lioncub_jax.cli.examples:lowered --devices 8
-    python -m lioncub_jax.cli.examples > step.hlo       # for 8 devices
+lioncub plan --model lioncub_jax.cli.examples:model ...
+lioncub plan --measure lioncub_jax.cli.examples:one_step ...
+lioncub bytes lioncub_jax.cli.examples:lowered --devices 8
+python -m lioncub_jax.cli.examples > step.hlo       # for 8 devices
 """
 
 from typing import Any

@@ -48,7 +48,10 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "--logs", type=Path, metavar="DIR", help="folder for the output of each worker (none)"
     )
     command.add_argument(
-        "--timeout", type=seconds, metavar="TIME", help="end all workers after it, such as 90s (none)"
+        "--timeout",
+        type=seconds,
+        metavar="TIME",
+        help="end all workers after it, such as 90s (none)",
     )
     command.add_argument(
         "--port", type=count, help="of the coordinator, which is on worker 0 (1234)"
@@ -72,10 +75,12 @@ def run(args: argparse.Namespace) -> int:
     Raises:
       ValueError: for options that do not go together, and as `lab.run`.
     """
+    command: argparse.ArgumentParser = args.parser
     try:
         return _check(args) if args.check else _run(args)
-    except lab.LabError as missing:  # several lines: what to install or permit
-        args.parser.exit(2, f"error: {missing}\n")
+    except lab.LabError as error:  # several lines: what to install or permit
+        missing = str(error)
+    command.exit(2, f"error: {missing}\n")
 
 
 def _check(args: argparse.Namespace) -> int:

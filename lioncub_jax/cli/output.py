@@ -104,8 +104,6 @@ def check_writable(path: Path) -> None:
             return  # opening a pipe or a device would be noticed at its other end
         path.open("ab").close()
     except OSError as error:
-        raise ValueError(
-            f"{path}: {error.strerror}; name a file that can be written"
-        ) from None
+        raise ValueError(f"{path}: {error.strerror}; name a file that can be written") from None
     if not there:
         path.unlink()

@@ -32,8 +32,7 @@ examples:
       --measure lioncub_jax.cli.examples:one_step --bandwidth 1gbit \\
       --platform cpu --plot plan.png"""
 
-# As written in the options, by the name of the function in the planner.
-ALGORITHMS = ("tree", "ring")
+ALGORITHMS = ("tree", "ring")  # names of the planner's functions
 INSIDE_LATENCY = 5e-6
 
 
@@ -46,7 +45,10 @@ def add_options(command: argparse.ArgumentParser) -> None:
         help="where it will run; on cpu XLA all-reduces bfloat16 as float32 (gpu)",
     )  # fmt: skip
     command.add_argument(
-        "--plot", type=Path, metavar="FILE.png", help="draw step time over bandwidth; needs matplotlib"
+        "--plot",
+        type=Path,
+        metavar="FILE.png",
+        help="draw step time over bandwidth; needs matplotlib",
     )
     command.add_argument("--json", action="store_true", help="print numbers instead of tables")
 
@@ -65,7 +67,10 @@ def _add_job(command: argparse.ArgumentParser) -> None:
     )
     work = command.add_mutually_exclusive_group()
     work.add_argument(
-        "--compute", type=seconds, metavar="TIME", help="time of a step without the network, such as 144ms"
+        "--compute",
+        type=seconds,
+        metavar="TIME",
+        help="time of a step without the network, such as 144ms",
     )
     work.add_argument(
         "--measure", metavar="TARGET",
@@ -142,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
         f"{units.seconds_text(latency)}, {args.algorithm}; packing at {units.bytes_text(memory / 8)}/s "
         "of memory; nothing overlaps.",
         *(part for one in plans for part in ("", planner.table(one), "", planner.advice(one))),
-        f"\n{planner.legend()}",
+        f"\nIn a program, by names of lioncub_jax:\n{planner.legend()}",
         *([f"\ndrawn: {args.plot}"] if args.plot else []),
     )
     return 0

@@ -5,7 +5,8 @@
 
 Bytes are those of `lioncub_jax.traffic.predict`, which equal the compiled program's. All else is a model:
 links are full duplex and not shared with others, nothing overlaps, no worker is slower than another.
-What it leaves out is in docs/planner.md. Rates are in bits per second, times in seconds, as `units` reads them.
+What it leaves out is in docs/planner.md. Rates are in bits per second, times in seconds, as
+`lioncub_jax.units` reads them.
 """
 
 import dataclasses
