@@ -506,10 +506,17 @@ def test_help_describes_the_command_and_ends_with_examples(command, capsys, monk
 EXAMPLES = {"": 3, "plan": 3, "bytes": 3, "lab": 3}
 
 
+@pytest.fixture(scope="module")
+def example_program():
+    lowered, mesh = examples.lowered()
+    return lowered.compile(), mesh
+
+
 @pytest.mark.parametrize("command", EXAMPLES)
-def test_the_examples_of_the_help_run(command, capsys, monkeypatch, tmp_path):
+def test_the_examples_of_the_help_run(command, capsys, monkeypatch, tmp_path, example_program):
     """In this process, whose devices are there already: --devices would come too late."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(examples, "lowered", lambda: example_program)  # compiled once for all
     text = help_of(capsys, *filter(None, [command])).split("examples:\n")[1]
     lines = text.replace("\\\n", " ").splitlines()
     assert len(lines) == EXAMPLES[command]
@@ -517,7 +524,7 @@ def test_the_examples_of_the_help_run(command, capsys, monkeypatch, tmp_path):
         program, *argv = shlex.split(line)
         if program == "python":
             assert argv == ["-m", "lioncub_jax.cli.examples", ">", "step.hlo"]
-            Path("step.hlo").write_text(examples.lowered()[0].compile().as_text())
+            Path("step.hlo").write_text(example_program[0].as_text())
             continue
         if "--devices" in argv:
             at = argv.index("--devices")

@@ -75,7 +75,7 @@ class LabError(RuntimeError):
     Example:
       >>> raise LabError("there is no `tc`: install iproute2")
       Traceback (most recent call last):
-      lioncub_jax.lab.LabError: there is no `tc`: install iproute2
+      lioncub_jax.lab.run.LabError: there is no `tc`: install iproute2
     """
 
 
