@@ -92,8 +92,8 @@ def predict(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from lioncub_jax.traffic import accounting
-      >>> round(accounting.predict({"w": jnp.ones((1024, 1024))}, 8).bits_per_parameter, 2)
+      >>> from lioncub_jax import traffic
+      >>> round(traffic.predict({"w": jnp.ones((1024, 1024))}, 8).bits_per_parameter, 2)
       1.77
     """
     checks.check_count(f"workers={workers!r}", workers)
@@ -152,8 +152,8 @@ def predict_mean(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from lioncub_jax.traffic import accounting
-      >>> accounting.predict_mean({"w": jnp.ones(1000)}, 4).sent_bytes
+      >>> from lioncub_jax import traffic
+      >>> traffic.predict_mean({"w": jnp.ones(1000)}, 4).sent_bytes
       6000.0
     """
     checks.check_count(f"workers={workers!r}", workers)
