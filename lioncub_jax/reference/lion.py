@@ -202,7 +202,7 @@ def sign() -> Codes:
     return midrise(1)
 
 
-def midrise(p: int, seed: int | None = None) -> Codes:
+def midrise(p: int, *, seed: int | None = None) -> Codes:
     """``q = floor(x / step) + 2**(p-1)``, clipped; with a seed, rounded at random."""
     half, top = 2 ** (p - 1), 2**p - 1
 
@@ -221,7 +221,7 @@ def midrise(p: int, seed: int | None = None) -> Codes:
     return Codes(lambda workers: top, encode)
 
 
-def integer(p: int = 8, seed: int | None = None) -> Codes:
+def integer(p: int = 8, *, seed: int | None = None) -> Codes:
     """Lion Cub's: ``clip(round(x / mean|x| s/2), -s, s)``, whose sum over W workers fits in p bits."""
 
     def top(workers: int) -> int:
