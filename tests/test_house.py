@@ -209,10 +209,7 @@ def test_collectives_are_in_wires_only():
 
 def test_one_function_casts_to_varying():
     functions = [
-        node.name
-        for path in MODULES.values()
-        for node in tree_of(path).body
-        if of_lax(node, CASTS)
+        node.name for path in MODULES.values() for node in tree_of(path).body if of_lax(node, CASTS)
     ]
     assert functions == ["varying"]
 
