@@ -188,8 +188,7 @@ class Inbox(NamedTuple):
         # A loop and not a sum: its result is kept, where the compiler would make a sum of so many terms
         # anew for each use of the mean.
         total = lax.fori_loop(1, where.workers, lambda w, total: total + decoded(w), decoded(0))
-        mean = total / jnp.maximum(self.present, 1).astype(jnp.float32)
-        return mean.reshape(-1, ROW)
+        return (total * _share(self.present)).reshape(-1, ROW)
 
 
 def _bounded(steps: jax.Array, dominance: float) -> jax.Array:
@@ -226,8 +225,14 @@ class Sums(NamedTuple):
 
     def mean(self, where: Slice, dominance: float) -> jax.Array:
         """Divides by the workers that take part."""
-        mean = self.sums / jnp.maximum(self.present, 1).astype(jnp.float32)
-        return mean.reshape(-1, ROW)
+        return (self.sums * _share(self.present)).reshape(-1, ROW)
+
+
+def _share(present: jax.Array) -> jax.Array:
+    """What a worker counts for in a mean."""
+    # XLA makes a product of a division by a number only if others divide by it too: then the bits of a
+    # mean would depend on what else is in the program.
+    return 1 / jnp.maximum(present, 1).astype(jnp.float32)
 
 
 class Wire(NamedTuple):
