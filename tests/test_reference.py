@@ -18,7 +18,7 @@ import pytest
 from lioncub_jax import reference
 from lioncub_jax.reference import baselines, dgc, lion, simulate, sync
 
-STEPS = 4096
+STEPS = 2048
 TOLERANCE = 5 / (2 * STEPS**0.5)
 SIMULATORS = {
     "sign": reference.local_momentum(),
@@ -183,14 +183,13 @@ def test_a_power_of_two_changes_no_code(name):
         np.testing.assert_array_equal(got.q, want.q, err_msg=str(power))
 
 
-@pytest.mark.parametrize("name", CODES)
+@pytest.mark.parametrize("name", [name for name in CODES if "stochastic" not in name])
 def test_the_code_of_minus_x_is_the_mirrored_code_of_x(name):
-    if "stochastic" in name:
-        pytest.skip("rounded at random: mirrored on average only")
     codes, buffer = CODES[name], reference.buffer_of([(640,)], 2)
     x = buffer.join([jax.random.normal(jax.random.key(0), (2, 640))])
     top = codes.top(2)
-    q, mirrored = (codes.encode(sign * x, buffer, 0).q for sign in (1, -1))
+    encode = jax.jit(lambda x: codes.encode(x, buffer, 0).q)
+    q, mirrored = encode(x), encode(-x)
     np.testing.assert_array_equal(q + mirrored, top)
 
 
@@ -241,8 +240,8 @@ def orders(workers):
     some += [(1,) * 4 + (-1,) * 3 + (0,), (1,) * 4 + (-1,) * 4, (1, -1) * 2 + (0,) * 4, (0,) * 8]
     some += [tuple(-v for v in pattern) for pattern in some]
     rng = np.random.default_rng(0)
-    turned = [np.roll(pattern, k) for pattern in some for k in range(8)]
-    return [tuple(p) for p in turned] + [tuple(rng.permutation(p)) for p in some for _ in range(2)]
+    turned = [np.roll(pattern, k) for pattern in some for k in (0, 1, 2, 5)]
+    return [tuple(p) for p in turned] + [tuple(rng.permutation(p)) for p in some]
 
 
 VOTES = {
@@ -406,10 +405,9 @@ def test_updates_have_the_dtype_of_the_gradients():
             reference.local_momentum(mu_dtype=mu_dtype),
             reference.momentum_at_owner(mu_dtype=mu_dtype),
         ):
-            updates, _ = simulator.update(grads, simulator.init(params, 2), params)
-            assert jax.tree.map(lambda u: u.dtype, updates) == jax.tree.map(
-                lambda g: g.dtype, grads
-            )
+            updates, _ = jax.eval_shape(simulator.update, grads, simulator.init(params, 2), params)
+            for name in grads:
+                assert updates[name].dtype == grads[name].dtype
 
 
 @pytest.mark.parametrize("name", [*SIMULATORS, *OTHERS])
@@ -435,7 +433,7 @@ def test_64_bits_change_no_simulated_run():
         return jnp.sum(params["w"] * batch)
 
     def parameters():
-        votes = reference.local_momentum(codes=reference.midrise(3, seed=0))
+        votes = reference.local_momentum(codes=reference.midrise(3))
         simulator = reference.optimizer(votes, lambda t: 0.125 / (1 + t))
         state = simulate.start(simulator, {"w": jnp.ones(130, jnp.float32)}, WORKERS)
         batch = jnp.linspace(-1, 2, WORKERS * 130, dtype=jnp.float32).reshape(WORKERS, 130)
