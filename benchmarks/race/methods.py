@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import optax
 
 import lioncub_jax as lc
-from lioncub_jax import planner
+from lioncub_jax.planner.model import SILENT
 
 AXIS = "data"
 RATE = 1e-4
-ALONE = planner.SILENT.name  # each worker trains by itself
+ALONE = SILENT.name  # each worker trains by itself
 
 
 def _cub(**options: object) -> optax.GradientTransformation:
