@@ -18,7 +18,7 @@ import optax
 from jax import lax
 
 from lioncub_jax import bits, checks, decide, layout, momentum, quantize, wires
-from lioncub_jax.bits import ROW, WORDS_PER_ROW
+from lioncub_jax.bits import BLOCK, ROW, WORDS_PER_ROW
 from lioncub_jax.decide import Down, Owner, Slice
 from lioncub_jax.layout import Bucket, Flat, Piece
 from lioncub_jax.mesh import placement
@@ -333,10 +333,11 @@ def abstains_now(plan: Plan, abstain: Any, encoded: list[list[Message]]) -> jax.
     flags = [~message.finite for codes in encoded for message in codes]
     asked = jnp.zeros((), bool) if abstain is None else abstain
     abstains = functools.reduce(operator.or_, flags, asked)
-    # Known after all codes are made: then momentum is overwritten in place, and not copied for them.
-    abstains, _ = lax.optimization_barrier(
-        (abstains, [message.planes for codes in encoded for message in codes])
-    )
+    # Never true, but known only when all codes are made: momentum is then overwritten in place, where it
+    # would be copied for the codes that are still to be made of it. A barrier does not last that long.
+    words = [message.planes[0, 0] for codes in encoded for message in codes]
+    late = [lax.population_count(word) > BLOCK for word in words]
+    abstains = functools.reduce(operator.or_, late, abstains)
     # The devices that share a worker abstain as one.
     return wires.same_over_shards(abstains.astype(jnp.uint32), plan.axis) > 0
 

@@ -150,6 +150,9 @@ class Format(NamedTuple):
         return Reply(payload, rows, ties), replies[0, -1]
 
 
+_TOGETHER = 8  # workers whose codes are decoded in one pass
+
+
 class Inbox(NamedTuple):
     """Packed codes of all workers for the chunks that this worker owns.
 
@@ -185,9 +188,19 @@ class Inbox(NamedTuple):
             values = where.up.values(self.planes[w], step, where.rows, where.workers)
             return jnp.where(self.taking_part[w] > 0, values, 0) if where.up.dense else values
 
-        # A loop and not a sum: its result is kept, where the compiler would make a sum of so many terms
-        # anew for each use of the mean.
-        total = lax.fori_loop(1, where.workers, lambda w, total: total + decoded(w), decoded(0))
+        def added(first: int | jax.Array, count: int, total: Any) -> jax.Array:
+            for w in range(count):
+                values = decoded(first + w)
+                total = values if total is None else total + values
+            return total
+
+        # Some workers at a time in one loop over the elements; kept, or each use would decode anew.
+        few = min(where.workers, _TOGETHER)
+        total = lax.optimization_barrier(added(0, few, None))
+        more, rest = divmod(where.workers - few, few)
+        if more:
+            total = lax.fori_loop(1, more + 1, lambda k, total: added(k * few, few, total), total)
+        total = added(few * (more + 1), rest, total)
         mean = total / jnp.maximum(self.present, 1).astype(jnp.float32)
         return mean.reshape(-1, ROW)
 
