@@ -17,7 +17,7 @@ from lioncub_jax import agreement, bits, checks, decide, layout, momentum, quant
 from lioncub_jax.agreement import Agreed, Plan, Voter
 from lioncub_jax.ballots import Ballot, Quantizer
 from lioncub_jax.decide import Down, Owner
-from lioncub_jax.layout import Bucket, Cut, Flat
+from lioncub_jax.layout import Bucket, Cut, Flat, Holder
 from lioncub_jax.mesh import placement
 from lioncub_jax.mesh.specs import cut_of
 from lioncub_jax.momentum import Memory
@@ -47,6 +47,11 @@ class CommunicateState(NamedTuple):
     parameters: jax.Array
     abstained: jax.Array
     abstentions: jax.Array
+
+    @staticmethod
+    def holders() -> dict[str, Holder]:
+        """Whose the fields are, for checkpoints."""
+        return {"mu": Holder.WORKER, "error": Holder.FEEDBACK, "owner": Holder.OWNER}
 
 
 class VoteStats(NamedTuple):

@@ -18,7 +18,7 @@ from jax import lax
 from lioncub_jax import agreement, bits, checks, decide, layout, momentum, quantize, wires
 from lioncub_jax.agreement import Plan, Voter
 from lioncub_jax.ballots import Quantizer
-from lioncub_jax.layout import Bucket, Cut, Flat
+from lioncub_jax.layout import Bucket, Cut, Flat, Holder
 from lioncub_jax.mesh import placement
 from lioncub_jax.mesh.specs import cut_of
 from lioncub_jax.wires import AxisName
@@ -261,6 +261,11 @@ class SyncState(NamedTuple):
     drift: Any
     owner: tuple[Flat, ...] = ()
     pace: Pace | None = None
+
+    @staticmethod
+    def holders() -> dict[str, Holder]:
+        """Whose the fields are, for checkpoints."""
+        return {"drift": Holder.MEASURED, "owner": Holder.OWNER}
 
 
 def sync_momentum(
