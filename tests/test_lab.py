@@ -23,6 +23,7 @@ import pytest
 import lioncub_jax as lc
 from lioncub_jax import lab
 from lioncub_jax.lab.run import _tools
+from lioncub_jax.lab.run import _tools
 
 ROOT = Path(lc.__file__).parents[1]
 PYTHON = [sys.executable, "-I", "-S", "-c"]

@@ -8,6 +8,7 @@ Only what is not as it was written is damage. A disk, a permission or a memory t
 about a checkpoint: such errors are raised as they are, and the checkpoint stays.
 """
 
+import asyncio
 import atexit
 import contextlib
 import functools
@@ -59,7 +60,10 @@ class Restored(NamedTuple):
 
 
 class Damaged(ValueError):
-    """A checkpoint that is not as it was written: a checksum or a seal does not match, or a file is not there."""
+    """A checkpoint that is not as it was written.
+
+    A checksum or a seal does not match, a file is missing, or it cannot be parsed.
+    """
 
 
 class Checkpoints:
@@ -318,7 +322,8 @@ class Checkpoints:
         def careful() -> None:
             nonlocal found, damage
             try:
-                found = read()
+                with _patiently():
+                    found = read()
             except Exception as problem:
                 if not _is_damage(problem, folder):
                     raise
@@ -410,7 +415,7 @@ def _any_process(flag: bool) -> bool:
 
 
 def _together(sentence: str, act: Callable[[], None]) -> None:
-    """Acts in every process; where one fails all raise, it with its error and the others with a sentence."""
+    """Acts in every process; where one fails all raise: it its own error, the others a sentence."""
     try:
         act()
     except Exception:
@@ -443,6 +448,35 @@ def _is_damage(problem: BaseException, folder: Path) -> bool:
         return folder.is_dir()  # or the whole checkpoint was taken away meanwhile
     # orbax reads files of its own that no checksum guards: they cannot be parsed, or lack a part.
     return isinstance(problem, (ValueError, LookupError, TypeError))
+
+
+class _Patient(asyncio.SelectorEventLoop):
+    """Ends all its tasks before it closes.
+
+    Where one read fails orbax closes the loop over the others, and each of them would then print a
+    traceback of its own, hundreds of lines, around the one that matters.
+    """
+
+    def close(self) -> None:
+        left = set() if self.is_closed() else asyncio.all_tasks(self)
+        if left:
+            self.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        super().close()
+
+
+class _Patience(asyncio.DefaultEventLoopPolicy):
+    def new_event_loop(self) -> asyncio.AbstractEventLoop:
+        return _Patient()
+
+
+@contextlib.contextmanager
+def _patiently() -> Iterator[None]:
+    before = asyncio.get_event_loop_policy()
+    asyncio.set_event_loop_policy(_Patience())
+    try:
+        yield
+    finally:
+        asyncio.set_event_loop_policy(before)
 
 
 def _first_line(error: Exception) -> str:
@@ -627,16 +661,18 @@ def _sealed(body: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def stop_on_sigterm(every: int = 1) -> Iterator[Callable[[int], bool]]:
+def stop_on_sigterm(every: int = 10) -> Iterator[Callable[[int], bool]]:
     """Lets a run end at a step of its own when it is told to stop, as clusters do before they take over.
 
     Args:
-      every: several processes ask each other at steps that are multiples of this; each time the host
-        waits for the devices. One process alone knows at once.
+      every: several processes ask each other at steps that are multiples of this. To ask, the host waits
+        until the devices have done all steps given to them, so at every step the devices would idle
+        while the host prepares the next; ``every`` steps must fit into the time between SIGTERM and
+        the kill. One process alone asks nobody and knows at once.
 
     Returns:
       A context manager of ``stopping(step)``: whether SIGTERM has come, to any process. All get the
-      same answer at the same step, so all must ask at every step.
+      same answer at the same step, so all must call it at every step.
 
     Raises:
       ValueError: outside the main thread, where Python takes no signals, or ``every`` below 1.

@@ -430,7 +430,10 @@ def _side_by_side(bucket: Bucket, pieces: Sequence[jax.Array]) -> jax.Array:
     placed = sorted(zip(bucket.segments, pieces, strict=True), key=lambda pair: pair[0].first_row)
     ends = [s.first_row for s, _ in placed[1:]] + [bucket.rows]
     filled = [_padded(x, end - s.first_row, -2) for (s, x), end in zip(placed, ends, strict=True)]
-    return jnp.concatenate(filled, axis=-2)
+    rows = jnp.concatenate(filled, axis=-2)
+    before = [(0, 0)] * rows.ndim
+    before[-2] = (bucket.rows - rows.shape[-2], 0)
+    return jnp.pad(rows, before)
 
 
 def _in_parts(rows: jax.Array, parts: int, each: int) -> jax.Array:
