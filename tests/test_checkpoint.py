@@ -184,7 +184,14 @@ def decided(name):
 DEVICES_OWN = (".model_state",)  # with a group there are more of them
 
 
-@pytest.mark.parametrize(("old", "new"), SAME_WORKERS)
+def mostly_slow(pairs, fast):
+    """A few pairs of layouts in the quick run; all of them in the whole one."""
+    return [pair if pair in fast else pytest.param(*pair, marks=pytest.mark.slow) for pair in pairs]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), mostly_slow(SAME_WORKERS, [("4", "4 of 2"), SAME_WORKERS[-2]])
+)
 def test_momentum_of_the_workers_is_the_same_in_every_layout(old, new, tmp_path):
     found = carried(tmp_path, voted(old), place_of(old), place_of(new), votes())
     # Training in the other layout from the start is the oracle: gradients are exact whole numbers.
@@ -197,7 +204,13 @@ OTHER_WORKERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("old", "new"), SAME_WORKERS[3:] + OTHER_WORKERS)
+@pytest.mark.parametrize(
+    ("old", "new"),
+    mostly_slow(
+        SAME_WORKERS[3:] + OTHER_WORKERS,
+        [SAME_WORKERS[-2], ("8", "4"), ("2 of 4", "8"), ("1", "8")],
+    ),
+)
 def test_momentum_of_the_owners_is_cut_anew(old, new, tmp_path):
     make = owned(up=lc.quantize.dense(), down=lc.decide.floats())
     found = carried(tmp_path, decided(old), place_of(old), place_of(new), make)
@@ -222,7 +235,9 @@ def noisy_batch(i, place):
     return np.random.default_rng(i).normal(size=2 * place.devices).astype(np.float32)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n == "inner axes" else n for n in RUNS]
+)
 def test_a_run_goes_on_to_the_bit_and_the_saved_arrays_may_be_donated(name, tmp_path):
     where, make = RUNS[name]
     place = place_of(where)
@@ -273,7 +288,9 @@ def numbered(state):
 
 
 @pytest.mark.parametrize("rule", ["mean", "keep"])
-@pytest.mark.parametrize(("old", "new"), [("8", "4"), ("4", "8"), ("4", "2")])
+@pytest.mark.parametrize(
+    ("old", "new"), [("8", "4"), ("4", "8"), pytest.param("4", "2", marks=pytest.mark.slow)]
+)
 def test_what_workers_get_when_their_number_changes(old, new, rule, tmp_path):
     make, places = (
         owned(memory=lc.momentum.blend(0.5, 0.5), **CODED),
@@ -330,9 +347,14 @@ def test_accumulated_gradients_of_any_optax_transform_are_averaged(tmp_path):
 # --- Damage
 
 
-def small(step=0):
+@functools.cache
+def first_small():
     place = place_of("2")
-    state = first_state(owned(**CODED)(place), place)
+    return first_state(owned(**CODED)(place), place)
+
+
+def small(step=0):
+    state = first_small()
     return state._replace(
         step=state.step + step, params=jax.tree.map(lambda x: x + step, state.params)
     )
