@@ -20,7 +20,7 @@ from jax import lax
 from lioncub_jax import bits, checks, decide, layout, momentum, quantize, wires
 from lioncub_jax.bits import BLOCK, ROW, WORDS_PER_ROW
 from lioncub_jax.decide import Down, Owner, Slice
-from lioncub_jax.layout import Bucket, Flat, Piece
+from lioncub_jax.layout import Bucket, Flat, Holder, Piece
 from lioncub_jax.mesh import placement
 from lioncub_jax.mesh.specs import cut_of
 from lioncub_jax.momentum import Memory
@@ -51,6 +51,11 @@ class CommunicateState(NamedTuple):
     parameters: jax.Array
     abstained: jax.Array
     abstentions: jax.Array
+
+    @staticmethod
+    def holders() -> dict[str, Holder]:
+        """Whose the fields are, for checkpoints."""
+        return {"mu": Holder.WORKER, "error": Holder.FEEDBACK, "owner": Holder.OWNER}
 
 
 class VoteStats(NamedTuple):

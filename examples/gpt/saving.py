@@ -5,8 +5,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import jax
-
 import lioncub_jax as lc
 from gpt.meshes import Layout
 from gpt.training import Run
@@ -60,8 +58,7 @@ def during(run: Run, checkpoints: lc.Checkpoints | None, every: int) -> Iterator
     if checkpoints is None:
         yield lambda state, step, is_last: False
         return
-    # Processes must agree on the step, and wait for each other when they ask.
-    with lc.stop_on_sigterm(every=10 if jax.process_count() > 1 else 1) as stopping:
+    with lc.stop_on_sigterm() as stopping:
 
         def stops(state: lc.TrainState, step: int, is_last: bool) -> bool:
             stop = stopping(step)

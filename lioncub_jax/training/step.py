@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax import checks, wires
-from lioncub_jax.layout import varying_axes
+from lioncub_jax.layout import Holder, varying_axes
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.mesh.specs import (
     check_batch_spec,
@@ -57,6 +57,11 @@ class TrainState(NamedTuple):
     model_state: Any
     opt_state: Any
     rng: jax.Array
+
+    @staticmethod
+    def holders() -> dict[str, Holder]:
+        """Whose the fields are, for checkpoints."""
+        return {"model_state": Holder.WORKER}
 
 
 def on_mesh(
