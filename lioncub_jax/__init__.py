@@ -68,3 +68,13 @@ __all__ = [
     "wires",
     "worker_value_and_grad",
 ]
+
+__version__: str  # of the installed package; looked up when it is asked for
+
+
+def __getattr__(name: str) -> object:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version(__name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import optax
 
 from lioncub_jax import checks, decide, momentum, quantize, wires
-from lioncub_jax.ballots import Quantizer
 from lioncub_jax.exchange import communicate
+from lioncub_jax.quantize import Quantizer
 from lioncub_jax.sync import Schedule, check_schedule, never, sync_momentum
 from lioncub_jax.wires import AxisName, Wire
 
@@ -172,7 +172,7 @@ def owner_lion(
       weight_decay: as `lion_cub`.
       mask: as `lion_cub`.
       axis_name: mesh axis of the workers.
-      quantizer: of gradients; default ``error_feedback(midrise(3, block=128))``; ``dense()`` for the
+      quantizer: of gradients; default ``error_feedback(midrise(3))``; ``dense()`` for the
         exact mean.
       wire: ``two_phase()`` by default.
       dominance: see ``momentum_at_owner``.
@@ -187,7 +187,7 @@ def owner_lion(
 
     Example:
       >>> import lioncub_jax as lc
-      >>> tx = lc.owner_lion(1e-4, axis_name="data", quantizer=lc.quantize.midrise(4, block=64))
+      >>> tx = lc.owner_lion(1e-4, axis_name="data", quantizer=lc.quantize.midrise(4))
 
     Source: this library; the optimizer is Lion (arXiv 2302.06675).
     """
@@ -196,9 +196,7 @@ def owner_lion(
     lion = optax.scale_by_lion(b1=b1, b2=b2, mu_dtype=mu_dtype)
     vote = communicate(
         axis_name=axis_name,
-        up=quantize.error_feedback(quantize.midrise(3, block=128))
-        if quantizer is None
-        else quantizer,
+        up=quantize.error_feedback(quantize.midrise(3)) if quantizer is None else quantizer,
         owner=decide.momentum_at_owner(lion, dominance=dominance),
         wire=wire,
         group_axis=group_axis,
