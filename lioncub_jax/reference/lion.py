@@ -293,8 +293,10 @@ def to_bfloat16(x: jax.Array) -> jax.Array:
 
 
 def quotient(x: jax.Array, unit: jax.Array) -> jax.Array:
-    """``x / unit``, and 0 where the unit is 0."""
-    return jnp.where(unit > 0, x / jnp.where(unit > 0, unit, 1), 0)
+    """``x / unit``, and 0 where the unit is 0; by an inverse that no unit is too large or small for."""
+    near_one = jnp.where(unit > 1, jnp.float32(2.0**-64), jnp.float32(2.0**64))
+    inverse = jnp.where(unit > 0, 1 / jnp.where(unit > 0, unit * near_one, 1), 0)
+    return (x * near_one) * inverse
 
 
 def noise(buffer: Buffer, workers: int, t: Any, seed: int) -> jax.Array:
