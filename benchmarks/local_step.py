@@ -137,7 +137,9 @@ def measure(size: int, dtype: Any, rounds: int) -> dict[str, list[float]]:
 
 def main() -> None:
     parser = report.parser(__doc__)
-    parser.add_argument("--quick", action="store_true", help="only 4M and 16M parameters in float32")
+    parser.add_argument(
+        "--quick", action="store_true", help="only 4M and 16M parameters in float32"
+    )
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
     console, results, keys = Console(width=110), [], {}
