@@ -306,7 +306,7 @@ def story(shape, steps=4, seed=0):
 def run_on_mesh(txs, shape, kind, specs, grads, abstain):
     """Updates ``[steps, ...]`` and the last state of each transform; all of them in one program."""
     mesh = shape.mesh(kind)
-    params = placed(zeros(), specs, mesh)
+    params = placed({n: jnp.zeros(g.shape[3:]) for n, g in grads.items()}, specs, mesh)
     txs = {name: lc.on_mesh(tx, mesh, specs=specs, **shape.of()) for name, tx in txs.items()}
     lead = shape.worker_axes + ((shape.group,) if shape.group else ())
     stacked = jax.tree.map(lambda s: P(None, lead, *s), specs, is_leaf=is_spec)
@@ -372,6 +372,25 @@ def test_updates_are_those_of_the_reference(name, kind, methods):
             np.testing.assert_array_equal(got[method][leaf], want[leaf], err_msg=f"{method}, {leaf}")
         assert any(np.abs(u).max() > 0 for u in got[method].values() if u.size)
         assert int(lc.vote_stats(states[method]).abstentions) == absent.sum()
+
+
+@pytest.mark.parametrize(("name", "spec"), [("4 x 2", P(None, "tp")), ("two-level 4 x 2", P())])
+def test_large_leaves_lie_by_themselves_and_small_ones_behind_them(name, spec):
+    """Large are 2,048 rows of 128 or more on a device."""
+    shape, steps = MESHES[name], 2
+    rng = np.random.default_rng(0)
+    sizes = {"a": (10, 6), "large": (4, 131_200), "z": (300, 4)}
+    lead = steps, shape.workers, shape.group_size
+    grads = {n: rng.integers(-2, 3, (*lead, *s)).astype(np.float32) for n, s in sizes.items()}
+    grads = {n: shape.group_size * g for n, g in grads.items()}
+    specs, absent = dict.fromkeys(sizes, spec), np.zeros((steps, shape.workers), bool)
+    txs = {method: METHODS[method][0](**shape.of()) for method in ("sign", "owner")}
+    got, _ = run_on_mesh(txs, shape, AxisType.Auto, specs, grads, absent)
+    means = {n: g.mean(2) for n, g in grads.items()}
+    for method in txs:
+        want = simulated(METHODS[method][1], shape, specs, means, absent)
+        for leaf in sizes:
+            np.testing.assert_array_equal(got[method][leaf], want[leaf], err_msg=f"{method}, {leaf}")
 
 
 # --- What travels
