@@ -325,7 +325,7 @@ def encode(plan: Plan, worker: Worker, bucket: Bucket, sent: list[jax.Array]) ->
             Place(
                 bucket, piece, (first + piece.first_row) * WORDS_PER_ROW,
                 worker.step, worker.index, worker.workers,
-                _counts(worker, piece) if bucket.ragged else None,
+                _counts(worker, piece) if bucket.ragged or _sliced(worker, bucket) else None,
                 plan.format(bucket).sends_steps, shard, shards, total,
             ),
         )
@@ -437,23 +437,27 @@ def _joined(form: Format, codes: list[Message], abstains: jax.Array) -> Message:
 
 def _counts(worker: Worker, piece: Piece) -> jax.Array:
     """``int32[rows]``: how many elements of each row of a piece are no padding."""
-    known = [worker.counts[s.leaf] for s in piece.segments]
-    if any(count is None for count in known):
+    if all(worker.counts[s.leaf] is None for s in piece.segments):
         return layout.filled(piece.segments, piece.first_row, piece.rows)
-    padded = [
-        layout.pad_rows(count, s.rows)
-        for count, s in zip(known, piece.segments, strict=True)
-        if count is not None
-    ]
-    return layout.pad_rows(jnp.concatenate(padded), piece.rows)
+    each = []
+    for s in piece.segments:
+        count = worker.counts[s.leaf]
+        own = layout.filled([s], s.first_row, s.rows) if count is None else count
+        each.append(layout.pad_rows(own, s.rows))
+    return layout.pad_rows(jnp.concatenate(each), piece.rows)
+
+
+def _sliced(worker: Worker, bucket: Bucket) -> bool:
+    """Whether leaves have padding where their sizes do not say it."""
+    return any(worker.counts[s.leaf] is not None for s in bucket.segments)
 
 
 def _owned_counts(
     plan: Plan, worker: Worker, bucket: Bucket, first: Any, chunks: int
 ) -> jax.Array | None:
     """The same for the chunks that this worker owns; None where no padding can be taken for a value."""
-    sliced = any(worker.counts[s.leaf] is not None for s in bucket.segments)
-    if not bucket.ragged and not sliced and not (plan.up.has_zero and bucket.padded):
+    padded = plan.up.has_zero and bucket.padded
+    if not bucket.ragged and not padded and not _sliced(worker, bucket):
         return None
     counts = jnp.concatenate([_counts(worker, piece) for piece in bucket.pieces])
     counts = layout.pad_rows(counts, bucket.rows)
