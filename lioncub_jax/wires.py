@@ -201,8 +201,7 @@ class Inbox(NamedTuple):
         if more:
             total = lax.fori_loop(1, more + 1, lambda k, total: added(k * few, few, total), total)
         total = added(few * (more + 1), rest, total)
-        mean = total / jnp.maximum(self.present, 1).astype(jnp.float32)
-        return mean.reshape(-1, ROW)
+        return (total * _share(self.present)).reshape(-1, ROW)
 
 
 def _bounded(steps: jax.Array, dominance: float) -> jax.Array:
@@ -239,8 +238,14 @@ class Sums(NamedTuple):
 
     def mean(self, where: Slice, dominance: float) -> jax.Array:
         """Divides by the workers that take part."""
-        mean = self.sums / jnp.maximum(self.present, 1).astype(jnp.float32)
-        return mean.reshape(-1, ROW)
+        return (self.sums * _share(self.present)).reshape(-1, ROW)
+
+
+def _share(present: jax.Array) -> jax.Array:
+    """What a worker counts for in a mean."""
+    # XLA makes a product of a division by a number only if others divide by it too: then the bits of a
+    # mean would depend on what else is in the program.
+    return 1 / jnp.maximum(present, 1).astype(jnp.float32)
 
 
 class Wire(NamedTuple):

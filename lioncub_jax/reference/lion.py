@@ -351,7 +351,7 @@ def bounded_mean(message: Message, present: jax.Array, top: int, dominance: floa
     decoded = decode(Message(message.q, jnp.minimum(step, limit)), top)
     decoded = jnp.where(present, decoded, 0)
     total = lax.fori_loop(1, len(step), lambda i, total: total + decoded[i], decoded[0])
-    return total / jnp.maximum(jnp.sum(present, dtype=jnp.int32), 1).astype(jnp.float32)
+    return total * (1 / jnp.maximum(jnp.sum(present, dtype=jnp.int32), 1).astype(jnp.float32))
 
 
 # --- One step of all workers
