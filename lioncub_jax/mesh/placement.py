@@ -17,7 +17,6 @@ from jax.sharding import AxisType, Mesh, auto_axes, explicit_axes
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax import wires
-from lioncub_jax.layout import varying_axes
 from lioncub_jax.mesh.specs import (
     axes_of,
     check_specs,
@@ -26,6 +25,7 @@ from lioncub_jax.mesh.specs import (
     restrict,
     shardings,
     specs_of,
+    varying_axes,
 )
 from lioncub_jax.wires import AxisName
 
@@ -92,6 +92,8 @@ class Workers:
       mesh: the devices, axes Auto or Explicit.
       axis_name: mesh axis of the workers, or several as a tuple: one group of voters.
       group_axis: mesh axis of the devices of one worker, in two levels; else None.
+      axes: those over which gradients differ: the workers', then those of a worker's devices.
+      count: how many gradients there are: one for each worker, or for each device of a group.
 
     Raises:
       TypeError: for a mesh that is none.
@@ -110,9 +112,14 @@ class Workers:
     mesh: Mesh
     axis_name: AxisName
     group_axis: AxisName | None = None
+    axes: tuple[str, ...] = dataclasses.field(init=False, repr=False, compare=False)
+    count: int = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_mesh(self.mesh, self.axis_name, self.group_axis)
+        axes = (*wires.names(self.axis_name), *wires.names(self.group_axis or ()))
+        object.__setattr__(self, "axes", axes)
+        object.__setattr__(self, "count", product(self.mesh.shape, axes))
 
     @classmethod
     def on(cls, mesh: Mesh, axis_name: AxisName, group_axis: AxisName | None = None) -> "Workers":
@@ -122,16 +129,6 @@ class Workers:
     def __str__(self) -> str:
         """The axes, as they are written in a call."""
         return as_arguments(self.axis_name, self.group_axis)
-
-    @property
-    def count(self) -> int:
-        """How many gradients there are: one for each worker, or for each device of a group."""
-        return product(self.mesh.shape, self.axes)
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The axes over which gradients differ: the workers', then those of a worker's devices."""
-        return (*wires.names(self.axis_name), *wires.names(self.group_axis or ()))
 
     def vary(self, tree: Any) -> Any:
         """Gives arrays the type of what differs between workers."""
@@ -145,9 +142,14 @@ class Workers:
         check_specs(specs, params, self.mesh, self.axes)
         cutting = [n for n in self.mesh.axis_names if self.mesh.shape[n] > 1]
         flat = jax.tree.leaves(restrict(specs, cutting), is_leaf=is_spec)
-        # XLA replicates what is empty, whatever it is told.
-        held = [s if x.size else P() for s, x in zip(flat, jax.tree.leaves(params), strict=True)]
+        held = [_as_laid(s, x) for s, x in zip(flat, jax.tree.leaves(params), strict=True)]
         return jax.tree.unflatten(jax.tree.structure(params), held)
+
+    def laid(self, specs: Any, arrays: Any) -> Any:
+        """How global arrays of these specs come out of a compiled program."""
+        if AxisType.Auto not in self.mesh.axis_types:
+            return specs  # their types hold them
+        return jax.tree.map(_as_laid, specs, arrays, is_leaf=is_spec)
 
     def _check_known(self, params: Any) -> None:
         mesh = self.mesh
@@ -190,6 +192,11 @@ class Workers:
             return change(x) if self.stacks(spec) else x
 
         return jax.tree.map(leaf, specs, tree, is_leaf=is_spec)
+
+
+def _as_laid(spec: P, x: Any) -> P:
+    """XLA replicates what is empty, whatever it is told."""
+    return spec if x.size else P()
 
 
 def as_arguments(axis_name: AxisName, group_axis: AxisName | None) -> str:

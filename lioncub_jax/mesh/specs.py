@@ -65,6 +65,28 @@ def _cutting(sharding: NamedSharding) -> P:
     return restrict(sharding.spec, [n for n, size in sharding.mesh.shape.items() if size > 1])
 
 
+def varying_axes(x: jax.Array) -> frozenset:
+    """The mesh axes over which the type of ``x`` varies; none outside ``shard_map``."""
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+def apart(tree: Any, axes: Sequence[str]) -> tuple[str, ...]:
+    """Those of some axes over which the type of any array varies."""
+    over = frozenset().union(*map(varying_axes, jax.tree.leaves(tree)))
+    return tuple(n for n in axes if n in over)
+
+
+def by_type(leaves: Sequence[jax.Array], workers: Sequence[str]) -> tuple[P, ...]:
+    """How arrays lie, by their types, once what differs between workers has a leading axis."""
+
+    def spec(x: jax.Array) -> P:
+        inner = jax.typeof(x).sharding.spec
+        axes = tuple(n for n in workers if n in varying_axes(x))
+        return shortened(P(axes, *inner) if axes else inner)
+
+    return tuple(map(spec, leaves))
+
+
 def shortened(spec: P) -> P:
     """One spelling for specs that mean the same, so that nothing is compiled twice."""
     entries = [axes_of(entry) for entry in spec]

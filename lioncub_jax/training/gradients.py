@@ -208,8 +208,8 @@ def from_nnx(
 
     if not isinstance(model, nnx.Module):
         raise TypeError(
-            f"from_nnx is given a {type(model).__name__}: give a flax.nnx.Module; a tree of parameters needs "
-            "no splitting, give it to init_state as it is, and a loss (params, batch, rng) to make_train_step"
+            f"from_nnx is given a {type(model).__name__}: give a flax.nnx.Module; a tree of parameters "
+            "needs no splitting: give it to init_state, and a loss (params, batch, rng) to make_train_step"
         )
     graph, params, rest = nnx.split(model, nnx.Param, ...)  # type: ignore[misc]
 

@@ -97,7 +97,7 @@ def _check_arrays(params: Any) -> None:
         if not hasattr(x, "shape") or not hasattr(x, "dtype"):
             raise TypeError(
                 f"params{jax.tree_util.keystr(path)} is {x!r}, a {type(x).__name__}: parameters are "
-                "arrays; give jnp.asarray(...), or of an equinox module its arrays, eqx.filter(model, eqx.is_array)"
+                "arrays; give jnp.asarray(...), or of an equinox module eqx.filter(model, eqx.is_array)"
             )
 
 
@@ -194,7 +194,8 @@ def abstract_state(
     params = shaped(cut, params)
     mine = on_mesh(tx, workers, specs=cut)
     tx = optax.with_extra_args_support(tx)
-    opt_state = shaped(state_specs(tx, workers, params, cut), jax.eval_shape(mine.init, params))
+    made = jax.eval_shape(mine.init, params)
+    opt_state = shaped(workers.laid(state_specs(tx, workers, params, cut), made), made)
     own = jax.tree.map(lambda x: on(P(workers.axes), x, workers.count), model_state)
     step, rng = jax.eval_shape(lambda: (jnp.zeros((), jnp.int32), jax.random.key(0)))
     of_shapes: Any = TrainState

@@ -20,14 +20,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax import checks, wires
-from lioncub_jax.layout import varying_axes
 from lioncub_jax.mesh.placement import Static, Workers, workers_of
 from lioncub_jax.mesh.specs import (
+    apart,
+    by_type,
     check_batch_spec,
     is_spec,
     parts,
     shardings,
-    shortened,
     spec_of,
     stacked,
 )
@@ -110,7 +110,8 @@ def on_mesh(
 
         run = workers.map(place, (cut,), held, explicit=True)
         # Zeros need no input, and without one only this tells where they go.
-        return jax.jit(run, out_shardings=shardings(held, workers.mesh))(params)
+        lie = workers.laid(held, jax.eval_shape(run, params))
+        return jax.jit(run, out_shardings=shardings(lie, workers.mesh))(params)
 
     def update(
         updates: Any, state: Any, params: Any = None, *, abstain: Any = None, **extra: Any
@@ -218,8 +219,8 @@ def _check_alive(state: TrainState) -> None:
         if isinstance(x, jax.Array) and x.is_deleted():
             raise ValueError(
                 f"state{jax.tree_util.keystr(path)} was given to an earlier step, which took over its "
-                "memory (donated): go on with the state that the step returned, state, metrics = step(state, "
-                "batch), or build the step with make_train_step(..., donate=False) to keep old states"
+                "memory (donated): go on with the state that the step returned, state, metrics = "
+                "step(state, batch), or give make_train_step(..., donate=False) to keep old states"
             )
 
 
@@ -333,14 +334,9 @@ def make_train_step(
 def state_specs(tx: Any, workers: Workers, params: Any, cut: Any) -> Any:
     """A spec for each leaf of the optimizer state: over the workers' axes, where theirs differ."""
 
-    def spec(x: jax.Array) -> P:
-        inner = jax.typeof(x).sharding.spec
-        axes = tuple(n for n in workers.axes if n in varying_axes(x))
-        return shortened(P(axes, *inner) if axes else inner)
-
     def probe(params: Any) -> Static:
         leaves, structure = jax.tree.flatten(tx.init(workers.vary(params)))
-        return Static((structure, tuple(map(spec, leaves))))
+        return Static((structure, by_type(leaves, workers.axes)))
 
     structure, specs = jax.eval_shape(workers.map(probe, (cut,), P(), explicit=True), params).value
     return jax.tree.unflatten(structure, specs)
@@ -362,7 +358,8 @@ def _check_gradients(updates: Any, params: Any, workers: Workers) -> None:
         if jnp.shape(g) != shape:
             raise ValueError(
                 f"the gradient of {jax.tree_util.keystr(path) or 'the parameters'} has shape "
-                f"{jnp.shape(g)}, and not {shape}, one of {jnp.shape(p)} for each of {workers.count} workers: {lines}"
+                f"{jnp.shape(g)}, and not {shape}, one of {jnp.shape(p)} for each of {workers.count} "
+                f"workers: {lines}"
             )
 
 
@@ -393,16 +390,16 @@ def _check_abstain(abstain: Any, workers: Workers) -> None:
 
 def _check_agreed(updates: Any, workers: Workers) -> None:
     """Raises ``ValueError`` for an update that differs between workers, by its type."""
-    apart = set().union(*(varying_axes(u) for u in jax.tree.leaves(updates))) & set(workers.axes)
-    if not apart:
+    over = apart(updates, workers.axes)
+    if not over:
         return
     differs = (
         "the optimizer's update differs between workers, so their parameters would drift apart"
     )
-    alike = tuple(n for n in workers.axes if n not in apart)
+    alike = tuple(n for n in workers.axes if n not in over)
     if alike:
         raise ValueError(
-            f"{differs}: it is the same over {alike} and not over {tuple(sorted(apart))}. The step has "
+            f"{differs}: it is the same over {alike} and not over {over}. The step has "
             f"{workers}; give the optimizer the same, or a lioncub_jax.Workers to both: "
             "lion_cub(..., axis_name=workers), make_train_step(loss, tx, workers)"
         )
