@@ -400,7 +400,8 @@ def _check_agreed(updates: Any, workers: Workers) -> None:
     if alike:
         raise ValueError(
             f"{differs}: it is the same over {alike} and not over {over}. The step has "
-            f"{workers}; give the optimizer the same, or a lioncub_jax.Workers to both: "
+            f"{workers}; give the optimizer the same (a group_axis must be given to both), or a "
+            "lioncub_jax.Workers to both: "
             "lion_cub(..., axis_name=workers), make_train_step(loss, tx, workers)"
         )
     raise ValueError(
