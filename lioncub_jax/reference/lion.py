@@ -131,9 +131,7 @@ class Simulator(NamedTuple):
 Places = Callable[[int, int, int], Any]  # as `words` without its options
 
 
-def words(
-    rows: int, workers: int, unit: int, first_word: Any = 0
-) -> tuple[jax.Array, jax.Array]:
+def words(rows: int, workers: int, unit: int, first_word: Any = 0) -> tuple[jax.Array, jax.Array]:
     """The word and the bit of each element of a buffer, ``uint32[rows, 128]`` each.
 
     Args:
