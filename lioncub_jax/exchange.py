@@ -198,13 +198,14 @@ class Plan(NamedTuple):
         limit = self.bucket_size
         if limit is not None and self.group is not None:
             limit = max(limit // wires.workers_on(self.group), 1)
-        return layout.buckets(leaves, workers, limit)
+        return layout.buckets(leaves, workers, limit, [wires.varying_axes(x) for x in leaves])
 
     def cuts(self, leaves: list[jax.Array]) -> tuple[Bucket, ...]:
         """The flat buffers that the devices of a group share; none without a group."""
         if self.group is None:
             return ()
-        return layout.buckets(leaves, wires.workers_on(self.group), self.bucket_size)
+        axes = [wires.varying_axes(x) for x in leaves]
+        return layout.buckets(leaves, wires.workers_on(self.group), self.bucket_size, axes)
 
     def format(self, bucket: Bucket) -> Format:
         """What travels for a bucket."""

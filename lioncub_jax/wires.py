@@ -25,7 +25,7 @@ from jax import lax
 from lioncub_jax import bits
 from lioncub_jax.bits import ROW
 from lioncub_jax.decide import Down, Owner, Reply, Slice, Tally
-from lioncub_jax.layout import Bucket, varying_axes
+from lioncub_jax.layout import Bucket
 from lioncub_jax.quantize import Message, Quantizer
 
 AxisName = str | tuple[str, ...]
@@ -34,6 +34,11 @@ AxisName = str | tuple[str, ...]
 def names(axis: AxisName | None) -> tuple[str, ...]:
     """The mesh axes of the workers: one, or several that are one group of voters; None for none."""
     return (axis,) if isinstance(axis, str) else axis or ()
+
+
+def varying_axes(x: jax.Array) -> frozenset:
+    """The mesh axes over which the type of ``x`` varies; none outside ``shard_map``."""
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
 class Sent(NamedTuple):

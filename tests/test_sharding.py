@@ -22,8 +22,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
-from lioncub_jax import layout, reference
-from lioncub_jax.mesh.specs import is_spec
+from lioncub_jax import reference
 from lioncub_jax.traffic.compiled import collectives
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
@@ -118,9 +117,7 @@ def zeros():
 
 
 def placed(tree, specs, mesh):
-    return jax.tree.map(
-        lambda s, x: jax.device_put(x, NamedSharding(mesh, s)), specs, tree, is_leaf=is_spec
-    )
+    return jax.tree.map(lambda s, x: jax.device_put(x, NamedSharding(mesh, s)), specs, tree)
 
 
 # --- The reference on every shard
@@ -170,7 +167,9 @@ def simulated(oracle, shape, specs, grads, abstain):
         here = dict(zip(shape.inner, at, strict=True))
         for bucket in plan:
             mine = {n: shard(grads[n], specs[n], shape.sizes, here) for n in bucket.names}
-            updates = run_reference(oracle, mine, abstain, bucket.first_words(here, shape), bucket.slice_rows)
+            updates = run_reference(
+                oracle, mine, abstain, bucket.first_words(here, shape), bucket.slice_rows
+            )
             for name in bucket.names:
                 parts[name][at] = np.asarray(updates[name])
     full = {n: unshard(parts[n], specs[n], shape.sizes, shape.inner) for n in grads if parts[n]}
@@ -309,7 +308,7 @@ def run_on_mesh(txs, shape, kind, specs, grads, abstain):
     params = placed({n: jnp.zeros(g.shape[3:]) for n, g in grads.items()}, specs, mesh)
     txs = {name: lc.on_mesh(tx, mesh, specs=specs, **shape.of()) for name, tx in txs.items()}
     lead = shape.worker_axes + ((shape.group,) if shape.group else ())
-    stacked = jax.tree.map(lambda s: P(None, lead, *s), specs, is_leaf=is_spec)
+    stacked = jax.tree.map(lambda s: P(None, lead, *s), specs)
 
     @jax.jit
     def run(params, grads, abstain):
@@ -318,7 +317,9 @@ def run_on_mesh(txs, shape, kind, specs, grads, abstain):
                 name: tx.update(now[0], states[name], params, abstain=now[1])
                 for name, tx in txs.items()
             }
-            return {n: state for n, (_, state) in done.items()}, {n: u for n, (u, _) in done.items()}
+            return {n: state for n, (_, state) in done.items()}, {
+                n: u for n, (u, _) in done.items()
+            }
 
         states = {name: tx.init(params) for name, tx in txs.items()}
         return jax.lax.scan(step, states, (grads, abstain))
@@ -369,7 +370,9 @@ def test_updates_are_those_of_the_reference(name, kind, methods):
     for method in methods:
         want = simulated(METHODS[method][1], shape, specs, means, absent)
         for leaf in LEAVES:
-            np.testing.assert_array_equal(got[method][leaf], want[leaf], err_msg=f"{method}, {leaf}")
+            np.testing.assert_array_equal(
+                got[method][leaf], want[leaf], err_msg=f"{method}, {leaf}"
+            )
         assert any(np.abs(u).max() > 0 for u in got[method].values() if u.size)
         assert int(lc.vote_stats(states[method]).abstentions) == absent.sum()
 
@@ -390,7 +393,9 @@ def test_large_leaves_lie_by_themselves_and_small_ones_behind_them(name, spec):
     for method in txs:
         want = simulated(METHODS[method][1], shape, specs, means, absent)
         for leaf in sizes:
-            np.testing.assert_array_equal(got[method][leaf], want[leaf], err_msg=f"{method}, {leaf}")
+            np.testing.assert_array_equal(
+                got[method][leaf], want[leaf], err_msg=f"{method}, {leaf}"
+            )
 
 
 # --- What travels

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from lioncub_jax import bits, checks, decide, layout, quantize, wires
 from lioncub_jax.decide import Down, Owner
-from lioncub_jax.mesh.specs import axes_of, is_spec, shard_shape
+from lioncub_jax.mesh.specs import axes_of, shard_shape
 from lioncub_jax.quantize import Quantizer
 from lioncub_jax.sync import Schedule, check_schedule
 from lioncub_jax.traffic import compiled
@@ -223,7 +223,7 @@ def _shards(
     leaves = jax.tree.leaves(params)
     if specs is None:
         return leaves, [frozenset()] * len(leaves)
-    flat = jax.tree.leaves(specs, is_leaf=is_spec)
+    flat = jax.tree.leaves(specs)
     shards = [
         jax.ShapeDtypeStruct(shard_shape(leaf.shape, spec, inner_axes), leaf.dtype)
         for leaf, spec in zip(leaves, flat, strict=True)
