@@ -175,7 +175,8 @@ def _place(members: list[tuple[int, jax.Array]], workers: int) -> Bucket:
     sizes = {index: math.prod(leaf.shape) for index, leaf in members}
     large = [m for m in members if -(-sizes[m[0]] // ROW) >= SMALL]
     small = [m for m in members if -(-sizes[m[0]] // ROW) < SMALL]
-    segments, first = [], 0
+    segments: list[Segment] = []
+    first = 0
     for index, leaf in (*large, *small):
         rows = -(-sizes[index] // ROW)
         rows = _round_up(rows, BLOCK) if len(segments) < len(large) else rows

@@ -84,7 +84,7 @@ class Format(NamedTuple):
 
     @property
     def sends_votes(self) -> bool:
-        """Whether a bit says on which rows a worker votes; codes with a zero and values say so themselves."""
+        """Whether a bit says on which rows a worker votes; codes with a zero say so themselves."""
         return not self.decodes and not self.up.has_zero
 
     @property
@@ -577,9 +577,9 @@ def workers_on(axis: AxisName | None) -> int:
         bound = jax.sharding.get_abstract_mesh().manual_axes
         if bound:
             raise ValueError(
-                f"axis_name={axis!r} is not an axis of the workers here, where the mapped axes are {bound}: "
-                "the optimizer and the step around it name different axes; give both the same one, such as "
-                "one lioncub_jax.Workers"
+                f"axis_name={axis!r} is not an axis of the workers here, where the mapped axes are "
+                f"{bound}: the optimizer and the step around it name different axes; give both the same "
+                "one, such as one lioncub_jax.Workers"
             ) from error
         raise ValueError(
             f"axis_name={axis!r} is not a mesh axis here: update (and, for state that is sharded over "

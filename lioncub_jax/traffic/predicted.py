@@ -94,7 +94,7 @@ def predict(
       >>> import jax.numpy as jnp
       >>> from lioncub_jax import traffic
       >>> round(traffic.predict({"w": jnp.ones((1024, 1024))}, 8).bits_per_parameter, 2)
-      1.77
+      1.76
     """
     checks.check_count(f"workers={workers!r}", workers)
     checks.check_count(f"group_size={group_size!r}", group_size)
@@ -184,7 +184,7 @@ def sync_traffic(params: Any, workers: int, schedule: Schedule, where: Any = Non
       >>> import jax.numpy as jnp, lioncub_jax as lc
       >>> sync = lc.traffic.sync_traffic({"w": jnp.ones((1024, 1024))}, 8, lc.sync.coded(lc.sync.every(3)))
       >>> round(sync.bits_per_parameter / 3, 2)  # a step
-      0.69
+      0.66
     """
     checks.check_count(f"workers={workers!r}", workers)
     check_schedule(schedule)
