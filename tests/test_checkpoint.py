@@ -663,8 +663,7 @@ def test_a_save_that_the_end_of_the_program_cuts_off_is_an_error_and_blocks_noth
     shown = run_script(script).stderr
     with Checkpoints(tmp_path, axis_name="data") as checkpoints:
         if not checkpoints.steps():  # else it was written in time
-            assert "the program ended while a checkpoint was written to" in shown
-            assert str(tmp_path) in shown.strip().splitlines()[-1]
+            assert f"the program ended while a checkpoint was written to {tmp_path}" in shown
             checkpoints.save(small(1), {"step": 1})
     assert restore_small(tmp_path).step == 1
 
