@@ -26,10 +26,10 @@ need_python = $($(1)) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/d
 	"$$($($(1)) --version 2>&1 | head -n 1). Name one: make $(1)=/path/to/python3" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format oldest newest bench lock clean
+.PHONY: help venv demo test test-all lint format oldest newest bench lock clean
 
 help: ## print this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
 	@echo "variables: PYTHON=$(PYTHON) NEWEST_PYTHON=$(NEWEST_PYTHON) DEMO_ARGS='$(DEMO_ARGS)'"
 	@echo "           TEST_JOBS=$(TEST_JOBS) TEST_ARGS='$(TEST_ARGS)' BENCH_ARGS='$(BENCH_ARGS)'"
 
@@ -52,8 +52,12 @@ endif
 demo: $(READY) ## train the example, with output in runs/demo
 	$(VENV)/bin/python examples/train_gpt.py $(DEMO_ARGS)
 
-test: $(READY) ## run the tests and the doctests
-	$(VENV)/bin/python $(PYTEST)
+test: $(READY) ## run the tests and the doctests but for the slow ones
+	$(VENV)/bin/python $(PYTEST) -m "not slow"
+
+# XLA_FLAGS=: as users compile, not as tests/conftest.py does to be quick.
+test-all: $(READY) ## run every test, compiled as for users
+	XLA_FLAGS= $(VENV)/bin/python $(PYTEST)
 
 lint: $(READY) ## check style, formatting and types
 	$(VENV)/bin/python -m ruff check .
@@ -70,10 +74,10 @@ $(OLDEST_READY): pyproject.toml requirements/oldest.txt
 	.venv-oldest/bin/python $(PIP_INSTALL) -c requirements/oldest.txt -e '.[plots,test]'
 	@touch $@
 
-oldest: $(OLDEST_READY) ## run the tests with the oldest supported jax, flax and optax
+oldest: $(OLDEST_READY) ## run every test with the oldest supported jax, flax and optax
 	.venv-oldest/bin/python $(PYTEST)
 
-newest: ## run the tests with the newest jax on NEWEST_PYTHON, installed anew
+newest: ## run every test with the newest jax on NEWEST_PYTHON, installed anew
 	@$(call need_python,NEWEST_PYTHON)
 	$(NEWEST_PYTHON) -m venv --clear .venv-newest
 	.venv-newest/bin/python $(PIP_INSTALL) -e '.[plots,test]'

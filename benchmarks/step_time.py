@@ -37,11 +37,11 @@ from rich.table import Table
 
 from lioncub_jax import lab, planner, units
 from lioncub_jax.planner import report as planner_report
-from lioncub_jax.planner.model import Cluster, Host, Link
+from lioncub_jax.planner.model import FLOAT32, SILENT, Cluster, Host, Link
 
 UNSHAPED = "unshaped"
 VOTE, OWNER = "1-bit vote", "owner, 3 bits"
-DENSE, ALONE = planner.FLOAT32.name, planner.SILENT.name
+DENSE, ALONE = FLOAT32.name, SILENT.name
 Session = dict[str, Result]
 Key = tuple[str, int, str]  # framework, workers, rate
 

@@ -1,8 +1,13 @@
 """Codes to words and back, and counting codes without leaving the words.
 
-A *row* is 64 consecutive elements of a leaf. A *word* is a uint32 that holds one bit of each of 32
-elements (bit ``i`` belongs to element ``i``), so a row of one-bit codes is two words. Codes of ``p``
-bits are ``p`` *planes*: plane ``k`` holds bit ``k`` of every code.
+A *row* is 128 consecutive elements of a leaf, a *block* is 32 rows. A *word* is a uint32 that holds one
+bit of each of the 32 rows of a block: word ``j`` holds element ``j`` of each row, bit ``k`` that of row
+``k``. So shifts never cross the 128 lanes, which are the lanes of a TPU register, of a GPU warp and of a
+CPU's vectors. Rows come in whole blocks; 16 rows may be left over, a *half block* of 64 words: bits 0 to
+15 are elements 0 to 63 of the rows, bits 16 to 31 elements 64 to 127.
+
+Codes of ``p`` bits are ``p`` *planes* of words: plane ``k`` holds bit ``k`` of every code. What is true of
+a whole row is one bit of a *row word*, ``uint32[blocks]``, bit ``k`` for row ``k``.
 
 Votes are counted on the words themselves. A full adder on words, ``s = a ^ b ^ c`` and
 ``carry = ab | (a ^ b)c``, adds 32 one-bit numbers in five instructions; the planes of ``W`` workers
@@ -12,156 +17,192 @@ reduce to the planes of their sum, and "more than half" is a comparison that wal
 import functools
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-ROW = 64
-WORD = 32
-WORDS_PER_ROW = ROW // WORD
+ROW = 128  # elements
+BLOCK = 32  # rows, one bit of a word each
+HALF_BLOCK = BLOCK // 2
+WORDS_PER_ROW = ROW // BLOCK  # on average: a block of 32 rows takes 128 words
 
 # The adders of up to this many workers are unrolled into one fused loop. More workers are added in
 # groups of this size, then the groups' sums, so that the program stays small.
 _GROUP = 255
+_OCTET = 8  # rows that are packed together in the first of two stages
 
 
-class Packed(NamedTuple):
-    """Codes of one leaf in words, with what packing saw on the way.
-
-    Attributes:
-      planes: ``uint32[p, words]``, two words a row; plane ``k`` holds bit ``k`` of every code.
-      marks: ``uint32[words]``; the elements that were marked.
-      flagged: ``bool[]``; whether any element was flagged.
-    """
-
-    planes: jax.Array
-    marks: jax.Array
-    flagged: jax.Array
+def row_words(rows: int) -> int:
+    """Words that hold one bit of each row."""
+    return -(-rows // BLOCK)
 
 
-def pack(
-    codes: jax.Array, p: int, marks: jax.Array, flags: jax.Array, unmarked: Sequence[Any]
-) -> Packed:
-    """Packs codes of ``p`` bits, one mark per element and one flag for all, in a single reduction.
+# --- Bits of elements
 
-    Eight neighbours share a few uint32 accumulators: byte ``k`` collects bit ``k`` of their codes, the
-    next byte their marks, one more their flag. The compiler fuses into that reduction whatever
-    computes the codes, so gradient and momentum are read once.
+
+def pack(bits: Sequence[jax.Array]) -> list[jax.Array]:
+    """Packs one or more bits of each element; all of them in one pass over what computes them.
+
+    Eight rows are joined to an octet for each bit, four bits to an accumulator, by one reduction into
+    which the compiler fuses whatever computes the bits; then four octets to a word.
 
     Args:
-      codes: ``uint32[rows, 64]`` in ``[0, 2**p)``.
-      p: bits per code, 1 to 8.
-      marks: ``bool[rows, 64]``.
-      flags: ``bool[rows, 64]``.
-      unmarked: the codes of elements without a mark, as ``p`` planes: ``uint32[words]`` each, or 0.
+      bits: bool or uint32 of zeros and ones, ``[..., rows, 128]`` each; rows in whole or half blocks.
 
     Returns:
-      ``Packed``.
+      ``uint32[..., 4 rows]`` for each of them.
 
     Example:
       >>> import jax.numpy as jnp
       >>> from lioncub_jax import bits
-      >>> codes = jnp.zeros((1, 64), jnp.uint32).at[0, 33].set(1)
-      >>> bits.pack(codes, 1, codes > 0, codes > 1, [0]).planes.tolist()
-      [[0, 2]]
+      >>> x = jnp.zeros((32, 128), bool).at[3, 7].set(True)
+      >>> bits.pack([x])[0][7].tolist()  # row 3 is bit 3
+      8
     """
-    seen = [(codes >> k) & 1 for k in range(p)] + [x.astype(jnp.uint32) for x in (marks, flags)]
-    *octets, marked, flagged = _gather_lanes([x.reshape(-1, 8) for x in seen])
-    planes = [
-        _join_octets((octet & marked) | (_octets(fill, octet.size) & ~marked))
-        for octet, fill in zip(octets, unmarked, strict=True)
+    lead, rows = bits[0].shape[:-2], bits[0].shape[-2]
+    whole = rows - rows % BLOCK
+    words = []
+    if whole:
+        blocks = [x[..., :whole, :].reshape(*lead, -1, BLOCK, ROW) for x in bits]
+        words.append([x.reshape(*lead, -1) for x in _pack_blocks(blocks)])
+    if rows > whole:
+        words.append(_pack_blocks([_split_lanes(x[..., whole:, :]) for x in bits]))
+    return [jnp.concatenate(x, -1) if len(x) > 1 else x[0] for x in zip(*words, strict=True)]
+
+
+def _pack_blocks(bits: Sequence[jax.Array]) -> list[jax.Array]:
+    """``[..., 32, lanes]`` to ``uint32[..., lanes]``."""
+    octets = [x.astype(jnp.uint32).reshape(*x.shape[:-2], 4, _OCTET, x.shape[-1]) for x in bits]
+    groups = [octets[i : i + 4] for i in range(0, len(octets), 4)]
+    lane = jnp.arange(_OCTET, dtype=jnp.uint32)[:, None]
+    joined = [
+        functools.reduce(operator.or_, [x << (_OCTET * k) for k, x in enumerate(group)]) << lane
+        for group in groups
     ]
-    return Packed(jnp.stack(planes), _join_octets(marked), jnp.any(flagged > 0))
-
-
-def _gather_lanes(seen: Sequence[jax.Array]) -> list[jax.Array]:
-    """Bits ``uint32[n, 8]`` to bytes ``uint32[n]``, four of them to an accumulator.
-
-    The bits of an accumulator are joined before the lanes part them, with one shift: XLA for GPU does
-    not fuse what computes the codes into a reduction that uses it once for each byte.
-    """
-    lane = jnp.arange(8, dtype=jnp.uint32)
-    groups = [seen[i : i + 4] for i in range(0, len(seen), 4)]
-    joined = [[x << (8 * k) for k, x in enumerate(group)] for group in groups]
-    accumulators = [functools.reduce(operator.or_, group) << lane for group in joined]
-    zeros = [jnp.uint32(0)] * len(accumulators)
-    octets = lax.reduce(
-        accumulators, zeros, lambda a, b: [x | y for x, y in zip(a, b, strict=True)], (1,)
-    )
-    return [(octets[k // 4] >> (8 * (k % 4))) & 0xFF for k in range(len(seen))]
-
-
-def _octets(words: Any, n: int) -> jax.Array:
-    """``uint32[n / 4]`` words, or a constant, to ``uint32[n]`` bytes."""
-    words = jnp.broadcast_to(jnp.asarray(words, jnp.uint32), (n // 4,))
-    return ((words[:, None] >> (8 * jnp.arange(4, dtype=jnp.uint32))) & 0xFF).reshape(-1)
+    zeros = [jnp.uint32(0)] * len(joined)
+    either = lambda a, b: [x | y for x, y in zip(a, b, strict=True)]  # noqa: E731
+    # Kept, or the compiler reduces anew for every plane.
+    kept = lax.optimization_barrier(lax.reduce(joined, zeros, either, (octets[0].ndim - 2,)))
+    return [_join_octets(kept[k // 4] >> (_OCTET * (k % 4))) for k in range(len(bits))]
 
 
 def _join_octets(octets: jax.Array) -> jax.Array:
-    quads = (octets & 0xFF).reshape(-1, 4)
-    return jnp.sum(quads << (8 * jnp.arange(4, dtype=jnp.uint32)), -1, dtype=jnp.uint32)
+    """``uint32[..., 4, lanes]``, the low bytes, to ``uint32[..., lanes]``."""
+    low = octets & 0xFF
+    return functools.reduce(operator.or_, [low[..., k, :] << (_OCTET * k) for k in range(4)])
 
 
-def pack_bits(bits: jax.Array) -> jax.Array:
-    """Packs booleans along the last axis, zeros behind the last one.
-
-    Args:
-      bits: ``bool[..., n]``.
-
-    Returns:
-      ``uint32[..., ceil(n / 32)]``.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from lioncub_jax import bits
-      >>> bits.pack_bits(jnp.array([True, False, True])).tolist()
-      [5]
-    """
-    short = -bits.shape[-1] % WORD
-    bits = jnp.pad(bits, [(0, 0)] * (bits.ndim - 1) + [(0, short)])
-    lanes = bits.reshape(*bits.shape[:-1], -1, WORD).astype(jnp.uint32)
-    return jnp.sum(lanes << jnp.arange(WORD, dtype=jnp.uint32), -1, dtype=jnp.uint32)
+def _split_lanes(x: jax.Array) -> jax.Array:
+    """A half block as 32 rows of 64 lanes: ``[..., 16, 128]`` to ``[..., 32, 64]``."""
+    halves = x.reshape(*x.shape[:-1], 2, ROW // 2)
+    return jnp.moveaxis(halves, -2, -3).reshape(*x.shape[:-2], BLOCK, ROW // 2)
 
 
-def unpack_bits(words: jax.Array, n: int) -> jax.Array:
-    """Undoes ``pack_bits``: ``uint32[..., w]`` to ``uint32[..., n]`` of zeros and ones.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from lioncub_jax import bits
-      >>> bits.unpack_bits(jnp.array([5], jnp.uint32), 3).tolist()
-      [1, 0, 1]
-    """
-    lanes = (words[..., None] >> jnp.arange(WORD, dtype=jnp.uint32)) & 1
-    return lanes.reshape(*words.shape[:-1], -1)[..., :n]
-
-
-def unpack(planes: jax.Array | Sequence[jax.Array]) -> jax.Array:
+def unpack(planes: jax.Array | Sequence[jax.Array], rows: int) -> jax.Array:
     """Turns planes back into codes.
 
     Args:
-      planes: ``uint32[p, ..., words]``, or a list of ``p`` planes.
+      planes: ``uint32[p, ..., 4 rows]``, or a list of ``p`` planes.
+      rows: in whole or half blocks.
 
     Returns:
-      ``uint32[..., words, 32]``, codes in ``[0, 2**p)``. The lanes of a word keep an axis of their own:
-      it lets the compiler read a word once for its 32 elements.
+      ``uint32[..., rows, 128]``, codes in ``[0, 2**p)``.
 
     Example:
       >>> import jax.numpy as jnp
       >>> from lioncub_jax import bits
-      >>> bits.unpack(jnp.array([[1], [3]], jnp.uint32))[0, :3].tolist()
-      [3, 2, 0]
+      >>> words = jnp.zeros(128, jnp.uint32).at[7].set(8)
+      >>> int(bits.unpack([words, words], 32)[3, 7])
+      3
     """
-    lane = jnp.arange(WORD, dtype=jnp.uint32)
-    codes = [((plane[..., None] >> lane) & 1) << k for k, plane in enumerate(planes)]
-    return functools.reduce(operator.or_, codes)
+    return functools.reduce(operator.or_, [_bits(x, rows) << k for k, x in enumerate(planes)])
 
 
-def planes_of(codes: jax.Array, p: int) -> list[jax.Array]:
-    """Packs codes of any width: ``uint32[n]`` below ``2**p`` to ``p`` planes ``uint32[ceil(n / 32)]``."""
-    return [pack_bits((codes >> k) & 1 > 0) for k in range(p)]
+def _bits(words: jax.Array, rows: int) -> jax.Array:
+    lead, whole = words.shape[:-1], rows - rows % BLOCK
+    split = whole * WORDS_PER_ROW
+    parts = []
+    if whole:
+        parts.append(_unpack_blocks(words[..., :split].reshape(*lead, -1, ROW)))
+        parts[0] = parts[0].reshape(*lead, whole, ROW)
+    if rows > whole:
+        halves = _unpack_blocks(words[..., split:]).reshape(*lead, 2, HALF_BLOCK, ROW // 2)
+        parts.append(jnp.moveaxis(halves, -3, -2).reshape(*lead, HALF_BLOCK, ROW))
+    return jnp.concatenate(parts, -2) if len(parts) > 1 else parts[0]
+
+
+def _unpack_blocks(words: jax.Array) -> jax.Array:
+    """``uint32[..., lanes]`` to ``uint32[..., 32, lanes]`` of zeros and ones."""
+    return (words[..., None, :] >> jnp.arange(BLOCK, dtype=jnp.uint32)[:, None]) & 1
+
+
+# --- Bits of rows
+
+
+def pack_rows(bits: jax.Array) -> jax.Array:
+    """``bool[..., rows]`` to row words, ``uint32[..., blocks]``; zeros behind the last row.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from lioncub_jax import bits
+      >>> bits.pack_rows(jnp.array([True, False, True])).tolist()
+      [5]
+    """
+    short = -bits.shape[-1] % BLOCK
+    bits = jnp.pad(bits, [(0, 0)] * (bits.ndim - 1) + [(0, short)])
+    rows = bits.reshape(*bits.shape[:-1], -1, BLOCK).astype(jnp.uint32)
+    return jnp.sum(rows << jnp.arange(BLOCK, dtype=jnp.uint32), -1, dtype=jnp.uint32)
+
+
+def unpack_rows(words: jax.Array, rows: int) -> jax.Array:
+    """Undoes ``pack_rows``: ``uint32[..., blocks]`` to ``uint32[..., rows]`` of zeros and ones.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from lioncub_jax import bits
+      >>> bits.unpack_rows(jnp.array([5], jnp.uint32), 3).tolist()
+      [1, 0, 1]
+    """
+    bits = (words[..., None] >> jnp.arange(BLOCK, dtype=jnp.uint32)) & 1
+    return bits.reshape(*words.shape[:-1], -1)[..., :rows]
+
+
+def any_in_rows(words: jax.Array, rows: int) -> jax.Array:
+    """Row words of the rows with a bit in any element: ``uint32[..., 4 rows]`` to ``[..., blocks]``."""
+    lead, whole = words.shape[:-1], rows - rows % BLOCK
+    split = whole * WORDS_PER_ROW
+    parts = [_any(words[..., :split].reshape(*lead, -1, ROW))]
+    if rows > whole:
+        either = _any(words[..., split:])[..., None]
+        parts.append((either | (either >> HALF_BLOCK)) & 0xFFFF)
+    return jnp.concatenate(parts, -1) if len(parts) > 1 else parts[0]
+
+
+def _any(words: jax.Array) -> jax.Array:
+    return lax.reduce(words, jnp.uint32(0), lax.bitwise_or, (words.ndim - 1,))
+
+
+def over_rows(words: jax.Array, rows: int) -> jax.Array:
+    """Repeats the bit of each row for its elements: row words ``[..., blocks]`` to ``[..., 4 rows]``.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from lioncub_jax import bits
+      >>> bits.over_rows(jnp.array([8], jnp.uint32), 32)[5:7].tolist()
+      [8, 8]
+    """
+    lead, whole = words.shape[:-1], rows // BLOCK
+    repeated = jnp.broadcast_to(words[..., :whole, None], (*lead, whole, ROW))
+    parts = [repeated.reshape(*lead, whole * ROW)]
+    if rows % BLOCK:
+        half = words[..., -1:] & 0xFFFF
+        parts.append(jnp.broadcast_to(half | (half << HALF_BLOCK), (*lead, ROW // 2)))
+    return jnp.concatenate(parts, -1) if len(parts) > 1 else parts[0]
+
+
+# --- Counting
 
 
 def tally(planes: jax.Array) -> list[jax.Array]:
@@ -235,27 +276,44 @@ def add(a: Sequence[jax.Array], b: Sequence[jax.Array], width: int) -> list[jax.
     return sums
 
 
-def compare(planes: Sequence[jax.Array], threshold: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Compares numbers given as planes with thresholds, most significant plane first.
+def times(planes: Sequence[jax.Array], factor: int, width: int) -> list[jax.Array]:
+    """Multiplies numbers given as planes by a whole number, and keeps ``width`` planes."""
+    zero = planes[0] & 0
+    columns: list[list[jax.Array]] = [[] for _ in range(width)]
+    for shift in range(factor.bit_length()):
+        if factor >> shift & 1:
+            for k, plane in enumerate(planes):
+                if k + shift < width:
+                    columns[k + shift].append(plane)
+    columns[0] = columns[0] or [zero]
+    return _carry_save(columns, width)
+
+
+def compare(
+    planes: Sequence[jax.Array], threshold: Sequence[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Compares numbers with thresholds, both given as planes, most significant plane first.
 
     Args:
-      planes: the numbers, least significant plane first, ``uint32[words]`` each.
-      threshold: ``uint32[words]``, one threshold for the 32 elements of a word.
+      planes: the numbers, least significant plane first, ``uint32[...]`` each.
+      threshold: the same for the thresholds; planes that one of the two lacks are zero.
 
     Returns:
-      ``(greater, equal)``, ``uint32[words]`` masks.
+      ``(greater, equal)``, ``uint32[...]`` masks.
 
     Example:
       >>> import jax.numpy as jnp
       >>> from lioncub_jax import bits
       >>> planes = [jnp.array([0b0110], jnp.uint32), jnp.array([0b1100], jnp.uint32)]
-      >>> greater, equal = bits.compare(planes, jnp.array([1], jnp.uint32))
+      >>> greater, equal = bits.compare(planes, [jnp.array([0xFFFFFFFF], jnp.uint32)])
       >>> [bin(int(word[0]) & 0b1111) for word in (greater, equal)]
       ['0b1100', '0b10']
     """
     greater, equal = jnp.zeros_like(planes[0]), ~jnp.zeros_like(planes[0])
-    for k, plane in reversed(list(enumerate(planes))):
-        wanted = as_mask((threshold >> k) & 1)
+    zero = jnp.zeros_like(planes[0])
+    for k in reversed(range(max(len(planes), len(threshold)))):
+        plane = planes[k] if k < len(planes) else zero
+        wanted = threshold[k] if k < len(threshold) else zero
         greater |= equal & plane & ~wanted
         equal &= ~(plane ^ wanted)
     return greater, equal
@@ -266,24 +324,14 @@ def as_mask(bit: jax.Array) -> jax.Array:
     return jnp.uint32(0) - bit.astype(jnp.uint32)
 
 
-def first_ones(filled: jax.Array) -> jax.Array:
-    """Masks of rows whose first elements count.
+def count_ones(words: jax.Array) -> jax.Array:
+    """Set bits in all words together, ``float32[]`` (exact up to 2**24, then rounded)."""
+    return jnp.sum(lax.population_count(words).astype(jnp.float32))
 
-    Args:
-      filled: ``int32[rows]`` in 0 to 64.
 
-    Returns:
-      ``uint32[2 rows]``, ones for the first ``filled`` elements of each row.
+# --- Fair bits
 
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from lioncub_jax import bits
-      >>> [f"{w:08x}" for w in bits.first_ones(jnp.array([36, 64]))]
-      ['ffffffff', '0000000f', 'ffffffff', 'ffffffff']
-    """
-    in_word = jnp.clip(filled[:, None] - jnp.array([0, WORD]), 0, WORD).astype(jnp.uint32)
-    shifted = jnp.uint32(1) << jnp.minimum(in_word, WORD - 1)
-    return jnp.where(in_word == WORD, jnp.uint32(0xFFFFFFFF), shifted - 1).reshape(-1)
+_TIES, _ZEROS, _ORDER = 0x9E3779B9, 0x85EBCA77, 0xC2B2AE3D
 
 
 def coin(first_word: jax.Array | int, words: int, step: jax.Array | int) -> jax.Array:
@@ -305,16 +353,45 @@ def coin(first_word: jax.Array | int, words: int, step: jax.Array | int) -> jax.
       >>> bool((bits.coin(0, 4, 7)[2:] == bits.coin(2, 2, 7)).all())
       True
     """
+    return _hashed(first_word, words, step, _TIES)
+
+
+def zero_side(
+    first_word: jax.Array | int,
+    words: int,
+    step: jax.Array | int,
+    worker: jax.Array | int,
+    workers: int,
+) -> jax.Array:
+    """The side that an exact zero takes in codes without a zero, for each element of one worker.
+
+    Fair bits again, but none of them the coin of a tie: with one bit for both, a vote against a zero
+    would count always or half of the time, by the worker's index. Workers take opposite sides in pairs,
+    so that zeros cancel, and a draw at each step says who is paired with whom.
+
+    Args:
+      first_word: as `coin`.
+      words: as `coin`.
+      step: as `coin`.
+      worker: ``int32[]``, this worker.
+      workers: how many there are.
+
+    Returns:
+      ``uint32[words]``.
+    """
+    draw = _mix(jnp.asarray(step, jnp.uint32) + jnp.uint32(_ORDER))
+    mine = _mix(jnp.asarray(worker, jnp.uint32) ^ draw)
+    all_ = _mix(jnp.arange(workers, dtype=jnp.uint32) ^ draw)
+    rank = jnp.sum(all_ < mine, dtype=jnp.uint32)
+    return _hashed(first_word, words, step, _ZEROS) ^ as_mask(rank & 1)
+
+
+def _hashed(first_word: jax.Array | int, words: int, step: Any, salt: int) -> jax.Array:
     index = jnp.arange(words, dtype=jnp.uint32) + jnp.asarray(first_word, jnp.uint32)
-    return _mix(index ^ _mix(jnp.asarray(step, jnp.uint32) + jnp.uint32(0x9E3779B9)))
+    return _mix(index ^ _mix(jnp.asarray(step, jnp.uint32) + jnp.uint32(salt)))
 
 
 def _mix(h: jax.Array) -> jax.Array:
     h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
     h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
     return h ^ (h >> 16)
-
-
-def count_ones(words: jax.Array) -> jax.Array:
-    """Set bits in all words together, ``float32[]`` (exact up to 2**24, then rounded)."""
-    return jnp.sum(lax.population_count(words).astype(jnp.float32))

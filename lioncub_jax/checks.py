@@ -7,29 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from lioncub_jax import wires
-from lioncub_jax.ballots import Quantizer
 from lioncub_jax.decide import Down, Owner
+from lioncub_jax.quantize import Quantizer
 from lioncub_jax.wires import AxisName, Wire
 
 
 def check_parts(up: Quantizer, owner: Owner, down: Down, wire: Wire) -> None:
     """Raises ``ValueError`` for parts of a `communicate` that do not fit together."""
-    counted, kind = not owner.needs_values, down.name
-    if counted and up.dense:
-        raise ValueError(
-            f"{up.name} has no codes to count: give owner=momentum_at_owner(tx), or a quantiser of codes"
-        )
-    if not counted and not up.dense and up.block is None:
-        raise ValueError(
-            f"{owner.name} decodes values, but {up.name} sends codes without steps: give "
-            "midrise(p, block=64), midrise(p, block=128) or dense()"
-        )
-    if up.feedback is not None and counted:
-        raise ValueError(
-            f"{up.name}: votes are counted, not decoded, so there is no error to feed back; give "
-            "owner=momentum_at_owner(tx), or the quantiser without error_feedback"
-        )
-    if wire.carries == "codes" and not counted:
+    _check_decoded(up, owner)
+    if wire.carries == "codes" and owner.needs_values:
         raise ValueError(
             f"the {wire.name} wire adds codes: give owner=count(), or the two_phase wire"
         )
@@ -37,23 +23,40 @@ def check_parts(up: Quantizer, owner: Owner, down: Down, wire: Wire) -> None:
         raise ValueError(
             f"the {wire.name} wire adds values: give up=dense(), or the two_phase wire"
         )
-    if kind == "majority" and up.has_zero:
+    if up.has_zero and not down.has_zero and not down.scaled:
         raise ValueError(
             f"{up.name} has a code for zero and its ties are zeros: give down=ternary_sum() or average()"
         )
-    if (kind in ("average", "total") and not counted) or (kind == "floats" and counted):
-        raise ValueError(f"down={kind}() does not fit owner={owner.name}")
-    if kind == "total" and not up.has_zero:
+    if not (down.of_values if owner.needs_values else down.of_votes):
+        raise ValueError(f"down={down.name} does not fit owner={owner.name}")
+    if down.needs_zero and not up.has_zero:
         raise ValueError(
             f"{up.name} has no code for zero, so a sum says nothing without the votes: give down=average()"
         )
-    if (kind == "scaled signs") != (owner.name == "feedback at the owner"):
+    if down.scaled != owner.feedback:
         raise ValueError(
-            f"down={kind} does not fit owner={owner.name}: scaled_signs() carries what "
+            f"down={down.name} does not fit owner={owner.name}: scaled_signs() carries what "
             "feedback_at_owner() answers, and nothing else does"
         )
-    if kind == "scaled signs" and up.dense:
-        raise ValueError(f"{up.name} does not fit {owner.name}: give midrise(p, block=64) or 128")
+    if down.scaled and up.dense:
+        raise ValueError(f"{up.name} does not fit {owner.name}: give midrise(p)")
+
+
+def _check_decoded(up: Quantizer, owner: Owner) -> None:
+    if not owner.needs_values and up.dense:
+        raise ValueError(
+            f"{up.name} has no codes to count: give owner=momentum_at_owner(tx), or a quantiser of codes"
+        )
+    if owner.needs_values and not up.decodes:
+        raise ValueError(
+            f"{owner.name} decodes values, but {up.name} sends codes without steps: give midrise(p) or "
+            "dense()"
+        )
+    if up.feedback is not None and not owner.needs_values:
+        raise ValueError(
+            f"{up.name}: votes are counted, not decoded, so there is no error to feed back; give "
+            "owner=momentum_at_owner(tx), or the quantiser without error_feedback"
+        )
 
 
 def check_leaves(tree: Any) -> None:
@@ -91,11 +94,14 @@ def check_kinds(**parts: tuple[Any, type]) -> None:
 
 
 def check_axis(axis_name: Any) -> None:
-    """Raises ``ValueError`` for anything but the name of a mesh axis, or a tuple of names."""
+    """Raises ``ValueError`` for anything but the name of a mesh axis, a tuple of names, or None."""
+    if axis_name is None:
+        return
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     if not names or not all(isinstance(n, str) for n in names) or len(set(names)) < len(names):
         raise ValueError(
-            f"axis_name={axis_name!r}: give the name of a mesh axis, a string, or a tuple of names"
+            f"axis_name={axis_name!r}: give the name of a mesh axis, a string, a tuple of names, or None for "
+            "one device without a mesh"
         )
 
 
@@ -116,7 +122,7 @@ def check_group(group_axis: Any, axis_name: AxisName, up: Quantizer) -> None:
     if up.measure is not None:
         raise ValueError(
             f"{up.name} has one scale for a whole leaf, and a device of a group votes on a slice of many "
-            "leaves: give sign(), ternary(), midrise(p, block=64) or midrise(p, block=128)"
+            "leaves: give sign(), ternary() or midrise(p)"
         )
 
 

@@ -1,16 +1,16 @@
-"""What the owner of a slice makes of the workers' codes, and how the answer travels back.
+"""What the owner of a slice makes of the workers' messages, and how its reply is coded.
 
-An *owner* turns what arrived into a result: ``count()`` adds the votes, ``momentum_at_owner(tx)``
-decodes and averages them and runs an optax transform on its slice. A *down coder* turns the result
-into the planes that travel back: ``majority()`` one bit, ``ternary_sum()`` the exact sign of the sum
-with zeros, ``average()`` and ``total()`` the planes of the sum, ``floats()`` the values,
-``scaled_signs()`` one bit and a scale for each row.
+An *owner* (the server of a slice of the parameters) turns what arrived into a result: ``count()`` adds the
+votes, ``momentum_at_owner(tx)`` decodes and averages them and runs an optax transform on its slice. A
+*down coder* turns the result into the planes that travel back: ``majority()`` one bit, ``ternary_sum()``
+the exact sign of the sum with zeros, ``average()`` and ``total()`` the planes of the sum, ``floats()``
+the values, ``scaled_signs()`` one bit and a scale for each row.
 
-Ties (``majority``) are broken by ``bits.coin``: fair, and the same on every worker. A row of 64
-elements on which nobody votes gets update 0.
+Ties (``majority``) are broken by ``bits.coin``: fair, and the same on every worker. A row of 128 elements
+on which nobody votes gets update 0.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -18,56 +18,91 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from lioncub_jax import bits
-from lioncub_jax.ballots import Quantizer
-from lioncub_jax.bits import ROW, WORDS_PER_ROW
+from lioncub_jax import bits, quantize
+from lioncub_jax.bits import ROW
+from lioncub_jax.quantize import Quantizer
+
+
+class Slice(NamedTuple):
+    """The rows that one owner decides on: ``chunks`` of so many rows.
+
+    Attributes:
+      chunks: 1 where each worker owns a chunk, all where everybody owns everything.
+      rows: of a chunk.
+      workers: how many workers there are.
+      up: the codes that arrive.
+      dtype: of the leaves.
+      counts: ``int32[chunks rows]``, elements of each row that are no padding; None where all are.
+    """
+
+    chunks: int
+    rows: int
+    workers: int
+    up: Quantizer
+    dtype: Any
+    counts: jax.Array | None
+
+    def real(self) -> jax.Array | None:
+        """``bool[chunks, rows, 128]``: which elements are no padding; None where all are."""
+        if self.counts is None:
+            return None
+        real = jnp.arange(ROW, dtype=jnp.int32) < self.counts[:, None]
+        return real.reshape(self.chunks, self.rows, ROW)
 
 
 class Signs(NamedTuple):
     """The sign of a result, in words.
 
     Attributes:
-      positive: ``uint32[words]``.
-      tied: ``uint32[words]``, where there is no sign.
-      moved: ``bool[rows]``, rows that may get an update.
+      positive: ``uint32[chunks, words]``.
+      tied: ``uint32[chunks, words]``, where there is no sign.
+      moved: row words ``uint32[chunks, blocks]``, rows that may get an update; None for all.
     """
 
     positive: jax.Array
     tied: jax.Array
-    moved: jax.Array
+    moved: jax.Array | None
 
 
 class Tally(NamedTuple):
     """Counted votes.
 
     Attributes:
-      planes: of the sum of codes, least significant first, ``uint32[words]`` each.
-      votes: ``uint32[rows]``, how many workers voted on the row.
-      top: the largest code.
+      planes: of the sum of codes, least significant first, ``uint32[chunks, words]`` each.
+      votes: planes of row words, ``uint32[chunks, blocks]`` each: how many workers voted on each row; None
+        where all did.
+      where: the rows.
     """
 
     planes: list[jax.Array]
-    votes: jax.Array
-    top: int
+    votes: list[jax.Array] | None
+    where: Slice
 
     def signs(self) -> Signs:
         """Compares the sum with half of what the votes cast could reach."""
-        reach = jnp.repeat(self.votes * self.top, WORDS_PER_ROW)
-        greater, equal = bits.compare(self.planes, reach >> 1)
-        return Signs(greater, equal & bits.as_mask(1 - (reach & 1)), self.votes > 0)
+        workers, rows = self.where.workers, self.where.rows
+        top = self.where.up.top(workers)
+        width = max((workers * top).bit_length(), 1)
+        if self.votes is None:
+            wide = [bits.as_mask(jnp.uint32(workers * top >> k & 1)) for k in range(width)]
+        else:
+            reach = self.votes if top == 1 else bits.times(self.votes, top, width)
+            wide = [bits.over_rows(plane, rows) for plane in reach]
+        greater, equal = bits.compare(self.planes, wide[1:])
+        moved = None if self.votes is None else _either(self.votes)
+        return Signs(greater, equal & ~wide[0], moved)
 
 
 class Values(NamedTuple):
-    """What a transform at the owner answered, ``float32[words, 32]``."""
+    """What a transform at the owner answered, ``float32[chunks, rows, 128]``."""
 
     values: jax.Array
+    where: Slice
 
     def signs(self) -> Signs:
         """Signs of the values; a row of zeros does not move."""
-        positive = bits.pack_bits(self.values > 0).reshape(-1)
-        tied = bits.pack_bits(self.values == 0).reshape(-1)
-        moved = jnp.any(~tied.reshape(-1, WORDS_PER_ROW) != 0, axis=-1)
-        return Signs(positive, tied, moved)
+        positive, marks = bits.pack([self.values > 0, self.values != 0])
+        return Signs(positive, ~marks, bits.any_in_rows(marks, self.where.rows))
 
 
 class Received(Protocol):
@@ -75,16 +110,12 @@ class Received(Protocol):
 
     present: jax.Array
 
-    def tally(self, quantizer: Quantizer, workers: int) -> Tally:
+    def tally(self, where: Slice) -> Tally:
         """Adds the codes."""
         ...
 
-    def mean(self, quantizer: Quantizer, workers: int, dominance: float) -> jax.Array:
+    def mean(self, where: Slice, dominance: float) -> jax.Array:
         """Averages the decoded values over the workers that took part."""
-        ...
-
-    def filled(self) -> jax.Array:
-        """``int32[rows]``: how many elements of each row here are no padding."""
         ...
 
 
@@ -94,16 +125,17 @@ class Owner(NamedTuple):
     Attributes:
       name: for people.
       needs_values: whether codes must be decoded (then steps travel), or counting them is enough.
-      init: ``float[words, 32] -> state`` for one slice.
-      decide: ``(Received, quantizer, workers, dtype, state) -> (result, state)``.
-      alone: ``(float[words, 32], state) -> (update, state)``: one worker, whose values never travelled.
+      init: ``float[rows, 128] -> state`` for one slice.
+      decide: ``(Received, Slice, state) -> (result, state)``.
+      feedback: whether all it does is to feed back what its coded replies missed, so that it goes with
+        ``scaled_signs()``, and does nothing for one worker, whose values never travel.
     """
 
     name: str
     needs_values: bool
     init: Callable[[jax.Array], Any]
-    decide: Callable[..., tuple[Any, Any]]
-    alone: Callable[[jax.Array, Any], tuple[jax.Array, Any]]
+    decide: Callable[[Any, Slice, Any], tuple[Any, Any]]
+    feedback: bool = False
 
 
 def count() -> Owner:
@@ -118,24 +150,23 @@ def count() -> Owner:
       False
     """
 
-    def decide(
-        received: Received, quantizer: Quantizer, workers: int, dtype: Any, state: Any
-    ) -> tuple[Tally, Any]:
-        return received.tally(quantizer, workers), state
+    def decide(received: Received, where: Slice, state: Any) -> tuple[Tally, Any]:
+        return received.tally(where), state
 
-    return Owner("count", False, lambda x: (), decide, lambda x, state: (jnp.sign(x), state))
+    return Owner("count", False, lambda x: (), decide)
 
 
 def momentum_at_owner(tx: optax.GradientTransformation, *, dominance: float = 16.0) -> Owner:
     """Averages decoded gradients and runs ``tx`` on the owner's slice of one global state.
 
     ``g = mean_i decode(q_i)`` over the workers that took part, then ``u, state = tx.update(g, state)``.
-    If nobody took part the state stays as it is and the update is zero.
+    If nobody took part the state stays as it is, counters too, and the update is zero. An element whose
+    mean is not finite (finite values can have a sum that is not) counts as if nobody were there.
 
     Args:
       tx: elementwise, such as ``optax.scale_by_lion(b1, b2)``. If its update is a sign, one bit down
         carries it exactly.
-      dominance: no worker's step may exceed this many times the next largest step on its block, so that
+      dominance: no worker's step may exceed this many times the next largest step on its row, so that
         one worker with a huge gradient cannot outshout the others. It does not bound dense values.
 
     Raises:
@@ -150,36 +181,50 @@ def momentum_at_owner(tx: optax.GradientTransformation, *, dominance: float = 16
     if not isinstance(dominance, jax.core.Tracer) and not dominance >= 1:
         raise ValueError(f"dominance={dominance!r}: a factor of at least 1 (inf for no bound)")
 
-    def decide(
-        received: Received, quantizer: Quantizer, workers: int, dtype: Any, state: Any
-    ) -> tuple[Values, Any]:
-        mean = received.mean(quantizer, workers, dominance).astype(dtype)
+    def decide(received: Received, where: Slice, state: Any) -> tuple[Values, Any]:
+        mean = received.mean(where, dominance)
+        valid = jnp.isfinite(mean) & (received.present > 0)
+        # Cast finite, so that no dtype of the leaves makes an infinity of it.
+        mean = quantize.saturated(jnp.where(valid, mean, 0), where.dtype)
         update, new_state = tx.update(mean, state)
-        some = received.present > 0
-        return Values(jnp.where(some, update, 0).astype(jnp.float32)), keep_unless(
-            some, new_state, state
-        )
+        values = jnp.where(valid, update, 0).astype(jnp.float32)
+        state = _valid_only(valid, new_state, state)
+        return Values(values.reshape(where.chunks, where.rows, ROW), where), state
 
-    return Owner("momentum at the owner", True, tx.init, decide, tx.update)
+    return Owner("momentum at the owner", True, tx.init, decide)
+
+
+def _valid_only(valid: jax.Array, new: Any, old: Any) -> Any:
+    """The new state where means are valid, the old one elsewhere; counters are the exchange's to stop.
+
+    What became infinite of finite means is stored as the largest number: an infinity would stay for ever.
+    """
+
+    def leaf(n: jax.Array, o: jax.Array) -> jax.Array:
+        if jnp.issubdtype(n.dtype, jnp.floating):
+            most = jnp.finfo(n.dtype).max
+            n = jnp.clip(n, -most, most)
+        return jnp.where(valid, n, o) if n.shape == valid.shape else n
+
+    return jax.tree.map(leaf, new, old)
 
 
 class OwnerError(NamedTuple):
     """State of ``feedback_at_owner``.
 
     Attributes:
-      error: ``float[words, 32]``, what answers missed so far; the owner's own, 0 in the padding.
+      error: ``float[rows, 128]``, what replies missed so far; the owner's own, 0 in the padding.
     """
 
     error: jax.Array
 
 
 def feedback_at_owner(dtype: Any = jnp.float32) -> Owner:
-    """Averages decoded values and answers with signs and one scale per row; the rest is said later.
+    """Averages decoded values and replies with signs and one scale per row; the rest goes into the next.
 
     ``x = mean_i decode(q_i) + e`` over the workers that took part; ``u = sign(x) mean|x|`` with the mean
-    over a row of 64, padding left out, rounded to bfloat16; ``e = x - u``. A zero counts as positive. If
-    nobody took part, ``e`` stays as it is and the update is zero. In two levels (``group_axis``)
-    padding inside a device's slice counts as values.
+    over a row of 128, padding left out, rounded to bfloat16; ``e = x - u``. A zero counts as positive. If
+    nobody took part, ``e`` stays as it is and the update is zero.
 
     Args:
       dtype: in which the error is kept; one array of d/W elements per worker.
@@ -197,44 +242,37 @@ def feedback_at_owner(dtype: Any = jnp.float32) -> Owner:
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"feedback_at_owner(dtype={jnp.dtype(dtype).name}): give a floating dtype")
 
-    def decide(
-        received: Received, quantizer: Quantizer, workers: int, _: Any, state: OwnerError
-    ) -> tuple[Values, OwnerError]:
-        filled = received.filled()[:, None]
-        mean = received.mean(quantizer, workers, jnp.inf)
-        x = (mean + state.error.astype(jnp.float32)).reshape(-1, ROW)
-        real = jnp.arange(ROW) < filled
-        x = jnp.where(real, x, 0)
-        scale = jnp.sum(jnp.abs(x), axis=1, keepdims=True) / jnp.maximum(filled, 1)
-        scale = lax.reduce_precision(scale, exponent_bits=8, mantissa_bits=7)
+    def decide(received: Received, where: Slice, state: OwnerError) -> tuple[Values, OwnerError]:
+        mean = received.mean(where, jnp.inf)
+        valid = jnp.isfinite(mean) & (received.present > 0)
+        if (real := where.real()) is not None:
+            valid &= real.reshape(mean.shape)
+        x = jnp.where(valid, mean + state.error.astype(jnp.float32), 0)
+        count = ROW if where.counts is None else jnp.maximum(where.counts, 1).astype(jnp.float32)
+        scale = quantize.to_bfloat16(quantize.mean_magnitude(x, count))[:, None]
         u = jnp.where(x >= 0, scale, -scale)
-        missed = jnp.where(real, x - u, 0).reshape(mean.shape).astype(state.error.dtype)
-        some = received.present > 0
-        error = jnp.where(some, missed, state.error)
-        return Values(jnp.where(some, u, 0).reshape(mean.shape)), OwnerError(error)
+        missed = quantize.saturated(x - u, state.error.dtype)
+        error = jnp.where(valid, missed, state.error)
+        u = jnp.where(received.present > 0, u, 0)
+        return Values(u.reshape(where.chunks, where.rows, ROW), where), OwnerError(error)
 
-    def init(slice_: jax.Array) -> OwnerError:
-        return OwnerError(jnp.zeros_like(slice_, dtype=dtype))
+    def init(rows: jax.Array) -> OwnerError:
+        return OwnerError(jnp.zeros_like(rows, dtype=dtype))
 
-    return Owner("feedback at the owner", True, init, decide, lambda x, state: (x, state))
-
-
-def keep_unless(condition: jax.Array, new: Any, old: Any) -> Any:
-    """The new arrays of an owner's state where the condition holds, else the old; counters go on."""
-    return jax.tree.map(lambda n, o: jnp.where(condition, n, o) if n.ndim else n, new, old)
+    return Owner("feedback at the owner", True, init, decide, feedback=True)
 
 
-class Answer(NamedTuple):
+class Reply(NamedTuple):
     """A result on its way down.
 
     Attributes:
-      planes: ``uint32[planes, words]``.
-      per_row: ``uint32[rows]``, a small number for each row, or None.
-      ties: ``float32[]``, elements without a sign in rows that move.
+      planes: ``uint32[planes, chunks, words]``.
+      rows: ``uint32[chunks, words]``, numbers for the rows, packed; None without.
+      ties: ``float32[chunks]``, elements without a sign in rows that move.
     """
 
     planes: jax.Array
-    per_row: jax.Array | None
+    rows: jax.Array | None
     ties: jax.Array
 
 
@@ -243,38 +281,56 @@ class Down(NamedTuple):
 
     Attributes:
       name: for people.
-      planes: ``(top, workers) -> planes`` of an answer.
-      row_bits: ``workers -> bits`` of the number for each row.
+      of_votes: whether it codes counted votes.
+      of_values: whether it codes what a transform at the owner answered.
+      has_zero: whether it can reply a zero within a row that moves; without, ties are broken by a coin.
+      needs_zero: whether it only goes with codes that have a zero.
+      scaled: whether it carries what ``feedback_at_owner`` answers, and nothing else.
+      planes: ``(top, workers) -> planes`` of a reply.
+      row_words: ``(rows, workers) -> words`` of the numbers for the rows.
       words_per_row: words that a plane takes for one row.
-      encode: ``(result, coin uint32[words]) -> Answer``.
-      decode: ``(planes, per_row, top, workers) -> [words, 32]``, int32 or float32.
+      encode: ``(result, coin uint32[chunks, words]) -> Reply``.
+      decode: ``(planes, rows, Slice) -> [chunks, rows, 128]``, int32 or float32.
+      exact: what becomes of values that never travelled: one worker's update.
     """
 
     name: str
+    of_votes: bool
+    of_values: bool
+    has_zero: bool
+    needs_zero: bool
+    scaled: bool
     planes: Callable[[int, int], int]
-    row_bits: Callable[[int], int]
+    row_words: Callable[[int, int], int]
     words_per_row: int
-    encode: Callable[[Any, jax.Array], Answer]
-    decode: Callable[[jax.Array, jax.Array | None, int, int], jax.Array]
+    encode: Callable[[Any, jax.Array], Reply]
+    decode: Callable[[jax.Array, jax.Array | None, Slice], jax.Array]
+    exact: Callable[[jax.Array], jax.Array]
 
 
 def majority() -> Down:
-    """One bit: the sign of the sum, ties broken by a fair coin; one more bit for each row of 64.
+    """One bit: the sign of the sum, ties broken by a fair coin; one more bit for each row of 128.
 
     Source: Distributed Lion (arXiv 2404.00438), "MaVo"; the rule for ties and zeros is ours.
     """
 
-    def encode(result: Tally | Values, coin: jax.Array) -> Answer:
-        positive, tied, moved = result.signs()
-        return Answer(
-            (positive | (tied & coin))[None], moved.astype(jnp.uint32), _ties(tied, moved)
+    def encode(result: Tally | Values, coin: jax.Array) -> Reply:
+        signs = result.signs()
+        assert signs.moved is not None
+        return Reply(
+            (signs.positive | (signs.tied & coin))[None], signs.moved, _ties(result, signs)
         )
 
-    def decode(planes: jax.Array, per_row: Any, top: int, workers: int) -> jax.Array:
-        side = 2 * bits.unpack(planes).astype(jnp.int32) - 1
-        return side * jnp.repeat(per_row.astype(jnp.int32), WORDS_PER_ROW)[:, None]
+    def decode(planes: jax.Array, rows: Any, where: Slice) -> jax.Array:
+        side = 2 * bits.unpack(planes, where.rows).astype(jnp.int32) - 1
+        moved = bits.unpack_rows(rows, where.rows).astype(jnp.int32)
+        # Kept, or each element looks for the bit of its row.
+        return side * lax.optimization_barrier(moved)[..., None]
 
-    return Down("majority", lambda top, workers: 1, lambda workers: 1, 2, encode, decode)
+    return Down(
+        "majority", True, True, False, False, False, lambda top, workers: 1,
+        lambda rows, workers: bits.row_words(rows), bits.WORDS_PER_ROW, encode, decode, jnp.sign,
+    )  # fmt: skip
 
 
 def ternary_sum() -> Down:
@@ -283,15 +339,18 @@ def ternary_sum() -> Down:
     Source: the ``sign(sum)`` of both papers, taken to the letter.
     """
 
-    def encode(result: Tally | Values, coin: jax.Array) -> Answer:
-        positive, tied, moved = result.signs()
-        return Answer(jnp.stack([positive, tied]), None, _ties(tied, moved))
+    def encode(result: Tally | Values, coin: jax.Array) -> Reply:
+        signs = result.signs()
+        return Reply(jnp.stack([signs.positive, signs.tied]), None, _ties(result, signs))
 
-    def decode(planes: jax.Array, per_row: Any, top: int, workers: int) -> jax.Array:
-        positive, tied = (bits.unpack([plane]).astype(jnp.int32) for plane in planes)
+    def decode(planes: jax.Array, rows: Any, where: Slice) -> jax.Array:
+        positive, tied = (bits.unpack([x], where.rows).astype(jnp.int32) for x in planes)
         return (2 * positive - 1) * (1 - tied)
 
-    return Down("ternary sum", lambda top, workers: 2, lambda workers: 0, 2, encode, decode)
+    return Down(
+        "ternary sum", True, True, True, False, False, lambda top, workers: 2,
+        lambda rows, workers: 0, bits.WORDS_PER_ROW, encode, decode, jnp.sign,
+    )  # fmt: skip
 
 
 def average() -> Down:
@@ -300,23 +359,27 @@ def average() -> Down:
     Source: Distributed Lion (arXiv 2404.00438), "Avg".
     """
 
-    def encode(result: Tally, coin: jax.Array) -> Answer:
-        _, tied, moved = result.signs()
-        return Answer(jnp.stack(result.planes), result.votes, _ties(tied, moved))
+    def encode(result: Tally, coin: jax.Array) -> Reply:
+        votes = result.votes
+        if votes is None:
+            like = result.planes[0][:, : bits.row_words(result.where.rows)]
+            votes = _constant(result.where.workers, like)
+        ties = _ties(result, result.signs())
+        return Reply(jnp.stack(result.planes), jnp.concatenate(votes, -1), ties)
 
-    def decode(planes: jax.Array, per_row: Any, top: int, workers: int) -> jax.Array:
-        sums = bits.unpack(planes).astype(jnp.int32)
-        reach = jnp.repeat(per_row.astype(jnp.int32) * top, WORDS_PER_ROW)[:, None]
+    def decode(planes: jax.Array, rows: Any, where: Slice) -> jax.Array:
+        top = where.up.top(where.workers)
+        sums = bits.unpack(planes, where.rows).astype(jnp.int32)
+        each = rows.reshape(rows.shape[0], -1, bits.row_words(where.rows))
+        votes = [bits.unpack_rows(each[:, k], where.rows) << k for k in range(each.shape[1])]
+        reach = sum(votes[1:], votes[0]).astype(jnp.int32)[..., None] * top
         return (2 * sums - reach) / jnp.maximum(reach, 1).astype(jnp.float32)
 
     return Down(
-        "average",
-        lambda top, workers: (workers * top).bit_length(),
-        lambda workers: bits.sum_bits(workers, 1),
-        2,
-        encode,
-        decode,
-    )
+        "average", True, False, True, False, False, _sum_planes,
+        lambda rows, workers: bits.sum_bits(workers, 1) * bits.row_words(rows),
+        bits.WORDS_PER_ROW, encode, decode, jnp.sign,
+    )  # fmt: skip
 
 
 def total() -> Down:
@@ -325,39 +388,42 @@ def total() -> Down:
     For codes with a zero, where abstainers add nothing and the number of votes need not travel.
     """
 
-    def encode(result: Tally, coin: jax.Array) -> Answer:
-        _, tied, moved = result.signs()
-        return Answer(jnp.stack(result.planes), None, _ties(tied, moved))
+    def encode(result: Tally, coin: jax.Array) -> Reply:
+        return Reply(jnp.stack(result.planes), None, _ties(result, result.signs()))
 
-    def decode(planes: jax.Array, per_row: Any, top: int, workers: int) -> jax.Array:
-        return bits.unpack(planes).astype(jnp.int32) - workers * top // 2
+    def decode(planes: jax.Array, rows: Any, where: Slice) -> jax.Array:
+        middle = where.workers * where.up.top(where.workers) // 2
+        return bits.unpack(planes, where.rows).astype(jnp.int32) - middle
 
-    return average()._replace(name="total", row_bits=lambda _: 0, encode=encode, decode=decode)
+    return Down(
+        "total", True, False, True, True, False, _sum_planes, lambda rows, workers: 0,
+        bits.WORDS_PER_ROW, encode, decode, lambda x: x,
+    )  # fmt: skip
 
 
 def scaled_signs() -> Down:
-    """One bit, and a bfloat16 for each row of 64: what ``feedback_at_owner`` answers, exactly.
+    """One bit, and a bfloat16 for each row of 128: what ``feedback_at_owner`` answers, exactly.
 
     Source: Zheng et al., dist-EF-blockSGD (arXiv 1905.10936).
     """
 
-    def encode(result: Values, coin: jax.Array) -> Answer:
-        positive = bits.pack_bits(result.values > 0).reshape(1, -1)
-        scale = jnp.max(jnp.abs(result.values.reshape(-1, ROW)), axis=1)
-        half = lax.bitcast_convert_type(scale, jnp.uint32) >> 16
-        return Answer(positive, half, jnp.float32(0))
+    def encode(result: Values, coin: jax.Array) -> Reply:
+        (positive,) = bits.pack([result.values > 0])
+        scale = jnp.max(jnp.abs(result.values), axis=-1).astype(jnp.bfloat16)
+        pairs = scale.reshape(*scale.shape[:-1], -1, 2)
+        ties = jnp.zeros(scale.shape[:1], jnp.float32)
+        return Reply(positive[None], lax.bitcast_convert_type(pairs, jnp.uint32), ties)
 
-    def decode(planes: jax.Array, per_row: Any, top: int, workers: int) -> jax.Array:
-        scale = lax.bitcast_convert_type(per_row << 16, jnp.float32)
-        side = 2 * bits.unpack(planes).astype(jnp.float32) - 1
-        return side * jnp.repeat(scale, WORDS_PER_ROW)[:, None]
+    def decode(planes: jax.Array, rows: Any, where: Slice) -> jax.Array:
+        pairs = lax.bitcast_convert_type(rows, jnp.bfloat16)
+        scale = pairs.reshape(-1, where.rows).astype(jnp.float32)
+        side = 2 * bits.unpack(planes, where.rows).astype(jnp.float32) - 1
+        return side * scale[..., None]
 
-    return Down("scaled signs", lambda top, workers: 1, lambda _: 16, 2, encode, decode)
-
-
-def fitting(up: Quantizer) -> Down:
-    """The down coder of votes in such codes: zeros come back if there are any, else one bit."""
-    return ternary_sum() if up.has_zero else majority()
+    return Down(
+        "scaled signs", False, True, False, False, True, lambda top, workers: 1,
+        lambda rows, workers: rows // 2, bits.WORDS_PER_ROW, encode, decode, lambda x: x,
+    )  # fmt: skip
 
 
 def floats() -> Down:
@@ -365,19 +431,53 @@ def floats() -> Down:
 
     Example:
       >>> import lioncub_jax as lc, optax
-      >>> owner = lc.decide.momentum_at_owner(optax.scale_by_adam())
-      >>> tx = lc.communicate(axis_name="data", up=lc.quantize.dense(), owner=owner, down=lc.decide.floats())
+      >>> parts = {"owner": lc.decide.momentum_at_owner(optax.scale_by_adam())}
+      >>> parts |= {"up": lc.quantize.dense(), "down": lc.decide.floats()}
+      >>> tx = lc.communicate(axis_name="data", **parts)
     """
 
-    def encode(result: Values, coin: jax.Array) -> Answer:
+    def encode(result: Values, coin: jax.Array) -> Reply:
         words = lax.bitcast_convert_type(result.values, jnp.uint32)
-        return Answer(words.reshape(1, -1), None, jnp.float32(0))
+        chunks = words.shape[0]
+        return Reply(words.reshape(1, chunks, -1), None, jnp.zeros((chunks,), jnp.float32))
 
-    def decode(planes: jax.Array, per_row: Any, top: int, workers: int) -> jax.Array:
-        return lax.bitcast_convert_type(planes[0], jnp.float32).reshape(-1, bits.WORD)
+    def decode(planes: jax.Array, rows: Any, where: Slice) -> jax.Array:
+        values = lax.bitcast_convert_type(planes[0], jnp.float32)
+        return values.reshape(-1, where.rows, ROW)
 
-    return Down("floats", lambda top, workers: 1, lambda workers: 0, ROW, encode, decode)
+    return Down(
+        "floats", False, True, True, False, False, lambda top, workers: 1,
+        lambda rows, workers: 0, ROW, encode, decode, lambda x: x,
+    )  # fmt: skip
 
 
-def _ties(tied: jax.Array, moved: jax.Array) -> jax.Array:
-    return bits.count_ones(tied & jnp.repeat(bits.as_mask(moved), WORDS_PER_ROW))
+def fitting(up: Quantizer) -> Down:
+    """The down coder of votes in such codes: zeros come back if there are any, else one bit."""
+    return ternary_sum() if up.has_zero else majority()
+
+
+def _sum_planes(top: int, workers: int) -> int:
+    return (workers * top).bit_length()
+
+
+def _constant(number: int, like: jax.Array) -> list[jax.Array]:
+    """A number as planes of row words, the same for all rows."""
+    planes = range(bits.sum_bits(number, 1))
+    return [jnp.zeros_like(like) | bits.as_mask(jnp.uint32(number >> k & 1)) for k in planes]
+
+
+def _either(words: Sequence[jax.Array]) -> jax.Array:
+    out = words[0]
+    for word in words[1:]:
+        out = out | word
+    return out
+
+
+def _ties(result: Tally | Values, signs: Signs) -> jax.Array:
+    """``float32[chunks]``: elements without a sign, in rows that move, padding left out."""
+    tied, where = signs.tied, result.where
+    if signs.moved is not None:
+        tied &= bits.over_rows(signs.moved, where.rows)
+    if (real := where.real()) is not None:
+        tied &= bits.pack([real])[0]
+    return jnp.sum(lax.population_count(tied).astype(jnp.float32), axis=-1)

@@ -1,27 +1,31 @@
-"""The seam: the one transform in which workers talk.
+"""The seam: the one transform in which workers talk. Read this first.
 
 A step of a worker reads as a sentence: make a message from gradient and memory, turn it into codes,
-send them up the wire, let the owner of each slice decide, read the answer, remember.
+send them up the wire, let the owner of each slice decide, read the reply, remember. Profilers show these
+parts by name: ``lioncub.pack``, ``up``, ``decide``, ``down``, ``unpack``, ``remember``.
 """
 
-from collections.abc import Sequence
+import functools
+import math
+import operator
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
-from lioncub_jax import agreement, bits, checks, decide, layout, momentum, quantize, wires
-from lioncub_jax.agreement import Agreed, Plan, Voter
-from lioncub_jax.ballots import Ballot, Quantizer
-from lioncub_jax.decide import Down, Owner
-from lioncub_jax.layout import Bucket, Cut, Flat, Holder
+from lioncub_jax import bits, checks, decide, layout, momentum, quantize, wires
+from lioncub_jax.bits import BLOCK, ROW, WORDS_PER_ROW
+from lioncub_jax.decide import Down, Owner, Slice
+from lioncub_jax.layout import Bucket, Flat, Holder, Piece
 from lioncub_jax.mesh import placement
 from lioncub_jax.mesh.specs import cut_of
 from lioncub_jax.momentum import Memory
-from lioncub_jax.wires import AxisName, Wire
+from lioncub_jax.quantize import Message, Place, Quantizer
+from lioncub_jax.wires import AxisName, Format, Sums, Wire
 
 
 class CommunicateState(NamedTuple):
@@ -87,8 +91,8 @@ def communicate(
     ``c = memory.message(g, mu)``; codes of ``c`` go up the wire; the owner of each slice decides; the
     answer comes back to all; ``mu = memory.remember(g, mu)``.
 
-    A worker with a value that is not finite anywhere, or told to by ``abstain``, sits the step out: it
-    casts no vote, and its momentum and error stay as they are. A row of 64 elements whose values are
+    A worker with a value that is not finite anywhere, or told to by ``abstain``, abstains: it
+    casts no vote, and its momentum and error stay as they are. A row of 128 elements whose values are
     all exactly zero is not voted on by that worker; a row on which nobody votes gets update 0. One
     worker alone sends nothing, so nothing is quantised either.
 
@@ -146,8 +150,6 @@ def communicate(
         checks.check_leaves(params)
         if group_axis is not None:
             wires.workers_on(group_axis)  # bound here, or nobody knows whose slices these are
-        counts = [jnp.zeros((), jnp.int32) for _ in range(3)]
-        ties, parameters = jnp.zeros(()), jnp.zeros(())
         mu = error = None
         owners: tuple[Flat, ...] = ()
         if owner.needs_values or group_axis is not None:
@@ -155,9 +157,9 @@ def communicate(
         if group_axis is None:
             mu = memory.init(params)
             error = jax.tree.map(lambda p: _zeros_of(p, up.feedback), params)
-        return CommunicateState(
-            counts[0], mu, error, owners, ties, parameters, counts[1], counts[2]
-        )
+        count, abstained, abstentions = (jnp.zeros((), jnp.int32) for _ in range(3))
+        ties, parameters = (jnp.zeros((), jnp.float32) for _ in range(2))
+        return CommunicateState(count, mu, error, owners, ties, parameters, abstained, abstentions)
 
     def update(
         updates: optax.Updates,
@@ -168,166 +170,436 @@ def communicate(
         **extra: Any,
     ) -> tuple[optax.Updates, CommunicateState]:
         del params, extra
-        workers = wires.workers_on(axis_name)
+        wires.workers_on(axis_name)
         checks.check_leaves(updates)
         checks.check_local(updates, axis_name, group_axis)
-        told = None if abstain is None else checks.as_flag(abstain)
-
-        def on_device(updates: Any, state: CommunicateState, told: Any) -> Any:
-            voter = Voter(wires.worker_index(axis_name), workers, state.count)
-            return worker_step(plan, voter, updates, state, told)
-
+        abstain = None if abstain is None else checks.as_flag(abstain)
         # Results lie as what they replace.
         cut = cut_of((updates, state))
-        return placement.on_shards(on_device, (updates, state, told), cut)
+        return placement.on_shards(partial(on_device, plan), (updates, state, abstain), cut)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def worker_step(
-    plan: Plan, voter: Voter, updates: Any, state: CommunicateState, told_to_abstain: Any
-) -> tuple[Any, CommunicateState]:
-    """What one worker does in a step, on each of its devices; workers meet only in ``plan.wire``."""
-    workers = voter.workers
-    grads, tree = _flatten(updates)
-    split = _Split.of(plan, grads)
-    pieces = split.pieces(grads)
-    mus, errors = split.read(state.mu, tree), split.read(state.error, tree)
-    sent = [plan.memory.message(g, mu) for g, mu in zip(pieces, mus, strict=True)]
-    said = _with_errors(sent, errors)
-    buckets = plan.buckets(pieces, workers)
-    with jax.named_scope("lioncub.pack"):
-        ballots = [_speak(plan, voter, bucket, said, split.cuts) for bucket in buckets]
-    abstains = agreement.abstains_now(plan.axis, told_to_abstain, ballots)
-    slices = [flat.value for flat in state.owner] if state.owner else [()] * len(buckets)
-    agreed = [
-        _agree(plan, voter, bucket, cast, abstains, slice_state, split.cuts)
-        for bucket, cast, slice_state in zip(buckets, ballots, slices, strict=True)
-    ]
-    if workers > 1:
-        # Made anew from the same inputs: kept, it would cost an array as large as the gradient.
-        anew = [lax.optimization_barrier(pair) for pair in zip(sent, errors, strict=True)]
-        said_again = _with_errors([c for c, _ in anew], [e for _, e in anew])
-        missed = agreement.missed(plan, buckets, ballots, said_again, workers)
-        errors = _withheld(abstains, [missed.get(i) for i in range(len(errors))], errors)
-    with jax.named_scope("lioncub.remember"):
-        kept = [plan.memory.remember(g, mu) for g, mu in zip(pieces, mus, strict=True)]
-    owners = zip(agreed, buckets, strict=True) if plan.owner.needs_values else ()
-    new_state = CommunicateState(
-        optax.safe_increment(state.count),
-        split.write(_withheld(abstains, kept, mus), tree),
-        split.write(errors, tree),
-        tuple(Flat(a.owner, bucket) for a, bucket in owners),
-        *_statistics(plan, grads, agreed, state, workers),
-    )
-    return tree.unflatten(split.leaves(buckets, agreed, grads, sent)), new_state
+class Plan(NamedTuple):
+    """The parts of a `communicate`, put together."""
 
-
-class _Split(NamedTuple):
-    """What a device of a worker votes on: leaves, or its slices of buckets that a group shares."""
-
+    axis: AxisName | None
     group: AxisName | None
-    cuts: list[Cut | None]
+    memory: Memory
+    up: Quantizer
+    owner: Owner
+    down: Down
+    wire: Wire
+    bucket_size: int | None
 
-    @classmethod
-    def of(cls, plan: Plan, leaves: list[jax.Array]) -> "_Split":
-        if plan.group is None:
-            return cls(None, [None] * len(leaves))
-        index = wires.worker_index(plan.group)
-        return cls(plan.group, [Cut(b, layout.filled(b, index)) for b in plan.cuts(leaves)])
+    def buckets(self, leaves: list[jax.Array], workers: int) -> tuple[Bucket, ...]:
+        """The flat buffers in which these leaves travel between workers."""
+        limit = self.bucket_size
+        if limit is not None and self.group is not None:
+            limit = max(limit // wires.workers_on(self.group), 1)
+        return layout.buckets(leaves, workers, limit)
 
-    def pieces(self, grads: list[jax.Array]) -> list[jax.Array]:
-        """Leaves as they are; or slices, averaged over the group in full precision."""
+    def cuts(self, leaves: list[jax.Array]) -> tuple[Bucket, ...]:
+        """The flat buffers that the devices of a group share; none without a group."""
         if self.group is None:
-            return grads
-        parts = wires.workers_on(self.group)
-        joined = [layout.join(grads, cut.bucket, parts) for cut in self.cuts if cut]
-        return [wires.mean_slice(rows, self.group) for rows in joined]
+            return ()
+        return layout.buckets(leaves, wires.workers_on(self.group), self.bucket_size)
 
-    def read(self, kept: Any, tree: Any) -> list[Any]:
-        """State of each piece as a list."""
-        return tree.flatten_up_to(kept) if self.group is None else [flat.value for flat in kept]
-
-    def write(self, kept: list[Any], tree: Any) -> Any:
-        """Undoes ``read``."""
-        if self.group is None:
-            return tree.unflatten(kept)
-        return tuple(Flat(x, cut.bucket) for x, cut in zip(kept, self.cuts, strict=True) if cut)
-
-    def leaves(
-        self,
-        buckets: tuple[Bucket, ...],
-        agreed: list[Agreed],
-        grads: list[jax.Array],
-        sent: list[jax.Array],
-    ) -> list[jax.Array]:
-        """What was agreed on, as leaves; empty ones stay."""
-        like = sent if self.group is None else grads
-        leaves = [jnp.zeros(x.shape, x.dtype) for x in like]
-        for bucket, answer in zip(buckets, agreed, strict=True):
-            for s in bucket.segments:
-                rows = answer.rows[:, s.first_row : s.first_row + s.rows].reshape(-1, bits.ROW)
-                cut = self.cuts[s.leaf]
-                for part in (s,) if cut is None else cut.bucket.segments:
-                    own = rows if cut is None else rows[part.first_row : part.first_row + part.rows]
-                    leaves[part.leaf] = layout.from_rows(own, part).astype(like[part.leaf].dtype)
-        return leaves
+    def format(self, bucket: Bucket) -> Format:
+        """What travels for a bucket."""
+        return Format.of(self.up, self.owner, self.down, bucket)
 
 
-def _flatten(tree: Any) -> tuple[list[jax.Array], Any]:
-    return jax.tree.flatten(tree)
+class Worker(NamedTuple):
+    """Who takes a step.
+
+    Attributes:
+      index: ``int32[]``, which worker; varies over the workers.
+      workers: of how many.
+      step: ``int32[]``, after how many earlier steps.
+      counts: for each leaf ``int32[rows]``, the elements of each row that are no padding; None where the
+        leaf's size says it. Slices of a group's buckets have padding anywhere.
+    """
+
+    index: jax.Array
+    workers: int
+    step: jax.Array
+    counts: list[jax.Array | None]
 
 
-def _speak(
-    plan: Plan, voter: Voter, bucket: Bucket, said: list[jax.Array], cuts: list[Cut | None]
-) -> list[Ballot]:
-    if voter.workers == 1:
-        return agreement.values_kept(bucket, said)
-    return agreement.quantized(plan, voter, bucket, said, cuts)
+class Kept(NamedTuple):
+    """What a worker remembers of its leaves: momentum and quantisation error, or None for each leaf."""
+
+    mu: list[Any]
+    error: list[Any]
 
 
-def _agree(
+class Decided(NamedTuple):
+    """What all workers get to know of a bucket: replies ``uint32[W, words]``, the same on all of them."""
+
+    bucket: Bucket
+    replies: jax.Array
+    owner: Any
+
+
+def on_device(
+    plan: Plan, updates: Any, state: CommunicateState, abstain: Any
+) -> tuple[Any, CommunicateState]:
+    """A worker's step on one of its devices, where every axis of the mesh is manual."""
+    index, workers = wires.worker_index(plan.axis), wires.workers_on(plan.axis)
+    worker = Worker(index, workers, state.count, [None] * len(jax.tree.leaves(updates)))
+    step = worker_step if plan.group is None else _step_in_group
+    return step(plan, worker, updates, state, abstain)
+
+
+def worker_step(
+    plan: Plan, worker: Worker, updates: Any, state: CommunicateState, abstain: Any
+) -> tuple[Any, CommunicateState]:
+    """The step of a worker that is one device, or of its shard of a worker that is several."""
+    grads, tree = jax.tree.flatten(updates)
+    kept = Kept(tree.flatten_up_to(state.mu), tree.flatten_up_to(state.error))
+    owners = [flat.value for flat in state.owner]
+    if worker.workers == 1:
+        leaves, found, owners, kept = _alone(plan, worker, grads, kept, owners, abstain)
+    else:
+        decided, kept = vote(plan, worker, grads, kept, owners, abstain)
+        owners = [x.owner for x in decided]
+        leaves, found = [jnp.zeros(g.shape, g.dtype) for g in grads], []
+        for x in decided:
+            rows, *numbers = open_replies(plan, x.bucket, x.replies[None])
+            found.append(numbers)
+            for s in x.bucket.segments:
+                leaves[s.leaf] = layout.from_rows(rows[0, s.first_row : s.first_row + s.rows], s)
+    updates = [x.astype(g.dtype) for x, g in zip(leaves, grads, strict=True)]
+    mu, error = (tree.unflatten(x) for x in kept)
+    return tree.unflatten(updates), _next_state(
+        plan, worker, state, grads, mu, error, owners, found
+    )
+
+
+def vote(
+    plan: Plan, worker: Worker, grads: list[jax.Array], kept: Kept, owners: Any, abstain: Any
+) -> tuple[list[Decided], Kept]:
+    """What one of several workers does with its leaves; workers meet in ``plan.wire``."""
+    messages = [plan.memory.message(g, mu) for g, mu in zip(grads, kept.mu, strict=True)]
+    sent = _with_errors(messages, kept.error)
+    buckets = plan.buckets(grads, worker.workers)
+    with jax.named_scope("lioncub.pack"):
+        encoded = [encode(plan, worker, bucket, sent) for bucket in buckets]
+    abstains = abstains_now(plan, abstain, encoded)
+    states = owners or [()] * len(buckets)
+    decided = [
+        decide_on(plan, worker, bucket, codes, abstains, state)
+        for bucket, codes, state in zip(buckets, encoded, states, strict=True)
+    ]
+    error = kept.error
+    if plan.up.feedback is not None:
+        # Made anew from the same inputs: kept, it would cost an array as large as the gradient.
+        anew = [lax.optimization_barrier(pair) for pair in zip(messages, error, strict=True)]
+        sent = _with_errors([c for c, _ in anew], [e for _, e in anew])
+        missed = uncoded(plan, worker, buckets, encoded, sent)
+        error = [_unless(abstains, missed.get(i), e) for i, e in enumerate(error)]
+    with jax.named_scope("lioncub.remember"):
+        mu = [
+            _unless(abstains, plan.memory.remember(g, m), m)
+            for g, m in zip(grads, kept.mu, strict=True)
+        ]
+    return decided, Kept(mu, error)
+
+
+def encode(plan: Plan, worker: Worker, bucket: Bucket, sent: list[jax.Array]) -> list[Message]:
+    """The codes of each piece of a bucket."""
+    rows = [layout.join(sent, piece) for piece in bucket.pieces]
+    shard, shards = wires.shard_index(rows[0], plan.axis), wires.shards_of(rows[0], plan.axis)
+    first = bucket.first_row + shard * bucket.total_rows
+    totals: Any = [None] * len(rows)
+    if plan.up.measure is not None:
+        measured = [plan.up.measure(x, p) for x, p in zip(rows, bucket.pieces, strict=True)]
+        # All leaves in one sum, and none at all where nothing is cut.
+        sums = wires.sum_over_shards(jnp.concatenate(measured), plan.axis)
+        totals = jnp.split(sums, np.cumsum([len(m) for m in measured])[:-1])
+    return [
+        plan.up.encode(
+            x,
+            Place(
+                bucket, piece, (first + piece.first_row) * WORDS_PER_ROW,
+                worker.step, worker.index, worker.workers,
+                _counts(worker, piece) if bucket.ragged or _sliced(worker, bucket) else None,
+                plan.format(bucket).sends_steps, shard, shards, total,
+            ),
+        )
+        for x, piece, total in zip(rows, bucket.pieces, totals, strict=True)
+    ]  # fmt: skip
+
+
+def abstains_now(plan: Plan, abstain: Any, encoded: list[list[Message]]) -> jax.Array:
+    """``bool[]``: whether this worker abstains, by its own values or because it was told to."""
+    flags = [~message.finite for codes in encoded for message in codes]
+    asked = jnp.zeros((), bool) if abstain is None else abstain
+    abstains = functools.reduce(operator.or_, flags, asked)
+    # Never true, but known only when all codes are made: momentum is then overwritten in place, where it
+    # would be copied for the codes that are still to be made of it. A barrier does not last that long.
+    words = [message.planes[0, 0] for codes in encoded for message in codes]
+    late = [lax.population_count(word) > BLOCK for word in words]
+    abstains = functools.reduce(operator.or_, late, abstains)
+    # The devices that share a worker abstain as one.
+    return wires.same_over_shards(abstains.astype(jnp.uint32), plan.axis) > 0
+
+
+def decide_on(
     plan: Plan,
-    voter: Voter,
+    worker: Worker,
     bucket: Bucket,
-    cast: list[Ballot],
+    codes: list[Message],
     abstains: jax.Array,
-    slice_state: Any,
-    cuts: list[Cut | None],
-) -> Agreed:
-    if voter.workers == 1:
-        return agreement.decided_alone(plan, bucket, cast, abstains, slice_state)
-    return agreement.exchanged(plan, voter, bucket, cast, abstains, slice_state, cuts)
+    owner: Any,
+) -> Decided:
+    """Up the wire, the owner's decision, and back."""
+    form, chunks = plan.format(bucket), plan.wire.owned(worker.workers)
+    with jax.named_scope("lioncub.pack"):
+        message = _joined(form, codes, abstains)
+    with jax.named_scope("lioncub.up"):
+        received = plan.wire.collect(message, ~abstains, form, plan.axis)
+    with jax.named_scope("lioncub.decide"):
+        first = worker.index.astype(jnp.uint32) if plan.wire.owns_slice else 0
+        counts = _owned_counts(plan, worker, bucket, first, chunks)
+        where = Slice(chunks, bucket.chunk, worker.workers, plan.up, bucket.dtype, counts)
+        result, owner = plan.owner.decide(received, where, owner)
+        row = bucket.first_row + first * bucket.chunk
+        row += wires.shard_index(codes[0].planes, plan.axis) * bucket.total_rows
+        words = bucket.chunk * WORDS_PER_ROW
+        coin = bits.coin(row * WORDS_PER_ROW, chunks * words, worker.step)
+        reply = plan.down.encode(result, coin.reshape(chunks, words))
+        replies = form.pack_reply(reply, received.present)
+    with jax.named_scope("lioncub.down"):
+        return Decided(bucket, plan.wire.publish(replies, plan.axis), owner)
 
 
-def _with_errors(sent: list[jax.Array], errors: list[Any]) -> list[jax.Array]:
-    """What is to be said: this step's message and what earlier codes missed."""
+def open_replies(
+    plan: Plan, bucket: Bucket, replies: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Rows ``[slices, rows, 128]`` of replies ``uint32[slices, W, words]``, ties, and who took part."""
+    with jax.named_scope("lioncub.unpack"):
+        form = plan.format(bucket)
+        reply, present = form.unpack_reply(replies.reshape(-1, replies.shape[-1]))
+        where = Slice(1, bucket.chunk, bucket.workers, plan.up, bucket.dtype, None)
+        rows = plan.down.decode(reply.planes, reply.rows, where)
+        return rows.reshape(len(replies), -1, ROW), jnp.sum(reply.ties), present
+
+
+def uncoded(
+    plan: Plan,
+    worker: Worker,
+    buckets: tuple[Bucket, ...],
+    encoded: list[list[Message]],
+    sent: list[jax.Array],
+) -> dict[int, jax.Array]:
+    """What the codes of each leaf fail to say, ``float32`` of its shape."""
+    missed: dict[int, jax.Array] = {}
+    for bucket, codes in zip(buckets, encoded, strict=True):
+        for piece, message in zip(bucket.pieces, codes, strict=True):
+            assert message.steps is not None
+            steps = bucket.by_chunk(message.steps)
+            planes = message.planes.reshape(len(message.planes), len(steps), -1)
+            rows = plan.up.values(planes, steps, steps.shape[1], worker.workers).reshape(-1, ROW)
+            for s in piece.segments:
+                own = rows[s.first_row - piece.first_row :][: s.rows]
+                error = sent[s.leaf] - layout.from_rows(own, s)
+                if (count := worker.counts[s.leaf]) is not None:
+                    error = jnp.where(jnp.arange(ROW) < count[:, None], error, 0)
+                missed[s.leaf] = error
+    return missed
+
+
+def _joined(form: Format, codes: list[Message], abstains: jax.Array) -> Message:
+    """The message about a whole bucket, padded to its chunks; without a voice if the worker abstains."""
+    words = form.workers * form.code_words
+    planes = jnp.concatenate([x.planes for x in codes], axis=1)
+    planes = jnp.pad(planes, ((0, 0), (0, words - planes.shape[1])))
+    voted, steps = None, None
+    if form.sends_votes:
+        found = jnp.concatenate([x.voted for x in codes if x.voted is not None])
+        blocks = form.workers * bits.row_words(form.rows)
+        voted = jnp.where(abstains, 0, jnp.pad(found, (0, blocks - found.size)))
+        mask = bits.over_rows(voted.reshape(form.workers, -1), form.rows)
+        planes &= mask.reshape(-1)
+    if form.up.has_zero:
+        zero = form.up.top(form.workers) // 2
+        silent = np.array([[-(zero >> k & 1) & 0xFFFFFFFF] for k in range(len(planes))], np.uint32)
+        planes = jnp.where(abstains, silent, planes)
+    if form.sends_steps:
+        each = jnp.concatenate([x.steps for x in codes if x.steps is not None])
+        each = layout.pad_rows(each, form.workers * form.rows)
+        steps = jnp.where(abstains, 0, each)
+    return Message(planes, voted, steps, ~abstains)
+
+
+def _counts(worker: Worker, piece: Piece) -> jax.Array:
+    """``int32[rows]``: how many elements of each row of a piece are no padding."""
+    if all(worker.counts[s.leaf] is None for s in piece.segments):
+        return layout.filled(piece.segments, piece.first_row, piece.rows)
+    each = []
+    for s in piece.segments:
+        count = worker.counts[s.leaf]
+        own = layout.filled([s], s.first_row, s.rows) if count is None else count
+        each.append(layout.pad_rows(own, s.rows))
+    return layout.pad_rows(jnp.concatenate(each), piece.rows)
+
+
+def _sliced(worker: Worker, bucket: Bucket) -> bool:
+    """Whether leaves have padding where their sizes do not say it."""
+    return any(worker.counts[s.leaf] is not None for s in bucket.segments)
+
+
+def _owned_counts(
+    plan: Plan, worker: Worker, bucket: Bucket, first: Any, chunks: int
+) -> jax.Array | None:
+    """The same for the chunks that this worker owns; None where no padding can be taken for a value."""
+    padded = plan.up.has_zero and bucket.padded
+    if not bucket.ragged and not padded and not _sliced(worker, bucket):
+        return None
+    counts = jnp.concatenate([_counts(worker, piece) for piece in bucket.pieces])
+    counts = layout.pad_rows(counts, bucket.rows)
+    return lax.dynamic_slice_in_dim(counts, first * bucket.chunk, chunks * bucket.chunk)
+
+
+def _alone(
+    plan: Plan, worker: Worker, grads: list[jax.Array], kept: Kept, owners: Any, abstain: Any
+) -> tuple[list[jax.Array], list[Any], Any, Kept]:
+    """One worker's step: nothing travels, so nothing is quantised, and nothing is left out."""
+    messages = [plan.memory.message(g, mu) for g, mu in zip(grads, kept.mu, strict=True)]
+    asked = jnp.zeros((), bool) if abstain is None else abstain
+    strange = functools.reduce(operator.or_, [~jnp.all(jnp.isfinite(c)) for c in messages], asked)
+    abstains = wires.same_over_shards(strange.astype(jnp.uint32), plan.axis) > 0
+    values, states = list(messages), list(owners)
+    if plan.owner.needs_values and not plan.owner.feedback:
+        for k, bucket in enumerate(plan.buckets(grads, 1)):
+            rows = jnp.concatenate([layout.join(messages, piece) for piece in bucket.pieces])
+            rows = layout.pad_rows(rows, bucket.rows)
+            where = Slice(1, bucket.chunk, 1, quantize.dense(), bucket.dtype, None)
+            received = Sums(rows, None, 1 - abstains.astype(jnp.uint32))
+            result, states[k] = plan.owner.decide(received, where, states[k])
+            for s in bucket.segments:
+                own = result.values.reshape(-1, ROW)[s.first_row : s.first_row + s.rows]
+                values[s.leaf] = layout.from_rows(own, s)
+    mu = [
+        _unless(abstains, plan.memory.remember(g, m), m)
+        for g, m in zip(grads, kept.mu, strict=True)
+    ]
+    updates = [jnp.where(abstains, 0, plan.down.exact(x)) for x in values]
+    updates = [wires.same_everywhere(x, plan.axis) for x in updates]
+    present = wires.same_everywhere(1 - abstains.astype(jnp.uint32), plan.axis)
+    return updates, [(jnp.zeros((), jnp.float32), present)], states, Kept(mu, kept.error)
+
+
+def _with_errors(messages: list[jax.Array], errors: list[Any]) -> list[jax.Array]:
+    """What is encoded: this step's message and what earlier codes missed."""
     return [
         c if e is None else c.astype(jnp.float32) + e.astype(jnp.float32)
-        for c, e in zip(sent, errors, strict=True)
+        for c, e in zip(messages, errors, strict=True)
     ]
 
 
-def _withheld(abstains: jax.Array, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
+def _unless(abstains: jax.Array, new: Any, old: Any) -> Any:
     """The new state of this worker, or the old one if it abstains; None where there is none."""
-    return [
-        o if n is None else jnp.where(abstains, o, n.astype(o.dtype))
-        for n, o in zip(new, old, strict=True)
-    ]
+    if new is None:
+        return old
+    return jnp.where(abstains, old, quantize.saturated(new, old.dtype))
+
+
+# --- Two levels: a worker that is a group of devices, each with a slice of every bucket
+
+
+def _step_in_group(
+    plan: Plan, worker: Worker, updates: Any, state: CommunicateState, abstain: Any
+) -> tuple[Any, CommunicateState]:
+    """Around the ordinary exchange: a reduce-scatter in the group, and an all-gather of the replies."""
+    grads, tree = jax.tree.flatten(updates)
+    assert plan.group is not None
+    cuts, device = plan.cuts(grads), wires.worker_index(plan.group)
+    slices = [wires.mean_slice(_bucket_rows(grads, cut), plan.group) for cut in cuts]
+    worker = worker._replace(counts=[slice_counts(plan, cut, device) for cut in cuts])
+    kept = Kept([x.value for x in state.mu], [x.value for x in state.error])
+    owners = [flat.value for flat in state.owner]
+    if worker.workers == 1:
+        each, found, owners, kept = _alone(plan, worker, slices, kept, owners, abstain)
+        whole = [wires.from_group(x, plan.group) for x in each]
+    else:
+        decided, kept = vote(plan, worker, slices, kept, owners, abstain)
+        owners = [x.owner for x in decided]
+        whole, found = [x[None] for x in slices], []
+        for x in decided:
+            replies = wires.from_group(x.replies, plan.group)
+            rows, *numbers = open_replies(plan, x.bucket, replies)
+            found.append(numbers)
+            for s in x.bucket.segments:
+                whole[s.leaf] = rows[:, s.first_row : s.first_row + cuts[s.leaf].chunk]
+    leaves = [jnp.zeros(g.shape, g.dtype) for g in grads]
+    for cut, rows in zip(cuts, whole, strict=True):
+        for s in cut.segments:
+            own = rows.reshape(-1, ROW)[s.first_row : s.first_row + s.rows]
+            leaves[s.leaf] = layout.from_rows(own, s).astype(grads[s.leaf].dtype)
+    mu, error = (tuple(map(Flat, x, cuts)) for x in kept)
+    return tree.unflatten(leaves), _next_state(plan, worker, state, grads, mu, error, owners, found)
+
+
+def _bucket_rows(leaves: list[jax.Array], bucket: Bucket) -> jax.Array:
+    """All leaves of a bucket as ``float32[rows, 128]``, zeros in the padding."""
+    rows = jnp.concatenate([layout.join(leaves, piece) for piece in bucket.pieces])
+    return layout.pad_rows(rows, bucket.rows)
+
+
+def slice_counts(plan: Plan, cut: Bucket, device: jax.Array) -> jax.Array | None:
+    """Elements of each row of a device's slice that are no padding; None where none is mistaken."""
+    if not cut.ragged and not (plan.up.has_zero and cut.padded):
+        return None
+    counts = [layout.filled(p.segments, p.first_row, p.rows) for p in cut.pieces]
+    counts = layout.pad_rows(jnp.concatenate(counts), cut.rows)
+    return lax.dynamic_slice_in_dim(counts, device * cut.chunk, cut.chunk)
+
+
+# --- State
+
+
+def _next_state(
+    plan: Plan,
+    worker: Worker,
+    state: CommunicateState,
+    grads: list[jax.Array],
+    mu: Any,
+    error: Any,
+    owners: list[Any],
+    found: list[Any],
+) -> CommunicateState:
+    statistics = _statistics(plan, grads, found, state, worker.workers)
+    some = statistics[2] < worker.workers
+
+    def counted(new: jax.Array, old: jax.Array) -> jax.Array:
+        # Counters of a transform are the same on all workers by type, so what all know must stop them.
+        return new if new.ndim else jnp.where(some, new, old)
+
+    kept = tuple(
+        Flat(jax.tree.map(counted, new, old.value), old.bucket)
+        for new, old in zip(
+            owners, state.owner, strict=False
+        )  # without states there are still buckets
+    )
+    return CommunicateState(optax.safe_increment(state.count), mu, error, kept, *statistics)
 
 
 def _statistics(
-    plan: Plan, grads: list[jax.Array], agreed: list[Agreed], state: CommunicateState, workers: int
+    plan: Plan, grads: list[jax.Array], found: list[Any], state: CommunicateState, workers: int
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Ties and presence over a worker's shards, in one sum if it has any."""
-    everyone = (*wires.names(plan.axis), *wires.names(plan.group or ()))
-    parameters = jnp.float32(sum(g.size * wires.shards_of(g, everyone) for g in grads))
-    if not agreed:
-        return jnp.zeros(()), parameters, state.abstained, state.abstentions
+    everyone = (*wires.names(plan.axis), *wires.names(plan.group))
+    size = float(sum(math.prod(g.shape) * wires.shards_of(g, everyone) for g in grads))
+    parameters = jnp.float32(size)
+    if not found:
+        return jnp.zeros((), jnp.float32), parameters, state.abstained, state.abstentions
     # The sum runs over all axes that cut any bucket; a bucket of which there are copies counts once.
-    ties = sum((a.ties * wires.shards_of(a.ties, plan.axis) for a in agreed), jnp.zeros(()))
-    present = agreed[0].present.astype(jnp.float32)
-    both = jnp.stack([ties, present])
+    ties = sum((t * wires.shards_of(t, plan.axis) for t, _ in found), jnp.zeros((), jnp.float32))
+    both = jnp.stack([ties, found[0][1].astype(jnp.float32)])
     both = wires.sum_over_shards(both / wires.shards_of(both, plan.axis), plan.axis)
     abstained = workers - both[1].astype(jnp.int32)
     return both[0], parameters, abstained, state.abstentions + abstained
@@ -336,30 +608,26 @@ def _statistics(
 def _init_slices(plan: Plan, params: optax.Params) -> tuple[Any, Any, Any]:
     """Momentum and errors of a group's slices, and owners' states, where every axis is manual."""
     leaves = jax.tree.leaves(params)
-    mu, error, pieces = None, None, leaves
+    mu, error = None, None
     if plan.group is not None:
         cuts = plan.cuts(leaves)
-        pieces = [
-            _zeros_over(b.chunk, bits.ROW, b.dtype, (*b.axes, *wires.names(plan.group)))
-            for b in cuts
-        ]
-        mu = tuple(map(Flat, plan.memory.init(pieces), cuts))
-        error = tuple(
-            Flat(_zeros_of(x, plan.up.feedback), cut) for x, cut in zip(pieces, cuts, strict=True)
-        )
-    return mu, error, _init_owner(plan, pieces)
+        leaves = [_zero_rows(b.chunk, b.dtype, (*b.axes, *wires.names(plan.group))) for b in cuts]
+        mu = tuple(map(Flat, plan.memory.init(leaves), cuts))
+        errors = [_zeros_of(x, plan.up.feedback) for x in leaves]
+        error = tuple(map(Flat, errors, cuts))
+    return mu, error, init_owners(plan, leaves)
 
 
-def _init_owner(plan: Plan, pieces: list[jax.Array]) -> tuple[Flat, ...]:
+def init_owners(plan: Plan, leaves: list[jax.Array]) -> tuple[Flat, ...]:
     """Each bucket's slice state; only a transform that keeps one needs to know the workers."""
     if not plan.owner.needs_values:
         return ()
     workers = wires.workers_on(plan.axis)
     own = wires.names(plan.axis) if plan.wire.owns_slice or workers == 1 else ()
     states = []
-    for bucket in plan.buckets(pieces, workers):
-        words = plan.wire.owned_rows(bucket, workers) * bits.WORDS_PER_ROW
-        state = plan.owner.init(jnp.zeros((words, bits.WORD), bucket.dtype))
+    for bucket in plan.buckets(leaves, workers):
+        rows = plan.wire.owned(workers) * bucket.chunk
+        state = plan.owner.init(jnp.zeros((rows, ROW), bucket.dtype))
         axes = [n for n in bucket.axes if n not in wires.names(plan.axis)]
         states.append(Flat(_vary_arrays(state, (*own, *axes)), bucket))
     return tuple(states)
@@ -370,8 +638,8 @@ def _vary_arrays(state: Any, axes: tuple[str, ...]) -> Any:
     return jax.tree.map(lambda x: wires.varying(x, axes) if x.ndim else x, state)
 
 
-def _zeros_over(rows: int, columns: int, dtype: Any, axes: tuple[str, ...]) -> jax.Array:
-    return wires.varying(jnp.zeros((rows, columns), dtype), axes)
+def _zero_rows(rows: int, dtype: Any, axes: tuple[str, ...]) -> jax.Array:
+    return wires.varying(jnp.zeros((rows, ROW), dtype), axes)
 
 
 def _zeros_of(p: jax.Array, dtype: Any) -> jax.Array | None:

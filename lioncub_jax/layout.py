@@ -1,13 +1,15 @@
-"""One flat buffer for the whole tree: which rows of it belong to which leaf.
+"""Flat buffers: which rows of them belong to which leaf.
 
-Every leaf is cut into rows of 64 elements, the last one padded, and the rows of all leaves are joined,
-so that a step costs two collectives however many leaves there are. Leaves that vary over different
-mesh axes may not share an array; each such set has a buffer, a *bucket*, of its own. A limit on the
-size of a bucket splits it further.
+Leaves are cut into rows of 128 elements, the last one padded, and the rows of all leaves are one buffer,
+so that a step costs two collectives however many leaves there are. A large leaf takes whole blocks and
+is packed by itself; all small ones are joined in one array and packed together. Leaves that vary over
+different mesh axes may not share an array; each such set has a buffer, a *bucket*, of its own. A limit
+on the size of a bucket splits it further.
 """
 
 import dataclasses
 import enum
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lioncub_jax.bits import ROW
+from lioncub_jax.bits import BLOCK, HALF_BLOCK, ROW
+
+# Leaves of fewer rows are joined: a copy of little, one kernel for all of them, and no padding to blocks.
+SMALL = 64 * BLOCK
 
 
 class Segment(NamedTuple):
@@ -36,31 +41,74 @@ class Segment(NamedTuple):
     rows: int
 
 
-class Bucket(NamedTuple):
-    """Leaves that travel together.
+class Piece(NamedTuple):
+    """Rows that are packed together: one large leaf, or all small ones.
 
     Attributes:
-      segments: where each leaf lies.
-      first_row: rows in the buckets before this one.
-      rows: rows in this one.
-      chunk: rows that each worker owns; ``workers * chunk >= rows``.
-      dtype: of the leaves, the widest if they differ.
-      axes: mesh axes over which the leaves vary, by name.
-      total_rows: rows of all buckets, what each worker pads them to included.
+      segments: its leaves.
+      first_row: where it begins in the bucket.
+      rows: how many rows, what pads it to whole blocks or chunks included.
     """
 
     segments: tuple[Segment, ...]
     first_row: int
     rows: int
+
+
+class Bucket(NamedTuple):
+    """Leaves that travel together.
+
+    Attributes:
+      segments: where each leaf lies; large leaves first.
+      large: how many of them are large.
+      first_row: rows in the buckets before this one.
+      chunk: rows that each worker owns; whole blocks, or half a block more if no leaf is large.
+      workers: how many chunks there are.
+      dtype: of the leaves, the widest if they differ.
+      axes: mesh axes over which the leaves vary, by name.
+      total_rows: rows of all buckets, what pads them to chunks included.
+    """
+
+    segments: tuple[Segment, ...]
+    large: int
+    first_row: int
     chunk: int
+    workers: int
     dtype: Any
     axes: tuple[str, ...] = ()
     total_rows: int = 0
 
-    def pad(self, x: jax.Array, workers: int) -> jax.Array:
-        """Fills ``[rows, ...]`` with zeros to the ``workers * chunk`` rows that travel."""
-        short = workers * self.chunk - self.rows
-        return jnp.pad(x, [(0, short)] + [(0, 0)] * (x.ndim - 1)) if short else x
+    @property
+    def rows(self) -> int:
+        """Rows that travel, padding included."""
+        return self.workers * self.chunk
+
+    @property
+    def padded(self) -> bool:
+        """Whether any of the elements that travel are padding."""
+        return sum(s.size for s in self.segments) < self.rows * ROW
+
+    @property
+    def ragged(self) -> bool:
+        """Whether any leaf ends within a row."""
+        return any(s.size % ROW for s in self.segments)
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """What is packed by itself, in the order of the rows; they may end before the last chunk does."""
+        alone = [Piece((s,), s.first_row, s.rows) for s in self.segments[: self.large]]
+        small = self.segments[self.large :]
+        if not small:
+            return tuple(alone)
+        first = small[0].first_row
+        rows = small[-1].first_row + small[-1].rows - first
+        rows = _round_up(rows, BLOCK) if alone else self.rows
+        return (*alone, Piece(small, first, rows))
+
+    def by_chunk(self, x: jax.Array) -> jax.Array:
+        """``[rows, ...]`` of a piece as ``[parts, rows of a part, ...]``, as it is cut before packing."""
+        # Chunks of whole blocks begin with a block, wherever pieces begin.
+        return x[None] if self.large else x.reshape(self.workers, self.chunk, *x.shape[1:])
 
 
 @jax.tree_util.register_dataclass
@@ -69,24 +117,12 @@ class Flat:
     """Arrays that lie as a bucket does and not as its leaves do, with what is needed to find them.
 
     Attributes:
-      value: tree of arrays over the rows that a device owns, ``[words, 32]`` or ``[rows, 64]``.
+      value: tree of arrays over the rows that a device owns, ``[rows, 128]``.
       bucket: the bucket whose slice they are.
     """
 
     value: Any
     bucket: Bucket = dataclasses.field(metadata={"static": True})
-
-
-class Cut(NamedTuple):
-    """A slice of a bucket, as a device of a group holds it.
-
-    Attributes:
-      bucket: what is cut; each device holds ``chunk`` rows of it.
-      filled: ``int32[chunk]``, how many elements of each row here are no padding.
-    """
-
-    bucket: Bucket
-    filled: jax.Array
 
 
 def varying_axes(x: jax.Array) -> frozenset:
@@ -97,16 +133,14 @@ def varying_axes(x: jax.Array) -> frozenset:
 def buckets(
     leaves: Sequence[jax.Array],
     workers: int,
-    rows_per_step: int = 1,
     limit: int | None = None,
     axes: Sequence[frozenset] | None = None,
 ) -> tuple[Bucket, ...]:
     """Plans the buffers for a list of leaves.
 
     Args:
-      leaves: arrays or anything with ``shape``, ``size`` and a type; empty leaves take no row.
+      leaves: arrays or anything with ``shape``, ``dtype`` and a type; empty leaves take no row.
       workers: how many workers share the ownership of each bucket.
-      rows_per_step: rows that share a quantisation step; leaves and chunks are padded to it.
       limit: elements after which a new bucket begins (at the next leaf), or None for no limit.
       axes: mesh axes over which each leaf varies; None reads them off the types.
 
@@ -116,42 +150,46 @@ def buckets(
     Example:
       >>> import jax.numpy as jnp
       >>> from lioncub_jax import layout
-      >>> bucket, = layout.buckets([jnp.zeros(65), jnp.zeros((2, 32))], workers=2)
+      >>> bucket, = layout.buckets([jnp.zeros(129), jnp.zeros((2, 32))], workers=2)
       >>> [(s.first_row, s.rows) for s in bucket.segments], bucket.chunk
-      ([(0, 2), (2, 1)], 2)
+      ([(0, 2), (2, 1)], 16)
     """
     axes = [varying_axes(leaf) for leaf in leaves] if axes is None else axes
     names = [tuple(sorted(map(str, over))) for over in axes]
     open_groups: dict[tuple[str, ...], list[list[int]]] = {}
     filled: dict[tuple[str, ...], int] = {}
     for index, leaf in enumerate(leaves):
-        if leaf.size == 0:
+        size, over = math.prod(leaf.shape), names[index]
+        if size == 0:
             continue
-        over = names[index]
         groups = open_groups.setdefault(over, [[]])
-        if groups[-1] and limit is not None and filled[over] + leaf.size > limit:
+        if groups[-1] and limit is not None and filled[over] + size > limit:
             groups.append([])
-        filled[over] = (filled.get(over, 0) if groups[-1] else 0) + leaf.size
+        filled[over] = (filled.get(over, 0) if groups[-1] else 0) + size
         groups[-1].append(index)
     placed: list[Bucket] = []
     before = 0
     for over in sorted(open_groups):
         for group in open_groups[over]:
-            bucket = _place([(i, leaves[i]) for i in group], workers, rows_per_step)
+            bucket = _place([(i, leaves[i]) for i in group], workers)
             placed.append(bucket._replace(first_row=before, axes=over))
-            before += workers * bucket.chunk
+            before += placed[-1].rows
     return tuple(bucket._replace(total_rows=before) for bucket in placed)
 
 
-def _place(members: list[tuple[int, jax.Array]], workers: int, rows_per_step: int) -> Bucket:
+def _place(members: list[tuple[int, jax.Array]], workers: int) -> Bucket:
+    sizes = {index: math.prod(leaf.shape) for index, leaf in members}
+    large = [m for m in members if -(-sizes[m[0]] // ROW) >= SMALL]
+    small = [m for m in members if -(-sizes[m[0]] // ROW) < SMALL]
     segments, first = [], 0
-    for index, leaf in members:
-        rows = _round_up(-(-leaf.size // ROW), rows_per_step)
-        segments.append(Segment(index, tuple(leaf.shape), leaf.size, first, rows))
+    for index, leaf in (*large, *small):
+        rows = -(-sizes[index] // ROW)
+        rows = _round_up(rows, BLOCK) if len(segments) < len(large) else rows
+        segments.append(Segment(index, tuple(leaf.shape), sizes[index], first, rows))
         first += rows
-    chunk = _round_up(-(-first // workers), rows_per_step)
+    chunk = _round_up(-(-first // workers), BLOCK if large else HALF_BLOCK)
     dtype = jnp.result_type(*(leaf.dtype for _, leaf in members))
-    return Bucket(tuple(segments), 0, first, chunk, dtype)
+    return Bucket(tuple(segments), len(large), 0, chunk, workers, dtype)
 
 
 def _round_up(n: int, multiple: int) -> int:
@@ -159,42 +197,45 @@ def _round_up(n: int, multiple: int) -> int:
 
 
 def to_rows(x: jax.Array, segment: Segment) -> jax.Array:
-    """A leaf as ``float32[rows, 64]``, zeros behind its end."""
+    """A leaf as ``float32[rows, 128]``, zeros behind its end."""
     flat = x.reshape(-1).astype(jnp.float32)
     pad = segment.rows * ROW - segment.size
     return (jnp.pad(flat, (0, pad)) if pad else flat).reshape(segment.rows, ROW)
 
 
 def from_rows(rows: jax.Array, segment: Segment) -> jax.Array:
-    """Undoes ``to_rows``: ``[rows, 64]`` to the leaf's own shape."""
+    """Undoes ``to_rows``: ``[rows, 128]`` to the leaf's own shape."""
     return rows.reshape(-1)[: segment.size].reshape(segment.shape)
 
 
-def join(leaves: Sequence[jax.Array], bucket: Bucket, parts: int) -> jax.Array:
-    """All leaves of a bucket as ``float32[parts * chunk, 64]``, zeros in the padding."""
-    return bucket.pad(jnp.concatenate([to_rows(leaves[s.leaf], s) for s in bucket.segments]), parts)
+def join(leaves: Sequence[jax.Array], piece: Piece) -> jax.Array:
+    """The leaves of a piece as ``float32[rows, 128]``, zeros in the padding."""
+    rows = [to_rows(leaves[s.leaf], s) for s in piece.segments]
+    return pad_rows(jnp.concatenate(rows) if len(rows) > 1 else rows[0], piece.rows)
 
 
-def filled(bucket: Bucket, index: jax.Array) -> jax.Array:
-    """``int32[chunk]``: how many elements of each row in a slice of a bucket are no padding.
-
-    Args:
-      bucket: what is cut into slices of ``chunk`` rows.
-      index: ``int32[]``, which slice.
-    """
-    first = index.astype(jnp.int32) * bucket.chunk
-    row = first + jnp.arange(bucket.chunk, dtype=jnp.int32)
-    ends = [short for segment in bucket.segments for short in short_rows(segment)]
-    short = np.array(ends, np.int32).reshape(-1, 2)
-    at = jnp.asarray(short[:, 0]) - first
-    # Rows of other slices fall out of range; a negative index would count from the end.
-    at = jnp.where(at < 0, bucket.chunk, at)
-    counts = jnp.where(row < bucket.rows, ROW, 0).astype(jnp.int32)
-    return counts.at[at].add(-short[:, 1], mode="drop")
+def pad_rows(x: jax.Array, rows: int) -> jax.Array:
+    """Zeros behind ``x``, up to so many rows."""
+    short = rows - x.shape[0]
+    return jnp.pad(x, [(0, short)] + [(0, 0)] * (x.ndim - 1)) if short else x
 
 
-def short_rows(segment: Segment) -> list[tuple[int, int]]:
-    """The rows of a segment's bucket that end in padding, with how many elements of it they hold."""
+def filled(segments: Sequence[Segment], first_row: int, rows: int) -> jax.Array:
+    """``int32[rows]``: how many elements of each row are no padding, of rows from ``first_row`` on."""
+    row = jnp.arange(rows, dtype=jnp.int32)
+    if len(segments) == 1:  # large, perhaps: computed where it is used, and never kept
+        s = segments[0]
+        full, rest = divmod(s.size, ROW)
+        at = row - (s.first_row - first_row)
+        return jnp.where(at < full, ROW, jnp.where(at == full, rest, 0)).astype(jnp.int32)
+    short = np.array([end for s in segments for end in _short_rows(s)], np.int32).reshape(-1, 2)
+    last = segments[-1].first_row + segments[-1].rows - first_row
+    counts = jnp.where(row < last, ROW, 0).astype(jnp.int32)
+    return counts.at[short[:, 0] - first_row].add(-short[:, 1])
+
+
+def _short_rows(segment: Segment) -> list[tuple[int, int]]:
+    """The rows of a segment that end in padding, with how many elements of it they hold."""
     ends = range(segment.size // ROW, segment.rows)
     return [(segment.first_row + n, min(ROW, (n + 1) * ROW - segment.size)) for n in ends]
 

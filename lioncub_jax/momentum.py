@@ -1,8 +1,7 @@
-"""What a worker remembers, and when workers make their momenta alike.
+"""What a worker remembers.
 
 Workers vote with a blend of their own gradient and their own momentum, so momenta drift apart where
-workers see different data. A schedule says at which steps ``sync.sync_momentum`` averages them, and
-whether in full precision or in codes.
+workers see different data; `sync` makes them alike at times.
 """
 
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from lioncub_jax import checks
+from lioncub_jax import checks, quantize
 
 
 class Memory(NamedTuple):
@@ -52,7 +51,7 @@ def blend(b1: Any = 0.9, b2: Any = 0.99, mu_dtype: Any = None) -> Memory:
         return (1.0 - b1) * g + b1 * mu
 
     def remember(g: jax.Array, mu: jax.Array) -> jax.Array:
-        return ((1 - b2) * g + b2 * mu).astype(mu.dtype)
+        return quantize.saturated((1 - b2) * g + b2 * mu, mu.dtype)
 
     return Memory(lambda p: optax.tree.zeros_like(p, dtype=mu_dtype), message, remember)
 

@@ -1,34 +1,135 @@
-"""Values to codes: what a worker says about its gradient, and in how many bits.
+"""Values to codes, and the message that they make: what a worker sends, and in how many bits.
 
 A code ``q`` in ``0..top`` stands for the integer ``2q - top`` in units of half a step. Two families:
 
 * *mid-rise*, ``top`` odd: every code leans to one side, ``p`` bits have ``2**p`` of them, and ``p = 1``
-  is the sign. There is no code for zero, so a worker whose 64 elements of a row are all exactly zero
+  is the sign. There is no code for zero, so a worker whose 128 elements of a row are all exactly zero
   does not vote on that row at all, and a single zero in a row that does vote takes a side by a fair
-  bit (``bits.coin``), half of the workers the one and half the other, so that zeros cancel in pairs.
+  bit (``bits.zero_side``), so that zeros on different workers cancel in pairs.
 * *mid-tread*, ``top`` even: the middle code is zero and means it. The paper's integer codes and the
   exact ternary codes are of this kind.
 
-A step is one for a leaf, or one for a block of 64 or 128 elements. In a vote the step stays at home:
-only the integers are counted. Where the owner needs values it travels beside the codes, as bfloat16.
+A row of 128 elements has one step, in units of its mean magnitude (the papers' L1 scale; no square is
+taken, so nothing over- or underflows). In a vote the step stays at the worker: only the integers are
+counted. Where the server decodes values it travels beside the codes, as bfloat16.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from lioncub_jax import bits
-from lioncub_jax.ballots import Ballot, Place, Quantizer, fill_padding
-from lioncub_jax.bits import ROW, WORD
+from lioncub_jax.bits import ROW
+from lioncub_jax.layout import Bucket, Piece
 
-# The uniform steps that are best for a Gaussian, in units of its standard deviation, by bits (J. Max,
-# "Quantizing for minimum distortion", 1960). One bit is in units of the mean magnitude, where a step of
-# 2 is the least-squares fit of +-step/2 to any values, whatever their distribution.
-STEP = {1: 2.0, 2: 0.9957, 3: 0.586, 4: 0.335, 5: 0.1881, 6: 0.1041, 7: 0.0569, 8: 0.0308}
+# The uniform steps that are best for a Gaussian, by bits (J. Max, "Quantizing for minimum distortion",
+# 1960), in units of its mean magnitude, which is sqrt(2/pi) of its deviation. For one bit a step of 2 is
+# the least-squares fit of +-step/2 to any values, whatever their distribution.
+STEP = {1: 2.0, 2: 1.2479, 3: 0.7344, 4: 0.4199, 5: 0.2357, 6: 0.1305, 7: 0.0713, 8: 0.0386}
+
+LARGEST_BFLOAT16 = float(jnp.finfo(jnp.bfloat16).max)
+LEAST_STEP = 2.0**-126  # below it a step is no normal number
+
+
+class Place(NamedTuple):
+    """Where and when a piece is quantised: what the side of a zero and the random bits derive from.
+
+    Attributes:
+      bucket: the flat buffer.
+      piece: the rows of it that are encoded.
+      first_word: word of the whole message where the piece begins, an int or ``uint32[]``.
+      step: ``int32[]``, steps taken before this one; same on every worker.
+      worker: ``int32[]``, the worker's index; varies over the workers.
+      workers: how many there are.
+      counts: ``int32[rows]``, how many elements of each row are no padding; None where all are.
+      steps: whether the steps travel.
+      shard: ``uint32[]``, which of the worker's shards this is, or 0 for leaves in one piece.
+      shards: how many shards a leaf has.
+      total: ``float32[segments, 2]``, what the quantiser's ``measure`` gives for all shards together.
+    """
+
+    bucket: Bucket
+    piece: Piece
+    first_word: Any
+    step: jax.Array
+    worker: jax.Array
+    workers: int
+    counts: jax.Array | None
+    steps: bool
+    shard: Any = 0
+    shards: int = 1
+    total: jax.Array | None = None
+
+
+class Message(NamedTuple):
+    """What one worker sends about the rows of a piece (or, joined, of a bucket).
+
+    Attributes:
+      planes: ``uint32[planes, words]``, the codes; of a dense quantiser the values' own bits.
+      voted: row words, ``uint32[blocks]``, the rows that the worker votes on; None for codes with a zero
+        and for values, which say so themselves.
+      steps: ``bfloat16[rows]``, the size of a step, or None where it does not travel.
+      finite: ``bool[]``, whether all values are finite.
+    """
+
+    planes: jax.Array
+    voted: jax.Array | None
+    steps: jax.Array | None
+    finite: jax.Array
+
+
+class Quantizer(NamedTuple):
+    """Pure functions that turn values into codes; built by the functions of this module.
+
+    Attributes:
+      name: for people.
+      bits: bits per element of a code.
+      top: ``workers -> largest code``; raises ``ValueError`` where that many cannot be counted.
+      has_zero: whether a code means exactly zero (``top`` is even).
+      decodes: whether its codes have steps that can travel, so that a server can decode them.
+      dense: dtype of the values if they travel as they are, else None.
+      encode: ``(float32[rows, 128], Place) -> Message``.
+      measure: ``(float32[rows, 128], Piece) -> float32[segments, 2]``, what ``encode`` must know of whole
+        leaves as a sum over their shards, or None.
+      feedback: dtype in which a worker keeps its quantisation error, or None.
+    """
+
+    name: str
+    bits: int
+    top: Callable[[int], int]
+    has_zero: bool
+    decodes: bool
+    dense: Any
+    encode: Callable[[jax.Array, Place], Message]
+    measure: Callable[[jax.Array, Piece], jax.Array] | None = None
+    feedback: Any = None
+
+    @property
+    def words_per_row(self) -> int:
+        """Words that a plane takes for one row."""
+        return ROW * jnp.dtype(self.dense).itemsize // 4 if self.dense else bits.WORDS_PER_ROW
+
+    def planes(self, workers: int) -> int:
+        """Planes of a message."""
+        return 1 if self.dense else self.top(workers).bit_length()
+
+    def values(
+        self, planes: jax.Array, steps: jax.Array | None, rows: int, workers: int
+    ) -> jax.Array:
+        """Decodes one worker's planes ``[planes, parts, words]`` to ``float32[parts, rows, 128]``.
+
+        Products of short integers and bfloat16 steps ``[parts, rows]`` are exact: no rounding.
+        """
+        if self.dense:
+            words = planes[0].reshape(*planes.shape[1:-1], rows, -1)
+            return _floats(words, self.dense)
+        assert steps is not None
+        odd = (2 * bits.unpack(planes, rows)).astype(jnp.int32) - self.top(workers)
+        return odd.astype(jnp.float32) * (steps.astype(jnp.float32) / 2)[..., None]
 
 
 class Rounding(NamedTuple):
@@ -36,11 +137,11 @@ class Rounding(NamedTuple):
 
     Attributes:
       name: for people.
-      noise: ``(shape, Place) -> float32[shape]``, what is added before rounding down.
+      noise: ``Place -> float32[rows, 128]``, what is added before rounding down, or None.
     """
 
     name: str
-    noise: Callable[[tuple[int, ...], Place], jax.Array] | None
+    noise: Callable[[Place], jax.Array] | None
 
 
 def nearest() -> Rounding:
@@ -65,16 +166,21 @@ def stochastic(seed: int = 0) -> Rounding:
 
     Example:
       >>> import lioncub_jax as lc
-      >>> lc.quantize.midrise(4, block=64, rounding=lc.quantize.stochastic(7)).name
-      'midrise(4, block=64, stochastic)'
+      >>> lc.quantize.midrise(4, rounding=lc.quantize.stochastic(7)).name
+      'midrise(4, stochastic)'
     """
 
-    def noise(shape: tuple[int, ...], place: Place) -> jax.Array:
+    def noise(place: Place) -> jax.Array:
         key = jax.random.key(seed)
-        sharded = (place.shard,) if place.shards > 1 else ()
-        for part in (place.step, place.worker, place.leaf, *sharded):
+        for part in (place.step, place.worker):
             key = jax.random.fold_in(key, part)
-        return jax.random.uniform(key, shape)
+        drawn = []
+        for segment in place.piece.segments:
+            own = jax.random.fold_in(key, segment.leaf)
+            own = jax.random.fold_in(own, place.shard) if place.shards > 1 else own
+            drawn.append(jax.random.uniform(own, (segment.rows, ROW), jnp.float32))
+        idle = place.piece.rows - sum(segment.rows for segment in place.piece.segments)
+        return jnp.pad(jnp.concatenate(drawn), ((0, idle), (0, 0)))
 
     return Rounding("stochastic", noise)
 
@@ -83,7 +189,7 @@ def sign() -> Quantizer:
     """One bit: the sign. Distributed Lion (arXiv 2404.00438) and 1-bit Lion Cub (2411.16462).
 
     Returns:
-      A mid-rise ``Quantizer`` of one bit without a step.
+      A mid-rise ``Quantizer`` of one bit.
 
     Example:
       >>> import lioncub_jax as lc
@@ -93,59 +199,48 @@ def sign() -> Quantizer:
     return midrise(1)._replace(name="sign")
 
 
-def midrise(p: int, *, block: int | None = None, rounding: Rounding | None = None) -> Quantizer:
+def midrise(p: int, *, rounding: Rounding | None = None) -> Quantizer:
     """``p`` bits: ``2**p`` evenly spaced levels, none of them zero.
 
-    ``q = floor(x / step) + 2**(p-1)``, clipped, with the step that is best for a Gaussian of the
-    measured scale: the root mean square, of the leaf or of each block (for one bit the mean magnitude).
+    ``q = floor(x / step) + 2**(p-1)``, clipped, with the step that is best for a Gaussian of the row's
+    mean magnitude.
 
     Args:
       p: bits per element, 1 to 8.
-      block: 64 or 128 elements share a step; None: one step for the leaf, which never travels and so
-        serves votes only.
       rounding: ``nearest()`` (default) or ``stochastic(seed)``.
 
     Returns:
-      A ``Quantizer``.
+      A ``Quantizer``, for votes (the step stays at the worker) and for momentum at the owner (it travels:
+      1/8 bit per element).
 
     Raises:
-      ValueError: if ``p`` or ``block`` is out of range.
+      ValueError: if ``p`` is out of range.
 
     Example:
       >>> import lioncub_jax as lc
-      >>> lc.quantize.midrise(3, block=128).name
-      'midrise(3, block=128)'
+      >>> lc.quantize.midrise(3).top(1000)
+      7
     """
     _check_bits("midrise", p, 1)
-    if block is not None and (not isinstance(block, int) or block not in (64, 128)):
-        raise ValueError(
-            f"midrise(block={block!r}): a step is shared by 64 or 128 elements, or by a leaf (None)"
-        )
     rounding = rounding or nearest()
-    scaleless = block is None and p == 1 and rounding.noise is None
+    top = 2**p - 1
 
-    def encode(x: jax.Array, place: Place) -> Ballot:
-        steps = None
-        if scaleless:
-            scaled = x
-        else:
-            step = _round_to_bfloat16(STEP[p] * _scale(x, place, block, p == 1))
-            steps = step if block else None
-            scaled = x * _inverse_by_row(step, x.shape[0])
-        codes = _midrise_codes(x, scaled, p, rounding, place)
-        innermost = _innermost(p, x.size // WORD, place)
-        packed = bits.pack(codes, p, x != 0, ~jnp.isfinite(x), innermost)
-        planes = fill_padding(packed.planes, place.size, 2**p - 1, place.filled)
-        flagged = (
-            packed.flagged if steps is None else packed.flagged | ~jnp.all(jnp.isfinite(steps))
-        )
-        voted = jnp.any(packed.marks.reshape(-1, 2) != 0, axis=-1)
-        return Ballot(planes, voted, None if steps is None else steps.astype(jnp.bfloat16), flagged)
+    def encode(x: jax.Array, place: Place) -> Message:
+        if p == 1 and not place.steps and rounding.noise is None:
+            return _signs(x, place)
+        mean, finite = _row_scale(x, _divisor(place.counts))
+        step = to_bfloat16(STEP[p] * mean)
+        codes = _midrise_codes(x, step, p, rounding, place)
+        fields = [(codes >> k) & 1 for k in range(p)] + [x != 0]
+        *planes, marks = _packed(fields, place)
+        planes = _with_zeros_aside(planes, marks, place)
+        voted = bits.pack_rows(place.bucket.by_chunk(mean > 0)).reshape(-1)
+        steps = step.astype(jnp.bfloat16) if place.steps else None
+        # Kept, or the codes' words are made anew for each of the elements that error feedback decodes.
+        return Message(lax.optimization_barrier(jnp.stack(planes)), voted, steps, jnp.all(finite))
 
-    name = f"midrise({p}{f', block={block}' if block else ''}"
-    name += f", {rounding.name})" if rounding.noise else ")"
-    measure = None if block or scaleless else partial(_sum, magnitude=p == 1)
-    return Quantizer(name, p, lambda workers: 2**p - 1, False, block, None, encode, measure)
+    name = f"midrise({p}, {rounding.name})" if rounding.noise else f"midrise({p})"
+    return Quantizer(name, p, lambda workers: top, False, True, None, encode)
 
 
 def integer(p: int = 8, *, rounding: Rounding | None = None) -> Quantizer:
@@ -184,17 +279,16 @@ def integer(p: int = 8, *, rounding: Rounding | None = None) -> Quantizer:
             )
         return 2 * s
 
-    def encode(x: jax.Array, place: Place) -> Ballot:
+    def encode(x: jax.Array, place: Place) -> Message:
         s = top(place.workers) // 2
-        scale = _scale(x, place, None, True)
-        t = x * (_inverse_by_row(scale, x.shape[0]) * (s / 2))
+        t = _in_units(x, _leaf_scale(place)[:, None]) * (s / 2)
         if rounding.noise:
-            t = jnp.floor(t + rounding.noise(x.shape, place))
+            t = jnp.floor(t + rounding.noise(place))
         codes = (jnp.clip(jnp.round(t), -s, s) + s).astype(jnp.uint32)
-        return _midtread_ballot(codes, x, (2 * s).bit_length(), 2 * s, place)
+        return _midtread(codes, x, (2 * s).bit_length(), place)
 
     name = f"integer({p}{', stochastic' if rounding.noise else ''})"
-    return Quantizer(name, p, top, True, None, None, encode, partial(_sum, magnitude=True))
+    return Quantizer(name, p, top, True, False, None, encode, _leaf_sums)
 
 
 def ternary(*, rounding: Rounding | None = None) -> Quantizer:
@@ -214,30 +308,27 @@ def ternary(*, rounding: Rounding | None = None) -> Quantizer:
     """
     rounding = rounding or nearest()
 
-    def encode(x: jax.Array, place: Place) -> Ballot:
+    def encode(x: jax.Array, place: Place) -> Message:
         if rounding.noise:
-            level = jnp.clip(jnp.floor(x + rounding.noise(x.shape, place)), -1, 1)
+            level = jnp.clip(jnp.floor(x + rounding.noise(place)), -1, 1)
             codes = (level + 1).astype(jnp.uint32)
         else:
             codes = jnp.where(x > 0, 2, jnp.where(x < 0, 0, 1)).astype(jnp.uint32)
-        return _midtread_ballot(codes, x, 2, 2, place)
+        return _midtread(codes, x, 2, place)
 
     name = f"ternary({rounding.name})" if rounding.noise else "ternary"
-    return Quantizer(name, 2, lambda workers: 2, True, None, None, encode)
+    return Quantizer(name, 2, lambda workers: 2, True, False, None, encode)
 
 
-def levels(
-    p: int, *, block: int = 128, norm: str = "max", rounding: Rounding | None = None
-) -> Quantizer:
-    """QSGD's ``p``-bit codes: a sign and ``s = 2**(p-1) - 1`` levels of the norm of each block.
+def levels(p: int, *, norm: str = "max", rounding: Rounding | None = None) -> Quantizer:
+    """QSGD's ``p``-bit codes: a sign and ``s = 2**(p-1) - 1`` levels of the norm of each row.
 
     ``q = clip(round(x / step), -s, s)`` with ``step = norm / s``, rounded up to a bfloat16, which
     travels: so nothing is clipped, and with ``stochastic`` rounding codes are right on average. Steps
-    below 2**-120 are 0.
+    below 2**-126 are 0.
 
     Args:
       p: bits per element, 2 to 8.
-      block: 64 or 128 elements share a norm.
       norm: ``"max"``, the largest magnitude, or ``"l2"``, the root of the sum of squares.
       rounding: ``nearest()`` (default) or ``stochastic(seed)`` (the paper's).
 
@@ -255,27 +346,25 @@ def levels(
       14
     """
     _check_bits("levels", p, 2)
-    if not isinstance(block, int) or block not in (64, 128):
-        raise ValueError(f"levels(block={block!r}): a norm is shared by 64 or 128 elements")
     if norm not in _NORMS:
         raise ValueError(f"levels(norm={norm!r}): give one of {', '.join(map(repr, _NORMS))}")
     rounding = rounding or nearest()
     s, norm_of = 2 ** (p - 1) - 1, _NORMS[norm]
 
-    def encode(x: jax.Array, place: Place) -> Ballot:
-        step = _round_up_to_bfloat16(norm_of(x, block) / s)
-        step = jnp.where(step < _LEAST_STEP, 0, step)
-        t = x * _inverse_by_row(step, x.shape[0])
+    def encode(x: jax.Array, place: Place) -> Message:
+        step = _up_to_bfloat16(norm_of(x) / s)
+        step = jnp.where(step < LEAST_STEP, 0, step)
+        t = _in_units(x, step)
         if rounding.noise:
-            t = jnp.floor(t + rounding.noise(x.shape, place))
+            t = jnp.floor(t + rounding.noise(place))
         codes = (jnp.clip(jnp.round(t), -s, s) + s).astype(jnp.uint32)
-        ballot = _midtread_ballot(codes, x, p, 2 * s, place)
-        flagged = ballot.flagged | ~jnp.all(jnp.isfinite(step))
-        return ballot._replace(steps=step.astype(jnp.bfloat16), flagged=flagged)
+        message = _midtread(codes, x, p, place)
+        return message._replace(steps=step[:, 0].astype(jnp.bfloat16))
 
     how = f", {rounding.name}" if rounding.noise else ""
-    name = f"levels({p}, {norm} of {block}{how})"
-    return Quantizer(name, p, lambda workers: 2 * s, True, block, None, encode)
+    return Quantizer(
+        f"levels({p}, {norm}{how})", p, lambda workers: 2 * s, True, True, None, encode
+    )
 
 
 def dense(dtype: Any = jnp.float32) -> Quantizer:
@@ -296,22 +385,22 @@ def dense(dtype: Any = jnp.float32) -> Quantizer:
     if dtype not in (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)):
         raise ValueError(f"dense({dtype.name}): values travel as float32 or bfloat16")
 
-    def encode(x: jax.Array, place: Place) -> Ballot:
-        payload = _float_words(x.reshape(-1), dtype)[None]
-        voted = jnp.any(x != 0, axis=-1)
-        return Ballot(payload, voted, None, ~jnp.all(jnp.isfinite(x)))
+    def encode(x: jax.Array, place: Place) -> Message:
+        words = _float_words(saturated(x, dtype)).reshape(1, -1)
+        return Message(words, None, None, jnp.all(jnp.isfinite(x)))
 
     bits_ = 8 * dtype.itemsize
-    return Quantizer(f"dense({dtype.name})", bits_, lambda workers: 0, False, None, dtype, encode)
+    return Quantizer(f"dense({dtype.name})", bits_, lambda workers: 0, False, True, dtype, encode)
 
 
 def error_feedback(quantizer: Quantizer, dtype: Any = jnp.bfloat16) -> Quantizer:
     """Adds what the last code missed to the next value, so that nothing is lost, only late.
 
-    ``x = g + e``, send ``encode(x)``, keep ``e = x - decoded``. The error stays with the worker.
+    ``x = g + e``, send ``encode(x)``, keep ``e = x - decoded``. The error stays with the worker; one that
+    the dtype cannot hold is kept as the largest that it can.
 
     Args:
-      quantizer: one whose steps travel, such as ``midrise(3, block=128)``.
+      quantizer: one whose steps can travel, such as ``midrise(3)``.
       dtype: in which the error is kept; one array of this dtype per worker and leaf.
 
     Returns:
@@ -324,120 +413,172 @@ def error_feedback(quantizer: Quantizer, dtype: Any = jnp.bfloat16) -> Quantizer
 
     Example:
       >>> import lioncub_jax as lc
-      >>> lc.quantize.error_feedback(lc.quantize.midrise(3, block=128)).name
-      'midrise(3, block=128) + error feedback'
+      >>> lc.quantize.error_feedback(lc.quantize.midrise(3)).name
+      'midrise(3) + error feedback'
     """
-    if quantizer.block is None:
+    if not quantizer.decodes or quantizer.dense:
         raise ValueError(
             f"error_feedback({quantizer.name}): the error is measured against what the owner decodes, "
-            "so steps must travel; use midrise(p, block=64) or midrise(p, block=128)"
+            "so codes must have steps that travel; use midrise(p)"
         )
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"error_feedback(dtype={jnp.dtype(dtype).name}): give a floating dtype")
     return quantizer._replace(name=f"{quantizer.name} + error feedback", feedback=jnp.dtype(dtype))
 
 
-def _check_bits(who: str, p: int, least: int) -> None:
+def saturated(x: jax.Array, dtype: Any) -> jax.Array:
+    """A cast that keeps finite values finite: those that the dtype cannot hold become its largest."""
+    if x.dtype == dtype:
+        return x
+    most = float(jnp.finfo(dtype).max)
+    return (
+        x.astype(dtype)
+        if most >= jnp.finfo(x.dtype).max
+        else jnp.clip(x, -most, most).astype(dtype)
+    )
+
+
+def to_bfloat16(x: jax.Array) -> jax.Array:
+    """Rounds magnitudes to bfloat16 and keeps them finite, as float32."""
+    # A plain cast there and back is "excess precision" that the compiler may remove.
+    near = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    return jnp.minimum(near, LARGEST_BFLOAT16)
+
+
+def mean_magnitude(x: jax.Array, count: Any) -> jax.Array:
+    """``float32[rows]``: means of ``|x|`` over so many elements of each row."""
+    return _row_scale(x, count)[0]
+
+
+# --- Inside
+
+
+def _check_bits(name: str, p: int, least: int) -> None:
     if not isinstance(p, int) or isinstance(p, bool) or not least <= p <= 8:
-        raise ValueError(f"{who}({p!r}): a code has {least} to 8 bits; give an int in that range")
+        raise ValueError(f"{name}({p!r}): a code has {least} to 8 bits; give an int in that range")
+
+
+def _packed(fields: list[jax.Array], place: Place) -> list[jax.Array]:
+    """Bits of a piece's elements, ``[rows, 128]`` each, to words ``uint32[4 rows]``."""
+    return [x.reshape(-1) for x in bits.pack([place.bucket.by_chunk(x) for x in fields])]
+
+
+def _signs(x: jax.Array, place: Place) -> Message:
+    positive, marks, strange = _packed([x > 0, x != 0, ~jnp.isfinite(x)], place)
+    planes = _with_zeros_aside([positive], marks, place)
+    rows = x.shape[0] if place.bucket.large else place.bucket.chunk
+    voted = bits.any_in_rows(marks.reshape(-1, rows * bits.WORDS_PER_ROW), rows)
+    return Message(jnp.stack(planes), voted.reshape(-1), None, jnp.all(strange == 0))
+
+
+def _with_zeros_aside(planes: list[jax.Array], marks: jax.Array, place: Place) -> list[jax.Array]:
+    """Gives elements without a mark, exact zeros, one of the two codes next to zero."""
+    words = marks.size
+    side = bits.zero_side(place.first_word, words, place.step, place.worker, place.workers)
+    fills = [*[~side] * (len(planes) - 1), side]
+    return [(x & marks) | (fill & ~marks) for x, fill in zip(planes, fills, strict=True)]
 
 
 def _midrise_codes(
-    x: jax.Array, scaled: jax.Array, p: int, rounding: Rounding, place: Place
+    x: jax.Array, step: jax.Array, p: int, rounding: Rounding, place: Place
 ) -> jax.Array:
-    """``uint32[rows, 64]``. Magnitude and side apart, so that -x gets the mirrored code of x."""
+    """``uint32[rows, 128]``. Magnitude and side apart, so that -x gets the mirrored code of x."""
     half = 2 ** (p - 1)
-    if rounding.noise:
-        level = jnp.floor(scaled + (half - 0.5) + rounding.noise(x.shape, place))
-        return jnp.clip(level, 0, 2 * half - 1).astype(jnp.uint32)
-    if p == 1:
+    if rounding.noise is None and p == 1:
         return (x > 0).astype(jnp.uint32)
-    magnitude = jnp.minimum(jnp.abs(scaled), half - 1).astype(jnp.uint32)
+    in_steps = _in_units(x, step[:, None])
+    if rounding.noise is not None:
+        level = jnp.floor(in_steps + (half - 0.5) + rounding.noise(place))
+        return jnp.clip(level, 0, 2 * half - 1).astype(jnp.uint32)
+    magnitude = jnp.minimum(jnp.abs(in_steps), half - 1).astype(jnp.uint32)
     return jnp.where(x > 0, half + magnitude, half - 1 - magnitude)
 
 
-def _innermost(p: int, words: int, place: Place) -> list[jax.Array]:
-    """The codes of exact zeros: next to zero, on opposite sides on even and odd workers."""
-    side = bits.coin(place.first_word, words, place.step) ^ bits.as_mask(place.worker & 1)
-    return [~side] * (p - 1) + [side]
+def _midtread(codes: jax.Array, x: jax.Array, p: int, place: Place) -> Message:
+    *planes, strange = _packed([*[(codes >> k) & 1 for k in range(p)], ~jnp.isfinite(x)], place)
+    return Message(jnp.stack(planes), None, None, jnp.all(strange == 0))
 
 
-def _midtread_ballot(codes: jax.Array, x: jax.Array, p: int, top: int, place: Place) -> Ballot:
-    packed = bits.pack(codes, p, jnp.ones_like(x, bool), ~jnp.isfinite(x), [0] * p)
-    planes = fill_padding(packed.planes, place.size, top, place.filled)
-    return Ballot(planes, jnp.ones(x.shape[:1], bool), None, packed.flagged)
+def _divisor(counts: jax.Array | None) -> Any:
+    return ROW if counts is None else jnp.maximum(counts, 1).astype(jnp.float32)
 
 
-def _scale(x: jax.Array, place: Place, block: int | None, magnitude: bool) -> jax.Array:
-    """Mean magnitude or root mean square, ``float32[blocks]`` or ``float32[1]`` for the leaf."""
-    if block is None:
-        assert place.total is not None
-        mean = place.total[None] / (place.size * place.shards)
-    else:
-        sums = _sum_by_block(jnp.abs(x) if magnitude else x * x, block)
-        mean = sums / jnp.maximum(_elements(place, block, sums.shape[0]), 1).astype(jnp.float32)
-    return mean if magnitude else jnp.sqrt(mean)
+def _row_scale(x: jax.Array, count: Any) -> tuple[jax.Array, jax.Array]:
+    """Mean magnitude of each row, or the largest where their sum overflows; and whether all are finite."""
+    magnitude = jnp.abs(x)
+    words = lax.bitcast_convert_type(magnitude, jnp.uint32)
+    # By bits, because the largest of numbers and a NaN may be a number.
+    zeros = [jnp.float32(0), jnp.uint32(0)]
+    both = lambda a, b: [a[0] + b[0], jnp.maximum(a[1], b[1])]  # noqa: E731
+    total, largest = lax.reduce([magnitude, words], zeros, both, (1,))
+    most = lax.bitcast_convert_type(largest, jnp.float32)
+    return jnp.where(jnp.isfinite(total), total / count, most), jnp.isfinite(most)
 
 
-def _elements(place: Place, block: int, blocks: int) -> jax.Array:
-    """``int32[blocks]``: how many elements of each block are no padding."""
-    if place.filled is not None:
-        return jnp.sum(place.filled.reshape(blocks, block // ROW), axis=1)
-    left = place.size - block * jnp.arange(blocks, dtype=jnp.int32)
-    return jnp.clip(left, 0, block)
+def _leaf_sums(x: jax.Array, piece: Piece) -> jax.Array:
+    """Sums of magnitudes of each leaf, plain and times 2**-64."""
+    magnitude = jnp.abs(x)
+    zeros = [jnp.float32(0)] * 2
+    both = lambda a, b: [a[0] + b[0], a[1] + b[1]]  # noqa: E731
+    rows = jnp.stack(lax.reduce([magnitude, magnitude * 2.0**-64], zeros, both, (1,)), -1)
+    found = []
+    for s in piece.segments:
+        own = lax.slice_in_dim(
+            rows, s.first_row - piece.first_row, s.first_row - piece.first_row + s.rows
+        )
+        found.append(jnp.sum(own, axis=0))
+    return jnp.stack(found)
 
 
-def _sum(x: jax.Array, magnitude: bool) -> jax.Array:
-    return jnp.sum(_sum_by_block(jnp.abs(x) if magnitude else x * x, ROW))
+def _leaf_scale(place: Place) -> jax.Array:
+    """``float32[rows]``: for each row the mean magnitude of its leaf, all shards together."""
+    assert place.total is not None
+    sizes = np.array([float(s.size) * place.shards for s in place.piece.segments], np.float32)
+    low, high = place.total[:, 0] / sizes, place.total[:, 1] / sizes
+    means = jnp.where(jnp.isfinite(low), low, high * 2.0**64)
+    by_row = [jnp.broadcast_to(means[i], (s.rows,)) for i, s in enumerate(place.piece.segments)]
+    idle = place.piece.rows - sum(s.rows for s in place.piece.segments)
+    return jnp.pad(jnp.concatenate(by_row), (0, idle))
 
 
-def _sum_by_block(x: jax.Array, span: int) -> jax.Array:
-    """``float32[rows, 64]`` to ``float32[blocks]``; four running sums hide the latency of adding."""
-    quarters = x.reshape(-1, 4, span // 4)
-    sums = lax.reduce(
-        [quarters[:, i] for i in range(4)],
-        [jnp.float32(0)] * 4,
-        lambda a, b: [u + v for u, v in zip(a, b, strict=True)],
-        (1,),
-    )
-    return (sums[0] + sums[1]) + (sums[2] + sums[3])
+def _in_units(x: jax.Array, unit: jax.Array) -> jax.Array:
+    """``x / unit`` for each row, and 0 where the unit is 0."""
+    # The compiler multiplies with the inverse, and that of the largest numbers is none that it keeps.
+    near_one = jnp.where(unit > 1, jnp.float32(2.0**-64), jnp.float32(2.0**64))
+    inverse = jnp.where(unit > 0, 1 / jnp.where(unit > 0, unit * near_one, 1), 0)
+    # Arrays of their own, or they are made anew for every element.
+    near_one, inverse = lax.optimization_barrier((near_one, inverse))
+    return (x * near_one) * inverse
 
 
-def _largest(x: jax.Array, block: int) -> jax.Array:
-    return jnp.max(jnp.abs(x.reshape(-1, block)), axis=1)
+def _largest(x: jax.Array) -> jax.Array:
+    return jnp.max(jnp.abs(x), axis=1, keepdims=True)
 
 
-def _length(x: jax.Array, block: int) -> jax.Array:
-    return jnp.sqrt(_sum_by_block(x * x, block))
+def _length(x: jax.Array) -> jax.Array:
+    """The root of the sum of squares, of values below 2 so that no square is too large or small."""
+    words = lax.bitcast_convert_type(_largest(x), jnp.uint32) & jnp.uint32(0x7F800000)
+    unit = lax.bitcast_convert_type(words, jnp.float32)
+    parts = jnp.where(unit > 0, x / unit, 0)
+    return jnp.sqrt(jnp.sum(parts * parts, axis=1, keepdims=True)) * unit
 
 
 _NORMS = {"max": _largest, "l2": _length}
-_LEAST_STEP = 2.0**-120  # of smaller ones the inverse is no float32
 
 
-def _round_up_to_bfloat16(x: jax.Array) -> jax.Array:
-    """The next bfloat16 that is no smaller, of numbers that are not negative."""
+def _up_to_bfloat16(x: jax.Array) -> jax.Array:
+    """The next bfloat16 that is no smaller, of numbers that are not negative; the largest at most."""
     words = lax.bitcast_convert_type(x, jnp.uint32)
-    return lax.bitcast_convert_type((words + 0xFFFF) & jnp.uint32(0xFFFF0000), jnp.float32)
+    up = lax.bitcast_convert_type((words + 0xFFFF) & jnp.uint32(0xFFFF0000), jnp.float32)
+    return jnp.minimum(up, LARGEST_BFLOAT16)
 
 
-def _round_to_bfloat16(x: jax.Array) -> jax.Array:
-    # A plain cast there and back is "excess precision" that the compiler may remove.
-    return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-
-
-def _inverse_by_row(scale: jax.Array, rows: int) -> jax.Array:
-    """One over the scale, ``float32[rows, 1]``, and 0 for a scale of 0.
-
-    As an array of its own, or the compiler divides again for every element, and (for a single scale)
-    writes out all of ``x`` instead of computing it a second time from what is in the cache.
-    """
-    inverse = jnp.where(scale > 0, 1 / jnp.where(scale > 0, scale, 1), 0)
-    by_row = jnp.repeat(inverse, rows // scale.shape[0])
-    return lax.optimization_barrier(by_row)[:, None]
-
-
-def _float_words(x: jax.Array, dtype: Any) -> jax.Array:
-    if dtype == jnp.dtype(jnp.float32):
+def _float_words(x: jax.Array) -> jax.Array:
+    if x.dtype == jnp.float32:
         return lax.bitcast_convert_type(x, jnp.uint32)
-    return lax.bitcast_convert_type(x.astype(dtype).reshape(-1, 2), jnp.uint32)
+    return lax.bitcast_convert_type(x.reshape(-1, 2), jnp.uint32)
+
+
+def _floats(words: jax.Array, dtype: Any) -> jax.Array:
+    values = lax.bitcast_convert_type(words, dtype)
+    return values.reshape(*words.shape[:-1], ROW).astype(jnp.float32)

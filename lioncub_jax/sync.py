@@ -15,12 +15,13 @@ import numpy as np
 import optax
 from jax import lax
 
-from lioncub_jax import agreement, bits, checks, decide, layout, momentum, quantize, wires
-from lioncub_jax.agreement import Plan, Voter
-from lioncub_jax.ballots import Quantizer
-from lioncub_jax.layout import Bucket, Cut, Flat, Holder
+from lioncub_jax import checks, decide, exchange, layout, momentum, quantize, wires
+from lioncub_jax.bits import ROW
+from lioncub_jax.exchange import Plan, Worker
+from lioncub_jax.layout import Flat, Holder
 from lioncub_jax.mesh import placement
 from lioncub_jax.mesh.specs import cut_of
+from lioncub_jax.quantize import Quantizer
 from lioncub_jax.wires import AxisName
 
 
@@ -139,9 +140,9 @@ def thinning(k: int) -> Schedule:
 def coded(schedule: Schedule | None = None, bits: int = 1) -> Schedule:
     """Syncs in codes, often, each for a 27th of the bytes of full precision.
 
-    Every worker sends ``Q(mu_i)``, codes with a step for each block of 128; the owner of a slice adds to
+    Every worker sends ``Q(mu_i)``, codes with a step for each row of 128; the owner of a slice adds to
     the mean of what it decodes the error ``e`` that it kept from the last sync, and answers with ``u``,
-    signs and one bfloat16 for each row of 64:
+    signs and one bfloat16 for each row of 128:
 
         ``u = C(mean_i Q(mu_i) + e)``, ``e = mean_i Q(mu_i) + e - u``, ``mu_i = u + (mu_i - Q(mu_i))``
 
@@ -150,10 +151,10 @@ def coded(schedule: Schedule | None = None, bits: int = 1) -> Schedule:
 
     Args:
       schedule: when; ``every(3)`` by default. Often and coarse beats seldom and exact.
-      bits: of the codes, ``midrise(bits, block=128)``; the answer has one.
+      bits: of the codes, ``midrise(bits)``; the answer has one.
 
     Returns:
-      A ``Schedule`` for ``sync=``; each sync sends ``bits + 1/8`` bits up and 1 + 1/4 down for each
+      A ``Schedule`` for ``sync=``; each sync sends ``bits + 1/8`` bits up and 1 + 1/8 down for each
       parameter, times (W-1)/W.
 
     Raises:
@@ -175,7 +176,7 @@ def coded(schedule: Schedule | None = None, bits: int = 1) -> Schedule:
         )
     if inner.due is None:
         raise ValueError("coded(never()): give a schedule that is due at times, such as every(3)")
-    up = quantize.error_feedback(quantize.midrise(bits, block=128), jnp.float32)
+    up = quantize.error_feedback(quantize.midrise(bits), jnp.float32)
     extra = "" if bits == 1 else f", bits={bits}"
     return inner._replace(name=f"coded({inner.name}{extra})", up=up)
 
@@ -251,7 +252,7 @@ class SyncState(NamedTuple):
         the last sync in full precision or watch; 0 before the first, and of leaves that are left out.
         A sync in codes does not measure it. Same on every worker.
       owner: of syncs in codes, for each bucket what the answers missed, of the slice that this worker
-        owns, ``float32[words, 32]``; else empty.
+        owns, ``float32[rows, 128]``; else empty.
       pace: of an ``adaptive`` schedule, else None.
     """
 
@@ -285,7 +286,7 @@ def sync_momentum(
 
     In codes, a worker whose momentum is not finite anywhere sits the sync out: it sends nothing, the
     others count without it, and its momentum stays. If all do, nothing changes. Momentum that is exactly
-    zero everywhere gets values if others of its block of 128 are not zero. One worker alone has nothing
+    zero everywhere gets values if others of its row of 128 are not zero. One worker alone has nothing
     to make alike.
 
     Args:
@@ -333,7 +334,9 @@ def sync_momentum(
             wires.workers_on(axis_name)  # bound here, or nobody knows whose slices these are
             _check_levels(mu, group_axis)
             leaves = wires.varying(jax.tree.leaves(mu), axis_name)
-            owner = placement.on_shards(partial(_owners, plan), (_said(leaves, chosen),))
+            owner = placement.on_shards(
+                partial(exchange.init_owners, plan), (_chosen_only(leaves, chosen),)
+            )
         count, syncs = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
         return SyncState(state, count, syncs, drift, owner, _first_pace(schedule.gaps))
 
@@ -406,14 +409,14 @@ def _gated_mean(
         sums = [[_square(mean), square] for mean, square in zip(means, squares, strict=True)]
         sums = [[wires.sum_over_shards(x, axis) for x in pair] for pair in sums]
         found = iter([_variance_share(*pair) for pair in sums])
-        totals = [sum((pair[i] for pair in sums), jnp.zeros(())) for i in (0, 1)]
+        totals = [sum((pair[i] for pair in sums), jnp.zeros((), jnp.float32)) for i in (0, 1)]
         synced = [wires.varying(mean, axis) for mean in means]
         new = iter([jnp.where(syncs, m, x) for m, x in zip(synced, picked, strict=True)])
         leaves = [next(new) if pick else x for x, pick in zip(leaves, chosen, strict=True)]
         drifts = [next(found) if pick else d for d, pick in zip(drifts, chosen, strict=True)]
         return leaves, drifts, wires.workers_on(axis) * (1 - _variance_share(*totals))
 
-    operands = leaves, drifts, jnp.zeros(())
+    operands = leaves, drifts, jnp.zeros((), jnp.float32)
     leaves, drifts, alike = lax.cond(looks, look, lambda operands: operands, operands)
     drift = jax.tree.unflatten(jax.tree.structure(drift), drifts)
     return jax.tree.unflatten(tree, leaves), drift, alike
@@ -441,18 +444,9 @@ def _plan(schedule: Schedule, axis: AxisName) -> Plan:
     return Plan(axis, None, momentum.nothing(), schedule.up, owner, down, wire, None)
 
 
-def _said(leaves: list[jax.Array], chosen: list[bool]) -> list[jax.Array]:
+def _chosen_only(leaves: list[jax.Array], chosen: list[bool]) -> list[jax.Array]:
     """Leaves, those that are left out without elements, so that no bucket takes them."""
     return [x if pick else x.ravel()[:0] for x, pick in zip(leaves, chosen, strict=True)]
-
-
-def _owners(plan: Plan, said: list[jax.Array]) -> tuple[Flat, ...]:
-    """An error of zero for the slice of each bucket that this worker owns, where every axis is manual."""
-    states = []
-    for bucket in plan.buckets(said, wires.workers_on(plan.axis)):
-        words = jnp.zeros((bucket.chunk * bits.WORDS_PER_ROW, bits.WORD), bucket.dtype)
-        states.append(Flat(wires.varying(plan.owner.init(words), bucket.axes), bucket))
-    return tuple(states)
 
 
 def _gated_codes(
@@ -471,11 +465,14 @@ def _gated_codes(
     slices = [x.bucket for x in _parts(mu) if isinstance(x, Flat)]
 
     def on_device(leaves: Any, owner: Any, syncs: jax.Array, count: jax.Array) -> Any:
-        cuts: list[Cut | None] = [None] * len(leaves)
+        counts: list[jax.Array | None] = [None] * len(leaves)
         if group is not None:
-            cuts = [_cut(plan, bucket, wires.worker_index(group)) for bucket in slices]
-        exchange = partial(_exchanged, plan, cuts, chosen, count)
-        return lax.cond(syncs, exchange, lambda *operands: operands, leaves, owner)
+            device = wires.worker_index(group)
+            counts = [exchange.slice_counts(plan, cut, device) for cut in slices]
+        workers = wires.workers_on(plan.axis)
+        worker = Worker(wires.worker_index(plan.axis), workers, count, counts)
+        exchanged = partial(_exchanged, plan, worker, chosen)
+        return lax.cond(syncs, exchanged, lambda *operands: operands, leaves, owner)
 
     # Results lie as what they replace.
     args = leaves, owner, syncs, count
@@ -485,45 +482,34 @@ def _gated_codes(
 
 def _exchanged(
     plan: Plan,
-    cuts: list[Cut | None],
+    worker: Worker,
     chosen: list[bool],
-    count: jax.Array,
     leaves: list[jax.Array],
     owner: tuple[Flat, ...],
 ) -> tuple[list[jax.Array], tuple[Flat, ...]]:
-    """What a device of a worker does in a sync in codes: says, hears, and keeps what it did not say."""
-    workers = wires.workers_on(plan.axis)
-    voter = Voter(wires.worker_index(plan.axis), workers, count)
-    said = _said(leaves, chosen)
-    buckets = plan.buckets(said, workers)
-    ballots = [agreement.quantized(plan, voter, bucket, said, cuts) for bucket in buckets]
-    abstains = agreement.abstains_now(plan.axis, None, ballots)
-    agreed = [
-        agreement.exchanged(plan, voter, bucket, cast, abstains, error.value, cuts)
-        for bucket, cast, error in zip(buckets, ballots, owner, strict=True)
+    """What a device of a worker does in a sync in codes; it keeps what its codes did not say."""
+    sent = _chosen_only(leaves, chosen)
+    buckets = plan.buckets(sent, worker.workers)
+    encoded = [exchange.encode(plan, worker, bucket, sent) for bucket in buckets]
+    abstains = exchange.abstains_now(plan, None, encoded)
+    decided = [
+        exchange.decide_on(plan, worker, bucket, codes, abstains, error.value)
+        for bucket, codes, error in zip(buckets, encoded, owner, strict=True)
     ]
-    missed = agreement.missed(plan, buckets, ballots, said, workers)
+    missed = exchange.uncoded(plan, worker, buckets, encoded, sent)
     new = list(leaves)
-    for bucket, answer in zip(buckets, agreed, strict=True):
-        for s in bucket.segments:
-            heard = answer.rows[0, s.first_row : s.first_row + s.rows]
-            x = _unpadded(layout.from_rows(heard, s) + missed[s.leaf], cuts[s.leaf])
-            new[s.leaf] = jnp.where(abstains, leaves[s.leaf], x.astype(leaves[s.leaf].dtype))
-    return new, tuple(Flat(a.owner, e.bucket) for a, e in zip(agreed, owner, strict=True))
-
-
-def _cut(plan: Plan, bucket: Bucket, index: jax.Array) -> Cut:
-    """A slice that may end within a block: what is filled in each row, to the end of the block."""
-    return Cut(
-        bucket, jnp.pad(layout.filled(bucket, index), (0, -bucket.chunk % plan.up.rows_per_step))
-    )
-
-
-def _unpadded(x: jax.Array, cut: Cut | None) -> jax.Array:
-    """A slice with zeros in its padding, which codes cannot say."""
-    if cut is None:
-        return x
-    return jnp.where(jnp.arange(bits.ROW) < cut.filled[: cut.bucket.chunk, None], x, 0)
+    for x in decided:
+        rows, _, _ = exchange.open_replies(plan, x.bucket, x.replies[None])
+        for s in x.bucket.segments:
+            old, count = leaves[s.leaf], worker.counts[s.leaf]
+            agreed = layout.from_rows(rows[0, s.first_row : s.first_row + s.rows], s)
+            if (
+                count is not None
+            ):  # a slice of a group's bucket: codes cannot say zero in its padding
+                agreed = jnp.where(jnp.arange(ROW) < count[:, None], agreed, 0)
+            synced = quantize.saturated(agreed + missed[s.leaf], old.dtype)
+            new[s.leaf] = jnp.where(abstains, old, synced)
+    return new, tuple(Flat(x.owner, e.bucket) for x, e in zip(decided, owner, strict=True))
 
 
 # --- Of what

@@ -15,6 +15,7 @@ RATES = {
 }
 TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 COUNTS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+LARGEST_COUNT = 1e15  # beyond it are typing errors, and from 2**53 on a float has no exact value
 
 _QUANTITY = re.compile(
     r"\s*([+-]?\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*([a-z]*?)(?:/s)?\s*", re.IGNORECASE
@@ -54,7 +55,7 @@ def seconds(text: str) -> float:
 
 
 def count(text: str) -> int:
-    """Reads a number of things of at least 1, such as ``"7B"``, ``"434_816"`` or ``"1.3M"``.
+    """Reads a number of things from 1 to 1e15, such as ``"7B"``, ``"434_816"`` or ``"1.3M"``.
 
     Raises:
       ValueError: for anything else, and where it is not a whole number.
@@ -64,6 +65,8 @@ def count(text: str) -> int:
       (7000000000, 434816)
     """
     number = _read("number", text.replace("_", ""), COUNTS, "434816, 1.3M or 7B")
+    if number > LARGEST_COUNT:
+        raise ValueError(f"number {text!r}: give one of at most {LARGEST_COUNT:.0e}, such as 7B")
     if number != int(number):
         raise ValueError(f"number {text!r}: give a whole number, such as 434816, 1.3M or 7B")
     return int(number)
@@ -79,7 +82,9 @@ def _read(kind: str, text: str, units: dict[str, float], examples: str) -> float
         raise ValueError(
             f"{kind} {text!r}: unit {found[2]!r} is not one of {known}; give {examples}"
         )
-    if not 0 < number < math.inf:
+    if number * units[unit] == math.inf:
+        raise ValueError(f"{kind} {text!r} is too large for a number: give one such as {examples}")
+    if not number > 0:
         raise ValueError(f"{kind} {text!r}: give a number above zero, such as {examples}")
     return number * units[unit]
 

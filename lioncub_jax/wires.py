@@ -1,12 +1,17 @@
-"""How workers agree: every collective of the library is in this file.
+"""How workers agree: every collective of the library is in this file, each with what travels on it.
 
 | wire | up | down | bytes each worker sends, d parameters, p bits up, q down |
 |---|---|---|---|
-| ``two_phase()`` | all-to-all of packed codes | all-gather of the answer | (W-1)/W (p + q) d/8 |
+| ``two_phase()`` | all-to-all of packed codes | all-gather of the reply | (W-1)/W (p + q) d/8 |
 | ``gathered()`` | all-gather of packed codes | nothing | (W-1) p d/8 |
 | ``counts(dtype)`` | all-reduce of integers | nothing | 2 (W-1)/W d sizeof(dtype) |
 | ``lanes()`` | all-reduce of fields in words | nothing | 2 (W-1)/W d * 4/floor(32/field) |
 | ``all_reduce()`` | all-reduce of values | nothing | 2 (W-1)/W d * 4 (bfloat16: 2) |
+
+A *message* about a chunk of rows is the planes of the codes, then a row word for each block that says on
+which rows the worker votes (or the steps of the rows, where values are decoded), then one word that says
+whether the worker takes part at all. A *reply* is the planes, the numbers of the rows, the ties and how
+many workers took part. A `Format` knows both.
 """
 
 import math
@@ -18,69 +23,277 @@ import jax.numpy as jnp
 from jax import lax
 
 from lioncub_jax import bits
-from lioncub_jax.ballots import Ballot, Quantizer
 from lioncub_jax.bits import ROW
-from lioncub_jax.decide import Down
-from lioncub_jax.layout import Bucket, filled, varying_axes
-from lioncub_jax.messages import Inbox, Sums, answer_words, message_words, open_inbox, outbox
+from lioncub_jax.decide import Down, Owner, Reply, Slice, Tally
+from lioncub_jax.layout import Bucket, varying_axes
+from lioncub_jax.quantize import Message, Quantizer
 
 AxisName = str | tuple[str, ...]
 
 
-def names(axis: AxisName) -> tuple[str, ...]:
-    """The mesh axes of the workers: one, or several that are one group of voters."""
-    return (axis,) if isinstance(axis, str) else axis
+def names(axis: AxisName | None) -> tuple[str, ...]:
+    """The mesh axes of the workers: one, or several that are one group of voters; None for none."""
+    return (axis,) if isinstance(axis, str) else axis or ()
+
+
+class Sent(NamedTuple):
+    """One collective of a step.
+
+    Attributes:
+      op: as compiled programs name it: "all-to-all", "all-gather", "all-reduce", "reduce-scatter".
+      inside: whether it runs inside the group of devices that is one worker, in two levels.
+      sent_bytes: that each device sends.
+    """
+
+    op: str
+    inside: bool
+    sent_bytes: float
+
+
+class Format(NamedTuple):
+    """What travels for one bucket, both ways.
+
+    Attributes:
+      up: the codes that go up.
+      down: how the reply is coded.
+      decodes: whether the owner decodes values (then steps travel), or counts codes.
+      workers: how many workers there are.
+      rows: rows of the chunk that each of them owns.
+    """
+
+    up: Quantizer
+    down: Down
+    decodes: bool
+    workers: int
+    rows: int
+
+    @classmethod
+    def of(cls, up: Quantizer, owner: Owner, down: Down, bucket: Bucket) -> "Format":
+        """The format of a bucket's messages and replies."""
+        return cls(up, down, owner.needs_values, bucket.workers, bucket.chunk)
+
+    @property
+    def sends_steps(self) -> bool:
+        """Whether each row's step travels."""
+        return self.decodes and not self.up.dense
+
+    @property
+    def sends_votes(self) -> bool:
+        """Whether a bit says on which rows a worker votes; codes with a zero and values say so themselves."""
+        return not self.decodes and not self.up.has_zero
+
+    @property
+    def code_words(self) -> int:
+        """Words that a plane of codes takes for a chunk."""
+        return self.rows * self.up.words_per_row
+
+    @property
+    def message_words(self) -> int:
+        """Words of a message about one chunk."""
+        words = self.up.planes(self.workers) * self.code_words + 1
+        words += self.rows // 2 if self.sends_steps else 0
+        return words + (bits.row_words(self.rows) if self.sends_votes else 0)
+
+    @property
+    def reply_words(self) -> int:
+        """Words of a reply about one chunk."""
+        planes = self.down.planes(self.up.top(self.workers), self.workers)
+        numbers = self.down.row_words(self.rows, self.workers)
+        return planes * self.rows * self.down.words_per_row + numbers + 2
+
+    def pack(self, message: Message, takes_part: jax.Array) -> jax.Array:
+        """A message about all chunks: ``uint32[W, message_words]``."""
+        each = self.workers
+        planes = message.planes.reshape(message.planes.shape[0], each, -1)
+        parts = [jnp.moveaxis(planes, 1, 0).reshape(each, -1)]
+        if self.sends_steps:
+            assert message.steps is not None
+            pairs = message.steps.reshape(each, -1, 2)
+            parts.append(lax.bitcast_convert_type(pairs, jnp.uint32))
+        if self.sends_votes:
+            assert message.voted is not None
+            parts.append(message.voted.reshape(each, -1))
+        parts.append(jnp.broadcast_to(takes_part.astype(jnp.uint32), (each, 1)))
+        return jnp.concatenate(parts, axis=1)
+
+    def unpack(self, messages: jax.Array) -> "Inbox":
+        """Undoes ``pack`` for all workers: ``uint32[W, chunks, message_words]``."""
+        planes = self.up.planes(self.workers)
+        end = planes * self.code_words
+        payload = messages[..., :end].reshape(*messages.shape[:2], planes, -1)
+        extra, voted, steps = messages[..., end:-1], None, None
+        if self.sends_steps:
+            halves = lax.bitcast_convert_type(extra, jnp.bfloat16)
+            steps = halves.reshape(*messages.shape[:2], self.rows).astype(jnp.float32)
+        if self.sends_votes:
+            voted = extra
+        return Inbox(jnp.moveaxis(payload, 2, 1), voted, steps, messages[:, 0, -1])
+
+    def pack_reply(self, reply: Reply, present: jax.Array) -> jax.Array:
+        """Replies about some chunks: ``uint32[chunks, reply_words]``."""
+        chunks = reply.ties.shape[0]
+        parts = [jnp.moveaxis(reply.planes, 1, 0).reshape(chunks, -1)]
+        if reply.rows is not None:
+            parts.append(reply.rows)
+        parts.append(lax.bitcast_convert_type(reply.ties, jnp.uint32)[:, None])
+        parts.append(jnp.broadcast_to(present.astype(jnp.uint32), (chunks, 1)))
+        return jnp.concatenate(parts, axis=1)
+
+    def unpack_reply(self, replies: jax.Array) -> tuple[Reply, jax.Array]:
+        """Undoes ``pack_reply``; and how many workers took part."""
+        chunks = replies.shape[0]
+        planes = self.down.planes(self.up.top(self.workers), self.workers)
+        end = planes * self.rows * self.down.words_per_row
+        payload = jnp.moveaxis(replies[:, :end].reshape(chunks, planes, -1), 1, 0)
+        rows = replies[:, end:-2] if replies.shape[1] > end + 2 else None
+        ties = lax.bitcast_convert_type(replies[:, -2], jnp.float32)
+        return Reply(payload, rows, ties), replies[0, -1]
+
+
+_TOGETHER = 8  # workers whose codes are decoded in one pass
+
+
+class Inbox(NamedTuple):
+    """Packed codes of all workers for the chunks that this worker owns.
+
+    Attributes:
+      planes: ``uint32[W, planes, chunks, words]``.
+      voted: row words, ``uint32[W, chunks, blocks]``, or None.
+      steps: ``float32[W, chunks, rows]``, or None.
+      taking_part: ``uint32[W]``, 1 for workers that take part.
+    """
+
+    planes: jax.Array
+    voted: jax.Array | None
+    steps: jax.Array | None
+    taking_part: jax.Array
+
+    @property
+    def present(self) -> jax.Array:
+        """``uint32[]``: how many workers take part."""
+        return jnp.sum(self.taking_part, dtype=jnp.uint32)
+
+    def tally(self, where: Slice) -> Tally:
+        """Adds the codes on packed words."""
+        votes = None if self.voted is None else bits.tally(self.voted[:, None])
+        width = (where.workers * where.up.top(where.workers)).bit_length()
+        return Tally(bits.tally(self.planes)[:width], votes, where)
+
+    def mean(self, where: Slice, dominance: float) -> jax.Array:
+        """Decodes and averages, worker by worker in order: ``float32[chunks rows, 128]``."""
+        steps = None if self.steps is None else _bounded(self.steps, dominance)
+
+        def decoded(w: int | jax.Array) -> jax.Array:
+            step = None if steps is None else steps[w]
+            values = where.up.values(self.planes[w], step, where.rows, where.workers)
+            return jnp.where(self.taking_part[w] > 0, values, 0) if where.up.dense else values
+
+        def added(first: int | jax.Array, count: int, total: Any) -> jax.Array:
+            for w in range(count):
+                values = decoded(first + w)
+                total = values if total is None else total + values
+            return total
+
+        # Some workers at a time in one loop over the elements; kept, or each use would decode anew.
+        few = min(where.workers, _TOGETHER)
+        total = lax.optimization_barrier(added(0, few, None))
+        more, rest = divmod(where.workers - few, few)
+        if more:
+            total = lax.fori_loop(1, more + 1, lambda k, total: added(k * few, few, total), total)
+        total = added(few * (more + 1), rest, total)
+        return (total * _share(self.present)).reshape(-1, ROW)
+
+
+def _bounded(steps: jax.Array, dominance: float) -> jax.Array:
+    """Cuts the largest step on a row to ``dominance`` times the next largest, if there is one."""
+    largest = jnp.argmax(steps, axis=0)
+    worker = jnp.arange(steps.shape[0]).reshape(-1, *[1] * largest.ndim)
+    next_largest = jnp.max(jnp.where(worker == largest, 0, steps), axis=0)
+    limit = jnp.where(next_largest > 0, dominance * next_largest, jnp.inf)
+    return jnp.minimum(steps, limit)
+
+
+class Sums(NamedTuple):
+    """Sums over the workers, on every worker.
+
+    Attributes:
+      sums: of codes ``int32[chunks, rows, 128]``, or of values ``float32[chunks, rows, 128]``.
+      votes: ``uint32[chunks, rows]``, workers that voted on each row; None where all did.
+      present: ``uint32[]``, workers that take part.
+    """
+
+    sums: jax.Array
+    votes: jax.Array | None
+    present: jax.Array
+
+    def tally(self, where: Slice) -> Tally:
+        """Packs the sums, so that from here on every wire is alike."""
+        width = (where.workers * where.up.top(where.workers)).bit_length()
+        codes = self.sums.astype(jnp.uint32)
+        planes = bits.pack([(codes >> k) & 1 for k in range(width)])
+        if self.votes is None:
+            return Tally(planes, None, where)
+        each = range(bits.sum_bits(where.workers, 1))
+        return Tally(planes, [bits.pack_rows((self.votes >> k) & 1 > 0) for k in each], where)
+
+    def mean(self, where: Slice, dominance: float) -> jax.Array:
+        """Divides by the workers that take part."""
+        return (self.sums * _share(self.present)).reshape(-1, ROW)
+
+
+def _share(present: jax.Array) -> jax.Array:
+    """What a worker counts for in a mean."""
+    # XLA makes a product of a division by a number only if others divide by it too: then the bits of a
+    # mean would depend on what else is in the program.
+    return 1 / jnp.maximum(present, 1).astype(jnp.float32)
 
 
 class Wire(NamedTuple):
-    """How ballots reach the owner and answers come back; built by the functions of this module.
+    """How messages reach the owner and replies come back; built by the functions of this module.
 
     Attributes:
       name: for people.
       carries: what goes up: "codes", "values" or "both".
-      owns_slice: True if each worker owns ``1/W`` of the rows, False if everybody owns all.
-      collect: ``(Ballot, takes_part bool[], quantizer, needs_values, Bucket, axis) -> Received``.
-      publish: ``(uint32[n], axis) -> uint32[owners, n]``, the same on every worker.
-      sent: ``(quantizer, needs_values, down, Bucket, workers) -> bytes`` that each worker sends.
+      owns_slice: True if each worker owns one chunk, False if everybody owns all.
+      collect: ``(Message, takes_part bool[], Format, axis) -> Inbox or Sums``.
+      publish: ``(uint32[chunks, reply_words], axis) -> uint32[W, reply_words]``, same on every worker.
+      sends: ``(Format, platform) -> (Sent, ...)``, what each worker sends; on "cpu" XLA widens bfloat16.
     """
 
     name: str
     carries: str
     owns_slice: bool
-    collect: Callable[..., Any]
+    collect: Callable[[Message, jax.Array, Format, AxisName], Any]
     publish: Callable[[jax.Array, AxisName], jax.Array]
-    sent: Callable[..., float]
+    sends: Callable[[Format, str | None], tuple[Sent, ...]]
 
-    def owned_rows(self, bucket: Bucket, workers: int) -> int:
-        """Rows that one worker owns, padding included."""
-        return bucket.chunk if self.owns_slice else workers * bucket.chunk
+    def owned(self, workers: int) -> int:
+        """Chunks that each worker owns."""
+        return 1 if self.owns_slice else workers
 
 
 def two_phase() -> Wire:
-    """All-to-all of packed codes, a tally at the owner of each slice, all-gather of packed answers.
+    """All-to-all of packed codes, a tally at the owner of each slice, all-gather of packed replies.
 
     Traffic does not grow with the number of workers. The default.
 
     Source: Lion Cub (arXiv 2411.16462), "1-bit all-reduce"; p bits up and 1 down are ours.
     """
 
-    def collect(
-        ballot: Ballot, takes_part: jax.Array, quantizer: Quantizer, needs_values: bool,
-        bucket: Bucket, axis: AxisName,
-    ) -> Inbox:  # fmt: skip
-        message = outbox(ballot, takes_part, quantizer, needs_values, lax.axis_size(axis))
-        message = lax.all_to_all(message, axis, split_axis=0, concat_axis=0, tiled=True)
-        inbox = open_inbox(message, quantizer, needs_values, bucket.chunk, lax.axis_size(axis))
-        return inbox._replace(filled=lambda: filled(bucket, lax.axis_index(axis)))
+    def collect(message: Message, takes_part: jax.Array, form: Format, axis: AxisName) -> Inbox:
+        packed = form.pack(message, takes_part)
+        received = lax.all_to_all(packed, axis, split_axis=0, concat_axis=0, tiled=True)
+        return form.unpack(received[:, None])
 
-    def sent(
-        quantizer: Quantizer, needs_values: bool, down: Down, bucket: Bucket, workers: int
-    ) -> float:
-        up = message_words(quantizer, needs_values, bucket.chunk, workers)
-        back = answer_words(down, quantizer, bucket.chunk, workers)
-        return 4.0 * (workers - 1) * up + words_bytes(back, workers)
+    def publish(replies: jax.Array, axis: AxisName) -> jax.Array:
+        return gather_words(replies[0], axis)
 
-    return Wire("two-phase", "both", True, collect, gather_words, sent)
+    def sends(form: Format, platform: str | None) -> tuple[Sent, ...]:
+        up = 4.0 * (form.workers - 1) * form.message_words
+        down = words_bytes(form.reply_words, form.workers)
+        return Sent("all-to-all", False, up), Sent("all-gather", False, down)
+
+    return Wire("two-phase", "both", True, collect, publish, sends)
 
 
 def gathered() -> Wire:
@@ -91,24 +304,16 @@ def gathered() -> Wire:
       >>> tx = lc.lion_cub(1e-4, axis_name="data", wire=lc.wires.gathered())
     """
 
-    def collect(
-        ballot: Ballot, takes_part: jax.Array, quantizer: Quantizer, needs_values: bool,
-        bucket: Bucket, axis: AxisName,
-    ) -> Inbox:  # fmt: skip
-        workers = lax.axis_size(axis)
-        message = outbox(ballot, takes_part, quantizer, needs_values, 1)[0]
-        messages = lax.all_gather(message, axis, to="invarying")
-        whole = bucket._replace(chunk=workers * bucket.chunk)
-        inbox = open_inbox(messages, quantizer, needs_values, whole.chunk, workers)
-        return inbox._replace(filled=lambda: filled(whole, jnp.int32(0)))
+    def collect(message: Message, takes_part: jax.Array, form: Format, axis: AxisName) -> Inbox:
+        packed = form.pack(message, takes_part)
+        received = lax.all_gather(packed.reshape(-1), axis, to="invarying")
+        return form.unpack(received.reshape(form.workers, form.workers, -1))
 
-    def sent(
-        quantizer: Quantizer, needs_values: bool, down: Down, bucket: Bucket, workers: int
-    ) -> float:
-        rows = workers * bucket.chunk
-        return 4.0 * (workers - 1) * message_words(quantizer, needs_values, rows, workers)
+    def sends(form: Format, platform: str | None) -> tuple[Sent, ...]:
+        words = form.workers * form.message_words
+        return (Sent("all-gather", False, 4.0 * (form.workers - 1) * words),)
 
-    return Wire("gathered", "both", False, collect, _keep, sent)
+    return Wire("gathered", "both", False, collect, _keep, sends)
 
 
 def counts(dtype: Any = jnp.int8) -> Wire:
@@ -126,33 +331,29 @@ def counts(dtype: Any = jnp.int8) -> Wire:
     if dtype not in [jnp.dtype(t) for t in (jnp.int8, jnp.int16, jnp.int32)]:
         raise ValueError(f"counts({dtype.name}): give int8, int16 or int32")
 
-    def check(quantizer: Quantizer, workers: int) -> None:
-        reach = workers * quantizer.top(workers) // (2 if quantizer.has_zero else 1)
-        _check_countable("counts", workers, reach, int(jnp.iinfo(dtype).max))
+    def check(form: Format) -> None:
+        reach = form.workers * form.up.top(form.workers) // (2 if form.up.has_zero else 1)
+        _check_countable("counts", form.workers, reach, int(jnp.iinfo(dtype).max))
 
-    def collect(
-        ballot: Ballot, takes_part: jax.Array, quantizer: Quantizer, needs_values: bool,
-        bucket: Bucket, axis: AxisName,
-    ) -> Sums:  # fmt: skip
-        workers, top = lax.axis_size(axis), quantizer.top(lax.axis_size(axis))
-        check(quantizer, workers)
-        unit = 2 if quantizer.has_zero else 1
-        codes = bits.unpack(ballot.payload).reshape(-1).astype(jnp.int32)
-        signed = (2 * codes - top) // unit
-        if not quantizer.has_zero:
-            signed = signed * jnp.repeat(ballot.voted, ROW)
-        sums, votes, present = _sum(signed, ballot.voted, takes_part, dtype, axis)
-        votes = jnp.full_like(votes, workers) if quantizer.has_zero else votes
-        reach = jnp.repeat(votes.astype(jnp.int32) * top, ROW)
-        return Sums((unit * sums + reach) // 2, votes, present)
+    def collect(message: Message, takes_part: jax.Array, form: Format, axis: AxisName) -> Sums:
+        check(form)
+        top, unit = form.up.top(form.workers), 2 if form.up.has_zero else 1
+        codes, voted = _unpacked(message, form)
+        signed = (2 * codes.astype(jnp.int32) - top) // unit
+        if voted is not None:
+            signed = signed * voted.astype(jnp.int32)[..., None]
+        sums, votes, present = _sum(signed, voted, takes_part, dtype, axis)
+        reach: Any = form.workers * top
+        if votes is not None:
+            reach = votes.astype(jnp.int32)[..., None] * top
+        return Sums((unit * sums.astype(jnp.int32) + reach) // 2, votes, present)
 
-    def sent(
-        quantizer: Quantizer, needs_values: bool, down: Down, bucket: Bucket, workers: int
-    ) -> float:
-        check(quantizer, workers)
-        return _all_reduce_bytes(_summed_numbers(bucket, workers) * dtype.itemsize, workers)
+    def sends(form: Format, platform: str | None) -> tuple[Sent, ...]:
+        check(form)
+        size = _summed_numbers(form) * dtype.itemsize
+        return (Sent("all-reduce", False, _all_reduce_bytes(size, form.workers)),)
 
-    return Wire(f"counts({dtype.name})", "codes", False, collect, _keep, sent)
+    return Wire(f"counts({dtype.name})", "codes", False, collect, _keep, sends)
 
 
 def lanes() -> Wire:
@@ -163,27 +364,18 @@ def lanes() -> Wire:
     Source: Lion Cub (arXiv 2411.16462), "p-bit all-reduce" for p below 8.
     """
 
-    def collect(
-        ballot: Ballot, takes_part: jax.Array, quantizer: Quantizer, needs_values: bool,
-        bucket: Bucket, axis: AxisName,
-    ) -> Sums:  # fmt: skip
-        workers = lax.axis_size(axis)
-        field = _field_bits(quantizer, workers)
-        codes = bits.unpack(ballot.payload).reshape(-1)  # 0 where there is no vote
-        numbers = _numbers(codes, ballot.voted, takes_part, jnp.uint32)
-        summed = _split_fields(lax.psum(_join_fields(numbers, field), axis), field, numbers.size)
-        sums, votes, present = _split_numbers(summed, ballot.voted.shape[0])
-        votes = jnp.full_like(votes, workers) if quantizer.has_zero else votes
-        return Sums(sums.astype(jnp.int32), votes, present)
+    def collect(message: Message, takes_part: jax.Array, form: Format, axis: AxisName) -> Sums:
+        field = _field_bits(form)
+        codes, voted = _unpacked(message, form)  # 0 where there is no vote
+        numbers = _numbers(codes, voted, takes_part, jnp.uint32)
+        summed = lax.psum(_join_fields(numbers, field), axis)
+        return Sums(*_split_numbers(_split_fields(summed, field, numbers.size), codes.shape, voted))
 
-    def sent(
-        quantizer: Quantizer, needs_values: bool, down: Down, bucket: Bucket, workers: int
-    ) -> float:
-        per_word = 32 // _field_bits(quantizer, workers)
-        words = -(-_summed_numbers(bucket, workers) // per_word)
-        return _all_reduce_bytes(4 * words, workers)
+    def sends(form: Format, platform: str | None) -> tuple[Sent, ...]:
+        words = -(-_summed_numbers(form) // (32 // _field_bits(form)))
+        return (Sent("all-reduce", False, _all_reduce_bytes(4 * words, form.workers)),)
 
-    return Wire("lanes", "codes", False, collect, _keep, sent)
+    return Wire("lanes", "codes", False, collect, _keep, sends)
 
 
 def all_reduce() -> Wire:
@@ -191,30 +383,27 @@ def all_reduce() -> Wire:
 
     Example:
       >>> import lioncub_jax as lc
-      >>> tx = lc.owner_lion(1e-4, axis_name="data", quantizer=lc.quantize.dense(), wire=lc.wires.all_reduce())
+      >>> exact = {"quantizer": lc.quantize.dense(), "wire": lc.wires.all_reduce()}
+      >>> tx = lc.owner_lion(1e-4, axis_name="data", **exact)
     """
 
-    def collect(
-        ballot: Ballot, takes_part: jax.Array, quantizer: Quantizer, needs_values: bool,
-        bucket: Bucket, axis: AxisName,
-    ) -> Sums:  # fmt: skip
-        values = quantizer.values(ballot.payload, None, 1).reshape(-1)
-        values = jnp.where(takes_part, values, 0).astype(quantizer.dense)
+    def collect(message: Message, takes_part: jax.Array, form: Format, axis: AxisName) -> Sums:
+        planes = message.planes.reshape(1, form.workers, -1)
+        values = form.up.values(planes, None, form.rows, 1)
+        values = jnp.where(takes_part, values, 0).astype(form.up.dense)
         # Apart from the values, because bfloat16 cannot count beyond 256 workers.
         sums, present = lax.psum((values, takes_part.astype(jnp.uint32)), axis)
-        return Sums(sums.astype(jnp.float32), ballot.voted.astype(jnp.uint32), present)
+        return Sums(sums.astype(jnp.float32), None, present)
 
-    def sent(
-        quantizer: Quantizer, needs_values: bool, down: Down, bucket: Bucket, workers: int
-    ) -> float:
-        itemsize = _all_reduced_itemsize(quantizer.dense)
-        return _all_reduce_bytes(workers * bucket.chunk * ROW * itemsize + 4, workers)
+    def sends(form: Format, platform: str | None) -> tuple[Sent, ...]:
+        size = form.workers * form.rows * ROW * _all_reduced_itemsize(form.up.dense, platform) + 4
+        return (Sent("all-reduce", False, _all_reduce_bytes(size, form.workers)),)
 
-    return Wire("all-reduce", "values", False, collect, _keep, sent)
+    return Wire("all-reduce", "values", False, collect, _keep, sends)
 
 
-def _keep(answer: jax.Array, axis: AxisName) -> jax.Array:
-    return answer[None]
+def _keep(replies: jax.Array, axis: AxisName) -> jax.Array:
+    return replies
 
 
 def _lane_padding(words: int) -> int:
@@ -225,41 +414,58 @@ def _lane_padding(words: int) -> int:
     return -words % 128 if words >= 12_800 else 0
 
 
-def _numbers(x: jax.Array, voted: jax.Array, takes_part: jax.Array, dtype: Any) -> jax.Array:
+def _unpacked(message: Message, form: Format) -> tuple[jax.Array, jax.Array | None]:
+    """Codes ``uint32[W, rows, 128]``, and the rows that are voted on, ``uint32[W, rows]``."""
+    planes = message.planes.reshape(message.planes.shape[0], form.workers, -1)
+    codes = bits.unpack(planes, form.rows)
+    if message.voted is None:
+        return codes, None
+    voted = message.voted.reshape(form.workers, -1)
+    return codes, bits.unpack_rows(voted, form.rows)
+
+
+def _numbers(x: jax.Array, voted: Any, takes_part: jax.Array, dtype: Any) -> jax.Array:
     """What an all-reduce adds: elements, then a vote for each row, then a one for taking part."""
-    parts = [x, voted, takes_part[None]]
+    parts = [x.reshape(-1), takes_part[None]]
+    if voted is not None:
+        parts.insert(1, voted.reshape(-1))
     return jnp.concatenate([part.astype(dtype) for part in parts])
 
 
-def _split_numbers(numbers: jax.Array, rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    votes = numbers[rows * ROW : rows * ROW + rows].astype(jnp.uint32)
-    return numbers[: rows * ROW], votes, numbers[-1].astype(jnp.uint32)
+def _split_numbers(
+    numbers: jax.Array, shape: Sequence[int], voted: Any
+) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+    size = math.prod(shape)
+    votes = None
+    if voted is not None:
+        votes = numbers[size:-1].reshape(voted.shape).astype(jnp.uint32)
+    return numbers[:size].reshape(shape), votes, numbers[-1].astype(jnp.uint32)
 
 
 def _sum(
-    x: jax.Array, voted: jax.Array, takes_part: jax.Array, dtype: Any, axis: AxisName
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    x: jax.Array, voted: Any, takes_part: jax.Array, dtype: Any, axis: AxisName
+) -> tuple[jax.Array, jax.Array | None, jax.Array]:
     summed = lax.psum(_numbers(x, voted, takes_part, dtype), axis)
-    sums, votes, present = _split_numbers(summed, voted.shape[0])
-    return sums.astype(jnp.int32), votes, present
+    return _split_numbers(summed, x.shape, voted)
 
 
-def _summed_numbers(bucket: Bucket, workers: int) -> int:
-    return workers * bucket.chunk * (ROW + 1) + 1
+def _summed_numbers(form: Format) -> int:
+    rows = form.workers * form.rows
+    return rows * ROW + (rows if form.sends_votes else 0) + 1
 
 
-def _all_reduced_itemsize(dtype: Any) -> int:
+def _all_reduced_itemsize(dtype: Any, platform: str | None) -> int:
     """Bytes of an element on the way: XLA's CPU backend all-reduces bfloat16 as float32."""
-    return 4 if jax.default_backend() == "cpu" else jnp.dtype(dtype).itemsize
+    return 4 if platform == "cpu" else jnp.dtype(dtype).itemsize
 
 
-def _all_reduce_bytes(size: int, workers: int) -> float:
+def _all_reduce_bytes(size: float, workers: int) -> float:
     return 2 * (workers - 1) * size / workers
 
 
-def _field_bits(quantizer: Quantizer, workers: int) -> int:
-    reach = workers * quantizer.top(workers)
-    _check_countable("lanes", workers, reach, 2**16 - 1)
+def _field_bits(form: Format) -> int:
+    reach = form.workers * form.up.top(form.workers)
+    _check_countable("lanes", form.workers, reach, 2**16 - 1)
     return reach.bit_length()
 
 
@@ -298,9 +504,11 @@ def mean_over_workers(tree: Any, axis: AxisName, dtype: Any = jnp.float32) -> An
     return jax.tree.map(lambda mean, x: mean.astype(x.dtype), means, tree)
 
 
-def mean_bytes(size: int, workers: int, dtype: Any = jnp.float32) -> float:
+def mean_bytes(
+    size: int, workers: int, dtype: Any = jnp.float32, platform: str | None = None
+) -> float:
     """Bytes that each worker sends in ``mean_over_workers`` of so many elements."""
-    return _all_reduce_bytes(size * _all_reduced_itemsize(dtype), workers)
+    return _all_reduce_bytes(size * _all_reduced_itemsize(dtype, platform), workers)
 
 
 def max_bytes(size: int, workers: int) -> float:
@@ -318,7 +526,7 @@ def max_over_workers(x: jax.Array, axis: AxisName) -> jax.Array:
     return lax.pmax(x, axis)
 
 
-def agreed(tree: Any, axis: AxisName) -> Any:
+def agreed(tree: Any, axis: AxisName | None) -> Any:
     """Averages the leaves whose type varies over ``axis``; leaves all others alone."""
 
     def agree(x: jax.Array) -> jax.Array:
@@ -328,13 +536,13 @@ def agreed(tree: Any, axis: AxisName) -> Any:
     return jax.tree.map(agree, tree)
 
 
-def same_everywhere(x: jax.Array, axis: AxisName) -> jax.Array:
+def same_everywhere(x: jax.Array, axis: AxisName | None) -> jax.Array:
     """Gives a value of one worker alone the type of a value that does not vary over its axis."""
     differs = tuple(n for n in names(axis) if n in varying_axes(x))
     return lax.psum(x, differs) if tracked(axis) and differs else x
 
 
-def varying(tree: Any, axis: AxisName) -> Any:
+def varying(tree: Any, axis: AxisName | None) -> Any:
     """Gives every leaf the type of a value that varies over ``axis``, where it has not got it."""
 
     def cast(x: jax.Array) -> jax.Array:
@@ -344,20 +552,30 @@ def varying(tree: Any, axis: AxisName) -> Any:
     return jax.tree.map(cast, tree)
 
 
-def tracked(axis: AxisName) -> bool:
+def tracked(axis: AxisName | None) -> bool:
     """Whether types tell what varies over ``axis`` here: ``shard_map`` with ``check_vma=True``."""
-    return set(names(axis)) <= varying_axes(lax.axis_index(axis))
+    over = set(names(axis))
+    return bool(over) and over <= varying_axes(lax.axis_index(axis))
 
 
-def workers_on(axis: AxisName) -> int:
-    """The number of workers on a mesh axis, or on several together.
+def workers_on(axis: AxisName | None) -> int:
+    """The number of workers on a mesh axis, or on several together; 1 without an axis.
 
     Raises:
       ValueError: where the axis is not bound.
     """
+    if not names(axis):
+        return 1
     try:
         return lax.axis_size(axis)
     except NameError as error:
+        bound = jax.sharding.get_abstract_mesh().manual_axes
+        if bound:
+            raise ValueError(
+                f"axis_name={axis!r} is not an axis of the workers here, where the mapped axes are {bound}: "
+                "the optimizer and the step around it name different axes; give both the same one, such as "
+                "one lioncub_jax.Workers"
+            ) from error
         raise ValueError(
             f"axis_name={axis!r} is not a mesh axis here: update (and, for state that is sharded over "
             "the workers, init) must run inside jax.shard_map or jax.pmap with that axis; "
@@ -365,30 +583,30 @@ def workers_on(axis: AxisName) -> int:
         ) from error
 
 
-def sum_over_shards(x: jax.Array, axis: AxisName) -> jax.Array:
+def sum_over_shards(x: jax.Array, axis: AxisName | None) -> jax.Array:
     """Adds numbers over the devices that share one worker; ``axis`` itself is left alone."""
     others = _others(x, axis)
     return lax.psum(x, others) if others else x
 
 
-def same_over_shards(x: jax.Array, axis: AxisName) -> jax.Array:
+def same_over_shards(x: jax.Array, axis: AxisName | None) -> jax.Array:
     """The largest of a number over the devices that share one worker."""
     others = _others(x, axis)
     return lax.pmax(x, others) if others else x
 
 
-def shards_of(x: jax.Array, axis: AxisName) -> int:
+def shards_of(x: jax.Array, axis: AxisName | None) -> int:
     """Over how many devices of one worker an array is cut, by its type."""
     return math.prod(lax.axis_size(other) for other in _others(x, axis))
 
 
-def shard_index(x: jax.Array, axis: AxisName) -> jax.Array | int:
+def shard_index(x: jax.Array, axis: AxisName | None) -> jax.Array | int:
     """``uint32[]``: which of a worker's shards of an array is here; 0 of an array in one piece."""
     others = _others(x, axis)
     return lax.axis_index(others).astype(jnp.uint32) if others else 0
 
 
-def _others(x: jax.Array, axis: AxisName) -> tuple[str, ...]:
+def _others(x: jax.Array, axis: AxisName | None) -> tuple[str, ...]:
     return tuple(sorted(varying_axes(x) - set(names(axis))))
 
 
@@ -404,7 +622,7 @@ def words_bytes(words: int, workers: int) -> float:
 
 
 def mean_slice(rows: jax.Array, group: AxisName) -> jax.Array:
-    """Averages ``float32[rows, 64]`` over the devices of a group and keeps this device's slice of it.
+    """Averages ``float32[rows, 128]`` over the devices of a group and keeps this device's slice of it.
 
     One reduce-scatter in full precision over the fast links inside a group.
     """
@@ -417,12 +635,12 @@ def from_group(answers: jax.Array, group: AxisName) -> jax.Array:
     return lax.all_gather(answers, group, to="invarying")
 
 
-def worker_index(axis: AxisName) -> jax.Array:
+def worker_index(axis: AxisName | None) -> jax.Array:
     """``int32[]``: which worker this is; varies over ``axis``."""
-    return lax.axis_index(axis)
+    return lax.axis_index(axis) if names(axis) else jnp.zeros((), jnp.int32)
 
 
-def sharing(tree: Sequence[jax.Array], axis: AxisName) -> list[int]:
+def sharing(tree: Sequence[jax.Array], axis: AxisName | None) -> list[int]:
     """Indices of the leaves that are, by their type, the same on all workers, or on some of them."""
     if not tracked(axis):
         return []

@@ -1,10 +1,15 @@
 """The commands as people call them: what they print, and what they refuse with which words."""
 
+import importlib.metadata
+import importlib.resources
 import json
 import os
 import re
+import shlex
+import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import jax
@@ -12,7 +17,8 @@ import pytest
 
 import lioncub_jax as lc
 from lioncub_jax import cli, lab, planner, units
-from lioncub_jax.cli import targets
+from lioncub_jax.cli import bytes as bytes_command
+from lioncub_jax.cli import examples, targets
 from lioncub_jax.planner import report as planner_report
 
 ROOT = Path(__file__).parents[1]
@@ -47,6 +53,14 @@ def nothing():
 def fails():
     raise RuntimeError("no such\\nlayer")
 
+def fails_at_length():
+    raise RuntimeError("first words " + "below\\n" * 5000)
+
+def sleeps():
+    import time
+    print("asleep", flush=True)
+    time.sleep(60)
+
 def needs(width):
     return jnp.ones(width)
 
@@ -70,6 +84,15 @@ def compiled():
 
 def traced_only():
     return jax.jit(lambda x: x).trace(1.0), lowered()[1]
+
+def no_mesh():
+    return lowered()[0], np.ones((4, 2))
+
+def does_not_compile():
+    class Broken(jax.stages.Lowered):
+        def __init__(self): pass
+        def compile(self): raise RuntimeError("unsupported\\n" * 999)
+    return Broken(), lowered()[1]
 """
 PLAN = ["plan", "--workers", "8", "--bandwidth", "1gbit"]
 SIZED = [*PLAN, "--params", "100M"]
@@ -131,7 +154,8 @@ def test_the_plan_shows_a_table_for_each_rate_and_advice(said):
         assert f"8 workers at {units.rate_text(plan.cluster.link.bandwidth)}" in text
         assert planner_report.advice(plan) in text
     assert text.count("Do not use this") == 1
-    assert text.count("1-bit vote") == 3
+    assert text.count("1-bit vote") == 4  # three tables and the legend
+    assert text.endswith(f"{planner.legend()}\n")
     assert "100,000,000 parameters; compute 125 ms a step (given); latency 50 us, tree" in text
 
 
@@ -216,10 +240,21 @@ def test_without_matplotlib_the_plan_says_what_to_install(refused, monkeypatch, 
         ([*GIVEN, "--algorithm", "star"], "invalid choice: 'star'"),
         ([*GIVEN, "--devices-per-worker", "0"], "number '0': give a number above zero"),
         ([*GIVEN, "--devices-per-worker", "8"], "8 without --inside-bandwidth: give the rate"),
+        ([*GIVEN, "--inside-bandwidth", "1tbit"], "--inside-bandwidth: it has no effect without"),
+        ([*GIVEN, "--inside-latency", "1us"], "--inside-latency: it has no effect without"),
+        ([*GIVEN, "--params", "1e300t"], "number '1e300t' is too large for a number"),
+        ([*GIVEN, "--workers", "1e308"], "number '1e308': give one of at most 1e+15"),
+        ([*GIVEN, "--bandwidth", "1e308tbit"], "rate '1e308tbit' is too large for a number"),
+        ([*GIVEN, "--work", "9"], "unrecognized arguments: --work 9"),
         ([*GIVEN, "--model", "m.py:f"], "not allowed with argument --params"),
         ([*GIVEN, "--measure", "m.py:f"], "not allowed with argument --compute"),
         ([*GIVEN, "--plot", "no/where/plan.png"], "there is no folder no/where; make it"),
         ([*GIVEN, "--plot", "plan.xyz"], "give a name that ends in one of"),
+        ([*SIZED, "--measure", "no.py:f", "--plot", "plan.xyz"], "give a name that ends in one of"),
+        (
+            [*SIZED, "--measure", "no.py:f", "--plot", "/proc/plan.png"],
+            "a file that can be written",
+        ),
         ([*GIVEN, "--", "python"], "only lab takes a command"),
     ],
 )
@@ -236,7 +271,11 @@ def test_what_a_plan_cannot_be_made_of_is_said_in_one_line(refused, argv, words)
         ("no_such_module:huge", "importing no_such_module failed with ModuleNotFoundError"),
         ("{models}:hugh", "there is no 'hugh' in"),
         ("{models}:limit", "limit is a int: give a function"),
-        ("{models}:fails", "fails without arguments failed with RuntimeError: no such layer"),
+        (
+            "{models}:fails",
+            "fails without arguments failed with RuntimeError: no such layer (in models.py, line",
+        ),
+        ("{models}:fails_at_length", "first words below below"),
         ("{models}:needs", "missing 1 required positional argument: 'width'"),
         ("{models}:text", "returned str: give an nnx.Module, linen variables or a tree of arrays"),
         ("{models}:integers", "returned array at ['ids'] of int32: parameters are floating"),
@@ -245,7 +284,7 @@ def test_what_a_plan_cannot_be_made_of_is_said_in_one_line(refused, argv, words)
 )
 def test_a_model_that_is_none_is_said_in_one_line(refused, models, target, words):
     line = refused(*PLAN, "--compute", "1s", "--model", target.format(models=models))
-    assert words in line
+    assert words in line and len(line) < 1000
 
 
 def test_a_file_that_fails_and_a_step_that_returns_nothing_are_named(refused, models, tmp_path):
@@ -308,22 +347,35 @@ def test_devices_are_made_before_jax_starts(models):
         (["{hlo}", "--mesh", "data=four"], "mesh 'data=four'"),
         (["{hlo}", "--mesh", "data=0"], "mesh 'data=0'"),
         (["{hlo}", "--mesh", "data=4"], "runs on 8 devices and the mesh {{'data': 4}} has 4"),
-        (["{hlo}", "--mesh", "data=8", "--devices", "8"], "is compiled; leave it out"),
+        (["{hlo}", "--mesh", "data=8", "--devices", "8"], "is compiled; leave it"),
         (["{hlo}", "--mesh", "data=8", "--params", "1M", "--axis", "dp"], "--axis dp: the mesh has"),
         (["{models}:lowered", "--mesh", "data=8"], "returns its own: leave it out"),
         (["{models}:lowered", "--devices", "0"], "number '0'"),
         (["{models}:lowered", "--devices", "4"], "--devices 4: jax has started already"),
         (["{models}:text"], "returned str: return (step.lower(...), mesh)"),
-        (["{models}:traced_only"], "not (Traced, ...)"),
+        (["{models}:traced_only"], "not (Traced, Mesh)"),
+        (["{models}:no_mesh"], "not (Lowered, ndarray)"),
+        (["{models}:does_not_compile"], "does_not_compile returned failed with RuntimeError: unsupp"),
+        (["{stable}", "--mesh", "data=4,tp=2"], "step.mlir: this is StableHLO, the program before it is"),
+        (["{binary}", "--mesh", "data=8"], "step.bin is not text: give what compiled.as_text() returned"),
+        (["{long}", "--mesh", "data=1"], "[...]"),
+        (["/proc/self/mem", "--mesh", "data=8"], "error: "),
+        (["/tmp", "--mesh", "data=8"], "/tmp: a folder; give compiled.as_text() in a file"),
+        (["{hlo}", "--mesh", "data=8", "--axis", "data"], "--axis: it has no effect without --params"),
         (["{models}:fails"], "failed with RuntimeError: no such layer"),
     ],
 )  # fmt: skip
 def test_what_has_no_bytes_is_said_in_one_line(refused, models, program, tmp_path, argv, words):
-    saved = tmp_path / "step.hlo"
-    saved.write_text(program[0].as_text())
-    paths = {"hlo": saved, "models": models}
-    line = refused("bytes", *(word.format(**paths) for word in argv))
-    assert words.format() in line
+    paths = {
+        "hlo": tmp_path / "step.hlo", "stable": tmp_path / "step.mlir",
+        "binary": tmp_path / "step.bin", "long": tmp_path / "long.hlo",
+    }  # fmt: skip
+    paths["hlo"].write_text(program[0].as_text())
+    paths["stable"].write_text(jax.jit(lambda x: x + 1).lower(1.0).as_text())
+    paths["binary"].write_bytes(b"\x89\xff")
+    paths["long"].write_text(f"HloModule m\n  %x = f32[2] all-reduce({'%y, ' * 9999}")
+    line = refused("bytes", *(word.format(models=models, **paths) for word in argv))
+    assert words.format() in line and len(line) < 1000
 
 
 @pytest.fixture
@@ -332,11 +384,12 @@ def fake_lab(monkeypatch):
     asked = {}
 
     def run(network, command, **options):
+        options.pop("write")("0 | a line")
         asked.update(options, network=network, command=command)
         return lab.Report((lab.WorkerReport(7, 10, 20),), 1.5, 7)
 
     monkeypatch.setattr(lab, "run", run)
-    monkeypatch.setattr(lab, "check", lambda: asked.update(checked=True))
+    monkeypatch.setattr(lab, "check", lambda network: asked.update(checked=network))
     return asked
 
 
@@ -361,12 +414,43 @@ def test_the_lab_gets_all_options_and_its_exit_code_is_ours(fake_lab, capsys, tm
         "seconds": 1.5,
         "exit_code": 7,
     }
-    assert capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert shown.startswith("0 | a line\n") and "exit code" in shown
 
 
-def test_the_lab_is_checked_alone(fake_lab, said):
+def test_the_lab_has_its_own_defaults(fake_lab):
+    assert cli.main(["lab", "--workers", "2", "--", "true"]) == 7
+    assert fake_lab == {"network": lab.Network(2), "command": ["true"]}
+
+
+def test_the_lab_is_checked_alone_or_with_a_network(fake_lab, said):
     assert "can run the lab" in said("lab", "--check")
-    assert fake_lab == {"checked": True}
+    assert fake_lab == {"checked": None}
+    said("lab", "--check", "--delay", "5ms")
+    assert fake_lab == {"checked": lab.Network(2, delay=0.005)}
+
+
+def test_a_report_that_cannot_be_written_after_the_run_is_printed(fake_lab, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["lab", "--workers", "2", "--report", "/dev/full", "--", "true"])
+    out, error = capsys.readouterr()
+    assert error.startswith(
+        "error: /dev/full: No space left on device; the report is printed instead"
+    )
+    assert json.loads(out[out.index("{") :])["workers"][0]["sent_bytes"] == 10
+
+
+def test_a_report_of_before_is_kept_until_the_next_is_there(fake_lab, monkeypatch, tmp_path):
+    def run(*_, **__):
+        raise lab.LabError("no permission")
+
+    monkeypatch.setattr(lab, "run", run)
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.write_text("{}")
+    for path in (old, new):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(["lab", "--workers", "2", "--report", str(path), "--", "true"])
+    assert old.read_text() == "{}" and not new.exists()
 
 
 @pytest.mark.parametrize(
@@ -378,7 +462,13 @@ def test_the_lab_is_checked_alone(fake_lab, said):
         (["--workers", "2", "--rate", "fast", "--", "true"], "rate 'fast'"),
         (["--workers", "2", "--delay", "5", "--", "true"], "time '5'"),
         (["--workers", "2", "--report", "no/where.json", "--", "true"], "there is no folder no"),
+        (["--workers", "2", "--report", "/tmp", "--", "true"], "/tmp: Is a directory; name a file"),
+        (["--workers", "2", "--report", "/proc/r.json", "--", "true"], "name a file that can be written"),
         (["--workers", "2", "true"], "unrecognized arguments: true"),
+        (["--check", "--", "true"], "-- true: --check starts no command; leave it out"),
+        (["--check", "--logs", "a", "--port", "9"], "--logs, --port: it has no effect with --check"),
+        (["--check", "--report", "r.json"], "--report: it has no effect with --check"),
+        (["--check", "--timeout", "9s", "--grace", "9s"], "--timeout, --grace: it has no effect with"),
     ],
 )  # fmt: skip
 def test_what_the_lab_cannot_run_is_said_in_one_line(fake_lab, refused, argv, words):
@@ -387,7 +477,7 @@ def test_what_the_lab_cannot_run_is_said_in_one_line(fake_lab, refused, argv, wo
 
 
 def test_a_machine_that_cannot_run_the_lab_says_what_it_lacks(monkeypatch, capsys):
-    def check():
+    def check(network):
         raise lab.LabError("no permission; do one of these:\n  - run as root")
 
     monkeypatch.setattr(lab, "check", check)
@@ -396,17 +486,177 @@ def test_a_machine_that_cannot_run_the_lab_says_what_it_lacks(monkeypatch, capsy
     assert capsys.readouterr().err == "error: no permission; do one of these:\n  - run as root\n"
 
 
-@pytest.mark.parametrize("command", ["plan", "bytes", "lab"])
-def test_help_has_an_example(command, capsys):
+def help_of(capsys, *command):
     with pytest.raises(SystemExit, match="0"):
-        cli.main([command, "--help"])
-    text = capsys.readouterr().out
-    assert f"examples:\n  lioncub {command} " in text
+        cli.main([*command, "--help"])
+    return capsys.readouterr().out
 
 
-def test_the_example_of_a_plan_works(said):
-    line = next(line for line in cli._PLAN_EXAMPLE.splitlines() if "--params 124M" in line)
-    assert "Do not use this" in said(*line.split()[1:], "--bandwidth", "100tbit")
+@pytest.mark.parametrize("command", [(), ("plan",), ("bytes",), ("lab",)])
+def test_help_describes_the_command_and_ends_with_examples(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = help_of(capsys, *command)
+    assert max(map(len, text.splitlines())) <= 80
+    usage, description, *_ = text.split("\n\n")
+    assert usage.startswith(f"usage: {' '.join(['lioncub', *command])}") and len(description) > 100
+    last = text.split("\n\n")[-1].splitlines()
+    assert last[0] == "examples:" and all(line.startswith("  ") for line in last[1:])
+
+
+EXAMPLES = {"": 3, "plan": 3, "bytes": 3, "lab": 3}
+
+
+@pytest.fixture(scope="module")
+def example_program():
+    lowered, mesh = examples.lowered()
+    return lowered.compile(), mesh
+
+
+@pytest.mark.parametrize("command", EXAMPLES)
+def test_the_examples_of_the_help_run(command, capsys, monkeypatch, tmp_path, example_program):
+    """In this process, whose devices are there already: --devices would come too late."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(examples, "lowered", lambda: example_program)  # compiled once for all
+    text = help_of(capsys, *filter(None, [command])).split("examples:\n")[1]
+    lines = text.replace("\\\n", " ").splitlines()
+    assert len(lines) == EXAMPLES[command]
+    for line in lines:
+        program, *argv = shlex.split(line)
+        if program == "python":
+            assert argv == ["-m", "lioncub_jax.cli.examples", ">", "step.hlo"]
+            Path("step.hlo").write_text(example_program[0].as_text())
+            continue
+        if "--devices" in argv:
+            at = argv.index("--devices")
+            assert argv[at + 1] == str(len(jax.devices()))
+            del argv[at : at + 2]
+        try:
+            assert (program, cli.main(argv)) == ("lioncub", 0), line
+        except SystemExit:
+            assert argv[0] == "lab", line
+            pytest.skip(capsys.readouterr().err)
+        assert capsys.readouterr().out, line
+
+
+def test_the_examples_count_their_parameters_rightly():
+    size = sum(leaf.size for leaf in jax.tree.leaves(examples.model()))
+    assert f"--params {size}" in bytes_command.EPILOG
+
+
+# --- The process: how it is started, and how it ends
+
+
+def program_of(*argv):
+    return [sys.executable, "-m", "lioncub_jax", *argv]
+
+
+OUTER = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    installed = importlib.metadata.version("lioncub_jax")
+    assert lc.__version__ == installed
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"lioncub_jax {installed}\n"
+
+
+def test_the_folder_of_the_command_is_a_program_too():
+    done = subprocess.run(
+        [sys.executable, "-m", "lioncub_jax.cli", "--version"],
+        capture_output=True, text=True, env=OUTER, timeout=120,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, f"lioncub_jax {lc.__version__}\n")
+
+
+@pytest.mark.parametrize("argv", [["--help"], GIVEN])
+def test_a_closed_pipe_ends_the_command_without_a_word(argv):
+    """As by ``| head -1``, which may end before anything is written."""
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        program_of(*argv), stdout=write, stderr=subprocess.PIPE, env=OUTER, text=True, timeout=120
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("argv", [["--help"], GIVEN])
+def test_a_full_disk_is_one_sentence(argv):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            program_of(*argv),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            env=OUTER,
+            text=True,
+            timeout=120,
+        )
+    said = "error: standard output: No space left on device; print to another place\n"
+    assert (done.returncode, done.stderr) == (2, said)
+
+
+def test_an_interrupted_measurement_ends_without_a_traceback(models):
+    # In the background of a script Ctrl-C is ignored, unless told otherwise.
+    start = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
+        "from lioncub_jax.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", start, *SIZED, "--measure", f"{models}:sleeps"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=OUTER, text=True
+    )
+    assert process.stdout.readline() == "asleep\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60)[1] == "interrupted\n"
+    assert process.returncode == 130
+
+
+def test_a_worker_line_that_cannot_be_printed_ends_the_run(monkeypatch, fake_lab, capsys):
+    def closed(*_, **__):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("builtins.print", closed)
+    assert cli.main(["lab", "--workers", "2", "--", "true"]) == 141
+
+
+@pytest.mark.parametrize("width", [80, 100, 200])
+def test_a_terminal_of_any_width_shows_everything(width, monkeypatch, capsys, models):
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for argv in (GIVEN, ["bytes", f"{models}:compiled", "--params", "8450"]):
+        assert cli.main(argv) == 0
+        text = capsys.readouterr().out
+        assert "\N{HORIZONTAL ELLIPSIS}" not in text
+        assert max(map(len, text.splitlines())) <= width
+        if argv == GIVEN:
+            plan = planner_report.plan(10**8, planner.Cluster(8, LINK), 0.125)
+            assert " ".join(planner_report.advice(plan).split()) in " ".join(text.split())
+            assert all(units.seconds_text(found.step) in text for found in plan.estimates.values())
+
+
+def test_numbers_need_neither_flax_nor_orbax_nor_rich():
+    """What the package itself loads is not this command's doing."""
+    look = (
+        "import sys, lioncub_jax.cli.main as _; before = set(sys.modules);"
+        "from lioncub_jax.cli import main; main(sys.argv[1:]);"
+        "print(*{name.split('.')[0] for name in set(sys.modules) - before}, file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", look, *GIVEN, "--json"],
+        capture_output=True, text=True, env=OUTER, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert not {"flax", "orbax", "rich", "matplotlib"} & set(done.stderr.split())
+
+
+def test_types_are_in_the_package_and_the_wheel_takes_all_of_it():
+    assert importlib.resources.files(lc).joinpath("py.typed").is_file()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert wheel == {"packages": ["lioncub_jax"]}, "all files of the folder, none left out"
+    assert project["project"]["version"] == "0.2.0"
 
 
 def test_the_documentation_shows_what_is_printed(said):

@@ -627,9 +627,18 @@ def test_a_mesh_of_another_size(partitions):
         collectives(module(X, GOOD, partitions=partitions), DATA_TP)
 
 
-@pytest.mark.parametrize("text", ["", "func.func public @main()"])
-def test_text_that_is_no_compiled_program(text):
-    with pytest.raises(ValueError, match=r"no text to read|expected one compiled HLO module"):
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "no text to read"),
+        ("func.func public @main()", "this is StableHLO, the program before it is compiled"),
+        ("module @jit_f attributes {mhlo.num_partitions = 1 : i32} {", "this is StableHLO"),
+        ("{ lambda ; a:f32[]. let b = add a 1.0 in (b,) }", "not the text of a compiled program"),
+        ("HloModule step", "expected one compiled HLO module"),
+    ],
+)  # fmt: skip
+def test_text_that_is_no_compiled_program(text, words):
+    with pytest.raises(ValueError, match=words):
         collectives(text, AbstractMesh((1,), ("data",)))
 
 

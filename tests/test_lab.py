@@ -23,7 +23,6 @@ import pytest
 import lioncub_jax as lc
 from lioncub_jax import lab
 from lioncub_jax.lab.run import _tools
-from lioncub_jax.lab.run import _tools
 
 ROOT = Path(lc.__file__).parents[1]
 PYTHON = [sys.executable, "-I", "-S", "-c"]
@@ -249,6 +248,28 @@ def test_logs_keep_everything_and_the_terminal_shows_worker_0(run, tmp_path):
     assert (logs / "worker1.log").read_text() == "out 1\nerr 1\n"
 
 
+def test_a_folder_that_cannot_hold_logs_is_named_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", None)
+    file = tmp_path / "file"
+    file.touch()
+    for logs in (file, file / "logs", Path("/proc/no-such-folder")):
+        with pytest.raises(ValueError, match="name a folder in which files can be made") as error:
+            lab.run(TWO, ["true"], logs=logs)
+        assert str(logs) in str(error.value)
+
+
+def test_the_function_run_and_its_module_share_a_name():
+    """Whatever is imported first, ``lioncub_jax.lab.run`` is the function."""
+    look = (
+        "import lioncub_jax.lab.run, lioncub_jax.lab; from lioncub_jax.lab.run import Network;"
+        "print(callable(lioncub_jax.lab.run), lioncub_jax.lab.run.__module__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", look], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "True lioncub_jax.lab.run\n"
+
+
 SEND = """
 import os, socket, sys, time
 size, index, port = int(sys.argv[1]), int(os.environ["RANK"]), 5000
@@ -396,8 +417,10 @@ def readable_copy():
         package = Path(folder) / "lioncub_jax"
         package.mkdir()
         (package / "__init__.py").touch()
-        for name in ("lab", "supervise", "namespaces", "units"):
-            shutil.copy(ROOT / "lioncub_jax" / f"{name}.py", package)
+        shutil.copy(ROOT / "lioncub_jax" / "units.py", package)
+        shutil.copytree(
+            ROOT / "lioncub_jax" / "lab", package / "lab", ignore=shutil.ignore_patterns("__pyc*")
+        )
         yield folder
 
 

@@ -1,18 +1,22 @@
 """The step-time model against sums by hand, and the advice against the model."""
 
+import ast
 import io
 import json
 import math
+import re
 import time
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from lioncub_jax import planner
+import lioncub_jax as lc
+from lioncub_jax import planner, units
 from lioncub_jax.planner import report as planner_report
 from lioncub_jax.planner.model import Cluster, Host, Link, Pays, pays, scheme_named, step_time
 from lioncub_jax.traffic import predicted as accounting
@@ -272,7 +276,9 @@ def test_advice_names_the_closest_of_those_that_are_about_as_fast():
     assert "hides behind the backward pass nothing is gained" in hidden
     assert "hides" not in slow
     alone = planner_report.advice(planner_report.plan(10**8, Cluster(1, SLOW.link), 0.144))
-    assert alone == "Do not use this: one worker has nobody to vote with; use optax.lion."
+    assert (
+        alone == "Do not use this: one worker has no others to exchange votes with; use optax.lion."
+    )
     fast = planner_report.advice(planner_report.plan(10**8, SLOW.at(1e13), 1.0))
     assert "the float32 all-reduce takes 0.1% of a step" in fast
     half = planner_report.plan(10**8, SLOW.at(4e11), 0.001)
@@ -291,20 +297,62 @@ def test_json_holds_the_plan_and_no_infinity():
     assert by_name["no communication"]["pays"] == {"above": None, "below": None}
     assert by_name["float32 Lion"]["pays"] is None
     assert found["refused"] == plan.refused
+    for rate in (math.inf, 1e-300):  # a link without limit, and steps that never end
+        endless = planner_report.plan(10**8, SLOW.at(rate), 0.1)
+        plain = json.loads(json.dumps(planner_report.as_json(endless), allow_nan=False))
+        assert plain["bandwidth"] == (None if rate == math.inf else rate)
     many = planner_report.as_json(planner_report.plan(64_000, Cluster(100, SLOW.link), 0.1, FREE))
     (gathered,) = (row["pays"] for row in many["schemes"] if row["scheme"] == "gathered")
     assert gathered["above"] > 0 and gathered["below"] is None
 
 
-def test_the_table_has_a_row_for_each_scheme_and_says_why_some_do_not_work():
-    plan = planner_report.plan(SIZE, Cluster(128, SLOW.link, 2, Link(1e12)), 0.1)
-    console = Console(width=180, record=True, file=io.StringIO())
-    console.print(planner_report.table(plan))
-    text = console.export_text()
-    assert all(name in text for name in NAMES)
-    assert text.count("does not work") == 2
-    assert "counts to 127" in " ".join(text.split())
-    assert "inside" in text and "128 workers at 1 Gbit/s" in text
+TABLES = {
+    "a usual one": (10**8, Cluster(8, Link(1e9))),
+    "two levels, some schemes refused": (SIZE, Cluster(128, SLOW.link, 2, Link(1e12))),
+    "large numbers": (7 * 10**10, Cluster(16_384, Link(123e6), 8, Link(900e9))),
+    "small numbers": (64_000, Cluster(100, Link(987e9))),
+    "one worker": (SIZE, Cluster(1, SLOW.link)),
+}
+
+
+@pytest.mark.parametrize("case", TABLES)
+def test_the_table_shows_every_scheme_and_number_at_any_width(case):
+    size, cluster = TABLES[case]
+    host = FREE if case == "small numbers" else None
+    plan = planner_report.plan(size, cluster, 0.1, host)
+    for width in (80, 100, 200):
+        console = Console(width=width, record=True, file=io.StringIO())
+        console.print(planner_report.table(plan))
+        text = console.export_text()
+        assert "\N{HORIZONTAL ELLIPSIS}" not in text
+        assert max(map(len, text.splitlines())) <= width
+        rows = {name: re.search(rf"^ *{re.escape(name)} .*$", text, re.M)[0] for name in NAMES}
+        for name, found in plan.estimates.items():
+            times = (found.communication, found.local, found.step)
+            for shown in (
+                units.bytes_text(found.sent_bytes),
+                *map(units.seconds_text, times),
+                f" {plan.speedup(name):.2f}",
+            ):
+                assert shown in rows[name], (width, name)
+        assert all("refused" in rows[name] for name in plan.refused)
+        for reason in plan.refused.values():
+            assert reason in " ".join(text.split())
+        assert ("inside" in text) == (cluster.group_size > 1)
+        assert f"at {units.rate_text(cluster.link.bandwidth)}" in text
+
+
+def test_the_legend_names_what_is_there_for_every_scheme():
+    lines = dict(re.split("  +", line, maxsplit=1) for line in planner.legend().splitlines())
+    assert lines == {scheme.name: scheme.code for scheme in planner.SCHEMES}
+    for code in lines.values():
+        if code.startswith("("):
+            continue  # of a bound, not a method
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.Attribute | ast.Name):
+                name = ast.unparse(node)
+                where = {"optax": optax, "jnp": jnp}
+                eval(name, where | {top: getattr(lc, top) for top in lc.__all__})
 
 
 def test_ranges_in_words():

@@ -25,16 +25,16 @@ def local_momentum(b1: float, b2: float, codes: Codes) -> Simulator:
         x = jax.tree.map(lambda g, m, e: (1 - b1) * g + b1 * m + e, grads, state.mu, state.error)
         u, after = vote.update(x, state, params, abstain)
         mu = jax.tree.map(lambda g, m: (1 - b2) * g + b2 * m, grads, state.mu)
-        return u, after._replace(mu=mu, error=missed(x, codes, state.t))
+        return u, after._replace(mu=mu, error=unsent(x, codes, state.t))
 
     return Simulator(init, update)
 
 
-def missed(x: Any, codes: Codes, t: jax.Array) -> Any:
-    """What the codes do not say of the messages, leaves ``[W, ...]``."""
+def unsent(x: Any, codes: Codes, t: jax.Array) -> Any:
+    """What the codes leave out of the messages, leaves ``[W, ...]``."""
     leaves, tree = jax.tree.flatten(x)
-    buffer = reference.buffer_of([leaf.shape[1:] for leaf in leaves], codes.block)
+    buffer = reference.buffer_of([leaf.shape[1:] for leaf in leaves], len(leaves[0]))
     joined = buffer.join(leaves)
-    said = codes.encode(joined, buffer, t)
-    rest = joined - reference.decode(said, codes.top(len(joined)))
+    message = codes.encode(joined, buffer, t)
+    rest = joined - reference.decode(message, codes.top(len(joined)))
     return jax.tree.unflatten(tree, buffer.split(rest, [leaf.dtype for leaf in leaves]))

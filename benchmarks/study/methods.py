@@ -13,14 +13,15 @@ import optax
 
 import lioncub_jax as lc
 from lioncub_jax import baselines, reference
-from lioncub_jax.baselines import dgc
+from lioncub_jax.baselines.dgc import dgc, stages
+from lioncub_jax.baselines.dgc import traffic as dgc_traffic
 from lioncub_jax.reference import baselines as reference_baselines
 from lioncub_jax.reference import dgc as reference_dgc
 from lioncub_jax.reference import sync as reference_sync
 from lioncub_jax.reference.lion import Simulator
 from lioncub_jax.sync import Schedule
 from lioncub_jax.traffic import predicted as accounting
-from study import local_feedback
+from study import leaf_scale, local_feedback
 
 DECAY = 0.1  # decoupled, of Lion, its votes and AdamW
 LIGHT_DECAY = 5e-4  # of those whose updates have the size of gradients
@@ -202,23 +203,32 @@ def owner_with_feedback(p: int, dtype: Any = jnp.bfloat16) -> Method:
     exact = ", float32 error" if dtype == jnp.float32 else ""
     return at_owner(
         f"owner, {p} bit{'s' * (p > 1)}{exact}",
-        lc.quantize.error_feedback(lc.quantize.midrise(p, block=128), dtype),
-        reference.midrise(p, 128),
+        lc.quantize.error_feedback(lc.quantize.midrise(p), dtype),
+        reference.midrise(p),
         dtype,
     )
 
 
-def vote_of(p: int, block: int | None) -> Method:
-    scale = f"block of {block}" if block else "scale of a leaf"
-    quantizer, codes = lc.quantize.midrise(p, block=block), reference.midrise(p, block)
-    return local(f"vote, {p} bits, {scale}", "ours", codes, quantizer=quantizer)
+def vote_of(p: int) -> Method:
+    return local(
+        f"vote, {p} bits, block of 128", "ours", reference.midrise(p),
+        quantizer=lc.quantize.midrise(p),
+    )  # fmt: skip
+
+
+def vote_by_leaf(p: int) -> Method:
+    """One step for a leaf, which the library does not offer; as many bytes as with one for a row."""
+    return local(
+        f"vote, {p} bits, scale of a leaf", "ours", leaf_scale.midrise(p), transform=None,
+        parts={"up": lc.quantize.midrise(p)},
+    )  # fmt: skip
 
 
 def vote_with_feedback(p: int) -> Method:
     def votes(betas: Betas) -> Simulator:
-        return local_feedback.local_momentum(*betas, reference.midrise(p, 128))
+        return local_feedback.local_momentum(*betas, reference.midrise(p))
 
-    return vote_of(p, 128)._replace(
+    return vote_of(p)._replace(
         label=f"vote, {p} bit{'s' * (p > 1)}, feedback", transform=None, votes=votes,
         simulated=lambda rate, steps, betas: reference.optimizer(votes(betas), rate, DECAY),
     )  # fmt: skip
@@ -240,10 +250,10 @@ def warmup_of(steps: int) -> int:
 def sparse() -> Method:
     def sent(params: Any, workers: int, steps: int, syncs: int) -> float:
         warmup = warmup_of(steps)
-        stages = [(s.first_step, dgc.traffic(params, workers, density=s.density).sent_bytes)
-                  for s in dgc.stages(0.001, warmup)]  # fmt: skip
-        ends = [first for first, _ in stages[1:]] + [steps]
-        return sum((end - first) * count for (first, count), end in zip(stages, ends, strict=True))
+        each = [(s.first_step, dgc_traffic(params, workers, density=s.density).sent_bytes)
+                for s in stages(0.001, warmup)]  # fmt: skip
+        ends = [first for first, _ in each[1:]] + [steps]
+        return sum((end - first) * count for (first, count), end in zip(each, ends, strict=True))
 
     def simulated(rate: Rate, steps: int, betas: Betas) -> Simulator:
         simulator = reference_dgc.dgc(0.9, 0.001, warmup_of(steps))
@@ -252,7 +262,7 @@ def sparse() -> Method:
     def transform(
         rate: Rate, steps: int, betas: Betas, axis_name: Any
     ) -> optax.GradientTransformation:
-        return dgc.dgc(
+        return dgc(
             rate, 0.9, 0.001, warmup_of(steps), weight_decay=LIGHT_DECAY, axis_name=axis_name
         )
 
@@ -312,11 +322,11 @@ METHODS: dict[str, Method] = {
         "exact zeros and ties", "both", reference.ternary(), quantizer=lc.quantize.ternary()
     ),
     "ties-up": local("ties always up", "public code", decide=ties_up, transform=None),
-    "vote-2": vote_of(2, 128),
-    "vote-3": vote_of(3, 128),
-    "vote-4": vote_of(4, 128),
-    "vote-2-leaf": vote_of(2, None),
-    "vote-4-leaf": vote_of(4, None),
+    "vote-2": vote_of(2),
+    "vote-3": vote_of(3),
+    "vote-4": vote_of(4),
+    "vote-2-leaf": vote_by_leaf(2),
+    "vote-4-leaf": vote_by_leaf(4),
     "vote-1-feedback": vote_with_feedback(1),
     "vote-3-feedback": vote_with_feedback(3),
     "owner-1": owner_with_feedback(1),
@@ -325,11 +335,11 @@ METHODS: dict[str, Method] = {
     "owner-4": owner_with_feedback(4),
     "owner-3-float32": owner_with_feedback(3, jnp.float32),
     "owner-3-plain": at_owner(
-        "owner, 3 bits, no feedback", lc.quantize.midrise(3, block=128), reference.midrise(3, 128)
+        "owner, 3 bits, no feedback", lc.quantize.midrise(3), reference.midrise(3)
     ),
     "owner-3-random": at_owner(
         "owner, 3 bits, stochastic",
-        lc.quantize.midrise(3, block=128, rounding=lc.quantize.stochastic(0)), reference.midrise(3, 128, 0),
+        lc.quantize.midrise(3, rounding=lc.quantize.stochastic(0)), reference.midrise(3, seed=0),
     ),
 }  # fmt: skip
 

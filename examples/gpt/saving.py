@@ -22,7 +22,8 @@ def opened(args: argparse.Namespace, layout: Layout) -> Iterator[lc.Checkpoints 
     if args.checkpoint is None:
         yield None
         return
-    where = {"axis_name": layout.axis_name, "group_axis": layout.group_axis}
+    voters = layout.voters
+    where = {"axis_name": voters.axis_name, "group_axis": voters.group_axis}
     try:
         checkpoints = lc.Checkpoints(args.checkpoint, **where, keep=3)
     except ValueError as error:

@@ -5,9 +5,9 @@
 | `sgd`, `adamw`, `lion` | its gradient, float32 | (all-reduce) the mean | optax, on the mean |
 | `signsgd` | 1 bit of its gradient | the majority, 1 bit | Bernstein et al., arXiv 1802.04434 |
 | `signum` | 1 bit of its momentum | the majority, 1 bit | Bernstein et al., arXiv 1810.05291 |
-| `ef_signsgd` | 1 bit and a scale for each block, with feedback | the same | 1901.09847, 1905.10936 |
+| `ef_signsgd` | 1 bit and a scale for each row of 128, with feedback | the same | 1901.09847, 1905.10936 |
 | `terngrad` | -1, 0 or +1 at random: 2 bits | the planes of the sum | Wen et al., arXiv 1705.07878 |
-| `qsgd` | p bits at random and a norm for each block | (all-gather), or floats | 1610.02132 |
+| `qsgd` | p bits at random and a norm for each row of 128 | (all-gather), or floats | 1610.02132 |
 
 Weight decay is decoupled in all of them, ``p -= lr (u + wd p)``, as in Lion, so that a comparison
 changes one thing. The decay of SGD with momentum m in other libraries is often coupled (``g + wd p``),
@@ -223,26 +223,24 @@ def ef_signsgd(
     mask: Any = None,
     *,
     axis_name: AxisName,
-    block: int = 128,
     error_dtype: Any = jnp.float32,
 ) -> optax.GradientTransformationExtraArgs:
     """Error feedback for signSGD, both ways: what a sign and a scale miss is said later.
 
-    ``x_i = lr g_i + e_i``; worker i sends ``d_i = sign(x_i) mean|x_i|`` of each block and keeps
+    ``x_i = lr g_i + e_i``; worker i sends ``d_i = sign(x_i) mean|x_i|`` of each row of 128 and keeps
     ``e_i = x_i - d_i``. The owner of a slice does the same with ``x = mean_i d_i + e``, a scale for each
-    64 elements, and what it sends back is the update. Scales travel as bfloat16: 1 + 16/block bits up,
-    1 + 16/64 down. The learning rate is part of what is fed back, so a change of it changes no error.
+    row, and what it sends back is the update. Scales travel as bfloat16: 1 + 1/8 bits up
+    and down. The learning rate is part of what is fed back, so a change of it changes no error.
 
     Args:
       learning_rate: as `sgd`, like all arguments that are not named here.
       weight_decay: as `sgd`; it is agreed on anyway and passes no quantiser.
       mask: as `sgd`.
       axis_name: as `sgd`.
-      block: 64 or 128 elements share a scale on the way up.
       error_dtype: of the errors: one array like the parameters per worker, and its slice as an owner.
 
     Raises:
-      ValueError: for another block, or a dtype that is not floating.
+      ValueError: for a dtype that is not floating.
 
     Example:
       >>> from lioncub_jax import baselines
@@ -251,7 +249,7 @@ def ef_signsgd(
     Source: Karimireddy et al. (arXiv 1901.09847), algorithm 1; two ways as dist-EF-blockSGD, Zheng et
     al. (arXiv 1905.10936), without its momentum. A leaf takes whole blocks; padding is 0 in every scale.
     """
-    parts = _ef_signsgd_parts(block, error_dtype)
+    parts = _ef_signsgd_parts(error_dtype)
     return optax.chain(
         optax.scale_by_learning_rate(learning_rate),
         communicate(axis_name=axis_name, **parts),
@@ -308,7 +306,6 @@ def terngrad(
 def qsgd(
     learning_rate: optax.ScalarOrSchedule,
     bits: int = 4,
-    block: int = 128,
     momentum: Any = 0.0,
     seed: int = 0,
     norm: str = "max",
@@ -318,16 +315,15 @@ def qsgd(
     axis_name: AxisName,
     wire: Wire | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """QSGD: a sign and ``s = 2**(bits-1) - 1`` levels of each block's norm, rounded at random.
+    """QSGD: a sign and ``s = 2**(bits-1) - 1`` levels of the norm of each row of 128, rounded at random.
 
     The mean of what all workers say is right on average. By default everybody sends its codes to
-    everybody, as in the paper: (W-1) (bits + 16/block) bits per parameter. With ``wire=two_phase()`` codes
+    everybody, as in the paper: (W-1) (bits + 1/8) bits per parameter. With ``wire=two_phase()`` codes
     go to owners and float32 means come back: about bits + 32, whatever the number of workers.
 
     Args:
       learning_rate: as `sgd`, like all arguments that are not named here.
       bits: of a code, sign included, 2 to 8.
-      block: 64 or 128 elements share a norm.
       momentum: decay of a momentum of the mean, in [0, 1); 0 keeps none. It lives with the owners: with
         ``two_phase()`` a slice at each worker.
       seed: of the random codes.
@@ -338,7 +334,7 @@ def qsgd(
       wire: ``gathered()`` by default, or ``two_phase()``.
 
     Raises:
-      ValueError: as `communicate`; also for bits, a block, a norm or a momentum out of range.
+      ValueError: as `communicate`; also for bits, a norm or a momentum out of range.
 
     Example:
       >>> from lioncub_jax import baselines
@@ -348,7 +344,7 @@ def qsgd(
     not), norms travel as bfloat16 rounded up.
     """
     checks.check_momentum(momentum)
-    parts = _qsgd_parts(bits, block, momentum, seed, norm, wire)
+    parts = _qsgd_parts(bits, momentum, seed, norm, wire)
     return _descend(communicate(axis_name=axis_name, **parts), learning_rate, weight_decay, mask)
 
 
@@ -391,9 +387,9 @@ def traffic(method: Callable[..., Any], params: Any, workers: int, **options: An
     return sent._replace(sent_bytes=sent.sent_bytes + scales, collectives=collectives)
 
 
-def _ef_signsgd_parts(block: int, error_dtype: Any, **_: Any) -> dict[str, Any]:
+def _ef_signsgd_parts(error_dtype: Any, **_: Any) -> dict[str, Any]:
     return {
-        "up": quantize.error_feedback(quantize.midrise(1, block=block), error_dtype),
+        "up": quantize.error_feedback(quantize.midrise(1), error_dtype),
         "owner": decide.feedback_at_owner(error_dtype),
         "down": decide.scaled_signs(),
     }
@@ -402,18 +398,16 @@ def _ef_signsgd_parts(block: int, error_dtype: Any, **_: Any) -> dict[str, Any]:
 def _terngrad_parts(seed: int, **_: Any) -> dict[str, Any]:
     return {
         "up": quantize.ternary(rounding=quantize.stochastic(seed)),
-        # One worker's values never travel, so it has no use for their signs.
-        "owner": decide.count()._replace(alone=lambda x, state: (x, state)),
         "down": decide.total(),
     }
 
 
 def _qsgd_parts(
-    bits: int, block: int, momentum: Any, seed: int, norm: str, wire: Wire | None, **_: Any
+    bits: int, momentum: Any, seed: int, norm: str, wire: Wire | None, **_: Any
 ) -> dict[str, Any]:
     rounding = quantize.stochastic(seed)
     return {
-        "up": quantize.levels(bits, block=block, norm=norm, rounding=rounding),
+        "up": quantize.levels(bits, norm=norm, rounding=rounding),
         "owner": decide.momentum_at_owner(_trace(momentum), dominance=jnp.inf),
         "down": decide.floats(),
         "wire": wires.gathered() if wire is None else wire,

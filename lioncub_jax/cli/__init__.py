@@ -1,4 +1,4 @@
-"""The command ``lioncub``."""
+"""The command ``lioncub``, which ``python -m lioncub_jax`` is as well."""
 
 from lioncub_jax.cli.main import main
 

@@ -4,14 +4,18 @@ import importlib
 import importlib.util
 import statistics
 import sys
+import sysconfig
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+
+Result = TypeVar("Result")
+LONGEST_REASON = 400  # of what an error says; XLA's may have thousands of lines
 
 
 def load(target: str) -> Callable[[], Any]:
@@ -56,19 +60,14 @@ def _file(place: str) -> Mapping[str, Any]:
     assert spec is not None and spec.loader is not None, "a .py file has a loader"
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and flax look their classes' modules up
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise _failed(f"running {place}", error) from error
+    loader = spec.loader
+    attempt(f"running {place}", lambda: loader.exec_module(module))
     return vars(module)
 
 
 def _module(place: str) -> Mapping[str, Any]:
     _look_in("")  # the working directory, as `python -m` does
-    try:
-        return vars(importlib.import_module(place))
-    except (Exception, SystemExit) as error:
-        raise _failed(f"importing {place}", error) from error
+    return vars(attempt(f"importing {place}", lambda: importlib.import_module(place)))
 
 
 def _look_in(folder: str) -> None:
@@ -87,15 +86,47 @@ def call(target: str) -> Any:
 
 
 def _call(target: str, function: Callable[[], Any]) -> Any:
+    return attempt(f"calling {target} without arguments", function)
+
+
+def attempt(what: str, work: Callable[[], Result]) -> Result:
+    """Does what runs a user's code; of its error one sentence is left, with the user's line.
+
+    Args:
+      what: is done, for the sentence.
+      work: does it.
+
+    Returns:
+      What ``work`` returned.
+
+    Raises:
+      ValueError: where it fails. What it was raised from is not kept: the tracebacks of the frameworks
+        below would hide the sentence.
+
+    Example:
+      >>> attempt("dividing", lambda: 1 / 0)
+      Traceback (most recent call last):
+      ValueError: dividing failed with ZeroDivisionError: division by zero
+    """
     try:
-        return function()
+        return work()
     except (Exception, SystemExit) as error:
-        raise _failed(f"calling {target} without arguments", error) from error
+        said = " ".join(str(error).split()) or "(no message)"
+        if len(said) > LONGEST_REASON:
+            said = f"{said[:LONGEST_REASON]} [...]"
+        reason = f"{what} failed with {type(error).__name__}: {said}{_line_of(error)}"
+    raise ValueError(reason)
 
 
-def _failed(what: str, error: BaseException) -> ValueError:
-    said = " ".join(str(error).split()) or "(no message)"
-    return ValueError(f"{what} failed with {type(error).__name__}: {said}")
+def _line_of(error: BaseException) -> str:
+    """The last line of the user's own code that an error passed through."""
+    skipped = ("<", sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]))
+    lines = [
+        f" (in {Path(frame.filename).name}, line {frame.lineno})"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(skipped) and "-packages" not in frame.filename
+    ]
+    return lines[-1] if lines else ""
 
 
 def shapes(target: str) -> Any:
@@ -116,7 +147,8 @@ def shapes(target: str) -> Any:
 
     def described() -> None:
         made = _call(target, function)
-        if isinstance(made, nnx.Module):
+        nnx = sys.modules.get("flax.nnx")  # who made a module has imported it
+        if nnx and isinstance(made, nnx.Module):
             made = nnx.state(made, nnx.Param)
         elif isinstance(made, Mapping) and "params" in made:
             made = made["params"]

@@ -3,7 +3,10 @@
 Each worker has a network namespace of its own with one link to a bridge; both ends of the link are
 shaped by the kernel. Everything lives inside one process namespace that the kernel clears away with
 its first process, so nothing of the lab is ever in the machine's own network, file system or process
-list for longer than the run, whatever happens to it. `lioncub_jax.namespaces` is the inside.
+list for longer than the run, whatever happens to it. `lioncub_jax.lab.namespaces` is the inside.
+
+This module and its function `run` share a name: ``lioncub_jax.lab.run`` is the function, and
+``from lioncub_jax.lab.run import ...`` reads from the module.
 """
 
 import ipaddress
@@ -12,6 +15,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -71,7 +75,7 @@ class LabError(RuntimeError):
     Example:
       >>> raise LabError("there is no `tc`: install iproute2")
       Traceback (most recent call last):
-      lioncub_jax.lab.LabError: there is no `tc`: install iproute2
+      lioncub_jax.lab.run.LabError: there is no `tc`: install iproute2
     """
 
 
@@ -147,7 +151,8 @@ def run(
       Exit codes, and the bytes that went over each worker's link.
 
     Raises:
-      ValueError: for arguments out of range, a command that is not there, logs that are there.
+      ValueError: for arguments out of range, a command that is not there, logs that are there, or
+        a folder for logs in which no file can be made; nothing has been started then.
       LabError: where a tool, a permission or a part of the kernel is missing.
 
     Example:
@@ -307,6 +312,13 @@ def _check_logs(logs: Path, workers: int) -> None:
     there = [str(path) for path in supervise.log_files(logs, workers) if path.exists()]
     if there:
         raise ValueError(f"logs of an earlier run are there: {', '.join(there)}; give a new folder")
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=logs).close()
+    except OSError as error:
+        raise ValueError(
+            f"logs {logs}: {error.strerror}; name a folder in which files can be made"
+        ) from None
 
 
 # --- The network

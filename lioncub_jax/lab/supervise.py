@@ -1,6 +1,6 @@
 """The lab's side of a run: starts the hub, passes output and signals on, and says how it ended.
 
-`lioncub_jax.lab` has the arguments and the network, `lioncub_jax.namespaces` is what runs inside.
+`lioncub_jax.lab.run` has the arguments and the network, `lioncub_jax.lab.namespaces` is what runs inside.
 """
 
 import contextlib

@@ -1,8 +1,11 @@
-"""Will it help me? Step time of every method on a cluster, before anything is trained."""
+"""Will voting help me? The step time of every method on a cluster, before anything is trained."""
 
 from lioncub_jax.planner.model import (
     ADVISED,
+    BFLOAT16,
+    FLOAT32,
     SCHEMES,
+    SILENT,
     Cluster,
     Estimate,
     Host,
@@ -17,21 +20,32 @@ from lioncub_jax.planner.model import (
     step_time,
     tree,
 )
+from lioncub_jax.planner.report import Plan, advice, as_json, legend, plan, plot, table
 
 __all__ = [
     "ADVISED",
+    "BFLOAT16",
+    "FLOAT32",
     "SCHEMES",
+    "SILENT",
     "Cluster",
     "Estimate",
     "Host",
     "Link",
     "Pays",
+    "Plan",
     "Scheme",
+    "advice",
+    "as_json",
     "calibrated",
+    "legend",
     "parameters_in",
     "pays",
+    "plan",
+    "plot",
     "ring",
     "scheme_named",
     "step_time",
+    "table",
     "tree",
 ]

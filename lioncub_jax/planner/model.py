@@ -1,11 +1,12 @@
-"""Will it help me? Step time of every method on a cluster, before anything is trained.
+"""The model of a step: what every method sends, and how long that takes on a cluster.
 
     step = compute + local + communication
     communication = sum over collectives of (hops * latency + bits / bandwidth + bytes * software cost)
 
-Bytes are those of `accounting`, which equal the compiled program's. All else is a model: links are full
-duplex and not shared with others, nothing overlaps, no worker is slower than another. What it
-leaves out is in docs/planner.md. Rates are in bits per second, times in seconds, as `units` reads them.
+Bytes are those of `lioncub_jax.traffic.predict`, which equal the compiled program's. All else is a model:
+links are full duplex and not shared with others, nothing overlaps, no worker is slower than another.
+What it leaves out is in docs/planner.md. Rates are in bits per second, times in seconds, as
+`lioncub_jax.units` reads them.
 """
 
 import dataclasses
@@ -32,7 +33,7 @@ def tree(participants: int) -> int:
     return (participants - 1).bit_length()
 
 
-# Hops of each collective, from those that pass something to all, and the participants.
+# Hops of each collective, from the hops that it takes to pass data to all, and the participants.
 _HOPS: dict[str, Callable[[int, int], int]] = {
     "all-reduce": lambda hops, n: 2 * hops,
     "all-gather": lambda hops, n: hops,
@@ -46,7 +47,7 @@ class Link:
     """A full-duplex network link.
 
     Attributes:
-      bandwidth: bits per second each way; ``math.inf`` for one that never makes anybody wait.
+      bandwidth: bits per second each way; ``math.inf`` for one without limit.
       latency: seconds from one end to the other, software included.
 
     Raises:
@@ -74,11 +75,12 @@ class Cluster:
     Attributes:
       workers: how many.
       link: of a worker to all others; its devices share it (of several network cards, the sum).
-      group_size: devices of one worker, which agree among themselves first (``group_axis``).
+      group_size: devices of one worker, which average their gradients first (``group_axis``).
       inside: link of each device to the others of its group; needed where ``group_size`` is above 1.
-      hops: ``participants -> hops`` of the algorithm that passes data to all: ``tree`` or ``ring``.
-      one_way_pairs: whether only one of two workers sends to the other at a time, as under Gloo in JAX,
-        where a pair has one connection and "ready to receive" waits in it. It slows all-to-alls down.
+      hops: ``participants -> hops`` of the algorithm of reductions and gathers: ``tree`` or ``ring``.
+      one_way_pairs: whether of each two workers only one sends to the other at a time, as under Gloo in
+        JAX, where a pair has one connection and "ready to receive" waits in it. All-to-alls are
+        slower then.
 
     Raises:
       ValueError: for fewer than one worker or device, or a group without a link.
@@ -113,8 +115,8 @@ class Host:
 
     Attributes:
       memory_bandwidth: bits per second, for the estimate of packing, counting and unpacking: what is
-        sent, the error that a worker remembers and a float32 for each parameter are written once and
-        read once more than ``optax.lion`` does. That is much: on CPU less was measured.
+        sent, the error feedback and a float32 for each parameter are written once and read once more
+        than ``optax.lion`` does. That is an upper estimate: on CPU less was measured.
       local_seconds: measured seconds by the name of a scheme, in place of that estimate; may be
         negative, because voting can take less than ``optax.lion``, whose cost counts as zero.
       seconds_per_byte: software cost of each byte sent, by collective ("all-to-all", "all-gather",
@@ -143,8 +145,8 @@ class Scheme(NamedTuple):
 
     Attributes:
       name: for people, and the key of ``Host.local_seconds``.
-      code: how it is written in a program.
-      parts: of `communicate`, for `accounting.predict`; nothing for those that are not one.
+      code: how it is written in a program, without ``lioncub_jax.``.
+      parts: what `lioncub_jax.traffic.predict` takes; empty for a method that is no vote.
       sends: ``(parts, params, Cluster, Host) -> collectives`` of a step, per device.
       packs: whether the worker has packing, counting and unpacking to do.
     """
@@ -164,7 +166,7 @@ def _predicted(parts: Mapping[str, Any], params: Any, at: Cluster, host: Host) -
 
 
 def _averaged(itemsize: int) -> Callable[..., tuple[Sent, ...]]:
-    """Gradients by the best algorithm: each device of a group carries a slice of them."""
+    """An all-reduce of gradients; in groups each device reduces a slice of them across workers."""
 
     def sends(parts: Mapping[str, Any], params: Any, at: Cluster, host: Host) -> tuple[Sent, ...]:
         wide = 4 if host.widens_bfloat16 else itemsize
@@ -193,10 +195,10 @@ def _vote(name: str, code: str, **parts: Any) -> Scheme:
 
 
 def _owner(p: int) -> Scheme:
-    up = quantize.error_feedback(quantize.midrise(p, block=128))
+    up = quantize.error_feedback(quantize.midrise(p))
     code = "owner_lion(...)"
     if p != 3:
-        code = f"owner_lion(quantizer=error_feedback(midrise({p}, block=128)))"
+        code = f"owner_lion(quantizer=quantize.error_feedback(quantize.midrise({p})))"
     return Scheme(
         f"owner, {p} bit{'s' if p > 1 else ''}", code, {"up": up, "owner": _AT_OWNER}, _predicted
     )
@@ -210,21 +212,27 @@ BFLOAT16 = Scheme(
     _averaged(2),
     False,
 )
-SILENT = Scheme("no communication", "(a bound: workers that never talk)", {}, _nothing, False)
+SILENT = Scheme("no communication", "(a bound: nothing is sent)", {}, _nothing, False)
 
 SCHEMES: tuple[Scheme, ...] = (
     _vote("1-bit vote", "lion_cub(...)"),
-    _vote("2-bit vote", "lion_cub(quantizer=midrise(2, block=128))", up=quantize.midrise(2, block=128)),
-    _vote("4-bit vote", "lion_cub(quantizer=midrise(4, block=128))", up=quantize.midrise(4, block=128)),
-    _vote("average", "distributed_lion(average=True)", down=decide.average()),
-    _vote("ternary", "lion_cub(quantizer=ternary())", up=quantize.ternary()),
-    _vote("gathered", "lion_cub(wire=gathered())", wire=wires.gathered()),
-    _vote("int8 counts", "lion_cub(wire=counts())", wire=wires.counts()),
     _vote(
-        "integer(8) counts", "lion_cub(quantizer=integer(8), wire=counts())",
+        "2-bit vote", "lion_cub(quantizer=quantize.midrise(2))",
+        up=quantize.midrise(2),
+    ),
+    _vote(
+        "4-bit vote", "lion_cub(quantizer=quantize.midrise(4))",
+        up=quantize.midrise(4),
+    ),
+    _vote("average", "distributed_lion(average=True)", down=decide.average()),
+    _vote("ternary", "lion_cub(quantizer=quantize.ternary())", up=quantize.ternary()),
+    _vote("gathered", "lion_cub(wire=wires.gathered())", wire=wires.gathered()),
+    _vote("int8 counts", "lion_cub(wire=wires.counts())", wire=wires.counts()),
+    _vote(
+        "integer(8) counts", "lion_cub(quantizer=quantize.integer(8), wire=wires.counts())",
         up=quantize.integer(8), wire=wires.counts(),
     ),
-    _vote("lanes", "lion_cub(wire=lanes())", wire=wires.lanes()),
+    _vote("lanes", "lion_cub(wire=wires.lanes())", wire=wires.lanes()),
     _owner(1),
     _owner(2),
     _owner(3),
@@ -233,7 +241,7 @@ SCHEMES: tuple[Scheme, ...] = (
     SILENT,
 )  # fmt: skip
 
-# What the advice chooses from: those that come closest to float32 Lion's loss first.
+# What the advice chooses from, the closest to float32 Lion's loss first.
 ADVISED = ("owner, 3 bits", "owner, 2 bits", "4-bit vote", "2-bit vote", "1-bit vote")
 
 
@@ -360,7 +368,7 @@ def _seconds(one: Sent, cluster: Cluster, host: Host) -> float:
 
 
 def _carried(one: Sent, cluster: Cluster) -> float:
-    """Bytes that a link has to carry, one after the other."""
+    """Bytes that a link carries one after the other."""
     if one.inside:
         return one.sent_bytes
     slower = cluster.one_way_pairs and one.op == "all-to-all"

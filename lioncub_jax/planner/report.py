@@ -1,11 +1,12 @@
-"""What the planner says: every method side by side, one sentence of advice, a table and a figure."""
+"""What the planner says: every method side by side, one sentence of advice, a table and a figure.
+
+``rich`` and ``matplotlib`` are imported by the functions that need them.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from rich.table import Table
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lioncub_jax.planner.model import (
     ADVISED,
@@ -25,10 +26,13 @@ from lioncub_jax.planner.model import (
 )
 from lioncub_jax.units import bytes_text, rate_text, seconds_text
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
 WORTHWHILE_SPEEDUP = 1.05  # less is not enough to change how a model is trained
-CLOSE_ENOUGH = (
-    1.10  # a closer method is advised if its step takes at most this many times the fastest
-)
+# Of the methods whose steps take at most this many times the fastest, the one whose loss is closest
+# to Lion's is advised.
+CLOSE_ENOUGH = 1.10
 DRAWN = (
     "float32 Lion", "bfloat16 Lion", "int8 counts", "gathered", "owner, 3 bits", "1-bit vote",
     "no communication",
@@ -126,7 +130,7 @@ def advice(plan: Plan) -> str:
     rate = rate_text(plan.cluster.link.bandwidth)
     dense, half = plan.estimates[FLOAT32.name], plan.estimates[BFLOAT16.name]
     if plan.cluster.workers == 1:
-        return "Do not use this: one worker has nobody to vote with; use optax.lion."
+        return "Do not use this: one worker has no others to exchange votes with; use optax.lion."
     steps = {name: plan.estimates[name].step for name in ADVISED if name in plan.estimates}
     fastest = min(steps, key=lambda name: steps[name])
     enough = min(CLOSE_ENOUGH * steps[fastest], min(dense.step, half.step) / WORTHWHILE_SPEEDUP)
@@ -171,33 +175,45 @@ def pays_text(found: Pays) -> str:
     return f"from {rate_text(above)} to {rate_text(below)}"
 
 
-def table(plan: Plan) -> Table:
-    """The plan for people: a row for each scheme, and why some do not work below.
+def table(plan: Plan) -> "Table":
+    """The plan for people, at most 79 columns wide: a row for each scheme.
+
+    The reasons why some schemes do not work there stand below the table.
 
     Args:
       plan: what `plan` returned.
 
     Returns:
-      A ``rich`` table. Bytes are those of a worker and step, in decimal units.
+      A ``rich`` table. "sent" is what a worker, all of its devices together, sends in a step; "inside"
+      is what each device sends to the others of its worker; "network" is the time in collectives,
+      "packing" that of packing, counting and unpacking, "step" the time of the whole step, and
+      "speedup" is over float32 Lion. Bytes are in decimal units.
     """
+    from rich import box  # not needed for numbers alone
+    from rich.table import Table
+
+    grouped = plan.cluster.group_size > 1
     workers = "1 worker" if plan.cluster.workers == 1 else f"{plan.cluster.workers:,} workers"
-    reasons = [f"{name}: {reason}" for name, reason in plan.refused.items()]
     out = Table(
         title=f"{workers} at {rate_text(plan.cluster.link.bandwidth)}",
-        caption="\n".join(reasons),
+        title_justify="left",
+        caption="\n".join(f"{name}: {reason}" for name, reason in plan.refused.items()),
         caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 0) if grouped else (0, 0, 0, 1),
+        pad_edge=False,
     )
     out.add_column("scheme", no_wrap=True)
-    out.add_column("in code", overflow="fold")
-    for header in ("sent", "inside", "communication", "local", "step", "speedup"):
-        if header != "inside" or plan.cluster.group_size > 1:
+    for header in ("sent", "inside", "network", "packing", "step", "speedup"):
+        if header != "inside" or grouped:
             out.add_column(header, justify="right", no_wrap=True)
-    out.add_column("beats float32 Lion", no_wrap=True)
+    out.add_column("beats float32 Lion", overflow="fold", max_width=13)
     for scheme in SCHEMES:
         if scheme.name in plan.estimates:
-            out.add_row(scheme.name, scheme.code, *_numbers(plan, scheme))
+            out.add_row(scheme.name, *_numbers(plan, scheme))
         else:
-            out.add_row(scheme.name, scheme.code, *[""] * (len(out.columns) - 3), "does not work")
+            out.add_row(scheme.name, *[""] * (len(out.columns) - 2), "refused")
     return out
 
 
@@ -206,8 +222,23 @@ def _numbers(plan: Plan, scheme: Scheme) -> list[str]:
     inside = [bytes_text(found.inside_bytes)] if plan.cluster.group_size > 1 else []
     times = [seconds_text(t) for t in (found.communication, found.local, found.step)]
     speedup = f"{plan.speedup(scheme.name):.2f}"
-    when = "" if scheme in (FLOAT32, SILENT) else pays_text(plan.pays[scheme.name])
+    when = "" if scheme in (FLOAT32, SILENT) else _short(plan.pays[scheme.name])
     return [bytes_text(found.sent_bytes), *inside, *times, speedup, when]
+
+
+def _short(found: Pays) -> str:
+    """`pays_text` for a narrow column."""
+    return pays_text(found).replace("below", "<").replace("above", ">").removeprefix("from ")
+
+
+def legend() -> str:
+    """How each scheme is written in a program, a line each.
+
+    Example:
+      >>> print(legend().splitlines()[0])
+      1-bit vote         lion_cub(...)
+    """
+    return "\n".join(f"{one.name:<17}  {one.code}" for one in SCHEMES)
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -217,9 +248,18 @@ def as_json(plan: Plan) -> dict[str, Any]:
       plan: what `plan` returned.
 
     Returns:
-      A dict that ``json`` writes; a bound that is not there is None, as is the range of what never pays.
+      A dict that ``json`` writes by the standard, which has no infinity: a number that is not finite is
+      None, such as the bandwidth of a link that never makes anybody wait. ``"pays"`` and
+      ``"worthwhile"`` are ``{"above": bits per second, "below": bits per second}``, None for a bound
+      that is not there, and None as a whole for what never pays.
+
+    Example:
+      >>> from lioncub_jax.planner import Link
+      >>> found = as_json(plan(10**6, Cluster(8, Link(math.inf, 50e-6)), 0.1))
+      >>> found["bandwidth"] is None, found["latency"]
+      (True, 5e-05)
     """
-    return {
+    found = {
         "workers": plan.cluster.workers,
         "devices_per_worker": plan.cluster.group_size,
         "bandwidth": plan.cluster.link.bandwidth,
@@ -238,12 +278,21 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "worthwhile": _range(plan.worthwhile),
         "advice": advice(plan),
     }
+    return {name: _finite(value) for name, value in found.items()}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _range(found: Pays) -> dict[str, float | None] | None:
     if not found.above < found.below:
         return None
-    return {"above": found.above or None, "below": None if found.below == math.inf else found.below}
+    return {"above": found.above or None, "below": found.below}
 
 
 def plot(
@@ -276,13 +325,8 @@ def plot(
         scheme.
       ImportError: without matplotlib.
     """
+    check_plot(path)
     figure = _figure()
-    suffixes = figure.canvas.get_supported_filetypes()
-    path = Path(path)
-    if not path.parent.is_dir():
-        raise ValueError(f"{path}: there is no folder {path.parent}; make it, or name another")
-    if path.suffix[1:].lower() not in suffixes:
-        raise ValueError(f"{path}: give a name that ends in one of {', '.join(sorted(suffixes))}")
     refused = plan(params, cluster, compute, host).refused
     measured = measured or {}
     axes = figure.add_subplot()
@@ -303,6 +347,29 @@ def plot(
     axes.grid(alpha=0.3)
     axes.legend(title="points: measured" if measured else None)
     figure.savefig(path, dpi=150)
+
+
+def check_plot(path: str | Path) -> None:
+    """Whether `plot` can draw to a file of that name; asks before anything is computed.
+
+    Args:
+      path: of the file.
+
+    Raises:
+      ValueError: for a folder that is not there, or a suffix that matplotlib does not know.
+      ImportError: without matplotlib.
+
+    Example:
+      >>> check_plot("plan.xyz")
+      Traceback (most recent call last):
+      ValueError: plan.xyz: give a name that ends in one of ...
+    """
+    path = Path(path)
+    suffixes = _figure().canvas.get_supported_filetypes()
+    if not path.parent.is_dir():
+        raise ValueError(f"{path}: there is no folder {path.parent}; make it, or name another")
+    if path.suffix[1:].lower() not in suffixes:
+        raise ValueError(f"{path}: give a name that ends in one of {', '.join(sorted(suffixes))}")
 
 
 def _figure() -> Any:

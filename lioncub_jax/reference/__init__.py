@@ -5,8 +5,8 @@ from lioncub_jax.reference.lion import (
     ROW,
     Buffer,
     Codes,
+    Message,
     Places,
-    Said,
     Simulator,
     State,
     average,
@@ -28,6 +28,8 @@ from lioncub_jax.reference.lion import (
     takes_part,
     ternary,
     ternary_sum,
+    words,
+    zero_side,
 )
 
 __all__ = [
@@ -35,8 +37,8 @@ __all__ = [
     "ROW",
     "Buffer",
     "Codes",
+    "Message",
     "Places",
-    "Said",
     "Simulator",
     "State",
     "average",
@@ -58,4 +60,6 @@ __all__ = [
     "takes_part",
     "ternary",
     "ternary_sum",
+    "words",
+    "zero_side",
 ]

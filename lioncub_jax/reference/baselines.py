@@ -5,15 +5,19 @@ with `reference` only, whose rules hold for the buffer, the codes, and who takes
 
 * **Mean.** SGD, AdamW and Lion see ``sum_i g_i / W`` in float32; nobody abstains.
 * **signSGD and SIGNUM** are ``reference.local_momentum(b, b)`` with ``b`` 0, or the momentum.
-* **EF-signSGD.** Worker i encodes ``x_i = e_i - lr g_i`` as ``+-mean|x_i|`` of each block. The owner adds
+* **EF-signSGD.** Worker i encodes ``x_i = e_i - lr g_i`` as ``+-mean|x_i|`` of each row. The owner adds
   its own error to the mean of those who take part, and answers ``+-mean|x|`` of each row, padding left
-  out, a zero as positive. Scales are rounded to bfloat16; both sides keep what they missed.
+  out, a zero as positive. Scales are rounded to bfloat16; both sides keep their error, saturated in its
+  dtype. An element whose mean is not finite counts as
+  0, and the owner's error stays there.
 * **TernGrad.** Each leaf is clipped at ``clip`` root mean squares, divided by the largest magnitude of
   all who take part, and rounded at random to -1, 0 or 1; the sum of these times the scale, over the
   workers that take part, comes back.
 * **QSGD.** ``q = floor(x / step + noise)``, clipped at ``s = 2**(bits-1) - 1``, with the step ``norm / s``
-  of each block rounded up to bfloat16, and 0 if below 2**-120. The mean of what is decoded goes into a
-  trace.
+  of each row rounded up to bfloat16, 0 if below 2**-126, and at most the largest bfloat16. The norm is
+  the largest magnitude or the root of the sum of squares, which are taken of values over a power of
+  two, so that none overflows. The mean of what is decoded goes into a trace; an element where it is
+  not finite is as with nobody there.
 * **One worker** quantises nothing.
 
 Each function returns a ``reference.Simulator``; all but `ef_signsgd`, which needs the learning rate itself,
@@ -25,12 +29,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 
 from lioncub_jax.reference import lion as reference
-from lioncub_jax.reference.lion import ROW, Buffer, Codes, Said, Simulator
+from lioncub_jax.reference.lion import Buffer, Codes, Message, Simulator
+from lioncub_jax.reference.sync import answer
 
 
 class Averaged(NamedTuple):
@@ -45,14 +49,14 @@ class Fed(NamedTuple):
 
     t: jax.Array  # int32[]: steps taken
     error: Any  # of the workers, leaves [W, ...]
-    owner: jax.Array  # of the owners, one buffer float32[rows, 64]
+    owner: jax.Array  # of the owners, one buffer [rows, 128]
 
 
 class Traced(NamedTuple):
     """State of `terngrad` and `qsgd`."""
 
     t: jax.Array  # int32[]: steps taken
-    mu: Any  # momentum of the mean, one for all: leaves, or one buffer [rows, 64]
+    mu: Any  # momentum of the mean, one for all: leaves, or one buffer [rows, 128]
 
 
 def averaged(tx: optax.GradientTransformation) -> Simulator:
@@ -74,23 +78,22 @@ def ef_signsgd(
     learning_rate: Any,
     weight_decay: float = 0.0,
     mask: Any = None,
-    block: int = 128,
     error_dtype: Any = jnp.float32,
 ) -> Simulator:
     """EF-signSGD both ways; updates have their learning rate, a number or a function of ``t``."""
-    codes = reference.midrise(1, block)
+    codes = reference.midrise(1)
 
     def init(params: Any, workers: int) -> Any:
         leaves = jax.tree.leaves(params)
-        buffer = reference.buffer_of([p.shape for p in leaves], block)
-        error = jax.tree.map(lambda p: jnp.zeros((workers, *p.shape), error_dtype), params)
+        buffer = reference.buffer_of([p.shape for p in leaves], workers)
+        error = reference.per_worker(params, workers, error_dtype)
         return Fed(jnp.int32(0), error, jnp.zeros(buffer.real.shape, error_dtype))
 
     def update(grads: Any, state: Any, params: Any = None, abstain: Any = None) -> Any:
         lr = learning_rate(state.t) if callable(learning_rate) else learning_rate
         g, tree = jax.tree.flatten(grads)
         errors = jax.tree.leaves(state.error)
-        buffer = reference.buffer_of([leaf.shape[1:] for leaf in g], block)
+        buffer = reference.buffer_of([leaf.shape[1:] for leaf in g], len(g[0]))
         x = buffer.join([jnp.asarray(-lr, leaf.dtype) * leaf for leaf in g]) + buffer.join(errors)
         u, error, owner = _fed_back(codes, buffer, x, state, abstain, errors)
         error = jax.tree.unflatten(tree, error)
@@ -108,22 +111,16 @@ def ef_signsgd(
 def _fed_back(
     codes: Codes, buffer: Buffer, x: jax.Array, state: Fed, abstain: Any, errors: list[jax.Array]
 ) -> tuple[jax.Array, list[jax.Array], jax.Array]:
-    said = codes.encode(x, buffer, state.t)
+    present = reference.takes_part(x, abstain)
     if len(x) == 1:
-        present = reference.takes_part(reference.dense(), x, said, abstain)
         return jnp.where(present, x, 0)[0], errors, state.owner
-    top = codes.top(len(x))
-    present = reference.takes_part(codes, x, said, abstain)
-    mean = reference.bounded_mean(said, present, top, jnp.inf)
-    wanted = jnp.where(buffer.real, mean + state.owner.astype(jnp.float32), 0)
-    real = np.maximum(buffer.real.sum(axis=1, keepdims=True), 1).astype(np.float32)
-    scale = lax.reduce_precision(jnp.sum(jnp.abs(wanted), axis=1, keepdims=True) / real, 8, 7)
-    u = jnp.where(wanted >= 0, scale, -scale)
-    missed = jnp.where(buffer.real, wanted - u, 0).astype(state.owner.dtype)
+    message, top = codes.encode(x, buffer, state.t), codes.top(len(x))
+    u, owner = answer(reference.bounded_mean(message, present, top, jnp.inf), state.owner, buffer)
     some = jnp.any(present)
-    kept = buffer.split(x - reference.decode(said, top), [e.dtype for e in errors])
-    kept = [jnp.where(_beside(present, k), k, e) for k, e in zip(kept, errors, strict=True)]
-    return jnp.where(some, u, 0), kept, jnp.where(some, missed, state.owner)
+    rest = buffer.split(x - reference.decode(message, top), [jnp.float32] * len(errors))
+    kept = [reference.saturate(r, e.dtype) for r, e in zip(rest, errors, strict=True)]
+    kept = reference.unless_absent(present, kept, errors)
+    return jnp.where(some, u, 0), kept, jnp.where(some, owner, state.owner)
 
 
 def terngrad(clip: float | None = 2.5, seed: int = 0, momentum: float = 0.0) -> Simulator:
@@ -164,69 +161,66 @@ def _ternary_mean(
         jnp.clip(_f32(leaf), -bound, bound) / unit
         for leaf, bound, unit in zip(g, bounds, units, strict=True)
     ]
-    buffer = reference.buffer_of([leaf.shape[1:] for leaf in g], None)
+    buffer = reference.buffer_of([leaf.shape[1:] for leaf in g], len(g[0]))
     level = _rounded_at_random(buffer.join(shares), 1, buffer, t, seed)
-    sums = jnp.sum(jnp.where(present[:, None, None], level, 0), axis=0)
+    sums = jnp.sum(jnp.where(present[:, None, None], level, 0), axis=0, dtype=jnp.int32)
     parts = buffer.split(sums, [jnp.float32] * len(g))
-    unit = scale / jnp.maximum(jnp.sum(present), 1)
+    unit = scale / jnp.maximum(jnp.sum(present, dtype=jnp.int32), 1).astype(jnp.float32)
     return [(u * v).astype(leaf.dtype) for u, v, leaf in zip(parts, unit, g, strict=True)]
 
 
-def qsgd(
-    bits: int = 4, block: int = 128, seed: int = 0, momentum: float = 0.0, norm: str = "max"
-) -> Simulator:
-    """The mean of stochastic levels of each block's norm, and a trace of it."""
+def qsgd(bits: int = 4, seed: int = 0, momentum: float = 0.0, norm: str = "max") -> Simulator:
+    """The mean of stochastic levels of each row's norm, and a trace of it."""
     s = 2 ** (bits - 1) - 1
 
     def init(params: Any, workers: int) -> Any:
         leaves = jax.tree.leaves(params)
-        rows = reference.buffer_of([p.shape for p in leaves], block).real.shape
-        return Traced(jnp.int32(0), jnp.zeros(rows, _widest(leaves)) if momentum else ())
+        rows = reference.buffer_of([p.shape for p in leaves], workers).real.shape
+        return Traced(jnp.int32(0), jnp.zeros(rows, reference.widest(leaves)) if momentum else ())
 
     def update(grads: Any, state: Any, params: Any = None, abstain: Any = None) -> Any:
         g, tree = jax.tree.flatten(grads)
-        buffer = reference.buffer_of([leaf.shape[1:] for leaf in g], block)
+        buffer = reference.buffer_of([leaf.shape[1:] for leaf in g], len(g[0]))
         x = buffer.join(g)
-        said = _levels(x, s, block, norm, buffer, state.t, seed)
-        present = reference.takes_part(reference.dense(), x, said, abstain)
-        mean = x[0] if len(x) == 1 else reference.bounded_mean(said, present, 2 * s, jnp.inf)
-        some, mean, mu = jnp.any(present), mean.astype(_widest(g)), state.mu
+        message = _levels(x, s, norm, buffer, state.t, seed)
+        present = reference.takes_part(x, abstain)
+        mean = x[0] if len(x) == 1 else reference.bounded_mean(message, present, 2 * s, jnp.inf)
+        known, mu = jnp.any(present) & jnp.isfinite(mean), state.mu
+        mean = reference.saturate(jnp.where(known, mean, 0), reference.widest(g))
         if momentum:
             mean = mean + momentum * mu
-            mu = jnp.where(some, mean, mu)
-        u = buffer.split(jnp.where(some, mean, 0), [leaf.dtype for leaf in g])
+            mean = reference.saturate(mean, mean.dtype)
+            mu = jnp.where(known, reference.saturate(mean, mu.dtype), mu)
+        u = buffer.split(jnp.where(known, mean, 0), [leaf.dtype for leaf in g])
         return jax.tree.unflatten(tree, u), Traced(state.t + 1, mu)
 
     return Simulator(init, update)
 
 
-def _levels(
-    x: jax.Array, s: int, block: int, norm: str, buffer: Buffer, t: jax.Array, seed: int
-) -> Said:
-    in_blocks = x.reshape(len(x), -1, block)
+def _levels(x: jax.Array, s: int, norm: str, buffer: Buffer, t: jax.Array, seed: int) -> Message:
+    largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
     norms: dict[str, Callable[[], jax.Array]] = {
-        "max": lambda: jnp.max(jnp.abs(in_blocks), axis=-1),
-        "l2": lambda: jnp.sqrt(jnp.sum(in_blocks * in_blocks, axis=-1)),
+        "max": lambda: largest,
+        "l2": lambda: _length(x, largest),
     }
-    step = _rounded_up(norms[norm]() / s)
-    step = jnp.repeat(jnp.where(step < 2.0**-120, 0, step), block // ROW, axis=1)[..., None]
-    inverse = jnp.where(step > 0, 1 / jnp.where(step > 0, step, 1), 0)
-    q = _rounded_at_random(x * inverse, s, buffer, t, seed) + s
-    return Said(jnp.where(buffer.real, q, 2 * s), step)
+    most = float(jnp.finfo(jnp.bfloat16).max)
+    step = _rounded_up(jnp.minimum(norms[norm]() / s, most))
+    step = jnp.where(step < 2.0**-126, 0, step)
+    q = _rounded_at_random(reference.quotient(x, step), s, buffer, t, seed) + s
+    return Message(q, step)
+
+
+def _length(x: jax.Array, largest: jax.Array) -> jax.Array:
+    """The root of the sum of squares, which are at most 4."""
+    word = lax.bitcast_convert_type(largest, jnp.uint32)
+    power = lax.bitcast_convert_type(word & jnp.uint32(0x7F800000), jnp.float32)
+    shares = reference.quotient(x, power)
+    return jnp.sqrt(jnp.sum(shares * shares, axis=-1, keepdims=True)) * power
 
 
 def _rounded_at_random(x: jax.Array, s: int, buffer: Buffer, t: jax.Array, seed: int) -> jax.Array:
     """To one of the two whole numbers around it, right on average, and clipped at ``s``."""
-
-    def noise(worker: jax.Array) -> jax.Array:
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), t), worker)
-        drawn = [
-            jax.random.uniform(jax.random.fold_in(key, leaf), (rows, ROW))
-            for leaf, rows in enumerate(buffer.rows)
-        ]
-        return jnp.concatenate(drawn)
-
-    level = jnp.floor(x + jax.vmap(noise)(jnp.arange(len(x))))
+    level = jnp.floor(x + reference.noise(buffer, len(x), t, seed))
     return jnp.clip(level, -s, s).astype(jnp.int32)
 
 
@@ -253,7 +247,3 @@ def _f32(x: jax.Array) -> jax.Array:
 def _beside(flags: jax.Array, leaf: jax.Array) -> jax.Array:
     """One number for each worker, to broadcast with leaves ``[W, ...]``."""
     return flags.reshape(-1, *[1] * (leaf.ndim - 1))
-
-
-def _widest(leaves: list[jax.Array]) -> Any:
-    return jnp.result_type(*(leaf.dtype for leaf in leaves if leaf.size))

@@ -12,7 +12,7 @@ after ``t`` others:
 * **Warm-up.** The density is 1/4, 1/16, 1/64, ... as long as that is above the last one; stage ``s`` of
   ``S`` begins after ``ceil(s warmup / S)`` steps.
 * **Update.** The sum of what was sent, worker 0 first, over the number of workers that take part. A
-  worker with a value that is not finite, or that is told to, abstains: it sends zeros and its state
+  worker with a value that is not finite, or that is asked to, abstains: it sends zeros and its state
   stays.
 * **One worker** sends nothing: its update is ``u_0``, and ``v_0`` stays 0.
 
@@ -36,7 +36,7 @@ class State(NamedTuple):
     t: jax.Array  # int32[]: steps taken
     velocity: Any  # u, float32 leaves [W, ...]
     residual: Any  # v, float32 leaves [W, ...]
-    abstained: jax.Array  # int32[]: workers that sat out the last step
+    abstained: jax.Array  # int32[]: workers that abstained from the last step
     abstentions: jax.Array  # int32[]: their sum over all steps
 
 
@@ -107,8 +107,8 @@ def clipped(g: list[jax.Array], clip: float | None) -> tuple[list[jax.Array], ja
     """Leaves ``[W, n]``, scaled, and the norms ``[W, 1]`` that they had; zeros without clipping."""
     workers = len(g[0])
     if clip is None:
-        return g, jnp.zeros((workers, 1))
-    norm = jnp.sqrt(sum((jnp.sum(x * x, axis=1, keepdims=True) for x in g), jnp.zeros(())))
+        return g, jnp.zeros((workers, 1), jnp.float32)
+    norm = jnp.sqrt(sum((jnp.sum(x * x, axis=1, keepdims=True) for x in g), jnp.float32(0)))
     limit = clip / math.sqrt(workers)
     return [x * jnp.where(norm > limit, limit / norm, 1) for x in g], norm
 
@@ -129,11 +129,11 @@ def largest(v: jax.Array, density: float, warmup: int, t: Any) -> jax.Array:
 
         return picked
 
-    stage = jnp.sum(t >= np.array(begins, int))
+    stage = jnp.sum(t >= np.array(begins, np.int32), dtype=jnp.int32)
     return lax.switch(stage, [of(int(count)) for count in counts], v)
 
 
 def mean(sent: jax.Array, here: jax.Array) -> jax.Array:
     """``[W, n]`` to ``[n]``, over those who are there."""
     total = lax.fori_loop(1, len(sent), lambda i, total: total + sent[i], sent[0])
-    return total * (1 / jnp.maximum(jnp.sum(here), 1).astype(jnp.float32))
+    return total * (1 / jnp.maximum(jnp.sum(here, dtype=jnp.int32), 1).astype(jnp.float32))

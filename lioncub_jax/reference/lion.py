@@ -3,26 +3,37 @@
 This is the oracle of the tests, and a simulator of many workers on one device. It shares no code with
 the rest of the package. The rules, for workers ``i = 0 .. W-1`` and the step after ``t`` others:
 
-* **Buffer.** Each leaf is cut into rows of 64 elements, the last one padded; the rows of all leaves, in
-  the order of the tree, are one buffer. A leaf takes whole blocks where blocks share a step.
-* **Coin.** Element ``e`` of the buffer has a fair bit, the same for all: bit ``e % 32`` of
-  ``mix(e // 32 ^ mix(t + 0x9E3779B9))``, where ``mix`` is the finaliser of MurmurHash3. Where a worker
-  is several devices, each votes on its own shard or slice, and ``places`` says where its coins lie.
+* **Buffer.** A row is 128 consecutive elements of a leaf, the last row of a leaf is padded, and a block
+  is 32 rows. First come the big leaves (2,048 rows or more), each padded to whole blocks; then all
+  others. A leaf without elements has no row. Each worker owns ``C`` rows of the buffer: ``rows / W``,
+  rounded up to whole blocks, or to half blocks if no leaf is big.
+* **Word and bit.** Row ``r`` of the chunk of worker ``w`` lies in block ``b = r // 32``. Its lane ``j`` is
+  bit ``r % 32`` of word ``4 C w + 128 b + j``. In a last half block it is bit ``r % 16 + 16 (j // 64)``
+  of word ``4 C w + 128 b + j % 64``.
+* **Coins.** ``mix`` is the finaliser of MurmurHash3. The coin of a tie is this bit of
+  ``mix(word ^ mix(t + 0x9E3779B9))``. The side of a zero is this bit of ``mix(word ^ mix(t +
+  0x85EBCA77))``, the other way round on workers of odd rank; the rank of a worker is its place in the
+  order of ``mix(i ^ mix(t + 0xC2B2AE3D))``. So zeros cancel in pairs, which are drawn anew each step.
 * **Codes.** ``q`` in ``0..top`` stands for ``(q - top/2) step``. Mid-rise (``top`` odd) has no code for
-  zero: an exact zero takes one of the two inner codes, the upper if its coin is 1, the other way round
-  on odd workers. Mid-tread (``top`` even) has. Padding says ``top``.
+  zero: an exact zero takes one of the two inner codes, the upper one if its side is 1. Mid-tread (``top``
+  even) has one. The step of a mid-rise row is the best one for a Gaussian, from the mean magnitude of
+  its real elements; integers are in units of the mean magnitude of their leaf. Padding is zeros and is
+  coded as they are. No square is taken: values times a power of two give the same codes. Where the sum of
+  a row overflows (from 2**121 on) its largest magnitude stands for the mean; the sum of a leaf is then
+  taken of values times 2**-64.
 * **Who votes.** A worker with a value that is not finite abstains from the step, and so does one that
-  is told to; its momentum and error stay. With mid-rise codes a worker does not vote on a row whose
-  values are all exactly zero. With mid-tread codes everybody votes, and an abstainer says zero.
+  is asked to; its momentum and error stay. With mid-rise codes a worker does not vote on a row whose
+  values are all exactly zero. With mid-tread codes everybody votes, and an abstainer sends zero.
 * **Decision.** With ``S`` the sum of the codes of the ``N`` workers that vote on a row, the update is
   ``sign(2S - N top)``; a tie takes the coin (``majority``) or is 0 (``ternary_sum``); ``average`` is
-  ``(2S - N top) / (N top)``. Where nobody votes it is 0.
+  ``(2S - N top) / (N top)``. Where nobody votes it is 0. Updates have the dtype of the gradient.
 * **Local momentum.** Worker i encodes ``b1 mu_i + (1-b1) g_i`` and keeps ``b2 mu_i + (1-b2) g_i``.
 * **Momentum at the owner.** Worker i encodes ``g_i``, with error feedback ``x_i = g_i + e_i``, and keeps
   ``e_i = x_i - decoded``. The mean of what is decoded, over those who take part, goes into one Lion for
   all. Its sign is the update; a zero takes the coin, unless the row is all zeros, padding included. No
-  step counts for more than ``dominance`` times the next largest on its block. With nobody there,
-  nothing changes.
+  step counts for more than ``dominance`` times the next largest of its row. With nobody there, nothing
+  changes; an element whose mean is not finite is as with nobody there.
+* **What is stored** saturates: it is clipped to the range of its dtype.
 * **One worker** sends nothing: its update is the exact sign, and nothing is quantised.
 
 Sources: Lion (arXiv 2302.06675), Distributed Lion (2404.00438), Lion Cub (2411.16462). The rules for
@@ -38,50 +49,59 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-ROW = 64
+ROW = 128
+BLOCK = 32  # rows
+BIG = 2048  # rows
 
-# Best uniform steps for a Gaussian (Max 1960) in units of the root mean square; p = 1: mean magnitude.
+# Best uniform steps for a Gaussian (Max 1960), in units of the mean magnitude.
 GAUSSIAN_STEP = {
-    1: 2.0, 2: 0.9957, 3: 0.586, 4: 0.335, 5: 0.1881, 6: 0.1041, 7: 0.0569, 8: 0.0308,
+    1: 2.0, 2: 1.2479, 3: 0.7344, 4: 0.4199, 5: 0.2357, 6: 0.1305, 7: 0.0713, 8: 0.0386,
 }  # fmt: skip
+
+TIE, SIDE, RANK = 0x9E3779B9, 0x85EBCA77, 0xC2B2AE3D  # one for each use of the hash
 
 
 class Buffer(NamedTuple):
-    """All leaves in rows of 64."""
+    """All leaves in rows of 128."""
 
     shapes: tuple[tuple[int, ...], ...]  # of the leaves
     rows: tuple[int, ...]  # of each leaf, padding included
-    real: np.ndarray  # bool[rows, 64], False for padding
-    sharing: np.ndarray  # int[rows]: rows of equal number share a step
-    place: np.ndarray  # int[rows]: where the coins of each row lie, in rows
+    order: tuple[int, ...]  # the leaves as they lie in the buffer
+    real: np.ndarray  # bool[rows, 128], False for padding
+    word: jax.Array  # uint32[rows, 128]: where the coin of each element lies
+    bit: jax.Array  # uint32[rows, 128]
 
     def join(self, leaves: list[jax.Array]) -> jax.Array:
-        """Leaves ``[W, ...]`` to ``float32[W, rows, 64]``, zeros in the padding."""
+        """Leaves ``[W, ...]`` to ``float32[W, rows, 128]``, zeros in the padding."""
         flat = [x.reshape(x.shape[0], math.prod(x.shape[1:])).astype(jnp.float32) for x in leaves]
         short = [rows * ROW - x.shape[1] for rows, x in zip(self.rows, flat, strict=True)]
         flat = [jnp.pad(x, ((0, 0), (0, n))) for x, n in zip(flat, short, strict=True)]
-        return jnp.concatenate(flat, axis=1).reshape(flat[0].shape[0], -1, ROW)
+        joined = jnp.concatenate([flat[leaf] for leaf in self.order], axis=1)
+        return joined.reshape(joined.shape[0], len(self.real), ROW)
 
     def split(self, x: jax.Array, dtypes: list[Any]) -> list[jax.Array]:
-        """``[..., rows, 64]`` to leaves ``[..., *shape]``."""
-        parts = jnp.split(x, np.cumsum(self.rows)[:-1], axis=-2)
-        flat = [part.reshape(*part.shape[:-2], part.shape[-2] * ROW) for part in parts]
+        """``[..., rows, 128]`` to leaves ``[..., *shape]``."""
+        ends = np.cumsum([self.rows[leaf] for leaf in self.order])
+        parts = dict(zip(self.order, jnp.split(x, ends[:-1], axis=-2), strict=True))
+        lead = x.shape[:-2]
         return [
-            part[..., : math.prod(shape)].reshape(*part.shape[:-1], *shape).astype(dtype)
-            for part, shape, dtype in zip(flat, self.shapes, dtypes, strict=True)
-        ]
+            parts[leaf].reshape(*lead, rows * ROW)[..., : math.prod(shape)]
+            .reshape(*lead, *shape).astype(dtype)
+            for leaf, (shape, rows, dtype) in enumerate(
+                zip(self.shapes, self.rows, dtypes, strict=True)
+            )
+        ]  # fmt: skip
 
 
 class Codes(NamedTuple):
-    """A quantiser; ``encode(x float32[W, rows, 64], Buffer, t)`` gives what the workers say."""
+    """A quantiser; ``encode(x float32[W, rows, 128], Buffer, t)`` gives what the workers send."""
 
     top: Callable[[int], int]  # W -> largest code; even if a code means zero
-    block: int | None  # elements that share a step which the owner knows
-    encode: Callable[[jax.Array, Buffer, Any], "Said"]
+    encode: Callable[[jax.Array, Buffer, Any], "Message"]
 
 
-class Said(NamedTuple):
-    """Codes ``[W, rows, 64]`` and the steps they are in, ``float32[W, rows, 1]``."""
+class Message(NamedTuple):
+    """Codes ``[W, rows, 128]`` and the steps they are in, ``float32[W, rows, 1]``."""
 
     q: jax.Array
     step: jax.Array
@@ -91,10 +111,10 @@ class State(NamedTuple):
     """What is remembered."""
 
     t: jax.Array  # int32[]: steps taken
-    mu: Any  # local momentum, leaves [W, ...]; or the owner's, one buffer [rows, 64]
+    mu: Any  # local momentum, leaves [W, ...]; or the owner's, one buffer [rows, 128]
     error: Any  # error feedback, leaves [W, ...]; or None
     ties: jax.Array  # float32[]: parameters whose votes cancelled in the last step
-    abstained: jax.Array  # int32[]: workers that sat out the last step
+    abstained: jax.Array  # int32[]: workers that abstained from the last step
     abstentions: jax.Array  # int32[]: their sum over all steps
 
 
@@ -108,33 +128,66 @@ class Simulator(NamedTuple):
 # --- The buffer and its coins
 
 
-Places = Callable[[int], np.ndarray]  # rows -> int[rows], where their coins lie
+Places = Callable[[int, int, int], Any]  # as `words` without its options
 
 
-def buffer_of(
-    shapes: list[tuple[int, ...]], block: int | None, places: Places = np.arange
-) -> Buffer:
-    """Puts leaves behind each other, each padded to whole blocks."""
-    span, sizes = block or ROW, [math.prod(shape) for shape in shapes]
-    rows = [-(-size // span) * (span // ROW) for size in sizes]
-    real = [np.arange(n * ROW) < size for n, size in zip(rows, sizes, strict=True)]
-    leaf = np.repeat(np.arange(len(rows)), rows)
-    sharing = np.arange(sum(rows)) * ROW // block if block else leaf
+def words(rows: int, workers: int, unit: int, first_word: Any = 0) -> tuple[jax.Array, jax.Array]:
+    """The word and the bit of each element of a buffer, ``uint32[rows, 128]`` each.
+
+    Args:
+      rows: of the buffer.
+      workers: how many own a chunk.
+      unit: chunks are a multiple of so many rows, 32 or 16.
+      first_word: where the buffer begins, ``uint32[]``.
+    """
+    chunk = _round_up(-(-rows // workers), unit)
+    owner, r = np.divmod(np.arange(rows)[:, None], max(chunk, 1))
+    block, lane = r // BLOCK, np.arange(ROW)
+    half = BLOCK * (block + 1) > chunk
+    before = (4 * chunk * owner + ROW * block).astype(np.uint32)
+    word = before + np.where(half, lane % 64, lane).astype(np.uint32)
+    bit = np.where(half, r % 16 + 16 * (lane // 64), r % BLOCK).astype(np.uint32)
+    return jnp.asarray(first_word, jnp.uint32) + word, jnp.asarray(bit)
+
+
+def buffer_of(shapes: list[tuple[int, ...]], workers: int, places: Places = words) -> Buffer:
+    """Puts leaves behind each other: the big ones, each in whole blocks, and then the others."""
+    sizes = [math.prod(shape) for shape in shapes]
+    rows = [-(-size // ROW) for size in sizes]
+    big = [n >= BIG for n in rows]
+    rows = [_round_up(n, BLOCK) if b else n for n, b in zip(rows, big, strict=True)]
+    order = sorted(range(len(rows)), key=lambda leaf: not big[leaf])
+    real = [np.arange(rows[leaf] * ROW) < sizes[leaf] for leaf in order]
+    word, bit = places(sum(rows), workers, BLOCK if any(big) else BLOCK // 2)
     elements = np.concatenate(real).reshape(-1, ROW)
-    return Buffer(tuple(shapes), tuple(rows), elements, sharing, places(len(elements)))
+    return Buffer(tuple(shapes), tuple(rows), tuple(order), elements, word, bit)
 
 
-def coin(place: np.ndarray, t: Any) -> jax.Array:
-    """``int32[rows, 64]`` of zeros and ones."""
-    element = place.astype(np.uint32)[:, None] * ROW + np.arange(ROW, dtype=np.uint32)
-    word = _mix(element // 32 ^ _mix(jnp.asarray(t, jnp.uint32) + jnp.uint32(0x9E3779B9)))
-    return ((word >> (element % 32)) & 1).astype(jnp.int32)
+def coin(buffer: Buffer, t: Any, use: int = TIE) -> jax.Array:
+    """``int32[rows, 128]`` of zeros and ones."""
+    mixed = _mix(buffer.word ^ _mix(_step_number(t) + jnp.uint32(use)))
+    return ((mixed >> buffer.bit) & 1).astype(jnp.int32)
+
+
+def zero_side(buffer: Buffer, t: Any, workers: int) -> jax.Array:
+    """``int32[W, rows, 128]``: whether an exact zero takes the upper of the two inner codes."""
+    drawn = _mix(jnp.arange(workers, dtype=jnp.uint32) ^ _mix(_step_number(t) + jnp.uint32(RANK)))
+    rank = jnp.sum(drawn[None, :] < drawn[:, None], axis=1, dtype=jnp.int32)
+    return coin(buffer, t, SIDE) ^ (rank & 1)[:, None, None]
+
+
+def _step_number(t: Any) -> jax.Array:
+    return jnp.asarray(t).astype(jnp.uint32)
 
 
 def _mix(h: jax.Array) -> jax.Array:
     h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
     h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
     return h ^ (h >> 16)
+
+
+def _round_up(n: int, unit: int) -> int:
+    return -(-n // unit) * unit
 
 
 # --- Values to codes
@@ -145,97 +198,119 @@ def sign() -> Codes:
     return midrise(1)
 
 
-def midrise(p: int, block: int | None = None, seed: int | None = None) -> Codes:
+def midrise(p: int, *, seed: int | None = None) -> Codes:
     """``q = floor(x / step) + 2**(p-1)``, clipped; with a seed, rounded at random."""
     half, top = 2 ** (p - 1), 2**p - 1
 
-    def encode(x: jax.Array, buffer: Buffer, t: Any) -> Said:
-        mean = _mean(jnp.abs(x), buffer) if p == 1 else jnp.sqrt(_mean(x * x, buffer))
-        step = lax.reduce_precision(GAUSSIAN_STEP[p] * mean, 8, 7)  # it travels as bfloat16
-        in_steps = x * _inverse(step)
+    def encode(x: jax.Array, buffer: Buffer, t: Any) -> Message:
+        step = to_bfloat16(GAUSSIAN_STEP[p] * row_mean(x, buffer))  # it travels as bfloat16
+        in_steps = quotient(x, step)
         if seed is None:  # magnitude and side apart, so that -x gets the mirrored code of x
-            inward = jnp.minimum(jnp.abs(in_steps), half - 1).astype(jnp.int32)
+            inward = jnp.minimum(jnp.floor(jnp.abs(in_steps)), half - 1).astype(jnp.int32)
             q = jnp.where(x > 0, half + inward, half - 1 - inward)
         else:
-            level = jnp.floor(in_steps + (half - 0.5) + _noise(x, buffer, t, seed))
+            level = jnp.floor(in_steps + (half - 0.5) + noise(buffer, x.shape[0], t, seed))
             q = jnp.clip(level, 0, top).astype(jnp.int32)
-        odd_worker = jnp.arange(x.shape[0])[:, None, None] % 2
-        q = jnp.where(x == 0, half - 1 + (coin(buffer.place, t) ^ odd_worker), q)
-        return Said(jnp.where(buffer.real, q, top), step)
+        q = jnp.where(x == 0, half - 1 + zero_side(buffer, t, x.shape[0]), q)
+        return Message(q, step)
 
-    return Codes(lambda workers: top, block, encode)
+    return Codes(lambda workers: top, encode)
 
 
-def integer(p: int = 8, seed: int | None = None) -> Codes:
+def integer(p: int = 8, *, seed: int | None = None) -> Codes:
     """Lion Cub's: ``clip(round(x / mean|x| s/2), -s, s)``, whose sum over W workers fits in p bits."""
 
     def top(workers: int) -> int:
         return 2 * ((2 ** (p - 1) - 1) // workers)
 
-    def encode(x: jax.Array, buffer: Buffer, t: Any) -> Said:
+    def encode(x: jax.Array, buffer: Buffer, t: Any) -> Message:
         s = top(x.shape[0]) // 2
-        mean = _mean(jnp.abs(x), buffer)
-        level = x * (_inverse(mean) * (s / 2))
+        mean = leaf_mean(x, buffer)
+        level = quotient(x, mean) * (s / 2)
         if seed is not None:
-            level = jnp.floor(level + _noise(x, buffer, t, seed))
+            level = jnp.floor(level + noise(buffer, x.shape[0], t, seed))
         q = (jnp.clip(jnp.round(level), -s, s) + s).astype(jnp.int32)
-        return Said(jnp.where(buffer.real, q, 2 * s), mean)
+        return Message(q, mean)
 
-    return Codes(top, None, encode)
+    return Codes(top, encode)
 
 
 def ternary() -> Codes:
     """The exact sign: -1, 0 or +1."""
 
-    def encode(x: jax.Array, buffer: Buffer, t: Any) -> Said:
-        q = jnp.where(buffer.real, jnp.sign(x) + 1, 2).astype(jnp.int32)
-        return Said(q, jnp.ones_like(x[..., :1]))
+    def encode(x: jax.Array, buffer: Buffer, t: Any) -> Message:
+        q = (jnp.sign(x) + 1).astype(jnp.int32)
+        return Message(q, jnp.ones_like(x[..., :1]))
 
-    return Codes(lambda workers: 2, None, encode)
+    return Codes(lambda workers: 2, encode)
 
 
 def dense(dtype: Any = jnp.float32) -> Codes:
     """No quantisation: values are their own codes, ``top`` is 0 and the step 1."""
 
-    def encode(x: jax.Array, buffer: Buffer, t: Any) -> Said:
-        return Said(x.astype(dtype).astype(jnp.float32), jnp.ones_like(x[..., :1]))
+    def encode(x: jax.Array, buffer: Buffer, t: Any) -> Message:
+        return Message(saturate(x, dtype).astype(jnp.float32), jnp.ones_like(x[..., :1]))
 
-    return Codes(lambda workers: 0, None, encode)
+    return Codes(lambda workers: 0, encode)
 
 
-def decode(said: Said, top: int) -> jax.Array:
+def decode(message: Message, top: int) -> jax.Array:
     """``(q - top/2) step``; exact, a short integer times a bfloat16."""
-    return (said.q.astype(jnp.float32) - top / 2) * said.step
+    return (message.q.astype(jnp.float32) - top / 2) * message.step
 
 
-def _mean(x: jax.Array, buffer: Buffer) -> jax.Array:
-    """Means over the real elements that share a step, ``float32[W, rows, 1]``."""
-    groups = buffer.sharing.max(initial=0) + 1
-    real = np.bincount(buffer.sharing, buffer.real.sum(axis=1), groups)
-    sums = jnp.zeros((x.shape[0], groups)).at[:, buffer.sharing].add(jnp.sum(x, axis=-1))
-    return (sums / np.maximum(real, 1).astype(np.float32))[:, buffer.sharing, None]
+def row_mean(x: jax.Array, buffer: Buffer) -> jax.Array:
+    """Mean magnitude of each row's real elements, ``[..., rows, 128]`` to ``float32[..., rows, 1]``."""
+    real = np.maximum(buffer.real.sum(axis=1, keepdims=True), 1).astype(np.float32)
+    total = jnp.sum(jnp.abs(x), axis=-1, keepdims=True)
+    most = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
+    return jnp.where(jnp.isfinite(total), total / real, most)
 
 
-def _inverse(x: jax.Array) -> jax.Array:
-    return jnp.where(x > 0, 1 / jnp.where(x > 0, x, 1), 0)
+def leaf_mean(x: jax.Array, buffer: Buffer) -> jax.Array:
+    """Mean magnitude of each leaf, the same on all its rows: ``float32[W, rows, 1]``."""
+    rows = np.array([buffer.rows[leaf] for leaf in buffer.order])
+    sizes = np.array([math.prod(buffer.shapes[leaf]) for leaf in buffer.order])
+
+    def total(x: jax.Array) -> jax.Array:
+        parts = jnp.split(jnp.sum(x, axis=-1), np.cumsum(rows)[:-1], axis=-1)
+        return jnp.stack([jnp.sum(part, axis=-1) for part in parts], axis=-1)
+
+    n = np.maximum(sizes, 1).astype(np.float32)
+    low, high = total(jnp.abs(x)), total(jnp.abs(x) * 2.0**-64)
+    of_leaf = jnp.where(jnp.isfinite(low), low / n, high / n * 2.0**64)
+    return jnp.repeat(of_leaf, rows, axis=-1, total_repeat_length=len(buffer.real))[..., None]
 
 
-def _noise(x: jax.Array, buffer: Buffer, t: Any, seed: int) -> jax.Array:
-    """Uniform in [0, 1), from a key for each step, worker and leaf."""
+def to_bfloat16(x: jax.Array) -> jax.Array:
+    """To the nearest finite bfloat16, as float32; ``x`` is not negative."""
+    return lax.reduce_precision(jnp.minimum(x, float(jnp.finfo(jnp.bfloat16).max)), 8, 7)
+
+
+def quotient(x: jax.Array, unit: jax.Array) -> jax.Array:
+    """``x / unit``, and 0 where the unit is 0; by an inverse that no unit is too large or small for."""
+    near_one = jnp.where(unit > 1, jnp.float32(2.0**-64), jnp.float32(2.0**64))
+    inverse = jnp.where(unit > 0, 1 / jnp.where(unit > 0, unit * near_one, 1), 0)
+    return (x * near_one) * inverse
+
+
+def noise(buffer: Buffer, workers: int, t: Any, seed: int) -> jax.Array:
+    """Uniform in [0, 1), from a key for each step, worker and leaf: ``float32[W, rows, 128]``."""
 
     def of_worker(i: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), t), i)
-        keys = [jax.random.fold_in(key, leaf) for leaf in range(len(buffer.rows))]
-        drawn = [jax.random.uniform(k, (n, ROW)) for k, n in zip(keys, buffer.rows, strict=True)]
+        drawn = [
+            jax.random.uniform(jax.random.fold_in(key, leaf), (buffer.rows[leaf], ROW), jnp.float32)
+            for leaf in buffer.order
+        ]
         return jnp.concatenate(drawn)
 
-    return jax.vmap(of_worker)(jnp.arange(x.shape[0]))
+    return jax.vmap(of_worker)(jnp.arange(workers, dtype=jnp.int32))
 
 
-def takes_part(codes: Codes, x: jax.Array, said: Said, abstain: Any) -> jax.Array:
-    """``bool[W, 1, 1]``: workers that are not told to abstain and whose values are finite."""
-    finite = jnp.isfinite(x) & jnp.isfinite(said.step) if codes.block else jnp.isfinite(x)
-    present = jnp.all(finite, axis=(1, 2), keepdims=True)
+def takes_part(x: jax.Array, abstain: Any) -> jax.Array:
+    """``bool[W, 1, 1]``: workers that are not asked to abstain and whose values are finite."""
+    present = jnp.all(jnp.isfinite(x), axis=(1, 2), keepdims=True)
     return present if abstain is None else present & ~abstain[:, None, None]
 
 
@@ -243,12 +318,12 @@ def takes_part(codes: Codes, x: jax.Array, said: Said, abstain: Any) -> jax.Arra
 
 
 def count(q: jax.Array, x: jax.Array, present: jax.Array, top: int) -> tuple[jax.Array, jax.Array]:
-    """``2S - N top`` of each element, ``[rows, 64]``, and ``N top`` of each row, ``int32[rows, 1]``."""
+    """``2S - N top`` of each element, ``[rows, 128]``, and ``N top`` of each row, ``int32[rows, 1]``."""
     votes = jnp.any(x != 0, axis=-1, keepdims=True) & present
     if top % 2 == 0:
         q, votes = jnp.where(present, q, top // 2), jnp.ones_like(votes)
     reach = top * jnp.sum(votes, axis=0, dtype=jnp.int32)
-    return 2 * jnp.sum(jnp.where(votes, q, 0), axis=0) - reach, reach
+    return 2 * jnp.sum(jnp.where(votes, q, 0), axis=0, dtype=q.dtype) - reach, reach
 
 
 def majority(margin: jax.Array, reach: jax.Array, coins: jax.Array) -> jax.Array:
@@ -263,18 +338,18 @@ def ternary_sum(margin: jax.Array, reach: jax.Array, coins: jax.Array) -> jax.Ar
 
 def average(margin: jax.Array, reach: jax.Array, coins: jax.Array) -> jax.Array:
     """The mean vote, in [-1, 1]. Distributed Lion "Avg"."""
-    return margin / jnp.maximum(reach, 1).astype(jnp.float32)
+    return margin.astype(jnp.float32) / jnp.maximum(reach, 1).astype(jnp.float32)
 
 
-def bounded_mean(said: Said, present: jax.Array, top: int, dominance: float) -> jax.Array:
-    """The mean of what is decoded, over the workers that take part: ``float32[rows, 64]``."""
-    step = jnp.where(present, said.step, 0)
+def bounded_mean(message: Message, present: jax.Array, top: int, dominance: float) -> jax.Array:
+    """The mean of what is decoded, over the workers that take part: ``float32[rows, 128]``."""
+    step = jnp.where(present, message.step, 0)
     next_largest = jnp.sort(step, axis=0)[-2:][0]
     limit = jnp.where(next_largest > 0, dominance * next_largest, jnp.inf)
-    decoded = decode(Said(said.q, jnp.minimum(step, limit)), top)
+    decoded = decode(Message(message.q, jnp.minimum(step, limit)), top)
     decoded = jnp.where(present, decoded, 0)
     total = lax.fori_loop(1, len(step), lambda i, total: total + decoded[i], decoded[0])
-    return total / jnp.maximum(jnp.sum(present), 1).astype(jnp.float32)
+    return total * (1 / jnp.maximum(jnp.sum(present, dtype=jnp.int32), 1).astype(jnp.float32))
 
 
 # --- One step of all workers
@@ -286,28 +361,27 @@ def local_momentum(
     mu_dtype: Any = None,
     codes: Codes | None = None,
     decide: Callable[..., jax.Array] | None = None,
-    places: Places = np.arange,
+    places: Places = words,
 ) -> Simulator:
     """Every worker votes with its own blend and has its own momentum: Distributed Lion, Lion Cub."""
     chosen = codes or sign()
     rule = decide or (ternary_sum if chosen.top(1) % 2 == 0 else majority)
 
     def init(params: Any, workers: int) -> State:
-        return _state(_per_worker(params, workers, mu_dtype), None)
+        return _state(per_worker(params, workers, mu_dtype), None)
 
     def update(grads: Any, state: State, params: Any = None, abstain: Any = None) -> Any:
         g, tree = jax.tree.flatten(grads)
         mu, t, workers = jax.tree.leaves(state.mu), state.t, g[0].shape[0]
-        codes, decide = (chosen, rule) if workers > 1 else (_exact(chosen), ternary_sum)
-        buffer = buffer_of([leaf.shape[1:] for leaf in g], codes.block, places)
-        messages = [(1 - b1) * leaf + b1 * m for leaf, m in zip(g, mu, strict=True)]
-        x = buffer.join(messages)
-        said = codes.encode(x, buffer, t)
-        present = takes_part(codes, x, said, abstain)
-        margin, reach = count(said.q, x, present, codes.top(workers))
-        u = buffer.split(decide(margin, reach, coin(buffer.place, t)), _dtypes(messages))
-        kept = [((1 - b2) * leaf + b2 * m).astype(m.dtype) for leaf, m in zip(g, mu, strict=True)]
-        mu = jax.tree.unflatten(tree, _unless_absent(present, kept, mu))
+        codes, decide = (chosen, rule) if workers > 1 else (dense(), ternary_sum)
+        buffer = buffer_of([leaf.shape[1:] for leaf in g], workers, places)
+        x = buffer.join([(1 - b1) * leaf + b1 * m for leaf, m in zip(g, mu, strict=True)])
+        message = codes.encode(x, buffer, t)
+        present = takes_part(x, abstain)
+        margin, reach = count(message.q, x, present, codes.top(workers))
+        u = buffer.split(decide(margin, reach, coin(buffer, t)), _dtypes(g))
+        kept = [saturate((1 - b2) * leaf + b2 * m, m.dtype) for leaf, m in zip(g, mu, strict=True)]
+        mu = jax.tree.unflatten(tree, unless_absent(present, kept, mu))
         cancelled = (margin == 0) & (reach > 0) & buffer.real
         return jax.tree.unflatten(tree, u), _after(state, mu, state.error, cancelled, present)
 
@@ -322,39 +396,42 @@ def momentum_at_owner(
     feedback: Any = None,
     dominance: float = 16.0,
     decide: Callable[..., jax.Array] = majority,
-    places: Places = np.arange,
+    places: Places = words,
 ) -> Simulator:
     """Workers send gradients to one Lion; ``feedback`` is the dtype of the errors they keep."""
-    chosen = codes or midrise(3, block=128)
+    chosen = codes or midrise(3)
 
     def init(params: Any, workers: int) -> State:
         leaves = jax.tree.leaves(params)
-        buffer = buffer_of([p.shape for p in leaves], chosen.block)
-        mu = jnp.zeros(buffer.real.shape, mu_dtype or _widest(leaves))
-        return _state(mu, _per_worker(params, workers, feedback) if feedback else None)
+        buffer = buffer_of([p.shape for p in leaves], workers)
+        mu = jnp.zeros(buffer.real.shape, mu_dtype or widest(leaves))
+        return _state(mu, per_worker(params, workers, feedback) if feedback else None)
 
     def update(grads: Any, state: State, params: Any = None, abstain: Any = None) -> Any:
         g, tree = jax.tree.flatten(grads)
         mu, t, workers = state.mu, state.t, g[0].shape[0]
-        codes, rule = (chosen, decide) if workers > 1 else (_exact(chosen), ternary_sum)
-        buffer = buffer_of([leaf.shape[1:] for leaf in g], codes.block, places)
+        codes, rule = (chosen, decide) if workers > 1 else (dense(), ternary_sum)
+        buffer = buffer_of([leaf.shape[1:] for leaf in g], workers, places)
         top = codes.top(workers)
         errors = jax.tree.leaves(state.error)
         x = buffer.join(g) + (buffer.join(errors) if feedback else 0)
-        said = codes.encode(x, buffer, t)
-        present = takes_part(codes, x, said, abstain)
-        mean = bounded_mean(said, present, top, dominance).astype(_widest(g))
-        c = jnp.where(jnp.any(present), (1 - b1) * mean + b1 * mu, 0)
+        message = codes.encode(x, buffer, t)
+        present = takes_part(x, abstain)
+        mean = bounded_mean(message, present, top, dominance)
+        known = jnp.any(present) & jnp.isfinite(mean)
+        mean = saturate(jnp.where(known, mean, 0), widest(g))
+        c = jnp.where(known, (1 - b1) * mean + b1 * mu, 0)
         moves = jnp.any(c != 0, axis=-1, keepdims=True)
-        u = buffer.split(rule(c, moves, coin(buffer.place, t)), _dtypes(g))
-        kept = ((1 - b2) * mean + b2 * mu).astype(mu.dtype)
-        mu = jnp.where(jnp.any(present), kept, mu)
+        u = jnp.where(known, rule(c, moves, coin(buffer, t)), 0)
+        mu = jnp.where(known, saturate((1 - b2) * mean + b2 * mu, mu.dtype), mu)
         error = state.error
         if feedback:
-            missed = buffer.split(x - decode(said, top), _dtypes(errors))
-            error = jax.tree.unflatten(tree, _unless_absent(present, missed, errors))
-        cancelled = (c == 0) & moves & buffer.real & (workers > 1)
-        return jax.tree.unflatten(tree, u), _after(state, mu, error, cancelled, present)
+            rest = buffer.split(x - decode(message, top), [jnp.float32] * len(g))
+            kept = [saturate(r, e.dtype) for r, e in zip(rest, errors, strict=True)]
+            error = jax.tree.unflatten(tree, unless_absent(present, kept, errors))
+        cancelled = (c == 0) & known & moves & buffer.real & (workers > 1)
+        updates = jax.tree.unflatten(tree, buffer.split(u, _dtypes(g)))
+        return updates, _after(state, mu, error, cancelled, present)
 
     return Simulator(init, update)
 
@@ -369,26 +446,31 @@ def _after(state: State, mu: Any, error: Any, cancelled: jax.Array, present: jax
     return State(state.t + 1, mu, error, ties, away, state.abstentions + away)
 
 
-def _per_worker(params: Any, workers: int, dtype: Any) -> Any:
+def per_worker(params: Any, workers: int, dtype: Any) -> Any:
+    """Zeros, leaves ``[W, ...]``."""
     return jax.tree.map(lambda p: jnp.zeros((workers, *p.shape), dtype or p.dtype), params)
 
 
-def _exact(codes: Codes) -> Codes:
-    """What one worker alone says: its values, laid out as its codes would be."""
-    return dense()._replace(block=codes.block)
-
-
-def _unless_absent(present: jax.Array, new: list[Any], old: list[Any]) -> list[Any]:
+def unless_absent(present: jax.Array, new: list[Any], old: list[Any]) -> list[Any]:
+    """Leaves ``[W, ...]``: new ones of workers that take part, old ones of the others."""
     here = [present.reshape(-1, *[1] * (leaf.ndim - 1)) for leaf in new]
     return [jnp.where(h, n, o) for h, n, o in zip(here, new, old, strict=True)]
 
 
+def saturate(x: jax.Array, dtype: Any) -> jax.Array:
+    """A cast that stays finite."""
+    most = min(float(jnp.finfo(dtype).max), float(jnp.finfo(x.dtype).max))
+    return jnp.clip(x, -most, most).astype(dtype)
+
+
+def widest(leaves: list[jax.Array]) -> Any:
+    """The dtype of one buffer for all leaves."""
+    filled = [leaf for leaf in leaves if leaf.size] or leaves
+    return jnp.result_type(*(leaf.dtype for leaf in filled))
+
+
 def _dtypes(leaves: list[jax.Array]) -> list[Any]:
     return [leaf.dtype for leaf in leaves]
-
-
-def _widest(leaves: list[jax.Array]) -> Any:
-    return jnp.result_type(*(leaf.dtype for leaf in leaves if leaf.size))
 
 
 # --- Now and then: momentum in full precision; and at last, the optimizers

@@ -79,7 +79,7 @@ def step(
     """One step of all workers: ``(run, losses float32[W])``; a pure function, for ``jit`` and ``scan``.
 
     Args:
-      loss_fn: ``(params, batch, rng) -> loss`` of one worker; not finite, and the worker sits out.
+      loss_fn: ``(params, batch, rng) -> loss`` of one worker; where it is not finite, the worker abstains.
       simulator: as `start`.
       run: the workers before the step.
       batch: tree of arrays ``[W, ...]``, a part for each worker.

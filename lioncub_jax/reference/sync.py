@@ -5,10 +5,12 @@ rules hold for the buffer, the codes, and who takes part. After step ``t`` (from
 due, for the leaves in ``where``:
 
 * **In full precision** ``mu_i = sum_j mu_j / W``.
-* **In codes** worker i says ``Q(mu_i)``, one bit with ``mean|mu_i|`` of each block of 128. The owner adds
-  its error ``e`` to the mean of those who take part, and answers ``u``: ``+-mean|x|`` of each row, padding
-  left out, rounded to bfloat16, a zero as positive. ``e = x - u``, and ``mu_i = u + (mu_i - Q(mu_i))``. A
-  worker that does not take part, for a momentum that is not finite, keeps it. One alone does nothing.
+* **In codes** worker i sends ``Q(mu_i)``, one bit and ``mean|mu_i|`` of each row. The owner adds its
+  error ``e`` to the mean of those who take part, and answers ``u``: ``+-mean|x|`` of each row, padding
+  left out, rounded to bfloat16, a zero as positive. ``e = x - u``, and ``mu_i = u + (mu_i - Q(mu_i))``,
+  saturated in their dtypes. An element whose mean is not finite counts as 0, and the owner's error
+  stays there. A worker that does not take part, for a momentum that is not finite, keeps it. One worker
+  alone does nothing.
 * **Adaptive**: with ``d = 1 - |mean_i mu_i|^2 / mean_i |mu_i|^2`` of all leaves together, before the sync,
   the next gap is half of the last where ``W (1 - d) < threshold``, else twice, between ``shortest`` and
   ``longest``; the first is ``shortest``.
@@ -19,13 +21,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from lioncub_jax.reference import lion as reference
-from lioncub_jax.reference.lion import ROW, Buffer, Simulator
-
-BLOCK = 128
+from lioncub_jax.reference.lion import Buffer, Simulator
 
 
 class Synced(NamedTuple):
@@ -33,7 +32,7 @@ class Synced(NamedTuple):
 
     inner: Any  # of the simulator
     syncs: jax.Array  # int32[]: syncs done; each sends every chosen element once
-    owner: jax.Array | None  # of the owners, one buffer float32[rows, 64]; None without codes
+    owner: jax.Array | None  # of the owners, one buffer float32[rows, 128]; None without codes
     gap: jax.Array  # int32[]: of an adaptive sync, steps from the last to the next
     next: jax.Array  # int32[]: of an adaptive sync, the step of the next
 
@@ -64,7 +63,7 @@ def synced(
       coded: False for full precision, True or 1 for codes of one bit, or how many bits.
       adaptive: ``(shortest, longest, threshold)`` in place of ``due``.
     """
-    codes = reference.midrise(int(coded), BLOCK) if coded else None
+    codes = reference.midrise(int(coded)) if coded else None
     shortest = adaptive[0] if adaptive else 0
     if adaptive and (due or coded):
         raise ValueError(
@@ -72,8 +71,10 @@ def synced(
         )
 
     def init(params: Any, workers: int) -> Any:
-        rows = _buffer([p.shape for p in _chosen(params, where)]).real.shape
-        owner = jnp.zeros(rows) if coded else None
+        owner = None
+        if codes:
+            shapes = [p.shape for p in _chosen(params, where)]
+            owner = jnp.zeros(reference.buffer_of(shapes, workers).real.shape, jnp.float32)
         gap = jnp.int32(shortest)
         return Synced(simulator.init(params, workers), jnp.int32(0), owner, gap, gap)
 
@@ -111,17 +112,13 @@ def _chosen(tree: Any, where: Any) -> list[Any]:
     return [x for x, pick in zip(leaves, picks, strict=True) if pick]
 
 
-def _buffer(shapes: list[tuple[int, ...]]) -> Buffer:
-    return reference.buffer_of(shapes, BLOCK)
-
-
 def _alike(mu: list[jax.Array]) -> jax.Array:
     """``W (1 - drift)`` of all leaves ``[W, ...]`` together."""
     wide = [m.astype(jnp.float32) for m in mu]
-    common = sum((jnp.sum(jnp.mean(m, axis=0) ** 2) for m in wide), jnp.zeros(()))
-    total = sum((jnp.sum(m**2) / len(m) for m in wide), jnp.zeros(()))
+    common = sum((jnp.sum(jnp.mean(m, axis=0) ** 2) for m in wide), jnp.float32(0))
+    total = sum((jnp.sum(m**2) / len(m) for m in wide), jnp.float32(0))
     drift = jnp.where(total > 0, 1 - common / jnp.where(total > 0, total, 1), 0)
-    return len(mu[0]) * (1 - drift) if mu else jnp.zeros(())
+    return len(mu[0]) * (1 - drift) if mu else jnp.float32(0)
 
 
 def _in_codes(
@@ -129,26 +126,26 @@ def _in_codes(
 ) -> tuple[list[jax.Array], jax.Array]:
     """Momenta and the owners' errors after a sync in codes."""
     assert state.owner is not None
-    if len(mu[0]) == 1:
+    if not mu or len(mu[0]) == 1:
         return mu, state.owner
-    buffer = _buffer([m.shape[1:] for m in mu])
+    buffer = reference.buffer_of([m.shape[1:] for m in mu], len(mu[0]))
     x = buffer.join(mu)
-    said = codes.encode(x, buffer, state.t)
-    top = codes.top(len(x))
-    present = reference.takes_part(codes, x, said, None)
-    wanted = reference.bounded_mean(said, present, top, jnp.inf) + state.owner
-    wanted = jnp.where(buffer.real, wanted, 0)
-    u = jnp.where(wanted >= 0, 1, -1) * _scale(wanted, buffer)
-    owner = jnp.where(buffer.real, wanted - u, 0)
-    heard = u + (x - reference.decode(said, top))
-    new = buffer.split(heard, [m.dtype for m in mu])
-    here = [present.reshape(-1, *[1] * (m.ndim - 1)) for m in mu]
-    new = [jnp.where(h, n, m) for h, n, m in zip(here, new, mu, strict=True)]
-    return new, jnp.where(jnp.any(present), owner, state.owner)
+    message, top = codes.encode(x, buffer, state.t), codes.top(len(x))
+    present = reference.takes_part(x, None)
+    mean = reference.bounded_mean(message, present, top, jnp.inf)
+    u, owner = answer(mean, state.owner, buffer)
+    replaced = buffer.split(u + (x - reference.decode(message, top)), [jnp.float32] * len(mu))
+    new = [reference.saturate(r, m.dtype) for r, m in zip(replaced, mu, strict=True)]
+    return (
+        reference.unless_absent(present, new, mu),
+        jnp.where(jnp.any(present), owner, state.owner),
+    )
 
 
-def _scale(x: jax.Array, buffer: Buffer) -> jax.Array:
-    """``mean|x|`` of each row without its padding, as a bfloat16: ``float32[rows, 1]``."""
-    real = np.maximum(buffer.real.sum(axis=1, keepdims=True), 1).astype(np.float32)
-    total = jnp.sum(jnp.abs(x).reshape(-1, ROW), axis=1, keepdims=True)
-    return lax.reduce_precision(total / real, exponent_bits=8, mantissa_bits=7)
+def answer(mean: jax.Array, error: jax.Array, buffer: Buffer) -> tuple[jax.Array, jax.Array]:
+    """What the owners send back of a mean and their error, and the error that they keep."""
+    known = buffer.real & jnp.isfinite(mean)
+    x = jnp.where(known, mean + error.astype(jnp.float32), 0)
+    scale = reference.to_bfloat16(reference.row_mean(x, buffer))
+    u = jnp.where(x >= 0, scale, -scale)
+    return u, jnp.where(known, reference.saturate(x - u, error.dtype), error)

@@ -18,13 +18,15 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
-from rich.table import Table
 
 from lioncub_jax.traffic.replica_groups import PEERS, AnyMesh, Axes, grouped, permuted
 from lioncub_jax.units import bytes_text
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _FLOAT8 = ("e5m2", "e4m3", "e3m4", "e4m3fn", "e4m3b11fnuz", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")
 _BITS = (
@@ -123,7 +125,8 @@ def collectives(compiled: jax.stages.Compiled | str, mesh: AnyMesh) -> list[Coll
         collective in groups of one device is listed too, with axes () and 0 bytes sent.
 
     Raises:
-        ValueError: the mesh and the program differ in their number of devices; or a collective has
+        ValueError: the text is StableHLO, or no program's; the mesh and the program differ in their
+            number of devices; or a collective has
             a form, dtype or place that is not known here, and the message holds its line.
 
     Example:
@@ -140,6 +143,7 @@ def collectives(compiled: jax.stages.Compiled | str, mesh: AnyMesh) -> list[Coll
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     if not text:
         raise ValueError("no text to read: this backend does not print its compiled programs")
+    _check_compiled(text)
     _check_devices(text, mesh)
     computations, entry = _computations(text)
     sites = list(_sites(computations, entry, _Run()))
@@ -175,7 +179,7 @@ def sent_bytes(found: Iterable[Collective], *, gated: bool = False) -> dict[Axes
     return totals
 
 
-def table(found: Sequence[Collective]) -> Table:
+def table(found: Sequence[Collective]) -> "Table":
     """Lays collectives out for people: a row each, and the totals by mesh axes at the foot.
 
     Args:
@@ -189,6 +193,8 @@ def table(found: Sequence[Collective]) -> Table:
         >>> [column.header for column in shown.columns]
         ['collective', 'axes', 'dtype', 'shape', 'devices', 'sent by each', 'when']
     """
+    from rich.table import Table  # not needed for numbers alone
+
     shown = Table()
     for header in ("collective", "axes", "dtype", "shape"):
         shown.add_column(header)
@@ -246,6 +252,21 @@ _Site = tuple[_Instruction, _Run]
 
 def _unknown(what: str, line: str) -> ValueError:
     return ValueError(f"cannot read {what} in this line of compiled HLO: {line.strip()}")
+
+
+def _check_compiled(text: str) -> None:
+    """Text of another kind has no number of devices where this module looks for it."""
+    if text.lstrip().startswith("HloModule"):
+        return
+    if re.search(r"^\s*module\b|\b(?:stablehlo|mhlo|func)\.", text[:20_000], re.MULTILINE):
+        raise ValueError(
+            "this is StableHLO, the program before it is compiled, and the compiler still adds, merges "
+            "and widens collectives: give the text of lowered.compile().as_text()"
+        )
+    raise ValueError(
+        "this is not the text of a compiled program, which begins with HloModule: give the text of "
+        "jax.jit(f).lower(...).compile().as_text()"
+    )
 
 
 def _check_devices(text: str, mesh: AnyMesh) -> None:

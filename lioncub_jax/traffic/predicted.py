@@ -4,35 +4,23 @@
 of a compiled step. The two must agree, and a benchmark and a test say that they do.
 """
 
+import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from rich.table import Table
 
-from lioncub_jax import bits, checks, decide, layout, messages, quantize, wires
-from lioncub_jax.ballots import Quantizer
+from lioncub_jax import bits, checks, decide, layout, quantize, wires
 from lioncub_jax.decide import Down, Owner
-from lioncub_jax.layout import Bucket
 from lioncub_jax.mesh.specs import axes_of, is_spec, shard_shape
+from lioncub_jax.quantize import Quantizer
 from lioncub_jax.sync import Schedule, check_schedule
 from lioncub_jax.traffic import compiled
-from lioncub_jax.wires import Wire
+from lioncub_jax.wires import Format, Sent, Wire
 
-
-class Sent(NamedTuple):
-    """One collective of a step.
-
-    Attributes:
-      op: as compiled programs name it: "all-to-all", "all-gather", "all-reduce", "reduce-scatter".
-      inside: whether it runs inside the group of devices that is one worker, in two levels.
-      sent_bytes: that each device sends.
-    """
-
-    op: str
-    inside: bool
-    sent_bytes: float
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 class Traffic(NamedTuple):
@@ -79,6 +67,7 @@ def predict(
     group_size: int = 1,
     specs: Any = None,
     inner_axes: Mapping[str, int] | None = None,
+    platform: str | None = None,
 ) -> Traffic:
     """Predicts what each device sends in a step of `communicate` with the same parts.
 
@@ -93,6 +82,7 @@ def predict(
       group_size: devices of one worker on its ``group_axis``.
       specs: a tree of ``PartitionSpec`` like the parameters: how a worker cuts them.
       inner_axes: sizes of the mesh axes that the specs name.
+      platform: "cpu" for XLA's CPU backend, which all-reduces bfloat16 as float32; None for all others.
 
     Returns:
       A ``Traffic``; one worker sends nothing to others.
@@ -102,9 +92,9 @@ def predict(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from lioncub_jax.traffic import accounting
-      >>> round(accounting.predict({"w": jnp.ones((1024, 1024))}, 8).bits_per_parameter, 2)
-      1.78
+      >>> from lioncub_jax import traffic
+      >>> round(traffic.predict({"w": jnp.ones((1024, 1024))}, 8).bits_per_parameter, 2)
+      1.77
     """
     checks.check_count(f"workers={workers!r}", workers)
     checks.check_count(f"group_size={group_size!r}", group_size)
@@ -114,22 +104,27 @@ def predict(
     wire = wire or wires.two_phase()
     checks.check_parts(up, owner, down, wire)
     leaves, axes = _shards(params, specs, inner_axes or {})
-    size = sum(leaf.size for leaf in leaves)
+    size = sum(math.prod(leaf.shape) for leaf in leaves)
     sent: list[Sent] = []
     if group_size > 1:
-        cuts = layout.buckets(leaves, group_size, up.rows_per_step, bucket_size, axes)
+        cuts = layout.buckets(leaves, group_size, bucket_size, axes)
         for cut in cuts:
             sliced = 4.0 * (group_size - 1) * cut.chunk * bits.ROW
             sent.append(Sent("reduce-scatter", True, sliced))
         leaves = [jax.ShapeDtypeStruct((cut.chunk, bits.ROW), cut.dtype) for cut in cuts]
         axes = [frozenset(cut.axes) for cut in cuts]
         bucket_size = None if bucket_size is None else max(bucket_size // group_size, 1)
-    for bucket in layout.buckets(leaves, workers, up.rows_per_step, bucket_size, axes):
-        if workers > 1:
-            sent += _across(up, owner, down, wire, bucket, workers)
-        if group_size > 1:
-            answers = (group_size - 1) * _answer_bytes(up, down, wire, bucket, workers)
-            sent.append(Sent("all-gather", True, answers))
+    if group_size > 1 and workers == 1:
+        for leaf in leaves:
+            values = 4.0 * (group_size - 1) * leaf.shape[0] * bits.ROW
+            sent.append(Sent("all-gather", True, values))
+    elif workers > 1:
+        for bucket in layout.buckets(leaves, workers, bucket_size, axes):
+            form = Format.of(up, owner, down, bucket)
+            sent += wire.sends(form, platform)
+            if group_size > 1:
+                replies = 4.0 * (group_size - 1) * workers * form.reply_words
+                sent.append(Sent("all-gather", True, replies))
     across = sum((one.sent_bytes for one in sent if not one.inside), 0.0)
     inside = sum((one.sent_bytes for one in sent if one.inside), 0.0)
     result = f"{owner.name}, {down.name}" if owner.needs_values else down.name
@@ -138,13 +133,16 @@ def predict(
     return Traffic(scheme, workers, parameters, across, inside, tuple(sent))
 
 
-def predict_mean(params: Any, workers: int, dtype: Any = jnp.float32) -> Traffic:
+def predict_mean(
+    params: Any, workers: int, dtype: Any = jnp.float32, platform: str | None = None
+) -> Traffic:
     """Predicts what each device sends in a step of `global_gradients`: a ring all-reduce of every leaf.
 
     Args:
       params: tree of arrays or ``jax.ShapeDtypeStruct``; only sizes matter.
       workers: how many workers.
       dtype: of the all-reduce.
+      platform: as `predict`.
 
     Returns:
       A ``Traffic``; one worker sends nothing to others.
@@ -154,13 +152,13 @@ def predict_mean(params: Any, workers: int, dtype: Any = jnp.float32) -> Traffic
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from lioncub_jax.traffic import accounting
-      >>> accounting.predict_mean({"w": jnp.ones(1000)}, 4).sent_bytes
+      >>> from lioncub_jax import traffic
+      >>> traffic.predict_mean({"w": jnp.ones(1000)}, 4).sent_bytes
       6000.0
     """
     checks.check_count(f"workers={workers!r}", workers)
-    size = sum(leaf.size for leaf in jax.tree.leaves(params))
-    sent = wires.mean_bytes(size, workers, dtype)
+    size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+    sent = wires.mean_bytes(size, workers, dtype, platform)
     scheme = f"dense({jnp.dtype(dtype).name}), all-reduce, mean"
     across = (Sent("all-reduce", False, sent),) if workers > 1 and size else ()
     return Traffic(scheme, workers, size, sent, 0.0, across)
@@ -191,15 +189,14 @@ def sync_traffic(params: Any, workers: int, schedule: Schedule, where: Any = Non
     checks.check_count(f"workers={workers!r}", workers)
     check_schedule(schedule)
     leaves = _chosen(params, where)
-    size = sum(leaf.size for leaf in leaves)
+    size = sum(math.prod(leaf.shape) for leaf in leaves)
     scheme = f"momentum, {schedule.name}"
     sent: list[Sent] = []
     if workers > 1 and schedule.up is not None:
         owner, down, wire = decide.feedback_at_owner(), decide.scaled_signs(), wires.two_phase()
         axes = [frozenset[str]()] * len(leaves)
-        buckets = layout.buckets(leaves, workers, schedule.up.rows_per_step, axes=axes)
-        for bucket in buckets:
-            sent += _across(schedule.up, owner, down, wire, bucket, workers)
+        for bucket in layout.buckets(leaves, workers, axes=axes):
+            sent += wire.sends(Format.of(schedule.up, owner, down, bucket), None)
     elif workers > 1 and schedule.ever and size:
         # A mean square of each leaf travels with it, to tell the drift.
         sent.append(Sent("all-reduce", False, wires.mean_bytes(size + len(leaves), workers)))
@@ -234,34 +231,12 @@ def _shards(
     return shards, [frozenset(axis for e in spec for axis in axes_of(e)) for spec in flat]
 
 
-def _across(
-    up: Quantizer, owner: Owner, down: Down, wire: Wire, bucket: Bucket, workers: int
-) -> list[Sent]:
-    """The collectives between workers for one bucket."""
-    total = wire.sent(up, owner.needs_values, down, bucket, workers)
-    if not wire.owns_slice:
-        # What is packed can only be passed on; a wire of codes or values alone adds them on the way.
-        return [Sent("all-gather" if wire.carries == "both" else "all-reduce", False, total)]
-    words = messages.message_words(up, owner.needs_values, bucket.chunk, workers)
-    votes = 4.0 * (workers - 1) * words
-    return [Sent("all-to-all", False, votes), Sent("all-gather", False, total - votes)]
-
-
-def _answer_bytes(up: Quantizer, down: Down, wire: Wire, bucket: Bucket, workers: int) -> float:
-    """What a device passes on inside its group: the answers of all owners, or one worker's values."""
-    if workers == 1:
-        return 4.0 * bucket.chunk * bits.ROW
-    owners = workers if wire.owns_slice else 1
-    rows = wire.owned_rows(bucket, workers)
-    return 4.0 * owners * messages.answer_words(down, up, rows, workers)
-
-
 def float32_all_reduce_bytes(parameters: float, workers: int) -> float:
     """Bytes that each worker sends for an all-reduce of float32 gradients by the best algorithm."""
     return 2 * (workers - 1) / workers * 4 * parameters
 
 
-def table(traffics: list[Traffic], measured: dict[Traffic, float] | None = None) -> Table:
+def table(traffics: list[Traffic], measured: dict[Traffic, float] | None = None) -> "Table":
     """A table for people: predicted bytes, and compiled ones where they are known.
 
     Args:
@@ -271,6 +246,8 @@ def table(traffics: list[Traffic], measured: dict[Traffic, float] | None = None)
     Returns:
       A ``rich`` table.
     """
+    from rich.table import Table  # heavy, and wanted here only
+
     measured = measured or {}
     out = Table("scheme", "workers", "sent per worker", "bits/param", "x float32", "compiled")
     for t in traffics:
