@@ -18,9 +18,9 @@ import optax
 from jax import lax
 
 from lioncub_jax import bits, checks, decide, layout, momentum, quantize, wires
-from lioncub_jax.bits import ROW, WORDS_PER_ROW
+from lioncub_jax.bits import BLOCK, ROW, WORDS_PER_ROW
 from lioncub_jax.decide import Down, Owner, Slice
-from lioncub_jax.layout import Bucket, Flat, Piece
+from lioncub_jax.layout import Bucket, Flat, Holder, Piece
 from lioncub_jax.mesh import placement
 from lioncub_jax.mesh.specs import cut_of
 from lioncub_jax.momentum import Memory
@@ -51,6 +51,11 @@ class CommunicateState(NamedTuple):
     parameters: jax.Array
     abstained: jax.Array
     abstentions: jax.Array
+
+    @staticmethod
+    def holders() -> dict[str, Holder]:
+        """Whose the fields are, for checkpoints."""
+        return {"mu": Holder.WORKER, "error": Holder.FEEDBACK, "owner": Holder.OWNER}
 
 
 class VoteStats(NamedTuple):
@@ -320,7 +325,7 @@ def encode(plan: Plan, worker: Worker, bucket: Bucket, sent: list[jax.Array]) ->
             Place(
                 bucket, piece, (first + piece.first_row) * WORDS_PER_ROW,
                 worker.step, worker.index, worker.workers,
-                _counts(worker, piece) if bucket.ragged else None,
+                _counts(worker, piece) if bucket.ragged or _sliced(worker, bucket) else None,
                 plan.format(bucket).sends_steps, shard, shards, total,
             ),
         )
@@ -333,10 +338,11 @@ def abstains_now(plan: Plan, abstain: Any, encoded: list[list[Message]]) -> jax.
     flags = [~message.finite for codes in encoded for message in codes]
     asked = jnp.zeros((), bool) if abstain is None else abstain
     abstains = functools.reduce(operator.or_, flags, asked)
-    # Known after all codes are made: then momentum is overwritten in place, and not copied for them.
-    abstains, _ = lax.optimization_barrier(
-        (abstains, [message.planes for codes in encoded for message in codes])
-    )
+    # Never true, but known only when all codes are made: momentum is then overwritten in place, where it
+    # would be copied for the codes that are still to be made of it. A barrier does not last that long.
+    words = [message.planes[0, 0] for codes in encoded for message in codes]
+    late = [lax.population_count(word) > BLOCK for word in words]
+    abstains = functools.reduce(operator.or_, late, abstains)
     # The devices that share a worker abstain as one.
     return wires.same_over_shards(abstains.astype(jnp.uint32), plan.axis) > 0
 
@@ -431,23 +437,27 @@ def _joined(form: Format, codes: list[Message], abstains: jax.Array) -> Message:
 
 def _counts(worker: Worker, piece: Piece) -> jax.Array:
     """``int32[rows]``: how many elements of each row of a piece are no padding."""
-    known = [worker.counts[s.leaf] for s in piece.segments]
-    if any(count is None for count in known):
+    if all(worker.counts[s.leaf] is None for s in piece.segments):
         return layout.filled(piece.segments, piece.first_row, piece.rows)
-    padded = [
-        layout.pad_rows(count, s.rows)
-        for count, s in zip(known, piece.segments, strict=True)
-        if count is not None
-    ]
-    return layout.pad_rows(jnp.concatenate(padded), piece.rows)
+    each = []
+    for s in piece.segments:
+        count = worker.counts[s.leaf]
+        own = layout.filled([s], s.first_row, s.rows) if count is None else count
+        each.append(layout.pad_rows(own, s.rows))
+    return layout.pad_rows(jnp.concatenate(each), piece.rows)
+
+
+def _sliced(worker: Worker, bucket: Bucket) -> bool:
+    """Whether leaves have padding where their sizes do not say it."""
+    return any(worker.counts[s.leaf] is not None for s in bucket.segments)
 
 
 def _owned_counts(
     plan: Plan, worker: Worker, bucket: Bucket, first: Any, chunks: int
 ) -> jax.Array | None:
     """The same for the chunks that this worker owns; None where no padding can be taken for a value."""
-    sliced = any(worker.counts[s.leaf] is not None for s in bucket.segments)
-    if not bucket.ragged and not sliced and not (plan.up.has_zero and bucket.padded):
+    padded = plan.up.has_zero and bucket.padded
+    if not bucket.ragged and not padded and not _sliced(worker, bucket):
         return None
     counts = jnp.concatenate([_counts(worker, piece) for piece in bucket.pieces])
     counts = layout.pad_rows(counts, bucket.rows)

@@ -236,7 +236,8 @@ def midrise(p: int, *, rounding: Rounding | None = None) -> Quantizer:
         planes = _with_zeros_aside(planes, marks, place)
         voted = bits.pack_rows(place.bucket.by_chunk(mean > 0)).reshape(-1)
         steps = step.astype(jnp.bfloat16) if place.steps else None
-        return Message(jnp.stack(planes), voted, steps, jnp.all(finite))
+        # Kept, or the codes' words are made anew for each of the elements that error feedback decodes.
+        return Message(lax.optimization_barrier(jnp.stack(planes)), voted, steps, jnp.all(finite))
 
     name = f"midrise({p}, {rounding.name})" if rounding.noise else f"midrise({p})"
     return Quantizer(name, p, lambda workers: top, False, True, None, encode)

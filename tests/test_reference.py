@@ -133,16 +133,11 @@ def test_big_leaves_come_first_in_whole_blocks():
     assert joined[0, 2048, 0] == big + 128 and buffer.real.sum() == sum(x.size for x in leaves)
 
 
-def test_coins_can_begin_elsewhere_and_a_buffer_can_be_in_slices():
+def test_coins_can_begin_elsewhere():
     plain = reference.words(96, 2, 16)
     later = reference.words(96, 2, 16, first_word=1000)
-    np.testing.assert_array_equal(later[0], plain[0] + 1000)
-    sliced = reference.words(96, 2, 16, first_word=np.array([0, 5000], np.uint32), slices=2)
-    half = reference.words(48, 2, 16)
-    for place, part in ((0, slice(0, 64)), (5000, slice(64, 96))):  # 4 chunks of 32 rows
-        rows = part.stop - part.start
-        np.testing.assert_array_equal(sliced[0][part], reference.words(64, 2, 16)[0][:rows] + place)
-    assert half[0].shape == (48, 128)
+    np.testing.assert_array_equal(plain[0] + 1000, later[0])
+    np.testing.assert_array_equal(plain[1], later[1])
 
 
 # --- Scales

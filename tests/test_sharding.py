@@ -158,70 +158,83 @@ def unshard(parts, spec, sizes, inner):
     return whole({}, cuts)
 
 
-def simulated(oracle, shape, specs, grads, abstain, rows_per_step):
+def simulated(oracle, shape, specs, grads, abstain):
     """Updates ``[steps, ...]`` by the reference, run on every shard of a worker as on a tree of its own."""
     local = {
         name: shard(g, specs[name], shape.sizes, dict.fromkeys(shape.inner, 0))
         for name, g in grads.items()
     }
-    plan = planned(local, specs, shape, rows_per_step)
-    parts = {name: {} for name in LEAVES}
+    plan = planned(local, specs, shape)
+    parts = {name: {} for name in grads}
     for at in itertools.product(*[range(shape.sizes[n]) for n in shape.inner]):
         here = dict(zip(shape.inner, at, strict=True))
         for bucket in plan:
             mine = {n: shard(grads[n], specs[n], shape.sizes, here) for n in bucket.names}
-            updates = run_reference(oracle, mine, abstain, bucket.places(here, shape))
+            updates = run_reference(oracle, mine, abstain, bucket.first_words(here, shape), bucket.slice_rows)
             for name in bucket.names:
                 parts[name][at] = np.asarray(updates[name])
-    full = {n: unshard(parts[n], specs[n], shape.sizes, shape.inner) for n in LEAVES if parts[n]}
-    return {n: full.get(n, np.zeros((len(abstain), *LEAVES[n][0]))) for n in LEAVES}
+    full = {n: unshard(parts[n], specs[n], shape.sizes, shape.inner) for n in grads if parts[n]}
+    empty = {n: np.zeros((len(abstain), *grads[n].shape[2:])) for n in grads}
+    return {n: full.get(n, empty[n]) for n in grads}
 
 
 class Placed(NamedTuple):
-    """Leaves that travel together, and where the coins of their rows lie."""
+    """Leaves that travel together, and where their words lie; read from the documentation of the layout."""
 
     names: list
     axes: tuple
     first_row: int
     total_rows: int
-    rows: int
-    chunk: int  # rows of a group's device
+    slice_rows: int  # rows that one device holds: all, or a group's share of them
 
-    def places(self, here, shape):
-        """``int[rows]``; an independent reading of the layout that the library documents."""
-        row, index = np.arange(self.rows), np.zeros(self.rows, np.int64)
+    def first_words(self, here, shape):
+        """Where the words of the slice on each device of a group begin, ``uint32[G]``."""
+        index = np.zeros(shape.group_size, np.int64)
         for axis in sorted([*self.axes, *([shape.group] if shape.group else [])]):
-            at = row // self.chunk if axis == shape.group else here[axis]
+            at = np.arange(shape.group_size) if axis == shape.group else here[axis]
             index = index * shape.sizes[axis] + at
-        inside = row % self.chunk if shape.group else row
-        return (self.first_row + index * self.total_rows + inside).astype(np.uint32)
+        return (4 * (self.first_row + index * self.total_rows)).astype(np.uint32)
 
 
-def planned(local, specs, shape, rows_per_step):
-    """The buckets of `layout`, with shapes of shards in place of typed arrays."""
+def cut_rows(sizes, parts):
+    """How many rows each of so many parts takes of leaves that are joined in one buffer."""
+    rows = [-(-size // 128) for size in sizes]
+    big = [n >= 2048 for n in rows]
+    total = sum(-(-n // 32) * 32 if b else n for n, b in zip(rows, big, strict=True))
+    unit = 32 if any(big) else 16
+    return -(-total // (parts * unit)) * unit
+
+
+def planned(local, specs, shape):
+    """The buckets: leaves that are cut over the same axes, in the order of the axes' names."""
     groups = {}
     for name in sorted(local):
         if local[name].size:
             cut = [axis for axis in axes_of(specs[name]) if shape.sizes[axis] > 1]
             groups.setdefault(frozenset(cut), []).append(name)
     workers = shape.worker_axes + ((shape.group,) if shape.group else ())
-    ordered = sorted(groups, key=lambda axes: tuple(sorted([*axes, *workers])))
     plan, before = [], 0
-    for axes in ordered:
-        leaves = [jnp.zeros(local[name].shape[2:]) for name in groups[axes]]
-        (bucket,) = layout.buckets(leaves, shape.group_size, rows_per_step)
-        rows = bucket.chunk if shape.group else bucket.rows
-        unit = shape.workers * rows_per_step
-        padded = -(-rows // unit) * unit
-        plan.append(Placed(groups[axes], tuple(axes), before, 0, bucket.rows, bucket.chunk))
-        before += padded
+    for axes in sorted(groups, key=lambda axes: tuple(sorted([*axes, *workers]))):
+        sizes = [np.prod(local[name].shape[2:], dtype=int) for name in groups[axes]]
+        own = cut_rows(sizes, shape.group_size)
+        plan.append(Placed(groups[axes], tuple(axes), before, 0, own))
+        slices = [128 * own] if shape.group else sizes
+        before += shape.workers * cut_rows(slices, shape.workers)
     return [placed._replace(total_rows=before) for placed in plan]
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def run_reference(oracle, grads, abstain, places):
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def run_reference(oracle, grads, abstain, first_words, slice_rows):
     """Updates ``[steps, ...]``; compiled once for shards of the same shapes."""
-    simulator = oracle(lambda rows: places)
+
+    def places(rows, workers, unit):
+        if len(first_words) == 1:
+            return reference.words(rows, workers, unit, first_words[0])
+        unit = 32 if slice_rows >= 2048 else 16
+        slices = [reference.words(slice_rows, workers, unit, first) for first in first_words]
+        return [jnp.concatenate(x)[:rows] for x in zip(*slices, strict=True)]
+
+    simulator = oracle(places)
     params = jax.tree.map(lambda g: jnp.zeros(g.shape[2:]), grads)
 
     def step(state, now):
@@ -252,27 +265,25 @@ def voting(quantizer=None, **parts):
 
 
 METHODS = {
-    "sign": (voting(), lambda p: reference.local_momentum(B1, B2, places=p), 1),
+    "sign": (voting(), lambda p: reference.local_momentum(B1, B2, places=p)),
     "gathered": (
-        voting(wire=lc.wires.gathered()), lambda p: reference.local_momentum(B1, B2, places=p), 1
+        voting(wire=lc.wires.gathered()), lambda p: reference.local_momentum(B1, B2, places=p)
     ),
     "ternary": (
         voting(lc.quantize.ternary()),
-        lambda p: reference.local_momentum(B1, B2, codes=reference.ternary(), places=p), 1,
+        lambda p: reference.local_momentum(B1, B2, codes=reference.ternary(), places=p),
     ),
     "average": (
         voting(down=lc.decide.average()),
-        lambda p: reference.local_momentum(B1, B2, decide=reference.average, places=p), 1,
+        lambda p: reference.local_momentum(B1, B2, decide=reference.average, places=p),
     ),
     "owner": (
-        lambda **where: lion_at_owner(lc.quantize.midrise(2, block=128), **where),
-        lambda p: reference.momentum_at_owner(
-            **HALF, codes=reference.midrise(2, block=128), places=p
-        ), 2,
+        lambda **where: lion_at_owner(lc.quantize.midrise(2), **where),
+        lambda p: reference.momentum_at_owner(**HALF, codes=reference.midrise(2), places=p),
     ),
-    "owner, dense": (
+    "owner dense": (
         lambda **where: lion_at_owner(lc.quantize.dense(), **where),
-        lambda p: reference.momentum_at_owner(**HALF, codes=reference.dense(), places=p), 1,
+        lambda p: reference.momentum_at_owner(**HALF, codes=reference.dense(), places=p),
     ),
 }  # fmt: skip
 
@@ -292,60 +303,94 @@ def story(shape, steps=4, seed=0):
     return grads, abstain
 
 
-def run_on_mesh(tx, shape, kind, specs, grads, abstain):
+def run_on_mesh(txs, shape, kind, specs, grads, abstain):
+    """Updates ``[steps, ...]`` and the last state of each transform; all of them in one program."""
     mesh = shape.mesh(kind)
-    params = placed(zeros(), specs, mesh)
-    tx = lc.on_mesh(tx, mesh, specs=specs, **shape.of())
-    state = tx.init(params)
+    params = placed({n: jnp.zeros(g.shape[3:]) for n, g in grads.items()}, specs, mesh)
+    txs = {name: lc.on_mesh(tx, mesh, specs=specs, **shape.of()) for name, tx in txs.items()}
     lead = shape.worker_axes + ((shape.group,) if shape.group else ())
-    stacked = jax.tree.map(lambda s: P(lead, *s), specs, is_leaf=is_spec)
+    stacked = jax.tree.map(lambda s: P(None, lead, *s), specs, is_leaf=is_spec)
 
     @jax.jit
-    def update(g, state, params, told):
-        return tx.update(g, state, params, abstain=told)
+    def run(params, grads, abstain):
+        def step(states, now):
+            done = {
+                name: tx.update(now[0], states[name], params, abstain=now[1])
+                for name, tx in txs.items()
+            }
+            return {n: state for n, (_, state) in done.items()}, {n: u for n, (u, _) in done.items()}
 
-    out = []
-    for step in range(len(abstain)):
-        now = {n: np.concatenate(list(g[step])) for n, g in grads.items()}
-        told = jax.device_put(
-            np.repeat(abstain[step], shape.group_size), NamedSharding(mesh, P(lead))
-        )
-        u, state = update(placed(now, stacked, mesh), state, params, told)
-        for name, spec in specs.items():
-            if not u[name].size:
-                continue  # XLA replicates what is empty
-            assert u[name].sharding.is_equivalent_to(NamedSharding(mesh, spec), u[name].ndim), name
-        out.append(jax.tree.map(np.asarray, u))
-    return {name: np.stack([u[name] for u in out]) for name in LEAVES}, state
+        states = {name: tx.init(params) for name, tx in txs.items()}
+        return jax.lax.scan(step, states, (grads, abstain))
+
+    flat = {n: g.reshape(len(g), g.shape[1] * g.shape[2], *g.shape[3:]) for n, g in grads.items()}
+    told = np.repeat(abstain, shape.group_size, axis=1)
+    told = jax.device_put(told, NamedSharding(mesh, P(None, lead)))
+    states, updates = run(params, placed(flat, stacked, mesh), told)
+    for name, spec in specs.items():
+        lies = NamedSharding(mesh, P(None, *spec))
+        for u in updates.values():  # XLA replicates what is empty
+            assert not u[name].size or u[name].sharding.is_equivalent_to(lies, u[name].ndim), name
+    return jax.tree.map(np.asarray, updates), states
 
 
-# Every mesh with local momentum and with momentum at the owner; the other methods where most happens.
-CASES = [(name, "auto", "sign") for name in MESHES]
-CASES += [(name, kind, "owner") for name in MESHES for kind in KINDS]
-CASES += [(name, "explicit", "sign") for name in ("8", "2 x 2 x 2", "two-level with tp")]
-CASES += [
-    (name, "auto", method)
-    for name in ("2 x 2 x 2", "two-level 2 x 4", "two-level with tp")
-    for method in METHODS
-    if method not in ("sign", "owner")
+# Every kind of mesh with local momentum and with momentum at the owner; other methods where most happens.
+# What is slow here has a neighbour that is not.
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+CASES = [
+    ("8", "explicit", "owner"),
+    ("tp first", "explicit", "sign"),
+    ("2 x 2 x 2", "auto", "sign, owner, average"),
+    ("pods", "auto", "sign, owner"),
+    ("axis of one", "explicit", "owner"),
+    ("one worker", "auto", "sign, owner"),
+    ("two-level 2 x 4", "auto", "ternary, owner dense"),
+    ("two-level with tp", "auto", "sign, owner"),
+    ("two-level with tp", "explicit", "owner"),
+    ("two-level, one worker", "auto", "sign, owner"),
+    *[
+        slow(name, kind, ", ".join(METHODS))
+        for name in ("4 x 2", "2 x 2 x 2", "pods", "two-level 4 x 2", "two-level with tp")
+        for kind in KINDS
+    ],
+    *[slow(name, "explicit", "sign, owner") for name in ("one worker", "two-level, one worker")],
 ]
 
 
-@pytest.mark.parametrize(("name", "kind", "method"), CASES)
-def test_updates_are_those_of_the_reference(name, kind, method):
-    shape = MESHES[name]
-    library, oracle, rows_per_step = METHODS[method]
+@pytest.mark.parametrize(("name", "kind", "methods"), CASES)
+def test_updates_are_those_of_the_reference(name, kind, methods):
+    shape, methods = MESHES[name], methods.split(", ")
     specs = specs_for(shape)
     grads, abstain = story(shape)
-    got, state = run_on_mesh(library(**shape.of()), shape, KINDS[kind], specs, grads, abstain)
+    txs = {method: METHODS[method][0](**shape.of()) for method in methods}
+    got, states = run_on_mesh(txs, shape, KINDS[kind], specs, grads, abstain)
     means = {n: g.mean(2) for n, g in grads.items()}
-    sits_out = abstain | ~np.isfinite(means["both"]).all((2, 3))
-    want = simulated(oracle, shape, specs, means, sits_out, rows_per_step)
-    for leaf in LEAVES:
-        np.testing.assert_array_equal(got[leaf], want[leaf], err_msg=leaf)
-    assert any(np.abs(u).max() > 0 for u in got.values() if u.size)
-    stats = lc.vote_stats(state)
-    assert int(stats.abstentions) == sits_out.sum()
+    absent = abstain | ~np.isfinite(means["both"]).all((2, 3))
+    for method in methods:
+        want = simulated(METHODS[method][1], shape, specs, means, absent)
+        for leaf in LEAVES:
+            np.testing.assert_array_equal(got[method][leaf], want[leaf], err_msg=f"{method}, {leaf}")
+        assert any(np.abs(u).max() > 0 for u in got[method].values() if u.size)
+        assert int(lc.vote_stats(states[method]).abstentions) == absent.sum()
+
+
+@pytest.mark.parametrize(("name", "spec"), [("4 x 2", P(None, "tp")), ("two-level 4 x 2", P())])
+def test_large_leaves_lie_by_themselves_and_small_ones_behind_them(name, spec):
+    """Large are 2,048 rows of 128 or more on a device."""
+    shape, steps = MESHES[name], 2
+    rng = np.random.default_rng(0)
+    sizes = {"a": (10, 6), "large": (4, 131_200), "z": (300, 4)}
+    lead = steps, shape.workers, shape.group_size
+    grads = {n: rng.integers(-2, 3, (*lead, *s)).astype(np.float32) for n, s in sizes.items()}
+    grads = {n: shape.group_size * g for n, g in grads.items()}
+    specs, absent = dict.fromkeys(sizes, spec), np.zeros((steps, shape.workers), bool)
+    txs = {method: METHODS[method][0](**shape.of()) for method in ("sign", "owner")}
+    got, _ = run_on_mesh(txs, shape, AxisType.Auto, specs, grads, absent)
+    means = {n: g.mean(2) for n, g in grads.items()}
+    for method in txs:
+        want = simulated(METHODS[method][1], shape, specs, means, absent)
+        for leaf in sizes:
+            np.testing.assert_array_equal(got[method][leaf], want[leaf], err_msg=f"{method}, {leaf}")
 
 
 # --- What travels
@@ -418,7 +463,7 @@ def program(tx_of, name, kind):
     travels = TRAVELS[name]
     mesh, where = travels.shape.mesh(kind), travels.shape.of()
     tx = tx_of(**where)
-    state = lc.abstract_state(tx, model_params(), mesh, specs=cuts_of(travels), **where)
+    state = lc.training.abstract_state(tx, model_params(), mesh, specs=cuts_of(travels), **where)
     step = lc.make_train_step(model_loss(kind), tx, mesh, batch_spec=travels.batch_spec, **where)
     return collectives(step.lower(state, BATCH).compile(), mesh), state, step
 
@@ -546,7 +591,7 @@ def test_random_rounding_differs_between_shards():
     """Two shards with the same gradient draw different numbers."""
     shape = MESHES["2 x 4"]
     mesh, specs = shape.mesh(), {"w": P("tp")}
-    quantizer = lc.quantize.midrise(2, block=64, rounding=lc.quantize.stochastic(0))
+    quantizer = lc.quantize.midrise(2, rounding=lc.quantize.stochastic(0))
     tx = lc.on_mesh(lion_at_owner(quantizer, **shape.of()), mesh, specs=specs, **shape.of())
     params = placed({"w": jnp.zeros((4, 640))}, specs, mesh)
     row = np.random.default_rng(0).normal(size=640)
@@ -573,7 +618,7 @@ def test_a_scale_for_a_whole_leaf_is_that_of_all_its_shards(kind):
     updates, _ = jax.jit(tx.update)(now, tx.init(params), params)
     want = run_reference(
         lambda p: reference.local_momentum(B1, B2, codes=reference.integer(8), places=p),
-        grads, abstain, np.arange(4, dtype=np.uint32),
+        grads, abstain, np.zeros(1, np.uint32), 2
     )  # fmt: skip
     np.testing.assert_array_equal(updates["w"], want["w"][0])
 
@@ -796,7 +841,7 @@ def test_an_abstract_state_is_the_state_without_its_numbers(name, kind, optimize
     given = {"specs": specs, "model_state": {"key": jax.random.key(1), "n": jnp.zeros(3)}}
     state = lc.init_state(tx, zeros(), mesh, **given, **shape.of())
     shapes = jax.eval_shape(zeros)
-    abstract = lc.abstract_state(tx, shapes, mesh, **given, **shape.of())
+    abstract = lc.training.abstract_state(tx, shapes, mesh, **given, **shape.of())
     assert jax.tree.structure(abstract) == jax.tree.structure(state)
     for (path, x), want in zip(
         jax.tree_util.tree_leaves_with_path(abstract), jax.tree.leaves(state), strict=True

@@ -131,28 +131,23 @@ class Simulator(NamedTuple):
 Places = Callable[[int, int, int], Any]  # as `words` without its options
 
 
-def words(
-    rows: int, workers: int, unit: int, first_word: Any = 0, slices: int = 1
-) -> tuple[jax.Array, jax.Array]:
+def words(rows: int, workers: int, unit: int, first_word: Any = 0) -> tuple[jax.Array, jax.Array]:
     """The word and the bit of each element of a buffer, ``uint32[rows, 128]`` each.
 
     Args:
       rows: of the buffer.
       workers: how many own a chunk.
       unit: chunks are a multiple of so many rows, 32 or 16.
-      first_word: where the buffer begins, ``uint32[]``; with slices ``uint32[slices]``.
-      slices: parts of equal length, each cut over the workers as a buffer of its own.
+      first_word: where the buffer begins, ``uint32[]``.
     """
-    chunk = _round_up(-(-rows // (slices * workers)), unit)
-    at, inside = np.divmod(np.arange(rows)[:, None], max(workers * chunk, 1))
-    owner, r = np.divmod(inside, max(chunk, 1))
+    chunk = _round_up(-(-rows // workers), unit)
+    owner, r = np.divmod(np.arange(rows)[:, None], max(chunk, 1))
     block, lane = r // BLOCK, np.arange(ROW)
     half = BLOCK * (block + 1) > chunk
     before = (4 * chunk * owner + ROW * block).astype(np.uint32)
     word = before + np.where(half, lane % 64, lane).astype(np.uint32)
     bit = np.where(half, r % 16 + 16 * (lane // 64), r % BLOCK).astype(np.uint32)
-    first = jnp.broadcast_to(jnp.asarray(first_word, jnp.uint32), (slices,))[at]
-    return first + word, jnp.asarray(bit)
+    return jnp.asarray(first_word, jnp.uint32) + word, jnp.asarray(bit)
 
 
 def buffer_of(shapes: list[tuple[int, ...]], workers: int, places: Places = words) -> Buffer:
@@ -354,7 +349,7 @@ def bounded_mean(message: Message, present: jax.Array, top: int, dominance: floa
     decoded = decode(Message(message.q, jnp.minimum(step, limit)), top)
     decoded = jnp.where(present, decoded, 0)
     total = lax.fori_loop(1, len(step), lambda i, total: total + decoded[i], decoded[0])
-    return total / jnp.maximum(jnp.sum(present, dtype=jnp.int32), 1).astype(jnp.float32)
+    return total * (1 / jnp.maximum(jnp.sum(present, dtype=jnp.int32), 1).astype(jnp.float32))
 
 
 # --- One step of all workers
