@@ -34,6 +34,7 @@ import jax.numpy as jnp
 import local_step
 import report
 import tally
+from lioncub_jax.ballots import Ballot, Place
 from local_step import WORKERS
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
@@ -41,7 +42,6 @@ from rich.table import Table
 
 import lioncub_jax as lc
 from lioncub_jax import bits, messages
-from lioncub_jax.ballots import Ballot, Place
 
 DTYPES = jnp.float32, jnp.bfloat16
 SIZES = "16M,64M,256M,1B"

@@ -20,12 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import report
+from lioncub_jax.agreement import Plan, Voter
 from rich.console import Console
 from rich.table import Table
 
 import lioncub_jax as lc
 from lioncub_jax import messages, wires
-from lioncub_jax.agreement import Plan, Voter
 from lioncub_jax.exchange import worker_step
 from lioncub_jax.layout import Bucket, Flat
 
