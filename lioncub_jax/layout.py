@@ -8,6 +8,7 @@ on the size of a bucket splits it further.
 """
 
 import dataclasses
+import enum
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -237,3 +238,17 @@ def _short_rows(segment: Segment) -> list[tuple[int, int]]:
     """The rows of a segment that end in padding, with how many elements of it they hold."""
     ends = range(segment.size // ROW, segment.rows)
     return [(segment.first_row + n, min(ROW, (n + 1) * ROW - segment.size)) for n in ends]
+
+
+class Holder(enum.Enum):
+    """Who holds a value of its own for a field of a state.
+
+    A state class says it by a static method ``holders() -> dict[field, Holder]``. Fields that it does
+    not name are states with ``holders`` of their own, or arrays whose sharding says it.
+    """
+
+    ALL = "all"  # one value, the same everywhere
+    WORKER = "worker"  # each worker its own
+    FEEDBACK = "feedback"  # each worker its own error; their mean over the workers must be kept
+    OWNER = "owner"  # the owner of each slice of a bucket its own
+    MEASURED = "measured"  # one value, the same everywhere, which the next measurement replaces

@@ -150,6 +150,9 @@ class Format(NamedTuple):
         return Reply(payload, rows, ties), replies[0, -1]
 
 
+_TOGETHER = 8  # workers whose codes are decoded in one pass
+
+
 class Inbox(NamedTuple):
     """Packed codes of all workers for the chunks that this worker owns.
 
@@ -185,11 +188,20 @@ class Inbox(NamedTuple):
             values = where.up.values(self.planes[w], step, where.rows, where.workers)
             return jnp.where(self.taking_part[w] > 0, values, 0) if where.up.dense else values
 
-        # A loop and not a sum: its result is kept, where the compiler would make a sum of so many terms
-        # anew for each use of the mean.
-        total = lax.fori_loop(1, where.workers, lambda w, total: total + decoded(w), decoded(0))
-        mean = total / jnp.maximum(self.present, 1).astype(jnp.float32)
-        return mean.reshape(-1, ROW)
+        def added(first: int | jax.Array, count: int, total: Any) -> jax.Array:
+            for w in range(count):
+                values = decoded(first + w)
+                total = values if total is None else total + values
+            return total
+
+        # Some workers at a time in one loop over the elements; kept, or each use would decode anew.
+        few = min(where.workers, _TOGETHER)
+        total = lax.optimization_barrier(added(0, few, None))
+        more, rest = divmod(where.workers - few, few)
+        if more:
+            total = lax.fori_loop(1, more + 1, lambda k, total: added(k * few, few, total), total)
+        total = added(few * (more + 1), rest, total)
+        return (total * _share(self.present)).reshape(-1, ROW)
 
 
 def _bounded(steps: jax.Array, dominance: float) -> jax.Array:
@@ -226,8 +238,14 @@ class Sums(NamedTuple):
 
     def mean(self, where: Slice, dominance: float) -> jax.Array:
         """Divides by the workers that take part."""
-        mean = self.sums / jnp.maximum(self.present, 1).astype(jnp.float32)
-        return mean.reshape(-1, ROW)
+        return (self.sums * _share(self.present)).reshape(-1, ROW)
+
+
+def _share(present: jax.Array) -> jax.Array:
+    """What a worker counts for in a mean."""
+    # XLA makes a product of a division by a number only if others divide by it too: then the bits of a
+    # mean would depend on what else is in the program.
+    return 1 / jnp.maximum(present, 1).astype(jnp.float32)
 
 
 class Wire(NamedTuple):

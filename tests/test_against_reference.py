@@ -1,12 +1,11 @@
 """The library on a mesh against `reference`, bit for bit: what one page says is what devices do.
 
-Gradients are small integers and the betas powers of two, so that the blend, the sums of squares and
+Gradients are small integers and the betas powers of two, so that the blend, the sums of magnitudes and
 the sums over workers are exact, however a compiler contracts or reorders them. Then codes, votes,
 ties and momenta must be equal, not close. Where sums cannot be exact, the test says so and bounds how
-many elements may differ.
+many elements may differ. All methods of a mesh run in one compiled program.
 """
 
-import zlib
 from typing import Any, NamedTuple
 
 import jax
@@ -19,27 +18,16 @@ from conftest import AXIS
 import lioncub_jax as lc
 from lioncub_jax import reference
 
-# Every size of a leaf around the edges of bytes, words and rows, in four trees that tests take in turn.
-TREES = [
-    {"scalar": (), "64": (64,), "129": (3, 43), "empty": (0,)},
-    {"7": (7,), "33": (33,), "65": (5, 13)},
-    {"8": (8,), "empty": (2, 0), "31": (31,), "127": (127,)},
-    {"63": (7, 3, 3), "1000": (1000,), "9": (9,)},
-]
+# Sizes around the edges of bytes, words and rows, a tree for each number of workers. Two workers own a
+# block and a half each, the others a half block.
+TREES = {
+    1: {"scalar": (), "128": (128,), "empty": (0,), "1000": (1000,)},
+    2: {"scalar": (), "9000": (9000,), "129": (3, 43), "empty": (0,)},
+    3: {"7": (7,), "33": (33,), "640": (5, 128), "65": (5, 13)},
+    8: {"1000": (8, 125), "empty": (2, 0), "127": (127,), "8": (8,)},
+}
 B1, B2 = 0.75, 0.5  # of local momentum; at the owner both are 0.5, for means have no bits to spare
 FLOATING = ("float32", "bfloat16", "float16")
-
-two_phase, gathered, counts, lanes = (
-    lc.wires.two_phase(),
-    lc.wires.gathered(),
-    lc.wires.counts(),
-    lc.wires.lanes(),
-)
-counts16, counts32, all_reduce = (
-    lc.wires.counts(jnp.int16),
-    lc.wires.counts(jnp.int32),
-    lc.wires.all_reduce(),
-)
 
 
 def zeros(tree, dtypes=(jnp.float32,)):
@@ -56,13 +44,13 @@ def integers(params, steps, workers, values=range(-3, 4), seed=0):
 
 
 class Story(NamedTuple):
-    """What happens to the workers: gradients ``[steps, W, ...]`` and who is told to abstain."""
+    """What happens to the workers: gradients ``[steps, W, ...]`` and who is asked to abstain."""
 
     grads: Any
     abstain: np.ndarray
 
 
-EVENTS = ("plain", "one not finite", "one told to abstain", "nobody there", "one huge", "all zero")
+EVENTS = ("plain", "one not finite", "one asked to abstain", "nobody there", "one huge", "all zero")
 
 
 def eventful(params, workers, seed):
@@ -71,8 +59,8 @@ def eventful(params, workers, seed):
     abstain = np.zeros((len(EVENTS), workers), bool)
     full = [g.reshape(*g.shape[:2], -1) for g in grads.values() if g.size]
     for n, g in enumerate(full):  # views: what is written here is in grads
-        g[:, n % workers, :64] = 0
-        g[:, :, 64:128] = 0
+        g[:, n % workers, :128] = 0
+        g[:, :, 128:256] = 0
     full[0][1, 1 % workers, 0] = [np.nan, np.inf][seed % 2]
     abstain[2, 0] = True
     abstain[3] = True
@@ -82,178 +70,144 @@ def eventful(params, workers, seed):
     return Story(grads, abstain)
 
 
-def simulate(simulator, params, story):
-    """The reference, all steps: updates and states ``[steps, ...]``."""
+def simulate(simulators, params, story):
+    """The reference, all steps, of some simulators in one program: updates and states ``[steps, ...]``."""
+    workers = story.abstain.shape[1]
 
     @jax.jit
     def steps(story):
-        def step(state, now):
-            updates, state = simulator.update(now.grads, state, params, now.abstain)
-            return state, (updates, state)
+        def step(states, now):
+            done = {
+                name: one.update(now.grads, states[name], params, now.abstain)
+                for name, one in simulators.items()
+            }
+            return {name: state for name, (_, state) in done.items()}, done
 
-        return jax.lax.scan(step, simulator.init(params, story.abstain.shape[1]), story)[1]
+        first = {name: one.init(params, workers) for name, one in simulators.items()}
+        return jax.lax.scan(step, first, story)[1]
 
     return jax.tree.map(np.asarray, steps(jax.tree.map(jnp.asarray, story)))
 
 
-def assert_equal(got, want, but=0):
+def assert_equal(got, want, but=0, of=""):
     """Trees are equal, but for at most so many elements of each leaf."""
-    assert jax.tree.structure(got) == jax.tree.structure(want)
+    assert jax.tree.structure(got) == jax.tree.structure(want), of
     for (path, a), b in zip(
         jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True
     ):
-        assert a.shape == b.shape and a.dtype == b.dtype, (path, a.shape, b.shape, a.dtype, b.dtype)
-        assert np.isfinite(a.astype(np.float32)).all(), path
+        assert a.shape == b.shape and a.dtype == b.dtype, (of, path, a.shape, b.shape, a.dtype)
+        assert np.isfinite(a.astype(np.float32)).all(), (of, path)
         differ = np.argwhere(a != b)
-        assert len(differ) <= but, (path, differ[:4].tolist(), a[a != b][:4], b[a != b][:4])
+        found = differ[:4].tolist(), a[a != b][:4], b[a != b][:4]
+        assert len(differ) <= but, (of, path, len(differ), found)
 
 
-def assert_same_everywhere(x):
+def same_everywhere(x, of=""):
     """``[steps, W, ...]`` without its workers, who all hold the same."""
-    assert_equal(x, np.broadcast_to(x[:, :1], x.shape))
+    assert_equal(x, np.broadcast_to(x[:, :1], x.shape), of=of)
     return x[:, 0]
 
 
-def assert_statistics(state, want):
+def assert_statistics(state, want, of=""):
     for got, wanted in [
         (state.count, want.t),
         (state.ties, want.ties),
         (state.abstained, want.abstained),
         (state.abstentions, want.abstentions),
     ]:
-        assert_equal(assert_same_everywhere(got), wanted)
+        assert_equal(same_everywhere(got, of), wanted, of=of)
 
 
 def in_rows(mu, wire):
-    """The owners' slices ``[steps, W, words, 32]`` as one buffer ``[steps, rows, 64]``."""
-    whole = mu.reshape(len(mu), -1) if wire.owns_slice else assert_same_everywhere(mu)
-    return whole.reshape(len(mu), -1, 64)
+    """The owners' slices ``[steps, W, rows, 128]`` as one buffer ``[steps, rows, 128]``."""
+    whole = mu if wire.owns_slice else same_everywhere(mu)
+    return whole.reshape(len(mu), -1, 128)
 
 
-class Vote(NamedTuple):
-    """A way to vote with local momentum, in the words of the library and of the reference."""
+Q, D = lc.quantize, lc.decide
+TWO_PHASE, GATHERED, LANES, REDUCED = (
+    lc.wires.two_phase(),
+    lc.wires.gathered(),
+    lc.wires.lanes(),
+    lc.wires.all_reduce(),
+)
+COUNTS = {bits: lc.wires.counts(f"int{bits}") for bits in (8, 16, 32)}
+MAJORITY = (D.majority(), reference.majority)
+AVERAGE = (D.average(), reference.average)
+TERNARY = (D.ternary_sum(), reference.ternary_sum)
+FLOATS = (D.floats(), reference.ternary_sum)  # Lion's update is a sign: as floats, a tie is 0
+
+
+class Method(NamedTuple):
+    """What is sent and what comes back, in the words of the library and of the reference."""
 
     up: Any
     codes: Any
-    down: Any
-    decide: Any
-    wires: tuple
-    workers: tuple
+    reply: tuple[Any, Any]
+    on: list[tuple[Any, tuple[int, ...]]]  # wires, and with how many workers each is run
+    feedback: Any = None
+    dominance: float = 16.0
+
+    @property
+    def name(self):
+        return f"{self.up.name}, {self.reply[0].name}"
+
+    def wires(self, workers):
+        return [wire for wire, numbers in self.on if workers in numbers]
 
 
-MAJORITY = (lc.decide.majority(), reference.majority)
-AVERAGE = (lc.decide.average(), reference.average)
-TERNARY = (lc.decide.ternary_sum(), reference.ternary_sum)
-EVERY_WIRE = (two_phase, gathered, counts, lanes)
-RANDOM = lc.quantize.stochastic(3)
+def both(make, *args, seed=None):
+    """A quantiser of that name, and the reference's."""
+    of_library = getattr(Q, make)
+    if seed is None:
+        return of_library(*args), getattr(reference, make)(*args)
+    rounding = Q.stochastic(seed)
+    return of_library(*args, rounding=rounding), getattr(reference, make)(*args, seed=seed)
+
 
 VOTES = [
-    Vote(lc.quantize.sign(), reference.sign(), *MAJORITY, EVERY_WIRE, (1, 2, 3, 5, 8)),
-    Vote(lc.quantize.sign(), reference.sign(), *AVERAGE, (two_phase, lanes), (1, 2, 5)),
-    Vote(lc.quantize.sign(), reference.sign(), *TERNARY, (gathered, counts32), (2,)),
-    Vote(
-        lc.quantize.midrise(2), reference.midrise(2), *MAJORITY, (two_phase, counts, lanes), (2, 8)
-    ),
-    Vote(
-        lc.quantize.midrise(3), reference.midrise(3), *AVERAGE, (two_phase, gathered, lanes), (3, 8)
-    ),
-    Vote(lc.quantize.midrise(8), reference.midrise(8), *MAJORITY, (two_phase, counts16), (5,)),
-    Vote(lc.quantize.midrise(1, block=64), reference.midrise(1, 64), *MAJORITY, (lanes,), (3,)),
-    Vote(lc.quantize.midrise(4, block=64), reference.midrise(4, 64), *TERNARY, (two_phase,), (8,)),
-    Vote(
-        lc.quantize.midrise(2, block=128),
-        reference.midrise(2, 128),
-        *MAJORITY,
-        (two_phase, counts),
-        (5,),
-    ),
-    Vote(
-        lc.quantize.midrise(2, rounding=RANDOM),
-        reference.midrise(2, seed=3),
-        *MAJORITY,
-        (two_phase,),
-        (3,),
-    ),
-    Vote(lc.quantize.integer(8), reference.integer(8), *TERNARY, EVERY_WIRE, (1, 3, 8)),
-    Vote(lc.quantize.integer(5), reference.integer(5), *AVERAGE, (two_phase, counts, lanes), (3,)),
-    Vote(
-        lc.quantize.integer(8, rounding=RANDOM),
-        reference.integer(8, seed=3),
-        *TERNARY,
-        (counts,),
-        (2, 5),
-    ),
-    Vote(
-        lc.quantize.ternary(), reference.ternary(), *TERNARY, (two_phase, gathered, lanes), (2, 8)
-    ),
-    Vote(lc.quantize.ternary(), reference.ternary(), *AVERAGE, (two_phase, counts), (5,)),
-]
+    Method(*both("sign"), MAJORITY, [
+        (TWO_PHASE, (1, 2, 3, 8)), (GATHERED, (2, 3)), (COUNTS[8], (8,)), (LANES, (3,)),
+    ]),
+    Method(*both("sign"), AVERAGE, [(TWO_PHASE, (1, 3)), (LANES, (2,))]),
+    Method(*both("sign"), TERNARY, [(GATHERED, (2,)), (COUNTS[32], (8,))]),
+    Method(*both("midrise", 2), MAJORITY, [(TWO_PHASE, (2, 8)), (COUNTS[8], (8,)), (LANES, (3,))]),
+    Method(*both("midrise", 3), AVERAGE, [(TWO_PHASE, (8,)), (GATHERED, (3,)), (LANES, (3,))]),
+    Method(*both("midrise", 4), TERNARY, [(TWO_PHASE, (3,))]),
+    Method(*both("midrise", 8), MAJORITY, [(TWO_PHASE, (2,)), (COUNTS[16], (3,))]),
+    Method(*both("midrise", 2, seed=3), MAJORITY, [(TWO_PHASE, (3, 8))]),
+    Method(*both("integer", 8), TERNARY, [
+        (TWO_PHASE, (1, 8)), (GATHERED, (2,)), (COUNTS[8], (3,)), (LANES, (8,)),
+    ]),
+    Method(*both("integer", 5), AVERAGE, [(TWO_PHASE, (3,)), (COUNTS[8], (2,))]),
+    Method(*both("integer", 8, seed=3), TERNARY, [(COUNTS[8], (2,))]),
+    Method(*both("ternary"), TERNARY, [(TWO_PHASE, (8,)), (GATHERED, (2,)), (LANES, (3,))]),
+    Method(*both("ternary"), AVERAGE, [(COUNTS[8], (8,))]),
+]  # fmt: skip
 
 
-class Owned(NamedTuple):
-    """A way to keep momentum at the owner, in the words of both."""
-
-    up: Any
-    codes: Any
-    feedback: Any
-    dominance: float
-    down: Any
-    decide: Any
-    wires: tuple
-    workers: tuple
+def fed_back(p, dtype):
+    return Q.error_feedback(Q.midrise(p), dtype), reference.midrise(p)
 
 
-def fed_back(p, block, dtype):
-    up = lc.quantize.error_feedback(lc.quantize.midrise(p, block=block), dtype)
-    return up, reference.midrise(p, block), dtype
-
-
-def without_feedback(p, block, seed=None):
-    rounding = None if seed is None else lc.quantize.stochastic(seed)
-    return (
-        lc.quantize.midrise(p, block=block, rounding=rounding),
-        reference.midrise(p, block, seed),
-        None,
-    )
-
-
-def exact(dtype):
-    return lc.quantize.dense(dtype), reference.dense(dtype), None
-
-
-FLOATS = (
-    lc.decide.floats(),
-    reference.ternary_sum,
-)  # Lion's update is a sign: as floats, a tie is 0
-PACKED = (two_phase, gathered)
 OWNED = [
-    Owned(*fed_back(3, 128, jnp.bfloat16), 16.0, *MAJORITY, PACKED, (1, 2, 5, 8)),
-    Owned(*fed_back(1, 64, jnp.float32), 16.0, *MAJORITY, PACKED, (3, 8)),
-    Owned(*fed_back(2, 64, jnp.float16), 2.0, *MAJORITY, (two_phase,), (3,)),
-    Owned(*without_feedback(4, 128), 2.0, *MAJORITY, PACKED, (1, 3, 8)),
-    Owned(*without_feedback(2, 64), 2.0, *TERNARY, (two_phase,), (5,)),
-    Owned(*without_feedback(8, 64), np.inf, *FLOATS, PACKED, (2,)),
-    Owned(*without_feedback(4, 128, seed=5), 16.0, *MAJORITY, (two_phase,), (2, 8)),
-    Owned(*exact(jnp.float32), 16.0, *MAJORITY, (*PACKED, all_reduce), (1, 2, 3, 5, 8)),
-    Owned(*exact(jnp.bfloat16), 16.0, *MAJORITY, (*PACKED, all_reduce), (2, 5)),
-    Owned(*exact(jnp.float32), 16.0, *FLOATS, (two_phase, all_reduce), (3,)),
-]
-
-
-def cases(methods):
-    """Every method with each of its numbers of workers, and a tree and a seed for each."""
-    for number, method in enumerate(methods):
-        for workers in method.workers:
-            name = f"{method.up.name}, {method.down.name}, {workers} workers"
-            yield pytest.param(method, workers, TREES[(number + workers) % 4], id=name)
-
-
-def seed_of(request):
-    return zlib.crc32(request.node.name.encode())
+    Method(*fed_back(3, jnp.bfloat16), MAJORITY, [(TWO_PHASE, (1, 2, 8)), (GATHERED, (3,))],
+           jnp.bfloat16),
+    Method(*fed_back(1, jnp.float32), MAJORITY, [(TWO_PHASE, (8,))], jnp.float32),
+    Method(*fed_back(2, jnp.float16), MAJORITY, [(TWO_PHASE, (3,))], jnp.float16, 2.0),
+    Method(*both("midrise", 4), MAJORITY, [(TWO_PHASE, (3,)), (GATHERED, (8,))], None, 2.0),
+    Method(*both("midrise", 2), TERNARY, [(TWO_PHASE, (3,))]),
+    Method(*both("midrise", 8), FLOATS, [(TWO_PHASE, (2,))], None, np.inf),
+    Method(*both("midrise", 4, seed=5), MAJORITY, [(TWO_PHASE, (8,))]),
+    Method(*both("dense", jnp.float32), MAJORITY, [(TWO_PHASE, (1, 2)), (REDUCED, (3, 8))]),
+    Method(*both("dense", jnp.bfloat16), MAJORITY, [(GATHERED, (2,)), (REDUCED, (3,))]),
+    Method(*both("dense", jnp.float32), FLOATS, [(TWO_PHASE, (3,))]),
+]  # fmt: skip
+MESHES = pytest.mark.parametrize("workers", TREES)
 
 
 def owner_vote(up, wire, *, b1=0.5, b2=0.5, dominance=16.0, down=None, **options):
-    owner = lc.decide.momentum_at_owner(optax.scale_by_lion(b1, b2), dominance=dominance)
+    owner = D.momentum_at_owner(optax.scale_by_lion(b1, b2), dominance=dominance)
     return lc.communicate(axis_name=AXIS, up=up, owner=owner, down=down, wire=wire, **options)
 
 
@@ -262,172 +216,206 @@ def local_vote(up, wire, *, b1=B1, b2=B2, mu_dtype=None, down=None, **options):
     return lc.communicate(axis_name=AXIS, memory=memory, up=up, down=down, wire=wire, **options)
 
 
-@pytest.mark.parametrize(("vote", "workers", "tree"), cases(VOTES))
-def test_votes_with_local_momentum(run_workers, request, vote, workers, tree):
-    params = zeros(tree)
-    story = eventful(params, workers, seed_of(request))
-    txs = {wire.name: local_vote(vote.up, wire, down=vote.down) for wire in vote.wires}
-    simulator = reference.local_momentum(B1, B2, codes=vote.codes, decide=vote.decide)
-    updates, want = simulate(simulator, params, story)
-    for got, state in run_workers(txs, params, *story).values():
-        if vote.decide is reference.average:  # a division by a constant may become a product
-            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2**-22), got, updates)
+def done_by_all(run_workers, make, simulator_of, methods, params, story):
+    """Runs methods on each of their wires, and the reference; yields the two side by side."""
+    workers = story.abstain.shape[1]
+    running = {m.name: m for m in methods if m.wires(workers)}
+    txs = {
+        (m.name, wire.name): make(m, wire) for m in running.values() for wire in m.wires(workers)
+    }
+    simulators = {name: simulator_of(m) for name, m in running.items()}
+    want = simulate(simulators, params, story)
+    for (name, wire_name), got in run_workers(txs, params, *story).items():
+        wire = next(w for w in running[name].wires(workers) if w.name == wire_name)
+        yield f"{name}, {wire_name}", running[name], wire, got, want[name]
+
+
+def votes_of(run_workers, methods, params, story):
+    return done_by_all(
+        run_workers,
+        lambda m, wire: local_vote(m.up, wire, down=m.reply[0]),
+        lambda m: reference.local_momentum(B1, B2, codes=m.codes, decide=m.reply[1]),
+        methods, params, story,
+    )  # fmt: skip
+
+
+def check_votes(run_workers, methods, params, story):
+    for of, m, _, (got, state), (updates, want) in votes_of(run_workers, methods, params, story):
+        if m.reply is AVERAGE:  # a division by a constant may become a product
+            for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(updates), strict=True):
+                np.testing.assert_allclose(a, b, rtol=2**-22, err_msg=of)
         else:
-            assert_equal(got, updates)
+            assert_equal(got, updates, of=of)
+        assert_equal(state.mu, want.mu, of=of)
+        assert_statistics(state, want, of)
+
+
+def check_owners(run_workers, methods, params, story):
+    found = done_by_all(
+        run_workers,
+        lambda m, wire: owner_vote(m.up, wire, dominance=m.dominance, down=m.reply[0]),
+        lambda m: reference.momentum_at_owner(
+            0.5, 0.5, None, m.codes, m.feedback, m.dominance, m.reply[1]
+        ),
+        methods, params, story,
+    )  # fmt: skip
+    for of, m, wire, (got, state), (updates, want) in found:
+        # Errors have more bits than the sum of their magnitudes can hold: added in another order it may
+        # round to the neighbouring step, of a row in thousands. So one row of one worker may differ.
+        but = 0 if m.feedback is None else 128
+        assert_equal(got, updates, but, of)
+        if not but and m.reply is not FLOATS:  # which counts no ties
+            assert_statistics(state, want, of)
+        mu, rows = in_rows(state.owner[0].value.mu, wire), want.mu.shape[1]
+        assert_equal(mu[:, :rows], want.mu, but, of)
+        assert not mu[:, rows:].any()
+        if m.feedback:
+            assert_equal(state.error, want.error, but, of)
+
+
+@MESHES
+def test_votes_with_local_momentum(run_workers, workers):
+    params = zeros(TREES[workers])
+    check_votes(run_workers, VOTES, params, eventful(params, workers, workers))
+
+
+@MESHES
+def test_momentum_at_the_owner(run_workers, workers):
+    params = zeros(TREES[workers])
+    check_owners(run_workers, OWNED, params, eventful(params, workers, workers + 1))
+
+
+def test_large_leaves_take_whole_blocks_before_all_others(run_workers):
+    params = zeros({"a": (130,), "large": (511, 517), "empty": (0,), "larger": (2, 1024, 130)})
+    story = Story(integers(params, 2, 3), np.zeros((2, 3), bool))
+    for g in story.grads.values():
+        g.reshape(2, 3, -1)[:, :2, 256:384] = 0  # a row on which one worker votes
+    on = [(TWO_PHASE, (3,))]
+    votes = [
+        Method(*both("sign"), MAJORITY, on),
+        Method(*both("midrise", 2, seed=3), AVERAGE, [(GATHERED, (3,))]),
+        Method(*both("integer", 8), TERNARY, [(COUNTS[8], (3,))]),
+    ]
+    check_votes(run_workers, votes, params, story)
+    owned = [Method(*both("midrise", 4), MAJORITY, on), Method(*both("dense"), MAJORITY, on)]
+    check_owners(run_workers, owned, params, story)
+
+
+def test_leaves_of_mixed_precision_vote_together(run_workers):
+    params = zeros({"a": (65,), "b": (31,), "c": (3, 10), "d": ()}, FLOATING)
+    # In three steps the blends of such integers fill the 8 bits of a bfloat16, and no more.
+    story = Story(integers(params, 3, 3), np.eye(3, dtype=bool))
+    kinds = {str(kind): kind for kind in (None, "float32")}
+    txs = {k: local_vote(Q.midrise(2), TWO_PHASE, mu_dtype=kind) for k, kind in kinds.items()}
+    simulators = {
+        k: reference.local_momentum(B1, B2, kind, reference.midrise(2)) for k, kind in kinds.items()
+    }
+    want = simulate(simulators, params, story)
+    for name, (got, state) in run_workers(txs, params, *story).items():
+        assert_equal(got, want[name][0])
+        assert_equal(state.mu, want[name][1].mu)
+
+
+@pytest.mark.parametrize("dtypes", [FLOATING, ("bfloat16",)])
+def test_momentum_at_the_owner_has_the_widest_dtype_of_the_gradients(run_workers, dtypes):
+    params = zeros({"a": (65,), "b": (31,), "c": (3, 10), "d": ()}, dtypes)
+    story = Story(integers(params, 3, 2), np.zeros((3, 2), bool))
+    simulator = reference.momentum_at_owner(0.5, 0.5, codes=reference.dense())
+    updates, want = simulate({0: simulator}, params, story)[0]
+    got, state = run_workers({0: owner_vote(Q.dense(), GATHERED)}, params, *story)[0]
+    assert_equal(got, updates)
+    assert_equal(in_rows(state.owner[0].value.mu, GATHERED)[:, : want.mu.shape[1]], want.mu)
+    assert state.owner[0].value.mu.dtype == jnp.result_type(*dtypes)
+
+
+def test_buckets_change_nothing_but_the_coin(run_workers):
+    params = zeros({"a": (129,), "b": (65,), "empty": (0,), "c": (33,), "d": (1,)})
+    # Odd integers blend to odd multiples of a power of two, never to zero; three signs never cancel.
+    story = Story(integers(params, 3, 3, values=(-3, -1, 1, 3)), np.zeros((3, 3), bool))
+    updates, want = simulate({0: reference.local_momentum(B1, B2)}, params, story)[0]
+    assert not want.ties.any()
+    txs = {size: local_vote(Q.sign(), TWO_PHASE, bucket_size=size) for size in (1, 200)}
+    for got, state in run_workers(txs, params, *story).values():
+        assert_equal(got, updates)
         assert_equal(state.mu, want.mu)
         assert_statistics(state, want)
 
 
-@pytest.mark.parametrize(("owned", "workers", "tree"), cases(OWNED))
-def test_momentum_at_the_owner(run_workers, request, owned, workers, tree):
-    params = zeros(tree)
-    story = eventful(params, workers, seed_of(request))
-    txs = {
-        wire.name: owner_vote(owned.up, wire, dominance=owned.dominance, down=owned.down)
-        for wire in owned.wires
-    }
-    simulator = reference.momentum_at_owner(
-        0.5, 0.5, None, owned.codes, owned.feedback, owned.dominance, owned.decide
-    )
-    updates, want = simulate(simulator, params, story)
-    # Errors have more bits than the sum of their squares can hold: added in another order it may round
-    # to the neighbouring step, of a block in thousands. So one block of one worker may differ.
-    but = 0 if owned.feedback is None else owned.up.block
-    done = run_workers(txs, params, *story)
-    for wire in owned.wires:
-        got, state = done[wire.name]
-        assert_equal(got, updates, but)
-        if not but and owned.down.name != "floats":  # which counts no ties
-            assert_statistics(state, want)
-        mu, rows = in_rows(state.owner[0].value.mu, wire), want.mu.shape[1]
-        assert_equal(mu[:, :rows], want.mu, but)
-        assert not mu[:, rows:].any()
-        if owned.feedback:
-            assert_equal(state.error, want.error, but)
+def test_ordinary_numbers_and_default_betas(run_workers):
+    """A multiply-add rounds once if the compiler contracts it and twice if not.
 
-
-@pytest.mark.parametrize("mu_dtype", [None, "float32"])
-def test_leaves_of_mixed_precision_vote_together(run_workers, mu_dtype):
-    params = zeros({"a": (65,), "b": (31,), "c": (3, 10), "d": ()}, FLOATING)
-    # In three steps the blends of such integers fill the 8 bits of a bfloat16, and no more.
-    story = Story(integers(params, 3, 3), np.eye(3, dtype=bool))
-    tx = local_vote(lc.quantize.midrise(2), two_phase, mu_dtype=mu_dtype)
-    simulator = reference.local_momentum(B1, B2, mu_dtype, reference.midrise(2))
-    updates, want = simulate(simulator, params, story)
-    got, state = run_workers({0: tx}, params, *story)[0]
-    assert_equal(got, updates)
-    assert_equal(state.mu, want.mu)
-
-
-@pytest.mark.parametrize("dtypes", [FLOATING, ("bfloat16",), ("float16",)])
-def test_momentum_at_the_owner_has_the_widest_dtype_of_the_gradients(run_workers, dtypes):
-    params = zeros({"a": (65,), "b": (31,), "c": (3, 10), "d": ()}, dtypes)
-    story = Story(integers(params, 3, 2), np.zeros((3, 2), bool))
-    updates, want = simulate(
-        reference.momentum_at_owner(0.5, 0.5, codes=reference.dense()), params, story
-    )
-    got, state = run_workers({0: owner_vote(lc.quantize.dense(), gathered)}, params, *story)[0]
-    assert_equal(got, updates)
-    assert_equal(in_rows(state.owner[0].value.mu, gathered)[:, : want.mu.shape[1]], want.mu)
-    assert state.owner[0].value.mu.dtype == jnp.result_type(*dtypes)
-
-
-@pytest.mark.parametrize("bucket_size", [1, 200])
-def test_buckets_change_nothing_but_the_coin(run_workers, bucket_size):
-    params = zeros({"a": (129,), "b": (65,), "empty": (0,), "c": (33,), "d": (1,)})
-    # Odd integers blend to odd multiples of a power of two, never to zero; three signs never cancel.
-    story = Story(integers(params, 3, 3, values=(-3, -1, 1, 3)), np.zeros((3, 3), bool))
-    updates, want = simulate(reference.local_momentum(B1, B2), params, story)
-    assert not want.ties.any()
-    tx = local_vote(lc.quantize.sign(), two_phase, bucket_size=bucket_size)
-    got, state = run_workers({0: tx}, params, *story)[0]
-    assert_equal(got, updates)
-    assert_equal(state.mu, want.mu)
-    assert_statistics(state, want)
-
-
-# Ordinary numbers and betas: a multiply-add rounds once if the compiler contracts it and twice if not,
-# which may differ between the two programs and moves a message by 2**-24 of itself. A code flips where
-# that crosses the edge between two codes: less than one element in 10**5, and none or one here. With
-# feedback a step may round to its neighbour as well, see above.
-ORDINARY = {
-    "sign": (lc.quantize.sign(), reference.local_momentum(), 1),
-    "two bits": (lc.quantize.midrise(2), reference.local_momentum(codes=reference.midrise(2)), 1),
-    "integers": (lc.quantize.integer(8), reference.local_momentum(codes=reference.integer(8)), 1),
-    "owner": (
-        lc.quantize.error_feedback(lc.quantize.midrise(3, block=128)),
-        reference.momentum_at_owner(feedback=jnp.bfloat16),
-        128,
-    ),
-}
-
-
-@pytest.mark.parametrize(("up", "simulator", "but"), ORDINARY.values(), ids=ORDINARY)
-def test_ordinary_numbers_and_default_betas(run_workers, up, simulator, but):
+    That may differ between the two programs and moves a message by 2**-24 of itself. A code flips where
+    that crosses the edge between two codes: less than one element in 10**5, and none or one here. With
+    feedback a step may round to its neighbour as well, see above.
+    """
     params = zeros({"1000": (1000,), "129": (129,)})
     rng = np.random.default_rng(7)
-    grads = {k: rng.normal(size=(4, 5, *p.shape)).astype(np.float32) for k, p in params.items()}
-    story = Story(grads, np.zeros((4, 5), bool))
-    updates, want = simulate(simulator, params, story)
+    grads = {k: rng.normal(size=(4, 3, *p.shape)).astype(np.float32) for k, p in params.items()}
+    story = Story(grads, np.zeros((4, 3), bool))
     usual = {"b1": 0.9, "b2": 0.99}
-    tx = owner_vote(up, two_phase, **usual) if up.feedback else local_vote(up, two_phase, **usual)
-    got, state = run_workers({0: tx}, params, *story)[0]
-    assert_equal(got, updates, but)
-    mu = (
-        in_rows(state.owner[0].value.mu, two_phase)[:, : want.mu.shape[1]]
-        if up.feedback
-        else state.mu
-    )
-    for a, b in zip(jax.tree.leaves(mu), jax.tree.leaves(want.mu), strict=True):
-        assert np.sum(~np.isclose(a, b, rtol=1e-5, atol=1e-7)) <= but
+    txs = {
+        "sign": local_vote(Q.sign(), TWO_PHASE, **usual),
+        "two bits": local_vote(Q.midrise(2), TWO_PHASE, **usual),
+        "integers": local_vote(Q.integer(8), TWO_PHASE, **usual),
+        "owner": owner_vote(Q.error_feedback(Q.midrise(3)), TWO_PHASE, **usual),
+    }
+    simulators = {
+        "sign": reference.local_momentum(),
+        "two bits": reference.local_momentum(codes=reference.midrise(2)),
+        "integers": reference.local_momentum(codes=reference.integer(8)),
+        "owner": reference.momentum_at_owner(feedback=jnp.bfloat16),
+    }
+    want = simulate(simulators, params, story)
+    for name, (got, state) in run_workers(txs, params, *story).items():
+        updates, reached = want[name]
+        but = 128 if name == "owner" else 1
+        assert_equal(got, updates, but, name)
+        mu = state.mu
+        if name == "owner":
+            mu = in_rows(state.owner[0].value.mu, TWO_PHASE)[:, : reached.mu.shape[1]]
+        for a, b in zip(jax.tree.leaves(mu), jax.tree.leaves(reached.mu), strict=True):
+            assert np.sum(~np.isclose(a, b, rtol=1e-5, atol=1e-7)) <= but, name
 
 
 def learning_rate(count):
     return 0.01 / (1 + count)
 
 
-LEARNING = {"learning_rate": learning_rate, "weight_decay": 0.1, "axis_name": AXIS}
-OPTIMIZERS = {
-    "lion_cub": (
-        lc.lion_cub(
-            b1=B1, b2=B2, quantizer=lc.quantize.midrise(2), sync=lc.sync.every(2), **LEARNING
-        ),
-        reference.local_momentum(B1, B2, codes=reference.midrise(2)),
-        lambda t: t % 2 == 0,
-    ),
-    "distributed_lion": (
-        lc.distributed_lion(b1=B1, b2=B2, average=True, **LEARNING),
-        reference.local_momentum(B1, B2, decide=reference.average),
-        None,
-    ),
-    "owner_lion": (
-        lc.owner_lion(b1=0.5, b2=0.5, **LEARNING),
-        reference.momentum_at_owner(0.5, 0.5, feedback=jnp.bfloat16),
-        None,
-    ),
-}
-
-
-@pytest.mark.parametrize(("tx", "votes", "sync_due"), OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_optimizers_descend_decay_and_sync(run_workers, tx, votes, sync_due):
+def test_optimizers_descend_decay_and_sync(run_workers):
     params = {"w": jnp.linspace(-1, 1, 70), "b": jnp.full(5, 0.5)}
     story = Story(integers(params, 3, 2), np.zeros((3, 2), bool))
-    simulator = reference.optimizer(votes, learning_rate, 0.1, sync_due=sync_due)
-    updates, want = simulate(simulator, params, story)
-    got, state = run_workers({0: tx}, params, *story)[0]
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(updates), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9)  # u + wd p may be one multiply-add
-    if sync_due:
-        assert_equal(optax.tree.get(state, "mu"), want.mu)
+    how = {"learning_rate": learning_rate, "weight_decay": 0.1, "axis_name": AXIS}
+    txs = {
+        "lion_cub": lc.lion_cub(b1=B1, b2=B2, quantizer=Q.midrise(2), sync=lc.sync.every(2), **how),
+        "distributed_lion": lc.distributed_lion(b1=B1, b2=B2, average=True, **how),
+        "owner_lion": lc.owner_lion(b1=0.5, b2=0.5, **how),
+    }
+    votes = {
+        "lion_cub": reference.local_momentum(B1, B2, codes=reference.midrise(2)),
+        "distributed_lion": reference.local_momentum(B1, B2, decide=reference.average),
+        "owner_lion": reference.momentum_at_owner(0.5, 0.5, feedback=jnp.bfloat16),
+    }
+    due = {"lion_cub": lambda t: t % 2 == 0}
+    simulators = {
+        name: reference.optimizer(one, learning_rate, 0.1, sync_due=due.get(name))
+        for name, one in votes.items()
+    }
+    want = simulate(simulators, params, story)
+    done = run_workers(txs, params, *story)
+    for name, (got, state) in done.items():
+        updates, reached = want[name]
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(updates), strict=True):
+            # u + wd p may be one multiply-add
+            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9, err_msg=name)
+        if name in due:
+            assert_equal(optax.tree.get(state, "mu"), reached.mu)
+    check_drift(done["lion_cub"][1], params, story)
 
 
-def test_the_drift_is_measured_before_the_sync(run_workers):
-    params = zeros({"w": (70,), "b": (5,)})
-    story = Story(integers(params, 3, 4), np.zeros((3, 4), bool))
-    tx = lc.lion_cub(0.01, B1, B2, axis_name=AXIS, sync=lc.sync.every(2))
-    _, state = run_workers({0: tx}, params, *story)[0]
-    _, apart = simulate(reference.local_momentum(B1, B2), params, story)
+def check_drift(state, params, story):
+    """It is measured before the sync, at the second of three steps."""
+    _, apart = simulate({0: reference.local_momentum(B1, B2)}, params, story)[0]
     want = reference.drift(jax.tree.map(lambda m: m[1], apart.mu))
     for name, drift in optax.tree.get(state, "drift").items():
-        got = assert_same_everywhere(drift)
+        got = same_everywhere(drift)
         np.testing.assert_allclose(got, [0, want[name], want[name]], rtol=1e-5)

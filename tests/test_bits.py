@@ -1,4 +1,7 @@
-"""Packing and counting on words, bit for bit against numpy."""
+"""Packing and counting on words, bit for bit against numpy.
+
+The adders are operators on words: given numpy's words they run in numpy, without a compiler.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -9,21 +12,36 @@ from hypothesis import strategies as st
 
 from lioncub_jax import bits
 
-# Shapes come from short lists: each new one compiles anew.
 few = settings(max_examples=25, deadline=None, derandomize=True)
 seeds = st.integers(0, 2**32 - 1).map(np.random.default_rng)
 code_bits = st.integers(1, 8)
+# Rows of no block, a block, a half block, and both.
+ROWS = [16, 32, 64, 80]
+
+
+def joined(bits_of_words):
+    """``bool[..., 32, lanes]`` to ``uint32[..., lanes]``, by numpy."""
+    return np.sum(bits_of_words.astype(np.uint32) << np.arange(32)[:, None], -2, dtype=np.uint32)
 
 
 def words_of(x):
-    """``bool[..., n]`` to ``uint32[..., ceil(n / 32)]``, by numpy."""
+    """``bool[..., rows, 128]`` to ``uint32[..., 4 rows]``, by numpy."""
+    whole = x.shape[-2] - x.shape[-2] % 32
+    parts = [joined(x[..., r : r + 32, :]) for r in range(0, whole, 32)]
+    if whole < x.shape[-2]:
+        parts.append(joined(np.concatenate([x[..., whole:, :64], x[..., whole:, 64:]], -2)))
+    return np.concatenate(parts, -1)
+
+
+def row_words_of(x):
+    """``bool[..., rows]`` to ``uint32[..., blocks]``, by numpy."""
     x = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % 32)])
     return np.packbits(x, axis=-1, bitorder="little").view("<u4").astype(np.uint32)
 
 
-def planes_of(codes, p):
-    """``[..., n]`` to ``uint32[p, ..., words]``, by numpy."""
-    return np.stack([words_of(codes >> k & 1 == 1) for k in range(p)])
+def planes_of(numbers, p):
+    """``[..., n]`` to ``uint32[p, ..., words]``: 32 numbers to a word, by numpy."""
+    return np.stack([row_words_of(numbers >> k & 1 == 1) for k in range(p)])
 
 
 def numbers_of(planes, n):
@@ -33,76 +51,89 @@ def numbers_of(planes, n):
     return np.tensordot(1 << np.arange(len(planes)), lanes.astype(np.int64), 1)
 
 
-pack = jax.jit(bits.pack, static_argnums=1)
+# --- Bits of elements
 
 
-@few
-@given(rng=seeds, p=code_bits)
-def test_pack_puts_marked_codes_in_planes_and_the_fill_elsewhere(rng, p):
-    codes = rng.integers(0, 2**p, (3, 64)).astype(np.uint32)
-    marks = rng.random((3, 64)) < rng.choice([0, 0.5, 1])
-    fill = rng.integers(0, 2**32, (p, 6), dtype=np.uint32)
-    packed = pack(codes, p, marks, np.zeros_like(marks), list(fill))
-    marked = words_of(marks.reshape(-1))
-    want = (planes_of(codes.reshape(-1), p) & marked) | (fill & ~marked)
-    np.testing.assert_array_equal(packed.planes, want)
-    np.testing.assert_array_equal(packed.marks, marked)
+@pytest.mark.parametrize("rows", ROWS)
+def test_pack_puts_a_bit_of_each_row_in_the_word_of_its_lane(rows):
+    rng = np.random.default_rng(rows)
+    for fields, lead in ((1, ()), (5, (3,)), (9, (2,))):
+        x = [rng.random((*lead, rows, 128)) < 0.5 for _ in range(fields)]
+        packed = jax.jit(bits.pack)(x)
+        np.testing.assert_array_equal(np.stack(packed), words_of(np.stack(x)))
+        assert packed[0].dtype == jnp.uint32
 
 
-@pytest.mark.parametrize("p", [1, 2, 3, 4, 7, 8])
-@pytest.mark.parametrize("flag", [None, 0, 77, 127])
-def test_pack_tells_whether_any_element_is_flagged(p, flag):
-    flags = np.arange(128).reshape(2, 64) == flag
-    nothing = jnp.zeros((2, 64), jnp.uint32)
-    packed = pack(nothing, p, nothing > 0, flags, [0] * p)
-    assert bool(packed.flagged) == (flag is not None)
-    assert not packed.planes.any() and not packed.marks.any()
+def test_pack_takes_zeros_and_ones_of_any_integers():
+    x = np.random.default_rng(0).integers(0, 2, (32, 128)).astype(np.uint32)
+    np.testing.assert_array_equal(bits.pack([jnp.asarray(x)])[0], words_of(x == 1))
 
 
-@few
-@given(rng=seeds, p=code_bits)
-def test_unpack_undoes_pack(rng, p):
-    codes = rng.integers(0, 2**p, (3, 64)).astype(np.uint32)
-    planes = pack(codes, p, np.ones_like(codes, bool), codes > 2**p, [0] * p).planes
-    np.testing.assert_array_equal(jax.jit(bits.unpack)(planes).reshape(3, 64), codes)
+def test_the_first_bits_of_a_block_and_of_a_half_block():
+    x = np.zeros((48, 128), bool)
+    x[3, 7] = x[32 + 3, 7] = x[32 + 5, 64 + 9] = True
+    (words,) = bits.pack([jnp.asarray(x)])
+    found = np.flatnonzero(words)
+    assert found.tolist() == [7, 128 + 7, 128 + 9]
+    assert np.asarray(words)[found].tolist() == [1 << 3, 1 << 3, 1 << 16 + 5]
 
 
-@few
-@given(rng=seeds, shape=st.sampled_from([(1,), (31,), (32,), (33,), (3, 65), (2, 2, 100)]))
-def test_unpack_bits_undoes_pack_bits(rng, shape):
-    x = rng.random(shape) < 0.5
-    words = bits.pack_bits(jnp.asarray(x))
-    np.testing.assert_array_equal(words, words_of(x))
-    np.testing.assert_array_equal(bits.unpack_bits(words, shape[-1]), x)
+@pytest.mark.parametrize("rows", ROWS)
+def test_unpack_undoes_pack(rows):
+    codes = np.random.default_rng(rows).integers(0, 2**8, (2, rows, 128)).astype(np.uint32)
+    for p in (1, 3, 8):
+        planes = [words_of((codes >> k) & 1 == 1) for k in range(p)]
+        got = jax.jit(bits.unpack, static_argnums=1)(planes, rows)
+        np.testing.assert_array_equal(got, codes % 2**p)
 
 
-@few
-@given(rng=seeds, p=st.integers(1, 16), n=st.sampled_from([1, 32, 100]))
-def test_planes_of_packs_numbers_of_any_width(rng, p, n):
-    numbers = rng.integers(0, 2**p, n).astype(np.uint32)
-    np.testing.assert_array_equal(bits.planes_of(jnp.asarray(numbers), p), planes_of(numbers, p))
+# --- Bits of rows
+
+
+def test_row_words_hold_a_bit_of_each_row():
+    rng = np.random.default_rng(0)
+    for shape in [(16,), (32,), (2, 3, 80)]:
+        x = rng.random(shape) < 0.5
+        words = jax.jit(bits.pack_rows)(x)
+        assert words.shape == (*shape[:-1], bits.row_words(shape[-1]))
+        np.testing.assert_array_equal(words, row_words_of(x))
+        unpacked = jax.jit(bits.unpack_rows, static_argnums=1)(words, shape[-1])
+        np.testing.assert_array_equal(unpacked, x)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_any_in_rows_and_over_rows(rows):
+    rng = np.random.default_rng(rows)
+    x = rng.random((3, rows, 128)) < rng.choice([0, 0.01, 1], (3, rows, 1))
+    found = jax.jit(bits.any_in_rows, static_argnums=1)(words_of(x), rows)
+    np.testing.assert_array_equal(found, row_words_of(x.any(-1)))
+    repeated = np.broadcast_to(x.any(-1, keepdims=True), x.shape)
+    over_rows = jax.jit(bits.over_rows, static_argnums=1)(found, rows)
+    np.testing.assert_array_equal(over_rows, words_of(repeated))
+
+
+# --- Counting
 
 
 def check_tally(codes, p):
     workers, n = codes.shape
-    planes = np.moveaxis(planes_of(codes, p), 0, 1)
-    total = bits.tally(jnp.asarray(planes))
+    total = bits.tally(np.moveaxis(planes_of(codes, p), 0, 1))
     assert len(total) == bits.sum_bits(workers, p)
     np.testing.assert_array_equal(numbers_of(total, n), codes.sum(0, dtype=np.int64))
 
 
-@few
-@given(rng=seeds, p=code_bits, workers=st.integers(1, 40), extreme=st.booleans())
-def test_tally_adds_the_codes_of_all_workers(rng, p, workers, extreme):
-    codes = rng.integers(0, 2**p, (workers, 64))
-    check_tally(np.where(codes < 2**p // 2, 0, 2**p - 1) if extreme else codes, p)
+def test_tally_adds_the_codes_of_all_workers():
+    rng = np.random.default_rng(0)
+    for workers in [*range(1, 41), 100, 255]:
+        for p in range(1, 9):
+            codes = rng.integers(0, 2**p, (workers, 64))
+            codes[:, 0], codes[:, 1] = 0, 2**p - 1
+            check_tally(codes, p)
 
 
-@pytest.mark.parametrize("workers", [255, 256, 300, 509, 510, 511, 600])
-@pytest.mark.parametrize("p", [1, 3])
+@pytest.mark.parametrize(("workers", "p"), [(256, 1), (300, 3), (511, 1), (600, 2)])
 def test_tally_adds_many_workers_in_groups(workers, p):
-    rng = np.random.default_rng(workers)
-    codes = rng.integers(0, 2**p, (workers, 32))
+    codes = np.random.default_rng(workers).integers(0, 2**p, (workers, 32))
     codes[:, 0], codes[:, 1] = 0, 2**p - 1
     check_tally(codes, p)
 
@@ -129,15 +160,22 @@ def test_add_is_addition_modulo_its_width(rng, p, q, width):
 
 
 @few
-@given(rng=seeds, p=st.integers(1, 12))
-def test_compare_is_exact_with_a_threshold_for_each_word(rng, p):
-    threshold = rng.integers(0, 2**p, 3).astype(np.uint32)
-    spread = np.repeat(threshold, 32).astype(np.int64)
-    near = np.clip(spread + rng.integers(-1, 2, 96), 0, 2**p - 1)
-    numbers = np.where(rng.random(96) < 0.5, near, rng.integers(0, 2**p, 96))
-    greater, equal = bits.compare([jnp.asarray(x) for x in planes_of(numbers, p)], threshold)
-    np.testing.assert_array_equal(greater, words_of(numbers > spread))
-    np.testing.assert_array_equal(equal, words_of(numbers == spread))
+@given(rng=seeds, p=code_bits, factor=st.integers(0, 300), width=st.integers(1, 17))
+def test_times_is_multiplication_modulo_its_width(rng, p, factor, width):
+    a = rng.integers(0, 2**p, 32)
+    product = bits.times(list(planes_of(a, p)), factor, width)
+    np.testing.assert_array_equal(numbers_of(product, 32), a * factor % 2**width)
+
+
+@few
+@given(rng=seeds, p=st.integers(1, 12), q=st.integers(1, 12))
+def test_compare_is_exact_with_a_threshold_for_each_number(rng, p, q):
+    numbers = rng.integers(0, 2**p, 96)
+    near = np.clip(numbers + rng.integers(-1, 2, 96), 0, 2**q - 1)
+    thresholds = np.where(rng.random(96) < 0.5, near, rng.integers(0, 2**q, 96))
+    greater, equal = bits.compare(list(planes_of(numbers, p)), list(planes_of(thresholds, q)))
+    np.testing.assert_array_equal(greater, row_words_of(numbers > thresholds))
+    np.testing.assert_array_equal(equal, row_words_of(numbers == thresholds))
 
 
 def test_as_mask_fills_words():
@@ -150,6 +188,13 @@ def test_count_ones_counts_over_all_words():
     assert int(bits.count_ones(jnp.asarray(words))) == np.unpackbits(words.view(np.uint8)).sum()
 
 
+# --- Fair bits
+
+
+coin = jax.jit(bits.coin, static_argnums=1)
+zero_side = jax.jit(bits.zero_side, static_argnums=(1, 4))
+
+
 def murmur_finaliser(h):
     h = (h ^ h >> 16) * 0x85EBCA6B % 2**32
     h = (h ^ h >> 13) * 0xC2B2AE35 % 2**32
@@ -160,19 +205,23 @@ def murmur_finaliser(h):
 def test_coin_is_the_hash_of_the_word_and_the_step(step):
     salt = murmur_finaliser((step + 0x9E3779B9) % 2**32)
     want = [murmur_finaliser(word ^ salt) for word in range(100, 110)]
-    assert bits.coin(100, 10, step).tolist() == want
+    assert coin(100, 10, step).tolist() == want
 
 
 @few
 @given(first=st.integers(0, 2**31), step=st.integers(0, 2**31 - 1), start=st.integers(0, 6))
-def test_coin_of_a_slice_is_the_slice_of_the_coin(first, step, start):
-    whole = bits.coin(first, 8, step)
-    np.testing.assert_array_equal(bits.coin(first + start, 2, jnp.int32(step)), whole[start:][:2])
+def test_fair_bits_of_a_slice_are_the_slice_of_the_fair_bits(first, step, start):
+    part = slice(start, start + 2)
+    whole = coin(first, 8, step)
+    np.testing.assert_array_equal(coin(first + start, 2, jnp.int32(step)), whole[part])
+    whole = zero_side(first, 8, step, 1, 3)
+    sliced = zero_side(first + start, 2, jnp.int32(step), jnp.int32(1), 3)
+    np.testing.assert_array_equal(sliced, whole[part])
 
 
-def tosses(words, step):
-    """``[words, 32]``."""
-    return np.asarray(bits.unpack_bits(bits.coin(0, words, step), 32 * words)).reshape(-1, 32)
+def tossed(words):
+    """``[..., words]`` to ``[..., words, 32]`` of zeros and ones."""
+    return (np.asarray(words)[..., None] >> np.arange(32, dtype=np.uint32)) & 1
 
 
 # A fair coin deviates by more than 5 sigma once in 1.7 million times; the bits are fixed, so a test
@@ -182,24 +231,61 @@ def assert_fair(x, axis=None):
     assert np.abs(x.mean(axis) - 0.5).max() < 5 * 0.5 / np.sqrt(n)
 
 
-@pytest.mark.parametrize("step", [0, 1, 2, 1000])
-def test_coin_is_fair_as_a_whole_and_in_every_lane(step):
-    x = tosses(2**16, step)
+@pytest.mark.parametrize("step", [0, 1, 1000])
+def test_coin_is_fair_as_a_whole_and_in_every_bit(step):
+    x = tossed(coin(0, 2**16, step))
     assert_fair(x)
     assert_fair(x, axis=0)
 
 
-def test_coin_of_a_word_is_fair_over_the_steps():
-    words = jax.vmap(lambda t: bits.coin(0, 16, t))(jnp.arange(4096))
-    assert_fair(np.asarray(bits.unpack_bits(words, 512)), axis=0)
+def test_fair_bits_of_a_word_are_fair_over_the_steps():
+    steps = jnp.arange(4096)
+    assert_fair(tossed(jax.vmap(lambda t: coin(0, 16, t))(steps)), axis=0)
+    assert_fair(tossed(jax.vmap(lambda t: zero_side(0, 16, t, 2, 5))(steps)), axis=0)
 
 
-@pytest.mark.parametrize("other", ["the next step", "the next word", "the next lane"])
-def test_coin_does_not_repeat_itself(other):
-    x = tosses(2**16, 5)
-    y = {
-        "the next step": tosses(2**16, 6),
-        "the next word": np.roll(x, 1, axis=0),
-        "the next lane": np.roll(x, 1, axis=1),
-    }[other]
-    assert_fair(x == y)
+def test_coin_does_not_repeat_itself():
+    x, next_step = (tossed(coin(0, 2**16, step)) for step in (5, 6))
+    for other in (next_step, np.roll(x, 1, axis=0), np.roll(x, 1, axis=1)):
+        assert_fair(x == other)
+
+
+def sides(workers, words, steps):
+    """``[steps, W, words, 32]``."""
+    of_step = jax.vmap(lambda w, t: bits.zero_side(7, words, t, w, workers), (0, None))
+    each = jax.jit(jax.vmap(of_step, (None, 0)))
+    return tossed(each(jnp.arange(workers), jnp.arange(steps)))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 8])
+def test_zeros_of_the_workers_cancel_in_pairs(workers):
+    upper = sides(workers, 4, 64).sum(1)
+    assert set(np.unique(upper)) <= {workers // 2, (workers + 1) // 2}
+
+
+def test_the_side_of_a_zero_is_the_hash_turned_by_the_rank_of_the_worker():
+    workers, step, first = 5, 77, 12
+    draw = murmur_finaliser(step + 0xC2B2AE3D)
+    drawn = [murmur_finaliser(worker ^ draw) for worker in range(workers)]
+    salt = murmur_finaliser(step + 0x85EBCA77)
+    base = [murmur_finaliser(word ^ salt) for word in range(first, first + 3)]
+    for worker in range(workers):
+        odd = sorted(drawn).index(drawn[worker]) % 2
+        want = [word ^ (0xFFFFFFFF * odd) for word in base]
+        assert zero_side(first, 3, step, worker, workers).tolist() == want
+
+
+def test_who_cancels_whom_is_a_fair_draw():
+    parity = sides(8, 1, 4096)[:, :, 0, 0]  # of one element
+    for i in range(8):
+        for j in range(i):
+            apart = (parity[:, i] != parity[:, j]).mean()
+            assert abs(apart - 4 / 7) < 5 * 0.5 / np.sqrt(4096)
+
+
+@pytest.mark.parametrize("workers", [2, 8])
+def test_the_side_of_a_zero_says_nothing_of_the_coin(workers):
+    coins = tossed(jax.vmap(lambda t: coin(7, 64, t))(jnp.arange(256)))
+    for side in np.moveaxis(sides(workers, 64, 256), 1, 0):
+        assert_fair(side == coins)
+        assert_fair(side[:-1] == coins[1:])

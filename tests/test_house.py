@@ -22,8 +22,8 @@ PACKAGE = ROOT / "lioncub_jax"
 # The house. A part is a file at the root of the package or a whole wing (a folder).
 # A part of the core may import those to the left of it.
 CORE = [
-    "units", "bits", "layout", "ballots", "quantize", "decide", "messages", "wires", "mesh",
-    "checks", "momentum", "agreement", "exchange", "sync", "optimizer",
+    "units", "bits", "layout", "quantize", "decide", "wires", "mesh", "checks", "momentum",
+    "exchange", "sync", "optimizer",
 ]  # fmt: skip
 # The wings do not import each other, but for those named here.
 WINGS = {
@@ -35,13 +35,17 @@ WINGS = {
     "lab": {"units"},
     "reference": set(),
 }
-FACES = {"__init__": {*CORE, *WINGS}, "cli": {*CORE, *WINGS} - {"reference"}}
+FACES = {
+    "__init__": {*CORE, *WINGS},
+    "cli": {"__init__", *CORE, *WINGS} - {"reference"},
+    "__main__": {"cli"},
+}
 MAY_IMPORT = {part: set(CORE[:i]) for i, part in enumerate(CORE)} | WINGS | FACES
 
-# Oracles for tests and studies; the inside of the lab's namespaces is a program that it starts.
+# Oracles for tests and studies, programs that are started, and models that are named to the command.
 NOT_IMPORTED = {
     "reference.baselines", "reference.dgc", "reference.simulate", "reference.sync",
-    "lab.namespaces",
+    "__main__", "cli.__main__", "lab.namespaces", "cli.examples",
 }  # fmt: skip
 MAY_USE_THE_REFERENCE = ("tests/", "benchmarks/study/", "lioncub_jax/reference/")
 

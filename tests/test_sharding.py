@@ -471,7 +471,7 @@ def prepared(tx_of, name, kind):
     travels = TRAVELS[name]
     mesh, where = travels.shape.mesh(kind), travels.shape.of()
     tx = tx_of(**where)
-    state = lc.abstract_state(tx, model_params(), mesh, specs=cuts_of(travels), **where)
+    state = lc.training.abstract_state(tx, model_params(), mesh, specs=cuts_of(travels), **where)
     step = lc.make_train_step(model_loss(kind), tx, mesh, batch_spec=travels.batch_spec, **where)
     return state, step
 
@@ -892,7 +892,7 @@ def test_an_abstract_state_is_the_state_without_its_numbers(name, kind, optimize
     given = {"specs": specs, "model_state": {"key": jax.random.key(1), "n": jnp.zeros(3)}}
     state = lc.init_state(tx, zeros(), mesh, **given, **shape.of())
     shapes = jax.eval_shape(zeros)
-    abstract = lc.abstract_state(tx, shapes, mesh, **given, **shape.of())
+    abstract = lc.training.abstract_state(tx, shapes, mesh, **given, **shape.of())
     assert jax.tree.structure(abstract) == jax.tree.structure(state)
     for (path, x), want in zip(
         jax.tree_util.tree_leaves_with_path(abstract), jax.tree.leaves(state), strict=True

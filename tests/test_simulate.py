@@ -37,9 +37,9 @@ EXACT = {
     ),
     "owner, 3 bits": (
         lc.owner_lion(
-            RATE, 0.5, 0.5, weight_decay=DECAY, axis_name=AXIS, quantizer=lc.quantize.midrise(3, block=64)
+            RATE, 0.5, 0.5, weight_decay=DECAY, axis_name=AXIS, quantizer=lc.quantize.midrise(3)
         ),
-        reference.momentum_at_owner(0.5, 0.5, codes=reference.midrise(3, 64)),
+        reference.momentum_at_owner(0.5, 0.5, codes=reference.midrise(3)),
     ),
     "SIGNUM": (
         baselines.signum(RATE, 0.5, axis_name=AXIS),

@@ -18,8 +18,9 @@ the rest of the package. The rules, for workers ``i = 0 .. W-1`` and the step af
   zero: an exact zero takes one of the two inner codes, the upper one if its side is 1. Mid-tread (``top``
   even) has one. The step of a mid-rise row is the best one for a Gaussian, from the mean magnitude of
   its real elements; integers are in units of the mean magnitude of their leaf. Padding is zeros and is
-  coded as they are. No square is taken and no sum overflows: values times a power of two give the same
-  codes.
+  coded as they are. No square is taken: values times a power of two give the same codes. Where the sum of
+  a row overflows (from 2**121 on) its largest magnitude stands for the mean; the sum of a leaf is then
+  taken of values times 2**-64.
 * **Who votes.** A worker with a value that is not finite abstains from the step, and so does one that
   is asked to; its momentum and error stay. With mid-rise codes a worker does not vote on a row whose
   values are all exactly zero. With mid-tread codes everybody votes, and an abstainer sends zero.
@@ -130,9 +131,7 @@ class Simulator(NamedTuple):
 Places = Callable[[int, int, int], Any]  # as `words` without its options
 
 
-def words(
-    rows: int, workers: int, unit: int, first_word: Any = 0
-) -> tuple[jax.Array, jax.Array]:
+def words(rows: int, workers: int, unit: int, first_word: Any = 0) -> tuple[jax.Array, jax.Array]:
     """The word and the bit of each element of a buffer, ``uint32[rows, 128]`` each.
 
     Args:
@@ -263,7 +262,9 @@ def decode(message: Message, top: int) -> jax.Array:
 def row_mean(x: jax.Array, buffer: Buffer) -> jax.Array:
     """Mean magnitude of each row's real elements, ``[..., rows, 128]`` to ``float32[..., rows, 1]``."""
     real = np.maximum(buffer.real.sum(axis=1, keepdims=True), 1).astype(np.float32)
-    return _mean_magnitude(x, real, lambda x: jnp.sum(x, axis=-1, keepdims=True), 8)
+    total = jnp.sum(jnp.abs(x), axis=-1, keepdims=True)
+    most = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
+    return jnp.where(jnp.isfinite(total), total / real, most)
 
 
 def leaf_mean(x: jax.Array, buffer: Buffer) -> jax.Array:
@@ -275,15 +276,10 @@ def leaf_mean(x: jax.Array, buffer: Buffer) -> jax.Array:
         parts = jnp.split(jnp.sum(x, axis=-1), np.cumsum(rows)[:-1], axis=-1)
         return jnp.stack([jnp.sum(part, axis=-1) for part in parts], axis=-1)
 
-    of_leaf = _mean_magnitude(x, np.maximum(sizes, 1).astype(np.float32), total, 64)
+    n = np.maximum(sizes, 1).astype(np.float32)
+    low, high = total(jnp.abs(x)), total(jnp.abs(x) * 2.0**-64)
+    of_leaf = jnp.where(jnp.isfinite(low), low / n, high / n * 2.0**64)
     return jnp.repeat(of_leaf, rows, axis=-1, total_repeat_length=len(buffer.real))[..., None]
-
-
-def _mean_magnitude(x: jax.Array, n: np.ndarray, total: Any, shift: int) -> jax.Array:
-    """A sum that overflows is taken again of values that are smaller by a power of two."""
-    low, high = total(jnp.abs(x)), total(jnp.abs(x) * 2.0**-shift)
-    mean = jnp.where(jnp.isfinite(low), low / n, high / n * 2.0**shift)
-    return jnp.minimum(mean, jnp.finfo(jnp.float32).max)
 
 
 def to_bfloat16(x: jax.Array) -> jax.Array:
@@ -292,8 +288,10 @@ def to_bfloat16(x: jax.Array) -> jax.Array:
 
 
 def quotient(x: jax.Array, unit: jax.Array) -> jax.Array:
-    """``x / unit``, and 0 where the unit is 0."""
-    return jnp.where(unit > 0, x / jnp.where(unit > 0, unit, 1), 0)
+    """``x / unit``, and 0 where the unit is 0; by an inverse that no unit is too large or small for."""
+    near_one = jnp.where(unit > 1, jnp.float32(2.0**-64), jnp.float32(2.0**64))
+    inverse = jnp.where(unit > 0, 1 / jnp.where(unit > 0, unit * near_one, 1), 0)
+    return (x * near_one) * inverse
 
 
 def noise(buffer: Buffer, workers: int, t: Any, seed: int) -> jax.Array:
@@ -351,7 +349,7 @@ def bounded_mean(message: Message, present: jax.Array, top: int, dominance: floa
     decoded = decode(Message(message.q, jnp.minimum(step, limit)), top)
     decoded = jnp.where(present, decoded, 0)
     total = lax.fori_loop(1, len(step), lambda i, total: total + decoded[i], decoded[0])
-    return total / jnp.maximum(jnp.sum(present, dtype=jnp.int32), 1).astype(jnp.float32)
+    return total * (1 / jnp.maximum(jnp.sum(present, dtype=jnp.int32), 1).astype(jnp.float32))
 
 
 # --- One step of all workers
