@@ -212,9 +212,6 @@ def run(tx, workers, params=PARAMS):
     return lc.make_train_step(loss, tx, workers)(state, np.ones((8, 3), np.float32))
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="the core names the mismatch once merged"
-)
 @pytest.mark.parametrize(
     ("optimizer", "step"),
     [(("batch", None), ("data", None)), (("data", "batch"), ("data", None))],
@@ -243,9 +240,6 @@ def test_a_step_over_an_axis_that_the_optimizer_does_not_vote_over():
 # --- One device, no mesh
 
 
-@pytest.mark.xfail(
-    strict=True, raises=ValueError, reason="communicate(axis_name=None) is not merged yet"
-)
 @pytest.mark.parametrize(
     "make",
     [

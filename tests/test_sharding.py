@@ -409,7 +409,7 @@ class Travels(NamedTuple):
     batch_spec: P
 
 
-# A two-layer model, large enough that headers do not count: 2 * 256 * 512 parameters and some.
+# A two-layer model, large enough that headers and padding do not count: 2 * 512 * 2048 parameters and some.
 TRAVELS = {
     "8": Travels(MESHES["8"], {}, P("data")),
     "tensor 4 x 2": Travels(
@@ -435,12 +435,13 @@ TRAVELS = {
 }
 
 
-BATCH = np.random.default_rng(1).normal(size=(32, 256)).astype(np.float32)
+BATCH = np.random.default_rng(1).normal(size=(32, 512)).astype(np.float32)
 
 
+@functools.cache
 def model_params():
     rng = np.random.default_rng(0)
-    sizes = {"a": (256, 512), "b": (512, 256), "norm": (256,)}
+    sizes = {"a": (512, 2048), "b": (2048, 512), "norm": (512,)}
     return {n: jnp.asarray(rng.normal(size=s) / 16, jnp.float32) for n, s in sizes.items()}
 
 
@@ -462,15 +463,20 @@ def model_loss(kind):
     return loss
 
 
-@functools.cache
-def program(tx_of, name, kind):
-    """What the compiled step sends, its state by shape, and the step."""
+def prepared(tx_of, name, kind):
+    """The state by shape, and the step."""
     travels = TRAVELS[name]
     mesh, where = travels.shape.mesh(kind), travels.shape.of()
     tx = tx_of(**where)
     state = lc.training.abstract_state(tx, model_params(), mesh, specs=cuts_of(travels), **where)
     step = lc.make_train_step(model_loss(kind), tx, mesh, batch_spec=travels.batch_spec, **where)
-    return collectives(step.lower(state, BATCH).compile(), mesh), state, step
+    return state, step
+
+
+def program(tx_of, name, kind):
+    """What the compiled step sends, and its state by shape."""
+    state, step = prepared(tx_of, name, kind)
+    return collectives(step.lower(state, BATCH).compile(), TRAVELS[name].shape.mesh(kind)), state
 
 
 def cuts_of(travels):
@@ -496,13 +502,38 @@ VOTERS = {
 }
 
 
-@pytest.mark.parametrize("optimizer", VOTERS)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", TRAVELS)
-def test_only_packed_votes_cross_the_workers_axis(name, kind, optimizer):
-    travels, (make, bits_each) = TRAVELS[name], VOTERS[optimizer]
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("8", "explicit"),
+        ("tensor 4 x 2", "explicit"),
+        ("fsdp 4 x 2", "auto"),
+        ("2 x 2 x 2", "auto"),
+        ("two-level 2 x 4", "auto"),
+        slow("8", "auto"),
+        slow("tensor 4 x 2", "auto"),
+        slow("fsdp 4 x 2", "explicit"),
+        slow("fsdp 2 x 4", "auto"),
+        slow("fsdp 2 x 4", "explicit"),
+        slow("2 x 2 x 2", "explicit"),
+        slow("two-level 2 x 4", "explicit"),
+        slow("two-level 4 x 2", "auto"),
+        slow("two-level 4 x 2", "explicit"),
+    ],
+)
+def test_what_travels_and_what_is_kept(name, kind):
+    """Only packed votes cross the workers' axis; inside a worker nothing is new; state is no larger."""
+    lion, lion_state = program(lion_of_all, name, KINDS[kind])
+    for optimizer, (make, bits_each) in VOTERS.items():
+        found, state = program(make, name, KINDS[kind])
+        check_across(found, state, TRAVELS[name], bits_each)
+        check_inside(found, lion, state, TRAVELS[name])
+        check_memory(state, lion_state, TRAVELS[name], optimizer)
+
+
+def check_across(found, state, travels, bits_each):
+    """Words of codes, as many bits as were promised, in two collectives for each set of axes."""
     shape = travels.shape
-    found, state, _ = program(make, name, KINDS[kind])
     workers = set(shape.worker_axes)
     across = [one for one in found if set(one.axes) & workers and not is_scalar(one)]
     assert {one.axes for one in across} == {shape.worker_axes}
@@ -514,19 +545,14 @@ def test_only_packed_votes_cross_the_workers_axis(name, kind, optimizer):
     assert len(across) == 2 * len({axes_of(s) for s in cuts_of(travels).values()})
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", TRAVELS)
-def test_inside_a_worker_nothing_moves_that_optax_lion_does_not_move(name, kind):
-    """But one word by which a worker's devices abstain together, and one for the statistics."""
-    travels = TRAVELS[name]
+def check_inside(ours, lion, state, travels):
+    """What optax.lion moves, one word by which devices abstain together, one for the statistics."""
     shape = travels.shape
 
     def inside(found):
         own = [one for one in found if one.axes and not set(one.axes) & set(shape.worker_axes)]
         return Counter((one.op, one.axes, one.operands) for one in own)
 
-    ours, state, _ = program(VOTERS["lion_cub"][0], name, KINDS[kind])
-    lion, *_ = program(lion_of_all, name, KINDS[kind])
     more = inside(ours) - inside(lion)
     words = [key for key in more if sum(o.bytes for o in key[2]) <= 8]
     rest = [key for key in more if key not in words]
@@ -544,28 +570,37 @@ def test_inside_a_worker_nothing_moves_that_optax_lion_does_not_move(name, kind)
     assert 8 * sum(o.bytes for o in gather[2]) < 1.05 * parameters / shape.group_size
 
 
-@pytest.mark.parametrize("optimizer", VOTERS)
-@pytest.mark.parametrize("name", TRAVELS)
-def test_optimizer_memory_is_no_more_than_that_of_optax_lion(name, optimizer):
-    travels = TRAVELS[name]
-    group = travels.shape.group_size
+def check_memory(ours, lion, travels, optimizer):
+    """State no larger than that of optax.lion; in a group, than its share of it."""
 
     def on_a_device(tree):
         return sum(
             np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in tree if x.ndim
         )
 
-    _, ours, step = program(VOTERS[optimizer][0], name, AxisType.Auto)
-    _, lion, _ = program(lion_of_all, name, AxisType.Auto)
-    allowed = on_a_device(jax.tree.leaves(lion.opt_state)) / group
-    if (
-        optimizer == "owner_lion"
-    ):  # the momentum of a worker is a slice, and errors are half as wide
+    allowed = on_a_device(jax.tree.leaves(lion.opt_state)) / travels.shape.group_size
+    if optimizer == "owner_lion":
+        # The momentum of a worker is a slice, and errors are half as wide.
         allowed *= 1 / travels.shape.workers + 0.5
     assert on_a_device(jax.tree.leaves(ours.opt_state)) <= 1.02 * allowed
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [
+        ("2 x 2 x 2", "lion_cub"),
+        ("two-level 2 x 4", "owner_lion"),
+        *[slow(name, "owner_lion") for name in ("8", "tensor 4 x 2", "fsdp 2 x 4", "2 x 2 x 2")],
+        slow("two-level 4 x 2", "lion_cub"),
+    ],
+)
+def test_a_training_step_is_traced_once(name, optimizer):
+    travels = TRAVELS[name]
     mesh, where = travels.shape.mesh(), travels.shape.of()
     tx = VOTERS[optimizer][0](**where)
     state = lc.init_state(tx, model_params(), mesh, specs=cuts_of(travels), **where)
+    loss = model_loss(AxisType.Auto)
+    step = lc.make_train_step(loss, tx, mesh, batch_spec=travels.batch_spec, **where)
     for _ in range(3):
         state, metrics = step(state, BATCH)
     assert step.traces == 1 and np.isfinite(metrics["loss"])
@@ -574,7 +609,7 @@ def test_optimizer_memory_is_no_more_than_that_of_optax_lion(name, optimizer):
 # --- Chains, models and metadata
 
 
-@pytest.mark.parametrize("name", ["4 x 2", "2 x 2 x 2"])
+@pytest.mark.parametrize("name", [slow("4 x 2"), "2 x 2 x 2"])
 def test_other_transforms_of_a_chain_see_whole_gradients(name):
     """A norm over a shard would be smaller, and clip less."""
     shape = MESHES[name]
@@ -585,11 +620,11 @@ def test_other_transforms_of_a_chain_see_whole_gradients(name):
     params = placed(zeros(), specs, mesh)
     _, state = jax.jit(tx.update)(grads, tx.init(params), params)
     for worker in range(shape.workers):
-        own = {n: jnp.asarray(g[worker]) for n, g in grads.items()}
-        clipped, _ = optax.clip_by_global_norm(1.0).update(own, optax.EmptyState())
-        for n in LEAVES:
+        own = {n: g[worker] for n, g in grads.items()}
+        norm = np.sqrt(sum(np.sum(g * g) for g in own.values()))
+        for n, g in own.items():
             got = np.asarray(state[1].mu[n])[worker]
-            np.testing.assert_allclose(got, (1 - B2) * clipped[n], rtol=1e-6, err_msg=n)
+            np.testing.assert_allclose(got, (1 - B2) * g / norm, rtol=1e-5, err_msg=n)
 
 
 def test_random_rounding_differs_between_shards():
@@ -606,7 +641,7 @@ def test_random_rounding_differs_between_shards():
     assert len({row.tobytes() for row in shards}) == 4
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["explicit", slow("auto")])
 def test_a_scale_for_a_whole_leaf_is_that_of_all_its_shards(kind):
     shape = MESHES["4 x 2"]
     specs = {"w": P(None, "tp")}
@@ -628,7 +663,7 @@ def test_a_scale_for_a_whole_leaf_is_that_of_all_its_shards(kind):
     np.testing.assert_array_equal(updates["w"], want["w"][0])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["explicit", slow("auto")])
 def test_momentum_is_averaged_and_drift_measured_over_all_shards(kind):
     shape = MESHES["4 x 2"]
     mesh, specs = shape.mesh(KINDS[kind]), {"w": P(None, "tp"), "b": P()}
@@ -754,9 +789,9 @@ def test_axes_of_the_workers_come_first_in_a_batch():
 
 
 def test_a_batch_that_the_parts_do_not_divide():
-    _, state, step = program(VOTERS["lion_cub"][0], "fsdp 4 x 2", AxisType.Auto)
-    with refused("(12, 256)", "multiple of 8", "4 workers", "2 parts of each worker's"):
-        step(state, np.ones((12, 256), np.float32))
+    state, step = prepared(VOTERS["lion_cub"][0], "fsdp 4 x 2", AxisType.Auto)
+    with refused("(12, 512)", "multiple of 8", "4 workers", "2 parts of each worker's"):
+        step(state, np.ones((12, 512), np.float32))
 
 
 def test_a_group_axis_that_is_given_to_one_side_only():
@@ -764,7 +799,7 @@ def test_a_group_axis_that_is_given_to_one_side_only():
     alone = lc.lion_cub(1e-3, axis_name="node")
     with refused("differs between workers", "group_axis must be given to both"):
         prepare_and_trace(shape, alone)
-    with refused("'gpu' is not a mesh axis here"):
+    with refused("'gpu' is not an axis of the workers here", "name different axes"):
         prepare(Shape(shape.sizes, axis="node"), tx=lc.lion_cub(1e-3, **shape.of()))
 
 
@@ -837,9 +872,17 @@ def test_an_update_on_a_mesh_needs_the_parameters():
         tx.update({"w": jnp.zeros((8, 4))}, state)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["2 x 2 x 2", "two-level with tp", "one worker"])
-@pytest.mark.parametrize("optimizer", VOTERS)
+@pytest.mark.parametrize(
+    ("optimizer", "name", "kind"),
+    [
+        ("lion_cub", "2 x 2 x 2", "auto"),
+        ("owner_lion", "two-level with tp", "explicit"),
+        ("owner_lion", "one worker", "auto"),
+        slow("owner_lion", "2 x 2 x 2", "explicit"),
+        slow("lion_cub", "two-level with tp", "auto"),
+        slow("lion_cub", "one worker", "explicit"),
+    ],
+)
 def test_an_abstract_state_is_the_state_without_its_numbers(name, kind, optimizer):
     shape = MESHES[name]
     mesh, specs, tx = shape.mesh(KINDS[kind]), specs_for(shape), VOTERS[optimizer][0](**shape.of())
