@@ -94,7 +94,7 @@ def test_the_import_loads_nothing_heavy():
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     before, after = done.stdout.split("\n")[:2]
-    assert before == "" and {"orbax", "rich"} <= set(after.split(","))
+    assert before == "" and "orbax" in after.split(",")
 
 
 def test_a_step_without_flax_does_not_load_it():
