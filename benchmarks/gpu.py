@@ -40,8 +40,10 @@ from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import lioncub_jax as lc
-from lioncub_jax import bits, messages
-from lioncub_jax.ballots import Ballot, Place
+from lioncub_jax import bits, layout
+from lioncub_jax.decide import Slice
+from lioncub_jax.quantize import Message, Place
+from lioncub_jax.wires import Format
 
 DTYPES = jnp.float32, jnp.bfloat16
 SIZES = "16M,64M,256M,1B"
@@ -111,39 +113,41 @@ def steps(size: int, dtype: Any) -> tuple[dict[str, Op], Store]:
 
 def pieces(size: int, dtype: Any) -> tuple[dict[str, Op], Store]:
     """Pack, tally and unpack of one-bit votes by themselves, and the shapes of what they take."""
-    rows = size // bits.ROW
-    chunk = rows // WORKERS
     sign, majority = lc.quantize.sign(), lc.decide.majority()
     grads = {"w": jax.ShapeDtypeStruct((size,), dtype)}
+    (bucket,) = layout.buckets([grads["w"]], WORKERS, axes=[frozenset()])
+    (piece_of_it,) = bucket.pieces
+    form = Format.of(sign, lc.decide.count(), majority, bucket)
+    where = Slice(1, bucket.chunk, WORKERS, sign, dtype, None)
 
-    def pack(grads: Any, ballot: Any) -> tuple[Ballot]:
-        place = Place(0, size, 0, jnp.int32(0), jnp.int32(0), WORKERS)
-        return (sign.encode(grads["w"].reshape(rows, bits.ROW).astype(jnp.float32), place),)
+    def pack(grads: Any, message: Any) -> tuple[Message]:
+        now, me = jnp.int32(0), jnp.int32(0)
+        place = Place(bucket, piece_of_it, 0, now, me, WORKERS, None, False)
+        return (sign.encode(layout.join([grads["w"]], piece_of_it), place),)
 
     def count(payload: jax.Array, voted: jax.Array, counted: Any) -> Any:
         return (tally.by_adders(payload, voted),)
 
-    def unpack(answers: jax.Array, updates: jax.Array) -> tuple[jax.Array]:
-        answer, _ = messages.open_answers(answers, majority, sign, chunk, WORKERS)
-        values = majority.decode(answer.planes, answer.per_row, 1, WORKERS)
-        return (values.reshape(-1).astype(updates.dtype),)
+    def unpack(replies: jax.Array, updates: jax.Array) -> tuple[jax.Array]:
+        reply, _ = form.unpack_reply(replies)
+        values = majority.decode(reply.planes, reply.rows, where)
+        return (values.reshape(-1)[:size].astype(updates.dtype),)
 
-    words = messages.answer_words(majority, sign, chunk, WORKERS)
     given: Store = {
-        "payload": jax.ShapeDtypeStruct((WORKERS, 1, bits.WORDS_PER_ROW * chunk), jnp.uint32),
-        "voted": jax.ShapeDtypeStruct((WORKERS, -(-chunk // bits.WORD)), jnp.uint32),
-        "answers": jax.ShapeDtypeStruct((WORKERS, words), jnp.uint32),
+        "payload": jax.ShapeDtypeStruct((WORKERS, form.code_words), jnp.uint32),
+        "voted": jax.ShapeDtypeStruct((WORKERS, bits.row_words(bucket.chunk)), jnp.uint32),
+        "replies": jax.ShapeDtypeStruct((WORKERS, form.reply_words), jnp.uint32),
         "updates": grads["w"],
     }
-    (given["ballot"],) = jax.eval_shape(pack, grads, None)
+    (given["message"],) = jax.eval_shape(pack, grads, None)
     (given["counted"],) = jax.eval_shape(count, given["payload"], given["voted"], None)
     ops = {
-        # Values are read; words of codes and a byte for each row are written.
-        "pack": piece(pack, ("grads", "ballot"), {"grads": grads, **given}),
-        # The words of all workers are read, for the slice of one owner; its answer is written.
+        # Values are read; words of codes and a bit for each row are written.
+        "pack": piece(pack, ("grads", "message"), {"grads": grads, **given}),
+        # The words of all workers are read, for the slice of one owner; its reply is written.
         "tally": piece(count, ("payload", "voted", "counted"), given),
         # The words of all owners are read; an update of the parameters' dtype is written.
-        "unpack": piece(unpack, ("answers", "updates"), given),
+        "unpack": piece(unpack, ("replies", "updates"), given),
     }
     return ops, given
 

@@ -24,9 +24,9 @@ from rich.console import Console
 from rich.table import Table
 
 import lioncub_jax as lc
-from lioncub_jax import messages, wires
-from lioncub_jax.agreement import Plan, Voter
-from lioncub_jax.exchange import worker_step
+from lioncub_jax import wires
+from lioncub_jax.bits import ROW
+from lioncub_jax.exchange import Plan, Worker, worker_step
 from lioncub_jax.layout import Bucket, Flat
 
 WORKERS = 8
@@ -43,13 +43,13 @@ class Candidate(NamedTuple):
 def loopback() -> wires.Wire:
     """The two-phase wire with its collectives short-circuited: what is sent comes back."""
 
-    def collect(ballot, takes_part, quantizer, needs_values, bucket, axis):
-        posted = messages.outbox(ballot, takes_part, quantizer, needs_values, WORKERS)
-        posted = jax.lax.optimization_barrier(posted)
-        return messages.open_inbox(posted, quantizer, needs_values, bucket.chunk, WORKERS)
+    def collect(message, takes_part, form, axis):
+        posted = jax.lax.optimization_barrier(form.pack(message, takes_part))
+        return form.unpack(posted[:, None])
 
-    def publish(answer, axis):
-        return jax.lax.optimization_barrier(jnp.broadcast_to(answer, (WORKERS, answer.size)))
+    def publish(replies, axis):
+        copies = jnp.broadcast_to(replies[0], (WORKERS, replies.shape[1]))
+        return jax.lax.optimization_barrier(copies)
 
     return wires.two_phase()._replace(collect=collect, publish=publish)
 
@@ -57,25 +57,24 @@ def loopback() -> wires.Wire:
 def voting(params: Any, **parts: Any) -> Candidate:
     """The whole pipeline with ``communicate`` at its head, for worker 0 of 8."""
     rest = optax.chain(optax.add_decayed_weights(1e-3), optax.scale_by_learning_rate(1e-4))
-    template = lc.communicate(
-        axis_name="data", **{**parts, "owner": lc.decide.count(), "up": lc.quantize.sign()}
-    )
     owner = parts.get("owner", lc.decide.count())
     up = parts.get("up", lc.quantize.sign())
     memory = parts.get("memory", lc.momentum.nothing())
-    plan = Plan("data", None, memory, up, owner, lc.decide.majority(), loopback(), None)
-    state = template.init(params)
-    buckets = plan.buckets(jax.tree.leaves(params), WORKERS)
+    down = lc.decide.fitting(up)
+    plan = Plan("data", None, memory, up, owner, down, loopback(), None)
+    state = lc.communicate(axis_name="data", memory=memory).init(params)
+    leaves = jax.tree.leaves(params)
+    buckets = plan.buckets(leaves, WORKERS)
     if up.feedback is not None:
         error = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=up.feedback), params)
         state = state._replace(error=error)
     if owner.needs_values:
-        slices = [Flat(owner.init(jnp.zeros((2 * b.chunk, 32), b.dtype)), b) for b in buckets]
+        slices = [Flat(owner.init(jnp.zeros((b.chunk, ROW), b.dtype)), b) for b in buckets]
         state = state._replace(owner=tuple(slices))
 
     def step(params, state, grads):
-        voter = Voter(jnp.int32(0), WORKERS, state.count)
-        updates, state = worker_step(plan, voter, grads, state, None)
+        worker = Worker(jnp.int32(0), WORKERS, state.count, [None] * len(leaves))
+        updates, state = worker_step(plan, worker, grads, state, None)
         updates, _ = rest.update(updates, rest.init(params), params)
         return optax.apply_updates(params, updates), state, grads
 
@@ -83,13 +82,11 @@ def voting(params: Any, **parts: Any) -> Candidate:
 
 
 def wire_bytes(plan: Plan, buckets: Sequence[Bucket]) -> int:
-    """Bytes of memory that sending and receiving touch: out, in, this owner's answer, all answers."""
-    words = 0
-    for bucket in buckets:
-        about = plan.up, plan.owner.needs_values, bucket.chunk, WORKERS
-        words += 2 * WORKERS * messages.message_words(*about)
-        words += (1 + WORKERS) * messages.answer_words(plan.down, plan.up, bucket.chunk, WORKERS)
-    return 4 * words
+    """Bytes of memory that sending and receiving touch: out, in, this owner's reply, all replies."""
+    forms = [plan.format(bucket) for bucket in buckets]
+    return 4 * sum(
+        2 * WORKERS * form.message_words + (1 + WORKERS) * form.reply_words for form in forms
+    )
 
 
 def plain_lion(params: Any) -> Candidate:
@@ -107,12 +104,12 @@ def candidates(params: Any) -> dict[str, Candidate]:
     """The optimizers that are compared, by name."""
     blend = lc.momentum.blend()
     at_owner = lc.decide.momentum_at_owner(optax.scale_by_lion())
-    feedback = lc.quantize.error_feedback(lc.quantize.midrise(3, block=128))
+    feedback = lc.quantize.error_feedback(lc.quantize.midrise(3))
     return {
         "optax.lion": plain_lion(params),
         "1-bit vote": voting(params, memory=blend),
         "2-bit vote": voting(params, memory=blend, up=lc.quantize.midrise(2)),
-        "3-bit vote, block 128": voting(params, memory=blend, up=lc.quantize.midrise(3, block=128)),
+        "3-bit vote": voting(params, memory=blend, up=lc.quantize.midrise(3)),
         "owner, 3 bits + feedback": voting(params, up=feedback, owner=at_owner),
     }
 
@@ -140,12 +137,14 @@ def measure(size: int, dtype: Any, rounds: int) -> dict[str, list[float]]:
 
 def main() -> None:
     parser = report.parser(__doc__)
-    parser.add_argument("--quick", action="store_true", help="only 16M parameters in float32")
+    parser.add_argument(
+        "--quick", action="store_true", help="only 4M and 16M parameters in float32"
+    )
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
     console, results, keys = Console(width=110), [], {}
     table = Table("parameters", "dtype", "step", "ms (median)", "min", "max", "x optax.lion")
-    sizes = [24] if args.quick else [20, 22, 24, 26]
+    sizes = [22, 24] if args.quick else [20, 22, 24, 26]
     for dtype in [jnp.float32] if args.quick else [jnp.float32, jnp.bfloat16]:
         for power in sizes:
             times = measure(2**power, dtype, args.rounds)

@@ -221,7 +221,7 @@ def normed(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 def measure(model: Model, tx: Any, mesh: Mesh) -> Measured:
     axes = axes_of(mesh.shape)
-    state = lc.abstract_state(
+    state = lc.training.abstract_state(
         tx, model.params, mesh, **axes, specs=model.specs(mesh), model_state=model.model_state
     )
     inner = [name for name in mesh.axis_names if name not in ("data", "tensor")]

@@ -19,36 +19,40 @@ import report
 from rich.console import Console
 from rich.table import Table
 
-from lioncub_jax import bits, decide, messages, quantize
+from lioncub_jax import bits, decide, quantize
+from lioncub_jax.decide import Slice
+from lioncub_jax.wires import Inbox
 
 PARAMETERS = 2**25
 
 
 def by_adders(payload: jax.Array, voted: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What the library does."""
-    workers = payload.shape[0]
-    inbox = messages.Inbox(payload, voted, None, jnp.ones(workers, jnp.uint32))
-    coin = bits.coin(0, payload.shape[-1], 0)
-    answer = decide.majority().encode(inbox.tally(quantize.sign(), workers), coin)
-    return answer.planes[0], bits.pack_bits(answer.per_row > 0)
+    """What the library does: ``uint32[W, words]`` and row words ``uint32[W, blocks]`` to one of each."""
+    workers, words = payload.shape
+    rows = words // bits.WORDS_PER_ROW
+    inbox = Inbox(payload[:, None, None], voted[:, None], None, jnp.ones(workers, jnp.uint32))
+    where = Slice(1, rows, workers, quantize.sign(), jnp.float32, None)
+    reply = decide.majority().encode(inbox.tally(where), bits.coin(0, words, 0)[None])
+    assert reply.rows is not None
+    return reply.planes[0, 0], reply.rows[0]
 
 
 def by_unpacking(payload: jax.Array, voted: jax.Array) -> tuple[jax.Array, jax.Array]:
     """One integer for each vote."""
-    rows = payload.shape[-1] // 2
-    votes = bits.unpack_bits(payload[:, 0], 64 * rows).astype(jnp.int32)
-    cast = jnp.sum(bits.unpack_bits(voted, rows).astype(jnp.int32), 0)
-    margin = 2 * jnp.sum(votes, 0) - jnp.repeat(cast, 64)
-    heads = bits.unpack_bits(bits.coin(0, payload.shape[-1], 0), 64 * rows) > 0
-    return bits.pack_bits((margin > 0) | ((margin == 0) & heads)), bits.pack_bits(cast > 0)
+    rows = payload.shape[-1] // bits.WORDS_PER_ROW
+    votes = bits.unpack(payload[None], rows).astype(jnp.int32)
+    cast = jnp.sum(bits.unpack_rows(voted, rows).astype(jnp.int32), 0)
+    margin = 2 * jnp.sum(votes, 0) - cast[:, None]
+    heads = bits.unpack(bits.coin(0, payload.shape[-1], 0)[None], rows) > 0
+    return bits.pack([(margin > 0) | ((margin == 0) & heads)])[0], bits.pack_rows(cast > 0)
 
 
 def measure(workers: int, rounds: int) -> dict[str, list[float]]:
     """Milliseconds of both ways, taking turns; their answers must be equal."""
     rng = np.random.default_rng(workers)
-    rows = PARAMETERS // workers // 64
-    words = rng.integers(0, 2**32, (workers, 1, 2 * rows), np.uint32)
-    voted = np.full((workers, -(-rows // 32)), 2**32 - 1, np.uint32)
+    rows = PARAMETERS // workers // bits.ROW
+    words = rng.integers(0, 2**32, (workers, rows * bits.WORDS_PER_ROW), np.uint32)
+    voted = np.full((workers, bits.row_words(rows)), 2**32 - 1, np.uint32)
     arrays = jnp.asarray(words), jnp.asarray(voted)
     ways: dict[str, Any] = {"adders": jax.jit(by_adders), "unpacked": jax.jit(by_unpacking)}
     answers = [jax.block_until_ready(way(*arrays)) for way in ways.values()]

@@ -39,7 +39,7 @@ def schemes() -> list[dict[str, Any]]:
     voted = [
         {},
         {"up": lc.quantize.midrise(2)},
-        {"up": lc.quantize.midrise(4, block=64)},
+        {"up": lc.quantize.midrise(4)},
         {"down": lc.decide.average()},
         {"up": lc.quantize.ternary()},
         {"up": lc.quantize.integer(8)},
@@ -51,7 +51,7 @@ def schemes() -> list[dict[str, Any]]:
         {"wire": lc.wires.lanes(), "up": lc.quantize.integer(5)},
     ]
     valued = [
-        {"up": lc.quantize.error_feedback(lc.quantize.midrise(p, block=128)), "owner": at_owner}
+        {"up": lc.quantize.error_feedback(lc.quantize.midrise(p)), "owner": at_owner}
         for p in (1, 2, 3)
     ]
     valued += [

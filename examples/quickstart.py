@@ -12,6 +12,7 @@ import lioncub_jax as lc
 
 jax.config.update("jax_num_cpu_devices", 8)  # eight workers, without special hardware
 mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+workers = lc.Workers(mesh, "data")
 
 
 class NextByte(nnx.Module):
@@ -33,11 +34,11 @@ def loss(model, windows):
 
 
 # Any optax chain may stand here. Each worker votes on its own gradient: 1 bit up, 1 bit down.
-tx = lc.lion_cub(optax.cosine_decay_schedule(1e-3, 300), weight_decay=0.1, axis_name="data")
+tx = lc.lion_cub(optax.cosine_decay_schedule(1e-3, 300), weight_decay=0.1, axis_name=workers)
 
 loss_fn, params, model_state = lc.from_nnx(NextByte(nnx.Rngs(0)), loss)
-state = lc.init_state(tx, params, mesh, axis_name="data", model_state=model_state)
-step = lc.make_train_step(loss_fn, tx, mesh, axis_name="data")
+state = lc.init_state(tx, params, workers, model_state=model_state)
+step = lc.make_train_step(loss_fn, tx, workers)
 
 with open(inspect.__file__, "rb") as file:
     text = np.frombuffer(file.read(), np.uint8).astype(np.int32)

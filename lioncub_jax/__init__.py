@@ -1,29 +1,33 @@
-"""Data-parallel Lion whose workers exchange votes of about one bit per parameter."""
+"""Data-parallel Lion whose workers exchange votes of about one bit per parameter.
 
-from lioncub_jax import (
-    baselines,
-    checkpoint,
-    decide,
-    lab,
-    mesh,
-    momentum,
-    planner,
-    quantize,
-    reference,
-    sync,
-    traffic,
-    training,
-    wires,
-)
-from lioncub_jax.checkpoint import Checkpoints, Restored, stop_on_sigterm
+The optimizers and the training step are here; parts to choose from are in namespaces:
+`quantize`, `decide`, `wires`, `momentum` and `sync` (what a vote is made of), `mesh` and `training`,
+`checkpoint`, `traffic` (bytes), `planner` (step times), `lab` (a network to try it on), `baselines` and
+`reference`. Those that need orbax, rich or matplotlib are loaded when they are first used.
+"""
+
+import importlib
+import importlib.metadata
+from typing import TYPE_CHECKING, Any
+
+from lioncub_jax import decide, mesh, momentum, quantize, sync, training, wires
 from lioncub_jax.exchange import VoteStats, communicate, vote_stats
-from lioncub_jax.optimizer import distributed_lion, global_gradients, lion_cub, owner_lion
+from lioncub_jax.mesh import Workers
+from lioncub_jax.optimizer import (
+    distributed_lion,
+    global_gradients,
+    lion_cub,
+    owner_lion,
+    scale_by_distributed_lion,
+    scale_by_lion_cub,
+    scale_by_owner_lion,
+)
 from lioncub_jax.sync import sync_momentum
 from lioncub_jax.training import (
     StatefulLoss,
     TrainState,
     TrainStep,
-    abstract_state,
+    drift_stats,
     from_nnx,
     init_state,
     local_value_and_grad,
@@ -32,19 +36,25 @@ from lioncub_jax.training import (
     worker_value_and_grad,
 )
 
+if TYPE_CHECKING:
+    from lioncub_jax import baselines, checkpoint, lab, planner, reference, traffic
+    from lioncub_jax.checkpoint import Checkpoints, stop_on_sigterm
+
+    __version__: str
+
 __all__ = [
     "Checkpoints",
-    "Restored",
     "StatefulLoss",
     "TrainState",
     "TrainStep",
     "VoteStats",
-    "abstract_state",
+    "Workers",
     "baselines",
     "checkpoint",
     "communicate",
     "decide",
     "distributed_lion",
+    "drift_stats",
     "from_nnx",
     "global_gradients",
     "init_state",
@@ -59,6 +69,9 @@ __all__ = [
     "planner",
     "quantize",
     "reference",
+    "scale_by_distributed_lion",
+    "scale_by_lion_cub",
+    "scale_by_owner_lion",
     "stop_on_sigterm",
     "sync",
     "sync_momentum",
@@ -69,12 +82,20 @@ __all__ = [
     "worker_value_and_grad",
 ]
 
-__version__: str  # of the installed package; looked up when it is asked for
+# Loaded on first use (PEP 562): these bring orbax and rich, which take as long to import as jax.
+_NAMESPACES = {"baselines", "checkpoint", "lab", "planner", "reference", "traffic"}
+_FROM = {"Checkpoints": "checkpoint", "stop_on_sigterm": "checkpoint"}
 
 
-def __getattr__(name: str) -> object:
+def __getattr__(name: str) -> Any:
+    if name in _NAMESPACES:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name in _FROM:
+        return getattr(importlib.import_module(f"{__name__}.{_FROM[name]}"), name)
     if name == "__version__":
-        from importlib.metadata import version
-
-        return version(__name__)
+        return importlib.metadata.version(__name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "__version__"})

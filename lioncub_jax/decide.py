@@ -323,7 +323,9 @@ def majority() -> Down:
 
     def decode(planes: jax.Array, rows: Any, where: Slice) -> jax.Array:
         side = 2 * bits.unpack(planes, where.rows).astype(jnp.int32) - 1
-        return side * bits.unpack_rows(rows, where.rows).astype(jnp.int32)[..., None]
+        moved = bits.unpack_rows(rows, where.rows).astype(jnp.int32)
+        # Kept, or each element looks for the bit of its row.
+        return side * lax.optimization_barrier(moved)[..., None]
 
     return Down(
         "majority", True, True, False, False, False, lambda top, workers: 1,

@@ -18,9 +18,9 @@ import optax
 from jax import lax
 
 from lioncub_jax import bits, checks, decide, layout, momentum, quantize, wires
-from lioncub_jax.bits import ROW, WORDS_PER_ROW
+from lioncub_jax.bits import BLOCK, ROW, WORDS_PER_ROW
 from lioncub_jax.decide import Down, Owner, Slice
-from lioncub_jax.layout import Bucket, Flat, Piece
+from lioncub_jax.layout import Bucket, Flat, Holder, Piece
 from lioncub_jax.mesh import placement
 from lioncub_jax.mesh.specs import cut_of
 from lioncub_jax.momentum import Memory
@@ -51,6 +51,11 @@ class CommunicateState(NamedTuple):
     parameters: jax.Array
     abstained: jax.Array
     abstentions: jax.Array
+
+    @staticmethod
+    def holders() -> dict[str, Holder]:
+        """Whose the fields are, for checkpoints."""
+        return {"mu": Holder.WORKER, "error": Holder.FEEDBACK, "owner": Holder.OWNER}
 
 
 class VoteStats(NamedTuple):
@@ -119,7 +124,7 @@ def communicate(
     Example:
       >>> import lioncub_jax as lc, optax
       >>> tx = optax.chain(
-      ...     lc.communicate(axis_name="data", memory=lc.momentum.blend(0.9, 0.99), up=lc.quantize.midrise(2)),
+      ...     lc.communicate(axis_name="data", memory=lc.momentum.blend(), up=lc.quantize.midrise(2)),
       ...     optax.add_decayed_weights(0.1),
       ...     optax.scale_by_learning_rate(1e-4),
       ... )
@@ -171,8 +176,7 @@ def communicate(
         abstain = None if abstain is None else checks.as_flag(abstain)
         # Results lie as what they replace.
         cut = cut_of((updates, state))
-        step = _on_device if group_axis is None else _on_device_of_group
-        return placement.on_shards(partial(step, plan), (updates, state, abstain), cut)
+        return placement.on_shards(partial(on_device, plan), (updates, state, abstain), cut)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -194,13 +198,14 @@ class Plan(NamedTuple):
         limit = self.bucket_size
         if limit is not None and self.group is not None:
             limit = max(limit // wires.workers_on(self.group), 1)
-        return layout.buckets(leaves, workers, limit)
+        return layout.buckets(leaves, workers, limit, [wires.varying_axes(x) for x in leaves])
 
     def cuts(self, leaves: list[jax.Array]) -> tuple[Bucket, ...]:
         """The flat buffers that the devices of a group share; none without a group."""
         if self.group is None:
             return ()
-        return layout.buckets(leaves, wires.workers_on(self.group), self.bucket_size)
+        axes = [wires.varying_axes(x) for x in leaves]
+        return layout.buckets(leaves, wires.workers_on(self.group), self.bucket_size, axes)
 
     def format(self, bucket: Bucket) -> Format:
         """What travels for a bucket."""
@@ -218,7 +223,7 @@ class Worker(NamedTuple):
         leaf's size says it. Slices of a group's buckets have padding anywhere.
     """
 
-    index: jax.Array
+    index: jax.Array  # type: ignore[assignment]
     workers: int
     step: jax.Array
     counts: list[jax.Array | None]
@@ -239,10 +244,45 @@ class Decided(NamedTuple):
     owner: Any
 
 
+def on_device(
+    plan: Plan, updates: Any, state: CommunicateState, abstain: Any
+) -> tuple[Any, CommunicateState]:
+    """A worker's step on one of its devices, where every axis of the mesh is manual."""
+    index, workers = wires.worker_index(plan.axis), wires.workers_on(plan.axis)
+    worker = Worker(index, workers, state.count, [None] * len(jax.tree.leaves(updates)))
+    step = worker_step if plan.group is None else _step_in_group
+    return step(plan, worker, updates, state, abstain)
+
+
 def worker_step(
+    plan: Plan, worker: Worker, updates: Any, state: CommunicateState, abstain: Any
+) -> tuple[Any, CommunicateState]:
+    """The step of a worker that is one device, or of its shard of a worker that is several."""
+    grads, tree = _flatten(updates)
+    kept = Kept(tree.flatten_up_to(state.mu), tree.flatten_up_to(state.error))
+    owners = [flat.value for flat in state.owner]
+    if worker.workers == 1:
+        leaves, found, owners, kept = _alone(plan, worker, grads, kept, owners, abstain)
+    else:
+        decided, kept = vote(plan, worker, grads, kept, owners, abstain)
+        owners = [x.owner for x in decided]
+        leaves, found = [jnp.zeros(g.shape, g.dtype) for g in grads], []
+        for x in decided:
+            rows, *numbers = open_replies(plan, x.bucket, x.replies[None])
+            found.append(numbers)
+            for s in x.bucket.segments:
+                leaves[s.leaf] = layout.from_rows(rows[0, s.first_row : s.first_row + s.rows], s)
+    updates = [x.astype(g.dtype) for x, g in zip(leaves, grads, strict=True)]
+    mu, error = (tree.unflatten(x) for x in kept)
+    return tree.unflatten(updates), _next_state(
+        plan, worker, state, grads, mu, error, owners, found
+    )
+
+
+def vote(
     plan: Plan, worker: Worker, grads: list[jax.Array], kept: Kept, owners: Any, abstain: Any
 ) -> tuple[list[Decided], Kept]:
-    """What one of several workers does in a step, on each of its devices; they meet in ``plan.wire``."""
+    """What one of several workers does with its leaves; workers meet in ``plan.wire``."""
     messages = [plan.memory.message(g, mu) for g, mu in zip(grads, kept.mu, strict=True)]
     sent = _with_errors(messages, kept.error)
     buckets = plan.buckets(grads, worker.workers)
@@ -286,7 +326,7 @@ def encode(plan: Plan, worker: Worker, bucket: Bucket, sent: list[jax.Array]) ->
             Place(
                 bucket, piece, (first + piece.first_row) * WORDS_PER_ROW,
                 worker.step, worker.index, worker.workers,
-                _counts(worker, piece) if bucket.ragged else None,
+                _counts(worker, piece) if bucket.ragged or _sliced(worker, bucket) else None,
                 plan.format(bucket).sends_steps, shard, shards, total,
             ),
         )
@@ -299,6 +339,11 @@ def abstains_now(plan: Plan, abstain: Any, encoded: list[list[Message]]) -> jax.
     flags = [~message.finite for codes in encoded for message in codes]
     asked = jnp.zeros((), bool) if abstain is None else abstain
     abstains = functools.reduce(operator.or_, flags, asked)
+    # Never true, but known only when all codes are made: momentum is then overwritten in place, where it
+    # would be copied for the codes that are still to be made of it. A barrier does not last that long.
+    words = [message.planes[0, 0] for codes in encoded for message in codes]
+    late = [lax.population_count(word) > BLOCK for word in words]
+    abstains = functools.reduce(operator.or_, late, abstains)
     # The devices that share a worker abstain as one.
     return wires.same_over_shards(abstains.astype(jnp.uint32), plan.axis) > 0
 
@@ -312,6 +357,7 @@ def decide_on(
     owner: Any,
 ) -> Decided:
     """Up the wire, the owner's decision, and back."""
+    assert plan.axis is not None  # without one there is one worker
     form, chunks = plan.format(bucket), plan.wire.owned(worker.workers)
     with jax.named_scope("lioncub.pack"):
         message = _joined(form, codes, abstains)
@@ -393,23 +439,27 @@ def _joined(form: Format, codes: list[Message], abstains: jax.Array) -> Message:
 
 def _counts(worker: Worker, piece: Piece) -> jax.Array:
     """``int32[rows]``: how many elements of each row of a piece are no padding."""
-    known = [worker.counts[s.leaf] for s in piece.segments]
-    if any(count is None for count in known):
+    if all(worker.counts[s.leaf] is None for s in piece.segments):
         return layout.filled(piece.segments, piece.first_row, piece.rows)
-    padded = [
-        layout.pad_rows(count, s.rows)
-        for count, s in zip(known, piece.segments, strict=True)
-        if count is not None
-    ]
-    return layout.pad_rows(jnp.concatenate(padded), piece.rows)
+    each = []
+    for s in piece.segments:
+        count = worker.counts[s.leaf]
+        own = layout.filled([s], s.first_row, s.rows) if count is None else count
+        each.append(layout.pad_rows(own, s.rows))
+    return layout.pad_rows(jnp.concatenate(each), piece.rows)
+
+
+def _sliced(worker: Worker, bucket: Bucket) -> bool:
+    """Whether leaves have padding where their sizes do not say it."""
+    return any(worker.counts[s.leaf] is not None for s in bucket.segments)
 
 
 def _owned_counts(
     plan: Plan, worker: Worker, bucket: Bucket, first: Any, chunks: int
 ) -> jax.Array | None:
     """The same for the chunks that this worker owns; None where no padding can be taken for a value."""
-    sliced = any(worker.counts[s.leaf] is not None for s in bucket.segments)
-    if not bucket.ragged and not sliced and not (plan.up.has_zero and bucket.padded):
+    padded = plan.up.has_zero and bucket.padded
+    if not bucket.ragged and not padded and not _sliced(worker, bucket):
         return None
     counts = jnp.concatenate([_counts(worker, piece) for piece in bucket.pieces])
     counts = layout.pad_rows(counts, bucket.rows)
@@ -418,7 +468,7 @@ def _owned_counts(
 
 def _alone(
     plan: Plan, worker: Worker, grads: list[jax.Array], kept: Kept, owners: Any, abstain: Any
-) -> tuple[list[jax.Array], jax.Array, Any, Kept]:
+) -> tuple[list[jax.Array], list[Any], Any, Kept]:
     """One worker's step: nothing travels, so nothing is quantised, and nothing is left out."""
     messages = [plan.memory.message(g, mu) for g, mu in zip(grads, kept.mu, strict=True)]
     asked = jnp.zeros((), bool) if abstain is None else abstain
@@ -442,7 +492,11 @@ def _alone(
     updates = [jnp.where(abstains, 0, plan.down.exact(x)) for x in values]
     updates = [wires.same_everywhere(x, plan.axis) for x in updates]
     present = wires.same_everywhere(1 - abstains.astype(jnp.uint32), plan.axis)
-    return updates, present, states, Kept(mu, kept.error)
+    return updates, [(jnp.zeros((), jnp.float32), present)], states, Kept(mu, kept.error)
+
+
+def _flatten(tree: Any) -> tuple[list[jax.Array], Any]:
+    return jax.tree.flatten(tree)
 
 
 def _with_errors(messages: list[jax.Array], errors: list[Any]) -> list[jax.Array]:
@@ -460,55 +514,25 @@ def _unless(abstains: jax.Array, new: Any, old: Any) -> Any:
     return jnp.where(abstains, old, quantize.saturated(new, old.dtype))
 
 
-# --- A worker that is one device, or several that each hold a shard
-
-
-def _on_device(
-    plan: Plan, updates: Any, state: CommunicateState, abstain: Any
-) -> tuple[Any, CommunicateState]:
-    grads, tree = jax.tree.flatten(updates)
-    worker = _worker(plan, state, [None] * len(grads))
-    kept = Kept(tree.flatten_up_to(state.mu), tree.flatten_up_to(state.error))
-    owners = [flat.value for flat in state.owner]
-    if worker.workers == 1:
-        leaves, present, owners, kept = _alone(plan, worker, grads, kept, owners, abstain)
-        found = [(jnp.zeros((), jnp.float32), present)]
-    else:
-        decided, kept = worker_step(plan, worker, grads, kept, owners, abstain)
-        owners = [x.owner for x in decided]
-        leaves, found = [jnp.zeros(g.shape, g.dtype) for g in grads], []
-        for x in decided:
-            rows, *numbers = open_replies(plan, x.bucket, x.replies[None])
-            found.append(numbers)
-            for s in x.bucket.segments:
-                leaves[s.leaf] = layout.from_rows(rows[0, s.first_row : s.first_row + s.rows], s)
-    updates = [x.astype(g.dtype) for x, g in zip(leaves, grads, strict=True)]
-    mu, error = tree.unflatten(kept.mu), tree.unflatten(kept.error)
-    return tree.unflatten(updates), _next_state(
-        plan, worker, state, grads, mu, error, owners, found
-    )
-
-
 # --- Two levels: a worker that is a group of devices, each with a slice of every bucket
 
 
-def _on_device_of_group(
-    plan: Plan, updates: Any, state: CommunicateState, abstain: Any
+def _step_in_group(
+    plan: Plan, worker: Worker, updates: Any, state: CommunicateState, abstain: Any
 ) -> tuple[Any, CommunicateState]:
     """Around the ordinary exchange: a reduce-scatter in the group, and an all-gather of the replies."""
-    grads, tree = jax.tree.flatten(updates)
+    grads, tree = _flatten(updates)
     assert plan.group is not None
     cuts, device = plan.cuts(grads), wires.worker_index(plan.group)
     slices = [wires.mean_slice(_bucket_rows(grads, cut), plan.group) for cut in cuts]
-    worker = _worker(plan, state, [slice_counts(plan, cut, device) for cut in cuts])
+    worker = worker._replace(counts=[slice_counts(plan, cut, device) for cut in cuts])
     kept = Kept([x.value for x in state.mu], [x.value for x in state.error])
     owners = [flat.value for flat in state.owner]
     if worker.workers == 1:
-        each, present, owners, kept = _alone(plan, worker, slices, kept, owners, abstain)
+        each, found, owners, kept = _alone(plan, worker, slices, kept, owners, abstain)
         whole = [wires.from_group(x, plan.group) for x in each]
-        found = [(jnp.zeros((), jnp.float32), present)]
     else:
-        decided, kept = worker_step(plan, worker, slices, kept, owners, abstain)
+        decided, kept = vote(plan, worker, slices, kept, owners, abstain)
         owners = [x.owner for x in decided]
         whole, found = [x[None] for x in slices], []
         for x in decided:
@@ -536,17 +560,12 @@ def slice_counts(plan: Plan, cut: Bucket, device: jax.Array) -> jax.Array | None
     """Elements of each row of a device's slice that are no padding; None where none is mistaken."""
     if not cut.ragged and not (plan.up.has_zero and cut.padded):
         return None
-    counts = [layout.filled(p.segments, p.first_row, p.rows) for p in cut.pieces]
-    counts = layout.pad_rows(jnp.concatenate(counts), cut.rows)
+    each = [layout.filled(p.segments, p.first_row, p.rows) for p in cut.pieces]
+    counts = layout.pad_rows(jnp.concatenate(each), cut.rows)
     return lax.dynamic_slice_in_dim(counts, device * cut.chunk, cut.chunk)
 
 
 # --- State
-
-
-def _worker(plan: Plan, state: CommunicateState, counts: list[jax.Array | None]) -> Worker:
-    workers = wires.workers_on(plan.axis)
-    return Worker(wires.worker_index(plan.axis), workers, state.count, counts)
 
 
 def _next_state(

@@ -8,8 +8,9 @@ on the size of a bucket splits it further.
 """
 
 import dataclasses
+import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -124,27 +125,22 @@ class Flat:
     bucket: Bucket = dataclasses.field(metadata={"static": True})
 
 
-def varying_axes(x: jax.Array) -> frozenset:
-    """The mesh axes over which the type of ``x`` varies; none outside ``shard_map``."""
-    return frozenset(jax.typeof(x).manual_axis_type.varying)
-
-
 def buckets(
     leaves: Sequence[jax.Array],
     workers: int,
     limit: int | None = None,
-    axes: Sequence[frozenset] | None = None,
+    axes: Sequence[Collection[str]] = (),
 ) -> tuple[Bucket, ...]:
     """Plans the buffers for a list of leaves.
 
     Args:
-      leaves: arrays or anything with ``shape``, ``dtype`` and a type; empty leaves take no row.
+      leaves: arrays or anything with ``shape`` and ``dtype``; empty leaves take no row.
       workers: how many workers share the ownership of each bucket.
       limit: elements after which a new bucket begins (at the next leaf), or None for no limit.
-      axes: mesh axes over which each leaf varies; None reads them off the types.
+      axes: for each leaf the mesh axes over which it varies; none by default.
 
     Returns:
-      The buckets, in an order that depends only on the tree and the types.
+      The buckets, in an order that depends only on the tree and the axes.
 
     Example:
       >>> import jax.numpy as jnp
@@ -153,8 +149,7 @@ def buckets(
       >>> [(s.first_row, s.rows) for s in bucket.segments], bucket.chunk
       ([(0, 2), (2, 1)], 16)
     """
-    axes = [varying_axes(leaf) for leaf in leaves] if axes is None else axes
-    names = [tuple(sorted(map(str, over))) for over in axes]
+    names = [tuple(sorted(map(str, over))) for over in axes] or [()] * len(leaves)
     open_groups: dict[tuple[str, ...], list[list[int]]] = {}
     filled: dict[tuple[str, ...], int] = {}
     for index, leaf in enumerate(leaves):
@@ -180,7 +175,8 @@ def _place(members: list[tuple[int, jax.Array]], workers: int) -> Bucket:
     sizes = {index: math.prod(leaf.shape) for index, leaf in members}
     large = [m for m in members if -(-sizes[m[0]] // ROW) >= SMALL]
     small = [m for m in members if -(-sizes[m[0]] // ROW) < SMALL]
-    segments, first = [], 0
+    segments: list[Segment] = []
+    first = 0
     for index, leaf in (*large, *small):
         rows = -(-sizes[index] // ROW)
         rows = _round_up(rows, BLOCK) if len(segments) < len(large) else rows
@@ -237,3 +233,17 @@ def _short_rows(segment: Segment) -> list[tuple[int, int]]:
     """The rows of a segment that end in padding, with how many elements of it they hold."""
     ends = range(segment.size // ROW, segment.rows)
     return [(segment.first_row + n, min(ROW, (n + 1) * ROW - segment.size)) for n in ends]
+
+
+class Holder(enum.Enum):
+    """Who holds a value of its own for a field of a state.
+
+    A state class says it by a static method ``holders() -> dict[field, Holder]``. Fields that it does
+    not name are states with ``holders`` of their own, or arrays whose sharding says it.
+    """
+
+    ALL = "all"  # one value, the same everywhere
+    WORKER = "worker"  # each worker its own
+    FEEDBACK = "feedback"  # each worker its own error; their mean over the workers must be kept
+    OWNER = "owner"  # the owner of each slice of a bucket its own
+    MEASURED = "measured"  # one value, the same everywhere, which the next measurement replaces

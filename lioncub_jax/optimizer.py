@@ -9,15 +9,20 @@ Every method is one sentence about `communicate`:
 | `lion_cub(integer(p))` | the paper's integer codes | (all-reduce) | nothing: the sum is everywhere |
 | `owner_lion` | p bits of its gradient | one global momentum, Lion | Lion's sign, exactly |
 | `global_gradients(tx)` | its gradient, float32 | (all-reduce) | nothing: the mean is everywhere |
+
+Each alias is its direction (`scale_by_lion_cub`, ...), then weight decay, then the learning rate.
 """
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import optax
 
 from lioncub_jax import checks, decide, momentum, quantize, wires
+from lioncub_jax.decide import Down
 from lioncub_jax.exchange import communicate
+from lioncub_jax.mesh.placement import Workers, names_of
 from lioncub_jax.quantize import Quantizer
 from lioncub_jax.sync import Schedule, check_schedule, never, sync_momentum
 from lioncub_jax.wires import AxisName, Wire
@@ -31,7 +36,7 @@ def lion_cub(
     weight_decay: Any = 1e-3,
     mask: Any = None,
     *,
-    axis_name: AxisName,
+    axis_name: AxisName | Workers | None,
     quantizer: Quantizer | None = None,
     wire: Wire | None = None,
     sync: Schedule | None = None,
@@ -44,6 +49,13 @@ def lion_cub(
     ``c_i = b1 mu_i + (1 - b1) g_i``, ``u = sign(sum_i code(c_i))``, ``p -= lr (u + wd p)``,
     ``mu_i = b2 mu_i + (1 - b2) g_i``; every sync ``mu_i = mean_i mu_i``, see `sync_momentum`.
 
+    **Workers that see different data.** Each worker keeps a momentum of its own, which follows its own
+    data. Where every worker draws from the same data the momenta stay alike, and the vote follows Lion in
+    full precision closely. Where each has data of its own (its own files, users or classes) the momenta
+    drift apart, votes cancel, and the loss falls more slowly. Use `owner_lion` then, which has one
+    momentum for all and nothing to drift, or bring the momenta together with
+    ``sync=lioncub_jax.sync.coded()``. `drift_stats` measures it; docs/convergence.md has the figures.
+
     Args:
       learning_rate: a number or an optax schedule.
       b1: weight of the momentum in the vote, in [0, 1).
@@ -51,22 +63,24 @@ def lion_cub(
       mu_dtype: dtype of the momentum; None for that of the parameters.
       weight_decay: decoupled, multiplied with the learning rate.
       mask: which leaves decay, a tree of bools or a function of the parameters.
-      axis_name: mesh axis of the workers; a tuple of several is one group of voters.
+      axis_name: the workers: a `Workers`, or the name of their mesh axis; a tuple of several names is one
+        group of voters. None for one device without a mesh, where it is ``optax.lion``.
       quantizer: ``sign()`` (default: 1 bit up, 1 down), ``midrise(p)`` (p up, 1 down: precision does
         not depend on the number of workers), ``integer(p)`` (the paper's p-bit integer sum, for the
         ``counts`` and ``lanes`` wires) or ``ternary()`` (exact zeros, 2 up, 2 down).
       wire: ``two_phase()`` by default.
       sync: when to average momentum: ``every(T)``, ``first(M)``, ``thinning(k)`` or ``adaptive()`` in full
-        precision, ``coded(...)`` in codes; ``never()`` by default.
+        precision, ``coded(...)`` in codes; ``never()`` by default. One device has nothing to sync.
       sync_where: which leaves of the momentum to average.
-      group_axis: see `communicate`.
+      group_axis: see `communicate`; a `Workers` brings its own.
       bucket_size: see `communicate`.
 
     Returns:
-      A transform whose ``update`` must run where ``axis_name`` is bound.
+      A transform whose ``update`` must run where the workers' axis is bound.
 
     Raises:
       ValueError: as `communicate`; also for betas outside [0, 1).
+      TypeError: for a part that is not what its argument says, or a mask that is not of bools.
 
     Example:
       >>> import lioncub_jax as lc
@@ -74,16 +88,64 @@ def lion_cub(
 
     Source: Lion Cub (arXiv 2411.16462).
     """
-    vote = communicate(
-        axis_name=axis_name,
-        memory=momentum.blend(b1, b2, mu_dtype),
-        up=quantizer,
-        wire=wire,
-        group_axis=group_axis,
-        bucket_size=bucket_size,
-    )
-    how = axis_name, sync, sync_where, group_axis
-    return _finish(vote, learning_rate, weight_decay, mask, *how)
+    direction = scale_by_lion_cub(
+        b1, b2, mu_dtype, axis_name=axis_name, quantizer=quantizer, wire=wire, sync=sync,
+        sync_where=sync_where, group_axis=group_axis, bucket_size=bucket_size,
+    )  # fmt: skip
+    return _descend(direction, learning_rate, weight_decay, mask)
+
+
+def scale_by_lion_cub(
+    b1: Any = 0.9,
+    b2: Any = 0.99,
+    mu_dtype: Any = None,
+    *,
+    axis_name: AxisName | Workers | None,
+    quantizer: Quantizer | None = None,
+    wire: Wire | None = None,
+    sync: Schedule | None = None,
+    sync_where: Any = None,
+    group_axis: AxisName | None = None,
+    bucket_size: int | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """The direction of `lion_cub` alone: stands where ``optax.scale_by_lion`` stood in a chain.
+
+    Args:
+      b1: as `lion_cub`, like all arguments.
+      b2: as `lion_cub`.
+      mu_dtype: as `lion_cub`.
+      axis_name: as `lion_cub`.
+      quantizer: as `lion_cub`.
+      wire: as `lion_cub`.
+      sync: as `lion_cub`.
+      sync_where: as `lion_cub`.
+      group_axis: as `lion_cub`.
+      bucket_size: as `lion_cub`.
+
+    Returns:
+      A transform whose updates are -1, 0 or 1, the same on every worker.
+
+    Raises:
+      ValueError: as `lion_cub`.
+      TypeError: as `lion_cub`.
+
+    Example:
+      >>> import lioncub_jax as lc, optax
+      >>> tx = optax.chain(
+      ...     optax.clip_by_global_norm(1.0),
+      ...     lc.scale_by_lion_cub(axis_name="data"),
+      ...     optax.add_decayed_weights(0.1),
+      ...     optax.scale_by_learning_rate(1e-4),
+      ... )
+
+    Source: Lion Cub (arXiv 2411.16462).
+    """
+    if quantizer is not None:
+        checks.check_kinds(quantizer=(quantizer, Quantizer))
+    return _vote(
+        momentum.blend(b1, b2, mu_dtype), quantizer, None, axis_name, wire, sync, sync_where, group_axis,
+        bucket_size,
+    )  # fmt: skip
 
 
 def distributed_lion(
@@ -94,7 +156,7 @@ def distributed_lion(
     weight_decay: Any = 1e-3,
     mask: Any = None,
     *,
-    axis_name: AxisName,
+    axis_name: AxisName | Workers | None,
     average: bool = False,
     wire: Wire | None = None,
     sync: Schedule | None = None,
@@ -104,6 +166,8 @@ def distributed_lion(
 ) -> optax.GradientTransformationExtraArgs:
     """Distributed Lion: workers send signs; the update is their majority or their average.
 
+    What `lion_cub` says of workers that see different data holds here too.
+
     Args:
       learning_rate: as `lion_cub`, like all arguments that are not named here.
       b1: as `lion_cub`.
@@ -111,20 +175,21 @@ def distributed_lion(
       mu_dtype: as `lion_cub`.
       weight_decay: as `lion_cub`.
       mask: as `lion_cub`.
-      axis_name: mesh axis of the workers.
+      axis_name: as `lion_cub`.
       average: False for the majority ("MaVo", 1 bit back), True for the mean of the signs over the
         votes cast ("Avg", the planes of the count back).
       wire: ``two_phase()`` by default.
       sync: as `lion_cub`; the paper never syncs.
       sync_where: as `lion_cub`.
-      group_axis: see `communicate`.
+      group_axis: as `lion_cub`.
       bucket_size: see `communicate`.
 
     Returns:
-      A transform whose ``update`` must run where ``axis_name`` is bound.
+      A transform whose ``update`` must run where the workers' axis is bound.
 
     Raises:
-      ValueError: as `communicate`; also for betas outside [0, 1).
+      ValueError: as `lion_cub`.
+      TypeError: as `lion_cub`.
 
     Example:
       >>> import lioncub_jax as lc
@@ -132,16 +197,58 @@ def distributed_lion(
 
     Source: Distributed Lion (arXiv 2404.00438).
     """
-    vote = communicate(
-        axis_name=axis_name,
-        memory=momentum.blend(b1, b2, mu_dtype),
-        down=decide.average() if average else decide.majority(),
-        wire=wire,
-        group_axis=group_axis,
-        bucket_size=bucket_size,
-    )
-    how = axis_name, sync, sync_where, group_axis
-    return _finish(vote, learning_rate, weight_decay, mask, *how)
+    direction = scale_by_distributed_lion(
+        b1, b2, mu_dtype, axis_name=axis_name, average=average, wire=wire, sync=sync,
+        sync_where=sync_where, group_axis=group_axis, bucket_size=bucket_size,
+    )  # fmt: skip
+    return _descend(direction, learning_rate, weight_decay, mask)
+
+
+def scale_by_distributed_lion(
+    b1: Any = 0.9,
+    b2: Any = 0.99,
+    mu_dtype: Any = None,
+    *,
+    axis_name: AxisName | Workers | None,
+    average: bool = False,
+    wire: Wire | None = None,
+    sync: Schedule | None = None,
+    sync_where: Any = None,
+    group_axis: AxisName | None = None,
+    bucket_size: int | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """The direction of `distributed_lion` alone: stands where ``optax.scale_by_lion`` stood in a chain.
+
+    Args:
+      b1: as `distributed_lion`, like all arguments.
+      b2: as `distributed_lion`.
+      mu_dtype: as `distributed_lion`.
+      axis_name: as `distributed_lion`.
+      average: as `distributed_lion`.
+      wire: as `distributed_lion`.
+      sync: as `distributed_lion`.
+      sync_where: as `distributed_lion`.
+      group_axis: as `distributed_lion`.
+      bucket_size: as `distributed_lion`.
+
+    Returns:
+      A transform whose updates are in [-1, 1], the same on every worker.
+
+    Raises:
+      ValueError: as `distributed_lion`.
+      TypeError: as `distributed_lion`.
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> tx = lc.scale_by_distributed_lion(axis_name="data", average=True)
+
+    Source: Distributed Lion (arXiv 2404.00438).
+    """
+    down = decide.average() if average else decide.majority()
+    return _vote(
+        momentum.blend(b1, b2, mu_dtype), None, down, axis_name, wire, sync, sync_where, group_axis,
+        bucket_size,
+    )  # fmt: skip
 
 
 def owner_lion(
@@ -152,7 +259,7 @@ def owner_lion(
     weight_decay: Any = 1e-3,
     mask: Any = None,
     *,
-    axis_name: AxisName,
+    axis_name: AxisName | Workers | None,
     quantizer: Quantizer | None = None,
     wire: Wire | None = None,
     dominance: float = 16.0,
@@ -171,19 +278,20 @@ def owner_lion(
       mu_dtype: dtype of the momentum; None for that of the parameters.
       weight_decay: as `lion_cub`.
       mask: as `lion_cub`.
-      axis_name: mesh axis of the workers.
+      axis_name: as `lion_cub`.
       quantizer: of gradients; default ``error_feedback(midrise(3))``; ``dense()`` for the
         exact mean.
       wire: ``two_phase()`` by default.
       dominance: see ``momentum_at_owner``.
-      group_axis: see `communicate`.
+      group_axis: as `lion_cub`.
       bucket_size: see `communicate`.
 
     Returns:
-      A transform whose ``init`` and ``update`` must run where ``axis_name`` is bound.
+      A transform whose ``init`` and ``update`` must run where the workers' axis is bound.
 
     Raises:
-      ValueError: as `communicate`; also for betas outside [0, 1).
+      ValueError: as `lion_cub`.
+      TypeError: as `lion_cub`.
 
     Example:
       >>> import lioncub_jax as lc
@@ -191,43 +299,133 @@ def owner_lion(
 
     Source: this library; the optimizer is Lion (arXiv 2302.06675).
     """
+    direction = scale_by_owner_lion(
+        b1, b2, mu_dtype, axis_name=axis_name, quantizer=quantizer, wire=wire, dominance=dominance,
+        group_axis=group_axis, bucket_size=bucket_size,
+    )  # fmt: skip
+    return _descend(direction, learning_rate, weight_decay, mask)
+
+
+def scale_by_owner_lion(
+    b1: Any = 0.9,
+    b2: Any = 0.99,
+    mu_dtype: Any = None,
+    *,
+    axis_name: AxisName | Workers | None,
+    quantizer: Quantizer | None = None,
+    wire: Wire | None = None,
+    dominance: float = 16.0,
+    group_axis: AxisName | None = None,
+    bucket_size: int | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """The direction of `owner_lion` alone: stands where ``optax.scale_by_lion`` stood in a chain.
+
+    Args:
+      b1: as `owner_lion`, like all arguments.
+      b2: as `owner_lion`.
+      mu_dtype: as `owner_lion`.
+      axis_name: as `owner_lion`.
+      quantizer: as `owner_lion`.
+      wire: as `owner_lion`.
+      dominance: as `owner_lion`.
+      group_axis: as `owner_lion`.
+      bucket_size: as `owner_lion`.
+
+    Returns:
+      A transform whose updates are -1, 0 or 1, the same on every worker.
+
+    Raises:
+      ValueError: as `owner_lion`.
+      TypeError: as `owner_lion`.
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> tx = lc.scale_by_owner_lion(axis_name="data")
+
+    Source: this library; the optimizer is Lion (arXiv 2302.06675).
+    """
     checks.check_betas(b1, b2)
     checks.check_mu_dtype(mu_dtype)
+    if quantizer is None:
+        quantizer = quantize.error_feedback(quantize.midrise(3))
+    checks.check_kinds(quantizer=(quantizer, Quantizer))
+    axis, group = names_of(axis_name, group_axis)
     lion = optax.scale_by_lion(b1=b1, b2=b2, mu_dtype=mu_dtype)
-    vote = communicate(
-        axis_name=axis_name,
-        up=quantize.error_feedback(quantize.midrise(3)) if quantizer is None else quantizer,
+    return communicate(
+        axis_name=axis,
+        up=quantizer,
         owner=decide.momentum_at_owner(lion, dominance=dominance),
         wire=wire,
-        group_axis=group_axis,
+        group_axis=group,
         bucket_size=bucket_size,
     )
-    return _finish(vote, learning_rate, weight_decay, mask, axis_name)
 
 
-def _finish(
-    vote: optax.GradientTransformationExtraArgs,
-    learning_rate: optax.ScalarOrSchedule,
-    weight_decay: Any,
-    mask: Any,
-    axis_name: AxisName,
-    sync: Schedule | None = None,
-    sync_where: Any = None,
-    group_axis: AxisName | None = None,
+def _vote(
+    memory: momentum.Memory,
+    quantizer: Quantizer | None,
+    down: Down | None,
+    axis_name: AxisName | Workers | None,
+    wire: Wire | None,
+    sync: Schedule | None,
+    sync_where: Any,
+    group_axis: AxisName | None,
+    bucket_size: int | None,
 ) -> optax.GradientTransformationExtraArgs:
+    """Votes with a blend of gradient and momentum, and the syncs of the momentum."""
+    axis, group = names_of(axis_name, group_axis)
     sync = never() if sync is None else sync
     check_schedule(sync)
     if sync_where is not None and not sync.ever:
         raise ValueError(
             "sync_where is given but sync is never(): give a schedule, such as every(100)"
         )
-    if sync.ever:
-        vote = sync_momentum(vote, axis_name, sync, sync_where, group_axis=group_axis)
+    vote = communicate(
+        axis_name=axis,
+        memory=memory,
+        up=quantizer,
+        down=down,
+        wire=wire,
+        group_axis=group,
+        bucket_size=bucket_size,
+    )
+    if not sync.ever or axis is None:
+        return vote
+    where = _of_bools("sync_where", sync_where)
+    return sync_momentum(vote, axis, sync, where, group_axis=group)
+
+
+def _descend(
+    direction: optax.GradientTransformationExtraArgs,
+    learning_rate: optax.ScalarOrSchedule,
+    weight_decay: Any,
+    mask: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """What every alias does with its direction."""
     return optax.chain(
-        vote,
-        optax.add_decayed_weights(weight_decay, mask),
+        direction,
+        optax.add_decayed_weights(weight_decay, _of_bools("mask", mask)),
         optax.scale_by_learning_rate(learning_rate),
     )
+
+
+def _of_bools(argument: str, mask: Any) -> Any:
+    """A mask of leaves, looked at now, or if it is a function when it is called."""
+    if mask is None:
+        return None
+    if callable(mask):
+        return lambda tree: _checked_bools(argument, mask(tree))
+    return _checked_bools(argument, mask)
+
+
+def _checked_bools(argument: str, mask: Any) -> Any:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(mask):
+        if not isinstance(leaf, bool) and getattr(leaf, "dtype", None) != jnp.bool_:
+            raise TypeError(
+                f"{argument}{jax.tree_util.keystr(path)} is {leaf!r}: a mask has a bool for each leaf of "
+                "the parameters; give True or False"
+            )
+    return mask
 
 
 class GlobalState(NamedTuple):
@@ -237,13 +435,15 @@ class GlobalState(NamedTuple):
 
 
 def global_gradients(
-    tx: optax.GradientTransformation, axis_name: AxisName, dtype: Any = jnp.float32
+    tx: optax.GradientTransformation,
+    axis_name: AxisName | Workers | None,
+    dtype: Any = jnp.float32,
 ) -> optax.GradientTransformationExtraArgs:
     """Runs any optax transform on averaged gradients: the baseline.
 
     Args:
       tx: such as ``optax.lion(1e-4)`` or ``optax.adamw(1e-3)``.
-      axis_name: mesh axis of the workers.
+      axis_name: the workers, as `lion_cub`; of two levels both axes as a tuple, or the `Workers`.
       dtype: of the all-reduce, ``float32`` or ``bfloat16`` (which XLA widens to float32 on CPU).
 
     Returns:
@@ -256,20 +456,23 @@ def global_gradients(
       >>> import lioncub_jax as lc, optax
       >>> tx = lc.global_gradients(optax.adamw(1e-3), axis_name="data")
     """
-    checks.check_axis(axis_name)
+    axis = axis_name.axes if isinstance(axis_name, Workers) else axis_name
+    if axis is not None:
+        checks.check_axis(axis)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"global_gradients(dtype={dtype!r}): give float32 or bfloat16")
     tx = optax.with_extra_args_support(tx)
 
     def init(params: optax.Params) -> GlobalState:
-        return GlobalState(tx.init(wires.agreed(params, axis_name)))
+        return GlobalState(tx.init(params if axis is None else wires.agreed(params, axis)))
 
     def update(updates: Any, state: GlobalState, params: Any = None, **extra: Any) -> Any:
-        wires.workers_on(axis_name)
-        checks.check_local(updates, axis_name)
         extra.pop("abstain", None)
-        mean = wires.mean_over_workers(updates, axis_name, dtype)
-        updates, inner = tx.update(mean, state.inner, params, **extra)
+        if axis is not None:
+            wires.workers_on(axis)
+            checks.check_local(updates, axis)
+            updates = wires.mean_over_workers(updates, axis, dtype)
+        updates, inner = tx.update(updates, state.inner, params, **extra)
         return updates, GlobalState(inner)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -228,7 +228,7 @@ def midrise(p: int, *, rounding: Rounding | None = None) -> Quantizer:
     def encode(x: jax.Array, place: Place) -> Message:
         if p == 1 and not place.steps and rounding.noise is None:
             return _signs(x, place)
-        mean, finite = _row_scale(x, place.counts)
+        mean, finite = _row_scale(x, _divisor(place.counts))
         step = to_bfloat16(STEP[p] * mean)
         codes = _midrise_codes(x, step, p, rounding, place)
         fields = [(codes >> k) & 1 for k in range(p)] + [x != 0]
@@ -236,7 +236,8 @@ def midrise(p: int, *, rounding: Rounding | None = None) -> Quantizer:
         planes = _with_zeros_aside(planes, marks, place)
         voted = bits.pack_rows(place.bucket.by_chunk(mean > 0)).reshape(-1)
         steps = step.astype(jnp.bfloat16) if place.steps else None
-        return Message(jnp.stack(planes), voted, steps, jnp.all(finite))
+        # Kept, or the codes' words are made anew for each of the elements that error feedback decodes.
+        return Message(lax.optimization_barrier(jnp.stack(planes)), voted, steps, jnp.all(finite))
 
     name = f"midrise({p}, {rounding.name})" if rounding.noise else f"midrise({p})"
     return Quantizer(name, p, lambda workers: top, False, True, None, encode)
@@ -280,8 +281,7 @@ def integer(p: int = 8, *, rounding: Rounding | None = None) -> Quantizer:
 
     def encode(x: jax.Array, place: Place) -> Message:
         s = top(place.workers) // 2
-        mean = _leaf_scale(place)[:, None]
-        t = jnp.where(mean > 0, x / mean, 0) * (s / 2)
+        t = _in_units(x, _leaf_scale(place)[:, None]) * (s / 2)
         if rounding.noise:
             t = jnp.floor(t + rounding.noise(place))
         codes = (jnp.clip(jnp.round(t), -s, s) + s).astype(jnp.uint32)
@@ -353,8 +353,8 @@ def levels(p: int, *, norm: str = "max", rounding: Rounding | None = None) -> Qu
 
     def encode(x: jax.Array, place: Place) -> Message:
         step = _up_to_bfloat16(norm_of(x) / s)
-        step = _kept(jnp.where(step < LEAST_STEP, 0, step))
-        t = jnp.where(step > 0, x / step, 0)
+        step = jnp.where(step < LEAST_STEP, 0, step)
+        t = _in_units(x, step)
         if rounding.noise:
             t = jnp.floor(t + rounding.noise(place))
         codes = (jnp.clip(jnp.round(t), -s, s) + s).astype(jnp.uint32)
@@ -446,9 +446,8 @@ def to_bfloat16(x: jax.Array) -> jax.Array:
 
 
 def mean_magnitude(x: jax.Array, count: Any) -> jax.Array:
-    """``float32[rows]``: means of ``|x|`` over so many elements of each row, whatever their magnitude."""
-    low, high = _row_sums(x)
-    return _mean_of_sums(low, high, count, 2.0**8)
+    """``float32[rows]``: means of ``|x|`` over so many elements of each row."""
+    return _row_scale(x, count)[0]
 
 
 # --- Inside
@@ -487,9 +486,7 @@ def _midrise_codes(
     half = 2 ** (p - 1)
     if rounding.noise is None and p == 1:
         return (x > 0).astype(jnp.uint32)
-    step = _kept(step[:, None])
-    # Divided, not multiplied with an inverse, which of the largest steps would be no normal number.
-    in_steps = jnp.where(step > 0, x / step, 0)
+    in_steps = _in_units(x, step[:, None])
     if rounding.noise is not None:
         level = jnp.floor(in_steps + (half - 0.5) + rounding.noise(place))
         return jnp.clip(level, 0, 2 * half - 1).astype(jnp.uint32)
@@ -502,35 +499,28 @@ def _midtread(codes: jax.Array, x: jax.Array, p: int, place: Place) -> Message:
     return Message(jnp.stack(planes), None, None, jnp.all(strange == 0))
 
 
-def _row_scale(x: jax.Array, counts: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Mean magnitude of the elements of each row that are no padding, and whether they are finite."""
-    low, high = _row_sums(x)
-    count: Any = ROW if counts is None else jnp.maximum(counts, 1).astype(jnp.float32)
-    return _mean_of_sums(low, high, count, 2.0**8), jnp.isfinite(high)
+def _divisor(counts: jax.Array | None) -> Any:
+    return ROW if counts is None else jnp.maximum(counts, 1).astype(jnp.float32)
 
 
-def _row_sums(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Sums of magnitudes, and of magnitudes made so small that their sum is finite if they are."""
-    return _sums(jnp.abs(x), 2.0**-8)
-
-
-def _sums(x: jax.Array, small: float) -> tuple[jax.Array, jax.Array]:
-    """Both in one pass over ``[..., 128]``; eight running sums hide the latency of adding."""
-    split = x.reshape(*x.shape[:-1], 8, ROW // 8)
-    parts = [split[..., i, :] for i in range(8)]
-    low = jnp.sum(sum(parts[1:], parts[0]), -1)
-    high = jnp.sum(sum([part * small for part in parts[1:]], parts[0] * small), -1)
-    return low, high
-
-
-def _mean_of_sums(low: jax.Array, high: jax.Array, count: Any, back: float) -> jax.Array:
-    most = float(jnp.finfo(jnp.float32).max)
-    return jnp.where(jnp.isfinite(low), low / count, jnp.minimum((high / count) * back, most))
+def _row_scale(x: jax.Array, count: Any) -> tuple[jax.Array, jax.Array]:
+    """Mean magnitude of each row, or the largest where their sum overflows; and whether all are finite."""
+    magnitude = jnp.abs(x)
+    words = lax.bitcast_convert_type(magnitude, jnp.uint32)
+    # By bits, because the largest of numbers and a NaN may be a number.
+    zeros = [jnp.float32(0), jnp.uint32(0)]
+    both = lambda a, b: [a[0] + b[0], jnp.maximum(a[1], b[1])]  # noqa: E731
+    total, largest = lax.reduce([magnitude, words], zeros, both, (1,))
+    most = lax.bitcast_convert_type(largest, jnp.float32)
+    return jnp.where(jnp.isfinite(total), total / count, most), jnp.isfinite(most)
 
 
 def _leaf_sums(x: jax.Array, piece: Piece) -> jax.Array:
     """Sums of magnitudes of each leaf, plain and times 2**-64."""
-    rows = jnp.stack(_sums(jnp.abs(x), 2.0**-64), -1)
+    magnitude = jnp.abs(x)
+    zeros = [jnp.float32(0)] * 2
+    both = lambda a, b: [a[0] + b[0], a[1] + b[1]]  # noqa: E731
+    rows = jnp.stack(lax.reduce([magnitude, magnitude * 2.0**-64], zeros, both, (1,)), -1)
     found = []
     for s in piece.segments:
         own = lax.slice_in_dim(
@@ -544,15 +534,21 @@ def _leaf_scale(place: Place) -> jax.Array:
     """``float32[rows]``: for each row the mean magnitude of its leaf, all shards together."""
     assert place.total is not None
     sizes = np.array([float(s.size) * place.shards for s in place.piece.segments], np.float32)
-    means = _mean_of_sums(place.total[:, 0], place.total[:, 1], sizes, 2.0**64)
+    low, high = place.total[:, 0] / sizes, place.total[:, 1] / sizes
+    means = jnp.where(jnp.isfinite(low), low, high * 2.0**64)
     by_row = [jnp.broadcast_to(means[i], (s.rows,)) for i, s in enumerate(place.piece.segments)]
     idle = place.piece.rows - sum(s.rows for s in place.piece.segments)
-    return _kept(jnp.pad(jnp.concatenate(by_row), (0, idle)))
+    return jnp.pad(jnp.concatenate(by_row), (0, idle))
 
 
-def _kept(x: jax.Array) -> jax.Array:
-    """As an array of its own, or the compiler makes it anew for every element."""
-    return lax.optimization_barrier(x)
+def _in_units(x: jax.Array, unit: jax.Array) -> jax.Array:
+    """``x / unit`` for each row, and 0 where the unit is 0."""
+    # The compiler multiplies with the inverse, and that of the largest numbers is none that it keeps.
+    near_one = jnp.where(unit > 1, jnp.float32(2.0**-64), jnp.float32(2.0**64))
+    inverse = jnp.where(unit > 0, 1 / jnp.where(unit > 0, unit * near_one, 1), 0)
+    # Arrays of their own, or they are made anew for every element.
+    near_one, inverse = lax.optimization_barrier((near_one, inverse))
+    return (x * near_one) * inverse
 
 
 def _largest(x: jax.Array) -> jax.Array:

@@ -18,7 +18,7 @@ from jax import lax
 from lioncub_jax import checks, decide, exchange, layout, momentum, quantize, wires
 from lioncub_jax.bits import ROW
 from lioncub_jax.exchange import Plan, Worker
-from lioncub_jax.layout import Flat
+from lioncub_jax.layout import Flat, Holder
 from lioncub_jax.mesh import placement
 from lioncub_jax.mesh.specs import cut_of
 from lioncub_jax.quantize import Quantizer
@@ -262,6 +262,11 @@ class SyncState(NamedTuple):
     drift: Any
     owner: tuple[Flat, ...] = ()
     pace: Pace | None = None
+
+    @staticmethod
+    def holders() -> dict[str, Holder]:
+        """Whose the fields are, for checkpoints."""
+        return {"drift": Holder.MEASURED, "owner": Holder.OWNER}
 
 
 def sync_momentum(

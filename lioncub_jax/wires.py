@@ -25,7 +25,7 @@ from jax import lax
 from lioncub_jax import bits
 from lioncub_jax.bits import ROW
 from lioncub_jax.decide import Down, Owner, Reply, Slice, Tally
-from lioncub_jax.layout import Bucket, varying_axes
+from lioncub_jax.layout import Bucket
 from lioncub_jax.quantize import Message, Quantizer
 
 AxisName = str | tuple[str, ...]
@@ -34,6 +34,11 @@ AxisName = str | tuple[str, ...]
 def names(axis: AxisName | None) -> tuple[str, ...]:
     """The mesh axes of the workers: one, or several that are one group of voters; None for none."""
     return (axis,) if isinstance(axis, str) else axis or ()
+
+
+def varying_axes(x: jax.Array) -> frozenset:
+    """The mesh axes over which the type of ``x`` varies; none outside ``shard_map``."""
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
 class Sent(NamedTuple):
@@ -79,7 +84,7 @@ class Format(NamedTuple):
 
     @property
     def sends_votes(self) -> bool:
-        """Whether a bit says on which rows a worker votes; codes with a zero and values say so themselves."""
+        """Whether a bit says on which rows a worker votes; codes with a zero say so themselves."""
         return not self.decodes and not self.up.has_zero
 
     @property
@@ -150,6 +155,9 @@ class Format(NamedTuple):
         return Reply(payload, rows, ties), replies[0, -1]
 
 
+_TOGETHER = 8  # workers whose codes are decoded in one pass
+
+
 class Inbox(NamedTuple):
     """Packed codes of all workers for the chunks that this worker owns.
 
@@ -185,9 +193,19 @@ class Inbox(NamedTuple):
             values = where.up.values(self.planes[w], step, where.rows, where.workers)
             return jnp.where(self.taking_part[w] > 0, values, 0) if where.up.dense else values
 
-        # A loop and not a sum: its result is kept, where the compiler would make a sum of so many terms
-        # anew for each use of the mean.
-        total = lax.fori_loop(1, where.workers, lambda w, total: total + decoded(w), decoded(0))
+        def added(first: int | jax.Array, count: int, total: Any) -> jax.Array:
+            for w in range(count):
+                values = decoded(first + w)
+                total = values if total is None else total + values
+            return total
+
+        # Some workers at a time in one loop over the elements; kept, or each use would decode anew.
+        few = min(where.workers, _TOGETHER)
+        total = lax.optimization_barrier(added(0, few, None))
+        more, rest = divmod(where.workers - few, few)
+        if more:
+            total = lax.fori_loop(1, more + 1, lambda k, total: added(k * few, few, total), total)
+        total = added(few * (more + 1), rest, total)
         return (total * _share(self.present)).reshape(-1, ROW)
 
 
@@ -559,9 +577,9 @@ def workers_on(axis: AxisName | None) -> int:
         bound = jax.sharding.get_abstract_mesh().manual_axes
         if bound:
             raise ValueError(
-                f"axis_name={axis!r} is not an axis of the workers here, where the mapped axes are {bound}: "
-                "the optimizer and the step around it name different axes; give both the same one, such as "
-                "one lioncub_jax.Workers"
+                f"axis_name={axis!r} is not an axis of the workers here, where the mapped axes are "
+                f"{bound}: the optimizer and the step around it name different axes; give both the same "
+                "one, such as one lioncub_jax.Workers"
             ) from error
         raise ValueError(
             f"axis_name={axis!r} is not a mesh axis here: update (and, for state that is sharded over "

@@ -1,23 +1,30 @@
 """Saving and going on: to the bit on the same mesh, by exact rules on another, and never from damage."""
 
 import contextlib
+import errno
 import functools
 import json
 import math
+import os
 import shutil
 import signal
+import subprocess
+import sys
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
-from lioncub_jax.checkpoint import Checkpoints, stop_on_sigterm
+from lioncub_jax.checkpoint import Checkpoints, Damaged, manager, reshard, stop_on_sigterm
+from lioncub_jax.mesh.placement import Workers
 
 SHAPES = {"w": (8, 40), "v": (4, 6, 8), "b": (5,), "s": (), "none": (0, 3)}
 SPECS = {"w": P("tp", "fsdp"), "v": P(None, None, ("fsdp", "tp")), "b": P(), "s": P(), "none": P()}
@@ -177,7 +184,14 @@ def decided(name):
 DEVICES_OWN = (".model_state",)  # with a group there are more of them
 
 
-@pytest.mark.parametrize(("old", "new"), SAME_WORKERS)
+def mostly_slow(pairs, fast):
+    """A few pairs of layouts in the quick run; all of them in the whole one."""
+    return [pair if pair in fast else pytest.param(*pair, marks=pytest.mark.slow) for pair in pairs]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), mostly_slow(SAME_WORKERS, [("4", "4 of 2"), SAME_WORKERS[-2]])
+)
 def test_momentum_of_the_workers_is_the_same_in_every_layout(old, new, tmp_path):
     found = carried(tmp_path, voted(old), place_of(old), place_of(new), votes())
     # Training in the other layout from the start is the oracle: gradients are exact whole numbers.
@@ -190,7 +204,13 @@ OTHER_WORKERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("old", "new"), SAME_WORKERS[3:] + OTHER_WORKERS)
+@pytest.mark.parametrize(
+    ("old", "new"),
+    mostly_slow(
+        SAME_WORKERS[3:] + OTHER_WORKERS,
+        [SAME_WORKERS[-2], ("8", "4"), ("2 of 4", "8"), ("1", "8")],
+    ),
+)
 def test_momentum_of_the_owners_is_cut_anew(old, new, tmp_path):
     make = owned(up=lc.quantize.dense(), down=lc.decide.floats())
     found = carried(tmp_path, decided(old), place_of(old), place_of(new), make)
@@ -201,7 +221,7 @@ def test_momentum_of_the_owners_is_cut_anew(old, new, tmp_path):
 # --- Going on
 
 
-CODED = {"up": lc.quantize.error_feedback(lc.quantize.midrise(2, block=64))}
+CODED = {"up": lc.quantize.error_feedback(lc.quantize.midrise(2))}
 RUNS = {
     "votes, synced": ("8", lambda place: lc.lion_cub(0.1, sync=lc.sync.every(4), **place.axes)),
     "owners, error feedback": ("4", owned(**CODED)),
@@ -215,7 +235,9 @@ def noisy_batch(i, place):
     return np.random.default_rng(i).normal(size=2 * place.devices).astype(np.float32)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n == "inner axes" else n for n in RUNS]
+)
 def test_a_run_goes_on_to_the_bit_and_the_saved_arrays_may_be_donated(name, tmp_path):
     where, make = RUNS[name]
     place = place_of(where)
@@ -266,7 +288,9 @@ def numbered(state):
 
 
 @pytest.mark.parametrize("rule", ["mean", "keep"])
-@pytest.mark.parametrize(("old", "new"), [("8", "4"), ("4", "8"), ("4", "2")])
+@pytest.mark.parametrize(
+    ("old", "new"), [("8", "4"), ("4", "8"), pytest.param("4", "2", marks=pytest.mark.slow)]
+)
 def test_what_workers_get_when_their_number_changes(old, new, rule, tmp_path):
     make, places = (
         owned(memory=lc.momentum.blend(0.5, 0.5), **CODED),
@@ -323,9 +347,14 @@ def test_accumulated_gradients_of_any_optax_transform_are_averaged(tmp_path):
 # --- Damage
 
 
-def small(step=0):
+@functools.cache
+def first_small():
     place = place_of("2")
-    state = first_state(owned(**CODED)(place), place)
+    return first_state(owned(**CODED)(place), place)
+
+
+def small(step=0):
+    state = first_small()
     return state._replace(
         step=state.step + step, params=jax.tree.map(lambda x: x + step, state.params)
     )
@@ -356,9 +385,8 @@ def truncate(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-# orbax drops its reads of the other arrays where that of one fails.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("error:coroutine .* was never awaited:RuntimeWarning")
 @pytest.mark.parametrize("damage", [flip, truncate, lambda path: path.unlink()],
                          ids=["flipped", "cut short", "deleted"])  # fmt: skip
 def test_damage_is_refused_by_name_or_harmless_and_never_read(damage, tmp_path):
@@ -425,13 +453,124 @@ def test_a_damaged_checkpoint_gives_way_to_the_next_one_of_its_step(tmp_path):
             assert checkpoints.restore(small()).step == 1
         checkpoints.save(small(2), {"step": 2}, wait=True)
         assert checkpoints.steps() == [1, 2]
+        # It is kept, so that somebody may look at it or copy from it.
+        assert (tmp_path / "2.damaged" / "about" / "metadata").is_file()
     assert restore_small(tmp_path).step == 2
+    flip(tmp_path / "2" / "about" / "metadata")
+    with Checkpoints(tmp_path, axis_name="data") as checkpoints:
+        with pytest.warns(UserWarning, match="is used instead"):
+            checkpoints.restore(small())
+        checkpoints.save(small(3), wait=True)
+        assert checkpoints.steps() == [1, 3]
+    assert (tmp_path / "2.damaged").is_dir() and (tmp_path / "2.damaged-2").is_dir()
 
 
 def test_a_half_written_checkpoint_is_none(tmp_path):
     save_small(tmp_path, 1, 2)
     (tmp_path / "2").rename(tmp_path / "3.orbax-checkpoint-tmp-123")
     assert restore_small(tmp_path).step == 1
+
+
+def test_the_error_of_a_damaged_checkpoint_is_one_short_sentence(tmp_path):
+    save_small(tmp_path, 1)
+    for path in files_of(tmp_path / "1" / "arrays" / "d"):
+        flip(path)
+    script = f"""if True:
+        import jax; jax.config.update("jax_num_cpu_devices", 8)
+        from test_checkpoint import restore_small
+        from pathlib import Path
+        restore_small(Path({str(tmp_path)!r}), step=1)
+    """
+    shown = run_script(script).stderr.strip().splitlines()
+    assert "1 is damaged: its arrays cannot be read (ValueError: DATA_LOSS" in shown[-1]
+    assert len(shown[-1]) < 700 and len(shown) < 40, shown
+
+
+def run_script(text):
+    """Another interpreter, which may import the tests."""
+    here = os.path.dirname(__file__)
+    paths = [os.path.dirname(here), here, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return subprocess.run(
+        [sys.executable, "-c", text],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+
+
+# --- What fails and is no damage
+
+PASSING = [
+    OSError(errno.EIO, "Input/output error"), PermissionError(errno.EACCES, "Permission denied"),
+    MemoryError("no memory"), ValueError("UNKNOWN: Error reading: EIO"),
+    ValueError("PERMISSION_DENIED: Error reading"), RuntimeError("RESOURCE_EXHAUSTED: out of memory"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("handler", [ocp.JsonCheckpointHandler, ocp.StandardCheckpointHandler])
+def test_a_read_that_fails_once_is_raised_and_the_checkpoint_stays(handler, tmp_path, monkeypatch):
+    save_small(tmp_path, 1, 2)
+    before, failures, read = small_files(tmp_path), [], handler.restore
+
+    def fails_once(self, *args, **kwargs):
+        if failures:
+            raise failures.pop()
+        return read(self, *args, **kwargs)
+
+    monkeypatch.setattr(handler, "restore", fails_once)
+    with Checkpoints(tmp_path, axis_name="data") as checkpoints, warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for error in PASSING:
+            failures.append(error)
+            with pytest.raises(type(error)) as caught:
+                checkpoints.restore(small())
+            assert caught.value is error
+            assert small_files(tmp_path) == before
+        assert checkpoints.restore(small()).step == 2
+        checkpoints.save(small(3), wait=True)
+        assert checkpoints.steps() == [1, 2, 3]
+        assert checkpoints.restore(small(), step=2).data == {"step": 2}
+
+
+def small_files(folder):
+    return [str(path.relative_to(folder)) for path in files_of(folder)]
+
+
+def test_a_file_that_the_system_does_not_open_is_no_damage(tmp_path):
+    save_small(tmp_path, 1, 2)
+    path = tmp_path / "2" / "arrays" / "manifest.ocdbt"
+    path.rename(tmp_path / "aside")
+    path.symlink_to(path.name)  # to itself: ELOOP, for whoever reads it, root too
+    refuses("symbolic links", lambda: open_small(tmp_path), (OSError, ValueError))
+    path.unlink()
+    (tmp_path / "aside").rename(path)
+    assert restore_small(tmp_path).step == 2
+
+
+def open_small(folder):
+    """Restores, where a fallback to an older checkpoint or damage found would be an error."""
+    (folder / "aside").rename(folder.parent / "aside")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            restore_small(folder)
+    except Damaged:
+        pytest.fail("a file that cannot be opened is taken for damage")
+    finally:
+        (folder.parent / "aside").rename(folder / "aside")
+
+
+def test_a_checkpoint_that_is_taken_away_while_it_is_read_is_no_damage(tmp_path):
+    save_small(tmp_path, 1, 2)
+    with Checkpoints(tmp_path, axis_name="data") as checkpoints:
+        shutil.rmtree(tmp_path / "2")
+        refuses("not found", lambda: checkpoints.restore(small()), FileNotFoundError)
+
+
+def test_an_error_with_a_failing_disk_behind_it_is_no_damage(tmp_path):
+    for behind, wanted in {OSError(errno.EIO, "x"): False, FileNotFoundError("x"): True}.items():
+        error = KeyError("chunk_shape")
+        error.__cause__ = behind
+        assert manager._is_damage(error, tmp_path) == wanted
 
 
 def test_the_last_few_are_kept(tmp_path):
@@ -483,6 +622,65 @@ def test_bad_arguments_are_refused(tmp_path):
             **dict.fromkeys(("step", "params", "model_state", "opt_state", "rng"), ()))))  # fmt: skip
 
 
+def test_what_is_no_state_of_ours_is_refused_in_a_sentence(tmp_path):
+    from flax.training.train_state import TrainState as FlaxState
+
+    state, tx = small(), optax.lion(0.1)
+    params = {"w": jnp.ones((2, 3))}
+    flax_state = FlaxState.create(apply_fn=lambda x: x, params=params, tx=tx)
+    with Checkpoints(tmp_path, axis_name="data") as checkpoints:
+        for call in (checkpoints.save, checkpoints.restore):
+            for given in (params, state.params, flax_state, state._asdict(), None):
+                wanted = (
+                    rf"{call.__name__}\(.*\) got a {type(given).__name__}: give a lioncub_jax Train"
+                )
+                refuses(wanted, functools.partial(call, given), TypeError)
+            on_one_device = state._replace(opt_state=tx.init(params))
+            refuses(r"state.opt_state\[0\].count is a .* with a SingleDeviceSharding and does not lie "
+                    r"on a mesh: give a TrainState", functools.partial(call, on_one_device))  # fmt: skip
+            plain = state._replace(step=3)
+            refuses(r"state.step is a int and does not", functools.partial(call, plain))
+        assert checkpoints.steps() == []
+
+
+def test_a_closed_folder_says_so(tmp_path):
+    with Checkpoints(tmp_path, axis_name="data") as checkpoints:
+        checkpoints.save(small(1))
+    refuses("save: these checkpoints of .* are closed", lambda: checkpoints.save(small(2)))
+    refuses("restore: these checkpoints of .* are closed", lambda: checkpoints.restore(small()))
+    checkpoints.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+    save_small(tmp_path, 2)
+    assert restore_small(tmp_path).step == 2
+
+
+def test_a_save_that_the_end_of_the_program_cuts_off_is_an_error_and_blocks_nothing(tmp_path):
+    script = f"""if True:
+        import jax; jax.config.update("jax_num_cpu_devices", 8)
+        from test_checkpoint import Checkpoints, small
+        Checkpoints({str(tmp_path)!r}, axis_name="data").save(small(1), {{"step": 1}})
+    """
+    shown = run_script(script).stderr
+    with Checkpoints(tmp_path, axis_name="data") as checkpoints:
+        if not checkpoints.steps():  # else it was written in time
+            assert f"the program ended while a checkpoint was written to {tmp_path}" in shown
+            checkpoints.save(small(1), {"step": 1})
+    assert restore_small(tmp_path).step == 1
+
+
+def test_the_workers_of_a_mesh_say_both_axes(tmp_path):
+    place = place_of("4 of 2")
+    workers = Workers.on(place.mesh, **place.axes)
+    state = first_state(votes()(place), place)
+    with Checkpoints(tmp_path, axis_name=workers) as checkpoints:
+        checkpoints.save(state, wait=True)
+        assert_same(checkpoints.restore(state).state, state)
+    refuses("group_axis='dev': the workers that are given as axis_name know theirs, 'dev'",
+            lambda: Checkpoints(tmp_path, axis_name=workers, group_axis="dev"))  # fmt: skip
+    with Checkpoints(tmp_path, axis_name=("data",), group_axis="dev") as checkpoints:
+        assert_same(checkpoints.restore(state).state, state)
+
+
 def test_two_levels_and_one_are_not_mistaken_for_each_other(tmp_path):
     place = place_of("4 of 2")
     state = first_state(votes()(place), place)
@@ -523,8 +721,18 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
 def test_a_newer_format_is_refused_and_not_passed_over(tmp_path):
     save_small(tmp_path, 1, 2)
     path = tmp_path / "2" / "about" / "metadata"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 2}))
-    refuses("2 has format 2 and this version", lambda: restore_small(tmp_path))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 3}))
+    refuses("2 has format 3 and this version.*reads format 2", lambda: restore_small(tmp_path))
+
+
+def test_a_checkpoint_of_version_0_1_is_refused_with_what_to_do(tmp_path):
+    save_small(tmp_path, 1, 2)
+    path = tmp_path / "2" / "about" / "metadata"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 1}))
+    told = "2 has format 1, that of lioncub_jax 0.1.*finish the run with 0.1.*save its parameters"
+    refuses(told, lambda: restore_small(tmp_path))
+    refuses(told, lambda: restore_small(tmp_path, step=2))
+    assert restore_small(tmp_path, step=1).step == 1  # nothing was renamed
 
 
 def test_votes_on_some_parameters_move_only_where_their_slices_say_which(tmp_path):
@@ -541,6 +749,45 @@ def test_votes_on_some_parameters_move_only_where_their_slices_say_which(tmp_pat
     with Checkpoints(tmp_path, **new.axes) as checkpoints:
         like = first_state(make(new), new)
         refuses("votes on some of the parameters only", lambda: checkpoints.restore(like))
+
+
+# --- Buckets of any order
+
+
+def test_segments_may_lie_in_any_order_with_rows_between_them():
+    """Nothing is taken for granted but first row and rows of a segment, and the rows an owner has."""
+    state, place = small(), place_of("2")
+    layout = reshard.layout_of(state, Workers.on(place.mesh, **place.axes))
+    (sliced,) = layout.sliced
+    (bucket,), path = sliced.owned, ".opt_state.owner[0].value.mu"
+    segments, first = [], 3
+    for s in reversed(bucket.segments):
+        segments.append(s._replace(first_row=first))
+        first += s.rows + 3
+    moved = bucket._replace(segments=tuple(segments), chunk=-(-first // 2) + 1)
+    stored = layout.arrays[path]._replace(shape=(2, moved.chunk, reshard.ROW))
+    other = layout._replace(
+        sliced=(sliced._replace(owned=(moved,)),), arrays=layout.arrays | {path: stored}
+    )
+    rng = np.random.default_rng(0)
+    leaves = {f".opt_state.owner.mu['{k}']": jnp.asarray(rng.normal(size=SHAPES[k]), jnp.float32)
+              for k in SHAPES if 0 not in SHAPES[k]}  # fmt: skip
+    found = reshard.laid_out(other, leaves, [path])[path]
+    assert found.shape == stored.shape
+    rows = np.array(found).reshape(-1, reshard.ROW)
+    for s in moved.segments:
+        name = sliced.names[s.leaf]
+        own = rows[s.first_row : s.first_row + s.rows].reshape(-1)
+        wanted = np.asarray(leaves[f".opt_state.owner.mu{name}"]).reshape(-1)
+        np.testing.assert_array_equal(own[: s.size], wanted)
+        rows[s.first_row : s.first_row + s.rows] = 0
+    assert not rows.any()
+    here = reshard.laid_out(layout, leaves, [path])[path]
+    for lie, array in ((layout, here), (other, found)):
+        back = reshard.opened(lie, {path: array})
+        assert back.keys() == leaves.keys()
+        for name, x in leaves.items():
+            np.testing.assert_array_equal(back[name], x)
 
 
 # --- Being told to stop

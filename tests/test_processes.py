@@ -146,12 +146,16 @@ def free_port():
 def spawn(arguments, log):
     root = Path(lc.__file__).parents[1]
     paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
-    # What pytest's own process was told about devices is not for its children.
-    told = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
-    environment = {k: v for k, v in os.environ.items() if k not in told}
+    # They compile as pytest's own process does, but what it was told about devices is not for them.
+    flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in f]
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"}
     return subprocess.Popen(
         [sys.executable, __file__, *map(str, arguments)],
-        env={**environment, "PYTHONPATH": os.pathsep.join(paths)},
+        env={
+            **environment,
+            "PYTHONPATH": os.pathsep.join(paths),
+            "XLA_FLAGS": " ".join(flags),
+        },
         stdout=log,
         stderr=subprocess.STDOUT,
         start_new_session=True,
@@ -188,7 +192,9 @@ def run_all(processes, local_devices, folder):
     assert codes == [0] * processes, f"exit codes {codes}\n{output}"
 
 
-@pytest.mark.parametrize(("processes", "local_devices"), [(2, 2), (3, 1)])
+@pytest.mark.parametrize(
+    ("processes", "local_devices"), [(2, 2), pytest.param(3, 1, marks=pytest.mark.slow)]
+)
 def test_processes_end_with_the_bits_of_one_process(processes, local_devices, tmp_path):
     run_all(processes, local_devices, tmp_path)
     devices = jax.devices()[: processes * local_devices]

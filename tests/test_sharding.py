@@ -22,8 +22,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
-from lioncub_jax import layout, reference
-from lioncub_jax.mesh.specs import is_spec
+from lioncub_jax import reference
 from lioncub_jax.traffic.compiled import collectives
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
@@ -118,9 +117,7 @@ def zeros():
 
 
 def placed(tree, specs, mesh):
-    return jax.tree.map(
-        lambda s, x: jax.device_put(x, NamedSharding(mesh, s)), specs, tree, is_leaf=is_spec
-    )
+    return jax.tree.map(lambda s, x: jax.device_put(x, NamedSharding(mesh, s)), specs, tree)
 
 
 # --- The reference on every shard
@@ -158,70 +155,85 @@ def unshard(parts, spec, sizes, inner):
     return whole({}, cuts)
 
 
-def simulated(oracle, shape, specs, grads, abstain, rows_per_step):
+def simulated(oracle, shape, specs, grads, abstain):
     """Updates ``[steps, ...]`` by the reference, run on every shard of a worker as on a tree of its own."""
     local = {
         name: shard(g, specs[name], shape.sizes, dict.fromkeys(shape.inner, 0))
         for name, g in grads.items()
     }
-    plan = planned(local, specs, shape, rows_per_step)
-    parts = {name: {} for name in LEAVES}
+    plan = planned(local, specs, shape)
+    parts = {name: {} for name in grads}
     for at in itertools.product(*[range(shape.sizes[n]) for n in shape.inner]):
         here = dict(zip(shape.inner, at, strict=True))
         for bucket in plan:
             mine = {n: shard(grads[n], specs[n], shape.sizes, here) for n in bucket.names}
-            updates = run_reference(oracle, mine, abstain, bucket.places(here, shape))
+            updates = run_reference(
+                oracle, mine, abstain, bucket.first_words(here, shape), bucket.slice_rows
+            )
             for name in bucket.names:
                 parts[name][at] = np.asarray(updates[name])
-    full = {n: unshard(parts[n], specs[n], shape.sizes, shape.inner) for n in LEAVES if parts[n]}
-    return {n: full.get(n, np.zeros((len(abstain), *LEAVES[n][0]))) for n in LEAVES}
+    full = {n: unshard(parts[n], specs[n], shape.sizes, shape.inner) for n in grads if parts[n]}
+    empty = {n: np.zeros((len(abstain), *grads[n].shape[2:])) for n in grads}
+    return {n: full.get(n, empty[n]) for n in grads}
 
 
 class Placed(NamedTuple):
-    """Leaves that travel together, and where the coins of their rows lie."""
+    """Leaves that travel together, and where their words lie; read from the documentation of the layout."""
 
     names: list
     axes: tuple
     first_row: int
     total_rows: int
-    rows: int
-    chunk: int  # rows of a group's device
+    slice_rows: int  # rows that one device holds: all, or a group's share of them
 
-    def places(self, here, shape):
-        """``int[rows]``; an independent reading of the layout that the library documents."""
-        row, index = np.arange(self.rows), np.zeros(self.rows, np.int64)
+    def first_words(self, here, shape):
+        """Where the words of the slice on each device of a group begin, ``uint32[G]``."""
+        index = np.zeros(shape.group_size, np.int64)
         for axis in sorted([*self.axes, *([shape.group] if shape.group else [])]):
-            at = row // self.chunk if axis == shape.group else here[axis]
+            at = np.arange(shape.group_size) if axis == shape.group else here[axis]
             index = index * shape.sizes[axis] + at
-        inside = row % self.chunk if shape.group else row
-        return (self.first_row + index * self.total_rows + inside).astype(np.uint32)
+        return (4 * (self.first_row + index * self.total_rows)).astype(np.uint32)
 
 
-def planned(local, specs, shape, rows_per_step):
-    """The buckets of `layout`, with shapes of shards in place of typed arrays."""
+def cut_rows(sizes, parts):
+    """How many rows each of so many parts takes of leaves that are joined in one buffer."""
+    rows = [-(-size // 128) for size in sizes]
+    big = [n >= 2048 for n in rows]
+    total = sum(-(-n // 32) * 32 if b else n for n, b in zip(rows, big, strict=True))
+    unit = 32 if any(big) else 16
+    return -(-total // (parts * unit)) * unit
+
+
+def planned(local, specs, shape):
+    """The buckets: leaves that are cut over the same axes, in the order of the axes' names."""
     groups = {}
     for name in sorted(local):
         if local[name].size:
             cut = [axis for axis in axes_of(specs[name]) if shape.sizes[axis] > 1]
             groups.setdefault(frozenset(cut), []).append(name)
     workers = shape.worker_axes + ((shape.group,) if shape.group else ())
-    ordered = sorted(groups, key=lambda axes: tuple(sorted([*axes, *workers])))
     plan, before = [], 0
-    for axes in ordered:
-        leaves = [jnp.zeros(local[name].shape[2:]) for name in groups[axes]]
-        (bucket,) = layout.buckets(leaves, shape.group_size, rows_per_step)
-        rows = bucket.chunk if shape.group else bucket.rows
-        unit = shape.workers * rows_per_step
-        padded = -(-rows // unit) * unit
-        plan.append(Placed(groups[axes], tuple(axes), before, 0, bucket.rows, bucket.chunk))
-        before += padded
+    for axes in sorted(groups, key=lambda axes: tuple(sorted([*axes, *workers]))):
+        sizes = [np.prod(local[name].shape[2:], dtype=int) for name in groups[axes]]
+        own = cut_rows(sizes, shape.group_size)
+        plan.append(Placed(groups[axes], tuple(axes), before, 0, own))
+        slices = [128 * own] if shape.group else sizes
+        before += shape.workers * cut_rows(slices, shape.workers)
     return [placed._replace(total_rows=before) for placed in plan]
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def run_reference(oracle, grads, abstain, places):
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def run_reference(oracle, grads, abstain, first_words, slice_rows):
     """Updates ``[steps, ...]``; compiled once for shards of the same shapes."""
-    simulator = oracle(lambda rows: places)
+
+    def places(rows, workers, unit):
+        if len(first_words) == 1:
+            return reference.words(rows, workers, unit, first_words[0])
+        unit = 32 if slice_rows >= 2048 else 16
+        slices = [reference.words(slice_rows, workers, unit, first) for first in first_words]
+        return [jnp.concatenate(x)[:rows] for x in zip(*slices, strict=True)]
+
+    simulator = oracle(places)
     params = jax.tree.map(lambda g: jnp.zeros(g.shape[2:]), grads)
 
     def step(state, now):
@@ -252,27 +264,25 @@ def voting(quantizer=None, **parts):
 
 
 METHODS = {
-    "sign": (voting(), lambda p: reference.local_momentum(B1, B2, places=p), 1),
+    "sign": (voting(), lambda p: reference.local_momentum(B1, B2, places=p)),
     "gathered": (
-        voting(wire=lc.wires.gathered()), lambda p: reference.local_momentum(B1, B2, places=p), 1
+        voting(wire=lc.wires.gathered()), lambda p: reference.local_momentum(B1, B2, places=p)
     ),
     "ternary": (
         voting(lc.quantize.ternary()),
-        lambda p: reference.local_momentum(B1, B2, codes=reference.ternary(), places=p), 1,
+        lambda p: reference.local_momentum(B1, B2, codes=reference.ternary(), places=p),
     ),
     "average": (
         voting(down=lc.decide.average()),
-        lambda p: reference.local_momentum(B1, B2, decide=reference.average, places=p), 1,
+        lambda p: reference.local_momentum(B1, B2, decide=reference.average, places=p),
     ),
     "owner": (
-        lambda **where: lion_at_owner(lc.quantize.midrise(2, block=128), **where),
-        lambda p: reference.momentum_at_owner(
-            **HALF, codes=reference.midrise(2, block=128), places=p
-        ), 2,
+        lambda **where: lion_at_owner(lc.quantize.midrise(2), **where),
+        lambda p: reference.momentum_at_owner(**HALF, codes=reference.midrise(2), places=p),
     ),
-    "owner, dense": (
+    "owner dense": (
         lambda **where: lion_at_owner(lc.quantize.dense(), **where),
-        lambda p: reference.momentum_at_owner(**HALF, codes=reference.dense(), places=p), 1,
+        lambda p: reference.momentum_at_owner(**HALF, codes=reference.dense(), places=p),
     ),
 }  # fmt: skip
 
@@ -292,60 +302,100 @@ def story(shape, steps=4, seed=0):
     return grads, abstain
 
 
-def run_on_mesh(tx, shape, kind, specs, grads, abstain):
+def run_on_mesh(txs, shape, kind, specs, grads, abstain):
+    """Updates ``[steps, ...]`` and the last state of each transform; all of them in one program."""
     mesh = shape.mesh(kind)
-    params = placed(zeros(), specs, mesh)
-    tx = lc.on_mesh(tx, mesh, specs=specs, **shape.of())
-    state = tx.init(params)
+    params = placed({n: jnp.zeros(g.shape[3:]) for n, g in grads.items()}, specs, mesh)
+    txs = {name: lc.on_mesh(tx, mesh, specs=specs, **shape.of()) for name, tx in txs.items()}
     lead = shape.worker_axes + ((shape.group,) if shape.group else ())
-    stacked = jax.tree.map(lambda s: P(lead, *s), specs, is_leaf=is_spec)
+    stacked = jax.tree.map(lambda s: P(None, lead, *s), specs)
 
     @jax.jit
-    def update(g, state, params, told):
-        return tx.update(g, state, params, abstain=told)
+    def run(params, grads, abstain):
+        def step(states, now):
+            done = {
+                name: tx.update(now[0], states[name], params, abstain=now[1])
+                for name, tx in txs.items()
+            }
+            return {n: state for n, (_, state) in done.items()}, {
+                n: u for n, (u, _) in done.items()
+            }
 
-    out = []
-    for step in range(len(abstain)):
-        now = {n: np.concatenate(list(g[step])) for n, g in grads.items()}
-        told = jax.device_put(
-            np.repeat(abstain[step], shape.group_size), NamedSharding(mesh, P(lead))
-        )
-        u, state = update(placed(now, stacked, mesh), state, params, told)
-        for name, spec in specs.items():
-            if not u[name].size:
-                continue  # XLA replicates what is empty
-            assert u[name].sharding.is_equivalent_to(NamedSharding(mesh, spec), u[name].ndim), name
-        out.append(jax.tree.map(np.asarray, u))
-    return {name: np.stack([u[name] for u in out]) for name in LEAVES}, state
+        states = {name: tx.init(params) for name, tx in txs.items()}
+        return jax.lax.scan(step, states, (grads, abstain))
+
+    flat = {n: g.reshape(len(g), g.shape[1] * g.shape[2], *g.shape[3:]) for n, g in grads.items()}
+    told = np.repeat(abstain, shape.group_size, axis=1)
+    told = jax.device_put(told, NamedSharding(mesh, P(None, lead)))
+    states, updates = run(params, placed(flat, stacked, mesh), told)
+    for name, spec in specs.items():
+        lies = NamedSharding(mesh, P(None, *spec))
+        for u in updates.values():  # XLA replicates what is empty
+            assert not u[name].size or u[name].sharding.is_equivalent_to(lies, u[name].ndim), name
+    return jax.tree.map(np.asarray, updates), states
 
 
-# Every mesh with local momentum and with momentum at the owner; the other methods where most happens.
-CASES = [(name, "auto", "sign") for name in MESHES]
-CASES += [(name, kind, "owner") for name in MESHES for kind in KINDS]
-CASES += [(name, "explicit", "sign") for name in ("8", "2 x 2 x 2", "two-level with tp")]
-CASES += [
-    (name, "auto", method)
-    for name in ("2 x 2 x 2", "two-level 2 x 4", "two-level with tp")
-    for method in METHODS
-    if method not in ("sign", "owner")
+# Every kind of mesh with local momentum and with momentum at the owner; other methods where most happens.
+# What is slow here has a neighbour that is not.
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+CASES = [
+    ("8", "explicit", "owner"),
+    ("tp first", "explicit", "sign"),
+    ("2 x 2 x 2", "auto", "sign, owner, average"),
+    ("pods", "auto", "sign, owner"),
+    ("axis of one", "explicit", "owner"),
+    ("one worker", "auto", "sign, owner"),
+    ("two-level 2 x 4", "auto", "ternary, owner dense"),
+    ("two-level with tp", "auto", "sign, owner"),
+    ("two-level with tp", "explicit", "owner"),
+    ("two-level, one worker", "auto", "sign, owner"),
+    *[
+        slow(name, kind, ", ".join(METHODS))
+        for name in ("4 x 2", "2 x 2 x 2", "pods", "two-level 4 x 2", "two-level with tp")
+        for kind in KINDS
+    ],
+    *[slow(name, "explicit", "sign, owner") for name in ("one worker", "two-level, one worker")],
 ]
 
 
-@pytest.mark.parametrize(("name", "kind", "method"), CASES)
-def test_updates_are_those_of_the_reference(name, kind, method):
-    shape = MESHES[name]
-    library, oracle, rows_per_step = METHODS[method]
+@pytest.mark.parametrize(("name", "kind", "methods"), CASES)
+def test_updates_are_those_of_the_reference(name, kind, methods):
+    shape, methods = MESHES[name], methods.split(", ")
     specs = specs_for(shape)
     grads, abstain = story(shape)
-    got, state = run_on_mesh(library(**shape.of()), shape, KINDS[kind], specs, grads, abstain)
+    txs = {method: METHODS[method][0](**shape.of()) for method in methods}
+    got, states = run_on_mesh(txs, shape, KINDS[kind], specs, grads, abstain)
     means = {n: g.mean(2) for n, g in grads.items()}
-    sits_out = abstain | ~np.isfinite(means["both"]).all((2, 3))
-    want = simulated(oracle, shape, specs, means, sits_out, rows_per_step)
-    for leaf in LEAVES:
-        np.testing.assert_array_equal(got[leaf], want[leaf], err_msg=leaf)
-    assert any(np.abs(u).max() > 0 for u in got.values() if u.size)
-    stats = lc.vote_stats(state)
-    assert int(stats.abstentions) == sits_out.sum()
+    absent = abstain | ~np.isfinite(means["both"]).all((2, 3))
+    for method in methods:
+        want = simulated(METHODS[method][1], shape, specs, means, absent)
+        for leaf in LEAVES:
+            np.testing.assert_array_equal(
+                got[method][leaf], want[leaf], err_msg=f"{method}, {leaf}"
+            )
+        assert any(np.abs(u).max() > 0 for u in got[method].values() if u.size)
+        assert int(lc.vote_stats(states[method]).abstentions) == absent.sum()
+
+
+@pytest.mark.parametrize(("name", "spec"), [("4 x 2", P(None, "tp")), ("two-level 4 x 2", P())])
+def test_large_leaves_lie_by_themselves_and_small_ones_behind_them(name, spec):
+    """Large are 2,048 rows of 128 or more on a device."""
+    shape, steps = MESHES[name], 2
+    rng = np.random.default_rng(0)
+    sizes = {"a": (10, 6), "large": (4, 131_200), "z": (300, 4)}
+    lead = steps, shape.workers, shape.group_size
+    grads = {n: rng.integers(-2, 3, (*lead, *s)).astype(np.float32) for n, s in sizes.items()}
+    grads = {n: shape.group_size * g for n, g in grads.items()}
+    specs, absent = dict.fromkeys(sizes, spec), np.zeros((steps, shape.workers), bool)
+    txs = {method: METHODS[method][0](**shape.of()) for method in ("sign", "owner")}
+    got, _ = run_on_mesh(txs, shape, AxisType.Auto, specs, grads, absent)
+    means = {n: g.mean(2) for n, g in grads.items()}
+    for method in txs:
+        want = simulated(METHODS[method][1], shape, specs, means, absent)
+        for leaf in sizes:
+            np.testing.assert_array_equal(
+                got[method][leaf], want[leaf], err_msg=f"{method}, {leaf}"
+            )
 
 
 # --- What travels
@@ -359,7 +409,7 @@ class Travels(NamedTuple):
     batch_spec: P
 
 
-# A two-layer model, large enough that headers do not count: 2 * 256 * 512 parameters and some.
+# A two-layer model, large enough that headers and padding do not count: 2 * 512 * 2048 parameters and some.
 TRAVELS = {
     "8": Travels(MESHES["8"], {}, P("data")),
     "tensor 4 x 2": Travels(
@@ -385,12 +435,13 @@ TRAVELS = {
 }
 
 
-BATCH = np.random.default_rng(1).normal(size=(32, 256)).astype(np.float32)
+BATCH = np.random.default_rng(1).normal(size=(32, 512)).astype(np.float32)
 
 
+@functools.cache
 def model_params():
     rng = np.random.default_rng(0)
-    sizes = {"a": (256, 512), "b": (512, 256), "norm": (256,)}
+    sizes = {"a": (512, 2048), "b": (2048, 512), "norm": (512,)}
     return {n: jnp.asarray(rng.normal(size=s) / 16, jnp.float32) for n, s in sizes.items()}
 
 
@@ -412,15 +463,20 @@ def model_loss(kind):
     return loss
 
 
-@functools.cache
-def program(tx_of, name, kind):
-    """What the compiled step sends, its state by shape, and the step."""
+def prepared(tx_of, name, kind):
+    """The state by shape, and the step."""
     travels = TRAVELS[name]
     mesh, where = travels.shape.mesh(kind), travels.shape.of()
     tx = tx_of(**where)
-    state = lc.abstract_state(tx, model_params(), mesh, specs=cuts_of(travels), **where)
+    state = lc.training.abstract_state(tx, model_params(), mesh, specs=cuts_of(travels), **where)
     step = lc.make_train_step(model_loss(kind), tx, mesh, batch_spec=travels.batch_spec, **where)
-    return collectives(step.lower(state, BATCH).compile(), mesh), state, step
+    return state, step
+
+
+def program(tx_of, name, kind):
+    """What the compiled step sends, and its state by shape."""
+    state, step = prepared(tx_of, name, kind)
+    return collectives(step.lower(state, BATCH).compile(), TRAVELS[name].shape.mesh(kind)), state
 
 
 def cuts_of(travels):
@@ -446,13 +502,38 @@ VOTERS = {
 }
 
 
-@pytest.mark.parametrize("optimizer", VOTERS)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", TRAVELS)
-def test_only_packed_votes_cross_the_workers_axis(name, kind, optimizer):
-    travels, (make, bits_each) = TRAVELS[name], VOTERS[optimizer]
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("8", "explicit"),
+        ("tensor 4 x 2", "explicit"),
+        ("fsdp 4 x 2", "auto"),
+        ("2 x 2 x 2", "auto"),
+        ("two-level 2 x 4", "auto"),
+        slow("8", "auto"),
+        slow("tensor 4 x 2", "auto"),
+        slow("fsdp 4 x 2", "explicit"),
+        slow("fsdp 2 x 4", "auto"),
+        slow("fsdp 2 x 4", "explicit"),
+        slow("2 x 2 x 2", "explicit"),
+        slow("two-level 2 x 4", "explicit"),
+        slow("two-level 4 x 2", "auto"),
+        slow("two-level 4 x 2", "explicit"),
+    ],
+)
+def test_what_travels_and_what_is_kept(name, kind):
+    """Only packed votes cross the workers' axis; inside a worker nothing is new; state is no larger."""
+    lion, lion_state = program(lion_of_all, name, KINDS[kind])
+    for optimizer, (make, bits_each) in VOTERS.items():
+        found, state = program(make, name, KINDS[kind])
+        check_across(found, state, TRAVELS[name], bits_each)
+        check_inside(found, lion, state, TRAVELS[name])
+        check_memory(state, lion_state, TRAVELS[name], optimizer)
+
+
+def check_across(found, state, travels, bits_each):
+    """Words of codes, as many bits as were promised, in two collectives for each set of axes."""
     shape = travels.shape
-    found, state, _ = program(make, name, KINDS[kind])
     workers = set(shape.worker_axes)
     across = [one for one in found if set(one.axes) & workers and not is_scalar(one)]
     assert {one.axes for one in across} == {shape.worker_axes}
@@ -464,19 +545,14 @@ def test_only_packed_votes_cross_the_workers_axis(name, kind, optimizer):
     assert len(across) == 2 * len({axes_of(s) for s in cuts_of(travels).values()})
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", TRAVELS)
-def test_inside_a_worker_nothing_moves_that_optax_lion_does_not_move(name, kind):
-    """But one word by which a worker's devices abstain together, and one for the statistics."""
-    travels = TRAVELS[name]
+def check_inside(ours, lion, state, travels):
+    """What optax.lion moves, one word by which devices abstain together, one for the statistics."""
     shape = travels.shape
 
     def inside(found):
         own = [one for one in found if one.axes and not set(one.axes) & set(shape.worker_axes)]
         return Counter((one.op, one.axes, one.operands) for one in own)
 
-    ours, state, _ = program(VOTERS["lion_cub"][0], name, KINDS[kind])
-    lion, *_ = program(lion_of_all, name, KINDS[kind])
     more = inside(ours) - inside(lion)
     words = [key for key in more if sum(o.bytes for o in key[2]) <= 8]
     rest = [key for key in more if key not in words]
@@ -494,28 +570,37 @@ def test_inside_a_worker_nothing_moves_that_optax_lion_does_not_move(name, kind)
     assert 8 * sum(o.bytes for o in gather[2]) < 1.05 * parameters / shape.group_size
 
 
-@pytest.mark.parametrize("optimizer", VOTERS)
-@pytest.mark.parametrize("name", TRAVELS)
-def test_optimizer_memory_is_no_more_than_that_of_optax_lion(name, optimizer):
-    travels = TRAVELS[name]
-    group = travels.shape.group_size
+def check_memory(ours, lion, travels, optimizer):
+    """State no larger than that of optax.lion; in a group, than its share of it."""
 
     def on_a_device(tree):
         return sum(
             np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in tree if x.ndim
         )
 
-    _, ours, step = program(VOTERS[optimizer][0], name, AxisType.Auto)
-    _, lion, _ = program(lion_of_all, name, AxisType.Auto)
-    allowed = on_a_device(jax.tree.leaves(lion.opt_state)) / group
-    if (
-        optimizer == "owner_lion"
-    ):  # the momentum of a worker is a slice, and errors are half as wide
+    allowed = on_a_device(jax.tree.leaves(lion.opt_state)) / travels.shape.group_size
+    if optimizer == "owner_lion":
+        # The momentum of a worker is a slice, and errors are half as wide.
         allowed *= 1 / travels.shape.workers + 0.5
     assert on_a_device(jax.tree.leaves(ours.opt_state)) <= 1.02 * allowed
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [
+        ("2 x 2 x 2", "lion_cub"),
+        ("two-level 2 x 4", "owner_lion"),
+        *[slow(name, "owner_lion") for name in ("8", "tensor 4 x 2", "fsdp 2 x 4", "2 x 2 x 2")],
+        slow("two-level 4 x 2", "lion_cub"),
+    ],
+)
+def test_a_training_step_is_traced_once(name, optimizer):
+    travels = TRAVELS[name]
     mesh, where = travels.shape.mesh(), travels.shape.of()
     tx = VOTERS[optimizer][0](**where)
     state = lc.init_state(tx, model_params(), mesh, specs=cuts_of(travels), **where)
+    loss = model_loss(AxisType.Auto)
+    step = lc.make_train_step(loss, tx, mesh, batch_spec=travels.batch_spec, **where)
     for _ in range(3):
         state, metrics = step(state, BATCH)
     assert step.traces == 1 and np.isfinite(metrics["loss"])
@@ -524,7 +609,7 @@ def test_optimizer_memory_is_no_more_than_that_of_optax_lion(name, optimizer):
 # --- Chains, models and metadata
 
 
-@pytest.mark.parametrize("name", ["4 x 2", "2 x 2 x 2"])
+@pytest.mark.parametrize("name", [slow("4 x 2"), "2 x 2 x 2"])
 def test_other_transforms_of_a_chain_see_whole_gradients(name):
     """A norm over a shard would be smaller, and clip less."""
     shape = MESHES[name]
@@ -535,18 +620,18 @@ def test_other_transforms_of_a_chain_see_whole_gradients(name):
     params = placed(zeros(), specs, mesh)
     _, state = jax.jit(tx.update)(grads, tx.init(params), params)
     for worker in range(shape.workers):
-        own = {n: jnp.asarray(g[worker]) for n, g in grads.items()}
-        clipped, _ = optax.clip_by_global_norm(1.0).update(own, optax.EmptyState())
-        for n in LEAVES:
+        own = {n: g[worker] for n, g in grads.items()}
+        norm = np.sqrt(sum(np.sum(g * g) for g in own.values()))
+        for n, g in own.items():
             got = np.asarray(state[1].mu[n])[worker]
-            np.testing.assert_allclose(got, (1 - B2) * clipped[n], rtol=1e-6, err_msg=n)
+            np.testing.assert_allclose(got, (1 - B2) * g / norm, rtol=1e-5, err_msg=n)
 
 
 def test_random_rounding_differs_between_shards():
     """Two shards with the same gradient draw different numbers."""
     shape = MESHES["2 x 4"]
     mesh, specs = shape.mesh(), {"w": P("tp")}
-    quantizer = lc.quantize.midrise(2, block=64, rounding=lc.quantize.stochastic(0))
+    quantizer = lc.quantize.midrise(2, rounding=lc.quantize.stochastic(0))
     tx = lc.on_mesh(lion_at_owner(quantizer, **shape.of()), mesh, specs=specs, **shape.of())
     params = placed({"w": jnp.zeros((4, 640))}, specs, mesh)
     row = np.random.default_rng(0).normal(size=640)
@@ -556,7 +641,7 @@ def test_random_rounding_differs_between_shards():
     assert len({row.tobytes() for row in shards}) == 4
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["explicit", slow("auto")])
 def test_a_scale_for_a_whole_leaf_is_that_of_all_its_shards(kind):
     shape = MESHES["4 x 2"]
     specs = {"w": P(None, "tp")}
@@ -573,12 +658,12 @@ def test_a_scale_for_a_whole_leaf_is_that_of_all_its_shards(kind):
     updates, _ = jax.jit(tx.update)(now, tx.init(params), params)
     want = run_reference(
         lambda p: reference.local_momentum(B1, B2, codes=reference.integer(8), places=p),
-        grads, abstain, np.arange(4, dtype=np.uint32),
+        grads, abstain, np.zeros(1, np.uint32), 2
     )  # fmt: skip
     np.testing.assert_array_equal(updates["w"], want["w"][0])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["explicit", slow("auto")])
 def test_momentum_is_averaged_and_drift_measured_over_all_shards(kind):
     shape = MESHES["4 x 2"]
     mesh, specs = shape.mesh(KINDS[kind]), {"w": P(None, "tp"), "b": P()}
@@ -704,9 +789,9 @@ def test_axes_of_the_workers_come_first_in_a_batch():
 
 
 def test_a_batch_that_the_parts_do_not_divide():
-    _, state, step = program(VOTERS["lion_cub"][0], "fsdp 4 x 2", AxisType.Auto)
-    with refused("(12, 256)", "multiple of 8", "4 workers", "2 parts of each worker's"):
-        step(state, np.ones((12, 256), np.float32))
+    state, step = prepared(VOTERS["lion_cub"][0], "fsdp 4 x 2", AxisType.Auto)
+    with refused("(12, 512)", "multiple of 8", "4 workers", "2 parts of each worker's"):
+        step(state, np.ones((12, 512), np.float32))
 
 
 def test_a_group_axis_that_is_given_to_one_side_only():
@@ -714,7 +799,7 @@ def test_a_group_axis_that_is_given_to_one_side_only():
     alone = lc.lion_cub(1e-3, axis_name="node")
     with refused("differs between workers", "group_axis must be given to both"):
         prepare_and_trace(shape, alone)
-    with refused("'gpu' is not a mesh axis here"):
+    with refused("'gpu' is not an axis of the workers here", "name different axes"):
         prepare(Shape(shape.sizes, axis="node"), tx=lc.lion_cub(1e-3, **shape.of()))
 
 
@@ -787,16 +872,24 @@ def test_an_update_on_a_mesh_needs_the_parameters():
         tx.update({"w": jnp.zeros((8, 4))}, state)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["2 x 2 x 2", "two-level with tp", "one worker"])
-@pytest.mark.parametrize("optimizer", VOTERS)
+@pytest.mark.parametrize(
+    ("optimizer", "name", "kind"),
+    [
+        ("lion_cub", "2 x 2 x 2", "auto"),
+        ("owner_lion", "two-level with tp", "explicit"),
+        ("owner_lion", "one worker", "auto"),
+        slow("owner_lion", "2 x 2 x 2", "explicit"),
+        slow("lion_cub", "two-level with tp", "auto"),
+        slow("lion_cub", "one worker", "explicit"),
+    ],
+)
 def test_an_abstract_state_is_the_state_without_its_numbers(name, kind, optimizer):
     shape = MESHES[name]
     mesh, specs, tx = shape.mesh(KINDS[kind]), specs_for(shape), VOTERS[optimizer][0](**shape.of())
     given = {"specs": specs, "model_state": {"key": jax.random.key(1), "n": jnp.zeros(3)}}
     state = lc.init_state(tx, zeros(), mesh, **given, **shape.of())
     shapes = jax.eval_shape(zeros)
-    abstract = lc.abstract_state(tx, shapes, mesh, **given, **shape.of())
+    abstract = lc.training.abstract_state(tx, shapes, mesh, **given, **shape.of())
     assert jax.tree.structure(abstract) == jax.tree.structure(state)
     for (path, x), want in zip(
         jax.tree_util.tree_leaves_with_path(abstract), jax.tree.leaves(state), strict=True

@@ -18,7 +18,7 @@ def _cub(**options: object) -> optax.GradientTransformation:
 
 
 def _owner(p: int) -> optax.GradientTransformation:
-    quantizer = lc.quantize.error_feedback(lc.quantize.midrise(p, block=128))
+    quantizer = lc.quantize.error_feedback(lc.quantize.midrise(p))
     return lc.owner_lion(RATE, axis_name=AXIS, quantizer=quantizer)
 
 
@@ -31,8 +31,8 @@ METHODS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "float32 Lion": _mean,
     "bfloat16 Lion": lambda: _mean(jnp.bfloat16),
     "1-bit vote": _cub,
-    "2-bit vote": lambda: _cub(quantizer=lc.quantize.midrise(2, block=128)),
-    "4-bit vote": lambda: _cub(quantizer=lc.quantize.midrise(4, block=128)),
+    "2-bit vote": lambda: _cub(quantizer=lc.quantize.midrise(2)),
+    "4-bit vote": lambda: _cub(quantizer=lc.quantize.midrise(4)),
     "average": lambda: lc.distributed_lion(RATE, axis_name=AXIS, average=True),
     "ternary": lambda: _cub(quantizer=lc.quantize.ternary()),
     "gathered": lambda: _cub(wire=lc.wires.gathered()),

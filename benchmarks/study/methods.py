@@ -13,7 +13,8 @@ import optax
 
 import lioncub_jax as lc
 from lioncub_jax import baselines, reference
-from lioncub_jax.baselines import dgc
+from lioncub_jax.baselines.dgc import dgc, stages
+from lioncub_jax.baselines.dgc import traffic as dgc_traffic
 from lioncub_jax.reference import baselines as reference_baselines
 from lioncub_jax.reference import dgc as reference_dgc
 from lioncub_jax.reference import sync as reference_sync
@@ -249,10 +250,10 @@ def warmup_of(steps: int) -> int:
 def sparse() -> Method:
     def sent(params: Any, workers: int, steps: int, syncs: int) -> float:
         warmup = warmup_of(steps)
-        stages = [(s.first_step, dgc.traffic(params, workers, density=s.density).sent_bytes)
-                  for s in dgc.stages(0.001, warmup)]  # fmt: skip
-        ends = [first for first, _ in stages[1:]] + [steps]
-        return sum((end - first) * count for (first, count), end in zip(stages, ends, strict=True))
+        each = [(s.first_step, dgc_traffic(params, workers, density=s.density).sent_bytes)
+                for s in stages(0.001, warmup)]  # fmt: skip
+        ends = [first for first, _ in each[1:]] + [steps]
+        return sum((end - first) * count for (first, count), end in zip(each, ends, strict=True))
 
     def simulated(rate: Rate, steps: int, betas: Betas) -> Simulator:
         simulator = reference_dgc.dgc(0.9, 0.001, warmup_of(steps))
@@ -261,7 +262,7 @@ def sparse() -> Method:
     def transform(
         rate: Rate, steps: int, betas: Betas, axis_name: Any
     ) -> optax.GradientTransformation:
-        return dgc.dgc(
+        return dgc(
             rate, 0.9, 0.001, warmup_of(steps), weight_decay=LIGHT_DECAY, axis_name=axis_name
         )
 

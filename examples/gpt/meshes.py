@@ -8,6 +8,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import lioncub_jax as lc
+
 WORKERS = ("pod", "data")  # outermost first: pods talk over the slowest wires
 GROUP = "group"
 INNER = ("fsdp", "tensor")
@@ -23,14 +25,11 @@ class Layout(NamedTuple):
     mesh: Mesh
 
     @property
-    def axis_name(self) -> str | tuple[str, ...]:
-        """The axes of the workers, as the library wants them."""
+    def voters(self) -> lc.Workers:
+        """The workers, as the library wants them."""
         names = tuple(n for n in self.mesh.axis_names if n in WORKERS)
-        return names[0] if len(names) == 1 else names
-
-    @property
-    def group_axis(self) -> str | None:
-        return GROUP if GROUP in self.mesh.axis_names else None
+        group = GROUP if GROUP in self.mesh.axis_names else None
+        return lc.Workers(self.mesh, names[0] if len(names) == 1 else names, group)
 
     @property
     def workers(self) -> int:

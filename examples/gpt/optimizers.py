@@ -10,7 +10,7 @@ import lioncub_jax as lc
 
 class Recipe(NamedTuple):
     summary: str
-    # (bits, sync, axis_name, group_axis, **of_lion)
+    # (bits, sync, axis_name: lc.Workers, **of_lion)
     build: Callable[..., optax.GradientTransformation]
     learning_rate: float
     weight_decay: float
@@ -24,7 +24,7 @@ BETAS = {"b1": 0.8, "b2": 0.9}
 
 def _lion_cub(bits: int, **options: Any) -> optax.GradientTransformation:
     # In two levels a device votes on a slice of many leaves, and one scale for all would not do.
-    block = 128 if options["group_axis"] else None
+    block = 128 if options["axis_name"].group_axis else None
     quantizer = lc.quantize.sign() if bits == 1 else lc.quantize.midrise(bits, block=block)
     return lc.lion_cub(quantizer=quantizer, **BETAS, **options)
 
@@ -51,12 +51,9 @@ def _adamw(bits: None, sync: None, **options: Any) -> optax.GradientTransformati
 
 
 def _baseline(
-    optimizer: Callable[..., Any], axis_name: Any, group_axis: str | None, **options: Any
+    optimizer: Callable[..., Any], axis_name: lc.Workers, **options: Any
 ) -> optax.GradientTransformation:
-    """Its mean is over all that take gradients: in two levels, the devices of every worker."""
-    workers = (axis_name,) if isinstance(axis_name, str) else axis_name
-    everyone = (*workers, group_axis) if group_axis else workers
-    return lc.global_gradients(optimizer(**options), axis_name=everyone)
+    return lc.global_gradients(optimizer(**options), axis_name)
 
 
 RECIPES = {

@@ -5,8 +5,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import jax
-
 import lioncub_jax as lc
 from gpt.meshes import Layout
 from gpt.training import Run
@@ -24,7 +22,8 @@ def opened(args: argparse.Namespace, layout: Layout) -> Iterator[lc.Checkpoints 
     if args.checkpoint is None:
         yield None
         return
-    where = {"axis_name": layout.axis_name, "group_axis": layout.group_axis}
+    voters = layout.voters
+    where = {"axis_name": voters.axis_name, "group_axis": voters.group_axis}
     try:
         checkpoints = lc.Checkpoints(args.checkpoint, **where, keep=3)
     except ValueError as error:
@@ -60,8 +59,7 @@ def during(run: Run, checkpoints: lc.Checkpoints | None, every: int) -> Iterator
     if checkpoints is None:
         yield lambda state, step, is_last: False
         return
-    # Processes must agree on the step, and wait for each other when they ask.
-    with lc.stop_on_sigterm(every=10 if jax.process_count() > 1 else 1) as stopping:
+    with lc.stop_on_sigterm() as stopping:
 
         def stops(state: lc.TrainState, step: int, is_last: bool) -> bool:
             stop = stopping(step)

@@ -67,12 +67,11 @@ def prepare(model: GPT, text: Corpus, tx: Any, layout: Layout, *, batch: int, se
     """Places the state on the mesh, and compiles the step."""
     loss, params, model_state = lc.from_nnx(model, next_byte_loss)
     mesh, key = layout.mesh, jax.random.key(seed)
-    where = {"axis_name": layout.axis_name, "group_axis": layout.group_axis}
     state = lc.init_state(
-        tx, params, mesh, **where,
+        tx, params, layout.voters,
         specs=meshes.specs(params, mesh), model_state=model_state, rng=key,
     )  # fmt: skip
-    step = lc.make_train_step(loss, tx, mesh, **where, batch_spec=layout.rows)
+    step = lc.make_train_step(loss, tx, layout.voters, batch_spec=layout.rows)
     rows = batch * layout.workers
     windows = validation_windows(text, model.context, rows)
     compiled = step.lower(state, jax.ShapeDtypeStruct(windows.shape[1:], windows.dtype)).compile()

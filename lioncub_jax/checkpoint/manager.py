@@ -1,16 +1,22 @@
 """Saving a training state and going on from it: on the same devices, or with other workers.
 
 A checkpoint holds the arrays of a ``TrainState`` as they lie, with a checksum of each, and a description
-of how they lie. Reading one on another mesh goes through a form that knows no mesh (`relayout`). orbax
+of how they lie. Reading one on another mesh goes through a form that knows no mesh (`reshard`). orbax
 writes in the background and renames a checkpoint only when it is complete.
+
+Only what is not as it was written is damage. A disk, a permission or a memory that fails says nothing
+about a checkpoint: such errors are raised as they are, and the checkpoint stays.
 """
 
+import asyncio
+import atexit
 import contextlib
 import functools
 import hashlib
 import json
 import math
 import os
+import re
 import signal
 import threading
 import warnings
@@ -23,17 +29,17 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp  # type: ignore[import-untyped]
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax import checks
-from lioncub_jax.checkpoint import reshard as relayout
-from lioncub_jax.checkpoint import resume
+from lioncub_jax.checkpoint import reshard
 from lioncub_jax.checkpoint.reshard import Layout
 from lioncub_jax.mesh.placement import Workers
+from lioncub_jax.training.step import TrainState
 from lioncub_jax.wires import AxisName
 
-FORMAT = 1
+FORMAT = 2  # 1: version 0.1, rows of 64
 RULES = ("mean", "keep")
 
 
@@ -54,7 +60,10 @@ class Restored(NamedTuple):
 
 
 class Damaged(ValueError):
-    """A checkpoint that cannot be read as it was written."""
+    """A checkpoint that is not as it was written.
+
+    A checksum or a seal does not match, a file is missing, or it cannot be parsed.
+    """
 
 
 class Checkpoints:
@@ -62,12 +71,13 @@ class Checkpoints:
 
     Args:
       directory: the folder; made if it is not there. Processes of one run must see the same folder.
-      axis_name: mesh axis of the workers, or several as a tuple.
+      axis_name: mesh axis of the workers, or several as a tuple; or a ``Workers``, which knows both axes.
       group_axis: mesh axis of the devices of one worker, if the optimizer has one (two levels).
       keep: how many checkpoints stay; the oldest goes when one more is complete.
 
     Raises:
-      ValueError: for ``keep`` below 1, and a folder that holds anything but checkpoints.
+      ValueError: for ``keep`` below 1, a folder that holds anything but checkpoints, and a
+        ``group_axis`` beside a ``Workers``.
 
     Example:
       >>> import tempfile, jax, jax.numpy as jnp, lioncub_jax as lc
@@ -87,18 +97,20 @@ class Checkpoints:
         self,
         directory: str | os.PathLike[str],
         *,
-        axis_name: AxisName,
+        axis_name: AxisName | Workers,
         group_axis: AxisName | None = None,
         keep: int = 3,
     ):
         checks.check_count(f"keep={keep!r}", keep)
-        checks.check_axis(axis_name)
+        self._axes = _axes_of(axis_name, group_axis)
+        checks.check_axis(self._axes[0])
         self.directory = Path(directory).absolute()
-        self._axes = axis_name, group_axis
         self._refused: set[int] = set()
+        self._closed = False
         _check_folder(self.directory)
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
         self._manager = ocp.CheckpointManager(self.directory, options=options)
+        atexit.register(self._at_exit)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -109,8 +121,9 @@ class Checkpoints:
     def save(self, state: Any, data: Any = None, wait: bool = False) -> None:
         """Saves a state under its step; its arrays may be donated as soon as this returns.
 
-        Copies the arrays to the host, and writes them in the background. Checkpoints that `restore`
-        refused as damaged are removed first.
+        Copies the arrays to the host, and writes them in the background, so leave the context manager
+        or call ``close`` before the program ends. Checkpoints that `restore` passed over as damaged
+        are renamed to ``<step>.damaged`` first, and kept.
 
         Args:
           state: a ``TrainState``.
@@ -118,17 +131,20 @@ class Checkpoints:
           wait: return only when the checkpoint is complete.
 
         Raises:
-          ValueError: if there is a checkpoint of this step, or the state is not on a mesh with the axes.
-          TypeError: if JSON cannot hold ``data``.
+          ValueError: if there is a checkpoint of this step, the arrays of the state are not on one mesh
+            with the axes, or ``close`` was called.
+          TypeError: if ``state`` is no ``TrainState``, or JSON cannot hold ``data``.
         """
+        self._check_open("save")
+        workers = self._workers("save(state)", state)
         step = int(state.step)
-        self._remove_refused()
+        self._set_refused_aside()
         if step in self.steps():
             raise ValueError(
                 f"{self._name(step)} is there already: save each step once, or give a run that starts "
                 "again from an earlier step a folder of its own"
             )
-        layout = relayout.layout_of(state, self._workers(state))
+        layout = reshard.layout_of(state, workers)
         arrays, keys = _words(state)
         sums = _checksums(arrays)
         about = _sealed(
@@ -162,15 +178,21 @@ class Checkpoints:
 
         Raises:
           FileNotFoundError: if there is no checkpoint, or none of that step.
-          ValueError: if it is damaged (with ``step=None``: if all are; a warning names each that is
-            passed over), of another model or optimizer, or of a newer version of this library.
+          Damaged: a ``ValueError``, if it is not as it was written (with ``step=None``: if all are not;
+            a warning names each that is passed over).
+          ValueError: if it is of another model or optimizer, or of another format, if ``like`` is not
+            on one mesh with the axes, or ``close`` was called.
+          TypeError: if ``like`` is no ``TrainState``.
+          Exception: a file, a permission or the memory that fails is raised as it is, and nothing is
+            passed over; where it failed in another process, as a ``RuntimeError``.
 
         Example:
           See `Checkpoints`.
         """
+        self._check_open("restore")
         if workers not in RULES:
             raise ValueError(f"workers={workers!r}: give one of {', '.join(map(repr, RULES))}")
-        target = relayout.layout_of(like, self._workers(like))
+        target = reshard.layout_of(like, self._workers("restore(like)", like))
         steps = self.steps()
         if step is not None and step not in steps:
             raise FileNotFoundError(
@@ -190,79 +212,99 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits and gives up the background threads."""
-        self._manager.close()
+        if not self._closed:
+            self._closed = True
+            atexit.unregister(self._at_exit)
+            self._manager.close()
+
+    def _at_exit(self) -> None:
+        """Says so if the end of the interpreter, which stops the threads of orbax, cut off a save."""
+        try:
+            self.wait()
+        except Exception as problem:
+            raise RuntimeError(
+                f"the program ended while a checkpoint was written to {self.directory}, and it is not "
+                f"complete ({_first_line(problem)}): open the folder with "
+                "`with Checkpoints(...) as checkpoints`, or call checkpoints.close() at the end"
+            ) from None
+
+    def _check_open(self, call: str) -> None:
+        if self._closed:
+            raise ValueError(
+                f"{call}: these checkpoints of {self.directory} are closed; call it before close() and "
+                "inside the with statement, or open the folder again with Checkpoints(...)"
+            )
 
     def _name(self, step: int) -> str:
         return f"checkpoint {self.directory / str(step)}"
 
-    def _workers(self, state: Any) -> Workers:
-        shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(state)]
-        meshes = {s.mesh for s in shardings if isinstance(s, NamedSharding)}
-        if len(meshes) != 1:
-            raise ValueError(
-                f"the arrays of the state lie on {len(meshes)} meshes: give a TrainState from init_state, "
-                "or one of ShapeDtypeStructs with NamedShardings on one mesh"
-            )
-        (mesh,) = meshes
-        if not isinstance(mesh, Mesh):
-            raise ValueError("the state lies on an abstract mesh: give shardings with devices")
-        return Workers.on(mesh, *self._axes)
+    def _workers(self, call: str, state: Any) -> Workers:
+        return Workers.on(_mesh_of(call, state), *self._axes)
 
-    def _remove_refused(self) -> None:
-        for step in sorted(self._refused):
-            self._manager.delete(step)
+    def _set_refused_aside(self) -> None:
+        """Renames what was passed over, so that its step is free; somebody may still read it."""
+        if not self._refused:
+            return
+        self.wait()
+
+        def rename() -> None:
+            for step in sorted(self._refused if jax.process_index() == 0 else ()):
+                folder = self.directory / str(step)
+                others = len(list(self.directory.glob(f"{step}.damaged*")))
+                folder.rename(f"{folder}.damaged{f'-{others + 1}' if others else ''}")
+
+        _together(f"a damaged checkpoint in {self.directory} cannot be renamed", rename)
         self._refused.clear()
+        self._manager.reload()
 
     def _newest(self, steps: list[int], like: Any, target: Layout, workers: str) -> Restored:
-        problems: list[str] = []
+        problems: dict[int, str] = {}
         for step in reversed(steps):
             try:
                 found = self._restored(step, like, target, workers)
             except Damaged as problem:
-                problems.append(str(problem))
-                self._refused.add(step)
+                problems[step] = str(problem)
                 continue
-            for text in problems:
+            for text in problems.values():
                 warnings.warn(f"{text}; {self._name(step)} is used instead", stacklevel=3)
+            # Only now: that an older one can be read shows that the fault is not in the reading.
+            self._refused.update(problems)
             return found
         if not steps:
             raise FileNotFoundError(f"no checkpoint in {self.directory}")
-        raise Damaged(f"no checkpoint in {self.directory} is whole: {'; '.join(problems)}")
+        raise Damaged(f"no checkpoint in {self.directory} is whole: {'; '.join(problems.values())}")
 
     def _restored(self, step: int, like: Any, target: Layout, workers: str) -> Restored:
         about = self._about(step)
         saved = Layout.from_json(about["layout"])
-        resume.check_same_model(self._name(step), saved, target)
-        places = resume.places(saved, target, like, about["keys"])
+        reshard.check_same_model(self._name(step), saved, target)
+        places = _places(saved, target, like, about["keys"])
         arrays = self._arrays(step, places, about["sums"])
         keep = workers == "keep"
-        state = resume.placed(saved, target, like, arrays, about["keys"], keep)
+        state = _placed(saved, target, like, arrays, about["keys"], keep)
         return Restored(state, about["data"], step)
 
     def _about(self, step: int) -> dict[str, Any]:
-        def read() -> Any:
-            args = ocp.args.Composite(about=ocp.args.JsonRestore())
-            return self._manager.restore(step, args=args)["about"]
-
-        about = self._read(step, "its description", read)
-        version = about.get("format") if isinstance(about, dict) else None
-        if isinstance(version, int) and version > FORMAT:
-            raise ValueError(
-                f"{self._name(step)} has format {version} and this version of lioncub_jax reads formats "
-                f"up to {FORMAT}: install the version that wrote it, or a newer one"
-            )
-        if not isinstance(about, dict) or _sealed(about.get("body")) != about:
+        folder = self.directory / str(step) / "about"
+        about = self._read(
+            step, "its description", lambda: ocp.JsonCheckpointHandler().restore(folder)
+        )
+        whole = isinstance(about, dict) and _sealed(about.get("body")) == about
+        if _any_process(not whole):
+            version = about.get("format") if isinstance(about, dict) else None
+            if isinstance(version, int) and version != FORMAT:
+                raise ValueError(f"{self._name(step)} has format {version}{_of_format(version)}")
             raise Damaged(
                 f"{self._name(step)} is damaged: its description is not as it was written"
             )
         return about["body"]
 
     def _arrays(self, step: int, places: dict[str, Any], sums: dict[str, Any]) -> dict[str, Any]:
-        def read() -> Any:
-            args = ocp.args.Composite(arrays=ocp.args.StandardRestore(places))
-            return self._manager.restore(step, args=args)["arrays"]
-
-        arrays = self._read(step, "its arrays", read)
+        folder = self.directory / str(step) / "arrays"
+        args = ocp.args.StandardRestore(places)
+        arrays = self._read(
+            step, "its arrays", lambda: ocp.StandardCheckpointHandler().restore(folder, args=args)
+        )
         found = _checksums(arrays)
         wrong = [path for path in sums if found[path] != sums[path]]
         if wrong:
@@ -274,31 +316,74 @@ class Checkpoints:
         return arrays
 
     def _read(self, step: int, what: str, read: Callable[[], Any]) -> Any:
-        """Reads; whatever goes wrong is damage, and damage for all processes."""
-        problem, found = None, None
-        try:
-            found = read()
-        except Exception as error:
-            problem = error
-        failed = _any_process(problem is not None)
-        if failed:
-            said = "another process could not read it" if problem is None else _first_line(problem)
-            raise Damaged(
-                f"{self._name(step)} is damaged: {what} cannot be read ({said})"
-            ) from problem
+        """Reads with one of orbax's handlers: its manager waits for all processes, a failed one too."""
+        name, folder = self._name(step), self.directory / str(step)
+        found, damage = None, ""
+
+        def careful() -> None:
+            nonlocal found, damage
+            try:
+                with _patiently():
+                    found = read()
+            except Exception as problem:
+                if not _is_damage(problem, folder):
+                    raise
+                damage = _first_line(problem)
+
+        _together(f"{name} was not read, and nothing is known of its state", careful)
+        if _any_process(bool(damage)):
+            why = damage or "another process says why"
+            raise Damaged(f"{name} is damaged: {what} cannot be read ({why})")
         return found
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:200]}"
+def _axes_of(
+    axis_name: AxisName | Workers, group_axis: AxisName | None
+) -> tuple[AxisName, AxisName | None]:
+    if not isinstance(axis_name, Workers):  # itself a tuple
+        return axis_name, group_axis
+    if group_axis is not None:
+        raise ValueError(
+            f"group_axis={group_axis!r}: the workers that are given as axis_name know theirs, "
+            f"{axis_name.group_axis!r}; leave it out"
+        )
+    return axis_name.axis_name, axis_name.group_axis
 
 
-def _any_process(flag: bool) -> bool:
-    """Whether it is so in any process; all must ask."""
-    if jax.process_count() == 1:
-        return flag
-    return bool(np.any(multihost_utils.process_allgather(np.array(flag))))
+def _mesh_of(call: str, state: Any) -> Mesh:
+    """The one mesh of a state; raises for whatever is no ``TrainState`` on one."""
+    if not isinstance(state, TrainState):
+        raise TypeError(
+            f"{call} got a {type(state).__name__}: give a lioncub_jax TrainState, as init_state makes it "
+            "and the training step returns it"
+        )
+    leaves = reshard.paths_of(state)
+    stray = {p: x for p, x in leaves.items() if not isinstance(_sharding(x), NamedSharding)}
+    if stray:
+        path, x = next(iter(stray.items()))
+        raise ValueError(
+            f"{call}: state{path} is {_kind_of(x)} and does not lie on a mesh: give a TrainState from "
+            "init_state, or one of ShapeDtypeStructs with NamedShardings"
+        )
+    meshes = {_sharding(x).mesh for x in leaves.values()}
+    if len(meshes) != 1:
+        raise ValueError(
+            f"the arrays of the state lie on {len(meshes)} meshes: give a TrainState from init_state, "
+            "or one of ShapeDtypeStructs with NamedShardings on one mesh"
+        )
+    (mesh,) = meshes
+    if not isinstance(mesh, Mesh):
+        raise ValueError("the state lies on an abstract mesh: give shardings with devices")
+    return mesh
+
+
+def _sharding(x: Any) -> Any:
+    return getattr(x, "sharding", None)
+
+
+def _kind_of(x: Any) -> str:
+    held = _sharding(x)
+    return f"a {type(x).__name__}" + (f" with a {type(held).__name__}" if held is not None else "")
 
 
 def _check_folder(directory: Path) -> None:
@@ -315,7 +400,101 @@ def _check_folder(directory: Path) -> None:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    return path.is_dir() and path.name.partition(".orbax-checkpoint-tmp")[0].isdecimal()
+    """A checkpoint, one that is not complete, or a damaged one."""
+    name = r"\d+(\.orbax-checkpoint-tmp.*|\.damaged(-\d+)?)?"
+    return path.is_dir() and re.fullmatch(name, path.name) is not None
+
+
+# --- What fails in a process, and what is damage
+
+
+def _any_process(flag: bool) -> bool:
+    """Whether it is so in any process; all must ask."""
+    if jax.process_count() == 1:
+        return flag
+    return bool(np.any(multihost_utils.process_allgather(np.array(flag))))
+
+
+def _together(sentence: str, act: Callable[[], None]) -> None:
+    """Acts in every process; where one fails all raise: it its own error, the others a sentence."""
+    try:
+        act()
+    except Exception:
+        _any_process(True)
+        raise
+    if _any_process(False):
+        raise RuntimeError(f"{sentence}: another process failed, and its error says why")
+
+
+# Of a checkpoint's bytes tensorstore says these; anything else (UNKNOWN for EIO, PERMISSION_DENIED,
+# UNAVAILABLE, RESOURCE_EXHAUSTED, ...) is the disk's or the machine's.
+_OF_BYTES = "DATA_LOSS", "OUT_OF_RANGE", "NOT_FOUND"
+_STATUS = re.compile(r"([A-Z]+(_[A-Z]+)*): ")
+_MISSING = FileNotFoundError, IsADirectoryError, NotADirectoryError
+
+
+def _is_damage(problem: BaseException, folder: Path) -> bool:
+    """Whether what was read is not what was written, and not a disk or a memory that fails."""
+    chain: list[BaseException] = []
+    link: BaseException | None = problem
+    while link is not None:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+    if any(isinstance(x, (OSError, MemoryError)) and not isinstance(x, _MISSING) for x in chain):
+        return False
+    status = _STATUS.match(str(problem)) if isinstance(problem, ValueError) else None
+    if status is not None:
+        return status[1] in _OF_BYTES and folder.is_dir()
+    if isinstance(problem, _MISSING):
+        return folder.is_dir()  # or the whole checkpoint was taken away meanwhile
+    # orbax reads files of its own that no checksum guards: they cannot be parsed, or lack a part.
+    return isinstance(problem, (ValueError, LookupError, TypeError))
+
+
+class _Patient(asyncio.SelectorEventLoop):
+    """Ends all its tasks before it closes.
+
+    Where one read fails orbax closes the loop over the others, and each of them would then print a
+    traceback of its own, hundreds of lines, around the one that matters.
+    """
+
+    def close(self) -> None:
+        left = set() if self.is_closed() else asyncio.all_tasks(self)
+        if left:
+            self.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        super().close()
+
+
+class _Patience(asyncio.DefaultEventLoopPolicy):
+    def new_event_loop(self) -> asyncio.AbstractEventLoop:
+        return _Patient()
+
+
+@contextlib.contextmanager
+def _patiently() -> Iterator[None]:
+    before = asyncio.get_event_loop_policy()
+    asyncio.set_event_loop_policy(_Patience())
+    try:
+        yield
+    finally:
+        asyncio.set_event_loop_policy(before)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"
+
+
+def _of_format(version: int) -> str:
+    if version < FORMAT:
+        return (
+            ", that of lioncub_jax 0.1, whose momentum lies in rows of 64 that this version cannot read: "
+            "finish the run with 0.1, or restore the checkpoint there and save its parameters"
+        )
+    return (
+        f" and this version of lioncub_jax reads format {FORMAT}: install the version that wrote it, or "
+        "a newer one"
+    )
 
 
 # --- Arrays and their checksums
@@ -324,7 +503,7 @@ def _is_checkpoint(path: Path) -> bool:
 def _words(state: Any) -> tuple[dict[str, jax.Array], dict[str, Any]]:
     """Arrays with elements, by path, random keys as words; of keys the generator and how many words."""
     arrays, keys = {}, {}
-    for path, x in relayout.paths_of(state).items():
+    for path, x in reshard.paths_of(state).items():
         words = _key_words(x) if _is_key(x) else x
         if _is_key(x):
             keys[path] = [str(jax.random.key_impl(x)), words.shape[-1]]
@@ -346,7 +525,7 @@ def _checksums(arrays: dict[str, jax.Array]) -> dict[str, list[int]]:
         return {}
     paths = sorted(arrays)
     shardings: list[Any] = [arrays[path].sharding for path in paths]
-    mesh = resume.untyped(shardings[0].mesh)
+    mesh = _untyped(shardings[0].mesh)
     plain = [jax.device_put(arrays[p], _on(mesh, s)) for p, s in zip(paths, shardings, strict=True)]
     found = np.asarray(_summing(mesh)(plain))
     return {path: [int(word) for word in row] for path, row in zip(paths, found, strict=True)}
@@ -393,6 +572,74 @@ def _bits_of(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x, width).astype(jnp.uint32)
 
 
+# --- Where arrays are read to, and what is made of them
+
+
+def _untyped(mesh: Mesh) -> Mesh:
+    """The mesh with all axes left to the compiler, which may then move anything anywhere."""
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def _places(saved: Layout, target: Layout, like: Any, keys: dict[str, Any]) -> dict[str, Any]:
+    """Where each array of a checkpoint is read to: where it is wanted, or spread over all devices."""
+    wanted = reshard.paths_of(like)
+    direct = set(target.arrays) - set(reshard.moved(saved, target))
+    mesh = _untyped(next(iter(wanted.values())).sharding.mesh)
+    out = {}
+    for path, x in saved.arrays.items():
+        if 0 in x.shape:
+            continue
+        shape = (*x.shape, keys[path][1]) if path in keys else x.shape
+        dtype = jnp.uint32 if path in keys else jnp.dtype(x.dtype)
+        spec = wanted[path].sharding.spec if path in direct else _spread(x.shape, mesh)
+        out[path] = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+    return out
+
+
+def _spread(shape: tuple[int, ...], mesh: Mesh) -> P:
+    """Cuts an array over as many axes of a mesh as will divide it."""
+    left = list(shape)
+    cuts: list[tuple[str, ...]] = [()] * len(shape)
+    for axis, size in mesh.shape.items():
+        fitting = [d for d, n in enumerate(left) if n % size == 0]
+        if fitting:
+            d = max(fitting, key=lambda d: left[d])
+            left[d] //= size
+            cuts[d] = (*cuts[d], axis)
+    return P(*[axes or None for axes in cuts])
+
+
+def _placed(
+    saved: Layout,
+    target: Layout,
+    like: Any,
+    arrays: dict[str, Any],
+    keys: dict[str, Any],
+    keep: bool,
+) -> Any:
+    """The state wanted, of the arrays of a checkpoint, each read to its place."""
+    wanted = reshard.paths_of(like)
+    mesh = _untyped(next(iter(wanted.values())).sharding.mesh)
+    moved = reshard.moved(saved, target)
+    empty = {path: x for path, x in wanted.items() if 0 in x.shape}
+    made = {path: NamedSharding(mesh, wanted[path].sharding.spec) for path in [*moved, *empty]}
+
+    def make(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        new = reshard.converted(saved, target, arrays, keys, keep) if moved else {}
+        return new | {path: jnp.zeros(x.shape, x.dtype) for path, x in empty.items()}
+
+    found = arrays | jax.jit(make, out_shardings=made)(arrays if moved else {})
+    leaves = [_leaf(found[path], x.sharding, keys.get(path)) for path, x in wanted.items()]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def _leaf(x: jax.Array, sharding: Any, key: Any) -> jax.Array:
+    if key is None:
+        return jax.device_put(x, sharding)
+    wrap = functools.partial(jax.random.wrap_key_data, impl=key[0])
+    return jax.jit(wrap, out_shardings=sharding)(jax.device_put(x, sharding))
+
+
 # --- Descriptions
 
 
@@ -415,16 +662,18 @@ def _sealed(body: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def stop_on_sigterm(every: int = 1) -> Iterator[Callable[[int], bool]]:
+def stop_on_sigterm(every: int = 10) -> Iterator[Callable[[int], bool]]:
     """Lets a run end at a step of its own when it is told to stop, as clusters do before they take over.
 
     Args:
-      every: several processes ask each other at steps that are multiples of this; each time the host
-        waits for the devices. One process alone knows at once.
+      every: several processes ask each other at steps that are multiples of this. To ask, the host waits
+        until the devices have done all steps given to them, so at every step the devices would idle
+        while the host prepares the next; ``every`` steps must fit into the time between SIGTERM and
+        the kill. One process alone asks nobody and knows at once.
 
     Returns:
       A context manager of ``stopping(step)``: whether SIGTERM has come, to any process. All get the
-      same answer at the same step, so all must ask at every step.
+      same answer at the same step, so all must call it at every step.
 
     Raises:
       ValueError: outside the main thread, where Python takes no signals, or ``every`` below 1.

@@ -2,11 +2,12 @@
 
 Between two layouts stands a form that knows no mesh: parameters whole, each worker's momentum and error
 ``[workers, *shape]``, an owner's momentum ``shape``. Slices and buckets are opened into it and cut anew
-from it. What is each worker's own meets a rule where the number of workers changes.
+from it. What is each worker's own meets a rule where the number of workers changes. Whose a field is,
+state classes say themselves (``holders``, see `layout.Holder`).
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,15 +16,26 @@ import numpy as np
 
 from lioncub_jax import wires
 from lioncub_jax.bits import ROW
-from lioncub_jax.exchange import CommunicateState
-from lioncub_jax.layout import Bucket, Flat, Segment
+from lioncub_jax.layout import Bucket, Flat, Holder, Segment
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.mesh.specs import axes_of, cuts_of, product, shard_shape, spec_of
-from lioncub_jax.sync import SyncState
 
 Cuts = tuple[tuple[str, ...], ...]  # for each dimension, the axes that cut it
-OWN = "each", "error", "model"  # kinds with a leading axis of workers
-IN_BUCKETS = "slices", "owned"  # kinds that lie as buckets do
+OWN = {Holder.WORKER, Holder.FEEDBACK}  # arrays with a leading axis of workers
+
+
+class Place(NamedTuple):
+    """Where an array lies that is rows of a bucket.
+
+    Attributes:
+      sliced: which `Sliced` of the layout it belongs to.
+      bucket: which bucket of it, of ``owned`` for an owner's array, else of ``cuts``.
+      name: what its leaves are called in the form that knows no mesh, before their own paths.
+    """
+
+    sliced: int
+    bucket: int
+    name: str
 
 
 class Stored(NamedTuple):
@@ -33,18 +45,19 @@ class Stored(NamedTuple):
       shape: without the words of a random key.
       dtype: by name; of a random key ``key<...>``.
       cuts: how it is cut over the mesh.
-      kind: ``same`` on all workers; ``each`` worker's own; ``error`` feedback; ``model`` state; a group's
-        ``slices``; a slice's owner's, ``owned``; ``drift``, a measurement.
+      holder: whose it is.
+      place: where its rows lie, or None for an array that is a leaf.
     """
 
     shape: tuple[int, ...]
     dtype: str
     cuts: Cuts
-    kind: str
+    holder: Holder
+    place: Place | None = None
 
 
-class Vote(NamedTuple):
-    """One ``CommunicateState`` in the state, or one ``SyncState`` whose owners keep something.
+class Sliced(NamedTuple):
+    """A transform's state that holds slices of buckets.
 
     Attributes:
       path: where it is.
@@ -66,7 +79,7 @@ class Layout(NamedTuple):
     workers: tuple[str, ...]
     group: tuple[str, ...]
     arrays: dict[str, Stored]
-    votes: tuple[Vote, ...]
+    sliced: tuple[Sliced, ...]
 
     @property
     def number(self) -> int:
@@ -78,32 +91,45 @@ class Layout(NamedTuple):
         """How many devices of a group share a bucket; 1 without a group."""
         return product(self.sizes, self.group)
 
+    def bucket(self, stored: Stored) -> tuple[Sliced, Bucket]:
+        """Of an array with a place: the state that it belongs to, and its bucket."""
+        assert stored.place is not None
+        sliced = self.sliced[stored.place.sliced]
+        buckets = sliced.owned if stored.holder is Holder.OWNER else sliced.cuts
+        return sliced, buckets[stored.place.bucket]
+
     def as_json(self) -> dict[str, Any]:
         """As JSON holds it."""
-        votes = [{**vote._asdict(), "cuts": _rows_of(vote.cuts), "owned": _rows_of(vote.owned)}
-                 for vote in self.votes]  # fmt: skip
-        arrays = {path: x._asdict() for path, x in self.arrays.items()}
+        sliced = [{**x._asdict(), "cuts": _rows_of(x.cuts), "owned": _rows_of(x.owned)}
+                  for x in self.sliced]  # fmt: skip
+        arrays = {p: {**x._asdict(), "holder": x.holder.value} for p, x in self.arrays.items()}
         # Pairs, because JSON objects may be sorted and the order of a mesh's axes counts.
         return {
             **self._asdict(),
             "sizes": list(self.sizes.items()),
             "arrays": arrays,
-            "votes": votes,
+            "sliced": sliced,
         }
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> "Layout":
         """Undoes ``as_json``."""
         arrays = {
-            path: Stored(tuple(x["shape"]), x["dtype"], _tuples(x["cuts"]), x["kind"])
+            path: Stored(
+                tuple(x["shape"]),
+                x["dtype"],
+                _tuples(x["cuts"]),
+                Holder(x["holder"]),
+                Place(*x["place"]) if x["place"] else None,
+            )
             for path, x in found["arrays"].items()
         }
-        votes = [
-            Vote(v["path"], tuple(v["names"]), _from_rows(v["cuts"]), _from_rows(v["owned"]))
-            for v in found["votes"]
+        sliced = [
+            Sliced(v["path"], tuple(v["names"]), _from_rows(v["cuts"]), _from_rows(v["owned"]))
+            for v in found["sliced"]
         ]
         sizes = dict(found["sizes"])
-        return cls(sizes, tuple(found["workers"]), tuple(found["group"]), arrays, tuple(votes))
+        return cls(sizes, tuple(found["workers"]), tuple(found["group"]), arrays, tuple(sliced))
 
 
 def _tuples(nested: Iterable[Iterable[Any]]) -> tuple[tuple[Any, ...], ...]:
@@ -135,86 +161,98 @@ def paths_of(tree: Any) -> dict[str, Any]:
 
 def layout_of(state: Any, workers: Workers) -> Layout:
     """How a ``TrainState`` lies: of arrays, or of ``jax.ShapeDtypeStruct`` with shardings."""
-    params = {
-        path.removeprefix(".params"): x
-        for path, x in paths_of(state).items()
-        if _is(path, ".params")
-    }
-    votes, syncs = _nodes(state, CommunicateState), _nodes(state, SyncState)
     names = wires.names(workers.axis_name), wires.names(workers.group_axis or ())
-    found = Layout(dict(workers.mesh.shape), *names, {}, ())
-    arrays = {
-        path: Stored(x.shape, str(x.dtype), _cuts(x), _kind(path, x, votes, syncs, workers))
-        for path, x in paths_of(state).items()
-    }
-    found = found._replace(arrays=arrays)
-    told = [_vote(path, node, params, found) for path, node in votes.items()]
-    told += [_sync(path, node, params, found) for path, node in syncs.items() if node.owner]
-    return found._replace(votes=tuple(told))
+    nodes = dict(_nodes("", state))
+    with_flats = [path for path, node in nodes.items() if any(map(_flats, _declared(node)))]
+    known: dict[str, tuple[Holder, Place | None]] = {}
+    for path, node in nodes.items():
+        at = with_flats.index(path) if path in with_flats else -1
+        for field, holder in node.holders().items():
+            known |= _held(f"{path}.{field}", getattr(node, field), holder, at)
+
+    def stored(path: str, x: Any) -> Stored:
+        of_workers = Holder.WORKER if workers.stacks(spec_of(x)) else Holder.ALL
+        cuts = tuple(map(axes_of, spec_of(x)))
+        return Stored(x.shape, str(x.dtype), cuts, *known.get(path, (of_workers, None)))
+
+    arrays = {path: stored(path, x) for path, x in paths_of(state).items()}
+    found = Layout(dict(workers.mesh.shape), *names, arrays, ())
+    for path, node in nodes.items():
+        _check_levels(path, node, found)
+    params = list(paths_of(state.params))
+    return found._replace(
+        sliced=tuple(_sliced(path, nodes[path], params, found) for path in with_flats)
+    )
 
 
-def _nodes(state: Any, kind: type) -> dict[str, Any]:
-    leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda x: isinstance(x, kind))
-    return {jax.tree_util.keystr(path): x for path, x in leaves if isinstance(x, kind)}
+def _nodes(path: str, tree: Any) -> Iterator[tuple[str, Any]]:
+    """States that say whose their fields are, by their paths, those inside of others too."""
+    if hasattr(tree, "holders"):
+        yield path, tree
+    inner = jax.tree_util.tree_leaves_with_path(
+        tree, is_leaf=lambda x: x is not tree and hasattr(x, "holders")
+    )
+    for key, x in inner:
+        if hasattr(x, "holders"):
+            yield from _nodes(path + jax.tree_util.keystr(key), x)
 
 
-def _is(path: str, prefix: str) -> bool:
-    return path.startswith(prefix) and path[len(prefix) : len(prefix) + 1] in ("", "[", ".")
+def _declared(node: Any) -> list[Any]:
+    return [getattr(node, field) for field in node.holders()]
 
 
-def _cuts(x: Any) -> Cuts:
-    return tuple(map(axes_of, spec_of(x)))
+def _flats(tree: Any) -> list[Flat]:
+    return [x for _, x in _entries(tree) if isinstance(x, Flat)]
 
 
-def _kind(path: str, x: Any, votes: Iterable[str], syncs: Iterable[str], workers: Workers) -> str:
-    if _is(path, ".model_state"):
-        return "model"
-    if any(_is(path, f"{sync}.drift") for sync in syncs):
-        return "drift"
-    if any(_is(path, f"{sync}.owner") for sync in syncs):
-        return "owned"
-    node = next((vote for vote in votes if _is(path, vote)), None)
-    rest = "" if node is None else path.removeprefix(node)
-    if _is(rest, ".owner"):
-        return "owned"
-    own = _is(rest, ".mu") or _is(rest, ".error")
-    if own and workers.group_axis is not None:
-        return "slices"
-    if own:
-        return "error" if _is(rest, ".error") else "each"
-    return "each" if workers.stacks(spec_of(x)) else "same"
+def _entries(tree: Any) -> list[tuple[str, Any]]:
+    """What a field has for each leaf of the parameters, or for each bucket, be it None."""
+    leaves = jax.tree_util.tree_leaves_with_path(
+        tree, is_leaf=lambda x: x is None or isinstance(x, Flat)
+    )
+    return [(jax.tree_util.keystr(path), x) for path, x in leaves]
 
 
-def _vote(path: str, node: CommunicateState, params: dict[str, Any], layout: Layout) -> Vote:
-    _check_levels(path, node, layout)
-    return _named(path, node.error, node.owner, params, layout)
+def _held(
+    field: str, value: Any, holder: Holder, sliced: int
+) -> dict[str, tuple[Holder, Place | None]]:
+    """Whose the arrays of a field are, by path, and where the rows of those in buckets lie."""
+    found: dict[str, tuple[Holder, Place | None]] = {}
+    for k, (inner, x) in enumerate(_entries(value)):
+        if isinstance(x, Flat) and holder is not Holder.MEASURED:
+            names = [field + rest for rest in paths_of(x.value)]
+            places = [Place(sliced, k, name) for name in names]
+            paths = [field + inner + rest for rest in paths_of(x)]
+            found |= {p: (holder, place) for p, place in zip(paths, places, strict=True)}
+        else:
+            found |= {field + inner + rest: (holder, None) for rest in paths_of(x)}
+    return found
 
 
-def _sync(path: str, node: SyncState, params: dict[str, Any], layout: Layout) -> Vote:
-    return _named(path, node.drift, node.owner, params, layout)
-
-
-def _named(path: str, kept: Any, owner: Any, params: dict[str, Any], layout: Layout) -> Vote:
-    """Of the buckets of owners, by a tree with an entry for each leaf, or each slice, that they cut."""
-    if layout.group:
-        names = list(params)
-        cuts = tuple(flat.bucket for flat in kept)
-    else:
-        leaves = jax.tree_util.tree_leaves_with_path(kept, is_leaf=lambda x: x is None)
-        names, cuts = [jax.tree_util.keystr(inner) for inner, _ in leaves], ()
-    owned = tuple(flat.bucket for flat in owner)
-    segments = [s for bucket in (cuts if layout.group else owned) for s in bucket.segments]
+def _sliced(path: str, node: Any, params: list[str], layout: Layout) -> Sliced:
+    """The buckets of a state, and the parameters that its segments are of."""
+    holders = node.holders()
+    owned = [x.bucket for f, h in holders.items() if h is Holder.OWNER
+             for x in _flats(getattr(node, f))]  # fmt: skip
+    kept = [_entries(getattr(node, f)) for f, h in holders.items() if h is not Holder.OWNER]
+    entries = max(kept, key=len)
+    cuts = [x.bucket for _, x in entries if isinstance(x, Flat)]
+    names = params if cuts else [name for name, _ in entries]
+    segments = [s for bucket in cuts or owned for s in bucket.segments]
     fits = all(
         s.leaf < len(names) and names[s.leaf] in params
         and s.shape == _local_shape(layout, ".params" + names[s.leaf])
         for s in segments
     )  # fmt: skip
-    return Vote(path, tuple(names) if fits else (), cuts, owned)
+    return Sliced(path, tuple(names) if fits else (), tuple(cuts), tuple(owned))
 
 
-def _check_levels(path: str, node: CommunicateState, layout: Layout) -> None:
-    kept = jax.tree.leaves((node.mu, node.error), is_leaf=lambda x: isinstance(x, Flat))
-    two = any(isinstance(x, Flat) for x in kept)
+def _check_levels(path: str, node: Any, layout: Layout) -> None:
+    """Of a state with error feedback, which is one that votes."""
+    own = [f for f, h in node.holders().items() if h in OWN]
+    if Holder.FEEDBACK not in node.holders().values():
+        return
+    two = any(_flats(getattr(node, field)) for field in own)
     if two != bool(layout.group):
         raise ValueError(
             f"state{path} is of {'two levels' if two else 'one level'}, and group_axis is "
@@ -236,24 +274,32 @@ def opened(layout: Layout, arrays: dict[str, Any]) -> dict[str, jax.Array]:
     Raises:
       ValueError: for votes on some of the parameters only, whose slices nobody can name.
     """
-    out = {path: x for path, x in arrays.items() if layout.arrays[path].kind not in IN_BUCKETS}
-    for vote in layout.votes:
-        for field in ("mu", "error"):
-            for k, bucket in enumerate(vote.cuts):
-                value = arrays.get(f"{vote.path}.{field}[{k}].value")
-                if value is not None:
-                    shards = _shards(layout, bucket, value.shape)
-                    rows = value.reshape(layout.number, layout.parts, *shards)
-                    leaves = _leaves(layout, vote, bucket, jnp.moveaxis(rows, 1, 2))
-                    out |= {f"{vote.path}.{field}{name}": x for name, x in leaves.items()}
-        out |= _from_owners(layout, vote, arrays)
+    out: dict[str, Any] = {}
+    for path, x in arrays.items():
+        stored = layout.arrays[path]
+        if stored.place is None:
+            out[path] = x
+        elif x.ndim == 0:
+            out[stored.place.name] = x  # a counter, alike in all buckets
+        else:
+            for cut, rows in _pieces(layout, stored, x):
+                sliced, _ = layout.bucket(stored)
+                leaves = _leaves(layout, sliced, cut, rows)
+                out |= {stored.place.name + name: leaf for name, leaf in leaves.items()}
     return out
 
 
-def _shards(layout: Layout, bucket: Bucket, shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """``(inner shards, rows of each, 64)`` in what one device or all shards of one worker hold."""
+def _sizes(layout: Layout, stored: Stored) -> tuple[int, int, int, int, int]:
+    """``(workers, devices of a group, inner shards, rows of each, elements of a row)`` of an array.
+
+    Only its number of elements counts, however its last dimensions are arranged.
+    """
+    _, bucket = layout.bucket(stored)
     shards = product(layout.sizes, _inner(layout, bucket))
-    return shards, shape[-2] * shape[-1] // ROW // shards, ROW
+    apart = stored.cuts and set(stored.cuts[0]) & set(layout.workers)
+    first = layout.number if apart else 1
+    each = math.prod(stored.shape) // (first * layout.parts * shards * ROW)
+    return first, layout.parts, shards, each, ROW
 
 
 def _inner(layout: Layout, bucket: Bucket) -> tuple[str, ...]:
@@ -261,25 +307,47 @@ def _inner(layout: Layout, bucket: Bucket) -> tuple[str, ...]:
     return tuple(axis for axis in layout.sizes if axis in bucket.axes and axis not in others)
 
 
-def _leaves(layout: Layout, vote: Vote, bucket: Bucket, rows: jax.Array) -> dict[str, jax.Array]:
-    """``[*batch, inner shards, parts, rows, 64]`` as whole leaves ``[*batch, *shape]``."""
-    _check_named(vote)
-    rows = rows.reshape(*rows.shape[:-3], -1, ROW)
+def _pieces(layout: Layout, stored: Stored, x: jax.Array) -> Iterator[tuple[Bucket, jax.Array]]:
+    """Buckets that are made of leaves, with their rows ``[*workers, inner shards, rows, ROW]``."""
+    sliced, bucket = layout.bucket(stored)
+    rows = x.reshape(_sizes(layout, stored))  # [workers, parts, shards, rows, ROW]
+    if stored.holder is not Holder.OWNER:
+        yield bucket, _merged(jnp.moveaxis(rows, 1, 2))
+        return
+    rows = _merged(rows.transpose(2, 1, 0, 3, 4))  # [shards, parts, rows, ROW]
+    if not sliced.cuts:
+        yield bucket, rows[:, 0]
+        return
+    for s in bucket.segments:
+        cut = sliced.cuts[s.leaf]  # an owner's bucket is made of a group's slices of buckets
+        yield cut, _merged(rows[..., s.first_row : s.first_row + cut.chunk, :])
+
+
+def _merged(rows: jax.Array) -> jax.Array:
+    """``[..., a, b, ROW]`` as ``[..., a * b, ROW]``."""
+    return rows.reshape(*rows.shape[:-3], -1, ROW)
+
+
+def _leaves(
+    layout: Layout, sliced: Sliced, bucket: Bucket, rows: jax.Array
+) -> dict[str, jax.Array]:
+    """``[*batch, inner shards, rows, ROW]`` as whole leaves ``[*batch, *shape]``."""
+    _check_named(sliced)
     out = {}
     for s in bucket.segments:
         own = rows[..., s.first_row : s.first_row + s.rows, :]
         flat = own.reshape(*own.shape[:-2], -1)[..., : s.size]
         shards = flat.reshape(*flat.shape[:-1], *s.shape)
-        name = vote.names[s.leaf]
+        name = sliced.names[s.leaf]
         out[name] = _joined(layout, ".params" + name, _inner(layout, bucket), shards)
     return out
 
 
-def _check_named(vote: Vote) -> None:
-    if not vote.names:
+def _check_named(sliced: Sliced) -> None:
+    if not sliced.names:
         raise ValueError(
-            f"state{vote.path} votes on some of the parameters only, and its slices do not say on which: "
-            "restore it with as many workers, groups and shards as it was saved from"
+            f"state{sliced.path} votes on some of the parameters only, and its slices do not say on "
+            "which: restore it with as many workers, groups and shards as it was saved from"
         )
 
 
@@ -309,71 +377,67 @@ def _cut(layout: Layout, path: str, inner: Sequence[str], whole: jax.Array) -> j
     return shards.reshape(*batch, -1, *_local_shape(layout, path))
 
 
-def _from_owners(layout: Layout, vote: Vote, arrays: dict[str, Any]) -> dict[str, Any]:
-    """The owners' states as whole leaves; counters, which are alike, as they are."""
-    out: dict[str, Any] = {}
-    for k, bucket in enumerate(vote.owned):
-        for rest, value in _under(arrays, f"{vote.path}.owner[{k}].value").items():
-            prefix = f"{vote.path}.owner{rest}"
-            if value.ndim == 0:
-                out[prefix] = value
-                continue
-            shards = _shards(layout, bucket, value.shape)
-            rows = value.reshape(-1, layout.parts, *shards).transpose(2, 1, 0, 3, 4)
-            rows = rows.reshape(shards[0], layout.parts, -1, ROW)
-            for cut, own in _pieces(layout, vote, bucket, rows):
-                leaves = _leaves(layout, vote, cut, own)
-                out |= {f"{prefix}{name}": x for name, x in leaves.items()}
-    return out
-
-
-def _pieces(layout: Layout, vote: Vote, bucket: Bucket, rows: jax.Array) -> Iterable[Any]:
-    """An owner's bucket is made of leaves, or of slices of buckets that are made of leaves."""
-    if not layout.group:
-        return [(bucket, rows)]
-    cuts = [(vote.cuts[s.leaf], s.first_row) for s in bucket.segments]
-    return [(cut, rows[..., first : first + cut.chunk, :]) for cut, first in cuts]
-
-
-def _under(arrays: dict[str, Any], prefix: str) -> dict[str, Any]:
-    return {path.removeprefix(prefix): x for path, x in arrays.items() if _is(path, prefix)}
-
-
 def laid_out(layout: Layout, whole: dict[str, Any], paths: Iterable[str]) -> dict[str, jax.Array]:
     """Undoes ``opened`` for the arrays of a layout that are asked for; traced."""
-    wanted = {path: layout.arrays[path] for path in paths}
-    out = {path: whole[path] for path, x in wanted.items() if x.kind not in IN_BUCKETS}
-    for vote in layout.votes:
-        for k, bucket in enumerate(vote.cuts):
-            for field in ("mu", "error"):
-                if (path := f"{vote.path}.{field}[{k}].value") in wanted:
-                    rows = _rows(layout, vote, bucket, f"{vote.path}.{field}", whole)
-                    cut = _in_parts(rows, layout.parts, bucket.chunk)
-                    out[path] = jnp.moveaxis(cut, 1, 2).reshape(wanted[path].shape)
-        for k, bucket in enumerate(vote.owned):
-            prefix = f"{vote.path}.owner[{k}].value"
-            for rest, x in _under(wanted, prefix).items():
-                name = f"{vote.path}.owner{rest}"
-                cut = _for_owners(layout, vote, bucket, name, whole, x) if x.shape else whole[name]
-                out[prefix + rest] = cut.reshape(x.shape)
+    out: dict[str, jax.Array] = {}
+    for path in paths:
+        stored = layout.arrays[path]
+        if stored.place is None:
+            out[path] = whole[path]
+        elif not stored.shape:
+            out[path] = whole[stored.place.name]
+        else:
+            out[path] = _in_bucket(layout, stored, whole).reshape(stored.shape)
     return out
+
+
+def _in_bucket(layout: Layout, stored: Stored, whole: dict[str, Any]) -> jax.Array:
+    """Undoes ``_pieces``: ``[workers, parts, inner shards, rows, ROW]``."""
+    assert stored.place is not None
+    (sliced, bucket), name = layout.bucket(stored), stored.place.name
+    if stored.holder is not Holder.OWNER:
+        rows = _rows(layout, sliced, bucket, name, whole)
+        return jnp.moveaxis(_in_parts(rows, layout.parts, bucket.chunk), 1, 2)
+    if sliced.cuts:
+        cuts = [sliced.cuts[s.leaf] for s in bucket.segments]
+        slices = [
+            _in_parts(_rows(layout, sliced, cut, name, whole), layout.parts, cut.chunk)
+            for cut in cuts
+        ]
+        rows = _side_by_side(bucket, slices)
+    else:
+        rows = _rows(layout, sliced, bucket, name, whole)[:, None]
+    first, _, _, each, _ = _sizes(layout, stored)
+    return _in_parts(rows, first, each).transpose(2, 1, 0, 3, 4)
 
 
 def _rows(
-    layout: Layout, vote: Vote, bucket: Bucket, prefix: str, whole: dict[str, Any]
+    layout: Layout, sliced: Sliced, bucket: Bucket, prefix: str, whole: dict[str, Any]
 ) -> jax.Array:
-    """Whole leaves as ``[*batch, inner shards, rows, 64]``."""
-    _check_named(vote)
-    inner, rows = _inner(layout, bucket), []
+    """Whole leaves as ``[*batch, inner shards, rows, ROW]``."""
+    _check_named(sliced)
+    inner, pieces = _inner(layout, bucket), []
     for s in bucket.segments:
-        name = vote.names[s.leaf]
+        name = sliced.names[s.leaf]
         shards = _cut(layout, ".params" + name, inner, whole[prefix + name])
         flat = shards.reshape(*shards.shape[: shards.ndim - len(s.shape)], -1)
-        rows.append(_padded(flat, s.rows * ROW, -1).reshape(*flat.shape[:-1], s.rows, ROW))
-    return jnp.concatenate(rows, axis=-2)
+        pieces.append(_padded(flat, s.rows * ROW, -1).reshape(*flat.shape[:-1], s.rows, ROW))
+    return _side_by_side(bucket, pieces)
+
+
+def _side_by_side(bucket: Bucket, pieces: Sequence[jax.Array]) -> jax.Array:
+    """The rows of a bucket, of those of its segments, zeros where it has none."""
+    placed = sorted(zip(bucket.segments, pieces, strict=True), key=lambda pair: pair[0].first_row)
+    ends = [s.first_row for s, _ in placed[1:]] + [bucket.rows]
+    filled = [_padded(x, end - s.first_row, -2) for (s, x), end in zip(placed, ends, strict=True)]
+    rows = jnp.concatenate(filled, axis=-2)
+    before = [(0, 0)] * rows.ndim
+    before[-2] = (bucket.rows - rows.shape[-2], 0)
+    return jnp.pad(rows, before)
 
 
 def _in_parts(rows: jax.Array, parts: int, each: int) -> jax.Array:
+    """``[..., rows, ROW]`` as ``[..., parts, each, ROW]``, zeros behind the end."""
     rows = _padded(rows, parts * each, -2)
     return rows.reshape(*rows.shape[:-2], parts, each, ROW)
 
@@ -382,25 +446,6 @@ def _padded(x: jax.Array, size: int, axis: int) -> jax.Array:
     short = [(0, 0)] * x.ndim
     short[axis] = (0, size - x.shape[axis])
     return jnp.pad(x, short)
-
-
-def _for_owners(
-    layout: Layout, vote: Vote, bucket: Bucket, prefix: str, whole: dict[str, Any], target: Stored
-) -> jax.Array:
-    """One array of the owners' state, ``[owners, parts, inner shards, rows of each, 64]``."""
-    if layout.group:
-        cuts = [vote.cuts[s.leaf] for s in bucket.segments]
-        slices = [
-            _in_parts(_rows(layout, vote, cut, prefix, whole), layout.parts, cut.chunk)
-            for cut in cuts
-        ]
-        pieces = [_padded(x, s.rows, -2) for x, s in zip(slices, bucket.segments, strict=True)]
-        rows = jnp.concatenate(pieces, axis=-2)
-    else:
-        rows = _rows(layout, vote, bucket, prefix, whole)[:, None]
-    each = _shards(layout, bucket, target.shape)[1]
-    owners = math.prod(target.shape[:-2]) // layout.parts
-    return _in_parts(rows, owners, each).transpose(2, 1, 0, 3, 4)
 
 
 # --- From one layout to another
@@ -412,19 +457,18 @@ def moved(old: Layout, new: Layout) -> list[str]:
 
     def stays(path: str, x: Stored) -> bool:
         before = old.arrays.get(path)
-        in_buckets = x.kind in IN_BUCKETS
-        return before is not None and before.shape == x.shape and (same or not in_buckets)
+        return before is not None and before.shape == x.shape and (same or x.place is None)
 
     return [path for path, x in new.arrays.items() if 0 not in x.shape and not stays(path, x)]
 
 
 def alike(old: Layout, new: Layout) -> bool:
     """Whether buckets and slices of one layout are those of the other."""
-    return _mesh_of(old) == _mesh_of(new) and old.votes == new.votes
+    return _mesh_of(old) == _mesh_of(new) and old.sliced == new.sliced
 
 
 def _mesh_of(layout: Layout) -> Any:
-    cuts = [x.cuts for path, x in layout.arrays.items() if _is(path, ".params")]
+    cuts = [x.cuts for path, x in layout.arrays.items() if path.startswith(".params")]
     return list(layout.sizes.items()), layout.workers, layout.group, cuts
 
 
@@ -435,14 +479,124 @@ def names_of(layout: Layout) -> dict[str, Stored]:
         for path, x in layout.arrays.items()
         if 0 not in x.shape
     }
-    kinds = {path: x.kind for path, x in layout.arrays.items() if x.kind not in IN_BUCKETS}
-    for vote in layout.votes:
-        if layout.group:
-            kinds |= {f"{vote.path}.mu{name}": "each" for name in vote.names}
-            kinds |= {f"{vote.path}.error{name}": "error" for name in vote.names}
+    holders = {}
+    for path, x in layout.arrays.items():
+        if x.place is None:
+            holders[path] = x.holder
+        elif x.holder in OWN:
+            names = layout.sliced[x.place.sliced].names
+            holders |= {x.place.name + name: x.holder for name in names}
     found = jax.eval_shape(lambda arrays: opened(layout, arrays), arrays)
 
     def dtype(name: str) -> str:
         return layout.arrays[name].dtype if name in layout.arrays else ""
 
-    return {n: Stored(x.shape, dtype(n), (), kinds.get(n, "same")) for n, x in found.items()}
+    return {n: Stored(x.shape, dtype(n), (), holders.get(n, Holder.ALL)) for n, x in found.items()}
+
+
+# --- What is saved and what is wanted
+
+
+def check_same_model(name: str, saved: Layout, target: Layout) -> None:
+    """Raises ``ValueError`` if what is saved is not what is wanted, mesh and workers aside."""
+    as_they_lie = alike(saved, target)
+    old, new = (_comparable(layout, as_they_lie) for layout in (saved, target))
+    problems = [
+        *(f"it lacks state{p} of shape {_shape(new[p])}" for p in new
+          if p not in old and new[p].holder is not Holder.MEASURED),
+        *(f"it has state{p} of shape {_shape(old[p])}, which is not wanted" for p in old
+          if p not in new and old[p].holder is not Holder.MEASURED),
+        *(f"state{p} is {_described(old[p])} in it, wanted {_described(new[p])}" for p in new
+          if p in old and not _fits(old[p], new[p])),
+    ]  # fmt: skip
+    problems.sort(key=lambda text: "state.params" not in text)  # the rest follows from them
+    if problems:
+        more = f", and {len(problems) - 4} more" if len(problems) > 4 else ""
+        of = "optimizer" if all("state.opt_state" in p for p in problems) else "model"
+        raise ValueError(
+            f"{name} is of another {of}: {'; '.join(problems[:4])}{more}. Restore with the model and "
+            "the optimizer it was saved with"
+        )
+
+
+def _comparable(layout: Layout, as_it_lies: bool) -> dict[str, Stored]:
+    found = layout.arrays if as_it_lies else names_of(layout)
+    return {path: x for path, x in found.items() if 0 not in x.shape}
+
+
+def _shape(x: Stored, own: bool | None = None) -> tuple[int, ...]:
+    """Without the axis of the workers."""
+    own = x.holder in OWN if own is None else own
+    return x.shape[1:] if own else x.shape
+
+
+def _described(x: Stored) -> str:
+    return f"{x.dtype}{list(_shape(x))}"
+
+
+def _fits(old: Stored, new: Stored) -> bool:
+    # Over one worker it may not show that an array has an axis of workers.
+    own = old.holder in OWN or new.holder in OWN
+    same = not (old.dtype and new.dtype) or old.dtype == new.dtype
+    return same and _shape(old, own) == _shape(new, own)
+
+
+# --- What workers get where their number changes
+
+
+def converted(
+    old: Layout, new: Layout, arrays: dict[str, Any], keys: dict[str, Any], keep: bool
+) -> dict[str, jax.Array]:
+    """The arrays of the new layout that are ``moved``; traced.
+
+    Args:
+      old: the layout of ``arrays``.
+      new: the layout wanted.
+      arrays: by path; of random keys their words.
+      keys: random keys by path, with the name of the generator and the number of words.
+      keep: whether workers that survive keep what is theirs.
+    """
+    whole = opened(old, arrays)
+    before, after = names_of(old), names_of(new)
+    for name, x in after.items():
+        own = {x.holder, before[name].holder if name in before else x.holder} & OWN
+        if x.holder is Holder.MEASURED and name not in before:
+            whole[name] = jnp.zeros(x.shape)
+        elif own and whole[name].shape[0] != x.shape[0]:
+            owed = Holder.FEEDBACK in own
+            whole[name] = _shared(whole[name], x.shape[0], owed, keys.get(name, [None])[0], keep)
+    found = laid_out(new, whole, moved(old, new))
+    return {
+        path: x if path in keys else x.astype(new.arrays[path].dtype) for path, x in found.items()
+    }
+
+
+def _shared(x: jax.Array, count: int, owed: bool, key: str | None, keep: bool) -> jax.Array:
+    """What ``[workers, ...]`` becomes for another number of workers."""
+    if key is not None:
+        return _keys(x, count, key)
+    survivors = x[: min(count, len(x))] if keep else x[:0]
+    mean = _mean(x)
+    new = jnp.broadcast_to(mean, (count - len(survivors), *x.shape[1:])).astype(x.dtype)
+    new = jnp.concatenate([survivors, new])
+    if owed and keep and count < len(x):
+        # What is owed to all together is owed still: no error is lost with its worker.
+        new = (new.astype(jnp.float32) + mean - _mean(new)).astype(x.dtype)
+    return new
+
+
+def _mean(x: jax.Array) -> jax.Array:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return jnp.max(x, axis=0)
+    return jnp.mean(x.astype(jnp.promote_types(x.dtype, jnp.float32)), axis=0)
+
+
+def _keys(words: jax.Array, count: int, impl: str) -> jax.Array:
+    """Those who were there keep their keys; each newcomer folds its index into one of them."""
+    keys = jax.random.wrap_key_data(words, impl=impl)
+    if count <= len(words):
+        return words[:count]
+    index = jnp.arange(len(words), count)
+    each = keys.reshape(len(words), -1)[index % len(words)]
+    added = jax.vmap(jax.vmap(jax.random.fold_in, (0, None)))(each, index)
+    return jax.random.key_data(jnp.concatenate([keys, added.reshape(len(index), *keys.shape[1:])]))

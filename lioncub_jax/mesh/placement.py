@@ -7,18 +7,24 @@ are the compiler's (`over_workers`); the vote runs where every axis is manual, o
 inner axes are *explicit*: the type of every array says how it is cut, so nothing has to be guessed.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, auto_axes, explicit_axes
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax import wires
-from lioncub_jax.layout import varying_axes
-from lioncub_jax.mesh.specs import axes_of, check_specs, is_spec, restrict, shardings, specs_of
+from lioncub_jax.mesh.specs import (
+    axes_of,
+    check_specs,
+    product,
+    restrict,
+    shardings,
+    specs_of,
+)
 from lioncub_jax.wires import AxisName
 
 
@@ -61,23 +67,66 @@ def two_level_mesh(
     return Mesh(array, axis_names, axis_types=(AxisType.Auto,) * 2)
 
 
-class Workers(NamedTuple):
-    """Where the workers sit on a mesh."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """Something known when a function is traced, on its way out through ``shard_map`` and ``jit``.
+
+    Attributes:
+      value: anything that can be hashed.
+    """
+
+    value: Any = dataclasses.field(metadata={"static": True})
+
+
+@dataclasses.dataclass(frozen=True)
+class Workers:
+    """The workers of a mesh, said once: for the optimizer, the state, the step and the checkpoints.
+
+    A worker votes with one gradient. It is a device, or with inner axes (fsdp, tensor, expert) the
+    devices that share its parameters, or in two levels a group of devices with fast links.
+
+    Attributes:
+      mesh: the devices, axes Auto or Explicit.
+      axis_name: mesh axis of the workers, or several as a tuple: one group of voters.
+      group_axis: mesh axis of the devices of one worker, in two levels; else None.
+      axes: those over which gradients differ: the workers', then those of a worker's devices.
+      count: how many gradients there are: one for each worker, or for each device of a group.
+
+    Raises:
+      TypeError: for a mesh that is none.
+      ValueError: for a mesh without one of the axes, or an axis that is named twice.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, lioncub_jax as lc
+      >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> workers = lc.Workers(mesh, "data")
+      >>> tx = lc.lion_cub(1e-3, axis_name=workers)
+      >>> state = lc.init_state(tx, {"w": jnp.ones(3)}, workers)
+      >>> workers.count
+      1
+    """
 
     mesh: Mesh
     axis_name: AxisName
-    group_axis: AxisName | None
+    group_axis: AxisName | None = None
+    axes: tuple[str, ...] = dataclasses.field(init=False, repr=False, compare=False)
+    count: int = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_mesh(self.mesh, self.axis_name, self.group_axis)
+        axes = (*wires.names(self.axis_name), *wires.names(self.group_axis or ()))
+        object.__setattr__(self, "axes", axes)
+        object.__setattr__(self, "count", product(self.mesh.shape, axes))
 
     @classmethod
     def on(cls, mesh: Mesh, axis_name: AxisName, group_axis: AxisName | None = None) -> "Workers":
-        """Raises ``ValueError`` for a mesh without one of the axes."""
-        check_mesh(mesh, axis_name, group_axis)
+        """The same as the constructor."""
         return cls(mesh, axis_name, group_axis)
 
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The axes over which gradients differ: the workers', then those of a worker's devices."""
-        return (*wires.names(self.axis_name), *wires.names(self.group_axis or ()))
+    def __str__(self) -> str:
+        """The axes, as they are written in a call."""
+        return as_arguments(self.axis_name, self.group_axis)
 
     def vary(self, tree: Any) -> Any:
         """Gives arrays the type of what differs between workers."""
@@ -90,10 +139,15 @@ class Workers(NamedTuple):
             specs = specs_of(params)
         check_specs(specs, params, self.mesh, self.axes)
         cutting = [n for n in self.mesh.axis_names if self.mesh.shape[n] > 1]
-        flat = jax.tree.leaves(restrict(specs, cutting), is_leaf=is_spec)
-        # XLA replicates what is empty, whatever it is told.
-        held = [s if x.size else P() for s, x in zip(flat, jax.tree.leaves(params), strict=True)]
+        flat = jax.tree.leaves(restrict(specs, cutting))
+        held = [_as_laid(s, x) for s, x in zip(flat, jax.tree.leaves(params), strict=True)]
         return jax.tree.unflatten(jax.tree.structure(params), held)
+
+    def laid(self, specs: Any, arrays: Any) -> Any:
+        """How global arrays of these specs come out of a compiled program."""
+        if AxisType.Auto not in self.mesh.axis_types:
+            return specs  # their types hold them
+        return jax.tree.map(_as_laid, specs, arrays)
 
     def _check_known(self, params: Any) -> None:
         mesh = self.mesh
@@ -135,13 +189,77 @@ class Workers(NamedTuple):
         def leaf(spec: P, x: jax.Array) -> jax.Array:
             return change(x) if self.stacks(spec) else x
 
-        return jax.tree.map(leaf, specs, tree, is_leaf=is_spec)
+        return jax.tree.map(leaf, specs, tree)
+
+
+def _as_laid(spec: P, x: Any) -> P:
+    """XLA replicates what is empty, whatever it is told."""
+    return spec if x.size else P()
+
+
+def as_arguments(axis_name: AxisName, group_axis: AxisName | None) -> str:
+    """Axes, as they are written in a call."""
+    group = "" if group_axis is None else f", group_axis={group_axis!r}"
+    return f"axis_name={axis_name!r}{group}"
+
+
+def workers_of(
+    given: "Workers | Mesh", axis_name: AxisName | None, group_axis: AxisName | None
+) -> "Workers":
+    """The workers that a caller means: the object itself, or a mesh and the names of its axes.
+
+    Raises:
+      TypeError: for anything else.
+      ValueError: for workers and names at once, or a mesh without a name.
+    """
+    if isinstance(given, Workers):
+        if axis_name is not None or group_axis is not None:
+            raise ValueError(
+                f"given are workers of {given}, and beside them axis_name={axis_name!r}, "
+                f"group_axis={group_axis!r}: the workers say their axes, so leave the names out"
+            )
+        return given
+    check_is_mesh(given, "or workers, such as lioncub_jax.Workers(mesh, 'data')")
+    if axis_name is None:
+        raise ValueError(
+            f"given is a mesh with axes {given.axis_names}, and not which of them is the workers': give "
+            f"lioncub_jax.Workers(mesh, {given.axis_names[0]!r}), or axis_name= beside the mesh"
+        )
+    return Workers(given, axis_name, group_axis)
+
+
+def names_of(
+    axis_name: "AxisName | Workers | None", group_axis: AxisName | None = None
+) -> tuple[Any, AxisName | None]:
+    """``(axis_name, group_axis)`` of an optimizer, which may be given as `Workers`.
+
+    Raises:
+      ValueError: for another group axis than that of the workers.
+    """
+    if not isinstance(axis_name, Workers):
+        return axis_name, group_axis
+    if group_axis not in (None, axis_name.group_axis):
+        raise ValueError(
+            f"group_axis={group_axis!r}, but the workers have {axis_name}: they say their group_axis, so "
+            "leave it out"
+        )
+    return axis_name.axis_name, axis_name.group_axis
+
+
+def check_is_mesh(mesh: Any, otherwise: str = "") -> None:
+    """Raises ``TypeError`` for anything but a mesh of devices."""
+    if not isinstance(mesh, Mesh):
+        wanted = ", ".join(filter(None, ["such as jax.make_mesh((8,), ('data',))", otherwise]))
+        raise TypeError(f"{mesh!r} is no mesh: give a jax.sharding.Mesh, {wanted}")
 
 
 def check_mesh(mesh: Mesh, axis_name: AxisName, group_axis: AxisName | None = None) -> None:
-    """Raises ``ValueError`` for a mesh without an axis that is named, or an axis named twice."""
-    given = [("axis_name", n) for n in wires.names(axis_name)]
-    given += [("group_axis", n) for n in wires.names(group_axis or ())]
+    """Raises for what is no mesh, a mesh without an axis that is named, or an axis named twice."""
+    check_is_mesh(mesh)
+    given = [("axis_name", n) for n in _names("axis_name", axis_name)]
+    given += [("group_axis", n) for n in _names("group_axis", group_axis or ())]
+    if not wires.names(axis_name):
+        raise ValueError(f"axis_name={axis_name!r}: give the axis of the workers, such as 'data'")
     for argument, name in given:
         if name not in mesh.axis_names:
             raise ValueError(
@@ -152,6 +270,13 @@ def check_mesh(mesh: Mesh, axis_name: AxisName, group_axis: AxisName | None = No
             f"axis_name={axis_name!r} and group_axis={group_axis!r} name an axis twice: a worker is one "
             "index of axis_name, its devices are those of group_axis and of the inner axes"
         )
+
+
+def _names(argument: str, axis: Any) -> tuple[str, ...]:
+    names = axis if isinstance(axis, tuple) else (axis,)
+    if not all(isinstance(n, str) for n in names):
+        raise TypeError(f"{argument}={axis!r}: give the name of a mesh axis, or a tuple of names")
+    return names
 
 
 def over_workers(
@@ -210,7 +335,7 @@ def _constrained(tree: Any, specs: Any) -> Any:
     def constrain(spec: P, part: Any) -> Any:
         return jax.lax.with_sharding_constraint(part, spec) if any(spec) else part
 
-    return jax.tree.map(constrain, specs, tree, is_leaf=is_spec)
+    return jax.tree.map(constrain, specs, tree)
 
 
 def on_shards(fn: Callable[..., Any], args: Any, out_specs: Any = None) -> Any:
@@ -244,17 +369,11 @@ def on_shards(fn: Callable[..., Any], args: Any, out_specs: Any = None) -> Any:
 
 
 def _stacked_specs(fn: Callable[..., Any], args: Any, in_specs: Any, inner: Sequence[str]) -> Any:
-    found: list[Any] = []
+    def probe(*args: Any) -> Static:
+        leaves, structure = jax.tree.flatten(fn(*args))
+        varies = [tuple(n for n in inner if n in wires.varying_axes(x)) for x in leaves]
+        return Static((structure, tuple(P(axes) if axes else P() for axes in varies)))
 
-    def over(x: jax.Array) -> P:
-        axes = tuple(n for n in inner if n in varying_axes(x))
-        return P(axes) if axes else P()
-
-    def probe(*args: Any) -> jax.Array:
-        found.append(jax.tree.map(over, fn(*args)))
-        return jnp.zeros(())
-
-    jax.eval_shape(
-        jax.shard_map(probe, in_specs=in_specs, out_specs=P(), axis_names=set(inner)), *args
-    )
-    return found[0]
+    run = jax.shard_map(probe, in_specs=in_specs, out_specs=P(), axis_names=set(inner))
+    structure, specs = jax.eval_shape(run, *args).value
+    return jax.tree.unflatten(structure, specs)

@@ -6,14 +6,16 @@ of the workers. A spec has one spelling here, so that nothing is compiled twice.
 
 import functools
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen, nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from lioncub_jax.wires import varying_axes
 
 
 def specs_of(params: Any) -> Any:
@@ -34,14 +36,19 @@ def specs_of(params: Any) -> Any:
       >>> lc.mesh.specs_of(params)["kernel"] == jax.P(None, "fsdp")
       True
     """
-    declared: Any = None
-    if isinstance(params, nnx.State) and not _placed(params):
-        declared = nnx.get_partition_spec(params)
-    elif _boxed(params):
-        declared = linen.get_partition_spec(params)
+    declared = _declared(params) if _flax_in_use() else None
     if declared is None:
         return jax.tree.map(spec_of, params)
     return jax.tree.map(lambda s: P() if s is None else s, declared, is_leaf=_is_spec_or_none)
+
+
+def unboxed(params: Any) -> Any:
+    """Parameters out of flax's boxes, if they are in any."""
+    if not _flax_in_use():
+        return params
+    from flax import linen
+
+    return linen.meta.unbox(params)
 
 
 def spec_of(x: Any) -> P:
@@ -60,6 +67,24 @@ def _cutting(sharding: NamedSharding) -> P:
     return restrict(sharding.spec, [n for n, size in sharding.mesh.shape.items() if size > 1])
 
 
+def apart(tree: Any, axes: Sequence[str]) -> tuple[str, ...]:
+    """Those of some axes over which the type of any array varies."""
+    over = frozenset().union(*map(varying_axes, jax.tree.leaves(tree)))
+    return tuple(n for n in axes if n in over)
+
+
+def by_type(leaves: Sequence[jax.Array], workers: Sequence[str]) -> tuple[P, ...]:
+    """How arrays lie, by their types, once what differs between workers has a leading axis."""
+
+    def spec(x: jax.Array) -> P:
+        inner = jax.typeof(x).sharding.spec
+        axes = tuple(n for n in workers if n in varying_axes(x))
+        return shortened(P(axes, *inner) if axes else inner)
+
+    return tuple(map(spec, leaves))
+
+
+@functools.cache
 def shortened(spec: P) -> P:
     """One spelling for specs that mean the same, so that nothing is compiled twice."""
     entries = [axes_of(entry) for entry in spec]
@@ -68,29 +93,36 @@ def shortened(spec: P) -> P:
     return P(*[e[0] if len(e) == 1 else e or None for e in entries])
 
 
+def _flax_in_use() -> bool:
+    """Boxes are flax's: who has not imported flax has none, and need not wait for its import."""
+    return "flax" in sys.modules
+
+
+def _declared(params: Any) -> Any:
+    """What the metadata of flax says about how parameters are cut, or None without any."""
+    from flax import linen, nnx
+
+    if isinstance(params, nnx.State) and not _placed(params):
+        return nnx.get_partition_spec(params)
+    boxes = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, linen.Partitioned))
+    if any(isinstance(x, linen.Partitioned) for x in boxes):
+        return linen.get_partition_spec(params)
+    return None
+
+
 def _placed(params: Any) -> bool:
     shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(params)]
     return any(isinstance(s, NamedSharding) for s in shardings)
-
-
-def _boxed(params: Any) -> bool:
-    boxes = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, linen.Partitioned))
-    return any(isinstance(x, linen.Partitioned) for x in boxes)
 
 
 def _is_spec_or_none(x: Any) -> bool:
     return x is None or isinstance(x, P)
 
 
-def is_spec(x: Any) -> bool:
-    """For ``is_leaf``: a ``PartitionSpec`` is a tuple, and no tree."""
-    return isinstance(x, P)
-
-
 def check_specs(specs: Any, params: Any, mesh: Mesh, workers: Sequence[str]) -> None:
     """Raises ``ValueError`` for parameters that cannot lie on the mesh as their specs say."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    flat = jax.tree.leaves(specs, is_leaf=is_spec)
+    flat = jax.tree.leaves(specs)
     if len(flat) != len(leaves) or not all(isinstance(s, P) for s in flat):
         raise ValueError(
             f"specs has {len(flat)} leaves and the parameters have {len(leaves)}: give a PartitionSpec "
@@ -152,7 +184,7 @@ def shard_shape(
 
 def shardings(specs: Any, mesh: Mesh) -> Any:
     """Specs as shardings on a mesh."""
-    return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=is_spec)
+    return jax.tree.map(lambda s: NamedSharding(mesh, s), specs)
 
 
 def check_batch_spec(spec: P, mesh: Mesh, workers: Sequence[str]) -> None:
@@ -176,16 +208,17 @@ def parts(spec: P, mesh: Mesh) -> int:
 
 def stacked(specs: Any, axes: Sequence[str]) -> Any:
     """Specs of arrays with one more, leading dimension, cut over ``axes``."""
-    return jax.tree.map(lambda spec: shortened(P(tuple(axes), *spec)), specs, is_leaf=is_spec)
+    return jax.tree.map(lambda spec: shortened(P(tuple(axes), *spec)), specs)
 
 
 def restrict(specs: Any, axes: Sequence[str]) -> Any:
     """Specs with only the axes named."""
+    return jax.tree.map(functools.partial(_only, axes=tuple(axes)), specs)
 
-    def keep(spec: P) -> P:
-        return shortened(P(*[tuple(a for a in axes_of(e) if a in axes) or None for e in spec]))
 
-    return jax.tree.map(keep, specs, is_leaf=is_spec)
+@functools.cache
+def _only(spec: P, axes: tuple[str, ...]) -> P:
+    return shortened(P(*[tuple(a for a in axes_of(e) if a in axes) or None for e in spec]))
 
 
 def cut_of(tree: Any) -> Any:

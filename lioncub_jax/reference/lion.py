@@ -18,8 +18,9 @@ the rest of the package. The rules, for workers ``i = 0 .. W-1`` and the step af
   zero: an exact zero takes one of the two inner codes, the upper one if its side is 1. Mid-tread (``top``
   even) has one. The step of a mid-rise row is the best one for a Gaussian, from the mean magnitude of
   its real elements; integers are in units of the mean magnitude of their leaf. Padding is zeros and is
-  coded as they are. No square is taken and no sum overflows: values times a power of two give the same
-  codes.
+  coded as they are. No square is taken: values times a power of two give the same codes. Where the sum of
+  a row overflows (from 2**121 on) its largest magnitude stands for the mean; the sum of a leaf is then
+  taken of values times 2**-64.
 * **Who votes.** A worker with a value that is not finite abstains from the step, and so does one that
   is asked to; its momentum and error stay. With mid-rise codes a worker does not vote on a row whose
   values are all exactly zero. With mid-tread codes everybody votes, and an abstainer sends zero.
@@ -130,28 +131,23 @@ class Simulator(NamedTuple):
 Places = Callable[[int, int, int], Any]  # as `words` without its options
 
 
-def words(
-    rows: int, workers: int, unit: int, first_word: Any = 0, slices: int = 1
-) -> tuple[jax.Array, jax.Array]:
+def words(rows: int, workers: int, unit: int, first_word: Any = 0) -> tuple[jax.Array, jax.Array]:
     """The word and the bit of each element of a buffer, ``uint32[rows, 128]`` each.
 
     Args:
       rows: of the buffer.
       workers: how many own a chunk.
       unit: chunks are a multiple of so many rows, 32 or 16.
-      first_word: where the buffer begins, ``uint32[]``; with slices ``uint32[slices]``.
-      slices: parts of equal length, each cut over the workers as a buffer of its own.
+      first_word: where the buffer begins, ``uint32[]``.
     """
-    chunk = _round_up(-(-rows // (slices * workers)), unit)
-    at, inside = np.divmod(np.arange(rows)[:, None], max(workers * chunk, 1))
-    owner, r = np.divmod(inside, max(chunk, 1))
+    chunk = _round_up(-(-rows // workers), unit)
+    owner, r = np.divmod(np.arange(rows)[:, None], max(chunk, 1))
     block, lane = r // BLOCK, np.arange(ROW)
     half = BLOCK * (block + 1) > chunk
     before = (4 * chunk * owner + ROW * block).astype(np.uint32)
     word = before + np.where(half, lane % 64, lane).astype(np.uint32)
     bit = np.where(half, r % 16 + 16 * (lane // 64), r % BLOCK).astype(np.uint32)
-    first = jnp.broadcast_to(jnp.asarray(first_word, jnp.uint32), (slices,))[at]
-    return first + word, jnp.asarray(bit)
+    return jnp.asarray(first_word, jnp.uint32) + word, jnp.asarray(bit)
 
 
 def buffer_of(shapes: list[tuple[int, ...]], workers: int, places: Places = words) -> Buffer:
@@ -266,7 +262,9 @@ def decode(message: Message, top: int) -> jax.Array:
 def row_mean(x: jax.Array, buffer: Buffer) -> jax.Array:
     """Mean magnitude of each row's real elements, ``[..., rows, 128]`` to ``float32[..., rows, 1]``."""
     real = np.maximum(buffer.real.sum(axis=1, keepdims=True), 1).astype(np.float32)
-    return _mean_magnitude(x, real, lambda x: jnp.sum(x, axis=-1, keepdims=True), 8)
+    total = jnp.sum(jnp.abs(x), axis=-1, keepdims=True)
+    most = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
+    return jnp.where(jnp.isfinite(total), total / real, most)
 
 
 def leaf_mean(x: jax.Array, buffer: Buffer) -> jax.Array:
@@ -278,15 +276,10 @@ def leaf_mean(x: jax.Array, buffer: Buffer) -> jax.Array:
         parts = jnp.split(jnp.sum(x, axis=-1), np.cumsum(rows)[:-1], axis=-1)
         return jnp.stack([jnp.sum(part, axis=-1) for part in parts], axis=-1)
 
-    of_leaf = _mean_magnitude(x, np.maximum(sizes, 1).astype(np.float32), total, 64)
+    n = np.maximum(sizes, 1).astype(np.float32)
+    low, high = total(jnp.abs(x)), total(jnp.abs(x) * 2.0**-64)
+    of_leaf = jnp.where(jnp.isfinite(low), low / n, high / n * 2.0**64)
     return jnp.repeat(of_leaf, rows, axis=-1, total_repeat_length=len(buffer.real))[..., None]
-
-
-def _mean_magnitude(x: jax.Array, n: np.ndarray, total: Any, shift: int) -> jax.Array:
-    """A sum that overflows is taken again of values that are smaller by a power of two."""
-    low, high = total(jnp.abs(x)), total(jnp.abs(x) * 2.0**-shift)
-    mean = jnp.where(jnp.isfinite(low), low / n, high / n * 2.0**shift)
-    return jnp.minimum(mean, jnp.finfo(jnp.float32).max)
 
 
 def to_bfloat16(x: jax.Array) -> jax.Array:
@@ -295,8 +288,10 @@ def to_bfloat16(x: jax.Array) -> jax.Array:
 
 
 def quotient(x: jax.Array, unit: jax.Array) -> jax.Array:
-    """``x / unit``, and 0 where the unit is 0."""
-    return jnp.where(unit > 0, x / jnp.where(unit > 0, unit, 1), 0)
+    """``x / unit``, and 0 where the unit is 0; by an inverse that no unit is too large or small for."""
+    near_one = jnp.where(unit > 1, jnp.float32(2.0**-64), jnp.float32(2.0**64))
+    inverse = jnp.where(unit > 0, 1 / jnp.where(unit > 0, unit * near_one, 1), 0)
+    return (x * near_one) * inverse
 
 
 def noise(buffer: Buffer, workers: int, t: Any, seed: int) -> jax.Array:

@@ -6,24 +6,28 @@ from lioncub_jax.training.gradients import (
     local_value_and_grad,
     worker_value_and_grad,
 )
-from lioncub_jax.training.step import (
-    TrainState,
-    TrainStep,
-    abstract_state,
-    init_state,
-    make_train_step,
-    on_mesh,
-)
+from lioncub_jax.training.kinds import Kind, batch, folded, own, same
+from lioncub_jax.training.state import abstract_state, init_state
+from lioncub_jax.training.stats import DriftStats, drift_stats, mean_model_state
+from lioncub_jax.training.step import TrainState, TrainStep, make_train_step, on_mesh
 
 __all__ = [
+    "DriftStats",
+    "Kind",
     "StatefulLoss",
     "TrainState",
     "TrainStep",
     "abstract_state",
+    "batch",
+    "drift_stats",
+    "folded",
     "from_nnx",
     "init_state",
     "local_value_and_grad",
     "make_train_step",
+    "mean_model_state",
     "on_mesh",
+    "own",
+    "same",
     "worker_value_and_grad",
 ]

@@ -6,20 +6,22 @@ workers first, so that gradients stay local.
 """
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax import wires
-from lioncub_jax.mesh.placement import Workers
-from lioncub_jax.mesh.specs import parts, stacked
+from lioncub_jax.mesh.placement import Static, Workers, workers_of
+from lioncub_jax.mesh.specs import stacked
+from lioncub_jax.training import kinds
 from lioncub_jax.wires import AxisName
+
+if TYPE_CHECKING:
+    from flax import nnx
 
 
 class StatefulLoss(NamedTuple):
@@ -43,7 +45,7 @@ class StatefulLoss(NamedTuple):
 
 
 def local_value_and_grad(
-    loss_fn: Callable[..., Any], axis_name: AxisName, has_aux: bool = False
+    loss_fn: Callable[..., Any], axis_name: AxisName | Workers | None, has_aux: bool = False
 ) -> Callable[..., Any]:
     """Like ``jax.value_and_grad`` for the first argument, with each worker's own gradient.
 
@@ -53,129 +55,134 @@ def local_value_and_grad(
 
     Args:
       loss_fn: ``(params, ...) -> loss`` or, with ``has_aux``, ``(loss, aux)``.
-      axis_name: mesh axis of the workers.
+      axis_name: the workers: a `Workers`, or the name of their mesh axis; None for one device alone.
       has_aux: as in ``jax.value_and_grad``.
 
     Returns:
       A function with the arguments of ``loss_fn`` that returns ``(value, grads)``; both vary over
-      ``axis_name``. For use where the axis is bound.
+      the workers. For use where their axis is bound.
 
     Example:
       >>> import jax.numpy as jnp, lioncub_jax as lc
       >>> grad_fn = lc.local_value_and_grad(lambda w, x: jnp.sum(w * x), "data")
     """
+    axis = axis_name.axes if isinstance(axis_name, Workers) else axis_name
     value_and_grad = jax.value_and_grad(loss_fn, has_aux=has_aux)
+    if axis is None:
+        return value_and_grad
 
     def local(params: Any, *args: Any, **kwargs: Any) -> Any:
-        return value_and_grad(wires.varying(params, axis_name), *args, **kwargs)
+        return value_and_grad(wires.varying(params, axis), *args, **kwargs)
 
     return local
 
 
 def worker_value_and_grad(
     loss_fn: Callable[..., Any],
-    mesh: Mesh,
+    workers: Workers | Mesh,
     *,
-    axis_name: AxisName,
+    axis_name: AxisName | None = None,
     group_axis: AxisName | None = None,
+    in_kinds: Any = None,
+    aux_kinds: Any = None,
     has_aux: bool = False,
     specs: Any = None,
 ) -> Callable[..., Any]:
     """Like ``jax.value_and_grad`` on global arrays under ``jax.jit``, with a gradient for each worker.
 
     Args:
-      loss_fn: ``(params, *batch) -> loss`` or, with ``has_aux``, ``(loss, aux)``; the loss is a mean.
-      mesh: the devices, axes Auto or Explicit.
-      axis_name: mesh axis of the workers, or several as a tuple.
-      group_axis: mesh axis of the devices of one worker, in two levels.
+      loss_fn: ``(params, *args) -> loss`` or, with ``has_aux``, ``(loss, aux)``; the loss is a mean.
+      workers: a `Workers`; or a mesh, axes Auto or Explicit, with ``axis_name``.
+      axis_name: beside a mesh, the axis of the workers, or several as a tuple.
+      group_axis: beside a mesh, the axis of the devices of one worker, in two levels.
+      in_kinds: what the arguments behind the parameters are, a tuple with an entry for each, or for the
+        parts of its tree: ``training.batch`` (cut along the first dimension over the workers),
+        ``training.same`` (whole to each worker) or ``training.own`` (``[workers, ...]``, an entry to each
+        worker, such as model state); None for numbers, which all workers get, and typed keys, into
+        which each folds its number. Needed unless only the first of them has arrays: the batch.
+      aux_kinds: what becomes of arrays in ``aux``, for all of it or for its parts: ``training.batch``
+        (joined along their first dimension) or ``training.own`` (stacked, ``[workers, ...]``).
       has_aux: as in ``jax.value_and_grad``.
-      specs: as in ``on_mesh``.
+      specs: as in `on_mesh`.
 
     Returns:
-      A function ``(params, *batch) -> (value, grads)``. Arrays after the parameters are cut along their
-      first dimension over the workers; numbers go to all of them; of a random key each worker folds its
-      own. ``grads`` have a leading ``[workers]`` axis, for `on_mesh`. The loss and other floating numbers
-      are averaged over the workers, whole numbers are added, arrays joined along their first dimension.
+      A function ``(params, *args) -> (value, grads)``. ``grads`` have a leading ``[workers]`` axis, for
+      `on_mesh`. The loss and other floating numbers are averaged over the workers, whole numbers are
+      added, arrays are treated as ``aux_kinds`` say.
 
     Raises:
-      ValueError: as ``on_mesh``; when traced, for an array that the workers do not divide.
+      TypeError, ValueError: as `on_mesh`; when traced, for an array whose kind is not given, or that the
+        workers do not divide.
 
     Example:
+      Class weights go whole to each worker:
+
       >>> import jax, jax.numpy as jnp, lioncub_jax as lc
       >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-      >>> loss = lambda params, x: jnp.mean(x @ params["w"])
-      >>> grad_fn = jax.jit(lc.worker_value_and_grad(loss, mesh, axis_name="data"))
-      >>> value, grads = grad_fn({"w": jnp.ones(3)}, jnp.ones((4, 3)))
+      >>> loss = lambda params, x, weights: jnp.mean(x @ params["w"] * weights)
+      >>> kinds = (lc.training.batch, lc.training.same)
+      >>> grad_fn = lc.worker_value_and_grad(loss, lc.Workers(mesh, "data"), in_kinds=kinds)
+      >>> value, grads = jax.jit(grad_fn)({"w": jnp.ones((3, 2))}, jnp.ones((4, 3)), jnp.ones(2))
       >>> float(value), grads["w"].shape
-      (3.0, (1, 3))
+      (3.0, (1, 3, 2))
+
+    Source: this library.
     """
-    workers = Workers.on(mesh, axis_name, group_axis)
-    value_and_grad = local_value_and_grad(loss_fn, workers.axes, has_aux)
+    workers = workers_of(workers, axis_name, group_axis)
+    value_and_grad = local_value_and_grad(loss_fn, workers, has_aux)
 
-    def of_all(params: Any, *batch: Any) -> Any:
+    def of_all(params: Any, *args: Any) -> Any:
         cut = workers.cut(params, specs)
-        _check_batch(batch, workers)
-        tree: list[Any] = []
+        each = kinds.of_arguments(loss_fn, args, in_kinds)
+        kinds.check_shapes(loss_fn, args, each, workers)
+        leaves, tree = jax.tree.flatten(args)
 
-        def of_worker(params: Any, batch: Any) -> Any:
-            value, grads = value_and_grad(params, *jax.tree.map(partial(own_key, workers), batch))
-            leaves, structure = jax.tree.flatten(value)
-            tree[:] = [structure]
-            joined, agreed = _split_by_rank([jnp.asarray(x) for x in leaves], workers)
-            return jax.tree.map(lambda g: g[None], workers.vary(grads)), joined, agreed
+        def of_worker(params: Any, leaves: list[Any]) -> Any:
+            own = [kinds.of_worker(k, workers, x) for k, x in zip(each, leaves, strict=True)]
+            value, grads = value_and_grad(params, *jax.tree.unflatten(tree, own))
+            stacked_grads = jax.tree.map(lambda g: g[None], workers.vary(grads))
+            return stacked_grads, *_outputs(value, aux_kinds if has_aux else None, workers)
 
-        batch_specs = jax.tree.map(lambda x: P(workers.axes) if jnp.ndim(x) else P(), batch)
-        out_specs = stacked(cut, workers.axes), P(workers.axes), P()
-        run = workers.map(of_worker, (cut, batch_specs), out_specs, explicit=False)
-        grads, joined, agreed = run(params, batch)
-        values = joined | agreed
-        return jax.tree.unflatten(tree[0], [values[i] for i in sorted(values)]), grads
+        in_specs = cut, [kinds.spec_of(kind, workers) for kind in each]
+        out_specs = stacked(cut, workers.axes), P(workers.axes), P(), P()
+        run = workers.map(of_worker, in_specs, out_specs, explicit=False)
+        grads, arrays, numbers, structure = run(params, leaves)
+        return joined(arrays, numbers, structure), grads
 
     return of_all
 
 
-def _split_by_rank(values: list[jax.Array], workers: Workers) -> tuple[dict[int, jax.Array], Any]:
-    """Arrays, to be joined, and numbers on which the workers agree; by their place."""
-    joined = {i: workers.vary(x) for i, x in enumerate(values) if x.ndim}
-    numbers = {i: workers.vary(x) for i, x in enumerate(values) if not x.ndim}
-    means = {i: x for i, x in numbers.items() if _is_mean(x)}
-    counts = {i: x for i, x in numbers.items() if i not in means}
-    agreed = wires.mean_over_workers(means, workers.axes) | wires.sum_over_workers(
-        counts, workers.axes
-    )
-    return joined, agreed
+def _outputs(value: Any, aux_kinds: Any, workers: Workers) -> tuple[Any, Any, Static]:
+    """Arrays over the workers, numbers on which they agree, both by their place; and the tree of all."""
+    aux = value[1] if isinstance(value, tuple) else ()
+    each = [kinds.same, *kinds.of_outputs(aux, aux_kinds)]  # the loss is a number
+    leaves, structure = jax.tree.flatten(value)
+    leaves = [workers.vary(jnp.asarray(x)) for x in leaves]
+    lead = {kinds.own: lambda x: x[None], kinds.batch: lambda x: x}
+    arrays = {i: lead[k](x) for i, (k, x) in enumerate(zip(each, leaves, strict=True)) if k in lead}
+    numbers = {i: x for i, x in enumerate(leaves) if i not in arrays}
+    return arrays, _agreed_numbers(numbers, workers.axes), Static(structure)
 
 
-def own_key(workers: Workers, x: Any) -> Any:
-    """Gives each worker random keys of its own, and leaves anything else alone."""
-    if not jnp.issubdtype(jnp.asarray(x).dtype, jax.dtypes.prng_key):
-        return x
-    worker = wires.worker_index(workers.axes)
-    return jax.vmap(lambda k: jax.random.fold_in(k, worker))(x.reshape(-1)).reshape(x.shape)
+def _agreed_numbers(numbers: dict[int, jax.Array], axis: AxisName) -> dict[int, jax.Array]:
+    """Floating numbers averaged over the workers, whole ones added, in an all-reduce for each kind."""
+    means = {i: x for i, x in numbers.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+    counts = {i: _as_count(x) for i, x in numbers.items() if i not in means}
+    return wires.mean_over_workers(means, axis) | wires.sum_over_workers(counts, axis)
 
 
-def _check_batch(batch: Any, workers: Workers) -> None:
-    if not any(jnp.ndim(x) for x in jax.tree.leaves(batch)):
-        raise ValueError(
-            "no array follows the parameters: give the batch as an argument of the loss, so that it is cut "
-            "over the workers; one that the loss closes over would go whole to each of them"
-        )
-    count = parts(P(workers.axes), workers.mesh)
-    for path, x in jax.tree_util.tree_leaves_with_path(batch):
-        if jnp.shape(x) == (2,) and jnp.asarray(x).dtype == jnp.uint32:
-            raise ValueError(
-                f"argument {jax.tree_util.keystr(path)} looks like a raw random key, which would be cut "
-                "like a batch: give a typed one, jax.random.key(seed)"
-            )
-        if jnp.ndim(x) and jnp.shape(x)[0] % count:
-            raise ValueError(
-                f"argument {jax.tree_util.keystr(path)} has shape {jnp.shape(x)}: its first dimension is "
-                f"cut over {count} workers, which do not divide it"
-            )
+def _as_count(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.int32) if x.dtype == bool else x
+
+
+def joined(arrays: dict[int, jax.Array], numbers: dict[int, jax.Array], structure: Static) -> Any:
+    """The tree that was taken apart into arrays and numbers."""
+    values = arrays | numbers
+    return jax.tree.unflatten(structure.value, [values[i] for i in range(len(values))])
 
 
 def from_nnx(
-    model: nnx.Module, loss_fn: Callable[[Any, Any], Any]
+    model: "nnx.Module", loss_fn: Callable[[Any, Any], Any]
 ) -> tuple[StatefulLoss, Any, Any]:
     """Splits a flax nnx model for ``init_state`` and ``make_train_step``.
 
@@ -185,7 +192,11 @@ def from_nnx(
       loss_fn: ``(model, batch) -> loss`` or ``(loss, aux)``.
 
     Returns:
-      ``(loss, params, model_state)``. ``nnx.update(model, state.params)`` puts trained parameters back.
+      ``(loss, params, model_state)``. ``nnx.update(model, state.params, mean_model_state(state))`` puts
+      what was trained back, for evaluation.
+
+    Raises:
+      TypeError: for anything but an nnx module.
 
     Example:
       >>> from flax import nnx
@@ -193,6 +204,13 @@ def from_nnx(
       >>> model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
       >>> loss, params, model_state = lc.from_nnx(model, lambda m, x: (m(x) ** 2).mean())
     """
+    from flax import nnx  # not loaded for those who do not use it
+
+    if not isinstance(model, nnx.Module):
+        raise TypeError(
+            f"from_nnx is given a {type(model).__name__}: give a flax.nnx.Module; a tree of parameters "
+            "needs no splitting: give it to init_state, and a loss (params, batch, rng) to make_train_step"
+        )
     graph, params, rest = nnx.split(model, nnx.Param, ...)  # type: ignore[misc]
 
     def fn(params: Any, model_state: Any, batch: Any, rng: jax.Array) -> tuple[Any, Any, Any]:
@@ -236,8 +254,7 @@ def local_gradients(stateful: StatefulLoss, axis: AxisName, accumulate: int) -> 
             add, carry, (jnp.arange(accumulate), parts)
         )
         grads = jax.tree.map(lambda g: g / accumulate, total)
-        aux = jax.tree.map(lambda x: jnp.mean(x) if _is_mean(x[0]) else x, auxes)
-        return jnp.mean(losses), aux, model_state, grads
+        return jnp.mean(losses), jax.tree.map(_over_parts, auxes), model_state, grads
 
     return once if accumulate == 1 else in_parts
 
@@ -256,29 +273,25 @@ def _with_aux(out: Any) -> tuple[Any, Any]:
     return out if isinstance(out, tuple) else (out, {})
 
 
-def _is_mean(x: jax.Array) -> bool:
-    """Floating scalars are averaged over workers and parts; anything else is handed through."""
-    return jnp.ndim(x) == 0 and jnp.issubdtype(jnp.asarray(x).dtype, jnp.floating)
+def _over_parts(x: jax.Array) -> jax.Array:
+    """A metric of all parts of a batch: floating numbers averaged, whole ones added, arrays stacked."""
+    if x.ndim > 1:
+        return x
+    return jnp.mean(x) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.sum(_as_count(x))
 
 
 def reduce_metrics(
     loss: jax.Array, aux: Any, axis: AxisName
-) -> tuple[list[jax.Array], list[jax.Array], Callable[..., dict[str, Any]]]:
-    """All scalars in one all-reduce; the rest stacked; and how to put them together again."""
+) -> tuple[dict[int, jax.Array], dict[int, jax.Array], Static]:
+    """Arrays of each worker and numbers on which all agree, by their place; and the tree of `joined`."""
     named = {**aux} if isinstance(aux, dict) else {"aux": aux}
     if "loss" in named:
         raise ValueError("the aux dict has a key 'loss', which is taken; give it another name")
-    leaves, tree = jax.tree.flatten({"loss": loss, **named})
+    leaves, structure = jax.tree.flatten({"loss": loss, **named})
     leaves = wires.varying([jnp.asarray(x) for x in leaves], axis)
-    averaged = [_is_mean(x) for x in leaves]
-    means = wires.mean_over_workers([x for x, m in zip(leaves, averaged, strict=True) if m], axis)
-    own = [x[None] for x, m in zip(leaves, averaged, strict=True) if not m]
-
-    def rebuild(means: list[jax.Array], own: list[jax.Array]) -> dict[str, Any]:
-        left, right = iter(means), iter(own)
-        return jax.tree.unflatten(tree, [next(left) if m else next(right) for m in averaged])
-
-    return means, own, rebuild
+    arrays = {i: x[None] for i, x in enumerate(leaves) if x.ndim}
+    numbers = {i: x for i, x in enumerate(leaves) if not x.ndim}
+    return arrays, _agreed_numbers(numbers, axis), Static(structure)
 
 
 def fold(key: jax.Array, *parts: jax.Array) -> jax.Array:

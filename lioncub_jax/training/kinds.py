@@ -1,0 +1,188 @@
+"""What an argument of a loss is to the workers: a batch, the same for all, or each worker's own.
+
+An array does not tell: ``[1000]`` may be a thousand examples or a thousand class weights. So the caller
+says it, an entry for each argument, as with ``in_axes`` of ``jax.vmap``.
+"""
+
+import enum
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from lioncub_jax import wires
+from lioncub_jax.mesh.placement import Workers
+
+
+class Kind(enum.Enum):
+    """What an array is to the workers.
+
+    Attributes:
+      batch: each worker has its part of the first dimension.
+      same: all workers have the whole of it. Numbers are this unless the caller says otherwise.
+      own: each worker has its entry of a leading ``[workers]`` dimension.
+      folded: a typed random key, into which each worker folds its number. Keys are this unless the caller
+        says otherwise.
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> kinds = (lc.training.batch, lc.training.same)
+
+    Source: this library.
+    """
+
+    batch = enum.auto()
+    same = enum.auto()
+    own = enum.auto()
+    folded = enum.auto()
+
+
+batch, same, own, folded = Kind
+_OPEN = "not given"
+_GIVE = "lioncub_jax.training.batch (cut over the workers), same (whole to each) or own ([workers, ...])"
+
+
+def is_key(x: Any) -> bool:
+    """Whether something is an array of typed random keys."""
+    dtype = getattr(x, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def of_arguments(loss_fn: Callable[..., Any], args: tuple[Any, ...], given: Any) -> list[Kind]:
+    """A `Kind` for each leaf of the arguments behind the parameters.
+
+    Raises:
+      TypeError: for kinds that are none, or that do not match the arguments.
+      ValueError: for an array without a kind, raw random keys, and a loss without a batch.
+    """
+    arrays = [any(jnp.ndim(x) for x in jax.tree.leaves(arg)) for arg in args]
+    if given is None:
+        # Only where nothing else could be meant.
+        given = tuple(batch if i == 0 and sum(arrays) == 1 else None for i in range(len(args)))
+    leaves = jax.tree_util.tree_leaves_with_path(args)
+    kinds = _spread("in_kinds", given, args)
+    found = [_of_argument(loss_fn, *leaf, kind) for leaf, kind in zip(leaves, kinds, strict=True)]
+    if not any(kind in (batch, own) for kind in found):
+        raise ValueError(
+            "no array follows the parameters: give the batch as an argument of the loss, so that it is cut "
+            "over the workers; one that the loss closes over would go whole to each of them"
+        )
+    return found
+
+
+def _of_argument(loss_fn: Callable[..., Any], path: Any, x: Any, kind: Any) -> Kind:
+    where = f"argument {_argument(loss_fn, path)}"
+    if kind is folded or (is_key(x) and jnp.ndim(x) == 0 and kind in (_OPEN, batch)):
+        if not is_key(x):
+            raise ValueError(
+                f"{where} is folded, but no typed random key: give jax.random.key(seed)"
+            )
+        return folded
+    if jnp.ndim(x) == 0:
+        if kind is own:
+            raise ValueError(
+                f"{where} is a number: what is each worker's own has shape [workers, ...]"
+            )
+        return same
+    if kind is not _OPEN:
+        return kind
+    if jnp.shape(x) == (2,) and jnp.asarray(x).dtype == jnp.uint32:
+        raise ValueError(
+            f"{where} looks like a raw random key, which all workers would share, or which would be cut "
+            "like a batch: give a typed one, jax.random.key(seed)"
+        )
+    raise ValueError(
+        f"{where} is an array of shape {jnp.shape(x)}, and what it is to the workers is not given: give "
+        f"worker_value_and_grad(in_kinds=...), for each argument behind the parameters {_GIVE}"
+    )
+
+
+def of_outputs(aux: Any, given: Any) -> list[Kind]:
+    """A `Kind` for each leaf of what a loss returns besides its value: `own`, `batch`, or `same`.
+
+    Raises:
+      TypeError: for kinds that are none, or that do not match.
+      ValueError: for an array without a kind.
+    """
+    found = []
+    leaves = jax.tree_util.tree_leaves_with_path(aux)
+    for (path, x), kind in zip(leaves, _spread("aux_kinds", given, aux), strict=True):
+        if jnp.ndim(x) and kind not in (batch, own):
+            raise ValueError(
+                f"aux{jax.tree_util.keystr(path)} is an array of shape {jnp.shape(x)} on each worker, and "
+                "what becomes of it is not given: give worker_value_and_grad(aux_kinds=...), "
+                "lioncub_jax.training.batch to join them along the first dimension or own for "
+                "[workers, ...]; or return numbers"
+            )
+        found.append(kind if jnp.ndim(x) or kind is own else same)
+    return found
+
+
+def check_shapes(
+    loss_fn: Callable[..., Any], args: tuple[Any, ...], kinds: list[Kind], workers: Workers
+) -> None:
+    """Raises ``ValueError`` for arrays that do not divide over the workers as their kinds say."""
+    leaves = jax.tree_util.tree_leaves_with_path(args)
+    for (path, x), kind in zip(leaves, kinds, strict=True):
+        where = f"argument {_argument(loss_fn, path)} has shape {jnp.shape(x)}"
+        if kind is batch and jnp.shape(x)[0] % workers.count:
+            raise ValueError(
+                f"{where}: its first dimension is cut over {workers.count} workers, which do not divide it"
+            )
+        if kind is own and jnp.shape(x)[0] != workers.count:
+            raise ValueError(
+                f"{where}: what is each worker's own has a leading dimension of {workers.count}, one "
+                "entry for each of them"
+            )
+
+
+def spec_of(kind: Kind, workers: Workers) -> P:
+    """How an array of this kind lies over the workers."""
+    return P(workers.axes) if kind in (batch, own) else P()
+
+
+def of_worker(kind: Kind, workers: Workers, x: Any) -> Any:
+    """What one worker gets of an array."""
+    if kind is own:
+        return x[0]
+    return fold_own(workers, x) if kind is folded else x
+
+
+def fold_own(workers: Workers, x: Any) -> Any:
+    """Gives each worker random keys of its own, and leaves anything else alone."""
+    if not is_key(x):
+        return x
+    worker = wires.worker_index(workers.axes)
+    return jax.vmap(lambda k: jax.random.fold_in(k, worker))(x.reshape(-1)).reshape(x.shape)
+
+
+def _spread(argument: str, given: Any, tree: Any) -> list[Any]:
+    """Kinds for a tree or for the parts of it, as one for each leaf."""
+    given = tuple(given) if isinstance(given, list) else given
+    given = jax.tree.map(lambda k: _OPEN if k is None else k, given, is_leaf=lambda k: k is None)
+    for kind in jax.tree.leaves(given):
+        if kind is not _OPEN and not isinstance(kind, Kind):
+            raise TypeError(
+                f"{argument}: {kind!r} is no kind: give {_GIVE}, or None for a number or key"
+            )
+    if isinstance(given, tuple) and isinstance(tree, tuple) and len(given) != len(tree):
+        raise TypeError(
+            f"{argument} has {len(given)} entries for {len(tree)}: give one for each argument behind the "
+            "parameters"
+        )
+    return jax.tree.leaves(jax.tree.broadcast(given, tree))
+
+
+def _argument(loss_fn: Callable[..., Any], path: Any) -> str:
+    """How the loss calls an argument, and the way into it."""
+    names = [
+        p.name
+        for p in inspect.signature(loss_fn).parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    place = path[0].idx + 1  # the parameters are the first
+    name = repr(names[place]) if place < len(names) else f"[{place - 1}] behind the parameters"
+    return name + jax.tree_util.keystr(path[1:])

@@ -1,0 +1,213 @@
+"""The first state of a training step: what lies on the mesh before there is a step."""
+
+import zlib
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from lioncub_jax.mesh.placement import Workers, workers_of
+from lioncub_jax.mesh.specs import specs_of, unboxed
+from lioncub_jax.training import kinds
+from lioncub_jax.training.step import TrainState, on_mesh, state_specs
+from lioncub_jax.wires import AxisName
+
+
+def init_state(
+    tx: optax.GradientTransformation,
+    params: Any,
+    workers: Workers | Mesh,
+    *,
+    axis_name: AxisName | None = None,
+    group_axis: AxisName | None = None,
+    specs: Any = None,
+    model_state: Any = (),
+    rng: jax.Array | None = None,
+) -> TrainState:
+    """Places parameters, model state and optimizer state on the mesh.
+
+    Args:
+      tx: any optax transform, with or without transforms of this library in it.
+      params: tree of floating arrays; boxes of ``flax.linen.Partitioned`` are opened.
+      workers: a `Workers`; or a mesh, axes Auto or Explicit, with ``axis_name``.
+      axis_name: beside a mesh, the axis of the workers, or several as a tuple.
+      group_axis: beside a mesh, the axis of the devices of one worker, if ``tx`` has one (two levels).
+      specs: a tree of ``PartitionSpec`` over the inner axes, like the parameters; by default
+        ``specs_of(params)``: as they lie already, or as their metadata says.
+      model_state: see `TrainState`; every worker gets a copy, with random keys of its own.
+      rng: a typed key, ``jax.random.key(seed)``; seed 0 by default.
+
+    Returns:
+      A ``TrainState``.
+
+    Raises:
+      TypeError: for a mesh that is none, parameters that are no arrays, or a raw random key.
+      ValueError: if the mesh lacks an axis, parameters cannot be cut as the specs say, or processes give
+        different ones (found by a checksum of each array that a process has whole).
+
+    Example:
+      >>> import jax, jax.numpy as jnp, lioncub_jax as lc
+      >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> workers = lc.Workers(mesh, "data")
+      >>> tx = lc.lion_cub(1e-3, axis_name=workers)
+      >>> state = lc.init_state(tx, {"w": jnp.ones((2, 3))}, workers)
+      >>> state.opt_state[0].mu["w"].shape
+      (1, 2, 3)
+
+    Source: this library.
+    """
+    workers = workers_of(workers, axis_name, group_axis)
+    params, cut = _opened(params, specs, workers)
+    rng = _typed_key(jax.random.key(0) if rng is None else rng)
+    _check_same_on_processes({"params": params, "model_state": model_state, "rng": rng})
+    # A copy, because the training step donates its state and the caller may still hold the arrays.
+    params = jax.tree.map(
+        lambda spec, x: jnp.copy(_on_all(x, NamedSharding(workers.mesh, spec))),
+        cut, params,
+    )  # fmt: skip
+    everywhere = NamedSharding(workers.mesh, P())
+    rng, model_state = jax.tree.map(lambda x: _on_all(x, everywhere), (rng, model_state))
+    tx = on_mesh(tx, workers, specs=cut)
+
+    def own(model_state: Any) -> Any:
+        mine = jax.tree.map(partial(kinds.fold_own, workers), workers.vary(model_state))
+        return jax.tree.map(lambda x: x[None], mine)
+
+    copies = workers.map(own, (P(),), P(workers.axes), explicit=False)
+    step = jax.device_put(jnp.zeros((), jnp.int32), everywhere)
+    return TrainState(step, params, jax.jit(copies)(model_state), tx.init(params), jnp.copy(rng))
+
+
+def _opened(params: Any, specs: Any, workers: Workers) -> tuple[Any, Any]:
+    """Parameters out of their boxes, and how they are cut."""
+    # Boxes say it too, so they are asked before they are opened.
+    specs = specs_of(params) if specs is None else specs
+    params = unboxed(params)
+    _check_arrays(params)
+    return params, workers.cut(params, specs)
+
+
+def _check_arrays(params: Any) -> None:
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+            raise TypeError(
+                f"params{jax.tree_util.keystr(path)} is {x!r}, a {type(x).__name__}: parameters are "
+                "arrays; give jnp.asarray(...), or of an equinox module eqx.filter(model, eqx.is_array)"
+            )
+
+
+def _typed_key(rng: Any) -> jax.Array:
+    if not kinds.is_key(rng) or jnp.shape(rng):
+        raise TypeError(
+            f"rng is {type(rng).__name__} of shape {jnp.shape(rng)}: give one typed key, "
+            "jax.random.key(seed); of a raw one jax.random.wrap_key_data(rng)"
+        )
+    return rng
+
+
+def _check_same_on_processes(state: dict[str, Any]) -> None:
+    """Raises ``ValueError`` for arrays that differ between processes, by a checksum of each."""
+    if jax.process_count() == 1:
+        return
+    named = [
+        (path, x)
+        for path, x in jax.tree_util.tree_leaves_with_path(state)
+        if not isinstance(x, jax.Array) or x.is_fully_addressable
+    ]
+    from jax.experimental import multihost_utils  # not loaded for a single process
+
+    # The number of arrays goes first: a process that has others would wait for ever.
+    count = multihost_utils.process_allgather(np.array([len(named)], np.uint32))
+    check_same_sums([()], np.asarray(count).reshape(-1, 1))
+    sums = multihost_utils.process_allgather(np.array([_checksum(x) for _, x in named], np.uint32))
+    check_same_sums([path for path, _ in named], np.asarray(sums).reshape(-1, len(named)))
+
+
+def check_same_sums(paths: list[Any], sums: np.ndarray) -> None:
+    """Raises ``ValueError`` for checksums ``[processes, leaves]`` that differ between processes."""
+    for path, each in zip(paths, sums.T, strict=True):
+        if (each != each[0]).any():
+            name = jax.tree_util.keystr(path) or "the number of arrays"
+            other = int(np.argmax(each != each[0]))
+            raise ValueError(
+                f"init_state: {name} differs between processes 0 and {other}: all workers start from the "
+                "same; give each process the same seed, or read the same checkpoint"
+            )
+
+
+def _checksum(x: Any) -> int:
+    data = jax.random.key_data(x) if kinds.is_key(x) else x
+    return zlib.crc32(np.ascontiguousarray(data).tobytes())
+
+
+def abstract_state(
+    tx: optax.GradientTransformation,
+    params: Any,
+    workers: Workers | Mesh,
+    *,
+    axis_name: AxisName | None = None,
+    group_axis: AxisName | None = None,
+    specs: Any = None,
+    model_state: Any = (),
+) -> TrainState:
+    """What `init_state` would return, as shapes with shardings: nothing is allocated.
+
+    For ``TrainStep.lower``, to read a program before there is a machine to run it, and for
+    ``Checkpoints.restore``, to read a state without making one first.
+
+    Args:
+      tx: as `init_state`, like all arguments.
+      params: arrays or ``jax.ShapeDtypeStruct``.
+      workers: as `init_state`.
+      axis_name: as `init_state`.
+      group_axis: as `init_state`.
+      specs: as `init_state`.
+      model_state: as `init_state`; shapes will do.
+
+    Returns:
+      A ``TrainState`` of ``jax.ShapeDtypeStruct``.
+
+    Raises:
+      ValueError: as `init_state`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, lioncub_jax as lc
+      >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> tx = lc.lion_cub(1e-3, axis_name="data")
+      >>> shapes = {"w": jax.ShapeDtypeStruct((2, 3), jnp.float32)}
+      >>> lc.training.abstract_state(tx, shapes, lc.Workers(mesh, "data")).opt_state[0].mu["w"].shape
+      (1, 2, 3)
+    """
+    workers = workers_of(workers, axis_name, group_axis)
+    params, cut = _opened(params, specs, workers)
+
+    def on(spec: P, x: Any, *lead: int) -> jax.ShapeDtypeStruct:
+        shape = (*lead, *jnp.shape(x))
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=NamedSharding(workers.mesh, spec))
+
+    shaped = partial(jax.tree.map, on)
+    params = shaped(cut, params)
+    mine = on_mesh(tx, workers, specs=cut)
+    tx = optax.with_extra_args_support(tx)
+    made = jax.eval_shape(mine.init, params)
+    opt_state = shaped(workers.laid(state_specs(tx, workers, params, cut), made), made)
+    own = jax.tree.map(lambda x: on(P(workers.axes), x, workers.count), model_state)
+    step, rng = jax.eval_shape(lambda: (jnp.zeros((), jnp.int32), jax.random.key(0)))
+    of_shapes: Any = TrainState
+    return of_shapes(on(P(), step), params, own, opt_state, on(P(), rng))
+
+
+def _on_all(x: Any, sharding: NamedSharding) -> jax.Array:
+    """Puts an array on every device, those of other processes too; each must give the same."""
+    x = jnp.asarray(x)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # device_put knows keys in one process only
+        data = _on_all(jax.random.key_data(x), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    if not sharding.is_fully_addressable and x.is_fully_addressable:
+        return jax.device_put(np.asarray(x), sharding)
+    return jax.device_put(x, sharding)
