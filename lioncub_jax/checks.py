@@ -100,8 +100,8 @@ def check_axis(axis_name: Any) -> None:
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     if not names or not all(isinstance(n, str) for n in names) or len(set(names)) < len(names):
         raise ValueError(
-            f"axis_name={axis_name!r}: give the name of a mesh axis, a string, a tuple of names, or None for "
-            "one device without a mesh"
+            f"axis_name={axis_name!r}: give the name of a mesh axis, a string, a tuple of names, or "
+            "None for one device without a mesh"
         )
 
 

@@ -124,7 +124,7 @@ def communicate(
     Example:
       >>> import lioncub_jax as lc, optax
       >>> tx = optax.chain(
-      ...     lc.communicate(axis_name="data", memory=lc.momentum.blend(0.9, 0.99), up=lc.quantize.midrise(2)),
+      ...     lc.communicate(axis_name="data", memory=lc.momentum.blend(), up=lc.quantize.midrise(2)),
       ...     optax.add_decayed_weights(0.1),
       ...     optax.scale_by_learning_rate(1e-4),
       ... )
@@ -198,13 +198,14 @@ class Plan(NamedTuple):
         limit = self.bucket_size
         if limit is not None and self.group is not None:
             limit = max(limit // wires.workers_on(self.group), 1)
-        return layout.buckets(leaves, workers, limit)
+        return layout.buckets(leaves, workers, limit, [wires.varying_axes(x) for x in leaves])
 
     def cuts(self, leaves: list[jax.Array]) -> tuple[Bucket, ...]:
         """The flat buffers that the devices of a group share; none without a group."""
         if self.group is None:
             return ()
-        return layout.buckets(leaves, wires.workers_on(self.group), self.bucket_size)
+        axes = [wires.varying_axes(x) for x in leaves]
+        return layout.buckets(leaves, wires.workers_on(self.group), self.bucket_size, axes)
 
     def format(self, bucket: Bucket) -> Format:
         """What travels for a bucket."""
@@ -222,7 +223,7 @@ class Worker(NamedTuple):
         leaf's size says it. Slices of a group's buckets have padding anywhere.
     """
 
-    index: jax.Array
+    index: jax.Array  # type: ignore[assignment]
     workers: int
     step: jax.Array
     counts: list[jax.Array | None]
@@ -257,7 +258,7 @@ def worker_step(
     plan: Plan, worker: Worker, updates: Any, state: CommunicateState, abstain: Any
 ) -> tuple[Any, CommunicateState]:
     """The step of a worker that is one device, or of its shard of a worker that is several."""
-    grads, tree = jax.tree.flatten(updates)
+    grads, tree = _flatten(updates)
     kept = Kept(tree.flatten_up_to(state.mu), tree.flatten_up_to(state.error))
     owners = [flat.value for flat in state.owner]
     if worker.workers == 1:
@@ -356,6 +357,7 @@ def decide_on(
     owner: Any,
 ) -> Decided:
     """Up the wire, the owner's decision, and back."""
+    assert plan.axis is not None  # without one there is one worker
     form, chunks = plan.format(bucket), plan.wire.owned(worker.workers)
     with jax.named_scope("lioncub.pack"):
         message = _joined(form, codes, abstains)
@@ -493,6 +495,10 @@ def _alone(
     return updates, [(jnp.zeros((), jnp.float32), present)], states, Kept(mu, kept.error)
 
 
+def _flatten(tree: Any) -> tuple[list[jax.Array], Any]:
+    return jax.tree.flatten(tree)
+
+
 def _with_errors(messages: list[jax.Array], errors: list[Any]) -> list[jax.Array]:
     """What is encoded: this step's message and what earlier codes missed."""
     return [
@@ -515,7 +521,7 @@ def _step_in_group(
     plan: Plan, worker: Worker, updates: Any, state: CommunicateState, abstain: Any
 ) -> tuple[Any, CommunicateState]:
     """Around the ordinary exchange: a reduce-scatter in the group, and an all-gather of the replies."""
-    grads, tree = jax.tree.flatten(updates)
+    grads, tree = _flatten(updates)
     assert plan.group is not None
     cuts, device = plan.cuts(grads), wires.worker_index(plan.group)
     slices = [wires.mean_slice(_bucket_rows(grads, cut), plan.group) for cut in cuts]
@@ -554,8 +560,8 @@ def slice_counts(plan: Plan, cut: Bucket, device: jax.Array) -> jax.Array | None
     """Elements of each row of a device's slice that are no padding; None where none is mistaken."""
     if not cut.ragged and not (plan.up.has_zero and cut.padded):
         return None
-    counts = [layout.filled(p.segments, p.first_row, p.rows) for p in cut.pieces]
-    counts = layout.pad_rows(jnp.concatenate(counts), cut.rows)
+    each = [layout.filled(p.segments, p.first_row, p.rows) for p in cut.pieces]
+    counts = layout.pad_rows(jnp.concatenate(each), cut.rows)
     return lax.dynamic_slice_in_dim(counts, device * cut.chunk, cut.chunk)
 
 

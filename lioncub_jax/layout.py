@@ -10,7 +10,7 @@ on the size of a bucket splits it further.
 import dataclasses
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -125,27 +125,22 @@ class Flat:
     bucket: Bucket = dataclasses.field(metadata={"static": True})
 
 
-def varying_axes(x: jax.Array) -> frozenset:
-    """The mesh axes over which the type of ``x`` varies; none outside ``shard_map``."""
-    return frozenset(jax.typeof(x).manual_axis_type.varying)
-
-
 def buckets(
     leaves: Sequence[jax.Array],
     workers: int,
     limit: int | None = None,
-    axes: Sequence[frozenset] | None = None,
+    axes: Sequence[Collection[str]] = (),
 ) -> tuple[Bucket, ...]:
     """Plans the buffers for a list of leaves.
 
     Args:
-      leaves: arrays or anything with ``shape``, ``dtype`` and a type; empty leaves take no row.
+      leaves: arrays or anything with ``shape`` and ``dtype``; empty leaves take no row.
       workers: how many workers share the ownership of each bucket.
       limit: elements after which a new bucket begins (at the next leaf), or None for no limit.
-      axes: mesh axes over which each leaf varies; None reads them off the types.
+      axes: for each leaf the mesh axes over which it varies; none by default.
 
     Returns:
-      The buckets, in an order that depends only on the tree and the types.
+      The buckets, in an order that depends only on the tree and the axes.
 
     Example:
       >>> import jax.numpy as jnp
@@ -154,8 +149,7 @@ def buckets(
       >>> [(s.first_row, s.rows) for s in bucket.segments], bucket.chunk
       ([(0, 2), (2, 1)], 16)
     """
-    axes = [varying_axes(leaf) for leaf in leaves] if axes is None else axes
-    names = [tuple(sorted(map(str, over))) for over in axes]
+    names = [tuple(sorted(map(str, over))) for over in axes] or [()] * len(leaves)
     open_groups: dict[tuple[str, ...], list[list[int]]] = {}
     filled: dict[tuple[str, ...], int] = {}
     for index, leaf in enumerate(leaves):
@@ -181,7 +175,8 @@ def _place(members: list[tuple[int, jax.Array]], workers: int) -> Bucket:
     sizes = {index: math.prod(leaf.shape) for index, leaf in members}
     large = [m for m in members if -(-sizes[m[0]] // ROW) >= SMALL]
     small = [m for m in members if -(-sizes[m[0]] // ROW) < SMALL]
-    segments, first = [], 0
+    segments: list[Segment] = []
+    first = 0
     for index, leaf in (*large, *small):
         rows = -(-sizes[index] // ROW)
         rows = _round_up(rows, BLOCK) if len(segments) < len(large) else rows

@@ -25,7 +25,7 @@ from jax import lax
 from lioncub_jax import bits
 from lioncub_jax.bits import ROW
 from lioncub_jax.decide import Down, Owner, Reply, Slice, Tally
-from lioncub_jax.layout import Bucket, varying_axes
+from lioncub_jax.layout import Bucket
 from lioncub_jax.quantize import Message, Quantizer
 
 AxisName = str | tuple[str, ...]
@@ -34,6 +34,11 @@ AxisName = str | tuple[str, ...]
 def names(axis: AxisName | None) -> tuple[str, ...]:
     """The mesh axes of the workers: one, or several that are one group of voters; None for none."""
     return (axis,) if isinstance(axis, str) else axis or ()
+
+
+def varying_axes(x: jax.Array) -> frozenset:
+    """The mesh axes over which the type of ``x`` varies; none outside ``shard_map``."""
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
 class Sent(NamedTuple):
@@ -79,7 +84,7 @@ class Format(NamedTuple):
 
     @property
     def sends_votes(self) -> bool:
-        """Whether a bit says on which rows a worker votes; codes with a zero and values say so themselves."""
+        """Whether a bit says on which rows a worker votes; codes with a zero say so themselves."""
         return not self.decodes and not self.up.has_zero
 
     @property
@@ -572,9 +577,9 @@ def workers_on(axis: AxisName | None) -> int:
         bound = jax.sharding.get_abstract_mesh().manual_axes
         if bound:
             raise ValueError(
-                f"axis_name={axis!r} is not an axis of the workers here, where the mapped axes are {bound}: "
-                "the optimizer and the step around it name different axes; give both the same one, such as "
-                "one lioncub_jax.Workers"
+                f"axis_name={axis!r} is not an axis of the workers here, where the mapped axes are "
+                f"{bound}: the optimizer and the step around it name different axes; give both the same "
+                "one, such as one lioncub_jax.Workers"
             ) from error
         raise ValueError(
             f"axis_name={axis!r} is not a mesh axis here: update (and, for state that is sharded over "

@@ -221,7 +221,7 @@ def test_momentum_of_the_owners_is_cut_anew(old, new, tmp_path):
 # --- Going on
 
 
-CODED = {"up": lc.quantize.error_feedback(lc.quantize.midrise(2, block=64))}
+CODED = {"up": lc.quantize.error_feedback(lc.quantize.midrise(2))}
 RUNS = {
     "votes, synced": ("8", lambda place: lc.lion_cub(0.1, sync=lc.sync.every(4), **place.axes)),
     "owners, error feedback": ("4", owned(**CODED)),
@@ -663,8 +663,7 @@ def test_a_save_that_the_end_of_the_program_cuts_off_is_an_error_and_blocks_noth
     shown = run_script(script).stderr
     with Checkpoints(tmp_path, axis_name="data") as checkpoints:
         if not checkpoints.steps():  # else it was written in time
-            assert "the program ended while a checkpoint was written to" in shown
-            assert str(tmp_path) in shown.strip().splitlines()[-1]
+            assert f"the program ended while a checkpoint was written to {tmp_path}" in shown
             checkpoints.save(small(1), {"step": 1})
     assert restore_small(tmp_path).step == 1
 
@@ -765,7 +764,7 @@ def test_segments_may_lie_in_any_order_with_rows_between_them():
     for s in reversed(bucket.segments):
         segments.append(s._replace(first_row=first))
         first += s.rows + 3
-    moved = bucket._replace(segments=tuple(segments), rows=first, chunk=-(-first // 2) + 1)
+    moved = bucket._replace(segments=tuple(segments), chunk=-(-first // 2) + 1)
     stored = layout.arrays[path]._replace(shape=(2, moved.chunk, reshard.ROW))
     other = layout._replace(
         sliced=(sliced._replace(owned=(moved,)),), arrays=layout.arrays | {path: stored}

@@ -34,7 +34,7 @@ SEED = 2026
 
 def optimizer():
     """Momentum of each worker, error feedback, and momentum of owners in one state."""
-    coded = lc.quantize.error_feedback(lc.quantize.midrise(2, block=64))
+    coded = lc.quantize.error_feedback(lc.quantize.midrise(2))
     owner = lc.decide.momentum_at_owner(optax.scale_by_lion(0.5, 0.5))
     return lc.communicate(axis_name=AXIS, memory=lc.momentum.blend(0.5, 0.5), up=coded, owner=owner)
 

@@ -94,7 +94,7 @@ def test_the_import_loads_nothing_heavy():
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     before, after = done.stdout.split("\n")[:2]
-    assert before == "" and {"orbax", "rich"} <= set(after.split(","))
+    assert before == "" and "orbax" in after.split(",")
 
 
 def test_a_step_without_flax_does_not_load_it():
@@ -212,9 +212,6 @@ def run(tx, workers, params=PARAMS):
     return lc.make_train_step(loss, tx, workers)(state, np.ones((8, 3), np.float32))
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="the core names the mismatch once merged"
-)
 @pytest.mark.parametrize(
     ("optimizer", "step"),
     [(("batch", None), ("data", None)), (("data", "batch"), ("data", None))],
@@ -243,9 +240,6 @@ def test_a_step_over_an_axis_that_the_optimizer_does_not_vote_over():
 # --- One device, no mesh
 
 
-@pytest.mark.xfail(
-    strict=True, raises=ValueError, reason="communicate(axis_name=None) is not merged yet"
-)
 @pytest.mark.parametrize(
     "make",
     [

@@ -23,7 +23,6 @@ from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
 from lioncub_jax import reference
-from lioncub_jax.mesh.specs import is_spec
 from lioncub_jax.traffic.compiled import collectives
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
@@ -118,9 +117,7 @@ def zeros():
 
 
 def placed(tree, specs, mesh):
-    return jax.tree.map(
-        lambda s, x: jax.device_put(x, NamedSharding(mesh, s)), specs, tree, is_leaf=is_spec
-    )
+    return jax.tree.map(lambda s, x: jax.device_put(x, NamedSharding(mesh, s)), specs, tree)
 
 
 # --- The reference on every shard
@@ -311,7 +308,7 @@ def run_on_mesh(txs, shape, kind, specs, grads, abstain):
     params = placed({n: jnp.zeros(g.shape[3:]) for n, g in grads.items()}, specs, mesh)
     txs = {name: lc.on_mesh(tx, mesh, specs=specs, **shape.of()) for name, tx in txs.items()}
     lead = shape.worker_axes + ((shape.group,) if shape.group else ())
-    stacked = jax.tree.map(lambda s: P(None, lead, *s), specs, is_leaf=is_spec)
+    stacked = jax.tree.map(lambda s: P(None, lead, *s), specs)
 
     @jax.jit
     def run(params, grads, abstain):

@@ -22,6 +22,19 @@ ALIKE = {
     "vote-long", "vote-middle",
 }  # fmt: skip
 OFFERED = [name for name, m in METHODS.items() if m.transform is not None and name not in ALIKE]
+# One of each kind: who votes, who has the momentum, what is synced, what is sent of the gradient.
+KINDS = {
+    "vote",
+    "vote-2",
+    "average",
+    "owner-3",
+    "vote-sync-10",
+    "vote-coded-3",
+    "ef-signsgd",
+    "dgc",
+    "lion",
+}
+CASES = [n if n in KINDS else pytest.param(n, marks=pytest.mark.slow) for n in OFFERED]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +54,7 @@ def rate(t):
     return 0.01 * (1 + t % 3)
 
 
-@pytest.mark.parametrize("name", OFFERED)
+@pytest.mark.parametrize("name", CASES)
 def test_a_method_is_the_same_simulated_and_as_a_transform(run_workers, story, name):
     """Codes at the edge of a step may fall to its other side by rounding: of a few elements, no more."""
     params, grads = story
@@ -211,7 +224,7 @@ def test_training_learns(digits):
     assert losses[-1] < 0.75 * losses[0]
 
 
-@pytest.mark.parametrize("method", ["lion", "owner-3"])
+@pytest.mark.parametrize("method", [pytest.param("lion", marks=pytest.mark.slow), "owner-3"])
 def test_the_papers_own_size_is_a_program(method):
     size = tasks.SIZES["paper"]
     task = tasks.load("images", None, size)
@@ -234,6 +247,7 @@ def test_what_is_not_finite_is_null():
     }
 
 
+@pytest.mark.slow
 def test_the_study_goes_on_where_it_was_stopped(tmp_path, capsys):
     rows = tmp_path / "rows.jsonl"
     args = ["--size", "tiny", "--task", "images", "--part", "tuning", "--method", "lion",

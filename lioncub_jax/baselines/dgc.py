@@ -33,11 +33,10 @@ import optax
 from jax import lax
 
 from lioncub_jax import checks, wires
-from lioncub_jax.layout import varying_axes
 from lioncub_jax.mesh import placement
 from lioncub_jax.mesh.specs import cut_of
 from lioncub_jax.traffic.predicted import Sent, Traffic
-from lioncub_jax.wires import AxisName
+from lioncub_jax.wires import AxisName, varying_axes
 
 
 class DGCState(NamedTuple):

@@ -289,10 +289,11 @@ class Checkpoints:
         about = self._read(
             step, "its description", lambda: ocp.JsonCheckpointHandler().restore(folder)
         )
-        version = about.get("format") if isinstance(about, dict) else None
-        if isinstance(version, int) and version != FORMAT:
-            raise ValueError(f"{self._name(step)} has format {version}{_of_format(version)}")
-        if not isinstance(about, dict) or _sealed(about.get("body")) != about:
+        whole = isinstance(about, dict) and _sealed(about.get("body")) == about
+        if _any_process(not whole):
+            version = about.get("format") if isinstance(about, dict) else None
+            if isinstance(version, int) and version != FORMAT:
+                raise ValueError(f"{self._name(step)} has format {version}{_of_format(version)}")
             raise Damaged(
                 f"{self._name(step)} is damaged: its description is not as it was written"
             )

@@ -20,12 +20,10 @@ from lioncub_jax import wires
 from lioncub_jax.mesh.specs import (
     axes_of,
     check_specs,
-    is_spec,
     product,
     restrict,
     shardings,
     specs_of,
-    varying_axes,
 )
 from lioncub_jax.wires import AxisName
 
@@ -141,7 +139,7 @@ class Workers:
             specs = specs_of(params)
         check_specs(specs, params, self.mesh, self.axes)
         cutting = [n for n in self.mesh.axis_names if self.mesh.shape[n] > 1]
-        flat = jax.tree.leaves(restrict(specs, cutting), is_leaf=is_spec)
+        flat = jax.tree.leaves(restrict(specs, cutting))
         held = [_as_laid(s, x) for s, x in zip(flat, jax.tree.leaves(params), strict=True)]
         return jax.tree.unflatten(jax.tree.structure(params), held)
 
@@ -149,7 +147,7 @@ class Workers:
         """How global arrays of these specs come out of a compiled program."""
         if AxisType.Auto not in self.mesh.axis_types:
             return specs  # their types hold them
-        return jax.tree.map(_as_laid, specs, arrays, is_leaf=is_spec)
+        return jax.tree.map(_as_laid, specs, arrays)
 
     def _check_known(self, params: Any) -> None:
         mesh = self.mesh
@@ -191,7 +189,7 @@ class Workers:
         def leaf(spec: P, x: jax.Array) -> jax.Array:
             return change(x) if self.stacks(spec) else x
 
-        return jax.tree.map(leaf, specs, tree, is_leaf=is_spec)
+        return jax.tree.map(leaf, specs, tree)
 
 
 def _as_laid(spec: P, x: Any) -> P:
@@ -337,7 +335,7 @@ def _constrained(tree: Any, specs: Any) -> Any:
     def constrain(spec: P, part: Any) -> Any:
         return jax.lax.with_sharding_constraint(part, spec) if any(spec) else part
 
-    return jax.tree.map(constrain, specs, tree, is_leaf=is_spec)
+    return jax.tree.map(constrain, specs, tree)
 
 
 def on_shards(fn: Callable[..., Any], args: Any, out_specs: Any = None) -> Any:
@@ -373,7 +371,7 @@ def on_shards(fn: Callable[..., Any], args: Any, out_specs: Any = None) -> Any:
 def _stacked_specs(fn: Callable[..., Any], args: Any, in_specs: Any, inner: Sequence[str]) -> Any:
     def probe(*args: Any) -> Static:
         leaves, structure = jax.tree.flatten(fn(*args))
-        varies = [tuple(n for n in inner if n in varying_axes(x)) for x in leaves]
+        varies = [tuple(n for n in inner if n in wires.varying_axes(x)) for x in leaves]
         return Static((structure, tuple(P(axes) if axes else P() for axes in varies)))
 
     run = jax.shard_map(probe, in_specs=in_specs, out_specs=P(), axis_names=set(inner))

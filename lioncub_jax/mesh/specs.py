@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from lioncub_jax.wires import varying_axes
+
 
 def specs_of(params: Any) -> Any:
     """How parameters are cut, as they say it themselves.
@@ -65,11 +67,6 @@ def _cutting(sharding: NamedSharding) -> P:
     return restrict(sharding.spec, [n for n, size in sharding.mesh.shape.items() if size > 1])
 
 
-def varying_axes(x: jax.Array) -> frozenset:
-    """The mesh axes over which the type of ``x`` varies; none outside ``shard_map``."""
-    return frozenset(jax.typeof(x).manual_axis_type.varying)
-
-
 def apart(tree: Any, axes: Sequence[str]) -> tuple[str, ...]:
     """Those of some axes over which the type of any array varies."""
     over = frozenset().union(*map(varying_axes, jax.tree.leaves(tree)))
@@ -87,6 +84,7 @@ def by_type(leaves: Sequence[jax.Array], workers: Sequence[str]) -> tuple[P, ...
     return tuple(map(spec, leaves))
 
 
+@functools.cache
 def shortened(spec: P) -> P:
     """One spelling for specs that mean the same, so that nothing is compiled twice."""
     entries = [axes_of(entry) for entry in spec]
@@ -121,15 +119,10 @@ def _is_spec_or_none(x: Any) -> bool:
     return x is None or isinstance(x, P)
 
 
-def is_spec(x: Any) -> bool:
-    """For ``is_leaf``: a ``PartitionSpec`` is a tuple, and no tree."""
-    return isinstance(x, P)
-
-
 def check_specs(specs: Any, params: Any, mesh: Mesh, workers: Sequence[str]) -> None:
     """Raises ``ValueError`` for parameters that cannot lie on the mesh as their specs say."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    flat = jax.tree.leaves(specs, is_leaf=is_spec)
+    flat = jax.tree.leaves(specs)
     if len(flat) != len(leaves) or not all(isinstance(s, P) for s in flat):
         raise ValueError(
             f"specs has {len(flat)} leaves and the parameters have {len(leaves)}: give a PartitionSpec "
@@ -191,7 +184,7 @@ def shard_shape(
 
 def shardings(specs: Any, mesh: Mesh) -> Any:
     """Specs as shardings on a mesh."""
-    return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=is_spec)
+    return jax.tree.map(lambda s: NamedSharding(mesh, s), specs)
 
 
 def check_batch_spec(spec: P, mesh: Mesh, workers: Sequence[str]) -> None:
@@ -215,16 +208,17 @@ def parts(spec: P, mesh: Mesh) -> int:
 
 def stacked(specs: Any, axes: Sequence[str]) -> Any:
     """Specs of arrays with one more, leading dimension, cut over ``axes``."""
-    return jax.tree.map(lambda spec: shortened(P(tuple(axes), *spec)), specs, is_leaf=is_spec)
+    return jax.tree.map(lambda spec: shortened(P(tuple(axes), *spec)), specs)
 
 
 def restrict(specs: Any, axes: Sequence[str]) -> Any:
     """Specs with only the axes named."""
+    return jax.tree.map(functools.partial(_only, axes=tuple(axes)), specs)
 
-    def keep(spec: P) -> P:
-        return shortened(P(*[tuple(a for a in axes_of(e) if a in axes) or None for e in spec]))
 
-    return jax.tree.map(keep, specs, is_leaf=is_spec)
+@functools.cache
+def _only(spec: P, axes: tuple[str, ...]) -> P:
+    return shortened(P(*[tuple(a for a in axes_of(e) if a in axes) or None for e in spec]))
 
 
 def cut_of(tree: Any) -> Any:

@@ -334,7 +334,7 @@ def step_time(
       >>> vote = step_time(scheme_named("1-bit vote"), 124_000_000, slow, 0.144)
       >>> dense = step_time(FLOAT32, 124_000_000, slow, 0.144)
       >>> round(dense.step / vote.step, 1)
-      18.9
+      19.0
 
     Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
     MPICH", 2005, for the terms of latency and bandwidth.

@@ -83,7 +83,7 @@ def plan(params: Any, cluster: Cluster, compute: float, host: Host | None = None
       >>> from lioncub_jax.planner import Link
       >>> slow = plan(124_000_000, Cluster(8, Link(1e9, 50e-6)), 0.144)
       >>> round(slow.speedup("1-bit vote"), 1)
-      18.9
+      19.0
     """
     if not compute > 0:
         raise ValueError(f"compute={compute!r}: give seconds, above zero; speedups depend on it")

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.mesh.placement import Workers, workers_of
-from lioncub_jax.mesh.specs import is_spec, specs_of, unboxed
+from lioncub_jax.mesh.specs import specs_of, unboxed
 from lioncub_jax.training import kinds
 from lioncub_jax.training.step import TrainState, on_mesh, state_specs
 from lioncub_jax.wires import AxisName
@@ -68,7 +68,7 @@ def init_state(
     # A copy, because the training step donates its state and the caller may still hold the arrays.
     params = jax.tree.map(
         lambda spec, x: jnp.copy(_on_all(x, NamedSharding(workers.mesh, spec))),
-        cut, params, is_leaf=is_spec,
+        cut, params,
     )  # fmt: skip
     everywhere = NamedSharding(workers.mesh, P())
     rng, model_state = jax.tree.map(lambda x: _on_all(x, everywhere), (rng, model_state))
@@ -190,7 +190,7 @@ def abstract_state(
         shape = (*lead, *jnp.shape(x))
         return jax.ShapeDtypeStruct(shape, x.dtype, sharding=NamedSharding(workers.mesh, spec))
 
-    shaped = partial(jax.tree.map, on, is_leaf=is_spec)
+    shaped = partial(jax.tree.map, on)
     params = shaped(cut, params)
     mine = on_mesh(tx, workers, specs=cut)
     tx = optax.with_extra_args_support(tx)

@@ -26,7 +26,6 @@ from lioncub_jax.mesh.specs import (
     apart,
     by_type,
     check_batch_spec,
-    is_spec,
     parts,
     shardings,
     spec_of,
@@ -372,8 +371,8 @@ def _check_gradients(updates: Any, params: Any, workers: Workers) -> None:
 def _check_state(state: Any, specs: Any, workers: Workers) -> None:
     """Raises ``ValueError`` for a state that another optimizer made, or for other workers."""
     advice = "make the state by init_state or init of this optimizer, with the same parameters and workers"
-    flat = jax.tree.leaves(specs, is_leaf=is_spec)
-    structure: Any = jax.tree.structure(specs, is_leaf=is_spec)
+    flat = jax.tree.leaves(specs)
+    structure: Any = jax.tree.structure(specs)
     try:
         parts = structure.flatten_up_to(state)
     except ValueError as error:
