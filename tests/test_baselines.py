@@ -282,6 +282,29 @@ def test_what_is_not_finite_does_not_reach_the_scale_of_others(run_workers):
         assert_equal(got, {"w": np.full((1, 40), -2, np.float32), "b": -grads["b"][:, 0]})
 
 
+def test_64_bits_change_no_dtype_and_no_number(run_workers):
+    params = zeros({"w": (40,), "b": (3,)})
+    story = Story(integers(params, 2, 2), np.eye(2, dtype=bool))
+    txs = {
+        "sgd": baselines.sgd(learning_rate, 0.5, axis_name=AXIS),
+        "dgc": baselines.dgc(
+            0.5, np.float64(0.5), density=0.25, clip=np.float64(4), axis_name=AXIS
+        ),
+        **{name: VOTED[name].tx for name in ("ef_signsgd", "terngrad, clipped", "qsgd, l2")},
+    }
+    want = run_workers(txs, params, *story)
+    with jax.enable_x64(True):
+        got = run_workers(txs, params, *story)  # the scan fails where a dtype changes
+    for (path, x), y in zip(
+        jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True
+    ):
+        assert x.dtype == y.dtype, path
+        if "adamw" not in jax.tree_util.keystr(
+            path
+        ):  # powers of betas are taken in other precision
+            np.testing.assert_array_equal(x, y, err_msg=str(path))
+
+
 # --- Codes
 
 
