@@ -107,7 +107,12 @@ def assert_same(got, want):
         np.testing.assert_array_equal(a, b, err_msg=name)
 
 
-@pytest.mark.parametrize("method", EXACT)
+SLOW = {"ternary", "owner, dense", "SIGNUM"}  # of kinds that others stand for
+
+
+@pytest.mark.parametrize(
+    "method", [pytest.param(m, marks=[pytest.mark.slow] * (m in SLOW)) for m in EXACT]
+)
 def test_the_parameters_are_those_of_eight_devices_bit_for_bit(mesh_of, method):
     tx, votes = EXACT[method]
     batches = list(batches_by_split())
