@@ -712,9 +712,9 @@ def test_updates_have_the_dtype_of_the_gradients_whatever_the_momentum_has():
     ):
         tx = make(0.1, mu_dtype=mu_dtype, axis_name=AXIS, group_axis=group)
 
-        def update(g, tx=tx):
+        def update(g, tx=tx, local=make is lc.lion_cub):
             updates, state = tx.update(g, tx.init(g), g)
-            return updates, optax.tree.get(state, "mu") if make is lc.lion_cub else ()
+            return updates, optax.tree.get(state, "mu") if local else ()
 
         body = jax.shard_map(update, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
         updates, mu = jax.tree.map(lambda x: str(x.dtype), jax.eval_shape(body, tree))
