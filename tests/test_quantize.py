@@ -131,9 +131,9 @@ def test_dense_values_travel_as_they_are(dtype):
 PAIRS = {
     "sign": (lc.quantize.sign(), reference.sign()),
     "midrise(2)": (lc.quantize.midrise(2), reference.midrise(2)),
-    "midrise(5, block=64)": (lc.quantize.midrise(5, block=64), reference.midrise(5, 64)),
-    "midrise(3, block=128)": (lc.quantize.midrise(3, block=128), reference.midrise(3, 128)),
-    "midrise(1, block=128)": (lc.quantize.midrise(1, block=128), reference.midrise(1, 128)),
+    "midrise(5)": (lc.quantize.midrise(5), reference.midrise(5, 64)),
+    "midrise(3)": (lc.quantize.midrise(3), reference.midrise(3, 128)),
+    "midrise(1)": (lc.quantize.midrise(1), reference.midrise(1, 128)),
     "midrise(3, block=128, stochastic)": (
         lc.quantize.midrise(3, block=128, rounding=RANDOM),
         reference.midrise(3, 128, seed=0),
@@ -169,7 +169,7 @@ CODED = [
     lc.quantize.sign(),
     lc.quantize.midrise(2),
     lc.quantize.midrise(8),
-    lc.quantize.midrise(3, block=64),
+    lc.quantize.midrise(3),
     lc.quantize.midrise(2, block=128, rounding=RANDOM),
     lc.quantize.integer(8),
     lc.quantize.integer(4),
@@ -199,7 +199,7 @@ def test_padding_says_the_top_code(quantizer, size):
     assert (codes[size:] == quantizer.top(4)).all()
 
 
-@by_name([lc.quantize.midrise(2), lc.quantize.midrise(8, block=128), lc.quantize.integer(8)])
+@by_name([lc.quantize.midrise(2), lc.quantize.midrise(8), lc.quantize.integer(8)])
 def test_padding_does_not_dilute_the_scale(quantizer):
     x = np.resize([3.0, -1.0], 128)
     alone = np.where(np.arange(128) < 32, x, 0)
@@ -236,7 +236,7 @@ def test_a_row_of_zeros_is_not_voted_on(quantizer):
 
 
 def test_a_block_of_zeros_has_step_zero_and_is_decoded_as_zeros():
-    heard = said(lc.quantize.midrise(3, block=128), np.repeat([0.0, 1.0], 128))
+    heard = said(lc.quantize.midrise(3), np.repeat([0.0, 1.0], 128))
     assert heard.steps[0] == 0 and heard.steps[1] > 0
     assert not heard.values[:2].any() and heard.values[2:].all()
 
@@ -251,12 +251,12 @@ def test_a_value_that_is_not_finite_raises_the_flag(quantizer, bad):
 
 
 def test_a_step_that_overflows_raises_the_flag():
-    assert said(lc.quantize.midrise(3, block=64), np.full(64, 1e30)).flagged
+    assert said(lc.quantize.midrise(3), np.full(64, 1e30)).flagged
 
 
 # --- Precision
 
-BLOCKS_OF_64 = {p: lc.quantize.midrise(p, block=64) for p in range(1, 9)}
+BLOCKS_OF_64 = {p: lc.quantize.midrise(p) for p in range(1, 9)}
 numbers = st.lists(
     st.floats(-(2.0**20), 2.0**20, width=32, allow_subnormal=False), min_size=64, max_size=64
 ).map(np.float32)
@@ -381,7 +381,7 @@ def test_nearest_codes_depend_on_nothing_but_the_values(quantizer):
     [
         (lc.quantize.sign(), "sign", 1, 1, 1),
         (lc.quantize.midrise(2), "midrise(2)", 2, 3, 2),
-        (lc.quantize.midrise(3, block=128), "midrise(3, block=128)", 3, 7, 3),
+        (lc.quantize.midrise(3), "midrise(3)", 3, 7, 3),
         (
             lc.quantize.midrise(4, block=64, rounding=RANDOM),
             "midrise(4, block=64, stochastic)",
@@ -394,8 +394,8 @@ def test_nearest_codes_depend_on_nothing_but_the_values(quantizer):
         (lc.quantize.dense(), "dense(float32)", 32, 0, 1),
         (lc.quantize.dense(jnp.bfloat16), "dense(bfloat16)", 16, 0, 1),
         (
-            lc.quantize.error_feedback(lc.quantize.midrise(1, block=64)),
-            "midrise(1, block=64) + error feedback",
+            lc.quantize.error_feedback(lc.quantize.midrise(1)),
+            "midrise(1) + error feedback",
             1, 1, 1,
         ),
     ],
@@ -409,8 +409,8 @@ def test_names_and_sizes_for_four_workers(quantizer, name, code_bits, top, plane
     ("quantizer", "rows_per_step", "words_per_row"),
     [
         (lc.quantize.sign(), 1, 2),
-        (lc.quantize.midrise(2, block=64), 1, 2),
-        (lc.quantize.midrise(2, block=128), 2, 2),
+        (lc.quantize.midrise(2), 1, 2),
+        (lc.quantize.midrise(2), 2, 2),
         (lc.quantize.dense(), 1, 64),
         (lc.quantize.dense(jnp.bfloat16), 1, 32),
     ],
@@ -456,12 +456,12 @@ def test_error_feedback_needs_steps_that_travel(quantizer):
 @pytest.mark.parametrize("dtype", ["int8", "uint32", "bool", "complex64"])
 def test_error_feedback_in_a_dtype_that_is_not_floating_is_refused(dtype):
     with pytest.raises(ValueError, match=f"{dtype}.*give a floating dtype"):
-        lc.quantize.error_feedback(lc.quantize.midrise(3, block=128), dtype)
+        lc.quantize.error_feedback(lc.quantize.midrise(3), dtype)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn])
 def test_error_feedback_keeps_the_codes_and_names_the_dtype(dtype):
-    plain = lc.quantize.midrise(3, block=128)
+    plain = lc.quantize.midrise(3)
     fed_back = lc.quantize.error_feedback(plain, dtype)
     assert fed_back.feedback == jnp.dtype(dtype) and plain.feedback is None
     np.testing.assert_array_equal(said(plain, SOME).codes, said(fed_back, SOME).codes)
