@@ -57,10 +57,11 @@ def numbers_of(planes, n):
 @pytest.mark.parametrize("rows", ROWS)
 def test_pack_puts_a_bit_of_each_row_in_the_word_of_its_lane(rows):
     rng = np.random.default_rng(rows)
-    for fields, lead in ((1, ()), (5, (3,)), (9, (2,))):
-        x = [rng.random((*lead, rows, 128)) < 0.5 for _ in range(fields)]
-        packed = jax.jit(bits.pack)(x)
-        np.testing.assert_array_equal(np.stack(packed), words_of(np.stack(x)))
+    for p, lead in ((1, ()), (4, (3,)), (5, (3,)), (9, (2,))):
+        codes = rng.integers(0, 2**p, (*lead, rows, 128), np.uint32)
+        packed = jax.jit(bits.pack, static_argnums=1)(codes, p)
+        planes = np.stack([codes >> k & 1 == 1 for k in range(p)])
+        np.testing.assert_array_equal(np.stack(packed), words_of(planes))
         assert packed[0].dtype == jnp.uint32
 
 
