@@ -1,7 +1,7 @@
 """Selective momentum sync: workers make their momenta alike at times, in full precision or in codes.
 
 `momentum` says when. In full precision all of them become their mean, in one all-reduce, and the drift
-that was found is kept. In codes (``coded(...)``) they come near it for a 27th of the bytes, by the way
+that was found is kept. In codes (``coded(...)``) they come near it for a 28th of the bytes, by the way
 that votes take: codes up, an owner for each slice, one bit and a scale for each row down.
 """
 
@@ -138,7 +138,7 @@ def thinning(k: int) -> Schedule:
 
 
 def coded(schedule: Schedule | None = None, bits: int = 1) -> Schedule:
-    """Syncs in codes, often, each for a 27th of the bytes of full precision.
+    """Syncs in codes, often, each for a 28th of the bytes of full precision.
 
     Every worker sends ``Q(mu_i)``, codes with a step for each row of 128; the owner of a slice adds to
     the mean of what it decodes the error ``e`` that it kept from the last sync, and answers with ``u``,
@@ -326,7 +326,7 @@ def sync_momentum(
 
     def init(params: optax.Params) -> SyncState:
         state = inner.init(params)
-        mu = _momentum_of(state)
+        mu = _momentum_of(state) if jax.tree.leaves(params) else params
         chosen = _chosen(mu, where)
         drift = jax.tree.map(lambda _: jnp.zeros((), jnp.float32), mu)
         owner: tuple[Flat, ...] = ()
@@ -345,7 +345,7 @@ def sync_momentum(
         updates, inner_state = inner.update(updates, state.inner, params, **extra)
         count = optax.safe_increment(state.count)
         state = state._replace(inner=inner_state, count=count)
-        if not schedule.ever and watch.due is None:
+        if not jax.tree.leaves(updates) or (not schedule.ever and watch.due is None):
             return updates, state
         syncs = _due(schedule, state)
         seen = watch.due(count) if watch.due else jnp.zeros((), bool)

@@ -57,22 +57,23 @@ def numbers_of(planes, n):
 @pytest.mark.parametrize("rows", ROWS)
 def test_pack_puts_a_bit_of_each_row_in_the_word_of_its_lane(rows):
     rng = np.random.default_rng(rows)
-    for fields, lead in ((1, ()), (5, (3,)), (9, (2,))):
-        x = [rng.random((*lead, rows, 128)) < 0.5 for _ in range(fields)]
-        packed = jax.jit(bits.pack)(x)
-        np.testing.assert_array_equal(np.stack(packed), words_of(np.stack(x)))
+    for p, lead in ((1, ()), (4, (3,)), (5, (3,)), (9, (2,))):
+        codes = rng.integers(0, 2**p, (*lead, rows, 128), np.uint32)
+        packed = jax.jit(bits.pack, static_argnums=1)(codes, p)
+        planes = np.stack([codes >> k & 1 == 1 for k in range(p)])
+        np.testing.assert_array_equal(np.stack(packed), words_of(planes))
         assert packed[0].dtype == jnp.uint32
 
 
 def test_pack_takes_zeros_and_ones_of_any_integers():
     x = np.random.default_rng(0).integers(0, 2, (32, 128)).astype(np.uint32)
-    np.testing.assert_array_equal(bits.pack([jnp.asarray(x)])[0], words_of(x == 1))
+    np.testing.assert_array_equal(bits.pack(jnp.asarray(x))[0], words_of(x == 1))
 
 
 def test_the_first_bits_of_a_block_and_of_a_half_block():
     x = np.zeros((48, 128), bool)
     x[3, 7] = x[32 + 3, 7] = x[32 + 5, 64 + 9] = True
-    (words,) = bits.pack([jnp.asarray(x)])
+    (words,) = bits.pack(jnp.asarray(x))
     found = np.flatnonzero(words)
     assert found.tolist() == [7, 128 + 7, 128 + 9]
     assert np.asarray(words)[found].tolist() == [1 << 3, 1 << 3, 1 << 16 + 5]

@@ -625,7 +625,7 @@ INJECTED = optax.inject_hyperparams(lc.lion_cub, static_args="axis_name")
 LEARNERS = {
     "lion_cub": cub(RATE),
     "lion_cub, 2 bits": cub(RATE, quantizer=lc.quantize.midrise(2)),
-    "lion_cub, 4 bits by block": cub(RATE, quantizer=lc.quantize.midrise(4, block=64)),
+    "lion_cub, 4 bits by block": cub(RATE, quantizer=lc.quantize.midrise(4)),
     "lion_cub, int8 counts": cub(RATE, quantizer=lc.quantize.integer(8), wire=lc.wires.counts()),
     "lion_cub, lanes": cub(RATE, quantizer=lc.quantize.integer(5), wire=lc.wires.lanes()),
     "lion_cub, ternary": cub(RATE, quantizer=lc.quantize.ternary()),

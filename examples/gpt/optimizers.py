@@ -38,7 +38,7 @@ def _average(bits: None, **options: Any) -> optax.GradientTransformation:
 
 
 def _owner(bits: int, sync: None, **options: Any) -> optax.GradientTransformation:
-    quantizer = lc.quantize.error_feedback(lc.quantize.midrise(bits, block=128))
+    quantizer = lc.quantize.error_feedback(lc.quantize.midrise(bits))
     return lc.owner_lion(quantizer=quantizer, **BETAS, **options)
 
 
