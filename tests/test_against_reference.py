@@ -167,17 +167,17 @@ def both(make, *args, seed=None):
 
 VOTES = [
     Method(*both("sign"), MAJORITY, [
-        (TWO_PHASE, (1, 2, 3, 8)), (GATHERED, (2,)), (COUNTS[8], (2, 8)), (LANES, (3,)),
+        (TWO_PHASE, (1, 2, 3, 8)), (GATHERED, (2,)), (COUNTS[8], (2,)), (LANES, (3,)),
     ]),
-    Method(*both("sign"), AVERAGE, [(TWO_PHASE, (1, 3)), (LANES, (2,))]),
+    Method(*both("sign"), AVERAGE, [(TWO_PHASE, (1,)), (LANES, (2,))]),
     Method(*both("sign"), TERNARY, [(COUNTS[32], (8,))]),
     Method(*both("midrise", 2), MAJORITY, [(TWO_PHASE, (2, 8)), (COUNTS[8], (3,))]),
     Method(*both("midrise", 3), AVERAGE, [(TWO_PHASE, (2,)), (GATHERED, (8,))]),
-    Method(*both("midrise", 4), TERNARY, [(TWO_PHASE, (2,)), (LANES, (3,))]),
+    Method(*both("midrise", 4), TERNARY, [(TWO_PHASE, (2,))]),
     Method(*both("midrise", 8), MAJORITY, [(TWO_PHASE, (3,)), (COUNTS[16], (2,))]),
     Method(*both("midrise", 2, seed=3), MAJORITY, [(TWO_PHASE, (3,))]),
     Method(*both("integer", 8), TERNARY, [
-        (TWO_PHASE, (1, 2, 3)), (GATHERED, (2,)), (COUNTS[8], (8,)), (LANES, (3,)),
+        (TWO_PHASE, (1, 2)), (GATHERED, (2,)), (COUNTS[8], (8,)), (LANES, (3,)),
     ]),
     Method(*both("integer", 5), AVERAGE, [(GATHERED, (3,)), (COUNTS[8], (2,))]),
     Method(*both("integer", 8, seed=3), TERNARY, [(COUNTS[8], (2, 8))]),
