@@ -14,7 +14,7 @@ Where this differs from the paper:
    would send the wanted share of the sample, and sends what passes it, so that its messages vary.
 2. An entry is a 32-bit index and a 32-bit value; the paper has 16-bit run lengths of zeros.
 3. Weight decay is decoupled, and there is no Nesterov momentum.
-4. Workers that sit out, and one worker alone, see `dgc`: both are ours.
+4. Workers that abstain, and one worker alone, see `dgc`: both are ours.
 
 Source: Lin et al., "Deep Gradient Compression" (arXiv 1712.01887).
 """
@@ -47,7 +47,7 @@ class DGCState(NamedTuple):
       velocity: ``u``, float32, shaped like the parameters, each worker's own. It is not averaged
         anywhere, and so is not called ``mu``.
       residual: ``v``, float32, shaped like the parameters, each worker's own.
-      abstained: ``int32[]``, workers that sat out the last step; same on every worker.
+      abstained: ``int32[]``, workers that abstained from the last step; same on every worker.
       abstentions: ``int32[]``, their sum over all steps; same on every worker.
     """
 
@@ -96,7 +96,7 @@ def dgc(
     there ``u = v = 0``; ``p -= lr (sum of all that was sent / workers that took part + wd p)``. Of
     equal magnitudes the lower index goes first.
 
-    A worker with a gradient that is not finite anywhere, or told to by ``abstain``, sits the step out:
+    A worker with a gradient that is not finite anywhere, or asked to by ``abstain``, abstains:
     what it sends counts for nothing, and its state stays as it is. One worker alone sends nothing, so
     nothing is left out either: its update is that of plain momentum SGD.
 
@@ -296,7 +296,7 @@ def _clipped(
 
 
 def _abstains(axis: AxisName, told: jax.Array, residual: list[jax.Array]) -> jax.Array:
-    """``bool[]``: whether this worker sits out, its devices as one."""
+    """``bool[]``: whether this worker abstains, its devices as one."""
     # All that is not finite ends up in the residual.
     sits_out = reduce(operator.or_, [told, *[~jnp.all(jnp.isfinite(v)) for v in residual]])
     return wires.same_over_shards(sits_out.astype(jnp.uint32), axis) > 0

@@ -63,7 +63,7 @@ def in_shared_units(
 def _measured(
     axis_name: AxisName, clip: float | None, leaves: list[jax.Array], told: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Where each leaf is clipped, the scale that all workers share, and whether this one sits out."""
+    """Where each leaf is clipped, the scale that all workers share, and whether this one abstains."""
     values = [g.astype(jnp.float32) for g in leaves]
     largest = jnp.stack([jnp.max(jnp.abs(g), initial=0.0) for g in values])
     largest = wires.same_over_shards(largest, axis_name)
