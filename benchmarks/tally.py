@@ -44,7 +44,7 @@ def by_unpacking(payload: jax.Array, voted: jax.Array) -> tuple[jax.Array, jax.A
     cast = jnp.sum(bits.unpack_rows(voted, rows).astype(jnp.int32), 0)
     margin = 2 * jnp.sum(votes, 0) - cast[:, None]
     heads = bits.unpack(bits.coin(0, payload.shape[-1], 0)[None], rows) > 0
-    return bits.pack([(margin > 0) | ((margin == 0) & heads)])[0], bits.pack_rows(cast > 0)
+    return bits.pack((margin > 0) | ((margin == 0) & heads))[0], bits.pack_rows(cast > 0)
 
 
 def measure(workers: int, rounds: int) -> dict[str, list[float]]:

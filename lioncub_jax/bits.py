@@ -31,7 +31,11 @@ WORDS_PER_ROW = ROW // BLOCK  # on average: a block of 32 rows takes 128 words
 # The adders of up to this many workers are unrolled into one fused loop. More workers are added in
 # groups of this size, then the groups' sums, so that the program stays small.
 _GROUP = 255
-_OCTET = 8  # rows that are packed together in the first of two stages
+# Packing has two stages: rows r, r + 4, .. r + 28 are joined to a word that has a bit of them in each of its
+# eight nibbles (the other three for other fields), then four such words, of neighbouring rows, to one. So
+# the first and costly stage runs over 512 neighbouring elements at a time, which a CPU does in vectors.
+_APART = 4
+_STRIPES = BLOCK // _APART
 
 
 def row_words(rows: int) -> int:
@@ -42,56 +46,54 @@ def row_words(rows: int) -> int:
 # --- Bits of elements
 
 
-def pack(bits: Sequence[jax.Array]) -> list[jax.Array]:
-    """Packs one or more bits of each element; all of them in one pass over what computes them.
+def pack(codes: jax.Array, p: int = 1) -> list[jax.Array]:
+    """Packs codes of ``p`` bits; all of their planes in one pass over what computes them.
 
-    Eight rows are joined to an octet for each bit, four bits to an accumulator, by one reduction into
-    which the compiler fuses whatever computes the bits; then four octets to a word.
+    One reduction, into which the compiler fuses whatever computes the codes, joins eight rows and up to
+    four bits of a code in a word; those are few, and are parted and joined again to the planes.
 
     Args:
-      bits: bool or uint32 of zeros and ones, ``[..., rows, 128]`` each; rows in whole or half blocks.
+      codes: bool, or uint32 below ``2**p``, ``[..., rows, 128]``; rows in whole or half blocks.
+      p: how many bits.
 
     Returns:
-      ``uint32[..., 4 rows]`` for each of them.
+      ``p`` planes, ``uint32[..., 4 rows]`` each, the least significant first.
 
     Example:
       >>> import jax.numpy as jnp
       >>> from lioncub_jax import bits
       >>> x = jnp.zeros((32, 128), bool).at[3, 7].set(True)
-      >>> bits.pack([x])[0][7].tolist()  # row 3 is bit 3
+      >>> bits.pack(x)[0][7].tolist()  # row 3 is bit 3
       8
     """
-    lead, rows = bits[0].shape[:-2], bits[0].shape[-2]
+    lead, rows = codes.shape[:-2], codes.shape[-2]
     whole = rows - rows % BLOCK
-    words = []
+    parts = []
     if whole:
-        blocks = [x[..., :whole, :].reshape(*lead, -1, BLOCK, ROW) for x in bits]
-        words.append([x.reshape(*lead, -1) for x in _pack_blocks(blocks)])
+        blocks = codes[..., :whole, :].reshape(*lead, -1, BLOCK, ROW)
+        parts.append([x.reshape(*lead, -1) for x in _pack_blocks(blocks, p)])
     if rows > whole:
-        words.append(_pack_blocks([_split_lanes(x[..., whole:, :]) for x in bits]))
-    return [jnp.concatenate(x, -1) if len(x) > 1 else x[0] for x in zip(*words, strict=True)]
+        parts.append(_pack_blocks(_split_lanes(codes[..., whole:, :]), p))
+    return [jnp.concatenate(x, -1) if len(x) > 1 else x[0] for x in zip(*parts, strict=True)]
 
 
-def _pack_blocks(bits: Sequence[jax.Array]) -> list[jax.Array]:
-    """``[..., 32, lanes]`` to ``uint32[..., lanes]``."""
-    octets = [x.astype(jnp.uint32).reshape(*x.shape[:-2], 4, _OCTET, x.shape[-1]) for x in bits]
-    groups = [octets[i : i + 4] for i in range(0, len(octets), 4)]
-    lane = jnp.arange(_OCTET, dtype=jnp.uint32)[:, None]
-    joined = [
-        functools.reduce(operator.or_, [x << (_OCTET * k) for k, x in enumerate(group)]) << lane
-        for group in groups
-    ]
-    zeros = [jnp.uint32(0)] * len(joined)
-    either = lambda a, b: [x | y for x, y in zip(a, b, strict=True)]  # noqa: E731
+def _pack_blocks(codes: jax.Array, p: int) -> list[jax.Array]:
+    """``[..., 32, lanes]`` to ``uint32[..., lanes]`` for each plane."""
+    lead, lanes = codes.shape[:-2], codes.shape[-1]
+    striped = codes.astype(jnp.uint32).reshape(*lead, _STRIPES, _APART * lanes)
+    at = (_APART * jnp.arange(_STRIPES, dtype=jnp.uint32))[:, None]
+    groups = [striped >> k if k else striped for k in range(0, p, _APART)]
+    joined = [(x & 0xF if p > _APART else x) << at for x in groups]
+    kept = [lax.reduce(x, jnp.uint32(0), lax.bitwise_or, (len(lead),)) for x in joined]
     # Kept, or the compiler reduces anew for every plane.
-    kept = lax.optimization_barrier(lax.reduce(joined, zeros, either, (octets[0].ndim - 2,)))
-    return [_join_octets(kept[k // 4] >> (_OCTET * (k % 4))) for k in range(len(bits))]
+    kept = [x.reshape(*lead, _APART, lanes) for x in lax.optimization_barrier(kept)]
+    return [_join_rows(kept[k // _APART] >> (k % _APART)) for k in range(p)]
 
 
-def _join_octets(octets: jax.Array) -> jax.Array:
-    """``uint32[..., 4, lanes]``, the low bytes, to ``uint32[..., lanes]``."""
-    low = octets & 0xFF
-    return functools.reduce(operator.or_, [low[..., k, :] << (_OCTET * k) for k in range(4)])
+def _join_rows(stripes: jax.Array) -> jax.Array:
+    """``uint32[..., 4, lanes]``, every fourth bit, to ``uint32[..., lanes]``."""
+    every_fourth = stripes & 0x11111111
+    return functools.reduce(operator.or_, [every_fourth[..., k, :] << k for k in range(_APART)])
 
 
 def _split_lanes(x: jax.Array) -> jax.Array:

@@ -27,16 +27,21 @@ def check_parts(up: Quantizer, owner: Owner, down: Down, wire: Wire) -> None:
         raise ValueError(
             f"{up.name} has a code for zero and its ties are zeros: give down=ternary_sum() or average()"
         )
-    if not (down.of_values if owner.needs_values else down.of_votes):
-        raise ValueError(f"down={down.name} does not fit owner={owner.name}")
-    if down.needs_zero and not up.has_zero:
-        raise ValueError(
-            f"{up.name} has no code for zero, so a sum says nothing without the votes: give down=average()"
-        )
     if down.scaled != owner.feedback:
         raise ValueError(
             f"down={down.name} does not fit owner={owner.name}: scaled_signs() carries what "
             "feedback_at_owner() answers, and nothing else does"
+        )
+    if not (down.of_values if owner.needs_values else down.of_votes):
+        fitting = "majority() or floats()" if owner.needs_values else "majority() or average()"
+        fitting = "scaled_signs()" if owner.feedback else fitting
+        raise ValueError(
+            f"down={down.name} does not fit owner={owner.name}: give one that codes what it answers, such "
+            f"as {fitting}"
+        )
+    if down.needs_zero and not up.has_zero:
+        raise ValueError(
+            f"{up.name} has no code for zero, so a sum says nothing without the votes: give down=average()"
         )
     if down.scaled and up.dense:
         raise ValueError(f"{up.name} does not fit {owner.name}: give midrise(p)")

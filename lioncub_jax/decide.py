@@ -101,7 +101,8 @@ class Values(NamedTuple):
 
     def signs(self) -> Signs:
         """Signs of the values; a row of zeros does not move."""
-        positive, marks = bits.pack([self.values > 0, self.values != 0])
+        signs = (self.values > 0) | ((self.values != 0).astype(jnp.uint32) << 1)
+        positive, marks = bits.pack(signs, 2)
         return Signs(positive, ~marks, bits.any_in_rows(marks, self.where.rows))
 
 
@@ -408,7 +409,7 @@ def scaled_signs() -> Down:
     """
 
     def encode(result: Values, coin: jax.Array) -> Reply:
-        (positive,) = bits.pack([result.values > 0])
+        (positive,) = bits.pack(result.values > 0)
         scale = jnp.max(jnp.abs(result.values), axis=-1).astype(jnp.bfloat16)
         pairs = scale.reshape(*scale.shape[:-1], -1, 2)
         ties = jnp.zeros(scale.shape[:1], jnp.float32)
@@ -479,5 +480,5 @@ def _ties(result: Tally | Values, signs: Signs) -> jax.Array:
     if signs.moved is not None:
         tied &= bits.over_rows(signs.moved, where.rows)
     if (real := where.real()) is not None:
-        tied &= bits.pack([real])[0]
+        tied &= bits.pack(real)[0]
     return jnp.sum(lax.population_count(tied).astype(jnp.float32), axis=-1)

@@ -231,8 +231,7 @@ def midrise(p: int, *, rounding: Rounding | None = None) -> Quantizer:
         mean, finite = _row_scale(x, _divisor(place.counts))
         step = to_bfloat16(STEP[p] * mean)
         codes = _midrise_codes(x, step, p, rounding, place)
-        fields = [(codes >> k) & 1 for k in range(p)] + [x != 0]
-        *planes, marks = _packed(fields, place)
+        *planes, marks = _packed(codes, p, x != 0, place)
         planes = _with_zeros_aside(planes, marks, place)
         voted = bits.pack_rows(place.bucket.by_chunk(mean > 0)).reshape(-1)
         steps = step.astype(jnp.bfloat16) if place.steps else None
@@ -458,13 +457,15 @@ def _check_bits(name: str, p: int, least: int) -> None:
         raise ValueError(f"{name}({p!r}): a code has {least} to 8 bits; give an int in that range")
 
 
-def _packed(fields: list[jax.Array], place: Place) -> list[jax.Array]:
-    """Bits of a piece's elements, ``[rows, 128]`` each, to words ``uint32[4 rows]``."""
-    return [x.reshape(-1) for x in bits.pack([place.bucket.by_chunk(x) for x in fields])]
+def _packed(codes: jax.Array, p: int, mark: jax.Array, place: Place) -> list[jax.Array]:
+    """Codes of a piece ``[rows, 128]`` and one mark of each to words, ``uint32[4 rows]`` a plane."""
+    codes |= mark.astype(jnp.uint32) << p
+    return [x.reshape(-1) for x in bits.pack(place.bucket.by_chunk(codes), p + 1)]
 
 
 def _signs(x: jax.Array, place: Place) -> Message:
-    positive, marks, strange = _packed([x > 0, x != 0, ~jnp.isfinite(x)], place)
+    codes = (x > 0) | ((x != 0).astype(jnp.uint32) << 1)
+    positive, marks, strange = _packed(codes, 2, ~jnp.isfinite(x), place)
     planes = _with_zeros_aside([positive], marks, place)
     rows = x.shape[0] if place.bucket.large else place.bucket.chunk
     voted = bits.any_in_rows(marks.reshape(-1, rows * bits.WORDS_PER_ROW), rows)
@@ -495,7 +496,7 @@ def _midrise_codes(
 
 
 def _midtread(codes: jax.Array, x: jax.Array, p: int, place: Place) -> Message:
-    *planes, strange = _packed([*[(codes >> k) & 1 for k in range(p)], ~jnp.isfinite(x)], place)
+    *planes, strange = _packed(codes, p, ~jnp.isfinite(x), place)
     return Message(jnp.stack(planes), None, None, jnp.all(strange == 0))
 
 

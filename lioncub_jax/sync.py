@@ -326,7 +326,7 @@ def sync_momentum(
 
     def init(params: optax.Params) -> SyncState:
         state = inner.init(params)
-        mu = _momentum_of(state)
+        mu = _momentum_of(state) if jax.tree.leaves(params) else params
         chosen = _chosen(mu, where)
         drift = jax.tree.map(lambda _: jnp.zeros((), jnp.float32), mu)
         owner: tuple[Flat, ...] = ()
@@ -345,7 +345,7 @@ def sync_momentum(
         updates, inner_state = inner.update(updates, state.inner, params, **extra)
         count = optax.safe_increment(state.count)
         state = state._replace(inner=inner_state, count=count)
-        if not schedule.ever and watch.due is None:
+        if not jax.tree.leaves(updates) or (not schedule.ever and watch.due is None):
             return updates, state
         syncs = _due(schedule, state)
         seen = watch.due(count) if watch.due else jnp.zeros((), bool)

@@ -235,7 +235,7 @@ class Sums(NamedTuple):
         """Packs the sums, so that from here on every wire is alike."""
         width = (where.workers * where.up.top(where.workers)).bit_length()
         codes = self.sums.astype(jnp.uint32)
-        planes = bits.pack([(codes >> k) & 1 for k in range(width)])
+        planes = bits.pack(codes, width)
         if self.votes is None:
             return Tally(planes, None, where)
         each = range(bits.sum_bits(where.workers, 1))

@@ -66,13 +66,13 @@ def test_pack_puts_a_bit_of_each_row_in_the_word_of_its_lane(rows):
 
 def test_pack_takes_zeros_and_ones_of_any_integers():
     x = np.random.default_rng(0).integers(0, 2, (32, 128)).astype(np.uint32)
-    np.testing.assert_array_equal(bits.pack([jnp.asarray(x)])[0], words_of(x == 1))
+    np.testing.assert_array_equal(bits.pack(jnp.asarray(x))[0], words_of(x == 1))
 
 
 def test_the_first_bits_of_a_block_and_of_a_half_block():
     x = np.zeros((48, 128), bool)
     x[3, 7] = x[32 + 3, 7] = x[32 + 5, 64 + 9] = True
-    (words,) = bits.pack([jnp.asarray(x)])
+    (words,) = bits.pack(jnp.asarray(x))
     found = np.flatnonzero(words)
     assert found.tolist() == [7, 128 + 7, 128 + 9]
     assert np.asarray(words)[found].tolist() == [1 << 3, 1 << 3, 1 << 16 + 5]

@@ -12,7 +12,8 @@ Where this differs from the paper:
 1. The k largest are exact, and always k of a leaf (of a device's shard of one): a compiled program
    sends messages of a fixed length. The paper samples 0.1 to 1 % of a leaf, takes the threshold that
    would send the wanted share of the sample, and sends what passes it, so that its messages vary.
-2. An entry is a 32-bit index and a 32-bit value; the paper has 16-bit run lengths of zeros.
+2. An entry is a 32-bit index and a 32-bit value; the paper has 16-bit run lengths of zeros. So a device
+   holds at most 2**32 elements of a leaf.
 3. Weight decay is decoupled, and there is no Nesterov momentum.
 4. Workers that abstain, and one worker alone, see `dgc`: both are ours.
 
@@ -96,8 +97,8 @@ def dgc(
     there ``u = v = 0``; ``p -= lr (sum of all that was sent / workers that took part + wd p)``. Of
     equal magnitudes the lower index goes first.
 
-    A worker with a gradient that is not finite anywhere, or asked to by ``abstain``, abstains:
-    what it sends counts for nothing, and its state stays as it is. One worker alone sends nothing, so
+    A worker with a gradient that is not finite anywhere, or asked to by ``abstain``, abstains from the
+    step: what it sends counts for nothing, and its state stays as it is. One worker alone sends nothing, so
     nothing is left out either: its update is that of plain momentum SGD.
 
     Masking forgets the velocity of what is sent. So ``density=1`` has no momentum: it is plain SGD on
@@ -125,7 +126,8 @@ def dgc(
     Raises:
       ValueError: for a density outside (0, 1], a momentum outside [0, 1), a ``warmup`` below 0 or with
         a density of at least 25 %, a ``clip`` that is not above 0; when traced, for an axis that is not
-        bound, or gradients that were already reduced.
+        bound, gradients that were already reduced, or a leaf of which a device holds more than 2**32
+        elements.
       TypeError: when traced, for integer or complex leaves.
 
     Example:
@@ -249,10 +251,12 @@ def _worker_step(
     plan: _Plan, workers: int, updates: Any, state: DGCState, told: jax.Array
 ) -> tuple[Any, DGCState]:
     """What one worker does in a step, on each of its devices."""
+    _check_sizes(plan, updates)
     leaves, tree = jax.tree.flatten(updates)
     before = _Gathered(*map(jax.tree.leaves, (state.velocity, state.residual)))
     grads, finite = _clipped(plan, workers, [g.astype(jnp.float32) for g in leaves])
-    velocity = [plan.momentum * u + g for u, g in zip(before.velocity, grads, strict=True)]
+    momentum = jnp.asarray(plan.momentum, jnp.float32)
+    velocity = [momentum * u + g for u, g in zip(before.velocity, grads, strict=True)]
     residual = [v + u for v, u in zip(before.residual, velocity, strict=True)]
     abstains = _abstains(plan.axis, told | ~finite, residual)
     means, present, now = (
@@ -290,7 +294,7 @@ def _clipped(
     squares = [jnp.sum(jnp.square(g)) * wires.shards_of(g, plan.axis) for g in grads]
     square = reduce(operator.add, squares)
     square = wires.sum_over_shards(square / wires.shards_of(square, plan.axis), plan.axis)
-    norm, limit = jnp.sqrt(square), plan.clip / math.sqrt(workers)
+    norm, limit = jnp.sqrt(square), jnp.asarray(plan.clip, jnp.float32) / math.sqrt(workers)
     scale = jnp.where(norm > limit, limit / norm, 1)
     return [g * scale for g in grads], jnp.isfinite(norm)
 
@@ -298,8 +302,8 @@ def _clipped(
 def _abstains(axis: AxisName, told: jax.Array, residual: list[jax.Array]) -> jax.Array:
     """``bool[]``: whether this worker abstains, its devices as one."""
     # All that is not finite ends up in the residual.
-    sits_out = reduce(operator.or_, [told, *[~jnp.all(jnp.isfinite(v)) for v in residual]])
-    return wires.same_over_shards(sits_out.astype(jnp.uint32), axis) > 0
+    strange = reduce(operator.or_, [told, *[~jnp.all(jnp.isfinite(v)) for v in residual]])
+    return wires.same_over_shards(strange.astype(jnp.uint32), axis) > 0
 
 
 def _alone(
@@ -316,7 +320,7 @@ def _exchanged(
 ) -> tuple[list[jax.Array], jax.Array | None, _Gathered]:
     """The mean of what all send, how many take part, and what this worker is left with."""
     if not any(v.size for v in gathered.residual):
-        return [jnp.zeros(v.shape) for v in gathered.residual], None, gathered
+        return [_float32_zeros(v) for v in gathered.residual], None, gathered
     # Each stage has messages of its own length, so it is a branch with an all-gather of its own; all
     # workers take the same one, as they count the same steps.
     branches = [partial(_send, plan, stage.density) for stage in plan.stages]
@@ -330,21 +334,23 @@ def _send(
 ) -> tuple[list[jax.Array], jax.Array, _Gathered]:
     """One exchange at a density: a message for all leaves that vary over the same mesh axes."""
     velocity, residual = list(gathered.velocity), list(gathered.residual)
-    means, counted = [jnp.zeros(v.shape) for v in residual], []
+    means, counted = [jnp.zeros(v.shape, jnp.float32) for v in residual], []
     for group in _groups(residual):
-        shapes = [residual[i].shape for i in group]
-        flat = [residual[i].reshape(-1) for i in group]
+        rows = [_in_rows(residual[i]) for i in group]
+        sizes = [residual[i].size for i in group]
         with jax.named_scope("lioncub.pack"):
-            at = [lax.top_k(jnp.abs(v), _entries(v.size, density))[1] for v in flat]
-            values = [jnp.where(takes_part, v[i], 0) for v, i in zip(flat, at, strict=True)]
+            at = [_largest(x, n, _entries(n, density)) for x, n in zip(rows, sizes, strict=True)]
+            values = [
+                jnp.where(takes_part, x[_place(i, x)], 0) for x, i in zip(rows, at, strict=True)
+            ]
         with jax.named_scope("lioncub.up"):
-            heard = wires.gather_words(_message(at, values, takes_part), plan.axis)
+            received = wires.gather_words(_message(at, values, takes_part), plan.axis)
         with jax.named_scope("lioncub.unpack"):
-            sums, present = _added(heard, [v.size for v in flat], [i.size for i in at])
+            sums, present = _added(received, rows, [i.size for i in at])
         share = 1 / jnp.maximum(present, 1).astype(jnp.float32)
         counted.append(wires.same_over_shards(present, plan.axis))
-        for i, sent, total, shape in zip(group, at, sums, shapes, strict=True):
-            means[i] = (total * share).reshape(shape)
+        for i, sent, total in zip(group, at, sums, strict=True):
+            means[i] = _out_of_rows(total * share, means[i])
             residual[i] = _without(residual[i], sent)
             velocity[i] = _without(velocity[i], sent) if plan.masking else velocity[i]
     return means, counted[0], _Gathered(velocity, residual)
@@ -367,34 +373,92 @@ def _entries(size: int, density: float) -> int:
 
 def _message(at: list[jax.Array], values: list[jax.Array], takes_part: jax.Array) -> jax.Array:
     """``uint32[2 K + 1]``: indices, values, and a one for taking part."""
-    indices = jnp.concatenate(at).astype(jnp.uint32)
     bits = lax.bitcast_convert_type(jnp.concatenate(values), jnp.uint32)
-    return jnp.concatenate([indices, bits, takes_part.astype(jnp.uint32)[None]])
+    return jnp.concatenate([*at, bits, takes_part.astype(jnp.uint32)[None]])
 
 
 def _added(
-    heard: jax.Array, sizes: list[int], entries: list[int]
+    received: jax.Array, like: list[jax.Array], entries: list[int]
 ) -> tuple[list[jax.Array], jax.Array]:
-    """Sums of the messages ``uint32[W, 2 K + 1]`` for each leaf ``float32[size]``, and who took part."""
+    """Sums of the messages ``uint32[W, 2 K + 1]`` in the rows of each leaf, and who took part."""
     ends = np.cumsum(entries)
-    at = jnp.split(heard[:, : ends[-1]].astype(jnp.int32), ends[:-1], axis=1)
-    bits = lax.bitcast_convert_type(heard[:, ends[-1] : -1], jnp.float32)
+    at = jnp.split(received[:, : ends[-1]], ends[:-1], axis=1)
+    bits = lax.bitcast_convert_type(received[:, ends[-1] : -1], jnp.float32)
     values = jnp.split(bits, ends[:-1], axis=1)
 
     def add(worker: int | jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
         return [
-            total.at[i[worker]].add(x[worker], unique_indices=True)
+            total.at[_place(i[worker], total)].add(x[worker], unique_indices=True)
             for total, i, x in zip(totals, at, values, strict=True)
         ]
 
     # Worker by worker: one scatter of everything would add what meets in any order, and a GPU does not
     # choose the same order twice, so that replicas would part.
-    totals = lax.fori_loop(1, len(heard), add, add(0, [jnp.zeros(size) for size in sizes]))
-    return totals, jnp.sum(heard[:, -1])
+    first = add(0, [jnp.zeros(x.shape, jnp.float32) for x in like])
+    totals = lax.fori_loop(1, len(received), add, first)
+    return totals, jnp.sum(received[:, -1], dtype=jnp.uint32)
+
+
+# --- Indices: JAX counts along an axis in int32, so a longer leaf is cut into rows
+
+_MOST = 2**31  # elements of a row are fewer
+_ROW = 2**30
+
+
+def _in_rows(x: jax.Array) -> jax.Array:
+    """A leaf as one row, or as several with zeros behind its end."""
+    if x.size < _MOST:
+        return x.reshape(1, -1)
+    rows = -(-x.size // _ROW)
+    return jnp.pad(x.reshape(-1), (0, rows * _ROW - x.size)).reshape(rows, _ROW)
+
+
+def _out_of_rows(rows: jax.Array, like: jax.Array) -> jax.Array:
+    return rows.reshape(-1)[: like.size].reshape(like.shape)
+
+
+def _place(at: jax.Array, rows: jax.Array) -> tuple[jax.Array | int, jax.Array]:
+    """Row and column of indices ``uint32[...]`` in a leaf."""
+    if len(rows) == 1:
+        return 0, at.astype(jnp.int32)
+    return (at // _ROW).astype(jnp.int32), (at % _ROW).astype(jnp.int32)
+
+
+def _largest(rows: jax.Array, size: int, count: int) -> jax.Array:
+    """``uint32[count]``: where the largest magnitudes of a leaf are, of equal ones the first."""
+    best, at = jnp.zeros(0, jnp.float32), jnp.zeros(0, jnp.uint32)
+    for row in range(len(rows)):
+        begin = row * rows.shape[1]
+        own = jnp.abs(rows[row, : min(rows.shape[1], size - begin)])
+        most, column = lax.top_k(own, min(count, own.size))
+        best = jnp.concatenate([best, most])
+        at = jnp.concatenate([at, column.astype(jnp.uint32) + np.uint32(begin)])
+        if row:
+            best, order = lax.top_k(best, min(count, best.size))
+            at = at[order]
+    return at
 
 
 def _without(x: jax.Array, sent: jax.Array) -> jax.Array:
-    return x.reshape(-1).at[sent].set(0, unique_indices=True).reshape(x.shape)
+    rows = _in_rows(x)
+    return _out_of_rows(rows.at[_place(sent, rows)].set(0, unique_indices=True), x)
+
+
+def _check_sizes(plan: _Plan, leaves: Any) -> None:
+    """What 32-bit indices, and the longest list of them that can be sorted, can hold."""
+    largest = max(stage.density for stage in plan.stages)
+    for path, x in jax.tree_util.tree_leaves_with_path(leaves):
+        of = f"leaf {jax.tree_util.keystr(path) or '(root)'} of {x.size} elements on each device"
+        if x.size > 2**32:
+            raise ValueError(
+                f"{of}: dgc sends 32-bit indices, which hold at most 2**32; cut the leaf over inner mesh "
+                "axes (specs), or into several leaves"
+            )
+        if x.size >= _MOST and _entries(x.size, largest) >= _ROW:
+            raise ValueError(
+                f"{of}, of which a share of {largest:g} is sent: dgc sorts fewer than 2**30 of such a "
+                "leaf; give a smaller density (and no warm-up, which begins with 25 %), or cut the leaf"
+            )
 
 
 def _check_density(density: Any, warmup: Any) -> None:

@@ -50,7 +50,7 @@ def in_shared_units(
             for g, limit, scale in zip(leaves, limits, scales, strict=True)
         ]
         sums, state = exchange.update(jax.tree.unflatten(tree, shares), state, abstain=absent)
-        units = scales / jnp.maximum(workers - state.abstained, 1)
+        units = scales / jnp.maximum(workers - state.abstained, 1).astype(jnp.float32)
         means = [
             (u * unit).astype(g.dtype)
             for u, unit, g in zip(jax.tree.leaves(sums), units, leaves, strict=True)
@@ -71,9 +71,9 @@ def _measured(
     strange = jnp.stack([~jnp.all(jnp.isfinite(g)) for g in values]).astype(jnp.uint32)
     absent = jnp.any(wires.same_over_shards(strange, axis_name) > 0)
     absent = absent if told is None else absent | told
-    limits = jnp.full(largest.shape, jnp.inf)
+    limits = jnp.full(largest.shape, jnp.inf, jnp.float32)
     if clip is not None:
-        limits = clip * jnp.stack([_deviation(g, axis_name) for g in values])
+        limits = jnp.float32(clip) * jnp.stack([_deviation(g, axis_name) for g in values])
     scales = jnp.where(absent, 0, jnp.minimum(largest, limits))
     return limits, wires.max_over_workers(scales, axis_name), absent
 
@@ -81,7 +81,7 @@ def _measured(
 def _deviation(g: jax.Array, axis_name: AxisName) -> jax.Array:
     """Root mean square of a leaf over all of its shards."""
     square = wires.sum_over_shards(jnp.sum(g * g), axis_name)
-    return jnp.sqrt(square / max(g.size * wires.shards_of(g, axis_name), 1))
+    return jnp.sqrt(square / float(max(g.size * wires.shards_of(g, axis_name), 1)))
 
 
 def _share_of_scale(g: jax.Array, limit: jax.Array, scale: jax.Array) -> jax.Array:
