@@ -162,7 +162,8 @@ def momentum_at_owner(tx: optax.GradientTransformation, *, dominance: float = 16
 
     ``g = mean_i decode(q_i)`` over the workers that took part, then ``u, state = tx.update(g, state)``.
     If nobody took part the state stays as it is, counters too, and the update is zero. An element whose
-    mean is not finite (finite values can have a sum that is not) counts as if nobody were there.
+    mean is not finite (finite values can have a sum that is not) keeps its state, and its update is zero:
+    for ``majority()``, whose reply has no zero within a row that moves, the coin of a tie.
 
     Args:
       tx: elementwise, such as ``optax.scale_by_lion(b1, b2)``. If its update is a sign, one bit down

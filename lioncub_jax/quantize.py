@@ -560,7 +560,7 @@ def _length(x: jax.Array) -> jax.Array:
     """The root of the sum of squares, of values below 2 so that no square is too large or small."""
     words = lax.bitcast_convert_type(_largest(x), jnp.uint32) & jnp.uint32(0x7F800000)
     unit = lax.bitcast_convert_type(words, jnp.float32)
-    parts = jnp.where(unit > 0, x / unit, 0)
+    parts = _in_units(x, unit)
     return jnp.sqrt(jnp.sum(parts * parts, axis=1, keepdims=True)) * unit
 
 

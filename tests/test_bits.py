@@ -82,7 +82,7 @@ def test_the_first_bits_of_a_block_and_of_a_half_block():
 @pytest.mark.parametrize("rows", ROWS)
 def test_unpack_undoes_pack(rows):
     codes = np.random.default_rng(rows).integers(0, 2**8, (2, rows, 128)).astype(np.uint32)
-    for p in (1, 3, 8):
+    for p in (1, 8):
         planes = [words_of((codes >> k) & 1 == 1) for k in range(p)]
         got = jax.jit(bits.unpack, static_argnums=1)(planes, rows)
         np.testing.assert_array_equal(got, codes % 2**p)
