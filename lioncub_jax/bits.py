@@ -32,7 +32,7 @@ WORDS_PER_ROW = ROW // BLOCK  # on average: a block of 32 rows takes 128 words
 # groups of this size, then the groups' sums, so that the program stays small.
 _GROUP = 255
 # Packing has two stages: rows r, r + 4, .. r + 28 are joined to a word whose eight nibbles hold four bits
-# of each of their codes, then every fourth bit of four such words, of neighbouring rows, to a word of a plane.
+# of each of their codes, then every fourth bit of four such words, of neighbouring rows, to one of a plane.
 # So the first and costly stage runs over 512 neighbouring elements, which a CPU does in vectors.
 _APART = 4
 _STRIPES = BLOCK // _APART

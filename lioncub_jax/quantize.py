@@ -337,7 +337,7 @@ def levels(p: int, *, norm: str = "max", rounding: Rounding | None = None) -> Qu
     Raises:
       ValueError: if an argument is out of range.
 
-    Source: Alistarh et al., "QSGD" (arXiv 1610.02132); bfloat16 norms of small blocks are ours.
+    Source: Alistarh et al., "QSGD" (arXiv 1610.02132); bfloat16 norms of rows are ours.
 
     Example:
       >>> from lioncub_jax import quantize
@@ -393,7 +393,7 @@ def dense(dtype: Any = jnp.float32) -> Quantizer:
 
 
 def error_feedback(quantizer: Quantizer, dtype: Any = jnp.bfloat16) -> Quantizer:
-    """Adds what the last code missed to the next value, so that nothing is lost, only late.
+    """Adds the error of the last code to the next value, so that nothing is lost, only late.
 
     ``x = g + e``, send ``encode(x)``, keep ``e = x - decoded``. The error stays with the worker; one that
     the dtype cannot hold is kept as the largest that it can.

@@ -23,9 +23,7 @@ BETAS = {"b1": 0.8, "b2": 0.9}
 
 
 def _lion_cub(bits: int, **options: Any) -> optax.GradientTransformation:
-    # In two levels a device votes on a slice of many leaves, and one scale for all would not do.
-    block = 128 if options["axis_name"].group_axis else None
-    quantizer = lc.quantize.sign() if bits == 1 else lc.quantize.midrise(bits, block=block)
+    quantizer = lc.quantize.sign() if bits == 1 else lc.quantize.midrise(bits)
     return lc.lion_cub(quantizer=quantizer, **BETAS, **options)
 
 

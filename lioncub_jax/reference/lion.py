@@ -476,7 +476,7 @@ def _dtypes(leaves: list[jax.Array]) -> list[Any]:
 # --- Now and then: momentum in full precision; and at last, the optimizers
 
 
-def sync(mu: Any) -> Any:
+def synced_mean(mu: Any) -> Any:
     """Momenta ``[W, ...]``, each the mean of all."""
 
     def leaf(m: jax.Array) -> jax.Array:
@@ -518,7 +518,7 @@ def optimizer(
         lr = learning_rate(state.t) if callable(learning_rate) else learning_rate
         votes, state = simulator.update(grads, state, params, abstain)
         if sync_due is not None:
-            mu = lax.cond(sync_due(state.t), sync, lambda mu: mu, state.mu)
+            mu = lax.cond(sync_due(state.t), synced_mean, lambda mu: mu, state.mu)
             state = state._replace(mu=mu)
         decays = jax.tree.map(lambda p: True, params) if mask is None else mask
         decay = jax.tree.map(lambda p, yes: weight_decay * p if yes else 0, params, decays)
