@@ -31,9 +31,9 @@ WORDS_PER_ROW = ROW // BLOCK  # on average: a block of 32 rows takes 128 words
 # The adders of up to this many workers are unrolled into one fused loop. More workers are added in
 # groups of this size, then the groups' sums, so that the program stays small.
 _GROUP = 255
-# Packing has two stages: rows r, r + 4, .. r + 28 are joined to a word that has a bit of them in each of its
-# eight nibbles (the other three for other fields), then four such words, of neighbouring rows, to one. So
-# the first and costly stage runs over 512 neighbouring elements at a time, which a CPU does in vectors.
+# Packing has two stages: rows r, r + 4, .. r + 28 are joined to a word whose eight nibbles hold four bits
+# of each of their codes, then every fourth bit of four such words, of neighbouring rows, to one of a plane.
+# So the first and costly stage runs over 512 neighbouring elements, which a CPU does in vectors.
 _APART = 4
 _STRIPES = BLOCK // _APART
 

@@ -1,4 +1,4 @@
-"""What is refused when a transform is built or traced, and what the error tells to do."""
+"""What is refused when a transform is built or traced, and what the error advises."""
 
 from typing import Any
 

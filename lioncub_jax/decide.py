@@ -128,7 +128,7 @@ class Owner(NamedTuple):
       needs_values: whether codes must be decoded (then steps travel), or counting them is enough.
       init: ``float[rows, 128] -> state`` for one slice.
       decide: ``(Received, Slice, state) -> (result, state)``.
-      feedback: whether all it does is to feed back what its coded replies missed, so that it goes with
+      feedback: whether all it does is to feed back the error of its coded replies, so that it goes with
         ``scaled_signs()``, and does nothing for one worker, whose values never travel.
     """
 
@@ -162,13 +162,14 @@ def momentum_at_owner(tx: optax.GradientTransformation, *, dominance: float = 16
 
     ``g = mean_i decode(q_i)`` over the workers that took part, then ``u, state = tx.update(g, state)``.
     If nobody took part the state stays as it is, counters too, and the update is zero. An element whose
-    mean is not finite (finite values can have a sum that is not) counts as if nobody were there.
+    mean is not finite (finite values can have a sum that is not) keeps its state, and its update is zero:
+    for ``majority()``, whose reply has no zero within a row that moves, the coin of a tie.
 
     Args:
       tx: elementwise, such as ``optax.scale_by_lion(b1, b2)``. If its update is a sign, one bit down
         carries it exactly.
       dominance: no worker's step may exceed this many times the next largest step on its row, so that
-        one worker with a huge gradient cannot outshout the others. It does not bound dense values.
+        one worker with a huge gradient cannot outweigh the others. It does not bound dense values.
 
     Raises:
       ValueError: if ``dominance`` is below 1.
@@ -214,7 +215,7 @@ class OwnerError(NamedTuple):
     """State of ``feedback_at_owner``.
 
     Attributes:
-      error: ``float[rows, 128]``, what replies missed so far; the owner's own, 0 in the padding.
+      error: ``float[rows, 128]``, the error of the replies so far; the owner's own, 0 in the padding.
     """
 
     error: jax.Array

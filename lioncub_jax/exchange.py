@@ -40,7 +40,7 @@ class CommunicateState(NamedTuple):
       owner: for each bucket the owner's state for the slice that this worker owns.
       ties: ``float32[]``, parameters whose votes cancelled in the last step; same on every worker.
       parameters: ``float32[]``, parameters that were voted on; same on every worker.
-      abstained: ``int32[]``, workers that sat out the last step; same on every worker.
+      abstained: ``int32[]``, workers that abstained from the last step; same on every worker.
       abstentions: ``int32[]``, their sum over all steps; same on every worker.
     """
 
@@ -64,7 +64,7 @@ class VoteStats(NamedTuple):
 
     Attributes:
       tie_rate: ``float32[]``, the share of parameters whose votes cancelled.
-      abstained: ``int32[]``, workers that sat out.
+      abstained: ``int32[]``, workers that abstained.
       abstentions: ``int32[]``, their sum over all steps.
 
     Example:
@@ -138,7 +138,7 @@ def communicate(
     ``c = memory.message(g, mu)``; codes of ``c`` go up the wire; the owner of each slice decides; the
     answer comes back to all; ``mu = memory.remember(g, mu)``.
 
-    A worker with a value that is not finite anywhere, or told to by ``abstain``, abstains: it
+    A worker with a value that is not finite anywhere, or asked to by ``abstain``, abstains: it
     casts no vote, and its momentum and error stay as they are. A row of 128 elements whose values are
     all exactly zero is not voted on by that worker; a row on which nobody votes gets update 0. One
     worker alone sends nothing, so nothing is quantised either.
@@ -419,7 +419,7 @@ def encode(plan: Plan, worker: Worker, bucket: Bucket, sent: list[jax.Array]) ->
 
 
 def abstains_now(plan: Plan, abstain: Any, encoded: list[list[Message]]) -> jax.Array:
-    """``bool[]``: whether this worker abstains, by its own values or because it was told to."""
+    """``bool[]``: whether this worker abstains, by its own values or because it was asked to."""
     flags = [~message.finite for codes in encoded for message in codes]
     asked = jnp.zeros((), bool) if abstain is None else abstain
     abstains = functools.reduce(operator.or_, flags, asked)
@@ -481,7 +481,7 @@ def uncoded(
     encoded: list[list[Message]],
     sent: list[jax.Array],
 ) -> dict[int, jax.Array]:
-    """What the codes of each leaf fail to say, ``float32`` of its shape."""
+    """The quantisation error of each leaf, ``float32`` of its shape."""
     missed: dict[int, jax.Array] = {}
     for bucket, codes in zip(buckets, encoded, strict=True):
         for piece, message in zip(bucket.pieces, codes, strict=True):
@@ -499,7 +499,7 @@ def uncoded(
 
 
 def _joined(form: Format, codes: list[Message], abstains: jax.Array) -> Message:
-    """The message about a whole bucket, padded to its chunks; without a voice if the worker abstains."""
+    """The message about a whole bucket, padded to its chunks; without votes if the worker abstains."""
     words = form.workers * form.code_words
     planes = jnp.concatenate([x.planes for x in codes], axis=1)
     planes = jnp.pad(planes, ((0, 0), (0, words - planes.shape[1])))
@@ -584,7 +584,7 @@ def _flatten(tree: Any) -> tuple[list[jax.Array], Any]:
 
 
 def _with_errors(messages: list[jax.Array], errors: list[Any]) -> list[jax.Array]:
-    """What is encoded: this step's message and what earlier codes missed."""
+    """What is encoded: this step's message and the error of earlier codes."""
     return [
         c if e is None else c.astype(jnp.float32) + e.astype(jnp.float32)
         for c, e in zip(messages, errors, strict=True)

@@ -167,7 +167,7 @@ def distributed_lion(
 ) -> Sending:
     """Distributed Lion: workers send signs; the update is their majority or their average.
 
-    What `lion_cub` says of workers that see different data holds here too.
+    The note in `lion_cub` on workers that see different data holds here too.
 
     Args:
       learning_rate: as `lion_cub`, like all arguments that are not named here.

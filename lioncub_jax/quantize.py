@@ -337,7 +337,7 @@ def levels(p: int, *, norm: str = "max", rounding: Rounding | None = None) -> Qu
     Raises:
       ValueError: if an argument is out of range.
 
-    Source: Alistarh et al., "QSGD" (arXiv 1610.02132); bfloat16 norms of small blocks are ours.
+    Source: Alistarh et al., "QSGD" (arXiv 1610.02132); bfloat16 norms of rows are ours.
 
     Example:
       >>> from lioncub_jax import quantize
@@ -393,7 +393,7 @@ def dense(dtype: Any = jnp.float32) -> Quantizer:
 
 
 def error_feedback(quantizer: Quantizer, dtype: Any = jnp.bfloat16) -> Quantizer:
-    """Adds what the last code missed to the next value, so that nothing is lost, only late.
+    """Adds the error of the last code to the next value, so that nothing is lost, only late.
 
     ``x = g + e``, send ``encode(x)``, keep ``e = x - decoded``. The error stays with the worker; one that
     the dtype cannot hold is kept as the largest that it can.
@@ -560,7 +560,7 @@ def _length(x: jax.Array) -> jax.Array:
     """The root of the sum of squares, of values below 2 so that no square is too large or small."""
     words = lax.bitcast_convert_type(_largest(x), jnp.uint32) & jnp.uint32(0x7F800000)
     unit = lax.bitcast_convert_type(words, jnp.float32)
-    parts = jnp.where(unit > 0, x / unit, 0)
+    parts = _in_units(x, unit)
     return jnp.sqrt(jnp.sum(parts * parts, axis=1, keepdims=True)) * unit
 
 

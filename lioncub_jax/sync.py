@@ -1,6 +1,6 @@
 """Selective momentum sync: workers make their momenta alike at times, in full precision or in codes.
 
-`momentum` says when. In full precision all of them become their mean, in one all-reduce, and the drift
+A `Schedule` says when. In full precision all of them become their mean, in one all-reduce, and the drift
 that was found is kept. In codes (``coded(...)``) they come near it for a 28th of the bytes, by the way
 that votes take: codes up, an owner for each slice, one bit and a scale for each row down.
 """
@@ -146,8 +146,8 @@ def coded(schedule: Schedule | None = None, bits: int = 1) -> Schedule:
 
         ``u = C(mean_i Q(mu_i) + e)``, ``e = mean_i Q(mu_i) + e - u``, ``mu_i = u + (mu_i - Q(mu_i))``
 
-    What a code misses stays in the worker's own momentum and what an answer misses stays with the owner,
-    so ``mean_i mu_i + e`` is what it was: nothing is lost, only said later.
+    The error of a code stays in the worker's own momentum and that of a reply stays with the owner,
+    so ``mean_i mu_i + e`` is what it was: nothing is lost, only late.
 
     Args:
       schedule: when; ``every(3)`` by default. Often and coarse beats seldom and exact.
@@ -251,7 +251,7 @@ class SyncState(NamedTuple):
         is variance between workers, ``1 - |mean_i mu_i|^2 / mean_i |mu_i|^2``, as it was just before
         the last sync in full precision or watch; 0 before the first, and of leaves that are left out.
         A sync in codes does not measure it. Same on every worker.
-      owner: of syncs in codes, for each bucket what the answers missed, of the slice that this worker
+      owner: of syncs in codes, for each bucket the error of the replies, of the slice that this worker
         owns, ``float32[rows, 128]``; else empty.
       pace: of an ``adaptive`` schedule, else None.
     """
@@ -284,7 +284,7 @@ def sync_momentum(
     state fields named ``mu``, as optax's and this library's transforms do. All leaves travel together,
     and at other steps nothing does.
 
-    In codes, a worker whose momentum is not finite anywhere sits the sync out: it sends nothing, the
+    In codes, a worker whose momentum is not finite anywhere abstains: it sends nothing, the
     others count without it, and its momentum stays. If all do, nothing changes. Momentum that is exactly
     zero everywhere gets values if others of its row of 128 are not zero. One worker alone has nothing
     to make alike.
@@ -488,7 +488,7 @@ def _exchanged(
     leaves: list[jax.Array],
     owner: tuple[Flat, ...],
 ) -> tuple[list[jax.Array], tuple[Flat, ...]]:
-    """What a device of a worker does in a sync in codes; it keeps what its codes did not say."""
+    """What a device of a worker does in a sync in codes; it keeps the error of its codes."""
     sent = _chosen_only(leaves, chosen)
     buckets = plan.buckets(sent, worker.workers)
     encoded = [exchange.encode(plan, worker, bucket, sent) for bucket in buckets]

@@ -57,10 +57,11 @@ def numbers_of(planes, n):
 @pytest.mark.parametrize("rows", ROWS)
 def test_pack_puts_a_bit_of_each_row_in_the_word_of_its_lane(rows):
     rng = np.random.default_rng(rows)
-    for fields, lead in ((1, ()), (5, (3,)), (9, (2,))):
-        x = [rng.random((*lead, rows, 128)) < 0.5 for _ in range(fields)]
-        packed = jax.jit(bits.pack)(x)
-        np.testing.assert_array_equal(np.stack(packed), words_of(np.stack(x)))
+    for p, lead in ((1, ()), (4, (3,)), (5, (3,)), (9, (2,))):
+        codes = rng.integers(0, 2**p, (*lead, rows, 128), np.uint32)
+        packed = jax.jit(bits.pack, static_argnums=1)(codes, p)
+        planes = np.stack([codes >> k & 1 == 1 for k in range(p)])
+        np.testing.assert_array_equal(np.stack(packed), words_of(planes))
         assert packed[0].dtype == jnp.uint32
 
 
@@ -81,7 +82,7 @@ def test_the_first_bits_of_a_block_and_of_a_half_block():
 @pytest.mark.parametrize("rows", ROWS)
 def test_unpack_undoes_pack(rows):
     codes = np.random.default_rng(rows).integers(0, 2**8, (2, rows, 128)).astype(np.uint32)
-    for p in (1, 3, 8):
+    for p in (1, 8):
         planes = [words_of((codes >> k) & 1 == 1) for k in range(p)]
         got = jax.jit(bits.unpack, static_argnums=1)(planes, rows)
         np.testing.assert_array_equal(got, codes % 2**p)

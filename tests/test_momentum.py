@@ -88,7 +88,7 @@ def test_never_is_no_schedule_at_all():
 def test_a_schedule_in_codes_says_which():
     assert lc.sync.every(3).up is None
     up = lc.sync.coded(bits=2).up
-    assert (up.bits, up.block, up.feedback) == (2, 128, jnp.float32)
+    assert (up.bits, up.decodes, up.feedback) == (2, True, jnp.float32)
     assert lc.sync.first(7, lc.sync.coded()).up.bits == 1
 
 

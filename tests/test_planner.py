@@ -22,7 +22,7 @@ from lioncub_jax.planner.model import Cluster, Host, Link, Pays, pays, scheme_na
 from lioncub_jax.traffic import predicted as accounting
 
 SIZE = 2**20
-ROWS = SIZE // 64
+ROWS = SIZE // 128
 NAMES = [scheme.name for scheme in planner.SCHEMES]
 VOTES = [scheme.name for scheme in planner.SCHEMES if scheme.packs]
 SLOW = Cluster(8, Link(1e9, 50e-6))
@@ -33,18 +33,19 @@ def step_of(name, cluster=SLOW, params=SIZE, compute=0.1, host=None):
     return step_time(scheme_named(name), params, cluster, compute, host)
 
 
-# For 8 workers and 2**20 parameters: 2048 rows at each owner, so 64 words of bits for rows.
-# Each worker sends 7 messages: [words up] and [words down], with a word for presence up, two words down.
+# For 8 workers and 2**20 parameters: 1024 rows at each owner, 4 words of each plane for a row, and 32 row
+# words. Each worker sends 7 messages: [words up] and [words down], with a word for presence up, two down.
 MINE = ROWS // 8
+PLANE, OF_ROWS, STEPS = 4 * MINE, MINE // 32, MINE // 2
 BY_HAND = {
-    "1-bit vote": (2 * MINE + 64 + 1, 2 * MINE + 64 + 2),
-    "2-bit vote": (4 * MINE + 64 + 1, 2 * MINE + 64 + 2),
-    "4-bit vote": (8 * MINE + 64 + 1, 2 * MINE + 64 + 2),
-    "average": (2 * MINE + 64 + 1, 4 * (2 * MINE + 64) + 2),
-    "ternary": (4 * MINE + 1, 4 * MINE + 2),
-    "owner, 1 bit": (2 * MINE + MINE // 4 + 1, 2 * MINE + 64 + 2),
-    "owner, 2 bits": (4 * MINE + MINE // 4 + 1, 2 * MINE + 64 + 2),
-    "owner, 3 bits": (6 * MINE + MINE // 4 + 1, 2 * MINE + 64 + 2),
+    "1-bit vote": (PLANE + OF_ROWS + 1, PLANE + OF_ROWS + 2),
+    "2-bit vote": (2 * PLANE + OF_ROWS + 1, PLANE + OF_ROWS + 2),
+    "4-bit vote": (4 * PLANE + OF_ROWS + 1, PLANE + OF_ROWS + 2),
+    "average": (PLANE + OF_ROWS + 1, 4 * (PLANE + OF_ROWS) + 2),
+    "ternary": (2 * PLANE + 1, 2 * PLANE + 2),
+    "owner, 1 bit": (PLANE + STEPS + 1, PLANE + OF_ROWS + 2),
+    "owner, 2 bits": (2 * PLANE + STEPS + 1, PLANE + OF_ROWS + 2),
+    "owner, 3 bits": (3 * PLANE + STEPS + 1, PLANE + OF_ROWS + 2),
 }
 
 
@@ -63,7 +64,7 @@ ALL_REDUCED = {
     "float32 Lion": 4 * SIZE,
     "bfloat16 Lion": 2 * SIZE,
     "int8 counts": SIZE + ROWS + 1,
-    "integer(8) counts": SIZE + ROWS + 1,
+    "integer(8) counts": SIZE + 1,  # its zeros say where there is no vote
     "lanes": 4 * math.ceil((SIZE + ROWS + 1) / 8),  # eight votes need fields of 4 bits
 }
 
@@ -78,7 +79,7 @@ def test_an_all_reduce_costs_two_trees(name):
 
 def test_gathered_votes_cost_a_tree_and_every_workers_message():
     found = step_of("gathered", host=FREE)
-    assert found.sent_bytes == 7 * 4 * (2 * ROWS + ROWS // 32 + 1)
+    assert found.sent_bytes == 7 * 4 * (4 * ROWS + ROWS // 32 + 8)  # a message about each chunk
     assert found.communication == pytest.approx(3 * 50e-6 + 8 * found.sent_bytes / 1e9)
 
 

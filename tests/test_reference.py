@@ -166,7 +166,7 @@ def test_a_power_of_two_changes_no_code(name):
     codes, buffer = CODES[name], reference.buffer_of([(3, 43), (300,)], 3)
     rng = np.random.default_rng(1)
     sizes = (129, 300)
-    plain = [rng.choice([-1, 1], (3, n)) * rng.uniform(2**-5, 4, (3, n)) for n in sizes]
+    plain = [rng.choice([-1, 1], (3, n)) * rng.uniform(2**-5, 2, (3, n)) for n in sizes]
 
     @jax.jit
     def encode(scale):
@@ -192,7 +192,7 @@ def test_the_code_of_minus_x_is_the_mirrored_code_of_x(name):
 
 def test_a_power_of_two_changes_no_first_update_of_momentum_at_the_owner():
     rng = np.random.default_rng(2)
-    plain = rng.choice([-4, -2, -1, 1, 2, 4], (RUN, WORKERS, 300)).astype(np.float32)
+    plain = rng.choice([-2, -1, -0.5, 0.5, 1, 2], (RUN, WORKERS, 300)).astype(np.float32)
     for codes in (reference.midrise(2), reference.midrise(5), reference.dense()):
         simulator = reference.momentum_at_owner(0.0, codes=codes)
         want, _ = run(simulator, {"a": plain})
@@ -368,7 +368,9 @@ def test_a_sum_that_overflows_is_as_with_nobody_there():
     grads = {"a": np.ones((3, 4, 5), np.float32)}
     grads["a"][1, :, 2] = 3e38
     updates, state = run(simulator, grads)
-    assert updates["a"][1].tolist() == [1, 1, 0, 1, 1] and updates["a"][2].all()
+    tied = updates["a"][1]  # in a row that moves: it takes the coin
+    assert np.delete(tied, 2).tolist() == [1, 1, 1, 1] and abs(tied[2]) == 1
+    assert state.ties.tolist() == [0, 1, 0] and (updates["a"][2] == 1).all()
     assert state.mu[1, 0, 2] == state.mu[0, 0, 2] and state.mu[1, 0, 1] > state.mu[0, 0, 1]
     assert not state.abstained.any()
 

@@ -741,8 +741,8 @@ def test_64_bits_change_no_dtype_and_no_number(run_workers):
 @pytest.mark.parametrize(
     ("make", "error", "said"),
     [
-        (lambda: lc.sync.coded(lc.sync.never()), ValueError, r"coded\(never\(\)\): give a schedule.*every\(3\)"),
-        (lambda: lc.sync.coded(lc.sync.adaptive()), ValueError, r"the drift.*only to full precision; give coded"),
+        (lambda: lc.sync.coded(lc.sync.never()), ValueError, r"coded\(never\(\)\): give a sch.*every\(3\)"),
+        (lambda: lc.sync.coded(lc.sync.adaptive()), ValueError, r"only to full precision; give coded"),
         (lambda: lc.sync.coded(3), TypeError, r"3 is not a schedule: give never\(\).*adaptive"),
         (lambda: lc.sync.coded(bits=0), ValueError, r"midrise\(0\)"),
         (lambda: lc.sync.coded(bits=9), ValueError, r"midrise\(9\)"),
@@ -752,7 +752,7 @@ def test_64_bits_change_no_dtype_and_no_number(run_workers):
         (lambda: lc.sync.adaptive(8, 4), ValueError, r"below the shortest; give shortest <= longest"),
         (lambda: lc.sync.adaptive(threshold=0), ValueError, r"threshold=0.*above 0"),
         (lambda: lc.sync.adaptive(threshold="x"), ValueError, r"threshold='x'.*above 0"),
-        (lambda: coded_vote(lc.sync.every(2), watch=lc.sync.coded()), ValueError, r"watch=coded\(every\(3\)\)"),
+        (lambda: coded_vote(lc.sync.every(2), watch=lc.sync.coded()), ValueError, r"watch=coded\(every\(3"),
         (lambda: coded_vote(lc.sync.every(2), watch=lc.sync.adaptive()), ValueError, r"watch=adaptive"),
         (lambda: coded_vote(lc.sync.coded()).init(PARAMS), ValueError, r"axis_name='data'.*shard_map"),
         (lambda: lc.traffic.sync_traffic(PARAMS, 8, 3), TypeError, r"3 is not a schedule"),

@@ -23,9 +23,7 @@ BETAS = {"b1": 0.8, "b2": 0.9}
 
 
 def _lion_cub(bits: int, **options: Any) -> optax.GradientTransformation:
-    # In two levels a device votes on a slice of many leaves, and one scale for all would not do.
-    block = 128 if options["axis_name"].group_axis else None
-    quantizer = lc.quantize.sign() if bits == 1 else lc.quantize.midrise(bits, block=block)
+    quantizer = lc.quantize.sign() if bits == 1 else lc.quantize.midrise(bits)
     return lc.lion_cub(quantizer=quantizer, **BETAS, **options)
 
 
@@ -38,7 +36,7 @@ def _average(bits: None, **options: Any) -> optax.GradientTransformation:
 
 
 def _owner(bits: int, sync: None, **options: Any) -> optax.GradientTransformation:
-    quantizer = lc.quantize.error_feedback(lc.quantize.midrise(bits, block=128))
+    quantizer = lc.quantize.error_feedback(lc.quantize.midrise(bits))
     return lc.owner_lion(quantizer=quantizer, **BETAS, **options)
 
 

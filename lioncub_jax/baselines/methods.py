@@ -13,8 +13,8 @@ Weight decay is decoupled in all of them, ``p -= lr (u + wd p)``, as in Lion, so
 changes one thing. The decay of SGD with momentum m in other libraries is often coupled (``g + wd p``),
 and then ``1 / (1 - m)`` times as strong: multiply it by that here.
 
-Where workers quantise, one that has a value that is not finite, or is told to ``abstain``, abstains from
-the step, as in `communicate`; under the three means nobody can. One worker alone quantises nothing.
+Where workers quantise, one that has a value that is not finite, or is asked to ``abstain``, abstains
+from the step, as in `communicate`; under the three means nobody can. One worker alone quantises nothing.
 
 Each can be asked what it sends: ``lioncub_jax.traffic.of(tx, params, workers)``.
 """
@@ -223,7 +223,7 @@ def ef_signsgd(
     axis_name: AxisName,
     error_dtype: Any = jnp.float32,
 ) -> Sending:
-    """Error feedback for signSGD, both ways: what a sign and a scale miss is said later.
+    """Error feedback for signSGD, both ways: the error of a sign and a scale comes later.
 
     ``x_i = lr g_i + e_i``; worker i sends ``d_i = sign(x_i) mean|x_i|`` of each row of 128 and keeps
     ``e_i = x_i - d_i``. The owner of a slice does the same with ``x = mean_i d_i + e``, a scale for each
@@ -245,7 +245,7 @@ def ef_signsgd(
       >>> tx = baselines.ef_signsgd(0.1, axis_name="data")
 
     Source: Karimireddy et al. (arXiv 1901.09847), algorithm 1; two ways as dist-EF-blockSGD, Zheng et
-    al. (arXiv 1905.10936), without its momentum. A leaf takes whole blocks; padding is 0 in every scale.
+    al. (arXiv 1905.10936), without its momentum. Padding is left out of every scale.
     """
     feedback = communicate(
         axis_name=axis_name,

@@ -658,12 +658,12 @@ def _sealed(body: Any) -> dict[str, Any]:
     return {"format": FORMAT, "body": body, "sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 
-# --- Being told to stop
+# --- Being asked to stop
 
 
 @contextlib.contextmanager
 def stop_on_sigterm(every: int = 10) -> Iterator[Callable[[int], bool]]:
-    """Lets a run end at a step of its own when it is told to stop, as clusters do before they take over.
+    """Lets a run end at a step of its own when it is asked to stop, as clusters do before they take over.
 
     Args:
       every: several processes ask each other at steps that are multiples of this. To ask, the host waits

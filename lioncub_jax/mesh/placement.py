@@ -81,7 +81,7 @@ class Static:
 
 @dataclasses.dataclass(frozen=True)
 class Workers:
-    """The workers of a mesh, said once: for the optimizer, the state, the step and the checkpoints.
+    """The workers of a mesh, named once: for the optimizer, the state, the step and the checkpoints.
 
     A worker votes with one gradient. It is a device, or with inner axes (fsdp, tensor, expert) the
     devices that share its parameters, or in two levels a group of devices with fast links.
@@ -133,7 +133,7 @@ class Workers:
         return wires.varying(tree, self.axes)
 
     def cut(self, params: Any, specs: Any) -> Any:
-        """How parameters are cut over the inner axes: as told, or as they know themselves."""
+        """How parameters are cut over the inner axes: as given, or as they know themselves."""
         if specs is None:
             self._check_known(params)
             specs = specs_of(params)

@@ -1,4 +1,4 @@
-"""What the planner says: every method side by side, one sentence of advice, a table and a figure.
+"""What the planner prints: every method side by side, one sentence of advice, a table and a figure.
 
 ``rich`` and ``matplotlib`` are imported by the functions that need them.
 """

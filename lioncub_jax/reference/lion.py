@@ -32,7 +32,7 @@ the rest of the package. The rules, for workers ``i = 0 .. W-1`` and the step af
   ``e_i = x_i - decoded``. The mean of what is decoded, over those who take part, goes into one Lion for
   all. Its sign is the update; a zero takes the coin, unless the row is all zeros, padding included. No
   step counts for more than ``dominance`` times the next largest of its row. With nobody there, nothing
-  changes; an element whose mean is not finite is as with nobody there.
+  changes; an element whose mean is not finite keeps its momentum, and its update is that of a zero.
 * **What is stored** saturates: it is clipped to the range of its dtype.
 * **One worker** sends nothing: its update is the exact sign, and nothing is quantised.
 
@@ -422,14 +422,14 @@ def momentum_at_owner(
         mean = saturate(jnp.where(known, mean, 0), widest(g))
         c = jnp.where(known, (1 - b1) * mean + b1 * mu, 0)
         moves = jnp.any(c != 0, axis=-1, keepdims=True)
-        u = jnp.where(known, rule(c, moves, coin(buffer, t)), 0)
+        u = rule(c, moves, coin(buffer, t))
         mu = jnp.where(known, saturate((1 - b2) * mean + b2 * mu, mu.dtype), mu)
         error = state.error
         if feedback:
             rest = buffer.split(x - decode(message, top), [jnp.float32] * len(g))
             kept = [saturate(r, e.dtype) for r, e in zip(rest, errors, strict=True)]
             error = jax.tree.unflatten(tree, unless_absent(present, kept, errors))
-        cancelled = (c == 0) & known & moves & buffer.real & (workers > 1)
+        cancelled = (c == 0) & moves & buffer.real & (workers > 1)
         updates = jax.tree.unflatten(tree, buffer.split(u, _dtypes(g)))
         return updates, _after(state, mu, error, cancelled, present)
 
@@ -476,7 +476,7 @@ def _dtypes(leaves: list[jax.Array]) -> list[Any]:
 # --- Now and then: momentum in full precision; and at last, the optimizers
 
 
-def sync(mu: Any) -> Any:
+def synced_mean(mu: Any) -> Any:
     """Momenta ``[W, ...]``, each the mean of all."""
 
     def leaf(m: jax.Array) -> jax.Array:
@@ -518,7 +518,7 @@ def optimizer(
         lr = learning_rate(state.t) if callable(learning_rate) else learning_rate
         votes, state = simulator.update(grads, state, params, abstain)
         if sync_due is not None:
-            mu = lax.cond(sync_due(state.t), sync, lambda mu: mu, state.mu)
+            mu = lax.cond(sync_due(state.t), synced_mean, lambda mu: mu, state.mu)
             state = state._replace(mu=mu)
         decays = jax.tree.map(lambda p: True, params) if mask is None else mask
         decay = jax.tree.map(lambda p, yes: weight_decay * p if yes else 0, params, decays)

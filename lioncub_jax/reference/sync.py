@@ -94,7 +94,7 @@ def synced(
             half, twice = jnp.maximum(gap // 2, adaptive[0]), jnp.minimum(gap * 2, adaptive[1])
             gap = jnp.where(_alike(picked) < adaptive[2], half, twice)
         if codes is None:
-            alike = iter(jax.tree.leaves(reference.sync(picked)))
+            alike = iter(jax.tree.leaves(reference.synced_mean(picked)))
         else:
             new, owner = _in_codes(codes, picked, state)
             alike = iter(new)

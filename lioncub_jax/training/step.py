@@ -1,6 +1,6 @@
 """A training step on a mesh: local gradients, each worker's own state, one agreed update.
 
-What differs between workers is told by types and never guessed: inside ``shard_map`` parameters are
+What differs between workers is known from types and never guessed: inside ``shard_map`` parameters are
 cast to *varying* over the worker axes, so gradients are local, and state that a transform makes from
 them is each worker's own. Outside, such state has a leading ``[workers]`` axis sharded over the mesh;
 everything else is the same on all workers. Over the inner axes of a mesh arrays are cut as the
@@ -249,7 +249,7 @@ def make_train_step(
     """Builds the jitted training step of workers on a mesh.
 
     Each worker takes the gradient of its part of the batch, ``tx`` turns the local gradients into one
-    agreed update, and every worker applies it. A worker whose loss is not finite sits the step out and
+    agreed update, and every worker applies it. A worker whose loss is not finite abstains and
     keeps its model state (under `global_gradients` nobody can: a mean takes in everything). Inside a
     worker the compiler shards the model over the inner axes, as the parameters lie.
 
