@@ -8,6 +8,7 @@ parts by name: ``lioncub.pack``, ``up``, ``decide``, ``down``, ``unpack``, ``rem
 import functools
 import math
 import operator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from lioncub_jax.mesh import placement
 from lioncub_jax.mesh.specs import cut_of
 from lioncub_jax.momentum import Memory
 from lioncub_jax.quantize import Message, Place, Quantizer
-from lioncub_jax.wires import AxisName, Format, Sums, Wire
+from lioncub_jax.wires import AxisName, Format, Sent, Sums, Wire
 
 
 class CommunicateState(NamedTuple):
@@ -75,6 +76,52 @@ class VoteStats(NamedTuple):
     abstentions: jax.Array
 
 
+class Asked(NamedTuple):
+    """A question to a transform: what does a device send in a step?
+
+    Attributes:
+      leaves: shapes of what one device holds, ``jax.ShapeDtypeStruct`` or arrays.
+      axes: inner mesh axes that cut each of them.
+      workers: how many.
+      group_size: devices of one worker, in two levels.
+      platform: "cpu" for XLA's CPU backend, which all-reduces bfloat16 as float32; None for all others.
+      step: steps taken before, where they matter; None for a late one.
+    """
+
+    leaves: list[Any]
+    axes: list[frozenset]
+    workers: int
+    group_size: int = 1
+    platform: str | None = None
+    step: int | None = None
+
+
+class Sending(optax.GradientTransformationExtraArgs):
+    """A transform that can be asked what it sends: ``lioncub_jax.traffic.of(tx, params, workers)``.
+
+    Attributes:
+      scheme: the codes, the wire and what comes back, for people.
+      sends: ``Asked -> (Sent, ...)``.
+    """
+
+    scheme: str
+    sends: Callable[[Asked], tuple[Sent, ...]]
+
+    @classmethod
+    def like(cls, tx: Any, scheme: str, sends: Callable[[Asked], tuple[Sent, ...]]) -> "Sending":
+        """The transform ``tx``, with an answer."""
+        asked = cls(tx.init, tx.update)
+        asked.scheme, asked.sends = scheme, sends
+        return asked
+
+    def around(self, tx: Any) -> "Sending":
+        """A transform that sends what this one sends, such as a chain that it is in."""
+        return Sending.like(tx, self.scheme, self.sends)
+
+    def _replace(self, **changes: Any) -> "Sending":
+        return self.around(super()._replace(**changes))
+
+
 def communicate(
     *,
     axis_name: AxisName,
@@ -85,7 +132,7 @@ def communicate(
     wire: Wire | None = None,
     group_axis: AxisName | None = None,
     bucket_size: int | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> Sending:
     """The one place where workers talk: gradients of each worker in, one agreed update out.
 
     ``c = memory.message(g, mu)``; codes of ``c`` go up the wire; the owner of each slice decides; the
@@ -112,9 +159,10 @@ def communicate(
       bucket_size: elements after which a new flat buffer begins; None for one buffer.
 
     Returns:
-      A transform. ``update(updates, state, params, abstain=None)`` takes gradients that vary over
-      ``axis_name``, floating leaves of any shape, and returns updates of the same shapes and dtypes
-      that are the same on every worker. ``abstain``: ``bool[]`` of this worker, True to abstain.
+      A transform, which `traffic.of` can ask what it sends. ``update(updates, state, params,
+      abstain=None)`` takes gradients that vary over ``axis_name``, floating leaves of any shape, and
+      returns updates of the same shapes and dtypes that are the same on every worker. ``abstain``:
+      ``bool[]`` of this worker, True to abstain.
 
     Raises:
       ValueError: for parts that do not fit together; when traced, for an axis that is not bound,
@@ -178,7 +226,8 @@ def communicate(
         cut = cut_of((updates, state))
         return placement.on_shards(partial(on_device, plan), (updates, state, abstain), cut)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    tx = optax.GradientTransformationExtraArgs(init, update)
+    return Sending.like(tx, plan.scheme, plan.sends)
 
 
 class Plan(NamedTuple):
@@ -210,6 +259,41 @@ class Plan(NamedTuple):
     def format(self, bucket: Bucket) -> Format:
         """What travels for a bucket."""
         return Format.of(self.up, self.owner, self.down, bucket)
+
+    @property
+    def scheme(self) -> str:
+        """The codes, the wire and what comes back, for people."""
+        result = f"{self.owner.name}, {self.down.name}"
+        return f"{self.up.name}, {self.wire.name}, " + (
+            result if self.owner.needs_values else self.down.name
+        )
+
+    def sends(self, asked: Asked) -> tuple[Sent, ...]:
+        """What each device sends in a step, one collective after the other."""
+        leaves, axes, limit = asked.leaves, asked.axes, self.bucket_size
+        workers, devices = asked.workers, asked.group_size
+        if devices > 1 and self.group is None:
+            raise ValueError(
+                f"group_size={devices}: the transform has no group_axis, so a worker is one device; leave "
+                "group_size out, or build the transform with group_axis"
+            )
+        sent: list[Sent] = []
+        if devices > 1:
+            cuts = layout.buckets(leaves, devices, limit, axes)
+            leaves = [jax.ShapeDtypeStruct((cut.chunk, ROW), cut.dtype) for cut in cuts]
+            axes = [frozenset(cut.axes) for cut in cuts]
+            limit = None if limit is None else max(limit // devices, 1)
+            slices = [4.0 * (devices - 1) * x.shape[0] * ROW for x in leaves]
+            sent += [Sent("reduce-scatter", True, each) for each in slices]
+            if workers == 1:  # float32 values come back
+                sent += [Sent("all-gather", True, each) for each in slices]
+        for bucket in layout.buckets(leaves, workers, limit, axes) if workers > 1 else ():
+            form = self.format(bucket)
+            sent += self.wire.sends(form, asked.platform)
+            if devices > 1:
+                replies = 4.0 * (devices - 1) * workers * form.reply_words
+                sent.append(Sent("all-gather", True, replies))
+        return tuple(sent)
 
 
 class Worker(NamedTuple):

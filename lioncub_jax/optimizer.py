@@ -13,6 +13,7 @@ Every method is one sentence about `communicate`:
 Each alias is its direction (`scale_by_lion_cub`, ...), then weight decay, then the learning rate.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -21,11 +22,11 @@ import optax
 
 from lioncub_jax import checks, decide, momentum, quantize, wires
 from lioncub_jax.decide import Down
-from lioncub_jax.exchange import communicate
+from lioncub_jax.exchange import Asked, Sending, communicate
 from lioncub_jax.mesh.placement import Workers, names_of
 from lioncub_jax.quantize import Quantizer
 from lioncub_jax.sync import Schedule, check_schedule, never, sync_momentum
-from lioncub_jax.wires import AxisName, Wire
+from lioncub_jax.wires import AxisName, Sent, Wire
 
 
 def lion_cub(
@@ -43,7 +44,7 @@ def lion_cub(
     sync_where: Any = None,
     group_axis: AxisName | None = None,
     bucket_size: int | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> Sending:
     """Lion Cub: workers vote with 1 or p bits of their own blend of gradient and momentum.
 
     ``c_i = b1 mu_i + (1 - b1) g_i``, ``u = sign(sum_i code(c_i))``, ``p -= lr (u + wd p)``,
@@ -107,7 +108,7 @@ def scale_by_lion_cub(
     sync_where: Any = None,
     group_axis: AxisName | None = None,
     bucket_size: int | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> Sending:
     """The direction of `lion_cub` alone: stands where ``optax.scale_by_lion`` stood in a chain.
 
     Args:
@@ -163,7 +164,7 @@ def distributed_lion(
     sync_where: Any = None,
     group_axis: AxisName | None = None,
     bucket_size: int | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> Sending:
     """Distributed Lion: workers send signs; the update is their majority or their average.
 
     The note in `lion_cub` on workers that see different data holds here too.
@@ -216,7 +217,7 @@ def scale_by_distributed_lion(
     sync_where: Any = None,
     group_axis: AxisName | None = None,
     bucket_size: int | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> Sending:
     """The direction of `distributed_lion` alone: stands where ``optax.scale_by_lion`` stood in a chain.
 
     Args:
@@ -265,7 +266,7 @@ def owner_lion(
     dominance: float = 16.0,
     group_axis: AxisName | None = None,
     bucket_size: int | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> Sending:
     """Lion with one momentum for all, each slice of it at one worker: no drift, no sync, d/W memory.
 
     Workers send codes of their gradients; the owner of a slice decodes, averages, runs Lion on its
@@ -317,7 +318,7 @@ def scale_by_owner_lion(
     dominance: float = 16.0,
     group_axis: AxisName | None = None,
     bucket_size: int | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> Sending:
     """The direction of `owner_lion` alone: stands where ``optax.scale_by_lion`` stood in a chain.
 
     Args:
@@ -371,7 +372,7 @@ def _vote(
     sync_where: Any,
     group_axis: AxisName | None,
     bucket_size: int | None,
-) -> optax.GradientTransformationExtraArgs:
+) -> Sending:
     """Votes with a blend of gradient and momentum, and the syncs of the momentum."""
     axis, group = names_of(axis_name, group_axis)
     sync = never() if sync is None else sync
@@ -392,21 +393,22 @@ def _vote(
     if not sync.ever or axis is None:
         return vote
     where = _of_bools("sync_where", sync_where)
-    return sync_momentum(vote, axis, sync, where, group_axis=group)
+    return vote.around(sync_momentum(vote, axis, sync, where, group_axis=group))
 
 
 def _descend(
-    direction: optax.GradientTransformationExtraArgs,
+    direction: Sending,
     learning_rate: optax.ScalarOrSchedule,
     weight_decay: Any,
     mask: Any,
-) -> optax.GradientTransformationExtraArgs:
+) -> Sending:
     """What every alias does with its direction."""
-    return optax.chain(
+    chain = optax.chain(
         direction,
         optax.add_decayed_weights(weight_decay, _of_bools("mask", mask)),
         optax.scale_by_learning_rate(learning_rate),
     )
+    return direction.around(chain)
 
 
 def _of_bools(argument: str, mask: Any) -> Any:
@@ -438,7 +440,7 @@ def global_gradients(
     tx: optax.GradientTransformation,
     axis_name: AxisName | Workers | None,
     dtype: Any = jnp.float32,
-) -> optax.GradientTransformationExtraArgs:
+) -> Sending:
     """Runs any optax transform on averaged gradients: the baseline.
 
     Args:
@@ -475,4 +477,12 @@ def global_gradients(
         updates, inner = tx.update(updates, state.inner, params, **extra)
         return updates, GlobalState(inner)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    def sends(asked: Asked) -> tuple[Sent, ...]:
+        size = sum(math.prod(leaf.shape) for leaf in asked.leaves)
+        each = asked.workers * asked.group_size  # all average, whoever shares a worker
+        if each == 1 or size == 0:
+            return ()
+        return (Sent("all-reduce", False, wires.mean_bytes(size, each, dtype, asked.platform)),)
+
+    mean = optax.GradientTransformationExtraArgs(init, update)
+    return Sending.like(mean, f"dense({jnp.dtype(dtype).name}), all-reduce, mean", sends)

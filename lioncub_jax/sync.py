@@ -360,7 +360,8 @@ def sync_momentum(
         inner_state = optax.tree.set(inner_state, _of_a_worker, mu=mu)
         return updates, SyncState(inner_state, count, state.syncs + syncs, drift, owner, pace)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    tx = optax.GradientTransformationExtraArgs(init, update)
+    return inner.around(tx) if isinstance(inner, exchange.Sending) else tx
 
 
 # --- When

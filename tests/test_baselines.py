@@ -452,7 +452,7 @@ def test_the_prediction_is_what_a_compiled_update_sends(mesh_of, name):
 
     mapped = jax.shard_map(worker, mesh=mesh, in_specs=P(), out_specs=P())
     found = lc.traffic.collectives(jax.jit(mapped).lower(model_params()).compile(), mesh)
-    predicted = baselines.traffic(make, model_params(), 8, **options)
+    predicted = lc.traffic.of(tx, model_params(), 8, platform="cpu")
     assert by_op(found) == by_op(predicted.collectives)
     assert predicted.sent_bytes == sum(by_op(found).values()) > 0
     assert predicted.parameters == sum(np.prod(s) for s in SHAPES.values())
@@ -479,11 +479,12 @@ PAPERS = {  # bits that each worker sends for a parameter of a large model
 @pytest.mark.parametrize("name", PAPERS)
 def test_large_models_cost_what_the_papers_say(name):
     make, options = SENT[name]
+    tx = make(1e-3, axis_name=AXIS, **options)
     shapes = {"w": jax.ShapeDtypeStruct((2**28,), jnp.float32)}
     for workers in (2, 7, 64):
-        sent = baselines.traffic(make, shapes, workers, **options)
+        sent = lc.traffic.of(tx, shapes, workers)
         assert sent.bits_per_parameter == pytest.approx(PAPERS[name](workers), rel=1e-3)
-    assert baselines.traffic(make, shapes, 1, **options).sent_bytes == 0
+    assert lc.traffic.of(tx, shapes, 1).sent_bytes == 0
 
 
 @pytest.mark.parametrize("name", ["ef_signsgd", "terngrad", "qsgd, two-phase"])
@@ -638,11 +639,43 @@ def test_parts_that_do_not_fit_together(parts, message):
         lc.communicate(axis_name=AXIS, **parts)
 
 
-def test_traffic_of_what_is_no_baseline():
-    with pytest.raises(ValueError, match="sgd, adamw, lion, signsgd, signum, ef_signsgd, terngrad"):
-        baselines.traffic(lc.lion_cub, {"w": jnp.ones(3)}, 4)
-    with pytest.raises(TypeError, match="levels"):
-        baselines.traffic(baselines.qsgd, {"w": jnp.ones(3)}, 4, levels=3)
+def test_every_optimizer_and_baseline_can_be_asked_what_it_sends():
+    params = {"w": jax.ShapeDtypeStruct((2**20,), jnp.float32)}
+    where = {"axis_name": AXIS}
+    vote = lc.communicate(memory=lc.momentum.blend(), **where)
+    one_bit = lc.traffic.predict(params, 8)
+    for tx in (
+        vote, lc.lion_cub(1e-3, **where), lc.scale_by_lion_cub(**where), lc.distributed_lion(1e-3, **where),
+        lc.lion_cub(1e-3, sync=lc.sync.every(9), **where), lc.sync_momentum(vote, AXIS, lc.sync.coded()),
+        baselines.signsgd(1e-3, **where), vote._replace(init=vote.init),
+    ):  # fmt: skip
+        assert isinstance(tx, optax.GradientTransformationExtraArgs)
+        assert lc.traffic.of(tx, params, 8) == one_bit
+    mean = lc.traffic.predict_mean(params, 8)
+    for tx in (lc.global_gradients(optax.adam(1e-3), AXIS), baselines.lion(1e-3, **where)):
+        assert lc.traffic.of(tx, params, 8) == mean
     for make in MAKERS:
         with pytest.raises(ValueError, match="workers=0"):
-            baselines.traffic(make, {"w": jnp.ones(3)}, 0)
+            lc.traffic.of(make(1e-3, **where), params, 0)
+
+
+def test_bytes_of_a_device_on_a_mesh_of_several_axes():
+    params = {"w": jax.ShapeDtypeStruct((2048, 1024), jnp.float32)}
+    group = lc.owner_lion(1e-3, axis_name="node", group_axis="gpu")
+    parts = {"up": lc.quantize.error_feedback(lc.quantize.midrise(3))}
+    parts["owner"] = lc.decide.momentum_at_owner(optax.scale_by_lion())
+    got = lc.traffic.of(group, params, 4, group_size=2)
+    assert got == lc.traffic.predict(params, 4, group_size=2, **parts) and got.group_bytes > 0
+    cut = {"specs": {"w": P(None, "tensor")}, "inner_axes": {"tensor": 2}}
+    half = {"w": jax.ShapeDtypeStruct((2048, 512), jnp.float32)}
+    for tx in (baselines.qsgd(1e-3, axis_name=AXIS), baselines.dgc(1e-3, axis_name=AXIS)):
+        assert lc.traffic.of(tx, params, 4, **cut) == lc.traffic.of(tx, half, 4)
+
+
+def test_what_says_not_what_it_sends():
+    params, vote = {"w": jnp.ones(3)}, lc.lion_cub(1e-3, axis_name=AXIS)
+    for tx in (optax.adam(1e-3), optax.chain(optax.clip(1.0), vote), lc.lion_cub):
+        with pytest.raises(TypeError, match="does not say what it sends: give what lion_cub"):
+            lc.traffic.of(tx, params, 4)
+    with pytest.raises(ValueError, match="group_size=2: the transform has no group_axis"):
+        lc.traffic.of(vote, params, 4, group_size=2)

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
 from lioncub_jax import baselines, reference
-from lioncub_jax.baselines.dgc import dgc, stages, traffic
+from lioncub_jax.baselines.dgc import dgc, stages
 from lioncub_jax.reference import dgc as reference_dgc
 from lioncub_jax.traffic import compiled
 from lioncub_jax.traffic import predicted as accounting
@@ -29,6 +29,10 @@ dgc_module = sys.modules[dgc.__module__]  # the package has a function of that n
 SHAPES = {"a": (7, 19), "bf16": (65,), "empty": (0, 4), "one": (1,), "scalar": ()}
 SIZES = {name: int(np.prod(shape)) for name, shape in SHAPES.items()}
 STEPS = 6
+
+
+def traffic(params, workers, step=None, **options):
+    return lc.traffic.of(dgc(1.0, axis_name=AXIS, **options), params, workers, step=step)
 
 
 def params_of(shapes=None):

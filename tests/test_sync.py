@@ -737,27 +737,29 @@ def test_64_bits_change_no_dtype_and_no_number(run_workers):
 
 # --- bad input --------------------------------------------------------------------------------------
 
+S = lc.sync
+
 
 @pytest.mark.parametrize(
     ("make", "error", "said"),
     [
-        (lambda: lc.sync.coded(lc.sync.never()), ValueError, r"coded\(never\(\)\): give a sch.*every\(3\)"),
-        (lambda: lc.sync.coded(lc.sync.adaptive()), ValueError, r"only to full precision; give coded"),
-        (lambda: lc.sync.coded(3), TypeError, r"3 is not a schedule: give never\(\).*adaptive"),
-        (lambda: lc.sync.coded(bits=0), ValueError, r"midrise\(0\)"),
-        (lambda: lc.sync.coded(bits=9), ValueError, r"midrise\(9\)"),
-        (lambda: lc.sync.first(9, lc.sync.adaptive()), ValueError, r"first\(9, adaptive.*known before"),
-        (lambda: lc.sync.adaptive(0), ValueError, r"shortest=0.*at least 1"),
-        (lambda: lc.sync.adaptive(4, 2.5), ValueError, r"longest=2.5.*at least 1"),
-        (lambda: lc.sync.adaptive(8, 4), ValueError, r"below the shortest; give shortest <= longest"),
-        (lambda: lc.sync.adaptive(threshold=0), ValueError, r"threshold=0.*above 0"),
-        (lambda: lc.sync.adaptive(threshold="x"), ValueError, r"threshold='x'.*above 0"),
-        (lambda: coded_vote(lc.sync.every(2), watch=lc.sync.coded()), ValueError, r"watch=coded\(every\(3"),
-        (lambda: coded_vote(lc.sync.every(2), watch=lc.sync.adaptive()), ValueError, r"watch=adaptive"),
-        (lambda: coded_vote(lc.sync.coded()).init(PARAMS), ValueError, r"axis_name='data'.*shard_map"),
+        (lambda: S.coded(S.never()), ValueError, r"coded\(never\(\)\): give a sch.*every\(3\)"),
+        (lambda: S.coded(S.adaptive()), ValueError, r"only to full precision; give coded"),
+        (lambda: S.coded(3), TypeError, r"3 is not a schedule: give never\(\).*adaptive"),
+        (lambda: S.coded(bits=0), ValueError, r"midrise\(0\)"),
+        (lambda: S.coded(bits=9), ValueError, r"midrise\(9\)"),
+        (lambda: S.first(9, S.adaptive()), ValueError, r"first\(9, adaptive.*known before"),
+        (lambda: S.adaptive(0), ValueError, r"shortest=0.*at least 1"),
+        (lambda: S.adaptive(4, 2.5), ValueError, r"longest=2.5.*at least 1"),
+        (lambda: S.adaptive(8, 4), ValueError, r"below the shortest; give shortest <= longest"),
+        (lambda: S.adaptive(threshold=0), ValueError, r"threshold=0.*above 0"),
+        (lambda: S.adaptive(threshold="x"), ValueError, r"threshold='x'.*above 0"),
+        (lambda: coded_vote(S.every(2), watch=S.coded()), ValueError, r"watch=coded\(every\(3"),
+        (lambda: coded_vote(S.every(2), watch=S.adaptive()), ValueError, r"watch=adaptive"),
+        (lambda: coded_vote(S.coded()).init(PARAMS), ValueError, r"axis_name='data'.*shard_map"),
         (lambda: lc.traffic.sync_traffic(PARAMS, 8, 3), TypeError, r"3 is not a schedule"),
-        (lambda: lc.traffic.sync_traffic(PARAMS, 0, lc.sync.coded()), ValueError, r"workers=0"),
-        (lambda: lc.traffic.sync_traffic(PARAMS, 8, lc.sync.coded(), [True]), ValueError,
+        (lambda: lc.traffic.sync_traffic(PARAMS, 0, S.coded()), ValueError, r"workers=0"),
+        (lambda: lc.traffic.sync_traffic(PARAMS, 8, S.coded(), [True]), ValueError,
          r"where has 1 leaves and the parameters have 2"),
     ],
 )  # fmt: skip

@@ -14,7 +14,6 @@ import optax
 import lioncub_jax as lc
 from lioncub_jax import baselines, reference
 from lioncub_jax.baselines.dgc import dgc, stages
-from lioncub_jax.baselines.dgc import traffic as dgc_traffic
 from lioncub_jax.reference import baselines as reference_baselines
 from lioncub_jax.reference import dgc as reference_dgc
 from lioncub_jax.reference import sync as reference_sync
@@ -76,6 +75,11 @@ def predicted(**parts: Any) -> Callable[..., float]:
     return each_step(lambda params, workers: accounting.predict(params, workers, **parts))
 
 
+def sent_by(tx: optax.GradientTransformation) -> Callable[..., float]:
+    """Bytes of a run of a transform that can be asked."""
+    return each_step(lambda params, workers: accounting.of(tx, params, workers))
+
+
 def baseline(
     label: str, source: str, rates: tuple[float, ...], method: Any, simulator: Any, **options: Any
 ) -> Method:
@@ -84,7 +88,7 @@ def baseline(
         label, source, rates,
         lambda rate, steps, betas: simulator(rate),
         lambda rate, steps, betas, axis_name: method(rate, axis_name=axis_name, **options),
-        each_step(lambda params, workers: baselines.traffic(method, params, workers, **options)),
+        sent_by(method(1.0, axis_name="workers", **options)),
     )  # fmt: skip
 
 
@@ -147,7 +151,7 @@ def full_precision() -> Method:
     ) -> optax.GradientTransformation:
         return baselines.lion(rate, *betas, weight_decay=DECAY, axis_name=axis_name)
 
-    sent = each_step(lambda params, workers: baselines.traffic(baselines.lion, params, workers))
+    sent = sent_by(baselines.lion(1.0, axis_name="workers"))
     return Method("Lion, float32", "2302.06675", VOTES, simulated, transform, sent)
 
 
@@ -250,7 +254,8 @@ def warmup_of(steps: int) -> int:
 def sparse() -> Method:
     def sent(params: Any, workers: int, steps: int, syncs: int) -> float:
         warmup = warmup_of(steps)
-        each = [(s.first_step, dgc_traffic(params, workers, density=s.density).sent_bytes)
+        tx = baselines.dgc(1.0, density=0.001, warmup=warmup, axis_name="workers")
+        each = [(s.first_step, accounting.of(tx, params, workers, step=s.first_step).sent_bytes)
                 for s in stages(0.001, warmup)]  # fmt: skip
         ends = [first for first, _ in each[1:]] + [steps]
         return sum((end - first) * count for (first, count), end in zip(each, ends, strict=True))

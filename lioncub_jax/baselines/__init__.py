@@ -10,7 +10,6 @@ from lioncub_jax.baselines.methods import (
     signsgd,
     signum,
     terngrad,
-    traffic,
 )
 
 __all__ = [
@@ -23,5 +22,4 @@ __all__ = [
     "signsgd",
     "signum",
     "terngrad",
-    "traffic",
 ]

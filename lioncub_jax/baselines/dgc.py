@@ -34,10 +34,10 @@ import optax
 from jax import lax
 
 from lioncub_jax import checks, wires
+from lioncub_jax.exchange import Asked, Sending
 from lioncub_jax.mesh import placement
 from lioncub_jax.mesh.specs import cut_of
-from lioncub_jax.traffic.predicted import Sent, Traffic
-from lioncub_jax.wires import AxisName, varying_axes
+from lioncub_jax.wires import AxisName, Sent, varying_axes
 
 
 class DGCState(NamedTuple):
@@ -90,7 +90,7 @@ def dgc(
     *,
     axis_name: AxisName,
     factor_masking: bool = True,
-) -> optax.GradientTransformationExtraArgs:
+) -> Sending:
     """Deep Gradient Compression: momentum SGD in which a worker sends a thousandth of its values a step.
 
     ``u = m u + g``, ``v = v + u``; the ``ceil(density n)`` largest ``|v|`` of each leaf are sent, and
@@ -118,10 +118,11 @@ def dgc(
       factor_masking: False keeps the velocity of what is sent (the paper's ablation).
 
     Returns:
-      A chain whose first state is a `DGCState`. ``update(updates, state, params, abstain=None)`` takes
-      gradients that vary over ``axis_name``, floating leaves of any shape, and returns updates of the
-      same shapes and dtypes that are the same on every worker. ``abstain``: ``bool[]`` of this worker.
-      Leaves that are cut over other mesh axes are sent shard by shard: the k largest of each.
+      A chain whose first state is a `DGCState`; `traffic.of` can ask what it sends. ``update(updates,
+      state, params, abstain=None)`` takes gradients that vary over ``axis_name``, floating leaves of any
+      shape, and returns updates of the same shapes and dtypes that are the same on every worker.
+      ``abstain``: ``bool[]`` of this worker. Leaves that are cut over other mesh axes are sent shard by
+      shard: the k largest of each.
 
     Raises:
       ValueError: for a density outside (0, 1], a momentum outside [0, 1), a ``warmup`` below 0 or with
@@ -139,11 +140,12 @@ def dgc(
     checks.check_axis(axis_name)
     _check_numbers(momentum, clip)
     plan = _Plan(axis_name, momentum, clip, factor_masking, stages(density, warmup))
-    return optax.chain(
+    chain = optax.chain(
         _sparse_mean(plan),
         optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),
     )
+    return Sending.like(chain, f"dgc({density:g})", partial(_sent, plan))
 
 
 def stages(density: float, warmup: int = 0) -> tuple[Stage, ...]:
@@ -173,45 +175,22 @@ def stages(density: float, warmup: int = 0) -> tuple[Stage, ...]:
     return (*warm, Stage(warmup, density))
 
 
-def traffic(
-    params: Any, workers: int, *, density: float = 0.001, warmup: int = 0, step: int | None = None
-) -> Traffic:
-    """Predicts what each worker sends in a step of `dgc`: one all-gather of sparse messages.
+def _sent(plan: _Plan, asked: Asked) -> tuple[Sent, ...]:
+    """An all-gather of sparse messages for the leaves that are cut over the same axes.
 
     ``(W - 1) (8 K + 4)`` bytes, with K the values sent of all leaves: an index and a value each, and one
     word that says whether the worker takes part. Messages of 51 kB and more are padded to 512 bytes.
-
-    Args:
-      params: tree of arrays or ``jax.ShapeDtypeStruct``; only sizes matter. Where leaves are cut over
-        inner axes, give the shards of one device; leaves that are cut over different axes travel in a
-        message for each set of axes.
-      workers: how many workers.
-      density: as in `dgc`.
-      warmup: as in `dgc`.
-      step: how many steps were taken before, to ask about the warm-up; None for after it.
-
-    Returns:
-      A ``Traffic``; one worker sends nothing.
-
-    Raises:
-      ValueError: as `dgc`; for fewer than one worker, or a step below 0.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from lioncub_jax.baselines.dgc import traffic
-      >>> traffic({"w": jnp.ones((1000, 100))}, 8).sent_bytes  # 7 * (8 * 100 + 4)
-      5628.0
     """
-    checks.check_count(f"workers={workers!r}", workers)
-    held = stages(density, warmup)
-    if step is not None and (not isinstance(step, int) or step < 0):
-        raise ValueError(f"step={step!r}: give the steps taken before, from 0; or None")
-    now = [stage for stage in held if step is None or stage.first_step <= step][-1].density
-    sizes = [math.prod(jnp.shape(x)) for x in jax.tree.leaves(params)]
-    entries = sum(_entries(size, now) for size in sizes)
-    sent = wires.words_bytes(2 * entries + 1, workers) if entries and workers > 1 else 0.0
-    collectives = (Sent("all-gather", False, sent),) if sent else ()
-    return Traffic(f"dgc({now:g})", workers, sum(sizes), sent, 0.0, collectives)
+    held = [stage for stage in plan.stages if asked.step is None or stage.first_step <= asked.step]
+    entries: dict[frozenset, int] = {}
+    for leaf, axes in zip(asked.leaves, asked.axes, strict=True):
+        count = _entries(math.prod(leaf.shape), held[-1].density)
+        entries[axes] = entries.get(axes, 0) + count
+    return tuple(
+        Sent("all-gather", False, wires.words_bytes(2 * count + 1, asked.workers))
+        for count in entries.values()
+        if count and asked.workers > 1
+    )
 
 
 def _sparse_mean(plan: _Plan) -> optax.GradientTransformationExtraArgs:

@@ -15,23 +15,20 @@ and then ``1 / (1 - m)`` times as strong: multiply it by that here.
 
 Where workers quantise, one that has a value that is not finite, or is asked to ``abstain``, abstains
 from the step, as in `communicate`; under the three means nobody can. One worker alone quantises nothing.
+
+Each can be asked what it sends: ``lioncub_jax.traffic.of(tx, params, workers)``.
 """
 
-import inspect
-from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 
 from lioncub_jax import checks, decide, quantize, wires
 from lioncub_jax.baselines.shared_scale import in_shared_units
-from lioncub_jax.exchange import communicate
+from lioncub_jax.exchange import Sending, communicate
 from lioncub_jax.momentum import blend
 from lioncub_jax.optimizer import global_gradients
-from lioncub_jax.traffic import predicted as accounting
-from lioncub_jax.traffic.predicted import Sent, Traffic
 from lioncub_jax.wires import AxisName, Wire
 
 
@@ -44,7 +41,7 @@ def sgd(
     *,
     axis_name: AxisName,
     dtype: Any = jnp.float32,
-) -> optax.GradientTransformationExtraArgs:
+) -> Sending:
     """SGD with momentum on the mean gradient: ``v = m v + mean_i g_i``, ``p -= lr (v + wd p)``.
 
     Args:
@@ -67,7 +64,8 @@ def sgd(
       >>> tx = baselines.sgd(0.1, weight_decay=5e-4, axis_name="data")
     """
     checks.check_momentum(momentum)
-    tx = _descend(_trace(momentum, nesterov), learning_rate, weight_decay, mask)
+    direction = _trace(momentum, nesterov)
+    tx = _descending(direction, learning_rate, weight_decay, mask)
     return global_gradients(tx, axis_name, dtype)
 
 
@@ -84,7 +82,7 @@ def adamw(
     nesterov: bool = False,
     axis_name: AxisName,
     dtype: Any = jnp.float32,
-) -> optax.GradientTransformationExtraArgs:
+) -> Sending:
     """``optax.adamw``, whose arguments these are, on the mean gradient.
 
     Args:
@@ -125,7 +123,7 @@ def lion(
     *,
     axis_name: AxisName,
     dtype: Any = jnp.float32,
-) -> optax.GradientTransformationExtraArgs:
+) -> Sending:
     """``optax.lion``, whose arguments these are, on the mean gradient: Lion without votes ("G-Lion").
 
     Args:
@@ -158,7 +156,7 @@ def signsgd(
     *,
     axis_name: AxisName,
     wire: Wire | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> Sending:
     """Majority vote of gradients, signSGD: ``u = sign(sum_i sign(g_i))``, 1 bit up and 1 down.
 
     Args:
@@ -190,7 +188,7 @@ def signum(
     *,
     axis_name: AxisName,
     wire: Wire | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> Sending:
     """SIGNUM: each worker votes with its momentum, ``mu_i = m mu_i + (1 - m) g_i``, after its update.
 
     Args:
@@ -224,7 +222,7 @@ def ef_signsgd(
     *,
     axis_name: AxisName,
     error_dtype: Any = jnp.float32,
-) -> optax.GradientTransformationExtraArgs:
+) -> Sending:
     """Error feedback for signSGD, both ways: the error of a sign and a scale comes later.
 
     ``x_i = lr g_i + e_i``; worker i sends ``d_i = sign(x_i) mean|x_i|`` of each row of 128 and keeps
@@ -249,12 +247,18 @@ def ef_signsgd(
     Source: Karimireddy et al. (arXiv 1901.09847), algorithm 1; two ways as dist-EF-blockSGD, Zheng et
     al. (arXiv 1905.10936), without its momentum. Padding is left out of every scale.
     """
-    parts = _ef_signsgd_parts(error_dtype)
-    return optax.chain(
+    feedback = communicate(
+        axis_name=axis_name,
+        up=quantize.error_feedback(quantize.midrise(1), error_dtype),
+        owner=decide.feedback_at_owner(error_dtype),
+        down=decide.scaled_signs(),
+    )
+    chain = optax.chain(
         optax.scale_by_learning_rate(learning_rate),
-        communicate(axis_name=axis_name, **parts),
+        feedback,
         optax.add_decayed_weights(_decay(learning_rate, weight_decay), mask),
     )
+    return feedback.around(chain)
 
 
 def terngrad(
@@ -266,7 +270,7 @@ def terngrad(
     mask: Any = None,
     *,
     axis_name: AxisName,
-) -> optax.GradientTransformationExtraArgs:
+) -> Sending:
     """TernGrad: -1, 0 or +1 at random, in units of one scale per leaf that all workers share.
 
     Worker i clips each leaf at ``clip`` standard deviations of its own; ``s = max_i max|g_i|`` of the
@@ -296,11 +300,11 @@ def terngrad(
     checks.check_momentum(momentum)
     if clip is not None and (not isinstance(clip, (int, float)) or not clip > 0):
         raise ValueError(f"clip={clip!r}: give standard deviations above 0, such as 2.5, or None")
-    mean = optax.chain(
-        in_shared_units(communicate(axis_name=axis_name, **_terngrad_parts(seed)), axis_name, clip),
-        _alike(_trace(momentum), axis_name),
-    )
-    return _descend(mean, learning_rate, weight_decay, mask)
+    codes = quantize.ternary(rounding=quantize.stochastic(seed))
+    total = communicate(axis_name=axis_name, up=codes, down=decide.total())
+    mean = in_shared_units(total, axis_name, clip)
+    chain = mean.around(optax.chain(mean, _alike(_trace(momentum), axis_name)))
+    return _descend(chain, learning_rate, weight_decay, mask)
 
 
 def qsgd(
@@ -314,7 +318,7 @@ def qsgd(
     *,
     axis_name: AxisName,
     wire: Wire | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> Sending:
     """QSGD: a sign and ``s = 2**(bits-1) - 1`` levels of the norm of each row of 128, rounded at random.
 
     The mean of what all workers say is right on average. By default everybody sends its codes to
@@ -344,85 +348,15 @@ def qsgd(
     not), norms travel as bfloat16 rounded up.
     """
     checks.check_momentum(momentum)
-    parts = _qsgd_parts(bits, momentum, seed, norm, wire)
-    return _descend(communicate(axis_name=axis_name, **parts), learning_rate, weight_decay, mask)
-
-
-def traffic(method: Callable[..., Any], params: Any, workers: int, **options: Any) -> Traffic:
-    """Predicts what each worker sends in a step of a baseline.
-
-    Args:
-      method: a function of this module, such as ``qsgd``.
-      params: tree of arrays or ``jax.ShapeDtypeStruct``; only sizes matter.
-      workers: how many workers.
-      **options: as given to the method; those that do not change what is sent may be left out.
-
-    Returns:
-      A ``Traffic``; one worker sends nothing to others.
-
-    Raises:
-      ValueError: for a function that is none of these, or fewer than one worker.
-      TypeError: for an option that the method does not have.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from lioncub_jax import baselines
-      >>> round(baselines.traffic(baselines.qsgd, {"w": jnp.ones(2**20)}, 2, bits=2).bits_per_parameter, 3)
-      2.125
-    """
-    if method not in (*_MEANS, *_PARTS):
-        known = ", ".join(known.__name__ for known in (*_MEANS, *_PARTS))
-        raise ValueError(
-            f"traffic({getattr(method, '__name__', method)}): give one of these functions: {known}"
-        )
-    given = inspect.signature(method).bind_partial(**options)
-    given.apply_defaults()
-    if method in _MEANS:
-        return accounting.predict_mean(params, workers, given.arguments["dtype"])
-    sent = accounting.predict(params, workers, **_PARTS[method](**given.arguments))
-    scales = wires.max_bytes(len(jax.tree.leaves(params)), workers)
-    if method is not terngrad or not scales:
-        return sent
-    collectives = (Sent("all-reduce", False, scales), *sent.collectives)
-    return sent._replace(sent_bytes=sent.sent_bytes + scales, collectives=collectives)
-
-
-def _ef_signsgd_parts(error_dtype: Any, **_: Any) -> dict[str, Any]:
-    return {
-        "up": quantize.error_feedback(quantize.midrise(1), error_dtype),
-        "owner": decide.feedback_at_owner(error_dtype),
-        "down": decide.scaled_signs(),
-    }
-
-
-def _terngrad_parts(seed: int, **_: Any) -> dict[str, Any]:
-    return {
-        "up": quantize.ternary(rounding=quantize.stochastic(seed)),
-        "down": decide.total(),
-    }
-
-
-def _qsgd_parts(
-    bits: int, momentum: Any, seed: int, norm: str, wire: Wire | None, **_: Any
-) -> dict[str, Any]:
     rounding = quantize.stochastic(seed)
-    return {
-        "up": quantize.levels(bits, norm=norm, rounding=rounding),
-        "owner": decide.momentum_at_owner(_trace(momentum), dominance=jnp.inf),
-        "down": decide.floats(),
-        "wire": wires.gathered() if wire is None else wire,
-    }
-
-
-# Which baselines average, and of which parts the others are put together.
-_MEANS: tuple[Callable[..., Any], ...] = (sgd, adamw, lion)
-_PARTS: dict[Callable[..., Any], Callable[..., dict[str, Any]]] = {
-    signsgd: lambda wire, **_: {"wire": wire},
-    signum: lambda wire, **_: {"wire": wire},
-    ef_signsgd: _ef_signsgd_parts,
-    terngrad: _terngrad_parts,
-    qsgd: _qsgd_parts,
-}
+    mean = communicate(
+        axis_name=axis_name,
+        up=quantize.levels(bits, norm=norm, rounding=rounding),
+        owner=decide.momentum_at_owner(_trace(momentum), dominance=jnp.inf),
+        down=decide.floats(),
+        wire=wires.gathered() if wire is None else wire,
+    )
+    return _descend(mean, learning_rate, weight_decay, mask)
 
 
 def _trace(momentum: Any, nesterov: bool = False) -> optax.GradientTransformation:
@@ -430,7 +364,7 @@ def _trace(momentum: Any, nesterov: bool = False) -> optax.GradientTransformatio
     return optax.identity() if none else optax.trace(momentum, nesterov)
 
 
-def _descend(
+def _descending(
     direction: optax.GradientTransformation,
     learning_rate: optax.ScalarOrSchedule,
     weight_decay: Any,
@@ -442,6 +376,11 @@ def _descend(
         optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),
     )
+
+
+def _descend(direction: Sending, *how: Any) -> Sending:
+    """The same around what is sent."""
+    return direction.around(_descending(direction, *how))
 
 
 def _decay(learning_rate: optax.ScalarOrSchedule, weight_decay: Any) -> Any:

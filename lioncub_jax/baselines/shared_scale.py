@@ -9,13 +9,12 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax import checks, wires
+from lioncub_jax.exchange import Asked, Sending
 from lioncub_jax.mesh import placement
-from lioncub_jax.wires import AxisName
+from lioncub_jax.wires import AxisName, Sent
 
 
-def in_shared_units(
-    exchange: optax.GradientTransformationExtraArgs, axis_name: AxisName, clip: float | None
-) -> optax.GradientTransformationExtraArgs:
+def in_shared_units(exchange: Sending, axis_name: AxisName, clip: float | None) -> Sending:
     """Makes of a sum of workers' codes a mean of their gradients: TernGrad.
 
     Each worker clips each leaf, ``s = max_i max|g_i|`` over the workers that take part, ``exchange`` adds
@@ -57,7 +56,15 @@ def in_shared_units(
         ]
         return jax.tree.unflatten(tree, means), state
 
-    return optax.GradientTransformationExtraArgs(exchange.init, update)
+    def sends(asked: Asked) -> tuple[Sent, ...]:
+        codes = exchange.sends(asked)
+        if asked.workers == 1 or not asked.leaves:
+            return codes
+        scales = wires.max_bytes(len(asked.leaves), asked.workers)
+        return Sent("all-reduce", False, scales), *codes
+
+    tx = optax.GradientTransformationExtraArgs(exchange.init, update)
+    return Sending.like(tx, exchange.scheme, sends)
 
 
 def _measured(

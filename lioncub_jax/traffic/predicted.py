@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
-from lioncub_jax import bits, checks, decide, layout, quantize, wires
+from lioncub_jax import checks, decide, layout, wires
 from lioncub_jax.decide import Down, Owner
+from lioncub_jax.exchange import Asked, Sending, communicate
 from lioncub_jax.mesh.specs import axes_of, shard_shape
+from lioncub_jax.optimizer import global_gradients
 from lioncub_jax.quantize import Quantizer
 from lioncub_jax.sync import Schedule, check_schedule
 from lioncub_jax.traffic import compiled
@@ -55,6 +58,60 @@ class Traffic(NamedTuple):
         return self.sent_bytes / dense if dense else 0.0
 
 
+def of(
+    tx: optax.GradientTransformation,
+    params: Any,
+    workers: int,
+    *,
+    group_size: int = 1,
+    specs: Any = None,
+    inner_axes: Mapping[str, int] | None = None,
+    platform: str | None = None,
+    step: int | None = None,
+) -> Traffic:
+    """Predicts what each device sends in a step of a transform, syncs of momenta left out.
+
+    Args:
+      tx: what an optimizer or baseline of this library, `communicate` or `sync_momentum` returned.
+      params: tree of arrays or ``jax.ShapeDtypeStruct``; only sizes matter.
+      workers: how many workers.
+      group_size: devices of one worker on its ``group_axis``.
+      specs: a tree of ``PartitionSpec`` like the parameters: how a worker cuts them.
+      inner_axes: sizes of the mesh axes that the specs name.
+      platform: "cpu" for XLA's CPU backend, which all-reduces bfloat16 as float32; None for all others.
+      step: how many steps were taken before, to ask about a warm-up of ``dgc``; None for after it.
+
+    Returns:
+      A ``Traffic``; one worker sends nothing to others.
+
+    Raises:
+      TypeError: for a transform that does not say what it sends, such as a chain of others.
+      ValueError: for fewer than one worker, or more than the quantiser or wire can count; for a step
+        below 0.
+
+    Example:
+      >>> import jax.numpy as jnp, lioncub_jax as lc
+      >>> tx = lc.baselines.qsgd(0.1, bits=2, axis_name="data")
+      >>> round(lc.traffic.of(tx, {"w": jnp.ones(2**20)}, 2).bits_per_parameter, 3)
+      2.125
+    """
+    checks.check_count(f"workers={workers!r}", workers)
+    checks.check_count(f"group_size={group_size!r}", group_size)
+    if step is not None and (not isinstance(step, int) or step < 0):
+        raise ValueError(f"step={step!r}: give the steps taken before, from 0; or None")
+    if not isinstance(tx, Sending):
+        raise TypeError(
+            f"{type(tx).__name__} does not say what it sends: give what lion_cub, another optimizer or "
+            "baseline, communicate or sync_momentum returned, and not a chain or wrapper around it"
+        )
+    leaves, axes = _shards(params, specs, inner_axes or {})
+    sent = tx.sends(Asked(leaves, axes, workers, group_size, platform, step))
+    across = sum((one.sent_bytes for one in sent if not one.inside), 0.0)
+    inside = sum((one.sent_bytes for one in sent if one.inside), 0.0)
+    parameters = round(sum(math.prod(leaf.shape) for leaf in leaves) / group_size)
+    return Traffic(tx.scheme, workers, parameters, across, inside, sent)
+
+
 def predict(
     params: Any,
     workers: int,
@@ -69,7 +126,7 @@ def predict(
     inner_axes: Mapping[str, int] | None = None,
     platform: str | None = None,
 ) -> Traffic:
-    """Predicts what each device sends in a step of `communicate` with the same parts.
+    """Predicts what each device sends in a step of `communicate` with these parts: `of` in short.
 
     Args:
       params: tree of arrays or ``jax.ShapeDtypeStruct``; only sizes matter.
@@ -96,41 +153,13 @@ def predict(
       >>> round(traffic.predict({"w": jnp.ones((1024, 1024))}, 8).bits_per_parameter, 2)
       1.76
     """
-    checks.check_count(f"workers={workers!r}", workers)
-    checks.check_count(f"group_size={group_size!r}", group_size)
-    up = up or quantize.sign()
-    owner = owner or decide.count()
-    down = down or decide.fitting(up)
-    wire = wire or wires.two_phase()
-    checks.check_parts(up, owner, down, wire)
-    leaves, axes = _shards(params, specs, inner_axes or {})
-    size = sum(math.prod(leaf.shape) for leaf in leaves)
-    sent: list[Sent] = []
-    if group_size > 1:
-        cuts = layout.buckets(leaves, group_size, bucket_size, axes)
-        for cut in cuts:
-            sliced = 4.0 * (group_size - 1) * cut.chunk * bits.ROW
-            sent.append(Sent("reduce-scatter", True, sliced))
-        leaves = [jax.ShapeDtypeStruct((cut.chunk, bits.ROW), cut.dtype) for cut in cuts]
-        axes = [frozenset(cut.axes) for cut in cuts]
-        bucket_size = None if bucket_size is None else max(bucket_size // group_size, 1)
-    if group_size > 1 and workers == 1:
-        for leaf in leaves:
-            values = 4.0 * (group_size - 1) * leaf.shape[0] * bits.ROW
-            sent.append(Sent("all-gather", True, values))
-    elif workers > 1:
-        for bucket in layout.buckets(leaves, workers, bucket_size, axes):
-            form = Format.of(up, owner, down, bucket)
-            sent += wire.sends(form, platform)
-            if group_size > 1:
-                replies = 4.0 * (group_size - 1) * workers * form.reply_words
-                sent.append(Sent("all-gather", True, replies))
-    across = sum((one.sent_bytes for one in sent if not one.inside), 0.0)
-    inside = sum((one.sent_bytes for one in sent if one.inside), 0.0)
-    result = f"{owner.name}, {down.name}" if owner.needs_values else down.name
-    scheme = f"{up.name}, {wire.name}, {result}"
-    parameters = round(size / group_size)
-    return Traffic(scheme, workers, parameters, across, inside, tuple(sent))
+    tx = communicate(
+        axis_name="workers", group_axis="group" if group_size != 1 else None, up=up, owner=owner,
+        down=down, wire=wire, bucket_size=bucket_size,
+    )  # fmt: skip
+    return of(
+        tx, params, workers, group_size=group_size, specs=specs, inner_axes=inner_axes, platform=platform
+    )  # fmt: skip
 
 
 def predict_mean(
@@ -156,12 +185,8 @@ def predict_mean(
       >>> traffic.predict_mean({"w": jnp.ones(1000)}, 4).sent_bytes
       6000.0
     """
-    checks.check_count(f"workers={workers!r}", workers)
-    size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
-    sent = wires.mean_bytes(size, workers, dtype, platform)
-    scheme = f"dense({jnp.dtype(dtype).name}), all-reduce, mean"
-    across = (Sent("all-reduce", False, sent),) if workers > 1 and size else ()
-    return Traffic(scheme, workers, size, sent, 0.0, across)
+    tx = global_gradients(optax.identity(), "workers", dtype)
+    return of(tx, params, workers, platform=platform)
 
 
 def sync_traffic(params: Any, workers: int, schedule: Schedule, where: Any = None) -> Traffic:
