@@ -36,6 +36,7 @@ _GROUP = 255
 # So the first and costly stage runs over 512 neighbouring elements, which a CPU does in vectors.
 _APART = 4
 _STRIPES = BLOCK // _APART
+_EVERY_FOURTH = 0x11111111
 
 
 def row_words(rows: int) -> int:
@@ -46,15 +47,18 @@ def row_words(rows: int) -> int:
 # --- Bits of elements
 
 
-def pack(codes: jax.Array, p: int = 1) -> list[jax.Array]:
+def pack(codes: jax.Array, p: int = 1, zeros: jax.Array | None = None) -> list[jax.Array]:
     """Packs codes of ``p`` bits; all of their planes in one pass over what computes them.
 
     One reduction, into which the compiler fuses whatever computes the codes, joins eight rows and up to
-    four bits of a code in a word; those are few, and are parted and joined again to the planes.
+    four bits of a code in a word; those are few, and are joined again to the planes.
 
     Args:
-      codes: bool, or uint32 below ``2**p``, ``[..., rows, 128]``; rows in whole or half blocks.
+      codes: bool, or uint32 below ``2**p``, ``[..., rows, 128]``; rows in whole or half blocks. With
+        ``zeros`` the last bit marks an element that is not zero, and the others are its code.
       p: how many bits.
+      zeros: ``uint32[..., 4 rows]``, the side of each element that has no mark: it gets the upper one of
+        the two codes in the middle, ``100..``, where its bit is 1, else the lower, ``011..``, as given.
 
     Returns:
       ``p`` planes, ``uint32[..., 4 rows]`` each, the least significant first.
@@ -68,32 +72,34 @@ def pack(codes: jax.Array, p: int = 1) -> list[jax.Array]:
     """
     lead, rows = codes.shape[:-2], codes.shape[-2]
     whole = rows - rows % BLOCK
-    parts = []
+    split, parts = whole * WORDS_PER_ROW, []
     if whole:
         blocks = codes[..., :whole, :].reshape(*lead, -1, BLOCK, ROW)
-        parts.append([x.reshape(*lead, -1) for x in _pack_blocks(blocks, p)])
+        sides = None if zeros is None else zeros[..., :split].reshape(*lead, -1, ROW)
+        parts.append([x.reshape(*lead, -1) for x in _pack_blocks(blocks, p, sides)])
     if rows > whole:
-        parts.append(_pack_blocks(_split_lanes(codes[..., whole:, :]), p))
+        sides = None if zeros is None else zeros[..., split:]
+        parts.append(_pack_blocks(_split_lanes(codes[..., whole:, :]), p, sides))
     return [jnp.concatenate(x, -1) if len(x) > 1 else x[0] for x in zip(*parts, strict=True)]
 
 
-def _pack_blocks(codes: jax.Array, p: int) -> list[jax.Array]:
+def _pack_blocks(codes: jax.Array, p: int, zeros: jax.Array | None) -> list[jax.Array]:
     """``[..., 32, lanes]`` to ``uint32[..., lanes]`` for each plane."""
     lead, lanes = codes.shape[:-2], codes.shape[-1]
     striped = codes.astype(jnp.uint32).reshape(*lead, _STRIPES, _APART * lanes)
     at = (_APART * jnp.arange(_STRIPES, dtype=jnp.uint32))[:, None]
     groups = [striped >> k if k else striped for k in range(0, p, _APART)]
-    joined = [(x & 0xF if p > _APART else x) << at for x in groups]
-    kept = [lax.reduce(x, jnp.uint32(0), lax.bitwise_or, (len(lead),)) for x in joined]
-    # Kept, or the compiler reduces anew for every plane.
-    kept = [x.reshape(*lead, _APART, lanes) for x in lax.optimization_barrier(kept)]
-    return [_join_rows(kept[k // _APART] >> (k % _APART)) for k in range(p)]
-
-
-def _join_rows(stripes: jax.Array) -> jax.Array:
-    """``uint32[..., 4, lanes]``, every fourth bit, to ``uint32[..., lanes]``."""
-    every_fourth = stripes & 0x11111111
-    return functools.reduce(operator.or_, [every_fourth[..., k, :] << k for k in range(_APART)])
+    joined = [_any((x & 0xF if p > _APART else x) << at, len(lead)) for x in groups]
+    joined = [x.reshape(*lead, _APART, lanes) for x in joined]
+    row = jnp.arange(_APART, dtype=jnp.uint32)[:, None]
+    stripes = [(joined[k // _APART] >> (k % _APART)) & _EVERY_FOURTH for k in range(p)]
+    if zeros is not None:
+        *lower, upper, marks = stripes
+        aside = (zeros[..., None, :] >> row) & ~marks & _EVERY_FOURTH
+        stripes = [*[x & ~aside for x in lower], upper | aside, marks]
+    # Reduced and not written out: of a reduction the results are kept, and not made anew for each use.
+    zero, either = [jnp.uint32(0)] * p, lambda a, b: [x | y for x, y in zip(a, b, strict=True)]
+    return list(lax.reduce([x << row for x in stripes], zero, either, (len(lead),)))
 
 
 def _split_lanes(x: jax.Array) -> jax.Array:
@@ -175,15 +181,15 @@ def any_in_rows(words: jax.Array, rows: int) -> jax.Array:
     """Row words of the rows with a bit in any element: ``uint32[..., 4 rows]`` to ``[..., blocks]``."""
     lead, whole = words.shape[:-1], rows - rows % BLOCK
     split = whole * WORDS_PER_ROW
-    parts = [_any(words[..., :split].reshape(*lead, -1, ROW))]
+    parts = [_any(words[..., :split].reshape(*lead, -1, ROW), -1)]
     if rows > whole:
-        either = _any(words[..., split:])[..., None]
+        either = _any(words[..., split:], -1)[..., None]
         parts.append((either | (either >> HALF_BLOCK)) & 0xFFFF)
     return jnp.concatenate(parts, -1) if len(parts) > 1 else parts[0]
 
 
-def _any(words: jax.Array) -> jax.Array:
-    return lax.reduce(words, jnp.uint32(0), lax.bitwise_or, (words.ndim - 1,))
+def _any(words: jax.Array, axis: int) -> jax.Array:
+    return lax.reduce(words, jnp.uint32(0), lax.bitwise_or, (axis % words.ndim,))
 
 
 def over_rows(words: jax.Array, rows: int) -> jax.Array:

@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 
 from lioncub_jax import bits
-from lioncub_jax.bits import ROW
+from lioncub_jax.bits import BLOCK, ROW
 from lioncub_jax.layout import Bucket, Piece
 
 # The uniform steps that are best for a Gaussian, by bits (J. Max, "Quantizing for minimum distortion",
@@ -231,12 +231,10 @@ def midrise(p: int, *, rounding: Rounding | None = None) -> Quantizer:
         mean, finite = _row_scale(x, _divisor(place.counts))
         step = to_bfloat16(STEP[p] * mean)
         codes = _midrise_codes(x, step, p, rounding, place)
-        *planes, marks = _packed(codes, p, x != 0, place)
-        planes = _with_zeros_aside(planes, marks, place)
+        *planes, _ = _packed(codes | _mark(x != 0, p), p + 1, place, zeros=True)
         voted = bits.pack_rows(place.bucket.by_chunk(mean > 0)).reshape(-1)
         steps = step.astype(jnp.bfloat16) if place.steps else None
-        # Kept, or the codes' words are made anew for each of the elements that error feedback decodes.
-        return Message(lax.optimization_barrier(jnp.stack(planes)), voted, steps, jnp.all(finite))
+        return Message(jnp.stack(planes), voted, steps, jnp.all(finite))
 
     name = f"midrise({p}, {rounding.name})" if rounding.noise else f"midrise({p})"
     return Quantizer(name, p, lambda workers: top, False, True, None, encode)
@@ -457,27 +455,26 @@ def _check_bits(name: str, p: int, least: int) -> None:
         raise ValueError(f"{name}({p!r}): a code has {least} to 8 bits; give an int in that range")
 
 
-def _packed(codes: jax.Array, p: int, mark: jax.Array, place: Place) -> list[jax.Array]:
-    """Codes of a piece ``[rows, 128]`` and one mark of each to words, ``uint32[4 rows]`` a plane."""
-    codes |= mark.astype(jnp.uint32) << p
-    return [x.reshape(-1) for x in bits.pack(place.bucket.by_chunk(codes), p + 1)]
+def _packed(codes: jax.Array, p: int, place: Place, zeros: bool) -> list[jax.Array]:
+    """Codes ``[rows, 128]`` of a piece to planes ``uint32[4 rows]``, by the chunks they travel in."""
+    cut, sides = place.bucket.by_chunk(codes), None
+    if zeros:
+        words = codes.size // BLOCK
+        drawn = place.step, place.worker, place.workers
+        sides = bits.zero_side(place.first_word, words, *drawn).reshape(len(cut), -1)
+    return [x.reshape(-1) for x in bits.pack(cut, p, sides)]
 
 
 def _signs(x: jax.Array, place: Place) -> Message:
-    codes = (x > 0) | ((x != 0).astype(jnp.uint32) << 1)
-    positive, marks, strange = _packed(codes, 2, ~jnp.isfinite(x), place)
-    planes = _with_zeros_aside([positive], marks, place)
+    fields = _mark(~jnp.isfinite(x), 0) | _mark(x > 0, 1) | _mark(x != 0, 2)
+    strange, positive, marks = _packed(fields, 3, place, zeros=True)
     rows = x.shape[0] if place.bucket.large else place.bucket.chunk
     voted = bits.any_in_rows(marks.reshape(-1, rows * bits.WORDS_PER_ROW), rows)
-    return Message(jnp.stack(planes), voted.reshape(-1), None, jnp.all(strange == 0))
+    return Message(positive[None], voted.reshape(-1), None, jnp.all(strange == 0))
 
 
-def _with_zeros_aside(planes: list[jax.Array], marks: jax.Array, place: Place) -> list[jax.Array]:
-    """Gives elements without a mark, exact zeros, one of the two codes next to zero."""
-    words = marks.size
-    side = bits.zero_side(place.first_word, words, place.step, place.worker, place.workers)
-    fills = [*[~side] * (len(planes) - 1), side]
-    return [(x & marks) | (fill & ~marks) for x, fill in zip(planes, fills, strict=True)]
+def _mark(mark: jax.Array, bit: int) -> jax.Array:
+    return mark.astype(jnp.uint32) << bit
 
 
 def _midrise_codes(
@@ -496,7 +493,8 @@ def _midrise_codes(
 
 
 def _midtread(codes: jax.Array, x: jax.Array, p: int, place: Place) -> Message:
-    *planes, strange = _packed(codes, p, ~jnp.isfinite(x), place)
+    fields = codes | _mark(~jnp.isfinite(x), p)
+    *planes, strange = _packed(fields, p + 1, place, zeros=False)
     return Message(jnp.stack(planes), None, None, jnp.all(strange == 0))
 
 
@@ -544,12 +542,9 @@ def _leaf_scale(place: Place) -> jax.Array:
 
 def _in_units(x: jax.Array, unit: jax.Array) -> jax.Array:
     """``x / unit`` for each row, and 0 where the unit is 0."""
-    # The compiler multiplies with the inverse, and that of the largest numbers is none that it keeps.
-    near_one = jnp.where(unit > 1, jnp.float32(2.0**-64), jnp.float32(2.0**64))
-    inverse = jnp.where(unit > 0, 1 / jnp.where(unit > 0, unit * near_one, 1), 0)
-    # Arrays of their own, or they are made anew for every element.
-    near_one, inverse = lax.optimization_barrier((near_one, inverse))
-    return (x * near_one) * inverse
+    # Multiplied with the inverse, which is made once for a row; that of 2**126 is the last normal number.
+    inverse = jnp.where(unit > 0, 1 / jnp.where(unit > 0, jnp.minimum(unit, 2.0**126), 1), 0)
+    return x * lax.optimization_barrier(inverse)
 
 
 def _largest(x: jax.Array) -> jax.Array:

@@ -288,10 +288,9 @@ def to_bfloat16(x: jax.Array) -> jax.Array:
 
 
 def quotient(x: jax.Array, unit: jax.Array) -> jax.Array:
-    """``x / unit``, and 0 where the unit is 0; by an inverse that no unit is too large or small for."""
-    near_one = jnp.where(unit > 1, jnp.float32(2.0**-64), jnp.float32(2.0**64))
-    inverse = jnp.where(unit > 0, 1 / jnp.where(unit > 0, unit * near_one, 1), 0)
-    return (x * near_one) * inverse
+    """``x / unit`` by an inverse, and 0 where the unit is 0; units above 2**126 have no normal inverse."""
+    inverse = jnp.where(unit > 0, 1 / jnp.where(unit > 0, jnp.minimum(unit, 2.0**126), 1), 0)
+    return x * inverse
 
 
 def noise(buffer: Buffer, workers: int, t: Any, seed: int) -> jax.Array:
