@@ -52,6 +52,7 @@ SIGNS = (
     "vote", "int8", "vote-2", "vote-4", "owner-1", "owner-2", "owner-3", "vote-coded-3",
 )  # fmt: skip
 PARTS = ("tuning", "main", "noniid", "ablation", "local", "signs", "betas")
+SAMPLED_WORKERS, SAMPLED_SEEDS = (8, 32), 3  # of what is claimed
 
 
 def rows_of(rows: Iterable[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:
@@ -157,6 +158,35 @@ class Study:
                     method = f"{name}-{horizon}"
                     for rate in self.rates(method):
                         yield self._spec("betas", task, method, TUNED_AT, seed, rate=rate)
+
+
+def sample(rows: Iterable[dict[str, Any]]) -> list[Spec]:
+    """The runs to repeat after a change of the library, of those in the rows, with their rates.
+
+    First what is claimed where data are alike, with 8 and 32 workers; then each other method once, on
+    images with 8 workers; then what is claimed where images differ between workers.
+    """
+    known = [row for row in rows if row["part"] in ("main", "ablation", "noniid", "betas")]
+    claims = rows_of(known, part="main")
+    claims = [row for row in claims if row["method"] in CLAIMED and row["seed"] < SAMPLED_SEEDS]
+    claims = [row for row in claims if row["workers"] in SAMPLED_WORKERS]
+    claims.sort(key=lambda row: row["workers"])
+    apart = rows_of(known, part="noniid", task="images", split="class")
+    apart = [row for row in apart if row["method"] in NONIID_CLAIMED]
+    apart = [row for row in apart if row["seed"] < SAMPLED_SEEDS]
+    once = [once_of(known, method) for method in METHODS if method not in CLAIMED]
+    chosen = [*claims, *(row for row in once if row), *apart]
+    return list(dict.fromkeys(Spec(*(row[name] for name in Spec._fields)) for row in chosen))
+
+
+def once_of(rows: list[dict[str, Any]], method: str) -> dict[str, Any] | None:
+    """The row of a method that `sample` repeats: of the first part that has it on images, and the
+    least validation loss where rates differ."""
+    found = rows_of(rows, method=method, task="images", workers=TUNED_AT)
+    parts = ("main", "ablation", "noniid", "betas")
+    found = [row for row in found if row["split"] != "dirichlet"]
+    found.sort(key=lambda row: (parts.index(row["part"]), row["seed"], loss_of(row) or inf))
+    return found[0] if found else None
 
 
 def noniid(task: str) -> tuple[str, ...]:
