@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import product
 
 import convergence
 import jax
@@ -269,6 +270,67 @@ def test_the_study_goes_on_where_it_was_stopped(tmp_path, capsys):
         {k: v for k, v in json.loads(x[-1]).items() if k not in took} for x in (first, after)
     )
     assert last == again
+
+
+def test_a_sample_has_each_method_once_and_what_is_claimed():
+    rows = store.read(convergence.ROWS)
+    found = plan.sample(rows)
+    assert {spec.method for spec in found} == METHODS.keys()
+    assert len(set(found)) == len(found) and set(found) <= {store.key_of(row) for row in rows}
+    for task, workers in product(("images", "text"), (8, 32)):
+        at = [s for s in found if (s.part, s.task, s.workers) == ("main", task, workers)]
+        seeds = {m: {s.seed for s in at if s.method == m} for m in plan.CLAIMED}
+        assert seeds == {"lion": {0}, "vote": {0, 1, 2}, "owner-3": set(range(6))}
+    others = [s for s in found if s.method not in (*plan.CLAIMED, *plan.NONIID_CLAIMED)]
+    assert len(others) == len({s.method for s in others})
+    assert {(s.task, s.workers) for s in others} == {("images", 8)}
+
+
+def test_a_sample_takes_the_rate_that_tuning_chose():
+    rows = [row | {"part": "betas"} for row in tuned(best_at=3) if row["method"] == "vote"]
+    assert [s.rate for s in plan.sample([r | {"method": "vote-short"} for r in rows])] == [8e-3]
+    main = [row | {"part": "main", "method": "adamw", "seed": 1, "rate": 4e-3} for row in rows[:1]]
+    assert [s.rate for s in plan.sample(rows + main)] == [4e-3]
+
+
+@pytest.mark.slow
+def test_a_sample_is_repeated_in_a_file_of_its_own(tmp_path, digits):
+    before, again = tmp_path / "rows.jsonl", tmp_path / "again.jsonl"
+    rows = [runs.Runner(digits).run(spec_of("sgd", part="main", workers=8)) | {"size": "tiny"}]
+    store.append(before, rows)
+    text = before.read_text()
+    args = ["--size", "tiny", "--task", "images", "--jobs", "1", "--save", str(before)]
+    for _ in range(2):  # the second finds nothing to do
+        convergence.main([*args, "--sample", str(again)])
+    (found,) = store.read(again)
+    assert before.read_text() == text
+    assert store.key_of(found) == store.key_of(rows[0])
+    assert found["test"]["accuracy"] == pytest.approx(rows[0]["test"]["accuracy"], abs=0.05)
+    wanted = "python benchmarks/convergence.py --sample again.jsonl --size tiny"
+    assert found["command"] == wanted
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--sample", "{rows}"], r"rows.jsonl is the file of --save, .*give another file"),
+        (["--sample", "{more}", "--report"], r"--sample runs and --report does not"),
+        (["--sample", "{more}", "--save", "{more}2"], r"more2, which is not there"),
+        (
+            ["--sample", "{more}", "--task", "images"],
+            r"repeats rows of Fashion-MNIST, and this is scikit-learn's digits: give .* --images",
+        ),
+    ],
+)
+def test_a_sample_that_would_compare_nothing_is_refused(capsys, tmp_path, given, said):
+    rows, more = tmp_path / "rows.jsonl", tmp_path / "more"
+    store.append(rows, [row(spec_of("vote"), 0.5) | {"dataset": "Fashion-MNIST"}])
+    text = rows.read_text()
+    args = [word.format(rows=rows, more=more) for word in given]
+    with pytest.raises(SystemExit):
+        convergence.main(["--size", "tiny", "--save", str(rows), *args])
+    assert re.search(said, " ".join(capsys.readouterr().err.split()))
+    assert rows.read_text() == text and not more.exists()
 
 
 def test_a_line_that_is_no_row_is_named(tmp_path):

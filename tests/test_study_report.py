@@ -13,6 +13,7 @@ from study.methods import METHODS
 
 ROOT = Path(__file__).parents[1]
 ROWS = ROOT / "benchmarks" / "results" / "convergence.jsonl"
+AGAIN = ROWS.with_name("convergence_rows128.jsonl")
 DOCS = ROOT / "docs"
 LION = {0: 0.80, 1: 0.84, 2: 0.82, 3: 0.90}
 
@@ -210,6 +211,40 @@ def test_synthetic_rows_can_be_read_back(tmp_path):
     assert [(r["part"], r["method"], r["workers"]) for r in rows] == [
         ("synthetic", "vote", 8), ("synthetic", "vote", 32),
     ]  # fmt: skip
+
+
+# --- Rows that were repeated
+
+
+def test_repeats_are_held_against_the_row_of_the_same_seed():
+    before = runs("vote", {0: 0.80, 1: 0.84, 2: None, 3: 0.82}) + runs("lion", {0: 0.8})
+    after = runs("vote", {1: 0.81, 2: 0.8}) + runs("lion", {0: 0.9})
+    one, diverged, lion = study.analysis.repeats(after, before)
+    assert (one.before, one.after) == (0.84, 0.81)
+    close(one.std, 0.02)
+    close(one.away, -1.5)
+    assert (diverged.before, diverged.away) == (None, None)
+    assert (lion.std, lion.away) == (None, None)  # of one seed
+
+
+def test_a_row_that_repeats_nothing_is_refused():
+    before = runs("vote", {0: 0.8})
+    for other in ({"rate": 0.002}, {"workers": 4}, {"part": "ablation"}):
+        with pytest.raises(ValueError, match="no row of before is of"):
+            study.analysis.repeats(runs("vote", {0: 0.8}, **other), before)
+
+
+def test_the_table_of_repeats_pairs_both_with_the_lion_of_before():
+    before = runs("lion", LION) + runs("vote", {0: 0.70, 1: 0.74, 2: 0.72})
+    after = runs("lion", {0: 0.80}) + runs("vote", {0: 0.71, 1: 0.72})
+    found = study.tables.repeated(
+        after + runs("vote-2", {0: 0.7}), before + runs("vote-2", {0: 0.7})
+    )
+    assert cells(found, "MaVo: 1-bit vote") == [
+        ["MaVo: 1-bit vote", "images, iid", "8", "72.00 ± 2.83 (2)", "71.50 ± 0.71 (2)", "-10.00", "-10.50",
+         "4.32", "1.0"]
+    ]  # fmt: skip
+    assert not cells(found, "vote, 2 bits, block of 128")  # one seed says little
 
 
 # --- Tables

@@ -60,6 +60,29 @@ class Recovered(NamedTuple):
     bits: float
 
 
+class Repeat(NamedTuple):
+    """A run that was repeated after a change of the library.
+
+    Attributes:
+      run: which.
+      before: the metric on the test examples of the row of before; None if it diverged.
+      after: of the new row.
+      std: of the method's seeds before; None for fewer than two.
+    """
+
+    run: Spec
+    before: float | None
+    after: float | None
+    std: float | None
+
+    @property
+    def away(self) -> float | None:
+        """The difference in standard deviations, positive where more came out; None without numbers."""
+        if self.before is None or self.after is None or not self.std:
+            return None
+        return (self.after - self.before) / self.std
+
+
 # --- Rows
 
 
@@ -76,7 +99,7 @@ def checked(rows: Rows) -> Rows:
                 )
         seen: dict[Any, Any] = {}
         for row in of_task:
-            run = Spec(*(row[name] for name in Spec._fields))
+            run = run_of(row)
             same = run if run.part in RATES_DIFFER else run._replace(rate=0.0)
             if same in seen:
                 raise ValueError(
@@ -85,6 +108,11 @@ def checked(rows: Rows) -> Rows:
                 )
             seen[same] = run
     return rows
+
+
+def run_of(row: dict[str, Any]) -> Spec:
+    """The run that a row is of."""
+    return Spec(*(row[name] for name in Spec._fields))
 
 
 def value_of(row: dict[str, Any]) -> float | None:
@@ -149,6 +177,24 @@ def recovered(rows: Rows, vote: Rows, lion: Rows) -> Recovered:
     ours, low, high = (sign * one.mean for one in at)
     share = (ours - low) / (high - low) if high > low else None
     return Recovered(high - low, share, bits)
+
+
+def repeats(rows: Rows, before: Rows) -> list[Repeat]:
+    """Each row beside the row of before of the same run; raises ``ValueError`` where there is none."""
+    old = {run_of(row): row for row in before if "test" in row}
+    seeds = defaultdict(list)
+    for run, row in old.items():
+        seeds[run._replace(seed=0)].append(value_of(row))
+    found = []
+    for row in rows:
+        run = run_of(row)
+        if run not in old:
+            raise ValueError(
+                f"no row of before is of {run}: a sample repeats rows, with their rates"
+            )
+        std = mean(seeds[run._replace(seed=0)]).std
+        found.append(Repeat(run, value_of(old[run]), value_of(row), std))
+    return found
 
 
 def bits_of(rows: Rows) -> float:

@@ -52,6 +52,10 @@ SIGNS = (
     "vote", "int8", "vote-2", "vote-4", "owner-1", "owner-2", "owner-3", "vote-coded-3",
 )  # fmt: skip
 PARTS = ("tuning", "main", "noniid", "ablation", "local", "signs", "betas")
+# What a sample repeats of what is claimed; of full-precision Lion one run, which shows whether anything
+# but votes has changed.
+SAMPLED_WORKERS = (8, 32)
+SAMPLED_SEEDS = {"lion": 1, "vote": 3, "owner-3": 3, "owner-4": 3, "vote-coded-3": 3}
 
 
 def rows_of(rows: Iterable[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:
@@ -157,6 +161,47 @@ class Study:
                     method = f"{name}-{horizon}"
                     for rate in self.rates(method):
                         yield self._spec("betas", task, method, TUNED_AT, seed, rate=rate)
+
+
+def sample(rows: Iterable[dict[str, Any]]) -> list[Spec]:
+    """The runs to repeat after a change of the library, of those in the rows, with their rates.
+
+    First some seeds of what is claimed where data are alike, with 8 and 32 workers; then each other
+    method once; then all seeds of the owner; then what is claimed where images differ between workers.
+    """
+    known = [row for row in rows if row["part"] in SAMPLED_PARTS]
+    main = [row for row in rows_of(known, part="main") if row["workers"] in SAMPLED_WORKERS]
+    main = [row for row in main if row["method"] in CLAIMED]
+    main.sort(key=lambda row: row["workers"])
+    apart = rows_of(known, part="noniid", task="images", split="class")
+    apart = [row for row in apart if row["method"] in NONIID_CLAIMED]
+    once = [once_of(known, method) for method in METHODS if method not in CLAIMED]
+    few = [
+        [row for row in some if row["seed"] < SAMPLED_SEEDS[row["method"]]]
+        for some in (main, apart)
+    ]
+    chosen = [*few[0], *filter(None, once), *rows_of(main, method="owner-3"), *few[1]]
+    return list(dict.fromkeys(Spec(*(row[name] for name in Spec._fields)) for row in chosen))
+
+
+SAMPLED_PARTS = (
+    "main",
+    "ablation",
+    "noniid",
+    "betas",
+)  # a method is repeated in the first that has it
+
+
+def once_of(rows: list[dict[str, Any]], method: str) -> dict[str, Any] | None:
+    """The row of a method that `sample` repeats, on images at eight workers; of "betas" the best."""
+    found = rows_of(rows, method=method, task="images", workers=TUNED_AT)
+    found = [row for row in found if row["split"] != "dirichlet"]
+
+    def order(row: dict[str, Any]) -> tuple[float, ...]:
+        loss = loss_of(row) if row["part"] == "betas" else None
+        return SAMPLED_PARTS.index(row["part"]), row["seed"], inf if loss is None else loss
+
+    return min(found, key=order, default=None)
 
 
 def noniid(task: str) -> tuple[str, ...]:

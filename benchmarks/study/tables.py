@@ -1,7 +1,8 @@
 """The tables of docs/convergence.md, in Markdown, from the rows of the study; and the whole report.
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``, and is written anew by `report`.
-One that begins with ``<!-- table: NAME of FILE -->`` is of the rows in FILE.jsonl, beside the study's own.
+One that begins with ``<!-- table: NAME of FILE -->`` is of the rows in FILE.jsonl, beside the study's own;
+``repeated of FILE`` holds the two against each other.
 """
 
 import re
@@ -51,14 +52,19 @@ def rewritten(text: str, rows: Rows, others: dict[str, Rows]) -> str:
     found = MARKED.findall(text)
     own = [table for _, table, name, _ in found if not name]
     beside = {table for _, table, name, _ in found if name}
+    known = {*TABLES, "repeated"}
     marks = text.count("<!-- table: ")
-    if sorted(own) != sorted(TABLES) or not beside <= TABLES.keys() or marks != len(found):
+    if sorted(own) != sorted(TABLES) or not beside <= known or marks != len(found):
         raise ValueError(
             f"{DOCUMENT} has tables {', '.join([*own, *sorted(beside)]) or 'none'}; it must have each of "
             f"{', '.join(TABLES)} once, between <!-- table: NAME --> and <!-- end -->, and more of the "
             "same only from other files, <!-- table: NAME of FILE -->"
         )
-    return MARKED.sub(lambda at: at[1] + TABLES[at[2]](files[at[3] or ""]) + at[4], text)
+
+    def table(name: str, some: Rows) -> str:
+        return repeated(some, rows) if name == "repeated" else TABLES[name](some)
+
+    return MARKED.sub(lambda at: at[1] + table(at[2], files[at[3] or ""]) + at[4], text)
 
 
 # --- The parts of a table
@@ -277,6 +283,41 @@ def drift(task: str, rows: Rows) -> str:
             yield [f"`{layer}`", *values, f"{1 - 1 / 8:.3f}"]
 
     return markdown(head, lines(), "signs")
+
+
+def repeated(rows: Rows, before: Rows) -> str:
+    """Runs of several seeds before and after a change of the library, both against Lion of before."""
+    head = ("method", "data", "W", "before", "after", "minus Lion, before", "after", "Lion's std",
+            "farthest seed, std")  # fmt: skip
+
+    def lines() -> Iterator[list[str]]:
+        for (task, split), at in by_data(rows_of(rows, part="main") + rows_of(rows, part="noniid")):
+            for name, workers, own, _ in by_workers(at):
+                if len(own) > 1:
+                    place = f"{task}, {split}", str(workers)
+                    yield [label(name), *place, *before_and_after(own, before)]
+
+    return markdown(head, lines(), "main", words=2)
+
+
+def before_and_after(own: Rows, before: Rows) -> list[str]:
+    """Means of equal seeds, their differences to Lion, and how far one seed moved."""
+    task = own[0]["task"]
+    like = {field: own[0][field] for field in ("part", "task", "workers", "split")}
+    lion = rows_of(before, method="lion", **like)
+    same = rows_of(before, method=own[0]["method"], **like)
+    both = [row for row in same if row["seed"] in analysis.by_seed(own)], own
+    means = [spread(analysis.mean(map(analysis.value_of, some)), task) for some in both]
+    away = [number(analysis.difference(some, lion).mean, task, signed=True) for some in both]
+    std = analysis.mean(map(analysis.value_of, lion)).std
+    farthest = max(abs(one.away or 0) for one in analysis.repeats(own, before))
+    return [*means, *away, number(std, task), f"{farthest:.1f}"]
+
+
+def by_data(rows: Rows) -> Iterator[tuple[tuple[str, str], Rows]]:
+    """Task, split and their rows."""
+    for task, split in sorted({(row["task"], row["split"]) for row in rows}, reverse=True):
+        yield (task, split), rows_of(rows, task=task, split=split)
 
 
 def tuning(rows: Rows) -> str:

@@ -44,9 +44,10 @@ class Size(NamedTuple):
         return getattr(self, task)
 
 
-# "tiny" shows whether it runs. "small" divides well among 32 workers: padding adds less than 4 % to what
-# they send; betas are those with which full-precision Lion does best (part "betas"). "paper" is the
-# ViT of both papers, for 200 epochs of CIFAR-10 by 32 workers of 32 images.
+# "tiny" shows whether it runs. "small" takes seconds: what a worker owns is rounded to half a block, which
+# adds a quarter to what 8 workers send, and up to 60 % with 32. Betas are those with which full-precision
+# Lion does best (part "betas"). "paper" is the ViT of both papers, for 200 epochs of CIFAR-10 by 32 workers
+# of 32 images.
 SIZES = {
     "tiny": Size(Shape(1, 1, 8, 2, 2, 32, 1), Shape(1, 1, 8, 2, 8, 32, 1), 20),
     "small": Size(Shape(4, 2, 32, 4, 4, 64, 8), Shape(3, 2, 32, 3, 32, 32, 4, (0.8, 0.9)), 800),
