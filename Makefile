@@ -18,6 +18,7 @@ READY := $(VENV)/.ready-$(PY_VERSION)
 OLDEST_READY := .venv-oldest/.ready-$(PY_VERSION)
 
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+EQUALITY := tests/test_against_reference.py tests/test_ranges.py tests/test_quantize.py tests/test_sharding.py
 PYTEST := -m pytest --numprocesses $(TEST_JOBS) --dist worksteal $(TEST_ARGS)
 
 # $(call need_python,NAME OF THE VARIABLE)
@@ -55,9 +56,11 @@ demo: $(READY) ## train the example, with output in runs/demo
 test: $(READY) ## run the tests and the doctests but for the slow ones
 	$(VENV)/bin/python $(PYTEST) -m "not slow"
 
-# XLA_FLAGS=: as users compile, not by the flags of tests/conftest.py, which a newer XLA may not know.
-test-all: $(READY) ## run every test, compiled as for users
-	XLA_FLAGS= $(VENV)/bin/python $(PYTEST)
+# The second line compiles as users do, and not by the quick flags of tests/conftest.py: what is equal to the
+# bit must be so by both.
+test-all: $(READY) ## run every test, and those of equality once more, compiled as for users
+	$(VENV)/bin/python $(PYTEST)
+	XLA_FLAGS= $(VENV)/bin/python $(PYTEST) -m "not slow" $(EQUALITY)
 
 lint: $(READY) ## check style, formatting and types
 	$(VENV)/bin/python -m ruff check .
