@@ -354,7 +354,9 @@ def levels(p: int, *, norm: str = "max", rounding: Rounding | None = None) -> Qu
         t = _in_units(x, step)
         if rounding.noise:
             t = jnp.floor(t + rounding.noise(place))
-        codes = (jnp.clip(jnp.round(t), -s, s) + s).astype(jnp.uint32)
+        # Of the largest steps not every multiple is a float32.
+        most = jnp.minimum(s, jnp.floor(LARGEST_BFLOAT16 / jnp.where(step > 0, step, 1)))
+        codes = (jnp.clip(jnp.round(t), -most, most) + s).astype(jnp.uint32)
         message = _midtread(codes, x, p, place)
         return message._replace(steps=step[:, 0].astype(jnp.bfloat16))
 
@@ -487,7 +489,8 @@ def _midrise_codes(
     in_steps = _in_units(x, step[:, None])
     if rounding.noise is not None:
         level = jnp.floor(in_steps + (half - 0.5) + rounding.noise(place))
-        return jnp.clip(level, 0, 2 * half - 1).astype(jnp.uint32)
+        level = jnp.where(x == 0, half - 1, jnp.clip(level, 0, 2 * half - 1))
+        return level.astype(jnp.uint32)
     magnitude = jnp.minimum(jnp.abs(in_steps), half - 1).astype(jnp.uint32)
     return jnp.where(x > 0, half + magnitude, half - 1 - magnitude)
 
@@ -552,9 +555,9 @@ def _largest(x: jax.Array) -> jax.Array:
 
 
 def _length(x: jax.Array) -> jax.Array:
-    """The root of the sum of squares, of values below 2 so that no square is too large or small."""
+    """The root of the sum of squares, of values near 1 so that no square is too large or small."""
     words = lax.bitcast_convert_type(_largest(x), jnp.uint32) & jnp.uint32(0x7F800000)
-    unit = lax.bitcast_convert_type(words, jnp.float32)
+    unit = jnp.minimum(lax.bitcast_convert_type(words, jnp.float32), 2.0**126)
     parts = _in_units(x, unit)
     return jnp.sqrt(jnp.sum(parts * parts, axis=1, keepdims=True)) * unit
 

@@ -206,7 +206,8 @@ def _levels(x: jax.Array, s: int, norm: str, buffer: Buffer, t: jax.Array, seed:
     most = float(jnp.finfo(jnp.bfloat16).max)
     step = _rounded_up(jnp.minimum(norms[norm]() / s, most))
     step = jnp.where(step < 2.0**-126, 0, step)
-    q = _rounded_at_random(reference.quotient(x, step), s, buffer, t, seed) + s
+    largest = jnp.minimum(s, jnp.floor(most / jnp.where(step > 0, step, 1)))
+    q = _rounded_at_random(reference.quotient(x, step), largest, buffer, t, seed) + s
     return Message(q, step)
 
 
@@ -218,7 +219,7 @@ def _length(x: jax.Array, largest: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.sum(shares * shares, axis=-1, keepdims=True)) * power
 
 
-def _rounded_at_random(x: jax.Array, s: int, buffer: Buffer, t: jax.Array, seed: int) -> jax.Array:
+def _rounded_at_random(x: jax.Array, s: Any, buffer: Buffer, t: jax.Array, seed: int) -> jax.Array:
     """To one of the two whole numbers around it, right on average, and clipped at ``s``."""
     level = jnp.floor(x + reference.noise(buffer, len(x), t, seed))
     return jnp.clip(level, -s, s).astype(jnp.int32)
