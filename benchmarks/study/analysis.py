@@ -180,21 +180,16 @@ def recovered(rows: Rows, vote: Rows, lion: Rows) -> Recovered:
 
 
 def repeats(rows: Rows, before: Rows) -> list[Repeat]:
-    """Each row beside the row of before of the same run; raises ``ValueError`` where there is none."""
+    """Each row beside the row of before of the same run, where there is one."""
     old = {run_of(row): row for row in before if "test" in row}
     seeds = defaultdict(list)
     for run, row in old.items():
         seeds[run._replace(seed=0)].append(value_of(row))
-    found = []
-    for row in rows:
-        run = run_of(row)
-        if run not in old:
-            raise ValueError(
-                f"no row of before is of {run}: a sample repeats rows, with their rates"
-            )
-        std = mean(seeds[run._replace(seed=0)]).std
-        found.append(Repeat(run, value_of(old[run]), value_of(row), std))
-    return found
+    return [
+        Repeat(run, value_of(old[run]), value_of(row), mean(seeds[run._replace(seed=0)]).std)
+        for row in rows
+        if (run := run_of(row)) in old
+    ]
 
 
 def bits_of(rows: Rows) -> float:

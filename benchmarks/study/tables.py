@@ -293,7 +293,7 @@ def repeated(rows: Rows, before: Rows) -> str:
     def lines() -> Iterator[list[str]]:
         for (task, split), at in by_data(rows_of(rows, part="main") + rows_of(rows, part="noniid")):
             for name, workers, own, _ in by_workers(at):
-                if len(own) > 1:
+                if len(analysis.repeats(own, before)) > 1:
                     place = f"{task}, {split}", str(workers)
                     yield [label(name), *place, *before_and_after(own, before)]
 
@@ -315,8 +315,10 @@ def before_and_after(own: Rows, before: Rows) -> list[str]:
 
 
 def by_data(rows: Rows) -> Iterator[tuple[tuple[str, str], Rows]]:
-    """Task, split and their rows."""
-    for task, split in sorted({(row["task"], row["split"]) for row in rows}, reverse=True):
+    """Task, split and their rows; first data that are alike."""
+    for task, split in sorted(
+        {(r["task"], r["split"]) for r in rows}, key=lambda at: (at[1] != "iid", at)
+    ):
         yield (task, split), rows_of(rows, task=task, split=split)
 
 
