@@ -88,7 +88,7 @@ def main() -> None:
     measured, errors, rows = {}, [], []
     for parts in schemes():
         for workers in range(2, 9):
-            traffic = accounting.predict(params, workers, **parts)
+            traffic = accounting.predict(params, workers, platform=jax.default_backend(), **parts)
             seen = compiled_bytes(parts, workers)
             measured[traffic] = seen
             errors.append(abs(seen - traffic.sent_bytes) / traffic.sent_bytes)
