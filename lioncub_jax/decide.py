@@ -10,7 +10,9 @@ Ties (``majority``) are broken by ``bits.coin``: fair, and the same on every wor
 on which nobody votes gets update 0.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+import operator
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -89,7 +91,7 @@ class Tally(NamedTuple):
             reach = self.votes if top == 1 else bits.times(self.votes, top, width)
             wide = [bits.over_rows(plane, rows) for plane in reach]
         greater, equal = bits.compare(self.planes, wide[1:])
-        moved = None if self.votes is None else _either(self.votes)
+        moved = None if self.votes is None else functools.reduce(operator.or_, self.votes)
         return Signs(greater, equal & ~wide[0], moved)
 
 
@@ -466,13 +468,6 @@ def _constant(number: int, like: jax.Array) -> list[jax.Array]:
     """A number as planes of row words, the same for all rows."""
     planes = range(bits.sum_bits(number, 1))
     return [jnp.zeros_like(like) | bits.as_mask(jnp.uint32(number >> k & 1)) for k in planes]
-
-
-def _either(words: Sequence[jax.Array]) -> jax.Array:
-    out = words[0]
-    for word in words[1:]:
-        out = out | word
-    return out
 
 
 def _ties(result: Tally | Values, signs: Signs) -> jax.Array:

@@ -561,8 +561,7 @@ def _alone(
     values, states = list(messages), list(owners)
     if plan.owner.needs_values and not plan.owner.feedback:
         for k, bucket in enumerate(plan.buckets(grads, 1)):
-            rows = jnp.concatenate([layout.join(messages, piece) for piece in bucket.pieces])
-            rows = layout.pad_rows(rows, bucket.rows)
+            rows = _bucket_rows(messages, bucket)
             where = Slice(1, bucket.chunk, 1, quantize.dense(), bucket.dtype, None)
             received = Sums(rows, None, 1 - abstains.astype(jnp.uint32))
             result, states[k] = plan.owner.decide(received, where, states[k])

@@ -670,7 +670,7 @@ def test_a_save_that_the_end_of_the_program_cuts_off_is_an_error_and_blocks_noth
 
 def test_the_workers_of_a_mesh_say_both_axes(tmp_path):
     place = place_of("4 of 2")
-    workers = Workers.on(place.mesh, **place.axes)
+    workers = Workers(place.mesh, **place.axes)
     state = first_state(votes()(place), place)
     with Checkpoints(tmp_path, axis_name=workers) as checkpoints:
         checkpoints.save(state, wait=True)
@@ -757,7 +757,7 @@ def test_votes_on_some_parameters_move_only_where_their_slices_say_which(tmp_pat
 def test_segments_may_lie_in_any_order_with_rows_between_them():
     """Nothing is taken for granted but first row and rows of a segment, and the rows an owner has."""
     state, place = small(), place_of("2")
-    layout = reshard.layout_of(state, Workers.on(place.mesh, **place.axes))
+    layout = reshard.layout_of(state, Workers(place.mesh, **place.axes))
     (sliced,) = layout.sliced
     (bucket,), path = sliced.owned, ".opt_state.owner[0].value.mu"
     segments, first = [], 3

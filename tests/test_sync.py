@@ -680,7 +680,7 @@ def test_a_run_that_syncs_in_codes_goes_on_to_the_bit(saved_run, tmp_path):
 
 def owed(state, place):
     """The owners' errors as whole leaves, by name."""
-    workers = Workers.on(place.mesh, **place.axes)
+    workers = Workers(place.mesh, **place.axes)
     layout = relayout.layout_of(state, workers)
     whole = relayout.opened(layout, relayout.paths_of(state))
     return {

@@ -239,7 +239,7 @@ class Checkpoints:
         return f"checkpoint {self.directory / str(step)}"
 
     def _workers(self, call: str, state: Any) -> Workers:
-        return Workers.on(_mesh_of(call, state), *self._axes)
+        return Workers(_mesh_of(call, state), *self._axes)
 
     def _set_refused_aside(self) -> None:
         """Renames what was passed over, so that its step is free; somebody may still read it."""

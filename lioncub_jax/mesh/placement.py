@@ -119,11 +119,6 @@ class Workers:
         object.__setattr__(self, "axes", axes)
         object.__setattr__(self, "count", product(self.mesh.shape, axes))
 
-    @classmethod
-    def on(cls, mesh: Mesh, axis_name: AxisName, group_axis: AxisName | None = None) -> "Workers":
-        """The same as the constructor."""
-        return cls(mesh, axis_name, group_axis)
-
     def __str__(self) -> str:
         """The axes, as they are written in a call."""
         return as_arguments(self.axis_name, self.group_axis)
