@@ -86,11 +86,10 @@ def pack(codes: jax.Array, p: int = 1, zeros: jax.Array | None = None) -> list[j
 def _pack_blocks(codes: jax.Array, p: int, zeros: jax.Array | None) -> list[jax.Array]:
     """``[..., 32, lanes]`` to ``uint32[..., lanes]`` for each plane."""
     lead, lanes = codes.shape[:-2], codes.shape[-1]
-    striped = codes.astype(jnp.uint32).reshape(*lead, _STRIPES, _APART * lanes)
-    at = (_APART * jnp.arange(_STRIPES, dtype=jnp.uint32))[:, None]
+    striped = codes.astype(jnp.uint32).reshape(*lead, _STRIPES, _APART, lanes)
+    at = (_APART * jnp.arange(_STRIPES, dtype=jnp.uint32))[:, None, None]
     groups = [striped >> k if k else striped for k in range(0, p, _APART)]
     joined = [_any((x & 0xF if p > _APART else x) << at, len(lead)) for x in groups]
-    joined = [x.reshape(*lead, _APART, lanes) for x in joined]
     row = jnp.arange(_APART, dtype=jnp.uint32)[:, None]
     stripes = [(joined[k // _APART] >> (k % _APART)) & _EVERY_FOURTH for k in range(p)]
     if zeros is not None:

@@ -545,9 +545,10 @@ def _leaf_scale(place: Place) -> jax.Array:
 
 def _in_units(x: jax.Array, unit: jax.Array) -> jax.Array:
     """``x / unit`` for each row, and 0 where the unit is 0."""
-    # Multiplied with the inverse, which is made once for a row; that of 2**126 is the last normal number.
-    inverse = jnp.where(unit > 0, 1 / jnp.where(unit > 0, jnp.minimum(unit, 2.0**126), 1), 0)
-    return x * lax.optimization_barrier(inverse)
+    # Multiplied with the inverse, which ends in the division: XLA keeps the result of one, and makes
+    # anything cheaper anew for each element. The inverse of 2**126 is the last normal number.
+    is_unit = (unit > 0).astype(jnp.float32)
+    return x * (is_unit / jnp.where(unit > 0, jnp.minimum(unit, 2.0**126), 1))
 
 
 def _largest(x: jax.Array) -> jax.Array:
