@@ -71,16 +71,11 @@ def pack(codes: jax.Array, p: int = 1, zeros: jax.Array | None = None) -> list[j
       8
     """
     lead, rows = codes.shape[:-2], codes.shape[-2]
-    whole = rows - rows % BLOCK
-    split, parts = whole * WORDS_PER_ROW, []
-    if whole:
-        blocks = codes[..., :whole, :].reshape(*lead, -1, BLOCK, ROW)
-        sides = None if zeros is None else zeros[..., :split].reshape(*lead, -1, ROW)
-        parts.append([x.reshape(*lead, -1) for x in _pack_blocks(blocks, p, sides)])
-    if rows > whole:
-        sides = None if zeros is None else zeros[..., split:]
-        parts.append(_pack_blocks(_split_lanes(codes[..., whole:, :]), p, sides))
-    return [jnp.concatenate(x, -1) if len(x) > 1 else x[0] for x in zip(*parts, strict=True)]
+    sides = [None, None] if zeros is None else _in_blocks(zeros, rows)
+    parts = [
+        _pack_blocks(x, p, side) for x, side in zip(_rows_in_blocks(codes), sides, strict=False)
+    ]
+    return [_joined(planes, lead) for planes in zip(*parts, strict=True)]
 
 
 def _pack_blocks(codes: jax.Array, p: int, zeros: jax.Array | None) -> list[jax.Array]:
@@ -101,10 +96,29 @@ def _pack_blocks(codes: jax.Array, p: int, zeros: jax.Array | None) -> list[jax.
     return list(lax.reduce([x << row for x in stripes], zero, either, (len(lead),)))
 
 
-def _split_lanes(x: jax.Array) -> jax.Array:
-    """A half block as 32 rows of 64 lanes: ``[..., 16, 128]`` to ``[..., 32, 64]``."""
-    halves = x.reshape(*x.shape[:-1], 2, ROW // 2)
-    return jnp.moveaxis(halves, -2, -3).reshape(*x.shape[:-2], BLOCK, ROW // 2)
+def _rows_in_blocks(x: jax.Array) -> list[jax.Array]:
+    """``[..., rows, 128]`` as ``[..., blocks, 32, 128]``, then a half block as ``[..., 1, 32, 64]``."""
+    *lead, rows, _ = x.shape
+    whole, parts = rows - rows % BLOCK, []
+    if whole:
+        parts.append(x[..., :whole, :].reshape(*lead, -1, BLOCK, ROW))
+    if rows > whole:
+        halves = x[..., whole:, :].reshape(*lead, HALF_BLOCK, 2, ROW // 2)
+        parts.append(jnp.moveaxis(halves, -2, -3).reshape(*lead, 1, BLOCK, ROW // 2))
+    return parts
+
+
+def _in_blocks(words: jax.Array, rows: int) -> list[jax.Array]:
+    """``[..., 4 rows]`` as ``[..., blocks, 128]``, then a half block as ``[..., 1, 64]``."""
+    lead, split = words.shape[:-1], rows // BLOCK * ROW
+    parts = [words[..., :split].reshape(*lead, -1, ROW)] if split else []
+    return parts + ([words[..., None, split:]] if rows % BLOCK else [])
+
+
+def _joined(parts: Sequence[jax.Array], lead: Sequence[int]) -> jax.Array:
+    """Undoes ``_in_blocks``."""
+    flat = [x.reshape(*lead, -1) for x in parts]
+    return jnp.concatenate(flat, -1) if len(flat) > 1 else flat[0]
 
 
 def unpack(planes: jax.Array | Sequence[jax.Array], rows: int) -> jax.Array:
@@ -127,22 +141,34 @@ def unpack(planes: jax.Array | Sequence[jax.Array], rows: int) -> jax.Array:
     return functools.reduce(operator.or_, [_bits(x, rows) << k for k, x in enumerate(planes)])
 
 
+def unpack_once(planes: Sequence[jax.Array], rows: int) -> jax.Array:
+    """``unpack`` to the smallest integers, each made once and kept, for results in the shapes of leaves.
+
+    On a CPU the rows of a result of any other shape than theirs are found element by element, a multiple
+    of the time; what XLA is to keep must be a reduction, of which the consumer makes use twice.
+
+    Args:
+      planes: ``uint32[..., 4 rows]`` each.
+      rows: in whole or half blocks.
+
+    Returns:
+      ``uint8[..., rows, 128]``, of more than 8 planes ``uint16``, of more than 16 ``uint32``.
+    """
+    dtype = jnp.uint8 if len(planes) <= 8 else jnp.uint16 if len(planes) <= 16 else jnp.uint32
+    several = jnp.stack([*planes, jnp.zeros_like(planes[0])] if len(planes) == 1 else list(planes))
+    at = jnp.arange(len(several), dtype=dtype).reshape(-1, *[1] * planes[0].ndim, 1)
+    return _any(_bits(several, rows).astype(dtype) << at, 0)
+
+
 def _bits(words: jax.Array, rows: int) -> jax.Array:
-    lead, whole = words.shape[:-1], rows - rows % BLOCK
-    split = whole * WORDS_PER_ROW
-    parts = []
-    if whole:
-        parts.append(_unpack_blocks(words[..., :split].reshape(*lead, -1, ROW)))
-        parts[0] = parts[0].reshape(*lead, whole, ROW)
-    if rows > whole:
-        halves = _unpack_blocks(words[..., split:]).reshape(*lead, 2, HALF_BLOCK, ROW // 2)
-        parts.append(jnp.moveaxis(halves, -3, -2).reshape(*lead, HALF_BLOCK, ROW))
+    lead, parts = words.shape[:-1], []
+    for x in _in_blocks(words, rows):
+        rows_of = (x[..., None, :] >> jnp.arange(BLOCK, dtype=jnp.uint32)[:, None]) & 1
+        if x.shape[-1] < ROW:
+            halves = rows_of.reshape(*lead, 2, HALF_BLOCK, ROW // 2)
+            rows_of = jnp.moveaxis(halves, -3, -2)
+        parts.append(rows_of.reshape(*lead, -1, ROW))
     return jnp.concatenate(parts, -2) if len(parts) > 1 else parts[0]
-
-
-def _unpack_blocks(words: jax.Array) -> jax.Array:
-    """``uint32[..., lanes]`` to ``uint32[..., 32, lanes]`` of zeros and ones."""
-    return (words[..., None, :] >> jnp.arange(BLOCK, dtype=jnp.uint32)[:, None]) & 1
 
 
 # --- Bits of rows
@@ -178,17 +204,14 @@ def unpack_rows(words: jax.Array, rows: int) -> jax.Array:
 
 def any_in_rows(words: jax.Array, rows: int) -> jax.Array:
     """Row words of the rows with a bit in any element: ``uint32[..., 4 rows]`` to ``[..., blocks]``."""
-    lead, whole = words.shape[:-1], rows - rows % BLOCK
-    split = whole * WORDS_PER_ROW
-    parts = [_any(words[..., :split].reshape(*lead, -1, ROW), -1)]
-    if rows > whole:
-        either = _any(words[..., split:], -1)[..., None]
-        parts.append((either | (either >> HALF_BLOCK)) & 0xFFFF)
-    return jnp.concatenate(parts, -1) if len(parts) > 1 else parts[0]
+    parts = [_any(x, -1) for x in _in_blocks(words, rows)]
+    if rows % BLOCK:
+        parts[-1] = (parts[-1] | (parts[-1] >> HALF_BLOCK)) & 0xFFFF
+    return _joined(parts, words.shape[:-1])
 
 
 def _any(words: jax.Array, axis: int) -> jax.Array:
-    return lax.reduce(words, jnp.uint32(0), lax.bitwise_or, (axis % words.ndim,))
+    return lax.reduce(words, words.dtype.type(0), lax.bitwise_or, (axis % words.ndim,))
 
 
 def over_rows(words: jax.Array, rows: int) -> jax.Array:
@@ -201,22 +224,21 @@ def over_rows(words: jax.Array, rows: int) -> jax.Array:
       [8, 8]
     """
     lead, whole = words.shape[:-1], rows // BLOCK
-    repeated = jnp.broadcast_to(words[..., :whole, None], (*lead, whole, ROW))
-    parts = [repeated.reshape(*lead, whole * ROW)]
+    parts = [jnp.broadcast_to(words[..., :whole, None], (*lead, whole, ROW))]
     if rows % BLOCK:
         half = words[..., -1:] & 0xFFFF
         parts.append(jnp.broadcast_to(half | (half << HALF_BLOCK), (*lead, ROW // 2)))
-    return jnp.concatenate(parts, -1) if len(parts) > 1 else parts[0]
+    return _joined(parts, lead)
 
 
 # --- Counting
 
 
-def tally(planes: jax.Array) -> list[jax.Array]:
+def tally(planes: Sequence[jax.Array]) -> list[jax.Array]:
     """Adds the codes of all workers, on packed words, with carry-save adders.
 
     Args:
-      planes: ``uint32[W, p, ...]``: the planes of each worker's codes.
+      planes: of each worker's codes, least significant first, ``uint32[W, ...]`` each.
 
     Returns:
       The planes of the sum, least significant first, ``uint32[...]`` each; as many as the largest
@@ -227,20 +249,19 @@ def tally(planes: jax.Array) -> list[jax.Array]:
 
       >>> import jax.numpy as jnp
       >>> from lioncub_jax import bits
-      >>> votes = jnp.array([[[1]], [[1]], [[0]]], jnp.uint32)
-      >>> [plane.tolist() for plane in bits.tally(votes)]
+      >>> votes = jnp.array([[1], [1], [0]], jnp.uint32)
+      >>> [plane.tolist() for plane in bits.tally([votes])]
       [[0], [1]]
     """
-    workers, p = planes.shape[:2]
+    workers = planes[0].shape[0]
+    width, whole = sum_bits(workers, len(planes)), workers - workers % _GROUP
     if workers <= _GROUP:
-        columns = [[planes[w, k] for w in range(workers)] for k in range(p)]
-        return _carry_save(columns, sum_bits(workers, p))
-    whole = workers - workers % _GROUP
-    grouped = planes[:whole].reshape(-1, _GROUP, *planes.shape[1:])
-    total = tally(jnp.stack(tally(jnp.moveaxis(grouped, 0, 2)), axis=1))
+        return _carry_save([[plane[w] for w in range(workers)] for plane in planes], width)
+    groups = [x[:whole].reshape(-1, _GROUP, *x.shape[1:]) for x in planes]
+    total = tally(tally([jnp.moveaxis(x, 1, 0) for x in groups]))
     if whole < workers:
-        total = add(total, tally(planes[whole:]), max(len(total), sum_bits(workers, p)))
-    return total[: sum_bits(workers, p)]
+        total = add(total, tally([x[whole:] for x in planes]), max(len(total), width))
+    return total[:width]
 
 
 def sum_bits(workers: int, p: int) -> int:

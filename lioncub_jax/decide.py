@@ -12,7 +12,7 @@ on which nobody votes gets update 0.
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -23,6 +23,9 @@ from jax import lax
 from lioncub_jax import bits, quantize
 from lioncub_jax.bits import ROW
 from lioncub_jax.quantize import Quantizer
+
+
+Planes = Sequence[jax.Array]
 
 
 class Slice(NamedTuple):
@@ -270,12 +273,12 @@ class Reply(NamedTuple):
     """A result on its way down.
 
     Attributes:
-      planes: ``uint32[planes, chunks, words]``.
+      planes: ``uint32[chunks, words]`` each.
       rows: ``uint32[chunks, words]``, numbers for the rows, packed; None without.
       ties: ``float32[chunks]``, elements without a sign in rows that move.
     """
 
-    planes: jax.Array
+    planes: Planes
     rows: jax.Array | None
     ties: jax.Array
 
@@ -308,7 +311,7 @@ class Down(NamedTuple):
     row_words: Callable[[int, int], int]
     words_per_row: int
     encode: Callable[[Any, jax.Array], Reply]
-    decode: Callable[[jax.Array, jax.Array | None, Slice], jax.Array]
+    decode: Callable[[Planes, jax.Array | None, Slice], jax.Array]
     exact: Callable[[jax.Array], jax.Array]
 
 
@@ -321,15 +324,13 @@ def majority() -> Down:
     def encode(result: Tally | Values, coin: jax.Array) -> Reply:
         signs = result.signs()
         assert signs.moved is not None
-        return Reply(
-            (signs.positive | (signs.tied & coin))[None], signs.moved, _ties(result, signs)
-        )
+        side = signs.positive | (signs.tied & coin)
+        return Reply([side], signs.moved, _ties(result, signs))
 
-    def decode(planes: jax.Array, rows: Any, where: Slice) -> jax.Array:
-        side = 2 * bits.unpack(planes, where.rows).astype(jnp.int32) - 1
-        moved = bits.unpack_rows(rows, where.rows).astype(jnp.int32)
-        # Kept, or each element looks for the bit of its row.
-        return side * lax.optimization_barrier(moved)[..., None]
+    def decode(planes: Planes, rows: Any, where: Slice) -> jax.Array:
+        moved = bits.over_rows(rows, where.rows)
+        codes = bits.unpack_once([*planes, moved], where.rows)
+        return jnp.where(codes >= 2, 2 * (codes & 1).astype(jnp.int32) - 1, 0)
 
     return Down(
         "majority", True, True, False, False, False, lambda top, workers: 1,
@@ -345,11 +346,11 @@ def ternary_sum() -> Down:
 
     def encode(result: Tally | Values, coin: jax.Array) -> Reply:
         signs = result.signs()
-        return Reply(jnp.stack([signs.positive, signs.tied]), None, _ties(result, signs))
+        return Reply([signs.positive, signs.tied], None, _ties(result, signs))
 
-    def decode(planes: jax.Array, rows: Any, where: Slice) -> jax.Array:
-        positive, tied = (bits.unpack([x], where.rows).astype(jnp.int32) for x in planes)
-        return (2 * positive - 1) * (1 - tied)
+    def decode(planes: Planes, rows: Any, where: Slice) -> jax.Array:
+        codes = bits.unpack_once(planes, where.rows)
+        return jnp.where(codes >= 2, 0, 2 * (codes & 1).astype(jnp.int32) - 1)
 
     return Down(
         "ternary sum", True, True, True, False, False, lambda top, workers: 2,
@@ -369,9 +370,9 @@ def average() -> Down:
             like = result.planes[0][:, : bits.row_words(result.where.rows)]
             votes = _constant(result.where.workers, like)
         ties = _ties(result, result.signs())
-        return Reply(jnp.stack(result.planes), jnp.concatenate(votes, -1), ties)
+        return Reply(result.planes, jnp.concatenate(votes, -1), ties)
 
-    def decode(planes: jax.Array, rows: Any, where: Slice) -> jax.Array:
+    def decode(planes: Planes, rows: Any, where: Slice) -> jax.Array:
         top = where.up.top(where.workers)
         sums = bits.unpack(planes, where.rows).astype(jnp.int32)
         each = rows.reshape(rows.shape[0], -1, bits.row_words(where.rows))
@@ -393,9 +394,9 @@ def total() -> Down:
     """
 
     def encode(result: Tally, coin: jax.Array) -> Reply:
-        return Reply(jnp.stack(result.planes), None, _ties(result, result.signs()))
+        return Reply(result.planes, None, _ties(result, result.signs()))
 
-    def decode(planes: jax.Array, rows: Any, where: Slice) -> jax.Array:
+    def decode(planes: Planes, rows: Any, where: Slice) -> jax.Array:
         middle = where.workers * where.up.top(where.workers) // 2
         return bits.unpack(planes, where.rows).astype(jnp.int32) - middle
 
@@ -412,13 +413,14 @@ def scaled_signs() -> Down:
     """
 
     def encode(result: Values, coin: jax.Array) -> Reply:
-        (positive,) = bits.pack(result.values > 0)
         scale = jnp.max(jnp.abs(result.values), axis=-1).astype(jnp.bfloat16)
         pairs = scale.reshape(*scale.shape[:-1], -1, 2)
         ties = jnp.zeros(scale.shape[:1], jnp.float32)
-        return Reply(positive[None], lax.bitcast_convert_type(pairs, jnp.uint32), ties)
+        return Reply(
+            bits.pack(result.values > 0), lax.bitcast_convert_type(pairs, jnp.uint32), ties
+        )
 
-    def decode(planes: jax.Array, rows: Any, where: Slice) -> jax.Array:
+    def decode(planes: Planes, rows: Any, where: Slice) -> jax.Array:
         pairs = lax.bitcast_convert_type(rows, jnp.bfloat16)
         scale = pairs.reshape(-1, where.rows).astype(jnp.float32)
         side = 2 * bits.unpack(planes, where.rows).astype(jnp.float32) - 1
@@ -443,9 +445,9 @@ def floats() -> Down:
     def encode(result: Values, coin: jax.Array) -> Reply:
         words = lax.bitcast_convert_type(result.values, jnp.uint32)
         chunks = words.shape[0]
-        return Reply(words.reshape(1, chunks, -1), None, jnp.zeros((chunks,), jnp.float32))
+        return Reply([words.reshape(chunks, -1)], None, jnp.zeros((chunks,), jnp.float32))
 
-    def decode(planes: jax.Array, rows: Any, where: Slice) -> jax.Array:
+    def decode(planes: Planes, rows: Any, where: Slice) -> jax.Array:
         values = lax.bitcast_convert_type(planes[0], jnp.float32)
         return values.reshape(-1, where.rows, ROW)
 

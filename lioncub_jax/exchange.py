@@ -8,7 +8,7 @@ parts by name: ``lioncub.pack``, ``up``, ``decide``, ``down``, ``unpack``, ``rem
 import functools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -425,7 +425,7 @@ def abstains_now(plan: Plan, abstain: Any, encoded: list[list[Message]]) -> jax.
     abstains = functools.reduce(operator.or_, flags, asked)
     # Never true, but known only when all codes are made: momentum is then overwritten in place, where it
     # would be copied for the codes that are still to be made of it. A barrier does not last that long.
-    words = [message.planes[0, 0] for codes in encoded for message in codes]
+    words = [message.planes[0][0] for codes in encoded for message in codes]
     late = [lax.population_count(word) > BLOCK for word in words]
     abstains = functools.reduce(operator.or_, late, abstains)
     # The devices that share a worker abstain as one.
@@ -453,7 +453,7 @@ def decide_on(
         where = Slice(chunks, bucket.chunk, worker.workers, plan.up, bucket.dtype, counts)
         result, owner = plan.owner.decide(received, where, owner)
         row = bucket.first_row + first * bucket.chunk
-        row += wires.shard_index(codes[0].planes, plan.axis) * bucket.total_rows
+        row += wires.shard_index(codes[0].planes[0], plan.axis) * bucket.total_rows
         words = bucket.chunk * WORDS_PER_ROW
         coin = bits.coin(row * WORDS_PER_ROW, chunks * words, worker.step)
         reply = plan.down.encode(result, coin.reshape(chunks, words))
@@ -487,8 +487,10 @@ def uncoded(
         for piece, message in zip(bucket.pieces, codes, strict=True):
             assert message.steps is not None
             steps = bucket.by_chunk(message.steps)
-            planes = message.planes.reshape(len(message.planes), len(steps), -1)
-            rows = plan.up.values(planes, steps, steps.shape[1], worker.workers).reshape(-1, ROW)
+            planes = [x.reshape(len(steps), -1) for x in message.planes]
+            rows = plan.up.values(
+                planes, steps, steps.shape[1], worker.workers, bits.unpack_once
+            ).reshape(-1, ROW)
             for s in piece.segments:
                 own = rows[s.first_row - piece.first_row :][: s.rows]
                 error = sent[s.leaf] - layout.from_rows(own, s)
@@ -500,25 +502,28 @@ def uncoded(
 
 def _joined(form: Format, codes: list[Message], abstains: jax.Array) -> Message:
     """The message about a whole bucket, padded to its chunks; without votes if the worker abstains."""
-    words = form.workers * form.code_words
-    planes = jnp.concatenate([x.planes for x in codes], axis=1)
-    planes = jnp.pad(planes, ((0, 0), (0, words - planes.shape[1])))
+    words = form.workers * form.rows * form.up.words_per_row
+    planes = [_padded(each, words) for each in zip(*[x.planes for x in codes], strict=True)]
     voted, steps = None, None
     if form.sends_votes:
-        found = jnp.concatenate([x.voted for x in codes if x.voted is not None])
         blocks = form.workers * bits.row_words(form.rows)
-        voted = jnp.where(abstains, 0, jnp.pad(found, (0, blocks - found.size)))
-        mask = bits.over_rows(voted.reshape(form.workers, -1), form.rows)
-        planes &= mask.reshape(-1)
+        voted = jnp.where(abstains, 0, _padded([x.voted for x in codes], blocks))
+        mask = bits.over_rows(voted.reshape(form.workers, -1), form.rows).reshape(-1)
+        planes = [x & mask for x in planes]
     if form.up.has_zero:
         zero = form.up.top(form.workers) // 2
-        silent = np.array([[-(zero >> k & 1) & 0xFFFFFFFF] for k in range(len(planes))], np.uint32)
-        planes = jnp.where(abstains, silent, planes)
+        planes = [
+            jnp.where(abstains, jnp.uint32(0xFFFFFFFF if zero >> k & 1 else 0), x)
+            for k, x in enumerate(planes)
+        ]
     if form.sends_steps:
-        each = jnp.concatenate([x.steps for x in codes if x.steps is not None])
-        each = layout.pad_rows(each, form.workers * form.rows)
-        steps = jnp.where(abstains, 0, each)
+        steps = jnp.where(abstains, 0, _padded([x.steps for x in codes], form.workers * form.rows))
     return Message(planes, voted, steps, ~abstains)
+
+
+def _padded(parts: Sequence[Any], size: int) -> jax.Array:
+    """The parts one after the other, then zeros."""
+    return layout.pad_rows(jnp.concatenate(parts) if len(parts) > 1 else parts[0], size)
 
 
 def _counts(worker: Worker, piece: Piece) -> jax.Array:

@@ -14,7 +14,7 @@ taken, so nothing over- or underflows). In a vote the step stays at the worker: 
 counted. Where the server decodes values it travels beside the codes, as bfloat16.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -69,14 +69,14 @@ class Message(NamedTuple):
     """What one worker sends about the rows of a piece (or, joined, of a bucket).
 
     Attributes:
-      planes: ``uint32[planes, words]``, the codes; of a dense quantiser the values' own bits.
+      planes: ``uint32[words]`` each, the codes; of a dense quantiser the values' own bits.
       voted: row words, ``uint32[blocks]``, the rows that the worker votes on; None for codes with a zero
         and for values, which say so themselves.
       steps: ``bfloat16[rows]``, the size of a step, or None where it does not travel.
       finite: ``bool[]``, whether all values are finite.
     """
 
-    planes: jax.Array
+    planes: list[jax.Array]
     voted: jax.Array | None
     steps: jax.Array | None
     finite: jax.Array
@@ -113,23 +113,27 @@ class Quantizer(NamedTuple):
         """Words that a plane takes for one row."""
         return ROW * jnp.dtype(self.dense).itemsize // 4 if self.dense else bits.WORDS_PER_ROW
 
-    def planes(self, workers: int) -> int:
-        """Planes of a message."""
-        return 1 if self.dense else self.top(workers).bit_length()
-
     def values(
-        self, planes: jax.Array, steps: jax.Array | None, rows: int, workers: int
+        self,
+        planes: Sequence[jax.Array],
+        steps: jax.Array | None,
+        rows: int,
+        workers: int,
+        unpack: Callable[[Sequence[jax.Array], int], jax.Array] = bits.unpack,
     ) -> jax.Array:
-        """Decodes one worker's planes ``[planes, parts, words]`` to ``float32[parts, rows, 128]``.
+        """Decodes planes ``[..., words]`` and steps ``[..., rows]`` to ``float32[..., rows, 128]``.
 
-        Products of short integers and bfloat16 steps ``[parts, rows]`` are exact: no rounding.
+        Products of short integers and bfloat16 steps are exact: no rounding.
         """
         if self.dense:
-            words = planes[0].reshape(*planes.shape[1:-1], rows, -1)
+            words = planes[0].reshape(*planes[0].shape[:-1], rows, -1)
             return _floats(words, self.dense)
         assert steps is not None
-        odd = (2 * bits.unpack(planes, rows)).astype(jnp.int32) - self.top(workers)
-        return odd.astype(jnp.float32) * (steps.astype(jnp.float32) / 2)[..., None]
+        codes, top = unpack(planes, rows), self.top(workers)
+        upper = codes > top // 2
+        odd = 2 * jnp.where(upper, codes, top - codes).astype(jnp.int32) - top
+        signed = jnp.where(upper, odd, -odd).astype(jnp.float32)
+        return signed * (steps.astype(jnp.float32) / 2)[..., None]
 
 
 class Rounding(NamedTuple):
@@ -234,7 +238,7 @@ def midrise(p: int, *, rounding: Rounding | None = None) -> Quantizer:
         *planes, _ = _packed(codes | _mark(x != 0, p), p + 1, place, zeros=True)
         voted = bits.pack_rows(place.bucket.by_chunk(mean > 0)).reshape(-1)
         steps = step.astype(jnp.bfloat16) if place.steps else None
-        return Message(jnp.stack(planes), voted, steps, jnp.all(finite))
+        return Message(planes, voted, steps, jnp.all(finite))
 
     name = f"midrise({p}, {rounding.name})" if rounding.noise else f"midrise({p})"
     return Quantizer(name, p, lambda workers: top, False, True, None, encode)
@@ -385,8 +389,8 @@ def dense(dtype: Any = jnp.float32) -> Quantizer:
         raise ValueError(f"dense({dtype.name}): values travel as float32 or bfloat16")
 
     def encode(x: jax.Array, place: Place) -> Message:
-        words = _float_words(saturated(x, dtype)).reshape(1, -1)
-        return Message(words, None, None, jnp.all(jnp.isfinite(x)))
+        words = _float_words(saturated(x, dtype)).reshape(-1)
+        return Message([words], None, None, jnp.all(jnp.isfinite(x)))
 
     bits_ = 8 * dtype.itemsize
     return Quantizer(f"dense({dtype.name})", bits_, lambda workers: 0, False, True, dtype, encode)
@@ -472,7 +476,7 @@ def _signs(x: jax.Array, place: Place) -> Message:
     strange, positive, marks = _packed(fields, 3, place, zeros=True)
     rows = x.shape[0] if place.bucket.large else place.bucket.chunk
     voted = bits.any_in_rows(marks.reshape(-1, rows * bits.WORDS_PER_ROW), rows)
-    return Message(positive[None], voted.reshape(-1), None, jnp.all(strange == 0))
+    return Message([positive], voted.reshape(-1), None, jnp.all(strange == 0))
 
 
 def _mark(mark: jax.Array, bit: int) -> jax.Array:
@@ -498,7 +502,7 @@ def _midrise_codes(
 def _midtread(codes: jax.Array, x: jax.Array, p: int, place: Place) -> Message:
     fields = codes | _mark(~jnp.isfinite(x), p)
     *planes, strange = _packed(fields, p + 1, place, zeros=False)
-    return Message(jnp.stack(planes), None, None, jnp.all(strange == 0))
+    return Message(planes, None, None, jnp.all(strange == 0))
 
 
 def _divisor(counts: jax.Array | None) -> Any:

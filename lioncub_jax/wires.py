@@ -14,6 +14,7 @@ whether the worker takes part at all. A *reply* is the planes, the numbers of th
 many workers took part. A `Format` knows both.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -61,114 +62,106 @@ class Format(NamedTuple):
     Attributes:
       up: the codes that go up.
       down: how the reply is coded.
-      decodes: whether the owner decodes values (then steps travel), or counts codes.
       workers: how many workers there are.
       rows: rows of the chunk that each of them owns.
+      sends_steps: whether each row's step travels, because the owner decodes values.
+      sends_votes: whether a bit says on which rows a worker votes; codes with a zero say so themselves.
+      message_planes: planes of a message.
+      reply_planes: planes of a reply.
+      message_words: words of a message about one chunk, padding included.
+      reply_words: words of a reply about one chunk, padding included.
     """
 
     up: Quantizer
     down: Down
-    decodes: bool
     workers: int
     rows: int
+    sends_steps: bool
+    sends_votes: bool
+    message_planes: int
+    reply_planes: int
+    message_words: int
+    reply_words: int
 
     @classmethod
     def of(cls, up: Quantizer, owner: Owner, down: Down, bucket: Bucket) -> "Format":
         """The format of a bucket's messages and replies."""
-        return cls(up, down, owner.needs_values, bucket.workers, bucket.chunk)
-
-    @property
-    def sends_steps(self) -> bool:
-        """Whether each row's step travels."""
-        return self.decodes and not self.up.dense
-
-    @property
-    def sends_votes(self) -> bool:
-        """Whether a bit says on which rows a worker votes; codes with a zero say so themselves."""
-        return not self.decodes and not self.up.has_zero
-
-    @property
-    def code_words(self) -> int:
-        """Words that a plane of codes takes for a chunk."""
-        return self.rows * self.up.words_per_row
-
-    @property
-    def message_words(self) -> int:
-        """Words of a message about one chunk."""
-        words = self.up.planes(self.workers) * self.code_words + 1
-        words += self.rows // 2 if self.sends_steps else 0
-        return words + (bits.row_words(self.rows) if self.sends_votes else 0)
-
-    @property
-    def reply_words(self) -> int:
-        """Words of a reply about one chunk."""
-        planes = self.down.planes(self.up.top(self.workers), self.workers)
-        numbers = self.down.row_words(self.rows, self.workers)
-        return planes * self.rows * self.down.words_per_row + numbers + 2
+        workers, rows = bucket.workers, bucket.chunk
+        steps = owner.needs_values and not up.dense
+        votes = not owner.needs_values and not up.has_zero
+        top = up.top(workers)
+        planes, replies = 1 if up.dense else top.bit_length(), down.planes(top, workers)
+        words = planes * rows * up.words_per_row + 1
+        words += rows // 2 if steps else bits.row_words(rows) if votes else 0
+        back = replies * rows * down.words_per_row + down.row_words(rows, workers) + 2
+        words += _padding(words, _LINE)
+        back += _padding(back, _LANES)
+        return cls(up, down, workers, rows, steps, votes, planes, replies, words, back)
 
     def pack(self, message: Message, takes_part: jax.Array) -> jax.Array:
         """A message about all chunks: ``uint32[W, message_words]``."""
-        each = self.workers
-        planes = message.planes.reshape(message.planes.shape[0], each, -1)
-        parts = [jnp.moveaxis(planes, 1, 0).reshape(each, -1)]
+        parts = [*message.planes]
         if self.sends_steps:
             assert message.steps is not None
-            pairs = message.steps.reshape(each, -1, 2)
-            parts.append(lax.bitcast_convert_type(pairs, jnp.uint32))
+            parts.append(lax.bitcast_convert_type(message.steps.reshape(-1, 2), jnp.uint32))
         if self.sends_votes:
             assert message.voted is not None
-            parts.append(message.voted.reshape(each, -1))
-        parts.append(jnp.broadcast_to(takes_part.astype(jnp.uint32), (each, 1)))
-        return jnp.concatenate(parts, axis=1)
+            parts.append(message.voted)
+        parts.append(jnp.broadcast_to(takes_part.astype(jnp.uint32), (self.workers,)))
+        return _side_by_side([x.reshape(self.workers, -1) for x in parts], self.message_words)
 
     def unpack(self, messages: jax.Array) -> "Inbox":
         """Undoes ``pack`` for all workers: ``uint32[W, chunks, message_words]``."""
-        planes = self.up.planes(self.workers)
-        end = planes * self.code_words
-        payload = messages[..., :end].reshape(*messages.shape[:2], planes, -1)
-        extra, voted, steps = messages[..., end:-1], None, None
+        words = self.rows * self.up.words_per_row
+        *planes, rest = _split(messages, [words] * self.message_planes)
+        voted, steps, number = None, None, 0
         if self.sends_steps:
-            halves = lax.bitcast_convert_type(extra, jnp.bfloat16)
+            number = self.rows // 2
+            halves = lax.bitcast_convert_type(rest[..., :number], jnp.bfloat16)
             steps = halves.reshape(*messages.shape[:2], self.rows).astype(jnp.float32)
         if self.sends_votes:
-            voted = extra
-        return Inbox(jnp.moveaxis(payload, 2, 1), voted, steps, messages[:, 0, -1])
+            number = bits.row_words(self.rows)
+            voted = rest[..., :number]
+        return Inbox(planes, voted, steps, rest[:, 0, number])
 
     def pack_reply(self, reply: Reply, present: jax.Array) -> jax.Array:
         """Replies about some chunks: ``uint32[chunks, reply_words]``."""
-        chunks = reply.ties.shape[0]
-        parts = [jnp.moveaxis(reply.planes, 1, 0).reshape(chunks, -1)]
-        if reply.rows is not None:
-            parts.append(reply.rows)
-        parts.append(lax.bitcast_convert_type(reply.ties, jnp.uint32)[:, None])
-        parts.append(jnp.broadcast_to(present.astype(jnp.uint32), (chunks, 1)))
-        return jnp.concatenate(parts, axis=1)
+        ties = lax.bitcast_convert_type(reply.ties, jnp.uint32)[:, None]
+        parts = [*reply.planes, ties, jnp.broadcast_to(present, ties.shape)]
+        parts += [] if reply.rows is None else [reply.rows]
+        return _side_by_side(parts, self.reply_words)
 
     def unpack_reply(self, replies: jax.Array) -> tuple[Reply, jax.Array]:
         """Undoes ``pack_reply``; and how many workers took part."""
-        chunks = replies.shape[0]
-        planes = self.down.planes(self.up.top(self.workers), self.workers)
-        end = planes * self.rows * self.down.words_per_row
-        payload = jnp.moveaxis(replies[:, :end].reshape(chunks, planes, -1), 1, 0)
-        rows = replies[:, end:-2] if replies.shape[1] > end + 2 else None
-        ties = lax.bitcast_convert_type(replies[:, -2], jnp.float32)
-        return Reply(payload, rows, ties), replies[0, -1]
+        words = self.rows * self.down.words_per_row
+        numbers = self.down.row_words(self.rows, self.workers)
+        *planes, ties, present, rest = _split(replies, [*[words] * self.reply_planes, 1, 1])
+        ties = lax.bitcast_convert_type(ties[:, 0], jnp.float32)
+        return Reply(planes, rest[:, :numbers] if numbers else None, ties), present[0, 0]
 
 
-_TOGETHER = 8  # workers whose codes are decoded in one pass
+def _side_by_side(parts: Sequence[jax.Array], words: int) -> jax.Array:
+    """Joins the last axes of parts, and pads them to so many words."""
+    joined = jnp.concatenate(parts, axis=1)
+    return jnp.pad(joined, ((0, 0), (0, words - joined.shape[1])))
+
+
+def _split(words: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
+    """Cuts the last axis into parts of these sizes and the rest."""
+    return jnp.split(words, list(itertools.accumulate(sizes)), axis=-1)
 
 
 class Inbox(NamedTuple):
     """Packed codes of all workers for the chunks that this worker owns.
 
     Attributes:
-      planes: ``uint32[W, planes, chunks, words]``.
+      planes: ``uint32[W, chunks, words]`` each.
       voted: row words, ``uint32[W, chunks, blocks]``, or None.
       steps: ``float32[W, chunks, rows]``, or None.
       taking_part: ``uint32[W]``, 1 for workers that take part.
     """
 
-    planes: jax.Array
+    planes: list[jax.Array]
     voted: jax.Array | None
     steps: jax.Array | None
     taking_part: jax.Array
@@ -180,42 +173,33 @@ class Inbox(NamedTuple):
 
     def tally(self, where: Slice) -> Tally:
         """Adds the codes on packed words."""
-        votes = None if self.voted is None else bits.tally(self.voted[:, None])
+        votes = None if self.voted is None else bits.tally([self.voted])
         width = (where.workers * where.up.top(where.workers)).bit_length()
         return Tally(bits.tally(self.planes)[:width], votes, where)
 
     def mean(self, where: Slice, dominance: float) -> jax.Array:
-        """Decodes and averages, worker by worker in order: ``float32[chunks rows, 128]``."""
+        """Decodes and averages over the workers that take part: ``float32[chunks rows, 128]``."""
         steps = None if self.steps is None else _bounded(self.steps, dominance)
-
-        def decoded(w: int | jax.Array) -> jax.Array:
-            step = None if steps is None else steps[w]
-            values = where.up.values(self.planes[w], step, where.rows, where.workers)
-            return jnp.where(self.taking_part[w] > 0, values, 0) if where.up.dense else values
-
-        def added(first: int | jax.Array, count: int, total: Any) -> jax.Array:
-            for w in range(count):
-                values = decoded(first + w)
-                total = values if total is None else total + values
-            return total
-
-        # Some workers at a time in one loop over the elements; kept, or each use would decode anew.
-        few = min(where.workers, _TOGETHER)
-        total = lax.optimization_barrier(added(0, few, None))
-        more, rest = divmod(where.workers - few, few)
-        if more:
-            total = lax.fori_loop(1, more + 1, lambda k, total: added(k * few, few, total), total)
-        total = added(few * (more + 1), rest, total)
-        return (total * _share(self.present)).reshape(-1, ROW)
+        values = where.up.values(self.planes, steps, where.rows, where.workers)
+        takes_part = self.taking_part[:, None, None, None]
+        values = jnp.where(takes_part > 0, values, 0)
+        counted = jnp.broadcast_to(takes_part, values.shape)
+        # One reduction of both: nothing is decoded twice, and no decoded array is ever kept.
+        both = lambda a, b: [a[0] + b[0], a[1] + b[1]]  # noqa: E731
+        total, present = lax.reduce([values, counted], [jnp.float32(0), jnp.uint32(0)], both, (0,))
+        return (total * _share(present)).reshape(-1, ROW)
 
 
 def _bounded(steps: jax.Array, dominance: float) -> jax.Array:
     """Cuts the largest step on a row to ``dominance`` times the next largest, if there is one."""
-    largest = jnp.argmax(steps, axis=0)
-    worker = jnp.arange(steps.shape[0]).reshape(-1, *[1] * largest.ndim)
-    next_largest = jnp.max(jnp.where(worker == largest, 0, steps), axis=0)
-    limit = jnp.where(next_largest > 0, dominance * next_largest, jnp.inf)
-    return jnp.minimum(steps, limit)
+
+    def two_largest(a: Any, b: Any) -> Any:
+        less = jnp.minimum(a[0], b[0])
+        return jnp.maximum(a[0], b[0]), jnp.maximum(less, jnp.maximum(a[1], b[1]))
+
+    zero = jnp.float32(0)
+    _, second = lax.reduce((steps, jnp.zeros_like(steps)), (zero, zero), two_largest, (0,))
+    return jnp.minimum(steps, jnp.where(second > 0, dominance * second, jnp.inf))
 
 
 class Sums(NamedTuple):
@@ -234,12 +218,11 @@ class Sums(NamedTuple):
     def tally(self, where: Slice) -> Tally:
         """Packs the sums, so that from here on every wire is alike."""
         width = (where.workers * where.up.top(where.workers)).bit_length()
-        codes = self.sums.astype(jnp.uint32)
-        planes = bits.pack(codes, width)
-        if self.votes is None:
-            return Tally(planes, None, where)
-        each = range(bits.sum_bits(where.workers, 1))
-        return Tally(planes, [bits.pack_rows((self.votes >> k) & 1 > 0) for k in each], where)
+        votes = self.votes
+        if votes is not None:
+            each = range(bits.sum_bits(where.workers, 1))
+            votes = [bits.pack_rows((votes >> k) & 1 > 0) for k in each]
+        return Tally(bits.pack(self.sums.astype(jnp.uint32), width), votes, where)
 
     def mean(self, where: Slice, dominance: float) -> jax.Array:
         """Divides by the workers that take part."""
@@ -393,7 +376,7 @@ def all_reduce() -> Wire:
     """
 
     def collect(message: Message, takes_part: jax.Array, form: Format, axis: AxisName) -> Sums:
-        planes = message.planes.reshape(1, form.workers, -1)
+        planes = [x.reshape(form.workers, -1) for x in message.planes]
         values = form.up.values(planes, None, form.rows, 1)
         values = jnp.where(takes_part, values, 0).astype(form.up.dense)
         # Apart from the values, because bfloat16 cannot count beyond 256 workers.
@@ -411,18 +394,21 @@ def _keep(replies: jax.Array, axis: AxisName) -> jax.Array:
     return replies
 
 
-def _lane_padding(words: int) -> int:
-    """Words to the next multiple of 128, where that adds at most 1 %.
+_LINE, _LANES = 32, 128  # words
 
-    XLA for TPU turns an all-gather of any other length into an all-reduce of twice the bytes.
+
+def _padding(words: int, to: int) -> int:
+    """Words to the next multiple, of so many words that it adds at most 1 %.
+
+    A CPU decodes messages that begin within a line of its cache in five times the time. XLA for TPU turns
+    an all-gather that is not of whole lanes into an all-reduce of twice the bytes.
     """
-    return -words % 128 if words >= 12_800 else 0
+    return -words % to if words >= 100 * _LANES else 0
 
 
 def _unpacked(message: Message, form: Format) -> tuple[jax.Array, jax.Array | None]:
     """Codes ``uint32[W, rows, 128]``, and the rows that are voted on, ``uint32[W, rows]``."""
-    planes = message.planes.reshape(message.planes.shape[0], form.workers, -1)
-    codes = bits.unpack(planes, form.rows)
+    codes = bits.unpack([x.reshape(form.workers, -1) for x in message.planes], form.rows)
     if message.voted is None:
         return codes, None
     voted = message.voted.reshape(form.workers, -1)
@@ -617,13 +603,13 @@ def _others(x: jax.Array, axis: AxisName | None) -> tuple[str, ...]:
 
 def gather_words(words: jax.Array, axis: AxisName) -> jax.Array:
     """``uint32[n]`` of each worker to ``uint32[W, n]``, the same on every worker: one all-gather."""
-    padded = jnp.pad(words, (0, _lane_padding(words.size)))
+    padded = jnp.pad(words, (0, _padding(words.size, _LANES)))
     return lax.all_gather(padded, axis, to="invarying")[:, : words.size]
 
 
 def words_bytes(words: int, workers: int) -> float:
     """Bytes that each worker sends for ``gather_words``."""
-    return 4.0 * (workers - 1) * (words + _lane_padding(words))
+    return 4.0 * (workers - 1) * (words + _padding(words, _LANES))
 
 
 def mean_slice(rows: jax.Array, group: AxisName) -> jax.Array:

@@ -315,11 +315,11 @@ def encode(quantizer, x, step):
     (piece,) = bucket.pieces
     place = quantize.Place(bucket, piece, 0, step, jnp.int32(1), 4, None, True)
     message = quantizer.encode(layout.join([x], piece), place)
-    codes = bits.unpack(message.planes.reshape(len(message.planes), 4, -1), bucket.chunk)
+    planes = [x.reshape(4, -1) for x in message.planes]
+    codes = bits.unpack(planes, bucket.chunk)
     codes = codes.reshape(-1)[: x.size].astype(jnp.int32) - quantizer.top(4) // 2
     if message.steps is None:
         return message, codes, None
-    planes = message.planes.reshape(len(message.planes), 4, -1)
     steps = message.steps.reshape(4, -1)
     values = quantizer.values(planes, steps, bucket.chunk, 4).reshape(-1)[: x.size]
     return message._replace(steps=message.steps[: x.size // 128]), codes, values

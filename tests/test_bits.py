@@ -118,7 +118,7 @@ def test_any_in_rows_and_over_rows(rows):
 
 def check_tally(codes, p):
     workers, n = codes.shape
-    total = bits.tally(np.moveaxis(planes_of(codes, p), 0, 1))
+    total = bits.tally(planes_of(codes, p))
     assert len(total) == bits.sum_bits(workers, p)
     np.testing.assert_array_equal(numbers_of(total, n), codes.sum(0, dtype=np.int64))
 

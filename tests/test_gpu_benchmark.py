@@ -103,9 +103,11 @@ def test_unpacking_gives_the_signs_that_were_packed(gpu):
     values = np.random.default_rng(0).normal(size=SIZE).astype(np.float32)
     empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     [message] = ops["pack"].fn({"w": jnp.asarray(values)}, empty["message"])
-    planes = np.asarray(message.planes).reshape(8, -1)
+    planes = np.asarray(message.planes[0]).reshape(8, -1)
     rows = np.full((8, SIZE // 4096 // 8), 2**32 - 1, np.uint32)
-    replies = np.concatenate([planes, rows, np.zeros((8, 2), np.uint32)], axis=1)
+    replies = np.concatenate([planes, np.zeros((8, 2), np.uint32), rows], axis=1)
+    short = shapes["replies"].shape[1] - replies.shape[1]
+    replies = np.pad(replies, ((0, 0), (0, short)))
     [updates] = ops["unpack"].fn(jnp.asarray(replies), empty["updates"])
     np.testing.assert_array_equal(updates, np.sign(values))
 
