@@ -175,7 +175,7 @@ class TrainStep:
     ):
         def traced(state: TrainState, batch: Any, cut: Any) -> Any:
             self.traces += 1
-            return step(state, batch, jax.tree.unflatten(cut[0], cut[1]))
+            return step(state, batch, jax.tree.unflatten(*cut))
 
         self.traces = 0
         donated = 0 if donate else ()
