@@ -2,29 +2,23 @@
 
 A mesh has the axes of the workers and any *inner axes* (fsdp, tensor, expert) over which one worker's
 arrays are cut. Gradients and optax transforms run where the workers' axes are manual and the inner axes
-are the compiler's (`over_workers`); the vote runs where every axis is manual, on each device's own shard
+are the compiler's (`Workers.map`); the vote runs where every axis is manual, on each device's own shard
 (`on_shards`), because a compiler that packs a sharded leaf gathers it in full precision first. Inside,
 inner axes are *explicit*: the type of every array says how it is cut, so nothing has to be guessed.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, auto_axes, explicit_axes
+from jax.sharding import AxisType, Mesh, NamedSharding, auto_axes, explicit_axes
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax import wires
-from lioncub_jax.mesh.specs import (
-    axes_of,
-    check_specs,
-    product,
-    restrict,
-    shardings,
-    specs_of,
-)
+from lioncub_jax.mesh.specs import checked, product, restrict, shortened, specs_of
 from lioncub_jax.wires import AxisName
 
 
@@ -121,33 +115,19 @@ class Workers:
 
     def __str__(self) -> str:
         """The axes, as they are written in a call."""
-        return as_arguments(self.axis_name, self.group_axis)
-
-    def vary(self, tree: Any) -> Any:
-        """Gives arrays the type of what differs between workers."""
-        return wires.varying(tree, self.axes)
+        group = "" if self.group_axis is None else f", group_axis={self.group_axis!r}"
+        return f"axis_name={self.axis_name!r}{group}"
 
     def cut(self, params: Any, specs: Any) -> Any:
         """How parameters are cut over the inner axes: as given, or as they know themselves."""
         if specs is None:
             self._check_known(params)
             specs = specs_of(params)
-        check_specs(specs, params, self.mesh, self.axes)
-        cutting = [n for n in self.mesh.axis_names if self.mesh.shape[n] > 1]
-        flat = jax.tree.leaves(restrict(specs, cutting))
-        held = [_as_laid(s, x) for s, x in zip(flat, jax.tree.leaves(params), strict=True)]
-        return jax.tree.unflatten(jax.tree.structure(params), held)
-
-    def laid(self, specs: Any, arrays: Any) -> Any:
-        """How global arrays of these specs come out of a compiled program."""
-        if AxisType.Auto not in self.mesh.axis_types:
-            return specs  # their types hold them
-        return jax.tree.map(_as_laid, specs, arrays)
+        return checked(specs, params, self.mesh, self.axes)
 
     def _check_known(self, params: Any) -> None:
         mesh = self.mesh
-        auto = [n for n, kind in _kinds(mesh).items() if kind == AxisType.Auto]
-        hidden = [n for n in auto if n not in self.axes and mesh.shape[n] > 1]
+        hidden = [n for n in mesh.auto_axes if n not in self.axes and mesh.shape[n] > 1]
         if hidden and any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params)):
             raise ValueError(
                 f"how parameters are cut over the Auto axes {hidden} cannot be seen inside jax.jit: give "
@@ -157,45 +137,66 @@ class Workers:
     def map(
         self, fn: Callable[..., Any], in_specs: Any, out_specs: Any, *, explicit: bool
     ) -> Callable[..., Any]:
-        """See `over_workers`."""
-        return over_workers(fn, self.mesh, self.axes, in_specs, out_specs, explicit=explicit)
+        """Maps ``fn`` over the workers' axes; inside, arrays are a worker's own, whole in the inner axes.
+
+        Args:
+          fn: takes and returns trees of arrays.
+          in_specs: a tree (prefix) like the arguments, of specs over all axes, inner ones included.
+          out_specs: the same for the results.
+          explicit: whether all inner axes are explicit inside, or only those that are so on the mesh.
+
+        Returns:
+          A function of global arrays, to be called under ``jax.jit``.
+        """
+        typed = self.mesh.explicit_axes
+        inner = [n for n in self.mesh.axis_names if n not in self.axes]
+        shown = [n for n in inner if explicit or n in typed]
+        hidden = [n for n in inner if n not in shown]
+        if shown:
+            fn = explicit_axes(fn, axes=tuple(shown), in_sharding=restrict(in_specs, shown))
+        if hidden:
+            fn = _constrained(fn, restrict(out_specs, hidden))
+        mapped = jax.shard_map(
+            fn,
+            mesh=None if typed else self.mesh,
+            in_specs=restrict(in_specs, self.axes),
+            out_specs=restrict(out_specs, self.axes),
+            axis_names=set(self.axes),
+        )
+        if not typed:
+            return mapped
+        # JAX 0.10.2 gathers what is cut over explicit axes at the border of a partly manual region. So they
+        # are the compiler's at the border, and constrained on both sides of it.
+        return auto_axes(mapped, axes=typed, out_sharding=self.shardings(out_specs))
 
     def hold(self, tree: Any, specs: Any) -> Any:
         """Keeps global arrays as their specs say."""
-        if AxisType.Auto not in self.mesh.axis_types:
+        if not self.mesh.auto_axes:
             return tree  # their types hold them
-        return jax.lax.with_sharding_constraint(tree, shardings(specs, self.mesh))
+        return jax.lax.with_sharding_constraint(tree, self.shardings(specs))
 
-    def stack(self, tree: Any, specs: Any) -> Any:
-        """Adds the leading axis of what differs between workers, by its specs."""
-        return self._where_stacked(lambda x: x[None], tree, specs)
+    def laid(self, specs: Any, arrays: Any) -> Any:
+        """How global arrays of these specs come out of a compiled program."""
+        if not self.mesh.auto_axes:
+            return specs  # their types hold them
+        # XLA replicates what is empty, whatever it is told.
+        return jax.tree.map(lambda spec, x: spec if x.size else P(), specs, arrays)
 
-    def unstack(self, tree: Any, specs: Any) -> Any:
-        """Undoes ``stack``."""
-        return self._where_stacked(lambda x: x[0], tree, specs)
+    def shardings(self, specs: Any) -> Any:
+        """Specs as shardings on the mesh."""
+        return jax.tree.map(partial(NamedSharding, self.mesh), specs)
+
+    def stack(self, tree: Any, specs: Any, *, undo: bool = False) -> Any:
+        """Adds the leading axis of what differs between workers, by its specs; or takes it away."""
+        arrays, structure = jax.tree.flatten(tree)
+        for i, spec in enumerate(jax.tree.leaves(jax.tree.broadcast(specs, tree))):
+            if self.stacks(spec):
+                arrays[i] = arrays[i][0] if undo else arrays[i][None]
+        return jax.tree.unflatten(structure, arrays)
 
     def stacks(self, spec: P) -> bool:
         """Whether an array of this spec has a leading axis of workers."""
-        return len(spec) > 0 and bool(set(axes_of(spec[0])) & set(self.axes))
-
-    def _where_stacked(
-        self, change: Callable[[jax.Array], jax.Array], tree: Any, specs: Any
-    ) -> Any:
-        def leaf(spec: P, x: jax.Array) -> jax.Array:
-            return change(x) if self.stacks(spec) else x
-
-        return jax.tree.map(leaf, specs, tree)
-
-
-def _as_laid(spec: P, x: Any) -> P:
-    """XLA replicates what is empty, whatever it is told."""
-    return spec if x.size else P()
-
-
-def as_arguments(axis_name: AxisName, group_axis: AxisName | None) -> str:
-    """Axes, as they are written in a call."""
-    group = "" if group_axis is None else f", group_axis={group_axis!r}"
-    return f"axis_name={axis_name!r}{group}"
+        return bool(shortened(P(*spec[:1]), self.axes))
 
 
 def workers_of(
@@ -274,63 +275,13 @@ def _names(argument: str, axis: Any) -> tuple[str, ...]:
     return names
 
 
-def over_workers(
-    fn: Callable[..., Any],
-    mesh: Mesh,
-    workers: Sequence[str],
-    in_specs: Any,
-    out_specs: Any,
-    *,
-    explicit: bool,
-) -> Callable[..., Any]:
-    """Maps ``fn`` over the workers' axes; inside, arrays are a worker's own, whole in the inner axes.
-
-    Args:
-      fn: takes and returns trees of arrays.
-      mesh: the devices, its axes Auto or Explicit.
-      workers: axes that are manual inside.
-      in_specs: a tree (prefix) like the arguments, of specs over all axes, inner ones included.
-      out_specs: the same for the results.
-      explicit: whether all inner axes are explicit inside, or only those that are so on the mesh.
-
-    Returns:
-      A function of global arrays, to be called under ``jax.jit``.
-    """
-    typed = tuple(n for n, kind in _kinds(mesh).items() if kind == AxisType.Explicit)
-    inner = [n for n in mesh.axis_names if n not in workers]
-    shown = tuple(n for n in inner if explicit or n in typed)
-    hidden = [n for n in inner if n not in shown]
-
-    def inside(*args: Any) -> Any:
-        cut = restrict(in_specs, shown)
-        run = explicit_axes(fn, axes=shown, in_sharding=cut) if shown else fn
-        return _constrained(run(*args), restrict(out_specs, hidden)) if hidden else run(*args)
-
-    mapped = jax.shard_map(
-        inside,
-        mesh=None if typed else mesh,
-        in_specs=restrict(in_specs, workers),
-        out_specs=restrict(out_specs, workers),
-        axis_names=set(workers),
-    )
-    if not typed:
-        return mapped
-    # JAX 0.10.2 gathers what is cut over explicit axes at the border of a partly manual region. So they
-    # are the compiler's at the border, and constrained on both sides of it.
-    return auto_axes(mapped, axes=typed, out_sharding=shardings(out_specs, mesh))
-
-
-def _kinds(mesh: Any) -> dict[str, AxisType]:
-    return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-
-
-def _constrained(tree: Any, specs: Any) -> Any:
-    """Tells the compiler how arrays are cut, where they are."""
+def _constrained(fn: Callable[..., Any], specs: Any) -> Callable[..., Any]:
+    """Tells the compiler how results are cut, where they are."""
 
     def constrain(spec: P, part: Any) -> Any:
         return jax.lax.with_sharding_constraint(part, spec) if any(spec) else part
 
-    return jax.tree.map(constrain, specs, tree)
+    return lambda *args: jax.tree.map(constrain, specs, fn(*args))
 
 
 def on_shards(fn: Callable[..., Any], args: Any, out_specs: Any = None) -> Any:
@@ -346,8 +297,8 @@ def on_shards(fn: Callable[..., Any], args: Any, out_specs: Any = None) -> Any:
       ValueError: where inner axes are left to the compiler, which then would not say how leaves are cut.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    inner = tuple(n for n, kind in _kinds(mesh).items() if kind == AxisType.Explicit)
-    hidden = [n for n, k in _kinds(mesh).items() if k == AxisType.Auto and mesh.shape[n] > 1]
+    inner = mesh.explicit_axes
+    hidden = [n for n in mesh.auto_axes if mesh.shape[n] > 1]
     if hidden:
         raise ValueError(
             f"axes {hidden} of the mesh are left to the compiler here, which would gather every leaf "

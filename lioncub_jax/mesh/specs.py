@@ -15,8 +15,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax.wires import varying_axes
-
 
 def specs_of(params: Any) -> Any:
     """How parameters are cut, as they say it themselves.
@@ -58,39 +56,34 @@ def spec_of(x: Any) -> P:
     sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding) or x.size == 0:
         return P()
-    return _cutting(sharding)
+    return shortened(sharding.spec, _cutting(sharding.mesh))
 
 
 @functools.cache  # a training step asks for every parameter, every time
-def _cutting(sharding: NamedSharding) -> P:
-    # An axis of one device cuts nothing, and XLA forgets it.
-    return restrict(sharding.spec, [n for n, size in sharding.mesh.shape.items() if size > 1])
-
-
-def apart(tree: Any, axes: Sequence[str]) -> tuple[str, ...]:
-    """Those of some axes over which the type of any array varies."""
-    over = frozenset().union(*map(varying_axes, jax.tree.leaves(tree)))
-    return tuple(n for n in axes if n in over)
+def _cutting(mesh: Any) -> tuple[str, ...]:
+    """The axes that cut anything: one of a single device does not, and XLA forgets it."""
+    return tuple(n for n, size in mesh.shape.items() if size > 1)
 
 
 def by_type(leaves: Sequence[jax.Array], workers: Sequence[str]) -> tuple[P, ...]:
     """How arrays lie, by their types, once what differs between workers has a leading axis."""
-
-    def spec(x: jax.Array) -> P:
-        inner = jax.typeof(x).sharding.spec
-        axes = tuple(n for n in workers if n in varying_axes(x))
-        return shortened(P(axes, *inner) if axes else inner)
-
-    return tuple(map(spec, leaves))
+    specs = []
+    for kind in map(jax.typeof, leaves):
+        axes = tuple(n for n in workers if n in kind.manual_axis_type.varying)
+        specs.append(shortened(P(axes, *kind.sharding.spec) if axes else kind.sharding.spec))
+    return tuple(specs)
 
 
 @functools.cache
-def shortened(spec: P) -> P:
-    """One spelling for specs that mean the same, so that nothing is compiled twice."""
-    entries = [axes_of(entry) for entry in spec]
-    while entries and not entries[-1]:
+def shortened(spec: P, axes: tuple[str, ...] | None = None) -> P:
+    """A spec with only the axes named, or all; one spelling for those that mean the same."""
+    entries: list[Any] = []
+    for entry in spec:
+        kept = tuple(n for n in axes_of(entry) if axes is None or n in axes)
+        entries.append(kept[0] if len(kept) == 1 else kept or None)
+    while entries and entries[-1] is None:
         entries.pop()
-    return P(*[e[0] if len(e) == 1 else e or None for e in entries])
+    return P(*entries)
 
 
 def _flax_in_use() -> bool:
@@ -119,17 +112,25 @@ def _is_spec_or_none(x: Any) -> bool:
     return x is None or isinstance(x, P)
 
 
-def check_specs(specs: Any, params: Any, mesh: Mesh, workers: Sequence[str]) -> None:
-    """Raises ``ValueError`` for parameters that cannot lie on the mesh as their specs say."""
-    leaves = jax.tree_util.tree_leaves_with_path(params)
+def checked(specs: Any, params: Any, mesh: Mesh, workers: Sequence[str]) -> Any:
+    """Specs of parameters in their one spelling, in a tree like the parameters.
+
+    Raises:
+      ValueError: for parameters that cannot lie on the mesh as their specs say.
+    """
+    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
     flat = jax.tree.leaves(specs)
-    if len(flat) != len(leaves) or not all(isinstance(s, P) for s in flat):
+    if len(flat) != len(leaves) or set(map(type, flat)) - {P}:
         raise ValueError(
             f"specs has {len(flat)} leaves and the parameters have {len(leaves)}: give a PartitionSpec "
             "for each parameter, in a tree like theirs, such as lioncub_jax.mesh.specs_of(params)"
         )
-    for (path, leaf), spec in zip(leaves, flat, strict=True):
-        _check_spec(jax.tree_util.keystr(path) or "(root)", jnp.shape(leaf), spec, mesh, workers)
+    found = []
+    for (path, x), spec in zip(leaves, flat, strict=True):
+        _check_spec(jax.tree_util.keystr(path) or "(root)", jnp.shape(x), spec, mesh, workers)
+        # XLA replicates what is empty, whatever it is told.
+        found.append(shortened(spec, _cutting(mesh)) if x.size else P())
+    return jax.tree.unflatten(structure, found)
 
 
 def _check_spec(
@@ -182,11 +183,6 @@ def shard_shape(
     return tuple(n // product(sizes, axes) for n, axes in zip(shape, cuts, strict=True))
 
 
-def shardings(specs: Any, mesh: Mesh) -> Any:
-    """Specs as shardings on a mesh."""
-    return jax.tree.map(lambda s: NamedSharding(mesh, s), specs)
-
-
 def check_batch_spec(spec: P, mesh: Mesh, workers: Sequence[str]) -> None:
     """Raises ``ValueError`` unless a batch's first dimension is cut over the workers before all else."""
     first = axes_of(spec[0]) if len(spec) else ()
@@ -213,12 +209,7 @@ def stacked(specs: Any, axes: Sequence[str]) -> Any:
 
 def restrict(specs: Any, axes: Sequence[str]) -> Any:
     """Specs with only the axes named."""
-    return jax.tree.map(functools.partial(_only, axes=tuple(axes)), specs)
-
-
-@functools.cache
-def _only(spec: P, axes: tuple[str, ...]) -> P:
-    return shortened(P(*[tuple(a for a in axes_of(e) if a in axes) or None for e in spec]))
+    return jax.tree.map(functools.partial(shortened, axes=tuple(axes)), specs)
 
 
 def cut_of(tree: Any) -> Any:

@@ -5,7 +5,7 @@ full precision: training works, and nothing is saved. Here parameters are cast t
 workers first, so that gradients stay local.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -140,8 +140,10 @@ def worker_value_and_grad(
         def of_worker(params: Any, leaves: list[Any]) -> Any:
             own = [kinds.of_worker(k, workers, x) for k, x in zip(each, leaves, strict=True)]
             value, grads = value_and_grad(params, *jax.tree.unflatten(tree, own))
-            stacked_grads = jax.tree.map(lambda g: g[None], workers.vary(grads))
-            return stacked_grads, *_outputs(value, aux_kinds if has_aux else None, workers)
+            grads = jax.tree.map(lambda g: g[None], wires.varying(grads, workers.axes))
+            outputs = [kinds.same]  # the loss is a number
+            outputs += kinds.of_outputs(value[1], aux_kinds) if has_aux else []
+            return grads, *reduced(value, outputs, workers.axes)
 
         in_specs = cut, [kinds.spec_of(kind, workers) for kind in each]
         out_specs = stacked(cut, workers.axes), P(workers.axes), P(), P()
@@ -152,23 +154,25 @@ def worker_value_and_grad(
     return of_all
 
 
-def _outputs(value: Any, aux_kinds: Any, workers: Workers) -> tuple[Any, Any, Static]:
-    """Arrays over the workers, numbers on which they agree, both by their place; and the tree of all."""
-    aux = value[1] if isinstance(value, tuple) else ()
-    each = [kinds.same, *kinds.of_outputs(aux, aux_kinds)]  # the loss is a number
-    leaves, structure = jax.tree.flatten(value)
-    leaves = [workers.vary(jnp.asarray(x)) for x in leaves]
-    lead = {kinds.own: lambda x: x[None], kinds.batch: lambda x: x}
-    arrays = {i: lead[k](x) for i, (k, x) in enumerate(zip(each, leaves, strict=True)) if k in lead}
-    numbers = {i: x for i, x in enumerate(leaves) if i not in arrays}
-    return arrays, _agreed_numbers(numbers, workers.axes), Static(structure)
+def reduced(
+    values: Any, each: Sequence[kinds.Kind], axis: AxisName
+) -> tuple[dict[int, jax.Array], dict[int, jax.Array], Static]:
+    """What a loss returns, by place: arrays over the workers, numbers on which they agree; and its tree.
 
-
-def _agreed_numbers(numbers: dict[int, jax.Array], axis: AxisName) -> dict[int, jax.Array]:
-    """Floating numbers averaged over the workers, whole ones added, in an all-reduce for each kind."""
-    means = {i: x for i, x in numbers.items() if jnp.issubdtype(x.dtype, jnp.floating)}
-    counts = {i: _as_count(x) for i, x in numbers.items() if i not in means}
-    return wires.mean_over_workers(means, axis) | wires.sum_over_workers(counts, axis)
+    Floating numbers are averaged over the workers, whole ones added, in an all-reduce for each kind.
+    """
+    leaves, structure = jax.tree.flatten(values)
+    leaves = wires.varying(list(map(jnp.asarray, leaves)), axis)
+    arrays, means, counts = {}, {}, {}
+    for i, (x, kind) in enumerate(zip(leaves, each, strict=True)):
+        if kind is not kinds.same:
+            arrays[i] = x[None] if kind is kinds.own else x
+        elif jnp.issubdtype(x.dtype, jnp.floating):
+            means[i] = x
+        else:
+            counts[i] = _as_count(x)
+    numbers = wires.mean_over_workers(means, axis) | wires.sum_over_workers(counts, axis)
+    return arrays, numbers, Static(structure)
 
 
 def _as_count(x: jax.Array) -> jax.Array:
@@ -176,9 +180,8 @@ def _as_count(x: jax.Array) -> jax.Array:
 
 
 def joined(arrays: dict[int, jax.Array], numbers: dict[int, jax.Array], structure: Static) -> Any:
-    """The tree that was taken apart into arrays and numbers."""
-    values = arrays | numbers
-    return jax.tree.unflatten(structure.value, [values[i] for i in range(len(values))])
+    """Undoes `reduced`."""
+    return jax.tree.unflatten(structure.value, jax.tree.leaves(arrays | numbers))  # sorted by place
 
 
 def from_nnx(
@@ -225,18 +228,19 @@ def from_nnx(
     return StatefulLoss(fn), params, rest
 
 
-def local_gradients(stateful: StatefulLoss, axis: AxisName, accumulate: int) -> Callable[..., Any]:
-    """``(params, model_state, batch, rng) -> (loss, aux, model_state, grads)`` of one worker."""
+def local_gradients(
+    loss_fn: Callable[..., Any] | StatefulLoss, axis: AxisName, accumulate: int
+) -> Callable[..., Any]:
+    """``(params, model_state, batch, rng) -> ((loss, (aux, model_state)), grads)`` of one worker."""
 
     def loss_of(params: Any, model_state: Any, batch: Any, rng: jax.Array) -> Any:
-        loss, aux, model_state = stateful.fn(params, model_state, batch, rng)
+        if isinstance(loss_fn, StatefulLoss):
+            loss, aux, model_state = loss_fn.fn(params, model_state, batch, rng)
+        else:
+            loss, aux = _with_aux(loss_fn(params, batch, rng))
         return loss, (aux, model_state)
 
     value_and_grad = local_value_and_grad(loss_of, axis, has_aux=True)
-
-    def once(params: Any, model_state: Any, batch: Any, rng: jax.Array) -> Any:
-        (loss, (aux, model_state)), grads = value_and_grad(params, model_state, batch, rng)
-        return loss, aux, model_state, grads
 
     def in_parts(params: Any, model_state: Any, batch: Any, rng: jax.Array) -> Any:
         parts = jax.tree.map(lambda x: x.reshape(accumulate, -1, *x.shape[1:]), batch)
@@ -244,7 +248,8 @@ def local_gradients(stateful: StatefulLoss, axis: AxisName, accumulate: int) -> 
         def add(carry: Any, part: Any) -> Any:
             total, model_state = carry
             index, batch = part
-            loss, aux, model_state, grads = once(params, model_state, batch, fold(rng, index))
+            own_rng = jax.random.fold_in(rng, index)
+            (loss, (aux, model_state)), grads = value_and_grad(params, model_state, batch, own_rng)
             total = jax.tree.map(jnp.add, total, grads)
             return (total, wires.varying(model_state, axis)), (loss, aux)
 
@@ -254,19 +259,9 @@ def local_gradients(stateful: StatefulLoss, axis: AxisName, accumulate: int) -> 
             add, carry, (jnp.arange(accumulate), parts)
         )
         grads = jax.tree.map(lambda g: g / accumulate, total)
-        return jnp.mean(losses), jax.tree.map(_over_parts, auxes), model_state, grads
+        return (jnp.mean(losses), (jax.tree.map(_over_parts, auxes), model_state)), grads
 
-    return once if accumulate == 1 else in_parts
-
-
-def stateless(loss_fn: Callable[..., Any]) -> StatefulLoss:
-    """A loss ``(params, batch, rng)`` as one that has state, but none."""
-
-    def fn(params: Any, model_state: Any, batch: Any, rng: jax.Array) -> tuple[Any, Any, Any]:
-        loss, aux = _with_aux(loss_fn(params, batch, rng))
-        return loss, aux, model_state
-
-    return StatefulLoss(fn)
+    return value_and_grad if accumulate == 1 else in_parts
 
 
 def _with_aux(out: Any) -> tuple[Any, Any]:
@@ -283,19 +278,10 @@ def _over_parts(x: jax.Array) -> jax.Array:
 def reduce_metrics(
     loss: jax.Array, aux: Any, axis: AxisName
 ) -> tuple[dict[int, jax.Array], dict[int, jax.Array], Static]:
-    """Arrays of each worker and numbers on which all agree, by their place; and the tree of `joined`."""
+    """The loss and what is in ``aux`` by name, as `reduced`; arrays come back from each worker."""
     named = {**aux} if isinstance(aux, dict) else {"aux": aux}
     if "loss" in named:
         raise ValueError("the aux dict has a key 'loss', which is taken; give it another name")
-    leaves, structure = jax.tree.flatten({"loss": loss, **named})
-    leaves = wires.varying([jnp.asarray(x) for x in leaves], axis)
-    arrays = {i: x[None] for i, x in enumerate(leaves) if x.ndim}
-    numbers = {i: x for i, x in enumerate(leaves) if not x.ndim}
-    return arrays, _agreed_numbers(numbers, axis), Static(structure)
-
-
-def fold(key: jax.Array, *parts: jax.Array) -> jax.Array:
-    """Folds numbers into a key, one after the other."""
-    for part in parts:
-        key = jax.random.fold_in(key, part)
-    return key
+    metrics = {"loss": loss, **named}
+    each = [kinds.own if jnp.ndim(x) else kinds.same for x in jax.tree.leaves(metrics)]
+    return reduced(metrics, each, axis)

@@ -11,6 +11,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from lioncub_jax import wires
 from lioncub_jax.mesh.placement import Workers, workers_of
 from lioncub_jax.mesh.specs import specs_of, unboxed
 from lioncub_jax.training import kinds
@@ -75,8 +76,8 @@ def init_state(
     tx = on_mesh(tx, workers, specs=cut)
 
     def own(model_state: Any) -> Any:
-        mine = jax.tree.map(partial(kinds.fold_own, workers), workers.vary(model_state))
-        return jax.tree.map(lambda x: x[None], mine)
+        model_state = wires.varying(model_state, workers.axes)
+        return jax.tree.map(lambda x: kinds.fold_own(workers, x)[None], model_state)
 
     copies = workers.map(own, (P(),), P(workers.axes), explicit=False)
     step = jax.device_put(jnp.zeros((), jnp.int32), everywhere)

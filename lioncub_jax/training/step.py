@@ -22,15 +22,7 @@ from jax.sharding import PartitionSpec as P
 from lioncub_jax import checks, wires
 from lioncub_jax.layout import Holder
 from lioncub_jax.mesh.placement import Static, Workers, workers_of
-from lioncub_jax.mesh.specs import (
-    apart,
-    by_type,
-    check_batch_spec,
-    parts,
-    shardings,
-    spec_of,
-    stacked,
-)
+from lioncub_jax.mesh.specs import by_type, check_batch_spec, parts, spec_of, stacked
 from lioncub_jax.training import gradients
 from lioncub_jax.training.gradients import StatefulLoss
 from lioncub_jax.wires import AxisName
@@ -111,12 +103,12 @@ def on_mesh(
         held = state_specs(tx, workers, params, cut)
 
         def place(params: Any) -> Any:
-            return workers.stack(tx.init(workers.vary(params)), held)
+            return workers.stack(tx.init(wires.varying(params, workers.axes)), held)
 
         run = workers.map(place, (cut,), held, explicit=True)
         # Zeros need no input, and without one only this tells where they go.
         lie = workers.laid(held, jax.eval_shape(run, params))
-        return jax.jit(run, out_shardings=shardings(lie, workers.mesh))(params)
+        return jax.jit(run, out_shardings=workers.shardings(lie))(params)
 
     def update(
         updates: Any, state: Any, params: Any = None, *, abstain: Any = None, **extra: Any
@@ -124,27 +116,40 @@ def on_mesh(
         if params is None:
             raise ValueError("on_mesh(tx).update needs params: give update(grads, state, params)")
         cut = workers.cut(params, specs)
-        held = state_specs(tx, workers, params, cut)
         _check_gradients(updates, params, workers)
-        _check_state(state, held, workers)
         _check_abstain(abstain, workers)
-        arrays = {name: x for name, x in extra.items() if _are_arrays(x)}
-        others = {name: x for name, x in extra.items() if name not in arrays}
-
-        def worker(updates: Any, state: Any, params: Any, abstain: Any, arrays: Any) -> Any:
-            own, mine = jax.tree.map(lambda x: x[0], (updates, abstain))
-            state = workers.unstack(state, held)
-            extra = {**arrays, **others} if mine is None else {**arrays, **others, "abstain": mine}
-            updates, state = tx.update(own, state, params, **extra)
-            _check_agreed(updates, workers)
-            return updates, workers.stack(state, held)
-
-        in_specs = stacked(cut, workers.axes), held, cut, P(workers.axes), P()
-        run = workers.map(worker, in_specs, (cut, held), explicit=True)
-        updates, state = run(updates, state, params, abstain, arrays)
-        return workers.hold(updates, cut), workers.hold(state, held)
+        return _update(tx, workers, cut, updates, state, params, abstain, **extra)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _update(
+    tx: Any,
+    workers: Workers,
+    cut: Any,
+    updates: Any,
+    state: Any,
+    params: Any,
+    abstain: Any,
+    /,
+    **extra: Any,
+) -> tuple[Any, Any]:
+    """The update of `on_mesh`, of parameters that lie as ``cut`` says."""
+    lead, held = stacked(cut, workers.axes), state_specs(tx, workers, params, cut)
+    _check_state(state, held, workers)
+    arrays = {name: x for name, x in extra.items() if _are_arrays(x)}
+
+    def worker(updates: Any, state: Any, params: Any, abstain: Any, arrays: Any) -> Any:
+        updates, state = workers.stack((updates, state), (lead, held), undo=True)
+        if abstain is not None:
+            arrays = {**arrays, "abstain": abstain[0]}
+        updates, state = tx.update(updates, state, params, **extra | arrays)
+        _check_agreed(updates, workers)
+        return updates, workers.stack(state, held)
+
+    in_specs = lead, held, cut, P(workers.axes), P()
+    run = workers.map(worker, in_specs, (cut, held), explicit=True)
+    return workers.hold(run(updates, state, params, abstain, arrays), (cut, held))
 
 
 def _are_arrays(tree: Any) -> bool:
@@ -170,7 +175,7 @@ class TrainStep:
     ):
         def traced(state: TrainState, batch: Any, cut: Any) -> Any:
             self.traces += 1
-            return step(state, batch, jax.tree.unflatten(cut[0], cut[1]))
+            return step(state, batch, jax.tree.unflatten(*cut))
 
         self.traces = 0
         donated = 0 if donate else ()
@@ -191,7 +196,7 @@ class TrainStep:
           ValueError: for a batch that does not divide, or a state that an earlier step was given.
         """
         _check_alive(state)
-        state, metrics = self._jitted(state, self._place(batch), _cut_of(state))
+        state, metrics = self._jitted(*self._arguments(state, batch))
         # XLA's CPU collectives deadlock where dozens of steps are in flight; eight cost nothing.
         self._in_flight.append(metrics["loss"])
         if self._bounded and len(self._in_flight) == self._in_flight.maxlen:
@@ -200,22 +205,25 @@ class TrainStep:
 
     def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
         """As ``jax.jit(...).lower``: for reading the compiled program. Shapes will do."""
-        return self._jitted.lower(state, self._place(batch), _cut_of(state))
+        return self._jitted.lower(*self._arguments(state, batch))
 
-    def _place(self, batch: Any) -> Any:
-        for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-            rows = jnp.shape(leaf)[0] if jnp.ndim(leaf) else 0
+    def _arguments(self, state: TrainState, batch: Any) -> tuple[TrainState, Any, Any]:
+        """The state, the batch on the mesh, and how the parameters lie, as something to compile for."""
+        leaves, structure = jax.tree_util.tree_flatten_with_path(batch)
+        placed = []
+        for path, x in leaves:
+            rows = jnp.shape(x)[0] if jnp.ndim(x) else 0
             if rows == 0 or rows % self._divisor:
                 raise ValueError(
-                    f"batch{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}: its first dimension "
+                    f"batch{jax.tree_util.keystr(path)} has shape {jnp.shape(x)}: its first dimension "
                     f"must be a positive multiple of {self._divisor} ({self._why})"
                 )
-        return jax.tree.map(self._place_leaf, batch)
-
-    def _place_leaf(self, x: Any) -> Any:
-        if isinstance(x, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding)
-        return jax.device_put(x, self._sharding)
+            if isinstance(x, jax.ShapeDtypeStruct):
+                placed.append(x.update(sharding=self._sharding))
+            else:
+                placed.append(jax.device_put(x, self._sharding))
+        params, tree = jax.tree.flatten(state.params)
+        return state, jax.tree.unflatten(structure, placed), (tree, tuple(map(spec_of, params)))
 
 
 def _check_alive(state: TrainState) -> None:
@@ -227,12 +235,6 @@ def _check_alive(state: TrainState) -> None:
                 "memory (donated): go on with the state that the step returned, state, metrics = "
                 "step(state, batch), or give make_train_step(..., donate=False) to keep old states"
             )
-
-
-def _cut_of(state: TrainState) -> tuple[Any, tuple[P, ...]]:
-    """How the parameters lie, as something to compile for."""
-    leaves, tree = jax.tree.flatten(state.params)
-    return tree, tuple(map(spec_of, leaves))
 
 
 def make_train_step(
@@ -307,29 +309,30 @@ def make_train_step(
             f"the loss is {loss_fn!r}: give a function (params, batch, rng) -> loss, or a StatefulLoss; "
             "from_nnx returns one as the first of three"
         )
-    stateful = loss_fn if isinstance(loss_fn, StatefulLoss) else gradients.stateless(loss_fn)
-    of_worker = gradients.local_gradients(stateful, workers.axes, accumulate)
+    of_worker = gradients.local_gradients(loss_fn, workers.axes, accumulate)
+    own = P(workers.axes)
+
+    def worker(params: Any, model_state: Any, batch: Any, rng: Any, count: Any) -> Any:
+        rng = jax.random.fold_in(jax.random.fold_in(rng, count), wires.worker_index(workers.axes))
+        before = jax.tree.map(lambda x: x[0], model_state)
+        (loss, (aux, after)), grads = of_worker(params, before, batch, rng)
+        abstains = ~jnp.isfinite(loss)
+        after = jax.tree.map(partial(jnp.where, abstains), before, after)
+        each = wires.varying((grads, after, abstains), workers.axes)
+        metrics = gradients.reduce_metrics(loss, aux, workers.axes)
+        return *jax.tree.map(lambda x: x[None], each), *metrics
 
     def step(state: TrainState, batch: Any, cut: Any) -> tuple[TrainState, dict[str, Any]]:
-        def worker(params: Any, model_state: Any, batch: Any, rng: Any, count: Any) -> Any:
-            rng = gradients.fold(rng, count, wires.worker_index(workers.axes))
-            before = jax.tree.map(lambda x: x[0], model_state)
-            loss, aux, after, grads = of_worker(params, before, batch, rng)
-            abstains = ~jnp.isfinite(loss)
-            after = jax.tree.map(partial(jnp.where, abstains), before, after)
-            each = jax.tree.map(lambda x: x[None], workers.vary((grads, after, abstains)))
-            return *each, *gradients.reduce_metrics(loss, aux, workers.axes)
-
-        own = P(workers.axes)
+        cut = workers.cut(state.params, cut)
         in_specs = cut, own, batch_spec, P(), P()
         out_specs = stacked(cut, workers.axes), own, own, own, P(), P()
         run = workers.map(worker, in_specs, out_specs, explicit=False)
+        params, opt_state = state.params, state.opt_state
         grads, model_state, abstains, *metrics = run(
-            state.params, state.model_state, batch, state.rng, state.step
+            params, state.model_state, batch, state.rng, state.step
         )
-        mine = on_mesh(tx, workers, specs=cut)
-        updates, opt_state = mine.update(grads, state.opt_state, state.params, abstain=abstains)
-        params = workers.hold(optax.apply_updates(state.params, updates), cut)
+        updates, opt_state = _update(tx, workers, cut, grads, opt_state, params, abstains)
+        params = workers.hold(optax.apply_updates(params, updates), cut)
         new = TrainState(state.step + 1, params, model_state, opt_state, state.rng)
         return new, gradients.joined(*metrics)
 
@@ -340,7 +343,7 @@ def state_specs(tx: Any, workers: Workers, params: Any, cut: Any) -> Any:
     """A spec for each leaf of the optimizer state: over the workers' axes, where theirs differ."""
 
     def probe(params: Any) -> Static:
-        leaves, structure = jax.tree.flatten(tx.init(workers.vary(params)))
+        leaves, structure = jax.tree.flatten(tx.init(wires.varying(params, workers.axes)))
         return Static((structure, by_type(leaves, workers.axes)))
 
     structure, specs = jax.eval_shape(workers.map(probe, (cut,), P(), explicit=True), params).value
@@ -395,13 +398,16 @@ def _check_abstain(abstain: Any, workers: Workers) -> None:
 
 def _check_agreed(updates: Any, workers: Workers) -> None:
     """Raises ``ValueError`` for an update that differs between workers, by its type."""
-    over = apart(updates, workers.axes)
-    if not over:
+    varies: set[str] = set()
+    for x in jax.tree.leaves(updates):
+        varies |= jax.typeof(x).manual_axis_type.varying
+    if varies.isdisjoint(workers.axes):
         return
+    over = tuple(n for n in workers.axes if n in varies)
+    alike = tuple(n for n in workers.axes if n not in varies)
     differs = (
         "the optimizer's update differs between workers, so their parameters would drift apart"
     )
-    alike = tuple(n for n in workers.axes if n not in over)
     if alike:
         raise ValueError(
             f"{differs}: it is the same over {alike} and not over {over}. The step has "
