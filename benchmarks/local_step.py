@@ -83,7 +83,7 @@ def voting(params: Any, **parts: Any) -> Candidate:
 
 def wire_bytes(plan: Plan, buckets: Sequence[Bucket]) -> int:
     """Bytes of memory that sending and receiving touch: out, in, this owner's reply, all replies."""
-    forms = [plan.format(bucket) for bucket in buckets]
+    forms = [wires.Format.of(plan.up, plan.owner, plan.down, bucket) for bucket in buckets]
     return 4 * sum(
         2 * WORKERS * form.message_words + (1 + WORKERS) * form.reply_words for form in forms
     )

@@ -11,7 +11,7 @@ import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 from lioncub_jax import decide, mesh, momentum, quantize, sync, training, wires
-from lioncub_jax.exchange import VoteStats, communicate, vote_stats
+from lioncub_jax.exchange import communicate
 from lioncub_jax.mesh import Workers
 from lioncub_jax.optimizer import (
     distributed_lion,
@@ -27,12 +27,14 @@ from lioncub_jax.training import (
     StatefulLoss,
     TrainState,
     TrainStep,
+    VoteStats,
     drift_stats,
     from_nnx,
     init_state,
     local_value_and_grad,
     make_train_step,
     on_mesh,
+    vote_stats,
     worker_value_and_grad,
 )
 

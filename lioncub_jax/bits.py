@@ -72,10 +72,12 @@ def pack(codes: jax.Array, p: int = 1, zeros: jax.Array | None = None) -> list[j
     """
     lead, rows = codes.shape[:-2], codes.shape[-2]
     sides = [None, None] if zeros is None else _in_blocks(zeros, rows)
-    parts = [
-        _pack_blocks(x, p, side) for x, side in zip(_rows_in_blocks(codes), sides, strict=False)
-    ]
-    return [_joined(planes, lead) for planes in zip(*parts, strict=True)]
+    parts, planes = [], []
+    for x, side in zip(_rows_in_blocks(codes), sides, strict=False):
+        parts.append(_pack_blocks(x, p, side))
+    for each in zip(*parts, strict=True):
+        planes.append(_joined(each, lead))
+    return planes
 
 
 def _pack_blocks(codes: jax.Array, p: int, zeros: jax.Array | None) -> list[jax.Array]:
@@ -83,17 +85,25 @@ def _pack_blocks(codes: jax.Array, p: int, zeros: jax.Array | None) -> list[jax.
     lead, lanes = codes.shape[:-2], codes.shape[-1]
     striped = codes.astype(jnp.uint32).reshape(*lead, _STRIPES, _APART, lanes)
     at = (_APART * jnp.arange(_STRIPES, dtype=jnp.uint32))[:, None, None]
-    groups = [striped >> k if k else striped for k in range(0, p, _APART)]
-    joined = [_any((x & 0xF if p > _APART else x) << at, len(lead)) for x in groups]
     row = jnp.arange(_APART, dtype=jnp.uint32)[:, None]
-    stripes = [(joined[k // _APART] >> (k % _APART)) & _EVERY_FOURTH for k in range(p)]
+    stripes, mine = [], striped
+    for k in range(p):
+        if k % _APART == 0:
+            four = striped >> k if k else striped
+            mine = _any((four & 0xF if p > _APART else four) << at, len(lead))
+        stripes.append((mine >> (k % _APART)) & _EVERY_FOURTH)
     if zeros is not None:
         *lower, upper, marks = stripes
         aside = (zeros[..., None, :] >> row) & ~marks & _EVERY_FOURTH
         stripes = [*[x & ~aside for x in lower], upper | aside, marks]
+    for k, x in enumerate(stripes):
+        stripes[k] = x << row
     # Reduced and not written out: of a reduction the results are kept, and not made anew for each use.
-    zero, either = [jnp.uint32(0)] * p, lambda a, b: [x | y for x, y in zip(a, b, strict=True)]
-    return list(lax.reduce([x << row for x in stripes], zero, either, (len(lead),)))
+    return list(lax.reduce(stripes, [jnp.uint32(0)] * p, _or_each, (len(lead),)))
+
+
+def _or_each(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[jax.Array]:
+    return list(map(operator.or_, a, b))
 
 
 def _rows_in_blocks(x: jax.Array) -> list[jax.Array]:
@@ -117,8 +127,9 @@ def _in_blocks(words: jax.Array, rows: int) -> list[jax.Array]:
 
 def _joined(parts: Sequence[jax.Array], lead: Sequence[int]) -> jax.Array:
     """Undoes ``_in_blocks``."""
-    flat = [x.reshape(*lead, -1) for x in parts]
-    return jnp.concatenate(flat, -1) if len(flat) > 1 else flat[0]
+    if len(parts) == 1:
+        return parts[0].reshape(*lead, -1)
+    return jnp.concatenate([x.reshape(*lead, -1) for x in parts], -1)
 
 
 def unpack(planes: jax.Array | Sequence[jax.Array], rows: int) -> jax.Array:
@@ -204,9 +215,10 @@ def unpack_rows(words: jax.Array, rows: int) -> jax.Array:
 
 def any_in_rows(words: jax.Array, rows: int) -> jax.Array:
     """Row words of the rows with a bit in any element: ``uint32[..., 4 rows]`` to ``[..., blocks]``."""
-    parts = [_any(x, -1) for x in _in_blocks(words, rows)]
-    if rows % BLOCK:
-        parts[-1] = (parts[-1] | (parts[-1] >> HALF_BLOCK)) & 0xFFFF
+    parts = []
+    for x in _in_blocks(words, rows):
+        either = _any(x, -1)
+        parts.append(either if x.shape[-1] == ROW else (either | (either >> HALF_BLOCK)) & 0xFFFF)
     return _joined(parts, words.shape[:-1])
 
 
@@ -256,7 +268,9 @@ def tally(planes: Sequence[jax.Array]) -> list[jax.Array]:
     workers = planes[0].shape[0]
     width, whole = sum_bits(workers, len(planes)), workers - workers % _GROUP
     if workers <= _GROUP:
-        return _carry_save([[plane[w] for w in range(workers)] for plane in planes], width)
+        return _carry_save(
+            [list(map(plane.__getitem__, range(workers))) for plane in planes], width
+        )
     groups = [x[:whole].reshape(-1, _GROUP, *x.shape[1:]) for x in planes]
     total = tally(tally([jnp.moveaxis(x, 1, 0) for x in groups]))
     if whole < workers:
@@ -271,9 +285,9 @@ def sum_bits(workers: int, p: int) -> int:
 
 def _carry_save(columns: list[list[jax.Array]], width: int) -> list[jax.Array]:
     """Reduces ``columns[k]``, words of weight ``2**k``, to one word for each of ``width`` weights."""
-    zero = columns[0][0] & 0
-    columns = columns + [[] for _ in range(width - len(columns))]
-    sums = []
+    zero, sums = columns[0][0] & 0, []
+    while len(columns) < width:
+        columns.append([])
     # Taken from the end, so that a sum is used up at once: few words are alive at a time.
     for k, column in enumerate(columns):
         while len(column) > 1:

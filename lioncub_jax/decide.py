@@ -10,9 +10,9 @@ Ties (``majority``) are broken by ``bits.coin``: fair, and the same on every wor
 on which nobody votes gets update 0.
 """
 
-import functools
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial, reduce
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -23,7 +23,6 @@ from jax import lax
 from lioncub_jax import bits, quantize
 from lioncub_jax.bits import ROW
 from lioncub_jax.quantize import Quantizer
-
 
 Planes = Sequence[jax.Array]
 
@@ -47,10 +46,9 @@ class Slice(NamedTuple):
     dtype: Any
     counts: jax.Array | None
 
-    def real(self) -> jax.Array | None:
-        """``bool[chunks, rows, 128]``: which elements are no padding; None where all are."""
-        if self.counts is None:
-            return None
+    def real(self) -> jax.Array:
+        """``bool[chunks, rows, 128]``: which elements are no padding, if there are counts."""
+        assert self.counts is not None
         real = jnp.arange(ROW, dtype=jnp.int32) < self.counts[:, None]
         return real.reshape(self.chunks, self.rows, ROW)
 
@@ -89,12 +87,12 @@ class Tally(NamedTuple):
         top = self.where.up.top(workers)
         width = max((workers * top).bit_length(), 1)
         if self.votes is None:
-            wide = [bits.as_mask(jnp.uint32(workers * top >> k & 1)) for k in range(width)]
+            wide = _constant(workers * top, width, self.planes[0])
         else:
             reach = self.votes if top == 1 else bits.times(self.votes, top, width)
-            wide = [bits.over_rows(plane, rows) for plane in reach]
+            wide = list(map(partial(bits.over_rows, rows=rows), reach))
         greater, equal = bits.compare(self.planes, wide[1:])
-        moved = None if self.votes is None else functools.reduce(operator.or_, self.votes)
+        moved = None if self.votes is None else reduce(operator.or_, self.votes)
         return Signs(greater, equal & ~wide[0], moved)
 
 
@@ -252,8 +250,8 @@ def feedback_at_owner(dtype: Any = jnp.float32) -> Owner:
     def decide(received: Received, where: Slice, state: OwnerError) -> tuple[Values, OwnerError]:
         mean = received.mean(where, jnp.inf)
         valid = jnp.isfinite(mean) & (received.present > 0)
-        if (real := where.real()) is not None:
-            valid &= real.reshape(mean.shape)
+        if where.counts is not None:
+            valid &= where.real().reshape(mean.shape)
         x = jnp.where(valid, mean + state.error.astype(jnp.float32), 0)
         count = ROW if where.counts is None else jnp.maximum(where.counts, 1).astype(jnp.float32)
         scale = quantize.to_bfloat16(quantize.mean_magnitude(x, count))[:, None]
@@ -368,7 +366,8 @@ def average() -> Down:
         votes = result.votes
         if votes is None:
             like = result.planes[0][:, : bits.row_words(result.where.rows)]
-            votes = _constant(result.where.workers, like)
+            workers = result.where.workers
+            votes = _constant(workers, bits.sum_bits(workers, 1), like)
         ties = _ties(result, result.signs())
         return Reply(result.planes, jnp.concatenate(votes, -1), ties)
 
@@ -466,10 +465,9 @@ def _sum_planes(top: int, workers: int) -> int:
     return (workers * top).bit_length()
 
 
-def _constant(number: int, like: jax.Array) -> list[jax.Array]:
-    """A number as planes of row words, the same for all rows."""
-    planes = range(bits.sum_bits(number, 1))
-    return [jnp.zeros_like(like) | bits.as_mask(jnp.uint32(number >> k & 1)) for k in planes]
+def _constant(number: int, width: int, like: jax.Array) -> list[jax.Array]:
+    """A number as planes, the same in all places."""
+    return [jnp.full_like(like, 0xFFFFFFFF if number >> k & 1 else 0) for k in range(width)]
 
 
 def _ties(result: Tally | Values, signs: Signs) -> jax.Array:
@@ -477,6 +475,6 @@ def _ties(result: Tally | Values, signs: Signs) -> jax.Array:
     tied, where = signs.tied, result.where
     if signs.moved is not None:
         tied &= bits.over_rows(signs.moved, where.rows)
-    if (real := where.real()) is not None:
-        tied &= bits.pack(real)[0]
+    if where.counts is not None:
+        tied &= bits.pack(where.real())[0]
     return jnp.sum(lax.population_count(tied).astype(jnp.float32), axis=-1)

@@ -5,9 +5,7 @@ send them up the wire, let the owner of each slice decide, read the reply, remem
 parts by name: ``lioncub.pack``, ``up``, ``decide``, ``down``, ``unpack``, ``remember``.
 """
 
-import functools
 import math
-import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,7 +19,7 @@ from jax import lax
 from lioncub_jax import bits, checks, decide, layout, momentum, quantize, wires
 from lioncub_jax.bits import BLOCK, ROW, WORDS_PER_ROW
 from lioncub_jax.decide import Down, Owner, Slice
-from lioncub_jax.layout import Bucket, Flat, Holder, Piece
+from lioncub_jax.layout import Bucket, Flat, Holder
 from lioncub_jax.mesh import placement
 from lioncub_jax.mesh.specs import cut_of
 from lioncub_jax.momentum import Memory
@@ -57,23 +55,6 @@ class CommunicateState(NamedTuple):
     def holders() -> dict[str, Holder]:
         """Whose the fields are, for checkpoints."""
         return {"mu": Holder.WORKER, "error": Holder.FEEDBACK, "owner": Holder.OWNER}
-
-
-class VoteStats(NamedTuple):
-    """What the votes of the last step were like; same on every worker.
-
-    Attributes:
-      tie_rate: ``float32[]``, the share of parameters whose votes cancelled.
-      abstained: ``int32[]``, workers that abstained.
-      abstentions: ``int32[]``, their sum over all steps.
-
-    Example:
-      See `vote_stats`.
-    """
-
-    tie_rate: jax.Array
-    abstained: jax.Array
-    abstentions: jax.Array
 
 
 class Asked(NamedTuple):
@@ -196,18 +177,18 @@ def communicate(
 
     def init(params: optax.Params) -> CommunicateState:
         checks.check_leaves(params)
-        if group_axis is not None:
-            wires.workers_on(group_axis)  # bound here, or nobody knows whose slices these are
         mu = error = None
         owners: tuple[Flat, ...] = ()
-        if owner.needs_values or group_axis is not None:
-            mu, error, owners = placement.on_shards(partial(_init_slices, plan), (params,))
         if group_axis is None:
-            mu = memory.init(params)
-            error = jax.tree.map(lambda p: _zeros_of(p, up.feedback), params)
-        count, abstained, abstentions = (jnp.zeros((), jnp.int32) for _ in range(3))
-        ties, parameters = (jnp.zeros((), jnp.float32) for _ in range(2))
-        return CommunicateState(count, mu, error, owners, ties, parameters, abstained, abstentions)
+            mu, error = memory.init(params), _no_errors(params, up.feedback)
+        else:
+            wires.workers_on(group_axis)  # bound here, or nobody knows whose slices these are
+            mu, error, owners = placement.on_shards(partial(_init_slices, plan), (params,))
+        if owner.needs_values and group_axis is None:
+            leaves = jax.tree.leaves(params)
+            owners = placement.on_shards(partial(init_owners, plan), (leaves,))
+        count, none = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32)
+        return CommunicateState(count, mu, error, owners, none, none, count, count)
 
     def update(
         updates: optax.Updates,
@@ -242,31 +223,22 @@ class Plan(NamedTuple):
     wire: Wire
     bucket_size: int | None
 
-    def buckets(self, leaves: list[jax.Array], workers: int) -> tuple[Bucket, ...]:
-        """The flat buffers in which these leaves travel between workers."""
-        limit = self.bucket_size
-        if limit is not None and self.group is not None:
-            limit = max(limit // wires.workers_on(self.group), 1)
-        return layout.buckets(leaves, workers, limit, [wires.varying_axes(x) for x in leaves])
-
-    def cuts(self, leaves: list[jax.Array]) -> tuple[Bucket, ...]:
-        """The flat buffers that the devices of a group share; none without a group."""
-        if self.group is None:
-            return ()
-        axes = [wires.varying_axes(x) for x in leaves]
-        return layout.buckets(leaves, wires.workers_on(self.group), self.bucket_size, axes)
-
-    def format(self, bucket: Bucket) -> Format:
-        """What travels for a bucket."""
-        return Format.of(self.up, self.owner, self.down, bucket)
-
     @property
     def scheme(self) -> str:
         """The codes, the wire and what comes back, for people."""
-        result = f"{self.owner.name}, {self.down.name}"
-        return f"{self.up.name}, {self.wire.name}, " + (
-            result if self.owner.needs_values else self.down.name
-        )
+        owner = f"{self.owner.name}, " if self.owner.needs_values else ""
+        return f"{self.up.name}, {self.wire.name}, {owner}{self.down.name}"
+
+    def buckets(self, leaves: list[jax.Array], workers: int) -> tuple[Bucket, ...]:
+        """The flat buffers in which leaves, or slices of a group's buckets, travel between workers."""
+        limit, devices = self.bucket_size, wires.workers_on(self.group)
+        limit = None if limit is None else max(limit // devices, 1)
+        return layout.buckets(leaves, workers, limit, list(map(wires.varying_axes, leaves)))
+
+    def cuts(self, leaves: list[jax.Array]) -> tuple[Bucket, ...]:
+        """The flat buffers that the devices of a group share."""
+        devices, axes = wires.workers_on(self.group), list(map(wires.varying_axes, leaves))
+        return layout.buckets(leaves, devices, self.bucket_size, axes)
 
     def sends(self, asked: Asked) -> tuple[Sent, ...]:
         """What each device sends in a step, one collective after the other."""
@@ -288,7 +260,7 @@ class Plan(NamedTuple):
             if workers == 1:  # float32 values come back
                 sent += [Sent("all-gather", True, each) for each in slices]
         for bucket in layout.buckets(leaves, workers, limit, axes) if workers > 1 else ():
-            form = self.format(bucket)
+            form = Format.of(self.up, self.owner, self.down, bucket)
             sent += self.wire.sends(form, asked.platform)
             if devices > 1:
                 replies = 4.0 * (devices - 1) * workers * form.reply_words
@@ -320,10 +292,18 @@ class Kept(NamedTuple):
     error: list[Any]
 
 
-class Decided(NamedTuple):
-    """What all workers get to know of a bucket: replies ``uint32[W, words]``, the same on all of them."""
+class Ballot(NamedTuple):
+    """What became of a bucket in an exchange.
 
-    bucket: Bucket
+    Attributes:
+      form: what travelled.
+      codes: this worker's, for each piece.
+      replies: ``uint32[W, words]`` of all owners, the same on all workers.
+      owner: the new state of the slice that this worker owns.
+    """
+
+    form: Format
+    codes: list[Message]
     replies: jax.Array
     owner: Any
 
@@ -342,180 +322,150 @@ def worker_step(
     plan: Plan, worker: Worker, updates: Any, state: CommunicateState, abstain: Any
 ) -> tuple[Any, CommunicateState]:
     """The step of a worker that is one device, or of its shard of a worker that is several."""
-    grads, tree = _flatten(updates)
+    tree: Any
+    grads, tree = jax.tree.flatten(updates)
     kept = Kept(tree.flatten_up_to(state.mu), tree.flatten_up_to(state.error))
-    owners = [flat.value for flat in state.owner]
+    leaves: dict[int, jax.Array] = {}
+    owners: list[Any] = []
+    numbers, updates = [], []
     if worker.workers == 1:
-        leaves, found, owners, kept = _alone(plan, worker, grads, kept, owners, abstain)
+        values, found, owners, kept = _alone(plan, worker, grads, kept, state.owner, abstain)
+        leaves, numbers = dict(enumerate(values)), [found]
     else:
-        decided, kept = vote(plan, worker, grads, kept, owners, abstain)
-        owners = [x.owner for x in decided]
-        leaves, found = [jnp.zeros(g.shape, g.dtype) for g in grads], []
-        for x in decided:
-            rows, *numbers = open_replies(plan, x.bucket, x.replies[None])
-            found.append(numbers)
-            for s in x.bucket.segments:
-                leaves[s.leaf] = layout.from_rows(rows[0, s.first_row : s.first_row + s.rows], s)
-    updates = [x.astype(g.dtype) for x, g in zip(leaves, grads, strict=True)]
-    mu, error = (tree.unflatten(x) for x in kept)
-    return tree.unflatten(updates), _next_state(
-        plan, worker, state, grads, mu, error, owners, found
-    )
+        ballots, kept = vote(plan, worker, grads, kept, state.owner, abstain)
+        for ballot in ballots:
+            rows, found = open_replies(plan, ballot.form, ballot.replies[None])
+            leaves |= layout.split(rows[0], ballot.form.bucket.segments)
+            owners.append(ballot.owner)
+            numbers.append(found)
+    for i, g in enumerate(grads):
+        updates.append(leaves[i].astype(g.dtype) if i in leaves else jnp.zeros(g.shape, g.dtype))
+    mu, error = tree.unflatten(kept.mu), tree.unflatten(kept.error)
+    new = _next_state(plan, worker, state, grads, mu, error, owners, numbers)
+    return tree.unflatten(updates), new
 
 
 def vote(
     plan: Plan, worker: Worker, grads: list[jax.Array], kept: Kept, owners: Any, abstain: Any
-) -> tuple[list[Decided], Kept]:
+) -> tuple[list[Ballot], Kept]:
     """What one of several workers does with its leaves; workers meet in ``plan.wire``."""
-    messages = [plan.memory.message(g, mu) for g, mu in zip(grads, kept.mu, strict=True)]
-    sent = _with_errors(messages, kept.error)
-    buckets = plan.buckets(grads, worker.workers)
-    with jax.named_scope("lioncub.pack"):
-        encoded = [encode(plan, worker, bucket, sent) for bucket in buckets]
-    abstains = abstains_now(plan, abstain, encoded)
-    states = owners or [()] * len(buckets)
-    decided = [
-        decide_on(plan, worker, bucket, codes, abstains, state)
-        for bucket, codes, state in zip(buckets, encoded, states, strict=True)
-    ]
-    error = kept.error
+    messages, mu, error = [], [], kept.error
+    for g, m in zip(grads, kept.mu, strict=True):
+        messages.append(plan.memory.message(g, m))
+    sent = _with_errors(messages, error)
+    ballots, abstains = exchange(
+        plan, worker, plan.buckets(grads, worker.workers), sent, owners, abstain
+    )
     if plan.up.feedback is not None:
         # Made anew from the same inputs: kept, it would cost an array as large as the gradient.
-        anew = [lax.optimization_barrier(pair) for pair in zip(messages, error, strict=True)]
-        sent = _with_errors([c for c, _ in anew], [e for _, e in anew])
-        missed = uncoded(plan, worker, buckets, encoded, sent)
+        sent = _with_errors(*lax.optimization_barrier((messages, error)))
+        missed = uncoded(plan, worker, ballots, sent)
         error = [_unless(abstains, missed.get(i), e) for i, e in enumerate(error)]
     with jax.named_scope("lioncub.remember"):
-        mu = [
-            _unless(abstains, plan.memory.remember(g, m), m)
-            for g, m in zip(grads, kept.mu, strict=True)
-        ]
-    return decided, Kept(mu, error)
+        for g, m in zip(grads, kept.mu, strict=True):
+            mu.append(_unless(abstains, plan.memory.remember(g, m), m))
+    return ballots, Kept(mu, error)
 
 
-def encode(plan: Plan, worker: Worker, bucket: Bucket, sent: list[jax.Array]) -> list[Message]:
+def exchange(
+    plan: Plan,
+    worker: Worker,
+    buckets: Sequence[Bucket],
+    sent: list[jax.Array],
+    owners: Sequence[Flat],
+    abstain: Any,
+) -> tuple[list[Ballot], jax.Array]:
+    """Values to codes, up the wire, the owners' decisions and back; and whether this worker abstains."""
+    forms, encoded, ballots = [], [], []
+    abstains = jnp.zeros((), bool) if abstain is None else abstain
+    with jax.named_scope("lioncub.pack"):
+        for bucket in buckets:
+            forms.append(Format.of(plan.up, plan.owner, plan.down, bucket))
+            counts = layout.counts(bucket, worker.counts, plan.up.has_zero)
+            encoded.append((_encode(plan, worker, forms[-1], sent, counts), counts))
+            for message in encoded[-1][0]:
+                abstains |= ~message.finite
+                # Never true, but known only when all codes are made: momentum is then overwritten in
+                # place, where it would be copied for the codes that are still to be made of it.
+                abstains |= lax.population_count(message.planes[0][0]) > BLOCK
+        # The devices that share a worker abstain as one.
+        abstains = wires.same_over_shards(abstains.astype(jnp.uint32), plan.axis) > 0
+    for k, (form, (codes, counts)) in enumerate(zip(forms, encoded, strict=True)):
+        state = owners[k].value if owners else ()
+        replies, state = _decide(plan, worker, form, codes, counts, abstains, state)
+        ballots.append(Ballot(form, codes, replies, state))
+    return ballots, abstains
+
+
+def _encode(
+    plan: Plan, worker: Worker, form: Format, sent: list[jax.Array], counts: jax.Array | None
+) -> list[Message]:
     """The codes of each piece of a bucket."""
-    rows = [layout.join(sent, piece) for piece in bucket.pieces]
-    shard, shards = wires.shard_index(rows[0], plan.axis), wires.shards_of(rows[0], plan.axis)
-    first = bucket.first_row + shard * bucket.total_rows
-    totals: Any = [None] * len(rows)
+    bucket, pieces = form.bucket, form.bucket.pieces
+    rows = list(map(partial(layout.join, sent), pieces))
+    totals: list[Any] = [None] * len(pieces)
+    shard, shards = wires.shard(rows[0], plan.axis)
     if plan.up.measure is not None:
-        measured = [plan.up.measure(x, p) for x, p in zip(rows, bucket.pieces, strict=True)]
+        measured = list(map(plan.up.measure, rows, pieces))
         # All leaves in one sum, and none at all where nothing is cut.
         sums = wires.sum_over_shards(jnp.concatenate(measured), plan.axis)
         totals = jnp.split(sums, np.cumsum([len(m) for m in measured])[:-1])
-    return [
-        plan.up.encode(
-            x,
-            Place(
-                bucket, piece, (first + piece.first_row) * WORDS_PER_ROW,
-                worker.step, worker.index, worker.workers,
-                _counts(worker, piece) if bucket.ragged or _sliced(worker, bucket) else None,
-                plan.format(bucket).sends_steps, shard, shards, total,
-            ),
-        )
-        for x, piece, total in zip(rows, bucket.pieces, totals, strict=True)
-    ]  # fmt: skip
+    codes = []
+    for x, piece, total in zip(rows, pieces, totals, strict=True):
+        own = None if counts is None else counts[piece.first_row :][: piece.rows]
+        first = (bucket.first_row + shard * bucket.total_rows + piece.first_row) * WORDS_PER_ROW
+        drawn = worker.step, worker.index, worker.workers
+        place = Place(bucket, piece, first, *drawn, own, form.sends_steps, shard, shards, total)
+        codes.append(plan.up.encode(x, place))
+    return codes
 
 
-def abstains_now(plan: Plan, abstain: Any, encoded: list[list[Message]]) -> jax.Array:
-    """``bool[]``: whether this worker abstains, by its own values or because it was asked to."""
-    flags = [~message.finite for codes in encoded for message in codes]
-    asked = jnp.zeros((), bool) if abstain is None else abstain
-    abstains = functools.reduce(operator.or_, flags, asked)
-    # Never true, but known only when all codes are made: momentum is then overwritten in place, where it
-    # would be copied for the codes that are still to be made of it. A barrier does not last that long.
-    words = [message.planes[0][0] for codes in encoded for message in codes]
-    late = [lax.population_count(word) > BLOCK for word in words]
-    abstains = functools.reduce(operator.or_, late, abstains)
-    # The devices that share a worker abstain as one.
-    return wires.same_over_shards(abstains.astype(jnp.uint32), plan.axis) > 0
-
-
-def decide_on(
+def _decide(
     plan: Plan,
     worker: Worker,
-    bucket: Bucket,
+    form: Format,
     codes: list[Message],
+    counts: jax.Array | None,
     abstains: jax.Array,
-    owner: Any,
-) -> Decided:
-    """Up the wire, the owner's decision, and back."""
+    state: Any,
+) -> tuple[jax.Array, Any]:
+    """Up the wire, the owner's decision, and back: replies ``uint32[W, words]``, and the owner's state."""
     assert plan.axis is not None  # without one there is one worker
-    form, chunks = plan.format(bucket), plan.wire.owned(worker.workers)
+    bucket, chunks = form.bucket, plan.wire.owned(worker.workers)
     with jax.named_scope("lioncub.pack"):
         message = _joined(form, codes, abstains)
     with jax.named_scope("lioncub.up"):
         received = plan.wire.collect(message, ~abstains, form, plan.axis)
     with jax.named_scope("lioncub.decide"):
-        first = worker.index.astype(jnp.uint32) if plan.wire.owns_slice else 0
-        counts = _owned_counts(plan, worker, bucket, first, chunks)
+        first = worker.index.astype(jnp.uint32) * bucket.chunk if plan.wire.owns_slice else 0
+        if counts is not None:
+            counts = lax.dynamic_slice_in_dim(counts, first, chunks * bucket.chunk)
         where = Slice(chunks, bucket.chunk, worker.workers, plan.up, bucket.dtype, counts)
-        result, owner = plan.owner.decide(received, where, owner)
-        row = bucket.first_row + first * bucket.chunk
-        row += wires.shard_index(codes[0].planes[0], plan.axis) * bucket.total_rows
+        result, state = plan.owner.decide(received, where, state)
+        row = bucket.first_row + first
+        row += wires.shard(codes[0].planes[0], plan.axis)[0] * bucket.total_rows
         words = bucket.chunk * WORDS_PER_ROW
         coin = bits.coin(row * WORDS_PER_ROW, chunks * words, worker.step)
         reply = plan.down.encode(result, coin.reshape(chunks, words))
         replies = form.pack_reply(reply, received.present)
     with jax.named_scope("lioncub.down"):
-        return Decided(bucket, plan.wire.publish(replies, plan.axis), owner)
-
-
-def open_replies(
-    plan: Plan, bucket: Bucket, replies: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Rows ``[slices, rows, 128]`` of replies ``uint32[slices, W, words]``, ties, and who took part."""
-    with jax.named_scope("lioncub.unpack"):
-        form = plan.format(bucket)
-        reply, present = form.unpack_reply(replies.reshape(-1, replies.shape[-1]))
-        where = Slice(1, bucket.chunk, bucket.workers, plan.up, bucket.dtype, None)
-        rows = plan.down.decode(reply.planes, reply.rows, where)
-        return rows.reshape(len(replies), -1, ROW), jnp.sum(reply.ties), present
-
-
-def uncoded(
-    plan: Plan,
-    worker: Worker,
-    buckets: tuple[Bucket, ...],
-    encoded: list[list[Message]],
-    sent: list[jax.Array],
-) -> dict[int, jax.Array]:
-    """The quantisation error of each leaf, ``float32`` of its shape."""
-    missed: dict[int, jax.Array] = {}
-    for bucket, codes in zip(buckets, encoded, strict=True):
-        for piece, message in zip(bucket.pieces, codes, strict=True):
-            assert message.steps is not None
-            steps = bucket.by_chunk(message.steps)
-            planes = [x.reshape(len(steps), -1) for x in message.planes]
-            rows = plan.up.values(
-                planes, steps, steps.shape[1], worker.workers, bits.unpack_once
-            ).reshape(-1, ROW)
-            for s in piece.segments:
-                own = rows[s.first_row - piece.first_row :][: s.rows]
-                error = sent[s.leaf] - layout.from_rows(own, s)
-                if (count := worker.counts[s.leaf]) is not None:
-                    error = jnp.where(jnp.arange(ROW) < count[:, None], error, 0)
-                missed[s.leaf] = error
-    return missed
+        return plan.wire.publish(replies, plan.axis), state
 
 
 def _joined(form: Format, codes: list[Message], abstains: jax.Array) -> Message:
     """The message about a whole bucket, padded to its chunks; without votes if the worker abstains."""
-    words = form.workers * form.rows * form.up.words_per_row
-    planes = [_padded(each, words) for each in zip(*[x.planes for x in codes], strict=True)]
-    voted, steps = None, None
+    planes, voted, steps = [], None, None
+    mask: Any = True
     if form.sends_votes:
-        blocks = form.workers * bits.row_words(form.rows)
-        voted = jnp.where(abstains, 0, _padded([x.voted for x in codes], blocks))
+        words = form.workers * bits.row_words(form.rows)
+        voted = jnp.where(abstains, 0, _padded([x.voted for x in codes], words))
         mask = bits.over_rows(voted.reshape(form.workers, -1), form.rows).reshape(-1)
-        planes = [x & mask for x in planes]
-    if form.up.has_zero:
-        zero = form.up.top(form.workers) // 2
-        planes = [
-            jnp.where(abstains, jnp.uint32(0xFFFFFFFF if zero >> k & 1 else 0), x)
-            for k, x in enumerate(planes)
-        ]
+    zero = form.up.top(form.workers) // 2 if form.up.has_zero else 0
+    for k in range(form.message_planes):
+        plane = _padded([x.planes[k] for x in codes], form.workers * form.plane_words)
+        if form.up.has_zero:
+            plane = jnp.where(abstains, jnp.uint32(0xFFFFFFFF * (zero >> k & 1)), plane)
+        planes.append(plane & mask if form.sends_votes else plane)
     if form.sends_steps:
         steps = jnp.where(abstains, 0, _padded([x.steps for x in codes], form.workers * form.rows))
     return Message(planes, voted, steps, ~abstains)
@@ -526,73 +476,73 @@ def _padded(parts: Sequence[Any], size: int) -> jax.Array:
     return layout.pad_rows(jnp.concatenate(parts) if len(parts) > 1 else parts[0], size)
 
 
-def _counts(worker: Worker, piece: Piece) -> jax.Array:
-    """``int32[rows]``: how many elements of each row of a piece are no padding."""
-    if all(worker.counts[s.leaf] is None for s in piece.segments):
-        return layout.filled(piece.segments, piece.first_row, piece.rows)
-    each = []
-    for s in piece.segments:
-        count = worker.counts[s.leaf]
-        own = layout.filled([s], s.first_row, s.rows) if count is None else count
-        each.append(layout.pad_rows(own, s.rows))
-    return layout.pad_rows(jnp.concatenate(each), piece.rows)
+def open_replies(plan: Plan, form: Format, replies: jax.Array) -> tuple[jax.Array, Any]:
+    """Rows ``[slices, rows, 128]`` of replies ``uint32[slices, W, words]``; and ties, and who took part."""
+    with jax.named_scope("lioncub.unpack"):
+        reply, present = form.unpack_reply(replies.reshape(-1, replies.shape[-1]))
+        where = Slice(1, form.rows, form.workers, plan.up, form.bucket.dtype, None)
+        rows = plan.down.decode(reply.planes, reply.rows, where)
+        return rows.reshape(len(replies), -1, ROW), (jnp.sum(reply.ties), present)
 
 
-def _sliced(worker: Worker, bucket: Bucket) -> bool:
-    """Whether leaves have padding where their sizes do not say it."""
-    return any(worker.counts[s.leaf] is not None for s in bucket.segments)
+def uncoded(
+    plan: Plan, worker: Worker, ballots: list[Ballot], sent: Sequence[jax.Array]
+) -> dict[int, jax.Array]:
+    """The quantisation error of each leaf, ``float32`` of its shape."""
+    missed: dict[int, jax.Array] = {}
+    for ballot in ballots:
+        bucket = ballot.form.bucket
+        for piece, message in zip(bucket.pieces, ballot.codes, strict=True):
+            assert message.steps is not None
+            steps = bucket.by_chunk(message.steps)
+            planes = [x.reshape(len(steps), -1) for x in message.planes]
+            rows = plan.up.values(planes, steps, steps.shape[1], worker.workers, once=True)
+            missed |= layout.split(rows.reshape(-1, ROW), piece.segments, piece.first_row)
+    for i, value in missed.items():
+        error, count = sent[i] - value, worker.counts[i]
+        missed[i] = error if count is None else real_only(error, count)
+    return missed
 
 
-def _owned_counts(
-    plan: Plan, worker: Worker, bucket: Bucket, first: Any, chunks: int
-) -> jax.Array | None:
-    """The same for the chunks that this worker owns; None where no padding can be taken for a value."""
-    padded = plan.up.has_zero and bucket.padded
-    if not bucket.ragged and not padded and not _sliced(worker, bucket):
-        return None
-    counts = jnp.concatenate([_counts(worker, piece) for piece in bucket.pieces])
-    counts = layout.pad_rows(counts, bucket.rows)
-    return lax.dynamic_slice_in_dim(counts, first * bucket.chunk, chunks * bucket.chunk)
+def real_only(rows: jax.Array, count: jax.Array) -> jax.Array:
+    """``[rows, 128]`` with zeros in the padding: codes cannot say zero there."""
+    return jnp.where(jnp.arange(ROW) < count[:, None], rows, 0)
 
 
 def _alone(
     plan: Plan, worker: Worker, grads: list[jax.Array], kept: Kept, owners: Any, abstain: Any
-) -> tuple[list[jax.Array], list[Any], Any, Kept]:
+) -> tuple[list[jax.Array], Any, list[Any], Kept]:
     """One worker's step: nothing travels, so nothing is quantised, and nothing is left out."""
-    messages = [plan.memory.message(g, mu) for g, mu in zip(grads, kept.mu, strict=True)]
-    asked = jnp.zeros((), bool) if abstain is None else abstain
-    strange = functools.reduce(operator.or_, [~jnp.all(jnp.isfinite(c)) for c in messages], asked)
-    abstains = wires.same_over_shards(strange.astype(jnp.uint32), plan.axis) > 0
-    values, states = list(messages), list(owners)
+    values = [plan.memory.message(g, mu) for g, mu in zip(grads, kept.mu, strict=True)]
+    abstains = jnp.zeros((), bool) if abstain is None else abstain
+    for x in values:
+        abstains |= ~jnp.all(jnp.isfinite(x))
+    abstains = wires.same_over_shards(abstains.astype(jnp.uint32), plan.axis) > 0
+    present, states = 1 - abstains.astype(jnp.uint32), [flat.value for flat in owners]
     if plan.owner.needs_values and not plan.owner.feedback:
+        messages = list(values)
         for k, bucket in enumerate(plan.buckets(grads, 1)):
-            rows = _bucket_rows(messages, bucket)
             where = Slice(1, bucket.chunk, 1, quantize.dense(), bucket.dtype, None)
-            received = Sums(rows, None, 1 - abstains.astype(jnp.uint32))
+            received = Sums(layout.join_all(messages, bucket), None, present)
             result, states[k] = plan.owner.decide(received, where, states[k])
-            for s in bucket.segments:
-                own = result.values.reshape(-1, ROW)[s.first_row : s.first_row + s.rows]
-                values[s.leaf] = layout.from_rows(own, s)
+            for i, x in layout.split(result.values.reshape(-1, ROW), bucket.segments).items():
+                values[i] = x
     mu = [
         _unless(abstains, plan.memory.remember(g, m), m)
         for g, m in zip(grads, kept.mu, strict=True)
     ]
     updates = [jnp.where(abstains, 0, plan.down.exact(x)) for x in values]
-    updates = [wires.same_everywhere(x, plan.axis) for x in updates]
-    present = wires.same_everywhere(1 - abstains.astype(jnp.uint32), plan.axis)
-    return updates, [(jnp.zeros((), jnp.float32), present)], states, Kept(mu, kept.error)
+    *updates, present = [wires.same_everywhere(x, plan.axis) for x in (*updates, present)]
+    return updates, (jnp.zeros((), jnp.float32), present), states, Kept(mu, kept.error)
 
 
-def _flatten(tree: Any) -> tuple[list[jax.Array], Any]:
-    return jax.tree.flatten(tree)
-
-
-def _with_errors(messages: list[jax.Array], errors: list[Any]) -> list[jax.Array]:
+def _with_errors(messages: Sequence[jax.Array], errors: Sequence[Any]) -> list[jax.Array]:
     """What is encoded: this step's message and the error of earlier codes."""
-    return [
-        c if e is None else c.astype(jnp.float32) + e.astype(jnp.float32)
-        for c, e in zip(messages, errors, strict=True)
-    ]
+    sent = list(messages)
+    for i, e in enumerate(errors):
+        if e is not None:
+            sent[i] = sent[i].astype(jnp.float32) + e.astype(jnp.float32)
+    return sent
 
 
 def _unless(abstains: jax.Array, new: Any, old: Any) -> Any:
@@ -609,47 +559,41 @@ def _step_in_group(
     plan: Plan, worker: Worker, updates: Any, state: CommunicateState, abstain: Any
 ) -> tuple[Any, CommunicateState]:
     """Around the ordinary exchange: a reduce-scatter in the group, and an all-gather of the replies."""
-    grads, tree = _flatten(updates)
+    tree: Any
+    grads, tree = jax.tree.flatten(updates)
     assert plan.group is not None
     cuts, device = plan.cuts(grads), wires.worker_index(plan.group)
-    slices = [wires.mean_slice(_bucket_rows(grads, cut), plan.group) for cut in cuts]
+    slices = [wires.mean_slice(layout.join_all(grads, cut), plan.group) for cut in cuts]
     worker = worker._replace(counts=[slice_counts(plan, cut, device) for cut in cuts])
     kept = Kept([x.value for x in state.mu], [x.value for x in state.error])
-    owners = [flat.value for flat in state.owner]
     if worker.workers == 1:
-        each, found, owners, kept = _alone(plan, worker, slices, kept, owners, abstain)
-        whole = [wires.from_group(x, plan.group) for x in each]
+        each, found, owners, kept = _alone(plan, worker, slices, kept, state.owner, abstain)
+        whole, numbers = [wires.from_group(x, plan.group) for x in each], [found]
     else:
-        decided, kept = vote(plan, worker, slices, kept, owners, abstain)
-        owners = [x.owner for x in decided]
-        whole, found = [x[None] for x in slices], []
-        for x in decided:
-            replies = wires.from_group(x.replies, plan.group)
-            rows, *numbers = open_replies(plan, x.bucket, replies)
-            found.append(numbers)
-            for s in x.bucket.segments:
+        ballots, kept = vote(plan, worker, slices, kept, state.owner, abstain)
+        owners = [ballot.owner for ballot in ballots]
+        whole, numbers = list(slices), []
+        for ballot in ballots:
+            replies = wires.from_group(ballot.replies, plan.group)
+            rows, found = open_replies(plan, ballot.form, replies)
+            numbers.append(found)
+            for s in ballot.form.bucket.segments:
                 whole[s.leaf] = rows[:, s.first_row : s.first_row + cuts[s.leaf].chunk]
-    leaves = [jnp.zeros(g.shape, g.dtype) for g in grads]
+    updates = [jnp.zeros(g.shape, g.dtype) for g in grads]
     for cut, rows in zip(cuts, whole, strict=True):
-        for s in cut.segments:
-            own = rows.reshape(-1, ROW)[s.first_row : s.first_row + s.rows]
-            leaves[s.leaf] = layout.from_rows(own, s).astype(grads[s.leaf].dtype)
+        for i, x in layout.split(rows.reshape(-1, ROW), cut.segments).items():
+            updates[i] = x.astype(grads[i].dtype)
     mu, error = (tuple(map(Flat, x, cuts)) for x in kept)
-    return tree.unflatten(leaves), _next_state(plan, worker, state, grads, mu, error, owners, found)
-
-
-def _bucket_rows(leaves: list[jax.Array], bucket: Bucket) -> jax.Array:
-    """All leaves of a bucket as ``float32[rows, 128]``, zeros in the padding."""
-    rows = jnp.concatenate([layout.join(leaves, piece) for piece in bucket.pieces])
-    return layout.pad_rows(rows, bucket.rows)
+    new = _next_state(plan, worker, state, grads, mu, error, owners, numbers)
+    return tree.unflatten(updates), new
 
 
 def slice_counts(plan: Plan, cut: Bucket, device: jax.Array) -> jax.Array | None:
     """Elements of each row of a device's slice that are no padding; None where none is mistaken."""
-    if not cut.ragged and not (plan.up.has_zero and cut.padded):
+    leaves = 1 + max(s.leaf for s in cut.segments)
+    counts = layout.counts(cut, [None] * leaves, plan.up.has_zero)
+    if counts is None:
         return None
-    each = [layout.filled(p.segments, p.first_row, p.rows) for p in cut.pieces]
-    counts = layout.pad_rows(jnp.concatenate(each), cut.rows)
     return lax.dynamic_slice_in_dim(counts, device * cut.chunk, cut.chunk)
 
 
@@ -664,52 +608,42 @@ def _next_state(
     mu: Any,
     error: Any,
     owners: list[Any],
-    found: list[Any],
+    numbers: list[Any],
 ) -> CommunicateState:
-    statistics = _statistics(plan, grads, found, state, worker.workers)
-    some = statistics[2] < worker.workers
+    """With ties and presence over a worker's shards, in one sum if it has any."""
+    size, ties = 0.0, jnp.zeros((), jnp.float32)
+    abstained, abstentions, kept = state.abstained, state.abstentions, []
+    everyone = (*wires.names(plan.axis), *wires.names(plan.group))
+    for x in grads:
+        size += math.prod(x.shape) * wires.shard(x, everyone)[1]
+    if numbers:
+        # The sum runs over all axes that cut any bucket; a bucket of which there are copies counts once.
+        for tied, _ in numbers:
+            ties += tied * wires.shard(tied, plan.axis)[1]
+        both = jnp.stack([ties, numbers[0][1].astype(jnp.float32)])
+        both = wires.sum_over_shards(both / wires.shard(both, plan.axis)[1], plan.axis)
+        ties, abstained = both[0], worker.workers - both[1].astype(jnp.int32)
+        abstentions += abstained
 
     def counted(new: jax.Array, old: jax.Array) -> jax.Array:
         # Counters of a transform are the same on all workers by type, so what all know must stop them.
-        return new if new.ndim else jnp.where(some, new, old)
+        return new if new.ndim else jnp.where(abstained < worker.workers, new, old)
 
-    kept = tuple(
-        Flat(jax.tree.map(counted, new, old.value), old.bucket)
-        for new, old in zip(
-            owners, state.owner, strict=False
-        )  # without states there are still buckets
-    )
-    return CommunicateState(optax.safe_increment(state.count), mu, error, kept, *statistics)
+    for new, flat in zip(owners, state.owner, strict=False):  # without states there are buckets too
+        kept.append(Flat(jax.tree.map(counted, new, flat.value), flat.bucket))
+    count = optax.safe_increment(state.count)
+    statistics = ties, jnp.float32(size), abstained, abstentions
+    return CommunicateState(count, mu, error, tuple(kept), *statistics)
 
 
-def _statistics(
-    plan: Plan, grads: list[jax.Array], found: list[Any], state: CommunicateState, workers: int
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Ties and presence over a worker's shards, in one sum if it has any."""
-    everyone = (*wires.names(plan.axis), *wires.names(plan.group))
-    size = float(sum(math.prod(g.shape) * wires.shards_of(g, everyone) for g in grads))
-    parameters = jnp.float32(size)
-    if not found:
-        return jnp.zeros((), jnp.float32), parameters, state.abstained, state.abstentions
-    # The sum runs over all axes that cut any bucket; a bucket of which there are copies counts once.
-    ties = sum((t * wires.shards_of(t, plan.axis) for t, _ in found), jnp.zeros((), jnp.float32))
-    both = jnp.stack([ties, found[0][1].astype(jnp.float32)])
-    both = wires.sum_over_shards(both / wires.shards_of(both, plan.axis), plan.axis)
-    abstained = workers - both[1].astype(jnp.int32)
-    return both[0], parameters, abstained, state.abstentions + abstained
-
-
-def _init_slices(plan: Plan, params: optax.Params) -> tuple[Any, Any, Any]:
+def _init_slices(plan: Plan, params: optax.Params) -> tuple[Any, Any, tuple[Flat, ...]]:
     """Momentum and errors of a group's slices, and owners' states, where every axis is manual."""
-    leaves = jax.tree.leaves(params)
-    mu, error = None, None
-    if plan.group is not None:
-        cuts = plan.cuts(leaves)
-        leaves = [_zero_rows(b.chunk, b.dtype, (*b.axes, *wires.names(plan.group))) for b in cuts]
-        mu = tuple(map(Flat, plan.memory.init(leaves), cuts))
-        errors = [_zeros_of(x, plan.up.feedback) for x in leaves]
-        error = tuple(map(Flat, errors, cuts))
-    return mu, error, init_owners(plan, leaves)
+    cuts, slices = plan.cuts(jax.tree.leaves(params)), []
+    for cut in cuts:
+        zeros = jnp.zeros((cut.chunk, ROW), cut.dtype)
+        slices.append(wires.varying(zeros, (*cut.axes, *wires.names(plan.group))))
+    mu, error = plan.memory.init(slices), _no_errors(slices, plan.up.feedback)
+    return tuple(map(Flat, mu, cuts)), tuple(map(Flat, error, cuts)), init_owners(plan, slices)
 
 
 def init_owners(plan: Plan, leaves: list[jax.Array]) -> tuple[Flat, ...]:
@@ -721,48 +655,14 @@ def init_owners(plan: Plan, leaves: list[jax.Array]) -> tuple[Flat, ...]:
     states = []
     for bucket in plan.buckets(leaves, workers):
         rows = plan.wire.owned(workers) * bucket.chunk
-        state = plan.owner.init(jnp.zeros((rows, ROW), bucket.dtype))
-        axes = [n for n in bucket.axes if n not in wires.names(plan.axis)]
-        states.append(Flat(_vary_arrays(state, (*own, *axes)), bucket))
+        tree: Any
+        arrays, tree = jax.tree.flatten(plan.owner.init(jnp.zeros((rows, ROW), bucket.dtype)))
+        axes = (*own, *[n for n in bucket.axes if n not in wires.names(plan.axis)])
+        # Arrays of a slice are the owner's own; counters stay the same on every worker.
+        arrays = [wires.varying(x, axes) if x.ndim else x for x in arrays]
+        states.append(Flat(tree.unflatten(arrays), bucket))
     return tuple(states)
 
 
-def _vary_arrays(state: Any, axes: tuple[str, ...]) -> Any:
-    """Types the arrays of a slice as the owner's own; counters stay the same on every worker."""
-    return jax.tree.map(lambda x: wires.varying(x, axes) if x.ndim else x, state)
-
-
-def _zero_rows(rows: int, dtype: Any, axes: tuple[str, ...]) -> jax.Array:
-    return wires.varying(jnp.zeros((rows, ROW), dtype), axes)
-
-
-def _zeros_of(p: jax.Array, dtype: Any) -> jax.Array | None:
-    return None if dtype is None else jnp.zeros_like(p, dtype=dtype)
-
-
-def vote_stats(opt_state: Any) -> VoteStats | None:
-    """Reads what the last votes were like out of the state of any chain of transforms.
-
-    Args:
-      opt_state: the state of a transform that holds one or more ``communicate``.
-
-    Returns:
-      ``VoteStats`` over all of them, or None if nothing votes. Of per-worker state stacked by
-      ``jax.pmap`` take one worker's copy first.
-
-    Example:
-      >>> import jax.numpy as jnp, lioncub_jax as lc
-      >>> tx = lc.lion_cub(1e-4, axis_name="data")
-      >>> float(lc.vote_stats(tx.init({"w": jnp.ones(3)})).tie_rate)
-      0.0
-    """
-    leaves = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, CommunicateState))
-    found = [x for x in leaves if isinstance(x, CommunicateState)]
-    if not found:
-        return None
-    ties, parameters = sum(s.ties for s in found), sum(s.parameters for s in found)
-    return VoteStats(
-        ties / jnp.maximum(parameters, 1),
-        jnp.max(jnp.stack([s.abstained for s in found])),
-        jnp.max(jnp.stack([s.abstentions for s in found])),
-    )
+def _no_errors(tree: Any, dtype: Any) -> Any:
+    return jax.tree.map(lambda p: None if dtype is None else jnp.zeros_like(p, dtype=dtype), tree)

@@ -84,26 +84,17 @@ class Bucket(NamedTuple):
         return self.workers * self.chunk
 
     @property
-    def padded(self) -> bool:
-        """Whether any of the elements that travel are padding."""
-        return sum(s.size for s in self.segments) < self.rows * ROW
-
-    @property
-    def ragged(self) -> bool:
-        """Whether any leaf ends within a row."""
-        return any(s.size % ROW for s in self.segments)
-
-    @property
     def pieces(self) -> tuple[Piece, ...]:
         """What is packed by itself, in the order of the rows; they may end before the last chunk does."""
-        alone = [Piece((s,), s.first_row, s.rows) for s in self.segments[: self.large]]
-        small = self.segments[self.large :]
-        if not small:
-            return tuple(alone)
-        first = small[0].first_row
-        rows = small[-1].first_row + small[-1].rows - first
-        rows = _round_up(rows, BLOCK) if alone else self.rows
-        return (*alone, Piece(small, first, rows))
+        pieces = []
+        for s in self.segments[: self.large]:
+            pieces.append(Piece((s,), s.first_row, s.rows))
+        if small := self.segments[self.large :]:
+            first, rows = small[0].first_row, self.rows
+            if pieces:
+                rows = _round_up(small[-1].first_row + small[-1].rows - first, BLOCK)
+            pieces.append(Piece(small, first, rows))
+        return tuple(pieces)
 
     def by_chunk(self, x: jax.Array) -> jax.Array:
         """``[rows, ...]`` of a piece as ``[parts, rows of a part, ...]``, as it is cut before packing."""
@@ -149,11 +140,10 @@ def buckets(
       >>> [(s.first_row, s.rows) for s in bucket.segments], bucket.chunk
       ([(0, 2), (2, 1)], 16)
     """
-    names = [tuple(sorted(map(str, over))) for over in axes] or [()] * len(leaves)
     open_groups: dict[tuple[str, ...], list[list[int]]] = {}
     filled: dict[tuple[str, ...], int] = {}
     for index, leaf in enumerate(leaves):
-        size, over = math.prod(leaf.shape), names[index]
+        size, over = math.prod(leaf.shape), tuple(sorted(axes[index])) if axes else ()
         if size == 0:
             continue
         groups = open_groups.setdefault(over, [[]])
@@ -165,25 +155,30 @@ def buckets(
     before = 0
     for over in sorted(open_groups):
         for group in open_groups[over]:
-            bucket = _place([(i, leaves[i]) for i in group], workers)
-            placed.append(bucket._replace(first_row=before, axes=over))
+            placed.append(_place(leaves, group, workers)._replace(first_row=before, axes=over))
             before += placed[-1].rows
-    return tuple(bucket._replace(total_rows=before) for bucket in placed)
+    for k, bucket in enumerate(placed):
+        placed[k] = bucket._replace(total_rows=before)
+    return tuple(placed)
 
 
-def _place(members: list[tuple[int, jax.Array]], workers: int) -> Bucket:
-    sizes = {index: math.prod(leaf.shape) for index, leaf in members}
-    large = [m for m in members if -(-sizes[m[0]] // ROW) >= SMALL]
-    small = [m for m in members if -(-sizes[m[0]] // ROW) < SMALL]
-    segments: list[Segment] = []
-    first = 0
-    for index, leaf in (*large, *small):
-        rows = -(-sizes[index] // ROW)
-        rows = _round_up(rows, BLOCK) if len(segments) < len(large) else rows
-        segments.append(Segment(index, tuple(leaf.shape), sizes[index], first, rows))
-        first += rows
+def _place(leaves: Sequence[jax.Array], members: list[int], workers: int) -> Bucket:
+    large: list[Segment] = []
+    small: list[Segment] = []
+    for index in members:
+        shape = tuple(leaves[index].shape)
+        size = math.prod(shape)
+        rows = -(-size // ROW)
+        if rows < SMALL:
+            small.append(Segment(index, shape, size, 0, rows))
+        else:
+            large.append(Segment(index, shape, size, 0, _round_up(rows, BLOCK)))
+    segments, first = [*large, *small], 0
+    for k, segment in enumerate(segments):
+        segments[k] = segment._replace(first_row=first)
+        first += segment.rows
     chunk = _round_up(-(-first // workers), BLOCK if large else HALF_BLOCK)
-    dtype = jnp.result_type(*(leaf.dtype for _, leaf in members))
+    dtype = jnp.result_type(*{leaves[index].dtype for index in members})
     return Bucket(tuple(segments), len(large), 0, chunk, workers, dtype)
 
 
@@ -191,28 +186,65 @@ def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def to_rows(x: jax.Array, segment: Segment) -> jax.Array:
-    """A leaf as ``float32[rows, 128]``, zeros behind its end."""
-    flat = x.reshape(-1).astype(jnp.float32)
-    pad = segment.rows * ROW - segment.size
-    return (jnp.pad(flat, (0, pad)) if pad else flat).reshape(segment.rows, ROW)
-
-
-def from_rows(rows: jax.Array, segment: Segment) -> jax.Array:
-    """Undoes ``to_rows``: ``[rows, 128]`` to the leaf's own shape."""
-    return rows.reshape(-1)[: segment.size].reshape(segment.shape)
-
-
 def join(leaves: Sequence[jax.Array], piece: Piece) -> jax.Array:
     """The leaves of a piece as ``float32[rows, 128]``, zeros in the padding."""
-    rows = [to_rows(leaves[s.leaf], s) for s in piece.segments]
-    return pad_rows(jnp.concatenate(rows) if len(rows) > 1 else rows[0], piece.rows)
+    each = []
+    for s in piece.segments:
+        flat = leaves[s.leaf].reshape(-1).astype(jnp.float32)
+        each.append(pad_rows(flat, s.rows * ROW).reshape(s.rows, ROW))
+    return pad_rows(jnp.concatenate(each) if len(each) > 1 else each[0], piece.rows)
+
+
+def join_all(leaves: Sequence[jax.Array], bucket: Bucket) -> jax.Array:
+    """All leaves of a bucket as ``float32[rows, 128]``, zeros in the padding."""
+    return pad_rows(jnp.concatenate([join(leaves, p) for p in bucket.pieces]), bucket.rows)
+
+
+def split(rows: jax.Array, segments: Sequence[Segment], first_row: int = 0) -> dict[int, jax.Array]:
+    """Undoes ``join``: of rows from ``first_row`` on, each leaf in its own shape, by its index."""
+    leaves = {}
+    for s in segments:
+        own = rows[s.first_row - first_row :][: s.rows]
+        leaves[s.leaf] = own.reshape(-1)[: s.size].reshape(s.shape)
+    return leaves
 
 
 def pad_rows(x: jax.Array, rows: int) -> jax.Array:
     """Zeros behind ``x``, up to so many rows."""
     short = rows - x.shape[0]
     return jnp.pad(x, [(0, short)] + [(0, 0)] * (x.ndim - 1)) if short else x
+
+
+def counts(
+    bucket: Bucket, own: Sequence[jax.Array | None], zeros: bool = False
+) -> jax.Array | None:
+    """How many elements of each row of a bucket are no padding.
+
+    Args:
+      bucket: the bucket.
+      own: for each leaf its own counts, ``int32[rows]``, where its size does not say them; else None.
+      zeros: whether padding is mistaken for values in rows of nothing else, too.
+
+    Returns:
+      ``int32[rows]``; None where no padding can be mistaken.
+    """
+    size, sliced, ragged, parts = 0, False, False, []
+    for s in bucket.segments:
+        size += s.size
+        ragged |= s.size % ROW > 0
+        sliced |= own[s.leaf] is not None
+    if not sliced and not ragged and not (zeros and size < bucket.rows * ROW):
+        return None
+    for piece in bucket.pieces:
+        found = [filled(piece.segments, piece.first_row, piece.rows)]
+        if sliced:
+            found = []
+            for s in piece.segments:
+                count = own[s.leaf]
+                count = filled([s], s.first_row, s.rows) if count is None else count
+                found.append(pad_rows(count, s.rows))
+        parts.append(pad_rows(jnp.concatenate(found), piece.rows))
+    return pad_rows(jnp.concatenate(parts), bucket.rows)
 
 
 def filled(segments: Sequence[Segment], first_row: int, rows: int) -> jax.Array:

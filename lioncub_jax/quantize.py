@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 
 from lioncub_jax import bits
-from lioncub_jax.bits import BLOCK, ROW
+from lioncub_jax.bits import BLOCK, ROW, unpack, unpack_once
 from lioncub_jax.layout import Bucket, Piece
 
 # The uniform steps that are best for a Gaussian, by bits (J. Max, "Quantizing for minimum distortion",
@@ -119,17 +119,19 @@ class Quantizer(NamedTuple):
         steps: jax.Array | None,
         rows: int,
         workers: int,
-        unpack: Callable[[Sequence[jax.Array], int], jax.Array] = bits.unpack,
+        *,
+        once: bool = False,
     ) -> jax.Array:
         """Decodes planes ``[..., words]`` and steps ``[..., rows]`` to ``float32[..., rows, 128]``.
 
-        Products of short integers and bfloat16 steps are exact: no rounding.
+        Products of short integers and bfloat16 steps are exact: no rounding. ``once`` is for results in the
+        shapes of leaves, see `unpack_once`.
         """
         if self.dense:
             words = planes[0].reshape(*planes[0].shape[:-1], rows, -1)
             return _floats(words, self.dense)
         assert steps is not None
-        codes, top = unpack(planes, rows), self.top(workers)
+        codes, top = (unpack_once if once else unpack)(planes, rows), self.top(workers)
         upper = codes > top // 2
         odd = 2 * jnp.where(upper, codes, top - codes).astype(jnp.int32) - top
         signed = jnp.where(upper, odd, -odd).astype(jnp.float32)
@@ -235,7 +237,7 @@ def midrise(p: int, *, rounding: Rounding | None = None) -> Quantizer:
         mean, finite = _row_scale(x, _divisor(place.counts))
         step = to_bfloat16(STEP[p] * mean)
         codes = _midrise_codes(x, step, p, rounding, place)
-        *planes, _ = _packed(codes | _mark(x != 0, p), p + 1, place, zeros=True)
+        *planes, _ = _packed(codes | ((x != 0).astype(jnp.uint32) << p), p + 1, place, zeros=True)
         voted = bits.pack_rows(place.bucket.by_chunk(mean > 0)).reshape(-1)
         steps = step.astype(jnp.bfloat16) if place.steps else None
         return Message(planes, voted, steps, jnp.all(finite))
@@ -468,19 +470,19 @@ def _packed(codes: jax.Array, p: int, place: Place, zeros: bool) -> list[jax.Arr
         words = codes.size // BLOCK
         drawn = place.step, place.worker, place.workers
         sides = bits.zero_side(place.first_word, words, *drawn).reshape(len(cut), -1)
-    return [x.reshape(-1) for x in bits.pack(cut, p, sides)]
+    planes = bits.pack(cut, p, sides)
+    for k, plane in enumerate(planes):
+        planes[k] = plane.reshape(-1)
+    return planes
 
 
 def _signs(x: jax.Array, place: Place) -> Message:
-    fields = _mark(~jnp.isfinite(x), 0) | _mark(x > 0, 1) | _mark(x != 0, 2)
+    fields = (~jnp.isfinite(x)).astype(jnp.uint32) | ((x > 0).astype(jnp.uint32) << 1)
+    fields |= (x != 0).astype(jnp.uint32) << 2
     strange, positive, marks = _packed(fields, 3, place, zeros=True)
     rows = x.shape[0] if place.bucket.large else place.bucket.chunk
     voted = bits.any_in_rows(marks.reshape(-1, rows * bits.WORDS_PER_ROW), rows)
     return Message([positive], voted.reshape(-1), None, jnp.all(strange == 0))
-
-
-def _mark(mark: jax.Array, bit: int) -> jax.Array:
-    return mark.astype(jnp.uint32) << bit
 
 
 def _midrise_codes(
@@ -500,7 +502,7 @@ def _midrise_codes(
 
 
 def _midtread(codes: jax.Array, x: jax.Array, p: int, place: Place) -> Message:
-    fields = codes | _mark(~jnp.isfinite(x), p)
+    fields = codes | ((~jnp.isfinite(x)).astype(jnp.uint32) << p)
     *planes, strange = _packed(fields, p + 1, place, zeros=False)
     return Message(planes, None, None, jnp.all(strange == 0))
 

@@ -16,7 +16,6 @@ import optax
 from jax import lax
 
 from lioncub_jax import checks, decide, exchange, layout, momentum, quantize, wires
-from lioncub_jax.bits import ROW
 from lioncub_jax.exchange import Plan, Worker
 from lioncub_jax.layout import Flat, Holder
 from lioncub_jax.mesh import placement
@@ -491,26 +490,17 @@ def _exchanged(
     """What a device of a worker does in a sync in codes; it keeps the error of its codes."""
     sent = _chosen_only(leaves, chosen)
     buckets = plan.buckets(sent, worker.workers)
-    encoded = [exchange.encode(plan, worker, bucket, sent) for bucket in buckets]
-    abstains = exchange.abstains_now(plan, None, encoded)
-    decided = [
-        exchange.decide_on(plan, worker, bucket, codes, abstains, error.value)
-        for bucket, codes, error in zip(buckets, encoded, owner, strict=True)
-    ]
-    missed = exchange.uncoded(plan, worker, buckets, encoded, sent)
+    ballots, abstains = exchange.exchange(plan, worker, buckets, sent, owner, None)
+    missed = exchange.uncoded(plan, worker, ballots, sent)
     new = list(leaves)
-    for x in decided:
-        rows, _, _ = exchange.open_replies(plan, x.bucket, x.replies[None])
-        for s in x.bucket.segments:
-            old, count = leaves[s.leaf], worker.counts[s.leaf]
-            agreed = layout.from_rows(rows[0, s.first_row : s.first_row + s.rows], s)
-            if (
-                count is not None
-            ):  # a slice of a group's bucket: codes cannot say zero in its padding
-                agreed = jnp.where(jnp.arange(ROW) < count[:, None], agreed, 0)
-            synced = quantize.saturated(agreed + missed[s.leaf], old.dtype)
-            new[s.leaf] = jnp.where(abstains, old, synced)
-    return new, tuple(Flat(x.owner, e.bucket) for x, e in zip(decided, owner, strict=True))
+    for ballot in ballots:
+        rows, _ = exchange.open_replies(plan, ballot.form, ballot.replies[None])
+        for i, agreed in layout.split(rows[0], ballot.form.bucket.segments).items():
+            old, count = leaves[i], worker.counts[i]
+            agreed = agreed if count is None else exchange.real_only(agreed, count)
+            synced = quantize.saturated(agreed + missed[i], old.dtype)
+            new[i] = jnp.where(abstains, old, synced)
+    return new, tuple(Flat(x.owner, e.bucket) for x, e in zip(ballots, owner, strict=True))
 
 
 # --- Of what

@@ -14,7 +14,6 @@ whether the worker takes part at all. A *reply* is the planes, the numbers of th
 many workers took part. A `Format` knows both.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -60,24 +59,28 @@ class Format(NamedTuple):
     """What travels for one bucket, both ways.
 
     Attributes:
+      bucket: the flat buffer.
       up: the codes that go up.
       down: how the reply is coded.
       workers: how many workers there are.
       rows: rows of the chunk that each of them owns.
       sends_steps: whether each row's step travels, because the owner decodes values.
       sends_votes: whether a bit says on which rows a worker votes; codes with a zero say so themselves.
+      plane_words: words of a plane of codes of one chunk.
       message_planes: planes of a message.
       reply_planes: planes of a reply.
       message_words: words of a message about one chunk, padding included.
       reply_words: words of a reply about one chunk, padding included.
     """
 
+    bucket: Bucket
     up: Quantizer
     down: Down
     workers: int
     rows: int
     sends_steps: bool
     sends_votes: bool
+    plane_words: int
     message_planes: int
     reply_planes: int
     message_words: int
@@ -89,66 +92,69 @@ class Format(NamedTuple):
         workers, rows = bucket.workers, bucket.chunk
         steps = owner.needs_values and not up.dense
         votes = not owner.needs_values and not up.has_zero
-        top = up.top(workers)
+        top, plane = up.top(workers), rows * up.words_per_row
         planes, replies = 1 if up.dense else top.bit_length(), down.planes(top, workers)
-        words = planes * rows * up.words_per_row + 1
+        words = planes * plane + 1
         words += rows // 2 if steps else bits.row_words(rows) if votes else 0
-        back = replies * rows * down.words_per_row + down.row_words(rows, workers) + 2
-        words += _padding(words, _LINE)
-        back += _padding(back, _LANES)
-        return cls(up, down, workers, rows, steps, votes, planes, replies, words, back)
+        back = replies * rows * down.words_per_row + 2 + down.row_words(rows, workers)
+        words, back = words + _padding(words, _LINE), back + _padding(back, _LANES)
+        return cls(
+            bucket, up, down, workers, rows, steps, votes, plane, planes, replies, words, back
+        )
 
     def pack(self, message: Message, takes_part: jax.Array) -> jax.Array:
         """A message about all chunks: ``uint32[W, message_words]``."""
-        parts = [*message.planes]
+        numbers = [jnp.broadcast_to(takes_part.astype(jnp.uint32), (self.workers,))]
         if self.sends_steps:
             assert message.steps is not None
-            parts.append(lax.bitcast_convert_type(message.steps.reshape(-1, 2), jnp.uint32))
+            numbers.append(lax.bitcast_convert_type(message.steps.reshape(-1, 2), jnp.uint32))
         if self.sends_votes:
             assert message.voted is not None
-            parts.append(message.voted)
-        parts.append(jnp.broadcast_to(takes_part.astype(jnp.uint32), (self.workers,)))
-        return _side_by_side([x.reshape(self.workers, -1) for x in parts], self.message_words)
+            numbers.append(message.voted)
+        return _side_by_side([*message.planes, *numbers], self.workers, self.message_words)
 
     def unpack(self, messages: jax.Array) -> "Inbox":
         """Undoes ``pack`` for all workers: ``uint32[W, chunks, message_words]``."""
-        words = self.rows * self.up.words_per_row
-        *planes, rest = _split(messages, [words] * self.message_planes)
-        voted, steps, number = None, None, 0
+        planes, rest = _split_planes(messages, self.message_planes, self.plane_words)
+        voted, steps, takes_part = None, None, rest[:, 0, 0]
         if self.sends_steps:
-            number = self.rows // 2
-            halves = lax.bitcast_convert_type(rest[..., :number], jnp.bfloat16)
+            halves = lax.bitcast_convert_type(rest[..., 1 : 1 + self.rows // 2], jnp.bfloat16)
             steps = halves.reshape(*messages.shape[:2], self.rows).astype(jnp.float32)
         if self.sends_votes:
-            number = bits.row_words(self.rows)
-            voted = rest[..., :number]
-        return Inbox(planes, voted, steps, rest[:, 0, number])
+            voted = rest[..., 1 : 1 + bits.row_words(self.rows)]
+        return Inbox(planes, voted, steps, takes_part, jnp.sum(takes_part, dtype=jnp.uint32))
 
     def pack_reply(self, reply: Reply, present: jax.Array) -> jax.Array:
         """Replies about some chunks: ``uint32[chunks, reply_words]``."""
-        ties = lax.bitcast_convert_type(reply.ties, jnp.uint32)[:, None]
-        parts = [*reply.planes, ties, jnp.broadcast_to(present, ties.shape)]
+        chunks = reply.ties.shape[0]
+        present = jnp.broadcast_to(present, (chunks,))
+        parts = [*reply.planes, lax.bitcast_convert_type(reply.ties, jnp.uint32), present]
         parts += [] if reply.rows is None else [reply.rows]
-        return _side_by_side(parts, self.reply_words)
+        return _side_by_side(parts, chunks, self.reply_words)
 
     def unpack_reply(self, replies: jax.Array) -> tuple[Reply, jax.Array]:
         """Undoes ``pack_reply``; and how many workers took part."""
-        words = self.rows * self.down.words_per_row
-        numbers = self.down.row_words(self.rows, self.workers)
-        *planes, ties, present, rest = _split(replies, [*[words] * self.reply_planes, 1, 1])
-        ties = lax.bitcast_convert_type(ties[:, 0], jnp.float32)
-        return Reply(planes, rest[:, :numbers] if numbers else None, ties), present[0, 0]
+        size, numbers = (
+            self.rows * self.down.words_per_row,
+            self.down.row_words(self.rows, self.workers),
+        )
+        planes, rest = _split_planes(replies, self.reply_planes, size)
+        ties = lax.bitcast_convert_type(rest[:, 0], jnp.float32)
+        return Reply(planes, rest[:, 2 : 2 + numbers] if numbers else None, ties), rest[0, 1]
 
 
-def _side_by_side(parts: Sequence[jax.Array], words: int) -> jax.Array:
-    """Joins the last axes of parts, and pads them to so many words."""
+def _side_by_side(parts: list[jax.Array], chunks: int, words: int) -> jax.Array:
+    """Joins what each part says of each chunk, zeros behind it: ``uint32[chunks, words]``."""
+    for k, part in enumerate(parts):
+        parts[k] = part.reshape(chunks, -1)
     joined = jnp.concatenate(parts, axis=1)
     return jnp.pad(joined, ((0, 0), (0, words - joined.shape[1])))
 
 
-def _split(words: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
-    """Cuts the last axis into parts of these sizes and the rest."""
-    return jnp.split(words, list(itertools.accumulate(sizes)), axis=-1)
+def _split_planes(words: jax.Array, planes: int, size: int) -> tuple[list[jax.Array], jax.Array]:
+    """Cuts planes of so many words from the last axis, and gives the rest."""
+    *found, rest = jnp.split(words, list(range(size, planes * size + 1, size)), axis=-1)
+    return found, rest
 
 
 class Inbox(NamedTuple):
@@ -159,17 +165,14 @@ class Inbox(NamedTuple):
       voted: row words, ``uint32[W, chunks, blocks]``, or None.
       steps: ``float32[W, chunks, rows]``, or None.
       taking_part: ``uint32[W]``, 1 for workers that take part.
+      present: ``uint32[]``, how many they are.
     """
 
     planes: list[jax.Array]
     voted: jax.Array | None
     steps: jax.Array | None
     taking_part: jax.Array
-
-    @property
-    def present(self) -> jax.Array:
-        """``uint32[]``: how many workers take part."""
-        return jnp.sum(self.taking_part, dtype=jnp.uint32)
+    present: jax.Array
 
     def tally(self, where: Slice) -> Tally:
         """Adds the codes on packed words."""
@@ -218,11 +221,11 @@ class Sums(NamedTuple):
     def tally(self, where: Slice) -> Tally:
         """Packs the sums, so that from here on every wire is alike."""
         width = (where.workers * where.up.top(where.workers)).bit_length()
-        votes = self.votes
-        if votes is not None:
+        planes, votes = bits.pack(self.sums.astype(jnp.uint32), width), None
+        if self.votes is not None:
             each = range(bits.sum_bits(where.workers, 1))
-            votes = [bits.pack_rows((votes >> k) & 1 > 0) for k in each]
-        return Tally(bits.pack(self.sums.astype(jnp.uint32), width), votes, where)
+            votes = [bits.pack_rows((self.votes >> k) & 1 > 0) for k in each]
+        return Tally(planes, votes, where)
 
     def mean(self, where: Slice, dominance: float) -> jax.Array:
         """Divides by the workers that take part."""
@@ -535,12 +538,11 @@ def same_everywhere(x: jax.Array, axis: AxisName | None) -> jax.Array:
 
 def varying(tree: Any, axis: AxisName | None) -> Any:
     """Gives every leaf the type of a value that varies over ``axis``, where it has not got it."""
-
-    def cast(x: jax.Array) -> jax.Array:
-        missing = tuple(n for n in names(axis) if n not in varying_axes(x))
-        return lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(cast, tree)
+    leaves, structure = jax.tree.flatten(tree)
+    for i, x in enumerate(leaves):
+        if missing := tuple(sorted(set(names(axis)) - varying_axes(x))):
+            leaves[i] = lax.pcast(x, missing, to="varying")
+    return jax.tree.unflatten(structure, leaves)
 
 
 def tracked(axis: AxisName | None) -> bool:
@@ -586,15 +588,13 @@ def same_over_shards(x: jax.Array, axis: AxisName | None) -> jax.Array:
     return lax.pmax(x, others) if others else x
 
 
-def shards_of(x: jax.Array, axis: AxisName | None) -> int:
-    """Over how many devices of one worker an array is cut, by its type."""
-    return math.prod(lax.axis_size(other) for other in _others(x, axis))
+def shard(x: jax.Array, axis: AxisName | None) -> tuple[Any, int]:
+    """Which of a worker's shards of an array is here, ``uint32[]``, and how many it has, by its type.
 
-
-def shard_index(x: jax.Array, axis: AxisName | None) -> jax.Array | int:
-    """``uint32[]``: which of a worker's shards of an array is here; 0 of an array in one piece."""
+    0 of 1 for an array in one piece.
+    """
     others = _others(x, axis)
-    return lax.axis_index(others).astype(jnp.uint32) if others else 0
+    return (lax.axis_index(others).astype(jnp.uint32), lax.axis_size(others)) if others else (0, 1)
 
 
 def _others(x: jax.Array, axis: AxisName | None) -> tuple[str, ...]:
@@ -635,4 +635,8 @@ def sharing(tree: Sequence[jax.Array], axis: AxisName | None) -> list[int]:
     """Indices of the leaves that are, by their type, the same on all workers, or on some of them."""
     if not tracked(axis):
         return []
-    return [i for i, x in enumerate(tree) if not set(names(axis)) <= varying_axes(x)]
+    apart, found = set(names(axis)), []
+    for i, x in enumerate(tree):
+        if not apart <= varying_axes(x):
+            found.append(i)
+    return found

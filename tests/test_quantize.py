@@ -24,7 +24,8 @@ def encode(quantizer, x, step, worker, *, steps, leaf, workers):
     (bucket,) = layout.buckets(leaves, workers)
     (piece,) = bucket.pieces
     rows = layout.join(leaves, piece)
-    counts = layout.filled(piece.segments, piece.first_row, piece.rows) if bucket.ragged else None
+    counts = layout.counts(bucket, [None] * len(leaves))
+    counts = None if counts is None else counts[: piece.rows]
     total = quantizer.measure(rows, piece) if quantizer.measure else None
     place = quantize.Place(bucket, piece, 0, step, worker, workers, counts, steps, 0, 1, total)
     message = quantizer.encode(rows, place)

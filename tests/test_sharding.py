@@ -551,7 +551,8 @@ def check_inside(ours, lion, state, travels):
 
     def inside(found):
         own = [one for one in found if one.axes and not set(one.axes) & set(shape.worker_axes)]
-        return Counter((one.op, one.axes, one.operands) for one in own)
+        # The order in one collective is the compiler's.
+        return Counter((one.op, one.axes, tuple(sorted(one.operands, key=str))) for one in own)
 
     more = inside(ours) - inside(lion)
     words = [key for key in more if sum(o.bytes for o in key[2]) <= 8]

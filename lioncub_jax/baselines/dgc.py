@@ -270,9 +270,9 @@ def _clipped(
     if plan.clip is None or not grads:
         return grads, jnp.ones((), bool)
     # Over all axes that cut any leaf, in one sum; a leaf of which there are copies counts once.
-    squares = [jnp.sum(jnp.square(g)) * wires.shards_of(g, plan.axis) for g in grads]
+    squares = [jnp.sum(jnp.square(g)) * wires.shard(g, plan.axis)[1] for g in grads]
     square = reduce(operator.add, squares)
-    square = wires.sum_over_shards(square / wires.shards_of(square, plan.axis), plan.axis)
+    square = wires.sum_over_shards(square / wires.shard(square, plan.axis)[1], plan.axis)
     norm, limit = jnp.sqrt(square), jnp.asarray(plan.clip, jnp.float32) / math.sqrt(workers)
     scale = jnp.where(norm > limit, limit / norm, 1)
     return [g * scale for g in grads], jnp.isfinite(norm)

@@ -88,7 +88,7 @@ def _measured(
 def _deviation(g: jax.Array, axis_name: AxisName) -> jax.Array:
     """Root mean square of a leaf over all of its shards."""
     square = wires.sum_over_shards(jnp.sum(g * g), axis_name)
-    return jnp.sqrt(square / float(max(g.size * wires.shards_of(g, axis_name), 1)))
+    return jnp.sqrt(square / float(max(g.size * wires.shard(g, axis_name)[1], 1)))
 
 
 def _share_of_scale(g: jax.Array, limit: jax.Array, scale: jax.Array) -> jax.Array:

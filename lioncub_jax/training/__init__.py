@@ -8,7 +8,13 @@ from lioncub_jax.training.gradients import (
 )
 from lioncub_jax.training.kinds import Kind, batch, folded, own, same
 from lioncub_jax.training.state import abstract_state, init_state
-from lioncub_jax.training.stats import DriftStats, drift_stats, mean_model_state
+from lioncub_jax.training.stats import (
+    DriftStats,
+    VoteStats,
+    drift_stats,
+    mean_model_state,
+    vote_stats,
+)
 from lioncub_jax.training.step import TrainState, TrainStep, make_train_step, on_mesh
 
 __all__ = [
@@ -17,6 +23,7 @@ __all__ = [
     "StatefulLoss",
     "TrainState",
     "TrainStep",
+    "VoteStats",
     "abstract_state",
     "batch",
     "drift_stats",
@@ -29,5 +36,6 @@ __all__ = [
     "on_mesh",
     "own",
     "same",
+    "vote_stats",
     "worker_value_and_grad",
 ]

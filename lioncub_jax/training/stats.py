@@ -8,8 +8,54 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from lioncub_jax.exchange import CommunicateState
 from lioncub_jax.sync import SyncState
 from lioncub_jax.training.kinds import is_key
+
+
+class VoteStats(NamedTuple):
+    """What the votes of the last step were like; same on every worker.
+
+    Attributes:
+      tie_rate: ``float32[]``, the share of parameters whose votes cancelled.
+      abstained: ``int32[]``, workers that abstained.
+      abstentions: ``int32[]``, their sum over all steps.
+
+    Example:
+      See `vote_stats`.
+    """
+
+    tie_rate: jax.Array
+    abstained: jax.Array
+    abstentions: jax.Array
+
+
+def vote_stats(opt_state: Any) -> VoteStats | None:
+    """Reads what the last votes were like out of the state of any chain of transforms.
+
+    Args:
+      opt_state: the state of a transform that holds one or more ``communicate``.
+
+    Returns:
+      ``VoteStats`` over all of them, or None if nothing votes. Of per-worker state stacked by
+      ``jax.pmap`` take one worker's copy first.
+
+    Example:
+      >>> import jax.numpy as jnp, lioncub_jax as lc
+      >>> tx = lc.lion_cub(1e-4, axis_name="data")
+      >>> float(lc.vote_stats(tx.init({"w": jnp.ones(3)})).tie_rate)
+      0.0
+    """
+    leaves = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, CommunicateState))
+    found = [x for x in leaves if isinstance(x, CommunicateState)]
+    if not found:
+        return None
+    ties, parameters = sum(s.ties for s in found), sum(s.parameters for s in found)
+    return VoteStats(
+        ties / jnp.maximum(parameters, 1),
+        jnp.max(jnp.stack([s.abstained for s in found])),
+        jnp.max(jnp.stack([s.abstentions for s in found])),
+    )
 
 
 class DriftStats(NamedTuple):
