@@ -457,7 +457,7 @@ def _check_density(density: Any, warmup: Any) -> None:
 
 def _check_numbers(momentum: Any, clip: Any) -> None:
     """Where their values are known."""
-    checks.check_momentum(momentum)
+    checks.check_betas(momentum=momentum)
     if clip is None or isinstance(clip, jax.core.Tracer):
         return
     number = int, float, np.number, np.ndarray, jax.Array

@@ -63,7 +63,7 @@ def sgd(
       >>> from lioncub_jax import baselines
       >>> tx = baselines.sgd(0.1, weight_decay=5e-4, axis_name="data")
     """
-    checks.check_momentum(momentum)
+    checks.check_betas(momentum=momentum)
     direction = _trace(momentum, nesterov)
     tx = _descending(direction, learning_rate, weight_decay, mask)
     return global_gradients(tx, axis_name, dtype)
@@ -105,7 +105,7 @@ def adamw(
       >>> from lioncub_jax import baselines
       >>> tx = baselines.adamw(3e-4, b2=0.99, weight_decay=0.1, axis_name="data")
     """
-    checks.check_betas(b1, b2)
+    checks.check_betas(b1=b1, b2=b2)
     checks.check_mu_dtype(mu_dtype)
     tx = optax.adamw(
         learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov
@@ -143,7 +143,7 @@ def lion(
       >>> from lioncub_jax import baselines
       >>> tx = baselines.lion(1e-4, weight_decay=0.1, axis_name="data")
     """
-    checks.check_betas(b1, b2)
+    checks.check_betas(b1=b1, b2=b2)
     checks.check_mu_dtype(mu_dtype)
     tx = optax.lion(learning_rate, b1, b2, mu_dtype, weight_decay, mask)
     return global_gradients(tx, axis_name, dtype)
@@ -209,7 +209,7 @@ def signum(
 
     Source: Bernstein et al. (arXiv 1810.05291), algorithm 1. Lion Cub with equal betas.
     """
-    checks.check_momentum(momentum)
+    checks.check_betas(momentum=momentum)
     memory = blend(momentum, momentum, mu_dtype)
     vote = communicate(axis_name=axis_name, memory=memory, wire=wire)
     return _descend(vote, learning_rate, weight_decay, mask)
@@ -297,7 +297,7 @@ def terngrad(
 
     Source: Wen et al. (arXiv 1705.07878), with gradient clipping, layer-wise and shared scalers.
     """
-    checks.check_momentum(momentum)
+    checks.check_betas(momentum=momentum)
     if clip is not None and (not isinstance(clip, (int, float)) or not clip > 0):
         raise ValueError(f"clip={clip!r}: give standard deviations above 0, such as 2.5, or None")
     codes = quantize.ternary(rounding=quantize.stochastic(seed))
@@ -347,7 +347,7 @@ def qsgd(
     Source: Alistarh et al. (arXiv 1610.02132). Codes have a fixed width (the paper's Elias codes do
     not), norms travel as bfloat16 rounded up.
     """
-    checks.check_momentum(momentum)
+    checks.check_betas(momentum=momentum)
     rounding = quantize.stochastic(seed)
     mean = communicate(
         axis_name=axis_name,
