@@ -98,19 +98,13 @@ def scale_by_lion_cub(
 ) -> Sending:  # fmt: skip
     """The direction of `lion_cub` alone: stands where ``optax.scale_by_lion`` stood in a chain.
 
-    The arguments are those of `lion_cub`, without learning rate, decay and mask; so are the errors.
-    Updates are -1, 0 or 1, the same on every worker.
+    The arguments are those of `lion_cub`, without learning rate, decay and mask; so are errors and
+    source. Updates are -1, 0 or 1, the same on every worker.
 
     Example:
       >>> import lioncub_jax as lc, optax
-      >>> tx = optax.chain(
-      ...     optax.clip_by_global_norm(1.0),
-      ...     lc.scale_by_lion_cub(axis_name="data"),
-      ...     optax.add_decayed_weights(0.1),
-      ...     optax.scale_by_learning_rate(1e-4),
-      ... )
-
-    Source: Lion Cub (arXiv 2411.16462).
+      >>> vote = lc.scale_by_lion_cub(axis_name="data")
+      >>> tx = optax.chain(optax.clip_by_global_norm(1.0), vote, optax.scale_by_learning_rate(1e-4))
     """
     if quantizer is not None:
         checks.check_kinds(quantizer=(quantizer, Quantizer))
@@ -132,17 +126,13 @@ def distributed_lion(
 ) -> Sending:  # fmt: skip
     """Distributed Lion: workers send signs; the update is their majority or their average.
 
-    The note in `lion_cub` on workers that see different data holds here too.
-
-    Arguments that are not named here are those of `lion_cub`, and so are the errors.
+    Arguments that are not named here are those of `lion_cub`, and so are the errors, what is returned,
+    and the note on workers that see different data.
 
     Args:
       average: False for the majority ("MaVo", 1 bit back), True for the mean of the signs over the
         votes cast ("Avg", the planes of the count back).
-      sync: the paper never syncs, nor does this by default.
-
-    Returns:
-      A transform whose ``update`` must run where the workers' axis is bound.
+      sync: the paper never syncs.
 
     Example:
       >>> import lioncub_jax as lc
@@ -167,14 +157,12 @@ def scale_by_distributed_lion(
 ) -> Sending:  # fmt: skip
     """The direction of `distributed_lion` alone: stands where ``optax.scale_by_lion`` stood in a chain.
 
-    The arguments are those of `distributed_lion`, without learning rate, decay and mask; so are the
-    errors. Updates are in [-1, 1], the same on every worker.
+    The arguments are those of `distributed_lion`, without learning rate, decay and mask; so are
+    errors and source. Updates are in [-1, 1], the same on every worker.
 
     Example:
       >>> import lioncub_jax as lc
       >>> tx = lc.scale_by_distributed_lion(axis_name="data", average=True)
-
-    Source: Distributed Lion (arXiv 2404.00438).
     """
     return _vote(
         axis_name, group_axis, sync, sync_where, memory=momentum.blend(b1, b2, mu_dtype),
@@ -230,14 +218,12 @@ def scale_by_owner_lion(
 ) -> Sending:  # fmt: skip
     """The direction of `owner_lion` alone: stands where ``optax.scale_by_lion`` stood in a chain.
 
-    The arguments are those of `owner_lion`, without learning rate, decay and mask; so are the errors.
-    Updates are -1, 0 or 1, the same on every worker.
+    The arguments are those of `owner_lion`, without learning rate, decay and mask; so are errors and
+    source. Updates are -1, 0 or 1, the same on every worker.
 
     Example:
       >>> import lioncub_jax as lc
       >>> tx = lc.scale_by_owner_lion(axis_name="data")
-
-    Source: this library; the optimizer is Lion (arXiv 2302.06675).
     """
     checks.check_betas(b1=b1, b2=b2)
     checks.check_mu_dtype(mu_dtype)
@@ -264,9 +250,8 @@ def _vote(
     sync = never() if sync is None else sync
     check_schedule(sync)
     if sync_where is not None and not sync.ever:
-        raise ValueError(
-            "sync_where is given but sync is never(): give a schedule, such as every(100)"
-        )
+        wanted = "give a schedule, such as every(100)"
+        raise ValueError(f"sync_where is given but sync is never(): {wanted}")
     where = checks.as_mask("sync_where", sync_where)
     vote = communicate(axis_name=axis, group_axis=group, **parts)
     if not sync.ever or axis is None:
@@ -317,14 +302,13 @@ def global_gradients(
       >>> tx = lc.global_gradients(optax.adamw(1e-3), axis_name="data")
     """
     axis = axis_name.axes if isinstance(axis_name, Workers) else axis_name
-    if axis is not None:
-        checks.check_axis(axis)
+    checks.check_axis(axis)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"global_gradients(dtype={dtype!r}): give float32 or bfloat16")
     tx = optax.with_extra_args_support(tx)
 
     def init(params: optax.Params) -> GlobalState:
-        return GlobalState(tx.init(params if axis is None else wires.agreed(params, axis)))
+        return GlobalState(tx.init(wires.agreed(params, axis)))
 
     def update(updates: Any, state: GlobalState, params: Any = None, **extra: Any) -> Any:
         extra.pop("abstain", None)
