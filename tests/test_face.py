@@ -315,7 +315,9 @@ def test_a_mask_is_of_bools():
         cub("data", sync=lc.sync.every(2), sync_where={"w": "no", "b": True})
     cub("data", mask={"w": np.bool_(True), "b": jnp.zeros((), bool)}).init(PARAMS)
     vote, every = lc.communicate(axis_name="data", memory=lc.momentum.blend()), lc.sync.every(2)
-    sentence = r"where\['w'\] is 'no': a mask has a bool for each leaf of the parameters; give True or"
+    sentence = (
+        r"where\['w'\] is 'no': a mask has a bool for each leaf of the parameters; give True or"
+    )
     with refused(TypeError, sentence):
         lc.sync_momentum(vote, "data", every, where={"w": "no", "b": True})
     with refused(TypeError, sentence):

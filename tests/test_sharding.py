@@ -817,7 +817,9 @@ def test_group_axes_and_quantisers_that_do_not_go_together():
     with refused("group_axis='node' is an axis of the workers"):
         lc.lion_cub(1e-3, axis_name="node", group_axis="node")
     for group in (3, (), ("gpu", "gpu"), ["gpu"]):
-        with refused(f"group_axis={group!r}", "name of a mesh axis", "None for workers of one level"):
+        with refused(
+            f"group_axis={group!r}", "name of a mesh axis", "None for workers of one level"
+        ):
             lc.lion_cub(1e-3, axis_name="node", group_axis=group)
 
 
