@@ -57,10 +57,9 @@ def check_leaves(tree: Any) -> None:
     """Raises ``TypeError`` for a leaf that is not floating."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if not jnp.issubdtype(jnp.asarray(leaf).dtype, jnp.floating):
-            raise TypeError(
-                f"leaf {jax.tree_util.keystr(path) or '(root)'} is {jnp.asarray(leaf).dtype}: only "
-                "floating leaves can vote; leave others out with optax.masked or optax.multi_transform"
-            )
+            given = f"leaf {jax.tree_util.keystr(path) or '(root)'} is {jnp.asarray(leaf).dtype}"
+            wanted = "leave others out with optax.masked or optax.multi_transform"
+            raise TypeError(f"{given}: only floating leaves can vote; {wanted}")
 
 
 def check_local(updates: Any, axis_name: AxisName, group_axis: AxisName | None = None) -> None:
@@ -81,10 +80,10 @@ def check_kinds(**parts: tuple[Any, type]) -> None:
     """Raises ``TypeError`` for a part that is not what its name says."""
     for name, (part, kind) in parts.items():
         if not isinstance(part, kind):
-            raise TypeError(
-                f"{name}={part!r} is not a {kind.__name__}: give what one of the functions that build "
-                f"one returns (called, such as sign() and not sign)"
+            built = (
+                "one of the functions that build one returns (called, such as sign() and not sign)"
             )
+            raise TypeError(f"{name}={part!r} is not a {kind.__name__}: give what {built}")
 
 
 def check_axis(
@@ -102,9 +101,9 @@ def check_group(group_axis: Any, axis_name: AxisName, up: Quantizer) -> None:
     """Raises ``ValueError`` for a group axis that is none, or that the quantiser cannot serve."""
     check_axis(group_axis, "group_axis", "workers of one level")
     if set(wires.names(group_axis or ())) & set(wires.names(axis_name)):
+        group = "a group is the devices of one worker, on an axis of their own"
         raise ValueError(
-            f"group_axis={group_axis!r} is an axis of the workers ({axis_name!r}): a group is the "
-            "devices of one worker, on an axis of their own"
+            f"group_axis={group_axis!r} is an axis of the workers ({axis_name!r}): {group}"
         )
     if group_axis is not None and up.measure is not None:
         raise ValueError(
@@ -122,28 +121,24 @@ def check_count(given: str, n: Any, wanted: str = "a whole number of at least 1"
 def check_betas(**betas: Any) -> None:
     """Raises ``ValueError`` for a beta or momentum outside [0, 1), where its value is known."""
     for name, beta in betas.items():
-        if isinstance(beta, jax.core.Tracer):
-            continue
         number = isinstance(beta, (int, float, np.number, np.ndarray, jax.Array))
-        if not number or not 0 <= beta < 1:
+        if not isinstance(beta, jax.core.Tracer) and not (number and 0 <= beta < 1):
             raise ValueError(f"{name}={beta!r}: give a number in [0, 1), such as 0.9")
 
 
 def check_mu_dtype(dtype: Any) -> None:
     """Raises ``TypeError`` for a momentum that would not be floating."""
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(
-            f"mu_dtype={jnp.dtype(dtype).name}: momentum is floating; give float32 or bfloat16, or None"
-        )
+        wanted = "give float32 or bfloat16, or None"
+        raise TypeError(f"mu_dtype={jnp.dtype(dtype).name}: momentum is floating; {wanted}")
 
 
 def as_flag(abstain: Any) -> jax.Array:
     """A flag of one worker, or ``ValueError`` for an array of another shape."""
     flag = jnp.asarray(abstain)
     if flag.shape != ():
-        raise ValueError(
-            f"abstain has shape {flag.shape}: give each worker one bool of shape (), its own"
-        )
+        wanted = "give each worker one bool of shape (), its own"
+        raise ValueError(f"abstain has shape {flag.shape}: {wanted}")
     return flag.astype(bool)
 
 
@@ -153,8 +148,6 @@ def as_mask(argument: str, mask: Any) -> Any:
         return lambda tree: as_mask(argument, mask(tree))
     for path, leaf in jax.tree_util.tree_leaves_with_path(mask):
         if not isinstance(leaf, bool) and getattr(leaf, "dtype", None) != jnp.bool_:
-            raise TypeError(
-                f"{argument}{jax.tree_util.keystr(path)} is {leaf!r}: a mask has a bool for each leaf of "
-                "the parameters; give True or False"
-            )
+            wanted = "a mask has a bool for each leaf of the parameters; give True or False"
+            raise TypeError(f"{argument}{jax.tree_util.keystr(path)} is {leaf!r}: {wanted}")
     return mask
