@@ -14,64 +14,52 @@ from lioncub_jax.wires import AxisName, Wire
 
 def check_parts(up: Quantizer, owner: Owner, down: Down, wire: Wire) -> None:
     """Raises ``ValueError`` for parts of a `communicate` that do not fit together."""
-    _check_decoded(up, owner)
-    if wire.carries == "codes" and owner.needs_values:
-        raise ValueError(
-            f"the {wire.name} wire adds codes: give owner=count(), or the two_phase wire"
-        )
+    if wrong := _misfit(up, owner, down, wire):
+        raise ValueError(wrong)
+
+
+def _misfit(up: Quantizer, owner: Owner, down: Down, wire: Wire) -> str | None:
+    """What is wrong with them, in the order in which they act."""
+    of_votes = not owner.needs_values
+    if of_votes and up.dense:
+        wanted = "give owner=momentum_at_owner(tx), or a quantiser of codes"
+        return f"{up.name} has no codes to count: {wanted}"
+    if of_votes and up.feedback is not None:
+        wanted = "give owner=momentum_at_owner(tx), or the quantiser without error_feedback"
+        return f"{up.name}: votes are counted, not decoded, so there is no error to feed back; {wanted}"
+    if not of_votes and not up.decodes:
+        wanted = "give midrise(p) or dense()"
+        return f"{owner.name} decodes values, but {up.name} sends codes without steps: {wanted}"
+    if wire.carries == "codes" and not of_votes:
+        return f"the {wire.name} wire adds codes: give owner=count(), or the two_phase wire"
     if wire.carries == "values" and not up.dense:
-        raise ValueError(
-            f"the {wire.name} wire adds values: give up=dense(), or the two_phase wire"
-        )
+        return f"the {wire.name} wire adds values: give up=dense(), or the two_phase wire"
     if up.has_zero and not down.has_zero and not down.scaled:
-        raise ValueError(
-            f"{up.name} has a code for zero and its ties are zeros: give down=ternary_sum() or average()"
-        )
+        wanted = "give down=ternary_sum() or average()"
+        return f"{up.name} has a code for zero and its ties are zeros: {wanted}"
+    misfit = f"down={down.name} does not fit owner={owner.name}"
     if down.scaled != owner.feedback:
-        raise ValueError(
-            f"down={down.name} does not fit owner={owner.name}: scaled_signs() carries what "
-            "feedback_at_owner() answers, and nothing else does"
-        )
-    if not (down.of_values if owner.needs_values else down.of_votes):
-        fitting = "majority() or floats()" if owner.needs_values else "majority() or average()"
+        carried = "scaled_signs() carries what feedback_at_owner() answers, and nothing else does"
+        return f"{misfit}: {carried}"
+    if not (down.of_votes if of_votes else down.of_values):
+        fitting = "majority() or average()" if of_votes else "majority() or floats()"
         fitting = "scaled_signs()" if owner.feedback else fitting
-        raise ValueError(
-            f"down={down.name} does not fit owner={owner.name}: give one that codes what it answers, such "
-            f"as {fitting}"
-        )
+        return f"{misfit}: give one that codes what it answers, such as {fitting}"
     if down.needs_zero and not up.has_zero:
-        raise ValueError(
-            f"{up.name} has no code for zero, so a sum says nothing without the votes: give down=average()"
-        )
+        wanted = "give down=average()"
+        return f"{up.name} has no code for zero, so a sum says nothing without the votes: {wanted}"
     if down.scaled and up.dense:
-        raise ValueError(f"{up.name} does not fit {owner.name}: give midrise(p)")
-
-
-def _check_decoded(up: Quantizer, owner: Owner) -> None:
-    if not owner.needs_values and up.dense:
-        raise ValueError(
-            f"{up.name} has no codes to count: give owner=momentum_at_owner(tx), or a quantiser of codes"
-        )
-    if owner.needs_values and not up.decodes:
-        raise ValueError(
-            f"{owner.name} decodes values, but {up.name} sends codes without steps: give midrise(p) or "
-            "dense()"
-        )
-    if up.feedback is not None and not owner.needs_values:
-        raise ValueError(
-            f"{up.name}: votes are counted, not decoded, so there is no error to feed back; give "
-            "owner=momentum_at_owner(tx), or the quantiser without error_feedback"
-        )
+        return f"{up.name} does not fit {owner.name}: give midrise(p)"
+    return None
 
 
 def check_leaves(tree: Any) -> None:
     """Raises ``TypeError`` for a leaf that is not floating."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if not jnp.issubdtype(jnp.asarray(leaf).dtype, jnp.floating):
-            raise TypeError(
-                f"leaf {jax.tree_util.keystr(path) or '(root)'} is {jnp.asarray(leaf).dtype}: only "
-                "floating leaves can vote; leave others out with optax.masked or optax.multi_transform"
-            )
+            given = f"leaf {jax.tree_util.keystr(path) or '(root)'} is {jnp.asarray(leaf).dtype}"
+            wanted = "leave others out with optax.masked or optax.multi_transform"
+            raise TypeError(f"{given}: only floating leaves can vote; {wanted}")
 
 
 def check_local(updates: Any, axis_name: AxisName, group_axis: AxisName | None = None) -> None:
@@ -92,39 +80,32 @@ def check_kinds(**parts: tuple[Any, type]) -> None:
     """Raises ``TypeError`` for a part that is not what its name says."""
     for name, (part, kind) in parts.items():
         if not isinstance(part, kind):
-            raise TypeError(
-                f"{name}={part!r} is not a {kind.__name__}: give what one of the functions that build "
-                f"one returns (called, such as sign() and not sign)"
+            built = (
+                "one of the functions that build one returns (called, such as sign() and not sign)"
             )
+            raise TypeError(f"{name}={part!r} is not a {kind.__name__}: give what {built}")
 
 
-def check_axis(axis_name: Any) -> None:
+def check_axis(
+    axis: Any, argument: str = "axis_name", none: str = "one device without a mesh"
+) -> None:
     """Raises ``ValueError`` for anything but the name of a mesh axis, a tuple of names, or None."""
-    if axis_name is None:
-        return
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    if not names or not all(isinstance(n, str) for n in names) or len(set(names)) < len(names):
-        raise ValueError(
-            f"axis_name={axis_name!r}: give the name of a mesh axis, a string, a tuple of names, or "
-            "None for one device without a mesh"
-        )
+    names = axis if isinstance(axis, tuple) else (axis,)
+    known = names and all(isinstance(n, str) for n in names) and len(set(names)) == len(names)
+    if axis is not None and not known:
+        wanted = "give the name of a mesh axis, a string, a tuple of names"
+        raise ValueError(f"{argument}={axis!r}: {wanted}, or None for {none}")
 
 
 def check_group(group_axis: Any, axis_name: AxisName, up: Quantizer) -> None:
     """Raises ``ValueError`` for a group axis that is none, or that the quantiser cannot serve."""
-    if group_axis is None:
-        return
-    names = group_axis if isinstance(group_axis, tuple) else (group_axis,)
-    if not names or not all(isinstance(n, str) for n in names):
+    check_axis(group_axis, "group_axis", "workers of one level")
+    if set(wires.names(group_axis or ())) & set(wires.names(axis_name)):
+        group = "a group is the devices of one worker, on an axis of their own"
         raise ValueError(
-            f"group_axis={group_axis!r}: give the name of a mesh axis, a tuple of names, or None"
+            f"group_axis={group_axis!r} is an axis of the workers ({axis_name!r}): {group}"
         )
-    if set(names) & set(wires.names(axis_name)):
-        raise ValueError(
-            f"group_axis={group_axis!r} is an axis of the workers ({axis_name!r}): a group is the "
-            "devices of one worker, on an axis of their own"
-        )
-    if up.measure is not None:
+    if group_axis is not None and up.measure is not None:
         raise ValueError(
             f"{up.name} has one scale for a whole leaf, and a device of a group votes on a slice of many "
             "leaves: give sign(), ternary() or midrise(p)"
@@ -137,40 +118,36 @@ def check_count(given: str, n: Any, wanted: str = "a whole number of at least 1"
         raise ValueError(f"{given}: give {wanted}")
 
 
-def check_betas(b1: Any, b2: Any) -> None:
-    """Raises ``ValueError`` for a beta outside [0, 1), where its value is known."""
-    for name, beta in (("b1", b1), ("b2", b2)):
-        if isinstance(beta, jax.core.Tracer):
-            continue
-        if (
-            not isinstance(beta, (int, float, np.number, np.ndarray, jax.Array))
-            or not 0 <= beta < 1
-        ):
+def check_betas(**betas: Any) -> None:
+    """Raises ``ValueError`` for a beta or momentum outside [0, 1), where its value is known."""
+    for name, beta in betas.items():
+        number = isinstance(beta, (int, float, np.number, np.ndarray, jax.Array))
+        if not isinstance(beta, jax.core.Tracer) and not (number and 0 <= beta < 1):
             raise ValueError(f"{name}={beta!r}: give a number in [0, 1), such as 0.9")
-
-
-def check_momentum(momentum: Any) -> None:
-    """Raises ``ValueError`` for a momentum outside [0, 1), where its value is known."""
-    if isinstance(momentum, jax.core.Tracer):
-        return
-    known = isinstance(momentum, (int, float, np.number, np.ndarray, jax.Array))
-    if not known or not 0 <= momentum < 1:
-        raise ValueError(f"momentum={momentum!r}: give a number in [0, 1), such as 0.9")
 
 
 def check_mu_dtype(dtype: Any) -> None:
     """Raises ``TypeError`` for a momentum that would not be floating."""
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(
-            f"mu_dtype={jnp.dtype(dtype).name}: momentum is floating; give float32 or bfloat16, or None"
-        )
+        wanted = "give float32 or bfloat16, or None"
+        raise TypeError(f"mu_dtype={jnp.dtype(dtype).name}: momentum is floating; {wanted}")
 
 
 def as_flag(abstain: Any) -> jax.Array:
     """A flag of one worker, or ``ValueError`` for an array of another shape."""
     flag = jnp.asarray(abstain)
     if flag.shape != ():
-        raise ValueError(
-            f"abstain has shape {flag.shape}: give each worker one bool of shape (), its own"
-        )
+        wanted = "give each worker one bool of shape (), its own"
+        raise ValueError(f"abstain has shape {flag.shape}: {wanted}")
     return flag.astype(bool)
+
+
+def as_mask(argument: str, mask: Any) -> Any:
+    """A mask of leaves, or ``TypeError`` for one that is not of bools; a function once it is called."""
+    if callable(mask):
+        return lambda tree: as_mask(argument, mask(tree))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(mask):
+        if not isinstance(leaf, bool) and getattr(leaf, "dtype", None) != jnp.bool_:
+            wanted = "a mask has a bool for each leaf of the parameters; give True or False"
+            raise TypeError(f"{argument}{jax.tree_util.keystr(path)} is {leaf!r}: {wanted}")
+    return mask

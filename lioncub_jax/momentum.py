@@ -44,7 +44,7 @@ def blend(b1: Any = 0.9, b2: Any = 0.99, mu_dtype: Any = None) -> Memory:
 
     Source: Chen et al., "Symbolic Discovery of Optimization Algorithms" (arXiv 2302.06675).
     """
-    checks.check_betas(b1, b2)
+    checks.check_betas(b1=b1, b2=b2)
     checks.check_mu_dtype(mu_dtype)
 
     def message(g: jax.Array, mu: jax.Array) -> jax.Array:

@@ -16,12 +16,10 @@ Each alias is its direction (`scale_by_lion_cub`, ...), then weight decay, then 
 import math
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import optax
 
 from lioncub_jax import checks, decide, momentum, quantize, wires
-from lioncub_jax.decide import Down
 from lioncub_jax.exchange import Asked, Sending, communicate
 from lioncub_jax.mesh.placement import Workers, names_of
 from lioncub_jax.quantize import Quantizer
@@ -31,20 +29,14 @@ from lioncub_jax.wires import AxisName, Sent, Wire
 
 def lion_cub(
     learning_rate: optax.ScalarOrSchedule,
-    b1: Any = 0.9,
-    b2: Any = 0.99,
-    mu_dtype: Any = None,
-    weight_decay: Any = 1e-3,
-    mask: Any = None,
+    b1: Any = 0.9, b2: Any = 0.99, mu_dtype: Any = None,
+    weight_decay: Any = 1e-3, mask: Any = None,
     *,
     axis_name: AxisName | Workers | None,
-    quantizer: Quantizer | None = None,
-    wire: Wire | None = None,
-    sync: Schedule | None = None,
-    sync_where: Any = None,
-    group_axis: AxisName | None = None,
-    bucket_size: int | None = None,
-) -> Sending:
+    quantizer: Quantizer | None = None, wire: Wire | None = None,
+    sync: Schedule | None = None, sync_where: Any = None,
+    group_axis: AxisName | None = None, bucket_size: int | None = None,
+) -> Sending:  # fmt: skip
     """Lion Cub: workers vote with 1 or p bits of their own blend of gradient and momentum.
 
     ``c_i = b1 mu_i + (1 - b1) g_i``, ``u = sign(sum_i code(c_i))``, ``p -= lr (u + wd p)``,
@@ -93,104 +85,54 @@ def lion_cub(
         b1, b2, mu_dtype, axis_name=axis_name, quantizer=quantizer, wire=wire, sync=sync,
         sync_where=sync_where, group_axis=group_axis, bucket_size=bucket_size,
     )  # fmt: skip
-    return _descend(direction, learning_rate, weight_decay, mask)
+    return direction.around(descending(direction, learning_rate, weight_decay, mask))
 
 
 def scale_by_lion_cub(
-    b1: Any = 0.9,
-    b2: Any = 0.99,
-    mu_dtype: Any = None,
+    b1: Any = 0.9, b2: Any = 0.99, mu_dtype: Any = None,
     *,
     axis_name: AxisName | Workers | None,
-    quantizer: Quantizer | None = None,
-    wire: Wire | None = None,
-    sync: Schedule | None = None,
-    sync_where: Any = None,
-    group_axis: AxisName | None = None,
-    bucket_size: int | None = None,
-) -> Sending:
+    quantizer: Quantizer | None = None, wire: Wire | None = None,
+    sync: Schedule | None = None, sync_where: Any = None,
+    group_axis: AxisName | None = None, bucket_size: int | None = None,
+) -> Sending:  # fmt: skip
     """The direction of `lion_cub` alone: stands where ``optax.scale_by_lion`` stood in a chain.
 
-    Args:
-      b1: as `lion_cub`, like all arguments.
-      b2: as `lion_cub`.
-      mu_dtype: as `lion_cub`.
-      axis_name: as `lion_cub`.
-      quantizer: as `lion_cub`.
-      wire: as `lion_cub`.
-      sync: as `lion_cub`.
-      sync_where: as `lion_cub`.
-      group_axis: as `lion_cub`.
-      bucket_size: as `lion_cub`.
-
-    Returns:
-      A transform whose updates are -1, 0 or 1, the same on every worker.
-
-    Raises:
-      ValueError: as `lion_cub`.
-      TypeError: as `lion_cub`.
+    The arguments are those of `lion_cub`, without learning rate, decay and mask; so are errors and
+    source. Updates are -1, 0 or 1, the same on every worker.
 
     Example:
       >>> import lioncub_jax as lc, optax
-      >>> tx = optax.chain(
-      ...     optax.clip_by_global_norm(1.0),
-      ...     lc.scale_by_lion_cub(axis_name="data"),
-      ...     optax.add_decayed_weights(0.1),
-      ...     optax.scale_by_learning_rate(1e-4),
-      ... )
-
-    Source: Lion Cub (arXiv 2411.16462).
+      >>> vote = lc.scale_by_lion_cub(axis_name="data")
+      >>> tx = optax.chain(optax.clip_by_global_norm(1.0), vote, optax.scale_by_learning_rate(1e-4))
     """
     if quantizer is not None:
         checks.check_kinds(quantizer=(quantizer, Quantizer))
     return _vote(
-        momentum.blend(b1, b2, mu_dtype), quantizer, None, axis_name, wire, sync, sync_where, group_axis,
-        bucket_size,
+        axis_name, group_axis, sync, sync_where, memory=momentum.blend(b1, b2, mu_dtype),
+        up=quantizer, wire=wire, bucket_size=bucket_size,
     )  # fmt: skip
 
 
 def distributed_lion(
     learning_rate: optax.ScalarOrSchedule,
-    b1: Any = 0.9,
-    b2: Any = 0.99,
-    mu_dtype: Any = None,
-    weight_decay: Any = 1e-3,
-    mask: Any = None,
+    b1: Any = 0.9, b2: Any = 0.99, mu_dtype: Any = None,
+    weight_decay: Any = 1e-3, mask: Any = None,
     *,
     axis_name: AxisName | Workers | None,
-    average: bool = False,
-    wire: Wire | None = None,
-    sync: Schedule | None = None,
-    sync_where: Any = None,
-    group_axis: AxisName | None = None,
-    bucket_size: int | None = None,
-) -> Sending:
+    average: bool = False, wire: Wire | None = None,
+    sync: Schedule | None = None, sync_where: Any = None,
+    group_axis: AxisName | None = None, bucket_size: int | None = None,
+) -> Sending:  # fmt: skip
     """Distributed Lion: workers send signs; the update is their majority or their average.
 
-    The note in `lion_cub` on workers that see different data holds here too.
+    Arguments that are not named here are those of `lion_cub`, and so are the errors, what is returned,
+    and the note on workers that see different data.
 
     Args:
-      learning_rate: as `lion_cub`, like all arguments that are not named here.
-      b1: as `lion_cub`.
-      b2: as `lion_cub`.
-      mu_dtype: as `lion_cub`.
-      weight_decay: as `lion_cub`.
-      mask: as `lion_cub`.
-      axis_name: as `lion_cub`.
       average: False for the majority ("MaVo", 1 bit back), True for the mean of the signs over the
         votes cast ("Avg", the planes of the count back).
-      wire: ``two_phase()`` by default.
-      sync: as `lion_cub`; the paper never syncs.
-      sync_where: as `lion_cub`.
-      group_axis: as `lion_cub`.
-      bucket_size: see `communicate`.
-
-    Returns:
-      A transform whose ``update`` must run where the workers' axis is bound.
-
-    Raises:
-      ValueError: as `lion_cub`.
-      TypeError: as `lion_cub`.
+      sync: the paper never syncs.
 
     Example:
       >>> import lioncub_jax as lc
@@ -202,97 +144,56 @@ def distributed_lion(
         b1, b2, mu_dtype, axis_name=axis_name, average=average, wire=wire, sync=sync,
         sync_where=sync_where, group_axis=group_axis, bucket_size=bucket_size,
     )  # fmt: skip
-    return _descend(direction, learning_rate, weight_decay, mask)
+    return direction.around(descending(direction, learning_rate, weight_decay, mask))
 
 
 def scale_by_distributed_lion(
-    b1: Any = 0.9,
-    b2: Any = 0.99,
-    mu_dtype: Any = None,
+    b1: Any = 0.9, b2: Any = 0.99, mu_dtype: Any = None,
     *,
     axis_name: AxisName | Workers | None,
-    average: bool = False,
-    wire: Wire | None = None,
-    sync: Schedule | None = None,
-    sync_where: Any = None,
-    group_axis: AxisName | None = None,
-    bucket_size: int | None = None,
-) -> Sending:
+    average: bool = False, wire: Wire | None = None,
+    sync: Schedule | None = None, sync_where: Any = None,
+    group_axis: AxisName | None = None, bucket_size: int | None = None,
+) -> Sending:  # fmt: skip
     """The direction of `distributed_lion` alone: stands where ``optax.scale_by_lion`` stood in a chain.
 
-    Args:
-      b1: as `distributed_lion`, like all arguments.
-      b2: as `distributed_lion`.
-      mu_dtype: as `distributed_lion`.
-      axis_name: as `distributed_lion`.
-      average: as `distributed_lion`.
-      wire: as `distributed_lion`.
-      sync: as `distributed_lion`.
-      sync_where: as `distributed_lion`.
-      group_axis: as `distributed_lion`.
-      bucket_size: as `distributed_lion`.
-
-    Returns:
-      A transform whose updates are in [-1, 1], the same on every worker.
-
-    Raises:
-      ValueError: as `distributed_lion`.
-      TypeError: as `distributed_lion`.
+    The arguments are those of `distributed_lion`, without learning rate, decay and mask; so are
+    errors and source. Updates are in [-1, 1], the same on every worker.
 
     Example:
       >>> import lioncub_jax as lc
       >>> tx = lc.scale_by_distributed_lion(axis_name="data", average=True)
-
-    Source: Distributed Lion (arXiv 2404.00438).
     """
-    down = decide.average() if average else decide.majority()
     return _vote(
-        momentum.blend(b1, b2, mu_dtype), None, down, axis_name, wire, sync, sync_where, group_axis,
-        bucket_size,
+        axis_name, group_axis, sync, sync_where, memory=momentum.blend(b1, b2, mu_dtype),
+        down=decide.average() if average else decide.majority(), wire=wire, bucket_size=bucket_size,
     )  # fmt: skip
 
 
 def owner_lion(
     learning_rate: optax.ScalarOrSchedule,
-    b1: Any = 0.9,
-    b2: Any = 0.99,
-    mu_dtype: Any = None,
-    weight_decay: Any = 1e-3,
-    mask: Any = None,
+    b1: Any = 0.9, b2: Any = 0.99, mu_dtype: Any = None,
+    weight_decay: Any = 1e-3, mask: Any = None,
     *,
     axis_name: AxisName | Workers | None,
-    quantizer: Quantizer | None = None,
-    wire: Wire | None = None,
+    quantizer: Quantizer | None = None, wire: Wire | None = None,
     dominance: float = 16.0,
-    group_axis: AxisName | None = None,
-    bucket_size: int | None = None,
-) -> Sending:
+    group_axis: AxisName | None = None, bucket_size: int | None = None,
+) -> Sending:  # fmt: skip
     """Lion with one momentum for all, each slice of it at one worker: no drift, no sync, d/W memory.
 
     Workers send codes of their gradients; the owner of a slice decodes, averages, runs Lion on its
     slice of the one momentum and sends back the sign, which is Lion's whole update: one exact bit.
 
+    Arguments that are not named here are those of `lion_cub`, and so are the errors.
+
     Args:
-      learning_rate: as `lion_cub`, like all arguments that are not named here.
-      b1: as `lion_cub`.
-      b2: as `lion_cub`.
-      mu_dtype: dtype of the momentum; None for that of the parameters.
-      weight_decay: as `lion_cub`.
-      mask: as `lion_cub`.
-      axis_name: as `lion_cub`.
-      quantizer: of gradients; default ``error_feedback(midrise(3))``; ``dense()`` for the
-        exact mean.
-      wire: ``two_phase()`` by default.
+      mu_dtype: dtype of the one momentum; None for that of the parameters.
+      quantizer: of gradients; ``error_feedback(midrise(3))`` by default; ``dense()`` for the exact mean.
       dominance: see ``momentum_at_owner``.
-      group_axis: as `lion_cub`.
-      bucket_size: see `communicate`.
 
     Returns:
       A transform whose ``init`` and ``update`` must run where the workers' axis is bound.
-
-    Raises:
-      ValueError: as `lion_cub`.
-      TypeError: as `lion_cub`.
 
     Example:
       >>> import lioncub_jax as lc
@@ -304,48 +205,27 @@ def owner_lion(
         b1, b2, mu_dtype, axis_name=axis_name, quantizer=quantizer, wire=wire, dominance=dominance,
         group_axis=group_axis, bucket_size=bucket_size,
     )  # fmt: skip
-    return _descend(direction, learning_rate, weight_decay, mask)
+    return direction.around(descending(direction, learning_rate, weight_decay, mask))
 
 
 def scale_by_owner_lion(
-    b1: Any = 0.9,
-    b2: Any = 0.99,
-    mu_dtype: Any = None,
+    b1: Any = 0.9, b2: Any = 0.99, mu_dtype: Any = None,
     *,
     axis_name: AxisName | Workers | None,
-    quantizer: Quantizer | None = None,
-    wire: Wire | None = None,
+    quantizer: Quantizer | None = None, wire: Wire | None = None,
     dominance: float = 16.0,
-    group_axis: AxisName | None = None,
-    bucket_size: int | None = None,
-) -> Sending:
+    group_axis: AxisName | None = None, bucket_size: int | None = None,
+) -> Sending:  # fmt: skip
     """The direction of `owner_lion` alone: stands where ``optax.scale_by_lion`` stood in a chain.
 
-    Args:
-      b1: as `owner_lion`, like all arguments.
-      b2: as `owner_lion`.
-      mu_dtype: as `owner_lion`.
-      axis_name: as `owner_lion`.
-      quantizer: as `owner_lion`.
-      wire: as `owner_lion`.
-      dominance: as `owner_lion`.
-      group_axis: as `owner_lion`.
-      bucket_size: as `owner_lion`.
-
-    Returns:
-      A transform whose updates are -1, 0 or 1, the same on every worker.
-
-    Raises:
-      ValueError: as `owner_lion`.
-      TypeError: as `owner_lion`.
+    The arguments are those of `owner_lion`, without learning rate, decay and mask; so are errors and
+    source. Updates are -1, 0 or 1, the same on every worker.
 
     Example:
       >>> import lioncub_jax as lc
       >>> tx = lc.scale_by_owner_lion(axis_name="data")
-
-    Source: this library; the optimizer is Lion (arXiv 2302.06675).
     """
-    checks.check_betas(b1, b2)
+    checks.check_betas(b1=b1, b2=b2)
     checks.check_mu_dtype(mu_dtype)
     if quantizer is None:
         quantizer = quantize.error_feedback(quantize.midrise(3))
@@ -353,81 +233,44 @@ def scale_by_owner_lion(
     axis, group = names_of(axis_name, group_axis)
     lion = optax.scale_by_lion(b1=b1, b2=b2, mu_dtype=mu_dtype)
     return communicate(
-        axis_name=axis,
-        up=quantizer,
-        owner=decide.momentum_at_owner(lion, dominance=dominance),
-        wire=wire,
-        group_axis=group,
-        bucket_size=bucket_size,
-    )
+        axis_name=axis, up=quantizer, owner=decide.momentum_at_owner(lion, dominance=dominance),
+        wire=wire, group_axis=group, bucket_size=bucket_size,
+    )  # fmt: skip
 
 
 def _vote(
-    memory: momentum.Memory,
-    quantizer: Quantizer | None,
-    down: Down | None,
     axis_name: AxisName | Workers | None,
-    wire: Wire | None,
+    group_axis: AxisName | None,
     sync: Schedule | None,
     sync_where: Any,
-    group_axis: AxisName | None,
-    bucket_size: int | None,
+    **parts: Any,
 ) -> Sending:
-    """Votes with a blend of gradient and momentum, and the syncs of the momentum."""
+    """Votes of a `communicate` with these parts, and the syncs of its momentum."""
     axis, group = names_of(axis_name, group_axis)
     sync = never() if sync is None else sync
     check_schedule(sync)
     if sync_where is not None and not sync.ever:
-        raise ValueError(
-            "sync_where is given but sync is never(): give a schedule, such as every(100)"
-        )
-    vote = communicate(
-        axis_name=axis,
-        memory=memory,
-        up=quantizer,
-        down=down,
-        wire=wire,
-        group_axis=group,
-        bucket_size=bucket_size,
-    )
+        wanted = "give a schedule, such as every(100)"
+        raise ValueError(f"sync_where is given but sync is never(): {wanted}")
+    where = checks.as_mask("sync_where", sync_where)
+    vote = communicate(axis_name=axis, group_axis=group, **parts)
     if not sync.ever or axis is None:
         return vote
-    where = _of_bools("sync_where", sync_where)
     return vote.around(sync_momentum(vote, axis, sync, where, group_axis=group))
 
 
-def _descend(
-    direction: Sending,
+def descending(
+    direction: optax.GradientTransformation,
     learning_rate: optax.ScalarOrSchedule,
     weight_decay: Any,
     mask: Any,
-) -> Sending:
-    """What every alias does with its direction."""
-    chain = optax.chain(
+) -> optax.GradientTransformationExtraArgs:
+    """``-lr (u + wd p)`` of a direction ``u``, the decay of the leaves in the mask only."""
+    return optax.chain(
         direction,
-        optax.add_decayed_weights(weight_decay, _of_bools("mask", mask)),
+        optax.add_decayed_weights(weight_decay, checks.as_mask("mask", mask)),
         optax.scale_by_learning_rate(learning_rate),
     )
-    return direction.around(chain)
-
-
-def _of_bools(argument: str, mask: Any) -> Any:
-    """A mask of leaves, looked at now, or if it is a function when it is called."""
-    if mask is None:
-        return None
-    if callable(mask):
-        return lambda tree: _checked_bools(argument, mask(tree))
-    return _checked_bools(argument, mask)
-
-
-def _checked_bools(argument: str, mask: Any) -> Any:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(mask):
-        if not isinstance(leaf, bool) and getattr(leaf, "dtype", None) != jnp.bool_:
-            raise TypeError(
-                f"{argument}{jax.tree_util.keystr(path)} is {leaf!r}: a mask has a bool for each leaf of "
-                "the parameters; give True or False"
-            )
-    return mask
 
 
 class GlobalState(NamedTuple):
@@ -459,14 +302,13 @@ def global_gradients(
       >>> tx = lc.global_gradients(optax.adamw(1e-3), axis_name="data")
     """
     axis = axis_name.axes if isinstance(axis_name, Workers) else axis_name
-    if axis is not None:
-        checks.check_axis(axis)
+    checks.check_axis(axis)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"global_gradients(dtype={dtype!r}): give float32 or bfloat16")
     tx = optax.with_extra_args_support(tx)
 
     def init(params: optax.Params) -> GlobalState:
-        return GlobalState(tx.init(params if axis is None else wires.agreed(params, axis)))
+        return GlobalState(tx.init(wires.agreed(params, axis)))
 
     def update(updates: Any, state: GlobalState, params: Any = None, **extra: Any) -> Any:
         extra.pop("abstain", None)

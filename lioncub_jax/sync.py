@@ -24,20 +24,6 @@ from lioncub_jax.quantize import Quantizer
 from lioncub_jax.wires import AxisName
 
 
-class Gaps(NamedTuple):
-    """The steps between two syncs, where they follow the drift.
-
-    Attributes:
-      shortest: the first gap, and the least.
-      longest: the most.
-      threshold: below it in ``W (1 - drift)`` the next gap is half of the last, else twice.
-    """
-
-    shortest: int
-    longest: int
-    threshold: float
-
-
 class Schedule(NamedTuple):
     """At which steps something is due; steps count from 1.
 
@@ -47,13 +33,14 @@ class Schedule(NamedTuple):
       name: for people.
       due: ``int32[] -> bool[]``, or None: never, which compiles to nothing, or as ``gaps`` say.
       up: the codes in which momenta travel to their owners, or None for full precision.
-      gaps: how steps follow the drift, or None where they are known beforehand.
+      gaps: ``(shortest, longest, threshold)`` where steps follow the drift, see `adaptive`; None where
+        they are known beforehand.
     """
 
     name: str
     due: Callable[[jax.Array], jax.Array] | None
     up: Quantizer | None = None
-    gaps: Gaps | None = None
+    gaps: tuple[int, int, float] | None = None
 
     @property
     def ever(self) -> bool:
@@ -62,21 +49,12 @@ class Schedule(NamedTuple):
 
 
 def never() -> Schedule:
-    """Never: plain Distributed Lion.
-
-    Example:
-      >>> import lioncub_jax as lc
-      >>> lc.sync.never().due is None
-      True
-    """
+    """Never: plain Distributed Lion."""
     return Schedule("never", None)
 
 
 def every(period: int) -> Schedule:
-    """Every ``period`` steps.
-
-    Raises:
-      ValueError: if ``period`` is below 1.
+    """Every ``period`` steps; ``ValueError`` if ``period`` is below 1.
 
     Example:
       >>> import lioncub_jax as lc
@@ -90,8 +68,7 @@ def every(period: int) -> Schedule:
 def first(steps: int, schedule: Schedule | None = None) -> Schedule:
     """During the first ``steps`` steps only: at every one, or where ``schedule`` is due.
 
-    Raises:
-      ValueError: if ``steps`` is below 1 or ``schedule`` is never due, or is ``adaptive``.
+    ``ValueError`` if ``steps`` is below 1 or ``schedule`` is never due, or is `adaptive`.
 
     Example:
       >>> import lioncub_jax as lc
@@ -100,38 +77,30 @@ def first(steps: int, schedule: Schedule | None = None) -> Schedule:
     """
     checks.check_count(f"first({steps!r})", steps)
     inner = schedule or every(1)
-    if inner.due is None:
+    if (due := inner.due) is None:
         given = inner.name if inner.gaps else "never()"
-        raise ValueError(
-            f"first({steps}, {given}): give a schedule that is due at times known before"
-        )
-    due = inner.due
-    return inner._replace(
-        name=f"first({steps}, {inner.name})", due=lambda step: (step <= steps) & due(step)
-    )
+        wanted = "give a schedule that is due at times known before"
+        raise ValueError(f"first({steps}, {given}): {wanted}")
+    name = f"first({steps}, {inner.name})"
+    return inner._replace(name=name, due=lambda step: (step <= steps) & due(step))
 
 
 def thinning(k: int) -> Schedule:
     """Ever more rarely: after ``j`` syncs the next one is ``2**(j / k)`` steps away, rounded down.
 
-    Args:
-      k: syncs until the gap has doubled, at least 1.
-
-    Raises:
-      ValueError: if ``k`` is below 1.
-
-    Source: Lion Cub (arXiv 2411.16462), thinning schedule.
+    So the gap has doubled after ``k`` syncs; ``ValueError`` if ``k`` is below 1.
 
     Example:
       >>> import lioncub_jax as lc
       >>> [t for t in range(1, 40) if lc.sync.thinning(2).due(t)]
       [1, 2, 4, 6, 10, 15, 23, 34]
+
+    Source: Lion Cub (arXiv 2411.16462), thinning schedule.
     """
     checks.check_count(f"thinning({k!r})", k)
-    times, j = [1], 1
+    times = [1]
     while times[-1] < 2**31:
-        times.append(times[-1] + int(2 ** (j / k)))
-        j += 1
+        times.append(times[-1] + int(2 ** (len(times) / k)))
     table = np.array(times[:-1], np.int32)
     return Schedule(f"thinning({k})", lambda step: jnp.any(step == table))
 
@@ -141,7 +110,7 @@ def coded(schedule: Schedule | None = None, bits: int = 1) -> Schedule:
 
     Every worker sends ``Q(mu_i)``, codes with a step for each row of 128; the owner of a slice adds to
     the mean of what it decodes the error ``e`` that it kept from the last sync, and answers with ``u``,
-    signs and one bfloat16 for each row of 128:
+    signs and one bfloat16 for each row: ``bits + 1/8`` bits up and 1 + 1/8 down, times (W-1)/W.
 
         ``u = C(mean_i Q(mu_i) + e)``, ``e = mean_i Q(mu_i) + e - u``, ``mu_i = u + (mu_i - Q(mu_i))``
 
@@ -152,19 +121,15 @@ def coded(schedule: Schedule | None = None, bits: int = 1) -> Schedule:
       schedule: when; ``every(3)`` by default. Often and coarse beats seldom and exact.
       bits: of the codes, ``midrise(bits)``; the answer has one.
 
-    Returns:
-      A ``Schedule`` for ``sync=``; each sync sends ``bits + 1/8`` bits up and 1 + 1/8 down for each
-      parameter, times (W-1)/W.
-
     Raises:
-      ValueError: if ``schedule`` is never due or is ``adaptive``; if ``bits`` is out of range.
+      ValueError: if ``schedule`` is never due or is `adaptive`; if ``bits`` is out of range.
       TypeError: if ``schedule`` is none.
-
-    Source: this library; error feedback on both sides is that of dist-EF-blockSGD (arXiv 1905.10936).
 
     Example:
       >>> import lioncub_jax as lc
       >>> tx = lc.distributed_lion(1e-4, axis_name="data", sync=lc.sync.coded(lc.sync.every(3)))
+
+    Source: this library; error feedback on both sides is that of dist-EF-blockSGD (arXiv 1905.10936).
     """
     inner = every(3) if schedule is None else schedule
     check_schedule(inner)
@@ -185,54 +150,44 @@ def adaptive(shortest: int = 4, longest: int = 128, threshold: float = 0.5) -> S
 
     ``alike = W (1 - drift)``, of all synced leaves together, is 1 for momenta that are independent, more
     if they share a signal, and less if workers pull against each other because they see different data.
-    The next gap is half of the last one where ``alike < threshold`` and twice it otherwise.
+    The gap is ``shortest`` at first. After a sync it is half of the last one where ``alike < threshold``
+    and twice it otherwise, from ``shortest`` to ``longest`` steps; it is a part of the state, the same on
+    every worker.
 
-    Args:
-      shortest: the first gap, and the least, in steps.
-      longest: the most.
-      threshold: of ``alike``, above 0.
-
-    Returns:
-      A ``Schedule`` for ``sync=``; the gap is a part of the state, the same on every worker.
-
-    Raises:
-      ValueError: if a gap is below 1 or ``longest`` below ``shortest``, or ``threshold`` is not above 0.
-
-    Source: this library; the drift is the diagnostic of Lion Cub (arXiv 2411.16462).
+    ``ValueError`` if a gap is below 1, ``longest`` below ``shortest``, or ``threshold`` not above 0.
 
     Example:
       >>> import lioncub_jax as lc
       >>> tx = lc.lion_cub(1e-4, axis_name="data", sync=lc.sync.adaptive(longest=64))
+
+    Source: this library; the drift is the diagnostic of Lion Cub (arXiv 2411.16462).
     """
     given = f"adaptive(shortest={shortest!r}, longest={longest!r}, threshold={threshold!r})"
     for gap in (shortest, longest):
         checks.check_count(given, gap, "gaps that are whole numbers of at least 1")
     if longest < shortest:
-        raise ValueError(
-            f"{given}: the longest gap is below the shortest; give shortest <= longest"
-        )
+        wanted = "give shortest <= longest"
+        raise ValueError(f"{given}: the longest gap is below the shortest; {wanted}")
     known = isinstance(threshold, (int, float)) and not isinstance(threshold, bool)
     if not known or not 0 < threshold < np.inf:
         raise ValueError(f"{given}: give a threshold above 0, such as 0.5")
     name = f"adaptive({shortest}, {longest}, {threshold})"
-    return Schedule(name, None, gaps=Gaps(shortest, longest, float(threshold)))
+    return Schedule(name, None, gaps=(shortest, longest, float(threshold)))
 
 
 def check_schedule(given: Any) -> None:
     """Raises ``TypeError`` for anything but a ``Schedule``."""
     if not isinstance(given, Schedule):
-        raise TypeError(
-            f"{given!r} is not a schedule: give never(), every(T), first(M), thinning(k), coded(...) or "
-            "adaptive(...)"
-        )
+        wanted = "never(), every(T), first(M), thinning(k), coded(...) or adaptive(...)"
+        raise TypeError(f"{given!r} is not a schedule: give {wanted}")
 
 
 class Pace(NamedTuple):
-    """Where an ``adaptive`` schedule is.
+    """Where an `adaptive` schedule is; same on every worker.
 
     Attributes:
-      gap: ``int32[]``, steps from the last sync to the next; same on every worker.
-      next: ``int32[]``, the step of the next sync; same on every worker.
+      gap: ``int32[]``, steps from the last sync to the next.
+      next: ``int32[]``, the step of the next sync.
     """
 
     gap: jax.Array
@@ -240,19 +195,19 @@ class Pace(NamedTuple):
 
 
 class SyncState(NamedTuple):
-    """State of ``sync_momentum``.
+    """State of `sync_momentum`; same on every worker, but for ``inner`` and ``owner``.
 
     Attributes:
       inner: the wrapped transform's state.
-      count: ``int32[]``, steps taken; same on every worker.
-      syncs: ``int32[]``, syncs done; same on every worker.
+      count: ``int32[]``, steps taken.
+      syncs: ``int32[]``, syncs done.
       drift: tree of ``float32[]``, one for each leaf of the momentum: the share of its mean square that
         is variance between workers, ``1 - |mean_i mu_i|^2 / mean_i |mu_i|^2``, as it was just before
         the last sync in full precision or watch; 0 before the first, and of leaves that are left out.
-        A sync in codes does not measure it. Same on every worker.
+        A sync in codes does not measure it.
       owner: of syncs in codes, for each bucket the error of the replies, of the slice that this worker
         owns, ``float32[rows, 128]``; else empty.
-      pace: of an ``adaptive`` schedule, else None.
+      pace: of an `adaptive` schedule, else None.
     """
 
     inner: Any
@@ -279,20 +234,18 @@ def sync_momentum(
     """Averages the momentum of ``inner`` over the workers, at times.
 
     ``mu_i = mean_i mu_i`` after every step at which ``schedule`` is due, for the leaves in ``where``; with
-    a ``coded`` schedule ``mu_i = u + (mu_i - Q(mu_i))``, see `coded`. Momentum is what ``inner`` keeps in
-    state fields named ``mu``, as optax's and this library's transforms do. All leaves travel together,
-    and at other steps nothing does.
+    a `coded` schedule ``mu_i = u + (mu_i - Q(mu_i))``. Momentum is what ``inner`` keeps in state fields
+    named ``mu``, as optax's and this library's transforms do. All leaves travel together, and at other
+    steps nothing does. One worker alone has nothing to make alike.
 
-    In codes, a worker whose momentum is not finite anywhere abstains: it sends nothing, the
-    others count without it, and its momentum stays. If all do, nothing changes. Momentum that is exactly
-    zero everywhere gets values if others of its row of 128 are not zero. One worker alone has nothing
-    to make alike.
+    In codes, a worker whose momentum is not finite anywhere abstains: it sends nothing, the others count
+    without it, and its momentum stays. If all do, nothing changes. Momentum that is exactly zero
+    everywhere gets values if others of its row of 128 are not zero.
 
     Args:
       inner: the transform to wrap.
       axis_name: the mesh axis of the workers.
-      schedule: ``never()``, ``every(T)``, ``first(M)``, ``thinning(k)``, ``coded(...)`` or
-        ``adaptive(...)``.
+      schedule: ``never()``, ``every(T)``, ``first(M)``, ``thinning(k)``, ``coded(...)``, ``adaptive(...)``.
       where: a tree of bools like the parameters, or a function from the momentum's tree to one; None
         for all leaves.
       watch: when to measure the drift without syncing, just before a sync in codes if both are due;
@@ -300,13 +253,13 @@ def sync_momentum(
       group_axis: as in the `communicate` that is wrapped; in two levels syncs in codes need it.
 
     Returns:
-      A transform with state ``SyncState``. With a ``coded`` schedule its ``init``, too, must run where
+      A transform with state `SyncState`. With a `coded` schedule its ``init``, too, must run where
       ``axis_name`` is bound.
 
     Raises:
       ValueError: if the mask does not match the tree, or ``inner`` keeps no momentum (at init); if
-        ``watch`` is ``coded`` or ``adaptive``; if ``group_axis`` is missing or does not fit (at init).
-      TypeError: if ``schedule`` is not a ``Schedule``.
+        ``watch`` is `coded` or `adaptive`; if ``group_axis`` is missing or does not fit (at init).
+      TypeError: if ``schedule`` is not a `Schedule`, or the mask is not of bools.
 
     Example:
       >>> import lioncub_jax as lc
@@ -320,6 +273,7 @@ def sync_momentum(
         check_schedule(given)
     _check_watch(watch)
     checks.check_axis(axis_name)
+    where = checks.as_mask("where", where)
     plan = None if schedule.up is None else _plan(schedule, axis_name)
     inner = optax.with_extra_args_support(inner)
 
@@ -337,7 +291,8 @@ def sync_momentum(
                 partial(exchange.init_owners, plan), (_chosen_only(leaves, chosen),)
             )
         count, syncs = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-        return SyncState(state, count, syncs, drift, owner, _first_pace(schedule.gaps))
+        pace = schedule.gaps and Pace(*(jnp.int32(schedule.gaps[0]) for _ in range(2)))
+        return SyncState(state, count, syncs, drift, owner, pace)
 
     def update(updates: Any, state: SyncState, params: Any = None, **extra: Any) -> Any:
         wires.workers_on(axis_name)
@@ -353,7 +308,7 @@ def sync_momentum(
         if plan is None or watch.due:
             means = syncs if plan is None else jnp.zeros((), bool)
             mu, drift, alike = _gated_mean(mu, drift, chosen, means, means | seen, axis_name)
-            pace = _next_pace(schedule.gaps, state, syncs, alike)
+            pace = _next_pace(schedule, state, syncs, alike)
         if plan is not None:
             mu, owner = _gated_codes(plan, group_axis, mu, owner, chosen, syncs, count)
         inner_state = optax.tree.set(inner_state, _of_a_worker, mu=mu)
@@ -372,21 +327,15 @@ def _due(schedule: Schedule, state: SyncState) -> jax.Array:
     return jnp.asarray(schedule.due(state.count)) if schedule.due else jnp.zeros((), bool)
 
 
-def _first_pace(gaps: Gaps | None) -> Pace | None:
-    if gaps is None:
-        return None
-    return Pace(jnp.asarray(gaps.shortest, jnp.int32), jnp.asarray(gaps.shortest, jnp.int32))
-
-
 def _next_pace(
-    gaps: Gaps | None, state: SyncState, syncs: jax.Array, alike: jax.Array
+    schedule: Schedule, state: SyncState, syncs: jax.Array, alike: jax.Array
 ) -> Pace | None:
     """Half of the gap where workers pull against each other, else twice; only if there was a sync."""
-    if gaps is None or state.pace is None:
+    if schedule.gaps is None or state.pace is None:
         return None
-    half = jnp.maximum(state.pace.gap // 2, gaps.shortest)
-    twice = jnp.minimum(2 * state.pace.gap, gaps.longest)
-    gap = jnp.where(alike < gaps.threshold, half, twice)
+    shortest, longest, threshold = schedule.gaps
+    gap = jnp.where(alike < threshold, state.pace.gap // 2, 2 * state.pace.gap)
+    gap = jnp.clip(gap, shortest, longest)
     new = Pace(gap, state.count + gap)
     return jax.tree.map(lambda a, b: jnp.where(syncs, a, b), new, state.pace)
 
@@ -398,28 +347,25 @@ def _gated_mean(
     mu: Any, drift: Any, chosen: list[bool], syncs: jax.Array, looks: jax.Array, axis: AxisName
 ) -> tuple[Any, Any, jax.Array]:
     """Means, drift and ``W (1 - drift)`` of all if ``looks``; means replace the momentum if ``syncs``."""
-    leaves, tree = jax.tree.flatten(wires.varying(mu, axis))
-    drifts = jax.tree.leaves(drift)
 
-    def look(operands: Any) -> Any:
-        leaves, drifts, _ = operands
-        picked = [x for x, pick in zip(leaves, chosen, strict=True) if pick]
-        means, squares = wires.mean_over_workers((picked, [_square(x) for x in picked]), axis)
+    def look(leaves: list[Any], drifts: list[Any], alike: jax.Array) -> Any:
+        del drifts, alike
+        means, squares = wires.mean_over_workers((leaves, jax.tree.map(_square, leaves)), axis)
+        both = jax.tree.map(_square, means), squares
         # Of a leaf that is cut, each device has looked at its own part only.
-        sums = [[_square(mean), square] for mean, square in zip(means, squares, strict=True)]
-        sums = [[wires.sum_over_shards(x, axis) for x in pair] for pair in sums]
-        found = iter([_variance_share(*pair) for pair in sums])
-        totals = [sum((pair[i] for pair in sums), jnp.zeros((), jnp.float32)) for i in (0, 1)]
-        synced = [wires.varying(mean, axis) for mean in means]
-        new = iter([jnp.where(syncs, m, x) for m, x in zip(synced, picked, strict=True)])
-        leaves = [next(new) if pick else x for x, pick in zip(leaves, chosen, strict=True)]
-        drifts = [next(found) if pick else d for d, pick in zip(drifts, chosen, strict=True)]
-        return leaves, drifts, wires.workers_on(axis) * (1 - _variance_share(*totals))
+        both = jax.tree.map(lambda x: wires.sum_over_shards(x, axis), both)
+        share = _variance_share(*[sum(jax.tree.leaves(x), jnp.float32(0)) for x in both])
+        means = wires.varying(means, axis)
+        leaves = jax.tree.map(lambda mean, x: jnp.where(syncs, mean, x), means, leaves)
+        found = jax.tree.map(_variance_share, *both)
+        return leaves, found, wires.workers_on(axis) * (1 - share)
 
-    operands = leaves, drifts, jnp.zeros((), jnp.float32)
-    leaves, drifts, alike = lax.cond(looks, look, lambda operands: operands, operands)
-    drift = jax.tree.unflatten(jax.tree.structure(drift), drifts)
-    return jax.tree.unflatten(tree, leaves), drift, alike
+    (leaves, tree), (drifts, of_drift) = map(jax.tree.flatten, (wires.varying(mu, axis), drift))
+    both = leaves, drifts  # None stands for those that are left out
+    picked = jax.tree.map(lambda x, pick: x if pick else None, both, (chosen, chosen))
+    *new, alike = lax.cond(looks, look, lambda *same: same, *picked, jnp.float32(0))
+    leaves, drifts = jax.tree.map(lambda x, y: x if y is None else y, both, tuple(new))
+    return jax.tree.unflatten(tree, leaves), jax.tree.unflatten(of_drift, drifts), alike
 
 
 def _square(x: jax.Array) -> jax.Array:
@@ -519,9 +465,9 @@ def _momentum_of(state: Any) -> Any:
             "mu with arrays in it); momentum at the owner is one for all workers and needs no sync"
         )
     if len(found) > 1:
+        wanted = "wrap each transform that keeps one, not all of them together"
         raise ValueError(
-            f"sync_momentum: the wrapped transform keeps {len(found)} momenta; wrap each transform that "
-            "keeps one, not all of them together"
+            f"sync_momentum: the wrapped transform keeps {len(found)} momenta; {wanted}"
         )
     return found[0][1]
 
@@ -537,11 +483,11 @@ def _chosen(mu: Any, where: Any) -> list[bool]:
     if where is None:
         return [True] * len(jax.tree.leaves(mu))
     mask = where(mu) if callable(where) else where
-    given, wanted = str(jax.tree.structure(mask)), str(jax.tree.structure(mu))
-    if given != wanted:
+    given, tree = str(jax.tree.structure(mask)), str(jax.tree.structure(mu))
+    if given != tree:
+        wanted = f"one bool for each leaf of {tree}"
         raise ValueError(
-            f"sync_momentum: the mask does not match the momentum's tree; given {given}, wanted one "
-            f"bool for each leaf of {wanted}"
+            f"sync_momentum: the mask does not match the momentum's tree; given {given}, wanted {wanted}"
         )
     return [bool(pick) for pick in jax.tree.leaves(mask)]
 

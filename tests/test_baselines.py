@@ -679,3 +679,97 @@ def test_what_says_not_what_it_sends():
             lc.traffic.of(tx, params, 4)
     with pytest.raises(ValueError, match="group_size=2: the transform has no group_axis"):
         lc.traffic.of(vote, params, 4, group_size=2)
+
+
+# --- Workers that are named once
+
+TWO_LEVELS = {
+    "signsgd": functools.partial(baselines.signsgd, 0.5),
+    "signum": functools.partial(baselines.signum, 0.5, 0.5, wire=lc.wires.gathered()),
+    "ef_signsgd": functools.partial(baselines.ef_signsgd, 0.5),
+    "qsgd": functools.partial(baselines.qsgd, 0.5, 4),
+    "qsgd, two-phase": functools.partial(baselines.qsgd, 0.5, 4, 0.5, wire=TWO_PHASE),
+    "sgd": functools.partial(baselines.sgd, 0.5, 0.5),
+    "adamw": functools.partial(baselines.adamw, 0.5, 0.5, 0.75, weight_decay=0.5),
+    "lion": functools.partial(baselines.lion, 0.5, 0.5, 0.5),
+}
+
+
+def workers_of(axes, axis_name, group_axis=None):
+    devices = jax.devices()[: np.prod(list(axes.values()))]
+    kinds = (AxisType.Auto,) * len(axes)
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds, devices=devices)
+    return lc.Workers(mesh, axis_name, group_axis)
+
+
+@pytest.mark.parametrize("name", SENT)
+def test_workers_and_the_name_of_their_axis_make_the_same_step(name):
+    make, options = SENT[name]
+    if name == "sgd":
+        make, options = baselines.dgc, {"density": 0.25}
+    workers = workers_of({AXIS: 2}, AXIS)
+    ends = []
+    for axis_name in (workers, AXIS):
+        tx = make(1e-2, axis_name=axis_name, **options)
+        state = lc.init_state(tx, model_params(), workers)
+        ends.append(lc.make_train_step(model, tx, workers)(state, BATCH)[0].params)
+    assert_equal(*ends)
+    assert not np.array_equal(ends[0]["w"], model_params()["w"])
+
+
+@pytest.mark.parametrize("name", TWO_LEVELS)
+def test_a_group_sends_its_mean_as_one_worker(name):
+    """Each slice is of whole rows, so codes and scales are those of workers that have the means."""
+    rows, steps = 32, 3
+    params = {"w": jnp.ones((rows, 128))}
+    rng = np.random.default_rng(0)
+    # Odd means of three workers do not tie. Four bits tell -7 to 7 exactly, so nothing is at random;
+    # feedback would find zeros among so few values, and their coins lie elsewhere.
+    most = 4 if name.startswith("qsgd") else 2000
+    means = 2.0 * rng.integers(-most, most, (steps, 3, rows, 128)) + 1
+    means[..., 0] = 2 * most - 1
+    apart = rng.integers(-3, 4, means.shape)
+    grads = np.stack([means + apart, means - apart], 2).reshape(steps, 6, rows, 128)
+    ends = []
+    for axes, group, own in [({AXIS: 3, "gpu": 2}, "gpu", grads), ({AXIS: 3}, None, means)]:
+        workers = workers_of(axes, AXIS, group)
+        tx = lc.on_mesh(TWO_LEVELS[name](axis_name=workers), workers)
+        state, updates = tx.init(params), []
+        for step in range(steps):
+            g = {"w": jnp.asarray(own[step], jnp.float32)}
+            update, state = jax.jit(tx.update)(g, state, params)
+            updates.append(np.asarray(update["w"]))
+        ends.append(np.stack(updates))
+    if name == "adamw":  # roots and quotients may be fused with what follows, or not
+        np.testing.assert_allclose(*ends, rtol=2e-6)
+    else:
+        np.testing.assert_array_equal(*ends)
+    assert np.abs(ends[0]).min() > 0
+
+
+@pytest.mark.parametrize("make", [baselines.terngrad, baselines.dgc])
+def test_two_levels_that_a_baseline_cannot_serve_are_refused(make):
+    workers = workers_of({AXIS: 2, "gpu": 2}, AXIS, "gpu")
+    message = f"{make.__name__} has no two levels, .*group_axis='gpu'.*without a group_axis"
+    with pytest.raises(ValueError, match=message):
+        make(0.1, axis_name=workers)
+    every_device = lc.Workers(workers.mesh, (AXIS, "gpu"))
+    state = lc.init_state(make(0.1, axis_name=every_device), model_params(), every_device)
+    assert optax.tree.get(state.opt_state, "abstained").shape == ()
+
+
+MASKED = [*MAKERS, baselines.dgc]
+
+
+@pytest.mark.parametrize("make", MASKED)
+def test_a_mask_that_is_not_of_bools(make):
+    options = {"weight_decay": 0.1, "axis_name": AXIS}
+    message = (
+        r"mask\['w'\] is 'no': a mask has a bool for each leaf of the parameters; give True or"
+    )
+    with pytest.raises(TypeError, match=message):
+        make(1e-3, mask={"w": "no"}, **options)
+    tx = make(1e-3, mask=lambda params: {"w": "no"}, **options)
+    with pytest.raises(TypeError, match=message):
+        jax.eval_shape(functools.partial(bound_init, tx), {"w": jnp.ones(3)})
+    make(1e-3, mask={"w": np.bool_(False)}, **options)

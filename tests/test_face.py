@@ -314,6 +314,15 @@ def test_a_mask_is_of_bools():
     with refused(TypeError, r"sync_where\['w'\] is 'no'"):
         cub("data", sync=lc.sync.every(2), sync_where={"w": "no", "b": True})
     cub("data", mask={"w": np.bool_(True), "b": jnp.zeros((), bool)}).init(PARAMS)
+    vote, every = lc.communicate(axis_name="data", memory=lc.momentum.blend()), lc.sync.every(2)
+    sentence = (
+        r"where\['w'\] is 'no': a mask has a bool for each leaf of the parameters; give True or"
+    )
+    with refused(TypeError, sentence):
+        lc.sync_momentum(vote, "data", every, where={"w": "no", "b": True})
+    with refused(TypeError, sentence):
+        lc.sync_momentum(vote, "data", every, where=lambda mu: {"w": "no", "b": True}).init(PARAMS)
+    lc.sync_momentum(vote, "data", every, where={"w": np.bool_(True), "b": False}).init(PARAMS)
 
 
 def test_a_first_state_is_of_arrays_and_typed_keys(workers):

@@ -265,6 +265,63 @@ def test_what_is_public_says_what_it_is_with_an_example_or_a_source():
     assert not silent
 
 
+def arguments_of(function):
+    """Their names, without self and those that stand for any number."""
+    given = function.args
+    names = {x.arg for x in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
+    return names - {"self", "cls"}
+
+
+def told_arguments(said):
+    """Those that the Args section of a docstring names; None without one."""
+    section = re.search(r"^Args:\n(( +).*\n(?: .*\n|\n)*)", said + "\n", re.MULTILINE)
+    return section and set(re.findall(rf"^{section[2]}(\w+):", section[1], re.MULTILINE))
+
+
+def lender_of(said):
+    """The function whose arguments these are, if the docstring says so."""
+    named = re.search(r"[Aa]rguments[^.]* those of `(\w+)`", " ".join(said.split()))
+    return named and named[1]
+
+
+def untold(function, others):
+    """Arguments that neither its docstring tells nor that of the function that it names."""
+    said = ast.get_docstring(function) or ""
+    told, lender = told_arguments(said), lender_of(said)
+    if told is None and lender is None:
+        return set()
+    lent = arguments_of(others[lender]) - untold(others[lender], others) if lender else set()
+    return arguments_of(function) - (told or set()) - lent
+
+
+def test_an_args_section_names_all_or_says_whose_the_others_are():
+    found = {}
+    for module, path in MODULES.items():
+        functions = functions_in(tree_of(path))
+        others = {function.name: function for function in functions}
+        found |= {f"{module}.{f.name}": names for f in functions if (names := untold(f, others))}
+    assert not found
+
+
+def test_the_test_of_arguments_sees_one_that_is_missing():
+    source = '''
+def lends(a, b):
+    """Lends.
+
+    Args:
+      a: one.
+    """
+
+def borrows(a, b, *, c):
+    """The arguments are, but for c,
+    those of `lends`.
+    """
+'''
+    functions = {f.name: f for f in functions_in(ast.parse(source))}
+    assert untold(functions["lends"], functions) == {"b"}
+    assert untold(functions["borrows"], functions) == {"b", "c"}
+
+
 def test_the_readme_shows_the_quickstart_that_runs():
     fenced = r"<!-- quickstart -->\n```python\n(.*?)```"
     marked = r"^# \[quickstart\]\n(.*?)^# \[/quickstart\]"

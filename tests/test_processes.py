@@ -8,6 +8,7 @@ Run as a program this file is one of the processes.
 
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -120,18 +121,43 @@ def local_rows(sharding, batch):
     return jax.tree.map(own, batch)
 
 
-def run_process(port, processes, index, local_devices, folder):
+def run_process(task, port, processes, index, local_devices, folder):
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", local_devices)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"localhost:{port}", processes, index)
     assert jax.process_count() == processes
+    {"train": train_all, "differ": differ}[task](processes, index, Path(folder))
+    jax.distributed.shutdown()
+
+
+def train_all(processes, index, folder):
     for name, case in CASES.items():
         state, metrics = train(case, processes, jax.devices(), local_rows)
         found = replicated(state)
-        np.savez(Path(folder) / f"{name}-{index}.npz", loss=metrics["loss"], **found)
+        np.savez(folder / f"{name}-{index}.npz", loss=metrics["loss"], **found)
         print(f"process {index}: {name}: loss {float(metrics['loss'])}", flush=True)
-    jax.distributed.shutdown()
+
+
+def differ(processes, index, folder):
+    """One parameter, then their number, is another in the last process; then all are the same."""
+    del folder
+    mesh = Mesh(np.array(jax.devices()), (AXIS,), axis_types=(AxisType.Auto,))
+    workers, tx, params = lc.Workers(mesh, AXIS), CASES["lion_cub"].tx, first_params()
+    last = processes - 1
+    ending = (
+        f"differs between processes 0 and {last}: all workers start from the same; give each process the "
+        "same seed, or read the same checkpoint"
+    )
+    more = {"extra": np.zeros(3, np.float32)} if index == last else {}
+    for other, named in [
+        ({**params, "v": params["v"] + np.float32(index == last)}, "['params']['v']"),
+        ({**params, **more}, "the number of arrays"),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(f"init_state: {named} {ending}")):
+            lc.init_state(tx, other, workers)
+    assert int(lc.init_state(tx, params, workers).step) == 0
+    print(f"process {index}: refused", flush=True)
 
 
 # --- The tests
@@ -172,7 +198,7 @@ def wait_for(children):
         time.sleep(0.05)
 
 
-def run_all(processes, local_devices, folder):
+def run_all(task, processes, local_devices, folder):
     """Runs the processes to their end; one that fails or hangs takes the others down with it."""
     port = free_port()
     logs = [Path(folder) / f"{i}.log" for i in range(processes)]
@@ -180,7 +206,7 @@ def run_all(processes, local_devices, folder):
     try:
         for i, log in enumerate(logs):
             with log.open("w") as out:
-                children.append(spawn([port, processes, i, local_devices, folder], out))
+                children.append(spawn([task, port, processes, i, local_devices, folder], out))
         wait_for(children)
     finally:
         for child in children:
@@ -190,13 +216,14 @@ def run_all(processes, local_devices, folder):
     codes = [child.returncode for child in children]
     output = "\n".join(f"--- {log.name}\n{log.read_text()}" for log in logs)
     assert codes == [0] * processes, f"exit codes {codes}\n{output}"
+    return output
 
 
 @pytest.mark.parametrize(
     ("processes", "local_devices"), [(2, 2), pytest.param(3, 1, marks=pytest.mark.slow)]
 )
 def test_processes_end_with_the_bits_of_one_process(processes, local_devices, tmp_path):
-    run_all(processes, local_devices, tmp_path)
+    run_all("train", processes, local_devices, tmp_path)
     devices = jax.devices()[: processes * local_devices]
     assert len(devices) == processes * local_devices
     for name, case in CASES.items():
@@ -212,6 +239,12 @@ def test_processes_end_with_the_bits_of_one_process(processes, local_devices, tm
         assert not any(np.array_equal(first[k], state.params[k]) for k in first)
 
 
+@pytest.mark.slow
+def test_parameters_that_differ_between_processes_are_refused_in_each(tmp_path):
+    output = run_all("differ", 2, 1, tmp_path)
+    assert [f"process {i}: refused" in output for i in range(2)] == [True, True]
+
+
 if __name__ == "__main__":
-    port, processes, index, local_devices = map(int, sys.argv[1:5])
-    run_process(port, processes, index, local_devices, sys.argv[5])
+    port, processes, index, local_devices = map(int, sys.argv[2:6])
+    run_process(sys.argv[1], port, processes, index, local_devices, sys.argv[6])

@@ -817,8 +817,11 @@ def test_group_axes_and_quantisers_that_do_not_go_together():
         lc.lion_cub(1e-3, axis_name="node", group_axis="gpu", quantizer=lc.quantize.integer(8))
     with refused("group_axis='node' is an axis of the workers"):
         lc.lion_cub(1e-3, axis_name="node", group_axis="node")
-    with refused("group_axis=3", "name of a mesh axis"):
-        lc.lion_cub(1e-3, axis_name="node", group_axis=3)
+    for group in (3, (), ("gpu", "gpu"), ["gpu"]):
+        with refused(
+            f"group_axis={group!r}", "name of a mesh axis", "None for workers of one level"
+        ):
+            lc.lion_cub(1e-3, axis_name="node", group_axis=group)
 
 
 def test_two_levels_have_no_leaves_to_choose_for_a_sync():

@@ -34,9 +34,12 @@ import optax
 from jax import lax
 
 from lioncub_jax import checks, wires
+from lioncub_jax.baselines.levels import one_level
 from lioncub_jax.exchange import Asked, Sending
 from lioncub_jax.mesh import placement
+from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.mesh.specs import cut_of
+from lioncub_jax.optimizer import descending
 from lioncub_jax.wires import AxisName, Sent, varying_axes
 
 
@@ -88,7 +91,7 @@ def dgc(
     weight_decay: Any = 0.0,
     mask: Any = None,
     *,
-    axis_name: AxisName,
+    axis_name: AxisName | Workers,
     factor_masking: bool = True,
 ) -> Sending:
     """Deep Gradient Compression: momentum SGD in which a worker sends a thousandth of its values a step.
@@ -114,7 +117,8 @@ def dgc(
         norm over all leaves of at most ``clip / sqrt(W)``. None for no clipping.
       weight_decay: decoupled, multiplied with the learning rate.
       mask: which leaves decay, a tree of bools or a function of the parameters.
-      axis_name: mesh axis of the workers, or several as a tuple.
+      axis_name: the workers: a `Workers` in one level, or the name of their mesh axis, or several as a
+        tuple.
       factor_masking: False keeps the velocity of what is sent (the paper's ablation).
 
     Returns:
@@ -126,10 +130,10 @@ def dgc(
 
     Raises:
       ValueError: for a density outside (0, 1], a momentum outside [0, 1), a ``warmup`` below 0 or with
-        a density of at least 25 %, a ``clip`` that is not above 0; when traced, for an axis that is not
-        bound, gradients that were already reduced, or a leaf of which a device holds more than 2**32
-        elements.
-      TypeError: when traced, for integer or complex leaves.
+        a density of at least 25 %, a ``clip`` that is not above 0, or workers in two levels; when traced,
+        for an axis that is not bound, gradients that were already reduced, or a leaf of which a device
+        holds more than 2**32 elements.
+      TypeError: for a mask that is not of bools; when traced, for integer or complex leaves.
 
     Example:
       >>> from lioncub_jax.baselines.dgc import dgc
@@ -137,14 +141,11 @@ def dgc(
 
     Source: Lin et al., "Deep Gradient Compression" (arXiv 1712.01887).
     """
-    checks.check_axis(axis_name)
+    axis = one_level("dgc", axis_name)
+    checks.check_axis(axis)
     _check_numbers(momentum, clip)
-    plan = _Plan(axis_name, momentum, clip, factor_masking, stages(density, warmup))
-    chain = optax.chain(
-        _sparse_mean(plan),
-        optax.add_decayed_weights(weight_decay, mask),
-        optax.scale_by_learning_rate(learning_rate),
-    )
+    plan = _Plan(axis, momentum, clip, factor_masking, stages(density, warmup))
+    chain = descending(_sparse_mean(plan), learning_rate, weight_decay, mask)
     return Sending.like(chain, f"dgc({density:g})", partial(_sent, plan))
 
 
@@ -457,7 +458,7 @@ def _check_density(density: Any, warmup: Any) -> None:
 
 def _check_numbers(momentum: Any, clip: Any) -> None:
     """Where their values are known."""
-    checks.check_momentum(momentum)
+    checks.check_betas(momentum=momentum)
     if clip is None or isinstance(clip, jax.core.Tracer):
         return
     number = int, float, np.number, np.ndarray, jax.Array

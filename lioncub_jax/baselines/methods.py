@@ -13,6 +13,9 @@ Weight decay is decoupled in all of them, ``p -= lr (u + wd p)``, as in Lion, so
 changes one thing. The decay of SGD with momentum m in other libraries is often coupled (``g + wd p``),
 and then ``1 / (1 - m)`` times as strong: multiply it by that here.
 
+Workers may be in two levels, `Workers` with a ``group_axis``: gradients are averaged inside a group, which
+sends as one worker. `terngrad` and `dgc` have no two levels.
+
 Where workers quantise, one that has a value that is not finite, or is asked to ``abstain``, abstains
 from the step, as in `communicate`; under the three means nobody can. One worker alone quantises nothing.
 
@@ -25,10 +28,12 @@ import jax.numpy as jnp
 import optax
 
 from lioncub_jax import checks, decide, quantize, wires
+from lioncub_jax.baselines.levels import one_level
 from lioncub_jax.baselines.shared_scale import in_shared_units
 from lioncub_jax.exchange import Sending, communicate
+from lioncub_jax.mesh.placement import Workers, names_of
 from lioncub_jax.momentum import blend
-from lioncub_jax.optimizer import global_gradients
+from lioncub_jax.optimizer import descending, global_gradients
 from lioncub_jax.wires import AxisName, Wire
 
 
@@ -39,7 +44,7 @@ def sgd(
     weight_decay: Any = 0.0,
     mask: Any = None,
     *,
-    axis_name: AxisName,
+    axis_name: AxisName | Workers,
     dtype: Any = jnp.float32,
 ) -> Sending:
     """SGD with momentum on the mean gradient: ``v = m v + mean_i g_i``, ``p -= lr (v + wd p)``.
@@ -50,22 +55,23 @@ def sgd(
       nesterov: whether the update looks one step ahead.
       weight_decay: decoupled, multiplied with the learning rate.
       mask: which leaves decay, a tree of bools or a function of the parameters.
-      axis_name: mesh axis of the workers; a tuple of several is one group of workers.
+      axis_name: the workers: a `Workers`, or the name of their mesh axis; a tuple of several names is one
+        group of workers.
       dtype: of the all-reduce, ``float32`` or ``bfloat16``.
 
     Returns:
-      A transform whose ``update`` must run where ``axis_name`` is bound.
+      A transform whose ``update`` must run where the workers' axis is bound.
 
     Raises:
       ValueError: for a momentum outside [0, 1), or a dtype that is not floating.
+      TypeError: for a mask that is not of bools.
 
     Example:
       >>> from lioncub_jax import baselines
       >>> tx = baselines.sgd(0.1, weight_decay=5e-4, axis_name="data")
     """
-    checks.check_momentum(momentum)
-    direction = _trace(momentum, nesterov)
-    tx = _descending(direction, learning_rate, weight_decay, mask)
+    checks.check_betas(momentum=momentum)
+    tx = descending(_trace(momentum, nesterov), learning_rate, weight_decay, mask)
     return global_gradients(tx, axis_name, dtype)
 
 
@@ -80,23 +86,19 @@ def adamw(
     mask: Any = None,
     *,
     nesterov: bool = False,
-    axis_name: AxisName,
+    axis_name: AxisName | Workers,
     dtype: Any = jnp.float32,
 ) -> Sending:
     """``optax.adamw``, whose arguments these are, on the mean gradient.
 
+    Arguments that are not named here are those of `sgd`.
+
     Args:
-      learning_rate: as `sgd`, like all arguments that are not named here.
       b1: decay of the first moment.
       b2: decay of the second moment.
       eps: added outside of the root.
       eps_root: added inside of it.
       mu_dtype: dtype of the first moment; None for that of the parameters.
-      weight_decay: as `sgd`.
-      mask: as `sgd`.
-      nesterov: as `sgd`.
-      axis_name: as `sgd`.
-      dtype: as `sgd`.
 
     Raises:
       ValueError: for betas outside [0, 1), or a dtype that is not floating.
@@ -105,8 +107,9 @@ def adamw(
       >>> from lioncub_jax import baselines
       >>> tx = baselines.adamw(3e-4, b2=0.99, weight_decay=0.1, axis_name="data")
     """
-    checks.check_betas(b1, b2)
+    checks.check_betas(b1=b1, b2=b2)
     checks.check_mu_dtype(mu_dtype)
+    mask = checks.as_mask("mask", mask)
     tx = optax.adamw(
         learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov
     )
@@ -121,20 +124,17 @@ def lion(
     weight_decay: Any = 1e-3,
     mask: Any = None,
     *,
-    axis_name: AxisName,
+    axis_name: AxisName | Workers,
     dtype: Any = jnp.float32,
 ) -> Sending:
     """``optax.lion``, whose arguments these are, on the mean gradient: Lion without votes ("G-Lion").
 
+    Arguments that are not named here are those of `sgd`.
+
     Args:
-      learning_rate: as `sgd`, like all arguments that are not named here.
       b1: weight of the momentum in the update, in [0, 1).
       b2: decay of the momentum, in [0, 1).
       mu_dtype: dtype of the momentum; None for that of the parameters.
-      weight_decay: as `sgd`.
-      mask: as `sgd`.
-      axis_name: as `sgd`.
-      dtype: as `sgd`.
 
     Raises:
       ValueError: for betas outside [0, 1), or a dtype that is not floating.
@@ -143,8 +143,9 @@ def lion(
       >>> from lioncub_jax import baselines
       >>> tx = baselines.lion(1e-4, weight_decay=0.1, axis_name="data")
     """
-    checks.check_betas(b1, b2)
+    checks.check_betas(b1=b1, b2=b2)
     checks.check_mu_dtype(mu_dtype)
+    mask = checks.as_mask("mask", mask)
     tx = optax.lion(learning_rate, b1, b2, mu_dtype, weight_decay, mask)
     return global_gradients(tx, axis_name, dtype)
 
@@ -154,16 +155,14 @@ def signsgd(
     weight_decay: Any = 0.0,
     mask: Any = None,
     *,
-    axis_name: AxisName,
+    axis_name: AxisName | Workers,
     wire: Wire | None = None,
 ) -> Sending:
     """Majority vote of gradients, signSGD: ``u = sign(sum_i sign(g_i))``, 1 bit up and 1 down.
 
+    Arguments that are not named here are those of `sgd`.
+
     Args:
-      learning_rate: as `sgd`, like all arguments that are not named here.
-      weight_decay: as `sgd`.
-      mask: as `sgd`.
-      axis_name: as `sgd`.
       wire: ``two_phase()`` by default.
 
     Raises:
@@ -175,8 +174,9 @@ def signsgd(
 
     Source: Bernstein et al. (arXiv 1802.04434), algorithm 3. Zeros and ties are `communicate`'s.
     """
-    vote = communicate(axis_name=axis_name, wire=wire)
-    return _descend(vote, learning_rate, weight_decay, mask)
+    axis, group = names_of(axis_name)
+    vote = communicate(axis_name=axis, group_axis=group, wire=wire)
+    return vote.around(descending(vote, learning_rate, weight_decay, mask))
 
 
 def signum(
@@ -186,18 +186,16 @@ def signum(
     weight_decay: Any = 0.0,
     mask: Any = None,
     *,
-    axis_name: AxisName,
+    axis_name: AxisName | Workers,
     wire: Wire | None = None,
 ) -> Sending:
     """SIGNUM: each worker votes with its momentum, ``mu_i = m mu_i + (1 - m) g_i``, after its update.
 
+    Arguments that are not named here are those of `sgd`.
+
     Args:
-      learning_rate: as `sgd`, like all arguments that are not named here.
       momentum: in [0, 1).
       mu_dtype: dtype of the momentum, each worker's own; None for that of the parameters.
-      weight_decay: as `sgd`.
-      mask: as `sgd`.
-      axis_name: as `sgd`.
       wire: ``two_phase()`` by default.
 
     Raises:
@@ -209,10 +207,11 @@ def signum(
 
     Source: Bernstein et al. (arXiv 1810.05291), algorithm 1. Lion Cub with equal betas.
     """
-    checks.check_momentum(momentum)
+    checks.check_betas(momentum=momentum)
     memory = blend(momentum, momentum, mu_dtype)
-    vote = communicate(axis_name=axis_name, memory=memory, wire=wire)
-    return _descend(vote, learning_rate, weight_decay, mask)
+    axis, group = names_of(axis_name)
+    vote = communicate(axis_name=axis, group_axis=group, memory=memory, wire=wire)
+    return vote.around(descending(vote, learning_rate, weight_decay, mask))
 
 
 def ef_signsgd(
@@ -220,7 +219,7 @@ def ef_signsgd(
     weight_decay: Any = 0.0,
     mask: Any = None,
     *,
-    axis_name: AxisName,
+    axis_name: AxisName | Workers,
     error_dtype: Any = jnp.float32,
 ) -> Sending:
     """Error feedback for signSGD, both ways: the error of a sign and a scale comes later.
@@ -230,11 +229,10 @@ def ef_signsgd(
     row, and what it sends back is the update. Scales travel as bfloat16: 1 + 1/8 bits up
     and down. The learning rate is part of what is fed back, so a change of it changes no error.
 
+    Arguments that are not named here are those of `sgd`.
+
     Args:
-      learning_rate: as `sgd`, like all arguments that are not named here.
       weight_decay: as `sgd`; it is agreed on anyway and passes no quantiser.
-      mask: as `sgd`.
-      axis_name: as `sgd`.
       error_dtype: of the errors: one array like the parameters per worker, and its slice as an owner.
 
     Raises:
@@ -247,16 +245,19 @@ def ef_signsgd(
     Source: Karimireddy et al. (arXiv 1901.09847), algorithm 1; two ways as dist-EF-blockSGD, Zheng et
     al. (arXiv 1905.10936), without its momentum. Padding is left out of every scale.
     """
+    axis, group = names_of(axis_name)
     feedback = communicate(
-        axis_name=axis_name,
+        axis_name=axis,
+        group_axis=group,
         up=quantize.error_feedback(quantize.midrise(1), error_dtype),
         owner=decide.feedback_at_owner(error_dtype),
         down=decide.scaled_signs(),
     )
+    decay = _decay(learning_rate, weight_decay)
     chain = optax.chain(
         optax.scale_by_learning_rate(learning_rate),
         feedback,
-        optax.add_decayed_weights(_decay(learning_rate, weight_decay), mask),
+        optax.add_decayed_weights(decay, checks.as_mask("mask", mask)),
     )
     return feedback.around(chain)
 
@@ -269,7 +270,7 @@ def terngrad(
     weight_decay: Any = 0.0,
     mask: Any = None,
     *,
-    axis_name: AxisName,
+    axis_name: AxisName | Workers,
 ) -> Sending:
     """TernGrad: -1, 0 or +1 at random, in units of one scale per leaf that all workers share.
 
@@ -278,18 +279,16 @@ def terngrad(
     mean of these, right on average but for what was clipped. 2 bits up, the planes of the sum down
     (ceil(log2(2W + 1)) bits), and one float32 for each leaf in one all-reduce.
 
+    Arguments that are not named here are those of `sgd`.
+
     Args:
-      learning_rate: as `sgd`, like all arguments that are not named here.
       momentum: decay of a momentum of the mean, in [0, 1), the same on every worker; 0 keeps none.
       clip: in standard deviations about zero (about the mean, a leaf of one element would be clipped to
         nothing); None for no clipping.
       seed: of the random codes.
-      weight_decay: as `sgd`.
-      mask: as `sgd`.
-      axis_name: as `sgd`.
 
     Raises:
-      ValueError: for a momentum outside [0, 1), or a ``clip`` that is not above 0.
+      ValueError: for a momentum outside [0, 1), a ``clip`` that is not above 0, or workers in two levels.
 
     Example:
       >>> from lioncub_jax import baselines
@@ -297,14 +296,14 @@ def terngrad(
 
     Source: Wen et al. (arXiv 1705.07878), with gradient clipping, layer-wise and shared scalers.
     """
-    checks.check_momentum(momentum)
+    checks.check_betas(momentum=momentum)
     if clip is not None and (not isinstance(clip, (int, float)) or not clip > 0):
         raise ValueError(f"clip={clip!r}: give standard deviations above 0, such as 2.5, or None")
+    axis = one_level("terngrad", axis_name)
     codes = quantize.ternary(rounding=quantize.stochastic(seed))
-    total = communicate(axis_name=axis_name, up=codes, down=decide.total())
-    mean = in_shared_units(total, axis_name, clip)
-    chain = mean.around(optax.chain(mean, _alike(_trace(momentum), axis_name)))
-    return _descend(chain, learning_rate, weight_decay, mask)
+    mean = in_shared_units(communicate(axis_name=axis, up=codes, down=decide.total()), axis, clip)
+    chain = optax.chain(mean, _alike(_trace(momentum), axis))
+    return mean.around(descending(chain, learning_rate, weight_decay, mask))
 
 
 def qsgd(
@@ -316,7 +315,7 @@ def qsgd(
     weight_decay: Any = 0.0,
     mask: Any = None,
     *,
-    axis_name: AxisName,
+    axis_name: AxisName | Workers,
     wire: Wire | None = None,
 ) -> Sending:
     """QSGD: a sign and ``s = 2**(bits-1) - 1`` levels of the norm of each row of 128, rounded at random.
@@ -325,16 +324,14 @@ def qsgd(
     everybody, as in the paper: (W-1) (bits + 1/8) bits per parameter. With ``wire=two_phase()`` codes
     go to owners and float32 means come back: about bits + 32, whatever the number of workers.
 
+    Arguments that are not named here are those of `sgd`.
+
     Args:
-      learning_rate: as `sgd`, like all arguments that are not named here.
       bits: of a code, sign included, 2 to 8.
       momentum: decay of a momentum of the mean, in [0, 1); 0 keeps none. It lives with the owners: with
         ``two_phase()`` a slice at each worker.
       seed: of the random codes.
       norm: ``"max"`` (the paper's practice) or ``"l2"`` (its theory).
-      weight_decay: as `sgd`.
-      mask: as `sgd`.
-      axis_name: as `sgd`.
       wire: ``gathered()`` by default, or ``two_phase()``.
 
     Raises:
@@ -347,40 +344,23 @@ def qsgd(
     Source: Alistarh et al. (arXiv 1610.02132). Codes have a fixed width (the paper's Elias codes do
     not), norms travel as bfloat16 rounded up.
     """
-    checks.check_momentum(momentum)
+    checks.check_betas(momentum=momentum)
     rounding = quantize.stochastic(seed)
+    axis, group = names_of(axis_name)
     mean = communicate(
-        axis_name=axis_name,
+        axis_name=axis,
+        group_axis=group,
         up=quantize.levels(bits, norm=norm, rounding=rounding),
         owner=decide.momentum_at_owner(_trace(momentum), dominance=jnp.inf),
         down=decide.floats(),
         wire=wires.gathered() if wire is None else wire,
     )
-    return _descend(mean, learning_rate, weight_decay, mask)
+    return mean.around(descending(mean, learning_rate, weight_decay, mask))
 
 
 def _trace(momentum: Any, nesterov: bool = False) -> optax.GradientTransformation:
     none = isinstance(momentum, (int, float)) and momentum == 0
     return optax.identity() if none else optax.trace(momentum, nesterov)
-
-
-def _descending(
-    direction: optax.GradientTransformation,
-    learning_rate: optax.ScalarOrSchedule,
-    weight_decay: Any,
-    mask: Any,
-) -> optax.GradientTransformationExtraArgs:
-    """``-lr (u + wd p)``."""
-    return optax.chain(
-        direction,
-        optax.add_decayed_weights(weight_decay, mask),
-        optax.scale_by_learning_rate(learning_rate),
-    )
-
-
-def _descend(direction: Sending, *how: Any) -> Sending:
-    """The same around what is sent."""
-    return direction.around(_descending(direction, *how))
 
 
 def _decay(learning_rate: optax.ScalarOrSchedule, weight_decay: Any) -> Any:
