@@ -30,7 +30,8 @@ def by_adders(payload: jax.Array, voted: jax.Array) -> tuple[jax.Array, jax.Arra
     """What the library does: ``uint32[W, words]`` and row words ``uint32[W, blocks]`` to one of each."""
     workers, words = payload.shape
     rows = words // bits.WORDS_PER_ROW
-    inbox = Inbox([payload[:, None]], voted[:, None], None, jnp.ones(workers, jnp.uint32))
+    everyone = jnp.ones(workers, jnp.uint32)
+    inbox = Inbox([payload[:, None]], voted[:, None], None, everyone, jnp.uint32(workers))
     where = Slice(1, rows, workers, quantize.sign(), jnp.float32, None)
     reply = decide.majority().encode(inbox.tally(where), bits.coin(0, words, 0)[None])
     assert reply.rows is not None

@@ -187,8 +187,10 @@ def communicate(
         if owner.needs_values and group_axis is None:
             leaves = jax.tree.leaves(params)
             owners = placement.on_shards(partial(init_owners, plan), (leaves,))
-        count, none = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32)
-        return CommunicateState(count, mu, error, owners, none, none, count, count)
+        # Each an array of its own: a training step donates them all.
+        count, abstained, abstentions = (jnp.zeros((), jnp.int32) for _ in range(3))
+        ties, parameters = (jnp.zeros((), jnp.float32) for _ in range(2))
+        return CommunicateState(count, mu, error, owners, ties, parameters, abstained, abstentions)
 
     def update(
         updates: optax.Updates,
