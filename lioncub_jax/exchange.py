@@ -353,7 +353,7 @@ def vote(
     """What one of several workers does with its leaves; workers meet in ``plan.wire``."""
     messages, mu, error = [], [], kept.error
     for g, m in zip(grads, kept.mu, strict=True):
-        messages.append(plan.memory.message(g, m))
+        messages.append(plan.memory.message(_wide(g), _wide(m)))
     sent = _with_errors(messages, error)
     ballots, abstains = exchange(
         plan, worker, plan.buckets(grads, worker.workers), sent, owners, abstain
@@ -545,6 +545,11 @@ def _with_errors(messages: Sequence[jax.Array], errors: Sequence[Any]) -> list[j
         if e is not None:
             sent[i] = sent[i].astype(jnp.float32) + e.astype(jnp.float32)
     return sent
+
+
+def _wide(x: Any) -> Any:
+    """Float32 at least: what is coded next is not rounded to less before."""
+    return None if x is None else x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def _unless(abstains: jax.Array, new: Any, old: Any) -> Any:

@@ -187,10 +187,11 @@ class Inbox(NamedTuple):
         takes_part = self.taking_part[:, None, None, None]
         values = jnp.where(takes_part > 0, values, 0)
         counted = jnp.broadcast_to(takes_part, values.shape)
-        # One reduction of both: nothing is decoded twice, and no decoded array is ever kept.
+        # One reduction of both: nothing is decoded twice, and no decoded array is kept, as XLA for CPU
+        # keeps what it only adds.
         both = lambda a, b: [a[0] + b[0], a[1] + b[1]]  # noqa: E731
         total, present = lax.reduce([values, counted], [jnp.float32(0), jnp.uint32(0)], both, (0,))
-        return (total * _share(present)).reshape(-1, ROW)
+        return jnp.where(present > 0, total * _share(self.present), 0).reshape(-1, ROW)
 
 
 def _bounded(steps: jax.Array, dominance: float) -> jax.Array:

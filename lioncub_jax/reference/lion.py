@@ -374,7 +374,10 @@ def local_momentum(
         mu, t, workers = jax.tree.leaves(state.mu), state.t, g[0].shape[0]
         codes, decide = (chosen, rule) if workers > 1 else (dense(), ternary_sum)
         buffer = buffer_of([leaf.shape[1:] for leaf in g], workers, places)
-        x = buffer.join([(1 - b1) * leaf + b1 * m for leaf, m in zip(g, mu, strict=True)])
+        if workers > 1:
+            x = (1 - b1) * buffer.join(g) + b1 * buffer.join(mu)
+        else:  # nothing is coded: the optimizer's own arithmetic
+            x = buffer.join([(1 - b1) * leaf + b1 * m for leaf, m in zip(g, mu, strict=True)])
         message = codes.encode(x, buffer, t)
         present = takes_part(x, abstain)
         margin, reach = count(message.q, x, present, codes.top(workers))
