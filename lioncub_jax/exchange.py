@@ -188,9 +188,8 @@ def communicate(
             leaves = jax.tree.leaves(params)
             owners = placement.on_shards(partial(init_owners, plan), (leaves,))
         # Each an array of its own: a training step donates them all.
-        count, abstained, abstentions = (jnp.zeros((), jnp.int32) for _ in range(3))
-        ties, parameters = (jnp.zeros((), jnp.float32) for _ in range(2))
-        return CommunicateState(count, mu, error, owners, ties, parameters, abstained, abstentions)
+        whole, real = partial(jnp.zeros, (), jnp.int32), partial(jnp.zeros, (), jnp.float32)
+        return CommunicateState(whole(), mu, error, owners, real(), real(), whole(), whole())
 
     def update(
         updates: optax.Updates,
@@ -433,7 +432,7 @@ def _decide(
 ) -> tuple[jax.Array, Any]:
     """Up the wire, the owner's decision, and back: replies ``uint32[W, words]``, and the owner's state."""
     assert plan.axis is not None  # without one there is one worker
-    bucket, chunks = form.bucket, plan.wire.owned(worker.workers)
+    bucket, chunks = form.bucket, 1 if plan.wire.owns_slice else worker.workers
     with jax.named_scope("lioncub.pack"):
         message = _joined(form, codes, abstains)
     with jax.named_scope("lioncub.up"):
@@ -661,7 +660,7 @@ def init_owners(plan: Plan, leaves: list[jax.Array]) -> tuple[Flat, ...]:
     own = wires.names(plan.axis) if plan.wire.owns_slice or workers == 1 else ()
     states = []
     for bucket in plan.buckets(leaves, workers):
-        rows = plan.wire.owned(workers) * bucket.chunk
+        rows = bucket.chunk if plan.wire.owns_slice else bucket.rows
         tree: Any
         arrays, tree = jax.tree.flatten(plan.owner.init(jnp.zeros((rows, ROW), bucket.dtype)))
         axes = (*own, *[n for n in bucket.axes if n not in wires.names(plan.axis)])

@@ -259,10 +259,6 @@ class Wire(NamedTuple):
     publish: Callable[[jax.Array, AxisName], jax.Array]
     sends: Callable[[Format, str | None], tuple[Sent, ...]]
 
-    def owned(self, workers: int) -> int:
-        """Chunks that each worker owns."""
-        return 1 if self.owns_slice else workers
-
 
 def two_phase() -> Wire:
     """All-to-all of packed codes, a tally at the owner of each slice, all-gather of packed replies.

@@ -688,6 +688,7 @@ TWO_LEVELS = {
     "signum": functools.partial(baselines.signum, 0.5, 0.5, wire=lc.wires.gathered()),
     "ef_signsgd": functools.partial(baselines.ef_signsgd, 0.5),
     "qsgd": functools.partial(baselines.qsgd, 0.5, 4),
+    "qsgd, momentum of all at each": functools.partial(baselines.qsgd, 0.5, 4, 0.5),
     "qsgd, two-phase": functools.partial(baselines.qsgd, 0.5, 4, 0.5, wire=TWO_PHASE),
     "sgd": functools.partial(baselines.sgd, 0.5, 0.5),
     "adamw": functools.partial(baselines.adamw, 0.5, 0.5, 0.75, weight_decay=0.5),

@@ -22,7 +22,15 @@ from jax.sharding import PartitionSpec as P
 from lioncub_jax import checks, wires
 from lioncub_jax.layout import Holder
 from lioncub_jax.mesh.placement import Static, Workers, workers_of
-from lioncub_jax.mesh.specs import by_type, check_batch_spec, parts, spec_of, stacked
+from lioncub_jax.mesh.specs import (
+    axes_of,
+    by_type,
+    check_batch_spec,
+    parts,
+    product,
+    spec_of,
+    stacked,
+)
 from lioncub_jax.training import gradients
 from lioncub_jax.training.gradients import StatefulLoss
 from lioncub_jax.wires import AxisName
@@ -381,10 +389,14 @@ def _check_state(state: Any, specs: Any, workers: Workers) -> None:
     except ValueError as error:
         raise ValueError(f"the state is not one of this optimizer: {advice}") from error
     for spec, part in zip(flat, parts, strict=True):
+        if not workers.stacks(spec):
+            continue
+        # A slice that all owners have alike differs over the devices of a group alone.
+        holders = product(workers.mesh.shape, axes_of(spec[0]))
         for x in jax.tree.leaves(part):
-            if workers.stacks(spec) and jnp.shape(x)[:1] != (workers.count,):
+            if jnp.shape(x)[:1] != (holders,):
                 raise ValueError(
-                    f"the state has an array of shape {jnp.shape(x)} where {workers.count} workers have "
+                    f"the state has an array of shape {jnp.shape(x)} where {holders} workers have "
                     f"one each: {advice}"
                 )
 
