@@ -359,7 +359,8 @@ def vote(
     )
     if plan.up.feedback is not None:
         # Made anew from the same inputs: kept, it would cost an array as large as the gradient.
-        sent = _with_errors(*lax.optimization_barrier((messages, error)))
+        anew = [lax.optimization_barrier(pair) for pair in zip(messages, error, strict=True)]
+        sent = _with_errors([c for c, _ in anew], [e for _, e in anew])
         missed = uncoded(plan, worker, ballots, sent)
         error = [_unless(abstains, missed.get(i), e) for i, e in enumerate(error)]
     with jax.named_scope("lioncub.remember"):

@@ -8,13 +8,12 @@
 | ``lanes()`` | all-reduce of fields in words | nothing | 2 (W-1)/W d * 4/floor(32/field) |
 | ``all_reduce()`` | all-reduce of values | nothing | 2 (W-1)/W d * 4 (bfloat16: 2) |
 
-A *message* about a chunk of rows is the planes of the codes, then a row word for each block that says on
-which rows the worker votes (or the steps of the rows, where values are decoded), then one word that says
-whether the worker takes part at all. A *reply* is the planes, the numbers of the rows, the ties and how
-many workers took part. A `Format` knows both.
+A *message* about a chunk of rows is the planes of the codes, then one word that says whether the worker
+takes part at all, then a row word for each block that says on which rows it votes (or the steps of the
+rows, where values are decoded). A *reply* is the planes, the ties, how many workers took part, and the
+numbers of the rows. A `Format` knows both.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -294,12 +293,12 @@ def gathered() -> Wire:
 
     def collect(message: Message, takes_part: jax.Array, form: Format, axis: AxisName) -> Inbox:
         packed = form.pack(message, takes_part)
-        received = lax.all_gather(packed.reshape(-1), axis, to="invarying")
+        received = gather_words(packed.reshape(-1), axis)
         return form.unpack(received.reshape(form.workers, form.workers, -1))
 
     def sends(form: Format, platform: str | None) -> tuple[Sent, ...]:
         words = form.workers * form.message_words
-        return (Sent("all-gather", False, 4.0 * (form.workers - 1) * words),)
+        return (Sent("all-gather", False, words_bytes(words, form.workers)),)
 
     return Wire("gathered", "both", False, collect, _keep, sends)
 
@@ -330,11 +329,15 @@ def counts(dtype: Any = jnp.int8) -> Wire:
         signed = (2 * codes.astype(jnp.int32) - top) // unit
         if voted is not None:
             signed = signed * voted.astype(jnp.int32)[..., None]
-        sums, votes, present = _sum(signed, voted, takes_part, dtype, axis)
+
+        def add(numbers: jax.Array) -> jax.Array:
+            return lax.psum(numbers, axis).astype(jnp.int32)
+
+        sums, votes, present = _added(signed.astype(dtype), voted, takes_part, add)
         reach: Any = form.workers * top
         if votes is not None:
             reach = votes.astype(jnp.int32)[..., None] * top
-        return Sums((unit * sums.astype(jnp.int32) + reach) // 2, votes, present)
+        return Sums((unit * sums + reach) // 2, votes, present)
 
     def sends(form: Format, platform: str | None) -> tuple[Sent, ...]:
         check(form)
@@ -355,9 +358,11 @@ def lanes() -> Wire:
     def collect(message: Message, takes_part: jax.Array, form: Format, axis: AxisName) -> Sums:
         field = _field_bits(form)
         codes, voted = _unpacked(message, form)  # 0 where there is no vote
-        numbers = _numbers(codes, voted, takes_part, jnp.uint32)
-        summed = lax.psum(_join_fields(numbers, field), axis)
-        return Sums(*_split_numbers(_split_fields(summed, field, numbers.size), codes.shape, voted))
+
+        def add(numbers: jax.Array) -> jax.Array:
+            return _split_fields(lax.psum(_join_fields(numbers, field), axis), field, numbers.size)
+
+        return Sums(*_added(codes, voted, takes_part, add))
 
     def sends(form: Format, platform: str | None) -> tuple[Sent, ...]:
         words = -(-_summed_numbers(form) // (32 // _field_bits(form)))
@@ -415,29 +420,17 @@ def _unpacked(message: Message, form: Format) -> tuple[jax.Array, jax.Array | No
     return codes, bits.unpack_rows(voted, form.rows)
 
 
-def _numbers(x: jax.Array, voted: Any, takes_part: jax.Array, dtype: Any) -> jax.Array:
-    """What an all-reduce adds: elements, then a vote for each row, then a one for taking part."""
-    parts = [x.reshape(-1), takes_part[None]]
-    if voted is not None:
-        parts.insert(1, voted.reshape(-1))
-    return jnp.concatenate([part.astype(dtype) for part in parts])
-
-
-def _split_numbers(
-    numbers: jax.Array, shape: Sequence[int], voted: Any
+def _added(
+    codes: jax.Array, voted: jax.Array | None, takes_part: jax.Array, add: Callable[..., jax.Array]
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-    size = math.prod(shape)
-    votes = None
-    if voted is not None:
-        votes = numbers[size:-1].reshape(voted.shape).astype(jnp.uint32)
-    return numbers[:size].reshape(shape), votes, numbers[-1].astype(jnp.uint32)
-
-
-def _sum(
-    x: jax.Array, voted: Any, takes_part: jax.Array, dtype: Any, axis: AxisName
-) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-    summed = lax.psum(_numbers(x, voted, takes_part, dtype), axis)
-    return _split_numbers(summed, x.shape, voted)
+    """Sums of codes, votes for each row, and how many take part, in one all-reduce of them all."""
+    votes = codes.reshape(-1)[:0] if voted is None else voted.reshape(-1)
+    parts = codes.reshape(-1), votes.astype(codes.dtype), takes_part[None].astype(codes.dtype)
+    sums, votes, present = jnp.split(
+        add(jnp.concatenate(parts)), [codes.size, codes.size + votes.size]
+    )
+    counted = None if voted is None else votes.reshape(voted.shape).astype(jnp.uint32)
+    return sums.reshape(codes.shape), counted, present[0].astype(jnp.uint32)
 
 
 def _summed_numbers(form: Format) -> int:

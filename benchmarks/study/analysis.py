@@ -197,7 +197,7 @@ def bits_of(rows: Rows) -> float:
     return statistics.fmean(row["bits_per_parameter"] for row in rows)
 
 
-def large_bits(row: dict[str, Any], size: int = 2**24) -> float:
+def large_bits(row: dict[str, Any], size: int = 2**26) -> float:
     """The same for one leaf of many parameters, where padding and scales of leaves vanish."""
     params = {"leaf": jax.ShapeDtypeStruct((size,), jnp.float32)}
     sent = METHODS[row["method"]].sent(params, row["workers"], row["steps"], row["syncs"])

@@ -93,7 +93,7 @@ def of(
       >>> import jax.numpy as jnp, lioncub_jax as lc
       >>> tx = lc.baselines.qsgd(0.1, bits=2, axis_name="data")
       >>> round(lc.traffic.of(tx, {"w": jnp.ones(2**20)}, 2).bits_per_parameter, 3)
-      2.125
+      2.129
     """
     checks.check_count(f"workers={workers!r}", workers)
     checks.check_count(f"group_size={group_size!r}", group_size)
