@@ -53,8 +53,10 @@ endif
 demo: $(READY) ## train the example, with output in runs/demo
 	$(VENV)/bin/python examples/train_gpt.py $(DEMO_ARGS)
 
+# Compiled programs are kept, so that the next run has only the changed ones to compile.
 test: $(READY) ## run the tests and the doctests but for the slow ones
-	$(VENV)/bin/python $(PYTEST) -m "not slow"
+	JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.jax_cache JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
+		JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1 $(VENV)/bin/python $(PYTEST) -m "not slow"
 
 # The second line compiles as users do, and not by the quick flags of tests/conftest.py: what is equal to the
 # bit must be so by both.
@@ -106,5 +108,5 @@ lock: ## resolve requirements/lock.txt anew
 
 clean: ## remove environments, caches and builds; runs/ stays
 	rm -rf .venv .venv-oldest .venv-newest .venv-lock build dist *.egg-info
-	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .hypothesis .jax_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

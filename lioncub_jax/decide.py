@@ -373,7 +373,7 @@ def average() -> Down:
 
     def decode(planes: Planes, rows: Any, where: Slice) -> jax.Array:
         top = where.up.top(where.workers)
-        sums = bits.unpack(planes, where.rows).astype(jnp.int32)
+        sums = bits.unpack_once(planes, where.rows).astype(jnp.int32)
         each = rows.reshape(rows.shape[0], -1, bits.row_words(where.rows))
         votes = [bits.unpack_rows(each[:, k], where.rows) << k for k in range(each.shape[1])]
         reach = sum(votes[1:], votes[0]).astype(jnp.int32)[..., None] * top
@@ -397,7 +397,7 @@ def total() -> Down:
 
     def decode(planes: Planes, rows: Any, where: Slice) -> jax.Array:
         middle = where.workers * where.up.top(where.workers) // 2
-        return bits.unpack(planes, where.rows).astype(jnp.int32) - middle
+        return bits.unpack_once(planes, where.rows).astype(jnp.int32) - middle
 
     return Down(
         "total", True, False, True, True, False, _sum_planes, lambda rows, workers: 0,

@@ -100,7 +100,9 @@ def side_by_side(run_workers, methods, params, story):
     return {name: (got[name], want[name]) for name in methods}
 
 
-@pytest.mark.parametrize("workers", STORIES)
+@pytest.mark.parametrize(
+    "workers", [n if n != 2 else pytest.param(n, marks=pytest.mark.slow) for n in STORIES]
+)
 def test_with_workers_that_abstain_it_is_the_reference_bit_for_bit(run_workers, workers):
     params = zeros(TREES[workers])
     story = eventful(params, workers, seed=workers)
@@ -703,7 +705,10 @@ def workers_of(axes, axis_name, group_axis=None):
     return lc.Workers(mesh, axis_name, group_axis)
 
 
-@pytest.mark.parametrize("name", SENT)
+@pytest.mark.parametrize(
+    "name",
+    [n if n in ("sgd", "qsgd") else pytest.param(n, marks=pytest.mark.slow) for n in SENT],
+)
 def test_workers_and_the_name_of_their_axis_make_the_same_step(name):
     make, options = SENT[name]
     if name == "sgd":

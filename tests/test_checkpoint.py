@@ -236,7 +236,13 @@ def noisy_batch(i, place):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n == "inner axes" else n for n in RUNS]
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.slow)
+        if n in ("inner axes", "explicit axes", "two levels")
+        else n
+        for n in RUNS
+    ],
 )
 def test_a_run_goes_on_to_the_bit_and_the_saved_arrays_may_be_donated(name, tmp_path):
     where, make = RUNS[name]
@@ -387,7 +393,8 @@ def truncate(path):
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("error:coroutine .* was never awaited:RuntimeWarning")
-@pytest.mark.parametrize("damage", [flip, truncate, lambda path: path.unlink()],
+@pytest.mark.parametrize("damage", [flip, pytest.param(truncate, marks=pytest.mark.slow),
+                                    lambda path: path.unlink()],
                          ids=["flipped", "cut short", "deleted"])  # fmt: skip
 def test_damage_is_refused_by_name_or_harmless_and_never_read(damage, tmp_path):
     save_small(tmp_path / "whole", 1, 2)

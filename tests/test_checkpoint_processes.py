@@ -242,6 +242,7 @@ def run_all(task, processes, folder, logs, act=lambda children: None):
     return said
 
 
+@pytest.mark.slow
 def test_two_processes_go_on_from_what_four_saved(tmp_path):
     folder = tmp_path / "checkpoints"
     run_all("save", 4, folder, tmp_path)

@@ -59,7 +59,7 @@ def text_file(tmp_path_factory):
     ("options", "least_ratio"),
     [
         ("--optimizer lion-cub --sync-every 2 --dropout 0.1 --untied", 15),
-        ("--optimizer owner --bits 4", 5),
+        pytest.param("--optimizer owner --bits 4", 5, marks=pytest.mark.slow),
     ],
     ids=["lion-cub", "owner"],
 )
@@ -198,7 +198,13 @@ def of_two_workers(text_file, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "mesh", ["data=2,fsdp=4", "data=2,tensor=2", "data=2,fsdp=2,tensor=2", "pod=2,data=1,group=4"]
+    "mesh",
+    [
+        pytest.param("data=2,fsdp=4", marks=pytest.mark.slow),
+        pytest.param("data=2,tensor=2", marks=pytest.mark.slow),
+        "data=2,fsdp=2,tensor=2",
+        "pod=2,data=1,group=4",
+    ],
 )
 def test_two_workers_learn_the_same_on_every_mesh(mesh, of_two_workers, text_file, tmp_path):
     rows, status = train_here(text_file, tmp_path, f"{OF_TWO} {mesh}")
@@ -217,6 +223,7 @@ def measured(rows):
     return [{k: v for k, v in row.items() if "second" not in k} for row in rows]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_goes_on_as_if_it_were_not(text_file, tmp_path, monkeypatch, capsys):
     same = "--mesh data=2,group=2 --optimizer owner --dropout 0.1 --steps 6"
     saved = f"{same} --save-every 2 --checkpoint {tmp_path / 'saved'}"
@@ -259,6 +266,7 @@ def until(true, children):
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_processes_stop_together_and_one_goes_on_alone(text_file, tmp_path):
     port, out, saved = free_port(), tmp_path / "out", tmp_path / "saved"
     common = f"--mesh data=2,group=2 --checkpoint {saved} --stopped-status 7 --out".split()

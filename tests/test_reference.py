@@ -251,7 +251,7 @@ VOTES = {
 }
 
 
-@pytest.mark.parametrize("workers", [2, 3, 8])
+@pytest.mark.parametrize("workers", [2, 3, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", VOTES)
 def test_the_order_of_the_workers_changes_nothing_and_a_sign_mirrors(name, workers):
     patterns = orders(workers)

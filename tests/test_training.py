@@ -642,7 +642,12 @@ LEARNERS = {
 }
 
 
-@pytest.mark.parametrize("name", LEARNERS)
+QUICK = {"lion_cub", "distributed_lion, average", "owner_lion", "MultiSteps", "inject_hyperparams"}
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in LEARNERS]
+)
 def test_every_optimizer_learns_the_next_byte_of_python_source(name):
     params = {"table": jnp.zeros((128, 128)), "bias": jnp.zeros(128)}
     state, step = start(next_byte_loss, LEARNERS[name], params)
