@@ -269,6 +269,17 @@ def test_one_worker_is_optax_lion_bit_for_bit(name, setting):
     assert (int(vote.count), int(vote.abstentions)) == (20, 0)
 
 
+@pytest.mark.parametrize("make", [lc.lion_cub, lc.distributed_lion, lc.owner_lion])
+def test_a_state_made_outside_jit_can_be_donated(make):
+    """No two arrays of it are one: XLA refuses a buffer that is donated twice."""
+    tx, params = make(0.5, axis_name=None), {"w": jnp.ones(130), "b": jnp.ones(3)}
+    step = jax.jit(tx.update, donate_argnums=1)
+    state = tx.init(params)
+    for _ in range(2):
+        _, state = step(params, state, params)
+    assert int(state[0].count) == 2
+
+
 def test_one_worker_with_a_nan_stands_still():
     params = {"w": np.ones((70,), np.float32)}
     grads = whole_gradients(params, 3, 1)
