@@ -761,6 +761,8 @@ S = lc.sync
         (lambda: lc.traffic.sync_traffic(PARAMS, 0, S.coded()), ValueError, r"workers=0"),
         (lambda: lc.traffic.sync_traffic(PARAMS, 8, S.coded(), [True]), ValueError,
          r"where has 1 leaves and the parameters have 2"),
+        (lambda: lc.traffic.sync_traffic(PARAMS, 8, S.coded(), ["no", True]), TypeError,
+         r"where\[0\] is 'no': a mask has a bool for each leaf"),
     ],
 )  # fmt: skip
 def test_what_is_refused(make, error, said):

@@ -203,7 +203,7 @@ def sync_traffic(params: Any, workers: int, schedule: Schedule, where: Any = Non
 
     Raises:
       ValueError: for fewer than one worker, or a mask of another number of leaves.
-      TypeError: if ``schedule`` is not a ``Schedule``.
+      TypeError: if ``schedule`` is not a ``Schedule``, or the mask is not of bools.
 
     Example:
       >>> import jax.numpy as jnp, lioncub_jax as lc
@@ -232,6 +232,7 @@ def sync_traffic(params: Any, workers: int, schedule: Schedule, where: Any = Non
 def _chosen(params: Any, where: Any) -> list[Any]:
     """The leaves that a mask picks."""
     leaves = jax.tree.leaves(params)
+    where = checks.as_mask("where", where)
     mask = where(params) if callable(where) else where
     picks = [True] * len(leaves) if where is None else jax.tree.leaves(mask)
     if len(picks) != len(leaves):
