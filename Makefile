@@ -59,10 +59,11 @@ test: $(READY) ## run the tests and the doctests but for the slow ones
 		JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1 $(VENV)/bin/python $(PYTEST) -m "not slow"
 
 # The second line compiles as users do, and not by the quick flags of tests/conftest.py: what is equal to the
-# bit must be so by both.
-test-all: $(READY) ## run every test, and those of equality once more, compiled as for users
-	$(VENV)/bin/python $(PYTEST)
+# bit must be so for them. By the quick flags `make test` runs it.
+test-all: $(READY) ## run every test, those of equality compiled as for users
+	$(VENV)/bin/python $(PYTEST) $(EQUALITY:%=--ignore=%)
 	XLA_FLAGS= $(VENV)/bin/python $(PYTEST) -m "not slow" $(EQUALITY)
+	$(VENV)/bin/python $(PYTEST) -m slow $(EQUALITY)
 
 lint: $(READY) ## check style, formatting and types
 	$(VENV)/bin/python -m ruff check .
