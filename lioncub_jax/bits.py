@@ -366,11 +366,6 @@ def as_mask(bit: jax.Array) -> jax.Array:
     return jnp.uint32(0) - bit.astype(jnp.uint32)
 
 
-def count_ones(words: jax.Array) -> jax.Array:
-    """Set bits in all words together, ``float32[]`` (exact up to 2**24, then rounded)."""
-    return jnp.sum(lax.population_count(words).astype(jnp.float32))
-
-
 # --- Fair bits
 
 _TIES, _ZEROS, _ORDER = 0x9E3779B9, 0x85EBCA77, 0xC2B2AE3D

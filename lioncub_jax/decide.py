@@ -286,31 +286,31 @@ class Down(NamedTuple):
 
     Attributes:
       name: for people.
+      encode: ``(result, coin uint32[chunks, words]) -> Reply``.
+      decode: ``(planes, rows, Slice) -> [chunks, rows, 128]``, int32 or float32.
+      planes: ``(top, workers) -> planes`` of a reply; None for one.
+      row_words: ``(rows, workers) -> words`` of the numbers for the rows; None without.
+      words_per_row: words that a plane takes for one row.
+      exact: what becomes of values that never travelled: one worker's update.
       of_votes: whether it codes counted votes.
       of_values: whether it codes what a transform at the owner answered.
       has_zero: whether it can reply a zero within a row that moves; without, ties are broken by a coin.
       needs_zero: whether it only goes with codes that have a zero.
       scaled: whether it carries what ``feedback_at_owner`` answers, and nothing else.
-      planes: ``(top, workers) -> planes`` of a reply.
-      row_words: ``(rows, workers) -> words`` of the numbers for the rows.
-      words_per_row: words that a plane takes for one row.
-      encode: ``(result, coin uint32[chunks, words]) -> Reply``.
-      decode: ``(planes, rows, Slice) -> [chunks, rows, 128]``, int32 or float32.
-      exact: what becomes of values that never travelled: one worker's update.
     """
 
     name: str
-    of_votes: bool
-    of_values: bool
-    has_zero: bool
-    needs_zero: bool
-    scaled: bool
-    planes: Callable[[int, int], int]
-    row_words: Callable[[int, int], int]
-    words_per_row: int
     encode: Callable[[Any, jax.Array], Reply]
     decode: Callable[[Planes, jax.Array | None, Slice], jax.Array]
-    exact: Callable[[jax.Array], jax.Array]
+    planes: Callable[[int, int], int] | None = None
+    row_words: Callable[[int, int], int] | None = None
+    words_per_row: int = bits.WORDS_PER_ROW
+    exact: Callable[[jax.Array], jax.Array] = lambda x: x
+    of_votes: bool = False
+    of_values: bool = False
+    has_zero: bool = False
+    needs_zero: bool = False
+    scaled: bool = False
 
 
 def majority() -> Down:
@@ -330,9 +330,9 @@ def majority() -> Down:
         codes = bits.unpack_once([*planes, moved], where.rows)
         return jnp.where(codes >= 2, 2 * (codes & 1).astype(jnp.int32) - 1, 0)
 
+    row_words = lambda rows, workers: bits.row_words(rows)  # noqa: E731
     return Down(
-        "majority", True, True, False, False, False, lambda top, workers: 1,
-        lambda rows, workers: bits.row_words(rows), bits.WORDS_PER_ROW, encode, decode, jnp.sign,
+        "majority", encode, decode, row_words=row_words, exact=jnp.sign, of_votes=True, of_values=True
     )  # fmt: skip
 
 
@@ -351,8 +351,8 @@ def ternary_sum() -> Down:
         return jnp.where(codes >= 2, 0, 2 * (codes & 1).astype(jnp.int32) - 1)
 
     return Down(
-        "ternary sum", True, True, True, False, False, lambda top, workers: 2,
-        lambda rows, workers: 0, bits.WORDS_PER_ROW, encode, decode, jnp.sign,
+        "ternary sum", encode, decode, lambda top, workers: 2, exact=jnp.sign, of_votes=True,
+        of_values=True, has_zero=True,
     )  # fmt: skip
 
 
@@ -379,10 +379,11 @@ def average() -> Down:
         reach = sum(votes[1:], votes[0]).astype(jnp.int32)[..., None] * top
         return (2 * sums - reach) / jnp.maximum(reach, 1).astype(jnp.float32)
 
+    def row_words(rows: int, workers: int) -> int:
+        return bits.sum_bits(workers, 1) * bits.row_words(rows)
+
     return Down(
-        "average", True, False, True, False, False, _sum_planes,
-        lambda rows, workers: bits.sum_bits(workers, 1) * bits.row_words(rows),
-        bits.WORDS_PER_ROW, encode, decode, jnp.sign,
+        "average", encode, decode, _sum_planes, row_words, exact=jnp.sign, of_votes=True, has_zero=True
     )  # fmt: skip
 
 
@@ -399,10 +400,7 @@ def total() -> Down:
         middle = where.workers * where.up.top(where.workers) // 2
         return bits.unpack_once(planes, where.rows).astype(jnp.int32) - middle
 
-    return Down(
-        "total", True, False, True, True, False, _sum_planes, lambda rows, workers: 0,
-        bits.WORDS_PER_ROW, encode, decode, lambda x: x,
-    )  # fmt: skip
+    return Down("total", encode, decode, _sum_planes, of_votes=True, has_zero=True, needs_zero=True)
 
 
 def scaled_signs() -> Down:
@@ -425,10 +423,8 @@ def scaled_signs() -> Down:
         side = 2 * bits.unpack(planes, where.rows).astype(jnp.float32) - 1
         return side * scale[..., None]
 
-    return Down(
-        "scaled signs", False, True, False, False, True, lambda top, workers: 1,
-        lambda rows, workers: rows // 2, bits.WORDS_PER_ROW, encode, decode, lambda x: x,
-    )  # fmt: skip
+    row_words = lambda rows, workers: rows // 2  # noqa: E731
+    return Down("scaled signs", encode, decode, row_words=row_words, of_values=True, scaled=True)
 
 
 def floats() -> Down:
@@ -450,10 +446,7 @@ def floats() -> Down:
         values = lax.bitcast_convert_type(planes[0], jnp.float32)
         return values.reshape(-1, where.rows, ROW)
 
-    return Down(
-        "floats", False, True, True, False, False, lambda top, workers: 1,
-        lambda rows, workers: 0, ROW, encode, decode, lambda x: x,
-    )  # fmt: skip
+    return Down("floats", encode, decode, words_per_row=ROW, of_values=True, has_zero=True)
 
 
 def fitting(up: Quantizer) -> Down:

@@ -89,10 +89,10 @@ class Quantizer(NamedTuple):
       name: for people.
       bits: bits per element of a code.
       top: ``workers -> largest code``; raises ``ValueError`` where that many cannot be counted.
+      encode: ``(float32[rows, 128], Place) -> Message``.
       has_zero: whether a code means exactly zero (``top`` is even).
       decodes: whether its codes have steps that can travel, so that a server can decode them.
       dense: dtype of the values if they travel as they are, else None.
-      encode: ``(float32[rows, 128], Place) -> Message``.
       measure: ``(float32[rows, 128], Piece) -> float32[segments, 2]``, what ``encode`` must know of whole
         leaves as a sum over their shards, or None.
       feedback: dtype in which a worker keeps its quantisation error, or None.
@@ -101,10 +101,10 @@ class Quantizer(NamedTuple):
     name: str
     bits: int
     top: Callable[[int], int]
-    has_zero: bool
-    decodes: bool
-    dense: Any
     encode: Callable[[jax.Array, Place], Message]
+    has_zero: bool = False
+    decodes: bool = False
+    dense: Any = None
     measure: Callable[[jax.Array, Piece], jax.Array] | None = None
     feedback: Any = None
 
@@ -243,7 +243,7 @@ def midrise(p: int, *, rounding: Rounding | None = None) -> Quantizer:
         return Message(planes, voted, steps, jnp.all(finite))
 
     name = f"midrise({p}, {rounding.name})" if rounding.noise else f"midrise({p})"
-    return Quantizer(name, p, lambda workers: top, False, True, None, encode)
+    return Quantizer(name, p, lambda workers: top, encode, decodes=True)
 
 
 def integer(p: int = 8, *, rounding: Rounding | None = None) -> Quantizer:
@@ -291,7 +291,7 @@ def integer(p: int = 8, *, rounding: Rounding | None = None) -> Quantizer:
         return _midtread(codes, x, (2 * s).bit_length(), place)
 
     name = f"integer({p}{', stochastic' if rounding.noise else ''})"
-    return Quantizer(name, p, top, True, False, None, encode, _leaf_sums)
+    return Quantizer(name, p, top, encode, has_zero=True, measure=_leaf_sums)
 
 
 def ternary(*, rounding: Rounding | None = None) -> Quantizer:
@@ -320,7 +320,7 @@ def ternary(*, rounding: Rounding | None = None) -> Quantizer:
         return _midtread(codes, x, 2, place)
 
     name = f"ternary({rounding.name})" if rounding.noise else "ternary"
-    return Quantizer(name, 2, lambda workers: 2, True, False, None, encode)
+    return Quantizer(name, 2, lambda workers: 2, encode, has_zero=True)
 
 
 def levels(p: int, *, norm: str = "max", rounding: Rounding | None = None) -> Quantizer:
@@ -368,7 +368,7 @@ def levels(p: int, *, norm: str = "max", rounding: Rounding | None = None) -> Qu
 
     how = f", {rounding.name}" if rounding.noise else ""
     return Quantizer(
-        f"levels({p}, {norm}{how})", p, lambda workers: 2 * s, True, True, None, encode
+        f"levels({p}, {norm}{how})", p, lambda workers: 2 * s, encode, has_zero=True, decodes=True
     )
 
 
@@ -394,8 +394,14 @@ def dense(dtype: Any = jnp.float32) -> Quantizer:
         words = _float_words(saturated(x, dtype)).reshape(-1)
         return Message([words], None, None, jnp.all(jnp.isfinite(x)))
 
-    bits_ = 8 * dtype.itemsize
-    return Quantizer(f"dense({dtype.name})", bits_, lambda workers: 0, False, True, dtype, encode)
+    return Quantizer(
+        f"dense({dtype.name})",
+        8 * dtype.itemsize,
+        lambda workers: 0,
+        encode,
+        decodes=True,
+        dense=dtype,
+    )
 
 
 def error_feedback(quantizer: Quantizer, dtype: Any = jnp.bfloat16) -> Quantizer:

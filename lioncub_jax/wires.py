@@ -68,6 +68,7 @@ class Format(NamedTuple):
       plane_words: words of a plane of codes of one chunk.
       message_planes: planes of a message.
       reply_planes: planes of a reply.
+      row_words: words of a reply that are numbers for the rows of one chunk.
       message_words: words of a message about one chunk, padding included.
       reply_words: words of a reply about one chunk, padding included.
     """
@@ -82,6 +83,7 @@ class Format(NamedTuple):
     plane_words: int
     message_planes: int
     reply_planes: int
+    row_words: int
     message_words: int
     reply_words: int
 
@@ -92,13 +94,27 @@ class Format(NamedTuple):
         steps = owner.needs_values and not up.dense
         votes = not owner.needs_values and not up.has_zero
         top, plane = up.top(workers), rows * up.words_per_row
-        planes, replies = 1 if up.dense else top.bit_length(), down.planes(top, workers)
+        planes = 1 if up.dense else top.bit_length()
+        replies = 1 if down.planes is None else down.planes(top, workers)
         words = planes * plane + 1
         words += rows // 2 if steps else bits.row_words(rows) if votes else 0
-        back = replies * rows * down.words_per_row + 2 + down.row_words(rows, workers)
+        numbers = 0 if down.row_words is None else down.row_words(rows, workers)
+        back = replies * rows * down.words_per_row + 2 + numbers
         words, back = words + _padding(words, _LINE), back + _padding(back, _LANES)
         return cls(
-            bucket, up, down, workers, rows, steps, votes, plane, planes, replies, words, back
+            bucket,
+            up,
+            down,
+            workers,
+            rows,
+            steps,
+            votes,
+            plane,
+            planes,
+            replies,
+            numbers,
+            words,
+            back,
         )
 
     def pack(self, message: Message, takes_part: jax.Array) -> jax.Array:
@@ -133,13 +149,12 @@ class Format(NamedTuple):
 
     def unpack_reply(self, replies: jax.Array) -> tuple[Reply, jax.Array]:
         """Undoes ``pack_reply``; and how many workers took part."""
-        size, numbers = (
-            self.rows * self.down.words_per_row,
-            self.down.row_words(self.rows, self.workers),
+        planes, rest = _split_planes(
+            replies, self.reply_planes, self.rows * self.down.words_per_row
         )
-        planes, rest = _split_planes(replies, self.reply_planes, size)
         ties = lax.bitcast_convert_type(rest[:, 0], jnp.float32)
-        return Reply(planes, rest[:, 2 : 2 + numbers] if numbers else None, ties), rest[0, 1]
+        rows = rest[:, 2 : 2 + self.row_words] if self.row_words else None
+        return Reply(planes, rows, ties), rest[0, 1]
 
 
 def _side_by_side(parts: list[jax.Array], chunks: int, words: int) -> jax.Array:

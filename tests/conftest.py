@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 jax.config.update("jax_num_cpu_devices", 8)
 # Tests compile much and run little. So XLA is told not to optimise machine code, which takes a third of
 # the time for the same collectives, and to use no fused multiply-add, whose one rounding in place of two
-# is in one program and not in the next. With an empty XLA_FLAGS they compile as for users; so `make test-all`
-# runs the tests of equality.
+# is in one program and not in the next. With an empty XLA_FLAGS they compile as for users, as `make
+# test-all` does for the tests of equality.
 QUICK = (
     "--xla_backend_optimization_level=0",
     "--xla_cpu_use_fusion_emitters=false",

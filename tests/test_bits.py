@@ -184,11 +184,6 @@ def test_as_mask_fills_words():
     assert mask.tolist() == [0, 2**32 - 1] and mask.dtype == jnp.uint32
 
 
-def test_count_ones_counts_over_all_words():
-    words = np.random.default_rng(0).integers(0, 2**32, 1000, dtype=np.uint32)
-    assert int(bits.count_ones(jnp.asarray(words))) == np.unpackbits(words.view(np.uint8)).sum()
-
-
 # --- Fair bits
 
 

@@ -7,6 +7,7 @@ everything else is the same on all workers. Over the inner axes of a mesh arrays
 parameters are.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -27,7 +28,6 @@ from lioncub_jax.mesh.specs import (
     by_type,
     check_batch_spec,
     parts,
-    product,
     spec_of,
     stacked,
 )
@@ -392,7 +392,7 @@ def _check_state(state: Any, specs: Any, workers: Workers) -> None:
         if not workers.stacks(spec):
             continue
         # A slice that all owners have alike differs over the devices of a group alone.
-        holders = product(workers.mesh.shape, axes_of(spec[0]))
+        holders = math.prod(map(workers.mesh.shape.__getitem__, axes_of(spec[0])))
         for x in jax.tree.leaves(part):
             if jnp.shape(x)[:1] != (holders,):
                 raise ValueError(
