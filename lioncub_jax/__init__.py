@@ -96,6 +96,10 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(f"{__name__}.{_FROM[name]}"), name)
     if name == "__version__":
         return importlib.metadata.version(__name__)
+    for module in (quantize, wires, decide, momentum, sync, mesh):
+        found = getattr(module, name, None)
+        if str(getattr(found, "__module__", "")).startswith(module.__name__):
+            raise AttributeError(f"{__name__} has no {name}: it is {module.__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -81,7 +81,7 @@ def check_kinds(**parts: tuple[Any, type]) -> None:
     for name, (part, kind) in parts.items():
         if not isinstance(part, kind):
             built = (
-                "one of the functions that build one returns (called, such as sign() and not sign)"
+                "one of the functions that build one returns: quantize.sign() and not quantize.sign"
             )
             raise TypeError(f"{name}={part!r} is not a {kind.__name__}: give what {built}")
 

@@ -180,10 +180,12 @@ def owner_lion(
     dominance: float = 16.0,
     group_axis: AxisName | None = None, bucket_size: int | None = None,
 ) -> Sending:  # fmt: skip
-    """Lion with one momentum for all, each slice of it at one worker: no drift, no sync, d/W memory.
+    """Lion with one momentum for all, each slice of it at one worker: no drift, no sync.
 
     Workers send codes of their gradients; the owner of a slice decodes, averages, runs Lion on its
-    slice of the one momentum and sends back the sign, which is Lion's whole update: one exact bit.
+    slice of the one momentum and sends back the sign, which is Lion's whole update: one exact bit. A worker
+    keeps d/W of momentum, and with error feedback, as by default, an error of its own as large as the
+    parameters, in bfloat16.
 
     Arguments that are not named here are those of `lion_cub`, and so are the errors.
 

@@ -498,3 +498,10 @@ def test_metrics_are_a_plain_dict_with_the_loss_first(workers):
     # Worker 0 has 0 to 5, and so no entry above 5.
     assert (int(metrics["right"]), int(metrics["any"])) == (23, 3)
     assert all(isinstance(float(x), float) for x in metrics.values())
+
+
+def test_a_name_that_stood_at_the_top_says_where_it_is_now():
+    with pytest.raises(AttributeError, match=r"no midrise: it is lioncub_jax\.quantize\.midrise"):
+        lc.midrise  # noqa: B018
+    with pytest.raises(AttributeError, match="has no attribute 'jnp'"):
+        lc.jnp  # noqa: B018
