@@ -80,9 +80,7 @@ def check_kinds(**parts: tuple[Any, type]) -> None:
     """Raises ``TypeError`` for a part that is not what its name says."""
     for name, (part, kind) in parts.items():
         if not isinstance(part, kind):
-            built = (
-                "one of the functions that build one returns: quantize.sign() and not quantize.sign"
-            )
+            built = "what a function that builds one returns, called, such as quantize.sign() and not sign"
             raise TypeError(f"{name}={part!r} is not a {kind.__name__}: give what {built}")
 
 

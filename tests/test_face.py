@@ -302,7 +302,7 @@ def test_a_direction_is_signs_that_an_average_softens(workers):
 @pytest.mark.parametrize("make", [lc.lion_cub, lc.owner_lion, lc.scale_by_lion_cub])
 def test_a_quantizer_that_was_not_called_is_named_as_what_it_is(make):
     rate = () if make is lc.scale_by_lion_cub else (0.1,)
-    with refused(TypeError, "^quantizer=", r"called, such as sign\(\)"):
+    with refused(TypeError, "^quantizer=", r"called, such as quantize\.sign\(\)"):
         make(*rate, axis_name="data", quantizer=lc.quantize.sign)
 
 
