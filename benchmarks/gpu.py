@@ -134,7 +134,7 @@ def pieces(size: int, dtype: Any) -> tuple[dict[str, Op], Store]:
         return (values.reshape(-1)[:size].astype(updates.dtype),)
 
     given: Store = {
-        "payload": jax.ShapeDtypeStruct((WORKERS, bucket.chunk * bits.WORDS_PER_ROW), jnp.uint32),
+        "payload": jax.ShapeDtypeStruct((WORKERS, form.plane_words), jnp.uint32),
         "voted": jax.ShapeDtypeStruct((WORKERS, bits.row_words(bucket.chunk)), jnp.uint32),
         "replies": jax.ShapeDtypeStruct((WORKERS, form.reply_words), jnp.uint32),
         "updates": grads["w"],

@@ -597,8 +597,7 @@ def _step_in_group(
 
 def slice_counts(plan: Plan, cut: Bucket, device: jax.Array) -> jax.Array | None:
     """Elements of each row of a device's slice that are no padding; None where none is mistaken."""
-    leaves = 1 + max(s.leaf for s in cut.segments)
-    counts = layout.counts(cut, [None] * leaves, plan.up.has_zero)
+    counts = layout.counts(cut, zeros=plan.up.has_zero)
     if counts is None:
         return None
     return lax.dynamic_slice_in_dim(counts, device * cut.chunk, cut.chunk)

@@ -216,13 +216,14 @@ def pad_rows(x: jax.Array, rows: int) -> jax.Array:
 
 
 def counts(
-    bucket: Bucket, own: Sequence[jax.Array | None], zeros: bool = False
+    bucket: Bucket, own: Sequence[jax.Array | None] | None = None, zeros: bool = False
 ) -> jax.Array | None:
     """How many elements of each row of a bucket are no padding.
 
     Args:
       bucket: the bucket.
-      own: for each leaf its own counts, ``int32[rows]``, where its size does not say them; else None.
+      own: for each leaf its own counts, ``int32[rows]``, where its size does not say them; else None. By
+        default all sizes do.
       zeros: whether padding is mistaken for values in rows of nothing else, too.
 
     Returns:
@@ -232,12 +233,12 @@ def counts(
     for s in bucket.segments:
         size += s.size
         ragged |= s.size % ROW > 0
-        sliced |= own[s.leaf] is not None
+        sliced |= own is not None and own[s.leaf] is not None
     if not sliced and not ragged and not (zeros and size < bucket.rows * ROW):
         return None
     for piece in bucket.pieces:
         found = [filled(piece.segments, piece.first_row, piece.rows)]
-        if sliced:
+        if sliced and own is not None:
             found = []
             for s in piece.segments:
                 count = own[s.leaf]

@@ -274,7 +274,7 @@ def sync_momentum(
     _check_watch(watch)
     checks.check_axis(axis_name)
     where = checks.as_mask("where", where)
-    plan = None if schedule.up is None else _plan(schedule, axis_name)
+    plan = None if schedule.up is None else plan_of_codes(schedule, axis_name)
     inner = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> SyncState:
@@ -381,7 +381,7 @@ def _variance_share(of_mean: jax.Array, mean: jax.Array) -> jax.Array:
 # --- In codes
 
 
-def _plan(schedule: Schedule, axis: AxisName) -> Plan:
+def plan_of_codes(schedule: Schedule, axis: AxisName) -> Plan:
     """The parts of a `communicate` whose gradient is the momentum."""
     assert schedule.up is not None
     owner, down = decide.feedback_at_owner(), decide.scaled_signs()

@@ -12,15 +12,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lioncub_jax import checks, decide, layout, wires
+from lioncub_jax import checks, wires
 from lioncub_jax.decide import Down, Owner
 from lioncub_jax.exchange import Asked, Sending, communicate
 from lioncub_jax.mesh.specs import axes_of, shard_shape
 from lioncub_jax.optimizer import global_gradients
 from lioncub_jax.quantize import Quantizer
-from lioncub_jax.sync import Schedule, check_schedule
+from lioncub_jax.sync import Schedule, check_schedule, plan_of_codes
 from lioncub_jax.traffic import compiled
-from lioncub_jax.wires import Format, Sent, Wire
+from lioncub_jax.wires import Sent, Wire
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -218,10 +218,8 @@ def sync_traffic(params: Any, workers: int, schedule: Schedule, where: Any = Non
     scheme = f"momentum, {schedule.name}"
     sent: list[Sent] = []
     if workers > 1 and schedule.up is not None:
-        owner, down, wire = decide.feedback_at_owner(), decide.scaled_signs(), wires.two_phase()
-        axes = [frozenset[str]()] * len(leaves)
-        for bucket in layout.buckets(leaves, workers, axes=axes):
-            sent += wire.sends(Format.of(schedule.up, owner, down, bucket), None)
+        asked = Asked(leaves, [frozenset()] * len(leaves), workers)
+        sent += plan_of_codes(schedule, "workers").sends(asked)
     elif workers > 1 and schedule.ever and size:
         # A mean square of each leaf travels with it, to tell the drift.
         sent.append(Sent("all-reduce", False, wires.mean_bytes(size + len(leaves), workers)))

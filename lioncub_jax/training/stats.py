@@ -46,8 +46,7 @@ def vote_stats(opt_state: Any) -> VoteStats | None:
       >>> float(lc.vote_stats(tx.init({"w": jnp.ones(3)})).tie_rate)
       0.0
     """
-    leaves = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, CommunicateState))
-    found = [x for x in leaves if isinstance(x, CommunicateState)]
+    found = _states_of(opt_state, CommunicateState)
     if not found:
         return None
     ties, parameters = sum(s.ties for s in found), sum(s.parameters for s in found)
@@ -96,8 +95,7 @@ def drift_stats(opt_state: Any) -> DriftStats | None:
 
     Source: Lion Cub (arXiv 2411.16462), cross-worker variance of the momentum.
     """
-    leaves = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, SyncState))
-    found = [x for x in leaves if isinstance(x, SyncState)]
+    found = _states_of(opt_state, SyncState)
     if not found:
         return None
     each = jnp.stack([jnp.zeros(()), *jax.tree.leaves([s.drift for s in found])])
@@ -105,6 +103,12 @@ def drift_stats(opt_state: Any) -> DriftStats | None:
     trees = [s.drift for s in found]
     syncs = jnp.max(jnp.stack([s.syncs for s in found]))
     return DriftStats(mean, trees[0] if len(trees) == 1 else tuple(trees), syncs)
+
+
+def _states_of(opt_state: Any, kind: type) -> list[Any]:
+    """The states of one kind in a tree of states."""
+    leaves = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kind))
+    return [x for x in leaves if isinstance(x, kind)]
 
 
 def mean_model_state(state: Any) -> Any:
