@@ -629,24 +629,30 @@ def test_bad_arguments_are_refused(tmp_path):
             **dict.fromkeys(("step", "params", "model_state", "opt_state", "rng"), ()))))  # fmt: skip
 
 
-def test_what_is_no_state_of_ours_is_refused_in_a_sentence(tmp_path):
-    from flax.training.train_state import TrainState as FlaxState
-
-    state, tx = small(), optax.lion(0.1)
-    params = {"w": jnp.ones((2, 3))}
-    flax_state = FlaxState.create(apply_fn=lambda x: x, params=params, tx=tx)
+def test_what_is_no_state_is_refused_in_a_sentence(tmp_path):
+    state, params = small(), {"w": jnp.ones((2, 3))}
     with Checkpoints(tmp_path, axis_name="data") as checkpoints:
         for call in (checkpoints.save, checkpoints.restore):
-            for given in (params, state.params, flax_state, state._asdict(), None):
+            for given in (params, None):
                 wanted = (
-                    rf"{call.__name__}\(.*\) got a {type(given).__name__}: give a lioncub_jax Train"
+                    rf"{call.__name__}\(.*\): the arrays of the state lie on 0 meshes: give a state"
                 )
-                refuses(wanted, functools.partial(call, given), TypeError)
-            on_one_device = state._replace(opt_state=tx.init(params))
-            refuses(r"state.opt_state\[0\].count is a .* with a SingleDeviceSharding and does not lie "
-                    r"on a mesh: give a TrainState", functools.partial(call, on_one_device))  # fmt: skip
-            plain = state._replace(step=3)
-            refuses(r"state.step is a int and does not", functools.partial(call, plain))
+                refuses(wanted, functools.partial(call, given))
+            noted = state._asdict() | {"note": "first"}
+            refuses(r"state\['note'\] is 'first', a str: a checkpoint holds arrays and numbers; leave "
+                    "it out", functools.partial(call, noted), TypeError)  # fmt: skip
+            large = state._asdict() | {"tokens": np.int64(2**40)}
+            refuses(r"state\['tokens'\] is int64 and does not fit into int32: give it as data",
+                    functools.partial(call, large))  # fmt: skip
+        refuses(r"save\(state\) got a dict without a step: give save\(state, step=...\), or a state "
+                "with a field 'step'", lambda: checkpoints.save(state.params), TypeError)  # fmt: skip
+        for step in (1.5, jnp.zeros(8, jnp.int32), True):
+            refuses("the step of the state is .*: give a whole number, save",
+                    functools.partial(checkpoints.save, state._replace(step=step)))  # fmt: skip
+        refuses("step=-1: give a whole number", lambda: checkpoints.save(state, step=-1))
+        shapeless = state._replace(step=jax.ShapeDtypeStruct((), jnp.int32))
+        refuses("state.step is a ShapeDtypeStruct that does not lie on a mesh: give it a NamedSharding",
+                lambda: checkpoints.restore(shapeless))  # fmt: skip
         assert checkpoints.steps() == []
 
 
