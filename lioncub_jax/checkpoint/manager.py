@@ -200,6 +200,7 @@ class Checkpoints:
         self._check_open("restore")
         if workers not in RULES:
             raise ValueError(f"workers={workers!r}: give one of {', '.join(map(repr, RULES))}")
+        wanted: Any = jax.tree.structure(like)
         like, present = self._on_mesh("restore(like)", like)
         target = reshard.layout_of(like, present)
         steps = self.steps()
@@ -208,8 +209,10 @@ class Checkpoints:
                 f"no checkpoint of step {step} in {self.directory}; there are {steps}"
             )
         if step is not None:
-            return self._restored(step, like, target, workers)
-        return self._newest(steps, like, target, workers)
+            found = self._restored(step, like, target, workers)
+        else:
+            found = self._newest(steps, like, target, workers)
+        return found._replace(state=jax.tree.unflatten(wanted, jax.tree.leaves(found.state)))
 
     def steps(self) -> list[int]:
         """The steps of which there is a checkpoint, damaged or not, in order."""

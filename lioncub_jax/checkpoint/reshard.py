@@ -252,7 +252,8 @@ def _sliced(path: str, node: Any, params: list[str], layout: Layout) -> Sliced:
     kept = [_entries(getattr(node, f)) for f, h in holders.items() if h is not Holder.OWNER]
     entries = max(kept, key=len)
     cuts = [x.bucket for _, x in entries if isinstance(x, Flat)]
-    names = params if cuts else [name for name, _ in entries]
+    all_of_them = cuts or len(entries) == len(params)
+    names = params if all_of_them else [name for name, _ in entries]
     segments = [s for bucket in cuts or owned for s in bucket.segments]
     fits = all(
         s.leaf < len(names) and names[s.leaf] in params

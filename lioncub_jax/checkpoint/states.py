@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.checkpoint.reshard import field_of, paths_of
+from lioncub_jax.mesh import boxes
 from lioncub_jax.mesh.placement import Workers
 
 NUMBERS = bool, int, float, complex, np.generic, np.ndarray
@@ -40,12 +41,13 @@ def step_of(state: Any, given: Any) -> int:
 
 
 def on_one_mesh(call: str, state: Any) -> tuple[Any, Mesh]:
-    """The state with all of its arrays on its mesh; those that lie elsewhere go to each device.
+    """The state, out of linen's boxes, with all of its arrays on its mesh; others go to each device.
 
     Raises:
       TypeError: for what is no array.
       ValueError: for a state on no mesh or several, and numbers that an array does not hold.
     """
+    state = boxes.opened(state)  # momentum has boxes where parameters may have none
     leaves = paths_of(state)
     for path, x in leaves.items():
         if not isinstance(x, (jax.Array, jax.ShapeDtypeStruct, *NUMBERS)):

@@ -38,7 +38,8 @@ def checksums(
     plain = [
         jax.device_put(arrays[p], NamedSharding(mesh, s)) for p, s in zip(paths, specs, strict=True)
     ]
-    found = np.asarray(_summing(mesh, specs)(plain))
+    with jax.set_mesh(mesh):  # whatever mesh the caller has set
+        found = np.asarray(_summing(mesh, specs)(plain))
     sums, apart = {}, {}
     for i, (path, spec) in enumerate(zip(paths, specs, strict=True)):
         each, ids = _by_copy(mesh, spec, found[:, i]), _by_copy(mesh, spec, _ids(mesh))

@@ -18,6 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, auto_axes, explicit_axes
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax import wires
+from lioncub_jax.mesh import boxes
 from lioncub_jax.mesh.specs import checked, product, restrict, shortened, specs_of
 from lioncub_jax.wires import AxisName
 
@@ -128,6 +129,8 @@ class Workers:
     def _check_known(self, params: Any) -> None:
         mesh = self.mesh
         hidden = [n for n in mesh.auto_axes if n not in self.axes and mesh.shape[n] > 1]
+        if boxes.are_of_linen(params):
+            return  # they say it
         if hidden and any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params)):
             raise ValueError(
                 f"how parameters are cut over the Auto axes {hidden} cannot be seen inside jax.jit: give "

@@ -15,7 +15,7 @@ from lioncub_jax import wires
 from lioncub_jax.mesh.placement import Workers, workers_of
 from lioncub_jax.mesh.specs import specs_of, unboxed
 from lioncub_jax.training import kinds
-from lioncub_jax.training.step import TrainState, on_mesh, state_specs
+from lioncub_jax.training.step import TrainState, first_opt_state, state_specs
 from lioncub_jax.wires import AxisName
 
 
@@ -73,7 +73,7 @@ def init_state(
     )  # fmt: skip
     everywhere = NamedSharding(workers.mesh, P())
     rng, model_state = jax.tree.map(lambda x: _on_all(x, everywhere), (rng, model_state))
-    tx = on_mesh(tx, workers, specs=cut)
+    opt_state, _ = first_opt_state(optax.with_extra_args_support(tx), workers, params, cut)
 
     def own(model_state: Any) -> Any:
         model_state = wires.varying(model_state, workers.axes)
@@ -81,7 +81,7 @@ def init_state(
 
     copies = workers.map(own, (P(),), P(workers.axes), explicit=False)
     step = jax.device_put(jnp.zeros((), jnp.int32), everywhere)
-    return TrainState(step, params, jax.jit(copies)(model_state), tx.init(params), jnp.copy(rng))
+    return TrainState(step, params, jax.jit(copies)(model_state), opt_state, jnp.copy(rng))
 
 
 def _opened(params: Any, specs: Any, workers: Workers) -> tuple[Any, Any]:
@@ -193,9 +193,8 @@ def abstract_state(
 
     shaped = partial(jax.tree.map, on)
     params = shaped(cut, params)
-    mine = on_mesh(tx, workers, specs=cut)
     tx = optax.with_extra_args_support(tx)
-    made = jax.eval_shape(mine.init, params)
+    made = jax.eval_shape(lambda params: first_opt_state(tx, workers, params, cut)[0], params)
     opt_state = shaped(workers.laid(state_specs(tx, workers, params, cut), made), made)
     own = jax.tree.map(lambda x: on(P(workers.axes), x, workers.count), model_state)
     step, rng = jax.eval_shape(lambda: (jnp.zeros((), jnp.int32), jax.random.key(0)))
