@@ -667,16 +667,37 @@ def test_a_closed_folder_says_so(tmp_path):
     assert restore_small(tmp_path).step == 2
 
 
+ENDS = {
+    "at once": "Checkpoints(FOLDER, axis_name='data').save(small(1), {'step': 1})",
+    "by an error": "Checkpoints(FOLDER, axis_name='data').save(small(1), {'step': 1}); 1 / 0",
+    "by an error inside": """
+with Checkpoints(FOLDER, axis_name='data') as checkpoints:
+    checkpoints.save(small(1), {'step': 1})
+    sys.exit(1)
+""",
+}
+BEFORE_THE_END = """
+import sys; import jax; jax.config.update("jax_num_cpu_devices", 8)
+from test_checkpoint import Checkpoints, small
+"""
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_program_that_ends_right_after_a_save_has_its_checkpoint(end, tmp_path):
+    done = run_script(f"{BEFORE_THE_END}\nFOLDER = {str(tmp_path)!r}\n{ENDS[end]}")
+    assert done.returncode == (end != "at once"), done.stderr
+    assert "the program ended while" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+    assert restore_small(tmp_path).step == 1
+
+
 def test_a_save_that_the_end_of_the_program_cuts_off_is_an_error_and_blocks_nothing(tmp_path):
-    script = f"""if True:
-        import jax; jax.config.update("jax_num_cpu_devices", 8)
-        from test_checkpoint import Checkpoints, small
-        Checkpoints({str(tmp_path)!r}, axis_name="data").save(small(1), {{"step": 1}})
-    """
-    shown = run_script(script).stderr
+    never_left = f"Checkpoints({str(tmp_path)!r}, axis_name='data').__enter__().save(small(1))"
+    shown = run_script(f"{BEFORE_THE_END}\n{never_left}").stderr
     with Checkpoints(tmp_path, axis_name="data") as checkpoints:
         if not checkpoints.steps():  # else it was written in time
             assert f"the program ended while a checkpoint was written to {tmp_path}" in shown
+            assert "leave the with statement, or call checkpoints.close()" in shown
             checkpoints.save(small(1), {"step": 1})
     assert restore_small(tmp_path).step == 1
 

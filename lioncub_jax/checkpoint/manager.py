@@ -66,7 +66,7 @@ class Damaged(ValueError):
 
 
 class Checkpoints:
-    """The checkpoints of a run, in a folder of their own; a context manager that waits for the last write.
+    """The checkpoints of a run, in a folder of their own; a context manager that writes in the background.
 
     Args:
       directory: the folder; made if it is not there. Processes of one run must see the same folder.
@@ -105,13 +105,14 @@ class Checkpoints:
         checks.check_axis(self._axes[0])
         self.directory = Path(directory).absolute()
         self._refused: set[int] = set()
-        self._closed = False
+        self._closed = self._entered = False
         _check_folder(self.directory)
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
         self._manager = ocp.CheckpointManager(self.directory, options=options)
         atexit.register(self._at_exit)
 
     def __enter__(self) -> "Checkpoints":
+        self._entered = True
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -122,16 +123,18 @@ class Checkpoints:
     ) -> None:
         """Saves a state under its step; its arrays may be donated as soon as this returns.
 
-        Copies the arrays to the host, and writes them in the background, so leave the context manager
-        or call ``close`` before the program ends. Checkpoints that `restore` passed over as damaged
-        are renamed to ``<step>.damaged`` first, and kept.
+        Inside the ``with`` statement it copies the arrays to the host and writes them in the background;
+        leaving the statement waits. Outside it returns when the checkpoint is complete, because nobody
+        would wait for the last one, and the end of a program cuts off what it writes.
+
+        Checkpoints that `restore` passed over as damaged are renamed to ``<step>.damaged`` first, and kept.
 
         Args:
           state: a ``TrainState``, of this library or of flax, or any tree of arrays, such as a dict
             with ``"params"`` and an ``nnx.Optimizer``. Arrays that lie on no mesh, and numbers, are
             taken as the same everywhere.
           data: anything JSON can hold, such as the position in the data.
-          wait: return only when the checkpoint is complete.
+          wait: return only when the checkpoint is complete, inside a ``with`` statement too.
           step: its number; None for the state's field or entry ``step``.
 
         Raises:
@@ -160,7 +163,7 @@ class Checkpoints:
             arrays=ocp.args.StandardSave(arrays), about=ocp.args.JsonSave(about)
         )
         self._manager.save(step, args=args, force=True)
-        if wait:
+        if wait or not self._entered:
             self.wait()
 
     def restore(self, like: Any, *, step: int | None = None, workers: str = "mean") -> Restored:
@@ -236,8 +239,8 @@ class Checkpoints:
         except Exception as problem:
             raise RuntimeError(
                 f"the program ended while a checkpoint was written to {self.directory}, and it is not "
-                f"complete ({_first_line(problem)}): open the folder with "
-                "`with Checkpoints(...) as checkpoints`, or call checkpoints.close() at the end"
+                f"complete ({_first_line(problem)}): leave the with statement, or call "
+                "checkpoints.close(), before the program ends"
             ) from None
 
     def _check_open(self, call: str) -> None:

@@ -88,8 +88,9 @@ def on_mesh(
     Returns:
       A transform. ``init(params)`` returns state whose leaves are ``[workers, ...]`` where workers
       differ; flax's boxes around them, such as ``nn.Partitioned`` and those of ``nnx.Optimizer``, have
-      the workers' axis in front of the names of the parameters. ``update(updates, state, params, abstain=None)`` takes gradients ``[workers, ...]`` and
-      ``abstain`` ``bool[workers]``; parameters are required.
+      the workers' axis in front of the names of the parameters. ``update(updates, state, params,
+      abstain=None)`` takes gradients ``[workers, ...]`` and ``abstain`` ``bool[workers]``; parameters
+      are required.
 
     Raises:
       TypeError: for a mesh that is none.
