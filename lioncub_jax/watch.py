@@ -298,7 +298,7 @@ def _explained(found: list[_Float], voters: _Voters, votes: float) -> str:
         "if it is meant, trace it inside lioncub_jax.watch.declared(), or call "
         "lioncub_jax.watch.on_floats('warn')"
     )
-    if jax.config.jax_compilation_cache_dir:
+    if jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         meant += "; clear the compilation cache then, which keeps the program without that mark"
     advice.append(meant)
     return (
