@@ -196,12 +196,14 @@ def communicate(
         owners: tuple[Flat, ...] = ()
         if group_axis is None:
             mu, error = memory.init(params), _no_errors(params, up.feedback)
-        else:
-            wires.workers_on(group_axis)  # bound here, or nobody knows whose slices these are
+        if group_axis is not None or owner.needs_values:
+            for axis in (axis_name, group_axis):
+                wires.workers_on(axis)  # bound here, or nobody knows whose slices these are
             params = wires.varying(params, apart)  # as gradients do, from which buckets are made
+        if group_axis is not None:
             mu, error, owners = placement.on_shards(partial(_init_slices, plan), (params,))
-        if owner.needs_values and group_axis is None:
-            leaves = jax.tree.leaves(wires.varying(params, apart))
+        elif owner.needs_values:
+            leaves = jax.tree.leaves(params)
             owners = placement.on_shards(partial(init_owners, plan), (leaves,))
         # Each an array of its own: a training step donates them all.
         whole, real = partial(jnp.zeros, (), jnp.int32), partial(jnp.zeros, (), jnp.float32)
