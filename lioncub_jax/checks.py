@@ -81,7 +81,7 @@ def check_kinds(**parts: tuple[Any, type]) -> None:
     for name, (part, kind) in parts.items():
         if not isinstance(part, kind):
             built = "what a function that builds one returns, called, such as quantize.sign() and not sign"
-            raise TypeError(f"{name}={part!r} is not a {kind.__name__}: give what {built}")
+            raise TypeError(f"{name}={part!r} is not a {kind.__name__}: give {built}")
 
 
 def check_axis(

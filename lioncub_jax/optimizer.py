@@ -235,8 +235,8 @@ def scale_by_owner_lion(
     axis, group = names_of(axis_name, group_axis)
     lion = optax.scale_by_lion(b1=b1, b2=b2, mu_dtype=mu_dtype)
     return communicate(
-        axis_name=axis, up=quantizer, owner=decide.momentum_at_owner(lion, dominance=dominance),
-        wire=wire, group_axis=group, bucket_size=bucket_size,
+        axis_name=axis, group_axis=group, memory=momentum.nothing(), up=quantizer,
+        owner=decide.momentum_at_owner(lion, dominance=dominance), wire=wire, bucket_size=bucket_size,
     )  # fmt: skip
 
 

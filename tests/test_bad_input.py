@@ -18,7 +18,7 @@ PARAMS = {"w": jnp.ones((5,))}
 cub = functools.partial(lc.lion_cub, 0.1, axis_name=AXIS)
 distributed = functools.partial(lc.distributed_lion, 0.1, axis_name=AXIS)
 owner = functools.partial(lc.owner_lion, 0.1, axis_name=AXIS)
-communicate = functools.partial(lc.communicate, axis_name=AXIS)
+communicate = functools.partial(lc.communicate, axis_name=AXIS, memory=lc.momentum.nothing())
 at_owner = lc.decide.momentum_at_owner(optax.scale_by_lion())
 ALIASES = {"lion_cub": cub, "distributed_lion": distributed, "owner_lion": owner}
 
@@ -430,6 +430,16 @@ def test_a_part_of_another_kind(name, given):
     """Such as the function that builds it, without the parentheses."""
     with raises(TypeError, f"{name}=", "give"):
         communicate(**{name: given})
+
+
+def test_votes_without_a_word_of_memory():
+    """They would be signSGD, and nobody asked for it."""
+    with raises(TypeError, "communicate() missing 1 required keyword-only argument: 'memory'"):
+        lc.communicate(axis_name=AXIS)
+    with raises(
+        TypeError, "memory=None is not a Memory: give what a function that builds one returns"
+    ):
+        communicate(memory=None)
 
 
 # --- syncs ------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lioncub_jax import checks, wires
+from lioncub_jax import checks, momentum, wires
 from lioncub_jax.decide import Down, Owner
 from lioncub_jax.exchange import Asked, Sending, communicate
 from lioncub_jax.mesh.specs import axes_of, shard_shape
@@ -154,8 +154,8 @@ def predict(
       1.76
     """
     tx = communicate(
-        axis_name="workers", group_axis="group" if group_size != 1 else None, up=up, owner=owner,
-        down=down, wire=wire, bucket_size=bucket_size,
+        axis_name="workers", group_axis="group" if group_size != 1 else None,
+        memory=momentum.nothing(), up=up, owner=owner, down=down, wire=wire, bucket_size=bucket_size,
     )  # fmt: skip
     return of(
         tx, params, workers, group_size=group_size, specs=specs, inner_axes=inner_axes, platform=platform
