@@ -8,6 +8,7 @@ import numpy as np
 
 from lioncub_jax import wires
 from lioncub_jax.decide import Down, Owner
+from lioncub_jax.mesh.placement import check_arrays
 from lioncub_jax.quantize import Quantizer
 from lioncub_jax.wires import AxisName, Wire
 
@@ -55,6 +56,7 @@ def _misfit(up: Quantizer, owner: Owner, down: Down, wire: Wire) -> str | None:
 
 def check_leaves(tree: Any) -> None:
     """Raises ``TypeError`` for a leaf that is not floating."""
+    check_arrays(tree, int, float, complex)
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if not jnp.issubdtype(jnp.asarray(leaf).dtype, jnp.floating):
             given = f"leaf {jax.tree_util.keystr(path) or '(root)'} is {jnp.asarray(leaf).dtype}"

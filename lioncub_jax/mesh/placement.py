@@ -121,6 +121,7 @@ class Workers:
 
     def cut(self, params: Any, specs: Any) -> Any:
         """How parameters are cut over the inner axes: as given, or as they know themselves."""
+        check_arrays(params)
         if specs is None:
             self._check_known(params)
             specs = specs_of(params)
@@ -243,6 +244,17 @@ def names_of(
             "leave it out"
         )
     return axis_name.axis_name, axis_name.group_axis
+
+
+def check_arrays(params: Any, *others: type) -> None:
+    """Raises ``TypeError`` for leaves that are no arrays, nor of the other types."""
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        if not (hasattr(x, "shape") and hasattr(x, "dtype")) and not isinstance(x, others):
+            raise TypeError(
+                f"params{jax.tree_util.keystr(path)} is {x!r}, a {type(x).__name__}: parameters are "
+                "arrays; give jnp.asarray(...). Split an equinox module, params, static = "
+                "eqx.partition(model, eqx.is_array), and join it in the loss, eqx.combine(params, static)"
+            )
 
 
 def check_is_mesh(mesh: Any, otherwise: str = "") -> None:

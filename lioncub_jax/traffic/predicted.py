@@ -15,6 +15,7 @@ import optax
 from lioncub_jax import checks, momentum, wires
 from lioncub_jax.decide import Down, Owner
 from lioncub_jax.exchange import Asked, Sending, communicate
+from lioncub_jax.mesh.placement import check_arrays
 from lioncub_jax.mesh.specs import axes_of, shard_shape
 from lioncub_jax.optimizer import global_gradients
 from lioncub_jax.quantize import Quantizer
@@ -104,6 +105,7 @@ def of(
             f"{type(tx).__name__} does not say what it sends: give what lion_cub, another optimizer or "
             "baseline, communicate or sync_momentum returned, and not a chain or wrapper around it"
         )
+    check_arrays(params)
     leaves, axes = _shards(params, specs, inner_axes or {})
     sent = tx.sends(Asked(leaves, axes, workers, group_size, platform, step))
     across = sum((one.sent_bytes for one in sent if not one.inside), 0.0)

@@ -24,8 +24,8 @@ class Kind(enum.Enum):
       batch: each worker has its part of the first dimension.
       same: all workers have the whole of it. Numbers are this unless the caller says otherwise.
       own: each worker has its entry of a leading ``[workers]`` dimension.
-      folded: a typed random key, into which each worker folds its number. Keys are this unless the caller
-        says otherwise.
+      folded: a random key, into which each worker folds its number. Typed keys are this unless the caller
+        says otherwise; of a raw one, ``jax.random.PRNGKey``, the caller must say it.
 
     Example:
       >>> import lioncub_jax as lc
@@ -51,12 +51,18 @@ def is_key(x: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
+def is_raw_key(x: Any) -> bool:
+    """Whether something may be a key of ``jax.random.PRNGKey``, an array of words."""
+    words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+    return jnp.shape(x) == words.shape and getattr(x, "dtype", None) == words.dtype
+
+
 def of_arguments(loss_fn: Callable[..., Any], args: tuple[Any, ...], given: Any) -> list[Kind]:
     """A `Kind` for each leaf of the arguments behind the parameters.
 
     Raises:
       TypeError: for kinds that are none, or that do not match the arguments.
-      ValueError: for an array without a kind, raw random keys, and a loss without a batch.
+      ValueError: for an array without a kind, raw random keys too, and a loss without a batch.
     """
     arrays = [any(jnp.ndim(x) for x in jax.tree.leaves(arg)) for arg in args]
     if given is None:
@@ -76,7 +82,7 @@ def of_arguments(loss_fn: Callable[..., Any], args: tuple[Any, ...], given: Any)
 def _of_argument(loss_fn: Callable[..., Any], path: Any, x: Any, kind: Any) -> Kind:
     where = f"argument {_argument(loss_fn, path)}"
     if kind is folded or (is_key(x) and jnp.ndim(x) == 0 and kind in (_OPEN, batch)):
-        if not is_key(x):
+        if not is_key(x) and not is_raw_key(x):
             raise ValueError(
                 f"{where} is folded, but no typed random key: give jax.random.key(seed)"
             )
@@ -89,10 +95,11 @@ def _of_argument(loss_fn: Callable[..., Any], path: Any, x: Any, kind: Any) -> K
         return same
     if kind is not _OPEN:
         return kind
-    if jnp.shape(x) == (2,) and jnp.asarray(x).dtype == jnp.uint32:
+    if is_raw_key(x):
         raise ValueError(
             f"{where} looks like a raw random key, which all workers would share, or which would be cut "
-            "like a batch: give a typed one, jax.random.key(seed)"
+            "like a batch: give a typed one, jax.random.key(seed), or its kind, "
+            "lioncub_jax.training.folded"
         )
     raise ValueError(
         f"{where} is an array of shape {jnp.shape(x)}, and what it is to the workers is not given: give "
@@ -148,6 +155,10 @@ def of_worker(kind: Kind, workers: Workers, x: Any) -> Any:
     """What one worker gets of an array."""
     if kind is own:
         return x[0]
+    if kind is folded and is_raw_key(x):
+        return jax.random.fold_in(
+            x, wires.worker_index(workers.axes)
+        )  # it stays raw, as the loss has it
     return fold_own(workers, x) if kind is folded else x
 
 
