@@ -66,7 +66,7 @@ def compiled_bytes(parts: dict[str, Any], workers: int) -> float:
     """Bytes that one worker sends in one update, by the compiled program."""
     devices = jax.devices()[:workers]
     mesh = jax.make_mesh((workers,), ("data",), axis_types=(AxisType.Auto,), devices=devices)
-    tx = lc.communicate(axis_name="data", **parts)
+    tx = lc.communicate(axis_name="data", memory=lc.momentum.nothing(), **parts)
     grads = {k: jnp.ones((workers, *shape)) for k, shape in SHAPES.items()}
 
     def update(grads: Any) -> Any:

@@ -11,6 +11,7 @@ import optax
 
 from lioncub_jax import wires
 from lioncub_jax.decide import Down, Owner
+from lioncub_jax.mesh.placement import check_arrays
 from lioncub_jax.quantize import Quantizer
 from lioncub_jax.wires import AxisName, Wire
 
@@ -58,6 +59,7 @@ def _misfit(up: Quantizer, owner: Owner, down: Down, wire: Wire) -> str | None:
 
 def check_leaves(tree: Any) -> None:
     """Raises ``TypeError`` for a leaf that is not floating."""
+    check_arrays(tree, int, float, complex)
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if not jnp.issubdtype(jnp.asarray(leaf).dtype, jnp.floating):
             given = f"leaf {jax.tree_util.keystr(path) or '(root)'} is {jnp.asarray(leaf).dtype}"
@@ -165,7 +167,7 @@ def check_kinds(**parts: tuple[Any, type]) -> None:
     for name, (part, kind) in parts.items():
         if not isinstance(part, kind):
             built = "what a function that builds one returns, called, such as quantize.sign() and not sign"
-            raise TypeError(f"{name}={part!r} is not a {kind.__name__}: give what {built}")
+            raise TypeError(f"{name}={part!r} is not a {kind.__name__}: give {built}")
 
 
 def check_axis(

@@ -438,6 +438,7 @@ def floats() -> Down:
       >>> import lioncub_jax as lc, optax
       >>> parts = {"owner": lc.decide.momentum_at_owner(optax.scale_by_adam())}
       >>> parts |= {"up": lc.quantize.dense(), "down": lc.decide.floats()}
+      >>> parts |= {"memory": lc.momentum.nothing()}
       >>> tx = lc.communicate(axis_name="data", **parts)
     """
 

@@ -18,7 +18,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from lioncub_jax import bits, checks, decide, layout, momentum, quantize, wires
+from lioncub_jax import bits, checks, decide, layout, quantize, wires
 from lioncub_jax.bits import BLOCK, ROW, WORDS_PER_ROW
 from lioncub_jax.decide import Down, Owner, Slice
 from lioncub_jax.layout import Bucket, Flat, Holder
@@ -120,7 +120,7 @@ class Sending(optax.GradientTransformationExtraArgs):
 def communicate(
     *,
     axis_name: AxisName,
-    memory: Memory | None = None,
+    memory: Memory,
     up: Quantizer | None = None,
     owner: Owner | None = None,
     down: Down | None = None,
@@ -141,7 +141,7 @@ def communicate(
     Args:
       axis_name: mesh axis of the workers, bound by ``jax.shard_map`` or ``jax.pmap``; or several, a
         tuple, that are one group of voters together.
-      memory: ``blend(b1, b2)``, or ``nothing()`` (default).
+      memory: ``blend(b1, b2)``, or ``nothing()``: signSGD, or momentum that lives at the owner.
       up: how values become codes; default ``sign()``.
       owner: ``count()`` (default) or ``momentum_at_owner(tx)``.
       down: ``majority()`` (default), ``ternary_sum()`` (default for codes with a zero), ``average()``
@@ -162,7 +162,8 @@ def communicate(
     Raises:
       ValueError: for parts that do not fit together; when traced, for an axis that is not bound,
         gradients that were already reduced, or too many workers for a code or wire.
-      TypeError: when traced, for integer or complex leaves.
+      TypeError: without a memory, or for a part of another kind; when traced, for integer or complex
+        leaves.
 
     Example:
       >>> import lioncub_jax as lc, optax
@@ -172,7 +173,6 @@ def communicate(
       ...     optax.scale_by_learning_rate(1e-4),
       ... )
     """
-    memory = momentum.nothing() if memory is None else memory
     up = quantize.sign() if up is None else up
     owner = decide.count() if owner is None else owner
     checks.check_kinds(up=(up, Quantizer))

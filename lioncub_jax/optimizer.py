@@ -240,8 +240,8 @@ def scale_by_owner_lion(
         return built._replace(numbers=(b1, b2, dominance), with_numbers=owner)
 
     return communicate(
-        axis_name=axis, up=quantizer, owner=owner(b1, b2, dominance), wire=wire, group_axis=group,
-        bucket_size=bucket_size,
+        axis_name=axis, group_axis=group, memory=momentum.nothing(), up=quantizer,
+        owner=owner(b1, b2, dominance), wire=wire, bucket_size=bucket_size,
     )  # fmt: skip
 
 

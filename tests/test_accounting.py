@@ -84,7 +84,9 @@ def gpt(**sizes):
 
 def sent_by_program(parts, workers, tree=MIXED):
     """Bytes that one worker sends in one update of `communicate`, by the compiled program."""
-    return sent_by(lc.communicate(axis_name=AXIS, **parts), workers, tree)
+    return sent_by(
+        lc.communicate(axis_name=AXIS, memory=lc.momentum.nothing(), **parts), workers, tree
+    )
 
 
 def sent_by(tx, workers, tree):
@@ -199,7 +201,9 @@ def test_the_prediction_for_a_device_is_what_it_sends_by_axis(name, scheme):
     kinds = (AxisType.Auto,) * len(sizes)
     mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=devices)
     where = {"axis_name": AXIS, "group_axis": group}
-    tx = lc.on_mesh(lc.communicate(**where, **parts), mesh, specs=specs, **where)
+    tx = lc.on_mesh(
+        lc.communicate(**where, memory=lc.momentum.nothing(), **parts), mesh, specs=specs, **where
+    )
     params = jax.tree.map(
         lambda s, x: jax.device_put(x, NamedSharding(mesh, s)),
         specs, tree, is_leaf=lambda x: isinstance(x, P),

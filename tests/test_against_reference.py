@@ -208,6 +208,7 @@ MESHES = pytest.mark.parametrize("workers", [1, 3, 8, pytest.param(2, marks=pyte
 
 def owner_vote(up, wire, *, b1=0.5, b2=0.5, dominance=16.0, down=None, **options):
     owner = D.momentum_at_owner(optax.scale_by_lion(b1, b2), dominance=dominance)
+    options = {"memory": lc.momentum.nothing()} | options
     return lc.communicate(axis_name=AXIS, up=up, owner=owner, down=down, wire=wire, **options)
 
 

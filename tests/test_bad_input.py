@@ -18,7 +18,7 @@ PARAMS = {"w": jnp.ones((5,))}
 cub = functools.partial(lc.lion_cub, 0.1, axis_name=AXIS)
 distributed = functools.partial(lc.distributed_lion, 0.1, axis_name=AXIS)
 owner = functools.partial(lc.owner_lion, 0.1, axis_name=AXIS)
-communicate = functools.partial(lc.communicate, axis_name=AXIS)
+communicate = functools.partial(lc.communicate, axis_name=AXIS, memory=lc.momentum.nothing())
 at_owner = lc.decide.momentum_at_owner(optax.scale_by_lion())
 ALIASES = {"lion_cub": cub, "distributed_lion": distributed, "owner_lion": owner}
 
@@ -430,6 +430,56 @@ def test_a_part_of_another_kind(name, given):
     """Such as the function that builds it, without the parentheses."""
     with raises(TypeError, f"{name}=", "give"):
         communicate(**{name: given})
+
+
+def test_votes_without_a_word_of_memory():
+    """They would be signSGD, and nobody asked for it."""
+    with raises(TypeError, "communicate() missing 1 required keyword-only argument: 'memory'"):
+        lc.communicate(axis_name=AXIS)
+    with raises(
+        TypeError, "memory=None is not a Memory: give what a function that builds one returns"
+    ):
+        communicate(memory=None)
+
+
+def ours_on_a_mesh():
+    workers = lc.Workers(make_mesh(4), AXIS)
+    tx = cub(axis_name=workers)
+    return workers, tx, lc.on_mesh(tx, workers)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda params: lc.init_state(ours_on_a_mesh()[1], params, ours_on_a_mesh()[0]),
+        lambda params: ours_on_a_mesh()[2].init(params),
+        lambda params: ours_on_a_mesh()[2].update(params, (), params),
+        lambda params: lc.worker_value_and_grad(len, ours_on_a_mesh()[0])(params, jnp.ones(4)),
+        lambda params: cub(axis_name=None).init(params),
+        lambda params: owner(axis_name=None).init(params),
+        lambda params: lc.traffic.predict(params, 4),
+    ],
+)
+def test_a_module_with_functions_among_its_leaves(call):
+    """As those of equinox have."""
+    with raises(
+        TypeError, "params['relu'] is", "parameters are arrays; give jnp.asarray(...). Split an equinox",
+        "eqx.partition(model, eqx.is_array), and join it in the loss, eqx.combine(params, static)",
+    ):  # fmt: skip
+        call({"relu": jax.nn.relu, "w": jnp.ones(3)})
+
+
+def test_what_is_no_key_and_a_raw_one():
+    workers, tx, _ = ours_on_a_mesh()
+    typed, raw = (
+        lc.init_state(tx, PARAMS, workers, rng=key)
+        for key in (jax.random.key(5), jax.random.PRNGKey(5))
+    )
+    assert typed.rng.dtype == raw.rng.dtype
+    assert jax.random.bits(typed.rng) == jax.random.bits(raw.rng)
+    for given in (5, jnp.zeros(3, jnp.uint32), jax.random.split(jax.random.key(0))):
+        with raises(TypeError, "rng is", "give one key, jax.random.key(seed)"):
+            lc.init_state(tx, PARAMS, workers, rng=given)
 
 
 # --- syncs ------------------------------------------------------------------------------------------

@@ -638,7 +638,7 @@ MISFITS = [
 @pytest.mark.parametrize(("parts", "message"), MISFITS)
 def test_parts_that_do_not_fit_together(parts, message):
     with pytest.raises(ValueError, match=message):
-        lc.communicate(axis_name=AXIS, **parts)
+        lc.communicate(axis_name=AXIS, memory=lc.momentum.nothing(), **parts)
 
 
 def test_every_optimizer_and_baseline_can_be_asked_what_it_sends():

@@ -111,7 +111,9 @@ def votes(**options):
 
 def owned(**options):
     owner = lc.decide.momentum_at_owner(optax.scale_by_lion(0.5, 0.5))
-    return lambda place: lc.communicate(owner=owner, **place.axes, **options)
+    return lambda place: lc.communicate(
+        **{"memory": lc.momentum.nothing()} | options, owner=owner, **place.axes
+    )
 
 
 def trained(make, place, weights, steps=3):

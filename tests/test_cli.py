@@ -72,7 +72,7 @@ def one_step():
 
 def lowered():
     mesh = jax.make_mesh((4, 2), ("data", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    tx = lc.communicate(axis_name="data")
+    tx = lc.communicate(axis_name="data", memory=lc.momentum.nothing())
     params = {"w": jnp.ones((130, 65))}
     tx = lc.on_mesh(tx, mesh, axis_name="data", specs={"w": jax.P()})
     grads = {"w": jnp.ones((4, 130, 65))}

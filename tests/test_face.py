@@ -325,12 +325,12 @@ def test_a_mask_is_of_bools():
     lc.sync_momentum(vote, "data", every, where={"w": np.bool_(True), "b": False}).init(PARAMS)
 
 
-def test_a_first_state_is_of_arrays_and_typed_keys(workers):
+def test_a_first_state_is_of_arrays_and_a_key(workers):
     tx = cub(workers)
     with refused(TypeError, r"params\['w'\] is 1\.0, a float", "jnp.asarray"):
         lc.init_state(tx, {"w": 1.0}, workers)
-    with refused(TypeError, r"rng is .* of shape \(2,\)", r"jax\.random\.key\(seed\)"):
-        lc.init_state(tx, PARAMS, workers, rng=jnp.zeros(2, jnp.uint32))
+    with refused(TypeError, r"rng is .* of shape \(3,\)", r"jax\.random\.key\(seed\)"):
+        lc.init_state(tx, PARAMS, workers, rng=jnp.zeros(3, jnp.uint32))
     with refused(TypeError, "rng is int", r"jax\.random\.key\(seed\)"):
         lc.init_state(tx, PARAMS, workers, rng=0)
 

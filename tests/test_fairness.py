@@ -22,8 +22,10 @@ TOLERANCE = 5 / (2 * STEPS**0.5)
 
 AT_OWNER = lc.decide.momentum_at_owner(optax.scale_by_lion(0.0, 0.0), dominance=jnp.inf)
 VOTES = {
-    "sign": lc.communicate(axis_name=AXIS),
-    "owner": lc.communicate(axis_name=AXIS, up=lc.quantize.midrise(2), owner=AT_OWNER),
+    "sign": lc.communicate(axis_name=AXIS, memory=lc.momentum.nothing()),
+    "owner": lc.communicate(
+        axis_name=AXIS, memory=lc.momentum.nothing(), up=lc.quantize.midrise(2), owner=AT_OWNER
+    ),
 }
 
 

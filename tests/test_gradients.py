@@ -189,6 +189,7 @@ def test_keys_are_folded_shared_or_cut_as_their_kind_says():
     for kind, keys in [
         (None, jax.random.key(3)),
         (SAME, jax.random.key(3)),
+        (FOLDED, jax.random.key(3)),
         (BATCH, jax.random.split(jax.random.key(3), W)),
     ]:
         grad_fn = lc.worker_value_and_grad(
@@ -199,6 +200,21 @@ def test_keys_are_folded_shared_or_cut_as_their_kind_says():
     assert len(set(found[None])) == W and len(set(found[SAME])) == 1
     wanted = [int(jax.random.bits(k)) for k in keys]
     np.testing.assert_array_equal(found[BATCH], wanted)
+
+
+def test_a_raw_key_is_folded_where_its_kind_says_so():
+    def draws(params, x, key):
+        return jnp.sum(params["b"]), jax.random.bits(key)[None]
+
+    found, mesh = [], mesh_of()
+    for key in (jax.random.key(3), jax.random.PRNGKey(3)):
+        grad_fn = lc.worker_value_and_grad(
+            draws, lc.Workers(mesh, "data"), specs=SPECS, has_aux=True,
+            in_kinds=(BATCH, FOLDED), aux_kinds=BATCH,
+        )  # fmt: skip
+        found.append(np.asarray(jax.jit(grad_fn)(placed(mesh), data(), key)[0][1]))
+    assert len(set(found[0])) == W
+    np.testing.assert_array_equal(*found)
 
 
 def test_an_array_that_a_loss_returns_without_a_kind_is_named():

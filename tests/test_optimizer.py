@@ -505,7 +505,7 @@ def test_zeros_in_voted_rows_and_ties_do_not_drift(workers, quantizer):
     g[..., ::64] = 1.0  # every row is voted on
     g[..., 320:] = 1 - 2 * (np.arange(workers) % 2)[:, None]  # ties, if workers are even
     grads = {"w": np.broadcast_to(g, (steps, workers, size))}
-    tx = lc.communicate(axis_name=AXIS, up=quantizer)
+    tx = lc.communicate(axis_name=AXIS, memory=lc.momentum.nothing(), up=quantizer)
     u = worker(run(tx, params, grads).updates["w"])
     assert set(np.unique(u)) == {-1.0, 1.0}
     zeros = [i for i in range(320) if i % 64]
@@ -542,7 +542,7 @@ def test_one_voter_among_zeros_wins_equally_often_whatever_its_index(workers, qu
     for voter in range(workers):  # alone on the rest of its row
         g[:, voter, voter, 1:64], g[:, voter, voter, 64:] = 1.0, -1.0
     grads = {"w": np.broadcast_to(g, (steps, *g.shape[1:]))}
-    tx = lc.communicate(axis_name=AXIS, up=quantizer)
+    tx = lc.communicate(axis_name=AXIS, memory=lc.momentum.nothing(), up=quantizer)
     u = worker(run(tx, {"w": jnp.zeros((workers, 128))}, grads).updates["w"])
     won = u[..., 1:] * np.where(np.arange(1, 128) < 64, 1, -1) > 0
     # 4.5 standard deviations: of all elements, and of what all of a step share, who pairs with whom.
@@ -558,7 +558,11 @@ def test_zeros_and_ties_of_exact_codes_are_zeros():
     g[0, :, 3] = [5, 1, -1, 0]
     g[0, :, 4] = [5, -0.01, 0, 0]  # a tie of signs
     for quantizer in (lc.quantize.ternary(), lc.quantize.integer(8)):
-        u = run(lc.communicate(axis_name=AXIS, up=quantizer), params, {"w": g}).updates["w"][0, 0]
+        u = run(
+            lc.communicate(axis_name=AXIS, memory=lc.momentum.nothing(), up=quantizer),
+            params,
+            {"w": g},
+        ).updates["w"][0, 0]
         want = np.zeros(70)
         # integer(8) rounds next to its scale, so that -1e-30 is a zero, and counts how large 5 is.
         want[2:5] = [-1, 1, 0] if quantizer.name == "ternary" else [0, 1, 1]

@@ -45,7 +45,10 @@ def first_updates(mesh, txs, grads):
 
 
 def votes(parts):
-    return {name: lc.communicate(axis_name=AXIS, **how) for name, how in parts.items()}
+    return {
+        name: lc.communicate(axis_name=AXIS, **{"memory": lc.momentum.nothing()} | how)
+        for name, how in parts.items()
+    }
 
 
 POWERS = (0, -120, -64, -1, 64, 120)
@@ -154,7 +157,10 @@ def test_a_sum_that_overflows_is_as_with_nobody_there(run_workers):
         "all-reduce": {"up": Q.dense(), "wire": WIRES.all_reduce()},
         "4 bits": {"up": Q.midrise(4)},
     }
-    txs = {name: lc.communicate(axis_name=AXIS, **AT_OWNER, **how) for name, how in parts.items()}
+    txs = {
+        name: lc.communicate(axis_name=AXIS, memory=lc.momentum.nothing(), **AT_OWNER, **how)
+        for name, how in parts.items()
+    }
     grads = {"w": np.ones((3, workers, 300), np.float32)}
     grads["w"][1, :, :130] = 3e38
     params = {"w": jnp.zeros(300)}
@@ -180,7 +186,7 @@ def test_counters_at_the_owner_stand_still_with_nobody_there(run_workers):
     owner = D.momentum_at_owner(optax.scale_by_adam())
     parts = {"owner": owner, "up": Q.dense(), "down": D.floats()}
     txs = {
-        wire.name: lc.communicate(axis_name=AXIS, wire=wire, **parts)
+        wire.name: lc.communicate(axis_name=AXIS, memory=lc.momentum.nothing(), wire=wire, **parts)
         for wire in (WIRES.two_phase(), WIRES.all_reduce())
     }
     params = {"w": jnp.zeros(200)}

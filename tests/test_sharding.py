@@ -252,7 +252,7 @@ HALF = {"b1": 0.5, "b2": 0.5}
 
 def lion_at_owner(quantizer, group_axis, axis_name):
     return lc.communicate(
-        axis_name=axis_name, group_axis=group_axis, up=quantizer,
+        axis_name=axis_name, group_axis=group_axis, memory=lc.momentum.nothing(), up=quantizer,
         owner=lc.decide.momentum_at_owner(optax.scale_by_lion(**HALF)),
     )  # fmt: skip
 

@@ -120,7 +120,7 @@ def shapes_of_a_step(tx, leaves, mesh, spec):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_leaves_of_billions_of_elements_can_be_traced(name):
-    tx = lc.communicate(axis_name=AXIS, **METHODS[name])
+    tx = lc.communicate(axis_name=AXIS, **{"memory": lc.momentum.nothing()} | METHODS[name])
     n = 2**31 + 300
     whole = jax.ShapeDtypeStruct((2, n), jnp.float32)  # on each device
     cut = jax.ShapeDtypeStruct((2, 2 * n), jnp.float32)  # in two shards, together
@@ -148,7 +148,7 @@ def test_updates_have_the_dtype_of_the_gradients(levels):
     for name, parts in METHODS.items():
         if levels == 2 and parts.get("up", Q.sign()).measure is not None:
             continue  # one scale for a whole leaf, of which a device has a slice
-        tx = lc.communicate(axis_name=AXIS, **parts, **group)
+        tx = lc.communicate(axis_name=AXIS, **{"memory": lc.momentum.nothing()} | parts, **group)
         updates, _ = shapes_of_a_step(tx, leaves, mesh, spec)
         assert {k: u.dtype for k, u in updates.items()} == kinds, name
 

@@ -32,7 +32,7 @@ from lioncub_jax.baselines.levels import one_level
 from lioncub_jax.baselines.shared_scale import in_shared_units
 from lioncub_jax.exchange import Sending, communicate
 from lioncub_jax.mesh.placement import Workers, names_of
-from lioncub_jax.momentum import blend
+from lioncub_jax.momentum import blend, nothing
 from lioncub_jax.optimizer import descending, global_gradients
 from lioncub_jax.wires import AxisName, Wire
 
@@ -175,7 +175,7 @@ def signsgd(
     Source: Bernstein et al. (arXiv 1802.04434), algorithm 3. Zeros and ties are `communicate`'s.
     """
     axis, group = names_of(axis_name)
-    vote = communicate(axis_name=axis, group_axis=group, wire=wire)
+    vote = communicate(axis_name=axis, group_axis=group, memory=nothing(), wire=wire)
     return vote.around(descending(vote, learning_rate, weight_decay, mask))
 
 
@@ -249,6 +249,7 @@ def ef_signsgd(
     feedback = communicate(
         axis_name=axis,
         group_axis=group,
+        memory=nothing(),
         up=quantize.error_feedback(quantize.midrise(1), error_dtype),
         owner=decide.feedback_at_owner(error_dtype),
         down=decide.scaled_signs(),
@@ -301,7 +302,9 @@ def terngrad(
         raise ValueError(f"clip={clip!r}: give standard deviations above 0, such as 2.5, or None")
     axis = one_level("terngrad", axis_name)
     codes = quantize.ternary(rounding=quantize.stochastic(seed))
-    mean = in_shared_units(communicate(axis_name=axis, up=codes, down=decide.total()), axis, clip)
+    mean = in_shared_units(
+        communicate(axis_name=axis, memory=nothing(), up=codes, down=decide.total()), axis, clip
+    )
     chain = optax.chain(mean, _alike(_trace(momentum), axis))
     return mean.around(descending(chain, learning_rate, weight_decay, mask))
 
@@ -350,6 +353,7 @@ def qsgd(
     mean = communicate(
         axis_name=axis,
         group_axis=group,
+        memory=nothing(),
         up=quantize.levels(bits, norm=norm, rounding=rounding),
         owner=decide.momentum_at_owner(_trace(momentum), dominance=jnp.inf),
         down=decide.floats(),

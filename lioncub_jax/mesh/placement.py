@@ -123,6 +123,7 @@ class Workers:
 
         Where nobody can know, it is an error if it is needed, and else left to the compiler: ``P()``.
         """
+        check_arrays(params)
         if specs is None and self._hidden(params):
             if needed:
                 raise ValueError(
@@ -259,6 +260,17 @@ def names_of(
             "leave it out"
         )
     return axis_name.axis_name, axis_name.group_axis
+
+
+def check_arrays(params: Any, *others: type) -> None:
+    """Raises ``TypeError`` for leaves that are no arrays, nor of the other types."""
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        if not (hasattr(x, "shape") and hasattr(x, "dtype")) and not isinstance(x, others):
+            raise TypeError(
+                f"params{jax.tree_util.keystr(path)} is {x!r}, a {type(x).__name__}: parameters are "
+                "arrays; give jnp.asarray(...). Split an equinox module, params, static = "
+                "eqx.partition(model, eqx.is_array), and join it in the loss, eqx.combine(params, static)"
+            )
 
 
 def check_is_mesh(mesh: Any, otherwise: str = "") -> None:

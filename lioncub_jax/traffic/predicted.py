@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lioncub_jax import checks, wires
+from lioncub_jax import checks, momentum, wires
 from lioncub_jax.decide import Down, Owner
 from lioncub_jax.exchange import Asked, Sending, communicate
+from lioncub_jax.mesh.placement import check_arrays
 from lioncub_jax.mesh.specs import axes_of, shard_shape
 from lioncub_jax.optimizer import global_gradients
 from lioncub_jax.quantize import Quantizer
@@ -104,6 +105,7 @@ def of(
             f"{type(tx).__name__} does not say what it sends: give what lion_cub, another optimizer or "
             "baseline, communicate or sync_momentum returned, and not a chain or wrapper around it"
         )
+    check_arrays(params)
     leaves, axes = _shards(params, specs, inner_axes or {})
     sent = tx.sends(Asked(leaves, axes, workers, group_size, platform, step))
     across = sum((one.sent_bytes for one in sent if not one.inside), 0.0)
@@ -154,8 +156,8 @@ def predict(
       1.76
     """
     tx = communicate(
-        axis_name="workers", group_axis="group" if group_size != 1 else None, up=up, owner=owner,
-        down=down, wire=wire, bucket_size=bucket_size,
+        axis_name="workers", group_axis="group" if group_size != 1 else None,
+        memory=momentum.nothing(), up=up, owner=owner, down=down, wire=wire, bucket_size=bucket_size,
     )  # fmt: skip
     return of(
         tx, params, workers, group_size=group_size, specs=specs, inner_axes=inner_axes, platform=platform

@@ -24,8 +24,8 @@ class Kind(enum.Enum):
       batch: each worker has its part of the first dimension.
       same: all workers have the whole of it. Numbers are this unless the caller says otherwise.
       own: each worker has its entry of a leading ``[workers]`` dimension.
-      folded: a typed random key, into which each worker folds its number. Keys are this unless the caller
-        says otherwise.
+      folded: a random key, into which each worker folds its number. Typed keys are this unless the caller
+        says otherwise; of a raw one, ``jax.random.PRNGKey``, the caller must say it.
 
     Example:
       >>> import lioncub_jax as lc
@@ -52,8 +52,9 @@ def is_key(x: Any) -> bool:
 
 
 def is_raw_key(x: Any) -> bool:
-    """Whether something looks like ``jax.random.PRNGKey``."""
-    return getattr(x, "dtype", None) == jnp.uint32 and x.shape == (2,)
+    """Whether something may be a key of ``jax.random.PRNGKey``, an array of words."""
+    words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+    return getattr(x, "dtype", None) == words.dtype and x.shape == words.shape
 
 
 def default_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -67,7 +68,7 @@ def of_arguments(loss_fn: Callable[..., Any], args: tuple[Any, ...], given: Any)
 
     Raises:
       TypeError: for kinds that are none, or that do not match the arguments.
-      ValueError: for an array without a kind, raw random keys, and a loss without a batch.
+      ValueError: for an array without a kind, raw random keys too, and a loss without a batch.
     """
     given = default_of(args) if given is None else given
     leaves = jax.tree_util.tree_leaves_with_path(args)
@@ -84,7 +85,7 @@ def of_arguments(loss_fn: Callable[..., Any], args: tuple[Any, ...], given: Any)
 def _of_argument(loss_fn: Callable[..., Any], path: Any, x: Any, kind: Any) -> Kind:
     where = f"argument {_argument(loss_fn, path)}"
     if kind is folded or (is_key(x) and jnp.ndim(x) == 0 and kind in (_OPEN, batch)):
-        if not is_key(x):
+        if not is_key(x) and not is_raw_key(x):
             raise ValueError(
                 f"{where} is folded, but no typed random key: give jax.random.key(seed)"
             )
@@ -100,7 +101,8 @@ def _of_argument(loss_fn: Callable[..., Any], path: Any, x: Any, kind: Any) -> K
     if is_raw_key(x):
         raise ValueError(
             f"{where} looks like a raw random key, which all workers would share, or which would be cut "
-            "like a batch: give a typed one, jax.random.key(seed)"
+            "like a batch: give a typed one, jax.random.key(seed), or its kind, "
+            "lioncub_jax.training.folded"
         )
     raise ValueError(
         f"{where} is an array of shape {jnp.shape(x)}, and what it is to the workers is not given: give "
@@ -156,6 +158,10 @@ def of_worker(kind: Kind, workers: Workers, x: Any) -> Any:
     """What one worker gets of an array."""
     if kind is own:
         return x[0]
+    if kind is folded and is_raw_key(x):
+        return jax.random.fold_in(
+            x, wires.worker_index(workers.axes)
+        )  # it stays raw, as the loss has it
     return fold_own(workers, x) if kind is folded else x
 
 

@@ -42,13 +42,13 @@ def init_state(
       specs: a tree of ``PartitionSpec`` over the inner axes, like the parameters; by default
         ``specs_of(params)``: as they lie already, or as their metadata says.
       model_state: see `TrainState`; every worker gets a copy, with random keys of its own.
-      rng: a typed key, ``jax.random.key(seed)``; seed 0 by default.
+      rng: a key, ``jax.random.key(seed)``, or a raw one, which is made typed; seed 0 by default.
 
     Returns:
       A ``TrainState``.
 
     Raises:
-      TypeError: for a mesh that is none, parameters that are no arrays, or a raw random key.
+      TypeError: for a mesh that is none, parameters that are no arrays, or an ``rng`` that is no key.
       ValueError: if the mesh lacks an axis, parameters cannot be cut as the specs say, or processes give
         different ones (found by a checksum of each array that a process has whole).
 
@@ -113,24 +113,15 @@ def _opened(params: Any, specs: Any, workers: Workers) -> tuple[Any, Any]:
     # Boxes say it too, so they are asked before they are opened.
     specs = specs_of(params) if specs is None else specs
     params = unboxed(params)
-    _check_arrays(params)
     return params, workers.cut(params, specs)
 
 
-def _check_arrays(params: Any) -> None:
-    for path, x in jax.tree_util.tree_leaves_with_path(params):
-        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
-            raise TypeError(
-                f"params{jax.tree_util.keystr(path)} is {x!r}, a {type(x).__name__}: parameters are "
-                "arrays; give jnp.asarray(...), or of an equinox module eqx.filter(model, eqx.is_array)"
-            )
-
-
 def _typed_key(rng: Any) -> jax.Array:
+    if kinds.is_raw_key(rng):
+        return jax.random.wrap_key_data(rng)
     if not kinds.is_key(rng) or jnp.shape(rng):
         raise TypeError(
-            f"rng is {type(rng).__name__} of shape {jnp.shape(rng)}: give one typed key, "
-            "jax.random.key(seed); of a raw one jax.random.wrap_key_data(rng)"
+            f"rng is {type(rng).__name__} of shape {jnp.shape(rng)}: give one key, jax.random.key(seed)"
         )
     return rng
 
