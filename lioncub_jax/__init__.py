@@ -2,7 +2,7 @@
 
 The optimizers and the training step are here; parts to choose from are in namespaces:
 `quantize`, `decide`, `wires`, `momentum` and `sync` (what a vote is made of), `mesh` and `training`,
-`checkpoint`, `traffic` (bytes), `planner` (step times), `lab` (a network to try it on), `baselines` and
+`checkpoint`, `watch` (programs that send more than votes), `traffic` (bytes), `planner` (step times), `lab` (a network to try it on), `baselines` and
 `reference`. Those that need orbax, rich or matplotlib are loaded when they are first used.
 """
 
@@ -10,7 +10,7 @@ import importlib
 import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
-from lioncub_jax import decide, mesh, momentum, quantize, sync, training, wires
+from lioncub_jax import decide, mesh, momentum, quantize, sync, training, watch, wires
 from lioncub_jax.exchange import communicate
 from lioncub_jax.mesh import Workers
 from lioncub_jax.optimizer import (
@@ -38,6 +38,10 @@ from lioncub_jax.training import (
     worker_value_and_grad,
 )
 
+from lioncub_jax.watch import check_votes
+
+watch.start()
+
 if TYPE_CHECKING:
     from lioncub_jax import baselines, checkpoint, lab, planner, reference, traffic
     from lioncub_jax.checkpoint import Checkpoints, stop_on_sigterm
@@ -52,6 +56,7 @@ __all__ = [
     "VoteStats",
     "Workers",
     "baselines",
+    "check_votes",
     "checkpoint",
     "communicate",
     "decide",
@@ -80,6 +85,7 @@ __all__ = [
     "traffic",
     "training",
     "vote_stats",
+    "watch",
     "wires",
     "worker_value_and_grad",
 ]

@@ -5,8 +5,10 @@ send them up the wire, let the owner of each slice decide, read the reply, remem
 parts by name: ``lioncub.pack``, ``up``, ``decide``, ``down``, ``unpack``, ``remember``.
 """
 
+import contextlib
+import contextvars
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,6 +27,19 @@ from lioncub_jax.mesh.specs import cut_of
 from lioncub_jax.momentum import Memory
 from lioncub_jax.quantize import Message, Place, Quantizer
 from lioncub_jax.wires import AxisName, Format, Sent, Sums, Wire
+
+
+_only_types = contextvars.ContextVar("only types", default=False)
+
+
+@contextlib.contextmanager
+def only_types() -> Iterator[None]:
+    """Where `communicate` is traced for the types of its results alone: nothing is voted on."""
+    token = _only_types.set(True)
+    try:
+        yield
+    finally:
+        _only_types.reset(token)
 
 
 class CommunicateState(NamedTuple):
@@ -199,8 +214,12 @@ def communicate(
         abstain: jax.Array | None = None,
         **extra: Any,
     ) -> tuple[optax.Updates, CommunicateState]:
-        del params, extra
+        del extra
         wires.workers_on(axis_name)
+        if _only_types.get():
+            own = wires.varying((state.mu, state.error), axis_name)
+            agreed = jax.tree.map(lambda p, g: jnp.zeros_like(p, g.dtype), params, updates)
+            return agreed, state._replace(mu=own[0], error=own[1])
         checks.check_leaves(updates)
         checks.check_local(updates, axis_name, group_axis)
         abstain = None if abstain is None else checks.as_flag(abstain)
@@ -436,7 +455,7 @@ def _decide(
     bucket, chunks = form.bucket, 1 if plan.wire.owns_slice else worker.workers
     with jax.named_scope("lioncub.pack"):
         message = _joined(form, codes, abstains)
-    with jax.named_scope("lioncub.up"):
+    with jax.named_scope("lioncub.up"), wires.voting(plan.axis):
         received = plan.wire.collect(message, ~abstains, form, plan.axis)
     with jax.named_scope("lioncub.decide"):
         first = worker.index.astype(jnp.uint32) * bucket.chunk if plan.wire.owns_slice else 0

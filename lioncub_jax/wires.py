@@ -29,6 +29,22 @@ from lioncub_jax.quantize import Message, Quantizer
 
 AxisName = str | tuple[str, ...]
 
+voted = False  # whether anything was traced that votes: from then on compiled programs are read
+
+
+def voting(axis: AxisName) -> Any:
+    """A named scope for what workers send, by which a compiled program tells who its workers are."""
+    global voted
+    voted = True
+    sizes = ",".join(f"{n}:{k}" for n, k in jax.sharding.get_abstract_mesh().shape.items())
+    return jax.named_scope(f"workers({','.join(names(axis))})of({sizes})")
+
+
+def _floats(tree: Any) -> Any:
+    """A named scope for floats that are meant to travel between workers, with the sizes of the arrays."""
+    sizes = sorted({x.size for x in jax.tree.leaves(tree)})
+    return jax.named_scope("".join(["lioncub.floats", *[f".{n}" for n in sizes]]))
+
 
 def names(axis: AxisName | None) -> tuple[str, ...]:
     """The mesh axes of the workers: one, or several that are one group of voters; None for none."""
@@ -400,7 +416,8 @@ def all_reduce() -> Wire:
         values = form.up.values(planes, None, form.rows, 1)
         values = jnp.where(takes_part, values, 0).astype(form.up.dense)
         # Apart from the values, because bfloat16 cannot count beyond 256 workers.
-        sums, present = lax.psum((values, takes_part.astype(jnp.uint32)), axis)
+        with _floats(values):
+            sums, present = lax.psum((values, takes_part.astype(jnp.uint32)), axis)
         return Sums(sums.astype(jnp.float32), None, present)
 
     def sends(form: Format, platform: str | None) -> tuple[Sent, ...]:
@@ -499,7 +516,8 @@ def mean_over_workers(tree: Any, axis: AxisName, dtype: Any = jnp.float32) -> An
       The same tree, the same on every worker, in that dtype and then the leaf's own.
     """
     sent = jax.tree.map(lambda x: x.astype(dtype), tree)
-    means = lax.pmean(sent, axis) if jax.tree.leaves(tree) else tree
+    with _floats(sent):
+        means = lax.pmean(sent, axis) if jax.tree.leaves(tree) else tree
     return jax.tree.map(lambda mean, x: mean.astype(x.dtype), means, tree)
 
 
@@ -522,7 +540,8 @@ def sum_over_workers(tree: Any, axis: AxisName) -> Any:
 
 def max_over_workers(x: jax.Array, axis: AxisName) -> jax.Array:
     """The largest of a number over the workers: for scales that all of them share."""
-    return lax.pmax(x, axis)
+    with _floats(x):
+        return lax.pmax(x, axis)
 
 
 def agreed(tree: Any, axis: AxisName | None) -> Any:
@@ -532,7 +551,8 @@ def agreed(tree: Any, axis: AxisName | None) -> Any:
         differs = tuple(n for n in names(axis) if n in varying_axes(x))
         return lax.pmean(x, differs) if differs else x
 
-    return jax.tree.map(agree, tree)
+    with _floats(tree):
+        return jax.tree.map(agree, tree)
 
 
 def same_everywhere(x: jax.Array, axis: AxisName | None) -> jax.Array:

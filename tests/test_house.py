@@ -36,7 +36,8 @@ WINGS = {
     "reference": set(),
 }
 FACES = {
-    "__init__": {*CORE, *WINGS},
+    "watch": {*CORE, "traffic"},
+    "__init__": {*CORE, *WINGS, "watch"},
     "cli": {"__init__", *CORE, *WINGS} - {"reference"},
     "__main__": {"cli"},
 }

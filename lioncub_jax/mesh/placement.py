@@ -135,7 +135,13 @@ class Workers:
             )
 
     def map(
-        self, fn: Callable[..., Any], in_specs: Any, out_specs: Any, *, explicit: bool
+        self,
+        fn: Callable[..., Any],
+        in_specs: Any,
+        out_specs: Any,
+        *,
+        explicit: bool,
+        typed: bool = True,
     ) -> Callable[..., Any]:
         """Maps ``fn`` over the workers' axes; inside, arrays are a worker's own, whole in the inner axes.
 
@@ -144,13 +150,15 @@ class Workers:
           in_specs: a tree (prefix) like the arguments, of specs over all axes, inner ones included.
           out_specs: the same for the results.
           explicit: whether all inner axes are explicit inside, or only those that are so on the mesh.
+          typed: whether types tell what varies over the workers. Where they do, a model with a ``scan``,
+            ``cond`` or Pallas kernel must cast by hand whatever it starts from; votes are always typed.
 
         Returns:
           A function of global arrays, to be called under ``jax.jit``.
         """
-        typed = self.mesh.explicit_axes
+        shows = self.mesh.explicit_axes
         inner = [n for n in self.mesh.axis_names if n not in self.axes]
-        shown = [n for n in inner if explicit or n in typed]
+        shown = [n for n in inner if explicit or n in shows]
         hidden = [n for n in inner if n not in shown]
         if shown:
             fn = explicit_axes(fn, axes=tuple(shown), in_sharding=restrict(in_specs, shown))
@@ -158,16 +166,19 @@ class Workers:
             fn = _constrained(fn, restrict(out_specs, hidden))
         mapped = jax.shard_map(
             fn,
-            mesh=None if typed else self.mesh,
+            mesh=None if shows else self.mesh,
             in_specs=restrict(in_specs, self.axes),
             out_specs=restrict(out_specs, self.axes),
             axis_names=set(self.axes),
+            check_vma=typed,
         )
         if not typed:
+            mapped = jax.jit(mapped)  # JAX 0.10.2 cannot run a partly manual one eagerly without types
+        if not shows:
             return mapped
         # JAX 0.10.2 gathers what is cut over explicit axes at the border of a partly manual region. So they
         # are the compiler's at the border, and constrained on both sides of it.
-        return auto_axes(mapped, axes=typed, out_sharding=self.shardings(out_specs))
+        return auto_axes(mapped, axes=shows, out_sharding=self.shardings(out_specs))
 
     def hold(self, tree: Any, specs: Any) -> Any:
         """Keeps global arrays as their specs say."""

@@ -73,7 +73,17 @@ class Operand(NamedTuple):
     @property
     def bytes(self) -> int:
         """Size in bytes, elements smaller than a byte packed together."""
-        return -(-math.prod(self.shape) * _BITS[self.dtype] // 8)
+        return -(-self.size * _BITS[self.dtype] // 8)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def is_float(self) -> bool:
+        """Whether it holds real or complex numbers."""
+        return self.dtype[0] in "fbc"  # f32, bf16, c64
 
 
 class Collective(NamedTuple):
@@ -143,13 +153,18 @@ def collectives(compiled: jax.stages.Compiled | str, mesh: AnyMesh) -> list[Coll
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     if not text:
         raise ValueError("no text to read: this backend does not print its compiled programs")
+    return [one for one, _ in placed(text, mesh)]
+
+
+def placed(text: str, mesh: AnyMesh) -> list[tuple[Collective, str]]:
+    """Every collective of a compiled program, and the line of its text, as `collectives`."""
     _check_compiled(text)
     _check_devices(text, mesh)
     computations, entry = _computations(text)
     sites = list(_sites(computations, entry, _Run()))
     _check_reached(computations, {id(site) for site, _ in sites})
     return [
-        _collective(site, run, computations[site.computation], mesh)
+        (_collective(site, run, computations[site.computation], mesh), site.line)
         for site, run in _started(sites, computations)
     ]
 

@@ -147,7 +147,7 @@ def worker_value_and_grad(
 
         in_specs = cut, [kinds.spec_of(kind, workers) for kind in each]
         out_specs = stacked(cut, workers.axes), P(workers.axes), P(), P()
-        run = workers.map(of_worker, in_specs, out_specs, explicit=False)
+        run = workers.map(of_worker, in_specs, out_specs, explicit=False, typed=False)
         grads, arrays, numbers, structure = run(params, leaves)
         return joined(arrays, numbers, structure), grads
 

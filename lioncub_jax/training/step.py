@@ -17,10 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend.core import Var
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax import checks, wires
+from lioncub_jax import checks, exchange, wires
 from lioncub_jax.layout import Holder
 from lioncub_jax.mesh.placement import Static, Workers, workers_of
 from lioncub_jax.mesh.specs import (
@@ -34,6 +35,9 @@ from lioncub_jax.mesh.specs import (
 from lioncub_jax.training import gradients
 from lioncub_jax.training.gradients import StatefulLoss
 from lioncub_jax.wires import AxisName
+
+
+_VALUE = {"value": 0.0}  # of the loss, which some transforms ask for
 
 
 class TrainState(NamedTuple):
@@ -111,7 +115,7 @@ def on_mesh(
         held = state_specs(tx, workers, params, cut)
 
         def place(params: Any) -> Any:
-            return workers.stack(tx.init(wires.varying(params, workers.axes)), held)
+            return workers.stack(tx.init(params), held)
 
         run = workers.map(place, (cut,), held, explicit=True)
         # Zeros need no input, and without one only this tells where they go.
@@ -151,7 +155,9 @@ def _update(
         updates, state = workers.stack((updates, state), (lead, held), undo=True)
         if abstain is not None:
             arrays = {**arrays, "abstain": abstain[0]}
-        updates, state = tx.update(updates, state, params, **extra | arrays)
+        grads, before = updates, state
+        updates, state = tx.update(grads, before, params, **extra | arrays)
+        updates = _agreed(tx, workers, updates, grads, before, params)
         _check_agreed(updates, workers)
         return updates, workers.stack(state, held)
 
@@ -334,7 +340,7 @@ def make_train_step(
         cut = workers.cut(state.params, cut)
         in_specs = cut, own, batch_spec, P(), P()
         out_specs = stacked(cut, workers.axes), own, own, own, P(), P()
-        run = workers.map(worker, in_specs, out_specs, explicit=False)
+        run = workers.map(worker, in_specs, out_specs, explicit=False, typed=False)
         params, opt_state = state.params, state.opt_state
         grads, model_state, abstains, *metrics = run(
             params, state.model_state, batch, state.rng, state.step
@@ -351,11 +357,87 @@ def state_specs(tx: Any, workers: Workers, params: Any, cut: Any) -> Any:
     """A spec for each leaf of the optimizer state: over the workers' axes, where theirs differ."""
 
     def probe(params: Any) -> Static:
-        leaves, structure = jax.tree.flatten(tx.init(wires.varying(params, workers.axes)))
+        leaves, structure = jax.tree.flatten(_typed_state(tx, workers, params))
         return Static((structure, by_type(leaves, workers.axes)))
 
     structure, specs = jax.eval_shape(workers.map(probe, (cut,), P(), explicit=True), params).value
     return jax.tree.unflatten(structure, specs)
+
+
+def _typed_state(tx: Any, workers: Workers, params: Any) -> Any:
+    """A state whose types vary over the workers where it will, once there were gradients.
+
+    What a transform keeps of gradients is each worker's own, what it keeps of agreed updates is the same for
+    all: only its update tells, so it is traced until no more of the state varies.
+    """
+    state = _known_own(tx.init(params), workers)
+    _check_waits(state)
+    grads = wires.varying(jax.tree.map(jnp.zeros_like, params), workers.axes)
+    while True:
+        with exchange.only_types():
+            _, after = tx.update(grads, state, params, **_VALUE)
+        before, structure = jax.tree.flatten(state)
+        for i, (x, y) in enumerate(zip(before, structure.flatten_up_to(after), strict=True)):
+            before[i] = wires.varying(x, tuple(wires.varying_axes(y)))
+        varied = jax.tree.unflatten(structure, before)
+        if jax.tree.map(wires.varying_axes, varied) == jax.tree.map(wires.varying_axes, state):
+            return state
+        state = varied
+
+
+def _known_own(state: Any, workers: Workers) -> Any:
+    """A state in which what is known to be each worker's own varies: a ``cond`` wants it from the start."""
+    vary = partial(wires.varying, axis=workers.axes)
+
+    def own(part: Any) -> Any:
+        if isinstance(part, exchange.CommunicateState):
+            return part._replace(mu=vary(part.mu), error=vary(part.error))
+        if isinstance(part, optax.MultiStepsState):
+            inner = _known_own(part.inner_opt_state, workers)
+            return part._replace(acc_grads=vary(part.acc_grads), inner_opt_state=inner)
+        return part
+
+    kinds = exchange.CommunicateState, optax.MultiStepsState
+    return jax.tree.map(own, state, is_leaf=lambda x: isinstance(x, kinds))
+
+
+def _agreed(tx: Any, workers: Workers, updates: Any, grads: Any, state: Any, params: Any) -> Any:
+    """Updates, those that no gradient has touched typed as the same for all, such as a frozen leaf's."""
+    leaves, structure = jax.tree.flatten(updates)
+    if not any(_varies(x, workers) for x in leaves):
+        return updates
+
+    def types_of(own: Any, params: Any) -> list[Any]:
+        with exchange.only_types():
+            updates, _ = tx.update(*own, params, **_VALUE)
+        return jax.tree.leaves(updates)
+
+    traced = jax.make_jaxpr(types_of)((grads, state), params).jaxpr
+    touched = set(traced.invars[: len(jax.tree.leaves((grads, state)))])
+    for step in traced.eqns:
+        if any(isinstance(x, Var) and x in touched for x in step.invars):
+            touched.update(step.outvars)
+    alike = types_of((jax.tree.map(jnp.zeros_like, params), state), params)
+    for i, (x, out) in enumerate(zip(leaves, traced.outvars, strict=True)):
+        if _varies(x, workers) and not (isinstance(out, Var) and out in touched):
+            leaves[i] = alike[i]
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _varies(x: jax.Array, workers: Workers) -> bool:
+    return not wires.varying_axes(x).isdisjoint(workers.axes)
+
+
+def _check_waits(state: Any) -> None:
+    """Raises ``ValueError`` for a transform that would let some workers wait for others for ever."""
+    kind = optax.ApplyIfFiniteState
+    for part in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kind)):
+        if isinstance(part, kind):
+            raise ValueError(
+                "optax.apply_if_finite is around a transform whose workers talk: a worker with a NaN would "
+                "skip the vote that the others wait in. Leave it out: a worker whose gradient is not finite "
+                "abstains by itself"
+            )
 
 
 def _check_gradients(updates: Any, params: Any, workers: Workers) -> None:
@@ -410,11 +492,11 @@ def _check_abstain(abstain: Any, workers: Workers) -> None:
 
 def _check_agreed(updates: Any, workers: Workers) -> None:
     """Raises ``ValueError`` for an update that differs between workers, by its type."""
-    varies: set[str] = set()
-    for x in jax.tree.leaves(updates):
-        varies |= jax.typeof(x).manual_axis_type.varying
-    if varies.isdisjoint(workers.axes):
+    leaves = jax.tree_util.tree_leaves_with_path(updates)
+    differing = [(path, x) for path, x in leaves if _varies(x, workers)]
+    if not differing:
         return
+    varies = frozenset().union(*[wires.varying_axes(x) for _, x in differing])
     over = tuple(n for n in workers.axes if n in varies)
     alike = tuple(n for n in workers.axes if n not in varies)
     differs = (
@@ -426,6 +508,13 @@ def _check_agreed(updates: Any, workers: Workers) -> None:
             f"{workers}; give the optimizer the same (a group_axis must be given to both), or a "
             "lioncub_jax.Workers to both: "
             "lion_cub(..., axis_name=workers), make_train_step(loss, tx, workers)"
+        )
+    if len(differing) < len(leaves):
+        named = ", ".join(jax.tree_util.keystr(path) for path, _ in differing[:3])
+        raise ValueError(
+            f"{differs}: the leaves {named} do, which a mask or label keeps from the transform that "
+            "communicates. Give them optax.set_to_zero() to freeze them, or "
+            f"global_gradients(tx, {workers.axis_name!r}) to train them in full precision"
         )
     raise ValueError(
         f"{differs}: put a transform that communicates in the chain, such as "

@@ -1,0 +1,279 @@
+"""Reads every compiled program that votes, when it is compiled: floats between workers are an error.
+
+A trainer can be changed to vote and send more than before, without a word and with a loss that looks right:
+momentum that its shardings call the same for all is gathered, gradients are averaged before they are voted
+on. Only the compiled program shows it. So the library listens to JAX's compilations, and reads those in
+which its votes are.
+"""
+
+import contextlib
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from lioncub_jax import wires
+from lioncub_jax.units import bytes_text
+
+_MOST_NUMBERS = 128  # losses, metrics and counts; no leaf worth a vote is smaller
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+_VOTE = re.compile(r'op_name="[^"]*lioncub\.up/(workers\([^"/]*)/')
+_PLACE = re.compile(r"workers\(([^)]*)\)of\(([^)]*)\)")
+_MEANT = re.compile(r"lioncub\.(?:floats|declared)")
+_FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+)", re.M)
+_LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) function_name_id=\d+ line=(\d+)", re.M)
+_mode = "raise"
+
+
+class _Voters(NamedTuple):
+    """Who votes in a program."""
+
+    axes: tuple[str, ...]
+    mesh: jax.sharding.AbstractMesh
+
+
+def on_floats(mode: str) -> str:
+    """What to do with a compiled program that votes and sends floats between workers all the same.
+
+    Args:
+      mode: "raise" (default), "warn", or "allow".
+
+    Returns:
+      The mode before.
+
+    Raises:
+      ValueError: for another mode.
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> before = lc.watch.on_floats("warn")
+      >>> lc.watch.on_floats(before)
+      'warn'
+
+    Source: this library.
+    """
+    global _mode
+    if mode not in ("raise", "warn", "allow"):
+        raise ValueError(f"on_floats({mode!r}): give 'raise', 'warn' or 'allow'")
+    before, _mode = _mode, mode
+    return before
+
+
+@contextlib.contextmanager
+def declared() -> Iterator[None]:
+    """Says that floats which what is traced inside sends between workers are meant.
+
+    Example:
+      Batch statistics over all workers:
+
+      >>> import jax, lioncub_jax as lc
+      >>> def statistics(x):
+      ...     with lc.watch.declared():
+      ...         return jax.lax.pmean(x.mean(0), "data")
+
+    Source: this library.
+    """
+    with jax.named_scope("lioncub.declared"):
+        yield
+
+
+def check_votes(compiled: jax.stages.Compiled | str) -> None:
+    """Reads a compiled program that votes, and raises if floats travel between the workers.
+
+    Programs that ``jax.jit`` and ``jax.pmap`` compile are read by themselves, see `on_floats`; this is for
+    those who compile themselves, such as for other machines.
+
+    Args:
+      compiled: ``jax.jit(step).lower(...).compile()``, or its text.
+
+    Raises:
+      TypeError: for a program that is not compiled yet: XLA still adds collectives.
+      ValueError: for a program that does not vote, or that sends arrays of more than 128 floats over the
+        workers' axes, the library's own and those in `declared` left out; the text names each array.
+
+    Example:
+      >>> import jax, lioncub_jax as lc
+      >>> try:
+      ...     lc.check_votes(jax.jit(lambda x: x + 1).lower(1.0).compile())
+      ... except ValueError as error:
+      ...     print(str(error)[:28])
+      no vote is in this program:
+
+    Source: this library.
+    """
+    if not isinstance(compiled, str) and not isinstance(compiled, jax.stages.Compiled):
+        raise TypeError(
+            f"check_votes is given a {type(compiled).__name__}, and only the compiled program shows what "
+            "travels: give jax.jit(step).lower(...).compile()"
+        )
+    text = compiled if isinstance(compiled, str) else compiled.as_text() or ""
+    voters = _voters(text)
+    if voters is None:
+        raise ValueError(
+            "no vote is in this program: it has no exchange of lioncub_jax between two or more workers; "
+            "give the step that calls tx.update"
+        )
+    if wrong := _wrong(text, voters):
+        raise ValueError(wrong)
+
+
+def start() -> None:
+    """Begins to listen to compilations."""
+    jax.monitoring.register_event_duration_secs_listener(_on_event)
+
+
+def _on_event(event: str, duration_secs: float, **about: str | int) -> None:
+    if event != _COMPILED or _mode == "allow" or not wires.voted:
+        return
+    text = _newest(str(about.get("fun_name", "")))
+    voters = _voters(text)
+    if voters is None:
+        return
+    wrong = _wrong(text, voters)
+    if wrong and _mode == "raise":
+        raise ValueError(wrong)
+    if wrong:
+        warnings.warn(wrong, stacklevel=2)
+    if _only_in_branches(text, voters):
+        warnings.warn(
+            "all votes of this program are in branches of a lax.cond: if workers do not agree on the "
+            "branch, they wait for each other for ever. optax.apply_if_finite does that when one worker "
+            "has a NaN; leave it out: a worker whose gradient is not finite abstains by itself",
+            stacklevel=2,
+        )
+
+
+def _newest(name: str) -> str:
+    """The text of the program of that name that was compiled last."""
+    letters = re.sub(r"[\W_]", "", name)
+    for program in jax.devices()[0].client.live_executables():
+        [module, *_] = program.hlo_modules() or [None]
+        if module is not None and re.sub(r"[\W_]", "", module.name) == letters:
+            return module.to_string()
+    return ""  # compiled for machines that are not here
+
+
+def _voters(text: str) -> _Voters | None:
+    """The workers of a program, as its votes are labelled; None without any."""
+    found = _VOTE.search(text)
+    place = found and _PLACE.match(found[1])
+    if not place:
+        return None
+    sizes = dict(one.split(":") for one in place[2].split(","))
+    mesh = jax.sharding.AbstractMesh(tuple(map(int, sizes.values())), tuple(sizes))
+    return _Voters(tuple(place[1].split(",")), mesh)
+
+
+def _only_in_branches(text: str, voters: _Voters) -> bool:
+    from lioncub_jax.traffic.compiled import placed
+
+    votes = [one.gated for one, line in placed(text, voters.mesh) if "lioncub.up" in line]
+    return bool(votes) and all(votes)
+
+
+class _Float(NamedTuple):
+    """An array of floats that travels between workers."""
+
+    op: str
+    what: str
+    sent: float
+    is_argument: bool
+
+
+def _wrong(text: str, voters: _Voters) -> str | None:
+    """What to say of a program that sends floats between workers; None for one that does not."""
+    from lioncub_jax.traffic.compiled import placed  # not loaded before there is something to read
+
+    found: list[_Float] = []
+    votes = 0.0
+    for one, line in placed(text, voters.mesh):
+        apart = one.axes is None or set(one.axes) & set(voters.axes)
+        floats = [x for x in one.operands if x.is_float and x.size > _MOST_NUMBERS]
+        if not apart or one.group_size == 1:
+            continue
+        if not floats:
+            votes += one.sent_bytes
+        elif not _meant(line, [x.size for x in floats]):
+            for x in floats:
+                share = one.sent_bytes * x.bytes / one.payload_bytes
+                label, is_argument = _called(text, line, f"{x.dtype}[{','.join(map(str, x.shape))}]")
+                what = f"{one.op} of {x.dtype}{list(x.shape)}{label}, {bytes_text(share)}"
+                found.append(_Float(one.op, what + _written(text, line), share, is_argument))
+    return _explained(found, voters, votes) if found else None
+
+
+def _meant(line: str, sizes: Sequence[int]) -> bool:
+    """Whether a collective is the library's own, or declared; XLA may have joined others to it."""
+    name = re.search(r'op_name="([^"]*)"', line)
+    if not name or not _MEANT.search(name[1]):
+        return False
+    own = re.findall(r"lioncub\.floats((?:\.\d+)*)", name[1])
+    known = {int(n) for part in own for n in part.split(".") if n}
+    return not known or all(_of(size, known) for size in sizes)
+
+
+def _of(size: int, known: set[int]) -> bool:
+    """Whether an array is one of those known, whole or a part of it (a reduce-scatter's)."""
+    return any(n % size == 0 or size % n == 0 for n in known)
+
+
+def _called(text: str, line: str, shape: str) -> tuple[str, bool]:
+    """The name of an argument of the program that has this shape, and whether it is what travels."""
+    entry = text[text.find("\nENTRY ") :]
+    names = dict(
+        re.findall(rf'%?([\w.\-]+) = {re.escape(shape)}\S* parameter\(.*?op_name="([^"]+)"', entry)
+    )
+    for operand, name in names.items():
+        if re.search(rf"\(%?{re.escape(operand)}[,)]", line):
+            return f" ({name})".replace("\\", ""), True
+    like = sorted({name.replace("\\", "") for name in names.values()})
+    return (f" (of the shape of {' and '.join(like[:2])})" if like else ""), False
+
+
+def _written(text: str, line: str) -> str:
+    """The line of the program that a collective comes from, where the text says it."""
+    frame = re.search(r"stack_frame_id=(\d+)", line)
+    if not frame:
+        return ""
+    head = text[: text.find("\n%")]
+    places = dict(_FRAME.findall(head))
+    lines = {i: (file, number) for i, file, number in _LOCATION.findall(head)}
+    named = head[head.find("FileNames") : head.find("FunctionNames")]
+    files = dict(re.findall(r'^(\d+) "([^"]+)"', named, re.M))
+    file, number = lines.get(places.get(frame[1], ""), ("", ""))
+    return f", {files[file]}:{number}" if file in files else ""
+
+
+def _explained(found: list[_Float], voters: _Voters, votes: float) -> str:
+    total = bytes_text(sum(one.sent for one in found))
+    largest = sorted(found, key=lambda one: -one.sent)
+    rest = f"\n  and {len(found) - 4} more" if len(found) > 4 else ""
+    axes = ", ".join(map(repr, voters.axes))
+    advice = []
+    if any(one.op == "all-reduce" or one.op == "reduce-scatter" for one in found):
+        advice.append(
+            "an all-reduce: gradients are averaged before the vote. jax.grad of parameters that all "
+            "workers share does that, and lax.pmean(grads): take gradients with lioncub_jax.worker_value_and_grad "
+            "(under jit) or local_value_and_grad (in shard_map or pmap), and leave lax.pmean out"
+        )
+    if any(one.op == "all-gather" and one.is_argument for one in found):
+        advice.append(
+            "an all-gather of an argument: it lies in parts over the workers' axis. Parameters are cut "
+            "over other axes of the mesh only: put the workers on an axis of their own"
+        )
+    if any(one.op == "all-gather" and not one.is_argument for one in found):
+        advice.append(
+            "an all-gather: momentum of each worker leaves the step as if it were the same for all, by "
+            "out_shardings or a constraint with P(). Give them lioncub_jax.training.opt_shardings(tx, params, "
+            "workers) for the state of the optimizer"
+        )
+    advice.append(
+        "if it is meant, trace it inside lioncub_jax.watch.declared(), or call lioncub_jax.watch.on_floats('warn')"
+    )
+    return (
+        f"this step votes, and a worker sends {bytes_text(votes)} for it over {axes}, but also {total} of "
+        "floats:\n  " + "\n  ".join(one.what for one in largest[:4]) + rest + "\n"
+        + "\n".join(f"- {line}" for line in advice)
+    )  # fmt: skip
