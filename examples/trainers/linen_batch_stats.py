@@ -42,9 +42,9 @@ def build(mesh, learning_rate):
     """The first state, the same on all devices, and the jitted step."""
     model = Digits()
     variables = model.init(jax.random.key(0), jnp.zeros((1, 8, 8)), train=False)
+    variables = jax.device_put(variables, NamedSharding(mesh, P()))
     tx = optax.lion(learning_rate, weight_decay=0.1)
     state = TrainState.create(apply_fn=model.apply, tx=tx, **variables)
-    state = jax.device_put(state, NamedSharding(mesh, P()))
 
     def loss_fn(params, batch_stats, batch, key):
         images, labels = batch

@@ -37,10 +37,9 @@ class NextByte(nnx.Module):
 
 def build(mesh, learning_rate):
     """A model and its optimizer, each array made where its metadata says, and the jitted step."""
-    tx = optax.lion(learning_rate, weight_decay=0.1)
-
     with jax.set_mesh(mesh):
         model = NextByte(nnx.Rngs(0))
+        tx = optax.lion(learning_rate, weight_decay=0.1)
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
     def loss_fn(model, windows):
