@@ -53,7 +53,7 @@ def build(mesh, learning_rate):
     specs = {"layers": [SPECS] * LAYERS, "embed": P(), "out": P(None, "tensor")}
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     params = jax.jit(init_params, out_shardings=shardings)(jax.random.key(0))
-    tx = optax.lion(learning_rate, weight_decay=0.1)
+    tx = optax.lion(learning_rate)
     opt_state = tx.init(params)
 
     def forward(params, tokens):
