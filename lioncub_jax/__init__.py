@@ -1,9 +1,10 @@
 """Data-parallel Lion whose workers exchange votes of about one bit per parameter.
 
-The optimizers and the training step are here; parts to choose from are in namespaces:
-`quantize`, `decide`, `wires`, `momentum` and `sync` (what a vote is made of), `mesh` and `training`,
-`checkpoint`, `watch` (programs that send more than votes), `traffic` (bytes), `planner` (step times), `lab` (a network to try it on), `baselines` and
-`reference`. Those that need orbax, rich or matplotlib are loaded when they are first used.
+The optimizers and the training step are here; parts to choose from are in namespaces: `quantize`, `decide`,
+`wires`, `momentum` and `sync` (what a vote is made of), `mesh` and `training`, `checkpoint`, `watch`
+(programs that would send more than votes), `traffic` (bytes), `planner` (step times), `lab` (a network to
+try it on), `baselines` and `reference`. Those that need orbax, rich or matplotlib are loaded when they are
+first used.
 """
 
 import importlib
@@ -37,7 +38,6 @@ from lioncub_jax.training import (
     vote_stats,
     worker_value_and_grad,
 )
-
 from lioncub_jax.watch import check_votes
 
 watch.start()

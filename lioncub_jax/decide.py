@@ -133,6 +133,8 @@ class Owner(NamedTuple):
       decide: ``(Received, Slice, state) -> (result, state)``.
       feedback: whether all it does is to feed back the error of its coded replies, so that it goes with
         ``scaled_signs()``, and does nothing for one worker, whose values never travel.
+      numbers: betas and the like; arrays where ``optax.inject_hyperparams`` gives them.
+      with_numbers: the same owner with other numbers.
     """
 
     name: str
@@ -140,6 +142,8 @@ class Owner(NamedTuple):
     init: Callable[[jax.Array], Any]
     decide: Callable[[Any, Slice, Any], tuple[Any, Any]]
     feedback: bool = False
+    numbers: tuple[Any, ...] = ()
+    with_numbers: "Callable[..., Owner] | None" = None
 
 
 def count() -> Owner:

@@ -28,7 +28,6 @@ from lioncub_jax.momentum import Memory
 from lioncub_jax.quantize import Message, Place, Quantizer
 from lioncub_jax.wires import AxisName, Format, Sent, Sums, Wire
 
-
 _only_types = contextvars.ContextVar("only types", default=False)
 
 
@@ -225,7 +224,10 @@ def communicate(
         abstain = None if abstain is None else checks.as_flag(abstain)
         # Results lie as what they replace.
         cut = cut_of((updates, state))
-        return placement.on_shards(partial(on_device, plan), (updates, state, abstain), cut)
+        injected = _arrays(memory.numbers), _arrays(owner.numbers)
+        return placement.on_shards(
+            partial(on_device, plan), (updates, state, abstain, injected), cut
+        )
 
     tx = optax.GradientTransformationExtraArgs(init, update)
     return Sending.like(tx, plan.scheme, plan.sends)
@@ -328,10 +330,26 @@ class Ballot(NamedTuple):
     owner: Any
 
 
+def _arrays(numbers: tuple[Any, ...]) -> list[Any]:
+    """Numbers that are arrays, which a ``shard_map`` in explicit axes may not close over; else None."""
+    return [x if isinstance(x, jax.Array) else None for x in numbers]
+
+
+def _injected(part: Any, arrays: list[Any]) -> Any:
+    """A memory or owner with arrays for its numbers."""
+    if all(x is None for x in arrays):
+        return part
+    return part.with_numbers(
+        *[n if x is None else x for n, x in zip(part.numbers, arrays, strict=True)]
+    )
+
+
 def on_device(
-    plan: Plan, updates: Any, state: CommunicateState, abstain: Any
+    plan: Plan, updates: Any, state: CommunicateState, abstain: Any, injected: Any
 ) -> tuple[Any, CommunicateState]:
     """A worker's step on one of its devices, where every axis of the mesh is manual."""
+    memory, owner = _injected(plan.memory, injected[0]), _injected(plan.owner, injected[1])
+    plan = plan._replace(memory=memory, owner=owner)
     index, workers = wires.worker_index(plan.axis), wires.workers_on(plan.axis)
     worker = Worker(index, workers, state.count, [None] * len(jax.tree.leaves(updates)))
     step = worker_step if plan.group is None else _step_in_group

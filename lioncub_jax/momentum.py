@@ -5,6 +5,7 @@ workers see different data; `sync` makes them alike at times.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -23,11 +24,15 @@ class Memory(NamedTuple):
       init: ``params -> mu``.
       message: ``(g, mu) -> c``, what the worker votes with.
       remember: ``(g, mu) -> mu``.
+      numbers: betas and the like; arrays where ``optax.inject_hyperparams`` gives them.
+      with_numbers: the same memory with other numbers.
     """
 
     init: Callable[[optax.Params], Any]
     message: Callable[[jax.Array, Any], jax.Array]
     remember: Callable[[jax.Array, Any], Any]
+    numbers: tuple[Any, ...] = ()
+    with_numbers: "Callable[..., Memory] | None" = None
 
 
 def blend(b1: Any = 0.9, b2: Any = 0.99, mu_dtype: Any = None) -> Memory:
@@ -53,7 +58,8 @@ def blend(b1: Any = 0.9, b2: Any = 0.99, mu_dtype: Any = None) -> Memory:
     def remember(g: jax.Array, mu: jax.Array) -> jax.Array:
         return quantize.saturated((1 - b2) * g + b2 * mu, mu.dtype)
 
-    return Memory(lambda p: optax.tree.zeros_like(p, dtype=mu_dtype), message, remember)
+    init = partial(optax.tree.zeros_like, dtype=mu_dtype)
+    return Memory(init, message, remember, (b1, b2), partial(blend, mu_dtype=mu_dtype))
 
 
 def nothing() -> Memory:

@@ -233,10 +233,16 @@ def scale_by_owner_lion(
         quantizer = quantize.error_feedback(quantize.midrise(3))
     checks.check_kinds(quantizer=(quantizer, Quantizer))
     axis, group = names_of(axis_name, group_axis)
-    lion = optax.scale_by_lion(b1=b1, b2=b2, mu_dtype=mu_dtype)
+
+    def owner(b1: Any, b2: Any) -> decide.Owner:
+        lion = optax.scale_by_lion(b1=b1, b2=b2, mu_dtype=mu_dtype)
+        return decide.momentum_at_owner(lion, dominance=dominance)._replace(
+            numbers=(b1, b2), with_numbers=owner
+        )
+
     return communicate(
-        axis_name=axis, up=quantizer, owner=decide.momentum_at_owner(lion, dominance=dominance),
-        wire=wire, group_axis=group, bucket_size=bucket_size,
+        axis_name=axis, up=quantizer, owner=owner(b1, b2), wire=wire, group_axis=group,
+        bucket_size=bucket_size,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import contextlib
 import re
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -198,7 +198,9 @@ def _wrong(text: str, voters: _Voters) -> str | None:
         elif not _meant(line, [x.size for x in floats]):
             for x in floats:
                 share = one.sent_bytes * x.bytes / one.payload_bytes
-                label, is_argument = _called(text, line, f"{x.dtype}[{','.join(map(str, x.shape))}]")
+                label, is_argument = _called(
+                    text, line, f"{x.dtype}[{','.join(map(str, x.shape))}]"
+                )
                 what = f"{one.op} of {x.dtype}{list(x.shape)}{label}, {bytes_text(share)}"
                 found.append(_Float(one.op, what + _written(text, line), share, is_argument))
     return _explained(found, voters, votes) if found else None
@@ -255,8 +257,9 @@ def _explained(found: list[_Float], voters: _Voters, votes: float) -> str:
     if any(one.op == "all-reduce" or one.op == "reduce-scatter" for one in found):
         advice.append(
             "an all-reduce: gradients are averaged before the vote. jax.grad of parameters that all "
-            "workers share does that, and lax.pmean(grads): take gradients with lioncub_jax.worker_value_and_grad "
-            "(under jit) or local_value_and_grad (in shard_map or pmap), and leave lax.pmean out"
+            "workers share does that, and lax.pmean(grads): take gradients with "
+            "lioncub_jax.worker_value_and_grad (under jit) or local_value_and_grad (in shard_map or "
+            "pmap), and leave lax.pmean out"
         )
     if any(one.op == "all-gather" and one.is_argument for one in found):
         advice.append(
@@ -266,11 +269,12 @@ def _explained(found: list[_Float], voters: _Voters, votes: float) -> str:
     if any(one.op == "all-gather" and not one.is_argument for one in found):
         advice.append(
             "an all-gather: momentum of each worker leaves the step as if it were the same for all, by "
-            "out_shardings or a constraint with P(). Give them lioncub_jax.training.opt_shardings(tx, params, "
-            "workers) for the state of the optimizer"
+            "out_shardings or a constraint with P(). Give them tx.shardings(params), of the tx that "
+            "lioncub_jax.on_mesh returned, for the state of the optimizer"
         )
     advice.append(
-        "if it is meant, trace it inside lioncub_jax.watch.declared(), or call lioncub_jax.watch.on_floats('warn')"
+        "if it is meant, trace it inside lioncub_jax.watch.declared(), or call "
+        "lioncub_jax.watch.on_floats('warn')"
     )
     return (
         f"this step votes, and a worker sends {bytes_text(votes)} for it over {axes}, but also {total} of "

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, auto_axes, explicit_axes
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax import wires
-from lioncub_jax.mesh.specs import checked, product, restrict, shortened, specs_of
+from lioncub_jax.mesh.specs import checked, declared, product, restrict, shortened, specs_of
 from lioncub_jax.wires import AxisName
 
 
@@ -118,21 +118,27 @@ class Workers:
         group = "" if self.group_axis is None else f", group_axis={self.group_axis!r}"
         return f"axis_name={self.axis_name!r}{group}"
 
-    def cut(self, params: Any, specs: Any) -> Any:
-        """How parameters are cut over the inner axes: as given, or as they know themselves."""
-        if specs is None:
-            self._check_known(params)
-            specs = specs_of(params)
+    def cut(self, params: Any, specs: Any, *, needed: bool = True) -> Any:
+        """How parameters are cut over the inner axes: as given, or as they know themselves.
+
+        Where nobody can know, it is an error if it is needed, and else left to the compiler: ``P()``.
+        """
+        if specs is None and self._hidden(params):
+            if needed:
+                raise ValueError(
+                    f"how parameters are cut over the Auto axes {self._hidden(params)} cannot be seen "
+                    "inside jax.jit: give on_mesh(..., specs=lioncub_jax.mesh.specs_of(params))"
+                )
+            return jax.tree.map(lambda _: P(), params)
+        specs = specs_of(params) if specs is None else specs
         return checked(specs, params, self.mesh, self.axes)
 
-    def _check_known(self, params: Any) -> None:
+    def _hidden(self, params: Any) -> list[str]:
+        """Inner axes over which parameters may be cut, and nothing here says how."""
         mesh = self.mesh
         hidden = [n for n in mesh.auto_axes if n not in self.axes and mesh.shape[n] > 1]
-        if hidden and any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params)):
-            raise ValueError(
-                f"how parameters are cut over the Auto axes {hidden} cannot be seen inside jax.jit: give "
-                "on_mesh(..., specs=lioncub_jax.mesh.specs_of(params))"
-            )
+        traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params))
+        return hidden if traced and not declared(params) else []
 
     def map(
         self,
@@ -173,7 +179,9 @@ class Workers:
             check_vma=typed,
         )
         if not typed:
-            mapped = jax.jit(mapped)  # JAX 0.10.2 cannot run a partly manual one eagerly without types
+            mapped = jax.jit(
+                mapped
+            )  # JAX 0.10.2 cannot run a partly manual one eagerly without types
         if not shows:
             return mapped
         # JAX 0.10.2 gathers what is cut over explicit axes at the border of a partly manual region. So they

@@ -22,6 +22,8 @@ def specs_of(params: Any) -> Any:
     Args:
       params: a tree of arrays or ``jax.ShapeDtypeStruct`` with a ``NamedSharding`` (any other is taken
         as replicated), of ``flax.linen.Partitioned`` boxes, or an ``nnx.State`` with sharding metadata.
+        Logical names become axes of the mesh by the boxes' rules, or those that are active
+        (``flax.linen.logical_axis_rules``).
 
     Returns:
       A tree of ``PartitionSpec`` like the parameters (unboxed).
@@ -34,10 +36,15 @@ def specs_of(params: Any) -> Any:
       >>> lc.mesh.specs_of(params)["kernel"] == jax.P(None, "fsdp")
       True
     """
-    declared = _declared(params) if _flax_in_use() else None
-    if declared is None:
+    said = _declared(params)
+    if said is None:
         return jax.tree.map(spec_of, params)
-    return jax.tree.map(lambda s: P() if s is None else s, declared, is_leaf=_is_spec_or_none)
+    return jax.tree.map(lambda s: P() if s is None else s, said, is_leaf=_is_spec_or_none)
+
+
+def declared(params: Any) -> bool:
+    """Whether the metadata of flax says how parameters are cut."""
+    return _declared(params) is not None
 
 
 def unboxed(params: Any) -> Any:
@@ -93,14 +100,19 @@ def _flax_in_use() -> bool:
 
 def _declared(params: Any) -> Any:
     """What the metadata of flax says about how parameters are cut, or None without any."""
+    if not _flax_in_use():
+        return None
     from flax import linen, nnx
 
     if isinstance(params, nnx.State) and not _placed(params):
         return nnx.get_partition_spec(params)
     boxes = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, linen.Partitioned))
-    if any(isinstance(x, linen.Partitioned) for x in boxes):
-        return linen.get_partition_spec(params)
-    return None
+    if not any(isinstance(x, linen.Partitioned) for x in boxes):
+        return None
+    specs = linen.get_partition_spec(params)
+    logical = [x for x in boxes if isinstance(x, linen.LogicallyPartitioned)]
+    rules = next((x.rules for x in logical if x.rules), linen.get_logical_axis_rules())
+    return linen.logical_to_mesh(specs, rules) if logical and rules else specs
 
 
 def _placed(params: Any) -> bool:
@@ -142,7 +154,8 @@ def _check_spec(
         for axis in axes:
             if axis not in mesh.axis_names:
                 raise ValueError(
-                    f"{path}: the mesh has axes {mesh.axis_names}, {spec} has {axis!r}"
+                    f"{path}: the mesh has axes {mesh.axis_names}, {spec} has {axis!r}; of a logical name "
+                    "flax.linen.logical_to_mesh(specs, rules) makes an axis"
                 )
             if axis in workers:
                 raise ValueError(

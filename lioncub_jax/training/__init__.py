@@ -7,7 +7,7 @@ from lioncub_jax.training.gradients import (
     worker_value_and_grad,
 )
 from lioncub_jax.training.kinds import Kind, batch, folded, own, same
-from lioncub_jax.training.state import abstract_state, init_state
+from lioncub_jax.training.state import abstract_state, init_state, own_state
 from lioncub_jax.training.stats import (
     DriftStats,
     VoteStats,
@@ -35,6 +35,7 @@ __all__ = [
     "mean_model_state",
     "on_mesh",
     "own",
+    "own_state",
     "same",
     "vote_stats",
     "worker_value_and_grad",

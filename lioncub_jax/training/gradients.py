@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax import wires
+from lioncub_jax.mesh.inner import of_model
 from lioncub_jax.mesh.placement import Static, Workers, workers_of
 from lioncub_jax.mesh.specs import stacked
 from lioncub_jax.training import kinds
@@ -67,7 +68,7 @@ def local_value_and_grad(
       >>> grad_fn = lc.local_value_and_grad(lambda w, x: jnp.sum(w * x), "data")
     """
     axis = axis_name.axes if isinstance(axis_name, Workers) else axis_name
-    value_and_grad = jax.value_and_grad(loss_fn, has_aux=has_aux)
+    value_and_grad = jax.value_and_grad(of_model(loss_fn), has_aux=has_aux)
     if axis is None:
         return value_and_grad
 
@@ -103,7 +104,8 @@ def worker_value_and_grad(
       aux_kinds: what becomes of arrays in ``aux``, for all of it or for its parts: ``training.batch``
         (joined along their first dimension) or ``training.own`` (stacked, ``[workers, ...]``).
       has_aux: as in ``jax.value_and_grad``.
-      specs: as in `on_mesh`.
+      specs: as in `on_mesh`, for gradients that lie as the parameters do; by default, where parameters do
+        not say it themselves, as the compiler likes.
 
     Returns:
       A function ``(params, *args) -> (value, grads)``. ``grads`` have a leading ``[workers]`` axis, for
@@ -132,7 +134,7 @@ def worker_value_and_grad(
     value_and_grad = local_value_and_grad(loss_fn, workers, has_aux)
 
     def of_all(params: Any, *args: Any) -> Any:
-        cut = workers.cut(params, specs)
+        cut = workers.cut(params, specs, needed=False)
         each = kinds.of_arguments(loss_fn, args, in_kinds)
         kinds.check_shapes(loss_fn, args, each, workers)
         leaves, tree = jax.tree.flatten(args)

@@ -15,7 +15,8 @@ from lioncub_jax import wires
 from lioncub_jax.mesh.placement import Workers, workers_of
 from lioncub_jax.mesh.specs import specs_of, unboxed
 from lioncub_jax.training import kinds
-from lioncub_jax.training.step import TrainState, on_mesh, state_specs
+from lioncub_jax.training.step import TrainState, on_mesh
+from lioncub_jax.training.typed import state_specs
 from lioncub_jax.wires import AxisName
 
 
@@ -72,16 +73,39 @@ def init_state(
         cut, params,
     )  # fmt: skip
     everywhere = NamedSharding(workers.mesh, P())
-    rng, model_state = jax.tree.map(lambda x: _on_all(x, everywhere), (rng, model_state))
+    rng = _on_all(rng, everywhere)
     tx = on_mesh(tx, workers, specs=cut)
+    step = jax.device_put(jnp.zeros((), jnp.int32), everywhere)
+    own = own_state(model_state, workers)
+    return TrainState(step, params, own, tx.init(params), jnp.copy(rng))
+
+
+def own_state(model_state: Any, workers: Workers) -> Any:
+    """A copy of the model state for each worker, for a trainer of one's own; `init_state` makes it itself.
+
+    Args:
+      model_state: a tree of arrays, such as batch statistics, the same on every process.
+      workers: whose.
+
+    Returns:
+      The tree with leaves ``[workers, ...]`` on the mesh; typed random keys are each worker's own.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, lioncub_jax as lc
+      >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> lc.training.own_state({"mean": jnp.ones(3)}, lc.Workers(mesh, "data"))["mean"].shape
+      (1, 3)
+
+    Source: this library.
+    """
 
     def own(model_state: Any) -> Any:
         model_state = wires.varying(model_state, workers.axes)
         return jax.tree.map(lambda x: kinds.fold_own(workers, x)[None], model_state)
 
-    copies = workers.map(own, (P(),), P(workers.axes), explicit=False)
-    step = jax.device_put(jnp.zeros((), jnp.int32), everywhere)
-    return TrainState(step, params, jax.jit(copies)(model_state), tx.init(params), jnp.copy(rng))
+    everywhere = NamedSharding(workers.mesh, P())
+    placed = jax.tree.map(lambda x: _on_all(x, everywhere), model_state)
+    return jax.jit(workers.map(own, (P(),), P(workers.axes), explicit=False))(placed)
 
 
 def _opened(params: Any, specs: Any, workers: Workers) -> tuple[Any, Any]:

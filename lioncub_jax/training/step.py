@@ -17,16 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import Var
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax import checks, exchange, wires
+from lioncub_jax import checks, wires
 from lioncub_jax.layout import Holder
-from lioncub_jax.mesh.placement import Static, Workers, workers_of
+from lioncub_jax.mesh.placement import Workers, workers_of
 from lioncub_jax.mesh.specs import (
     axes_of,
-    by_type,
     check_batch_spec,
     parts,
     spec_of,
@@ -34,10 +32,8 @@ from lioncub_jax.mesh.specs import (
 )
 from lioncub_jax.training import gradients
 from lioncub_jax.training.gradients import StatefulLoss
+from lioncub_jax.training.typed import agreed, check_agreed, specs_here, state_specs
 from lioncub_jax.wires import AxisName
-
-
-_VALUE = {"value": 0.0}  # of the loss, which some transforms ask for
 
 
 class TrainState(NamedTuple):
@@ -73,7 +69,7 @@ def on_mesh(
     axis_name: AxisName | None = None,
     group_axis: AxisName | None = None,
     specs: Any = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> "OnMesh":
     """Runs a transform of this library on global arrays, so that it drops into a trainer under ``jax.jit``.
 
     Parameters, state and updates are ordinary global arrays with ``NamedSharding``s. Only gradients have
@@ -91,7 +87,9 @@ def on_mesh(
     Returns:
       A transform. ``init(params)`` returns state whose leaves are ``[workers, ...]`` where workers
       differ. ``update(updates, state, params, abstain=None)`` takes gradients ``[workers, ...]`` and
-      ``abstain`` ``bool[workers]``; parameters are required.
+      ``abstain`` ``bool[workers]``; parameters are required. ``shardings(params)`` says where the state
+      lies, for a step with ``in_shardings`` or ``out_shardings``. Inside a ``shard_map`` over the workers
+      ``update`` takes what is there: this worker's gradients, and its entry ``[1, ...]`` of the state.
 
     Raises:
       TypeError: for a mesh that is none.
@@ -127,12 +125,42 @@ def on_mesh(
     ) -> tuple[Any, Any]:
         if params is None:
             raise ValueError("on_mesh(tx).update needs params: give update(grads, state, params)")
+        if set(workers.axes) <= set(jax.sharding.get_abstract_mesh().manual_axes):
+            return _update_here(tx, workers, updates, state, params, abstain, **extra)
         cut = workers.cut(params, specs)
         _check_gradients(updates, params, workers)
         _check_abstain(abstain, workers)
         return _update(tx, workers, cut, updates, state, params, abstain, **extra)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    def lies(params: optax.Params) -> Any:
+        held = state_specs(tx, workers, params, workers.cut(params, specs))
+        return workers.laid(held, jax.eval_shape(init, params))
+
+    on = OnMesh(init, update)
+    on.specs, on.shardings = lies, lambda params: workers.shardings(lies(params))
+    return on
+
+
+class OnMesh(optax.GradientTransformationExtraArgs):
+    """A transform on global arrays; see `on_mesh`.
+
+    Attributes:
+      shardings: ``params -> state`` of ``NamedSharding``s instead of arrays: where the state lies. For the
+        ``in_shardings`` and ``out_shardings`` of a step; shapes will do for the parameters.
+      specs: the same of ``PartitionSpec``s, for ``in_specs`` and ``out_specs``.
+
+    Example:
+      >>> import jax, lioncub_jax as lc
+      >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> tx = lc.on_mesh(lc.lion_cub(1e-4, axis_name="data"), lc.Workers(mesh, "data"))
+      >>> tx.shardings({"w": jax.ShapeDtypeStruct((2, 3), "float32")})[0].mu["w"].spec == jax.P("data")
+      True
+
+    Source: this library.
+    """
+
+    shardings: Callable[[optax.Params], Any]
+    specs: Callable[[optax.Params], Any]
 
 
 def _update(
@@ -157,13 +185,34 @@ def _update(
             arrays = {**arrays, "abstain": abstain[0]}
         grads, before = updates, state
         updates, state = tx.update(grads, before, params, **extra | arrays)
-        updates = _agreed(tx, workers, updates, grads, before, params)
-        _check_agreed(updates, workers)
+        updates = agreed(tx, workers, updates, grads, before, params)
+        check_agreed(updates, workers)
         return updates, workers.stack(state, held)
 
     in_specs = lead, held, cut, P(workers.axes), P()
     run = workers.map(worker, in_specs, (cut, held), explicit=True)
     return workers.hold(run(updates, state, params, abstain, arrays), (cut, held))
+
+
+def _update_here(
+    tx: Any,
+    workers: Workers,
+    grads: Any,
+    state: Any,
+    params: Any,
+    abstain: Any,
+    /,
+    **extra: Any,
+) -> tuple[Any, Any]:
+    """The update of `on_mesh` within a ``shard_map`` over the workers: gradients are this worker's own."""
+    held = specs_here(tx, workers, params)
+    _check_state(state, held, workers, here=True)
+    own = workers.stack(state, held, undo=True)
+    extra |= {} if abstain is None else {"abstain": abstain}
+    updates, after = tx.update(grads, own, params, **extra)
+    updates = agreed(tx, workers, updates, grads, own, params)
+    check_agreed(updates, workers)
+    return updates, workers.stack(after, held)
 
 
 def _are_arrays(tree: Any) -> bool:
@@ -353,93 +402,6 @@ def make_train_step(
     return TrainStep(step, workers, batch_spec, accumulate, donate)
 
 
-def state_specs(tx: Any, workers: Workers, params: Any, cut: Any) -> Any:
-    """A spec for each leaf of the optimizer state: over the workers' axes, where theirs differ."""
-
-    def probe(params: Any) -> Static:
-        leaves, structure = jax.tree.flatten(_typed_state(tx, workers, params))
-        return Static((structure, by_type(leaves, workers.axes)))
-
-    structure, specs = jax.eval_shape(workers.map(probe, (cut,), P(), explicit=True), params).value
-    return jax.tree.unflatten(structure, specs)
-
-
-def _typed_state(tx: Any, workers: Workers, params: Any) -> Any:
-    """A state whose types vary over the workers where it will, once there were gradients.
-
-    What a transform keeps of gradients is each worker's own, what it keeps of agreed updates is the same for
-    all: only its update tells, so it is traced until no more of the state varies.
-    """
-    state = _known_own(tx.init(params), workers)
-    _check_waits(state)
-    grads = wires.varying(jax.tree.map(jnp.zeros_like, params), workers.axes)
-    while True:
-        with exchange.only_types():
-            _, after = tx.update(grads, state, params, **_VALUE)
-        before, structure = jax.tree.flatten(state)
-        for i, (x, y) in enumerate(zip(before, structure.flatten_up_to(after), strict=True)):
-            before[i] = wires.varying(x, tuple(wires.varying_axes(y)))
-        varied = jax.tree.unflatten(structure, before)
-        if jax.tree.map(wires.varying_axes, varied) == jax.tree.map(wires.varying_axes, state):
-            return state
-        state = varied
-
-
-def _known_own(state: Any, workers: Workers) -> Any:
-    """A state in which what is known to be each worker's own varies: a ``cond`` wants it from the start."""
-    vary = partial(wires.varying, axis=workers.axes)
-
-    def own(part: Any) -> Any:
-        if isinstance(part, exchange.CommunicateState):
-            return part._replace(mu=vary(part.mu), error=vary(part.error))
-        if isinstance(part, optax.MultiStepsState):
-            inner = _known_own(part.inner_opt_state, workers)
-            return part._replace(acc_grads=vary(part.acc_grads), inner_opt_state=inner)
-        return part
-
-    kinds = exchange.CommunicateState, optax.MultiStepsState
-    return jax.tree.map(own, state, is_leaf=lambda x: isinstance(x, kinds))
-
-
-def _agreed(tx: Any, workers: Workers, updates: Any, grads: Any, state: Any, params: Any) -> Any:
-    """Updates, those that no gradient has touched typed as the same for all, such as a frozen leaf's."""
-    leaves, structure = jax.tree.flatten(updates)
-    if not any(_varies(x, workers) for x in leaves):
-        return updates
-
-    def types_of(own: Any, params: Any) -> list[Any]:
-        with exchange.only_types():
-            updates, _ = tx.update(*own, params, **_VALUE)
-        return jax.tree.leaves(updates)
-
-    traced = jax.make_jaxpr(types_of)((grads, state), params).jaxpr
-    touched = set(traced.invars[: len(jax.tree.leaves((grads, state)))])
-    for step in traced.eqns:
-        if any(isinstance(x, Var) and x in touched for x in step.invars):
-            touched.update(step.outvars)
-    alike = types_of((jax.tree.map(jnp.zeros_like, params), state), params)
-    for i, (x, out) in enumerate(zip(leaves, traced.outvars, strict=True)):
-        if _varies(x, workers) and not (isinstance(out, Var) and out in touched):
-            leaves[i] = alike[i]
-    return jax.tree.unflatten(structure, leaves)
-
-
-def _varies(x: jax.Array, workers: Workers) -> bool:
-    return not wires.varying_axes(x).isdisjoint(workers.axes)
-
-
-def _check_waits(state: Any) -> None:
-    """Raises ``ValueError`` for a transform that would let some workers wait for others for ever."""
-    kind = optax.ApplyIfFiniteState
-    for part in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kind)):
-        if isinstance(part, kind):
-            raise ValueError(
-                "optax.apply_if_finite is around a transform whose workers talk: a worker with a NaN would "
-                "skip the vote that the others wait in. Leave it out: a worker whose gradient is not finite "
-                "abstains by itself"
-            )
-
-
 def _check_gradients(updates: Any, params: Any, workers: Workers) -> None:
     """Raises ``ValueError`` unless there is a gradient of each parameter for each worker."""
     lines = (
@@ -461,7 +423,7 @@ def _check_gradients(updates: Any, params: Any, workers: Workers) -> None:
             )
 
 
-def _check_state(state: Any, specs: Any, workers: Workers) -> None:
+def _check_state(state: Any, specs: Any, workers: Workers, here: bool = False) -> None:
     """Raises ``ValueError`` for a state that another optimizer made, or for other workers."""
     advice = "make the state by init_state or init of this optimizer, with the same parameters and workers"
     flat = jax.tree.leaves(specs)
@@ -475,6 +437,7 @@ def _check_state(state: Any, specs: Any, workers: Workers) -> None:
             continue
         # A slice that all owners have alike differs over the devices of a group alone.
         holders = math.prod(map(workers.mesh.shape.__getitem__, axes_of(spec[0])))
+        holders = 1 if here else holders
         for x in jax.tree.leaves(part):
             if jnp.shape(x)[:1] != (holders,):
                 raise ValueError(
@@ -488,36 +451,3 @@ def _check_abstain(abstain: Any, workers: Workers) -> None:
         raise ValueError(
             f"abstain has shape {jnp.shape(abstain)}: give bool[{workers.count}], a flag for each worker"
         )
-
-
-def _check_agreed(updates: Any, workers: Workers) -> None:
-    """Raises ``ValueError`` for an update that differs between workers, by its type."""
-    leaves = jax.tree_util.tree_leaves_with_path(updates)
-    differing = [(path, x) for path, x in leaves if _varies(x, workers)]
-    if not differing:
-        return
-    varies = frozenset().union(*[wires.varying_axes(x) for _, x in differing])
-    over = tuple(n for n in workers.axes if n in varies)
-    alike = tuple(n for n in workers.axes if n not in varies)
-    differs = (
-        "the optimizer's update differs between workers, so their parameters would drift apart"
-    )
-    if alike:
-        raise ValueError(
-            f"{differs}: it is the same over {alike} and not over {over}. The step has "
-            f"{workers}; give the optimizer the same (a group_axis must be given to both), or a "
-            "lioncub_jax.Workers to both: "
-            "lion_cub(..., axis_name=workers), make_train_step(loss, tx, workers)"
-        )
-    if len(differing) < len(leaves):
-        named = ", ".join(jax.tree_util.keystr(path) for path, _ in differing[:3])
-        raise ValueError(
-            f"{differs}: the leaves {named} do, which a mask or label keeps from the transform that "
-            "communicates. Give them optax.set_to_zero() to freeze them, or "
-            f"global_gradients(tx, {workers.axis_name!r}) to train them in full precision"
-        )
-    raise ValueError(
-        f"{differs}: put a transform that communicates in the chain, such as "
-        f"lion_cub(..., axis_name={workers.axis_name!r}), or wrap yours in "
-        f"global_gradients(tx, {workers.axis_name!r})"
-    )
