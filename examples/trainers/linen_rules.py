@@ -53,14 +53,14 @@ def build(mesh, learning_rate):
     """The first state, made in the devices' memory as the rules say, and the jitted step."""
     model = LanguageModel()
     tokens = jnp.zeros((BATCH, CONTEXT), jnp.int32)
-    tx = optax.lion(learning_rate, weight_decay=0.1)
+    tx = optax.lion(learning_rate)
 
     def init(key):
         params = model.init(key, tokens)["params"]
         return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
-    names = nn.get_partition_spec(jax.eval_shape(init, jax.random.key(0)))
-    shardings = nn.logical_to_mesh_sharding(names, mesh, RULES)
+    abstract = jax.eval_shape(init, jax.random.key(0))
+    shardings = nn.logical_to_mesh_sharding(nn.get_partition_spec(abstract), mesh, RULES)
     with mesh, nn.logical_axis_rules(RULES):
         state = jax.jit(init, out_shardings=shardings)(jax.random.key(0))
     state = nn.unbox(state)
