@@ -1,10 +1,13 @@
 """What is refused when a transform is built or traced, and what the error advises."""
 
+import warnings
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from lioncub_jax import wires
 from lioncub_jax.decide import Down, Owner
@@ -74,6 +77,71 @@ def check_local(updates: Any, axis_name: AxisName, group_axis: AxisName | None =
             "precision, and there is nothing left to vote on. jax.grad does that for parameters that do "
             "not vary over the axis; take local gradients with lioncub_jax.local_value_and_grad"
         )
+
+
+def watch_workers(updates: Any, params: Any, count: jax.Array, axis: AxisName) -> None:
+    """Raises, at run time, for gradients that all workers have alike, and parameters that they have not.
+
+    For ``pmap`` and ``shard_map(check_vma=False)``, where types do not tell: gradients of the first three
+    steps, parameters at steps that are a power of two or a multiple of 128, a word from each worker.
+    """
+    if wires.tracked(axis) or wires.workers_on(axis) == 1:
+        return
+    _warn_of_masked(updates, axis)
+    early = count < 3
+    due = early | (count & (count - 1) == 0) | (count % 128 == 0)
+
+    def look() -> None:
+        grads, parameters = _checksum(updates), _checksum(params)
+        sums = wires.gather_words(jnp.stack([grads, parameters]), axis)
+        alike, apart = jnp.all(sums == sums[0], axis=0), jnp.any(sums != sums[0], axis=0)
+        finite = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(updates)]
+        averaged = early & alike[0] & (grads != 0) & jnp.all(jnp.stack(finite or [jnp.bool_(True)]))
+        wrong = averaged | apart[1]
+        tell = partial(jax.debug.callback, _tell_workers, sums, averaged, count)
+        jax.lax.cond(wrong, tell, lambda: None)
+
+    jax.lax.cond(due, look, lambda: None)
+
+
+def _warn_of_masked(updates: Any, axis: AxisName) -> None:
+    is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
+    leaves = jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_masked)
+    if hidden := [jax.tree_util.keystr(path) for path, x in leaves if is_masked(x)]:
+        warnings.warn(
+            f"the leaves {', '.join(hidden[:3])} are masked from the vote, and here (pmap, or "
+            "check_vma=False) types do not tell whether their updates are the same for all workers: "
+            "optax.masked gives each worker its own gradient, and parameters drift apart. Give them "
+            f"optax.set_to_zero() or global_gradients(tx, {axis!r}) in optax.partition",
+            stacklevel=2,
+        )
+
+
+def _checksum(tree: Any) -> jax.Array:
+    """``uint32[]``: a sum of the bits of all floating leaves, each weighed by its place."""
+    total = jnp.zeros((), jnp.uint32)
+    for x in jax.tree.leaves(tree):
+        bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32).reshape(-1)
+        place = jnp.arange(bits.size, dtype=jnp.uint32)
+        total = total * jnp.uint32(31) + jnp.sum(bits * (2 * place + 1), dtype=jnp.uint32)
+    return total
+
+
+def _tell_workers(sums: Any, averaged: Any, step: Any) -> None:
+    if averaged:
+        raise ValueError(
+            f"step {step}: the gradients of all {len(sums)} workers are the same to the bit, so there is "
+            "nothing to vote on. Either they are averaged before the vote: leave lax.pmean(grads) out, and "
+            "take gradients with lioncub_jax.local_value_and_grad. Or all workers have the same batch: "
+            "give each its own part of it"
+        )
+    other = int(np.argmax(sums[:, 1] != sums[0, 1]))
+    raise ValueError(
+        f"step {step}: the parameters of workers 0 and {other} differ, so replicas drift apart. Updates "
+        "must be the same for all: a leaf that optax.masked keeps from the vote gets each worker's own "
+        "gradient (give it optax.set_to_zero() or global_gradients(tx, axis_name)); and all workers must "
+        "start from the same parameters"
+    )
 
 
 def check_kinds(**parts: tuple[Any, type]) -> None:

@@ -221,6 +221,7 @@ def communicate(
             return agreed, state._replace(mu=own[0], error=own[1])
         checks.check_leaves(updates)
         checks.check_local(updates, axis_name, group_axis)
+        checks.watch_workers(updates, params, state.count, axis_name)
         abstain = None if abstain is None else checks.as_flag(abstain)
         # Results lie as what they replace.
         cut = cut_of((updates, state))

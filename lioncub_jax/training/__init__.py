@@ -1,12 +1,8 @@
 """A training step on a mesh: each worker's own gradient, and one agreed update."""
 
-from lioncub_jax.training.gradients import (
-    StatefulLoss,
-    from_nnx,
-    local_value_and_grad,
-    worker_value_and_grad,
-)
+from lioncub_jax.training.gradients import local_value_and_grad, worker_value_and_grad
 from lioncub_jax.training.kinds import Kind, batch, folded, own, same
+from lioncub_jax.training.modules import StatefulLoss, from_nnx
 from lioncub_jax.training.state import abstract_state, init_state, own_state
 from lioncub_jax.training.stats import (
     DriftStats,

@@ -5,8 +5,10 @@ full precision: training works, and nothing is saved. Here parameters are cast t
 workers first, so that gradients stay local.
 """
 
+import inspect
+import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,31 +20,9 @@ from lioncub_jax import wires
 from lioncub_jax.mesh.inner import of_model
 from lioncub_jax.mesh.placement import Static, Workers, workers_of
 from lioncub_jax.mesh.specs import stacked
-from lioncub_jax.training import kinds
+from lioncub_jax.training import kinds, modules
+from lioncub_jax.training.modules import StatefulLoss
 from lioncub_jax.wires import AxisName
-
-if TYPE_CHECKING:
-    from flax import nnx
-
-
-class StatefulLoss(NamedTuple):
-    """A loss of a model with state of its own.
-
-    Attributes:
-      fn: ``(params, model_state, batch, rng) -> (loss, aux, model_state)``.
-
-    Example:
-      A flax linen model with batch statistics:
-
-      >>> import lioncub_jax as lc
-      >>> def fn(params, model_state, batch, rng):
-      ...     variables = {"params": params, **model_state}
-      ...     out, new = model.apply(variables, batch, mutable=["batch_stats"], rngs={"dropout": rng})
-      ...     return (out**2).mean(), {}, new
-      >>> loss = lc.StatefulLoss(fn)
-    """
-
-    fn: Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, Any, Any]]
 
 
 def local_value_and_grad(
@@ -110,11 +90,16 @@ def worker_value_and_grad(
     Returns:
       A function ``(params, *args) -> (value, grads)``. ``grads`` have a leading ``[workers]`` axis, for
       `on_mesh`. The loss and other floating numbers are averaged over the workers, whole numbers are
-      added, arrays are treated as ``aux_kinds`` say.
+      added, arrays are treated as ``aux_kinds`` say. For the parameters an ``nnx.Module`` may stand, as with
+      ``nnx.value_and_grad``: gradients are those of its ``nnx.Param``, and its random streams go on, each
+      worker's its own.
 
     Raises:
       TypeError, ValueError: as `on_mesh`; when traced, for an array whose kind is not given, or that the
-        workers do not divide.
+        workers do not divide, and for an ``nnx.Module`` with batch statistics.
+
+    Warns:
+      UserWarning: for a loss that closes over a random key, which all workers would share.
 
     Example:
       Class weights go whole to each worker:
@@ -131,9 +116,15 @@ def worker_value_and_grad(
     Source: this library.
     """
     workers = workers_of(workers, axis_name, group_axis)
+    _warn_of_keys(loss_fn)
     value_and_grad = local_value_and_grad(loss_fn, workers, has_aux)
 
     def of_all(params: Any, *args: Any) -> Any:
+        if modules.is_module(params):
+            given = {"in_kinds": in_kinds, "aux_kinds": aux_kinds, "has_aux": has_aux}
+            return modules.value_and_grad(
+                worker_value_and_grad, loss_fn, workers, params, args, given
+            )
         cut = workers.cut(params, specs, needed=False)
         each = kinds.of_arguments(loss_fn, args, in_kinds)
         kinds.check_shapes(loss_fn, args, each, workers)
@@ -154,6 +145,17 @@ def worker_value_and_grad(
         return joined(arrays, numbers, structure), grads
 
     return of_all
+
+
+def _warn_of_keys(loss_fn: Callable[..., Any]) -> None:
+    """Warns of random keys that all workers would share."""
+    for name, key in inspect.getclosurevars(inspect.unwrap(loss_fn)).nonlocals.items():
+        if kinds.is_key(key) or kinds.is_raw_key(key):
+            warnings.warn(
+                f"the loss closes over the random key {name!r}, so all workers draw the same, such as one "
+                "dropout mask: give it as an argument of the loss, into which each worker folds its number",
+                stacklevel=3,
+            )
 
 
 def reduced(
@@ -186,50 +188,6 @@ def joined(arrays: dict[int, jax.Array], numbers: dict[int, jax.Array], structur
     return jax.tree.unflatten(structure.value, jax.tree.leaves(arrays | numbers))  # sorted by place
 
 
-def from_nnx(
-    model: "nnx.Module", loss_fn: Callable[[Any, Any], Any]
-) -> tuple[StatefulLoss, Any, Any]:
-    """Splits a flax nnx model for ``init_state`` and ``make_train_step``.
-
-    Args:
-      model: any ``nnx.Module``. Its ``nnx.Param`` are trained; everything else (batch statistics,
-        random streams) becomes each worker's own model state.
-      loss_fn: ``(model, batch) -> loss`` or ``(loss, aux)``.
-
-    Returns:
-      ``(loss, params, model_state)``. ``nnx.update(model, state.params, mean_model_state(state))`` puts
-      what was trained back, for evaluation.
-
-    Raises:
-      TypeError: for anything but an nnx module.
-
-    Example:
-      >>> from flax import nnx
-      >>> import lioncub_jax as lc
-      >>> model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
-      >>> loss, params, model_state = lc.from_nnx(model, lambda m, x: (m(x) ** 2).mean())
-    """
-    from flax import nnx  # not loaded for those who do not use it
-
-    if not isinstance(model, nnx.Module):
-        raise TypeError(
-            f"from_nnx is given a {type(model).__name__}: give a flax.nnx.Module; a tree of parameters "
-            "needs no splitting: give it to init_state, and a loss (params, batch, rng) to make_train_step"
-        )
-    graph, params, rest = nnx.split(model, nnx.Param, ...)  # type: ignore[misc]
-
-    def fn(params: Any, model_state: Any, batch: Any, rng: jax.Array) -> tuple[Any, Any, Any]:
-        del rng  # the model holds its own random streams
-        # nnx lets a variable be written only at the trace level where it was made.
-        own = jax.tree.map(lambda x: x, model_state)
-        replica = nnx.merge(graph, params, own)
-        loss, aux = _with_aux(loss_fn(replica, batch))
-        _, _, model_state = nnx.split(replica, nnx.Param, ...)  # type: ignore[misc]
-        return loss, aux, model_state
-
-    return StatefulLoss(fn), params, rest
-
-
 def local_gradients(
     loss_fn: Callable[..., Any] | StatefulLoss, axis: AxisName, accumulate: int
 ) -> Callable[..., Any]:
@@ -239,7 +197,7 @@ def local_gradients(
         if isinstance(loss_fn, StatefulLoss):
             loss, aux, model_state = loss_fn.fn(params, model_state, batch, rng)
         else:
-            loss, aux = _with_aux(loss_fn(params, batch, rng))
+            loss, aux = modules.with_aux(loss_fn(params, batch, rng))
         return loss, (aux, model_state)
 
     value_and_grad = local_value_and_grad(loss_of, axis, has_aux=True)
@@ -264,10 +222,6 @@ def local_gradients(
         return (jnp.mean(losses), (jax.tree.map(_over_parts, auxes), model_state)), grads
 
     return value_and_grad if accumulate == 1 else in_parts
-
-
-def _with_aux(out: Any) -> tuple[Any, Any]:
-    return out if isinstance(out, tuple) else (out, {})
 
 
 def _over_parts(x: jax.Array) -> jax.Array:

@@ -51,6 +51,17 @@ def is_key(x: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
+def is_raw_key(x: Any) -> bool:
+    """Whether something looks like ``jax.random.PRNGKey``."""
+    return jnp.shape(x) == (2,) and getattr(x, "dtype", None) == jnp.uint32
+
+
+def default_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The kinds of arguments where none are given: the first is the batch if no other has arrays."""
+    arrays = [any(jnp.ndim(x) for x in jax.tree.leaves(arg)) for arg in args]
+    return tuple(batch if i == 0 and sum(arrays) == 1 else None for i in range(len(args)))
+
+
 def of_arguments(loss_fn: Callable[..., Any], args: tuple[Any, ...], given: Any) -> list[Kind]:
     """A `Kind` for each leaf of the arguments behind the parameters.
 
@@ -58,10 +69,7 @@ def of_arguments(loss_fn: Callable[..., Any], args: tuple[Any, ...], given: Any)
       TypeError: for kinds that are none, or that do not match the arguments.
       ValueError: for an array without a kind, raw random keys, and a loss without a batch.
     """
-    arrays = [any(jnp.ndim(x) for x in jax.tree.leaves(arg)) for arg in args]
-    if given is None:
-        # Only where nothing else could be meant.
-        given = tuple(batch if i == 0 and sum(arrays) == 1 else None for i in range(len(args)))
+    given = default_of(args) if given is None else given
     leaves = jax.tree_util.tree_leaves_with_path(args)
     kinds = _spread("in_kinds", given, args)
     found = [_of_argument(loss_fn, *leaf, kind) for leaf, kind in zip(leaves, kinds, strict=True)]
@@ -89,7 +97,7 @@ def _of_argument(loss_fn: Callable[..., Any], path: Any, x: Any, kind: Any) -> K
         return same
     if kind is not _OPEN:
         return kind
-    if jnp.shape(x) == (2,) and jnp.asarray(x).dtype == jnp.uint32:
+    if is_raw_key(x):
         raise ValueError(
             f"{where} looks like a raw random key, which all workers would share, or which would be cut "
             "like a batch: give a typed one, jax.random.key(seed)"

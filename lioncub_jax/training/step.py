@@ -31,7 +31,7 @@ from lioncub_jax.mesh.specs import (
     stacked,
 )
 from lioncub_jax.training import gradients
-from lioncub_jax.training.gradients import StatefulLoss
+from lioncub_jax.training.modules import StatefulLoss
 from lioncub_jax.training.typed import agreed, check_agreed, specs_here, state_specs
 from lioncub_jax.wires import AxisName
 

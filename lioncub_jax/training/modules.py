@@ -1,0 +1,134 @@
+"""Losses of models that keep state of their own, and of flax's nnx modules."""
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+
+from lioncub_jax.mesh.placement import Workers
+from lioncub_jax.training import kinds
+
+if TYPE_CHECKING:
+    from flax import nnx
+
+
+class StatefulLoss(NamedTuple):
+    """A loss of a model with state of its own.
+
+    Attributes:
+      fn: ``(params, model_state, batch, rng) -> (loss, aux, model_state)``.
+
+    Example:
+      A flax linen model with batch statistics:
+
+      >>> import lioncub_jax as lc
+      >>> def fn(params, model_state, batch, rng):
+      ...     variables = {"params": params, **model_state}
+      ...     out, new = model.apply(variables, batch, mutable=["batch_stats"], rngs={"dropout": rng})
+      ...     return (out**2).mean(), {}, new
+      >>> loss = lc.StatefulLoss(fn)
+    """
+
+    fn: Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, Any, Any]]
+
+
+def from_nnx(
+    model: "nnx.Module", loss_fn: Callable[[Any, Any], Any]
+) -> tuple[StatefulLoss, Any, Any]:
+    """Splits a flax nnx model for ``init_state`` and ``make_train_step``.
+
+    Args:
+      model: any ``nnx.Module``. Its ``nnx.Param`` are trained; everything else (batch statistics,
+        random streams) becomes each worker's own model state.
+      loss_fn: ``(model, batch) -> loss`` or ``(loss, aux)``.
+
+    Returns:
+      ``(loss, params, model_state)``. ``nnx.update(model, state.params, mean_model_state(state))`` puts
+      what was trained back, for evaluation.
+
+    Raises:
+      TypeError: for anything but an nnx module.
+
+    Example:
+      >>> from flax import nnx
+      >>> import lioncub_jax as lc
+      >>> model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+      >>> loss, params, model_state = lc.from_nnx(model, lambda m, x: (m(x) ** 2).mean())
+    """
+    from flax import nnx  # not loaded for those who do not use it
+
+    if not isinstance(model, nnx.Module):
+        raise TypeError(
+            f"from_nnx is given a {type(model).__name__}: give a flax.nnx.Module; a tree of parameters "
+            "needs no splitting: give it to init_state, and a loss (params, batch, rng) to make_train_step"
+        )
+    graph, params, rest = nnx.split(model, nnx.Param, ...)  # type: ignore[misc]
+
+    def fn(params: Any, model_state: Any, batch: Any, rng: jax.Array) -> tuple[Any, Any, Any]:
+        del rng  # the model holds its own random streams
+        # nnx lets a variable be written only at the trace level where it was made.
+        own = jax.tree.map(lambda x: x, model_state)
+        replica = nnx.merge(graph, params, own)
+        loss, aux = with_aux(loss_fn(replica, batch))
+        _, _, model_state = nnx.split(replica, nnx.Param, ...)  # type: ignore[misc]
+        return loss, aux, model_state
+
+    return StatefulLoss(fn), params, rest
+
+
+def with_aux(out: Any) -> tuple[Any, Any]:
+    """A loss and what it says besides, if anything."""
+    return out if isinstance(out, tuple) else (out, {})
+
+
+def is_module(x: Any) -> bool:
+    """Whether something is an ``nnx.Module``."""
+    if "flax" not in sys.modules:
+        return False
+    from flax import nnx
+
+    return isinstance(x, nnx.Module)
+
+
+def value_and_grad(
+    of_params: Callable[..., Any],
+    loss_fn: Callable[..., Any],
+    workers: Workers,
+    model: "nnx.Module",
+    args: tuple[Any, ...],
+    given: dict[str, Any],
+) -> tuple[Any, Any]:
+    """`worker_value_and_grad` of a module, by ``of_params``, that of a tree of parameters."""
+    from flax import nnx
+
+    graph, params, streams, rest = nnx.split(model, nnx.Param, nnx.RngState, ...)  # type: ignore[misc]
+    if jax.tree.leaves(rest):
+        named = ", ".join(
+            jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(rest)[:3]
+        )
+        raise ValueError(
+            f"the module keeps state of its own: {named}. Each worker has its own of it, so give "
+            "make_train_step what from_nnx(model, loss_fn) returns; or split the module, and give the "
+            "state as an argument of the loss, in_kinds=training.own"
+        )
+
+    def of_parts(params: Any, streams: Any, *args: Any) -> Any:
+        # nnx lets a variable be written only at the trace level where it was made.
+        own = jax.tree.map(lambda x: x, streams)
+        replica = nnx.merge(graph, params, own, rest)
+        out = loss_fn(replica, *args)
+        value, aux = out if given["has_aux"] else (out, ())
+        return value, (aux, nnx.state(replica, nnx.RngCount))
+
+    each = jax.tree.map(lambda x: kinds.folded if kinds.is_key(x) else kinds.same, streams)
+    in_kinds = given["in_kinds"]
+    if in_kinds is None:
+        in_kinds = kinds.default_of(args)
+    grad_fn = of_params(
+        of_parts, workers, in_kinds=(each, *in_kinds), aux_kinds=(given["aux_kinds"], kinds.own),
+        has_aux=True,
+    )  # fmt: skip
+    (value, (aux, counts)), grads = grad_fn(params, streams, *args)
+    nnx.update(model, jax.tree.map(lambda x: x[0], counts))  # all workers draw as often
+    return ((value, aux) if given["has_aux"] else value), grads
