@@ -1,6 +1,8 @@
 """The lines that docs/drop_in.md shows, applied to the usual trainers that it shows them for."""
 
+import contextlib
 import functools
+import os
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.traffic.compiled import collectives
 
+os.environ.setdefault("KERAS_BACKEND", "jax")  # before anything imports keras
 ROOT = Path(__file__).parents[1]
 TRAINERS = ROOT / "examples" / "trainers"
 STYLES = sorted(path.stem for path in TRAINERS.glob("*.py") if path.stem != "common")
@@ -20,6 +23,8 @@ NEEDS = {"equinox_filter": "equinox", "haiku_rnn": "haiku", "keras_stateless": "
 WORKERS = {"data", "batch"}  # what the trainers call their axis
 STEPS, LEARNING_RATE = 20, 3e-3
 NOISE = 0.1  # in the mean loss of the last three steps; seeds of Lion's differ by as much
+# Each worker draws its own units to drop, and has statistics of its own rows, from the first step on.
+OF_CHANCE = {"keras_stateless", "linen_batch_stats"}
 
 
 def shown():
@@ -62,14 +67,15 @@ def run(source):
     names = {"__name__": "trainer"}
     exec(compile(source, "trainer.py", "exec"), names)
     mesh = names["common"].make_mesh(**names["AXES"])
-    state, step = names["build"](mesh, LEARNING_RATE)
-    losses, found = [], None
-    for _, batch in zip(range(STEPS), names["batches"](mesh), strict=False):
-        if found is None:
-            compiled = step.lower(state, batch).compile()
-            found = collectives(getattr(compiled, "compiled", compiled), mesh)  # equinox wraps it
-        state, metrics = step(state, batch)
-        losses.append(float(np.mean(metrics["loss"])))
+    with names.get("around", contextlib.nullcontext)(mesh):
+        state, step = names["build"](mesh, LEARNING_RATE)
+        losses, found = [], None
+        for _, batch in zip(range(STEPS), names["batches"](mesh), strict=False):
+            if found is None:
+                compiled = step.lower(state, batch).compile()
+                found = collectives(getattr(compiled, "compiled", compiled), mesh)  # equinox wraps it
+            state, metrics = step(state, batch)
+            losses.append(float(np.mean(metrics["loss"])))
     return Run(losses, [one for one in found if crosses(one)], state)
 
 
@@ -91,10 +97,15 @@ def both(style):
 
 
 @pytest.fixture(params=STYLES)
-def trainers(request):
+def style(request):
     if request.param in NEEDS:
         pytest.importorskip(NEEDS[request.param])
-    return both(request.param)
+    return request.param
+
+
+@pytest.fixture
+def trainers(style):
+    return both(style)
 
 
 def test_every_trainer_is_shown():
@@ -129,9 +140,10 @@ def test_after_the_change_integers_alone_cross_the_workers_axis(trainers):
     assert sent < full / 10
 
 
-def test_after_the_change_it_learns_as_before(trainers):
+def test_after_the_change_it_learns_as_before(style, trainers):
     lion, cub = trainers
-    assert abs(cub.losses[0] - lion.losses[0]) < 1e-3
+    first = abs(cub.losses[0] - lion.losses[0])
+    assert first < (NOISE if style in OF_CHANCE else 1e-3)
     assert abs(np.mean(cub.losses[-3:]) - np.mean(lion.losses[-3:])) < NOISE
 
 

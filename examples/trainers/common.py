@@ -1,6 +1,7 @@
 """What the trainers here share: a mesh of CPU devices, real data, and the loop."""
 
 import argparse
+import contextlib
 import dataclasses
 import inspect
 import subprocess
@@ -38,7 +39,7 @@ def digit_batches(count, seed=0):
         yield (digits.images[chosen] / 16).astype(np.float32), digits.target[chosen].astype(np.int32)
 
 
-def main(axes, build, batches):
+def main(axes, build, batches, around=contextlib.nullcontext):
     """Trains for some steps and prints the loss now and then."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=200)
@@ -46,8 +47,9 @@ def main(axes, build, batches):
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 8)  # a CPU stands in for eight
     mesh = make_mesh(**axes)
-    state, train_step = build(mesh, args.learning_rate)
-    for step, batch in zip(range(args.steps), batches(mesh), strict=False):
-        state, metrics = train_step(state, batch)
-        if (step + 1) % 20 == 0:
-            print(step + 1, jax.tree.map(lambda x: round(float(np.mean(x)), 3), metrics))
+    with around(mesh):
+        state, train_step = build(mesh, args.learning_rate)
+        for step, batch in zip(range(args.steps), batches(mesh), strict=False):
+            state, metrics = train_step(state, batch)
+            if (step + 1) % 20 == 0:
+                print(step + 1, jax.tree.map(lambda x: round(float(np.mean(x)), 3), metrics))

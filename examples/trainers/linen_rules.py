@@ -5,6 +5,8 @@
 There is nothing of lioncub_jax in it. docs/drop_in.md shows the lines that make its workers vote.
 """
 
+import contextlib
+
 import common
 import jax
 import jax.numpy as jnp
@@ -49,6 +51,13 @@ class LanguageModel(nn.Module):
         return dense(256, "embed", "vocab")(nn.LayerNorm()(x))
 
 
+@contextlib.contextmanager
+def around(mesh):
+    """Where the names in the model mean something: around all that is traced."""
+    with jax.set_mesh(mesh), nn.logical_axis_rules(RULES):
+        yield
+
+
 def build(mesh, learning_rate):
     """The first state, made in the devices' memory as the rules say, and the jitted step."""
     model = LanguageModel()
@@ -61,17 +70,14 @@ def build(mesh, learning_rate):
 
     abstract = jax.eval_shape(init, jax.random.key(0))
     shardings = nn.logical_to_mesh_sharding(nn.get_partition_spec(abstract), mesh, RULES)
-    with mesh, nn.logical_axis_rules(RULES):
-        state = jax.jit(init, out_shardings=shardings)(jax.random.key(0))
-    state = nn.unbox(state)
+    state = nn.unbox(jax.jit(init, out_shardings=shardings)(jax.random.key(0)))
 
     def loss_fn(params, batch):
         logits = model.apply({"params": params}, batch[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
 
     def step(state, batch):
-        with mesh, nn.logical_axis_rules(RULES):
-            loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
+        loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
         return state.apply_gradients(grads=grads), {"loss": loss}
 
     rows = NamedSharding(mesh, P("data"))
@@ -87,4 +93,4 @@ def batches(mesh):
 
 
 if __name__ == "__main__":
-    common.main(AXES, build, batches)
+    common.main(AXES, build, batches, around)

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 AXES = {"data": 8}
-CONTEXT, BATCH, WIDTH, DEPTH = 8, 256, 64, 3
+CONTEXT, BATCH, WIDTH, DEPTH = 8, 512, 64, 3
 
 
 def init_params(key):
