@@ -24,7 +24,7 @@ WORKERS = {"data", "batch"}  # what the trainers call their axis
 STEPS, LEARNING_RATE = 20, 3e-3
 NOISE = 0.1  # in the mean loss of the last three steps; seeds of Lion's differ by as much
 # Each worker draws its own units to drop, and has statistics of its own rows, from the first step on.
-OF_CHANCE = {"keras_stateless", "linen_batch_stats"}
+OF_CHANCE = {"keras_stateless", "linen_batch_stats", "nnx_optimizer"}
 
 
 def shown():
@@ -73,7 +73,8 @@ def run(source):
         for _, batch in zip(range(STEPS), names["batches"](mesh), strict=False):
             if found is None:
                 compiled = step.lower(state, batch).compile()
-                found = collectives(getattr(compiled, "compiled", compiled), mesh)  # equinox wraps it
+                compiled = getattr(compiled, "compiled", compiled)  # equinox wraps it
+                found = collectives(compiled, mesh)
             state, metrics = step(state, batch)
             losses.append(float(np.mean(metrics["loss"])))
     return Run(losses, [one for one in found if crosses(one)], state)

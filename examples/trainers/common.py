@@ -15,9 +15,7 @@ from sklearn.datasets import load_digits
 
 def make_mesh(**axes):
     """A mesh such as ``make_mesh(data=4, fsdp=2)``; without devices enough, a CPU stands in for eight."""
-    return jax.make_mesh(
-        tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes)
-    )
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
 def text_batches(count, context, seed=0):
@@ -36,7 +34,10 @@ def digit_batches(count, seed=0):
     rng = np.random.default_rng(seed)
     while True:
         chosen = rng.integers(len(digits.target), size=count)
-        yield (digits.images[chosen] / 16).astype(np.float32), digits.target[chosen].astype(np.int32)
+        yield (
+            (digits.images[chosen] / 16).astype(np.float32),
+            digits.target[chosen].astype(np.int32),
+        )
 
 
 def main(axes, build, batches, around=contextlib.nullcontext):

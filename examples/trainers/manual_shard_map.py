@@ -9,7 +9,6 @@ import functools
 
 import common
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax

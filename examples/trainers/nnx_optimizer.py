@@ -26,13 +26,16 @@ class NextByte(nnx.Module):
     def __init__(self, rngs):
         normal, lecun = nnx.initializers.normal(0.1), nnx.initializers.lecun_normal()
         self.embed = nnx.Embed(256, 32, embedding_init=cut(normal, None, "fsdp"), rngs=rngs)
-        self.hidden = nnx.Linear(CONTEXT * 32, WIDTH, kernel_init=cut(lecun, "fsdp", None), rngs=rngs)
+        self.hidden = nnx.Linear(
+            CONTEXT * 32, WIDTH, kernel_init=cut(lecun, "fsdp", None), rngs=rngs
+        )
         self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
         self.out = nnx.Linear(WIDTH, 256, kernel_init=cut(lecun, None, "fsdp"), rngs=rngs)
 
     def __call__(self, text):
         x = self.embed(text).reshape(len(text), -1)
-        return self.out(nnx.relu(self.norm(self.hidden(x))))
+        return self.out(self.dropout(nnx.relu(self.norm(self.hidden(x)))))
 
 
 def build(mesh, learning_rate):
