@@ -87,7 +87,6 @@ def watch_workers(updates: Any, params: Any, count: jax.Array, axis: AxisName) -
     """
     if wires.tracked(axis) or wires.workers_on(axis) == 1:
         return
-    _warn_of_masked(updates, axis)
     early = count < 3
     due = early | (count & (count - 1) == 0) | (count % 128 == 0)
 
@@ -104,16 +103,33 @@ def watch_workers(updates: Any, params: Any, count: jax.Array, axis: AxisName) -
     jax.lax.cond(due, look, lambda: None)
 
 
-def _warn_of_masked(updates: Any, axis: AxisName) -> None:
+_reached: set[str] = set()  # leaves that a transform which communicates was given
+_masked: set[str] = (
+    set()
+)  # leaves that were kept from one, where types do not tell what becomes of them
+
+
+def note_leaves(updates: Any, axis: AxisName | None) -> None:
+    """Remembers which leaves a transform reduces over the workers, and which it is not given."""
+    if wires.tracked(axis):
+        return
     is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
-    leaves = jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_masked)
-    if hidden := [jax.tree_util.keystr(path) for path, x in leaves if is_masked(x)]:
+    for path, x in jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_masked):
+        (_masked if is_masked(x) else _reached).add(jax.tree_util.keystr(path))
+
+
+def warn_of_masked() -> None:
+    """Warns of leaves that no transform of a program, compiled by now, has reduced over the workers."""
+    hidden = sorted(_masked - _reached)
+    _masked.clear()
+    _reached.clear()
+    if hidden:
         warnings.warn(
             f"the leaves {', '.join(hidden[:3])} are masked from the vote, and here (pmap, or "
             "check_vma=False) types do not tell whether their updates are the same for all workers: "
-            "optax.masked gives each worker its own gradient, and parameters drift apart. Give them "
-            f"optax.set_to_zero() or global_gradients(tx, {axis!r}) in optax.partition",
-            stacklevel=2,
+            "optax.masked gives each worker its own gradient, and parameters drift apart. Train them by "
+            "global_gradients(tx, axis_name) in optax.partition; frozen by optax.set_to_zero() all is well",
+            stacklevel=3,
         )
 
 

@@ -188,6 +188,7 @@ def communicate(
         wanted = "a number of elements, or None"
         checks.check_count(f"bucket_size={bucket_size!r}", bucket_size, wanted)
     plan = Plan(axis_name, group_axis, memory, up, owner, down, wire, bucket_size)
+    apart = (*wires.names(axis_name), *wires.names(group_axis))
 
     def init(params: optax.Params) -> CommunicateState:
         checks.check_leaves(params)
@@ -197,9 +198,10 @@ def communicate(
             mu, error = memory.init(params), _no_errors(params, up.feedback)
         else:
             wires.workers_on(group_axis)  # bound here, or nobody knows whose slices these are
+            params = wires.varying(params, apart)  # as gradients do, from which buckets are made
             mu, error, owners = placement.on_shards(partial(_init_slices, plan), (params,))
         if owner.needs_values and group_axis is None:
-            leaves = jax.tree.leaves(params)
+            leaves = jax.tree.leaves(wires.varying(params, apart))
             owners = placement.on_shards(partial(init_owners, plan), (leaves,))
         # Each an array of its own: a training step donates them all.
         whole, real = partial(jnp.zeros, (), jnp.int32), partial(jnp.zeros, (), jnp.float32)
@@ -216,19 +218,15 @@ def communicate(
         del extra
         wires.workers_on(axis_name)
         if _only_types.get():
-            own = wires.varying((state.mu, state.error), axis_name)
-            agreed = jax.tree.map(lambda p, g: jnp.zeros_like(p, g.dtype), params, updates)
-            return agreed, state._replace(mu=own[0], error=own[1])
+            return _of_those_types(updates, state, apart)
         checks.check_leaves(updates)
         checks.check_local(updates, axis_name, group_axis)
+        checks.note_leaves(updates, axis_name)
         checks.watch_workers(updates, params, state.count, axis_name)
         abstain = None if abstain is None else checks.as_flag(abstain)
+        args = updates, state, abstain, _injectable(plan)
         # Results lie as what they replace.
-        cut = cut_of((updates, state))
-        injected = _arrays(memory.numbers), _arrays(owner.numbers)
-        return placement.on_shards(
-            partial(on_device, plan), (updates, state, abstain, injected), cut
-        )
+        return placement.on_shards(partial(on_device, plan), args, cut_of((updates, state)))
 
     tx = optax.GradientTransformationExtraArgs(init, update)
     return Sending.like(tx, plan.scheme, plan.sends)
@@ -331,9 +329,17 @@ class Ballot(NamedTuple):
     owner: Any
 
 
-def _arrays(numbers: tuple[Any, ...]) -> list[Any]:
+def _of_those_types(updates: Any, state: CommunicateState, axes: AxisName) -> Any:
+    """Something of the types of an update and the next state."""
+    mu, error = wires.varying((state.mu, state.error), axes)
+    agreed = jax.tree.map(partial(wires.same_everywhere, axis=axes), updates)
+    return agreed, state._replace(mu=mu, error=error)
+
+
+def _injectable(plan: Plan) -> list[list[Any]]:
     """Numbers that are arrays, which a ``shard_map`` in explicit axes may not close over; else None."""
-    return [x if isinstance(x, jax.Array) else None for x in numbers]
+    numbers = plan.memory.numbers, plan.owner.numbers
+    return [[x if isinstance(x, jax.Array) else None for x in each] for each in numbers]
 
 
 def _injected(part: Any, arrays: list[Any]) -> Any:

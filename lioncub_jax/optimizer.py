@@ -234,14 +234,13 @@ def scale_by_owner_lion(
     checks.check_kinds(quantizer=(quantizer, Quantizer))
     axis, group = names_of(axis_name, group_axis)
 
-    def owner(b1: Any, b2: Any) -> decide.Owner:
+    def owner(b1: Any, b2: Any, dominance: Any) -> decide.Owner:
         lion = optax.scale_by_lion(b1=b1, b2=b2, mu_dtype=mu_dtype)
-        return decide.momentum_at_owner(lion, dominance=dominance)._replace(
-            numbers=(b1, b2), with_numbers=owner
-        )
+        built = decide.momentum_at_owner(lion, dominance=dominance)
+        return built._replace(numbers=(b1, b2, dominance), with_numbers=owner)
 
     return communicate(
-        axis_name=axis, up=quantizer, owner=owner(b1, b2), wire=wire, group_axis=group,
+        axis_name=axis, up=quantizer, owner=owner(b1, b2, dominance), wire=wire, group_axis=group,
         bucket_size=bucket_size,
     )  # fmt: skip
 
@@ -323,6 +322,7 @@ def global_gradients(
         if axis is not None:
             wires.workers_on(axis)
             checks.check_local(updates, axis)
+            checks.note_leaves(updates, axis)
             updates = wires.mean_over_workers(updates, axis, dtype)
         updates, inner = tx.update(updates, state.inner, params, **extra)
         return updates, GlobalState(inner)

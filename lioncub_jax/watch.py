@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import jax
 
-from lioncub_jax import wires
+from lioncub_jax import checks, wires
 from lioncub_jax.units import bytes_text
 
 _MOST_NUMBERS = 128  # losses, metrics and counts; no leaf worth a vote is smaller
@@ -131,6 +131,7 @@ def _on_event(event: str, duration_secs: float, **about: str | int) -> None:
     voters = _voters(text)
     if voters is None:
         return
+    checks.warn_of_masked()
     wrong = _wrong(text, voters)
     if wrong and _mode == "raise":
         raise ValueError(wrong)

@@ -629,24 +629,30 @@ def test_bad_arguments_are_refused(tmp_path):
             **dict.fromkeys(("step", "params", "model_state", "opt_state", "rng"), ()))))  # fmt: skip
 
 
-def test_what_is_no_state_of_ours_is_refused_in_a_sentence(tmp_path):
-    from flax.training.train_state import TrainState as FlaxState
-
-    state, tx = small(), optax.lion(0.1)
-    params = {"w": jnp.ones((2, 3))}
-    flax_state = FlaxState.create(apply_fn=lambda x: x, params=params, tx=tx)
+def test_what_is_no_state_is_refused_in_a_sentence(tmp_path):
+    state, params = small(), {"w": jnp.ones((2, 3))}
     with Checkpoints(tmp_path, axis_name="data") as checkpoints:
         for call in (checkpoints.save, checkpoints.restore):
-            for given in (params, state.params, flax_state, state._asdict(), None):
+            for given in (params, None):
                 wanted = (
-                    rf"{call.__name__}\(.*\) got a {type(given).__name__}: give a lioncub_jax Train"
+                    rf"{call.__name__}\(.*\): the arrays of the state lie on 0 meshes: give a state"
                 )
-                refuses(wanted, functools.partial(call, given), TypeError)
-            on_one_device = state._replace(opt_state=tx.init(params))
-            refuses(r"state.opt_state\[0\].count is a .* with a SingleDeviceSharding and does not lie "
-                    r"on a mesh: give a TrainState", functools.partial(call, on_one_device))  # fmt: skip
-            plain = state._replace(step=3)
-            refuses(r"state.step is a int and does not", functools.partial(call, plain))
+                refuses(wanted, functools.partial(call, given))
+            noted = state._asdict() | {"note": "first"}
+            refuses(r"state\['note'\] is 'first', a str: a checkpoint holds arrays and numbers; leave "
+                    "it out", functools.partial(call, noted), TypeError)  # fmt: skip
+            large = state._asdict() | {"tokens": np.int64(2**40)}
+            refuses(r"state\['tokens'\] is int64 and does not fit into int32: give it as data",
+                    functools.partial(call, large))  # fmt: skip
+        refuses(r"save\(state\) got a dict without a step: give save\(state, step=...\), or a state "
+                "with a field 'step'", lambda: checkpoints.save(state.params), TypeError)  # fmt: skip
+        for step in (1.5, jnp.zeros(8, jnp.int32), True):
+            refuses("the step of the state is .*: give a whole number, save",
+                    functools.partial(checkpoints.save, state._replace(step=step)))  # fmt: skip
+        refuses("step=-1: give a whole number", lambda: checkpoints.save(state, step=-1))
+        shapeless = state._replace(step=jax.ShapeDtypeStruct((), jnp.int32))
+        refuses("state.step is a ShapeDtypeStruct that does not lie on a mesh: give it a NamedSharding",
+                lambda: checkpoints.restore(shapeless))  # fmt: skip
         assert checkpoints.steps() == []
 
 
@@ -661,16 +667,37 @@ def test_a_closed_folder_says_so(tmp_path):
     assert restore_small(tmp_path).step == 2
 
 
+ENDS = {
+    "at once": "Checkpoints(FOLDER, axis_name='data').save(small(1), {'step': 1})",
+    "by an error": "Checkpoints(FOLDER, axis_name='data').save(small(1), {'step': 1}); 1 / 0",
+    "by an error inside": """
+with Checkpoints(FOLDER, axis_name='data') as checkpoints:
+    checkpoints.save(small(1), {'step': 1})
+    sys.exit(1)
+""",
+}
+BEFORE_THE_END = """
+import sys; import jax; jax.config.update("jax_num_cpu_devices", 8)
+from test_checkpoint import Checkpoints, small
+"""
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_program_that_ends_right_after_a_save_has_its_checkpoint(end, tmp_path):
+    done = run_script(f"{BEFORE_THE_END}\nFOLDER = {str(tmp_path)!r}\n{ENDS[end]}")
+    assert done.returncode == (end != "at once"), done.stderr
+    assert "the program ended while" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+    assert restore_small(tmp_path).step == 1
+
+
 def test_a_save_that_the_end_of_the_program_cuts_off_is_an_error_and_blocks_nothing(tmp_path):
-    script = f"""if True:
-        import jax; jax.config.update("jax_num_cpu_devices", 8)
-        from test_checkpoint import Checkpoints, small
-        Checkpoints({str(tmp_path)!r}, axis_name="data").save(small(1), {{"step": 1}})
-    """
-    shown = run_script(script).stderr
+    never_left = f"Checkpoints({str(tmp_path)!r}, axis_name='data').__enter__().save(small(1))"
+    shown = run_script(f"{BEFORE_THE_END}\n{never_left}").stderr
     with Checkpoints(tmp_path, axis_name="data") as checkpoints:
         if not checkpoints.steps():  # else it was written in time
             assert f"the program ended while a checkpoint was written to {tmp_path}" in shown
+            assert "leave the with statement, or call checkpoints.close()" in shown
             checkpoints.save(small(1), {"step": 1})
     assert restore_small(tmp_path).step == 1
 

@@ -1,6 +1,6 @@
 """Saving a training state and going on from it: on the same devices, or with other workers.
 
-A checkpoint holds the arrays of a ``TrainState`` as they lie, with a checksum of each, and a description
+A checkpoint holds the arrays of a state as they lie, with a checksum of each, and a description
 of how they lie. Reading one on another mesh goes through a form that knows no mesh (`reshard`). orbax
 writes in the background and renames a checkpoint only when it is complete.
 
@@ -14,7 +14,6 @@ import contextlib
 import functools
 import hashlib
 import json
-import math
 import os
 import re
 import signal
@@ -29,14 +28,14 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp  # type: ignore[import-untyped]
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax import checks
-from lioncub_jax.checkpoint import reshard
+from lioncub_jax.checkpoint import reshard, states
 from lioncub_jax.checkpoint.reshard import Layout
+from lioncub_jax.checkpoint.sums import checksums, untyped
 from lioncub_jax.mesh.placement import Workers
-from lioncub_jax.training.step import TrainState
 from lioncub_jax.wires import AxisName
 
 FORMAT = 2  # 1: version 0.1, rows of 64
@@ -47,7 +46,7 @@ class Restored(NamedTuple):
     """What `Checkpoints.restore` found.
 
     Attributes:
-      state: a ``TrainState`` on the present mesh.
+      state: like the one given to ``restore``, with what was saved.
       data: what was given to ``save``, such as the position in the data.
       step: the step it was saved at.
 
@@ -67,7 +66,7 @@ class Damaged(ValueError):
 
 
 class Checkpoints:
-    """The checkpoints of a run, in a folder of their own; a context manager that waits for the last write.
+    """The checkpoints of a run, in a folder of their own; a context manager that writes in the background.
 
     Args:
       directory: the folder; made if it is not there. Processes of one run must see the same folder.
@@ -106,38 +105,47 @@ class Checkpoints:
         checks.check_axis(self._axes[0])
         self.directory = Path(directory).absolute()
         self._refused: set[int] = set()
-        self._closed = False
+        self._closed = self._entered = False
         _check_folder(self.directory)
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
         self._manager = ocp.CheckpointManager(self.directory, options=options)
         atexit.register(self._at_exit)
 
     def __enter__(self) -> "Checkpoints":
+        self._entered = True
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def save(self, state: Any, data: Any = None, wait: bool = False) -> None:
+    def save(
+        self, state: Any, data: Any = None, wait: bool = False, *, step: int | None = None
+    ) -> None:
         """Saves a state under its step; its arrays may be donated as soon as this returns.
 
-        Copies the arrays to the host, and writes them in the background, so leave the context manager
-        or call ``close`` before the program ends. Checkpoints that `restore` passed over as damaged
-        are renamed to ``<step>.damaged`` first, and kept.
+        Inside the ``with`` statement it copies the arrays to the host and writes them in the background;
+        leaving the statement waits. Outside it returns when the checkpoint is complete, because nobody
+        would wait for the last one, and the end of a program cuts off what it writes.
+
+        Checkpoints that `restore` passed over as damaged are renamed to ``<step>.damaged`` first, and kept.
 
         Args:
-          state: a ``TrainState``.
+          state: a ``TrainState``, of this library or of flax, or any tree of arrays, such as a dict
+            with ``"params"`` and an ``nnx.Optimizer``. Arrays that lie on no mesh, and numbers, are
+            taken as the same everywhere.
           data: anything JSON can hold, such as the position in the data.
-          wait: return only when the checkpoint is complete.
+          wait: return only when the checkpoint is complete, inside a ``with`` statement too.
+          step: its number; None for the state's field or entry ``step``.
 
         Raises:
-          ValueError: if there is a checkpoint of this step, the arrays of the state are not on one mesh
-            with the axes, or ``close`` was called.
-          TypeError: if ``state`` is no ``TrainState``, or JSON cannot hold ``data``.
+          ValueError: if there is a checkpoint of this step, the arrays of the state are on several meshes
+            or on none with the axes, or ``close`` was called; if what is each worker's own has no
+            leading axis of workers, or an array is labelled one value and its copies differ, to the bit.
+          TypeError: if ``state`` has no step or holds what is no array, or JSON cannot hold ``data``.
         """
         self._check_open("save")
-        workers = self._workers("save(state)", state)
-        step = int(state.step)
+        state, workers = self._on_mesh("save(state)", state)
+        step = states.step_of(state, step)
         self._set_refused_aside()
         if step in self.steps():
             raise ValueError(
@@ -146,7 +154,8 @@ class Checkpoints:
             )
         layout = reshard.layout_of(state, workers)
         arrays, keys = _words(state)
-        sums = _checksums(arrays)
+        sums, apart = checksums(arrays)
+        states.check_one_value(state, apart, workers)
         about = _sealed(
             {"layout": layout.as_json(), "keys": keys, "sums": sums, "data": _as_json(data)}
         )
@@ -154,7 +163,7 @@ class Checkpoints:
             arrays=ocp.args.StandardSave(arrays), about=ocp.args.JsonSave(about)
         )
         self._manager.save(step, args=args, force=True)
-        if wait:
+        if wait or not self._entered:
             self.wait()
 
     def restore(self, like: Any, *, step: int | None = None, workers: str = "mean") -> Restored:
@@ -167,8 +176,9 @@ class Checkpoints:
         that was measured leaf by leaf is 0 until the next measurement where a group now measures it.
 
         Args:
-          like: a fresh ``TrainState`` on the present mesh, from `init_state`; or ``ShapeDtypeStruct``s
-            with shardings in its place.
+          like: a fresh state of the kind that was saved, on the present mesh, such as that of
+            `init_state`; or ``ShapeDtypeStruct``s with shardings in its place. What lies on no mesh comes
+            back as the same everywhere.
           step: which; None for the newest that is whole.
           workers: ``"mean"``: all get the mean over the workers there were. ``"keep"``: workers that
             survive keep what is theirs, model state too, and newcomers get the mean.
@@ -181,8 +191,9 @@ class Checkpoints:
           Damaged: a ``ValueError``, if it is not as it was written (with ``step=None``: if all are not;
             a warning names each that is passed over).
           ValueError: if it is of another model or optimizer, or of another format, if ``like`` is not
-            on one mesh with the axes, or ``close`` was called.
-          TypeError: if ``like`` is no ``TrainState``.
+            on one mesh with the axes or has no axis of workers where each has its own, or ``close`` was
+            called.
+          TypeError: if ``like`` holds what is no array.
           Exception: a file, a permission or the memory that fails is raised as it is, and nothing is
             passed over; where it failed in another process, as a ``RuntimeError``.
 
@@ -192,15 +203,19 @@ class Checkpoints:
         self._check_open("restore")
         if workers not in RULES:
             raise ValueError(f"workers={workers!r}: give one of {', '.join(map(repr, RULES))}")
-        target = reshard.layout_of(like, self._workers("restore(like)", like))
+        wanted: Any = jax.tree.structure(like)
+        like, present = self._on_mesh("restore(like)", like)
+        target = reshard.layout_of(like, present)
         steps = self.steps()
         if step is not None and step not in steps:
             raise FileNotFoundError(
                 f"no checkpoint of step {step} in {self.directory}; there are {steps}"
             )
         if step is not None:
-            return self._restored(step, like, target, workers)
-        return self._newest(steps, like, target, workers)
+            found = self._restored(step, like, target, workers)
+        else:
+            found = self._newest(steps, like, target, workers)
+        return found._replace(state=jax.tree.unflatten(wanted, jax.tree.leaves(found.state)))
 
     def steps(self) -> list[int]:
         """The steps of which there is a checkpoint, damaged or not, in order."""
@@ -224,8 +239,8 @@ class Checkpoints:
         except Exception as problem:
             raise RuntimeError(
                 f"the program ended while a checkpoint was written to {self.directory}, and it is not "
-                f"complete ({_first_line(problem)}): open the folder with "
-                "`with Checkpoints(...) as checkpoints`, or call checkpoints.close() at the end"
+                f"complete ({_first_line(problem)}): leave the with statement, or call "
+                "checkpoints.close(), before the program ends"
             ) from None
 
     def _check_open(self, call: str) -> None:
@@ -238,8 +253,9 @@ class Checkpoints:
     def _name(self, step: int) -> str:
         return f"checkpoint {self.directory / str(step)}"
 
-    def _workers(self, call: str, state: Any) -> Workers:
-        return Workers(_mesh_of(call, state), *self._axes)
+    def _on_mesh(self, call: str, state: Any) -> tuple[Any, Workers]:
+        state, mesh = states.on_one_mesh(call, state)
+        return state, Workers(mesh, *self._axes)
 
     def _set_refused_aside(self) -> None:
         """Renames what was passed over, so that its step is free; somebody may still read it."""
@@ -305,7 +321,7 @@ class Checkpoints:
         arrays = self._read(
             step, "its arrays", lambda: ocp.StandardCheckpointHandler().restore(folder, args=args)
         )
-        found = _checksums(arrays)
+        found, _ = checksums(arrays)
         wrong = [path for path in sums if found[path] != sums[path]]
         if wrong:
             raise Damaged(
@@ -348,42 +364,6 @@ def _axes_of(
             f"{axis_name.group_axis!r}; leave it out"
         )
     return axis_name.axis_name, axis_name.group_axis
-
-
-def _mesh_of(call: str, state: Any) -> Mesh:
-    """The one mesh of a state; raises for whatever is no ``TrainState`` on one."""
-    if not isinstance(state, TrainState):
-        raise TypeError(
-            f"{call} got a {type(state).__name__}: give a lioncub_jax TrainState, as init_state makes it "
-            "and the training step returns it"
-        )
-    leaves = reshard.paths_of(state)
-    stray = {p: x for p, x in leaves.items() if not isinstance(_sharding(x), NamedSharding)}
-    if stray:
-        path, x = next(iter(stray.items()))
-        raise ValueError(
-            f"{call}: state{path} is {_kind_of(x)} and does not lie on a mesh: give a TrainState from "
-            "init_state, or one of ShapeDtypeStructs with NamedShardings"
-        )
-    meshes = {_sharding(x).mesh for x in leaves.values()}
-    if len(meshes) != 1:
-        raise ValueError(
-            f"the arrays of the state lie on {len(meshes)} meshes: give a TrainState from init_state, "
-            "or one of ShapeDtypeStructs with NamedShardings on one mesh"
-        )
-    (mesh,) = meshes
-    if not isinstance(mesh, Mesh):
-        raise ValueError("the state lies on an abstract mesh: give shardings with devices")
-    return mesh
-
-
-def _sharding(x: Any) -> Any:
-    return getattr(x, "sharding", None)
-
-
-def _kind_of(x: Any) -> str:
-    held = _sharding(x)
-    return f"a {type(x).__name__}" + (f" with a {type(held).__name__}" if held is not None else "")
 
 
 def _check_folder(directory: Path) -> None:
@@ -519,72 +499,14 @@ def _is_key(x: Any) -> bool:
 _key_words = jax.jit(jax.random.key_data)
 
 
-def _checksums(arrays: dict[str, jax.Array]) -> dict[str, list[int]]:
-    """Two words for each array, the same however it lies; one wrong byte changes both."""
-    if not arrays:
-        return {}
-    paths = sorted(arrays)
-    shardings: list[Any] = [arrays[path].sharding for path in paths]
-    mesh = _untyped(shardings[0].mesh)
-    plain = [jax.device_put(arrays[p], _on(mesh, s)) for p, s in zip(paths, shardings, strict=True)]
-    found = np.asarray(_summing(mesh)(plain))
-    return {path: [int(word) for word in row] for path, row in zip(paths, found, strict=True)}
-
-
-def _on(mesh: Mesh, sharding: Any) -> NamedSharding:
-    return NamedSharding(mesh, sharding.spec)
-
-
-@functools.cache
-def _summing(mesh: Mesh) -> Callable[..., jax.Array]:
-    def sums(arrays: list[jax.Array]) -> jax.Array:
-        return jnp.stack([_checksum(x) for x in arrays])
-
-    return jax.jit(sums, out_shardings=NamedSharding(mesh, P()))
-
-
-def _checksum(x: jax.Array) -> jax.Array:
-    """``uint32[2]``: sums over the elements of a hash of bits and place."""
-    words = _bits_of(x)
-    index = jnp.zeros(words.shape, jnp.uint32)
-    for d in range(words.ndim):
-        stride = math.prod(words.shape[d + 1 :]) % 2**32
-        index += jax.lax.broadcasted_iota(jnp.uint32, words.shape, d) * jnp.uint32(stride)
-    # The hash is one to one in the bits, so that a change of one element cannot cancel.
-    hashed = [_mix(words ^ _mix(index + jnp.uint32(seed))) for seed in (1, 0x9E3779B9)]
-    return jnp.stack([jnp.sum(h, dtype=jnp.uint32) for h in hashed])
-
-
-def _mix(h: jax.Array) -> jax.Array:
-    """A hash that is one to one."""
-    h = (h ^ (h >> 16)) * jnp.uint32(0x7FEB352D)
-    h = (h ^ (h >> 15)) * jnp.uint32(0x846CA68B)
-    return h ^ (h >> 16)
-
-
-def _bits_of(x: jax.Array) -> jax.Array:
-    """The bits of every element, in words; elements of 8 bytes give two."""
-    if x.dtype == jnp.bool_:
-        return x.astype(jnp.uint32)
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        x = jnp.stack([x.real, x.imag], axis=-1)
-    width = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
-    return jax.lax.bitcast_convert_type(x, width).astype(jnp.uint32)
-
-
 # --- Where arrays are read to, and what is made of them
-
-
-def _untyped(mesh: Mesh) -> Mesh:
-    """The mesh with all axes left to the compiler, which may then move anything anywhere."""
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
 def _places(saved: Layout, target: Layout, like: Any, keys: dict[str, Any]) -> dict[str, Any]:
     """Where each array of a checkpoint is read to: where it is wanted, or spread over all devices."""
     wanted = reshard.paths_of(like)
     direct = set(target.arrays) - set(reshard.moved(saved, target))
-    mesh = _untyped(next(iter(wanted.values())).sharding.mesh)
+    mesh = untyped(next(iter(wanted.values())).sharding.mesh)
     out = {}
     for path, x in saved.arrays.items():
         if 0 in x.shape:
@@ -619,7 +541,7 @@ def _placed(
 ) -> Any:
     """The state wanted, of the arrays of a checkpoint, each read to its place."""
     wanted = reshard.paths_of(like)
-    mesh = _untyped(next(iter(wanted.values())).sharding.mesh)
+    mesh = untyped(next(iter(wanted.values())).sharding.mesh)
     moved = reshard.moved(saved, target)
     empty = {path: x for path, x in wanted.items() if 0 in x.shape}
     made = {path: NamedSharding(mesh, wanted[path].sharding.spec) for path in [*moved, *empty]}

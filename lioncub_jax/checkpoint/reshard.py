@@ -7,12 +7,14 @@ state classes say themselves (``holders``, see `layout.Holder`).
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from lioncub_jax import wires
 from lioncub_jax.bits import ROW
@@ -21,6 +23,7 @@ from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.mesh.specs import axes_of, cuts_of, product, shard_shape, spec_of
 
 Cuts = tuple[tuple[str, ...], ...]  # for each dimension, the axes that cut it
+_LOST_BUCKET = re.compile(r"(.*)\['(?:mu|error|owner)'\]\[\d+\]\['value'\]")
 OWN = {Holder.WORKER, Holder.FEEDBACK}  # arrays with a leading axis of workers
 
 
@@ -80,6 +83,7 @@ class Layout(NamedTuple):
     group: tuple[str, ...]
     arrays: dict[str, Stored]
     sliced: tuple[Sliced, ...]
+    params: str = ".params"  # the path of the parameters
 
     @property
     def number(self) -> int:
@@ -129,7 +133,8 @@ class Layout(NamedTuple):
             for v in found["sliced"]
         ]
         sizes = dict(found["sizes"])
-        return cls(sizes, tuple(found["workers"]), tuple(found["group"]), arrays, tuple(sliced))
+        names = tuple(found["workers"]), tuple(found["group"])
+        return cls(sizes, *names, arrays, tuple(sliced), found.get("params", cls.params))
 
 
 def _tuples(nested: Iterable[Iterable[Any]]) -> tuple[tuple[Any, ...], ...]:
@@ -159,8 +164,15 @@ def paths_of(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
+def field_of(state: Any, name: str) -> tuple[str, Any]:
+    """A field of a trainer's state, or an entry of a dict, with its path; ``("", None)`` without one."""
+    if isinstance(state, Mapping):
+        return (f"[{name!r}]", state[name]) if name in state else ("", None)
+    return (f".{name}", getattr(state, name)) if hasattr(state, name) else ("", None)
+
+
 def layout_of(state: Any, workers: Workers) -> Layout:
-    """How a ``TrainState`` lies: of arrays, or of ``jax.ShapeDtypeStruct`` with shardings."""
+    """How a trainer's state lies: of arrays, or of ``jax.ShapeDtypeStruct`` with shardings."""
     names = wires.names(workers.axis_name), wires.names(workers.group_axis or ())
     nodes = dict(_nodes("", state))
     with_flats = [path for path, node in nodes.items() if any(map(_flats, _declared(node)))]
@@ -176,10 +188,13 @@ def layout_of(state: Any, workers: Workers) -> Layout:
         return Stored(x.shape, str(x.dtype), cuts, *known.get(path, (of_workers, None)))
 
     arrays = {path: stored(path, x) for path, x in paths_of(state).items()}
-    found = Layout(dict(workers.mesh.shape), *names, arrays, ())
+    _check_classes(arrays)
+    prefix, tree = field_of(state, "params")
+    found = Layout(dict(workers.mesh.shape), *names, arrays, (), prefix)
     for path, node in nodes.items():
         _check_levels(path, node, found)
-    params = list(paths_of(state.params))
+    _check_own(found, workers)
+    params = list(paths_of(tree))
     return found._replace(
         sliced=tuple(_sliced(path, nodes[path], params, found) for path in with_flats)
     )
@@ -237,11 +252,12 @@ def _sliced(path: str, node: Any, params: list[str], layout: Layout) -> Sliced:
     kept = [_entries(getattr(node, f)) for f, h in holders.items() if h is not Holder.OWNER]
     entries = max(kept, key=len)
     cuts = [x.bucket for _, x in entries if isinstance(x, Flat)]
-    names = params if cuts else [name for name, _ in entries]
+    all_of_them = cuts or len(entries) == len(params)
+    names = params if all_of_them else [name for name, _ in entries]
     segments = [s for bucket in cuts or owned for s in bucket.segments]
     fits = all(
         s.leaf < len(names) and names[s.leaf] in params
-        and s.shape == _local_shape(layout, ".params" + names[s.leaf])
+        and s.shape == _local_shape(layout, layout.params + names[s.leaf])
         for s in segments
     )  # fmt: skip
     return Sliced(path, tuple(names) if fits else (), tuple(cuts), tuple(owned))
@@ -258,6 +274,32 @@ def _check_levels(path: str, node: Any, layout: Layout) -> None:
             f"state{path} is of {'two levels' if two else 'one level'}, and group_axis is "
             f"{layout.group or None}: give axis_name and group_axis as to the optimizer"
         )
+
+
+def _check_own(layout: Layout, workers: Workers) -> None:
+    """Of what states call a worker's own: a lying label, as pmap's out_axes=None, drops all but one."""
+    for path, x in layout.arrays.items():
+        apart = x.cuts and set(x.cuts[0]) & set(workers.axes)
+        if x.holder in OWN and not apart and workers.count > 1 and 0 not in x.shape:
+            spec = P(workers.axes)
+            raise ValueError(
+                f"state{path} has shape {x.shape} and is not cut over the workers, but each of "
+                f"{workers.count} has its own, and a checkpoint would keep that of one. Let it out of "
+                f"jax.pmap with out_axes=0, or of jax.shard_map with out_specs={spec}, as "
+                f"[{workers.count}, ...]; what is [{workers.count}, ...] already goes where it belongs "
+                f"by jax.device_put(x, NamedSharding(mesh, {spec}))"
+            )
+
+
+def _check_classes(paths: Iterable[str]) -> None:
+    """Buckets that ``nnx.state`` made dicts of do not say any more how they lie."""
+    for path in paths:
+        if lost := _LOST_BUCKET.match(path):
+            raise ValueError(
+                f"state{lost[1]} holds slices of the parameters in a dict that does not say of which, as "
+                "nnx.state(optimizer) does: give the optimizer itself, {'params': nnx.state(model, "
+                "nnx.Param), 'optimizer': optimizer}"
+            )
 
 
 def _local_shape(layout: Layout, path: str) -> tuple[int, ...]:
@@ -339,7 +381,7 @@ def _leaves(
         flat = own.reshape(*own.shape[:-2], -1)[..., : s.size]
         shards = flat.reshape(*flat.shape[:-1], *s.shape)
         name = sliced.names[s.leaf]
-        out[name] = _joined(layout, ".params" + name, _inner(layout, bucket), shards)
+        out[name] = _joined(layout, layout.params + name, _inner(layout, bucket), shards)
     return out
 
 
@@ -347,7 +389,8 @@ def _check_named(sliced: Sliced) -> None:
     if not sliced.names:
         raise ValueError(
             f"state{sliced.path} votes on some of the parameters only, and its slices do not say on "
-            "which: restore it with as many workers, groups and shards as it was saved from"
+            "which, or they are not the field 'params' of the state: restore it with as many workers, "
+            "groups and shards as it was saved from"
         )
 
 
@@ -419,7 +462,7 @@ def _rows(
     inner, pieces = _inner(layout, bucket), []
     for s in bucket.segments:
         name = sliced.names[s.leaf]
-        shards = _cut(layout, ".params" + name, inner, whole[prefix + name])
+        shards = _cut(layout, layout.params + name, inner, whole[prefix + name])
         flat = shards.reshape(*shards.shape[: shards.ndim - len(s.shape)], -1)
         pieces.append(_padded(flat, s.rows * ROW, -1).reshape(*flat.shape[:-1], s.rows, ROW))
     return _side_by_side(bucket, pieces)
@@ -468,7 +511,7 @@ def alike(old: Layout, new: Layout) -> bool:
 
 
 def _mesh_of(layout: Layout) -> Any:
-    cuts = [x.cuts for path, x in layout.arrays.items() if path.startswith(".params")]
+    cuts = [x.cuts for path, x in layout.arrays.items() if path.startswith(layout.params)]
     return list(layout.sizes.items()), layout.workers, layout.group, cuts
 
 

@@ -43,8 +43,8 @@ def specs_of(params: Any) -> Any:
 
 
 def declared(params: Any) -> bool:
-    """Whether the metadata of flax says how parameters are cut."""
-    return _declared(params) is not None
+    """Whether the metadata of flax says how parameters are cut, of one of them at least."""
+    return any(jax.tree.leaves(_declared(params)))
 
 
 def unboxed(params: Any) -> Any:

@@ -90,9 +90,9 @@ def worker_value_and_grad(
     Returns:
       A function ``(params, *args) -> (value, grads)``. ``grads`` have a leading ``[workers]`` axis, for
       `on_mesh`. The loss and other floating numbers are averaged over the workers, whole numbers are
-      added, arrays are treated as ``aux_kinds`` say. For the parameters an ``nnx.Module`` may stand, as with
-      ``nnx.value_and_grad``: gradients are those of its ``nnx.Param``, and its random streams go on, each
-      worker's its own.
+      added, arrays are treated as ``aux_kinds`` say. An ``nnx.Module`` may stand for the parameters, as
+      with ``nnx.value_and_grad``: gradients are those of its ``nnx.Param``, and its random streams go on,
+      each worker's its own.
 
     Raises:
       TypeError, ValueError: as `on_mesh`; when traced, for an array whose kind is not given, or that the

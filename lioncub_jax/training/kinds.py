@@ -53,7 +53,7 @@ def is_key(x: Any) -> bool:
 
 def is_raw_key(x: Any) -> bool:
     """Whether something looks like ``jax.random.PRNGKey``."""
-    return jnp.shape(x) == (2,) and getattr(x, "dtype", None) == jnp.uint32
+    return getattr(x, "dtype", None) == jnp.uint32 and x.shape == (2,)
 
 
 def default_of(args: tuple[Any, ...]) -> tuple[Any, ...]:

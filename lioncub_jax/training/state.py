@@ -15,7 +15,7 @@ from lioncub_jax import wires
 from lioncub_jax.mesh.placement import Workers, workers_of
 from lioncub_jax.mesh.specs import specs_of, unboxed
 from lioncub_jax.training import kinds
-from lioncub_jax.training.step import TrainState, on_mesh
+from lioncub_jax.training.step import TrainState, first_opt_state
 from lioncub_jax.training.typed import state_specs
 from lioncub_jax.wires import AxisName
 
@@ -74,10 +74,10 @@ def init_state(
     )  # fmt: skip
     everywhere = NamedSharding(workers.mesh, P())
     rng = _on_all(rng, everywhere)
-    tx = on_mesh(tx, workers, specs=cut)
+    opt_state, _ = first_opt_state(optax.with_extra_args_support(tx), workers, params, cut)
     step = jax.device_put(jnp.zeros((), jnp.int32), everywhere)
     own = own_state(model_state, workers)
-    return TrainState(step, params, own, tx.init(params), jnp.copy(rng))
+    return TrainState(step, params, own, opt_state, jnp.copy(rng))
 
 
 def own_state(model_state: Any, workers: Workers) -> Any:
@@ -217,9 +217,8 @@ def abstract_state(
 
     shaped = partial(jax.tree.map, on)
     params = shaped(cut, params)
-    mine = on_mesh(tx, workers, specs=cut)
     tx = optax.with_extra_args_support(tx)
-    made = jax.eval_shape(mine.init, params)
+    made = jax.eval_shape(lambda params: first_opt_state(tx, workers, params, cut)[0], params)
     opt_state = shaped(workers.laid(state_specs(tx, workers, params, cut), made), made)
     own = jax.tree.map(lambda x: on(P(workers.axes), x, workers.count), model_state)
     step, rng = jax.eval_shape(lambda: (jnp.zeros((), jnp.int32), jax.random.key(0)))

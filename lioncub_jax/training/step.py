@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from lioncub_jax import checks, wires
 from lioncub_jax.layout import Holder
+from lioncub_jax.mesh import boxes
 from lioncub_jax.mesh.placement import Workers, workers_of
 from lioncub_jax.mesh.specs import (
     axes_of,
@@ -86,10 +87,12 @@ def on_mesh(
 
     Returns:
       A transform. ``init(params)`` returns state whose leaves are ``[workers, ...]`` where workers
-      differ. ``update(updates, state, params, abstain=None)`` takes gradients ``[workers, ...]`` and
-      ``abstain`` ``bool[workers]``; parameters are required. ``shardings(params)`` says where the state
-      lies, for a step with ``in_shardings`` or ``out_shardings``. Inside a ``shard_map`` over the workers
-      ``update`` takes what is there: this worker's gradients, and its entry ``[1, ...]`` of the state.
+      differ; flax's boxes around them, such as ``nn.Partitioned`` and those of ``nnx.Optimizer``, have
+      the workers' axis in front of the names of the parameters. ``update(updates, state, params,
+      abstain=None)`` takes gradients ``[workers, ...]`` and ``abstain`` ``bool[workers]``; parameters
+      are required. ``shardings(params)`` says where the state lies, for a step with ``in_shardings`` or
+      ``out_shardings``. Inside a ``shard_map`` over the workers ``update`` takes what is there: this
+      worker's gradients, and its entry ``[1, ...]`` of the state.
 
     Raises:
       TypeError: for a mesh that is none.
@@ -109,16 +112,8 @@ def on_mesh(
     tx = optax.with_extra_args_support(tx)
 
     def init(params: optax.Params) -> Any:
-        cut = workers.cut(params, specs)
-        held = state_specs(tx, workers, params, cut)
-
-        def place(params: Any) -> Any:
-            return workers.stack(tx.init(params), held)
-
-        run = workers.map(place, (cut,), held, explicit=True)
-        # Zeros need no input, and without one only this tells where they go.
-        lie = workers.laid(held, jax.eval_shape(run, params))
-        return jax.jit(run, out_shardings=workers.shardings(lie))(params)
+        made, held = first_opt_state(tx, workers, params, workers.cut(params, specs))
+        return boxes.named(made, held, params, workers.axes)
 
     def update(
         updates: Any, state: Any, params: Any = None, *, abstain: Any = None, **extra: Any
@@ -130,7 +125,12 @@ def on_mesh(
         cut = workers.cut(params, specs)
         _check_gradients(updates, params, workers)
         _check_abstain(abstain, workers)
-        return _update(tx, workers, cut, updates, state, params, abstain, **extra)
+        if not boxes.boxes_of(params):
+            return _update(tx, workers, cut, updates, state, params, abstain, **extra)
+        held = state_specs(tx, workers, params, cut)
+        state = boxes.boxed_like(held, state)
+        updates, state = _update(tx, workers, cut, updates, state, params, abstain, **extra)
+        return updates, boxes.named(state, held, params, workers.axes)
 
     def lies(params: optax.Params) -> Any:
         held = state_specs(tx, workers, params, workers.cut(params, specs))
@@ -161,6 +161,19 @@ class OnMesh(optax.GradientTransformationExtraArgs):
 
     shardings: Callable[[optax.Params], Any]
     specs: Callable[[optax.Params], Any]
+
+
+def first_opt_state(tx: Any, workers: Workers, params: Any, cut: Any) -> tuple[Any, Any]:
+    """The state of `on_mesh`, of parameters that lie as ``cut`` says, in their boxes; and how it lies."""
+    held = state_specs(tx, workers, params, cut)
+
+    def place(params: Any) -> Any:
+        return workers.stack(tx.init(params), held)
+
+    run = workers.map(place, (cut,), held, explicit=True)
+    # Zeros need no input, and without one only this tells where they go.
+    lie = workers.laid(held, jax.eval_shape(run, params))
+    return jax.jit(run, out_shardings=workers.shardings(lie))(params), held
 
 
 def _update(

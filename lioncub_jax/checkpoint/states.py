@@ -1,0 +1,118 @@
+"""A state of any trainer, as checkpoints take it: with a step, on one mesh, and each array one value."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from lioncub_jax.checkpoint.reshard import field_of, paths_of
+from lioncub_jax.mesh import boxes
+from lioncub_jax.mesh.placement import Workers
+
+NUMBERS = bool, int, float, complex, np.generic, np.ndarray
+
+
+def step_of(state: Any, given: Any) -> int:
+    """The step that a state is saved under: the one given, or that of the state.
+
+    Raises:
+      TypeError: for a state without a step.
+      ValueError: for a step that is no whole number of at least 0.
+    """
+    _, found = field_of(state, "step")
+    leaves = jax.tree.leaves(found if given is None else given)
+    if not leaves:
+        raise TypeError(
+            f"save(state) got a {type(state).__name__} without a step: give save(state, step=...), or a "
+            "state with a field 'step', such as a TrainState"
+        )
+    step = leaves[0]
+    if len(leaves) > 1 or jnp.shape(step) or not jnp.issubdtype(jnp.result_type(step), jnp.integer):
+        raise ValueError(
+            f"the step of the state is {step!r}: give a whole number, save(state, step=...)"
+        )
+    if int(step) < 0:
+        raise ValueError(f"step={int(step)}: give a whole number of at least 0")
+    return int(step)
+
+
+def on_one_mesh(call: str, state: Any) -> tuple[Any, Mesh]:
+    """The state, out of linen's boxes, with all of its arrays on its mesh; others go to each device.
+
+    Raises:
+      TypeError: for what is no array.
+      ValueError: for a state on no mesh or several, and numbers that an array does not hold.
+    """
+    state = boxes.opened(state)  # momentum has boxes where parameters may have none
+    leaves = paths_of(state)
+    for path, x in leaves.items():
+        if not isinstance(x, (jax.Array, jax.ShapeDtypeStruct, *NUMBERS)):
+            raise TypeError(
+                f"{call}: state{path} is {x!r}, a {type(x).__name__}: a checkpoint holds arrays and "
+                "numbers; leave it out of the state, or give it as data if JSON can hold it"
+            )
+    meshes = {x.sharding.mesh for x in leaves.values() if _lies_on_a_mesh(x)}
+    if len(meshes) != 1:
+        raise ValueError(
+            f"{call}: the arrays of the state lie on {len(meshes)} meshes: give a state from init_state, "
+            "or one whose arrays, or ShapeDtypeStructs, have NamedShardings on one mesh"
+        )
+    (mesh,) = meshes
+    if not isinstance(mesh, Mesh):
+        raise ValueError(f"{call}: the state lies on an abstract mesh: give shardings with devices")
+    placed = [
+        x if _lies_on_a_mesh(x) else _everywhere(f"{call}: state{path}", x, mesh)
+        for path, x in leaves.items()
+    ]
+    return jax.tree.unflatten(jax.tree.structure(state), placed), mesh
+
+
+def _lies_on_a_mesh(x: Any) -> bool:
+    return isinstance(getattr(x, "sharding", None), NamedSharding)
+
+
+def _everywhere(name: str, x: Any, mesh: Mesh) -> jax.Array:
+    """One value on each device of the mesh, such as the step that a trainer counts in Python."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        raise ValueError(
+            f"{name} is a ShapeDtypeStruct that does not lie on a mesh: give it a NamedSharding"
+        )
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        words = _everywhere(name, jax.random.key_data(x), mesh)
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
+    host = np.asarray(x)
+    held = host.astype(jax.dtypes.canonicalize_dtype(host.dtype))
+    if np.issubdtype(host.dtype, np.integer) and (held != host).any():
+        raise ValueError(
+            f"{name} is {host.dtype} and does not fit into {held.dtype}: give it as data, which JSON "
+            "holds, or set jax.config.update('jax_enable_x64', True)"
+        )
+    return jax.device_put(held, NamedSharding(mesh, P()))
+
+
+def check_one_value(state: Any, apart: Mapping[str, tuple[int, int]], workers: Workers) -> None:
+    """Raises ``ValueError`` where copies of an array differ, which a checkpoint would keep one of."""
+    if not apart:
+        return
+    prefix, params = field_of(state, "params")
+    of_params = {prefix + path for path in paths_of(params)}
+    path = min(apart, key=lambda path: (path not in of_params, path))
+    one, other = apart[path]
+    name = f"state{path}" + (f" (and {len(apart) - 1} more)" if len(apart) > 1 else "")
+    if path in of_params:
+        raise ValueError(
+            f"save(state): parameters differ between devices {one} and {other}, {name}, and a "
+            "checkpoint would keep one copy of them. Workers that start from the same and take the agreed "
+            "update never differ: take jax.shard_map with check_vma=True, which finds what does, and go "
+            "on from one copy, jax.device_put(np.asarray(x), x.sharding)"
+        )
+    raise ValueError(
+        f"save(state): {name} is labelled one value and differs between devices {one} and "
+        f"{other}: each worker has its own, and a checkpoint would keep that of one. Let it out of "
+        f"jax.pmap with out_axes=0, or of jax.shard_map with out_specs={P(workers.axes)}, as "
+        "[workers, ...]"
+    )

@@ -1,0 +1,108 @@
+"""Flax's boxes around arrays that have gained an axis of workers.
+
+``nn.Partitioned`` and ``nnx.Variable`` say how an array is cut, a name for each dimension. Transforms make
+momentum of boxed parameters, boxes included; on a mesh it is ``[workers, ...]``, and its first name is
+the workers' axes. Inside a transform boxes stay those of the parameters.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from lioncub_jax.mesh.specs import shortened
+
+
+def is_box(x: Any) -> bool:
+    """Whether something is a box of flax with the name of each dimension in it, or room for it."""
+    if "flax" not in sys.modules:  # who has not imported it has none
+        return False
+    from flax import linen, nnx
+
+    return isinstance(x, (linen.Partitioned, nnx.Variable))
+
+
+def boxes_of(tree: Any) -> list[Any]:
+    """The boxes in a tree."""
+    return list(filter(is_box, jax.tree.leaves(tree, is_leaf=is_box)))
+
+
+def of_linen(x: Any) -> bool:
+    """Whether something is a box of flax linen."""
+    if not is_box(x):
+        return False
+    from flax import linen
+
+    return isinstance(x, linen.Partitioned)
+
+
+def are_of_linen(tree: Any) -> bool:
+    """Whether there are boxes of flax linen in a tree, which always have names."""
+    return any(map(of_linen, boxes_of(tree)))
+
+
+def opened(tree: Any) -> Any:
+    """What is in the boxes of flax linen, as it lies: to open one by itself would lay it elsewhere."""
+    return jax.tree.map(lambda x: x.value if of_linen(x) else x, tree, is_leaf=of_linen)
+
+
+def boxed_like(like: Any, tree: Any) -> Any:
+    """The arrays of a tree in the boxes of another one; trees that differ in more stay as they are."""
+    wanted: Any = jax.tree.structure(like)
+    if jax.tree.structure(tree) == wanted:
+        return tree
+    leaves = jax.tree.leaves(tree)
+    bare: Any = jax.tree.structure(like, is_leaf=_is_place)
+    if jax.tree.structure(tree, is_leaf=_is_place) != bare or len(leaves) != wanted.num_leaves:
+        return tree
+    return jax.tree.unflatten(wanted, leaves)
+
+
+def _is_place(x: Any) -> bool:
+    return x is None or is_box(x)
+
+
+def named(state: Any, specs: Any, params: Any, workers: Sequence[str]) -> Any:
+    """Writes the workers' axes on the boxes of what is each worker's own; boxes what has none.
+
+    Args:
+      state: global arrays, in the boxes of the parameters that they were made from.
+      specs: how each lies.
+      params: parameters of which some are boxed; else nothing is.
+      workers: their axes.
+    """
+    if not boxes_of(params):
+        return state
+    box = _partitioned if are_of_linen(params) else _variable
+
+    def name(x: Any, spec: Any) -> Any:
+        entries = jax.tree.leaves(spec)
+        if not entries:
+            return None  # a box around nothing would have a spec, and no array that lies so
+        return box(x, entries[0]) if shortened(P(*entries[0][:1]), tuple(workers)) else x
+
+    return jax.tree.map(name, state, specs, is_leaf=is_box)
+
+
+def _partitioned(x: Any, spec: P) -> Any:
+    from flax import linen
+
+    if isinstance(x, linen.Partitioned):
+        return x.add_axis(0, {linen.PARTITION_NAME: spec[0]})
+    return linen.Partitioned(x, tuple(spec))
+
+
+def _variable(x: Any, spec: P) -> Any:
+    from flax import nnx
+
+    variable = x if isinstance(x, nnx.Variable) else nnx.Variable(x)
+    metadata = variable.get_metadata()
+    metadata.pop("optimizer_sharding", None)  # it lies as the parameters are cut
+    names = metadata.get("out_sharding") or metadata.get("sharding_names")  # before flax 0.12.3
+    names = (spec[0], *getattr(names, "spec", names)) if names else tuple(spec)
+    (value,) = jax.tree.leaves(x)
+    # Not eager: it lies there already, and nnx would ask for a mesh in the context to lay it there again.
+    made = nnx.Variable(nnx.with_partitioning(lambda: value, names)(), eager_sharding=False)
+    return type(variable).from_metadata(value, {**metadata, **made.get_metadata()})
