@@ -11,7 +11,6 @@ import common
 import jax
 import jax.numpy as jnp
 import optax
-from flax import jax_utils
 from flax import linen as nn
 from flax.training.common_utils import shard
 from flax.training.train_state import TrainState
@@ -37,7 +36,7 @@ def build(mesh, learning_rate):
     schedule = optax.linear_schedule(learning_rate, learning_rate / 10, 1000)
     tx = optax.lion(schedule, weight_decay=0.1)
     state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
-    state = jax_utils.replicate(state, mesh.devices.flat)
+    state = jax.tree.map(lambda x: jnp.stack([x] * mesh.size), state)
 
     @functools.partial(jax.pmap, axis_name="batch", devices=list(mesh.devices.flat))
     def train_step(state, batch):
