@@ -7,6 +7,7 @@ which its votes are.
 """
 
 import contextlib
+import math
 import re
 import warnings
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,10 @@ _MOST_NUMBERS = 128  # losses, metrics and counts; no leaf worth a vote is small
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _VOTE = re.compile(r'op_name="[^"]*lioncub\.up/(workers\([^"/]*)/')
 _PLACE = re.compile(r"workers\(([^)]*)\)of\(([^)]*)\)")
+_COLLECTIVE = re.compile(
+    r" = (.*?) (all-reduce|all-gather|reduce-scatter|(?:ragged-)?all-to-all|collective-\w+)(?:-start)?\("
+)
+_FLOATS = re.compile(r"\b(?:bf16|f\d\w*|c64|c128)\[([\d,]*)\]")
 _MEANT = re.compile(r"lioncub\.(?:floats|declared)")
 _FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+)", re.M)
 _LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) function_name_id=\d+ line=(\d+)", re.M)
@@ -149,10 +154,18 @@ def _on_event(event: str, duration_secs: float, **about: str | int) -> None:
 def _newest(name: str) -> str:
     """The text of the program of that name that was compiled last."""
     letters = re.sub(r"[\W_]", "", name)
-    for program in jax.devices()[0].client.live_executables():
-        [module, *_] = program.hlo_modules() or [None]
-        if module is not None and re.sub(r"[\W_]", "", module.name) == letters:
-            return module.to_string()
+    try:
+        for program in jax.devices()[0].client.live_executables():
+            for module in program.hlo_modules():
+                if re.sub(r"[\W_]", "", module.name) == letters:
+                    return module.to_string()
+    except (AttributeError, jax.errors.JaxRuntimeError) as error:  # a plugin need not have either
+        warnings.warn(
+            f"{name} may vote, and this backend does not show compiled programs ({error}), so nobody has "
+            "looked whether floats travel beside the votes: compare the bytes at the network's interface "
+            "with lioncub_jax.traffic.of(tx, params, workers)",
+            stacklevel=4,
+        )
     return ""  # compiled for machines that are not here
 
 
@@ -168,6 +181,8 @@ def _voters(text: str) -> _Voters | None:
 
 
 def _only_in_branches(text: str, voters: _Voters) -> bool:
+    if not any("/cond/" in path[0] for path in _VOTE.finditer(text)):
+        return False
     from lioncub_jax.traffic.compiled import placed
 
     votes = [one.gated for one, line in placed(text, voters.mesh) if "lioncub.up" in line]
@@ -185,7 +200,9 @@ class _Float(NamedTuple):
 
 def _wrong(text: str, voters: _Voters) -> str | None:
     """What to say of a program that sends floats between workers; None for one that does not."""
-    from lioncub_jax.traffic.compiled import placed  # not loaded before there is something to read
+    if not any(map(_may_send_floats, text.splitlines())):
+        return None  # to read all of it takes a second for 300 parameter arrays
+    from lioncub_jax.traffic.compiled import placed
 
     found: list[_Float] = []
     votes = 0.0
@@ -205,6 +222,18 @@ def _wrong(text: str, voters: _Voters) -> str | None:
                 what = f"{one.op} of {x.dtype}{list(x.shape)}{label}, {bytes_text(share)}"
                 found.append(_Float(one.op, what + _written(text, line), share, is_argument))
     return _explained(found, voters, votes) if found else None
+
+
+def _may_send_floats(line: str) -> bool:
+    """Whether a line has a collective with an array of floats in its result that is no number."""
+    collective = _COLLECTIVE.search(line)
+    if collective is None:
+        return False
+    fewest = 1 if collective[2] == "reduce-scatter" else _MOST_NUMBERS
+    sizes = [
+        math.prod(map(int, shape.split(","))) for shape in _FLOATS.findall(collective[1]) if shape
+    ]
+    return any(size > fewest for size in sizes)
 
 
 def _meant(line: str, sizes: Sequence[int]) -> bool:
@@ -273,10 +302,13 @@ def _explained(found: list[_Float], voters: _Voters, votes: float) -> str:
             "out_shardings or a constraint with P(). Give them tx.shardings(params), of the tx that "
             "lioncub_jax.on_mesh returned, for the state of the optimizer"
         )
-    advice.append(
+    meant = (
         "if it is meant, trace it inside lioncub_jax.watch.declared(), or call "
         "lioncub_jax.watch.on_floats('warn')"
     )
+    if jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
+        meant += "; clear the compilation cache then, which keeps the program without that mark"
+    advice.append(meant)
     return (
         f"this step votes, and a worker sends {bytes_text(votes)} for it over {axes}, but also {total} of "
         "floats:\n  " + "\n  ".join(one.what for one in largest[:4]) + rest + "\n"

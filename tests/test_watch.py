@@ -239,6 +239,23 @@ def test_check_votes_reads_a_program_or_its_text():
         lc.check_votes(jax.jit(lambda x: x + 1).lower(1.0).compile())
 
 
+class Silent:
+    """A backend's client that shows no programs."""
+
+    def live_executables(self):
+        raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: no HLO")
+
+
+def test_a_backend_that_shows_no_programs_is_warned_of(monkeypatch):
+    class Device:
+        client = Silent()
+
+    monkeypatch.setattr(lc.watch.jax, "devices", lambda: [Device()])
+    with pytest.warns(UserWarning, match=r"may vote, .*UNIMPLEMENTED: no HLO.*nobody has looked"):
+        step, args, _ = step_of(cub, mesh_of())
+        jax.jit(step).lower(*args).compile()
+
+
 def test_votes_that_only_a_branch_takes_are_warned_of():
     tx = optax.apply_if_finite(lc.lion_cub(1e-3, axis_name="data"), 3)
 
