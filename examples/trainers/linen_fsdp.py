@@ -1,24 +1,23 @@
-"""A small language model trained the usual way: flax.linen, optax, jax.jit and NamedSharding.
+"""A small language model trained the usual way: flax.linen, TrainState, jax.jit, parameters cut over fsdp.
 
-    python examples/flax_trainer.py --steps 200
+    python examples/trainers/linen_fsdp.py --steps 200
 
-There is nothing of lioncub_jax in it. docs/drop_in.md shows the five lines that make its workers vote.
+There is nothing of lioncub_jax in it. docs/drop_in.md shows the lines that make its workers vote.
 """
 
-import argparse
 import functools
 
+import common
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import linen as nn
 from flax.training.train_state import TrainState
-from gpt import corpus
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-CONTEXT, BATCH, WIDTH, HEADS, LAYERS = 64, 32, 128, 4, 2
+AXES = {"data": 4, "fsdp": 2}
+CONTEXT, BATCH, WIDTH, HEADS, LAYERS = 32, 32, 64, 4, 2
 
 
 class Block(nn.Module):
@@ -76,22 +75,11 @@ def build(mesh, learning_rate):
     return state, train_step
 
 
-def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
-    args = parser.parse_args(argv)
-    jax.config.update("jax_num_cpu_devices", 8)  # a CPU stands in for eight
-    half = len(jax.devices()) // 2
-    mesh = jax.make_mesh((half, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
-    state, train_step = build(mesh, args.learning_rate)
-    text, rows = corpus.standard_library(), NamedSharding(mesh, P(("data", "fsdp")))
-    for step in range(args.steps):
-        windows = corpus.draw(text.train, BATCH, CONTEXT, (0, step)).astype(np.int32)
-        state, metrics = train_step(state, jax.device_put(windows, rows))
-        if (step + 1) % 20 == 0:
-            print(step + 1, {name: round(float(x), 3) for name, x in metrics.items()})
+def batches(mesh):
+    rows = NamedSharding(mesh, P(("data", "fsdp")))
+    for windows in common.text_batches(BATCH, CONTEXT):
+        yield jax.device_put(windows, rows)
 
 
 if __name__ == "__main__":
-    main()
+    common.main(AXES, build, batches)
