@@ -149,7 +149,14 @@ def worker_value_and_grad(
 
 def _warn_of_keys(loss_fn: Callable[..., Any]) -> None:
     """Warns of random keys that all workers would share."""
-    for name, key in inspect.getclosurevars(inspect.unwrap(loss_fn)).nonlocals.items():
+    function = inspect.unwrap(loss_fn)
+    if not inspect.isfunction(function):
+        return
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            key = cell.cell_contents
+        except ValueError:  # assigned later
+            continue
         if kinds.is_key(key) or kinds.is_raw_key(key):
             warnings.warn(
                 f"the loss closes over the random key {name!r}, so all workers draw the same, such as one "
