@@ -99,10 +99,11 @@ def _pack_blocks(codes: jax.Array, p: int, zeros: jax.Array | None) -> list[jax.
     for k, x in enumerate(stripes):
         stripes[k] = x << row
     # Reduced and not written out: of a reduction the results are kept, and not made anew for each use.
-    return list(lax.reduce(stripes, [jnp.uint32(0)] * p, _or_each, (len(lead),)))
+    return list(lax.reduce(stripes, [jnp.uint32(0)] * p, or_each, (len(lead),)))
 
 
-def _or_each(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[jax.Array]:
+def or_each(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[jax.Array]:
+    """Or of several pairs, for ``lax.reduce``."""
     return list(map(operator.or_, a, b))
 
 
