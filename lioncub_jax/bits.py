@@ -269,9 +269,10 @@ def tally(planes: Sequence[jax.Array]) -> list[jax.Array]:
     workers = planes[0].shape[0]
     width, whole = sum_bits(workers, len(planes)), workers - workers % _GROUP
     if workers <= _GROUP:
-        return _carry_save(
-            [list(map(plane.__getitem__, range(workers))) for plane in planes], width
-        )
+        # Each keeps its axis of length one: a squeeze that XLA moves out of the adders takes it as many
+        # turns of its passes over the whole program as there are adders in a row.
+        columns = [[x[i : i + 1] for i in range(workers)] for x in planes]
+        return [x[0] for x in _carry_save(columns, width)]
     groups = [x[:whole].reshape(-1, _GROUP, *x.shape[1:]) for x in planes]
     total = tally(tally([jnp.moveaxis(x, 1, 0) for x in groups]))
     if whole < workers:
