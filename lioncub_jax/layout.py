@@ -236,7 +236,7 @@ def at_run_time(numbers: Sequence[int], step: Any) -> list[jax.Array]:
     # Reduced, because XLA puts no reduction of several results into the kernels that use them.
     nothing = jnp.stack([step.astype(jnp.uint32) >> 31, jnp.uint32(0)])
     zeros = [jnp.uint32(0)] * len(numbers)
-    return lax.reduce([nothing + n for n in numbers], zeros, _larger, (0,))
+    return lax.reduce([nothing + np.uint32(n) for n in numbers], zeros, _larger, (0,))
 
 
 def _larger(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[jax.Array]:
