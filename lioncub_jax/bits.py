@@ -99,10 +99,11 @@ def _pack_blocks(codes: jax.Array, p: int, zeros: jax.Array | None) -> list[jax.
     for k, x in enumerate(stripes):
         stripes[k] = x << row
     # Reduced and not written out: of a reduction the results are kept, and not made anew for each use.
-    return list(lax.reduce(stripes, [jnp.uint32(0)] * p, _or_each, (len(lead),)))
+    return list(lax.reduce(stripes, [jnp.uint32(0)] * p, or_each, (len(lead),)))
 
 
-def _or_each(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[jax.Array]:
+def or_each(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[jax.Array]:
+    """Or of several pairs, for ``lax.reduce``."""
     return list(map(operator.or_, a, b))
 
 
@@ -268,9 +269,10 @@ def tally(planes: Sequence[jax.Array]) -> list[jax.Array]:
     workers = planes[0].shape[0]
     width, whole = sum_bits(workers, len(planes)), workers - workers % _GROUP
     if workers <= _GROUP:
-        return _carry_save(
-            [list(map(plane.__getitem__, range(workers))) for plane in planes], width
-        )
+        # Each keeps its axis of length one: a squeeze that XLA moves out of the adders takes it as many
+        # turns of its passes over the whole program as there are adders in a row.
+        columns = [[x[i : i + 1] for i in range(workers)] for x in planes]
+        return [x[0] for x in _carry_save(columns, width)]
     groups = [x[:whole].reshape(-1, _GROUP, *x.shape[1:]) for x in planes]
     total = tally(tally([jnp.moveaxis(x, 1, 0) for x in groups]))
     if whole < workers:

@@ -382,7 +382,7 @@ def worker_step(
         ballots, kept = vote(plan, worker, grads, kept, state.owner, abstain)
         for ballot in ballots:
             rows, found = open_replies(plan, ballot.form, ballot.replies[None])
-            leaves |= layout.split(rows[0], ballot.form.bucket.segments)
+            leaves |= layout.split(rows[0], ballot.form.bucket.segments, step=worker.step)
             owners.append(ballot.owner)
             numbers.append(found)
     for i, g in enumerate(grads):
@@ -399,14 +399,15 @@ def vote(
     messages, mu, error = [], [], kept.error
     for g, m in zip(grads, kept.mu, strict=True):
         messages.append(plan.memory.message(_wide(g), _wide(m)))
-    sent = _with_errors(messages, error)
+    sent = list(map(_with_error, messages, error))
     ballots, abstains = exchange(
         plan, worker, plan.buckets(grads, worker.workers), sent, owners, abstain
     )
     if plan.up.feedback is not None:
-        # Made anew from the same inputs: kept, it would cost an array as large as the gradient.
-        anew = [lax.optimization_barrier(pair) for pair in zip(messages, error, strict=True)]
-        sent = _with_errors([c for c, _ in anew], [e for _, e in anew])
+        pieces = [piece for ballot in ballots for piece in ballot.form.bucket.pieces]
+        for i in [piece.segments[0].leaf for piece in pieces if len(piece.segments) == 1]:
+            # Made anew from the same inputs: kept, it would cost an array as large as the gradient.
+            sent[i] = _with_error(*lax.optimization_barrier((messages[i], error[i])))
         missed = uncoded(plan, worker, ballots, sent)
         error = [_unless(abstains, missed.get(i), e) for i, e in enumerate(error)]
     with jax.named_scope("lioncub.remember"):
@@ -424,18 +425,14 @@ def exchange(
     abstain: Any,
 ) -> tuple[list[Ballot], jax.Array]:
     """Values to codes, up the wire, the owners' decisions and back; and whether this worker abstains."""
-    forms, encoded, ballots = [], [], []
-    abstains = jnp.zeros((), bool) if abstain is None else abstain
+    forms, encoded, ballots, messages = [], [], [], []
     with jax.named_scope("lioncub.pack"):
         for bucket in buckets:
             forms.append(Format.of(plan.up, plan.owner, plan.down, bucket))
             counts = layout.counts(bucket, worker.counts, plan.up.has_zero)
             encoded.append((_encode(plan, worker, forms[-1], sent, counts), counts))
-            for message in encoded[-1][0]:
-                abstains |= ~message.finite
-                # Never true, but known only when all codes are made: momentum is then overwritten in
-                # place, where it would be copied for the codes that are still to be made of it.
-                abstains |= lax.population_count(message.planes[0][0]) > BLOCK
+            messages += encoded[-1][0]
+        abstains = _abstains(messages, abstain)
         # The devices that share a worker abstain as one.
         abstains = wires.same_over_shards(abstains.astype(jnp.uint32), plan.axis) > 0
     for k, (form, (codes, counts)) in enumerate(zip(forms, encoded, strict=True)):
@@ -443,6 +440,20 @@ def exchange(
         replies, state = _decide(plan, worker, form, codes, counts, abstains, state)
         ballots.append(Ballot(form, codes, replies, state))
     return ballots, abstains
+
+
+def _abstains(messages: list[Message], abstain: Any) -> jax.Array:
+    """Whether a worker is asked to abstain, or has a value that is not finite."""
+    abstains = jnp.zeros((), bool) if abstain is None else abstain
+    if not messages:
+        return abstains
+    # Never true, but known only when all codes are made: momentum is then overwritten in place, where it
+    # would be copied for the codes that are still to be made of it.
+    codes = [lax.population_count(x.planes[0][0]) > BLOCK for x in messages]
+    # Reduced, so that it is found once and not anew for the momentum of each leaf.
+    flags = [jnp.stack(codes), ~jnp.stack([x.finite for x in messages])]
+    made, strange = lax.reduce(flags, [jnp.zeros((), bool)] * 2, bits.or_each, (0,))
+    return abstains | made | strange
 
 
 def _encode(
@@ -458,10 +469,11 @@ def _encode(
         # All leaves in one sum, and none at all where nothing is cut.
         sums = wires.sum_over_shards(jnp.concatenate(measured), plan.axis)
         totals = jnp.split(sums, np.cumsum([len(m) for m in measured])[:-1])
-    codes = []
-    for x, piece, total in zip(rows, pieces, totals, strict=True):
+    before = [(bucket.first_row + piece.first_row) * WORDS_PER_ROW for piece in pieces]
+    firsts, codes = layout.at_run_time(before, worker.step), []
+    for x, piece, total, first in zip(rows, pieces, totals, firsts, strict=True):
         own = None if counts is None else counts[piece.first_row :][: piece.rows]
-        first = (bucket.first_row + shard * bucket.total_rows + piece.first_row) * WORDS_PER_ROW
+        first += shard * bucket.total_rows * WORDS_PER_ROW
         drawn = worker.step, worker.index, worker.workers
         place = Place(bucket, piece, first, *drawn, own, form.sends_steps, shard, shards, total)
         codes.append(plan.up.encode(x, place))
@@ -545,9 +557,13 @@ def uncoded(
             steps = bucket.by_chunk(message.steps)
             planes = [x.reshape(len(steps), -1) for x in message.planes]
             rows = plan.up.values(planes, steps, steps.shape[1], worker.workers, once=True)
-            missed |= layout.split(rows.reshape(-1, ROW), piece.segments, piece.first_row)
-    for i, value in missed.items():
-        error, count = sent[i] - value, worker.counts[i]
+            rows = rows.reshape(-1, ROW)
+            if len(piece.segments) > 1:  # joined as they were to be encoded
+                rows = layout.join(sent, piece) - rows
+            values = layout.split(rows, piece.segments, piece.first_row, worker.step)
+            missed |= values if len(values) > 1 else {i: sent[i] - x for i, x in values.items()}
+    for i, error in missed.items():
+        count = worker.counts[i]
         missed[i] = error if count is None else real_only(error, count)
     return missed
 
@@ -584,13 +600,9 @@ def _alone(
     return updates, (jnp.zeros((), jnp.float32), present), states, Kept(mu, kept.error)
 
 
-def _with_errors(messages: Sequence[jax.Array], errors: Sequence[Any]) -> list[jax.Array]:
+def _with_error(message: jax.Array, error: Any) -> jax.Array:
     """What is encoded: this step's message and the error of earlier codes."""
-    sent = list(messages)
-    for i, e in enumerate(errors):
-        if e is not None:
-            sent[i] = sent[i].astype(jnp.float32) + e.astype(jnp.float32)
-    return sent
+    return message if error is None else message.astype(jnp.float32) + error.astype(jnp.float32)
 
 
 def _wide(x: Any) -> Any:
@@ -634,7 +646,7 @@ def _step_in_group(
                 whole[s.leaf] = rows[:, s.first_row : s.first_row + cuts[s.leaf].chunk]
     updates = [jnp.zeros(g.shape, g.dtype) for g in grads]
     for cut, rows in zip(cuts, whole, strict=True):
-        for i, x in layout.split(rows.reshape(-1, ROW), cut.segments).items():
+        for i, x in layout.split(rows.reshape(-1, ROW), cut.segments, step=worker.step).items():
             updates[i] = x.astype(grads[i].dtype)
     mu, error = (tuple(map(Flat, x, cuts)) for x in kept)
     new = _next_state(plan, worker, state, grads, mu, error, owners, numbers)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from lioncub_jax.bits import BLOCK, HALF_BLOCK, ROW
 
@@ -200,13 +201,46 @@ def join_all(leaves: Sequence[jax.Array], bucket: Bucket) -> jax.Array:
     return pad_rows(jnp.concatenate([join(leaves, p) for p in bucket.pieces]), bucket.rows)
 
 
-def split(rows: jax.Array, segments: Sequence[Segment], first_row: int = 0) -> dict[int, jax.Array]:
-    """Undoes ``join``: of rows from ``first_row`` on, each leaf in its own shape, by its index."""
+def split(
+    rows: jax.Array, segments: Sequence[Segment], first_row: int = 0, step: Any = None
+) -> dict[int, jax.Array]:
+    """Undoes ``join``: of rows from ``first_row`` on, each leaf in its own shape, by its index.
+
+    Given the step, small leaves of one shape share a kernel.
+    """
+    small = [s for s in segments if s.rows < SMALL and step is not None]
+    starts = at_run_time([s.first_row - first_row for s in small], step)
+    begins = {s.leaf: start for s, start in zip(small, starts, strict=True)}
     leaves = {}
     for s in segments:
-        own = rows[s.first_row - first_row :][: s.rows]
+        if s.leaf in begins:
+            own = lax.dynamic_slice_in_dim(rows, begins[s.leaf], s.rows)
+        else:  # faster where it is large
+            own = rows[s.first_row - first_row :][: s.rows]
         leaves[s.leaf] = own.reshape(-1)[: s.size].reshape(s.shape)
     return leaves
+
+
+def at_run_time(numbers: Sequence[int], step: Any) -> list[jax.Array]:
+    """``uint32[]`` each: numbers that XLA does not know when it compiles.
+
+    It compiles each kernel that differs from the others, and in no more than in where a leaf begins, too.
+    What a kernel is given when it runs makes no difference, so leaves of one shape share one.
+
+    Args:
+      numbers: from 0 on; one alone has nobody to share with and stays a constant.
+      step: ``int32[]``, never negative; only XLA does not know that.
+    """
+    if len(numbers) < 2:
+        return list(map(jnp.uint32, numbers))
+    # Reduced, because XLA puts no reduction of several results into the kernels that use them.
+    nothing = jnp.stack([step.astype(jnp.uint32) >> 31, jnp.uint32(0)])
+    zeros = [jnp.uint32(0)] * len(numbers)
+    return lax.reduce([nothing + np.uint32(n) for n in numbers], zeros, _larger, (0,))
+
+
+def _larger(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[jax.Array]:
+    return list(map(jnp.maximum, a, b))
 
 
 def pad_rows(x: jax.Array, rows: int) -> jax.Array:

@@ -46,6 +46,20 @@ def test_every_scheme_of_the_byte_table_is_predicted(monkeypatch):
     assert len(names) == len(schemes)
 
 
+def test_the_step_that_is_compiled_has_as_many_arrays_as_it_says(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import compile_time
+
+    for arrays in (100, 300):
+        assert len(jax.tree.leaves(compile_time.shapes(arrays, 64))) == arrays
+    params = jax.tree.map(lambda x: jnp.full(x.shape, 0.01), compile_time.shapes(12, 8))
+    windows = jnp.zeros((2, compile_time.CONTEXT + 1), jnp.int32)
+    assert np.isfinite(compile_time.loss(params, windows))
+    for method in (compile_time.LION, *compile_time.METHODS):
+        seconds = compile_time.one(method, 12, 8)
+        assert set(seconds) == set(compile_time.PARTS) and min(seconds.values()) > 0
+
+
 @pytest.fixture
 def race(monkeypatch):
     for folder in (BENCHMARKS / "race", BENCHMARKS):

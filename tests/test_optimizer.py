@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
+from lioncub_jax import layout
 from lioncub_jax.traffic.compiled import collectives, sent_bytes
 
 AXIS = "data"
@@ -973,3 +974,31 @@ def test_without_votes_there_are_no_statistics():
     params = {"w": jnp.ones(3)}
     assert lc.vote_stats(optax.lion(0.1).init(params)) is None
     assert lc.vote_stats(cub().init(params)) == (0.0, 0, 0)
+
+
+# --- Programs
+
+
+def test_numbers_that_xla_does_not_know_are_the_numbers():
+    for numbers in ([], [7], [0, 5, 2**31]):
+        for step in (0, 3, 2**31 - 1):
+            found = jax.jit(lambda step, numbers=numbers: layout.at_run_time(numbers, step))
+            assert list(map(int, found(jnp.int32(step)))) == numbers
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "size", "few"), [(lc.lion_cub, 128 * layout.SMALL, 4), (lc.owner_lion, 1000, 10)]
+)
+def test_the_program_grows_with_the_number_of_leaves_and_no_faster(mesh_of, optimizer, size, few):
+    """Flags of all leaves that were found anew for each leaf made it grow with the square."""
+    workers = lc.Workers(mesh_of(2), "data")
+    tx = optimizer(1e-3, axis_name=workers)
+    on_mesh = lc.on_mesh(tx, workers)
+    lines = []
+    for leaves in (few, 2 * few, 4 * few):
+        params = {str(i): jax.ShapeDtypeStruct((size,), jnp.float32) for i in range(leaves)}
+        state = lc.training.abstract_state(tx, params, workers).opt_state
+        grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, size), x.dtype), params)
+        program = jax.jit(on_mesh.update).lower(grads, state, params).compile().as_text()
+        lines.append(len(program.splitlines()))
+    assert lines[2] - lines[1] < 2.4 * (lines[1] - lines[0]), lines

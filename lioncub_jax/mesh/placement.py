@@ -191,8 +191,8 @@ class Workers:
 
     def hold(self, tree: Any, specs: Any) -> Any:
         """Keeps global arrays as their specs say."""
-        if not self.mesh.auto_axes:
-            return tree  # their types hold them
+        if set(self.mesh.auto_axes) <= set(self.axes):
+            return tree  # their types hold them, or `map` that they come from
         return jax.lax.with_sharding_constraint(tree, self.shardings(specs))
 
     def laid(self, specs: Any, arrays: Any) -> Any:
