@@ -275,3 +275,15 @@ def test_how_an_optimizer_of_other_kinds_would_be_cut_does_not_matter():
         opt, _ = nnx_optimizer(workers, model, "lion cub")
     spec = nnx.get_partition_spec(nnx.state(opt))["opt_state"][0]["mu"]["a"]["kernel"]
     assert jax.tree.leaves(spec) == [P("data", None, "fsdp")]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_shardings_of_a_boxed_state_are_those_that_jit_wants(optimizer):
+    workers, specs = workers_of(), linen_specs()
+    tx = lc.on_mesh(OPTIMIZERS[optimizer](0.1, axis_name=workers), workers, specs=specs)
+    params = Linen().init(jax.random.key(0), BATCH[:1])["params"]
+    lie = tx.shardings(jax.eval_shape(lambda: params))
+    state = jax.jit(tx.init, out_shardings=lie)(params)
+    assert jax.tree.structure(state) == jax.tree.structure(tx.init(params))
+    names = {x.sharding.spec for x in jax.tree.leaves(state)}
+    assert P("data", None, "fsdp") in names or P("data", "fsdp") in names

@@ -134,7 +134,10 @@ def on_mesh(
 
     def lies(params: optax.Params) -> Any:
         held = state_specs(tx, workers, params, workers.cut(params, specs))
-        return workers.laid(held, jax.eval_shape(init, params))
+        made, structure = jax.tree.flatten(
+            jax.eval_shape(init, params)
+        )  # in boxes with their names
+        return jax.tree.unflatten(structure, workers.laid(jax.tree.leaves(held), made))
 
     on = OnMesh(init, update)
     on.specs, on.shardings = lies, lambda params: workers.shardings(lies(params))
