@@ -29,7 +29,6 @@ _FLOATS = re.compile(r"\b(?:bf16|f\d\w*|c64|c128)\[([\d,]*)\]")
 _MEANT = re.compile(r"lioncub\.(?:floats|declared)")
 _FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+)", re.M)
 _LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) function_name_id=\d+ line=(\d+)", re.M)
-_mode = "raise"
 
 
 class _Voters(NamedTuple):
@@ -39,11 +38,12 @@ class _Voters(NamedTuple):
     mesh: jax.sharding.AbstractMesh
 
 
-def on_floats(mode: str) -> str:
-    """What to do with a compiled program that votes and sends floats between workers all the same.
+def mode(wanted: str) -> str:
+    """What to do where workers send floats, have the same gradients, or drift apart.
 
     Args:
-      mode: "raise" (default), "warn", or "allow".
+      wanted: "raise" (default), "warn", or "allow", with which nothing is looked at: programs are not read,
+        and those that are traced from then on under ``pmap`` have no checksums.
 
     Returns:
       The mode before.
@@ -53,16 +53,15 @@ def on_floats(mode: str) -> str:
 
     Example:
       >>> import lioncub_jax as lc
-      >>> before = lc.watch.on_floats("warn")
-      >>> lc.watch.on_floats(before)
+      >>> before = lc.watch.mode("warn")
+      >>> lc.watch.mode(before)
       'warn'
 
     Source: this library.
     """
-    global _mode
-    if mode not in ("raise", "warn", "allow"):
-        raise ValueError(f"on_floats({mode!r}): give 'raise', 'warn' or 'allow'")
-    before, _mode = _mode, mode
+    if wanted not in ("raise", "warn", "allow"):
+        raise ValueError(f"watch.mode({wanted!r}): give 'raise', 'warn' or 'allow'")
+    before, checks.mode = checks.mode, wanted
     return before
 
 
@@ -87,7 +86,7 @@ def declared() -> Iterator[None]:
 def check_votes(compiled: jax.stages.Compiled | str) -> None:
     """Reads a compiled program that votes, and raises if floats travel between the workers.
 
-    Programs that ``jax.jit`` and ``jax.pmap`` compile are read by themselves, see `on_floats`; this is for
+    Programs that ``jax.jit`` and ``jax.pmap`` compile are read by themselves, see `mode`; this is for
     those who compile themselves, such as for other machines.
 
     Args:
@@ -130,7 +129,7 @@ def start() -> None:
 
 
 def _on_event(event: str, duration_secs: float, **about: str | int) -> None:
-    if event != _COMPILED or _mode == "allow" or not wires.voted:
+    if event != _COMPILED or checks.mode == "allow" or not wires.voted:
         return
     text = _newest(str(about.get("fun_name", "")))
     voters = _voters(text)
@@ -138,7 +137,7 @@ def _on_event(event: str, duration_secs: float, **about: str | int) -> None:
         return
     checks.warn_of_masked()
     wrong = _wrong(text, voters)
-    if wrong and _mode == "raise":
+    if wrong and checks.mode == "raise":
         raise ValueError(wrong)
     if wrong:
         warnings.warn(wrong, stacklevel=2)
@@ -304,7 +303,7 @@ def _explained(found: list[_Float], voters: _Voters, votes: float) -> str:
         )
     meant = (
         "if it is meant, trace it inside lioncub_jax.watch.declared(), or call "
-        "lioncub_jax.watch.on_floats('warn')"
+        "lioncub_jax.watch.mode('warn')"
     )
     if jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         meant += "; clear the compilation cache then, which keeps the program without that mark"

@@ -55,9 +55,9 @@ def cub(workers):
 
 @pytest.fixture(autouse=True)
 def raising():
-    before = lc.watch.on_floats("raise")
+    before = lc.watch.mode("raise")
     yield
-    lc.watch.on_floats(before)
+    lc.watch.mode(before)
 
 
 # --- What is refused
@@ -206,22 +206,22 @@ def test_the_switch():
         everywhere = NamedSharding(mesh_of(), P())
         return jax.jit(step, out_shardings=(everywhere,) * 3).lower(*args).compile()
 
-    assert lc.watch.on_floats("warn") == "raise"
+    assert lc.watch.mode("warn") == "raise"
     with pytest.warns(UserWarning, match="also 344 kB of floats"):
         compiled()
-    assert lc.watch.on_floats("allow") == "warn"
+    assert lc.watch.mode("allow") == "warn"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         compiled()
-    with pytest.raises(ValueError, match=r"on_floats\('off'\): give 'raise', 'warn' or 'allow'"):
-        lc.watch.on_floats("off")
+    with pytest.raises(ValueError, match=r"mode\('off'\): give 'raise', 'warn' or 'allow'"):
+        lc.watch.mode("off")
 
 
 # --- For those who compile themselves
 
 
 def test_check_votes_reads_a_program_or_its_text():
-    lc.watch.on_floats("allow")
+    lc.watch.mode("allow")
     mesh = mesh_of()
     step, args, _ = step_of(cub, mesh)
     lowered = jax.jit(step).lower(*args)
