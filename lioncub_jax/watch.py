@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
+from jax.experimental.xla_metadata import set_xla_metadata
 
 from lioncub_jax import checks, wires
 from lioncub_jax.units import bytes_text
@@ -79,7 +80,8 @@ def declared() -> Iterator[None]:
 
     Source: this library.
     """
-    with jax.named_scope("lioncub.declared"):
+    # The name is what is read; but a compilation cache on disk does not look at names.
+    with jax.named_scope("lioncub.declared"), set_xla_metadata(lioncub="declared"):
         yield
 
 
@@ -301,13 +303,10 @@ def _explained(found: list[_Float], voters: _Voters, votes: float) -> str:
             "out_shardings or a constraint with P(). Give them tx.shardings(params), of the tx that "
             "lioncub_jax.on_mesh returned, for the state of the optimizer"
         )
-    meant = (
+    advice.append(
         "if it is meant, trace it inside lioncub_jax.watch.declared(), or call "
         "lioncub_jax.watch.mode('warn')"
     )
-    if jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
-        meant += "; clear the compilation cache then, which keeps the program without that mark"
-    advice.append(meant)
     return (
         f"this step votes, and a worker sends {bytes_text(votes)} for it over {axes}, but also {total} of "
         "floats:\n  " + "\n  ".join(one.what for one in largest[:4]) + rest + "\n"
