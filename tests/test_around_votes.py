@@ -73,6 +73,7 @@ SEES_ONLY_UPDATES = {
     "trace": lambda w: optax.chain(vote(w), optax.trace(0.9), optax.scale(-1e-3)),
     "apply_every": lambda w: optax.chain(vote(w), optax.apply_every(2), optax.scale(-1e-3)),
     "scale_by_adam": lambda w: optax.chain(vote(w), optax.scale_by_adam(), optax.scale(-1e-3)),
+    "apply_if_finite": lambda w: optax.chain(cub(w), optax.apply_if_finite(optax.ema(0.9), 3)),
     "reduce_on_plateau": lambda w: optax.chain(cub(w), optax.contrib.reduce_on_plateau(patience=1)),
 }  # fmt: skip
 

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from lioncub_jax import exchange, wires
 from lioncub_jax.mesh.placement import Static, Workers
 from lioncub_jax.mesh.specs import axes_of, by_type, spec_of
+from lioncub_jax.optimizer import GlobalState
 
 _VALUE = {"value": 0.0}  # of the loss, which some transforms ask for
 
@@ -103,21 +104,28 @@ def _varies(x: jax.Array, workers: Workers) -> bool:
 
 def _check_fits(state: Any, params: Any) -> None:
     """Raises ``ValueError`` for transforms of optax in which votes, or cut parameters, cannot be."""
-    kinds = optax.ApplyIfFiniteState, optax.MultiStepsState
     cut = any(axes_of(entry) for spec in map(spec_of, jax.tree.leaves(params)) for entry in spec)
-    for part in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds)):
-        if isinstance(part, optax.ApplyIfFiniteState):
+    for part in _states_of(state, optax.ApplyIfFiniteState):
+        if _states_of(part.inner_state, exchange.CommunicateState, GlobalState):
             raise ValueError(
                 "optax.apply_if_finite is around a transform whose workers talk: a worker with a NaN "
                 "would skip the vote that the others wait in. Leave it out: a worker whose gradient is not "
                 "finite abstains by itself"
             )
-        if isinstance(part, optax.MultiStepsState) and cut:
+    for part in _states_of(state, optax.MultiStepsState):
+        if cut:
             raise ValueError(
                 "optax.MultiSteps forgets how parameters are cut (fsdp, tensor), so it cannot run here: "
                 "accumulate inside the worker, make_train_step(..., accumulate=k), which also votes once "
                 "for k batches"
             )
+        _check_fits(part.inner_opt_state, params)
+
+
+def _states_of(state: Any, *kinds: type) -> list[Any]:
+    """The states of some kinds in a tree of states, the outermost ones."""
+    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds))
+    return [x for x in leaves if isinstance(x, kinds)]
 
 
 def check_agreed(updates: Any, workers: Workers) -> None:
