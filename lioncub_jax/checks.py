@@ -91,6 +91,11 @@ def watch_workers(updates: Any, params: Any, count: jax.Array, axis: AxisName) -
     """
     if mode == "allow" or wires.tracked(axis) or wires.workers_on(axis) == 1:
         return
+    if not jnp.issubdtype(count.dtype, jnp.integer):
+        raise TypeError(
+            f"the count of the state is {count.dtype}: the state was averaged, as lax.pmean(opt_state) does;"
+            " it is each worker's own, so leave that out"
+        )
     early = count < 3
     due = early | (count & (count - 1) == 0) | (count % 128 == 0)
 

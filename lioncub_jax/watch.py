@@ -10,7 +10,8 @@ import contextlib
 import math
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -27,9 +28,12 @@ _COLLECTIVE = re.compile(
     r" = (.*?) (all-reduce|all-gather|reduce-scatter|(?:ragged-)?all-to-all|collective-\w+)(?:-start)?\("
 )
 _FLOATS = re.compile(r"\b(?:bf16|f\d\w*|c64|c128)\[([\d,]*)\]")
-_MEANT = re.compile(r"lioncub\.(?:floats|declared)")
-_FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+)", re.M)
+_MEANT = re.compile(r'op_name="[^"]*lioncub\.(?:declared|floats((?:\.\d+)*))[^"]*"')
+_FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)", re.M)
 _LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) function_name_id=\d+ line=(\d+)", re.M)
+
+
+_HERE = str(Path(__file__).parent)
 
 
 class _Voters(NamedTuple):
@@ -182,7 +186,7 @@ def _voters(text: str) -> _Voters | None:
 
 
 def _only_in_branches(text: str, voters: _Voters) -> bool:
-    if not any("/cond/" in path[0] for path in _VOTE.finditer(text)):
+    if not any("cond/branch_" in path[0] for path in _VOTE.finditer(text)):
         return False
     from lioncub_jax.traffic.compiled import placed
 
@@ -206,16 +210,15 @@ def _wrong(text: str, voters: _Voters) -> str | None:
     from lioncub_jax.traffic.compiled import placed
 
     found: list[_Float] = []
-    votes = 0.0
+    votes, meant = 0.0, {gated: _meant(text, gated) for gated in (False, True)}
     for one, line in placed(text, voters.mesh):
         apart = one.axes is None or set(one.axes) & set(voters.axes)
-        floats = [x for x in one.operands if x.is_float and x.size > _MOST_NUMBERS]
         if not apart or one.group_size == 1:
             continue
-        if not floats:
+        if not any(x.is_float for x in one.operands):
             votes += one.sent_bytes
-        elif not _meant(line, [x.size for x in floats]):
-            for x in floats:
+        for x in one.operands:
+            if x.is_float and x.size > _MOST_NUMBERS and not _is_meant(x.size, meant[one.gated]):
                 share = one.sent_bytes * x.bytes / one.payload_bytes
                 label, is_argument = _called(
                     text, line, f"{x.dtype}[{','.join(map(str, x.shape))}]"
@@ -237,27 +240,35 @@ def _may_send_floats(line: str) -> bool:
     return any(size > fewest for size in sizes)
 
 
-def _meant(line: str, sizes: Sequence[int]) -> bool:
-    """Whether a collective is the library's own, or declared; XLA may have joined others to it."""
-    name = re.search(r'op_name="([^"]*)"', line)
-    if not name or not _MEANT.search(name[1]):
-        return False
-    own = re.findall(r"lioncub\.floats((?:\.\d+)*)", name[1])
-    known = {int(n) for part in own for n in part.split(".") if n}
-    return not known or all(_of(size, known) for size in sizes)
+def _meant(text: str, in_branches: bool) -> set[int]:
+    """Sizes of arrays that are the library's own or declared, in every step or in branches too.
+
+    By size and not by collective: XLA joins several, and keeps the name of one.
+    """
+    sizes: set[int] = set()
+    for line in text.splitlines():
+        name = _MEANT.search(line)
+        if name is None or ("cond/branch_" in name[0] and not in_branches):
+            continue
+        sizes |= {int(n) for part in name.groups() for n in (part or "").split(".") if n}
+        if "lioncub.declared" in name[0]:
+            result = line[: line.find("(")]
+            sizes |= {math.prod(map(int, s.split(","))) for s in _FLOATS.findall(result) if s}
+    return sizes
 
 
-def _of(size: int, known: set[int]) -> bool:
-    """Whether an array is one of those known, whole or a part of it (a reduce-scatter's)."""
-    return any(n % size == 0 or size % n == 0 for n in known)
+def _is_meant(size: int, meant: set[int]) -> bool:
+    """Whether an array is one that is meant, or a part of it, as a reduce-scatter makes them."""
+    return any(n % size == 0 for n in meant)
 
 
 def _called(text: str, line: str, shape: str) -> tuple[str, bool]:
     """The name of an argument of the program that has this shape, and whether it is what travels."""
     entry = text[text.find("\nENTRY ") :]
-    names = dict(
-        re.findall(rf'%?([\w.\-]+) = {re.escape(shape)}\S* parameter\(.*?op_name="([^"]+)"', entry)
-    )
+    wanted = re.escape(shape).replace(
+        r"\[1,", r"\[\d+,"
+    )  # a worker's entry, of one of them or of all
+    names = dict(re.findall(rf'%?([\w.\-]+) = {wanted}\S* parameter\(.*?op_name="([^"]+)"', entry))
     for operand, name in names.items():
         if re.search(rf"\(%?{re.escape(operand)}[,)]", line):
             return f" ({name})".replace("\\", ""), True
@@ -266,17 +277,19 @@ def _called(text: str, line: str, shape: str) -> tuple[str, bool]:
 
 
 def _written(text: str, line: str) -> str:
-    """The line of the program that a collective comes from, where the text says it."""
+    """The line of the caller's program that a collective comes from, where the text says it."""
     frame = re.search(r"stack_frame_id=(\d+)", line)
-    if not frame:
-        return ""
     head = text[: text.find("\n%")]
-    places = dict(_FRAME.findall(head))
-    lines = {i: (file, number) for i, file, number in _LOCATION.findall(head)}
     named = head[head.find("FileNames") : head.find("FunctionNames")]
     files = dict(re.findall(r'^(\d+) "([^"]+)"', named, re.M))
-    file, number = lines.get(places.get(frame[1], ""), ("", ""))
-    return f", {files[file]}:{number}" if file in files else ""
+    lines = {i: (files.get(file, ""), number) for i, file, number in _LOCATION.findall(head)}
+    # A parent is counted from 1, and 1 is none.
+    frames = {int(i): (lines.get(at), int(up) - 1) for i, at, up in _FRAME.findall(head)}
+    place, parent = frames.get(int(frame[1]) if frame else 0, (None, 0))
+    while place and place[0].startswith(_HERE) and parent in frames:
+        place, parent = frames[parent]
+    file, number = place or ("", "")
+    return f", {file}:{number}" if file else ""
 
 
 def _explained(found: list[_Float], voters: _Voters, votes: float) -> str:
@@ -301,7 +314,8 @@ def _explained(found: list[_Float], voters: _Voters, votes: float) -> str:
         advice.append(
             "an all-gather: momentum of each worker leaves the step as if it were the same for all, by "
             "out_shardings or a constraint with P(). Give them tx.shardings(params), of the tx that "
-            "lioncub_jax.on_mesh returned, for the state of the optimizer"
+            "lioncub_jax.on_mesh returned, for the state of the optimizer; where logical rules say it, "
+            f"give the workers' axis a rule, {(voters.axes[0],) * 2}. lax.all_gather(grads) does it too"
         )
     advice.append(
         "if it is meant, trace it inside lioncub_jax.watch.declared(), or call "

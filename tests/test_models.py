@@ -1,5 +1,7 @@
 """Ordinary models inside a worker: they run unchanged, and each worker's gradient is its own."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -247,6 +249,15 @@ def test_a_key_that_the_loss_closes_over_is_warned_of(key):
         UserWarning, match="closes over the random key 'key', so all workers draw the same"
     ):
         lc.worker_value_and_grad(loss, lc.Workers(mesh_of(), "data"))
+    with pytest.warns(UserWarning, match="closes over the random key 'rng'"):
+        of_key = functools.partial(lambda params, batch, rng: jnp.mean(batch), rng=key)
+        lc.worker_value_and_grad(of_key, lc.Workers(mesh_of(), "data"))
+
+
+def test_arguments_of_a_gradient_have_places():
+    grad_fn = lc.worker_value_and_grad(plain, lc.Workers(mesh_of(), "data"))
+    with pytest.raises(TypeError, match=r"\['batch'\] are given by name: give them by place"):
+        grad_fn(PARAMS, batch=X)
 
 
 def test_own_state_is_a_copy_for_each_worker():

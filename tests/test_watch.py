@@ -121,6 +121,16 @@ def test_gradients_that_pmap_has_averaged():
     assert "gradients are averaged before the vote" in text and "leave lax.pmean out" in text
 
 
+def test_syncs_that_are_meant_do_not_hide_gradients_that_are_not():
+    tx = lc.lion_cub(
+        1e-3, axis_name="data", sync=lc.sync.every(2)
+    )  # means of arrays of the same sizes
+    step = jax.pmap(averaged(tx), axis_name="data")
+    params, opt_state = jax_utils.replicate(PARAMS), jax_utils.replicate(tx.init(PARAMS))
+    with pytest.raises(ValueError, match=r"all-reduce of f32\[64, 128\], 57.3 kB"):
+        step(params, opt_state, BATCH.reshape(W, 8, 64))
+
+
 def test_gradients_that_an_untyped_shard_map_has_averaged():
     tx = lc.lion_cub(1e-3, axis_name="data")
     mapped = jax.shard_map(
@@ -143,6 +153,30 @@ def test_every_array_is_counted_and_the_four_largest_are_named():
     )
     with pytest.raises(ValueError, match=r"f32\[136\](.|\n)*f32\[133\](.|\n)*and 3 more"):
         jax.jit(mapped)(many, BATCH)
+
+
+TAKES_A_MEAN = {
+    "for a norm": lambda grads: optax.global_norm(jax.tree.map(lambda g: g.mean(0), grads)),
+    "of one worker": lambda grads: optax.global_norm(jax.tree.map(lambda g: g[0], grads)),
+    "for itself": lambda grads: jax.tree.map(lambda g: g.mean(0), grads),
+}
+
+
+@pytest.mark.parametrize("name", TAKES_A_MEAN)
+def test_what_xla_joins_to_a_number_of_the_library_is_seen(name):
+    mesh = mesh_of()
+    workers = lc.Workers(mesh, "data")
+    tx = lc.on_mesh(cub(workers), workers)
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        value, grads = lc.worker_value_and_grad(loss, workers)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return updates, opt_state, value, TAKES_A_MEAN[name](grads)
+
+    params = placed(mesh, PARAMS, P())
+    with pytest.raises(ValueError, match=r"f32\[(1, )?64, 128\]"):
+        step(params, tx.init(params), BATCH)
 
 
 # --- What is not

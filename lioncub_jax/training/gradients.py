@@ -5,6 +5,8 @@ full precision: training works, and nothing is saved. Here parameters are cast t
 workers first, so that gradients stay local.
 """
 
+import contextlib
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
@@ -119,7 +121,11 @@ def worker_value_and_grad(
     _warn_of_keys(loss_fn)
     value_and_grad = local_value_and_grad(loss_fn, workers, has_aux)
 
-    def of_all(params: Any, *args: Any) -> Any:
+    def of_all(params: Any, *args: Any, **named: Any) -> Any:
+        if named:
+            raise TypeError(
+                f"arguments {sorted(named)} are given by name: give them by place, as their kinds are"
+            )
         if modules.is_module(params):
             given = {"in_kinds": in_kinds, "aux_kinds": aux_kinds, "has_aux": has_aux}
             return modules.value_and_grad(
@@ -149,20 +155,29 @@ def worker_value_and_grad(
 
 def _warn_of_keys(loss_fn: Callable[..., Any]) -> None:
     """Warns of random keys that all workers would share."""
-    function = inspect.unwrap(loss_fn)
-    if not inspect.isfunction(function):
-        return
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            key = cell.cell_contents
-        except ValueError:  # assigned later
-            continue
+    for name, key in _closed_over(loss_fn).items():
         if kinds.is_key(key) or kinds.is_raw_key(key):
             warnings.warn(
                 f"the loss closes over the random key {name!r}, so all workers draw the same, such as one "
                 "dropout mask: give it as an argument of the loss, into which each worker folds its number",
                 stacklevel=3,
             )
+
+
+def _closed_over(loss_fn: Callable[..., Any]) -> dict[str, Any]:
+    """What a function has from around it, by name."""
+    if isinstance(loss_fn, functools.partial):
+        given = {f"argument {i}": x for i, x in enumerate(loss_fn.args)} | loss_fn.keywords
+        return given | _closed_over(loss_fn.func)
+    function = inspect.unwrap(loss_fn)
+    found = {}
+    if inspect.isfunction(function):
+        for name, cell in zip(
+            function.__code__.co_freevars, function.__closure__ or (), strict=True
+        ):
+            with contextlib.suppress(ValueError):  # assigned later
+                found[name] = cell.cell_contents
+    return found
 
 
 def reduced(

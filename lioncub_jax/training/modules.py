@@ -109,8 +109,9 @@ def value_and_grad(
         )
         raise ValueError(
             f"the module keeps state of its own: {named}. Each worker has its own of it, so give "
-            "make_train_step what from_nnx(model, loss_fn) returns; or split the module, and give the "
-            "state as an argument of the loss, in_kinds=training.own"
+            "make_train_step what from_nnx(model, loss_fn) returns; or split the module, give the state as "
+            "an argument of the loss, in_kinds=training.own, and join them there by nnx.merge(graph, "
+            "params, state, copy=True), as docs/drop_in.md shows"
         )
 
     def of_parts(params: Any, streams: Any, *args: Any) -> Any:

@@ -435,7 +435,8 @@ def _check_gradients(updates: Any, params: Any, workers: Workers) -> None:
             raise ValueError(
                 f"the gradient of {jax.tree_util.keystr(path) or 'the parameters'} has shape "
                 f"{jnp.shape(g)}, and not {shape}, one of {jnp.shape(p)} for each of {workers.count} "
-                f"workers: {lines}"
+                f"workers: {lines}. Of other transforms on_mesh is the outermost: chains, clipping and "
+                "optax.MultiSteps go inside"
             )
 
 
