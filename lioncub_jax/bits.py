@@ -172,6 +172,13 @@ def unpack_once(planes: Sequence[jax.Array], rows: int) -> jax.Array:
     return _any(_bits(several, rows).astype(dtype) << at, 0)
 
 
+def unpack_sum(planes: Sequence[jax.Array], weights: Sequence[int], rows: int) -> jax.Array:
+    """Adds bits of planes, each times its weight: ``int8[..., rows, 128]``, kept as in `unpack_once`."""
+    each = jnp.array(weights, jnp.int8).reshape(-1, *[1] * planes[0].ndim, 1)
+    terms = _bits(jnp.stack(list(planes)), rows).astype(jnp.int8) * each
+    return lax.reduce(terms, jnp.int8(0), lax.add, (0,))
+
+
 def _bits(words: jax.Array, rows: int) -> jax.Array:
     lead, parts = words.shape[:-1], []
     for x in _in_blocks(words, rows):

@@ -434,7 +434,7 @@ def exchange(
             messages += encoded[-1][0]
         abstains = _abstains(messages, abstain)
         # The devices that share a worker abstain as one.
-        abstains = wires.same_over_shards(abstains.astype(jnp.uint32), plan.axis) > 0
+        abstains = wires.any_over_shards(abstains, plan.axis)
     for k, (form, (codes, counts)) in enumerate(zip(forms, encoded, strict=True)):
         state = owners[k].value if owners else ()
         replies, state = _decide(plan, worker, form, codes, counts, abstains, state)
@@ -450,10 +450,11 @@ def _abstains(messages: list[Message], abstain: Any) -> jax.Array:
     # Never true, but known only when all codes are made: momentum is then overwritten in place, where it
     # would be copied for the codes that are still to be made of it.
     codes = [lax.population_count(x.planes[0][0]) > BLOCK for x in messages]
-    # Reduced, so that it is found once and not anew for the momentum of each leaf.
-    flags = [jnp.stack(codes), ~jnp.stack([x.finite for x in messages])]
+    # Reduced with what was asked, so that it is found once and not anew for the momentum of each leaf: of
+    # one message alone XLA would drop the reduction.
+    flags = [jnp.stack([*codes, abstains]), ~jnp.stack([*[x.finite for x in messages], ~abstains])]
     made, strange = lax.reduce(flags, [jnp.zeros((), bool)] * 2, bits.or_each, (0,))
-    return abstains | made | strange
+    return made | strange
 
 
 def _encode(
@@ -581,7 +582,7 @@ def _alone(
     abstains = jnp.zeros((), bool) if abstain is None else abstain
     for x in values:
         abstains |= ~jnp.all(jnp.isfinite(x))
-    abstains = wires.same_over_shards(abstains.astype(jnp.uint32), plan.axis) > 0
+    abstains = wires.any_over_shards(abstains, plan.axis)
     present, states = 1 - abstains.astype(jnp.uint32), [flat.value for flat in owners]
     if plan.owner.needs_values and not plan.owner.feedback:
         messages = list(values)

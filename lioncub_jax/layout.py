@@ -233,10 +233,17 @@ def at_run_time(numbers: Sequence[int], step: Any) -> list[jax.Array]:
     """
     if len(numbers) < 2:
         return list(map(jnp.uint32, numbers))
-    # Reduced, because XLA puts no reduction of several results into the kernels that use them.
-    nothing = jnp.stack([step.astype(jnp.uint32) >> 31, jnp.uint32(0)])
-    zeros = [jnp.uint32(0)] * len(numbers)
-    return lax.reduce([nothing + np.uint32(n) for n in numbers], zeros, _larger, (0,))
+    # Reduced, because XLA puts no reduction of several results into the kernels that use them. A few at a
+    # time: of hundreds the reduction is slow to compile, and those of as many share a kernel, too.
+    nothing = jnp.stack([step.astype(jnp.uint32) >> 31, jnp.uint32(0)])[:, None]
+    found: list[jax.Array] = []
+    few = min(len(numbers), 16)
+    for first in range(0, len(numbers), few):
+        own = np.zeros(few, np.uint32)
+        own[: len(numbers) - first] = numbers[first : first + few]
+        both = nothing + own
+        found += lax.reduce([both[:, k] for k in range(few)], [jnp.uint32(0)] * few, _larger, (0,))
+    return found[: len(numbers)]
 
 
 def _larger(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[jax.Array]:

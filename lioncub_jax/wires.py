@@ -613,6 +613,12 @@ def same_over_shards(x: jax.Array, axis: AxisName | None) -> jax.Array:
     return lax.pmax(x, others) if others else x
 
 
+def any_over_shards(flag: jax.Array, axis: AxisName | None) -> jax.Array:
+    """Whether a flag is set on any of the devices that share one worker."""
+    others = _others(flag, axis)
+    return lax.pmax(flag.astype(jnp.uint32), others) > 0 if others else flag
+
+
 def shard(x: jax.Array, axis: AxisName | None) -> tuple[Any, int]:
     """Which of a worker's shards of an array is here, ``uint32[]``, and how many it has, by its type.
 

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
 from lioncub_jax import layout
+from lioncub_jax.mesh import border
 from lioncub_jax.traffic.compiled import collectives, sent_bytes
 
 AXIS = "data"
@@ -980,7 +982,7 @@ def test_without_votes_there_are_no_statistics():
 
 
 def test_numbers_that_xla_does_not_know_are_the_numbers():
-    for numbers in ([], [7], [0, 5, 2**31]):
+    for numbers in ([], [7], [0, 5, 2**31], list(range(0, 90, 2))):
         for step in (0, 3, 2**31 - 1):
             found = jax.jit(lambda step, numbers=numbers: layout.at_run_time(numbers, step))
             assert list(map(int, found(jnp.int32(step)))) == numbers
@@ -1002,3 +1004,40 @@ def test_the_program_grows_with_the_number_of_leaves_and_no_faster(mesh_of, opti
         program = jax.jit(on_mesh.update).lower(grads, state, params).compile().as_text()
         lines.append(len(program.splitlines()))
     assert lines[2] - lines[1] < 2.4 * (lines[1] - lines[0]), lines
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_many_arrays_enter_joined_and_the_program_is_the_one_without(kind, monkeypatch):
+    mesh = jax.make_mesh((2,), (AXIS,), devices=jax.devices()[:2], axis_types=(kind,))
+    workers, same, own = lc.Workers(mesh, AXIS), [], []
+    for i in range(13):
+        for shape in [(3, 4), (5, 4), (6,), (), (0, 4), (2, 3, 4)]:
+            dtype = [jnp.float32, jnp.bfloat16, jnp.int32][i % 3]
+            same.append((jnp.arange(math.prod(shape)).reshape(shape) + i).astype(dtype))
+            own.append(jnp.stack([same[-1], 2 * same[-1]]))
+    lie = NamedSharding(mesh, P()), NamedSharding(mesh, P(AXIS))
+    given = *jax.device_put((same, own), lie), jnp.float32(4)
+
+    def double(same, own, one):
+        return [3 * x + (x > one) for x in same], [3 * x + (x > one) for x in own]
+
+    def program():
+        specs = P(), P(AXIS)
+        return jax.jit(workers.map(double, (*specs, P()), specs, explicit=True)).lower(*given)
+
+    def enter(lowered):
+        [names] = re.findall(r"sdy.manual_computation\(([^)]*)\)", lowered.as_text())
+        return len(names.split(","))
+
+    joined = program()
+    # A few of each dtype and kind; and those without a dimension, or an element.
+    assert enter(joined) <= 2 * (3 * 3 + 2 * 13) + 1
+    for x, y in zip(*map(jax.tree.leaves, (joined.compile()(*given), double(*given))), strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        assert not x.size or np.array_equal(x, y)
+    monkeypatch.setattr(border, "MANY", 1000)
+    assert enter(program()) == 2 * len(same) + 1
+    texts = [x.compile().as_text() for x in (joined, program())]
+    for op in ("concatenate(", "slice(", "copy(", "fusion("):
+        assert texts[0].count(op) == texts[1].count(op), op
+    assert "concatenate(" not in texts[0]

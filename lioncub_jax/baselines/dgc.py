@@ -283,7 +283,7 @@ def _abstains(axis: AxisName, told: jax.Array, residual: list[jax.Array]) -> jax
     """``bool[]``: whether this worker abstains, its devices as one."""
     # All that is not finite ends up in the residual.
     strange = reduce(operator.or_, [told, *[~jnp.all(jnp.isfinite(v)) for v in residual]])
-    return wires.same_over_shards(strange.astype(jnp.uint32), axis) > 0
+    return wires.any_over_shards(strange, axis)
 
 
 def _alone(

@@ -18,6 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, auto_axes, explicit_axes
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax import wires
+from lioncub_jax.mesh import border
 from lioncub_jax.mesh.specs import checked, declared, product, restrict, shortened, specs_of
 from lioncub_jax.wires import AxisName
 
@@ -171,14 +172,15 @@ class Workers:
             fn = explicit_axes(fn, axes=tuple(shown), in_sharding=restrict(in_specs, shown))
         if hidden:
             fn = _constrained(fn, restrict(out_specs, hidden))
-        mapped = jax.shard_map(
-            fn,
+        over = partial(
+            jax.shard_map,
             mesh=None if shows else self.mesh,
-            in_specs=restrict(in_specs, self.axes),
             out_specs=restrict(out_specs, self.axes),
             axis_names=set(self.axes),
             check_vma=typed,
         )
+        in_specs = restrict(in_specs, self.axes)
+        mapped = over(fn, in_specs=in_specs) if inner else border.crossed(over, fn, in_specs)
         if not typed:
             mapped = jax.jit(
                 mapped
