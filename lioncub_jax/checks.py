@@ -93,8 +93,8 @@ def watch_workers(updates: Any, params: Any, count: jax.Array, axis: AxisName) -
         return
     if not jnp.issubdtype(count.dtype, jnp.integer):
         raise TypeError(
-            f"the count of the state is {count.dtype}: the state was averaged, as lax.pmean(opt_state) does;"
-            " it is each worker's own, so leave that out"
+            f"the count of the state is {count.dtype}: the state was averaged, as lax.pmean(opt_state) "
+            "does; it is each worker's own, so leave that out"
         )
     early = count < 3
     due = early | (count & (count - 1) == 0) | (count % 128 == 0)
