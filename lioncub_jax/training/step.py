@@ -196,14 +196,9 @@ def _update(
     arrays = {name: x for name, x in extra.items() if _are_arrays(x)}
 
     def worker(updates: Any, state: Any, params: Any, abstain: Any, arrays: Any) -> Any:
-        updates, state = workers.stack((updates, state), (lead, held), undo=True)
-        if abstain is not None:
-            arrays = {**arrays, "abstain": abstain[0]}
-        grads, before = updates, state
-        updates, state = tx.update(grads, before, params, **extra | arrays)
-        updates = agreed(tx, workers, updates, grads, before, params)
-        check_agreed(updates, workers)
-        return updates, workers.stack(state, held)
+        grads = workers.stack(updates, lead, undo=True)
+        abstain = None if abstain is None else abstain[0]
+        return _update_of_worker(tx, workers, held, grads, state, params, abstain, extra | arrays)
 
     in_specs = lead, held, cut, P(workers.axes), P()
     run = workers.map(worker, in_specs, (cut, held), explicit=True)
@@ -223,10 +218,24 @@ def _update_here(
     """The update of `on_mesh` within a ``shard_map`` over the workers: gradients are this worker's own."""
     held = specs_here(tx, workers, params)
     _check_state(state, held, workers, here=True)
-    own = workers.stack(state, held, undo=True)
+    return _update_of_worker(tx, workers, held, grads, state, params, abstain, extra)
+
+
+def _update_of_worker(
+    tx: Any,
+    workers: Workers,
+    held: Any,
+    grads: Any,
+    state: Any,
+    params: Any,
+    abstain: Any,
+    extra: dict[str, Any],
+) -> tuple[Any, Any]:
+    """What one worker makes of its gradients, and of its entries ``[1, ...]`` of the state."""
+    before = workers.stack(state, held, undo=True)
     extra |= {} if abstain is None else {"abstain": abstain}
-    updates, after = tx.update(grads, own, params, **extra)
-    updates = agreed(tx, workers, updates, grads, own, params)
+    updates, after = tx.update(grads, before, params, **extra)
+    updates = agreed(tx, workers, updates, grads, before, params)
     check_agreed(updates, workers)
     return updates, workers.stack(after, held)
 
