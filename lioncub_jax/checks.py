@@ -112,10 +112,10 @@ def watch_workers(updates: Any, params: Any, count: jax.Array, axis: AxisName) -
     jax.lax.cond(due, look, lambda: None)
 
 
-_reached: set[str] = set()  # leaves that a transform which communicates was given
-_masked: set[str] = (
-    set()
-)  # leaves that were kept from one, where types do not tell what becomes of them
+# Leaves that a transform which communicates was given, and leaves that were kept from one, where types do
+# not tell what becomes of them.
+_reached: set[str] = set()
+_masked: set[str] = set()
 
 
 def note_leaves(updates: Any, axis: AxisName | None) -> None:

@@ -31,8 +31,6 @@ _FLOATS = re.compile(r"\b(?:bf16|f\d\w*|c64|c128)\[([\d,]*)\]")
 _MEANT = re.compile(r'op_name="[^"]*lioncub\.(?:declared|floats((?:\.\d+)*))[^"]*"')
 _FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)", re.M)
 _LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) function_name_id=\d+ line=(\d+)", re.M)
-
-
 _HERE = str(Path(__file__).parent)
 
 
@@ -234,10 +232,12 @@ def _may_send_floats(line: str) -> bool:
     if collective is None:
         return False
     fewest = 1 if collective[2] == "reduce-scatter" else _MOST_NUMBERS
-    sizes = [
-        math.prod(map(int, shape.split(","))) for shape in _FLOATS.findall(collective[1]) if shape
-    ]
-    return any(size > fewest for size in sizes)
+    return any(size > fewest for size in _sizes(collective[1]))
+
+
+def _sizes(types: str) -> list[int]:
+    """The sizes of the arrays of floats in the text of a type."""
+    return [math.prod(map(int, shape.split(","))) for shape in _FLOATS.findall(types) if shape]
 
 
 def _meant(text: str, in_branches: bool) -> set[int]:
@@ -252,8 +252,7 @@ def _meant(text: str, in_branches: bool) -> set[int]:
             continue
         sizes |= {int(n) for part in name.groups() for n in (part or "").split(".") if n}
         if "lioncub.declared" in name[0]:
-            result = line[: line.find("(")]
-            sizes |= {math.prod(map(int, s.split(","))) for s in _FLOATS.findall(result) if s}
+            sizes |= set(_sizes(line[: line.find("(")]))
     return sizes
 
 

@@ -5,19 +5,18 @@ momentum of boxed parameters, boxes included; on a mesh it is ``[workers, ...]``
 the workers' axes. Inside a transform boxes stay those of the parameters.
 """
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax.mesh.specs import shortened
+from lioncub_jax.mesh.specs import flax_in_use, shortened
 
 
 def is_box(x: Any) -> bool:
     """Whether something is a box of flax with the name of each dimension in it, or room for it."""
-    if "flax" not in sys.modules:  # who has not imported it has none
+    if not flax_in_use():
         return False
     from flax import linen, nnx
 

@@ -6,7 +6,6 @@ axes (fsdp, tensor, expert) only.
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +13,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax.mesh.specs import axes_of, shortened
+from lioncub_jax.mesh.specs import axes_of, flax_in_use, shortened
 
 
 def inner(said: Any) -> Any:
@@ -89,7 +88,7 @@ def _advice(taken: tuple[str, ...]) -> str:
 @contextlib.contextmanager
 def _rules_without(taken: tuple[str, ...]) -> Iterator[None]:
     """The active logical rules of flax, without the axes that are taken."""
-    if "flax" not in sys.modules:
+    if not flax_in_use():
         yield
         return
     from flax import linen

@@ -49,7 +49,7 @@ def declared(params: Any) -> bool:
 
 def unboxed(params: Any) -> Any:
     """Parameters out of flax's boxes, if they are in any."""
-    if not _flax_in_use():
+    if not flax_in_use():
         return params
     from flax import linen
 
@@ -93,14 +93,14 @@ def shortened(spec: P, axes: tuple[str, ...] | None = None) -> P:
     return P(*entries)
 
 
-def _flax_in_use() -> bool:
+def flax_in_use() -> bool:
     """Boxes are flax's: who has not imported flax has none, and need not wait for its import."""
     return "flax" in sys.modules
 
 
 def _declared(params: Any) -> Any:
     """What the metadata of flax says about how parameters are cut, or None without any."""
-    if not _flax_in_use():
+    if not flax_in_use():
         return None
     from flax import linen, nnx
 

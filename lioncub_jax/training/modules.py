@@ -1,12 +1,12 @@
 """Losses of models that keep state of their own, and of flax's nnx modules."""
 
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
 from lioncub_jax.mesh.placement import Workers
+from lioncub_jax.mesh.specs import flax_in_use
 from lioncub_jax.training import kinds
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def with_aux(out: Any) -> tuple[Any, Any]:
 
 def is_module(x: Any) -> bool:
     """Whether something is an ``nnx.Module``."""
-    if "flax" not in sys.modules:
+    if not flax_in_use():
         return False
     from flax import nnx
 

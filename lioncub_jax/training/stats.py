@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from lioncub_jax.exchange import CommunicateState
 from lioncub_jax.sync import SyncState
 from lioncub_jax.training.kinds import is_key
+from lioncub_jax.training.typed import states_of
 
 
 class VoteStats(NamedTuple):
@@ -46,7 +47,7 @@ def vote_stats(opt_state: Any) -> VoteStats | None:
       >>> float(lc.vote_stats(tx.init({"w": jnp.ones(3)})).tie_rate)
       0.0
     """
-    found = _states_of(opt_state, CommunicateState)
+    found = states_of(opt_state, CommunicateState)
     if not found:
         return None
     ties, parameters = sum(s.ties for s in found), sum(s.parameters for s in found)
@@ -95,7 +96,7 @@ def drift_stats(opt_state: Any) -> DriftStats | None:
 
     Source: Lion Cub (arXiv 2411.16462), cross-worker variance of the momentum.
     """
-    found = _states_of(opt_state, SyncState)
+    found = states_of(opt_state, SyncState)
     if not found:
         return None
     each = jnp.stack([jnp.zeros(()), *jax.tree.leaves([s.drift for s in found])])
@@ -103,12 +104,6 @@ def drift_stats(opt_state: Any) -> DriftStats | None:
     trees = [s.drift for s in found]
     syncs = jnp.max(jnp.stack([s.syncs for s in found]))
     return DriftStats(mean, trees[0] if len(trees) == 1 else tuple(trees), syncs)
-
-
-def _states_of(opt_state: Any, kind: type) -> list[Any]:
-    """The states of one kind in a tree of states."""
-    leaves = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kind))
-    return [x for x in leaves if isinstance(x, kind)]
 
 
 def mean_model_state(state: Any) -> Any:

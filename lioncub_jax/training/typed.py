@@ -105,14 +105,14 @@ def _varies(x: jax.Array, workers: Workers) -> bool:
 def _check_fits(state: Any, params: Any) -> None:
     """Raises ``ValueError`` for transforms of optax in which votes, or cut parameters, cannot be."""
     cut = any(axes_of(entry) for spec in map(spec_of, jax.tree.leaves(params)) for entry in spec)
-    for part in _states_of(state, optax.ApplyIfFiniteState):
-        if _states_of(part.inner_state, exchange.CommunicateState, GlobalState):
+    for part in states_of(state, optax.ApplyIfFiniteState):
+        if states_of(part.inner_state, exchange.CommunicateState, GlobalState):
             raise ValueError(
                 "optax.apply_if_finite is around a transform whose workers talk: a worker with a NaN "
                 "would skip the vote that the others wait in. Leave it out: a worker whose gradient is not "
                 "finite abstains by itself"
             )
-    for part in _states_of(state, optax.MultiStepsState):
+    for part in states_of(state, optax.MultiStepsState):
         if cut:
             raise ValueError(
                 "optax.MultiSteps forgets how parameters are cut (fsdp, tensor), so it cannot run here: "
@@ -122,7 +122,7 @@ def _check_fits(state: Any, params: Any) -> None:
         _check_fits(part.inner_opt_state, params)
 
 
-def _states_of(state: Any, *kinds: type) -> list[Any]:
+def states_of(state: Any, *kinds: type) -> list[Any]:
     """The states of some kinds in a tree of states, the outermost ones."""
     leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds))
     return [x for x in leaves if isinstance(x, kinds)]
