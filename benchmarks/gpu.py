@@ -123,7 +123,7 @@ def pieces(size: int, dtype: Any) -> tuple[dict[str, Op], Store]:
     def pack(grads: Any, message: Any) -> tuple[Message]:
         now, me = jnp.int32(0), jnp.int32(0)
         place = Place(bucket, piece_of_it, 0, now, me, WORKERS, None, False)
-        return (sign.encode(layout.join([grads["w"]], piece_of_it), place),)
+        return (sign.encode(layout.in_rows(grads["w"], piece_of_it), place),)
 
     def count(payload: jax.Array, voted: jax.Array, counted: Any) -> Any:
         return (tally.by_adders(payload, voted),)

@@ -291,9 +291,9 @@ class Down(NamedTuple):
     Attributes:
       name: for people.
       encode: ``(result, coin uint32[chunks, words]) -> Reply``.
-      decode: ``(planes, rows, Slice) -> [chunks, rows, 128]``, int8, int32 or float32.
+      decode: ``(planes, rows, Slice) -> [chunks, rows, 128]``, int32 or float32.
       planes: ``(top, workers) -> planes`` of a reply; None for one.
-      row_words: ``(rows, workers) -> words`` of the numbers for the rows; None without.
+      row_words: ``(rows, workers) -> words`` of the numbers for the rows, block after block; None without.
       words_per_row: words that a plane takes for one row.
       exact: what becomes of values that never travelled: one worker's update.
       of_votes: whether it codes counted votes.
@@ -331,8 +331,8 @@ def majority() -> Down:
 
     def decode(planes: Planes, rows: Any, where: Slice) -> jax.Array:
         moved = bits.over_rows(rows, where.rows)
-        # 2 - 1, 0 - 1 or 0 - 0: ready where it is made, and not anew for each leaf.
-        return bits.unpack_sum([planes[0] & moved, moved], [2, -1], where.rows)
+        codes = bits.unpack_once([*planes, moved], where.rows)
+        return jnp.where(codes >= 2, 2 * (codes & 1).astype(jnp.int32) - 1, 0)
 
     row_words = lambda rows, workers: bits.row_words(rows)  # noqa: E731
     return Down(
@@ -373,13 +373,14 @@ def average() -> Down:
             workers = result.where.workers
             votes = _constant(workers, bits.sum_bits(workers, 1), like)
         ties = _ties(result, result.signs())
-        return Reply(result.planes, jnp.concatenate(votes, -1), ties)
+        numbers = jnp.stack(votes, -1)
+        return Reply(result.planes, numbers.reshape(len(numbers), -1), ties)
 
     def decode(planes: Planes, rows: Any, where: Slice) -> jax.Array:
         top = where.up.top(where.workers)
         sums = bits.unpack_once(planes, where.rows).astype(jnp.int32)
-        each = rows.reshape(rows.shape[0], -1, bits.row_words(where.rows))
-        votes = [bits.unpack_rows(each[:, k], where.rows) << k for k in range(each.shape[1])]
+        each = rows.reshape(len(rows), bits.row_words(where.rows), -1)
+        votes = [bits.unpack_rows(each[..., k], where.rows) << k for k in range(each.shape[2])]
         reach = sum(votes[1:], votes[0]).astype(jnp.int32)[..., None] * top
         return (2 * sums - reach) / jnp.maximum(reach, 1).astype(jnp.float32)
 

@@ -21,7 +21,7 @@ from jax import lax
 from lioncub_jax import bits, checks, decide, layout, quantize, wires
 from lioncub_jax.bits import BLOCK, ROW, WORDS_PER_ROW
 from lioncub_jax.decide import Down, Owner, Slice
-from lioncub_jax.layout import Bucket, Flat, Holder
+from lioncub_jax.layout import Bucket, Flat, Holder, Piece
 from lioncub_jax.mesh import placement
 from lioncub_jax.mesh.specs import cut_of
 from lioncub_jax.momentum import Memory
@@ -372,19 +372,22 @@ def worker_step(
     tree: Any
     grads, tree = jax.tree.flatten(updates)
     kept = Kept(tree.flatten_up_to(state.mu), tree.flatten_up_to(state.error))
-    leaves: dict[int, jax.Array] = {}
+    rows: list[jax.Array] = []
     owners: list[Any] = []
     numbers, updates = [], []
     if worker.workers == 1:
         values, found, owners, kept = _alone(plan, worker, grads, kept, state.owner, abstain)
         leaves, numbers = dict(enumerate(values)), [found]
     else:
-        ballots, kept = vote(plan, worker, grads, kept, state.owner, abstain)
+        buckets = plan.buckets(grads, worker.workers)
+        pieces = layout.pieces(buckets, worker.step)
+        ballots, kept = vote(plan, worker, buckets, pieces, grads, kept, state.owner, abstain)
         for ballot in ballots:
-            rows, found = open_replies(plan, ballot.form, ballot.replies[None])
-            leaves |= layout.split(rows[0], ballot.form.bucket.segments, step=worker.step)
+            each, found = open_replies(plan, worker, ballot.form, ballot.replies[None])
+            rows += each
             owners.append(ballot.owner)
             numbers.append(found)
+        leaves = layout.apart(rows, pieces)
     for i, g in enumerate(grads):
         updates.append(leaves[i].astype(g.dtype) if i in leaves else jnp.zeros(g.shape, g.dtype))
     mu, error = tree.unflatten(kept.mu), tree.unflatten(kept.error)
@@ -393,27 +396,41 @@ def worker_step(
 
 
 def vote(
-    plan: Plan, worker: Worker, grads: list[jax.Array], kept: Kept, owners: Any, abstain: Any
+    plan: Plan,
+    worker: Worker,
+    buckets: Sequence[Bucket],
+    pieces: Sequence[Piece],
+    grads: list[jax.Array],
+    kept: Kept,
+    owners: Any,
+    abstain: Any,
 ) -> tuple[list[Ballot], Kept]:
     """What one of several workers does with its leaves; workers meet in ``plan.wire``."""
-    messages, mu, error = [], [], kept.error
-    for g, m in zip(grads, kept.mu, strict=True):
-        messages.append(plan.memory.message(_wide(g), _wide(m)))
+    g, mu, error = (layout.joined(x, pieces) for x in (grads, *kept))
+    messages = list(map(plan.memory.message, g, mu))
     sent = list(map(_with_error, messages, error))
-    ballots, abstains = exchange(
-        plan, worker, plan.buckets(grads, worker.workers), sent, owners, abstain
-    )
+    ballots, abstains = exchange(plan, worker, buckets, sent, owners, abstain)
+    after = partial(_unless, abstains)
     if plan.up.feedback is not None:
-        pieces = [piece for ballot in ballots for piece in ballot.form.bucket.pieces]
-        for i in [piece.segments[0].leaf for piece in pieces if len(piece.segments) == 1]:
-            # Made anew from the same inputs: kept, it would cost an array as large as the gradient.
-            sent[i] = _with_error(*lax.optimization_barrier((messages[i], error[i])))
+        for i, piece in enumerate(pieces):
+            if len(piece.segments) == 1:
+                # Made anew from the same inputs: kept, it would cost an array as large as the gradient.
+                sent[i] = _with_error(*lax.optimization_barrier((messages[i], error[i])))
         missed = uncoded(plan, worker, ballots, sent)
-        error = [_unless(abstains, missed.get(i), e) for i, e in enumerate(error)]
+        error = list(map(after, missed, error))
     with jax.named_scope("lioncub.remember"):
-        for g, m in zip(grads, kept.mu, strict=True):
-            mu.append(_unless(abstains, plan.memory.remember(g, m), m))
-    return ballots, Kept(mu, error)
+        mu = list(map(after, map(plan.memory.remember, g, mu), mu))
+    return ballots, Kept(*[by_leaf(worker, x, pieces, old) for x, old in zip((mu, error), kept)])
+
+
+def by_leaf(worker: Worker, new: list[Any], pieces: Sequence[Piece], old: list[Any]) -> list[Any]:
+    """For each leaf what is remembered of it, in its own dtype; the old where nothing is."""
+    if not new or new[0] is None:
+        return old
+    leaves = layout.apart(new, pieces)
+    for i, x in leaves.items():
+        leaves[i] = quantize.saturated(_real_only(x, worker.counts[i]), old[i].dtype)
+    return [leaves.get(i, x) for i, x in enumerate(old)]
 
 
 def exchange(
@@ -424,13 +441,18 @@ def exchange(
     owners: Sequence[Flat],
     abstain: Any,
 ) -> tuple[list[Ballot], jax.Array]:
-    """Values to codes, up the wire, the owners' decisions and back; and whether this worker abstains."""
+    """Values to codes, up the wire, the owners' decisions and back; and whether this worker abstains.
+
+    ``sent`` is what `layout.joined` makes of all buckets' pieces.
+    """
     forms, encoded, ballots, messages = [], [], [], []
+    values = iter(sent)
     with jax.named_scope("lioncub.pack"):
         for bucket in buckets:
             forms.append(Format.of(plan.up, plan.owner, plan.down, bucket))
             counts = layout.counts(bucket, worker.counts, plan.up.has_zero)
-            encoded.append((_encode(plan, worker, forms[-1], sent, counts), counts))
+            rows = [layout.in_rows(next(values), piece) for piece in bucket.pieces]
+            encoded.append((_encode(plan, worker, forms[-1], rows, counts), counts))
             messages += encoded[-1][0]
         abstains = _abstains(messages, abstain)
         # The devices that share a worker abstain as one.
@@ -458,11 +480,10 @@ def _abstains(messages: list[Message], abstain: Any) -> jax.Array:
 
 
 def _encode(
-    plan: Plan, worker: Worker, form: Format, sent: list[jax.Array], counts: jax.Array | None
+    plan: Plan, worker: Worker, form: Format, rows: list[jax.Array], counts: jax.Array | None
 ) -> list[Message]:
-    """The codes of each piece of a bucket."""
+    """The codes of each piece of a bucket, of its rows."""
     bucket, pieces = form.bucket, form.bucket.pieces
-    rows = list(map(partial(layout.join, sent), pieces))
     totals: list[Any] = [None] * len(pieces)
     shard, shards = wires.shard(rows[0], plan.axis)
     if plan.up.measure is not None:
@@ -537,20 +558,35 @@ def _padded(parts: Sequence[Any], size: int) -> jax.Array:
     return layout.pad_rows(jnp.concatenate(parts) if len(parts) > 1 else parts[0], size)
 
 
-def open_replies(plan: Plan, form: Format, replies: jax.Array) -> tuple[jax.Array, Any]:
-    """Rows ``[slices, rows, 128]`` of replies ``uint32[slices, W, words]``; and ties, and who took part."""
+def open_replies(
+    plan: Plan, worker: Worker, form: Format, replies: jax.Array
+) -> tuple[list[jax.Array], Any]:
+    """Of replies ``uint32[slices, W, words]`` each piece's rows, ``[slices, rows, 128]``; ties and presence."""
     with jax.named_scope("lioncub.unpack"):
+        slices, bucket = len(replies), form.bucket
         reply, present = form.unpack_reply(replies.reshape(-1, replies.shape[-1]))
-        where = Slice(1, form.rows, form.workers, plan.up, form.bucket.dtype, None)
-        rows = plan.down.decode(reply.planes, reply.rows, where)
-        return rows.reshape(len(replies), -1, ROW), (jnp.sum(reply.ties), present)
+        where = Slice(1, form.rows, form.workers, plan.up, bucket.dtype, None)
+        words, rows = [*reply.planes, *([] if reply.rows is None else [reply.rows])], []
+        if not bucket.large:  # one piece
+            whole = plan.down.decode(reply.planes, reply.rows, where)
+            return [whole.reshape(slices, -1, ROW)], (jnp.sum(reply.ties), present)
+        words = [x.reshape(slices, bucket.rows // BLOCK, -1) for x in words]
+        # Each piece by itself: large leaves of one shape share a kernel.
+        starts = layout.at_run_time([p.first_row // BLOCK for p in bucket.pieces], worker.step)
+        for start, piece in zip(starts, bucket.pieces, strict=True):
+            cut = partial(lax.dynamic_slice_in_dim, start_index=start, axis=1)
+            own = [cut(x, slice_size=piece.rows // BLOCK).reshape(slices, -1) for x in words]
+            planes, numbers = own[: len(reply.planes)], own[len(reply.planes) :]
+            where = where._replace(rows=piece.rows)
+            rows.append(plan.down.decode(planes, numbers[0] if numbers else None, where))
+        return rows, (jnp.sum(reply.ties), present)
 
 
 def uncoded(
     plan: Plan, worker: Worker, ballots: list[Ballot], sent: Sequence[jax.Array]
-) -> dict[int, jax.Array]:
-    """The quantisation error of each leaf, ``float32`` of its shape."""
-    missed: dict[int, jax.Array] = {}
+) -> list[jax.Array]:
+    """The quantisation error of each piece, like ``sent``; in padding it means nothing."""
+    missed: list[jax.Array] = []
     for ballot in ballots:
         bucket = ballot.form.bucket
         for piece, message in zip(bucket.pieces, ballot.codes, strict=True):
@@ -558,20 +594,14 @@ def uncoded(
             steps = bucket.by_chunk(message.steps)
             planes = [x.reshape(len(steps), -1) for x in message.planes]
             rows = plan.up.values(planes, steps, steps.shape[1], worker.workers, once=True)
-            rows = rows.reshape(-1, ROW)
-            if len(piece.segments) > 1:  # joined as they were to be encoded
-                rows = layout.join(sent, piece) - rows
-            values = layout.split(rows, piece.segments, piece.first_row, worker.step)
-            missed |= values if len(values) > 1 else {i: sent[i] - x for i, x in values.items()}
-    for i, error in missed.items():
-        count = worker.counts[i]
-        missed[i] = error if count is None else real_only(error, count)
+            value = sent[len(missed)]
+            missed.append(value - layout.cut_to(rows, value.shape))
     return missed
 
 
-def real_only(rows: jax.Array, count: jax.Array) -> jax.Array:
-    """``[rows, 128]`` with zeros in the padding: codes cannot say zero there."""
-    return jnp.where(jnp.arange(ROW) < count[:, None], rows, 0)
+def _real_only(rows: jax.Array, count: jax.Array | None) -> jax.Array:
+    """``[rows, 128]`` of a slice with zeros in the padding, if there is any: codes cannot say zero there."""
+    return rows if count is None else jnp.where(jnp.arange(ROW) < count[:, None], rows, 0)
 
 
 def _alone(
@@ -590,7 +620,9 @@ def _alone(
             where = Slice(1, bucket.chunk, 1, quantize.dense(), bucket.dtype, None)
             received = Sums(layout.join_all(messages, bucket), None, present)
             result, states[k] = plan.owner.decide(received, where, states[k])
-            for i, x in layout.split(result.values.reshape(-1, ROW), bucket.segments).items():
+            rows = result.values.reshape(-1, ROW)
+            each = [rows[p.first_row :][: p.rows] for p in bucket.pieces]
+            for i, x in layout.apart(each, bucket.pieces).items():
                 values[i] = x
     mu = [
         _unless(abstains, plan.memory.remember(g, m), m)
@@ -604,11 +636,6 @@ def _alone(
 def _with_error(message: jax.Array, error: Any) -> jax.Array:
     """What is encoded: this step's message and the error of earlier codes."""
     return message if error is None else message.astype(jnp.float32) + error.astype(jnp.float32)
-
-
-def _wide(x: Any) -> Any:
-    """Float32 at least: what is coded next is not rounded to less before."""
-    return None if x is None else x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def _unless(abstains: jax.Array, new: Any, old: Any) -> Any:
@@ -636,18 +663,24 @@ def _step_in_group(
         each, found, owners, kept = _alone(plan, worker, slices, kept, state.owner, abstain)
         whole, numbers = [wires.from_group(x, plan.group) for x in each], [found]
     else:
-        ballots, kept = vote(plan, worker, slices, kept, state.owner, abstain)
+        buckets = plan.buckets(slices, worker.workers)
+        pieces = layout.pieces(buckets, worker.step)
+        ballots, kept = vote(plan, worker, buckets, pieces, slices, kept, state.owner, abstain)
         owners = [ballot.owner for ballot in ballots]
         whole, numbers = list(slices), []
         for ballot in ballots:
             replies = wires.from_group(ballot.replies, plan.group)
-            rows, found = open_replies(plan, ballot.form, replies)
+            each, found = open_replies(plan, worker, ballot.form, replies)
             numbers.append(found)
-            for s in ballot.form.bucket.segments:
-                whole[s.leaf] = rows[:, s.first_row : s.first_row + cuts[s.leaf].chunk]
+            for rows, piece in zip(each, ballot.form.bucket.pieces, strict=True):
+                for s in piece.segments:
+                    first = s.first_row - piece.first_row
+                    whole[s.leaf] = rows[:, first : first + cuts[s.leaf].chunk]
     updates = [jnp.zeros(g.shape, g.dtype) for g in grads]
     for cut, rows in zip(cuts, whole, strict=True):
-        for i, x in layout.split(rows.reshape(-1, ROW), cut.segments, step=worker.step).items():
+        rows, pieces = rows.reshape(-1, ROW), layout.pieces([cut], worker.step)
+        each = [rows[p.first_row :][: p.rows] for p in pieces]
+        for i, x in layout.apart(each, pieces).items():
             updates[i] = x.astype(grads[i].dtype)
     mu, error = (tuple(map(Flat, x, cuts)) for x in kept)
     new = _next_state(plan, worker, state, grads, mu, error, owners, numbers)

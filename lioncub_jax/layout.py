@@ -11,6 +11,7 @@ import dataclasses
 import enum
 import math
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from lioncub_jax import bits
 from lioncub_jax.bits import BLOCK, HALF_BLOCK, ROW
 
 # Leaves of fewer rows are joined: a copy of little, one kernel for all of them, and no padding to blocks.
@@ -49,11 +51,13 @@ class Piece(NamedTuple):
       segments: its leaves.
       first_row: where it begins in the bucket.
       rows: how many rows, what pads it to whole blocks or chunks included.
+      starts: where each leaf's rows begin in it; ``uint32[]`` where XLA shall not know, see `pieces`.
     """
 
     segments: tuple[Segment, ...]
     first_row: int
     rows: int
+    starts: Sequence[Any]
 
 
 class Bucket(NamedTuple):
@@ -89,12 +93,13 @@ class Bucket(NamedTuple):
         """What is packed by itself, in the order of the rows; they may end before the last chunk does."""
         pieces = []
         for s in self.segments[: self.large]:
-            pieces.append(Piece((s,), s.first_row, s.rows))
+            pieces.append(Piece((s,), s.first_row, s.rows, (0,)))
         if small := self.segments[self.large :]:
             first, rows = small[0].first_row, self.rows
             if pieces:
                 rows = _round_up(small[-1].first_row + small[-1].rows - first, BLOCK)
-            pieces.append(Piece(small, first, rows))
+            starts = tuple(s.first_row - first for s in small)
+            pieces.append(Piece(small, first, rows, starts))
         return tuple(pieces)
 
     def by_chunk(self, x: jax.Array) -> jax.Array:
@@ -187,38 +192,77 @@ def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def join(leaves: Sequence[jax.Array], piece: Piece) -> jax.Array:
-    """The leaves of a piece as ``float32[rows, 128]``, zeros in the padding."""
-    each = []
-    for s in piece.segments:
-        flat = leaves[s.leaf].reshape(-1).astype(jnp.float32)
-        each.append(pad_rows(flat, s.rows * ROW).reshape(s.rows, ROW))
-    return pad_rows(jnp.concatenate(each) if len(each) > 1 else each[0], piece.rows)
+def pieces(buckets: Sequence[Bucket], step: jax.Array) -> list[Piece]:
+    """The pieces of all buckets, small leaves at places that XLA does not know: those of one shape share a
+    kernel.
+    """
+    found = [piece for bucket in buckets for piece in bucket.pieces]
+    starts = iter(at_run_time([at for piece in found for at in piece.starts], step))
+    return [piece._replace(starts=[next(starts) for _ in piece.starts]) for piece in found]
+
+
+def joined(leaves: Sequence[Any], pieces: Sequence[Piece]) -> list[Any]:
+    """What is treated as one array for each piece: a leaf in its own shape, or rows of all its leaves.
+
+    Small leaves are worth no kernel of their own: what is computed of them is computed of all at once.
+
+    Args:
+      leaves: arrays of any floating dtype, or None for each.
+      pieces: whose leaves they are.
+
+    Returns:
+      Arrays of at least float32, ``[rows, 128]`` with zeros in the padding where leaves are joined; or None.
+    """
+    found: list[Any] = []
+    for piece in pieces:
+        own = [leaves[s.leaf] for s in piece.segments]
+        if own[0] is None:
+            found.append(None)
+            continue
+        wide = jnp.result_type(jnp.float32, *own)
+        if len(own) == 1:
+            found.append(own[0].astype(wide))
+            continue
+        each = [_in_rows(x.astype(wide), s.rows) for x, s in zip(own, piece.segments, strict=True)]
+        found.append(jnp.concatenate(each))
+    return found
+
+
+def in_rows(x: jax.Array, piece: Piece) -> jax.Array:
+    """What `joined` made of a piece as ``float32[rows, 128]``, zeros in the padding."""
+    return _in_rows(x.astype(jnp.float32), piece.rows)
+
+
+def _in_rows(x: jax.Array, rows: int) -> jax.Array:
+    # In as few operations as can be: with hundreds of leaves it is they that a compiler works at.
+    return (x if x.size == rows * ROW else pad_rows(x.reshape(-1), rows * ROW)).reshape(rows, ROW)
 
 
 def join_all(leaves: Sequence[jax.Array], bucket: Bucket) -> jax.Array:
     """All leaves of a bucket as ``float32[rows, 128]``, zeros in the padding."""
-    return pad_rows(jnp.concatenate([join(leaves, p) for p in bucket.pieces]), bucket.rows)
+    pieces = bucket.pieces
+    each = [in_rows(x, p) for x, p in zip(joined(leaves, pieces), pieces, strict=True)]
+    return pad_rows(jnp.concatenate(each), bucket.rows)
 
 
-def split(
-    rows: jax.Array, segments: Sequence[Segment], first_row: int = 0, step: Any = None
-) -> dict[int, jax.Array]:
-    """Undoes ``join``: of rows from ``first_row`` on, each leaf in its own shape, by its index.
-
-    Given the step, small leaves of one shape share a kernel.
-    """
-    small = [s for s in segments if s.rows < SMALL and step is not None]
-    starts = at_run_time([s.first_row - first_row for s in small], step)
-    begins = {s.leaf: start for s, start in zip(small, starts, strict=True)}
+def apart(values: Sequence[jax.Array], pieces: Sequence[Piece]) -> dict[int, jax.Array]:
+    """Undoes `joined`: of an array of each piece, padded or not, each leaf in its own shape, by its index."""
     leaves = {}
-    for s in segments:
-        if s.leaf in begins:
-            own = lax.dynamic_slice_in_dim(rows, begins[s.leaf], s.rows)
-        else:  # faster where it is large
-            own = rows[s.first_row - first_row :][: s.rows]
-        leaves[s.leaf] = own.reshape(-1)[: s.size].reshape(s.shape)
+    for x, piece in zip(values, pieces, strict=True):
+        own: list[jax.Array] = [x]
+        if len(piece.segments) > 1:
+            rows = bits.made_once(x.reshape(-1, ROW))
+            cut = partial(lax.dynamic_slice_in_dim, rows)
+            own = [cut(at, s.rows) for at, s in zip(piece.starts, piece.segments, strict=True)]
+        for rows, s in zip(own, piece.segments, strict=True):
+            leaves[s.leaf] = cut_to(rows, s.shape)
     return leaves
+
+
+def cut_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The first elements of ``x``, in a shape."""
+    size = math.prod(shape)
+    return (x if x.size == size else x.reshape(-1)[:size]).reshape(shape)
 
 
 def at_run_time(numbers: Sequence[int], step: Any) -> list[jax.Array]:
@@ -253,7 +297,9 @@ def _larger(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[jax.Array]:
 def pad_rows(x: jax.Array, rows: int) -> jax.Array:
     """Zeros behind ``x``, up to so many rows."""
     short = rows - x.shape[0]
-    return jnp.pad(x, [(0, short)] + [(0, 0)] * (x.ndim - 1)) if short else x
+    if not short:
+        return x
+    return lax.pad(x, jnp.zeros((), x.dtype), [(0, short, 0)] + [(0, 0, 0)] * (x.ndim - 1))
 
 
 def counts(

@@ -434,19 +434,18 @@ def _exchanged(
     owner: tuple[Flat, ...],
 ) -> tuple[list[jax.Array], tuple[Flat, ...]]:
     """What a device of a worker does in a sync in codes; it keeps the error of its codes."""
-    sent = _chosen_only(leaves, chosen)
-    buckets = plan.buckets(sent, worker.workers)
+    buckets = plan.buckets(_chosen_only(leaves, chosen), worker.workers)
+    pieces = layout.pieces(buckets, worker.step)
+    sent = layout.joined(leaves, pieces)
     ballots, abstains = exchange.exchange(plan, worker, buckets, sent, owner, None)
-    missed = exchange.uncoded(plan, worker, ballots, sent)
-    new = list(leaves)
+    missed, synced = exchange.uncoded(plan, worker, ballots, sent), []
     for ballot in ballots:
-        rows, _ = exchange.open_replies(plan, ballot.form, ballot.replies[None])
-        for i, agreed in layout.split(rows[0], ballot.form.bucket.segments).items():
-            old, count = leaves[i], worker.counts[i]
-            agreed = agreed if count is None else exchange.real_only(agreed, count)
-            synced = quantize.saturated(agreed + missed[i], old.dtype)
-            new[i] = jnp.where(abstains, old, synced)
-    return new, tuple(Flat(x.owner, e.bucket) for x, e in zip(ballots, owner, strict=True))
+        synced += exchange.open_replies(plan, worker, ballot.form, ballot.replies[None])[0]
+    for i, (old, error) in enumerate(zip(sent, missed, strict=True)):
+        agreed = layout.cut_to(synced[i], old.shape)
+        synced[i] = jnp.where(abstains, old, agreed + error)
+    leaves = exchange.by_leaf(worker, synced, pieces, leaves)
+    return leaves, tuple(Flat(x.owner, e.bucket) for x, e in zip(ballots, owner, strict=True))
 
 
 # --- Of what

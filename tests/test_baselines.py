@@ -316,7 +316,7 @@ def encode(quantizer, x, step):
     (bucket,) = layout.buckets([x], 4)
     (piece,) = bucket.pieces
     place = quantize.Place(bucket, piece, 0, step, jnp.int32(1), 4, None, True)
-    message = quantizer.encode(layout.join([x], piece), place)
+    message = quantizer.encode(layout.in_rows(x, piece), place)
     planes = [x.reshape(4, -1) for x in message.planes]
     codes = bits.unpack(planes, bucket.chunk)
     codes = codes.reshape(-1)[: x.size].astype(jnp.int32) - quantizer.top(4) // 2

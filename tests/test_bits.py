@@ -285,12 +285,3 @@ def test_the_side_of_a_zero_says_nothing_of_the_coin(workers):
     for side in np.moveaxis(sides(workers, 64, 256), 1, 0):
         assert_fair(side == coins)
         assert_fair(side[:-1] == coins[1:])
-
-
-@pytest.mark.parametrize("rows", [16, 32, 80])
-def test_bits_times_their_weights_are_added(rows):
-    planes = jax.random.bits(jax.random.key(rows), (2, 3, 4 * rows), jnp.uint32)
-    each = [bits.unpack([plane], rows).astype(jnp.int32) for plane in planes]
-    found = jax.jit(lambda planes: bits.unpack_sum(list(planes), [2, -1], rows))(planes)
-    assert found.dtype == jnp.int8
-    np.testing.assert_array_equal(found, 2 * each[0] - each[1])

@@ -23,7 +23,7 @@ def encode(quantizer, x, step, worker, *, steps, leaf, workers):
     leaves = [*[jnp.zeros((0,))] * leaf, x]
     (bucket,) = layout.buckets(leaves, workers)
     (piece,) = bucket.pieces
-    rows = layout.join(leaves, piece)
+    rows = layout.in_rows(layout.joined(leaves, [piece])[0], piece)
     counts = layout.counts(bucket, [None] * len(leaves))
     counts = None if counts is None else counts[: piece.rows]
     total = quantizer.measure(rows, piece) if quantizer.measure else None

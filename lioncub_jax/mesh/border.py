@@ -75,7 +75,7 @@ def _cut(whole: jax.Array, arrays: Sequence[jax.Array], axis: int) -> list[jax.A
     for x in arrays:
         end = start + x.shape[axis]
         own = lax.slice_in_dim(whole, start, end, axis=axis)
-        found.append(lax.bitcast_convert_type(own, x.dtype))
+        found.append(own if own.dtype == x.dtype else lax.bitcast_convert_type(own, x.dtype))
         start = end
     return found
 
