@@ -122,7 +122,8 @@ def pieces(size: int, dtype: Any) -> tuple[dict[str, Op], Store]:
 
     def pack(grads: Any, message: Any) -> tuple[Message]:
         now, me = jnp.int32(0), jnp.int32(0)
-        place = Place(bucket, piece_of_it, 0, now, me, WORKERS, None, False)
+        drawn = bits.draw(now, me, WORKERS)
+        place = Place(bucket, piece_of_it, 0, now, me, WORKERS, drawn, None, False)
         return (sign.encode(layout.in_rows(grads["w"], piece_of_it), place),)
 
     def count(payload: jax.Array, voted: jax.Array, counted: Any) -> Any:

@@ -17,7 +17,7 @@ reduce to the planes of their sum, and "more than half" is a comparison that wal
 import functools
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -400,16 +400,37 @@ def coin(first_word: jax.Array | int, words: int, step: jax.Array | int) -> jax.
       >>> bool((bits.coin(0, 4, 7)[2:] == bits.coin(2, 2, 7)).all())
       True
     """
-    return _hashed(first_word, words, step, _TIES)
+    return _hashed(first_word, words, _seed(step, _TIES))
 
 
-def zero_side(
-    first_word: jax.Array | int,
-    words: int,
-    step: jax.Array | int,
-    worker: jax.Array | int,
-    workers: int,
-) -> jax.Array:
+class Draw(NamedTuple):
+    """What is drawn for the zeros of one worker in one step, see `zero_side`.
+
+    Attributes:
+      seed: ``uint32[]``, the same on every worker.
+      other: ``uint32[]``, a mask of all bits or of none: which of the two sides this worker takes.
+    """
+
+    seed: jax.Array
+    other: jax.Array
+
+
+def draw(step: jax.Array | int, worker: jax.Array | int, workers: int) -> Draw:
+    """Draws who is paired with whom in a step.
+
+    Args:
+      step: ``int32[]``, the step.
+      worker: ``int32[]``, this worker.
+      workers: how many there are.
+    """
+    drawn = _mix(jnp.asarray(step, jnp.uint32) + jnp.uint32(_ORDER))
+    mine = _mix(jnp.asarray(worker, jnp.uint32) ^ drawn)
+    all_ = _mix(jnp.arange(workers, dtype=jnp.uint32) ^ drawn)
+    rank = jnp.sum(all_ < mine, dtype=jnp.uint32)
+    return Draw(_seed(step, _ZEROS), as_mask(rank & 1))
+
+
+def zero_side(first_word: jax.Array | int, words: int, drawn: Draw) -> jax.Array:
     """The side that an exact zero takes in codes without a zero, for each element of one worker.
 
     Fair bits again, but none of them the coin of a tie: with one bit for both, a vote against a zero
@@ -419,23 +440,21 @@ def zero_side(
     Args:
       first_word: as `coin`.
       words: as `coin`.
-      step: as `coin`.
-      worker: ``int32[]``, this worker.
-      workers: how many there are.
+      drawn: of this worker and step.
 
     Returns:
       ``uint32[words]``.
     """
-    draw = _mix(jnp.asarray(step, jnp.uint32) + jnp.uint32(_ORDER))
-    mine = _mix(jnp.asarray(worker, jnp.uint32) ^ draw)
-    all_ = _mix(jnp.arange(workers, dtype=jnp.uint32) ^ draw)
-    rank = jnp.sum(all_ < mine, dtype=jnp.uint32)
-    return _hashed(first_word, words, step, _ZEROS) ^ as_mask(rank & 1)
+    return _hashed(first_word, words, drawn.seed) ^ drawn.other
 
 
-def _hashed(first_word: jax.Array | int, words: int, step: Any, salt: int) -> jax.Array:
+def _hashed(first_word: jax.Array | int, words: int, seed: jax.Array) -> jax.Array:
     index = jnp.arange(words, dtype=jnp.uint32) + jnp.asarray(first_word, jnp.uint32)
-    return _mix(index ^ _mix(jnp.asarray(step, jnp.uint32) + jnp.uint32(salt)))
+    return _mix(index ^ seed)
+
+
+def _seed(step: Any, salt: int) -> jax.Array:
+    return _mix(jnp.asarray(step, jnp.uint32) + jnp.uint32(salt))
 
 
 def _mix(h: jax.Array) -> jax.Array:

@@ -384,7 +384,8 @@ def worker_step(
         ballots, kept = vote(plan, worker, buckets, pieces, grads, kept, state.owner, abstain)
         for ballot in ballots:
             each, found = open_replies(plan, worker, ballot.form, ballot.replies[None])
-            rows += each
+            # As it is used: a conversion for each leaf is work for a compiler.
+            rows += [x.astype(jnp.float32) for x in each]
             owners.append(ballot.owner)
             numbers.append(found)
         leaves = layout.apart(rows, pieces)
@@ -420,14 +421,20 @@ def vote(
         error = list(map(after, missed, error))
     with jax.named_scope("lioncub.remember"):
         mu = list(map(after, map(plan.memory.remember, g, mu), mu))
-    return ballots, Kept(*[by_leaf(worker, x, pieces, old) for x, old in zip((mu, error), kept)])
+    cut = partial(by_leaf, worker, pieces)
+    return ballots, Kept(cut(mu, kept.mu), cut(error, kept.error))
 
 
-def by_leaf(worker: Worker, new: list[Any], pieces: Sequence[Piece], old: list[Any]) -> list[Any]:
+def by_leaf(worker: Worker, pieces: Sequence[Piece], new: list[Any], old: list[Any]) -> list[Any]:
     """For each leaf what is remembered of it, in its own dtype; the old where nothing is."""
     if not new or new[0] is None:
         return old
-    leaves = layout.apart(new, pieces)
+    each = []
+    for x, piece in zip(new, pieces, strict=True):
+        dtypes = {old[s.leaf].dtype for s in piece.segments}
+        # Where all are kept alike, once for all of them.
+        each.append(quantize.saturated(x, dtypes.pop()) if len(dtypes) == 1 else x)
+    leaves = layout.apart(each, pieces)
     for i, x in leaves.items():
         leaves[i] = quantize.saturated(_real_only(x, worker.counts[i]), old[i].dtype)
     return [leaves.get(i, x) for i, x in enumerate(old)]
@@ -493,11 +500,14 @@ def _encode(
         totals = jnp.split(sums, np.cumsum([len(m) for m in measured])[:-1])
     before = [(bucket.first_row + piece.first_row) * WORDS_PER_ROW for piece in pieces]
     firsts, codes = layout.at_run_time(before, worker.step), []
+    who = worker.step, worker.index, worker.workers
+    drawn = bits.draw(*who)
     for x, piece, total, first in zip(rows, pieces, totals, firsts, strict=True):
         own = None if counts is None else counts[piece.first_row :][: piece.rows]
         first += shard * bucket.total_rows * WORDS_PER_ROW
-        drawn = worker.step, worker.index, worker.workers
-        place = Place(bucket, piece, first, *drawn, own, form.sends_steps, shard, shards, total)
+        place = Place(
+            bucket, piece, first, *who, drawn, own, form.sends_steps, shard, shards, total
+        )
         codes.append(plan.up.encode(x, place))
     return codes
 
@@ -561,25 +571,32 @@ def _padded(parts: Sequence[Any], size: int) -> jax.Array:
 def open_replies(
     plan: Plan, worker: Worker, form: Format, replies: jax.Array
 ) -> tuple[list[jax.Array], Any]:
-    """Of replies ``uint32[slices, W, words]`` each piece's rows, ``[slices, rows, 128]``; ties and presence."""
+    """Rows ``[slices, rows, 128]`` of each piece, and ties and who took part.
+
+    Of replies ``uint32[slices, W, words]``.
+    """
     with jax.named_scope("lioncub.unpack"):
         slices, bucket = len(replies), form.bucket
         reply, present = form.unpack_reply(replies.reshape(-1, replies.shape[-1]))
         where = Slice(1, form.rows, form.workers, plan.up, bucket.dtype, None)
-        words, rows = [*reply.planes, *([] if reply.rows is None else [reply.rows])], []
+        found, rows = (jnp.sum(reply.ties), present), []
         if not bucket.large:  # one piece
             whole = plan.down.decode(reply.planes, reply.rows, where)
-            return [whole.reshape(slices, -1, ROW)], (jnp.sum(reply.ties), present)
-        words = [x.reshape(slices, bucket.rows // BLOCK, -1) for x in words]
+            return [whole.reshape(slices, -1, ROW)], found
+        in_blocks = lambda x: x.reshape(slices, bucket.rows // BLOCK, -1)  # noqa: E731
+        words = jax.tree.map(in_blocks, (reply.planes, reply.rows))
         # Each piece by itself: large leaves of one shape share a kernel.
         starts = layout.at_run_time([p.first_row // BLOCK for p in bucket.pieces], worker.step)
         for start, piece in zip(starts, bucket.pieces, strict=True):
-            cut = partial(lax.dynamic_slice_in_dim, start_index=start, axis=1)
-            own = [cut(x, slice_size=piece.rows // BLOCK).reshape(slices, -1) for x in words]
-            planes, numbers = own[: len(reply.planes)], own[len(reply.planes) :]
-            where = where._replace(rows=piece.rows)
-            rows.append(plan.down.decode(planes, numbers[0] if numbers else None, where))
-        return rows, (jnp.sum(reply.ties), present)
+            cut = partial(_cut, start=start, blocks=piece.rows // BLOCK)
+            planes, numbers = jax.tree.map(cut, words)
+            rows.append(plan.down.decode(planes, numbers, where._replace(rows=piece.rows)))
+        return rows, found
+
+
+def _cut(words: jax.Array, start: jax.Array, blocks: int) -> jax.Array:
+    """Of words by blocks, ``uint32[slices, all blocks, words]``, some blocks: ``uint32[slices, words]``."""
+    return lax.dynamic_slice_in_dim(words, start, blocks, 1).reshape(len(words), -1)
 
 
 def uncoded(
@@ -589,7 +606,7 @@ def uncoded(
     missed: list[jax.Array] = []
     for ballot in ballots:
         bucket = ballot.form.bucket
-        for piece, message in zip(bucket.pieces, ballot.codes, strict=True):
+        for message in ballot.codes:
             assert message.steps is not None
             steps = bucket.by_chunk(message.steps)
             planes = [x.reshape(len(steps), -1) for x in message.planes]
@@ -600,7 +617,7 @@ def uncoded(
 
 
 def _real_only(rows: jax.Array, count: jax.Array | None) -> jax.Array:
-    """``[rows, 128]`` of a slice with zeros in the padding, if there is any: codes cannot say zero there."""
+    """``[rows, 128]`` of a slice with zeros in the padding, if any: codes cannot say zero there."""
     return rows if count is None else jnp.where(jnp.arange(ROW) < count[:, None], rows, 0)
 
 

@@ -11,7 +11,6 @@ import dataclasses
 import enum
 import math
 from collections.abc import Collection, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -193,12 +192,12 @@ def _round_up(n: int, multiple: int) -> int:
 
 
 def pieces(buckets: Sequence[Bucket], step: jax.Array) -> list[Piece]:
-    """The pieces of all buckets, small leaves at places that XLA does not know: those of one shape share a
-    kernel.
-    """
+    """The pieces of all buckets; where a small leaf begins is known at run time only, see `at_run_time`."""
     found = [piece for bucket in buckets for piece in bucket.pieces]
-    starts = iter(at_run_time([at for piece in found for at in piece.starts], step))
-    return [piece._replace(starts=[next(starts) for _ in piece.starts]) for piece in found]
+    for k, piece in enumerate(found):
+        if len(piece.segments) > 1:
+            found[k] = piece._replace(starts=at_run_time(piece.starts, step))
+    return found
 
 
 def joined(leaves: Sequence[Any], pieces: Sequence[Piece]) -> list[Any]:
@@ -211,7 +210,7 @@ def joined(leaves: Sequence[Any], pieces: Sequence[Piece]) -> list[Any]:
       pieces: whose leaves they are.
 
     Returns:
-      Arrays of at least float32, ``[rows, 128]`` with zeros in the padding where leaves are joined; or None.
+      Arrays of at least float32, of joined leaves ``[rows, 128]`` with zeros in the padding; or None.
     """
     found: list[Any] = []
     for piece in pieces:
@@ -224,6 +223,8 @@ def joined(leaves: Sequence[Any], pieces: Sequence[Piece]) -> list[Any]:
             found.append(own[0].astype(wide))
             continue
         each = [_in_rows(x.astype(wide), s.rows) for x, s in zip(own, piece.segments, strict=True)]
+        idle = piece.rows - sum(s.rows for s in piece.segments)
+        each += [jnp.zeros((idle, ROW), wide)] if idle else []  # a pad of the whole would copy it
         found.append(jnp.concatenate(each))
     return found
 
@@ -246,16 +247,16 @@ def join_all(leaves: Sequence[jax.Array], bucket: Bucket) -> jax.Array:
 
 
 def apart(values: Sequence[jax.Array], pieces: Sequence[Piece]) -> dict[int, jax.Array]:
-    """Undoes `joined`: of an array of each piece, padded or not, each leaf in its own shape, by its index."""
-    leaves = {}
+    """Undoes `joined`: of an array for each piece, each leaf in its own shape, by its index."""
+    leaves, first_column = {}, jnp.zeros((), jnp.uint32)
     for x, piece in zip(values, pieces, strict=True):
-        own: list[jax.Array] = [x]
-        if len(piece.segments) > 1:
-            rows = bits.made_once(x.reshape(-1, ROW))
-            cut = partial(lax.dynamic_slice_in_dim, rows)
-            own = [cut(at, s.rows) for at, s in zip(piece.starts, piece.segments, strict=True)]
-        for rows, s in zip(own, piece.segments, strict=True):
-            leaves[s.leaf] = cut_to(rows, s.shape)
+        if len(piece.segments) == 1:
+            leaves[piece.segments[0].leaf] = cut_to(x, piece.segments[0].shape)
+            continue
+        rows = bits.made_once(x.reshape(-1, ROW))
+        for at, s in zip(piece.starts, piece.segments, strict=True):
+            corner = jnp.asarray(at, jnp.uint32), first_column
+            leaves[s.leaf] = cut_to(lax.dynamic_slice(rows, corner, (s.rows, ROW)), s.shape)
     return leaves
 
 

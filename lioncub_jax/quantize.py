@@ -45,6 +45,7 @@ class Place(NamedTuple):
       step: ``int32[]``, steps taken before this one; same on every worker.
       worker: ``int32[]``, the worker's index; varies over the workers.
       workers: how many there are.
+      drawn: for this worker's zeros.
       counts: ``int32[rows]``, how many elements of each row are no padding; None where all are.
       steps: whether the steps travel.
       shard: ``uint32[]``, which of the worker's shards this is, or 0 for leaves in one piece.
@@ -58,6 +59,7 @@ class Place(NamedTuple):
     step: jax.Array
     worker: jax.Array
     workers: int
+    drawn: bits.Draw
     counts: jax.Array | None
     steps: bool
     shard: Any = 0
@@ -474,8 +476,7 @@ def _packed(codes: jax.Array, p: int, place: Place, zeros: bool) -> list[jax.Arr
     cut, sides = place.bucket.by_chunk(codes), None
     if zeros:
         words = codes.size // BLOCK
-        drawn = place.step, place.worker, place.workers
-        sides = bits.zero_side(place.first_word, words, *drawn).reshape(len(cut), -1)
+        sides = bits.zero_side(place.first_word, words, place.drawn).reshape(len(cut), -1)
     planes = bits.pack(cut, p, sides)
     for k, plane in enumerate(planes):
         planes[k] = plane.reshape(-1)

@@ -444,7 +444,7 @@ def _exchanged(
     for i, (old, error) in enumerate(zip(sent, missed, strict=True)):
         agreed = layout.cut_to(synced[i], old.shape)
         synced[i] = jnp.where(abstains, old, agreed + error)
-    leaves = exchange.by_leaf(worker, synced, pieces, leaves)
+    leaves = exchange.by_leaf(worker, pieces, synced, leaves)
     return leaves, tuple(Flat(x.owner, e.bucket) for x, e in zip(ballots, owner, strict=True))
 
 

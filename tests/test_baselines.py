@@ -315,7 +315,9 @@ def encode(quantizer, x, step):
     """The message of the second of four workers about a leaf of whole rows, and its decoded values."""
     (bucket,) = layout.buckets([x], 4)
     (piece,) = bucket.pieces
-    place = quantize.Place(bucket, piece, 0, step, jnp.int32(1), 4, None, True)
+    place = quantize.Place(
+        bucket, piece, 0, step, jnp.int32(1), 4, bits.draw(step, 1, 4), None, True
+    )
     message = quantizer.encode(layout.in_rows(x, piece), place)
     planes = [x.reshape(4, -1) for x in message.planes]
     codes = bits.unpack(planes, bucket.chunk)

@@ -3,6 +3,8 @@
 The adders are operators on words: given numpy's words they run in numpy, without a compiler.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -188,7 +190,11 @@ def test_as_mask_fills_words():
 
 
 coin = jax.jit(bits.coin, static_argnums=1)
-zero_side = jax.jit(bits.zero_side, static_argnums=(1, 4))
+
+
+@partial(jax.jit, static_argnums=(1, 4))
+def zero_side(first_word, words, step, worker, workers):
+    return bits.zero_side(first_word, words, bits.draw(step, worker, workers))
 
 
 def murmur_finaliser(h):
@@ -248,7 +254,7 @@ def test_coin_does_not_repeat_itself():
 
 def sides(workers, words, steps):
     """``[steps, W, words, 32]``."""
-    of_step = jax.vmap(lambda w, t: bits.zero_side(7, words, t, w, workers), (0, None))
+    of_step = jax.vmap(lambda w, t: zero_side(7, words, t, w, workers), (0, None))
     each = jax.jit(jax.vmap(of_step, (None, 0)))
     return tossed(each(jnp.arange(workers), jnp.arange(steps)))
 

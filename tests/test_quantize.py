@@ -27,7 +27,8 @@ def encode(quantizer, x, step, worker, *, steps, leaf, workers):
     counts = layout.counts(bucket, [None] * len(leaves))
     counts = None if counts is None else counts[: piece.rows]
     total = quantizer.measure(rows, piece) if quantizer.measure else None
-    place = quantize.Place(bucket, piece, 0, step, worker, workers, counts, steps, 0, 1, total)
+    who = step, worker, workers
+    place = quantize.Place(bucket, piece, 0, *who, bits.draw(*who), counts, steps, 0, 1, total)
     message = quantizer.encode(rows, place)
     parts = bucket.by_chunk(rows)
     planes = [x.reshape(len(parts), -1) for x in message.planes]
@@ -226,7 +227,7 @@ def test_zeros_take_the_inner_code_of_their_side(quantizer):
     zero[:300] = x == 0
     half = 2 ** (quantizer.bits - 1)
     for worker in range(3):
-        words = bits.zero_side(0, 16 * 4 * 4, 9, worker, 4).reshape(1, 4, -1)
+        words = bits.zero_side(0, 16 * 4 * 4, bits.draw(9, worker, 4)).reshape(1, 4, -1)
         upper = np.asarray(bits.unpack(words, 16)).reshape(-1).astype(int)
         codes = Sent(quantizer, x, step=9, worker=worker).codes.reshape(-1)
         np.testing.assert_array_equal(codes[zero], (half - 1 + upper)[zero])  # padding too
