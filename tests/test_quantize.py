@@ -477,3 +477,38 @@ def test_error_feedback_keeps_the_codes_and_names_the_dtype():
         fed_back = Q.error_feedback(plain, dtype)
         assert fed_back.feedback == jnp.dtype(dtype) and plain.feedback is None
     np.testing.assert_array_equal(codes_of(plain, SOME), codes_of(fed_back, SOME))
+
+
+@pytest.mark.parametrize(
+    ("down", "planes"),
+    [
+        (lc.decide.majority(), 1),
+        (lc.decide.ternary_sum(), 2),
+        (lc.decide.average(), 4),
+        (lc.decide.total(), 4),
+        (lc.decide.floats(), 1),
+        (lc.decide.scaled_signs(), 1),
+    ],
+    ids=lambda x: getattr(x, "name", None),
+)
+def test_a_reply_is_read_block_by_block_as_it_is_read_whole(down, planes):
+    """A leaf of whole blocks is unpacked by itself, wherever it lies."""
+    workers, blocks, up = 5, 6, lc.quantize.ternary() if down.needs_zero else lc.quantize.midrise(2)
+    rng = np.random.default_rng(0)
+
+    def words(each):
+        drawn = rng.integers(0, 2**32, (1, blocks, each), dtype=np.uint32)
+        return drawn & 0x3F803F80  # no NaN, whatever it is read as
+
+    sent = [words(32 * down.words_per_row) for _ in range(planes)]
+    numbers = words(down.row_words(32, workers)) if down.row_words else None
+
+    def read(first, end):
+        where = lc.decide.Slice(1, 32 * (end - first), workers, up, jnp.float32, None)
+        mine = [jnp.asarray(x[:, first:end].reshape(1, -1)) for x in sent]
+        rows = None if numbers is None else jnp.asarray(numbers[:, first:end].reshape(1, -1))
+        return down.decode(mine, rows, where)
+
+    whole = read(0, blocks)
+    assert len(np.unique(whole)) > 1
+    np.testing.assert_array_equal(jnp.concatenate([read(0, 1), read(1, 4), read(4, 6)], 1), whole)
