@@ -427,7 +427,7 @@ def draw(step: jax.Array | int, worker: jax.Array | int, workers: int) -> Draw:
     mine = _mix(jnp.asarray(worker, jnp.uint32) ^ drawn)
     all_ = _mix(jnp.arange(workers, dtype=jnp.uint32) ^ drawn)
     rank = jnp.sum(all_ < mine, dtype=jnp.uint32)
-    return Draw(_seed(step, _ZEROS), as_mask(rank & 1))
+    return Draw(*made_once(jnp.stack([_seed(step, _ZEROS), as_mask(rank & 1)])))
 
 
 def zero_side(first_word: jax.Array | int, words: int, drawn: Draw) -> jax.Array:
