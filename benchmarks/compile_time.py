@@ -6,14 +6,14 @@ The step of a byte GPT, layers unrolled, on 8 CPU devices: loss, gradient and up
 it. ``optax.lion`` is ordinary data parallelism under ``jax.jit``: parameters on every device, the batch
 cut, XLA adds the gradients in float32. The others are steps of ``lc.make_train_step``. Each is traced,
 lowered and compiled in a process of its own, of shapes alone and with no cache on disk; methods take
-turns, and figures are medians over rounds. Trace seconds are Python's, to the jaxpr of the whole step;
+turns, and figures are the least of the rounds: the work is the same each time, and what else the machine
+does only adds to it. Trace seconds are Python's, to the jaxpr of the whole step;
 lower seconds go from there to XLA's input; compile seconds are XLA's alone, and compile_cpu those that
 all cores spent on it, which other work on the machine lengthens less.
 """
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -126,7 +126,7 @@ def one(method: str, leaves: int, width: int) -> dict[str, float]:
 def measure(
     methods: list[str], leaves: int, width: int, rounds: int
 ) -> dict[str, dict[str, float]]:
-    """Median seconds of each part of each method, each in a process of its own, taking turns."""
+    """Least seconds of each part of each method, each in a process of its own, taking turns."""
     found: dict[str, list[dict[str, float]]] = {method: [] for method in methods}
     environment = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
     for _ in range(rounds):
@@ -137,7 +137,7 @@ def measure(
             )
             found[method].append(json.loads(done.stdout.splitlines()[-1]))
     return {
-        method: {part: statistics.median(each[part] for each in found[method]) for part in PARTS}
+        method: {part: min(each[part] for each in found[method]) for part in PARTS}
         for method in methods
     }
 

@@ -10,6 +10,7 @@ import contextvars
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import jax
@@ -408,36 +409,53 @@ def vote(
 ) -> tuple[list[Ballot], Kept]:
     """What one of several workers does with its leaves; workers meet in ``plan.wire``."""
     g, mu, error = (layout.joined(x, pieces) for x in (grads, *kept))
-    messages = list(map(plan.memory.message, g, mu))
+    wide = [(_wide(a), _wide(b)) for a, b in zip(g, mu, strict=True)]
+    messages = list(starmap(plan.memory.message, wide))
     sent = list(map(_with_error, messages, error))
     ballots, abstains = exchange(plan, worker, buckets, sent, owners, abstain)
-    after = partial(_unless, abstains)
+    missed: list[Any] = []
     if plan.up.feedback is not None:
         for i, piece in enumerate(pieces):
             if len(piece.segments) == 1:
                 # Made anew from the same inputs: kept, it would cost an array as large as the gradient.
                 sent[i] = _with_error(*lax.optimization_barrier((messages[i], error[i])))
         missed = uncoded(plan, worker, ballots, sent)
-        error = list(map(after, missed, error))
     with jax.named_scope("lioncub.remember"):
-        mu = list(map(after, map(plan.memory.remember, g, mu), mu))
-    cut = partial(by_leaf, worker, pieces)
-    return ballots, Kept(cut(mu, kept.mu), cut(error, kept.error))
+        remembered = list(starmap(plan.memory.remember, wide))
+    after = partial(by_leaf, worker, pieces, abstains)
+    return ballots, Kept(after(remembered, mu, kept.mu), after(missed, error, kept.error))
 
 
-def by_leaf(worker: Worker, pieces: Sequence[Piece], new: list[Any], old: list[Any]) -> list[Any]:
-    """For each leaf what is remembered of it, in its own dtype; the old where nothing is."""
+def _wide(x: Any) -> Any:
+    """Float32 at least: what is computed of it is rounded when it is kept, and not before."""
+    return None if x is None else x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def by_leaf(
+    worker: Worker,
+    pieces: Sequence[Piece],
+    abstains: jax.Array,
+    new: Sequence[Any],
+    before: Sequence[Any],
+    leaves: list[Any],
+) -> list[Any]:
+    """What a worker keeps of each leaf, in its dtype: the new, or that of before if it abstains.
+
+    ``before`` is what `layout.joined` makes of the leaves; they stay where there is nothing new.
+    """
     if not new or new[0] is None:
-        return old
-    each = []
-    for x, piece in zip(new, pieces, strict=True):
-        dtypes = {old[s.leaf].dtype for s in piece.segments}
-        # Where all are kept alike, once for all of them.
-        each.append(quantize.saturated(x, dtypes.pop()) if len(dtypes) == 1 else x)
-    leaves = layout.apart(each, pieces)
-    for i, x in leaves.items():
-        leaves[i] = quantize.saturated(_real_only(x, worker.counts[i]), old[i].dtype)
-    return [leaves.get(i, x) for i, x in enumerate(old)]
+        return leaves
+    kept = []
+    for piece, x, old in zip(pieces, new, before, strict=True):
+        dtypes = {leaves[s.leaf].dtype for s in piece.segments}
+        if len(dtypes) == 1:  # once for all of them
+            dtype = dtypes.pop()
+            x, old = quantize.saturated(x, dtype), old.astype(dtype)
+        kept.append(jnp.where(abstains, old, x))
+    found = layout.apart(kept, pieces)
+    for i, x in found.items():
+        found[i] = quantize.saturated(_real_only(x, worker.counts[i]), leaves[i].dtype)
+    return [found.get(i, x) for i, x in enumerate(leaves)]
 
 
 def exchange(

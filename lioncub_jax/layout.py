@@ -210,7 +210,7 @@ def joined(leaves: Sequence[Any], pieces: Sequence[Piece]) -> list[Any]:
       pieces: whose leaves they are.
 
     Returns:
-      Arrays of at least float32, of joined leaves ``[rows, 128]`` with zeros in the padding; or None.
+      Leaves as they are; joined ones at least float32 ``[rows, 128]``, zeros in the padding; or None.
     """
     found: list[Any] = []
     for piece in pieces:
@@ -218,10 +218,10 @@ def joined(leaves: Sequence[Any], pieces: Sequence[Piece]) -> list[Any]:
         if own[0] is None:
             found.append(None)
             continue
-        wide = jnp.result_type(jnp.float32, *own)
         if len(own) == 1:
-            found.append(own[0].astype(wide))
+            found.append(own[0])
             continue
+        wide = jnp.result_type(jnp.float32, *own)
         each = [_in_rows(x.astype(wide), s.rows) for x, s in zip(own, piece.segments, strict=True)]
         idle = piece.rows - sum(s.rows for s in piece.segments)
         each += [jnp.zeros((idle, ROW), wide)] if idle else []  # a pad of the whole would copy it

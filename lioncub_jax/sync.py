@@ -442,9 +442,8 @@ def _exchanged(
     for ballot in ballots:
         synced += exchange.open_replies(plan, worker, ballot.form, ballot.replies[None])[0]
     for i, (old, error) in enumerate(zip(sent, missed, strict=True)):
-        agreed = layout.cut_to(synced[i], old.shape)
-        synced[i] = jnp.where(abstains, old, agreed + error)
-    leaves = exchange.by_leaf(worker, pieces, synced, leaves)
+        synced[i] = layout.cut_to(synced[i], old.shape) + error
+    leaves = exchange.by_leaf(worker, pieces, abstains, synced, sent, leaves)
     return leaves, tuple(Flat(x.owner, e.bucket) for x, e in zip(ballots, owner, strict=True))
 
 
