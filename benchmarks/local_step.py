@@ -114,16 +114,17 @@ def candidates(params: Any) -> dict[str, Candidate]:
     }
 
 
-def measure(size: int, dtype: Any, rounds: int) -> dict[str, list[float]]:
+def measure(shapes: Sequence[tuple[int, ...]], dtype: Any, rounds: int) -> dict[str, list[float]]:
     """Milliseconds of each candidate in each round, all in one process, taking turns."""
     rng = np.random.default_rng(0)
 
-    def normal() -> jax.Array:
-        return jnp.asarray(rng.standard_normal(size, dtype=np.float32)).astype(dtype)
+    def normal() -> list[jax.Array]:
+        drawn = [rng.standard_normal(shape, dtype=np.float32) for shape in shapes]
+        return [jnp.asarray(x).astype(dtype) for x in drawn]
 
     running = {}
-    for name, candidate in candidates({"w": normal()}).items():
-        running[name] = candidate.step, ({"w": normal()}, candidate.state, {"w": normal()})
+    for name, candidate in candidates(normal()).items():
+        running[name] = candidate.step, (normal(), candidate.state, normal())
     times: dict[str, list[float]] = {name: [] for name in running}
     for turn in range(rounds + 2):
         for name, (step, arrays) in running.items():
@@ -138,24 +139,28 @@ def measure(size: int, dtype: Any, rounds: int) -> dict[str, list[float]]:
 def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument(
-        "--quick", action="store_true", help="only 4M and 16M parameters in float32"
+        "--quick", action="store_true", help="only 4M and 16M parameters in one array, in float32"
     )
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
     console, results, keys = Console(width=110), [], {}
     table = Table("parameters", "dtype", "step", "ms (median)", "min", "max", "x optax.lion")
-    sizes = [22, 24] if args.quick else [20, 22, 24, 26]
+    powers = [22, 24] if args.quick else [20, 22, 24, 26]
+    models = {f"{2 ** (power - 20)}M": [(2**power,)] for power in powers}
+    if not args.quick:
+        layer = [(256,), (256, 768), (256, 256), (256,), (256, 1024), (1024, 256)]
+        models["7M in 54 arrays"] = layer * 9
     for dtype in [jnp.float32] if args.quick else [jnp.float32, jnp.bfloat16]:
-        for power in sizes:
-            times = measure(2**power, dtype, args.rounds)
+        for parameters, shapes in models.items():
+            times = measure(shapes, dtype, args.rounds)
             for name, ms in times.items():
                 pairs = zip(ms, times["optax.lion"], strict=True)
                 ratio = statistics.median(mine / lion for mine, lion in pairs)
                 median = statistics.median(ms)
-                label = f"{2 ** (power - 20)}M", jnp.dtype(dtype).name, name
+                label = parameters, jnp.dtype(dtype).name, name
                 table.add_row(*label, *(f"{x:.2f}" for x in (median, min(ms), max(ms), ratio)))
                 results.append([*label, median, min(ms), max(ms), ratio])
-                if power == 24 and dtype == jnp.float32:
+                if parameters == "16M" and dtype == jnp.float32:
                     keys[name] = ratio
     console.print(table)
     summary = {

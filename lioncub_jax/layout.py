@@ -21,8 +21,9 @@ from jax import lax
 from lioncub_jax import bits
 from lioncub_jax.bits import BLOCK, HALF_BLOCK, ROW
 
-# Leaves of fewer rows are joined: a copy of little, one kernel for all of them, and no padding to blocks.
-SMALL = 64 * BLOCK
+# Leaves of at most so many rows are joined: a copy of little, one kernel for all of them, and no padding to
+# blocks. Of more, on a CPU, the copies of them all take several times as long as kernels of their own.
+SMALL = 16 * BLOCK
 
 
 class Segment(NamedTuple):
@@ -174,7 +175,7 @@ def _place(leaves: Sequence[jax.Array], members: list[int], workers: int) -> Buc
         shape = tuple(leaves[index].shape)
         size = math.prod(shape)
         rows = -(-size // ROW)
-        if rows < SMALL:
+        if rows <= SMALL:
             small.append(Segment(index, shape, size, 0, rows))
         else:
             large.append(Segment(index, shape, size, 0, _round_up(rows, BLOCK)))

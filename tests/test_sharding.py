@@ -198,7 +198,7 @@ class Placed(NamedTuple):
 def cut_rows(sizes, parts):
     """How many rows each of so many parts takes of leaves that are joined in one buffer."""
     rows = [-(-size // 128) for size in sizes]
-    big = [n >= 2048 for n in rows]
+    big = [n > 512 for n in rows]
     total = sum(-(-n // 32) * 32 if b else n for n, b in zip(rows, big, strict=True))
     unit = 32 if any(big) else 16
     return -(-total // (parts * unit)) * unit
@@ -229,7 +229,7 @@ def run_reference(oracle, grads, abstain, first_words, slice_rows):
     def places(rows, workers, unit):
         if len(first_words) == 1:
             return reference.words(rows, workers, unit, first_words[0])
-        unit = 32 if slice_rows >= 2048 else 16
+        unit = 32 if slice_rows > 512 else 16
         slices = [reference.words(slice_rows, workers, unit, first) for first in first_words]
         return [jnp.concatenate(x)[:rows] for x in zip(*slices, strict=True)]
 
@@ -379,7 +379,7 @@ def test_updates_are_those_of_the_reference(name, kind, methods):
 
 @pytest.mark.parametrize(("name", "spec"), [("4 x 2", P(None, "tp")), ("two-level 4 x 2", P())])
 def test_large_leaves_lie_by_themselves_and_small_ones_behind_them(name, spec):
-    """Large are 2,048 rows of 128 or more on a device."""
+    """Large are more than 512 rows of 128 on a device."""
     shape, steps = MESHES[name], 2
     rng = np.random.default_rng(0)
     sizes = {"a": (10, 6), "large": (4, 131_200), "z": (300, 4)}

@@ -4,7 +4,7 @@ This is the oracle of the tests, and a simulator of many workers on one device. 
 the rest of the package. The rules, for workers ``i = 0 .. W-1`` and the step after ``t`` others:
 
 * **Buffer.** A row is 128 consecutive elements of a leaf, the last row of a leaf is padded, and a block
-  is 32 rows. First come the big leaves (2,048 rows or more), each padded to whole blocks; then all
+  is 32 rows. First come the big leaves (more than 512 rows), each padded to whole blocks; then all
   others. A leaf without elements has no row. Each worker owns ``C`` rows of the buffer: ``rows / W``,
   rounded up to whole blocks, or to half blocks if no leaf is big.
 * **Word and bit.** Row ``r`` of the chunk of worker ``w`` lies in block ``b = r // 32``. Its lane ``j`` is
@@ -51,7 +51,7 @@ from jax import lax
 
 ROW = 128
 BLOCK = 32  # rows
-BIG = 2048  # rows
+BIG = 512  # rows, at most, of leaves that are not
 
 # Best uniform steps for a Gaussian (Max 1960), in units of the mean magnitude.
 GAUSSIAN_STEP = {
@@ -154,7 +154,7 @@ def buffer_of(shapes: list[tuple[int, ...]], workers: int, places: Places = word
     """Puts leaves behind each other: the big ones, each in whole blocks, and then the others."""
     sizes = [math.prod(shape) for shape in shapes]
     rows = [-(-size // ROW) for size in sizes]
-    big = [n >= BIG for n in rows]
+    big = [n > BIG for n in rows]
     rows = [_round_up(n, BLOCK) if b else n for n, b in zip(rows, big, strict=True)]
     order = sorted(range(len(rows)), key=lambda leaf: not big[leaf])
     real = [np.arange(rows[leaf] * ROW) < sizes[leaf] for leaf in order]
