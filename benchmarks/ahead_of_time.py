@@ -1,0 +1,159 @@
+"""What the compilers of TPUs and GPUs make of a training step, without such a machine at hand.
+
+    python benchmarks/ahead_of_time.py [--machines v5e-8 h100-8] [--models matrix] [--save FILE]
+
+Each step is compiled for devices that are described and not there, by shape, in a process of its own,
+and the optimised program is read. Nothing is run, so nothing here is a time but that of compiling:
+
+* temporaries: bytes that the program allocates beside its arguments and results, per parameter of a
+  device, over those of float32 `optax.lion`;
+* accessed: bytes that its kernels read and write, per parameter. XLA's own count for a TPU; for a GPU,
+  where XLA gives none, operands and results of all kernels, slices as what they take;
+* collectives over the workers' axis: dtype, bytes, whether asynchronous, and the share of the step's work
+  that the schedule puts between their starts and ends.
+
+TPU needs the extra `tpu`, GPU the extra `cuda`. Kernels of GPUs are chosen without trying any.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+import report
+from aot import machines, programs, reading
+from aot.programs import LION
+from rich.console import Console
+from rich.table import Table
+
+import lioncub_jax as lc
+from lioncub_jax.traffic import collectives
+
+COLUMNS = [
+    "machine",
+    "model",
+    "step",
+    "compile s",
+    "temporaries",
+    "accessed",
+    "kernels",
+    "sent",
+    "asynchronous",
+]
+TWO_LEVELS = "vote, 1 bit, two levels of 2"
+
+
+def one(machine: str, model_name: str, method: str) -> dict[str, Any]:
+    """Compiles one step in this process and reads it."""
+    model, levels = programs.MODELS[model_name](), 2 if method == TWO_LEVELS else 1
+    sizes = programs.sizes(model, machines.named(machine).devices, levels)
+    mesh = machines.mesh_of(machine, sizes)
+    lowered, tx = programs.lowered(model, method.removesuffix(", two levels of 2"), mesh)
+    start = time.perf_counter()
+    compiled = lowered.compile()
+    seconds = time.perf_counter() - start
+    text, held = compiled.as_text(), model.size / model.fsdp
+    kernels = reading.kernels(text)
+    cost = compiled.cost_analysis() or {}
+    accessed = cost.get("bytes accessed", sum(k.bytes for k in kernels))
+    crossing = [c for c in collectives(text, mesh) if c.axes and "data" in c.axes]
+    row = {
+        "machine": machine,
+        "model": model_name,
+        "method": method,
+        "compile_s": seconds,
+        "temporaries": compiled.memory_analysis().temp_size_in_bytes / held,
+        "accessed": accessed / held,
+        "kernels": len(kernels),
+        "parts": {part: size / held for part, size in reading.by_part(kernels).items()},
+        "collectives": [[c.op, c.operands[0].dtype, c.sent_bytes, c.gated] for c in crossing],
+        "sent_bytes": sum(c.sent_bytes for c in crossing if not c.gated),
+        "asynchronous": [k.collective for k in kernels if k.collective],
+        "overlapped": reading.overlapped(kernels),
+    }
+    if tx is not None:
+        lc.check_votes(compiled)
+        row["predicted_bytes"] = predicted(tx, model, mesh, levels)
+    return row
+
+
+def predicted(tx: Any, model: programs.Model, mesh: Any, levels: int) -> float:
+    """What the accounting says that each device sends to other workers."""
+    workers = mesh.shape["data"]
+    return lc.traffic.of(tx, model.params, workers, group_size=levels).sent_bytes
+
+
+def in_a_process(machine: str, model: str, method: str) -> dict[str, Any]:
+    """The row of a step, compiled beside nothing else."""
+    environment = os.environ | machines.environment(machines.named(machine))
+    asked = [sys.executable, __file__, "--one", machine, model, method]
+    done = subprocess.run(asked, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        said = done.stderr.strip().splitlines()
+        raise RuntimeError(f"{machine}, {model}, {method}: {said[-1] if said else done.returncode}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What must hold: of the first machine and model, ours over float32 Lion."""
+    found = {(r["machine"], r["model"], r["method"]): r for r in rows}
+    machine, model = rows[0]["machine"], rows[0]["model"]
+    lion = found[machine, model, LION]
+    keys: dict[str, Any] = {"of": [machine, model]}
+    for name, method in (("vote", "vote, 1 bit"), ("owner", "owner, 3 bits")):
+        row = found[machine, model, method]
+        keys[f"temp_over_lion_{name}"] = row["temporaries"] - lion["temporaries"]
+        keys[f"accessed_over_lion_{name}"] = row["accessed"] / lion["accessed"]
+        keys[f"compile_over_lion_{name}"] = row["compile_s"] / lion["compile_s"]
+    keys["overlapped_share"] = found[machine, model, "vote, 1 bit"]["overlapped"]
+    return keys
+
+
+def main() -> None:
+    parser = report.parser(__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--machines", nargs="+", default=["v5e-8", "h100-8"], metavar="NAME")
+    parser.add_argument("--models", nargs="+", default=["matrix"], metavar="NAME")
+    parser.add_argument(
+        "--one", nargs=3, metavar=("MACHINE", "MODEL", "METHOD"), help="a row, as JSON"
+    )
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(one(*args.one)))
+        return
+    for name in args.machines:
+        machines.named(name)
+    if unknown := set(args.models) - set(programs.MODELS):
+        parser.error(
+            f"no model {', '.join(sorted(unknown))}: give one of {', '.join(programs.MODELS)}"
+        )
+    rows, table = [], Table(*COLUMNS)
+    for machine in args.machines:
+        for model in args.models:
+            for method in (LION, *programs.METHODS, TWO_LEVELS):
+                if method == TWO_LEVELS and programs.MODELS[model]().fsdp > 1:
+                    continue
+                row = in_a_process(machine, model, method)
+                rows.append(row)
+                table.add_row(*shown(row))
+    Console(width=140).print(table)
+    report.finish({"benchmark": "ahead_of_time"} | summary(rows) | {"rows": rows}, args.save)
+
+
+def shown(row: dict[str, Any]) -> list[str]:
+    """A row, for people."""
+    dtypes = sorted({dtype for _, dtype, size, _ in row["collectives"] if size > 64})
+    sent = f"{row['sent_bytes'] / 1e6:.2f} MB {' '.join(dtypes)}"
+    share = "" if row["overlapped"] is None else f", over {row['overlapped']:.0%} of the work"
+    return [
+        row["machine"], row["model"], row["method"], f"{row['compile_s']:.1f}",
+        f"{row['temporaries']:.2f}", f"{row['accessed']:.1f}", str(row["kernels"]), sent,
+        f"{len(row['asynchronous'])}{share}",
+    ]  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
