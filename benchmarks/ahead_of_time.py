@@ -3,7 +3,7 @@
     python benchmarks/ahead_of_time.py [--machines v5e-8 h100-8] [--models matrix] [--save FILE]
 
 Each step is compiled for devices that are described and not there, by shape, in a process of its own,
-and the optimised program is read. Nothing is run, so nothing here is a time but that of compiling:
+and the optimised program is read. Rows that are in the file are not compiled again. Nothing is run, so nothing here is a time but that of compiling:
 
 * temporaries: bytes that the program allocates beside its arguments and results, per parameter of a
   device, over those of float32 `optax.lion`;
@@ -15,14 +15,15 @@ and the optimised program is read. Nothing is run, so nothing here is a time but
 TPU needs the extra `tpu`, GPU the extra `cuda`. Kernels of GPUs are chosen without trying any.
 """
 
-import argparse
 import json
 import os
+import pathlib
 import subprocess
 import sys
 import time
 from typing import Any
 
+import jax
 import report
 from aot import machines, programs, reading
 from aot.programs import LION
@@ -48,7 +49,7 @@ TWO_LEVELS = "vote, 1 bit, two levels of 2"
 
 def one(machine: str, model_name: str, method: str) -> dict[str, Any]:
     """Compiles one step in this process and reads it."""
-    model, levels = programs.MODELS[model_name](), 2 if method == TWO_LEVELS else 1
+    model, levels = programs.named(model_name), 2 if method == TWO_LEVELS else 1
     sizes = programs.sizes(model, machines.named(machine).devices, levels)
     mesh = machines.mesh_of(machine, sizes)
     lowered, tx = programs.lowered(model, method.removesuffix(", two levels of 2"), mesh)
@@ -99,59 +100,82 @@ def in_a_process(machine: str, model: str, method: str) -> dict[str, Any]:
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """What must hold: of the first machine and model, ours over float32 Lion."""
-    found = {(r["machine"], r["model"], r["method"]): r for r in rows}
     machine, model = rows[0]["machine"], rows[0]["model"]
-    lion = found[machine, model, LION]
-    keys: dict[str, Any] = {"of": [machine, model]}
+    found = {r["method"]: r for r in rows if (r["machine"], r["model"]) == (machine, model)}
+    lion, keys = found[LION], {"of": [machine, model]}
     for name, method in (("vote", "vote, 1 bit"), ("owner", "owner, 3 bits")):
-        row = found[machine, model, method]
+        row = found[method]
         keys[f"temp_over_lion_{name}"] = row["temporaries"] - lion["temporaries"]
         keys[f"accessed_over_lion_{name}"] = row["accessed"] / lion["accessed"]
         keys[f"compile_over_lion_{name}"] = row["compile_s"] / lion["compile_s"]
-    keys["overlapped_share"] = found[machine, model, "vote, 1 bit"]["overlapped"]
+    keys["overlapped_share"] = found["vote, 1 bit"]["overlapped"]
     return keys
 
 
 def main() -> None:
     parser = report.parser(__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--machines", nargs="+", default=["v5e-8", "h100-8"], metavar="NAME")
     parser.add_argument("--models", nargs="+", default=["matrix"], metavar="NAME")
     parser.add_argument(
-        "--one", nargs=3, metavar=("MACHINE", "MODEL", "METHOD"), help="a row, as JSON"
+        "--one", nargs=3, metavar=("MACHINE", "MODEL", "METHOD"), help="this row only"
     )
     args = parser.parse_args()
     if args.one:
         print(json.dumps(one(*args.one)))
         return
-    for name in args.machines:
-        machines.named(name)
-    if unknown := set(args.models) - set(programs.MODELS):
-        parser.error(
-            f"no model {', '.join(sorted(unknown))}: give one of {', '.join(programs.MODELS)}"
-        )
+    try:
+        asked = [
+            (machine, model, method)
+            for machine in args.machines
+            for model in args.models
+            for method in methods(machine, model)
+        ]
+    except ValueError as error:
+        parser.error(str(error))
+    known = kept(args.save)
     rows, table = [], Table(*COLUMNS)
-    for machine in args.machines:
-        for model in args.models:
-            for method in (LION, *programs.METHODS, TWO_LEVELS):
-                if method == TWO_LEVELS and programs.MODELS[model]().fsdp > 1:
-                    continue
-                row = in_a_process(machine, model, method)
-                rows.append(row)
-                table.add_row(*shown(row))
+    for each in asked:
+        if each not in known:
+            known[each] = in_a_process(*each) | report.provenance()
+            keep(known[each], args.save)
+        rows.append(known[each])
+        table.add_row(*shown(rows[-1]))
     Console(width=140).print(table)
-    report.finish({"benchmark": "ahead_of_time"} | summary(rows) | {"rows": rows}, args.save)
+    report.finish({"benchmark": "ahead_of_time"} | summary(rows), None)
+
+
+def methods(machine: str, model: str) -> list[str]:
+    """The steps that are compiled of a model."""
+    machines.named(machine)
+    levels = programs.named(model).fsdp == 1
+    return [LION, *programs.METHODS, *([TWO_LEVELS] if levels else [])]
+
+
+def kept(path: pathlib.Path | None) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """The rows of a file that this jax compiled: they are not compiled again."""
+    found = {}
+    if path and path.exists():
+        for row in map(json.loads, path.read_text().splitlines()):
+            if row["jax"] == jax.__version__:
+                found[row["machine"], row["model"], row["method"]] = row
+    return found
+
+
+def keep(row: dict[str, Any], path: pathlib.Path | None) -> None:
+    """Appends a row as soon as it is there."""
+    if path:
+        with path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
 
 
 def shown(row: dict[str, Any]) -> list[str]:
     """A row, for people."""
     dtypes = sorted({dtype for _, dtype, size, _ in row["collectives"] if size > 64})
-    sent = f"{row['sent_bytes'] / 1e6:.2f} MB {' '.join(dtypes)}"
     share = "" if row["overlapped"] is None else f", over {row['overlapped']:.0%} of the work"
     return [
         row["machine"], row["model"], row["method"], f"{row['compile_s']:.1f}",
-        f"{row['temporaries']:.2f}", f"{row['accessed']:.1f}", str(row["kernels"]), sent,
-        f"{len(row['asynchronous'])}{share}",
+        f"{row['temporaries']:.2f}", f"{row['accessed']:.1f}", str(row["kernels"]),
+        f"{row['sent_bytes'] / 1e6:.2f} MB {' '.join(dtypes)}", f"{len(row['asynchronous'])}{share}",
     ]  # fmt: skip
 
 

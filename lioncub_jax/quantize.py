@@ -133,11 +133,15 @@ class Quantizer(NamedTuple):
             words = planes[0].reshape(*planes[0].shape[:-1], rows, -1)
             return _floats(words, self.dense)
         assert steps is not None
-        codes, top = (unpack_once if once else unpack)(planes, rows), self.top(workers)
-        upper = codes > top // 2
-        odd = 2 * jnp.where(upper, codes, top - codes).astype(jnp.int32) - top
-        signed = jnp.where(upper, odd, -odd).astype(jnp.float32)
-        return signed * (steps.astype(jnp.float32) / 2)[..., None]
+        top = self.top(workers)
+        if once:  # of two uses
+            codes = unpack_once(planes, rows)
+            upper = codes > top // 2
+            odd = 2 * jnp.where(upper, codes, top - codes).astype(jnp.int32) - top
+            signed = jnp.where(upper, odd, -odd)
+        else:  # of one: a GPU keeps what is used more than once
+            signed = 2 * unpack(planes, rows).astype(jnp.int32) - top
+        return signed.astype(jnp.float32) * (steps.astype(jnp.float32) / 2)[..., None]
 
 
 class Rounding(NamedTuple):

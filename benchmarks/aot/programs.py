@@ -109,6 +109,17 @@ MODELS: dict[str, Callable[[], Model]] = {
 }
 
 
+def named(name: str) -> Model:
+    """The model of a name.
+
+    Raises:
+      ValueError: for a name that is not known.
+    """
+    if name not in MODELS:
+        raise ValueError(f"model {name!r}: give one of {', '.join(MODELS)}")
+    return MODELS[name]()
+
+
 def sizes(model: Model, devices: int, group: int = 1) -> dict[str, int]:
     """Axes of the mesh: workers, and the devices of each."""
     if devices % (model.fsdp * group) or devices < 2 * model.fsdp * group:
