@@ -3,10 +3,11 @@
     python benchmarks/ahead_of_time.py [--machines v5e-8 h100-8] [--models matrix] [--save FILE]
 
 Each step is compiled for devices that are described and not there, by shape, in a process of its own,
-and the optimised program is read. Rows that are in the file are not compiled again. Nothing is run, so nothing here is a time but that of compiling:
+and the optimised program is read. Rows that are in the file are not compiled again. Nothing is run, so
+nothing here is a time but that of compiling:
 
 * temporaries: bytes that the program allocates beside its arguments and results, per parameter of a
-  device, over those of float32 `optax.lion`;
+  device;
 * accessed: bytes that its kernels read and write, per parameter. XLA's own count for a TPU; for a GPU,
   where XLA gives none, operands and results of all kernels, slices as what they take;
 * collectives over the workers' axis: dtype, bytes, whether asynchronous, and the share of the step's work
@@ -22,6 +23,8 @@ import subprocess
 import sys
 import time
 from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a compiler without its devices is no platform
 
 import jax
 import report
@@ -93,8 +96,8 @@ def in_a_process(machine: str, model: str, method: str) -> dict[str, Any]:
     asked = [sys.executable, __file__, "--one", machine, model, method]
     done = subprocess.run(asked, env=environment, capture_output=True, text=True)
     if done.returncode:
-        said = done.stderr.strip().splitlines()
-        raise RuntimeError(f"{machine}, {model}, {method}: {said[-1] if said else done.returncode}")
+        said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise SystemExit(f"error: {machine}, {model}, {method}: {said[-1]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -1,0 +1,156 @@
+"""The benchmark that compiles for machines that are not there: what it reads, and what it refuses."""
+
+import importlib.util
+import json
+
+import ahead_of_time
+import jax
+import jax.numpy as jnp
+import pytest
+from aot import machines, programs, reading
+
+import lioncub_jax as lc
+
+MESH = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def text_of(f, *args):
+    return jax.jit(f).lower(*args).compile().as_text()
+
+
+def test_a_kernel_moves_what_it_reads_and_writes():
+    x = jnp.ones(4096)
+    assert sum(k.bytes for k in reading.kernels(text_of(lambda x: 2 * x + 1, x))) == 2 * 4 * 4096
+
+
+def test_of_what_is_only_cut_the_cut_counts():
+    x = jnp.ones(4096)
+
+    def cut(x, at):
+        return 2 * jax.lax.dynamic_slice_in_dim(x, at, 64) + 1
+
+    moved = sum(k.bytes for k in reading.kernels(text_of(cut, x, 5)))
+    assert 2 * 4 * 64 <= moved < 4 * 4096
+
+
+PROGRAM = """HloModule step, is_scheduled=true
+
+%fused (p: f32[256]) -> f32[256] {
+  %p = f32[256]{0} parameter(0)
+  ROOT %n = f32[256]{0} negate(%p)
+}
+
+ENTRY %main (x: f32[256], w: u32[8,16]) -> f32[256] {
+  %x = f32[256]{0} parameter(0)
+  %w = u32[8,16]{1,0} parameter(1)
+  %up = ((u32[8,16]{1,0}), u32[8,16]{1,0}) all-to-all-start(%w), metadata={op_name="jit(f)/lioncub.up/a"}
+  %a = f32[256]{0} fusion(%x), kind=kLoop, calls=%fused, metadata={op_name="jit(f)/jvp(loss)/neg"}
+  %done = u32[8,16]{1,0} all-to-all-done(%up)
+  %b = f32[256]{0:S(1)} fusion(%a), kind=kLoop, calls=%fused, metadata={op_name="jit(f)/lioncub.unpack/neg"}
+  ROOT %c = f32[256]{0} fusion(%b), kind=kLoop, calls=%fused
+}
+"""
+
+
+def test_work_between_the_start_and_the_end_of_a_collective_is_hidden():
+    found = reading.kernels(PROGRAM)
+    assert [k.collective for k in found if k.collective] == ["all-to-all"]
+    parts = reading.by_part(found)
+    # What lies in on-chip memory is not moved: of %b the input, of %c the output.
+    assert (parts["model"], parts["unpack"], parts["other"]) == (2048, 1024, 1024)
+    total = sum(k.bytes for k in found)
+    assert reading.overlapped(found) == 2048 / total
+    waits = PROGRAM.replace(
+        "all-to-all-start(%w)", 'all-to-all-start(%w), backend_config={"is_sync":true}'
+    )
+    assert reading.overlapped(reading.kernels(waits)) is None
+
+
+def test_only_compiled_text_is_read():
+    with pytest.raises(ValueError, match="has no schedule"):
+        reading.kernels(PROGRAM.replace(", is_scheduled=true", ""))
+    with pytest.raises(ValueError, match="not the text of a compiled program"):
+        reading.kernels("module @jit_f {}")
+
+
+@pytest.mark.parametrize("name", ["v4-8", ""])
+def test_unknown_machines_are_refused(name):
+    with pytest.raises(ValueError, match=r"give one of v5e-8, .*h100-64"):
+        machines.named(name)
+
+
+def test_a_mesh_takes_all_devices_of_a_machine():
+    with pytest.raises(ValueError, match="4 devices, and v5e-8 has 8"):
+        machines.mesh_of("v5e-8", {"data": 4})
+
+
+@pytest.mark.parametrize(("name", "extra"), [("v5e-8", "tpu"), ("h100-8", "cuda")])
+def test_without_its_compiler_a_machine_says_how_to_get_it(monkeypatch, name, extra):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=rf"pip install -e '\.\[{extra}\]'"):
+        machines.mesh_of(name, {"data": 8})
+
+
+def test_models_have_the_sizes_of_their_names():
+    sizes = {name: programs.named(name) for name in programs.MODELS}
+    assert len(jax.tree.leaves(sizes["gpt-124m"].params)) == 148
+    for name, millions in [
+        ("gpt-2m", 1.74),
+        ("gpt-124m", 124),
+        ("gpt-1.3b", 1313),
+        ("gpt-7b, fsdp 8", 6657),
+    ]:
+        assert sizes[name].size / 1e6 == pytest.approx(millions, rel=0.02), name
+    with pytest.raises(ValueError, match="give one of matrix"):
+        programs.named("gpt")
+    with pytest.raises(ValueError, match="no two workers of 8"):
+        programs.sizes(sizes["gpt-7b, fsdp 8"], 8)
+
+
+@pytest.mark.parametrize("method", programs.METHODS)
+def test_a_step_of_each_method_sends_what_is_predicted(method):
+    params, loss = programs.gpt(1, 32, 2, 64, 16)
+    model, mesh = programs.Model(params, loss, (1, 17)), MESH
+    lowered, tx = programs.lowered(model, method, mesh)
+    compiled = lowered.compile()
+    lc.check_votes(compiled)
+    loss_mean = 7.0  # an all-reduce of one float
+    want = ahead_of_time.predicted(tx, model, mesh, 1) + loss_mean
+    assert lc.traffic.compiled_bytes(compiled, mesh) == pytest.approx(want)
+
+
+def test_float32_lion_is_ordinary_data_parallelism():
+    model, mesh = programs.named("matrix"), MESH
+    text = programs.lowered(model, programs.LION, mesh)[0].compile().as_text()
+    [mean] = lc.traffic.collectives(text, mesh)
+    assert mean.op == "all-reduce" and mean.payload_bytes == 4 * model.size
+
+
+def test_rows_of_a_file_are_not_compiled_again(tmp_path, monkeypatch, capsys):
+    def compiled(machine, model, method):
+        calls.append(method)
+        row = {"machine": machine, "model": model, "method": method, "compile_s": 2.0}
+        row |= {
+            "temporaries": 1.0,
+            "accessed": 4.0,
+            "kernels": 3,
+            "sent_bytes": 1e6,
+            "overlapped": 0.5,
+        }
+        return row | {
+            "collectives": [["all-gather", "u32", 1e6, False]],
+            "asynchronous": ["all-gather"],
+        }
+
+    calls, file = [], tmp_path / "rows.jsonl"
+    monkeypatch.setattr(ahead_of_time, "in_a_process", compiled)
+    monkeypatch.setattr("sys.argv", ["x", "--machines", "v5e-8", "--save", str(file)])
+    for _ in range(2):
+        ahead_of_time.main()
+    assert len(calls) == len(file.read_text().splitlines()) == 6
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (last["accessed_over_lion_owner"], last["overlapped_share"]) == (1.0, 0.5)
+    monkeypatch.setattr("sys.argv", ["x", "--machines", "v4-8"])
+    with pytest.raises(SystemExit):
+        ahead_of_time.main()
+    assert "give one of v5e-8" in capsys.readouterr().err
