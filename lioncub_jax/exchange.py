@@ -422,8 +422,9 @@ def vote(
         missed = uncoded(plan, worker, ballots, sent)
     with jax.named_scope("lioncub.remember"):
         remembered = list(starmap(plan.memory.remember, wide))
-    after = partial(by_leaf, worker, pieces, abstains)
-    return ballots, Kept(after(remembered, mu, kept.mu), after(missed, error, kept.error))
+        after = partial(by_leaf, worker, pieces, abstains)
+        kept = Kept(after(remembered, mu, kept.mu), after(missed, error, kept.error))
+    return ballots, kept
 
 
 def _wide(x: Any) -> Any:
