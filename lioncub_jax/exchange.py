@@ -657,8 +657,7 @@ def _alone(
             received = Sums(layout.join_all(messages, bucket), None, present)
             result, states[k] = plan.owner.decide(received, where, states[k])
             rows = result.values.reshape(-1, ROW)
-            each = [rows[p.first_row :][: p.rows] for p in bucket.pieces]
-            for i, x in layout.apart(each, bucket.pieces).items():
+            for i, x in layout.apart_all(rows, bucket.pieces).items():
                 values[i] = x
     mu = [
         _unless(abstains, plan.memory.remember(g, m), m)
@@ -714,9 +713,8 @@ def _step_in_group(
                     whole[s.leaf] = rows[:, first : first + cuts[s.leaf].chunk]
     updates = [jnp.zeros(g.shape, g.dtype) for g in grads]
     for cut, rows in zip(cuts, whole, strict=True):
-        rows, pieces = rows.reshape(-1, ROW), layout.pieces([cut], worker.step)
-        each = [rows[p.first_row :][: p.rows] for p in pieces]
-        for i, x in layout.apart(each, pieces).items():
+        pieces = layout.pieces([cut], worker.step)
+        for i, x in layout.apart_all(rows.reshape(-1, ROW), pieces).items():
             updates[i] = x.astype(grads[i].dtype)
     mu, error = (tuple(map(Flat, x, cuts)) for x in kept)
     new = _next_state(plan, worker, state, grads, mu, error, owners, numbers)

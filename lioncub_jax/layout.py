@@ -261,6 +261,11 @@ def apart(values: Sequence[jax.Array], pieces: Sequence[Piece]) -> dict[int, jax
     return leaves
 
 
+def apart_all(rows: jax.Array, pieces: Sequence[Piece]) -> dict[int, jax.Array]:
+    """Undoes `join_all`: of the rows of a bucket each leaf, by its index."""
+    return apart([rows[p.first_row :][: p.rows] for p in pieces], pieces)
+
+
 def cut_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """The first elements of ``x``, in a shape."""
     size = math.prod(shape)

@@ -160,7 +160,7 @@ def placed(text: str, mesh: AnyMesh) -> list[tuple[Collective, str]]:
     """Every collective of a compiled program, and the line of its text, as `collectives`."""
     _check_compiled(text)
     _check_devices(text, mesh)
-    computations, entry = _computations(text)
+    computations, entry = computations_of(text)
     sites = list(_sites(computations, entry, _Run()))
     _check_reached(computations, {id(site) for site, _ in sites})
     return [
@@ -245,7 +245,9 @@ def _axes_text(axes: Axes) -> str:
     return "unknown" if axes is None else ", ".join(axes) or "none"
 
 
-class _Instruction(NamedTuple):
+class Instruction(NamedTuple):
+    """One line of a computation."""
+
     computation: str
     name: str
     result: str  # its type
@@ -261,8 +263,8 @@ class _Run(NamedTuple):
     gated: bool = False
 
 
-_Computations = dict[str, list[_Instruction]]
-_Site = tuple[_Instruction, _Run]
+_Computations = dict[str, list[Instruction]]
+_Site = tuple[Instruction, _Run]
 
 
 def _unknown(what: str, line: str) -> ValueError:
@@ -294,8 +296,8 @@ def _check_devices(text: str, mesh: AnyMesh) -> None:
         )
 
 
-def _computations(text: str) -> tuple[_Computations, str]:
-    """Splits the text into its computations, and names the one that runs first."""
+def computations_of(text: str) -> tuple[_Computations, str]:
+    """Splits the text of a program into its computations, and names the one that runs first."""
     computations: _Computations = {}
     entries, current = [], ""
     for line in text.splitlines():
@@ -310,13 +312,13 @@ def _computations(text: str) -> tuple[_Computations, str]:
     return computations, entries[0]
 
 
-def _instruction(line: str, computation: str) -> _Instruction | None:
+def _instruction(line: str, computation: str) -> Instruction | None:
     bare = _STRING.sub('""', line)
     match = _INSTRUCTION.match(bare)
     if match and computation:
         name, result, opcode, rest = match.groups()
         end = _closing(rest)
-        return _Instruction(computation, name, result, opcode, rest[:end], rest[end + 1 :], line)
+        return Instruction(computation, name, result, opcode, rest[:end], rest[end + 1 :], line)
     if _COLLECTIVE.search(bare):
         raise _unknown("a collective", line)
     return None
@@ -332,12 +334,12 @@ def _closing(text: str) -> int:
     return len(text)
 
 
-def _is_end(instruction: _Instruction) -> bool:
+def _is_end(instruction: Instruction) -> bool:
     """Whether it awaits what another instruction started, and repeats what that one says."""
     return instruction.opcode.endswith(("-done", "-update"))
 
 
-def _is_collective(instruction: _Instruction) -> bool:
+def _is_collective(instruction: Instruction) -> bool:
     opcode, attributes = instruction.opcode, instruction.attributes
     if opcode.removesuffix("-start") in _SENT:
         return True
@@ -359,7 +361,7 @@ def _sites(computations: _Computations, name: str, run: _Run) -> Iterator[_Site]
                 yield from _sites(computations, callee, inner)
 
 
-def _calls(caller: _Instruction, run: _Run) -> Iterator[tuple[str, _Run]]:
+def _calls(caller: Instruction, run: _Run) -> Iterator[tuple[str, _Run]]:
     trips = _TRIPS.search(caller.line)
     for key, names in _CALLED.findall(caller.attributes):
         inner = run
@@ -404,7 +406,7 @@ def _started(sites: list[_Site], computations: _Computations) -> list[_Site]:
 
 
 def _collective(
-    site: _Instruction, run: _Run, around: list[_Instruction], mesh: AnyMesh
+    site: Instruction, run: _Run, around: list[Instruction], mesh: AnyMesh
 ) -> Collective:
     op, operands = site.opcode.removesuffix("-start"), _operands(site, around)
     if op == "ragged-all-to-all":  # the others: the output's buffer, offsets and sizes
@@ -420,7 +422,7 @@ def _collective(
     return Collective(op, operands, axes, size, *run)
 
 
-def _operands(site: _Instruction, around: list[_Instruction]) -> tuple[Operand, ...]:
+def _operands(site: Instruction, around: list[Instruction]) -> tuple[Operand, ...]:
     types = {instruction.name: instruction.result for instruction in around}
     names = re.findall(r"%([\w.\-]+)", site.operands)
     arrays = [_ARRAY.findall(types.get(name, "")) for name in names]
