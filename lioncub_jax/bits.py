@@ -23,8 +23,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-ROW = 128  # elements
-BLOCK = 32  # rows, one bit of a word each
+from lioncub_jax import kernels
+
+ROW = kernels.LANES  # elements
+BLOCK = kernels.BLOCK  # rows, one bit of a word each
 HALF_BLOCK = BLOCK // 2
 WORDS_PER_ROW = ROW // BLOCK  # on average: a block of 32 rows takes 128 words
 
@@ -71,16 +73,20 @@ def pack(codes: jax.Array, p: int = 1, zeros: jax.Array | None = None) -> list[j
       8
     """
     lead, rows = codes.shape[:-2], codes.shape[-2]
-    sides = [None, None] if zeros is None else _in_blocks(zeros, rows)
-    parts, planes = [], []
-    for x, side in zip(_rows_in_blocks(codes), sides, strict=False):
-        parts.append(_pack_blocks(x, p, side))
-    for each in zip(*parts, strict=True):
-        planes.append(_joined(each, lead))
+    if kernels.for_tpu() and rows % BLOCK == 0:
+        flat = codes.astype(jnp.uint32).reshape(-1, ROW)
+        planes = [x.reshape(*lead, -1) for x in kernels.pack(flat, p)]
+    else:
+        parts = [_pack_blocks(x, p) for x in _rows_in_blocks(codes)]
+        planes = [_joined(each, lead) for each in zip(*parts, strict=True)]
+    if zeros is not None:
+        *lower, upper, marks = planes
+        aside = zeros & ~marks
+        planes = [*[x & ~aside for x in lower], upper | aside, marks]
     return planes
 
 
-def _pack_blocks(codes: jax.Array, p: int, zeros: jax.Array | None) -> list[jax.Array]:
+def _pack_blocks(codes: jax.Array, p: int) -> list[jax.Array]:
     """``[..., 32, lanes]`` to ``uint32[..., lanes]`` for each plane."""
     lead, lanes = codes.shape[:-2], codes.shape[-1]
     striped = codes.astype(jnp.uint32).reshape(*lead, _STRIPES, _APART, lanes)
@@ -92,10 +98,6 @@ def _pack_blocks(codes: jax.Array, p: int, zeros: jax.Array | None) -> list[jax.
             four = striped >> k if k else striped
             mine = _any((four & 0xF if p > _APART else four) << at, len(lead))
         stripes.append((mine >> (k % _APART)) & _EVERY_FOURTH)
-    if zeros is not None:
-        *lower, upper, marks = stripes
-        aside = (zeros[..., None, :] >> row) & ~marks & _EVERY_FOURTH
-        stripes = [*[x & ~aside for x in lower], upper | aside, marks]
     for k, x in enumerate(stripes):
         stripes[k] = x << row
     # Reduced and not written out: of a reduction the results are kept, and not made anew for each use.
@@ -150,6 +152,8 @@ def unpack(planes: jax.Array | Sequence[jax.Array], rows: int) -> jax.Array:
       >>> int(bits.unpack([words, words], 32)[3, 7])
       3
     """
+    if kernels.for_tpu() and rows % BLOCK == 0:
+        return kernels.unpack(list(planes))
     return functools.reduce(operator.or_, [_bits(x, rows) << k for k, x in enumerate(planes)])
 
 
@@ -167,6 +171,8 @@ def unpack_once(planes: Sequence[jax.Array], rows: int) -> jax.Array:
       ``uint8[..., rows, 128]``, of more than 8 planes ``uint16``, of more than 16 ``uint32``.
     """
     dtype = jnp.uint8 if len(planes) <= 8 else jnp.uint16 if len(planes) <= 16 else jnp.uint32
+    if kernels.for_tpu():  # there, rows in the order of tiles are found as they lie
+        return unpack(planes, rows).astype(dtype)
     several = jnp.stack([*planes, jnp.zeros_like(planes[0])] if len(planes) == 1 else list(planes))
     at = jnp.arange(len(several), dtype=dtype).reshape(-1, *[1] * planes[0].ndim, 1)
     return _any(_bits(several, rows).astype(dtype) << at, 0)

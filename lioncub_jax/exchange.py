@@ -7,6 +7,7 @@ parts by name: ``lioncub.pack``, ``up``, ``decide``, ``down``, ``unpack``, ``rem
 
 import contextlib
 import contextvars
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -19,7 +20,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from lioncub_jax import bits, checks, decide, layout, quantize, wires
+from lioncub_jax import bits, checks, decide, kernels, layout, quantize, wires
 from lioncub_jax.bits import BLOCK, ROW, WORDS_PER_ROW
 from lioncub_jax.decide import Down, Owner, Slice
 from lioncub_jax.layout import Bucket, Flat, Holder, Piece
@@ -412,7 +413,8 @@ def vote(
     wide = [(_wide(a), _wide(b)) for a, b in zip(g, mu, strict=True)]
     messages = list(starmap(plan.memory.message, wide))
     sent = list(map(_with_error, messages, error))
-    ballots, abstains = exchange(plan, worker, buckets, sent, owners, abstain)
+    rows = list(starmap(partial(_in_rows, plan), zip(pieces, g, mu, error, sent, strict=True)))
+    ballots, abstains = exchange(plan, worker, buckets, rows, owners, abstain)
     missed: list[Any] = []
     if plan.up.feedback is not None:
         for i, piece in enumerate(pieces):
@@ -425,6 +427,15 @@ def vote(
         after = partial(by_leaf, worker, pieces, abstains)
         kept = Kept(after(remembered, mu, kept.mu), after(missed, error, kept.error))
     return ballots, kept
+
+
+def _in_rows(plan: Plan, piece: Piece, g: Any, mu: Any, error: Any, sent: jax.Array) -> jax.Array:
+    """What is encoded of a piece, ``float32[rows, 128]``: of leaves, or where it is free, of their rows."""
+    if not (kernels.for_tpu() and layout.lies_in_rows(g, piece)):
+        return layout.in_rows(sent, piece)
+    rows = [None if x is None else layout.as_rows(x, piece.rows) for x in (g, mu, error)]
+    g, mu, error = kernels.as_they_lie(rows)
+    return _with_error(plan.memory.message(_wide(g), _wide(mu)), error).astype(jnp.float32)
 
 
 def _wide(x: Any) -> Any:
@@ -463,22 +474,22 @@ def exchange(
     plan: Plan,
     worker: Worker,
     buckets: Sequence[Bucket],
-    sent: list[jax.Array],
+    rows: list[jax.Array],
     owners: Sequence[Flat],
     abstain: Any,
 ) -> tuple[list[Ballot], jax.Array]:
     """Values to codes, up the wire, the owners' decisions and back; and whether this worker abstains.
 
-    ``sent`` is what `layout.joined` makes of all buckets' pieces.
+    Of the values of all buckets' pieces in rows, ``float32[rows, 128]``.
     """
     forms, encoded, ballots, messages = [], [], [], []
-    values = iter(sent)
+    values = iter(rows)
     with jax.named_scope("lioncub.pack"):
         for bucket in buckets:
             forms.append(Format.of(plan.up, plan.owner, plan.down, bucket))
             counts = layout.counts(bucket, worker.counts, plan.up.has_zero)
-            rows = [layout.in_rows(next(values), piece) for piece in bucket.pieces]
-            encoded.append((_encode(plan, worker, forms[-1], rows, counts), counts))
+            own = list(itertools.islice(values, len(bucket.pieces)))
+            encoded.append((_encode(plan, worker, forms[-1], own, counts), counts))
             messages += encoded[-1][0]
         abstains = _abstains(messages, abstain)
         # The devices that share a worker abstain as one.

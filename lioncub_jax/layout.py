@@ -1,7 +1,8 @@
 """Flat buffers: which rows of them belong to which leaf.
 
 Leaves are cut into rows of 128 elements, the last one padded, and the rows of all leaves are one buffer,
-so that a step costs two collectives however many leaves there are. A large leaf takes whole blocks and
+so that a step costs two collectives however many leaves there are. A leaf that is made of whole tiles of
+8 x 128 elements has its rows in the order of the tiles, as a TPU keeps it in memory, others in their own. A large leaf takes whole blocks and
 is packed by itself; all small ones are joined in one array and packed together. Leaves that vary over
 different mesh axes may not share an array; each such set has a buffer, a *bucket*, of its own. A limit
 on the size of a bucket splits it further.
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from lioncub_jax import bits
+from lioncub_jax import bits, kernels
 from lioncub_jax.bits import BLOCK, HALF_BLOCK, ROW
 
 # Leaves of at most so many rows are joined: a copy of little, one kernel for all of them, and no padding to
@@ -223,7 +224,7 @@ def joined(leaves: Sequence[Any], pieces: Sequence[Piece]) -> list[Any]:
             found.append(own[0])
             continue
         wide = jnp.result_type(jnp.float32, *own)
-        each = [_in_rows(x.astype(wide), s.rows) for x, s in zip(own, piece.segments, strict=True)]
+        each = [as_rows(x.astype(wide), s.rows) for x, s in zip(own, piece.segments, strict=True)]
         idle = piece.rows - sum(s.rows for s in piece.segments)
         each += [jnp.zeros((idle, ROW), wide)] if idle else []  # a pad of the whole would copy it
         found.append(jnp.concatenate(each))
@@ -232,12 +233,49 @@ def joined(leaves: Sequence[Any], pieces: Sequence[Piece]) -> list[Any]:
 
 def in_rows(x: jax.Array, piece: Piece) -> jax.Array:
     """What `joined` made of a piece as ``float32[rows, 128]``, zeros in the padding."""
-    return _in_rows(x.astype(jnp.float32), piece.rows)
+    return as_rows(x.astype(jnp.float32), piece.rows)
 
 
-def _in_rows(x: jax.Array, rows: int) -> jax.Array:
+def as_rows(x: jax.Array, rows: int) -> jax.Array:
+    """A leaf, or what was joined, as ``[rows, 128]`` of its dtype, zeros in the padding."""
     # In as few operations as can be: with hundreds of leaves it is they that a compiler works at.
-    return (x if x.size == rows * ROW else pad_rows(x.reshape(-1), rows * ROW)).reshape(rows, ROW)
+    return pad_rows(in_row_order(x, x.shape), rows * ROW).reshape(rows, ROW)
+
+
+def tiled(shape: tuple[int, ...]) -> bool:
+    """Whether the rows of a leaf lie in the order of tiles of 8 x 128 elements.
+
+    A TPU keeps it so, and would lay it out anew twice a step if its rows had any other order.
+
+    Example:
+      >>> from lioncub_jax import layout
+      >>> layout.tiled((3, 16, 256)), layout.tiled((12, 256)), layout.tiled((16, 128))
+      (True, False, False)
+    """
+    # In one column of tiles the two orders are the same.
+    return len(shape) > 1 and shape[-1] > ROW and not (shape[-1] % ROW or shape[-2] % kernels.SUBLANES)
+
+
+def lies_in_rows(x: jax.Array, piece: Piece) -> bool:
+    """Whether the rows of a piece are there without a copy, on a TPU: whole tiles, and no padding."""
+    whole = x.ndim == 1 or x.shape[-1] == ROW or tiled(x.shape)
+    return whole and x.size == piece.rows * ROW
+
+
+def in_row_order(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Leaves ``[..., *shape]`` with the elements of each in the order of its rows, ``[..., size]``."""
+    lead = x.shape[: x.ndim - len(shape)]
+    if tiled(shape):
+        x = x.reshape(-1, kernels.SUBLANES, shape[-1] // ROW, ROW).swapaxes(1, 2)
+    return x.reshape(*lead, math.prod(shape))
+
+
+def in_shape(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Undoes `in_row_order`: ``[..., size]`` to ``[..., *shape]``."""
+    lead = x.shape[:-1]
+    if tiled(shape):
+        x = x.reshape(-1, shape[-1] // ROW, kernels.SUBLANES, ROW).swapaxes(1, 2)
+    return x.reshape(*lead, *shape)
 
 
 def join_all(leaves: Sequence[jax.Array], bucket: Bucket) -> jax.Array:
@@ -267,9 +305,11 @@ def apart_all(rows: jax.Array, pieces: Sequence[Piece]) -> dict[int, jax.Array]:
 
 
 def cut_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The first elements of ``x``, in a shape."""
+    """A leaf in its own shape: as it is, or of its rows, ``[..., rows, 128]``, which may end in padding."""
+    if x.shape == shape:
+        return x
     size = math.prod(shape)
-    return (x if x.size == size else x.reshape(-1)[:size]).reshape(shape)
+    return in_shape(x.reshape(-1) if x.size == size else x.reshape(-1)[:size], shape)
 
 
 def at_run_time(numbers: Sequence[int], step: Any) -> list[jax.Array]:

@@ -437,7 +437,8 @@ def _exchanged(
     buckets = plan.buckets(_chosen_only(leaves, chosen), worker.workers)
     pieces = layout.pieces(buckets, worker.step)
     sent = layout.joined(leaves, pieces)
-    ballots, abstains = exchange.exchange(plan, worker, buckets, sent, owner, None)
+    rows = list(map(layout.in_rows, sent, pieces))
+    ballots, abstains = exchange.exchange(plan, worker, buckets, rows, owner, None)
     missed, synced = exchange.uncoded(plan, worker, ballots, sent), []
     for ballot in ballots:
         synced += exchange.open_replies(plan, worker, ballot.form, ballot.replies[None])[0]

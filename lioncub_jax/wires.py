@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lioncub_jax import bits
+from lioncub_jax import bits, kernels
 from lioncub_jax.bits import ROW
 from lioncub_jax.decide import Down, Owner, Reply, Slice, Tally
 from lioncub_jax.layout import Bucket
@@ -216,6 +216,8 @@ class Inbox(NamedTuple):
         values = where.up.values(self.planes, steps, where.rows, where.workers)
         takes_part = self.taking_part[:, None, None, None]
         values = jnp.where(takes_part > 0, values, 0)
+        if kernels.for_tpu():  # where XLA fuses what is computed with a reduction of one array only
+            return (jnp.sum(values, 0) * _share(self.present)).reshape(-1, ROW)
         counted = jnp.broadcast_to(takes_part, values.shape)
         # One reduction of both: nothing is decoded twice, and no decoded array is kept, as XLA for CPU
         # keeps what it only adds.

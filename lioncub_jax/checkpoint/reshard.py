@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from lioncub_jax import wires
 from lioncub_jax.bits import ROW
-from lioncub_jax.layout import Bucket, Flat, Holder, Segment
+from lioncub_jax.layout import Bucket, Flat, Holder, Segment, in_row_order, in_shape
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.mesh.specs import axes_of, cuts_of, product, shard_shape, spec_of
 
@@ -378,8 +378,7 @@ def _leaves(
     out = {}
     for s in bucket.segments:
         own = rows[..., s.first_row : s.first_row + s.rows, :]
-        flat = own.reshape(*own.shape[:-2], -1)[..., : s.size]
-        shards = flat.reshape(*flat.shape[:-1], *s.shape)
+        shards = in_shape(own.reshape(*own.shape[:-2], -1)[..., : s.size], s.shape)
         name = sliced.names[s.leaf]
         out[name] = _joined(layout, layout.params + name, _inner(layout, bucket), shards)
     return out
@@ -463,7 +462,7 @@ def _rows(
     for s in bucket.segments:
         name = sliced.names[s.leaf]
         shards = _cut(layout, layout.params + name, inner, whole[prefix + name])
-        flat = shards.reshape(*shards.shape[: shards.ndim - len(s.shape)], -1)
+        flat = in_row_order(shards, s.shape)
         pieces.append(_padded(flat, s.rows * ROW, -1).reshape(*flat.shape[:-1], s.rows, ROW))
     return _side_by_side(bucket, pieces)
 

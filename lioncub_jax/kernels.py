@@ -1,0 +1,165 @@
+"""What a TPU wants otherwise than a CPU or a GPU: a kernel of our own, and arrays in the order of its tiles.
+
+A TPU computes on tiles of 8 x 128 numbers, 8 *sublanes* of 128 *lanes*. XLA for TPU computes codes and packs
+them in two kernels, and between the two each code lies in memory as a word: eight bytes a parameter are
+moved for one bit. A Pallas kernel that XLA may fuse its input into takes the codes as they are made. What
+it computes is what `bits.pack` computes without it, bit for bit.
+
+They are chosen where the mesh is made of TPUs; `mode` turns them off.
+"""
+
+from collections.abc import Sequence
+from functools import partial, reduce
+from operator import or_
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+LANES = 128
+SUBLANES = 8
+BLOCK = 32  # rows, one bit of a word each
+TILES = BLOCK // SUBLANES  # of a block
+_FIELD = BLOCK // TILES  # bits of a code that fit in a word beside those of the block's other tiles
+_EVERY_FIELD = 0x01010101
+_NIBBLE = BLOCK // SUBLANES  # bits of a code that fit in a word beside those of a tile's other rows
+_BLOCKS = 32  # that a kernel holds at a time: half a megabyte of each array that its input is made of
+
+_mode = "auto"
+
+
+def mode(wanted: str) -> str:
+    """Which kernels are used by what is traced from then on.
+
+    Args:
+      wanted: "auto" (default), those of the platform of the mesh; "off", what XLA makes by itself; or
+        "interpret", those of a TPU run as plain JAX on any platform, slowly, to test them.
+
+    Returns:
+      The mode before.
+
+    Raises:
+      ValueError: for another mode.
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> before = lc.kernels.mode("off")
+      >>> lc.kernels.mode(before)
+      'off'
+
+    Source: this library.
+    """
+    global _mode
+    if wanted not in ("auto", "off", "interpret"):
+        raise ValueError(f"kernels.mode({wanted!r}): give 'auto', 'off' or 'interpret'")
+    before, _mode = _mode, wanted
+    return before
+
+
+def for_tpu() -> bool:
+    """Whether what is traced here is made for a TPU: by the platform of the mesh, and by `mode`."""
+    if _mode != "auto":
+        return _mode == "interpret"
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device is not None and device.platform == "tpu"
+
+
+def as_they_lie(arrays: Sequence[Any]) -> list[Any]:
+    """The same arrays, or None for each, which XLA may not lay out otherwise for those who use them.
+
+    It likes to compute in the shape of a leaf and to change the shape of the result, which then is none
+    of what a kernel takes in.
+    """
+    return list(lax.optimization_barrier(tuple(arrays)))
+
+
+def pack(codes: jax.Array, p: int, interpret: bool | None = None) -> list[jax.Array]:
+    """`bits.pack` by a kernel, in one pass over what the codes are computed of.
+
+    Args:
+      codes: ``uint32[rows, 128]`` below ``2**p``; rows in whole blocks.
+      p: how many bits.
+      interpret: whether to run it as plain JAX, on any platform; by default what `mode` says.
+
+    Returns:
+      ``p`` planes, ``uint32[4 rows]`` each, the least significant first.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from lioncub_jax import bits, kernels
+      >>> codes = (jnp.arange(32 * 128, dtype=jnp.uint32) % 5).reshape(32, 128)
+      >>> ours, theirs = kernels.pack(codes, 3, interpret=True), bits.pack(codes, 3)
+      >>> [bool((a == b).all()) for a, b in zip(ours, theirs)]
+      [True, True, True]
+    """
+    from jax.experimental import pallas as pl  # a quarter of a second that nobody else needs
+    from jax.experimental.pallas import tpu as pltpu
+
+    blocks = codes.shape[0] // BLOCK
+    at_once = min(blocks, _BLOCKS)
+    plane = jax.ShapeDtypeStruct(
+        (blocks, LANES), jnp.uint32, manual_axis_type=jax.typeof(codes).manual_axis_type
+    )
+    planes = pl.pallas_call(
+        partial(_pack, p),
+        grid=(pl.cdiv(blocks, at_once),),
+        in_specs=[pl.BlockSpec((at_once * BLOCK, LANES), lambda i: (i, 0))],
+        out_specs=[pl.BlockSpec((at_once, LANES), lambda i: (i, 0))] * p,
+        out_shape=[plane] * p,
+        compiler_params=pltpu.CompilerParams(allow_input_fusion=[True]),
+        interpret=_mode == "interpret" if interpret is None else interpret,
+        name="lioncub_pack",
+    )(codes)
+    return [x.reshape(-1) for x in planes]
+
+
+def _pack(p: int, codes: Any, *planes: Any) -> None:
+    x = codes[...].reshape(-1, TILES, SUBLANES, LANES)
+    for k, plane in enumerate(planes):
+        if k % _FIELD == 0:
+            fields = (x >> k) & 0xFF if p > _FIELD else x
+            tiles = [fields[:, t] << (_FIELD * t) for t in range(TILES)]
+            joined = tiles[0] | tiles[1] | tiles[2] | tiles[3]
+            row = lax.broadcasted_iota(jnp.uint32, joined.shape, 1)
+        mine = ((joined >> (k % _FIELD)) & _EVERY_FIELD) << row
+        # Each bit is set in one row at most, so a sum is an or; sums of int32 are what the hardware has.
+        total = jnp.sum(lax.bitcast_convert_type(mine, jnp.int32), axis=1)
+        plane[...] = lax.bitcast_convert_type(total, jnp.uint32)
+
+
+def unpack(planes: Sequence[jax.Array]) -> jax.Array:
+    """`bits.unpack` in two steps, because a TPU's XLA writes out the first of them.
+
+    What it keeps is a word for 8 elements with up to four bits of each, and not one for each bit of them.
+
+    Args:
+      planes: ``uint32[..., 4 rows]`` each; rows in whole blocks.
+
+    Returns:
+      ``uint32[..., rows, 128]``, codes in ``[0, 2**p)``.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from lioncub_jax import bits, kernels
+      >>> planes = [jnp.arange(256, dtype=jnp.uint32), jnp.full(256, 7, jnp.uint32)]
+      >>> bool((kernels.unpack(planes) == bits.unpack(planes, 64)).all())
+      True
+    """
+    lead, row, codes = planes[0].shape[:-1], jnp.arange(SUBLANES, dtype=jnp.uint32)[:, None], []
+    for first in range(0, len(planes), _NIBBLE):
+        tiles = []
+        for t in range(TILES):
+            words = [_apart(x.reshape(*lead, -1, LANES), t) for x in planes[first:][:_NIBBLE]]
+            tiles.append(reduce(or_, [x << k for k, x in enumerate(words)]))
+        words = jnp.stack(tiles, -2)[..., None, :]  # [..., blocks, tiles, 1, lanes]
+        codes.append(((words >> (_NIBBLE * row)) & 0xF) << first)
+    return reduce(or_, codes).reshape(*lead, -1, LANES)
+
+
+def _apart(words: jax.Array, tile: int) -> jax.Array:
+    """The bits of one tile of a block, one in each nibble."""
+    x = (words >> (_FIELD * tile)) & 0xFF
+    x = (x | (x << 12)) & 0x000F000F
+    x = (x | (x << 6)) & 0x03030303
+    return (x | (x << 3)) & 0x11111111
