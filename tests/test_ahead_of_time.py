@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import pathlib
 
 import ahead_of_time
 import jax
@@ -10,6 +11,7 @@ import pytest
 from aot import machines, programs, reading
 
 import lioncub_jax as lc
+from lioncub_jax import planner
 
 MESH = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
@@ -82,6 +84,35 @@ def test_unknown_machines_are_refused(name):
 def test_a_mesh_takes_all_devices_of_a_machine():
     with pytest.raises(ValueError, match="4 devices, and v5e-8 has 8"):
         machines.mesh_of("v5e-8", {"data": 4})
+
+
+@pytest.mark.parametrize("name", machines.MACHINES)
+def test_machines_are_the_planners_and_send_what_it_says(name):
+    """Each device a worker, or two; where the planner's worker is a node only the devices agree."""
+    found, machine = planner.cluster_named(name), machines.named(name)
+    assert (found.devices, found.platform.replace("gpu", "cuda")) == (
+        machine.devices,
+        machine.platform,
+    )
+    model, link = programs.named("matrix"), found.cluster.link
+    assert model.size == 8_388_608
+    one = planner.Cluster(machine.devices, link)
+    if found.cluster.group_size == 1:
+        one = found.cluster
+    two = planner.Cluster(machine.devices // 2, link, 2, link)
+    results = pathlib.Path(ahead_of_time.__file__).parent / "results" / "ahead_of_time.jsonl"
+    rows = [
+        row for row in map(json.loads, results.read_text().splitlines()) if row["model"] == "matrix"
+    ]
+    compiled = {
+        r["method"]: r["predicted_bytes"]
+        for r in rows
+        if r["machine"] == name and "predicted_bytes" in r
+    }
+    vote = planner.scheme_named("1-bit vote")
+    for cluster, method in ((one, "vote, 1 bit"), (two, ahead_of_time.TWO_LEVELS)):
+        sent = planner.step_time(vote, model.params, cluster, 0.1).sent_bytes
+        assert sent / cluster.group_size == compiled[method]
 
 
 @pytest.mark.parametrize(("name", "extra"), [("v5e-8", "tpu"), ("h100-8", "cuda")])

@@ -97,6 +97,7 @@ def does_not_compile():
 PLAN = ["plan", "--workers", "8", "--bandwidth", "1gbit"]
 SIZED = [*PLAN, "--params", "100M"]
 GIVEN = [*SIZED, "--compute", "125ms"]
+NAMED = ["plan", "--params", "100M", "--cluster"]
 LINK = planner.Link(1e9, 50e-6)
 
 
@@ -162,7 +163,8 @@ def test_the_plan_shows_a_table_for_each_rate_and_advice(said):
 def test_the_plan_as_json_is_the_plan(said):
     found = json.loads(said(*GIVEN, "--json"))
     plan = planner_report.plan(10**8, planner.Cluster(8, LINK), 0.125)
-    assert found == {"parameters": 10**8, "plans": [planner_report.as_json(plan)]}
+    plans = [planner_report.as_json(plan)]
+    assert found == {"parameters": 10**8, "plans": plans, "cluster": None}
 
 
 def test_every_option_of_the_plan_reaches_the_model(said):
@@ -177,6 +179,47 @@ def test_every_option_of_the_plan_reaches_the_model(said):
     )
     plan = planner_report.plan(10**8, cluster, 0.125, planner.Host(8e12, widens_bfloat16=True))
     assert found == planner_report.as_json(plan)
+
+
+@pytest.mark.parametrize("name", planner.CLUSTERS)
+def test_machines_have_names(said, name):
+    named = planner.cluster_named(name)
+    argv = [*NAMED, name, "--compute", "125ms"]
+    text, found = said(*argv), json.loads(said(*argv, "--json"))
+    assert text.startswith(f"{name}: {named.about}.")
+    assert f"\nSource: {named.source} Latencies are assumed.\n" in text
+    assert ("An all-to-all gets" in text) == (named.cluster.all_to_all_share < 1)
+    host = planner.Host(named.memory_bandwidth)
+    plan = planner_report.plan(10**8, named.cluster, 0.125, host)
+    assert found["plans"] == [planner_report.as_json(plan)]
+    assert found["cluster"] == {
+        "name": name, "about": named.about, "source": named.source,
+        "all_to_all_share": named.cluster.all_to_all_share, "overridden": [],
+    }  # fmt: skip
+
+
+def test_what_is_given_overrides_a_name(said):
+    given = [
+        "--workers", "4", "--bandwidth", "10gbit,1gbit", "--latency", "1ms", "--inside-latency", "1us",
+        "--inside-bandwidth", "1tbit", "--devices-per-worker", "2", "--memory-bandwidth", "1tbyte",
+        "--platform", "cpu",
+    ]  # fmt: skip
+    argv = [*NAMED, "h100-64", "--compute", "125ms"]
+    found, host = (
+        json.loads(said(*argv, *given, "--json")),
+        planner.Host(8e12, widens_bfloat16=True),
+    )
+    cluster = planner.Cluster(4, planner.Link(1e10, 1e-3), 2, planner.Link(1e12, 1e-6))
+    assert found["plans"] == [
+        planner_report.as_json(planner_report.plan(10**8, cluster.at(rate), 0.125, host))
+        for rate in (1e10, 1e9)
+    ]
+    assert {f"--{name.replace('_', '-')}" for name in found["cluster"]["overridden"]} == {
+        word for word in given if word.startswith("--")
+    }
+    text = said(*argv, "--workers", "4", "--devices-per-worker", "1")
+    assert "a worker is a node. Overridden by --workers, --devices-per-worker.\n" in text
+    assert "4 workers at 3.2 Tbit/s" in text and "inside" not in text.split("Tbit/s", 1)[1]
 
 
 @pytest.mark.parametrize(
@@ -225,8 +268,28 @@ def test_without_matplotlib_the_plan_says_what_to_install(refused, monkeypatch, 
         (["fly"], "invalid choice: 'fly'"),
         (PLAN, "one of the arguments --params --model is required"),
         (SIZED, "no compute time: without it every speedup would look better than it is; give"),
-        (["plan", "--params", "1M", "--workers", "8"], "required: --bandwidth"),
-        (["plan", "--params", "1M", "--bandwidth", "1gbit"], "required: --workers"),
+        ([*NAMED[:3], "--workers", "8"], "error: no --bandwidth: give it, or machines by name"),
+        ([*NAMED[:3], "--bandwidth", "1gbit"], "error: no --workers: give it, or machines by name"),
+        (NAMED[:3], "no --workers and no --bandwidth: give it, or machines by name, such as"),
+        ([*NAMED, "v5"], f"cluster 'v5': give one of {', '.join(planner.CLUSTERS)}"),
+        ([*NAMED, "v5e-8"], "no compute time"),
+        (
+            [
+                *NAMED,
+                "h100-64",
+                "--compute",
+                "1s",
+                "--devices-per-worker",
+                "1",
+                "--inside-bandwidth",
+                "1tbit",
+            ],
+            "--inside-bandwidth: it has no effect without",
+        ),
+        (
+            [*NAMED, "v5e-8", "--compute", "1s", "--devices-per-worker", "4"],
+            "4 without --inside-bandwidth: give the rate",
+        ),
         ([*GIVEN, "--workers", "0"], "number '0': give a number above zero"),
         ([*GIVEN, "--workers", "-3"], "number '-3': give a number above zero"),
         ([*GIVEN, "--workers", "2.5"], "number '2.5': give a whole number"),
@@ -503,7 +566,7 @@ def test_help_describes_the_command_and_ends_with_examples(command, capsys, monk
     assert last[0] == "examples:" and all(line.startswith("  ") for line in last[1:])
 
 
-EXAMPLES = {"": 3, "plan": 3, "bytes": 3, "lab": 3}
+EXAMPLES = {"": 3, "plan": 4, "bytes": 3, "lab": 3}
 
 
 @pytest.fixture(scope="module")

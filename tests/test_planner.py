@@ -4,6 +4,7 @@ import ast
 import io
 import json
 import math
+import pathlib
 import re
 import time
 
@@ -385,6 +386,15 @@ def test_the_figure_shows_curves_and_measured_points(tmp_path):
         (lambda: Cluster(2.0, SLOW.link), "workers=2.0"),
         (lambda: Cluster(2, SLOW.link, 0), "group_size=0"),
         (lambda: Cluster(2, SLOW.link, 4), "without inside"),
+        (
+            lambda: Cluster(2, SLOW.link, all_to_all_share=0),
+            "share=0: give a number above 0, at most 1",
+        ),
+        (lambda: Cluster(2, SLOW.link, all_to_all_share=1.5), "all_to_all_share=1.5: give"),
+        (
+            lambda: planner.cluster_named("h100"),
+            "cluster 'h100': give one of v5e-8, .*, 8x4090-1g$",
+        ),
         (lambda: Host(memory_bandwidth=0), "memory_bandwidth=0"),
         (lambda: Host(seconds_per_byte={"psum": 1}), "psum"),
         (lambda: scheme_named("two bits"), "give one of 1-bit vote"),
@@ -421,3 +431,46 @@ def test_where_one_of_two_sends_at_a_time_an_all_to_all_takes_longer():
         even = planner.pays(vote, 10**6, pairs).below
         steps = [planner.step_time(x, 10**6, pairs.at(even), 0.1).step for x in (vote, dense)]
         assert steps[0] == pytest.approx(steps[1])
+
+
+# --- Narrow middles, and machines by name
+
+
+def test_where_the_middle_is_narrow_an_all_to_all_takes_longer():
+    """A fifth of the rate, in the first half of a vote only."""
+    wide, narrow = (Cluster(8, Link(1e8, 0.0), all_to_all_share=share) for share in (1.0, 0.2))
+    vote = scheme_named("1-bit vote")
+    up, down = vote.sends(vote.parts, {"w": jax.ShapeDtypeStruct((SIZE,), jnp.float32)}, wide, FREE)
+    took = step_of("1-bit vote", narrow, host=FREE).communication
+    assert took == pytest.approx(8 * (5 * up.sent_bytes + down.sent_bytes) / 1e8)
+    assert step_of("float32 Lion", narrow) == step_of("float32 Lion", wide)
+    even = pays(vote, SIZE, narrow).below
+    steps = [step_of(name, narrow.at(even)).step for name in ("1-bit vote", "float32 Lion")]
+    assert steps[0] == pytest.approx(steps[1])
+
+
+def test_named_machines_are_what_their_vendors_say():
+    pod = planner.cluster_named("v5e-256")
+    assert pod.devices * pod.cluster.link.bandwidth == 51.2e12 * 8  # "all-reduce bandwidth per Pod"
+    each = pod.cluster.link.bandwidth * pod.cluster.all_to_all_share
+    assert 128 * each * 128 / 255 == pytest.approx(1.6e12 * 8)  # "bisection bandwidth per Pod"
+    assert pod.memory_bandwidth == 819e9 * 8 and pod.platform == "tpu"
+    assert planner.cluster_named("v5p-8").cluster.link.bandwidth == 4800e9 / 2  # 3 of 6 ports
+    node = planner.cluster_named("p4d-64")
+    assert node.cluster == Cluster(8, Link(400e9, 20e-6), 8, Link(300e9 * 8, 5e-6))
+    assert node.devices == 64 and node.memory_bandwidth == 1555e9 * 8
+
+
+@pytest.mark.parametrize("name", planner.CLUSTERS)
+def test_every_named_machine_is_planned_and_has_a_source(name):
+    found = planner.cluster_named(name)
+    host = Host(found.memory_bandwidth)
+    plan = planner_report.plan(124_000_000, found.cluster, 0.1, host)
+    assert planner_report.advice(plan) and set(plan.refused) <= {"int8 counts", "integer(8) counts"}
+    assert re.search(r"https://|whitepaper|product brief", found.source)
+    assert found.platform in ("gpu", "tpu") and found.source.endswith(".")
+
+
+def test_the_documentation_has_every_named_machine():
+    text = (pathlib.Path(__file__).parents[1] / "docs" / "planner.md").read_text()
+    assert re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE) == list(planner.CLUSTERS)

@@ -22,18 +22,26 @@ collectives, the time of packing and unpacking bits, and that of the whole step.
 With --json bandwidths are in bits per second, times in seconds; null stands for
 a bound that is not there and for a number that is not finite.
 
+A machine by name sets workers, links, memory and platform, with rates from its
+vendor's pages; an option that is given overrides the name.
+
 examples:
   lioncub plan --params 124M --workers 8 --bandwidth 100mbit,1gbit,100gbit \\
       --compute 144ms
   lioncub plan --params 7B --workers 64 --devices-per-worker 8 \\
       --bandwidth 100gbit --inside-bandwidth 900gbit --compute 1.2s \\
       --memory-bandwidth 3tbyte --json
+  lioncub plan --params 7B --cluster a3-mega-64 --compute 1.2s
   lioncub plan --model lioncub_jax.cli.examples:model --workers 4 \\
       --measure lioncub_jax.cli.examples:one_step --bandwidth 1gbit \\
       --platform cpu --plot plan.png"""
 
 ALGORITHMS = ("tree", "ring")  # names of the planner's functions
 INSIDE_LATENCY = 5e-6
+MACHINE = (
+    "workers", "bandwidth", "latency", "devices_per_worker", "inside_bandwidth", "inside_latency",
+    "memory_bandwidth", "platform",
+)  # fmt: skip
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -41,7 +49,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     _add_job(command)
     _add_network(command)
     command.add_argument(
-        "--platform", choices=("cpu", "gpu", "tpu"), default="gpu",
+        "--platform", choices=("cpu", "gpu", "tpu"),
         help="where it will run; on cpu XLA all-reduces bfloat16 as float32 (gpu)",
     )  # fmt: skip
     command.add_argument(
@@ -63,7 +71,11 @@ def _add_job(command: argparse.ArgumentParser) -> None:
         "returns an nnx.Module, linen variables or a tree of arrays; only shapes are made",
     )  # fmt: skip
     command.add_argument(
-        "--workers", type=count, required=True, metavar="W", help="number of data-parallel workers"
+        "--cluster", metavar="NAME",
+        help="machines by name, such as v5e-8, h100-64, p4d-64 or 8x4090-10g; an unknown name lists all",
+    )  # fmt: skip
+    command.add_argument(
+        "--workers", type=count, metavar="W", help="number of data-parallel workers"
     )
     work = command.add_mutually_exclusive_group()
     work.add_argument(
@@ -82,7 +94,7 @@ def _add_job(command: argparse.ArgumentParser) -> None:
 def _add_network(command: argparse.ArgumentParser) -> None:
     rate, seconds, count = map(options.reads, (units.rate, units.seconds, units.count))
     command.add_argument(
-        "--bandwidth", type=options.reads(_rates), action="append", required=True, metavar="RATE",
+        "--bandwidth", type=options.reads(_rates), action="append", metavar="RATE",
         help="of each worker's link, such as 1gbit; for several, commas or the option again",
     )  # fmt: skip
     command.add_argument(
@@ -97,7 +109,7 @@ def _add_network(command: argparse.ArgumentParser) -> None:
         help="of each two workers only one sends to the other at a time, as with JAX on CPUs",
     )  # fmt: skip
     command.add_argument(
-        "--devices-per-worker", type=count, default=1, metavar="G",
+        "--devices-per-worker", type=count, metavar="G",
         help="devices that share a worker's link and average their gradients first (1)",
     )  # fmt: skip
     command.add_argument(
@@ -124,28 +136,33 @@ def run(args: argparse.Namespace) -> int:
     """
     from lioncub_jax import planner  # brings jax
 
+    named = planner.cluster_named(args.cluster) if args.cluster else None
+    changed = [name for name in MACHINE if getattr(args, name) is not None]
+    _fill(args, named)
     _check(args)
     rates = [rate for given in args.bandwidth for rate in given]
-    latency = planner.Link.latency if args.latency is None else args.latency
+    inside = planner.Link(args.inside_bandwidth, args.inside_latency) if _two_levels(args) else None
     cluster = planner.Cluster(
-        args.workers, planner.Link(rates[0], latency), args.devices_per_worker, _inside(args),
+        args.workers, planner.Link(rates[0], args.latency), args.devices_per_worker, inside,
         getattr(planner, args.algorithm), args.one_way_pairs,
+        named.cluster.all_to_all_share if named else 1.0,
     )  # fmt: skip
     params, compute = _job(args)
-    memory = args.memory_bandwidth or planner.Host.memory_bandwidth
-    host = planner.Host(memory, widens_bfloat16=args.platform == "cpu")
+    host = planner.Host(args.memory_bandwidth, widens_bfloat16=args.platform == "cpu")
     plans = [planner.plan(params, cluster.at(rate), compute, host) for rate in rates]
     if args.plot:
         planner.plot(args.plot, params, cluster, compute, host)
     size = planner.parameters_in(params)
     if args.json:
-        output.show_json({"parameters": size, "plans": [planner.as_json(one) for one in plans]})
+        found = {"parameters": size, "plans": [planner.as_json(one) for one in plans]}
+        output.show_json(found | {"cluster": _as_json(args.cluster, named, changed)})
         return 0
     how = "measured here" if args.measure else "given"
     output.show(
+        *([_in_words(args.cluster, named, changed)] if named else []),
         f"{size:,} parameters; compute {units.seconds_text(compute)} a step ({how}); latency "
-        f"{units.seconds_text(latency)}, {args.algorithm}; packing at {units.bytes_text(memory / 8)}/s "
-        "of memory; nothing overlaps.",
+        f"{units.seconds_text(args.latency)}, {args.algorithm}; packing at "
+        f"{units.bytes_text(args.memory_bandwidth / 8)}/s of memory; nothing overlaps.",
         *(part for one in plans for part in ("", planner.table(one), "", planner.advice(one))),
         f"\nIn a program, by names of lioncub_jax:\n{planner.legend()}",
         *([f"\ndrawn: {args.plot}"] if args.plot else []),
@@ -153,14 +170,50 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _two_levels(args: argparse.Namespace) -> bool:
+    return args.devices_per_worker > 1
+
+
+def _fill(args: argparse.Namespace, named: Any) -> None:
+    """Sets options that were not given: to what the name says, or to their defaults."""
+    from lioncub_jax import planner
+
+    link, host = planner.Link, planner.Host
+    values = {"latency": link.latency, "devices_per_worker": 1, "platform": "gpu"}
+    values |= {"memory_bandwidth": host.memory_bandwidth}
+    if named:
+        at = named.cluster
+        values |= {"workers": at.workers, "bandwidth": [[at.link.bandwidth]]}
+        values |= {"latency": at.link.latency, "devices_per_worker": at.group_size}
+        values |= {"memory_bandwidth": named.memory_bandwidth, "platform": named.platform}
+    _set(args, values)
+    if _two_levels(args):
+        inside = named.cluster.inside if named else None
+        bandwidth, latency = (
+            (inside.bandwidth, inside.latency) if inside else (None, INSIDE_LATENCY)
+        )
+        _set(args, {"inside_bandwidth": bandwidth, "inside_latency": latency})
+
+
+def _set(args: argparse.Namespace, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+
+
 def _check(args: argparse.Namespace) -> None:
     """Everything that can be found wrong before a target is run."""
+    missing = [f"--{name}" for name in ("workers", "bandwidth") if getattr(args, name) is None]
+    if missing:
+        raise ValueError(
+            f"no {' and no '.join(missing)}: give it, or machines by name, such as --cluster v5e-8"
+        )
     if args.compute is None and args.measure is None:
         raise ValueError(
             "no compute time: without it every speedup would look better than it is; give --compute "
             "144ms, or --measure FILE.py:NAME to time a step here"
         )
-    if args.devices_per_worker == 1:
+    if not _two_levels(args):
         names = ("inside_bandwidth", "inside_latency")
         options.refuse(args, names, "it has no effect without --devices-per-worker above 1")
     elif args.inside_bandwidth is None:
@@ -175,13 +228,27 @@ def _check(args: argparse.Namespace) -> None:
         output.check_writable(args.plot)
 
 
-def _inside(args: argparse.Namespace) -> Any:
-    from lioncub_jax import planner
+def _in_words(name: str, named: Any, changed: list[str]) -> str:
+    share = named.cluster.all_to_all_share
+    flags = [f"--{one.replace('_', '-')}" for one in changed]
+    return (
+        f"{name}: {named.about}."
+        + (f" An all-to-all gets {share:.0%} of a link." if share < 1 else "")
+        + (f" Overridden by {', '.join(flags)}." if flags else "")
+        + f"\nSource: {named.source} Latencies are assumed.\n"
+    )
 
-    if args.devices_per_worker == 1:
+
+def _as_json(name: str, named: Any, changed: list[str]) -> dict[str, Any] | None:
+    if not named:
         return None
-    latency = INSIDE_LATENCY if args.inside_latency is None else args.inside_latency
-    return planner.Link(args.inside_bandwidth, latency)
+    return {
+        "name": name,
+        "about": named.about,
+        "source": named.source,
+        "all_to_all_share": named.cluster.all_to_all_share,
+        "overridden": changed,
+    }
 
 
 def _job(args: argparse.Namespace) -> tuple[Any, float]:

@@ -1,5 +1,6 @@
 """Will voting help me? The step time of every method on a cluster, before anything is trained."""
 
+from lioncub_jax.planner.clusters import CLUSTERS, NamedCluster, cluster_named
 from lioncub_jax.planner.model import (
     ADVISED,
     BFLOAT16,
@@ -25,6 +26,7 @@ from lioncub_jax.planner.report import Plan, advice, as_json, legend, plan, plot
 __all__ = [
     "ADVISED",
     "BFLOAT16",
+    "CLUSTERS",
     "FLOAT32",
     "SCHEMES",
     "SILENT",
@@ -32,12 +34,14 @@ __all__ = [
     "Estimate",
     "Host",
     "Link",
+    "NamedCluster",
     "Pays",
     "Plan",
     "Scheme",
     "advice",
     "as_json",
     "calibrated",
+    "cluster_named",
     "legend",
     "parameters_in",
     "pays",

@@ -81,9 +81,12 @@ class Cluster:
       one_way_pairs: whether of each two workers only one sends to the other at a time, as under Gloo in
         JAX, where a pair has one connection and "ready to receive" waits in it. All-to-alls are
         slower then.
+      all_to_all_share: of ``link``, what a worker gets when all send to all: below 1 where the middle of
+        the network is narrow, as in a torus of chips.
 
     Raises:
-      ValueError: for fewer than one worker or device, or a group without a link.
+      ValueError: for fewer than one worker or device, a group without a link, or a share that
+        is not above 0 and at most 1.
 
     Example:
       >>> nodes = Cluster(8, Link(100e9, 20e-6), group_size=8, inside=Link(900e9, 5e-6))
@@ -95,6 +98,7 @@ class Cluster:
     inside: Link | None = None
     hops: Callable[[int], int] = tree
     one_way_pairs: bool = False
+    all_to_all_share: float = 1.0
 
     def __post_init__(self) -> None:
         checks.check_count(f"workers={self.workers!r}", self.workers)
@@ -103,6 +107,9 @@ class Cluster:
             raise ValueError(
                 f"group_size={self.group_size} without inside: give the Link in a group"
             )
+        if not 0 < self.all_to_all_share <= 1:
+            given = self.all_to_all_share
+            raise ValueError(f"all_to_all_share={given!r}: give a number above 0, at most 1")
 
     def at(self, bandwidth: float) -> "Cluster":
         """The same cluster with another bandwidth between workers."""
@@ -368,12 +375,14 @@ def _seconds(one: Sent, cluster: Cluster, host: Host) -> float:
 
 
 def _carried(one: Sent, cluster: Cluster) -> float:
-    """Bytes that a link carries one after the other."""
+    """Bytes that a link carries one after the other; more where it cannot carry at its full rate."""
     if one.inside:
         return one.sent_bytes
-    slower = cluster.one_way_pairs and one.op == "all-to-all"
-    rounds = _rounds_of_one_way_pairs(cluster.workers) if slower else 1.0
-    return rounds * one.sent_bytes * cluster.group_size  # all its devices use it at once
+    sent = one.sent_bytes * cluster.group_size  # all its devices use it at once
+    if one.op != "all-to-all":
+        return sent
+    rounds = _rounds_of_one_way_pairs(cluster.workers) if cluster.one_way_pairs else 1.0
+    return rounds * sent / cluster.all_to_all_share
 
 
 def _bits_on_link(scheme: Scheme, params: Any, cluster: Cluster, host: Host | None) -> float:
