@@ -7,6 +7,10 @@ for 580 or newer ``jax[cuda13]`` will do too):
 
     python -m pip install -e '.[plots]' 'jax[cuda12]'
 
+Without a GPU, with the extra `cuda`, the same ops are compiled for a described one and read:
+
+    python benchmarks/gpu.py --predict [h100-8] [--sizes 16M,64M] [--save FILE]
+
 Measured, for float32 and bfloat16: the local steps of ``local_step.py`` for worker 0 of 8, the
 pieces pack, tally and unpack by themselves, and the training step of ``examples/train_gpt.py`` with
 one worker. Each stands beside jitted ``optax.lion`` and beside its floor: the bytes of what it must
@@ -16,11 +20,16 @@ read and write, once each, at the bandwidth of a copy measured in the same run. 
 A sample is as many calls as take 20 ms, waited for once at the end, so that the cost of starting them
 is hidden as in training. All take turns in one process; figures are medians over rounds, ratios the
 medians of the ratios round by round. On a CPU, ``--sizes 1M,4M --rounds 3`` tries the program out.
+
+Predicted is, by shape and without a run, that an op takes as long as its kernels' bytes do at the
+bandwidth of the memory. Rows of ``results/gpu_predicted.jsonl`` stand beside those measured on a GPU.
 """
 
 import argparse
 import contextlib
+import json
 import math
+import os
 import pathlib
 import re
 import statistics
@@ -34,6 +43,7 @@ import jax.numpy as jnp
 import local_step
 import report
 import tally
+from aot import machines, reading
 from local_step import WORKERS
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
@@ -54,6 +64,8 @@ SAMPLE_MS = 20.0
 MOST_CALLS = 4096
 BASELINE = "optax.lion"
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
+PREDICTED = pathlib.Path(__file__).parent / "results" / "gpu_predicted.jsonl"
+AGREES = 1.25  # a row confirms its prediction up to this factor, either way
 
 Store = dict[str, Any]  # arrays, or trees of them, by name
 
@@ -88,6 +100,13 @@ class Program(NamedTuple):
 
 class Skipped(Exception):
     """A size that was not measured; the message says why."""
+
+
+def every(size: int, dtype: Any) -> tuple[dict[str, Op], Store]:
+    """All ops of this size, and the shapes of what they take."""
+    whole, shapes = steps(size, dtype)
+    parts, more = pieces(size, dtype)
+    return whole | parts, shapes | more
 
 
 def steps(size: int, dtype: Any) -> tuple[dict[str, Op], Store]:
@@ -299,11 +318,9 @@ def measure(
     size: int, dtype: Any, rounds: int, clock: Clock, bandwidth: float, profile: pathlib.Path | None
 ) -> list[dict[str, Any]]:
     """One row for each op at this size; raises ``Skipped`` where memory does not suffice."""
-    whole, shapes = steps(size, dtype)
-    parts, more = pieces(size, dtype)
-    shapes |= more
+    ops, shapes = every(size, dtype)
     try:
-        programs = compiled(whole | parts, shapes)
+        programs = compiled(ops, shapes)
         store = filled(shapes)
         times = timed(programs, store, rounds, clock)
     except jax.errors.JaxRuntimeError as error:
@@ -313,10 +330,13 @@ def measure(
     if profile:
         trace(programs, store, profile / f"{label(size)}-{jnp.dtype(dtype).name}")
     return [
-        {"parameters": label(size), "dtype": jnp.dtype(dtype).name, "op": name}
-        | row(program, times, name, size, bandwidth)
+        about(size, dtype) | {"op": name} | row(program, times, name, size, bandwidth)
         for name, program in programs.items()
     ]
+
+
+def about(size: int, dtype: Any) -> dict[str, str]:
+    return {"parameters": label(size), "dtype": jnp.dtype(dtype).name}
 
 
 def row(program: Program, times: Times, name: str, size: int, bandwidth: float) -> dict[str, Any]:
@@ -354,6 +374,63 @@ def kernels(text: str) -> int:
         elif where not in fused and _LAUNCH.search(line):
             found += 1
     return found
+
+
+def predicted(machine: str, size: int, dtype: Any) -> list[dict[str, Any]]:
+    """One row for each op at this size, compiled by shape for a device of a machine; nothing is run."""
+    ops, shapes = every(size, dtype)
+    where = jax.sharding.SingleDeviceSharding(machines.device_of(machine))
+
+    def there(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+    programs = compiled(ops, jax.tree.map(there, shapes))
+    rows = {name: prediction(program, size) for name, program in programs.items()}
+    lion = rows[BASELINE]["accessed_bytes"]
+    given = {"machine": machine} | about(size, dtype)
+    return [
+        given | {"op": name} | one | {"x_optax_lion": one["accessed_bytes"] / lion}
+        for name, one in rows.items()
+    ]
+
+
+def prediction(program: Program, size: int) -> dict[str, Any]:
+    """Of a program for a described GPU: what its kernels move, and how long that takes its memory."""
+    text, floor = program.run.as_text(), program.op.floor
+    assert floor is not None, "every op of a size has one"
+    moved = {kernel.name: kernel.bytes for kernel in reading.kernels(text)}
+    accessed = sum(moved.values())
+    return {
+        "floor_bytes": floor,
+        "accessed_bytes": accessed,
+        "x_floor": accessed / floor,
+        "ms": 1e3 * accessed / machines.gpu_bandwidth(),
+        "temp_bytes_per_parameter": program.run.memory_analysis().temp_size_in_bytes / size,
+        "kernels": kernels(text),
+        # Where the bytes are: of each kernel with a twentieth of them, per parameter.
+        "largest": {name: b / size for name, b in moved.items() if b >= accessed / 20},
+    }
+
+
+Predictions = dict[tuple[str, str, str], dict[str, Any]]
+
+
+def kept(path: pathlib.Path) -> Predictions:
+    """The predictions of a file by parameters, dtype and op; of several for one, the last."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {(r["parameters"], r["dtype"], r["op"]): r for r in map(json.loads, lines)}
+
+
+def compared(one: dict[str, Any], known: Predictions) -> dict[str, Any]:
+    """What was predicted of a row, and the ratio to its floor over the predicted ratio, or None."""
+    foretold = known.get((one["parameters"], one["dtype"], one["op"]))
+    if foretold is None:
+        return {"predicted": None, "x_predicted": None}
+    keys = "machine", "jax", "x_floor", "x_optax_lion", "kernels"
+    return {
+        "predicted": {key: foretold[key] for key in keys},
+        "x_predicted": one["x_floor"] / foretold["x_floor"],
+    }
 
 
 def trace(programs: dict[str, Program], store: Store, folder: pathlib.Path) -> None:
@@ -433,6 +510,10 @@ def label(size: int) -> str:
 def make_parser() -> argparse.ArgumentParser:
     parser = report.parser(__doc__)
     parser.add_argument(
+        "--predict", nargs="?", const="h100-8", choices=machines.gpus(), metavar="MACHINE",
+        help="compile for a device of this machine (default %(const)s) and read; measure nothing",
+    )  # fmt: skip
+    parser.add_argument(
         "--sizes", type=sizes_from, metavar="N,...", help=f"parameters, on a GPU {SIZES} by default"
     )
     parser.add_argument("--rounds", type=int, default=15, help="default %(default)s")
@@ -455,12 +536,16 @@ def settle(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error(f"--rounds {args.rounds}: give at least 1")
     if not 0 < args.budget < math.inf:
         parser.error(f"--budget {args.budget:g}: give a number of seconds above 0")
+    if args.predict:
+        # Before JAX starts: the compiler for a GPU needs none, and must choose kernels without trying.
+        os.environ |= machines.environment(machines.named(args.predict))
+        jax.config.update("jax_platforms", "cpu")
     device = jax.devices()[0]
-    if args.sizes is None and device.platform != "gpu":
+    if args.sizes is None and device.platform != "gpu" and not args.predict:
         parser.error(
             f"JAX {jax.__version__} finds no GPU, only {device.device_kind!r}. On a machine with one run: "
             "python -m pip install -e '.[plots]' 'jax[cuda12]'; or try this program out on small sizes: "
-            "--sizes 1M,4M --rounds 3"
+            "--sizes 1M,4M --rounds 3; or compile for a GPU that is not there: --predict"
         )
     args.sizes = args.sizes or sizes_from(SIZES)
 
@@ -469,12 +554,37 @@ def main(argv: list[str] | None = None) -> None:
     parser = make_parser()
     args = parser.parse_args(argv)
     settle(parser, args)
+    if args.predict:
+        try:
+            predict(args.predict, args.sizes, args.save)
+        except ModuleNotFoundError as error:
+            parser.error(str(error))
+        return
     columns = TextColumn("{task.description}"), *Progress.get_default_columns()[1:3]
     with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
         found = everything(args, progress)
     show(found)
-    about = {"benchmark": "gpu", "platform": jax.devices()[0].platform, "workers": WORKERS}
-    report.finish(about | {"rounds": args.rounds} | found, args.save)
+    given = {"benchmark": "gpu", "platform": jax.devices()[0].platform, "workers": WORKERS}
+    report.finish(given | {"rounds": args.rounds} | found, args.save)
+
+
+def predict(machine: str, sizes: list[int], save: pathlib.Path | None) -> None:
+    """Predicts all ops: a line for each in the file, a table for people, at last the worst of each op."""
+    rows = [one for size in sizes for dtype in DTYPES for one in predicted(machine, size, dtype)]
+    if save:
+        save.parent.mkdir(parents=True, exist_ok=True)
+        with save.open("a") as file:
+            file.writelines(json.dumps(one | report.provenance()) + "\n" for one in rows)
+    headers = "parameters", "dtype", "op", "ms", "x floor", "x lion", "temp B/param", "kernels"
+    table = Table(*headers, title=f"compiled for {machine}, not run")
+    for one in rows:
+        figures = [one[key] for key in ("ms", "x_floor", "x_optax_lion")]
+        written = [f"{x:.3f}" for x in figures] + [f"{one['temp_bytes_per_parameter']:.2f}"]
+        table.add_row(one["parameters"], one["dtype"], one["op"], *written, str(one["kernels"]))
+    Console(width=120).print(table)
+    worst = {one["op"]: one["x_floor"] for one in sorted(rows, key=lambda one: one["x_floor"])}
+    given = {"benchmark": "gpu_predicted", "machine": machine}
+    report.finish(given | {"x_floor_at_most": worst}, None)
 
 
 def everything(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
@@ -489,7 +599,7 @@ def everything(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         trained = demo([], args.rounds, clock, args.profile)
         progress.advance(task)
     for size, dtype in configs:
-        name = {"parameters": label(size), "dtype": jnp.dtype(dtype).name}
+        name = about(size, dtype)
         progress.update(task, description=" ".join(name.values()))
         try:
             with clock.one():
@@ -497,31 +607,50 @@ def everything(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         except Skipped as why:
             skipped.append(name | {"why": str(why)})
         progress.advance(task)
+    known = kept(PREDICTED) if jax.devices()[0].platform == "gpu" else {}
+    rows = [one | compared(one, known) for one in rows]
     return {"copy": copied, "rows": rows, "demo": trained, "skipped": skipped}
 
 
 def show(found: dict[str, Any]) -> None:
     """The same for people."""
-    console = Console(width=120)
+    console = Console(width=140)
     title = f"{jax.devices()[0].device_kind}, a copy moves {found['copy']['gb_per_s']:.0f} GB/s"
-    table = Table("parameters", "dtype", "op", "ms, median", "min", "max", title=title)
-    for header in ("x floor", "x lion", "temp B/param", "kernels"):
-        table.add_column(header)
+    headers = ["parameters", "dtype", "op", "ms, median", "min", "max", "x floor (predicted)"]
+    headers += ["x lion (predicted)", "temp B/param", "kernels (predicted)"]
+    table = Table(*headers, title=title)
     for one in [*_training_rows(found["demo"]), *found["rows"]]:
-        figures = [one[key] for key in ("ms", "ms_min", "ms_max", "x_floor", "x_optax_lion")]
-        written = ["-" if x is None else f"{x:.3f}" for x in figures]
-        tail = f"{one['temp_bytes_per_parameter']:.2f}", str(one["kernels"])
-        table.add_row(one["parameters"], one["dtype"], one["op"], *written, *tail)
+        times = (f"{one[key]:.3f}" for key in ("ms", "ms_min", "ms_max"))
+        floor, lion, count = (_beside(one, key) for key in ("x_floor", "x_optax_lion", "kernels"))
+        temporary = f"{one['temp_bytes_per_parameter']:.2f}"
+        named = one["parameters"], one["dtype"], one["op"]
+        table.add_row(*named, *times, floor, lion, temporary, count)
     console.print(table)
     for one in found["skipped"]:
         console.print(f"skipped {one['parameters']} {one['dtype']}: {one['why']}")
+    ratios = [one["x_predicted"] for one in found["rows"] if one["predicted"]]
+    confirmed = sum(1 / AGREES <= ratio <= AGREES for ratio in ratios)
+    console.print(
+        f"{confirmed} of {len(ratios)} predicted ratios to the floor hold, up to a factor of {AGREES} "
+        f"either way; {len(found['rows']) - len(ratios)} rows have no prediction"
+    )
+
+
+def _beside(one: dict[str, Any], key: str) -> str:
+    """A figure and, in brackets, its prediction."""
+    foretold = one.get("predicted")
+    return f"{_short(one[key])} ({_short(foretold[key]) if foretold else 'none'})"
+
+
+def _short(x: float | None) -> str:
+    return "-" if x is None else f"{x:.3f}" if isinstance(x, float) else str(x)
 
 
 def _training_rows(trained: dict[str, Any] | None) -> list[dict[str, Any]]:
     if trained is None:
         return []
-    about = {"parameters": f"{trained['parameters']:,}", "dtype": "float32"}
-    return [about | {"op": f"train, {name}"} | one for name, one in trained["steps"].items()]
+    given = {"parameters": f"{trained['parameters']:,}", "dtype": "float32"}
+    return [given | {"op": f"train, {name}"} | one for name, one in trained["steps"].items()]
 
 
 if __name__ == "__main__":

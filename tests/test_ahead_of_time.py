@@ -68,6 +68,31 @@ def test_work_between_the_start_and_the_end_of_a_collective_is_hidden():
     assert reading.overlapped(reading.kernels(waits)) is None
 
 
+def test_an_array_of_two_names_is_read_once():
+    """A kernel that has it behind a barrier too moves no more: 1024 bytes in, 1024 out."""
+    twice = """HloModule step, is_scheduled=true
+
+%fused (p: f32[256], q: s32[256]) -> f32[256] {
+  %p = f32[256]{0} parameter(0)
+  %q = s32[256]{0} parameter(1)
+  ROOT %n = f32[256]{0} negate(%p)
+}
+
+ENTRY %main (x: f32[256], y: f32[256]) -> f32[256] {
+  %x = f32[256]{0} parameter(0)
+  %y = f32[256]{0} parameter(1)
+  %barrier = (f32[256]{0}, f32[256]{0}) tuple(%y, %x)
+  %behind = f32[256]{0} get-tuple-element(%barrier), index=1
+  %bits = s32[256]{0} bitcast(%behind)
+  ROOT %f = f32[256]{0} fusion(%x, %bits), kind=kLoop, calls=%fused
+}
+"""
+    [kernel] = reading.kernels(twice)
+    assert kernel.bytes == 2048
+    [kernel] = reading.kernels(twice.replace("index=1", "index=0"))
+    assert kernel.bytes == 3072
+
+
 def test_only_compiled_text_is_read():
     with pytest.raises(ValueError, match="has no schedule"):
         reading.kernels(PROGRAM.replace(", is_scheduled=true", ""))

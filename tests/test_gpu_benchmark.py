@@ -1,7 +1,10 @@
 """That the benchmark for GPUs measures, counts and refuses as it says; on a CPU, at sizes of no time."""
 
+import importlib.util
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -153,7 +156,7 @@ def test_what_does_not_fit_in_memory_is_left_out(smaller, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "finds no GPU.*jax.cuda12.*--sizes 1M,4M"),
+        ([], "finds no GPU.*jax.cuda12.*--sizes 1M,4M.*--predict"),
         (["--sizes", "16"], "'16' is no size"),
         (["--sizes", "16M,4G"], "'4G' is no size"),
         (["--sizes", "0M"], "'0M' is no size"),
@@ -161,6 +164,7 @@ def test_what_does_not_fit_in_memory_is_left_out(smaller, capsys, monkeypatch):
         (["--sizes", "1M", "--rounds", "0"], "--rounds 0: give at least 1"),
         (["--sizes", "1M", "--budget", "0"], "--budget 0: give a number of seconds above 0"),
         (["--sizes", "1M", "--budget", "nan"], "--budget nan: give a number"),
+        (["--predict", "v5e-8"], "invalid choice: 'v5e-8'.*'h100-8', 'h100-64'"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(gpu, capsys, argv, message):
@@ -210,3 +214,65 @@ ENTRY %main (x: f32[8]) -> f32[8] {
   ROOT %g = f32[8]{0} custom-call(%copy.1), custom_call_target="gemm"
 }"""
     assert gpu.kernels(text) == 4
+
+
+def test_each_op_is_predicted_for_a_gpu_that_is_not_there(tmp_path):
+    """In a process of its own, which JAX enters with the described GPU's flags."""
+    file, program = tmp_path / "rows", str(BENCHMARKS / "gpu.py")
+    asked = [sys.executable, program, "--predict", "--sizes", "64K", "--save", str(file)]
+    done = subprocess.run(asked, capture_output=True, text=True)
+    if importlib.util.find_spec("jax_cuda12_plugin") is None:
+        assert done.returncode == 2
+        assert "jax_cuda12_plugin is not installed" in done.stderr
+        assert "pip install -e '.[cuda]'" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["op"] for row in rows] == 2 * OPS
+    assert {(row["machine"], row["parameters"]) for row in rows} == {("h100-8", "64K")}
+    assert all(row["kernels"] and row["accessed_bytes"] > 0 for row in rows)
+    assert [row["x_floor"] for row in rows[:: len(OPS)]] == pytest.approx([1, 1], rel=1e-3)
+    worst = json.loads(done.stdout.splitlines()[-1])["x_floor_at_most"]
+    assert worst == {op: max(r["x_floor"] for r in rows if r["op"] == op) for op in OPS}
+
+
+def test_predicted_is_the_time_of_the_bytes(gpu, monkeypatch):
+    keep(gpu, monkeypatch, "optax.lion", "1-bit vote")
+    monkeypatch.setattr(gpu.machines, "device_of", lambda name: jax.devices()[0])
+    rows = gpu.predicted("h100-8", SIZE, jnp.float32)
+    assert [row["op"] for row in rows] == [*STEPS[:2], *OPS[-3:]]
+    for row in rows:
+        assert row["ms"] == 1e3 * row["accessed_bytes"] / 3_352_320_000_000
+        assert row["x_floor"] == row["accessed_bytes"] / row["floor_bytes"]
+        assert row["x_optax_lion"] == row["accessed_bytes"] / rows[0]["accessed_bytes"]
+        assert 0 < sum(row["largest"].values()) <= row["accessed_bytes"] / SIZE
+
+
+def test_rows_stand_beside_their_predictions(smaller, capsys, tmp_path):
+    found = result(smaller, capsys)
+    assert all(row["predicted"] is row["x_predicted"] is None for row in found["rows"])  # a CPU
+    one = {"parameters": "64K", "dtype": "float32", "op": "optax.lion", "machine": "h100-8"}
+    one |= {"jax": "0.10.2", "x_floor": 2.0, "x_optax_lion": 1.0, "kernels": 2}
+    lines = [one | {"x_floor": 9.0}, one, one | {"op": "pack"}, one | {"parameters": "1M"}]
+    (tmp_path / "rows").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    known = smaller.kept(tmp_path / "rows")
+    lion, pack, *others = (row | {"x_floor": 2.5} for row in found["rows"])
+    lion, pack = (row | smaller.compared(row, known) for row in (lion, pack | {"x_floor": 2.51}))
+    assert lion["predicted"]["x_floor"] == 2.0  # the last of several
+    assert (lion["x_predicted"], pack["x_predicted"]) == (1.25, 2.51 / 2)
+    smaller.show(found | {"rows": [lion, pack, *others]})
+    said = " ".join(capsys.readouterr().out.split())
+    assert "2.500 (2.000)" in said and "2.510 (2.000)" in said
+    assert said.count("2.500 (none)") == len(others) == 6
+    assert "1 of 2 predicted ratios to the floor hold, up to a factor of 1.25" in said
+    assert "6 rows have no prediction" in said
+
+
+def test_all_that_is_measured_on_a_gpu_is_predicted(gpu):
+    """The committed rows."""
+    known = gpu.kept(gpu.PREDICTED)
+    dtypes = [jnp.dtype(dtype).name for dtype in gpu.DTYPES]
+    wanted = {(size, dtype, op) for size in gpu.SIZES.split(",") for dtype in dtypes for op in OPS}
+    assert known.keys() == wanted
+    for (size, dtype, op), row in known.items():
+        assert row["floor_bytes"] == gpu.every(gpu.size_from(size), dtype)[0][op].floor, row

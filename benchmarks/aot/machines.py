@@ -1,6 +1,7 @@
 """Accelerators by name, as their compilers know them: devices that nobody has at hand."""
 
 import os
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -104,6 +105,26 @@ def mesh_of(name: str, sizes: dict[str, int]) -> Mesh:
         raise ValueError(f"mesh {sizes}: {wanted} devices, and {name} has {machine.devices}")
     devices = np.array(_devices(machine)).reshape(tuple(sizes.values()))
     return Mesh(devices, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def device_of(name: str) -> Any:
+    """The first device of a machine, for programs that need one.
+
+    Raises:
+      ValueError, ModuleNotFoundError: as ``mesh_of``.
+    """
+    return _devices(named(name))[0]
+
+
+def gpus() -> list[str]:
+    """The machines whose devices are GPUs."""
+    return [name for name, machine in MACHINES.items() if machine.platform == "cuda"]
+
+
+def gpu_bandwidth() -> int:
+    """Bytes that the memory of a described GPU moves in a second."""
+    (found,) = re.findall(r"memory_bandwidth: (\d+)", _H100)
+    return int(found)
 
 
 def _devices(machine: Machine) -> list[Any]:

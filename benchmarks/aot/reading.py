@@ -1,6 +1,7 @@
 """A compiled program as the device runs it: kernels in their order, what each reads and writes."""
 
 import re
+from collections import Counter
 from typing import NamedTuple
 
 from lioncub_jax.traffic.compiled import Instruction, Operand, computations_of
@@ -9,6 +10,7 @@ _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?")
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _CALLS = re.compile(r"calls=%?([\w.\-]+)")
 _PART = re.compile(r"lioncub\.(pack|up|decide|down|unpack|remember)\b")
+_INDEX = re.compile(r"\bindex=(\d+)")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 COLLECTIVES = ("all-to-all", "all-gather", "all-reduce", "reduce-scatter", "collective-permute")
 _NO_WORK = {
@@ -130,12 +132,25 @@ def _moved(
 ) -> int:
     if line.opcode.endswith("-done"):
         return 0
-    taken = _taken(inside)
-    total = _written(line, inside)
+    taken, read = _taken(inside), Counter[str]()
     for k, name in enumerate(operands):
         if name in lines:
-            total += taken.get(k, _size(lines[name].result))
-    return total
+            read[_array(name, lines)] += taken.get(k, _size(lines[name].result))
+    # What a kernel has by several names, it reads from memory once.
+    once = sum(min(size, _size(lines[name].result)) for name, size in read.items())
+    return _written(line, inside) + once
+
+
+def _array(name: str, lines: dict[str, Instruction]) -> str:
+    """The name of what a name stands for, behind casts of bits and tuples, such as a barrier's."""
+    line = lines[name]
+    of = [operand for operand in _OPERAND.findall(line.operands) if operand in lines]
+    if line.opcode == "bitcast" and of:
+        return _array(of[0], lines)
+    index = _INDEX.search(line.attributes)
+    if index and of and lines[of[0]].opcode == "tuple":
+        return _array(_OPERAND.findall(lines[of[0]].operands)[int(index[1])], lines)
+    return name
 
 
 def _taken(inside: list[Instruction]) -> dict[int, int]:
