@@ -2,7 +2,7 @@
 
 The optimizers and the training step are here; parts to choose from are in namespaces: `quantize`, `decide`,
 `wires`, `momentum` and `sync` (what a vote is made of), `mesh` and `training`, `checkpoint`, `watch`
-(programs that would send more than votes), `traffic` (bytes), `planner` (step times), `lab` (a network to
+(programs that would send more than votes), `kernels` (what a TPU wants otherwise), `traffic` (bytes), `planner` (step times), `lab` (a network to
 try it on), `baselines` and `reference`. Those that need orbax, rich or matplotlib are loaded when they are
 first used.
 """
@@ -11,7 +11,7 @@ import importlib
 import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
-from lioncub_jax import decide, mesh, momentum, quantize, sync, training, watch, wires
+from lioncub_jax import decide, kernels, mesh, momentum, quantize, sync, training, watch, wires
 from lioncub_jax.exchange import communicate
 from lioncub_jax.mesh import Workers
 from lioncub_jax.optimizer import (
@@ -65,6 +65,7 @@ __all__ = [
     "from_nnx",
     "global_gradients",
     "init_state",
+    "kernels",
     "lab",
     "lion_cub",
     "local_value_and_grad",

@@ -54,7 +54,8 @@ class CommunicateState(NamedTuple):
       owner: for each bucket the owner's state for the slice that this worker owns.
       ties: ``float32[]``, parameters whose votes cancelled in the last step; same on every worker.
       parameters: ``float32[]``, parameters that were voted on; same on every worker.
-      abstained: ``int32[]``, workers that abstained from the last step; same on every worker.
+      abstained: ``int32[]``, workers that abstained from the last step, of buckets with votes of their own
+        from the one with the fewest; same on every worker.
       abstentions: ``int32[]``, their sum over all steps; same on every worker.
     """
 
@@ -136,7 +137,7 @@ def communicate(
     answer comes back to all; ``mu = memory.remember(g, mu)``.
 
     A worker with a value that is not finite anywhere, or asked to by ``abstain``, abstains: it
-    casts no vote, and its momentum and error stay as they are. A row of 128 elements whose values are
+    casts no vote, and its momentum and error stay as they are (with ``bucket_size``: on that bucket). A row of 128 elements whose values are
     all exactly zero is not voted on by that worker; a row on which nobody votes gets update 0. One
     worker alone sends nothing, so nothing is quantised either.
 
@@ -153,7 +154,9 @@ def communicate(
         levels. The gradients are averaged in full precision inside the group by a reduce-scatter, each
         device keeps momentum and votes for its slice of the parameters, and the packed answers are
         gathered inside the group.
-      bucket_size: elements after which a new flat buffer begins; None for one buffer.
+      bucket_size: elements after which a new flat buffer begins; None for one buffer. Each travels as
+        soon as its gradients are there, so a worker abstains from each by itself: with a value that is
+        not finite it still votes on the others. See docs/accelerators.md for when it pays.
 
     Returns:
       A transform, which `traffic.of` can ask what it sends. ``update(updates, state, params,
@@ -323,12 +326,14 @@ class Ballot(NamedTuple):
     Attributes:
       form: what travelled.
       codes: this worker's, for each piece.
+      abstains: ``bool[]``, whether this worker abstained from it.
       replies: ``uint32[W, words]`` of all owners, the same on all workers.
       owner: the new state of the slice that this worker owns.
     """
 
     form: Format
     codes: list[Message]
+    abstains: jax.Array
     replies: jax.Array
     owner: Any
 
@@ -414,7 +419,7 @@ def vote(
     messages = list(starmap(plan.memory.message, wide))
     sent = list(map(_with_error, messages, error))
     rows = list(starmap(partial(_in_rows, plan), zip(pieces, g, mu, error, sent, strict=True)))
-    ballots, abstains = exchange(plan, worker, buckets, rows, owners, abstain)
+    ballots = exchange(plan, worker, buckets, rows, owners, abstain)
     missed: list[Any] = []
     if plan.up.feedback is not None:
         for i, piece in enumerate(pieces):
@@ -424,7 +429,7 @@ def vote(
         missed = uncoded(plan, worker, ballots, sent)
     with jax.named_scope("lioncub.remember"):
         remembered = list(starmap(plan.memory.remember, wide))
-        after = partial(by_leaf, worker, pieces, abstains)
+        after = partial(by_leaf, worker, pieces, ballots)
         kept = Kept(after(remembered, mu, kept.mu), after(missed, error, kept.error))
     return ballots, kept
 
@@ -446,7 +451,7 @@ def _wide(x: Any) -> Any:
 def by_leaf(
     worker: Worker,
     pieces: Sequence[Piece],
-    abstains: jax.Array,
+    ballots: Sequence[Ballot],
     new: Sequence[Any],
     before: Sequence[Any],
     leaves: list[Any],
@@ -457,13 +462,13 @@ def by_leaf(
     """
     if not new or new[0] is None:
         return leaves
-    kept = []
-    for piece, x, old in zip(pieces, new, before, strict=True):
+    kept, abstains = [], [b.abstains for b in ballots for _ in b.codes]
+    for piece, away, x, old in zip(pieces, abstains, new, before, strict=True):
         dtypes = {leaves[s.leaf].dtype for s in piece.segments}
         if len(dtypes) == 1:  # once for all of them
             dtype = dtypes.pop()
             x, old = quantize.saturated(x, dtype), old.astype(dtype)
-        kept.append(jnp.where(abstains, old, x))
+        kept.append(jnp.where(away, old, x))
     found = layout.apart(kept, pieces)
     for i, x in found.items():
         found[i] = quantize.saturated(_real_only(x, worker.counts[i]), leaves[i].dtype)
@@ -477,12 +482,12 @@ def exchange(
     rows: list[jax.Array],
     owners: Sequence[Flat],
     abstain: Any,
-) -> tuple[list[Ballot], jax.Array]:
-    """Values to codes, up the wire, the owners' decisions and back; and whether this worker abstains.
+) -> list[Ballot]:
+    """Values to codes, up the wire, the owners' decisions and back.
 
     Of the values of all buckets' pieces in rows, ``float32[rows, 128]``.
     """
-    forms, encoded, ballots, messages = [], [], [], []
+    forms, encoded, ballots = [], [], []
     values = iter(rows)
     with jax.named_scope("lioncub.pack"):
         for bucket in buckets:
@@ -490,22 +495,23 @@ def exchange(
             counts = layout.counts(bucket, worker.counts, plan.up.has_zero)
             own = list(itertools.islice(values, len(bucket.pieces)))
             encoded.append((_encode(plan, worker, forms[-1], own, counts), counts))
-            messages += encoded[-1][0]
-        abstains = _abstains(messages, abstain)
-        # The devices that share a worker abstain as one.
-        abstains = wires.any_over_shards(abstains, plan.axis)
+        each = [codes for codes, _ in encoded]
+        # A bucket that waited for the flags of all others could not travel before the last one is there.
+        together = [each] if plan.bucket_size is None else [[codes] for codes in each]
+        flags = [_abstains(plan, list(itertools.chain(*codes)), abstain) for codes in together]
     for k, (form, (codes, counts)) in enumerate(zip(forms, encoded, strict=True)):
         state = owners[k].value if owners else ()
+        abstains = flags[0] if plan.bucket_size is None else flags[k]
         replies, state = _decide(plan, worker, form, codes, counts, abstains, state)
-        ballots.append(Ballot(form, codes, replies, state))
-    return ballots, abstains
+        ballots.append(Ballot(form, codes, abstains, replies, state))
+    return ballots
 
 
-def _abstains(messages: list[Message], abstain: Any) -> jax.Array:
-    """Whether a worker is asked to abstain, or has a value that is not finite."""
+def _abstains(plan: Plan, messages: list[Message], abstain: Any) -> jax.Array:
+    """Whether a worker is asked to abstain, or has a value that is not finite on any of its devices."""
     abstains = jnp.zeros((), bool) if abstain is None else abstain
     if not messages:
-        return abstains
+        return wires.any_over_shards(abstains, plan.axis)
     # Never true, but known only when all codes are made: momentum is then overwritten in place, where it
     # would be copied for the codes that are still to be made of it.
     codes = [lax.population_count(x.planes[0][0]) > BLOCK for x in messages]
@@ -513,7 +519,7 @@ def _abstains(messages: list[Message], abstain: Any) -> jax.Array:
     # one message alone XLA would drop the reduction.
     flags = [jnp.stack([*codes, abstains]), ~jnp.stack([*[x.finite for x in messages], ~abstains])]
     made, strange = lax.reduce(flags, [jnp.zeros((), bool)] * 2, bits.or_each, (0,))
-    return made | strange
+    return wires.any_over_shards(made | strange, plan.axis)
 
 
 def _encode(
@@ -532,6 +538,12 @@ def _encode(
     firsts, codes = layout.at_run_time(before, worker.step), []
     who = worker.step, worker.index, worker.workers
     drawn = bits.draw(*who)
+    if plan.bucket_size is not None:
+        # Of a number that is never set, but known only with this bucket's gradients: XLA makes one kernel of
+        # several that take the same, and then the first bucket would wait for the last.
+        first_number = lax.bitcast_convert_type(rows[0][0, 0], jnp.uint32)
+        never = (lax.population_count(first_number) > BLOCK).astype(jnp.uint32)
+        drawn = bits.Draw(*[x ^ never for x in drawn])
     for x, piece, total, first in zip(rows, pieces, totals, firsts, strict=True):
         own = None if counts is None else counts[piece.first_row :][: piece.rows]
         first += shard * bucket.total_rows * WORDS_PER_ROW
@@ -759,21 +771,26 @@ def _next_state(
     everyone = (*wires.names(plan.axis), *wires.names(plan.group))
     for x in grads:
         size += math.prod(x.shape) * wires.shard(x, everyone)[1]
+    voted = []
     if numbers:
         # The sum runs over all axes that cut any bucket; a bucket of which there are copies counts once.
         for tied, _ in numbers:
             ties += tied * wires.shard(tied, plan.axis)[1]
-        both = jnp.stack([ties, numbers[0][1].astype(jnp.float32)])
-        both = wires.sum_over_shards(both / wires.shard(both, plan.axis)[1], plan.axis)
-        ties, abstained = both[0], worker.workers - both[1].astype(jnp.int32)
+        # Without a limit on buckets all have the same voters.
+        voters = [present.astype(jnp.float32) for _, present in numbers]
+        found = jnp.stack([ties, *(voters[:1] if plan.bucket_size is None else voters)])
+        found = wires.sum_over_shards(found / wires.shard(found, plan.axis)[1], plan.axis)
+        ties, voted = found[0], found[1:].astype(jnp.int32)
+        abstained = worker.workers - jnp.min(voted)
         abstentions += abstained
 
-    def counted(new: jax.Array, old: jax.Array) -> jax.Array:
+    def counted(voters: Any, new: jax.Array, old: jax.Array) -> jax.Array:
         # Counters of a transform are the same on all workers by type, so what all know must stop them.
-        return new if new.ndim else jnp.where(abstained < worker.workers, new, old)
+        return new if new.ndim else jnp.where(voters > 0, new, old)
 
-    for new, flat in zip(owners, state.owner, strict=False):  # without states there are buckets too
-        kept.append(Flat(jax.tree.map(counted, new, flat.value), flat.bucket))
+    for k, (new, flat) in enumerate(zip(owners, state.owner, strict=False)):  # buckets may have no states
+        voters = voted[min(k, len(voted) - 1)]
+        kept.append(Flat(jax.tree.map(partial(counted, voters), new, flat.value), flat.bucket))
     count = optax.safe_increment(state.count)
     statistics = ties, jnp.float32(size), abstained, abstentions
     return CommunicateState(count, mu, error, tuple(kept), *statistics)

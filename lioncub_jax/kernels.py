@@ -57,11 +57,12 @@ def mode(wanted: str) -> str:
     return before
 
 
-def for_tpu() -> bool:
-    """Whether what is traced here is made for a TPU: by the platform of the mesh, and by `mode`."""
+def for_tpu(mesh: Any = None) -> bool:
+    """Whether what is traced here, or for a mesh, is made for a TPU; and what `mode` says."""
     if _mode != "auto":
         return _mode == "interpret"
-    device = jax.sharding.get_abstract_mesh().abstract_device
+    abstract = jax.sharding.get_abstract_mesh() if mesh is None else mesh.abstract_mesh
+    device = abstract.abstract_device
     return device is not None and device.platform == "tpu"
 
 

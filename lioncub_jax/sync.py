@@ -438,13 +438,13 @@ def _exchanged(
     pieces = layout.pieces(buckets, worker.step)
     sent = layout.joined(leaves, pieces)
     rows = list(map(layout.in_rows, sent, pieces))
-    ballots, abstains = exchange.exchange(plan, worker, buckets, rows, owner, None)
+    ballots = exchange.exchange(plan, worker, buckets, rows, owner, None)
     missed, synced = exchange.uncoded(plan, worker, ballots, sent), []
     for ballot in ballots:
         synced += exchange.open_replies(plan, worker, ballot.form, ballot.replies[None])[0]
     for i, (old, error) in enumerate(zip(sent, missed, strict=True)):
         synced[i] = layout.cut_to(synced[i], old.shape) + error
-    leaves = exchange.by_leaf(worker, pieces, abstains, synced, sent, leaves)
+    leaves = exchange.by_leaf(worker, pieces, ballots, synced, sent, leaves)
     return leaves, tuple(Flat(x.owner, e.bucket) for x, e in zip(ballots, owner, strict=True))
 
 

@@ -165,12 +165,13 @@ def _plain(model: Model, mesh: Mesh, specs: Any) -> Any:
     state = jax.tree.map(lambda x: x if x.sharding else lay(x, P()), state)
 
     def step(grads_or_batch: Any, params: Any, state: Any) -> Any:
+        loss = None
         if model.loss is None:
             grads = jax.tree.map(lambda g: jnp.mean(g, 0), grads_or_batch)
         else:
-            grads = jax.grad(model.loss)(params, grads_or_batch)
+            loss, grads = jax.value_and_grad(model.loss)(params, grads_or_batch)
         updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+        return optax.apply_updates(params, updates), state, loss
 
     update_alone = model.loss is None
     given = _of_each(model, mesh.size, mesh, axes) if update_alone else _batch(model, mesh)

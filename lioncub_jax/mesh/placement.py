@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, auto_axes, explicit_axes
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax import wires
+from lioncub_jax import kernels, wires
 from lioncub_jax.mesh import border
 from lioncub_jax.mesh.specs import checked, declared, product, restrict, shortened, specs_of
 from lioncub_jax.wires import AxisName
@@ -180,7 +180,9 @@ class Workers:
             check_vma=typed,
         )
         in_specs = restrict(in_specs, self.axes)
-        mapped = over(fn, in_specs=in_specs) if inner else border.crossed(over, fn, in_specs)
+        # XLA for TPU makes bfloat16 of what is joined, and then there is a joint to be kept.
+        apart = inner or kernels.for_tpu(self.mesh)
+        mapped = over(fn, in_specs=in_specs) if apart else border.crossed(over, fn, in_specs)
         if not typed:
             mapped = jax.jit(
                 mapped

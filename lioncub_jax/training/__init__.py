@@ -3,6 +3,7 @@
 from lioncub_jax.training.gradients import local_value_and_grad, worker_value_and_grad
 from lioncub_jax.training.kinds import Kind, batch, folded, own, same
 from lioncub_jax.training.modules import StatefulLoss, from_nnx
+from lioncub_jax.training.overlap import overlap_options
 from lioncub_jax.training.state import abstract_state, init_state, own_state
 from lioncub_jax.training.stats import (
     DriftStats,
@@ -30,6 +31,7 @@ __all__ = [
     "make_train_step",
     "mean_model_state",
     "on_mesh",
+    "overlap_options",
     "own",
     "own_state",
     "same",

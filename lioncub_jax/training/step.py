@@ -260,6 +260,7 @@ class TrainStep:
         batch_spec: P,
         accumulate: int,
         donate: bool = True,
+        options: dict[str, Any] | None = None,
     ):
         def traced(state: TrainState, batch: Any, cut: Any) -> Any:
             self.traces += 1
@@ -267,7 +268,9 @@ class TrainStep:
 
         self.traces = 0
         donated = 0 if donate else ()
-        self._jitted = jax.jit(traced, donate_argnums=donated, static_argnums=2)
+        self._jitted = jax.jit(
+            traced, donate_argnums=donated, static_argnums=2, compiler_options=options
+        )
         self._sharding = NamedSharding(workers.mesh, batch_spec)
         pieces = parts(batch_spec, workers.mesh)
         self._divisor = pieces * accumulate
@@ -335,6 +338,7 @@ def make_train_step(
     batch_spec: P | None = None,
     accumulate: int = 1,
     donate: bool = True,
+    compiler_options: dict[str, Any] | None = None,
 ) -> TrainStep:
     """Builds the jitted training step of workers on a mesh.
 
@@ -356,6 +360,7 @@ def make_train_step(
         exchange.
       donate: whether a step may write the new state over the old one, which then cannot be used again;
         False keeps old states, and needs memory for two.
+      compiler_options: for XLA, as ``jax.jit`` takes them, such as those of `overlap_options`.
 
     Returns:
       ``step(state, batch) -> (state, metrics)``, a `TrainStep`. The batch is a tree of arrays whose first
@@ -424,7 +429,7 @@ def make_train_step(
         new = TrainState(state.step + 1, params, model_state, opt_state, state.rng)
         return new, gradients.joined(*metrics)
 
-    return TrainStep(step, workers, batch_spec, accumulate, donate)
+    return TrainStep(step, workers, batch_spec, accumulate, donate, compiler_options)
 
 
 def _check_gradients(updates: Any, params: Any, workers: Workers) -> None:
