@@ -14,11 +14,13 @@ rows, where values are decoded). A *reply* is the planes, the ties, how many wor
 numbers of the rows. A `Format` knows both.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from lioncub_jax import bits, kernels
@@ -635,9 +637,46 @@ def _others(x: jax.Array, axis: AxisName | None) -> tuple[str, ...]:
 
 
 def gather_words(words: jax.Array, axis: AxisName) -> jax.Array:
-    """``uint32[n]`` of each worker to ``uint32[W, n]``, the same on every worker: one all-gather."""
+    """``uint32[n]`` of each worker to ``uint32[W, n]``, the same on every worker.
+
+    One all-gather, or two of as many bytes together where XLA would make an all-reduce of one.
+    """
     padded = jnp.pad(words, (0, _padding(words.size, _LANES)))
-    return lax.all_gather(padded, axis, to="invarying")[:, : words.size]
+    row = _row(padded.size, lax.axis_size(axis))
+    if row == 1:
+        return lax.all_gather(padded, axis, to="invarying")[:, : words.size]
+    return _gather_in_two(padded, axis, row)[:, : words.size]
+
+
+_MOST_REDUCED = 2**24  # bytes
+
+
+def _row(words: int, workers: int) -> int:
+    """Workers of a row, where words are gathered along columns and then along rows; 1 for one all-gather.
+
+    XLA for TPU makes an all-reduce, of twice the bytes, of an all-gather that joins all chips of a slice of
+    64 or more: in a torus of two dimensions (the kinds called "lite") up to a size of the result, in one of
+    three always. It leaves alone what joins a part of the slice. So it is with jax 0.10.2, by its programs.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    device = mesh.abstract_device
+    if device is None or device.platform != "tpu" or not 64 <= workers == mesh.size:
+        return 1
+    if "lite" in device.device_kind and 4 * workers * words > _MOST_REDUCED:
+        return 1
+    return max(k for k in range(1, math.isqrt(workers) + 1) if workers % k == 0)
+
+
+def _gather_in_two(words: jax.Array, axis: AxisName, row: int) -> jax.Array:
+    """What one all-gather gives. Columns first: that sends least between the slices of a larger mesh."""
+    workers = np.arange(lax.axis_size(axis)).reshape(-1, row)
+    column = lax.all_gather(words, axis, axis_index_groups=workers.T.tolist())
+    every = lax.all_gather(column, axis, axis=1, axis_index_groups=workers.tolist())
+    if tracked(axis):
+        # By its type, what is gathered in groups varies, and a maximum does not. In groups of one that is
+        # the number itself: nothing is sent, and XLA for TPU leaves it out.
+        every = lax.pmax(every, axis, axis_index_groups=workers.reshape(-1, 1).tolist())
+    return every.reshape(workers.size, -1)
 
 
 def words_bytes(words: int, workers: int) -> float:

@@ -121,11 +121,11 @@ def test_devices_in_another_order(axis):
     assert one.axes == (axis,)
 
 
-def test_groups_that_no_axes_give():
+def test_groups_that_are_a_part_of_an_axis():
     halves = [[0, 1, 2, 3], [4, 5, 6, 7]]
     [one] = read(make_mesh(8), lambda x: jax.lax.psum(x, "data", axis_index_groups=halves))
-    assert one == Collective("all-reduce", (BLOCK,), None, 4)
-    assert sent_bytes([one]) == {None: 384}
+    assert one == Collective("all-reduce", (BLOCK,), ("data",), 4)
+    assert sent_bytes([one]) == {("data",): 384}
 
 
 def test_a_permute_runs_over_the_axes_it_moves_along():
@@ -525,7 +525,8 @@ def test_a_tpu_reduce_scatter_written_as_all_reduce_and_slice():
         (CUBE, "mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)) {'x'}", ("c",), 2),
         (CUBE, "mesh['x'=2,'y'=4], device_ids=(0,1,4,5,2,3,6,7) {'x'}", ("b",), 2),
         (CUBE, "mesh['<x, y>'=2,'it\\'s'=4] {'it\\'s'}", ("b", "c"), 4),
-        (DATA, "[2,4]<=[8]", None, 4),
+        (DATA, "[2,4]<=[8]", ("data",), 4),
+        (CUBE, "{{0,3},{1,2},{4,7},{5,6}}", ("b", "c"), 2),
     ],
 )
 def test_every_way_to_write_groups(mesh, groups, axes, size):

@@ -30,6 +30,7 @@ MACHINES = {
     "v5e-8": Machine("tpu", "v5e:2x4", 8, "v5litepod-8"),
     "v5e-256": Machine("tpu", "v5e:16x16", 256, "v5litepod-256"),
     "v5p-8": Machine("tpu", "v5p:2x2x2", 8, "v5p-16"),
+    "v5p-1024": Machine("tpu", "v5p:8x8x16", 1024, "v5p-2048"),
     "v6e-8": Machine("tpu", "v6e:2x4", 8, "v6e-8"),
     "h100-8": Machine("cuda", "1x1x8", 8),
     "h100-64": Machine("cuda", "1x8x8", 64),

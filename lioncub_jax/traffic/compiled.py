@@ -104,7 +104,7 @@ class Collective(NamedTuple):
 
     op: str  # HLO's name without "-start": "all-reduce", "all-gather", "collective-permute", ...
     operands: tuple[Operand, ...]  # several where XLA combined collectives
-    axes: Axes  # the mesh axes it runs over, in the mesh's order; None: no axes give its groups
+    axes: Axes  # the mesh axes its groups run along, in the mesh's order; None: of uneven groups
     group_size: int  # participants that exchange with each other; of uneven groups the largest
     times: int = 1  # runs per step: the product of the known trip counts around it
     looped: bool = False  # in a loop whose trip count the text does not say: `times` is too small

@@ -1,14 +1,14 @@
 """Which devices a collective joins: HLO's replica groups in all their spellings, as mesh axes.
 
 XLA's own names for mesh axes cannot be trusted (its partitioner makes up new ones), so groups are read
-as positions in the program's device assignment and compared with those of every set of mesh axes.
+as positions in the program's device assignment, and the axes are those along which these differ.
 What does not fit is answered with None, and the reader of the program says which line it was.
 """
 
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -30,27 +30,19 @@ _NAMED = re.compile(
 
 
 def grouped(attributes: str, mesh: AnyMesh) -> tuple[Axes, int] | None:
-    """Finds the mesh axes that give the groups a collective runs in, and how large those are."""
+    """Finds the mesh axes along which a collective's groups run, all or part of the way, and their size."""
     try:
         groups = _groups(attributes, mesh.size)
     except (KeyError, ValueError):  # names or numbers that do not fit each other
         groups = []
     if sorted(itertools.chain.from_iterable(groups)) != list(range(mesh.size)):
         return None
-    wanted, size = set(map(frozenset, groups)), max(map(len, groups))
-    positions = np.arange(mesh.size).reshape(tuple(mesh.shape.values()))
-    for axes in _subsets(mesh.axis_names):
-        along = [mesh.axis_names.index(axis) for axis in axes]
-        fits = math.prod(mesh.shape[axis] for axis in axes) == size
-        if fits and set(map(frozenset, _split(positions, along))) == wanted:
-            return axes, size
-    return None, size
-
-
-def _subsets(names: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Smallest first, so that axes of size 1 are left out where they do not matter."""
-    for count in range(len(names) + 1):
-        yield from itertools.combinations(names, count)
+    sizes = set(map(len, groups))
+    if len(sizes) > 1:
+        return None, max(sizes)
+    places = np.unravel_index(np.array(groups), tuple(mesh.shape.values()))
+    differ = [(at != at[:, :1]).any() for at in places]
+    return tuple(itertools.compress(mesh.axis_names, differ)), sizes.pop()
 
 
 def permuted(attributes: str, mesh: AnyMesh) -> tuple[Axes, int] | None:
