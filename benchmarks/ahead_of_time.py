@@ -34,6 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 import lioncub_jax as lc
+from lioncub_jax import planner
 from lioncub_jax.traffic import collectives
 
 COLUMNS = [
@@ -77,11 +78,37 @@ def one(machine: str, model_name: str, method: str) -> dict[str, Any]:
         "sent_bytes": sum(c.sent_bytes for c in crossing if not c.gated),
         "asynchronous": [k.collective for k in kernels if k.collective],
         "overlapped": reading.overlapped(kernels),
+        "exchanges": exchanges(kernels, machine),
     }
     if tx is not None:
         lc.check_votes(compiled)
         row["predicted_bytes"] = predicted(tx, model, mesh, levels)
     return row
+
+
+def exchanges(kernels: list[reading.Kernel], machine: str) -> list[list[Any]]:
+    """Of what travels asynchronously: op, bytes that arrive, seconds of matrix work meanwhile (None)."""
+    rate, found = machines.named(machine).matrix_rate, []
+    for one in reading.exchanges(kernels):
+        found.append([one.op, one.arrives, one.matrix / rate if rate else None])
+    return found
+
+
+def covered(row: dict[str, Any]) -> float:
+    """The share of a step's bytes for whose time on the wire there is matrix work between start and end.
+
+    By the link that the planner knows of that machine, a device a worker; 0 where it knows none.
+    """
+    at = planner.cluster_named(row["machine"]).cluster
+    workers, hidden = machines.named(row["machine"]).devices, 0.0
+    if at.workers != workers:
+        return 0.0
+    for op, arrives, work in row["exchanges"]:
+        sent = arrives * (workers - 1) / workers
+        share = at.all_to_all_share if op == "all-to-all" else 1.0
+        if work is not None and work >= 8 * sent / (at.link.bandwidth * share):
+            hidden += sent
+    return hidden / row["sent_bytes"]
 
 
 def predicted(tx: Any, model: programs.Model, mesh: Any, levels: int) -> float:
@@ -111,7 +138,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         keys[f"temp_over_lion_{name}"] = row["temporaries"] - lion["temporaries"]
         keys[f"accessed_over_lion_{name}"] = row["accessed"] / lion["accessed"]
         keys[f"compile_over_lion_{name}"] = row["compile_s"] / lion["compile_s"]
-    keys["overlapped_share"] = found["vote, 1 bit"]["overlapped"]
+    keys["overlapped_share"] = covered(found.get(programs.BUCKETS, found["vote, 1 bit"]))
     return keys
 
 
@@ -155,8 +182,9 @@ def main() -> None:
 def methods(machine: str, model: str) -> list[str]:
     """The steps that are compiled of a model."""
     machines.named(machine)
-    levels = programs.named(model).fsdp == 1
-    return [LION, *programs.METHODS, *([TWO_LEVELS] if levels else [])]
+    of = programs.named(model)
+    further = [TWO_LEVELS] * (of.fsdp == 1) + [programs.BUCKETS] * (of.loss is not None)
+    return [LION, *programs.METHODS, *further]
 
 
 def kept(path: pathlib.Path | None) -> dict[tuple[str, str, str], dict[str, Any]]:

@@ -18,22 +18,27 @@ class Machine(NamedTuple):
       topology: of TPUs "v5e:2x4"; of GPUs "slices x nodes x devices of a node".
       devices: how many.
       accelerator: what libtpu calls it; None for GPUs.
+      matrix_rate: matrix work a second at its peak: bfloat16 operations of a GPU by its data sheet, XLA's
+        cycles of a TPU, whose data sheet has 197 TFLOP/s by four units of 128 x 128; None where unknown.
     """
 
     platform: str
     topology: str
     devices: int
     accelerator: str | None = None
+    matrix_rate: float | None = None
 
 
+_V5E_CYCLES = 197e12 / (4 * 128 * 128 * 2)
+_H100_OPERATIONS = 989e12
 MACHINES = {
-    "v5e-8": Machine("tpu", "v5e:2x4", 8, "v5litepod-8"),
-    "v5e-256": Machine("tpu", "v5e:16x16", 256, "v5litepod-256"),
+    "v5e-8": Machine("tpu", "v5e:2x4", 8, "v5litepod-8", _V5E_CYCLES),
+    "v5e-256": Machine("tpu", "v5e:16x16", 256, "v5litepod-256", _V5E_CYCLES),
     "v5p-8": Machine("tpu", "v5p:2x2x2", 8, "v5p-16"),
     "v5p-1024": Machine("tpu", "v5p:8x8x16", 1024, "v5p-2048"),
     "v6e-8": Machine("tpu", "v6e:2x4", 8, "v6e-8"),
-    "h100-8": Machine("cuda", "1x1x8", 8),
-    "h100-64": Machine("cuda", "1x8x8", 64),
+    "h100-8": Machine("cuda", "1x1x8", 8, None, _H100_OPERATIONS),
+    "h100-64": Machine("cuda", "1x8x8", 64, None, _H100_OPERATIONS),
 }
 
 # What XLA asks a GPU about itself, of an H100 SXM, as NVIDIA's data sheet and CUDA's guide have it.

@@ -18,6 +18,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "average": lambda **axes: lc.distributed_lion(1e-4, average=True, **axes),
     "owner, 3 bits": lambda **axes: lc.owner_lion(1e-4, **axes),
 }
+BUCKETS = "vote, 1 bit, 8 buckets"  # with what XLA must be told to overlap them
 
 
 class Model(NamedTuple):
@@ -129,17 +130,28 @@ def sizes(model: Model, devices: int, group: int = 1) -> dict[str, int]:
 
 
 def lowered(model: Model, method: str, mesh: Mesh) -> tuple[Any, Any]:
-    """The step of a method, before XLA; and its transform, None for float32 Lion."""
+    """The step of a method, before XLA; and its transform, None for float32 Lion.
+
+    Raises:
+      TypeError: for a model whose loss cannot be traced by the shapes of its parameters and windows.
+    """
     specs = jax.tree.map(lambda x: P("fsdp") if _cut(x, mesh) else P(), model.params)
     if method == LION:
         return _plain(model, mesh, specs), None
     group = "group" if "group" in mesh.axis_names else None
     workers = lc.Workers(mesh, "data", group)
-    tx = METHODS[method](axis_name=workers)
+    options = None
+    if method == BUCKETS:
+        tx = lc.lion_cub(1e-4, axis_name=workers, bucket_size=-(-model.size // 8))
+        options = lc.training.overlap_options(workers)
+    else:
+        tx = METHODS[method](axis_name=workers)
     state = lc.training.abstract_state(tx, model.params, workers, specs=specs)
     if model.loss is not None:
         axes = tuple(mesh.axis_names)
-        step = lc.make_train_step(model.loss, tx, workers, batch_spec=P(axes))
+        step = lc.make_train_step(
+            model.loss, tx, workers, batch_spec=P(axes), compiler_options=options
+        )
         return step.lower(state, _batch(model, mesh)), tx
     on_mesh = lc.on_mesh(tx, workers)
 

@@ -1,5 +1,6 @@
 """A compiled program as the device runs it: kernels in their order, what each reads and writes."""
 
+import math
 import re
 from collections import Counter
 from typing import NamedTuple
@@ -11,6 +12,7 @@ _OPERAND = re.compile(r"%([\w.\-]+)")
 _CALLS = re.compile(r"calls=%?([\w.\-]+)")
 _PART = re.compile(r"lioncub\.(pack|up|decide|down|unpack|remember)\b")
 _INDEX = re.compile(r"\bindex=(\d+)")
+_CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[:=][\[{]([^\]}]*)[\]}]')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 COLLECTIVES = ("all-to-all", "all-gather", "all-reduce", "reduce-scatter", "collective-permute")
 _NO_WORK = {
@@ -37,6 +39,8 @@ class Kernel(NamedTuple):
       cycles: XLA's own estimate; 0 where it prints none.
       starts: of an asynchronous end, the name of its start.
       collective: the collective that it starts, asynchronously; None for all else.
+      matrix: of a matrix product XLA's cycles, or where it prints none floating-point operations; else 0.
+      arrives: bytes that an asynchronous end hands over; 0 for all else.
     """
 
     name: str
@@ -46,6 +50,22 @@ class Kernel(NamedTuple):
     cycles: int
     starts: str | None
     collective: str | None
+    matrix: int = 0
+    arrives: int = 0
+
+
+class Exchange(NamedTuple):
+    """A collective on votes, asynchronous.
+
+    Attributes:
+      op: "all-to-all" or "all-gather".
+      arrives: bytes of its result.
+      matrix: matrix work that the schedule puts between its start and its end, in units of `Kernel`.
+    """
+
+    op: str
+    arrives: int
+    matrix: int
 
 
 def kernels(text: str) -> list[Kernel]:
@@ -68,10 +88,26 @@ def kernels(text: str) -> list[Kernel]:
             Kernel(
                 line.name, line.opcode, _part(line.line), _moved(line, operands, lines, inside),
                 int(cycles[1]) if cycles else 0, operands[0] if ends and operands else None,
-                _started(line, inside),
+                _started(line, inside), _matrix(line, lines, int(cycles[1]) if cycles else 0),
+                _size(line.result, anywhere=True) if ends else 0,
             )
         )  # fmt: skip
     return found
+
+
+def exchanges(found: list[Kernel]) -> list[Exchange]:
+    """What travels asynchronously, in the order in which it starts, with the matrix work meanwhile."""
+    ops: dict[str, str] = {}
+    work: dict[str, int] = {}
+    arrived: dict[str, int] = {}
+    for one in found:
+        if one.starts in ops:
+            arrived[one.starts] = one.arrives
+        elif one.collective in ("all-to-all", "all-gather"):
+            ops[one.name], work[one.name] = one.collective, 0
+        for name in ops.keys() - arrived.keys():
+            work[name] += one.matrix
+    return [Exchange(op, arrived[name], work[name]) for name, op in ops.items()]
 
 
 def by_part(found: list[Kernel]) -> dict[str, int]:
@@ -116,6 +152,21 @@ def _started(line: Instruction, inside: list[Instruction]) -> str | None:
         if opcode in COLLECTIVES:
             return opcode
     return None
+
+
+def _matrix(line: Instruction, lines: dict[str, Instruction], cycles: int) -> int:
+    if "dot_general" not in line.line or line.opcode not in ("fusion", "custom-call", "dot"):
+        return 0
+    if cycles:
+        return cycles
+    contracted = _CONTRACTED.search(line.line)
+    left = _ARRAY.search(lines[_OPERAND.findall(line.operands)[0]].result) if contracted else None
+    made = _ARRAY.search(line.result)
+    if not (contracted and left and made):
+        return 0
+    sizes = [int(n) for n in left[2].split(",")]
+    summed = math.prod(sizes[int(k)] for k in re.findall(r"\d+", contracted[1]))
+    return 2 * summed * math.prod(int(n) for n in made[2].split(","))
 
 
 def _part(line: str) -> str:
@@ -183,10 +234,10 @@ def _written(line: Instruction, inside: list[Instruction]) -> int:
     return _size(line.result)
 
 
-def _size(result: str) -> int:
-    """Bytes of a type, what lies in on-chip memory left out."""
+def _size(result: str, anywhere: bool = False) -> int:
+    """Bytes of a type, what lies in on-chip memory left out, or ``anywhere``."""
     total = 0
     for dtype, shape, layout in _ARRAY.findall(result):
-        if "S(" not in layout and dtype != "token":
+        if (anywhere or "S(" not in layout) and dtype != "token":
             total += Operand(dtype, tuple(int(n) for n in shape.split(",") if n)).bytes
     return total
