@@ -671,12 +671,12 @@ def _gather_in_two(words: jax.Array, axis: AxisName, row: int) -> jax.Array:
     """What one all-gather gives. Columns first: that sends least between the slices of a larger mesh."""
     workers = np.arange(lax.axis_size(axis)).reshape(-1, row)
     column = lax.all_gather(words, axis, axis_index_groups=workers.T.tolist())
-    every = lax.all_gather(column, axis, axis=1, axis_index_groups=workers.tolist())
+    every = lax.all_gather(column, axis, axis_index_groups=workers.tolist())
     if tracked(axis):
         # By its type, what is gathered in groups varies, and a maximum does not. In groups of one that is
         # the number itself: nothing is sent, and XLA for TPU leaves it out.
         every = lax.pmax(every, axis, axis_index_groups=workers.reshape(-1, 1).tolist())
-    return every.reshape(workers.size, -1)
+    return every.swapaxes(0, 1).reshape(workers.size, -1)
 
 
 def words_bytes(words: int, workers: int) -> float:

@@ -96,6 +96,10 @@ CLUSTERS: Mapping[str, NamedCluster] = MappingProxyType({
         "8 chips of TPU v5p, a mesh of 2x2x2 (Google names it by its 16 cores: v5p-16)",
         _slice((2, 2, 2), 800 * _GBIT, wraps=False), 2765 * _GBYTE, "tpu", f"{_V5P} {_MESH}",
     ),
+    "v5p-1024": NamedCluster(
+        "1,024 chips of TPU v5p, a torus of 8x8x16 (Google's v5p-2048)",
+        _slice((8, 8, 16), 800 * _GBIT, wraps=True), 2765 * _GBYTE, "tpu", _V5P,
+    ),
     "v6e-8": NamedCluster(
         "8 chips of TPU v6e, a mesh of 2x4", _slice((2, 4), 800 * _GBIT, wraps=False),
         1640 * _GBYTE, "tpu", f"{_V6E} {_MESH} No wrap-around is assumed.",
