@@ -18,6 +18,9 @@ READY := $(VENV)/.ready-$(PY_VERSION)
 OLDEST_READY := .venv-oldest/.ready-$(PY_VERSION)
 
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+# The compiler of TPUs, which needs none; beside the environment, because JAX looks for chips where it finds it.
+TPU := requirements/tpu.txt
+TPU_READY := $(VENV)/tpu/.ready
 EQUALITY := tests/test_against_reference.py tests/test_ranges.py tests/test_quantize.py tests/test_sharding.py
 PYTEST := -m pytest --numprocesses $(TEST_JOBS) --dist worksteal $(TEST_ARGS)
 
@@ -56,14 +59,20 @@ demo: $(READY) ## train the example, with output in runs/demo
 # Compiled programs are kept, so that the next run has only the changed ones to compile.
 test: $(READY) ## run the tests and the doctests but for the slow ones
 	JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.jax_cache JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
-		JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1 $(VENV)/bin/python $(PYTEST) -m "not slow"
+		JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1 $(VENV)/bin/python $(PYTEST) -m "not slow and not tpu"
 
 # The second line compiles as users do, and not by the quick flags of tests/conftest.py: what is equal to the
 # bit must be so for them. By the quick flags `make test` runs it.
-test-all: $(READY) ## run every test, those of equality compiled as for users
-	$(VENV)/bin/python $(PYTEST) $(EQUALITY:%=--ignore=%)
+test-all: $(READY) $(TPU_READY) ## run every test, those of equality compiled as for users
+	$(VENV)/bin/python $(PYTEST) -m "not tpu" $(EQUALITY:%=--ignore=%)
 	XLA_FLAGS= $(VENV)/bin/python $(PYTEST) -m "not slow" $(EQUALITY)
 	$(VENV)/bin/python $(PYTEST) -m slow $(EQUALITY)
+	JAX_PLATFORMS=cpu PYTHONPATH=$(CURDIR)/$(VENV)/tpu $(VENV)/bin/python $(PYTEST) -m tpu tests/test_ahead_of_time.py
+
+$(TPU_READY): $(READY) $(TPU)
+	rm -rf $(@D)
+	$(VENV)/bin/python $(PIP_INSTALL) --no-deps --require-hashes --target $(@D) -r $(TPU)
+	@touch $@
 
 lint: $(READY) ## check style, formatting and types
 	$(VENV)/bin/python -m ruff check .
@@ -81,13 +90,13 @@ $(OLDEST_READY): pyproject.toml requirements/oldest.txt
 	@touch $@
 
 oldest: $(OLDEST_READY) ## run every test with the oldest supported jax, flax and optax
-	.venv-oldest/bin/python $(PYTEST)
+	.venv-oldest/bin/python $(PYTEST) -m "not tpu"
 
 newest: ## run every test with the newest jax on NEWEST_PYTHON, installed anew
 	@$(call need_python,NEWEST_PYTHON)
 	$(NEWEST_PYTHON) -m venv --clear .venv-newest
 	.venv-newest/bin/python $(PIP_INSTALL) -e '.[plots,test]'
-	XLA_FLAGS= .venv-newest/bin/python $(PYTEST)
+	XLA_FLAGS= .venv-newest/bin/python $(PYTEST) -m "not tpu"
 
 bench: $(READY) ## run the benchmarks
 	$(VENV)/bin/python benchmarks/local_step.py $(BENCH_ARGS)
@@ -103,10 +112,13 @@ lock: ## resolve requirements/lock.txt anew
 	@$(call need_python,PYTHON)
 	$(PYTHON) -m venv --clear .venv-lock
 	.venv-lock/bin/python $(PIP_INSTALL) uv
-	.venv-lock/bin/uv pip compile pyproject.toml --all-extras --group build \
+	.venv-lock/bin/uv pip compile pyproject.toml $(foreach x,plots study test lint,--extra $(x)) --group build \
 		--python-version $(firstword $(LOCKED_PYTHONS)) --universal --upgrade \
 		--generate-hashes --no-emit-index-url --no-annotate \
 		--custom-compile-command "make lock" --quiet --output-file $(LOCK)
+	echo 'jax[tpu]' | .venv-lock/bin/uv pip compile - --constraint $(LOCK) \
+		--python-version $(firstword $(LOCKED_PYTHONS)) --universal --generate-hashes \
+		--no-emit-index-url --no-annotate --no-header --quiet | sed -n '/^libtpu/,/[^\\]$$/p' > $(TPU)
 
 clean: ## remove environments, caches and builds; runs/ stays
 	rm -rf .venv .venv-oldest .venv-newest .venv-lock build dist *.egg-info

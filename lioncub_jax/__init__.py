@@ -2,9 +2,9 @@
 
 The optimizers and the training step are here; parts to choose from are in namespaces: `quantize`, `decide`,
 `wires`, `momentum` and `sync` (what a vote is made of), `mesh` and `training`, `checkpoint`, `watch`
-(programs that would send more than votes), `kernels` (what a TPU wants otherwise), `traffic` (bytes), `planner` (step times), `lab` (a network to
-try it on), `baselines` and `reference`. Those that need orbax, rich or matplotlib are loaded when they are
-first used.
+(programs that would send more than votes), `kernels` (what a TPU wants otherwise), `traffic` (bytes),
+`planner` (step times), `lab` (a network to try it on), `baselines` and `reference`. Those that need orbax,
+rich or matplotlib are loaded when they are first used.
 """
 
 import importlib

@@ -137,9 +137,9 @@ def communicate(
     answer comes back to all; ``mu = memory.remember(g, mu)``.
 
     A worker with a value that is not finite anywhere, or asked to by ``abstain``, abstains: it
-    casts no vote, and its momentum and error stay as they are (with ``bucket_size``: on that bucket). A row of 128 elements whose values are
-    all exactly zero is not voted on by that worker; a row on which nobody votes gets update 0. One
-    worker alone sends nothing, so nothing is quantised either.
+    casts no vote, and its momentum and error stay as they are (with ``bucket_size``: on that bucket). A
+    row of 128 elements whose values are all exactly zero is not voted on by that worker; a row on which
+    nobody votes gets update 0. One worker alone sends nothing, so nothing is quantised either.
 
     Args:
       axis_name: mesh axis of the workers, bound by ``jax.shard_map`` or ``jax.pmap``; or several, a
@@ -539,8 +539,8 @@ def _encode(
     who = worker.step, worker.index, worker.workers
     drawn = bits.draw(*who)
     if plan.bucket_size is not None:
-        # Of a number that is never set, but known only with this bucket's gradients: XLA makes one kernel of
-        # several that take the same, and then the first bucket would wait for the last.
+        # Of a number that is never set, but known only with this bucket's gradients: XLA makes one kernel
+        # of several that take the same, and then the first bucket would wait for the last.
         first_number = lax.bitcast_convert_type(rows[0][0, 0], jnp.uint32)
         never = (lax.population_count(first_number) > BLOCK).astype(jnp.uint32)
         drawn = bits.Draw(*[x ^ never for x in drawn])
@@ -771,7 +771,7 @@ def _next_state(
     everyone = (*wires.names(plan.axis), *wires.names(plan.group))
     for x in grads:
         size += math.prod(x.shape) * wires.shard(x, everyone)[1]
-    voted = []
+    voted: Any = []
     if numbers:
         # The sum runs over all axes that cut any bucket; a bucket of which there are copies counts once.
         for tied, _ in numbers:
@@ -788,7 +788,9 @@ def _next_state(
         # Counters of a transform are the same on all workers by type, so what all know must stop them.
         return new if new.ndim else jnp.where(voters > 0, new, old)
 
-    for k, (new, flat) in enumerate(zip(owners, state.owner, strict=False)):  # buckets may have no states
+    for k, (new, flat) in enumerate(
+        zip(owners, state.owner, strict=False)
+    ):  # buckets may have no states
         voters = voted[min(k, len(voted) - 1)]
         kept.append(Flat(jax.tree.map(partial(counted, voters), new, flat.value), flat.bucket))
     count = optax.safe_increment(state.count)

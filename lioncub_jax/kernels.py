@@ -1,9 +1,9 @@
-"""What a TPU wants otherwise than a CPU or a GPU: a kernel of our own, and arrays in the order of its tiles.
+"""What a TPU wants otherwise than a CPU or a GPU: a kernel of our own, and arrays as they lie in its tiles.
 
-A TPU computes on tiles of 8 x 128 numbers, 8 *sublanes* of 128 *lanes*. XLA for TPU computes codes and packs
-them in two kernels, and between the two each code lies in memory as a word: eight bytes a parameter are
-moved for one bit. A Pallas kernel that XLA may fuse its input into takes the codes as they are made. What
-it computes is what `bits.pack` computes without it, bit for bit.
+A TPU computes on tiles of 8 x 128 numbers, 8 *sublanes* of 128 *lanes*. XLA for TPU computes codes and
+packs them in two kernels, and between the two each code lies in memory as a word: eight bytes a parameter
+are moved for one bit. A Pallas kernel that XLA may fuse its input into takes the codes as they are made.
+What it computes is what `bits.pack` computes without it, bit for bit.
 
 They are chosen where the mesh is made of TPUs; `mode` turns them off.
 """
@@ -24,7 +24,9 @@ TILES = BLOCK // SUBLANES  # of a block
 _FIELD = BLOCK // TILES  # bits of a code that fit in a word beside those of the block's other tiles
 _EVERY_FIELD = 0x01010101
 _NIBBLE = BLOCK // SUBLANES  # bits of a code that fit in a word beside those of a tile's other rows
-_BLOCKS = 32  # that a kernel holds at a time: half a megabyte of each array that its input is made of
+_BLOCKS = (
+    32  # that a kernel holds at a time: half a megabyte of each array that its input is made of
+)
 
 _mode = "auto"
 
@@ -153,8 +155,8 @@ def unpack(planes: Sequence[jax.Array]) -> jax.Array:
         for t in range(TILES):
             words = [_apart(x.reshape(*lead, -1, LANES), t) for x in planes[first:][:_NIBBLE]]
             tiles.append(reduce(or_, [x << k for k, x in enumerate(words)]))
-        words = jnp.stack(tiles, -2)[..., None, :]  # [..., blocks, tiles, 1, lanes]
-        codes.append(((words >> (_NIBBLE * row)) & 0xF) << first)
+        joined = jnp.stack(tiles, -2)[..., None, :]  # [..., blocks, tiles, 1, lanes]
+        codes.append(((joined >> (_NIBBLE * row)) & 0xF) << first)
     return reduce(or_, codes).reshape(*lead, -1, LANES)
 
 

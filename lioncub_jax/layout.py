@@ -2,10 +2,10 @@
 
 Leaves are cut into rows of 128 elements, the last one padded, and the rows of all leaves are one buffer,
 so that a step costs two collectives however many leaves there are. A leaf that is made of whole tiles of
-8 x 128 elements has its rows in the order of the tiles, as a TPU keeps it in memory, others in their own. A large leaf takes whole blocks and
-is packed by itself; all small ones are joined in one array and packed together. Leaves that vary over
-different mesh axes may not share an array; each such set has a buffer, a *bucket*, of its own. A limit
-on the size of a bucket splits it further.
+8 x 128 elements has its rows in the order of the tiles, as a TPU keeps it in memory, others in their own.
+A large leaf takes whole blocks and is packed by itself; all small ones are joined in one array and packed
+together. Leaves that vary over different mesh axes may not share an array; each such set has a buffer, a
+*bucket*, of its own. A limit on the size of a bucket splits it further.
 """
 
 import dataclasses
@@ -253,7 +253,9 @@ def tiled(shape: tuple[int, ...]) -> bool:
       (True, False, False)
     """
     # In one column of tiles the two orders are the same.
-    return len(shape) > 1 and shape[-1] > ROW and not (shape[-1] % ROW or shape[-2] % kernels.SUBLANES)
+    return (
+        len(shape) > 1 and shape[-1] > ROW and not (shape[-1] % ROW or shape[-2] % kernels.SUBLANES)
+    )
 
 
 def lies_in_rows(x: jax.Array, piece: Piece) -> bool:

@@ -340,6 +340,40 @@ def test_buckets_change_nothing_but_the_coin(run_workers):
         assert_statistics(state, want)
 
 
+def test_a_worker_abstains_from_each_bucket_by_itself(run_workers):
+    """Leaf by leaf it is as if each had a transform of its own, whatever becomes of the others."""
+    params = zeros({"a": (129,), "b": (300,), "c": (40, 256)})
+    # Odd numbers of voters and odd codes: no ties, whose coins depend on the place.
+    grads = integers(params, 4, 5, seed=4, values=(-3, -1, 1, 3))
+    grads["b"][1, [2, 4], 7] = np.nan
+    grads["a"][2, :, 0] = np.inf  # nobody is left there
+    grads["c"][2, :2, 5, 5] = -np.inf
+    story = Story(grads, np.zeros((4, 5), bool))
+    txs = {
+        "vote": local_vote(Q.midrise(2), TWO_PHASE, bucket_size=1),
+        "owner": owner_vote(Q.error_feedback(Q.midrise(3)), TWO_PHASE, bucket_size=1),
+    }
+    simulators = {
+        "vote": reference.local_momentum(B1, B2, codes=reference.midrise(2)),
+        "owner": reference.momentum_at_owner(
+            0.5, 0.5, codes=reference.midrise(3), feedback=jnp.bfloat16
+        ),
+    }
+    got = run_workers(txs, params, *story)
+    for name in params:
+        alone = Story({name: grads[name]}, story.abstain)
+        for method, (updates, want) in simulate(simulators, {name: params[name]}, alone).items():
+            assert_equal(got[method][0][name], updates[name])
+            if method == "vote":
+                assert_equal(got[method][1].mu[name], want.mu[name])
+            else:
+                assert_equal(got[method][1].error[name], want.error[name])
+    for _, state in got.values():
+        assert same_everywhere(state.abstained).tolist() == [0, 2, 5, 0]
+    counts = [same_everywhere(flat.value.count)[-1] for flat in got["owner"][1].owner]
+    assert counts == [3, 4, 4]
+
+
 def test_ordinary_numbers_and_default_betas(run_workers):
     """A multiply-add rounds once if the compiler contracts it and twice if not.
 

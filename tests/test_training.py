@@ -665,3 +665,27 @@ def test_inject_hyperparams_needs_to_hold_only_the_axis_name_of_owner_lion_stati
     state, step = start(linear_loss, inject(learning_rate=0.01, axis_name=AXIS), linear_params())
     state, _ = step(state, draw())
     assert float(state.opt_state.hyperparams["learning_rate"]) == pytest.approx(0.01)
+
+
+def test_options_for_overlap_are_those_of_the_mesh(mesh_of):
+    workers = lc.Workers(mesh_of(2), "data")
+    assert lc.training.overlap_options(workers) == {}
+    with pytest.raises(TypeError, match=r"workers=None: give the lioncub_jax.Workers"):
+        lc.training.overlap_options(None)
+
+
+def test_the_compiler_gets_the_options_of_a_step(mesh_of):
+    workers = lc.Workers(mesh_of(2), "data")
+    tx = lc.lion_cub(1e-3, axis_name=workers)
+    state = lc.init_state(tx, {"w": jnp.ones((3, 1))}, workers)
+
+    def loss(params, batch, rng):
+        return jnp.mean((batch @ params["w"]) ** 2)
+
+    batch = jnp.ones((8, 3))
+    step = lc.make_train_step(loss, tx, workers, compiler_options={"xla_no_such_option": True})
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+        step(state, batch)
+    options = {"xla_cpu_enable_fast_math": False}
+    step = lc.make_train_step(loss, tx, workers, compiler_options=options)
+    assert float(step(state, batch)[1]["loss"]) == 9.0

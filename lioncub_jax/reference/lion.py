@@ -5,9 +5,10 @@ the rest of the package. The rules, for workers ``i = 0 .. W-1`` and the step af
 
 * **Buffer.** A row is 128 consecutive elements of a leaf, the last row of a leaf is padded, and a block
   is 32 rows. The rows of a leaf follow each other, but if its last two axes are multiples of 8 and 128
-  they lie tile by tile: 8 rows of the same 128 columns, then those of the next columns. First come the big leaves (more than 512 rows), each padded to whole blocks; then all
-  others. A leaf without elements has no row. Each worker owns ``C`` rows of the buffer: ``rows / W``,
-  rounded up to whole blocks, or to half blocks if no leaf is big.
+  they lie tile by tile: 8 rows of the same 128 columns, then those of the next columns. First come the
+  big leaves (more than 512 rows), each padded to whole blocks; then all others. A leaf without elements
+  has no row. Each worker owns ``C`` rows of the buffer: ``rows / W``, rounded up to whole blocks, or to
+  half blocks if no leaf is big.
 * **Word and bit.** Row ``r`` of the chunk of worker ``w`` lies in block ``b = r // 32``. Its lane ``j`` is
   bit ``r % 32`` of word ``4 C w + 128 b + j``. In a last half block it is bit ``r % 16 + 16 (j // 64)``
   of word ``4 C w + 128 b + j % 64``.

@@ -31,8 +31,8 @@ def overlap_options(workers: Workers) -> dict[str, bool | int | str]:
       workers: whose mesh says the platform.
 
     Returns:
-      All that is set, for ``make_train_step(..., compiler_options=)`` or ``jax.jit(..., compiler_options=)``;
-      nothing on a CPU, whose collectives are synchronous.
+      All that is set, for ``compiler_options`` of `make_train_step` or ``jax.jit``; nothing on a CPU, whose
+      collectives are synchronous.
 
     Raises:
       TypeError: for no `Workers`.
