@@ -436,9 +436,9 @@ def vote(
 
 def _in_rows(plan: Plan, piece: Piece, g: Any, mu: Any, error: Any, sent: jax.Array) -> jax.Array:
     """What is encoded of a piece, ``float32[rows, 128]``: of leaves, or where it is free, of their rows."""
-    if not (kernels.for_tpu() and layout.lies_in_rows(g, piece)):
+    if not (kernels.for_tpu() and layout.lies_in_rows(piece)):
         return layout.in_rows(sent, piece)
-    rows = [None if x is None else layout.as_rows(x, piece.rows) for x in (g, mu, error)]
+    rows = [None if x is None else layout.as_rows(x, piece) for x in (g, mu, error)]
     g, mu, error = kernels.as_they_lie(rows)
     return _with_error(plan.memory.message(_wide(g), _wide(mu)), error).astype(jnp.float32)
 
@@ -648,13 +648,12 @@ def uncoded(
     missed: list[jax.Array] = []
     for ballot in ballots:
         bucket = ballot.form.bucket
-        for message in ballot.codes:
+        for message, piece in zip(ballot.codes, bucket.pieces, strict=True):
             assert message.steps is not None
             steps = bucket.by_chunk(message.steps)
             planes = [x.reshape(len(steps), -1) for x in message.planes]
             rows = plan.up.values(planes, steps, steps.shape[1], worker.workers, once=True)
-            value = sent[len(missed)]
-            missed.append(value - layout.cut_to(rows, value.shape))
+            missed.append(sent[len(missed)] - layout.undo_rows(rows, piece))
     return missed
 
 

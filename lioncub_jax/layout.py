@@ -1,11 +1,11 @@
 """Flat buffers: which rows of them belong to which leaf.
 
 Leaves are cut into rows of 128 elements, the last one padded, and the rows of all leaves are one buffer,
-so that a step costs two collectives however many leaves there are. A leaf that is made of whole tiles of
-8 x 128 elements has its rows in the order of the tiles, as a TPU keeps it in memory, others in their own.
-A large leaf takes whole blocks and is packed by itself; all small ones are joined in one array and packed
-together. Leaves that vary over different mesh axes may not share an array; each such set has a buffer, a
-*bucket*, of its own. A limit on the size of a bucket splits it further.
+so that a step costs two collectives however many leaves there are. On a TPU a leaf that is made of whole
+tiles of 8 x 128 elements has its rows in the order of the tiles, as it lies in memory there. A large leaf
+takes whole blocks and is packed by itself; all small ones are joined in one array and packed together.
+Leaves that vary over different mesh axes may not share an array; each such set has a buffer, a *bucket*, of
+its own. A limit on the size of a bucket splits it further.
 """
 
 import dataclasses
@@ -21,6 +21,7 @@ from jax import lax
 
 from lioncub_jax import bits, kernels
 from lioncub_jax.bits import BLOCK, HALF_BLOCK, ROW
+from lioncub_jax.kernels import SUBLANES
 
 # Leaves of at most so many rows are joined: a copy of little, one kernel for all of them, and no padding to
 # blocks. Of more, on a CPU, the copies of them all take several times as long as kernels of their own.
@@ -36,6 +37,7 @@ class Segment(NamedTuple):
       size: its number of elements, at least 1.
       first_row: where its rows begin in the bucket.
       rows: how many there are, padding included.
+      tiles: whether they lie in the order of tiles of 8 x 128 elements, and not in that of the leaf.
     """
 
     leaf: int
@@ -43,6 +45,7 @@ class Segment(NamedTuple):
     size: int
     first_row: int
     rows: int
+    tiles: bool = False
 
 
 class Piece(NamedTuple):
@@ -175,11 +178,11 @@ def _place(leaves: Sequence[jax.Array], members: list[int], workers: int) -> Buc
     for index in members:
         shape = tuple(leaves[index].shape)
         size = math.prod(shape)
-        rows = -(-size // ROW)
+        rows, tiles = -(-size // ROW), kernels.for_tpu() and made_of_tiles(shape)
         if rows <= SMALL:
-            small.append(Segment(index, shape, size, 0, rows))
+            small.append(Segment(index, shape, size, 0, rows, tiles))
         else:
-            large.append(Segment(index, shape, size, 0, _round_up(rows, BLOCK)))
+            large.append(Segment(index, shape, size, 0, _round_up(rows, BLOCK), tiles))
     segments, first = [*large, *small], 0
     for k, segment in enumerate(segments):
         segments[k] = segment._replace(first_row=first)
@@ -224,7 +227,9 @@ def joined(leaves: Sequence[Any], pieces: Sequence[Piece]) -> list[Any]:
             found.append(own[0])
             continue
         wide = jnp.result_type(jnp.float32, *own)
-        each = [as_rows(x.astype(wide), s.rows) for x, s in zip(own, piece.segments, strict=True)]
+        each = [
+            _in_rows(x.astype(wide), s, s.rows) for x, s in zip(own, piece.segments, strict=True)
+        ]
         idle = piece.rows - sum(s.rows for s in piece.segments)
         each += [jnp.zeros((idle, ROW), wide)] if idle else []  # a pad of the whole would copy it
         found.append(jnp.concatenate(each))
@@ -233,50 +238,62 @@ def joined(leaves: Sequence[Any], pieces: Sequence[Piece]) -> list[Any]:
 
 def in_rows(x: jax.Array, piece: Piece) -> jax.Array:
     """What `joined` made of a piece as ``float32[rows, 128]``, zeros in the padding."""
-    return as_rows(x.astype(jnp.float32), piece.rows)
+    return as_rows(x.astype(jnp.float32), piece)
 
 
-def as_rows(x: jax.Array, rows: int) -> jax.Array:
-    """A leaf, or what was joined, as ``[rows, 128]`` of its dtype, zeros in the padding."""
+def as_rows(x: jax.Array, piece: Piece) -> jax.Array:
+    """What `joined` made of a piece as ``[rows, 128]`` of its dtype, zeros in the padding."""
+    return _in_rows(x, piece.segments[0], piece.rows) if len(piece.segments) == 1 else x
+
+
+def undo_rows(x: jax.Array, piece: Piece) -> jax.Array:
+    """Undoes `as_rows`, of ``[..., rows, 128]``."""
+    return _cut_to(x, piece.segments[0]) if len(piece.segments) == 1 else x.reshape(-1, ROW)
+
+
+def _in_rows(x: jax.Array, segment: Segment, rows: int) -> jax.Array:
     # In as few operations as can be: with hundreds of leaves it is they that a compiler works at.
-    return pad_rows(in_row_order(x, x.shape), rows * ROW).reshape(rows, ROW)
+    return pad_rows(in_row_order(x, segment), rows * ROW).reshape(rows, ROW)
 
 
-def tiled(shape: tuple[int, ...]) -> bool:
-    """Whether the rows of a leaf lie in the order of tiles of 8 x 128 elements.
+def made_of_tiles(shape: tuple[int, ...]) -> bool:
+    """Whether a leaf is whole tiles of 8 x 128 elements, and more than one column of them.
 
-    A TPU keeps it so, and would lay it out anew twice a step if its rows had any other order.
+    A TPU keeps it so, and would lay it out anew twice a step if its rows had any other order. A CPU would
+    take twice the time with theirs.
 
     Example:
       >>> from lioncub_jax import layout
-      >>> layout.tiled((3, 16, 256)), layout.tiled((12, 256)), layout.tiled((16, 128))
-      (True, False, False)
+      >>> [layout.made_of_tiles(shape) for shape in ((3, 16, 256), (12, 256), (16, 128))]
+      [True, False, False]
     """
-    # In one column of tiles the two orders are the same.
-    return (
-        len(shape) > 1 and shape[-1] > ROW and not (shape[-1] % ROW or shape[-2] % kernels.SUBLANES)
-    )
+    # In one column the two orders are the same.
+    return len(shape) > 1 and shape[-1] > ROW and not (shape[-1] % ROW or shape[-2] % SUBLANES)
 
 
-def lies_in_rows(x: jax.Array, piece: Piece) -> bool:
+def lies_in_rows(piece: Piece) -> bool:
     """Whether the rows of a piece are there without a copy, on a TPU: whole tiles, and no padding."""
-    whole = x.ndim == 1 or x.shape[-1] == ROW or tiled(x.shape)
-    return whole and x.size == piece.rows * ROW
+    if len(piece.segments) > 1:
+        return True
+    [s] = piece.segments
+    whole = s.tiles or len(s.shape) == 1 or s.shape[-1] == ROW
+    return whole and s.size == piece.rows * ROW
 
 
-def in_row_order(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def in_row_order(x: jax.Array, segment: Segment) -> jax.Array:
     """Leaves ``[..., *shape]`` with the elements of each in the order of its rows, ``[..., size]``."""
+    shape = segment.shape
     lead = x.shape[: x.ndim - len(shape)]
-    if tiled(shape):
-        x = x.reshape(-1, kernels.SUBLANES, shape[-1] // ROW, ROW).swapaxes(1, 2)
-    return x.reshape(*lead, math.prod(shape))
+    if segment.tiles:
+        x = x.reshape(-1, SUBLANES, shape[-1] // ROW, ROW).swapaxes(1, 2)
+    return x.reshape(*lead, segment.size)
 
 
-def in_shape(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def in_shape(x: jax.Array, segment: Segment) -> jax.Array:
     """Undoes `in_row_order`: ``[..., size]`` to ``[..., *shape]``."""
-    lead = x.shape[:-1]
-    if tiled(shape):
-        x = x.reshape(-1, shape[-1] // ROW, kernels.SUBLANES, ROW).swapaxes(1, 2)
+    shape, lead = segment.shape, x.shape[:-1]
+    if segment.tiles:
+        x = x.reshape(-1, shape[-1] // ROW, SUBLANES, ROW).swapaxes(1, 2)
     return x.reshape(*lead, *shape)
 
 
@@ -292,12 +309,12 @@ def apart(values: Sequence[jax.Array], pieces: Sequence[Piece]) -> dict[int, jax
     leaves, first_column = {}, jnp.zeros((), jnp.uint32)
     for x, piece in zip(values, pieces, strict=True):
         if len(piece.segments) == 1:
-            leaves[piece.segments[0].leaf] = cut_to(x, piece.segments[0].shape)
+            leaves[piece.segments[0].leaf] = _cut_to(x, piece.segments[0])
             continue
         rows = bits.made_once(x.reshape(-1, ROW))
         for at, s in zip(piece.starts, piece.segments, strict=True):
             corner = jnp.asarray(at, jnp.uint32), first_column
-            leaves[s.leaf] = cut_to(lax.dynamic_slice(rows, corner, (s.rows, ROW)), s.shape)
+            leaves[s.leaf] = _cut_to(lax.dynamic_slice(rows, corner, (s.rows, ROW)), s)
     return leaves
 
 
@@ -306,12 +323,12 @@ def apart_all(rows: jax.Array, pieces: Sequence[Piece]) -> dict[int, jax.Array]:
     return apart([rows[p.first_row :][: p.rows] for p in pieces], pieces)
 
 
-def cut_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _cut_to(x: jax.Array, segment: Segment) -> jax.Array:
     """A leaf in its own shape: as it is, or of its rows, ``[..., rows, 128]``, which may end in padding."""
-    if x.shape == shape:
+    if x.shape == segment.shape:
         return x
-    size = math.prod(shape)
-    return in_shape(x.reshape(-1) if x.size == size else x.reshape(-1)[:size], shape)
+    flat = x.reshape(-1)
+    return in_shape(flat if flat.size == segment.size else flat[: segment.size], segment)
 
 
 def at_run_time(numbers: Sequence[int], step: Any) -> list[jax.Array]:

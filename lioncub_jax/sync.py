@@ -442,8 +442,8 @@ def _exchanged(
     missed, synced = exchange.uncoded(plan, worker, ballots, sent), []
     for ballot in ballots:
         synced += exchange.open_replies(plan, worker, ballot.form, ballot.replies[None])[0]
-    for i, (old, error) in enumerate(zip(sent, missed, strict=True)):
-        synced[i] = layout.cut_to(synced[i], old.shape) + error
+    for i, (piece, error) in enumerate(zip(pieces, missed, strict=True)):
+        synced[i] = layout.undo_rows(synced[i], piece) + error
     leaves = exchange.by_leaf(worker, pieces, ballots, synced, sent, leaves)
     return leaves, tuple(Flat(x.owner, e.bucket) for x, e in zip(ballots, owner, strict=True))
 

@@ -757,19 +757,15 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
 def test_a_newer_format_is_refused_and_not_passed_over(tmp_path):
     save_small(tmp_path, 1, 2)
     path = tmp_path / "2" / "about" / "metadata"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 4}))
-    refuses("2 has format 4 and this version.*reads format 3", lambda: restore_small(tmp_path))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 3}))
+    refuses("2 has format 3 and this version.*reads format 2", lambda: restore_small(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("version", "told"),
-    [(1, "lioncub_jax 0.1, .* rows of 64"), (2, "before 0.2, .* another order")],
-)
-def test_an_older_checkpoint_is_refused_with_what_to_do(tmp_path, version, told):
+def test_a_checkpoint_of_version_0_1_is_refused_with_what_to_do(tmp_path):
     save_small(tmp_path, 1, 2)
     path = tmp_path / "2" / "about" / "metadata"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": version}))
-    told = f"2 has format {version}, that of .*{told}.*finish the run with that version.*its parameters"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 1}))
+    told = "2 has format 1, that of lioncub_jax 0.1.*finish the run with 0.1.*save its parameters"
     refuses(told, lambda: restore_small(tmp_path))
     refuses(told, lambda: restore_small(tmp_path, step=2))
     assert restore_small(tmp_path, step=1).step == 1  # nothing was renamed

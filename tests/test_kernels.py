@@ -1,5 +1,6 @@
 """What a TPU wants otherwise gives the same bits: the kernel, run as plain JAX; and the order of rows."""
 
+import dataclasses
 import math
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
-from lioncub_jax import bits, kernels, layout, reference
+from lioncub_jax import bits, kernels, layout
 from lioncub_jax.bits import BLOCK, ROW
 
 
@@ -53,7 +54,7 @@ def test_half_blocks_and_zeros_take_the_same_way(interpreted):
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-STEPS, WORKERS = 3, 3
+STEPS, WORKERS = 3, 5
 SHAPES = {"tiles": (24, 384), "big": (2, 264, 256), "row": (1000,), "ragged": (7, 130), "one": ()}
 METHODS = {
     "1 bit": (lc.lion_cub, {}),
@@ -65,12 +66,15 @@ METHODS = {
 
 
 def run(mesh, tx, dtype):
-    """Updates and states of some steps with ties, zeros, and a worker that once has a NaN."""
+    """Updates and momenta of some steps; two workers once have a NaN.
+
+    Without ties and zeros, whose coins depend on the place of a row: voters and values are odd.
+    """
     rng = np.random.default_rng(3)
     params = {k: jnp.zeros(shape, dtype) for k, shape in SHAPES.items()}
-    grads = {k: rng.integers(-2, 3, (STEPS, WORKERS, *shape)) for k, shape in SHAPES.items()}
+    grads = {k: rng.choice([-3, -1, 1, 3], (STEPS, WORKERS, *s)) for k, s in SHAPES.items()}
     grads = {k: jnp.asarray(g, dtype) for k, g in grads.items()}
-    grads["row"] = grads["row"].at[1, 2, 5].set(jnp.nan)
+    grads["row"] = grads["row"].at[1, [2, 3], 5].set(jnp.nan)
 
     def worker(grads):
         state, updates = tx.init(params), []
@@ -78,7 +82,8 @@ def run(mesh, tx, dtype):
             own = {k: g[t, 0] for k, g in grads.items()}
             update, state = tx.update(own, state, params)
             updates.append(update)
-        return updates, jax.tree.map(lambda x: x[None], state)
+        kept = state[0].mu, state[0].error
+        return updates, jax.tree.map(lambda x: x[None], kept)
 
     # Interpreted kernels lose the types of what varies, which check_vma asks for.
     over = jax.shard_map(
@@ -98,8 +103,11 @@ def test_a_step_as_a_tpu_takes_it_is_the_step(mesh_of, method, dtype):
         got = run(mesh, make(0.5, axis_name="data", **parts), dtype)
     finally:
         kernels.mode(before)
-    jax.tree.map(np.testing.assert_array_equal, got, want)
-    assert any(jnp.any(x) for x in jax.tree.leaves(want[0]))
+    # A sum of decoded values may be zero, and then takes the coin of its place: of 137,000 a few.
+    coins = 64 if method == "owner" else 0
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype and np.sum(np.asarray(a) != np.asarray(b)) <= coins
+    assert all(jnp.any(x) for x in jax.tree.leaves(want[0][-1]))
 
 
 def test_only_meshes_of_tpus_have_their_kernels(mesh_of, interpreted):
@@ -132,12 +140,16 @@ def row_of(at, shape):
     return 8 * (tiles * (shape[-1] // 128) + c // 128) + r % 8, c % 128
 
 
+def segment_of(shape, tiles):
+    return layout.Segment(0, shape, math.prod(shape), 0, -(-math.prod(shape) // ROW), tiles)
+
+
 @pytest.mark.parametrize("shape", [(8, 256), (16, 384), (3, 16, 256), (2, 2, 8, 256)])
 def test_rows_of_a_leaf_of_tiles_lie_tile_by_tile(shape):
-    assert layout.tiled(shape)
+    assert layout.made_of_tiles(shape)
     x = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
-    rows = np.asarray(layout.in_row_order(jnp.asarray(x), shape)).reshape(-1, ROW)
-    rng = np.random.default_rng(1)
+    rows = layout.in_row_order(jnp.asarray(x), segment_of(shape, True))
+    rows, rng = np.asarray(rows).reshape(-1, ROW), np.random.default_rng(1)
     for _ in range(200):
         at = tuple(int(rng.integers(n)) for n in shape)
         assert rows[row_of(at, shape)] == x[at]
@@ -147,18 +159,52 @@ def test_rows_of_a_leaf_of_tiles_lie_tile_by_tile(shape):
 @pytest.mark.parametrize("lead", [(), (2,), (2, 3)])
 def test_rows_come_back_in_the_shape_of_their_leaf(shape, lead):
     x = jnp.arange(math.prod(lead) * math.prod(shape)).reshape(*lead, *shape)
-    rows = layout.in_row_order(x, shape)
-    assert rows.shape == (*lead, math.prod(shape))
-    np.testing.assert_array_equal(layout.in_shape(rows, shape), x)
-    assert layout.tiled(shape) or (rows == x.reshape(rows.shape)).all()
+    for tiles in {False, layout.made_of_tiles(shape)}:
+        segment = segment_of(shape, tiles)
+        rows = layout.in_row_order(x, segment)
+        assert rows.shape == (*lead, math.prod(shape))
+        np.testing.assert_array_equal(layout.in_shape(rows, segment), x)
+        assert tiles or (rows == x.reshape(rows.shape)).all()
 
 
-def test_the_reference_has_the_same_order():
-    shapes = [(24, 384), (2, 264, 256), (7, 130)]
-    leaves = [jnp.arange(2.0 * math.prod(s)).reshape(2, *s) for s in shapes]
-    buffer = reference.buffer_of(shapes, 4)
-    [bucket] = layout.buckets([x[0] for x in leaves], 4)
-    rows = buffer.join(leaves)
-    for worker in range(2):
-        ours = layout.join_all([x[worker] for x in leaves], bucket)
-        np.testing.assert_array_equal(ours[: rows.shape[1]], rows[worker])
+def test_tiles_are_for_tpus_only(interpreted):
+    leaves = [jnp.zeros((24, 384)), jnp.zeros((600, 256)), jnp.zeros((12, 256)), jnp.zeros(256)]
+    made_for = {}
+    for mode in ("interpret", "off"):
+        kernels.mode(mode)
+        [bucket] = layout.buckets(leaves, 2)
+        made_for[mode] = {s.leaf: s.tiles for s in bucket.segments}
+    assert made_for["interpret"] == {0: True, 1: True, 2: False, 3: False}
+    assert not any(made_for["off"].values())
+
+
+def test_a_slice_in_the_order_of_tiles_moves_to_one_in_that_of_leaves(
+    interpreted, tmp_path, mesh_of
+):
+    """A checkpoint says in which order rows lie, and is restored in the order of the mesh that asks."""
+    params = {"w": jnp.zeros((24, 384)), "b": jnp.zeros(70)}
+
+    def owned(workers, mode):
+        kernels.mode(mode)
+        tx = lc.owner_lion(0.5, axis_name=workers)
+        state = lc.init_state(tx, params, workers)
+        return tx, state
+
+    two = lc.Workers(mesh_of(2), "data")
+    _, state = owned(two, "interpret")
+    flat = state.opt_state[0].owner[0]
+    numbers = jnp.arange(flat.value.mu.size, dtype=jnp.float32).reshape(flat.value.mu.shape)
+    numbers = jax.device_put(numbers, flat.value.mu.sharding)
+    leaf = layout.apart_all(numbers.reshape(-1, ROW), flat.bucket.pieces)
+    flat = dataclasses.replace(flat, value=flat.value._replace(mu=numbers))
+    inner = (state.opt_state[0]._replace(owner=(flat,)), *state.opt_state[1:])
+    with lc.Checkpoints(tmp_path, axis_name=two) as saved:
+        saved.save(state._replace(opt_state=inner), data=None)
+    three = lc.Workers(mesh_of(3), "data")
+    _, like = owned(three, "off")
+    with lc.Checkpoints(tmp_path, axis_name=three) as saved:
+        found = saved.restore(like).state.opt_state[0].owner[0]
+    assert not any(s.tiles for s in found.bucket.segments)
+    rows = found.value.mu.reshape(-1, ROW)
+    for i, x in layout.apart_all(rows, found.bucket.pieces).items():
+        np.testing.assert_array_equal(x, leaf[i])

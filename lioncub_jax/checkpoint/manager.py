@@ -38,7 +38,7 @@ from lioncub_jax.checkpoint.sums import checksums, untyped
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.wires import AxisName
 
-FORMAT = 3  # 1: version 0.1, rows of 64; 2: before 0.2 was out, rows of 128 in their own order
+FORMAT = 2  # 1: version 0.1, rows of 64
 RULES = ("mean", "keep")
 
 
@@ -466,14 +466,10 @@ def _first_line(error: Exception) -> str:
 
 
 def _of_format(version: int) -> str:
-    written = {
-        1: "lioncub_jax 0.1, whose momentum lies in rows of 64",
-        2: "a lioncub_jax before 0.2, whose momentum lies in rows of another order",
-    }
-    if version in written:
+    if version < FORMAT:
         return (
-            f", that of {written[version]} that this version cannot read: finish the run with that "
-            "version, or restore the checkpoint there and save its parameters"
+            ", that of lioncub_jax 0.1, whose momentum lies in rows of 64 that this version cannot read: "
+            "finish the run with 0.1, or restore the checkpoint there and save its parameters"
         )
     return (
         f" and this version of lioncub_jax reads format {FORMAT}: install the version that wrote it, or "

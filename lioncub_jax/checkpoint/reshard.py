@@ -146,8 +146,8 @@ def _rows_of(buckets: Sequence[Bucket]) -> list[dict[str, Any]]:
 
 
 def _from_rows(rows: Any) -> tuple[Bucket, ...]:
-    def segment(index: int, shape: Any, size: int, first_row: int, rows: int) -> Segment:
-        return Segment(index, tuple(shape), size, first_row, rows)
+    def segment(index: int, shape: Any, *rest: Any) -> Segment:
+        return Segment(index, tuple(shape), *rest)
 
     return tuple(
         Bucket(**{**row, "segments": tuple(segment(*s) for s in row["segments"]),
@@ -378,7 +378,7 @@ def _leaves(
     out = {}
     for s in bucket.segments:
         own = rows[..., s.first_row : s.first_row + s.rows, :]
-        shards = in_shape(own.reshape(*own.shape[:-2], -1)[..., : s.size], s.shape)
+        shards = in_shape(own.reshape(*own.shape[:-2], -1)[..., : s.size], s)
         name = sliced.names[s.leaf]
         out[name] = _joined(layout, layout.params + name, _inner(layout, bucket), shards)
     return out
@@ -462,7 +462,7 @@ def _rows(
     for s in bucket.segments:
         name = sliced.names[s.leaf]
         shards = _cut(layout, layout.params + name, inner, whole[prefix + name])
-        flat = in_row_order(shards, s.shape)
+        flat = in_row_order(shards, s)
         pieces.append(_padded(flat, s.rows * ROW, -1).reshape(*flat.shape[:-1], s.rows, ROW))
     return _side_by_side(bucket, pieces)
 

@@ -4,11 +4,9 @@ This is the oracle of the tests, and a simulator of many workers on one device. 
 the rest of the package. The rules, for workers ``i = 0 .. W-1`` and the step after ``t`` others:
 
 * **Buffer.** A row is 128 consecutive elements of a leaf, the last row of a leaf is padded, and a block
-  is 32 rows. The rows of a leaf follow each other, but if its last two axes are multiples of 8 and 128
-  they lie tile by tile: 8 rows of the same 128 columns, then those of the next columns. First come the
-  big leaves (more than 512 rows), each padded to whole blocks; then all others. A leaf without elements
-  has no row. Each worker owns ``C`` rows of the buffer: ``rows / W``, rounded up to whole blocks, or to
-  half blocks if no leaf is big.
+  is 32 rows. First come the big leaves (more than 512 rows), each padded to whole blocks; then all
+  others. A leaf without elements has no row. Each worker owns ``C`` rows of the buffer: ``rows / W``,
+  rounded up to whole blocks, or to half blocks if no leaf is big.
 * **Word and bit.** Row ``r`` of the chunk of worker ``w`` lies in block ``b = r // 32``. Its lane ``j`` is
   bit ``r % 32`` of word ``4 C w + 128 b + j``. In a last half block it is bit ``r % 16 + 16 (j // 64)``
   of word ``4 C w + 128 b + j % 64``.
@@ -53,7 +51,6 @@ from jax import lax
 
 ROW = 128
 BLOCK = 32  # rows
-TILE = 8  # rows
 BIG = 512  # rows, at most, of leaves that are not
 
 # Best uniform steps for a Gaussian (Max 1960), in units of the mean magnitude.
@@ -76,7 +73,7 @@ class Buffer(NamedTuple):
 
     def join(self, leaves: list[jax.Array]) -> jax.Array:
         """Leaves ``[W, ...]`` to ``float32[W, rows, 128]``, zeros in the padding."""
-        flat = [_in_row_order(x, x.shape[1:]).astype(jnp.float32) for x in leaves]
+        flat = [x.reshape(x.shape[0], math.prod(x.shape[1:])).astype(jnp.float32) for x in leaves]
         short = [rows * ROW - x.shape[1] for rows, x in zip(self.rows, flat, strict=True)]
         flat = [jnp.pad(x, ((0, 0), (0, n))) for x, n in zip(flat, short, strict=True)]
         joined = jnp.concatenate([flat[leaf] for leaf in self.order], axis=1)
@@ -88,9 +85,8 @@ class Buffer(NamedTuple):
         parts = dict(zip(self.order, jnp.split(x, ends[:-1], axis=-2), strict=True))
         lead = x.shape[:-2]
         return [
-            _in_shape(
-                parts[leaf].reshape(*lead, rows * ROW)[..., : math.prod(shape)], shape
-            ).astype(dtype)
+            parts[leaf].reshape(*lead, rows * ROW)[..., : math.prod(shape)]
+            .reshape(*lead, *shape).astype(dtype)
             for leaf, (shape, rows, dtype) in enumerate(
                 zip(self.shapes, self.rows, dtypes, strict=True)
             )
@@ -127,25 +123,6 @@ class Simulator(NamedTuple):
 
     init: Callable[[Any, int], State]  # (params, W)
     update: Callable[..., Any]  # (grads [W, ...], state, params=None, abstain bool[W]=None)
-
-
-def _in_row_order(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Leaves ``[W, *shape]`` as ``[W, size]``, tile after tile if the shape is made of them."""
-    if _made_of_tiles(shape):
-        x = jnp.moveaxis(x.reshape(len(x), -1, TILE, shape[-1] // ROW, ROW), 3, 2)
-    return x.reshape(len(x), math.prod(shape))
-
-
-def _in_shape(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """``[..., size]`` as leaves ``[..., *shape]``."""
-    lead = x.shape[:-1]
-    if _made_of_tiles(shape):
-        x = jnp.moveaxis(x.reshape(*lead, -1, shape[-1] // ROW, TILE, ROW), -3, -2)
-    return x.reshape(*lead, *shape)
-
-
-def _made_of_tiles(shape: tuple[int, ...]) -> bool:
-    return len(shape) >= 2 and shape[-2] % TILE == 0 and shape[-1] % ROW == 0
 
 
 # --- The buffer and its coins
