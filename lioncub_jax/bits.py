@@ -76,17 +76,24 @@ def pack(codes: jax.Array, p: int = 1, zeros: jax.Array | None = None) -> list[j
     if kernels.for_tpu() and rows % BLOCK == 0:
         flat = codes.astype(jnp.uint32).reshape(-1, ROW)
         planes = [x.reshape(*lead, -1) for x in kernels.pack(flat, p)]
-    else:
-        parts = [_pack_blocks(x, p) for x in _rows_in_blocks(codes)]
-        planes = [_joined(each, lead) for each in zip(*parts, strict=True)]
-    if zeros is not None:
-        *lower, upper, marks = planes
-        aside = zeros & ~marks
-        planes = [*[x & ~aside for x in lower], upper | aside, marks]
+        return planes if zeros is None else _aside(planes, zeros)
+    sides = [None, None] if zeros is None else _in_blocks(zeros, rows)
+    parts, planes = [], []
+    for x, side in zip(_rows_in_blocks(codes), sides, strict=False):
+        parts.append(_pack_blocks(x, p, side))
+    for each in zip(*parts, strict=True):
+        planes.append(_joined(each, lead))
     return planes
 
 
-def _pack_blocks(codes: jax.Array, p: int) -> list[jax.Array]:
+def _aside(planes: Sequence[jax.Array], zeros: jax.Array) -> list[jax.Array]:
+    """Gives elements without a mark the side that ``zeros`` says, bit by bit."""
+    *lower, upper, marks = planes
+    aside = zeros & ~marks
+    return [*[x & ~aside for x in lower], upper | aside, marks]
+
+
+def _pack_blocks(codes: jax.Array, p: int, zeros: jax.Array | None) -> list[jax.Array]:
     """``[..., 32, lanes]`` to ``uint32[..., lanes]`` for each plane."""
     lead, lanes = codes.shape[:-2], codes.shape[-1]
     striped = codes.astype(jnp.uint32).reshape(*lead, _STRIPES, _APART, lanes)
@@ -98,6 +105,8 @@ def _pack_blocks(codes: jax.Array, p: int) -> list[jax.Array]:
             four = striped >> k if k else striped
             mine = _any((four & 0xF if p > _APART else four) << at, len(lead))
         stripes.append((mine >> (k % _APART)) & _EVERY_FOURTH)
+    if zeros is not None:
+        stripes = _aside(stripes, (zeros[..., None, :] >> row) & _EVERY_FOURTH)
     for k, x in enumerate(stripes):
         stripes[k] = x << row
     # Reduced and not written out: of a reduction the results are kept, and not made anew for each use.
