@@ -113,8 +113,11 @@ def covered(row: dict[str, Any]) -> float:
 
 def predicted(tx: Any, model: programs.Model, mesh: Any, levels: int) -> float:
     """What the accounting says that each device sends to other workers."""
-    workers = mesh.shape["data"]
-    return lc.traffic.of(tx, model.params, workers, group_size=levels).sent_bytes
+    workers, inner = mesh.shape["data"], {"fsdp": model.fsdp} if model.fsdp > 1 else None
+    specs = programs.specs_of(model, mesh) if inner else None
+    return lc.traffic.of(
+        tx, model.params, workers, group_size=levels, specs=specs, inner_axes=inner
+    ).sent_bytes
 
 
 def in_a_process(machine: str, model: str, method: str) -> dict[str, Any]:

@@ -500,6 +500,7 @@ def exchange(
         together = [each] if plan.bucket_size is None else [[codes] for codes in each]
         flags = [_abstains(plan, list(itertools.chain(*codes)), abstain) for codes in together]
     for k, (form, (codes, counts)) in enumerate(zip(forms, encoded, strict=True)):
+        layout.check_order(owners[k : k + 1], [form.bucket])
         state = owners[k].value if owners else ()
         abstains = flags[0] if plan.bucket_size is None else flags[k]
         replies, state = _decide(plan, worker, form, codes, counts, abstains, state)
@@ -715,6 +716,7 @@ def _step_in_group(
     cuts, device = plan.cuts(grads), wires.worker_index(plan.group)
     slices = [wires.mean_slice(layout.join_all(grads, cut), plan.group) for cut in cuts]
     worker = worker._replace(counts=[slice_counts(plan, cut, device) for cut in cuts])
+    layout.check_order([*state.mu, *state.error], [*cuts, *cuts])
     kept = Kept([x.value for x in state.mu], [x.value for x in state.error])
     if worker.workers == 1:
         each, found, owners, kept = _alone(plan, worker, slices, kept, state.owner, abstain)

@@ -126,6 +126,17 @@ class Flat:
     bucket: Bucket = dataclasses.field(metadata={"static": True})
 
 
+def check_order(flats: Sequence[Flat], buckets: Sequence[Bucket]) -> None:
+    """Raises ``ValueError`` where slices of a state lie in another order than a step takes them for."""
+    for flat, bucket in zip(flats, buckets, strict=False):
+        if isinstance(flat, Flat) and flat.bucket.segments != bucket.segments:
+            raise ValueError(
+                "slices of the state lie in another order than those of this step: the state was made with "
+                "another lioncub_jax.kernels.mode, on another platform, or for other parameters; make it "
+                "anew, or restore it from a checkpoint, which knows its order"
+            )
+
+
 def buckets(
     leaves: Sequence[jax.Array],
     workers: int,

@@ -96,6 +96,23 @@ ENTRY %main (x: f32[256], y: f32[256]) -> f32[256] {
     assert kernel.bytes == 3072
 
 
+def test_a_copy_moves_what_it_reads_or_writes_in_main_memory():
+    """To on-chip memory, ``S(1)``: what is read; of slices no more than their size."""
+    text = """HloModule step, is_scheduled=true
+
+ENTRY %main (x: f32[256]) -> f32[256] {
+  %x = f32[256]{0} parameter(0)
+  %s = ((f32[256]{0}), f32[64]{0:S(1)}, s32[]{:S(2)}) slice-start(%x), slice={[0:64]}
+  %t = f32[64]{0:S(1)} slice-done(%s)
+  %c = (f32[256]{0:S(1)}, f32[256]{0}, u32[]{:S(2)}) copy-start(%x)
+  %d = f32[256]{0:S(1)} copy-done(%c)
+  ROOT %r = f32[256]{0} custom-call(%d), custom_call_target="ConcatBitcast"
+}
+"""
+    moved = {k.name: k.bytes for k in reading.kernels(text)}
+    assert moved == {"s": 256, "t": 0, "c": 1024, "d": 0, "r": 0}
+
+
 def test_only_compiled_text_is_read():
     with pytest.raises(ValueError, match="has no schedule"):
         reading.kernels(PROGRAM.replace(", is_scheduled=true", ""))

@@ -178,6 +178,22 @@ def test_tiles_are_for_tpus_only(interpreted):
     assert not any(made_for["off"].values())
 
 
+def test_a_state_in_another_order_is_refused(interpreted, mesh_of):
+    """By hand; `on_mesh` and the training step refuse what is not their optimizer's state anyway."""
+    tx = lc.owner_lion(0.5, axis_name="data")
+
+    def worker(grads):
+        state = tx.init({"w": jnp.zeros((24, 384))})
+        kernels.mode("auto")
+        return tx.update(grads, state)[0]
+
+    over = jax.shard_map(
+        worker, mesh=mesh_of(2), in_specs=P("data"), out_specs=P(), check_vma=False
+    )
+    with pytest.raises(ValueError, match=r"another order .*kernels.mode, .* restore it from"):
+        jax.jit(over)({"w": jnp.ones((2 * 24, 384))})
+
+
 def test_a_slice_in_the_order_of_tiles_moves_to_one_in_that_of_leaves(
     interpreted, tmp_path, mesh_of
 ):

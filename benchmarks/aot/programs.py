@@ -135,7 +135,7 @@ def lowered(model: Model, method: str, mesh: Mesh) -> tuple[Any, Any]:
     Raises:
       TypeError: for a model whose loss cannot be traced by the shapes of its parameters and windows.
     """
-    specs = jax.tree.map(lambda x: P("fsdp") if _cut(x, mesh) else P(), model.params)
+    specs = specs_of(model, mesh)
     if method == LION:
         return _plain(model, mesh, specs), None
     group = "group" if "group" in mesh.axis_names else None
@@ -162,6 +162,11 @@ def lowered(model: Model, method: str, mesh: Mesh) -> tuple[Any, Any]:
 
     grads = _of_each(model, workers.count, mesh, workers.axes)
     return jax.jit(update, donate_argnums=(1, 2)).lower(grads, state.params, state.opt_state), tx
+
+
+def specs_of(model: Model, mesh: Mesh) -> Any:
+    """How a worker cuts its parameters."""
+    return jax.tree.map(lambda x: P("fsdp") if _cut(x, mesh) else P(), model.params)
 
 
 def _plain(model: Model, mesh: Mesh, specs: Any) -> Any:

@@ -181,8 +181,14 @@ def _moved(
     lines: dict[str, Instruction],
     inside: list[Instruction],
 ) -> int:
-    if line.opcode.endswith("-done"):
+    if line.opcode.endswith("-done") or '"ConcatBitcast"' in line.line:
         return 0
+    if line.opcode in ("copy-start", "slice-start"):  # the result names both ends
+        arrays = [
+            f"{dtype}[{shape}]{layout}" for dtype, shape, layout in _ARRAY.findall(line.result)
+        ]
+        ends, piece = arrays[:2], _size(arrays[line.opcode == "slice-start"], anywhere=True)
+        return sum(piece for end in ends if _size(end))
     taken, read = _taken(inside), Counter[str]()
     for k, name in enumerate(operands):
         if name in lines:
