@@ -496,13 +496,16 @@ def exchange(
             own = list(itertools.islice(values, len(bucket.pieces)))
             encoded.append((_encode(plan, worker, forms[-1], own, counts), counts))
         each = [codes for codes, _ in encoded]
-        # A bucket that waited for the flags of all others could not travel before the last one is there.
-        together = [each] if plan.bucket_size is None else [[codes] for codes in each]
-        flags = [_abstains(plan, list(itertools.chain(*codes)), abstain) for codes in together]
-    for k, (form, (codes, counts)) in enumerate(zip(forms, encoded, strict=True)):
-        layout.check_order(owners[k : k + 1], [form.bucket])
-        state = owners[k].value if owners else ()
-        abstains = flags[0] if plan.bucket_size is None else flags[k]
+        if plan.bucket_size is None:
+            flags = [_abstains(plan, list(itertools.chain(*each)), abstain)] * len(each)
+        else:
+            # A bucket that waited for the flags of all others could not travel before the last is there.
+            flags = [_abstains(plan, codes, abstain) for codes in each]
+    for k, (form, (codes, counts), abstains) in enumerate(zip(forms, encoded, flags, strict=True)):
+        state = ()
+        if owners:
+            layout.check_order(owners[k], form.bucket)
+            state = owners[k].value
         replies, state = _decide(plan, worker, form, codes, counts, abstains, state)
         ballots.append(Ballot(form, codes, abstains, replies, state))
     return ballots
@@ -716,7 +719,8 @@ def _step_in_group(
     cuts, device = plan.cuts(grads), wires.worker_index(plan.group)
     slices = [wires.mean_slice(layout.join_all(grads, cut), plan.group) for cut in cuts]
     worker = worker._replace(counts=[slice_counts(plan, cut, device) for cut in cuts])
-    layout.check_order([*state.mu, *state.error], [*cuts, *cuts])
+    for flat, cut in zip([*state.mu, *state.error], [*cuts, *cuts], strict=True):
+        layout.check_order(flat, cut)
     kept = Kept([x.value for x in state.mu], [x.value for x in state.error])
     if worker.workers == 1:
         each, found, owners, kept = _alone(plan, worker, slices, kept, state.owner, abstain)

@@ -126,15 +126,14 @@ class Flat:
     bucket: Bucket = dataclasses.field(metadata={"static": True})
 
 
-def check_order(flats: Sequence[Flat], buckets: Sequence[Bucket]) -> None:
-    """Raises ``ValueError`` where slices of a state lie in another order than a step takes them for."""
-    for flat, bucket in zip(flats, buckets, strict=False):
-        if isinstance(flat, Flat) and flat.bucket.segments != bucket.segments:
-            raise ValueError(
-                "slices of the state lie in another order than those of this step: the state was made with "
-                "another lioncub_jax.kernels.mode, on another platform, or for other parameters; make it "
-                "anew, or restore it from a checkpoint, which knows its order"
-            )
+def check_order(flat: Flat, bucket: Bucket) -> None:
+    """Raises ``ValueError`` if a slice of a state lies in another order than a step takes it for."""
+    if flat.bucket.segments != bucket.segments:
+        raise ValueError(
+            "slices of the state lie in another order than those of this step: the state was made with "
+            "another lioncub_jax.kernels.mode, on another platform, or for other parameters; make it "
+            "anew, or restore it from a checkpoint, which knows its order"
+        )
 
 
 def buckets(
