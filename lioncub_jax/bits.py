@@ -393,7 +393,7 @@ def as_mask(bit: jax.Array) -> jax.Array:
 
 # --- Fair bits
 
-_TIES, _ZEROS, _ORDER = 0x9E3779B9, 0x85EBCA77, 0xC2B2AE3D
+_TIES, _ZEROS, _ORDER, _LANES = 0x9E3779B9, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F
 
 
 def coin(first_word: jax.Array | int, words: int, step: jax.Array | int) -> jax.Array:
@@ -461,6 +461,11 @@ def zero_side(first_word: jax.Array | int, words: int, drawn: Draw) -> jax.Array
       ``uint32[words]``.
     """
     return _hashed(first_word, words, drawn.seed) ^ drawn.other
+
+
+def lane_bits(step: jax.Array | int) -> jax.Array:
+    """A fair bit for each of the 128 elements of a row, the same in all rows: ``uint32[128]``."""
+    return _hashed(0, ROW, _seed(step, _LANES)) & 1
 
 
 def _hashed(first_word: jax.Array | int, words: int, seed: jax.Array) -> jax.Array:

@@ -33,6 +33,11 @@ def _misfit(up: Quantizer, owner: Owner, down: Down, wire: Wire) -> str | None:
     if of_votes and up.feedback is not None:
         wanted = "give owner=momentum_at_owner(tx), or the quantiser without error_feedback"
         return f"{up.name}: votes are counted, not decoded, so there is no error to feed back; {wanted}"
+    if of_votes and up.turns:
+        wanted = "give owner=momentum_at_owner(tx), or the quantiser without rotated"
+        return (
+            f"{up.name}: a vote is on each parameter, and these codes are of all of a row; {wanted}"
+        )
     if not of_votes and not up.decodes:
         wanted = "give midrise(p) or dense()"
         return f"{owner.name} decodes values, but {up.name} sends codes without steps: {wanted}"

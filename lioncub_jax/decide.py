@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from lioncub_jax import bits, quantize
+from lioncub_jax import bits, quantize, rotation
 from lioncub_jax.bits import ROW
 from lioncub_jax.quantize import Quantizer
 
@@ -37,6 +37,7 @@ class Slice(NamedTuple):
       up: the codes that arrive.
       dtype: of the leaves.
       counts: ``int32[chunks rows]``, elements of each row that are no padding; None where all are.
+      step: ``int32[]``, steps taken before; only codes of turned rows need it.
     """
 
     chunks: int
@@ -45,12 +46,21 @@ class Slice(NamedTuple):
     up: Quantizer
     dtype: Any
     counts: jax.Array | None
+    step: jax.Array | None = None
 
     def real(self) -> jax.Array:
         """``bool[chunks, rows, 128]``: which elements are no padding, if there are counts."""
         assert self.counts is not None
         real = jnp.arange(ROW, dtype=jnp.int32) < self.counts[:, None]
         return real.reshape(self.chunks, self.rows, ROW)
+
+    def restored(self, rows: jax.Array) -> jax.Array:
+        """Means of what was decoded as means of values, ``float32[chunks rows, 128]``: turned back."""
+        if not self.up.turns:
+            return rows
+        assert self.step is not None
+        rows = rotation.turned_back(rows, self.step)
+        return rows if self.counts is None else jnp.where(self.real().reshape(rows.shape), rows, 0)
 
 
 class Signs(NamedTuple):

@@ -20,7 +20,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from lioncub_jax import bits, checks, decide, kernels, layout, quantize, wires
+from lioncub_jax import bits, checks, decide, kernels, layout, quantize, rotation, wires
 from lioncub_jax.bits import BLOCK, ROW, WORDS_PER_ROW
 from lioncub_jax.decide import Down, Owner, Slice
 from lioncub_jax.layout import Bucket, Flat, Holder, Piece
@@ -578,7 +578,9 @@ def _decide(
         first = worker.index.astype(jnp.uint32) * bucket.chunk if plan.wire.owns_slice else 0
         if counts is not None:
             counts = lax.dynamic_slice_in_dim(counts, first, chunks * bucket.chunk)
-        where = Slice(chunks, bucket.chunk, worker.workers, plan.up, bucket.dtype, counts)
+        where = Slice(
+            chunks, bucket.chunk, worker.workers, plan.up, bucket.dtype, counts, worker.step
+        )
         result, state = plan.owner.decide(received, where, state)
         row = bucket.first_row + first
         row += wires.shard(codes[0].planes[0], plan.axis)[0] * bucket.total_rows
@@ -657,6 +659,7 @@ def uncoded(
             steps = bucket.by_chunk(message.steps)
             planes = [x.reshape(len(steps), -1) for x in message.planes]
             rows = plan.up.values(planes, steps, steps.shape[1], worker.workers, once=True)
+            rows = rotation.turned_back(rows, worker.step) if plan.up.turns else rows
             missed.append(sent[len(missed)] - layout.undo_rows(rows, piece))
     return missed
 

@@ -219,13 +219,14 @@ class Inbox(NamedTuple):
         takes_part = self.taking_part[:, None, None, None]
         values = jnp.where(takes_part > 0, values, 0)
         if kernels.for_tpu():  # where XLA fuses what is computed with a reduction of one array only
-            return (jnp.sum(values, 0) * _share(self.present)).reshape(-1, ROW)
+            return where.restored((jnp.sum(values, 0) * _share(self.present)).reshape(-1, ROW))
         counted = jnp.broadcast_to(takes_part, values.shape)
         # One reduction of both: nothing is decoded twice, and no decoded array is kept, as XLA for CPU
         # keeps what it only adds.
         both = lambda a, b: [a[0] + b[0], a[1] + b[1]]  # noqa: E731
         total, present = lax.reduce([values, counted], [jnp.float32(0), jnp.uint32(0)], both, (0,))
-        return jnp.where(present > 0, total * _share(self.present), 0).reshape(-1, ROW)
+        mean = jnp.where(present > 0, total * _share(self.present), 0)
+        return where.restored(mean.reshape(-1, ROW))
 
 
 def _bounded(steps: jax.Array, dominance: float) -> jax.Array:

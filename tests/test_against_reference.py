@@ -190,6 +190,11 @@ def fed_back(p, dtype):
     return Q.error_feedback(Q.midrise(p), dtype), reference.midrise(p)
 
 
+def turned(p, dtype):
+    up = Q.rotated(Q.midrise(p))
+    return Q.error_feedback(up, dtype) if dtype else up, reference.rotated(reference.midrise(p))
+
+
 OWNED = [
     Method(*fed_back(3, jnp.bfloat16), MAJORITY, [(TWO_PHASE, (1, 2, 8)), (GATHERED, (3,))],
            jnp.bfloat16),
@@ -199,6 +204,10 @@ OWNED = [
     Method(*both("midrise", 2), TERNARY, [(TWO_PHASE, (3,))]),
     Method(*both("midrise", 8), FLOATS, [(TWO_PHASE, (2, 8))], None, np.inf),
     Method(*both("midrise", 4, seed=5), MAJORITY, [(TWO_PHASE, (3,))]),
+    Method(*turned(1, None), MAJORITY, [(TWO_PHASE, (1, 8)), (GATHERED, (3,))]),
+    Method(*turned(4, None), TERNARY, [(TWO_PHASE, (3,))], None, 2.0),
+    Method(*turned(1, jnp.float32), MAJORITY, [(TWO_PHASE, (3, 8))], jnp.float32),
+    Method(*turned(2, jnp.bfloat16), FLOATS, [(TWO_PHASE, (3,))], jnp.bfloat16),
     Method(*both("dense", jnp.float32), MAJORITY, [(TWO_PHASE, (1, 2)), (REDUCED, (3,))]),
     Method(*both("dense", jnp.bfloat16), MAJORITY, [(GATHERED, (2,)), (REDUCED, (8,))]),
     Method(*both("dense", jnp.float32), FLOATS, [(TWO_PHASE, (3,))]),

@@ -21,6 +21,9 @@ the rest of the package. The rules, for workers ``i = 0 .. W-1`` and the step af
   coded as they are. No square is taken: values times a power of two give the same codes. Where the sum of
   a row overflows (from 2**121 on) its largest magnitude stands for the mean; the sum of a leaf is then
   taken of values times 2**-64.
+* **Rotated codes** are those of ``y = x R`` of each row, padding included. ``R = diag(s) H`` with the
+  Hadamard matrix ``H[i, j] = (-1)**(bits of i & j)``; ``s`` of lane ``j`` is -1 where the last bit of
+  ``mix(j ^ mix(t + 0x27D4EB2F))`` is 1. What is decoded, or its mean, is turned back by ``R^T / 128``.
 * **Who votes.** A worker with a value that is not finite abstains from the step, and so does one that
   is asked to; its momentum and error stay. With mid-rise codes a worker does not vote on a row whose
   values are all exactly zero. With mid-tread codes everybody votes, and an abstainer sends zero.
@@ -58,7 +61,7 @@ GAUSSIAN_STEP = {
     1: 2.0, 2: 1.2479, 3: 0.7344, 4: 0.4199, 5: 0.2357, 6: 0.1305, 7: 0.0713, 8: 0.0386,
 }  # fmt: skip
 
-TIE, SIDE, RANK = 0x9E3779B9, 0x85EBCA77, 0xC2B2AE3D  # one for each use of the hash
+TIE, SIDE, RANK, TURN = 0x9E3779B9, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F  # for each use of the hash
 
 
 class Buffer(NamedTuple):
@@ -98,6 +101,9 @@ class Codes(NamedTuple):
 
     top: Callable[[int], int]  # W -> largest code; even if a code means zero
     encode: Callable[[jax.Array, Buffer, Any], "Message"]
+    back: Callable[[jax.Array, Buffer, Any], jax.Array] = lambda x, buffer, t: (
+        x
+    )  # of what is decoded
 
 
 class Message(NamedTuple):
@@ -252,6 +258,28 @@ def dense(dtype: Any = jnp.float32) -> Codes:
         return Message(saturate(x, dtype).astype(jnp.float32), jnp.ones_like(x[..., :1]))
 
     return Codes(lambda workers: 0, encode)
+
+
+def rotated(codes: Codes) -> Codes:
+    """Codes of turned rows."""
+
+    def rotation(t: Any) -> jax.Array:
+        lane = np.arange(ROW, dtype=np.uint32)
+        hadamard = 1 - 2 * (np.bitwise_count(lane[:, None] & lane[None, :]) % 2).astype(np.float32)
+        drawn = _mix(jnp.asarray(lane) ^ _mix(_step_number(t) + jnp.uint32(TURN))) & 1
+        return (1 - 2 * drawn.astype(jnp.float32))[:, None] * hadamard
+
+    def times(x: jax.Array, matrix: jax.Array) -> jax.Array:
+        return jnp.matmul(x, matrix, precision=lax.Precision.HIGHEST)
+
+    def encode(x: jax.Array, buffer: Buffer, t: Any) -> Message:
+        whole = buffer._replace(real=np.ones_like(buffer.real))
+        return codes.encode(times(x, rotation(t)), whole, t)
+
+    def back(y: jax.Array, buffer: Buffer, t: Any) -> jax.Array:
+        return times(y, rotation(t).T) / ROW * buffer.real
+
+    return Codes(codes.top, encode, back)
 
 
 def decode(message: Message, top: int) -> jax.Array:
@@ -419,7 +447,7 @@ def momentum_at_owner(
         x = buffer.join(g) + (buffer.join(errors) if feedback else 0)
         message = codes.encode(x, buffer, t)
         present = takes_part(x, abstain)
-        mean = bounded_mean(message, present, top, dominance)
+        mean = codes.back(bounded_mean(message, present, top, dominance), buffer, t)
         known = jnp.any(present) & jnp.isfinite(mean)
         mean = saturate(jnp.where(known, mean, 0), widest(g))
         c = jnp.where(known, (1 - b1) * mean + b1 * mu, 0)
@@ -428,7 +456,9 @@ def momentum_at_owner(
         mu = jnp.where(known, saturate((1 - b2) * mean + b2 * mu, mu.dtype), mu)
         error = state.error
         if feedback:
-            rest = buffer.split(x - decode(message, top), [jnp.float32] * len(g))
+            rest = buffer.split(
+                x - codes.back(decode(message, top), buffer, t), [jnp.float32] * len(g)
+            )
             kept = [saturate(r, e.dtype) for r, e in zip(rest, errors, strict=True)]
             error = jax.tree.unflatten(tree, unless_absent(present, kept, errors))
         cancelled = (c == 0) & moves & buffer.real & (workers > 1)
