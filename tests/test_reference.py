@@ -16,7 +16,7 @@ import optax
 import pytest
 
 from lioncub_jax import reference
-from lioncub_jax.reference import baselines, dgc, lion, simulate, sync
+from lioncub_jax.reference import baselines, dgc, lion, powersgd, simulate, sync
 
 STEPS = 2048
 TOLERANCE = 5 / (2 * STEPS**0.5)
@@ -40,6 +40,7 @@ OTHERS = {
     "QSGD": baselines.qsgd(4, momentum=0.5),
     "QSGD, l2": baselines.qsgd(3, norm="l2"),
     "DGC": dgc.dgc(0.5, 0.1, warmup=2),
+    "PowerSGD": powersgd.powersgd(optax.sgd(0.5, 0.5, accumulator_dtype=jnp.float32), 1),
     "mean": baselines.averaged(optax.trace(0.5)),
 }
 CODES = {
