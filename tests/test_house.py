@@ -48,7 +48,8 @@ NOT_YET = {("reference", "checks")}
 
 # Oracles for tests and studies, programs that are started, and models that are named to the command.
 NOT_IMPORTED = {
-    "reference.baselines", "reference.dgc", "reference.powersgd", "reference.simulate",
+    "reference.baselines", "reference.dgc", "reference.one_bit_adam", "reference.powersgd",
+    "reference.simulate",
     "reference.sync",
     "__main__", "cli.__main__", "lab.namespaces", "cli.examples",
 }  # fmt: skip
