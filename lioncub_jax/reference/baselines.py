@@ -10,6 +10,9 @@ with `reference` only, whose rules hold for the buffer, the codes, and who takes
   out, a zero as positive. Scales are rounded to bfloat16; both sides keep their error, saturated in its
   dtype. An element whose mean is not finite counts as
   0, and the owner's error stays there.
+* **DiLoCo.** Nesterov SGD of the mean of what workers hand over: in float32; or in codes both ways as
+  EF-signSGD, of one bit or more. The owner's codes are those of the workers, but a zero counts as positive.
+  With nobody there the mean is 0.
 * **TernGrad.** Each leaf is clipped at ``clip`` root mean squares, divided by the largest magnitude of
   all who take part, and rounded at random to -1, 0 or 1; the sum of these times the scale, over the
   workers that take part, comes back.
@@ -20,7 +23,7 @@ with `reference` only, whose rules hold for the buffer, the codes, and who takes
   not finite is as with nobody there.
 * **One worker** quantises nothing.
 
-Each function returns a ``reference.Simulator``; all but `ef_signsgd`, which needs the learning rate itself,
+Each function returns a ``reference.Simulator``; all but `ef_signsgd` and `diloco`, which need the learning rate themselves,
 fit ``reference.optimizer(simulator, learning_rate, weight_decay, mask)``.
 """
 
@@ -45,11 +48,12 @@ class Averaged(NamedTuple):
 
 
 class Fed(NamedTuple):
-    """State of `ef_signsgd`."""
+    """State of `ef_signsgd` and `diloco`."""
 
     t: jax.Array  # int32[]: steps taken
     error: Any  # of the workers, leaves [W, ...]
     owner: jax.Array  # of the owners, one buffer [rows, 128]
+    inner: Any = ()  # of the transform of the mean, one for all
 
 
 class Traced(NamedTuple):
@@ -108,14 +112,52 @@ def ef_signsgd(
     return Simulator(init, update)
 
 
+def diloco(
+    learning_rate: Any = 0.7,
+    momentum: float = 0.9,
+    bits: int | None = None,
+    error_dtype: Any = jnp.float32,
+) -> Simulator:
+    """The outer optimizer of DiLoCo, of differences; updates have their learning rate."""
+    outer = optax.sgd(learning_rate, momentum, nesterov=True)
+    if bits is None:
+        return averaged(outer)
+    codes = reference.midrise(bits)
+
+    def init(params: Any, workers: int) -> Any:
+        buffer = reference.buffer_of([p.shape for p in jax.tree.leaves(params)], workers)
+        error = reference.per_worker(params, workers, error_dtype)
+        owner = jnp.zeros(buffer.real.shape, error_dtype)
+        return Fed(jnp.int32(0), error, owner, outer.init(params))
+
+    def update(grads: Any, state: Any, params: Any = None, abstain: Any = None) -> Any:
+        g, tree = jax.tree.flatten(grads)
+        errors = jax.tree.leaves(state.error)
+        buffer = reference.buffer_of([leaf.shape[1:] for leaf in g], len(g[0]))
+        x = buffer.join(g) + buffer.join(errors)
+        u, error, owner = _fed_back(codes, buffer, x, state, abstain, errors, bits)
+        mean = jax.tree.unflatten(tree, buffer.split(u, [leaf.dtype for leaf in g]))
+        updates, inner = outer.update(mean, state.inner, params)
+        return updates, Fed(state.t + 1, jax.tree.unflatten(tree, error), owner, inner)
+
+    return Simulator(init, update)
+
+
 def _fed_back(
-    codes: Codes, buffer: Buffer, x: jax.Array, state: Fed, abstain: Any, errors: list[jax.Array]
+    codes: Codes,
+    buffer: Buffer,
+    x: jax.Array,
+    state: Fed,
+    abstain: Any,
+    errors: list[jax.Array],
+    back: int = 1,
 ) -> tuple[jax.Array, list[jax.Array], jax.Array]:
     present = reference.takes_part(x, abstain)
     if len(x) == 1:
         return jnp.where(present, x, 0)[0], errors, state.owner
     message, top = codes.encode(x, buffer, state.t), codes.top(len(x))
-    u, owner = answer(reference.bounded_mean(message, present, top, jnp.inf), state.owner, buffer)
+    mean = reference.bounded_mean(message, present, top, jnp.inf)
+    u, owner = answer(mean, state.owner, buffer, back)
     some = jnp.any(present)
     rest = buffer.split(x - reference.decode(message, top), [jnp.float32] * len(errors))
     kept = [reference.saturate(r, e.dtype) for r, e in zip(rest, errors, strict=True)]

@@ -142,10 +142,18 @@ def _in_codes(
     )
 
 
-def answer(mean: jax.Array, error: jax.Array, buffer: Buffer) -> tuple[jax.Array, jax.Array]:
-    """What the owners send back of a mean and their error, and the error that they keep."""
-    known = buffer.real & jnp.isfinite(mean)
+def answer(
+    mean: jax.Array, error: jax.Array, buffer: Buffer, p: int = 1
+) -> tuple[jax.Array, jax.Array]:
+    """What the owners send back of a mean and their error, and the error that they keep.
+
+    Levels are odd multiples of half a mid-rise step of ``p`` bits; half a step travels as bfloat16, and
+    not so large that the outermost level is none.
+    """
+    known, half = buffer.real & jnp.isfinite(mean), 2 ** (p - 1)
     x = jnp.where(known, mean + error.astype(jnp.float32), 0)
-    scale = reference.to_bfloat16(reference.row_mean(x, buffer))
-    u = jnp.where(x >= 0, scale, -scale)
+    unit = reference.to_bfloat16(reference.GAUSSIAN_STEP[p] / 2 * reference.row_mean(x, buffer))
+    unit = jnp.minimum(unit, 255 // (2 * half - 1) * 2.0**120)
+    level = jnp.minimum(jnp.floor(jnp.abs(reference.quotient(x, 2 * unit))), half - 1)
+    u = jnp.where(x >= 0, 1, -1) * (2 * level + 1) * unit
     return u, jnp.where(known, reference.saturate(x - u, error.dtype), error)
