@@ -9,6 +9,8 @@ workers, by the validation examples and seeds that no reported number uses. Then
 * "local": a fixed batch for each worker instead.
 * "signs": signs kept, and drift.
 * "betas": three pairs of betas, at every learning rate.
+* "peers": what users take today, 4 to 32 workers, tuned as "main" is.
+* "candidates": one bit for many workers, on text with 32, at the rate of the vote.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -17,7 +19,9 @@ from math import inf
 from statistics import fmean
 from typing import Any
 
+from study.candidates import CANDIDATES
 from study.methods import HORIZONS, METHODS
+from study.peers import PEERS
 from study.runs import Spec
 from study.tasks import Size
 
@@ -51,7 +55,8 @@ LOCAL = ("lion", "vote", "owner-3")
 SIGNS = (
     "vote", "int8", "vote-2", "vote-4", "owner-1", "owner-2", "owner-3", "vote-coded-3",
 )  # fmt: skip
-PARTS = ("tuning", "main", "noniid", "ablation", "local", "signs", "betas")
+PARTS = ("tuning", "main", "noniid", "ablation", "local", "signs", "betas", "peers", "candidates")
+CROWD = 32  # workers, of "candidates"
 # What a sample repeats of what is claimed; of full-precision Lion one run, which shows whether anything
 # but votes has changed.
 SAMPLED_WORKERS = (8, 32)
@@ -107,7 +112,7 @@ class Study:
 
     def _tuning(self) -> Iterator[Spec]:
         for task in self._tasks:
-            for split, methods in (("iid", MAIN), ("class", noniid(task))):
+            for split, methods in (("iid", (*MAIN, *PEERS)), ("class", noniid(task))):
                 for method in methods:
                     for rate, seed in product(self.rates(method), TUNING_SEEDS[split]):
                         yield self._spec(
@@ -161,6 +166,21 @@ class Study:
                     method = f"{name}-{horizon}"
                     for rate in self.rates(method):
                         yield self._spec("betas", task, method, TUNED_AT, seed, rate=rate)
+
+
+    def _peers(self) -> Iterator[Spec]:
+        for task in self._tasks:
+            for workers in WORKERS:
+                for method in PEERS:
+                    for seed in range(SEEDS):
+                        yield self._spec("peers", task, method, workers, seed)
+
+    def _candidates(self) -> Iterator[Spec]:
+        for task in {"text"} & set(self._tasks):
+            for method in ("lion", "vote", "owner-1", *CANDIDATES):
+                for seed in range(SEEDS):
+                    rate = self.best_rate(task, "vote", "iid")
+                    yield self._spec("candidates", task, method, CROWD, seed, rate=rate)
 
 
 def sample(rows: Iterable[dict[str, Any]]) -> list[Spec]:

@@ -72,18 +72,22 @@ def schedule(rate: Any, steps: int) -> Callable[[jax.Array], jax.Array]:
 
 def program(task: Task, method: Method, spec: Spec) -> Callable[..., Outcome]:
     """``(data, table, lengths, rate, seed) -> Outcome``, to be compiled once for many runs."""
-    points = max(n for n in range(1, POINTS + 1) if spec.steps % n == 0)
-    times = jnp.arange(spec.steps).reshape(points, -1)
+    alone = method.local_steps
+    calls = spec.steps // alone
+    points = max(n for n in range(1, POINTS + 1) if calls % n == 0)
+    times = jnp.arange(calls * alone).reshape(points, -1, alone)
 
     def train(data: tasks.Data, table: Any, lengths: Any, rate: Any, seed: Any) -> Outcome:
-        simulator = method.simulated(schedule(rate, spec.steps), spec.steps, task.betas)
+        falling = schedule(rate, spec.steps)
+        simulator = method.simulated(falling, spec.steps, task.betas)
+        local = method.local and method.local(falling)
         key = jax.random.key(seed)
         draws = jax.random.fold_in(key, 1)
 
-        def step(run: simulate.Simulated, t: jax.Array) -> tuple[simulate.Simulated, jax.Array]:
-            own = drawn(jax.random.fold_in(draws, t), table, lengths, spec.batch)
-            batch = task.batch(data.train, own)
-            run, losses = simulate.step(task.loss, simulator, run, batch)
+        def step(run: simulate.Simulated, steps: jax.Array) -> tuple[simulate.Simulated, jax.Array]:
+            own = [drawn(jax.random.fold_in(draws, t), table, lengths, spec.batch) for t in steps]
+            batch = task.batch(data.train, jnp.concatenate(own, axis=1))
+            run, losses = simulate.step(task.loss, simulator, run, batch, alone, local)
             return run, losses.mean()
 
         def segment(run: simulate.Simulated, times: jax.Array) -> tuple[simulate.Simulated, Any]:
@@ -91,7 +95,7 @@ def program(task: Task, method: Method, spec: Spec) -> Callable[..., Outcome]:
             seen = task.measure(run.params, jax.tree.map(lambda x: x[0], data.validation))
             return run, (seen, losses.mean())
 
-        run = simulate.start(simulator, task.init(key), spec.workers, key)
+        run = simulate.start(simulator, task.init(key), spec.workers, key, local)
         run, (curve, losses) = jax.lax.scan(segment, run, times)
         return Outcome(
             curve, losses,

@@ -1,0 +1,156 @@
+"""Who runs to the loss: every method as its users would write it, with what it is tuned over.
+
+All have six choices to be tuned over, and the same model, data, schedule and decoupled decay.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import optax
+
+import lioncub_jax as lc
+from lioncub_jax import baselines
+
+AXIS = "data"
+DECAY = 0.1  # decoupled, of all
+LION_BETAS, ADAM_BETAS = (0.9, 0.99), (0.9, 0.99)
+WARMUP = 0.15  # of a run, in full precision: 1-bit Adam's paper takes 15 to 25 %
+FOREVER = 2**30
+
+Schedule = Callable[[Any], Any]  # steps of a worker so far to a learning rate
+
+
+class Choice(NamedTuple):
+    """What a method is tuned over.
+
+    Attributes:
+      rate: the highest learning rate.
+      option: a rank, or how many steps a worker takes alone; 0 where there is none.
+    """
+
+    rate: float
+    option: int = 0
+
+
+class Recipe(NamedTuple):
+    """What `make_train_step` takes.
+
+    Attributes:
+      tx: what the workers share.
+      local_steps: steps that a worker takes alone before that.
+      local: by which optimizer.
+    """
+
+    tx: optax.GradientTransformation
+    local_steps: int = 1
+    local: optax.GradientTransformation | None = None
+
+
+class Contender(NamedTuple):
+    """A method.
+
+    Attributes:
+      name: for tables and rows.
+      source: the paper, or "ours".
+      choices: six.
+      make: ``(Schedule, steps, option) -> Recipe``.
+      stages: ``(steps, option) -> ((first step, stage), ...)``: where its steps are of several kinds.
+      made_in: ``(stage, option) -> Recipe`` whose every step is of that kind, to be timed.
+      like: the contender whose choice it takes, in place of being tuned.
+    """
+
+    name: str
+    source: str
+    choices: tuple[Choice, ...]
+    make: Callable[[Schedule, int, int], Recipe]
+    stages: Callable[[int, int], tuple[tuple[int, str], ...]] = lambda steps, option: ((0, ""),)
+    made_in: Callable[[str, int], Recipe] | None = None
+    like: str = ""
+
+    def timed(self, stage: str, option: int) -> Recipe:
+        """Every step of which is of that stage."""
+        if self.made_in is not None:
+            return self.made_in(stage, option)
+        return self.make(lambda count: 1e-4, FOREVER, option)
+
+
+def rates(*each: float) -> tuple[Choice, ...]:
+    return tuple(map(Choice, each))
+
+
+LION = rates(5e-5, 1e-4, 1.5e-4, 2e-4, 3e-4, 6e-4)
+ADAM = rates(2.5e-4, 5e-4, 7.5e-4, 1e-3, 1.5e-3, 2e-3)
+
+
+def dense(tx: Callable[..., Any], betas: tuple[float, float], dtype: Any) -> Callable[..., Recipe]:
+    def make(rate: Schedule, steps: int, option: int) -> Recipe:
+        return Recipe(tx(rate, *betas, weight_decay=DECAY, axis_name=AXIS, dtype=dtype))
+
+    return make
+
+
+def votes(tx: Callable[..., Any], **options: Any) -> Callable[..., Recipe]:
+    def make(rate: Schedule, steps: int, option: int) -> Recipe:
+        return Recipe(tx(rate, *LION_BETAS, weight_decay=DECAY, axis_name=AXIS, **options))
+
+    return make
+
+
+def power(inner: Callable[[Schedule], Any]) -> Callable[..., Recipe]:
+    def make(rate: Schedule, steps: int, option: int) -> Recipe:
+        return Recipe(baselines.powersgd(inner(rate), option, axis_name=AXIS))
+
+    return make
+
+
+def adamw(rate: Schedule) -> optax.GradientTransformation:
+    return optax.adamw(rate, *ADAM_BETAS, weight_decay=DECAY)
+
+
+def momentum(rate: Schedule) -> optax.GradientTransformation:
+    return optax.chain(optax.trace(0.9), optax.add_decayed_weights(5e-4),
+                       optax.scale_by_learning_rate(rate))  # fmt: skip
+
+
+def one_bit_adam(rate: Schedule, steps: int, option: int) -> Recipe:
+    return Recipe(
+        baselines.one_bit_adam(
+            rate, *ADAM_BETAS, weight_decay=DECAY, warmup=warmup_of(steps), axis_name=AXIS
+        )
+    )
+
+
+def warmup_of(steps: int) -> int:
+    return max(1, round(WARMUP * steps))
+
+
+def zero_one_adam(rate: Schedule, steps: int, option: int) -> Recipe:
+    return Recipe(baselines.zero_one_adam(rate, *ADAM_BETAS, weight_decay=DECAY, axis_name=AXIS))
+
+
+def alone_first(bits: int | None) -> Callable[..., Recipe]:
+    def make(rate: Schedule, steps: int, option: int) -> Recipe:
+        return Recipe(baselines.diloco(bits=bits, axis_name=AXIS), option, adamw(rate))
+
+    return make
+
+
+FED_BACK = lc.quantize.error_feedback
+ROTATED = FED_BACK(lc.quantize.rotated(lc.quantize.midrise(1)))
+EVERY = (Choice(5e-4, 8), Choice(1e-3, 8), Choice(1e-3, 4), Choice(1e-3, 16), Choice(2e-3, 16),
+         Choice(1e-3, 32))  # fmt: skip
+RANKS = (Choice(5e-4, 4), Choice(1e-3, 4), Choice(1e-3, 1), Choice(1e-3, 16), Choice(2e-3, 4),
+         Choice(5e-4, 16))  # fmt: skip
+
+
+CONTENDERS: dict[str, Contender] = {
+    one.name: one
+    for one in (
+        Contender("Lion, float32", "2302.06675", LION, dense(baselines.lion, LION_BETAS, jnp.float32)),
+        Contender("AdamW, float32", "1711.05101", ADAM, dense(baselines.adamw, ADAM_BETAS, jnp.float32)),
+        Contender("1-bit vote", "2404.00438", LION, votes(lc.lion_cub)),
+        Contender("owner, 3 bits", "ours", LION, votes(lc.owner_lion)),
+        Contender("owner, 1 bit rotated", "ours", LION, votes(lc.owner_lion, quantizer=ROTATED)),
+    )
+}

@@ -1,0 +1,125 @@
+"""The loss of each contender, step by step: the real training step, on forced CPU devices.
+
+Validation text is looked at often enough to say at which step a loss was reached. All contenders see the
+same windows at the same step of a worker, whoever takes steps alone.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from gpt import corpus
+from gpt.model import GPT, next_byte_loss
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from race.model import BATCH, CONTEXT, MODEL
+
+import lioncub_jax as lc
+from goal.contenders import AXIS, Choice, Contender
+
+POINTS = 20  # of a curve
+WINDOWS = 96  # of validation text
+STEPS_UP = 0.05  # of a run, in which the rate rises
+
+
+class Run(NamedTuple):
+    """What is run; rows are found by it.
+
+    Attributes:
+      part: "tuning" or "curve".
+      contender: its name.
+      rate: the highest learning rate.
+      option: a rank, or steps taken alone; 0 for neither.
+      workers: how many.
+      steps: of each worker.
+      seed: of the parameters and the data.
+    """
+
+    part: str
+    contender: str
+    rate: float
+    option: int
+    workers: int
+    steps: int
+    seed: int
+
+
+def schedule(rate: float, steps: int) -> Callable[[Any], Any]:
+    """Up for a twentieth of the steps, then down to zero along a cosine."""
+    up = max(1, round(STEPS_UP * steps))
+
+    def at(t: Any) -> Any:
+        return rate * jnp.minimum(1.0, (t + 1) / up) * 0.5 * (1 + jnp.cos(jnp.pi * t / steps))
+
+    return at
+
+
+class Trainer:
+    """A contender on a mesh, one worker for each device.
+
+    Attributes:
+      local_steps: steps of a worker in one call.
+    """
+
+    def __init__(self, mesh: Mesh, contender: Contender, choice: Choice, steps: int, seed: int):
+        recipe = contender.make(schedule(choice.rate, steps), steps, choice.option)
+        model = GPT(**MODEL, rngs=nnx.Rngs(seed))
+        loss, params, model_state = lc.from_nnx(model, next_byte_loss)
+        alone = {} if recipe.local is None else {"local": recipe.local}
+        workers = lc.Workers(mesh, AXIS)
+        self._state = lc.init_state(recipe.tx, params, workers, model_state=model_state, **alone)
+        steps_alone = {} if recipe.local is None else {"local_steps": recipe.local_steps}
+        self._step = lc.make_train_step(loss, recipe.tx, workers, **alone, **steps_alone)
+        self._cut = NamedSharding(mesh, P(AXIS))
+        self._mine = [i for i, d in enumerate(mesh.devices.flat) if d.process_index == jax.process_index()]
+        self.local_steps, self._seed, self._taken = recipe.local_steps, seed, 0
+        text = corpus.standard_library()
+        self._text = text.train
+        windows = corpus.spread(text.validation, WINDOWS, CONTEXT)
+        self._windows = self._placed(windows[: len(windows) // mesh.size * mesh.size])
+        graph, _, rest = nnx.split(model, nnx.Param, ...)
+        self._loss = jax.jit(partial(_bits_per_byte, graph, rest))
+
+    def step(self) -> None:
+        """One call of the training step: ``local_steps`` steps of each worker."""
+        steps = range(self._taken, self._taken + self.local_steps)
+        draws = [corpus.draw(self._text, BATCH, CONTEXT, (self._seed, i, t)) for i in self._mine for t in steps]
+        batch = jax.make_array_from_process_local_data(self._cut, np.concatenate(draws))
+        self._state, _ = self._step(self._state, batch)
+        self._taken += self.local_steps
+
+    def loss(self) -> float:
+        """Bits per byte of the validation windows."""
+        return float(self._loss(self._state.params, self._windows))
+
+    def _placed(self, windows: np.ndarray) -> jax.Array:
+        each = np.split(windows, self._cut.mesh.size)
+        return jax.make_array_from_process_local_data(
+            self._cut, np.concatenate([each[i] for i in self._mine])
+        )
+
+
+def _bits_per_byte(graph: Any, rest: Any, params: Any, windows: jax.Array) -> jax.Array:
+    model = nnx.merge(graph, params, rest)
+    return next_byte_loss(model, windows, deterministic=True) / math.log(2)
+
+
+def train(mesh: Mesh, contender: Contender, run: Run) -> dict[str, Any]:
+    """Trains, and returns what a row says about it: the loss after each twentieth of the steps."""
+    choice = Choice(run.rate, run.option)
+    trainer = Trainer(mesh, contender, choice, run.steps, run.seed)
+    calls, began = run.steps // trainer.local_steps, time.perf_counter()
+    ends = sorted({round(calls * (n + 1) / POINTS) for n in range(POINTS)} - {0})
+    taken, losses = [], []
+    for call in range(1, calls + 1):
+        trainer.step()
+        if call in ends:
+            taken.append(call * trainer.local_steps)
+            losses.append(float(f"{trainer.loss():.5g}"))
+    return {**run._asdict(), "taken": taken, "loss": losses, "seconds": round(time.perf_counter() - began, 1)}

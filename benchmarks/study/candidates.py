@@ -1,0 +1,86 @@
+"""What was tried for many workers at no more than 2.3 bits, up and down together: on text, with 32."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+import lioncub_jax as lc
+from lioncub_jax import reference
+from lioncub_jax.reference.lion import Codes, Simulator
+from study import leaf_scale, one_bit
+from study.builders import Betas, Method, at_owner, owner_with_feedback, vote_of, with_betas
+
+ONE, ROTATED = reference.midrise(1), reference.rotated(reference.midrise(1))
+UP = lc.quantize.error_feedback(lc.quantize.rotated(lc.quantize.midrise(1)))
+
+
+def tried(label: str, codes: Callable[[int], Codes], like: Method, **how: Any) -> Method:
+    """``codes`` of a run of so many steps; ``like`` sends as many bytes."""
+
+    def votes(betas: Betas, steps: int = 0) -> Simulator:
+        return one_bit.at_owner(*betas, codes(steps), **how)
+
+    return like._replace(
+        label=f"owner, {label}", source="ours", transform=None, votes=votes,
+        simulated=lambda rate, steps, betas: reference.optimizer(votes(betas, steps), rate, 0.1),
+    )  # fmt: skip
+
+
+def of(codes: Codes) -> Callable[[int], Codes]:
+    return lambda steps: codes
+
+
+_ROTATED = at_owner("owner, 1 bit, rotated", UP, ROTATED, jnp.bfloat16)
+_ONE = owner_with_feedback(1)
+
+
+def in_part(p: int, share: float, late: bool = False) -> Method:
+    """p bits in the first or the last part of a run, else one, all of turned rows."""
+    when = "last" if late else "first"
+    fine = reference.rotated(reference.midrise(p))
+
+    def codes(steps: int) -> Codes:
+        length = round(share * steps)
+        edge = steps - length if late else length
+        return one_bit.finer(ROTATED, fine, lambda t: (t >= edge) if late else (t < edge))
+
+    def sent(params: Any, workers: int, steps: int, syncs: int) -> float:
+        length = round(share * steps)
+        finer = owner_with_feedback(p).sent(params, workers, length, syncs)
+        return finer + _ONE.sent(params, workers, steps - length, syncs)
+
+    made = tried(f"rotated, {p} bits in the {when} {share:.0%}, then 1", codes, _ONE)
+    return made._replace(sent=sent)
+
+
+CANDIDATES: dict[str, Method] = {
+    "owner-1-rotated": _ROTATED,
+    "owner-2-rotated": at_owner(
+        "owner, 2 bits, rotated",
+        lc.quantize.error_feedback(lc.quantize.rotated(lc.quantize.midrise(2))),
+        reference.rotated(reference.midrise(2)), jnp.bfloat16,
+    ),
+    "owner-1-decays-0.95": tried("1 bit, feedback times 0.95", of(ONE), _ONE, gain=0.95),
+    "owner-1-decays-0.7": tried("1 bit, feedback times 0.7", of(ONE), _ONE, gain=0.7),
+    "rotated-decays-0.95": tried("rotated, feedback times 0.95", of(ROTATED), _ONE, gain=0.95),
+    "rotated-decays-0.7": tried("rotated, feedback times 0.7", of(ROTATED), _ONE, gain=0.7),
+    "rotated-no-feedback": tried("rotated, no feedback", of(ROTATED), _ONE, gain=0.0),
+    "rotated-spread": tried(
+        "rotated, half of the feedback later", of(ROTATED), _ONE, gain=0.5, keep=0.5
+    ),
+    "rotated-ef21": tried("rotated, EF21", of(ROTATED), _ONE, estimates=True),
+    "owner-1-ef21": tried("1 bit, EF21", of(ONE), _ONE, estimates=True),
+    "owner-1-leaf": tried("1 bit, scale of a leaf", of(leaf_scale.midrise(1)), _ONE),
+    "owner-signs": tried("signs without scale or feedback", of(one_bit.signs()), _ONE, gain=0.0),
+    "owner-ternary": tried("ternary (2.6 bits and more)", of(one_bit.ternary()), _ONE),
+    "rotated-3-first": in_part(3, 0.085),
+    "rotated-2-first": in_part(2, 0.17),
+    "rotated-2-last": in_part(2, 0.17, late=True),
+    "rotated-3-last": in_part(3, 0.085, late=True),
+    "rotated-0.9-0.9": with_betas(_ROTATED, (0.9, 0.9)),
+    "rotated-0.85-0.9": with_betas(_ROTATED, (0.85, 0.9)),
+    "rotated-0.8-0.95": with_betas(_ROTATED, (0.8, 0.95)),
+    "vote-0.9-0.9": with_betas(vote_of(1), (0.9, 0.9)),
+    "vote-0.9-0.95": with_betas(vote_of(1), (0.9, 0.95)),
+}  # fmt: skip
