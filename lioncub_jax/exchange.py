@@ -83,7 +83,7 @@ class Asked(NamedTuple):
       workers: how many.
       group_size: devices of one worker, in two levels.
       platform: "cpu" for XLA's CPU backend, which all-reduces bfloat16 as float32; None for all others.
-      step: steps taken before, where they matter; None for a late one.
+      step: steps taken before, where they matter; None for a late one, as most are.
     """
 
     leaves: list[Any]

@@ -23,6 +23,7 @@ from lioncub_jax.units import bytes_text
 _MOST_NUMBERS = 128  # losses, metrics and counts; no leaf worth a vote is smaller
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _VOTE = re.compile(r'op_name="[^"]*lioncub\.up/(workers\([^"/]*)/')
+_ALIKE = re.compile(r"lioncub\.by_count/cond/branch_\d+")  # that all workers take by a count
 _PLACE = re.compile(r"workers\(([^)]*)\)of\(([^)]*)\)")
 _COLLECTIVE = re.compile(
     r" = (.*?) (all-reduce|all-gather|reduce-scatter|(?:ragged-)?all-to-all|collective-\w+)(?:-start)?\("
@@ -184,7 +185,7 @@ def _voters(text: str) -> _Voters | None:
 
 
 def _only_in_branches(text: str, voters: _Voters) -> bool:
-    if not any("cond/branch_" in path[0] for path in _VOTE.finditer(text)):
+    if not any("cond/branch_" in _ALIKE.sub("", path[0]) for path in _VOTE.finditer(text)):
         return False
     from lioncub_jax.traffic.compiled import placed
 

@@ -42,6 +42,11 @@ def voting(axis: AxisName) -> Any:
     return jax.named_scope(f"workers({','.join(names(axis))})of({sizes})")
 
 
+def by_count() -> Any:
+    """A named scope for a branch that all workers take alike, as a count that they share picks it."""
+    return jax.named_scope("lioncub.by_count")
+
+
 def _floats(tree: Any) -> Any:
     """A named scope for floats that are meant to travel between workers, with the sizes of the arrays."""
     sizes = sorted({x.size for x in jax.tree.leaves(tree)})

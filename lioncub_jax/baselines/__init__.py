@@ -11,15 +11,18 @@ from lioncub_jax.baselines.methods import (
     signum,
     terngrad,
 )
+from lioncub_jax.baselines.one_bit_adam import one_bit_adam, zero_one_adam
 
 __all__ = [
     "adamw",
     "dgc",
     "ef_signsgd",
     "lion",
+    "one_bit_adam",
     "qsgd",
     "sgd",
     "signsgd",
     "signum",
     "terngrad",
+    "zero_one_adam",
 ]

@@ -6,6 +6,7 @@
 | `signsgd` | 1 bit of its gradient | the majority, 1 bit | Bernstein et al., arXiv 1802.04434 |
 | `signum` | 1 bit of its momentum | the majority, 1 bit | Bernstein et al., arXiv 1810.05291 |
 | `ef_signsgd` | 1 bit and a scale for each row of 128, with feedback | the same | 1901.09847, 1905.10936 |
+| `one_bit_adam`, `zero_one_adam` | as above its momentum, or floats | the same | 2102.02888, 2202.06009 |
 | `terngrad` | -1, 0 or +1 at random: 2 bits | the planes of the sum | Wen et al., arXiv 1705.07878 |
 | `qsgd` | p bits at random and a norm for each row of 128 | (all-gather), or floats | 1610.02132 |
 

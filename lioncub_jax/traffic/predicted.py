@@ -80,7 +80,8 @@ def of(
       specs: a tree of ``PartitionSpec`` like the parameters: how a worker cuts them.
       inner_axes: sizes of the mesh axes that the specs name.
       platform: "cpu" for XLA's CPU backend, which all-reduces bfloat16 as float32; None for all others.
-      step: how many steps were taken before, to ask about a warm-up of ``dgc``; None for after it.
+      step: how many steps were taken before, to ask about a warm-up of ``dgc`` or ``one_bit_adam``, or
+        one step of ``zero_one_adam``; None for after it, or most steps.
 
     Returns:
       A ``Traffic``; one worker sends nothing to others.

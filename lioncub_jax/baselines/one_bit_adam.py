@@ -1,0 +1,311 @@
+"""1-bit Adam and 0/1 Adam: Adam whose momentum travels in one bit once its variance is left alone.
+
+Both are one algorithm, and differ in when the variance is updated::
+
+    in full precision:   g   = mean_i g_i
+                         m   = b1 m + (1 - b1) g;   v = b2 v + (1 - b2) g**2
+    in one bit:          m_i = b1 m + (1 - b1) g_i
+                         m   = Q(mean_i Q(m_i + e_i) + e);   v stays
+    always:              p   = p - lr (m / (1 - b1**t) / (sqrt(v / (1 - b2**k)) + eps) + wd p)
+
+``Q`` is a sign and a scale, ``e_i`` what the codes of worker i still owe, and ``e`` what the owner of a
+slice owes. `one_bit_adam` is in full precision for the first ``warmup`` steps. `zero_one_adam` is so at
+steps whose gaps double after every ``kappa`` of them.
+
+Where this differs from the papers and from what DeepSpeed ships:
+
+1. A scale belongs to a row of 128 elements, as everywhere in this library: 1 + 1/8 bits each way. There
+   it belongs to a whole tensor or a worker's chunk of one. Rows whose values are all zero do not vote.
+2. Moments are corrected for their bias, as in ``optax.adamw``, so that in full precision this is
+   AdamW. DeepSpeed corrects nothing, which makes early steps several times as large; and a variance that
+   was frozen after a short warm-up would be too small for ever. k counts the updates of v, so what is
+   frozen stays corrected.
+3. An element whose v is 0 has had no gradient so far, and is not moved: one bit cannot say zero, and
+   what it says instead would be divided by ``eps``. DeepSpeed asks users for a mask of such elements.
+4. 0/1 Adam's local steps, in which workers do not talk at all and their parameters differ, are not part
+   of this: parameters are the same on all workers. Where the variance is updated m takes the exact mean
+   too, as in DeepSpeed; in the paper it travels in one bit beside it. Where it is not, DeepSpeed codes
+   the gradient until the freeze; here it is the momentum, as in the paper.
+5. Weight decay is decoupled. Workers that abstain, and one worker alone, see `one_bit_adam`.
+
+Source: Tang et al., "1-bit Adam" (arXiv 2102.02888); Lu et al., "Maximizing Communication Efficiency for
+Large-scale Training via 0/1 Adam" (arXiv 2202.06009).
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from lioncub_jax import checks, decide, quantize, wires
+from lioncub_jax.exchange import Asked, CommunicateState, Sending, communicate
+from lioncub_jax.mesh.placement import Workers, names_of
+from lioncub_jax.momentum import nothing
+from lioncub_jax.optimizer import descending
+from lioncub_jax.wires import AxisName, Sent
+
+_NEVER = 2**31 - 1
+
+
+class OneBitAdamState(NamedTuple):
+    """What `one_bit_adam` and `zero_one_adam` keep from step to step; the first state of their chain.
+
+    Attributes:
+      count: ``int32[]``, steps taken in which somebody took part; same on every worker.
+      updates: ``int32[]``, how often the variance was updated; same on every worker.
+      mu: ``m``, float32, shaped like the parameters, same on every worker.
+      nu: ``v``, float32, shaped like the parameters, same on every worker.
+      exchange: errors of each worker and of the owners, and who abstained.
+    """
+
+    count: jax.Array  # type: ignore[assignment]
+    updates: jax.Array
+    mu: Any
+    nu: Any
+    exchange: CommunicateState
+
+
+class _When(NamedTuple):
+    """Which steps are in full precision: with gaps of 1, then 2, 4 and so on, ``kappa`` of each."""
+
+    kappa: int
+    end: int  # the first step of which none is from here on
+
+    def due(self, count: Any) -> Any:
+        """``bool[]``, after so many earlier steps: a number, or ``int32[]``."""
+        begins = [self.kappa * (2**power - 1) for power in range(31)]
+        power = (count >= np.array([n for n in begins if n < _NEVER], np.int32)).sum() - 1
+        gap = 1 << power
+        return (count < self.end) & ((count - self.kappa * (gap - 1)) % gap == 0)
+
+
+class _Plan(NamedTuple):
+    b1: Any
+    b2: Any
+    eps: Any
+    when: _When
+    axis: AxisName
+    group: AxisName | None
+    codes: Sending
+    floats: Sending
+
+
+def one_bit_adam(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: Any = 0.9,
+    b2: Any = 0.999,
+    eps: Any = 1e-8,
+    weight_decay: Any = 0.0,
+    mask: Any = None,
+    *,
+    warmup: int,
+    axis_name: AxisName | Workers,
+    error_dtype: Any = jnp.float32,
+) -> Sending:
+    """1-bit Adam: AdamW on the mean gradient at first, then momentum in one bit under a frozen variance.
+
+    For ``warmup`` steps gradients are averaged in float32. From then on v stays, and each worker sends the
+    sign and scales of ``m_i + e_i``, ``m_i = b1 m + (1 - b1) g_i``; the owner of each slice averages them,
+    adds its own error, and sends signs and scales back: the new m, the same for all. What was not said
+    is kept on both sides and said later.
+
+    A worker with a gradient that is not finite anywhere, or asked to by ``abstain``, abstains, in both
+    stages: the others average without it, and its error stays. With nobody there m, v and the errors
+    stay, and the update is the decay alone. One worker alone sends nothing and codes nothing: its v
+    freezes all the same, and its m is exact.
+
+    Args:
+      learning_rate: a number or an optax schedule.
+      b1: decay of the momentum, in [0, 1).
+      b2: decay of the variance, in [0, 1).
+      eps: added to the root, above 0.
+      weight_decay: decoupled, multiplied with the learning rate.
+      mask: which leaves decay, a tree of bools or a function of the parameters.
+      warmup: steps in full precision, at least 1: until the variance is steady, and so not before the
+        learning rate is. An element that has no gradient until then is never moved.
+      axis_name: the workers: a `Workers`, in two levels too, or the name of their mesh axis, or several
+        as a tuple.
+      error_dtype: of the errors: one array like the parameters per worker, and its slice as an owner.
+
+    Returns:
+      A chain whose first state is a `OneBitAdamState`; `traffic.of` can ask what it sends, with ``step``
+      in the warm-up too. ``update(updates, state, params, abstain=None)`` takes gradients that vary over
+      the workers, floating leaves of any shape, and returns updates of the same shapes and dtypes that
+      are the same on every worker; it and ``init`` must run where their axis is bound.
+
+    Raises:
+      ValueError: for betas outside [0, 1), an ``eps`` that is not above 0, a ``warmup`` that is no whole
+        number of at least 1, or a dtype that is not floating; when traced, as `communicate`.
+      TypeError: for a mask that is not of bools; when traced, for integer or complex leaves.
+
+    Example:
+      >>> from lioncub_jax import baselines
+      >>> tx = baselines.one_bit_adam(1e-3, weight_decay=0.01, warmup=2000, axis_name="data")
+
+    Source: Tang et al., "1-bit Adam" (arXiv 2102.02888).
+    """
+    wanted = "a whole number of steps of at least 1: they find the variance that is frozen then"
+    checks.check_count(f"warmup={warmup!r}", warmup, wanted)
+    plan = _plan(b1, b2, eps, _When(_NEVER, min(warmup, _NEVER)), axis_name, error_dtype)
+    return _descending(f"1-bit Adam(warmup={warmup})", plan, learning_rate, weight_decay, mask)
+
+
+def zero_one_adam(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: Any = 0.9,
+    b2: Any = 0.999,
+    eps: Any = 1e-8,
+    weight_decay: Any = 0.0,
+    mask: Any = None,
+    *,
+    kappa: int = 16,
+    freeze_after: int = 100_000,
+    axis_name: AxisName | Workers,
+    error_dtype: Any = jnp.float32,
+) -> Sending:
+    """0/1 Adam without its local steps: a variance that is updated ever more rarely, else one bit.
+
+    The variance is updated, by gradients averaged in float32, at steps 0, 1, ..., kappa, kappa + 2,
+    kappa + 4, ..., 3 kappa, 3 kappa + 4, ...: the gap doubles after every ``kappa`` updates. All other
+    steps are as those of `one_bit_adam` after its warm-up. Of n steps about ``kappa log2(n / kappa)`` are
+    in full precision. Workers talk at every step, and parameters are the same on all of them.
+
+    Arguments that are not named here are those of `one_bit_adam`, as are abstention, one worker alone, and
+    what is returned; `traffic.of` answers for a step in one bit, or for the ``step`` that it is asked.
+
+    Args:
+      kappa: updates of the variance until the gap doubles, at least 1.
+      freeze_after: steps after which the variance stays, at least 1; by DeepSpeed's advice the warm-up of
+        the learning rate.
+
+    Raises:
+      ValueError: as `one_bit_adam`; also for a ``kappa`` or ``freeze_after`` that is no whole number of at
+        least 1.
+
+    Example:
+      >>> from lioncub_jax import baselines
+      >>> tx = baselines.zero_one_adam(1e-3, kappa=16, freeze_after=12_500, axis_name="data")
+
+    Source: Lu et al., "0/1 Adam" (arXiv 2202.06009), the policy for the variance; ``kappa`` is DeepSpeed's
+    ``var_update_scaler``, ``freeze_after`` its ``var_freeze_step``, with its defaults.
+    """
+    checks.check_count(f"kappa={kappa!r}", kappa, "a whole number of updates of at least 1")
+    wanted = "a whole number of steps of at least 1: they find the variance that stays then"
+    checks.check_count(f"freeze_after={freeze_after!r}", freeze_after, wanted)
+    when = _When(min(kappa, _NEVER), min(freeze_after, _NEVER))
+    plan = _plan(b1, b2, eps, when, axis_name, error_dtype)
+    return _descending(f"0/1 Adam(kappa={kappa})", plan, learning_rate, weight_decay, mask)
+
+
+def _plan(
+    b1: Any, b2: Any, eps: Any, when: _When, axis_name: AxisName | Workers, error_dtype: Any
+) -> _Plan:
+    checks.check_betas(b1=b1, b2=b2)
+    number = isinstance(eps, (int, float, np.number, np.ndarray, jax.Array))
+    if not isinstance(eps, jax.core.Tracer) and not (number and 0 < eps < np.inf):
+        raise ValueError(f"eps={eps!r}: give a number above 0, such as 1e-8")
+    axis, group = names_of(axis_name)
+    meet = partial(communicate, axis_name=axis, group_axis=group, memory=nothing())
+    codes = meet(
+        up=quantize.error_feedback(quantize.midrise(1), error_dtype),
+        owner=decide.feedback_at_owner(error_dtype),
+        down=decide.scaled_signs(),
+    )
+    floats = meet(
+        up=quantize.dense(),
+        owner=decide.momentum_at_owner(optax.identity(), dominance=np.inf),
+        down=decide.floats(),
+        wire=wires.all_reduce(),
+    )
+    return _Plan(b1, b2, eps, when, axis, group, codes, floats)
+
+
+def _descending(scheme: str, plan: _Plan, *rest: Any) -> Sending:
+    """The whole optimizer, with an answer to what it sends."""
+    direction = optax.GradientTransformationExtraArgs(partial(_init, plan), partial(_update, plan))
+
+    def sends(asked: Asked) -> tuple[Sent, ...]:
+        in_full = asked.step is not None and plan.when.due(asked.step)
+        return (plan.floats if in_full else plan.codes).sends(asked)
+
+    return Sending.like(descending(direction, *rest), scheme, sends)
+
+
+def _init(plan: _Plan, params: Any) -> OneBitAdamState:
+    checks.check_leaves(params)
+    exchange = plan.codes.init(_wide(params))
+    alike = _wide(wires.agreed(params, (*wires.names(plan.axis), *wires.names(plan.group))))
+    mu, nu = (jax.tree.map(jnp.zeros_like, alike) for _ in range(2))
+    count, updates = (jnp.zeros((), jnp.int32) for _ in range(2))
+    return OneBitAdamState(count, updates, mu, nu, exchange)
+
+
+def _update(
+    plan: _Plan,
+    updates: Any,
+    state: OneBitAdamState,
+    params: Any = None,
+    *,
+    abstain: Any = None,
+    **extra: Any,
+) -> tuple[Any, OneBitAdamState]:
+    del extra
+    checks.check_leaves(updates)
+    # A branch for each, with collectives of its own; all workers take the same one, as they count alike.
+    ways = (partial(way, plan, params, abstain) for way in (_in_floats, _in_codes))
+    with wires.by_count():
+        after = jax.lax.cond(plan.when.due(state.count), *ways, _wide(updates), state)
+    some = _somebody(plan, after)
+    mu = optax.tree.bias_correction(after.mu, plan.b1, jnp.maximum(after.count, 1))
+    nu = optax.tree.bias_correction(after.nu, plan.b2, jnp.maximum(after.updates, 1))
+
+    def direction(g: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
+        return jnp.where(some & (v > 0), m / (jnp.sqrt(v) + plan.eps), 0).astype(g.dtype)
+
+    return jax.tree.map(direction, updates, mu, nu), after
+
+
+def _in_floats(
+    plan: _Plan, params: Any, abstain: Any, grads: Any, state: OneBitAdamState
+) -> OneBitAdamState:
+    """The mean gradient goes into both moments; errors wait."""
+    kept = state.exchange
+    own = plan.floats.init(grads)
+    exchange = kept._replace(error=own.error, owner=own.owner)
+    mean, exchange = plan.floats.update(grads, exchange, params, abstain=abstain)
+    mu = optax.tree.update_moment(mean, state.mu, plan.b1, 1)
+    nu = optax.tree.update_moment(mean, state.nu, plan.b2, 2)
+    count, updates = map(optax.safe_increment, (state.count, state.updates))
+    exchange = exchange._replace(error=kept.error, owner=kept.owner)
+    return _if_somebody(plan, OneBitAdamState(count, updates, mu, nu, exchange), state)
+
+
+def _in_codes(
+    plan: _Plan, params: Any, abstain: Any, grads: Any, state: OneBitAdamState
+) -> OneBitAdamState:
+    """The agreed momentum is what comes back of the workers' own."""
+    own = _wide(optax.tree.update_moment(grads, state.mu, plan.b1, 1))
+    mu, exchange = plan.codes.update(own, state.exchange, params, abstain=abstain)
+    count = optax.safe_increment(state.count)
+    return _if_somebody(plan, state._replace(count=count, mu=mu, exchange=exchange), state)
+
+
+def _if_somebody(plan: _Plan, new: OneBitAdamState, old: OneBitAdamState) -> OneBitAdamState:
+    """With nobody there the old state; but the exchange knows by itself what stays."""
+    some = _somebody(plan, new)
+    # Betas may be of a wider dtype.
+    choose = lambda x, y: jnp.where(some, x.astype(y.dtype), y)  # noqa: E731
+    count, updates, mu, nu = jax.tree.map(choose, new[:-1], old[:-1])
+    return OneBitAdamState(count, updates, mu, nu, new.exchange)
+
+
+def _somebody(plan: _Plan, state: OneBitAdamState) -> jax.Array:
+    """``bool[]``: whether any worker took part in the last step."""
+    return state.exchange.abstained < wires.workers_on(plan.axis)
+
+
+def _wide(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
