@@ -11,12 +11,14 @@ from lioncub_jax.baselines.methods import (
     signum,
     terngrad,
 )
+from lioncub_jax.baselines.powersgd import powersgd
 
 __all__ = [
     "adamw",
     "dgc",
     "ef_signsgd",
     "lion",
+    "powersgd",
     "qsgd",
     "sgd",
     "signsgd",
