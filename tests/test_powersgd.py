@@ -139,7 +139,9 @@ def test_it_equals_the_reference(workers, run_workers):
         name, options = CASES[workers][i]
         oracle = reference_powersgd.powersgd(TXS[name], **options)
         want, wanted = simulated(oracle, params, grads, abstain)
-        assert_close(updates, want, atol=2e-4)
+        # Errors in bfloat16 differ by its last digit where what is rounded differs by one of float32.
+        near = 2e-2 if "error_dtype" in options else 2e-4
+        assert_close(updates, want, atol=near)
         for got, kept in ((state.error, wanted.error), (state.q, wanted.q)):
             assert [n for n, x in got.items() if x is not None] == list(LOW)
             kept = {n: x for n, x in zip(params, kept, strict=True) if x is not None}
@@ -149,7 +151,7 @@ def test_it_equals_the_reference(workers, run_workers):
                 )
                 kept = {n: np.stack([x] * workers, 1) for n, x in kept.items()}
             got = {n: x for n, x in got.items() if x is not None}
-            assert_close(got, kept, atol=2e-3, short=5e-2)
+            assert_close(got, kept, atol=5 * near, short=0.1)
         for mine, theirs in (("count", "t"), ("abstained",) * 2, ("abstentions",) * 2):
             on_all = getattr(state, mine)
             np.testing.assert_array_equal(on_all, np.stack([getattr(wanted, theirs)] * workers, 1))
