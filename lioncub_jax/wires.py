@@ -548,6 +548,12 @@ def sum_over_workers(tree: Any, axis: AxisName) -> Any:
     return lax.psum(tree, axis) if jax.tree.leaves(tree) else tree
 
 
+def sum_of_floats(arrays: list[jax.Array], axis: AxisName) -> list[jax.Array]:
+    """Adds each array of floats over the workers."""
+    with _floats(arrays):
+        return lax.psum(arrays, axis)
+
+
 def max_over_workers(x: jax.Array, axis: AxisName) -> jax.Array:
     """The largest of a number over the workers: for scales that all of them share."""
     with _floats(x):

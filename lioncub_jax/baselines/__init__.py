@@ -12,6 +12,7 @@ from lioncub_jax.baselines.methods import (
     terngrad,
 )
 from lioncub_jax.baselines.one_bit_adam import one_bit_adam, zero_one_adam
+from lioncub_jax.baselines.powersgd import powersgd
 
 __all__ = [
     "adamw",
@@ -19,6 +20,7 @@ __all__ = [
     "ef_signsgd",
     "lion",
     "one_bit_adam",
+    "powersgd",
     "qsgd",
     "sgd",
     "signsgd",

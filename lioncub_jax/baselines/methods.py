@@ -9,16 +9,18 @@
 | `one_bit_adam`, `zero_one_adam` | as above its momentum, or floats | the same | 2102.02888, 2202.06009 |
 | `terngrad` | -1, 0 or +1 at random: 2 bits | the planes of the sum | Wen et al., arXiv 1705.07878 |
 | `qsgd` | p bits at random and a norm for each row of 128 | (all-gather), or floats | 1610.02132 |
+| `powersgd` | two factors of each matrix, float32 | (all-reduces) their means | 1905.13727 |
 
 Weight decay is decoupled in all of them, ``p -= lr (u + wd p)``, as in Lion, so that a comparison
-changes one thing. The decay of SGD with momentum m in other libraries is often coupled (``g + wd p``),
-and then ``1 / (1 - m)`` times as strong: multiply it by that here.
+changes one thing; in `powersgd` it is that of the transform. The decay of SGD with momentum m in other
+libraries is often coupled (``g + wd p``), and then ``1 / (1 - m)`` times as strong: multiply it by that
+here.
 
 Workers may be in two levels, `Workers` with a ``group_axis``: gradients are averaged inside a group, which
-sends as one worker. `terngrad` and `dgc` have no two levels.
+sends as one worker. `terngrad`, `dgc` and `powersgd` have no two levels.
 
-Where workers quantise, one that has a value that is not finite, or is asked to ``abstain``, abstains
-from the step, as in `communicate`; under the three means nobody can. One worker alone quantises nothing.
+Where workers compress, one that has a value that is not finite, or is asked to ``abstain``, abstains
+from the step, as in `communicate`; under the three means nobody can. One worker alone compresses nothing.
 
 Each can be asked what it sends: ``lioncub_jax.traffic.of(tx, params, workers)``.
 """

@@ -6,15 +6,16 @@ The oracle of the tests of `powersgd`, and a simulator of many workers on one de
 * **Matrices.** A leaf of shape ``(d_1, .., d_k)`` is the matrix ``d_1 .. d_j x d_{j+1} .. d_k`` with the
   smallest ``m + n``, of equal ones that with the smallest ``j``. It is compressed if ``r (m + n) < m n``.
 * **Power iteration.** ``M_i = g_i + e_i``; ``P = mean_i M_i Q``; ``P`` becomes the orthonormal factor of
-  its reduced QR; ``Q = mean_i M_i^T P``; every worker applies ``M' = P Q^T``, in the leaf's dtype, and
-  keeps ``e_i = M_i - M'``, saturated in its own.
-* **Warm start.** ``Q`` is where the next step begins; a column that came out as zeros stays what it was.
-  The first one of leaf ``l`` is normal, of the key ``fold_in(key(seed), l)``.
+  its reduced QR; ``Q = mean_i M_i^T P``; every worker applies ``M' = P Q^T``, rounded to the leaf's dtype
+  and clipped to its range, and keeps ``e_i = M_i - M'``, likewise in its own.
+* **Warm start.** ``Q`` is where the next step begins, its columns scaled to a largest magnitude of 1, for
+  only directions count; a column of zeros stays what it was. The first one of leaf ``l`` is normal, of
+  the key ``fold_in(key(seed), l)``.
 * **All other leaves** are averaged as they are and keep no error.
 * **Who takes part.** A worker with a value that is not finite in ``M_i Q`` or in a leaf that is not
   compressed abstains, and so does one that is asked to: it counts for nothing in the means, and its
-  error stays. With nobody there the mean is zeros. A leaf whose ``M'`` is not finite gets zeros in its
-  place, and its ``Q`` stays.
+  error stays. With nobody there the mean is zeros. Where a ``Q`` is not less than ``2**127 / r``
+  everywhere, ``M'`` is zeros and the ``Q`` before stays.
 * **One worker** sends nothing: ``M' = M_0``.
 
 Source: Vogels et al. (arXiv 1905.13727). The rules for columns of zeros, for abstention and for one
@@ -28,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lioncub_jax.reference.lion import Simulator, saturate
+from lioncub_jax.reference.lion import Simulator
 
 
 class State(NamedTuple):
@@ -71,22 +72,17 @@ def powersgd(
             for x, e in zip(leaves, state.error, strict=True)
         ]
         here, done = exchanged(owed, state.q, rank, abstain)
-        q, error, applied = [], [], []
-        for x, leaf, (mean, new), old, e in zip(
-            owed, leaves, done, state.q, state.error, strict=True
-        ):
-            known = jnp.all(jnp.isfinite(mean))
-            mean = saturate(jnp.where(known | (e is None), mean, 0), leaf.dtype)
-            applied.append(mean)
-            if e is None:
-                q.append(None)
-                error.append(None)
-                continue
-            q.append(jnp.where(known & jnp.any(new != 0, axis=0), new, old))
-            left = saturate(x - mean.astype(jnp.float32), e.dtype)
-            error.append(jnp.where(here.reshape(-1, *[1] * (e.ndim - 1)), left, e))
-        updates, inner = tx.update(jax.tree.unflatten(tree, applied), state.inner, params)
+        applied = [fitting(mean, x.dtype) for (mean, _), x in zip(done, leaves, strict=True)]
+        error = [
+            None
+            if e is None
+            else jnp.where(beside(here, e), fitting(x - mean, e.dtype).astype(e.dtype), e)
+            for x, mean, e in zip(owed, applied, state.error, strict=True)
+        ]
+        seen = [mean.astype(x.dtype) for mean, x in zip(applied, leaves, strict=True)]
+        updates, inner = tx.update(jax.tree.unflatten(tree, seen), state.inner, params)
         away = jnp.sum(~here, dtype=jnp.int32)
+        q = [new for _, new in done]
         return updates, State(state.t + 1, q, error, inner, away, state.abstentions + away)
 
     return Simulator(init, update)
@@ -109,9 +105,11 @@ def exchanged(
     for leaf, x, p, b in zip(owed, rows, sent, q, strict=True):
         mean, new = average(p, here), b
         if b is not None and workers > 1:
-            side = jnp.linalg.qr(mean)[0]
-            new = average(product("wmn,mr->wnr", x, side), here)
-            mean = product("mr,nr->mn", side, new)
+            side = jnp.linalg.qr(scaled(mean, mean))[0]
+            q_now = average(product("wmn,mr->wnr", x, side), here)
+            known = jnp.all(jnp.abs(q_now) < 2.0**127 / rank)
+            new = jnp.where(known, scaled(q_now, b), b)
+            mean = jnp.where(known, product("mr,nr->mn", side, q_now), 0)
         done.append((mean.reshape(leaf.shape[1:]), new))
     return here, done
 
@@ -134,6 +132,26 @@ def average(x: jax.Array, here: jax.Array) -> jax.Array:
     """``[W, m, n]`` to ``[m, n]``, over those who are there; zeros without any."""
     some = jnp.maximum(jnp.sum(here, dtype=jnp.int32), 1).astype(jnp.float32)
     return jnp.sum(jnp.where(here[:, None, None], x, 0), axis=0) / some
+
+
+def scaled(x: jax.Array, otherwise: jax.Array) -> jax.Array:
+    """Columns with a largest magnitude of 1; of zeros those of another array."""
+    largest = jnp.max(jnp.abs(x), axis=0)
+    return jnp.where(largest > 0, x / jnp.where(largest > 0, largest, 1), otherwise)
+
+
+def fitting(x: jax.Array, dtype: Any) -> jax.Array:
+    """Float32 that a dtype holds; a compiler may leave out a cast there and back."""
+    kind = jnp.finfo(dtype)
+    most = min(float(kind.max), float(jnp.finfo(jnp.float32).max))
+    return jax.lax.reduce_precision(
+        jnp.clip(x, -most, most), min(kind.nexp, 8), min(kind.nmant, 23)
+    )
+
+
+def beside(here: jax.Array, leaf: jax.Array) -> jax.Array:
+    """``bool[W]``, to broadcast with ``[W, ...]``."""
+    return here.reshape(-1, *[1] * (leaf.ndim - 1))
 
 
 def product(how: str, a: jax.Array, b: jax.Array) -> jax.Array:
