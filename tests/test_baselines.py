@@ -632,6 +632,7 @@ MISFITS = [
     ({**FEEDBACK, "down": lc.decide.floats()}, "scaled_signs"),
     ({**FEEDBACK, "down": SCALED, "up": lc.quantize.dense()}, r"midrise\(p\)"),
     ({"down": SCALED}, "feedback_at_owner"),
+    ({**FEEDBACK, "down": lc.decide.scaled(2)}, r"down=scaled\(2\) does not fit .* of as many bits"),
     ({"down": TOTAL}, "no code for zero"),
     ({"up": quantize.levels(4), "owner": FEEDBACK["owner"], "down": TOTAL}, "total"),
 ]
