@@ -248,10 +248,10 @@ class OwnerError(NamedTuple):
 def feedback_at_owner(dtype: Any = jnp.float32, p: int = 1) -> Owner:
     """Averages decoded values and replies with codes and one scale per row; the rest goes into the next.
 
-    ``x = mean_i decode(q_i) + e`` over the workers that took part; ``u = code(x)``; ``e = x - u``. Codes are
-    mid-rise, with a step for each row of 128 from its mean magnitude, padding left out; half of it is rounded
-    to bfloat16. A zero counts as positive. Of one bit that is ``u = sign(x) mean|x|``. If nobody took
-    part, ``e`` stays as it is and the update is zero.
+    ``x = mean_i decode(q_i) + e`` over the workers that took part; ``u = code(x)``; ``e = x - u``. Codes
+    are mid-rise, with a step for each row of 128 from its mean magnitude, padding left out; half of it is
+    rounded to bfloat16. A zero counts as positive. Of one bit that is ``u = sign(x) mean|x|``. If nobody
+    took part, ``e`` stays as it is and the update is zero.
 
     Args:
       dtype: in which the error is kept; one array of d/W elements per worker.

@@ -469,7 +469,7 @@ def check_bits(name: str, p: int, least: int) -> None:
 
 
 def midrise_codes(x: jax.Array, upper: jax.Array, step: jax.Array, p: int) -> jax.Array:
-    """``uint32[rows, 128]`` of ``p`` bits, of the step of each row; ``upper`` says which side zeros take."""
+    """``uint32[rows, 128]`` of ``p`` bits, by the step of each row; ``upper``: the side, of zeros too."""
     if p == 1:
         return upper.astype(jnp.uint32)
     half = 2 ** (p - 1)

@@ -262,11 +262,11 @@ def test_feedback_loses_nothing(run_workers):
     """All updates, and what workers and owners still owe, add up to all gradients."""
     params = zeros({"w": (130,), "scalar": ()})
     story = Story(integers(params, 12, 8), np.zeros((12, 8), bool))
-    txs = {bits: baselines.diloco(1.0, 0.0, bits, axis_name=AXIS) for bits in (1, 3, 8)}
+    txs = {p: baselines.diloco(1.0, 0.0, p, axis_name=AXIS) for p in (1, 3, 8)}
     txs[0] = baselines.ef_signsgd(0.25, axis_name=AXIS)
-    for bits, (got, state) in run_workers(txs, params, *story).items():
-        rate, votes = (1, state[0]) if bits else (0.25, state[1])
-        loses_nothing(got, story.grads, votes, rate, back=-1 if bits else 1)
+    for p, (got, state) in run_workers(txs, params, *story).items():
+        rate, votes = (1, state[0]) if p else (0.25, state[1])
+        loses_nothing(got, story.grads, votes, rate, back=-1 if p else 1)
 
 
 def loses_nothing(got, grads, votes, rate, back):
@@ -659,7 +659,10 @@ MISFITS = [
     ({**FEEDBACK, "down": lc.decide.floats()}, "scaled_signs"),
     ({**FEEDBACK, "down": SCALED, "up": lc.quantize.dense()}, r"midrise\(p\)"),
     ({"down": SCALED}, "feedback_at_owner"),
-    ({**FEEDBACK, "down": lc.decide.scaled(2)}, r"down=scaled\(2\) does not fit .* of as many bits"),
+    (
+        {**FEEDBACK, "down": lc.decide.scaled(2)},
+        r"down=scaled\(2\) does not fit .* of as many bits",
+    ),
     ({"down": TOTAL}, "no code for zero"),
     ({"up": quantize.levels(4), "owner": FEEDBACK["owner"], "down": TOTAL}, "total"),
 ]

@@ -8,7 +8,7 @@
 | `ef_signsgd` | 1 bit and a scale for each row of 128, with feedback | the same | 1901.09847, 1905.10936 |
 | `terngrad` | -1, 0 or +1 at random: 2 bits | the planes of the sum | Wen et al., arXiv 1705.07878 |
 | `qsgd` | p bits at random and a norm for each row of 128 | (all-gather), or floats | 1610.02132 |
-| `diloco` | how far it came in H steps: float32, or p bits with feedback | the mean, in as many | 2311.08105 |
+| `diloco` | how far it came in H steps: float32, or p bits and feedback | the mean, the same | 2311.08105 |
 
 Weight decay is decoupled in all of them, ``p -= lr (u + wd p)``, as in Lion, so that a comparison
 changes one thing. The decay of SGD with momentum m in other libraries is often coupled (``g + wd p``),
