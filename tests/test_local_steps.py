@@ -73,7 +73,7 @@ def test_simulated_averaging_of_one_worker_is_plain_training():
     assert run.local_state[0].count.tolist() == [3 * H]
 
 
-@pytest.mark.parametrize("bits", [None, 1, 4, 8])
+@pytest.mark.parametrize("bits", [None, 1, 8])
 def test_simulated_diloco_learns(bits):
     run, losses = simulated(reference_baselines.diloco(0.7, 0.5, bits), batches(30, 4 * H))
     assert losses[-3:].mean() < 0.7 * losses[:3].mean()
@@ -258,7 +258,7 @@ def test_votes_on_differences_learn():
     assert np.mean(losses[-2:]) < np.mean(losses[:2])
 
 
-@pytest.mark.parametrize("bits", [None, 1, 4])
+@pytest.mark.parametrize("bits", [None, 4])
 def test_only_the_differences_travel_however_many_local_steps_there_are(bits):
     tx, workers = baselines.diloco(bits=bits, axis_name=AXIS), workers_of()
     predicted = lc.traffic.of(tx, params_of(), WORKERS, platform="cpu").sent_bytes

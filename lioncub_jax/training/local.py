@@ -71,7 +71,8 @@ def _of_talk(state: Any) -> bool:
 
 def check_made(local_state: Any, local: Any) -> None:
     """Raises ``ValueError`` for a state that was made without what the step has, or the reverse."""
-    made = jax.tree.structure(local_state) != jax.tree.structure(())
+    given: Any = jax.tree.structure(local_state)
+    made = given != jax.tree.structure(())
     if local is None and made:
         raise ValueError(
             "the state has a local_state, and the step takes no local steps: give make_train_step(..., "
