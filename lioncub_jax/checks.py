@@ -50,11 +50,10 @@ def _misfit(up: Quantizer, owner: Owner, down: Down, wire: Wire) -> str | None:
         return f"{up.name} has a code for zero and its ties are zeros: {wanted}"
     misfit = f"down={down.name} does not fit owner={owner.name}"
     if down.scaled != owner.feedback:
-        carried = "scaled_signs() carries what feedback_at_owner() answers, and nothing else does"
-        return f"{misfit}: {carried}"
+        answers = "what feedback_at_owner() of as many bits answers, scaled_signs() that of one bit"
+        return f"{misfit}: scaled(p) carries {answers}, and nothing else does"
     if not (down.of_votes if of_votes else down.of_values):
         fitting = "majority() or average()" if of_votes else "majority() or floats()"
-        fitting = "scaled_signs()" if owner.feedback else fitting
         return f"{misfit}: give one that codes what it answers, such as {fitting}"
     if down.needs_zero and not up.has_zero:
         wanted = "give down=average()"

@@ -4,7 +4,7 @@ An *owner* (the server of a slice of the parameters) turns what arrived into a r
 votes, ``momentum_at_owner(tx)`` decodes and averages them and runs an optax transform on its slice. A
 *down coder* turns the result into the planes that travel back: ``majority()`` one bit, ``ternary_sum()``
 the exact sign of the sum with zeros, ``average()`` and ``total()`` the planes of the sum, ``floats()``
-the values, ``scaled_signs()`` one bit and a scale for each row.
+the values, ``scaled(p)`` codes of ``p`` bits and a scale for each row.
 
 Ties (``majority``) are broken by ``bits.coin``: fair, and the same on every worker. A row of 128 elements
 on which nobody votes gets update 0.
@@ -119,6 +119,23 @@ class Values(NamedTuple):
         return Signs(positive, ~marks, bits.any_in_rows(marks, self.where.rows))
 
 
+class Coded(NamedTuple):
+    """What an owner that feeds back its errors answered: odd multiples ``2q - top`` of a unit.
+
+    Attributes:
+      codes: ``uint32[chunks, rows, 128]``, in ``0..top``.
+      units: ``float32[chunks, rows]``, bfloat16 numbers; 0 where nobody took part.
+    """
+
+    codes: jax.Array
+    units: jax.Array
+
+    def values(self, p: int) -> jax.Array:
+        """``float32[chunks, rows, 128]`` of codes of ``p`` bits: exact products."""
+        odd = 2 * self.codes.astype(jnp.int32) - (2**p - 1)
+        return odd.astype(jnp.float32) * self.units[..., None]
+
+
 class Received(Protocol):
     """What a wire hands to the owner; ``present`` says how many workers took part."""
 
@@ -141,8 +158,8 @@ class Owner(NamedTuple):
       needs_values: whether codes must be decoded (then steps travel), or counting them is enough.
       init: ``float[rows, 128] -> state`` for one slice.
       decide: ``(Received, Slice, state) -> (result, state)``.
-      feedback: whether all it does is to feed back the error of its coded replies, so that it goes with
-        ``scaled_signs()``, and does nothing for one worker, whose values never travel.
+      feedback: bits of the coded replies whose error it feeds back, if that is all it does, so that it goes
+        with ``scaled(p)``, and does nothing for one worker, whose values never travel; else 0.
       numbers: betas and the like; arrays where ``optax.inject_hyperparams`` gives them.
       with_numbers: the same owner with other numbers.
     """
@@ -151,7 +168,7 @@ class Owner(NamedTuple):
     needs_values: bool
     init: Callable[[jax.Array], Any]
     decide: Callable[[Any, Slice, Any], tuple[Any, Any]]
-    feedback: bool = False
+    feedback: int = 0
     numbers: tuple[Any, ...] = ()
     with_numbers: "Callable[..., Owner] | None" = None
 
@@ -238,47 +255,53 @@ class OwnerError(NamedTuple):
     error: jax.Array
 
 
-def feedback_at_owner(dtype: Any = jnp.float32) -> Owner:
-    """Averages decoded values and replies with signs and one scale per row; the rest goes into the next.
+def feedback_at_owner(dtype: Any = jnp.float32, p: int = 1) -> Owner:
+    """Averages decoded values and replies with codes and one scale per row; the rest goes into the next.
 
-    ``x = mean_i decode(q_i) + e`` over the workers that took part; ``u = sign(x) mean|x|`` with the mean
-    over a row of 128, padding left out, rounded to bfloat16; ``e = x - u``. A zero counts as positive. If
-    nobody took part, ``e`` stays as it is and the update is zero.
+    ``x = mean_i decode(q_i) + e`` over the workers that took part; ``u = code(x)``; ``e = x - u``. Codes
+    are mid-rise, with a step for each row of 128 from its mean magnitude, padding left out; half of it is
+    rounded to bfloat16. A zero counts as positive. Of one bit that is ``u = sign(x) mean|x|``. If nobody
+    took part, ``e`` stays as it is and the update is zero.
 
     Args:
       dtype: in which the error is kept; one array of d/W elements per worker.
+      p: bits of a code, 1 to 8, as those of ``scaled(p)``.
 
     Raises:
-      ValueError: if the dtype is not floating.
+      ValueError: if the dtype is not floating, or ``p`` is out of range.
 
     Example:
       >>> from lioncub_jax import decide
       >>> decide.feedback_at_owner().needs_values
       True
 
-    Source: Zheng et al., dist-EF-blockSGD (arXiv 1905.10936), the server's half.
+    Source: Zheng et al., dist-EF-blockSGD (arXiv 1905.10936), the server's half; more bits are ours.
     """
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"feedback_at_owner(dtype={jnp.dtype(dtype).name}): give a floating dtype")
+    quantize.check_bits("feedback_at_owner", p, 1)
+    # All multiples of a unit are finite: the largest bfloat16 is 255 times this power of two.
+    most = 255 // (2**p - 1) * 2.0**120
 
-    def decide(received: Received, where: Slice, state: OwnerError) -> tuple[Values, OwnerError]:
+    def decide(received: Received, where: Slice, state: OwnerError) -> tuple[Coded, OwnerError]:
         mean = received.mean(where, jnp.inf)
         valid = jnp.isfinite(mean) & (received.present > 0)
         if where.counts is not None:
             valid &= where.real().reshape(mean.shape)
         x = jnp.where(valid, mean + state.error.astype(jnp.float32), 0)
         count = ROW if where.counts is None else jnp.maximum(where.counts, 1).astype(jnp.float32)
-        scale = quantize.to_bfloat16(quantize.mean_magnitude(x, count))[:, None]
-        u = jnp.where(x >= 0, scale, -scale)
-        missed = quantize.saturated(x - u, state.error.dtype)
+        unit = quantize.to_bfloat16(quantize.STEP[p] / 2 * quantize.mean_magnitude(x, count))
+        unit = jnp.minimum(unit, most)
+        coded = Coded(quantize.midrise_codes(x, x >= 0, 2 * unit, p), unit)
+        missed = quantize.saturated(x - coded.values(p), state.error.dtype)
         error = jnp.where(valid, missed, state.error)
-        u = jnp.where(received.present > 0, u, 0)
-        return Values(u.reshape(where.chunks, where.rows, ROW), where), OwnerError(error)
+        unit = jnp.where(received.present > 0, unit, 0).reshape(where.chunks, where.rows)
+        return Coded(coded.codes.reshape(*unit.shape, ROW), unit), OwnerError(error)
 
     def init(rows: jax.Array) -> OwnerError:
         return OwnerError(jnp.zeros_like(rows, dtype=dtype))
 
-    return Owner("feedback at the owner", True, init, decide, feedback=True)
+    return Owner("feedback at the owner", True, init, decide, feedback=p)
 
 
 class Reply(NamedTuple):
@@ -310,7 +333,7 @@ class Down(NamedTuple):
       of_values: whether it codes what a transform at the owner answered.
       has_zero: whether it can reply a zero within a row that moves; without, ties are broken by a coin.
       needs_zero: whether it only goes with codes that have a zero.
-      scaled: whether it carries what ``feedback_at_owner`` answers, and nothing else.
+      scaled: bits of the codes of ``feedback_at_owner``, if it carries those and nothing else; else 0.
     """
 
     name: str
@@ -324,7 +347,7 @@ class Down(NamedTuple):
     of_values: bool = False
     has_zero: bool = False
     needs_zero: bool = False
-    scaled: bool = False
+    scaled: int = 0
 
 
 def majority() -> Down:
@@ -418,28 +441,43 @@ def total() -> Down:
     return Down("total", encode, decode, _sum_planes, of_votes=True, has_zero=True, needs_zero=True)
 
 
-def scaled_signs() -> Down:
-    """One bit, and a bfloat16 for each row of 128: what ``feedback_at_owner`` answers, exactly.
+def scaled(p: int) -> Down:
+    """``p`` bits, and a bfloat16 for each row of 128: what ``feedback_at_owner(p=p)`` answers, exactly.
 
-    Source: Zheng et al., dist-EF-blockSGD (arXiv 1905.10936).
+    Args:
+      p: bits of a code, 1 to 8.
+
+    Raises:
+      ValueError: if ``p`` is out of range.
+
+    Example:
+      >>> from lioncub_jax import decide
+      >>> decide.scaled(4).name
+      'scaled(4)'
+
+    Source: Zheng et al., dist-EF-blockSGD (arXiv 1905.10936), of one bit; more bits are ours.
     """
+    quantize.check_bits("scaled", p, 1)
 
-    def encode(result: Values, coin: jax.Array) -> Reply:
-        scale = jnp.max(jnp.abs(result.values), axis=-1).astype(jnp.bfloat16)
-        pairs = scale.reshape(*scale.shape[:-1], -1, 2)
-        ties = jnp.zeros(scale.shape[:1], jnp.float32)
-        return Reply(
-            bits.pack(result.values > 0), lax.bitcast_convert_type(pairs, jnp.uint32), ties
-        )
+    def encode(result: Coded, coin: jax.Array) -> Reply:
+        pairs = result.units.astype(jnp.bfloat16).reshape(len(result.units), -1, 2)
+        ties = jnp.zeros(len(pairs), jnp.float32)
+        return Reply(bits.pack(result.codes, p), lax.bitcast_convert_type(pairs, jnp.uint32), ties)
 
     def decode(planes: Planes, rows: Any, where: Slice) -> jax.Array:
         pairs = lax.bitcast_convert_type(rows, jnp.bfloat16)
-        scale = pairs.reshape(-1, where.rows).astype(jnp.float32)
-        side = 2 * bits.unpack(planes, where.rows).astype(jnp.float32) - 1
-        return side * scale[..., None]
+        units = pairs.reshape(-1, where.rows).astype(jnp.float32)
+        return Coded(bits.unpack(planes, where.rows), units).values(p)
 
-    row_words = lambda rows, workers: rows // 2  # noqa: E731
-    return Down("scaled signs", encode, decode, row_words=row_words, of_values=True, scaled=True)
+    return Down(
+        f"scaled({p})", encode, decode, lambda top, workers: p, lambda rows, workers: rows // 2,
+        of_values=True, scaled=p,
+    )  # fmt: skip
+
+
+def scaled_signs() -> Down:
+    """``scaled(1)``: a sign, and the mean magnitude of each row of 128."""
+    return scaled(1)._replace(name="scaled signs")
 
 
 def floats() -> Down:

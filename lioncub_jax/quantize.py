@@ -235,7 +235,7 @@ def midrise(p: int, *, rounding: Rounding | None = None) -> Quantizer:
       >>> lc.quantize.midrise(3).top(1000)
       7
     """
-    _check_bits("midrise", p, 1)
+    check_bits("midrise", p, 1)
     rounding = rounding or nearest()
     top = 2**p - 1
 
@@ -277,7 +277,7 @@ def integer(p: int = 8, *, rounding: Rounding | None = None) -> Quantizer:
       >>> lc.quantize.integer(8).top(4)  # s = 127 // 4 = 31, codes -31..31
       62
     """
-    _check_bits("integer", p, 2)
+    check_bits("integer", p, 2)
     rounding = rounding or nearest()
 
     def top(workers: int) -> int:
@@ -356,7 +356,7 @@ def levels(p: int, *, norm: str = "max", rounding: Rounding | None = None) -> Qu
       >>> quantize.levels(4).top(1000)  # codes -7..7
       14
     """
-    _check_bits("levels", p, 2)
+    check_bits("levels", p, 2)
     if norm not in _NORMS:
         raise ValueError(f"levels(norm={norm!r}): give one of {', '.join(map(repr, _NORMS))}")
     rounding = rounding or nearest()
@@ -503,17 +503,27 @@ def to_bfloat16(x: jax.Array) -> jax.Array:
     return jnp.minimum(near, LARGEST_BFLOAT16)
 
 
+def check_bits(name: str, p: int, least: int) -> None:
+    """Raises ``ValueError`` for anything but a number of bits that codes have."""
+    if not isinstance(p, int) or isinstance(p, bool) or not least <= p <= 8:
+        raise ValueError(f"{name}({p!r}): a code has {least} to 8 bits; give an int in that range")
+
+
+def midrise_codes(x: jax.Array, upper: jax.Array, step: jax.Array, p: int) -> jax.Array:
+    """``uint32[rows, 128]`` of ``p`` bits, by the step of each row; ``upper``: the side, of zeros too."""
+    if p == 1:
+        return upper.astype(jnp.uint32)
+    half = 2 ** (p - 1)
+    magnitude = jnp.minimum(jnp.abs(_in_units(x, step[:, None])), half - 1).astype(jnp.uint32)
+    return jnp.where(upper, half + magnitude, half - 1 - magnitude)
+
+
 def mean_magnitude(x: jax.Array, count: Any) -> jax.Array:
     """``float32[rows]``: means of ``|x|`` over so many elements of each row."""
     return _row_scale(x, count)[0]
 
 
 # --- Inside
-
-
-def _check_bits(name: str, p: int, least: int) -> None:
-    if not isinstance(p, int) or isinstance(p, bool) or not least <= p <= 8:
-        raise ValueError(f"{name}({p!r}): a code has {least} to 8 bits; give an int in that range")
 
 
 def _packed(codes: jax.Array, p: int, place: Place, zeros: bool) -> list[jax.Array]:
@@ -541,16 +551,12 @@ def _midrise_codes(
     x: jax.Array, step: jax.Array, p: int, rounding: Rounding, place: Place
 ) -> jax.Array:
     """``uint32[rows, 128]``. Magnitude and side apart, so that -x gets the mirrored code of x."""
+    if rounding.noise is None:
+        return midrise_codes(x, x > 0, step, p)
     half = 2 ** (p - 1)
-    if rounding.noise is None and p == 1:
-        return (x > 0).astype(jnp.uint32)
-    in_steps = _in_units(x, step[:, None])
-    if rounding.noise is not None:
-        level = jnp.floor(in_steps + (half - 0.5) + rounding.noise(place))
-        level = jnp.where(x == 0, half - 1, jnp.clip(level, 0, 2 * half - 1))
-        return level.astype(jnp.uint32)
-    magnitude = jnp.minimum(jnp.abs(in_steps), half - 1).astype(jnp.uint32)
-    return jnp.where(x > 0, half + magnitude, half - 1 - magnitude)
+    level = jnp.floor(_in_units(x, step[:, None]) + (half - 0.5) + rounding.noise(place))
+    level = jnp.where(x == 0, half - 1, jnp.clip(level, 0, 2 * half - 1))
+    return level.astype(jnp.uint32)
 
 
 def _midtread(codes: jax.Array, x: jax.Array, p: int, place: Place) -> Message:

@@ -68,6 +68,11 @@ def feedback(**options):
     return Method(tx, reference_baselines.ef_signsgd(learning_rate, **options))
 
 
+def outer(momentum, bits, **options):
+    tx = baselines.diloco(learning_rate, momentum, bits, axis_name=AXIS, **options)
+    return Method(tx, reference_baselines.diloco(learning_rate, momentum, bits, **options))
+
+
 VOTED = {
     "signsgd": method(baselines.signsgd, reference.local_momentum(0, 0)),
     "signum": method(
@@ -84,12 +89,15 @@ VOTED = {
         baselines.qsgd, reference_baselines.qsgd(2, 5, 0.5, "l2"), 2, 0.5, 5, "l2",
         wire=TWO_PHASE,
     ),
+    "diloco, 1 bit": outer(0.5, 1),
+    "diloco, 4 bits": outer(0.5, 4, error_dtype=jnp.bfloat16),
+    "diloco, 8 bits": outer(0, 8),
 }  # fmt: skip
 STORIES = {  # by the number of workers
-    1: ("ef_signsgd", "terngrad", "qsgd, l2"),
-    2: ("ef_signsgd, bfloat16", "terngrad"),
-    3: ("ef_signsgd", "terngrad, clipped", "qsgd, l2"),
-    8: ("signsgd", "signum", "ef_signsgd", "terngrad, clipped", "qsgd"),
+    1: ("ef_signsgd", "terngrad", "qsgd, l2", "diloco, 1 bit"),
+    2: ("ef_signsgd, bfloat16", "terngrad", "diloco, 8 bits"),
+    3: ("ef_signsgd", "terngrad, clipped", "qsgd, l2", "diloco, 4 bits"),
+    8: ("signsgd", "signum", "ef_signsgd", "terngrad, clipped", "qsgd", "diloco, 1 bit"),
 }
 
 
@@ -115,13 +123,15 @@ def test_with_workers_that_abstain_it_is_the_reference_bit_for_bit(run_workers, 
         assert (abstained == [0, 1, 1, workers, 0, 0]).all()
         if name.startswith("sign"):
             assert_statistics(state[0], want)
-        if name.startswith("ef") and workers > 1:
-            assert_equal(state[1].error, want.error)
-            owner = in_rows(state[1].owner[0].value.error, TWO_PHASE)
+        if name.startswith(("ef", "diloco")) and workers > 1:
+            votes = state[1 if name.startswith("ef") else 0]
+            assert_equal(votes.error, want.error)
+            owner = in_rows(votes.owner[0].value.error, TWO_PHASE)
             assert_equal(owner[:, : want.owner.shape[1]], want.owner)
             assert not owner[:, want.owner.shape[1] :].any()
             # Of two workers one has nothing to say of a row, so all magnitudes are equal there.
             assert np.abs(owner).max() > 0 or workers == 2
+            assert {str(x.dtype) for x in votes.error.values()} == {str(owner.dtype)}
 
 
 def test_leaves_of_mixed_precision(run_workers):
@@ -163,6 +173,7 @@ MEANS = {
     "sgd, nesterov": method(
         baselines.sgd, reference_baselines.averaged(optax.trace(0.5, True)), 0.5, True
     ),
+    "diloco": outer(0.5, None),
     "sgd, no momentum": method(
         baselines.sgd, reference_baselines.averaged(optax.identity()), 0.0
     ),
@@ -203,6 +214,7 @@ ALONE = {
     "terngrad": (baselines.terngrad(0.25, 0.5, axis_name=AXIS), optax.sgd(0.25, 0.5)),
     "qsgd": (baselines.qsgd(0.25, momentum=0.5, axis_name=AXIS), optax.sgd(0.25, 0.5)),
     "sgd": (baselines.sgd(0.25, 0.5, True, axis_name=AXIS), optax.sgd(0.25, 0.5, True)),
+    "diloco": (baselines.diloco(0.25, 0.5, 3, axis_name=AXIS), optax.sgd(0.25, 0.5, True)),
 }
 
 
@@ -250,13 +262,19 @@ def test_feedback_loses_nothing(run_workers):
     """All updates, and what workers and owners still owe, add up to all gradients."""
     params = zeros({"w": (130,), "scalar": ()})
     story = Story(integers(params, 12, 8), np.zeros((12, 8), bool))
-    tx = baselines.ef_signsgd(0.25, axis_name=AXIS)
-    got, state = run_workers({0: tx}, params, *story)[0]
-    owed = in_rows(state[1].owner[0].value.error, TWO_PHASE)[-1].reshape(-1)
+    txs = {p: baselines.diloco(1.0, 0.0, p, axis_name=AXIS) for p in (1, 3, 8)}
+    txs[0] = baselines.ef_signsgd(0.25, axis_name=AXIS)
+    for p, (got, state) in run_workers(txs, params, *story).items():
+        rate, votes = (1, state[0]) if p else (0.25, state[1])
+        loses_nothing(got, story.grads, votes, rate, back=-1 if p else 1)
+
+
+def loses_nothing(got, grads, votes, rate, back):
+    owed = back * in_rows(votes.owner[0].value.error, TWO_PHASE)[-1].reshape(-1)
     owed = {"scalar": owed[0], "w": owed[128 : 128 + 130]}  # a leaf takes whole rows
-    for name in params:
-        late = state[1].error[name][-1].mean(0) + owed[name]
-        all_ = -0.25 * story.grads[name].mean(1).sum(0)
+    for name in got:
+        late = back * votes.error[name][-1].mean(0) + owed[name]
+        all_ = -rate * grads[name].mean(1).sum(0)
         # Twelve steps add some bits to those of the integers; a scale that was lost would be 0.1.
         np.testing.assert_allclose(got[name].sum(0) + late, all_, rtol=0, atol=1e-4)
 
@@ -442,6 +460,8 @@ SENT = {
     "terngrad": (baselines.terngrad, {"clip": None}),
     "qsgd": (baselines.qsgd, {"bits": 2, "momentum": 0.5}),
     "qsgd, two-phase": (baselines.qsgd, {"bits": 3, "wire": TWO_PHASE}),
+    "diloco": (baselines.diloco, {}),
+    "diloco, 4 bits": (baselines.diloco, {"bits": 4}),
 }
 
 
@@ -477,6 +497,8 @@ PAPERS = {  # bits that each worker sends for a parameter of a large model
     "terngrad": lambda w: (w - 1) / w * (2 + (2 * w).bit_length()),
     "qsgd": lambda w: (w - 1) * (2 + 16 / 128),
     "qsgd, two-phase": lambda w: (w - 1) / w * (3 + 16 / 128 + 32),
+    "diloco": lambda w: 2 * (w - 1) / w * 32,
+    "diloco, 4 bits": lambda w: (w - 1) / w * 2 * (4 + 16 / 128),
 }
 
 
@@ -491,7 +513,7 @@ def test_large_models_cost_what_the_papers_say(name):
     assert lc.traffic.of(tx, shapes, 1).sent_bytes == 0
 
 
-@pytest.mark.parametrize("name", ["ef_signsgd", "terngrad", "qsgd, two-phase"])
+@pytest.mark.parametrize("name", ["ef_signsgd", "terngrad", "qsgd, two-phase", "diloco, 4 bits"])
 def test_only_packed_words_cross_the_workers_axis_where_leaves_are_cut(name):
     make, options = SENT[name]
     tx = make(1e-2, axis_name=AXIS, **options)
@@ -598,6 +620,11 @@ BAD = [
     (baselines.qsgd, {"wire": lc.wires.all_reduce()}, "give up=dense"),
     (baselines.ef_signsgd, {"error_dtype": jnp.int8}, "floating dtype"),
     (baselines.signsgd, {"wire": lc.wires.all_reduce()}, "give up=dense"),
+    (baselines.diloco, {"momentum": 1.0}, "momentum=1.0"),
+    (baselines.diloco, {"bits": 0}, "1 to 8 bits"),
+    (baselines.diloco, {"bits": 9}, "1 to 8 bits"),
+    (baselines.diloco, {"bits": 4.0}, "1 to 8 bits"),
+    (baselines.diloco, {"bits": 4, "error_dtype": jnp.int8}, "floating dtype"),
 ]
 
 
@@ -632,6 +659,10 @@ MISFITS = [
     ({**FEEDBACK, "down": lc.decide.floats()}, "scaled_signs"),
     ({**FEEDBACK, "down": SCALED, "up": lc.quantize.dense()}, r"midrise\(p\)"),
     ({"down": SCALED}, "feedback_at_owner"),
+    (
+        {**FEEDBACK, "down": lc.decide.scaled(2)},
+        r"down=scaled\(2\) does not fit .* of as many bits",
+    ),
     ({"down": TOTAL}, "no code for zero"),
     ({"up": quantize.levels(4), "owner": FEEDBACK["owner"], "down": TOTAL}, "total"),
 ]
@@ -766,7 +797,7 @@ def test_two_levels_that_a_baseline_cannot_serve_are_refused(make):
     assert optax.tree.get(state.opt_state, "abstained").shape == ()
 
 
-MASKED = [*MAKERS, baselines.dgc]
+MASKED = [make for make in (*MAKERS, baselines.dgc) if make is not baselines.diloco]
 
 
 @pytest.mark.parametrize("make", MASKED)

@@ -488,6 +488,7 @@ def test_error_feedback_keeps_the_codes_and_names_the_dtype():
         (lc.decide.total(), 4),
         (lc.decide.floats(), 1),
         (lc.decide.scaled_signs(), 1),
+        (lc.decide.scaled(5), 5),
     ],
     ids=lambda x: getattr(x, "name", None),
 )

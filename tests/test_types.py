@@ -97,6 +97,11 @@ METHODS = {
         "owner": D.feedback_at_owner(),
         "down": D.scaled_signs(),
     },
+    "feedback both ways, 4 bits": {
+        "up": Q.error_feedback(Q.midrise(4)),
+        "owner": D.feedback_at_owner(p=4),
+        "down": D.scaled(4),
+    },
 }
 
 

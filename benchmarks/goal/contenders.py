@@ -147,8 +147,12 @@ RANKS = (Choice(5e-4, 4), Choice(1e-3, 4), Choice(1e-3, 1), Choice(1e-3, 16), Ch
 CONTENDERS: dict[str, Contender] = {
     one.name: one
     for one in (
-        Contender("Lion, float32", "2302.06675", LION, dense(baselines.lion, LION_BETAS, jnp.float32)),
-        Contender("AdamW, float32", "1711.05101", ADAM, dense(baselines.adamw, ADAM_BETAS, jnp.float32)),
+        Contender(
+            "Lion, float32", "2302.06675", LION, dense(baselines.lion, LION_BETAS, jnp.float32)
+        ),
+        Contender(
+            "AdamW, float32", "1711.05101", ADAM, dense(baselines.adamw, ADAM_BETAS, jnp.float32)
+        ),
         Contender("1-bit vote", "2404.00438", LION, votes(lc.lion_cub)),
         Contender("owner, 3 bits", "ours", LION, votes(lc.owner_lion)),
         Contender("owner, 1 bit rotated", "ours", LION, votes(lc.owner_lion, quantizer=ROTATED)),

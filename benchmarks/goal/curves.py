@@ -77,7 +77,9 @@ class Trainer:
         steps_alone = {} if recipe.local is None else {"local_steps": recipe.local_steps}
         self._step = lc.make_train_step(loss, recipe.tx, workers, **alone, **steps_alone)
         self._cut = NamedSharding(mesh, P(AXIS))
-        self._mine = [i for i, d in enumerate(mesh.devices.flat) if d.process_index == jax.process_index()]
+        self._mine = [
+            i for i, d in enumerate(mesh.devices.flat) if d.process_index == jax.process_index()
+        ]
         self.local_steps, self._seed, self._taken = recipe.local_steps, seed, 0
         text = corpus.standard_library()
         self._text = text.train
@@ -89,7 +91,11 @@ class Trainer:
     def step(self) -> None:
         """One call of the training step: ``local_steps`` steps of each worker."""
         steps = range(self._taken, self._taken + self.local_steps)
-        draws = [corpus.draw(self._text, BATCH, CONTEXT, (self._seed, i, t)) for i in self._mine for t in steps]
+        draws = [
+            corpus.draw(self._text, BATCH, CONTEXT, (self._seed, i, t))
+            for i in self._mine
+            for t in steps
+        ]
         batch = jax.make_array_from_process_local_data(self._cut, np.concatenate(draws))
         self._state, _ = self._step(self._state, batch)
         self._taken += self.local_steps
@@ -122,4 +128,9 @@ def train(mesh: Mesh, contender: Contender, run: Run) -> dict[str, Any]:
         if call in ends:
             taken.append(call * trainer.local_steps)
             losses.append(float(f"{trainer.loss():.5g}"))
-    return {**run._asdict(), "taken": taken, "loss": losses, "seconds": round(time.perf_counter() - began, 1)}
+    return {
+        **run._asdict(),
+        "taken": taken,
+        "loss": losses,
+        "seconds": round(time.perf_counter() - began, 1),
+    }

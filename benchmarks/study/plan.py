@@ -167,7 +167,6 @@ class Study:
                     for rate in self.rates(method):
                         yield self._spec("betas", task, method, TUNED_AT, seed, rate=rate)
 
-
     def _peers(self) -> Iterator[Spec]:
         for task in self._tasks:
             for workers in WORKERS:

@@ -1,6 +1,7 @@
 """What Lion by votes is compared with, behind the same interface."""
 
 from lioncub_jax.baselines.dgc import dgc
+from lioncub_jax.baselines.diloco import diloco
 from lioncub_jax.baselines.methods import (
     adamw,
     ef_signsgd,
@@ -17,6 +18,7 @@ from lioncub_jax.baselines.powersgd import powersgd
 __all__ = [
     "adamw",
     "dgc",
+    "diloco",
     "ef_signsgd",
     "lion",
     "one_bit_adam",

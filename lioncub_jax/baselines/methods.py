@@ -10,6 +10,7 @@
 | `terngrad` | -1, 0 or +1 at random: 2 bits | the planes of the sum | Wen et al., arXiv 1705.07878 |
 | `qsgd` | p bits at random and a norm for each row of 128 | (all-gather), or floats | 1610.02132 |
 | `powersgd` | two factors of each matrix, float32 | (all-reduces) their means | 1905.13727 |
+| `diloco` | how far it came in H steps: float32, or p bits and feedback | the mean, the same | 2311.08105 |
 
 Weight decay is decoupled in all of them, ``p -= lr (u + wd p)``, as in Lion, so that a comparison
 changes one thing; in `powersgd` it is that of the transform. The decay of SGD with momentum m in other
@@ -74,7 +75,7 @@ def sgd(
       >>> tx = baselines.sgd(0.1, weight_decay=5e-4, axis_name="data")
     """
     checks.check_betas(momentum=momentum)
-    tx = descending(_trace(momentum, nesterov), learning_rate, weight_decay, mask)
+    tx = descending(trace(momentum, nesterov), learning_rate, weight_decay, mask)
     return global_gradients(tx, axis_name, dtype)
 
 
@@ -308,7 +309,7 @@ def terngrad(
     mean = in_shared_units(
         communicate(axis_name=axis, memory=nothing(), up=codes, down=decide.total()), axis, clip
     )
-    chain = optax.chain(mean, _alike(_trace(momentum), axis))
+    chain = optax.chain(mean, alike(trace(momentum), axis))
     return mean.around(descending(chain, learning_rate, weight_decay, mask))
 
 
@@ -358,14 +359,15 @@ def qsgd(
         group_axis=group,
         memory=nothing(),
         up=quantize.levels(bits, norm=norm, rounding=rounding),
-        owner=decide.momentum_at_owner(_trace(momentum), dominance=jnp.inf),
+        owner=decide.momentum_at_owner(trace(momentum), dominance=jnp.inf),
         down=decide.floats(),
         wire=wires.gathered() if wire is None else wire,
     )
     return mean.around(descending(mean, learning_rate, weight_decay, mask))
 
 
-def _trace(momentum: Any, nesterov: bool = False) -> optax.GradientTransformation:
+def trace(momentum: Any, nesterov: bool = False) -> optax.GradientTransformation:
+    """Momentum, of which 0 keeps none."""
     none = isinstance(momentum, (int, float)) and momentum == 0
     return optax.identity() if none else optax.trace(momentum, nesterov)
 
@@ -379,7 +381,7 @@ def _decay(learning_rate: optax.ScalarOrSchedule, weight_decay: Any) -> Any:
     return lambda count: -lr(count) * share(count)
 
 
-def _alike(
+def alike(
     tx: optax.GradientTransformation, axis_name: AxisName
 ) -> optax.GradientTransformationExtraArgs:
     """Runs a transform of what is agreed on from state that is the same on every worker."""

@@ -554,7 +554,8 @@ def check_same_model(name: str, saved: Layout, target: Layout) -> None:
     problems.sort(key=lambda text: "state.params" not in text)  # the rest follows from them
     if problems:
         more = f", and {len(problems) - 4} more" if len(problems) > 4 else ""
-        of = "optimizer" if all("state.opt_state" in p for p in problems) else "model"
+        optimizers = "state.opt_state", "state.local_state"
+        of = "optimizer" if all(any(o in p for o in optimizers) for p in problems) else "model"
         raise ValueError(
             f"{name} is of another {of}: {'; '.join(problems[:4])}{more}. Restore with the model and "
             "the optimizer it was saved with"

@@ -23,8 +23,8 @@ with `reference` only, whose rules hold for the buffer, the codes, and who takes
   not finite is as with nobody there.
 * **One worker** quantises nothing.
 
-Each function returns a ``reference.Simulator``; all but `ef_signsgd` and `diloco`, which need the learning rate themselves,
-fit ``reference.optimizer(simulator, learning_rate, weight_decay, mask)``.
+Each function returns a ``reference.Simulator``; all but `ef_signsgd` and `diloco`, which need the
+learning rate themselves, fit ``reference.optimizer(simulator, learning_rate, weight_decay, mask)``.
 """
 
 from collections.abc import Callable

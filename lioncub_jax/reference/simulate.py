@@ -136,8 +136,8 @@ def step(
 ) -> tuple[Simulated, jax.Array]:
     """One step of all workers: ``(run, losses float32[W])``; a pure function, for ``jit`` and ``scan``.
 
-    With ``local`` each worker first takes ``local_steps`` steps of its own, and the simulator gets, in place
-    of gradients, the parameters before minus those after.
+    With ``local`` each worker first takes ``local_steps`` steps of its own, and the simulator gets, in
+    place of gradients, the parameters before minus those after.
 
     Args:
       loss_fn: ``(params, batch, rng) -> loss`` of one worker; where it is not finite, the worker abstains.

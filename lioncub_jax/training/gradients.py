@@ -241,12 +241,12 @@ def local_gradients(
             add, carry, (jnp.arange(accumulate), parts)
         )
         grads = jax.tree.map(lambda g: g / accumulate, total)
-        return (jnp.mean(losses), (jax.tree.map(_over_parts, auxes), model_state)), grads
+        return (jnp.mean(losses), (jax.tree.map(over_parts, auxes), model_state)), grads
 
     return value_and_grad if accumulate == 1 else in_parts
 
 
-def _over_parts(x: jax.Array) -> jax.Array:
+def over_parts(x: jax.Array) -> jax.Array:
     """A metric of all parts of a batch: floating numbers averaged, whole ones added, arrays stacked."""
     if x.ndim > 1:
         return x

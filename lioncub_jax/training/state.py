@@ -15,6 +15,7 @@ from lioncub_jax import wires
 from lioncub_jax.mesh.placement import Workers, workers_of
 from lioncub_jax.mesh.specs import specs_of, unboxed
 from lioncub_jax.training import kinds
+from lioncub_jax.training.local import check_local, of_each
 from lioncub_jax.training.step import TrainState, first_opt_state
 from lioncub_jax.training.typed import state_specs
 from lioncub_jax.wires import AxisName
@@ -30,6 +31,7 @@ def init_state(
     specs: Any = None,
     model_state: Any = (),
     rng: jax.Array | None = None,
+    local: optax.GradientTransformation | None = None,
 ) -> TrainState:
     """Places parameters, model state and optimizer state on the mesh.
 
@@ -43,14 +45,17 @@ def init_state(
         ``specs_of(params)``: as they lie already, or as their metadata says.
       model_state: see `TrainState`; every worker gets a copy, with random keys of its own.
       rng: a key, ``jax.random.key(seed)``, or a raw one, which is made typed; seed 0 by default.
+      local: the optimizer of local steps, the one given to `make_train_step`; None without.
 
     Returns:
       A ``TrainState``.
 
     Raises:
-      TypeError: for a mesh that is none, parameters that are no arrays, or an ``rng`` that is no key.
+      TypeError: for a mesh that is none, parameters that are no arrays, an ``rng`` that is no key, or a
+        ``local`` that is no transform.
       ValueError: if the mesh lacks an axis, parameters cannot be cut as the specs say, or processes give
-        different ones (found by a checksum of each array that a process has whole).
+        different ones (found by a checksum of each array that a process has whole); for a ``local`` in
+        which workers talk, and for one of workers in two levels.
 
     Example:
       >>> import jax, jax.numpy as jnp, lioncub_jax as lc
@@ -64,6 +69,7 @@ def init_state(
     Source: this library.
     """
     workers = workers_of(workers, axis_name, group_axis)
+    check_local(local, 1, workers)
     params, cut = _opened(params, specs, workers)
     rng = _typed_key(jax.random.key(0) if rng is None else rng)
     _check_same_on_processes({"params": params, "model_state": model_state, "rng": rng})
@@ -76,8 +82,10 @@ def init_state(
     rng = _on_all(rng, everywhere)
     opt_state, _ = first_opt_state(optax.with_extra_args_support(tx), workers, params, cut)
     step = jax.device_put(jnp.zeros((), jnp.int32), everywhere)
-    own = own_state(model_state, workers)
-    return TrainState(step, params, own, opt_state, jnp.copy(rng))
+    own, local_state = own_state(model_state, workers), ()
+    if local is not None:
+        local_state, _ = first_opt_state(of_each(local, workers), workers, params, cut)
+    return TrainState(step, params, own, opt_state, jnp.copy(rng), local_state)
 
 
 def own_state(model_state: Any, workers: Workers) -> Any:
@@ -170,6 +178,7 @@ def abstract_state(
     group_axis: AxisName | None = None,
     specs: Any = None,
     model_state: Any = (),
+    local: optax.GradientTransformation | None = None,
 ) -> TrainState:
     """What `init_state` would return, as shapes with shardings: nothing is allocated.
 
@@ -184,6 +193,7 @@ def abstract_state(
       group_axis: as `init_state`.
       specs: as `init_state`.
       model_state: as `init_state`; shapes will do.
+      local: as `init_state`.
 
     Returns:
       A ``TrainState`` of ``jax.ShapeDtypeStruct``.
@@ -200,6 +210,7 @@ def abstract_state(
       (1, 2, 3)
     """
     workers = workers_of(workers, axis_name, group_axis)
+    check_local(local, 1, workers)
     params, cut = _opened(params, specs, workers)
 
     def on(spec: P, x: Any, *lead: int) -> jax.ShapeDtypeStruct:
@@ -208,13 +219,17 @@ def abstract_state(
 
     shaped = partial(jax.tree.map, on)
     params = shaped(cut, params)
-    tx = optax.with_extra_args_support(tx)
-    made = jax.eval_shape(lambda params: first_opt_state(tx, workers, params, cut)[0], params)
-    opt_state = shaped(workers.laid(state_specs(tx, workers, params, cut), made), made)
+
+    def first(tx: Any) -> Any:
+        made = jax.eval_shape(lambda params: first_opt_state(tx, workers, params, cut)[0], params)
+        return shaped(workers.laid(state_specs(tx, workers, params, cut), made), made)
+
+    opt_state = first(optax.with_extra_args_support(tx))
+    local_state = () if local is None else first(of_each(local, workers))
     own = jax.tree.map(lambda x: on(P(workers.axes), x, workers.count), model_state)
     step, rng = jax.eval_shape(lambda: (jnp.zeros((), jnp.int32), jax.random.key(0)))
     of_shapes: Any = TrainState
-    return of_shapes(on(P(), step), params, own, opt_state, on(P(), rng))
+    return of_shapes(on(P(), step), params, own, opt_state, on(P(), rng), local_state)
 
 
 def _on_all(x: Any, sharding: NamedSharding) -> jax.Array:

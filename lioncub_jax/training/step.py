@@ -32,6 +32,13 @@ from lioncub_jax.mesh.specs import (
     stacked,
 )
 from lioncub_jax.training import gradients
+from lioncub_jax.training.local import (
+    check_local,
+    check_made,
+    finite,
+    local_differences,
+    of_each,
+)
 from lioncub_jax.training.modules import StatefulLoss
 from lioncub_jax.training.typed import agreed, check_agreed, specs_here, state_specs
 from lioncub_jax.wires import AxisName
@@ -47,6 +54,8 @@ class TrainState(NamedTuple):
         worker's own: leaves ``[workers, ...]``.
       opt_state: the optimizer's state; leaves that differ between workers are ``[workers, ...]``.
       rng: a typed PRNG key, replicated; each step and worker folds its own from it.
+      local_state: of the optimizer of local steps, each worker's own: leaves ``[workers, ...]``. Apart from
+        ``opt_state``, whose transform does not know of it; ``()`` without, as in older checkpoints.
 
     Source: this library; see `init_state` for an example.
     """
@@ -56,11 +65,12 @@ class TrainState(NamedTuple):
     model_state: Any
     opt_state: Any
     rng: jax.Array
+    local_state: Any = ()
 
     @staticmethod
     def holders() -> dict[str, Holder]:
         """Whose the fields are, for checkpoints."""
-        return {"model_state": Holder.WORKER}
+        return {"model_state": Holder.WORKER, "local_state": Holder.WORKER}
 
 
 def on_mesh(
@@ -261,6 +271,7 @@ class TrainStep:
         accumulate: int,
         donate: bool = True,
         options: dict[str, Any] | None = None,
+        local_steps: int = 1,
     ):
         def traced(state: TrainState, batch: Any, cut: Any) -> Any:
             self.traces += 1
@@ -273,8 +284,9 @@ class TrainStep:
         )
         self._sharding = NamedSharding(workers.mesh, batch_spec)
         pieces = parts(batch_spec, workers.mesh)
-        self._divisor = pieces * accumulate
-        self._why = f"{workers.count} workers, {accumulate} gradient accumulation steps"
+        self._divisor = pieces * local_steps * accumulate
+        local = f"{local_steps} local steps, " if local_steps > 1 else ""
+        self._why = f"{workers.count} workers, {local}{accumulate} gradient accumulation steps"
         if pieces > workers.count:
             self._why += f", and {pieces // workers.count} parts of each worker's by {batch_spec}"
         self._bounded = workers.mesh.devices.flat[0].platform == "cpu"
@@ -337,6 +349,8 @@ def make_train_step(
     group_axis: AxisName | None = None,
     batch_spec: P | None = None,
     accumulate: int = 1,
+    local_steps: int = 1,
+    local: optax.GradientTransformation | None = None,
     donate: bool = True,
     compiler_options: dict[str, Any] | None = None,
 ) -> TrainStep:
@@ -346,6 +360,11 @@ def make_train_step(
     agreed update, and every worker applies it. A worker whose loss is not finite abstains and
     keeps its model state (under `global_gradients` nobody can: a mean takes in everything). Inside a
     worker the compiler shards the model over the inner axes, as the parameters lie.
+
+    With ``local`` each worker first takes ``local_steps`` steps of its own from the common parameters, and
+    hands ``tx`` its parameters before minus those after in place of a gradient, once in a call: so
+    ``global_gradients(optax.sgd(1.0), axis_name)`` is averaging of models, and ``baselines.diloco(...)``
+    is DiLoCo. A worker whose loss or difference is not finite keeps its local state too.
 
     Args:
       loss_fn: ``(params, batch, rng) -> loss`` or ``(loss, aux)``, for plain trees and flax linen; or
@@ -358,24 +377,29 @@ def make_train_step(
         the group) only. The workers' axes come first in its first entry.
       accumulate: parts into which a worker cuts its batch; their gradients are averaged before the
         exchange.
+      local_steps: into how many parts a worker cuts its batch first, each for a step of its own.
+      local: the optimizer of these steps, any optax transform in which workers do not talk; the one
+        given to `init_state`. Its state is each worker's own and stays from call to call, so schedules in
+        it count local steps. In two levels there is none.
       donate: whether a step may write the new state over the old one, which then cannot be used again;
         False keeps old states, and needs memory for two.
       compiler_options: for XLA, as ``jax.jit`` takes them, such as those of `overlap_options`.
 
     Returns:
       ``step(state, batch) -> (state, metrics)``, a `TrainStep`. The batch is a tree of arrays whose first
-      dimension is a multiple of what ``batch_spec`` cuts it into, times ``accumulate``.
+      dimension is a multiple of what ``batch_spec`` cuts it into, times ``local_steps`` and ``accumulate``.
 
       ``metrics`` is a plain dict, ``"loss"`` first, then the entries of an ``aux`` dict by name; an
       ``aux`` that is no dict is the entry ``"aux"``. Numbers are arrays of shape ``[]`` that are the same
       everywhere, for a progress bar or a log: floating ones the mean over the workers, whole ones and
       bools their sum. The loss is not finite if that of one worker is. Arrays come back as they are
-      with a leading ``[workers]`` axis, ``[workers, accumulate]`` if the batch is cut. In two levels each
-      device of a group counts here, not each worker.
+      with a leading ``[workers]`` axis, ``[workers, accumulate]`` if the batch is cut, with ``local``
+      ``[workers, local_steps, ...]``. In two levels each device of a group counts here, not each worker.
 
     Raises:
-      TypeError: for a mesh that is none, or a loss that cannot be called.
-      ValueError: for a mesh without the axis or ``accumulate`` below 1; when called, for a batch that
+      TypeError: for a mesh that is none, a loss that cannot be called, or a ``local`` that is no transform.
+      ValueError: for a mesh without the axis, ``accumulate`` or ``local_steps`` below 1, ``local_steps``
+        without ``local``, or a ``local`` in which workers talk; when called, for a batch that
         does not divide, a state that was given to an earlier step or is another optimizer's, or an
         optimizer whose update differs between workers.
 
@@ -395,6 +419,7 @@ def make_train_step(
     """
     workers = workers_of(workers, axis_name, group_axis)
     checks.check_count(f"accumulate={accumulate!r}", accumulate)
+    check_local(local, local_steps, workers)
     batch_spec = P(workers.axes) if batch_spec is None else batch_spec
     check_batch_spec(batch_spec, workers.mesh, workers.axes)
     if not callable(loss_fn) and not isinstance(loss_fn, StatefulLoss):
@@ -403,13 +428,16 @@ def make_train_step(
             "from_nnx returns one as the first of three"
         )
     of_worker = gradients.local_gradients(loss_fn, workers.axes, accumulate)
+    of_worker = local_differences(of_worker, local, workers.axes, local_steps)
     own = P(workers.axes)
 
-    def worker(params: Any, model_state: Any, batch: Any, rng: Any, count: Any) -> Any:
+    def worker(params: Any, kept: Any, batch: Any, rng: Any, count: Any) -> Any:
         rng = jax.random.fold_in(jax.random.fold_in(rng, count), wires.worker_index(workers.axes))
-        before = jax.tree.map(lambda x: x[0], model_state)
+        before = jax.tree.map(lambda x: x[0], kept)
         (loss, (aux, after)), grads = of_worker(params, before, batch, rng)
         abstains = ~jnp.isfinite(loss)
+        if local is not None:
+            abstains |= ~finite(grads)
         after = jax.tree.map(partial(jnp.where, abstains), before, after)
         each = wires.varying((grads, after, abstains), workers.axes)
         metrics = gradients.reduce_metrics(loss, aux, workers.axes)
@@ -417,19 +445,28 @@ def make_train_step(
 
     def step(state: TrainState, batch: Any, cut: Any) -> tuple[TrainState, dict[str, Any]]:
         cut = workers.cut(state.params, cut)
-        in_specs = cut, own, batch_spec, P(), P()
-        out_specs = stacked(cut, workers.axes), own, own, own, P(), P()
-        run = workers.map(worker, in_specs, out_specs, explicit=False, typed=False)
         params, opt_state = state.params, state.opt_state
-        grads, model_state, abstains, *metrics = run(
-            params, state.model_state, batch, state.rng, state.step
-        )
+        held, kept = _kept(state, local, workers, cut)
+        in_specs = cut, held, batch_spec, P(), P()
+        out_specs = stacked(cut, workers.axes), held, own, own, P(), P()
+        run = workers.map(worker, in_specs, out_specs, explicit=False, typed=False)
+        grads, kept, abstains, *metrics = run(params, kept, batch, state.rng, state.step)
         updates, opt_state = _update(tx, workers, cut, grads, opt_state, params, abstains)
         params = workers.hold(optax.apply_updates(params, updates), cut)
-        new = TrainState(state.step + 1, params, model_state, opt_state, state.rng)
+        new = TrainState(state.step + 1, params, kept[0], opt_state, state.rng, kept[1])
         return new, gradients.joined(*metrics)
 
-    return TrainStep(step, workers, batch_spec, accumulate, donate, compiler_options)
+    return TrainStep(step, workers, batch_spec, accumulate, donate, compiler_options, local_steps)
+
+
+def _kept(state: TrainState, local: Any, workers: Workers, cut: Any) -> tuple[Any, Any]:
+    """What workers keep from step to step, the model's state and the local one; and how it lies."""
+    check_made(state.local_state, local)
+    own, held = P(workers.axes), ()
+    if local is not None:
+        held = state_specs(of_each(local, workers), workers, state.params, cut)
+        _check_state(state.local_state, held, workers, name="local_state")
+    return (own, held), (state.model_state, state.local_state)
 
 
 def _check_gradients(updates: Any, params: Any, workers: Workers) -> None:
@@ -454,7 +491,9 @@ def _check_gradients(updates: Any, params: Any, workers: Workers) -> None:
             )
 
 
-def _check_state(state: Any, specs: Any, workers: Workers, here: bool = False) -> None:
+def _check_state(
+    state: Any, specs: Any, workers: Workers, here: bool = False, name: str = "state"
+) -> None:
     """Raises ``ValueError`` for a state that another optimizer made, or for other workers."""
     advice = "make the state by init_state or init of this optimizer, with the same parameters and workers"
     flat = jax.tree.leaves(specs)
@@ -462,7 +501,7 @@ def _check_state(state: Any, specs: Any, workers: Workers, here: bool = False) -
     try:
         parts = structure.flatten_up_to(state)
     except ValueError as error:
-        raise ValueError(f"the state is not one of this optimizer: {advice}") from error
+        raise ValueError(f"the {name} is not one of this optimizer: {advice}") from error
     for spec, part in zip(flat, parts, strict=True):
         if not workers.stacks(spec):
             continue
@@ -472,7 +511,7 @@ def _check_state(state: Any, specs: Any, workers: Workers, here: bool = False) -
         for x in jax.tree.leaves(part):
             if jnp.shape(x)[:1] != (holders,):
                 raise ValueError(
-                    f"the state has an array of shape {jnp.shape(x)} where {holders} workers have "
+                    f"the {name} has an array of shape {jnp.shape(x)} where {holders} workers have "
                     f"one each: {advice}"
                 )
 
