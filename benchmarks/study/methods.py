@@ -11,9 +11,30 @@ import lioncub_jax as lc
 from lioncub_jax import baselines, reference
 from lioncub_jax.reference import baselines as reference_baselines
 from study.builders import (
-    DECAY, GRADIENTS, LIGHT_DECAY, MEANS, NOISY_GRADIENTS, PLAIN_GRADIENTS, VOTES, Betas, Method,
-    averaged, descending, at_owner, baseline, full_precision, leaves_named, local, owner_with_feedback,
-    sparse, synced, ties_up, vote_by_leaf, vote_of, vote_with_feedback, with_betas,
+    DECAY,
+    GRADIENTS,
+    LIGHT_DECAY,
+    MEANS,
+    NOISY_GRADIENTS,
+    PLAIN_GRADIENTS,
+    VOTES,
+    Betas,
+    Method,
+    at_owner,
+    averaged,
+    baseline,
+    descending,
+    full_precision,
+    leaves_named,
+    local,
+    owner_with_feedback,
+    sparse,
+    synced,
+    ties_up,
+    vote_by_leaf,
+    vote_of,
+    vote_with_feedback,
+    with_betas,
 )  # fmt: skip
 from study.candidates import CANDIDATES
 from study.peers import PEERS
