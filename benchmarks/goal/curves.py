@@ -6,7 +6,7 @@ same windows at the same step of a worker, whoever takes steps alone.
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,10 +21,10 @@ from jax.sharding import PartitionSpec as P
 from race.model import BATCH, CONTEXT, MODEL
 
 import lioncub_jax as lc
-from goal.contenders import AXIS, Choice, Contender
+from goal.contenders import AXIS, Contender, Recipe
 
-POINTS = 20  # of a curve
-WINDOWS = 96  # of validation text
+POINTS = 16  # of a curve
+WINDOWS = 64  # of validation text
 STEPS_UP = 0.05  # of a run, in which the rate rises
 
 
@@ -60,15 +60,19 @@ def schedule(rate: float, steps: int) -> Callable[[Any], Any]:
     return at
 
 
+def mesh_of(devices: Sequence[Any]) -> Mesh:
+    """A worker for each device."""
+    return Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
+
+
 class Trainer:
-    """A contender on a mesh, one worker for each device.
+    """A recipe on a mesh, one worker for each device.
 
     Attributes:
       local_steps: steps of a worker in one call.
     """
 
-    def __init__(self, mesh: Mesh, contender: Contender, choice: Choice, steps: int, seed: int):
-        recipe = contender.make(schedule(choice.rate, steps), steps, choice.option)
+    def __init__(self, mesh: Mesh, recipe: Recipe, seed: int):
         model = GPT(**MODEL, rngs=nnx.Rngs(seed))
         loss, params, model_state = lc.from_nnx(model, next_byte_loss)
         alone = {} if recipe.local is None else {"local": recipe.local}
@@ -117,9 +121,9 @@ def _bits_per_byte(graph: Any, rest: Any, params: Any, windows: jax.Array) -> ja
 
 
 def train(mesh: Mesh, contender: Contender, run: Run) -> dict[str, Any]:
-    """Trains, and returns what a row says about it: the loss after each twentieth of the steps."""
-    choice = Choice(run.rate, run.option)
-    trainer = Trainer(mesh, contender, choice, run.steps, run.seed)
+    """Trains, and returns what a row says about it: the loss at some points."""
+    recipe = contender.make(schedule(run.rate, run.steps), run.steps, run.option)
+    trainer = Trainer(mesh, recipe, run.seed)
     calls, began = run.steps // trainer.local_steps, time.perf_counter()
     ends = sorted({round(calls * (n + 1) / POINTS) for n in range(POINTS)} - {0})
     taken, losses = [], []
