@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 from gpt import corpus
 from gpt.model import GPT, next_byte_loss
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from race.model import BATCH, CONTEXT, MODEL
 
