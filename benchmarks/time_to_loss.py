@@ -3,10 +3,10 @@
     python benchmarks/time_to_loss.py [--part tuning curves times confirm] [--torch]
     python benchmarks/time_to_loss.py --again            # sums up the committed rows, measures nothing
 
-The goal is the validation loss at which float32 Lion stands after 60, 80 and 100 % of its run, on the GPT of
-7.3 million parameters of the race: 4 workers, 2 windows of 64 bytes each. Every contender is tuned over four
-choices (learning rates; of PowerSGD ranks too, of DiLoCo how many steps a worker takes alone), by the
-loss at the end of a run with a seed that nothing else uses. Then:
+The goal is the validation loss at which float32 Lion stands after 60, 80 and 100 % of its run, on the GPT
+of 7.3 million parameters of the race: 4 workers, 2 windows of 64 bytes each. Every contender is tuned
+over four choices (learning rates; of PowerSGD ranks too, of DiLoCo how many steps a worker takes alone),
+by the loss at the end of a run with a seed that nothing else uses. Then:
 
 * "curves": three seeds of the best choice by the real training step; who does not reach the goal gets runs
   half as long again, with a schedule of that length. Steps to a goal are those of the mean curve.
@@ -23,13 +23,15 @@ from typing import Any
 import jax
 import report
 from goal import curves, lab, rows, summary
-from goal.contenders import CONTENDERS, Choice, contender_named
+from goal.contenders import CONTENDERS, contender_named
 from goal.curves import Run
+from goal.summary import SHARES, STEPS
+from rich.console import Console
 
 ROWS = Path(__file__).parent / "results" / "time_to_loss.jsonl"
 DOCS = Path(__file__).parents[1] / "docs"
 PARTS = ("tuning", "curves", "times", "confirm")
-WORKERS, STEPS, LONGER = 4, 384, 576  # steps that every number of steps alone divides
+WORKERS = 4
 TUNING_SEED, SEEDS = 1000, (0, 1, 2)
 
 
@@ -40,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
             PARTS_RUN[part](args)
     found = rows.read(args.save)
     summed = summary.summed(found)
-    summary.show(summed)
+    summary.show(summed, Console())
     if args.figures:
         summary.draw(found, args.figures)
     report.finish({"benchmark": "time_to_loss", **summed.keys}, None)
@@ -79,7 +81,7 @@ def run_tuning(args: argparse.Namespace) -> None:
 
 def run_curves(args: argparse.Namespace) -> None:
     """At the best choice; longer ones of who has not reached the goal."""
-    for steps in (STEPS, LONGER):
+    for steps in summary.LENGTHS:
         found, wanted = rows.read(args.save), []
         for name in args.contender:
             if steps == STEPS or not summary.reached(found, name):
@@ -112,7 +114,7 @@ def run_times(args: argparse.Namespace) -> None:
         stages = dict.fromkeys(stage for _, stage in CONTENDERS[name].stages(STEPS, option))
         entries += [lab.Entry(name, stage, option) for stage in stages]
     for rate in args.rates:
-        for row in lab.timed(entries, rate, WORKERS, args.torch):
+        for row in lab.timed(entries, rate, WORKERS):
             rows.append(args.save, row | report.provenance())
 
 
@@ -121,8 +123,10 @@ def run_confirm(args: argparse.Namespace) -> None:
     found = rows.read(args.save)
     for rate in args.rates:
         for name in summary.to_confirm(found, rate):
-            choice = summary.best_choice(found, name)
-            row = lab.confirmed(name, Choice(*choice), summary.plan_of(found, name), rate, WORKERS)
+            loss, share = summary.goals(found)[SHARES[-1]], SHARES[-1]
+            way = summary.reach(found, name, loss)
+            goal = lab.Goal(share, loss, way.length, SEEDS[0])
+            row = lab.confirmed(name, summary.best_choice(found, name), goal, rate, WORKERS)
             rows.append(args.save, row | report.provenance())
 
 

@@ -80,6 +80,7 @@ class Trainer:
         self._state = lc.init_state(recipe.tx, params, workers, model_state=model_state, **alone)
         steps_alone = {} if recipe.local is None else {"local_steps": recipe.local_steps}
         self._step = lc.make_train_step(loss, recipe.tx, workers, **alone, **steps_alone)
+        self._tx, self._workers = recipe.tx, workers.count
         self._cut = NamedSharding(mesh, P(AXIS))
         self._mine = [
             i for i, d in enumerate(mesh.devices.flat) if d.process_index == jax.process_index()
@@ -104,6 +105,16 @@ class Trainer:
         self._state, _ = self._step(self._state, batch)
         self._taken += self.local_steps
 
+    def step_and_wait(self) -> None:
+        """The same, until it is done."""
+        self.step()
+        jax.block_until_ready(self._state)
+
+    def predicted_bytes(self) -> float:
+        """What a worker should send in a call, on a CPU, when the first stages are over."""
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._state.params)
+        return lc.traffic.of(self._tx, shapes, self._workers, platform="cpu").sent_bytes
+
     def loss(self) -> float:
         """Bits per byte of the validation windows."""
         return float(self._loss(self._state.params, self._windows))
@@ -120,21 +131,27 @@ def _bits_per_byte(graph: Any, rest: Any, params: Any, windows: jax.Array) -> ja
     return next_byte_loss(model, windows, deterministic=True) / math.log(2)
 
 
+def ends_of(steps: int, alone: int) -> list[int]:
+    """After how many steps of a run the loss is looked at."""
+    calls = steps // alone
+    return [
+        alone * n for n in sorted({round(calls * (n + 1) / POINTS) for n in range(POINTS)} - {0})
+    ]
+
+
 def train(mesh: Mesh, contender: Contender, run: Run) -> dict[str, Any]:
     """Trains, and returns what a row says about it: the loss at some points."""
     recipe = contender.make(schedule(run.rate, run.steps), run.steps, run.option)
     trainer = Trainer(mesh, recipe, run.seed)
-    calls, began = run.steps // trainer.local_steps, time.perf_counter()
-    ends = sorted({round(calls * (n + 1) / POINTS) for n in range(POINTS)} - {0})
-    taken, losses = [], []
-    for call in range(1, calls + 1):
-        trainer.step()
-        if call in ends:
-            taken.append(call * trainer.local_steps)
-            losses.append(float(f"{trainer.loss():.5g}"))
+    ends, began, taken, losses = ends_of(run.steps, trainer.local_steps), time.perf_counter(), 0, []
+    for end in ends:
+        while taken < end:
+            trainer.step()
+            taken += trainer.local_steps
+        losses.append(float(f"{trainer.loss():.5g}"))
     return {
         **run._asdict(),
-        "taken": taken,
+        "taken": ends,
         "loss": losses,
         "seconds": round(time.perf_counter() - began, 1),
     }

@@ -6,8 +6,8 @@ there are more bits, or what the codes are of. For worker i, with ``Q`` the code
     x_i = g_i + e_i;  send Q(x_i);  e_i = keep e_i + gain (x_i - Q(x_i))
 
 ``keep = 0, gain = 1`` is error feedback, a gain below 1 feedback that decays, ``keep = 1 - gain`` feedback
-that is spread over later steps. EF21 (arXiv 2106.05203) has an estimate ``h_i`` in place of the error: it sends
-``Q(g_i - h_i)``, both sides add that to ``h_i``, and the owner goes by the mean of all ``h_i``.
+that is spread over later steps. EF21 (arXiv 2106.05203) has an estimate ``h_i`` in place of the error: it
+sends ``Q(g_i - h_i)``, both sides add that to ``h_i``, and the owner goes by the mean of all ``h_i``.
 """
 
 from collections.abc import Callable
