@@ -33,6 +33,16 @@ def of(codes: Codes) -> Callable[[int], Codes]:
 
 _ROTATED = at_owner("owner, 1 bit, rotated", UP, ROTATED, jnp.bfloat16)
 _ONE = owner_with_feedback(1)
+_FADING = tried("rotated, feedback times 0.7", of(ROTATED), _ONE, gain=0.7)
+
+
+def at_rate(method: Method, factor: float) -> Method:
+    """The same at another learning rate than the one that is given."""
+
+    def simulated(rate: Any, steps: int, betas: Betas) -> Simulator:
+        return method.simulated(lambda t: factor * rate(t), steps, betas)
+
+    return method._replace(label=f"{method.label}, {factor:g} times the rate", simulated=simulated)
 
 
 def in_part(p: int, share: float, late: bool = False) -> Method:
@@ -64,7 +74,19 @@ CANDIDATES: dict[str, Method] = {
     "owner-1-decays-0.95": tried("1 bit, feedback times 0.95", of(ONE), _ONE, gain=0.95),
     "owner-1-decays-0.7": tried("1 bit, feedback times 0.7", of(ONE), _ONE, gain=0.7),
     "rotated-decays-0.95": tried("rotated, feedback times 0.95", of(ROTATED), _ONE, gain=0.95),
-    "rotated-decays-0.7": tried("rotated, feedback times 0.7", of(ROTATED), _ONE, gain=0.7),
+    **{
+        f"rotated-decays-{gain}": tried(
+            f"rotated, feedback times {gain}", of(ROTATED), _ONE, gain=gain
+        )
+        for gain in (0.8, 0.7, 0.6, 0.5)
+    },
+    "rotated-0.7-slower": at_rate(_FADING, 0.75),
+    "rotated-0.7-faster": at_rate(_FADING, 1.25),
+    "rotated-0.7-0.85-0.9": with_betas(_FADING, (0.85, 0.9)),
+    "rotated-0.7-0.8-0.92": with_betas(_FADING, (0.8, 0.92)),
+    "rotated-best-filter": tried(
+        "rotated, feedback 0.4 of what is missed and 0.5 of the last", of(ROTATED), _ONE, gain=0.4, keep=0.5
+    ),
     "rotated-no-feedback": tried("rotated, no feedback", of(ROTATED), _ONE, gain=0.0),
     "rotated-spread": tried(
         "rotated, half of the feedback later", of(ROTATED), _ONE, gain=0.5, keep=0.5
