@@ -410,6 +410,12 @@ def test_feedback_for_codes_that_are_not_decoded():
             lc.quantize.error_feedback(up)
 
 
+@pytest.mark.parametrize("keep", [0, -0.5, 1.5, float("nan"), "half"])
+def test_feedback_of_no_share_of_the_error(keep):
+    with raises(ValueError, f"error_feedback(keep={keep!r})", "above 0 and at most 1"):
+        lc.quantize.error_feedback(lc.quantize.midrise(1), keep=keep)
+
+
 def test_a_rotation_of_codes_that_cannot_be_turned_back():
     one = lc.quantize.midrise(1)
     for up in (
