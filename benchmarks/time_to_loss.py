@@ -5,8 +5,8 @@
 
 The goal is the validation loss at which float32 Lion stands after 60, 80 and 100 % of its run, on the GPT
 of 7.3 million parameters of the race: 4 workers, 2 windows of 64 bytes each. Every contender is tuned
-over four choices (learning rates; of PowerSGD ranks too, of DiLoCo how many steps a worker takes alone),
-by the loss at the end of a run with a seed that nothing else uses. Then:
+over four choices (learning rates; of PowerSGD ranks too, of DiLoCo how many steps a worker takes alone,
+of 1-bit Adam its warm-up), by the loss at the end of a run with a seed that nothing else uses. Then:
 
 * "curves": three seeds of the best choice by the real training step; who does not reach the goal gets runs
   half as long again, with a schedule of that length. Steps to a goal are those of the mean curve.
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> None:
         for part in args.part or PARTS:
             PARTS_RUN[part](args)
     found = rows.read(args.save)
-    summed = summary.summed(found)
+    summed = summary.summed(found, args.goal)
     summary.show(summed, Console())
     if args.figures:
         summary.draw(found, args.figures)
@@ -55,7 +55,9 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--part", nargs="+", choices=PARTS, help="some only, in this order")
     parser.add_argument("--contender", action="append", help="some only")
     parser.add_argument("--rates", nargs="+", default=list(lab.RATES), choices=lab.RATES)
-    parser.add_argument("--torch", action="store_true", help="PyTorch's DDP and PowerSGD too")
+    parser.add_argument(
+        "--goal", type=float, metavar="BITS", help="bits per byte to be reached, one more goal"
+    )
     parser.add_argument("--save", type=Path, default=ROWS, help="file of rows, read and added to")
     parser.add_argument("--again", action="store_true", help="measure nothing: sum up the rows")
     parser.add_argument("--figures", type=Path, help="a folder for time_to_loss.png")
@@ -64,7 +66,9 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
         args.contender = args.contender or list(CONTENDERS)
         for name in args.contender:
             contender_named(name)
-        rows.check(rows.read(args.save), args.save)
+        found = rows.read(args.save)
+        rows.check(found, args.save)
+        summary.check_goal(found, args.goal)
     except ValueError as error:
         parser.error(str(error))
     return args
