@@ -1,6 +1,6 @@
 """Time to loss: the hours that a user buys, and not bits or milliseconds. Who is first at the goal?
 
-    python benchmarks/time_to_loss.py [--part tuning curves times confirm] [--torch]
+    python benchmarks/time_to_loss.py [--part tuning curves times confirm]
     python benchmarks/time_to_loss.py --again            # sums up the committed rows, measures nothing
 
 The goal is the validation loss at which float32 Lion stands after 60, 80 and 100 % of its run, on the GPT

@@ -97,3 +97,13 @@ def finer(codes: Codes, fine: Codes, due: Callable[[Any], Any]) -> Codes:
         return Message(jnp.where(due(t), q, few.q), jnp.where(due(t), many.step, few.step))
 
     return Codes(codes.top, encode, codes.back)
+
+
+def finer_rows(codes: Codes, fine: Codes, share: float) -> Codes:
+    """Other codes for a share of the rows, drawn anew in each step."""
+
+    def encode(x: jax.Array, buffer: lion.Buffer, t: Any) -> Message:
+        drawn = jax.random.uniform(jax.random.fold_in(jax.random.key(0), t), (x.shape[1], 1))
+        return finer(codes, fine, lambda t: drawn < share).encode(x, buffer, t)
+
+    return Codes(codes.top, encode, codes.back)
