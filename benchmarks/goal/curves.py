@@ -110,10 +110,10 @@ class Trainer:
         self.step()
         jax.block_until_ready(self._state)
 
-    def predicted_bytes(self) -> float:
-        """What a worker should send in a call, on a CPU, when the first stages are over."""
+    def predicted_bytes(self, step: int | None = None) -> float:
+        """What a worker should send in a call, on a CPU, after so many steps; None for late ones."""
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._state.params)
-        return lc.traffic.of(self._tx, shapes, self._workers, platform="cpu").sent_bytes
+        return lc.traffic.of(self._tx, shapes, self._workers, platform="cpu", step=step).sent_bytes
 
     def loss(self) -> float:
         """Bits per byte of the validation windows."""

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from race import timing
 
-from goal.contenders import AXIS, CONTENDERS, Choice
+from goal.contenders import AXIS, CONTENDERS, FULL, Choice
 from goal.curves import Trainer, ends_of, mesh_of, schedule
 from goal.lab import Entry, Goal
 
@@ -44,7 +44,10 @@ def take_turns(job: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
         recipe = CONTENDERS[entry.contender].timed(entry.stage, entry.option)
         trainer = Trainer(mesh, recipe, seed=0)
         racing[entry.key] = trainer.step_and_wait
-        about[entry.key] = recipe.local_steps, trainer.predicted_bytes()
+        about[entry.key] = (
+            recipe.local_steps,
+            trainer.predicted_bytes(0 if entry.stage == FULL else None),
+        )
     blocks = timing.take_turns(racing, largest(mesh), turns=job["turns"], seconds=job["seconds"])
     return {"blocks": [block._asdict() for block in blocks], "about": about}
 
