@@ -20,6 +20,7 @@ from rich.table import Table
 
 from lioncub_jax import lab, units
 
+PROGRAM = Path(__file__).parent / "race" / "profile_worker.py"
 TRACED = {"XLA_FLAGS": "--xla_cpu_enable_xprof_traceme=true"}
 
 
@@ -47,7 +48,7 @@ def measured(args) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         network = lab.Network(args.workers, units.rate(args.rate))
         options = ["--method", args.method, "--steps", str(args.steps)]
-        session.hold("profile_worker.py", network, folder, *options, environment=TRACED)
+        session.hold(PROGRAM, network, folder, *options, environment=TRACED)
         each = [json.loads(path.read_text()) for path in Path(folder).glob("worker*.json")]
     means = {part: statistics.mean(one.get(part, 0.0) for one in each) for part in each[0]}
     return dict(sorted(means.items(), key=lambda item: -item[1]))

@@ -39,6 +39,7 @@ from lioncub_jax import lab, planner, units
 from lioncub_jax.planner import report as planner_report
 from lioncub_jax.planner.model import FLOAT32, SILENT, Cluster, Host, Link
 
+RACE = Path(__file__).parent / "race"
 UNSHAPED = "unshaped"
 VOTE, OWNER = "1-bit vote", "owner, 3 bits"
 DENSE, ALONE = FLOAT32.name, SILENT.name
@@ -106,7 +107,7 @@ def held(framework: str, workers: int, rate: str, args: Any, cache: str) -> Sess
     bits = None if rate == UNSHAPED else units.rate(rate)
     with tempfile.TemporaryDirectory() as folder:
         options = ["--turns", str(args.turns), "--seconds", str(args.seconds)]
-        network, program = lab.Network(workers, bits), f"{framework}_worker.py"
+        network, program = lab.Network(workers, bits), RACE / f"{framework}_worker.py"
         hold(program, network, folder, *options, environment=environment)
         return results.read(Path(folder), framework, workers, bits)
 

@@ -660,7 +660,8 @@ def uncoded(
             planes = [x.reshape(len(steps), -1) for x in message.planes]
             rows = plan.up.values(planes, steps, steps.shape[1], worker.workers, once=True)
             rows = rotation.turned_back(rows, worker.step) if plan.up.turns else rows
-            missed.append(sent[len(missed)] - layout.undo_rows(rows, piece))
+            error = sent[len(missed)] - layout.undo_rows(rows, piece)
+            missed.append(error if plan.up.keep == 1 else plan.up.keep * error)
     return missed
 
 

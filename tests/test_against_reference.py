@@ -190,9 +190,10 @@ def fed_back(p, dtype):
     return Q.error_feedback(Q.midrise(p), dtype), reference.midrise(p)
 
 
-def turned(p, dtype):
+def turned(p, dtype, keep=1.0):
     up = Q.rotated(Q.midrise(p))
-    return Q.error_feedback(up, dtype) if dtype else up, reference.rotated(reference.midrise(p))
+    up = Q.error_feedback(up, dtype, keep=keep) if dtype else up
+    return up, reference.rotated(reference.midrise(p))
 
 
 OWNED = [
@@ -207,6 +208,7 @@ OWNED = [
     Method(*turned(1, None), MAJORITY, [(TWO_PHASE, (1, 8)), (GATHERED, (3,))]),
     Method(*turned(4, None), TERNARY, [(TWO_PHASE, (3,))], None, 2.0),
     Method(*turned(1, jnp.float32), MAJORITY, [(TWO_PHASE, (3, 8))], jnp.float32),
+    Method(*turned(1, jnp.float32, 0.5), MAJORITY, [(TWO_PHASE, (3, 8))], jnp.float32),
     Method(*turned(2, jnp.bfloat16), FLOATS, [(TWO_PHASE, (3,))], jnp.bfloat16),
     Method(*both("dense", jnp.float32), MAJORITY, [(TWO_PHASE, (1, 2)), (REDUCED, (3,))]),
     Method(*both("dense", jnp.bfloat16), MAJORITY, [(GATHERED, (2,)), (REDUCED, (8,))]),
@@ -265,7 +267,7 @@ def check_owners(run_workers, methods, params, story):
         run_workers,
         lambda m, wire: owner_vote(m.up, wire, dominance=m.dominance, down=m.reply[0]),
         lambda m: reference.momentum_at_owner(
-            0.5, 0.5, None, m.codes, m.feedback, m.dominance, m.reply[1]
+            0.5, 0.5, None, m.codes, m.feedback, m.dominance, m.reply[1], keep=m.up.keep
         ),
         methods, params, story,
     )  # fmt: skip

@@ -314,6 +314,10 @@ MISFITS = {
         {"up": feedback},
         ("error feedback", "no error to feed back", "owner=momentum_at_owner(tx)"),
     ),
+    "votes of turned rows": (
+        {"up": lc.quantize.rotated(lc.quantize.midrise(1))},
+        ("rotated(midrise(1))", "a vote is on each parameter", "owner=momentum_at_owner(tx)"),
+    ),
     "counts at the owner": (
         {"owner": at_owner, "up": feedback, "wire": lc.wires.counts()},
         ("the counts(int8) wire adds codes", "owner=count()", "two_phase"),
@@ -404,6 +408,24 @@ def test_feedback_for_codes_that_are_not_decoded():
     for up in (lc.quantize.integer(8), lc.quantize.ternary(), lc.quantize.dense()):
         with raises(ValueError, f"error_feedback({up.name})", "steps that travel", "midrise(p)"):
             lc.quantize.error_feedback(up)
+
+
+@pytest.mark.parametrize("keep", [0, -0.5, 1.5, float("nan"), "half"])
+def test_feedback_of_no_share_of_the_error(keep):
+    with raises(ValueError, f"error_feedback(keep={keep!r})", "above 0 and at most 1"):
+        lc.quantize.error_feedback(lc.quantize.midrise(1), keep=keep)
+
+
+def test_a_rotation_of_codes_that_cannot_be_turned_back():
+    one = lc.quantize.midrise(1)
+    for up in (
+        lc.quantize.integer(8), lc.quantize.ternary(), lc.quantize.dense(),
+        lc.quantize.rotated(one), lc.quantize.error_feedback(one),
+    ):  # fmt: skip
+        with raises(
+            ValueError, f"rotated({up.name})", "turned back", "error_feedback(rotated(midrise(1)))"
+        ):
+            lc.quantize.rotated(up)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "bool", "complex64"])

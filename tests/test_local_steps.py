@@ -304,6 +304,16 @@ def test_parameters_that_are_cut_train_as_whole_ones(kind):
     ]
 
 
+def test_a_batch_that_is_cut_over_explicit_axes_too():
+    workers = workers_of(2, AxisType.Explicit, fsdp=2)
+    (batch,), ends = batches(1, 2 * 2 * H, workers=2), []
+    for batch_spec in (P(AXIS), P((AXIS, "fsdp"))):
+        state, step = start(average(), workers, accumulate=2, batch_spec=batch_spec)
+        ends.append(step(state, batch))
+    assert_close(ends[0][0].params, ends[1][0].params, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(ends[0][1]["loss"], ends[1][1]["loss"], rtol=1e-5)
+
+
 @pytest.mark.parametrize("bits", [None, 4])
 def test_bfloat16_parameters(bits):
     tx = baselines.diloco(0.7, 0.5, bits, axis_name=AXIS)

@@ -1,6 +1,6 @@
 """Who runs to the loss: every method as its users would write it, with what it is tuned over.
 
-All have six choices to be tuned over, and the same model, data, schedule and decoupled decay.
+All have four choices to be tuned over, and the same model, data, schedule and decoupled decay.
 """
 
 from collections.abc import Callable
@@ -15,8 +15,10 @@ from lioncub_jax import baselines
 AXIS = "data"
 DECAY = 0.1  # decoupled, of all
 LION_BETAS, ADAM_BETAS = (0.9, 0.99), (0.9, 0.99)
-WARMUP = 0.15  # of a run, in full precision: 1-bit Adam's paper takes 15 to 25 %
-FOREVER = 2**30
+FOREVER = 2**30  # steps
+KAPPA = 16  # updates of 0/1 Adam's variance at each gap, the paper's
+OURS = "ours"
+FULL, CODED = "in full precision", "in one bit"  # stages of 1-bit Adam and 0/1 Adam
 
 Schedule = Callable[[Any], Any]  # steps of a worker so far to a learning rate
 
@@ -26,7 +28,7 @@ class Choice(NamedTuple):
 
     Attributes:
       rate: the highest learning rate.
-      option: a rank, or how many steps a worker takes alone; 0 where there is none.
+      option: a rank, steps that a worker takes alone, or steps of a warm-up; 0 where there is none.
     """
 
     rate: float
@@ -53,7 +55,7 @@ class Contender(NamedTuple):
     Attributes:
       name: for tables and rows.
       source: the paper, or "ours".
-      choices: six.
+      choices: four, or none with ``like``.
       make: ``(Schedule, steps, option) -> Recipe``.
       stages: ``(steps, option) -> ((first step, stage), ...)``: where its steps are of several kinds.
       made_in: ``(stage, option) -> Recipe`` whose every step is of that kind, to be timed.
@@ -79,8 +81,8 @@ def rates(*each: float) -> tuple[Choice, ...]:
     return tuple(map(Choice, each))
 
 
-LION = rates(5e-5, 1e-4, 1.5e-4, 2e-4, 3e-4, 6e-4)
-ADAM = rates(2.5e-4, 5e-4, 7.5e-4, 1e-3, 1.5e-3, 2e-3)
+LION = rates(7.5e-5, 1.5e-4, 3e-4, 6e-4)
+ADAM = rates(2.5e-4, 5e-4, 1e-3, 2e-3)
 
 
 def dense(tx: Callable[..., Any], betas: tuple[float, float], dtype: Any) -> Callable[..., Recipe]:
@@ -108,25 +110,28 @@ def adamw(rate: Schedule) -> optax.GradientTransformation:
     return optax.adamw(rate, *ADAM_BETAS, weight_decay=DECAY)
 
 
-def momentum(rate: Schedule) -> optax.GradientTransformation:
-    return optax.chain(optax.trace(0.9), optax.add_decayed_weights(5e-4),
-                       optax.scale_by_learning_rate(rate))  # fmt: skip
-
-
 def one_bit_adam(rate: Schedule, steps: int, option: int) -> Recipe:
-    return Recipe(
-        baselines.one_bit_adam(
-            rate, *ADAM_BETAS, weight_decay=DECAY, warmup=warmup_of(steps), axis_name=AXIS
-        )
+    """Of so many steps in full precision."""
+    check_warmup(option, steps)
+    tx = baselines.one_bit_adam(
+        rate, *ADAM_BETAS, weight_decay=DECAY, warmup=option, axis_name=AXIS
     )
+    return Recipe(tx)
 
 
-def warmup_of(steps: int) -> int:
-    return max(1, round(WARMUP * steps))
+def check_warmup(warmup: int, steps: int) -> None:
+    """Raises ``ValueError`` for a warm-up that a run does not outlast."""
+    if not 1 <= warmup < steps:
+        raise ValueError(
+            f"1-bit Adam with a warm-up of {warmup} steps in a run of {steps}: of those in full precision "
+            f"there is at least one, and not all are: give 1 to {steps - 1}"
+        )
 
 
 def zero_one_adam(rate: Schedule, steps: int, option: int) -> Recipe:
-    return Recipe(baselines.zero_one_adam(rate, *ADAM_BETAS, weight_decay=DECAY, axis_name=AXIS))
+    return Recipe(
+        baselines.zero_one_adam(rate, *ADAM_BETAS, weight_decay=DECAY, kappa=KAPPA, axis_name=AXIS)
+    )
 
 
 def alone_first(bits: int | None) -> Callable[..., Recipe]:
@@ -136,25 +141,81 @@ def alone_first(bits: int | None) -> Callable[..., Recipe]:
     return make
 
 
-FED_BACK = lc.quantize.error_feedback
-ROTATED = FED_BACK(lc.quantize.rotated(lc.quantize.midrise(1)))
-EVERY = (Choice(5e-4, 8), Choice(1e-3, 8), Choice(1e-3, 4), Choice(1e-3, 16), Choice(2e-3, 16),
-         Choice(1e-3, 32))  # fmt: skip
-RANKS = (Choice(5e-4, 4), Choice(1e-3, 4), Choice(1e-3, 1), Choice(1e-3, 16), Choice(2e-3, 4),
-         Choice(5e-4, 16))  # fmt: skip
+def voted_on(rate: Schedule, steps: int, option: int) -> Recipe:
+    """Votes on how far workers came alone; what noise moves in H steps is sqrt(H) times that of one."""
+    tx = lc.lion_cub(
+        lambda calls: option**0.5 * rate(option * calls),
+        *LION_BETAS,
+        weight_decay=0.0,
+        axis_name=AXIS,
+    )
+    return Recipe(tx, option, adamw(rate))
+
+
+ROTATED = lc.quantize.error_feedback(lc.quantize.rotated(lc.quantize.midrise(1)))
+RANKS = Choice(5e-4, 4), Choice(1e-3, 4), Choice(1e-3, 1), Choice(1e-3, 16)
+# Its paper takes 15 to 25 % of a run for the warm-up.
+WARMED = Choice(5e-4, 58), Choice(1e-3, 58), Choice(2e-3, 58), Choice(1e-3, 29)
+EVERY = Choice(5e-4, 8), Choice(1e-3, 8), Choice(1e-3, 16), Choice(1e-3, 32)
+
+
+def adam_stages(steps: int, option: int) -> tuple[tuple[int, str], ...]:
+    return ((0, FULL), (option, CODED))
+
+
+def zero_one_stages(steps: int, option: int) -> tuple[tuple[int, str], ...]:
+    """In full precision at steps 0 to 16, then at every second, 16 times, at every fourth and so on."""
+    full, gap = set(), 1
+    at = 0
+    while at < steps:
+        for _ in range(KAPPA):
+            full.add(at)
+            at += gap
+        gap *= 2
+    changes = [(0, FULL)]
+    for t in range(1, steps):
+        stage = FULL if t in full else CODED
+        if stage != changes[-1][1]:
+            changes.append((t, stage))
+    return tuple(changes)
+
+
+def of_one_bit(stage: str, option: int) -> Recipe:
+    """1-bit Adam that stays in its first stage, or is in its second from the second step on."""
+    return one_bit_adam(lambda count: 1e-4, FOREVER, FOREVER - 1 if stage == FULL else 1)
 
 
 CONTENDERS: dict[str, Contender] = {
     one.name: one
     for one in (
+        Contender("Lion, float32", "2302.06675", LION, dense(baselines.lion, LION_BETAS, jnp.float32)),
         Contender(
-            "Lion, float32", "2302.06675", LION, dense(baselines.lion, LION_BETAS, jnp.float32)
+            "Lion, bfloat16", "2302.06675", (), dense(baselines.lion, LION_BETAS, jnp.bfloat16),
+            like="Lion, float32",
         ),
+        Contender("AdamW, float32", "1711.05101", ADAM, dense(baselines.adamw, ADAM_BETAS, jnp.float32)),
         Contender(
-            "AdamW, float32", "1711.05101", ADAM, dense(baselines.adamw, ADAM_BETAS, jnp.float32)
+            "AdamW, bfloat16", "1711.05101", (), dense(baselines.adamw, ADAM_BETAS, jnp.bfloat16),
+            like="AdamW, float32",
         ),
         Contender("1-bit vote", "2404.00438", LION, votes(lc.lion_cub)),
-        Contender("owner, 3 bits", "ours", LION, votes(lc.owner_lion)),
-        Contender("owner, 1 bit rotated", "ours", LION, votes(lc.owner_lion, quantizer=ROTATED)),
+        Contender("owner, 3 bits", OURS, LION, votes(lc.owner_lion)),
+        Contender("owner, 1 bit rotated", OURS, LION, votes(lc.owner_lion, quantizer=ROTATED)),
+        Contender("1-bit vote on steps alone", OURS, EVERY, voted_on),
+        Contender("PowerSGD, AdamW", "1905.13727", RANKS, power(adamw)),
+        Contender("1-bit Adam", "2102.02888", WARMED, one_bit_adam, adam_stages, of_one_bit),
+        Contender("0/1 Adam", "2202.06009", ADAM, zero_one_adam, zero_one_stages, of_one_bit),
+        Contender("DiLoCo, float32", "2311.08105", EVERY, alone_first(None)),
+        Contender("DiLoCo, 4 bits", "2311.08105", (), alone_first(4), like="DiLoCo, float32"),
+        Contender("DiLoCo, 1 bit", "2311.08105", EVERY, alone_first(1)),
     )
-}
+}  # fmt: skip
+# What this library is about.
+VOTES = "1-bit vote", "owner, 3 bits", "owner, 1 bit rotated", "1-bit vote on steps alone"
+
+
+def contender_named(name: str) -> Contender:
+    """Raises ``ValueError`` with the known ones for any other name."""
+    if name not in CONTENDERS:
+        raise ValueError(f"{name!r} does not run; those who do: {', '.join(CONTENDERS)}")
+    return CONTENDERS[name]

@@ -6,7 +6,7 @@ same windows at the same step of a worker, whoever takes steps alone.
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,15 +16,15 @@ import numpy as np
 from flax import nnx
 from gpt import corpus
 from gpt.model import GPT, next_byte_loss
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from race.model import BATCH, CONTEXT, MODEL
 
 import lioncub_jax as lc
-from goal.contenders import AXIS, Choice, Contender
+from goal.contenders import AXIS, Contender, Recipe
 
-POINTS = 20  # of a curve
-WINDOWS = 96  # of validation text
+POINTS = 16  # of a curve
+WINDOWS = 64  # of validation text
 STEPS_UP = 0.05  # of a run, in which the rate rises
 
 
@@ -60,15 +60,19 @@ def schedule(rate: float, steps: int) -> Callable[[Any], Any]:
     return at
 
 
+def mesh_of(devices: Sequence[Any]) -> Mesh:
+    """A worker for each device."""
+    return Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
+
+
 class Trainer:
-    """A contender on a mesh, one worker for each device.
+    """A recipe on a mesh, one worker for each device.
 
     Attributes:
       local_steps: steps of a worker in one call.
     """
 
-    def __init__(self, mesh: Mesh, contender: Contender, choice: Choice, steps: int, seed: int):
-        recipe = contender.make(schedule(choice.rate, steps), steps, choice.option)
+    def __init__(self, mesh: Mesh, recipe: Recipe, seed: int):
         model = GPT(**MODEL, rngs=nnx.Rngs(seed))
         loss, params, model_state = lc.from_nnx(model, next_byte_loss)
         alone = {} if recipe.local is None else {"local": recipe.local}
@@ -76,6 +80,7 @@ class Trainer:
         self._state = lc.init_state(recipe.tx, params, workers, model_state=model_state, **alone)
         steps_alone = {} if recipe.local is None else {"local_steps": recipe.local_steps}
         self._step = lc.make_train_step(loss, recipe.tx, workers, **alone, **steps_alone)
+        self._tx, self._workers = recipe.tx, workers.count
         self._cut = NamedSharding(mesh, P(AXIS))
         self._mine = [
             i for i, d in enumerate(mesh.devices.flat) if d.process_index == jax.process_index()
@@ -100,6 +105,16 @@ class Trainer:
         self._state, _ = self._step(self._state, batch)
         self._taken += self.local_steps
 
+    def step_and_wait(self) -> None:
+        """The same, until it is done."""
+        self.step()
+        jax.block_until_ready(self._state)
+
+    def predicted_bytes(self) -> float:
+        """What a worker should send in a call, on a CPU, when the first stages are over."""
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._state.params)
+        return lc.traffic.of(self._tx, shapes, self._workers, platform="cpu").sent_bytes
+
     def loss(self) -> float:
         """Bits per byte of the validation windows."""
         return float(self._loss(self._state.params, self._windows))
@@ -116,21 +131,27 @@ def _bits_per_byte(graph: Any, rest: Any, params: Any, windows: jax.Array) -> ja
     return next_byte_loss(model, windows, deterministic=True) / math.log(2)
 
 
+def ends_of(steps: int, alone: int) -> list[int]:
+    """After how many steps of a run the loss is looked at."""
+    calls = steps // alone
+    return [
+        alone * n for n in sorted({round(calls * (n + 1) / POINTS) for n in range(POINTS)} - {0})
+    ]
+
+
 def train(mesh: Mesh, contender: Contender, run: Run) -> dict[str, Any]:
-    """Trains, and returns what a row says about it: the loss after each twentieth of the steps."""
-    choice = Choice(run.rate, run.option)
-    trainer = Trainer(mesh, contender, choice, run.steps, run.seed)
-    calls, began = run.steps // trainer.local_steps, time.perf_counter()
-    ends = sorted({round(calls * (n + 1) / POINTS) for n in range(POINTS)} - {0})
-    taken, losses = [], []
-    for call in range(1, calls + 1):
-        trainer.step()
-        if call in ends:
-            taken.append(call * trainer.local_steps)
-            losses.append(float(f"{trainer.loss():.5g}"))
+    """Trains, and returns what a row says about it: the loss at some points."""
+    recipe = contender.make(schedule(run.rate, run.steps), run.steps, run.option)
+    trainer = Trainer(mesh, recipe, run.seed)
+    ends, began, taken, losses = ends_of(run.steps, trainer.local_steps), time.perf_counter(), 0, []
+    for end in ends:
+        while taken < end:
+            trainer.step()
+            taken += trainer.local_steps
+        losses.append(float(f"{trainer.loss():.5g}"))
     return {
         **run._asdict(),
-        "taken": taken,
+        "taken": ends,
         "loss": losses,
         "seconds": round(time.perf_counter() - began, 1),
     }

@@ -33,25 +33,51 @@ def of(codes: Codes) -> Callable[[int], Codes]:
 
 _ROTATED = at_owner("owner, 1 bit, rotated", UP, ROTATED, jnp.bfloat16)
 _ONE = owner_with_feedback(1)
+_FADING = tried("rotated, feedback times 0.7", of(ROTATED), _ONE, gain=0.7)
 
 
-def in_part(p: int, share: float, late: bool = False) -> Method:
-    """p bits in the first or the last part of a run, else one, all of turned rows."""
-    when = "last" if late else "first"
+def at_rate(method: Method, factor: float) -> Method:
+    """The same at another learning rate than the one that is given."""
+
+    def simulated(rate: Any, steps: int, betas: Betas) -> Simulator:
+        return method.simulated(lambda t: factor * rate(t), steps, betas)
+
+    return method._replace(label=f"{method.label}, {factor:g} times the rate", simulated=simulated)
+
+
+def in_part(p: int, share: float, begins: float = 0.0, gain: float = 1.0) -> Method:
+    """p bits in a share of the run, else one, all of turned rows."""
     fine = reference.rotated(reference.midrise(p))
 
     def codes(steps: int) -> Codes:
-        length = round(share * steps)
-        edge = steps - length if late else length
-        return one_bit.finer(ROTATED, fine, lambda t: (t >= edge) if late else (t < edge))
+        first, length = round(begins * steps), round(share * steps)
+        return one_bit.finer(ROTATED, fine, lambda t: (t >= first) & (t < first + length))
 
     def sent(params: Any, workers: int, steps: int, syncs: int) -> float:
         length = round(share * steps)
         finer = owner_with_feedback(p).sent(params, workers, length, syncs)
         return finer + _ONE.sent(params, workers, steps - length, syncs)
 
-    made = tried(f"rotated, {p} bits in the {when} {share:.0%}, then 1", codes, _ONE)
+    back = "" if gain == 1 else f", feedback times {gain}"
+    made = tried(
+        f"rotated, {p} bits for {share:.1%} from {begins:.0%} on, else 1{back}",
+        codes,
+        _ONE,
+        gain=gain,
+    )
     return made._replace(sent=sent)
+
+
+def in_some_rows(share: float, gain: float) -> Method:
+    """2 bits for some rows, drawn anew in each step, else one, all of turned rows."""
+    codes = one_bit.finer_rows(ROTATED, reference.rotated(reference.midrise(2)), share)
+
+    def sent(params: Any, workers: int, steps: int, syncs: int) -> float:
+        one, two = (owner_with_feedback(p).sent(params, workers, steps, syncs) for p in (1, 2))
+        return (1 - share) * one + share * two
+
+    label = f"rotated, 2 bits for {share:.0%} of the rows, else 1, feedback times {gain}"
+    return tried(label, of(codes), _ONE, gain=gain)._replace(sent=sent)
 
 
 CANDIDATES: dict[str, Method] = {
@@ -64,7 +90,19 @@ CANDIDATES: dict[str, Method] = {
     "owner-1-decays-0.95": tried("1 bit, feedback times 0.95", of(ONE), _ONE, gain=0.95),
     "owner-1-decays-0.7": tried("1 bit, feedback times 0.7", of(ONE), _ONE, gain=0.7),
     "rotated-decays-0.95": tried("rotated, feedback times 0.95", of(ROTATED), _ONE, gain=0.95),
-    "rotated-decays-0.7": tried("rotated, feedback times 0.7", of(ROTATED), _ONE, gain=0.7),
+    **{
+        f"rotated-decays-{gain}": tried(
+            f"rotated, feedback times {gain}", of(ROTATED), _ONE, gain=gain
+        )
+        for gain in (0.8, 0.7, 0.6, 0.5)
+    },
+    "rotated-0.7-slower": at_rate(_FADING, 0.75),
+    "rotated-0.7-faster": at_rate(_FADING, 1.25),
+    "rotated-0.7-0.85-0.9": with_betas(_FADING, (0.85, 0.9)),
+    "rotated-0.7-0.8-0.92": with_betas(_FADING, (0.8, 0.92)),
+    "rotated-best-filter": tried(
+        "rotated, feedback 0.4 of what is missed and 0.5 of the last", of(ROTATED), _ONE, gain=0.4, keep=0.5
+    ),
     "rotated-no-feedback": tried("rotated, no feedback", of(ROTATED), _ONE, gain=0.0),
     "rotated-spread": tried(
         "rotated, half of the feedback later", of(ROTATED), _ONE, gain=0.5, keep=0.5
@@ -74,10 +112,13 @@ CANDIDATES: dict[str, Method] = {
     "owner-1-leaf": tried("1 bit, scale of a leaf", of(leaf_scale.midrise(1)), _ONE),
     "owner-signs": tried("signs without scale or feedback", of(one_bit.signs()), _ONE, gain=0.0),
     "owner-ternary": tried("ternary (2.6 bits and more)", of(one_bit.ternary()), _ONE),
-    "rotated-3-first": in_part(3, 0.085),
-    "rotated-2-first": in_part(2, 0.17),
-    "rotated-2-last": in_part(2, 0.17, late=True),
-    "rotated-3-last": in_part(3, 0.085, late=True),
+    "rotated-3-first": in_part(3, 0.0875),
+    "rotated-2-first": in_part(2, 0.175),
+    "rotated-3-last": in_part(3, 0.0875, 0.9125),
+    "rotated-2-last": in_part(2, 0.175, 0.825),
+    "rotated-0.7-2-last": in_part(2, 0.175, 0.825, gain=0.7),
+    "rotated-0.7-2-middle": in_part(2, 0.175, 0.6, gain=0.7),
+    "rotated-0.7-2-rows": in_some_rows(0.175, gain=0.7),
     "rotated-0.9-0.9": with_betas(_ROTATED, (0.9, 0.9)),
     "rotated-0.85-0.9": with_betas(_ROTATED, (0.85, 0.9)),
     "rotated-0.8-0.95": with_betas(_ROTATED, (0.8, 0.95)),

@@ -6,8 +6,8 @@ there are more bits, or what the codes are of. For worker i, with ``Q`` the code
     x_i = g_i + e_i;  send Q(x_i);  e_i = keep e_i + gain (x_i - Q(x_i))
 
 ``keep = 0, gain = 1`` is error feedback, a gain below 1 feedback that decays, ``keep = 1 - gain`` feedback
-that is spread over later steps. EF21 (arXiv 2106.05203) has an estimate ``h_i`` in place of the error: it sends
-``Q(g_i - h_i)``, both sides add that to ``h_i``, and the owner goes by the mean of all ``h_i``.
+that is spread over later steps. EF21 (arXiv 2106.05203) has an estimate ``h_i`` in place of the error: it
+sends ``Q(g_i - h_i)``, both sides add that to ``h_i``, and the owner goes by the mean of all ``h_i``.
 """
 
 from collections.abc import Callable
@@ -95,5 +95,15 @@ def finer(codes: Codes, fine: Codes, due: Callable[[Any], Any]) -> Codes:
         few, many = codes.encode(x, buffer, t), fine.encode(x, buffer, t)
         q = many.q - (fine.top(len(x)) - codes.top(len(x))) / 2  # in half steps from the middle
         return Message(jnp.where(due(t), q, few.q), jnp.where(due(t), many.step, few.step))
+
+    return Codes(codes.top, encode, codes.back)
+
+
+def finer_rows(codes: Codes, fine: Codes, share: float) -> Codes:
+    """Other codes for a share of the rows, drawn anew in each step."""
+
+    def encode(x: jax.Array, buffer: lion.Buffer, t: Any) -> Message:
+        drawn = jax.random.uniform(jax.random.fold_in(jax.random.key(0), t), (x.shape[1], 1))
+        return finer(codes, fine, lambda t: drawn < share).encode(x, buffer, t)
 
     return Codes(codes.top, encode, codes.back)

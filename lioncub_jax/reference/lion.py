@@ -32,10 +32,11 @@ the rest of the package. The rules, for workers ``i = 0 .. W-1`` and the step af
   ``(2S - N top) / (N top)``. Where nobody votes it is 0. Updates have the dtype of the gradient.
 * **Local momentum.** Worker i encodes ``b1 mu_i + (1-b1) g_i`` and keeps ``b2 mu_i + (1-b2) g_i``.
 * **Momentum at the owner.** Worker i encodes ``g_i``, with error feedback ``x_i = g_i + e_i``, and keeps
-  ``e_i = x_i - decoded``. The mean of what is decoded, over those who take part, goes into one Lion for
-  all. Its sign is the update; a zero takes the coin, unless the row is all zeros, padding included. No
-  step counts for more than ``dominance`` times the next largest of its row. With nobody there, nothing
-  changes; an element whose mean is not finite keeps its momentum, and its update is that of a zero.
+  ``e_i = x_i - decoded``, or a share of that. The mean of what is decoded, over those who take part, goes
+  into one Lion for all. Its sign is the update; a zero takes the coin, unless the row is all zeros,
+  padding included. No step counts for more than ``dominance`` times the next largest of its row. With
+  nobody there, nothing changes; an element whose mean is not finite keeps its momentum, and its update is
+  that of a zero.
 * **What is stored** saturates: it is clipped to the range of its dtype.
 * **One worker** sends nothing: its update is the exact sign, and nothing is quantised.
 
@@ -427,8 +428,9 @@ def momentum_at_owner(
     dominance: float = 16.0,
     decide: Callable[..., jax.Array] = majority,
     places: Places = words,
+    keep: float = 1.0,
 ) -> Simulator:
-    """Workers send gradients to one Lion; ``feedback`` is the dtype of the errors they keep."""
+    """Workers send gradients to one Lion; ``feedback`` is the dtype of errors, ``keep`` what is kept."""
     chosen = codes or midrise(3)
 
     def init(params: Any, workers: int) -> State:
@@ -459,7 +461,7 @@ def momentum_at_owner(
             rest = buffer.split(
                 x - codes.back(decode(message, top), buffer, t), [jnp.float32] * len(g)
             )
-            kept = [saturate(r, e.dtype) for r, e in zip(rest, errors, strict=True)]
+            kept = [saturate(keep * r, e.dtype) for r, e in zip(rest, errors, strict=True)]
             error = jax.tree.unflatten(tree, unless_absent(present, kept, errors))
         cancelled = (c == 0) & moves & buffer.real & (workers > 1)
         updates = jax.tree.unflatten(tree, buffer.split(u, _dtypes(g)))

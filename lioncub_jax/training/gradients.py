@@ -225,7 +225,7 @@ def local_gradients(
     value_and_grad = local_value_and_grad(loss_of, axis, has_aux=True)
 
     def in_parts(params: Any, model_state: Any, batch: Any, rng: jax.Array) -> Any:
-        parts = jax.tree.map(lambda x: x.reshape(accumulate, -1, *x.shape[1:]), batch)
+        parts = jax.tree.map(functools.partial(cut_in_parts, count=accumulate), batch)
 
         def add(carry: Any, part: Any) -> Any:
             total, model_state = carry
@@ -244,6 +244,13 @@ def local_gradients(
         return (jnp.mean(losses), (jax.tree.map(over_parts, auxes), model_state)), grads
 
     return value_and_grad if accumulate == 1 else in_parts
+
+
+def cut_in_parts(x: jax.Array, count: int) -> jax.Array:
+    """``[count, rows, ...]`` of a batch, whose rows lie over explicit axes as those of the batch do."""
+    spec = jax.typeof(x).sharding.spec
+    shape = (count, x.shape[0] // count, *x.shape[1:])
+    return lax.reshape(x, shape, out_sharding=P(None, *spec) if any(spec) else None)
 
 
 def over_parts(x: jax.Array) -> jax.Array:

@@ -1,6 +1,7 @@
 """Local steps: a worker trains on its own for a while, and hands over how far it came."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from lioncub_jax import checks, wires
 from lioncub_jax.exchange import Sending
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.optimizer import GlobalState
-from lioncub_jax.training.gradients import over_parts
+from lioncub_jax.training.gradients import cut_in_parts, over_parts
 
 _PLAIN = "give a plain optax transform, such as optax.adamw(1e-3)"
 
@@ -108,7 +109,7 @@ def local_differences(
     local = optax.with_extra_args_support(local)
 
     def steps(params: Any, states: Any, batch: Any, rng: jax.Array) -> Any:
-        parts = jax.tree.map(lambda x: x.reshape(local_steps, -1, *x.shape[1:]), batch)
+        parts = jax.tree.map(partial(cut_in_parts, count=local_steps), batch)
 
         def one(carry: Any, part: Any) -> Any:
             (params, (model_state, state)), (index, batch) = carry, part

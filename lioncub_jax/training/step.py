@@ -179,6 +179,8 @@ class OnMesh(optax.GradientTransformationExtraArgs):
 def first_opt_state(tx: Any, workers: Workers, params: Any, cut: Any) -> tuple[Any, Any]:
     """The state of `on_mesh`, of parameters that lie as ``cut`` says, in their boxes; and how it lies."""
     held = state_specs(tx, workers, params, cut)
+    if not jax.tree.leaves(held):
+        return held, held  # without an array: JAX would look in vain for one that tells the mesh
 
     def place(params: Any) -> Any:
         return workers.stack(tx.init(params), held)

@@ -1,0 +1,235 @@
+"""Steps to the goal times milliseconds of a step: who is first."""
+
+import math
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from goal import rows
+from goal.contenders import CONTENDERS, VOTES, Choice
+
+Rows = list[dict[str, Any]]
+LION_NAME = "Lion, float32"
+PEERS = tuple(name for name in CONTENDERS if name not in VOTES)
+STEPS, LONGER = 384, 576  # of a run; every number of steps that a worker takes alone divides them
+LENGTHS = STEPS, LONGER
+SHARES = 0.6, 0.8, 1.0  # of float32 Lion's run, where it stands there is a goal
+
+
+def best_choice(found: Rows, name: str) -> Choice:
+    """The choice with the least loss at the end of its run.
+
+    Raises:
+      ValueError: where it is not tuned yet.
+    """
+    contender = CONTENDERS[name]
+    if contender.like:
+        return best_choice(found, contender.like)
+    tuned = {
+        Choice(row["rate"], row["option"]): row["loss"][-1]
+        for row in rows.of(found, part="tuning", contender=name)
+    }
+    missing = [choice for choice in contender.choices if choice not in tuned]
+    if missing:
+        raise ValueError(f"{name} is not tuned yet: run --part tuning first")
+    last = {choice: loss if math.isfinite(loss) else math.inf for choice, loss in tuned.items()}
+    return min(contender.choices, key=last.__getitem__)
+
+
+class Reach(NamedTuple):
+    """How a contender gets to a goal.
+
+    Attributes:
+      steps: of a worker, on its mean curve.
+      length: of the run whose schedule it has.
+    """
+
+    steps: float
+    length: int
+
+
+class Summed(NamedTuple):
+    """Everything that the rows say.
+
+    Attributes:
+      goals: bits per byte by the share of float32 Lion's run.
+      reaches: by contender and share; None where it never gets there.
+      seconds: to the goal, by network, contender and share.
+      keys: the benchmark's figures.
+    """
+
+    goals: dict[float, float]
+    reaches: dict[tuple[str, float], Reach | None]
+    seconds: dict[tuple[str, str, float], float]
+    keys: dict[str, Any]
+
+
+def mean_curve(found: Rows, name: str, length: int) -> tuple[list[int], list[float]]:
+    """Steps and the mean loss of all seeds there; nothing without rows."""
+    runs = rows.of(found, part="curve", contender=name, steps=length)
+    if not runs:
+        return [], []
+    return runs[0]["taken"], [
+        statistics.fmean(at) for at in zip(*(r["loss"] for r in runs), strict=True)
+    ]
+
+
+def goals(found: Rows) -> dict[float, float]:
+    """The loss of float32 Lion's mean curve after each share of its run.
+
+    Raises:
+      ValueError: where it has not run, or its curve does not fall.
+    """
+    taken, losses = mean_curve(found, LION_NAME, STEPS)
+    if not taken:
+        raise ValueError(f"{LION_NAME} has not run, so there is no goal: run --part curves first")
+    return {share: at(taken, losses, share * STEPS) for share in SHARES}
+
+
+def at(taken: list[int], losses: list[float], steps: float) -> float:
+    """The loss after so many steps, on straight lines between points."""
+    return float(np.interp(steps, taken, losses))
+
+
+def first_at(taken: list[int], losses: list[float], goal: float) -> float | None:
+    """After how many steps the loss is first there; None if never."""
+    before, last = 0.0, math.inf
+    for steps, loss in zip(taken, losses, strict=True):
+        if loss <= goal:
+            if not math.isfinite(last):
+                return float(steps)
+            return before + (steps - before) * (last - goal) / (last - loss)
+        before, last = float(steps), loss
+    return None
+
+
+def reach(found: Rows, name: str, goal: float) -> Reach | None:
+    """The fewest steps to the goal, in a run of either length."""
+    ways = [
+        Reach(steps, length)
+        for length in LENGTHS
+        if (steps := first_at(*mean_curve(found, name, length), goal)) is not None
+    ]
+    return min(ways, default=None)
+
+
+def check_goal(found: Rows, goal: float | None) -> None:
+    """Raises ``ValueError`` for a goal below every curve."""
+    ends = [(row["loss"][-1], row["contender"]) for row in rows.of(found, part="curve")]
+    if goal is not None and (not ends or goal < min(ends)[0]):
+        least = "nobody has run" if not ends else "the least is {:.3f}, of {}".format(*min(ends))
+        raise ValueError(f"--goal {goal:g}: no curve gets there; {least}")
+
+
+def reached(found: Rows, name: str) -> bool:
+    """Whether a contender gets to the last goal."""
+    return reach(found, name, goals(found)[SHARES[-1]]) is not None
+
+
+def seconds_to(found: Rows, name: str, network: str, way: Reach) -> float | None:
+    """Steps of each stage times what a step of it takes there; None where it was not timed."""
+    option, total = best_choice(found, name).option, 0.0
+    stages = [(first, stage) for first, stage in CONTENDERS[name].stages(way.length, option)]
+    ends = [first for first, _ in stages[1:]] + [math.inf]
+    for (first, stage), end in zip(stages, ends, strict=True):
+        steps = min(end, way.steps) - first
+        if steps <= 0:
+            break
+        timed = rows.of(
+            found, part="time", contender=name, stage=stage, network=network, option=option
+        )
+        if not timed:
+            return None
+        total += steps * timed[-1]["seconds"]
+    return total
+
+
+def summed(found: Rows, goal: float | None = None) -> Summed:
+    """All of it, of the contenders that have run; with one more goal if there is one."""
+    wanted = goals(found) | ({} if goal is None else {goal: goal})
+    run = [name for name in CONTENDERS if mean_curve(found, name, STEPS)[0]]
+    reaches = {(n, share): reach(found, n, goal) for n in run for share, goal in wanted.items()}
+    networks = dict.fromkeys(row["network"] for row in rows.of(found, part="time"))
+    seconds = {}
+    for network in networks:
+        for (name, share), way in reaches.items():
+            took = way and seconds_to(found, name, network, way)
+            if took is not None:
+                seconds[network, name, share] = took
+    keys: dict[str, Any] = {"goals": wanted, "steps": {}, "speedups": {}}
+    for (name, share), way in reaches.items():
+        keys["steps"].setdefault(name, {})[share] = way and round(way.steps, 1)
+    for network in networks:
+        for share in SHARES:
+            ours, peers = (best_of(seconds, network, share, some) for some in (VOTES, PEERS))
+            if ours and peers:
+                ratio = seconds[network, peers, share] / seconds[network, ours, share]
+                keys["speedups"][f"{network} {share:.0%}"] = [ours, peers, ratio]
+                if share == SHARES[-1]:
+                    keys[f"speedup_over_best_peer_{network}"] = ratio
+    return Summed(wanted, reaches, seconds, keys)
+
+
+def best_of(
+    seconds: dict[Any, float], network: str, share: float, some: Iterable[str]
+) -> str | None:
+    """Who of some is first at the goal; None if nobody gets there."""
+    there = {
+        name: seconds[network, name, share] for name in some if (network, name, share) in seconds
+    }
+    return min(there, key=there.__getitem__, default=None)
+
+
+def to_confirm(found: Rows, network: str) -> list[str]:
+    """The best of ours and of the peers at a rate, who were not run to the goal there yet."""
+    seconds = summed(found).seconds
+    names = [best_of(seconds, network, SHARES[-1], some) for some in (VOTES, PEERS)]
+    done = {row["contender"] for row in rows.of(found, part="confirm", network=network)}
+    return [name for name in names if name and name not in done]
+
+
+def show(sums: Summed, console: Console) -> None:
+    """A table for each network, the first at the last goal first."""
+    for network in dict.fromkeys(network for network, _, _ in sums.seconds):
+        table = Table(title=f"seconds to the goal, {network}")
+        table.add_column("contender")
+        for share, goal in sums.goals.items():
+            table.add_column(f"{share:.0%}: {goal:.3f}", justify="right")
+        table.add_column("steps", justify="right")
+        last = SHARES[-1]
+        names = dict.fromkeys(name for name, _ in sums.reaches)
+        for name in sorted(names, key=lambda n: sums.seconds.get((network, n, last), math.inf)):
+            took = [sums.seconds.get((network, name, share)) for share in SHARES]
+            way = sums.reaches[name, last]
+            texts = ["never" if x is None else f"{x:.1f}" for x in took]
+            table.add_row(name, *texts, "never" if way is None else f"{way.steps:.0f}")
+        console.print(table)
+
+
+def draw(found: Rows, folder: Path) -> None:
+    """Loss against seconds, a panel for each rate: ``folder/time_to_loss.png``."""
+    import matplotlib.pyplot as plt
+
+    networks = list(dict.fromkeys(row["network"] for row in rows.of(found, part="time")))
+    figure, axes = plt.subplots(
+        1, len(networks), figsize=(4.2 * len(networks), 4.2), sharey=True, squeeze=False
+    )
+    for axis, network in zip(axes[0], networks, strict=True):
+        for name in CONTENDERS:
+            taken, losses = mean_curve(found, name, STEPS)
+            took = [seconds_to(found, name, network, Reach(n, STEPS)) for n in taken]
+            if taken and None not in took:
+                style = {"lw": 2.2} if name in VOTES else {"lw": 1.0, "ls": "--"}
+                axis.plot(took, losses, label=name, **style)
+        axis.axhline(goals(found)[SHARES[-1]], color="grey", lw=0.6)
+        axis.set(xscale="log", xlabel="seconds", title=network)
+    axes[0][0].set_ylabel("bits per byte, validation")
+    axes[0][-1].legend(fontsize=6)
+    figure.tight_layout()
+    figure.savefig(folder / "time_to_loss.png", dpi=110)
+    plt.close(figure)

@@ -1,0 +1,86 @@
+"""One worker of `benchmarks/time_to_loss.py` in the network lab: it takes turns, or runs to the goal."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from race import timing
+
+from goal.contenders import AXIS, CONTENDERS, Choice
+from goal.curves import Trainer, ends_of, mesh_of, schedule
+from goal.lab import Entry, Goal
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--kind", choices=("time", "confirm"), required=True)
+    parser.add_argument("--job", type=Path, required=True)
+    args = parser.parse_args()
+    jax.distributed.initialize()
+    job, mesh = json.loads(args.job.read_text()), mesh_of(jax.devices())
+    found = take_turns(job, mesh) if args.kind == "time" else run_to_goal(job, mesh)
+    (args.out / f"worker{jax.process_index()}.json").write_text(json.dumps(found))
+
+
+def take_turns(job: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
+    """Blocks of steps of all entries, and of each its steps in a call and what a call should send."""
+    entries = [Entry(*entry) for entry in job["entries"]]
+    racing: dict[str, Callable[[], Any]] = {}
+    about = {}
+    for entry in entries:
+        recipe = CONTENDERS[entry.contender].timed(entry.stage, entry.option)
+        trainer = Trainer(mesh, recipe, seed=0)
+        racing[entry.key] = trainer.step_and_wait
+        about[entry.key] = recipe.local_steps, trainer.predicted_bytes()
+    blocks = timing.take_turns(racing, largest(mesh), turns=job["turns"], seconds=job["seconds"])
+    return {"blocks": [block._asdict() for block in blocks], "about": about}
+
+
+def run_to_goal(job: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
+    """Steps, and seconds of them alone, until the loss is there, as the curve looks for it."""
+    goal, choice = Goal(*job["goal"]), Choice(*job["choice"])
+    rate = schedule(choice.rate, goal.steps)
+    recipe = CONTENDERS[job["contender"]].make(rate, goal.steps, choice.option)
+    Trainer(mesh, recipe, goal.seed).step_and_wait()  # compiles and connects
+    trainer, spent, taken, loss = Trainer(mesh, recipe, goal.seed), 0.0, 0, np.inf
+    for end in ends_of(goal.steps, trainer.local_steps):
+        began = time.perf_counter()
+        while taken < end - trainer.local_steps:
+            trainer.step()
+            taken += trainer.local_steps
+        trainer.step_and_wait()
+        taken += trainer.local_steps
+        spent += time.perf_counter() - began
+        loss = trainer.loss()
+        if loss <= goal.loss:
+            break
+    return {"taken": taken, "seconds": spent, "reached": bool(loss <= goal.loss), "ended_at": loss}
+
+
+def largest(mesh: Mesh) -> Callable[[float], float]:
+    """A maximum over all workers."""
+    sharding = NamedSharding(mesh, P(AXIS))
+    compare = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, P()))
+
+    def most(x: float) -> float:
+        mine = np.array([x], np.float32)
+        return float(compare(jax.make_array_from_process_local_data(sharding, mine)))
+
+    return most
+
+
+if __name__ == "__main__":
+    main()
