@@ -9,7 +9,8 @@
 Runs that are in the file of rows are not run again, so it may be stopped at any time. Each row says
 what ran and what came out; ``--report`` draws the tables and figures of docs/convergence.md from them.
 ``--sample`` repeats some of the rows after a change of the library, in a file of their own: nothing is
-tuned again, and what differs from the row of before is due to the change.
+tuned again, and what differs from the row of before is due to the change. ``--evidence`` makes of the
+rows what `lioncub plan` knows about learning, lioncub_jax/planner/evidence.json.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from typing import Any
 import report
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from study import analysis, plan, signs, store, tables, tasks
+from study import analysis, evidence, plan, signs, store, tables, tasks
 from study.methods import method_named
 from study.runs import Runner, Spec
 
@@ -31,6 +32,7 @@ from lioncub_jax import checks
 
 ROWS = Path(__file__).parent / "results" / "convergence.jsonl"
 DOCS = Path(__file__).parents[1] / "docs"
+EVIDENCE = Path(__file__).parents[1] / "lioncub_jax" / "planner" / "evidence.json"
 AT_ONCE = 8  # runs of one program that a process takes before its rows are written
 
 
@@ -39,6 +41,9 @@ def main(argv: list[str] | None = None) -> None:
     rows = store.read(args.save)
     if args.report:
         tables.report(rows, DOCS, ROWS.parent)
+        return
+    if args.evidence:
+        evidence.write(rows, EVIDENCE)
         return
     if args.sample:
         found = sampled(args, rows)
@@ -96,13 +101,18 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--report", action="store_true", help="run nothing: write docs/convergence.md"
     )
+    parser.add_argument(
+        "--evidence",
+        action="store_true",
+        help="run nothing: write what the planner knows of learning",
+    )
     args = parser.parse_args(argv)
     try:
         checks.check_count(f"--jobs {args.jobs}", args.jobs)
         for name in args.method or ():
             method_named(name)
         check_sample(args)
-        wanted = () if args.report else args.task or tuple(tasks.TASKS)
+        wanted = () if args.report or args.evidence else args.task or tuple(tasks.TASKS)
         for task in wanted:  # data are looked at before anything runs
             found = tasks.load(task, getattr(args, task), tasks.SIZES[args.size])
             check_dataset(args, found)
@@ -112,6 +122,8 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
 
 
 def check_sample(args: argparse.Namespace) -> None:
+    if args.evidence and (args.report or args.sample):
+        raise ValueError("--evidence runs nothing and draws nothing: give it alone, or with --save")
     if args.sample is None:
         return
     if args.report:

@@ -15,6 +15,7 @@ RATES = {
 }
 TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 COUNTS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+LONG = 10_000  # seconds, from which on a time is shown in hours
 LARGEST_COUNT = 1e15  # beyond it are typing errors, and from 2**53 on a float has no exact value
 
 _QUANTITY = re.compile(
@@ -113,9 +114,11 @@ def seconds_text(time: float) -> str:
     """A time for people.
 
     Example:
-      >>> seconds_text(0.0123), seconds_text(3.817), seconds_text(5e-5)
-      ('12.3 ms', '3.82 s', '50 us')
+      >>> seconds_text(0.0123), seconds_text(3.817), seconds_text(5e-5), seconds_text(36_425)
+      ('12.3 ms', '3.82 s', '50 us', '10.1 h')
     """
+    if time >= LONG:
+        return f"{_digits(time / 3600)} h"
     for unit, scale in reversed(TIMES.items()):
         if time >= scale or unit == "ns":
             return f"{_digits(time / scale)} {unit}"

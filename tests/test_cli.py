@@ -19,6 +19,7 @@ import lioncub_jax as lc
 from lioncub_jax import cli, lab, planner, units
 from lioncub_jax.cli import bytes as bytes_command
 from lioncub_jax.cli import examples, targets
+from lioncub_jax.cli import plan as plan_command
 from lioncub_jax.planner import report as planner_report
 
 ROOT = Path(__file__).parents[1]
@@ -181,6 +182,27 @@ def test_every_option_of_the_plan_reaches_the_model(said):
     assert found == planner_report.as_json(plan)
 
 
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [
+        (["--goal", "step"], {"goal": "step"}),
+        (["--goal", "loss"], {"goal": "loss", "data": "alike"}),
+        (["--data", "different"], {"data": "different"}),
+    ],
+)
+def test_the_goal_and_the_data_reach_the_plan(said, given, asked):
+    plan = planner_report.plan(10**8, planner.Cluster(8, LINK), 0.125, **asked)
+    found = json.loads(said(*GIVEN, *given, "--json"))["plans"]
+    assert found == [planner_report.as_json(plan)]
+    text = said(*GIVEN, *given)
+    assert planner_report.advice(plan) in text and planner.legend(plan.goal) in text
+    assert ("DiLoCo" in text) == ("time\n" in text.replace(" ", "")) == (plan.goal == "loss")
+
+
+def test_the_choices_are_the_planners():
+    assert (plan_command.GOALS, plan_command.DATA) == (planner.GOALS, planner.DATA)
+
+
 @pytest.mark.parametrize("name", planner.CLUSTERS)
 def test_machines_have_names(said, name):
     named = planner.cluster_named(name)
@@ -300,6 +322,12 @@ def test_without_matplotlib_the_plan_says_what_to_install(refused, monkeypatch, 
         ([*GIVEN, "--bandwidth", "0gbit"], "rate '0gbit': give a number above zero"),
         ([*GIVEN, "--compute", "0s"], "time '0s': give a number above zero"),
         ([*GIVEN, "--latency", "50"], "time '50': unit '' is not one of ns, us, ms, s"),
+        ([*GIVEN, "--goal", "fun"], "invalid choice: 'fun' (choose from"),
+        ([*GIVEN, "--data", "mine"], "invalid choice: 'mine' (choose from"),
+        (
+            [*GIVEN, "--goal", "step", "--data", "alike"],
+            "--data: it has no effect with --goal step; leave it out",
+        ),
         ([*GIVEN, "--algorithm", "star"], "invalid choice: 'star'"),
         ([*GIVEN, "--devices-per-worker", "0"], "number '0': give a number above zero"),
         ([*GIVEN, "--devices-per-worker", "8"], "8 without --inside-bandwidth: give the rate"),
@@ -715,7 +743,8 @@ def test_numbers_need_neither_flax_nor_orbax_nor_rich():
 
 
 def test_types_are_in_the_package_and_the_wheel_takes_all_of_it():
-    assert importlib.resources.files(lc).joinpath("py.typed").is_file()
+    for name in ("py.typed", "planner/evidence.json"):
+        assert importlib.resources.files(lc).joinpath(name).is_file()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert wheel == {"packages": ["lioncub_jax"]}, "all files of the folder, none left out"

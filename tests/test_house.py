@@ -32,7 +32,7 @@ WINGS = {
     "checkpoint": {*CORE},
     "traffic": {*CORE},
     "baselines": {*CORE, "traffic"},
-    "planner": {*CORE, "traffic"},
+    "planner": {*CORE, "traffic", "baselines"},
     "lab": {"units"},
     "reference": set(),
 }

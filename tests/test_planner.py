@@ -18,6 +18,7 @@ from rich.console import Console
 
 import lioncub_jax as lc
 from lioncub_jax import planner, units
+from lioncub_jax.planner import evidence
 from lioncub_jax.planner import report as planner_report
 from lioncub_jax.planner.model import Cluster, Host, Link, Pays, pays, scheme_named, step_time
 from lioncub_jax.traffic import predicted as accounting
@@ -25,6 +26,11 @@ from lioncub_jax.traffic import predicted as accounting
 SIZE = 2**20
 ROWS = SIZE // 128
 NAMES = [scheme.name for scheme in planner.SCHEMES]
+PEERS = [scheme.name for scheme in planner.PEERS]
+SHAPES = {
+    "a": jax.ShapeDtypeStruct((256, 512), jnp.float32),
+    "b": jax.ShapeDtypeStruct((65,), jnp.float32),
+}
 VOTES = [scheme.name for scheme in planner.SCHEMES if scheme.packs]
 SLOW = Cluster(8, Link(1e9, 50e-6))
 FREE = Host(memory_bandwidth=math.inf)
@@ -45,6 +51,7 @@ BY_HAND = {
     "average": (PLANE + OF_ROWS + 1, 4 * (PLANE + OF_ROWS) + 2),
     "ternary": (2 * PLANE + 1, 2 * PLANE + 2),
     "owner, 1 bit": (PLANE + STEPS + 1, PLANE + OF_ROWS + 2),
+    "owner, 1 bit rotated": (PLANE + STEPS + 1, PLANE + OF_ROWS + 2),
     "owner, 2 bits": (2 * PLANE + STEPS + 1, PLANE + OF_ROWS + 2),
     "owner, 3 bits": (3 * PLANE + STEPS + 1, PLANE + OF_ROWS + 2),
 }
@@ -244,49 +251,57 @@ def test_thousands_of_workers_are_planned_at_once():
     start = time.perf_counter()
     found = planner_report.plan(7 * 10**9, Cluster(16_384, Link(100e9)), 1.0)
     assert time.perf_counter() - start < 1
-    assert set(found.refused) == {"int8 counts", "integer(8) counts"}
+    assert set(found.refused) == {"int8 counts", "integer(8) counts", "PowerSGD, rank 4"}
     assert found.speedup("1-bit vote") > 1
 
 
 def test_what_cannot_count_so_many_is_refused_with_its_reason():
-    fits = planner_report.plan(SIZE, Cluster(127, SLOW.link), 0.1)
+    fits = planner_report.plan(SHAPES, Cluster(127, SLOW.link), 0.1)
     assert fits.refused == {}
-    found = planner_report.plan(SIZE, Cluster(128, SLOW.link), 0.1)
+    found = planner_report.plan(SHAPES, Cluster(128, SLOW.link), 0.1)
     assert set(found.refused) == {"int8 counts", "integer(8) counts"}
     assert "counts to 127" in found.refused["int8 counts"]
     assert "at most 127 workers" in found.refused["integer(8) counts"]
-    assert set(found.estimates) | set(found.refused) == set(NAMES)
-    grouped = planner_report.plan(SIZE, Cluster(8, SLOW.link, 2, Link(1e12)), 0.1)
+    assert set(found.estimates) | set(found.refused) == {*NAMES, *PEERS}
+    grouped = planner_report.plan(SHAPES, Cluster(8, SLOW.link, 2, Link(1e12)), 0.1)
     assert "one scale for a whole leaf" in grouped.refused["integer(8) counts"]
+    assert "PowerSGD has no two levels" in grouped.refused["PowerSGD, rank 4"]
+    assert "DiLoCo has no two levels" in grouped.refused["DiLoCo 8, 1 bit"]
+    flat = planner_report.plan(SIZE, SLOW, 0.1)
+    assert "give a model's shapes (--model FILE.py:NAME)" in flat.refused["PowerSGD, rank 4"]
 
 
 @pytest.mark.parametrize("compute", [1e-4, 0.01, 1.0])
 @pytest.mark.parametrize("memory", [1e11, 8e11, 2e13])
 def test_the_advice_flips_where_voting_stops_to_be_worth_it(compute, memory):
     host = Host(memory_bandwidth=memory)
-    found = planner_report.plan(10**8, SLOW, compute, host).worthwhile
+    found = planner_report.plan(10**8, SLOW, compute, host, goal="step").worthwhile
     assert 0 < found.below < math.inf
     for rate, used in ((found.below / 1.001, True), (found.below * 1.001, False)):
-        plan = planner_report.plan(10**8, SLOW.at(rate), compute, host)
+        plan = planner_report.plan(10**8, SLOW.at(rate), compute, host, goal="step")
         assert planner_report.advice(plan).startswith("Do not use this") != used
         assert planner_report.pays_text(found) in planner_report.advice(plan)
 
 
+def by_step(params, cluster, compute):
+    return planner_report.advice(planner_report.plan(params, cluster, compute, goal="step"))
+
+
 def test_advice_names_the_closest_of_those_that_are_about_as_fast():
-    slow = planner_report.advice(planner_report.plan(10**8, SLOW.at(1e8), 0.144))
+    slow = by_step(10**8, SLOW.at(1e8), 0.144)
     assert slow.startswith("At 100 Mbit/s use lion_cub(...): ")
-    hidden = planner_report.advice(planner_report.plan(10**8, SLOW.at(1e9), 10.0))
+    hidden = by_step(10**8, SLOW.at(1e9), 10.0)
     assert hidden.startswith("At 1 Gbit/s use owner_lion(...): ")
     assert "hides behind the backward pass nothing is gained" in hidden
     assert "hides" not in slow
-    alone = planner_report.advice(planner_report.plan(10**8, Cluster(1, SLOW.link), 0.144))
+    alone = by_step(10**8, Cluster(1, SLOW.link), 0.144)
     assert (
         alone == "Do not use this: one worker has no others to exchange votes with; use optax.lion."
     )
-    fast = planner_report.advice(planner_report.plan(10**8, SLOW.at(1e13), 1.0))
+    fast = by_step(10**8, SLOW.at(1e13), 1.0)
     assert "the float32 all-reduce takes 0.1% of a step" in fast
-    half = planner_report.plan(10**8, SLOW.at(4e11), 0.001)
-    assert "all-reduce bfloat16 instead of float32" in planner_report.advice(half)
+    half = by_step(10**8, SLOW.at(4e11), 0.001)
+    assert "all-reduce bfloat16 instead of float32" in half
 
 
 def test_json_holds_the_plan_and_no_infinity():
@@ -319,24 +334,34 @@ TABLES = {
 }
 
 
+def in_steps(plan, name):
+    """What the table says of how a method learns."""
+    if name not in plan.learned:
+        return []
+    factor = plan.learned[name].factor
+    return ["not reached"] if factor is None else [f" {factor:.2f}", f"{plan.times()[name]:.3g}"]
+
+
+@pytest.mark.parametrize("goal", planner.GOALS)
 @pytest.mark.parametrize("case", TABLES)
-def test_the_table_shows_every_scheme_and_number_at_any_width(case):
+def test_the_table_shows_every_scheme_and_number_at_any_width(case, goal):
     size, cluster = TABLES[case]
     host = FREE if case == "small numbers" else None
-    plan = planner_report.plan(size, cluster, 0.1, host)
+    plan = planner_report.plan(size, cluster, 0.1, host, goal=goal)
+    names = [*NAMES, *PEERS] if goal == "loss" else NAMES
     for width in (80, 100, 200):
         console = Console(width=width, record=True, file=io.StringIO())
         console.print(planner_report.table(plan))
         text = console.export_text()
         assert "\N{HORIZONTAL ELLIPSIS}" not in text
         assert max(map(len, text.splitlines())) <= width
-        rows = {name: re.search(rf"^ *{re.escape(name)} .*$", text, re.M)[0] for name in NAMES}
+        rows = {name: re.search(rf"^ *{re.escape(name)} .*$", text, re.M)[0] for name in names}
         for name, found in plan.estimates.items():
             times = (found.communication, found.local, found.step)
             for shown in (
                 units.bytes_text(found.sent_bytes),
                 *map(units.seconds_text, times),
-                f" {plan.speedup(name):.2f}",
+                *([f" {plan.speedup(name):.2f}"] if goal == "step" else in_steps(plan, name)),
             ):
                 assert shown in rows[name], (width, name)
         assert all("refused" in rows[name] for name in plan.refused)
@@ -348,7 +373,10 @@ def test_the_table_shows_every_scheme_and_number_at_any_width(case):
 
 def test_the_legend_names_what_is_there_for_every_scheme():
     lines = dict(re.split("  +", line, maxsplit=1) for line in planner.legend().splitlines())
-    assert lines == {scheme.name: scheme.code for scheme in planner.SCHEMES}
+    everyone = (*planner.SCHEMES, *planner.PEERS)
+    assert lines == {scheme.name: scheme.code for scheme in everyone}
+    assert list(lines)[: len(NAMES)] == NAMES
+    assert planner.legend("step").splitlines() == planner.legend().splitlines()[: len(NAMES)]
     for code in lines.values():
         if code.startswith("("):
             continue  # of a bound, not a method
@@ -402,6 +430,14 @@ def test_the_figure_shows_curves_and_measured_points(tmp_path):
         (lambda: step_of("1-bit vote", params=0), "params=0"),
         (lambda: planner_report.plan(0, SLOW, 0.1), "params=0"),
         (lambda: planner_report.plan(SIZE, SLOW, 0.0), "above zero"),
+        (
+            lambda: planner_report.plan(SIZE, SLOW, 0.1, goal="fun"),
+            "goal='fun': give one of loss, step",
+        ),
+        (
+            lambda: planner_report.plan(SIZE, SLOW, 0.1, data="new"),
+            "data='new': give one of alike, different",
+        ),
         (lambda: planner_report.plot("no/where.png", SIZE, SLOW, 0.1), "there is no folder"),
         (lambda: planner_report.plot("plan.xyz", SIZE, SLOW, 0.1), "ends in one of"),
     ],
@@ -466,7 +502,8 @@ def test_every_named_machine_is_planned_and_has_a_source(name):
     found = planner.cluster_named(name)
     host = Host(found.memory_bandwidth)
     plan = planner_report.plan(124_000_000, found.cluster, 0.1, host)
-    assert planner_report.advice(plan) and set(plan.refused) <= {"int8 counts", "integer(8) counts"}
+    assert planner_report.advice(plan)
+    assert set(plan.refused) & set(NAMES) <= {"int8 counts", "integer(8) counts"}
     assert re.search(r"https://|whitepaper|product brief", found.source)
     assert found.platform in ("gpu", "tpu") and found.source.endswith(".")
 
@@ -474,3 +511,188 @@ def test_every_named_machine_is_planned_and_has_a_source(name):
 def test_the_documentation_has_every_named_machine():
     text = (pathlib.Path(__file__).parents[1] / "docs" / "planner.md").read_text()
     assert re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE) == list(planner.CLUSTERS)
+
+
+# --- Peers
+
+
+OF_PEERS = {
+    "float32 AdamW": lambda axis: lc.baselines.adamw(1e-3, axis_name=axis),
+    "bfloat16 AdamW": lambda axis: lc.baselines.adamw(1e-3, axis_name=axis, dtype=jnp.bfloat16),
+    "PowerSGD, rank 4": lambda axis: lc.baselines.powersgd(optax.adamw(1e-3), 4, axis_name=axis),
+    "1-bit Adam": lambda axis: lc.baselines.one_bit_adam(1e-3, warmup=1, axis_name=axis),
+    "0/1 Adam": lambda axis: lc.baselines.zero_one_adam(1e-3, axis_name=axis),
+    "DiLoCo 8, float32": lambda axis: lc.baselines.diloco(axis_name=axis),
+    "DiLoCo 8, 4 bits": lambda axis: lc.baselines.diloco(bits=4, axis_name=axis),
+    "DiLoCo 8, 1 bit": lambda axis: lc.baselines.diloco(bits=1, axis_name=axis),
+}
+
+
+@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("workers", [2, 7])
+def test_peers_send_what_their_transforms_say(name, workers):
+    scheme, cluster = scheme_named(name), Cluster(workers, SLOW.link)
+    found = step_time(scheme, SHAPES, cluster, 0.1, FREE)
+    each = lc.traffic.of(OF_PEERS[name]("workers"), SHAPES, workers)
+    sent, hops = each.sent_bytes, sum(map(hops_of(workers), each.collectives))
+    if scheme.in_float32:  # its warm-up
+        dense = step_time(planner.FLOAT32, SHAPES, cluster, 0.1)
+        share = scheme.in_float32
+        assert found.sent_bytes == pytest.approx((1 - share) * sent + share * dense.sent_bytes)
+        wait = (1 - share) * (hops * 50e-6 + 8e-9 * sent) + share * dense.communication
+        assert found.communication == pytest.approx(wait)
+        return
+    assert found.sent_bytes == pytest.approx(sent / scheme.every, rel=1e-3)
+    assert found.communication == pytest.approx(
+        (hops * 50e-6 + 8e-9 * sent) / scheme.every, rel=1e-3
+    )
+
+
+def hops_of(workers):
+    tree = planner.tree(workers)
+    of = {"all-to-all": 1, "all-gather": tree, "all-reduce": 2 * tree}
+    return lambda one: of[one.op]
+
+
+def test_what_peers_pack_is_shared_out_among_their_steps():
+    host = Host(memory_bandwidth=8e9)
+    once, often = (step_of(name, host=host) for name in ("DiLoCo 8, 1 bit", "0/1 Adam"))
+    assert once.local == pytest.approx(often.local / 8)
+    assert step_of("1-bit Adam", host=host).local == pytest.approx(0.85 * often.local)
+    assert step_of("DiLoCo 8, float32", host=host).local == 0
+    found = step_of("PowerSGD, rank 4", host=host, params=SHAPES)
+    assert found.local == pytest.approx(2 * (found.sent_bytes + 8 * (256 * 512 + 65)) / 1e9)
+
+
+# --- To the loss
+
+
+def known(monkeypatch, *rows):
+    """What is measured: (task, data, workers, method, factor)."""
+    about = {"dataset": "some", "parameters": 50_000, "steps": 800}
+    factors = [
+        {"task": task, "data": data, "workers": workers, "method": method,
+         "factor": [None, factor, None], "std": [None, 0.01, None], "seeds": 3, "reached": [0, 3, 0]}
+        for task, data, workers, method, factor in rows
+    ]  # fmt: skip
+    found = {"format": 1, "targets": [0.6, 0.8, 1.0], "tasks": {"images": about, "text": about}}
+    monkeypatch.setattr(evidence, "_packaged", lambda: found | {"factors": factors})
+    monkeypatch.setattr(evidence, "_rows", evidence._rows.__wrapped__)
+
+
+ROWS_OF_LION = [(task, "alike", 8, "lion", 1.0) for task in ("images", "text")]
+
+
+def learns(method, *factors, data="alike", workers=8):
+    return [
+        (task, data, workers, method, one)
+        for task, one in zip(("images", "text"), factors, strict=False)
+    ]
+
+
+def to_loss(rate, size=10**5, compute=1e-3, **how):
+    plan = planner_report.plan(size, how.pop("at", SLOW).at(rate), compute, FREE, **how)
+    return plan, planner_report.advice(plan)
+
+
+def test_the_worse_of_two_tasks_counts_and_the_nearest_workers(monkeypatch):
+    rows = [*learns("vote", 1.2, 1.1), *learns("vote", 1.3, None, workers=32)]
+    known(monkeypatch, *rows)
+    near = planner.learned("vote", 15)
+    assert (near.factor, near.std, near.seeds, near.task) == (1.2, 0.01, 3, "images")
+    assert dict(near.workers) == {"images": 8, "text": 8}
+    far = planner.learned("vote", 17)
+    assert (far.factor, far.task, dict(far.workers)) == (None, "text", {"images": 32, "text": 32})
+    assert [planner.learned("vote", n).far_from(n) for n in (3, 4, 16, 17, 64, 65)] == [
+        True, False, False, False, False, True,
+    ]  # fmt: skip
+    assert planner.learned("vote", 8, "different") is None
+    with pytest.raises(ValueError, match="data='odd': give one of alike, different"):
+        planner.learned("vote", 8, "odd")
+
+
+def test_the_time_to_the_loss_is_that_of_a_step_times_its_steps(monkeypatch):
+    known(monkeypatch, *ROWS_OF_LION, *learns("vote", 1.5, 1.25), *learns("vote-2", 1.0, None))
+    plan, said = to_loss(1e7)
+    times = plan.times()
+    assert times["1-bit vote"] == 1.5 / plan.speedup("1-bit vote")
+    assert times["float32 Lion"] == 1.0 and times["bfloat16 Lion"] < 1
+    assert list(times) == sorted(times, key=times.get) and "2-bit vote" not in times
+    assert said.startswith(
+        "At 10 Mbit/s use lion_cub(...) (1-bit vote): to float32 Lion's loss in 0.0"
+    )
+    assert "1.50 ± 0.01 times as many; sending less is worth it below" in said
+    of = "images (some, 50,000 parameters, 8 workers) and text (some, 50,000 parameters, 8 workers)"
+    assert f"Measured on {of}, data alike, 3 seeds; images is the worse of them and counts." in said
+    assert "evidence ends" not in said
+
+
+def test_a_method_whose_steps_are_too_many_is_not_advised_where_its_step_is_fast(monkeypatch):
+    known(monkeypatch, *ROWS_OF_LION, *learns("vote", 1.9, 1.9), *learns("vote-4", 1.0, 1.0))
+    plan, _ = to_loss(1e10, compute=0.1)
+    even = plan.worthwhile.below
+    assert 0 < even < math.inf
+    for rate, used in ((even / 1.001, True), (even * 1.001, False)):
+        _, said = to_loss(rate, compute=0.1)
+        assert said.startswith("Do not use this: ") != used
+        assert f"is worth it below {units.rate_text(even)}" in said
+    above = to_loss(even * 1.001, compute=0.1)[1]
+    assert "nothing is to the loss 1.05 times as soon as bfloat16 Lion" in above
+    assert "A bfloat16 mean is taken to learn like a float32 one." in above
+
+
+def test_a_peer_that_is_first_is_named_and_so_is_the_first_of_ours(monkeypatch):
+    known(monkeypatch, *ROWS_OF_LION, *learns("vote", 1.0, 1.0), *learns("diloco-1", 1.1, 1.1))
+    plan, said = to_loss(1e7)
+    assert "use make_train_step(..., baselines.diloco(bits=1)" in said
+    more = plan.times()["1-bit vote"] / plan.times()["DiLoCo 8, 1 bit"]
+    assert (
+        f"none of this library's own methods, of which 1-bit vote is the first, in {more:.2f}"
+        in said
+    )
+
+
+def test_methods_that_are_as_soon_there_are_named_too(monkeypatch):
+    known(monkeypatch, *ROWS_OF_LION, *learns("vote", 1.0, 1.0), *learns("owner-1", 1.0, 1.0))
+    _, said = to_loss(1e7, compute=0.05)
+    assert "Within 5 % of that: owner, 1 bit" in said
+
+
+def test_where_evidence_ends_is_said_and_what_the_step_alone_says(monkeypatch):
+    known(monkeypatch, *ROWS_OF_LION, *learns("owner-3", 1.0, 1.0))
+    ends = "There evidence ends: "
+    assert ends not in to_loss(1e7, 500_000)[1]
+    large = to_loss(1e7, 500_001)[1]
+    assert f"{ends}steps are those of small models, and this one has 500,001 parameters. " in large
+    assert large.endswith("By bits and step time alone: lion_cub(...).")
+    many = to_loss(1e7, at=Cluster(17, SLOW.link))[1]
+    assert f"{ends}these are 17 workers. By bits" in many
+    fast = planner_report.plan(10**8, SLOW.at(1e13), 1.0)  # with memory that is not free
+    assert planner_report.advice(fast).endswith("step time alone: the advice is not to use this.")
+
+
+def test_what_was_never_measured_is_not_ranked_and_listed(monkeypatch):
+    rows = [("text", "different", 8, "lion", 1.0), ("text", "different", 8, "owner-3", 1.0)]
+    known(monkeypatch, *rows)
+    plan, said = to_loss(1e7, data="different")
+    assert set(plan.times()) == {"owner, 3 bits", "bfloat16 Lion", "float32 Lion"}
+    assert "use owner_lion(...)" in said and "8 workers), data different, 3 seeds." in said
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(planner_report.table(plan))
+    text = " ".join(console.export_text().split())
+    assert "not measured with different data, so not ranked: 1-bit vote; 2-bit vote; " in text
+    found = planner_report.as_json(plan)
+    assert (found["goal"], found["data"]) == ("loss", "different")
+    by_name = {row["scheme"]: row for row in found["schemes"]}
+    assert by_name["1-bit vote"]["steps"] is None is by_name["1-bit vote"]["time_to_loss"]
+    assert by_name["owner, 3 bits"]["steps"] == {
+        "factor": 1.0, "std": 0.01, "seeds": 3, "task": "text", "workers": {"text": 8},
+    }  # fmt: skip
+
+
+def test_by_the_step_alone_nothing_is_asked_of_evidence(monkeypatch):
+    known(monkeypatch)
+    plan = planner_report.plan(SHAPES, SLOW, 0.1, goal="step")
+    assert (plan.learned, list(plan.estimates)) == ({}, NAMES)
+    rows = planner_report.as_json(plan)["schemes"]
+    assert not any({"steps", "time_to_loss"} & set(row) for row in rows)

@@ -1,10 +1,12 @@
 """Will voting help me? The step time of every method on a cluster, before anything is trained."""
 
 from lioncub_jax.planner.clusters import CLUSTERS, NamedCluster, cluster_named
+from lioncub_jax.planner.evidence import DATA, Learned, learned
 from lioncub_jax.planner.model import (
     ADVISED,
     BFLOAT16,
     FLOAT32,
+    PEERS,
     SCHEMES,
     SILENT,
     Cluster,
@@ -21,18 +23,22 @@ from lioncub_jax.planner.model import (
     step_time,
     tree,
 )
-from lioncub_jax.planner.report import Plan, advice, as_json, legend, plan, plot, table
+from lioncub_jax.planner.report import GOALS, Plan, advice, as_json, legend, plan, plot, table
 
 __all__ = [
     "ADVISED",
     "BFLOAT16",
     "CLUSTERS",
+    "DATA",
     "FLOAT32",
+    "GOALS",
+    "PEERS",
     "SCHEMES",
     "SILENT",
     "Cluster",
     "Estimate",
     "Host",
+    "Learned",
     "Link",
     "NamedCluster",
     "Pays",
@@ -42,6 +48,7 @@ __all__ = [
     "as_json",
     "calibrated",
     "cluster_named",
+    "learned",
     "legend",
     "parameters_in",
     "pays",

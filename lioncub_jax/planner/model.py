@@ -11,7 +11,7 @@ What it leaves out is in docs/planner.md. Rates are in bits per second, times in
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from lioncub_jax import checks, decide, quantize, wires
+from lioncub_jax.baselines.powersgd import powersgd
 from lioncub_jax.traffic import predicted as accounting
 from lioncub_jax.traffic.predicted import Sent
 
@@ -154,8 +155,11 @@ class Scheme(NamedTuple):
       name: for people, and the key of ``Host.local_seconds``.
       code: how it is written in a program, without ``lioncub_jax.``.
       parts: what `lioncub_jax.traffic.predict` takes; empty for a method that is no vote.
-      sends: ``(parts, params, Cluster, Host) -> collectives`` of a step, per device.
+      sends: ``(parts, params, Cluster, Host) -> collectives`` of an exchange, per device.
       packs: whether the worker has packing, counting and unpacking to do.
+      learns: its name in the study, where it was seen how many steps it takes; empty for a bound.
+      every: steps of a worker for each exchange; bytes and times are shared out among them.
+      in_float32: share of all steps that all-reduce float32 gradients instead.
     """
 
     name: str
@@ -163,6 +167,9 @@ class Scheme(NamedTuple):
     parts: Mapping[str, Any]
     sends: Callable[[Mapping[str, Any], Any, Cluster, Host], tuple[Sent, ...]]
     packs: bool = True
+    learns: str = ""
+    every: int = 1
+    in_float32: float = 0.0
 
 
 def _predicted(parts: Mapping[str, Any], params: Any, at: Cluster, host: Host) -> tuple[Sent, ...]:
@@ -194,11 +201,40 @@ def _nothing(parts: Mapping[str, Any], params: Any, at: Cluster, host: Host) -> 
     return ()
 
 
+def _one_level(name: str, at: Cluster) -> None:
+    if at.group_size > 1:
+        raise ValueError(
+            f"{name} has no two levels: each device is a worker, or they share one by an inner mesh axis"
+        )
+
+
+def _thin_factors(
+    parts: Mapping[str, Any], params: Any, at: Cluster, host: Host
+) -> tuple[Sent, ...]:
+    """PowerSGD's two all-reduces."""
+    _one_level("PowerSGD", at)
+    if not any(len(leaf.shape) > 1 for leaf in jax.tree.leaves(params)):
+        raise ValueError(
+            "its bytes depend on the shapes of matrices, and none are known: give a model's shapes "
+            "(--model FILE.py:NAME) in place of a number of parameters"
+        )
+    tx = powersgd(optax.identity(), parts["rank"], axis_name="workers")
+    return accounting.of(tx, params, at.workers).collectives
+
+
+def _differences(
+    parts: Mapping[str, Any], params: Any, at: Cluster, host: Host
+) -> tuple[Sent, ...]:
+    """DiLoCo's: how far the workers came, in float32 or in codes with feedback both ways."""
+    _one_level("DiLoCo", at)
+    return (_predicted if parts else _averaged(4))(parts, params, at, host)
+
+
 _AT_OWNER = decide.momentum_at_owner(optax.scale_by_lion())
 
 
-def _vote(name: str, code: str, **parts: Any) -> Scheme:
-    return Scheme(name, code, parts, _predicted)
+def _vote(name: str, code: str, learns: str, **parts: Any) -> Scheme:
+    return Scheme(name, code, parts, _predicted, learns=learns)
 
 
 def _owner(p: int) -> Scheme:
@@ -206,41 +242,47 @@ def _owner(p: int) -> Scheme:
     code = "owner_lion(...)"
     if p != 3:
         code = f"owner_lion(quantizer=quantize.error_feedback(quantize.midrise({p})))"
-    return Scheme(
-        f"owner, {p} bit{'s' if p > 1 else ''}", code, {"up": up, "owner": _AT_OWNER}, _predicted
-    )
+    name = f"owner, {p} bit{'s' if p > 1 else ''}"
+    return _vote(name, code, f"owner-{p}", up=up, owner=_AT_OWNER)
 
 
-FLOAT32 = Scheme("float32 Lion", "global_gradients(optax.lion(...))", {}, _averaged(4), False)
-BFLOAT16 = Scheme(
-    "bfloat16 Lion",
-    "global_gradients(optax.lion(...), dtype=jnp.bfloat16)",
-    {},
-    _averaged(2),
-    False,
+def _dense(name: str, code: str, itemsize: int, learns: str) -> Scheme:
+    return Scheme(name, code, {}, _averaged(itemsize), False, learns)
+
+
+FLOAT32 = _dense("float32 Lion", "global_gradients(optax.lion(...))", 4, "lion")
+# What a bfloat16 mean does to learning was not measured: it is taken to be nothing.
+BFLOAT16 = _dense(
+    "bfloat16 Lion", "global_gradients(optax.lion(...), dtype=jnp.bfloat16)", 2, "lion"
 )
 SILENT = Scheme("no communication", "(a bound: nothing is sent)", {}, _nothing, False)
 
 SCHEMES: tuple[Scheme, ...] = (
-    _vote("1-bit vote", "lion_cub(...)"),
+    _vote("1-bit vote", "lion_cub(...)", "vote"),
     _vote(
-        "2-bit vote", "lion_cub(quantizer=quantize.midrise(2))",
+        "2-bit vote", "lion_cub(quantizer=quantize.midrise(2))", "vote-2",
         up=quantize.midrise(2),
     ),
     _vote(
-        "4-bit vote", "lion_cub(quantizer=quantize.midrise(4))",
+        "4-bit vote", "lion_cub(quantizer=quantize.midrise(4))", "vote-4",
         up=quantize.midrise(4),
     ),
-    _vote("average", "distributed_lion(average=True)", down=decide.average()),
-    _vote("ternary", "lion_cub(quantizer=quantize.ternary())", up=quantize.ternary()),
-    _vote("gathered", "lion_cub(wire=wires.gathered())", wire=wires.gathered()),
-    _vote("int8 counts", "lion_cub(wire=wires.counts())", wire=wires.counts()),
+    _vote("average", "distributed_lion(average=True)", "average", down=decide.average()),
+    _vote("ternary", "lion_cub(quantizer=quantize.ternary())", "ternary", up=quantize.ternary()),
+    _vote("gathered", "lion_cub(wire=wires.gathered())", "vote", wire=wires.gathered()),
+    _vote("int8 counts", "lion_cub(wire=wires.counts())", "vote", wire=wires.counts()),
     _vote(
-        "integer(8) counts", "lion_cub(quantizer=quantize.integer(8), wire=wires.counts())",
+        "integer(8) counts", "lion_cub(quantizer=quantize.integer(8), wire=wires.counts())", "int8",
         up=quantize.integer(8), wire=wires.counts(),
     ),
-    _vote("lanes", "lion_cub(wire=wires.lanes())", wire=wires.lanes()),
+    _vote("lanes", "lion_cub(wire=wires.lanes())", "vote", wire=wires.lanes()),
     _owner(1),
+    _vote(
+        "owner, 1 bit rotated",
+        "owner_lion(quantizer=quantize.error_feedback(quantize.rotated(quantize.midrise(1))))",
+        "owner-1-rotated",
+        up=quantize.error_feedback(quantize.rotated(quantize.midrise(1))), owner=_AT_OWNER,
+    ),
     _owner(2),
     _owner(3),
     BFLOAT16,
@@ -248,7 +290,45 @@ SCHEMES: tuple[Scheme, ...] = (
     SILENT,
 )  # fmt: skip
 
-# What the advice chooses from, the closest to float32 Lion's loss first.
+EVERY = 8  # steps of a worker between two exchanges of DiLoCo
+WARMUP = 0.15  # of 1-bit Adam's steps, in float32: its paper takes 15 to 25 %
+
+
+def _codes(p: int, down: Any) -> dict[str, Any]:
+    """With feedback at worker and owner, in float32."""
+    up = quantize.error_feedback(quantize.midrise(p), jnp.float32)
+    return {"up": up, "owner": decide.feedback_at_owner(jnp.float32, p), "down": down}
+
+
+def _alone_first(how: str, bits: str, learns: str, parts: Mapping[str, Any]) -> Scheme:
+    code = f"make_train_step(..., baselines.diloco({bits}), local_steps={EVERY}, local=optax.adamw(...))"
+    name = f"DiLoCo {EVERY}, {how}"
+    return Scheme(name, code, parts, _differences, bool(parts), learns, EVERY)
+
+
+# What users take today where the network is slow. 0/1 Adam's steps in float32 are ever more rare: they are
+# left out.
+PEERS: tuple[Scheme, ...] = (
+    _dense("float32 AdamW", "baselines.adamw(...)", 4, "adamw"),
+    _dense("bfloat16 AdamW", "baselines.adamw(dtype=jnp.bfloat16)", 2, "adamw"),
+    Scheme(
+        "PowerSGD, rank 4", "baselines.powersgd(optax.adamw(...), 4)",
+        {"rank": 4, "error_dtype": jnp.float32}, _thin_factors, learns="powersgd-adamw",
+    ),
+    Scheme(
+        "1-bit Adam", "baselines.one_bit_adam(warmup=...)", _codes(1, decide.scaled_signs()),
+        _predicted, learns="one-bit-adam", in_float32=WARMUP,
+    ),
+    Scheme(
+        "0/1 Adam", "baselines.zero_one_adam(...)", _codes(1, decide.scaled_signs()), _predicted,
+        learns="zero-one-adam",
+    ),
+    _alone_first("float32", "", "diloco", {}),
+    _alone_first("4 bits", "bits=4", "diloco-4", _codes(4, decide.scaled(4))),
+    _alone_first("1 bit", "bits=1", "diloco-1", _codes(1, decide.scaled(1))),
+)  # fmt: skip
+
+# What advice by the step alone chooses from, the closest to float32 Lion's loss first.
 ADVISED = ("owner, 3 bits", "owner, 2 bits", "4-bit vote", "2-bit vote", "1-bit vote")
 
 
@@ -262,14 +342,14 @@ def scheme_named(name: str) -> Scheme:
       >>> scheme_named("1-bit vote").code
       'lion_cub(...)'
     """
-    for one in SCHEMES:
-        if one.name == name:
-            return one
-    raise ValueError(f"scheme {name!r}: give one of {', '.join(one.name for one in SCHEMES)}")
+    every = {one.name: one for one in (*SCHEMES, *PEERS)}
+    if name not in every:
+        raise ValueError(f"scheme {name!r}: give one of {', '.join(every)}")
+    return every[name]
 
 
 class Estimate(NamedTuple):
-    """What a step takes by one scheme.
+    """What a step takes by one scheme; the mean step where not all are alike.
 
     Attributes:
       scheme: its name.
@@ -323,7 +403,7 @@ def step_time(
     """Models a step by one scheme.
 
     Args:
-      scheme: one of ``SCHEMES``.
+      scheme: one of ``SCHEMES`` or ``PEERS``.
       params: a tree of arrays or ``jax.ShapeDtypeStruct``, or how many parameters there are.
       cluster: workers and links.
       compute: seconds of a device's own forward and backward pass and update.
@@ -349,19 +429,37 @@ def step_time(
     if not 0 <= compute < math.inf:
         raise ValueError(f"compute={compute!r}: give seconds, zero or more")
     host = host or Host()
-    sent = scheme.sends(scheme.parts, _tree(params), cluster, host)
-    communication = sum(_seconds(one, cluster, host) for one in sent)
-    local = host.local_seconds.get(
-        scheme.name, _estimated_local(scheme, sent, params, cluster, host)
-    )
+    sent = _in_a_step(scheme, params, cluster, host)
+    communication = sum(share * _seconds(one, cluster, host) for share, one in sent)
+    local = host.local_seconds.get(scheme.name)
+    if local is None:
+        local = _estimated_local(scheme, params, cluster, host)
     return Estimate(
         scheme.name,
-        cluster.group_size * sum(one.sent_bytes for one in sent if not one.inside),
-        sum(one.sent_bytes for one in sent if one.inside),
+        cluster.group_size * sum(share * one.sent_bytes for share, one in sent if not one.inside),
+        sum(share * one.sent_bytes for share, one in sent if one.inside),
         communication,
         local,
         compute + local + communication,
     )
+
+
+def _usual(scheme: Scheme) -> float:
+    """The share of steps that have an exchange of its own kind."""
+    return (1 - scheme.in_float32) / scheme.every
+
+
+def _in_a_step(
+    scheme: Scheme, params: Any, cluster: Cluster, host: Host
+) -> list[tuple[float, Sent]]:
+    """Collectives, each with the share of steps that have it."""
+    kinds = [(_usual(scheme), scheme.sends), (scheme.in_float32, _averaged(4))]
+    return [
+        (share, one)
+        for share, sends in kinds
+        if share
+        for one in sends(scheme.parts, _tree(params), cluster, host)
+    ]
 
 
 def _seconds(one: Sent, cluster: Cluster, host: Host) -> float:
@@ -386,8 +484,8 @@ def _carried(one: Sent, cluster: Cluster) -> float:
 
 
 def _bits_on_link(scheme: Scheme, params: Any, cluster: Cluster, host: Host | None) -> float:
-    sent = scheme.sends(scheme.parts, _tree(params), cluster, host or Host())
-    return 8 * sum(_carried(one, cluster) for one in sent if not one.inside)
+    sent = _in_a_step(scheme, params, cluster, host or Host())
+    return 8 * sum(share * _carried(one, cluster) for share, one in sent if not one.inside)
 
 
 def _rounds_of_one_way_pairs(n: int) -> float:
@@ -395,16 +493,16 @@ def _rounds_of_one_way_pairs(n: int) -> float:
     return 2 * math.ceil((n - 1) / 2) / (n - 1)
 
 
-def _estimated_local(
-    scheme: Scheme, sent: Sequence[Sent], params: Any, cluster: Cluster, host: Host
-) -> float:
-    if not scheme.packs or not sent:
+def _estimated_local(scheme: Scheme, params: Any, cluster: Cluster, host: Host) -> float:
+    """Of the steps that pack: those in float32 are another kind, and pack nothing."""
+    own = scheme.sends(scheme.parts, _tree(params), cluster, host) if scheme.packs else ()
+    if not own:
         return 0.0
-    packed = sum(one.sent_bytes for one in sent if one.op != "reduce-scatter")
-    feedback = getattr(scheme.parts.get("up"), "feedback", None)
+    packed = sum(one.sent_bytes for one in own if one.op != "reduce-scatter")
+    feedback = getattr(scheme.parts.get("up"), "feedback", scheme.parts.get("error_dtype"))
     each = 4 + (0 if feedback is None else jnp.dtype(feedback).itemsize)
     unpacked = each * parameters_in(params) / cluster.group_size
-    return 8 * 2 * (packed + unpacked) / host.memory_bandwidth
+    return _usual(scheme) * 8 * 2 * (packed + unpacked) / host.memory_bandwidth
 
 
 def pays(
@@ -423,7 +521,7 @@ def pays(
     most. Break-even, ``speedup=1``, does not depend on ``compute``.
 
     Args:
-      scheme: one of ``SCHEMES``.
+      scheme: one of ``SCHEMES`` or ``PEERS``.
       params: as `step_time`.
       cluster: as `step_time`; its bandwidth between workers does not matter.
       host: as `step_time`.

@@ -1,17 +1,23 @@
-"""What the planner prints: every method side by side, one sentence of advice, a table and a figure.
+"""What the planner prints: every method side by side, advice, a table and a figure.
+
+The goal is the loss, and the methods are ranked by the time until it is reached: a step's time and how many
+steps more than float32 Lion a method was seen to take (`evidence`). Or the goal is the step alone.
 
 ``rich`` and ``matplotlib`` are imported by the functions that need them.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lioncub_jax.planner import evidence
+from lioncub_jax.planner.evidence import Learned
 from lioncub_jax.planner.model import (
     ADVISED,
     BFLOAT16,
     FLOAT32,
+    PEERS,
     SCHEMES,
     SILENT,
     Cluster,
@@ -29,10 +35,13 @@ from lioncub_jax.units import bytes_text, rate_text, seconds_text
 if TYPE_CHECKING:
     from rich.table import Table
 
+GOALS = ("loss", "step")
 WORTHWHILE_SPEEDUP = 1.05  # less is not enough to change how a model is trained
 # Of the methods whose steps take at most this many times the fastest, the one whose loss is closest
 # to Lion's is advised.
 CLOSE_ENOUGH = 1.10
+LARGER = 10  # times the parameters of the largest model measured: beyond it is another matter
+DENSE = (FLOAT32.name, BFLOAT16.name, "float32 AdamW", "bfloat16 AdamW")  # means of gradients
 DRAWN = (
     "float32 Lion", "bfloat16 Lion", "int8 counts", "gathered", "owner, 3 bits", "1-bit vote",
     "no communication",
@@ -47,9 +56,13 @@ class Plan(NamedTuple):
       compute: seconds, as given.
       estimates: by the name of the scheme, those that work.
       pays: the bandwidths at which each of them is faster than float32 Lion.
-      worthwhile: those at which one that is advised is ``WORTHWHILE_SPEEDUP`` times as fast as both
-        float32 and bfloat16 gradients.
+      worthwhile: those at which one that may be advised is ``WORTHWHILE_SPEEDUP`` times as fast as means
+        of gradients: to the loss, or in the step, by the goal.
       refused: why the others do not work, by name.
+      goal: "loss" or "step".
+      data: what workers see, "alike" or "different".
+      learned: with the goal "loss", how each of them learns, by name; those that were measured.
+      parameters: of the model.
     """
 
     cluster: Cluster
@@ -58,37 +71,66 @@ class Plan(NamedTuple):
     pays: dict[str, Pays]
     worthwhile: Pays
     refused: dict[str, str]
+    goal: str
+    data: str
+    learned: dict[str, Learned]
+    parameters: int
 
     def speedup(self, name: str) -> float:
-        """Over float32 Lion."""
+        """Of a step, over float32 Lion."""
         return self.estimates[FLOAT32.name].step / self.estimates[name].step
 
+    def times(self) -> dict[str, float]:
+        """Time to the loss, over float32 Lion's, of all that were seen to get there; the shortest first."""
+        found = {
+            name: one.factor / self.speedup(name)
+            for name, one in self.learned.items()
+            if one.factor is not None
+        }
+        return dict(sorted(found.items(), key=lambda one: one[1]))
 
-def plan(params: Any, cluster: Cluster, compute: float, host: Host | None = None) -> Plan:
-    """Models a step by every scheme.
+
+def plan(
+    params: Any,
+    cluster: Cluster,
+    compute: float,
+    host: Host | None = None,
+    *,
+    goal: str = GOALS[0],
+    data: str = evidence.DATA[0],
+) -> Plan:
+    """Models a step by every scheme, and the time to the loss.
 
     Args:
       params: a tree of arrays or ``jax.ShapeDtypeStruct``, or how many parameters there are.
       cluster: workers and links.
       compute: seconds of a device's own forward and backward pass and update.
       host: what a worker spends besides.
+      goal: "loss", which ranks by the time to the loss where float32 Lion stands after 80 % of its run,
+        ``PEERS`` among them; or "step", by the time of a step.
+      data: of the workers, "alike" or "different", such as other classes or texts; for the goal "loss".
 
     Returns:
       A ``Plan``; a scheme that does not work there is in ``refused``.
 
     Raises:
-      ValueError: for a compute time that is not above zero.
+      ValueError: for a compute time that is not above zero, or an unknown goal or data.
 
     Example:
       >>> from lioncub_jax.planner import Link
       >>> slow = plan(124_000_000, Cluster(8, Link(1e9, 50e-6)), 0.144)
       >>> round(slow.speedup("1-bit vote"), 1)
       19.0
+      >>> slow.learned["1-bit vote"].factor is None  # a run as long as float32 Lion's does not get there
+      True
     """
     if not compute > 0:
         raise ValueError(f"compute={compute!r}: give seconds, above zero; speedups depend on it")
+    if goal not in GOALS:
+        raise ValueError(f"goal={goal!r}: give one of {', '.join(GOALS)}")
+    evidence.check_data(data)
     estimates, refused = {}, {}
-    for scheme in SCHEMES:
+    for scheme in _schemes(goal):
         try:
             estimates[scheme.name] = step_time(scheme, params, cluster, compute, host)
         except ValueError as reason:
@@ -96,48 +138,174 @@ def plan(params: Any, cluster: Cluster, compute: float, host: Host | None = None
     if FLOAT32.name in refused:  # not the scheme's fault: the parameters or the cluster are wrong
         raise ValueError(refused[FLOAT32.name])
     ranges = {name: pays(scheme_named(name), params, cluster, host) for name in estimates}
+    learned = _learned(estimates, cluster.workers, data) if goal == "loss" else {}
+    factors = {name: one.factor for name, one in learned.items() if one.factor is not None}
+    if goal == "step":
+        factors = dict.fromkeys((n for n in (*ADVISED, *DENSE[:2]) if n in estimates), 1.0)
     worth = [
-        _worthwhile(scheme_named(name), params, cluster, compute, host)
-        for name in ADVISED
-        if name in estimates
+        _worthwhile(name, factors, params, cluster, compute, host)
+        for name in factors
+        if name not in DENSE
     ]
-    widest = max(worth, key=lambda one: one.below)
-    return Plan(cluster, compute, estimates, ranges, widest, refused)
+    some = [one for one in worth if one.above < one.below]
+    widest = max(some, key=lambda one: (-one.above, one.below), default=Pays(0.0, 0.0))
+    return Plan(
+        cluster, compute, estimates, ranges, widest, refused, goal, data, learned,
+        parameters_in(params),
+    )  # fmt: skip
+
+
+def _schemes(goal: str) -> tuple[Scheme, ...]:
+    return (*SCHEMES, *PEERS) if goal == "loss" else SCHEMES
+
+
+def _learned(names: Iterable[str], workers: int, data: str) -> dict[str, Learned]:
+    if workers == 1:  # which has no method but its own optimizer
+        return {}
+    found = {
+        name: evidence.learned(method, workers, data)
+        for name in names
+        if (method := scheme_named(name).learns)
+    }
+    return {name: one for name, one in found.items() if one is not None}
 
 
 def _worthwhile(
-    scheme: Scheme, params: Any, cluster: Cluster, compute: float, host: Host | None
+    name: str,
+    factors: Mapping[str, float],
+    params: Any,
+    cluster: Cluster,
+    compute: float,
+    host: Host | None,
 ) -> Pays:
-    both = [
-        pays(scheme, params, cluster, host, than=than, speedup=WORTHWHILE_SPEEDUP, compute=compute)
-        for than in (FLOAT32, BFLOAT16)
-    ]
-    above, below = max(one.above for one in both), min(one.below for one in both)
+    """Where a scheme is worth it against every mean of gradients, for so many times the steps each."""
+    found = [
+        pays(
+            scheme_named(name), params, cluster, host, than=scheme_named(than), compute=compute,
+            speedup=WORTHWHILE_SPEEDUP * factors[name] / factors[than],
+        )
+        for than in DENSE
+        if than in factors
+    ]  # fmt: skip
+    above, below = max(one.above for one in found), min(one.below for one in found)
     return Pays(above, below) if above < below else Pays(0.0, 0.0)
 
 
 def advice(plan: Plan) -> str:
-    """One sentence: which method to use there, or that none is worth it.
+    """Which method to use there and why, or that none is worth it.
 
     Args:
       plan: what `plan` returned.
 
     Returns:
-      It begins with "Do not use this" where no vote makes a step ``WORTHWHILE_SPEEDUP`` times as fast as
-      the better of float32 and bfloat16 gradients. Otherwise it names, of the methods whose steps
-      take at most ``CLOSE_ENOUGH`` times the fastest, the one that comes closest to Lion's own loss.
+      For the goal "loss" the method that is first to the loss, whoever's it is, what that was measured on
+      and where evidence ends; it begins with "Do not use this" where nothing gets there
+      ``WORTHWHILE_SPEEDUP`` times as soon as by means of gradients. For the goal "step" one sentence: the
+      method, of those whose steps take at most ``CLOSE_ENOUGH`` times the fastest vote's, that
+      comes closest to Lion's own loss; or "Do not use this" where no vote makes a step
+      ``WORTHWHILE_SPEEDUP`` times as fast as the better of float32 and bfloat16 gradients.
     """
-    rate = rate_text(plan.cluster.link.bandwidth)
-    dense, half = plan.estimates[FLOAT32.name], plan.estimates[BFLOAT16.name]
     if plan.cluster.workers == 1:
         return "Do not use this: one worker has no others to exchange votes with; use optax.lion."
+    return _by_loss(plan) if plan.goal == "loss" else _by_step(plan)
+
+
+def _by_loss(plan: Plan) -> str:
+    times = plan.times()
+    first, dense = next(iter(times)), next(name for name in times if name in DENSE)
+    used = first if times[dense] >= WORTHWHILE_SPEEDUP * times[first] else dense
+    rate, code = rate_text(plan.cluster.link.bandwidth), scheme_named(used).code
+    worth = f"sending less is worth it {pays_text(plan.worthwhile)}"
+    if used == dense:
+        found = [
+            f"Do not use this: at {rate} nothing is to the loss {WORTHWHILE_SPEEDUP} times as soon as "
+            f"{used}, {code}, {_in_its_time(plan, used)}; {worth}."
+        ]
+    else:
+        lion, ours = plan.estimates[FLOAT32.name], plan.estimates[used]
+        # The least that float32 Lion's step may take, against what it may take to be as soon there.
+        least, equal = max(plan.compute, lion.communication), times[used] * lion.step
+        hidden = least < WORTHWHILE_SPEEDUP * equal
+        nothing = "; where the float32 all-reduce hides behind the backward pass nothing is gained"
+        found = [
+            f"At {rate} use {code} ({used}): {_in_its_time(plan, used)}, by steps of "
+            f"{seconds_text(ours.step)} instead of {seconds_text(lion.step)}, "
+            f"{_factor_text(plan.learned[used])} times as many{nothing if hidden else ''}; {worth}."
+        ]
+    return " ".join([*found, *_beside(plan, used), _measured_on(plan, used), *_ends(plan, used)])
+
+
+def _in_its_time(plan: Plan, name: str) -> str:
+    return f"to float32 Lion's loss in {plan.times()[name]:.3g} of its time"
+
+
+def _beside(plan: Plan, used: str) -> list[str]:
+    """Others that are as soon there, and the first of this library's own where it is not the one."""
+    times, found = plan.times(), []
+    close = [n for n in times if n != used and times[n] <= WORTHWHILE_SPEEDUP * times[used]]
+    if close:
+        found.append(f"Within 5 % of that: {'; '.join(close)}.")
+    own = next(n for n in times if n not in {one.name for one in PEERS})
+    if own != used and own not in close and times[own] > times[used]:
+        found.append(
+            f"That is none of this library's own methods, of which {own} is the first, in "
+            f"{times[own] / times[used]:.2f} times that time."
+        )
+    return found
+
+
+def _measured_on(plan: Plan, used: str) -> str:
+    one = plan.learned[used]
+    about = {task.name: task for task in evidence.tasks()}
+    of = " and ".join(
+        f"{name} ({about[name].dataset}, {about[name].parameters:,} parameters, {workers} workers)"
+        for name, workers in one.workers.items()
+    )
+    if scheme_named(used).learns == FLOAT32.learns:  # by which the others are measured
+        taken = (
+            " A bfloat16 mean is taken to learn like a float32 one." if used != FLOAT32.name else ""
+        )
+        return f"Others were measured against it on {of}, data {plan.data}.{taken}"
+    worse = f"; {one.task} is the worse of them and counts" if len(one.workers) > 1 else ""
+    taken = "; bfloat16 is taken to learn like float32" if used in DENSE[1::2] else ""
+    return f"Measured on {of}, data {plan.data}, {one.seeds} seeds{worse}{taken}."
+
+
+def _ends(plan: Plan, used: str) -> list[str]:
+    """Where this is no more what was measured; with what the step alone says."""
+    sizes = [task.parameters for task in evidence.tasks()]
+    beyond = []
+    if plan.parameters > LARGER * max(sizes):
+        beyond.append(
+            f"steps are those of small models, and this one has {plan.parameters:,} parameters"
+        )
+    if plan.learned[used].far_from(plan.cluster.workers):
+        beyond.append(f"these are {plan.cluster.workers:,} workers")
+    if not beyond:
+        return []
+    alone = _closest_of_fast(plan)
+    by_step = scheme_named(alone).code if alone else "the advice is not to use this"
+    return [f"There evidence ends: {'; '.join(beyond)}. By bits and step time alone: {by_step}."]
+
+
+def _closest_of_fast(plan: Plan) -> str | None:
+    """The vote to use by the time of a step alone; None where none is worth it."""
+    dense, half = plan.estimates[FLOAT32.name], plan.estimates[BFLOAT16.name]
+    steps = {name: plan.estimates[name].step for name in ADVISED if name in plan.estimates}
+    enough = min(
+        CLOSE_ENOUGH * min(steps.values()), min(dense.step, half.step) / WORTHWHILE_SPEEDUP
+    )
+    return next((name for name in steps if steps[name] <= enough), None)
+
+
+def _by_step(plan: Plan) -> str:
+    rate = rate_text(plan.cluster.link.bandwidth)
+    dense, half = plan.estimates[FLOAT32.name], plan.estimates[BFLOAT16.name]
     steps = {name: plan.estimates[name].step for name in ADVISED if name in plan.estimates}
     fastest = min(steps, key=lambda name: steps[name])
-    enough = min(CLOSE_ENOUGH * steps[fastest], min(dense.step, half.step) / WORTHWHILE_SPEEDUP)
-    chosen = [name for name in steps if steps[name] <= enough]
     worth = f"voting is worth it {pays_text(plan.worthwhile)}"
-    if chosen:
-        step, code = steps[chosen[0]], scheme_named(chosen[0]).code
+    if chosen := _closest_of_fast(plan):
+        step, code = steps[chosen], scheme_named(chosen).code
         hidden = max(plan.compute, dense.communication) < WORTHWHILE_SPEEDUP * step
         nothing = "; where the float32 all-reduce hides behind the backward pass nothing is gained"
         return (
@@ -176,9 +344,9 @@ def pays_text(found: Pays) -> str:
 
 
 def table(plan: Plan) -> "Table":
-    """The plan for people, at most 79 columns wide: a row for each scheme.
+    """The plan for people, at most 80 columns wide: a row for each scheme, peers in a block of their own.
 
-    The reasons why some schemes do not work there stand below the table.
+    The reasons why some schemes do not work there stand below the table, and which were not measured.
 
     Args:
       plan: what `plan` returned.
@@ -186,18 +354,20 @@ def table(plan: Plan) -> "Table":
     Returns:
       A ``rich`` table. "sent" is what a worker, all of its devices together, sends in a step; "inside"
       is what each device sends to the others of its worker; "network" is the time in collectives,
-      "packing" that of packing, counting and unpacking, "step" the time of the whole step, and
-      "speedup" is over float32 Lion. Bytes are in decimal units.
+      "packing" that of packing, counting and unpacking, and "step" the time of the whole step. For the goal
+      "step", "speedup" is that of a step over float32 Lion. For the goal "loss", "x steps" is how many
+      times float32 Lion's steps a method takes to its loss, with the standard deviation over seeds, and
+      "time to loss" how long that is, float32 Lion's being 1. Bytes are in decimal units.
     """
     from rich import box  # not needed for numbers alone
     from rich.table import Table
 
-    grouped = plan.cluster.group_size > 1
+    grouped, by_loss = plan.cluster.group_size > 1, plan.goal == "loss"
     workers = "1 worker" if plan.cluster.workers == 1 else f"{plan.cluster.workers:,} workers"
     out = Table(
         title=f"{workers} at {rate_text(plan.cluster.link.bandwidth)}",
         title_justify="left",
-        caption="\n".join(f"{name}: {reason}" for name, reason in plan.refused.items()),
+        caption="\n".join(_below(plan)),
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         show_edge=False,
@@ -205,11 +375,15 @@ def table(plan: Plan) -> "Table":
         pad_edge=False,
     )
     out.add_column("scheme", no_wrap=True)
-    for header in ("sent", "inside", "network", "packing", "step", "speedup"):
+    of_goal = ("x steps", "time\nto loss") if by_loss else ("speedup",)
+    for header in ("sent", "inside", "network", "packing", "step", *of_goal):
         if header != "inside" or grouped:
             out.add_column(header, justify="right", no_wrap=True)
-    out.add_column("beats float32 Lion", overflow="fold", max_width=13)
-    for scheme in SCHEMES:
+    if not by_loss:
+        out.add_column("beats float32 Lion", overflow="fold", max_width=13)
+    for scheme in _schemes(plan.goal):
+        if scheme == PEERS[0]:
+            out.add_section()
         if scheme.name in plan.estimates:
             out.add_row(scheme.name, *_numbers(plan, scheme))
         else:
@@ -217,13 +391,43 @@ def table(plan: Plan) -> "Table":
     return out
 
 
+def _below(plan: Plan) -> list[str]:
+    """Reasons, and what evidence does not know."""
+    whose: dict[str, list[str]] = {}
+    for name, reason in plan.refused.items():
+        whose.setdefault(reason, []).append(name)
+    found = [f"{'; '.join(names)}: {reason}" for reason, names in whose.items()]
+    unknown = _not_measured(plan)
+    if unknown:
+        with_them = "" if plan.data == evidence.DATA[0] else f" with {plan.data} data"
+        found.append(f"not measured{with_them}, so not ranked: {'; '.join(unknown)}")
+    return found
+
+
+def _not_measured(plan: Plan) -> list[str]:
+    if plan.goal == "step" or plan.cluster.workers == 1:
+        return []
+    return [n for n in plan.estimates if n not in plan.learned and scheme_named(n) != SILENT]
+
+
 def _numbers(plan: Plan, scheme: Scheme) -> list[str]:
     found = plan.estimates[scheme.name]
     inside = [bytes_text(found.inside_bytes)] if plan.cluster.group_size > 1 else []
     times = [seconds_text(t) for t in (found.communication, found.local, found.step)]
-    speedup = f"{plan.speedup(scheme.name):.2f}"
+    row = [bytes_text(found.sent_bytes), *inside, *times]
+    if plan.goal == "loss":
+        learned, time = plan.learned.get(scheme.name), plan.times().get(scheme.name)
+        return [*row, _factor_text(learned), "" if time is None else f"{time:.3g}"]
     when = "" if scheme in (FLOAT32, SILENT) else _short(plan.pays[scheme.name])
-    return [bytes_text(found.sent_bytes), *inside, *times, speedup, when]
+    return [*row, f"{plan.speedup(scheme.name):.2f}", when]
+
+
+def _factor_text(found: Learned | None) -> str:
+    if found is None:
+        return ""
+    if found.factor is None:
+        return "not reached"
+    return f"{found.factor:.2f}" + (f" ± {found.std:.2f}" if found.std else "")
 
 
 def _short(found: Pays) -> str:
@@ -231,14 +435,17 @@ def _short(found: Pays) -> str:
     return pays_text(found).replace("below", "<").replace("above", ">").removeprefix("from ")
 
 
-def legend() -> str:
+def legend(goal: str = GOALS[0]) -> str:
     """How each scheme is written in a program, a line each.
+
+    Args:
+      goal: of the plan: "loss", which has peers too, or "step".
 
     Example:
       >>> print(legend().splitlines()[0])
-      1-bit vote         lion_cub(...)
+      1-bit vote            lion_cub(...)
     """
-    return "\n".join(f"{one.name:<17}  {one.code}" for one in SCHEMES)
+    return "\n".join(f"{one.name:<20}  {one.code}" for one in _schemes(goal))
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -251,7 +458,9 @@ def as_json(plan: Plan) -> dict[str, Any]:
       A dict that ``json`` writes by the standard, which has no infinity: a number that is not finite is
       None, such as the bandwidth of a link that never makes anybody wait. ``"pays"`` and
       ``"worthwhile"`` are ``{"above": bits per second, "below": bits per second}``, None for a bound
-      that is not there, and None as a whole for what never pays.
+      that is not there, and None as a whole for what never pays. For the goal "loss" each scheme has
+      ``"time_to_loss"`` over float32 Lion's, and ``"steps"``: a ``Learned``, whose ``"factor"`` is None for
+      what does not get there; both are None for what was not measured.
 
     Example:
       >>> from lioncub_jax.planner import Link
@@ -265,12 +474,15 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "bandwidth": plan.cluster.link.bandwidth,
         "latency": plan.cluster.link.latency,
         "compute": plan.compute,
+        "goal": plan.goal,
+        **({"data": plan.data} if plan.goal == "loss" else {}),
         "schemes": [
             {
                 **found._asdict(),
                 "code": scheme_named(name).code,
                 "speedup": plan.speedup(name),
                 "pays": _range(plan.pays[name]),
+                **_steps(plan, name),
             }
             for name, found in plan.estimates.items()
         ],
@@ -279,6 +491,14 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "advice": advice(plan),
     }
     return {name: _finite(value) for name, value in found.items()}
+
+
+def _steps(plan: Plan, name: str) -> dict[str, Any]:
+    if plan.goal == "step":
+        return {}
+    found = plan.learned.get(name)
+    told = found and {**found._asdict(), "workers": dict(found.workers)}
+    return {"steps": told, "time_to_loss": plan.times().get(name)}
 
 
 def _finite(value: Any) -> Any:
