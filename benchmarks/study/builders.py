@@ -164,7 +164,8 @@ def with_betas(method: Method, betas: Betas) -> Method:
     return method._replace(
         label=f"{method.label}, betas {betas[0]} and {betas[1]}",
         simulated=lambda rate, steps, _: method.simulated(rate, steps, betas),
-        transform=lambda rate, steps, _, axis_name: method.transform(rate, steps, betas, axis_name),
+        transform=method.transform
+        and (lambda rate, steps, _, axis_name: method.transform(rate, steps, betas, axis_name)),
     )
 
 
