@@ -195,7 +195,9 @@ def at_owner(label: str, quantizer: Any, codes: Any, feedback: Any = None) -> Me
     """One momentum for all, in slices."""
 
     def votes(betas: Betas) -> Simulator:
-        return reference.momentum_at_owner(*betas, codes=codes, feedback=feedback)
+        return reference.momentum_at_owner(
+            *betas, codes=codes, feedback=feedback, keep=quantizer.keep
+        )
 
     owner = lc.decide.momentum_at_owner(optax.scale_by_lion())
     return Method(

@@ -81,6 +81,11 @@ def in_some_rows(share: float, gain: float) -> Method:
 
 
 CANDIDATES: dict[str, Method] = {
+    "owner-1-faded": at_owner(
+        "owner, 1 bit, rotated, feedback times 0.7",
+        lc.quantize.error_feedback(lc.quantize.rotated(lc.quantize.midrise(1)), keep=0.7),
+        ROTATED, jnp.bfloat16,
+    ),
     "owner-1-rotated": _ROTATED,
     "owner-2-rotated": at_owner(
         "owner, 2 bits, rotated",
@@ -122,6 +127,7 @@ CANDIDATES: dict[str, Method] = {
     "rotated-0.7-2-early": in_part(2, 0.175, 0.05, gain=0.7),
     "rotated-0.7-2-faster": at_rate(in_part(2, 0.175, 0.4, gain=0.7), 1.25),
     "rotated-0.7-2-rows": in_some_rows(0.175, gain=0.7),
+    "rotated-0.7-2-few": in_some_rows(0.15, gain=0.7),
     "rotated-0.9-0.9": with_betas(_ROTATED, (0.9, 0.9)),
     "rotated-0.85-0.9": with_betas(_ROTATED, (0.85, 0.9)),
     "rotated-0.8-0.95": with_betas(_ROTATED, (0.8, 0.95)),
