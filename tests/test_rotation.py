@@ -13,6 +13,12 @@ from lioncub_jax.reference import lion as of_reference
 UP = lc.quantize.rotated(lc.quantize.midrise(1))
 
 
+def test_the_named_one_is_of_these_parts():
+    named, made = lc.quantize.rotated_sign(), lc.quantize.error_feedback(UP, keep=0.7)
+    assert named.name == made.name == "rotated(midrise(1)) + error feedback of 0.7"
+    assert (named.feedback, named.keep, named.turns) == (jnp.bfloat16, 0.7, True)
+
+
 def rows_of(seed, count=40):
     return jnp.asarray(np.random.default_rng(seed).normal(size=(count, 128)), jnp.float32)
 

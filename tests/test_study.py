@@ -20,8 +20,8 @@ WORKERS, STEPS = 8, 12
 BETAS = (0.9, 0.99)
 # Differ from another in a number only.
 ALIKE = {
-    "diloco", "diloco-4", "owner-2-rotated", "owner-1-rotated", "rotated-0.9-0.9", "rotated-0.85-0.9", "rotated-0.8-0.95",
-    "vote-0.9-0.9", "vote-0.9-0.95", "powersgd",
+    "diloco", "diloco-4", "owner-2-rotated", "owner-1-rotated", "rotated-0.9-0.9", "rotated-0.85-0.9",
+    "rotated-0.8-0.95", "vote-0.9-0.9", "vote-0.9-0.95", "powersgd",
     "vote-sync-64", "vote-sync-100", "vote-coded-2", "vote-coded-6", "vote-coded-12", "vote-small",
     "vote-matrices", "vote-3", "vote-2-leaf", "owner-2", "owner-4", "lion-long", "lion-middle",
     "vote-long", "vote-middle",

@@ -152,7 +152,7 @@ def voted_on(rate: Schedule, steps: int, option: int) -> Recipe:
     return Recipe(tx, option, adamw(rate))
 
 
-ROTATED = lc.quantize.error_feedback(lc.quantize.rotated(lc.quantize.midrise(1)), keep=0.7)
+ROTATED = lc.quantize.rotated_sign()
 RANKS = Choice(5e-4, 4), Choice(1e-3, 4), Choice(1e-3, 1), Choice(1e-3, 16)
 # Its paper takes 15 to 25 % of a run for the warm-up.
 WARMED = Choice(5e-4, 58), Choice(1e-3, 58), Choice(2e-3, 58), Choice(1e-3, 29)

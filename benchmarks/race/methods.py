@@ -17,8 +17,12 @@ def _cub(**options: object) -> optax.GradientTransformation:
     return lc.lion_cub(RATE, axis_name=AXIS, **options)
 
 
-def _owner(codes: lc.quantize.Quantizer) -> optax.GradientTransformation:
-    return lc.owner_lion(RATE, axis_name=AXIS, quantizer=lc.quantize.error_feedback(codes))
+def _owner(p: int) -> optax.GradientTransformation:
+    return _coded(lc.quantize.error_feedback(lc.quantize.midrise(p)))
+
+
+def _coded(quantizer: lc.quantize.Quantizer) -> optax.GradientTransformation:
+    return lc.owner_lion(RATE, axis_name=AXIS, quantizer=quantizer)
 
 
 def _mean(dtype: object = jnp.float32) -> optax.GradientTransformation:
@@ -38,8 +42,8 @@ METHODS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "int8 counts": lambda: _cub(wire=lc.wires.counts()),
     "integer(8) counts": lambda: _cub(quantizer=lc.quantize.integer(8), wire=lc.wires.counts()),
     "lanes": lambda: _cub(wire=lc.wires.lanes()),
-    "owner, 1 bit": lambda: _owner(lc.quantize.midrise(1)),
-    "owner, 1 bit rotated": lambda: _owner(lc.quantize.rotated(lc.quantize.midrise(1))),
-    "owner, 2 bits": lambda: _owner(lc.quantize.midrise(2)),
-    "owner, 3 bits": lambda: _owner(lc.quantize.midrise(3)),
+    "owner, 1 bit": lambda: _owner(1),
+    "owner, 1 bit rotated": lambda: _coded(lc.quantize.rotated_sign()),
+    "owner, 2 bits": lambda: _owner(2),
+    "owner, 3 bits": lambda: _owner(3),
 }

@@ -83,8 +83,7 @@ def in_some_rows(share: float, gain: float) -> Method:
 CANDIDATES: dict[str, Method] = {
     "owner-1-faded": at_owner(
         "owner, 1 bit, rotated, feedback times 0.7",
-        lc.quantize.error_feedback(lc.quantize.rotated(lc.quantize.midrise(1)), keep=0.7),
-        ROTATED, jnp.bfloat16,
+        lc.quantize.rotated_sign(), ROTATED, jnp.bfloat16,
     ),
     "owner-1-rotated": _ROTATED,
     "owner-2-rotated": at_owner(

@@ -279,9 +279,9 @@ SCHEMES: tuple[Scheme, ...] = (
     _owner(1),
     _vote(
         "owner, 1 bit rotated",
-        "owner_lion(quantizer=quantize.error_feedback(quantize.rotated(quantize.midrise(1))))",
-        "owner-1-rotated",
-        up=quantize.error_feedback(quantize.rotated(quantize.midrise(1))), owner=_AT_OWNER,
+        "owner_lion(quantizer=quantize.rotated_sign())",
+        "owner-1-faded",
+        up=quantize.rotated_sign(), owner=_AT_OWNER,
     ),
     _owner(2),
     _owner(3),
