@@ -89,7 +89,9 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
         "--part", action="append", choices=plan.PARTS, help="some only, in this order"
     )
     parser.add_argument("--method", action="append", help="some only")
-    parser.add_argument("--workers", action="append", type=int, choices=plan.WORKERS)
+    parser.add_argument(
+        "--workers", action="append", type=int, choices=(*plan.WORKERS, *plan.FEWER)
+    )
     parser.add_argument("--size", choices=list(tasks.SIZES), default="small")
     parser.add_argument("--jobs", type=int, default=2, help="processes, of one core each on a CPU")
     parser.add_argument("--save", type=Path, default=ROWS, help="file of rows, read and added to")

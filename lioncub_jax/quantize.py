@@ -499,7 +499,7 @@ def rotated(quantizer: Quantizer) -> Quantizer:
 def rotated_sign(dtype: Any = jnp.bfloat16) -> Quantizer:
     """One bit for momentum at the owner, where there are many workers: 2.13 bits up and down together.
 
-    Signs of turned rows, and 0.7 of their error comes back: ``error_feedback(rotated(midrise(1)), keep=0.7)``.
+    Signs of turned rows, of whose error 0.7 comes back: ``error_feedback(rotated(midrise(1)), keep=0.7)``.
 
     Args:
       dtype: in which the error is kept.

@@ -57,6 +57,12 @@ SIGNS = (
 )  # fmt: skip
 PARTS = ("tuning", "main", "noniid", "ablation", "local", "signs", "betas", "peers", "candidates")
 CROWD = 32  # workers, of "candidates"; with more seeds what came out close
+FEWER = (
+    29,
+    26,
+    22,
+    18,
+)  # workers of float32 Lion that hear less: what a share of the gradients costs
 CLOSE = ("lion", "owner-1-faded", "rotated-decays-0.7", "rotated-0.7-2-few")
 # What a sample repeats of what is claimed; of full-precision Lion one run, which shows whether anything
 # but votes has changed.
@@ -181,6 +187,10 @@ class Study:
                 for seed in range(MORE_SEEDS if method in CLOSE else SEEDS):
                     rate = self.best_rate(task, "vote", "iid")
                     yield self._spec("candidates", task, method, CROWD, seed, rate=rate)
+            for workers in FEWER:
+                for seed in range(SEEDS):
+                    rate = self.best_rate(task, "lion", "iid")
+                    yield self._spec("candidates", task, "lion", workers, seed, rate=rate)
 
 
 def sample(rows: Iterable[dict[str, Any]]) -> list[Spec]:
