@@ -12,13 +12,12 @@ import jax
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 from race import timing
+from race.meeting import largest
 
-from goal.contenders import AXIS, CONTENDERS, FULL, Choice
+from goal.contenders import CONTENDERS, FULL, Choice
 from goal.curves import Trainer, ends_of, mesh_of, schedule
 from goal.lab import Entry, Goal
 
@@ -71,18 +70,6 @@ def run_to_goal(job: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
         if loss <= goal.loss:
             break
     return {"taken": taken, "seconds": spent, "reached": bool(loss <= goal.loss), "ended_at": loss}
-
-
-def largest(mesh: Mesh) -> Callable[[float], float]:
-    """A maximum over all workers."""
-    sharding = NamedSharding(mesh, P(AXIS))
-    compare = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, P()))
-
-    def most(x: float) -> float:
-        mine = np.array([x], np.float32)
-        return float(compare(jax.make_array_from_process_local_data(sharding, mine)))
-
-    return most
 
 
 if __name__ == "__main__":

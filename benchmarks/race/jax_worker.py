@@ -10,7 +10,6 @@ import jax
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
-import jax.numpy as jnp
 import numpy as np
 import timing
 from flax import nnx
@@ -18,6 +17,7 @@ from gpt import corpus
 from gpt.model import GPT, next_byte_loss
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from meeting import largest
 from methods import ALONE, AXIS, METHODS
 from model import BATCH, CONTEXT, MODEL
 
@@ -75,18 +75,6 @@ def own_windows(sharding: NamedSharding) -> jax.Array:
     text = corpus.standard_library().train
     mine = corpus.draw(text, BATCH, CONTEXT, (0, jax.process_index()))
     return jax.make_array_from_process_local_data(sharding, mine)
-
-
-def largest(mesh: Mesh) -> Callable[[float], float]:
-    """A maximum over all workers."""
-    sharding = NamedSharding(mesh, P(AXIS))
-    compare = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, P()))
-
-    def most(x: float) -> float:
-        mine = np.array([x], np.float32)
-        return float(compare(jax.make_array_from_process_local_data(sharding, mine)))
-
-    return most
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ from collections import Counter
 from pathlib import Path
 
 import jax
-from jax_worker import largest, on, prepared
+from jax_worker import on, prepared
+from meeting import largest
 
 SCOPE = re.compile(r'op_name="[^"]*lioncub\.(\w+)')
 
