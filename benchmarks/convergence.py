@@ -7,7 +7,7 @@
     python benchmarks/convergence.py --sample again.jsonl --images DIR --text DIR   # some, once more
 
 Runs that are in the file of rows are not run again, so it may be stopped at any time. Each row says
-what ran and what came out; ``--report`` draws the tables and figures of docs/convergence.md from them.
+what ran and what came out; ``--report`` makes of them the tables and figures of docs/convergence_tables.md.
 ``--sample`` repeats some of the rows after a change of the library, in a file of their own: nothing is
 tuned again, and what differs from the row of before is due to the change. ``--evidence`` makes of the
 rows what `lioncub plan` knows about learning, lioncub_jax/planner/evidence.json.
@@ -101,7 +101,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
         "each method once; rows are added to this file",
     )  # fmt: skip
     parser.add_argument(
-        "--report", action="store_true", help="run nothing: write docs/convergence.md"
+        "--report", action="store_true", help="run nothing: write docs/convergence_tables.md"
     )
     parser.add_argument(
         "--evidence",

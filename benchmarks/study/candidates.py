@@ -115,7 +115,7 @@ CANDIDATES: dict[str, Method] = {
     "owner-1-ef21": tried("1 bit, EF21", of(ONE), _ONE, estimates=True),
     "owner-1-leaf": tried("1 bit, scale of a leaf", of(leaf_scale.midrise(1)), _ONE),
     "owner-signs": tried("signs without scale or feedback", of(one_bit.signs()), _ONE, gain=0.0),
-    "owner-ternary": tried("ternary (2.6 bits and more)", of(one_bit.ternary()), _ONE),
+    "owner-ternary": tried("ternary, in 2 bits", of(one_bit.ternary()), owner_with_feedback(2)),
     "rotated-3-first": in_part(3, 0.0875),
     "rotated-2-first": in_part(2, 0.175),
     "rotated-3-last": in_part(3, 0.0875, 0.9125),

@@ -1,4 +1,4 @@
-"""The figures of docs/convergence.md, from the rows of the study."""
+"""The figures of docs/convergence_tables.md, from the rows of the study."""
 
 import math
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""The tables of docs/convergence.md, in Markdown, from the rows of the study; and the whole report.
+"""The tables of docs/convergence_tables.md, in Markdown, from the rows of the study; and the whole report.
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``, and is written anew by `report`.
 One that begins with ``<!-- table: NAME of FILE -->`` is of the rows in FILE.jsonl, beside the study's own;
@@ -17,14 +17,14 @@ from study.methods import METHODS
 from study.plan import rows_of
 from study.tasks import SIZES
 
-DOCUMENT = "convergence.md"
+DOCUMENT = "convergence_tables.md"
 MARKED = re.compile(r"(<!-- table: ([\w-]+)(?: of (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 SIGN_PLACES = ((8, "iid"), (32, "iid"), (8, "class"))
 NONE = "–"
 
 
 def report(rows: Rows, folder: Path, results: Path) -> None:
-    """Writes the tables of ``folder/convergence.md`` anew, and draws the figures beside it.
+    """Writes the tables of ``folder/convergence_tables.md`` anew, and draws the figures beside it.
 
     ``results`` is the folder of other files of rows that the document names.
 
@@ -102,7 +102,7 @@ def compared(rows: Rows, lion: Rows) -> list[str]:
     """The metric, the difference to Lion in pairs, and whether it is within one standard deviation."""
     task = rows[0]["task"]
     here = spread(analysis.mean(analysis.by_seed(rows).values()), task)
-    if rows[0]["method"] == "lion":
+    if rows == lion or (rows[0]["method"] == "lion" and not lion):
         return [here, "", ""]
     within = analysis.within_one_std(rows, lion)
     said = NONE if within is None else "yes" if within else "no"
@@ -204,6 +204,28 @@ def ablation(task: str, rows: Rows) -> str:
 
 
 BESIDE = ("lion", "vote", "int8", "vote-4", "owner-1", "owner-3")
+
+
+def candidates(rows: Rows) -> str:
+    """One bit for many workers, the closest to Lion first; and Lion that hears fewer of them."""
+    head = ("method", "W", "bits, large", unit("text"), *COMPARED)
+    at = rows_of(rows, part="candidates")
+    lion = rows_of(at, method="lion", workers=plan.CROWD)
+    tried = [
+        rows_of(at, method=name, workers=w) for name in found_methods(at) for w in workers_of(at)
+    ]
+    tried = [own for own in tried if own]
+
+    def lines() -> Iterator[list[str]]:
+        for own in sorted(tried, key=lambda own: analysis.difference(own, lion).mean or 0.0):
+            large, workers = bits(analysis.large_bits(own[0])), str(own[0]["workers"])
+            yield [label(own[0]["method"]), workers, large, *compared(own, lion)]
+
+    return markdown(head, lines(), "candidates")
+
+
+def workers_of(rows: Rows) -> list[int]:
+    return sorted({row["workers"] for row in rows})
 
 
 def local(task: str, rows: Rows) -> str:
@@ -380,6 +402,7 @@ TABLES: dict[str, Callable[[Rows], str]] = {
     **{f"class-{task}": partial(noniid, task, "class") for task in METRICS},
     "dirichlet-images": partial(noniid, "images", "dirichlet"),
     "local-images": partial(local, "images"),
+    "candidates": candidates,
     "tuning": tuning,
     "betas": betas,
 }  # fmt: skip
