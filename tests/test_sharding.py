@@ -280,6 +280,12 @@ METHODS = {
         lambda **where: lion_at_owner(lc.quantize.midrise(2), **where),
         lambda p: reference.momentum_at_owner(**HALF, codes=reference.midrise(2), places=p),
     ),
+    "owner turned": (
+        lambda **where: lion_at_owner(lc.quantize.rotated(lc.quantize.midrise(1)), **where),
+        lambda p: reference.momentum_at_owner(
+            **HALF, codes=reference.rotated(reference.midrise(1)), places=p
+        ),
+    ),
     "owner dense": (
         lambda **where: lion_at_owner(lc.quantize.dense(), **where),
         lambda p: reference.momentum_at_owner(**HALF, codes=reference.dense(), places=p),
@@ -346,7 +352,7 @@ CASES = [
     ("axis of one", "explicit", "owner"),
     ("one worker", "auto", "sign, owner"),
     ("two-level 2 x 4", "auto", "ternary, owner dense"),
-    ("two-level with tp", "auto", "sign, owner"),
+    ("two-level with tp", "auto", "sign, owner, owner turned"),
     ("two-level with tp", "explicit", "owner"),
     ("two-level, one worker", "auto", "sign, owner"),
     *[
