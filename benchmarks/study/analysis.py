@@ -229,6 +229,8 @@ def hops(method: str, workers: int) -> float:
 def compute_seconds(rows: Rows, task: str, workers: int, batch: int) -> float | None:
     """One worker's share of a step on one core: the median over Lion's runs; None without any."""
     found = rows_of(rows, task=task, workers=workers, batch=batch, method="lion", split="iid")
+    # Candidates ran beside other programs.
+    found = [row for row in found if row["part"] != "candidates"]
     shares = [(r["seconds"] - r["compiling"]) / r["steps"] / workers for r in found]
     return statistics.median(shares) if shares else None
 
