@@ -104,6 +104,7 @@ METHODS = {
     "1-bit, bfloat16": (
         baselines.one_bit_adam, oracle.one_bit_adam, {"warmup": 1, "error_dtype": jnp.bfloat16},
     ),
+    "1-bit, coded": (baselines.one_bit_adam, oracle.one_bit_adam, {"warmup": 3, "bits": 4}),
     # In full precision after 0, 1 and 3 steps: at the fourth nobody is there, so at the fifth.
     "0/1": (baselines.zero_one_adam, oracle.zero_one_adam, {"kappa": 1, "freeze_after": 100}),
 }  # fmt: skip
@@ -333,6 +334,33 @@ def test_the_compiled_program_sends_what_is_predicted_in_both_stages(name, worke
     in_codes = sorted((one.op, one.sent_bytes) for one in told[2].collectives)
     assert [one for one in sent if one[0] != "all-reduce"] == in_codes
     assert told[2] == told[None] and told[0].share_of_float32 > 1 > 10 * told[2].share_of_float32
+
+
+def test_a_coded_warm_up_sends_no_floats(mesh_of):
+    """Codes in both stages, each as long as predicted."""
+    params = zeros(LARGE)
+    tx = baselines.one_bit_adam(0.1, warmup=2, bits=8, axis_name=AXIS)
+    found = compiled.collectives(*program(tx, 8, params, mesh_of))
+    sent = sorted((one.op, one.sent_bytes) for one in found if one.sent_bytes)
+    told = [lc.traffic.of(tx, params, 8, step=step).collectives for step in (0, 2)]
+    assert sent == sorted((one.op, one.sent_bytes) for each in told for one in each)
+    shapes = {"w": jax.ShapeDtypeStruct((2**28,), jnp.float32)}
+    early = lc.traffic.of(tx, shapes, 64, step=1)
+    assert early.bits_per_parameter == pytest.approx(63 / 64 * 16.25, rel=1e-3)
+
+
+def test_a_coded_warm_up_finds_the_variance_of_the_mean(run_workers):
+    """What codes of 8 bits miss of gradients of one size is small, and comes later."""
+    rng = np.random.default_rng(0)
+    params = {"w": jnp.zeros((20, 128))}
+    grads = {"w": rng.normal(size=(6, 4, 20, 128)).astype(np.float32)}
+    story, found = (grads, np.zeros((6, 4), bool)), {}
+    for bits in (None, 8):
+        tx = baselines.one_bit_adam(1.0, **BETAS, warmup=6, bits=bits, axis_name=AXIS)
+        found[bits] = run_workers({"tx": tx}, params, *story)["tx"][1][0]
+    for name in ("mu", "nu"):
+        exact, coded = (np.asarray(getattr(found[bits], name)["w"][-1]) for bits in (None, 8))
+        assert 0 < np.abs(coded - exact).mean() < 0.02 * np.abs(exact).mean()
 
 
 def test_large_models_cost_what_the_papers_say():
@@ -572,6 +600,13 @@ def test_numbers_of_steps_that_are_none(name, argument, value):
         ValueError, match=re.escape(f"{argument}={value!r}: give a whole number of")
     ):
         MAKERS[name](1e-3, **{argument: value})
+
+
+@pytest.mark.parametrize("bits", [1, 9, 4.0, "8"])
+def test_a_warm_up_in_codes_that_are_none(bits):
+    wanted = f"bits={bits!r}: codes of the warm-up, from which the variance is found, have 2 to 8"
+    with pytest.raises(ValueError, match=re.escape(wanted)):
+        MAKERS["1-bit"](1e-3, bits=bits)
 
 
 def test_a_warm_up_must_be_given_and_a_mask_is_of_bools():

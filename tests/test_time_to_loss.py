@@ -197,4 +197,4 @@ def test_a_warmup_that_a_run_does_not_outlast_is_refused(goal, warmup):
     with pytest.raises(
         ValueError, match=rf"warm-up of {warmup} steps in a run of 384.*give 1 to 383"
     ):
-        goal.contenders.one_bit_adam(lambda t: 1e-3, 384, warmup)
+        goal.contenders.one_bit_adam(None)(lambda t: 1e-3, 384, warmup)

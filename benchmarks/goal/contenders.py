@@ -110,13 +110,17 @@ def adamw(rate: Schedule) -> optax.GradientTransformation:
     return optax.adamw(rate, *ADAM_BETAS, weight_decay=DECAY)
 
 
-def one_bit_adam(rate: Schedule, steps: int, option: int) -> Recipe:
-    """Of so many steps in full precision."""
-    check_warmup(option, steps)
-    tx = baselines.one_bit_adam(
-        rate, *ADAM_BETAS, weight_decay=DECAY, warmup=option, axis_name=AXIS
-    )
-    return Recipe(tx)
+def one_bit_adam(bits: int | None) -> Callable[..., Recipe]:
+    """Of so many steps in full precision, or in so many bits."""
+
+    def make(rate: Schedule, steps: int, option: int) -> Recipe:
+        check_warmup(option, steps)
+        tx = baselines.one_bit_adam(
+            rate, *ADAM_BETAS, weight_decay=DECAY, warmup=option, bits=bits, axis_name=AXIS
+        )
+        return Recipe(tx)
+
+    return make
 
 
 def check_warmup(warmup: int, steps: int) -> None:
@@ -180,9 +184,13 @@ def zero_one_stages(steps: int, option: int) -> tuple[tuple[int, str], ...]:
     return tuple(changes)
 
 
-def of_one_bit(stage: str, option: int) -> Recipe:
+def of_one_bit(bits: int | None) -> Callable[[str, int], Recipe]:
     """1-bit Adam that stays in its first stage, or is in its second from the second step on."""
-    return one_bit_adam(lambda count: 1e-4, FOREVER, FOREVER - 1 if stage == FULL else 1)
+
+    def made(stage: str, option: int) -> Recipe:
+        return one_bit_adam(bits)(lambda count: 1e-4, FOREVER, FOREVER - 1 if stage == FULL else 1)
+
+    return made
 
 
 CONTENDERS: dict[str, Contender] = {
@@ -203,15 +211,24 @@ CONTENDERS: dict[str, Contender] = {
         Contender("owner, 1 bit rotated", OURS, LION, votes(lc.owner_lion, quantizer=ROTATED)),
         Contender("1-bit vote on steps alone", OURS, EVERY, voted_on),
         Contender("PowerSGD, AdamW", "1905.13727", RANKS, power(adamw)),
-        Contender("1-bit Adam", "2102.02888", WARMED, one_bit_adam, adam_stages, of_one_bit),
-        Contender("0/1 Adam", "2202.06009", ADAM, zero_one_adam, zero_one_stages, of_one_bit),
+        Contender(
+            "1-bit Adam", "2102.02888", WARMED, one_bit_adam(None), adam_stages, of_one_bit(None)
+        ),
+        Contender(
+            "1-bit Adam, warm-up in 8 bits", OURS, (), one_bit_adam(8), adam_stages, of_one_bit(8),
+            like="1-bit Adam",
+        ),
+        Contender("0/1 Adam", "2202.06009", ADAM, zero_one_adam, zero_one_stages, of_one_bit(None)),
         Contender("DiLoCo, float32", "2311.08105", EVERY, alone_first(None)),
         Contender("DiLoCo, 4 bits", "2311.08105", (), alone_first(4), like="DiLoCo, float32"),
         Contender("DiLoCo, 1 bit", "2311.08105", EVERY, alone_first(1)),
     )
 }  # fmt: skip
-# What this library is about.
-VOTES = "1-bit vote", "owner, 3 bits", "owner, 1 bit rotated", "1-bit vote on steps alone"
+# Of this library alone, and the papers that it is about.
+VOTES = (
+    "1-bit vote", "owner, 3 bits", "owner, 1 bit rotated", "1-bit vote on steps alone",
+    "1-bit Adam, warm-up in 8 bits",
+)  # fmt: skip
 
 
 def contender_named(name: str) -> Contender:

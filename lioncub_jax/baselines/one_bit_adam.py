@@ -91,6 +91,7 @@ class _Plan(NamedTuple):
     group: AxisName | None
     codes: Sending
     floats: Sending
+    coded: bool  # whether these travel in codes too, with the same errors
 
 
 def one_bit_adam(
@@ -102,6 +103,7 @@ def one_bit_adam(
     mask: Any = None,
     *,
     warmup: int,
+    bits: int | None = None,
     axis_name: AxisName | Workers,
     error_dtype: Any = jnp.float32,
 ) -> Sending:
@@ -126,6 +128,8 @@ def one_bit_adam(
       mask: which leaves decay, a tree of bools or a function of the parameters.
       warmup: steps in full precision, at least 1: until the variance is steady, and so not before the
         learning rate is. An element that has no gradient until then is never moved.
+      bits: of codes both ways in the warm-up, 2 to 8, with the same feedback as later; None for float32, as
+        in the paper. On a slow network most of a run's time is its warm-up: 8 bits are a quarter of it.
       axis_name: the workers: a `Workers`, in two levels too, or the name of their mesh axis, or several
         as a tuple.
       error_dtype: of the errors: one array like the parameters per worker, and its slice as an owner.
@@ -138,19 +142,28 @@ def one_bit_adam(
 
     Raises:
       ValueError: for betas outside [0, 1), an ``eps`` that is not above 0, a ``warmup`` that is no whole
-        number of at least 1, or a dtype that is not floating; when traced, as `communicate`.
+        number of at least 1, bits out of range, or a dtype that is not floating; when traced, as
+        `communicate`.
       TypeError: for a mask that is not of bools; when traced, for integer or complex leaves.
 
     Example:
       >>> from lioncub_jax import baselines
       >>> tx = baselines.one_bit_adam(1e-3, weight_decay=0.01, warmup=2000, axis_name="data")
 
-    Source: Tang et al., "1-bit Adam" (arXiv 2102.02888).
+    Source: Tang et al., "1-bit Adam" (arXiv 2102.02888); ``bits`` are ours.
     """
     wanted = "a whole number of steps of at least 1: they find the variance that is frozen then"
     checks.check_count(f"warmup={warmup!r}", warmup, wanted)
-    plan = _plan(b1, b2, eps, _When(_NEVER, min(warmup, _NEVER)), axis_name, error_dtype)
-    return _descending(f"1-bit Adam(warmup={warmup})", plan, learning_rate, weight_decay, mask)
+    if bits is not None and (not isinstance(bits, int) or not 2 <= bits <= 8):
+        raise ValueError(
+            f"bits={bits!r}: codes of the warm-up, from which the variance is found, have 2 to 8; give "
+            "None for float32"
+        )
+    plan = _plan(b1, b2, eps, _When(_NEVER, min(warmup, _NEVER)), axis_name, error_dtype, bits)
+    coded = "" if bits is None else f", bits={bits}"
+    return _descending(
+        f"1-bit Adam(warmup={warmup}{coded})", plan, learning_rate, weight_decay, mask
+    )
 
 
 def zero_one_adam(
@@ -201,7 +214,13 @@ def zero_one_adam(
 
 
 def _plan(
-    b1: Any, b2: Any, eps: Any, when: _When, axis_name: AxisName | Workers, error_dtype: Any
+    b1: Any,
+    b2: Any,
+    eps: Any,
+    when: _When,
+    axis_name: AxisName | Workers,
+    error_dtype: Any,
+    bits: int | None = None,
 ) -> _Plan:
     checks.check_betas(b1=b1, b2=b2)
     number = isinstance(eps, (int, float, np.number, np.ndarray, jax.Array))
@@ -209,18 +228,22 @@ def _plan(
         raise ValueError(f"eps={eps!r}: give a number above 0, such as 1e-8")
     axis, group = names_of(axis_name)
     meet = partial(communicate, axis_name=axis, group_axis=group, memory=nothing())
-    codes = meet(
-        up=quantize.error_feedback(quantize.midrise(1), error_dtype),
-        owner=decide.feedback_at_owner(error_dtype),
-        down=decide.scaled_signs(),
-    )
+
+    def in_codes(bits: int) -> Sending:
+        return meet(
+            up=quantize.error_feedback(quantize.midrise(bits), error_dtype),
+            owner=decide.feedback_at_owner(error_dtype, bits),
+            down=decide.scaled(bits),
+        )
+
     floats = meet(
         up=quantize.dense(),
         owner=decide.momentum_at_owner(optax.identity(), dominance=np.inf),
         down=decide.floats(),
         wire=wires.all_reduce(),
     )
-    return _Plan(b1, b2, eps, when, axis, group, codes, floats)
+    first = floats if bits is None else in_codes(bits)
+    return _Plan(b1, b2, eps, when, axis, group, in_codes(1), first, bits is not None)
 
 
 def _descending(scheme: str, plan: _Plan, *rest: Any) -> Sending:
@@ -271,15 +294,17 @@ def _update(
 def _in_floats(
     plan: _Plan, params: Any, abstain: Any, grads: Any, state: OneBitAdamState
 ) -> OneBitAdamState:
-    """The mean gradient goes into both moments; errors wait."""
-    kept = state.exchange
-    own = plan.floats.init(grads)
-    exchange = kept._replace(error=own.error, owner=own.owner)
+    """The mean gradient goes into both moments; errors wait, unless it is coded."""
+    exchange = kept = state.exchange
+    if not plan.coded:
+        own = plan.floats.init(grads)
+        exchange = kept._replace(error=own.error, owner=own.owner)
     mean, exchange = plan.floats.update(grads, exchange, params, abstain=abstain)
     mu = optax.tree.update_moment(mean, state.mu, plan.b1, 1)
     nu = optax.tree.update_moment(mean, state.nu, plan.b2, 2)
     count, updates = map(optax.safe_increment, (state.count, state.updates))
-    exchange = exchange._replace(error=kept.error, owner=kept.owner)
+    if not plan.coded:
+        exchange = exchange._replace(error=kept.error, owner=kept.owner)
     return _if_somebody(plan, OneBitAdamState(count, updates, mu, nu, exchange), state)
 
 

@@ -47,10 +47,13 @@ class State(NamedTuple):
 
 
 def one_bit_adam(
-    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, *, warmup: int, error_dtype: Any = jnp.float32
+    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, *, warmup: int, bits: int | None = None,
+    error_dtype: Any = jnp.float32,
 ) -> Simulator:  # fmt: skip
     """Fits ``reference.optimizer(simulator, learning_rate, weight_decay, mask)``."""
-    return zero_one_adam(b1, b2, eps, kappa=2**31 - 1, freeze_after=warmup, error_dtype=error_dtype)
+    return zero_one_adam(
+        b1, b2, eps, kappa=2**31 - 1, freeze_after=warmup, bits=bits, error_dtype=error_dtype
+    )
 
 
 def zero_one_adam(
@@ -60,6 +63,7 @@ def zero_one_adam(
     *,
     kappa: int = 16,
     freeze_after: int = 100_000,
+    bits: int | None = None,
     error_dtype: Any = jnp.float32,
 ) -> Simulator:
     """Fits ``reference.optimizer(simulator, learning_rate, weight_decay, mask)``."""
@@ -76,7 +80,7 @@ def zero_one_adam(
     def update(grads: Any, state: State, params: Any = None, abstain: Any = None) -> Any:
         leaves, tree = jax.tree.flatten(grads)
         due = (state.count == state.next) & (state.count < freeze_after)
-        ways = partial(in_floats, b1, b2, kappa), partial(in_codes, b1)
+        ways = partial(in_floats, b1, b2, kappa, bits), partial(in_codes, b1)
         state = lax.cond(due, *ways, leaves, state, abstain)
         n, k = jnp.maximum(state.count, 1), jnp.maximum(state.updates, 1)
         u = []
@@ -89,15 +93,24 @@ def zero_one_adam(
 
 
 def in_floats(
-    b1: float, b2: float, kappa: int, leaves: list[jax.Array], state: State, abstain: Any
+    b1: float,
+    b2: float,
+    kappa: int,
+    bits: int | None,
+    leaves: list[jax.Array],
+    state: State,
+    abstain: Any,
 ) -> State:
-    """A step that updates v, of gradients ``[W, ...]``."""
+    """A step that updates v, of gradients ``[W, ...]``, in float32 or in codes with feedback."""
     buffer = reference.buffer_of([g.shape[1:] for g in leaves], len(leaves[0]))
-    x = buffer.join(leaves)
-    present = reference.takes_part(x, abstain)
-    message = reference.dense().encode(x, buffer, state.t)
-    mean = reference.bounded_mean(message, present, 0, jnp.inf)
-    mean = jnp.where(jnp.isfinite(mean), mean, 0)
+    if bits is None:
+        x = buffer.join(leaves)
+        present = reference.takes_part(x, abstain)
+        message = reference.dense().encode(x, buffer, state.t)
+        mean = reference.bounded_mean(message, present, 0, jnp.inf)
+        mean = jnp.where(jnp.isfinite(mean), mean, 0)
+    else:
+        mean, present, state = agreed(bits, buffer, leaves, state, abstain)
     some, g = jnp.any(present), _in_tree(buffer.split(mean, [jnp.float32] * len(leaves)), state)
 
     def blended(b: float, old: Any, new: Any) -> Any:
@@ -114,25 +127,33 @@ def in_floats(
 
 def in_codes(b1: float, leaves: list[jax.Array], state: State, abstain: Any) -> State:
     """A step of one bit each way, of gradients ``[W, ...]``."""
-    errors, m = jax.tree.leaves(state.error), jax.tree.leaves(state.mu)
+    m = jax.tree.leaves(state.mu)
     buffer = reference.buffer_of([g.shape[1:] for g in leaves], len(leaves[0]))
     own = [b1 * x + (1 - b1) * g.astype(jnp.float32) for x, g in zip(m, leaves, strict=True)]
+    u, present, state = agreed(1, buffer, own, state, abstain)
+    parts, some = buffer.split(u, [jnp.float32] * len(leaves)), jnp.any(present)
+    m = [jnp.where(some, new, old) for new, old in zip(parts, m, strict=True)]
+    return _after(state, present)._replace(mu=_in_tree(m, state))
+
+
+def agreed(
+    bits: int, buffer: reference.Buffer, own: list[jax.Array], state: State, abstain: Any
+) -> tuple[jax.Array, jax.Array, State]:
+    """What comes back of the workers' own values in codes both ways, who took part, and the errors left."""
+    errors = jax.tree.leaves(state.error)
     x = buffer.join(own) + buffer.join(errors)
     present = reference.takes_part(x, abstain)
     u, owner, some = x[0], state.owner, jnp.any(present)
     if len(x) > 1:
-        codes = reference.midrise(1)
+        codes = reference.midrise(bits)
         message, top = codes.encode(x, buffer, state.t), codes.top(len(x))
-        u, owner = answer(reference.bounded_mean(message, present, top, jnp.inf), owner, buffer)
-        rest = buffer.split(x - reference.decode(message, top), [jnp.float32] * len(leaves))
+        mean = reference.bounded_mean(message, present, top, jnp.inf)
+        u, owner = answer(mean, owner, buffer, bits)
+        rest = buffer.split(x - reference.decode(message, top), [jnp.float32] * len(own))
         kept = [reference.saturate(r, e.dtype) for r, e in zip(rest, errors, strict=True)]
         errors = reference.unless_absent(present, kept, errors)
-    parts = buffer.split(u, [jnp.float32] * len(leaves))
-    m = [jnp.where(some, new, old) for new, old in zip(parts, m, strict=True)]
     owner = jnp.where(some, owner, state.owner)
-    return _after(state, present)._replace(
-        mu=_in_tree(m, state), error=_in_tree(errors, state), owner=owner
-    )
+    return u, present, state._replace(error=_in_tree(errors, state), owner=owner)
 
 
 def _in_tree(leaves: list[jax.Array], state: State) -> Any:
