@@ -197,9 +197,9 @@ def bits_of(rows: Rows) -> float:
     return statistics.fmean(row["bits_per_parameter"] for row in rows)
 
 
-def large_bits(row: dict[str, Any], size: int = 2**26) -> float:
-    """The same for one leaf of many parameters, where padding and scales of leaves vanish."""
-    params = {"leaf": jax.ShapeDtypeStruct((size,), jnp.float32)}
+def large_bits(row: dict[str, Any], side: int = 2**13) -> float:
+    """The same for one large matrix, where padding and scales of leaves vanish."""
+    params, size = {"leaf": jax.ShapeDtypeStruct((side, side), jnp.float32)}, side**2
     sent = METHODS[row["method"]].sent(params, row["workers"], row["steps"], row["syncs"])
     return 8 * sent / row["steps"] / size
 

@@ -94,3 +94,6 @@ PEERS: dict[str, Method] = {
     "diloco-4": alone_first(4),
     "diloco-1": alone_first(1),
 }  # fmt: skip
+
+# The optimizer of each, which it is held to in full precision.
+UNCOMPRESSED = {name: "sgd" if name == "powersgd" else "adamw" for name in PEERS}

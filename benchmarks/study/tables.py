@@ -14,6 +14,7 @@ from typing import Any
 from study import analysis, figures, plan, store
 from study.analysis import METRICS, Mean, Rows
 from study.methods import METHODS
+from study.peers import UNCOMPRESSED
 from study.plan import rows_of
 from study.tasks import SIZES
 
@@ -155,14 +156,44 @@ def main(task: str, rows: Rows) -> str:
     head = ("method", "source", "W", "bits", "bits, large", "rate", unit(task), *COMPARED)
 
     def lines() -> Iterator[list[str]]:
-        for name, workers, own, lion in by_workers(rows_of(rows, part="main", task=task)):
-            large = bits(analysis.large_bits(own[0]))
-            yield [
-                label(name), METHODS[name].source or NONE, str(workers),
-                bits(analysis.bits_of(own)), large, rates(own), *compared(own, lion),
-            ]  # fmt: skip
+        for _, _, own, lion in by_workers(rows_of(rows, part="main", task=task)):
+            yield tuned_line(own, lion)
 
     return markdown(head, lines(), "main", words=2)
+
+
+def tuned_line(own: Rows, lion: Rows) -> list[str]:
+    """A method with a rate of its own, at one number of workers."""
+    method = METHODS[own[0]["method"]]
+    return [
+        method.label, method.source or NONE, str(own[0]["workers"]), bits(analysis.bits_of(own)),
+        bits(analysis.large_bits(own[0])), rates(own), *compared(own, lion),
+    ]  # fmt: skip
+
+
+def peers(task: str, rows: Rows) -> str:
+    """What users take today, beside what is ours; and what each pays to its own optimizer."""
+    head = ("method", "source", "W", "bits", "bits, large", "rate", unit(task), *COMPARED,
+            "minus its own in float32")  # fmt: skip
+
+    def lines() -> Iterator[list[str]]:
+        found = rows_of(rows, part="peers", task=task)
+        for workers in workers_of(found):
+            base = rows_of(rows, part="main", task=task, workers=workers)
+            lion = rows_of(base, method="lion")
+            beside = [row for row in base if row["method"] in BESIDE_PEERS]
+            at = beside + rows_of(found, workers=workers)
+            for name in found_methods(at):
+                own, plain = rows_of(at, method=name), ""
+                if name in UNCOMPRESSED:
+                    exact = rows_of(base, method=UNCOMPRESSED[name])
+                    plain = spread(analysis.difference(own, exact), task, signed=True)
+                yield [*tuned_line(own, lion), plain]
+
+    return markdown(head, lines(), "peers", words=2)
+
+
+BESIDE_PEERS = ("lion", "adamw", "sgd", "vote", "owner-3")
 
 
 def noniid(task: str, split: str, rows: Rows) -> str:
@@ -208,7 +239,7 @@ BESIDE = ("lion", "vote", "int8", "vote-4", "owner-1", "owner-3")
 
 def candidates(rows: Rows) -> str:
     """One bit for many workers, the closest to Lion first; and Lion that hears fewer of them."""
-    head = ("method", "W", "bits, large", unit("text"), *COMPARED)
+    head = ("method", "W", "bits", "bits, large", unit("text"), *COMPARED)
     at = rows_of(rows, part="candidates")
     lion = rows_of(at, method="lion", workers=plan.CROWD)
     tried = [
@@ -218,8 +249,8 @@ def candidates(rows: Rows) -> str:
 
     def lines() -> Iterator[list[str]]:
         for own in sorted(tried, key=lambda own: analysis.difference(own, lion).mean or 0.0):
-            large, workers = bits(analysis.large_bits(own[0])), str(own[0]["workers"])
-            yield [label(own[0]["method"]), workers, large, *compared(own, lion)]
+            sent = bits(analysis.bits_of(own)), bits(analysis.large_bits(own[0]))
+            yield [label(own[0]["method"]), str(own[0]["workers"]), *sent, *compared(own, lion)]
 
     return markdown(head, lines(), "candidates")
 
@@ -396,6 +427,7 @@ TABLES: dict[str, Callable[[Rows], str]] = {
         f"{name}-{task}": partial(table, task)
         for name, table in {
             "main": main, "ablation": ablation, "seconds": seconds, "signs": kept, "drift": drift,
+            "peers": peers,
         }.items()
         for task in METRICS
     },
