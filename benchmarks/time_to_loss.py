@@ -69,6 +69,8 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
         found = rows.read(args.save)
         rows.check(found, args.save)
         summary.check_goal(found, args.goal)
+        if args.again:
+            summary.goals(found)
     except ValueError as error:
         parser.error(str(error))
     return args

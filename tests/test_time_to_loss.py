@@ -178,6 +178,13 @@ def test_a_goal_below_every_curve_is_refused(goal, tmp_path, capsys):
     assert "--goal 0.5: no curve gets there; the least is 1.000, of AdamW, float32" in said
 
 
+def test_nothing_can_be_summed_up_before_lion_has_run(goal, tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in tuned(goal, LION)))
+    said = refused(["--save", str(path), "--again"], capsys)
+    assert "Lion, float32 has not run, so there is no goal: run --part curves first" in said
+
+
 def test_an_unknown_contender_is_refused_with_the_known_ones(goal, tmp_path, capsys):
     said = refused(["--save", str(tmp_path / "none"), "--contender", "Adam"], capsys)
     assert "'Adam' does not run; those who do: Lion, float32" in said
