@@ -29,7 +29,6 @@ from goal.summary import SHARES, STEPS
 from rich.console import Console
 
 ROWS = Path(__file__).parent / "results" / "time_to_loss.jsonl"
-DOCS = Path(__file__).parents[1] / "docs"
 PARTS = ("tuning", "curves", "times", "confirm")
 WORKERS = 4
 TUNING_SEED, SEEDS = 1000, (0, 1, 2)

@@ -1,7 +1,6 @@
 """PowerSGD against its reference, against the best approximation there is, and its bytes."""
 
 import itertools
-import re
 
 import flax.linen as nn
 import jax
@@ -12,6 +11,7 @@ import pytest
 from conftest import AXIS
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from test_dgc import refused, simulated
 
 import lioncub_jax as lc
 from lioncub_jax.baselines import powersgd
@@ -56,20 +56,6 @@ def eventful(params, workers, seed=0):
     return grads, abstain
 
 
-def simulated(simulator, params, grads, abstain):
-    """The reference, all steps: updates and states ``[steps, ...]``."""
-
-    @jax.jit
-    def run(grads, abstain):
-        def step(state, now):
-            updates, state = simulator.update(now[0], state, params, now[1])
-            return state, (updates, state)
-
-        return jax.lax.scan(step, simulator.init(params, abstain.shape[1]), (grads, abstain))[1]
-
-    return jax.tree.map(np.asarray, run(jax.tree.map(jnp.asarray, grads), jnp.asarray(abstain)))
-
-
 def assert_close(got, want, atol=2e-5, short=2e-2):
     """But for the rounding, of leaves in bfloat16 to that."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
@@ -82,10 +68,6 @@ def assert_close(got, want, atol=2e-5, short=2e-2):
         np.testing.assert_allclose(
             a.astype(np.float32), b.astype(np.float32), rtol=near, atol=near, err_msg=str(path)
         )
-
-
-def refused(error, *words):
-    return pytest.raises(error, match="(?s)" + ".*".join(map(re.escape, words)))
 
 
 def best(x, rank):

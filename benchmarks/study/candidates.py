@@ -9,7 +9,7 @@ import lioncub_jax as lc
 from lioncub_jax import reference
 from lioncub_jax.reference.lion import Codes, Simulator
 from study import leaf_scale, one_bit
-from study.builders import Betas, Method, at_owner, owner_with_feedback, vote_of, with_betas
+from study.builders import DECAY, Betas, Method, at_owner, owner_with_feedback, vote_of, with_betas
 
 ONE, ROTATED = reference.midrise(1), reference.rotated(reference.midrise(1))
 UP = lc.quantize.error_feedback(lc.quantize.rotated(lc.quantize.midrise(1)))
@@ -23,7 +23,7 @@ def tried(label: str, codes: Callable[[int], Codes], like: Method, **how: Any) -
 
     return like._replace(
         label=f"owner, {label}", source="ours", transform=None, votes=votes,
-        simulated=lambda rate, steps, betas: reference.optimizer(votes(betas, steps), rate, 0.1),
+        simulated=lambda rate, steps, betas: reference.optimizer(votes(betas, steps), rate, DECAY),
     )  # fmt: skip
 
 

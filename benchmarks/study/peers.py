@@ -11,7 +11,7 @@ from lioncub_jax.reference import one_bit_adam as reference_adam
 from lioncub_jax.reference import powersgd as reference_power
 from lioncub_jax.reference.lion import Simulator
 from lioncub_jax.traffic import predicted as accounting
-from study.builders import DECAY, LIGHT_DECAY, MEANS, NOISY_GRADIENTS, Betas, Method, Rate
+from study.builders import DECAY, LIGHT_DECAY, MEANS, NOISY_GRADIENTS, Betas, Method, Rate, sent_by
 
 RANK = 4
 ALONE = 8  # steps of a worker between two talks, of DiLoCo
@@ -27,17 +27,13 @@ def momentum(rate: Rate) -> optax.GradientTransformation:
 
 
 def power(inner: Callable[[Rate], Any], name: str, rates: tuple[float, ...]) -> Method:
-    def sent(params: Any, workers: int, steps: int, syncs: int) -> float:
-        tx = baselines.powersgd(inner(1.0), RANK, axis_name="workers")
-        return steps * accounting.of(tx, params, workers).sent_bytes
-
     return Method(
         f"PowerSGD, rank {RANK}, {name}", "1905.13727", rates,
         lambda rate, steps, betas: reference_power.powersgd(inner(rate), RANK),
         lambda rate, steps, betas, axis_name: baselines.powersgd(
             inner(rate), RANK, axis_name=axis_name
         ),
-        sent,
+        sent_by(baselines.powersgd(inner(1.0), RANK, axis_name="workers")),
     )  # fmt: skip
 
 

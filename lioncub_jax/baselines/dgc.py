@@ -238,7 +238,8 @@ def _worker_step(
     momentum = jnp.asarray(plan.momentum, jnp.float32)
     velocity = [momentum * u + g for u, g in zip(before.velocity, grads, strict=True)]
     residual = [v + u for v, u in zip(before.residual, velocity, strict=True)]
-    abstains = _abstains(plan.axis, told | ~finite, residual)
+    # All that is not finite ends up in the residual.
+    abstains = abstains_of(plan.axis, told | ~finite, residual)
     means, present, now = (
         _alone(plan.axis, ~abstains, velocity, before.residual)
         if workers == 1
@@ -279,10 +280,9 @@ def _clipped(
     return [g * scale for g in grads], jnp.isfinite(norm)
 
 
-def _abstains(axis: AxisName, told: jax.Array, residual: list[jax.Array]) -> jax.Array:
-    """``bool[]``: whether this worker abstains, its devices as one."""
-    # All that is not finite ends up in the residual.
-    strange = reduce(operator.or_, [told, *[~jnp.all(jnp.isfinite(v)) for v in residual]])
+def abstains_of(axis: AxisName, told: jax.Array, values: list[jax.Array]) -> jax.Array:
+    """``bool[]``: whether this worker abstains, its devices as one: told to, or for a value not finite."""
+    strange = reduce(operator.or_, [told, *[~jnp.all(jnp.isfinite(v)) for v in values]])
     return wires.any_over_shards(strange, axis)
 
 

@@ -5,11 +5,10 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
-from lioncub_jax import checks, decide, quantize
-from lioncub_jax.baselines.methods import alike, trace
-from lioncub_jax.exchange import Sending, communicate
+from lioncub_jax import checks
+from lioncub_jax.baselines.methods import alike, coded_mean, trace
+from lioncub_jax.exchange import Sending
 from lioncub_jax.mesh.placement import Workers, names_of
-from lioncub_jax.momentum import nothing
 from lioncub_jax.optimizer import global_gradients
 from lioncub_jax.wires import AxisName
 
@@ -70,12 +69,5 @@ def diloco(
     if bits is None:
         return global_gradients(outer, axis_name)
     axis, group = names_of(axis_name)
-    mean = communicate(
-        axis_name=axis,
-        group_axis=group,
-        memory=nothing(),
-        up=quantize.error_feedback(quantize.midrise(bits), error_dtype),
-        owner=decide.feedback_at_owner(error_dtype, bits),
-        down=decide.scaled(bits),
-    )
+    mean = coded_mean(bits, axis, group, error_dtype)
     return mean.around(optax.chain(mean, alike(outer, axis)))

@@ -250,14 +250,7 @@ def ef_signsgd(
     al. (arXiv 1905.10936), without its momentum. Padding is left out of every scale.
     """
     axis, group = names_of(axis_name)
-    feedback = communicate(
-        axis_name=axis,
-        group_axis=group,
-        memory=nothing(),
-        up=quantize.error_feedback(quantize.midrise(1), error_dtype),
-        owner=decide.feedback_at_owner(error_dtype),
-        down=decide.scaled_signs(),
-    )
+    feedback = coded_mean(1, axis, group, error_dtype, decide.scaled_signs())
     decay = _decay(learning_rate, weight_decay)
     chain = optax.chain(
         optax.scale_by_learning_rate(learning_rate),
@@ -364,6 +357,24 @@ def qsgd(
         wire=wires.gathered() if wire is None else wire,
     )
     return mean.around(descending(mean, learning_rate, weight_decay, mask))
+
+
+def coded_mean(
+    bits: int,
+    axis_name: AxisName,
+    group_axis: AxisName | None,
+    error_dtype: Any,
+    down: decide.Down | None = None,
+) -> Sending:
+    """The mean in codes of so many bits up and down, with feedback at the workers and at the owners."""
+    return communicate(
+        axis_name=axis_name,
+        group_axis=group_axis,
+        memory=nothing(),
+        up=quantize.error_feedback(quantize.midrise(bits), error_dtype),
+        owner=decide.feedback_at_owner(error_dtype, bits),
+        down=down or decide.scaled(bits),
+    )
 
 
 def trace(momentum: Any, nesterov: bool = False) -> optax.GradientTransformation:

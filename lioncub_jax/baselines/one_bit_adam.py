@@ -41,6 +41,7 @@ import numpy as np
 import optax
 
 from lioncub_jax import checks, decide, quantize, wires
+from lioncub_jax.baselines.methods import coded_mean
 from lioncub_jax.exchange import Asked, CommunicateState, Sending, communicate
 from lioncub_jax.mesh.placement import Workers, names_of
 from lioncub_jax.momentum import nothing
@@ -227,23 +228,20 @@ def _plan(
     if not isinstance(eps, jax.core.Tracer) and not (number and 0 < eps < np.inf):
         raise ValueError(f"eps={eps!r}: give a number above 0, such as 1e-8")
     axis, group = names_of(axis_name)
-    meet = partial(communicate, axis_name=axis, group_axis=group, memory=nothing())
-
-    def in_codes(bits: int) -> Sending:
-        return meet(
-            up=quantize.error_feedback(quantize.midrise(bits), error_dtype),
-            owner=decide.feedback_at_owner(error_dtype, bits),
-            down=decide.scaled(bits),
+    codes = coded_mean(1, axis, group, error_dtype)
+    if bits is not None:
+        first = coded_mean(bits, axis, group, error_dtype)
+    else:
+        first = communicate(
+            axis_name=axis,
+            group_axis=group,
+            memory=nothing(),
+            up=quantize.dense(),
+            owner=decide.momentum_at_owner(optax.identity(), dominance=np.inf),
+            down=decide.floats(),
+            wire=wires.all_reduce(),
         )
-
-    floats = meet(
-        up=quantize.dense(),
-        owner=decide.momentum_at_owner(optax.identity(), dominance=np.inf),
-        down=decide.floats(),
-        wire=wires.all_reduce(),
-    )
-    first = floats if bits is None else in_codes(bits)
-    return _Plan(b1, b2, eps, when, axis, group, in_codes(1), first, bits is not None)
+    return _Plan(b1, b2, eps, when, axis, group, codes, first, bits is not None)
 
 
 def _descending(scheme: str, plan: _Plan, *rest: Any) -> Sending:

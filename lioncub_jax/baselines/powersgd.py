@@ -23,8 +23,7 @@ Source: Vogels et al., "PowerSGD" (arXiv 1905.13727).
 """
 
 import math
-import operator
-from functools import partial, reduce
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -34,6 +33,7 @@ import optax
 from jax import lax
 
 from lioncub_jax import checks, wires
+from lioncub_jax.baselines.dgc import abstains_of
 from lioncub_jax.baselines.levels import one_level
 from lioncub_jax.exchange import Asked, Sending
 from lioncub_jax.layout import Holder
@@ -267,7 +267,8 @@ def _worker_step(
         first = [
             x if b is None else _product(_rows(x, b), b) for x, b in zip(owed, of_one, strict=True)
         ]
-        takes_part = ~_abstains(plan.axis, told, first)
+        # All that is not finite shows in the products with Q.
+        takes_part = ~abstains_of(plan.axis, told, first)
     if workers == 1:
         means = [_own(plan.axis, takes_part, x) for x in first]
         present = wires.same_everywhere(takes_part.astype(jnp.float32), plan.axis)
@@ -299,13 +300,6 @@ def _rows(x: jax.Array, base: jax.Array) -> jax.Array:
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
     """In full float32, on chips too that round before they multiply."""
     return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
-
-
-def _abstains(axis: AxisName, told: jax.Array, first: list[jax.Array]) -> jax.Array:
-    """``bool[]``: whether this worker abstains, its devices as one."""
-    # All that is not finite shows in the products with Q.
-    strange = reduce(operator.or_, [told, *[~jnp.all(jnp.isfinite(x)) for x in first]])
-    return wires.any_over_shards(strange, axis)
 
 
 def _own(axis: AxisName, takes_part: jax.Array, x: jax.Array) -> jax.Array:
