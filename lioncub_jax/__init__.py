@@ -15,6 +15,7 @@ from lioncub_jax import decide, kernels, mesh, momentum, quantize, sync, trainin
 from lioncub_jax.exchange import communicate
 from lioncub_jax.mesh import Workers
 from lioncub_jax.optimizer import (
+    coded_gradients,
     distributed_lion,
     global_gradients,
     lion_cub,
@@ -28,7 +29,6 @@ from lioncub_jax.training import (
     StatefulLoss,
     TrainState,
     TrainStep,
-    VoteStats,
     drift_stats,
     from_nnx,
     init_state,
@@ -53,11 +53,11 @@ __all__ = [
     "StatefulLoss",
     "TrainState",
     "TrainStep",
-    "VoteStats",
     "Workers",
     "baselines",
     "check_votes",
     "checkpoint",
+    "coded_gradients",
     "communicate",
     "decide",
     "distributed_lion",

@@ -86,6 +86,17 @@ def test_global_gradients_of_a_dtype_that_is_no_float():
         lc.global_gradients(optax.sgd(0.1), AXIS, jnp.int8)
 
 
+@pytest.mark.parametrize("bits", [0, 9, 4.0])
+def test_coded_gradients_of_bits_that_are_no_code(bits):
+    with raises(ValueError, f"midrise({bits})", "1 to 8 bits"):
+        lc.coded_gradients(optax.sgd(0.1), AXIS, bits)
+
+
+def test_coded_gradients_of_what_is_no_transform():
+    with raises(TypeError, "is not a GradientTransformation"):
+        lc.coded_gradients(optax.adamw, AXIS)
+
+
 def test_global_gradients_outside_of_shard_map():
     tx = lc.global_gradients(optax.sgd(0.1), AXIS)
     with raises(ValueError, "axis_name='data'", *UNBOUND):

@@ -24,7 +24,7 @@ TYPES = [
     "quantize.Quantizer", "wires.Wire", "sync.Schedule", "decide.Owner", "decide.Down", "momentum.Memory",
     "mesh.Workers", "training.TrainState", "training.TrainStep", "training.StatefulLoss", "training.Kind",
     "training.DriftStats", "checkpoint.Checkpoints", "checkpoint.Restored", "TrainState", "TrainStep",
-    "StatefulLoss", "Workers", "VoteStats",
+    "StatefulLoss", "Workers", "training.VoteStats",
 ]  # fmt: skip
 PARAMS = {"w": jnp.arange(6.0).reshape(3, 2) / 8, "b": jnp.float32(0.5)}
 

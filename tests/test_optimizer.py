@@ -678,6 +678,53 @@ def test_global_gradients_may_travel_in_bfloat16():
         np.testing.assert_allclose(moved, grads["w"], rtol=2**-8)
 
 
+def test_coded_gradients_is_the_inner_optimizer_on_the_mean_that_codes_say():
+    grads = gradients(SMALL, 6, 4)
+    said = run(lc.coded_gradients(optax.identity(), AXIS, 3), SMALL, grads)
+    adamw = optax.adamw(2**-6, weight_decay=0.125)
+    got = run(lc.coded_gradients(adamw, AXIS, 3), SMALL, grads)
+    want = jitted_optax(adamw, SMALL, worker(said.updates))
+    assert_replicas_agree(got.params)
+    for x, y in zip(jax.tree.leaves(worker(got.params)), jax.tree.leaves(want.params), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+    mean = jax.tree.map(lambda g: g.mean(1), grads)
+    for said_, mean_ in zip(
+        jax.tree.leaves(worker(said.updates)), jax.tree.leaves(mean), strict=True
+    ):
+        # What was not said is at most the error of a code, however many steps there were.
+        owed = np.abs((mean_ - said_).sum(0)).max()
+        assert 0 < owed < 2 * np.abs(mean_).max()
+
+
+def test_coded_gradients_of_other_units_are_the_same_for_adam():
+    grads = gradients(SMALL, 5, 4)
+    tx = lc.coded_gradients(optax.adam(2**-6, eps=0.0), AXIS, 4)
+    plain, scaled = (run(tx, SMALL, jax.tree.map(lambda g, u=u: u * g, grads)) for u in (1, 64))
+    assert_equal(plain.params, scaled.params)
+
+
+def test_coded_gradients_of_workers_that_abstain_wait():
+    grads = gradients(SMALL, 4, 4)
+    away = jnp.zeros((4, 4), bool).at[:, 3].set(True)
+    spoilt = jax.tree.map(lambda g: g.at[:, 3].set(jnp.nan), grads)
+    tx = lc.coded_gradients(optax.adamw(2**-6), AXIS, 4)
+    told, found = run(tx, SMALL, grads, away), run(tx, SMALL, spoilt)
+    assert_equal(told.params, found.params)
+    assert lc.vote_stats(last(found.state)).abstentions == 4
+    assert np.isfinite(found.params["w"]).all()
+
+
+def test_coded_gradients_of_one_worker_code_nothing():
+    grads = gradients(SMALL, 4, 1)
+    adamw = optax.adamw(2**-6)
+    got = run(lc.coded_gradients(adamw, AXIS, 2), SMALL, grads)
+    want = jitted_optax(adamw, SMALL, worker(grads))
+    for x, y in zip(jax.tree.leaves(worker(got.params)), jax.tree.leaves(want.params), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+    alone = jitted_optax(lc.coded_gradients(adamw, None), SMALL, worker(grads))
+    assert_equal(alone.params, want.params)
+
+
 # --- shapes, dtypes, traces -------------------------------------------------------------------------
 
 

@@ -136,7 +136,7 @@ def test_every_contender_is_tuned_over_as_many_choices(goal):
     assert all(length % option == 0 for length in goal.summary.LENGTHS for option in alone)
 
 
-@pytest.mark.parametrize("name", [VOTE, "DiLoCo, 1 bit", "PowerSGD, AdamW"])
+@pytest.mark.parametrize("name", [VOTE, "DiLoCo, float32", "PowerSGD, AdamW", "AdamW, in codes"])
 def test_a_contender_trains_by_the_real_step(goal, name, monkeypatch):
     """Of a small model; all see the same windows, and losses are looked at as often as there are points."""
     small = {"layers": 1, "width": 32, "heads": 2, "context": 64, "tied": False}

@@ -28,7 +28,7 @@ class Choice(NamedTuple):
 
     Attributes:
       rate: the highest learning rate.
-      option: a rank, steps that a worker takes alone, or steps of a warm-up; 0 where there is none.
+      option: a rank, bits, steps that a worker takes alone, or of a warm-up; 0 where there is none.
     """
 
     rate: float
@@ -145,21 +145,15 @@ def alone_first(bits: int | None) -> Callable[..., Recipe]:
     return make
 
 
-def voted_on(rate: Schedule, steps: int, option: int) -> Recipe:
-    """Votes on how far workers came alone; what noise moves in H steps is sqrt(H) times that of one."""
-    tx = lc.lion_cub(
-        lambda calls: option**0.5 * rate(option * calls),
-        *LION_BETAS,
-        weight_decay=0.0,
-        axis_name=AXIS,
-    )
-    return Recipe(tx, option, adamw(rate))
+def coded(rate: Schedule, steps: int, option: int) -> Recipe:
+    return Recipe(lc.coded_gradients(adamw(rate), AXIS, option))
 
 
 ROTATED = lc.quantize.rotated_sign()
 RANKS = Choice(5e-4, 4), Choice(1e-3, 4), Choice(1e-3, 1), Choice(1e-3, 16)
 # Its paper takes 15 to 25 % of a run for the warm-up.
 WARMED = Choice(5e-4, 58), Choice(1e-3, 58), Choice(2e-3, 58), Choice(1e-3, 29)
+BITS = Choice(5e-4, 4), Choice(1e-3, 4), Choice(5e-4, 3), Choice(5e-4, 2)
 EVERY = Choice(5e-4, 8), Choice(1e-3, 8), Choice(1e-3, 16), Choice(1e-3, 32)
 
 
@@ -208,8 +202,11 @@ CONTENDERS: dict[str, Contender] = {
         ),
         Contender("1-bit vote", "2404.00438", LION, votes(lc.lion_cub)),
         Contender("owner, 3 bits", OURS, LION, votes(lc.owner_lion)),
-        Contender("owner, 1 bit rotated", OURS, LION, votes(lc.owner_lion, quantizer=ROTATED)),
-        Contender("1-bit vote on steps alone", OURS, EVERY, voted_on),
+        Contender(
+            "owner, 1 bit rotated", OURS, (), votes(lc.owner_lion, quantizer=ROTATED),
+            like="owner, 3 bits",
+        ),
+        Contender("AdamW, in codes", OURS, BITS, coded),
         Contender("PowerSGD, AdamW", "1905.13727", RANKS, power(adamw)),
         Contender(
             "1-bit Adam", "2102.02888", WARMED, one_bit_adam(None), adam_stages, of_one_bit(None)
@@ -221,12 +218,12 @@ CONTENDERS: dict[str, Contender] = {
         Contender("0/1 Adam", "2202.06009", ADAM, zero_one_adam, zero_one_stages, of_one_bit(None)),
         Contender("DiLoCo, float32", "2311.08105", EVERY, alone_first(None)),
         Contender("DiLoCo, 4 bits", "2311.08105", (), alone_first(4), like="DiLoCo, float32"),
-        Contender("DiLoCo, 1 bit", "2311.08105", EVERY, alone_first(1)),
+        Contender("DiLoCo, 1 bit", "2311.08105", (), alone_first(1), like="DiLoCo, float32"),
     )
 }  # fmt: skip
 # Of this library alone, and the papers that it is about.
 VOTES = (
-    "1-bit vote", "owner, 3 bits", "owner, 1 bit rotated", "1-bit vote on steps alone",
+    "1-bit vote", "owner, 3 bits", "owner, 1 bit rotated", "AdamW, in codes",
     "1-bit Adam, warm-up in 8 bits",
 )  # fmt: skip
 

@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import optax
 
 from lioncub_jax import checks
-from lioncub_jax.baselines.methods import alike, coded_mean, trace
+from lioncub_jax.baselines.methods import trace
 from lioncub_jax.exchange import Sending
-from lioncub_jax.mesh.placement import Workers, names_of
-from lioncub_jax.optimizer import global_gradients
+from lioncub_jax.mesh.placement import Workers
+from lioncub_jax.optimizer import coded_gradients, global_gradients
 from lioncub_jax.wires import AxisName
 
 
@@ -68,6 +68,4 @@ def diloco(
     outer = optax.chain(trace(momentum, True), optax.scale_by_learning_rate(learning_rate))
     if bits is None:
         return global_gradients(outer, axis_name)
-    axis, group = names_of(axis_name)
-    mean = coded_mean(bits, axis, group, error_dtype)
-    return mean.around(optax.chain(mean, alike(outer, axis)))
+    return coded_gradients(outer, axis_name, bits, error_dtype)

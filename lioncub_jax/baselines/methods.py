@@ -37,7 +37,7 @@ from lioncub_jax.baselines.shared_scale import in_shared_units
 from lioncub_jax.exchange import Sending, communicate
 from lioncub_jax.mesh.placement import Workers, names_of
 from lioncub_jax.momentum import blend, nothing
-from lioncub_jax.optimizer import descending, global_gradients
+from lioncub_jax.optimizer import alike, coded_mean, descending, global_gradients
 from lioncub_jax.wires import AxisName, Wire
 
 
@@ -359,24 +359,6 @@ def qsgd(
     return mean.around(descending(mean, learning_rate, weight_decay, mask))
 
 
-def coded_mean(
-    bits: int,
-    axis_name: AxisName,
-    group_axis: AxisName | None,
-    error_dtype: Any,
-    down: decide.Down | None = None,
-) -> Sending:
-    """The mean in codes of so many bits up and down, with feedback at the workers and at the owners."""
-    return communicate(
-        axis_name=axis_name,
-        group_axis=group_axis,
-        memory=nothing(),
-        up=quantize.error_feedback(quantize.midrise(bits), error_dtype),
-        owner=decide.feedback_at_owner(error_dtype, bits),
-        down=down or decide.scaled(bits),
-    )
-
-
 def trace(momentum: Any, nesterov: bool = False) -> optax.GradientTransformation:
     """Momentum, of which 0 keeps none."""
     none = isinstance(momentum, (int, float)) and momentum == 0
@@ -390,13 +372,3 @@ def _decay(learning_rate: optax.ScalarOrSchedule, weight_decay: Any) -> Any:
     lr = learning_rate if callable(learning_rate) else lambda count: learning_rate
     share = weight_decay if callable(weight_decay) else lambda count: weight_decay
     return lambda count: -lr(count) * share(count)
-
-
-def alike(
-    tx: optax.GradientTransformation, axis_name: AxisName
-) -> optax.GradientTransformationExtraArgs:
-    """Runs a transform of what is agreed on from state that is the same on every worker."""
-    tx = optax.with_extra_args_support(tx)
-    return optax.GradientTransformationExtraArgs(
-        lambda params: tx.init(wires.agreed(params, axis_name)), tx.update
-    )

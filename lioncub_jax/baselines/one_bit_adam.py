@@ -41,11 +41,10 @@ import numpy as np
 import optax
 
 from lioncub_jax import checks, decide, quantize, wires
-from lioncub_jax.baselines.methods import coded_mean
 from lioncub_jax.exchange import Asked, CommunicateState, Sending, communicate
 from lioncub_jax.mesh.placement import Workers, names_of
 from lioncub_jax.momentum import nothing
-from lioncub_jax.optimizer import descending
+from lioncub_jax.optimizer import coded_mean, descending
 from lioncub_jax.wires import AxisName, Sent
 
 _NEVER = 2**31 - 1
