@@ -104,8 +104,9 @@ TXS = {
 }
 CASES = {  # by the number of workers
     8: [("sgd", {"rank": 2}), ("adamw", {"rank": 1, "seed": 3})],
+    4: [("sgd", {"rank": 2, "bits": 4}), ("adamw", {"rank": 1, "bits": 8})],
     3: [("sgd", {"rank": 2, "error_dtype": jnp.bfloat16})],
-    1: [("sgd", {"rank": 2})],
+    1: [("sgd", {"rank": 2}), ("sgd", {"rank": 2, "bits": 2})],
 }
 
 
@@ -125,7 +126,8 @@ def test_it_equals_the_reference(workers, run_workers):
         near = 2e-2 if "error_dtype" in options else 2e-4
         assert_close(updates, want, atol=near)
         for got, kept in ((state.error, wanted.error), (state.q, wanted.q)):
-            assert [n for n, x in got.items() if x is not None] == list(LOW)
+            all_err = "bits" in options and got is state.error  # of leaves in codes too
+            assert [n for n, x in got.items() if x is not None] == list(SHAPES if all_err else LOW)
             kept = {n: x for n, x in zip(params, kept, strict=True) if x is not None}
             if got is state.q:  # one for all; a column has no sign
                 got, kept = (
@@ -229,11 +231,12 @@ def test_of_a_gradient_that_stays_it_becomes_the_best_of_that_rank():
     assert distances[-1] == pytest.approx(least, rel=1e-3)
 
 
-def test_nothing_is_lost(run_workers):
+@pytest.mark.parametrize("bits", [None, 1, 4])
+def test_nothing_is_lost(bits, run_workers):
     """What was applied and the mean of what is left add up to the means of all gradients."""
     params, workers = zeros(), 4
     grads, abstain = normal(params, workers), np.zeros((STEPS, workers), bool)
-    tx = powersgd(optax.sgd(1.0), 1, axis_name=AXIS)
+    tx = powersgd(optax.sgd(1.0), 1, bits, axis_name=AXIS)
     updates, state = run_workers({"low": tx}, params, grads, abstain)["low"]
     for name, g in grads.items():
         left = 0 if state.error[name] is None else state.error[name][-1].mean(0)
@@ -352,6 +355,24 @@ def test_the_compiled_program_sends_what_is_predicted(rank, workers, mesh_of):
     assert sorted(one.sent_bytes for one in found) == pytest.approx(sorted(each))
     assert told.sent_bytes == pytest.approx(sum(each))
     assert told.scheme == f"powersgd({rank}), all-reduce, mean"
+
+
+@pytest.mark.parametrize(("bits", "workers"), [(4, 8), (1, 3)])
+def test_codes_are_all_that_the_compiled_program_sends(bits, workers, mesh_of):
+    params = zeros()
+    tx = powersgd(TXS["sgd"], 2, bits, axis_name=AXIS)
+    run, mesh = program(tx, workers, params, mesh_of)
+    found, told = compiled.collectives(run, mesh), lc.traffic.of(tx, params, workers)
+    assert {x.dtype for one in found for x in one.operands} == {"u32"}
+    assert compiled.sent_bytes(found)[(AXIS,)] == pytest.approx(told.sent_bytes)
+    assert told.scheme == f"powersgd(2) in {bits} bits, two-phase, mean"
+
+
+def test_codes_of_a_large_model_cost_their_bits_and_a_scale():
+    params, workers = {"w": jax.ShapeDtypeStruct((2**18, 2**17), jnp.float32)}, 64
+    sent = lc.traffic.of(powersgd(TXS["sgd"], 16, 4, axis_name=AXIS), params, workers).sent_bytes
+    numbers = 16 * (2**18 + 2**17)
+    assert sent == pytest.approx(2 * 63 / 64 * numbers * (4 + 1 / 8) / 8, rel=0.02)
 
 
 def test_one_worker_alone_sends_nothing(mesh_of):

@@ -60,6 +60,7 @@ class Contender(NamedTuple):
       stages: ``(steps, option) -> ((first step, stage), ...)``: where its steps are of several kinds.
       made_in: ``(stage, option) -> Recipe`` whose every step is of that kind, to be timed.
       like: the contender whose choice it takes, in place of being tuned.
+      only: of the choices of ``like``, those with this option; 0 for all.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Contender(NamedTuple):
     stages: Callable[[int, int], tuple[tuple[int, str], ...]] = lambda steps, option: ((0, ""),)
     made_in: Callable[[str, int], Recipe] | None = None
     like: str = ""
+    only: int = 0
 
     def timed(self, stage: str, option: int) -> Recipe:
         """Every step of which is of that stage."""
@@ -99,9 +101,11 @@ def votes(tx: Callable[..., Any], **options: Any) -> Callable[..., Recipe]:
     return make
 
 
-def power(inner: Callable[[Schedule], Any]) -> Callable[..., Recipe]:
+def power(bits: int | None) -> Callable[..., Recipe]:
+    """AdamW behind PowerSGD, whose factors are floats or codes."""
+
     def make(rate: Schedule, steps: int, option: int) -> Recipe:
-        return Recipe(baselines.powersgd(inner(rate), option, axis_name=AXIS))
+        return Recipe(baselines.powersgd(adamw(rate), option, bits, axis_name=AXIS))
 
     return make
 
@@ -150,7 +154,7 @@ def coded(rate: Schedule, steps: int, option: int) -> Recipe:
 
 
 ROTATED = lc.quantize.rotated_sign()
-RANKS = Choice(5e-4, 4), Choice(1e-3, 4), Choice(1e-3, 1), Choice(1e-3, 16)
+RANKS = Choice(5e-4, 4), Choice(1e-3, 4), Choice(5e-4, 16), Choice(1e-3, 16)
 # Its paper takes 15 to 25 % of a run for the warm-up.
 WARMED = Choice(5e-4, 58), Choice(1e-3, 58), Choice(2e-3, 58), Choice(1e-3, 29)
 BITS = Choice(5e-4, 4), Choice(1e-3, 4), Choice(5e-4, 3), Choice(5e-4, 2)
@@ -207,7 +211,9 @@ CONTENDERS: dict[str, Contender] = {
             like="owner, 3 bits",
         ),
         Contender("AdamW, in codes", OURS, BITS, coded),
-        Contender("PowerSGD, AdamW", "1905.13727", RANKS, power(adamw)),
+        Contender("PowerSGD, AdamW", "1905.13727", RANKS, power(None)),
+        Contender("PowerSGD, rank 4", "1905.13727", (), power(None), like="PowerSGD, AdamW", only=4),
+        Contender("PowerSGD, in 4 bits", OURS, (), power(4), like="PowerSGD, AdamW"),
         Contender(
             "1-bit Adam", "2102.02888", WARMED, one_bit_adam(None), adam_stages, of_one_bit(None)
         ),
@@ -223,7 +229,7 @@ CONTENDERS: dict[str, Contender] = {
 }  # fmt: skip
 # Of this library alone, and the papers that it is about.
 VOTES = (
-    "1-bit vote", "owner, 3 bits", "owner, 1 bit rotated", "AdamW, in codes",
+    "1-bit vote", "owner, 3 bits", "owner, 1 bit rotated", "AdamW, in codes", "PowerSGD, in 4 bits",
     "1-bit Adam, warm-up in 8 bits",
 )  # fmt: skip
 

@@ -28,17 +28,17 @@ def best_choice(found: Rows, name: str) -> Choice:
       ValueError: where it is not tuned yet.
     """
     contender = CONTENDERS[name]
-    if contender.like:
-        return best_choice(found, contender.like)
+    name = contender.like or name
+    choices = [c for c in CONTENDERS[name].choices if contender.only in (0, c.option)]
     tuned = {
         Choice(row["rate"], row["option"]): row["loss"][-1]
         for row in rows.of(found, part="tuning", contender=name)
     }
-    missing = [choice for choice in contender.choices if choice not in tuned]
+    missing = [choice for choice in choices if choice not in tuned]
     if missing:
         raise ValueError(f"{name} is not tuned yet: run --part tuning first")
     last = {choice: loss if math.isfinite(loss) else math.inf for choice, loss in tuned.items()}
-    return min(contender.choices, key=last.__getitem__)
+    return min(choices, key=last.__getitem__)
 
 
 class Reach(NamedTuple):

@@ -9,7 +9,7 @@
 | `one_bit_adam`, `zero_one_adam` | as above its momentum, or floats | the same | 2102.02888, 2202.06009 |
 | `terngrad` | -1, 0 or +1 at random: 2 bits | the planes of the sum | Wen et al., arXiv 1705.07878 |
 | `qsgd` | p bits at random and a norm for each row of 128 | (all-gather), or floats | 1610.02132 |
-| `powersgd` | two factors of each matrix, float32 | (all-reduces) their means | 1905.13727 |
+| `powersgd` | two factors of each matrix: float32, or p bits | their means, the same | 1905.13727 |
 | `diloco` | how far it came in H steps: float32, or p bits and feedback | the mean, the same | 2311.08105 |
 
 Weight decay is decoupled in all of them, ``p -= lr (u + wd p)``, as in Lion, so that a comparison

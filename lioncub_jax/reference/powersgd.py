@@ -16,10 +16,12 @@ The oracle of the tests of `powersgd`, and a simulator of many workers on one de
   compressed abstains, and so does one that is asked to: it counts for nothing in the means, and its
   error stays. With nobody there the mean is zeros. Where a ``Q`` is not less than ``2**127 / r``
   everywhere, ``M'`` is zeros and the ``Q`` before stays.
+* **In codes** both means are those of mid-rise codes of so many bits, up and down, with a step for each
+  128 elements of a column; leaves that are not compressed are coded too, and keep an error.
 * **One worker** sends nothing: ``M' = M_0``.
 
-Source: Vogels et al. (arXiv 1905.13727). The rules for columns of zeros, for abstention and for one
-worker are ours.
+Source: Vogels et al. (arXiv 1905.13727). Codes, the rules for columns of zeros, for abstention and for
+one worker are ours.
 """
 
 import math
@@ -29,7 +31,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from lioncub_jax.reference import lion
 from lioncub_jax.reference.lion import Simulator
+from lioncub_jax.reference.sync import answer
 
 
 class State(NamedTuple):
@@ -44,13 +48,18 @@ class State(NamedTuple):
 
 
 def powersgd(
-    tx: optax.GradientTransformation, rank: int = 4, seed: int = 0, error_dtype: Any = jnp.float32
+    tx: optax.GradientTransformation,
+    rank: int = 4,
+    bits: int | None = None,
+    seed: int = 0,
+    error_dtype: Any = jnp.float32,
 ) -> Simulator:
     """A transform of the low-rank mean gradient, all workers at once.
 
     Args:
       tx: any optax transform, with its learning rate.
       rank: ``r``.
+      bits: of a code; None for floats.
       seed: of the first ``Q``.
       error_dtype: of what is kept for the next step.
     """
@@ -60,7 +69,7 @@ def powersgd(
         leaves = jax.tree.leaves(params)
         q = [first_q(p.shape, rank, seed, i) for i, p in enumerate(leaves)]
         error = [
-            None if x is None else jnp.zeros((workers, *p.shape), error_dtype)
+            None if x is None and bits is None else jnp.zeros((workers, *p.shape), error_dtype)
             for x, p in zip(q, leaves, strict=True)
         ]
         return State(jnp.int32(0), q, error, tx.init(params), jnp.int32(0), jnp.int32(0))
@@ -71,7 +80,7 @@ def powersgd(
             x.astype(jnp.float32) if e is None else x.astype(jnp.float32) + e.astype(jnp.float32)
             for x, e in zip(leaves, state.error, strict=True)
         ]
-        here, done = exchanged(owed, state.q, rank, abstain)
+        here, done = exchanged(owed, state.q, rank, bits, abstain)
         applied = [fitting(mean, x.dtype) for (mean, _), x in zip(done, leaves, strict=True)]
         error = [
             None
@@ -89,29 +98,42 @@ def powersgd(
 
 
 def exchanged(
-    owed: list[jax.Array], q: list[Any], rank: int, abstain: Any
+    owed: list[jax.Array], q: list[Any], rank: int, bits: int | None, abstain: Any
 ) -> tuple[jax.Array, list[tuple[jax.Array, Any]]]:
     """Who takes part, ``bool[W]``, and of each leaf what is applied and the new ``Q``."""
     workers = len(owed[0])
     rows = [x.reshape(workers, *matrix(x.shape[1:])) for x in owed]
     sent = [
-        x if b is None or workers == 1 else product("wmn,nr->wmr", x, b)
+        x if b is None or workers == 1 else product("wmn,nr->wrm", x, b)
         for x, b in zip(rows, q, strict=True)
     ]
     finite = [jnp.all(jnp.isfinite(x), axis=(1, 2)) for x in sent]
     here = jnp.all(jnp.stack(finite), axis=0)
     here = here if abstain is None else here & ~abstain
-    done: list[tuple[jax.Array, Any]] = []
-    for leaf, x, p, b in zip(owed, rows, sent, q, strict=True):
-        mean, new = average(p, here), b
-        if b is not None and workers > 1:
-            side = jnp.linalg.qr(scaled(mean, mean))[0]
-            q_now = average(product("wmn,mr->wnr", x, side), here)
-            known = jnp.all(jnp.abs(q_now) < 2.0**127 / rank)
-            new = jnp.where(known, scaled(q_now, b), b)
-            mean = jnp.where(known, product("mr,nr->mn", side, q_now), 0)
-        done.append((mean.reshape(leaf.shape[1:]), new))
-    return here, done
+    bits = None if workers == 1 else bits
+    means = averages(sent, here, bits)
+    low = [i for i, b in enumerate(q) if b is not None and workers > 1]
+    sides = [jnp.linalg.qr(scaled(means[i].T, means[i].T))[0] for i in low]
+    others = [product("wmn,mr->wrn", rows[i], side) for i, side in zip(low, sides, strict=True)]
+    new = list(q)
+    for i, side, q_now in zip(low, sides, averages(others, here, bits), strict=True):
+        known = jnp.all(jnp.abs(q_now) < 2.0**127 / rank)
+        new[i] = jnp.where(known, scaled(q_now.T, q[i]), q[i])
+        means[i] = jnp.where(known, product("mr,rn->mn", side, q_now), 0)
+    shaped = [mean.reshape(x.shape[1:]) for mean, x in zip(means, owed, strict=True)]
+    return here, list(zip(shaped, new, strict=True))
+
+
+def averages(arrays: list[jax.Array], here: jax.Array, bits: int | None) -> list[jax.Array]:
+    """Each ``[W, m, n]`` to ``[m, n]``, over those who are there; zeros without any."""
+    if bits is None:
+        return [average(x, here) for x in arrays]
+    codes = lion.midrise(bits)
+    buffer = lion.buffer_of([x.shape[1:] for x in arrays], len(here))
+    message = codes.encode(buffer.join(arrays), buffer, jnp.int32(0))
+    mean = lion.bounded_mean(message, here[:, None, None], codes.top(len(here)), jnp.inf)
+    said, _ = answer(mean, jnp.zeros(buffer.real.shape), buffer, bits)
+    return buffer.split(jnp.where(here.any(), said, 0), [x.dtype for x in arrays])
 
 
 def matrix(shape: tuple[int, ...]) -> tuple[int, int]:
