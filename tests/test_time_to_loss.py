@@ -109,6 +109,24 @@ def test_who_never_gets_there_is_said_so_and_runs_longer(goal):
     assert (way.steps, way.length) == (pytest.approx(576 * 0.8), 576)
 
 
+def test_a_clock_is_compared_with_the_product_of_as_many_steps(goal):
+    ran = {"part": "confirm", "contender": VOTE, "network": "100mbit", "steps": 384, "taken": 360}
+    found = [*story(goal), ran | {"seconds": 99.0, "reached": True}]
+    assert goal.summary.summed(found).keys["clock_over_product"] == {
+        f"100mbit {VOTE}": [99.0, 90.0, 1.1]
+    }
+    found[-1]["reached"] = False
+    assert goal.summary.summed(found).keys["clock_over_product"] == {}
+
+
+def test_a_rank_that_is_given_is_the_best_of_that_rank(goal):
+    contenders, found = goal.contenders, tuned(goal, "PowerSGD, AdamW")
+    chosen = goal.summary.best_choice(found, "PowerSGD, rank 4")
+    assert chosen.option == 4 and chosen in contenders.CONTENDERS["PowerSGD, AdamW"].choices
+    whole = goal.summary.best_choice(found, "PowerSGD, AdamW")
+    assert goal.summary.best_choice(found, "PowerSGD, in 4 bits") == whole
+
+
 @pytest.mark.parametrize(("name", "option"), [("0/1 Adam", 0), (WARMED, 58)])
 def test_stages_are_those_of_the_transform(goal, name, option):
     """By what it sends, step for step."""

@@ -172,7 +172,20 @@ def summed(found: Rows, goal: float | None = None) -> Summed:
                 keys["speedups"][f"{network} {share:.0%}"] = [ours, peers, ratio]
                 if share == SHARES[-1]:
                     keys[f"speedup_over_best_peer_{network}"] = ratio
+    keys["clock_over_product"] = confirmed(found)
     return Summed(wanted, reaches, seconds, keys)
+
+
+def confirmed(found: Rows) -> dict[str, list[float]]:
+    """Of each run to the goal: seconds by the clock, by the product for as many steps, and their ratio."""
+    ratios = {}
+    for row in rows.of(found, part="confirm", reached=True):
+        way = Reach(row["taken"], row["steps"])
+        product = seconds_to(found, row["contender"], row["network"], way)
+        if product is not None:
+            by_clock = [row["seconds"], product, row["seconds"] / product]
+            ratios[f"{row['network']} {row['contender']}"] = [round(x, 3) for x in by_clock]
+    return ratios
 
 
 def best_of(
