@@ -353,7 +353,8 @@ def coded_gradients(
     bits + 1/8 a parameter each way. What a code misses is said later, so nothing is lost.
 
     Unlike under `global_gradients` a worker can abstain, as in `communicate`: the others average without
-    it. One worker alone sends nothing and codes nothing.
+    it. With nobody there the transform sees zeros: its momentum goes on, weights decay. One worker alone
+    sends nothing and codes nothing.
 
     Args:
       tx: such as ``optax.adamw(1e-3)``; its state is the same on every worker.
