@@ -124,7 +124,7 @@ def test_a_rank_that_is_given_is_the_best_of_that_rank(goal):
     chosen = goal.summary.best_choice(found, "PowerSGD, rank 4")
     assert chosen.option == 4 and chosen in contenders.CONTENDERS["PowerSGD, AdamW"].choices
     whole = goal.summary.best_choice(found, "PowerSGD, AdamW")
-    assert goal.summary.best_choice(found, "PowerSGD, in 4 bits") == whole
+    assert goal.summary.best_choice(found, "PowerSGD, in 6 bits") == whole
 
 
 @pytest.mark.parametrize(("name", "option"), [("0/1 Adam", 0), (WARMED, 58)])

@@ -213,8 +213,7 @@ CONTENDERS: dict[str, Contender] = {
         Contender("AdamW, in codes", OURS, BITS, coded),
         Contender("PowerSGD, AdamW", "1905.13727", RANKS, power(None)),
         Contender("PowerSGD, rank 4", "1905.13727", (), power(None), like="PowerSGD, AdamW", only=4),
-        Contender("PowerSGD, in 4 bits", OURS, (), power(4), like="PowerSGD, AdamW"),
-        Contender("PowerSGD, in 8 bits", OURS, (), power(8), like="PowerSGD, AdamW"),
+        Contender("PowerSGD, in 6 bits", OURS, (), power(6), like="PowerSGD, AdamW"),
         Contender(
             "1-bit Adam", "2102.02888", WARMED, one_bit_adam(None), adam_stages, of_one_bit(None)
         ),
@@ -230,8 +229,8 @@ CONTENDERS: dict[str, Contender] = {
 }  # fmt: skip
 # Of this library alone, and the papers that it is about.
 VOTES = (
-    "1-bit vote", "owner, 3 bits", "owner, 1 bit rotated", "AdamW, in codes", "PowerSGD, in 4 bits",
-    "PowerSGD, in 8 bits", "1-bit Adam, warm-up in 8 bits",
+    "1-bit vote", "owner, 3 bits", "owner, 1 bit rotated", "AdamW, in codes", "PowerSGD, in 6 bits",
+    "1-bit Adam, warm-up in 8 bits",
 )  # fmt: skip
 
 

@@ -32,9 +32,10 @@ import numpy as np
 import optax
 from jax import lax
 
-from lioncub_jax import checks, decide, quantize, wires
+from lioncub_jax import checks, decide, quantize, rotation, wires
 from lioncub_jax.baselines.dgc import abstains_of
 from lioncub_jax.baselines.levels import one_level
+from lioncub_jax.bits import ROW
 from lioncub_jax.exchange import Asked, Sending, communicate
 from lioncub_jax.layout import Holder
 from lioncub_jax.mesh import placement
@@ -97,9 +98,10 @@ def powersgd(
     leaves out a worker adds to its next gradient. A step begins with the ``Q`` of the one before, so that
     of a mean that stays the same the approximation becomes the best one of that rank.
 
-    With ``bits`` both factors travel in codes, up and down, with a scale for each 128 elements of a column:
+    With ``bits`` both factors travel in codes, up and down, in rows of 128 elements that are turned by a
+    rotation, so that none stands out, with a scale for each:
     ``rank (m + n) (bits + 1/8)`` bits a matrix each way. What codes miss is in the errors of the workers
-    with all else that was not said, so a rank of 16 in 4 bits costs less than one of 4 in float32.
+    with all else that was not said, so a rank of 16 in 6 bits costs less than one of 4 in float32.
     Leaves that are not compressed travel in codes too, and have errors then.
 
     A worker with a gradient that is not finite anywhere, or asked to by ``abstain``, abstains from the
@@ -219,7 +221,8 @@ def _sent(plan: _Plan, asked: Asked) -> tuple[Sent, ...]:
 
 def _sent_of(plan: _Plan, asked: Asked, arrays: list[tuple[Any, frozenset]]) -> tuple[Sent, ...]:
     if plan.codes is not None:
-        leaves = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape, _ in arrays]
+        rows = [-(-math.prod(shape) // ROW) for shape, _ in arrays]
+        leaves = [jax.ShapeDtypeStruct((n, ROW), jnp.float32) for n in rows]
         return plan.codes.sends(asked._replace(leaves=leaves, axes=[axes for _, axes in arrays]))
     sizes: dict[frozenset, int] = {}
     for shape, axes in arrays:
@@ -382,16 +385,31 @@ def _mean(
 ) -> tuple[list[jax.Array], jax.Array]:
     """Of those who take part, and how many they are, if that is not known yet."""
     if plan.codes is not None:
-        # Columns of a factor are its rows here: they differ in size, and a scale is that of 128 in a row.
-        tree = {"factors": arrays}
+        tree = {"factors": [_turned(x) for x in arrays]}
         mean, state = plan.codes.update(tree, plan.codes.init(tree), abstain=~takes_part)
-        return mean["factors"], wires.workers_on(plan.axis) - state.abstained
+        back = [_turned_back(x, a.shape) for x, a in zip(mean["factors"], arrays, strict=True)]
+        return back, wires.workers_on(plan.axis) - state.abstained
     mine = [jnp.where(takes_part, x, 0) for x in arrays]
     if present is None:
         *mine, present = _summed([*mine, takes_part.astype(jnp.float32)], plan.axis)
     else:
         mine = _summed(mine, plan.axis)
     return [x / jnp.maximum(present, 1) for x in mine], present
+
+
+def _turned(x: jax.Array) -> jax.Array:
+    """As rows of 128, turned: what stands out, as frequent words do, would be cut off by a code.
+
+    Columns of a factor are its rows here, as they differ in size. A 128th, for sums that stay finite.
+    """
+    flat = x.reshape(-1)
+    rows = jnp.pad(flat, (0, -flat.size % ROW)).reshape(-1, ROW)
+    return rotation.turned(rows * (1 / ROW), jnp.int32(0))
+
+
+def _turned_back(rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    flat = (rotation.turned_back(rows, jnp.int32(0)) * ROW).reshape(-1)
+    return flat[: math.prod(shape)].reshape(shape)
 
 
 def _scaled(x: jax.Array) -> tuple[jax.Array, jax.Array]:

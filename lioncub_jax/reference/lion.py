@@ -261,14 +261,16 @@ def dense(dtype: Any = jnp.float32) -> Codes:
     return Codes(lambda workers: 0, encode)
 
 
+def rotation(t: Any) -> jax.Array:
+    """``R`` of a step, ``float32[128, 128]``."""
+    lane = np.arange(ROW, dtype=np.uint32)
+    hadamard = 1 - 2 * (np.bitwise_count(lane[:, None] & lane[None, :]) % 2).astype(np.float32)
+    drawn = _mix(jnp.asarray(lane) ^ _mix(_step_number(t) + jnp.uint32(TURN))) & 1
+    return (1 - 2 * drawn.astype(jnp.float32))[:, None] * hadamard
+
+
 def rotated(codes: Codes) -> Codes:
     """Codes of turned rows."""
-
-    def rotation(t: Any) -> jax.Array:
-        lane = np.arange(ROW, dtype=np.uint32)
-        hadamard = 1 - 2 * (np.bitwise_count(lane[:, None] & lane[None, :]) % 2).astype(np.float32)
-        drawn = _mix(jnp.asarray(lane) ^ _mix(_step_number(t) + jnp.uint32(TURN))) & 1
-        return (1 - 2 * drawn.astype(jnp.float32))[:, None] * hadamard
 
     def times(x: jax.Array, matrix: jax.Array) -> jax.Array:
         return jnp.matmul(x, matrix, precision=lax.Precision.HIGHEST)

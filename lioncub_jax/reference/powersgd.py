@@ -16,8 +16,10 @@ The oracle of the tests of `powersgd`, and a simulator of many workers on one de
   compressed abstains, and so does one that is asked to: it counts for nothing in the means, and its
   error stays. With nobody there the mean is zeros. Where a ``Q`` is not less than ``2**127 / r``
   everywhere, ``M'`` is zeros and the ``Q`` before stays.
-* **In codes** both means are those of mid-rise codes of so many bits, up and down, with a step for each
-  128 elements of a column; leaves that are not compressed are coded too, and keep an error.
+* **In codes** both means are those of mid-rise codes of so many bits, up and down, of ``y = x R / 128``:
+  rows ``x`` of 128 elements of the factor's columns, one after the other and padded with zeros, turned by
+  the rotation ``R`` of step 0 and turned back; leaves that are not compressed are coded too, and keep an
+  error.
 * **One worker** sends nothing: ``M' = M_0``.
 
 Source: Vogels et al. (arXiv 1905.13727). Codes, the rules for columns of zeros, for abstention and for
@@ -32,7 +34,7 @@ import jax.numpy as jnp
 import optax
 
 from lioncub_jax.reference import lion
-from lioncub_jax.reference.lion import Simulator
+from lioncub_jax.reference.lion import ROW, Simulator
 from lioncub_jax.reference.sync import answer
 
 
@@ -129,11 +131,21 @@ def averages(arrays: list[jax.Array], here: jax.Array, bits: int | None) -> list
     if bits is None:
         return [average(x, here) for x in arrays]
     codes = lion.midrise(bits)
-    buffer = lion.buffer_of([x.shape[1:] for x in arrays], len(here))
-    message = codes.encode(buffer.join(arrays), buffer, jnp.int32(0))
+    turn = lion.rotation(jnp.int32(0))
+    shapes = [x.shape[1:] for x in arrays]
+    rows = [(-(-math.prod(shape) // ROW), ROW) for shape in shapes]
+    cut = []
+    for x, shape, (n, _) in zip(arrays, shapes, rows, strict=True):
+        flat = x.reshape(len(here), math.prod(shape))
+        flat = jnp.pad(flat, ((0, 0), (0, n * ROW - flat.shape[1])))
+        cut.append(product("wnk,kl->wnl", flat.reshape(len(here), n, ROW), turn))
+    buffer = lion.buffer_of(rows, len(here))
+    message = codes.encode(buffer.join([x / ROW for x in cut]), buffer, jnp.int32(0))
     mean = lion.bounded_mean(message, here[:, None, None], codes.top(len(here)), jnp.inf)
     said, _ = answer(mean, jnp.zeros(buffer.real.shape), buffer, bits)
-    return buffer.split(jnp.where(here.any(), said, 0), [x.dtype for x in arrays])
+    back = buffer.split(jnp.where(here.any(), said, 0), [x.dtype for x in arrays])
+    whole = [product("nk,lk->nl", x, turn).reshape(-1) for x in back]
+    return [x[: math.prod(s)].reshape(s) for x, s in zip(whole, shapes, strict=True)]
 
 
 def matrix(shape: tuple[int, ...]) -> tuple[int, int]:
