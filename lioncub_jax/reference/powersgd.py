@@ -133,7 +133,7 @@ def averages(arrays: list[jax.Array], here: jax.Array, bits: int | None) -> list
     codes = lion.midrise(bits)
     turn = lion.rotation(jnp.int32(0))
     shapes = [x.shape[1:] for x in arrays]
-    rows = [(-(-math.prod(shape) // ROW), ROW) for shape in shapes]
+    rows: list[tuple[int, ...]] = [(-(-math.prod(shape) // ROW), ROW) for shape in shapes]
     cut = []
     for x, shape, (n, _) in zip(arrays, shapes, rows, strict=True):
         flat = x.reshape(len(here), math.prod(shape))
