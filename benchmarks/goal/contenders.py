@@ -215,6 +215,9 @@ CONTENDERS: dict[str, Contender] = {
         Contender("PowerSGD, rank 4", "1905.13727", (), power(None), like="PowerSGD, AdamW", only=4),
         Contender("PowerSGD, in 6 bits", OURS, (), power(6), like="PowerSGD, AdamW"),
         Contender(
+            "PowerSGD, rank 4 in 6 bits", OURS, (), power(6), like="PowerSGD, AdamW", only=4
+        ),
+        Contender(
             "1-bit Adam", "2102.02888", WARMED, one_bit_adam(None), adam_stages, of_one_bit(None)
         ),
         Contender(
@@ -230,7 +233,7 @@ CONTENDERS: dict[str, Contender] = {
 # Of this library alone, and the papers that it is about.
 VOTES = (
     "1-bit vote", "owner, 3 bits", "owner, 1 bit rotated", "AdamW, in codes", "PowerSGD, in 6 bits",
-    "1-bit Adam, warm-up in 8 bits",
+    "PowerSGD, rank 4 in 6 bits", "1-bit Adam, warm-up in 8 bits",
 )  # fmt: skip
 
 
