@@ -219,7 +219,14 @@ def show(sums: Summed, console: Console) -> None:
         for name in sorted(names, key=lambda n: sums.seconds.get((network, n, last), math.inf)):
             took = [sums.seconds.get((network, name, share)) for share in SHARES]
             way = sums.reaches[name, last]
-            texts = ["never" if x is None else f"{x:.1f}" for x in took]
+            texts = [
+                f"{x:.1f}"
+                if x is not None
+                else "not timed"
+                if sums.reaches[name, share]
+                else "never"
+                for x, share in zip(took, SHARES, strict=True)
+            ]
             table.add_row(name, *texts, "never" if way is None else f"{way.steps:.0f}")
         console.print(table)
 
