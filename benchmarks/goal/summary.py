@@ -218,17 +218,17 @@ def show(sums: Summed, console: Console) -> None:
         names = dict.fromkeys(name for name, _ in sums.reaches)
         for name in sorted(names, key=lambda n: sums.seconds.get((network, n, last), math.inf)):
             took = [sums.seconds.get((network, name, share)) for share in SHARES]
-            way = sums.reaches[name, last]
-            texts = [
-                f"{x:.1f}"
-                if x is not None
-                else "not timed"
-                if sums.reaches[name, share]
-                else "never"
-                for x, share in zip(took, SHARES, strict=True)
-            ]
-            table.add_row(name, *texts, "never" if way is None else f"{way.steps:.0f}")
+            ways = [sums.reaches[name, share] for share in SHARES]
+            texts = [seconds_said(x, way) for x, way in zip(took, ways, strict=True)]
+            table.add_row(name, *texts, "never" if ways[-1] is None else f"{ways[-1].steps:.0f}")
         console.print(table)
+
+
+def seconds_said(took: float | None, way: Reach | None) -> str:
+    """For the table: without a time, whether the goal is out of reach or steps were not timed."""
+    if took is None:
+        return "never" if way is None else "not timed"
+    return f"{took:.1f}"
 
 
 def draw(found: Rows, folder: Path) -> None:
