@@ -145,8 +145,10 @@ def test_every_contender_is_tuned_over_as_many_choices(goal):
     contenders = goal.contenders.CONTENDERS
     assert {len(one.choices) for one in contenders.values() if not one.like} == {4}
     assert all(one.like in contenders for one in contenders.values() if one.like)
-    alone = [c.option for one in contenders.values() for c in one.choices if "DiLoCo" in one.name]
-    assert all(length % option == 0 for length in goal.summary.LENGTHS for option in alone)
+    makers = [(one.make, c.option) for one in contenders.values() for c in one.choices]
+    alone = {make(lambda t: 1e-3, 384, option).local_steps for make, option in makers}
+    assert {1, 2, 4, 8, 32} <= alone
+    assert all(length % steps == 0 for length in goal.summary.LENGTHS for steps in alone)
 
 
 @pytest.mark.parametrize("name", [VOTE, "DiLoCo, float32", "PowerSGD, AdamW", "AdamW, in codes"])

@@ -102,7 +102,7 @@ def votes(tx: Callable[..., Any], **options: Any) -> Callable[..., Recipe]:
 
 
 def power(bits: int | None) -> Callable[..., Recipe]:
-    """AdamW behind PowerSGD, whose factors are floats or codes."""
+    """AdamW behind PowerSGD of such a rank, whose factors are floats or codes."""
 
     def make(rate: Schedule, steps: int, option: int) -> Recipe:
         return Recipe(baselines.powersgd(adamw(rate), option, bits, axis_name=AXIS))
@@ -153,12 +153,37 @@ def coded(rate: Schedule, steps: int, option: int) -> Recipe:
     return Recipe(lc.coded_gradients(adamw(rate), AXIS, option))
 
 
+def averaged(rate: Schedule, steps: int, option: int) -> Recipe:
+    """The parameters of the workers, averaged after so many steps."""
+    return Recipe(global_mean(), option, adamw(rate))
+
+
+def two_alone(shared: Callable[[int], optax.GradientTransformation]) -> Callable[..., Recipe]:
+    """Two steps alone, and then what the option says of the mean of how far the workers came."""
+
+    def make(rate: Schedule, steps: int, option: int) -> Recipe:
+        return Recipe(shared(option), 2, adamw(rate))
+
+    return make
+
+
+def global_mean(bits: int | None = None) -> optax.GradientTransformation:
+    return baselines.diloco(1.0, 0.0, bits, axis_name=AXIS)
+
+
+def low_rank_mean(rank: int) -> optax.GradientTransformation:
+    return baselines.powersgd(optax.sgd(1.0), rank, 6, axis_name=AXIS)
+
+
 ROTATED = lc.quantize.rotated_sign()
 RANKS = Choice(5e-4, 4), Choice(1e-3, 4), Choice(5e-4, 16), Choice(1e-3, 16)
 # Its paper takes 15 to 25 % of a run for the warm-up.
 WARMED = Choice(5e-4, 58), Choice(1e-3, 58), Choice(2e-3, 58), Choice(1e-3, 29)
 BITS = Choice(5e-4, 4), Choice(1e-3, 4), Choice(5e-4, 3), Choice(5e-4, 2)
-EVERY = Choice(5e-4, 8), Choice(1e-3, 8), Choice(1e-3, 16), Choice(1e-3, 32)
+EVERY = Choice(5e-4, 2), Choice(5e-4, 8), Choice(1e-3, 8), Choice(1e-3, 32)
+ALONE = Choice(5e-4, 2), Choice(1e-3, 2), Choice(2e-3, 2), Choice(1e-3, 4)
+ALONE_BITS = Choice(5e-4, 4), Choice(1e-3, 4), Choice(2e-3, 4), Choice(1e-3, 3)
+ALONE_RANKS = Choice(1e-3, 4), Choice(1e-3, 8), Choice(1e-3, 16), Choice(2e-3, 16)
 
 
 def adam_stages(steps: int, option: int) -> tuple[tuple[int, str], ...]:
@@ -225,6 +250,9 @@ CONTENDERS: dict[str, Contender] = {
             like="1-bit Adam",
         ),
         Contender("0/1 Adam", "2202.06009", ADAM, zero_one_adam, zero_one_stages, of_one_bit(None)),
+        Contender("local AdamW, averaged", "1805.09767", ALONE, averaged),
+        Contender("2 steps alone, in codes", OURS, ALONE_BITS, two_alone(global_mean)),
+        Contender("2 steps alone, PowerSGD in 6 bits", OURS, ALONE_RANKS, two_alone(low_rank_mean)),
         Contender("DiLoCo, float32", "2311.08105", EVERY, alone_first(None)),
         Contender("DiLoCo, 4 bits", "2311.08105", (), alone_first(4), like="DiLoCo, float32"),
         Contender("DiLoCo, 1 bit", "2311.08105", (), alone_first(1), like="DiLoCo, float32"),
@@ -233,7 +261,8 @@ CONTENDERS: dict[str, Contender] = {
 # Of this library alone, and the papers that it is about.
 VOTES = (
     "1-bit vote", "owner, 3 bits", "owner, 1 bit rotated", "AdamW, in codes", "PowerSGD, in 6 bits",
-    "PowerSGD, rank 4 in 6 bits", "1-bit Adam, warm-up in 8 bits",
+    "PowerSGD, rank 4 in 6 bits", "1-bit Adam, warm-up in 8 bits", "2 steps alone, in codes",
+    "2 steps alone, PowerSGD in 6 bits",
 )  # fmt: skip
 
 
