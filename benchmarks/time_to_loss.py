@@ -13,6 +13,9 @@ of 1-bit Adam its warm-up), by the loss at the end of a run with a seed that not
 * "times": milliseconds of a step, in the network lab at each rate, all contenders in turns.
 * "confirm": the best of ours and the best of the peers run to the goal in the lab, by the clock.
 
+``--torch`` adds DistributedDataParallel with AdamW, its bfloat16 hook and PowerSGD (pip install -r
+requirements/peers.txt), from the same parameters, with the choice of the same method in JAX.
+
 Time to the loss is steps times milliseconds. Rows that are in the file are not run again.
 """
 
@@ -56,6 +59,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--part", nargs="+", choices=PARTS, help="some only, in this order")
     parser.add_argument("--contender", action="append", help="some only")
+    parser.add_argument("--torch", action="store_true", help="those of PyTorch, too")
     parser.add_argument("--rates", nargs="+", default=list(lab.RATES), choices=lab.RATES)
     parser.add_argument(
         "--goal", type=float, metavar="BITS", help="bits per byte to be reached, one more goal"
@@ -65,7 +69,10 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--figures", type=Path, help="a folder for time_to_loss.png")
     args = parser.parse_args(argv)
     try:
-        args.contender = args.contender or list(CONTENDERS)
+        frameworks = ["jax", "torch"] if args.torch else ["jax"]
+        args.contender = args.contender or [
+            name for name, one in CONTENDERS.items() if one.framework in frameworks
+        ]
         for name in args.contender:
             contender_named(name)
         found = rows.read(args.save)
@@ -104,7 +111,9 @@ def train_all(wanted: list[Run], save: Path) -> None:
     mesh = curves.mesh_of(jax.devices()[:WORKERS])
     for n, run in enumerate(wanted):
         if run not in done:
-            row = curves.train(mesh, CONTENDERS[run.contender], run)
+            contender = CONTENDERS[run.contender]
+            by_jax = contender.framework == "jax"
+            row = curves.train(mesh, contender, run) if by_jax else lab.trained(run)
             rows.append(save, row | report.provenance())
             said = f"{row['loss'][-1]:.4f} bits per byte, {row['seconds']:.0f} s"
             print(

@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 import lioncub_jax as lc
 
@@ -162,6 +163,18 @@ def test_a_contender_trains_by_the_real_step(goal, name, monkeypatch):
     row = goal.curves.train(mesh, made, run)
     assert row["taken"][-1] == 32 and len(row["taken"]) == len(row["loss"]) <= 16
     assert row["loss"][-1] < row["loss"][0] < 8.5
+
+
+def test_pytorch_begins_with_the_same_parameters(goal):
+    """Every one, once; a matrix turned, with the heads of queries, keys and values in their order."""
+    model = goal.curves.model_of(0)
+    arrays = goal.lab.as_in_torch(model, goal.lab.MODEL["layers"])
+    sizes = [x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param))]
+    assert sorted(x.size for x in arrays.values()) == sorted(sizes)
+    kernel = model.blocks[1].attention.qkv.kernel[...]
+    assert arrays["blocks.1.qkv.weight"][384 + 64 * 2 + 5, 7] == kernel[7, 1, 2, 5]
+    with pytest.raises(TypeError, match=r"goal/ddp_worker\.py runs it"):
+        goal.contenders.CONTENDERS["PyTorch DDP, float32"].timed("", 0)
 
 
 # --- Bad input

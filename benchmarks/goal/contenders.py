@@ -61,6 +61,7 @@ class Contender(NamedTuple):
       made_in: ``(stage, option) -> Recipe`` whose every step is of that kind, to be timed.
       like: the contender whose choice it takes, in place of being tuned.
       only: of the choices of ``like``, those with this option; 0 for all.
+      framework: "jax", or "torch" for what `ddp_worker.py` does by that name.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Contender(NamedTuple):
     made_in: Callable[[str, int], Recipe] | None = None
     like: str = ""
     only: int = 0
+    framework: str = "jax"
 
     def timed(self, stage: str, option: int) -> Recipe:
         """Every step of which is of that stage."""
@@ -140,6 +142,10 @@ def zero_one_adam(rate: Schedule, steps: int, option: int) -> Recipe:
     return Recipe(
         baselines.zero_one_adam(rate, *ADAM_BETAS, weight_decay=DECAY, kappa=KAPPA, axis_name=AXIS)
     )
+
+
+def in_torch(rate: Schedule, steps: int, option: int) -> Recipe:
+    raise TypeError("a contender of PyTorch's is no recipe: goal/ddp_worker.py runs it")
 
 
 def alone_first(bits: int | None) -> Callable[..., Recipe]:
@@ -254,6 +260,22 @@ CONTENDERS: dict[str, Contender] = {
         Contender("2 steps alone, in codes", OURS, ALONE_BITS, two_alone(global_mean)),
         Contender("2 steps alone, PowerSGD in 6 bits", OURS, ALONE_RANKS, two_alone(low_rank_mean)),
         Contender("DiLoCo, float32", "2311.08105", EVERY, alone_first(None)),
+        Contender(
+            "PyTorch DDP, float32", "1711.05101", (), in_torch, like="AdamW, float32",
+            framework="torch",
+        ),
+        Contender(
+            "PyTorch DDP, bfloat16", "1711.05101", (), in_torch, like="AdamW, float32",
+            framework="torch",
+        ),
+        Contender(
+            "PyTorch DDP, PowerSGD", "1905.13727", (), in_torch, like="PowerSGD, AdamW",
+            framework="torch",
+        ),
+        Contender(
+            "PyTorch DDP, PowerSGD rank 4", "1905.13727", (), in_torch, like="PowerSGD, AdamW",
+            only=4, framework="torch",
+        ),
         Contender("DiLoCo, 4 bits", "2311.08105", (), alone_first(4), like="DiLoCo, float32"),
         Contender("DiLoCo, 1 bit", "2311.08105", (), alone_first(1), like="DiLoCo, float32"),
     )

@@ -60,6 +60,11 @@ def schedule(rate: float, steps: int) -> Callable[[Any], Any]:
     return at
 
 
+def model_of(seed: int) -> GPT:
+    """As every run begins."""
+    return GPT(**MODEL, rngs=nnx.Rngs(seed))
+
+
 def mesh_of(devices: Sequence[Any]) -> Mesh:
     """A worker for each device."""
     return Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
@@ -73,7 +78,7 @@ class Trainer:
     """
 
     def __init__(self, mesh: Mesh, recipe: Recipe, seed: int):
-        model = GPT(**MODEL, rngs=nnx.Rngs(seed))
+        model = model_of(seed)
         loss, params, model_state = lc.from_nnx(model, next_byte_loss)
         alone = {} if recipe.local is None else {"local": recipe.local}
         workers = lc.Workers(mesh, AXIS)

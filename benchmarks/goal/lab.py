@@ -1,4 +1,4 @@
-"""Milliseconds of a step in the network lab, and runs to the goal there."""
+"""Milliseconds of a step in the network lab, and runs to the goal there; all runs of PyTorch's."""
 
 import json
 import statistics
@@ -7,15 +7,19 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+from race.model import MODEL
 from race.session import hold
 
-from goal.contenders import Choice
+from goal import curves
+from goal.contenders import ADAM_BETAS, CONTENDERS, DECAY, Choice
 from lioncub_jax import lab, units
 
 UNSHAPED = "unshaped"
 RATES = (UNSHAPED, "1gbit", "300mbit", "100mbit")
 TURNS, SECONDS = 5, 1.0  # of each contender; of one of its turns, about
 HERE = Path(__file__).parent
+PROGRAMS = {"jax": HERE / "worker.py", "torch": HERE / "ddp_worker.py"}
 
 
 class Entry(NamedTuple):
@@ -54,9 +58,19 @@ class Goal(NamedTuple):
 
 
 def timed(entries: list[Entry], rate: str, workers: int) -> Iterator[dict[str, Any]]:
-    """A row for each, all in turns in one session."""
+    """A row for each, in turns: a session for each framework."""
+    for framework in PROGRAMS:
+        some = [entry for entry in entries if CONTENDERS[entry.contender].framework == framework]
+        if some:
+            yield from timed_together(some, framework, rate, workers)
+
+
+def timed_together(
+    entries: list[Entry], framework: str, rate: str, workers: int
+) -> Iterator[dict[str, Any]]:
+    """All in one session."""
     job = {"entries": entries, "turns": TURNS, "seconds": SECONDS}
-    found = held("time", job, rate, workers)
+    found = held("time", job, rate, workers, framework)
     for entry in entries:
         blocks = [b for one in found for b in one["blocks"] if b["method"] == entry.key]
         turns = sorted({block["turn"] for block in blocks})
@@ -68,7 +82,7 @@ def timed(entries: list[Entry], rate: str, workers: int) -> Iterator[dict[str, A
         yield {
             "part": "time", **entry._asdict(), "network": rate, "workers": workers,
             "seconds": statistics.median(seconds), "fastest": min(seconds), "slowest": max(seconds),
-            "interface_bytes": sent / alone, "predicted_bytes": predicted / alone,
+            "interface_bytes": sent / alone, "predicted_bytes": predicted and predicted / alone,
         }  # fmt: skip
 
 
@@ -76,23 +90,88 @@ def confirmed(
     contender: str, choice: Choice, goal: Goal, rate: str, workers: int
 ) -> dict[str, Any]:
     """A row of a run to the goal: its steps, and its seconds by the clock but for looking at the loss."""
-    job = {"contender": contender, "choice": choice, "goal": goal}
-    found = held("confirm", job, rate, workers)
-    slowest = max(found, key=lambda one: one["seconds"])
     about = {"contender": contender, **choice._asdict(), "network": rate, "workers": workers}
-    return {"part": "confirm", **about, **goal._asdict(), **slowest}
+    found = run_to(goal, contender, choice, rate, workers)
+    return {"part": "confirm", **about, **goal._asdict(), **found}
 
 
-def held(kind: str, job: Mapping[str, Any], rate: str, workers: int) -> list[dict[str, Any]]:
+def trained(run: curves.Run) -> dict[str, Any]:
+    """As `curves.train`, by real processes; for contenders of another framework."""
+    goal = Goal(1.0, -1.0, run.steps, run.seed)  # no loss is there: to the end
+    choice = Choice(run.rate, run.option)
+    found = run_to(goal, run.contender, choice, UNSHAPED, run.workers)
+    taken, losses = zip(*found["curve"], strict=True)
+    losses = [float(f"{loss:.5g}") for loss in losses]
+    return {
+        **run._asdict(), "taken": list(taken), "loss": losses, "seconds": round(found["seconds"], 1),
+    }  # fmt: skip
+
+
+def run_to(goal: Goal, contender: str, choice: Choice, rate: str, workers: int) -> dict[str, Any]:
+    """What the slowest worker wrote."""
+    job: dict[str, Any] = {"contender": contender, "choice": choice, "goal": goal}
+    framework = CONTENDERS[contender].framework
+    if framework == "torch":
+        at = curves.schedule(choice.rate, goal.steps)
+        job |= {
+            "ends": curves.ends_of(goal.steps, 1),
+            "rates": [float(at(t)) for t in range(goal.steps)],
+        }
+    found = held("confirm", job, rate, workers, framework)
+    return max(found, key=lambda one: one["seconds"])
+
+
+def held(
+    kind: str, job: Mapping[str, Any], rate: str, workers: int, framework: str
+) -> list[dict[str, Any]]:
     """What each worker of a session wrote."""
     bits = None if rate == UNSHAPED else units.rate(rate)
     with tempfile.TemporaryDirectory() as folder:
+        job = dict(job)
+        if framework == "torch":
+            seed = job["goal"].seed if "goal" in job else 0
+            job |= of_torch(Path(folder), seed)
         path = Path(folder) / "job.json"
         path.write_text(json.dumps(job))
         environment = {
             "JAX_COMPILATION_CACHE_DIR": str(Path(tempfile.gettempdir()) / "lioncub-goal")
         }
-        program = HERE / "worker.py"
         options = ["--kind", kind, "--job", str(path)]
-        hold(program, lab.Network(workers, bits), folder, *options, environment=environment)
+        network = lab.Network(workers, bits)
+        hold(PROGRAMS[framework], network, folder, *options, environment=environment)
         return [json.loads((Path(folder) / f"worker{i}.json").read_text()) for i in range(workers)]
+
+
+def of_torch(folder: Path, seed: int) -> dict[str, Any]:
+    """What `ddp_worker.py` cannot import without JAX: the parameters to begin with, and constants."""
+    path = folder / "parameters.npz"
+    np.savez(path, allow_pickle=False, **as_in_torch(curves.model_of(seed), MODEL["layers"]))
+    return {
+        "parameters": str(path), "seed": seed, "betas": ADAM_BETAS, "decay": DECAY,
+        "windows": curves.WINDOWS,
+    }  # fmt: skip
+
+
+def as_in_torch(model: Any, layers: int) -> dict[str, np.ndarray]:
+    """The parameters of `examples/gpt/model.py` by the names of `race/torch_worker.py`: matrices turned."""
+
+    def turned(kernel: Any) -> np.ndarray:
+        return np.asarray(kernel).reshape(kernel.shape[0], -1).T.copy()
+
+    arrays = {
+        "read.weight": np.asarray(model.read.embedding[...]),
+        "positions.weight": np.asarray(model.positions.embedding[...]),
+        "norm.weight": np.asarray(model.norm.scale[...]),
+        "write.weight": turned(model.write.kernel[...]),
+    }
+    for i in range(layers):
+        block = model.blocks[i]
+        arrays |= {
+            f"blocks.{i}.norm1.weight": np.asarray(block.norm1.scale[...]),
+            f"blocks.{i}.norm2.weight": np.asarray(block.norm2.scale[...]),
+            f"blocks.{i}.qkv.weight": turned(block.attention.qkv.kernel[...]),
+            f"blocks.{i}.out.weight": turned(block.attention.out.kernel[...]),
+            f"blocks.{i}.up.weight": turned(block.mlp.up.kernel[...]),
+            f"blocks.{i}.down.weight": turned(block.mlp.down.kernel[...]),
+        }
+    return arrays

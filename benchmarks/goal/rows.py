@@ -34,7 +34,7 @@ def check(found: list[dict[str, Any]], path: Path) -> None:
                 f"{path}, line {number}: no row of this benchmark; give the file that it wrote, or a new "
                 "one, to --save"
             )
-        if row.get("framework", "jax") == "jax" and row["contender"] not in CONTENDERS:
+        if row["contender"] not in CONTENDERS:
             raise ValueError(
                 f"{path}, line {number}: {row['contender']!r} does not run any more; delete the line"
             )

@@ -30,7 +30,7 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm1, self.norm2 = (nn.LayerNorm(WIDTH, bias=False) for _ in range(2))
+        self.norm1, self.norm2 = (nn.LayerNorm(WIDTH, 1e-6, bias=False) for _ in range(2))
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
         self.out = nn.Linear(WIDTH, WIDTH, bias=False)
         self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
@@ -52,7 +52,7 @@ class GPT(nn.Module):
         self.read = nn.Embedding(VOCABULARY, WIDTH)
         self.positions = nn.Embedding(CONTEXT, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.norm = nn.LayerNorm(WIDTH, bias=False)
+        self.norm = nn.LayerNorm(WIDTH, 1e-6, bias=False)
         self.write = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

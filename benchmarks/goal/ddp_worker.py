@@ -1,0 +1,139 @@
+"""One PyTorch worker of `benchmarks/time_to_loss.py --torch`: AdamW under DistributedDataParallel.
+
+The same model, from the same parameters, with the same text and schedule; it takes turns, or runs to the
+goal, as `worker.py` does.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "race"))
+
+import numpy as np
+import timing
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from gpt import corpus
+from model import BATCH, CONTEXT, VOCABULARY
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+from torch_worker import GPT, ddp, largest, power_sgd
+
+
+def bfloat16(model: nn.Module) -> nn.Module:
+    wrapped = DistributedDataParallel(model)
+    wrapped.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    return wrapped
+
+
+WRAPPERS: dict[str, Callable[[int], Callable[[nn.Module], nn.Module]]] = {
+    "PyTorch DDP, float32": lambda option: ddp,
+    "PyTorch DDP, bfloat16": lambda option: bfloat16,
+    "PyTorch DDP, PowerSGD": power_sgd,
+    "PyTorch DDP, PowerSGD rank 4": power_sgd,
+}
+
+
+class Trainer:
+    """A model under DDP, and its AdamW.
+
+    Attributes:
+      taken: steps so far.
+    """
+
+    def __init__(self, name: str, option: int, job: dict[str, Any], rate: Callable[[int], float]):
+        model = GPT()
+        with np.load(job["parameters"]) as arrays:
+            model.load_state_dict({key: torch.from_numpy(arrays[key]) for key in arrays})
+        self._model, self._inner = WRAPPERS[name](option)(model), model
+        betas, decay = tuple(job["betas"]), job["decay"]
+        self._adamw = torch.optim.AdamW(model.parameters(), 1.0, betas, weight_decay=decay)
+        self._rate, self._seed, self.taken = rate, job["seed"], 0
+        text = corpus.standard_library()
+        windows = corpus.spread(text.validation, job["windows"], CONTEXT)
+        self._text, self._windows = text.train, torch.from_numpy(windows.astype("int64"))
+
+    def step(self) -> None:
+        """One step, parameters updated."""
+        draw = corpus.draw(self._text, BATCH, CONTEXT, (self._seed, dist.get_rank(), self.taken))
+        for group in self._adamw.param_groups:
+            group["lr"] = self._rate(self.taken)
+        self._adamw.zero_grad(set_to_none=True)
+        _loss(self._model, torch.from_numpy(draw.astype("int64"))).backward()
+        self._adamw.step()
+        self.taken += 1
+
+    @torch.no_grad()
+    def loss(self) -> float:
+        """Bits per byte of the validation windows, the same on all workers."""
+        return _loss(self._inner, self._windows).item() / math.log(2)
+
+
+def _loss(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
+    logits = model(windows[:, :-1])
+    return F.cross_entropy(logits.reshape(-1, VOCABULARY), windows[:, 1:].reshape(-1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--kind", choices=("time", "confirm"), required=True)
+    parser.add_argument("--job", type=Path, required=True)
+    args = parser.parse_args()
+    dist.init_process_group("gloo")
+    job = json.loads(args.job.read_text())
+    found = take_turns(job) if args.kind == "time" else run_to_goal(job)
+    (args.out / f"worker{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def take_turns(job: dict[str, Any]) -> dict[str, Any]:
+    """As `worker.take_turns`; what a call should send is not predicted."""
+    racing = {}
+    for name, stage, option in job["entries"]:
+        step = Trainer(name, option, job, lambda t: 1e-4).step
+        racing[json.dumps([name, stage, option])] = step
+        for _ in range(4):  # PowerSGD's first steps are plain, and DDP rebuilds its buckets
+            step()
+    blocks = timing.take_turns(racing, largest, turns=job["turns"], seconds=job["seconds"])
+    return {
+        "blocks": [block._asdict() for block in blocks],
+        "about": dict.fromkeys(racing, (1, None)),
+    }
+
+
+def run_to_goal(job: dict[str, Any]) -> dict[str, Any]:
+    """As `worker.run_to_goal`."""
+    rates, option = job["rates"], job["choice"][1]
+    trainer, spent, curve = Trainer(job["contender"], option, job, rates.__getitem__), 0.0, []
+    for end in job["ends"]:
+        began = time.perf_counter()
+        while trainer.taken < end:
+            trainer.step()
+        spent += time.perf_counter() - began
+        curve.append([trainer.taken, trainer.loss()])
+        if curve[-1][1] <= job["goal"][1]:
+            break
+    taken, loss = curve[-1]
+    return {
+        "taken": taken, "seconds": spent, "reached": loss <= job["goal"][1], "ended_at": loss,
+        "curve": curve,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    # Gloo takes the address of the host's name; the lab gives each worker its own.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", timing.INTERFACE)
+    main()
