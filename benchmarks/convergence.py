@@ -10,7 +10,8 @@ Runs that are in the file of rows are not run again, so it may be stopped at any
 what ran and what came out; ``--report`` makes of them the tables and figures of docs/convergence_tables.md.
 ``--sample`` repeats some of the rows after a change of the library, in a file of their own: nothing is
 tuned again, and what differs from the row of before is due to the change. ``--evidence`` makes of the
-rows what `lioncub plan` knows about learning, lioncub_jax/planner/evidence.json.
+rows, and of those of time_to_loss.py, what `lioncub plan` knows about learning,
+lioncub_jax/planner/evidence.json.
 """
 
 import argparse
@@ -22,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import report
+from goal import evidence as goal_evidence
+from goal import rows as goal_rows
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from study import analysis, evidence, plan, signs, store, tables, tasks
@@ -31,6 +34,7 @@ from study.runs import Runner, Spec
 from lioncub_jax import checks
 
 ROWS = Path(__file__).parent / "results" / "convergence.jsonl"
+GOAL_ROWS = ROWS.parent / "time_to_loss.jsonl"
 DOCS = Path(__file__).parents[1] / "docs"
 EVIDENCE = Path(__file__).parents[1] / "lioncub_jax" / "planner" / "evidence.json"
 AT_ONCE = 8  # runs of one program that a process takes before its rows are written
@@ -43,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
         tables.report(rows, DOCS, ROWS.parent)
         return
     if args.evidence:
-        evidence.write(rows, EVIDENCE)
+        evidence.write(rows, EVIDENCE, goal_evidence.told(goal_rows.read(GOAL_ROWS)))
         return
     if args.sample:
         found = sampled(args, rows)

@@ -4,6 +4,8 @@ import json
 
 import convergence
 import pytest
+from goal import evidence as goal_evidence
+from goal import rows as goal_rows
 from study import evidence, store
 
 from lioncub_jax.planner import evidence as packaged
@@ -109,24 +111,48 @@ def test_rows_that_say_nothing_are_refused():
 def test_the_packaged_file_is_what_the_committed_rows_say():
     """If not: python benchmarks/convergence.py --evidence."""
     rows = store.read(convergence.ROWS)
-    assert convergence.EVIDENCE.read_text() == evidence.text_of(evidence.evidence(rows))
+    more = goal_evidence.told(goal_rows.read(convergence.GOAL_ROWS))
+    assert convergence.EVIDENCE.read_text() == evidence.text_of(evidence.evidence(rows, more))
 
 
-def test_every_method_that_the_planner_asks_about_is_one_of_the_study():
+def test_every_method_that_the_planner_asks_about_is_one_of_the_studies():
     from study.methods import METHODS
 
     from lioncub_jax import planner
 
-    asked = {one.learns for one in (*planner.SCHEMES, *planner.PEERS) if one.learns}
-    assert asked <= METHODS.keys()
-    assert planner.learned("lion", 1000).factor == 1.0
-    assert {task.name for task in packaged.tasks()} == set(evidence.LOSS)
+    schemes = (*planner.SCHEMES, *planner.OTHERS, *planner.PEERS)
+    asked = {one.learns for one in schemes if one.learns}
+    on_gpt = {method for method, _ in goal_evidence.METHODS.values()}
+    assert asked <= METHODS.keys() | on_gpt and on_gpt <= asked
+    assert planner.learned("lion", 1000, 10**5).factor == 1.0
+    assert {task.name for task in packaged.tasks()} == {*evidence.LOSS, goal_evidence.TASK}
+
+
+def test_time_to_loss_tells_of_runs_with_the_option_that_the_planner_plans():
+    """Of 4 bits and not 3; factors are of float32 Lion's steps on the same task."""
+
+    def run(name, option, losses, seed):
+        about = {"part": "curve", "contender": name, "option": option, "workers": 4, "steps": 384}
+        return about | {"seed": seed, "taken": [96, 192, 288, 384], "loss": losses}
+
+    rows = [run("Lion, float32", 0, LION[:4], seed) for seed in range(2)]
+    coded = [run("AdamW, in codes", 3, LION[:4], seed) for seed in range(2)]
+    assert [one["method"] for one in goal_evidence.told([*rows, *coded]).factors] == ["lion"]
+    coded = [row | {"option": 4} for row in coded]
+    told = goal_evidence.told([*rows, *coded])
+    assert [(one["method"], one["factor"][1]) for one in told.factors] == [
+        ("adamw-4", 1.0), ("lion", 1.0),
+    ]  # fmt: skip
+    assert told.tasks["gpt"]["steps"] == 384
+    with pytest.raises(ValueError, match=r"rows of \[4, 8\] workers cannot be compared"):
+        goal_evidence.told([*rows, coded[0] | {"workers": 8}])
 
 
 def test_the_program_writes_the_file(tmp_path, monkeypatch, capsys):
     rows = tmp_path / "rows.jsonl"
     store.append(rows, [one | {"batch": 1, "rate": 1.0} for one in seeds("lion", LION)])
     monkeypatch.setattr(convergence, "EVIDENCE", tmp_path / "evidence.json")
+    monkeypatch.setattr(convergence, "GOAL_ROWS", tmp_path / "none.jsonl")
     convergence.main(["--evidence", "--save", str(rows)])
     found = packaged.read((tmp_path / "evidence.json").read_text())
     assert [one["factor"] for one in found["factors"]] == [[1.0, 1.0, 1.0]]

@@ -27,6 +27,7 @@ SIZE = 2**20
 ROWS = SIZE // 128
 NAMES = [scheme.name for scheme in planner.SCHEMES]
 PEERS = [scheme.name for scheme in planner.PEERS]
+OTHERS = [scheme.name for scheme in planner.OTHERS]
 SHAPES = {
     "a": jax.ShapeDtypeStruct((256, 512), jnp.float32),
     "b": jax.ShapeDtypeStruct((65,), jnp.float32),
@@ -251,7 +252,8 @@ def test_thousands_of_workers_are_planned_at_once():
     start = time.perf_counter()
     found = planner_report.plan(7 * 10**9, Cluster(16_384, Link(100e9)), 1.0)
     assert time.perf_counter() - start < 1
-    assert set(found.refused) == {"int8 counts", "integer(8) counts", "PowerSGD, rank 4"}
+    of_matrices = {name for name in [*OTHERS, *PEERS] if "PowerSGD" in name}
+    assert set(found.refused) == {"int8 counts", "integer(8) counts"} | of_matrices
     assert found.speedup("1-bit vote") > 1
 
 
@@ -262,11 +264,11 @@ def test_what_cannot_count_so_many_is_refused_with_its_reason():
     assert set(found.refused) == {"int8 counts", "integer(8) counts"}
     assert "counts to 127" in found.refused["int8 counts"]
     assert "at most 127 workers" in found.refused["integer(8) counts"]
-    assert set(found.estimates) | set(found.refused) == {*NAMES, *PEERS}
+    assert set(found.estimates) | set(found.refused) == {*NAMES, *OTHERS, *PEERS}
     grouped = planner_report.plan(SHAPES, Cluster(8, SLOW.link, 2, Link(1e12)), 0.1)
     assert "one scale for a whole leaf" in grouped.refused["integer(8) counts"]
-    assert "PowerSGD has no two levels" in grouped.refused["PowerSGD, rank 4"]
-    assert "DiLoCo has no two levels" in grouped.refused["DiLoCo 8, 1 bit"]
+    assert "there are no two levels with PowerSGD" in grouped.refused["PowerSGD, rank 4"]
+    assert "there are no two levels with local steps" in grouped.refused["DiLoCo 8, 1 bit"]
     flat = planner_report.plan(SIZE, SLOW, 0.1)
     assert "give a model's shapes (--model FILE.py:NAME)" in flat.refused["PowerSGD, rank 4"]
 
@@ -348,7 +350,7 @@ def test_the_table_shows_every_scheme_and_number_at_any_width(case, goal):
     size, cluster = TABLES[case]
     host = FREE if case == "small numbers" else None
     plan = planner_report.plan(size, cluster, 0.1, host, goal=goal)
-    names = [*NAMES, *PEERS] if goal == "loss" else NAMES
+    names = [*NAMES, *OTHERS, *PEERS] if goal == "loss" else NAMES
     for width in (80, 100, 200):
         console = Console(width=width, record=True, file=io.StringIO())
         console.print(planner_report.table(plan))
@@ -373,7 +375,7 @@ def test_the_table_shows_every_scheme_and_number_at_any_width(case, goal):
 
 def test_the_legend_names_what_is_there_for_every_scheme():
     lines = dict(re.split("  +", line, maxsplit=1) for line in planner.legend().splitlines())
-    everyone = (*planner.SCHEMES, *planner.PEERS)
+    everyone = (*planner.SCHEMES, *planner.OTHERS, *planner.PEERS)
     assert lines == {scheme.name: scheme.code for scheme in everyone}
     assert list(lines)[: len(NAMES)] == NAMES
     assert planner.legend("step").splitlines() == planner.legend().splitlines()[: len(NAMES)]
@@ -520,20 +522,33 @@ OF_PEERS = {
     "float32 AdamW": lambda axis: lc.baselines.adamw(1e-3, axis_name=axis),
     "bfloat16 AdamW": lambda axis: lc.baselines.adamw(1e-3, axis_name=axis, dtype=jnp.bfloat16),
     "PowerSGD, rank 4": lambda axis: lc.baselines.powersgd(optax.adamw(1e-3), 4, axis_name=axis),
+    "PowerSGD, rank 16": lambda axis: lc.baselines.powersgd(optax.adamw(1e-3), 16, axis_name=axis),
     "1-bit Adam": lambda axis: lc.baselines.one_bit_adam(1e-3, warmup=1, axis_name=axis),
     "0/1 Adam": lambda axis: lc.baselines.zero_one_adam(1e-3, axis_name=axis),
+    "2 alone, float32": lambda axis: lc.global_gradients(optax.sgd(1.0), axis),
     "DiLoCo 8, float32": lambda axis: lc.baselines.diloco(axis_name=axis),
     "DiLoCo 8, 4 bits": lambda axis: lc.baselines.diloco(bits=4, axis_name=axis),
     "DiLoCo 8, 1 bit": lambda axis: lc.baselines.diloco(bits=1, axis_name=axis),
 }
+OF_OTHERS = {
+    "AdamW, 4 bits": lambda axis: lc.coded_gradients(optax.adamw(1e-3), axis),
+    "2 alone, 4 bits": lambda axis: lc.coded_gradients(optax.sgd(1.0), axis),
+    "PowerSGD 4, 6 bits": lambda axis: lc.baselines.powersgd(
+        optax.adamw(1e-3), 4, 6, axis_name=axis
+    ),
+    "PowerSGD 16, 6 bits": lambda axis: lc.baselines.powersgd(
+        optax.adamw(1e-3), 16, 6, axis_name=axis
+    ),
+    "2 alone, PowerSGD": lambda axis: lc.baselines.powersgd(optax.sgd(1.0), 16, 6, axis_name=axis),
+}
 
 
-@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("name", [*OTHERS, *PEERS])
 @pytest.mark.parametrize("workers", [2, 7])
-def test_peers_send_what_their_transforms_say(name, workers):
+def test_peers_and_others_send_what_their_transforms_say(name, workers):
     scheme, cluster = scheme_named(name), Cluster(workers, SLOW.link)
     found = step_time(scheme, SHAPES, cluster, 0.1, FREE)
-    each = lc.traffic.of(OF_PEERS[name]("workers"), SHAPES, workers)
+    each = lc.traffic.of((OF_PEERS | OF_OTHERS)[name]("workers"), SHAPES, workers)
     sent, hops = each.sent_bytes, sum(map(hops_of(workers), each.collectives))
     if scheme.in_float32:  # its warm-up
         dense = step_time(planner.FLOAT32, SHAPES, cluster, 0.1)
@@ -570,12 +585,17 @@ def test_what_peers_pack_is_shared_out_among_their_steps():
 def known(monkeypatch, *rows):
     """What is measured: (task, data, workers, method, factor)."""
     about = {"dataset": "some", "parameters": 50_000, "steps": 800}
+    large = about | {"parameters": 10_000_000}
     factors = [
         {"task": task, "data": data, "workers": workers, "method": method,
          "factor": [None, factor, None], "std": [None, 0.01, None], "seeds": 3, "reached": [0, 3, 0]}
         for task, data, workers, method, factor in rows
     ]  # fmt: skip
-    found = {"format": 1, "targets": [0.6, 0.8, 1.0], "tasks": {"images": about, "text": about}}
+    found = {
+        "format": 1,
+        "targets": [0.6, 0.8, 1.0],
+        "tasks": {"images": about, "text": about, "gpt": large},
+    }
     monkeypatch.setattr(evidence, "_packaged", lambda: found | {"factors": factors})
     monkeypatch.setattr(evidence, "_rows", evidence._rows.__wrapped__)
 
@@ -598,17 +618,17 @@ def to_loss(rate, size=10**5, compute=1e-3, **how):
 def test_the_worse_of_two_tasks_counts_and_the_nearest_workers(monkeypatch):
     rows = [*learns("vote", 1.2, 1.1), *learns("vote", 1.3, None, workers=32)]
     known(monkeypatch, *rows)
-    near = planner.learned("vote", 15)
+    near = planner.learned("vote", 15, 10**5)
     assert (near.factor, near.std, near.seeds, near.task) == (1.2, 0.01, 3, "images")
     assert dict(near.workers) == {"images": 8, "text": 8}
-    far = planner.learned("vote", 17)
+    far = planner.learned("vote", 17, 10**5)
     assert (far.factor, far.task, dict(far.workers)) == (None, "text", {"images": 32, "text": 32})
-    assert [planner.learned("vote", n).far_from(n) for n in (3, 4, 16, 17, 64, 65)] == [
+    assert [planner.learned("vote", n, 10**5).far_from(n) for n in (3, 4, 16, 17, 64, 65)] == [
         True, False, False, False, False, True,
     ]  # fmt: skip
-    assert planner.learned("vote", 8, "different") is None
+    assert planner.learned("vote", 8, 10**5, "different") is None
     with pytest.raises(ValueError, match="data='odd': give one of alike, different"):
-        planner.learned("vote", 8, "odd")
+        planner.learned("vote", 8, 10**5, "odd")
 
 
 def test_the_time_to_the_loss_is_that_of_a_step_times_its_steps(monkeypatch):
@@ -663,7 +683,9 @@ def test_where_evidence_ends_is_said_and_what_the_step_alone_says(monkeypatch):
     ends = "There evidence ends: "
     assert ends not in to_loss(1e7, 500_000)[1]
     large = to_loss(1e7, 500_001)[1]
-    assert f"{ends}steps are those of small models, and this one has 500,001 parameters. " in large
+    said = f"{ends}steps are those of smaller models, and this one has 500,001 parameters. "
+    assert said in large
+    assert f"{ends}steps are those of larger models, and this" in to_loss(1e7, 4_999)[1]
     assert large.endswith("By bits and step time alone: lion_cub(...).")
     many = to_loss(1e7, at=Cluster(17, SLOW.link))[1]
     assert f"{ends}these are 17 workers. By bits" in many
@@ -680,7 +702,8 @@ def test_what_was_never_measured_is_not_ranked_and_listed(monkeypatch):
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(planner_report.table(plan))
     text = " ".join(console.export_text().split())
-    assert "not measured with different data, so not ranked: 1-bit vote; 2-bit vote; " in text
+    with_them = "not measured with different data on text, the nearest in size, so not ranked"
+    assert f"{with_them}: 1-bit vote; 2-bit vote; " in text
     found = planner_report.as_json(plan)
     assert (found["goal"], found["data"]) == ("loss", "different")
     by_name = {row["scheme"]: row for row in found["schemes"]}
@@ -688,6 +711,24 @@ def test_what_was_never_measured_is_not_ranked_and_listed(monkeypatch):
     assert by_name["owner, 3 bits"]["steps"] == {
         "factor": 1.0, "std": 0.01, "seeds": 3, "task": "text", "workers": {"text": 8},
     }  # fmt: skip
+
+
+def test_all_methods_are_judged_by_the_tasks_nearest_in_size(monkeypatch):
+    """What was seen on a small model alone is not ranked for a large one beside what was seen on one."""
+    on_gpt = [("gpt", "alike", 4, "lion", 1.0), ("gpt", "alike", 4, "vote", 0.5)]
+    known(monkeypatch, *ROWS_OF_LION, *learns("owner-3", 0.1, 0.1), *learns("vote", 2, 2), *on_gpt)
+    names = lambda size: [task.name for task in planner.tasks_near(size)]  # noqa: E731
+    assert (names(60_000), names(5_000_000)) == (["images", "text"], ["gpt"])
+    large, said = to_loss(1e7, 20_000_000)
+    assert set(large.times()) == {"1-bit vote", "gathered", "int8 counts", "lanes"} | DENSE_LIONS
+    assert (
+        "use lion_cub(...)" in said and "Measured on gpt (some, 10,000,000 parameters, 4 " in said
+    )
+    small, _ = to_loss(1e7, 60_000)
+    assert next(iter(small.times())) == "owner, 3 bits" and small.learned["1-bit vote"].factor == 2
+
+
+DENSE_LIONS = {"float32 Lion", "bfloat16 Lion"}
 
 
 def test_by_the_step_alone_nothing_is_asked_of_evidence(monkeypatch):

@@ -161,20 +161,20 @@ def coded(rate: Schedule, steps: int, option: int) -> Recipe:
 
 def averaged(rate: Schedule, steps: int, option: int) -> Recipe:
     """The parameters of the workers, averaged after so many steps."""
-    return Recipe(global_mean(), option, adamw(rate))
+    return Recipe(lc.global_gradients(optax.sgd(1.0), AXIS), option, adamw(rate))
 
 
-def two_alone(shared: Callable[[int], optax.GradientTransformation]) -> Callable[..., Recipe]:
+def two_alone(mean: Callable[[int], optax.GradientTransformation]) -> Callable[..., Recipe]:
     """Two steps alone, and then what the option says of the mean of how far the workers came."""
 
     def make(rate: Schedule, steps: int, option: int) -> Recipe:
-        return Recipe(shared(option), 2, adamw(rate))
+        return Recipe(mean(option), 2, adamw(rate))
 
     return make
 
 
-def global_mean(bits: int | None = None) -> optax.GradientTransformation:
-    return baselines.diloco(1.0, 0.0, bits, axis_name=AXIS)
+def coded_mean(bits: int) -> optax.GradientTransformation:
+    return lc.coded_gradients(optax.sgd(1.0), AXIS, bits)
 
 
 def low_rank_mean(rank: int) -> optax.GradientTransformation:
@@ -257,7 +257,7 @@ CONTENDERS: dict[str, Contender] = {
         ),
         Contender("0/1 Adam", "2202.06009", ADAM, zero_one_adam, zero_one_stages, of_one_bit(None)),
         Contender("local AdamW, averaged", "1805.09767", ALONE, averaged),
-        Contender("2 steps alone, in codes", OURS, ALONE_BITS, two_alone(global_mean)),
+        Contender("2 steps alone, in codes", OURS, ALONE_BITS, two_alone(coded_mean)),
         Contender("2 steps alone, PowerSGD in 6 bits", OURS, ALONE_RANKS, two_alone(low_rank_mean)),
         Contender("DiLoCo, float32", "2311.08105", EVERY, alone_first(None)),
         Contender(

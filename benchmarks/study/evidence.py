@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lioncub_jax.planner.evidence import FORMAT, TARGETS
 
@@ -34,9 +34,25 @@ BASELINE = "lion"
 DIGITS = 4
 
 
-def evidence(rows: Rows) -> dict[str, Any]:
-    """What the packaged file holds; raises ``ValueError`` for rows without any of float32 Lion."""
-    found = runs(rows)
+class Told(NamedTuple):
+    """What another study says.
+
+    Attributes:
+      tasks: by name, as `about` has them.
+      factors: of methods on them, as the packaged file has them.
+    """
+
+    tasks: dict[str, Any]
+    factors: list[dict[str, Any]]
+
+
+def evidence(rows: Rows, more: Told | None = None) -> dict[str, Any]:
+    """What the packaged file holds, with what else was measured.
+
+    Raises:
+      ValueError: for rows without any of float32 Lion.
+    """
+    found, more = runs(rows), more or Told({}, [])
     if not any(method == BASELINE for *_, method in found):
         raise ValueError(
             f"no rows of {BASELINE!r} in the parts {', '.join(PARTS)}: run them first, for factors are of "
@@ -50,8 +66,8 @@ def evidence(rows: Rows) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "targets": list(TARGETS),
-        "tasks": about(rows, {one["task"] for one in factors}),
-        "factors": factors,
+        "tasks": about(rows, {one["task"] for one in factors}) | more.tasks,
+        "factors": [*factors, *more.factors],
     }
 
 
@@ -153,5 +169,5 @@ def text_of(found: dict[str, Any]) -> str:
     return f'{head.removesuffix("}").rstrip()},\n "factors": [\n{lines}\n ]\n}}\n'
 
 
-def write(rows: Rows, path: Path) -> None:
-    path.write_text(text_of(evidence(rows)))
+def write(rows: Rows, path: Path, more: Told | None = None) -> None:
+    path.write_text(text_of(evidence(rows, more)))

@@ -1,11 +1,12 @@
 """Will voting help me? The step time of every method on a cluster, before anything is trained."""
 
 from lioncub_jax.planner.clusters import CLUSTERS, NamedCluster, cluster_named
-from lioncub_jax.planner.evidence import DATA, Learned, learned
+from lioncub_jax.planner.evidence import DATA, Learned, Task, learned, tasks_near
 from lioncub_jax.planner.model import (
     ADVISED,
     BFLOAT16,
     FLOAT32,
+    OTHERS,
     PEERS,
     SCHEMES,
     SILENT,
@@ -32,6 +33,7 @@ __all__ = [
     "DATA",
     "FLOAT32",
     "GOALS",
+    "OTHERS",
     "PEERS",
     "SCHEMES",
     "SILENT",
@@ -44,6 +46,7 @@ __all__ = [
     "Pays",
     "Plan",
     "Scheme",
+    "Task",
     "advice",
     "as_json",
     "calibrated",
@@ -58,5 +61,6 @@ __all__ = [
     "scheme_named",
     "step_time",
     "table",
+    "tasks_near",
     "tree",
 ]

@@ -1,6 +1,6 @@
 """What is known about learning: how many times float32 Lion's steps a method takes to the same loss.
 
-`evidence.json`, beside this file, is made from the rows of the study by ``python benchmarks/convergence.py
+`evidence.json`, beside this file, is made from committed rows of runs by ``python benchmarks/convergence.py
 --evidence``; docs/planner.md says what its numbers mean. It is read on first use.
 """
 
@@ -22,7 +22,7 @@ class Task(NamedTuple):
     """What was trained.
 
     Attributes:
-      name: "images" or "text".
+      name: "images", "text", or "gpt", which is larger.
       dataset: its name.
       parameters: of the model.
       steps: of a run.
@@ -56,27 +56,30 @@ class Learned(NamedTuple):
         return any(not n / 2 <= workers <= 2 * n for n in self.workers.values())
 
 
-def learned(method: str, workers: int, data: str = DATA[0]) -> Learned | None:
-    """What was measured about a method, with the nearest number of workers.
+def learned(method: str, workers: int, parameters: int, data: str = DATA[0]) -> Learned | None:
+    """What was measured about a method, on the tasks nearest in size, with the nearest number of workers.
 
     Args:
       method: its name in the study, such as "vote" or "owner-3".
       workers: how many; the nearest is so by the ratio, of each task by itself.
+      parameters: of the model, for `tasks_near`.
       data: what workers see, one of ``DATA``.
 
     Returns:
-      A ``Learned``; None for what was never measured with such data.
+      A ``Learned``; None for what was not measured on those tasks with such data.
 
     Raises:
       ValueError: for other data, or a file of another format.
 
     Example:
-      >>> learned("lion", 100).factor
+      >>> learned("lion", 100, 10**6).factor
       1.0
     """
-    check_data(data)
+    near = {task.name for task in tasks_near(parameters, data)}
     nearest: dict[str, dict[str, Any]] = {}
     for one in _rows().get((method, data), ()):
+        if one["task"] not in near:
+            continue
         before = nearest.get(one["task"])
         if before is None or _distance(one, workers) < _distance(before, workers):
             nearest[one["task"]] = one
@@ -103,6 +106,34 @@ def check_data(data: str) -> None:
     """Raises ``ValueError`` for what is not in ``DATA``."""
     if data not in DATA:
         raise ValueError(f"data={data!r}: give one of {', '.join(DATA)}")
+
+
+def tasks_near(parameters: int, data: str = DATA[0]) -> tuple[Task, ...]:
+    """The tasks whose models are nearest in size, of those that were trained with such data.
+
+    So all methods are judged by the same tasks: the nearest, and those at most twice as far, by the
+    ratio of parameters.
+
+    Args:
+      parameters: of the model that is planned.
+      data: what workers see, one of ``DATA``.
+
+    Raises:
+      ValueError: for other data.
+
+    Example:
+      >>> [task.name for task in tasks_near(124_000_000)]
+      ['gpt']
+    """
+    check_data(data)
+    trained = {one["task"] for (_, of), some in _rows().items() if of == data for one in some}
+    away = {
+        task: abs(math.log(parameters / task.parameters))
+        for task in tasks()
+        if task.name in trained
+    }
+    least = min(away.values(), default=0.0)
+    return tuple(task for task, one in away.items() if one <= least + math.log(2))
 
 
 def tasks() -> tuple[Task, ...]:

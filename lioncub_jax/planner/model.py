@@ -204,29 +204,30 @@ def _nothing(parts: Mapping[str, Any], params: Any, at: Cluster, host: Host) -> 
 def _one_level(name: str, at: Cluster) -> None:
     if at.group_size > 1:
         raise ValueError(
-            f"{name} has no two levels: each device is a worker, or they share one by an inner mesh axis"
+            f"there are no two levels with {name}: each device is a worker, or they share one by an inner "
+            "mesh axis"
         )
 
 
 def _thin_factors(
     parts: Mapping[str, Any], params: Any, at: Cluster, host: Host
 ) -> tuple[Sent, ...]:
-    """PowerSGD's two all-reduces."""
+    """PowerSGD's two exchanges, of floats or codes."""
     _one_level("PowerSGD", at)
     if not any(len(leaf.shape) > 1 for leaf in jax.tree.leaves(params)):
         raise ValueError(
             "its bytes depend on the shapes of matrices, and none are known: give a model's shapes "
             "(--model FILE.py:NAME) in place of a number of parameters"
         )
-    tx = powersgd(optax.identity(), parts["rank"], axis_name="workers")
+    tx = powersgd(optax.identity(), parts["rank"], parts.get("bits"), axis_name="workers")
     return accounting.of(tx, params, at.workers).collectives
 
 
 def _differences(
     parts: Mapping[str, Any], params: Any, at: Cluster, host: Host
 ) -> tuple[Sent, ...]:
-    """DiLoCo's: how far the workers came, in float32 or in codes with feedback both ways."""
-    _one_level("DiLoCo", at)
+    """How far the workers came alone, in float32 or in codes with feedback both ways."""
+    _one_level("local steps", at)
     return (_predicted if parts else _averaged(4))(parts, params, at, host)
 
 
@@ -300,21 +301,52 @@ def _codes(p: int, down: Any) -> dict[str, Any]:
     return {"up": up, "owner": decide.feedback_at_owner(jnp.float32, p), "down": down}
 
 
-def _alone_first(how: str, bits: str, learns: str, parts: Mapping[str, Any]) -> Scheme:
-    code = f"make_train_step(..., baselines.diloco({bits}), local_steps={EVERY}, local=optax.adamw(...))"
-    name = f"DiLoCo {EVERY}, {how}"
-    return Scheme(name, code, parts, _differences, bool(parts), learns, EVERY)
+def _power(rank: int, learns: str, bits: int | None = None) -> Scheme:
+    told = "" if bits is None else f", {bits}"
+    name = f"PowerSGD, rank {rank}" if bits is None else f"PowerSGD {rank}, {bits} bits"
+    parts = {"rank": rank, "bits": bits, "error_dtype": jnp.float32}
+    code = f"baselines.powersgd(optax.adamw(...), {rank}{told})"
+    return Scheme(name, code, parts, _thin_factors, learns=learns)
 
+
+def _alone(
+    steps: int, how: str, shared: str, learns: str, parts: Mapping[str, Any], sends: Any = None
+) -> Scheme:
+    """Steps that a worker takes alone, by AdamW, and what is shared then."""
+    code = f"make_train_step(..., {shared}, local_steps={steps}, local=optax.adamw(...))"
+    name = f"{steps} alone, {how}"
+    return Scheme(name, code, parts, sends or _differences, bool(parts), learns, steps)
+
+
+def _diloco(how: str, bits: str, learns: str, parts: Mapping[str, Any]) -> Scheme:
+    found = _alone(EVERY, how, f"baselines.diloco({bits})", learns, parts)
+    return found._replace(name=f"DiLoCo {EVERY}, {how}")
+
+
+# Other optimizers than Lion, in codes of this library.
+OTHERS: tuple[Scheme, ...] = (
+    Scheme(
+        "AdamW, 4 bits", "coded_gradients(optax.adamw(...))", _codes(4, decide.scaled(4)), _predicted,
+        learns="adamw-4",
+    ),
+    _alone(
+        2, "4 bits", "coded_gradients(optax.sgd(1.0))", "alone-2-4", _codes(4, decide.scaled(4))
+    ),
+    _power(4, "powersgd-adamw-6", 6),
+    _power(16, "powersgd-adamw-16-6", 6),
+    _alone(
+        2, "PowerSGD", "baselines.powersgd(optax.sgd(1.0), 16, 6)", "alone-2-powersgd-16-6",
+        {"rank": 16, "bits": 6, "error_dtype": jnp.float32}, _thin_factors,
+    ),
+)  # fmt: skip
 
 # What users take today where the network is slow. 0/1 Adam's steps in float32 are ever more rare: they are
 # left out.
 PEERS: tuple[Scheme, ...] = (
     _dense("float32 AdamW", "baselines.adamw(...)", 4, "adamw"),
     _dense("bfloat16 AdamW", "baselines.adamw(dtype=jnp.bfloat16)", 2, "adamw"),
-    Scheme(
-        "PowerSGD, rank 4", "baselines.powersgd(optax.adamw(...), 4)",
-        {"rank": 4, "error_dtype": jnp.float32}, _thin_factors, learns="powersgd-adamw",
-    ),
+    _power(4, "powersgd-adamw"),
+    _power(16, "powersgd-adamw-16"),
     Scheme(
         "1-bit Adam", "baselines.one_bit_adam(warmup=...)", _codes(1, decide.scaled_signs()),
         _predicted, learns="one-bit-adam", in_float32=WARMUP,
@@ -323,9 +355,10 @@ PEERS: tuple[Scheme, ...] = (
         "0/1 Adam", "baselines.zero_one_adam(...)", _codes(1, decide.scaled_signs()), _predicted,
         learns="zero-one-adam",
     ),
-    _alone_first("float32", "", "diloco", {}),
-    _alone_first("4 bits", "bits=4", "diloco-4", _codes(4, decide.scaled(4))),
-    _alone_first("1 bit", "bits=1", "diloco-1", _codes(1, decide.scaled(1))),
+    _alone(2, "float32", "global_gradients(optax.sgd(1.0))", "alone-2", {}),
+    _diloco("float32", "", "diloco", {}),
+    _diloco("4 bits", "bits=4", "diloco-4", _codes(4, decide.scaled(4))),
+    _diloco("1 bit", "bits=1", "diloco-1", _codes(1, decide.scaled(1))),
 )  # fmt: skip
 
 # What advice by the step alone chooses from, the closest to float32 Lion's loss first.
@@ -342,7 +375,7 @@ def scheme_named(name: str) -> Scheme:
       >>> scheme_named("1-bit vote").code
       'lion_cub(...)'
     """
-    every = {one.name: one for one in (*SCHEMES, *PEERS)}
+    every = {one.name: one for one in (*SCHEMES, *OTHERS, *PEERS)}
     if name not in every:
         raise ValueError(f"scheme {name!r}: give one of {', '.join(every)}")
     return every[name]
@@ -403,7 +436,7 @@ def step_time(
     """Models a step by one scheme.
 
     Args:
-      scheme: one of ``SCHEMES`` or ``PEERS``.
+      scheme: one of ``SCHEMES``, ``OTHERS`` or ``PEERS``.
       params: a tree of arrays or ``jax.ShapeDtypeStruct``, or how many parameters there are.
       cluster: workers and links.
       compute: seconds of a device's own forward and backward pass and update.
@@ -521,7 +554,7 @@ def pays(
     most. Break-even, ``speedup=1``, does not depend on ``compute``.
 
     Args:
-      scheme: one of ``SCHEMES`` or ``PEERS``.
+      scheme: one of ``SCHEMES``, ``OTHERS`` or ``PEERS``.
       params: as `step_time`.
       cluster: as `step_time`; its bandwidth between workers does not matter.
       host: as `step_time`.

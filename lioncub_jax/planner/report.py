@@ -17,6 +17,7 @@ from lioncub_jax.planner.model import (
     ADVISED,
     BFLOAT16,
     FLOAT32,
+    OTHERS,
     PEERS,
     SCHEMES,
     SILENT,
@@ -40,7 +41,7 @@ WORTHWHILE_SPEEDUP = 1.05  # less is not enough to change how a model is trained
 # Of the methods whose steps take at most this many times the fastest, the one whose loss is closest
 # to Lion's is advised.
 CLOSE_ENOUGH = 1.10
-LARGER = 10  # times the parameters of the largest model measured: beyond it is another matter
+LARGER = 10  # times the parameters of a model measured, or of this one: beyond it is another matter
 DENSE = (FLOAT32.name, BFLOAT16.name, "float32 AdamW", "bfloat16 AdamW")  # means of gradients
 DRAWN = (
     "float32 Lion", "bfloat16 Lion", "int8 counts", "gathered", "owner, 3 bits", "1-bit vote",
@@ -107,7 +108,7 @@ def plan(
       compute: seconds of a device's own forward and backward pass and update.
       host: what a worker spends besides.
       goal: "loss", which ranks by the time to the loss where float32 Lion stands after 80 % of its run,
-        ``PEERS`` among them; or "step", by the time of a step.
+        ``OTHERS`` and ``PEERS`` among them; or "step", by the time of a step, of ``SCHEMES``.
       data: of the workers, "alike" or "different", such as other classes or texts; for the goal "loss".
 
     Returns:
@@ -121,8 +122,8 @@ def plan(
       >>> slow = plan(124_000_000, Cluster(8, Link(1e9, 50e-6)), 0.144)
       >>> round(slow.speedup("1-bit vote"), 1)
       19.0
-      >>> slow.learned["1-bit vote"].factor is None  # a run as long as float32 Lion's does not get there
-      True
+      >>> list(slow.learned["float32 AdamW"].workers)  # the task that is nearest in size
+      ['gpt']
     """
     if not compute > 0:
         raise ValueError(f"compute={compute!r}: give seconds, above zero; speedups depend on it")
@@ -138,7 +139,8 @@ def plan(
     if FLOAT32.name in refused:  # not the scheme's fault: the parameters or the cluster are wrong
         raise ValueError(refused[FLOAT32.name])
     ranges = {name: pays(scheme_named(name), params, cluster, host) for name in estimates}
-    learned = _learned(estimates, cluster.workers, data) if goal == "loss" else {}
+    size = parameters_in(params)
+    learned = _learned(estimates, cluster.workers, size, data) if goal == "loss" else {}
     factors = {name: one.factor for name, one in learned.items() if one.factor is not None}
     if goal == "step":
         factors = dict.fromkeys((n for n in (*ADVISED, *DENSE[:2]) if n in estimates), 1.0)
@@ -150,20 +152,19 @@ def plan(
     some = [one for one in worth if one.above < one.below]
     widest = max(some, key=lambda one: (-one.above, one.below), default=Pays(0.0, 0.0))
     return Plan(
-        cluster, compute, estimates, ranges, widest, refused, goal, data, learned,
-        parameters_in(params),
+        cluster, compute, estimates, ranges, widest, refused, goal, data, learned, size,
     )  # fmt: skip
 
 
 def _schemes(goal: str) -> tuple[Scheme, ...]:
-    return (*SCHEMES, *PEERS) if goal == "loss" else SCHEMES
+    return (*SCHEMES, *OTHERS, *PEERS) if goal == "loss" else SCHEMES
 
 
-def _learned(names: Iterable[str], workers: int, data: str) -> dict[str, Learned]:
+def _learned(names: Iterable[str], workers: int, parameters: int, data: str) -> dict[str, Learned]:
     if workers == 1:  # which has no method but its own optimizer
         return {}
     found = {
-        name: evidence.learned(method, workers, data)
+        name: evidence.learned(method, workers, parameters, data)
         for name in names
         if (method := scheme_named(name).learns)
     }
@@ -273,11 +274,12 @@ def _measured_on(plan: Plan, used: str) -> str:
 
 def _ends(plan: Plan, used: str) -> list[str]:
     """Where this is no more what was measured; with what the step alone says."""
-    sizes = [task.parameters for task in evidence.tasks()]
+    sizes = [task.parameters for task in evidence.tasks_near(plan.parameters, plan.data)]
     beyond = []
-    if plan.parameters > LARGER * max(sizes):
+    if not min(sizes) / LARGER <= plan.parameters <= LARGER * max(sizes):
+        than = "smaller" if plan.parameters > max(sizes) else "larger"
         beyond.append(
-            f"steps are those of small models, and this one has {plan.parameters:,} parameters"
+            f"steps are those of {than} models, and this one has {plan.parameters:,} parameters"
         )
     if plan.learned[used].far_from(plan.cluster.workers):
         beyond.append(f"these are {plan.cluster.workers:,} workers")
@@ -382,7 +384,7 @@ def table(plan: Plan) -> "Table":
     if not by_loss:
         out.add_column("beats float32 Lion", overflow="fold", max_width=13)
     for scheme in _schemes(plan.goal):
-        if scheme == PEERS[0]:
+        if scheme in (OTHERS[0], PEERS[0]):
             out.add_section()
         if scheme.name in plan.estimates:
             out.add_row(scheme.name, *_numbers(plan, scheme))
@@ -399,8 +401,11 @@ def _below(plan: Plan) -> list[str]:
     found = [f"{'; '.join(names)}: {reason}" for reason, names in whose.items()]
     unknown = _not_measured(plan)
     if unknown:
+        near = " and ".join(task.name for task in evidence.tasks_near(plan.parameters, plan.data))
         with_them = "" if plan.data == evidence.DATA[0] else f" with {plan.data} data"
-        found.append(f"not measured{with_them}, so not ranked: {'; '.join(unknown)}")
+        found.append(
+            f"not measured{with_them} on {near}, the nearest in size, so not ranked: {'; '.join(unknown)}"
+        )
     return found
 
 
