@@ -16,7 +16,9 @@ of 1-bit Adam its warm-up), by the loss at the end of a run with a seed that not
 ``--torch`` adds DistributedDataParallel with AdamW, its bfloat16 hook and PowerSGD (pip install -r
 requirements/peers.txt), from the same parameters, with the choice of the same method in JAX.
 
-Time to the loss is steps times milliseconds. Rows that are in the file are not run again.
+Time to the loss is steps times milliseconds. Rows that are in the file are not run again. For 8 to 256
+workers with a GPU's computing it is what `lioncub plan` says, from evidence that is packaged
+(``python benchmarks/convergence.py --evidence`` makes it of these rows).
 """
 
 import argparse
@@ -25,7 +27,7 @@ from typing import Any
 
 import jax
 import report
-from goal import curves, lab, rows, summary
+from goal import curves, lab, planned, rows, summary
 from goal.contenders import CONTENDERS, contender_named
 from goal.curves import Run
 from goal.summary import SHARES, STEPS
@@ -47,10 +49,14 @@ def main(argv: list[str] | None = None) -> None:
         print(f"There is no goal until {summary.LION_NAME} has run: --part curves")
         return
     summed = summary.summed(found, args.goal)
-    summary.show(summed, Console())
+    console, at_scale = Console(), planned.plans()
+    summary.show(summed, console)
+    planned.show(at_scale, console)
     if args.figures:
         summary.draw(found, args.figures)
-    report.finish({"benchmark": "time_to_loss", **summed.keys}, None)
+    keys = summed.keys | {"planned": planned.firsts(at_scale)}
+    keys["planner_beside_measured"] = planned.beside_measured(found)
+    report.finish({"benchmark": "time_to_loss", **keys}, None)
 
 
 def parsed(argv: list[str] | None) -> argparse.Namespace:

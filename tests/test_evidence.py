@@ -122,7 +122,7 @@ def test_every_method_that_the_planner_asks_about_is_one_of_the_studies():
 
     schemes = (*planner.SCHEMES, *planner.OTHERS, *planner.PEERS)
     asked = {one.learns for one in schemes if one.learns}
-    on_gpt = {method for method, _ in goal_evidence.METHODS.values()}
+    on_gpt = {planner.scheme_named(name).learns for name, _ in goal_evidence.SCHEMES.values()}
     assert asked <= METHODS.keys() | on_gpt and on_gpt <= asked
     assert planner.learned("lion", 1000, 10**5).factor == 1.0
     assert {task.name for task in packaged.tasks()} == {*evidence.LOSS, goal_evidence.TASK}
@@ -141,7 +141,7 @@ def test_time_to_loss_tells_of_runs_with_the_option_that_the_planner_plans():
     coded = [row | {"option": 4} for row in coded]
     told = goal_evidence.told([*rows, *coded])
     assert [(one["method"], one["factor"][1]) for one in told.factors] == [
-        ("adamw-4", 1.0), ("lion", 1.0),
+        ("lion", 1.0), ("adamw-4", 1.0),
     ]  # fmt: skip
     assert told.tasks["gpt"]["steps"] == 384
     with pytest.raises(ValueError, match=r"rows of \[4, 8\] workers cannot be compared"):

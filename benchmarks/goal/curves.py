@@ -65,6 +65,11 @@ def model_of(seed: int) -> GPT:
     return GPT(**MODEL, rngs=nnx.Rngs(seed))
 
 
+def shapes() -> Any:
+    """Of the parameters."""
+    return nnx.state(nnx.eval_shape(lambda: model_of(0)), nnx.Param)
+
+
 def mesh_of(devices: Sequence[Any]) -> Mesh:
     """A worker for each device."""
     return Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))

@@ -3,32 +3,31 @@
 import math
 from typing import Any
 
-import jax
-from flax import nnx
 from study.evidence import Told, compared
 
 from goal import curves, rows
 from goal.summary import LION_NAME, STEPS
+from lioncub_jax.planner import parameters_in, scheme_named
 
 TASK, DATASET = "gpt", "standard library"
-# The planner's names, and the option that a row must have to be of that method.
-METHODS: dict[str, tuple[str, int]] = {
-    "Lion, float32": ("lion", 0),
-    "AdamW, float32": ("adamw", 0),
-    "1-bit vote": ("vote", 0),
-    "owner, 3 bits": ("owner-3", 0),
-    "owner, 1 bit rotated": ("owner-1-faded", 0),
-    "AdamW, in codes": ("adamw-4", 4),
-    "PowerSGD, AdamW": ("powersgd-adamw-16", 16),
-    "PowerSGD, rank 4": ("powersgd-adamw", 4),
-    "PowerSGD, in 6 bits": ("powersgd-adamw-16-6", 16),
-    "PowerSGD, rank 4 in 6 bits": ("powersgd-adamw-6", 4),
-    "1-bit Adam": ("one-bit-adam", 58),
-    "0/1 Adam": ("zero-one-adam", 0),
-    "local AdamW, averaged": ("alone-2", 2),
-    "2 steps alone, in codes": ("alone-2-4", 4),
-    "2 steps alone, PowerSGD in 6 bits": ("alone-2-powersgd-16-6", 16),
-    "DiLoCo, float32": ("diloco", 8),
+# The planner's schemes, and the option that a row must have to be of that.
+SCHEMES: dict[str, tuple[str, int]] = {
+    "Lion, float32": ("float32 Lion", 0),
+    "AdamW, float32": ("float32 AdamW", 0),
+    "1-bit vote": ("1-bit vote", 0),
+    "owner, 3 bits": ("owner, 3 bits", 0),
+    "owner, 1 bit rotated": ("owner, 1 bit rotated", 0),
+    "AdamW, in codes": ("AdamW, 4 bits", 4),
+    "PowerSGD, AdamW": ("PowerSGD, rank 16", 16),
+    "PowerSGD, rank 4": ("PowerSGD, rank 4", 4),
+    "PowerSGD, in 6 bits": ("PowerSGD 16, 6 bits", 16),
+    "PowerSGD, rank 4 in 6 bits": ("PowerSGD 4, 6 bits", 4),
+    "1-bit Adam": ("1-bit Adam", 58),
+    "0/1 Adam": ("0/1 Adam", 0),
+    "local AdamW, averaged": ("2 alone, float32", 2),
+    "2 steps alone, in codes": ("2 alone, 4 bits", 4),
+    "2 steps alone, PowerSGD in 6 bits": ("2 alone, PowerSGD", 16),
+    "DiLoCo, float32": ("DiLoCo 8, float32", 8),
 }
 
 
@@ -46,11 +45,12 @@ def told(found: list[dict[str, Any]]) -> Told:
         raise ValueError(f"rows of {sorted(workers)} workers cannot be compared: give those of one")
     about = {"task": TASK, "data": "alike", "workers": workers.pop()}
     factors = [
-        {**about, "method": method, **learned}
-        for name, (method, option) in sorted(METHODS.items(), key=lambda one: one[1])
+        {**about, "method": scheme_named(scheme).learns, **learned}
+        for name, (scheme, option) in SCHEMES.items()
         if (learned := compared(of(found, name, option), lion))
     ]
-    task = {"dataset": DATASET, "parameters": parameters(), "steps": STEPS}
+    size = parameters_in(curves.shapes())
+    task = {"dataset": DATASET, "parameters": size, "steps": STEPS}
     return Told({TASK: task}, factors)
 
 
@@ -65,9 +65,3 @@ def of(found: list[dict[str, Any]], name: str, option: int) -> dict[int, list[tu
 def finite(loss: float) -> float:
     """A loss that is no number is infinite, for nothing is reached there."""
     return loss if math.isfinite(loss) else math.inf
-
-
-def parameters() -> int:
-    """Of the model."""
-    shapes = nnx.eval_shape(lambda: curves.model_of(0))
-    return sum(x.size for x in jax.tree.leaves(nnx.state(shapes, nnx.Param)))
