@@ -391,13 +391,17 @@ def coded_mean(
     error_dtype: Any,
     down: decide.Down | None = None,
 ) -> Sending:
-    """The mean in codes of so many bits up and down, with feedback at the workers and at the owners."""
+    """The mean in codes of so many bits up and down, with feedback at the workers and at the owners.
+
+    With ``error_dtype=None`` the workers have none, and the owners' is in float32.
+    """
+    up = quantize.midrise(bits)
     return communicate(
         axis_name=axis_name,
         group_axis=group_axis,
         memory=momentum.nothing(),
-        up=quantize.error_feedback(quantize.midrise(bits), error_dtype),
-        owner=decide.feedback_at_owner(error_dtype, bits),
+        up=up if error_dtype is None else quantize.error_feedback(up, error_dtype),
+        owner=decide.feedback_at_owner(error_dtype or jnp.float32, bits),
         down=down or decide.scaled(bits),
     )
 

@@ -32,16 +32,16 @@ import numpy as np
 import optax
 from jax import lax
 
-from lioncub_jax import checks, decide, quantize, rotation, wires
+from lioncub_jax import checks, rotation, wires
 from lioncub_jax.baselines.dgc import abstains_of
 from lioncub_jax.baselines.levels import one_level
 from lioncub_jax.bits import ROW
-from lioncub_jax.exchange import Asked, Sending, communicate
+from lioncub_jax.exchange import Asked, Sending
 from lioncub_jax.layout import Holder
 from lioncub_jax.mesh import placement
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.mesh.specs import cut_of
-from lioncub_jax.momentum import nothing
+from lioncub_jax.optimizer import coded_mean
 from lioncub_jax.wires import AxisName, Sent, varying_axes
 
 
@@ -154,7 +154,9 @@ def powersgd(
             f"powersgd(error_dtype={jnp.dtype(error_dtype).name}): give a floating dtype"
         )
     tx = optax.with_extra_args_support(tx)
-    plan = _Plan(axis, rank, seed, error_dtype, None if bits is None else _coded(axis, bits))
+    # Codes begin anew each step: the workers keep what they miss.
+    codes = None if bits is None else coded_mean(bits, axis, None, None)
+    plan = _Plan(axis, rank, seed, error_dtype, codes)
 
     def init(params: optax.Params) -> PowerSGDState:
         checks.check_leaves(params)
@@ -189,17 +191,6 @@ def powersgd(
     how = f"powersgd({rank})" + ("" if bits is None else f" in {bits} bits")
     return Sending.like(
         mean, f"{how}, {'all-reduce' if bits is None else 'two-phase'}, mean", partial(_sent, plan)
-    )
-
-
-def _coded(axis: AxisName, bits: int) -> Sending:
-    """The mean in codes of so many bits, both ways; begun anew each step: workers keep what it misses."""
-    return communicate(
-        axis_name=axis,
-        memory=nothing(),
-        up=quantize.midrise(bits),
-        owner=decide.feedback_at_owner(p=bits),
-        down=decide.scaled(bits),
     )
 
 
