@@ -108,7 +108,7 @@ def local_differences(
         return gradients
     local = optax.with_extra_args_support(local)
 
-    def steps(params: Any, states: Any, batch: Any, rng: jax.Array) -> Any:
+    def alone(params: Any, states: Any, batch: Any, rng: jax.Array) -> Any:
         parts = jax.tree.map(partial(cut_in_parts, count=local_steps), batch)
 
         def one(carry: Any, part: Any) -> Any:
@@ -119,13 +119,14 @@ def local_differences(
             params = optax.apply_updates(params, updates)
             return wires.varying((params, (model_state, state)), axis), (loss, aux)
 
-        start = wires.varying((params, states), axis)
-        (after, states), (losses, auxes) = lax.scan(one, start, (jnp.arange(local_steps), parts))
+        start, steps = wires.varying((params, states), axis), (jnp.arange(local_steps), parts)
+        # XLA copies what a loop carries at each turn: parameters and states, so two steps make one turn.
+        (after, states), (losses, auxes) = lax.scan(one, start, steps, unroll=2)
         aux = jax.tree.map(over_parts, auxes)
         differences = jax.tree.map(jnp.subtract, params, after)
         return (jnp.mean(losses), (aux, states)), differences
 
-    return steps
+    return alone
 
 
 def finite(tree: Any) -> jax.Array:
