@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> None:
         for part in args.part or PARTS:
             PARTS_RUN[part](args)
     found = rows.read(args.save)
-    if not rows.of(found, part="curve", contender=summary.LION_NAME, steps=STEPS):
+    if not summary.mean_curve(found, summary.LION_NAME, STEPS)[0]:
         print(f"There is no goal until {summary.LION_NAME} has run: --part curves")
         return
     summed = summary.summed(found, args.goal)

@@ -177,6 +177,23 @@ def test_pytorch_begins_with_the_same_parameters(goal):
         goal.contenders.CONTENDERS["PyTorch DDP, float32"].timed("", 0)
 
 
+def test_the_planner_names_who_was_first_in_every_measured_network(goal):
+    """Or one that was there within 5 % of the first's time: by the committed rows."""
+    from goal import planned
+
+    found = goal.rows.read(BENCHMARKS / "results" / "time_to_loss.jsonl")
+    told = planned.beside_measured(found)
+    assert {"100mbit", "300mbit", "1gbit"} <= told.keys()
+    for network, one in told.items():
+        assert one["of"] >= 5 and one["ratio"] <= 1.05, (network, one)
+
+
+def test_who_is_timed_nowhere_without_a_limit_is_not_compared(goal):
+    from goal import planned
+
+    assert planned.beside_measured(story(goal)) == {}
+
+
 # --- Bad input
 
 

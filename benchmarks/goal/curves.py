@@ -6,12 +6,11 @@ same windows at the same step of a worker, whoever takes steps alone.
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from gpt import corpus
@@ -19,13 +18,13 @@ from gpt.model import GPT, next_byte_loss
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from race.model import BATCH, CONTEXT, MODEL
+from study.runs import schedule
 
 import lioncub_jax as lc
 from goal.contenders import AXIS, Contender, Recipe
 
 POINTS = 16  # of a curve
 WINDOWS = 64  # of validation text
-STEPS_UP = 0.05  # of a run, in which the rate rises
 
 
 class Run(NamedTuple):
@@ -48,16 +47,6 @@ class Run(NamedTuple):
     workers: int
     steps: int
     seed: int
-
-
-def schedule(rate: float, steps: int) -> Callable[[Any], Any]:
-    """Up for a twentieth of the steps, then down to zero along a cosine."""
-    up = max(1, round(STEPS_UP * steps))
-
-    def at(t: Any) -> Any:
-        return rate * jnp.minimum(1.0, (t + 1) / up) * 0.5 * (1 + jnp.cos(jnp.pi * t / steps))
-
-    return at
 
 
 def model_of(seed: int) -> GPT:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from race.model import MODEL
 from race.session import hold
+from study.runs import schedule
 
 from goal import curves
 from goal.contenders import ADAM_BETAS, CONTENDERS, DECAY, Choice
@@ -112,7 +113,7 @@ def run_to(goal: Goal, contender: str, choice: Choice, rate: str, workers: int) 
     job: dict[str, Any] = {"contender": contender, "choice": choice, "goal": goal}
     framework = CONTENDERS[contender].framework
     if framework == "torch":
-        at = curves.schedule(choice.rate, goal.steps)
+        at = schedule(choice.rate, goal.steps)
         job |= {
             "ends": curves.ends_of(goal.steps, 1),
             "rates": [float(at(t)) for t in range(goal.steps)],

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from study import store
+
 from goal.contenders import CONTENDERS
 from goal.curves import Run
 
@@ -16,9 +18,8 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def append(path: Path, row: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+    """Adds a row at the end."""
+    store.append(path, [row])
 
 
 def key_of(row: dict[str, Any]) -> Run | None:

@@ -16,9 +16,10 @@ import numpy as np
 from jax.sharding import Mesh
 from race import timing
 from race.meeting import largest
+from study.runs import schedule
 
 from goal.contenders import CONTENDERS, FULL, Choice
-from goal.curves import Trainer, ends_of, mesh_of, schedule
+from goal.curves import Trainer, ends_of, mesh_of
 from goal.lab import Entry, Goal
 
 
