@@ -76,7 +76,9 @@ class Trainer:
         loss, params, model_state = lc.from_nnx(model, next_byte_loss)
         alone = {} if recipe.local is None else {"local": recipe.local}
         workers = lc.Workers(mesh, AXIS)
-        self._state = lc.init_state(recipe.tx, params, workers, model_state=model_state, **alone)
+        self._begin = partial(
+            lc.init_state, recipe.tx, params, workers, model_state=model_state, **alone
+        )
         steps_alone = {} if recipe.local is None else {"local_steps": recipe.local_steps}
         self._step = lc.make_train_step(loss, recipe.tx, workers, **alone, **steps_alone)
         self._tx, self._workers = recipe.tx, workers.count
@@ -84,13 +86,18 @@ class Trainer:
         self._mine = [
             i for i, d in enumerate(mesh.devices.flat) if d.process_index == jax.process_index()
         ]
-        self.local_steps, self._seed, self._taken = recipe.local_steps, seed, 0
+        self.local_steps, self._seed = recipe.local_steps, seed
         text = corpus.standard_library()
         self._text = text.train
         windows = corpus.spread(text.validation, WINDOWS, CONTEXT)
         self._windows = self._placed(windows[: len(windows) // mesh.size * mesh.size])
         graph, _, rest = nnx.split(model, nnx.Param, ...)
         self._loss = jax.jit(partial(_bits_per_byte, graph, rest))
+        self.begin()
+
+    def begin(self) -> None:
+        """From the first step on, once more if it is that; what was compiled stays."""
+        self._state, self._taken = self._begin(), 0
 
     def step(self) -> None:
         """One call of the training step: ``local_steps`` steps of each worker."""

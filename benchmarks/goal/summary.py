@@ -12,6 +12,7 @@ from rich.table import Table
 
 from goal import rows
 from goal.contenders import CONTENDERS, VOTES, Choice
+from goal.lab import RATES
 
 Rows = list[dict[str, Any]]
 LION_NAME = "Lion, float32"
@@ -154,8 +155,7 @@ def summed(found: Rows, goal: float | None = None) -> Summed:
     wanted = goals(found) | ({} if goal is None else {goal: goal})
     run = [name for name in CONTENDERS if mean_curve(found, name, STEPS)[0]]
     reaches = {(n, share): reach(found, n, goal) for n in run for share, goal in wanted.items()}
-    networks = dict.fromkeys(row["network"] for row in rows.of(found, part="time"))
-    seconds = {}
+    networks, seconds = networks_of(found), {}
     for network in networks:
         for (name, share), way in reaches.items():
             took = way and seconds_to(found, name, network, way)
@@ -174,6 +174,12 @@ def summed(found: Rows, goal: float | None = None) -> Summed:
                     keys[f"speedup_over_best_peer_{network}"] = ratio
     keys["clock_over_product"] = confirmed(found)
     return Summed(wanted, reaches, seconds, keys)
+
+
+def networks_of(found: Rows) -> list[str]:
+    """Those where something was timed, the fastest first."""
+    timed = {row["network"] for row in rows.of(found, part="time")}
+    return [rate for rate in RATES if rate in timed]
 
 
 def confirmed(found: Rows) -> dict[str, list[float]]:
@@ -235,7 +241,7 @@ def draw(found: Rows, folder: Path) -> None:
     """Loss against seconds, a panel for each rate: ``folder/time_to_loss.png``."""
     import matplotlib.pyplot as plt
 
-    networks = list(dict.fromkeys(row["network"] for row in rows.of(found, part="time")))
+    networks = networks_of(found)
     figure, axes = plt.subplots(
         1, len(networks), figsize=(4.2 * len(networks), 4.2), sharey=True, squeeze=False
     )

@@ -57,8 +57,10 @@ def run_to_goal(job: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     goal, choice = Goal(*job["goal"]), Choice(*job["choice"])
     rate = schedule(choice.rate, goal.steps)
     recipe = CONTENDERS[job["contender"]].make(rate, goal.steps, choice.option)
-    Trainer(mesh, recipe, goal.seed).step_and_wait()  # compiles and connects
-    trainer, spent, taken, loss = Trainer(mesh, recipe, goal.seed), 0.0, 0, np.inf
+    trainer = Trainer(mesh, recipe, goal.seed)
+    trainer.step_and_wait()  # traces, compiles and connects
+    trainer.begin()
+    spent, taken, loss = 0.0, 0, np.inf
     for end in ends_of(goal.steps, trainer.local_steps):
         began = time.perf_counter()
         while taken < end - trainer.local_steps:
