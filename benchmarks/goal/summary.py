@@ -245,13 +245,14 @@ def draw(found: Rows, folder: Path) -> None:
     figure, axes = plt.subplots(
         1, len(networks), figsize=(4.2 * len(networks), 4.2), sharey=True, squeeze=False
     )
+    shown = [name for name in CONTENDERS if mean_curve(found, name, STEPS)[0]]
     for axis, network in zip(axes[0], networks, strict=True):
-        for name in CONTENDERS:
+        for n, name in enumerate(shown):  # of one colour in all panels, whoever was timed there
             taken, losses = mean_curve(found, name, STEPS)
             took = [seconds_to(found, name, network, Reach(n, STEPS)) for n in taken]
-            if taken and None not in took:
+            if None not in took:
                 style = {"lw": 2.2} if name in VOTES else {"lw": 1.0, "ls": "--"}
-                axis.plot(took, losses, label=name, **style)
+                axis.plot(took, losses, label=name, color=plt.cm.tab20(n % 20), **style)
         axis.axhline(goals(found)[SHARES[-1]], color="grey", lw=0.6)
         axis.set(xscale="log", xlabel="seconds", title=network)
     axes[0][0].set_ylabel("bits per byte, validation")
