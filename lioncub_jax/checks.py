@@ -45,6 +45,9 @@ def _misfit(up: Quantizer, owner: Owner, down: Down, wire: Wire) -> str | None:
         return f"the {wire.name} wire adds codes: give owner=count(), or the two_phase wire"
     if wire.carries == "values" and not up.dense:
         return f"the {wire.name} wire adds values: give up=dense(), or the two_phase wire"
+    if owner.trims and wire.carries != "both":
+        wanted = "give the two_phase or the gathered wire, or trim=0"
+        return f"{owner.name} sorts what each worker sent, and the {wire.name} wire only adds: {wanted}"
     if up.has_zero and not down.has_zero and not down.scaled:
         wanted = "give down=ternary_sum() or average()"
         return f"{up.name} has a code for zero and its ties are zeros: {wanted}"

@@ -145,8 +145,8 @@ class Received(Protocol):
         """Adds the codes."""
         ...
 
-    def mean(self, where: Slice, dominance: float) -> jax.Array:
-        """Averages the decoded values over the workers that took part."""
+    def mean(self, where: Slice, dominance: float, trim: int = 0) -> jax.Array:
+        """Averages the decoded values over the workers that took part, without the outermost."""
         ...
 
 
@@ -158,6 +158,7 @@ class Owner(NamedTuple):
       needs_values: whether codes must be decoded (then steps travel), or counting them is enough.
       init: ``float[rows, 128] -> state`` for one slice.
       decide: ``(Received, Slice, state) -> (result, state)``.
+      trims: outermost values that it leaves out on each side of a mean, which wires that only add cannot.
       feedback: bits of the coded replies whose error it feeds back, if that is all it does, so that it goes
         with ``scaled(p)``, and does nothing for one worker, whose values never travel; else 0.
       numbers: betas and the like; arrays where ``optax.inject_hyperparams`` gives them.
@@ -168,6 +169,7 @@ class Owner(NamedTuple):
     needs_values: bool
     init: Callable[[jax.Array], Any]
     decide: Callable[[Any, Slice, Any], tuple[Any, Any]]
+    trims: int = 0
     feedback: int = 0
     numbers: tuple[Any, ...] = ()
     with_numbers: "Callable[..., Owner] | None" = None
@@ -191,7 +193,9 @@ def count() -> Owner:
     return Owner("count", False, lambda x: (), decide)
 
 
-def momentum_at_owner(tx: optax.GradientTransformation, *, dominance: float = 16.0) -> Owner:
+def momentum_at_owner(
+    tx: optax.GradientTransformation, *, dominance: float = 16.0, trim: int = 0
+) -> Owner:
     """Averages decoded gradients and runs ``tx`` on the owner's slice of one global state.
 
     ``g = mean_i decode(q_i)`` over the workers that took part, then ``u, state = tx.update(g, state)``.
@@ -204,21 +208,29 @@ def momentum_at_owner(tx: optax.GradientTransformation, *, dominance: float = 16
         carries it exactly.
       dominance: no worker's step may exceed this many times the next largest step on its row, so that
         one worker with a huge gradient cannot outweigh the others. It does not bound dense values.
+      trim: workers that may lie. Of each element so many of the largest and of the smallest values are
+        left out of the mean: with ``(workers - 1) // 2`` it is the median. With N that take part at most
+        ``(N - 1) // 2`` are left out on a side. The owner decodes and sorts all values of its slice at
+        once: temporaries of d floats. 0 for the mean of all.
 
     Raises:
-      ValueError: if ``dominance`` is below 1.
+      ValueError: if ``dominance`` is below 1 or ``trim`` below 0; when traced, where ``trim`` leaves
+        nobody, or on a wire that only adds.
 
     Example:
       >>> import lioncub_jax as lc, optax
       >>> owner = lc.decide.momentum_at_owner(optax.scale_by_lion(0.9, 0.99))
 
-    Source: this library; ZeRO (arXiv 1910.02054) shards optimizer state in the same way.
+    Source: this library; ZeRO (arXiv 1910.02054) shards optimizer state in the same way. ``trim`` is the
+    coordinate-wise trimmed mean of Yin et al. (arXiv 1803.01498).
     """
+    if isinstance(trim, bool) or not isinstance(trim, int) or trim < 0:
+        raise ValueError(f"trim={trim!r}: the number of workers that may lie, 0 or more")
     if not isinstance(dominance, jax.core.Tracer) and not dominance >= 1:
         raise ValueError(f"dominance={dominance!r}: a factor of at least 1 (inf for no bound)")
 
     def decide(received: Received, where: Slice, state: Any) -> tuple[Values, Any]:
-        mean = received.mean(where, dominance)
+        mean = received.mean(where, dominance, trim)
         valid = jnp.isfinite(mean) & (received.present > 0)
         # Cast finite, so that no dtype of the leaves makes an infinity of it.
         mean = quantize.saturated(jnp.where(valid, mean, 0), where.dtype)
@@ -227,7 +239,8 @@ def momentum_at_owner(tx: optax.GradientTransformation, *, dominance: float = 16
         state = _valid_only(valid, new_state, state)
         return Values(values.reshape(where.chunks, where.rows, ROW), where), state
 
-    return Owner("momentum at the owner", True, tx.init, decide)
+    name = f"momentum at the owner{f', trim {trim}' if trim else ''}"
+    return Owner(name, True, tx.init, decide, trims=trim)
 
 
 def _valid_only(valid: jax.Array, new: Any, old: Any) -> Any:

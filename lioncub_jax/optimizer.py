@@ -179,7 +179,7 @@ def owner_lion(
     *,
     axis_name: AxisName | Workers | None,
     quantizer: Quantizer | None = None, wire: Wire | None = None,
-    dominance: float = 16.0,
+    dominance: float = 16.0, trim: int = 0,
     group_axis: AxisName | None = None, bucket_size: int | None = None,
 ) -> Sending:  # fmt: skip
     """Lion with one momentum for all, each slice of it at one worker: no drift, no sync.
@@ -195,6 +195,7 @@ def owner_lion(
       mu_dtype: dtype of the one momentum; None for that of the parameters.
       quantizer: of gradients; ``error_feedback(midrise(3))`` by default; ``dense()`` for the exact mean.
       dominance: see ``momentum_at_owner``.
+      trim: workers that may lie; see ``momentum_at_owner``.
 
     Returns:
       A transform whose ``init`` and ``update`` must run where the workers' axis is bound.
@@ -207,7 +208,7 @@ def owner_lion(
     """
     direction = scale_by_owner_lion(
         b1, b2, mu_dtype, axis_name=axis_name, quantizer=quantizer, wire=wire, dominance=dominance,
-        group_axis=group_axis, bucket_size=bucket_size,
+        trim=trim, group_axis=group_axis, bucket_size=bucket_size,
     )  # fmt: skip
     return direction.around(descending(direction, learning_rate, weight_decay, mask))
 
@@ -217,7 +218,7 @@ def scale_by_owner_lion(
     *,
     axis_name: AxisName | Workers | None,
     quantizer: Quantizer | None = None, wire: Wire | None = None,
-    dominance: float = 16.0,
+    dominance: float = 16.0, trim: int = 0,
     group_axis: AxisName | None = None, bucket_size: int | None = None,
 ) -> Sending:  # fmt: skip
     """The direction of `owner_lion` alone: stands where ``optax.scale_by_lion`` stood in a chain.
@@ -238,7 +239,7 @@ def scale_by_owner_lion(
 
     def owner(b1: Any, b2: Any, dominance: Any) -> decide.Owner:
         lion = optax.scale_by_lion(b1=b1, b2=b2, mu_dtype=mu_dtype)
-        built = decide.momentum_at_owner(lion, dominance=dominance)
+        built = decide.momentum_at_owner(lion, dominance=dominance, trim=trim)
         return built._replace(numbers=(b1, b2, dominance), with_numbers=owner)
 
     return communicate(

@@ -217,11 +217,13 @@ class Inbox(NamedTuple):
         width = (where.workers * where.up.top(where.workers)).bit_length()
         return Tally(bits.tally(self.planes)[:width], votes, where)
 
-    def mean(self, where: Slice, dominance: float) -> jax.Array:
+    def mean(self, where: Slice, dominance: float, trim: int = 0) -> jax.Array:
         """Decodes and averages over the workers that take part: ``float32[chunks rows, 128]``."""
         steps = None if self.steps is None else _bounded(self.steps, dominance)
         values = where.up.values(self.planes, steps, where.rows, where.workers)
         takes_part = self.taking_part[:, None, None, None]
+        if trim:
+            return where.restored(_trimmed(values, takes_part > 0, trim).reshape(-1, ROW))
         values = jnp.where(takes_part > 0, values, 0)
         if kernels.for_tpu():  # where XLA fuses what is computed with a reduction of one array only
             return where.restored((jnp.sum(values, 0) * _share(self.present)).reshape(-1, ROW))
@@ -246,6 +248,24 @@ def _bounded(steps: jax.Array, dominance: float) -> jax.Array:
     return jnp.minimum(steps, jnp.where(second > 0, dominance * second, jnp.inf))
 
 
+def _trimmed(values: jax.Array, takes_part: jax.Array, trim: int) -> jax.Array:
+    """The mean over axis 0 without the ``trim`` largest and smallest, of those that take part."""
+    workers = len(values)
+    if 2 * trim >= workers:
+        most = (workers - 1) // 2
+        raise ValueError(
+            f"trim={trim} leaves nobody of {workers} workers: so many are left out on each side; give at "
+            f"most {most}, the median"
+        )
+    present = jnp.sum(takes_part, dtype=jnp.int32)
+    cut = jnp.minimum(trim, jnp.maximum(present - 1, 0) // 2)
+    place = lax.broadcasted_iota(jnp.int32, takes_part.shape, 0)
+    inner = (place >= cut) & (place < present - cut)
+    ordered = jnp.sort(jnp.where(takes_part, values, jnp.inf), axis=0)  # absent ones come last
+    total = lax.reduce(jnp.where(inner, ordered, 0), jnp.float32(0), lax.add, (0,))
+    return total * _share(present - 2 * cut)
+
+
 class Sums(NamedTuple):
     """Sums over the workers, on every worker.
 
@@ -268,8 +288,11 @@ class Sums(NamedTuple):
             votes = [bits.pack_rows((self.votes >> k) & 1 > 0) for k in each]
         return Tally(planes, votes, where)
 
-    def mean(self, where: Slice, dominance: float) -> jax.Array:
+    def mean(self, where: Slice, dominance: float, trim: int = 0) -> jax.Array:
         """Divides by the workers that take part."""
+        del (
+            trim
+        )  # of one worker alone nothing is left out; for more `checks.check_parts` refuses sums
         return (self.sums * _share(self.present)).reshape(-1, ROW)
 
 
@@ -708,6 +731,11 @@ def mean_slice(rows: jax.Array, group: AxisName) -> jax.Array:
 def from_group(answers: jax.Array, group: AxisName) -> jax.Array:
     """``uint32[...]`` of each device's slice to ``uint32[group, ...]``, the same on the whole group."""
     return lax.all_gather(answers, group, to="invarying")
+
+
+def from_one(words: jax.Array, source: jax.Array, axis: AxisName) -> jax.Array:
+    """The words ``uint32`` that one device of an axis holds, on all of them: a sum of them and zeros."""
+    return lax.psum(jnp.where(source, words, 0), axis)
 
 
 def worker_index(axis: AxisName | None) -> jax.Array:

@@ -147,10 +147,11 @@ class Method(NamedTuple):
     on: list[tuple[Any, tuple[int, ...]]]  # wires, and with how many workers each is run
     feedback: Any = None
     dominance: float = 16.0
+    trim: int = 0
 
     @property
     def name(self):
-        return f"{self.up.name}, {self.reply[0].name}"
+        return f"{self.up.name}, {self.reply[0].name}, trim {self.trim}"
 
     def wires(self, workers):
         return [wire for wire, numbers in self.on if workers in numbers]
@@ -213,12 +214,17 @@ OWNED = [
     Method(*both("dense", jnp.float32), MAJORITY, [(TWO_PHASE, (1, 2)), (REDUCED, (3,))]),
     Method(*both("dense", jnp.bfloat16), MAJORITY, [(GATHERED, (2,)), (REDUCED, (8,))]),
     Method(*both("dense", jnp.float32), FLOATS, [(TWO_PHASE, (3,))]),
+    Method(*fed_back(3, jnp.bfloat16), MAJORITY, [(TWO_PHASE, (1, 3, 8)), (GATHERED, (3,))],
+           jnp.bfloat16, trim=1),
+    Method(*both("midrise", 4), TERNARY, [(TWO_PHASE, (8,))], None, np.inf, trim=3),
+    Method(*turned(1, None), MAJORITY, [(GATHERED, (8,))], trim=2),
+    Method(*both("dense", jnp.float32), FLOATS, [(TWO_PHASE, (8,))], trim=3),
 ]  # fmt: skip
 MESHES = pytest.mark.parametrize("workers", [1, 3, 8, pytest.param(2, marks=pytest.mark.slow)])
 
 
-def owner_vote(up, wire, *, b1=0.5, b2=0.5, dominance=16.0, down=None, **options):
-    owner = D.momentum_at_owner(optax.scale_by_lion(b1, b2), dominance=dominance)
+def owner_vote(up, wire, *, b1=0.5, b2=0.5, dominance=16.0, trim=0, down=None, **options):
+    owner = D.momentum_at_owner(optax.scale_by_lion(b1, b2), dominance=dominance, trim=trim)
     options = {"memory": lc.momentum.nothing()} | options
     return lc.communicate(axis_name=AXIS, up=up, owner=owner, down=down, wire=wire, **options)
 
@@ -265,9 +271,9 @@ def check_votes(run_workers, methods, params, story):
 def check_owners(run_workers, methods, params, story):
     found = done_by_all(
         run_workers,
-        lambda m, wire: owner_vote(m.up, wire, dominance=m.dominance, down=m.reply[0]),
+        lambda m, wire: owner_vote(m.up, wire, dominance=m.dominance, trim=m.trim, down=m.reply[0]),
         lambda m: reference.momentum_at_owner(
-            0.5, 0.5, None, m.codes, m.feedback, m.dominance, m.reply[1], keep=m.up.keep
+            0.5, 0.5, None, m.codes, m.feedback, m.dominance, m.reply[1], keep=m.up.keep, trim=m.trim
         ),
         methods, params, story,
     )  # fmt: skip

@@ -34,6 +34,7 @@ WINGS = {
     "baselines": {*CORE, "traffic"},
     "planner": {*CORE, "traffic", "baselines"},
     "lab": {"units"},
+    "faults": {*CORE},
     "reference": set(),
 }
 FACES = {

@@ -70,14 +70,26 @@ def schedule(rate: Any, steps: int) -> Callable[[jax.Array], jax.Array]:
     return at
 
 
-def program(task: Task, method: Method, spec: Spec) -> Callable[..., Outcome]:
-    """``(data, table, lengths, rate, seed) -> Outcome``, to be compiled once for many runs."""
+Harm = Callable[
+    ..., dict[str, Any]
+]  # what `simulate.step` is given besides, of a key, a step and more
+
+
+def program(
+    task: Task, method: Method, spec: Spec, harm: Harm = lambda key, t: {}
+) -> Callable[..., Outcome]:
+    """``(data, table, lengths, rate, seed, ...) -> Outcome``, to be compiled once for many runs.
+
+    What comes after the seed is given to ``harm``.
+    """
     alone = method.local_steps
     calls = spec.steps // alone
     points = max(n for n in range(1, POINTS + 1) if calls % n == 0)
     times = jnp.arange(calls * alone).reshape(points, -1, alone)
 
-    def train(data: tasks.Data, table: Any, lengths: Any, rate: Any, seed: Any) -> Outcome:
+    def train(
+        data: tasks.Data, table: Any, lengths: Any, rate: Any, seed: Any, *more: Any
+    ) -> Outcome:
         falling = schedule(rate, spec.steps)
         simulator = method.simulated(falling, spec.steps, task.betas)
         local = method.local and method.local(falling)
@@ -87,7 +99,8 @@ def program(task: Task, method: Method, spec: Spec) -> Callable[..., Outcome]:
         def step(run: simulate.Simulated, steps: jax.Array) -> tuple[simulate.Simulated, jax.Array]:
             own = [drawn(jax.random.fold_in(draws, t), table, lengths, spec.batch) for t in steps]
             batch = task.batch(data.train, jnp.concatenate(own, axis=1))
-            run, losses = simulate.step(task.loss, simulator, run, batch, alone, local)
+            harmed = harm(jax.random.fold_in(key, 2), steps[0], *more)
+            run, losses = simulate.step(task.loss, simulator, run, batch, alone, local, **harmed)
             return run, losses.mean()
 
         def segment(run: simulate.Simulated, times: jax.Array) -> tuple[simulate.Simulated, Any]:

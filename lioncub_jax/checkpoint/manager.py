@@ -34,8 +34,8 @@ from jax.sharding import PartitionSpec as P
 from lioncub_jax import checks
 from lioncub_jax.checkpoint import reshard, states
 from lioncub_jax.checkpoint.reshard import Layout
-from lioncub_jax.checkpoint.sums import checksums, untyped
 from lioncub_jax.mesh.placement import Workers
+from lioncub_jax.mesh.sums import checksums, untyped
 from lioncub_jax.wires import AxisName
 
 FORMAT = 2  # 1: version 0.1, rows of 64

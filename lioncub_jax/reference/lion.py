@@ -35,6 +35,8 @@ the rest of the package. The rules, for workers ``i = 0 .. W-1`` and the step af
   ``e_i = x_i - decoded``, or a share of that. The mean of what is decoded, over those who take part, goes
   into one Lion for all. Its sign is the update; a zero takes the coin, unless the row is all zeros,
   padding included. No step counts for more than ``dominance`` times the next largest of its row. With
+  ``trim`` the mean of an element is without the ``trim`` largest and smallest of the N decoded values, or
+  ``(N - 1) // 2`` if that is less; alike ones are told apart by the number of the worker. With
   nobody there, nothing changes; an element whose mean is not finite keeps its momentum, and its update is
   that of a zero.
 * **What is stored** saturates: it is clipped to the range of its dtype.
@@ -371,15 +373,36 @@ def average(margin: jax.Array, reach: jax.Array, coins: jax.Array) -> jax.Array:
     return margin.astype(jnp.float32) / jnp.maximum(reach, 1).astype(jnp.float32)
 
 
-def bounded_mean(message: Message, present: jax.Array, top: int, dominance: float) -> jax.Array:
+def bounded_mean(
+    message: Message, present: jax.Array, top: int, dominance: float, trim: int = 0
+) -> jax.Array:
     """The mean of what is decoded, over the workers that take part: ``float32[rows, 128]``."""
     step = jnp.where(present, message.step, 0)
     next_largest = jnp.sort(step, axis=0)[-2:][0]
     limit = jnp.where(next_largest > 0, dominance * next_largest, jnp.inf)
     decoded = decode(Message(message.q, jnp.minimum(step, limit)), top)
-    decoded = jnp.where(present, decoded, 0)
+    number, decoded = jnp.sum(present, dtype=jnp.int32), jnp.where(present, decoded, 0)
+    if trim:
+        cut = jnp.minimum(trim, jnp.maximum(number - 1, 0) // 2)
+        rank = ranks(decoded, present)
+        # In their order, so that a sum does not depend on who sent what.
+        place = jnp.argsort(rank, axis=0)
+        decoded = jnp.take_along_axis(
+            jnp.where((rank >= cut) & (rank < number - cut), decoded, 0), place, 0
+        )
+        number -= 2 * cut
     total = lax.fori_loop(1, len(step), lambda i, total: total + decoded[i], decoded[0])
-    return total * (1 / jnp.maximum(jnp.sum(present, dtype=jnp.int32), 1).astype(jnp.float32))
+    return total * (1 / jnp.maximum(number, 1).astype(jnp.float32))
+
+
+def ranks(x: jax.Array, present: jax.Array) -> jax.Array:
+    """``int32[W, ...]``: how many come before each, smaller or alike and earlier; absent ones last."""
+    first = jnp.arange(len(x))[:, None] < jnp.arange(len(x))[None, :]
+    first = first.reshape(*first.shape, *[1] * (x.ndim - 1))
+    here = jnp.broadcast_to(present, x.shape)
+    before = (x[:, None] < x[None]) | ((x[:, None] == x[None]) & first)
+    before = jnp.where(here[:, None] == here[None], before, here[:, None])
+    return jnp.sum(before, axis=0, dtype=jnp.int32)
 
 
 # --- One step of all workers
@@ -431,6 +454,7 @@ def momentum_at_owner(
     decide: Callable[..., jax.Array] = majority,
     places: Places = words,
     keep: float = 1.0,
+    trim: int = 0,
 ) -> Simulator:
     """Workers send gradients to one Lion; ``feedback`` is the dtype of errors, ``keep`` what is kept."""
     chosen = codes or midrise(3)
@@ -451,7 +475,7 @@ def momentum_at_owner(
         x = buffer.join(g) + (buffer.join(errors) if feedback else 0)
         message = codes.encode(x, buffer, t)
         present = takes_part(x, abstain)
-        mean = codes.back(bounded_mean(message, present, top, dominance), buffer, t)
+        mean = codes.back(bounded_mean(message, present, top, dominance, trim), buffer, t)
         known = jnp.any(present) & jnp.isfinite(mean)
         mean = saturate(jnp.where(known, mean, 0), widest(g))
         c = jnp.where(known, (1 - b1) * mean + b1 * mu, 0)

@@ -133,6 +133,9 @@ def step(
     batch: Any,
     local_steps: int = 1,
     local: optax.GradientTransformation | None = None,
+    *,
+    tamper: Callable[[Any, jax.Array], Any] | None = None,
+    absent: jax.Array | None = None,
 ) -> tuple[Simulated, jax.Array]:
     """One step of all workers: ``(run, losses float32[W])``; a pure function, for ``jit`` and ``scan``.
 
@@ -147,6 +150,8 @@ def step(
       local_steps: steps of each worker's own.
       local: the optimizer that takes them, any optax transform; None for none. A worker that
         abstains keeps its state.
+      tamper: ``(gradients, step) -> gradients``, leaves ``[W, ...]``: what liars make of theirs.
+      absent: ``bool[W]``, workers that miss the step: they abstain, and keep what they had.
 
     Example:
       >>> import jax.numpy as jnp
@@ -158,13 +163,15 @@ def step(
       >>> run.params["w"].tolist(), losses.tolist()
       ([0.5, 0.5], [2.0, 2.0, 2.0])
     """
+    away: Any = False if absent is None else absent
     if local is None:
         losses, grads = local_gradients(loss_fn, run, batch)
-        abstain, own = ~jnp.isfinite(losses), run.local_state
+        abstain, own = ~jnp.isfinite(losses) | away, run.local_state
     else:
         losses, grads, after = local_differences(loss_fn, run, batch, local_steps, local)
-        abstain = ~jnp.isfinite(losses) | ~_finite(grads)
+        abstain = ~jnp.isfinite(losses) | ~_finite(grads) | away
         own = jax.tree.map(partial(_unless, abstain), after, run.local_state)
+    grads = grads if tamper is None else tamper(grads, run.step)
     updates, opt_state = simulator.update(grads, run.opt_state, run.params, abstain)
     params = optax.apply_updates(run.params, updates)
     return Simulated(run.step + 1, params, opt_state, run.rng, own), losses

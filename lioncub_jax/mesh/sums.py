@@ -7,7 +7,7 @@ the way, to the bit: a label may lie, as where ``check_vma=False`` lets out as o
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +30,38 @@ def checksums(
       ``(sums, apart)``: for each path its two words, the same for an array that is cut otherwise; and
       for each array with copies that differ, the ids of two devices between which they do.
     """
+    sums, apart = {}, {}
+    for path, (each, devices, mesh) in copies(arrays).items():
+        sums[path] = [int(word) for word in each[0].sum(axis=0, dtype=np.uint32)]
+        if (other := np.argwhere((each != each[0]).any(axis=-1))).size:
+            copy, shard = other[0]
+            ids = [int(mesh.devices.flat[devices[which, shard]].id) for which in (0, copy)]
+            apart[path] = ids[0], ids[1]
+    return sums, apart
+
+
+class Copies(NamedTuple):
+    """What the devices of a mesh hold of one array, which may be cut and then copied.
+
+    Attributes:
+      sums: ``uint32[copies, shards, 2]``, the words of what each device holds.
+      devices: ``int[copies, shards]``, which device: places in ``mesh.devices.flat``.
+      mesh: the mesh.
+    """
+
+    sums: np.ndarray
+    devices: np.ndarray
+    mesh: Mesh
+
+
+def copies(arrays: dict[str, jax.Array]) -> dict[str, Copies]:
+    """What each device holds of each array, in words; for every process.
+
+    Args:
+      arrays: as `checksums`.
+    """
     if not arrays:
-        return {}, {}
+        return {}
     paths = sorted(arrays)
     mesh = untyped(arrays[paths[0]].sharding.mesh)  # type: ignore[attr-defined]
     specs = tuple(arrays[path].sharding.spec for path in paths)  # type: ignore[attr-defined]
@@ -40,14 +70,11 @@ def checksums(
     ]
     with jax.set_mesh(mesh):  # whatever mesh the caller has set
         found = np.asarray(_summing(mesh, specs)(plain))
-    sums, apart = {}, {}
-    for i, (path, spec) in enumerate(zip(paths, specs, strict=True)):
-        each, ids = _by_copy(mesh, spec, found[:, i]), _by_copy(mesh, spec, _ids(mesh))
-        sums[path] = [int(word) for word in each[0].sum(axis=0, dtype=np.uint32)]
-        if (other := np.argwhere((each != each[0]).any(axis=-1))).size:
-            copy, shard = other[0]
-            apart[path] = int(ids[0, shard, 0]), int(ids[copy, shard, 0])
-    return sums, apart
+    places = np.arange(mesh.devices.size)[:, None]
+    return {
+        path: Copies(_by_copy(mesh, spec, found[:, i]), _by_copy(mesh, spec, places)[..., 0], mesh)
+        for i, (path, spec) in enumerate(zip(paths, specs, strict=True))
+    }
 
 
 def untyped(mesh: Mesh) -> Mesh:
@@ -55,20 +82,17 @@ def untyped(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
-def _ids(mesh: Mesh) -> np.ndarray:
-    return np.array([[d.id] for d in mesh.devices.flat])
-
-
-def _cutting(spec: P) -> list[str]:
+def cutting(spec: P) -> list[str]:
+    """The axes that cut an array."""
     return [axis for entry in spec for axis in axes_of(entry)]
 
 
 def _by_copy(mesh: Mesh, spec: P, found: np.ndarray) -> np.ndarray:
     """``[devices, n]`` as ``[copies, shards, n]`` of an array that is cut as the spec says."""
-    cutting = _cutting(spec)
-    whole = [d for d, axis in enumerate(mesh.axis_names) if axis not in cutting]
-    parts = [mesh.axis_names.index(axis) for axis in cutting]
-    shards = math.prod(mesh.shape[axis] for axis in cutting)
+    cut_by = cutting(spec)
+    whole = [d for d, axis in enumerate(mesh.axis_names) if axis not in cut_by]
+    parts = [mesh.axis_names.index(axis) for axis in cut_by]
+    shards = math.prod(mesh.shape[axis] for axis in cut_by)
     in_order = found.reshape(*mesh.devices.shape, -1).transpose(*whole, *parts, mesh.devices.ndim)
     return in_order.reshape(-1, shards, found.shape[-1])
 
@@ -110,7 +134,7 @@ def _starts(mesh: Mesh, spec: P, x: jax.Array) -> np.ndarray:
 
 def _checksum(x: jax.Array, start: jax.Array, whole: tuple[int, ...]) -> jax.Array:
     """``uint32[2]``: sums over the elements of a hash of bits and place, in the whole array."""
-    words = _bits_of(x)
+    words = bits_of(x)
     index = jnp.full(words.shape, start)
     shape = *whole, *words.shape[len(whole) :]
     for d in range(words.ndim):
@@ -128,11 +152,23 @@ def _mix(h: jax.Array) -> jax.Array:
     return h ^ (h >> 16)
 
 
-def _bits_of(x: jax.Array) -> jax.Array:
-    """The bits of every element, in words; elements of 8 bytes give two."""
+def bits_of(x: jax.Array) -> jax.Array:
+    """The bits of every element, in words ``uint32``; elements of 8 bytes give two, in one more axis."""
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag], axis=-1)
     width = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
     return jax.lax.bitcast_convert_type(x, width).astype(jnp.uint32)
+
+
+def of_bits(words: jax.Array, dtype: Any) -> jax.Array:
+    """Undoes `bits_of`."""
+    if dtype == jnp.bool_:
+        return words.astype(jnp.bool_)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        part = jnp.finfo(dtype).dtype
+        both = of_bits(words, part)
+        return jax.lax.complex(both[..., 0], both[..., 1])
+    width = {1: jnp.uint8, 2: jnp.uint16}.get(jnp.dtype(dtype).itemsize, jnp.uint32)
+    return jax.lax.bitcast_convert_type(words.astype(width), dtype)

@@ -1,0 +1,150 @@
+"""Who survives which liars, and how many missing votes? Simulated workers on the study's text task.
+
+    python benchmarks/liars.py --text ~/data/gutenberg     # 8, 16 and 32 workers
+    python benchmarks/liars.py --again                     # sums up the committed rows, runs nothing
+
+Each method keeps the learning rate that the study tuned for it without liars, for nobody knows of
+any. Of 8 workers 1, 2 or 3 lie; of 16 1, 4 or 7; of 32 1, 8 or 15: just below half. Liars flip the signs of
+their gradients, send noise, multiply by 1e6 or -1e6, send NaN, or push one leaf together. Besides, of 8
+workers' votes 10, 30 and 50 % are missing, drawn anew in each step. Rows that are in the file are
+not run again.
+"""
+
+import argparse
+import os
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from itertools import groupby
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import report
+from rich.console import Console
+from rich.table import Table
+from study import liars, store, tasks
+from study.liars import ATTACKS, BASES, Lie
+from study.plan import Study
+
+RESULTS = Path(__file__).parent / "results"
+ROWS = RESULTS / "liars.jsonl"
+WORKERS = (8, 16, 32)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parsed(argv)
+    rows = read(args.save)
+    if not args.again:
+        rows += run_all(args, {liars.key_of(row) for row in rows})
+    show(rows, Console())
+    report.finish({"benchmark": "liars", **keys(rows)}, None)
+
+
+def parsed(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--text", type=Path, help="folder of text files")
+    parser.add_argument("--workers", type=int, nargs="+", choices=WORKERS, default=list(WORKERS))
+    parser.add_argument("--method", nargs="+", choices=list(BASES), default=list(BASES))
+    parser.add_argument("--size", choices=list(tasks.SIZES), default="small")
+    parser.add_argument("--jobs", type=int, default=2, help="processes, of one core each on a CPU")
+    parser.add_argument("--save", type=Path, default=ROWS, help="file of rows, read and added to")
+    parser.add_argument("--again", action="store_true", help="run nothing: sum up the rows")
+    args = parser.parse_args(argv)
+    try:
+        if args.jobs < 1:
+            raise ValueError(f"--jobs {args.jobs}: give 1 or more")
+        if not args.again:
+            tasks.load("text", args.text, tasks.SIZES[args.size])  # looked at before anything runs
+        elif not read(args.save):
+            raise ValueError(f"--again sums up the rows of {args.save}, and there are none")
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file, or none if there is no file."""
+    return store.read(path, liars.key_of)
+
+
+def run_all(args: argparse.Namespace, done: set[Lie]) -> list[dict[str, Any]]:
+    """Runs what is missing, several at a time; rows are written as they come."""
+    wanted = [lie for lie in liars.planned(tuple(args.workers)) if lie not in done]
+    wanted = [lie for lie in wanted if lie.base in args.method]
+    flags = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
+    found: list[dict[str, Any]] = []
+    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
+        groups = [list(some) for _, some in groupby(wanted, key=lambda lie: lie[:2])]
+        cut = [some[i : i + 8] for some in groups for i in range(0, len(some), 8)]
+        for done_now in as_completed([pool.submit(run_some, x, args.text, args.size) for x in cut]):
+            rows = [row | report.provenance() for row in done_now.result()]
+            store.append(args.save, rows)
+            found += rows
+            print(f"{len(found)}/{len(wanted)}", flush=True)
+    return found
+
+
+_runner: list[liars.LiarsRunner] = []  # of this process; data are read once
+
+
+def run_some(lies: list[Lie], folder: Path | None, size: str) -> list[dict[str, Any]]:
+    """Runs lies about one method, in a process of the pool."""
+    if not _runner:
+        shape = tasks.SIZES[size]
+        tuned = Study(shape, ("text",), store.read(RESULTS / "convergence.jsonl"))
+        rates = {name: tuned.best_rate("text", name, "iid") for name in set(BASES.values())}
+        task = tasks.load("text", folder, shape)
+        _runner.append(liars.LiarsRunner(task, shape.steps, shape.text.batch, rates))
+    return [_runner[0].run(lie) for lie in lies]
+
+
+def show(rows: list[dict[str, Any]], console: Console) -> None:
+    """Bits per byte behind the same method without liars."""
+    for workers in sorted({row["workers"] for row in rows}):
+        table = Table(title=f"{workers} workers: bits per byte behind the same without liars")
+        table.add_column("liars")
+        for base in BASES:
+            table.add_column(base, justify="right")
+        clean = [f"{end:.3f}" for base in BASES for end in first_end(rows, base, workers)]
+        table.add_row("nobody: bits per byte", *clean)
+        for attack in list(ATTACKS)[1:]:
+            for count in liars.numbers_of_liars(workers):
+                lie = {"workers": workers, "attack": attack, "liars": count, "missing": 0.0}
+                add(table, f"{count} {attack}", rows, lie)
+        for share in liars.SHARES:
+            lie = {"workers": workers, "attack": "nobody", "liars": 0, "missing": share}
+            add(table, f"{share:.0%} missing", rows, lie)
+        console.print(table)
+
+
+def first_end(rows: list[dict[str, Any]], base: str, workers: int) -> list[float]:
+    clean = {"attack": "nobody", "liars": 0, "missing": 0.0}
+    ends = liars.ends(rows, base=base, workers=workers, **clean)
+    return [sum(ends) / len(ends)] if ends else [float("nan")]
+
+
+def add(table: Table, what: str, rows: list[dict[str, Any]], lie: dict[str, Any]) -> None:
+    each = [liars.behind(rows, lie | {"base": base}) for base in BASES]
+    if any(x is not None for x in each):
+        table.add_row(what, *["" if x is None else f"{x:+.3f}" for x in each])
+
+
+def keys(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What is claimed: 3 flippers of 8, one liar of 8 who sends -1e6 times its gradient, 30 % missing."""
+    flipped = {"workers": 8, "attack": "flip", "liars": 3, "missing": 0.0}
+    loud = {"workers": 8, "attack": "times -1e6", "liars": 1, "missing": 0.0}
+    away = {"workers": 8, "attack": "nobody", "liars": 0, "missing": 0.3}
+    said = {
+        "vote_3_flippers_of_8": liars.behind(rows, flipped | {"base": "vote"}),
+        "median_3_flippers_of_8": liars.behind(rows, flipped | {"base": "median"}),
+        "mean_1_loud_of_8": liars.behind(rows, loud | {"base": "mean"}),
+        "owner_1_loud_of_8": liars.behind(rows, loud | {"base": "owner"}),
+        "vote_30_percent_missing": liars.behind(rows, away | {"base": "vote"}),
+    }
+    return {name: None if x is None else float(f"{x:.4g}") for name, x in said.items()}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""Runs in which some workers lie, or some votes are missing: one program for all attacks on a method.
+
+Which attack, how many liars and what share of votes is missing are arguments of the program, because
+compiling takes longer than a run.
+"""
+
+import time
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lioncub_jax import faults, reference
+from lioncub_jax.faults import Attack
+from study import runs, splits
+from study.builders import DECAY, Betas, Method
+from study.methods import METHODS
+from study.plan import rows_of
+from study.tasks import Task
+
+ATTACKS: dict[str, Attack] = {
+    "nobody": Attack("nobody", lambda grads, key: grads),
+    "flip": faults.sign_flip(),
+    "random": faults.random_votes(),
+    "times 1e6": faults.scaled(1e6),
+    "times -1e6": faults.scaled(-1e6),
+    "NaN": faults.not_finite(),
+    "leaf": faults.collusion(),
+}
+BASES = {  # what is attacked, and whose learning rate it takes
+    "mean": "lion", "vote": "vote", "average": "average", "int8": "int8", "owner": "owner-3",
+    "owner, 2": "owner-3", "owner, 1": "owner-3", "trimmed": "owner-3", "median": "owner-3",
+}  # fmt: skip
+DOMINANCE = {"owner, 2": 2.0, "owner, 1": 1.0}  # of others the library's
+CLAIMED = ("mean", "vote", "owner", "owner, 1", "median")
+SHARES = (0.1, 0.3, 0.5)  # of missing votes
+MISSED = ("vote", "average", "owner", "median")
+
+
+class Lie(NamedTuple):
+    """A run.
+
+    Attributes:
+      base: of ``BASES``.
+      workers: how many.
+      attack: of ``ATTACKS``.
+      liars: how many of the workers.
+      missing: the share of votes that is missing, at random.
+      seed: of all that is drawn.
+    """
+
+    base: str
+    workers: int
+    attack: str
+    liars: int
+    missing: float
+    seed: int
+
+
+def trim(base: str, workers: int) -> int:
+    """Values that the owner leaves out on each side."""
+    return {"trimmed": workers // 4, "median": (workers - 1) // 2}.get(base, 0)
+
+
+def numbers_of_liars(workers: int) -> tuple[int, ...]:
+    """One, a quarter, and just below half."""
+    return 1, workers // 4, (workers - 1) // 2
+
+
+def planned(workers: tuple[int, ...], seeds: int = 3) -> list[Lie]:
+    """All runs: three seeds where something is claimed, one elsewhere."""
+    found = []
+    for count in workers:
+        for base in BASES:
+            claimed = count == 8 and base in CLAIMED
+            each = range(seeds if claimed else 1)
+            cases = [("nobody", 0)]
+            for liars in numbers_of_liars(count):
+                some = ATTACKS if liars != count // 4 else ("flip",)
+                cases += [(attack, liars) for attack in some if attack != "nobody"]
+            found += [Lie(base, count, *case, 0.0, seed) for case in cases for seed in each]
+            if count == 8 and base in MISSED:
+                missing = [
+                    Lie(base, count, "nobody", 0, share, seed) for share in SHARES for seed in each
+                ]
+                found += missing
+    return found
+
+
+def method_of(base: str, workers: int) -> Method:
+    """What is attacked: a method of the study, or the owner with another mean."""
+    method = METHODS[BASES[base]]
+    if BASES[base] == base or base in ("mean", "owner"):
+        return method
+
+    def simulated(rate: Any, steps: int, betas: Betas) -> Any:
+        votes = reference.momentum_at_owner(
+            *betas, codes=reference.midrise(3), feedback=jnp.bfloat16,
+            dominance=DOMINANCE.get(base, 16.0), trim=trim(base, workers),
+        )  # fmt: skip
+        return reference.optimizer(votes, rate, DECAY)
+
+    return method._replace(simulated=simulated)
+
+
+def harm(workers: int, key: jax.Array, t: jax.Array, kind: Any, liars: Any, missing: Any) -> Any:
+    """What a step is given: who lies how, and who is not there."""
+    every = jnp.arange(workers)
+    keys = jax.vmap(partial(jax.random.fold_in, jax.random.fold_in(key, t)))(every)
+
+    def tamper(grads: Any, step: jax.Array) -> Any:
+        del step
+        attacks = [attack.gradients for attack in ATTACKS.values()]
+        lies = jax.vmap(lambda g, k: jax.lax.switch(kind, attacks, g, k))(grads, keys)
+
+        def leaf(lie: jax.Array, x: jax.Array) -> jax.Array:
+            return jnp.where((every < liars).reshape(-1, *[1] * (x.ndim - 1)), lie, x)
+
+        return jax.tree.map(leaf, lies, grads)
+
+    drawn = jax.random.uniform(jax.random.fold_in(key, -1 - t), (workers,))
+    return {"tamper": tamper, "absent": drawn < missing}
+
+
+class LiarsRunner:
+    """Runs lies of one task, compiling a program for each method and number of workers.
+
+    Attributes:
+      task: what is learned.
+    """
+
+    def __init__(self, task: Task, steps: int, batch: int, rates: dict[str, float]):
+        self.task, self._steps, self._batch, self._rates = task, steps, batch, rates
+        self._compiled: dict[Any, Any] = {}
+
+    def run(self, lie: Lie) -> dict[str, Any]:
+        """Trains, and returns a row."""
+        began = time.perf_counter()
+        rate = self._rates[BASES[lie.base]]
+        spec = runs.Spec(
+            "liars", self.task.name, BASES[lie.base], lie.workers, "iid", self._batch // lie.workers,
+            self._steps, rate, lie.seed,
+        )  # fmt: skip
+        parts = self.task.share("iid", lie.workers, runs.ALPHA, lie.seed)
+        table, lengths = map(jnp.asarray, splits.table(parts))
+        args = (
+            self.task.data, table, lengths, jnp.float32(rate), lie.seed,
+            list(ATTACKS).index(lie.attack), lie.liars, jnp.float32(lie.missing),
+        )  # fmt: skip
+        key = lie.base, lie.workers, table.shape
+        if key not in self._compiled:
+            made = runs.program(
+                self.task, method_of(lie.base, lie.workers), spec, partial(harm, lie.workers)
+            )
+            self._compiled = {key: jax.jit(made).lower(*args).compile()}
+        outcome = jax.device_get(self._compiled[key](*args))
+        return {
+            **lie._asdict(), "task": self.task.name, "rate": rate, "steps": self._steps,
+            "batch": spec.batch, "trim": trim(lie.base, lie.workers), "dataset": self.task.dataset,
+            "test": runs.numbers(outcome.test), "curve": runs.numbers(outcome.curve),
+            "seconds": round(time.perf_counter() - began, 2),
+        }  # fmt: skip
+
+
+def key_of(row: dict[str, Any]) -> Lie:
+    return Lie(*(row[name] for name in Lie._fields))
+
+
+# --- What came out
+
+
+def ends(rows: list[dict[str, Any]], **wanted: Any) -> list[float]:
+    """Bits per byte at the end, by seed; infinite where there was no number."""
+    found = sorted(rows_of(rows, **wanted), key=lambda row: row["seed"])
+    each = [row["test"]["bits_per_byte"] for row in found]
+    return [np.inf if bits is None else bits for bits in each]
+
+
+def behind(rows: list[dict[str, Any]], lie: dict[str, Any]) -> float | None:
+    """Bits per byte behind the same method with nobody who lies: the mean of pairs of one seed."""
+    clean = {"attack": "nobody", "liars": 0, "missing": 0.0}
+    at = {"base": lie["base"], "workers": lie["workers"]}
+    own, free = ends(rows, **at | lie), ends(rows, **at | clean)
+    if not own or len(free) < len(own):
+        return None
+    return float(np.mean(np.array(own) - np.array(free[: len(own)])))

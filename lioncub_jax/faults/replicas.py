@@ -1,0 +1,227 @@
+"""Replicas that went wrong: found by a checksum, named, and healed by the majority's copy.
+
+Parameters and shared state are the same on all workers, by their types. A type knows nothing of a bit that
+flips in memory or of a message that arrives wrong, and a replica that differs trains on unnoticed: its
+votes are of another model. So now and then each device sums up what it holds (two words a leaf), all
+compare, and who differs from the majority gets its copy.
+"""
+
+import functools
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from lioncub_jax import checks, wires
+from lioncub_jax.mesh import sums
+from lioncub_jax.mesh.placement import Workers, workers_of
+from lioncub_jax.wires import AxisName
+
+
+class Difference(NamedTuple):
+    """A replica that was not as the others.
+
+    Attributes:
+      leaf: its path in the state, such as ``.params['w']``.
+      worker: its number.
+      device: the device's id.
+      step: steps done when it was found; it went wrong after the check before.
+
+    Example:
+      See `Replicas`.
+    """
+
+    leaf: str
+    worker: int
+    device: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.leaf} on worker {self.worker} (device {self.device}) after step {self.step}"
+
+
+class ReplicasDiffer(RuntimeError):
+    """Replicas differ and no majority says which is right; see `Replicas`."""
+
+
+class ReplicaHealed(UserWarning):
+    """A replica differed and was given the majority's copy; see `Replicas`."""
+
+
+class Replicas:
+    """Compares what must be the same on all workers, every so many steps, and heals who differs.
+
+    A worker that differs keeps what is its own: momentum and quantisation errors. Until it is
+    found its votes are of other parameters; the others' parameters are touched by no more than that.
+
+    Args:
+      workers: a `Workers`, or a mesh with ``axis_name`` (and ``group_axis``).
+      axis_name: beside a mesh, the axis of the workers, or several.
+      group_axis: beside a mesh, the axis of the devices of one worker, in two levels.
+      every: compare at every K-th call. With 1 nothing wrong ever votes. One compare reads what a device
+        holds once and sends two words a leaf.
+
+    Attributes:
+      found: every `Difference` so far, healed.
+
+    Raises:
+      TypeError: for a mesh that is none.
+      ValueError: for ``every`` below 1, or a single replica.
+      ValueError: when called, for a state that lies elsewhere.
+      ReplicasDiffer: when called, where copies differ and none has more than half of them: with two
+        workers always. Parameters after the last check are not to be trusted: go back to a checkpoint.
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> def trained(step, state, batches, workers):
+      ...     replicas = lc.faults.Replicas(workers, every=100)
+      ...     for batch in batches:
+      ...         state, metrics = step(replicas(state), batch)
+      ...     return state
+
+    Source: this library.
+    """
+
+    def __init__(
+        self,
+        workers: Workers | Mesh,
+        *,
+        axis_name: AxisName | None = None,
+        group_axis: AxisName | None = None,
+        every: int = 100,
+    ):
+        self._workers = workers_of(workers, axis_name, group_axis)
+        checks.check_count(f"every={every!r}", every, "a number of steps, 1 or more")
+        if self._workers.count == 1:
+            raise ValueError(
+                "Replicas compares workers, and there is one: leave it out, or give a mesh of more"
+            )
+        self._every, self._calls = every, 0
+        self.found: list[Difference] = []
+
+    def __call__(self, state: Any) -> Any:
+        """Compares if it is time, and returns the state, healed."""
+        self._calls += 1
+        return state if self._calls % self._every else self.check(state)
+
+    def check(self, state: Any) -> Any:
+        """Compares now; as a call otherwise."""
+        leaves, tree = jax.tree_util.tree_flatten_with_path(state)
+        at = {jax.tree_util.keystr(path): i for i, (path, _) in enumerate(leaves)}
+        arrays = {
+            path: _words(leaves[i][1]) for path, i in at.items() if self._shared(path, leaves[i][1])
+        }
+        healed = [x for _, x in leaves]
+        for path, copies in sums.copies(arrays).items():
+            if (copies.sums == copies.sums[0]).all():
+                continue
+            step = int(state.step) if hasattr(state, "step") else self._calls
+            wrong, source = self._judged(path, copies, step)
+            healed[at[path]] = _like(_from(arrays[path], source, wrong), healed[at[path]])
+            self._report(path, copies.mesh, wrong, step)
+        return jax.tree.unflatten(tree, healed)
+
+    def _shared(self, path: str, x: Any) -> bool:
+        """Whether a leaf is the same on all workers."""
+        sharding, mesh = getattr(x, "sharding", None), self._workers.mesh
+        if isinstance(sharding, NamedSharding) and np.array_equal(
+            sharding.mesh.devices, mesh.devices
+        ):
+            own = set(sums.cutting(sharding.spec)) & set(self._workers.axes)
+            return x.size > 0 and not own
+        raise ValueError(
+            f"{path} is not on the mesh of the workers (it lies {sharding}): give the state that "
+            "init_state or a training step returned"
+        )
+
+    def _judged(self, path: str, copies: sums.Copies, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """``bool[devices]`` each: those that are wrong, and of each shard one that is right."""
+        wrong, source = np.zeros((2, copies.mesh.devices.size), bool)
+        for shard in range(copies.sums.shape[1]):
+            words = [tuple(map(int, pair)) for pair in copies.sums[:, shard]]
+            (most, votes), *_ = Counter(words).most_common(1)
+            if 2 * votes <= len(words):
+                raise ReplicasDiffer(self._undecided(path, copies, shard, step))
+            for word, device in zip(words, copies.devices[:, shard], strict=True):
+                wrong[device] = word != most
+            source[copies.devices[words.index(most), shard]] = True
+        return wrong, source
+
+    def _undecided(self, path: str, copies: sums.Copies, shard: int, step: int) -> str:
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for pair, device in zip(copies.sums[:, shard], copies.devices[:, shard], strict=True):
+            alike.setdefault(tuple(map(int, pair)), []).append(self._worker(int(device)))
+        sides = "; another ".join(f"on {_listed(some)}" for some in alike.values())
+        return (
+            f"replicas differ, and no majority says which is right: after step {step} {path} has one value "
+            f"{sides}. What was trained since the last check, at most {self._every} calls ago, is not to "
+            "be trusted: go back to a checkpoint of before (Checkpoints.restore); with 3 or more workers "
+            "one that goes wrong is healed"
+        )
+
+    def _report(self, path: str, mesh: Mesh, wrong: np.ndarray, step: int) -> None:
+        for device in np.flatnonzero(wrong):
+            self.found.append(
+                Difference(path, self._worker(int(device)), int(mesh.devices.flat[device].id), step)
+            )
+            warnings.warn(
+                f"a replica was wrong and has the majority's copy now: {self.found[-1]}. One flipped "
+                "bit is an accident; if this device comes up again, take it out",
+                ReplicaHealed,
+                stacklevel=4,
+            )
+
+    def _worker(self, device: int) -> int:
+        """The number of the worker that a device, by its place in the mesh, belongs to."""
+        mesh = self._workers.mesh
+        at = dict(zip(mesh.axis_names, np.unravel_index(device, mesh.devices.shape), strict=True))
+        axes = wires.names(self._workers.axis_name)
+        return int(np.ravel_multi_index([at[n] for n in axes], [mesh.shape[n] for n in axes]))
+
+
+def _listed(workers: list[int]) -> str:
+    each = sorted(set(workers))
+    return f"worker{'s' * (len(each) > 1)} {', '.join(map(str, each))}"
+
+
+def _words(x: jax.Array) -> jax.Array:
+    """An array, of random keys their words."""
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
+def _like(words: jax.Array, x: jax.Array) -> jax.Array:
+    """Undoes `_words`, and lies as ``x`` does."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        words = jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
+    return jax.device_put(words, x.sharding)
+
+
+def _from(x: jax.Array, source: np.ndarray, wrong: np.ndarray) -> jax.Array:
+    """The array, where it is wrong with what the source of its shard holds."""
+    mesh = sums.untyped(x.sharding.mesh)  # type: ignore[attr-defined]
+    spec = x.sharding.spec  # type: ignore[attr-defined]
+    plain = jax.device_put(x, NamedSharding(mesh, spec))
+    with jax.set_mesh(mesh):  # whatever mesh the caller has set
+        return _copying(mesh, spec)(plain, source, wrong)
+
+
+@functools.cache
+def _copying(mesh: Mesh, spec: P) -> Callable[..., jax.Array]:
+    apart = tuple(n for n in mesh.axis_names if n not in sums.cutting(spec))
+
+    def of_device(x: jax.Array, source: jax.Array, wrong: jax.Array) -> jax.Array:
+        right = sums.of_bits(wires.from_one(sums.bits_of(x), source[0], apart), x.dtype)
+        return jnp.where(wrong[0], right, x)
+
+    each = P(mesh.axis_names)
+    # What is labelled one value is not: that is what is mended.
+    run = jax.shard_map(
+        of_device, mesh=mesh, in_specs=(spec, each, each), out_specs=spec, check_vma=False
+    )
+    return jax.jit(run, out_shardings=NamedSharding(mesh, spec))
