@@ -3,8 +3,9 @@
 The optimizers and the training step are here; parts to choose from are in namespaces: `quantize`, `decide`,
 `wires`, `momentum` and `sync` (what a vote is made of), `mesh` and `training`, `checkpoint`, `watch`
 (programs that would send more than votes), `kernels` (what a TPU wants otherwise), `traffic` (bytes),
-`planner` (step times), `lab` (a network to try it on), `faults` (liars, replicas that differ),
-`baselines` and `reference`. Those that need orbax, rich or matplotlib are loaded when they are first used.
+`planner` (step times), `lab` (a network to try it on), `faults` (liars, replicas that differ), `elastic`
+(a run that goes on when a worker dies), `baselines` and `reference`. Those that need orbax, rich or
+matplotlib are loaded when they are first used.
 """
 
 import importlib
@@ -43,7 +44,7 @@ from lioncub_jax.watch import check_votes
 watch.start()
 
 if TYPE_CHECKING:
-    from lioncub_jax import baselines, checkpoint, faults, lab, planner, reference, traffic
+    from lioncub_jax import baselines, checkpoint, elastic, faults, lab, planner, reference, traffic
     from lioncub_jax.checkpoint import Checkpoints, stop_on_sigterm
 
     __version__: str
@@ -62,6 +63,7 @@ __all__ = [
     "decide",
     "distributed_lion",
     "drift_stats",
+    "elastic",
     "faults",
     "from_nnx",
     "global_gradients",
@@ -93,7 +95,16 @@ __all__ = [
 ]
 
 # Loaded on first use (PEP 562): these bring orbax and rich, which take as long to import as jax.
-_NAMESPACES = {"baselines", "checkpoint", "faults", "lab", "planner", "reference", "traffic"}
+_NAMESPACES = {
+    "baselines",
+    "checkpoint",
+    "elastic",
+    "faults",
+    "lab",
+    "planner",
+    "reference",
+    "traffic",
+}
 _FROM = {"Checkpoints": "checkpoint", "stop_on_sigterm": "checkpoint"}
 
 

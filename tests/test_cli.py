@@ -346,7 +346,7 @@ def test_without_matplotlib_the_plan_says_what_to_install(refused, monkeypatch, 
             [*SIZED, "--measure", "no.py:f", "--plot", "/proc/plan.png"],
             "a file that can be written",
         ),
-        ([*GIVEN, "--", "python"], "only lab takes a command"),
+        ([*GIVEN, "--", "python"], "only lab and run take a command"),
     ],
 )
 def test_what_a_plan_cannot_be_made_of_is_said_in_one_line(refused, argv, words):

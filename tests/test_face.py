@@ -17,8 +17,8 @@ from lioncub_jax.training.state import check_same_sums
 
 MOST_NAMES = 25
 NAMESPACES = {
-    "baselines", "checkpoint", "decide", "faults", "kernels", "lab", "mesh", "momentum", "planner",
-    "quantize", "reference", "sync", "traffic", "training", "watch", "wires",
+    "baselines", "checkpoint", "decide", "elastic", "faults", "kernels", "lab", "mesh", "momentum",
+    "planner", "quantize", "reference", "sync", "traffic", "training", "watch", "wires",
 }  # fmt: skip
 TYPES = [
     "quantize.Quantizer", "wires.Wire", "sync.Schedule", "decide.Owner", "decide.Down", "momentum.Memory",

@@ -35,6 +35,7 @@ WINGS = {
     "planner": {*CORE, "traffic", "baselines"},
     "lab": {"units"},
     "faults": {*CORE},
+    "elastic": {"units", "lab"},
     "reference": set(),
 }
 FACES = {

@@ -1,7 +1,8 @@
-"""The command line: ``lioncub plan | bytes | lab``.
+"""The command line: ``lioncub plan | bytes | lab | run``.
 
 A command ends with 0, or with 2 and a line that says what was given, what is allowed and what to
-do; ``lab`` ends with the exit code of the command that it ran. Ctrl-C ends with 130, and a reader that
+do; ``lab`` and ``run`` end with the exit
+code of the command that they ran. Ctrl-C ends with 130, and a reader that
 closed the pipe with 141, as it would end a program in C.
 """
 
@@ -14,6 +15,7 @@ from lioncub_jax.cli import bytes as bytes_command
 from lioncub_jax.cli import lab as lab_command
 from lioncub_jax.cli import output
 from lioncub_jax.cli import plan as plan_command
+from lioncub_jax.cli import run as run_command
 
 INTERRUPTED = 130  # 128 and the number of SIGINT
 PIPE_CLOSED = 141  # 128 and the number of SIGPIPE
@@ -21,19 +23,20 @@ LONGEST_MESSAGE = 900
 
 _DESCRIPTION = """\
 Data-parallel Lion for JAX whose workers exchange about one bit per parameter:
-what it would gain, what a compiled step sends, and a slow network to try it on."""
+what it would gain, what a compiled step sends, a slow network to try it on, and
+a run that goes on when a worker dies."""
 
 _EPILOG = """\
 exit codes:
-  0, or 2 and a line that says what was wrong; 130 after Ctrl-C; lab ends with
-  the code of the command that it ran
+  0, or 2 and a line that says what was wrong; 130 after Ctrl-C; lab and run end
+  with the code of the command that they ran
 
 examples:
   lioncub plan --params 124M --workers 8 --bandwidth 1gbit --compute 144ms
   lioncub bytes lioncub_jax.cli.examples:lowered --devices 8
   lioncub lab --check"""
 
-_COMMANDS = {"plan": plan_command, "bytes": bytes_command, "lab": lab_command}
+_COMMANDS = {"plan": plan_command, "bytes": bytes_command, "lab": lab_command, "run": run_command}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -90,8 +93,8 @@ def _command(given: list[str]) -> int:
     args = _parser().parse_args(given[:end])
     args.words = given[end + 1 :]  # argparse itself would mix up the options of the lab's command
     command: _Parser = args.parser
-    if args.words and args.module is not lab_command:
-        command.error(f"-- {' '.join(args.words)}: only lab takes a command; leave it out")
+    if args.words and args.module not in (lab_command, run_command):
+        command.error(f"-- {' '.join(args.words)}: only lab and run take a command; leave it out")
     try:
         return int(args.module.run(args))
     except (ValueError, ImportError) as error:
@@ -108,7 +111,9 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )  # fmt: skip
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version, and end")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="plan | bytes | lab")
+    commands = parser.add_subparsers(
+        title="commands", required=True, metavar="plan | bytes | lab | run"
+    )
     for name, module in _COMMANDS.items():
         command = commands.add_parser(
             name, help=module.SUMMARY, description=module.DESCRIPTION, epilog=module.EPILOG,

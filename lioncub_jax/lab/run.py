@@ -185,7 +185,7 @@ def run(
                 zip(addresses, _cores(len(addresses)), strict=True)
             )
         ],
-        "environments": [_wiring(addresses, i, port) | own for i in range(network.workers)],
+        "environments": [wiring(addresses, i, port) | own for i in range(network.workers)],
     }
     start = [*_permitted(tools), sys.executable, "-I", "-S", str(INSIDE), "hub"]
     outcome = supervise.supervise(
@@ -365,7 +365,9 @@ def _cores(workers: int) -> list[list[int]]:
     return [cores] * workers
 
 
-def _wiring(addresses: list[str], index: int, port: int) -> dict[str, str]:
+def wiring(
+    addresses: list[str], index: int, port: int, *, interface: str = "eth0"
+) -> dict[str, str]:
     """The variables by which jax and torch find their place."""
     first, world, rank = addresses[0], str(len(addresses)), str(index)
     return {
@@ -382,5 +384,5 @@ def _wiring(addresses: list[str], index: int, port: int) -> dict[str, str]:
         "WORLD_SIZE": world,
         "RANK": rank,
         "LOCAL_RANK": rank,
-        "GLOO_SOCKET_IFNAME": "eth0",
+        "GLOO_SOCKET_IFNAME": interface,
     }

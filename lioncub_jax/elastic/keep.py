@@ -1,0 +1,343 @@
+"""Starts the workers of this machine, watches them, and keeps the run going.
+
+A collective without one of its workers never ends, so when one dies the others are ended too, at once, and
+all start again: the command goes on from its newest checkpoint. That is seconds, because nobody waits for
+a heartbeat to be missed, and because what was compiled is kept. A place whose worker dies again and again
+is left out, down to a least number of workers; SIGHUP gives all places another chance.
+
+This module and its function `keep` share a name: ``lioncub_jax.elastic.keep`` is the function.
+"""
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lioncub_jax.lab.run import wiring
+
+STOP_SECONDS = 30.0  # between asking workers to end, which then save, and killing them
+CAUSE_SECONDS = 0.2  # in which others may die of the same cause; then who died first is known
+ORPHANS_SECONDS = (
+    1.0  # for what a worker started in a session of its own, and still holds its output
+)
+LAST_LINES = 15  # of output, shown when there is no going on
+GAVE_UP = 1
+
+
+class Outcome(NamedTuple):
+    """How a run ended.
+
+    Attributes:
+      exit_code: 0; that of the worker that failed last; 128 and the number of a signal to `keep`.
+      starts: how often the workers were started.
+      workers: how many there were at the end.
+
+    Example:
+      See `keep`.
+    """
+
+    exit_code: int
+    starts: int
+    workers: int
+
+
+class Worker(NamedTuple):
+    """A process.
+
+    Attributes:
+      place: its number among all places; does not change when others are left out.
+      process: the process, first of a session of its own.
+      last: its last lines of output.
+    """
+
+    place: int
+    process: subprocess.Popen[bytes]
+    last: deque[str]
+
+
+# The number of a signal; or a worker and its next line, or None where it has ended.
+News = int | tuple[Worker, str | None]
+
+
+def keep(
+    command: Sequence[str],
+    workers: int,
+    *,
+    least: int | None = None,
+    strikes: int = 3,
+    settled: float = 60.0,
+    events: Path | None = None,
+    write: Callable[[str], object] = print,
+) -> Outcome:
+    """Runs a command as so many workers to its end, whoever dies on the way.
+
+    Workers find each other by ``jax.distributed.initialize()`` without arguments, as in the lab. The
+    command must go on from where it was when it is started again, as ``train_gpt.py --checkpoint DIR
+    --resume`` does, with fewer workers too. SIGTERM and SIGINT are passed on and end the run; SIGHUP asks
+    the workers to end, by SIGTERM, and starts all places anew.
+
+    Args:
+      command: the program and its arguments.
+      workers: how many to start.
+      least: with fewer it does not go on; None for all.
+      strikes: after so many starts in a row that ended before ``settled`` the place that died first is left
+        out, or, where it must not be, the run ends with its last output.
+      settled: seconds after which a start has not failed.
+      events: a file to which every change is added, one JSON object a line; its folder must exist.
+      write: takes a line: output of the workers behind their numbers, and what is done.
+
+    Raises:
+      ValueError: for numbers that cannot be, and for no command.
+
+    Example:
+      >>> from lioncub_jax import elastic
+      >>> elastic.keep(["true"], 2, write=lambda line: None)
+      Outcome(exit_code=0, starts=1, workers=2)
+
+    Source: this library; started anew like torchrun's elastic agents.
+    """
+    least = workers if least is None else least
+    _check(command, workers, least, strikes, settled)
+    with contextlib.ExitStack() as stack:
+        told = stack.enter_context(_signals())
+        log = Log(stack, events, write)
+        compiled = stack.enter_context(tempfile.TemporaryDirectory(prefix="lioncub-"))
+        return Run(
+            list(command), workers, least, strikes, settled, compiled, told, log
+        ).to_its_end()
+
+
+def _check(command: Sequence[str], workers: int, least: int, strikes: int, settled: float) -> None:
+    for name, number in {"workers": workers, "min": least, "strikes": strikes}.items():
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ValueError(f"{name}={number!r}: give a whole number of 1 or more")
+    if least > workers:
+        raise ValueError(
+            f"min={least} is above workers={workers}: a run that starts with {workers} cannot go on with "
+            f"{least}; give at most {workers}"
+        )
+    if not settled > 0:
+        raise ValueError(f"settled={settled!r}: give a time above zero")
+    if not command:
+        raise ValueError("there is no command to run: give it behind --")
+
+
+class Log:
+    """Says what happens: a line for people, and a JSON object for programs."""
+
+    def __init__(
+        self, stack: contextlib.ExitStack, events: Path | None, write: Callable[[str], object]
+    ):
+        self._file = stack.enter_context(events.open("a", buffering=1)) if events else None
+        self.line = write
+
+    def event(self, event: str, line: str, **fields: Any) -> None:
+        """Tells both; fields are for programs."""
+        self.line(f"lioncub: {line}")
+        if self._file:
+            self._file.write(json.dumps({"event": event, "time": time.time(), **fields}) + "\n")
+
+
+class Run:
+    """The starts of a run, one after the other; see `keep` for the arguments."""
+
+    def __init__(
+        self, command: list[str], workers: int, least: int, strikes: int, settled: float,
+        compiled: str, told: "queue.SimpleQueue[News]", log: Log,
+    ):  # fmt: skip
+        self._command, self._workers, self._least = command, workers, least
+        self._strikes, self._settled, self._compiled = strikes, settled, compiled
+        self._told, self._log = told, log
+        self._places = list(range(workers))
+        self._starts = 0
+        self._failed: list[int] = []  # places that died first, of the last starts in a row
+
+    def to_its_end(self) -> Outcome:
+        """Starts the workers until they end by themselves, or there is no going on."""
+        while True:
+            code = self._start()
+            if code is not None:
+                return Outcome(code, self._starts, len(self._places))
+
+    def _start(self) -> int | None:
+        """One start of all workers, until they have ended; the exit code, or None to start again."""
+        began, self._starts = time.monotonic(), self._starts + 1
+        self._log.event(
+            "started", f"start {self._starts}: {len(self._places)} workers",
+            start=self._starts, places=self._places,
+        )  # fmt: skip
+        with self._running() as running:
+            stopped, first = self._watched(running)
+            seconds = time.monotonic() - began
+        self._drain(0)
+        if stopped == signal.SIGHUP:
+            self._places, self._failed = list(range(self._workers)), []
+            self._log.event("all_again", f"all {self._workers} places again", start=self._starts)
+            return None
+        if stopped:
+            self._log.event("stopped", f"ended by {signal.Signals(stopped).name}", signal=stopped)
+            return 128 + stopped
+        if first is None:
+            self._log.event("ended", "all workers ended", start=self._starts)
+            return 0
+        return self._after(first, seconds)
+
+    def _after(self, first: Worker, seconds: float) -> int | None:
+        """What follows the death of a worker."""
+        code = first.process.returncode
+        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
+        self._log.event(
+            "died", f"worker {first.place} died {how} after {seconds:.1f} s; the others are ended",
+            start=self._starts, place=first.place, code=code, seconds=round(seconds, 3),
+        )  # fmt: skip
+        self._failed = [*self._failed, first.place] if seconds < self._settled else []
+        if len(self._failed) < self._strikes:
+            return None
+        if len(set(self._failed)) == 1 and len(self._places) > self._least:
+            self._places.remove(first.place)
+            self._log.event(
+                "left_out",
+                f"place {first.place} died {len(self._failed)} times in a row and is left out: "
+                f"{len(self._places)} workers go on; SIGHUP starts all again",
+                place=first.place, places=self._places,
+            )  # fmt: skip
+            self._failed = []
+            return None
+        self._log.event(
+            "gave_up",
+            f"{len(self._failed)} starts in a row ended within {self._settled:g} s, and min is "
+            f"{self._least}: giving up. The last output of worker {first.place}:",
+            place=first.place, code=code, last=list(first.last),
+        )  # fmt: skip
+        for line in first.last:
+            self._log.line(f"    {line}")
+        return code if code > 0 else 128 - code
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[list[Worker]]:
+        """Processes, none of which outlives the block; nor do theirs."""
+        running: list[Worker] = []
+        readers = []
+        port = _free_port()
+        try:
+            for index, place in enumerate(self._places):
+                process = subprocess.Popen(
+                    self._command,
+                    env=self._environment(index, port),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # Ctrl-C is passed on, once
+                )
+                worker = Worker(place, process, deque(maxlen=LAST_LINES))
+                running.append(worker)
+                readers.append(
+                    (worker, self._thread(self._read, worker), self._thread(self._wait, worker))
+                )
+            yield running
+        finally:
+            for worker in running:
+                with contextlib.suppress(ProcessLookupError):  # the whole session, or none is left
+                    os.killpg(worker.process.pid, signal.SIGKILL)
+            for worker, reader, waiter in readers:
+                waiter.join()
+                reader.join(ORPHANS_SECONDS)
+                if not reader.is_alive():
+                    assert worker.process.stdout
+                    worker.process.stdout.close()
+
+    def _environment(self, index: int, port: int) -> dict[str, str]:
+        kept = {"JAX_COMPILATION_CACHE_DIR": self._compiled}  # unless the user has one
+        own = wiring(["127.0.0.1"] * len(self._places), index, port, interface="lo")
+        return kept | dict(os.environ) | own | {"LIONCUB_START": str(self._starts)}
+
+    def _thread(self, task: Callable[[Worker], None], worker: Worker) -> threading.Thread:
+        started = threading.Thread(target=task, args=(worker,), daemon=True)
+        started.start()
+        return started
+
+    def _read(self, worker: Worker) -> None:
+        assert worker.process.stdout
+        for raw in worker.process.stdout:
+            self._told.put((worker, raw.decode(errors="replace").rstrip("\n")))
+
+    def _wait(self, worker: Worker) -> None:
+        worker.process.wait()
+        self._told.put((worker, None))
+
+    def _watched(self, running: list[Worker]) -> tuple[int, Worker | None]:
+        """Until all have ended or one has died: the signal that ended them, or 0; and who died first."""
+        alive, stopped, until = len(running), 0, None
+        while alive:
+            news = self._heard(until)
+            if news is None:
+                return stopped, None  # asked to end, and did not in time
+            if isinstance(news, int):
+                if stopped == news:
+                    return stopped, None  # asked twice
+                stopped, until = news, time.monotonic() + STOP_SECONDS
+                for worker in running:
+                    worker.process.send_signal(signal.SIGTERM if news == signal.SIGHUP else news)
+            elif news in running:  # and not of an earlier start
+                alive -= 1
+                if news.process.returncode and not stopped:
+                    self._drain(CAUSE_SECONDS)
+                    return 0, news
+        return stopped, None
+
+    def _heard(self, until: float | None) -> Worker | int | None:
+        """The next signal or worker that has ended, or None at that time; shows lines on the way."""
+        while True:
+            try:
+                left = None if until is None else max(0.0, until - time.monotonic())
+                news = self._told.get(timeout=left)
+            except queue.Empty:
+                return None
+            if isinstance(news, int):
+                return news
+            worker, line = news
+            if line is None:
+                return worker
+            worker.last.append(line)
+            self._log.line(f"{worker.place} | {line}")
+
+    def _drain(self, seconds: float) -> None:
+        """Shows what is still said, and forgets who ends meanwhile."""
+        until = time.monotonic() + seconds
+        while isinstance(news := self._heard(until), Worker):
+            pass
+        if news is not None:
+            self._told.put(news)  # a signal is for the next start
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator["queue.SimpleQueue[News]"]:
+    """A queue into which the numbers of SIGINT, SIGTERM and SIGHUP are put instead of obeyed."""
+    told: queue.SimpleQueue[News] = queue.SimpleQueue()
+    before = {}
+    try:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) is not signal.SIG_IGN:  # as by nohup
+                    before[number] = signal.signal(number, lambda n, _: told.put(int(n)))
+        yield told
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _free_port() -> int:
+    """A port that nobody listens on, another for each start."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
