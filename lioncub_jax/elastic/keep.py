@@ -172,11 +172,11 @@ class Run:
     def _start(self) -> int | None:
         """One start of all workers, until they have ended; the exit code, or None to start again."""
         began, self._starts = time.monotonic(), self._starts + 1
-        self._log.event(
-            "started", f"start {self._starts}: {len(self._places)} workers",
-            start=self._starts, places=self._places,
-        )  # fmt: skip
         with self._running() as running:
+            self._log.event(
+                "started", f"start {self._starts}: {len(running)} workers", start=self._starts,
+                places=self._places, pids=[worker.process.pid for worker in running],
+            )  # fmt: skip
             stopped, first = self._watched(running)
             seconds = time.monotonic() - began
         self._drain(0)

@@ -1,0 +1,64 @@
+"""One worker of `benchmarks/faults.py`: a GPT that goes on from its newest checkpoint.
+
+Says ``step N LOSS`` after each step, and ``save N`` when it begins to save.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import jax
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+from flax import nnx
+from gpt import corpus
+from gpt.model import GPT, next_byte_loss
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import lioncub_jax as lc
+
+AXIS, BATCH, CONTEXT = "data", 12, 32
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--every", type=int, required=True, help="steps from save to save")
+    parser.add_argument("--checkpoint", type=Path, required=True)
+    args = parser.parse_args()
+    jax.distributed.initialize()
+    count = jax.device_count()
+    mesh = jax.make_mesh((count,), (AXIS,), axis_types=(AxisType.Auto,))
+    text = corpus.standard_library().train
+    model = GPT(layers=2, width=64, heads=2, context=CONTEXT, rngs=nnx.Rngs(0))
+    loss, params, model_state = lc.from_nnx(model, next_byte_loss)
+    tx = lc.owner_lion(1e-3, axis_name=AXIS)
+    state = lc.init_state(tx, params, mesh, axis_name=AXIS, model_state=model_state)
+    step = lc.make_train_step(loss, tx, mesh, axis_name=AXIS)
+    rows = NamedSharding(mesh, P(AXIS))
+    replicas = lc.faults.Replicas(mesh, axis_name=AXIS, every=args.every)
+    with lc.Checkpoints(args.checkpoint, axis_name=AXIS) as saved, lc.stop_on_sigterm() as stopping:
+        if saved.steps():
+            state = saved.restore(state).state
+        for t in range(int(state.step), args.steps):
+            batch = corpus.draw(text, BATCH, CONTEXT, (0, t))
+            batch = jax.make_array_from_callback(batch.shape, rows, lambda i, b=batch: b[i])
+            state, metrics = step(replicas(state), batch)
+            say(f"step {t + 1} {float(metrics['loss']):.6f}")
+            stop = stopping(t + 1)
+            if stop or (t + 1) % args.every == 0:
+                say(f"save {t + 1}")
+                saved.save(state, wait=stop)
+            if stop:
+                sys.exit(75)
+
+
+def say(line: str) -> None:
+    if jax.process_index() == 0:
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
