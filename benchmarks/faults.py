@@ -33,6 +33,7 @@ from study import store
 
 ROOT = Path(__file__).parents[1]
 ROWS = Path(__file__).parent / "results" / "faults.jsonl"
+DOCUMENT = ROOT / "docs" / "faults.md"
 WORKERS, STEPS, EVERY = 3, 120, 10
 WORKER = Path("benchmarks") / "harm" / "worker.py"
 
@@ -76,6 +77,8 @@ def main(argv: list[str] | None = None) -> None:
                 rows.append(row)
                 print(json.dumps(row), flush=True)
     show(rows, Console())
+    if args.report:
+        DOCUMENT.write_text(documented(DOCUMENT.read_text(), rows))
     report.finish({"benchmark": "faults", **keys(rows)}, None)
 
 
@@ -87,6 +90,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--runs", type=int, help="of each kind (20 where it is cheap)")
     parser.add_argument("--save", type=Path, default=ROWS, help="file of rows, read and added to")
     parser.add_argument("--again", action="store_true", help="run nothing: sum up the rows")
+    parser.add_argument("--report", action="store_true", help="write the table of docs/faults.md")
     args = parser.parse_args(argv)
     if args.again and not read(args.save):
         parser.error(f"--again sums up the rows of {args.save}, and there are none")
@@ -204,28 +208,44 @@ def whole(row: dict[str, Any], rows: list[dict[str, Any]]) -> bool:
     return same and row["exit_code"] == 0 and row["left"] == 0
 
 
-def show(rows: list[dict[str, Any]], console: Console) -> None:
-    table = Table(title=f"{WORKERS} workers, a save every {EVERY} steps")
-    for column in (
-        "fault",
-        "runs",
-        "as unbroken",
-        "seconds to the next step: median, most",
-        "steps done again: most",
-    ):
-        table.add_column(column, justify="left" if column == "fault" else "right")
+HEAD = [
+    "fault",
+    "runs",
+    "as unbroken",
+    "seconds to the next step: median",
+    "most",
+    "steps done again: most",
+]
+
+
+def lines_of(rows: list[dict[str, Any]]) -> list[list[str]]:
+    found = []
     for kind, fault in FAULTS.items():
         own = [row for row in rows if row["kind"] == kind]
-        waits = [
-            row["seconds_to_next_step"] for row in own if row["seconds_to_next_step"] is not None
-        ]
+        waits = [row["seconds_to_next_step"] for row in own]
+        waits = [float("inf") if x is None else x for x in waits] if fault.places else []
         again = [row["steps_again"] for row in own if row["steps_again"] is not None]
         if own:
-            table.add_row(
+            found.append([
                 fault.says, str(len(own)), str(sum(whole(row, rows) for row in own)),
-                f"{median(waits):.1f}, {max(waits):.1f}" if waits else "", str(max(again)) if again else "",
-            )  # fmt: skip
+                f"{median(waits):.1f}" if waits else "", f"{max(waits):.1f}" if waits else "",
+                str(max(again)) if again else "",
+            ])  # fmt: skip
+    return found
+
+
+def show(rows: list[dict[str, Any]], console: Console) -> None:
+    table = Table(title=f"{WORKERS} workers, a save every {EVERY} steps")
+    for column in HEAD:
+        table.add_column(column, justify="left" if column == "fault" else "right")
+    for line in lines_of(rows):
+        table.add_row(*line)
     console.print(table)
+
+
+def documented(document: str, rows: list[dict[str, Any]]) -> str:
+    """The document with the table of these rows."""
+    return report.written(document, "faults", report.markdown(HEAD, lines_of(rows)))
 
 
 def keys(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from study.plan import Study
 
 RESULTS = Path(__file__).parent / "results"
 ROWS = RESULTS / "liars.jsonl"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "faults.md"
 WORKERS = (8, 16, 32)
 
 
@@ -35,7 +36,9 @@ def main(argv: list[str] | None = None) -> None:
     rows = read(args.save)
     if not args.again:
         rows += run_all(args, {liars.key_of(row) for row in rows})
-    show(rows, Console())
+    show(rows, Console(width=130))
+    if args.report:
+        DOCUMENT.write_text(documented(DOCUMENT.read_text(), rows))
     report.finish({"benchmark": "liars", **keys(rows)}, None)
 
 
@@ -50,6 +53,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="processes, of one core each on a CPU")
     parser.add_argument("--save", type=Path, default=ROWS, help="file of rows, read and added to")
     parser.add_argument("--again", action="store_true", help="run nothing: sum up the rows")
+    parser.add_argument("--report", action="store_true", help="write the tables of docs/faults.md")
     args = parser.parse_args(argv)
     try:
         if args.jobs < 1:
@@ -100,35 +104,42 @@ def run_some(lies: list[Lie], folder: Path | None, size: str) -> list[dict[str, 
     return [_runner[0].run(lie) for lie in lies]
 
 
+def table_of(rows: list[dict[str, Any]], workers: int) -> tuple[list[str], list[list[str]]]:
+    """Head and lines: bits per byte behind the same method without liars."""
+    lines = []
+    clean = {"workers": workers, "attack": "nobody", "liars": 0, "missing": 0.0}
+    ends = [liars.ends(rows, base=base, **clean) for base in BASES]
+    lines.append(["nobody: bits per byte", *[f"{sum(x) / len(x):.3f}" if x else "" for x in ends]])
+    cases = [
+        (f"{count} {attack}", clean | {"attack": attack, "liars": count})
+        for attack in list(ATTACKS)[1:]
+        for count in liars.numbers_of_liars(workers)
+    ]
+    cases += [(f"{share:.0%} missing", clean | {"missing": share}) for share in liars.SHARES]
+    for what, lie in cases:
+        each = [liars.behind(rows, lie | {"base": base}) for base in BASES]
+        if any(x is not None for x in each):
+            lines.append([what, *["" if x is None else f"{x:+.3f}" for x in each]])
+    return ["liars", *BASES], lines
+
+
 def show(rows: list[dict[str, Any]], console: Console) -> None:
-    """Bits per byte behind the same method without liars."""
     for workers in sorted({row["workers"] for row in rows}):
+        head, lines = table_of(rows, workers)
         table = Table(title=f"{workers} workers: bits per byte behind the same without liars")
-        table.add_column("liars")
-        for base in BASES:
-            table.add_column(base, justify="right")
-        clean = [f"{end:.3f}" for base in BASES for end in first_end(rows, base, workers)]
-        table.add_row("nobody: bits per byte", *clean)
-        for attack in list(ATTACKS)[1:]:
-            for count in liars.numbers_of_liars(workers):
-                lie = {"workers": workers, "attack": attack, "liars": count, "missing": 0.0}
-                add(table, f"{count} {attack}", rows, lie)
-        for share in liars.SHARES:
-            lie = {"workers": workers, "attack": "nobody", "liars": 0, "missing": share}
-            add(table, f"{share:.0%} missing", rows, lie)
+        for column in head:
+            table.add_column(column, justify="left" if column == "liars" else "right")
+        for line in lines:
+            table.add_row(*line)
         console.print(table)
 
 
-def first_end(rows: list[dict[str, Any]], base: str, workers: int) -> list[float]:
-    clean = {"attack": "nobody", "liars": 0, "missing": 0.0}
-    ends = liars.ends(rows, base=base, workers=workers, **clean)
-    return [sum(ends) / len(ends)] if ends else [float("nan")]
-
-
-def add(table: Table, what: str, rows: list[dict[str, Any]], lie: dict[str, Any]) -> None:
-    each = [liars.behind(rows, lie | {"base": base}) for base in BASES]
-    if any(x is not None for x in each):
-        table.add_row(what, *["" if x is None else f"{x:+.3f}" for x in each])
+def documented(document: str, rows: list[dict[str, Any]]) -> str:
+    """The document with the tables of these rows."""
+    for workers in sorted({row["workers"] for row in rows}):
+        text = report.markdown(*table_of(rows, workers))
+        document = report.written(document, f"liars {workers}", text)
+    return document
 
 
 def keys(rows: list[dict[str, Any]]) -> dict[str, Any]:

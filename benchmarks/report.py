@@ -42,3 +42,22 @@ def provenance() -> dict[str, Any]:
         "device": jax.devices()[0].device_kind,
         "processor": platform.machine(),
     }
+
+
+def written(document: str, name: str, text: str) -> str:
+    """The document with this text between ``<!-- name -->`` and ``<!-- end -->``.
+
+    Raises:
+      ValueError: for a document without that place.
+    """
+    before, mark, rest = document.partition(f"<!-- {name} -->\n")
+    _, end, after = rest.partition("<!-- end -->")
+    if not mark or not end:
+        raise ValueError(f"there is no place <!-- {name} --> ... <!-- end --> for the table")
+    return f"{before}{mark}{text}{end}{after}"
+
+
+def markdown(head: list[str], lines: list[list[str]]) -> str:
+    """A table; all columns but the first are numbers."""
+    marks = ["---", *["---:"] * (len(head) - 1)]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in [head, marks, *lines])

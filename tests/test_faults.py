@@ -1,6 +1,7 @@
 """Workers that lie, replicas that go wrong, votes that are missing: what is found, healed and survived."""
 
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
-from lioncub_jax import faults, reference
+from lioncub_jax import elastic, faults, reference
 from lioncub_jax.reference import simulate
 
 WORKERS, STEPS, RATE = 8, 5, 2.0**-4
@@ -253,6 +254,40 @@ def test_a_key_is_healed(mesh_of):
         np.array_equal(copy, np.array([0, 7]))
         for copy in copies_of(jax.random.key_data(healed["rng"]))
     )
+
+
+PROCESS = """
+import warnings
+import jax, numpy as np
+jax.config.update("jax_num_cpu_devices", 2)
+jax.distributed.initialize()
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+import lioncub_jax as lc
+
+mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+whole = NamedSharding(mesh, P())
+parts = []
+for device in jax.local_devices():
+    part = np.arange(6, dtype=np.float32)
+    part[4] += device == mesh.devices[2]
+    parts.append(jax.device_put(part, device))
+x = jax.make_array_from_single_device_arrays((6,), whole, parts)
+replicas = lc.faults.Replicas(mesh, axis_name="data", every=1)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    healed = replicas({"x": x})["x"]
+held = [np.asarray(shard.data).tolist() for shard in healed.addressable_shards]
+print("found", [(d.leaf, d.worker) for d in replicas.found], held == [[0, 1, 2, 3, 4, 5]] * 2)
+"""
+
+
+def test_a_replica_in_another_process_is_healed(tmp_path):
+    """Both processes learn who was wrong, and the one that was has the others' copy."""
+    lines = []
+    outcome = elastic.keep([sys.executable, "-c", PROCESS], 2, strikes=1, write=lines.append)
+    assert outcome.exit_code == 0, lines
+    said = sorted(line for line in lines if "| found" in line)
+    assert said == [f"{i} | found [(\"['x']\", 2)] True" for i in range(2)]
 
 
 def test_without_a_majority_the_run_stops(mesh_of):

@@ -6,6 +6,7 @@ compiling takes longer than a run.
 
 import time
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import jax
@@ -69,23 +70,19 @@ def numbers_of_liars(workers: int) -> tuple[int, ...]:
     return 1, workers // 4, (workers - 1) // 2
 
 
-def planned(workers: tuple[int, ...], seeds: int = 3) -> list[Lie]:
-    """All runs: three seeds where something is claimed, one elsewhere."""
+def planned(workers: tuple[int, ...]) -> list[Lie]:
+    """All runs, the ones with 8 workers first: three seeds where something is claimed, one elsewhere."""
     found = []
-    for count in workers:
-        for base in BASES:
-            claimed = count == 8 and base in CLAIMED
-            each = range(seeds if claimed else 1)
-            cases = [("nobody", 0)]
-            for liars in numbers_of_liars(count):
-                some = ATTACKS if liars != count // 4 else ("flip",)
-                cases += [(attack, liars) for attack in some if attack != "nobody"]
-            found += [Lie(base, count, *case, 0.0, seed) for case in cases for seed in each]
-            if count == 8 and base in MISSED:
-                missing = [
-                    Lie(base, count, "nobody", 0, share, seed) for share in SHARES for seed in each
-                ]
-                found += missing
+    for count, base in product(workers, BASES):
+        cases = [("nobody", 0, 0.0)]
+        for liars in numbers_of_liars(count):
+            some = ATTACKS if liars != count // 4 else ("flip",)
+            cases += [(attack, liars, 0.0) for attack in some if attack != "nobody"]
+        if count == 8 and base in MISSED:
+            cases += [("nobody", 0, share) for share in SHARES]
+        for case in cases:
+            claimed = count == 8 and base in CLAIMED and case[0] in ("nobody", "flip")
+            found += [Lie(base, count, *case, seed) for seed in range(3 if claimed else 1)]
     return found
 
 
