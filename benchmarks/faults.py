@@ -186,14 +186,15 @@ def harmed(kind: str, number: int) -> dict[str, Any]:
             thread.join()
         events = run.events()
     pids = [pid for event in events if event["event"] == "started" for pid in event["pids"]]
-    after = [step for step in run.steps if done and step[0] > done[0]]
-    before_it = [step for step in run.steps if done and step[0] <= done[0]]
-    if fault.stopped:  # what was under way when it was stopped is said before
-        after = [step for step in after if step[0] > done[0] + fault.stopped]
+    # What was under way is still said: the next step is one of the next start, or after the stop.
+    starts = [event["time"] for event in events if event["event"] == "started"]
+    over = done[0] + fault.stopped if fault.stopped else (starts[1] if len(starts) > 1 else None)
+    after = [step for step in run.steps if over is not None and step[0] > over]
+    before_it = [step for step in run.steps if over is not None and step[0] <= over]
     return {
         "kind": kind, "run": number, "at": at, "part": round(part, 3), "places": places,
         "exit_code": code, "starts": sum(e["event"] == "started" for e in events),
-        "seconds_to_next_step": round(after[0][0] - done[0] - fault.stopped, 2) if after else None,
+        "seconds_to_next_step": round(after[0][0] - (done[0] + fault.stopped), 2) if after else None,
         "steps_again": before_it[-1][1] - after[0][1] + 1 if after else None,
         "loss": run.steps[-1][2] if run.steps else None, "last_step": run.steps[-1][1],
         "left": sum(os.path.exists(f"/proc/{pid}") for pid in pids), "seconds": round(seconds, 1),

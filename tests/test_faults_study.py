@@ -122,3 +122,39 @@ def test_rows_of_another_study_are_refused(module, tmp_path):
     path.write_text(json.dumps({"part": "main"}) + "\n")
     with pytest.raises(ValueError, match="line 1: no row of the study"):
         module.read(path)
+
+
+# --- What the page says
+
+
+DOCUMENT = ROOT / "docs" / "faults.md"
+
+
+@pytest.mark.parametrize("module", [LIARS, FAULTS])
+def test_the_tables_of_the_page_are_those_of_the_committed_rows(module):
+    rows, document = module.read(module.ROWS), DOCUMENT.read_text()
+    assert rows and module.documented(document, rows) == document, "run it with --again --report"
+
+
+def test_a_table_needs_a_place():
+    with pytest.raises(ValueError, match="there is no place <!-- faults -->"):
+        FAULTS.documented("# A page", [])
+
+
+def test_what_the_page_says_of_the_goals_is_so():
+    rows = LIARS.read(LIARS.ROWS)
+    flipped = {"base": "vote", "workers": 8, "attack": "flip", "liars": 3, "missing": 0.0}
+    clean = np.mean(liars.ends(rows, **flipped | {"attack": "nobody", "liars": 0}))
+    assert (
+        f"the vote ends {liars.behind(rows, flipped) / clean:.0%}".replace("%", " %")
+        in DOCUMENT.read_text()
+    )
+    # A loud liar ends means and the default owner, and is a flipper for votes.
+    loud = {"workers": 8, "attack": "times -1e6", "liars": 1, "missing": 0.0}
+    lost = {
+        base: liars.behind(rows, loud | {"base": base})
+        for base in ("mean", "owner", "vote", "owner, 1")
+    }
+    assert (
+        lost["mean"] > 100 and lost["owner"] > 100 and lost["vote"] < 0.2 and lost["owner, 1"] < 0.2
+    )
