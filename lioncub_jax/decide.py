@@ -224,6 +224,11 @@ def momentum_at_owner(
     Source: this library; ZeRO (arXiv 1910.02054) shards optimizer state in the same way. ``trim`` is the
     coordinate-wise trimmed mean of Yin et al. (arXiv 1803.01498).
     """
+    if isinstance(trim, jax.core.Tracer):
+        raise ValueError(
+            "trim is an array here, as optax.inject_hyperparams makes of numbers; it says what is "
+            'compiled: give inject_hyperparams(..., static_args=("trim", "axis_name"))'
+        )
     if isinstance(trim, bool) or not isinstance(trim, int) or trim < 0:
         raise ValueError(f"trim={trim!r}: the number of workers that may lie, 0 or more")
     if not isinstance(dominance, jax.core.Tracer) and not dominance >= 1:

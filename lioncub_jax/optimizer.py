@@ -179,7 +179,7 @@ def owner_lion(
     *,
     axis_name: AxisName | Workers | None,
     quantizer: Quantizer | None = None, wire: Wire | None = None,
-    dominance: float = 16.0, trim: int = 0,
+    dominance: float = 16.0, trim: int | None = None,
     group_axis: AxisName | None = None, bucket_size: int | None = None,
 ) -> Sending:  # fmt: skip
     """Lion with one momentum for all, each slice of it at one worker: no drift, no sync.
@@ -195,7 +195,8 @@ def owner_lion(
       mu_dtype: dtype of the one momentum; None for that of the parameters.
       quantizer: of gradients; ``error_feedback(midrise(3))`` by default; ``dense()`` for the exact mean.
       dominance: see ``momentum_at_owner``.
-      trim: workers that may lie; see ``momentum_at_owner``.
+      trim: workers that may lie; see ``momentum_at_owner``. None for 0: a number would be an array under
+        ``optax.inject_hyperparams``, whose ``static_args`` have to name it.
 
     Returns:
       A transform whose ``init`` and ``update`` must run where the workers' axis is bound.
@@ -218,7 +219,7 @@ def scale_by_owner_lion(
     *,
     axis_name: AxisName | Workers | None,
     quantizer: Quantizer | None = None, wire: Wire | None = None,
-    dominance: float = 16.0, trim: int = 0,
+    dominance: float = 16.0, trim: int | None = None,
     group_axis: AxisName | None = None, bucket_size: int | None = None,
 ) -> Sending:  # fmt: skip
     """The direction of `owner_lion` alone: stands where ``optax.scale_by_lion`` stood in a chain.
@@ -239,7 +240,8 @@ def scale_by_owner_lion(
 
     def owner(b1: Any, b2: Any, dominance: Any) -> decide.Owner:
         lion = optax.scale_by_lion(b1=b1, b2=b2, mu_dtype=mu_dtype)
-        built = decide.momentum_at_owner(lion, dominance=dominance, trim=trim)
+        left_out = 0 if trim is None else trim
+        built = decide.momentum_at_owner(lion, dominance=dominance, trim=left_out)
         return built._replace(numbers=(b1, b2, dominance), with_numbers=owner)
 
     return communicate(

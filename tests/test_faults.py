@@ -176,6 +176,12 @@ def test_a_trim_that_leaves_nobody_is_an_error(mesh_of):
         on_devices(tx, mesh_of(WORKERS))
 
 
+def test_a_trim_that_is_injected_is_an_error(mesh_of):
+    injected = optax.inject_hyperparams(lc.owner_lion, static_args=("axis_name",))
+    with pytest.raises(ValueError, match="trim is an array here, as optax"):
+        on_devices(injected(RATE, axis_name=AXIS, trim=2), mesh_of(WORKERS))
+
+
 # --- Replicas that go wrong
 
 

@@ -18,7 +18,7 @@ repository says what survives what."""
 
 EPILOG = """\
 The exit code is 0; that of the worker that failed, when there is no going on; or
-128 and the number of the signal that ended the run. SIGHUP asks the workers to
+128 and the number of the signal that ended the run. SIGUSR1 asks the workers to
 save and end (by SIGTERM), and starts all of them again.
 
 examples:

@@ -3,7 +3,7 @@
 A collective without one of its workers never ends, so when one dies the others are ended too, at once, and
 all start again: the command goes on from its newest checkpoint. That is seconds, because nobody waits for
 a heartbeat to be missed, and because what was compiled is kept. A place whose worker dies again and again
-is left out, down to a least number of workers; SIGHUP gives all places another chance.
+is left out, down to a least number of workers; SIGUSR1 gives all places another chance.
 
 This module and its function `keep` share a name: ``lioncub_jax.elastic.keep`` is the function.
 """
@@ -83,7 +83,7 @@ def keep(
 
     Workers find each other by ``jax.distributed.initialize()`` without arguments, as in the lab. The
     command must go on from where it was when it is started again, as ``train_gpt.py --checkpoint DIR
-    --resume`` does, with fewer workers too. SIGTERM and SIGINT are passed on and end the run; SIGHUP asks
+    --resume`` does, with fewer workers too. SIGTERM and SIGINT are passed on and end the run; SIGUSR1 asks
     the workers to end, by SIGTERM, and starts all places anew.
 
     Args:
@@ -180,7 +180,7 @@ class Run:
             stopped, first = self._watched(running)
             seconds = time.monotonic() - began
         self._drain(0)
-        if stopped == signal.SIGHUP:
+        if stopped == signal.SIGUSR1:
             self._places, self._failed = list(range(self._workers)), []
             self._log.event("all_again", f"all {self._workers} places again", start=self._starts)
             return None
@@ -208,7 +208,7 @@ class Run:
             self._log.event(
                 "left_out",
                 f"place {first.place} died {len(self._failed)} times in a row and is left out: "
-                f"{len(self._places)} workers go on; SIGHUP starts all again",
+                f"{len(self._places)} workers go on; SIGUSR1 starts all again",
                 place=first.place, places=self._places,
             )  # fmt: skip
             self._failed = []
@@ -287,7 +287,7 @@ class Run:
                     return stopped, None  # asked twice
                 stopped, until = news, time.monotonic() + STOP_SECONDS
                 for worker in running:
-                    worker.process.send_signal(signal.SIGTERM if news == signal.SIGHUP else news)
+                    worker.process.send_signal(signal.SIGTERM if news == signal.SIGUSR1 else news)
             elif news in running:  # and not of an earlier start
                 alive -= 1
                 if news.process.returncode and not stopped:
@@ -322,12 +322,12 @@ class Run:
 
 @contextlib.contextmanager
 def _signals() -> Iterator["queue.SimpleQueue[News]"]:
-    """A queue into which the numbers of SIGINT, SIGTERM and SIGHUP are put instead of obeyed."""
+    """A queue into which the numbers of SIGINT, SIGTERM and SIGUSR1 are put instead of obeyed."""
     told: queue.SimpleQueue[News] = queue.SimpleQueue()
     before = {}
     try:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
                 if signal.getsignal(number) is not signal.SIG_IGN:  # as by nohup
                     before[number] = signal.signal(number, lambda n, _: told.put(int(n)))
         yield told
