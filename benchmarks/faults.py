@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 
 import report
 from rich.console import Console
-from rich.table import Table
 from study import store
 
 ROOT = Path(__file__).parents[1]
@@ -76,7 +75,8 @@ def main(argv: list[str] | None = None) -> None:
                 store.append(args.save, [row])
                 rows.append(row)
                 print(json.dumps(row), flush=True)
-    show(rows, Console())
+    title = f"{WORKERS} workers, a save every {EVERY} steps"
+    Console().print(report.table(title, HEAD, lines_of(rows)))
     if args.report:
         DOCUMENT.write_text(documented(DOCUMENT.read_text(), rows))
     report.finish({"benchmark": "faults", **keys(rows)}, None)
@@ -111,16 +111,16 @@ class Followed:
 
     def __init__(self, folder: Path):
         self._events = folder / "events.jsonl"
-        command = [
-            sys.executable,
-            "-m",
-            "lioncub_jax",
-            "run",
-            "--workers",
-            str(WORKERS),
+        command = [sys.executable, "-m", "lioncub_jax", "run", "--workers", str(WORKERS)]
+        command += [
             "--events",
+            str(self._events),
+            "--",
+            sys.executable,
+            str(WORKER),
+            "--steps",
+            str(STEPS),
         ]
-        command += [str(self._events), "--", sys.executable, str(WORKER), "--steps", str(STEPS)]
         command += ["--every", str(EVERY), "--checkpoint", str(folder / "checkpoints")]
         flags = os.environ | {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
         self.process = subprocess.Popen(
@@ -132,14 +132,12 @@ class Followed:
             text=True,
         )
         self.steps: list[tuple[float, int, float]] = []
-        self.lines: list[str] = []
 
     def follow(self, after_step: Callable[[int], None]) -> int:
         """To its end; the exit code."""
         assert self.process.stdout
         with self.process.stdout as said:
             for line in said:
-                self.lines.append(line)
                 if line.startswith("0 | step "):
                     _, _, _, step, loss = line.split()
                     self.steps.append((time.time(), int(step), float(loss)))
@@ -193,7 +191,7 @@ def harmed(kind: str, number: int) -> dict[str, Any]:
     before_it = [step for step in run.steps if over is not None and step[0] <= over]
     return {
         "kind": kind, "run": number, "at": at, "part": round(part, 3), "places": places,
-        "exit_code": code, "starts": sum(e["event"] == "started" for e in events),
+        "exit_code": code, "starts": len(starts),
         "seconds_to_next_step": round(after[0][0] - (done[0] + fault.stopped), 2) if after else None,
         "steps_again": before_it[-1][1] - after[0][1] + 1 if after else None,
         "loss": run.steps[-1][2] if run.steps else None, "last_step": run.steps[-1][1],
@@ -235,15 +233,6 @@ def lines_of(rows: list[dict[str, Any]]) -> list[list[str]]:
     return found
 
 
-def show(rows: list[dict[str, Any]], console: Console) -> None:
-    table = Table(title=f"{WORKERS} workers, a save every {EVERY} steps")
-    for column in HEAD:
-        table.add_column(column, justify="left" if column == "fault" else "right")
-    for line in lines_of(rows):
-        table.add_row(*line)
-    console.print(table)
-
-
 def documented(document: str, rows: list[dict[str, Any]]) -> str:
     """The document with the table of these rows."""
     return report.written(document, "faults", report.markdown(HEAD, lines_of(rows)))
@@ -255,12 +244,11 @@ def keys(rows: list[dict[str, Any]]) -> dict[str, Any]:
     for kind in ("worker", "coordinator", "two"):
         own = [row for row in rows if row["kind"] == kind]
         if own and any(row["kind"] == "unbroken" for row in rows):
-            name = kind.replace(" ", "_")
-            found[f"{name}_survived"] = f"{sum(whole(row, rows) for row in own)} of {len(own)}"
-            found[f"{name}_seconds_most"] = max(
+            found[f"{kind}_survived"] = f"{sum(whole(row, rows) for row in own)} of {len(own)}"
+            found[f"{kind}_seconds_most"] = max(
                 row["seconds_to_next_step"] or float("inf") for row in own
             )
-            found[f"{name}_steps_again_most"] = max(row["steps_again"] or 0 for row in own)
+            found[f"{kind}_steps_again_most"] = max(row["steps_again"] or 0 for row in own)
     return found
 
 

@@ -20,7 +20,6 @@ from typing import Any
 
 import report
 from rich.console import Console
-from rich.table import Table
 from study import liars, store, tasks
 from study.liars import ATTACKS, BASES, Lie
 from study.plan import Study
@@ -125,13 +124,8 @@ def table_of(rows: list[dict[str, Any]], workers: int) -> tuple[list[str], list[
 
 def show(rows: list[dict[str, Any]], console: Console) -> None:
     for workers in sorted({row["workers"] for row in rows}):
-        head, lines = table_of(rows, workers)
-        table = Table(title=f"{workers} workers: bits per byte behind the same without liars")
-        for column in head:
-            table.add_column(column, justify="left" if column == "liars" else "right")
-        for line in lines:
-            table.add_row(*line)
-        console.print(table)
+        title = f"{workers} workers: bits per byte behind the same without liars"
+        console.print(report.table(title, *table_of(rows, workers)))
 
 
 def documented(document: str, rows: list[dict[str, Any]]) -> str:

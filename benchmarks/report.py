@@ -11,6 +11,7 @@ from typing import Any
 import flax
 import jax
 import optax
+from rich.table import Table
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
@@ -57,7 +58,17 @@ def written(document: str, name: str, text: str) -> str:
     return f"{before}{mark}{text}{end}{after}"
 
 
+def table(title: str, head: list[str], lines: list[list[str]]) -> Table:
+    """A table for a terminal; all columns but the first are numbers."""
+    found = Table(title=title)
+    for n, column in enumerate(head):
+        found.add_column(column, justify="right" if n else "left")
+    for line in lines:
+        found.add_row(*line)
+    return found
+
+
 def markdown(head: list[str], lines: list[list[str]]) -> str:
-    """A table; all columns but the first are numbers."""
+    """The same for a document."""
     marks = ["---", *["---:"] * (len(head) - 1)]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in [head, marks, *lines])

@@ -1,9 +1,8 @@
 """The command line: ``lioncub plan | bytes | lab | run``.
 
 A command ends with 0, or with 2 and a line that says what was given, what is allowed and what to
-do; ``lab`` and ``run`` end with the exit
-code of the command that they ran. Ctrl-C ends with 130, and a reader that
-closed the pipe with 141, as it would end a program in C.
+do; ``lab`` and ``run`` end with the exit code of the command that they ran. Ctrl-C ends with 130, and
+a reader that closed the pipe with 141, as it would end a program in C.
 """
 
 import argparse
