@@ -33,7 +33,7 @@ from study import store
 ROOT = Path(__file__).parents[1]
 ROWS = Path(__file__).parent / "results" / "faults.jsonl"
 DOCUMENT = ROOT / "docs" / "faults.md"
-WORKERS, STEPS, EVERY = 3, 120, 10
+WORKERS, STEPS, EVERY, SNAPSHOTS = 3, 120, 20, 5
 WORKER = Path("benchmarks") / "harm" / "worker.py"
 
 
@@ -121,7 +121,14 @@ class Followed:
             "--steps",
             str(STEPS),
         ]
-        command += ["--every", str(EVERY), "--checkpoint", str(folder / "checkpoints")]
+        command += [
+            "--snapshots",
+            str(SNAPSHOTS),
+            "--every",
+            str(EVERY),
+            "--checkpoint",
+            str(folder / "checkpoints"),
+        ]
         flags = os.environ | {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
         self.process = subprocess.Popen(
             command,
@@ -196,7 +203,7 @@ def harmed(kind: str, number: int) -> dict[str, Any]:
         "steps_again": before_it[-1][1] - after[0][1] + 1 if after else None,
         "loss": run.steps[-1][2] if run.steps else None, "last_step": run.steps[-1][1],
         "left": sum(os.path.exists(f"/proc/{pid}") for pid in pids), "seconds": round(seconds, 1),
-        "workers": WORKERS, "steps": STEPS, "every": EVERY,
+        "workers": WORKERS, "steps": STEPS, "every": EVERY, "snapshots": SNAPSHOTS,
     }  # fmt: skip
 
 

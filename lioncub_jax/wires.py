@@ -738,6 +738,12 @@ def from_one(words: jax.Array, source: jax.Array, axis: AxisName) -> jax.Array:
     return lax.psum(jnp.where(source, words, 0), axis)
 
 
+def from_worker_before(x: jax.Array, axis: AxisName, by: int) -> jax.Array:
+    """What the worker so many places before this one holds, in a ring; one message."""
+    count = workers_on(axis)
+    return lax.ppermute(x, axis, [(i, (i + by) % count) for i in range(count)])
+
+
 def worker_index(axis: AxisName | None) -> jax.Array:
     """``int32[]``: which worker this is; varies over ``axis``."""
     return lax.axis_index(axis) if names(axis) else jnp.zeros((), jnp.int32)

@@ -1,4 +1,4 @@
-"""One worker of `benchmarks/faults.py`: a GPT that goes on from its newest checkpoint.
+"""One worker of `benchmarks/faults.py`: a GPT that goes on from its newest snapshot or checkpoint.
 
 Says ``step N LOSS`` after each step, and ``save N`` when it begins to save.
 """
@@ -26,33 +26,53 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--every", type=int, required=True, help="steps from save to save")
+    parser.add_argument(
+        "--snapshots", type=int, required=True, help="steps from snapshot to snapshot"
+    )
     parser.add_argument("--checkpoint", type=Path, required=True)
     args = parser.parse_args()
     jax.distributed.initialize()
-    count = jax.device_count()
-    mesh = jax.make_mesh((count,), (AXIS,), axis_types=(AxisType.Auto,))
+    memory = lc.elastic.memory()
+    assert memory, "started by lioncub run"
+    workers = lc.Workers(
+        jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,)), AXIS
+    )
     text = corpus.standard_library().train
-    model = GPT(layers=2, width=64, heads=2, context=CONTEXT, rngs=nnx.Rngs(0))
-    loss, params, model_state = lc.from_nnx(model, next_byte_loss)
-    tx = lc.owner_lion(1e-3, axis_name=AXIS)
-    state = lc.init_state(tx, params, mesh, axis_name=AXIS, model_state=model_state)
-    step = lc.make_train_step(loss, tx, mesh, axis_name=AXIS)
-    rows = NamedSharding(mesh, P(AXIS))
-    replicas = lc.faults.Replicas(mesh, axis_name=AXIS, every=args.every)
-    with lc.Checkpoints(args.checkpoint, axis_name=AXIS) as saved, lc.stop_on_sigterm() as stopping:
-        if saved.steps():
-            state = saved.restore(state).state
+    tx = lc.owner_lion(1e-3, axis_name=workers)
+    with (
+        lc.Checkpoints(args.checkpoint, axis_name=workers) as saved,
+        lc.Snapshots(saved, memory / "snapshots", every=args.snapshots) as snapshots,
+        lc.stop_on_sigterm() as stopping,
+    ):
+        again = bool(snapshots.steps())
+        # What is read need not be made first.
+        loss, params, model_state = lc.from_nnx(
+            nnx.eval_shape(model) if again else model(), next_byte_loss
+        )
+        if again:
+            like = lc.training.abstract_state(tx, params, workers, model_state=model_state)
+            state = snapshots.restore(like).state
+        else:
+            state = lc.init_state(tx, params, workers, model_state=model_state)
+        step = lc.make_train_step(loss, tx, workers, programs=memory / "programs")
+        replicas = lc.faults.Replicas(workers, every=args.every)
+        rows = NamedSharding(workers.mesh, P(AXIS))
         for t in range(int(state.step), args.steps):
             batch = corpus.draw(text, BATCH, CONTEXT, (0, t))
             batch = jax.make_array_from_callback(batch.shape, rows, lambda i, b=batch: b[i])
             state, metrics = step(replicas(state), batch)
             say(f"step {t + 1} {float(metrics['loss']):.6f}")
+            snapshots(state)
             stop = stopping(t + 1)
             if stop or (t + 1) % args.every == 0:
                 say(f"save {t + 1}")
                 saved.save(state, wait=stop)
             if stop:
                 sys.exit(75)
+
+
+def model() -> GPT:
+    return GPT(layers=2, width=64, heads=2, context=CONTEXT, rngs=nnx.Rngs(0))
 
 
 def say(line: str) -> None:

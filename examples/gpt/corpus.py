@@ -27,10 +27,10 @@ def standard_library() -> Corpus:
 def standard_library_files() -> dict[str, bytes]:
     root = Path(sysconfig.get_path("stdlib"))
     files = {}
-    for path in root.rglob("*.py"):
-        name = path.relative_to(root)
-        if not NOT_SOURCES & set(name.parts):
-            files[name.as_posix()] = path.read_bytes()
+    for folder, inner, names in os.walk(root):
+        inner[:] = set(inner) - NOT_SOURCES  # what is not entered is not read
+        for path in (Path(folder, name) for name in names if name.endswith(".py")):
+            files[path.relative_to(root).as_posix()] = path.read_bytes()
     if len(files) < 10:
         raise ValueError(f"{root} has no sources of the standard library: give --text FILE...")
     return files

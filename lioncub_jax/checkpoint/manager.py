@@ -11,7 +11,6 @@ about a checkpoint: such errors are raised as they are, and the checkpoint stays
 import asyncio
 import atexit
 import contextlib
-import functools
 import hashlib
 import json
 import os
@@ -24,18 +23,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp  # type: ignore[import-untyped]
-from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from lioncub_jax import checks
-from lioncub_jax.checkpoint import reshard, states
+from lioncub_jax.checkpoint import placing, reshard, states
+from lioncub_jax.checkpoint.processes import any_process, together
 from lioncub_jax.checkpoint.reshard import Layout
 from lioncub_jax.mesh.placement import Workers
-from lioncub_jax.mesh.sums import checksums, untyped
+from lioncub_jax.mesh.sums import checksums
 from lioncub_jax.wires import AxisName
 
 FORMAT = 2  # 1: version 0.1, rows of 64
@@ -144,7 +139,7 @@ class Checkpoints:
           TypeError: if ``state`` has no step or holds what is no array, or JSON cannot hold ``data``.
         """
         self._check_open("save")
-        state, workers = self._on_mesh("save(state)", state)
+        state, workers = self.on_mesh("save(state)", state)
         step = states.step_of(state, step)
         self._set_refused_aside()
         if step in self.steps():
@@ -153,11 +148,11 @@ class Checkpoints:
                 "again from an earlier step a folder of its own"
             )
         layout = reshard.layout_of(state, workers)
-        arrays, keys = _words(state)
+        arrays, keys = placing.words(state)
         sums, apart = checksums(arrays)
         states.check_one_value(state, apart, workers)
         about = _sealed(
-            {"layout": layout.as_json(), "keys": keys, "sums": sums, "data": _as_json(data)}
+            {"layout": layout.as_json(), "keys": keys, "sums": sums, "data": as_json(data)}
         )
         args = ocp.args.Composite(
             arrays=ocp.args.StandardSave(arrays), about=ocp.args.JsonSave(about)
@@ -201,10 +196,9 @@ class Checkpoints:
           See `Checkpoints`.
         """
         self._check_open("restore")
-        if workers not in RULES:
-            raise ValueError(f"workers={workers!r}: give one of {', '.join(map(repr, RULES))}")
+        check_rule(workers)
         wanted: Any = jax.tree.structure(like)
-        like, present = self._on_mesh("restore(like)", like)
+        like, present = self.on_mesh("restore(like)", like)
         target = reshard.layout_of(like, present)
         steps = self.steps()
         if step is not None and step not in steps:
@@ -253,7 +247,8 @@ class Checkpoints:
     def _name(self, step: int) -> str:
         return f"checkpoint {self.directory / str(step)}"
 
-    def _on_mesh(self, call: str, state: Any) -> tuple[Any, Workers]:
+    def on_mesh(self, call: str, state: Any) -> tuple[Any, Workers]:
+        """The state with all its arrays on its mesh, and the workers of these checkpoints on it."""
         state, mesh = states.on_one_mesh(call, state)
         return state, Workers(mesh, *self._axes)
 
@@ -269,7 +264,7 @@ class Checkpoints:
                 others = len(list(self.directory.glob(f"{step}.damaged*")))
                 folder.rename(f"{folder}.damaged{f'-{others + 1}' if others else ''}")
 
-        _together(f"a damaged checkpoint in {self.directory} cannot be renamed", rename)
+        together(f"a damaged checkpoint in {self.directory} cannot be renamed", rename)
         self._refused.clear()
         self._manager.reload()
 
@@ -294,10 +289,10 @@ class Checkpoints:
         about = self._about(step)
         saved = Layout.from_json(about["layout"])
         reshard.check_same_model(self._name(step), saved, target)
-        places = _places(saved, target, like, about["keys"])
+        places = placing.places(saved, target, like, about["keys"])
         arrays = self._arrays(step, places, about["sums"])
         keep = workers == "keep"
-        state = _placed(saved, target, like, arrays, about["keys"], keep)
+        state = placing.placed(saved, target, like, arrays, about["keys"], keep)
         return Restored(state, about["data"], step)
 
     def _about(self, step: int) -> dict[str, Any]:
@@ -306,7 +301,7 @@ class Checkpoints:
             step, "its description", lambda: ocp.JsonCheckpointHandler().restore(folder)
         )
         whole = isinstance(about, dict) and _sealed(about.get("body")) == about
-        if _any_process(not whole):
+        if any_process(not whole):
             version = about.get("format") if isinstance(about, dict) else None
             if isinstance(version, int) and version != FORMAT:
                 raise ValueError(f"{self._name(step)} has format {version}{_of_format(version)}")
@@ -346,11 +341,17 @@ class Checkpoints:
                     raise
                 damage = _first_line(problem)
 
-        _together(f"{name} was not read, and nothing is known of its state", careful)
-        if _any_process(bool(damage)):
+        together(f"{name} was not read, and nothing is known of its state", careful)
+        if any_process(bool(damage)):
             why = damage or "another process says why"
             raise Damaged(f"{name} is damaged: {what} cannot be read ({why})")
         return found
+
+
+def check_rule(workers: str) -> None:
+    """Raises ``ValueError`` unless it says what workers get where their number changes."""
+    if workers not in RULES:
+        raise ValueError(f"workers={workers!r}: give one of {', '.join(map(repr, RULES))}")
 
 
 def _axes_of(
@@ -386,24 +387,6 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 # --- What fails in a process, and what is damage
-
-
-def _any_process(flag: bool) -> bool:
-    """Whether it is so in any process; all must ask."""
-    if jax.process_count() == 1:
-        return flag
-    return bool(np.any(multihost_utils.process_allgather(np.array(flag))))
-
-
-def _together(sentence: str, act: Callable[[], None]) -> None:
-    """Acts in every process; where one fails all raise: it its own error, the others a sentence."""
-    try:
-        act()
-    except Exception:
-        _any_process(True)
-        raise
-    if _any_process(False):
-        raise RuntimeError(f"{sentence}: another process failed, and its error says why")
 
 
 # Of a checkpoint's bytes tensorstore says these; anything else (UNKNOWN for EIO, PERMISSION_DENIED,
@@ -477,95 +460,11 @@ def _of_format(version: int) -> str:
     )
 
 
-# --- Arrays and their checksums
-
-
-def _words(state: Any) -> tuple[dict[str, jax.Array], dict[str, Any]]:
-    """Arrays with elements, by path, random keys as words; of keys the generator and how many words."""
-    arrays, keys = {}, {}
-    for path, x in reshard.paths_of(state).items():
-        words = _key_words(x) if _is_key(x) else x
-        if _is_key(x):
-            keys[path] = [str(jax.random.key_impl(x)), words.shape[-1]]
-        if x.size:
-            arrays[path] = words
-    return arrays, keys
-
-
-def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-_key_words = jax.jit(jax.random.key_data)
-
-
-# --- Where arrays are read to, and what is made of them
-
-
-def _places(saved: Layout, target: Layout, like: Any, keys: dict[str, Any]) -> dict[str, Any]:
-    """Where each array of a checkpoint is read to: where it is wanted, or spread over all devices."""
-    wanted = reshard.paths_of(like)
-    direct = set(target.arrays) - set(reshard.moved(saved, target))
-    mesh = untyped(next(iter(wanted.values())).sharding.mesh)
-    out = {}
-    for path, x in saved.arrays.items():
-        if 0 in x.shape:
-            continue
-        shape = (*x.shape, keys[path][1]) if path in keys else x.shape
-        dtype = jnp.uint32 if path in keys else jnp.dtype(x.dtype)
-        spec = wanted[path].sharding.spec if path in direct else _spread(x.shape, mesh)
-        out[path] = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
-    return out
-
-
-def _spread(shape: tuple[int, ...], mesh: Mesh) -> P:
-    """Cuts an array over as many axes of a mesh as will divide it."""
-    left = list(shape)
-    cuts: list[tuple[str, ...]] = [()] * len(shape)
-    for axis, size in mesh.shape.items():
-        fitting = [d for d, n in enumerate(left) if n % size == 0]
-        if fitting:
-            d = max(fitting, key=lambda d: left[d])
-            left[d] //= size
-            cuts[d] = (*cuts[d], axis)
-    return P(*[axes or None for axes in cuts])
-
-
-def _placed(
-    saved: Layout,
-    target: Layout,
-    like: Any,
-    arrays: dict[str, Any],
-    keys: dict[str, Any],
-    keep: bool,
-) -> Any:
-    """The state wanted, of the arrays of a checkpoint, each read to its place."""
-    wanted = reshard.paths_of(like)
-    mesh = untyped(next(iter(wanted.values())).sharding.mesh)
-    moved = reshard.moved(saved, target)
-    empty = {path: x for path, x in wanted.items() if 0 in x.shape}
-    made = {path: NamedSharding(mesh, wanted[path].sharding.spec) for path in [*moved, *empty]}
-
-    def make(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        new = reshard.converted(saved, target, arrays, keys, keep) if moved else {}
-        return new | {path: jnp.zeros(x.shape, x.dtype) for path, x in empty.items()}
-
-    found = arrays | jax.jit(make, out_shardings=made)(arrays if moved else {})
-    leaves = [_leaf(found[path], x.sharding, keys.get(path)) for path, x in wanted.items()]
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)
-
-
-def _leaf(x: jax.Array, sharding: Any, key: Any) -> jax.Array:
-    if key is None:
-        return jax.device_put(x, sharding)
-    wrap = functools.partial(jax.random.wrap_key_data, impl=key[0])
-    return jax.jit(wrap, out_shardings=sharding)(jax.device_put(x, sharding))
-
-
 # --- Descriptions
 
 
-def _as_json(data: Any) -> Any:
+def as_json(data: Any) -> Any:
+    """As JSON gives it back; raises ``TypeError`` for what it cannot hold."""
     try:
         return json.loads(json.dumps(data))
     except (TypeError, ValueError) as error:
@@ -620,7 +519,7 @@ def stop_on_sigterm(every: int = 10) -> Iterator[Callable[[int], bool]]:
     agreed: list[int] = []
 
     def stopping(step: int) -> bool:
-        if not agreed and step % every == 0 and _any_process(bool(asked)):
+        if not agreed and step % every == 0 and any_process(bool(asked)):
             agreed.append(step)
         return bool(agreed) or (jax.process_count() == 1 and bool(asked))
 

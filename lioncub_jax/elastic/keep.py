@@ -31,7 +31,7 @@ ORPHANS_SECONDS = (
     1.0  # for what a worker started in a session of its own, and still holds its output
 )
 LAST_LINES = 15  # of output, shown when there is no going on
-GAVE_UP = 1
+MEMORY = "LIONCUB_MEMORY"
 
 
 class Outcome(NamedTuple):
@@ -111,10 +111,8 @@ def keep(
     with contextlib.ExitStack() as stack:
         told = stack.enter_context(_signals())
         log = Log(stack, events, write)
-        compiled = stack.enter_context(tempfile.TemporaryDirectory(prefix="lioncub-"))
-        return Run(
-            list(command), workers, least, strikes, settled, compiled, told, log
-        ).to_its_end()
+        kept = stack.enter_context(_memory())
+        return Run(list(command), workers, least, strikes, settled, kept, told, log).to_its_end()
 
 
 def _check(command: Sequence[str], workers: int, least: int, strikes: int, settled: float) -> None:
@@ -153,10 +151,10 @@ class Run:
 
     def __init__(
         self, command: list[str], workers: int, least: int, strikes: int, settled: float,
-        compiled: str, told: "queue.SimpleQueue[News]", log: Log,
+        kept: str, told: "queue.SimpleQueue[News]", log: Log,
     ):  # fmt: skip
         self._command, self._workers, self._least = command, workers, least
-        self._strikes, self._settled, self._compiled = strikes, settled, compiled
+        self._strikes, self._settled, self._kept = strikes, settled, kept
         self._told, self._log = told, log
         self._places = list(range(workers))
         self._starts = 0
@@ -257,7 +255,12 @@ class Run:
                     worker.process.stdout.close()
 
     def _environment(self, index: int, port: int) -> dict[str, str]:
-        kept = {"JAX_COMPILATION_CACHE_DIR": self._compiled}  # unless the user has one
+        # Unless the user has set them. JAX leaves out what compiles fast, and there are many of these.
+        kept = {
+            MEMORY: self._kept,
+            "JAX_COMPILATION_CACHE_DIR": f"{self._kept}/jax",
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        }
         own = wiring(["127.0.0.1"] * len(self._places), index, port, interface="lo")
         return kept | dict(os.environ) | own | {"LIONCUB_START": str(self._starts)}
 
@@ -318,6 +321,36 @@ class Run:
             pass
         if news is not None:
             self._told.put(news)  # a signal is for the next start
+
+
+def memory() -> Path | None:
+    """A folder in this machine's memory that stays from start to start of a run and ends with it.
+
+    For ``Snapshots`` and ``make_train_step(programs=)``. `keep` and ``lioncub run`` make it; under another
+    launcher set ``LIONCUB_MEMORY`` to a folder of the run's own, such as ``/dev/shm/$SLURM_JOB_ID``.
+
+    Returns:
+      The folder, or None where there is none.
+
+    Raises:
+      ValueError: for an empty ``LIONCUB_MEMORY``.
+
+    Example:
+      >>> from lioncub_jax import elastic
+      >>> elastic.memory() is None
+      True
+
+    Source: this library.
+    """
+    folder = os.environ.get(MEMORY)
+    if folder == "":
+        raise ValueError(f"{MEMORY} is set and empty: give a folder, or unset it")
+    return None if folder is None else Path(folder)
+
+
+def _memory() -> "tempfile.TemporaryDirectory[str]":
+    in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # Linux has it
+    return tempfile.TemporaryDirectory(prefix="lioncub-", dir=in_memory)
 
 
 @contextlib.contextmanager

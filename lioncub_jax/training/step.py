@@ -8,6 +8,7 @@ parameters are.
 """
 
 import math
+import os
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -40,6 +41,7 @@ from lioncub_jax.training.local import (
     of_each,
 )
 from lioncub_jax.training.modules import StatefulLoss
+from lioncub_jax.training.programs import Programs
 from lioncub_jax.training.typed import agreed, check_agreed, specs_here, state_specs
 from lioncub_jax.wires import AxisName
 
@@ -274,6 +276,7 @@ class TrainStep:
         donate: bool = True,
         options: dict[str, Any] | None = None,
         local_steps: int = 1,
+        programs: str | os.PathLike[str] | None = None,
     ):
         def traced(state: TrainState, batch: Any, cut: Any) -> Any:
             self.traces += 1
@@ -284,6 +287,7 @@ class TrainStep:
         self._jitted = jax.jit(
             traced, donate_argnums=donated, static_argnums=2, compiler_options=options
         )
+        self._programs = programs and Programs(self._jitted, workers.mesh, options, programs)
         self._sharding = NamedSharding(workers.mesh, batch_spec)
         pieces = parts(batch_spec, workers.mesh)
         self._divisor = pieces * local_steps * accumulate
@@ -301,7 +305,11 @@ class TrainStep:
           ValueError: for a batch that does not divide, or a state that an earlier step was given.
         """
         _check_alive(state)
-        state, metrics = self._jitted(*self._arguments(state, batch))
+        state, batch, cut = self._arguments(state, batch)
+        if self._programs:
+            state, metrics = self._programs(state, batch, static=cut)
+        else:
+            state, metrics = self._jitted(state, batch, cut)
         # XLA's CPU collectives deadlock where dozens of steps are in flight; eight cost nothing.
         self._in_flight.append(metrics["loss"])
         if self._bounded and len(self._in_flight) == self._in_flight.maxlen:
@@ -355,6 +363,7 @@ def make_train_step(
     local: optax.GradientTransformation | None = None,
     donate: bool = True,
     compiler_options: dict[str, Any] | None = None,
+    programs: str | os.PathLike[str] | None = None,
 ) -> TrainStep:
     """Builds the jitted training step of workers on a mesh.
 
@@ -386,6 +395,9 @@ def make_train_step(
       donate: whether a step may write the new state over the old one, which then cannot be used again;
         False keeps old states, and needs memory for two.
       compiler_options: for XLA, as ``jax.jit`` takes them, such as those of `overlap_options`.
+      programs: a folder in which each process keeps its compiled steps, so that a run that is started
+        again on this machine compiles none; yours alone, for what is read from it is run. None: JAX's
+        compilation cache, which process 0 alone writes, and on CPUs finds again.
 
     Returns:
       ``step(state, batch) -> (state, metrics)``, a `TrainStep`. The batch is a tree of arrays whose first
@@ -401,9 +413,9 @@ def make_train_step(
     Raises:
       TypeError: for a mesh that is none, a loss that cannot be called, or a ``local`` that is no transform.
       ValueError: for a mesh without the axis, ``accumulate`` or ``local_steps`` below 1, ``local_steps``
-        without ``local``, or a ``local`` in which workers talk; when called, for a batch that
-        does not divide, a state that was given to an earlier step or is another optimizer's, or an
-        optimizer whose update differs between workers.
+        without ``local``, a ``local`` in which workers talk, or ``programs`` that are a file; when
+        called, for a batch that does not divide, a state that was given to an earlier step or is another
+        optimizer's, or an optimizer whose update differs between workers.
 
     Example:
       >>> import jax, jax.numpy as jnp, lioncub_jax as lc
@@ -458,7 +470,9 @@ def make_train_step(
         new = TrainState(state.step + 1, params, kept[0], opt_state, state.rng, kept[1])
         return new, gradients.joined(*metrics)
 
-    return TrainStep(step, workers, batch_spec, accumulate, donate, compiler_options, local_steps)
+    return TrainStep(
+        step, workers, batch_spec, accumulate, donate, compiler_options, local_steps, programs
+    )
 
 
 def _kept(state: TrainState, local: Any, workers: Workers, cut: Any) -> tuple[Any, Any]:
