@@ -45,13 +45,12 @@ watch.start()
 
 if TYPE_CHECKING:
     from lioncub_jax import baselines, checkpoint, elastic, faults, lab, planner, reference, traffic
-    from lioncub_jax.checkpoint import Checkpoints, Snapshots, stop_on_sigterm
+    from lioncub_jax.checkpoint import Checkpoints, stop_on_sigterm
 
     __version__: str
 
 __all__ = [
     "Checkpoints",
-    "Snapshots",
     "StatefulLoss",
     "TrainState",
     "TrainStep",
@@ -106,7 +105,7 @@ _NAMESPACES = {
     "reference",
     "traffic",
 }
-_FROM = {name: "checkpoint" for name in ("Checkpoints", "Snapshots", "stop_on_sigterm")}
+_FROM = {"Checkpoints": "checkpoint", "stop_on_sigterm": "checkpoint"}
 
 
 def __getattr__(name: str) -> Any:

@@ -198,14 +198,14 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def spawn(task, port, processes, index, folder, log):
+def spawn(task, port, processes, index, folder, log, program=__file__):
     root = Path(lc.__file__).parents[1]
     paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
     # What pytest's own process was told about devices is not for its children.
     told = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
     environment = {k: v for k, v in os.environ.items() if k not in told}
     return subprocess.Popen(
-        [sys.executable, __file__, task, *map(str, (port, processes, index, folder))],
+        [sys.executable, program, task, *map(str, (port, processes, index, folder))],
         env={**environment, "PYTHONPATH": os.pathsep.join(paths)},
         stdout=log,
         stderr=subprocess.STDOUT,
@@ -222,13 +222,13 @@ def until(done, children):
         time.sleep(0.02)
 
 
-def run_all(task, processes, folder, logs, act=lambda children: None):
+def run_all(task, processes, folder, logs, act=lambda children: None, program=__file__):
     """Runs processes to their end; what has not ended then is killed."""
     port, children = free_port(), []
     try:
         for i in range(processes):
             with (logs / f"{task}-{i}.log").open("w") as out:
-                children.append(spawn(task, port, processes, i, folder, out))
+                children.append(spawn(task, port, processes, i, folder, out, program))
         act(children)
         until(lambda: all(child.poll() is not None for child in children), children)
     finally:

@@ -41,7 +41,7 @@ def main() -> None:
     tx = lc.owner_lion(1e-3, axis_name=workers)
     with (
         lc.Checkpoints(args.checkpoint, axis_name=workers) as saved,
-        lc.Snapshots(saved, memory / "snapshots", every=args.snapshots) as snapshots,
+        lc.checkpoint.Snapshots(saved, memory / "snapshots", every=args.snapshots) as snapshots,
         lc.stop_on_sigterm() as stopping,
     ):
         again = bool(snapshots.steps())

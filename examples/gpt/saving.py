@@ -4,6 +4,7 @@ import argparse
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import lioncub_jax as lc
 from gpt.meshes import Layout
@@ -12,12 +13,26 @@ from gpt.training import Run
 Stops = Callable[[lc.TrainState, int, bool], bool]  # (state, step, is the last) -> stop now
 
 
+SNAPSHOT_EVERY = 5  # steps, under lioncub run
+
+
+class Saved(NamedTuple):
+    """What a run goes on from."""
+
+    checkpoints: lc.Checkpoints
+    snapshots: lc.checkpoint.Snapshots | None  # in memory, where lioncub run has given some
+
+    @property
+    def newest(self) -> lc.Checkpoints | lc.checkpoint.Snapshots:
+        return self.snapshots or self.checkpoints
+
+
 class Refused(ValueError):
     """Checkpoints that do not fit what was asked."""
 
 
 @contextlib.contextmanager
-def opened(args: argparse.Namespace, layout: Layout) -> Iterator[lc.Checkpoints | None]:
+def opened(args: argparse.Namespace, layout: Layout) -> Iterator[Saved | None]:
     """The checkpoints in ``--checkpoint``, or None; left when all of them are written."""
     if args.checkpoint is None:
         yield None
@@ -34,15 +49,23 @@ def opened(args: argparse.Namespace, layout: Layout) -> Iterator[lc.Checkpoints 
                 f"--checkpoint {args.checkpoint} has one of step {checkpoints.steps()[-1]}: go on from "
                 "there with --resume, or give another folder"
             )
-        yield checkpoints
+        memory = lc.elastic.memory()
+        if memory is None:
+            yield Saved(checkpoints, None)
+            return
+        buddies = 100 if layout.workers > 1 else 0
+        with lc.checkpoint.Snapshots(
+            checkpoints, memory / "snapshots", every=SNAPSHOT_EVERY, buddies=buddies
+        ) as snapshots:
+            yield Saved(checkpoints, snapshots)
 
 
-def resumed(run: Run, checkpoints: lc.Checkpoints | None, steps: int) -> Run:
-    """The run as its newest checkpoint left it, on the mesh of now; as it is, if there is none."""
-    if checkpoints is None or not checkpoints.steps():
+def resumed(run: Run, saved: Saved | None, steps: int) -> Run:
+    """The run as it was saved last, on the mesh of now; as it is, if it never was."""
+    if saved is None or not saved.newest.steps():
         return run
     try:
-        restored = checkpoints.restore(run.state)
+        restored = saved.newest.restore(run.state)
     except ValueError as error:
         raise Refused(f"--resume: {error}") from None
     if restored.step >= steps:
@@ -54,17 +77,19 @@ def resumed(run: Run, checkpoints: lc.Checkpoints | None, steps: int) -> Run:
 
 
 @contextlib.contextmanager
-def during(run: Run, checkpoints: lc.Checkpoints | None, every: int) -> Iterator[Stops]:
+def during(run: Run, saved: Saved | None, every: int) -> Iterator[Stops]:
     """Saves every so many steps; after SIGTERM at once, and then the run is to stop."""
-    if checkpoints is None:
+    if saved is None:
         yield lambda state, step, is_last: False
         return
     with lc.stop_on_sigterm() as stopping:
 
         def stops(state: lc.TrainState, step: int, is_last: bool) -> bool:
             stop = stopping(step)
+            if saved.snapshots:
+                saved.snapshots(state, {"seed": run.seed})
             if stop or is_last or step % every == 0:
-                checkpoints.save(state, {"seed": run.seed}, wait=stop)
+                saved.checkpoints.save(state, {"seed": run.seed}, wait=stop)
             return stop
 
         yield stops

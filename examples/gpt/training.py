@@ -71,10 +71,14 @@ def prepare(model: GPT, text: Corpus, tx: Any, layout: Layout, *, batch: int, se
         tx, params, layout.voters,
         specs=meshes.specs(params, mesh), model_state=model_state, rng=key,
     )  # fmt: skip
-    step = lc.make_train_step(loss, tx, layout.voters, batch_spec=layout.rows)
+    memory = lc.elastic.memory()  # of lioncub run
+    step = lc.make_train_step(
+        loss, tx, layout.voters, batch_spec=layout.rows,
+        programs=memory and memory / "programs",
+    )  # fmt: skip
     rows = batch * layout.workers
     windows = validation_windows(text, model.context, rows)
-    compiled = step.lower(state, jax.ShapeDtypeStruct(windows.shape[1:], windows.dtype)).compile()
+    compiled = step.compile(state, jax.ShapeDtypeStruct(windows.shape[1:], windows.dtype))
     found = lc.traffic.collectives(compiled, mesh)
     return Run(
         model, text, layout, state, compiled, found, sent_by_each(found, state.params, layout),

@@ -22,7 +22,7 @@ import numpy as np
 from lioncub_jax import checks, wires
 from lioncub_jax.checkpoint import placing, reshard, states, tiles
 from lioncub_jax.checkpoint.manager import Checkpoints, Restored, as_json, check_rule
-from lioncub_jax.checkpoint.processes import any_process, told
+from lioncub_jax.checkpoint.processes import told
 from lioncub_jax.checkpoint.reshard import Layout
 from lioncub_jax.layout import Holder
 from lioncub_jax.mesh.placement import Workers
@@ -87,7 +87,7 @@ class Snapshots:
     Example:
       >>> import lioncub_jax as lc
       >>> def trained(step, state, batches, saved, folder):
-      ...     with lc.Snapshots(saved, folder, every=10) as snapshots:
+      ...     with lc.checkpoint.Snapshots(saved, folder, every=10) as snapshots:
       ...         if snapshots.steps():
       ...             state = snapshots.restore(state).state
       ...         for batch in batches:
@@ -253,7 +253,7 @@ class Snapshots:
             places = x.sharding.devices_indices_map(x.shape)
             for shard in x.addressable_shards:
                 index = tiles.index_of(places[before[shard.device]], x.shape)
-                found[path, index] = np.array(shard.data)
+                found[path, index] = np.array(shard.data).view(jnp.bfloat16)
         return [tiles.Tile(*key, value) for key, value in found.items()]
 
 
@@ -266,7 +266,12 @@ def _check_folder(folder: Path) -> None:
 
 
 def _owned(arrays: dict[str, jax.Array], layout: Layout) -> dict[str, jax.Array]:
-    return {p: x for p, x in arrays.items() if layout.arrays[p].holder is Holder.OWNER}
+    """What only its owner has; the counts beside it everybody has."""
+
+    def is_slice(stored: reshard.Stored) -> bool:
+        return stored.holder is Holder.OWNER and stored.place is not None and stored.shape != ()
+
+    return {path: x for path, x in arrays.items() if is_slice(layout.arrays[path])}
 
 
 def _shift(workers: Workers) -> int:
@@ -312,8 +317,12 @@ def _sending(workers: Workers, owned: dict[str, jax.Array], shift: int) -> Any:
     specs = {path: x.sharding.spec for path, x in owned.items()}  # type: ignore[attr-defined]
 
     def send(owned: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        half = {path: x.astype(jnp.bfloat16) for path, x in owned.items()}
-        return {p: wires.from_worker_before(x, workers.axis_name, shift) for p, x in half.items()}
+        # As bits, which no compiler widens on the way.
+        def sent(x: jax.Array) -> jax.Array:
+            half = jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
+            return wires.from_worker_before(half, workers.axis_name, shift)
+
+        return {path: sent(x) for path, x in owned.items()}
 
     run = jax.shard_map(send, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False)
     return jax.jit(run)
@@ -400,11 +409,14 @@ class Found:
         """The description of a snapshot, told by the first process that sees it."""
         group, mine = self._group(step, start), None
         first = next(p for p, names in enumerate(group) if names)
+        name = min(group[first].values())
         if jax.process_index() == first:
-            found = self._file(min(group[first].values()))
+            found = self._file(name)
             mine = found and found[0]
         about: dict[str, Any] | None = told(mine)[first]
-        if about and about["run"] != self._run:
+        if about is None:
+            self._pass_over([name])
+        elif about["run"] != self._run:
             raise ValueError(
                 f"the snapshots in {self._folder} are of another run, whose checkpoints are in "
                 f"{about['run']} and not in {self._run}: give each run a folder of its own"
@@ -432,14 +444,18 @@ class Found:
             damaged += [] if found else [names[q]]
             for tile in found[1] if found else []:
                 held.setdefault(tile.path, {})[tile.at] = tile.value
-        if any_process(bool(damaged)):
-            which = ", ".join(map(str, damaged)) or "one of another process"
-            warnings.warn(
-                f"snapshot {which} in {self._folder} is damaged, and an older state is taken",
-                stacklevel=4,
-            )
+        everywhere = [Name(*name) for names in told(damaged) for name in names]
+        if everywhere:
+            self._pass_over(everywhere)
             return None
         return held
+
+    def _pass_over(self, names: list[Name]) -> None:
+        which = ", ".join(map(str, names))
+        warnings.warn(
+            f"snapshot {which} in {self._folder} is damaged, and an older state is taken",
+            stacklevel=5,
+        )
 
     def _from_buddies(
         self, start: int, saved: Layout, lost: Lost, having: Parts, held: Parts

@@ -138,7 +138,7 @@ def _all_have_theirs(place: jax.ShapeDtypeStruct, who: Mapping[Index, Collection
     for device, slices in sharding.devices_indices_map(place.shape).items():
         wanted = index_of(slices, place.shape)
         for index, processes in who.items():
-            if device.process_index not in processes and _overlap(index, wanted):
+            if device.process_index not in processes and _overlap(index, wanted) is not None:
                 return False
     return True
 
@@ -151,11 +151,13 @@ def _overlap(one: Index, other: Index) -> Index | None:
 def _region(tiles: Mapping[Index, np.ndarray], wanted: Index, dtype: Any) -> np.ndarray:
     if wanted in tiles:
         return tiles[wanted].astype(dtype)
-    region = np.empty(_shape(wanted), dtype)
+    region, found = np.empty(_shape(wanted), dtype), 0
     for index, value in tiles.items():
         both = _overlap(index, wanted)
         if both is not None:
             region[_within(both, wanted)] = value[_within(both, index)]
+            found += math.prod(_shape(both))
+    assert found == region.size, f"{wanted} is not covered by {sorted(tiles)}"
     return region
 
 
@@ -195,7 +197,8 @@ def _sent(
         left = np.setdiff1d(np.arange(place.shape[0]), lost)
         return whole.at[np.array(lost)].set(_filled(whole[left], lost, fill))
 
-    return jax.jit(assembled, out_shardings=sharding)(given)
+    # One after the other: a device may hold a whole array meanwhile, but never two.
+    return jax.jit(assembled, out_shardings=sharding)(given).block_until_ready()
 
 
 def _filled(left: jax.Array, lost: list[int], fill: str) -> jax.Array:

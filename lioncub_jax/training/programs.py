@@ -5,6 +5,7 @@ wrote: all the others compile at every start. Here each process keeps its own.
 """
 
 import hashlib
+import importlib.metadata
 import os
 import platform
 import tempfile
@@ -13,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jaxlib
+from jax import extend
 from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 
 DIGEST = 32  # bytes of a SHA-256, in front of what is kept
+PACKAGES = "jax", "jaxlib"
 FLAGS = "XLA_FLAGS", "LIBTPU_INIT_ARGS"
 
 
@@ -52,20 +54,21 @@ class Programs:
         leaves, tree = jax.tree.flatten(args)
         key = tree, static, tuple((x.shape, x.dtype, x.sharding) for x in leaves)
         if key not in self._ready:
-            self._ready[key] = self._program(self._jitted.lower(*args, static))
+            self._ready[key] = self.compiled(self._jitted.lower(*args, static))
         return self._ready[key](*args)
 
-    def _program(self, lowered: jax.stages.Lowered) -> Any:
+    def compiled(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        """The program, read or compiled and written."""
         path = self._folder / f"{self._name(lowered)}.program"
-        kept = path.read_bytes() if path.exists() else b""
-        if kept and hashlib.sha256(kept[DIGEST:]).digest() == kept[:DIGEST]:
+        kept = path.read_bytes() if path.exists() else None
+        if kept is not None and hashlib.sha256(kept[DIGEST:]).digest() == kept[:DIGEST]:
             return serialize_executable.deserialize_and_load(
                 kept[DIGEST:],
                 lowered.in_tree,
                 lowered.out_tree,
                 execution_devices=list(self._mesh.devices.flat),
             )
-        if kept:
+        if kept is not None:
             warnings.warn(f"{path} is not as it was written: compiled anew", stacklevel=4)
         compiled = lowered.compile()
         program, _, _ = serialize_executable.serialize(compiled)
@@ -75,9 +78,9 @@ class Programs:
 
     def _name(self, lowered: jax.stages.Lowered) -> str:
         devices = self._mesh.devices.flat
-        version = devices[0].client.platform_version
         made_of = [
-            lowered.as_text(), jax.__version__, jaxlib.__version__, version, platform.node(),
+            lowered.as_text(), *map(importlib.metadata.version, PACKAGES), platform.node(),
+            extend.backend.get_backend().platform_version,
             *(os.environ.get(flags, "") for flags in FLAGS), self._options, jax.process_index(),
             [(d.id, d.device_kind, d.process_index) for d in devices],
         ]  # fmt: skip

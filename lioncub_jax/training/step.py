@@ -320,6 +320,11 @@ class TrainStep:
         """As ``jax.jit(...).lower``: for reading the compiled program. Shapes will do."""
         return self._jitted.lower(*self._arguments(state, batch))
 
+    def compile(self, state: TrainState, batch: Any) -> jax.stages.Compiled:
+        """As ``lower(state, batch).compile()``, or read from the ``programs`` of `make_train_step`."""
+        lowered = self.lower(state, batch)
+        return self._programs.compiled(lowered) if self._programs else lowered.compile()
+
     def _arguments(self, state: TrainState, batch: Any) -> tuple[TrainState, Any, Any]:
         """The state, the batch on the mesh, and how the parameters lie, as something to compile for."""
         leaves, structure = jax.tree_util.tree_flatten_with_path(batch)

@@ -1,0 +1,122 @@
+"""Compiled steps that are kept in a folder from start to start."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+import lioncub_jax as lc
+
+
+def workers_of(count=4):
+    devices = jax.devices()[:count]
+    mesh = jax.make_mesh((count,), ("data",), devices=devices, axis_types=(AxisType.Auto,))
+    return lc.Workers(mesh, "data")
+
+
+def loss(params, batch, rng):
+    return jnp.mean((batch @ params["w"]) ** 2)
+
+
+def made(folder, rate=1e-3, count=4, **options):
+    """A step and a state."""
+    workers = workers_of(count)
+    tx = lc.lion_cub(rate, axis_name=workers)
+    state = lc.init_state(tx, {"w": jnp.ones((8, 3))}, workers)
+    return lc.make_train_step(loss, tx, workers, programs=folder, **options), state
+
+
+def batch(rows=8):
+    return np.random.default_rng(0).normal(size=(rows, 8)).astype(np.float32)
+
+
+def trained(step, state, rows=8, steps=3):
+    for _ in range(steps):
+        state, metrics = step(state, batch(rows))
+    return np.asarray(state.params["w"]), float(metrics["loss"])
+
+
+def programs(folder):
+    return {path: path.read_bytes() for path in folder.glob("*.program")}
+
+
+def test_a_later_start_reads_its_step_and_trains_the_same(tmp_path):
+    wanted = trained(*made(None))
+    first = trained(*made(tmp_path / "new" / "folder"))
+    kept = programs(tmp_path / "new" / "folder")
+    later = trained(*made(tmp_path / "new" / "folder"))
+    assert len(kept) == 1 and programs(tmp_path / "new" / "folder") == kept
+    for found in (first, later):
+        np.testing.assert_array_equal(found[0], wanted[0])
+        assert found[1] == wanted[1]
+
+
+def test_what_is_read_is_run(tmp_path):
+    """A program of another learning rate, put in place of the step's own, trains at that rate."""
+    slow = trained(*made(tmp_path / "slow", rate=1e-3))
+    fast = trained(*made(tmp_path / "fast", rate=1e-2))
+    (place,), (other,) = programs(tmp_path / "slow"), programs(tmp_path / "fast").values()
+    place.write_bytes(other)
+    np.testing.assert_array_equal(trained(*made(tmp_path / "slow", rate=1e-3))[0], fast[0])
+    assert (slow[0] != fast[0]).any()
+
+
+def test_other_shapes_devices_and_options_have_programs_of_their_own(tmp_path):
+    step, state = made(tmp_path)
+    trained(step, state)
+    trained(*made(tmp_path), rows=16)
+    assert len(programs(tmp_path)) == 2
+    trained(*made(tmp_path, count=2))
+    assert len(programs(tmp_path)) == 3
+    trained(*made(tmp_path, compiler_options={"xla_cpu_enable_fast_math": True}))
+    assert len(programs(tmp_path)) == 4
+    # One step with two shapes has both, and may go back.
+    step, state = made(tmp_path)
+    for rows in (8, 16, 8):
+        state, _ = step(state, batch(rows))
+    assert len(programs(tmp_path)) == 4 and step.traces == 2
+
+
+@pytest.mark.parametrize(
+    "harm", [lambda x: x[:-1], lambda x: b"", lambda x: x[:99] + b"?" + x[100:]]
+)
+def test_a_damaged_program_is_compiled_anew(tmp_path, harm):
+    wanted = trained(*made(tmp_path))
+    ((path, content),) = programs(tmp_path).items()
+    path.write_bytes(harm(content))
+    with pytest.warns(UserWarning, match=r"\.program is not as it was written: compiled anew"):
+        found = trained(*made(tmp_path))
+    np.testing.assert_array_equal(found[0], wanted[0])
+    path.write_bytes(programs(tmp_path)[path])
+    trained(*made(tmp_path))  # and was written again: no warning
+
+
+def test_a_state_is_donated_and_an_old_one_refused(tmp_path):
+    step, state = made(tmp_path)
+    step(state, batch())
+    assert state.params["w"].is_deleted()
+    with pytest.raises(ValueError, match="was given to an earlier step"):
+        step(state, batch())
+    step, state = made(tmp_path, donate=False)
+    step(state, batch())
+    assert not state.params["w"].is_deleted()
+
+
+def test_programs_that_are_a_file_are_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"programs='.*file' is a file: give a folder"):
+        made(tmp_path / "file")
+
+
+def test_a_compiled_step_is_kept_too_and_can_be_read(tmp_path):
+    step, state = made(tmp_path)
+    first = step.compile(state, batch())
+    again = made(tmp_path)[0].compile(state, jax.ShapeDtypeStruct((8, 8), jnp.float32))
+    assert len(programs(tmp_path)) == 1
+    mesh = workers_of().mesh
+    found = [
+        lc.traffic.collectives(x, mesh)
+        for x in (first, again, made(None)[0].compile(state, batch()))
+    ]
+    assert found[0] == found[1] == found[2] and found[0]
