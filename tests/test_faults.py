@@ -336,6 +336,72 @@ def test_a_run_whose_replica_is_healed_at_once_ends_as_an_unbroken_one(mesh_of, 
             )
 
 
+def test_a_run_that_goes_back_to_a_snapshot_ends_as_an_unbroken_one(mesh_of, tmp_path):
+    """With K steps between compares: the wrong votes since the last one are undone, not healed."""
+    mesh, tx, every = mesh_of(WORKERS), VOTE[0], 2
+    whole = on_devices(tx, mesh)
+    state = lc.init_state(tx, zeros(), mesh, axis_name=AXIS)
+    step = lc.make_train_step(pulled, tx, mesh, axis_name=AXIS)
+    replicas = faults.Replicas(mesh, axis_name=AXIS, every=every, heal=False)
+    given, flipped, done = list(batches()), False, []
+    with (
+        lc.Checkpoints(tmp_path / "disk", axis_name=AXIS) as saved,
+        lc.checkpoint.Snapshots(saved, tmp_path / "memory", every=every) as snapshots,
+    ):
+        snapshots.save(state)
+        while int(state.step) < len(given):
+            if int(state.step) == every + 1 and not flipped:
+                flipped = True
+                state = state._replace(
+                    params=state.params | {"row": damaged(state.params["row"], 6)}
+                )
+            state, _ = step(state, given[int(state.step)])
+            done.append(int(state.step))
+            try:
+                snapshots(replicas(state))
+            except faults.ReplicasDiffer as wrong:
+                found = str(wrong)
+                state = snapshots.restore(state).state
+    assert re.search(
+        r"a replica is wrong: \.params\['row'\] on worker 6 .* and heal=False.*state of before",
+        found,
+    )
+    assert done[: 2 * every + 1] == [1, 2, 3, 4, 3]  # at most K steps again
+    for got, want in zip(jax.tree.leaves(state), jax.tree.leaves(whole), strict=True):
+        if not jnp.issubdtype(got.dtype, jax.dtypes.prng_key):
+            np.testing.assert_array_equal(got, want)
+
+
+def test_a_bit_of_an_owners_momentum_changes_its_coordinate_alone_and_no_replica(mesh_of):
+    """All get the same reply, so nothing differs; and a sign bounds what it does."""
+    mesh, tx = mesh_of(WORKERS), lc.owner_lion(RATE, axis_name=AXIS)
+    state = lc.init_state(tx, zeros(), mesh, axis_name=AXIS)
+    step = lc.make_train_step(pulled, tx, mesh, axis_name=AXIS)
+    whole, given = on_devices(tx, mesh), list(batches())
+    replicas = faults.Replicas(mesh, axis_name=AXIS, every=1)
+    for t, batch in enumerate(given):
+        if t == 1:
+            path, mu = next(
+                (path, x)
+                for path, x in jax.tree_util.tree_leaves_with_path(state.opt_state)
+                if "owner" in jax.tree_util.keystr(path) and x.ndim > 1
+            )
+            bad = damaged(
+                mu, 0, flip=1 << 31
+            )  # the sign of the first coordinate of the first slice
+            leaves, tree = jax.tree_util.tree_flatten_with_path(state.opt_state)
+            leaves = [bad if where == path else x for where, x in leaves]
+            state = state._replace(opt_state=jax.tree.unflatten(tree, leaves))
+        state, _ = step(replicas(state), batch)
+    assert replicas.found == []
+    apart = 0
+    for name, x in state.params.items():
+        off = np.abs(np.asarray(x) - np.asarray(whole.params[name]))
+        assert off.max(initial=0) <= 2 * RATE * len(given) * (1 + 1e-3)
+        apart += int((off > 0).sum())
+    assert apart == 1
+
+
 def test_one_step_compiles_once_with_and_without_a_check(mesh_of):
     """What comes back lies as what went in, so that nothing is compiled anew."""
     mesh = mesh_of(4)
@@ -362,3 +428,8 @@ def test_one_step_compiles_once_with_and_without_a_check(mesh_of):
 def test_replicas_that_cannot_be_compared(mesh_of, make, said):
     with pytest.raises(ValueError, match=re.escape(said)):
         make(mesh_of)
+
+
+def test_to_heal_or_not_is_said_by_a_bool(mesh_of):
+    with pytest.raises(TypeError, match="heal='no': give True to go on, or False to stop"):
+        faults.Replicas(mesh_of(4), axis_name=AXIS, heal="no")

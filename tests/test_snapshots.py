@@ -219,7 +219,7 @@ def test_what_is_not_written_is_said(folders):
 def test_bad_input(folders):
     workers, one = workers_of(jax.devices()[:2]), workers_of(jax.devices()[:1])
     saved = Checkpoints(folders[0], axis_name=workers)
-    with pytest.raises(TypeError, match="checkpoints"):
+    with pytest.raises(TypeError, match="is a str: give the Checkpoints of the run"):
         Snapshots(str(folders[0]), folders[1])
     for every in (0, -1, 1.5, True):
         with pytest.raises(ValueError, match=f"every={every!r}: .*a number of steps, 1 or more"):

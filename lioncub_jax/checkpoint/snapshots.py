@@ -106,7 +106,11 @@ class Snapshots:
         every: int = 10,
         buddies: int = 100,
     ):
-        checks.check_kinds(checkpoints=(checkpoints, Checkpoints))
+        if not isinstance(checkpoints, Checkpoints):
+            raise TypeError(
+                f"checkpoints={checkpoints!r} is a {type(checkpoints).__name__}: give the Checkpoints of "
+                "the run"
+            )
         checks.check_count(f"every={every!r}", every, "a number of steps, 1 or more")
         if isinstance(buddies, bool) or not isinstance(buddies, int) or buddies < 0:
             raise ValueError(f"buddies={buddies!r}: give a number of steps, or 0 for no copies")

@@ -66,16 +66,20 @@ class Replicas:
       group_axis: beside a mesh, the axis of the devices of one worker, in two levels.
       every: compare at every K-th call. With 1 nothing wrong ever votes. One compare reads what a device
         holds once and sends two words a leaf.
+      heal: give who differs the majority's copy and go on, though what it voted for since the last compare
+        counted; False raises instead, so that the run goes back to a state of before and ends as if
+        nothing had been. Save then where a compare was, right after it.
 
     Attributes:
       found: every `Difference` so far, healed.
 
     Raises:
-      TypeError: for a mesh that is none.
+      TypeError: for a mesh that is none, or a ``heal`` that is no bool.
       ValueError: for ``every`` below 1, or a single replica.
       ValueError: when called, for a state that lies elsewhere.
-      ReplicasDiffer: when called, where copies differ and none has more than half of them: with two
-        workers always. Parameters after the last check are not to be trusted: go back to a checkpoint.
+      ReplicasDiffer: when called, where copies differ and none has more than half of them, with two
+        workers always; with ``heal=False`` where they differ at all. What was trained since the last check
+        is not to be trusted: go back to a checkpoint.
 
     Example:
       >>> import lioncub_jax as lc
@@ -95,14 +99,17 @@ class Replicas:
         axis_name: AxisName | None = None,
         group_axis: AxisName | None = None,
         every: int = 100,
+        heal: bool = True,
     ):
+        if not isinstance(heal, bool):
+            raise TypeError(f"heal={heal!r}: give True to go on, or False to stop")
         self._workers = workers_of(workers, axis_name, group_axis)
         checks.check_count(f"every={every!r}", every, "a number of steps, 1 or more")
         if self._workers.count == 1:
             raise ValueError(
                 "Replicas compares workers, and there is one: leave it out, or give a mesh of more"
             )
-        self._every, self._calls = every, 0
+        self._every, self._heal, self._calls = every, heal, 0
         self.found: list[Difference] = []
 
     def __call__(self, state: Any) -> Any:
@@ -123,7 +130,8 @@ class Replicas:
                 continue
             step = int(state.step) if hasattr(state, "step") else self._calls
             wrong, source = self._judged(path, copies, step)
-            healed[at[path]] = _like(_from(arrays[path], source, wrong), healed[at[path]])
+            if self._heal:
+                healed[at[path]] = _like(_from(arrays[path], source, wrong), healed[at[path]])
             self._report(path, copies.mesh, wrong, step)
         return jax.tree.unflatten(tree, healed)
 
@@ -170,6 +178,12 @@ class Replicas:
             self.found.append(
                 Difference(path, self._worker(int(device)), int(mesh.devices.flat[device].id), step)
             )
+            if not self._heal:
+                raise ReplicasDiffer(
+                    f"a replica is wrong: {self.found[-1]}, and heal=False. What was trained since the "
+                    f"last check, at most {self._every} calls ago, is not to be trusted: go back to a state of "
+                    "before"
+                )
             warnings.warn(
                 f"a replica was wrong and has the majority's copy now: {self.found[-1]}. One flipped "
                 "bit is an accident; if this device comes up again, take it out",
