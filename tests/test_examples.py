@@ -312,6 +312,25 @@ def test_launch_scripts_are_bash(name):
     subprocess.run(["bash", "-n", LAUNCH / name], check=True)
 
 
+@pytest.mark.parametrize(("deaths", "code", "starts"), [(0, 0, 1), (2, 0, 3), (9, 1, 3)])
+def test_slurm_starts_a_run_again_until_three_strikes(tmp_path, deaths, code, starts):
+    """By an srun that fails so often, and counts what it is asked to do."""
+    srun, said = tmp_path / "srun", tmp_path / "said"
+    srun.write_text(
+        f'#!/bin/bash\necho "$LIONCUB_MEMORY $*" >> {said}\n'
+        f"[[ $1 == --overlap ]] || (( $(grep -c train_gpt {said}) > {deaths} ))\n"
+    )
+    srun.chmod(0o755)
+    (tmp_path / "lioncub_jax").mkdir()
+    known = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path), "SLURM_JOB_ID": "7"}
+    assert (
+        subprocess.run(["bash", LAUNCH / "slurm.sbatch"], env=known, check=False).returncode == code
+    )
+    *runs, last = said.read_text().splitlines()
+    assert len(runs) == starts and all("--resume" in line for line in runs)
+    assert last == "/dev/shm/lioncub-7 --overlap rm -rf /dev/shm/lioncub-7"
+
+
 @pytest.mark.parametrize("path", sorted(LAUNCH.iterdir()), ids=lambda path: path.name)
 def test_launch_files_use_options_that_go_together(path):
     said = path.read_text().partition("train_gpt.py")[2].partition("/results")[0] + "/results"
@@ -333,6 +352,13 @@ def test_kubernetes_is_told_one_number_of_processes():
     assert f"--coordinator {name}-0.{service['metadata']['name']}:" in command
     assert f"--processes {spec['completions']} " in command
     assert spec["completions"] == spec["parallelism"]
+    memory = {x["name"]: x["value"] for x in container["env"]}["LIONCUB_MEMORY"]
+    mounted = {x["mountPath"]: x["name"] for x in container["volumeMounts"]}
+    kinds = {x["name"]: x for x in spec["template"]["spec"]["volumes"]}
+    assert kinds[mounted[str(Path(memory).parent)]]["emptyDir"] == {"medium": "Memory"}
+    assert spec["template"]["spec"]["restartPolicy"] == "OnFailure", (
+        "the pod, and its memory, stays"
+    )
 
 
 def test_files_are_split_by_their_names_alone():

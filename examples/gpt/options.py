@@ -166,6 +166,10 @@ def add_processes(group: argparse._ArgumentGroup) -> None:
         "--distributed", action="store_true",
         help="this is one process of several, and the cluster (Slurm, a TPU pod) knows the others",
     )  # fmt: skip
+    group.add_argument(
+        "--heartbeat", type=whole(1), default=100, metavar="SECONDS",
+        help="after so long without a sign of a process the others end (%(default)s)",
+    )  # fmt: skip
     group.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 can be reached")
     group.add_argument("--processes", type=whole(1), metavar="N", help="how many there are")
     group.add_argument("--process", type=whole(0), metavar="I", help="which this is, from 0")

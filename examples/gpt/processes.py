@@ -39,14 +39,19 @@ def start(args: argparse.Namespace, sizes: dict[str, int] | None) -> None:
     if not args.distributed:
         jax.config.update("jax_num_cpu_devices", devices // processes)
     if args.coordinator:
-        jax.distributed.initialize(args.coordinator, args.processes, args.process)
+        jax.distributed.initialize(
+            args.coordinator,
+            args.processes,
+            args.process,
+            heartbeat_timeout_seconds=args.heartbeat,
+        )
     elif args.distributed:
-        _ask_the_cluster()
+        _ask_the_cluster(args.heartbeat)
 
 
-def _ask_the_cluster() -> None:
+def _ask_the_cluster(heartbeat: int) -> None:
     try:
-        jax.distributed.initialize()
+        jax.distributed.initialize(heartbeat_timeout_seconds=heartbeat)
     except ValueError as error:
         raise ValueError(
             f"--distributed: JAX recognises no cluster here ({error}): tell each process with "

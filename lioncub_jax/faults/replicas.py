@@ -181,8 +181,8 @@ class Replicas:
             if not self._heal:
                 raise ReplicasDiffer(
                     f"a replica is wrong: {self.found[-1]}, and heal=False. What was trained since the "
-                    f"last check, at most {self._every} calls ago, is not to be trusted: go back to a state of "
-                    "before"
+                    f"last check, at most {self._every} calls ago, is not to be trusted: go back to a "
+                    "state of before"
                 )
             warnings.warn(
                 f"a replica was wrong and has the majority's copy now: {self.found[-1]}. One flipped "
