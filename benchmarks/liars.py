@@ -6,7 +6,7 @@
 Each method keeps the learning rate that the study tuned for it without liars, for nobody knows of
 any. Of 8 workers 1, 2 or 3 lie; of 16 1, 4 or 7; of 32 1, 8 or 15: just below half. Liars flip the signs of
 their gradients, send noise, multiply by 1e6 or -1e6, send NaN, or push one leaf together. Besides, of 8
-workers' votes 10, 30 and 50 % are missing, drawn anew in each step. Rows that are in the file are
+workers' votes 10, 30 and 50 % are missing, or late, drawn anew in each step. Rows that are in the file are
 not run again.
 """
 
@@ -115,6 +115,7 @@ def table_of(rows: list[dict[str, Any]], workers: int) -> tuple[list[str], list[
         for count in liars.numbers_of_liars(workers)
     ]
     cases += [(f"{share:.0%} missing", clean | {"missing": share}) for share in liars.SHARES]
+    cases += [(f"{share:.0%} late", clean | {"late": share}) for share in liars.SHARES]
     for what, lie in cases:
         each = [liars.behind(rows, lie | {"base": base}) for base in BASES]
         if any(x is not None for x in each):
@@ -147,6 +148,9 @@ def keys(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "mean_1_loud_of_8": liars.behind(rows, loud | {"base": "mean"}),
         "owner_1_loud_of_8": liars.behind(rows, loud | {"base": "owner"}),
         "vote_30_percent_missing": liars.behind(rows, away | {"base": "vote"}),
+        "vote_30_percent_late": liars.behind(
+            rows, away | {"base": "vote", "missing": 0.0, "late": 0.3}
+        ),
     }
     return {name: None if x is None else float(f"{x:.4g}") for name, x in said.items()}
 

@@ -19,7 +19,7 @@ LONG = 10_000  # seconds, from which on a time is shown in hours
 LARGEST_COUNT = 1e15  # beyond it are typing errors, and from 2**53 on a float has no exact value
 
 _QUANTITY = re.compile(
-    r"\s*([+-]?\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*([a-z]*?)(?:/s)?\s*", re.IGNORECASE
+    r"\s*([+-]?\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*([a-z%]*?)(?:/s)?\s*", re.IGNORECASE
 )
 
 
@@ -71,6 +71,28 @@ def count(text: str) -> int:
     if number != int(number):
         raise ValueError(f"number {text!r}: give a whole number, such as 434816, 1.3M or 7B")
     return int(number)
+
+
+def late(text: str) -> tuple[float, float]:
+    """Reads how often, and by how much, a worker is late: ``"1%:2s"``.
+
+    Returns:
+      The share, above 0 and at most 1, and seconds.
+
+    Raises:
+      ValueError: for anything else.
+
+    Example:
+      >>> late("1%:2s")
+      (0.01, 2.0)
+    """
+    share, mark, time = text.partition(":")
+    if not mark:
+        raise ValueError(f"late {text!r}: give a share of steps and a time, such as 1%:2s")
+    part = _read("share", share, {"%": 0.01}, "1% or 0.5%")
+    if part > 1:
+        raise ValueError(f"share {share!r}: give at most 100%")
+    return part, seconds(time)
 
 
 def _read(kind: str, text: str, units: dict[str, float], examples: str) -> float:

@@ -172,14 +172,22 @@ def test_every_option_of_the_plan_reaches_the_model(said):
     given = [
         "--latency", "1ms", "--algorithm", "ring", "--devices-per-worker", "4",
         "--inside-bandwidth", "900gbit", "--inside-latency", "2us", "--memory-bandwidth", "1tbyte",
-        "--platform", "cpu", "--json",
+        "--platform", "cpu", "--late", "1%:2s", "--json",
     ]  # fmt: skip
     found = json.loads(said(*GIVEN, *given))["plans"][0]
     cluster = planner.Cluster(
-        8, planner.Link(1e9, 1e-3), 4, planner.Link(900e9, 2e-6), planner.ring
-    )
+        8, planner.Link(1e9, 1e-3), 4, planner.Link(900e9, 2e-6), planner.ring,
+        late=planner.Late(0.01, 2.0),
+    )  # fmt: skip
     plan = planner_report.plan(10**8, cluster, 0.125, planner.Host(8e12, widens_bfloat16=True))
     assert found == planner_report.as_json(plan)
+
+
+def test_the_plan_says_how_long_a_step_waits_for_who_is_late(said):
+    text = said(*GIVEN, "--late", "1%:2s")
+    assert "Late by 2 s in 1% of a worker's steps: all wait, 155 ms a step = 2 s *" in text
+    assert " (1 - 0.99^8), less with steps alone." in text
+    assert "Late" not in said(*GIVEN)
 
 
 @pytest.mark.parametrize(
@@ -322,6 +330,11 @@ def test_without_matplotlib_the_plan_says_what_to_install(refused, monkeypatch, 
         ([*GIVEN, "--bandwidth", "0gbit"], "rate '0gbit': give a number above zero"),
         ([*GIVEN, "--compute", "0s"], "time '0s': give a number above zero"),
         ([*GIVEN, "--latency", "50"], "time '50': unit '' is not one of ns, us, ms, s"),
+        ([*GIVEN, "--late", "1%"], "late '1%': give a share of steps and a time, such as 1%:2s"),
+        ([*GIVEN, "--late", "0.01:2s"], "share '0.01': unit '' is not one of %; give 1% or 0.5%"),
+        ([*GIVEN, "--late", "0%:2s"], "share '0%': give a number above zero"),
+        ([*GIVEN, "--late", "101%:2s"], "share '101%': give at most 100%"),
+        ([*GIVEN, "--late", "1%:2"], "time '2': unit '' is not one of ns, us, ms, s"),
         ([*GIVEN, "--goal", "fun"], "invalid choice: 'fun' (choose from"),
         ([*GIVEN, "--data", "mine"], "invalid choice: 'mine' (choose from"),
         (

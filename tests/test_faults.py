@@ -1,5 +1,6 @@
 """Workers that lie, replicas that go wrong, votes that are missing: what is found, healed and survived."""
 
+import functools
 import re
 import sys
 
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
 from lioncub_jax import elastic, faults, reference
+from lioncub_jax.reference import baselines as reference_baselines
 from lioncub_jax.reference import simulate
 
 WORKERS, STEPS, RATE = 8, 5, 2.0**-4
@@ -180,6 +182,182 @@ def test_a_trim_that_is_injected_is_an_error(mesh_of):
     injected = optax.inject_hyperparams(lc.owner_lion, static_args=("axis_name",))
     with pytest.raises(ValueError, match="trim is an array here, as optax"):
         on_devices(injected(RATE, axis_name=AXIS, trim=2), mesh_of(WORKERS))
+
+
+# --- Votes that are late
+
+LATE = {
+    "vote": reference.local_momentum(0.5, 0.5),
+    "int8": reference.local_momentum(
+        0.5, 0.5, codes=reference.integer(8), decide=reference.average
+    ),
+    "owner": reference.momentum_at_owner(0.5, 0.5, feedback=jnp.bfloat16),
+    "median": reference.momentum_at_owner(0.5, 0.5, feedback=jnp.bfloat16, trim=3),
+}
+NOBODY, EVERYBODY = jnp.zeros(WORKERS, bool), jnp.ones(WORKERS, bool)
+SOME = jnp.arange(WORKERS) % 3 == 1
+
+
+def normal(seed):
+    """Gradients of whole rows: no padding, and no zero whose code goes by the number of a worker."""
+    rng = np.random.default_rng(seed)
+    return {"w": jnp.asarray(rng.normal(size=(WORKERS, 256)).astype(np.float32))}
+
+
+@functools.cache
+def compiled(votes, decay):
+    """Of one set of arguments, so that one program serves all tests of a method."""
+    tx = reference.optimizer(votes, RATE, decay)
+    return tx.init, jax.jit(lambda g, state, params, absent, late: tx.update(
+        g, state, params, absent, late=late
+    ))  # fmt: skip
+
+
+def run_late(votes, grads, lates, absents=None, decay=0.5):
+    """Parameters and states after each step of these gradients."""
+    init, update = compiled(votes, decay)
+    params = {"w": jnp.ones(256)}
+    state, found = init(params, WORKERS, late=True), []
+    for g, late, absent in zip(grads, lates, absents or [NOBODY] * len(lates), strict=True):
+        updates, state = update(g, state, params, absent, late)
+        params = optax.apply_updates(params, updates)
+        found.append((params, state))
+    return found
+
+
+@pytest.mark.parametrize("method", LATE)
+def test_with_nobody_late_a_step_is_as_ever(method):
+    grads, tx = [normal(t) for t in range(3)], reference.optimizer(LATE[method], RATE, 0.5)
+    params = {"w": jnp.ones(256)}
+    state, update = tx.init(params, WORKERS), jax.jit(tx.update)
+    for g, (same_params, same_state) in zip(
+        grads, run_late(LATE[method], grads, [NOBODY] * 3), strict=True
+    ):
+        updates, state = update(g, state, params)
+        params = optax.apply_updates(params, updates)
+        assert same(params, same_params) and same(state, same_state._replace(missed=None))
+        assert not same_state.missed.here.any()
+
+
+@pytest.mark.parametrize("method", LATE)
+def test_a_late_message_counts_in_the_next_step_and_not_before(method):
+    first, second = normal(0), normal(1)
+    other = {"w": jnp.where(SOME[:, None], -first["w"], first["w"])}
+    one, two = (
+        run_late(LATE[method], [g, second, second], [SOME, NOBODY, NOBODY]) for g in (first, other)
+    )
+    gone = run_late(LATE[method], [first], [NOBODY], absents=[SOME])
+    assert same(one[0][0], two[0][0]) and same(one[0][0], gone[0][0]), "not in that step"
+    assert not same(one[1][0], two[1][0]), "in the next"
+    assert not one[1][1].missed.here.any(), "and once"
+
+
+@pytest.mark.parametrize("method", LATE)
+def test_a_late_workers_own_state_moves_as_if_it_were_on_time(method):
+    grads = [normal(0)]
+    (late,), (on_time,) = (run_late(LATE[method], grads, [who]) for who in (SOME, NOBODY))
+    (gone,) = run_late(LATE[method], grads, [NOBODY], absents=[SOME])
+    for name in ("error",) if method in ("owner", "median") else ("mu",):
+        kept = [getattr(state, name) for _, state in (late, on_time, gone)]
+        assert same(kept[0], kept[1]) and not same(kept[0], kept[2])
+    assert int(late[1].abstained) == 0 and int(gone[1].abstained) == int(SOME.sum())
+
+
+@pytest.mark.parametrize("method", LATE)
+def test_the_number_of_a_worker_says_nothing_late_or_not(method):
+    order = np.random.default_rng(3).permutation(WORKERS)
+    grads, lates = [normal(t) for t in range(3)], [SOME, ~SOME, SOME]
+    moved = [{"w": g["w"][order]} for g in grads], [late[order] for late in lates]
+    one, two = (run_late(LATE[method], *each)[-1][0]["w"] for each in ((grads, lates), moved))
+    np.testing.assert_array_equal(one, two)
+
+
+@pytest.mark.parametrize("method", LATE)
+def test_where_all_are_late_only_weights_decay(method):
+    late = run_late(LATE[method], [normal(0), normal(1)], [EVERYBODY, EVERYBODY])
+    kept = np.full(256, 1 - RATE * 0.5, np.float32)
+    np.testing.assert_array_equal(late[0][0]["w"], kept)
+    assert (np.asarray(late[1][0]["w"]) != kept * kept).any(), "then those of before count"
+
+
+def test_a_step_counts_its_own_votes_and_those_of_before():
+    """By hand: +1 of 5 late ones in one step, then -1 of all 8, of which 6 are late: 5 against 2."""
+    grads = [{"w": jnp.full((WORKERS, 256), x)} for x in (1.0, -4.0, -4.0)]
+    lates = [jnp.arange(WORKERS) < 5, jnp.arange(WORKERS) < 6, NOBODY]
+    votes = reference.local_momentum(0.5, 0.5, decide=reference.average)
+    means = run_late(votes, grads, lates, decay=0.0)
+    steps = -np.diff([1.0, *(float(params["w"][0]) for params, _ in means)]) / RATE
+    np.testing.assert_allclose(steps, [1.0, (5 - 2) / 7, -1.0], rtol=1e-6)
+
+
+def test_ternary_votes_that_are_late_are_more_than_all():
+    """Mid-tread codes: all 8 vote, zero if late, and 8 late ones too."""
+    votes = reference.local_momentum(0, 0, codes=reference.ternary(), decide=reference.average)
+    grads = [{"w": jnp.full((WORKERS, 256), x)} for x in (1.0, -1.0, -1.0)]
+    means = run_late(votes, grads, [EVERYBODY, SOME, NOBODY], decay=0.0)
+    steps = -np.diff([1.0, *(float(params["w"][0]) for params, _ in means)]) / RATE
+    late = int(SOME.sum())
+    np.testing.assert_allclose(steps, [0, (8 - (8 - late)) / 16, -1.0], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("method", LATE)
+def test_who_is_absent_or_has_no_number_has_nothing_to_send_late(method):
+    bad = {"w": normal(0)["w"].at[1].set(jnp.nan)}
+    grads = [normal(0), bad, normal(2)]
+    (_, absent), (_, strange), _ = run_late(
+        LATE[method], grads, [SOME, SOME, NOBODY], absents=[SOME, NOBODY, NOBODY]
+    )
+    assert not absent.missed.here.any()
+    here = np.asarray(strange.missed.here).any(axis=(1, 2))
+    assert here.tolist() == (SOME & (jnp.arange(WORKERS) != 1)).tolist()
+
+
+def test_a_simulated_step_hands_over_who_is_late():
+    tx = reference.optimizer(LATE["vote"], RATE, 0.0)
+    (batch, *_) = map(by_worker, batches())
+    run = simulate.start(tx, zeros(), WORKERS, late=True)
+    whole, _ = simulate.step(pulled, tx, run, batch)
+    late, _ = simulate.step(pulled, tx, run, batch, late=SOME)
+    gone, _ = simulate.step(pulled, tx, run, batch, absent=SOME)
+    assert same(late.params, gone.params) and not same(late.params, whole.params)
+    assert same(late.opt_state.mu, whole.opt_state.mu)
+
+
+@pytest.mark.parametrize(
+    ("late", "said"),
+    [
+        (jnp.zeros(WORKERS - 1, bool), "late is bool[7]: give bool[8]"),
+        (jnp.zeros((WORKERS, 1), bool), "late is bool[8, 1]: give bool[8]"),
+        (True, "late is bool[]: give bool[8]"),
+        (jnp.zeros(WORKERS), "late is float32[8]: give bool[8], True for each worker that is late"),
+    ],
+)
+def test_a_mask_that_says_not_who_is_late_is_an_error(late, said):
+    tx = reference.optimizer(LATE["vote"], RATE)
+    run = simulate.start(tx, zeros(), WORKERS, late=True)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        simulate.step(pulled, tx, run, by_worker(next(batches())), late=late)
+
+
+@pytest.mark.parametrize("method", LATE)
+def test_a_run_that_has_no_room_for_late_messages_says_so(method):
+    tx = reference.optimizer(LATE[method], RATE)
+    run = simulate.start(tx, zeros(), WORKERS)
+    with pytest.raises(ValueError, match="no room for what misses a step; start with late=True"):
+        simulate.step(pulled, tx, run, by_worker(next(batches())), late=NOBODY)
+
+
+def test_methods_without_a_rule_for_late_messages_say_so():
+    tx = reference_baselines.averaged(optax.sgd(RATE))
+    said = "late: this method has no rule for a message that misses its step; give local_momentum"
+    with pytest.raises(ValueError, match=said):
+        simulate.start(tx, zeros(), WORKERS, late=True)
+    with pytest.raises(ValueError, match=said):
+        run = simulate.start(tx, zeros(), WORKERS)
+        simulate.step(pulled, tx, run, by_worker(next(batches())), late=NOBODY)
+    turned = reference.momentum_at_owner(codes=reference.rotated(reference.midrise(1)))
+    with pytest.raises(ValueError, match="late=True: codes are rotated anew in each step"):
+        simulate.start(turned, zeros(), WORKERS, late=True)
 
 
 # --- Replicas that go wrong

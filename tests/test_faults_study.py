@@ -67,12 +67,25 @@ def test_one_program_runs_every_lie_and_each_changes_what_it_must(text):
     assert len(runner._compiled) == 1
 
 
+def test_late_votes_are_of_those_who_would_be_missing_and_are_not_lost(text):
+    runner = runner_of(text)
+    late, all_late, missing = (
+        runner.run(lie()._replace(**one))
+        for one in ({"late": 0.3}, {"late": 1.0}, {"missing": 0.3})
+    )
+    assert late["test"] != missing["test"] and late["late"] == 0.3 and missing["late"] == 0.0
+    assert all_late["test"]["bits_per_byte"] < 7.9, "a step behind, and not lost"
+
+
 def test_every_case_is_planned_once_and_liars_are_fewer_than_half():
     planned = liars.planned((8, 16, 32))
     assert len(planned) == len(set(planned))
     assert all(2 * one.liars < one.workers for one in planned)
     assert {one.base for one in planned} == set(liars.BASES)
     assert {one.attack for one in planned} == set(liars.ATTACKS)
+    missing = [one for one in planned if one.missing]
+    late = [one for one in planned if one.late]
+    assert late and [one._replace(missing=one.late, late=0.0) for one in late] == missing
     assert {(one.workers, one.liars) for one in planned if one.attack == "flip"} == {
         (8, 1), (8, 2), (8, 3), (16, 1), (16, 4), (16, 7), (32, 1), (32, 8), (32, 15),
     }  # fmt: skip
@@ -93,6 +106,19 @@ def test_what_is_lost_is_a_mean_of_pairs():
     assert LIARS.keys(rows)["mean_1_loud_of_8"] is None
     rows[-1]["test"]["bits_per_byte"] = None
     assert liars.behind(rows, flipped) == np.inf
+
+
+def test_late_votes_are_told_from_missing_ones_and_from_rows_of_before():
+    rows = [row_of(lie()._replace(**one), b) for b, one in (
+        (3.0, {}), (3.5, {"missing": 0.3}), (3.25, {"late": 0.3}),
+    )]  # fmt: skip
+    del rows[0]["late"], rows[1]["late"]  # those of before do not have it
+    assert liars.key_of(rows[0]) == lie() and liars.key_of(rows[2]).late == 0.3
+    found = LIARS.keys(rows)
+    assert (found["vote_30_percent_missing"], found["vote_30_percent_late"]) == (0.5, 0.25)
+    lines = {name: cells for name, *cells in LIARS.table_of(rows, 8)[1]}
+    vote = list(liars.BASES).index("vote")
+    assert (lines["30% missing"][vote], lines["30% late"][vote]) == ("+0.500", "+0.250")
 
 
 def fault_row(kind, run=0, **changes):

@@ -1,7 +1,9 @@
 """The step-time model against sums by hand, and the advice against the model."""
 
 import ast
+import dataclasses
 import io
+import itertools
 import json
 import math
 import pathlib
@@ -95,7 +97,7 @@ def test_gathered_votes_cost_a_tree_and_every_workers_message():
 
 
 def test_no_communication_takes_what_computing_takes():
-    assert step_of("no communication") == ("no communication", 0, 0, 0, 0, 0.1)
+    assert step_of("no communication") == ("no communication", 0, 0, 0, 0, 0, 0.1)
 
 
 def test_a_ring_has_as_many_hops_as_others_and_a_tree_their_logarithm():
@@ -425,6 +427,13 @@ def test_the_figure_shows_curves_and_measured_points(tmp_path):
             lambda: planner.cluster_named("h100"),
             "cluster 'h100': give one of v5e-8, .*, 8x4090-1g$",
         ),
+        (lambda: planner.Late(1.5, 1.0), "share=1.5: give the part of steps, 0 to 1"),
+        (lambda: planner.Late(-0.1, 1.0), "share=-0.1: give the part"),
+        (lambda: planner.Late(math.nan, 1.0), "share=nan: give the part"),
+        (lambda: planner.Late(0.1, -1.0), "seconds=-1.0: give seconds, zero or more"),
+        (lambda: planner.Late(0.1, math.inf), "seconds=inf: give seconds"),
+        (lambda: planner.Late(0.1, 1.0).waiting(0), "workers=0"),
+        (lambda: planner.Late(0.1, 1.0).waiting(8, 0), "every=0"),
         (lambda: Host(memory_bandwidth=0), "memory_bandwidth=0"),
         (lambda: Host(seconds_per_byte={"psum": 1}), "psum"),
         (lambda: scheme_named("two bits"), "give one of 1-bit vote"),
@@ -447,6 +456,52 @@ def test_the_figure_shows_curves_and_measured_points(tmp_path):
 def test_what_cannot_be_is_refused(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+# --- Workers that are late
+
+
+@pytest.mark.parametrize(("workers", "every"), [(1, 1), (2, 1), (3, 2), (2, 3)])
+def test_the_wait_is_the_mean_of_the_slowest_over_all_that_can_happen(workers, every):
+    late, expected = planner.Late(0.3, 5.0), 0.0
+    for happened in itertools.product([0, 1], repeat=workers * every):
+        chance = math.prod(0.3 if one else 0.7 for one in happened)
+        each = [sum(happened[w * every : (w + 1) * every]) for w in range(workers)]
+        expected += chance * max(each) * 5.0 / every
+    assert late.waiting(workers, every) == pytest.approx(expected)
+
+
+@given(share=st.floats(0, 1), workers=st.integers(1, 10**6), every=st.integers(1, 16))
+def test_who_waits_for_more_waits_longer_and_rarer_is_shorter(share, workers, every):
+    late = planner.Late(share, 2.0)
+    own, one, more = (late.waiting(n, every) for n in (1, workers, 2 * workers))
+    assert own == pytest.approx(2 * share) and own <= one + 1e-9 and one <= more + 1e-9 <= 2 + 2e-9
+    assert late.waiting(workers, 2 * every) <= one + 1e-9
+
+
+def test_a_step_is_longer_by_the_wait_and_nothing_else_changes():
+    some = dataclasses.replace(SLOW, late=planner.Late(0.01, 2.0))
+    wait = 2 * (1 - 0.99**8)
+    for name, waits in {
+        "1-bit vote": wait,
+        "float32 Lion": wait,
+        "1-bit Adam": wait,
+        "2 alone, float32": (2 - 0.99**16 - 0.9999**8),
+        "no communication": 0.02,  # its own, for it waits for nobody
+    }.items():
+        before, after = step_of(name), step_of(name, some)
+        assert after.waiting == pytest.approx(waits) and before.waiting == 0, name
+        assert after.step == pytest.approx(before.step + waits)
+        assert after[:-2] == before[:-2]
+
+
+def test_break_even_does_not_depend_on_a_wait_but_being_worth_it_does():
+    some = dataclasses.replace(SLOW, late=planner.Late(0.1, 0.5))
+    vote = scheme_named("1-bit vote")
+    assert pays(vote, 10**8, some).below == pytest.approx(pays(vote, 10**8, SLOW).below)
+    calm, waiting = (planner.plan(10**8, at, 0.1, goal="step") for at in (SLOW, some))
+    assert waiting.worthwhile.below < calm.worthwhile.below
+    assert planner_report.as_json(waiting)["late"] == {"share": 0.1, "seconds": 0.5}
 
 
 # --- One-way pairs

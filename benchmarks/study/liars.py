@@ -36,7 +36,7 @@ BASES = {  # what is attacked, and whose learning rate it takes
 }  # fmt: skip
 DOMINANCE = {"owner, 2": 2.0, "owner, 1": 1.0}  # of others the library's
 CLAIMED = ("mean", "vote", "owner", "owner, 1", "median")
-SHARES = (0.1, 0.3, 0.5)  # of missing votes
+SHARES = (0.1, 0.3, 0.5)  # of missing votes, and of late ones
 MISSED = ("vote", "average", "owner", "median")
 
 
@@ -50,6 +50,7 @@ class Lie(NamedTuple):
       liars: how many of the workers.
       missing: the share of votes that is missing, at random.
       seed: of all that is drawn.
+      late: the share of votes that is late, at random: of the workers that are missing with that share.
     """
 
     base: str
@@ -58,6 +59,7 @@ class Lie(NamedTuple):
     liars: int
     missing: float
     seed: int
+    late: float = 0.0
 
 
 def trim(base: str, workers: int) -> int:
@@ -82,7 +84,8 @@ def planned(workers: tuple[int, ...]) -> list[Lie]:
             cases += [("nobody", 0, share) for share in SHARES]
         for case in cases:
             claimed = count == 8 and base in CLAIMED and case[0] in ("nobody", "flip")
-            found += [Lie(base, count, *case, seed) for seed in range(3 if claimed else 1)]
+            some = [Lie(base, count, *case, seed) for seed in range(3 if claimed else 1)]
+            found += some + [x._replace(missing=0.0, late=x.missing) for x in some if x.missing]
     return found
 
 
@@ -102,8 +105,10 @@ def method_of(base: str, workers: int) -> Method:
     return method._replace(simulated=simulated)
 
 
-def harm(workers: int, key: jax.Array, t: jax.Array, kind: Any, liars: Any, missing: Any) -> Any:
-    """What a step is given: who lies how, and who is not there."""
+def harm(
+    workers: int, key: jax.Array, t: jax.Array, kind: Any, liars: Any, missing: Any, *late: Any
+) -> Any:
+    """What a step is given: who lies how, who is not there, and who is late."""
     every = jnp.arange(workers)
     keys = jax.vmap(partial(jax.random.fold_in, jax.random.fold_in(key, t)))(every)
 
@@ -118,7 +123,8 @@ def harm(workers: int, key: jax.Array, t: jax.Array, kind: Any, liars: Any, miss
         return jax.tree.map(leaf, lies, grads)
 
     drawn = jax.random.uniform(jax.random.fold_in(key, -1 - t), (workers,))
-    return {"tamper": tamper, "absent": drawn < missing}
+    found = {"tamper": tamper, "absent": drawn < missing}
+    return found | ({"late": drawn < late[0]} if late else {})
 
 
 class LiarsRunner:
@@ -145,11 +151,16 @@ class LiarsRunner:
         args = (
             self.task.data, table, lengths, jnp.float32(rate), lie.seed,
             list(ATTACKS).index(lie.attack), lie.liars, jnp.float32(lie.missing),
+            *([jnp.float32(lie.late)] if lie.late else []),
         )  # fmt: skip
-        key = lie.base, lie.workers, table.shape
+        key = lie.base, lie.workers, table.shape, lie.late > 0
         if key not in self._compiled:
             made = runs.program(
-                self.task, method_of(lie.base, lie.workers), spec, partial(harm, lie.workers)
+                self.task,
+                method_of(lie.base, lie.workers),
+                spec,
+                partial(harm, lie.workers),
+                lie.late > 0,
             )
             self._compiled = {key: jax.jit(made).lower(*args).compile()}
         outcome = jax.device_get(self._compiled[key](*args))
@@ -162,15 +173,16 @@ class LiarsRunner:
 
 
 def key_of(row: dict[str, Any]) -> Lie:
-    return Lie(*(row[name] for name in Lie._fields))
+    return Lie(**{name: row[name] for name in Lie._fields[:-1]}, late=row.get("late", 0.0))
 
 
 # --- What came out
 
 
-def ends(rows: list[dict[str, Any]], **wanted: Any) -> list[float]:
+def ends(rows: list[dict[str, Any]], late: float = 0.0, **wanted: Any) -> list[float]:
     """Bits per byte at the end, by seed; infinite where there was no number."""
-    found = sorted(rows_of(rows, **wanted), key=lambda row: row["seed"])
+    of_share = [row for row in rows if row.get("late", 0.0) == late]
+    found = sorted(rows_of(of_share, **wanted), key=lambda row: row["seed"])
     each = [row["test"]["bits_per_byte"] for row in found]
     return [np.inf if bits is None else bits for bits in each]
 

@@ -76,11 +76,11 @@ Harm = Callable[
 
 
 def program(
-    task: Task, method: Method, spec: Spec, harm: Harm = lambda key, t: {}
+    task: Task, method: Method, spec: Spec, harm: Harm = lambda key, t: {}, late: bool = False
 ) -> Callable[..., Outcome]:
     """``(data, table, lengths, rate, seed, ...) -> Outcome``, to be compiled once for many runs.
 
-    What comes after the seed is given to ``harm``.
+    What comes after the seed is given to ``harm``; ``late`` is whether it says who is.
     """
     alone = method.local_steps
     calls = spec.steps // alone
@@ -108,7 +108,7 @@ def program(
             seen = task.measure(run.params, jax.tree.map(lambda x: x[0], data.validation))
             return run, (seen, losses.mean())
 
-        run = simulate.start(simulator, task.init(key), spec.workers, key, local)
+        run = simulate.start(simulator, task.init(key), spec.workers, key, local, late=late)
         run, (curve, losses) = jax.lax.scan(segment, run, times)
         return Outcome(
             curve, losses,

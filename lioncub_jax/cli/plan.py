@@ -136,6 +136,10 @@ def _add_network(command: argparse.ArgumentParser) -> None:
         "--memory-bandwidth", type=rate, metavar="RATE",
         help="of a device, for the time of packing bits (100gbyte, a server's processor)",
     )  # fmt: skip
+    command.add_argument(
+        "--late", type=options.reads(units.late), metavar="SHARE:TIME",
+        help="how often a worker is late and by how much, such as 1%%:2s; all wait for it (never)",
+    )  # fmt: skip
 
 
 def _rates(text: str) -> list[float]:
@@ -159,7 +163,7 @@ def run(args: argparse.Namespace) -> int:
     cluster = planner.Cluster(
         args.workers, planner.Link(rates[0], args.latency), args.devices_per_worker, inside,
         getattr(planner, args.algorithm), args.one_way_pairs,
-        named.cluster.all_to_all_share if named else 1.0,
+        named.cluster.all_to_all_share if named else 1.0, planner.Late(*args.late or (0.0, 0.0)),
     )  # fmt: skip
     params, compute = _job(args)
     host = planner.Host(args.memory_bandwidth, widens_bfloat16=args.platform == "cpu")
@@ -182,6 +186,7 @@ def run(args: argparse.Namespace) -> int:
         f"{size:,} parameters; compute {units.seconds_text(compute)} a step ({how}); latency "
         f"{units.seconds_text(args.latency)}, {args.algorithm}; packing at "
         f"{units.bytes_text(args.memory_bandwidth / 8)}/s of memory; nothing overlaps.",
+        *([_waiting(cluster)] if args.late else []),
         *(part for one in plans for part in ("", planner.table(one), "", planner.advice(one))),
         f"\nIn a program, by names of lioncub_jax:\n{planner.legend(args.goal)}",
         *([f"\ndrawn: {args.plot}"] if args.plot else []),
@@ -257,6 +262,16 @@ def _in_words(name: str, named: Any, changed: list[str]) -> str:
         + (f" An all-to-all gets {share:.0%} of a link." if share < 1 else "")
         + (f" Overridden by {', '.join(flags)}." if flags else "")
         + f"\nSource: {named.source} Latencies are assumed.\n"
+    )
+
+
+def _waiting(cluster: Any) -> str:
+    late, workers = cluster.late, cluster.workers
+    time, waits = map(units.seconds_text, (late.seconds, late.waiting(workers)))
+    return (
+        f"Late by {time} in {100 * late.share:.3g}% of a worker's steps: all wait, {waits} a step = "
+        f"{time} * (1 - {1 - late.share:.6g}^{workers}), less with steps alone. Without waiting so many "
+        "votes are late: docs/faults.md has what that costs."
     )
 
 

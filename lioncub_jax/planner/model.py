@@ -1,12 +1,12 @@
 """The model of a step: what every method sends, and how long that takes on a cluster.
 
-    step = compute + local + communication
+    step = compute + local + communication + waiting
     communication = sum over collectives of (hops * latency + bits / bandwidth + bytes * software cost)
 
 Bytes are those of `lioncub_jax.traffic.predict`, which equal the compiled program's. All else is a model:
-links are full duplex and not shared with others, nothing overlaps, no worker is slower than another.
-What it leaves out is in docs/planner.md. Rates are in bits per second, times in seconds, as
-`lioncub_jax.units` reads them.
+links are full duplex and not shared with others, nothing overlaps, and no worker is slower than others but
+by chance, which all wait for (`Late`). What it leaves out is in docs/planner.md. Rates are in bits per
+second, times in seconds, as `lioncub_jax.units` reads them.
 """
 
 import dataclasses
@@ -70,6 +70,54 @@ class Link:
 
 
 @dataclasses.dataclass(frozen=True)
+class Late:
+    """How often a worker is late, by chance and alone: each step of each worker anew.
+
+    Attributes:
+      share: of a worker's steps, in [0, 1].
+      seconds: by which it is late then.
+
+    Raises:
+      ValueError: for a share that is not from 0 to 1, or a time that is negative or not finite.
+
+    Example:
+      >>> Late(0.01, 2.0).waiting(workers=8)  # 2 s (1 - 0.99^8)
+      0.15...
+    """
+
+    share: float
+    seconds: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1:
+            raise ValueError(f"share={self.share!r}: give the part of steps, 0 to 1")
+        if not 0 <= self.seconds < math.inf:
+            raise ValueError(f"seconds={self.seconds!r}: give seconds, zero or more")
+
+    def waiting(self, workers: int, every: int = 1) -> float:
+        """Seconds of a step, in the mean, that all are behind because they wait for the slowest.
+
+        Of ``every`` steps a worker is late in ``n``, which is binomial, and all wait for the largest of W
+        such: ``E[max n] = sum over j >= 0 of (1 - P(n <= j)^W)``.
+
+        Args:
+          workers: who wait for each other.
+          every: steps of a worker for each exchange.
+
+        Raises:
+          ValueError: for fewer than one of them.
+        """
+        checks.check_count(f"workers={workers!r}", workers)
+        checks.check_count(f"every={every!r}", every)
+        chances = [
+            math.comb(every, n) * self.share**n * (1 - self.share) ** (every - n)
+            for n in range(every)
+        ]
+        most = sum(1 - min(sum(chances[: j + 1]), 1.0) ** workers for j in range(every))
+        return self.seconds * most / every
+
+
+@dataclasses.dataclass(frozen=True)
 class Cluster:
     """Workers and what connects them.
 
@@ -84,6 +132,7 @@ class Cluster:
         slower then.
       all_to_all_share: of ``link``, what a worker gets when all send to all: below 1 where the middle of
         the network is narrow, as in a torus of chips.
+      late: how often a worker is late, and by how much; nobody ever is by default.
 
     Raises:
       ValueError: for fewer than one worker or device, a group without a link, or a share that
@@ -100,6 +149,7 @@ class Cluster:
     hops: Callable[[int], int] = tree
     one_way_pairs: bool = False
     all_to_all_share: float = 1.0
+    late: Late = Late(0.0, 0.0)
 
     def __post_init__(self) -> None:
         checks.check_count(f"workers={self.workers!r}", self.workers)
@@ -390,6 +440,7 @@ class Estimate(NamedTuple):
       inside_bytes: what each device sends inside its group.
       communication: seconds in collectives.
       local: seconds of packing, counting and unpacking.
+      waiting: seconds for workers that are late.
       step: seconds of the whole step, compute included.
     """
 
@@ -398,6 +449,7 @@ class Estimate(NamedTuple):
     inside_bytes: float
     communication: float
     local: float
+    waiting: float
     step: float
 
 
@@ -467,13 +519,16 @@ def step_time(
     local = host.local_seconds.get(scheme.name)
     if local is None:
         local = _estimated_local(scheme, params, cluster, host)
+    # Who sends nothing waits for nobody, and is as late as it is itself.
+    waiting = cluster.late.waiting(cluster.workers if sent else 1, scheme.every)
     return Estimate(
         scheme.name,
         cluster.group_size * sum(share * one.sent_bytes for share, one in sent if not one.inside),
         sum(share * one.sent_bytes for share, one in sent if one.inside),
         communication,
         local,
-        compute + local + communication,
+        waiting,
+        compute + local + communication + waiting,
     )
 
 

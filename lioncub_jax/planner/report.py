@@ -6,6 +6,7 @@ steps more than float32 Lion a method was seen to take (`evidence`). Or the goal
 ``rich`` and ``matplotlib`` are imported by the functions that need them.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -225,7 +226,8 @@ def _by_loss(plan: Plan) -> str:
     else:
         lion, ours = plan.estimates[FLOAT32.name], plan.estimates[used]
         # The least that float32 Lion's step may take, against what it may take to be as soon there.
-        least, equal = max(plan.compute, lion.communication), times[used] * lion.step
+        least = max(plan.compute, lion.communication) + lion.waiting
+        equal = times[used] * lion.step
         hidden = least < WORTHWHILE_SPEEDUP * equal
         nothing = "; where the float32 all-reduce hides behind the backward pass nothing is gained"
         found = [
@@ -308,7 +310,8 @@ def _by_step(plan: Plan) -> str:
     worth = f"voting is worth it {pays_text(plan.worthwhile)}"
     if chosen := _closest_of_fast(plan):
         step, code = steps[chosen], scheme_named(chosen).code
-        hidden = max(plan.compute, dense.communication) < WORTHWHILE_SPEEDUP * step
+        least = max(plan.compute, dense.communication) + dense.waiting
+        hidden = least < WORTHWHILE_SPEEDUP * step
         nothing = "; where the float32 all-reduce hides behind the backward pass nothing is gained"
         return (
             f"At {rate} use {code}: {seconds_text(step)} a step instead of "
@@ -478,6 +481,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "devices_per_worker": plan.cluster.group_size,
         "bandwidth": plan.cluster.link.bandwidth,
         "latency": plan.cluster.link.latency,
+        "late": dataclasses.asdict(plan.cluster.late),
         "compute": plan.compute,
         "goal": plan.goal,
         **({"data": plan.data} if plan.goal == "loss" else {}),

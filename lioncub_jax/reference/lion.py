@@ -27,6 +27,8 @@ the rest of the package. The rules, for workers ``i = 0 .. W-1`` and the step af
 * **Who votes.** A worker with a value that is not finite abstains from the step, and so does one that
   is asked to; its momentum and error stay. With mid-rise codes a worker does not vote on a row whose
   values are all exactly zero. With mid-tread codes everybody votes, and an abstainer sends zero.
+* **Who is late** sends its message as all do, and its momentum and error move on; but the message misses
+  the step, and counts in the next one, as one more of the ``N``.
 * **Decision.** With ``S`` the sum of the codes of the ``N`` workers that vote on a row, the update is
   ``sign(2S - N top)``; a tie takes the coin (``majority``) or is 0 (``ternary_sum``); ``average`` is
   ``(2S - N top) / (N top)``. Where nobody votes it is 0. Updates have the dtype of the gradient.
@@ -99,14 +101,16 @@ class Buffer(NamedTuple):
         ]  # fmt: skip
 
 
+def _as_it_is(x: jax.Array, buffer: Buffer, t: Any) -> jax.Array:
+    return x
+
+
 class Codes(NamedTuple):
     """A quantiser; ``encode(x float32[W, rows, 128], Buffer, t)`` gives what the workers send."""
 
     top: Callable[[int], int]  # W -> largest code; even if a code means zero
     encode: Callable[[jax.Array, Buffer, Any], "Message"]
-    back: Callable[[jax.Array, Buffer, Any], jax.Array] = lambda x, buffer, t: (
-        x
-    )  # of what is decoded
+    back: Callable[[jax.Array, Buffer, Any], jax.Array] = _as_it_is  # of what is decoded
 
 
 class Message(NamedTuple):
@@ -125,13 +129,26 @@ class State(NamedTuple):
     ties: jax.Array  # float32[]: parameters whose votes cancelled in the last step
     abstained: jax.Array  # int32[]: workers that abstained from the last step
     abstentions: jax.Array  # int32[]: their sum over all steps
+    missed: Any = None  # `Votes` that missed the last step, where workers may be late
+
+
+class Votes(NamedTuple):
+    """Messages, and whose they are."""
+
+    message: Message
+    here: (
+        jax.Array
+    )  # bool[W, rows, 1], who votes on a row; for the owner bool[W, 1, 1], who takes part
 
 
 class Simulator(NamedTuple):
     """All workers at once; updates are what they agreed on, shaped like the parameters."""
 
-    init: Callable[[Any, int], State]  # (params, W)
-    update: Callable[..., Any]  # (grads [W, ...], state, params=None, abstain bool[W]=None)
+    init: Callable[..., State]  # (params, W, late=False)
+    update: Callable[
+        ..., Any
+    ]  # (grads [W, ...], state, params=None, abstain bool[W]=None, late=None)
+    late: bool = False  # whether there is a rule for who is late; without it neither takes ``late``
 
 
 # --- The buffer and its coins
@@ -346,16 +363,48 @@ def takes_part(x: jax.Array, abstain: Any) -> jax.Array:
     return present if abstain is None else present & ~abstain[:, None, None]
 
 
+def none_late(codes: Codes, buffer: Buffer, workers: int, rows: int) -> Votes:
+    """Room for messages that miss a step, and nobody's there; ``rows`` of ``here``, all or 1."""
+    if codes.back is not _as_it_is:
+        raise ValueError(
+            "late=True: codes are rotated anew in each step, so those of two steps have no common mean; "
+            "give codes that are not rotated"
+        )
+    x = jnp.zeros((workers, *buffer.real.shape))
+    like = jax.eval_shape(lambda x: codes.encode(x, buffer, 0), x)
+    message = jax.tree.map(lambda m: jnp.zeros(m.shape, m.dtype), like)
+    return Votes(message, jnp.zeros((workers, rows, 1), bool))
+
+
+def with_late(now: Votes, missed: Votes | None, late: Any) -> tuple[Votes, Votes | None]:
+    """What a step counts, ``[2W, ...]`` with what was late in the one before, and what misses it."""
+    if missed is None:
+        if late is not None:
+            raise ValueError("late: there is no room for what misses a step; start with late=True")
+        return now, None
+    away = jnp.zeros_like(now.here) if late is None else late[:, None, None]
+    on_time = now._replace(here=now.here & ~away)
+    both = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), on_time, missed)
+    return both, now._replace(here=now.here & away)
+
+
 # --- The decision: of integers, or of floats, where `reach` says whether the row moves at all
 
 
-def count(q: jax.Array, x: jax.Array, present: jax.Array, top: int) -> tuple[jax.Array, jax.Array]:
-    """``2S - N top`` of each element, ``[rows, 128]``, and ``N top`` of each row, ``int32[rows, 1]``."""
-    votes = jnp.any(x != 0, axis=-1, keepdims=True) & present
+def count(q: jax.Array, here: jax.Array, top: int, workers: int) -> tuple[jax.Array, jax.Array]:
+    """``2S - N top`` of each element, ``[rows, 128]``, and ``N top`` of each row, ``int32[rows, 1]``.
+
+    Args:
+      q: codes ``[M, rows, 128]``, of all workers first and then late ones.
+      here: ``bool[M, rows, 1]``, whose count.
+      top: the largest code.
+      workers: how many; with mid-tread codes all of them vote.
+    """
     if top % 2 == 0:
-        q, votes = jnp.where(present, q, top // 2), jnp.ones_like(votes)
-    reach = top * jnp.sum(votes, axis=0, dtype=jnp.int32)
-    return 2 * jnp.sum(jnp.where(votes, q, 0), axis=0, dtype=q.dtype) - reach, reach
+        q = jnp.where(here, q, top // 2)
+        here = here | (jnp.arange(len(q)) < workers)[:, None, None]
+    reach = top * jnp.sum(here, axis=0, dtype=jnp.int32)
+    return 2 * jnp.sum(jnp.where(here, q, 0), axis=0, dtype=q.dtype) - reach, reach
 
 
 def majority(margin: jax.Array, reach: jax.Array, coins: jax.Array) -> jax.Array:
@@ -420,10 +469,17 @@ def local_momentum(
     chosen = codes or sign()
     rule = decide or (ternary_sum if chosen.top(1) % 2 == 0 else majority)
 
-    def init(params: Any, workers: int) -> State:
-        return _state(per_worker(params, workers, mu_dtype), None)
+    def init(params: Any, workers: int, late: bool = False) -> State:
+        state = _state(per_worker(params, workers, mu_dtype), None)
+        if not late:
+            return state
+        buffer = buffer_of([p.shape for p in jax.tree.leaves(params)], workers)
+        codes = chosen if workers > 1 else dense()
+        return state._replace(missed=none_late(codes, buffer, workers, len(buffer.real)))
 
-    def update(grads: Any, state: State, params: Any = None, abstain: Any = None) -> Any:
+    def update(
+        grads: Any, state: State, params: Any = None, abstain: Any = None, late: Any = None
+    ) -> Any:
         g, tree = jax.tree.flatten(grads)
         mu, t, workers = jax.tree.leaves(state.mu), state.t, g[0].shape[0]
         codes, decide = (chosen, rule) if workers > 1 else (dense(), ternary_sum)
@@ -434,14 +490,17 @@ def local_momentum(
             x = buffer.join([(1 - b1) * leaf + b1 * m for leaf, m in zip(g, mu, strict=True)])
         message = codes.encode(x, buffer, t)
         present = takes_part(x, abstain)
-        margin, reach = count(message.q, x, present, codes.top(workers))
+        votes = jnp.any(x != 0, axis=-1, keepdims=True) & present
+        sent, missed = with_late(Votes(message, votes), state.missed, late)
+        margin, reach = count(sent.message.q, sent.here, codes.top(workers), workers)
         u = buffer.split(decide(margin, reach, coin(buffer, t)), _dtypes(g))
         kept = [saturate((1 - b2) * leaf + b2 * m, m.dtype) for leaf, m in zip(g, mu, strict=True)]
         mu = jax.tree.unflatten(tree, unless_absent(present, kept, mu))
         cancelled = (margin == 0) & (reach > 0) & buffer.real
-        return jax.tree.unflatten(tree, u), _after(state, mu, state.error, cancelled, present)
+        state = _after(state, mu, state.error, cancelled, present, missed)
+        return jax.tree.unflatten(tree, u), state
 
-    return Simulator(init, update)
+    return Simulator(init, update, late=True)
 
 
 def momentum_at_owner(
@@ -459,13 +518,17 @@ def momentum_at_owner(
     """Workers send gradients to one Lion; ``feedback`` is the dtype of errors, ``keep`` what is kept."""
     chosen = codes or midrise(3)
 
-    def init(params: Any, workers: int) -> State:
+    def init(params: Any, workers: int, late: bool = False) -> State:
         leaves = jax.tree.leaves(params)
         buffer = buffer_of([p.shape for p in leaves], workers)
         mu = jnp.zeros(buffer.real.shape, mu_dtype or widest(leaves))
-        return _state(mu, per_worker(params, workers, feedback) if feedback else None)
+        state = _state(mu, per_worker(params, workers, feedback) if feedback else None)
+        codes = chosen if workers > 1 else dense()
+        return state._replace(missed=none_late(codes, buffer, workers, 1)) if late else state
 
-    def update(grads: Any, state: State, params: Any = None, abstain: Any = None) -> Any:
+    def update(
+        grads: Any, state: State, params: Any = None, abstain: Any = None, late: Any = None
+    ) -> Any:
         g, tree = jax.tree.flatten(grads)
         mu, t, workers = state.mu, state.t, g[0].shape[0]
         codes, rule = (chosen, decide) if workers > 1 else (dense(), ternary_sum)
@@ -475,8 +538,9 @@ def momentum_at_owner(
         x = buffer.join(g) + (buffer.join(errors) if feedback else 0)
         message = codes.encode(x, buffer, t)
         present = takes_part(x, abstain)
-        mean = codes.back(bounded_mean(message, present, top, dominance, trim), buffer, t)
-        known = jnp.any(present) & jnp.isfinite(mean)
+        sent, missed = with_late(Votes(message, present), state.missed, late)
+        mean = codes.back(bounded_mean(sent.message, sent.here, top, dominance, trim), buffer, t)
+        known = jnp.any(sent.here) & jnp.isfinite(mean)
         mean = saturate(jnp.where(known, mean, 0), widest(g))
         c = jnp.where(known, (1 - b1) * mean + b1 * mu, 0)
         moves = jnp.any(c != 0, axis=-1, keepdims=True)
@@ -491,19 +555,22 @@ def momentum_at_owner(
             error = jax.tree.unflatten(tree, unless_absent(present, kept, errors))
         cancelled = (c == 0) & moves & buffer.real & (workers > 1)
         updates = jax.tree.unflatten(tree, buffer.split(u, _dtypes(g)))
-        return updates, _after(state, mu, error, cancelled, present)
+        state = _after(state, mu, error, cancelled, present, missed)
+        return updates, state
 
-    return Simulator(init, update)
+    return Simulator(init, update, late=True)
 
 
 def _state(mu: Any, error: Any) -> State:
     return State(jnp.int32(0), mu, error, jnp.float32(0), jnp.int32(0), jnp.int32(0))
 
 
-def _after(state: State, mu: Any, error: Any, cancelled: jax.Array, present: jax.Array) -> State:
+def _after(
+    state: State, mu: Any, error: Any, cancelled: jax.Array, present: jax.Array, missed: Any = None
+) -> State:
     away = jnp.sum(~present, dtype=jnp.int32)
     ties = jnp.sum(cancelled, dtype=jnp.float32)
-    return State(state.t + 1, mu, error, ties, away, state.abstentions + away)
+    return State(state.t + 1, mu, error, ties, away, state.abstentions + away, missed)
 
 
 def per_worker(params: Any, workers: int, dtype: Any) -> Any:
@@ -574,9 +641,9 @@ def optimizer(
       sync_due: whether momenta are averaged at a step, which counts from 1; None for never.
     """
 
-    def update(grads: Any, state: State, params: Any, abstain: Any = None) -> Any:
+    def update(grads: Any, state: State, params: Any, abstain: Any = None, **late: Any) -> Any:
         lr = learning_rate(state.t) if callable(learning_rate) else learning_rate
-        votes, state = simulator.update(grads, state, params, abstain)
+        votes, state = simulator.update(grads, state, params, abstain, **late)
         if sync_due is not None:
             mu = lax.cond(sync_due(state.t), synced_mean, lambda mu: mu, state.mu)
             state = state._replace(mu=mu)
@@ -584,4 +651,4 @@ def optimizer(
         decay = jax.tree.map(lambda p, yes: weight_decay * p if yes else 0, params, decays)
         return jax.tree.map(lambda u, d: (-lr * (u + d)).astype(u.dtype), votes, decay), state
 
-    return Simulator(simulator.init, update)
+    return Simulator(simulator.init, update, simulator.late)

@@ -42,6 +42,8 @@ def start(
     workers: int,
     rng: jax.Array | None = None,
     local: optax.GradientTransformation | None = None,
+    *,
+    late: bool = False,
 ) -> Simulated:
     """The first state of ``workers`` workers.
 
@@ -51,9 +53,10 @@ def start(
       workers: how many.
       rng: a typed key; ``jax.random.key(0)`` by default, as in ``init_state``.
       local: each worker's own optimizer, for local steps; the one that `step` is given.
+      late: whether workers may be late; there is room for what misses a step then.
 
     Raises:
-      ValueError: for fewer than one worker.
+      ValueError: for fewer than one worker, and for ``late`` with a simulator that has no rule for it.
       TypeError: for a leaf that is not floating.
 
     Example:
@@ -61,11 +64,14 @@ def start(
     """
     checks.check_count(f"workers={workers!r}", workers)
     checks.check_leaves(params)
+    if late:
+        _check_late(simulator)
     rng = jax.random.key(0) if rng is None else rng
     own = jax.tree.map(
         lambda x: jnp.broadcast_to(x, (workers, *jnp.shape(x))), local.init(params) if local else ()
     )
-    return Simulated(jnp.zeros((), jnp.int32), params, simulator.init(params, workers), rng, own)
+    state = simulator.init(params, workers, **({"late": True} if late else {}))
+    return Simulated(jnp.zeros((), jnp.int32), params, state, rng, own)
 
 
 def local_gradients(
@@ -136,6 +142,7 @@ def step(
     *,
     tamper: Callable[[Any, jax.Array], Any] | None = None,
     absent: jax.Array | None = None,
+    late: jax.Array | None = None,
 ) -> tuple[Simulated, jax.Array]:
     """One step of all workers: ``(run, losses float32[W])``; a pure function, for ``jit`` and ``scan``.
 
@@ -152,6 +159,12 @@ def step(
         abstains keeps its state.
       tamper: ``(gradients, step) -> gradients``, leaves ``[W, ...]``: what liars make of theirs.
       absent: ``bool[W]``, workers that miss the step: they abstain, and keep what they had.
+      late: ``bool[W]``, workers whose message misses the step, of a run started with ``late=True``. They
+        keep their momentum and error, and the message counts in the next step. Who is absent too has
+        nothing to send.
+
+    Raises:
+      ValueError: for ``late`` that is not ``bool[W]``, with a run or a simulator that has no place for it.
 
     Example:
       >>> import jax.numpy as jnp
@@ -164,6 +177,7 @@ def step(
       ([0.5, 0.5], [2.0, 2.0, 2.0])
     """
     away: Any = False if absent is None else absent
+    more = {} if late is None else {"late": _checked(late, simulator, batch)}
     if local is None:
         losses, grads = local_gradients(loss_fn, run, batch)
         abstain, own = ~jnp.isfinite(losses) | away, run.local_state
@@ -172,9 +186,26 @@ def step(
         abstain = ~jnp.isfinite(losses) | ~_finite(grads) | away
         own = jax.tree.map(partial(_unless, abstain), after, run.local_state)
     grads = grads if tamper is None else tamper(grads, run.step)
-    updates, opt_state = simulator.update(grads, run.opt_state, run.params, abstain)
+    updates, opt_state = simulator.update(grads, run.opt_state, run.params, abstain, **more)
     params = optax.apply_updates(run.params, updates)
     return Simulated(run.step + 1, params, opt_state, run.rng, own), losses
+
+
+def _check_late(simulator: Simulator) -> None:
+    if not simulator.late:
+        raise ValueError(
+            "late: this method has no rule for a message that misses its step; give local_momentum or "
+            "momentum_at_owner, or let workers be absent"
+        )
+
+
+def _checked(late: Any, simulator: Simulator, batch: Any) -> jax.Array:
+    _check_late(simulator)
+    late, workers = jnp.asarray(late), len(jax.tree.leaves(batch)[0])
+    if late.shape != (workers,) or late.dtype != bool:
+        given = f"late is {late.dtype}{list(late.shape)}"
+        raise ValueError(f"{given}: give bool[{workers}], True for each worker that is late")
+    return late
 
 
 def _finite(tree: Any) -> jax.Array:
