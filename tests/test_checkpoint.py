@@ -704,6 +704,42 @@ def test_a_save_that_the_end_of_the_program_cuts_off_is_an_error_and_blocks_noth
     assert restore_small(tmp_path).step == 1
 
 
+NO_BYTE_FITS = """
+import resource
+LIMITS = resource.getrlimit(resource.RLIMIT_FSIZE)
+with Checkpoints(FOLDER, axis_name="data") as checkpoints:
+    checkpoints.save(small(1), wait=True)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, LIMITS[1]))
+    checkpoints.save(small(2))
+    try:
+        checkpoints.save(small(3))
+    except OSError as error:
+        print(f"said: {error}")
+    resource.setrlimit(resource.RLIMIT_FSIZE, LIMITS)
+    checkpoints.save(small(4))
+"""
+
+
+def test_a_save_that_the_disk_refuses_is_named_once_and_the_next_is_whole(tmp_path):
+    done = run_script(f"{BEFORE_THE_END}\nFOLDER = {str(tmp_path)!r}\n{NO_BYTE_FITS}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        f"said: checkpoint {tmp_path / '2'} was not written (File too large), and those before it stay: "
+        "free or mend that disk, and start again from the newest"
+    ]
+    with Checkpoints(tmp_path, axis_name="data") as checkpoints:
+        assert checkpoints.steps() == [1, 4]
+        assert checkpoints.restore(small()).step == 4
+
+
+def test_an_error_of_writing_that_is_not_the_disks_stays_as_it_is():
+    assert manager._why_not_written(ValueError("a leaf was deleted")) is None
+    full = "RESOURCE_EXHAUSTED: Failed to write 5 bytes to file 3: No space [os_error_code='28']"
+    assert manager._why_not_written(ValueError(full)) == os.strerror(errno.ENOSPC)
+    late = "UNAVAILABLE: no answer"
+    assert manager._why_not_written(ValueError(late)) == f"ValueError: {late}"
+
+
 def test_the_workers_of_a_mesh_say_both_axes(tmp_path):
     place = place_of("4 of 2")
     workers = Workers(place.mesh, **place.axes)

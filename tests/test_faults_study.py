@@ -1,12 +1,19 @@
 """The benchmarks of faults: who lies in which run, that a run is the study's but for that, and the sums."""
 
+import errno
 import importlib.util
 import json
+import os
+import signal
+import subprocess
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
 import pytest
+from harm import followed, inflict, timeline
+from matplotlib import pyplot
 from study import liars, runs, tasks
 
 ROOT = Path(__file__).parents[1]
@@ -23,6 +30,7 @@ def benchmark(name):
     return module
 
 
+root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
 LIARS, FAULTS = benchmark("liars"), benchmark("faults")
 
 
@@ -97,7 +105,9 @@ def test_what_is_lost_is_a_mean_of_pairs():
 
 def fault_row(kind, run=0, **changes):
     whole = {"exit_code": 0, "left": 0, "loss": 2.5, "last_step": 120, "seconds_to_next_step": 9.0}
-    return {"kind": kind, "run": run, **whole, "steps_again": 4, **changes}
+    times = [[1.0, 1], [2.0, 2], [12.0, 2], [13.0, 3]]
+    said = {"times": times, "fault": [2.5, 2.5], "died": [2.6]}
+    return {"kind": kind, "run": run, **whole, "steps_again": 4, **said, **changes}
 
 
 def test_a_run_that_ends_otherwise_has_not_survived():
@@ -107,6 +117,182 @@ def test_a_run_that_ends_otherwise_has_not_survived():
     assert found["worker_survived"] == "1 of 4" and found["worker_seconds_most"] == 9.0
     rows.append(fault_row("worker", 4, seconds_to_next_step=None))
     assert FAULTS.keys(rows)["worker_seconds_most"] == np.inf
+
+
+def test_a_kind_that_nobody_survived_is_claimed_so():
+    rows = [fault_row("unbroken"), fault_row("disk full", seconds_to_next_step=None, exit_code=1)]
+    rows.append(fault_row("link 5 s", seconds_to_next_step=0.0, steps_again=0))
+    found = FAULTS.keys(rows)
+    assert (found["disk_full_survived"], found["disk_full_seconds_most"]) == ("0 of 1", np.inf)
+    assert (found["link_5_s_survived"], found["link_5_s_seconds_most"]) == ("1 of 1", 0.0)
+
+
+# --- What is lost, from what was said
+
+
+def lost_of(kind, steps, starts, died=(), began=10.0, ended=10.0):
+    harm = FAULTS.Harm(kind, 0, None, None)
+    harm.began, harm.ended, harm.during, harm.done = began, ended, "step", Future()
+    said = [(float(when), step, 2.5) for when, step in steps]
+    return FAULTS.lost(harm, said, list(starts), [{"time": when} for when in died])
+
+
+def test_a_kill_costs_from_the_kill_to_the_first_step_of_the_next_start():
+    steps = [(8, 11), (9, 12), (10.1, 13), (30, 11), (31, 12)]  # 13 was under way
+    found = lost_of("worker", steps, starts=[0, 11], died=[10.2])
+    assert found == {"seconds_to_next_step": 20.0, "steps_again": 3, "during": "step"}
+
+
+def test_a_fault_that_nobody_died_of_costs_from_its_end():
+    steps = [(8, 11), (9, 12), (14.9, 13), (15.5, 14)]
+    found = lost_of("link 5 s", steps, starts=[0], ended=15.0)
+    assert found == {"seconds_to_next_step": 0.5, "steps_again": 0, "during": "step"}
+
+
+def test_a_full_disk_costs_from_the_death_for_until_then_there_are_steps():
+    steps = [(8, 20), (12, 29), (13, 30), (30, 11)]
+    found = lost_of("disk full", steps, starts=[0, 14], died=[13.5], ended=13.6)
+    assert found == {"seconds_to_next_step": 16.5, "steps_again": 20, "during": "step"}
+
+
+def test_a_run_that_never_goes_on_has_no_next_step():
+    found = lost_of("disk full", [(8, 20)], starts=[0, 14], died=[13.5, 20, 30], ended=13.6)
+    assert found["seconds_to_next_step"] is None and found["steps_again"] is None
+
+
+def test_what_is_drawn_for_a_save_is_a_save_and_the_rest_is_anywhere():
+    drawn = {k: [FAULTS.Harm(k, n, None, None) for n in range(40)] for k in FAULTS.FAULTS}
+    for kind, fault in FAULTS.FAULTS.items():
+        ats = {harm.at for harm in drawn[kind]}
+        assert all(0 < at < FAULTS.STEPS - 1 for at in ats) and len(ats) > 5
+        assert all(at % FAULTS.EVERY == 0 for at in ats) == fault.saving
+        chosen = [harm.places for harm in drawn[kind]]
+        assert all(len(places) == fault.places for places in chosen)
+        assert {place for places in chosen for place in places} == set(
+            fault.among if fault.places else ()
+        )
+
+
+# --- The picture
+
+
+def test_steps_that_were_done_before_are_done_again():
+    assert timeline.split(fault_row("worker")) == ([-1.5, -0.5, 10.5], [9.5])
+    unbroken = fault_row("unbroken", fault=None, times=[[5.0, 1], [6.0, 2], [7.0, 3]])
+    assert timeline.split(unbroken) == ([-1.0, 0.0, 1.0], [])
+
+
+def test_the_typical_run_is_the_middle_one_of_those_with_times():
+    rows = [fault_row("worker", n, seconds_to_next_step=x) for n, x in enumerate([9.0, None, 5.0])]
+    rows += [fault_row("worker", 3, times=None), fault_row("unbroken", seconds_to_next_step=None)]
+    found = FAULTS.typical(rows)
+    assert list(found) == ["nothing", "kill -9 of a worker"]
+    assert found["kill -9 of a worker"]["run"] == 0
+
+
+def test_a_picture_has_a_line_for_each_kind(tmp_path):
+    rows = {"nothing": fault_row("unbroken", fault=None, died=[]), "a kill": fault_row("worker")}
+    heights = []
+    for names in (["nothing"], ["nothing", "a kill"]):
+        timeline.draw({name: rows[name] for name in names}, tmp_path / "picture.png")
+        heights.append(pyplot.imread(tmp_path / "picture.png").shape[0])
+    assert heights[0] < heights[1]
+    with pytest.raises(ValueError, match=r"no row has the times of its steps: run python bench"):
+        timeline.draw({}, tmp_path / "picture.png")
+
+
+# --- What is done, and what is left
+
+
+def test_a_stopped_process_goes_on_when_it_is_over():
+    process = subprocess.Popen(["sleep", "60"])
+    seen = []
+
+    def over():
+        state = Path(f"/proc/{process.pid}/stat").read_text().split()[2]
+        seen.append(state)
+        return state == "T"
+
+    try:
+        inflict.stop([process.pid], over)
+        assert "T" in seen
+        inflict.kill([process.pid])
+        assert process.wait() == -signal.SIGKILL
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_process_that_a_run_leaves_is_found_whoever_started_it():
+    started = ["sh", "-c", "setsid sleep 60 > /dev/null & echo $!"]
+    environment = os.environ | {followed.MARK: "a run of a test"}
+    said = subprocess.run(started, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    pid = int(said.stdout)
+    assert followed.marked("a run of a test") == [pid]
+    assert followed.marked("another run") == []
+    os.kill(pid, signal.SIGKILL)
+
+
+@root
+def test_a_full_disk_takes_no_byte_and_has_room_again(tmp_path):
+    with inflict.disk_of(tmp_path):
+        assert followed.mounted_below(tmp_path) == [str(tmp_path)]
+        (tmp_path / "old").write_bytes(bytes(1 << 20))
+        tried = []
+
+        def over():
+            if len(tried) == 100:
+                (tmp_path / "old").unlink(missing_ok=True)
+            tried.append(os.statvfs(tmp_path).f_bavail)
+            return len(tried) > 200 and tried[-1] == 0
+
+        inflict.fill(tmp_path, over)
+        assert tried[-1] == 0, "what is deleted meanwhile is filled too"
+        assert os.statvfs(tmp_path).f_bavail > 0
+    assert followed.mounted_below(tmp_path) == []
+
+
+@root
+def test_a_disk_becomes_read_only_between_two_files_and_writable_again(tmp_path):
+    with inflict.disk_of(tmp_path):
+        errors = []
+
+        def over():
+            try:
+                (tmp_path / "new").write_text("")
+            except OSError as error:
+                errors.append(error.errno)
+            return True
+
+        inflict.forbid(tmp_path, over)
+        assert errors == [errno.EROFS]
+        (tmp_path / "new").write_text("")
+        with (
+            (tmp_path / "new").open("w"),
+            pytest.raises(OSError, match="files open for writing for"),
+        ):
+            inflict.forbid(tmp_path, over, patience=0.1)
+
+
+# --- Bad inputs
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--kind", "earthquake"], "invalid choice: 'earthquake'"),
+        (["--kind", "worker", "--runs", "0"], "--runs 0: give a whole number of 1 or more"),
+        (
+            ["--kind", "disk full"],
+            "'disk full': only root may; run as root, or name others by --kind",
+        ),
+    ],
+)
+def test_bad_arguments_are_refused(words, said, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(SystemExit):
+        FAULTS.main([*words, "--save", str(tmp_path / "none.jsonl")])
+    assert said in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("module", [LIARS, FAULTS])

@@ -105,6 +105,7 @@ class Checkpoints:
         checks.check_axis(self._axes[0])
         self.directory = Path(directory).absolute()
         self._refused: set[int] = set()
+        self._under_way = -1  # the step that was saved last
         self._closed = self._entered = False
         _check_folder(self.directory)
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
@@ -142,6 +143,8 @@ class Checkpoints:
             or on none with the axes, or ``close`` was called; if what is each worker's own has no
             leading axis of workers, or an array is labelled one value and its copies differ, to the bit.
           TypeError: if ``state`` has no step or holds what is no array, or JSON cannot hold ``data``.
+          OSError: if a checkpoint could not be written, such as on a full disk; where it was written in the
+            background, by the next call of ``save``, ``wait`` or ``close``.
         """
         self._check_open("save")
         state, workers = self._on_mesh("save(state)", state)
@@ -162,7 +165,10 @@ class Checkpoints:
         args = ocp.args.Composite(
             arrays=ocp.args.StandardSave(arrays), about=ocp.args.JsonSave(about)
         )
-        self._manager.save(step, args=args, force=True)
+        self.wait()
+        self._under_way = step
+        with self._writing():
+            self._manager.save(step, args=args, force=True)
         if wait or not self._entered:
             self.wait()
 
@@ -222,15 +228,20 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def wait(self) -> None:
-        """Returns when what was saved is complete on disk."""
-        self._manager.wait_until_finished()
+        """Returns when what was saved is complete on disk; errors as in `save`."""
+        with self._writing():
+            try:
+                self._manager.wait_until_finished()
+            finally:  # orbax keeps a second error of the same save, which would be the next save's
+                self._manager.check_for_errors()
 
     def close(self) -> None:
         """Waits and gives up the background threads."""
         if not self._closed:
             self._closed = True
             atexit.unregister(self._at_exit)
-            self._manager.close()
+            with self._writing():
+                self._manager.close()
 
     def _at_exit(self) -> None:
         """Says so if the end of the interpreter, which stops the threads of orbax, cut off a save."""
@@ -249,6 +260,20 @@ class Checkpoints:
                 f"{call}: these checkpoints of {self.directory} are closed; call it before close() and "
                 "inside the with statement, or open the folder again with Checkpoints(...)"
             )
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Says which checkpoint an error of the disk is of; orbax names neither it nor the folder."""
+        try:
+            yield
+        except (OSError, ValueError) as problem:
+            why = _why_not_written(problem)
+            if why is None:
+                raise
+            raise OSError(
+                f"{self._name(self._under_way)} was not written ({why}), and those before it stay: free or "
+                "mend that disk, and start again from the newest"
+            ) from problem
 
     def _name(self, step: int) -> str:
         return f"checkpoint {self.directory / str(step)}"
@@ -429,6 +454,16 @@ def _is_damage(problem: BaseException, folder: Path) -> bool:
         return folder.is_dir()  # or the whole checkpoint was taken away meanwhile
     # orbax reads files of its own that no checksum guards: they cannot be parsed, or lack a part.
     return isinstance(problem, (ValueError, LookupError, TypeError))
+
+
+def _why_not_written(problem: Exception) -> str | None:
+    """What the system said of a disk; None for other errors. Tensorstore's have its number inside."""
+    if isinstance(problem, OSError):
+        return problem.strerror or str(problem)
+    if not _STATUS.match(str(problem)):
+        return None
+    number = re.search(r"os_error_code='(\d+)'", str(problem))
+    return os.strerror(int(number[1])) if number else _first_line(problem)
 
 
 class _Patient(asyncio.SelectorEventLoop):
