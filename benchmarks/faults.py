@@ -11,10 +11,10 @@ lab, ``lioncub run`` keeps the lab, and one worker's link is set down and up. Fo
 on a small file system in memory, which is filled until a worker has died of it, or made read-only for a
 second. Links and disks need root.
 
-Counted are the seconds to the next step, from the death or from the end of a fault that nobody died of, the
-steps that are done again, the loss of the last step beside that of an unbroken run with the same seed, and
-what is left: processes, mounts, temporary files, halves of checkpoints. Rows that are in the file are not
-run again.
+Counted are the seconds to the next step, from the end of the fault or the last step after it, the steps
+that are done again, the loss of the last step beside that of an unbroken run with the same seed, and what
+is left: processes, mounts, temporary files, halves of checkpoints. Rows that are in the file are not run
+again.
 """
 
 import argparse
@@ -22,6 +22,7 @@ import contextlib
 import json
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -84,6 +85,9 @@ FAULTS = {
 
 def main(argv: list[str] | None = None) -> None:
     args = parsed(argv)
+    signal.signal(
+        signal.SIGTERM, lambda number, _: sys.exit(128 + number)
+    )  # and unmount on the way
     rows = read(args.save)
     for kind in () if args.again else args.kind:
         for number in range(args.runs or FAULTS[kind].runs):
@@ -96,7 +100,8 @@ def main(argv: list[str] | None = None) -> None:
     Console().print(report.table(title, HEAD, lines_of(rows)))
     if args.report:
         DOCUMENT.write_text(documented(DOCUMENT.read_text(), rows))
-        timeline.draw(typical(rows), PICTURE)
+        if typical(rows):
+            timeline.draw(typical(rows), PICTURE)
     report.finish({"benchmark": "faults", **keys(rows)}, None)
 
 
@@ -194,6 +199,7 @@ def harmed(kind: str, number: int) -> dict[str, Any]:
         pool = stack.enter_context(ThreadPoolExecutor(1))
         began = time.time()
         run = Followed(folder, WORKERS, STEPS, EVERY, lab=does in OF_LINKS)
+        stack.callback(run.end)
         harm = Harm(kind, number, run, pool)
         code = run.follow(harm.told)
         seconds = time.time() - began
@@ -217,6 +223,7 @@ def harmed(kind: str, number: int) -> dict[str, Any]:
         "times": [[round(when - began, 2), step] for when, step, _ in run.steps],
         "fault": [round(x - began, 2) for x in (harm.began, harm.ended)] if harm.done else None,
         "died": [round(event["time"] - began, 2) for event in deaths],
+        "said": run.error().replace(str(folder), "FOLDER"),
     }  # fmt: skip
 
 
@@ -228,14 +235,13 @@ def lost(
     if not harm.done:
         return none
     # What was under way is still said: the next step is one of the next start, or after the fault.
-    over = starts[1] if len(starts) > 1 else harm.ended
-    since = harm.ended
-    if len(starts) > 1:
-        since = harm.began if harm.fault.does == "kill" else deaths[0]["time"]
-    after = [step for step in steps if step[0] > over]
+    ended = min([harm.ended, *(event["time"] for event in deaths)])
+    over = starts[1] if len(starts) > 1 else ended
     before = [step for step in steps if step[0] <= over]
+    after = [step for step in steps if step[0] > over]
     if not after:
         return none
+    since = max(ended, before[-1][0])
     again = before[-1][1] - after[0][1] + 1
     return none | {"seconds_to_next_step": round(after[0][0] - since, 2), "steps_again": again}
 
@@ -250,6 +256,7 @@ def whole(row: dict[str, Any], rows: list[dict[str, Any]]) -> bool:
 HEAD = [
     "fault",
     "runs",
+    "in a save",
     "as unbroken",
     "seconds to the next step: median",
     "most",
@@ -263,10 +270,12 @@ def lines_of(rows: list[dict[str, Any]]) -> list[list[str]]:
         own = [row for row in rows if row["kind"] == kind]
         waits = [row["seconds_to_next_step"] for row in own]
         waits = [float("inf") if x is None else x for x in waits] if fault.does else []
+        fell = [row["during"] == "save" for row in own if row.get("during")]
         again = [row["steps_again"] for row in own if row["steps_again"] is not None]
         if own:
             found.append([
-                fault.says, str(len(own)), str(sum(whole(row, rows) for row in own)),
+                fault.says, str(len(own)), str(sum(fell)) if fell else "",
+                str(sum(whole(row, rows) for row in own)),
                 f"{median(waits):.1f}" if waits else "", f"{max(waits):.1f}" if waits else "",
                 str(max(again)) if again else "",
             ])  # fmt: skip

@@ -608,7 +608,8 @@ def test_folders_that_hold_no_checkpoints_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [0, -1, 1.5, True])
-def test_a_useless_number_to_keep_is_refused(keep, tmp_path):
+def test_a_useless_number_to_keep_or_to_wait_is_refused(keep, tmp_path):
+    refuses(f"timeout={keep!r}", lambda: Checkpoints(tmp_path, axis_name="data", timeout=keep))
     refuses("keep=", lambda: save_small(tmp_path, keep=keep))
 
 
@@ -738,6 +739,10 @@ def test_an_error_of_writing_that_is_not_the_disks_stays_as_it_is():
     assert manager._why_not_written(ValueError(full)) == os.strerror(errno.ENOSPC)
     late = "UNAVAILABLE: no answer"
     assert manager._why_not_written(ValueError(late)) == f"ValueError: {late}"
+    assert "another process" in manager._why_not_written(TimeoutError("of a barrier"))
+    behind = RuntimeError("DEADLINE_EXCEEDED: of a barrier")
+    behind.__context__ = OSError(errno.ENOSPC, "No space left on device")
+    assert manager._why_not_written(behind) == "No space left on device"
 
 
 def test_the_workers_of_a_mesh_say_both_axes(tmp_path):

@@ -1,7 +1,9 @@
 """A run under ``lioncub run``, when it said what, and what it has left behind."""
 
+import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -13,6 +15,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 WORKER = Path("benchmarks") / "harm" / "worker.py"
 MARK = "LIONCUB_FAULTS"  # in the environment of every process of a run
+LONGEST = 300  # characters of an error
 CLI = [sys.executable, "-m", "lioncub_jax"]
 
 
@@ -27,6 +30,7 @@ class Followed:
     Attributes:
       steps: (seconds since the epoch, step, loss), as they were said.
       saves: the steps that began to be saved.
+      lines: of output.
       checkpoints: their folder, in a folder ``disk``.
     """
 
@@ -71,6 +75,26 @@ class Followed:
                     self.saves.append(int(numbers[0]))
                     told("save", int(numbers[0]))
         return self.process.wait()
+
+    def end(self) -> None:
+        """Ends it, if it has not ended: SIGTERM twice is for now."""
+        while self.process.poll() is None:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(1.0)
+
+    def error(self) -> str:
+        """What the first that died died of: a fatal message, or the last error before that; "" for none."""
+        found = ""
+        for line in self.lines:
+            if line.startswith("lioncub: worker"):
+                return found
+            said = line.rpartition(" | ")[2]
+            if fatal := re.match(r"F\d{4} .*?\] (.*)", said):
+                return fatal[1][:LONGEST]
+            if re.match(r"[\w.]*(Error|Exception): ", said):
+                found = said[:LONGEST]
+        return ""
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """The events of a kind so far."""

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 DPI, FONT = 130, 8
-BEFORE, AFTER = 12, 50  # seconds that are shown
+BEFORE = 12  # seconds that are shown of what was before the fault
 # Okabe and Ito's, for colour-blind people too; heights differ as well.
 FIRST, AGAIN, FAULT, DEATH = "#0072B2", "#E69F00", "#D55E00", "black"
 
@@ -39,7 +39,8 @@ def draw(rows: dict[str, dict[str, Any]], path: Path) -> None:
         draw_run(panel, -line, row)
     panel.axvline(0, color="0.3", lw=0.8, ls=":", zorder=0)
     panel.set_yticks([-line for line in range(len(rows))], list(rows), fontsize=FONT)
-    panel.set_xlim(-BEFORE, AFTER)
+    ends = [row["times"][-1][0] - (row["fault"] or row["times"][-1])[0] for row in rows.values()]
+    panel.set_xlim(-BEFORE, max(ends) + 2)
     panel.set_ylim(0.6 - len(rows), 0.6)
     panel.set_xlabel("seconds since the fault", fontsize=FONT)
     panel.tick_params(axis="x", labelsize=FONT)

@@ -39,7 +39,9 @@ def main() -> None:
     step = lc.make_train_step(loss, tx, mesh, axis_name=AXIS)
     rows = NamedSharding(mesh, P(AXIS))
     replicas = lc.faults.Replicas(mesh, axis_name=AXIS, every=args.every)
-    with lc.Checkpoints(args.checkpoint, axis_name=AXIS) as saved, lc.stop_on_sigterm() as stopping:
+    # A save takes a second at most; nobody waits longer for one whose disk failed.
+    checkpoints = lc.Checkpoints(args.checkpoint, axis_name=AXIS, timeout=10)
+    with checkpoints as saved, lc.stop_on_sigterm() as stopping:
         if saved.steps():
             state = saved.restore(state).state
         for t in range(int(state.step), args.steps):

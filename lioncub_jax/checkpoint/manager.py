@@ -73,9 +73,11 @@ class Checkpoints:
       axis_name: mesh axis of the workers, or several as a tuple; or a ``Workers``, which knows both axes.
       group_axis: mesh axis of the devices of one worker, if the optimizer has one (two levels).
       keep: how many checkpoints stay; the oldest goes when one more is complete.
+      timeout: seconds after which a save that some process has not written is an error in all of them. A
+        process whose disk fails tells nobody, so the others wait for it as long as this.
 
     Raises:
-      ValueError: for ``keep`` below 1, a folder that holds anything but checkpoints, and a
+      ValueError: for ``keep`` or ``timeout`` below 1, a folder that holds anything but checkpoints, and a
         ``group_axis`` beside a ``Workers``.
 
     Example:
@@ -99,8 +101,10 @@ class Checkpoints:
         axis_name: AxisName | Workers,
         group_axis: AxisName | None = None,
         keep: int = 3,
+        timeout: int = 1200,
     ):
         checks.check_count(f"keep={keep!r}", keep)
+        checks.check_count(f"timeout={timeout!r}", timeout)
         self._axes = _axes_of(axis_name, group_axis)
         checks.check_axis(self._axes[0])
         self.directory = Path(directory).absolute()
@@ -108,7 +112,11 @@ class Checkpoints:
         self._under_way = -1  # the step that was saved last
         self._closed = self._entered = False
         _check_folder(self.directory)
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep,
+            create=True,
+            async_options=ocp.AsyncOptions(timeout_secs=timeout),
+        )
         self._manager = ocp.CheckpointManager(self.directory, options=options)
         atexit.register(self._at_exit)
 
@@ -266,7 +274,7 @@ class Checkpoints:
         """Says which checkpoint an error of the disk is of; orbax names neither it nor the folder."""
         try:
             yield
-        except (OSError, ValueError) as problem:
+        except Exception as problem:
             why = _why_not_written(problem)
             if why is None:
                 raise
@@ -440,11 +448,7 @@ _MISSING = FileNotFoundError, IsADirectoryError, NotADirectoryError
 
 def _is_damage(problem: BaseException, folder: Path) -> bool:
     """Whether what was read is not what was written, and not a disk or a memory that fails."""
-    chain: list[BaseException] = []
-    link: BaseException | None = problem
-    while link is not None:
-        chain.append(link)
-        link = link.__cause__ or link.__context__
+    chain = _chain(problem)
     if any(isinstance(x, (OSError, MemoryError)) and not isinstance(x, _MISSING) for x in chain):
         return False
     status = _STATUS.match(str(problem)) if isinstance(problem, ValueError) else None
@@ -457,13 +461,27 @@ def _is_damage(problem: BaseException, folder: Path) -> bool:
 
 
 def _why_not_written(problem: Exception) -> str | None:
-    """What the system said of a disk; None for other errors. Tensorstore's have its number inside."""
-    if isinstance(problem, OSError):
-        return problem.strerror or str(problem)
-    if not _STATUS.match(str(problem)):
-        return None
-    number = re.search(r"os_error_code='(\d+)'", str(problem))
-    return os.strerror(int(number[1])) if number else _first_line(problem)
+    """What the system said of a disk, here or in another process; None for other errors."""
+    late = None
+    for link in _chain(problem):
+        if isinstance(link, TimeoutError):
+            late = "another process did not write its part in time, and its error says why"
+        elif isinstance(link, OSError):
+            return link.strerror or str(link)
+        elif isinstance(link, ValueError) and _STATUS.match(str(link)):  # tensorstore's
+            number = re.search(r"os_error_code='(\d+)'", str(link))
+            return os.strerror(int(number[1])) if number else _first_line(link)
+    return late
+
+
+def _chain(problem: BaseException) -> list[BaseException]:
+    """An error and those behind it."""
+    found: list[BaseException] = []
+    link: BaseException | None = problem
+    while link is not None:
+        found.append(link)
+        link = link.__cause__ or link.__context__
+    return found
 
 
 class _Patient(asyncio.SelectorEventLoop):
