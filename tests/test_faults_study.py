@@ -329,6 +329,59 @@ def test_a_disk_becomes_read_only_between_two_files_and_writable_again(disk):
         inflict.forbid(disk, over, patience=0)
 
 
+# A worker that only counts, says and saves what the real one does, and needs no JAX.
+COUNTS = """
+import os, sys, time
+from pathlib import Path
+steps, every, folder = int(sys.argv[2]), int(sys.argv[4]), Path(sys.argv[6])
+folder.mkdir(exist_ok=True)
+first = os.environ["RANK"] == "0"
+for step in range(max([0, *(int(x.name) for x in folder.glob("*0"))]) + 1, steps + 1):
+    time.sleep(0.02)
+    if first:
+        print(f"step {step} {1 / step:.6f}", flush=True)
+    if first and step % every == 0:
+        print(f"save {step}", flush=True)
+        half = folder / f"{step}.half"
+        for _ in range(50):
+            with half.open("ab") as file:
+                file.write(bytes(1 << 14))
+            time.sleep(0.01)
+        half.rename(folder / str(step))
+    while step % every == 0 and not (folder / str(step)).exists():
+        time.sleep(0.01)
+"""
+ENDS = {  # starts, and whether steps are done again
+    "unbroken": (1, False), "worker": (2, True), "saving": (2, True), "disk full": (2, True),
+    "disk errs": (2, True), "link 5 s": (1, False),
+}  # fmt: skip
+
+
+QUICK = ("worker", "disk errs")
+
+
+@pytest.mark.parametrize(
+    "kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in ENDS]
+)
+def test_a_run_is_harmed_once_and_goes_on_to_its_end(kind, disk, monkeypatch):
+    (disk / "worker.py").write_text(COUNTS)
+    monkeypatch.setattr(followed, "WORKER", disk / "worker.py")
+    fault = FAULTS.FAULTS[kind]
+    monkeypatch.setitem(FAULTS.FAULTS, kind, fault._replace(lasts=min(fault.lasts, 0.5)))
+    row = FAULTS.harmed(kind, 0)
+    starts, again = ENDS[kind]
+    found = [row[name] for name in ("exit_code", "last_step", "left", "starts")]
+    assert found == [0, FAULTS.STEPS, 0, starts], row
+    assert [step for _, step in row["times"]][-1] == FAULTS.STEPS
+    assert bool(row["steps_again"]) == again and len(row["died"]) == starts - 1
+    if fault.does:
+        began, ended = row["fault"]
+        assert 0 < began <= ended and row["seconds_to_next_step"] > 0
+        assert row["during"] == "save" or not fault.saving
+    for name, error in {"disk full": "No space left", "disk errs": "Read-only file system"}.items():
+        assert (error in row["said"]) == (kind == name)
+
+
 # --- Bad inputs
 
 
