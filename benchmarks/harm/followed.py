@@ -38,7 +38,7 @@ class Followed:
         self._events, self._scratch = folder / "events.jsonl", folder / "scratch"
         self._scratch.mkdir()
         self.checkpoints = folder / "disk" / "checkpoints"
-        self._mark, self._shared = uuid.uuid4().hex, set(os.listdir("/dev/shm"))
+        self._mark = uuid.uuid4().hex
         one = [sys.executable, str(WORKER), "--steps", str(steps), "--every", str(every)]
         one += ["--checkpoint", str(self.checkpoints)]
         # A lab ends all its workers when one fails, and then fails itself.
@@ -106,10 +106,9 @@ class Followed:
         return bool(self.saves) and not (self.checkpoints / str(self.saves[-1])).exists()
 
     def left(self) -> list[str]:
-        """What there is of it still: processes, temporary files, shared memory, halves of checkpoints."""
+        """What there is of it still: processes, temporary files, halves of checkpoints."""
         found = [f"process {pid}" for pid in marked(self._mark)]
         found += [str(path) for path in self._scratch.iterdir()]
-        found += [f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - self._shared]
         if self.checkpoints.exists():
             found += [str(x) for x in self.checkpoints.iterdir() if not x.name.isdigit()]
         return found
