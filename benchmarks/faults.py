@@ -1,40 +1,49 @@
-"""What a run loses when its workers are killed or stopped, at random moments, on real processes.
+"""What a run loses when its workers, links and disks fail, at random moments, on real processes.
 
     python benchmarks/faults.py [--kind worker] [--runs 20]
     python benchmarks/faults.py --again             # sums up the committed rows, runs nothing
 
-Three workers, processes that talk by Gloo, train a small GPT by `owner_lion` under ``lioncub run`` and save
-every 10 steps. A run is harmed once, after a step that is drawn and a part of the next: one worker that
-is not the coordinator is killed by SIGKILL, or the coordinator, or two workers at once; or one is stopped
-for 5 or 30 seconds (SIGSTOP, SIGCONT). Counted are the seconds until the next step, the steps that are done
-again, and the loss of the last step beside that of an unbroken run with the same seed. Rows that are in
-the file are not run again.
+Three workers, processes that talk by Gloo, train a small GPT by `owner_lion` under ``lioncub run``, with a
+snapshot in memory every 5 steps and a save every 20. A run is harmed once, after a step that is drawn and a
+part of the next, which falls into computing or a collective as their lengths have it; or in a save, a part
+of its time after it began. Workers are killed (SIGKILL), or one is stopped (SIGSTOP, SIGCONT). For links
+the workers are in namespaces of the lab, ``lioncub run`` keeps the lab, and one worker's link is set down and
+up. For disks the checkpoints are on a small file system in memory, which is filled until a worker has died
+of it, or made read-only for a second. Links and disks need root.
+
+Counted are the seconds to the next step, from the end of the fault or the last step after it, the steps
+that are done again, the loss of the last step beside that of an unbroken run with the same seed, and what
+is left: processes, mounts, temporary files, halves of checkpoints. Rows that are in the file are not run
+again.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import report
+from harm import inflict, timeline
+from harm.followed import Followed, mounted_below
 from rich.console import Console
 from study import store
 
 ROOT = Path(__file__).parents[1]
 ROWS = Path(__file__).parent / "results" / "faults.jsonl"
-DOCUMENT = ROOT / "docs" / "faults.md"
+DOCUMENT, PICTURE = ROOT / "docs" / "faults.md", ROOT / "docs" / "faults.png"
 WORKERS, STEPS, EVERY, SNAPSHOTS = 3, 120, 20, 5
-WORKER = Path("benchmarks") / "harm" / "worker.py"
+SAVE_SECONDS = 0.5  # of which a part goes by until a save is harmed
+ALL = (0, 1, 2)
+OF_LINKS, OF_DISKS = ("unplug",), ("fill", "forbid")
 
 
 class Fault(NamedTuple):
@@ -42,31 +51,43 @@ class Fault(NamedTuple):
 
     Attributes:
       says: for people.
+      does: which function of `harm.inflict`; "" for none.
+      runs: how many.
       places: how many workers, of those that may be: drawn.
       among: the workers.
-      stopped: seconds; 0 to kill.
-      runs: how many.
+      lasts: seconds; for ``fill`` at most, for it ends when a worker has died.
+      saving: whether it comes in a save.
     """
 
     says: str
-    places: int
-    among: tuple[int, ...]
-    stopped: float
+    does: str
     runs: int
+    places: int = 0
+    among: tuple[int, ...] = ALL
+    lasts: float = 0.0
+    saving: bool = False
 
 
 FAULTS = {
-    "unbroken": Fault("nothing", 0, (), 0.0, 1),
-    "worker": Fault("kill -9 of a worker", 1, (1, 2), 0.0, 20),
-    "coordinator": Fault("kill -9 of process 0", 1, (0,), 0.0, 10),
-    "two": Fault("kill -9 of two at once", 2, (0, 1, 2), 0.0, 10),
-    "stopped 5 s": Fault("one stopped for 5 s", 1, (0, 1, 2), 5.0, 5),
-    "stopped 30 s": Fault("one stopped for 30 s", 1, (0, 1, 2), 30.0, 3),
+    "unbroken": Fault("nothing", "", 1),
+    "worker": Fault("kill -9 of a worker", "kill", 20, 1, (1, 2)),
+    "coordinator": Fault("kill -9 of process 0", "kill", 10, 1, (0,)),
+    "two": Fault("kill -9 of two at once", "kill", 10, 2),
+    "saving": Fault("kill -9 of one in a save", "kill", 10, 1, saving=True),
+    "stopped 5 s": Fault("one stopped for 5 s", "stop", 5, 1, lasts=5.0),
+    "stopped 30 s": Fault("one stopped for 30 s", "stop", 3, 1, lasts=30.0),
+    "link 5 s": Fault("one link down for 5 s", "unplug", 5, 1, lasts=5.0),
+    "link 30 s": Fault("one link down for 30 s", "unplug", 3, 1, lasts=30.0),
+    "disk full": Fault("disk full in a save", "fill", 5, lasts=60.0, saving=True),
+    "disk errs": Fault("disk read-only for 1 s in a save", "forbid", 5, lasts=1.0, saving=True),
 }
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parsed(argv)
+    signal.signal(
+        signal.SIGTERM, lambda number, _: sys.exit(128 + number)
+    )  # and unmount on the way
     rows = read(args.save)
     for kind in () if args.again else args.kind:
         for number in range(args.runs or FAULTS[kind].runs):
@@ -75,10 +96,12 @@ def main(argv: list[str] | None = None) -> None:
                 store.append(args.save, [row])
                 rows.append(row)
                 print(json.dumps(row), flush=True)
-    title = f"{WORKERS} workers, a save every {EVERY} steps"
+    title = f"{WORKERS} workers, a snapshot every {SNAPSHOTS} steps, a save every {EVERY}"
     Console().print(report.table(title, HEAD, lines_of(rows)))
     if args.report:
         DOCUMENT.write_text(documented(DOCUMENT.read_text(), rows))
+        if typical(rows):
+            timeline.draw(typical(rows), PICTURE)
     report.finish({"benchmark": "faults", **keys(rows)}, None)
 
 
@@ -90,8 +113,17 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--runs", type=int, help="of each kind (20 where it is cheap)")
     parser.add_argument("--save", type=Path, default=ROWS, help="file of rows, read and added to")
     parser.add_argument("--again", action="store_true", help="run nothing: sum up the rows")
-    parser.add_argument("--report", action="store_true", help="write the table of docs/faults.md")
+    parser.add_argument(
+        "--report", action="store_true", help="write table and picture of docs/faults.md"
+    )
     args = parser.parse_args(argv)
+    needs = [kind for kind in args.kind if FAULTS[kind].does in (*OF_LINKS, *OF_DISKS)]
+    if needs and not args.again and os.geteuid() != 0:
+        parser.error(
+            f"{', '.join(map(repr, needs))}: only root may; run as root, or name others by --kind"
+        )
+    if args.runs is not None and args.runs < 1:
+        parser.error(f"--runs {args.runs}: give a whole number of 1 or more, or leave it out")
     if args.again and not read(args.save):
         parser.error(f"--again sums up the rows of {args.save}, and there are none")
     return args
@@ -102,109 +134,116 @@ def read(path: Path) -> list[dict[str, Any]]:
     return store.read(path, lambda row: (row["kind"], row["run"]))
 
 
-class Followed:
-    """A run, and when it said what.
+class Harm:
+    """One fault of one run, drawn: it waits for its moment and then happens, in a thread of its own.
 
     Attributes:
-      steps: (seconds since the epoch, step, loss), as they were said.
+      at: the step after which, or whose save.
+      part: of the next step, or of a save.
+      places: the workers.
+      began, ended: seconds since the epoch, once it is done.
+      during: "step" or "save", of which the checkpoint was not whole at that moment.
     """
 
-    def __init__(self, folder: Path):
-        self._events = folder / "events.jsonl"
-        command = [sys.executable, "-m", "lioncub_jax", "run", "--workers", str(WORKERS)]
-        command += [
-            "--events",
-            str(self._events),
-            "--",
-            sys.executable,
-            str(WORKER),
-            "--steps",
-            str(STEPS),
-        ]
-        command += [
-            "--snapshots",
-            str(SNAPSHOTS),
-            "--every",
-            str(EVERY),
-            "--checkpoint",
-            str(folder / "checkpoints"),
-        ]
-        flags = os.environ | {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
-        self.process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=flags,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self.steps: list[tuple[float, int, float]] = []
+    def __init__(self, kind: str, number: int, run: Followed, pool: ThreadPoolExecutor):
+        self.fault, drawn = FAULTS[kind], random.Random(f"{kind} {number}")
+        saves = range(EVERY, STEPS, EVERY)
+        self.at = drawn.choice(saves) if self.fault.saving else drawn.randrange(1, STEPS - 1)
+        self.part = drawn.random()
+        self.places = sorted(drawn.sample(self.fault.among, self.fault.places))
+        self.began, self.ended, self.during = 0.0, 0.0, ""
+        self.done: Future[None] | None = None
+        self._run, self._pool = run, pool
 
-    def follow(self, after_step: Callable[[int], None]) -> int:
-        """To its end; the exit code."""
-        assert self.process.stdout
-        with self.process.stdout as said:
-            for line in said:
-                if line.startswith("0 | step "):
-                    _, _, _, step, loss = line.split()
-                    self.steps.append((time.time(), int(step), float(loss)))
-                    after_step(int(step))
-        return self.process.wait()
+    def told(self, what: str, step: int) -> None:
+        """Of each step and save; begins at its moment."""
+        mine = self.fault.does and step == self.at and not self.done
+        if mine and what == ("save" if self.fault.saving else "step"):
+            times = [when for when, _, _ in self._run.steps[-2:]]
+            length = min(times[-1] - times[0], 1.0) if len(times) > 1 else 0.1
+            wait = self.part * (SAVE_SECONDS if self.fault.saving else length)
+            self.done = self._pool.submit(self._happen, wait)
 
-    def events(self) -> list[dict[str, Any]]:
-        """What has happened so far."""
-        return [json.loads(line) for line in self._events.read_text().splitlines()]
+    def _happen(self, seconds: float) -> None:
+        time.sleep(seconds)
+        pids = self._run.events("started")[-1]["pids"]
+        disk = self._run.checkpoints.parent
+        self.during, self.began = "save" if self._run.saving() else "step", time.time()
+        match self.fault.does:
+            case "kill":
+                inflict.kill([pids[place] for place in self.places])
+            case "stop":
+                inflict.stop([pids[place] for place in self.places], self._over)
+            case "unplug":
+                inflict.unplug(pids[0], self.places, self._over)
+            case "fill":
+                inflict.fill(disk, lambda: self._over() or bool(self._run.events("died")))
+            case "forbid":
+                inflict.forbid(disk, self._over)
+        self.ended = time.time()
+
+    def _over(self) -> bool:
+        return time.time() > self.began + self.fault.lasts
 
 
 def harmed(kind: str, number: int) -> dict[str, Any]:
     """One run, from its start to its end."""
-    fault, drawn = FAULTS[kind], random.Random(f"{kind} {number}")
-    at, part = drawn.randrange(1, STEPS - 1), drawn.random()
-    places = sorted(drawn.sample(fault.among, fault.places))
-    done: list[float] = []  # when
-    waits: list[threading.Thread] = []
-    with tempfile.TemporaryDirectory() as folder:
-        run = Followed(Path(folder))
-
-        def harm(seconds: float) -> None:
-            time.sleep(seconds)
-            pids = run.events()[-1]["pids"]
-            done.append(time.time())
-            for place in places:
-                os.kill(pids[place], signal.SIGSTOP if fault.stopped else signal.SIGKILL)
-            if fault.stopped:
-                time.sleep(fault.stopped)
-                for place in places:
-                    os.kill(pids[place], signal.SIGCONT)
-
-        def after_step(step: int) -> None:
-            if step == at and places and not waits:
-                before = run.steps[-2][0] if len(run.steps) > 1 else run.steps[-1][0] - 0.1
-                length = min(run.steps[-1][0] - before, 1.0)
-                waits.append(threading.Thread(target=harm, args=(part * length,)))
-                waits[0].start()
-
+    does = FAULTS[kind].does
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        disk = folder / "disk"
+        disk.mkdir()
+        mount = stack.enter_context(contextlib.ExitStack())
+        if does in OF_DISKS:
+            mount.enter_context(inflict.disk_of(disk))
+        pool = stack.enter_context(ThreadPoolExecutor(1))
         began = time.time()
-        code = run.follow(after_step)
+        run = Followed(folder, WORKERS, STEPS, EVERY, SNAPSHOTS, lab=does in OF_LINKS)
+        stack.callback(run.end)
+        harm = Harm(kind, number, run, pool)
+        code = run.follow(harm.told)
         seconds = time.time() - began
-        for thread in waits:
-            thread.join()
-        events = run.events()
-    pids = [pid for event in events if event["event"] == "started" for pid in event["pids"]]
-    # What was under way is still said: the next step is one of the next start, or after the stop.
-    starts = [event["time"] for event in events if event["event"] == "started"]
-    over = done[0] + fault.stopped if fault.stopped else (starts[1] if len(starts) > 1 else None)
-    after = [step for step in run.steps if over is not None and step[0] > over]
-    before_it = [step for step in run.steps if over is not None and step[0] <= over]
+        if harm.done:
+            harm.done.result()
+        left = run.left()
+        mount.close()
+        left += mounted_below(folder)
+        deaths = run.events("died")
+        starts = [event["time"] for event in run.events("started")]
+    for what in left:
+        print(f"left: {what}", file=sys.stderr)
     return {
-        "kind": kind, "run": number, "at": at, "part": round(part, 3), "places": places,
-        "exit_code": code, "starts": len(starts),
-        "seconds_to_next_step": round(after[0][0] - (done[0] + fault.stopped), 2) if after else None,
-        "steps_again": before_it[-1][1] - after[0][1] + 1 if after else None,
-        "loss": run.steps[-1][2] if run.steps else None, "last_step": run.steps[-1][1],
-        "left": sum(os.path.exists(f"/proc/{pid}") for pid in pids), "seconds": round(seconds, 1),
+        "kind": kind, "run": number, "at": harm.at, "part": round(harm.part, 3),
+        "places": harm.places, "exit_code": code, "starts": len(starts),
+        **lost(harm, run.steps, starts, deaths),
+        "loss": run.steps[-1][2] if run.steps else None,
+        "last_step": run.steps[-1][1] if run.steps else None,
+        "left": len(left), "seconds": round(seconds, 1),
         "workers": WORKERS, "steps": STEPS, "every": EVERY, "snapshots": SNAPSHOTS,
+        "times": [[round(when - began, 2), step] for when, step, _ in run.steps],
+        "fault": [round(x - began, 2) for x in (harm.began, harm.ended)] if harm.done else None,
+        "died": [round(event["time"] - began, 2) for event in deaths],
+        "said": run.error().replace(str(folder), "FOLDER"),
     }  # fmt: skip
+
+
+def lost(
+    harm: Harm, steps: list[tuple[float, int, float]], starts: list[float], deaths: list[Any]
+) -> dict[str, Any]:
+    """Seconds to the next step, steps that are done again, and what the fault fell into."""
+    none = {"seconds_to_next_step": None, "steps_again": None, "during": harm.during or None}
+    if not harm.done:
+        return none
+    # What was under way is still said: the next step is one of the next start, or after the fault.
+    ended = min([harm.ended, *(event["time"] for event in deaths)])
+    over = starts[1] if len(starts) > 1 else ended
+    before = [step for step in steps if step[0] <= over]
+    after = [step for step in steps if step[0] > over]
+    if not after:
+        return none
+    since = max(ended, before[-1][0])
+    again = before[-1][1] - after[0][1] + 1
+    return none | {"seconds_to_next_step": round(after[0][0] - since, 2), "steps_again": again}
 
 
 def whole(row: dict[str, Any], rows: list[dict[str, Any]]) -> bool:
@@ -217,6 +256,7 @@ def whole(row: dict[str, Any], rows: list[dict[str, Any]]) -> bool:
 HEAD = [
     "fault",
     "runs",
+    "in a save",
     "as unbroken",
     "seconds to the next step: median",
     "most",
@@ -229,14 +269,30 @@ def lines_of(rows: list[dict[str, Any]]) -> list[list[str]]:
     for kind, fault in FAULTS.items():
         own = [row for row in rows if row["kind"] == kind]
         waits = [row["seconds_to_next_step"] for row in own]
-        waits = [float("inf") if x is None else x for x in waits] if fault.places else []
+        waits = [float("inf") if x is None else x for x in waits] if fault.does else []
+        fell = [row["during"] == "save" for row in own if row.get("during")]
         again = [row["steps_again"] for row in own if row["steps_again"] is not None]
         if own:
             found.append([
-                fault.says, str(len(own)), str(sum(whole(row, rows) for row in own)),
+                fault.says, str(len(own)), str(sum(fell)) if fell else "",
+                str(sum(whole(row, rows) for row in own)),
                 f"{median(waits):.1f}" if waits else "", f"{max(waits):.1f}" if waits else "",
                 str(max(again)) if again else "",
             ])  # fmt: skip
+    return found
+
+
+def typical(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Of each kind, by what people call it, the run with the median time to its next step.
+
+    Of those that say when each step was done; those that never went on are the longest.
+    """
+    found = {}
+    for kind, fault in FAULTS.items():
+        own = [row for row in rows if row["kind"] == kind and row.get("times")]
+        own.sort(key=lambda row: (row["seconds_to_next_step"] is None, row["seconds_to_next_step"]))
+        if own:
+            found[fault.says] = own[len(own) // 2]
     return found
 
 
@@ -246,16 +302,18 @@ def documented(document: str, rows: list[dict[str, Any]]) -> str:
 
 
 def keys(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What is claimed: every killed run ends as the unbroken one; seconds and steps at most."""
+    """What is claimed: every harmed run ends as the unbroken one; seconds and steps at most."""
     found: dict[str, Any] = {}
-    for kind in ("worker", "coordinator", "two"):
+    if not any(row["kind"] == "unbroken" for row in rows):
+        return found
+    for kind in (kind for kind, fault in FAULTS.items() if fault.does):
         own = [row for row in rows if row["kind"] == kind]
-        if own and any(row["kind"] == "unbroken" for row in rows):
-            found[f"{kind}_survived"] = f"{sum(whole(row, rows) for row in own)} of {len(own)}"
-            found[f"{kind}_seconds_most"] = max(
-                row["seconds_to_next_step"] or float("inf") for row in own
-            )
-            found[f"{kind}_steps_again_most"] = max(row["steps_again"] or 0 for row in own)
+        if own:
+            name = kind.replace(" ", "_")
+            waits = [row["seconds_to_next_step"] for row in own]
+            found[f"{name}_survived"] = f"{sum(whole(row, rows) for row in own)} of {len(own)}"
+            found[f"{name}_seconds_most"] = max(float("inf") if x is None else x for x in waits)
+            found[f"{name}_steps_again_most"] = max(row["steps_again"] or 0 for row in own)
     return found
 
 

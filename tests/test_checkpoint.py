@@ -608,7 +608,8 @@ def test_folders_that_hold_no_checkpoints_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [0, -1, 1.5, True])
-def test_a_useless_number_to_keep_is_refused(keep, tmp_path):
+def test_a_useless_number_to_keep_or_to_wait_is_refused(keep, tmp_path):
+    refuses(f"timeout={keep!r}", lambda: Checkpoints(tmp_path, axis_name="data", timeout=keep))
     refuses("keep=", lambda: save_small(tmp_path, keep=keep))
 
 
@@ -702,6 +703,46 @@ def test_a_save_that_the_end_of_the_program_cuts_off_is_an_error_and_blocks_noth
             assert "leave the with statement, or call checkpoints.close()" in shown
             checkpoints.save(small(1), {"step": 1})
     assert restore_small(tmp_path).step == 1
+
+
+NO_BYTE_FITS = """
+import resource
+LIMITS = resource.getrlimit(resource.RLIMIT_FSIZE)
+with Checkpoints(FOLDER, axis_name="data") as checkpoints:
+    checkpoints.save(small(1), wait=True)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, LIMITS[1]))
+    checkpoints.save(small(2))
+    try:
+        checkpoints.save(small(3))
+    except OSError as error:
+        print(f"said: {error}")
+    resource.setrlimit(resource.RLIMIT_FSIZE, LIMITS)
+    checkpoints.save(small(4))
+"""
+
+
+def test_a_save_that_the_disk_refuses_is_named_once_and_the_next_is_whole(tmp_path):
+    done = run_script(f"{BEFORE_THE_END}\nFOLDER = {str(tmp_path)!r}\n{NO_BYTE_FITS}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        f"said: checkpoint {tmp_path / '2'} was not written (File too large), and those before it stay: "
+        "free or mend that disk, and start again from the newest"
+    ]
+    with Checkpoints(tmp_path, axis_name="data") as checkpoints:
+        assert checkpoints.steps() == [1, 4]
+        assert checkpoints.restore(small()).step == 4
+
+
+def test_an_error_of_writing_that_is_not_the_disks_stays_as_it_is():
+    assert manager._why_not_written(ValueError("a leaf was deleted")) is None
+    full = "RESOURCE_EXHAUSTED: Failed to write 5 bytes to file 3: No space [os_error_code='28']"
+    assert manager._why_not_written(ValueError(full)) == os.strerror(errno.ENOSPC)
+    late = "UNAVAILABLE: no answer"
+    assert manager._why_not_written(ValueError(late)) == f"ValueError: {late}"
+    assert "another process" in manager._why_not_written(TimeoutError("of a barrier"))
+    behind = RuntimeError("DEADLINE_EXCEEDED: of a barrier")
+    behind.__context__ = OSError(errno.ENOSPC, "No space left on device")
+    assert manager._why_not_written(behind) == "No space left on device"
 
 
 def test_the_workers_of_a_mesh_say_both_axes(tmp_path):

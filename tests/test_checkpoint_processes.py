@@ -6,6 +6,7 @@ Run as a program this file is one of the processes.
 import errno
 import os
 import random
+import resource
 import signal
 import socket
 import subprocess
@@ -92,8 +93,8 @@ def run_process(task, port, processes, index, folder):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(f"localhost:{port}", processes, index)
     assert jax.process_count() == len(jax.devices()) == processes
-    tasks = {"save": save, "restore": restore, "train": train, "loop": loop, "fail": fail}
-    tasks[task](Path(folder))
+    tasks = (save, restore, train, loop, fail, refused)
+    {one.__name__: one for one in tasks}[task](Path(folder))
     if processes > 1:
         jax.distributed.shutdown()
 
@@ -152,6 +153,26 @@ def fail(folder):
         assert checkpoints.steps() == [1, 2] and (folder / "2.damaged").is_dir()
         assert_holds(checkpoints.restore(first).state, numbered(first, 2))
     print("agreed", flush=True)
+
+
+def refused(folder):
+    """A disk that takes nothing more from one process, for a while."""
+    first = first_state(mesh_of(jax.devices()))
+    with Checkpoints(folder, axis_name=AXIS, timeout=5) as checkpoints:
+        checkpoints.save(numbered(first, 1), wait=True)
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        mine = jax.process_index() == 1
+        if mine:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+        checkpoints.save(numbered(first, 2))
+        with pytest.raises(OSError) as caught:
+            checkpoints.wait()
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        why = "File too large" if mine else "another process did not write its part in time"
+        assert f"{folder / '2'} was not written ({why}" in str(caught.value), repr(caught.value)
+        checkpoints.save(numbered(first, 4), wait=True)
+        assert checkpoints.steps() == [1, 4]
+    print("went on", flush=True)
 
 
 def train(folder):
@@ -274,6 +295,11 @@ def test_processes_told_to_stop_save_at_one_step(tmp_path):
 def test_processes_agree_that_one_of_them_could_not_read(tmp_path):
     said = run_all("fail", 2, tmp_path / "checkpoints", tmp_path)
     assert all("agreed" in text for text in said)
+
+
+def test_processes_whose_disk_fails_in_one_of_them_all_end_the_save(tmp_path):
+    said = run_all("refused", 2, tmp_path / "checkpoints", tmp_path)
+    assert all("went on" in text for text in said)
 
 
 @pytest.mark.slow

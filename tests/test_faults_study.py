@@ -1,13 +1,22 @@
 """The benchmarks of faults: who lies in which run, that a run is the study's but for that, and the sums."""
 
+import errno
 import importlib.util
 import json
+import os
+import signal
+import subprocess
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
 import pytest
+from harm import followed, inflict, timeline
+from matplotlib import pyplot
 from study import liars, runs, tasks
+
+from lioncub_jax import lab
 
 ROOT = Path(__file__).parents[1]
 
@@ -123,7 +132,9 @@ def test_late_votes_are_told_from_missing_ones_and_from_rows_of_before():
 
 def fault_row(kind, run=0, **changes):
     whole = {"exit_code": 0, "left": 0, "loss": 2.5, "last_step": 120, "seconds_to_next_step": 9.0}
-    return {"kind": kind, "run": run, **whole, "steps_again": 4, **changes}
+    times = [[1.0, 1], [2.0, 2], [12.0, 2], [13.0, 3]]
+    said = {"times": times, "fault": [2.5, 2.5], "died": [2.6]}
+    return {"kind": kind, "run": run, **whole, "steps_again": 4, **said, **changes}
 
 
 def test_a_run_that_ends_otherwise_has_not_survived():
@@ -133,6 +144,289 @@ def test_a_run_that_ends_otherwise_has_not_survived():
     assert found["worker_survived"] == "1 of 4" and found["worker_seconds_most"] == 9.0
     rows.append(fault_row("worker", 4, seconds_to_next_step=None))
     assert FAULTS.keys(rows)["worker_seconds_most"] == np.inf
+
+
+def test_a_kind_that_nobody_survived_is_claimed_so():
+    rows = [fault_row("unbroken"), fault_row("disk full", seconds_to_next_step=None, exit_code=1)]
+    rows.append(fault_row("link 5 s", seconds_to_next_step=0.0, steps_again=0))
+    found = FAULTS.keys(rows)
+    assert (found["disk_full_survived"], found["disk_full_seconds_most"]) == ("0 of 1", np.inf)
+    assert (found["link_5_s_survived"], found["link_5_s_seconds_most"]) == ("1 of 1", 0.0)
+
+
+# --- What is lost, from what was said
+
+
+def lost_of(kind, steps, starts, died=(), began=10.0, ended=10.0):
+    harm = FAULTS.Harm(kind, 0, None, None)
+    harm.began, harm.ended, harm.during, harm.done = began, ended, "step", Future()
+    said = [(float(when), step, 2.5) for when, step in steps]
+    return FAULTS.lost(harm, said, list(starts), [{"time": when} for when in died])
+
+
+def test_a_kill_costs_from_the_kill_to_the_first_step_of_the_next_start():
+    steps = [(8, 11), (9, 12), (10.1, 13), (30, 11), (31, 12)]  # 13 was under way
+    found = lost_of("worker", steps, starts=[0, 11], died=[10.2])
+    assert found == {
+        "seconds_to_next_step": pytest.approx(19.9),
+        "steps_again": 3,
+        "during": "step",
+    }
+
+
+def test_a_fault_that_nobody_died_of_costs_from_its_end():
+    steps = [(8, 11), (9, 12), (14.9, 13), (15.5, 14)]
+    found = lost_of("link 5 s", steps, starts=[0], ended=15.0)
+    assert found == {"seconds_to_next_step": 0.5, "steps_again": 0, "during": "step"}
+
+
+def test_a_fault_that_some_die_of_later_costs_from_the_last_step():
+    steps = [(8, 20), (12, 29), (13, 30), (30, 11)]
+    found = lost_of("disk errs", steps, starts=[0, 14], died=[13.5], ended=11.0)
+    assert found == {"seconds_to_next_step": 17.0, "steps_again": 20, "during": "step"}
+    # The fault outlasts those that die of it.
+    found = lost_of("link 30 s", [(9, 20), (35, 11)], starts=[0, 34], died=[33], ended=40.0)
+    assert found == {"seconds_to_next_step": 2.0, "steps_again": 10, "during": "step"}
+
+
+def test_what_a_run_died_of_is_the_fatal_message_or_the_last_error_before():
+    run = object.__new__(followed.Followed)
+    run.lines = [
+        "0 | step 1 2.5",
+        "0 | OSError: [Errno 28]",
+        "1 | OSError: checkpoint 2 was not written",
+    ]
+    assert run.error() == ""
+    run.lines += ["lioncub: worker 1 died with code 1", "0 | ValueError: later"]
+    assert run.error() == "OSError: checkpoint 2 was not written"
+    run.lines.insert(1, "0 | 2 | F1123 06:49:36.6 42 client.h:80] Terminating process because")
+    assert run.error() == "Terminating process because"
+
+
+def test_a_run_that_never_goes_on_has_no_next_step():
+    found = lost_of("disk full", [(8, 20)], starts=[0, 14], died=[13.5, 20, 30], ended=13.6)
+    assert found["seconds_to_next_step"] is None and found["steps_again"] is None
+
+
+def test_what_is_drawn_for_a_save_is_a_save_and_the_rest_is_anywhere():
+    drawn = {k: [FAULTS.Harm(k, n, None, None) for n in range(40)] for k in FAULTS.FAULTS}
+    for kind, fault in FAULTS.FAULTS.items():
+        ats = {harm.at for harm in drawn[kind]}
+        assert all(0 < at < FAULTS.STEPS - 1 for at in ats) and len(ats) >= 5
+        assert all(at % FAULTS.EVERY == 0 for at in ats) == fault.saving
+        chosen = [harm.places for harm in drawn[kind]]
+        assert all(len(places) == fault.places for places in chosen)
+        assert {place for places in chosen for place in places} == set(
+            fault.among if fault.places else ()
+        )
+
+
+# --- The picture
+
+
+def test_steps_that_were_done_before_are_done_again():
+    assert timeline.split(fault_row("worker")) == ([-1.5, -0.5, 10.5], [9.5])
+    unbroken = fault_row("unbroken", fault=None, times=[[5.0, 1], [6.0, 2], [7.0, 3]])
+    assert timeline.split(unbroken) == ([-1.0, 0.0, 1.0], [])
+
+
+def test_the_typical_run_is_the_middle_one_of_those_with_times():
+    rows = [fault_row("worker", n, seconds_to_next_step=x) for n, x in enumerate([9.0, None, 5.0])]
+    rows += [fault_row("worker", 3, times=None), fault_row("unbroken", seconds_to_next_step=None)]
+    found = FAULTS.typical(rows)
+    assert list(found) == ["nothing", "kill -9 of a worker"]
+    assert found["kill -9 of a worker"]["run"] == 0
+
+
+def test_a_picture_has_a_line_for_each_kind(tmp_path):
+    rows = {"nothing": fault_row("unbroken", fault=None, died=[]), "a kill": fault_row("worker")}
+    heights = []
+    for names in (["nothing"], ["nothing", "a kill"]):
+        timeline.draw({name: rows[name] for name in names}, tmp_path / "picture.png")
+        heights.append(pyplot.imread(tmp_path / "picture.png").shape[0])
+    assert heights[0] < heights[1]
+    with pytest.raises(ValueError, match=r"no row has the times of its steps: run python bench"):
+        timeline.draw({}, tmp_path / "picture.png")
+
+
+# --- What is done, and what is left
+
+
+def test_a_stopped_process_goes_on_when_it_is_over():
+    process = subprocess.Popen(["sleep", "60"])
+    seen = []
+
+    def over():
+        state = Path(f"/proc/{process.pid}/stat").read_text().split()[2]
+        seen.append(state)
+        return state == "T"
+
+    try:
+        inflict.stop([process.pid], over)
+        assert "T" in seen
+        inflict.kill([process.pid])
+        assert process.wait() == -signal.SIGKILL
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_process_that_a_run_leaves_is_found_whoever_started_it():
+    started = ["sh", "-c", "setsid sleep 60 > /dev/null & echo $!"]
+    environment = os.environ | {followed.MARK: "a run of a test"}
+    said = subprocess.run(started, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    pid = int(said.stdout)
+    assert followed.marked("a run of a test") == [pid]
+    assert followed.marked("another run") == []
+    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A small file system, mounted."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount")
+    try:
+        lab.check()  # where root may make namespaces it may mount
+    except lab.LabError as missing:
+        pytest.skip(f"the lab cannot run here: {missing}")
+    with inflict.disk_of(tmp_path):
+        yield tmp_path
+    assert followed.mounted_below(tmp_path) == []
+
+
+SAYS_WHETHER_IT_IS_CONNECTED = """
+while :; do
+    if ip -o link show eth0 | grep -q NO-CARRIER; then echo down; else echo up; fi
+    sleep 0.1
+done
+"""
+
+
+def test_the_link_of_one_worker_of_a_lab_goes_down_and_up_again(disk):
+    network = [*followed.CLI, "lab", "--workers", "2", "--timeout", "60s", "--"]
+    run = [*network, "sh", "-c", SAYS_WHETHER_IT_IS_CONNECTED]
+    with subprocess.Popen(run, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        said = (line.strip() for line in process.stdout)
+        while next(said) != "1 | up":
+            pass
+        during = []
+
+        def over():
+            during.append(next(said))
+            return during[-1] == "1 | down"
+
+        inflict.unplug(process.pid, [1], over)
+        while next(said) != "1 | up":
+            pass
+        process.terminate()
+    assert during[-1] == "1 | down" and "0 | down" not in during
+
+
+def test_a_full_disk_takes_no_byte_and_has_room_again(disk):
+    assert followed.mounted_below(disk) == [str(disk)]
+    (disk / "old").write_bytes(bytes(1 << 20))
+    tried = []
+
+    def over():
+        if len(tried) == 1:
+            (disk / "old").unlink()
+        tried.append(os.statvfs(disk).f_bavail)
+        return len(tried) > 1 and tried[-1] == 0
+
+    inflict.fill(disk, over)
+    assert tried[0] > 0 and tried[-1] == 0, "and what is deleted meanwhile is filled too"
+    assert os.statvfs(disk).f_bavail > 0
+
+
+def test_a_disk_becomes_read_only_between_two_files_and_writable_again(disk):
+    errors = []
+
+    def over():
+        try:
+            (disk / "new").write_text("")
+        except OSError as error:
+            errors.append(error.errno)
+        return True
+
+    inflict.forbid(disk, over)
+    assert errors == [errno.EROFS]
+    with (disk / "new").open("w"), pytest.raises(OSError, match="files open for writing for 0"):
+        inflict.forbid(disk, over, patience=0)
+
+
+# A worker that only counts, says and saves what the real one does, and needs no JAX.
+COUNTS = """
+import os, sys, time
+from pathlib import Path
+steps, every, folder = int(sys.argv[2]), int(sys.argv[4]), Path(sys.argv[6])
+folder.mkdir(exist_ok=True)
+first = os.environ["RANK"] == "0"
+for step in range(max([0, *(int(x.name) for x in folder.glob("*0"))]) + 1, steps + 1):
+    time.sleep(0.02)
+    if first:
+        print(f"step {step} {1 / step:.6f}", flush=True)
+    if first and step % every == 0:
+        print(f"save {step}", flush=True)
+        half = folder / f"{step}.half"
+        for _ in range(50):
+            with half.open("ab") as file:
+                file.write(bytes(1 << 14))
+            time.sleep(0.01)
+        half.rename(folder / str(step))
+    while step % every == 0 and not (folder / str(step)).exists():
+        time.sleep(0.01)
+"""
+ENDS = {  # starts, and whether steps are done again
+    "unbroken": (1, False), "worker": (2, True), "saving": (2, True), "disk full": (2, True),
+    "disk errs": (2, True), "link 5 s": (1, False),
+}  # fmt: skip
+
+
+QUICK = ("worker", "disk errs")
+
+
+@pytest.mark.parametrize(
+    "kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in ENDS]
+)
+def test_a_run_is_harmed_once_and_goes_on_to_its_end(kind, disk, monkeypatch):
+    (disk / "worker.py").write_text(COUNTS)
+    monkeypatch.setattr(followed, "WORKER", disk / "worker.py")
+    fault = FAULTS.FAULTS[kind]
+    monkeypatch.setitem(FAULTS.FAULTS, kind, fault._replace(lasts=min(fault.lasts, 0.5)))
+    row = FAULTS.harmed(kind, 0)
+    starts, again = ENDS[kind]
+    found = [row[name] for name in ("exit_code", "last_step", "left", "starts")]
+    assert found == [0, FAULTS.STEPS, 0, starts], row
+    assert [step for _, step in row["times"]][-1] == FAULTS.STEPS
+    assert bool(row["steps_again"]) == again and len(row["died"]) == starts - 1
+    if fault.does:
+        began, ended = row["fault"]
+        assert 0 < began <= ended and row["seconds_to_next_step"] > 0
+        assert row["during"] == "save" or not fault.saving
+    for name, error in {"disk full": "No space left", "disk errs": "Read-only file system"}.items():
+        assert (error in row["said"]) == (kind == name)
+
+
+# --- Bad inputs
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--kind", "earthquake"], "invalid choice: 'earthquake'"),
+        (["--kind", "worker", "--runs", "0"], "--runs 0: give a whole number of 1 or more"),
+        (
+            ["--kind", "disk full"],
+            "'disk full': only root may; run as root, or name others by --kind",
+        ),
+    ],
+)
+def test_bad_arguments_are_refused(words, said, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(SystemExit):
+        FAULTS.main([*words, "--save", str(tmp_path / "none.jsonl")])
+    assert said in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("module", [LIARS, FAULTS])

@@ -40,7 +40,8 @@ def main() -> None:
     text = corpus.standard_library().train
     tx = lc.owner_lion(1e-3, axis_name=workers)
     with (
-        lc.Checkpoints(args.checkpoint, axis_name=workers) as saved,
+        # A save takes a second at most; nobody waits longer for one whose disk failed.
+        lc.Checkpoints(args.checkpoint, axis_name=workers, timeout=10) as saved,
         lc.checkpoint.Snapshots(saved, memory / "snapshots", every=args.snapshots) as snapshots,
         lc.stop_on_sigterm() as stopping,
     ):

@@ -68,9 +68,11 @@ class Checkpoints:
       axis_name: mesh axis of the workers, or several as a tuple; or a ``Workers``, which knows both axes.
       group_axis: mesh axis of the devices of one worker, if the optimizer has one (two levels).
       keep: how many checkpoints stay; the oldest goes when one more is complete.
+      timeout: seconds after which a save that some process has not written is an error in all of them. A
+        process whose disk fails tells nobody, so the others wait for it as long as this.
 
     Raises:
-      ValueError: for ``keep`` below 1, a folder that holds anything but checkpoints, and a
+      ValueError: for ``keep`` or ``timeout`` below 1, a folder that holds anything but checkpoints, and a
         ``group_axis`` beside a ``Workers``.
 
     Example:
@@ -94,15 +96,22 @@ class Checkpoints:
         axis_name: AxisName | Workers,
         group_axis: AxisName | None = None,
         keep: int = 3,
+        timeout: int = 1200,
     ):
         checks.check_count(f"keep={keep!r}", keep)
+        checks.check_count(f"timeout={timeout!r}", timeout)
         self._axes = _axes_of(axis_name, group_axis)
         checks.check_axis(self._axes[0])
         self.directory = Path(directory).absolute()
         self._refused: set[int] = set()
+        self._under_way = -1  # the step that was saved last
         self._closed = self._entered = False
         _check_folder(self.directory)
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep,
+            create=True,
+            async_options=ocp.AsyncOptions(timeout_secs=timeout),
+        )
         self._manager = ocp.CheckpointManager(self.directory, options=options)
         atexit.register(self._at_exit)
 
@@ -137,6 +146,8 @@ class Checkpoints:
             or on none with the axes, or ``close`` was called; if what is each worker's own has no
             leading axis of workers, or an array is labelled one value and its copies differ, to the bit.
           TypeError: if ``state`` has no step or holds what is no array, or JSON cannot hold ``data``.
+          OSError: if a checkpoint could not be written, such as on a full disk; where it was written in the
+            background, by the next call of ``save``, ``wait`` or ``close``.
         """
         self._check_open("save")
         state, workers = self.on_mesh("save(state)", state)
@@ -157,7 +168,10 @@ class Checkpoints:
         args = ocp.args.Composite(
             arrays=ocp.args.StandardSave(arrays), about=ocp.args.JsonSave(about)
         )
-        self._manager.save(step, args=args, force=True)
+        self.wait()
+        self._under_way = step
+        with self._writing():
+            self._manager.save(step, args=args, force=True)
         if wait or not self._entered:
             self.wait()
 
@@ -216,15 +230,20 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def wait(self) -> None:
-        """Returns when what was saved is complete on disk."""
-        self._manager.wait_until_finished()
+        """Returns when what was saved is complete on disk; errors as in `save`."""
+        with self._writing():
+            try:
+                self._manager.wait_until_finished()
+            finally:  # orbax keeps a second error of the same save, which would be the next save's
+                self._manager.check_for_errors()
 
     def close(self) -> None:
         """Waits and gives up the background threads."""
         if not self._closed:
             self._closed = True
             atexit.unregister(self._at_exit)
-            self._manager.close()
+            with self._writing():
+                self._manager.close()
 
     def _at_exit(self) -> None:
         """Says so if the end of the interpreter, which stops the threads of orbax, cut off a save."""
@@ -243,6 +262,20 @@ class Checkpoints:
                 f"{call}: these checkpoints of {self.directory} are closed; call it before close() and "
                 "inside the with statement, or open the folder again with Checkpoints(...)"
             )
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Says which checkpoint an error of the disk is of; orbax names neither it nor the folder."""
+        try:
+            yield
+        except Exception as problem:
+            why = _why_not_written(problem)
+            if why is None:
+                raise
+            raise OSError(
+                f"{self._name(self._under_way)} was not written ({why}), and those before it stay: free or "
+                "mend that disk, and start again from the newest"
+            ) from problem
 
     def _name(self, step: int) -> str:
         return f"checkpoint {self.directory / str(step)}"
@@ -398,11 +431,7 @@ _MISSING = FileNotFoundError, IsADirectoryError, NotADirectoryError
 
 def _is_damage(problem: BaseException, folder: Path) -> bool:
     """Whether what was read is not what was written, and not a disk or a memory that fails."""
-    chain: list[BaseException] = []
-    link: BaseException | None = problem
-    while link is not None:
-        chain.append(link)
-        link = link.__cause__ or link.__context__
+    chain = _chain(problem)
     if any(isinstance(x, (OSError, MemoryError)) and not isinstance(x, _MISSING) for x in chain):
         return False
     status = _STATUS.match(str(problem)) if isinstance(problem, ValueError) else None
@@ -412,6 +441,30 @@ def _is_damage(problem: BaseException, folder: Path) -> bool:
         return folder.is_dir()  # or the whole checkpoint was taken away meanwhile
     # orbax reads files of its own that no checksum guards: they cannot be parsed, or lack a part.
     return isinstance(problem, (ValueError, LookupError, TypeError))
+
+
+def _why_not_written(problem: Exception) -> str | None:
+    """What the system said of a disk, here or in another process; None for other errors."""
+    late = None
+    for link in _chain(problem):
+        if isinstance(link, TimeoutError):
+            late = "another process did not write its part in time, and its error says why"
+        elif isinstance(link, OSError):
+            return link.strerror or str(link)
+        elif isinstance(link, ValueError) and _STATUS.match(str(link)):  # tensorstore's
+            number = re.search(r"os_error_code='(\d+)'", str(link))
+            return os.strerror(int(number[1])) if number else _first_line(link)
+    return late
+
+
+def _chain(problem: BaseException) -> list[BaseException]:
+    """An error and those behind it."""
+    found: list[BaseException] = []
+    link: BaseException | None = problem
+    while link is not None:
+        found.append(link)
+        link = link.__cause__ or link.__context__
+    return found
 
 
 class _Patient(asyncio.SelectorEventLoop):

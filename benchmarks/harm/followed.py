@@ -1,0 +1,134 @@
+"""A run under ``lioncub run``, when it said what, and what it has left behind."""
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+WORKER = Path("benchmarks") / "harm" / "worker.py"
+MARK = "LIONCUB_FAULTS"  # in the environment of every process of a run
+LONGEST = 300  # characters of an error
+CLI = [sys.executable, "-m", "lioncub_jax"]
+
+
+class Followed:
+    """A run, and when it said what.
+
+    Args:
+      folder: an empty one; temporary files go there too.
+      workers, steps, every, snapshots: how many; steps from save to save, and from snapshot to snapshot.
+      lab: the workers are in namespaces of the lab, which is started again as one command.
+
+    Attributes:
+      steps: (seconds since the epoch, step, loss), as they were said.
+      saves: the steps that began to be saved.
+      lines: of output.
+      checkpoints: their folder, in a folder ``disk``.
+    """
+
+    def __init__(
+        self, folder: Path, workers: int, steps: int, every: int, snapshots: int, lab: bool
+    ):
+        self._events, self._scratch = folder / "events.jsonl", folder / "scratch"
+        self._scratch.mkdir()
+        self.checkpoints = folder / "disk" / "checkpoints"
+        self._mark = uuid.uuid4().hex
+        one = [sys.executable, str(WORKER), "--steps", str(steps), "--every", str(every)]
+        one += ["--snapshots", str(snapshots), "--checkpoint", str(self.checkpoints)]
+        # A lab ends all its workers when one fails, and then fails itself.
+        inside = [*CLI, "lab", "--workers", str(workers), "--grace", "0.2s", "--", *one]
+        run = [*CLI, "run", "--workers", str(1 if lab else workers), "--events", str(self._events)]
+        own = {
+            "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
+            "TMPDIR": str(self._scratch),
+            MARK: self._mark,
+        }
+        self.process = subprocess.Popen(
+            [*run, "--", *(inside if lab else one)],
+            cwd=ROOT,
+            env=os.environ | own,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.steps: list[tuple[float, int, float]] = []
+        self.saves: list[int] = []
+        self.lines: list[str] = []
+
+    def follow(self, told: Callable[[str, int], None]) -> int:
+        """To its end; tells of ``("step", step)`` and ``("save", step)``; the exit code."""
+        assert self.process.stdout
+        with self.process.stdout as said:
+            for line in said:
+                self.lines.append(line.rstrip("\n"))
+                what, *numbers = line.rpartition(" | ")[2].split()[:3] or [""]
+                if what == "step" and len(numbers) == 2:
+                    self.steps.append((time.time(), int(numbers[0]), float(numbers[1])))
+                    told("step", int(numbers[0]))
+                elif what == "save" and len(numbers) == 1:
+                    self.saves.append(int(numbers[0]))
+                    told("save", int(numbers[0]))
+        return self.process.wait()
+
+    def end(self) -> None:
+        """Ends it, if it has not ended: SIGTERM twice is for now."""
+        while self.process.poll() is None:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(1.0)
+
+    def error(self) -> str:
+        """What the first that died died of: a fatal message, or the last error before that; "" for none."""
+        found = ""
+        for line in self.lines:
+            if line.startswith("lioncub: worker"):
+                return found
+            said = line.rpartition(" | ")[2]
+            if fatal := re.match(r"F\d{4} .*?\] (.*)", said):
+                return fatal[1][:LONGEST]
+            if re.match(r"[\w.]*(Error|Exception): ", said):
+                found = said[:LONGEST]
+        return ""
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """The events of a kind so far."""
+        found = [json.loads(line) for line in self._events.read_text().splitlines()]
+        return [event for event in found if event["event"] == kind]
+
+    def saving(self) -> bool:
+        """Whether a save has begun and its checkpoint is not whole yet."""
+        return bool(self.saves) and not (self.checkpoints / str(self.saves[-1])).exists()
+
+    def left(self) -> list[str]:
+        """What there is of it still: processes, temporary files, halves of checkpoints."""
+        found = [f"process {pid}" for pid in marked(self._mark)]
+        found += [str(path) for path in self._scratch.iterdir()]
+        if self.checkpoints.exists():
+            found += [str(x) for x in self.checkpoints.iterdir() if not x.name.isdigit()]
+        return found
+
+
+def marked(mark: str) -> list[int]:
+    """The processes of a run, whoever started them; with the last in it a namespace goes too."""
+    wanted, found = f"{MARK}={mark}".encode(), []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if wanted in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+        except (FileNotFoundError, PermissionError, ProcessLookupError):
+            pass  # it has ended, or is somebody else's
+    return found
+
+
+def mounted_below(folder: Path) -> list[str]:
+    """Mounts at a folder or below it."""
+    points = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    return [point for point in points if Path(point).is_relative_to(folder)]
