@@ -7,9 +7,9 @@ Three workers, processes that talk by Gloo, train a small GPT by `owner_lion` un
 snapshot in memory every 5 steps and a save every 20. A run is harmed once, after a step that is drawn and a
 part of the next, which falls into computing or a collective as their lengths have it; or in a save, a part
 of its time after it began. Workers are killed (SIGKILL), or one is stopped (SIGSTOP, SIGCONT). For links
-the workers are in namespaces of the lab, ``lioncub run`` keeps the lab, and one worker's link is set down and
-up. For disks the checkpoints are on a small file system in memory, which is filled until a worker has died
-of it, or made read-only for a second. Links and disks need root.
+the workers are in namespaces of the lab, ``lioncub run`` keeps the lab, and one worker's link is set down
+and up. For disks the checkpoints are on a small file system in memory, which is filled until a worker has
+died of it, or made read-only for a second. Links and disks need root.
 
 Counted are the seconds to the next step, from the end of the fault or the last step after it, the steps
 that are done again, the loss of the last step beside that of an unbroken run with the same seed, and what

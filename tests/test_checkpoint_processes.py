@@ -332,6 +332,7 @@ def kill_and_restore(tmp_path, kills):
             assert found.step == checkpoints.steps()[-1]  # none was passed over
         assert found.data == {"step": found.step}
         assert_holds(found.state, numbered(like, found.step))
+        assert not list(folder.glob("*tmp*"))  # the half that was being written is gone
         steps.append(found.step)
     assert steps == sorted(steps) and steps[-1] >= kills
 

@@ -110,6 +110,7 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             create=True,
+            cleanup_tmp_directories=True,  # halves that a run left when it was killed
             async_options=ocp.AsyncOptions(timeout_secs=timeout),
         )
         self._manager = ocp.CheckpointManager(self.directory, options=options)
