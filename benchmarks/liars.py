@@ -80,7 +80,7 @@ def run_all(args: argparse.Namespace, done: set[Lie]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
         groups = [list(some) for _, some in groupby(wanted, key=lambda lie: lie[:2])]
-        cut = [some[i : i + 8] for some in groups for i in range(0, len(some), 8)]
+        cut = [some[i : i + 4] for some in groups for i in range(0, len(some), 4)]
         for done_now in as_completed([pool.submit(run_some, x, args.text, args.size) for x in cut]):
             rows = [row | report.provenance() for row in done_now.result()]
             store.append(args.save, rows)

@@ -74,6 +74,10 @@ MEDIAN = (
     lc.owner_lion(RATE, **HALF, quantizer=lc.quantize.midrise(3), trim=3),
     reference.momentum_at_owner(0.5, 0.5, codes=reference.midrise(3), trim=3),
 )
+BOUNDED = (
+    lc.owner_lion(RATE, **HALF),
+    reference.momentum_at_owner(0.5, 0.5, feedback=jnp.bfloat16),
+)
 ATTACKS = {
     "flip": faults.sign_flip(),
     "random": faults.random_votes(),
@@ -84,7 +88,7 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-@pytest.mark.parametrize("method", [VOTE, MEDIAN], ids=["vote", "median"])
+@pytest.mark.parametrize("method", [VOTE, MEDIAN, BOUNDED], ids=["vote", "median", "owner"])
 def test_liars_on_devices_do_what_simulated_ones_do(mesh_of, method, attack):
     tx, votes = method
     who = [1, 4, 6]
@@ -126,16 +130,67 @@ def test_a_median_stays_within_what_honest_workers_sent(attack):
     assert not np.allclose(mean, honest.mean(0))
 
 
-def test_permuting_liars_and_honest_workers_changes_nothing():
+@pytest.mark.parametrize("how", [{"trim": 2}, {}, {"dominance": 4.0}], ids=["trim", "1", "4"])
+def test_permuting_liars_and_honest_workers_changes_nothing(how):
     """Of whole rows: padding is zeros, whose codes go by the number of a worker."""
-    rng = np.random.default_rng(2)
-    grads = {"w": jnp.asarray(rng.normal(size=(WORKERS, 256)).astype(np.float32))}
-    order = rng.permutation(WORKERS)
-    votes = reference.momentum_at_owner(codes=reference.midrise(3), trim=2)
+    grads = normal((WORKERS, 256))
+    order = np.random.default_rng(2).permutation(WORKERS)
     lied = faults.tampered(faults.scaled(-1e6), 2)(grads, 0)
-    state = votes.init({"w": jnp.zeros(256)}, WORKERS)
-    means = [votes.update({"w": g}, state)[1].mu for g in (lied["w"], lied["w"][order])]
-    np.testing.assert_array_equal(*means)
+    np.testing.assert_array_equal(mean_of(lied, **how), mean_of(lied[order], **how))
+
+
+def normal(shape, seed=2):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
+
+
+def mean_of(grads, **how):
+    """What the owner takes for the mean gradient, ``[rows, 128]``."""
+    votes = reference.momentum_at_owner(0.0, 0.0, codes=reference.midrise(3), **how)
+    state = votes.init(jnp.zeros(grads.shape[1:]), WORKERS)
+    return np.asarray(votes.update(grads, state)[1].mu)
+
+
+def test_how_loud_a_liar_is_does_not_matter():
+    """Times a power of two, by which codes stay: all from 2**10 on do the same."""
+    grads = normal((WORKERS, 256))
+    means = [mean_of(grads.at[3].multiply(-(2.0**power))) for power in (10, 20, 60)]
+    np.testing.assert_array_equal(means[0], means[1])
+    np.testing.assert_array_equal(means[0], means[2])
+    assert (means[0] != mean_of(grads)).any()
+
+
+@pytest.mark.parametrize("dominance", [1.0, 4.0])
+@pytest.mark.parametrize("factor", [-1e6, 1e-6], ids=["loud", "silent"])
+@pytest.mark.parametrize("liars", [1, 2, 3])
+def test_a_minority_neither_outshouts_nor_silences_the_others(liars, factor, dominance):
+    """Every value is within ``dominance`` times the largest honest step, and the honest are heard."""
+    grads = normal((WORKERS, 256))
+    lied = faults.tampered(faults.scaled(factor), liars)(grads, 0)
+    mean = np.abs(mean_of(lied, dominance=dominance))[:2]
+    steps = (
+        reference.midrise(3)
+        .encode(grads.reshape(WORKERS, 2, 128), reference.buffer_of([(256,)], 1), 0)
+        .step[liars:, :, 0]
+    )
+    most = dominance * np.max(steps, axis=0) * 7 / 2
+    assert (mean <= most[:, None]).all()
+    assert (mean.mean(1) > np.min(steps, axis=0) / 8).all()
+
+
+def test_a_row_that_one_worker_sees_still_trains():
+    """Errors of the others, which saw it before, wait: sent, they would be its median."""
+    votes = reference.momentum_at_owner(0.9, 0.99, feedback=jnp.bfloat16)
+    state = votes.init(jnp.zeros((2, 128)), WORKERS)
+    update, signs = jax.jit(votes.update), np.where(np.arange(128) % 2, 1.0, -1.0)
+    for _ in range(4):
+        _, state = update(normal((WORKERS, 2, 128)), state)
+    before = np.asarray(state.error[:5, 1])
+    for _ in range(40):
+        grads = normal((WORKERS, 2, 128)).at[:, 1].set(0).at[5, 1].set(signs)
+        updates, state = update(grads, state)
+    np.testing.assert_array_equal(updates[1], signs)
+    np.testing.assert_array_equal(state.error[:5, 1], before)
+    assert before.any()
 
 
 @pytest.mark.parametrize(
