@@ -200,7 +200,7 @@ def count() -> Owner:
 
 
 def momentum_at_owner(
-    tx: optax.GradientTransformation, *, dominance: float = 1.0, trim: int = 0
+    tx: optax.GradientTransformation, *, dominance: float = 2.0, trim: int = 0
 ) -> Owner:
     """Averages decoded gradients and runs ``tx`` on the owner's slice of one global state.
 
@@ -212,12 +212,11 @@ def momentum_at_owner(
     Args:
       tx: elementwise, such as ``optax.scale_by_lion(b1, b2)``. If its update is a sign, one bit down
         carries it exactly.
-      dominance: no worker's step may exceed this many times the median of the steps on its row, so that
-        loud workers cannot outweigh the others; the lower one of two, of workers that have a gradient
-        there. 1, and a loud liar counts for one worker; f liars of W outweigh the others from
-        ``dominance f >= W - f`` on. On a row where liars are the only ones, or most, nothing bounds them.
-        More keeps apart what honest workers that see different data say; inf for no bound, a number and no
-        array. It does not bound dense values.
+      dominance: no worker's step may exceed this many times the median of the steps on its row (the lower
+        one of two, of workers that have a gradient there), so that loud workers cannot outweigh the
+        others: with 2 fewer than a third of them, however loud, with 1 fewer than a half, and any number
+        on a row on which they are most. 1 cuts half of the honest steps too. inf for no bound, and a
+        number, for an array is a bound. Dense values are not bounded.
       trim: workers that may lie. Of each element so many of the largest and of the smallest values are
         left out of the mean: with ``(workers - 1) // 2`` it is the median. With N that take part at most
         ``(N - 1) // 2`` are left out on a side. The owner decodes and sorts all values of its slice at

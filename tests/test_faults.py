@@ -130,7 +130,7 @@ def test_a_median_stays_within_what_honest_workers_sent(attack):
     assert not np.allclose(mean, honest.mean(0))
 
 
-@pytest.mark.parametrize("how", [{"trim": 2}, {}, {"dominance": 4.0}], ids=["trim", "1", "4"])
+@pytest.mark.parametrize("how", [{"trim": 2}, {}, {"dominance": 1.0}], ids=["trim", "2", "1"])
 def test_permuting_liars_and_honest_workers_changes_nothing(how):
     """Of whole rows: padding is zeros, whose codes go by the number of a worker."""
     grads = normal((WORKERS, 256))

@@ -455,7 +455,7 @@ def momentum_at_owner(
     mu_dtype: Any = None,
     codes: Codes | None = None,
     feedback: Any = None,
-    dominance: float = 1.0,
+    dominance: float = 2.0,
     decide: Callable[..., jax.Array] = majority,
     places: Places = words,
     keep: float = 1.0,
