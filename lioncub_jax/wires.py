@@ -245,14 +245,16 @@ def _bounded(steps: jax.Array, dominance: float) -> jax.Array:
     all honest ones nor push it below them, and as many as n / 2 cannot lift it.
     """
     number = jnp.sum(steps > 0, axis=0, dtype=jnp.int32)
-    found = jnp.zeros_like(number, jnp.uint32)
-    # Steps are bfloat16 numbers: bit by bit the largest one with so few below it. A sort of a few workers'
-    # steps takes ten times as long on a CPU.
-    for bit in range(30, 15, -1):
-        more = found | jnp.uint32(1 << bit)
+
+    def with_bit(k: Any, found: jax.Array) -> jax.Array:
+        more = found | (jnp.uint32(1) << (30 - k).astype(jnp.uint32))
         below = (steps > 0) & (steps < lax.bitcast_convert_type(more, jnp.float32))
         few = jnp.sum(below, axis=0, dtype=jnp.int32) <= (number - 1) // 2
-        found = jnp.where(few, more, found)
+        return jnp.where(few, more, found)
+
+    # Steps are bfloat16 numbers: bit by bit the largest one with so few below it. A sort of a few workers'
+    # steps takes ten times as long on a CPU, and bits that are not in a loop half a second to compile.
+    found = lax.fori_loop(0, 15, with_bit, (number * 0).astype(jnp.uint32))
     median = lax.bitcast_convert_type(found, jnp.float32)
     return jnp.minimum(steps, jnp.where(number > 0, dominance * median, jnp.inf))
 
