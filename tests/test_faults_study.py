@@ -155,13 +155,17 @@ def test_what_the_page_says_of_the_goals_is_so():
         f"the vote ends {liars.behind(rows, flipped) / clean:.0%}".replace("%", " %")
         in DOCUMENT.read_text()
     )
-    # A loud liar ends means and is a flipper for votes and the default owner.
-    loud = {"workers": 8, "attack": "times -1e6", "liars": 1, "missing": 0.0}
-    lost = {base: liars.behind(rows, loud | {"base": base}) for base in ("mean", "owner", "vote")}
-    assert lost["mean"] > 100 and lost["owner"] < 0.2 and lost["vote"] < 0.2
-    loud["liars"] = 3
-    assert liars.behind(rows, loud | {"base": "mean"}) > 100
-    assert liars.behind(rows, loud | {"base": "owner"}) < 1
+    # One loud liar of 8 ends means and not the default owner, three end that too, and not a vote.
+    loud = {"workers": 8, "attack": "times -1e6", "missing": 0.0}
+
+    def lost(base, count):
+        return liars.behind(rows, loud | {"base": base, "liars": count})
+
+    assert lost("mean", 1) > 100 and lost("mean", 3) > 100 and lost("owner", 3) > 100
+    assert lost("owner", 1) < 0.3 and lost("owner, 1", 1) < 0.2 and lost("vote", 1) < 0.2
+    assert lost("owner, 1", 3) < 1 and lost("vote", 3) < 1
+    for told in (lost("owner", 1), lost("owner, 1", 1), lost("owner, 1", 3)):
+        assert f"| **+{told:.3f}** |" in DOCUMENT.read_text()
 
 
 def test_the_owner_that_is_attacked_is_the_default():

@@ -32,12 +32,10 @@ ATTACKS: dict[str, Attack] = {
 }
 BASES = {  # what is attacked, and whose learning rate it takes
     "mean": "lion", "vote": "vote", "average": "average", "int8": "int8", "owner": "owner-3",
-    "owner, 1": "owner-3", "owner, 4": "owner-3", "owner, 16": "owner-3", "trimmed": "owner-3",
-    "median": "owner-3",
+    "owner, 1": "owner-3", "trimmed": "owner-3", "median": "owner-3",
 }  # fmt: skip
-DOMINANCE = {  # where values are decoded; 2 is the library's own
-    "owner": 2.0, "owner, 1": 1.0, "owner, 4": 4.0, "owner, 16": 16.0, "trimmed": 2.0, "median": 2.0,
-}  # fmt: skip
+# Where values are decoded; 2 is the library's own.
+DOMINANCE = {"owner": 2.0, "owner, 1": 1.0, "trimmed": 2.0, "median": 2.0}
 CLAIMED = ("mean", "vote", "owner", "owner, 1")
 MORE = (
     "mean",
@@ -48,7 +46,6 @@ MORE = (
     "trimmed",
     "median",
 )  # with more than 8 workers
-EVERY = tuple(base for base in BASES if base not in ("owner, 4", "owner, 16"))
 WORST = ("flip", "times -1e6", "leaf")
 SHARES = (0.1, 0.3, 0.5)  # of missing votes
 MISSED = ("vote", "average", "owner", "median")
@@ -95,7 +92,7 @@ def planned(workers: tuple[int, ...]) -> list[Lie]:
             continue
         cases = [("nobody", 0, 0.0)]
         for liars in numbers_of_liars(count):
-            some = ATTACKS if count == 8 and base in EVERY else WORST
+            some = ATTACKS if count == 8 else WORST
             some = some if liars != count // 4 else ("flip",)
             cases += [(attack, liars, 0.0) for attack in some if attack != "nobody"]
         if count == 8 and base in MISSED:
