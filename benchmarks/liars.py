@@ -5,8 +5,9 @@
 
 Each method keeps the learning rate that the study tuned for it without liars, for nobody knows of
 any. Of 8 workers 1, 2 or 3 lie; of 16 1, 4 or 7; of 32 1, 8 or 15: just below half. Liars flip the signs of
-their gradients, send noise, multiply by 1e6 or -1e6, send NaN, or push one leaf together. Besides, of 8
-workers' votes 10, 30 and 50 % are missing, or late, drawn anew in each step. Rows that are in the file are
+their gradients, send noise, multiply by 1e6 or -1e6, send NaN, or push one leaf together; of more than 8
+workers only the worst of it, on some methods. Besides, of 8 workers' votes 10, 30 and 50 % are missing, or
+late, drawn anew in each step. Rows that are in the file are
 not run again.
 """
 
@@ -80,7 +81,7 @@ def run_all(args: argparse.Namespace, done: set[Lie]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
         groups = [list(some) for _, some in groupby(wanted, key=lambda lie: lie[:2])]
-        cut = [some[i : i + 8] for some in groups for i in range(0, len(some), 8)]
+        cut = [some[i : i + 4] for some in groups for i in range(0, len(some), 4)]
         for done_now in as_completed([pool.submit(run_some, x, args.text, args.size) for x in cut]):
             rows = [row | report.provenance() for row in done_now.result()]
             store.append(args.save, rows)
@@ -104,11 +105,12 @@ def run_some(lies: list[Lie], folder: Path | None, size: str) -> list[dict[str, 
 
 
 def table_of(rows: list[dict[str, Any]], workers: int) -> tuple[list[str], list[list[str]]]:
-    """Head and lines: bits per byte behind the same method without liars."""
+    """Head and lines, of the methods that ran: bits per byte behind the same method without liars."""
     lines = []
     clean = {"workers": workers, "attack": "nobody", "liars": 0, "missing": 0.0}
-    ends = [liars.ends(rows, base=base, **clean) for base in BASES]
-    lines.append(["nobody: bits per byte", *[f"{sum(x) / len(x):.3f}" if x else "" for x in ends]])
+    bases = [base for base in BASES if liars.ends(rows, base=base, **clean)]
+    ends = [liars.ends(rows, base=base, **clean) for base in bases]
+    lines.append(["nobody: bits per byte", *[f"{sum(x) / len(x):.3f}" for x in ends]])
     cases = [
         (f"{count} {attack}", clean | {"attack": attack, "liars": count})
         for attack in list(ATTACKS)[1:]
@@ -117,10 +119,10 @@ def table_of(rows: list[dict[str, Any]], workers: int) -> tuple[list[str], list[
     cases += [(f"{share:.0%} missing", clean | {"missing": share}) for share in liars.SHARES]
     cases += [(f"{share:.0%} late", clean | {"late": share}) for share in liars.SHARES]
     for what, lie in cases:
-        each = [liars.behind(rows, lie | {"base": base}) for base in BASES]
+        each = [liars.behind(rows, lie | {"base": base}) for base in bases]
         if any(x is not None for x in each):
             lines.append([what, *["" if x is None else f"{x:+.3f}" for x in each]])
-    return ["liars", *BASES], lines
+    return ["liars", *bases], lines
 
 
 def show(rows: list[dict[str, Any]], console: Console) -> None:

@@ -145,8 +145,11 @@ class Received(Protocol):
         """Adds the codes."""
         ...
 
-    def mean(self, where: Slice, dominance: float, trim: int = 0) -> jax.Array:
-        """Averages the decoded values over the workers that took part, without the outermost."""
+    def mean(self, where: Slice, dominance: float | None, trim: int = 0) -> jax.Array:
+        """Averages the decoded values over the workers that took part, without the outermost.
+
+        Of steps of a row cut to ``dominance`` times their median; None for no cut.
+        """
         ...
 
 
@@ -159,6 +162,8 @@ class Owner(NamedTuple):
       init: ``float[rows, 128] -> state`` for one slice.
       decide: ``(Received, Slice, state) -> (result, state)``.
       trims: outermost values that it leaves out on each side of a mean, which wires that only add cannot.
+      bounds: whether a step is bounded by those of others on the row. Then a worker says nothing about a
+        row on which it has no message: its error alone, which waits, would pass for a small gradient.
       feedback: bits of the coded replies whose error it feeds back, if that is all it does, so that it goes
         with ``scaled(p)``, and does nothing for one worker, whose values never travel; else 0.
       numbers: betas and the like; arrays where ``optax.inject_hyperparams`` gives them.
@@ -170,6 +175,7 @@ class Owner(NamedTuple):
     init: Callable[[jax.Array], Any]
     decide: Callable[[Any, Slice, Any], tuple[Any, Any]]
     trims: int = 0
+    bounds: bool = False
     feedback: int = 0
     numbers: tuple[Any, ...] = ()
     with_numbers: "Callable[..., Owner] | None" = None
@@ -194,7 +200,7 @@ def count() -> Owner:
 
 
 def momentum_at_owner(
-    tx: optax.GradientTransformation, *, dominance: float = 16.0, trim: int = 0
+    tx: optax.GradientTransformation, *, dominance: float = 2.0, trim: int = 0
 ) -> Owner:
     """Averages decoded gradients and runs ``tx`` on the owner's slice of one global state.
 
@@ -206,8 +212,11 @@ def momentum_at_owner(
     Args:
       tx: elementwise, such as ``optax.scale_by_lion(b1, b2)``. If its update is a sign, one bit down
         carries it exactly.
-      dominance: no worker's step may exceed this many times the next largest step on its row, so that
-        one worker with a huge gradient cannot outweigh the others. It does not bound dense values.
+      dominance: no worker's step may exceed this many times the median of the steps on its row (the lower
+        one of two, of workers that have a gradient there), so that loud workers cannot outweigh the
+        others: with 2 fewer than a third of them, however loud, with 1 fewer than a half, and any number
+        on a row on which they are most. 1 cuts half of the honest steps too. inf for no bound, and a
+        number, for an array is a bound. Dense values are not bounded.
       trim: workers that may lie. Of each element so many of the largest and of the smallest values are
         left out of the mean: with ``(workers - 1) // 2`` it is the median. With N that take part at most
         ``(N - 1) // 2`` are left out on a side. The owner decodes and sorts all values of its slice at
@@ -233,9 +242,10 @@ def momentum_at_owner(
         raise ValueError(f"trim={trim!r}: the number of workers that may lie, 0 or more")
     if not isinstance(dominance, jax.core.Tracer) and not dominance >= 1:
         raise ValueError(f"dominance={dominance!r}: a factor of at least 1 (inf for no bound)")
+    bounds = isinstance(dominance, jax.Array) or dominance != jnp.inf
 
     def decide(received: Received, where: Slice, state: Any) -> tuple[Values, Any]:
-        mean = received.mean(where, dominance, trim)
+        mean = received.mean(where, dominance if bounds else None, trim)
         valid = jnp.isfinite(mean) & (received.present > 0)
         # Cast finite, so that no dtype of the leaves makes an infinity of it.
         mean = quantize.saturated(jnp.where(valid, mean, 0), where.dtype)
@@ -245,7 +255,7 @@ def momentum_at_owner(
         return Values(values.reshape(where.chunks, where.rows, ROW), where), state
 
     name = f"momentum at the owner{f', trim {trim}' if trim else ''}"
-    return Owner(name, True, tx.init, decide, trims=trim)
+    return Owner(name, True, tx.init, decide, trims=trim, bounds=bounds)
 
 
 def _valid_only(valid: jax.Array, new: Any, old: Any) -> Any:
@@ -302,7 +312,7 @@ def feedback_at_owner(dtype: Any = jnp.float32, p: int = 1) -> Owner:
     most = 255 // (2**p - 1) * 2.0**120
 
     def decide(received: Received, where: Slice, state: OwnerError) -> tuple[Coded, OwnerError]:
-        mean = received.mean(where, jnp.inf)
+        mean = received.mean(where, None)
         valid = jnp.isfinite(mean) & (received.present > 0)
         if where.counts is not None:
             valid &= where.real().reshape(mean.shape)

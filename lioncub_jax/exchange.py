@@ -418,8 +418,9 @@ def vote(
     wide = [(_wide(a), _wide(b)) for a, b in zip(g, mu, strict=True)]
     messages = list(starmap(plan.memory.message, wide))
     sent = list(map(_with_error, messages, error))
-    rows = list(starmap(partial(_in_rows, plan), zip(pieces, g, mu, error, sent, strict=True)))
-    ballots = exchange(plan, worker, buckets, rows, owners, abstain)
+    made = zip(pieces, g, mu, error, messages, sent, strict=True)
+    values = list(starmap(partial(_in_rows, plan), made))
+    ballots = exchange(plan, worker, buckets, values, owners, abstain)
     missed: list[Any] = []
     if plan.up.feedback is not None:
         for i, piece in enumerate(pieces):
@@ -434,13 +435,23 @@ def vote(
     return ballots, kept
 
 
-def _in_rows(plan: Plan, piece: Piece, g: Any, mu: Any, error: Any, sent: jax.Array) -> jax.Array:
-    """What is encoded of a piece, ``float32[rows, 128]``: of leaves, or where it is free, of their rows."""
-    if not (kernels.for_tpu() and layout.lies_in_rows(piece)):
-        return layout.in_rows(sent, piece)
-    rows = [None if x is None else layout.as_rows(x, piece) for x in (g, mu, error)]
-    g, mu, error = kernels.as_they_lie(rows)
-    return _with_error(plan.memory.message(_wide(g), _wide(mu)), error).astype(jnp.float32)
+def _in_rows(
+    plan: Plan, piece: Piece, g: Any, mu: Any, error: Any, message: jax.Array, sent: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    """What is encoded of a piece, ``float32[rows, 128]``: of leaves, or where it is free, of their rows.
+
+    And where errors alone are not sent, on which rows the worker has a message, ``bool[rows]``.
+    """
+    waits = error is not None and plan.owner.bounds
+    if kernels.for_tpu() and layout.lies_in_rows(piece):
+        rows = [None if x is None else layout.as_rows(x, piece) for x in (g, mu, error)]
+        g, mu, error = kernels.as_they_lie(rows)
+        message = plan.memory.message(_wide(g), _wide(mu))
+        encoded = _with_error(message, error).astype(jnp.float32)
+    else:
+        encoded = layout.in_rows(sent, piece)
+        message = layout.as_rows(message, piece) if waits else message
+    return encoded, jnp.any(message != 0, axis=-1) if waits else None
 
 
 def _wide(x: Any) -> Any:
@@ -479,21 +490,22 @@ def exchange(
     plan: Plan,
     worker: Worker,
     buckets: Sequence[Bucket],
-    rows: list[jax.Array],
+    values: Sequence[tuple[jax.Array, jax.Array | None]],
     owners: Sequence[Flat],
     abstain: Any,
 ) -> list[Ballot]:
     """Values to codes, up the wire, the owners' decisions and back.
 
-    Of the values of all buckets' pieces in rows, ``float32[rows, 128]``.
+    Of the values of all buckets' pieces in rows, ``float32[rows, 128]``, and on which rows the worker has
+    something to say, ``bool[rows]``, or None for all.
     """
     forms, encoded, ballots = [], [], []
-    values = iter(rows)
+    rest = iter(values)
     with jax.named_scope("lioncub.pack"):
         for bucket in buckets:
             forms.append(Format.of(plan.up, plan.owner, plan.down, bucket))
             counts = layout.counts(bucket, worker.counts, plan.up.has_zero)
-            own = list(itertools.islice(values, len(bucket.pieces)))
+            own = list(itertools.islice(rest, len(bucket.pieces)))
             encoded.append((_encode(plan, worker, forms[-1], own, counts), counts))
         each = [codes for codes, _ in encoded]
         if plan.bucket_size is None:
@@ -527,9 +539,10 @@ def _abstains(plan: Plan, messages: list[Message], abstain: Any) -> jax.Array:
 
 
 def _encode(
-    plan: Plan, worker: Worker, form: Format, rows: list[jax.Array], counts: jax.Array | None
+    plan: Plan, worker: Worker, form: Format, values: list[Any], counts: jax.Array | None
 ) -> list[Message]:
-    """The codes of each piece of a bucket, of its rows."""
+    """The codes of each piece of a bucket, of its rows and of who speaks on them."""
+    rows = [x for x, _ in values]
     bucket, pieces = form.bucket, form.bucket.pieces
     totals: list[Any] = [None] * len(pieces)
     shard, shards = wires.shard(rows[0], plan.axis)
@@ -548,13 +561,16 @@ def _encode(
         first_number = lax.bitcast_convert_type(rows[0][0, 0], jnp.uint32)
         never = (lax.population_count(first_number) > BLOCK).astype(jnp.uint32)
         drawn = bits.Draw(*[x ^ never for x in drawn])
-    for x, piece, total, first in zip(rows, pieces, totals, firsts, strict=True):
+    for (x, speaks), piece, total, first in zip(values, pieces, totals, firsts, strict=True):
         own = None if counts is None else counts[piece.first_row :][: piece.rows]
         first += shard * bucket.total_rows * WORDS_PER_ROW
         place = Place(
             bucket, piece, first, *who, drawn, own, form.sends_steps, shard, shards, total
         )
-        codes.append(plan.up.encode(x, place))
+        message = plan.up.encode(x, place)
+        if speaks is not None and message.steps is not None:
+            message = message._replace(steps=jnp.where(speaks, message.steps, 0))
+        codes.append(message)
     return codes
 
 

@@ -420,7 +420,8 @@ def error_feedback(
     """Adds the error of the last code to the next value, so that nothing is lost, only late.
 
     ``x = g + e``, send ``encode(x)``, keep ``e = keep (x - decoded)``. The error stays with the worker; one
-    that the dtype cannot hold is kept as the largest that it can.
+    that the dtype cannot hold is kept as the largest that it can. Where the owner bounds steps,
+    as ``momentum_at_owner`` does, a row without a gradient says nothing: its decoded values are 0.
 
     Args:
       quantizer: one whose steps can travel, such as ``midrise(3)``.

@@ -437,8 +437,8 @@ def _exchanged(
     buckets = plan.buckets(_chosen_only(leaves, chosen), worker.workers)
     pieces = layout.pieces(buckets, worker.step)
     sent = layout.joined(leaves, pieces)
-    rows = list(map(layout.in_rows, sent, pieces))
-    ballots = exchange.exchange(plan, worker, buckets, rows, owner, None)
+    values = [(layout.in_rows(x, piece), None) for x, piece in zip(sent, pieces, strict=True)]
+    ballots = exchange.exchange(plan, worker, buckets, values, owner, None)
     missed, synced = exchange.uncoded(plan, worker, ballots, sent), []
     for ballot in ballots:
         synced += exchange.open_replies(plan, worker, ballot.form, ballot.replies[None])[0]

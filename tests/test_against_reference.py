@@ -146,7 +146,7 @@ class Method(NamedTuple):
     reply: tuple[Any, Any]
     on: list[tuple[Any, tuple[int, ...]]]  # wires, and with how many workers each is run
     feedback: Any = None
-    dominance: float = 16.0
+    dominance: float = 2.0
     trim: int = 0
 
     @property
@@ -201,16 +201,16 @@ OWNED = [
     Method(*fed_back(3, jnp.bfloat16), MAJORITY, [(TWO_PHASE, (1, 2, 8)), (GATHERED, (3,))],
            jnp.bfloat16),
     Method(*fed_back(1, jnp.float32), MAJORITY, [(TWO_PHASE, (3,))], jnp.float32),
-    Method(*fed_back(2, jnp.float16), MAJORITY, [(TWO_PHASE, (8,))], jnp.float16, 2.0),
-    Method(*both("midrise", 4), MAJORITY, [(TWO_PHASE, (2,)), (GATHERED, (8,))], None, 2.0),
-    Method(*both("midrise", 2), TERNARY, [(TWO_PHASE, (3,))]),
+    Method(*fed_back(2, jnp.float16), MAJORITY, [(TWO_PHASE, (8,))], jnp.float16, 1.0),
+    Method(*both("midrise", 4), MAJORITY, [(TWO_PHASE, (2,)), (GATHERED, (8,))], None, 1.0),
+    Method(*both("midrise", 2), TERNARY, [(TWO_PHASE, (3,))], None, 16.0),
     Method(*both("midrise", 8), FLOATS, [(TWO_PHASE, (2, 8))], None, np.inf),
     Method(*both("midrise", 4, seed=5), MAJORITY, [(TWO_PHASE, (3,))]),
     Method(*turned(1, None), MAJORITY, [(TWO_PHASE, (1, 8)), (GATHERED, (3,))]),
     Method(*turned(4, None), TERNARY, [(TWO_PHASE, (3,))], None, 2.0),
     Method(*turned(1, jnp.float32), MAJORITY, [(TWO_PHASE, (3, 8))], jnp.float32),
     Method(*turned(1, jnp.float32, 0.5), MAJORITY, [(TWO_PHASE, (3, 8))], jnp.float32),
-    Method(*turned(2, jnp.bfloat16), FLOATS, [(TWO_PHASE, (3,))], jnp.bfloat16),
+    Method(*turned(2, jnp.bfloat16), FLOATS, [(TWO_PHASE, (3,))], jnp.bfloat16, np.inf),
     Method(*both("dense", jnp.float32), MAJORITY, [(TWO_PHASE, (1, 2)), (REDUCED, (3,))]),
     Method(*both("dense", jnp.bfloat16), MAJORITY, [(GATHERED, (2,)), (REDUCED, (8,))]),
     Method(*both("dense", jnp.float32), FLOATS, [(TWO_PHASE, (3,))]),
@@ -223,7 +223,7 @@ OWNED = [
 MESHES = pytest.mark.parametrize("workers", [1, 3, 8, pytest.param(2, marks=pytest.mark.slow)])
 
 
-def owner_vote(up, wire, *, b1=0.5, b2=0.5, dominance=16.0, trim=0, down=None, **options):
+def owner_vote(up, wire, *, b1=0.5, b2=0.5, dominance=2.0, trim=0, down=None, **options):
     owner = D.momentum_at_owner(optax.scale_by_lion(b1, b2), dominance=dominance, trim=trim)
     options = {"memory": lc.momentum.nothing()} | options
     return lc.communicate(axis_name=AXIS, up=up, owner=owner, down=down, wire=wire, **options)

@@ -26,14 +26,18 @@ def local_step(monkeypatch):
 def test_the_local_step_moves_every_parameter_by_the_learning_rate(local_step):
     """What is sent comes back as it is, so signs mean nothing, but all the work of a step is done."""
     rng = np.random.default_rng(0)
-    params, grads = ({"w": rng.normal(size=4096).astype(np.float32)} for _ in range(2))
-    candidates = local_step.candidates(jax.tree.map(jnp.asarray, params))
+    params, grads = ({"w": rng.normal(size=2**15).astype(np.float32)} for _ in range(2))
+    made = [
+        make(jax.tree.map(jnp.asarray, params))
+        for make in (local_step.candidates, local_step.owners)
+    ]
+    candidates = made[0] | made[1]
     for name, candidate in candidates.items():
         given = jax.tree.map(jnp.asarray, params), candidate.state, jax.tree.map(jnp.asarray, grads)
         new, *_ = candidate.step(*given)
         moved = np.abs(np.asarray(new["w"]) - params["w"])
         assert (np.abs(moved - 1e-4) < 1e-5).mean() > 0.95, name
-    assert len(candidates) == 5
+    assert len(candidates) == 8
 
 
 def test_every_scheme_of_the_byte_table_is_predicted(monkeypatch):

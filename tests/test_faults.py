@@ -76,6 +76,10 @@ MEDIAN = (
     lc.owner_lion(RATE, **HALF, quantizer=lc.quantize.midrise(3), trim=3),
     reference.momentum_at_owner(0.5, 0.5, codes=reference.midrise(3), trim=3),
 )
+BOUNDED = (
+    lc.owner_lion(RATE, **HALF),
+    reference.momentum_at_owner(0.5, 0.5, feedback=jnp.bfloat16),
+)
 ATTACKS = {
     "flip": faults.sign_flip(),
     "random": faults.random_votes(),
@@ -86,7 +90,7 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-@pytest.mark.parametrize("method", [VOTE, MEDIAN], ids=["vote", "median"])
+@pytest.mark.parametrize("method", [VOTE, MEDIAN, BOUNDED], ids=["vote", "median", "owner"])
 def test_liars_on_devices_do_what_simulated_ones_do(mesh_of, method, attack):
     tx, votes = method
     who = [1, 4, 6]
@@ -128,16 +132,67 @@ def test_a_median_stays_within_what_honest_workers_sent(attack):
     assert not np.allclose(mean, honest.mean(0))
 
 
-def test_permuting_liars_and_honest_workers_changes_nothing():
+@pytest.mark.parametrize("how", [{"trim": 2}, {}, {"dominance": 1.0}], ids=["trim", "2", "1"])
+def test_permuting_liars_and_honest_workers_changes_nothing(how):
     """Of whole rows: padding is zeros, whose codes go by the number of a worker."""
-    rng = np.random.default_rng(2)
-    grads = {"w": jnp.asarray(rng.normal(size=(WORKERS, 256)).astype(np.float32))}
-    order = rng.permutation(WORKERS)
-    votes = reference.momentum_at_owner(codes=reference.midrise(3), trim=2)
+    grads = normal((WORKERS, 256))
+    order = np.random.default_rng(2).permutation(WORKERS)
     lied = faults.tampered(faults.scaled(-1e6), 2)(grads, 0)
-    state = votes.init({"w": jnp.zeros(256)}, WORKERS)
-    means = [votes.update({"w": g}, state)[1].mu for g in (lied["w"], lied["w"][order])]
-    np.testing.assert_array_equal(*means)
+    np.testing.assert_array_equal(mean_of(lied, **how), mean_of(lied[order], **how))
+
+
+def normal(shape, seed=2):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
+
+
+def mean_of(grads, **how):
+    """What the owner takes for the mean gradient, ``[rows, 128]``."""
+    votes = reference.momentum_at_owner(0.0, 0.0, codes=reference.midrise(3), **how)
+    state = votes.init(jnp.zeros(grads.shape[1:]), WORKERS)
+    return np.asarray(votes.update(grads, state)[1].mu)
+
+
+def test_how_loud_a_liar_is_does_not_matter():
+    """Times a power of two, by which codes stay: all from 2**10 on do the same."""
+    grads = normal((WORKERS, 256))
+    means = [mean_of(grads.at[3].multiply(-(2.0**power))) for power in (10, 20, 60)]
+    np.testing.assert_array_equal(means[0], means[1])
+    np.testing.assert_array_equal(means[0], means[2])
+    assert (means[0] != mean_of(grads)).any()
+
+
+@pytest.mark.parametrize("dominance", [1.0, 4.0])
+@pytest.mark.parametrize("factor", [-1e6, 1e-6], ids=["loud", "silent"])
+@pytest.mark.parametrize("liars", [1, 2, 3])
+def test_a_minority_neither_outshouts_nor_silences_the_others(liars, factor, dominance):
+    """Every value is within ``dominance`` times the largest honest step, and the honest are heard."""
+    grads = normal((WORKERS, 256))
+    lied = faults.tampered(faults.scaled(factor), liars)(grads, 0)
+    mean = np.abs(mean_of(lied, dominance=dominance))[:2]
+    steps = (
+        reference.midrise(3)
+        .encode(grads.reshape(WORKERS, 2, 128), reference.buffer_of([(256,)], 1), 0)
+        .step[liars:, :, 0]
+    )
+    most = dominance * np.max(steps, axis=0) * 7 / 2
+    assert (mean <= most[:, None]).all()
+    assert (mean.mean(1) > np.min(steps, axis=0) / 8).all()
+
+
+def test_a_row_that_one_worker_sees_still_trains():
+    """Errors of the others, which saw it before, wait: sent, they would be its median."""
+    votes = reference.momentum_at_owner(0.9, 0.99, feedback=jnp.bfloat16)
+    state = votes.init(jnp.zeros((2, 128)), WORKERS)
+    update, signs = jax.jit(votes.update), np.where(np.arange(128) % 2, 1.0, -1.0)
+    for _ in range(4):
+        _, state = update(normal((WORKERS, 2, 128)), state)
+    before = np.asarray(state.error[:5, 1])
+    for _ in range(40):
+        grads = normal((WORKERS, 2, 128)).at[:, 1].set(0).at[5, 1].set(signs)
+        updates, state = update(grads, state)
+    np.testing.assert_array_equal(updates[1], signs)
+    np.testing.assert_array_equal(state.error[:5, 1], before)
+    assert before.any()
 
 
 @pytest.mark.parametrize(
@@ -198,7 +253,7 @@ NOBODY, EVERYBODY = jnp.zeros(WORKERS, bool), jnp.ones(WORKERS, bool)
 SOME = jnp.arange(WORKERS) % 3 == 1
 
 
-def normal(seed):
+def whole_rows(seed):
     """Gradients of whole rows: no padding, and no zero whose code goes by the number of a worker."""
     rng = np.random.default_rng(seed)
     return {"w": jnp.asarray(rng.normal(size=(WORKERS, 256)).astype(np.float32))}
@@ -227,7 +282,7 @@ def run_late(votes, grads, lates, absents=None, decay=0.5):
 
 @pytest.mark.parametrize("method", LATE)
 def test_with_nobody_late_a_step_is_as_ever(method):
-    grads, tx = [normal(t) for t in range(3)], reference.optimizer(LATE[method], RATE, 0.5)
+    grads, tx = [whole_rows(t) for t in range(3)], reference.optimizer(LATE[method], RATE, 0.5)
     params = {"w": jnp.ones(256)}
     state, update = tx.init(params, WORKERS), jax.jit(tx.update)
     for g, (same_params, same_state) in zip(
@@ -241,7 +296,7 @@ def test_with_nobody_late_a_step_is_as_ever(method):
 
 @pytest.mark.parametrize("method", LATE)
 def test_a_late_message_counts_in_the_next_step_and_not_before(method):
-    first, second = normal(0), normal(1)
+    first, second = whole_rows(0), whole_rows(1)
     other = {"w": jnp.where(SOME[:, None], -first["w"], first["w"])}
     one, two = (
         run_late(LATE[method], [g, second, second], [SOME, NOBODY, NOBODY]) for g in (first, other)
@@ -254,7 +309,7 @@ def test_a_late_message_counts_in_the_next_step_and_not_before(method):
 
 @pytest.mark.parametrize("method", LATE)
 def test_a_late_workers_own_state_moves_as_if_it_were_on_time(method):
-    grads = [normal(0)]
+    grads = [whole_rows(0)]
     (late,), (on_time,) = (run_late(LATE[method], grads, [who]) for who in (SOME, NOBODY))
     (gone,) = run_late(LATE[method], grads, [NOBODY], absents=[SOME])
     for name in ("error",) if method in ("owner", "median") else ("mu",):
@@ -266,7 +321,7 @@ def test_a_late_workers_own_state_moves_as_if_it_were_on_time(method):
 @pytest.mark.parametrize("method", LATE)
 def test_the_number_of_a_worker_says_nothing_late_or_not(method):
     order = np.random.default_rng(3).permutation(WORKERS)
-    grads, lates = [normal(t) for t in range(3)], [SOME, ~SOME, SOME]
+    grads, lates = [whole_rows(t) for t in range(3)], [SOME, ~SOME, SOME]
     moved = [{"w": g["w"][order]} for g in grads], [late[order] for late in lates]
     one, two = (run_late(LATE[method], *each)[-1][0]["w"] for each in ((grads, lates), moved))
     np.testing.assert_array_equal(one, two)
@@ -274,7 +329,7 @@ def test_the_number_of_a_worker_says_nothing_late_or_not(method):
 
 @pytest.mark.parametrize("method", LATE)
 def test_where_all_are_late_only_weights_decay(method):
-    late = run_late(LATE[method], [normal(0), normal(1)], [EVERYBODY, EVERYBODY])
+    late = run_late(LATE[method], [whole_rows(0), whole_rows(1)], [EVERYBODY, EVERYBODY])
     kept = np.full(256, 1 - RATE * 0.5, np.float32)
     np.testing.assert_array_equal(late[0][0]["w"], kept)
     assert (np.asarray(late[1][0]["w"]) != kept * kept).any(), "then those of before count"
@@ -302,8 +357,8 @@ def test_ternary_votes_that_are_late_are_more_than_all():
 
 @pytest.mark.parametrize("method", LATE)
 def test_who_is_absent_or_has_no_number_has_nothing_to_send_late(method):
-    bad = {"w": normal(0)["w"].at[1].set(jnp.nan)}
-    grads = [normal(0), bad, normal(2)]
+    bad = {"w": whole_rows(0)["w"].at[1].set(jnp.nan)}
+    grads = [whole_rows(0), bad, whole_rows(2)]
     (_, absent), (_, strange), _ = run_late(
         LATE[method], grads, [SOME, SOME, NOBODY], absents=[SOME, NOBODY, NOBODY]
     )

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import Future
+from inspect import signature
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from harm import followed, inflict, timeline
 from matplotlib import pyplot
 from study import liars, runs, tasks
 
+import lioncub_jax as lc
 from lioncub_jax import lab
 
 ROOT = Path(__file__).parents[1]
@@ -98,6 +100,9 @@ def test_every_case_is_planned_once_and_liars_are_fewer_than_half():
     assert {(one.workers, one.liars) for one in planned if one.attack == "flip"} == {
         (8, 1), (8, 2), (8, 3), (16, 1), (16, 4), (16, 7), (32, 1), (32, 8), (32, 15),
     }  # fmt: skip
+    more = {one for one in planned if one.workers > 8}
+    assert {one.base for one in more} == set(liars.MORE)
+    assert {one.attack for one in more} == {"nobody", *liars.WORST}
 
 
 def row_of(one, bits):
@@ -469,12 +474,21 @@ def test_what_the_page_says_of_the_goals_is_so():
         f"the vote ends {liars.behind(rows, flipped) / clean:.0%}".replace("%", " %")
         in DOCUMENT.read_text()
     )
-    # A loud liar ends means and the default owner, and is a flipper for votes.
-    loud = {"workers": 8, "attack": "times -1e6", "liars": 1, "missing": 0.0}
-    lost = {
-        base: liars.behind(rows, loud | {"base": base})
-        for base in ("mean", "owner", "vote", "owner, 1")
-    }
-    assert (
-        lost["mean"] > 100 and lost["owner"] > 100 and lost["vote"] < 0.2 and lost["owner, 1"] < 0.2
-    )
+    # One loud liar of 8 ends means and not the default owner, three end that too, and not a vote.
+    loud = {"workers": 8, "attack": "times -1e6", "missing": 0.0}
+
+    def lost(base, count):
+        return liars.behind(rows, loud | {"base": base, "liars": count})
+
+    assert lost("mean", 1) > 100 and lost("mean", 3) > 100 and lost("owner", 3) > 100
+    assert lost("owner", 1) < 0.3 and lost("owner, 1", 1) < 0.2 and lost("vote", 1) < 0.2
+    assert lost("owner, 1", 3) < 1 and lost("vote", 3) < 1
+    for told in (lost("owner", 1), lost("owner, 1", 1), lost("owner, 1", 3)):
+        assert f"| **+{told:.3f}** |" in DOCUMENT.read_text()
+
+
+def test_the_owner_that_is_attacked_is_the_default():
+    assert liars.DOMINANCE["owner"] == signature(lc.owner_lion).parameters["dominance"].default
+    rows = LIARS.read(LIARS.ROWS)
+    assert all(row["dominance"] == liars.DOMINANCE[row["base"]]
+               for row in rows if row["base"] in liars.DOMINANCE)  # fmt: skip

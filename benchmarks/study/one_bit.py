@@ -1,7 +1,8 @@
 """What was tried to close the gap of one bit at many workers: ablations, which the library does not offer.
 
-All are momentum at the owner, as `reference.momentum_at_owner`, but for how an error is fed back, when
-there are more bits, or what the codes are of. For worker i, with ``Q`` the codes of a row::
+All are momentum at the owner, as `reference.momentum_at_owner` without a bound on steps, but for how an
+error is fed back, when there are more bits, or what the codes are of. For worker i, with ``Q`` the codes
+of a row::
 
     x_i = g_i + e_i;  send Q(x_i);  e_i = keep e_i + gain (x_i - Q(x_i))
 

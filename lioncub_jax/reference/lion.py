@@ -36,7 +36,9 @@ the rest of the package. The rules, for workers ``i = 0 .. W-1`` and the step af
 * **Momentum at the owner.** Worker i encodes ``g_i``, with error feedback ``x_i = g_i + e_i``, and keeps
   ``e_i = x_i - decoded``, or a share of that. The mean of what is decoded, over those who take part, goes
   into one Lion for all. Its sign is the update; a zero takes the coin, unless the row is all zeros,
-  padding included. No step counts for more than ``dominance`` times the next largest of its row. With
+  padding included. No step counts for more than ``dominance`` times the median of those above 0 on its
+  row, the lower one of two. Unless ``dominance`` is infinite, the step of a row without a gradient is 0,
+  whatever the error is. With
   ``trim`` the mean of an element is without the ``trim`` largest and smallest of the N decoded values, or
   ``(N - 1) // 2`` if that is less; alike ones are told apart by the number of the worker. With
   nobody there, nothing changes; an element whose mean is not finite keeps its momentum, and its update is
@@ -427,8 +429,11 @@ def bounded_mean(
 ) -> jax.Array:
     """The mean of what is decoded, over the workers that take part: ``float32[rows, 128]``."""
     step = jnp.where(present, message.step, 0)
-    next_largest = jnp.sort(step, axis=0)[-2:][0]
-    limit = jnp.where(next_largest > 0, dominance * next_largest, jnp.inf)
+    number = jnp.sum(step > 0, axis=0, keepdims=True, dtype=jnp.int32)
+    ordered = jnp.sort(jnp.where(step > 0, step, jnp.inf), axis=0)
+    middle = jnp.maximum(number - 1, 0) // 2
+    median = jnp.where(number > 0, jnp.take_along_axis(ordered, middle, axis=0), 0)
+    limit = jnp.where(median > 0, dominance * median, jnp.inf)
     decoded = decode(Message(message.q, jnp.minimum(step, limit)), top)
     number, decoded = jnp.sum(present, dtype=jnp.int32), jnp.where(present, decoded, 0)
     if trim:
@@ -509,7 +514,7 @@ def momentum_at_owner(
     mu_dtype: Any = None,
     codes: Codes | None = None,
     feedback: Any = None,
-    dominance: float = 16.0,
+    dominance: float = 2.0,
     decide: Callable[..., jax.Array] = majority,
     places: Places = words,
     keep: float = 1.0,
@@ -537,6 +542,9 @@ def momentum_at_owner(
         errors = jax.tree.leaves(state.error)
         x = buffer.join(g) + (buffer.join(errors) if feedback else 0)
         message = codes.encode(x, buffer, t)
+        if feedback and dominance < np.inf:
+            speaks = jnp.any(buffer.join(g) != 0, axis=-1, keepdims=True)
+            message = message._replace(step=jnp.where(speaks, message.step, 0))
         present = takes_part(x, abstain)
         sent, missed = with_late(Votes(message, present), state.missed, late)
         mean = codes.back(bounded_mean(sent.message, sent.here, top, dominance, trim), buffer, t)
