@@ -45,16 +45,15 @@ def main() -> None:
         lc.checkpoint.Snapshots(saved, memory / "snapshots", every=args.snapshots) as snapshots,
         lc.stop_on_sigterm() as stopping,
     ):
-        again = bool(snapshots.steps())
-        # What is read need not be made first.
-        loss, params, model_state = lc.from_nnx(
-            nnx.eval_shape(model) if again else model(), next_byte_loss
-        )
-        if again:
-            like = lc.training.abstract_state(tx, params, workers, model_state=model_state)
-            state = snapshots.restore(like).state
-        else:
+        shapes = lc.from_nnx(nnx.eval_shape(model), next_byte_loss)
+        like = lc.training.abstract_state(tx, shapes[1], workers, model_state=shapes[2])
+        found = snapshots.restore(like)
+        if found is None:  # what is read need not be made first
+            _, params, model_state = lc.from_nnx(model(), next_byte_loss)
             state = lc.init_state(tx, params, workers, model_state=model_state)
+        else:
+            state = found.state
+        loss = shapes[0]
         step = lc.make_train_step(loss, tx, workers, programs=memory / "programs")
         replicas = lc.faults.Replicas(workers, every=args.every)
         rows = NamedSharding(workers.mesh, P(AXIS))

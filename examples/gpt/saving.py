@@ -22,10 +22,6 @@ class Saved(NamedTuple):
     checkpoints: lc.Checkpoints
     snapshots: lc.checkpoint.Snapshots | None  # in memory, where lioncub run has given some
 
-    @property
-    def newest(self) -> lc.Checkpoints | lc.checkpoint.Snapshots:
-        return self.snapshots or self.checkpoints
-
 
 class Refused(ValueError):
     """Checkpoints that do not fit what was asked."""
@@ -62,12 +58,14 @@ def opened(args: argparse.Namespace, layout: Layout) -> Iterator[Saved | None]:
 
 def resumed(run: Run, saved: Saved | None, steps: int) -> Run:
     """The run as it was saved last, on the mesh of now; as it is, if it never was."""
-    if saved is None or not saved.newest.steps():
+    if saved is None or not (saved.snapshots or saved.checkpoints.steps()):
         return run
     try:
-        restored = saved.newest.restore(run.state)
+        restored = (saved.snapshots or saved.checkpoints).restore(run.state)
     except ValueError as error:
         raise Refused(f"--resume: {error}") from None
+    if restored is None:
+        return run
     if restored.step >= steps:
         raise Refused(
             f"--resume: {restored.step} steps are done and --steps is {steps}: nothing is left to do"

@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,7 +71,11 @@ class Found:
         for name in (n for names in self._seen for n in names if n.kind == "own"):
             seen.setdefault(name[:2], set()).add(name.process)
             counts[name[:2]] = name.of
-        return sorted(seen, key=lambda key: (counts[key] - len(seen[key]), -key[0], -key[1]))
+        snapshots = Counter(start for _, start in seen)
+        lost = {key: counts[key] - len(some) for key, some in seen.items()}
+        # One alone that is not whole was being written; what a lost machine lacks, it lacks in all.
+        left = [key for key in seen if not lost[key] or snapshots[key[1]] > 1]
+        return sorted(left, key=lambda key: (lost[key], -key[0], -key[1]))
 
     def read(
         self, step: int, start: int, like: Any, target: Layout, keep: bool

@@ -19,7 +19,7 @@ import numpy as np
 
 from lioncub_jax import checks, wires
 from lioncub_jax.checkpoint import placing, reshard, states, tiles
-from lioncub_jax.checkpoint.found import Found, Name, names_in, told_names
+from lioncub_jax.checkpoint.found import Found, Name, names_in
 from lioncub_jax.checkpoint.manager import Checkpoints, Restored, as_json, check_rule
 from lioncub_jax.checkpoint.processes import told
 from lioncub_jax.checkpoint.reshard import Layout
@@ -61,8 +61,8 @@ class Snapshots:
       >>> import lioncub_jax as lc
       >>> def trained(step, state, batches, saved, folder):
       ...     with lc.checkpoint.Snapshots(saved, folder, every=10) as snapshots:
-      ...         if snapshots.steps():
-      ...             state = snapshots.restore(state).state
+      ...         found = snapshots.restore(state)
+      ...         state = found.state if found else state
       ...         for batch in batches:
       ...             state, metrics = step(state, batch)
       ...             snapshots(state)
@@ -145,29 +145,27 @@ class Snapshots:
                 f"{GENERATIONS} states), or give another folder"
             ) from failed
 
-    def steps(self) -> list[int]:
-        """The steps of which there is a snapshot on any machine, whole or not, or a checkpoint."""
-        names = [n for names in told_names(self.folder) for n in names]
-        return sorted({n.step for n in names if n.kind == "own"} | set(self._checkpoints.steps()))
-
     def clear(self) -> None:
         """Forgets all snapshots of this machine, as before going back to an older checkpoint."""
         self.wait()
         for name in names_in(self.folder):
             (self.folder / str(name)).unlink(missing_ok=True)
 
-    def restore(self, like: Any, *, workers: str = "mean") -> Restored:
+    def restore(self, like: Any, *, workers: str = "mean") -> Restored | None:
         """Reads the newest state that is whole, from memory or from disk.
+
+        What is not whole counts as the work of a machine that is lost where a process lacks in two
+        snapshots of a start or more; in a single one, as a snapshot that was being written.
 
         Args:
           like: as `Checkpoints.restore`.
           workers: as `Checkpoints.restore`.
 
         Returns:
-          A ``Restored``.
+          A ``Restored``, or None where there is nothing to go on from.
 
         Raises:
-          FileNotFoundError, Damaged, TypeError: as `Checkpoints.restore`.
+          Damaged, TypeError: as `Checkpoints.restore`.
           ValueError: as `Checkpoints.restore`, and for snapshots of another run.
 
         Warns:
@@ -187,7 +185,7 @@ class Snapshots:
             if read is not None:
                 state, data = read
                 return Restored(jax.tree.unflatten(wanted, jax.tree.leaves(state)), data, step)
-        return self._checkpoints.restore(like, workers=workers)
+        return self._checkpoints.restore(like, workers=workers) if disk >= 0 else None
 
     def _write(self, step: int, files: list[tuple[str, dict[str, Any], list[tiles.Tile]]]) -> None:
         try:
