@@ -51,6 +51,7 @@ def main() -> None:
         if found is None:  # what is read need not be made first
             _, params, model_state = lc.from_nnx(model(), next_byte_loss)
             state = lc.init_state(tx, params, workers, model_state=model_state)
+            snapshots.save(state)  # the first one may be the one that is needed
         else:
             state = found.state
         loss = shapes[0]
