@@ -81,7 +81,7 @@ def init_state(
     everywhere = NamedSharding(workers.mesh, P())
     rng = _on_all(rng, everywhere)
     opt_state, _ = first_opt_state(optax.with_extra_args_support(tx), workers, params, cut)
-    step = jax.device_put(jnp.zeros((), jnp.int32), everywhere)
+    step = _on_all(np.zeros((), np.int32), everywhere)
     own, local_state = own_state(model_state, workers), ()
     if local is not None:
         local_state, _ = first_opt_state(of_each(local, workers), workers, params, cut)
