@@ -1,5 +1,7 @@
 """Compiled steps that are kept in a folder from start to start."""
 
+import hashlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -78,14 +80,18 @@ def test_other_shapes_devices_and_options_have_programs_of_their_own(tmp_path):
     assert len(programs(tmp_path)) == 4 and step.traces == 2
 
 
-@pytest.mark.parametrize(
-    "harm", [lambda x: x[:-1], lambda x: b"", lambda x: x[:99] + b"?" + x[100:]]
-)
+HARM = [
+    lambda x: x[:-1], lambda x: b"", lambda x: x[:99] + b"?" + x[100:],
+    lambda x: hashlib.sha256(b"what").digest() + b"what",  # whole, and no program
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("harm", HARM)
 def test_a_damaged_program_is_compiled_anew(tmp_path, harm):
     wanted = trained(*made(tmp_path))
     ((path, content),) = programs(tmp_path).items()
     path.write_bytes(harm(content))
-    with pytest.warns(UserWarning, match=r"\.program is not as it was written: compiled anew"):
+    with pytest.warns(UserWarning, match=r"\.program is compiled anew: "):
         found = trained(*made(tmp_path))
     np.testing.assert_array_equal(found[0], wanted[0])
     path.write_bytes(programs(tmp_path)[path])
@@ -120,3 +126,12 @@ def test_a_compiled_step_is_kept_too_and_can_be_read(tmp_path):
         for x in (first, again, made(None)[0].compile(state, batch()))
     ]
     assert found[0] == found[1] == found[2] and found[0]
+
+
+def test_a_step_that_cannot_be_kept_is_said_and_runs(tmp_path):
+    folder = tmp_path / "programs"
+    step, state = made(folder)
+    folder.write_text("")  # meanwhile
+    with pytest.warns(UserWarning, match=r"is not kept in .*programs, and the next start"):
+        found = trained(step, state)
+    np.testing.assert_array_equal(found[0], trained(*made(None))[0])

@@ -31,7 +31,8 @@ def main() -> None:
     )
     parser.add_argument("--checkpoint", type=Path, required=True)
     args = parser.parse_args()
-    jax.distributed.initialize()
+    # One that ends with an error waits for the others no longer, and those are ended.
+    jax.distributed.initialize(shutdown_timeout_seconds=5)
     memory = lc.elastic.memory()
     assert memory, "started by lioncub run"
     workers = lc.Workers(

@@ -40,10 +40,7 @@ def start(args: argparse.Namespace, sizes: dict[str, int] | None) -> None:
         jax.config.update("jax_num_cpu_devices", devices // processes)
     if args.coordinator:
         jax.distributed.initialize(
-            args.coordinator,
-            args.processes,
-            args.process,
-            heartbeat_timeout_seconds=args.heartbeat,
+            args.coordinator, args.processes, args.process, **patience(args.heartbeat)
         )
     elif args.distributed:
         _ask_the_cluster(args.heartbeat)
@@ -51,12 +48,17 @@ def start(args: argparse.Namespace, sizes: dict[str, int] | None) -> None:
 
 def _ask_the_cluster(heartbeat: int) -> None:
     try:
-        jax.distributed.initialize(heartbeat_timeout_seconds=heartbeat)
+        jax.distributed.initialize(**patience(heartbeat))
     except ValueError as error:
         raise ValueError(
             f"--distributed: JAX recognises no cluster here ({error}): tell each process with "
             "--coordinator HOST:PORT --processes N --process I"
         ) from None
+
+
+def patience(seconds: int) -> dict[str, int]:
+    """How long processes wait for one that says nothing, and one that ends with an error for the others."""
+    return {"heartbeat_timeout_seconds": seconds, "shutdown_timeout_seconds": seconds}
 
 
 def is_first() -> bool:

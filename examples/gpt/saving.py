@@ -53,6 +53,8 @@ def opened(args: argparse.Namespace, layout: Layout) -> Iterator[Saved | None]:
         with lc.checkpoint.Snapshots(
             checkpoints, memory / "snapshots", every=SNAPSHOT_EVERY, buddies=buddies
         ) as snapshots:
+            if not args.resume:
+                snapshots.clear()  # of a run before, that is not gone on with
             yield Saved(checkpoints, snapshots)
 
 

@@ -2,7 +2,6 @@
 
 import re
 import warnings
-from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ from lioncub_jax.checkpoint.processes import told
 from lioncub_jax.checkpoint.reshard import Layout
 from lioncub_jax.layout import Holder
 
-_FILE = re.compile(r"(\d+)-(\d+)-(\d+)-of-(\d+)\.(own|buddy)")
+_FILE = re.compile(r"(\d+)-(\d+)-(\d+)-(\d+)-of-(\d+)\.(own|buddy)")
 
 
 class WorkerStateLost(UserWarning):
@@ -26,6 +25,7 @@ class Name(NamedTuple):
     Attributes:
       step: of the state.
       start: of the run, in milliseconds since the epoch; one for all processes.
+      save: which of this start; a step may come twice, where a run goes back.
       process: that wrote it.
       of: how many processes there were.
       kind: ``"own"``: what its devices hold; ``"buddy"``: the slices that others own.
@@ -33,18 +33,24 @@ class Name(NamedTuple):
 
     step: int
     start: int
+    save: int
     process: int
     of: int
     kind: str
 
+    @property
+    def snapshot(self) -> "Key":
+        """Of which it is a part."""
+        return self.step, self.start, self.save
+
     def __str__(self) -> str:
-        return f"{self.step}-{self.start}-{self.process}-of-{self.of}.{self.kind}"
+        return f"{self.step}-{self.start}-{self.save}-{self.process}-of-{self.of}.{self.kind}"
 
 
 def names_in(folder: Path) -> list[Name]:
     """The files of a folder that are snapshots."""
     found = [_FILE.fullmatch(path.name) for path in folder.iterdir()]
-    return [Name(int(m[1]), int(m[2]), int(m[3]), int(m[4]), m[5]) for m in found if m]
+    return [Name(int(m[1]), int(m[2]), int(m[3]), int(m[4]), int(m[5]), m[6]) for m in found if m]
 
 
 def told_names(folder: Path) -> list[list[Name]]:
@@ -52,8 +58,9 @@ def told_names(folder: Path) -> list[list[Name]]:
     return [[Name(*name) for name in names] for names in told(names_in(folder))]
 
 
+Key = tuple[int, int, int]  # step, start and save
 Parts = dict[str, dict[tiles.Index, Any]]  # by path, by tile
-Lost = list[tuple[str, tiles.Index]]
+Lost = list[tuple[str, tiles.Index]]  # tiles that no process has
 
 
 class Found:
@@ -64,67 +71,70 @@ class Found:
         self._seen = told_names(folder)
         self._files: dict[Name, Any] = {}
 
-    def best_first(self) -> list[tuple[int, int]]:
-        """Steps and starts of the run: those of which the least is lost, and of these the newest."""
-        seen: dict[tuple[int, int], set[int]] = {}
-        counts: dict[tuple[int, int], int] = {}
-        for name in (n for names in self._seen for n in names if n.kind == "own"):
-            seen.setdefault(name[:2], set()).add(name.process)
-            counts[name[:2]] = name.of
-        snapshots = Counter(start for _, start in seen)
-        lost = {key: counts[key] - len(some) for key, some in seen.items()}
-        # One alone that is not whole was being written; what a lost machine lacks, it lacks in all.
-        left = [key for key in seen if not lost[key] or snapshots[key[1]] > 1]
-        return sorted(left, key=lambda key: (lost[key], -key[0], -key[1]))
+    def best_first(self) -> list[tuple[Key, bool]]:
+        """The snapshots to go on from, and whether each is whole: whole ones first, then newer ones.
 
-    def read(
-        self, step: int, start: int, like: Any, target: Layout, keep: bool
-    ) -> tuple[Any, Any] | None:
+        A process that is in no snapshot of a start, of three or more, was on a machine that is lost. One
+        that is in some was still writing the others, and those are no snapshots.
+        """
+        seen: dict[Key, set[int]] = {}
+        for name in (n for names in self._seen for n in names if n.kind == "own"):
+            seen.setdefault(name.snapshot, set()).add(name.process)
+        counts = {n.start: n.of for names in self._seen for n in names}
+        of_start = {start: [k for k in seen if k[1] == start] for start in counts}
+
+        def lost(key: Key) -> set[int]:
+            return set(range(counts[key[1]])) - seen[key]
+
+        def for_good(key: Key) -> bool:
+            others = [seen[k] for k in of_start[key[1]]]
+            return len(others) >= 3 and not lost(key) & set().union(*others)
+
+        left = [key for key in seen if not lost(key) or for_good(key)]
+        best = sorted(left, key=lambda key: (len(lost(key)), *(-n for n in key)))
+        return [(key, not lost(key)) for key in best]
+
+    def read(self, key: Key, like: Any, target: Layout, keep: bool) -> tuple[Any, Any] | None:
         """The state of a step, or None if too little of it is left."""
-        about = self._about(step, start)
+        about = self._about(key)
         if about is None:
             return None
         saved = Layout.from_json(about["layout"])
-        reshard.check_same_model(f"snapshot {step} in {self._folder}", saved, target)
+        reshard.check_same_model(f"snapshot {key[0]} in {self._folder}", saved, target)
         who = {path: {_index(i): set(q) for i, q in each} for path, each in about["who"].items()}
-        loads = self._loads(step, start, who)
-        held = self._held(step, start, loads)
+        loads = self._loads(key, who)
+        held = self._held(key, loads)
         if held is None:
             return None
         having: Parts = {
             path: {i: {p for p, some in enumerate(loads) if some & q} for i, q in each.items()}
             for path, each in who.items()
         }
-        lost = [(path, i) for path, each in having.items() for i, some in each.items() if not some]
-        lost = self._from_buddies(start, saved, lost, having, held) if lost else lost
-        if any(saved.arrays[path].holder not in reshard.OWN for path, _ in lost):
+        if not self._made_good(key, saved, having, held):
             return None
-        if lost:
-            rows = ", ".join(map(str, _lost_rows(lost)))
-            warnings.warn(
-                f"after the loss of a machine worker {rows} starts from the mean of the other "
-                f"workers' momentum and owes nothing: its own, of step {step}, was nowhere else",
-                WorkerStateLost,
-                stacklevel=4,
-            )
         state = self._placed(saved, target, like, about["keys"], keep, having, held)
         return state, about["data"]
 
-    def _group(self, step: int, start: int, kind: str = "own") -> list[dict[int, Name]]:
+    def _group(self, key: Key, kind: str = "own") -> list[dict[int, Name]]:
         """The files of a snapshot that each process sees, by who wrote them."""
         return [
-            {n.process: n for n in names if (n.step, n.start, n.kind) == (step, start, kind)}
+            {n.process: n for n in names if (n.snapshot, n.kind) == (key, kind)}
             for names in self._seen
         ]
 
     def _file(self, name: Name) -> tuple[dict[str, Any], list[tiles.Tile]] | None:
         if name not in self._files:
-            self._files[name] = tiles.read(self._folder / str(name))
+            try:
+                self._files[name] = tiles.read(self._folder / str(name))
+            except (
+                OSError
+            ):  # told to all, as damage is: others wait for what this process has found
+                self._files[name] = None
         return self._files[name]
 
-    def _about(self, step: int, start: int) -> dict[str, Any] | None:
+    def _about(self, key: Key) -> dict[str, Any] | None:
         """The description of a snapshot, told by the first process that sees it."""
-        group, mine = self._group(step, start), None
+        group, mine = self._group(key), None
         first = next(p for p, names in enumerate(group) if names)
         name = min(group[first].values())
         if jax.process_index() == first:
@@ -140,9 +150,9 @@ class Found:
             )
         return about
 
-    def _loads(self, step: int, start: int, who: Parts) -> list[set[int]]:
+    def _loads(self, key: Key, who: Parts) -> list[set[int]]:
         """Whose files each process reads: its own, and what nobody else has, once."""
-        seen = [set(names) for names in self._group(step, start)]
+        seen = [set(names) for names in self._group(key)]
         loads = [({p} & some) or set(sorted(some)[:1]) for p, some in enumerate(seen)]
         for q in sorted(set().union(*seen)):
             read = set().union(*loads)
@@ -152,10 +162,10 @@ class Found:
                 loads[next(p for p, some in enumerate(seen) if q in some)].add(q)
         return loads
 
-    def _held(self, step: int, start: int, loads: list[set[int]]) -> Parts | None:
+    def _held(self, key: Key, loads: list[set[int]]) -> Parts | None:
         """The tiles that this process reads; None if a file is not as it was written, anywhere."""
         me, held, damaged = jax.process_index(), Parts(), []
-        names = self._group(step, start)[me]
+        names = self._group(key)[me]
         for q in sorted(loads[me]):
             found = self._file(names[q])
             damaged += [] if found else [names[q]]
@@ -170,20 +180,46 @@ class Found:
     def _pass_over(self, names: list[Name]) -> None:
         which = ", ".join(map(str, names))
         warnings.warn(
-            f"snapshot {which} in {self._folder} is damaged, and an older state is taken",
+            f"snapshot {which} in {self._folder} is damaged or cannot be read, and an older state is taken",
             stacklevel=5,
         )
 
+    def _made_good(self, key: Key, saved: Layout, having: Parts, held: Parts) -> bool:
+        """Whether what a lost machine took with it can be had or done without; says what it is."""
+        lost = [(path, i) for path, each in having.items() for i, some in each.items() if not some]
+        if not lost:
+            return True
+        left, step = self._from_buddies(key, saved, lost, having, held)
+        alone = any(not any(having[path].values()) for path, _ in left)
+        of_all = any(saved.arrays[path].holder not in reshard.OWN for path, _ in left)
+        if of_all or alone or (left and saved.group):  # rows of a group are parts of one momentum
+            return False
+        if len(left) < len(lost):
+            warnings.warn(
+                "after the loss of a machine the slices that its workers owned are those of step "
+                f"{step}, in bfloat16, for a state of step {key[0]}: the newest copies of their buddies",
+                WorkerStateLost,
+                stacklevel=5,
+            )
+        if left:
+            rows = ", ".join(map(str, _lost_rows(left)))
+            warnings.warn(
+                "after the loss of a machine these workers start from the mean of the others' momentum "
+                f"and owe nothing: {rows}. Their own, of step {key[0]}, was nowhere else",
+                WorkerStateLost,
+                stacklevel=5,
+            )
+        return True
+
     def _from_buddies(
-        self, start: int, saved: Layout, lost: Lost, having: Parts, held: Parts
-    ) -> Lost:
-        """Takes the slices that are lost from the newest copies; what is lost after that."""
-        me = jax.process_index()
-        steps = {
-            n.step for names in self._seen for n in names if n.kind == "buddy" and n.start == start
-        }
-        for step in sorted(steps, reverse=True):
-            group, mine = self._group(step, start, "buddy"), []
+        self, key: Key, saved: Layout, lost: Lost, having: Parts, held: Parts
+    ) -> tuple[Lost, int]:
+        """Takes lost slices from their copies; what is lost after that, and the oldest copy's step."""
+        me, step = jax.process_index(), key[0]
+        copies = {n.snapshot for names in self._seen for n in names if n.kind == "buddy"}
+        copies = {k for k in copies if k[1] == key[1] and k[0] <= key[0]}
+        for copy in sorted(copies, reverse=True):
+            group, mine = self._group(copy, "buddy"), []
             for q, name in group[me].items():
                 found = self._file(name) if not any(q in names for names in group[:me]) else None
                 for tile in found[1] if found else []:
@@ -193,10 +229,11 @@ class Found:
             for p, some in enumerate(told(mine)):
                 for path, index in some:
                     having[path][_index(index)].add(p)
+                    step = min(step, copy[0])
             lost = [(path, i) for path, i in lost if not having[path][i]]
             if not any(saved.arrays[path].holder is Holder.OWNER for path, _ in lost):
                 break
-        return lost
+        return lost, step
 
     def _placed(
         self, saved: Layout, target: Layout, like: Any, keys: dict[str, Any], keep: bool,

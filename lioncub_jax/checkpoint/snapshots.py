@@ -5,6 +5,7 @@ a second, and every few steps there is another. What all workers have, every mac
 copy of. The slices of momentum that owners hold nobody else has, so another machine keeps a copy of them.
 """
 
+import functools
 import os
 import socket
 import threading
@@ -16,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from lioncub_jax import checks, wires
 from lioncub_jax.checkpoint import placing, reshard, states, tiles
@@ -41,7 +43,8 @@ class Snapshots:
     worker's own momentum and its feedback are gone, and said to be: it starts from the mean of the
     other workers' momentum, and owes nothing.
 
-    A machine holds three snapshots; each process writes all that its devices hold.
+    A process writes all that its devices hold, and keeps three snapshots, and as many again that earlier
+    starts left until it has its own three. A folder belongs to one run.
 
     Args:
       checkpoints: those of the run, which say the axes; fallen back on.
@@ -54,7 +57,7 @@ class Snapshots:
     Raises:
       TypeError: for ``checkpoints`` that are none.
       ValueError: for ``every`` below 1, ``buddies`` below 0, or a folder that is a file; when called, for
-        ``buddies`` of a single worker, and as `Checkpoints.save`.
+        ``buddies`` of a single worker, and for a state that lies on no mesh or has no step.
       OSError: when called next, if the last one could not be written, as where memory is full.
 
     Example:
@@ -90,9 +93,12 @@ class Snapshots:
         self._checkpoints, self._every, self._buddies = checkpoints, every, buddies
         self.folder = Path(folder).absolute()
         _check_folder(self.folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._start = int(told(time.time_ns() // 1_000_000)[0])
-        self._calls = self._copies = 0
+        for path in self.folder.glob(f"*{tiles.PART}"):  # halves, of processes that were killed
+            path.unlink(missing_ok=True)
+        told(None)
+        self._calls = self._copies = self._saves = 0
         self._writing: threading.Thread | None = None
         self._failed: BaseException | None = None
 
@@ -129,6 +135,7 @@ class Snapshots:
             self._copies = self._calls + self._buddies
             copies = self._of_others(arrays, layout, workers)
             files += [("buddy", about, copies)] if copies else []
+        self._saves += 1
         task = threading.Thread(target=self._write, args=(step, files))
         task.start()
         self._writing = task
@@ -148,14 +155,17 @@ class Snapshots:
     def clear(self) -> None:
         """Forgets all snapshots of this machine, as before going back to an older checkpoint."""
         self.wait()
-        for name in names_in(self.folder):
-            (self.folder / str(name)).unlink(missing_ok=True)
+        told(None)  # nobody writes any more
+        for path in (*map(self._path, names_in(self.folder)), *self.folder.glob(f"*{tiles.PART}")):
+            path.unlink(missing_ok=True)
+        told(None)
 
     def restore(self, like: Any, *, workers: str = "mean") -> Restored | None:
         """Reads the newest state that is whole, from memory or from disk.
 
-        What is not whole counts as the work of a machine that is lost where a process lacks in two
-        snapshots of a start or more; in a single one, as a snapshot that was being written.
+        A process that is missing from every snapshot of a start, of three or more, counts as a lost
+        machine, and the newest snapshot of the others is taken if it is newer than the newest checkpoint.
+        One that is missing from some was still writing them, and they are passed over.
 
         Args:
           like: as `Checkpoints.restore`.
@@ -177,42 +187,48 @@ class Snapshots:
         placed_like, present = self._checkpoints.on_mesh("restore(like)", like)
         target = reshard.layout_of(placed_like, present)
         found = Found(self.folder, str(self._checkpoints.directory))
-        disk = max(self._checkpoints.steps(), default=-1)
-        for step, start in found.best_first():
+        self._checkpoints.wait()
+        disk = int(min(told(max(self._checkpoints.steps(), default=-1))))  # what all of them see
+        for key, whole in found.best_first():
             read = None
-            if step >= disk:
-                read = found.read(step, start, placed_like, target, workers == "keep")
+            if key[0] > disk or (whole and key[0] == disk):
+                read = found.read(key, placed_like, target, workers == "keep")
             if read is not None:
                 state, data = read
-                return Restored(jax.tree.unflatten(wanted, jax.tree.leaves(state)), data, step)
+                return Restored(jax.tree.unflatten(wanted, jax.tree.leaves(state)), data, key[0])
         return self._checkpoints.restore(like, workers=workers) if disk >= 0 else None
 
     def _write(self, step: int, files: list[tuple[str, dict[str, Any], list[tiles.Tile]]]) -> None:
         try:
             for kind, about, parts in files:
-                name = Name(step, self._start, jax.process_index(), jax.process_count(), kind)
-                tiles.write(self.folder / str(name), about, parts)
+                me = jax.process_index(), jax.process_count()
+                name = Name(step, self._start, self._saves, *me, kind)
+                tiles.write(self._path(name), about, parts)
                 self._tidy(name)
         except BaseException as error:  # raised by the next call, which is not lost
             self._failed = error
 
+    def _path(self, name: Name) -> Path:
+        return self.folder / str(name)
+
     def _tidy(self, written: Name) -> None:
         """Takes away what is older than the generations that stay, and then what earlier starts left."""
-        names = names_in(self.folder)
-        mine = sorted(n for n in names if (n.start, *n[2:]) == (written.start, *written[2:]))
-        gone = mine[:-GENERATIONS]
-        if len(mine) >= GENERATIONS:
+        names = sorted(names_in(self.folder), key=lambda n: (n.start, n.save))
+        mine = [n for n in names if (n.process, n.kind) == (written.process, written.kind)]
+        of_start = [n for n in mine if n.start == written.start]
+        gone = of_start[:-GENERATIONS]
+        if len(of_start) >= GENERATIONS:
             gone += [n for n in names if n.start < written.start]
+        else:  # starts that each die soon shall not fill the memory
+            gone += mine[: -2 * GENERATIONS]
         for name in gone:
-            (self.folder / str(name)).unlink(
-                missing_ok=True
-            )  # another process may have been faster
+            self._path(name).unlink(missing_ok=True)  # another process may have been faster
 
     def lower(self, state: Any) -> jax.stages.Lowered:
         """The program that sends the owners' slices to their buddies, for the accounting of bytes."""
         state, workers = self._checkpoints.on_mesh("lower(state)", state)
         owned = _owned(placing.words(state)[0], reshard.layout_of(state, workers))
-        return _sending(workers, owned, _shift(workers)).lower(owned)
+        return _sending(workers, _specs(owned), _shift(workers)).lower(owned)
 
     def _of_others(
         self, arrays: dict[str, jax.Array], layout: Layout, workers: Workers
@@ -221,7 +237,7 @@ class Snapshots:
         if not owned:
             return []
         shift = _shift(workers)
-        sent = _sending(workers, owned, shift)(owned)
+        sent = _sending(workers, _specs(owned), shift)(owned)
         before = _devices_before(workers, shift)
         found = {}
         for path, x in sent.items():
@@ -251,13 +267,13 @@ def _owned(arrays: dict[str, jax.Array], layout: Layout) -> dict[str, jax.Array]
 
 def _shift(workers: Workers) -> int:
     """How many places further a worker's buddy is: on another machine, if there is one for all."""
-    if workers.count == 1:
+    each = _by_worker(workers)
+    if len(each) == 1:
         raise ValueError(
             "a buddy holds a copy of another worker's slices, and there is one worker: give "
             "Snapshots(..., buddies=0)"
         )
     machines = told(zlib.crc32(socket.gethostname().encode()))
-    each = _by_worker(workers)
     count = len(each)
 
     def apart(shift: int) -> tuple[int, int]:
@@ -287,10 +303,12 @@ def _devices_before(workers: Workers, shift: int) -> dict[Any, Any]:
     return dict(zip(each.flat, np.roll(each, shift, axis=0).flat, strict=True))
 
 
-def _sending(workers: Workers, owned: dict[str, jax.Array], shift: int) -> Any:
-    mesh = untyped(workers.mesh)
-    specs = {path: x.sharding.spec for path, x in owned.items()}  # type: ignore[attr-defined]
+def _specs(owned: dict[str, jax.Array]) -> tuple[tuple[str, P], ...]:
+    return tuple((path, x.sharding.spec) for path, x in owned.items())  # type: ignore[attr-defined]
 
+
+@functools.cache
+def _sending(workers: Workers, specs: tuple[tuple[str, P], ...], shift: int) -> Any:
     def send(owned: dict[str, jax.Array]) -> dict[str, jax.Array]:
         # As bits, which no compiler widens on the way.
         def sent(x: jax.Array) -> jax.Array:
@@ -299,5 +317,6 @@ def _sending(workers: Workers, owned: dict[str, jax.Array], shift: int) -> Any:
 
         return {path: sent(x) for path, x in owned.items()}
 
-    run = jax.shard_map(send, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False)
+    lies, mesh = dict(specs), untyped(workers.mesh)
+    run = jax.shard_map(send, mesh=mesh, in_specs=(lies,), out_specs=lies, check_vma=False)
     return jax.jit(run)

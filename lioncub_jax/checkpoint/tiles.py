@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 Index = tuple[tuple[int, int], ...]  # from, to: of each dimension
 DIGEST = 32  # bytes of a SHA-256
+PART = ".part"  # behind the name of a file that is being written
 ALL = "all"  # the axis of a mesh of all devices in a row
 
 
@@ -69,12 +70,16 @@ def write(path: Path, about: dict[str, Any], tiles: list[Tile]) -> None:
     places = [[t.path, t.at, str(t.value.dtype)] for t in tiles]
     head = json.dumps({**about, "tiles": places}).encode()
     digest = hashlib.sha256()
-    temporary = path.with_suffix(".part")
-    with temporary.open("wb") as file:
-        for piece in (len(head).to_bytes(8, "little"), head, *(_bytes(t.value) for t in tiles)):
-            digest.update(piece)
-            file.write(piece)
-        file.write(digest.digest())
+    temporary = path.with_name(path.name + PART)
+    try:
+        with temporary.open("wb") as file:
+            for piece in (len(head).to_bytes(8, "little"), head, *(_bytes(t.value) for t in tiles)):
+                digest.update(piece)
+                file.write(piece)
+            file.write(digest.digest())
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     os.replace(temporary, path)
 
 

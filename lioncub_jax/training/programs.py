@@ -20,6 +20,10 @@ from jax.sharding import Mesh
 
 DIGEST = 32  # bytes of a SHA-256, in front of what is kept
 PACKAGES = "jax", "jaxlib"
+CONFIG = (  # what changes a program and is not in its text
+    "jax_disable_most_optimizations", "jax_optimization_level", "jax_memory_fitting_level",
+    "jax_exec_time_optimization_effort", "jax_memory_fitting_effort",
+)  # fmt: skip
 FLAGS = "XLA_FLAGS", "LIBTPU_INIT_ARGS"
 
 
@@ -37,7 +41,7 @@ class Programs:
       folder: made if it is not there; a slow one, or one in memory.
 
     Raises:
-      ValueError: for a folder that is a file.
+      ValueError: for a folder that is a file, or another user's.
 
     Source: this library.
     """
@@ -47,6 +51,11 @@ class Programs:
         self._folder = Path(folder).absolute()
         if self._folder.exists() and not self._folder.is_dir():
             raise ValueError(f"programs={str(folder)!r} is a file: give a folder")
+        if self._folder.exists() and self._folder.stat().st_uid != os.getuid():
+            raise ValueError(
+                f"programs={str(folder)!r} belongs to another user, who could run anything here: give a "
+                "folder of your own"
+            )
         self._ready: dict[Any, Any] = {}
 
     def __call__(self, *args: Any, static: Any) -> Any:
@@ -58,22 +67,40 @@ class Programs:
         return self._ready[key](*args)
 
     def compiled(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-        """The program, read or compiled and written."""
+        """The program, read or compiled and written; a warning says what cannot be read or kept."""
         path = self._folder / f"{self._name(lowered)}.program"
-        kept = path.read_bytes() if path.exists() else None
-        if kept is not None and hashlib.sha256(kept[DIGEST:]).digest() == kept[:DIGEST]:
-            return serialize_executable.deserialize_and_load(
+        return (self._read(path, lowered) if path.exists() else None) or self._written(
+            path, lowered
+        )
+
+    def _read(self, path: Path, lowered: jax.stages.Lowered) -> jax.stages.Compiled | None:
+        try:
+            kept = path.read_bytes()
+            if hashlib.sha256(kept[DIGEST:]).digest() != kept[:DIGEST]:
+                raise ValueError("it is not as it was written")
+            compiled: jax.stages.Compiled = serialize_executable.deserialize_and_load(
                 kept[DIGEST:],
                 lowered.in_tree,
                 lowered.out_tree,
                 execution_devices=list(self._mesh.devices.flat),
             )
-        if kept is not None:
-            warnings.warn(f"{path} is not as it was written: compiled anew", stacklevel=4)
+        except Exception as problem:  # whatever it is, what is asked for can be compiled
+            warnings.warn(f"{path} is compiled anew: {problem}", stacklevel=5)
+            return None
+        return compiled
+
+    def _written(self, path: Path, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         compiled = lowered.compile()
-        program, _, _ = serialize_executable.serialize(compiled)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        _write(path, hashlib.sha256(program).digest() + program)
+        try:
+            program, _, _ = serialize_executable.serialize(compiled)
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _write(path, hashlib.sha256(program).digest() + program)
+        except Exception as problem:  # such as a full disk, or a callback that cannot be written
+            warnings.warn(
+                f"a compiled step is not kept in {self._folder}, and the next start compiles it again: "
+                f"{problem}",
+                stacklevel=5,
+            )
         return compiled
 
     def _name(self, lowered: jax.stages.Lowered) -> str:
@@ -82,7 +109,9 @@ class Programs:
             lowered.as_text(), *map(importlib.metadata.version, PACKAGES), platform.node(),
             extend.backend.get_backend().platform_version,
             *(os.environ.get(flags, "") for flags in FLAGS), self._options, jax.process_index(),
-            [(d.id, d.device_kind, d.process_index) for d in devices],
+            [(d.id, d.device_kind, d.process_index) for d in devices], self._mesh.axis_types,
+            self._mesh.axis_names, self._mesh.devices.shape,
+            *(getattr(jax.config, name, None) for name in CONFIG),
         ]  # fmt: skip
         return hashlib.sha256("\0".join(map(str, made_of)).encode()).hexdigest()
 
@@ -90,5 +119,10 @@ class Programs:
 def _write(path: Path, content: bytes) -> None:
     """Whole or not at all: two runs may share a folder, and one may be killed."""
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(content)
+        try:
+            file.write(content)
+            file.flush()
+        except BaseException:
+            os.unlink(file.name)
+            raise
     os.replace(file.name, path)
