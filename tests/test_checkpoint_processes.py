@@ -144,6 +144,14 @@ def fail(folder):
             assert "2 was not read" in str(caught.value)
             assert "another process failed, and its error says why" in str(caught.value)
         assert checkpoints.restore(first).step == 2
+        tried = folder / "7.orbax-checkpoint-tmp-tried"  # where process 0 cannot make a folder
+        if jax.process_index() == 0:
+            tried.write_text("")
+        multihost_utils.sync_global_devices("in the way")
+        why = "File exists" if jax.process_index() == 0 else "another process failed"
+        with pytest.raises((OSError, RuntimeError), match=f"7 was not written.*{why}"):
+            checkpoints.save(numbered(first, 7), wait=True)
+        tried.unlink(missing_ok=True)
         if jax.process_index() == 0:
             (folder / "2" / "about" / "metadata").write_text("{}")
         multihost_utils.sync_global_devices("damaged")

@@ -172,6 +172,8 @@ class Checkpoints:
         self.wait()
         self._under_way = step
         with self._writing():
+            # orbax waits five minutes for a folder that its first process could not make.
+            together(f"{self._name(step)} was not written", lambda: self._try_folder(step))
             self._manager.save(step, args=args, force=True)
         if wait or not self._entered:
             self.wait()
@@ -277,6 +279,12 @@ class Checkpoints:
                 f"{self._name(self._under_way)} was not written ({why}), and those before it stay: free or "
                 "mend that disk, and start again from the newest"
             ) from problem
+
+    def _try_folder(self, step: int) -> None:
+        if jax.process_index() == 0:
+            tried = self.directory / f"{step}.orbax-checkpoint-tmp-tried"
+            tried.mkdir(exist_ok=True)
+            tried.rmdir()
 
     def _name(self, step: int) -> str:
         return f"checkpoint {self.directory / str(step)}"
