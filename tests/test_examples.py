@@ -249,7 +249,7 @@ def test_a_run_that_is_stopped_goes_on_as_if_it_were_not(text_file, tmp_path, mo
 def test_a_run_that_is_done_is_not_resumed():
     done = SimpleNamespace(steps=lambda: [6], restore=lambda state: SimpleNamespace(step=6))
     with pytest.raises(saving.Refused, match="6 steps are done and --steps is 6"):
-        saving.resumed(SimpleNamespace(state=None), done, 6)
+        saving.resumed(SimpleNamespace(state=None), saving.Saved(done, None), 6)
 
 
 def free_port():

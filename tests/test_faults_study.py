@@ -130,8 +130,8 @@ def test_late_votes_are_told_from_missing_ones_and_from_rows_of_before():
     assert liars.key_of(rows[0]) == lie() and liars.key_of(rows[2]).late == 0.3
     found = LIARS.keys(rows)
     assert (found["vote_30_percent_missing"], found["vote_30_percent_late"]) == (0.5, 0.25)
-    lines = {name: cells for name, *cells in LIARS.table_of(rows, 8)[1]}
-    vote = list(liars.BASES).index("vote")
+    (_, *bases), lines = LIARS.table_of(rows, 8)
+    lines, vote = {name: cells for name, *cells in lines}, bases.index("vote")
     assert (lines["30% missing"][vote], lines["30% late"][vote]) == ("+0.500", "+0.250")
 
 
@@ -364,7 +364,7 @@ def test_a_disk_becomes_read_only_between_two_files_and_writable_again(disk):
 COUNTS = """
 import os, sys, time
 from pathlib import Path
-steps, every, folder = int(sys.argv[2]), int(sys.argv[4]), Path(sys.argv[6])
+steps, every, folder = int(sys.argv[2]), int(sys.argv[4]), Path(sys.argv[8])
 folder.mkdir(exist_ok=True)
 first = os.environ["RANK"] == "0"
 for step in range(max([0, *(int(x.name) for x in folder.glob("*0"))]) + 1, steps + 1):
