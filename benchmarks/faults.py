@@ -85,9 +85,8 @@ FAULTS = {
 
 def main(argv: list[str] | None = None) -> None:
     args = parsed(argv)
-    signal.signal(
-        signal.SIGTERM, lambda number, _: sys.exit(128 + number)
-    )  # and unmount on the way
+    # And unmounts on the way.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     rows = read(args.save)
     for kind in () if args.again else args.kind:
         for number in range(args.runs or FAULTS[kind].runs):

@@ -3,6 +3,7 @@
 Run as a program this file is one of the processes.
 """
 
+import contextlib
 import shutil
 import sys
 import warnings
@@ -101,14 +102,21 @@ def folders(tmp_path):
     return tmp_path / "checkpoints", tmp_path / "memory"
 
 
+@contextlib.contextmanager
+def both(folders, workers, **options):
+    """The checkpoints and the snapshots of a run."""
+    with (
+        Checkpoints(folders[0], axis_name=workers) as saved,
+        Snapshots(saved, folders[1], **options) as snapshots,
+    ):
+        yield saved, snapshots
+
+
 @pytest.mark.parametrize(("inner", "dtype"), [(1, jnp.float32), (2, jnp.bfloat16)])
 def test_a_snapshot_is_read_to_the_bit(folders, inner, dtype):
     workers = workers_of(jax.devices(), inner)
     state = numbered(first_state(workers, dtype))
-    with (
-        Checkpoints(folders[0], axis_name=workers) as saved,
-        Snapshots(saved, folders[1]) as snapshots,
-    ):
+    with both(folders, workers) as (_, snapshots):
         snapshots.save(state, {"next": [1, 2]})
         found = snapshots.restore(first_state(workers, dtype))
     assert (found.step, found.data) == (STEP, {"next": [1, 2]})
@@ -120,10 +128,7 @@ def test_a_snapshot_is_read_to_the_bit(folders, inner, dtype):
 def test_with_other_workers_it_is_what_a_checkpoint_gives(folders, count, rule):
     before, after = workers_of(jax.devices()[:4]), workers_of(jax.devices()[:count])
     state = numbered(first_state(before))
-    with (
-        Checkpoints(folders[0], axis_name=before) as saved,
-        Snapshots(saved, folders[1]) as snapshots,
-    ):
+    with both(folders, before) as (saved, snapshots):
         snapshots.save(state)
         like = first_state(after)
         found = snapshots.restore(like, workers=rule)
@@ -134,10 +139,7 @@ def test_with_other_workers_it_is_what_a_checkpoint_gives(folders, count, rule):
 def test_arrays_may_be_donated_when_a_snapshot_is_taken(folders):
     workers = workers_of(jax.devices()[:2])
     change = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
-    with (
-        Checkpoints(folders[0], axis_name=workers) as saved,
-        Snapshots(saved, folders[1]) as snapshots,
-    ):
+    with both(folders, workers) as (_, snapshots):
         state = numbered(first_state(workers))
         snapshots.save(state)
         change(state.params)
@@ -146,10 +148,7 @@ def test_arrays_may_be_donated_when_a_snapshot_is_taken(folders):
 
 def test_every_kth_call_takes_one_and_three_stay(folders):
     workers = workers_of(jax.devices()[:2])
-    with (
-        Checkpoints(folders[0], axis_name=workers) as saved,
-        Snapshots(saved, folders[1], every=2, buddies=4) as snapshots,
-    ):
+    with both(folders, workers, every=2, buddies=4) as (saved, snapshots):
         for step in range(1, 12):
             snapshots(numbered(first_state(workers), step))
         snapshots.wait()
@@ -170,10 +169,7 @@ def test_every_kth_call_takes_one_and_three_stay(folders):
 def test_the_newest_of_memory_and_disk_is_taken(folders):
     workers = workers_of(jax.devices()[:2])
     first = first_state(workers)
-    with (
-        Checkpoints(folders[0], axis_name=workers) as saved,
-        Snapshots(saved, folders[1]) as snapshots,
-    ):
+    with both(folders, workers) as (saved, snapshots):
         assert snapshots.restore(first) is None
         saved.save(numbered(first, 3), wait=True)
         assert snapshots.restore(first).step == 3
@@ -187,10 +183,7 @@ def test_the_newest_of_memory_and_disk_is_taken(folders):
 def test_a_damaged_one_is_passed_over(folders, harm):
     workers = workers_of(jax.devices()[:2])
     first = first_state(workers)
-    with (
-        Checkpoints(folders[0], axis_name=workers) as saved,
-        Snapshots(saved, folders[1]) as snapshots,
-    ):
+    with both(folders, workers) as (_, snapshots):
         for step in (1, 2):
             snapshots.save(numbered(first, step))
         snapshots.wait()
@@ -209,10 +202,7 @@ def test_one_that_a_process_was_still_writing_is_no_loss_of_a_machine(folders):
     """Also where older ones, which are whole, are older than the checkpoint on disk."""
     workers = workers_of(jax.devices()[:2])
     first = first_state(workers)
-    with (
-        Checkpoints(folders[0], axis_name=workers) as saved,
-        Snapshots(saved, folders[1]) as snapshots,
-    ):
+    with both(folders, workers) as (saved, snapshots):
         for step in (10, 20, 30):
             snapshots.save(numbered(first, step))
         snapshots.wait()
@@ -244,10 +234,7 @@ def test_halves_and_old_starts_do_not_fill_the_memory(folders):
 
 def test_a_step_that_is_done_again_is_another_snapshot(folders):
     workers = workers_of(jax.devices()[:2])
-    with (
-        Checkpoints(folders[0], axis_name=workers) as saved,
-        Snapshots(saved, folders[1]) as snapshots,
-    ):
+    with both(folders, workers) as (_, snapshots):
         for step, start in ((7, 1), (8, 1), (7, 2)):
             snapshots.save(
                 numbered(first_state(workers), start)._replace(

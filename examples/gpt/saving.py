@@ -67,9 +67,8 @@ def resumed(run: Run, saved: Saved | None, steps: int) -> Run:
     except ValueError as error:
         raise Refused(f"--resume: {error}") from None
     if restored is None:
-        saved.snapshots.save(
-            run.state, {"seed": run.seed}
-        )  # the first may be the one that is needed
+        # The first may be the one that is needed.
+        saved.snapshots.save(run.state, {"seed": run.seed})
         return run
     if restored.step >= steps:
         raise Refused(

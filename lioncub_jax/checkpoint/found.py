@@ -101,7 +101,10 @@ class Found:
             return None
         saved = Layout.from_json(about["layout"])
         reshard.check_same_model(f"snapshot {key[0]} in {self._folder}", saved, target)
-        who = {path: {_index(i): set(q) for i, q in each} for path, each in about["who"].items()}
+        who = {
+            path: {tiles.index_from(i): set(q) for i, q in each}
+            for path, each in about["who"].items()
+        }
         loads = self._loads(key, who)
         held = self._held(key, loads)
         if held is None:
@@ -124,11 +127,10 @@ class Found:
 
     def _file(self, name: Name) -> tuple[dict[str, Any], list[tiles.Tile]] | None:
         if name not in self._files:
+            # What cannot be read is told to all, as damage is: they wait for what this process has found.
             try:
                 self._files[name] = tiles.read(self._folder / str(name))
-            except (
-                OSError
-            ):  # told to all, as damage is: others wait for what this process has found
+            except OSError:
                 self._files[name] = None
         return self._files[name]
 
@@ -228,7 +230,7 @@ class Found:
                         mine.append((tile.path, tile.at))
             for p, some in enumerate(told(mine)):
                 for path, index in some:
-                    having[path][_index(index)].add(p)
+                    having[path][tiles.index_from(index)].add(p)
                     step = min(step, copy[0])
             lost = [(path, i) for path, i in lost if not having[path][i]]
             if not any(saved.arrays[path].holder is Holder.OWNER for path, _ in lost):
@@ -247,10 +249,6 @@ class Found:
         places = placing.places(saved, target, like, keys)
         arrays = {path: of(path, place) for path, place in places.items()}
         return placing.placed(saved, target, like, arrays, keys, keep)
-
-
-def _index(pairs: Any) -> tiles.Index:
-    return tuple((int(a), int(b)) for a, b in pairs)
 
 
 def _lost_rows(lost: Lost) -> list[int]:

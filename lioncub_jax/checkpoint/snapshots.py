@@ -265,6 +265,7 @@ def _owned(arrays: dict[str, jax.Array], layout: Layout) -> dict[str, jax.Array]
     return {path: x for path, x in arrays.items() if is_slice(layout.arrays[path])}
 
 
+@functools.cache  # processes ask each other, and machines do not change
 def _shift(workers: Workers) -> int:
     """How many places further a worker's buddy is: on another machine, if there is one for all."""
     each = _by_worker(workers)

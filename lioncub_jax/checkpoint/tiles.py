@@ -44,6 +44,11 @@ def index_of(slices: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Index:
     return tuple(s.indices(n)[:2] for s, n in zip(slices, shape, strict=True))
 
 
+def index_from(pairs: Any) -> Index:
+    """An index as JSON gives it back, in lists."""
+    return tuple((int(a), int(b)) for a, b in pairs)
+
+
 def holders_of(x: Any) -> dict[Index, list[int]]:
     """The tiles of an array, and the processes that hold each."""
     found: dict[Index, set[int]] = {}
@@ -97,7 +102,7 @@ def read(path: Path) -> tuple[dict[str, Any], list[Tile]] | None:
     about = json.loads(bytes(body[8:at]))
     tiles = []
     for name, pairs, dtype in about.pop("tiles"):
-        index = tuple((int(a), int(b)) for a, b in pairs)
+        index = index_from(pairs)
         shape = _shape(index)
         size = math.prod(shape) * jnp.dtype(dtype).itemsize
         value = np.frombuffer(body[at : at + size], jnp.dtype(dtype)).reshape(shape)

@@ -138,18 +138,16 @@ class Votes(NamedTuple):
     """Messages, and whose they are."""
 
     message: Message
-    here: (
-        jax.Array
-    )  # bool[W, rows, 1], who votes on a row; for the owner bool[W, 1, 1], who takes part
+    # bool[W, rows, 1], who votes on a row; for the owner bool[W, 1, 1], who takes part.
+    here: jax.Array
 
 
 class Simulator(NamedTuple):
     """All workers at once; updates are what they agreed on, shaped like the parameters."""
 
     init: Callable[..., State]  # (params, W, late=False)
-    update: Callable[
-        ..., Any
-    ]  # (grads [W, ...], state, params=None, abstain bool[W]=None, late=None)
+    # (grads [W, ...], state, params=None, abstain bool[W]=None, late=None)
+    update: Callable[..., Any]
     late: bool = False  # whether there is a rule for who is late; without it neither takes ``late``
 
 
