@@ -44,9 +44,7 @@ def text():
 
 def runner_of(task, rate=1e-2):
     size = tasks.SIZES["tiny"]
-    return liars.LiarsRunner(
-        task, size.steps, size.text.batch, dict.fromkeys(liars.BASES.values(), rate)
-    )
+    return liars.LiarsRunner(task, size.steps, size.text.batch, lambda method, split: rate)
 
 
 def lie(base="vote", attack="nobody", count=0, missing=0.0):
@@ -92,7 +90,9 @@ def test_every_case_is_planned_once_and_liars_are_fewer_than_half():
     planned = liars.planned((8, 16, 32))
     assert len(planned) == len(set(planned))
     assert all(2 * one.liars < one.workers for one in planned)
-    assert {one.base for one in planned} == set(liars.BASES)
+    unlike = liars.unlike()
+    assert {one.base for one in planned + unlike} == set(liars.BASES)
+    assert len(unlike) == len(set(unlike)) and {one.split for one in unlike} == set(liars.SPLITS)
     assert {one.attack for one in planned} == set(liars.ATTACKS)
     missing = [one for one in planned if one.missing]
     late = [one for one in planned if one.late]

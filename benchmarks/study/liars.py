@@ -5,6 +5,7 @@ compiling takes longer than a run.
 """
 
 import time
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ import numpy as np
 
 from lioncub_jax import faults, reference
 from lioncub_jax.faults import Attack
-from study import runs, splits
+from study import runs
 from study.builders import DECAY, Betas, Method
 from study.methods import METHODS
 from study.plan import rows_of
@@ -32,23 +33,19 @@ ATTACKS: dict[str, Attack] = {
 }
 BASES = {  # what is attacked, and whose learning rate it takes
     "mean": "lion", "vote": "vote", "average": "average", "int8": "int8", "owner": "owner-3",
-    "owner, 1": "owner-3", "trimmed": "owner-3", "median": "owner-3",
+    "owner, 1": "owner-3", "trimmed": "owner-3", "median": "owner-3", "unbounded": "owner-3",
 }  # fmt: skip
 # Where values are decoded; 2 is the library's own.
-DOMINANCE = {"owner": 2.0, "owner, 1": 1.0, "trimmed": 2.0, "median": 2.0}
+DOMINANCE = {"owner": 2.0, "owner, 1": 1.0, "trimmed": 2.0, "median": 2.0, "unbounded": np.inf}
+ATTACKED = tuple(base for base in BASES if base != "unbounded")
 CLAIMED = ("mean", "vote", "owner", "owner, 1")
-MORE = (
-    "mean",
-    "vote",
-    "average",
-    "owner",
-    "owner, 1",
-    "trimmed",
-    "median",
-)  # with more than 8 workers
+# With more than 8 workers.
+MORE = ("mean", "vote", "average", "owner", "owner, 1", "trimmed", "median")
 WORST = ("flip", "times -1e6", "leaf")
 SHARES = (0.1, 0.3, 0.5)  # of missing votes, and of late ones
 MISSED = ("vote", "average", "owner", "median")
+UNLIKE = ("mean", "vote", "owner", "owner, 1", "unbounded")  # workers that see other data
+SPLITS = ("iid", "class", "dirichlet")  # of examples over workers
 
 
 class Lie(NamedTuple):
@@ -62,6 +59,7 @@ class Lie(NamedTuple):
       missing: the share of votes that is missing, at random.
       seed: of all that is drawn.
       late: the share of votes that is late, at random: of the workers that are missing with that share.
+      split: how examples are shared out over the workers, of `runs.Spec`.
     """
 
     base: str
@@ -71,11 +69,22 @@ class Lie(NamedTuple):
     missing: float
     seed: int
     late: float = 0.0
+    split: str = "iid"
 
 
 def trim(base: str, workers: int) -> int:
     """Values that the owner leaves out on each side."""
     return {"trimmed": workers // 4, "median": (workers - 1) // 2}.get(base, 0)
+
+
+def unlike() -> list[Lie]:
+    """Runs of 8 workers that see other data than the others: with nobody who lies, and a loud liar."""
+    found = []
+    for split, base in product(SPLITS, UNLIKE):
+        found += [Lie(base, 8, "nobody", 0, 0.0, seed, split=split) for seed in range(3)]
+        if split != "iid" and base.startswith("owner"):
+            found += [Lie(base, 8, "times -1e6", 1, 0.0, 0, split=split)]
+    return found
 
 
 def numbers_of_liars(workers: int) -> tuple[int, ...]:
@@ -90,7 +99,7 @@ def planned(workers: tuple[int, ...]) -> list[Lie]:
     """
     found = []
     for count, base in product(workers, BASES):
-        if count > 8 and base not in MORE:
+        if base not in (MORE if count > 8 else ATTACKED):
             continue
         cases = [("nobody", 0, 0.0)]
         for liars in numbers_of_liars(count):
@@ -144,46 +153,39 @@ def harm(
     return found | ({"late": drawn < late[0]} if late else {})
 
 
-class LiarsRunner:
+class LiarsRunner(runs.Runner):
     """Runs lies of one task, compiling a program for each method and number of workers.
 
-    Attributes:
+    Args:
       task: what is learned.
+      steps: of the optimizer.
+      batch: of all workers together.
+      rate: ``(method, split) -> learning rate``.
     """
 
-    def __init__(self, task: Task, steps: int, batch: int, rates: dict[str, float]):
-        self.task, self._steps, self._batch, self._rates = task, steps, batch, rates
-        self._compiled: dict[Any, Any] = {}
+    def __init__(self, task: Task, steps: int, batch: int, rate: Callable[[str, str], float]):
+        super().__init__(task)
+        self._steps, self._batch, self._rate = steps, batch, rate
 
     def run(self, lie: Lie) -> dict[str, Any]:
         """Trains, and returns a row."""
         began = time.perf_counter()
-        rate = self._rates[BASES[lie.base]]
+        method, late = BASES[lie.base], lie.late > 0
         spec = runs.Spec(
-            "liars", self.task.name, BASES[lie.base], lie.workers, "iid", self._batch // lie.workers,
-            self._steps, rate, lie.seed,
+            "liars", self.task.name, method, lie.workers, lie.split, self._batch // lie.workers,
+            self._steps, self._rate(method, lie.split), lie.seed,
         )  # fmt: skip
-        parts = self.task.share("iid", lie.workers, runs.ALPHA, lie.seed)
-        table, lengths = map(jnp.asarray, splits.table(parts))
-        args = (
-            self.task.data, table, lengths, jnp.float32(rate), lie.seed,
+        outcome, _ = self.outcome(
+            spec, (lie.base, spec.program, late),
+            lambda: runs.program(
+                self.task, method_of(lie.base, lie.workers), spec, partial(harm, lie.workers), late
+            ),
             list(ATTACKS).index(lie.attack), lie.liars, jnp.float32(lie.missing),
-            *([jnp.float32(lie.late)] if lie.late else []),
+            *([jnp.float32(lie.late)] if late else []),
         )  # fmt: skip
-        key = lie.base, lie.workers, table.shape, lie.late > 0
-        if key not in self._compiled:
-            made = runs.program(
-                self.task,
-                method_of(lie.base, lie.workers),
-                spec,
-                partial(harm, lie.workers),
-                lie.late > 0,
-            )
-            self._compiled = {key: jax.jit(made).lower(*args).compile()}
-        outcome = jax.device_get(self._compiled[key](*args))
         return {
-            **lie._asdict(), "task": self.task.name, "rate": rate, "steps": self._steps,
-            "batch": spec.batch, "dominance": DOMINANCE.get(lie.base),
+            **lie._asdict(), "task": spec.task, "rate": spec.rate, "steps": spec.steps,
+            "batch": spec.batch, "dominance": runs.numbers(DOMINANCE.get(lie.base, np.inf)),
             "trim": trim(lie.base, lie.workers), "dataset": self.task.dataset,
             "test": runs.numbers(outcome.test), "curve": runs.numbers(outcome.curve),
             "seconds": round(time.perf_counter() - began, 2),
@@ -191,16 +193,18 @@ class LiarsRunner:
 
 
 def key_of(row: dict[str, Any]) -> Lie:
-    return Lie(**{name: row[name] for name in Lie._fields[:-1]}, late=row.get("late", 0.0))
+    """The run that a row is of; rows of before say neither ``late`` nor ``split``."""
+    row = Lie._field_defaults | row
+    return Lie(*(row[name] for name in Lie._fields))
 
 
 # --- What came out
 
 
-def ends(rows: list[dict[str, Any]], late: float = 0.0, **wanted: Any) -> list[float]:
+def ends(rows: list[dict[str, Any]], **wanted: Any) -> list[float]:
     """Bits per byte at the end, by seed; infinite where there was no number."""
-    of_share = [row for row in rows if row.get("late", 0.0) == late]
-    found = sorted(rows_of(of_share, **wanted), key=lambda row: row["seed"])
+    every = [Lie._field_defaults | row for row in rows]
+    found = sorted(rows_of(every, **Lie._field_defaults | wanted), key=lambda row: row["seed"])
     each = [row["test"]["bits_per_byte"] for row in found]
     return [np.inf if bits is None else bits for bits in each]
 
@@ -208,7 +212,7 @@ def ends(rows: list[dict[str, Any]], late: float = 0.0, **wanted: Any) -> list[f
 def behind(rows: list[dict[str, Any]], lie: dict[str, Any]) -> float | None:
     """Bits per byte behind the same method with nobody who lies: the mean of pairs of one seed."""
     clean = {"attack": "nobody", "liars": 0, "missing": 0.0}
-    at = {"base": lie["base"], "workers": lie["workers"]}
+    at = {name: lie[name] for name in ("base", "workers", "split") if name in lie}
     own, free = ends(rows, **at | lie), ends(rows, **at | clean)
     if not own or len(free) < len(own):
         return None

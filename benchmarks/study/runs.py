@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -143,16 +144,8 @@ class Runner:
     def run(self, spec: Spec) -> dict[str, Any]:
         """Trains, and returns what a row of the study says about it."""
         began = time.perf_counter()
-        parts = self.task.share(spec.split, spec.workers, ALPHA, spec.seed)
-        table, lengths = map(jnp.asarray, splits.table(parts))
-        args = self.task.data, table, lengths, jnp.float32(spec.rate), spec.seed
-        key = spec.program, table.shape
-        if key not in self._compiled:
-            made = type(self).make_program(self.task, method_named(spec.method), spec)
-            # What comes next is mostly of the same kind: one program is kept.
-            self._compiled = {key: jax.jit(made).lower(*args).compile()}
-        compiling = time.perf_counter() - began
-        outcome = jax.device_get(self._compiled[key](*args))
+        make = partial(type(self).make_program, self.task, method_named(spec.method), spec)
+        outcome, compiling = self.outcome(spec, spec.program, make)
         return {
             **spec._asdict(),
             "dataset": self.task.dataset,
@@ -161,6 +154,28 @@ class Runner:
             "compiling": round(compiling, 2),
             "seconds": round(time.perf_counter() - began, 2),
         }
+
+    def outcome(
+        self, spec: Spec, program: Any, make: Callable[[], Any], *more: Any
+    ) -> tuple[Any, float]:
+        """What the program answers, and the seconds until it was compiled.
+
+        Args:
+          spec: of the run.
+          program: what runs of one compiled program have in common.
+          make: makes the program.
+          more: what it takes beside data, split, rate and seed.
+        """
+        began = time.perf_counter()
+        parts = self.task.share(spec.split, spec.workers, ALPHA, spec.seed)
+        table, lengths = map(jnp.asarray, splits.table(parts))
+        args = self.task.data, table, lengths, jnp.float32(spec.rate), spec.seed, *more
+        key = program, table.shape
+        if key not in self._compiled:
+            # What comes next is mostly of the same kind: one program is kept.
+            self._compiled = {key: jax.jit(make()).lower(*args).compile()}
+        compiling = time.perf_counter() - began
+        return jax.device_get(self._compiled[key](*args)), compiling
 
     def described(self, spec: Spec, outcome: Outcome) -> dict[str, Any]:
         """The part of a row that an outcome fills."""
