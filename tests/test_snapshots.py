@@ -293,13 +293,47 @@ def test_what_is_of_another_run_or_model_is_refused(folders, tmp_path):
         snapshots.save(first)
     other = Snapshots(Checkpoints(tmp_path / "other", axis_name=workers), folders[1])
     with pytest.raises(
-        ValueError, match=r"are of another run, whose checkpoints are in .*checkpoints and not"
+        ValueError, match=r"memory are of another run than the checkpoints in .*other"
     ):
         other.restore(first)
     own = Snapshots(Checkpoints(folders[0], axis_name=workers), folders[1])
     wider = lc.init_state(optimizer(), {"w": jnp.zeros((9, 9))}, workers)
     with pytest.raises(ValueError, match=r"snapshot 0 in .* is of another model"):
         own.restore(wider)
+
+
+def test_a_run_may_move_and_begins_anew_where_its_checkpoints_were_taken_away(folders, tmp_path):
+    workers = workers_of(jax.devices()[:2])
+    first = first_state(workers)
+    with both(folders, workers) as (saved, snapshots):
+        saved.save(first)
+        snapshots.save(first)
+    moved = tmp_path / "moved"
+    folders[0].rename(moved)
+    with both((moved, folders[1]), workers) as (_, snapshots):
+        assert snapshots.restore(first).step == 0
+    shutil.rmtree(moved)
+    with both((moved, folders[1]), workers) as (_, snapshots):
+        with pytest.raises(ValueError, match=r"or those were taken away since: forget .*clear\(\)"):
+            snapshots.restore(first)
+        snapshots.clear()
+        assert snapshots.restore(first) is None
+        snapshots.save(first)
+        assert snapshots.restore(first).step == 0
+
+
+def test_a_run_is_named_once_and_nothing_else_is_taken_for_its_name(folders):
+    workers = workers_of(jax.devices()[:2])
+    folders[0].mkdir()
+    (folders[0] / ".run.new").write_text("half of a na")  # of a process that was killed
+    with Checkpoints(folders[0], axis_name=workers) as saved:
+        assert saved.run() == saved.run() != "half of a na"
+        named = saved.run()
+    with Checkpoints(folders[0], axis_name=workers) as saved:
+        assert saved.run() == named and saved.steps() == []
+    (folders[0] / ".running").touch()
+    with pytest.raises(ValueError, match=r"no folder of checkpoints, it holds '.running'"):
+        Checkpoints(folders[0], axis_name=workers)
 
 
 def test_copies_for_buddies_are_two_bytes_a_parameter_over_all_workers(folders):

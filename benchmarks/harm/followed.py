@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lioncub_jax.checkpoint import manager
+
 ROOT = Path(__file__).parents[2]
 WORKER = Path("benchmarks") / "harm" / "worker.py"
 MARK = "LIONCUB_FAULTS"  # in the environment of every process of a run
@@ -112,7 +114,8 @@ class Followed:
         found = [f"process {pid}" for pid in marked(self._mark)]
         found += [str(path) for path in self._scratch.iterdir()]
         if self.checkpoints.exists():
-            found += [str(x) for x in self.checkpoints.iterdir() if not x.name.isdigit()]
+            others = (x for x in self.checkpoints.iterdir() if not x.name.isdigit())
+            found += [str(x) for x in others if x.name != manager.RUN]
         return found
 
 

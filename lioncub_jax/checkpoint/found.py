@@ -66,8 +66,8 @@ Lost = list[tuple[str, tiles.Index]]  # tiles that no process has
 class Found:
     """The snapshots that the processes of a run see, each on its machine."""
 
-    def __init__(self, folder: Path, run: str):
-        self._folder, self._run = folder, run
+    def __init__(self, folder: Path, run: str, checkpoints: Path):
+        self._folder, self._run, self._checkpoints = folder, run, checkpoints
         self._seen = told_names(folder)
         self._files: dict[Name, Any] = {}
 
@@ -147,8 +147,9 @@ class Found:
             self._pass_over([name])
         elif about["run"] != self._run:
             raise ValueError(
-                f"the snapshots in {self._folder} are of another run, whose checkpoints are in "
-                f"{about['run']} and not in {self._run}: give each run a folder of its own"
+                f"the snapshots in {self._folder} are of another run than the checkpoints in "
+                f"{self._checkpoints}, or those were taken away since: forget them by Snapshots.clear(), "
+                "or give each run a folder of its own"
             )
         return about
 

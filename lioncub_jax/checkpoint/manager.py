@@ -17,6 +17,7 @@ import os
 import re
 import signal
 import threading
+import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +28,7 @@ import orbax.checkpoint as ocp  # type: ignore[import-untyped]
 
 from lioncub_jax import checks
 from lioncub_jax.checkpoint import placing, reshard, states
-from lioncub_jax.checkpoint.processes import any_process, together
+from lioncub_jax.checkpoint.processes import any_process, together, told
 from lioncub_jax.checkpoint.reshard import Layout
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.mesh.sums import checksums
@@ -35,6 +36,8 @@ from lioncub_jax.wires import AxisName
 
 FORMAT = 2  # 1: version 0.1, rows of 64
 RULES = ("mean", "keep")
+RUN = ".run"  # a file beside the checkpoints: the name of their run
+NEW = ".new"  # behind it while it is written
 
 
 class Restored(NamedTuple):
@@ -286,6 +289,20 @@ class Checkpoints:
             tried.mkdir(exist_ok=True)
             tried.rmdir()
 
+    def run(self) -> str:
+        """The name of the run, kept in the folder, and so another where the folder was emptied."""
+        named = self.directory / RUN
+
+        def name() -> None:
+            if jax.process_index() == 0 and not named.exists():
+                new = named.with_name(f"{RUN}{NEW}")
+                new.write_text(uuid.uuid4().hex)
+                new.replace(named)
+
+        together(f"{named}, the name of the run, was not written", name)
+        mine = named.read_text() if jax.process_index() == 0 else ""
+        return str(told(mine)[0])
+
     def _name(self, step: int) -> str:
         return f"checkpoint {self.directory / str(step)}"
 
@@ -423,7 +440,9 @@ def _check_folder(directory: Path) -> None:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """A checkpoint, one that is not complete, or a damaged one."""
+    """A checkpoint, one that is not complete, or a damaged one; or the name of the run."""
+    if path.name in (RUN, f"{RUN}{NEW}"):
+        return path.is_file()
     name = r"\d+(\.orbax-checkpoint-tmp.*|\.damaged(-\d+)?)?"
     return path.is_dir() and re.fullmatch(name, path.name) is not None
 

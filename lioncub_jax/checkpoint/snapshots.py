@@ -44,7 +44,8 @@ class Snapshots:
     other workers' momentum, and owes nothing.
 
     A process writes all that its devices hold, and keeps three snapshots, and as many again that earlier
-    starts left until it has its own three. A folder belongs to one run.
+    starts left until it has its own three. A folder belongs to one run, whose name is kept in the folder of
+    the checkpoints: where that was emptied or replaced meanwhile, the snapshots are another run's.
 
     Args:
       checkpoints: those of the run, which say the axes; fallen back on.
@@ -98,6 +99,7 @@ class Snapshots:
         for path in self.folder.glob(f"*{tiles.PART}"):  # halves, of processes that were killed
             path.unlink(missing_ok=True)
         told(None)
+        self._run = checkpoints.run()
         self._calls = self._copies = self._saves = 0
         self._writing: threading.Thread | None = None
         self._failed: BaseException | None = None
@@ -127,7 +129,7 @@ class Snapshots:
         layout = reshard.layout_of(state, workers)
         arrays, keys = placing.words(state)
         about = {
-            "run": str(self._checkpoints.directory), "layout": layout.as_json(), "keys": keys,
+            "run": self._run, "layout": layout.as_json(), "keys": keys,
             "data": as_json(data), "who": {p: list(tiles.holders_of(x).items()) for p, x in arrays.items()},
         }  # fmt: skip
         files = [("own", about, [t for p, x in arrays.items() for t in tiles.copied(p, x)])]
@@ -186,7 +188,7 @@ class Snapshots:
         wanted: Any = jax.tree.structure(like)
         placed_like, present = self._checkpoints.on_mesh("restore(like)", like)
         target = reshard.layout_of(placed_like, present)
-        found = Found(self.folder, str(self._checkpoints.directory))
+        found = Found(self.folder, self._run, self._checkpoints.directory)
         self._checkpoints.wait()
         disk = int(min(told(max(self._checkpoints.steps(), default=-1))))  # what all of them see
         for key, whole in found.best_first():
