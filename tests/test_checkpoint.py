@@ -737,8 +737,10 @@ def test_an_error_of_writing_that_is_not_the_disks_stays_as_it_is():
     assert manager._why_not_written(ValueError("a leaf was deleted")) is None
     full = "RESOURCE_EXHAUSTED: Failed to write 5 bytes to file 3: No space [os_error_code='28']"
     assert manager._why_not_written(ValueError(full)) == os.strerror(errno.ENOSPC)
-    late = "UNAVAILABLE: no answer"
+    late = "UNAVAILABLE: no answer [tensorstore_spec='...']"
     assert manager._why_not_written(ValueError(late)) == f"ValueError: {late}"
+    peer = "UNKNOWN: Gloo AllGather failed: Read error: Connection reset by peer"
+    assert manager._why_not_written(ValueError(peer)) is None, "a worker's death is no disk's"
     assert "another process" in manager._why_not_written(TimeoutError("of a barrier"))
     behind = RuntimeError("DEADLINE_EXCEEDED: of a barrier")
     behind.__context__ = OSError(errno.ENOSPC, "No space left on device")

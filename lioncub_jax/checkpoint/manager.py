@@ -454,6 +454,8 @@ def _is_checkpoint(path: Path) -> bool:
 # UNAVAILABLE, RESOURCE_EXHAUSTED, ...) is the disk's or the machine's.
 _OF_BYTES = "DATA_LOSS", "OUT_OF_RANGE", "NOT_FOUND"
 _STATUS = re.compile(r"([A-Z]+(_[A-Z]+)*): ")
+# A status alone may be anybody's: a collective that fails says "UNKNOWN: Gloo ...".
+_OF_TENSORSTORE = re.compile(r"\[(os_error_code|tensorstore_spec)=")
 _MISSING = FileNotFoundError, IsADirectoryError, NotADirectoryError
 
 
@@ -479,7 +481,7 @@ def _why_not_written(problem: Exception) -> str | None:
             late = "another process did not write its part in time, and its error says why"
         elif isinstance(link, OSError):
             return link.strerror or str(link)
-        elif isinstance(link, ValueError) and _STATUS.match(str(link)):  # tensorstore's
+        elif isinstance(link, ValueError) and _OF_TENSORSTORE.search(str(link)):
             number = re.search(r"os_error_code='(\d+)'", str(link))
             return os.strerror(int(number[1])) if number else _first_line(link)
     return late
