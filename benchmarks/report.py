@@ -6,6 +6,7 @@ import json
 import pathlib
 import platform
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import flax
@@ -68,7 +69,8 @@ def table(title: str, head: list[str], lines: list[list[str]]) -> Table:
     return found
 
 
-def markdown(head: list[str], lines: list[list[str]]) -> str:
-    """The same for a document."""
-    marks = ["---", *["---:"] * (len(head) - 1)]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in [head, marks, *lines])
+def markdown(head: Iterable[str], lines: Iterable[Iterable[str]], words: int = 1) -> str:
+    """The same for a document, its first columns of words to the left."""
+    names = list(head)
+    rule = ["---"] * words + ["---:"] * (len(names) - words)
+    return "".join("| " + " | ".join(cells) + " |\n" for cells in [names, rule, *lines])

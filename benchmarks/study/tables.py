@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from report import markdown as in_columns
+
 from study import analysis, figures, plan, store
 from study.analysis import METRICS, Mean, Rows
 from study.methods import METHODS
@@ -76,9 +78,7 @@ def markdown(head: Iterable[str], lines: Iterable[Iterable[str]], part: str, wor
     body = [list(line) for line in lines]
     if not body:
         return f"No rows yet: `python benchmarks/convergence.py --part {part}`.\n"
-    names = list(head)
-    rule = ["---"] * words + ["---:"] * (len(names) - words)
-    return "".join("| " + " | ".join(line) + " |\n" for line in [names, rule, *body])
+    return in_columns(head, body, words)
 
 
 def number(x: float | None, task: str, signed: bool = False) -> str:

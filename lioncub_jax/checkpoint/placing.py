@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.checkpoint import reshard
 from lioncub_jax.checkpoint.reshard import Layout
+from lioncub_jax.mesh.keys import is_key
 from lioncub_jax.mesh.sums import untyped
 
 
@@ -17,16 +18,12 @@ def words(state: Any) -> tuple[dict[str, jax.Array], dict[str, Any]]:
     """Arrays with elements, by path, random keys as words; of keys the generator and how many words."""
     arrays, keys = {}, {}
     for path, x in reshard.paths_of(state).items():
-        words = _key_words(x) if _is_key(x) else x
-        if _is_key(x):
+        words = _key_words(x) if is_key(x) else x
+        if is_key(x):
             keys[path] = [str(jax.random.key_impl(x)), words.shape[-1]]
         if x.size:
             arrays[path] = words
     return arrays, keys
-
-
-def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 _key_words = jax.jit(jax.random.key_data)

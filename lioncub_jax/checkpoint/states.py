@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.checkpoint.reshard import field_of, paths_of
 from lioncub_jax.mesh import boxes
+from lioncub_jax.mesh.keys import is_key, of_words, words_of
 from lioncub_jax.mesh.placement import Workers
 
 NUMBERS = bool, int, float, complex, np.generic, np.ndarray
@@ -81,9 +82,8 @@ def _everywhere(name: str, x: Any, mesh: Mesh) -> jax.Array:
         raise ValueError(
             f"{name} is a ShapeDtypeStruct that does not lie on a mesh: give it a NamedSharding"
         )
-    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        words = _everywhere(name, jax.random.key_data(x), mesh)
-        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
+    if is_key(x):
+        return of_words(_everywhere(name, words_of(x), mesh), x)
     host = np.asarray(x)
     held = host.astype(jax.dtypes.canonicalize_dtype(host.dtype))
     if np.issubdtype(host.dtype, np.integer) and (held != host).any():

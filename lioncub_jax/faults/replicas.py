@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from lioncub_jax import checks, wires
 from lioncub_jax.mesh import sums
+from lioncub_jax.mesh.keys import of_words, words_of
 from lioncub_jax.mesh.placement import Workers, workers_of
 from lioncub_jax.wires import AxisName
 
@@ -122,7 +123,9 @@ class Replicas:
         leaves, tree = jax.tree_util.tree_flatten_with_path(state)
         at = {jax.tree_util.keystr(path): i for i, (path, _) in enumerate(leaves)}
         arrays = {
-            path: _words(leaves[i][1]) for path, i in at.items() if self._shared(path, leaves[i][1])
+            path: words_of(leaves[i][1])
+            for path, i in at.items()
+            if self._shared(path, leaves[i][1])
         }
         healed = [x for _, x in leaves]
         for path, copies in sums.copies(arrays).items():
@@ -204,16 +207,9 @@ def _listed(workers: list[int]) -> str:
     return f"worker{'s' * (len(each) > 1)} {', '.join(map(str, each))}"
 
 
-def _words(x: jax.Array) -> jax.Array:
-    """An array, of random keys their words."""
-    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-
-
 def _like(words: jax.Array, x: jax.Array) -> jax.Array:
-    """Undoes `_words`, and lies as ``x`` does."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        words = jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
-    return jax.device_put(words, x.sharding)
+    """Undoes `words_of`, and lies as ``x`` does."""
+    return jax.device_put(of_words(words, x), x.sharding)
 
 
 def _from(x: jax.Array, source: np.ndarray, wrong: np.ndarray) -> jax.Array:

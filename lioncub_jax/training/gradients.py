@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from lioncub_jax import wires
 from lioncub_jax.mesh.inner import of_model
+from lioncub_jax.mesh.keys import is_key
 from lioncub_jax.mesh.placement import Static, Workers, workers_of
 from lioncub_jax.mesh.specs import stacked
 from lioncub_jax.training import kinds, modules
@@ -156,7 +157,7 @@ def worker_value_and_grad(
 def _warn_of_keys(loss_fn: Callable[..., Any]) -> None:
     """Warns of random keys that all workers would share."""
     for name, key in _closed_over(loss_fn).items():
-        if kinds.is_key(key) or kinds.is_raw_key(key):
+        if is_key(key) or kinds.is_raw_key(key):
             warnings.warn(
                 f"the loss closes over the random key {name!r}, so all workers draw the same, such as one "
                 "dropout mask: give it as an argument of the loss, into which each worker folds its number",

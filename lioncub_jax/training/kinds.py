@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax import wires
+from lioncub_jax.mesh.keys import is_key
 from lioncub_jax.mesh.placement import Workers
 
 
@@ -43,12 +44,6 @@ class Kind(enum.Enum):
 batch, same, own, folded = Kind
 _OPEN = "not given"
 _GIVE = "lioncub_jax.training.batch (cut over the workers), same (whole to each) or own ([workers, ...])"
-
-
-def is_key(x: Any) -> bool:
-    """Whether something is an array of typed random keys."""
-    dtype = getattr(x, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def is_raw_key(x: Any) -> bool:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
+from lioncub_jax.mesh.keys import is_key
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.mesh.specs import flax_in_use
 from lioncub_jax.training import kinds
@@ -122,7 +123,7 @@ def value_and_grad(
         value, aux = out if given["has_aux"] else (out, ())
         return value, (aux, nnx.state(replica, nnx.RngCount))
 
-    each = jax.tree.map(lambda x: kinds.folded if kinds.is_key(x) else kinds.same, streams)
+    each = jax.tree.map(lambda x: kinds.folded if is_key(x) else kinds.same, streams)
     in_kinds = given["in_kinds"]
     if in_kinds is None:
         in_kinds = kinds.default_of(args)

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax import wires
+from lioncub_jax.mesh.keys import is_key, of_words, words_of
 from lioncub_jax.mesh.placement import Workers, workers_of
 from lioncub_jax.mesh.specs import specs_of, unboxed
 from lioncub_jax.training import kinds
@@ -127,7 +128,7 @@ def _opened(params: Any, specs: Any, workers: Workers) -> tuple[Any, Any]:
 def _typed_key(rng: Any) -> jax.Array:
     if kinds.is_raw_key(rng):
         return jax.random.wrap_key_data(rng)
-    if not kinds.is_key(rng) or jnp.shape(rng):
+    if not is_key(rng) or jnp.shape(rng):
         raise TypeError(
             f"rng is {type(rng).__name__} of shape {jnp.shape(rng)}: give one key, jax.random.key(seed)"
         )
@@ -165,7 +166,7 @@ def check_same_sums(paths: list[Any], sums: np.ndarray) -> None:
 
 
 def _checksum(x: Any) -> int:
-    data = jax.random.key_data(x) if kinds.is_key(x) else x
+    data = words_of(x)
     return zlib.crc32(np.ascontiguousarray(data).tobytes())
 
 
@@ -235,9 +236,8 @@ def abstract_state(
 def _on_all(x: Any, sharding: NamedSharding) -> jax.Array:
     """Puts an array on every device, those of other processes too; each must give the same."""
     x = jnp.asarray(x)
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # device_put knows keys in one process only
-        data = _on_all(jax.random.key_data(x), sharding)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    if is_key(x):  # device_put knows keys in one process only
+        return of_words(_on_all(words_of(x), sharding), x)
     if not sharding.is_fully_addressable and x.is_fully_addressable:
         return jax.device_put(np.asarray(x), sharding)
     return jax.device_put(x, sharding)

@@ -9,8 +9,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.exchange import CommunicateState
+from lioncub_jax.mesh.keys import is_key
 from lioncub_jax.sync import SyncState
-from lioncub_jax.training.kinds import is_key
 from lioncub_jax.training.typed import states_of
 
 
