@@ -132,7 +132,7 @@ class Snapshots:
             "run": self._run, "layout": layout.as_json(), "keys": keys,
             "data": as_json(data), "who": {p: list(tiles.holders_of(x).items()) for p, x in arrays.items()},
         }  # fmt: skip
-        files = [("own", about, [t for p, x in arrays.items() for t in tiles.copied(p, x)])]
+        files = [("own", about, tiles.copied(arrays))]
         if self._buddies and self._calls >= self._copies:
             self._copies = self._calls + self._buddies
             copies = self._of_others(arrays, layout, workers)

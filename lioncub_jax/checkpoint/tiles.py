@@ -57,14 +57,16 @@ def holders_of(x: Any) -> dict[Index, list[int]]:
     return {index: sorted(processes) for index, processes in found.items()}
 
 
-def copied(path: str, x: jax.Array) -> list[Tile]:
-    """The tiles that this process holds, each once, as copies on the host."""
-    found: dict[Index, np.ndarray] = {}
-    for shard in x.addressable_shards:
-        index = index_of(shard.index, x.shape)
-        if index not in found:
-            found[index] = np.array(shard.data)  # never a view: the array may be donated
-    return [Tile(path, index, value) for index, value in found.items()]
+def copied(arrays: Mapping[str, jax.Array]) -> list[Tile]:
+    """The tiles that this process holds, by path, each once, as copies on the host."""
+    found: dict[tuple[str, Index], jax.Array] = {}
+    for path, x in arrays.items():
+        for shard in x.addressable_shards:
+            found.setdefault((path, index_of(shard.index, x.shape)), shard.data)
+    for data in found.values():
+        data.copy_to_host_async()  # of all devices at once
+    # Never a view: the array may be donated.
+    return [Tile(path, index, np.array(data)) for (path, index), data in found.items()]
 
 
 # --- Files
