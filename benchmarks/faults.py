@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -44,6 +45,7 @@ WORKERS, STEPS, EVERY, SNAPSHOTS = 3, 120, 20, 5
 SAVE_SECONDS = 0.5  # of which a part goes by until a save is harmed
 ALL = (0, 1, 2)
 OF_LINKS, OF_DISKS = ("unplug",), ("fill", "forbid")
+WAITED = ("stop", "unplug")  # nobody need die of it
 
 
 class Fault(NamedTuple):
@@ -233,16 +235,26 @@ def lost(
     none = {"seconds_to_next_step": None, "steps_again": None, "during": harm.during or None}
     if not harm.done:
         return none
-    # What was under way is still said: the next step is one of the next start, or after the fault.
     ended = min([harm.ended, *(event["time"] for event in deaths)])
-    over = starts[1] if len(starts) > 1 else ended
+    # What was under way when a worker died is still said, and the next step is one of the next start. Who
+    # waits for a link or a process says nothing meanwhile, and some go on before they die of it.
+    waited = harm.fault.does in WAITED
+    over = starts[1] if len(starts) > 1 and not waited else ended
     before = [step for step in steps if step[0] <= over]
     after = [step for step in steps if step[0] > over]
     if not after:
         return none
     since = max(ended, before[-1][0])
-    again = before[-1][1] - after[0][1] + 1
+    again = max(a[1] - b[1] + 1 for a, b in pairwise([before[-1], *after]))
     return none | {"seconds_to_next_step": round(after[0][0] - since, 2), "steps_again": again}
+
+
+def wait_of(row: dict[str, Any]) -> float | None:
+    """Seconds to the next step; infinite where there was none, and None where none was to be done."""
+    wait: float | None = row["seconds_to_next_step"]
+    if wait is None and row["last_step"] != row["steps"]:
+        return float("inf")
+    return wait
 
 
 def whole(row: dict[str, Any], rows: list[dict[str, Any]]) -> bool:
@@ -267,8 +279,7 @@ def lines_of(rows: list[dict[str, Any]]) -> list[list[str]]:
     found = []
     for kind, fault in FAULTS.items():
         own = [row for row in rows if row["kind"] == kind]
-        waits = [row["seconds_to_next_step"] for row in own]
-        waits = [float("inf") if x is None else x for x in waits] if fault.does else []
+        waits = [x for x in map(wait_of, own) if x is not None] if fault.does else []
         fell = [row["during"] == "save" for row in own if row.get("during")]
         again = [row["steps_again"] for row in own if row["steps_again"] is not None]
         if own:
@@ -284,12 +295,14 @@ def lines_of(rows: list[dict[str, Any]]) -> list[list[str]]:
 def typical(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Of each kind, by what people call it, the run with the median time to its next step.
 
-    Of those that say when each step was done; those that never went on are the longest.
+    Of those that say when each step was done, and had some left to do; those that never went on are the
+    longest.
     """
     found = {}
     for kind, fault in FAULTS.items():
         own = [row for row in rows if row["kind"] == kind and row.get("times")]
-        own.sort(key=lambda row: (row["seconds_to_next_step"] is None, row["seconds_to_next_step"]))
+        own = [row for row in own if not fault.does or wait_of(row) is not None]
+        own.sort(key=lambda row: wait_of(row) or 0.0)
         if own:
             found[fault.says] = own[len(own) // 2]
     return found
@@ -309,9 +322,9 @@ def keys(rows: list[dict[str, Any]]) -> dict[str, Any]:
         own = [row for row in rows if row["kind"] == kind]
         if own:
             name = kind.replace(" ", "_")
-            waits = [row["seconds_to_next_step"] for row in own]
+            waits = [x for x in map(wait_of, own) if x is not None]
             found[f"{name}_survived"] = f"{sum(whole(row, rows) for row in own)} of {len(own)}"
-            found[f"{name}_seconds_most"] = max(float("inf") if x is None else x for x in waits)
+            found[f"{name}_seconds_most"] = max(waits, default=0.0)
             found[f"{name}_steps_again_most"] = max(row["steps_again"] or 0 for row in own)
     return found
 

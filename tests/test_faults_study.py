@@ -136,7 +136,14 @@ def test_late_votes_are_told_from_missing_ones_and_from_rows_of_before():
 
 
 def fault_row(kind, run=0, **changes):
-    whole = {"exit_code": 0, "left": 0, "loss": 2.5, "last_step": 120, "seconds_to_next_step": 9.0}
+    whole = {
+        "exit_code": 0,
+        "left": 0,
+        "loss": 2.5,
+        "last_step": 120,
+        "seconds_to_next_step": 9.0,
+        "steps": 120,
+    }
     times = [[1.0, 1], [2.0, 2], [12.0, 2], [13.0, 3]]
     said = {"times": times, "fault": [2.5, 2.5], "died": [2.6]}
     return {"kind": kind, "run": run, **whole, "steps_again": 4, **said, **changes}
@@ -148,11 +155,18 @@ def test_a_run_that_ends_otherwise_has_not_survived():
     found = FAULTS.keys(rows)
     assert found["worker_survived"] == "1 of 4" and found["worker_seconds_most"] == 9.0
     rows.append(fault_row("worker", 4, seconds_to_next_step=None))
+    assert FAULTS.keys(rows)["worker_seconds_most"] == 9.0, (
+        "all its steps were done when it was killed"
+    )
+    rows.append(fault_row("worker", 5, seconds_to_next_step=None, last_step=60))
     assert FAULTS.keys(rows)["worker_seconds_most"] == np.inf
 
 
 def test_a_kind_that_nobody_survived_is_claimed_so():
-    rows = [fault_row("unbroken"), fault_row("disk full", seconds_to_next_step=None, exit_code=1)]
+    rows = [
+        fault_row("unbroken"),
+        fault_row("disk full", seconds_to_next_step=None, exit_code=1, last_step=7),
+    ]
     rows.append(fault_row("link 5 s", seconds_to_next_step=0.0, steps_again=0))
     found = FAULTS.keys(rows)
     assert (found["disk_full_survived"], found["disk_full_seconds_most"]) == ("0 of 1", np.inf)
@@ -189,6 +203,9 @@ def test_a_fault_that_some_die_of_later_costs_from_the_last_step():
     steps = [(8, 20), (12, 29), (13, 30), (30, 11)]
     found = lost_of("disk errs", steps, starts=[0, 14], died=[13.5], ended=11.0)
     assert found == {"seconds_to_next_step": 17.0, "steps_again": 20, "during": "step"}
+    # A link is back, the run goes on, and one dies of it later.
+    found = lost_of("link 30 s", [(9, 20), (52, 21), (70, 21)], [0, 60], died=[59], ended=40.0)
+    assert found == {"seconds_to_next_step": 12.0, "steps_again": 1, "during": "step"}
     # The fault outlasts those that die of it.
     found = lost_of("link 30 s", [(9, 20), (35, 11)], starts=[0, 34], died=[33], ended=40.0)
     assert found == {"seconds_to_next_step": 2.0, "steps_again": 10, "during": "step"}
@@ -236,7 +253,10 @@ def test_steps_that_were_done_before_are_done_again():
 
 
 def test_the_typical_run_is_the_middle_one_of_those_with_times():
-    rows = [fault_row("worker", n, seconds_to_next_step=x) for n, x in enumerate([9.0, None, 5.0])]
+    rows = [
+        fault_row("worker", n, seconds_to_next_step=x, last_step=99)
+        for n, x in enumerate([9.0, None, 5.0])
+    ]
     rows += [fault_row("worker", 3, times=None), fault_row("unbroken", seconds_to_next_step=None)]
     found = FAULTS.typical(rows)
     assert list(found) == ["nothing", "kill -9 of a worker"]
