@@ -217,6 +217,7 @@ def test_what_a_run_died_of_is_the_fatal_message_or_the_last_error_before():
         "0 | step 1 2.5",
         "0 | OSError: [Errno 28]",
         "1 | OSError: checkpoint 2 was not written",
+        "1 | ImportError: sys.meta_path is None, Python is likely shutting down",
     ]
     assert run.error() == ""
     run.lines += ["lioncub: worker 1 died with code 1", "0 | ValueError: later"]

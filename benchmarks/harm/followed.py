@@ -18,6 +18,8 @@ ROOT = Path(__file__).parents[2]
 WORKER = Path("benchmarks") / "harm" / "worker.py"
 MARK = "LIONCUB_FAULTS"  # in the environment of every process of a run
 LONGEST = 300  # characters of an error
+# Of what orbax has left, when Python ends because of the error before.
+ENDING = "ImportError: sys.meta_path is None, Python is likely shutting down"
 CLI = [sys.executable, "-m", "lioncub_jax"]
 
 
@@ -96,7 +98,7 @@ class Followed:
             said = line.rpartition(" | ")[2]
             if fatal := re.match(r"F\d{4} .*?\] (.*)", said):
                 return fatal[1][:LONGEST]
-            if re.match(r"[\w.]*(Error|Exception): ", said):
+            if re.match(r"[\w.]*(Error|Exception): ", said) and said != ENDING:
                 found = said[:LONGEST]
         return ""
 
