@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from lioncub_jax import bits, kernels
+from lioncub_jax import bits, kernels, means
 from lioncub_jax.bits import ROW
 from lioncub_jax.decide import Down, Owner, Reply, Slice, Tally
 from lioncub_jax.layout import Bucket
@@ -221,60 +221,21 @@ class Inbox(NamedTuple):
         """Decodes and averages over the workers that take part: ``float32[chunks rows, 128]``."""
         steps = self.steps
         if steps is not None and dominance is not None:
-            steps = _bounded(steps, dominance)
+            steps = means.bounded(steps, dominance)
         values = where.up.values(self.planes, steps, where.rows, where.workers)
         takes_part = self.taking_part[:, None, None, None]
         if trim:
-            return where.restored(_trimmed(values, takes_part > 0, trim).reshape(-1, ROW))
+            return where.restored(means.trimmed(values, takes_part > 0, trim).reshape(-1, ROW))
         values = jnp.where(takes_part > 0, values, 0)
         if kernels.for_tpu():  # where XLA fuses what is computed with a reduction of one array only
-            return where.restored((jnp.sum(values, 0) * _share(self.present)).reshape(-1, ROW))
+            return where.restored((jnp.sum(values, 0) * means.share(self.present)).reshape(-1, ROW))
         counted = jnp.broadcast_to(takes_part, values.shape)
         # One reduction of both: nothing is decoded twice, and no decoded array is kept, as XLA for CPU
         # keeps what it only adds.
         both = lambda a, b: [a[0] + b[0], a[1] + b[1]]  # noqa: E731
         total, present = lax.reduce([values, counted], [jnp.float32(0), jnp.uint32(0)], both, (0,))
-        mean = jnp.where(present > 0, total * _share(self.present), 0)
+        mean = jnp.where(present > 0, total * means.share(self.present), 0)
         return where.restored(mean.reshape(-1, ROW))
-
-
-def _bounded(steps: jax.Array, dominance: float) -> jax.Array:
-    """Cuts steps on a row to ``dominance`` times the lower median of those that are not 0.
-
-    Of n steps it is the one that (n - 1) // 2 come before: fewer than n / 2 liars can neither lift it above
-    all honest ones nor push it below them, and as many as n / 2 cannot lift it.
-    """
-    number = jnp.sum(steps > 0, axis=0, dtype=jnp.int32)
-
-    def with_bit(k: Any, found: jax.Array) -> jax.Array:
-        more = found | (jnp.uint32(1) << (30 - k).astype(jnp.uint32))
-        below = (steps > 0) & (steps < lax.bitcast_convert_type(more, jnp.float32))
-        few = jnp.sum(below, axis=0, dtype=jnp.int32) <= (number - 1) // 2
-        return jnp.where(few, more, found)
-
-    # Steps are bfloat16 numbers: bit by bit the largest one with so few below it. A sort of a few workers'
-    # steps takes ten times as long on a CPU, and bits that are not in a loop half a second to compile.
-    found = lax.fori_loop(0, 15, with_bit, (number * 0).astype(jnp.uint32))
-    median = lax.bitcast_convert_type(found, jnp.float32)
-    return jnp.minimum(steps, jnp.where(number > 0, dominance * median, jnp.inf))
-
-
-def _trimmed(values: jax.Array, takes_part: jax.Array, trim: int) -> jax.Array:
-    """The mean over axis 0 without the ``trim`` largest and smallest, of those that take part."""
-    workers = len(values)
-    if 2 * trim >= workers:
-        most = (workers - 1) // 2
-        raise ValueError(
-            f"trim={trim} leaves nobody of {workers} workers: so many are left out on each side; give at "
-            f"most {most}, the median"
-        )
-    present = jnp.sum(takes_part, dtype=jnp.int32)
-    cut = jnp.minimum(trim, jnp.maximum(present - 1, 0) // 2)
-    place = lax.broadcasted_iota(jnp.int32, takes_part.shape, 0)
-    inner = (place >= cut) & (place < present - cut)
-    ordered = jnp.sort(jnp.where(takes_part, values, jnp.inf), axis=0)  # absent ones come last
-    total = lax.reduce(jnp.where(inner, ordered, 0), jnp.float32(0), lax.add, (0,))
-    return total * _share(present - 2 * cut)
 
 
 class Sums(NamedTuple):
@@ -304,14 +265,7 @@ class Sums(NamedTuple):
         del (
             trim
         )  # of one worker alone nothing is left out; for more `checks.check_parts` refuses sums
-        return (self.sums * _share(self.present)).reshape(-1, ROW)
-
-
-def _share(present: jax.Array) -> jax.Array:
-    """What a worker counts for in a mean."""
-    # XLA makes a product of a division by a number only if others divide by it too: then the bits of a
-    # mean would depend on what else is in the program.
-    return 1 / jnp.maximum(present, 1).astype(jnp.float32)
+        return (self.sums * means.share(self.present)).reshape(-1, ROW)
 
 
 class Wire(NamedTuple):

@@ -22,9 +22,8 @@ PACKAGE = ROOT / "lioncub_jax"
 # The house. A part is a file at the root of the package or a whole wing (a folder).
 # A part of the core may import those to the left of it.
 CORE = [
-    "units", "kernels", "bits", "rotation", "layout", "quantize", "decide", "wires", "mesh", "checks",
-    "momentum",
-    "exchange", "sync", "optimizer",
+    "units", "kernels", "bits", "means", "rotation", "layout", "quantize", "decide", "wires", "mesh",
+    "checks", "momentum", "exchange", "sync", "optimizer",
 ]  # fmt: skip
 # The wings do not import each other, but for those named here.
 WINGS = {

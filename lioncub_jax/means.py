@@ -1,0 +1,94 @@
+"""Means of what workers sent, and what keeps a few of them from deciding: bounds, and values left out."""
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+NETWORK = 64  # workers whose values are sorted side by side; compiling grows with W log2(W)^2
+
+
+def share(present: jax.Array) -> jax.Array:
+    """What a worker counts for in a mean."""
+    # XLA makes a product of a division by a number only if others divide by it too: then the bits of a
+    # mean would depend on what else is in the program.
+    return 1 / jnp.maximum(present, 1).astype(jnp.float32)
+
+
+def bounded(steps: jax.Array, dominance: float) -> jax.Array:
+    """Cuts steps on a row to ``dominance`` times the lower median of those that are not 0.
+
+    Of n steps it is the one that (n - 1) // 2 come before: fewer than n / 2 liars can neither lift it above
+    all honest ones nor push it below them, and as many as n / 2 cannot lift it.
+    """
+    # Steps are bfloat16 numbers, whose bits are in their order; without one a worker comes last.
+    whole = lax.bitcast_convert_type(steps.astype(jnp.bfloat16), jnp.uint16) - jnp.uint16(1)
+    number = jnp.sum(steps > 0, axis=0, dtype=jnp.uint16)
+    before = jnp.maximum(number, 1).astype(jnp.uint16) - jnp.uint16(1) >> 1
+
+    def with_two_bits(k: Any, found: jax.Array) -> jax.Array:
+        place = (14 - 2 * k).astype(jnp.uint16)
+
+        def fits(i: int) -> jax.Array:
+            below = whole < found + (jnp.uint16(i) << place)
+            return jnp.sum(below, axis=0, dtype=jnp.uint16) <= before
+
+        return found + ((fits(1).astype(jnp.uint16) + fits(2) + fits(3)) << place)
+
+    # The largest number with so few below it. A sort of a few workers' steps takes 25 times as long on a
+    # CPU, and bits that are not in a loop half a second to compile.
+    found = lax.fori_loop(0, 8, with_two_bits, number * 0)
+    median = lax.bitcast_convert_type(found + jnp.uint16(1), jnp.bfloat16).astype(jnp.float32)
+    return jnp.minimum(steps, jnp.where(number > 0, dominance * median, jnp.inf))
+
+
+def trimmed(values: jax.Array, takes_part: jax.Array, trim: int) -> jax.Array:
+    """The mean over axis 0 without the ``trim`` largest and smallest, of those that take part."""
+    workers = len(values)
+    if 2 * trim >= workers:
+        most = (workers - 1) // 2
+        raise ValueError(
+            f"trim={trim} leaves nobody of {workers} workers: so many are left out on each side; give at "
+            f"most {most}, the median"
+        )
+    present = jnp.sum(takes_part, dtype=jnp.int32)
+    cut = jnp.minimum(trim, jnp.maximum(present - 1, 0) // 2)
+    # Who is absent comes last, and so does what is no number, which no code is.
+    counted = takes_part & ~jnp.isnan(values)
+    ordered = _sorted(list(jnp.where(counted, values, jnp.inf)))
+    inner = [jnp.where((k >= cut) & (k < present - cut), x, 0) for k, x in enumerate(ordered)]
+    return reduce(jnp.add, inner) * share(present - 2 * cut)
+
+
+def _sorted(values: Sequence[jax.Array]) -> list[jax.Array]:
+    """Arrays, sorted element by element.
+
+    By a network of minima and maxima, which XLA makes one loop of with what the values are decoded from:
+    on a CPU 180 times as fast as `jnp.sort` for 8 workers, which sorts one column after the other.
+
+    Source: Batcher, Sorting networks and their applications, 1968 (the odd-even merge).
+    """
+    ordered = list(values)
+    if len(ordered) > NETWORK:
+        return list(jnp.sort(jnp.stack(ordered), axis=0))
+    for i, j in _comparators(len(ordered)):
+        low, high = ordered[i], ordered[j]
+        ordered[i], ordered[j] = jnp.minimum(low, high), jnp.maximum(low, high)
+    return ordered
+
+
+def _comparators(count: int) -> list[tuple[int, int]]:
+    """The pairs that are brought in order, one after the other, to sort so many."""
+    pairs, run = [], 1
+    while run < count:  # runs of so many are in order, and two are merged
+        apart = run
+        while apart:
+            for first in range(apart % run, count - apart, 2 * apart):
+                each = [(i, i + apart) for i in range(first, min(first + apart, count - apart))]
+                pairs += [(i, j) for i, j in each if i // (2 * run) == j // (2 * run)]
+            apart //= 2
+        run *= 2
+    return pairs
