@@ -440,7 +440,7 @@ def _in_rows(
 ) -> tuple[jax.Array, jax.Array | None]:
     """What is encoded of a piece, ``float32[rows, 128]``: of leaves, or where it is free, of their rows.
 
-    And where errors alone are not sent, on which rows the worker has a message, ``bool[rows]``.
+    And where errors alone are not sent, the message without the error.
     """
     waits = error is not None and plan.owner.bounds
     if kernels.for_tpu() and layout.lies_in_rows(piece):
@@ -451,7 +451,7 @@ def _in_rows(
     else:
         encoded = layout.in_rows(sent, piece)
         message = layout.as_rows(message, piece) if waits else message
-    return encoded, jnp.any(message != 0, axis=-1) if waits else None
+    return encoded, message if waits else None
 
 
 def _wide(x: Any) -> Any:
@@ -496,8 +496,8 @@ def exchange(
 ) -> list[Ballot]:
     """Values to codes, up the wire, the owners' decisions and back.
 
-    Of the values of all buckets' pieces in rows, ``float32[rows, 128]``, and on which rows the worker has
-    something to say, ``bool[rows]``, or None for all.
+    Of the values of all buckets' pieces in rows, ``float32[rows, 128]``, and what they are without the
+    error of before, where an error alone is not sent.
     """
     forms, encoded, ballots = [], [], []
     rest = iter(values)
@@ -561,16 +561,13 @@ def _encode(
         first_number = lax.bitcast_convert_type(rows[0][0, 0], jnp.uint32)
         never = (lax.population_count(first_number) > BLOCK).astype(jnp.uint32)
         drawn = bits.Draw(*[x ^ never for x in drawn])
-    for (x, speaks), piece, total, first in zip(values, pieces, totals, firsts, strict=True):
+    for (x, without), piece, total, first in zip(values, pieces, totals, firsts, strict=True):
         own = None if counts is None else counts[piece.first_row :][: piece.rows]
         first += shard * bucket.total_rows * WORDS_PER_ROW
         place = Place(
-            bucket, piece, first, *who, drawn, own, form.sends_steps, shard, shards, total
+            bucket, piece, first, *who, drawn, own, form.sends_steps, shard, shards, total, without
         )
-        message = plan.up.encode(x, place)
-        if speaks is not None and message.steps is not None:
-            message = message._replace(steps=jnp.where(speaks, message.steps, 0))
-        codes.append(message)
+        codes.append(plan.up.encode(x, place))
     return codes
 
 

@@ -51,6 +51,8 @@ class Place(NamedTuple):
       shard: ``uint32[]``, which of the worker's shards this is, or 0 for leaves in one piece.
       shards: how many shards a leaf has.
       total: ``float32[segments, 2]``, what the quantiser's ``measure`` gives for all shards together.
+      message: ``float32[rows, 128]``, what is encoded without the error of before, where an error alone is
+        not sent: a row on which it is 0 gets step 0. None where errors are sent at once.
     """
 
     bucket: Bucket
@@ -65,6 +67,7 @@ class Place(NamedTuple):
     shard: Any = 0
     shards: int = 1
     total: jax.Array | None = None
+    message: jax.Array | None = None
 
 
 class Message(NamedTuple):
@@ -244,12 +247,12 @@ def midrise(p: int, *, rounding: Rounding | None = None) -> Quantizer:
     def encode(x: jax.Array, place: Place) -> Message:
         if p == 1 and not place.steps and rounding.noise is None:
             return _signs(x, place)
-        mean, finite = _row_scale(x, _divisor(place.counts))
+        mean, finite, speaks = _row_scale(x, _divisor(place.counts), place.message)
         step = to_bfloat16(STEP[p] * mean)
         codes = _midrise_codes(x, step, p, rounding, place)
         *planes, _ = _packed(codes | ((x != 0).astype(jnp.uint32) << p), p + 1, place, zeros=True)
         voted = bits.pack_rows(place.bucket.by_chunk(mean > 0)).reshape(-1)
-        steps = step.astype(jnp.bfloat16) if place.steps else None
+        steps = jnp.where(speaks, step, 0).astype(jnp.bfloat16) if place.steps else None
         return Message(planes, voted, steps, jnp.all(finite))
 
     name = f"midrise({p}, {rounding.name})" if rounding.noise else f"midrise({p})"
@@ -374,7 +377,8 @@ def levels(p: int, *, norm: str = "max", rounding: Rounding | None = None) -> Qu
         most = jnp.minimum(s, jnp.floor(LARGEST_BFLOAT16 / jnp.where(step > 0, step, 1)))
         codes = (jnp.clip(jnp.round(t), -most, most) + s).astype(jnp.uint32)
         message = _midtread(codes, x, p, place)
-        return message._replace(steps=step[:, 0].astype(jnp.bfloat16))
+        speaks = True if place.message is None else jnp.any(place.message != 0, axis=1)
+        return message._replace(steps=jnp.where(speaks, step[:, 0], 0).astype(jnp.bfloat16))
 
     how = f", {rounding.name}" if rounding.noise else ""
     return Quantizer(
@@ -602,16 +606,30 @@ def _divisor(counts: jax.Array | None) -> Any:
     return ROW if counts is None else jnp.maximum(counts, 1).astype(jnp.float32)
 
 
-def _row_scale(x: jax.Array, count: Any) -> tuple[jax.Array, jax.Array]:
-    """Mean magnitude of each row, or the largest where their sum overflows; and whether all are finite."""
+def _row_scale(
+    x: jax.Array, count: Any, message: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array, Any]:
+    """Mean magnitude of each row, or the largest where their sum overflows; and whether all are finite.
+
+    And whether any of its message is not 0.
+    """
     magnitude = jnp.abs(x)
-    words = lax.bitcast_convert_type(magnitude, jnp.uint32)
     # By bits, because the largest of numbers and a NaN may be a number.
-    zeros = [jnp.float32(0), jnp.uint32(0)]
-    both = lambda a, b: [a[0] + b[0], jnp.maximum(a[1], b[1])]  # noqa: E731
-    total, largest = lax.reduce([magnitude, words], zeros, both, (1,))
+    words = lax.bitcast_convert_type(magnitude, jnp.uint32)
+    said = [] if message is None else [message != 0]
+    zeros = [jnp.float32(0), jnp.uint32(0), *[jnp.zeros((), bool) for _ in said]]
+
+    def each(a: Any, b: Any) -> Any:  # in one pass over what is read for all of them
+        return [
+            a[0] + b[0],
+            jnp.maximum(a[1], b[1]),
+            *[y | z for y, z in zip(a[2:], b[2:], strict=True)],
+        ]
+
+    total, largest, *speaks = lax.reduce([magnitude, words, *said], zeros, each, (1,))
     most = lax.bitcast_convert_type(largest, jnp.float32)
-    return jnp.where(jnp.isfinite(total), total / count, most), jnp.isfinite(most)
+    mean = jnp.where(jnp.isfinite(total), total / count, most)
+    return mean, jnp.isfinite(most), speaks[0] if speaks else True
 
 
 def _leaf_sums(x: jax.Array, piece: Piece) -> jax.Array:
