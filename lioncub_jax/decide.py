@@ -219,8 +219,8 @@ def momentum_at_owner(
         number, for an array is a bound. Dense values are not bounded.
       trim: workers that may lie. Of each element so many of the largest and of the smallest values are
         left out of the mean: with ``(workers - 1) // 2`` it is the median. With N that take part at most
-        ``(N - 1) // 2`` are left out on a side. The owner decodes and sorts all values of its slice at
-        once: temporaries of d floats. 0 for the mean of all.
+        ``(N - 1) // 2`` are left out on a side. The owner sorts what all sent of its slice: temporaries
+        of d floats at most, and of more than 64 workers a slow sort. 0 for the mean of all.
 
     Raises:
       ValueError: if ``dominance`` is below 1 or ``trim`` below 0; when traced, where ``trim`` leaves
