@@ -80,8 +80,9 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def run_all(args: argparse.Namespace, done: set[Lie]) -> list[dict[str, Any]]:
     """Runs what is missing, several at a time; rows are written as they come."""
-    wanted = liars.planned(tuple(args.workers)) + (liars.unlike() if 8 in args.workers else [])
-    wanted = [lie for lie in wanted if lie.base in args.method and lie not in done]
+    wanted = dict.fromkeys(liars.planned(WORKERS) + liars.unlike())
+    wanted = [lie for lie in wanted if lie.base in args.method and lie.workers in args.workers]
+    wanted = [lie for lie in wanted if lie not in done]
     flags = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
     found: list[dict[str, Any]] = []
@@ -135,18 +136,21 @@ def table_of(rows: list[dict[str, Any]], workers: int) -> tuple[list[str], list[
 def table_of_unlike(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Head and lines: bits per byte of workers that see unlike data, and what a liar adds to it."""
     lines = []
-    clean = {"workers": 8, "attack": "nobody", "liars": 0, "missing": 0.0}
-    loud = clean | {"attack": "times -1e6", "liars": 1}
-    for split, name in SPLITS.items():
-        each = [liars.ends(rows, base=base, split=split, **clean) for base in liars.UNLIKE]
+    clean = {"attack": "nobody", "liars": 0, "missing": 0.0}
+    loud = {"attack": "times -1e6", "liars": 1, "missing": 0.0}
+    crowds = [(f"{n} workers, {SPLITS[split]}", n, split) for n, split in liars.CROWDS]
+    for name, workers, split in crowds:
+        at = {"workers": workers, "split": split, **clean}
+        each = [liars.ends(rows, base=base, **at) for base in liars.UNLIKE]
         if any(each):
             lines.append([name, *[f"{sum(x) / len(x):.3f}" if x else "" for x in each]])
-    for split, name in SPLITS.items():
-        lost = [liars.behind(rows, loud | {"base": x, "split": split}) for x in liars.UNLIKE]
-        if any(x is not None for x in lost):
+    for name, workers, split in crowds:
+        at = {"workers": workers, "split": split, **loud}
+        lost = [liars.behind(rows, at | {"base": base}) for base in liars.UNLIKE]
+        if split != "iid" and any(x is not None for x in lost):
             said = ["" if x is None else f"{x:+.3f}" for x in lost]
-            lines.append([f"{name}, and 1 times -1e6", *said])
-    return ["workers see", *liars.UNLIKE], lines
+            lines.append([f"{name}; 1 times -1e6", *said])
+    return ["workers, and what they see", *liars.UNLIKE], lines
 
 
 def show(rows: list[dict[str, Any]], console: Console) -> None:
@@ -154,7 +158,7 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
         title = f"{workers} workers: bits per byte behind the same without liars"
         console.print(report.table(title, *table_of(rows, workers)))
     if table_of_unlike(rows)[1]:
-        console.print(report.table("8 workers: bits per byte", *table_of_unlike(rows)))
+        console.print(report.table("bits per byte", *table_of_unlike(rows)))
 
 
 def documented(document: str, rows: list[dict[str, Any]]) -> str:

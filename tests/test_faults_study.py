@@ -92,7 +92,7 @@ def test_every_case_is_planned_once_and_liars_are_fewer_than_half():
     assert all(2 * one.liars < one.workers for one in planned)
     unlike = liars.unlike()
     assert {one.base for one in planned + unlike} == set(liars.BASES)
-    assert len(unlike) == len(set(unlike)) and {one.split for one in unlike} == set(liars.SPLITS)
+    assert len(unlike) == len(set(unlike)) and {one.split for one in unlike} == set(LIARS.SPLITS)
     assert {one.attack for one in planned} == set(liars.ATTACKS)
     missing = [one for one in planned if one.missing]
     late = [one for one in planned if one.late]

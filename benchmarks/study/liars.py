@@ -45,7 +45,7 @@ WORST = ("flip", "times -1e6", "leaf")
 SHARES = (0.1, 0.3, 0.5)  # of missing votes, and of late ones
 MISSED = ("vote", "average", "owner", "median")
 UNLIKE = ("mean", "vote", "owner", "owner, 1", "unbounded")  # workers that see other data
-SPLITS = ("iid", "class", "dirichlet")  # of examples over workers
+CROWDS = ((8, "iid"), (8, "class"), (8, "dirichlet"), (16, "iid"), (32, "iid"))  # and their split
 
 
 class Lie(NamedTuple):
@@ -78,12 +78,16 @@ def trim(base: str, workers: int) -> int:
 
 
 def unlike() -> list[Lie]:
-    """Runs of 8 workers that see other data than the others: with nobody who lies, and a loud liar."""
+    """Runs of workers that see other data than the others, with nobody who lies, and with a loud one.
+
+    And of more workers that see the same: what the owner's bound costs.
+    """
     found = []
-    for split, base in product(SPLITS, UNLIKE):
-        found += [Lie(base, 8, "nobody", 0, 0.0, seed, split=split) for seed in range(3)]
+    for (workers, split), base in product(CROWDS, UNLIKE):
+        if workers == 8 or base in ("mean", "owner", "unbounded"):
+            found += [Lie(base, workers, "nobody", 0, 0.0, seed, split=split) for seed in range(3)]
         if split != "iid" and base.startswith("owner"):
-            found += [Lie(base, 8, "times -1e6", 1, 0.0, 0, split=split)]
+            found += [Lie(base, workers, "times -1e6", 1, 0.0, 0, split=split)]
     return found
 
 
