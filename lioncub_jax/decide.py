@@ -200,7 +200,7 @@ def count() -> Owner:
 
 
 def momentum_at_owner(
-    tx: optax.GradientTransformation, *, dominance: float = 2.0, trim: int = 0
+    tx: optax.GradientTransformation, *, dominance: float | None = None, trim: int = 0
 ) -> Owner:
     """Averages decoded gradients and runs ``tx`` on the owner's slice of one global state.
 
@@ -213,10 +213,11 @@ def momentum_at_owner(
       tx: elementwise, such as ``optax.scale_by_lion(b1, b2)``. If its update is a sign, one bit down
         carries it exactly.
       dominance: no worker's step may exceed this many times the median of the steps on its row (the lower
-        one of two, of workers that have a gradient there), so that loud workers cannot outweigh the
-        others: with 2 fewer than a third of them, however loud, with 1 fewer than a half, and any number
-        on a row on which they are most. 1 cuts half of the honest steps too. inf for no bound, and a
-        number, for an array is a bound. Dense values are not bounded.
+        one of two, of workers that have a gradient there), so that f of W workers cannot outweigh the
+        others, however loud, while ``dominance f < W - f``; on a row on which they are most they do. None
+        for a quarter of the workers, at least 2: where more workers see less each, honest steps differ
+        more. 1 cuts half of the honest steps too. inf for no bound, and a number, for an array is a bound.
+        Dense values are not bounded.
       trim: workers that may lie. Of each element so many of the largest and of the smallest values are
         left out of the mean: with ``(workers - 1) // 2`` it is the median. With N that take part at most
         ``(N - 1) // 2`` are left out on a side. The owner sorts what all sent of its slice: temporaries
@@ -240,12 +241,13 @@ def momentum_at_owner(
         )
     if isinstance(trim, bool) or not isinstance(trim, int) or trim < 0:
         raise ValueError(f"trim={trim!r}: the number of workers that may lie, 0 or more")
-    if not isinstance(dominance, jax.core.Tracer) and not dominance >= 1:
+    if not (dominance is None or isinstance(dominance, jax.core.Tracer) or dominance >= 1):
         raise ValueError(f"dominance={dominance!r}: a factor of at least 1 (inf for no bound)")
     bounds = isinstance(dominance, jax.Array) or dominance != jnp.inf
 
     def decide(received: Received, where: Slice, state: Any) -> tuple[Values, Any]:
-        mean = received.mean(where, dominance if bounds else None, trim)
+        most = max(2.0, where.workers / 4) if dominance is None else dominance
+        mean = received.mean(where, most if bounds else None, trim)
         valid = jnp.isfinite(mean) & (received.present > 0)
         # Cast finite, so that no dtype of the leaves makes an infinity of it.
         mean = quantize.saturated(jnp.where(valid, mean, 0), where.dtype)

@@ -179,7 +179,7 @@ def owner_lion(
     *,
     axis_name: AxisName | Workers | None,
     quantizer: Quantizer | None = None, wire: Wire | None = None,
-    dominance: float = 2.0, trim: int | None = None,
+    dominance: float | None = None, trim: int | None = None,
     group_axis: AxisName | None = None, bucket_size: int | None = None,
 ) -> Sending:  # fmt: skip
     """Lion with one momentum for all, each slice of it at one worker: no drift, no sync.
@@ -219,7 +219,7 @@ def scale_by_owner_lion(
     *,
     axis_name: AxisName | Workers | None,
     quantizer: Quantizer | None = None, wire: Wire | None = None,
-    dominance: float = 2.0, trim: int | None = None,
+    dominance: float | None = None, trim: int | None = None,
     group_axis: AxisName | None = None, bucket_size: int | None = None,
 ) -> Sending:  # fmt: skip
     """The direction of `owner_lion` alone: stands where ``optax.scale_by_lion`` stood in a chain.

@@ -146,7 +146,7 @@ class Method(NamedTuple):
     reply: tuple[Any, Any]
     on: list[tuple[Any, tuple[int, ...]]]  # wires, and with how many workers each is run
     feedback: Any = None
-    dominance: float = 2.0
+    dominance: float | None = None
     trim: int = 0
 
     @property
@@ -223,7 +223,7 @@ OWNED = [
 MESHES = pytest.mark.parametrize("workers", [1, 3, 8, pytest.param(2, marks=pytest.mark.slow)])
 
 
-def owner_vote(up, wire, *, b1=0.5, b2=0.5, dominance=2.0, trim=0, down=None, **options):
+def owner_vote(up, wire, *, b1=0.5, b2=0.5, dominance=None, trim=0, down=None, **options):
     owner = D.momentum_at_owner(optax.scale_by_lion(b1, b2), dominance=dominance, trim=trim)
     options = {"memory": lc.momentum.nothing()} | options
     return lc.communicate(axis_name=AXIS, up=up, owner=owner, down=down, wire=wire, **options)

@@ -35,8 +35,8 @@ BASES = {  # what is attacked, and whose learning rate it takes
     "mean": "lion", "vote": "vote", "average": "average", "int8": "int8", "owner": "owner-3",
     "owner, 1": "owner-3", "trimmed": "owner-3", "median": "owner-3", "unbounded": "owner-3",
 }  # fmt: skip
-# Where values are decoded; 2 is the library's own.
-DOMINANCE = {"owner": 2.0, "owner, 1": 1.0, "trimmed": 2.0, "median": 2.0, "unbounded": np.inf}
+# Where values are decoded; None is the library's own.
+DOMINANCE = {"owner": None, "owner, 1": 1.0, "trimmed": None, "median": None, "unbounded": np.inf}
 ATTACKED = tuple(base for base in BASES if base != "unbounded")
 CLAIMED = ("mean", "vote", "owner", "owner, 1")
 # With more than 8 workers.
@@ -89,6 +89,12 @@ def unlike() -> list[Lie]:
         if split != "iid" and base.startswith("owner"):
             found += [Lie(base, workers, "times -1e6", 1, 0.0, 0, split=split)]
     return found
+
+
+def dominance(base: str, workers: int) -> float:
+    """How many times the median of others a step may be."""
+    given = DOMINANCE.get(base, np.inf)
+    return max(2.0, workers / 4) if given is None else given
 
 
 def numbers_of_liars(workers: int) -> tuple[int, ...]:
@@ -189,7 +195,7 @@ class LiarsRunner(runs.Runner):
         )  # fmt: skip
         return {
             **lie._asdict(), "task": spec.task, "rate": spec.rate, "steps": spec.steps,
-            "batch": spec.batch, "dominance": runs.numbers(DOMINANCE.get(lie.base, np.inf)),
+            "batch": spec.batch, "dominance": runs.numbers(dominance(lie.base, lie.workers)),
             "trim": trim(lie.base, lie.workers), "dataset": self.task.dataset,
             "test": runs.numbers(outcome.test), "curve": runs.numbers(outcome.curve),
             "seconds": round(time.perf_counter() - began, 2),

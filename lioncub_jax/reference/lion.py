@@ -37,9 +37,8 @@ the rest of the package. The rules, for workers ``i = 0 .. W-1`` and the step af
   ``e_i = x_i - decoded``, or a share of that. The mean of what is decoded, over those who take part, goes
   into one Lion for all. Its sign is the update; a zero takes the coin, unless the row is all zeros,
   padding included. No step counts for more than ``dominance`` times the median of those above 0 on its
-  row, the lower one of two. Unless ``dominance`` is infinite, the step of a row without a gradient is 0,
-  whatever the error is. With
-  ``trim`` the mean of an element is without the ``trim`` largest and smallest of the N decoded values, or
+  row, the lower one of two; by default a quarter of the workers, at least 2. Unless ``dominance`` is
+  infinite, the step of a row without a gradient is 0, whatever the error is. With ``trim`` the mean of an element is without the ``trim`` largest and smallest of the N decoded values, or
   ``(N - 1) // 2`` if that is less; alike ones are told apart by the number of the worker. With
   nobody there, nothing changes; an element whose mean is not finite keeps its momentum, and its update is
   that of a zero.
@@ -512,7 +511,7 @@ def momentum_at_owner(
     mu_dtype: Any = None,
     codes: Codes | None = None,
     feedback: Any = None,
-    dominance: float = 2.0,
+    dominance: float | None = None,
     decide: Callable[..., jax.Array] = majority,
     places: Places = words,
     keep: float = 1.0,
@@ -540,12 +539,13 @@ def momentum_at_owner(
         errors = jax.tree.leaves(state.error)
         x = buffer.join(g) + (buffer.join(errors) if feedback else 0)
         message = codes.encode(x, buffer, t)
-        if feedback and dominance < np.inf:
+        most = max(2.0, workers / 4) if dominance is None else dominance
+        if feedback and most < np.inf:
             speaks = jnp.any(buffer.join(g) != 0, axis=-1, keepdims=True)
             message = message._replace(step=jnp.where(speaks, message.step, 0))
         present = takes_part(x, abstain)
         sent, missed = with_late(Votes(message, present), state.missed, late)
-        mean = codes.back(bounded_mean(sent.message, sent.here, top, dominance, trim), buffer, t)
+        mean = codes.back(bounded_mean(sent.message, sent.here, top, most, trim), buffer, t)
         known = jnp.any(sent.here) & jnp.isfinite(mean)
         mean = saturate(jnp.where(known, mean, 0), widest(g))
         c = jnp.where(known, (1 - b1) * mean + b1 * mu, 0)
