@@ -161,6 +161,34 @@ def test_how_loud_a_liar_is_does_not_matter():
     assert (means[0] != mean_of(grads)).any()
 
 
+class Heard:
+    """What an owner is handed; keeps which bound it is asked for."""
+
+    present = jnp.int32(1)
+
+    def mean(self, where, dominance, trim=0):
+        self.dominance = dominance
+        return jnp.ones((where.chunks * where.rows, 128))
+
+
+@pytest.mark.parametrize(
+    ("workers", "given", "wanted"),
+    [
+        (2, None, 2.0),
+        (8, None, 2.0),
+        (16, None, 4.0),
+        (256, None, 64.0),
+        (64, 3.0, 3.0),
+        (64, np.inf, None),
+    ],
+)
+def test_by_default_a_step_may_be_a_quarter_of_the_workers_times_the_median(workers, given, wanted):
+    owner, heard = lc.decide.momentum_at_owner(optax.identity(), dominance=given), Heard()
+    place = lc.decide.Slice(1, 1, workers, lc.quantize.midrise(3), jnp.float32, None)
+    owner.decide(heard, place, owner.init(jnp.ones((1, 128))))
+    assert heard.dominance == wanted
+
+
 @pytest.mark.parametrize("dominance", [1.0, 4.0])
 @pytest.mark.parametrize("factor", [-1e6, 1e-6], ids=["loud", "silent"])
 @pytest.mark.parametrize("liars", [1, 2, 3])

@@ -38,10 +38,10 @@ the rest of the package. The rules, for workers ``i = 0 .. W-1`` and the step af
   into one Lion for all. Its sign is the update; a zero takes the coin, unless the row is all zeros,
   padding included. No step counts for more than ``dominance`` times the median of those above 0 on its
   row, the lower one of two; by default a quarter of the workers, at least 2. Unless ``dominance`` is
-  infinite, the step of a row without a gradient is 0, whatever the error is. With ``trim`` the mean of an element is without the ``trim`` largest and smallest of the N decoded values, or
-  ``(N - 1) // 2`` if that is less; alike ones are told apart by the number of the worker. With
-  nobody there, nothing changes; an element whose mean is not finite keeps its momentum, and its update is
-  that of a zero.
+  infinite, the step of a row without a gradient is 0, whatever the error is. With ``trim`` the mean of
+  an element is without the ``trim`` largest and smallest of the N decoded values, or ``(N - 1) // 2`` if
+  that is less; alike ones are told apart by the number of the worker. With nobody there, nothing
+  changes; an element whose mean is not finite keeps its momentum, and its update is that of a zero.
 * **What is stored** saturates: it is clipped to the range of its dtype.
 * **One worker** sends nothing: its update is the exact sign, and nothing is quantised.
 
