@@ -221,7 +221,7 @@ def momentum_at_owner(
       trim: workers that may lie. Of each element so many of the largest and of the smallest values are
         left out of the mean: with ``(workers - 1) // 2`` it is the median. With N that take part at most
         ``(N - 1) // 2`` are left out on a side. The owner sorts what all sent of its slice: temporaries
-        of d floats at most, and of more than 64 workers a slow sort. 0 for the mean of all.
+        of d floats at most, and of more than 32 workers a slow sort. 0 for the mean of all.
 
     Raises:
       ValueError: if ``dominance`` is below 1 or ``trim`` below 0; when traced, where ``trim`` leaves

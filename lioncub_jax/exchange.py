@@ -567,7 +567,11 @@ def _encode(
         place = Place(
             bucket, piece, first, *who, drawn, own, form.sends_steps, shard, shards, total, without
         )
-        codes.append(plan.up.encode(x, place))
+        message = plan.up.encode(x, place)
+        if without is not None and message.steps is not None:
+            speaks = jnp.any(without != 0, axis=1) if message.speaks is None else message.speaks
+            message = message._replace(steps=jnp.where(speaks, message.steps, 0), speaks=None)
+        codes.append(message)
     return codes
 
 

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-NETWORK = 64  # workers whose values are sorted side by side; compiling grows with W log2(W)^2
+NETWORK = 32  # workers whose values are sorted side by side; compiling grows with W log2(W)^2
+LEAST = 2.0**-126  # of what is above 0: CPUs take smaller numbers for 0
 
 
 def share(present: jax.Array) -> jax.Array:
@@ -24,23 +25,29 @@ def bounded(steps: jax.Array, dominance: float) -> jax.Array:
     Of n steps it is the one that (n - 1) // 2 come before: fewer than n / 2 liars can neither lift it above
     all honest ones nor push it below them, and as many as n / 2 cannot lift it.
     """
+    # No code has others, but what arrives may be anything.
+    steps = jnp.where((steps >= LEAST) & (steps < jnp.inf), steps, 0)
     # Steps are bfloat16 numbers, whose bits are in their order; without one a worker comes last.
     whole = lax.bitcast_convert_type(steps.astype(jnp.bfloat16), jnp.uint16) - jnp.uint16(1)
-    number = jnp.sum(steps > 0, axis=0, dtype=jnp.uint16)
-    before = jnp.maximum(number, 1).astype(jnp.uint16) - jnp.uint16(1) >> 1
+    whole, count = (
+        jnp.where(steps > 0, whole, 0xFFFF),
+        jnp.uint16 if len(steps) < 2**16 else jnp.uint32,
+    )
+    number = jnp.sum(steps > 0, axis=0, dtype=count)
+    before = (jnp.maximum(number, 1) - 1).astype(count) >> 1
 
     def with_two_bits(k: Any, found: jax.Array) -> jax.Array:
         place = (14 - 2 * k).astype(jnp.uint16)
 
         def fits(i: int) -> jax.Array:
             below = whole < found + (jnp.uint16(i) << place)
-            return jnp.sum(below, axis=0, dtype=jnp.uint16) <= before
+            return jnp.sum(below, axis=0, dtype=count) <= before
 
         return found + ((fits(1).astype(jnp.uint16) + fits(2) + fits(3)) << place)
 
     # The largest number with so few below it. A sort of a few workers' steps takes 25 times as long on a
     # CPU, and bits that are not in a loop half a second to compile.
-    found = lax.fori_loop(0, 8, with_two_bits, number * 0)
+    found = lax.fori_loop(0, 8, with_two_bits, number.astype(jnp.uint16) * 0)
     median = lax.bitcast_convert_type(found + jnp.uint16(1), jnp.bfloat16).astype(jnp.float32)
     return jnp.minimum(steps, jnp.where(number > 0, dominance * median, jnp.inf))
 

@@ -52,7 +52,7 @@ class Place(NamedTuple):
       shards: how many shards a leaf has.
       total: ``float32[segments, 2]``, what the quantiser's ``measure`` gives for all shards together.
       message: ``float32[rows, 128]``, what is encoded without the error of before, where an error alone is
-        not sent: a row on which it is 0 gets step 0. None where errors are sent at once.
+        not sent. None where errors are sent at once.
     """
 
     bucket: Bucket
@@ -79,12 +79,15 @@ class Message(NamedTuple):
         and for values, which say so themselves.
       steps: ``bfloat16[rows]``, the size of a step, or None where it does not travel.
       finite: ``bool[]``, whether all values are finite.
+      speaks: ``bool[rows]``, where ``Place.message`` is not 0, of a quantiser that finds it on the way;
+        else None, and `communicate` looks.
     """
 
     planes: list[jax.Array]
     voted: jax.Array | None
     steps: jax.Array | None
     finite: jax.Array
+    speaks: jax.Array | None = None
 
 
 class Quantizer(NamedTuple):
@@ -252,8 +255,8 @@ def midrise(p: int, *, rounding: Rounding | None = None) -> Quantizer:
         codes = _midrise_codes(x, step, p, rounding, place)
         *planes, _ = _packed(codes | ((x != 0).astype(jnp.uint32) << p), p + 1, place, zeros=True)
         voted = bits.pack_rows(place.bucket.by_chunk(mean > 0)).reshape(-1)
-        steps = jnp.where(speaks, step, 0).astype(jnp.bfloat16) if place.steps else None
-        return Message(planes, voted, steps, jnp.all(finite))
+        steps = step.astype(jnp.bfloat16) if place.steps else None
+        return Message(planes, voted, steps, jnp.all(finite), speaks)
 
     name = f"midrise({p}, {rounding.name})" if rounding.noise else f"midrise({p})"
     return Quantizer(name, p, lambda workers: top, encode, decodes=True)
@@ -377,8 +380,7 @@ def levels(p: int, *, norm: str = "max", rounding: Rounding | None = None) -> Qu
         most = jnp.minimum(s, jnp.floor(LARGEST_BFLOAT16 / jnp.where(step > 0, step, 1)))
         codes = (jnp.clip(jnp.round(t), -most, most) + s).astype(jnp.uint32)
         message = _midtread(codes, x, p, place)
-        speaks = True if place.message is None else jnp.any(place.message != 0, axis=1)
-        return message._replace(steps=jnp.where(speaks, step[:, 0], 0).astype(jnp.bfloat16))
+        return message._replace(steps=step[:, 0].astype(jnp.bfloat16))
 
     how = f", {rounding.name}" if rounding.noise else ""
     return Quantizer(
@@ -629,7 +631,7 @@ def _row_scale(
     total, largest, *speaks = lax.reduce([magnitude, words, *said], zeros, each, (1,))
     most = lax.bitcast_convert_type(largest, jnp.float32)
     mean = jnp.where(jnp.isfinite(total), total / count, most)
-    return mean, jnp.isfinite(most), speaks[0] if speaks else True
+    return mean, jnp.isfinite(most), speaks[0] if speaks else None
 
 
 def _leaf_sums(x: jax.Array, piece: Piece) -> jax.Array:

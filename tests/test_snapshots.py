@@ -312,7 +312,8 @@ def test_a_run_may_move_and_begins_anew_where_its_checkpoints_were_taken_away(fo
     folders[0].rename(moved)
     with both((moved, folders[1]), workers) as (_, snapshots):
         assert snapshots.restore(first).step == 0
-    shutil.rmtree(moved)
+    for one in moved.glob("*"):  # as a shell does
+        shutil.rmtree(one) if one.is_dir() else one.unlink()
     with both((moved, folders[1]), workers) as (_, snapshots):
         with pytest.raises(ValueError, match=r"or those were taken away since: forget .*clear\(\)"):
             snapshots.restore(first)
@@ -325,14 +326,15 @@ def test_a_run_may_move_and_begins_anew_where_its_checkpoints_were_taken_away(fo
 def test_a_run_is_named_once_and_nothing_else_is_taken_for_its_name(folders):
     workers = workers_of(jax.devices()[:2])
     folders[0].mkdir()
-    (folders[0] / ".run.new").write_text("half of a na")  # of a process that was killed
+    (folders[0] / "run.new").write_text("half of a na")  # of a process that was killed
+    (folders[0] / "run").touch()  # of a machine that lost its power
     with Checkpoints(folders[0], axis_name=workers) as saved:
         assert saved.run() == saved.run() != "half of a na"
         named = saved.run()
     with Checkpoints(folders[0], axis_name=workers) as saved:
         assert saved.run() == named and saved.steps() == []
-    (folders[0] / ".running").touch()
-    with pytest.raises(ValueError, match=r"no folder of checkpoints, it holds '.running'"):
+    (folders[0] / "running").touch()
+    with pytest.raises(ValueError, match=r"no folder of checkpoints, it holds 'running'"):
         Checkpoints(folders[0], axis_name=workers)
 
 

@@ -36,7 +36,7 @@ from lioncub_jax.wires import AxisName
 
 FORMAT = 2  # 1: version 0.1, rows of 64
 RULES = ("mean", "keep")
-RUN = ".run"  # a file beside the checkpoints: the name of their run
+RUN = "run"  # a file beside the checkpoints: the name of their run
 NEW = ".new"  # behind it while it is written
 
 
@@ -290,18 +290,27 @@ class Checkpoints:
             tried.rmdir()
 
     def run(self) -> str:
-        """The name of the run, kept in the folder, and so another where the folder was emptied."""
-        named = self.directory / RUN
+        """The name of the run, kept in the folder, and so another where the folder was emptied.
+
+        All processes must ask. A copy of the folder has the same name.
+
+        Raises:
+          OSError: in process 0, where the file cannot be read, or made where there is none; in the others a
+            ``RuntimeError``.
+        """
+        named, found = self.directory / RUN, ""
 
         def name() -> None:
-            if jax.process_index() == 0 and not named.exists():
-                new = named.with_name(f"{RUN}{NEW}")
-                new.write_text(uuid.uuid4().hex)
-                new.replace(named)
+            nonlocal found
+            if jax.process_index() == 0:
+                found = named.read_text() if named.exists() else ""
+                if not found:  # or a machine died before it was on the disk
+                    new, found = named.with_name(f"{RUN}{NEW}"), uuid.uuid4().hex
+                    new.write_text(found)
+                    new.replace(named)
 
-        together(f"{named}, the name of the run, was not written", name)
-        mine = named.read_text() if jax.process_index() == 0 else ""
-        return str(told(mine)[0])
+        together(f"{named}, the name of the run, cannot be read or written", name)
+        return str(told(found)[0])
 
     def _name(self, step: int) -> str:
         return f"checkpoint {self.directory / str(step)}"

@@ -59,7 +59,8 @@ class Snapshots:
       TypeError: for ``checkpoints`` that are none.
       ValueError: for ``every`` below 1, ``buddies`` below 0, or a folder that is a file; when called, for
         ``buddies`` of a single worker, and for a state that lies on no mesh or has no step.
-      OSError: when called next, if the last one could not be written, as where memory is full.
+      OSError: when called next, if the last one could not be written, as where memory is full; and where
+        the checkpoints have no name of the run yet and cannot be written.
 
     Example:
       >>> import lioncub_jax as lc
