@@ -109,6 +109,16 @@ def test_a_loud_liar_changes_nothing_for_votes_but_everything_for_a_mean():
     assert not same(simulated(exact, loud).params, simulated(exact).params)
 
 
+def test_turned_rows_are_bounded_only_if_asked_for(mesh_of):
+    def ended(**how):
+        loud = faults.liars(faults.scaled(-(2.0**10)), [0], axis_name=AXIS)
+        tx = lc.owner_lion(RATE, **HALF, quantizer=lc.quantize.rotated_sign(), **how)
+        return on_devices(optax.chain(loud, tx), mesh_of(WORKERS)).params
+
+    assert same(ended(), ended(dominance=jnp.inf))
+    assert not same(ended(), ended(dominance=2.0))
+
+
 def test_a_liar_that_sends_nan_is_as_one_that_is_not_there():
     absent = jnp.broadcast_to(jnp.arange(WORKERS) == 2, (STEPS, WORKERS))
     for _, votes in (VOTE, MEDIAN):

@@ -196,8 +196,9 @@ def at_owner(label: str, quantizer: Any, codes: Any, feedback: Any = None) -> Me
 
     def votes(betas: Betas) -> Simulator:
         return reference.momentum_at_owner(
-            *betas, codes=codes, feedback=feedback, keep=quantizer.keep
-        )
+            *betas, codes=codes, feedback=feedback, keep=quantizer.keep,
+            dominance=jnp.inf if quantizer.turns else None,  # as `owner_lion` has it
+        )  # fmt: skip
 
     owner = lc.decide.momentum_at_owner(optax.scale_by_lion())
     return Method(
