@@ -194,8 +194,8 @@ def owner_lion(
     Args:
       mu_dtype: dtype of the one momentum; None for that of the parameters.
       quantizer: of gradients; ``error_feedback(midrise(3))`` by default; ``dense()`` for the exact mean.
-      dominance: see ``momentum_at_owner``; None is as there, but for codes of turned rows (``rotated``), which
-        are not bounded: it costs them 0.04 bits per byte with 32 workers.
+      dominance: see ``momentum_at_owner``; None is as there, but for codes of turned rows (``rotated``),
+        which are not bounded: it costs them 0.04 bits per byte with 32 workers.
       trim: workers that may lie; see ``momentum_at_owner``. None for 0: a number would be an array under
         ``optax.inject_hyperparams``, whose ``static_args`` have to name it.
 
