@@ -135,22 +135,23 @@ def table_of(rows: list[dict[str, Any]], workers: int) -> tuple[list[str], list[
 
 def table_of_unlike(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Head and lines: bits per byte of workers that see unlike data, and what a liar adds to it."""
-    lines = []
+    lines, bases = [], [*liars.UNLIKE, "owner, 2", *liars.TURNED]
     clean = {"attack": "nobody", "liars": 0, "missing": 0.0}
     loud = {"attack": "times -1e6", "liars": 1, "missing": 0.0}
     crowds = [(f"{n} workers, {SPLITS[split]}", n, split) for n, split in liars.CROWDS]
     for name, workers, split in crowds:
         at = {"workers": workers, "split": split, **clean}
-        each = [liars.ends(rows, base=base, **at) for base in liars.UNLIKE]
+        each = [liars.ends(rows, base=base, **at) for base in bases]
+        each = [ends if len(ends) == 3 else [] for ends in each]  # of one seed it would mislead
         if any(each):
             lines.append([name, *[f"{sum(x) / len(x):.3f}" if x else "" for x in each]])
     for name, workers, split in crowds:
         at = {"workers": workers, "split": split, **loud}
-        lost = [liars.behind(rows, at | {"base": base}) for base in liars.UNLIKE]
+        lost = [liars.behind(rows, at | {"base": base}) for base in bases]
         if split != "iid" and any(x is not None for x in lost):
             said = ["" if x is None else f"{x:+.3f}" for x in lost]
             lines.append([f"{name}; 1 times -1e6", *said])
-    return ["workers, and what they see", *liars.UNLIKE], lines
+    return ["workers, and what they see", *bases], lines
 
 
 def show(rows: list[dict[str, Any]], console: Console) -> None:

@@ -33,18 +33,24 @@ ATTACKS: dict[str, Attack] = {
 }
 BASES = {  # what is attacked, and whose learning rate it takes
     "mean": "lion", "vote": "vote", "average": "average", "int8": "int8", "owner": "owner-3",
-    "owner, 1": "owner-3", "trimmed": "owner-3", "median": "owner-3", "unbounded": "owner-3",
+    "owner, 1": "owner-3", "trimmed": "owner-3", "median": "owner-3",
+    "owner, 2": "owner-3", "unbounded": "owner-3", "turned": "owner-3", "turned, bounded": "owner-3",
 }  # fmt: skip
 # Where values are decoded; None is the library's own.
-DOMINANCE = {"owner": None, "owner, 1": 1.0, "trimmed": None, "median": None, "unbounded": np.inf}
-ATTACKED = tuple(base for base in BASES if base != "unbounded")
+DOMINANCE = {
+    "owner": None, "owner, 1": 1.0, "owner, 2": 2.0, "unbounded": np.inf, "trimmed": None, "median": None,
+    "turned": np.inf, "turned, bounded": None,
+}  # fmt: skip
+ATTACKED = ("mean", "vote", "average", "int8", "owner", "owner, 1", "owner, 2", "trimmed", "median")
 CLAIMED = ("mean", "vote", "owner", "owner, 1")
 # With more than 8 workers.
-MORE = ("mean", "vote", "average", "owner", "owner, 1", "trimmed", "median")
+MORE = ("mean", "vote", "average", "owner", "owner, 1", "owner, 2", "trimmed", "median")
 WORST = ("flip", "times -1e6", "leaf")
 SHARES = (0.1, 0.3, 0.5)  # of missing votes, and of late ones
 MISSED = ("vote", "average", "owner", "median")
 UNLIKE = ("mean", "vote", "owner", "owner, 1", "unbounded")  # workers that see other data
+CROWDED = ("mean", "owner", "owner, 2", "unbounded")  # more workers that see the same
+TURNED = ("turned", "turned, bounded")  # `rotated_sign()`, with most workers
 CROWDS = ((8, "iid"), (8, "class"), (8, "dirichlet"), (16, "iid"), (32, "iid"))  # and their split
 
 
@@ -83,11 +89,13 @@ def unlike() -> list[Lie]:
     And of more workers that see the same: what the owner's bound costs.
     """
     found = []
-    for (workers, split), base in product(CROWDS, UNLIKE):
-        if workers == 8 or base in ("mean", "owner", "unbounded"):
-            found += [Lie(base, workers, "nobody", 0, 0.0, seed, split=split) for seed in range(3)]
-        if split != "iid" and base.startswith("owner"):
-            found += [Lie(base, workers, "times -1e6", 1, 0.0, 0, split=split)]
+    for workers, split in CROWDS:
+        bases = UNLIKE if workers == 8 else CROWDED + (TURNED if workers == 32 else ())
+        for base, seed in product(bases, range(3)):
+            found.append(Lie(base, workers, "nobody", 0, 0.0, seed, split=split))
+        if split != "iid":
+            loud = [Lie(base, workers, "times -1e6", 1, 0.0, 0, split=split) for base in bases]
+            found += [lie for lie in loud if lie.base.startswith("owner")]
     return found
 
 
@@ -109,8 +117,8 @@ def planned(workers: tuple[int, ...]) -> list[Lie]:
     """
     found = []
     for count, base in product(workers, BASES):
-        if base not in (MORE if count > 8 else ATTACKED):
-            continue
+        if base not in (MORE if count > 8 else ATTACKED) or (base, count) == ("owner, 2", 8):
+            continue  # of 8 workers it is "owner"
         cases = [("nobody", 0, 0.0)]
         for liars in numbers_of_liars(count):
             some = ATTACKS if count == 8 else WORST
@@ -130,11 +138,13 @@ def method_of(base: str, workers: int) -> Method:
     method = METHODS[BASES[base]]
     if BASES[base] == base or base in ("mean", "owner"):
         return method
+    turned = base in TURNED
+    codes = reference.rotated(reference.midrise(1)) if turned else reference.midrise(3)
 
     def simulated(rate: Any, steps: int, betas: Betas) -> Any:
         votes = reference.momentum_at_owner(
-            *betas, codes=reference.midrise(3), feedback=jnp.bfloat16,
-            dominance=DOMINANCE[base], trim=trim(base, workers),
+            *betas, codes=codes, feedback=jnp.bfloat16, dominance=DOMINANCE[base],
+            trim=trim(base, workers), keep=0.7 if turned else 1.0,
         )  # fmt: skip
         return reference.optimizer(votes, rate, DECAY)
 
