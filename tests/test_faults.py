@@ -171,6 +171,33 @@ def test_how_loud_a_liar_is_does_not_matter():
     assert (means[0] != mean_of(grads)).any()
 
 
+Q = lc.quantize
+
+
+@pytest.mark.parametrize(
+    "codes", [Q.midrise(3), Q.levels(4), Q.rotated(Q.midrise(1))], ids=lambda q: q.name
+)
+@pytest.mark.parametrize("bound", [2.0, np.inf])
+def test_under_a_bound_an_error_waits_for_a_gradient(mesh_of, codes, bound):
+    tx = lc.communicate(
+        axis_name=AXIS, memory=lc.momentum.nothing(), up=Q.error_feedback(codes, jnp.float32),
+        owner=lc.decide.momentum_at_owner(optax.identity(), dominance=bound), down=lc.decide.floats(),
+    )  # fmt: skip
+    workers = lc.Workers(mesh_of(WORKERS), AXIS)
+    on_mesh, params = lc.on_mesh(tx, workers), {"w": jnp.zeros((2, 128))}
+    update = jax.jit(on_mesh.update)
+    drawn = np.random.default_rng(0).normal(size=(WORKERS, 2, 128)).astype(np.float32)
+    state = on_mesh.init(params)
+    _, state = update({"w": jnp.asarray(drawn)}, state, params)
+    drawn[:, 1] = 0  # on the second row nobody has one
+    owed = np.asarray(state.error["w"])
+    updates, state = update({"w": jnp.asarray(drawn)}, state, params)
+    assert np.asarray(updates["w"][0]).any() and owed[:, 1].any()
+    waits = not np.asarray(updates["w"][1]).any()
+    assert waits == (bound < np.inf)
+    assert np.array_equal(np.asarray(state.error["w"])[:, 1], owed[:, 1]) == waits
+
+
 class Heard:
     """What an owner is handed; keeps which bound it is asked for."""
 
