@@ -257,6 +257,11 @@ def wait_of(row: dict[str, Any]) -> float | None:
     return wait
 
 
+def waits_of(rows: list[dict[str, Any]]) -> list[float]:
+    """The seconds of all rows that had a step left to do."""
+    return [wait for wait in map(wait_of, rows) if wait is not None]
+
+
 def whole(row: dict[str, Any], rows: list[dict[str, Any]]) -> bool:
     """Whether a run ended as the unbroken one, to the last digit of its loss, and left nothing."""
     (unbroken,) = (other for other in rows if other["kind"] == "unbroken")
@@ -279,7 +284,7 @@ def lines_of(rows: list[dict[str, Any]]) -> list[list[str]]:
     found = []
     for kind, fault in FAULTS.items():
         own = [row for row in rows if row["kind"] == kind]
-        waits = [x for x in map(wait_of, own) if x is not None] if fault.does else []
+        waits = waits_of(own) if fault.does else []
         fell = [row["during"] == "save" for row in own if row.get("during")]
         again = [row["steps_again"] for row in own if row["steps_again"] is not None]
         if own:
@@ -322,7 +327,7 @@ def keys(rows: list[dict[str, Any]]) -> dict[str, Any]:
         own = [row for row in rows if row["kind"] == kind]
         if own:
             name = kind.replace(" ", "_")
-            waits = [x for x in map(wait_of, own) if x is not None]
+            waits = waits_of(own)
             found[f"{name}_survived"] = f"{sum(whole(row, rows) for row in own)} of {len(own)}"
             found[f"{name}_seconds_most"] = max(waits, default=0.0)
             found[f"{name}_steps_again_most"] = max(row["steps_again"] or 0 for row in own)

@@ -116,7 +116,7 @@ def table_of(rows: list[dict[str, Any]], workers: int) -> tuple[list[str], list[
     """Head and lines, of the methods that ran: bits per byte behind the same method without liars."""
     lines = []
     clean = {"workers": workers, "attack": "nobody", "liars": 0, "missing": 0.0}
-    bases = [base for base in liars.ATTACKED if liars.ends(rows, base=base, **clean)]
+    bases = [base for base in liars.attacked(workers) if liars.ends(rows, base=base, **clean)]
     ends = [liars.ends(rows, base=base, **clean) for base in bases]
     lines.append(["nobody: bits per byte", *[f"{sum(x) / len(x):.3f}" for x in ends]])
     cases = [
@@ -135,7 +135,7 @@ def table_of(rows: list[dict[str, Any]], workers: int) -> tuple[list[str], list[
 
 def table_of_unlike(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Head and lines: bits per byte of workers that see unlike data, and what a liar adds to it."""
-    lines, bases = [], [*liars.UNLIKE, "owner, 2", *liars.TURNED]
+    lines, bases = [], list(dict.fromkeys(liars.UNLIKE + liars.CROWDED + liars.TURNED))
     clean = {"attack": "nobody", "liars": 0, "missing": 0.0}
     loud = {"attack": "times -1e6", "liars": 1, "missing": 0.0}
     crowds = [(f"{n} workers, {SPLITS[split]}", n, split) for n, split in liars.CROWDS]
@@ -158,8 +158,9 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
     for workers in sorted({row["workers"] for row in rows}):
         title = f"{workers} workers: bits per byte behind the same without liars"
         console.print(report.table(title, *table_of(rows, workers)))
-    if table_of_unlike(rows)[1]:
-        console.print(report.table("bits per byte", *table_of_unlike(rows)))
+    head, lines = table_of_unlike(rows)
+    if lines:
+        console.print(report.table("bits per byte", head, lines))
 
 
 def documented(document: str, rows: list[dict[str, Any]]) -> str:

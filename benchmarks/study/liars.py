@@ -41,9 +41,9 @@ DOMINANCE = {
     "owner": None, "owner, 1": 1.0, "owner, 2": 2.0, "unbounded": np.inf, "trimmed": None, "median": None,
     "turned": np.inf, "turned, bounded": None,
 }  # fmt: skip
-ATTACKED = ("mean", "vote", "average", "int8", "owner", "owner, 1", "owner, 2", "trimmed", "median")
 CLAIMED = ("mean", "vote", "owner", "owner, 1")
-# With more than 8 workers.
+# Of 8 workers, of which "owner, 2" is "owner", and of more.
+EIGHT = ("mean", "vote", "average", "int8", "owner", "owner, 1", "trimmed", "median")
 MORE = ("mean", "vote", "average", "owner", "owner, 1", "owner, 2", "trimmed", "median")
 WORST = ("flip", "times -1e6", "leaf")
 SHARES = (0.1, 0.3, 0.5)  # of missing votes, and of late ones
@@ -83,6 +83,11 @@ def trim(base: str, workers: int) -> int:
     return {"trimmed": workers // 4, "median": (workers - 1) // 2}.get(base, 0)
 
 
+def attacked(workers: int) -> tuple[str, ...]:
+    """What is attacked, in the order of its table."""
+    return MORE if workers > 8 else EIGHT
+
+
 def unlike() -> list[Lie]:
     """Runs of workers that see other data than the others, with nobody who lies, and with a loud one.
 
@@ -94,8 +99,8 @@ def unlike() -> list[Lie]:
         for base, seed in product(bases, range(3)):
             found.append(Lie(base, workers, "nobody", 0, 0.0, seed, split=split))
         if split != "iid":
-            loud = [Lie(base, workers, "times -1e6", 1, 0.0, 0, split=split) for base in bases]
-            found += [lie for lie in loud if lie.base.startswith("owner")]
+            owners = [base for base in bases if base.startswith("owner")]
+            found += [Lie(base, workers, "times -1e6", 1, 0.0, 0, split=split) for base in owners]
     return found
 
 
@@ -116,9 +121,7 @@ def planned(workers: tuple[int, ...]) -> list[Lie]:
     With more workers, the worst attacks on some methods.
     """
     found = []
-    for count, base in product(workers, BASES):
-        if base not in (MORE if count > 8 else ATTACKED) or (base, count) == ("owner, 2", 8):
-            continue  # of 8 workers it is "owner"
+    for count, base in ((n, base) for n in workers for base in attacked(n)):
         cases = [("nobody", 0, 0.0)]
         for liars in numbers_of_liars(count):
             some = ATTACKS if count == 8 else WORST
