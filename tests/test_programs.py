@@ -1,6 +1,10 @@
 """Compiled steps that are kept in a folder from start to start."""
 
 import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -135,3 +139,48 @@ def test_a_step_that_cannot_be_kept_is_said_and_runs(tmp_path):
     with pytest.warns(UserWarning, match=r"is not kept in .*programs, and the next start"):
         found = trained(step, state)
     np.testing.assert_array_equal(found[0], trained(*made(None))[0])
+
+
+FILLS = """
+import pathlib, sys
+import jax
+from test_programs import batch, made, trained
+
+jax.config.update("jax_num_cpu_devices", 8)
+folder = pathlib.Path(sys.argv[1])
+step, state = made(None)
+step.lower(state, batch()).compile()  # JAX's cache has it now
+jax.clear_caches()
+trained(*made(folder / "from_cache"))
+jax.clear_caches()
+step, state = made(folder / "compiled_before")
+step.lower(state, batch()).compile()  # read from the cache, and remembered by JAX
+trained(step, state)
+"""
+
+
+def test_what_is_kept_beside_jaxs_own_cache_is_whole(tmp_path):
+    """XLA writes what it has read from that cache without its code, and a later start dies of it."""
+    own = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
+    }
+    command = [sys.executable, "-W", "error:::lioncub_jax", "-c", FILLS, str(tmp_path)]
+    subprocess.run(command, env=os.environ | own, check=True)
+    assert list((tmp_path / "cache").glob("jit_traced-*"))
+    wanted = trained(*made(None))[0]
+    for folder in ("from_cache", "compiled_before"):
+        kept = programs(tmp_path / folder)
+        np.testing.assert_array_equal(trained(*made(tmp_path / folder))[0], wanted)
+        assert len(kept) == 1 and programs(tmp_path / folder) == kept  # read, and not compiled anew
+
+
+def test_the_first_step_is_told_to_the_run_that_started_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIONCUB_STEPPED", str(tmp_path / "stepped"))
+    step, state = made(None)
+    step.compile(state, batch())
+    assert not (tmp_path / "stepped").exists()
+    step(state, batch())
+    assert (tmp_path / "stepped").exists()

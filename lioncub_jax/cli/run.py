@@ -38,11 +38,11 @@ def add_options(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--strikes", type=count, metavar="N", default=3,
-        help="starts in a row that fail early until a worker is left out, or the run ends (3)",
+        help="starts in a row that fail until a worker is left out, or the run ends (3)",
     )  # fmt: skip
     command.add_argument(
         "--settled", type=options.reads(units.seconds), metavar="TIME", default=60.0,
-        help="after which a start has not failed early (60s)",
+        help="a start fails that ends within it, or before its first step (60s)",
     )  # fmt: skip
     command.add_argument(
         "--events", type=Path, metavar="FILE.jsonl",

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lioncub_jax.lab.run import wiring
+from lioncub_jax.progress import STEPPED
 
 STOP_SECONDS = 30.0  # between asking workers to end, which then save, and killing them
 CAUSE_SECONDS = 0.2  # in which others may die of the same cause; then who died first is known
@@ -90,9 +91,10 @@ def keep(
       command: the program and its arguments.
       workers: how many to start.
       least: with fewer it does not go on; None for all.
-      strikes: after so many starts in a row that ended before ``settled`` the place that died first is left
-        out, or, where it must not be, the run ends with its last output.
-      settled: seconds after which a start has not failed.
+      strikes: after so many starts in a row that failed the place that died first is left out, or, where it
+        must not be, the run ends with its last output. A start has failed that ended before its first
+        step, however long it took: `stepped` says that there was one.
+      settled: one that ended within so many seconds has failed too, whatever it did.
       events: a file to which every change is added, one JSON object a line; its folder must exist.
       write: takes a line: output of the workers behind their numbers, and what is done.
 
@@ -198,7 +200,8 @@ class Run:
             "died", f"worker {first.place} died {how} after {seconds:.1f} s; the others are ended",
             start=self._starts, place=first.place, code=code, seconds=round(seconds, 3),
         )  # fmt: skip
-        self._failed = [*self._failed, first.place] if seconds < self._settled else []
+        early = seconds < self._settled or not self._stepped().exists()
+        self._failed = [*self._failed, first.place] if early else []
         if len(self._failed) < self._strikes:
             return None
         if len(set(self._failed)) == 1 and len(self._places) > self._least:
@@ -213,8 +216,9 @@ class Run:
             return None
         self._log.event(
             "gave_up",
-            f"{len(self._failed)} starts in a row ended within {self._settled:g} s, and min is "
-            f"{self._least}: giving up. The last output of worker {first.place}:",
+            f"{len(self._failed)} starts in a row ended within {self._settled:g} s or before a step "
+            "(lioncub_jax.elastic.stepped() says that one is done; make_train_step calls it), and "
+            f"min is {self._least}: giving up. The last output of worker {first.place}:",
             place=first.place, code=code, last=list(first.last),
         )  # fmt: skip
         for line in first.last:
@@ -262,7 +266,12 @@ class Run:
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
         own = wiring(["127.0.0.1"] * len(self._places), index, port, interface="lo")
-        return kept | dict(os.environ) | own | {"LIONCUB_START": str(self._starts)}
+        start = {"LIONCUB_START": str(self._starts), STEPPED: str(self._stepped())}
+        return kept | dict(os.environ) | own | start
+
+    def _stepped(self) -> Path:
+        """What a worker makes when a step of this start is done."""
+        return Path(self._kept, f"stepped-{self._starts}")
 
     def _thread(self, task: Callable[[Worker], None], worker: Worker) -> threading.Thread:
         started = threading.Thread(target=task, args=(worker,), daemon=True)

@@ -1,21 +1,25 @@
 """Compiled programs that are kept in a folder, so that a run that is started again compiles nothing.
 
 JAX's own compilation cache is written by process 0 alone, and on CPUs no other process finds what it
-wrote: all the others compile at every start. Here each process keeps its own.
+wrote: all the others compile at every start. Here each process keeps its own, compiled without that cache:
+what XLA's CPU backend has read from it carries no code that could be written again.
 """
 
+import contextlib
 import hashlib
 import importlib.metadata
 import os
 import platform
 import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax import extend
 from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 DIGEST = 32  # bytes of a SHA-256, in front of what is kept
@@ -25,6 +29,9 @@ CONFIG = (  # what changes a program and is not in its text
     "jax_exec_time_optimization_effort", "jax_memory_fitting_effort",
 )  # fmt: skip
 FLAGS = "XLA_FLAGS", "LIBTPU_INIT_ARGS"
+FORMAT = "2"  # of 1 some were written without their code
+# Its default. An option makes JAX compile what it has compiled in this process before.
+ANEW = {"xla_embed_ir_in_executable": False}
 
 
 class Programs:
@@ -90,7 +97,8 @@ class Programs:
         return compiled
 
     def _written(self, path: Path, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-        compiled = lowered.compile()
+        with _without_cache():
+            compiled = lowered.compile(compiler_options=ANEW)
         try:
             program, _, _ = serialize_executable.serialize(compiled)
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -106,7 +114,7 @@ class Programs:
     def _name(self, lowered: jax.stages.Lowered) -> str:
         devices = self._mesh.devices.flat
         made_of = [
-            lowered.as_text(), *map(importlib.metadata.version, PACKAGES), platform.node(),
+            FORMAT, lowered.as_text(), *map(importlib.metadata.version, PACKAGES), platform.node(),
             extend.backend.get_backend().platform_version,
             *(os.environ.get(flags, "") for flags in FLAGS), self._options, jax.process_index(),
             [(d.id, d.device_kind, d.process_index) for d in devices], self._mesh.axis_types,
@@ -114,6 +122,19 @@ class Programs:
             *(getattr(jax.config, name, None) for name in CONFIG),
         ]  # fmt: skip
         return hashlib.sha256("\0".join(map(str, made_of)).encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def _without_cache() -> Iterator[None]:
+    """Compiles without JAX's compilation cache; JAX asks for the option once, until it is reset."""
+    enabled: bool = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", enabled)
+        compilation_cache.reset_cache()
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -32,6 +32,7 @@ from lioncub_jax.mesh.specs import (
     spec_of,
     stacked,
 )
+from lioncub_jax.progress import stepped
 from lioncub_jax.training import gradients
 from lioncub_jax.training.local import (
     check_local,
@@ -310,6 +311,9 @@ class TrainStep:
             state, metrics = self._programs(state, batch, static=cut)
         else:
             state, metrics = self._jitted(state, batch, cut)
+        if not self._in_flight:  # the first
+            metrics["loss"].block_until_ready()
+            stepped()
         # XLA's CPU collectives deadlock where dozens of steps are in flight; eight cost nothing.
         self._in_flight.append(metrics["loss"])
         if self._bounded and len(self._in_flight) == self._in_flight.maxlen:
