@@ -1,5 +1,6 @@
 """Eight CPU devices for every test, a quick compiler, and one way to run a transform on some workers."""
 
+import gc
 import os
 
 import jax
@@ -13,7 +14,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 # Tests compile much and run little. So XLA is told not to optimise machine code, which takes a third of
 # the time for the same collectives, and to use no fused multiply-add, whose one rounding in place of two
 # is in one program and not in the next. With an empty XLA_FLAGS they compile as for users, as `make
-# test-all` does for the tests of equality.
+# test-long` does for the tests of equality.
 QUICK = (
     "--xla_backend_optimization_level=0",
     "--xla_cpu_use_fusion_emitters=false",
@@ -27,6 +28,17 @@ AXIS = "data"
 @pytest.fixture(scope="session", autouse=True)
 def eight_devices():
     assert len(jax.devices()) == 8, "XLA was started before conftest.py could ask for 8 CPU devices"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_end_with_their_file(request):
+    """JAX's caches never shrink by themselves: two processes of a whole run held 5 GB each."""
+    yield
+    for value in vars(request.module).values():
+        if hasattr(value, "cache_clear"):
+            value.cache_clear()
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

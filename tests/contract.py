@@ -1,0 +1,477 @@
+"""What every transform of this library promises, in one list of transforms and one of properties.
+
+A transform runs on three workers of two devices each, on parameters that are cut over those two and whose
+sizes nothing divides. It is compiled once for all that is asked of that program.
+"""
+
+import functools
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import lioncub_jax as lc
+from lioncub_jax import baselines
+
+Q, WIRES = lc.quantize, lc.wires
+RATE = 1 / 8
+HOW = {"learning_rate": RATE, "weight_decay": 0.0}
+
+
+def made(make, *arguments, **options):
+    """``axis_name -> transform``."""
+    return functools.partial(make, *arguments, **options)
+
+
+# A name, the transform, and what it is with one worker alone; None: codes are coarser than that.
+LION = optax.lion(RATE, weight_decay=0.0)
+SGD = optax.sgd(RATE)
+TRANSFORMS = {
+    "vote": (made(lc.lion_cub, **HOW), LION),
+    "vote, 3 bits, random": (
+        made(lc.lion_cub, quantizer=Q.midrise(3, rounding=Q.stochastic()), **HOW), LION
+    ),
+    "vote, ternary": (made(lc.lion_cub, quantizer=Q.ternary(), **HOW), LION),
+    "vote, int8": (
+        made(lc.lion_cub, quantizer=Q.integer(8), wire=WIRES.counts(), **HOW), LION
+    ),
+    "vote, lanes": (
+        made(lc.lion_cub, quantizer=Q.integer(5), wire=WIRES.lanes(), **HOW), LION
+    ),
+    "vote, gathered": (made(lc.lion_cub, wire=WIRES.gathered(), **HOW), LION),
+    "vote, buckets": (made(lc.lion_cub, bucket_size=3000, **HOW), LION),
+    "vote, synced": (made(lc.lion_cub, sync=lc.sync.every(2), **HOW), LION),
+    "vote, synced in codes": (
+        made(lc.lion_cub, sync=lc.sync.coded(lc.sync.every(2)), **HOW), LION
+    ),
+    "average": (made(lc.distributed_lion, average=True, **HOW), LION),
+    "owner": (made(lc.owner_lion, **HOW), LION),
+    "owner, rotated": (made(lc.owner_lion, quantizer=Q.rotated_sign(), **HOW), LION),
+    "coded adamw": (
+        made(lc.coded_gradients, optax.adamw(RATE), bits=4), optax.adamw(RATE)
+    ),
+    "global lion": (made(lc.global_gradients, LION), LION),
+    "sgd": (made(baselines.sgd, **HOW), optax.sgd(RATE, 0.9)),
+    "adamw": (made(baselines.adamw, **HOW), optax.adamw(RATE, weight_decay=0.0)),
+    "lion": (made(baselines.lion, **HOW), LION),
+    "signsgd": (made(baselines.signsgd, **HOW), optax.sign_sgd(RATE)),
+    "signum": (
+        made(baselines.signum, momentum=0.5, **HOW),
+        optax.lion(RATE, 0.5, 0.5, weight_decay=0.0),
+    ),
+    "ef_signsgd": (made(baselines.ef_signsgd, **HOW), SGD),
+    "terngrad": (made(baselines.terngrad, **HOW), SGD),
+    "qsgd": (made(baselines.qsgd, bits=2, **HOW), SGD),
+    "qsgd, two-phase": (made(baselines.qsgd, bits=3, wire=WIRES.two_phase(), **HOW), SGD),
+    "powersgd": (made(baselines.powersgd, SGD, 2), SGD),
+    "powersgd, 6 bits": (made(baselines.powersgd, SGD, 2, 6), SGD),
+    "one_bit_adam": (made(baselines.one_bit_adam, warmup=2, **HOW), None),
+    "zero_one_adam": (made(baselines.zero_one_adam, freeze_after=2, **HOW), None),
+    "dgc": (made(baselines.dgc, density=0.01, **HOW), None),
+    "diloco": (made(baselines.diloco), optax.sgd(0.7, 0.9, nesterov=True)),
+    "diloco, 4 bits": (made(baselines.diloco, bits=4), optax.sgd(0.7, 0.9, nesterov=True)),
+}  # fmt: skip
+
+
+def transform(name, axis_name):
+    return TRANSFORMS[name][0](axis_name=axis_name)
+
+
+def test_every_optimizer_signs():
+    makers = {make.func.__name__ for make, _ in TRANSFORMS.values()}
+    ours = {"lion_cub", "distributed_lion", "owner_lion", "coded_gradients", "global_gradients"}
+    assert makers == ours | {*baselines.__all__}
+
+
+ALL = pytest.mark.parametrize("name", TRANSFORMS)
+# Averages of floats, which have no abstention of their own.
+FLOATS = {"global lion", "sgd", "adamw", "lion", "diloco"}
+CODED = pytest.mark.parametrize("name", [name for name in TRANSFORMS if name not in FLOATS])
+
+SHAPES = {"w": (34, 130), "b": (65,), "s": ()}
+SPECS = {"w": P("tensor"), "b": P(), "s": P()}
+WHOLE = dict.fromkeys(SHAPES, P())
+WORKERS = 3
+
+
+def numbers(seed, *lead):
+    rng = np.random.default_rng(seed)
+    return {k: rng.normal(size=(*lead, *s)).astype(np.float32) for k, s in SHAPES.items()}
+
+
+PARAMS = numbers(0)
+
+
+def workers_of(count, cut=1, axes=("data", "tensor")):
+    devices = jax.devices()[: count * cut]
+    kinds = (AxisType.Auto,) * 2
+    return lc.Workers(jax.make_mesh((count, cut), axes, axis_types=kinds, devices=devices), "data")
+
+
+class Run:
+    """A transform on a mesh, with its program and the state after three steps."""
+
+    def __init__(self, tx, workers, specs):
+        self.tx, self.workers = tx, workers
+        self.on = lc.on_mesh(tx, workers, specs=specs)
+        self.first = PARAMS, self.on.init(PARAMS)
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), numbers(1, workers.count)
+        )
+        nobody = np.zeros(workers.count, bool)
+        lies = workers.shardings(specs), self.on.shardings(PARAMS)
+        jitted = jax.jit(self._step, out_shardings=lies)
+        first = jax.tree.map(jax.device_put, self.first, lies)
+        self.program = jitted.lower(*first, shapes, nobody).compile()
+        self.first = first
+        self.at = self.after(*first, seeds=(1, 2, 3))
+
+    def _step(self, params, state, grads, abstain):
+        updates, state = self.on.update(grads, state, params, abstain=abstain)
+        return optax.apply_updates(params, updates), state
+
+    def step(self, params, state, grads, abstain=()):
+        told = np.isin(np.arange(self.workers.count), abstain)
+        return self.program(params, state, grads, told)
+
+    def after(self, params, state, seeds):
+        """Steps in which one worker after the other sits out once."""
+        for seed in seeds:
+            grads = numbers(seed, self.workers.count)
+            params, state = self.step(params, state, grads, [seed % 4])
+        return params, state
+
+
+@functools.cache
+def run_of(name):
+    workers = workers_of(WORKERS, 2)
+    return Run(transform(name, workers), workers, SPECS)
+
+
+def plain(tree):
+    """Leaves by path, as numpy; statistics of the last vote left out."""
+    found = {jax.tree_util.keystr(p): x for p, x in jax.tree_util.tree_leaves_with_path(tree)}
+    return {path: np.asarray(x) for path, x in found.items()}
+
+
+def assert_same(found, wanted, **tolerance):
+    found, wanted = plain(found), plain(wanted)
+    assert found.keys() == wanted.keys()
+    for path, value in wanted.items():
+        assert found[path].dtype == value.dtype, path
+        np.testing.assert_allclose(found[path], value, **{"rtol": 0, **tolerance}, err_msg=path)
+
+
+# --- What travels
+
+
+def sent(collectives, gated):
+    return sum(x.sent_bytes for x in collectives if "data" in x.axes and x.gated == gated)
+
+
+@ALL
+def test_the_bytes_of_the_program_are_those_that_are_predicted(name):
+    run = run_of(name)
+    found = lc.traffic.collectives(run.program, run.workers.mesh)
+    cut = {"specs": SPECS, "inner_axes": {"tensor": 2}, "platform": "cpu"}
+    asked = functools.partial(lc.traffic.of, run.tx, PARAMS, WORKERS, **cut)
+    if "one_adam" in name or "one_bit_adam" in name:  # floats at first, codes behind it
+        of_op = Counter()
+        for x in found:
+            of_op[x.op] += x.sent_bytes * ("data" in x.axes)
+        floats, codes = asked(step=0).sent_bytes, asked(step=9).sent_bytes
+        assert sent(found, gated=False) == 0
+        # XLA may see that two buckets count the same workers.
+        assert 0 <= floats - of_op.pop("all-reduce") <= 8
+        assert sum(of_op.values()) == codes
+    else:
+        assert sent(found, gated=False) == asked().sent_bytes > 0
+    # Over the other axes go flags and counts of votes, and a shared scale.
+    inside = sum(x.sent_bytes for x in found if x.axes == ("tensor",))
+    assert inside <= 40 and all(x.axes in {("data",), ("tensor",)} for x in found)
+    assert asked().parameters == 34 * 130 / 2 + 65 + 1
+
+
+# --- Whose the state is
+
+# Fields that differ between workers, each worker's or each owner's own; all others are the same everywhere.
+OWN = {
+    "vote": "mu", "average": "mu", "signum": "mu", "owner": "error owner.mu",
+    "ef_signsgd": "error owner.error", "coded adamw": "error owner.error",
+    "diloco, 4 bits": "error owner.error", "vote, synced in codes": "mu owner.error",
+    "powersgd": "error", "one_bit_adam": "error owner.error", "zero_one_adam": "error owner.error",
+    "dgc": "velocity residual",
+}  # fmt: skip
+
+
+def own_fields(name):
+    return set(OWN.get(name, OWN.get(name.split(",")[0], "")).split())
+
+
+def field_of(path):
+    """``owner.mu`` of ``[0].owner[1].value.mu``, ``error`` of ``[0].error['w']``."""
+    names = re.findall(r"\.(\w+)", path)
+    return ".".join(["owner"] * ("owner" in names) + names[-1:])
+
+
+@ALL
+def test_state_is_where_it_is_said_to_be(name):
+    run, found = run_of(name), set()
+    params, state = run.at
+    lies = jax.tree.leaves(run.on.shardings(PARAMS))
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    assert len(lies) == len(leaves)
+    for (path, x), sharding in zip(leaves, lies, strict=True):
+        assert x.sharding.is_equivalent_to(sharding, x.ndim), path
+        if "data" in jax.tree.leaves(tuple(x.sharding.spec)):
+            assert x.shape[0] % WORKERS == 0
+            found.add(field_of(jax.tree_util.keystr(path)))
+    assert found == own_fields(name)
+    for path, x in jax.tree_util.tree_leaves_with_path((params, state)):
+        copies = {}
+        for (
+            shard
+        ) in x.addressable_shards:  # what is the same on several devices is the same to the bit
+            first = copies.setdefault(str(shard.index), np.asarray(shard.data))
+            np.testing.assert_array_equal(np.asarray(shard.data), first, err_msg=str(path))
+
+
+# --- Abstention
+
+
+def with_worker_1(grads, value):
+    changed = {k: g.copy() for k, g in grads.items()}
+    for g in changed.values():
+        g[1] = value
+    return changed
+
+
+def differing(found, wanted):
+    found, wanted = plain(found), plain(wanted)
+    return {path for path in wanted if not np.array_equal(found[path], wanted[path])}
+
+
+@CODED
+def test_who_abstains_has_no_influence_and_keeps_what_it_had(name):
+    run, grads = run_of(name), numbers(9, WORKERS)
+    told = run.step(*run.at, grads, [1])
+    assert_same(run.step(*run.at, with_worker_1(grads, 1e30), [1]), told)
+    assert_same(run.step(*run.at, with_worker_1(grads, np.nan), [1]), told)
+    # A gradient that is not finite abstains by itself, and one that is counts.
+    assert_same(run.step(*run.at, with_worker_1(grads, np.nan)), told)
+    assert_same(run.step(*run.at, with_worker_1(grads, np.inf)), told)
+    assert differing(run.step(*run.at, grads)[0], told[0])
+    before, after = plain(run.at[1]), plain(told[1])
+    for path in before:
+        if field_of(path) in own_fields(name) and "owner" not in path and "synced" not in name:
+            np.testing.assert_array_equal(after[path][1], before[path][1], err_msg=path)
+            assert "'w'" not in path or (after[path][0] != before[path][0]).any(), path
+
+
+# On these a mean of nobody is zero, and the optimizer behind it goes on; a sync goes on as well.
+GOES_ON = {"coded adamw", "diloco, 4 bits", "vote, synced", "vote, synced in codes"}
+
+
+@CODED
+def test_where_nobody_votes_nothing_moves_and_no_counter_of_updates(name):
+    run = run_of(name)
+    for grads, abstain in ((numbers(9, WORKERS), [0, 1, 2]), (numbers(9, WORKERS), ())):
+        if not abstain:
+            grads = {k: np.full_like(g, np.nan) for k, g in grads.items()}
+        moved = differing(run.step(*run.at, grads, abstain), run.at)
+        said = {path for path in moved if field_of(path) in {"abstained", "abstentions", "ties"}}
+        seed = {
+            path for path in moved if field_of(path) == "count"
+        }  # of random bits, not of updates
+        assert (said and len(seed) == 1) or name in GOES_ON
+        assert moved <= said | seed or name in GOES_ON, moved
+
+
+# --- Going on from a checkpoint
+
+
+# One of each kind of state.
+SAVED = [
+    "vote, synced in codes", "owner", "coded adamw", "global lion", "ef_signsgd", "powersgd, 6 bits",
+    "one_bit_adam", "zero_one_adam", "dgc",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def restored(tmp_path_factory):
+    """Several transforms as one state, saved and read back."""
+    runs = {name: run_of(name) for name in SAVED}
+
+    def state(parts, step, key):
+        params = {name: params for name, (params, _) in parts.items()}
+        opt_states = {name: state for name, (_, state) in parts.items()}
+        return lc.TrainState(jnp.int32(step), params, (), opt_states, jax.random.key(key))
+
+    with lc.Checkpoints(tmp_path_factory.mktemp("saved"), axis_name="data") as checkpoints:
+        checkpoints.save(state({name: run.at for name, run in runs.items()}, 3, 1), wait=True)
+        like = state({name: run.first for name, run in runs.items()}, 0, 0)
+        found = checkpoints.restore(like).state
+    assert int(found.step) == 3
+    return {name: (found.params[name], found.opt_state[name]) for name in SAVED}
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_a_run_goes_on_from_its_checkpoint_to_the_bit(name, restored):
+    run = run_of(name)
+    assert_same(restored[name], run.at)
+    assert_same(run.after(*restored[name], seeds=(4, 5)), run.after(*run.at, seeds=(4, 5)))
+
+
+# --- Types
+
+# One of each kind of arithmetic; what is left out computes nothing else.
+WIDE = [
+    "vote, 3 bits, random", "vote, ternary", "vote, int8", "vote, synced in codes", "owner",
+    "terngrad", "powersgd, 6 bits", "one_bit_adam", "dgc",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_sixty_four_bits_change_no_dtype_and_no_number(name):
+    """State that changed its dtype would trace twice, and could not be restored."""
+    run, grads = run_of(name), numbers(9, WORKERS)
+    with jax.enable_x64(True):
+        on = lc.on_mesh(transform(name, run.workers), run.workers, specs=SPECS)
+        told = np.zeros(WORKERS, bool)
+        wide = jax.jit(on.update)(grads, run.at[1], run.at[0], abstain=told)
+        moved = optax.apply_updates(run.at[0], wide[0])
+    # optax corrects Adam's bias in 64 bits then.
+    assert_same((moved, wide[1]), run.step(*run.at, grads), atol=1e-4 if "adam" in name else 0)
+
+
+@ALL
+def test_an_update_has_the_dtype_of_its_gradient(name):
+    kinds = {"w": jnp.bfloat16, "b": jnp.float32, "s": jnp.float16}
+    if name.startswith(("powersgd", "dgc")):
+        kinds["s"] = jnp.bfloat16
+    workers = workers_of(WORKERS)
+    on = lc.on_mesh(transform(name, workers), workers, specs=WHOLE)
+    params = {k: jax.ShapeDtypeStruct(SHAPES[k], kind) for k, kind in kinds.items()}
+    grads = {k: jax.ShapeDtypeStruct((WORKERS, *SHAPES[k]), kind) for k, kind in kinds.items()}
+    state = jax.eval_shape(on.init, params)
+    updates, after = jax.eval_shape(on.update, grads, state, params)
+    assert {k: u.dtype for k, u in updates.items()} == kinds
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), state
+    )
+
+
+# --- One worker, and numbers that are arrays
+
+
+def outcomes(txs, workers):
+    """Parameters after three steps of some transforms, all in one program."""
+    on = {name: lc.on_mesh(tx, workers, specs=WHOLE) for name, tx in txs.items()}
+
+    @jax.jit
+    def steps(params, grads):
+        done = {}
+        for name, tx in on.items():
+            at, state = params, tx.init(params)
+            for g in grads:
+                updates, state = tx.update(g, state, at)
+                at = optax.apply_updates(at, updates)
+            done[name] = at
+        return done
+
+    return steps(PARAMS, [numbers(seed, workers.count) for seed in (1, 2, 3)])
+
+
+def test_one_worker_alone_is_the_plain_optimizer():
+    workers = workers_of(1)
+    plain_ones = {name: tx for name, (_, tx) in TRANSFORMS.items() if tx is not None}
+    found = outcomes({name: transform(name, workers) for name in plain_ones}, workers)
+
+    @jax.jit
+    def wanted(params, grads):
+        done = {}
+        for name, tx in plain_ones.items():
+            at, state = params, tx.init(params)
+            for g in grads:
+                updates, state = tx.update(g, state, at)
+                at = optax.apply_updates(at, updates)
+            done[name] = at
+        return done
+
+    want = wanted(PARAMS, [numbers(seed) for seed in (1, 2, 3)])
+    for name in plain_ones:
+        # Adam's roots and quotients are fused with what follows, or not.
+        assert_same(found[name], want[name], atol=1e-6 if "adam" in name else 0)
+
+
+INJECTED = {  # what is static besides the axis
+    lc.lion_cub: {},
+    lc.distributed_lion: {},
+    lc.owner_lion: {},
+    baselines.signum: {"weight_decay": 0.0},
+}
+
+
+def test_injected_hyperparameters_change_nothing():
+    workers = workers_of(2)
+    plainly, injected = {}, {}
+    for make, static in INJECTED.items():
+        how = {**HOW, **static, "axis_name": workers}
+        plainly[make.__name__] = make(**how)
+        inject = optax.inject_hyperparams(make, static_args=("axis_name", *static))
+        injected[make.__name__] = inject(**how)
+    assert_same(outcomes(injected, workers), outcomes(plainly, workers))
+
+
+# --- Refusals that all share
+
+
+def traced(tx, grads=None, params=PARAMS, **extra):
+    """An update of one worker of two, by shape."""
+    grads = PARAMS if grads is None else grads
+
+    def worker(grads, params):
+        own = jax.lax.pcast(grads, "data", to="varying")
+        return tx.update(own, tx.init(own), params, **extra)[0]
+
+    mesh = workers_of(2).mesh
+    mapped = jax.shard_map(worker, mesh=mesh, in_specs=P(), out_specs=P())
+    return jax.eval_shape(mapped, grads, params)
+
+
+def refused(call, *words, kind=(TypeError, ValueError)):
+    with pytest.raises(kind) as caught:
+        call()
+    for word in words:
+        assert word in str(caught.value)
+
+
+@ALL
+def test_what_no_transform_can_work_with_is_refused(name):
+    make = functools.partial(transform, name)
+    tx = make("data")
+    unbound = "is not a mesh axis here", "jax.shard_map or jax.pmap"
+    refused(lambda: tx.update(PARAMS, tx.init(PARAMS), PARAMS), "axis_name='data'", *unbound)
+    refused(lambda: traced(make("batch")), "axis_name='batch'", "the mapped axes are ('data',")
+    for axis in ((), ("data", "data"), 0):
+        refused(lambda axis=axis: make(axis), f"axis_name={axis!r}", "a string, a tuple of names")
+    if name in FLOATS:  # which would be averaged, or averaged again
+        return
+    whole = {**PARAMS, "w": np.ones((3, 5), np.int32)}
+    refused(lambda: traced(tx, whole, whole), "['w'] is int32", "only floating leaves can vote")
+    refused(lambda: traced(tx, abstain=np.zeros(3, bool)), "abstain", "(3,)")
+
+    def summed(params):
+        state = tx.init(params)
+        x = jax.lax.axis_index("data").astype(jnp.float32)
+        grads = jax.grad(lambda p: x * jnp.sum(p["w"] ** 2))(params)
+        return tx.update(grads, state, params)[0]
+
+    mapped = jax.shard_map(summed, mesh=workers_of(2).mesh, in_specs=P(), out_specs=P())
+    refused(lambda: jax.eval_shape(mapped, PARAMS), "already reduced in full precision")
