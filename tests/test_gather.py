@@ -1,25 +1,15 @@
 """The gather of replies: what all workers say, to all of them, in one all-gather or in two."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import AXIS
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
-from test_accounting import MIXED, sent_by_program
 
 import lioncub_jax as lc
 from lioncub_jax import wires
-from lioncub_jax.traffic import predict
 
-WORDS = np.random.default_rng(0).integers(0, 2**32, (8, 77), np.uint32)
-MESHES = {
-    "one axis": ({"a": 8}, "a"),
-    "two axes": ({"a": 2, "b": 4}, ("a", "b")),
-    "turned": ({"a": 2, "b": 4}, ("b", "a")),
-    "three axes": ({"a": 2, "b": 2, "c": 2}, ("c", "a", "b")),
-}
+WORDS = np.random.default_rng(0).integers(0, 2**32, (8, 12_877), np.uint32)  # so many are padded
 
 
 @pytest.fixture(params=[1, 2, 4])
@@ -29,17 +19,12 @@ def row(request, monkeypatch):
     return request.param
 
 
-def mesh_with(sizes):
-    return jax.make_mesh(
-        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
-    )
-
-
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("name", MESHES)
-def test_words_are_in_the_order_of_the_workers_and_the_same_on_all(row, name, check_vma):
-    sizes, axis = MESHES[name]
-    mesh = mesh_with(sizes)
+@pytest.mark.parametrize("axes", ["a", "ba", "cab"])
+def test_words_are_in_the_order_of_the_workers_and_the_same_on_all(row, axes, check_vma):
+    sizes = {"a": (8,), "ba": (2, 4), "cab": (2, 2, 2)}[axes]
+    mesh = jax.make_mesh(sizes, tuple(sorted(axes)), axis_types=(AxisType.Auto,) * len(axes))
+    axis = tuple(axes) if len(axes) > 1 else axes
 
     def gather(words):
         every = wires.gather_words(words[0], axis)
@@ -47,70 +32,44 @@ def test_words_are_in_the_order_of_the_workers_and_the_same_on_all(row, name, ch
         return every
 
     run = jax.shard_map(gather, mesh=mesh, in_specs=P(axis), out_specs=P(), check_vma=check_vma)
-    found = jax.jit(run)(WORDS)
-    assert all((np.asarray(one.data) == WORDS).all() for one in found.addressable_shards)
     compiled = jax.jit(run).lower(WORDS).compile()
-    assert lc.traffic.compiled_bytes(compiled, mesh) == wires.words_bytes(77, 8)
-    found = [(c.op, c.group_size) for c in lc.traffic.collectives(compiled, mesh) if c.sent_bytes]
-    assert found == [("all-gather", size) for size in ([8] if row == 1 else [8 // row, row])]
+    assert all((np.asarray(one.data) == WORDS).all() for one in compiled(WORDS).addressable_shards)
+    sent = [c for c in lc.traffic.collectives(compiled, mesh) if c.sent_bytes]
+    assert sum(c.sent_bytes for c in sent) == wires.words_bytes(12_877, 8) > 4 * 7 * 12_877
+    assert {c.op for c in sent} == {"all-gather"}
+    assert [c.group_size for c in sent] == ([8] if row == 1 else [8 // row, row])
 
 
-def test_words_among_a_part_of_the_mesh(row):
-    mesh = mesh_with({"a": 4, "tp": 2})
-
-    def gather(words):
-        return wires.gather_words(words[0, 0], "a")[None]
-
-    specs = {"in_specs": P("a", "tp"), "out_specs": P("tp")}
-    if row < 4:
-        found = jax.jit(jax.shard_map(gather, mesh=mesh, **specs))(WORDS.reshape(4, 2, -1))
-        assert (found == WORDS.reshape(4, 2, -1).swapaxes(0, 1)).all()
-
-
-def test_words_under_pmap(row):
+def test_words_under_pmap_and_among_a_part_of_the_mesh(row):
     found = jax.pmap(lambda words: wires.gather_words(words, "a"), axis_name="a")(WORDS)
     assert (found == WORDS).all()
-
-
-@pytest.mark.parametrize("scheme", [{}, {"wire": wires.gathered()}])
-def test_a_step_sends_what_is_predicted(row, scheme):
-    assert sent_by_program(scheme, 8) == predict(MIXED, 8, platform="cpu", **scheme).sent_bytes
-
-
-def test_a_step_is_the_same_step(monkeypatch, mesh_of):
-    tx, found = lc.lion_cub(1e-2, axis_name=AXIS), []
-    for row in (1, 4):
-        monkeypatch.setattr(wires, "_row", lambda words, workers, row=row: row)
-
-        def update(grads):
-            return tx.update(grads, tx.init(grads), jnp.zeros(300))[0]
-
-        run = jax.shard_map(update, mesh=mesh_of(8), in_specs=P(AXIS), out_specs=P())
-        found.append(jax.jit(run)(jnp.sin(jnp.arange(8 * 300.0))))
-    assert (found[0] == found[1]).all() and len(set(found[0].tolist())) > 1
+    if row < 4:
+        mesh = jax.make_mesh((4, 2), ("a", "tp"), axis_types=(AxisType.Auto,) * 2)
+        run = jax.shard_map(
+            lambda words: wires.gather_words(words[0, 0], "a")[None],
+            mesh=mesh, in_specs=P("a", "tp"), out_specs=P("tp"),
+        )  # fmt: skip
+        words = WORDS.reshape(4, 2, -1)
+        assert (jax.jit(run)(words) == words.swapaxes(0, 1)).all()
 
 
 @pytest.mark.parametrize(
     ("kind", "workers", "parts", "words", "row"),
     [
-        ("TPU v5 lite", 256, 1, 1040, 16),
         ("TPU v5 lite", 256, 1, 2**14, 16),  # a result of 16 MiB
         ("TPU v5 lite", 256, 1, 2**14 + 128, 1),
         ("TPU v5 lite", 128, 1, 1040, 8),
         ("TPU v6 lite", 64, 1, 1040, 8),
         ("TPU v6 lite", 32, 1, 1040, 1),
         ("TPU v5", 1024, 1, 2**20, 32),
-        ("TPU v5", 512, 1, 1040, 16),
-        ("TPU v5", 96, 1, 1040, 8),
         ("TPU v5", 67, 1, 1040, 1),  # a prime has no rows
         ("TPU v5", 512, 2, 1040, 1),  # not all chips
         ("NVIDIA H100 80GB HBM3", 256, 1, 1040, 1),
-        ("cpu", 256, 1, 1040, 1),
         (None, 256, 1, 1040, 1),
     ],
 )
 def test_in_two_only_where_a_tpu_would_reduce(kind, workers, parts, words, row):
-    platform = {"T": "tpu", "N": "gpu", "c": "cpu"}.get((kind or "")[:1])
+    platform = "tpu" if "TPU" in (kind or "") else "gpu"
     device = AbstractDevice(device_kind=kind, num_cores=None, platform=platform) if kind else None
     mesh = AbstractMesh((workers, parts), ("data", "tp"), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
