@@ -1,6 +1,4 @@
-"""From the smallest to the largest numbers: nothing is silent, and nothing stays broken."""
-
-from typing import NamedTuple
+"""From the smallest to the largest numbers and leaves: nothing is silent, and nothing stays broken."""
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +6,10 @@ import numpy as np
 import optax
 import pytest
 from conftest import AXIS
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
-from lioncub_jax import reference
 
 Q, D, WIRES = lc.quantize, lc.decide, lc.wires
 MEMORY = {"memory": lc.momentum.blend(0.5, 0.5)}
@@ -29,6 +27,10 @@ METHODS = {
 }
 
 
+def vote(**parts):
+    return lc.communicate(axis_name=AXIS, **{"memory": lc.momentum.nothing()} | parts)
+
+
 def first_updates(mesh, txs, grads):
     """Each transform's first update, of gradients ``[cases, W, n]``: ``[cases, n]``, and who abstained."""
 
@@ -44,72 +46,33 @@ def first_updates(mesh, txs, grads):
     return jax.tree.map(np.asarray, jax.jit(run)(jnp.asarray(grads)))
 
 
-def votes(parts):
-    return {
-        name: lc.communicate(axis_name=AXIS, **{"memory": lc.momentum.nothing()} | how)
-        for name, how in parts.items()
-    }
-
-
 POWERS = (0, -120, -64, -1, 64, 120)
 SIZES = (1e38, 1e20, 1e19, 1e-19, 1e-30, 1e-36)
-RENAMED = {
-    f"{name}, mine": {
-        of: part if of == "memory" else part._replace(name="mine")
-        for of, part in METHODS[name].items()
-    }
-    for name in ("2 bits", "sign, average", "integers", "ternary", "owner, feedback")
-}
-
-
-class First(NamedTuple):
-    """Gradients ``[W, n]`` times ``POWERS``, signs ``[n]`` times ``SIZES``, and the first updates."""
-
-    plain: np.ndarray
-    signs: np.ndarray
-    updates: dict
-    abstained: dict
 
 
 @pytest.fixture(scope="module")
 def first(mesh_of):
+    """Gradients ``[W, n]`` times ``POWERS``, signs ``[n]`` times ``SIZES``, and the first updates."""
     rng = np.random.default_rng(0)
     plain = rng.uniform(0.5, 2, (3, 700)) * rng.choice([-1, 0, 1], (3, 700), p=[0.45, 0.1, 0.45])
     signs = np.resize(np.float32([1, -1, -1]), 700)
     cases = [plain.astype(np.float32) * np.float32(2.0**power) for power in POWERS]
     cases += [np.stack([signs * np.float32(size)] * 3) for size in SIZES]
-    found = first_updates(mesh_of(3), votes(METHODS | RENAMED), np.stack(cases))
-    updates, abstained = ({name: x[i] for name, x in found.items()} for i in (0, 1))
-    return First(plain, signs, updates, abstained)
+    txs = {name: vote(**parts) for name, parts in METHODS.items()}
+    return plain, signs, first_updates(mesh_of(3), txs, np.stack(cases))
 
 
-def test_no_worker_abstains_because_numbers_are_huge_or_tiny(first):
-    for name, abstained in first.abstained.items():
-        assert not abstained.any(), name
-
-
-def test_a_power_of_two_changes_no_first_update(first):
-    for name in METHODS:
-        updates = first.updates[name][: len(POWERS)]
-        assert np.abs(updates[0]).mean() > 0.3, name
-        for power, update in zip(POWERS, updates, strict=True):
-            # A mean near zero, times 2**-120, may be no number that float32 holds.
-            decided = np.abs(first.plain.mean(0)) > (0.3 if "owner" in name else -1)
-            got, want = update[decided], updates[0][decided]
-            np.testing.assert_array_equal(got, want, err_msg=f"{name}, 2**{power}")
-
-
-def test_huge_and_tiny_gradients_are_followed(first):
-    for name in METHODS:
-        for size, update in zip(SIZES, first.updates[name][len(POWERS) :], strict=True):
-            np.testing.assert_array_equal(np.sign(update), first.signs, f"{name}, {size}")
-
-
-def test_what_is_not_built_by_us_behaves_by_its_fields(first):
-    """A part of another name is the same part."""
-    for name in RENAMED:
-        same = first.updates[name.removesuffix(", mine")]
-        np.testing.assert_array_equal(first.updates[name], same, name)
+@pytest.mark.parametrize("name", METHODS)
+def test_huge_and_tiny_gradients_are_followed_and_powers_of_two_change_nothing(first, name):
+    plain, signs, found = first
+    updates, abstained = found[name]
+    assert not abstained.any()
+    scaled, sized = np.split(updates, [len(POWERS)])
+    assert np.abs(scaled[0]).mean() > 0.3
+    # A mean near zero, times 2**-120, may be no number that float32 holds.
+    decided = np.abs(plain.mean(0)) > (0.3 if "owner" in name else -1)
+    np.testing.assert_array_equal(scaled[:, decided], [scaled[0, decided]] * len(POWERS))
+    np.testing.assert_array_equal(np.sign(sized), [signs] * len(SIZES))
 
 
 # --- What is stored comes back
@@ -129,43 +92,27 @@ def test_what_is_stored_saturates_and_comes_back(run_workers):
         "momentum at the owner": lc.owner_lion(mu_dtype=jnp.float16, **slow),
         "feedback": lc.owner_lion(quantizer=half, **slow),
     }
-    params = {"w": jnp.zeros(130)}
-    for size in (1e6, 1e8):
-        grads = {"w": np.full((40, 2, 130), -1, np.float32)}
-        grads["w"][0] = size
-        done = run_workers(txs, params, grads, np.zeros((40, 2), bool))
-        for name, (updates, state) in done.items():
-            assert_finite(state)
-            assert not optax.tree.get(state, "abstained").any(), name
-            assert (updates["w"][0] == -1).all(), name  # downhill: minus the sign
-            assert (updates["w"][-1] == 1).all(), (name, updates["w"][:, 0])
-
-
-def by_reference(simulator, grads):
-    """The updates of gradients ``[steps, W, n]``, all steps."""
-    state, updates = simulator.init({"w": jnp.zeros(grads["w"].shape[2])}, grads["w"].shape[1]), []
-    for g in grads["w"]:
-        update, state = jax.jit(simulator.update)({"w": jnp.asarray(g)}, state)
-        updates.append(update["w"])
-    return np.stack(updates)
+    # Each half of the leaf has its own rows.
+    grads = {"w": np.full((40, 2, 256), -1, np.float32)}
+    grads["w"][0] = np.repeat([1e6, 1e8], 128)
+    params = {"w": jnp.zeros(256)}
+    for name, (updates, state) in run_workers(txs, params, grads, np.zeros((40, 2), bool)).items():
+        assert_finite(state)
+        assert not optax.tree.get(state, "abstained").any(), name
+        assert (updates["w"][0] == -1).all(), name  # downhill: minus the sign
+        assert (updates["w"][-1] == 1).all(), (name, updates["w"][:, 0])
 
 
 def test_a_sum_that_overflows_is_as_with_nobody_there(run_workers):
-    workers = 2
-    parts = {
-        "two-phase": {"up": Q.dense()},
-        "all-reduce": {"up": Q.dense(), "wire": WIRES.all_reduce()},
-        "4 bits": {"up": Q.midrise(4)},
-    }
     txs = {
-        name: lc.communicate(axis_name=AXIS, memory=lc.momentum.nothing(), **AT_OWNER, **how)
-        for name, how in parts.items()
+        "two-phase": vote(**AT_OWNER, up=Q.dense()),
+        "all-reduce": vote(**AT_OWNER, up=Q.dense(), wire=WIRES.all_reduce()),
+        "4 bits": vote(**AT_OWNER, up=Q.midrise(4)),
     }
-    grads = {"w": np.ones((3, workers, 300), np.float32)}
+    grads = {"w": np.ones((3, 2, 300), np.float32)}
     grads["w"][1, :, :130] = 3e38
     params = {"w": jnp.zeros(300)}
-    done = run_workers(txs, params, grads, np.zeros((3, workers), bool))
-    want = by_reference(reference.momentum_at_owner(0.5, 0.5, codes=reference.dense()), grads)
+    done = run_workers(txs, params, grads, np.zeros((3, 2), bool))
     for name, (updates, state) in done.items():
         assert_finite(state)
         assert not state.abstained.any(), name
@@ -176,29 +123,46 @@ def test_a_sum_that_overflows_is_as_with_nobody_there(run_workers):
             assert not updates["w"][1, :128].any(), name
             # Two elements of a row that moves: without a sign they take the coin, as in any tie.
             assert state.ties[:, 0].tolist() == [0, 2, 0]
-            np.testing.assert_array_equal(updates["w"], want, name)
             mu = state.owner[0].value.mu.reshape(3, -1)
             np.testing.assert_array_equal(mu[1, :130], mu[0, :130], name)
 
 
-def test_counters_at_the_owner_stand_still_with_nobody_there(run_workers):
-    """Adam corrects its bias by the number of steps: two empty ones must not count."""
-    owner = D.momentum_at_owner(optax.scale_by_adam())
-    parts = {"owner": owner, "up": Q.dense(), "down": D.floats()}
-    txs = {
-        wire.name: lc.communicate(axis_name=AXIS, memory=lc.momentum.nothing(), wire=wire, **parts)
-        for wire in (WIRES.two_phase(), WIRES.all_reduce())
-    }
-    params = {"w": jnp.zeros(200)}
-    rng = np.random.default_rng(0)
-    grads = {"w": rng.choice([-3, -1, 1, 2], (5, 1, 200)).astype(np.float32).repeat(2, 1)}
-    abstain = np.zeros((5, 2), bool)
-    plain = run_workers(txs, params, jax.tree.map(lambda g: g[2:], grads), abstain[2:])
-    abstain[:2] = True
-    done = run_workers(txs, params, grads, abstain)
-    for name, (updates, state) in done.items():
-        assert not updates["w"][:2].any()
-        np.testing.assert_allclose(np.abs(updates["w"][2]), 1, rtol=1e-4)
-        np.testing.assert_array_equal(updates["w"][2:], plain[name][0]["w"])
-        assert state.owner[0].value.count[:, 0].tolist() == [0, 0, 1, 2, 3]
-        assert state.abstentions[:, 0].tolist() == [2, 4, 4, 4, 4]
+# --- Leaves of billions of elements, by their shape alone: nothing is allocated
+
+RANDOM = {"rounding": Q.stochastic()}
+OF_BILLIONS = METHODS | {
+    "integers, stochastic": {"up": Q.integer(6, **RANDOM), "wire": WIRES.lanes()},
+    "ternary, stochastic": {"up": Q.ternary(**RANDOM), "down": D.total()},
+    "owner, 1 bit": AT_OWNER | {"up": Q.midrise(1)},
+    "owner, levels": AT_OWNER | {"up": Q.levels(4, norm="l2", **RANDOM), "down": D.floats()},
+    "owner, bfloat16": AT_OWNER | {"up": Q.dense(jnp.bfloat16), "wire": WIRES.all_reduce()},
+    "feedback both ways, 4 bits": {
+        "up": Q.error_feedback(Q.midrise(4)),
+        "owner": D.feedback_at_owner(p=4),
+        "down": D.scaled(4),
+    },
+}
+
+
+@pytest.mark.parametrize("name", OF_BILLIONS)
+def test_leaves_of_billions_of_elements_can_be_traced_and_counted(name):
+    axes = {"devices": jax.devices()[:4], "axis_types": (AxisType.Auto,) * 2}
+    mesh, n = jax.make_mesh((2, 2), (AXIS, "tp"), **axes), 2**31 + 300
+    tx = vote(**OF_BILLIONS[name])
+
+    def worker(stacked):
+        grads = jax.tree.map(lambda x: x[0], stacked)
+        updates, state = tx.update(grads, tx.init(grads), grads)
+        return updates, jax.tree.map(lambda x: x[None], state)
+
+    # A leaf that is whole on each device, and one in two shards.
+    for size, spec in ((n, P(AXIS)), (2 * n, P(AXIS, "tp"))):
+        # Types are not followed to the outside, where each update is the same on all workers anyway.
+        run = jax.shard_map(worker, mesh=mesh, in_specs=spec, out_specs=P(mesh.axis_names))
+        leaf = jax.ShapeDtypeStruct((2, size), jnp.float32)
+        updates, state = jax.eval_shape(run, {"w": leaf})
+        assert updates["w"].dtype == jnp.float32 and updates["w"].size % n == 0
+        assert all(x.dtype.itemsize <= 4 for x in jax.tree.leaves(state))
+    parts = {of: part for of, part in OF_BILLIONS[name].items() if of != "memory"}
+    whole = {"w": jax.ShapeDtypeStruct((2**33 + 1,), jnp.float32)}
+    assert lc.traffic.predict(whole, 8, **parts).sent_bytes > 2**33 / 8

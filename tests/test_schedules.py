@@ -1,0 +1,44 @@
+"""Schedules of a sync: at which steps they are due."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lioncub_jax import sync
+
+DUE = [
+    (sync.every(4), [4, 8]),
+    (sync.first(3), [1, 2, 3]),
+    (sync.first(7, sync.every(3)), [3, 6]),
+    (sync.first(5, sync.thinning(2)), [1, 2, 4]),
+    (sync.thinning(3), [1, 2, 3, 5, 7]),
+    (sync.coded(), [3, 6, 9]),
+    (sync.first(7, sync.coded(sync.every(3))), [3, 6]),
+]
+
+
+@pytest.mark.parametrize(("schedule", "due"), DUE, ids=lambda x: getattr(x, "name", ""))
+def test_steps_at_which_a_schedule_is_due(schedule, due):
+    flags = jax.vmap(schedule.due)(jnp.arange(10))
+    assert (np.flatnonzero(flags[1:]) + 1).tolist() == due and flags.dtype == bool
+
+
+def test_thinning_goes_on_for_as_long_as_steps_are_counted():
+    last = 2**31 - 1
+    assert sync.thinning(1).due(jnp.int32(last))  # 2**n - 1
+    assert not sync.thinning(1).due(jnp.int32(last - 1))
+    times = np.flatnonzero(jax.vmap(sync.thinning(4).due)(jnp.arange(1, 1000)))
+    assert np.diff(times).tolist() == [int(2 ** (j / 4)) for j in range(1, len(times))]
+
+
+def test_never_and_adaptive_do_not_know_their_steps():
+    adaptive = sync.adaptive(2, 9, 0.25)
+    assert sync.never().due is adaptive.due is None and adaptive.ever > sync.never().ever
+    assert tuple(adaptive.gaps) == (2, 9, 0.25)
+
+
+def test_a_schedule_in_codes_says_which():
+    assert sync.every(3).up is None and sync.first(7, sync.coded()).up.bits == 1
+    up = sync.coded(bits=2).up
+    assert (up.bits, up.decodes, up.feedback) == (2, True, jnp.float32)
