@@ -1,232 +1,371 @@
-"""Gradients of each worker as global arrays, for trainers under ``jax.jit``."""
+"""Each worker's own gradient, of any ordinary model: as global arrays, under jit, shard_map and pmap."""
+
+import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import jax_utils, nnx
+from flax import linen as nn
+from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
-from lioncub_jax.traffic.compiled import collectives
 
 W, ROWS = 4, 3
-KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+BATCH, SAME, OWN, FOLDED = lc.training.Kind
 
 
-def mesh_of(kind="auto"):
-    return jax.make_mesh((W, 2), ("data", "tp"), axis_types=(KINDS[kind],) * 2)
+def workers_of(kind=AxisType.Auto):
+    return lc.Workers(jax.make_mesh((W, 2), ("data", "tensor"), axis_types=(kind,) * 2), "data")
 
 
-def data(seed=0):
-    rng = np.random.default_rng(seed)
-    return rng.normal(size=(W * ROWS, 6)).astype(np.float32)
-
-
+X = np.random.default_rng(0).normal(size=(W * ROWS, 6)).astype(np.float32)
 PARAMS = {"w": jnp.arange(6.0) / 8, "b": jnp.float32(0.5)}
-SPECS = {"w": P("tp"), "b": P()}
+SPECS = {"w": P("tensor"), "b": P()}
+WEIGHTS = np.arange(1000, dtype=np.float32) / 1000
 
 
-def loss(params, x, scale=1.0):
-    return jnp.mean((x @ params["w"] + params["b"]) ** 2) * scale
+def grad_of(loss, workers=None, **options):
+    return lc.worker_value_and_grad(loss, workers or workers_of(), specs=SPECS, **options)
 
 
-def placed(mesh):
-    return jax.tree.map(lambda s, p: jax.device_put(p, NamedSharding(mesh, s)), SPECS, PARAMS)
+def plain(params, x):
+    return jnp.mean((x @ params["w"] + params["b"]) ** 2)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_worker_has_the_gradient_of_its_own_rows(kind):
-    mesh, x = mesh_of(kind), data()
-    grad_fn = jax.jit(lc.worker_value_and_grad(loss, mesh, axis_name="data", specs=SPECS))
-    batch = jax.device_put(x, NamedSharding(mesh, P("data")))
-    value, grads = grad_fn(placed(mesh), batch, 2.0)
-    rows = x.reshape(W, ROWS, 6)
-    each = [jax.value_and_grad(loss)(PARAMS, rows[i], 2.0) for i in range(W)]
-    np.testing.assert_allclose(value, np.mean([v for v, _ in each]), rtol=1e-6)
+def weighted(params, x, weights, scale=1.0):
+    """Weights of the columns: there are as many as the workers could cut."""
+    return plain(params, x) * jnp.sum(weights) * scale
+
+
+def each_alone(loss, params, batch, *args):
+    """Values and gradients of the workers, one after the other."""
+    found = [jax.value_and_grad(loss)(params, rows, *args) for rows in np.split(batch, W)]
+    return jax.tree.map(lambda *parts: np.stack(parts), *found)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_every_worker_has_the_gradient_of_its_own_rows_and_of_all_class_weights(kind):
+    workers = workers_of(kind)
+    grad_fn = jax.jit(grad_of(weighted, workers, in_kinds=(BATCH, SAME, None)))
+    given = {n: NamedSharding(workers.mesh, spec) for n, spec in {**SPECS, "x": P("data")}.items()}
+    given = jax.device_put({**PARAMS, "x": X}, given)
+    args = given, given.pop("x"), WEIGHTS, 2.0
+    value, grads = grad_fn(*args)
+    values, wanted = each_alone(weighted, PARAMS, X, WEIGHTS, 2.0)
+    np.testing.assert_allclose(value, values.mean(), rtol=1e-5)
     for name in PARAMS:
-        np.testing.assert_allclose(grads[name], [g[name] for _, g in each], rtol=1e-5)
-    assert grads["w"].sharding.is_equivalent_to(NamedSharding(mesh, P("data", "tp")), 2)
-    across = [
-        one
-        for one in collectives(grad_fn.lower(placed(mesh), batch, 2.0).compile(), mesh)
-        if "data" in one.axes
-    ]
-    assert [one.payload_bytes for one in across] == [4]  # the loss
+        np.testing.assert_allclose(grads[name], wanted[name], rtol=1e-4)
+    lies = NamedSharding(workers.mesh, P("data", "tensor"))
+    assert grads["w"].sharding.is_equivalent_to(lies, 2)
+    found = lc.traffic.collectives(grad_fn.lower(*args).compile(), workers.mesh)
+    assert [one.payload_bytes for one in found if "data" in one.axes] == [4]  # the loss
 
 
-def test_what_a_loss_says_besides_comes_back_as_of_the_whole_batch():
-    def with_aux(params, x, y):
-        out = x @ params["w"]
-        return jnp.mean(out), {"out": out, "mean": jnp.mean(out), "right": jnp.sum(out > y)}
+def test_a_worker_of_a_shard_map_and_each_device_of_a_group_has_its_own_gradient():
+    wanted = each_alone(plain, PARAMS, X)
 
-    x, mesh = data(), mesh_of()
-    grad_fn = lc.worker_value_and_grad(
-        with_aux,
-        lc.Workers(mesh, "data"),
-        has_aux=True,
-        specs=SPECS,
-        aux_kinds=lc.training.batch,
-    )
-    (value, aux), _ = jax.jit(grad_fn)(placed(mesh), x, 0.25)
-    out = x @ np.asarray(PARAMS["w"])
-    np.testing.assert_allclose(aux["out"], out, rtol=1e-5)
-    np.testing.assert_allclose([value, aux["mean"]], [out.mean()] * 2, rtol=1e-5)
-    assert int(aux["right"]) == (out > 0.25).sum()
-    assert list(aux) == ["mean", "out", "right"]
+    def own(params, x):
+        return jax.tree.map(lambda g: g[None], lc.local_value_and_grad(plain, "data")(params, x))
 
-
-def test_every_worker_folds_a_key_of_its_own():
-    def noise(params, x, key):
-        return jnp.sum(params["b"]), jax.random.normal(key, x.shape[:1])
-
-    mesh = mesh_of()
-    workers = lc.Workers(mesh, "data")
-    grad_fn = lc.worker_value_and_grad(
-        noise, workers, has_aux=True, specs=SPECS, aux_kinds=lc.training.batch
-    )
-    (_, drawn), _ = jax.jit(grad_fn)(placed(mesh), data(), jax.random.key(3))
-    assert len({row.tobytes() for row in np.asarray(drawn).reshape(W, ROWS)}) == W
-
-
-def test_each_device_of_a_group_has_a_gradient():
-    mesh = lc.mesh.two_level_mesh(2)
-    where = {"axis_name": "node", "group_axis": "device"}
-    grad_fn = jax.jit(lc.worker_value_and_grad(loss, mesh, **where))
-    x = np.random.default_rng(0).normal(size=(16, 6)).astype(np.float32)
-    _, grads = grad_fn(PARAMS, x)
-    each = [jax.grad(loss)(PARAMS, x[2 * i : 2 * i + 2])["w"] for i in range(8)]
-    np.testing.assert_allclose(grads["w"], each, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
-        ((), "give the batch as an argument of the loss"),
-        ((1.0,), "give the batch as an argument of the loss"),
-        ((np.zeros((6, 6), np.float32),), r"'x' has shape \(6, 6\).*4 workers"),
-        (({"text": np.zeros(6)},), r"'x'\['text'\] has shape \(6,\).*4 workers"),
-    ],
-)
-def test_a_batch_that_cannot_be_cut_is_refused(batch, message):
-    grad_fn = lc.worker_value_and_grad(loss, mesh_of(), axis_name="data", specs=SPECS)
-    with pytest.raises(ValueError, match=message):
-        grad_fn(PARAMS, *batch)
+    run = jax.shard_map(own, mesh=workers_of().mesh, in_specs=(P(), P("data")), out_specs=P("data"))
+    groups = lc.Workers(lc.mesh.two_level_mesh(2, devices=jax.devices()[:W]), "node", "device")
+    of_groups = lc.worker_value_and_grad(plain, groups)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5)
+    jax.tree.map(close, jax.jit(run)(PARAMS, X), wanted)
+    jax.tree.map(close, jax.jit(of_groups)(PARAMS, X)[1], wanted[1])
 
 
 # --- What arguments and results are to the workers
 
-BATCH, SAME, OWN, FOLDED = lc.training.Kind
 
+def test_what_a_loss_says_besides_is_of_the_whole_batch_or_each_workers_own():
+    def with_aux(params, model_state, batch, key):
+        out = batch["x"] @ params["w"]
+        said = {"out": out, "mean": jnp.mean(out), "right": jnp.sum(out > batch["least"])}
+        return jnp.mean(out), (model_state + batch["x"].mean(0), said)
 
-def weighted(params, x, weights, rng=None):
-    """Weights of the columns: there are as many as the workers could cut."""
-    noise = 0 if rng is None else jax.random.normal(rng, ())
-    return jnp.mean((x @ params["w"] + params["b"]) ** 2) * jnp.sum(weights) + 0 * noise
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_class_weights_go_whole_to_every_worker(kind):
-    mesh, x, weights = mesh_of(kind), data(), np.arange(1000, dtype=np.float32) / 1000
-    grad_fn = lc.worker_value_and_grad(
-        weighted, lc.Workers(mesh, "data"), specs=SPECS, in_kinds=(BATCH, SAME)
-    )
-    value, grads = jax.jit(grad_fn)(placed(mesh), x, weights)
-    rows = x.reshape(W, ROWS, 6)
-    each = [jax.value_and_grad(weighted)(PARAMS, rows[i], weights) for i in range(W)]
-    np.testing.assert_allclose(value, np.mean([v for v, _ in each]), rtol=1e-5)
-    np.testing.assert_allclose(grads["w"], [g["w"] for _, g in each], rtol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("kinds", "args", "error", "message"),
-    [
-        (None, (data(), np.ones(1000)), ValueError, r"'x' is an array of shape \(12, 6\).*in_kinds="),
-        ((BATCH, None), (data(), {"c": np.ones(8)}), ValueError, r"'weights'\['c'\] is an array"),
-        (None, (1.0, np.zeros(2, np.uint32)), ValueError, "'weights' looks like a raw random key"),
-        ((BATCH, None), (data(), np.zeros(2, np.uint32)), ValueError, "'weights' looks like a raw"),
-        ((SAME, SAME), (data(), np.ones(8)), ValueError, "give the batch as an argument"),
-        ((BATCH, OWN), (data(), np.ones(8)), ValueError, r"'weights' has shape \(8,\).*dimension of 4"),
-        ((BATCH, OWN), (data(), 1.0), ValueError, "'weights' is a number"),
-        ((BATCH, FOLDED), (data(), np.ones(8)), ValueError, "'weights' is folded, but no typed"),
-        ((BATCH,), (data(), np.ones(8)), TypeError, "in_kinds has 1 entries for 2"),
-        (("batch", "same"), (data(), np.ones(8)), TypeError, "'batch' is no kind.*training.batch"),
-    ],
-)  # fmt: skip
-def test_an_array_whose_kind_is_missing_or_wrong_is_named(kinds, args, error, message):
-    workers = lc.Workers(mesh_of(), "data")
-    grad_fn = lc.worker_value_and_grad(weighted, workers, specs=SPECS, in_kinds=kinds)
-    with pytest.raises(error, match="(?s)" + message):
-        grad_fn(PARAMS, *args)
-
-
-def test_model_state_of_each_worker_passes_in_and_out():
-    def with_state(params, model_state, batch, key):
-        new = {"mean": model_state["mean"] + batch["x"].mean(0), "calls": model_state["calls"] + 1}
-        return loss(params, batch["x"]) * batch["scale"], new
-
-    x, mesh = data(), mesh_of()
-    grad_fn = lc.worker_value_and_grad(
-        with_state, lc.Workers(mesh, "data"), specs=SPECS, has_aux=True,
-        in_kinds=(OWN, BATCH, None), aux_kinds=OWN,
-    )  # fmt: skip
-    before = {"mean": np.arange(4 * 6.0).reshape(4, 6), "calls": np.arange(4)}
-    batch = {"x": x, "scale": 1.0}
-    (_, after), _ = jax.jit(grad_fn)(placed(mesh), before, batch, jax.random.key(0))
-    wanted = before["mean"] + x.reshape(W, ROWS, 6).mean(1)
-    np.testing.assert_allclose(after["mean"], wanted, rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(after["calls"], before["calls"] + 1)
-    assert after["mean"].sharding.spec[0] == "data"
+    grad_fn = grad_of(with_aux, has_aux=True, in_kinds=(OWN, BATCH, None), aux_kinds=(OWN, BATCH))
+    before, batch = np.arange(4 * 6.0).reshape(4, 6), {"x": X, "least": 0.25}
+    (value, (after, said)), _ = jax.jit(grad_fn)(PARAMS, before, batch, jax.random.key(0))
+    out = X @ np.asarray(PARAMS["w"])
+    np.testing.assert_allclose(said["out"], out, rtol=1e-5)
+    np.testing.assert_allclose([value, said["mean"]], [out.mean()] * 2, rtol=1e-5)
+    assert int(said["right"]) == (out > 0.25).sum()
+    wanted = before + X.reshape(W, ROWS, 6).mean(1)
+    np.testing.assert_allclose(after, wanted, rtol=1e-5, atol=1e-6)
+    assert after.sharding.spec[0] == "data"
 
 
 def test_keys_are_folded_shared_or_cut_as_their_kind_says():
     def draws(params, x, keys):
-        bits = jax.vmap(lambda k: jax.random.bits(k))(keys.reshape(-1))
-        return jnp.sum(params["b"]), bits
+        own = keys | {"cut": keys["cut"][0]}
+        return plain(params, x), {name: jax.random.bits(key)[None] for name, key in own.items()}
 
-    mesh = mesh_of()
-    found = {}
-    for kind, keys in [
-        (None, jax.random.key(3)),
-        (SAME, jax.random.key(3)),
-        (FOLDED, jax.random.key(3)),
-        (BATCH, jax.random.split(jax.random.key(3), W)),
-    ]:
-        grad_fn = lc.worker_value_and_grad(
-            draws, lc.Workers(mesh, "data"), specs=SPECS, has_aux=True,
-            in_kinds=(BATCH, kind), aux_kinds=BATCH,
-        )  # fmt: skip
-        found[kind] = np.asarray(jax.jit(grad_fn)(placed(mesh), data(), keys)[0][1])
-    assert len(set(found[None])) == W and len(set(found[SAME])) == 1
-    wanted = [int(jax.random.bits(k)) for k in keys]
-    np.testing.assert_array_equal(found[BATCH], wanted)
+    key = jax.random.key(3)
+    cut = jax.random.split(key, W)
+    keys = {"typed": key, "same": key, "folded": key, "raw": jax.random.PRNGKey(3), "cut": cut}
+    kinds = {"typed": None, "same": SAME, "folded": FOLDED, "raw": FOLDED, "cut": BATCH}
+    grad_fn = grad_of(draws, has_aux=True, in_kinds=(BATCH, kinds), aux_kinds=BATCH)
+    found = jax.tree.map(list, jax.tree.map(np.asarray, jax.jit(grad_fn)(PARAMS, X, keys)[0][1]))
+    assert len({*found["typed"]}) == W and len({*found["same"]}) == 1
+    assert found["typed"] == found["folded"] == found["raw"]
+    assert found["cut"] == [int(jax.random.bits(k)) for k in cut]
 
 
-def test_a_raw_key_is_folded_where_its_kind_says_so():
-    def draws(params, x, key):
-        return jnp.sum(params["b"]), jax.random.bits(key)[None]
+# --- Ordinary models need no change
 
-    found, mesh = [], mesh_of()
-    for key in (jax.random.key(3), jax.random.PRNGKey(3)):
-        grad_fn = lc.worker_value_and_grad(
-            draws, lc.Workers(mesh, "data"), specs=SPECS, has_aux=True,
-            in_kinds=(BATCH, FOLDED), aux_kinds=BATCH,
-        )  # fmt: skip
-        found.append(np.asarray(jax.jit(grad_fn)(placed(mesh), data(), key)[0][1]))
-    assert len(set(found[0])) == W
-    np.testing.assert_array_equal(*found)
+TEXT = np.random.default_rng(0).normal(size=(16, 6, 4)).astype(np.float32)
+MATRIX = {"w": jnp.asarray(np.random.default_rng(1).normal(size=(4, 4)), jnp.float32)}
 
 
-def test_an_array_that_a_loss_returns_without_a_kind_is_named():
-    def with_aux(params, x):
-        return loss(params, x), {"statistics": x.mean(0)}
+def in_a_scan(params, batch):
+    def step(carry, x):
+        largest, total = carry
+        score = jnp.sum(x @ params["w"])
+        return (jnp.maximum(largest, score), total + score**2), None
 
-    workers = lc.Workers(mesh_of(), "data")
-    for kinds in (None, SAME):
-        grad_fn = lc.worker_value_and_grad(
-            with_aux, workers, specs=SPECS, has_aux=True, aux_kinds=kinds
-        )
-        with pytest.raises(
-            ValueError, match=r"aux\['statistics'\] is an array of shape \(6,\).*aux_kinds="
-        ):
-            grad_fn(PARAMS, data())
+    return sum(lax.scan(step, (-jnp.inf, 0.0), batch)[0])
+
+
+def with_a_constant_branch(params, batch):
+    branch = lax.cond(batch[0, 0, 0] > 0, lambda x: x @ params["w"], jnp.ones_like, batch)
+    return jnp.mean(branch**2)
+
+
+def product(params, batch):
+    return jnp.mean((batch @ params["w"]) ** 2)
+
+
+def constrained(said):
+    def loss(params, batch):
+        return jnp.mean(lax.with_sharding_constraint(batch @ params["w"], said()) ** 2)
+
+    return loss
+
+
+def of_a_shard_map(params, batch):
+    """Says what it has of the mesh of the caller, if it is in one worker or in none."""
+    mesh, cut = workers_of().mesh, lc.mesh.inner(P("data", "tensor"))
+    run = jax.shard_map(
+        lambda x, w: lax.psum(x @ w, "tensor"), mesh=lc.mesh.inner(mesh),
+        in_specs=(cut, P("tensor")), out_specs=lc.mesh.inner(P("data")),
+    )  # fmt: skip
+    return jnp.mean(run(batch.reshape(-1, 4), params["w"]) ** 2)
+
+
+def by_rules(params, batch):
+    hidden = nn.with_logical_constraint(batch @ params["w"], ("batch", None, "mlp"))
+    return jnp.mean(hidden**2)
+
+
+RULES = (("batch", "data"), ("mlp", "tensor"), ("both", ("data", "tensor")), ("none", None))
+MODELS = {
+    "a scan": (in_a_scan, in_a_scan),
+    "a constant branch": (with_a_constant_branch, with_a_constant_branch),
+    "a spec": (constrained(lambda: lc.mesh.inner(P("data", None, "tensor"))), product),
+    "a sharding": (
+        constrained(lambda: lc.mesh.inner(NamedSharding(workers_of().mesh, P(("data", "tensor"))))),
+        product,
+    ),
+    "a shard_map": (of_a_shard_map, product),
+    "logical rules": (by_rules, product),
+}
+
+
+def test_ordinary_models_and_what_they_say_of_the_mesh():
+    grads = [lc.worker_value_and_grad(loss, workers_of()) for loss, _ in MODELS.values()]
+    with nn.logical_axis_rules(RULES):
+        found = jax.jit(lambda *args: [grad(*args)[1]["w"] for grad in grads])(MATRIX, TEXT)
+        assert tuple(nn.get_logical_axis_rules()) == RULES
+    for got, (name, (_, same)) in zip(found, MODELS.items(), strict=True):
+        wanted = each_alone(same, MATRIX, TEXT)[1]["w"]
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_the_same_model_runs_outside_a_worker():
+    with jax.set_mesh(workers_of().mesh):
+        value = jax.jit(of_a_shard_map)(MATRIX, TEXT)
+    np.testing.assert_allclose(value, product(MATRIX, TEXT), rtol=1e-5)
+
+
+def test_errors_about_the_mesh_say_what_to_write():
+    loss = constrained(lambda: P("data", None, "tensor"))
+    with pytest.raises(ValueError) as raised:
+        jax.jit(lc.worker_value_and_grad(loss, workers_of()))(MATRIX, TEXT)
+    notes = " ".join(raised.value.__notes__)
+    assert "runs for one worker, where the axes ('data',) of the mesh are taken" in notes
+    assert "jax.lax.with_sharding_constraint(x, inner(P(...)))" in notes
+
+
+def test_logical_names_become_axes_by_the_rules():
+    init = nn.with_logical_partitioning(nn.initializers.ones, ("none", "mlp"))
+    params = nn.Dense(8, kernel_init=init).init(jax.random.key(0), TEXT)["params"]
+    with nn.logical_axis_rules(RULES):
+        assert lc.mesh.specs_of(params) == {"kernel": P(None, "tensor"), "bias": P()}
+    with pytest.raises(ValueError, match=r"has 'none'; of a logical name flax.linen.logical_to"):
+        workers_of().cut(nn.meta.unbox(params), lc.mesh.specs_of(params))
+
+
+# --- nnx modules
+
+
+def net(*more):
+    rngs = nnx.Rngs(0)
+    return nnx.Sequential(nnx.Linear(6, 32, rngs=rngs), nnx.Dropout(0.5, rngs=rngs), *more)
+
+
+def of_net(model, x):
+    out = model(x)
+    return jnp.mean(out**2), jnp.sum(out == 0, dtype=jnp.int32)
+
+
+def test_a_module_stands_for_its_parameters_and_its_streams_go_on():
+    model, same = net(), np.broadcast_to(X[:1], X.shape)
+    grad_fn = nnx.jit(lc.worker_value_and_grad(of_net, workers_of(), has_aux=True))
+    found = []
+    for i in range(2):
+        (_, zeros), grads = grad_fn(model, same)
+        assert model.layers[1].rngs.count[...] == i + 1 and int(zeros) > 0
+        found += [row.tobytes() for row in np.asarray(grads["layers"][0]["kernel"][...])]
+    assert len({*found}) == 2 * W  # the batch is the same, so the masks are not
+
+
+# --- Bad input
+
+
+def noisy(params, x, weights, rng=None):
+    return weighted(params, x, weights)
+
+
+def with_statistics(params, x):
+    return plain(params, x), {"statistics": x.mean(0)}
+
+
+def of_workers(loss, *args, **options):
+    return lambda: grad_of(loss, **options)(PARAMS, *args)
+
+
+def kinds_of(kinds, *args):
+    return of_workers(noisy, *args, in_kinds=kinds)
+
+
+NO_BATCH = "give the batch as an argument of the loss"
+RAW = np.zeros(2, np.uint32)
+MISSING = "aux['statistics'] is an array of shape (6,) ... aux_kinds="
+REFUSED = [
+    (of_workers(plain), NO_BATCH),
+    (of_workers(plain, 1.0), NO_BATCH),
+    (of_workers(plain, X[:6]), "'x' has shape (6, 6) ... 4 workers"),
+    (of_workers(plain, {"text": X[:6, 0]}), "'x'['text'] has shape (6,) ... 4 workers"),
+    (kinds_of(None, X, WEIGHTS), "'x' is an array of shape (12, 6) ... in_kinds="),
+    (kinds_of((BATCH, None), X, {"c": WEIGHTS}), "'weights'['c'] is an array"),
+    (kinds_of(None, 1.0, RAW), "'weights' looks like a raw random key"),
+    (kinds_of((BATCH, None), X, RAW), "'weights' looks like a raw"),
+    (kinds_of((SAME, SAME), X, WEIGHTS), NO_BATCH),
+    (kinds_of((BATCH, OWN), X, WEIGHTS), "'weights' has shape (1000,) ... dimension of 4"),
+    (kinds_of((BATCH, OWN), X, 1.0), "'weights' is a number"),
+    (kinds_of((BATCH, FOLDED), X, WEIGHTS), "'weights' is folded, but no typed"),
+    (kinds_of((BATCH,), X, WEIGHTS), "in_kinds has 1 entries for 2"),
+    (kinds_of(("batch", "same"), X, WEIGHTS), "'batch' is no kind ... training.batch"),
+    (of_workers(with_statistics, X, has_aux=True), MISSING),
+    (of_workers(with_statistics, X, has_aux=True, aux_kinds=SAME), MISSING),
+    (lambda: grad_of(plain)(PARAMS, x=X), "['x'] are given by name: give them by place"),
+    (
+        lambda: grad_of(of_net, has_aux=True)(net(nnx.BatchNorm(32, rngs=nnx.Rngs(0))), X),
+        "state of its own: ... mean ... make_train_step what from_nnx",
+    ),
+    (
+        lambda: lc.mesh.inner({"w": P("data")}),
+        "give a PartitionSpec, a NamedSharding or a Mesh",
+    ),
+]
+
+
+@pytest.mark.parametrize(("build", "words"), REFUSED)
+def test_what_no_worker_can_have_is_refused(build, words):
+    match = "(?s)" + ".*".join(map(re.escape, words.split(" ... ")))
+    with pytest.raises((ValueError, TypeError), match=match):
+        build()
+
+
+def test_a_key_that_the_loss_closes_over_is_warned_of():
+    words = "closes over the random key 'key', so all workers draw the same"
+    for key in (jax.random.key(0), jax.random.PRNGKey(0)):
+        with pytest.warns(UserWarning, match=words):
+            grad_of(lambda params, batch: plain(params, batch) * jax.random.normal(key))  # noqa: B023
+        with pytest.warns(UserWarning, match="closes over the random key 'rng'"):
+            grad_of(functools.partial(noisy, rng=key))
+
+
+# --- Under pmap types do not tell
+
+APART = np.random.default_rng(0).normal(size=(2, 8, 2, 4)).astype(np.float32)
+ALIKE = np.broadcast_to(APART[:, :1], APART.shape)
+
+
+def run_pmap(batches=APART, mean=False, apart=0.0, mask=None):
+    tx = lc.lion_cub(1e-3, axis_name="data")
+    tx = tx if mask is None else optax.masked(tx, mask)
+
+    def loss(params, batch):
+        return jnp.mean((batch @ params["w"]) ** 2) + jnp.sum(params["b"] * batch.mean())
+
+    def step(params, opt_state, batch):
+        grads = jax.grad(loss)(params, batch)
+        grads = lax.pmean(grads, "data") if mean else grads
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    params = {"w": jnp.ones((4, 64)), "b": jnp.ones(200)}
+    opt_state, params = jax_utils.replicate((tx.init(params), params))
+    params["w"] = params["w"].at[3].add(apart)
+    step = jax.pmap(step, axis_name="data")
+    for batch in batches:
+        params, opt_state = step(params, opt_state, batch)
+    jax.block_until_ready(params)
+    jax.effects_barrier()
+
+
+def test_workers_with_data_of_their_own_are_no_error():
+    run_pmap()
+
+
+SAME_TO_THE_BIT = "step 0: the gradients of all 8 workers are the same to the bit"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"mean": True}, f"{SAME_TO_THE_BIT} ... leave lax.pmean(grads) out"),
+        ({"batches": ALIKE}, SAME_TO_THE_BIT),
+        ({"apart": 1e-3}, "step 0: the parameters of workers 0 and 3 differ"),
+    ],
+)
+def test_workers_that_are_alike_or_drift_apart(given, words, monkeypatch):
+    # Programs are compiled without being read, but for their checksums.
+    monkeypatch.setattr(lc.watch, "_wrong", lambda text, voters: None)
+    match = "(?s)" + ".*".join(map(re.escape, words.split(" ... ")))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=match):
+        run_pmap(**given)
+
+
+def test_the_mode_that_warns_and_the_one_that_does_not_look():
+    before = lc.watch.mode("warn")
+    try:
+        with pytest.warns(UserWarning, match=re.escape(SAME_TO_THE_BIT)):
+            run_pmap(ALIKE)
+        lc.watch.mode("allow")
+        run_pmap(ALIKE)
+    finally:
+        lc.watch.mode(before)
+
+
+def test_leaves_that_are_masked_from_the_vote_are_warned_of():
+    with pytest.warns(UserWarning, match=r"the leaves \['b'\] are masked from the vote"):
+        run_pmap(mask={"w": True, "b": False})
