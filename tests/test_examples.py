@@ -218,31 +218,6 @@ def test_kubernetes_is_told_one_number_of_processes_and_one_memory():
 # --- Text, and the model
 
 
-def test_files_are_split_by_their_names_and_few_files_by_position():
-    files = {f"{name}.py": name.encode() for name in "abcdefghijklmnopqrstuvwxyz"}
-    train, validation = (bytes(part).split(b"\n") for part in corpus.split_by_file(files))
-    assert len(validation) == 2
-    assert sorted(train + validation) == sorted(files.values())
-    reordered = corpus.split_by_file(dict(reversed(files.items())))
-    assert bytes(reordered[1]).split(b"\n") == validation
-
-    few = {"one": b"a" * 18 + b"AA", "two": b"b" * 9 + b"B"}
-    train, validation = map(bytes, corpus.split_by_position(few))
-    assert train == b"a" * 18 + b"\n" + b"b" * 9 and validation == b"AA\nB"
-    twice = corpus.from_files([Path(re.__file__)] * 2)
-    assert twice.train.size + twice.validation.size == Path(re.__file__).stat().st_size
-
-
-def test_windows_come_from_the_whole_text():
-    text = np.arange(100, dtype=np.uint8)
-    spread = corpus.spread(text, 5, 9)
-    assert spread[0, 0] == 0 and spread[-1, -1] == 99
-    drawn, same, other = (corpus.draw(text, 1000, 9, (0, step)) for step in (1, 1, 2))
-    assert drawn.shape == (1000, 10) and {*drawn.flat} == {*range(100)}
-    assert (np.diff(drawn, axis=1) == 1).all()
-    assert (same == drawn).all() and (other != drawn).any()
-
-
 def test_baselines_are_what_counting_by_hand_gives():
     train = np.frombuffer(b"ab" * 500, np.uint8)
     windows = np.frombuffer(b"abab", np.uint8)[None]

@@ -1,0 +1,694 @@
+"""Mistakes that the tests must see: each is put alone into a copy of the repository, and tests run there.
+
+``python tests/mutants.py`` says for each by which test it was caught, or that it survived. It is no test
+itself: all of it takes an hour. Each mistake is one that a good engineer could make, changes what the
+library does, and breaks no import. Where the library has moved on, the list says so before anything runs.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import queue
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+LIMIT = 1200  # seconds; what takes longer hangs, and was noticed so
+MARK = "MUTANT_RUN"  # in the environment of all that a run starts, wherever it goes
+FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.M)
+
+# "#" a file of lioncub_jax, and words in the names of the test files that should see its mistakes;
+# "=" what is wrong; "-" the code, which stands there once; "+" the mistake, nothing where code is left out.
+MUTANTS = r"""
+# exchange.py: reference optimizer chains contract
+= the error of a worker that abstains is forgotten
+- after(missed, error, kept.error)
++ after(missed, [jnp.zeros_like(x) for x in missed], kept.error)
+
+= an owner's counter moves although nobody came
+- new if new.ndim else jnp.where(voters > 0, new, old)
++ new
+
+= one worker alone does not hear that it shall abstain
+-         abstains |= ~jnp.all(jnp.isfinite(x))
++         abstains = ~jnp.all(jnp.isfinite(x))
+
+= a share of the error is to come back, and all of it does
+- error if plan.up.keep == 1 else plan.up.keep * error
++ error
+
+= ties of a second bucket take the coins of the first
+- row = bucket.first_row + first
++ row = first
+
+= of buckets the one with the most voters says who abstained
+- jnp.min(voted)
++ jnp.max(voted)
+
+= a leaf takes the padding of the bucket's first rows for its own
+- counts[piece.first_row :][: piece.rows]
++ counts[: piece.rows]
+
+# exchange.py: sharding mesh optimizer contract
+= a device with a NaN abstains, and others of its worker vote
+- wires.any_over_shards(made | strange, plan.axis)
++ made | strange
+
+= ties of cut leaves are the mean over shards
+- ties += tied * wires.shard(tied, plan.axis)[1]
++ ties += tied
+
+= padding in a group's slice keeps an error
+- _real_only(x, worker.counts[i])
++ x
+
+= replies inside a group are counted for one owner only
+- (devices - 1) * workers * form.reply_words
++ (devices - 1) * form.reply_words
+
+# decide.py: reference optimizer quantize contract
+= a tie leans to the upper side
+- (signs.tied & coin)
++ signs.tied
+
+= a row moves only where the number of voters is odd
+- reduce(operator.or_, self.votes)
++ self.votes[0]
+
+= momentum at the owner fades although nobody came
+-         valid = jnp.isfinite(mean) & (received.present > 0)
+-         # Cast
++         valid = jnp.isfinite(mean)
++         # Cast
+
+= the owner's scale counts what stands in the padding
+- valid &= where.real().reshape(mean.shape)
++ pass
+
+= an owner forgets what it owes where nobody came
+- jnp.where(valid, missed, state.error)
++ missed
+
+= an average of codes of several bits divides by the voters alone
+- .astype(jnp.int32)[..., None] * top
++ .astype(jnp.int32)[..., None]
+
+= padding counts as ties
+- tied &= bits.pack(where.real())[0]
++ pass
+
+# quantize.py: quantize reference sharding
+= a leaf in shards has the scale of one shard
+- float(s.size) * place.shards
++ float(s.size)
+
+= a row of zeros votes if codes have several bits
+- place.bucket.by_chunk(mean > 0)
++ place.bucket.by_chunk(mean >= 0)
+
+= the step of a row whose sum overflows is the largest there is
+- jnp.where(jnp.isfinite(total), total / count, most)
++ total / count
+
+= the norm of a row is rounded to the nearest, and the largest value clipped
+- words + 0xFFFF)
++ words + 0x8000)
+
+= turned rows are measured as if padding had stayed where it was
+- place._replace(counts=None)
++ place
+
+= a number that a dtype cannot hold becomes infinite
+- else jnp.clip(x, -most, most).astype(dtype)
++ else x.astype(dtype)
+
+# bits.py: bits reference
+= the carry of 8 votes of 8 is lost
+- (workers * (2**p - 1)).bit_length()
++ (workers * (2**p - 1) - 1).bit_length()
+
+= in a half block the upper lanes of a row are not seen
+- (either | (either >> HALF_BLOCK)) & 0xFFFF
++ either & 0xFFFF
+
+= a zero takes the side that is the coin of its tie
+- _seed(step, _ZEROS)
++ _seed(step, _TIES)
+
+# wires.py: gather accounting contract baselines
+= words that pad a gather are not counted
+- (words + _padding(words, _LANES))
++ words
+
+# wires.py: reference optimizer snapshots contract
+= values of a worker that abstains come into the mean
+-         values = jnp.where(takes_part > 0, values, 0)
++         values = jnp.where(takes_part >= 0, values, 0)
+
+= a buddy keeps the slice of the neighbour on the other side
+- (i + by) % count
++ (i - by) % count
+
+# kernels.py: kernels
+= a TPU reads the upper bits of a code as its lower ones
+- & 0xF) << first)
++ & 0xF))
+
+# means.py: means faults
+= of two middle steps the upper one is the median
+- (jnp.maximum(number, 1) - 1) >> 1
++ jnp.maximum(number, 1) >> 1
+
+= of two workers nobody is left when one may lie
+- jnp.maximum(present - 1, 0) // 2
++ present // 2
+
+# momentum.py: schedules momentum reference optimizer
+= the message is blended with the momentum of after the step
+- (1.0 - b1) * g + b1 * mu
++ (1.0 - b1) * g + b1 * remember(g, mu)
+
+# sync.py: sync schedules momentum
+= a sync comes one step late
+- schedule.due(state.count)
++ schedule.due(state.count - 1)
+
+= momenta are averaged in bfloat16
+- (leaves, jax.tree.map(_square, leaves)), axis)
++ (leaves, jax.tree.map(_square, leaves)), axis, jnp.bfloat16)
+
+= the next gap begins although there was no sync
+- lambda a, b: jnp.where(syncs, a, b)
++ lambda a, b: a
+
+# optimizer.py: sync optimizer chains baselines face contract
+= leaves that the mask leaves out decay too
+- optax.add_decayed_weights(weight_decay, checks.as_mask("mask", mask))
++ optax.add_decayed_weights(weight_decay)
+
+= which leaves are synced is not handed on
+- sync_momentum(vote, axis, sync, where, group_axis=group)
++ sync_momentum(vote, axis, sync, group_axis=group)
+
+= a mean over groups is counted as of the workers alone
+- each = asked.workers * asked.group_size
++ each = asked.workers
+
+# checks.py: bad_input refus face contract
+= a beta of 1 is let through
+- 0 <= beta < 1
++ 0 <= beta <= 1
+
+= the first leaf is named, whichever was reduced already
+- paths[shared[0]]
++ paths[0]
+
+= of replicas that drift apart another worker is named
+- sums[:, 1] != sums[0, 1]
++ sums[:, 0] != sums[0, 0]
+
+# watch.py: watch
+= floats that a sync may send excuse those of every step
+- meant[one.gated]
++ meant[True]
+
+# mesh/sums.py: checkpoint sums
+= of two axes that cut one dimension the order is turned round
+-         for axis in axes:
+-             part
++         for axis in reversed(axes):
++             part
+
+# mesh/placement.py: sharding face mesh gradients
+= devices of a group are counted before the workers
+- axes = (*wires.names(self.axis_name), *wires.names(self.group_axis or ()))
++ axes = (*wires.names(self.group_axis or ()), *wires.names(self.axis_name))
+
+# mesh/specs.py: sharding specs mesh training
+= the workers' axes may come in any order in a batch
+- first[: len(workers)] != tuple(workers)
++ set(first[: len(workers)]) != set(workers)
+
+= a dimension that its parts do not divide is let through
+- if shape[dim] % parts:
++ if shape[dim] < parts:
+
+# mesh/placement.py: face boxes sharding
+= what is empty is said to lie in parts
+- lambda spec, x: spec if x.size else P(), specs, arrays
++ lambda spec, x: spec, specs, arrays
+
+# mesh/boxes.py: boxes
+= the workers' axis is written behind the names of a box
+- (spec[0], *getattr(names, "spec", names))
++ (*getattr(names, "spec", names), spec[0])
+
+# mesh/inner.py: models inner
+= an axis that is taken stays in what a model says
+- sorted(named - set(taken))
++ sorted(named)
+
+# training/gradients.py: training gradients
+= parameters are not cast, and gradients come summed
+- value_and_grad(wires.varying(params, axis), *args, **kwargs)
++ value_and_grad(params, *args, **kwargs)
+
+= gradients of the parts of a batch are added and not averaged
+- lambda g: g / accumulate
++ lambda g: g
+
+= all parts of a batch drop the same units
+- own_rng = jax.random.fold_in(rng, index)
++ own_rng = rng
+
+= of whole numbers that the parts of a batch count the largest is told
+- jnp.sum(_as_count(x))
++ jnp.max(_as_count(x))
+
+# training/kinds.py: gradients
+= half of an array with two entries for each worker is forgotten
+- kind is own and jnp.shape(x)[0] != workers.count
++ kind is own and jnp.shape(x)[0] % workers.count
+
+# training/modules.py: models
+= random streams of a module do not go on
+- nnx.update(model, jax.tree.map(lambda x: x[0], counts))
++ jax.tree.map(lambda x: x[0], counts)
+
+# training/local.py: local_steps
+= all local steps draw the same random numbers
+- own = jax.random.fold_in(rng, index)
++ own = rng
+
+# training/step.py: training local_steps
+= all workers draw the same random numbers
+- jax.random.fold_in(jax.random.fold_in(rng, count), wires.worker_index(workers.axes))
++ jax.random.fold_in(rng, count)
+
+= local state is kept only where the loss is no number
+-             abstains |= ~finite(grads)
++             pass
+
+= statistics of a worker that abstains are kept with what was no number
+- after = jax.tree.map(partial(jnp.where, abstains), before, after)
++ pass
+
+# training/state.py: training models
+= random streams of a model are the same on all workers
+- kinds.fold_own(workers, x)[None]
++ x[None]
+
+# training/stats.py: face sync training
+= leaves that were not measured pull the drift down
+- jnp.maximum(jnp.sum(each > 0), 1)
++ max(each.size - 1, 1)
+
+# training/programs.py: programs
+= a program that was compiled with other options is taken
+- self._options, jax.process_index()
++ jax.process_index()
+
+# checkpoint/manager.py: checkpoint
+= a description that was changed is read
+- isinstance(about, dict) and _sealed(about.get("body")) == about
++ isinstance(about, dict) and "body" in about
+
+= a damaged checkpoint is not passed over
+- reversed(steps):
++ reversed(steps[-1:]):
+
+= the step of a damaged checkpoint cannot be saved again
+-             self._refused.update(problems)
++             pass
+
+= a disk that fails passes for damage
+- status[1] in _OF_BYTES and folder.is_dir()
++ folder.is_dir()
+
+= the handler of signals of before is not put back
+- signal.SIG_DFL if before is None else before
++ signal.SIG_DFL
+
+# checkpoint/reshard.py: checkpoint baselines powersgd
+= the last workers survive, with the momentum of others
+- x[: min(count, len(x))] if keep
++ x[-min(count, len(x)) :] if keep
+
+= what workers owed who left is lost
+- owed and keep and count < len(x)
++ owed and keep and count > len(x)
+
+= newcomers draw the random numbers of those who were there
+-     if count <= len(words):
+-         return words[:count]
++     return words[jnp.arange(count) % len(words)]
+
+= of whole numbers of the workers the smallest is taken
+- return jnp.max(x, axis=0)
++ return jnp.min(x, axis=0)
+
+= slices that lie in another order are taken as they lie
+- (same or x.place is None)
++ True
+
+# checkpoint/found.py: snapshots
+= a process that still writes passes for a lost machine
+- len(others) >= 3
++ len(others) >= 1
+
+= workers of a lost machine owe what others owe in the mean
+- "zero" if feedback else "key"
++ "key"
+
+# checkpoint/tiles.py: snapshots
+= the digest of a snapshot is not compared
+-  or hashlib.sha256(body).digest() != content[-DIGEST:]
++
+
+# checkpoint/snapshots.py: snapshots
+= snapshots of an earlier start go as soon as there is one of this start
+- if len(of_start) >= GENERATIONS:
++ if of_start:
+
+= an older snapshot is taken although the disk has a newer state
+- if key[0] > disk or (whole and key[0] == disk):
++ if whole or key[0] > disk:
+
+# baselines/dgc.py: dgc contract
+= stages of a warm-up that does not divide begin too early
+- -(-warmup * n // max(count, 1))
++ warmup * n // max(count, 1)
+
+= a stage of the warm-up begins one step late
+- count >= begins
++ count > begins
+
+= masking of velocity is turned round
+- if plan.masking else velocity[i]
++ if not plan.masking else velocity[i]
+
+= the word that says who takes part is not counted
+- 2 * count + 1, asked.workers
++ 2 * count, asked.workers
+
+# baselines/one_bit_adam.py: one_bit contract
+= the warm-up is one step longer
+- count < self.end
++ count <= self.end
+
+= a frozen variance is corrected by all steps
+- jnp.maximum(after.updates, 1)
++ jnp.maximum(after.count, 1)
+
+= what never had a gradient moves
+- some & (v > 0)
++ some
+
+# baselines/powersgd.py: powersgd contract
+= factors that came out as zeros are kept for ever
+- known & moves, scaled
++ known, scaled
+
+= a leaf whose factors are as large as itself is compressed
+- (m * n - 1) // (m + n)
++ (m * n) // (m + n)
+
+= the rounding of a short dtype is not fed back
+- zip(owed, seen, errors, strict=True)
++ zip(owed, means, errors, strict=True)
+
+# baselines/shared_scale.py: baselines contract
+= terngrad divides by all workers, whoever abstains
+- workers - state.abstained
++ workers + 0 * state.abstained
+
+= terngrad clips at the deviation of a part of a leaf
+- max(g.size * wires.shard(g, axis_name)[1], 1)
++ max(g.size, 1)
+
+# baselines/methods.py: baselines contract
+= with feedback weights grow and do not decay
+- -lr(count) * share(count)
++ lr(count) * share(count)
+
+= norms of a mean that shall be exact are bounded
+- decide.momentum_at_owner(trace(momentum), dominance=jnp.inf)
++ decide.momentum_at_owner(trace(momentum))
+
+# baselines/diloco.py: local_steps baselines
+= the outer step does not look ahead
+- trace(momentum, True)
++ trace(momentum)
+
+# traffic/compiled.py: compiled
+= an all-gather counts a worker's message to itself
+- float((g - 1) * n)
++ float(g * n)
+
+= of loops in loops the inner one counts alone
+- times=run.times * turns
++ times=turns
+
+# traffic/replica_groups.py: compiled
+= groups that are written transposed are read straight
+- .transpose(_numbers(order) if order else None)
++ .copy()
+
+# traffic/predicted.py: sync accounting
+= the mean squares that travel with a sync are not counted
+- size + len(leaves), workers
++ size, workers
+
+# faults/replicas.py: faults
+= a tie of replicas passes for a majority
+- 2 * votes <= len(words)
++ 2 * votes < len(words)
+
+= who differs gets the copy of worker 0, right or wrong
+- copies.devices[words.index(most), shard]
++ copies.devices[0, shard]
+
+# elastic/keep.py: elastic
+= strikes are counted although a start had settled
+- [*self._failed, first.place] if
++ [*self._failed, first.place] if first or
+
+= workers are not asked to save before all start again
+- signal.SIGTERM if news == signal.SIGUSR1 else news
++ news
+
+# planner/model.py: planner
+= an all-reduce waits for half of its latencies
+- 2 * hops
++ hops
+
+= devices of a worker do not share its link
+- sent = one.sent_bytes * cluster.group_size
++ sent = one.sent_bytes
+
+= all wait for one late step less
+- chances[: j + 1]
++ chances[:j]
+
+# planner/evidence.py: planner evidence
+= the better of two tasks counts
+- worse = max(nearest, key=steps)
++ worse = min(nearest, key=steps)
+
+# lab/supervise.py: lab
+= a run ends with the code of the last worker that failed
+- if code and not self.exit_code:
++ if code:
+
+# cli/plan.py: cli
+= bfloat16 is widened everywhere but on CPUs
+- args.platform == "cpu"
++ args.platform != "cpu"
+
+# units.py: cli planner units
+= bytes per second are read as bits
+- ("byte", 8)
++ ("byte", 1)
+
+# reference/lion.py: faults reference
+= a late message counts in its own step too
+- now.here & ~away)
++ now.here)
+
+# reference/simulate.py: simulate faults
+= who is absent votes in a simulation
+- ~jnp.isfinite(losses) | away, run.local_state
++ ~jnp.isfinite(losses), run.local_state
+"""
+
+
+class Mutant(NamedTuple):
+    """A mistake, in one place."""
+
+    name: str
+    file: str
+    hints: list[str]
+    old: list[str]
+    new: list[str]
+
+    def put_into(self, root: Path) -> str:
+        """The text of the file with the mistake; an error where the list does not fit the library."""
+        text, old = (root / self.file).read_text(), "\n".join(self.old)
+        if text.count(old) != 1:
+            raise SystemExit(
+                f"{self.name!r}: {self.file} has this {text.count(old)} times, and not once:\n{old}"
+            )
+        wrong = text.replace(old, "\n".join(self.new))
+        compile(wrong, self.file, "exec")  # every test would see a mistake of syntax
+        return wrong
+
+
+def mutants() -> list[Mutant]:
+    found: list[Mutant] = []
+    file, words = "", ""
+    for line in filter(None, MUTANTS.splitlines()):
+        mark, rest = line[0], line[2:]
+        if mark == "#":
+            file, _, words = rest.partition(": ")
+        elif mark == "=":
+            found.append(Mutant(rest, f"lioncub_jax/{file}", words.split(), [], []))
+        else:
+            {"-": found[-1].old, "+": found[-1].new}[mark].append(rest)
+    return found
+
+
+def copied(root: Path, folder: Path) -> Path:
+    """What git has of the repository, and what it would have: nothing that was built or measured."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=root, check=True, capture_output=True, text=True).stdout
+    for name in filter(None, names.split("\0")):
+        if (root / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(root / name, folder / name)
+    # Once for all runs, which write no bytecode: of two mistakes in one second it would be the first's.
+    subprocess.run(
+        [sys.executable, "-m", "compileall", "-q", "lioncub_jax"], cwd=folder, check=True
+    )
+    return folder
+
+
+def tests_of(mutant: Mutant, copy: Path, args: argparse.Namespace) -> list[str]:
+    """What pytest is told to run: the likely first."""
+    if mutant.name in args.hints:
+        return args.hints[mutant.name]
+    files = sorted(copy.glob("tests/*.py"))
+    likely = [f"tests/{f.name}" for word in mutant.hints for f in files if word in f.stem]
+    doctests = ["lioncub_jax"] if args.all else [mutant.file]
+    return [*dict.fromkeys(likely), *(["tests"] if args.all else []), *doctests]
+
+
+def ended(mark: str) -> None:
+    """Kills whatever a run has left, in sessions of their own too."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"{MARK}={mark}".encode() in (process / "environ").read_bytes().split(b"\0"):
+                os.kill(int(process.name), signal.SIGKILL)
+
+
+def run(copy: Path, tests: list[str], args: argparse.Namespace) -> str:
+    """The test that failed, or what else went wrong; "" where all is well."""
+    quiet = ["-x", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *quiet, "-m", "not long and not tpu"]
+    mark = f"{copy}{time.time_ns()}"
+    own = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", MARK: mark}
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    command += [*args.tests, *tests]
+    with subprocess.Popen(command, cwd=copy, env=os.environ | own, text=True, **streams) as process:
+        try:
+            said, _ = process.communicate(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            return f"a hang: killed after {LIMIT} s"
+        finally:
+            ended(mark)
+    code = process.returncode
+    if code in (0, 5):  # 5: of doctests there may be none
+        return ""
+    failed = FAILED.search(said)
+    if code > 2 or (code > 0 and not failed):
+        raise SystemExit(f"pytest cannot run {tests}:\n{said}")
+    return failed[1] if failed else f"a crash: {signal.Signals(-code).name}"
+
+
+def tried(mutant: Mutant, copy: Path, args: argparse.Namespace) -> dict[str, object]:
+    path, began = copy / mutant.file, time.time()
+    before, written = path.read_text(), path.stat().st_mtime_ns
+    path.write_text(mutant.put_into(copy))
+    try:
+        by = run(copy, tests_of(mutant, copy, args), args)
+    finally:
+        path.write_text(before)
+        os.utime(path, ns=(written, written))
+    seconds = round(time.time() - began)
+    if args.confirm and "::" in by and run(copy, [by], args):
+        by = ""  # it fails without the mistake too
+    print(f"{by or 'SURVIVED':70} {seconds:>5} s  {mutant.file}: {mutant.name}", flush=True)
+    return {"name": mutant.name, "caught": bool(by), "by": by, "seconds": seconds}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="a pattern in the file or the name")
+    parser.add_argument("--jobs", type=int, default=2, help="copies in which tests run at once (2)")
+    parser.add_argument(
+        "--all", action="store_true", help="run all test files behind the likely ones"
+    )
+    parser.add_argument(
+        "--confirm", action="store_true", help="run what failed without the mistake"
+    )
+    parser.add_argument("--list", action="store_true", help="check the list and print it")
+    parser.add_argument(
+        "--root", type=Path, default=Path(__file__).parents[1], help="the repository"
+    )
+    parser.add_argument("--hints", type=Path, help="JSON: by name, what pytest shall run instead")
+    parser.add_argument("--log", type=Path, help="add a JSON object for each to this file")
+    parser.add_argument(
+        "--tests", nargs=argparse.REMAINDER, default=[], help="for pytest; the last"
+    )
+    args = parser.parse_args()
+    args.hints = json.loads(args.hints.read_text()) if args.hints else {}
+    for mutant in mutants():
+        mutant.put_into(args.root)
+    chosen = [m for m in mutants() if re.search(args.only, f"{m.file}: {m.name}")]
+    if args.list:
+        print(*(f"{m.file}: {m.name}" for m in chosen), sep="\n")
+        return
+    copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
+
+    def one(mutant: Mutant) -> dict[str, object]:
+        copy = copies.get()
+        try:
+            found = tried(mutant, copy, args)
+        finally:
+            copies.put(copy)
+        if args.log:
+            with args.log.open("a") as log:
+                log.write(json.dumps(found) + "\n")
+        return found
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
+        for job in range(args.jobs):
+            copies.put(copied(args.root.absolute(), Path(folder) / str(job)))
+        found = list(pool.map(one, chosen))
+    survived = [one["name"] for one in found if not one["caught"]]
+    print(
+        json.dumps(
+            {"mutants": len(found), "caught": len(found) - len(survived), "survived": survived}
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
