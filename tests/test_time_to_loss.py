@@ -1,252 +1,211 @@
-"""Time to loss: that goals, steps and seconds are summed up rightly, and what its command refuses."""
+"""Time to loss: that goals, steps, seconds and factors are summed up rightly, and what is refused."""
 
 import json
-from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import pytest
-from flax import nnx
+import time_to_loss
+from goal import contenders, curves, planned, rows, summary
+from goal import evidence as goal_evidence
+from study import evidence
+from study.methods import METHODS
 
 import lioncub_jax as lc
+from lioncub_jax import planner
+from lioncub_jax.planner import evidence as packaged
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 LION, VOTE, ADAM, WARMED = "Lion, float32", "1-bit vote", "AdamW, float32", "1-bit Adam"
+CONTENDERS = contenders.CONTENDERS
 
 
-@pytest.fixture
-def goal(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import goal
-    from goal import contenders, curves, lab, rows, summary
-
-    del contenders, curves, lab, rows, summary
-    return goal
-
-
-def curve(goal, name, loss, *, steps=384, seed=0, part="curve", choice=None):
+def curve(name, loss, steps=384, seed=0, part="curve", choice=None, workers=4):
     """A row of a run whose loss falls like this over its sixteenths."""
-    made = goal.contenders.CONTENDERS[name]
-    choice = choice or (made.choices or goal.contenders.CONTENDERS[made.like].choices)[0]
-    run = goal.curves.Run(part, name, *choice, 4, steps, seed)
+    run = curves.Run(part, name, *(choice or CONTENDERS[name].choices[0]), workers, steps, seed)
     taken = [steps * (n + 1) // 16 for n in range(16)]
-    return {
-        **run._asdict(),
-        "taken": taken,
-        "loss": [loss(n / steps) for n in taken],
-        "seconds": 1.0,
-    }
+    return run._asdict() | {"taken": taken, "loss": [loss(n / steps) for n in taken]}
 
 
-def tuned(goal, name, best=0):
-    """Rows that tune a contender, the best choice at this place."""
-    choices = goal.contenders.CONTENDERS[name].choices
+def ran(name, end, **given):
+    """Three seeds whose loss falls from 5 to this."""
+    return [curve(name, lambda x: 5.0 + (end - 5.0) * x, seed=seed, **given) for seed in range(3)]
+
+
+def tuned(name):
+    """Rows that tune a contender, the first choice the best."""
+    choices = CONTENDERS[name].choices
     return [
-        curve(goal, name, lambda x, n=n: 9.0 + (n != best), part="tuning", choice=choice, seed=1000)
-        for n, choice in enumerate(choices)
+        curve(name, lambda x, n=n: 9.0 + n, part="tuning", choice=c) for n, c in enumerate(choices)
     ]
 
 
-def time(goal, name, seconds, *, network="100mbit", stage="", option=0):
-    return {"part": "time", "contender": name, "stage": stage, "option": option, "network": network,
+def time(name, seconds, stage=""):
+    option = CONTENDERS[name].choices[0].option
+    return {"part": "time", "contender": name, "stage": stage, "option": option, "network": "100mbit",
             "workers": 4, "seconds": seconds}  # fmt: skip
 
 
-def falling(x):
-    return 5.0 - 2.0 * x
-
-
-def sooner(x):
-    return 5.0 - 4.0 * x
-
-
-def story(goal):
+def story(vote=3.0):
     """Lion falls from 5 to 3 bits, the vote as fast, AdamW twice as fast, each in steps of its own time."""
-    found = [row for name in (LION, VOTE, ADAM) for row in tuned(goal, name)]
-    for seed in range(3):
-        found += [curve(goal, LION, falling, seed=seed), curve(goal, VOTE, falling, seed=seed)]
-        found += [curve(goal, ADAM, sooner, seed=seed)]
-    return [*found, time(goal, LION, 4.0), time(goal, VOTE, 0.25), time(goal, ADAM, 4.0)]
+    found = [row for name in (LION, VOTE, ADAM) for row in tuned(name)]
+    found += ran(LION, 3.0) + ran(VOTE, vote) + ran(ADAM, 1.0)
+    return [*found, time(LION, 4.0), time(VOTE, 0.25), time(ADAM, 4.0)]
 
 
-def test_a_goal_is_where_lion_stands(goal):
-    found = goal.summary.goals(story(goal))
-    assert found == pytest.approx({0.6: 3.8, 0.8: 3.4, 1.0: 3.0})
-
-
-def test_seconds_are_steps_times_seconds_of_a_step(goal):
-    sums = goal.summary.summed(story(goal))
-    assert sums.reaches[VOTE, 1.0].steps == pytest.approx(384)
-    assert sums.reaches[ADAM, 1.0].steps == pytest.approx(192)
+def test_seconds_to_where_lion_stands_are_steps_times_seconds_of_a_step():
+    found = story()
+    assert summary.goals(found) == pytest.approx({0.6: 3.8, 0.8: 3.4, 1.0: 3.0})
+    clock = {"part": "confirm", "contender": VOTE, "network": "100mbit", "steps": 384, "taken": 360}
+    found += [clock | {"seconds": 99.0, "reached": True}]
+    sums = summary.summed(found)
     assert sums.seconds["100mbit", VOTE, 1.0] == pytest.approx(384 * 0.25)
     assert sums.seconds["100mbit", ADAM, 0.6] == pytest.approx(192 * 0.6 * 4.0)
     assert sums.keys["speedup_over_best_peer_100mbit"] == pytest.approx(192 * 4.0 / (384 * 0.25))
-    assert sums.keys["speedups"]["100mbit 100%"][:2] == [VOTE, ADAM]
+    assert sums.keys["clock_over_product"] == {f"100mbit {VOTE}": [99.0, 90.0, 1.1]}
+    assert planned.beside_measured(found) == {}, "nobody was timed where nothing limits"
 
 
-def test_steps_of_several_kinds_each_take_their_own_time(goal):
+def test_steps_of_several_kinds_each_take_their_own_time():
     """58 steps in full precision, the others in one bit."""
-    contenders = goal.contenders
-    found = story(goal) + tuned(goal, WARMED)
-    found += [curve(goal, WARMED, falling, seed=seed) for seed in range(3)]
-    found.append(time(goal, WARMED, 4.0, stage=contenders.FULL, option=58))
-    assert ("100mbit", WARMED, 1.0) not in goal.summary.summed(found).seconds  # not timed yet
-    found.append(time(goal, WARMED, 0.25, stage=contenders.CODED, option=58))
-    sums = goal.summary.summed(found)
-    assert sums.seconds["100mbit", WARMED, 1.0] == pytest.approx(58 * 4.0 + (384 - 58) * 0.25)
+    warmup = CONTENDERS[WARMED].choices[0].option
+    found = story() + tuned(WARMED) + ran(WARMED, 3.0) + [time(WARMED, 4.0, contenders.FULL)]
+    assert ("100mbit", WARMED, 1.0) not in summary.summed(found).seconds  # not timed yet
+    found.append(time(WARMED, 0.25, contenders.CODED))
+    seconds = summary.summed(found).seconds["100mbit", WARMED, 1.0]
+    assert seconds == pytest.approx(warmup * 4.0 + (384 - warmup) * 0.25)
 
 
-def test_who_never_gets_there_is_said_so_and_runs_longer(goal):
-    stuck = [curve(goal, VOTE, lambda x: 5.0 - 1.9 * x, seed=seed) for seed in range(3)]
-    found = [
-        row for row in story(goal) if row["contender"] != VOTE or row["part"] != "curve"
-    ] + stuck
-    assert not goal.summary.reached(found, VOTE)
-    sums = goal.summary.summed(found)
-    assert sums.reaches[VOTE, 1.0] is None and sums.reaches[VOTE, 0.8] is not None
-    assert "speedup_over_best_peer_100mbit" not in sums.keys
-    longer = [curve(goal, VOTE, lambda x: 5.0 - 2.5 * x, steps=576, seed=seed) for seed in range(3)]
-    way = goal.summary.reach(found + longer, VOTE, 3.0)
+def test_who_never_gets_there_is_said_so_and_runs_longer():
+    found = story(vote=3.1)
+    sums = summary.summed(found)
+    assert sums.reaches[VOTE, 1.0] is None and "speedup_over_best_peer_100mbit" not in sums.keys
+    way = summary.reach(found + ran(VOTE, 2.5, steps=576), VOTE, 3.0)
     assert (way.steps, way.length) == (pytest.approx(576 * 0.8), 576)
 
 
-def test_a_clock_is_compared_with_the_product_of_as_many_steps(goal):
-    ran = {"part": "confirm", "contender": VOTE, "network": "100mbit", "steps": 384, "taken": 360}
-    found = [*story(goal), ran | {"seconds": 99.0, "reached": True}]
-    assert goal.summary.summed(found).keys["clock_over_product"] == {
-        f"100mbit {VOTE}": [99.0, 90.0, 1.1]
-    }
-    found[-1]["reached"] = False
-    assert goal.summary.summed(found).keys["clock_over_product"] == {}
-
-
-def test_a_rank_that_is_given_is_the_best_of_that_rank(goal):
-    contenders, found = goal.contenders, tuned(goal, "PowerSGD, AdamW")
-    chosen = goal.summary.best_choice(found, "PowerSGD, rank 4")
-    assert chosen.option == 4 and chosen in contenders.CONTENDERS["PowerSGD, AdamW"].choices
-    whole = goal.summary.best_choice(found, "PowerSGD, AdamW")
-    assert goal.summary.best_choice(found, "PowerSGD, in 6 bits") == whole
-
-
 @pytest.mark.parametrize(("name", "option"), [("0/1 Adam", 0), (WARMED, 58)])
-def test_stages_are_those_of_the_transform(goal, name, option):
+def test_stages_are_those_of_the_transform(name, option):
     """By what it sends, step for step."""
-    made = goal.contenders.CONTENDERS[name]
+    made, stage, sent = CONTENDERS[name], None, {}
     tx, stages = made.make(lambda t: 1e-3, 384, option).tx, dict(made.stages(384, option))
-    params, stage = {"w": jax.ShapeDtypeStruct((64, 128), jnp.float32)}, None
-    sent = {goal.contenders.FULL: set(), goal.contenders.CODED: set()}
+    params = {"w": jax.ShapeDtypeStruct((64, 128), "float32")}
     for t in range(384):
         stage = stages.get(t, stage)
-        sent[stage].add(lc.traffic.of(tx, params, 4, step=t).sent_bytes)
-    assert all(len(each) == 1 for each in sent.values())
-    assert min(sent[goal.contenders.FULL]) > 10 * max(sent[goal.contenders.CODED])
+        sent.setdefault(stage, set()).add(lc.traffic.of(tx, params, 4, step=t).sent_bytes)
+    (full,), (coded,) = sent[contenders.FULL], sent[contenders.CODED]
+    assert full > 10 * coded
 
 
-def test_every_contender_is_tuned_over_as_many_choices(goal):
-    contenders = goal.contenders.CONTENDERS
-    assert {len(one.choices) for one in contenders.values() if not one.like} == {4}
-    assert all(one.like in contenders for one in contenders.values() if one.like)
-    makers = [(one.make, c.option) for one in contenders.values() for c in one.choices]
-    alone = {make(lambda t: 1e-3, 384, option).local_steps for make, option in makers}
-    assert {1, 2, 4, 8, 32} <= alone
-    assert all(length % steps == 0 for length in goal.summary.LENGTHS for steps in alone)
+def test_every_contender_is_tuned_over_as_many_choices():
+    for made in CONTENDERS.values():
+        assert made.like in CONTENDERS if made.like else len(made.choices) == 4
+    chosen = summary.best_choice(tuned("PowerSGD, AdamW"), "PowerSGD, rank 4")
+    assert chosen.option == 4 and chosen in CONTENDERS["PowerSGD, AdamW"].choices
 
 
-@pytest.mark.parametrize("name", [VOTE, "DiLoCo, float32", "PowerSGD, AdamW", "AdamW, in codes"])
-def test_a_contender_trains_by_the_real_step(goal, name, monkeypatch):
-    """Of a small model; all see the same windows, and losses are looked at as often as there are points."""
+def test_a_contender_trains_by_the_real_step(monkeypatch):
     small = {"layers": 1, "width": 32, "heads": 2, "context": 64, "tied": False}
-    monkeypatch.setattr(goal.curves, "MODEL", small)
-    mesh = goal.curves.mesh_of(jax.devices()[:4])
-    made = goal.contenders.CONTENDERS[name]
-    run = goal.curves.Run("curve", name, 1e-3, made.choices[0].option, 4, 32, 0)
-    row = goal.curves.train(mesh, made, run)
-    assert row["taken"][-1] == 32 and len(row["taken"]) == len(row["loss"]) <= 16
+    monkeypatch.setattr(curves, "MODEL", small)
+    name = "DiLoCo, float32"  # takes some steps alone
+    run = curves.Run("curve", name, 1e-3, 8, 4, 32, 0)
+    row = curves.train(curves.mesh_of(jax.devices()[:4]), CONTENDERS[name], run)
+    assert row["taken"] == [8, 16, 24, 32]
     assert row["loss"][-1] < row["loss"][0] < 8.5
 
 
-def test_pytorch_begins_with_the_same_parameters(goal):
-    """Every one, once; a matrix turned, with the heads of queries, keys and values in their order."""
-    model = goal.curves.model_of(0)
-    arrays = goal.lab.as_in_torch(model, goal.lab.MODEL["layers"])
-    sizes = [x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param))]
-    assert sorted(x.size for x in arrays.values()) == sorted(sizes)
-    kernel = model.blocks[1].attention.qkv.kernel[...]
-    assert arrays["blocks.1.qkv.weight"][384 + 64 * 2 + 5, 7] == kernel[7, 1, 2, 5]
-    with pytest.raises(TypeError, match=r"goal/ddp_worker\.py runs it"):
-        goal.contenders.CONTENDERS["PyTorch DDP, float32"].timed("", 0)
-
-
-def test_the_planner_names_who_was_first_in_every_measured_network(goal):
+def test_the_planner_names_who_was_first_in_every_measured_network():
     """Or one that was there within 5 % of the first's time: by the committed rows."""
-    from goal import planned
-
-    found = goal.rows.read(BENCHMARKS / "results" / "time_to_loss.jsonl")
-    told = planned.beside_measured(found)
+    told = planned.beside_measured(rows.read(time_to_loss.ROWS))
     assert {"100mbit", "300mbit", "1gbit"} <= told.keys()
-    for network, one in told.items():
-        assert one["of"] >= 5 and one["ratio"] <= 1.05, (network, one)
+    assert all(one["of"] >= 5 and one["ratio"] <= 1.05 for one in told.values()), told
 
 
-def test_who_is_timed_nowhere_without_a_limit_is_not_compared(goal):
-    from goal import planned
+# --- How many times Lion's steps, by curves whose answers are known
 
-    assert planned.beside_measured(story(goal)) == {}
-
-
-# --- Bad input
+FALLS = [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]  # 60 % of it is 0.5, 80 % is 0.3
 
 
-def refused(argv, capsys):
-    import time_to_loss
+def seeds(method, *losses, **more):
+    """Runs of as many points as losses, one for each seed."""
+    return [{"part": "main", "task": "images", "split": "iid", "workers": 8, "method": method, "seed": n,
+             "dataset": "d", "parameters": 10, "steps": 100, "curve": {"loss": x}} | more
+            for n, x in enumerate(losses)]  # fmt: skip
 
+
+def factors_of(*losses):
+    lion, vote = evidence.evidence(seeds("lion", FALLS, FALLS) + seeds("vote", *losses))["factors"]
+    assert lion["factor"] == [1.0, 1.0, 1.0]
+    return vote
+
+
+@pytest.mark.parametrize(
+    ("losses", "factor"),
+    [
+        ([x + 0.05 for x in FALLS], [6.5 / 6, 8.5 / 8, None]),  # between points
+        ([0.4] * 10, [1 / 6, None, None]),  # before the first point nothing is known
+        # The least so far is a line from 0.5 to 0.05 between the last two points.
+        ([1.0, 0.5, *[0.9] * 7, 0.05], [2 / 6, (9 + 0.2 / 0.45) / 8, (9 + 0.4 / 0.45) / 10]),
+        ([*FALLS[:5], *[None] * 5], [None, None, None]),
+    ],
+)
+def test_a_factor_is_where_the_curve_first_is_below_the_target(losses, factor):
+    assert factors_of(losses, losses)["factor"] == [
+        x and pytest.approx(x, abs=1e-3) for x in factor
+    ]
+
+
+def test_curves_are_averaged_over_seeds_that_both_have_and_spread_is_of_single_ones():
+    found = factors_of([x + 0.1 for x in FALLS], FALLS, [9.0] * 10)
+    assert found["seeds"] == 2 and found["reached"] == [2, 2, 1]
+    assert found["factor"][:2] == pytest.approx([6.5 / 6, 8.5 / 8], abs=1e-3)
+    assert found["std"][:2] == pytest.approx([1 / 6 / 2**0.5, 1 / 8 / 2**0.5], abs=1e-3)
+
+
+def test_every_method_that_the_planner_asks_about_is_one_of_the_studies():
+    schemes = (*planner.SCHEMES, *planner.OTHERS, *planner.PEERS)
+    asked = {one.learns for one in schemes if one.learns}
+    on_gpt = {planner.scheme_named(name).learns for name, _ in goal_evidence.SCHEMES.values()}
+    assert on_gpt <= asked <= METHODS.keys() | on_gpt
+    assert {task.name for task in packaged.tasks()} == {*evidence.LOSS, goal_evidence.TASK}
+
+
+# --- What is refused
+
+
+@pytest.mark.parametrize(
+    ("found", "words", "said"),
+    [
+        ([{"part": "main"}], [], "line 1: no row of this benchmark"),
+        ([{"part": "curve", "contender": "Sophia"}], [], "'Sophia' does not run any more; delete"),
+        (
+            story(),
+            ["--goal", "0.5"],
+            "--goal 0.5: no curve gets there; the least is 1.000, of AdamW",
+        ),
+        (
+            [],
+            ["--again"],
+            "Lion, float32 has not run, so there is no goal: run --part curves first",
+        ),
+    ],
+)
+def test_rows_and_options_that_do_not_fit_are_refused(tmp_path, capsys, found, words, said):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in found))
     with pytest.raises(SystemExit):
-        time_to_loss.parsed(argv)
-    return capsys.readouterr().err
+        time_to_loss.parsed(["--save", str(path), *words])
+    assert said in capsys.readouterr().err
 
 
-def test_rows_of_another_study_are_refused(goal, tmp_path, capsys):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"part": "main", "method": "vote"}) + "\n")
-    said = refused(["--save", str(path), "--again"], capsys)
-    assert "line 1: no row of this benchmark" in said and "--save" in said
-    path.write_text(json.dumps({"part": "curve", "contender": "Sophia"}) + "\n")
-    assert "'Sophia' does not run any more; delete the line" in refused(
-        ["--save", str(path)], capsys
-    )
+REFUSED = [
+    (lambda: summary.best_choice([], VOTE), "1-bit vote is not tuned yet: run --part tuning"),
+    (lambda: CONTENDERS[WARMED].make(lambda t: 1e-3, 384, 384), "warm-up of 384 steps in a run of 384"),
+    (lambda: evidence.evidence(seeds("vote", FALLS)), "no rows of 'lion' in the parts main, .*run them"),
+    (lambda: goal_evidence.told(ran(LION, 3.0) + ran(LION, 3.0, workers=8)), r"rows of \[4, 8\] work"),
+    (lambda: packaged.read('{"format": 1, "targets": [1]}'), r"targets \[1\], and not \[0.6, 0.8, 1.0\]"),
+]  # fmt: skip
 
 
-def test_a_goal_below_every_curve_is_refused(goal, tmp_path, capsys):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in story(goal)))
-    said = refused(["--save", str(path), "--goal", "0.5"], capsys)
-    assert "--goal 0.5: no curve gets there; the least is 1.000, of AdamW, float32" in said
-
-
-def test_nothing_can_be_summed_up_before_lion_has_run(goal, tmp_path, capsys):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in tuned(goal, LION)))
-    said = refused(["--save", str(path), "--again"], capsys)
-    assert "Lion, float32 has not run, so there is no goal: run --part curves first" in said
-
-
-def test_an_unknown_contender_is_refused_with_the_known_ones(goal, tmp_path, capsys):
-    said = refused(["--save", str(tmp_path / "none"), "--contender", "Adam"], capsys)
-    assert "'Adam' does not run; those who do: Lion, float32" in said
-
-
-def test_what_is_not_tuned_or_has_not_run_says_what_to_run(goal):
-    with pytest.raises(ValueError, match="1-bit vote is not tuned yet: run --part tuning"):
-        goal.summary.best_choice([], VOTE)
-    with pytest.raises(
-        ValueError, match="Lion, float32 has not run, so there is no goal: run --part curves"
-    ):
-        goal.summary.goals([])
-
-
-@pytest.mark.parametrize("warmup", [0, 384, 500])
-def test_a_warmup_that_a_run_does_not_outlast_is_refused(goal, warmup):
-    with pytest.raises(
-        ValueError, match=rf"warm-up of {warmup} steps in a run of 384.*give 1 to 383"
-    ):
-        goal.contenders.one_bit_adam(None)(lambda t: 1e-3, 384, warmup)
+@pytest.mark.parametrize(("call", "said"), REFUSED, ids=[said for _, said in REFUSED])
+def test_what_cannot_be_summed_up_is_refused(call, said):
+    with pytest.raises(ValueError, match=said):
+        call()
