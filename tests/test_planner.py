@@ -292,30 +292,20 @@ def shown(plan, width=200):
     return console.export_text()
 
 
-@pytest.mark.parametrize("goal", planner.GOALS)
-def test_the_table_shows_every_scheme_and_number_at_any_width(goal):
-    for size, cluster in {
-        7 * 10**10: Cluster(
-            16_384, Link(123e6), 8, Link(900e9)
-        ),  # of which some schemes are refused
-        64_000: Cluster(100, Link(987e9)),
-        SIZE: Cluster(1, SLOW.link),
-    }.items():
-        plan = planner.plan(size, cluster, 0.1, goal=goal)
-        narrow, times = shown(plan, 80), plan.times()
-        assert max(map(len, narrow.splitlines())) <= 80
-        for text in (narrow, shown(plan)):
-            assert "\N{HORIZONTAL ELLIPSIS}" not in text
-            rows = {name: re.search(rf"^ *{re.escape(name)} .*$", text, re.M) for name in ALL}
-            assert {name for name in ALL if rows[name]} == {*plan.estimates, *plan.refused}
-            for name, found in plan.estimates.items():
-                wanted = [units.bytes_text(found.sent_bytes), units.seconds_text(found.step)]
-                wanted += [f" {plan.speedup(name):.2f}"] if goal == "step" else []
-                wanted += [f"{times[name]:.3g}"] if name in times else []
-                assert all(one in rows[name][0] for one in wanted), (name, wanted)
-            for name, reason in plan.refused.items():
-                assert "refused" in rows[name][0] and reason in " ".join(text.split())
-            assert ("inside" in text) == (cluster.group_size > 1)
+def test_the_table_shows_every_scheme_at_any_width():
+    large = Cluster(16_384, Link(123e6), 8, Link(900e9))  # some schemes are refused
+    plan = planner.plan(7 * 10**10, large, 0.1)
+    narrow = shown(plan, 80)
+    assert max(map(len, narrow.splitlines())) <= 80
+    for text in (narrow, shown(plan)):
+        assert "\N{HORIZONTAL ELLIPSIS}" not in text and "inside" in text
+        rows = {name: re.search(rf"^ *{re.escape(name)} .*$", text, re.M) for name in ALL}
+        assert {name for name in ALL if rows[name]} == {*plan.estimates, *plan.refused}
+        for name, found in plan.estimates.items():
+            assert units.bytes_text(found.sent_bytes) in rows[name][0]
+            assert units.seconds_text(found.step) in rows[name][0]
+        for reason in plan.refused.values():
+            assert reason in " ".join(text.split())
 
 
 def test_the_figure_shows_curves_and_measured_points(tmp_path):
