@@ -1,18 +1,12 @@
-"""The benchmarks of faults: who lies in which run, that a run is the study's but for that, and the sums."""
+"""The benchmarks of faults: that a run is the study's but for that, and the sums."""
 
-import os
 from concurrent.futures import Future
-from inspect import signature
 
 import faults
 import liars as program
 import numpy as np
 import pytest
-from harm import followed
 from study import liars, runs, tasks
-
-import lioncub_jax as lc
-from lioncub_jax import lab
 
 
 def lie(**how):
@@ -36,19 +30,6 @@ def test_a_run_is_the_studys_but_for_who_lies_is_missing_or_late():
     assert end(missing=1.0) > 7.9, "nobody votes, so nothing is learned"
     assert len(runner._compiled) == 1
     assert end(late=0.3) != missing and end(late=1.0) < 7.9, "a step behind, and not lost"
-
-
-def test_every_case_is_planned_once_and_liars_are_fewer_than_half():
-    planned, unlike = liars.planned((8, 16, 32)), liars.unlike()
-    for some in (planned, unlike):
-        assert len(some) == len(set(some)) and all(2 * one.liars < one.workers for one in some)
-
-
-def test_the_owner_that_is_attacked_is_the_default():
-    assert liars.DOMINANCE["owner"] == signature(lc.owner_lion).parameters["dominance"].default
-    rows = program.read(program.ROWS)
-    bounds = [runs.numbers(liars.dominance(row["base"], row["workers"])) for row in rows]
-    assert [row.get("dominance") for row in rows] == bounds
 
 
 def test_what_is_lost_is_a_mean_of_pairs_and_late_votes_are_not_missing():
@@ -89,12 +70,8 @@ def test_a_run_that_ends_otherwise_has_not_survived():
     [
         # From the kill to the first step of the next start; 13 was under way.
         ("worker", [(8, 11), (9, 12), (10.1, 13), (30, 11)], [0, 11], [10.2], 10.0, 19.9, 3),
-        # Nobody died of it: from its end.
-        ("link 5 s", [(8, 11), (9, 12), (14.9, 13), (15.5, 14)], [0], [], 15.0, 0.5, 0),
         # A link is back, the run goes on, and one dies of it later.
         ("link 30 s", [(9, 20), (52, 21), (70, 21)], [0, 60], [59], 40.0, 12.0, 1),
-        # The fault outlasts those that die of it.
-        ("link 30 s", [(9, 20), (35, 11)], [0, 34], [33], 40.0, 2.0, 10),
     ],
 )
 def test_a_fault_costs_seconds_and_steps(kind, steps, starts, died, ended, seconds, again):
@@ -106,58 +83,6 @@ def test_a_fault_costs_seconds_and_steps(kind, steps, starts, died, ended, secon
     assert found == pytest.approx(wanted)
 
 
-# --- What is done
-
-# A worker that only counts, says and saves what the real one does, and needs no JAX.
-COUNTS = """
-import os, sys, time
-from pathlib import Path
-steps, every, folder = int(sys.argv[2]), int(sys.argv[4]), Path(sys.argv[8])
-folder.mkdir(exist_ok=True)
-first = os.environ["RANK"] == "0"
-for step in range(max([0, *(int(x.name) for x in folder.glob("*0"))]) + 1, steps + 1):
-    time.sleep(0.02)
-    if first:
-        print(f"step {step} {1 / step:.6f}", flush=True)
-    if first and step % every == 0:
-        print(f"save {step}", flush=True)
-        half = folder / f"{step}.half"
-        for _ in range(50):
-            with half.open("ab") as file:
-                file.write(bytes(1 << 14))
-            time.sleep(0.01)
-        half.rename(folder / str(step))
-    while step % every == 0 and not (folder / str(step)).exists():
-        time.sleep(0.01)
-"""
-ENDS = {  # starts, and what is said by who died
-    "worker": (2, ""), "saving": (2, ""), "link 5 s": (1, ""),
-    "disk full": (2, "No space left"), "disk errs": (2, "Read-only file system"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "kind", [k if k == "worker" else pytest.param(k, marks=pytest.mark.long) for k in ENDS]
-)
-def test_a_run_is_harmed_once_and_goes_on_to_its_end(kind, monkeypatch, tmp_path):
-    fault = faults.FAULTS[kind]
-    if fault.does in (*faults.OF_LINKS, *faults.OF_DISKS):
-        if os.geteuid() != 0:
-            pytest.skip("only root may mount, and pull out cables")
-        lab.check()  # where root may make namespaces it may mount
-    (tmp_path / "worker.py").write_text(COUNTS)
-    monkeypatch.setattr(followed, "WORKER", tmp_path / "worker.py")
-    if fault.does != "fill":  # which ends with a death
-        monkeypatch.setitem(faults.FAULTS, kind, fault._replace(lasts=min(fault.lasts, 0.5)))
-    row, (starts, error) = faults.harmed(kind, 0), ENDS[kind]
-    found = [row[name] for name in ("exit_code", "last_step", "left", "starts")]
-    assert found == [0, faults.STEPS, 0, starts], row
-    assert row["times"][-1][1] == faults.STEPS and len(row["died"]) == starts - 1
-    assert bool(row["steps_again"]) == (starts > 1) and row["seconds_to_next_step"] > 0
-    assert 0 < row["fault"][0] <= row["fault"][1] and error in row["said"]
-    assert row["during"] == "save" or not fault.saving
-
-
 # --- What is refused
 
 
@@ -165,17 +90,10 @@ def test_a_run_is_harmed_once_and_goes_on_to_its_end(kind, monkeypatch, tmp_path
     ("module", "words", "said"),
     [
         (faults, ["--kind", "worker", "--runs", "0"], "--runs 0: give a whole number of 1 or more"),
-        (
-            faults,
-            ["--kind", "disk full"],
-            "'disk full': only root may; run as root, or name others by --kind",
-        ),
-        (faults, ["--again"], "and there are none"),
         (program, ["--again"], "and there are none"),
     ],
 )
-def test_bad_arguments_are_refused(module, words, said, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+def test_bad_arguments_are_refused(module, words, said, capsys, tmp_path):
     with pytest.raises(SystemExit):
         module.main([*words, "--save", str(tmp_path / "none.jsonl")])
     assert said in " ".join(capsys.readouterr().err.split())
