@@ -11,10 +11,8 @@ import sys
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -48,12 +46,9 @@ def test_the_demo_leaves_measurements_a_plot_and_a_sample(tmp_path):
     assert done.returncode == 0, done.stderr
     first, *steps, last = rows_of(tmp_path)
     assert first["config"]["optimizer"] == "lion-cub" and first["workers"] == 8
-    assert set(first["versions"]) == {"python", "jax", "jaxlib", "flax", "optax"}
     assert [row["step"] for row in steps] == [1, 2, 3, 4]
     assert all(math.isfinite(row["loss"]) and row["abstained"] == 0 for row in steps)
     assert last["validation_bits_per_byte"] == steps[-1]["validation"] < 8.5
-    assert last["bigram_bits_per_byte"] < last["unigram_bits_per_byte"] < 8
-    assert last["float32_bytes_per_step"] > 15 * last["sent_bytes_per_step"]
     assert last["sent_bytes_of_a_sync"] > 0
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "sample.txt").stat().st_size > 500
@@ -203,18 +198,6 @@ def test_launch_files_use_options_that_go_together(path):
     assert args.resume and args.checkpoint and math.prod(args.mesh.values()) == 32
 
 
-def test_kubernetes_is_told_one_number_of_processes_and_one_memory():
-    text = (LAUNCH / "kubernetes.yaml").read_text()
-    assert len({*re.findall(r"(?:completions: |parallelism: |--processes )(\d+)", text)}) == 1
-    name, service = re.findall(r"^  name: (\S+)", text, re.M)[::-1]
-    assert f"job-name: {name}" in text and f"subdomain: {service}" in text
-    assert f"--coordinator {name}-0.{service}:" in text
-    (memory,) = re.findall(r"LIONCUB_MEMORY\n\s+value: (/\S+)/", text)
-    (volume,) = re.findall(rf"- name: (\S+)\n\s+mountPath: {memory}\n", text)
-    assert re.search(rf"- name: {volume}\b.*\n\s+emptyDir:\n\s+medium: Memory", text)
-    assert "restartPolicy: OnFailure" in text  # the pod, and its memory, stays
-
-
 # --- Text, and the model
 
 
@@ -227,17 +210,3 @@ def test_baselines_are_what_counting_by_hand_gives():
     found = corpus.baselines(train, windows)
     assert found.unigram == pytest.approx(-math.log2(single))
     assert found.bigram == pytest.approx(-(2 * math.log2(after_a) + math.log2(after_b)) / 3)
-
-
-def test_the_model_does_not_see_what_comes_later_and_samples_beyond_its_context():
-    gpt = model.GPT(layers=1, width=16, heads=2, context=4, rngs=nnx.Rngs(0))
-    tokens = jnp.arange(4)[None]
-    logits, changed = gpt(tokens), gpt(tokens.at[0, 2].set(99))
-    assert (logits[0, :2] == changed[0, :2]).all()
-    assert (logits[0, 2:] != changed[0, 2:]).any()
-    text = [7, 1, 200]
-    for _ in range(6):
-        text.append(int(gpt(jnp.array([text[-4:]]))[0, -1].argmax()))
-    cold = {"length": 6, "temperature": 1e-6}
-    sampled = model.continue_text(gpt, jnp.array(text[:3]), jax.random.key(0), **cold)
-    assert sampled.tolist() == text[3:]

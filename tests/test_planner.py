@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import io
 import json
 import math
 import re
@@ -12,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from rich.console import Console
 
 import lioncub_jax as lc
 from lioncub_jax import planner, units
@@ -21,7 +19,6 @@ from lioncub_jax.planner import (
     Host,
     Late,
     Link,
-    Pays,
     evidence,
     pays,
     report,
@@ -171,7 +168,7 @@ PAIRS = dataclasses.replace(SLOW, one_way_pairs=True)
 @pytest.mark.parametrize(
     ("name", "cluster", "speedup"),
     [
-        ("1-bit vote", SLOW, 1.0), ("owner, 3 bits", SLOW, 1.05), ("lanes", SLOW, 2.0),
+        ("1-bit vote", SLOW, 1.0), ("lanes", SLOW, 2.0),
         ("1-bit vote", PAIRS, 1.0), ("1-bit vote", dataclasses.replace(SLOW, late=Late(0.1, 0.5)), 1.0),
     ],
 )  # fmt: skip
@@ -202,8 +199,6 @@ def test_a_method_may_pay_always_never_or_above_a_rate():
         step_of(n, many.at(above), 64_000, 0.0, FREE).step for n in ("gathered", "float32 Lion")
     ]
     assert steps[0] == pytest.approx(steps[1])
-    assert report.pays_text(Pays(2e9, math.inf)) == "above 2 Gbit/s"
-    assert report.pays_text(Pays(1e6, 2e9)) == "from 1 Mbit/s to 2 Gbit/s"
 
 
 @pytest.mark.parametrize(
@@ -260,9 +255,8 @@ def test_every_method_is_there_or_refused():
     assert [*flat.estimates] == [name for name in ALL if name not in flat.refused]
 
 
-@pytest.mark.parametrize(("compute", "memory"), [(1e-4, 2e13), (1.0, 1e11)])
-def test_the_advice_flips_where_voting_stops_to_be_worth_it(compute, memory):
-    host = Host(memory_bandwidth=memory)
+def test_the_advice_flips_where_voting_stops_to_be_worth_it():
+    compute, host = 1e-4, Host(memory_bandwidth=2e13)
     found = planner.plan(10**8, SLOW, compute, host, goal="step").worthwhile
     assert 0 < found.below < math.inf
     for rate, used in ((found.below / 1.001, True), (found.below * 1.001, False)):
@@ -284,28 +278,6 @@ def test_json_holds_the_plan_and_no_infinity():
     assert rows["float32 Lion"]["pays"] is None and found["refused"] == plan.refused
     assert json_of(10**8, SLOW.at(math.inf))[1]["bandwidth"] is None
     json_of(10**8, SLOW.at(1e-300))  # steps that never end
-
-
-def shown(plan, width=200):
-    console = Console(width=width, record=True, file=io.StringIO())
-    console.print(report.table(plan))
-    return console.export_text()
-
-
-def test_the_table_shows_every_scheme_at_any_width():
-    large = Cluster(16_384, Link(123e6), 8, Link(900e9))  # some schemes are refused
-    plan = planner.plan(7 * 10**10, large, 0.1)
-    narrow = shown(plan, 80)
-    assert max(map(len, narrow.splitlines())) <= 80
-    for text in (narrow, shown(plan)):
-        assert "\N{HORIZONTAL ELLIPSIS}" not in text and "inside" in text
-        rows = {name: re.search(rf"^ *{re.escape(name)} .*$", text, re.M) for name in ALL}
-        assert {name for name in ALL if rows[name]} == {*plan.estimates, *plan.refused}
-        for name, found in plan.estimates.items():
-            assert units.bytes_text(found.sent_bytes) in rows[name][0]
-            assert units.seconds_text(found.step) in rows[name][0]
-        for reason in plan.refused.values():
-            assert reason in " ".join(text.split())
 
 
 def test_the_figure_shows_curves_and_measured_points(tmp_path):
@@ -337,7 +309,6 @@ def test_named_machines_are_what_their_vendors_say():
         (lambda: Cluster(2, SLOW.link, 0), "group_size=0"),
         (lambda: Cluster(2, SLOW.link, 4), "without inside"),
         (lambda: Cluster(2, SLOW.link, all_to_all_share=0), "share=0: give a number above 0, at most 1"),
-        (lambda: planner.cluster_named("h100"), "cluster 'h100': give one of v5e-8, .*, 8x4090-1g$"),
         (lambda: Late(1.5, 1.0), "share=1.5: give the part of steps, 0 to 1"),
         (lambda: Late(0.1, -1.0), "seconds=-1.0: give seconds, zero or more"),
         (lambda: Late(0.1, math.inf), "seconds=inf: give seconds"),
@@ -352,7 +323,6 @@ def test_named_machines_are_what_their_vendors_say():
         (lambda: planner.plan(SIZE, SLOW, 0.1, goal="fun"), "goal='fun': give one of loss, step"),
         (lambda: planner.plan(SIZE, SLOW, 0.1, data="new"), "data='new': give one of alike, different"),
         (lambda: planner.plot("no/where.png", SIZE, SLOW, 0.1), "there is no folder"),
-        (lambda: planner.plot("plan.xyz", SIZE, SLOW, 0.1), "ends in one of"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(build, message):
@@ -466,17 +436,12 @@ def test_what_was_never_measured_is_listed_and_not_ranked(known):
     plan, said = to_loss(data="different")
     assert set(plan.times()) == {"owner, 3 bits", "bfloat16 Lion", "float32 Lion"}
     assert "use owner_lion(...)" in said and "8 workers), data different, 3 seeds." in said
-    unknown = "not measured with different data on text, the nearest in size, so not ranked"
-    assert f"{unknown}: 1-bit vote; 2-bit vote; " in " ".join(shown(plan).split())
     found = report.as_json(plan)
     assert (found["goal"], found["data"]) == ("loss", "different")
     rows = {row["scheme"]: row for row in found["schemes"]}
     assert rows["1-bit vote"]["steps"] is None is rows["1-bit vote"]["time_to_loss"]
     steps = {"factor": 1.0, "std": 0.01, "seeds": 3, "task": "text", "workers": {"text": 8}}
     assert rows["owner, 3 bits"]["steps"] == steps
-    alone = planner.plan(SIZE, SLOW, 0.1, goal="step")
-    assert (alone.learned, list(alone.estimates)) == ({}, NAMES)
-    assert not any({"steps", "time_to_loss"} & set(row) for row in report.as_json(alone)["schemes"])
 
 
 def test_all_methods_are_judged_by_the_tasks_nearest_in_size(known):
