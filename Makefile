@@ -22,7 +22,7 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 TPU := requirements/tpu.txt
 TPU_READY := $(VENV)/tpu/.ready
 EQUALITY := tests/test_against_reference.py tests/test_ranges.py tests/test_quantize.py tests/test_sharding.py
-PYTEST := -m pytest --numprocesses $(TEST_JOBS) --dist worksteal $(TEST_ARGS)
+PYTEST := -m pytest --numprocesses $(TEST_JOBS) $(TEST_ARGS)
 
 # $(call need_python,NAME OF THE VARIABLE)
 need_python = $($(1)) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
@@ -30,7 +30,7 @@ need_python = $($(1)) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/d
 	"$$($($(1)) --version 2>&1 | head -n 1). Name one: make $(1)=/path/to/python3" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all lint format oldest newest bench lock clean
+.PHONY: help venv demo test test-long lint format oldest newest bench lock clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -56,18 +56,16 @@ endif
 demo: $(READY) ## train the example, with output in runs/demo
 	$(VENV)/bin/python examples/train_gpt.py $(DEMO_ARGS)
 
-# Compiled programs are kept, so that the next run has only the changed ones to compile.
-test: $(READY) ## run the tests and the doctests but for the slow ones
-	JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.jax_cache JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
-		JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1 $(VENV)/bin/python $(PYTEST) -m "not slow and not tpu"
+test: $(READY) ## run the tests and the doctests
+	$(VENV)/bin/python $(PYTEST)
 
 # The second line compiles as users do, and not by the quick flags of tests/conftest.py: what is equal to the
-# bit must be so for them. By the quick flags `make test` runs it.
-test-all: $(READY) $(TPU_READY) ## run every test, those of equality compiled as for users
-	$(VENV)/bin/python $(PYTEST) -m "not tpu" $(EQUALITY:%=--ignore=%)
-	XLA_FLAGS= $(VENV)/bin/python $(PYTEST) -m "not slow" $(EQUALITY)
-	$(VENV)/bin/python $(PYTEST) -m slow $(EQUALITY)
+# bit must be so for them.
+test-long: $(READY) $(TPU_READY) ## run what is left, for a release: long tests, other flags, a TPU's compiler
+	$(VENV)/bin/python $(PYTEST) -m long
+	XLA_FLAGS= $(VENV)/bin/python $(PYTEST) $(EQUALITY)
 	JAX_PLATFORMS=cpu PYTHONPATH=$(CURDIR)/$(VENV)/tpu $(VENV)/bin/python $(PYTEST) -m tpu tests/test_ahead_of_time.py
+	$(VENV)/bin/python tests/mutants.py --jobs $(TEST_JOBS)
 
 $(TPU_READY): $(READY) $(TPU)
 	rm -rf $(@D)
@@ -89,14 +87,14 @@ $(OLDEST_READY): pyproject.toml requirements/oldest.txt
 	.venv-oldest/bin/python $(PIP_INSTALL) -c requirements/oldest.txt -e '.[plots,test]'
 	@touch $@
 
-oldest: $(OLDEST_READY) ## run every test with the oldest supported jax, flax and optax
-	.venv-oldest/bin/python $(PYTEST) -m "not tpu"
+oldest: $(OLDEST_READY) ## run the tests with the oldest supported jax, flax and optax
+	.venv-oldest/bin/python $(PYTEST)
 
-newest: ## run every test with the newest jax on NEWEST_PYTHON, installed anew
+newest: ## run the tests with the newest jax on NEWEST_PYTHON, installed anew
 	@$(call need_python,NEWEST_PYTHON)
 	$(NEWEST_PYTHON) -m venv --clear .venv-newest
 	.venv-newest/bin/python $(PIP_INSTALL) -e '.[plots,test]'
-	XLA_FLAGS= .venv-newest/bin/python $(PYTEST) -m "not tpu"
+	.venv-newest/bin/python $(PYTEST)
 
 bench: $(READY) ## run the benchmarks
 	$(VENV)/bin/python benchmarks/local_step.py $(BENCH_ARGS)
@@ -122,5 +120,5 @@ lock: ## resolve requirements/lock.txt anew
 
 clean: ## remove environments, caches and builds; runs/ stays
 	rm -rf .venv .venv-oldest .venv-newest .venv-lock build dist *.egg-info
-	rm -rf .hypothesis .jax_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
