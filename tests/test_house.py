@@ -244,3 +244,14 @@ def test_the_readme_shows_the_quickstart_that_runs():
         f"# [quickstart]\n{shown[1]}# [/quickstart]"
         in (ROOT / "examples/quickstart.py").read_text()
     )
+
+
+def test_every_promise_of_the_readme_has_a_test_that_make_test_runs():
+    page = (ROOT / "docs/develop.md").read_text()
+    named = re.findall(r"`(\w+)::(test_\w+)`", page)
+    assert len(named) > 30
+    for file, test in named:
+        text = (ROOT / f"tests/{file}.py").read_text()
+        above, found, _ = text.partition(f"\ndef {test}(")
+        assert found, f"{file}::{test}"
+        assert "mark.long" not in above.rsplit("\n\n\n", 1)[-1], f"{file}::{test} is long"
