@@ -338,7 +338,7 @@ def test_workers_that_are_alike_or_drift_apart(given, words):
 def test_the_mode_that_warns_and_the_one_that_does_not_look():
     before = lc.watch.mode("warn")
     try:
-        with pytest.warns(UserWarning, match=re.escape(SAME_TO_THE_BIT)):
+        with pytest.warns(UserWarning, match=SAME_TO_THE_BIT.removeprefix("step 0: ")):  # at each
             run_pmap(alike=True)
         lc.watch.mode("allow")
         run_pmap(alike=True)

@@ -29,9 +29,10 @@ CONFIG = (  # what changes a program and is not in its text
     "jax_exec_time_optimization_effort", "jax_memory_fitting_effort",
 )  # fmt: skip
 FLAGS = "XLA_FLAGS", "LIBTPU_INIT_ARGS"
+CACHE = "jax_enable_compilation_cache"
 FORMAT = "2"  # of 1 some were written without their code
 # Its default. An option makes JAX compile what it has compiled in this process before.
-ANEW = {"xla_embed_ir_in_executable": False}
+ANEW: dict[str, str | bool] = {"xla_embed_ir_in_executable": False}
 
 
 class Programs:
@@ -127,13 +128,13 @@ class Programs:
 @contextlib.contextmanager
 def _without_cache() -> Iterator[None]:
     """Compiles without JAX's compilation cache; JAX asks for the option once, until it is reset."""
-    enabled: bool = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
+    enabled = getattr(jax.config, CACHE)
+    jax.config.update(CACHE, False)
     compilation_cache.reset_cache()
     try:
         yield
     finally:
-        jax.config.update("jax_enable_compilation_cache", enabled)
+        jax.config.update(CACHE, enabled)
         compilation_cache.reset_cache()
 
 
