@@ -1,6 +1,5 @@
 """That the benchmarks still measure what they say, at sizes that take no time."""
 
-import argparse
 import json
 import re
 
@@ -10,11 +9,6 @@ import jax.numpy as jnp
 import local_step
 import numpy as np
 import pytest
-import step_time
-from race import methods
-from race.results import Result
-
-import lioncub_jax as lc
 
 STEPS = ["optax.lion", "1-bit vote", "2-bit vote", "3-bit vote", "owner, 3 bits + feedback"]
 PIECES = ["pack", "tally", "unpack"]
@@ -38,29 +32,6 @@ def test_every_part_of_a_compilation_is_timed(method):
 
 
 # --- The race
-
-
-def test_the_race_is_summed_up_by_ratios():
-    """On a network that is as the planner models it, the planner is right and the ratios are known."""
-    names = [scheme.name for scheme in lc.planner.SCHEMES]
-    assert set(methods.METHODS) == set(names)
-    cluster = lc.planner.Cluster(4, lc.planner.Link(float("inf"), 0.0), one_way_pairs=True)
-    host = lc.planner.Host(local_seconds=dict.fromkeys(names, 0.01), widens_bfloat16=True)
-
-    def session(at):
-        for name in names:
-            step = step_time.predicted(name, at, 0.1, host) if name != step_time.ALONE else 0.1
-            yield name, Result("jax", 4, None, name, step, step, step, 101.0, 100.0, 100.0)
-
-    rates = {"unshaped": cluster, "1gbit": cluster.at(1e9), "100mbit": cluster.at(1e8)}
-    sessions = {("jax", 4, rate): dict(session(at)) for rate, at in rates.items()}
-    args = argparse.Namespace(workers=[4], rates=rates, turns=1, figures=None)
-    found = step_time.summarized(sessions, args)
-    assert found["planner_worst_error"] < 1e-9 and found["nic_vs_predicted"] == 1.01
-    own = sessions["jax", 4, "1gbit"]
-    vote, dense = own[step_time.VOTE].seconds, own[step_time.DENSE].seconds
-    assert found["overhead_1gbit"] == pytest.approx(vote / 0.1)
-    assert found["speedup_vs_lion_1gbit"] == pytest.approx(dense / vote)
 
 
 # --- One GPU

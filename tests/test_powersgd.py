@@ -11,7 +11,6 @@ from test_baselines import nobody_abstains, refused
 
 import lioncub_jax as lc
 from lioncub_jax.baselines import powersgd
-from lioncub_jax.reference import baselines as oracles
 from lioncub_jax.reference import powersgd as oracle
 
 # A matrix, one of three dimensions (18 x 20), vectors, nothing at all, and dtypes that are not the state's.
@@ -125,23 +124,6 @@ def test_the_reference_is_a_power_iteration():
 
 
 # --- What the approximation is, of the reference
-
-
-def test_a_mean_of_that_rank_is_exact():
-    """Or of a lower one; gradients of each worker are of any rank. Steps share their rows."""
-    params = zeros({"w": (24, 20), "v": (3, 10, 12), "none": (8, 16), "b": (6,)})
-    rng, grads = np.random.default_rng(0), normal(params, 4)
-    for name, shape, rank in (("w", (24, 20), 3), ("v", (30, 12), 1)):
-        apart = rng.normal(size=(STEPS, 4, *shape))
-        rows = rng.normal(size=(rank, shape[1]))
-        mean = rng.normal(size=(STEPS, 1, shape[0], rank)) @ rows
-        each = apart - apart.mean(1, keepdims=True) + mean
-        grads[name] = each.reshape(grads[name].shape).astype(np.float32)
-    grads["none"][:] = 0
-    simulators = {"low": oracle.powersgd(TXS["sgd"], 3), "sgd": oracles.averaged(TXS["sgd"])}
-    done = simulate(simulators, params, nobody_abstains(grads))
-    assert_close(done["low"][0], done["sgd"][0], 1e-3)
-    assert [x is None for x in done["low"][1].q] == [name == "b" for name in sorted(params)]
 
 
 # --- What is not ordinary

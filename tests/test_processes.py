@@ -1,71 +1,62 @@
-"""Workers in processes of their own, over sockets, against the same workers in one process.
+"""Workers in processes of their own, over sockets: what they compute, agree on, save and survive.
 
-Votes are counted in integers, so the two must agree to the last bit. Sums in floating point (metrics,
-averaged momentum) are added in another order by another network, and need not.
-
-Run as a program this file is one of the processes.
+Two processes are started once for all that is asked of two. Votes are counted in integers, so parameters
+must be those of one process to the last bit; sums in floating point (metrics) are added in another order by
+another network, and need not. Run as a program this file is one of the processes.
 """
 
-import math
+import errno
 import os
+import random
 import re
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import time
+import warnings
+import zlib
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
+from lioncub_jax.checkpoint import Checkpoints, reshard, stop_on_sigterm
 
-AXIS = "data"
-STEPS, ROWS, FEATURES = 5, 6, 5  # rows of each worker
 SECONDS = 120
+SEED = 2026
 
 
-class Case(NamedTuple):
-    """An optimizer on a mesh of processes and each process's devices."""
-
-    tx: optax.GradientTransformation
-    axes: tuple  # of the mesh: (all devices,) or (processes, devices of each)
-    where: dict
-    specs: dict | None = None
+def workers_of(count, inner=1, names=("data", "fsdp"), group=None):
+    shape, kinds = (count // inner, inner), (AxisType.Auto,) * 2
+    mesh = jax.make_mesh(shape, names, axis_types=kinds, devices=jax.devices()[:count])
+    return lc.Workers(mesh, names[0], group)
 
 
-ONE_AXIS = {"axis_name": AXIS}
-TWO_LEVELS = {"axis_name": "node", "group_axis": "device"}
+# --- Training
+
+STEPS, ROWS, FEATURES = 5, 6, 5  # rows of each worker
+VOTE = {"quantizer": lc.quantize.midrise(2)}
 CASES = {
-    "lion_cub": Case(
-        lc.lion_cub(0.05, quantizer=lc.quantize.midrise(2), **ONE_AXIS), (AXIS,), ONE_AXIS
-    ),
-    "owner_lion": Case(lc.owner_lion(0.05, **ONE_AXIS), (AXIS,), ONE_AXIS),
-    "two_levels": Case(lc.lion_cub(0.05, **TWO_LEVELS), ("node", "device"), TWO_LEVELS),
-    "tensor": Case(
-        lc.owner_lion(0.05, **ONE_AXIS),
-        (AXIS, "tp"),
-        ONE_AXIS,
-        {"w": P(None, "tp"), "v": P("tp"), "b": P()},
-    ),
-}
+    "groups": (lc.lion_cub(0.05, axis_name="node", group_axis="device", **VOTE), ("node", "device"), None),
+    "tensor": (lc.owner_lion(0.05, axis_name="data"), ("data", "tp"),
+               {"w": P(None, "tp"), "v": P("tp"), "b": P()}),
+}  # fmt: skip
 
 
-def loss_fn(params, model_state, batch, rng):
-    """Noise from the step's key and from a key that each worker keeps."""
-    own = jax.random.fold_in(model_state["key"], model_state["calls"])
-    noise = jax.random.normal(rng, (ROWS, 1)) + jax.random.normal(own, (ROWS, 1))
-    hidden = jnp.tanh(batch["x"] @ params["w"])
-    error = hidden @ params["v"] + params["b"] - batch["y"] + 0.01 * noise
-    changed = {**model_state, "calls": model_state["calls"] + 1}
-    return jnp.mean(error**2), {"largest": jnp.max(hidden), "hidden": hidden}, changed
+def loss_fn(params, batch, rng):
+    noise = jax.random.normal(rng, (ROWS, 1))
+    found = jnp.tanh(batch["x"] @ params["w"]) @ params["v"] + params["b"]
+    return jnp.mean((found - batch["y"] + 0.01 * noise) ** 2)
 
 
 def first_params():
@@ -74,177 +65,372 @@ def first_params():
     return {k: rng.normal(size=s).astype(np.float32) / 4 for k, s in shapes.items()}
 
 
-def batch_of(step, workers):
-    rng = np.random.default_rng(step + 1)
-    x = rng.normal(size=(workers * ROWS, FEATURES)).astype(np.float32)
-    return {"x": x, "y": np.sin(x.sum(1, keepdims=True))}
-
-
-def train(case, processes, devices, place):
-    """All steps; the last state and metrics. ``place(sharding, batch)`` makes global arrays."""
-    shape = (processes, -1)[-len(case.axes) :]
-    kinds = (AxisType.Auto,) * len(case.axes)
-    mesh = Mesh(np.array(devices).reshape(shape), case.axes, axis_types=kinds)
-    model_state = {"key": jax.random.key(1), "calls": np.int32(0)}
-    state = lc.init_state(
-        case.tx, first_params(), mesh, specs=case.specs, model_state=model_state,
-        rng=jax.random.key(3), **case.where,
-    )  # fmt: skip
-    step = lc.make_train_step(lc.StatefulLoss(loss_fn), case.tx, mesh, **case.where)
-    spec = P(tuple(case.where.values()))
-    parts = math.prod(mesh.shape[name] for name in case.where.values())
+def trained(name):
+    """Parameters and counters, which every process can read, and the loss."""
+    tx, axes, specs = CASES[name]
+    workers = workers_of(4, 2, axes, "device" if "device" in axes else None)
+    state = lc.init_state(tx, first_params(), workers, specs=specs, rng=jax.random.key(3))
+    step = lc.make_train_step(loss_fn, tx, workers)
+    lies = NamedSharding(workers.mesh, P(workers.axes))
     for i in range(STEPS):
-        batch = place(NamedSharding(mesh, spec), batch_of(i, parts))
+        x = np.random.default_rng(i + 1).normal(size=(workers.count * ROWS, FEATURES))
+        batch = {"x": x.astype(np.float32), "y": np.sin(x.sum(1, keepdims=True)).astype(np.float32)}
+        # Each process gives its own rows only.
+        mine = len(x) // jax.process_count()
+        own = slice(jax.process_index() * mine, (jax.process_index() + 1) * mine)
+        batch = {
+            k: jax.make_array_from_process_local_data(lies, v[own], v.shape)
+            for k, v in batch.items()
+        }
         state, metrics = step(state, batch)
     assert step.traces == 1
-    return state, metrics
-
-
-def replicated(state):
-    """What every process can read: parameters and the counters of the votes."""
     found = jax.tree.leaves_with_path((state.params, lc.vote_stats(state.opt_state)))
-    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in found}
+    return {jax.tree_util.keystr(p): np.asarray(x) for p, x in found}, float(metrics["loss"])
 
 
-# --- One of the processes
+# --- States that tell leaf, worker and step
 
 
-def local_rows(sharding, batch):
-    """Global arrays of which each process gives only its own rows."""
-
-    def own(x):
-        rows = len(x) // jax.process_count()
-        start = jax.process_index() * rows
-        part = x[start : start + rows]
-        return jax.make_array_from_process_local_data(sharding, part, x.shape)
-
-    return jax.tree.map(own, batch)
-
-
-def run_process(task, port, processes, index, local_devices, folder):
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", local_devices)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"localhost:{port}", processes, index)
-    assert jax.process_count() == processes
-    {"train": train_all, "differ": differ}[task](processes, index, Path(folder))
-    jax.distributed.shutdown()
+def first_state(workers, dtype=jnp.float32):
+    """Momentum of each worker, error feedback, and momentum of owners in one state."""
+    tx = lc.communicate(
+        axis_name="data", memory=lc.momentum.blend(0.5, 0.5),
+        up=lc.quantize.error_feedback(lc.quantize.midrise(2)),
+        owner=lc.decide.momentum_at_owner(optax.scale_by_lion(0.5, 0.5)),
+    )  # fmt: skip
+    shapes = {"w": (16, 40), "b": (3,), "none": (0, 3)}
+    params = {name: jnp.zeros(shape, dtype) for name, shape in shapes.items()}
+    model_state = {"key": jax.random.key(1), "mean": jnp.zeros(3), "count": jnp.int32(0)}
+    specs = dict.fromkeys(shapes, P()) | {"w": P("fsdp")}
+    return lc.init_state(tx, params, workers, specs=specs, model_state=model_state)
 
 
-def train_all(processes, index, folder):
-    for name, case in CASES.items():
-        state, metrics = train(case, processes, jax.devices(), local_rows)
-        found = replicated(state)
-        np.savez(folder / f"{name}-{index}.npz", loss=metrics["loss"], **found)
-        print(f"process {index}: {name}: loss {float(metrics['loss'])}", flush=True)
+def number(path, shape, dtype, step):
+    """What an array of the state holds at a step, the whole of it, in numbers whose means are exact."""
+    if path == ".step":
+        return np.int32(step)
+    drawn = np.random.default_rng([zlib.crc32(path.encode()), step]).integers(-999, 999, shape)
+    return np.asarray(drawn, dtype)
 
 
-def differ(processes, index, folder):
+def without_keys(state):
+    return {p: x for p, x in reshard.paths_of(state).items() if "key<" not in str(x.dtype)}
+
+
+def numbered(state, step):
+    known = without_keys(state)
+
+    def leaf(path, x):
+        if path not in known:
+            return x
+        whole = number(path, x.shape, x.dtype, step)
+        return jax.make_array_from_callback(x.shape, x.sharding, lambda i: whole[i])
+
+    leaves = [leaf(path, x) for path, x in reshard.paths_of(state).items()]
+    return jax.tree.unflatten(jax.tree.structure(state), leaves)
+
+
+def assert_holds(state, step, number=number):
+    """Of what this process holds, without random keys."""
+    for path, x in without_keys(state).items():
+        whole = number(path, x.shape, x.dtype, step)
+        for shard in x.addressable_shards:
+            np.testing.assert_array_equal(shard.data, whole[shard.index], err_msg=path)
+
+
+def assert_half_as_many(found):
+    """Of 8 workers now 4, or of 4 now 2: what all have, and means of what they had."""
+    assert found.step == 5 and found.data == {"next": 6}
+    assert_holds(found.state._replace(model_state=(), opt_state=()), 5)
+
+    def mean(path, shape, dtype, step):
+        before = number(".opt_state.mu" + path, (2 * shape[0], *shape[1:]), dtype, step)
+        return np.broadcast_to(before.mean(0), shape)
+
+    assert_holds(found.state.opt_state.mu, 5, mean)
+
+
+# --- What each of two processes does, one after the other
+
+
+def train(folder):
+    for name in CASES:
+        found, loss = trained(name)
+        np.savez(folder / f"{name}-{jax.process_index()}.npz", loss=loss, **found)
+
+
+def differ(folder):
     """One parameter, then their number, is another in the last process; then all are the same."""
-    del folder
-    mesh = Mesh(np.array(jax.devices()), (AXIS,), axis_types=(AxisType.Auto,))
-    workers, tx, params = lc.Workers(mesh, AXIS), CASES["lion_cub"].tx, first_params()
-    last = processes - 1
-    ending = (
-        f"differs between processes 0 and {last}: all workers start from the same; give each process the "
-        "same seed, or read the same checkpoint"
-    )
-    more = {"extra": np.zeros(3, np.float32)} if index == last else {}
+    tx, workers = lc.lion_cub(0.05, axis_name="data"), workers_of(4)
+    params, last = first_params(), jax.process_index() == 1
+    more = {"extra": np.zeros(3, np.float32)} if last else {}
     for other, named in [
-        ({**params, "v": params["v"] + np.float32(index == last)}, "['params']['v']"),
+        ({**params, "v": params["v"] + np.float32(last)}, "['params']['v']"),
         ({**params, **more}, "the number of arrays"),
     ]:
-        with pytest.raises(ValueError, match=re.escape(f"init_state: {named} {ending}")):
+        told = f"init_state: {named} differs between processes 0 and 1: all workers start from the same"
+        with pytest.raises(ValueError, match=re.escape(told)):
             lc.init_state(tx, other, workers)
     assert int(lc.init_state(tx, params, workers).step) == 0
-    print(f"process {index}: refused", flush=True)
+
+
+def other_workers(folder):
+    """On four what one process saved of eight; and what one process is to read."""
+    first = first_state(workers_of(4))
+    with Checkpoints(folder / "of-8", axis_name="data") as checkpoints:
+        assert_half_as_many(checkpoints.restore(first))
+    with Checkpoints(folder / "of-4", axis_name="data") as checkpoints:
+        checkpoints.save(numbered(first, 5), {"next": 6})
+
+
+def agree(folder):
+    """A disk that fails once, in one process; a folder that cannot be made; and what is damaged."""
+    first, index = first_state(workers_of(4)), jax.process_index()
+    folder = folder / "agree"
+    with Checkpoints(folder, axis_name="data") as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(numbered(first, step), {"step": step}, wait=True)
+        read, failed = ocp.StandardCheckpointHandler.restore, OSError(errno.EIO, "once")
+        failures = [failed] * index
+
+        def fails_once(self, *args, **kwargs):
+            if failures:
+                raise failures.pop()
+            return read(self, *args, **kwargs)
+
+        ocp.StandardCheckpointHandler.restore = fails_once
+        with pytest.raises((OSError, RuntimeError)) as caught:
+            checkpoints.restore(first)
+        said = "2 was not read.*: another process failed, and its error says why"
+        assert caught.value is failed if index else re.search(said, str(caught.value))
+        assert checkpoints.restore(first).step == 2
+        tried = folder / "7.orbax-checkpoint-tmp-tried"  # where process 0 cannot make a folder
+        if index == 0:
+            tried.write_text("")
+        multihost_utils.sync_global_devices("in the way")
+        why = "another process failed" if index else "File exists"
+        with pytest.raises((OSError, RuntimeError), match=f"7 was not written.*{why}"):
+            checkpoints.save(numbered(first, 7), wait=True)
+        if index == 0:
+            tried.unlink()
+            (folder / "2" / "about" / "metadata").write_text("{}")
+        multihost_utils.sync_global_devices("damaged")
+        with pytest.warns(UserWarning, match="2 is damaged"):
+            assert checkpoints.restore(first).step == 1
+        checkpoints.save(numbered(first, 2), {"step": 2}, wait=True)
+        assert checkpoints.steps() == [1, 2] and (folder / "2.damaged").is_dir()
+        assert_holds(checkpoints.restore(first).state, 2)
+
+
+def refuse(folder):
+    """A disk that takes nothing more from one process, for a while."""
+    first, mine = first_state(workers_of(4)), jax.process_index() == 1
+    folder = folder / "refuse"
+    with Checkpoints(folder, axis_name="data", timeout=5) as checkpoints:
+        checkpoints.save(numbered(first, 1), wait=True)
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if mine:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+        checkpoints.save(numbered(first, 2))
+        with pytest.raises(OSError) as caught:
+            checkpoints.save(numbered(first, 3))
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        why = "File too large" if mine else "another process did not write its part in time"
+        assert f"checkpoint {folder / '2'} was not written ({why}" in str(caught.value)
+        checkpoints.save(numbered(first, 4), wait=True)
+        assert checkpoints.steps() == [1, 4]
+        assert_holds(checkpoints.restore(first).state, 4)
+
+
+def heal(folder):
+    """Both learn which replica was wrong, and the one that was has the others' copy."""
+    workers = workers_of(4)
+    x = jax.make_array_from_callback(
+        (6,), NamedSharding(workers.mesh, P()), lambda i: np.arange(6.0)
+    )
+    parts = [s.data + (s.device == workers.mesh.devices.flat[2]) for s in x.addressable_shards]
+    x = jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
+    replicas = lc.faults.Replicas(workers, every=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lc.faults.ReplicaHealed)
+        healed = replicas({"x": x})["x"]
+    assert [(d.leaf, d.worker) for d in replicas.found] == [("['x']", 2)]
+    assert all((shard.data == np.arange(6)).all() for shard in healed.addressable_shards)
+
+
+def stop(folder):
+    """Until it is told to stop, which must be the same step for all."""
+    first = first_state(workers_of(4))
+    with Checkpoints(folder / "stop", axis_name="data") as saved, stop_on_sigterm() as stopping:
+        for i in range(1, 100_000):
+            if i == 3:
+                (folder / f"ready-{jax.process_index()}").touch()
+            if stopping(i):
+                saved.save(numbered(first, i))
+                break
+            time.sleep(0.002)
+    assert i % 10 == 0  # asked at these steps only
+    print(f"stopped after {i}", flush=True)
+
+
+def loop(folder):
+    """Saves without end."""
+    first = first_state(workers_of(2))
+    with Checkpoints(folder, axis_name="data", keep=2) as checkpoints:
+        start = max(checkpoints.steps(), default=0) + 1
+        for i in range(start, 10**9):
+            checkpoints.save(numbered(first, i), {"step": i}, wait=i == start)
+            if i == start:
+                print("saving", flush=True)
+
+
+PAIR = train, differ, other_workers, agree, refuse, heal, stop
+
+
+# --- Starting processes
+
+
+def main(*tasks):
+    """Of one process, which was started by `run_all`."""
+    names, port, processes, index, devices, folder = sys.argv[1:]
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", int(devices))
+    if processes != "1":
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(f"localhost:{port}", int(processes), int(index))
+    for name in names.split(","):
+        {task.__name__: task for task in tasks}[name](Path(folder))
+        print(f"done: {name}", flush=True)
+    if processes != "1":
+        jax.distributed.shutdown()
+
+
+def spawn(program, log, *arguments):
+    root = Path(lc.__file__).parents[1]
+    paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
+    # They compile as pytest's own process does, but what it was told about devices is not for them.
+    flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in f]
+    told = {"PYTHONPATH": os.pathsep.join(paths), "XLA_FLAGS": " ".join(flags)}
+    with log.open("w") as out:
+        return subprocess.Popen(
+            [sys.executable, program, *map(str, arguments)],
+            env={k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"} | told,
+            stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+
+
+def until(done, children):
+    """Until it is done, or a child has failed, or the time is up."""
+    deadline = time.monotonic() + SECONDS
+    while not done() and time.monotonic() < deadline:
+        if any(child.poll() not in (None, 0) for child in children):
+            return
+        time.sleep(0.02)
+
+
+def kill(children):
+    """What has not ended by now."""
+    for child in children:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+
+def run_all(program, tasks, processes, folder, act=lambda children: None):
+    """Runs processes of two devices to their end, and gives what they said."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    names = ",".join(task.__name__ for task in tasks)
+    logs, children = [folder / f"{i}.log" for i in range(processes)], []
+    try:
+        for i, log in enumerate(logs):
+            children.append(spawn(program, log, names, port, processes, i, 2, folder))
+        act(children)
+        until(lambda: all(child.poll() is not None for child in children), children)
+    finally:
+        kill(children)
+    said = [log.read_text() for log in logs]
+    print(*(f"--- exit code {c.returncode}\n{s}" for c, s in zip(children, said, strict=True)))
+    return said
 
 
 # --- The tests
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """The folder of two processes, and what they said."""
+    folder = tmp_path_factory.mktemp("pair")
+    with Checkpoints(folder / "of-8", axis_name="data") as checkpoints:
+        checkpoints.save(numbered(first_state(workers_of(8)), 5), {"next": 6})
 
-
-def spawn(arguments, log):
-    root = Path(lc.__file__).parents[1]
-    paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
-    # They compile as pytest's own process does, but what it was told about devices is not for them.
-    flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in f]
-    environment = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"}
-    return subprocess.Popen(
-        [sys.executable, __file__, *map(str, arguments)],
-        env={
-            **environment,
-            "PYTHONPATH": os.pathsep.join(paths),
-            "XLA_FLAGS": " ".join(flags),
-        },
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-
-
-def wait_for(children):
-    """Until all have ended, one has failed, or the time is up."""
-    deadline = time.monotonic() + SECONDS
-    while time.monotonic() < deadline:
-        codes = [child.poll() for child in children]
-        if None not in codes or any(codes):
-            return
-        time.sleep(0.05)
-
-
-def run_all(task, processes, local_devices, folder):
-    """Runs the processes to their end; one that fails or hangs takes the others down with it."""
-    port = free_port()
-    logs = [Path(folder) / f"{i}.log" for i in range(processes)]
-    children = []
-    try:
-        for i, log in enumerate(logs):
-            with log.open("w") as out:
-                children.append(spawn([task, port, processes, i, local_devices, folder], out))
-        wait_for(children)
-    finally:
+    def tell(children):
+        until(lambda: len(list(folder.glob("ready-*"))) == 2, children)
         for child in children:
-            if child.poll() is None:
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-    codes = [child.returncode for child in children]
-    output = "\n".join(f"--- {log.name}\n{log.read_text()}" for log in logs)
-    assert codes == [0] * processes, f"exit codes {codes}\n{output}"
-    return output
+            child.send_signal(signal.SIGTERM)
+            time.sleep(0.05)
+
+    return folder, run_all(__file__, PAIR, 2, folder, tell)
 
 
-@pytest.mark.parametrize(
-    ("processes", "local_devices"), [(2, 2), pytest.param(3, 1, marks=pytest.mark.slow)]
-)
-def test_processes_end_with_the_bits_of_one_process(processes, local_devices, tmp_path):
-    run_all("train", processes, local_devices, tmp_path)
-    devices = jax.devices()[: processes * local_devices]
-    assert len(devices) == processes * local_devices
-    for name, case in CASES.items():
-        state, metrics = train(case, processes, devices, lambda s, batch: jax.device_put(batch, s))
-        wanted = replicated(state)
-        for index in range(processes):
-            with np.load(tmp_path / f"{name}-{index}.npz") as found:
-                assert set(found) == {"loss", *wanted}
-                np.testing.assert_allclose(found["loss"], metrics["loss"], rtol=1e-6)
-                for key, value in wanted.items():
-                    np.testing.assert_array_equal(found[key], value, err_msg=f"{name}, {key}")
-        first = first_params()
-        assert not any(np.array_equal(first[k], state.params[k]) for k in first)
+@pytest.mark.parametrize("task", [task.__name__ for task in PAIR])
+def test_two_processes_hold_what_is_asserted_in_each(task, pair):
+    for text in pair[1]:
+        assert f"done: {task}\n" in text
 
 
-@pytest.mark.slow
-def test_parameters_that_differ_between_processes_are_refused_in_each(tmp_path):
-    output = run_all("differ", 2, 1, tmp_path)
-    assert [f"process {i}: refused" in output for i in range(2)] == [True, True]
+@pytest.mark.parametrize("name", CASES)
+def test_processes_end_with_the_bits_of_one_process(name, pair):
+    wanted, loss = trained(name)
+    assert not any(np.array_equal(x, wanted[f"[0]['{k}']"]) for k, x in first_params().items())
+    for index in range(2):
+        with np.load(pair[0] / f"{name}-{index}.npz") as found:
+            assert set(found) == {"loss", *wanted}
+            np.testing.assert_allclose(found["loss"], loss, rtol=1e-6)
+            for key, value in wanted.items():
+                np.testing.assert_array_equal(found[key], value, err_msg=key)
+
+
+def test_one_process_reads_what_two_saved(pair):
+    for count in (4, 2):
+        like = first_state(workers_of(count))
+        with Checkpoints(pair[0] / "of-4", axis_name="data") as checkpoints:
+            found = checkpoints.restore(like)
+        if count == 4:
+            assert_holds(found.state, 5)
+        else:
+            assert_half_as_many(found)
+
+
+def test_processes_told_to_stop_save_at_one_step(pair):
+    (step,) = {int(re.search(r"stopped after (\d+)", text)[1]) for text in pair[1]}
+    with Checkpoints(pair[0] / "stop", axis_name="data") as checkpoints:
+        assert checkpoints.steps() == [step]
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.long)])
+def test_whenever_a_run_is_killed_its_newest_checkpoint_is_whole(kills, tmp_path):
+    print(f"seed {SEED}")
+    rng = random.Random(SEED)
+    folder, like, steps = tmp_path / "checkpoints", first_state(workers_of(2)), [0]
+    for i in range(kills):
+        log = tmp_path / f"{i}.log"
+        child = spawn(__file__, log, "loop", 0, 1, 0, 2, folder)
+        try:
+            until(lambda log=log: "saving" in log.read_text(), [child])
+            time.sleep(rng.random() * 0.3)
+            assert child.poll() is None, log.read_text()
+        finally:
+            kill([child])
+        with Checkpoints(folder, axis_name="data") as checkpoints:
+            found = checkpoints.restore(like)
+            assert found.step == checkpoints.steps()[-1] > steps[-1]  # none was passed over
+        assert found.data == {"step": found.step}
+        assert_holds(found.state, found.step)
+        assert not list(folder.glob("*tmp*"))  # the half that was being written is gone
+        steps.append(found.step)
 
 
 if __name__ == "__main__":
-    port, processes, index, local_devices = map(int, sys.argv[2:6])
-    run_process(sys.argv[1], port, processes, index, local_devices, sys.argv[6])
+    main(*PAIR, loop)

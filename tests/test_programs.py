@@ -90,17 +90,6 @@ def test_a_damaged_program_is_compiled_anew(tmp_path):
     trained(*made(tmp_path))  # it was written again: no warning
 
 
-def test_a_state_is_donated_and_an_old_one_refused(tmp_path):
-    step, state = made(tmp_path)
-    step(state, batch())
-    assert state.params["w"].is_deleted()
-    with pytest.raises(ValueError, match="was given to an earlier step"):
-        step(state, batch())
-    step, state = made(tmp_path, donate=False)
-    step(state, batch())
-    assert not state.params["w"].is_deleted()
-
-
 def test_programs_that_are_a_file_are_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"programs='.*file' is a file: give a folder"):

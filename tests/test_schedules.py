@@ -36,9 +36,3 @@ def test_never_and_adaptive_do_not_know_their_steps():
     adaptive = sync.adaptive(2, 9, 0.25)
     assert sync.never().due is adaptive.due is None and adaptive.ever > sync.never().ever
     assert tuple(adaptive.gaps) == (2, 9, 0.25)
-
-
-def test_a_schedule_in_codes_says_which():
-    assert sync.every(3).up is None and sync.first(7, sync.coded()).up.bits == 1
-    up = sync.coded(bits=2).up
-    assert (up.bits, up.decodes, up.feedback) == (2, True, jnp.float32)

@@ -113,17 +113,6 @@ def test_every_split_gives_each_example_to_one_worker(drawn, alpha, rng):
         np.testing.assert_array_equal(row, np.resize(part, len(row)))
 
 
-def test_dirichlet_proportions_have_the_mean_and_spread_of_the_formula():
-    """A share of Dirichlet(1, 1, 1, 1) has mean 1/4 and variance 3/80."""
-    labels = np.repeat(np.arange(200), 400)
-    parts, other = (splits.dirichlet(labels, 4, 1.0, seed) for seed in (1, 2))
-    assert parts[0].tolist() != other[0].tolist()
-    shares = np.array([np.bincount(labels[part], minlength=200) for part in parts]) / 400
-    # 200 classes: the mean of a worker's shares has a standard deviation of 0.0137.
-    np.testing.assert_allclose(shares.mean(axis=1), 0.25, atol=0.05)
-    np.testing.assert_allclose(shares.var(), 3 / 80, rtol=0.2)
-
-
 REFUSED = [
     (lambda: splits.iid(3, 4), "workers=4 is more than the 3 examples.*at most 3 workers"),
     (lambda: splits.by_class([0, 1, 1, 1], 3), "workers=3 is more than the 2 classes"),

@@ -48,35 +48,6 @@ def test_means_are_numpys_and_differences_are_of_pairs_with_equal_seeds():
     assert analysis.mean([None]) == (None, None, 0, 1)
 
 
-@pytest.mark.parametrize(("task", "bad"), [("images", -1), ("text", 1)])
-def test_within_one_std_asks_for_the_bad_side_of_lions_std_at_the_same_seeds(task, bad):
-    lion = runs("lion", LION, task=task)
-    for away in (-5, 0.99, 1.01):
-        mean = 0.82 + bad * away * STD
-        rows = runs("vote", {0: mean - 0.05, 1: mean + 0.05, 2: mean}, task=task)
-        assert analysis.within_one_std(rows, lion) is (away < 1)
-    assert analysis.within_one_std(rows[:1], lion) is None
-    diverged = runs("vote", {0: 0.9, 1: None, 2: 0.9}, task=task)
-    assert analysis.within_one_std(diverged, lion) is False
-
-
-@pytest.mark.parametrize(
-    ("task", "lion", "vote", "owner", "lost", "share"),
-    [
-        ("images", 0.8, 0.4, 0.7, 0.4, 0.75),
-        ("text", 3.0, 3.5, 3.1, 0.5, 0.8),
-    ],
-)
-def test_recovered_is_the_part_of_the_loss_that_comes_back(task, lion, vote, owner, lost, share):
-    def of(value, seeds, bits):
-        return runs("any", dict.fromkeys(seeds, value), task=task, bits_per_parameter=bits)
-
-    # Lion's other seed is not one that all have.
-    rows = of(owner, (0, 1), 6.0), of(vote, (0, 1), 1.5), of(lion, (0, 1), 64) + of(9.9, (5,), 64)
-    found = analysis.recovered(*rows)
-    close((found.lost, lost), (found.share, share), (found.bits, 4.0))
-
-
 def test_rows_that_cannot_be_compared_are_refused():
     rows, other = runs("lion", LION), {"size": 1, "dataset": 1, "parameters": 1, "steps": 1}
     for change in [{}, *({field: value} for field, value in other.items())]:
