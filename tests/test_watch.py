@@ -36,6 +36,13 @@ def mesh():
     return jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
 
+@pytest.fixture(autouse=True)
+def raising():
+    before = lc.watch.mode("raise")
+    yield
+    lc.watch.mode(before)
+
+
 def step_of(mesh, loss=loss, inner=None, beside=lambda grads: None):
     """A step of a trainer of one's own, its first arguments, and how its state lies."""
     workers = lc.Workers(mesh, "data")
