@@ -211,11 +211,9 @@ def test_state_is_where_it_is_said_to_be(name):
     params, state = run.at
     lies = jax.tree.leaves(run.on.shardings(PARAMS))
     leaves = jax.tree_util.tree_leaves_with_path(state)
-    assert len(lies) == len(leaves)
     for (path, x), sharding in zip(leaves, lies, strict=True):
         assert x.sharding.is_equivalent_to(sharding, x.ndim), path
         if "data" in jax.tree.leaves(tuple(x.sharding.spec)):
-            assert x.shape[0] % WORKERS == 0
             found.add(field_of(jax.tree_util.keystr(path)))
     assert found == own_fields(name)
     for path, x in jax.tree_util.tree_leaves_with_path((params, state)):
@@ -448,10 +446,10 @@ def test_what_no_transform_can_work_with_is_refused(name):
     refused(lambda: traced(tx, abstain=np.zeros(3, bool)), "abstain", "(3,)")
 
     def summed(params):
-        state = tx.init(params)
+        own = jax.lax.pcast(params, "data", to="varying")
         x = jax.lax.axis_index("data").astype(jnp.float32)
-        grads = jax.grad(lambda p: x * jnp.sum(p["w"] ** 2))(params)
-        return tx.update(grads, state, params)[0]
+        reduced = jax.grad(lambda w: x * jnp.sum(w**2))(params["w"])
+        return tx.update({**own, "w": reduced}, tx.init(own), params)[0]
 
     mapped = jax.shard_map(summed, mesh=workers_of(2).mesh, in_specs=P(), out_specs=P())
-    refused(lambda: jax.eval_shape(mapped, PARAMS), "already reduced in full precision")
+    refused(lambda: jax.eval_shape(mapped, PARAMS), "['w']", "already reduced in full")

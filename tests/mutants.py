@@ -57,7 +57,7 @@ MUTANTS = r"""
 - counts[piece.first_row :][: piece.rows]
 + counts[: piece.rows]
 
-# exchange.py: sharding optimizer contract
+# exchange.py: sharding accounting optimizer contract
 = a device with a NaN abstains, and others of its worker vote
 - wires.any_over_shards(made | strange, plan.axis)
 + made | strange
