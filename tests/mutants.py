@@ -256,7 +256,7 @@ MUTANTS = r"""
 - sorted(named - set(taken))
 + sorted(named)
 
-# training/gradients.py: training gradients
+# training/gradients.py: gradients training chains
 = parameters are not cast, and gradients come summed
 - value_and_grad(wires.varying(params, axis), *args, **kwargs)
 + value_and_grad(params, *args, **kwargs)
