@@ -79,6 +79,8 @@ def test_bits_and_share_follow_from_the_bytes():
     assert lc.traffic.float32_all_reduce_bytes(1000, 4) == 6000
     nothing = lc.traffic.Traffic("nothing", 4, 0, 0.0)
     assert (nothing.bits_per_parameter, nothing.share_of_float32) == (0, 0)
+    everywhere = lc.global_gradients(optax.sgd(1.0), (AXIS, "gpu"))
+    assert lc.traffic.of(everywhere, shapes(1000), 2, group_size=4).sent_bytes == 2 * 7 / 8 * 4000
     alone = predict(shapes(1000), 1, wire=WIRES.counts())
     assert (alone.sent_bytes, alone.bits_per_parameter, alone.share_of_float32) == (0, 0, 0)
 

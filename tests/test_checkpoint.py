@@ -578,7 +578,20 @@ def test_what_was_saved_is_complete_when_the_statement_or_the_save_ends(tmp_path
     assert restore_small(tmp_path, step=2).data == {"step": 2}
 
 
-PROGRAM = """
+def run_script(text, folder):
+    """Another interpreter, which may import the tests."""
+    here = os.path.dirname(__file__)
+    paths = [os.path.dirname(here), here, *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [sys.executable, "-c", text, folder],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+NO_BYTE_FITS = """
 import resource, sys, time, jax
 jax.config.update("jax_num_cpu_devices", 8)
 from test_checkpoint import opened, small
@@ -594,34 +607,35 @@ with opened(sys.argv[1]) as checkpoints:
         print(error)
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     checkpoints.save(small(4))
-opened(sys.argv[2]).__enter__().save(small(1))
 """
 
 
-def test_a_save_that_the_disk_refuses_or_the_end_of_the_program_cuts_off_is_named(tmp_path):
-    """Once, and nothing is blocked by it."""
-    here, full, ended = os.path.dirname(__file__), tmp_path / "full", tmp_path / "ended"
-    paths = [os.path.dirname(here), here, *filter(None, [os.environ.get("PYTHONPATH")])]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, full, ended],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
-        f"checkpoint {full / '2'} was not written (File too large), and those before it stay: free or mend "
-        "that disk, and start again from the newest"
+def test_a_save_that_the_disk_refuses_is_named_once_and_the_next_is_whole(tmp_path):
+    assert run_script(NO_BYTE_FITS, tmp_path).stdout.splitlines() == [
+        f"checkpoint {tmp_path / '2'} was not written (File too large), and those before it stay: free or "
+        "mend that disk, and start again from the newest"
     ]
-    with opened(full) as checkpoints:
+    with opened(tmp_path) as checkpoints:
         assert checkpoints.steps() == [1, 4]
         assert_same(checkpoints.restore(small()).state, small(4))
-    with opened(ended) as checkpoints:
+
+
+NEVER_LEFT = """
+import sys, jax
+jax.config.update("jax_num_cpu_devices", 8)
+from test_checkpoint import opened, small
+opened(sys.argv[1]).__enter__().save(small(1))
+"""
+
+
+def test_a_save_that_the_end_of_the_program_cuts_off_is_an_error_and_blocks_nothing(tmp_path):
+    shown = run_script(NEVER_LEFT, tmp_path).stderr
+    with opened(tmp_path) as checkpoints:
         if not checkpoints.steps():  # else it was written in time
-            said = f"the program ended while a checkpoint was written to {ended}"
-            assert said in done.stderr
-            assert "leave the with statement, or call checkpoints.close()" in done.stderr
+            assert f"the program ended while a checkpoint was written to {tmp_path}" in shown
+            assert "leave the with statement, or call checkpoints.close()" in shown
             checkpoints.save(small(1), {"step": 1})
-    assert restore_small(ended).step == 1
+    assert restore_small(tmp_path).step == 1
 
 
 def test_sigterm_is_told_to_the_loop_and_the_handler_is_put_back():

@@ -531,6 +531,7 @@ REFUSED = [
         for spec in BATCH_SPECS
     ),
     (lambda: train("node=2 gpu=4", P("node")), "('node', 'gpu')"),
+    (lambda: train("pod=2 data=2", P(("data", "pod"))), "('pod', 'data'), in this order"),
     (
         lambda: train("data=4 fsdp=2", P(("data", "fsdp"))),
         "(12, 1) ... multiple of 8 ... 4 workers ... 2 parts of each worker's",

@@ -18,7 +18,7 @@ from test_checkpoint import cut_short, flip
 from test_processes import assert_holds, first_state, main, number, numbered, run_all, workers_of
 
 import lioncub_jax as lc
-from lioncub_jax.checkpoint import Checkpoints, Snapshots, WorkerStateLost, found, reshard
+from lioncub_jax.checkpoint import Checkpoints, Snapshots, WorkerStateLost, found, reshard, tiles
 from lioncub_jax.layout import Holder
 from lioncub_jax.traffic import collectives
 
@@ -69,6 +69,8 @@ def test_a_snapshot_is_read_to_the_bit_and_its_arrays_may_be_donated(folders):
         found = snapshots.restore(first)
     assert (found.step, found.data) == (STEP, {"next": [1, 2]})
     assert_same(found.state, numbered(first, STEP))
+    (tile,) = tiles.copied({"x": jnp.ones(3)})
+    assert tile.value.flags.owndata  # whoever is faster: no view of what may be donated
 
 
 @pytest.mark.parametrize(("count", "rule"), [(3, "keep"), (8, "mean")])

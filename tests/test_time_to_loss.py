@@ -134,13 +134,6 @@ def test_a_factor_is_where_the_curve_first_is_below_the_target(losses, factor):
     ]
 
 
-def test_curves_are_averaged_over_seeds_that_both_have_and_spread_is_of_single_ones():
-    found = factors_of([x + 0.1 for x in FALLS], FALLS, [9.0] * 10)
-    assert found["seeds"] == 2 and found["reached"] == [2, 2, 1]
-    assert found["factor"][:2] == pytest.approx([6.5 / 6, 8.5 / 8], abs=1e-3)
-    assert found["std"][:2] == pytest.approx([1 / 6 / 2**0.5, 1 / 8 / 2**0.5], abs=1e-3)
-
-
 # --- What is refused
 
 
