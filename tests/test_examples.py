@@ -38,7 +38,9 @@ def rows_of(folder):
 
 
 def test_the_demo_leaves_measurements_a_plot_and_a_sample(tmp_path):
-    told = subprocess.run(["make", "-n", "demo"], cwd=ROOT, capture_output=True, text=True)
+    told = subprocess.run(
+        ["make", "--no-print-directory", "-n", "demo"], cwd=ROOT, capture_output=True, text=True
+    )
     demo = "examples/train_gpt.py --out runs/demo --overwrite"
     assert told.stdout.rstrip().endswith(f"python {demo}")
     quick = f"{TINY} --steps 4 --batch 2 --sync-every 2 --dropout 0.1 --untied --out {tmp_path}"
