@@ -348,14 +348,17 @@ def test_an_update_has_the_dtype_of_its_gradient(name):
 # --- One worker, and numbers that are arrays
 
 
-def outcomes(txs, workers):
+def on_all(txs, workers):
+    return {name: lc.on_mesh(tx, workers, specs=WHOLE) for name, tx in txs.items()}
+
+
+def outcomes(txs, *lead):
     """Parameters after two steps of some transforms, all in one program."""
-    on = {name: lc.on_mesh(tx, workers, specs=WHOLE) for name, tx in txs.items()}
 
     @jax.jit
     def steps(params, grads):
         done = {}
-        for name, tx in on.items():
+        for name, tx in txs.items():
             at, state = params, tx.init(params)
             for g in grads:
                 updates, state = tx.update(g, state, at)
@@ -363,26 +366,14 @@ def outcomes(txs, workers):
             done[name] = at
         return done
 
-    return steps(PARAMS, [numbers(seed, workers.count) for seed in (1, 2)])
+    return steps(PARAMS, [numbers(seed, *lead) for seed in (1, 2)])
 
 
 def test_one_worker_alone_is_the_plain_optimizer():
     workers = workers_of(1)
     plain_ones = {name: tx for name, (_, tx) in TRANSFORMS.items() if tx is not None}
-    found = outcomes({name: transform(name, workers) for name in plain_ones}, workers)
-
-    @jax.jit
-    def wanted(params, grads):
-        done = {}
-        for name, tx in plain_ones.items():
-            at, state = params, tx.init(params)
-            for g in grads:
-                updates, state = tx.update(g, state, at)
-                at = optax.apply_updates(at, updates)
-            done[name] = at
-        return done
-
-    want = wanted(PARAMS, [numbers(seed) for seed in (1, 2)])
+    found = outcomes(on_all({name: transform(name, workers) for name in plain_ones}, workers), 1)
+    want = outcomes(plain_ones)
     for name in plain_ones:
         # Adam's roots and quotients are fused with what follows, or not.
         assert_same(found[name], want[name], atol=1e-6 if "adam" in name else 0)
@@ -404,7 +395,8 @@ def test_injected_hyperparameters_change_nothing():
         plainly[make.__name__] = make(**how)
         inject = optax.inject_hyperparams(make, static_args=("axis_name", *static))
         injected[make.__name__] = inject(**how)
-    assert_same(outcomes(injected, workers), outcomes(plainly, workers))
+    found, wanted = (outcomes(on_all(txs, workers), 2) for txs in (injected, plainly))
+    assert_same(found, wanted)
 
 
 # --- Refusals that all share
