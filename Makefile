@@ -33,7 +33,7 @@ need_python = $($(1)) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/d
 .PHONY: help venv demo test test-long lint format oldest newest bench lock clean
 
 help: ## print this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
 	@echo "variables: PYTHON=$(PYTHON) NEWEST_PYTHON=$(NEWEST_PYTHON) DEMO_ARGS='$(DEMO_ARGS)'"
 	@echo "           TEST_JOBS=$(TEST_JOBS) TEST_ARGS='$(TEST_ARGS)' BENCH_ARGS='$(BENCH_ARGS)'"
 
