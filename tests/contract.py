@@ -331,8 +331,6 @@ def test_sixty_four_bits_change_no_dtype_and_no_number(name):
 @ALL
 def test_an_update_has_the_dtype_of_its_gradient(name):
     kinds = {"w": jnp.bfloat16, "b": jnp.float32, "s": jnp.float16}
-    if name.startswith(("powersgd", "dgc")):
-        kinds["s"] = jnp.bfloat16
     workers = workers_of(WORKERS)
     on = lc.on_mesh(transform(name, workers), workers, specs=WHOLE)
     params = {k: jax.ShapeDtypeStruct(SHAPES[k], kind) for k, kind in kinds.items()}

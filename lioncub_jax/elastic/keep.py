@@ -200,8 +200,8 @@ class Run:
             "died", f"worker {first.place} died {how} after {seconds:.1f} s; the others are ended",
             start=self._starts, place=first.place, code=code, seconds=round(seconds, 3),
         )  # fmt: skip
-        early = seconds < self._settled or not self._stepped().exists()
-        self._failed = [*self._failed, first.place] if early else []
+        strike = seconds < self._settled or not self._stepped().exists()
+        self._failed = [*self._failed, first.place] if strike else []
         if len(self._failed) < self._strikes:
             return None
         if len(set(self._failed)) == 1 and len(self._places) > self._least:

@@ -312,8 +312,7 @@ class TrainStep:
         else:
             state, metrics = self._jitted(state, batch, cut)
         if not self._in_flight:  # the first
-            metrics["loss"].block_until_ready()
-            stepped()
+            stepped(metrics["loss"])
         # XLA's CPU collectives deadlock where dozens of steps are in flight; eight cost nothing.
         self._in_flight.append(metrics["loss"])
         if self._bounded and len(self._in_flight) == self._in_flight.maxlen:
