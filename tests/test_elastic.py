@@ -1,12 +1,14 @@
 """Runs that go on when a worker dies: real processes, killed, restarted, left out and stopped."""
 
+import contextlib
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
-import threading
+import tempfile
 import time
 from pathlib import Path
 
@@ -24,7 +26,8 @@ def program(text):
 def kept(command, workers, tmp_path, **options):
     """The outcome, the lines, and the events."""
     lines, events = [], tmp_path / "events.jsonl"
-    outcome = elastic.keep(command, workers, events=events, write=lines.append, **options)
+    options = {"write": lines.append} | options
+    outcome = elastic.keep(command, workers, events=events, **options)
     return outcome, lines, [json.loads(line) for line in events.read_text().splitlines()]
 
 
@@ -108,68 +111,177 @@ def test_only_a_start_that_stepped_and_lasted_is_no_strike(tmp_path):
     assert any(said in line for line in lines)
 
 
-def alive(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+def gone(*pids, folder=Path("none")):
+    """Within ten seconds."""
 
+    def alive(pid):
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        except (FileNotFoundError, ProcessLookupError):
+            return False
 
-def test_nothing_is_left_behind(tmp_path):
-    """Neither the others nor what they started."""
-    text = WHO + "import subprocess, sys, time\n"
-    text += f"child = subprocess.Popen(['sleep', '999']); open(f'{tmp_path}/{{child.pid}}', 'w')\n"
-    text += "time.sleep(0.5); sys.exit(rank) if rank else time.sleep(999)"
-    outcome, _, _ = kept(program(text), 2, tmp_path, strikes=2)
-    assert outcome.exit_code == 1
-    pids = [int(path.name) for path in tmp_path.iterdir() if path.name.isdecimal()]
-    assert len(pids) == 4
     deadline = time.monotonic() + 10
-    while any(map(alive, pids)) and time.monotonic() < deadline:
+    while (left := folder.exists() or any(map(alive, pids))) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not any(map(alive, pids))
+    return not left
 
 
-STAYS = (
+# The first process of a terminal; under nohup and in the background of a script signals are ignored.
+AT_A_TERMINAL = """
+import fcntl, signal, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+    signal.signal(number, signal.SIG_DFL)
+from lioncub_jax.cli import main
+sys.exit(main(["run", "--workers", "2", "--events", "events", "--", *sys.argv[1:]]))
+"""
+SAVES = (
     WHO
     + """
-import signal, sys, time
+import signal, subprocess, sys, time
 def save(number, frame):
-    print('saved', flush=True)
+    time.sleep(0.4)
+    open(f'saved {start} {rank}', 'w')
     sys.exit(75 if start == 1 else 0)
-signal.signal(signal.SIGTERM, save)
-print('ready', flush=True)
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, save)
+child = subprocess.Popen(['sleep', '999'])
+print('up', os.getpid(), child.pid, os.environ['LIONCUB_MEMORY'], flush=True)
 time.sleep(999)
 """
 )
 
 
-def signalled(tmp_path, numbers):
-    """`lioncub run` in a process of its own; a signal each time that all workers are ready."""
-    events = tmp_path / "events.jsonl"
-    command = [sys.executable, "-m", "lioncub_jax", "run", "--workers", "2"]
-    command += ["--events", str(events), "--", *program(STAYS)]
-    lines, ready = [], 0
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as running:
-        watchdog = threading.Timer(60, running.kill)
-        watchdog.start()
-        for line in running.stdout:
-            lines.append(line.rstrip("\n"))
-            ready += line.endswith("| ready\n")
-            if ready == 2 and numbers:
-                ready = 0
-                running.send_signal(numbers.pop(0))
-        watchdog.cancel()
-    return running.returncode, lines, [json.loads(x) for x in events.read_text().splitlines()]
+class Terminal:
+    """`lioncub run` at a terminal: its process, its workers and theirs, its folder in memory."""
+
+    def __init__(self, tmp_path):
+        screen, terminal = os.openpty()
+        self.screen, self.pids = os.fdopen(screen, "r+b", buffering=0), []
+        self.run = subprocess.Popen(
+            [sys.executable, "-c", AT_A_TERMINAL, *program(SAVES)], start_new_session=True, cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)}, stdin=terminal, stdout=terminal, stderr=terminal,
+        )  # fmt: skip
+        os.close(terminal)
+
+    def __enter__(self):
+        self.wait_for_workers()
+        return self
+
+    def wait_for_workers(self):
+        count = len(self.pids) + 4
+        while len(self.pids) < count:
+            line = self.screen.readline().decode().split()
+            if line[2:3] == ["up"]:
+                self.pids += map(int, line[3:5])
+                self.folder = Path(line[5])
+
+    def __exit__(self, *error):
+        self.screen.close()
+        for pid in [self.run.pid, *self.pids]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.run.wait()
+
+
+def hang_up(at):
+    """The kernel says it, and the shell."""
+    at.run.send_signal(signal.SIGHUP)
+    time.sleep(0.1)
+    at.run.send_signal(signal.SIGHUP)
+
+
+# What is done, the exit code, who saves. Who sees a closed terminal reads no exit code.
+STOPS = {
+    "hang up": (hang_up, 129, 2),
+    "kill": (lambda at: at.run.kill(), -signal.SIGKILL, 0),
+    "Ctrl-C": (lambda at: at.screen.write(b"\x03"), 130, 2),
+    "Ctrl-backslash": (lambda at: at.screen.write(b"\x1c"), 131, 2),
+    "close the terminal": (lambda at: at.screen.close(), None, 2),
+}
+
+
+@pytest.mark.parametrize("stop", STOPS)
+def test_nothing_outlives_a_run_that_is_stopped(stop, tmp_path):
+    way, code, saved = STOPS[stop]
+    with Terminal(tmp_path) as at:
+        assert at.folder.is_dir()
+        way(at)
+        assert at.run.wait(60) == code or code is None
+        assert gone(*at.pids, folder=at.folder)
+    assert len(list(tmp_path.glob("saved *"))) == saved
 
 
 def test_sigusr1_saves_and_starts_all_places_again_and_sigterm_ends_them(tmp_path):
-    code, lines, events = signalled(tmp_path, [signal.SIGUSR1, signal.SIGTERM])
-    assert code == 128 + signal.SIGTERM
+    with Terminal(tmp_path) as at:
+        at.run.send_signal(signal.SIGUSR1)
+        at.wait_for_workers()
+        assert gone(*at.pids[:4])  # with what they had started
+        at.run.terminate()
+        assert at.run.wait(60) == 128 + signal.SIGTERM
+    events = map(json.loads, (tmp_path / "events").read_text().splitlines())
     assert names(events) == ["started", "all_again", "started", "stopped"]
-    assert lines.count("0 | saved") == lines.count("1 | saved") == 2
-    assert {"lioncub: all 2 places again", "lioncub: ended by SIGTERM"} < set(lines)
+    assert len(list(tmp_path.glob("saved *"))) == 4
+
+
+def test_what_a_run_left_that_was_killed_with_its_watcher_goes_at_the_next_start(tmp_path):
+    """And nothing else: not the folder of a run that lives, nor one that a launcher has made."""
+    with Terminal(tmp_path) as at:
+        kept(["true"], 1, tmp_path)
+        assert at.folder.exists()
+        children = Path(f"/proc/{at.run.pid}/task/{at.run.pid}/children").read_text().split()
+        at.run.send_signal(signal.SIGSTOP)
+        for pid in children:  # among them the watcher
+            os.kill(int(pid), signal.SIGKILL)
+        at.run.kill()
+        at.run.wait()
+        assert at.folder.exists()
+    with tempfile.TemporaryDirectory(prefix="lioncub-", dir=at.folder.parent) as other:
+        kept(["true"], 1, tmp_path)
+        assert not at.folder.exists() and Path(other).exists()
+
+
+def test_a_hang_up_that_is_ignored_stays_so(tmp_path):
+    """As `nohup` has it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        outcome, _, _ = kept(["sh", "-c", "kill -HUP $PPID; sleep 0.2"], 1, tmp_path)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert outcome == (0, 1, 1)
+
+
+def test_where_nobody_takes_the_output_workers_save(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def refuse(line):
+        if "| up" in line:
+            raise BrokenPipeError(line)
+
+    with pytest.raises(BrokenPipeError):
+        elastic.keep(program(SAVES), 1, write=refuse)
+    assert Path("saved 1 0").exists()
+
+
+@pytest.mark.parametrize(("times", "starts"), [(2, 3), (9, 4)])
+def test_a_port_that_another_program_takes_is_no_strike(times, starts, tmp_path):
+    """Before worker 0 has it; and it is not forgiven for ever."""
+    text = WHO + "import pathlib, socket, time\nport = os.environ['MASTER_PORT']\n"
+    text += f"go = pathlib.Path({str(tmp_path)!r}, port)\nprint('port', port, flush=True)\n"
+    text += "while not go.exists():\n  time.sleep(0.01)\nsocket.create_server(('', int(port)))"
+    with contextlib.ExitStack() as taken:
+        ports = []
+
+        def write(line):
+            if line.startswith("0 | port"):
+                ports.append(line.split()[-1])
+                if len(ports) <= times:
+                    taken.enter_context(socket.create_server(("", int(ports[-1]))))
+                (tmp_path / ports[-1]).touch()
+
+        outcome, _, events = kept(program(text), 1, tmp_path, strikes=2, write=write)
+    assert outcome == (int(times > 2), starts, 1) and len(set(ports)) == starts
+    assert names(events).count("collided") == 2
 
 
 @pytest.mark.parametrize(
@@ -179,7 +291,8 @@ def test_sigusr1_saves_and_starts_all_places_again_and_sigterm_ends_them(tmp_pat
         ({"workers": 2, "least": 0}, "min=0: give a whole number"),
         ({"workers": 2, "strikes": 0}, "strikes=0: give a whole number"),
         ({"workers": 2, "settled": 0}, "settled=0: give a time above zero"),
-        ({"workers": 2, "command": []}, "there is no command to run"),
+        ({"workers": 2, "command": []}, "command is []: give a program"),
+        ({"workers": 2, "command": ["no-such"]}, "command 'no-such' is not a program here: give"),
     ],
 )
 def test_runs_that_cannot_be(given, said):

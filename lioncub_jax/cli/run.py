@@ -19,8 +19,9 @@ repository says what survives what."""
 
 EPILOG = """\
 The exit code is 0; that of the worker that failed, when there is no going on; or
-128 and the number of the signal that ended the run. SIGUSR1 asks the workers to
-save and end (by SIGTERM), and starts all of them again.
+128 and the number of the signal that ended the run. SIGTERM, SIGQUIT and SIGHUP, as
+of a closed terminal, ask the workers to save and end (by SIGTERM); SIGUSR1 too, and
+starts all of them again. Workers do not outlive the run, even where it is killed.
 
 examples:
   lioncub run --workers 2 -- hostname

@@ -3,7 +3,8 @@
 A collective without one of its workers never ends, so when one dies the others are ended too, at once, and
 all start again: the command goes on from its newest checkpoint. That is seconds, because nobody waits for
 a heartbeat to be missed, and because what was compiled is kept. A place whose worker dies again and again
-is left out, down to a least number of workers; SIGUSR1 gives all places another chance.
+is left out, down to a least number of workers; SIGUSR1 gives all places another chance. What is left when
+this process is killed, `lioncub_jax.elastic.watcher` ends.
 
 This module and its function `keep` share a name: ``lioncub_jax.elastic.keep`` is the function.
 """
@@ -12,9 +13,11 @@ import contextlib
 import json
 import os
 import queue
+import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -23,7 +26,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lioncub_jax.lab.run import wiring
+from lioncub_jax.lab.run import program_of, wiring
+from lioncub_jax.lab.supervise import caught
 from lioncub_jax.progress import STEPPED
 
 STOP_SECONDS = 30.0  # between asking workers to end, which then save, and killing them
@@ -33,6 +37,8 @@ ORPHANS_SECONDS = (
 )
 LAST_LINES = 15  # of output, shown when there is no going on
 MEMORY = "LIONCUB_MEMORY"
+LOCK = "keep.lock"  # in that folder; held for as long as the run lives
+WATCHER = [sys.executable, "-I", "-S", str(Path(__file__).with_name("watcher.py"))]
 
 
 class Outcome(NamedTuple):
@@ -84,8 +90,10 @@ def keep(
 
     Workers find each other by ``jax.distributed.initialize()`` without arguments, as in the lab. The
     command must go on from where it was when it is started again, as ``train_gpt.py --checkpoint DIR
-    --resume`` does, with fewer workers too. SIGTERM and SIGINT are passed on and end the run; SIGUSR1 asks
-    the workers to end, by SIGTERM, and starts all places anew.
+    --resume`` does, with fewer workers too. SIGINT is passed on and ends the run; SIGTERM, SIGQUIT and
+    SIGHUP end it too and reach workers as SIGTERM; who asks twice does not wait, but for SIGHUP, which a
+    closed terminal sends twice. SIGUSR1 asks the workers to end, by SIGTERM, and starts all places anew.
+    Workers do not outlive this process, even where it is killed.
 
     Args:
       command: the program and its arguments.
@@ -93,13 +101,15 @@ def keep(
       least: with fewer it does not go on; None for all.
       strikes: after so many starts in a row that failed the place that died first is left out, or, where it
         must not be, the run ends with its last output. A start has failed that ended before its first
-        step, however long it took: `stepped` says that there was one.
+        step, however long it took: `stepped` says that there was one. A start before whose first
+        step another program took its port is no strike; so many are forgiven in a run.
       settled: one that ended within so many seconds has failed too, whatever it did.
       events: a file to which every change is added, one JSON object a line; its folder must exist.
-      write: takes a line: output of the workers behind their numbers, and what is done.
+      write: takes a line: output of the workers behind their numbers, and what is done. What it raises
+        ends the run as SIGTERM does, and is raised then.
 
     Raises:
-      ValueError: for numbers that cannot be, and for no command.
+      ValueError: for numbers that cannot be, and for no command, or one that is not there.
 
     Example:
       >>> from lioncub_jax import elastic
@@ -110,11 +120,18 @@ def keep(
     """
     least = workers if least is None else least
     _check(command, workers, least, strikes, settled)
+    told: queue.SimpleQueue[News] = queue.SimpleQueue()
     with contextlib.ExitStack() as stack:
-        told = stack.enter_context(_signals())
-        log = Log(stack, events, write)
+        ending = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP)
+        stack.enter_context(caught(told.put, *ending, signal.SIGUSR1))
+        log = Log(stack, events, write, told)
         kept = stack.enter_context(_memory())
-        return Run(list(command), workers, least, strikes, settled, kept, told, log).to_its_end()
+        watcher = stack.enter_context(_watcher(kept))
+        run = Run(list(command), workers, least, strikes, settled, kept, watcher, told, log)
+        outcome = run.to_its_end()
+    if log.failed:
+        raise log.failed
+    return outcome
 
 
 def _check(command: Sequence[str], workers: int, least: int, strikes: int, settled: float) -> None:
@@ -128,18 +145,28 @@ def _check(command: Sequence[str], workers: int, least: int, strikes: int, settl
         )
     if not settled > 0:
         raise ValueError(f"settled={settled!r}: give a time above zero")
-    if not command:
-        raise ValueError("there is no command to run: give it behind --")
+    program_of(command, os.environ.get("PATH", os.defpath))
 
 
 class Log:
     """Says what happens: a line for people, and a JSON object for programs."""
 
     def __init__(
-        self, stack: contextlib.ExitStack, events: Path | None, write: Callable[[str], object]
-    ):
+        self, stack: contextlib.ExitStack, events: Path | None, write: Callable[[str], object],
+        told: "queue.SimpleQueue[News]",
+    ):  # fmt: skip
         self._file = stack.enter_context(events.open("a", buffering=1)) if events else None
-        self.line = write
+        self._write, self._told = write, told
+        self.failed: Exception | None = None
+
+    def line(self, text: str) -> None:
+        """Shows it; where that fails, as on a closed terminal, workers are still given time to save."""
+        try:
+            if not self.failed:
+                self._write(text)
+        except Exception as error:
+            self.failed = error
+            self._told.put(signal.SIGPIPE)
 
     def event(self, event: str, line: str, **fields: Any) -> None:
         """Tells both; fields are for programs."""
@@ -153,13 +180,13 @@ class Run:
 
     def __init__(
         self, command: list[str], workers: int, least: int, strikes: int, settled: float,
-        kept: str, told: "queue.SimpleQueue[News]", log: Log,
+        kept: str, watcher: int, told: "queue.SimpleQueue[News]", log: Log,
     ):  # fmt: skip
         self._command, self._workers, self._least = command, workers, least
         self._strikes, self._settled, self._kept = strikes, settled, kept
-        self._told, self._log = told, log
+        self._watcher, self._told, self._log = watcher, told, log
         self._places = list(range(workers))
-        self._starts = 0
+        self._starts = self._collisions = self._port = 0
         self._failed: list[int] = []  # places that died first, of the last starts in a row
 
     def to_its_end(self) -> Outcome:
@@ -200,7 +227,16 @@ class Run:
             "died", f"worker {first.place} died {how} after {seconds:.1f} s; the others are ended",
             start=self._starts, place=first.place, code=code, seconds=round(seconds, 3),
         )  # fmt: skip
-        strike = seconds < self._settled or not self._stepped().exists()
+        stepped = self._stepped().exists()
+        if not stepped and self._collisions < self._strikes and not _free_port(self._port):
+            # All have ended, and it is in use. (Of jax's words none says that reliably.)
+            self._collisions += 1
+            self._log.event(
+                "collided", f"another program has taken port {self._port}: on another, and no strike",
+                start=self._starts, port=self._port,
+            )  # fmt: skip
+            return None
+        strike = seconds < self._settled or not stepped
         self._failed = [*self._failed, first.place] if strike else []
         if len(self._failed) < self._strikes:
             return None
@@ -230,15 +266,16 @@ class Run:
         """Processes, none of which outlives the block; nor do theirs."""
         running: list[Worker] = []
         readers = []
-        port = _free_port()
+        self._port = _free_port()
         try:
             for index, place in enumerate(self._places):
                 process = subprocess.Popen(
-                    self._command,
-                    env=self._environment(index, port),
+                    [*WATCHER, str(self._watcher), *self._command],
+                    env=self._environment(index),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
+                    pass_fds=[self._watcher],
                     start_new_session=True,  # Ctrl-C is passed on, once
                 )
                 worker = Worker(place, process, deque(maxlen=LAST_LINES))
@@ -257,15 +294,16 @@ class Run:
                 if not reader.is_alive():
                     assert worker.process.stdout
                     worker.process.stdout.close()
+            os.write(self._watcher, b"\n")
 
-    def _environment(self, index: int, port: int) -> dict[str, str]:
+    def _environment(self, index: int) -> dict[str, str]:
         # Unless the user has set them. JAX leaves out what compiles fast, and there are many of these.
         kept = {
             MEMORY: self._kept,
             "JAX_COMPILATION_CACHE_DIR": f"{self._kept}/jax",
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
-        own = wiring(["127.0.0.1"] * len(self._places), index, port, interface="lo")
+        own = wiring(["127.0.0.1"] * len(self._places), index, self._port, interface="lo")
         start = {"LIONCUB_START": str(self._starts), STEPPED: str(self._stepped())}
         return kept | dict(os.environ) | own | start
 
@@ -295,11 +333,16 @@ class Run:
             if news is None:
                 return stopped, None  # asked to end, and did not in time
             if isinstance(news, int):
+                gone = news in (signal.SIGHUP, signal.SIGPIPE)
+                if gone and stopped not in (0, signal.SIGUSR1):
+                    continue  # a closed terminal says so more than once
                 if stopped == news:
                     return stopped, None  # asked twice
                 stopped, until = news, time.monotonic() + STOP_SECONDS
                 for worker in running:
-                    worker.process.send_signal(signal.SIGTERM if news == signal.SIGUSR1 else news)
+                    worker.process.send_signal(
+                        signal.SIGINT if news == signal.SIGINT else signal.SIGTERM
+                    )
             elif news in running:  # and not of an earlier start
                 alive -= 1
                 if news.process.returncode and not stopped:
@@ -357,29 +400,45 @@ def memory() -> Path | None:
     return None if folder is None else Path(folder)
 
 
-def _memory() -> "tempfile.TemporaryDirectory[str]":
-    in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # Linux has it
-    return tempfile.TemporaryDirectory(prefix="lioncub-", dir=in_memory)
+@contextlib.contextmanager
+def _memory() -> Iterator[str]:
+    """A folder for the run; removes those of this user's runs that were killed with their watcher."""
+    import fcntl  # not on Windows, where `memory` is of use
+
+    # Linux has it.
+    in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
+    for path in Path(in_memory).glob(f"lioncub-*/{LOCK}"):  # folders of launchers have none
+        with contextlib.suppress(OSError):  # it lives, or ends just now
+            if path.parent.lstat().st_uid == os.geteuid():
+                with path.open("r+") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(path.parent)
+    with tempfile.TemporaryDirectory(prefix="lioncub-", dir=in_memory) as own:
+        new = Path(own, "new")
+        with new.open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            new.rename(Path(own, LOCK))  # so nobody finds it free while this lives
+            yield own
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator["queue.SimpleQueue[News]"]:
-    """A queue into which the numbers of SIGINT, SIGTERM and SIGUSR1 are put instead of obeyed."""
-    told: queue.SimpleQueue[News] = queue.SimpleQueue()
-    before = {}
+def _watcher(folder: str) -> Iterator[int]:
+    """The pipe to a watcher, which a worker gets on its way."""
+    read, write = os.pipe()  # `read` stays open, so that a killed watcher harms nobody
+    watcher = subprocess.Popen([*WATCHER, folder], stdin=read, start_new_session=True)
     try:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-                if signal.getsignal(number) is not signal.SIG_IGN:  # as by nohup
-                    before[number] = signal.signal(number, lambda n, _: told.put(int(n)))
-        yield told
+        yield write
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        os.close(write)
+        watcher.wait()
+        os.close(read)
 
 
-def _free_port() -> int:
-    """A port that nobody listens on, another for each start."""
+def _free_port(port: int = 0) -> int:
+    """That port, or any; 0 where another program has it, on whatever address."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        # What is left of connections of the dead does not count.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with contextlib.suppress(OSError):
+            probe.bind(("", port))
         return int(probe.getsockname()[1])

@@ -165,7 +165,7 @@ def run(
     shape = _shape(network)
     own = dict(environment or {})
     outside = {k: v for k, v in os.environ.items() if k.lower() not in PROXIES}
-    program = _program(command, (outside | own).get("PATH", os.defpath))
+    program = program_of(command, (outside | own).get("PATH", os.defpath))
     _check("port", port, 1 <= port <= 65535, "a number from 1 to 65535")
     _check(
         "timeout", timeout, timeout is None or 0 < timeout < math.inf, "seconds above 0, or None"
@@ -269,7 +269,8 @@ def _addresses(network: Network) -> list[str]:
     return [str(hosts[i + 1]) for i in range(workers)]
 
 
-def _program(command: Sequence[str], path: str) -> str:
+def program_of(command: Sequence[str], path: str) -> str:
+    """The file of a command's program."""
     if isinstance(command, str) or not command:
         raise ValueError(f"command is {command!r}: give a program and its arguments, as a list")
     found = shutil.which(command[0], path=path)

@@ -211,19 +211,28 @@ def interrupts_of() -> Iterator[int]:
     """A descriptor from which the numbers of SIGINT and SIGTERM are read instead of obeyed."""
     read, write = os.pipe()
     os.set_blocking(write, False)
+    try:
+        with caught(lambda n: os.write(write, bytes([n])), signal.SIGINT, signal.SIGTERM):
+            yield read
+    finally:
+        os.close(read)
+        os.close(write)
+
+
+@contextlib.contextmanager
+def caught(take: Callable[[int], object], *numbers: int) -> Iterator[None]:
+    """Signals that are taken instead of obeyed; in the main thread alone, as Python has it."""
     before = {}
     try:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in numbers:
                 # A signal that is ignored, as by nohup, stays so.
                 if signal.getsignal(number) is not signal.SIG_IGN:
-                    before[number] = signal.signal(number, lambda n, _: os.write(write, bytes([n])))
-        yield read
+                    before[number] = signal.signal(number, lambda n, _: take(n))
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        os.close(read)
-        os.close(write)
 
 
 def follow(
