@@ -25,12 +25,12 @@ PACKAGE = ROOT / "lioncub_jax"
 # A part is a file at the root of the package or a whole wing (a folder). A part of the core may import
 # those to the left of it; the wings do not import each other, but for those named here.
 ORDER = """
-units progress kernels bits means rotation layout quantize decide wires mesh checks momentum exchange
-sync optimizer
+units progress own arguments kernels bits means rotation layout quantize decide wires mesh checks momentum
+exchange sync optimizer
 """
 CORE = ORDER.split()
 WINGS = {
-    "training": {*CORE},
+    "training": {*CORE, "watch"},
     "checkpoint": {*CORE},
     "traffic": {*CORE},
     "faults": {*CORE},
@@ -43,7 +43,7 @@ WINGS = {
 MAY_IMPORT = {part: set(CORE[:i]) for i, part in enumerate(CORE)} | WINGS | {
     "watch": {*CORE, "traffic"},
     "__init__": {*CORE, *WINGS, "watch"},
-    "cli": {"__init__", *CORE, *WINGS} - {"reference"},
+    "cli": {"__init__", "watch", *CORE, *WINGS} - {"reference"},
     "__main__": {"cli"},
 }  # fmt: skip
 

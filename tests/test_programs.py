@@ -96,6 +96,45 @@ def test_programs_that_are_a_file_are_refused(tmp_path):
         made(tmp_path / "file")
 
 
+SHARED = """
+import os, pathlib, sys, warnings
+import jax
+from test_programs import made, trained
+
+jax.config.update("jax_num_cpu_devices", 8)
+warnings.simplefilter("error", UserWarning)
+os.umask(0)
+folder = pathlib.Path(sys.argv[1], "mine")
+for _ in range(2):
+    trained(*made(folder))  # what it writes itself it takes
+folder.chmod(0o777)
+made(folder)
+"""
+
+
+def test_a_folder_that_others_may_write_is_refused(tmp_path, monkeypatch):
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", SHARED, str(tmp_path)], env=os.environ | {"PYTHONPATH": path},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    told = f"ValueError: programs='{tmp_path / 'mine'}' has mode 777: others may write it"
+    assert told in done.stderr and len(programs(tmp_path / "mine")) == 1
+    monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(ValueError, match=r"programs=.* belongs to another user"):
+        made(tmp_path)
+
+
+def test_a_program_that_others_may_write_is_not_run(tmp_path):
+    trained(*made(tmp_path))
+    for mode in (0o666, 0o620):
+        ((path, _),) = programs(tmp_path).items()
+        path.chmod(mode)
+        with pytest.warns(UserWarning, match=f"compiled anew: .* has mode {mode:o}: others may"):
+            trained(*made(tmp_path))
+    trained(*made(tmp_path))  # it was written again: no warning
+
+
 def test_a_compiled_step_is_kept_too_and_can_be_read(tmp_path):
     step, state = made(tmp_path)
     first = step.compile(state, batch())
@@ -161,3 +200,36 @@ def test_the_first_step_is_told_to_the_run_that_started_it(tmp_path, monkeypatch
     assert not (tmp_path / "stepped").exists()
     step(state, batch())
     assert (tmp_path / "stepped").exists()
+
+
+SENDS_FLOATS = """
+import sys
+import jax, jax.numpy as jnp, numpy as np, lioncub_jax as lc
+from test_programs import workers_of
+
+jax.config.update("jax_num_cpu_devices", 8)
+lc.watch.mode(sys.argv[2])
+
+def loss(params, batch, rng):
+    hidden = batch @ params["w"]
+    return jnp.mean((hidden - jax.lax.pmean(hidden.mean(0), "data")) ** 2)
+
+workers = workers_of()
+tx = lc.lion_cub(1e-3, axis_name=workers)
+state = lc.init_state(tx, {"w": jnp.ones((8, 256))}, workers)
+lc.make_train_step(loss, tx, workers, programs=sys.argv[1])(state, np.ones((8, 8), "f"))
+"""
+
+
+def test_a_program_that_was_kept_and_sends_floats_is_refused_when_it_is_read(tmp_path):
+    def start(mode):
+        path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+        command = [sys.executable, "-c", SENDS_FLOATS, str(tmp_path), mode]
+        env = os.environ | {"PYTHONPATH": path}
+        return subprocess.run(command, env=env, capture_output=True, text=True)
+
+    kept = start("warn"), programs(tmp_path)
+    assert kept[0].returncode == 0 and len(kept[1]) == 1
+    refused = start("raise")
+    assert refused.returncode and programs(tmp_path) == kept[1]
+    assert "ValueError: this step votes" in refused.stderr and "f32[256]" in refused.stderr

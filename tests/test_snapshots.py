@@ -4,6 +4,7 @@ Run as a program this file is one of the processes.
 """
 
 import contextlib
+import os
 import shutil
 import warnings
 
@@ -23,6 +24,14 @@ from lioncub_jax.layout import Holder
 from lioncub_jax.traffic import collectives
 
 STEP = 7
+
+
+@pytest.fixture(autouse=True)
+def umask():
+    """As where each user has a group: what is made may be written by it if nobody says otherwise."""
+    before = os.umask(0o002)
+    yield
+    os.umask(before)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +125,11 @@ def test_the_newest_of_memory_and_disk_is_taken(folders, first):
         assert snapshots.restore(first).step == 5
 
 
-@pytest.mark.parametrize("harm", [flip, cut_short])
+def let_others_write(path):
+    path.chmod(0o666)
+
+
+@pytest.mark.parametrize("harm", [flip, cut_short, let_others_write])
 def test_a_damaged_one_is_passed_over(folders, first, harm):
     with both(folders) as (_, snapshots):
         for step in (1, 2):
@@ -124,7 +137,7 @@ def test_a_damaged_one_is_passed_over(folders, first, harm):
         snapshots.wait()
         (newest,) = folders[1].glob("2-*.own")
         harm(newest)
-        told = r"snapshot 2-.*\.own in .* is damaged or cannot be read, and"
+        told = r"snapshot 2-.*\.own in .* is damaged, cannot be read or may be written by others"
         with pytest.warns(UserWarning, match=told):
             assert_same(snapshots.restore(first).state, numbered(first, 1))
 
@@ -173,6 +186,8 @@ def test_what_is_not_written_is_said(folders, first):
 
 def test_bad_input(folders, first, tmp_path):
     (tmp_path / "file").write_text("")
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o777)
     alone = first_state(workers_of(1))
     with both(folders, buddies=0) as (saved, snapshots):
         snapshots.save(alone)
@@ -181,6 +196,7 @@ def test_bad_input(folders, first, tmp_path):
             "there is one worker: give Snap.*buddies=0": lambda: Snapshots(saved, folders[1]).save(alone),
             "workers='mine': give one of 'mean', 'keep'": lambda: snapshots.restore(first, workers="mine"),
             "file is a file: give a folder for the snapshots": lambda: Snapshots(saved, tmp_path / "file"),
+            "shared, for snapshots, has mode 777: oth": lambda: Snapshots(saved, tmp_path / "shared"),
         }.items():  # fmt: skip
             with pytest.raises(ValueError, match=told):
                 call()

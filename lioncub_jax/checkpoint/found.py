@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import jax
 
 from lioncub_jax.checkpoint import placing, reshard, tiles
-from lioncub_jax.checkpoint.processes import told
 from lioncub_jax.checkpoint.reshard import Layout
 from lioncub_jax.layout import Holder
+from lioncub_jax.mesh.processes import told
 
 _FILE = re.compile(r"(\d+)-(\d+)-(\d+)-(\d+)-of-(\d+)\.(own|buddy)")
 
@@ -130,7 +130,7 @@ class Found:
             # What cannot be read is told to all, as damage is: they wait for what this process has found.
             try:
                 self._files[name] = tiles.read(self._folder / str(name))
-            except OSError:
+            except (OSError, ValueError):
                 self._files[name] = None
         return self._files[name]
 
@@ -183,7 +183,8 @@ class Found:
     def _pass_over(self, names: list[Name]) -> None:
         which = ", ".join(map(str, names))
         warnings.warn(
-            f"snapshot {which} in {self._folder} is damaged or cannot be read, and an older state is taken",
+            f"snapshot {which} in {self._folder} is damaged, cannot be read or may be written by others, "
+            "and an older state is taken",
             stacklevel=5,
         )
 

@@ -11,11 +11,13 @@ about a checkpoint: such errors are raised as they are, and the checkpoint stays
 import asyncio
 import atexit
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
 import re
 import signal
+import sys
 import threading
 import uuid
 import warnings
@@ -28,9 +30,9 @@ import orbax.checkpoint as ocp  # type: ignore[import-untyped]
 
 from lioncub_jax import checks
 from lioncub_jax.checkpoint import placing, reshard, states
-from lioncub_jax.checkpoint.processes import any_process, together, told
 from lioncub_jax.checkpoint.reshard import Layout
 from lioncub_jax.mesh.placement import Workers
+from lioncub_jax.mesh.processes import any_process, together, told
 from lioncub_jax.mesh.sums import checksums
 from lioncub_jax.wires import AxisName
 
@@ -59,7 +61,8 @@ class Restored(NamedTuple):
 class Damaged(ValueError):
     """A checkpoint that is not as it was written.
 
-    A checksum or a seal does not match, a file is missing, or it cannot be parsed.
+    A checksum or a seal does not match, a file is missing, or it cannot be read, and no disk, device or
+    memory says that it failed.
     """
 
 
@@ -108,15 +111,18 @@ class Checkpoints:
         self.directory = Path(directory).absolute()
         self._refused: set[int] = set()
         self._under_way = -1  # the step that was saved last
-        self._closed = self._entered = False
+        self._closed = self._entered = self._failed = False
         _check_folder(self.directory)
-        options = ocp.CheckpointManagerOptions(
+        self._options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             create=True,
             cleanup_tmp_directories=True,  # halves that a run left when it was killed
-            async_options=ocp.AsyncOptions(timeout_secs=timeout),
+            # Else the end of a program that cuts off a save may wait five minutes for a folder.
+            async_options=ocp.AsyncOptions(
+                timeout_secs=timeout, create_directories_asynchronously=False
+            ),
         )
-        self._manager = ocp.CheckpointManager(self.directory, options=options)
+        self._manager = ocp.CheckpointManager(self.directory, options=self._options)
         atexit.register(self._at_exit)
 
     def __enter__(self) -> "Checkpoints":
@@ -147,13 +153,15 @@ class Checkpoints:
 
         Raises:
           ValueError: if there is a checkpoint of this step, the arrays of the state are on several meshes
-            or on none with the axes, or ``close`` was called; if what is each worker's own has no
-            leading axis of workers, or an array is labelled one value and its copies differ, to the bit.
+            or on none with the axes, or ``close`` was called; if an array was donated, what is each
+            worker's own has no leading axis of workers, or an array is labelled one value and its
+            copies differ, to the bit.
           TypeError: if ``state`` has no step or holds what is no array, or JSON cannot hold ``data``.
           OSError: if a checkpoint could not be written, such as on a full disk; where it was written in the
             background, by the next call of ``save``, ``wait`` or ``close``.
         """
         self._check_open("save")
+        states.check_there("save(state)", state)
         state, workers = self.on_mesh("save(state)", state)
         step = states.step_of(state, step)
         self._set_refused_aside()
@@ -174,6 +182,12 @@ class Checkpoints:
         )
         self.wait()
         self._under_way = step
+        if any_process(self._failed):
+            self._end()
+            # Without the halves of that save: threads of orbax may still write to them.
+            left = dataclasses.replace(self._options, cleanup_tmp_directories=False)
+            self._manager = ocp.CheckpointManager(self.directory, options=left)
+            self._failed = False
         with self._writing():
             # orbax waits five minutes for a folder that its first process could not make.
             together(f"{self._name(step)} was not written", lambda: self._try_folder(step))
@@ -188,7 +202,7 @@ class Checkpoints:
         worker's own momentum follows ``workers``; error feedback keeps its mean over the workers; of
         model state floats are averaged, the largest of whole numbers is taken, and random keys stay
         with newcomers folding in their index. What owners hold is one for all and is cut anew. Drift
-        that was measured leaf by leaf is 0 until the next measurement where a group now measures it.
+        that was measured leaf by leaf is unknown until a group that now measures it has done so.
 
         Args:
           like: a fresh state of the kind that was saved, on the present mesh, such as that of
@@ -237,19 +251,24 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Returns when what was saved is complete on disk; errors as in `save`."""
-        with self._writing():
-            try:
+        if not self._failed:
+            with self._writing():
                 self._manager.wait_until_finished()
-            finally:  # orbax keeps a second error of the same save, which would be the next save's
-                self._manager.check_for_errors()
 
     def close(self) -> None:
         """Waits and gives up the background threads."""
         if not self._closed:
             self._closed = True
             atexit.unregister(self._at_exit)
-            with self._writing():
-                self._manager.close()
+            try:
+                self.wait()
+            finally:
+                self._end()
+
+    def _end(self) -> None:
+        """Ends orbax's threads. Some still write other parts of a save that failed, and fail again."""
+        with contextlib.suppress(Exception) if self._failed else contextlib.nullcontext():
+            self._manager.close()
 
     def _at_exit(self) -> None:
         """Says so if the end of the interpreter, which stops the threads of orbax, cut off a save."""
@@ -272,10 +291,12 @@ class Checkpoints:
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
         """Says which checkpoint an error of the disk is of; orbax names neither it nor the folder."""
+        handled = sys.exception()
         try:
             yield
         except Exception as problem:
-            why = _why_not_written(problem)
+            self._failed = True
+            why = _why_not_written(_chain(problem, handled))
             if why is None:
                 raise
             raise OSError(
@@ -380,10 +401,7 @@ class Checkpoints:
 
     def _arrays(self, step: int, places: dict[str, Any], sums: dict[str, Any]) -> dict[str, Any]:
         folder = self.directory / str(step) / "arrays"
-        args = ocp.args.StandardRestore(places)
-        arrays = self._read(
-            step, "its arrays", lambda: ocp.StandardCheckpointHandler().restore(folder, args=args)
-        )
+        arrays = self._read(step, "its arrays", lambda: _read_arrays(folder, places))
         found, _ = checksums(arrays)
         wrong = [path for path in sums if found[path] != sums[path]]
         if wrong:
@@ -397,17 +415,18 @@ class Checkpoints:
     def _read(self, step: int, what: str, read: Callable[[], Any]) -> Any:
         """Reads with one of orbax's handlers: its manager waits for all processes, a failed one too."""
         name, folder = self._name(step), self.directory / str(step)
-        found, damage = None, ""
+        found, damage, handled = None, "", sys.exception()
 
         def careful() -> None:
             nonlocal found, damage
             try:
-                with _patiently():
-                    found = read()
+                found = read()
             except Exception as problem:
-                if not _is_damage(problem, folder):
+                chain = _chain(problem, handled)
+                # Or the whole checkpoint was taken away meanwhile.
+                if not (_is_damage(chain) and folder.is_dir()):
                     raise
-                damage = _first_line(problem)
+                damage = _first_line(chain[-1])
 
         together(f"{name} was not read, and nothing is known of its state", careful)
         if any_process(bool(damage)):
@@ -459,33 +478,35 @@ def _is_checkpoint(path: Path) -> bool:
 # --- What fails in a process, and what is damage
 
 
-# Of a checkpoint's bytes tensorstore says these; anything else (UNKNOWN for EIO, PERMISSION_DENIED,
-# UNAVAILABLE, RESOURCE_EXHAUSTED, ...) is the disk's or the machine's.
-_OF_BYTES = "DATA_LOSS", "OUT_OF_RANGE", "NOT_FOUND"
-_STATUS = re.compile(r"([A-Z]+(_[A-Z]+)*): ")
+# How tensorstore begins where a disk or a machine fails (UNKNOWN: EIO), or what it adds to the system's
+# words; of a checkpoint's bytes it says anything else.
+_OF_A_MACHINE = re.compile(
+    r"(ABORTED|CANCELLED|DEADLINE_EXCEEDED|PERMISSION_DENIED|RESOURCE_EXHAUSTED|UNAUTHENTICATED|UNAVAILABLE"
+    r"|UNKNOWN): |.*\[os_error_code='(?!(2|20|21)')",  # that a file is missing, or is no file
+    re.DOTALL,
+)
 # A status alone may be anybody's: a collective that fails says "UNKNOWN: Gloo ...".
 _OF_TENSORSTORE = re.compile(r"\[(os_error_code|tensorstore_spec)=")
 _MISSING = FileNotFoundError, IsADirectoryError, NotADirectoryError
 
 
-def _is_damage(problem: BaseException, folder: Path) -> bool:
-    """Whether what was read is not what was written, and not a disk or a memory that fails."""
-    chain = _chain(problem)
-    if any(isinstance(x, (OSError, MemoryError)) and not isinstance(x, _MISSING) for x in chain):
-        return False
-    status = _STATUS.match(str(problem)) if isinstance(problem, ValueError) else None
-    if status is not None:
-        return status[1] in _OF_BYTES and folder.is_dir()
-    if isinstance(problem, _MISSING):
-        return folder.is_dir()  # or the whole checkpoint was taken away meanwhile
-    # orbax reads files of its own that no checksum guards: they cannot be parsed, or lack a part.
-    return isinstance(problem, (ValueError, LookupError, TypeError))
+def _is_damage(chain: list[BaseException]) -> bool:
+    """Whether what was read is not what was written: what no disk, device or memory says of itself.
+
+    What is wanted was checked before: it is the model's, and lies on its mesh.
+    """
+    return not any(
+        isinstance(link, (MemoryError, jax.errors.JaxRuntimeError))
+        or (isinstance(link, OSError) and not isinstance(link, _MISSING))
+        or _OF_A_MACHINE.match(str(link))
+        for link in chain
+    )
 
 
-def _why_not_written(problem: Exception) -> str | None:
+def _why_not_written(chain: list[BaseException]) -> str | None:
     """What the system said of a disk, here or in another process; None for other errors."""
     late = None
-    for link in _chain(problem):
+    for link in chain:
         if isinstance(link, TimeoutError):
             late = "another process did not write its part in time, and its error says why"
         elif isinstance(link, OSError):
@@ -496,46 +517,42 @@ def _why_not_written(problem: Exception) -> str | None:
     return late
 
 
-def _chain(problem: BaseException) -> list[BaseException]:
-    """An error and those behind it."""
+def _chain(problem: BaseException, handled: BaseException | None) -> list[BaseException]:
+    """An error and those behind it, up to one that the caller was handling."""
     found: list[BaseException] = []
     link: BaseException | None = problem
-    while link is not None:
+    while link is not None and link is not handled:
         found.append(link)
         link = link.__cause__ or link.__context__
     return found
 
 
-class _Patient(asyncio.SelectorEventLoop):
-    """Ends all its tasks before it closes.
+class _Arrays(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]
+    """Ends all its reads before it fails.
 
     Where one read fails orbax closes the loop over the others, and each of them would then print a
     traceback of its own, hundreds of lines, around the one that matters.
     """
 
-    def close(self) -> None:
-        left = set() if self.is_closed() else asyncio.all_tasks(self)
-        if left:
-            self.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-        super().close()
+    async def deserialize(self, infos: Any, args: Any = None) -> Any:
+        before = asyncio.all_tasks()
+        try:
+            return await super().deserialize(infos, args)
+        finally:
+            await asyncio.gather(*asyncio.all_tasks() - before, return_exceptions=True)
 
 
-class _Patience(asyncio.DefaultEventLoopPolicy):
-    def new_event_loop(self) -> asyncio.AbstractEventLoop:
-        return _Patient()
+def _read_arrays(folder: Path, places: dict[str, Any]) -> dict[str, Any]:
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, _Arrays()))
+    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+    restore = ocp.checkpoint_utils.construct_restore_args(places)
+    found: dict[str, Any] = handler.restore(
+        folder, args=ocp.args.PyTreeRestore(places, restore_args=restore)
+    )
+    return found
 
 
-@contextlib.contextmanager
-def _patiently() -> Iterator[None]:
-    before = asyncio.get_event_loop_policy()
-    asyncio.set_event_loop_policy(_Patience())
-    try:
-        yield
-    finally:
-        asyncio.set_event_loop_policy(before)
-
-
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:200]}"
 

@@ -604,7 +604,7 @@ def converted(
     for name, x in after.items():
         own = {x.holder, before[name].holder if name in before else x.holder} & OWN
         if x.holder is Holder.MEASURED and name not in before:
-            whole[name] = jnp.zeros(x.shape)
+            whole[name] = jnp.full(x.shape, -1)  # what was not measured
         elif own and whole[name].shape[0] != x.shape[0]:
             owed = Holder.FEEDBACK in own
             whole[name] = _shared(whole[name], x.shape[0], owed, keys.get(name, [None])[0], keep)

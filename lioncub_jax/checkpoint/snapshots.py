@@ -19,14 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax import checks, wires
+from lioncub_jax import checks, own, wires
 from lioncub_jax.checkpoint import placing, reshard, states, tiles
 from lioncub_jax.checkpoint.found import Found, Name, names_in
 from lioncub_jax.checkpoint.manager import Checkpoints, Restored, as_json, check_rule
-from lioncub_jax.checkpoint.processes import told
 from lioncub_jax.checkpoint.reshard import Layout
 from lioncub_jax.layout import Holder
 from lioncub_jax.mesh.placement import Workers
+from lioncub_jax.mesh.processes import told
 from lioncub_jax.mesh.sums import untyped
 
 GENERATIONS = 3  # a process that writes is at most one behind, and nothing is taken from under it
@@ -50,15 +50,16 @@ class Snapshots:
     Args:
       checkpoints: those of the run, which say the axes; fallen back on.
       folder: in memory, such as one below ``/dev/shm`` or `elastic.memory()`; every machine its own,
-        processes of one machine the same. Made if it is not there.
+        processes of one machine the same. Made if it is not there, and yours alone.
       every: K, in calls; so many steps are done again, and those during one write.
       buddies: calls between the copies that owners send to another machine, or to another worker where
         there is one machine; 0 for none. A copy is 2 bytes a parameter over all workers.
 
     Raises:
       TypeError: for ``checkpoints`` that are none.
-      ValueError: for ``every`` below 1, ``buddies`` below 0, or a folder that is a file; when called, for
-        ``buddies`` of a single worker, and for a state that lies on no mesh or has no step.
+      ValueError: for ``every`` below 1, ``buddies`` below 0, or a folder that is a file, another user's or
+        one that others may write; when called, for ``buddies`` of a single worker, and for a state that
+        lies on no mesh, has no step or was donated.
       OSError: when called next, if the last one could not be written, as where memory is full; and where
         the checkpoints have no name of the run yet and cannot be written.
 
@@ -96,6 +97,7 @@ class Snapshots:
         self.folder = Path(folder).absolute()
         _check_folder(self.folder)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        own.check(f"{self.folder}, for snapshots,", self.folder.stat())
         self._start = int(told(time.time_ns() // 1_000_000)[0])
         for path in self.folder.glob(f"*{tiles.PART}"):  # halves, of processes that were killed
             path.unlink(missing_ok=True)
@@ -125,6 +127,7 @@ class Snapshots:
           data: as `Checkpoints.save`.
         """
         self.wait()
+        states.check_there("snapshots(state)", state)
         state, workers = self._checkpoints.on_mesh("snapshots(state)", state)
         step = states.step_of(state, None)
         layout = reshard.layout_of(state, workers)

@@ -13,6 +13,7 @@ from lioncub_jax.checkpoint.reshard import field_of, paths_of
 from lioncub_jax.mesh import boxes
 from lioncub_jax.mesh.keys import is_key, of_words, words_of
 from lioncub_jax.mesh.placement import Workers
+from lioncub_jax.mesh.processes import put
 
 NUMBERS = bool, int, float, complex, np.generic, np.ndarray
 
@@ -39,6 +40,18 @@ def step_of(state: Any, given: Any) -> int:
     if int(step) < 0:
         raise ValueError(f"step={int(step)}: give a whole number of at least 0")
     return int(step)
+
+
+def check_there(call: str, state: Any) -> None:
+    """Raises ``ValueError`` for a state whose arrays were donated to a step."""
+    leaves = paths_of(state)
+    gone = [path for path, x in leaves.items() if isinstance(x, jax.Array) and x.is_deleted()]
+    if gone:
+        raise ValueError(
+            f"{call}: {len(gone)} of {len(leaves)} arrays hold nothing any more, such as state{gone[0]}, "
+            "since they were donated to a step or deleted: give the state that the step returned, or save "
+            "before the step"
+        )
 
 
 def on_one_mesh(call: str, state: Any) -> tuple[Any, Mesh]:
@@ -91,7 +104,7 @@ def _everywhere(name: str, x: Any, mesh: Mesh) -> jax.Array:
             f"{name} is {host.dtype} and does not fit into {held.dtype}: give it as data, which JSON "
             "holds, or set jax.config.update('jax_enable_x64', True)"
         )
-    return jax.device_put(held, NamedSharding(mesh, P()))
+    return put(held, NamedSharding(mesh, P()))
 
 
 def check_one_value(state: Any, apart: Mapping[str, tuple[int, int]], workers: Workers) -> None:

@@ -18,6 +18,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from lioncub_jax import own
+
 Index = tuple[tuple[int, int], ...]  # from, to: of each dimension
 DIGEST = 32  # bytes of a SHA-256
 PART = ".part"  # behind the name of a file that is being written
@@ -79,6 +81,7 @@ def write(path: Path, about: dict[str, Any], tiles: list[Tile]) -> None:
     digest = hashlib.sha256()
     temporary = path.with_name(path.name + PART)
     try:
+        temporary.touch(0o600)  # whatever the umask
         with temporary.open("wb") as file:
             for piece in (len(head).to_bytes(8, "little"), head, *(_bytes(t.value) for t in tiles)):
                 digest.update(piece)
@@ -95,8 +98,8 @@ def _bytes(x: np.ndarray) -> Any:
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[Tile]] | None:
-    """What `write` wrote; None if it is not as it was written."""
-    content = path.read_bytes()
+    """What `write` wrote; None if it is not as it was written, ``ValueError`` if others may write it."""
+    content = own.read(path)
     body = memoryview(content)[:-DIGEST]
     if len(content) < DIGEST + 8 or hashlib.sha256(body).digest() != content[-DIGEST:]:
         return None

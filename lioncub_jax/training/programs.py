@@ -22,6 +22,8 @@ from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
+from lioncub_jax import own, watch
+
 DIGEST = 32  # bytes of a SHA-256, in front of what is kept
 PACKAGES = "jax", "jaxlib"
 CONFIG = (  # what changes a program and is not in its text
@@ -39,8 +41,9 @@ class Programs:
     """Runs a jitted function by programs that are read from a folder, or compiled and written to it.
 
     A program is found by all that it is made of: the lowered text, the devices and their process, the
-    versions of JAX, XLA and its flags, and the machine. Who can write to the folder can run anything in
-    your processes: give one that is yours alone.
+    versions of JAX, XLA and its flags, and the machine. Who can write to the folder or to a program can
+    run anything in your processes: the folder must be yours alone, and a program that others may write is
+    compiled anew.
 
     Args:
       jitted: of ``jax.jit``.
@@ -49,7 +52,7 @@ class Programs:
       folder: made if it is not there; a slow one, or one in memory.
 
     Raises:
-      ValueError: for a folder that is a file, or another user's.
+      ValueError: for a folder that is a file, another user's, or one that others may write.
 
     Source: this library.
     """
@@ -57,13 +60,10 @@ class Programs:
     def __init__(self, jitted: Any, mesh: Mesh, options: Any, folder: str | os.PathLike[str]):
         self._jitted, self._mesh, self._options = jitted, mesh, options
         self._folder = Path(folder).absolute()
-        if self._folder.exists() and not self._folder.is_dir():
-            raise ValueError(f"programs={str(folder)!r} is a file: give a folder")
-        if self._folder.exists() and self._folder.stat().st_uid != os.getuid():
-            raise ValueError(
-                f"programs={str(folder)!r} belongs to another user, who could run anything here: give a "
-                "folder of your own"
-            )
+        if self._folder.exists():
+            if not self._folder.is_dir():
+                raise ValueError(f"programs={str(folder)!r} is a file: give a folder")
+            own.check(f"programs={str(folder)!r}", self._folder.stat())
         self._ready: dict[Any, Any] = {}
 
     def __call__(self, *args: Any, static: Any) -> Any:
@@ -77,13 +77,15 @@ class Programs:
     def compiled(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         """The program, read or compiled and written; a warning says what cannot be read or kept."""
         path = self._folder / f"{self._name(lowered)}.program"
-        return (self._read(path, lowered) if path.exists() else None) or self._written(
-            path, lowered
-        )
+        compiled = self._read(path, lowered) if path.exists() else None
+        if compiled is None:
+            return self._written(path, lowered)
+        watch.look(self._jitted.__name__, [compiled.as_text() or ""])  # nothing was compiled
+        return compiled
 
     def _read(self, path: Path, lowered: jax.stages.Lowered) -> jax.stages.Compiled | None:
         try:
-            kept = path.read_bytes()
+            kept = own.read(path)
             if hashlib.sha256(kept[DIGEST:]).digest() != kept[:DIGEST]:
                 raise ValueError("it is not as it was written")
             compiled: jax.stages.Compiled = serialize_executable.deserialize_and_load(
