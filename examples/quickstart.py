@@ -10,8 +10,10 @@ from flax import nnx
 
 import lioncub_jax as lc
 
-jax.config.update("jax_num_cpu_devices", 8)  # eight workers, without special hardware
-mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+# Workers are the GPUs or TPUs, if there are several; or eight devices that the CPU stands in for.
+jax.config.update("jax_num_cpu_devices", 8)
+devices = jax.devices() if jax.device_count() > 1 else jax.devices("cpu")
+mesh = jax.sharding.Mesh(devices, "data")
 workers = lc.Workers(mesh, "data")
 
 
@@ -43,11 +45,12 @@ step = lc.make_train_step(loss_fn, tx, workers)
 with open(inspect.__file__, "rb") as file:
     text = np.frombuffer(file.read(), np.uint8).astype(np.int32)
 windows = np.lib.stride_tricks.sliding_window_view(text, 9)
-rng = np.random.default_rng(0)
+rng = np.random.default_rng(jax.process_index())
 
 losses = []
 for _ in range(300):
-    batch = windows[rng.integers(len(windows), size=512)]  # 64 for each worker
+    # 64 for each worker; of several hosts each reads the rows of its own workers.
+    batch = windows[rng.integers(len(windows), size=64 * len(mesh.local_devices))]
     state, metrics = step(state, batch)
     losses.append(float(metrics["loss"]))
 

@@ -1,5 +1,6 @@
 """The examples run as a user runs them, refuse bad input in one sentence, and count correctly."""
 
+import functools
 import importlib
 import json
 import math
@@ -64,6 +65,19 @@ def test_the_quickstart_learns_and_counts_its_bytes():
     before, after = re.search(r"loss ([\d.]+) before, ([\d.]+) after", done.stdout).groups()
     assert float(after) < 0.5 * float(before)
     assert re.search(r"each worker sends \d+ kB a step", done.stdout)
+
+
+@pytest.mark.parametrize(("accelerators", "workers"), [(1, 8), (4, 4)])
+def test_the_quickstart_has_workers_on_any_machine(accelerators, workers, monkeypatch):
+    """Where JAX has that many devices, and those of the CPU beside them."""
+    cpu = jax.devices()
+    monkeypatch.setattr(jax, "devices", lambda kind=None: cpu if kind else cpu[:accelerators])
+    monkeypatch.setattr(jax, "device_count", lambda: accelerators)
+    monkeypatch.setattr(jax, "make_mesh", functools.partial(jax.make_mesh, devices=jax.devices()))
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    names = {}
+    exec((EXAMPLES / "quickstart.py").read_text().partition("class NextByte")[0], names)
+    assert names["workers"].count == workers
 
 
 def test_a_cluster_that_is_none_is_refused():

@@ -5,6 +5,7 @@ must be those of one process to the last bit; sums in floating point (metrics) a
 another network, and need not. Run as a program this file is one of the processes.
 """
 
+import contextlib
 import errno
 import os
 import random
@@ -39,22 +40,25 @@ SEED = 2026
 def workers_of(count, inner=1, names=("data", "fsdp"), group=None):
     shape, kinds = (count // inner, inner), (AxisType.Auto,) * 2
     mesh = jax.make_mesh(shape, names, axis_types=kinds, devices=jax.devices()[:count])
-    return lc.Workers(mesh, names[0], group)
+    return lc.Workers(mesh, "data" if "data" in names else names[0], group)
 
 
 # --- Training
 
 STEPS, ROWS, FEATURES = 5, 6, 5  # rows of each worker
 VOTE = {"quantizer": lc.quantize.midrise(2)}
-CASES = {
-    "groups": (lc.lion_cub(0.05, axis_name="node", group_axis="device", **VOTE), ("node", "device"), None),
+CASES = {  # the axes, how parameters and batches are cut, and the quarters of a batch that a process takes
+    "groups": (lc.lion_cub(0.05, axis_name="node", group_axis="device", **VOTE), ("node", "device"), None,
+               None, [[0, 1], [2, 3]]),
     "tensor": (lc.owner_lion(0.05, axis_name="data"), ("data", "tp"),
-               {"w": P(None, "tp"), "v": P("tp"), "b": P()}),
+               {"w": P(None, "tp"), "v": P("tp"), "b": P()}, None, [[0, 1], [2, 3]]),
+    "across": (lc.lion_cub(0.05, axis_name="data"), ("fsdp", "data"), None, P(("data", "fsdp")),
+               [[0, 2], [1, 3]]),
 }  # fmt: skip
 
 
 def loss_fn(params, batch, rng):
-    noise = jax.random.normal(rng, (ROWS, 1))
+    noise = jax.random.normal(rng, (ROWS, 1)) + jax.vmap(jax.random.normal)(batch["key"])[:, None]
     found = jnp.tanh(batch["x"] @ params["w"]) @ params["v"] + params["b"]
     return jnp.mean((found - batch["y"] + 0.01 * noise) ** 2)
 
@@ -67,25 +71,97 @@ def first_params():
 
 def trained(name):
     """Parameters and counters, which every process can read, and the loss."""
-    tx, axes, specs = CASES[name]
+    tx, axes, specs, batch_spec, taken = CASES[name]
     workers = workers_of(4, 2, axes, "device" if "device" in axes else None)
     state = lc.init_state(tx, first_params(), workers, specs=specs, rng=jax.random.key(3))
-    step = lc.make_train_step(loss_fn, tx, workers)
-    lies = NamedSharding(workers.mesh, P(workers.axes))
+    step = lc.make_train_step(loss_fn, tx, workers, batch_spec=batch_spec)
+    rows = np.arange(workers.count * ROWS)
+    if jax.process_count() == 2:  # each has its own
+        rows = rows.reshape(4, -1)[taken[jax.process_index()]].reshape(-1)
     for i in range(STEPS):
         x = np.random.default_rng(i + 1).normal(size=(workers.count * ROWS, FEATURES))
-        batch = {"x": x.astype(np.float32), "y": np.sin(x.sum(1, keepdims=True)).astype(np.float32)}
-        # Each process gives its own rows only.
-        mine = len(x) // jax.process_count()
-        own = slice(jax.process_index() * mine, (jax.process_index() + 1) * mine)
-        batch = {
-            k: jax.make_array_from_process_local_data(lies, v[own], v.shape)
-            for k, v in batch.items()
-        }
+        x, keys = x.astype(np.float32)[rows], jax.random.split(jax.random.key(i), 24)[rows]
+        batch = {"x": x, "y": jnp.sin(x.sum(1, keepdims=True)), "key": keys}
         state, metrics = step(state, batch)
     assert step.traces == 1
     found = jax.tree.leaves_with_path((state.params, lc.vote_stats(state.opt_state)))
     return {jax.tree_util.keystr(p): np.asarray(x) for p, x in found}, float(metrics["loss"])
+
+
+# --- The rows of each process
+
+ALL = np.arange(48, dtype=np.float32).reshape(16, 3)
+
+
+def started(axes, width=3, **options):
+    """A state and its step, which keeps states."""
+    tx, workers = lc.lion_cub(0.05, axis_name="data"), workers_of(4, 2, axes)
+    state = lc.init_state(tx, np.ones((width, 256), np.float32), workers)
+    step = lc.make_train_step(
+        lambda params, batch, rng: jnp.mean(batch["x"] @ params),
+        tx,
+        workers,
+        donate=False,
+        **options,
+    )
+    return state, step
+
+
+def rows_fit(folder):
+    me, within = jax.process_index(), ("data", "fsdp")
+    rows = np.split(ALL, 2)[me]
+    for axes, count, words in [
+        (
+            within,
+            8 - 2 * me,
+            "6.0} rows" if me else "8.0} rows for each part of the batch, and process 1 {",
+        ),
+        (within, 7, f"gradient accumulation steps): the rows of process {me} of 2"),
+        (("fsdp", "data"), 8, "0 and 1 take the same rows of the batch, and gave different ones"),
+    ]:
+        state, step = started(axes, accumulate=2)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=re.escape(words)):
+                step(state, {"x": rows[:count]})
+    state, step = started(within)
+    with pytest.warns(UserWarning, match="0 and 1 gave the same rows, so the batch has them twice"):
+        step(state, {"x": ALL[:8]})
+    if me:  # alone, and does not wait for the other
+        with pytest.raises(
+            ValueError, match=re.escape("process 1 gives {\"batch['x']\": 6.0} rows")
+        ):
+            step(state, {"x": ALL[:6]})
+    lies = NamedSharding(state.rng.sharding.mesh, P("data"))
+    every = jax.make_array_from_callback(ALL.shape, lies, lambda i: ALL[i])
+    assert step(state, {"x": every})[1]["loss"] == np.mean(ALL.sum(1))
+    state, step = started(("fsdp", "data"))
+    assert step(state, {"x": ALL})[1]["loss"] == np.mean(ALL.sum(1))
+
+
+def sent():
+    """Bytes that others have got of this process, as the kernel counts them at each of its sockets."""
+    total = 0
+    for fd in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(fd.name))) as one:
+            told = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128)
+            total += int.from_bytes(told[120:128], sys.byteorder)
+    return total
+
+
+def votes_alone(folder):
+    """Neither parameters nor rows travel."""
+    before = sent()
+    state, step = started(("data", "fsdp"), width=1024)
+    assert sent() - before < state.params.nbytes / 20
+    rng = np.random.default_rng(jax.process_index())
+    batch = {"x": rng.normal(size=(256, 1024)).astype(np.float32)}
+    said = lc.traffic.collectives(step.compile(state, batch), state.rng.sharding.mesh)
+    predicted = 5 * 2 * sum(lc.traffic.sent_bytes(said).values())  # of two devices
+    before = sent()
+    for _ in range(5):
+        state, _ = step(state, batch)
+    jax.block_until_ready(state)
+    assert 0.9 * predicted < sent() - before < 1.2 * predicted < batch["x"].nbytes
 
 
 # --- States that tell leaf, worker and step
@@ -160,18 +236,24 @@ def train(folder):
 
 
 def differ(folder):
-    """One parameter, then their number, is another in the last process; then all are the same."""
+    """A parameter is another in the last process, then one is there alone; and a number to be saved."""
     tx, workers = lc.lion_cub(0.05, axis_name="data"), workers_of(4)
     params, last = first_params(), jax.process_index() == 1
     more = {"extra": np.zeros(3, np.float32)} if last else {}
     for other, named in [
         ({**params, "v": params["v"] + np.float32(last)}, "['params']['v']"),
-        ({**params, **more}, "the number of arrays"),
+        ({**params, **more}, "['params']['extra']"),
     ]:
         told = f"init_state: {named} differs between processes 0 and 1: all workers start from the same"
         with pytest.raises(ValueError, match=re.escape(told)):
             lc.init_state(tx, other, workers)
-    assert int(lc.init_state(tx, params, workers).step) == 0
+    state = {"step": 0, "params": lc.init_state(tx, params, workers).params, "number": float(last)}
+    told = re.escape("state['number'] is labelled one value and differs between devices 0")
+    with (
+        Checkpoints(folder / "differ", axis_name="data") as saved,
+        pytest.raises(ValueError, match=told),
+    ):
+        saved.save(state)
 
 
 def other_workers(folder):
@@ -190,7 +272,7 @@ def agree(folder):
     with Checkpoints(folder, axis_name="data") as checkpoints:
         for step in (1, 2):
             checkpoints.save(numbered(first, step), {"step": step}, wait=True)
-        read, failed = ocp.StandardCheckpointHandler.restore, OSError(errno.EIO, "once")
+        read, failed = ocp.PyTreeCheckpointHandler.restore, OSError(errno.EIO, "once")
         failures = [failed] * index
 
         def fails_once(self, *args, **kwargs):
@@ -198,7 +280,7 @@ def agree(folder):
                 raise failures.pop()
             return read(self, *args, **kwargs)
 
-        ocp.StandardCheckpointHandler.restore = fails_once
+        ocp.PyTreeCheckpointHandler.restore = fails_once
         with pytest.raises((OSError, RuntimeError)) as caught:
             checkpoints.restore(first)
         said = "2 was not read.*: another process failed, and its error says why"
@@ -284,7 +366,7 @@ def loop(folder):
                 print("saving", flush=True)
 
 
-PAIR = train, differ, other_workers, agree, refuse, heal, stop
+PAIR = train, rows_fit, votes_alone, differ, other_workers, agree, refuse, heal, stop
 
 
 # --- Starting processes

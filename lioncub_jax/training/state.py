@@ -1,6 +1,5 @@
 """The first state of a training step: what lies on the mesh before there is a step."""
 
-import zlib
 from functools import partial
 from typing import Any
 
@@ -12,8 +11,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax import wires
-from lioncub_jax.mesh.keys import is_key, of_words, words_of
-from lioncub_jax.mesh.placement import Workers, workers_of
+from lioncub_jax.mesh.keys import is_key
+from lioncub_jax.mesh.placement import Workers, check_arrays, workers_of
+from lioncub_jax.mesh.processes import check_same, put
 from lioncub_jax.mesh.specs import specs_of, unboxed
 from lioncub_jax.training import kinds
 from lioncub_jax.training.local import check_local, of_each
@@ -73,16 +73,16 @@ def init_state(
     check_local(local, 1, workers)
     params, cut = _opened(params, specs, workers)
     rng = _typed_key(jax.random.key(0) if rng is None else rng)
-    _check_same_on_processes({"params": params, "model_state": model_state, "rng": rng})
+    everywhere = NamedSharding(workers.mesh, P())
+    check_same("init_state", {"params": params, "rng": rng}, everywhere)
     # A copy, because the training step donates its state and the caller may still hold the arrays.
     params = jax.tree.map(
-        lambda spec, x: jnp.copy(_on_all(x, NamedSharding(workers.mesh, spec))),
+        lambda spec, x: jnp.copy(put(x, NamedSharding(workers.mesh, spec))),
         cut, params,
     )  # fmt: skip
-    everywhere = NamedSharding(workers.mesh, P())
-    rng = _on_all(rng, everywhere)
+    rng = put(rng, everywhere)
     opt_state, _ = first_opt_state(optax.with_extra_args_support(tx), workers, params, cut)
-    step = _on_all(np.zeros((), np.int32), everywhere)
+    step = put(np.zeros((), np.int32), everywhere)
     own, local_state = own_state(model_state, workers), ()
     if local is not None:
         local_state, _ = first_opt_state(of_each(local, workers), workers, params, cut)
@@ -99,6 +99,9 @@ def own_state(model_state: Any, workers: Workers) -> Any:
     Returns:
       The tree with leaves ``[workers, ...]`` on the mesh; typed random keys are each worker's own.
 
+    Raises:
+      TypeError: for what is no array, such as a ``Variable`` of keras: give its ``value``.
+
     Example:
       >>> import jax, jax.numpy as jnp, lioncub_jax as lc
       >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -112,8 +115,10 @@ def own_state(model_state: Any, workers: Workers) -> Any:
         model_state = wires.varying(model_state, workers.axes)
         return jax.tree.map(lambda x: kinds.fold_own(workers, x)[None], model_state)
 
+    check_arrays(model_state, int, float, name="model_state")
     everywhere = NamedSharding(workers.mesh, P())
-    placed = jax.tree.map(lambda x: _on_all(x, everywhere), model_state)
+    check_same("own_state", model_state, everywhere)
+    placed = jax.tree.map(lambda x: put(x, everywhere), model_state)
     return jax.jit(workers.map(own, (P(),), P(workers.axes), explicit=False))(placed)
 
 
@@ -133,41 +138,6 @@ def _typed_key(rng: Any) -> jax.Array:
             f"rng is {type(rng).__name__} of shape {jnp.shape(rng)}: give one key, jax.random.key(seed)"
         )
     return rng
-
-
-def _check_same_on_processes(state: dict[str, Any]) -> None:
-    """Raises ``ValueError`` for arrays that differ between processes, by a checksum of each."""
-    if jax.process_count() == 1:
-        return
-    named = [
-        (path, x)
-        for path, x in jax.tree_util.tree_leaves_with_path(state)
-        if not isinstance(x, jax.Array) or x.is_fully_addressable
-    ]
-    from jax.experimental import multihost_utils  # not loaded for a single process
-
-    # The number of arrays goes first: a process that has others would wait for ever.
-    count = multihost_utils.process_allgather(np.array([len(named)], np.uint32))
-    check_same_sums([()], np.asarray(count).reshape(-1, 1))
-    sums = multihost_utils.process_allgather(np.array([_checksum(x) for _, x in named], np.uint32))
-    check_same_sums([path for path, _ in named], np.asarray(sums).reshape(-1, len(named)))
-
-
-def check_same_sums(paths: list[Any], sums: np.ndarray) -> None:
-    """Raises ``ValueError`` for checksums ``[processes, leaves]`` that differ between processes."""
-    for path, each in zip(paths, sums.T, strict=True):
-        if (each != each[0]).any():
-            name = jax.tree_util.keystr(path) or "the number of arrays"
-            other = int(np.argmax(each != each[0]))
-            raise ValueError(
-                f"init_state: {name} differs between processes 0 and {other}: all workers start from the "
-                "same; give each process the same seed, or read the same checkpoint"
-            )
-
-
-def _checksum(x: Any) -> int:
-    data = words_of(x)
-    return zlib.crc32(np.ascontiguousarray(data).tobytes())
 
 
 def abstract_state(
@@ -231,13 +201,3 @@ def abstract_state(
     step, rng = jax.eval_shape(lambda: (jnp.zeros((), jnp.int32), jax.random.key(0)))
     of_shapes: Any = TrainState
     return of_shapes(on(P(), step), params, own, opt_state, on(P(), rng), local_state)
-
-
-def _on_all(x: Any, sharding: NamedSharding) -> jax.Array:
-    """Puts an array on every device, those of other processes too; each must give the same."""
-    x = jnp.asarray(x)
-    if is_key(x):  # device_put knows keys in one process only
-        return of_words(_on_all(words_of(x), sharding), x)
-    if not sharding.is_fully_addressable and x.is_fully_addressable:
-        return jax.device_put(np.asarray(x), sharding)
-    return jax.device_put(x, sharding)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax import checks, wires
@@ -28,12 +28,12 @@ from lioncub_jax.mesh.placement import Workers, workers_of
 from lioncub_jax.mesh.specs import (
     axes_of,
     check_batch_spec,
-    parts,
     spec_of,
     stacked,
 )
 from lioncub_jax.progress import stepped
 from lioncub_jax.training import gradients
+from lioncub_jax.training.batches import Batches
 from lioncub_jax.training.local import (
     check_local,
     check_made,
@@ -91,7 +91,8 @@ def on_mesh(
 
     Args:
       tx: such as ``lion_cub(1e-4, axis_name="data")``, alone or in a chain. Transforms in the chain see
-        one worker's whole gradients, however they are cut: ``optax.clip_by_global_norm`` is right.
+        one worker's whole gradients, however they are cut: ``optax.clip_by_global_norm`` is right. In a
+        chain around `on_mesh` it would see those of all workers as one, and a warning says so.
       workers: a `Workers`; or a mesh, axes Auto or Explicit, with ``axis_name``.
       axis_name: beside a mesh, the axis of the workers, or several as a tuple.
       group_axis: beside a mesh, the axis of the devices of one worker, if ``tx`` has one (two levels).
@@ -138,6 +139,7 @@ def on_mesh(
         cut = workers.cut(params, specs)
         _check_gradients(updates, params, workers)
         _check_abstain(abstain, workers)
+        checks.warn_if_chained()
         if not boxes.boxes_of(params):
             return _update(tx, workers, cut, updates, state, params, abstain, **extra)
         held = state_specs(tx, workers, params, cut)
@@ -289,13 +291,7 @@ class TrainStep:
             traced, donate_argnums=donated, static_argnums=2, compiler_options=options
         )
         self._programs = programs and Programs(self._jitted, workers.mesh, options, programs)
-        self._sharding = NamedSharding(workers.mesh, batch_spec)
-        pieces = parts(batch_spec, workers.mesh)
-        self._divisor = pieces * local_steps * accumulate
-        local = f"{local_steps} local steps, " if local_steps > 1 else ""
-        self._why = f"{workers.count} workers, {local}{accumulate} gradient accumulation steps"
-        if pieces > workers.count:
-            self._why += f", and {pieces // workers.count} parts of each worker's by {batch_spec}"
+        self._batches = Batches(workers, batch_spec, local_steps, accumulate)
         self._bounded = workers.mesh.devices.flat[0].platform == "cpu"
         self._in_flight: deque[jax.Array] = deque(maxlen=8)
 
@@ -303,9 +299,11 @@ class TrainStep:
         """Runs one step; the arrays of ``state`` are donated and must not be used again.
 
         Raises:
-          ValueError: for a batch that does not divide, or a state that an earlier step was given.
+          ValueError: for a batch that does not divide, rows of processes that do not fit, or a state that
+            an earlier step was given.
         """
         _check_alive(state)
+        self._batches.check(batch)
         state, batch, cut = self._arguments(state, batch)
         if self._programs:
             state, metrics = self._programs(state, batch, static=cut)
@@ -330,21 +328,9 @@ class TrainStep:
 
     def _arguments(self, state: TrainState, batch: Any) -> tuple[TrainState, Any, Any]:
         """The state, the batch on the mesh, and how the parameters lie, as something to compile for."""
-        leaves, structure = jax.tree_util.tree_flatten_with_path(batch)
-        placed = []
-        for path, x in leaves:
-            rows = jnp.shape(x)[0] if jnp.ndim(x) else 0
-            if rows == 0 or rows % self._divisor:
-                raise ValueError(
-                    f"batch{jax.tree_util.keystr(path)} has shape {jnp.shape(x)}: its first dimension "
-                    f"must be a positive multiple of {self._divisor} ({self._why})"
-                )
-            if isinstance(x, jax.ShapeDtypeStruct):
-                placed.append(x.update(sharding=self._sharding))
-            else:
-                placed.append(jax.device_put(x, self._sharding))
+        batch = jax.tree_util.tree_map_with_path(self._batches.place, batch)
         params, tree = jax.tree.flatten(state.params)
-        return state, jax.tree.unflatten(structure, placed), (tree, tuple(map(spec_of, params)))
+        return state, batch, (tree, tuple(map(spec_of, params)))
 
 
 def _check_alive(state: TrainState) -> None:
@@ -410,6 +396,9 @@ def make_train_step(
     Returns:
       ``step(state, batch) -> (state, metrics)``, a `TrainStep`. The batch is a tree of arrays whose first
       dimension is a multiple of what ``batch_spec`` cuts it into, times ``local_steps`` and ``accumulate``.
+      In several processes an array of NumPy, or on a process' own devices, is the rows that its devices
+      take: each reads its own, as many in each step, and in the first call they compare how many, and
+      whether some are the same. A global ``jax.Array`` is as it is, and shapes are global.
 
       ``metrics`` is a plain dict, ``"loss"`` first, then the entries of an ``aux`` dict by name; an
       ``aux`` that is no dict is the entry ``"aux"``. Numbers are arrays of shape ``[]`` that are the same
@@ -422,8 +411,8 @@ def make_train_step(
       TypeError: for a mesh that is none, a loss that cannot be called, or a ``local`` that is no transform.
       ValueError: for a mesh without the axis, ``accumulate`` or ``local_steps`` below 1, ``local_steps``
         without ``local``, a ``local`` in which workers talk, or ``programs`` that are a file; when
-        called, for a batch that does not divide, a state that was given to an earlier step or is another
-        optimizer's, or an optimizer whose update differs between workers.
+        called, for a batch that does not divide, rows of processes that do not fit, a state that was given
+        to an earlier step or is another optimizer's, or an optimizer whose update differs between workers.
 
     Example:
       >>> import jax, jax.numpy as jnp, lioncub_jax as lc
@@ -473,7 +462,8 @@ def make_train_step(
         out_specs = stacked(cut, workers.axes), held, own, own, P(), P()
         run = workers.map(worker, in_specs, out_specs, explicit=False, typed=False)
         grads, kept, abstains, *metrics = run(params, kept, batch, state.rng, state.step)
-        updates, opt_state = _update(tx, workers, cut, grads, opt_state, params, abstains)
+        with checks.during(checks.asked, False):
+            updates, opt_state = _update(tx, workers, cut, grads, opt_state, params, abstains)
         params = workers.hold(optax.apply_updates(params, updates), cut)
         new = TrainState(state.step + 1, params, kept[0], opt_state, state.rng, kept[1])
         return new, gradients.joined(*metrics)
