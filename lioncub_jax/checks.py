@@ -1,6 +1,11 @@
 """What is refused when a transform is built or traced, and what the error advises."""
 
+import contextlib
+import contextvars
+import difflib
+import inspect
 import warnings
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,12 +15,27 @@ import numpy as np
 import optax
 
 from lioncub_jax import wires
+from lioncub_jax.arguments import check_floating, check_number
 from lioncub_jax.decide import Down, Owner
 from lioncub_jax.mesh.placement import check_arrays
 from lioncub_jax.quantize import Quantizer
 from lioncub_jax.wires import AxisName, Wire
 
 mode = "raise"  # what is done with what was found: see lioncub_jax.watch.mode
+# Whether the caller has a worker abstain, or a training step of itself, from those transforms that let it.
+asked = contextvars.ContextVar("asked", default=True)
+# Whether a transform is traced for the types of its results alone: nothing is voted on.
+only_types = contextvars.ContextVar("only types", default=False)
+
+
+@contextlib.contextmanager
+def during(flag: contextvars.ContextVar[Any], value: Any) -> Iterator[None]:
+    """Where a flag has another value."""
+    token = flag.set(value)
+    try:
+        yield
+    finally:
+        flag.reset(token)
 
 
 def check_parts(up: Quantizer, owner: Owner, down: Down, wire: Wire) -> None:
@@ -78,6 +98,8 @@ def check_leaves(tree: Any) -> None:
 
 def check_local(updates: Any, axis_name: AxisName, group_axis: AxisName | None = None) -> None:
     """Raises ``ValueError`` for gradients that are, by their type, the same on every worker."""
+    if only_types.get():
+        return
     apart = (*wires.names(axis_name), *wires.names(group_axis or ()))
     shared = wires.sharing(jax.tree.leaves(updates), apart)
     if shared:
@@ -85,9 +107,29 @@ def check_local(updates: Any, axis_name: AxisName, group_axis: AxisName | None =
         raise ValueError(
             f"the gradient of {jax.tree_util.keystr(paths[shared[0]]) or 'the parameters'} is the same "
             f"on every worker of {' and '.join(map(repr, apart))}: it was already reduced in full "
-            "precision, and there is nothing left to vote on. jax.grad does that for parameters that do "
-            "not vary over the axis; take local gradients with lioncub_jax.local_value_and_grad"
+            "precision, or comes from a vote before this one, and there is nothing left to vote on. "
+            "jax.grad reduces it for parameters that do not vary over the axis; take local gradients with "
+            "lioncub_jax.local_value_and_grad. And in one chain workers vote or average once: leave the "
+            "others out, or give them other leaves with optax.partition"
         )
+
+
+def check_state(updates: Any, *kept: Any) -> None:
+    """Raises ``ValueError`` for what is kept of other parameters than the gradients are of."""
+
+    def shapes(tree: Any) -> dict[str, Any]:
+        leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is None)
+        return {jax.tree_util.keystr(path): getattr(x, "shape", None) for path, x in leaves}
+
+    given = shapes(updates)
+    for held in map(shapes, kept):
+        both = {**given, **held}
+        wrong = [x for x in both if x not in held or held[x] not in (None, given.get(x))]
+        if wrong:
+            raise ValueError(
+                f"the state is of other parameters than the gradients, as {wrong[0]} shows: make it with "
+                "init of those that are trained"
+            )
 
 
 def watch_workers(updates: Any, params: Any, count: jax.Array, axis: AxisName) -> None:
@@ -119,33 +161,34 @@ def watch_workers(updates: Any, params: Any, count: jax.Array, axis: AxisName) -
     jax.lax.cond(due, look, lambda: None)
 
 
-# Leaves that a transform which communicates was given, and leaves that were kept from one, where types do
-# not tell what becomes of them.
-_reached: set[str] = set()
-_masked: set[str] = set()
+def warn_of_masked(given: Sequence[Any]) -> None:
+    """Warns of leaves that no transform of a program, compiled by now, has reduced over the workers.
 
-
-def note_leaves(updates: Any, axis: AxisName | None) -> None:
-    """Remembers which leaves a transform reduces over the workers, and which it is not given."""
-    if wires.tracked(axis):
-        return
+    Args:
+      given: for each transform that sends, in order, the types of the leaves that it was given.
+    """
     is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
-    for path, x in jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_masked):
-        (_masked if is_masked(x) else _reached).add(jax.tree_util.keystr(path))
-
-
-def warn_of_masked() -> None:
-    """Warns of leaves that no transform of a program, compiled by now, has reduced over the workers."""
-    hidden = sorted(_masked - _reached)
-    _masked.clear()
-    _reached.clear()
+    optimizers = [(set[Any](), set[Any]())]
+    for tree in given:
+        leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_masked)
+        types = {path: x for path, x in leaves if not is_masked(x)}
+        if not types or any(x.manual_axis_type.varying for x in types.values()):
+            continue  # types tell what becomes of the others
+        if optimizers[-1][0] & types.keys():  # no leaf is for two transforms of one optimizer
+            optimizers.append((set(), set()))
+        optimizers[-1][0].update(types)
+        optimizers[-1][1].update(path for path, x in leaves if is_masked(x))
+    hidden: set[str] = set()
+    for reached, masked in optimizers:  # a label may be of a whole subtree
+        above = {path[:k] for path in reached for k in range(len(path))}
+        hidden |= {jax.tree_util.keystr(path) for path in masked - reached - above}
     if hidden:
         warnings.warn(
-            f"the leaves {', '.join(hidden[:3])} are masked from the vote, and here (pmap, or "
+            f"the leaves {', '.join(sorted(hidden)[:3])} are masked from the vote, and here (pmap, or "
             "check_vma=False) types do not tell whether their updates are the same for all workers: "
             "optax.masked gives each worker its own gradient, and parameters drift apart. Train them by "
             "global_gradients(tx, axis_name) in optax.partition; frozen by optax.set_to_zero() all is well",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -215,32 +258,75 @@ def check_group(group_axis: Any, axis_name: AxisName, up: Quantizer) -> None:
 
 def check_count(given: str, n: Any, wanted: str = "a whole number of at least 1") -> None:
     """Raises ``ValueError`` for anything but a whole number of at least 1; ``given`` is how it came."""
-    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-        raise ValueError(f"{given}: give {wanted}")
+    check_number(given, n, lambda n: n >= 1, f"give {wanted}", int)
 
 
 def check_betas(**betas: Any) -> None:
     """Raises ``ValueError`` for a beta or momentum outside [0, 1), where its value is known."""
     for name, beta in betas.items():
-        number = isinstance(beta, (int, float, np.number, np.ndarray, jax.Array))
-        if not isinstance(beta, jax.core.Tracer) and not (number and 0 <= beta < 1):
-            raise ValueError(f"{name}={beta!r}: give a number in [0, 1), such as 0.9")
+        said = "give a number in [0, 1), such as 0.9"
+        check_number(f"{name}={beta!r}", beta, lambda beta: 0 <= beta < 1, said)
 
 
 def check_mu_dtype(dtype: Any) -> None:
-    """Raises ``TypeError`` for a momentum that would not be floating."""
-    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
-        wanted = "give float32 or bfloat16, or None"
-        raise TypeError(f"mu_dtype={jnp.dtype(dtype).name}: momentum is floating; {wanted}")
+    """Raises ``ValueError`` for a momentum that would not be floating."""
+    if dtype is not None:
+        check_floating("mu_dtype", dtype)
 
 
-def as_flag(abstain: Any) -> jax.Array:
-    """A flag of one worker, or ``ValueError`` for an array of another shape."""
-    flag = jnp.asarray(abstain)
-    if flag.shape != ():
+def taken(extra: dict[str, Any]) -> dict[str, Any]:
+    """What ``update`` is given beside gradients; all but ``abstain`` is for others in the chain.
+
+    Raises:
+      TypeError: for a word that is nearly ours: no transform of a chain takes it, and none says so.
+      ValueError: for an ``abstain`` that is no flag of one worker.
+    """
+    for name in extra:
+        if name != "abstain" and difflib.get_close_matches(name, ["abstain"], cutoff=0.7):
+            raise TypeError(f"update has no argument {name!r}: give abstain, or leave it out")
+    if extra.get("abstain") is None:
+        return extra
+    flag = jnp.asarray(extra["abstain"])
+    if flag.shape != () or flag.dtype != bool:
         wanted = "give each worker one bool of shape (), its own"
-        raise ValueError(f"abstain has shape {flag.shape}: {wanted}")
-    return flag.astype(bool)
+        raise ValueError(f"abstain has shape {flag.shape} and dtype {flag.dtype}: {wanted}")
+    return {**extra, "abstain": flag}
+
+
+def callers_line() -> tuple[str, int, list[str]]:
+    """File and line of the caller's own program, and the functions on the way here."""
+    frame, passed = inspect.currentframe(), list[str]()
+    theirs = "lioncub_jax", "optax", "jax"
+    while frame and str(frame.f_globals.get("__name__")).partition(".")[0] in theirs:
+        passed.append(frame.f_code.co_qualname)
+        frame = frame.f_back
+    return (frame.f_code.co_filename, frame.f_lineno, passed) if frame else ("", 0, passed)
+
+
+def warn_alone(updates: Any, built: tuple[str, int, list[str]]) -> None:
+    """Warns where a transform without an axis has arrays of several devices, at the line that built it."""
+    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(updates)]
+    mesh = max([jax.sharding.get_abstract_mesh(), *meshes], key=lambda mesh: mesh.size)
+    if mode != "allow" and mesh.size > 1 and not mesh.manual_axes:
+        warnings.warn_explicit(
+            f"axis_name=None is for one device, and the gradients are on several, {dict(mesh.shape)}: "
+            "nobody votes, and the compiler averages gradients in full precision. Give "
+            "lioncub_jax.Workers as axis_name, and run the optimizer through lioncub_jax.on_mesh; one "
+            "worker of several devices is an axis of size 1",
+            UserWarning, *built[:2],
+        )  # fmt: skip
+
+
+def warn_if_chained() -> None:
+    """Warns where a transform of the gradients of all workers is called by ``optax.chain``."""
+    file, line, passed = callers_line()
+    if mode != "allow" and "chain.<locals>.update_fn" in passed:
+        warnings.warn_explicit(
+            "on_mesh is in a chain: what stands before it has the gradients of all workers as one, so "
+            "optax.clip_by_global_norm clips by the norm over all of them. Put the chain inside: "
+            "lioncub_jax.on_mesh(optax.chain(optax.clip_by_global_norm(1.0), tx), workers)",
+            UserWarning, file, line,
+        )  # fmt: skip
 
 
 def as_mask(argument: str, mask: Any) -> Any:
@@ -252,3 +338,19 @@ def as_mask(argument: str, mask: Any) -> Any:
             wanted = "a mask has a bool for each leaf of the parameters; give True or False"
             raise TypeError(f"{argument}{jax.tree_util.keystr(path)} is {leaf!r}: {wanted}")
     return mask
+
+
+def decay_mask(mask: Any) -> Any:
+    """As `as_mask`, of leaves or of whole subtrees that decay; ``ValueError`` where it does not fit."""
+    mask = as_mask("mask", mask)
+
+    def fitted(tree: Any) -> Any:
+        own = mask(tree) if callable(mask) else mask
+        try:
+            jax.tree.broadcast(own, tree)
+        except ValueError as error:
+            wanted = "give a bool for each leaf of them, or for a whole subtree"
+            raise ValueError(f"mask={own!r} does not fit the parameters: {wanted}") from error
+        return own
+
+    return None if mask is None else fitted

@@ -21,6 +21,7 @@ import optax
 from jax import lax
 
 from lioncub_jax import bits, quantize, rotation
+from lioncub_jax.arguments import check_floating, check_number
 from lioncub_jax.bits import ROW
 from lioncub_jax.quantize import Quantizer
 
@@ -165,7 +166,7 @@ class Owner(NamedTuple):
       bounds: whether a step is bounded by those of others on the row. Then a worker says nothing about a
         row on which it has no message: its error alone, which waits, would pass for a small gradient.
       feedback: bits of the coded replies whose error it feeds back, if that is all it does, so that it goes
-        with ``scaled(p)``, and does nothing for one worker, whose values never travel; else 0.
+        with ``scaled(p)``; else 0.
       numbers: betas and the like; arrays where ``optax.inject_hyperparams`` gives them.
       with_numbers: the same owner with other numbers.
     """
@@ -234,15 +235,11 @@ def momentum_at_owner(
     Source: this library; ZeRO (arXiv 1910.02054) shards optimizer state in the same way. ``trim`` is the
     coordinate-wise trimmed mean of Yin et al. (arXiv 1803.01498).
     """
-    if isinstance(trim, jax.core.Tracer):
-        raise ValueError(
-            "trim is an array here, as optax.inject_hyperparams makes of numbers; it says what is "
-            'compiled: give inject_hyperparams(..., static_args=("trim", "axis_name"))'
-        )
-    if isinstance(trim, bool) or not isinstance(trim, int) or trim < 0:
-        raise ValueError(f"trim={trim!r}: the number of workers that may lie, 0 or more")
-    if not (dominance is None or isinstance(dominance, jax.core.Tracer) or dominance >= 1):
-        raise ValueError(f"dominance={dominance!r}: a factor of at least 1 (inf for no bound)")
+    said = "give the number of workers that may lie, 0 or more"
+    check_number(f"trim={trim!r}", trim, lambda n: n >= 0, said, int)
+    if dominance is not None:
+        said = "give a factor of at least 1 (inf for no bound)"
+        check_number(f"dominance={dominance!r}", dominance, lambda x: x >= 1, said)
     bounds = isinstance(dominance, jax.Array) or dominance != jnp.inf
 
     def decide(received: Received, where: Slice, state: Any) -> tuple[Values, Any]:
@@ -291,7 +288,7 @@ def feedback_at_owner(dtype: Any = jnp.float32, p: int = 1) -> Owner:
     ``x = mean_i decode(q_i) + e`` over the workers that took part; ``u = code(x)``; ``e = x - u``. Codes
     are mid-rise, with a step for each row of 128 from its mean magnitude, padding left out; half of it is
     rounded to bfloat16. A zero counts as positive. Of one bit that is ``u = sign(x) mean|x|``. If nobody
-    took part, ``e`` stays as it is and the update is zero.
+    took part, ``e`` stays as it is and the update is zero. Of one worker alone ``u = x``.
 
     Args:
       dtype: in which the error is kept; one array of d/W elements per worker.
@@ -307,18 +304,20 @@ def feedback_at_owner(dtype: Any = jnp.float32, p: int = 1) -> Owner:
 
     Source: Zheng et al., dist-EF-blockSGD (arXiv 1905.10936), the server's half; more bits are ours.
     """
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"feedback_at_owner(dtype={jnp.dtype(dtype).name}): give a floating dtype")
+    check_floating("dtype", dtype)
     quantize.check_bits("feedback_at_owner", p, 1)
     # All multiples of a unit are finite: the largest bfloat16 is 255 times this power of two.
     most = 255 // (2**p - 1) * 2.0**120
 
-    def decide(received: Received, where: Slice, state: OwnerError) -> tuple[Coded, OwnerError]:
+    def decide(received: Received, where: Slice, state: OwnerError) -> tuple[Any, OwnerError]:
         mean = received.mean(where, None)
         valid = jnp.isfinite(mean) & (received.present > 0)
         if where.counts is not None:
             valid &= where.real().reshape(mean.shape)
         x = jnp.where(valid, mean + state.error.astype(jnp.float32), 0)
+        if where.workers == 1:
+            left = OwnerError(jnp.where(valid, 0, state.error))
+            return Values(x.reshape(where.chunks, where.rows, ROW), where), left
         count = ROW if where.counts is None else jnp.maximum(where.counts, 1).astype(jnp.float32)
         unit = quantize.to_bfloat16(quantize.STEP[p] / 2 * quantize.mean_magnitude(x, count))
         unit = jnp.minimum(unit, most)
@@ -340,7 +339,7 @@ class Reply(NamedTuple):
     Attributes:
       planes: ``uint32[chunks, words]`` each.
       rows: ``uint32[chunks, words]``, numbers for the rows, packed; None without.
-      ties: ``float32[chunks]``, elements without a sign in rows that move.
+      ties: ``uint32[chunks]``, elements without a sign in rows that move.
     """
 
     planes: Planes
@@ -491,7 +490,7 @@ def scaled(p: int) -> Down:
 
     def encode(result: Coded, coin: jax.Array) -> Reply:
         pairs = result.units.astype(jnp.bfloat16).reshape(len(result.units), -1, 2)
-        ties = jnp.zeros(len(pairs), jnp.float32)
+        ties = jnp.zeros(len(pairs), jnp.uint32)
         return Reply(bits.pack(result.codes, p), lax.bitcast_convert_type(pairs, jnp.uint32), ties)
 
     def decode(planes: Planes, rows: Any, where: Slice) -> jax.Array:
@@ -524,7 +523,7 @@ def floats() -> Down:
     def encode(result: Values, coin: jax.Array) -> Reply:
         words = lax.bitcast_convert_type(result.values, jnp.uint32)
         chunks = words.shape[0]
-        return Reply([words.reshape(chunks, -1)], None, jnp.zeros((chunks,), jnp.float32))
+        return Reply([words.reshape(chunks, -1)], None, jnp.zeros((chunks,), jnp.uint32))
 
     def decode(planes: Planes, rows: Any, where: Slice) -> jax.Array:
         values = lax.bitcast_convert_type(planes[0], jnp.float32)
@@ -548,10 +547,10 @@ def _constant(number: int, width: int, like: jax.Array) -> list[jax.Array]:
 
 
 def _ties(result: Tally | Values, signs: Signs) -> jax.Array:
-    """``float32[chunks]``: elements without a sign, in rows that move, padding left out."""
+    """``uint32[chunks]``: elements without a sign, in rows that move, padding left out."""
     tied, where = signs.tied, result.where
     if signs.moved is not None:
         tied &= bits.over_rows(signs.moved, where.rows)
     if where.counts is not None:
         tied &= bits.pack(where.real())[0]
-    return jnp.sum(lax.population_count(tied).astype(jnp.float32), axis=-1)
+    return jnp.sum(lax.population_count(tied), axis=-1, dtype=jnp.uint32)

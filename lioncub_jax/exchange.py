@@ -5,11 +5,10 @@ send them up the wire, let the owner of each slice decide, read the reply, remem
 parts by name: ``lioncub.pack``, ``up``, ``decide``, ``down``, ``unpack``, ``remember``.
 """
 
-import contextlib
 import contextvars
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import starmap
 from typing import Any, NamedTuple
@@ -29,18 +28,6 @@ from lioncub_jax.mesh.specs import cut_of
 from lioncub_jax.momentum import Memory
 from lioncub_jax.quantize import Message, Place, Quantizer
 from lioncub_jax.wires import AxisName, Format, Sent, Sums, Wire
-
-_only_types = contextvars.ContextVar("only types", default=False)
-
-
-@contextlib.contextmanager
-def only_types() -> Iterator[None]:
-    """Where `communicate` is traced for the types of its results alone: nothing is voted on."""
-    token = _only_types.set(True)
-    try:
-        yield
-    finally:
-        _only_types.reset(token)
 
 
 class CommunicateState(NamedTuple):
@@ -78,7 +65,7 @@ class Asked(NamedTuple):
     """A question to a transform: what does a device send in a step?
 
     Attributes:
-      leaves: shapes of what one device holds, ``jax.ShapeDtypeStruct`` or arrays.
+      tree: shapes of what one device holds, ``jax.ShapeDtypeStruct`` or arrays.
       axes: inner mesh axes that cut each of them.
       workers: how many.
       group_size: devices of one worker, in two levels.
@@ -86,12 +73,20 @@ class Asked(NamedTuple):
       step: steps taken before, where they matter; None for a late one, as most are.
     """
 
-    leaves: list[Any]
+    tree: Any
     axes: list[frozenset]
     workers: int
     group_size: int = 1
     platform: str | None = None
     step: int | None = None
+
+    @property
+    def leaves(self) -> list[Any]:
+        """Those of the tree."""
+        return jax.tree.leaves(self.tree)
+
+
+_asking = contextvars.ContextVar("whether transforms are asked what they send", default=False)
 
 
 class Sending(optax.GradientTransformationExtraArgs):
@@ -108,7 +103,21 @@ class Sending(optax.GradientTransformationExtraArgs):
     @classmethod
     def like(cls, tx: Any, scheme: str, sends: Callable[[Asked], tuple[Sent, ...]]) -> "Sending":
         """The transform ``tx``, with an answer."""
-        asked = cls(tx.init, tx.update)
+
+        def init(params: Any) -> Any:
+            return optax.EmptyState() if _asking.get() else tx.init(params)
+
+        def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+            before, after = wires.trace.senders, (updates, state)
+            if not _asking.get():
+                after = tx.update(updates, state, params, **checks.taken(extra))
+            if not checks.only_types.get():
+                # This one, and not those that it is made of; of steps that nothing traces the last.
+                noted = *before, (asked, jax.tree.map(jax.typeof, updates))
+                wires.trace.senders = noted[-256:]
+            return after
+
+        asked = cls(init, update)
         asked.scheme, asked.sends = scheme, sends
         return asked
 
@@ -118,6 +127,25 @@ class Sending(optax.GradientTransformationExtraArgs):
 
     def _replace(self, **changes: Any) -> "Sending":
         return self.around(super()._replace(**changes))
+
+
+def senders(tx: Any, params: Any) -> list[tuple[Sending, Any]]:
+    """The transforms in ``tx`` that send, in chains and wrappers too, each with the shapes it is given."""
+    tx, found = optax.with_extra_args_support(tx), {}
+
+    def ask(params: Any) -> Any:
+        before, wires.trace.senders = wires.trace.senders, ()
+        # A value of the loss, which some transforms ask for.
+        updates, _ = tx.update(params, tx.init(params), params, value=0.0)
+        given: tuple[Any, ...] = wires.trace.senders
+        for one, tree in given:
+            found[one.scheme, str(tree)] = one, tree  # optax.MultiSteps traces what it may skip too
+        wires.trace.senders = before
+        return updates
+
+    with checks.during(_asking, True):
+        jax.eval_shape(ask, params)
+    return [*found.values()]
 
 
 def communicate(
@@ -166,9 +194,10 @@ def communicate(
 
     Raises:
       ValueError: for parts that do not fit together; when traced, for an axis that is not bound,
-        gradients that were already reduced, or too many workers for a code or wire.
+        gradients that were already reduced, a state of other parameters, an ``abstain`` that is no
+        ``bool[]``, or too many workers for a code or wire.
       TypeError: without a memory, or for a part of another kind; when traced, for integer or complex
-        leaves.
+        leaves, or a misspelt ``abstain``.
 
     Example:
       >>> import lioncub_jax as lc, optax
@@ -193,6 +222,7 @@ def communicate(
         wanted = "a number of elements, or None"
         checks.check_count(f"bucket_size={bucket_size!r}", bucket_size, wanted)
     plan = Plan(axis_name, group_axis, memory, up, owner, down, wire, bucket_size)
+    built = checks.callers_line() if axis_name is None else None
     apart = (*wires.names(axis_name), *wires.names(group_axis))
 
     def init(params: optax.Params) -> CommunicateState:
@@ -224,13 +254,15 @@ def communicate(
     ) -> tuple[optax.Updates, CommunicateState]:
         del extra
         wires.workers_on(axis_name)
-        if _only_types.get():
+        if checks.only_types.get():
             return _of_those_types(updates, state, apart)
         checks.check_leaves(updates)
         checks.check_local(updates, axis_name, group_axis)
-        checks.note_leaves(updates, axis_name)
+        if group_axis is None:
+            checks.check_state(updates, state.mu, state.error)
+        if built is not None:
+            checks.warn_alone(updates, built)
         checks.watch_workers(updates, params, state.count, axis_name)
-        abstain = None if abstain is None else checks.as_flag(abstain)
         args = updates, state, abstain, _injectable(plan)
         # Results lie as what they replace.
         return placement.on_shards(partial(on_device, plan), args, cut_of((updates, state)))
@@ -500,7 +532,8 @@ def exchange(
     error of before, where an error alone is not sent.
     """
     forms, encoded, ballots = [], [], []
-    rest = iter(values)
+    rest, slices = iter(values), buckets if plan.owner.needs_values else ()
+    layout.check_order(owners, slices)
     with jax.named_scope("lioncub.pack"):
         for bucket in buckets:
             forms.append(Format.of(plan.up, plan.owner, plan.down, bucket))
@@ -514,10 +547,7 @@ def exchange(
             # A bucket that waited for the flags of all others could not travel before the last is there.
             flags = [_abstains(plan, codes, abstain) for codes in each]
     for k, (form, (codes, counts), abstains) in enumerate(zip(forms, encoded, flags, strict=True)):
-        state = ()
-        if owners:
-            layout.check_order(owners[k], form.bucket)
-            state = owners[k].value
+        state = owners[k].value if owners else ()
         replies, state = _decide(plan, worker, form, codes, counts, abstains, state)
         ballots.append(Ballot(form, codes, abstains, replies, state))
     return ballots
@@ -644,7 +674,7 @@ def open_replies(
         slices, bucket = len(replies), form.bucket
         reply, present = form.unpack_reply(replies.reshape(-1, replies.shape[-1]))
         where = Slice(1, form.rows, form.workers, plan.up, bucket.dtype, None)
-        found, rows = (jnp.sum(reply.ties), present), []
+        found, rows = (reply.ties, present), []
         if not bucket.large:  # one piece
             whole = plan.down.decode(reply.planes, reply.rows, where)
             return [whole.reshape(slices, -1, ROW)], found
@@ -690,29 +720,32 @@ def _real_only(rows: jax.Array, count: jax.Array | None) -> jax.Array:
 def _alone(
     plan: Plan, worker: Worker, grads: list[jax.Array], kept: Kept, owners: Any, abstain: Any
 ) -> tuple[list[jax.Array], Any, list[Any], Kept]:
-    """One worker's step: nothing travels, so nothing is quantised, and nothing is left out."""
-    values = [plan.memory.message(g, mu) for g, mu in zip(grads, kept.mu, strict=True)]
+    """One worker's step: nothing travels, so nothing is quantised, and nothing is left out or owed."""
+    messages = [plan.memory.message(g, mu) for g, mu in zip(grads, kept.mu, strict=True)]
+    messages = list(map(_with_error, messages, kept.error))
+    values = list(messages)
     abstains = jnp.zeros((), bool) if abstain is None else abstain
     for x in values:
         abstains |= ~jnp.all(jnp.isfinite(x))
     abstains = wires.any_over_shards(abstains, plan.axis)
     present, states = 1 - abstains.astype(jnp.uint32), [flat.value for flat in owners]
-    if plan.owner.needs_values and not plan.owner.feedback:
-        messages = list(values)
-        for k, bucket in enumerate(plan.buckets(grads, 1)):
-            where = Slice(1, bucket.chunk, 1, quantize.dense(), bucket.dtype, None)
-            received = Sums(layout.join_all(messages, bucket), None, present)
-            result, states[k] = plan.owner.decide(received, where, states[k])
-            rows = result.values.reshape(-1, ROW)
-            for i, x in layout.apart_all(rows, bucket.pieces).items():
-                values[i] = x
+    buckets = plan.buckets(grads, 1) if plan.owner.needs_values else ()
+    layout.check_order(owners, buckets)
+    for k, bucket in enumerate(buckets):
+        where = Slice(1, bucket.chunk, 1, quantize.dense(), bucket.dtype, None)
+        received = Sums(layout.join_all(messages, bucket), None, present)
+        result, states[k] = plan.owner.decide(received, where, states[k])
+        rows = result.values.reshape(-1, ROW)
+        for i, x in layout.apart_all(rows, bucket.pieces).items():
+            values[i] = x
     mu = [
         _unless(abstains, plan.memory.remember(g, m), m)
         for g, m in zip(grads, kept.mu, strict=True)
     ]
     updates = [jnp.where(abstains, 0, plan.down.exact(x)) for x in values]
     *updates, present = [wires.same_everywhere(x, plan.axis) for x in (*updates, present)]
-    return updates, (jnp.zeros((), jnp.float32), present), states, Kept(mu, kept.error)
+    error = [e if e is None else jnp.where(abstains, e, 0) for e in kept.error]
+    return updates, (jnp.zeros(1, jnp.uint32), present), states, Kept(mu, error)
 
 
 def _with_error(message: jax.Array, error: Any) -> jax.Array:
@@ -740,8 +773,7 @@ def _step_in_group(
     cuts, device = plan.cuts(grads), wires.worker_index(plan.group)
     slices = [wires.mean_slice(layout.join_all(grads, cut), plan.group) for cut in cuts]
     worker = worker._replace(counts=[slice_counts(plan, cut, device) for cut in cuts])
-    for flat, cut in zip([*state.mu, *state.error], [*cuts, *cuts], strict=True):
-        layout.check_order(flat, cut)
+    layout.check_order([*state.mu, *state.error], [*cuts, *cuts])
     kept = Kept([x.value for x in state.mu], [x.value for x in state.error])
     if worker.workers == 1:
         each, found, owners, kept = _alone(plan, worker, slices, kept, state.owner, abstain)
@@ -792,21 +824,18 @@ def _next_state(
     numbers: list[Any],
 ) -> CommunicateState:
     """With ties and presence over a worker's shards, in one sum if it has any."""
-    size, ties = 0.0, jnp.zeros((), jnp.float32)
-    abstained, abstentions, kept = state.abstained, state.abstentions, []
+    ties, abstained, abstentions = jnp.zeros((), jnp.float32), state.abstained, state.abstentions
     everyone = (*wires.names(plan.axis), *wires.names(plan.group))
-    for x in grads:
-        size += math.prod(x.shape) * wires.shard(x, everyone)[1]
+    size = sum(math.prod(x.shape) * wires.shard(x, everyone)[1] for x in grads)
     voted: Any = []
     if numbers:
-        # The sum runs over all axes that cut any bucket; a bucket of which there are copies counts once.
-        for tied, _ in numbers:
-            ties += tied * wires.shard(tied, plan.axis)[1]
+        # In units of 2, 4, ... for more than 2**32 parameters, whose ties a word does not hold.
+        power = max(size.bit_length() - 32, 0)
+        tied = [jnp.sum(each >> power, dtype=jnp.uint32) for each, _ in numbers]
         # Without a limit on buckets all have the same voters.
-        voters = [present.astype(jnp.float32) for _, present in numbers]
-        found = jnp.stack([ties, *(voters[:1] if plan.bucket_size is None else voters)])
-        found = wires.sum_over_shards(found / wires.shard(found, plan.axis)[1], plan.axis)
-        ties, voted = found[0], found[1:].astype(jnp.int32)
+        voters = [present for _, present in numbers[: 1 if plan.bucket_size is None else None]]
+        found = wires.total_over_shards(tied, voters, plan.axis)
+        ties, voted = found[0].astype(jnp.float32) * 2**power, found[1:].astype(jnp.int32)
         abstained = worker.workers - jnp.min(voted)
         abstentions += abstained
 
@@ -814,9 +843,8 @@ def _next_state(
         # Counters of a transform are the same on all workers by type, so what all know must stop them.
         return new if new.ndim else jnp.where(voters > 0, new, old)
 
-    for k, (new, flat) in enumerate(
-        zip(owners, state.owner, strict=False)
-    ):  # buckets may have no states
+    kept = []
+    for k, (new, flat) in enumerate(zip(owners if state.owner else (), state.owner, strict=True)):
         voters = voted[min(k, len(voted) - 1)]
         kept.append(Flat(jax.tree.map(partial(counted, voters), new, flat.value), flat.bucket))
     count = optax.safe_increment(state.count)

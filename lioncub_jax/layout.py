@@ -126,13 +126,14 @@ class Flat:
     bucket: Bucket = dataclasses.field(metadata={"static": True})
 
 
-def check_order(flat: Flat, bucket: Bucket) -> None:
-    """Raises ``ValueError`` if a slice of a state lies in another order than a step takes it for."""
-    if flat.bucket.segments != bucket.segments:
+def check_order(flats: Sequence[Flat], buckets: Sequence[Bucket]) -> None:
+    """Raises ``ValueError`` if slices of a state are not those that a step takes them for."""
+    if [x.bucket.segments for x in flats] != [bucket.segments for bucket in buckets]:
         raise ValueError(
-            "slices of the state lie in another order than those of this step: the state was made with "
-            "another lioncub_jax.kernels.mode, on another platform, or for other parameters; make it "
-            "anew, or restore it from a checkpoint, which knows its order"
+            f"slices of the state, of {len(flats)} buffers, are others or lie in another order than those "
+            f"of this step, of {len(buckets)}: the state was made with another lioncub_jax.kernels.mode, "
+            "on another platform, by another optimizer or for other parameters; make it anew, or restore "
+            "it from a checkpoint, which knows its order"
         )
 
 

@@ -44,8 +44,7 @@ def blend(b1: Any = 0.9, b2: Any = 0.99, mu_dtype: Any = None) -> Memory:
       mu_dtype: dtype of the momentum; None for that of the parameters.
 
     Raises:
-      ValueError: if a beta is outside [0, 1).
-      TypeError: if ``mu_dtype`` is not floating.
+      ValueError: if a beta is outside [0, 1), or ``mu_dtype`` is not floating.
 
     Source: Chen et al., "Symbolic Discovery of Optimization Algorithms" (arXiv 2302.06675).
     """

@@ -6,7 +6,8 @@ Every method is one sentence about `communicate`:
 |---|---|---|---|
 | `distributed_lion` | sign of its own blend | counts | the majority, or the counts |
 | `lion_cub` | 1 or p bits of its own blend | counts | the majority |
-| `lion_cub(integer(p))` | the paper's integer codes | (all-reduce) | nothing: the sum is everywhere |
+| `lion_cub(quantizer=integer(p))` | the paper's integer codes | counts | the exact sign, in 2 bits |
+| the same, `wire=counts()` or `lanes()` | as above | (all-reduce) | nothing: the sum is everywhere |
 | `owner_lion` | p bits of its gradient | one global momentum, Lion | Lion's sign, exactly |
 | `coded_gradients(tx)` | p bits of its gradient | averages, with feedback | the mean, in p bits |
 | `global_gradients(tx)` | its gradient, float32 | (all-reduce) | nothing: the mean is everywhere |
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 import optax
 
 from lioncub_jax import checks, decide, momentum, quantize, wires
+from lioncub_jax.arguments import check_floating, check_rates
 from lioncub_jax.exchange import Asked, Sending, communicate
 from lioncub_jax.mesh.placement import Workers, names_of
 from lioncub_jax.quantize import Quantizer
@@ -59,22 +61,26 @@ def lion_cub(
       weight_decay: decoupled, multiplied with the learning rate.
       mask: which leaves decay, a tree of bools or a function of the parameters.
       axis_name: the workers: a `Workers`, or the name of their mesh axis; a tuple of several names is one
-        group of voters. None for one device without a mesh, where it is ``optax.lion``.
+        group of voters. None for one device without a mesh, where it is ``optax.lion``; on several a
+        warning names the line.
       quantizer: ``sign()`` (default: 1 bit up, 1 down), ``midrise(p)`` (p up, 1 down: precision does
-        not depend on the number of workers), ``integer(p)`` (the paper's p-bit integer sum, for the
-        ``counts`` and ``lanes`` wires) or ``ternary()`` (exact zeros, 2 up, 2 down).
-      wire: ``two_phase()`` by default.
+        not depend on the number of workers), ``integer(p)`` (the paper's codes, whose sum fits in p
+        bits: p - log2 W up, 2 down) or ``ternary()`` (exact zeros, 2 up, 2 down).
+      wire: ``two_phase()`` by default; ``counts()`` or ``lanes()`` for the paper's all-reduce of
+        ``integer(p)``.
       sync: when to average momentum: ``every(T)``, ``first(M)``, ``thinning(k)`` or ``adaptive()`` in full
         precision, ``coded(...)`` in codes; ``never()`` by default. One device has nothing to sync.
       sync_where: which leaves of the momentum to average.
       group_axis: see `communicate`; a `Workers` brings its own.
-      bucket_size: see `communicate`.
+      bucket_size: see `communicate`. Whole numbers say what is compiled: ``optax.inject_hyperparams``
+        leaves them alone if its ``static_args`` name them, as ``("axis_name", "bucket_size")``.
 
     Returns:
       A transform whose ``update`` must run where the workers' axis is bound.
 
     Raises:
-      ValueError: as `communicate`; also for betas outside [0, 1).
+      ValueError: as `communicate`; also for betas outside [0, 1), rates and decays that are no finite
+        numbers, and, when traced, for a mask without a leaf of the parameters.
       TypeError: for a part that is not what its argument says, or a mask that is not of bools.
 
     Example:
@@ -196,8 +202,7 @@ def owner_lion(
       quantizer: of gradients; ``error_feedback(midrise(3))`` by default; ``dense()`` for the exact mean.
       dominance: see ``momentum_at_owner``; None is as there, but for codes of turned rows (``rotated``),
         which are not bounded: it costs them 0.04 bits per byte with 32 workers.
-      trim: workers that may lie; see ``momentum_at_owner``. None for 0: a number would be an array under
-        ``optax.inject_hyperparams``, whose ``static_args`` have to name it.
+      trim: workers that may lie; see ``momentum_at_owner``. None for 0.
 
     Returns:
       A transform whose ``init`` and ``update`` must run where the workers' axis is bound.
@@ -281,9 +286,10 @@ def descending(
     mask: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """``-lr (u + wd p)`` of a direction ``u``, the decay of the leaves in the mask only."""
+    check_rates(learning_rate=learning_rate, weight_decay=weight_decay)
     return optax.chain(
         direction,
-        optax.add_decayed_weights(weight_decay, checks.as_mask("mask", mask)),
+        optax.add_decayed_weights(weight_decay, checks.decay_mask(mask)),
         optax.scale_by_learning_rate(learning_rate),
     )
 
@@ -297,9 +303,11 @@ class GlobalState(NamedTuple):
 def global_gradients(
     tx: optax.GradientTransformation,
     axis_name: AxisName | Workers | None,
-    dtype: Any = jnp.float32,
+    dtype: Any = "float32",
 ) -> Sending:
     """Runs any optax transform on averaged gradients: the baseline.
+
+    Nobody can abstain: the mean is over all workers.
 
     Args:
       tx: such as ``optax.lion(1e-4)`` or ``optax.adamw(1e-3)``.
@@ -310,7 +318,8 @@ def global_gradients(
       A transform with state ``GlobalState``.
 
     Raises:
-      ValueError: for a dtype that is not floating.
+      TypeError: for a ``tx`` that is no transform.
+      ValueError: for a dtype that is not floating; when traced, for ``abstain``.
 
     Example:
       >>> import lioncub_jax as lc, optax
@@ -318,19 +327,27 @@ def global_gradients(
     """
     axis = axis_name.axes if isinstance(axis_name, Workers) else axis_name
     checks.check_axis(axis)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"global_gradients(dtype={dtype!r}): give float32 or bfloat16")
+    check_floating("dtype", dtype)
+    checks.check_kinds(tx=(tx, optax.GradientTransformation))
     tx = optax.with_extra_args_support(tx)
+    built = checks.callers_line() if axis is None else None
 
     def init(params: optax.Params) -> GlobalState:
         return GlobalState(tx.init(wires.agreed(params, axis)))
 
-    def update(updates: Any, state: GlobalState, params: Any = None, **extra: Any) -> Any:
-        extra.pop("abstain", None)
+    def update(
+        updates: Any, state: GlobalState, params: Any = None, *, abstain: Any = None, **extra: Any
+    ) -> Any:
+        if abstain is not None and checks.asked.get():
+            raise ValueError(
+                "abstain is given, and global_gradients averages the gradients of all workers: leave it "
+                "out, or give coded_gradients(tx), whose workers can abstain"
+            )
+        if built is not None:
+            checks.warn_alone(updates, built)
         if axis is not None:
             wires.workers_on(axis)
             checks.check_local(updates, axis)
-            checks.note_leaves(updates, axis)
             updates = wires.mean_over_workers(updates, axis, dtype)
         updates, inner = tx.update(updates, state.inner, params, **extra)
         return updates, GlobalState(inner)
@@ -350,7 +367,7 @@ def coded_gradients(
     tx: optax.GradientTransformation,
     axis_name: AxisName | Workers | None,
     bits: int = 4,
-    error_dtype: Any = jnp.float32,
+    error_dtype: Any = "float32",
 ) -> Sending:
     """Runs any optax transform on the mean gradient in codes: AdamW, say, of 4 bits and not 32.
 
@@ -383,6 +400,7 @@ def coded_gradients(
     Source: ours; feedback both ways as dist-EF-blockSGD (Zheng et al., arXiv 1905.10936).
     """
     checks.check_kinds(tx=(tx, optax.GradientTransformation))
+    check_floating("error_dtype", error_dtype)
     axis, group = names_of(axis_name)
     mean = coded_mean(bits, axis, group, error_dtype)
     if axis is None:
@@ -407,7 +425,7 @@ def coded_mean(
         group_axis=group_axis,
         memory=momentum.nothing(),
         up=up if error_dtype is None else quantize.error_feedback(up, error_dtype),
-        owner=decide.feedback_at_owner(error_dtype or jnp.float32, bits),
+        owner=decide.feedback_at_owner(error_dtype or "float32", bits),
         down=down or decide.scaled(bits),
     )
 

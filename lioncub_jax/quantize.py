@@ -23,6 +23,7 @@ import numpy as np
 from jax import lax
 
 from lioncub_jax import bits, rotation
+from lioncub_jax.arguments import check_floating, check_number
 from lioncub_jax.bits import BLOCK, ROW, unpack, unpack_once
 from lioncub_jax.layout import Bucket, Piece
 
@@ -191,6 +192,7 @@ def stochastic(seed: int = 0) -> Rounding:
       >>> lc.quantize.midrise(4, rounding=lc.quantize.stochastic(7)).name
       'midrise(4, stochastic)'
     """
+    check_number(f"seed={seed!r}", seed, lambda seed: True, "give a whole number", int)
 
     def noise(place: Place) -> jax.Array:
         key = jax.random.key(seed)
@@ -273,7 +275,7 @@ def integer(p: int = 8, *, rounding: Rounding | None = None) -> Quantizer:
       rounding: ``nearest()`` (the paper's, default) or ``stochastic(seed)``.
 
     Returns:
-      A mid-tread ``Quantizer`` for wires that sum; ties and zeros stay zero.
+      A mid-tread ``Quantizer``, for wires that sum too; ties and zeros stay zero.
 
     Raises:
       ValueError: if ``p`` is out of range; when traced with so many workers that ``s`` would be 0.
@@ -455,10 +457,9 @@ def error_feedback(
             f"error_feedback({quantizer.name}): the error is measured against what the owner decodes, "
             "so codes must have steps that travel; use midrise(p)"
         )
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"error_feedback(dtype={jnp.dtype(dtype).name}): give a floating dtype")
-    if not isinstance(keep, (int, float)) or not 0 < keep <= 1:
-        raise ValueError(f"error_feedback(keep={keep!r}): give a share above 0 and at most 1")
+    check_floating("dtype", dtype)
+    said = "give a share above 0 and at most 1"
+    check_number(f"error_feedback(keep={keep!r})", keep, lambda x: 0 < x <= 1, said, float)
     share = f" of {keep:g}" if keep < 1 else ""
     name = f"{quantizer.name} + error feedback{share}"
     return quantizer._replace(name=name, feedback=jnp.dtype(dtype), keep=float(keep))
@@ -544,8 +545,8 @@ def to_bfloat16(x: jax.Array) -> jax.Array:
 
 def check_bits(name: str, p: int, least: int) -> None:
     """Raises ``ValueError`` for anything but a number of bits that codes have."""
-    if not isinstance(p, int) or isinstance(p, bool) or not least <= p <= 8:
-        raise ValueError(f"{name}({p!r}): a code has {least} to 8 bits; give an int in that range")
+    said = f"a code has {least} to 8 bits; give an int in that range"
+    check_number(f"{name}({p!r})", p, lambda p: least <= p <= 8, said, int)
 
 
 def midrise_codes(x: jax.Array, upper: jax.Array, step: jax.Array, p: int) -> jax.Array:

@@ -5,6 +5,7 @@ that was found is kept. In codes (``coded(...)``) they come near it for a 28th o
 that votes take: codes up, an owner for each slice, one bit and a scale for each row down.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import optax
 from jax import lax
 
 from lioncub_jax import checks, decide, exchange, layout, momentum, quantize, wires
+from lioncub_jax.arguments import check_number
 from lioncub_jax.exchange import Plan, Worker
 from lioncub_jax.layout import Flat, Holder
 from lioncub_jax.mesh import placement
@@ -98,11 +100,19 @@ def thinning(k: int) -> Schedule:
     Source: Lion Cub (arXiv 2411.16462), thinning schedule.
     """
     checks.check_count(f"thinning({k!r})", k)
-    times = [1]
+    times, gaps, syncs = [1], [], 1  # at which a gap begins to hold, and after how many syncs
     while times[-1] < 2**31:
-        times.append(times[-1] + int(2 ** (len(times) / k)))
-    table = np.array(times[:-1], np.int32)
-    return Schedule(f"thinning({k})", lambda step: jnp.any(step == table))
+        gaps.append(int(2 ** (syncs / k)))
+        ends = max(math.ceil(k * math.log2(gaps[-1] + 1)), syncs + 1)
+        times.append(times[-1] + (ends - syncs) * gaps[-1])
+        syncs = ends
+    table = np.minimum([times[:-1], gaps], 2**31 - 1).astype(np.int32)
+
+    def due(step: jax.Array) -> jax.Array:
+        begin, gap = jnp.asarray(table)[:, jnp.sum(step >= table[0], dtype=jnp.int32) - 1]
+        return (step - begin) % gap == 0
+
+    return Schedule(f"thinning({k})", due)
 
 
 def coded(schedule: Schedule | None = None, bits: int = 1) -> Schedule:
@@ -168,9 +178,8 @@ def adaptive(shortest: int = 4, longest: int = 128, threshold: float = 0.5) -> S
     if longest < shortest:
         wanted = "give shortest <= longest"
         raise ValueError(f"{given}: the longest gap is below the shortest; {wanted}")
-    known = isinstance(threshold, (int, float)) and not isinstance(threshold, bool)
-    if not known or not 0 < threshold < np.inf:
-        raise ValueError(f"{given}: give a threshold above 0, such as 0.5")
+    said = "give a threshold above 0, such as 0.5"
+    check_number(given, threshold, lambda x: 0 < x < np.inf, said, float)
     name = f"adaptive({shortest}, {longest}, {threshold})"
     return Schedule(name, None, gaps=(shortest, longest, float(threshold)))
 
@@ -203,7 +212,7 @@ class SyncState(NamedTuple):
       syncs: ``int32[]``, syncs done.
       drift: tree of ``float32[]``, one for each leaf of the momentum: the share of its mean square that
         is variance between workers, ``1 - |mean_i mu_i|^2 / mean_i |mu_i|^2``, as it was just before
-        the last sync in full precision or watch; 0 before the first, and of leaves that are left out.
+        the last sync in full precision or watch; -1 before the first, and of leaves that are left out.
         A sync in codes does not measure it.
       owner: of syncs in codes, for each bucket the error of the replies, of the slice that this worker
         owns, ``float32[rows, 128]``; else empty.
@@ -236,7 +245,7 @@ def sync_momentum(
     ``mu_i = mean_i mu_i`` after every step at which ``schedule`` is due, for the leaves in ``where``; with
     a `coded` schedule ``mu_i = u + (mu_i - Q(mu_i))``. Momentum is what ``inner`` keeps in state fields
     named ``mu``, as optax's and this library's transforms do. All leaves travel together, and at other
-    steps nothing does. One worker alone has nothing to make alike.
+    steps nothing does. One worker alone has nothing to make alike, and adds what owners still owe to it.
 
     In codes, a worker whose momentum is not finite anywhere abstains: it sends nothing, the others count
     without it, and its momentum stays. If all do, nothing changes. Momentum that is exactly zero
@@ -281,7 +290,7 @@ def sync_momentum(
         state = inner.init(params)
         mu = _momentum_of(state) if jax.tree.leaves(params) else params
         chosen = _chosen(mu, where)
-        drift = jax.tree.map(lambda _: jnp.zeros((), jnp.float32), mu)
+        drift = jax.tree.map(lambda _: jnp.full((), -1, jnp.float32), mu)
         owner: tuple[Flat, ...] = ()
         if plan is not None:
             wires.workers_on(axis_name)  # bound here, or nobody knows whose slices these are
@@ -405,8 +414,6 @@ def _gated_codes(
     count: jax.Array,
 ) -> tuple[Any, tuple[Flat, ...]]:
     """Momenta and the owners' errors after a sync in codes, if ``syncs``."""
-    if wires.workers_on(plan.axis) == 1:
-        return mu, owner
     leaves, tree = jax.tree.flatten(wires.varying(mu, plan.axis))
     slices = [x.bucket for x in _parts(mu) if isinstance(x, Flat)]
 
@@ -417,7 +424,7 @@ def _gated_codes(
             counts = [exchange.slice_counts(plan, cut, device) for cut in slices]
         workers = wires.workers_on(plan.axis)
         worker = Worker(wires.worker_index(plan.axis), workers, count, counts)
-        exchanged = partial(_exchanged, plan, worker, chosen)
+        exchanged = partial(_exchanged, plan, worker, chosen) if workers > 1 else _alone
         return lax.cond(syncs, exchanged, lambda *operands: operands, leaves, owner)
 
     # Results lie as what they replace.
@@ -446,6 +453,15 @@ def _exchanged(
         synced[i] = layout.undo_rows(synced[i], piece) + error
     leaves = exchange.by_leaf(worker, pieces, ballots, synced, sent, leaves)
     return leaves, tuple(Flat(x.owner, e.bucket) for x, e in zip(ballots, owner, strict=True))
+
+
+def _alone(leaves: list[jax.Array], owner: tuple[Flat, ...]) -> tuple[list[jax.Array], Any]:
+    """One worker codes nothing, and takes up what owners still owe who were more."""
+    leaves = list(leaves)
+    for flat in owner:
+        for i, error in layout.apart_all(flat.value.error, flat.bucket.pieces).items():
+            leaves[i] = quantize.saturated(leaves[i] + error, leaves[i].dtype)
+    return leaves, jax.tree.map(lambda x: 0 * x, owner)
 
 
 # --- Of what
@@ -481,6 +497,11 @@ def _chosen(mu: Any, where: Any) -> list[bool]:
     """The mask as one bool for each leaf of the momentum."""
     if where is None:
         return [True] * len(jax.tree.leaves(mu))
+    if _in_slices(mu):
+        raise ValueError(
+            "sync_where is given, and in two levels the momentum is in slices of many leaves at once: "
+            "leave it out, or give Workers without a group_axis"
+        )
     mask = where(mu) if callable(where) else where
     given, tree = str(jax.tree.structure(mask)), str(jax.tree.structure(mu))
     if given != tree:
@@ -499,8 +520,12 @@ def _check_watch(watch: Schedule) -> None:
         )
 
 
+def _in_slices(mu: Any) -> bool:
+    return any(isinstance(x, Flat) for x in _parts(mu))
+
+
 def _check_levels(mu: Any, group_axis: AxisName | None) -> None:
-    in_slices = any(isinstance(x, Flat) for x in _parts(mu))
+    in_slices = _in_slices(mu)
     if in_slices != (group_axis is not None):
         kept = "in slices that a group shares" if in_slices else "whole by each worker"
         raise ValueError(

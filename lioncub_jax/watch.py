@@ -3,25 +3,29 @@
 A trainer can be changed to vote and send more than before, without a word and with a loss that looks right:
 momentum that its shardings call the same for all is gathered, gradients are averaged before they are voted
 on. Only the compiled program shows it. So the library listens to JAX's compilations, and reads those in
-which its votes are.
+which its votes are: whatever is there after a compilation and was not before it, on any backend.
 """
 
 import contextlib
 import math
 import re
+import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental.xla_metadata import set_xla_metadata
+from jax.extend import backend
 
 from lioncub_jax import checks, wires
 from lioncub_jax.units import bytes_text
 
 _MOST_NUMBERS = 128  # losses, metrics and counts; no leaf worth a vote is smaller
 _COMPILED = "/jax/core/compile/backend_compile_duration"
+_TRACED = "/jax/core/compile/jaxpr_trace_duration"
 _VOTE = re.compile(r'op_name="[^"]*lioncub\.up/(workers\([^"/]*)/')
 _ALIKE = re.compile(r"lioncub\.by_count/cond/branch_\d+")  # that all workers take by a count
 _PLACE = re.compile(r"workers\(([^)]*)\)of\(([^)]*)\)")
@@ -33,9 +37,14 @@ _MEANT = re.compile(r'op_name="[^"]*lioncub\.(?:declared|floats((?:\.\d+)*))[^"]
 _FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)", re.M)
 _LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) function_name_id=\d+ line=(\d+)", re.M)
 _HERE = str(Path(__file__).parent)
+_NOT_TOLD = AttributeError, jax.errors.JaxRuntimeError  # by a plugin, which need not have either
+
+_before = threading.local()  # `programs`, when a compilation began
+# Of what was traced with a vote, by name: the types that were given to each transform that sends.
+_votes_in: dict[str, list[Any]] = {}
 
 
-class _Voters(NamedTuple):
+class Voters(NamedTuple):
     """Who votes in a program."""
 
     axes: tuple[str, ...]
@@ -46,8 +55,9 @@ def mode(wanted: str) -> str:
     """What to do where workers send floats, have the same gradients, or drift apart.
 
     Args:
-      wanted: "raise" (default), "warn", or "allow", with which nothing is looked at: programs are not read,
-        and those that are traced from then on under ``pmap`` have no checksums.
+      wanted: "raise" (default), "warn", or "allow", with which nothing is looked at: programs that are
+        compiled meanwhile are not read, nor later, and those that are traced under ``pmap`` have no
+        checksums.
 
     Returns:
       The mode before.
@@ -88,14 +98,19 @@ def declared() -> Iterator[None]:
         yield
 
 
-def check_votes(compiled: jax.stages.Compiled | str) -> None:
+def check_votes(compiled: jax.stages.Compiled | str) -> str:
     """Reads a compiled program that votes, and raises if floats travel between the workers.
 
     Programs that ``jax.jit`` and ``jax.pmap`` compile are read by themselves, see `mode`; this is for
-    those who compile themselves, such as for other machines.
+    those who compile themselves, such as for other machines, and tells what a step sends.
 
     Args:
       compiled: ``jax.jit(step).lower(...).compile()``, or its text.
+
+    Returns:
+      What a device sends in a step, for people: the bytes between the workers, and those inside a worker
+      by the axes of the mesh, with the largest arrays and the lines that they come from. Nothing inside a
+      worker is an error, yet what lies otherwise than the parameters travels there unseen.
 
     Raises:
       TypeError: for a program that is not compiled yet: XLA still adds collectives.
@@ -118,7 +133,7 @@ def check_votes(compiled: jax.stages.Compiled | str) -> None:
             "travels: give jax.jit(step).lower(...).compile()"
         )
     text = compiled if isinstance(compiled, str) else compiled.as_text() or ""
-    voters = _voters(text)
+    voters = voters_of(text)
     if voters is None:
         raise ValueError(
             "no vote is in this program: it has no exchange of lioncub_jax between two or more workers; "
@@ -126,54 +141,87 @@ def check_votes(compiled: jax.stages.Compiled | str) -> None:
         )
     if wrong := _wrong(text, voters):
         raise ValueError(wrong)
+    return report(text, voters)
 
 
 def start() -> None:
     """Begins to listen to compilations."""
-    jax.monitoring.register_event_duration_secs_listener(_on_event)
+    jax.monitoring.register_scalar_listener(_on_start)
+    jax.monitoring.register_event_duration_secs_listener(_on_end)
 
 
-def _on_event(event: str, duration_secs: float, **about: str | int) -> None:
-    if event != _COMPILED or checks.mode == "allow" or not wires.voted:
+def _on_start(event: str, value: float, **about: str | int) -> None:
+    if event == _COMPILED and _is_on():
+        _before.programs = _programs()
+
+
+def _on_end(event: str, duration_secs: float, **about: str | int) -> None:
+    name, trace = str(about.get("fun_name", "")), wires.trace
+    if event == _TRACED:
+        if trace.votes:
+            _votes_in[name] = [tree for _, tree in trace.senders]
+        trace.votes, trace.senders = False, ()
+    elif event == _COMPILED and _is_on():
+        # Not the programs of this name: XLA writes names otherwise, and two may have the same.
+        new = _programs() - vars(_before).pop("programs", set())
+        look(name.partition("(")[2].removesuffix(")"), list(_texts(new)))
+
+
+def _is_on() -> bool:
+    return wires.voted and checks.mode != "allow"
+
+
+def _programs() -> set[Any]:
+    """All that is compiled by now, on any backend."""
+    found: set[Any] = set()
+    for client in backend.backends().values():
+        with contextlib.suppress(*_NOT_TOLD):
+            found.update(client.live_executables())
+    return found
+
+
+def _texts(programs: set[Any]) -> Iterator[str]:
+    for program in programs:
+        with contextlib.suppress(*_NOT_TOLD):
+            yield from (module.to_string() for module in program.hlo_modules())
+
+
+def look(name: str, texts: list[str]) -> None:
+    """Reads what was compiled, or read from a folder, of a function of that name.
+
+    Raises:
+      ValueError: for a program that votes and sends floats too; a warning in that `mode`.
+    """
+    if not _is_on():
         return
-    text = _newest(str(about.get("fun_name", "")))
-    voters = _voters(text)
-    if voters is None:
-        return
-    checks.warn_of_masked()
-    wrong = _wrong(text, voters)
-    if wrong and checks.mode == "raise":
-        raise ValueError(wrong)
-    if wrong:
-        warnings.warn(wrong, stacklevel=2)
-    if _only_in_branches(text, voters):
+    # Where the compiler fails, nothing is there to read.
+    if name in _votes_in and not any("op_name=" in x for x in texts) and not sys.exc_info()[1]:
         warnings.warn(
-            "all votes of this program are in branches of a lax.cond: if workers do not agree on the "
-            "branch, they wait for each other for ever. optax.apply_if_finite does that when one worker "
-            "has a NaN; leave it out: a worker whose gradient is not finite abstains by itself",
-            stacklevel=2,
+            f"{name} votes, and no backend shows its compiled program, so nobody has looked whether floats "
+            "travel beside the votes: give what is compiled to lioncub_jax.check_votes, or compare the "
+            "bytes at the network's interface with lioncub_jax.traffic.of(tx, params, workers)",
+            stacklevel=3,
         )
+    for text in texts:
+        voters = voters_of(text)
+        if voters is None:
+            continue
+        checks.warn_of_masked(_votes_in.get(name, ()))
+        wrong = _wrong(text, voters)
+        if wrong and checks.mode == "raise":
+            raise ValueError(wrong)
+        if wrong:
+            warnings.warn(wrong, stacklevel=3)
+        if _only_in_branches(text, voters):
+            warnings.warn(
+                "all votes of this program are in branches of a lax.cond: if workers do not agree on the "
+                "branch, they wait for each other for ever. optax.apply_if_finite does that when one "
+                "worker has a NaN; leave it out: a worker whose gradient is not finite abstains by itself",
+                stacklevel=3,
+            )
 
 
-def _newest(name: str) -> str:
-    """The text of the program of that name that was compiled last."""
-    letters = re.sub(r"[\W_]", "", name)
-    try:
-        for program in jax.devices()[0].client.live_executables():
-            for module in program.hlo_modules():
-                if re.sub(r"[\W_]", "", module.name) == letters:
-                    return module.to_string()
-    except (AttributeError, jax.errors.JaxRuntimeError) as error:  # a plugin need not have either
-        warnings.warn(
-            f"{name} may vote, and this backend does not show compiled programs ({error}), so nobody has "
-            "looked whether floats travel beside the votes: compare the bytes at the network's interface "
-            "with lioncub_jax.traffic.of(tx, params, workers)",
-            stacklevel=4,
-        )
-    return ""  # compiled for machines that are not here
-
-
-def _voters(text: str) -> _Voters | None:
+def voters_of(text: str) -> Voters | None:
     """The workers of a program, as its votes are labelled; None without any."""
     found = _VOTE.search(text)
     place = found and _PLACE.match(found[1])
@@ -181,10 +229,10 @@ def _voters(text: str) -> _Voters | None:
         return None
     sizes = dict(one.split(":") for one in place[2].split(","))
     mesh = jax.sharding.AbstractMesh(tuple(map(int, sizes.values())), tuple(sizes))
-    return _Voters(tuple(place[1].split(",")), mesh)
+    return Voters(tuple(place[1].split(",")), mesh)
 
 
-def _only_in_branches(text: str, voters: _Voters) -> bool:
+def _only_in_branches(text: str, voters: Voters) -> bool:
     if not any("cond/branch_" in _ALIKE.sub("", path[0]) for path in _VOTE.finditer(text)):
         return False
     from lioncub_jax.traffic.compiled import placed
@@ -193,38 +241,71 @@ def _only_in_branches(text: str, voters: _Voters) -> bool:
     return bool(votes) and all(votes)
 
 
-class _Float(NamedTuple):
-    """An array of floats that travels between workers."""
+class _Array(NamedTuple):
+    """An array that travels."""
 
-    op: str
-    what: str
-    sent: float
-    is_argument: bool
+    by: Any  # a Collective
+    array: Any  # an Operand of it
+    line: str  # of the program's text
+    sent: float  # bytes, by each device
+    apart: bool  # between workers, and not inside one
 
 
-def _wrong(text: str, voters: _Voters) -> str | None:
+def _arrays(text: str, voters: Voters) -> list[_Array]:
+    from lioncub_jax.traffic.compiled import placed
+
+    found = []
+    for one, line in placed(text, voters.mesh):
+        apart = one.axes is None or bool(set(one.axes) & set(voters.axes))
+        for x in one.operands if one.sent_bytes else ():
+            sent = one.sent_bytes * x.bytes / one.payload_bytes
+            found.append(_Array(one, x, line, sent, apart))
+    return found
+
+
+def _wrong(text: str, voters: Voters) -> str | None:
     """What to say of a program that sends floats between workers; None for one that does not."""
     if not any(map(_may_send_floats, text.splitlines())):
         return None  # to read all of it takes a second for 300 parameter arrays
-    from lioncub_jax.traffic.compiled import placed
+    arrays, meant = _arrays(text, voters), {gated: _meant(text, gated) for gated in (False, True)}
+    found: list[_Array] = []
+    votes = 0.0
+    for x in arrays:
+        one, size = x.by, x.array.size
+        if x.apart and not any(y.is_float for y in one.operands):
+            votes += x.sent
+        floats = x.apart and x.array.is_float and size > _MOST_NUMBERS
+        if floats and not _is_meant(size, meant[one.gated]):
+            found.append(x)
+    return _explained(text, voters, found, votes) + _inside(text, arrays) if found else None
 
-    found: list[_Float] = []
-    votes, meant = 0.0, {gated: _meant(text, gated) for gated in (False, True)}
-    for one, line in placed(text, voters.mesh):
-        apart = one.axes is None or set(one.axes) & set(voters.axes)
-        if not apart or one.group_size == 1:
-            continue
-        if not any(x.is_float for x in one.operands):
-            votes += one.sent_bytes
-        for x in one.operands:
-            if x.is_float and x.size > _MOST_NUMBERS and not _is_meant(x.size, meant[one.gated]):
-                share = one.sent_bytes * x.bytes / one.payload_bytes
-                label, is_argument = _called(
-                    text, line, f"{x.dtype}[{','.join(map(str, x.shape))}]"
-                )
-                what = f"{one.op} of {x.dtype}{list(x.shape)}{label}, {bytes_text(share)}"
-                found.append(_Float(one.op, what + _written(text, line), share, is_argument))
-    return _explained(found, voters, votes) if found else None
+
+def report(text: str, voters: Voters) -> str:
+    """What a device sends in a step of a program that votes, for people."""
+    arrays = _arrays(text, voters)
+    sent = bytes_text(sum(x.sent for x in arrays if x.apart))
+    axes = ", ".join(map(repr, voters.axes))
+    return f"A device sends {sent} between the workers of {axes} in a step{_inside(text, arrays)}"
+
+
+def _inside(text: str, arrays: list[_Array]) -> str:
+    """What travels inside a worker, by axes; nothing where nothing does."""
+    found = [x for x in arrays if not x.apart]
+    sent: dict[str, float] = {}
+    for x in found:
+        axes = ", ".join(map(repr, x.by.axes))
+        sent[axes] = sent.get(axes, 0) + x.sent
+    each = " and ".join(f"{bytes_text(n)} over {axes}" for axes, n in sent.items())
+    return f"\nInside a worker it sends {each}:{_largest(text, found)}" if each else ""
+
+
+def _largest(text: str, found: list[_Array]) -> str:
+    """The four largest arrays, a line for each."""
+    lines = []
+    for x in sorted(found, key=lambda x: -x.sent)[:4]:
+        what = f"{x.by.op} of {x.array.dtype}{list(x.array.shape)}{_called(text, x)[0]}"
+        lines.append(f"\n  {what}, {bytes_text(x.sent)}{_written(text, x.line)}")
+    return "".join(lines) + (f"\n  and {len(found) - 4} more" if len(found) > 4 else "")
 
 
 def _may_send_floats(line: str) -> bool:
@@ -262,15 +343,14 @@ def _is_meant(size: int, meant: set[int]) -> bool:
     return any(n % size == 0 for n in meant)
 
 
-def _called(text: str, line: str, shape: str) -> tuple[str, bool]:
+def _called(text: str, x: _Array) -> tuple[str, bool]:
     """The name of an argument of the program that has this shape, and whether it is what travels."""
-    entry = text[text.find("\nENTRY ") :]
-    wanted = re.escape(shape).replace(
-        r"\[1,", r"\[\d+,"
-    )  # a worker's entry, of one of them or of all
+    entry, shape = text[text.find("\nENTRY ") :], ",".join(map(str, x.array.shape))
+    # A worker's entry, of one of them or of all.
+    wanted = re.escape(f"{x.array.dtype}[{shape}]").replace(r"\[1,", r"\[\d+,")
     names = dict(re.findall(rf'%?([\w.\-]+) = {wanted}\S* parameter\(.*?op_name="([^"]+)"', entry))
     for operand, name in names.items():
-        if re.search(rf"\(%?{re.escape(operand)}[,)]", line):
+        if re.search(rf"\(%?{re.escape(operand)}[,)]", x.line):
             return f" ({name})".replace("\\", ""), True
     like = sorted({name.replace("\\", "") for name in names.values()})
     return (f" (of the shape of {' and '.join(like[:2])})" if like else ""), False
@@ -292,25 +372,24 @@ def _written(text: str, line: str) -> str:
     return f", {file}:{number}" if file else ""
 
 
-def _explained(found: list[_Float], voters: _Voters, votes: float) -> str:
-    total = bytes_text(sum(one.sent for one in found))
-    largest = sorted(found, key=lambda one: -one.sent)
-    rest = f"\n  and {len(found) - 4} more" if len(found) > 4 else ""
+def _explained(text: str, voters: Voters, found: list[_Array], votes: float) -> str:
+    total = bytes_text(sum(x.sent for x in found))
     axes = ", ".join(map(repr, voters.axes))
+    gathers = {_called(text, x)[1] for x in found if x.by.op == "all-gather"}  # of arguments or not
     advice = []
-    if any(one.op == "all-reduce" or one.op == "reduce-scatter" for one in found):
+    if any(x.by.op in ("all-reduce", "reduce-scatter") for x in found):
         advice.append(
             "an all-reduce: gradients are averaged before the vote. jax.grad of parameters that all "
             "workers share does that, and lax.pmean(grads): take gradients with "
             "lioncub_jax.worker_value_and_grad (under jit) or local_value_and_grad (in shard_map or "
             "pmap), and leave lax.pmean out"
         )
-    if any(one.op == "all-gather" and one.is_argument for one in found):
+    if True in gathers:
         advice.append(
             "an all-gather of an argument: it lies in parts over the workers' axis. Parameters are cut "
             "over other axes of the mesh only: put the workers on an axis of their own"
         )
-    if any(one.op == "all-gather" and not one.is_argument for one in found):
+    if False in gathers:
         advice.append(
             "an all-gather: momentum of each worker leaves the step as if it were the same for all, by "
             "out_shardings or a constraint with P(). Give them tx.shardings(params), of the tx that "
@@ -323,6 +402,6 @@ def _explained(found: list[_Float], voters: _Voters, votes: float) -> str:
     )
     return (
         f"this step votes, and a worker sends {bytes_text(votes)} for it over {axes}, but also {total} of "
-        "floats:\n  " + "\n  ".join(one.what for one in largest[:4]) + rest + "\n"
+        f"floats:{_largest(text, found)}\n"
         + "\n".join(f"- {line}" for line in advice)
     )  # fmt: skip

@@ -15,7 +15,9 @@ numbers of the rows. A `Format` knows both.
 """
 
 import math
+import threading
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -34,11 +36,22 @@ AxisName = str | tuple[str, ...]
 voted = False  # whether anything was traced that votes: from then on compiled programs are read
 
 
+class _Trace(threading.local):
+    """What this thread traces: whether it votes, and who sends, with the types of what it was given."""
+
+    votes = False
+    senders: tuple[tuple[Any, Any], ...] = ()
+
+
+trace = _Trace()
+
+
 def voting(axis: AxisName) -> Any:
     """A named scope for what workers send, by which a compiled program tells who its workers are."""
     global voted
-    voted = True
     sizes = ",".join(f"{n}:{k}" for n, k in jax.sharding.get_abstract_mesh().shape.items())
+    if sizes:  # workers of a vmap are on no mesh
+        voted = trace.votes = True
     return jax.named_scope(f"workers({','.join(names(axis))})of({sizes})")
 
 
@@ -166,7 +179,7 @@ class Format(NamedTuple):
         """Replies about some chunks: ``uint32[chunks, reply_words]``."""
         chunks = reply.ties.shape[0]
         present = jnp.broadcast_to(present, (chunks,))
-        parts = [*reply.planes, lax.bitcast_convert_type(reply.ties, jnp.uint32), present]
+        parts = [*reply.planes, reply.ties, present]
         parts += [] if reply.rows is None else [reply.rows]
         return _side_by_side(parts, chunks, self.reply_words)
 
@@ -175,9 +188,8 @@ class Format(NamedTuple):
         planes, rest = _split_planes(
             replies, self.reply_planes, self.rows * self.down.words_per_row
         )
-        ties = lax.bitcast_convert_type(rest[:, 0], jnp.float32)
         rows = rest[:, 2 : 2 + self.row_words] if self.row_words else None
-        return Reply(planes, rows, ties), rest[0, 1]
+        return Reply(planes, rows, rest[:, 0]), rest[0, 1]
 
 
 def _side_by_side(parts: list[jax.Array], chunks: int, words: int) -> jax.Array:
@@ -609,6 +621,24 @@ def sum_over_shards(x: jax.Array, axis: AxisName | None) -> jax.Array:
     """Adds numbers over the devices that share one worker; ``axis`` itself is left alone."""
     others = _others(x, axis)
     return lax.psum(x, others) if others else x
+
+
+def total_over_shards(
+    numbers: Sequence[jax.Array], copies: Sequence[jax.Array], axis: AxisName | None
+) -> jax.Array:
+    """The total of numbers over the devices that share one worker, then the copies: ``[1 + copies]``.
+
+    The numbers are of arrays that are cut over different axes; copies are alike on all devices. In one sum,
+    which each enters once, from the first device that has it: whole numbers stay whole, where one that is
+    divided by the devices and added up again need not be the same.
+    """
+    over = frozenset[str]().union(*(_others(x, axis) for x in (*numbers, *copies)))
+
+    def once(x: jax.Array, of: frozenset) -> jax.Array:
+        return jnp.where(lax.axis_index(tuple(sorted(of))) == 0, x, 0) if of else x
+
+    total = reduce(jnp.add, [once(x, over - varying_axes(x)) for x in numbers])
+    return sum_over_shards(jnp.stack([total, *[once(x, over) for x in copies]]), axis)
 
 
 def same_over_shards(x: jax.Array, axis: AxisName | None) -> jax.Array:

@@ -53,6 +53,13 @@ MUTANTS = r"""
 - jnp.min(voted)
 + jnp.max(voted)
 
+= one worker alone forgets what several still owed
+-     messages = list(map(_with_error, messages, kept.error))
+
+= one worker alone pays what it owes at every step
+- [e if e is None else jnp.where(abstains, e, 0) for e in kept.error]
++ kept.error
+
 = a leaf takes the padding of the bucket's first rows for its own
 - counts[piece.first_row :][: piece.rows]
 + counts[: piece.rows]
@@ -62,10 +69,6 @@ MUTANTS = r"""
 - wires.any_over_shards(made | strange, plan.axis)
 + made | strange
 
-= ties of cut leaves are the mean over shards
-- ties += tied * wires.shard(tied, plan.axis)[1]
-+ ties += tied
-
 = padding in a group's slice keeps an error
 - _real_only(x, worker.counts[i])
 + x
@@ -73,6 +76,15 @@ MUTANTS = r"""
 = replies inside a group are counted for one owner only
 - (devices - 1) * workers * form.reply_words
 + (devices - 1) * form.reply_words
+
+# arguments.py: bad_input contract
+= a number that is none is a rate
+- np.isfinite, said)
++ lambda x: True, said)
+
+= an array is taken for what is compiled
+- if static and isinstance(x, jax.Array):
++ if static is bool:
 
 # decide.py: reference optimizer quantize contract
 = a tie leans to the upper side
@@ -157,6 +169,15 @@ MUTANTS = r"""
 - (i + by) % count
 + (i - by) % count
 
+# wires.py: sharding contract
+= ties of cut leaves are those of one shard
+- [once(x, over - varying_axes(x)) for x in numbers]
++ [once(x, over) for x in numbers]
+
+= voters are counted once on each device of a worker
+- *[once(x, over) for x in copies]
++ *copies
+
 # kernels.py: kernels
 = a TPU reads the upper bits of a code as its lower ones
 - & 0xF) << first)
@@ -181,6 +202,10 @@ MUTANTS = r"""
 - schedule.due(state.count)
 + schedule.due(state.count - 1)
 
+= a gap that thins ends one sync early
+- max(math.ceil(k * math.log2(gaps[-1] + 1)), syncs + 1)
++ max(math.floor(k * math.log2(gaps[-1] + 1)), syncs + 1)
+
 = momenta are averaged in bfloat16
 - (leaves, jax.tree.map(_square, leaves)), axis)
 + (leaves, jax.tree.map(_square, leaves)), axis, jnp.bfloat16)
@@ -191,7 +216,7 @@ MUTANTS = r"""
 
 # optimizer.py: sync optimizer chains baselines face contract
 = leaves that the mask leaves out decay too
-- optax.add_decayed_weights(weight_decay, checks.as_mask("mask", mask))
+- optax.add_decayed_weights(weight_decay, checks.decay_mask(mask))
 + optax.add_decayed_weights(weight_decay)
 
 = which leaves are synced is not handed on
@@ -202,7 +227,7 @@ MUTANTS = r"""
 - each = asked.workers * asked.group_size
 + each = asked.workers
 
-# checks.py: bad_input face gradients contract
+# checks.py: bad_input face chains gradients contract
 = a beta of 1 is let through
 - 0 <= beta < 1
 + 0 <= beta <= 1
@@ -211,11 +236,48 @@ MUTANTS = r"""
 - paths[shared[0]]
 + paths[0]
 
+= a number is a flag
+- flag.shape != () or flag.dtype != bool
++ flag.shape != ()
+
+= a misspelt keyword is anybody's
+- cutoff=0.7
++ cutoff=1.0
+
+= a local optimizer among several workers is warned of
+- mesh.size > 1 and not mesh.manual_axes
++ mesh.size > 1
+
+= a line of optax is the caller's
+- theirs = "lioncub_jax", "optax", "jax"
++ theirs = "lioncub_jax", "jax"
+
 = of replicas that drift apart another worker is named
 - sums[:, 1] != sums[0, 1]
 + sums[:, 0] != sums[0, 0]
 
+# checks.py: watch
+= a second optimizer hides what is masked from a first one of the same names
+- if optimizers[-1][0] & types.keys()
++ if False
+
+= a leaf below a label is not seen in what is masked
+- masked - reached - above
++ masked - reached
+
 # watch.py: watch
+= programs of the default backend alone are read
+- in backend.backends().values()
++ in [jax.devices()[0].client]
+
+= what was compiled before is read again, though it was allowed
+- _programs() - vars(_before).pop("programs", set())
++ _programs()
+
+= what travels inside a worker is told to travel between workers
+- one.axes is None or bool(set(one.axes) & set(voters.axes))
++ True
+
 = floats that a sync may send excuse those of every step
 - meant[one.gated]
 + meant[True]
@@ -232,7 +294,11 @@ MUTANTS = r"""
 - axes = (*wires.names(self.axis_name), *wires.names(self.group_axis or ()))
 + axes = (*wires.names(self.group_axis or ()), *wires.names(self.axis_name))
 
-# mesh/specs.py: sharding training
+# mesh/specs.py: sharding training boxes
+= in a trace types are not asked how parameters of nnx are cut
+- return bool(jax.typeof(x).sharding.mesh.explicit_axes)
++ return False
+
 = the workers' axes may come in any order in a batch
 - first[: len(workers)] != tuple(workers)
 + set(first[: len(workers)]) != set(workers)
@@ -252,11 +318,23 @@ MUTANTS = r"""
 + (*getattr(names, "spec", names), spec[0])
 
 # mesh/inner.py: gradients
+= a constraint over the workers' axis is left to the compiler
+- _axes_in(said.spec) & set(taken)
++ not set(taken)
+
 = an axis that is taken stays in what a model says
-- sorted(named - set(taken))
-+ sorted(named)
+- sorted(_axes_in(spec) - set(taken))
++ sorted(_axes_in(spec))
 
 # training/gradients.py: gradients training chains
+= Rngs that a loss draws from do not go on
+- count[...] = after
++ count[...] = count[...]
+
+= results lie over the workers alone
+- if has_aux and inner:
++ if has_aux and not workers.axes:
+
 = parameters are not cast, and gradients come summed
 - value_and_grad(wires.varying(params, axis), *args, **kwargs)
 + value_and_grad(params, *args, **kwargs)
@@ -274,14 +352,22 @@ MUTANTS = r"""
 + jnp.max(_as_count(x))
 
 # training/kinds.py: gradients
+= the rows of a worker are gathered within it
+- spec = shortened(spec_of(x), inner)
++ spec = P()
+
+= a sum beside a count is no word worth
+- if len(each) == 2:
++ if len(each) == 3:
+
 = half of an array with two entries for each worker is forgotten
 - kind is own and jnp.shape(x)[0] != workers.count
 + kind is own and jnp.shape(x)[0] % workers.count
 
 # training/modules.py: gradients training
-= random streams of a module do not go on
-- nnx.update(model, jax.tree.map(lambda x: x[0], counts))
-+ jax.tree.map(lambda x: x[0], counts)
+= streams are drawn from where nnx does not let them go on
+- args = jax.tree.map(lambda x: x, args)
++ args = tuple(args)
 
 # training/local.py: local_steps
 = all local steps draw the same random numbers
@@ -306,12 +392,39 @@ MUTANTS = r"""
 - kinds.fold_own(workers, x)[None]
 + x[None]
 
+# training/batches.py: processes
+= processes that take the same rows may give different ones
+- each[other][1] != each[process][1]
++ False
+
+# mesh/processes.py: processes
+= what each process has is sent to all, to be compared
+- return jax.make_array_from_process_local_data(sharding, host, shape)
++ return jax.device_put(host, sharding)
+
 # training/stats.py: face sync training
 = leaves that were not measured pull the drift down
-- jnp.maximum(jnp.sum(each > 0), 1)
-+ max(each.size - 1, 1)
+- measured = each >= 0
++ measured = each > -1.5
+
+= a leaf that does not drift is left out of the mean
+- measured = each >= 0
++ measured = each > 0
+
+# own.py: programs snapshots
+= who is in the group may write what is run
+- if found.st_mode & 0o022:
++ if found.st_mode & 0o002:
+
+= the mode of a file is not looked at
+-         check(str(path), os.fstat(file.fileno()))
++
 
 # training/programs.py: programs
+= what is read from a folder is not looked at
+-         watch.look(self._jitted.__name__, [compiled.as_text() or ""])  # nothing was compiled
++         pass
+
 = a program that was compiled with other options is taken
 - self._options, jax.process_index()
 + jax.process_index()
@@ -330,8 +443,24 @@ MUTANTS = r"""
 +             pass
 
 = a disk that fails passes for damage
-- status[1] in _OF_BYTES and folder.is_dir()
-+ folder.is_dir()
+-         or _OF_A_MACHINE.match(str(link))
++
+
+= what is read without an error of the disk, while the caller handles one, passes for a disk that fails
+- and link is not handled
++
+
+= the reads beside one that fails are left to print what they find
+- asyncio.all_tasks() - before
++ ()
+
+= the end of a program waits for folders that nobody makes any more
+-                 timeout_secs=timeout, create_directories_asynchronously=False
++                 timeout_secs=timeout
+
+= after a save that failed its other parts fail in the next one
+- if any_process(self._failed):
++ if False:
 
 = the handler of signals of before is not put back
 - signal.SIG_DFL if before is None else before
@@ -369,6 +498,10 @@ MUTANTS = r"""
 + "key"
 
 # checkpoint/tiles.py: snapshots
+= snapshots have the mode that the umask leaves
+-         temporary.touch(0o600)  # whatever the umask
++
+
 = the digest of a snapshot is not compared
 -  or hashlib.sha256(body).digest() != content[-DIGEST:]
 +
@@ -390,6 +523,10 @@ MUTANTS = r"""
 = a stage of the warm-up begins one step late
 - count >= begins
 + count > begins
+
+= the residual of a worker that leaves goes with it
+- "residual": Holder.FEEDBACK
++ "residual": Holder.WORKER
 
 = masking of velocity is turned round
 - if plan.masking else velocity[i]
@@ -463,6 +600,10 @@ MUTANTS = r"""
 + .copy()
 
 # traffic/predicted.py: sync accounting
+= leaves of a part of the tree are cut as the first ones of the whole
+- cuts.get(path, frozenset()) for path in paths
++ [*cuts.values(), *[frozenset()] * len(paths)][i] for i, _ in enumerate(paths)
+
 = the mean squares that travel with a sync are not counted
 - size + len(leaves), workers
 + size, workers
@@ -482,8 +623,25 @@ MUTANTS = r"""
 + [*self._failed, first.place] if first or
 
 = workers are not asked to save before all start again
-- signal.SIGTERM if news == signal.SIGUSR1 else news
+- signal.SIGINT if news == signal.SIGINT else signal.SIGTERM
 + news
+
+= a start whose port was taken is a strike
+- and not _free_port(self._port):
++ and not self._port:
+
+= the second hang-up of a closed terminal kills workers that save
+- gone = news in (signal.SIGHUP, signal.SIGPIPE)
++ gone = news == signal.SIGPIPE
+
+= the folder of a run that was killed stays
+- shutil.rmtree(path.parent)
++ pass
+
+# elastic/watcher.py: elastic
+= workers outlive a run that is killed
+- os.killpg(int(session), signal.SIGKILL)
++ os.killpg(int(session), 0)
 
 # planner/model.py: planner
 = an all-reduce waits for half of its latencies

@@ -156,11 +156,37 @@ def test_a_device_of_a_group_sends_what_is_predicted_by_axis(name):
     assert found == {axes: count for axes, count in sent.items() if count} and traffic.group_bytes
 
 
+MEAN = lc.global_gradients(optax.sgd(1.0), AXIS)
+AROUND = {
+    "chain": optax.chain(optax.clip_by_global_norm(1.0), optax.chain(VOTE)),
+    "named chain": optax.named_chain(("clip", optax.clip(1.0)), ("vote", VOTE)),
+    "labels": optax.partition({"vote": VOTE, "mean": MEAN}, {"w": "vote", "b": "mean"}),
+    "frozen": optax.partition({"vote": VOTE, "": optax.set_to_zero()}, {"w": "vote", "b": ""}),
+    "hyperparameters": optax.inject_hyperparams(lc.lion_cub, static_args=("axis_name",))(
+        0.1, axis_name=AXIS
+    ),
+    "several steps": optax.MultiSteps(VOTE, 2).gradient_transformation(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_whatever_is_around_a_vote_sends_what_is_predicted(name):
+    tree, tx = dict(zip("bw", described((66,), (34, 132)), strict=True)), AROUND[name]
+    cut = name != "several steps"  # which forget how parameters are cut
+    sizes, specs = {AXIS: 4, "tp": 2}, {"b": P(), "w": P("tp" if cut else None)}
+    traffic = lc.traffic.of(tx, tree, 4, specs=specs, inner_axes=sizes)
+    assert sent_by(tx, sizes, tree, specs=specs)[(AXIS,)] == traffic.sent_bytes
+    assert traffic.parameters == 34 * 132 // (1 + cut) + 66 * (name != "frozen")
+
+
 # --- What is refused and shown
 
 
-def asked(**how):
-    return lambda: lc.traffic.of(lc.lion_cub(0.1, axis_name=AXIS), shapes(9), 2, **how)
+def asked(tx=VOTE, **how):
+    return lambda: lc.traffic.of(tx, shapes(9), 2, **how)
+
+
+AVERAGING = optax.stateless(lambda grads, params: jax.lax.pmean(grads, AXIS))
 
 
 @pytest.mark.parametrize(
@@ -168,9 +194,14 @@ def asked(**how):
     [
         (asked(group_size=0), ValueError, "group_size=0"),
         (asked(step=-1), ValueError, "step=-1: give the steps taken before, from 0; or None"),
+        (asked(specs=[P("tp")]), ValueError, r"the axes tp, and inner_axes is \{\}: give the size"),
+        (asked(optax.flatten(VOTE), specs=[P()]), ValueError, "as optax.flatten does, and no spec"),
+        (asked(optax.lion(1.0)), TypeError, r"give what lion_cub, .* \(nothing in it does\)"),
+        (asked(optax.chain(AVERAGING, VOTE)), TypeError, "give what .*unbound axis name: data"),
+        (asked("lion_cub"), TypeError, "str does not say what it sends: give what lion_cub"),
         (
-            lambda: lc.traffic.of(optax.chain(optax.identity()), shapes(9), 2), TypeError,
-            "does not say what it sends: give what lion_cub",
+            lambda: lc.traffic.of(lc.baselines.powersgd(optax.sgd(1.0), rank=9, axis_name=AXIS),
+            {"w": jnp.ones((4, 4))}, 2), ValueError, r"The largest matrix, \['w'\], is 4 x 4",
         ),
     ],
 )  # fmt: skip

@@ -396,4 +396,4 @@ def check_drift(state, params, story):
     want = reference.drift(jax.tree.map(lambda m: m[1], apart.mu))
     for name, drift in optax.tree.get(state, "drift").items():
         got = same_everywhere(drift)
-        np.testing.assert_allclose(got, [0, want[name], want[name]], rtol=1e-5)
+        np.testing.assert_allclose(got, [-1, want[name], want[name]], rtol=1e-5)

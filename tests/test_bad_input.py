@@ -64,20 +64,25 @@ ARGUMENTS = [  # what takes it, what it is given, and the error, which shows tha
     ),
     # (1 - b2) g would be cut to zero for ever.
     *(
-        (lambda x, make=make: make(mu_dtype=x), NO_NUMBERS, TypeError, "mu_dtype={}", "float32")
+        (lambda x, make=make: make(mu_dtype=x), NO_NUMBERS, ValueError, "mu_dtype={}", "float32")
         for make in (lc.momentum.blend, owner)
     ),
+    (Q.stochastic, ["1", 0.5, None, True], ValueError, "seed={!r}", "a whole number"),
     (
         lambda n: communicate(bucket_size=n), NO_COUNT[:-1], ValueError, "bucket_size={!r}",
         "a number of elements, or None",
     ),
     (
-        lambda x: D.momentum_at_owner(optax.scale_by_lion(), dominance=x), [0.5, 0, -1, NAN],
+        lambda x: D.momentum_at_owner(optax.scale_by_lion(), dominance=x), [0.5, 0, -1, NAN, "2"],
         ValueError, "dominance={!r}", "at least 1", "inf for no bound",
     ),
     (
         lambda x: D.momentum_at_owner(optax.scale_by_lion(), trim=x), [-1, 1.5, True],
         ValueError, "trim={!r}", "workers that may lie, 0 or more",
+    ),
+    (  # the error of a code would be kept nowhere
+        lambda x: lc.coded_gradients(optax.sgd(0.1), AXIS, error_dtype=x), [None], ValueError,
+        "error_dtype={}", "give a floating dtype",
     ),
     (
         WIRES.counts, ["float32", "int4", "uint8", "int64", "bool"], ValueError, "counts({})",
@@ -236,6 +241,11 @@ TRACED = [
     (lc.sync_momentum(owner(), AXIS, SYNC.every(2)), "momentum at the owner", "needs no sync"),
     (lc.sync_momentum(communicate(), AXIS, SYNC.every(2)), "keeps no momentum", "needs no sync"),
     (lc.sync_momentum(optax.sgd(0.1), AXIS, SYNC.every(2)), "keeps no momentum"),
+    *(
+        (make(mask=mask), "mask={'v': True} does not fit", "a bool for each leaf", "a whole subtree")
+        for mask in ({"v": True}, lambda params: {"v": True})
+        for make in (cub, functools.partial(lc.baselines.adamw, 0.1, axis_name=AXIS))
+    ),
 ]
 
 
@@ -253,9 +263,18 @@ def test_a_mesh_without_the_axis(mesh_of):
         lc.make_train_step(len, cub(), mesh, axis_name="batch")
 
 
+def injected(**options):
+    make = optax.inject_hyperparams(lc.lion_cub, static_args=("axis_name",))
+    return make(0.1, axis_name=AXIS, **options).init(PARAMS)
+
+
 GROUPS = optax.partition({"a": cub(), "b": cub()}, {"v": "a", "w": "b"})
 CALLS = [
     (lambda: lc.coded_gradients(optax.adamw, AXIS), TypeError, "is not a GradientTransformation"),
+    (lambda: lc.global_gradients(optax.adamw, AXIS), TypeError, "is not a GradientTransformation"),
+    # What optax makes an array of.
+    (lambda: injected(bucket_size=64), ValueError, "bucket_size=", "name the argument in its static_args"),
+    (lambda: injected(mu_dtype=jnp.bfloat16), ValueError, "mu_dtype is an array", 'such as "float32"'),
     (lambda: SYNC.first(3, SYNC.never()), ValueError, "first(3, never())", "due at times"),
     (
         lambda: cub(sync=SYNC.never(), sync_where={"w": True}), ValueError,

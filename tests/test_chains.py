@@ -1,5 +1,7 @@
 """Optax around a vote, on one axis and on cut parameters: what differs between workers, what must not."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -123,6 +125,21 @@ def test_what_would_drift_apart_is_named():
             run(tx)
     with pytest.raises(ValueError, match=r"optax.MultiSteps forgets how .*accumulate=k"):
         run(every_second, "data and fsdp")
+
+
+def test_a_chain_around_on_mesh_is_said_at_the_line_that_calls_it():
+    """Gradients of all workers are clipped as one there."""
+    workers, tx, _ = on_mesh(cub, "data")
+    grads = jax.tree.map(lambda p: jnp.ones((8, *p.shape)), PARAMS)
+    around = optax.chain(optax.clip_by_global_norm(1.0), tx)
+    update = lambda tx, state: tx.update(grads, state, PARAMS)  # noqa: E731
+    with pytest.warns(UserWarning, match="on_mesh is in a chain.*clip_by_global_norm") as said:
+        jax.eval_shape(lambda state: update(around, state), around.init(PARAMS))
+    assert [(x.filename, x.lineno) for x in said] == [(__file__, update.__code__.co_firstlineno)]
+    inside = lc.on_mesh(optax.chain(optax.clip_by_global_norm(1.0), cub(workers)), workers)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.eval_shape(lambda state: update(inside, state), inside.init(PARAMS))
 
 
 def test_accumulating_over_steps_moves_at_the_last():

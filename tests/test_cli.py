@@ -369,10 +369,12 @@ def test_bytes_are_those_of_the_accounting(said, numbers, program):
     sent = lc.traffic.sent_bytes(lc.traffic.collectives(*program))
     assert found["every_step"] == {",".join(axes): count for axes, count in sent.items()}
     assert (found["mesh"], found["in_branches"]) == ({"data": 4, "tp": 2}, {})
+    assert found["workers"] == ["data"]
     assert found["float32_all_reduce"] == 2 * 3 / 4 * 4 * 8450
     text = said("bytes step.hlo --mesh data=4,tp=2 --params 8450")
     assert text == said("bytes models.py:lowered --params 8450") and "all-to-all" in text
     assert "A float32 all-reduce of 8,450 parameters over data sends 50.7 kB" in text
+    assert "kB between the workers of 'data' in a step" in text
     assert "no collective" in said("bytes alone.hlo --mesh data=1")
 
 

@@ -1,17 +1,17 @@
 """The workers that everything is given, what is refused at the door, and what comes out of a step."""
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
-from lioncub_jax.training.state import check_same_sums
 
 PARAMS = {"w": np.arange(6, dtype="f").reshape(3, 2) / 8, "b": np.float32(0.5)}
 ONES = np.ones((8, 3), np.float32)
@@ -103,7 +103,7 @@ def test_one_device_needs_no_mesh_for_the_baseline_and_gradients():
     value, grads = lc.local_value_and_grad(loss, None)(PARAMS, ONES)
     assert value == loss(PARAMS, ONES)
     tx, plain = lc.global_gradients(optax.sgd(0.1), None), optax.sgd(0.1)
-    updates, _ = tx.update(grads, tx.init(PARAMS), PARAMS, abstain=False)
+    updates, _ = tx.update(grads, tx.init(PARAMS), PARAMS)
     assert_same(updates, plain.update(grads, plain.init(PARAMS))[0])
 
 
@@ -130,6 +130,16 @@ REFUSED = {
         lambda: run(cub(), four("data", "batch")), ValueError,
         r"same over \('data',\) and not over \('batch',\).*axis_name='data', group_axis='batch'",
     ),
+    "a mean over some devices of a worker": (
+        lambda: run(lc.global_gradients(optax.sgd(0.1), "data"), four("data", "batch")), ValueError,
+        r"not over \('batch',\).*global_gradients takes all in one, axis_name=\('data', 'batch'\)",
+    ),
+    "syncs of some leaves in slices": (
+        lambda: first(
+            cub(four("data", "batch"), sync=lc.sync.every(2), sync_where={"w": True, "b": False}),
+            four("data", "batch"),
+        ), ValueError, "sync_where is given, and in two levels.*leave it out",
+    ),
     # Parts
     "a quantizer not called": (
         lambda: lc.scale_by_lion_cub(axis_name="data", quantizer=lc.quantize.sign), TypeError,
@@ -146,11 +156,6 @@ REFUSED = {
     "a key of words": (
         lambda: first(cub(), rng=jnp.zeros(3, jnp.uint32)), TypeError,
         r"rng is .* of shape \(3,\).*jax\.random\.key\(seed\)",
-    ),
-    "processes that differ": (
-        lambda: check_same_sums(
-            [(jax.tree_util.DictKey("w"),)] * 2, np.uint32([[1, 2], [1, 2], [1, 3]])
-        ), ValueError, r"\['w'\] differs between processes 0 and 2.*same seed",
     ),
     "a state that was given away": (
         taken_over, ValueError, r"state\.step was given to an earlier step.*donate=False",
@@ -182,6 +187,15 @@ REFUSED = {
         lambda: on_mesh_update(PARAMS), ValueError,
         r"\['b'\] has shape \(\).*not \(4,\).*worker_value_and_grad",
     ),
+    "flags that are no bools": (
+        lambda: on_mesh_update(grads_for(4), abstain=np.ones(4)), ValueError,
+        "abstain has.*float32: give each worker one bool",
+    ),
+    "flags for a mean of all": (
+        lambda: on_mesh_update(
+            grads_for(4), lc.global_gradients(optax.sgd(0.1), "data"), abstain=np.ones(4, bool)
+        ), ValueError, "abstain is given, and global_gradients averages.*coded_gradients",
+    ),
     "gradients of some leaves": (
         lambda: on_mesh_update({"w": grads_for(4)["w"]}), ValueError,
         "the gradients are.*but the parameters.*worker_value_and_grad",
@@ -197,6 +211,25 @@ def test_what_is_refused(name):
     build, error, words = REFUSED[name]
     with pytest.raises(error, match=f"(?s){words}"):
         build()
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_no_axis_among_several_devices_is_said_at_the_line_that_left_it_out(kind):
+    built = lambda: lc.lion_cub(0.1, axis_name=None)  # noqa: E731
+    mesh, tx = jax.make_mesh((8,), ("data",), axis_types=(kind,)), built()
+    update = jax.jit(lambda *given: tx.update(*given))
+
+    def on(params):
+        return update(params, tx.init(params), params)[0]
+
+    with pytest.warns(UserWarning, match=r"axis_name=None.*on several, \{'data': 8\}") as said:
+        on(jax.device_put(PARAMS, NamedSharding(mesh, P())))
+    assert [(x.filename, x.lineno) for x in said] == [(__file__, built.__code__.co_firstlineno)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        on(jax.device_put(PARAMS, jax.devices()[3]))  # one of eight
+        alone = jax.shard_map(on, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+        jax.jit(alone)(PARAMS)  # the local optimizer of a worker
 
 
 def test_masks_may_be_of_numpys_bools():
@@ -225,20 +258,21 @@ def test_where_the_workers_are_is_given_once(call):
 # --- What comes out
 
 
-def test_drift_is_read_by_leaf_and_in_all():
+@pytest.mark.parametrize(("of", "mean"), [("bw", 0.5), ("w", 1)])
+def test_drift_is_read_by_leaf_and_in_all_that_were_measured(of, mean):
     def apart(params, batch, rng):
         """Workers agree on the gradient of b, and not on that of w."""
         return jnp.sum(params["w"] * batch[0]) + jnp.sum(params["b"])
 
-    tx = optax.chain(optax.identity(), cub(sync=lc.sync.every(2)))
+    where = {name: name in of for name in PARAMS}
+    tx = optax.chain(optax.identity(), cub(sync=lc.sync.every(2), sync_where=where))
     state, step = first(tx), lc.make_train_step(apart, tx, four())
     assert float(lc.drift_stats(state.opt_state).drift) == 0
     for _ in range(2):
         state, _ = step(state, np.float32([-1, 1, -1, 1]))
     found = lc.drift_stats(state.opt_state)
-    # The drift is of the leaf that drifts at all.
     assert (int(found.syncs), float(found.by_leaf["b"])) == (1, 0)
-    assert [float(x) for x in (found.by_leaf["w"], found.drift)] == pytest.approx([1, 1])
+    assert [float(x) for x in (found.by_leaf["w"], found.drift)] == pytest.approx([1, mean])
     assert lc.drift_stats(cub().init(PARAMS)) is None
 
 

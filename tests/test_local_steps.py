@@ -227,7 +227,7 @@ def test_checkpoints_hold_local_states_of_other_workers_and_of_none(tmp_path):
 PLAIN = "is no optimizer: give a plain optax transform"
 CHAINED = [
     optax.chain(optax.clip_by_global_norm(1.0), talks)
-    for talks in (lc.lion_cub(1e-3, axis_name=AXIS), average())
+    for talks in (lc.lion_cub(1e-3, axis_name=AXIS), average(), lc.baselines.dgc(1, axis_name=AXIS))
 ]
 BAD = [
     ({"local_steps": 0}, ValueError, "local_steps=0: give a whole number of at least 1"),
@@ -237,6 +237,7 @@ BAD = [
     ({"local": average()}, ValueError, "in which workers talk (", " as tx"),
     ({"local": CHAINED[0]}, ValueError, "workers talk (CommunicateState)"),
     ({"local": CHAINED[1]}, ValueError, "workers talk (GlobalState)"),
+    ({"local": CHAINED[2]}, ValueError, "workers talk (DGCState)"),
     (
         {"workers": workers_of({"data": 2, "gpu": 2}, "gpu")}, ValueError,
         "group_axis='gpu'", "the devices of a group", "inner mesh",

@@ -1,5 +1,7 @@
 """Schedules of a sync: at which steps they are due."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,6 +32,16 @@ def test_thinning_goes_on_for_as_long_as_steps_are_counted():
     assert not sync.thinning(1).due(jnp.int32(last - 1))
     times = np.flatnonzero(jax.vmap(sync.thinning(4).due)(jnp.arange(1, 1000)))
     assert np.diff(times).tolist() == [int(2 ** (j / 4)) for j in range(1, len(times))]
+
+
+def test_a_schedule_that_thins_slowly_is_a_short_program():
+    k = 10**6
+    due = sync.thinning(k).due
+    # The gap is 1 until k syncs are done, then 2, and 3 behind k log2(3) of them.
+    third = k + 2 * (math.ceil(k * math.log2(3)) - k)
+    steps = {1: 1, 2: 1, k: 1, k + 1: 0, k + 2: 1, third: 1, third + 2: 0, third + 3: 1}
+    assert [int(due(jnp.int32(step))) for step in steps] == [*steps.values()]
+    assert sum(np.size(x) for x in jax.make_jaxpr(due)(1).consts) < 5000
 
 
 def test_never_and_adaptive_do_not_know_their_steps():

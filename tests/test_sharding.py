@@ -6,8 +6,12 @@ program, axis by axis, and compared with the same model under optax.lion.
 """
 
 import functools
+import json
 import math
+import os
 import re
+import subprocess
+import sys
 from collections import Counter
 from typing import NamedTuple
 
@@ -296,6 +300,83 @@ def compare_shards(x, name, workers, want, method):
         np.testing.assert_array_equal(shard.data, want[at][name], err_msg=f"{method}, {name}")
 
 
+# --- Workers of so many devices that a count, divided by them and added up again, is another
+
+COUNTED = """
+import json, sys
+import jax, jax.numpy as jnp, numpy as np, optax
+jax.config.update("jax_num_cpu_devices", 24)
+import lioncub_jax as lc
+from jax.sharding import AxisType, PartitionSpec as P
+
+owner = lc.decide.momentum_at_owner(optax.scale_by_adam())
+exact = {"up": lc.quantize.dense(), "wire": lc.wires.all_reduce(), "down": lc.decide.floats()}
+rate = {"learning_rate": 1.0, "weight_decay": 0.0, "axis_name": "data"}
+txs = {
+    "vote": lc.lion_cub(bucket_size=300, **rate),
+    "owner": lc.communicate(memory=lc.momentum.nothing(), owner=owner, axis_name="data", **exact),
+    "terngrad": lc.baselines.terngrad(clip=None, **rate),
+    "1-bit": lc.baselines.one_bit_adam(warmup=1, **rate),
+}
+said = {}
+for inner in map(int, sys.argv[1:]):
+    count = 24 // inner
+    how = {"axis_types": (AxisType.Auto,) * 2, "devices": jax.devices()[: count * inner]}
+    workers = lc.Workers(jax.make_mesh((count, inner), ("data", "tp"), **how), "data")
+    params = {"b": jnp.zeros(65), "w": jnp.zeros((inner, 130))}  # copies, and a leaf that is cut
+    on = {
+        name: lc.on_mesh(tx, workers, specs={"b": P(), "w": P("tp")})
+        for name, tx in txs.items() if inner == 12 or name in ("vote", "owner")
+    }
+    sign = (-1.0) ** np.arange(count, dtype="f")
+    grads = {k: np.multiply.outer(sign, np.ones(p.shape, "f")) for k, p in params.items()}
+
+    @jax.jit
+    def step(states, abstain):
+        done = {n: tx.update(grads, states[n], params, abstain=abstain) for n, tx in on.items()}
+        states = {n: state for n, (_, state) in done.items()}
+        ties = {n: optax.tree.get_all_with_path(s, "ties")[0][1] for n, s in states.items()}
+        away = {n: lc.vote_stats(s).abstained for n, s in states.items()}
+        return states, [away, ties, {n: (u["b"][0], u["w"][-1, -1]) for n, (u, _) in done.items()}]
+
+    states = jax.jit(lambda: {n: tx.init(params) for n, tx in on.items()})()
+    for first in (1, 0, count):  # so many abstain
+        states, found = step(states, np.arange(count) < first)
+        said.setdefault(inner, []).append(jax.tree.map(float, found))
+print(json.dumps(said))
+"""
+INNER = 3, 5, 6, 7, 9, 12
+
+
+@pytest.fixture(scope="module")
+def counted():
+    """What workers of many devices do, by 24 devices of another process."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", COUNTED, *map(str, INNER)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_whoever_votes_is_counted_once_however_many_devices_a_worker_has(counted, inner):
+    """Workers are told +1 and -1 in turn; one sits out of the first step, and all of the third."""
+    count, size, adam = 24 // inner, 65 + 130 * inner, optax.scale_by_adam()
+    state = adam.init(jnp.zeros(()))
+    for first, (away, ties, updates) in zip((1, 0, count), counted[str(inner)], strict=True):
+        assert set(away.values()) == {first}
+        voters = (-1.0) ** np.arange(first, count)
+        tied = size * (first < count and voters.sum() == 0)
+        assert ties["vote"] == tied
+        mean = voters.mean() if voters.size else 0
+        want = {"terngrad": [-mean] * 2, "vote": [-np.sign(mean)] * 2}
+        if voters.size:  # the owner's counter waits where nobody votes
+            want["owner"], state = adam.update(jnp.float32(mean), state)
+        for name in {"terngrad", "owner", *["vote"] * (not tied)} & {*updates}:
+            np.testing.assert_allclose(updates[name], want.get(name, 0), rtol=1e-6, err_msg=name)
+        assert first != 1 or np.allclose(updates.get("1-bit", 1), 1)
+
+
 # --- What travels
 
 # A two-layer model, large enough that headers and padding do not count: 2 * 512 * 2048 parameters and some.
@@ -510,7 +591,21 @@ def on_tp():
 
 TP = "data=4 tp=2"
 BATCH_SPECS = [P("fsdp"), P(("fsdp", "data")), P(None, "data"), P(("data", "nowhere")), P()]
+
+
+def with_slices_of_more():
+    tx = lc.scale_by_owner_lion(axis_name="data")
+
+    def worker(g):
+        state = tx.init(g)
+        return tx.update(g, state._replace(owner=2 * state.owner))[0]
+
+    over = jax.shard_map(worker, mesh=on("data=2").mesh, in_specs=P("data"), out_specs=P())
+    jax.eval_shape(over, jnp.ones(4))
+
+
 REFUSED = [
+    (with_slices_of_more, "of 2 buffers ... of this step, of 1 ... make it anew, or restore it"),
     (
         lambda: prepare(TP, P("data")),
         "['w'] has spec ... 'data' is an axis of the workers ... inner",
@@ -561,7 +656,7 @@ REFUSED = [
     ),
     (
         lambda: prepare("node=2 gpu=4", sync=lc.sync.every(2), sync_where={"w": True}),
-        "the mask does not match",
+        "sync_where is given ... in two levels",
     ),
     *(
         (

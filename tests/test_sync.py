@@ -129,11 +129,11 @@ def test_drift_is_the_share_of_variance_between_workers_before_a_sync_or_when_it
         for k, g in grads.items():
             mu = momenta(g, due if where[k] else ())
             equal(state.inner[1].mu[k], mu, of)
-            want, latest = [], 0.0
+            want, latest = [], -1.0
             for step, own in enumerate(np.float64(0.5 * before(mu) + 0.5 * g), 1):
                 square = (own**2).sum() / WORKERS
-                if where[k] and square and (step in due or step % 2 == 0):
-                    latest = 1 - (own.mean(0) ** 2).sum() / square
+                if where[k] and (step in due or step % 2 == 0):
+                    latest = 1 - (own.mean(0) ** 2).sum() / square if square else 0
                 want.append([latest] * WORKERS)
             np.testing.assert_allclose(state.drift[k], want, rtol=1e-6, atol=1e-9, err_msg=k)
 
@@ -228,7 +228,7 @@ def test_a_sync_in_codes_is_that_of_the_reference(ran, workers, period, bits, wh
     errors = flat.value.error.reshape(6, -1, 128)
     equal(errors[:, :rows], want.owner)
     assert not errors[:, rows:].any() and errors.any()
-    drift = np.any(state.drift["a"], 1)  # codes do not tell it
+    drift = np.any(state.drift["a"] >= 0, 1)  # codes do not tell it
     assert drift.tolist() == [bool(watch) and t >= 2 for t in range(6)]
 
 

@@ -3,6 +3,9 @@
 What a method of the library sends by itself is no error: every test that compiles one says so.
 """
 
+import os
+import subprocess
+import sys
 import warnings
 
 import jax
@@ -14,6 +17,7 @@ from flax import jax_utils
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxlib import xla_client
 
 import lioncub_jax as lc
 
@@ -154,6 +158,46 @@ def test_what_xla_joins_to_a_number_of_the_library_is_seen(take, mesh):
         jax.jit(step).lower(*args).compile()
 
 
+def test_the_name_of_a_program_does_not_matter(mesh):
+    step, args, _ = step_of(mesh)
+    step.__name__ = "étape"  # XLA writes it otherwise
+    with refused("also 344 kB of floats"):
+        jax.jit(step, **out_shardings(mesh, None)).lower(*args).compile()
+
+
+# Compiles a step whose workers average first, for the devices of a client that JAX does not know by itself.
+ELSEWHERE = """
+import jax, numpy as np
+from jax.extend import backend
+from jax.sharding import AxisType, PartitionSpec as P
+from jaxlib import xla_client
+
+client = xla_client.make_cpu_client(num_devices=2)
+backend.register_backend_factory("other", lambda: client)
+import lioncub_jax as lc
+
+mesh = jax.make_mesh((2,), ("data",), devices=client.devices(), axis_types=(AxisType.Auto,))
+tx = lc.lion_cub(1e-3, axis_name="data")
+params = {"w": np.ones((16, 32), "f")}
+
+def step(params, x):
+    grads = jax.lax.pmean(jax.tree.map(lambda p: p * x.sum(), params), "data")
+    return tx.update(grads, tx.init(params), params)[0]
+
+specs = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": False}
+assert client is not jax.devices()[0].client
+jax.jit(jax.shard_map(step, mesh=mesh, **specs)).lower(
+    *jax.eval_shape(lambda: (params, np.ones(2, "f")))
+).compile()
+"""
+
+
+def test_programs_of_every_backend_are_read():
+    command, env = [sys.executable, "-c", ELSEWHERE], os.environ | {"JAX_PLATFORMS": "cpu,other"}
+    ran = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert "all-reduce of f32[16, 32]" in ran.stderr and ran.returncode
+
+
 # --- What is not
 
 
@@ -203,7 +247,10 @@ def test_the_switch_and_programs_that_are_given(mesh):
     assert lc.watch.mode("allow") == "warn"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        lowered(**gathers).compile()
+        allowed = lowered(**gathers).compile()
+        lc.watch.mode("raise")
+        lowered().compile()  # what was compiled before stays allowed
+        assert allowed.as_text()
     for program in (wrong, wrong.as_text()):
         with refused("also 344 kB of floats"):
             lc.check_votes(program)
@@ -216,16 +263,11 @@ def test_the_switch_and_programs_that_are_given(mesh):
         lc.watch.mode("off")
 
 
-def test_a_backend_that_shows_no_programs_is_warned_of(mesh, monkeypatch):
-    class Silent:
-        @property
-        def client(self):
-            raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: no HLO")
-
-    step, args, _ = step_of(mesh)
+def test_a_program_that_votes_and_that_no_backend_shows_is_warned_of():
+    devices = xla_client.make_cpu_client(num_devices=8).devices()  # as if elsewhere
+    step, args, _ = step_of(jax.make_mesh((8,), ("data",), devices=devices))
     lowered = jax.jit(step).lower(*args)
-    monkeypatch.setattr(lc.watch.jax, "devices", lambda: [Silent()])
-    with pytest.warns(UserWarning, match=r"may vote, .*UNIMPLEMENTED: no HLO.*nobody has looked"):
+    with pytest.warns(UserWarning, match="step votes, and no backend shows .*nobody has looked"):
         lowered.compile()
 
 
@@ -238,3 +280,57 @@ def test_votes_that_only_a_branch_takes_are_warned_of(mesh):
 
     with pytest.warns(UserWarning, match="apply_if_finite does that.*abstains by itself"):
         in_pmap(step, mesh, tx.init(PARAMS)).compile()
+
+
+# --- Leaves that no transform was given, where types do not tell
+
+MEAN = lc.global_gradients(optax.lion(1e-3), "data")
+CUB = lc.lion_cub(**LION)
+
+
+def by_subtree(vote):
+    """Labels of which one stands for a whole subtree."""
+    return optax.partition({"vote": vote, "mean": MEAN}, {"a": "vote", "b": "mean"})
+
+
+WITHOUT_B = optax.masked(CUB, {"a": True, "b": False})
+MASKED = {
+    "a second optimizer has them": ([WITHOUT_B, CUB], True),
+    "a first one has them": ([CUB, WITHOUT_B], True),
+    "labels of a subtree": ([by_subtree(CUB)], False),
+    "two ways to send": (
+        [by_subtree(lc.baselines.one_bit_adam(1.0, warmup=2, axis_name="data"))], False,
+    ),
+    "another way to send": ([by_subtree(lc.baselines.dgc(1.0, axis_name="data")), CUB], False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_leaves_are_masked_from_each_optimizer_by_itself(name, mesh):
+    txs, hidden = MASKED[name]
+
+    def step(params, _, batch):
+        grads = jax.grad(loss)(params, batch)
+        return [tx.update(grads, tx.init(params), params)[0] for tx in txs]
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        in_pmap(step, mesh, ()).compile()
+    named = [str(w.message).partition(" are masked")[0] for w in told]
+    assert [x for x in named if "leaves" in x] == ["the leaves ['b']"] * hidden
+
+
+# --- What travels, in words
+
+
+def test_what_travels_inside_a_worker_is_told():
+    """Momentum that lies in parts over fsdp, in a step whose specs say that it is whole."""
+    mesh = jax.make_mesh((4, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    step, (params, state, batch), _ = step_of(mesh)
+    told = lc.check_votes(jax.jit(step).lower(params, state, batch).compile())
+    assert told == "A device sends 3.14 kB between the workers of 'data' in a step"
+    mu = jax.device_put(state[0].mu, NamedSharding(mesh, P("data", "fsdp")))
+    state = (state[0]._replace(mu=mu), *state[1:])
+    told = lc.check_votes(jax.jit(step).lower(params, state, batch).compile())
+    assert "Inside a worker it sends 24.8 kB over 'fsdp':\n  all-gather of f32[1, 32, 128]" in told
+    assert "opt_state[0].mu['a']['kernel']), 16.4 kB, " in told and "test_watch.py:" in told

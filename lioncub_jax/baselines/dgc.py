@@ -34,8 +34,10 @@ import optax
 from jax import lax
 
 from lioncub_jax import checks, wires
+from lioncub_jax.arguments import check_number
 from lioncub_jax.baselines.levels import one_level
 from lioncub_jax.exchange import Asked, Sending
+from lioncub_jax.layout import Holder
 from lioncub_jax.mesh import placement
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.mesh.specs import cut_of
@@ -60,6 +62,11 @@ class DGCState(NamedTuple):
     residual: Any
     abstained: jax.Array
     abstentions: jax.Array
+
+    @staticmethod
+    def holders() -> dict[str, Holder]:
+        """Whose the fields are, for checkpoints."""
+        return {"velocity": Holder.WORKER, "residual": Holder.FEEDBACK}
 
 
 class Stage(NamedTuple):
@@ -102,7 +109,8 @@ def dgc(
 
     A worker with a gradient that is not finite anywhere, or asked to by ``abstain``, abstains from the
     step: what it sends counts for nothing, and its state stays as it is. One worker alone sends nothing, so
-    nothing is left out either: its update is that of plain momentum SGD.
+    nothing is left out either: its update is that of plain momentum SGD, and the residual that several
+    workers left comes with the first.
 
     Masking forgets the velocity of what is sent. So ``density=1`` has no momentum: it is plain SGD on
     the mean gradient; with ``factor_masking=False`` it is momentum SGD on the mean gradient.
@@ -215,7 +223,8 @@ def _sparse_mean(plan: _Plan) -> optax.GradientTransformationExtraArgs:
         workers = wires.workers_on(plan.axis)
         checks.check_leaves(updates)
         checks.check_local(updates, plan.axis)
-        told = jnp.zeros((), bool) if abstain is None else checks.as_flag(abstain)
+        checks.check_state(updates, state.velocity, state.residual)
+        told = jnp.zeros((), bool) if abstain is None else abstain
         on_device = partial(_worker_step, plan, workers)
         # Results lie as what they replace.
         return placement.on_shards(on_device, (updates, state, told), cut_of((updates, state)))
@@ -241,7 +250,7 @@ def _worker_step(
     # All that is not finite ends up in the residual.
     abstains = abstains_of(plan.axis, told | ~finite, residual)
     means, present, now = (
-        _alone(plan.axis, ~abstains, velocity, before.residual)
+        _alone(plan.axis, ~abstains, velocity, residual)
         if workers == 1
         else _exchanged(plan, ~abstains, state.count, _Gathered(velocity, residual))
     )
@@ -271,10 +280,8 @@ def _clipped(
     """Gradients of at most ``clip / sqrt(W)``, and whether their norm is finite."""
     if plan.clip is None or not grads:
         return grads, jnp.ones((), bool)
-    # Over all axes that cut any leaf, in one sum; a leaf of which there are copies counts once.
-    squares = [jnp.sum(jnp.square(g)) * wires.shard(g, plan.axis)[1] for g in grads]
-    square = reduce(operator.add, squares)
-    square = wires.sum_over_shards(square / wires.shard(square, plan.axis)[1], plan.axis)
+    squares = [jnp.sum(jnp.square(g)) for g in grads]
+    square = wires.total_over_shards(squares, (), plan.axis)[0]
     norm, limit = jnp.sqrt(square), jnp.asarray(plan.clip, jnp.float32) / math.sqrt(workers)
     scale = jnp.where(norm > limit, limit / norm, 1)
     return [g * scale for g in grads], jnp.isfinite(norm)
@@ -289,10 +296,10 @@ def abstains_of(axis: AxisName, told: jax.Array, values: list[jax.Array]) -> jax
 def _alone(
     axis: AxisName, takes_part: jax.Array, velocity: list[jax.Array], residual: list[jax.Array]
 ) -> tuple[list[jax.Array], jax.Array, _Gathered]:
-    """One worker's update: its velocity, all of it; nothing is left out, so nothing is gathered."""
-    means = [wires.same_everywhere(jnp.where(takes_part, u, 0), axis) for u in velocity]
+    """One worker's update: all that is gathered, its velocity if no others left more; nothing stays."""
+    means = [wires.same_everywhere(jnp.where(takes_part, v, 0), axis) for v in residual]
     present = wires.same_everywhere(takes_part.astype(jnp.uint32), axis)
-    return means, present, _Gathered(velocity, residual)
+    return means, present, _Gathered(velocity, list(map(jnp.zeros_like, residual)))
 
 
 def _exchanged(
@@ -442,13 +449,10 @@ def _check_sizes(plan: _Plan, leaves: Any) -> None:
 
 
 def _check_density(density: Any, warmup: Any) -> None:
-    number = isinstance(density, (int, float, np.number)) and not isinstance(density, bool)
-    if not number or not 0 < density <= 1:
-        raise ValueError(
-            f"density={density!r}: give the share of values to send, in (0, 1], such as 0.001"
-        )
-    if not isinstance(warmup, int) or isinstance(warmup, bool) or warmup < 0:
-        raise ValueError(f"warmup={warmup!r}: give a whole number of steps, or 0 for no warm-up")
+    said = "give the share of values to send, in (0, 1], such as 0.001"
+    check_number(f"density={density!r}", density, lambda x: 0 < x <= 1, said, float)
+    said = "give a whole number of steps, or 0 for no warm-up"
+    check_number(f"warmup={warmup!r}", warmup, lambda n: n >= 0, said, int)
     if warmup and density >= 0.25:
         raise ValueError(
             f"warmup={warmup} with density={density}: a warm-up comes down from 25 %; give a density "
@@ -459,8 +463,6 @@ def _check_density(density: Any, warmup: Any) -> None:
 def _check_numbers(momentum: Any, clip: Any) -> None:
     """Where their values are known."""
     checks.check_betas(momentum=momentum)
-    if clip is None or isinstance(clip, jax.core.Tracer):
-        return
-    number = int, float, np.number, np.ndarray, jax.Array
-    if not isinstance(clip, number) or isinstance(clip, bool) or not 0 < clip < math.inf:
-        raise ValueError(f"clip={clip!r}: give a norm above 0, or None for no clipping")
+    if clip is not None:
+        said = "give a norm above 0, or None for no clipping"
+        check_number(f"clip={clip!r}", clip, lambda x: 0 < x < math.inf, said)

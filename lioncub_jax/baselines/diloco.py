@@ -2,10 +2,10 @@
 
 from typing import Any
 
-import jax.numpy as jnp
 import optax
 
 from lioncub_jax import checks
+from lioncub_jax.arguments import check_rates
 from lioncub_jax.baselines.methods import trace
 from lioncub_jax.exchange import Sending
 from lioncub_jax.mesh.placement import Workers
@@ -19,7 +19,7 @@ def diloco(
     bits: int | None = None,
     *,
     axis_name: AxisName | Workers,
-    error_dtype: Any = jnp.float32,
+    error_dtype: Any = "float32",
 ) -> Sending:
     """The outer optimizer of DiLoCo: Nesterov SGD on the mean of how far the workers came.
 
@@ -65,6 +65,7 @@ def diloco(
     feedback both ways as dist-EF-blockSGD (1905.10936), of one bit or more.
     """
     checks.check_betas(momentum=momentum)
+    check_rates(learning_rate=learning_rate)
     outer = optax.chain(trace(momentum, True), optax.scale_by_learning_rate(learning_rate))
     if bits is None:
         return global_gradients(outer, axis_name)

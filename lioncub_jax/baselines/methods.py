@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import optax
 
 from lioncub_jax import checks, decide, quantize, wires
+from lioncub_jax.arguments import check_floating, check_number, check_rates
 from lioncub_jax.baselines.levels import one_level
 from lioncub_jax.baselines.shared_scale import in_shared_units
 from lioncub_jax.exchange import Sending, communicate
@@ -49,7 +50,7 @@ def sgd(
     mask: Any = None,
     *,
     axis_name: AxisName | Workers,
-    dtype: Any = jnp.float32,
+    dtype: Any = "float32",
 ) -> Sending:
     """SGD with momentum on the mean gradient: ``v = m v + mean_i g_i``, ``p -= lr (v + wd p)``.
 
@@ -91,7 +92,7 @@ def adamw(
     *,
     nesterov: bool = False,
     axis_name: AxisName | Workers,
-    dtype: Any = jnp.float32,
+    dtype: Any = "float32",
 ) -> Sending:
     """``optax.adamw``, whose arguments these are, on the mean gradient.
 
@@ -112,8 +113,9 @@ def adamw(
       >>> tx = baselines.adamw(3e-4, b2=0.99, weight_decay=0.1, axis_name="data")
     """
     checks.check_betas(b1=b1, b2=b2)
+    check_rates(learning_rate=learning_rate, weight_decay=weight_decay)
     checks.check_mu_dtype(mu_dtype)
-    mask = checks.as_mask("mask", mask)
+    mask = checks.decay_mask(mask)
     tx = optax.adamw(
         learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov
     )
@@ -129,7 +131,7 @@ def lion(
     mask: Any = None,
     *,
     axis_name: AxisName | Workers,
-    dtype: Any = jnp.float32,
+    dtype: Any = "float32",
 ) -> Sending:
     """``optax.lion``, whose arguments these are, on the mean gradient: Lion without votes ("G-Lion").
 
@@ -148,9 +150,9 @@ def lion(
       >>> tx = baselines.lion(1e-4, weight_decay=0.1, axis_name="data")
     """
     checks.check_betas(b1=b1, b2=b2)
+    check_rates(learning_rate=learning_rate, weight_decay=weight_decay)
     checks.check_mu_dtype(mu_dtype)
-    mask = checks.as_mask("mask", mask)
-    tx = optax.lion(learning_rate, b1, b2, mu_dtype, weight_decay, mask)
+    tx = optax.lion(learning_rate, b1, b2, mu_dtype, weight_decay, checks.decay_mask(mask))
     return global_gradients(tx, axis_name, dtype)
 
 
@@ -224,7 +226,7 @@ def ef_signsgd(
     mask: Any = None,
     *,
     axis_name: AxisName | Workers,
-    error_dtype: Any = jnp.float32,
+    error_dtype: Any = "float32",
 ) -> Sending:
     """Error feedback for signSGD, both ways: the error of a sign and a scale comes later.
 
@@ -249,13 +251,15 @@ def ef_signsgd(
     Source: Karimireddy et al. (arXiv 1901.09847), algorithm 1; two ways as dist-EF-blockSGD, Zheng et
     al. (arXiv 1905.10936), without its momentum. Padding is left out of every scale.
     """
+    check_rates(learning_rate=learning_rate, weight_decay=weight_decay)
+    check_floating("error_dtype", error_dtype)
     axis, group = names_of(axis_name)
     feedback = coded_mean(1, axis, group, error_dtype, decide.scaled_signs())
     decay = _decay(learning_rate, weight_decay)
     chain = optax.chain(
         optax.scale_by_learning_rate(learning_rate),
         feedback,
-        optax.add_decayed_weights(decay, checks.as_mask("mask", mask)),
+        optax.add_decayed_weights(decay, checks.decay_mask(mask)),
     )
     return feedback.around(chain)
 
@@ -295,8 +299,9 @@ def terngrad(
     Source: Wen et al. (arXiv 1705.07878), with gradient clipping, layer-wise and shared scalers.
     """
     checks.check_betas(momentum=momentum)
-    if clip is not None and (not isinstance(clip, (int, float)) or not clip > 0):
-        raise ValueError(f"clip={clip!r}: give standard deviations above 0, such as 2.5, or None")
+    if clip is not None:
+        said = "give standard deviations above 0, such as 2.5, or None"
+        check_number(f"clip={clip!r}", clip, lambda x: x > 0, said, float)
     axis = one_level("terngrad", axis_name)
     codes = quantize.ternary(rounding=quantize.stochastic(seed))
     mean = in_shared_units(

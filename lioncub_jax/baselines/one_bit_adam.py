@@ -41,6 +41,7 @@ import numpy as np
 import optax
 
 from lioncub_jax import checks, decide, quantize, wires
+from lioncub_jax.arguments import check_floating, check_number
 from lioncub_jax.exchange import Asked, CommunicateState, Sending, communicate
 from lioncub_jax.mesh.placement import Workers, names_of
 from lioncub_jax.momentum import nothing
@@ -105,7 +106,7 @@ def one_bit_adam(
     warmup: int,
     bits: int | None = None,
     axis_name: AxisName | Workers,
-    error_dtype: Any = jnp.float32,
+    error_dtype: Any = "float32",
 ) -> Sending:
     """1-bit Adam: AdamW on the mean gradient at first, then momentum in one bit under a frozen variance.
 
@@ -154,11 +155,9 @@ def one_bit_adam(
     """
     wanted = "a whole number of steps of at least 1: they find the variance that is frozen then"
     checks.check_count(f"warmup={warmup!r}", warmup, wanted)
-    if bits is not None and (not isinstance(bits, int) or not 2 <= bits <= 8):
-        raise ValueError(
-            f"bits={bits!r}: codes of the warm-up, from which the variance is found, have 2 to 8; give "
-            "None for float32"
-        )
+    if bits is not None:
+        said = "codes of the warm-up, from which the variance is found, have 2 to 8; give None for float32"
+        check_number(f"bits={bits!r}", bits, lambda p: 2 <= p <= 8, said, int)
     plan = _plan(b1, b2, eps, _When(_NEVER, min(warmup, _NEVER)), axis_name, error_dtype, bits)
     coded = "" if bits is None else f", bits={bits}"
     return _descending(
@@ -177,7 +176,7 @@ def zero_one_adam(
     kappa: int = 16,
     freeze_after: int = 100_000,
     axis_name: AxisName | Workers,
-    error_dtype: Any = jnp.float32,
+    error_dtype: Any = "float32",
 ) -> Sending:
     """0/1 Adam without its local steps: a variance that is updated ever more rarely, else one bit.
 
@@ -223,9 +222,10 @@ def _plan(
     bits: int | None = None,
 ) -> _Plan:
     checks.check_betas(b1=b1, b2=b2)
-    number = isinstance(eps, (int, float, np.number, np.ndarray, jax.Array))
-    if not isinstance(eps, jax.core.Tracer) and not (number and 0 < eps < np.inf):
-        raise ValueError(f"eps={eps!r}: give a number above 0, such as 1e-8")
+    check_number(
+        f"eps={eps!r}", eps, lambda x: 0 < x < np.inf, "give a number above 0, such as 1e-8"
+    )
+    check_floating("error_dtype", error_dtype)
     axis, group = names_of(axis_name)
     codes = coded_mean(1, axis, group, error_dtype)
     if bits is not None:
@@ -274,6 +274,7 @@ def _update(
 ) -> tuple[Any, OneBitAdamState]:
     del extra
     checks.check_leaves(updates)
+    checks.check_state(updates, state.mu)
     # A branch for each, with collectives of its own; all workers take the same one, as they count alike.
     ways = (partial(way, plan, params, abstain) for way in (_in_floats, _in_codes))
     with wires.by_count():

@@ -33,6 +33,7 @@ import optax
 from jax import lax
 
 from lioncub_jax import checks, rotation, wires
+from lioncub_jax.arguments import check_floating, check_number
 from lioncub_jax.baselines.dgc import abstains_of
 from lioncub_jax.baselines.levels import one_level
 from lioncub_jax.bits import ROW
@@ -88,7 +89,7 @@ def powersgd(
     *,
     axis_name: AxisName | Workers,
     seed: int = 0,
-    error_dtype: Any = jnp.float32,
+    error_dtype: Any = "float32",
 ) -> Sending:
     """PowerSGD: any optax transform, of an approximation of the mean gradient by matrices of low rank.
 
@@ -149,10 +150,8 @@ def powersgd(
     checks.check_axis(axis)
     checks.check_kinds(tx=(tx, optax.GradientTransformation))
     checks.check_count(f"rank={rank!r}", rank)
-    if not jnp.issubdtype(error_dtype, jnp.floating):
-        raise ValueError(
-            f"powersgd(error_dtype={jnp.dtype(error_dtype).name}): give a floating dtype"
-        )
+    check_floating("error_dtype", error_dtype)
+    check_number(f"seed={seed!r}", seed, lambda seed: True, "give a whole number", int)
     tx = optax.with_extra_args_support(tx)
     # Codes begin anew each step: the workers keep what they miss.
     codes = None if bits is None else coded_mean(bits, axis, None, None)
@@ -176,8 +175,8 @@ def powersgd(
         workers = wires.workers_on(axis)
         checks.check_leaves(updates)
         checks.check_local(updates, axis)
-        checks.note_leaves(updates, axis)
-        told = jnp.zeros((), bool) if abstain is None else checks.as_flag(abstain)
+        checks.check_state(updates, state.error)
+        told = jnp.zeros((), bool) if abstain is None else abstain
         given = updates, state.q, state.error, told
         # Results lie as what they replace.
         means, q, error, away = placement.on_shards(
@@ -201,7 +200,7 @@ def _sent(plan: _Plan, asked: Asked) -> tuple[Sent, ...]:
     # The count of those who take part is a number more among floats.
     first: list[Any] = [] if plan.codes else [((), frozenset())]
     second: list[Any] = []
-    matrices = _matrices(plan.rank, asked.leaves)
+    matrices = _matrices(plan.rank, asked.tree)
     for leaf, axes, matrix in zip(asked.leaves, asked.axes, matrices, strict=True):
         m, n = (None, None) if matrix is None else matrix
         first.append((leaf.shape if m is None else (plan.rank, m), axes))
@@ -214,7 +213,7 @@ def _sent_of(plan: _Plan, asked: Asked, arrays: list[tuple[Any, frozenset]]) -> 
     if plan.codes is not None:
         rows = [-(-math.prod(shape) // ROW) for shape, _ in arrays]
         leaves = [jax.ShapeDtypeStruct((n, ROW), jnp.float32) for n in rows]
-        return plan.codes.sends(asked._replace(leaves=leaves, axes=[axes for _, axes in arrays]))
+        return plan.codes.sends(asked._replace(tree=leaves, axes=[axes for _, axes in arrays]))
     sizes: dict[frozenset, int] = {}
     for shape, axes in arrays:
         sizes[axes] = sizes.get(axes, 0) + math.prod(shape)

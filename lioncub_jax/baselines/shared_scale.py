@@ -41,9 +41,8 @@ def in_shared_units(exchange: Sending, axis_name: AxisName, clip: float | None) 
         leaves, tree = jax.tree.flatten(updates)
         if workers == 1 or not leaves:
             return exchange.update(updates, state, abstain=abstain)
-        told = None if abstain is None else checks.as_flag(abstain)
         measure = partial(_measured, axis_name, clip)
-        limits, scales, absent = placement.on_shards(measure, (leaves, told), P())
+        limits, scales, absent = placement.on_shards(measure, (leaves, abstain), P())
         shares = [
             _share_of_scale(g, limit, scale)
             for g, limit, scale in zip(leaves, limits, scales, strict=True)

@@ -13,7 +13,8 @@ SUMMARY = "what a compiled step really sends"
 DESCRIPTION = """\
 Lists every collective of a compiled JAX program with the mesh axes that it runs
 over, and the bytes that each device sends in a step. With --params it compares
-them with an all-reduce of float32 gradients."""
+them with an all-reduce of float32 gradients. Of a program that votes it says what
+travels between the workers, and what inside a worker."""
 
 EPILOG = """\
 TARGET is MODULE:NAME or FILE.py:NAME, a function without arguments that returns
@@ -71,24 +72,30 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.params is None:
         options.refuse(args, ["axis"], "it has no effect without --params")
+    from lioncub_jax import watch
     from lioncub_jax.traffic import compiled  # brings jax
 
     program, mesh = _saved(args) if _is_text(args.target) else _built(args)
     found = _read(args.target, program, mesh)
     dense = _float32_bytes(args, dict(mesh.shape))
     every, gated = (compiled.sent_bytes(found, gated=flag) for flag in (False, True))
+    text = program if isinstance(program, str) else program.as_text()
+    voters = watch.voters_of(text)
     if args.json:
         output.show_json({
             "mesh": dict(mesh.shape),
             "collectives": [{**one._asdict(), "sent_bytes": one.sent_bytes} for one in found],
             "every_step": {_axes(axes): sent for axes, sent in every.items()},
             "in_branches": {_axes(axes): sent for axes, sent in gated.items()},
+            "workers": voters and voters.axes,
             "float32_all_reduce": dense,
         })  # fmt: skip
         return 0
     parts: list[Any] = [compiled.table(found)]
     if not found:
         parts += ["no collective: the devices send nothing to each other"]
+    if voters:
+        parts += [watch.report(text, voters)]
     if dense:
         least = "at least " if any(one.looped for one in found) else ""
         parts += [_comparison(args, sum(every.values()), dense, least)]

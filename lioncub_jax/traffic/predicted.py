@@ -14,7 +14,7 @@ import optax
 
 from lioncub_jax import checks, momentum, wires
 from lioncub_jax.decide import Down, Owner
-from lioncub_jax.exchange import Asked, Sending, communicate
+from lioncub_jax.exchange import Asked, communicate, senders
 from lioncub_jax.mesh.placement import check_arrays
 from lioncub_jax.mesh.specs import axes_of, shard_shape
 from lioncub_jax.optimizer import global_gradients
@@ -73,7 +73,9 @@ def of(
     """Predicts what each device sends in a step of a transform, syncs of momenta left out.
 
     Args:
-      tx: what an optimizer or baseline of this library, `communicate` or `sync_momentum` returned.
+      tx: what an optimizer or baseline of this library, `communicate` or `sync_momentum` returned, or any
+        transform of optax around them: a chain, masks and labels, ``inject_hyperparams``, ``MultiSteps``
+        (which votes in each step, and moves parameters in every k-th).
       params: tree of arrays or ``jax.ShapeDtypeStruct``; only sizes matter.
       workers: how many workers.
       group_size: devices of one worker on its ``group_axis``.
@@ -87,9 +89,10 @@ def of(
       A ``Traffic``; one worker sends nothing to others.
 
     Raises:
-      TypeError: for a transform that does not say what it sends, such as a chain of others.
+      TypeError: for a transform in which nothing says what it sends, one that talks by itself, and what
+        `on_mesh` returned.
       ValueError: for fewer than one worker, or more than the quantiser or wire can count; for a step
-        below 0.
+        below 0; for specs of axes that have no size in ``inner_axes``.
 
     Example:
       >>> import jax.numpy as jnp, lioncub_jax as lc
@@ -101,18 +104,41 @@ def of(
     checks.check_count(f"group_size={group_size!r}", group_size)
     if step is not None and (not isinstance(step, int) or step < 0):
         raise ValueError(f"step={step!r}: give the steps taken before, from 0; or None")
-    if not isinstance(tx, Sending):
-        raise TypeError(
-            f"{type(tx).__name__} does not say what it sends: give what lion_cub, another optimizer or "
-            "baseline, communicate or sync_momentum returned, and not a chain or wrapper around it"
-        )
     check_arrays(params)
-    leaves, axes = _shards(params, specs, inner_axes or {})
-    sent = tx.sends(Asked(leaves, axes, workers, group_size, platform, step))
+    shards, cuts = _shards(params, specs, inner_axes or {})
+    schemes, sent, elements = dict[str, None](), list[Sent](), 0
+    for sender, tree in _senders(tx, shards):
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+        if specs is not None and not cuts.keys() >= {*paths}:
+            raise ValueError(
+                "a transform in front of the vote changes the tree, as optax.flatten does, and no spec "
+                "tells how its leaves are cut: leave it out, or specs"
+            )
+        axes = [cuts.get(path, frozenset()) for path in paths]
+        asked = Asked(tree, axes, workers, group_size, platform, step)
+        schemes[sender.scheme] = None
+        sent += sender.sends(asked)
+        elements += sum(math.prod(leaf.shape) for leaf in asked.leaves)
     across = sum((one.sent_bytes for one in sent if not one.inside), 0.0)
     inside = sum((one.sent_bytes for one in sent if one.inside), 0.0)
-    parameters = round(sum(math.prod(leaf.shape) for leaf in leaves) / group_size)
-    return Traffic(tx.scheme, workers, parameters, across, inside, sent)
+    scheme, parameters = "; ".join(schemes), round(elements / group_size)
+    return Traffic(scheme, workers, parameters, across, inside, tuple(sent))
+
+
+def _senders(tx: Any, params: Any) -> list[tuple[Any, Any]]:
+    found, reason = [], Exception("nothing in it does")
+    try:
+        found = senders(tx, params)
+    # What is no transform, who talks over an axis, which is not bound here, and what wants global arrays.
+    except (AttributeError, NameError, ValueError) as error:
+        reason = error
+    if found:
+        return found
+    raise TypeError(
+        f"{type(tx).__name__} does not say what it sends: give what lion_cub, another optimizer or "
+        "baseline, communicate or sync_momentum returned, alone or in chains and wrappers of optax, and "
+        f"not what on_mesh returned ({reason})"
+    ) from reason
 
 
 def predict(
@@ -245,17 +271,22 @@ def _chosen(params: Any, where: Any) -> list[Any]:
 
 def _shards(
     params: Any, specs: Any, inner_axes: Mapping[str, int]
-) -> tuple[list[Any], list[frozenset]]:
-    """The leaves that one device holds, and over which inner axes each is cut."""
-    leaves = jax.tree.leaves(params)
+) -> tuple[Any, dict[Any, frozenset]]:
+    """The leaves that one device holds, and over which inner axes each is cut, by its path."""
     if specs is None:
-        return leaves, [frozenset()] * len(leaves)
-    flat = jax.tree.leaves(specs)
-    shards = [
-        jax.ShapeDtypeStruct(shard_shape(leaf.shape, spec, inner_axes), leaf.dtype)
-        for leaf, spec in zip(leaves, flat, strict=True)
-    ]
-    return shards, [frozenset(axis for e in spec for axis in axes_of(e)) for spec in flat]
+        return params, {}
+    named = [frozenset(a for e in spec for a in axes_of(e)) for spec in jax.tree.leaves(specs)]
+    if missing := frozenset().union(*named) - inner_axes.keys():
+        raise ValueError(
+            f"the specs name the axes {', '.join(sorted(missing))}, and inner_axes is {dict(inner_axes)}: "
+            "give the size of each, such as inner_axes={'fsdp': 2}, or dict(mesh.shape)"
+        )
+
+    def shard(leaf: Any, spec: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shard_shape(leaf.shape, spec, inner_axes), leaf.dtype)
+
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    return jax.tree.map(shard, params, specs), dict(zip(paths, named, strict=True))
 
 
 def float32_all_reduce_bytes(parameters: float, workers: int) -> float:

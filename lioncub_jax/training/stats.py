@@ -99,9 +99,10 @@ def drift_stats(opt_state: Any) -> DriftStats | None:
     found = states_of(opt_state, SyncState)
     if not found:
         return None
-    each = jnp.stack([jnp.zeros(()), *jax.tree.leaves([s.drift for s in found])])
-    mean = jnp.sum(each) / jnp.maximum(jnp.sum(each > 0), 1)
-    trees = [s.drift for s in found]
+    each = jnp.stack([jnp.float32(-1), *jax.tree.leaves([s.drift for s in found])])
+    measured = each >= 0
+    mean = jnp.sum(each, where=measured) / jnp.maximum(jnp.sum(measured), 1)
+    trees = [jax.tree.map(partial(jnp.maximum, 0), s.drift) for s in found]
     syncs = jnp.max(jnp.stack([s.syncs for s in found]))
     return DriftStats(mean, trees[0] if len(trees) == 1 else tuple(trees), syncs)
 
