@@ -199,6 +199,14 @@ def test_an_nnx_optimizer_of_cut_parameters_learns_and_lies_as_it_says(make, kin
         nnx_steps(workers, model, nnx_optimizer(workers, model, make))
 
 
+def test_where_axes_are_explicit_types_say_how_parameters_of_nnx_are_cut():
+    workers = workers_of(AxisType.Explicit)
+    with jax.set_mesh(workers.mesh):
+        bare = nnx.as_pure(nnx.state(Model(), nnx.Param))  # so nnx.Optimizer gives them to update
+        made = jax.jit(lc.on_mesh(lc.lion_cub(0.1, axis_name=workers), workers).init)(bare)
+    assert made[0].mu["a"]["kernel"].sharding.spec == P("data", None, "fsdp")
+
+
 def test_an_nnx_optimizer_says_how_momentum_lies():
     """As the parameters, whatever metadata for optimizers that are cut otherwise says."""
     workers = workers_of()

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.traffic.compiled import collectives
@@ -25,7 +25,7 @@ WORKERS = {"data", "batch"}  # what the trainers call their axis
 STEPS, LEARNING_RATE = 20, 3e-3
 NOISE = 0.1  # in a loss; seeds of Lion's differ by as much
 # Each worker draws its own units to drop, and has statistics of its own rows, from the first step on.
-OF_CHANCE = {"keras_stateless", "linen_batch_stats", "nnx_optimizer"}
+OF_CHANCE = {"explicit_rngs", "keras_stateless", "linen_batch_stats", "nnx_optimizer"}
 
 
 def usual(style):
@@ -43,11 +43,11 @@ def changed(style):
 
 
 def run(source, steps):
-    """Trains for some steps: the losses, what crosses between workers in the compiled step, the state."""
+    """Trains for some steps: the losses, what travels in the compiled step, the state."""
     names = {"__name__": "trainer"}
     exec(compile(source, "trainer.py", "exec"), names)
     names["LAYERS"] = 1
-    mesh = names["common"].make_mesh(**names["AXES"])
+    mesh = names["common"].make_mesh(names.get("KIND", AxisType.Auto), **names["AXES"])
     with names.get("around", contextlib.nullcontext)(mesh):
         state, step = names["build"](mesh, LEARNING_RATE)
         first, *rest = itertools.islice(names["batches"](mesh), steps)
@@ -58,13 +58,18 @@ def run(source, steps):
             state, metrics = step(state, batch)
             losses.append(metrics["loss"])
     found = collectives(getattr(compiled, "compiled", compiled), mesh)  # equinox wraps it
-    return np.reshape(losses, (steps, -1)).mean(1), [one for one in found if crosses(one)], state
+    return np.reshape(losses, (steps, -1)).mean(1), found, state
 
 
-def crosses(one):
-    """Whether more than a number goes from worker to worker."""
-    workers = one.axes is None or WORKERS & set(one.axes)
-    return workers and one.payload_bytes > 8
+def crossing(found):
+    """What goes from worker to worker, but for numbers."""
+    workers = [one for one in found if one.axes is None or WORKERS & set(one.axes)]
+    return [one for one in workers if one.payload_bytes > 8]
+
+
+def bytes_within(found):
+    """What the devices of a worker exchange, over an axis of theirs alone or over all axes."""
+    return sum(one.payload_bytes for one in found if set(one.axes or ()) - WORKERS)
 
 
 def dtypes(sent):
@@ -80,11 +85,12 @@ def test_after_the_change_integers_alone_cross_the_workers_axis_and_it_learns(st
     if style in NEEDS:
         pytest.importorskip(NEEDS[style])
     monkeypatch.syspath_prepend(str(TRAINERS))
-    (first,), floats, _ = run(usual(style), steps=1)
-    losses, votes, state = run(changed(style), STEPS)
+    (first,), before, _ = run(usual(style), steps=1)
+    losses, after, state = run(changed(style), STEPS)
+    floats, votes = crossing(before), crossing(after)
     assert dtypes(floats) == {"f32"} and dtypes(votes) == {"u32"}
     sent, full = (sum(one.sent_bytes for one in each) for each in (votes, floats))
-    assert sent < full / 10
+    assert sent < full / 10 and bytes_within(after) <= 1.02 * bytes_within(before)
     assert abs(losses[0] - first) < (NOISE if style in OF_CHANCE else 1e-3)
     assert np.mean(losses[-3:]) < losses[0] - NOISE
     if style == "linen_fsdp":  # momentum lies with its worker, cut as the parameters

@@ -2,6 +2,7 @@
 
 import functools
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +50,10 @@ def each_alone(loss, params, batch, *args):
     return jax.tree.map(lambda *parts: np.stack(parts), *found)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+on_both_kinds = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+
+
+@on_both_kinds
 def test_every_worker_has_the_gradient_of_its_own_rows_and_of_all_class_weights(kind):
     workers = workers_of(kind)
     grad_fn = jax.jit(grad_of(weighted, workers, in_kinds=(BATCH, SAME, None)))
@@ -74,6 +78,35 @@ def test_each_device_of_a_group_has_its_own_gradient():
     jax.tree.map(close, grads, each_alone(plain, PARAMS, X)[1])
 
 
+def test_within_a_worker_explicit_types_hold_what_a_loss_takes_and_returns():
+    workers, rows = workers_of(AxisType.Explicit), P(("data", "tensor"))
+    specs = rows, P("tensor"), P("data", "tensor"), rows
+    lie = tuple(NamedSharding(workers.mesh, spec) for spec in specs)
+    given = jax.device_put((X[:8], X[0], X[:W], X[:8, 0]), lie)
+
+    def loss(params, *args):
+        assert [*map(str, map(jax.typeof, args))] == SEEN
+        x, weights, state = args
+        out = x @ params["w"]
+        return jnp.mean(out**2), (out, state + weights)
+
+    kinds = {"in_kinds": (BATCH, SAME, OWN), "aux_kinds": (BATCH, OWN), "has_aux": True}
+
+    @jax.jit
+    def step(params, labels, *args):
+        (_, (out, state)), _ = lc.worker_value_and_grad(loss, workers, **kinds)(params, *args)
+        return out - labels, state
+
+    args = PARAMS, given[3], *given[:3]
+    wrong, state = step(*args)
+    np.testing.assert_allclose(wrong, X[:8] @ PARAMS["w"] - X[:8, 0], rtol=1e-5)
+    np.testing.assert_allclose(state, X[:W] + X[0], rtol=1e-5)
+    assert wrong.sharding.spec == rows and state.sharding.spec == specs[2]
+    assert not lc.traffic.collectives(step.lower(*args).compile(), workers.mesh)
+
+
+SEEN = ["float32[2@tensor,6]", "float32[6@tensor]", "float32[6@tensor]"]
+
 # --- What arguments and results are to the workers
 
 
@@ -83,7 +116,8 @@ def test_what_a_loss_says_besides_is_of_the_whole_batch_or_each_workers_own():
         said = {"out": out, "mean": jnp.mean(out), "right": jnp.sum(out > batch["least"])}
         return jnp.mean(out), (model_state + batch["x"].mean(0), said)
 
-    grad_fn = grad_of(with_aux, has_aux=True, in_kinds=(OWN, BATCH, None), aux_kinds=(OWN, BATCH))
+    kinds = OWN, {"out": BATCH, "mean": SAME, "right": SAME}
+    grad_fn = grad_of(with_aux, has_aux=True, in_kinds=(OWN, BATCH, None), aux_kinds=kinds)
     before, batch = np.arange(4 * 6.0).reshape(4, 6), {"x": X, "least": 0.25}
     (value, (after, said)), _ = jax.jit(grad_fn)(PARAMS, before, batch, jax.random.key(0))
     out = X @ np.asarray(PARAMS["w"])
@@ -93,6 +127,27 @@ def test_what_a_loss_says_besides_is_of_the_whole_batch_or_each_workers_own():
     wanted = before + X.reshape(W, ROWS, 6).mean(1)
     np.testing.assert_allclose(after, wanted, rtol=1e-5, atol=1e-6)
     assert after.sharding.spec[0] == "data"
+
+
+@on_both_kinds
+def test_a_sum_beside_a_count_is_warned_of_once_and_own_ones_make_a_ratio(kind):
+    def loss(params, x):
+        return plain(params, x), {"sums": {"xent": jnp.sum(x), "count": jnp.sum(x > 0)}, "n": 1}
+
+    def ratio(**kinds):
+        grad_fn = jax.jit(grad_of(loss, workers_of(kind), has_aux=True, **kinds))
+        with jax.set_mesh(workers_of(kind).mesh):
+            sums = grad_fn(PARAMS, X)[0][1]["sums"]
+        return sums["xent"].sum() / sums["count"].sum()
+
+    wanted = X.sum() / (X > 0).sum()
+    words = r"aux\['sums'\]\['xent'\] is a floating .* aux\['sums'\]\['count'\] a whole one, added"
+    with pytest.warns(UserWarning, match=words) as told:
+        np.testing.assert_allclose(ratio(), wanted / W, rtol=1e-4)
+    assert len(told) == 1
+    with warnings.catch_warnings(action="error"):
+        np.testing.assert_allclose(ratio(aux_kinds=SAME), wanted / W, rtol=1e-4)
+        np.testing.assert_allclose(ratio(aux_kinds=OWN), wanted, rtol=1e-4)
 
 
 def test_keys_are_folded_shared_or_cut_as_their_kind_says():
@@ -181,13 +236,52 @@ def test_the_same_model_runs_outside_a_worker():
     np.testing.assert_allclose(value, product(MATRIX, TEXT), rtol=1e-5)
 
 
-def test_errors_about_the_mesh_say_what_to_write():
-    loss = constrained(lambda: P("data", None, "tensor"))
-    with pytest.raises(ValueError) as raised:
-        jax.jit(lc.worker_value_and_grad(loss, workers_of()))(MATRIX, TEXT)
-    notes = " ".join(raised.value.__notes__)
-    assert "runs for one worker, where the axes ('data',) of the mesh are taken" in notes
-    assert "jax.lax.with_sharding_constraint(x, inner(P(...)))" in notes
+def at_once(params, batch):
+    with jax.ensure_compile_time_eval():
+        weights = jnp.sin(jnp.arange(4.0))
+    return product(params, batch * weights)
+
+
+def looked_up(params, batch):
+    table = nnx.Embed(4, 4, rngs=nnx.Rngs(0))
+    return product(params, table(batch.astype(int), out_sharding=P("tensor")))
+
+
+RNGS = nnx.Rngs(0)
+
+
+def drawn(params, batch):
+    return product(params, batch) * jax.random.uniform(RNGS())
+
+
+def at_the_end(params, batch):
+    return jax.reshard(product(params, batch), NamedSharding(workers_of().mesh, P()))
+
+
+MESH = (
+    "runs for one worker, where the axes ('data',) of the mesh are taken ... lioncub_jax.mesh.inner ... "
+    "jax.lax.with_sharding_constraint(x, inner(P(...)))"
+)
+HINTS = [
+    (constrained(lambda: P("data", None, "tensor")), MESH),
+    (
+        constrained(lambda: NamedSharding(workers_of().mesh, P("data"))),
+        "by P('data',): ... " + MESH,
+    ),
+    (at_the_end, MESH),
+    (at_once, "jax.ensure_compile_time_eval ... compute with NumPy, or before the loss"),
+    (looked_up, "nnx.Embed(out_sharding=...) ... leave it out ... .at[tokens].get(out_sharding="),
+    (drawn, "closes over ... give nnx.Rngs as an argument of the loss"),
+]
+
+
+@pytest.mark.parametrize(("loss", "words"), HINTS)
+def test_errors_of_jax_and_flax_in_a_loss_say_what_to_write(loss, words):
+    mesh = workers_of().mesh
+    with jax.set_mesh(mesh), pytest.raises(Exception) as raised:  # JAX has no class for them
+        jax.jit(lc.worker_value_and_grad(loss, workers_of())).lower(MATRIX, TEXT).compile()
+    told = " ".join([str(raised.value), *raised.value.__notes__])
+    assert re.search("(?s)" + ".*".join(map(re.escape, words.split(" ... "))), told)
 
 
 def test_logical_names_become_axes_by_the_rules():
@@ -212,18 +306,48 @@ def of_net(model, x):
     return jnp.mean(out**2), jnp.sum(out == 0, dtype=jnp.int32)
 
 
-def test_a_module_stands_for_its_parameters_and_its_streams_go_on():
+@on_both_kinds
+def test_a_module_stands_for_its_parameters_and_its_streams_go_on(kind):
     model, same = net(), np.broadcast_to(X[:1], X.shape)
-    grad_fn = nnx.jit(lc.worker_value_and_grad(of_net, workers_of(), has_aux=True))
+    grad_fn = nnx.jit(lc.worker_value_and_grad(of_net, workers_of(kind), has_aux=True))
     found = []
     for i in range(2):
-        (_, zeros), grads = grad_fn(model, same)
+        with jax.set_mesh(workers_of(kind).mesh):
+            (_, zeros), grads = grad_fn(model, same)
         assert model.layers[1].rngs.count[...] == i + 1 and int(zeros) > 0
         found += [row.tobytes() for row in np.asarray(grads["layers"][0]["kernel"][...])]
     assert len({*found}) == 2 * W  # the batch is the same, so the masks are not
 
 
+@on_both_kinds
+def test_from_rngs_each_worker_draws_its_own_and_they_go_on_as_often_as_a_loss_draws(kind):
+    def draws(params, x, *given):
+        bits = [jax.random.bits(rngs.dropout()) for rngs in (*given, given[0])]
+        return plain(params, x), jnp.stack(bits)
+
+    kinds = {"in_kinds": (BATCH, None, SAME), "aux_kinds": OWN}
+    step = nnx.jit(grad_of(draws, workers_of(kind), has_aux=True, **kinds))
+    rngs, alike, found = nnx.Rngs(params=0, dropout=1), nnx.Rngs(dropout=1), set()
+    for i in range(2):
+        with jax.set_mesh(workers_of(kind).mesh):
+            (_, bits), _ = step(PARAMS, X, rngs, alike)
+        counts = [each.count[...] for each in (rngs.params, rngs.dropout, alike.dropout)]
+        assert counts == [0, 2 * i + 2, i + 1]
+        found |= {*bits[:, ::2].ravel().tolist()}
+        assert len({*bits[:, 1].tolist()}) == 1
+    assert len(found) == 2 * 2 * W
+
+
 # --- Bad input
+
+
+class Wrapped:
+    """As a Variable of keras."""
+
+    shape, dtype = (3,), jnp.dtype("float32")
+
+    def __jax_array__(self):
+        return jnp.zeros(3)
 
 
 def noisy(params, x, weights, rng=None):
@@ -247,10 +371,16 @@ RAW = np.zeros(2, np.uint32)
 MISSING = "aux['statistics'] is an array of shape (6,) ... aux_kinds="
 REFUSED = [
     (of_workers(plain), NO_BATCH),
+    (of_workers(plain, X, has_aux=True), "has_aux=True, and the loss ... give (loss, aux)"),
     (of_workers(plain, X[:6]), "'x' has shape (6, 6) ... 4 workers"),
     (kinds_of(None, X, WEIGHTS), "'x' is an array of shape (12, 6) ... in_kinds="),
     (kinds_of((BATCH, None), X, {"c": WEIGHTS}), "'weights'['c'] is an array"),
     (kinds_of((BATCH, None), X, RAW), "'weights' looks like a raw random key"),
+    (of_workers(plain, {"x": X, "key": RAW}), "'x'['key'] looks like a raw random key"),
+    (
+        lambda: lc.training.own_state({"mean": Wrapped()}, workers_of()),
+        "model_state['mean'] is ... of a Variable of keras its value",
+    ),
     (kinds_of((SAME, SAME), X, WEIGHTS), NO_BATCH),
     (kinds_of((BATCH, OWN), X, WEIGHTS), "'weights' has shape (1000,) ... dimension of 4"),
     (kinds_of((BATCH, OWN), X, 1.0), "'weights' is a number"),

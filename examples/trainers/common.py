@@ -13,16 +13,21 @@ from jax.sharding import AxisType
 from sklearn.datasets import load_digits
 
 
-def make_mesh(**axes):
+def make_mesh(kind=AxisType.Auto, **axes):
     """A mesh such as ``make_mesh(data=4, fsdp=2)``; without devices enough, a CPU stands in for eight."""
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
+
+
+def rows(count, seed):
+    """How many of a batch this process reads, and its own numbers to draw them by."""
+    return max(1, count // jax.process_count()), np.random.default_rng(seed + jax.process_index())
 
 
 def text_batches(count, context, seed=0):
     """Windows ``int32[count, context + 1]`` of Python's standard library, without end."""
     sources = [argparse, dataclasses, inspect, subprocess, typing]
     text = np.frombuffer("\n".join(map(inspect.getsource, sources)).encode(), np.uint8)
-    rng = np.random.default_rng(seed)
+    count, rng = rows(count, seed)
     while True:
         starts = rng.integers(len(text) - context, size=(count, 1))
         yield text[starts + np.arange(context + 1)].astype(np.int32)
@@ -31,7 +36,7 @@ def text_batches(count, context, seed=0):
 def digit_batches(count, seed=0):
     """Digits written by hand, ``float32[count, 8, 8]`` and ``int32[count]``, without end."""
     digits = load_digits()
-    rng = np.random.default_rng(seed)
+    count, rng = rows(count, seed)
     while True:
         chosen = rng.integers(len(digits.target), size=count)
         yield (
@@ -40,14 +45,14 @@ def digit_batches(count, seed=0):
         )
 
 
-def main(axes, build, batches, around=contextlib.nullcontext):
+def main(axes, build, batches, around=contextlib.nullcontext, kind=AxisType.Auto):
     """Trains for some steps and prints the loss now and then."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 8)  # a CPU stands in for eight
-    mesh = make_mesh(**axes)
+    mesh = make_mesh(kind, **axes)
     with around(mesh):
         state, train_step = build(mesh, args.learning_rate)
         for step, batch in zip(range(args.steps), batches(mesh), strict=False):

@@ -67,7 +67,7 @@ def build(mesh, learning_rate):
 
 def batches(mesh):
     for batch in common.digit_batches(BATCH):
-        yield jax.device_put(batch, NamedSharding(mesh, P("data")))
+        yield jax.make_array_from_process_local_data(NamedSharding(mesh, P("data")), batch)
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def build(mesh, learning_rate):
 def batches(mesh):
     rows = NamedSharding(mesh, P(("data", "fsdp")))
     for windows in common.text_batches(BATCH, CONTEXT):
-        yield jax.device_put(windows, rows)
+        yield jax.make_array_from_process_local_data(rows, windows)
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ def build(mesh, learning_rate):
 
 def batches(mesh):
     for windows in common.text_batches(BATCH, CONTEXT):
-        yield jax.device_put(windows, NamedSharding(mesh, P("data")))
+        yield jax.make_array_from_process_local_data(NamedSharding(mesh, P("data")), windows)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+from jax.extend.core import subjaxprs
+from jax.extend.core.primitives import sharding_constraint_p
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -55,34 +57,72 @@ def inner(said: Any) -> Any:
 
 
 def _without(spec: P, taken: tuple[str, ...]) -> P:
-    named = {axis for entry in spec for axis in axes_of(entry)}
-    return shortened(spec, tuple(sorted(named - set(taken))))
+    return shortened(spec, tuple(sorted(_axes_in(spec) - set(taken))))
+
+
+def _axes_in(spec: P) -> set[str]:
+    return {axis for entry in spec for axis in axes_of(entry)}
 
 
 def of_model(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     """A loss whose model may follow flax's logical rules, and whose errors about meshes say what to do."""
 
     @functools.wraps(loss_fn)
-    def told(*args: Any, **kwargs: Any) -> Any:
+    def hinted(*args: Any, **kwargs: Any) -> Any:
         taken = jax.sharding.get_abstract_mesh().manual_axes
         with _rules_without(taken):
             try:
                 return loss_fn(*args, **kwargs)
-            except (ValueError, TypeError) as error:
-                if any(word in str(error) for word in ("anual", "context mesh", "Auto axes")):
-                    error.add_note(_advice(taken))
+            except Exception as error:
+                told = [x for words, x in _ADVICE.items() if any(w in str(error) for w in words)]
+                for advice in told[:1]:
+                    error.add_note(f"lioncub_jax: {advice.format(taken)}")
                 raise
 
-    return told
+    return hinted
 
 
-def _advice(taken: tuple[str, ...]) -> str:
-    return (
-        f"lioncub_jax: the loss runs for one worker, where the axes {taken} of the mesh are taken. Put "
-        "what the model says of the mesh into lioncub_jax.mesh.inner: "
-        "jax.lax.with_sharding_constraint(x, inner(P(...))), jax.shard_map(f, mesh=inner(mesh), "
-        "in_specs=inner(P(...)), out_specs=inner(P(...))); give logical rules around the step, not in it"
-    )
+def constraints_checked(jitted: Any, taken: tuple[str, ...]) -> Callable[..., Any]:
+    """A jitted function that raises ``ValueError`` when it is traced for what JAX refuses to compile."""
+
+    def check(jaxpr: Any) -> None:
+        for step in jaxpr.eqns:
+            said = step.params["sharding"] if step.primitive is sharding_constraint_p else None
+            if isinstance(said, NamedSharding) and _axes_in(said.spec) & set(taken):
+                raise ValueError(
+                    f"the model constrains an array by {said.spec}: {_MESH.format(taken)}"
+                )
+        for inside in subjaxprs(jaxpr):
+            check(inside)
+
+    def run(*args: Any) -> Any:
+        check(jitted.trace(*args).jaxpr.jaxpr)  # the call does not trace it again
+        return jitted(*args)
+
+    return run
+
+
+_MESH = (
+    "the loss runs for one worker, where the axes {} of the mesh are taken. Put what the model says of "
+    "the mesh into lioncub_jax.mesh.inner, which takes a NamedSharding too: "
+    "jax.lax.with_sharding_constraint(x, inner(P(...))), jax.shard_map(f, mesh=inner(mesh), "
+    "in_specs=inner(P(...)), out_specs=inner(P(...))); give logical rules around the step, not in it"
+)
+_ADVICE = {  # by words of an error: the first that has one
+    ("Going from `Manual`",): (
+        "nnx.Embed(out_sharding=...) makes all axes Auto, and {} are taken: leave it out, and the type of "
+        "the table says the rest, or look up by table.at[tokens].get(out_sharding=inner(P(...)))"
+    ),
+    ("Unhandled OpSharding",): (
+        "jax.ensure_compile_time_eval computes at once, and JAX cannot where {} are taken: compute with "
+        "NumPy, or before the loss"
+    ),
+    ("different trace level",): (
+        "what the loss closes over cannot be written in it: give nnx.Rngs as an argument of the loss, and "
+        "a module in place of the parameters"
+    ),
+    ("anual", "ontext mesh", "Auto axes"): _MESH,
+}
 
 
 @contextlib.contextmanager

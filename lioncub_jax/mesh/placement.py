@@ -19,7 +19,16 @@ from jax.sharding import PartitionSpec as P
 
 from lioncub_jax import kernels, wires
 from lioncub_jax.mesh import border
-from lioncub_jax.mesh.specs import checked, declared, product, restrict, shortened, specs_of
+from lioncub_jax.mesh.inner import constraints_checked
+from lioncub_jax.mesh.specs import (
+    checked,
+    declared,
+    product,
+    restrict,
+    shortened,
+    spec_of,
+    specs_of,
+)
 from lioncub_jax.wires import AxisName
 
 
@@ -122,7 +131,7 @@ class Workers:
     def cut(self, params: Any, specs: Any, *, needed: bool = True) -> Any:
         """How parameters are cut over the inner axes: as given, or as they know themselves.
 
-        Where nobody can know, it is an error if it is needed, and else left to the compiler: ``P()``.
+        Where nobody can know, it is an error if it is needed, and else left to the compiler.
         """
         check_arrays(params)
         if specs is None and self._hidden(params):
@@ -131,7 +140,7 @@ class Workers:
                     f"how parameters are cut over the Auto axes {self._hidden(params)} cannot be seen "
                     "inside jax.jit: give on_mesh(..., specs=lioncub_jax.mesh.specs_of(params))"
                 )
-            return jax.tree.map(lambda _: P(), params)
+            specs = jax.tree.map(spec_of, params)
         specs = specs_of(params) if specs is None else specs
         return checked(specs, params, self.mesh, self.axes)
 
@@ -184,9 +193,8 @@ class Workers:
         apart = inner or kernels.for_tpu(self.mesh)
         mapped = over(fn, in_specs=in_specs) if apart else border.crossed(over, fn, in_specs)
         if not typed:
-            mapped = jax.jit(
-                mapped
-            )  # JAX 0.10.2 cannot run a partly manual one eagerly without types
+            # JAX 0.10.2 cannot run a partly manual one eagerly without types.
+            mapped = constraints_checked(jax.jit(mapped), self.axes)
         if not shows:
             return mapped
         # JAX 0.10.2 gathers what is cut over explicit axes at the border of a partly manual region. So they
@@ -266,14 +274,17 @@ def names_of(
     return axis_name.axis_name, axis_name.group_axis
 
 
-def check_arrays(params: Any, *others: type) -> None:
+def check_arrays(params: Any, *others: type, name: str = "params") -> None:
     """Raises ``TypeError`` for leaves that are no arrays, nor of the other types."""
     for path, x in jax.tree_util.tree_leaves_with_path(params):
-        if not (hasattr(x, "shape") and hasattr(x, "dtype")) and not isinstance(x, others):
+        shaped = hasattr(x, "shape") and hasattr(x, "dtype")
+        wrapped = hasattr(x, "__jax_array__")  # which JAX does not take any more
+        if not isinstance(x, (jax.Array, *others)) and (wrapped or not shaped):
             raise TypeError(
-                f"params{jax.tree_util.keystr(path)} is {x!r}, a {type(x).__name__}: parameters are "
-                "arrays; give jnp.asarray(...). Split an equinox module, params, static = "
-                "eqx.partition(model, eqx.is_array), and join it in the loss, eqx.combine(params, static)"
+                f"{name}{jax.tree_util.keystr(path)} is {x!r}, a {type(x).__name__}: parameters are "
+                "arrays; give jnp.asarray(...), of a Variable of keras its value. "
+                "Split an equinox module, params, static = eqx.partition(model, eqx.is_array), and join it "
+                "in the loss, eqx.combine(params, static)"
             )
 
 

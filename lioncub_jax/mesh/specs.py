@@ -22,6 +22,7 @@ def specs_of(params: Any) -> Any:
     Args:
       params: a tree of arrays or ``jax.ShapeDtypeStruct`` with a ``NamedSharding`` (any other is taken
         as replicated), of ``flax.linen.Partitioned`` boxes, or an ``nnx.State`` with sharding metadata.
+        In a trace types say it, where axes are Explicit; so do types before metadata of nnx.
         Logical names become axes of the mesh by the boxes' rules, or those that are active
         (``flax.linen.logical_axis_rules``).
 
@@ -116,8 +117,14 @@ def _declared(params: Any) -> Any:
 
 
 def _placed(params: Any) -> bool:
-    shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(params)]
-    return any(isinstance(s, NamedSharding) for s in shardings)
+    return any(map(_knows, jax.tree.leaves(params)))
+
+
+def _knows(x: Any) -> bool:
+    """Whether an array itself says how it is cut."""
+    if isinstance(x, jax.core.Tracer):
+        return bool(jax.typeof(x).sharding.mesh.explicit_axes)
+    return isinstance(getattr(x, "sharding", None), NamedSharding)
 
 
 def _is_spec_or_none(x: Any) -> bool:

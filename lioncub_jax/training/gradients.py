@@ -8,6 +8,7 @@ workers first, so that gradients stay local.
 import contextlib
 import functools
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ from lioncub_jax import wires
 from lioncub_jax.mesh.inner import of_model
 from lioncub_jax.mesh.keys import is_key
 from lioncub_jax.mesh.placement import Static, Workers, workers_of
-from lioncub_jax.mesh.specs import stacked
+from lioncub_jax.mesh.specs import spec_of, stacked
 from lioncub_jax.training import kinds, modules
 from lioncub_jax.training.modules import StatefulLoss
 from lioncub_jax.wires import AxisName
@@ -51,14 +52,14 @@ def local_value_and_grad(
       >>> grad_fn = lc.local_value_and_grad(lambda w, x: jnp.sum(w * x), "data")
     """
     axis = axis_name.axes if isinstance(axis_name, Workers) else axis_name
-    value_and_grad = jax.value_and_grad(of_model(loss_fn), has_aux=has_aux)
+    value_and_grad = jax.value_and_grad(loss_fn, has_aux=has_aux)
     if axis is None:
-        return value_and_grad
+        return of_model(value_and_grad)
 
     def local(params: Any, *args: Any, **kwargs: Any) -> Any:
         return value_and_grad(wires.varying(params, axis), *args, **kwargs)
 
-    return local
+    return of_model(local)
 
 
 def worker_value_and_grad(
@@ -82,27 +83,32 @@ def worker_value_and_grad(
       in_kinds: what the arguments behind the parameters are, a tuple with an entry for each, or for the
         parts of its tree: ``training.batch`` (cut along the first dimension over the workers),
         ``training.same`` (whole to each worker) or ``training.own`` (``[workers, ...]``, an entry to each
-        worker, such as model state); None for numbers, which all workers get, and typed keys, into
-        which each folds its number. Needed unless only the first of them has arrays: the batch.
-      aux_kinds: what becomes of arrays in ``aux``, for all of it or for its parts: ``training.batch``
-        (joined along their first dimension) or ``training.own`` (stacked, ``[workers, ...]``).
+        worker, such as model state); None for numbers, which all workers get, for typed keys, into
+        which each folds its number, and for ``nnx.Rngs``, which go on. Needed unless only the first of them
+        has arrays: the batch.
+      aux_kinds: what becomes of ``aux``, for all of it or for its parts. Of arrays ``training.batch``
+        (joined along their first dimension) or ``training.own`` (stacked, ``[workers, ...]``). Of numbers
+        ``training.same``, as without a kind (floating ones are averaged over the workers, whole ones and
+        bools added), or ``training.own`` (``[workers]``).
       has_aux: as in ``jax.value_and_grad``.
       specs: as in `on_mesh`, for gradients that lie as the parameters do; by default, where parameters do
         not say it themselves, as the compiler likes.
 
     Returns:
       A function ``(params, *args) -> (value, grads)``. ``grads`` have a leading ``[workers]`` axis, for
-      `on_mesh`. The loss and other floating numbers are averaged over the workers, whole numbers are
-      added, arrays are treated as ``aux_kinds`` say. An ``nnx.Module`` may stand for the parameters, as
-      with ``nnx.value_and_grad``: gradients are those of its ``nnx.Param``, and its random streams go on,
-      each worker's its own.
+      `on_mesh`. The loss is averaged over the workers, ``aux`` is treated as ``aux_kinds`` say. Over
+      Explicit inner axes arguments and results stay cut as their types say. An ``nnx.Module`` may stand
+      for the parameters, as with ``nnx.value_and_grad``: gradients are those of its ``nnx.Param``, and its
+      random streams go on, each worker's its own.
 
     Raises:
       TypeError, ValueError: as `on_mesh`; when traced, for an array whose kind is not given, or that the
         workers do not divide, and for an ``nnx.Module`` with batch statistics.
 
     Warns:
-      UserWarning: for a loss that closes over a random key, which all workers would share.
+      UserWarning: for a loss that closes over a random key, which all workers would share; when traced,
+        for a floating number without a kind beside a whole one in ``aux``: a ratio of the two is too small
+        by the number of workers.
 
     Example:
       Class weights go whole to each worker:
@@ -120,7 +126,9 @@ def worker_value_and_grad(
     """
     workers = workers_of(workers, axis_name, group_axis)
     _warn_of_keys(loss_fn)
-    value_and_grad = local_value_and_grad(loss_fn, workers, has_aux)
+    loss_of = modules.counting(loss_fn, has_aux)
+    value_and_grad = local_value_and_grad(loss_of, workers, has_aux=True)
+    inner = set(workers.mesh.explicit_axes) - set(workers.axes)
 
     def of_all(params: Any, *args: Any, **named: Any) -> Any:
         if named:
@@ -128,28 +136,53 @@ def worker_value_and_grad(
                 f"arguments {sorted(named)} are given by name: give them by place, as their kinds are"
             )
         if modules.is_module(params):
-            given = {"in_kinds": in_kinds, "aux_kinds": aux_kinds, "has_aux": has_aux}
-            return modules.value_and_grad(
-                worker_value_and_grad, loss_fn, workers, params, args, given
-            )
+            given = {"aux_kinds": aux_kinds, "has_aux": has_aux, "specs": specs}
+            of_params = functools.partial(worker_value_and_grad, workers=workers, **given)
+            return modules.value_and_grad(of_params, loss_fn, params, args, in_kinds)
         cut = workers.cut(params, specs, needed=False)
         each = kinds.of_arguments(loss_fn, args, in_kinds)
-        kinds.check_shapes(loss_fn, args, each, workers)
         leaves, tree = jax.tree.flatten(args)
+        lie = [kinds.lies(kind, workers, x) for kind, x in zip(each, leaves, strict=True)]
+        kinds.check_shapes(loss_fn, args, each, lie, workers)
+        streams = jax.tree.leaves(modules.counts_of(jax.tree.unflatten(tree, each)))
+        outputs: list[kinds.Kind] = []
+
+        def outputs_of(aux: Any) -> list[kinds.Kind]:
+            if not outputs:  # once, for it warns; the loss is a number
+                outputs.extend([kinds.same, *kinds.of_outputs(aux, aux_kinds)])
+            return outputs
+
+        def own(leaves: list[Any]) -> Any:
+            found = [kinds.of_worker(k, workers, x) for k, x in zip(each, leaves, strict=True)]
+            return jax.tree.unflatten(tree, found)
+
+        def lies(params: Any, leaves: list[Any]) -> Static:
+            loss, (aux, _) = of_model(loss_of)(params, *own(leaves))
+            specs = map(spec_of, jax.tree.leaves((loss, aux)))
+            found = map(kinds.over, outputs_of(aux), itertools.repeat(workers), specs)
+            return Static(tuple(found))
 
         def of_worker(params: Any, leaves: list[Any]) -> Any:
-            own = [kinds.of_worker(k, workers, x) for k, x in zip(each, leaves, strict=True)]
-            value, grads = value_and_grad(params, *jax.tree.unflatten(tree, own))
+            (loss, (aux, counts)), grads = value_and_grad(params, *own(leaves))
             grads = jax.tree.map(lambda g: g[None], wires.varying(grads, workers.axes))
-            outputs = [kinds.same]  # the loss is a number
-            outputs += kinds.of_outputs(value[1], aux_kinds) if has_aux else []
-            return grads, *reduced(value, outputs, workers.axes)
+            counts = [
+                x[None] if k is kinds.own else x for k, x in zip(streams, counts, strict=True)
+            ]
+            return grads, counts, *reduced((loss, aux), outputs_of(aux), workers.axes)
 
-        in_specs = cut, [kinds.spec_of(kind, workers) for kind in each]
-        out_specs = stacked(cut, workers.axes), P(workers.axes), P(), P()
-        run = workers.map(of_worker, in_specs, out_specs, explicit=False, typed=False)
-        grads, arrays, numbers, structure = run(params, leaves)
-        return joined(arrays, numbers, structure), grads
+        over = functools.partial(workers.map, in_specs=(cut, lie), explicit=False, typed=False)
+        laid: Any = P(workers.axes)
+        if has_aux and inner:  # only the types that it has in a worker say how a result lies
+            found = jax.eval_shape(over(lies, out_specs=P()), params, leaves).value
+            laid = {i: s for i, s in enumerate(found) if outputs[i] is not kinds.same}
+        # Whose streams begin alike draw as often, so nothing is sent to agree on it.
+        drawn = [kinds.over(kind, workers, P()) for kind in streams]
+        run = over(of_worker, out_specs=(stacked(cut, workers.axes), drawn, laid, P(), P()))
+        grads, counts, arrays, numbers, structure = run(params, leaves)
+        for count, after in zip(modules.counts_of(args), counts, strict=True):
+            count[...] = after
+        value, aux = joined(arrays, numbers, structure)
+        return ((value, aux) if has_aux else value), grads
 
     return of_all
 

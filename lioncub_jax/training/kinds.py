@@ -6,6 +6,7 @@ says it, an entry for each argument, as with ``in_axes`` of ``jax.vmap``.
 
 import enum
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from lioncub_jax import wires
 from lioncub_jax.mesh.keys import is_key
 from lioncub_jax.mesh.placement import Workers
+from lioncub_jax.mesh.specs import axes_of, product, shortened, spec_of
 
 
 class Kind(enum.Enum):
@@ -23,7 +25,8 @@ class Kind(enum.Enum):
 
     Attributes:
       batch: each worker has its part of the first dimension.
-      same: all workers have the whole of it. Numbers are this unless the caller says otherwise.
+      same: all workers have the whole of it. Numbers are this unless the caller says otherwise; of those
+        that a loss returns floating ones are then averaged over the workers, whole ones and bools added.
       own: each worker has its entry of a leading ``[workers]`` dimension.
       folded: a random key, into which each worker folds its number. Typed keys are this unless the caller
         says otherwise; of a raw one, ``jax.random.PRNGKey``, the caller must say it.
@@ -93,14 +96,14 @@ def _of_argument(loss_fn: Callable[..., Any], path: Any, x: Any, kind: Any) -> K
                 f"{where} is a number: what is each worker's own has shape [workers, ...]"
             )
         return same
-    if kind is not _OPEN:
-        return kind
-    if is_raw_key(x):
+    if is_raw_key(x) and kind in (_OPEN, batch):
         raise ValueError(
             f"{where} looks like a raw random key, which all workers would share, or which would be cut "
             "like a batch: give a typed one, jax.random.key(seed), or its kind, "
-            "lioncub_jax.training.folded"
+            "lioncub_jax.training.folded; two numbers of a batch as int32"
         )
+    if kind is not _OPEN:
+        return kind
     raise ValueError(
         f"{where} is an array of shape {jnp.shape(x)}, and what it is to the workers is not given: give "
         f"worker_value_and_grad(in_kinds=...), for each argument behind the parameters {_GIVE}"
@@ -113,8 +116,12 @@ def of_outputs(aux: Any, given: Any) -> list[Kind]:
     Raises:
       TypeError: for kinds that are none, or that do not match.
       ValueError: for an array without a kind.
+
+    Warns:
+      UserWarning: for a floating number without a kind beside a whole one.
     """
     found = []
+    beside: dict[Any, dict[Any, str]] = {}  # numbers without a kind, by what they are in
     leaves = jax.tree_util.tree_leaves_with_path(aux)
     for (path, x), kind in zip(leaves, _spread("aux_kinds", given, aux), strict=True):
         if jnp.ndim(x) and kind not in (batch, own):
@@ -125,19 +132,39 @@ def of_outputs(aux: Any, given: Any) -> list[Kind]:
                 "[workers, ...]; or return numbers"
             )
         found.append(kind if jnp.ndim(x) or kind is own else same)
+        if jnp.ndim(x) or kind in (same, own):
+            continue
+        for number in (jnp.floating, jnp.integer):
+            if jnp.issubdtype(jnp.result_type(x), number):
+                beside.setdefault(path[:-1], {})[number] = f"aux{jax.tree_util.keystr(path)}"
+    for each in beside.values():
+        if len(each) == 2:
+            warnings.warn(
+                f"{each[jnp.floating]} is a floating number, averaged over the workers, and beside it "
+                f"{each[jnp.integer]} a whole one, added: a ratio of them is too small by the number of "
+                "workers. For a ratio return the count as float32, or give aux_kinds="
+                "lioncub_jax.training.own for both and add up what each worker has; if you take none, say "
+                "that you know: aux_kinds=lioncub_jax.training.same for these numbers",
+                stacklevel=2,
+            )
     return found
 
 
 def check_shapes(
-    loss_fn: Callable[..., Any], args: tuple[Any, ...], kinds: list[Kind], workers: Workers
+    loss_fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kinds: list[Kind],
+    specs: list[P],
+    workers: Workers,
 ) -> None:
     """Raises ``ValueError`` for arrays that do not divide over the workers as their kinds say."""
     leaves = jax.tree_util.tree_leaves_with_path(args)
-    for (path, x), kind in zip(leaves, kinds, strict=True):
+    for (path, x), kind, spec in zip(leaves, kinds, specs, strict=True):
         where = f"argument {_argument(loss_fn, path)} has shape {jnp.shape(x)}"
-        if kind is batch and jnp.shape(x)[0] % workers.count:
+        if kind is batch and jnp.shape(x)[0] % product(workers.mesh.shape, axes_of(spec[0])):
             raise ValueError(
-                f"{where}: its first dimension is cut over {workers.count} workers, which do not divide it"
+                f"{where}: its first dimension is cut over {workers.count} workers, {spec} in all, "
+                "which do not divide it"
             )
         if kind is own and jnp.shape(x)[0] != workers.count:
             raise ValueError(
@@ -146,9 +173,21 @@ def check_shapes(
             )
 
 
-def spec_of(kind: Kind, workers: Workers) -> P:
-    """How an array of this kind lies over the workers."""
-    return P(workers.axes) if kind in (batch, own) else P()
+def lies(kind: Kind, workers: Workers, x: Any) -> P:
+    """How an argument of this kind lies: over the workers, and in each of them as its type says."""
+    inner = tuple(n for n in workers.mesh.axis_names if n not in workers.axes)
+    spec = shortened(spec_of(x), inner)
+    return over(kind, workers, P(*spec[1:]) if kind is own else spec)
+
+
+def over(kind: Kind, workers: Workers, spec: P) -> P:
+    """How what lies so in each worker lies over all of them."""
+    if kind is own:
+        spec = P(workers.axes, *spec)
+    elif kind is batch:
+        first, *rest = spec or (None,)
+        spec = P((*workers.axes, *axes_of(first)), *rest)
+    return shortened(spec)
 
 
 def of_worker(kind: Kind, workers: Workers, x: Any) -> Any:

@@ -1,14 +1,15 @@
 """Losses of models that keep state of their own, and of flax's nnx modules."""
 
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
 from lioncub_jax.mesh.keys import is_key
-from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.mesh.specs import flax_in_use
 from lioncub_jax.training import kinds
+from lioncub_jax.training.typed import states_of
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -92,13 +93,38 @@ def is_module(x: Any) -> bool:
     return isinstance(x, nnx.Module)
 
 
+def counting(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+    """A loss that returns ``(loss, (aux, counts))``: how often it drew from the streams it was given."""
+
+    def counted(params: Any, *args: Any) -> Any:
+        # nnx lets a variable be written only at the trace level where it was made.
+        args = jax.tree.map(lambda x: x, args)
+        found = loss_fn(params, *args)
+        if has_aux and not (isinstance(found, tuple) and len(found) == 2):
+            raise TypeError(
+                f"has_aux=True, and the loss returned a {type(found).__name__}: give (loss, aux)"
+            )
+        value, aux = found if has_aux else (found, ())
+        return value, (aux, jax.tree.leaves(counts_of(args)))
+
+    return counted
+
+
+def counts_of(tree: Any) -> list[Any]:
+    """The variables of a tree in which nnx counts how often its random streams were drawn from."""
+    if not flax_in_use():
+        return []
+    from flax import nnx
+
+    return states_of(tree, nnx.RngCount)
+
+
 def value_and_grad(
     of_params: Callable[..., Any],
     loss_fn: Callable[..., Any],
-    workers: Workers,
     model: "nnx.Module",
     args: tuple[Any, ...],
-    given: dict[str, Any],
+    in_kinds: Any,
 ) -> tuple[Any, Any]:
     """`worker_value_and_grad` of a module, by ``of_params``, that of a tree of parameters."""
     from flax import nnx
@@ -115,22 +141,12 @@ def value_and_grad(
             "params, state, copy=True), as docs/drop_in.md shows"
         )
 
-    def of_parts(params: Any, streams: Any, *args: Any) -> Any:
-        # nnx lets a variable be written only at the trace level where it was made.
-        own = jax.tree.map(lambda x: x, streams)
-        replica = nnx.merge(graph, params, own, rest)
-        out = loss_fn(replica, *args)
-        value, aux = out if given["has_aux"] else (out, ())
-        return value, (aux, nnx.state(replica, nnx.RngCount))
+    def of_parts(params: Any, *args: Any) -> Any:
+        *given, streams = args
+        return loss_fn(nnx.merge(graph, params, streams, rest), *given)
 
+    of_parts.__signature__ = inspect.signature(loss_fn)  # type: ignore[attr-defined]
     each = jax.tree.map(lambda x: kinds.folded if is_key(x) else kinds.same, streams)
-    in_kinds = given["in_kinds"]
-    if in_kinds is None:
-        in_kinds = kinds.default_of(args)
-    grad_fn = of_params(
-        of_parts, workers, in_kinds=(each, *in_kinds), aux_kinds=(given["aux_kinds"], kinds.own),
-        has_aux=True,
-    )  # fmt: skip
-    (value, (aux, counts)), grads = grad_fn(params, streams, *args)
-    nnx.update(model, jax.tree.map(lambda x: x[0], counts))  # all workers draw as often
-    return ((value, aux) if given["has_aux"] else value), grads
+    in_kinds = kinds.default_of(args) if in_kinds is None else in_kinds
+    # The streams are the model's own, which go on.
+    return of_params(of_parts, in_kinds=(*in_kinds, each))(params, *args, streams)

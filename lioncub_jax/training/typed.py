@@ -13,7 +13,7 @@ import optax
 from jax.extend.core import Var
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax import exchange, wires
+from lioncub_jax import checks, exchange, wires
 from lioncub_jax.mesh.placement import Static, Workers
 from lioncub_jax.mesh.specs import axes_of, by_type, spec_of
 from lioncub_jax.optimizer import GlobalState
@@ -47,7 +47,7 @@ def _typed_state(tx: Any, workers: Workers, params: Any) -> Any:
     _check_fits(state, params)
     grads = wires.varying(jax.tree.map(jnp.zeros_like, params), workers.axes)
     while True:
-        with exchange.only_types():
+        with checks.during(checks.only_types, True):
             _, after = tx.update(grads, state, params, **_VALUE)
         structure: Any
         before, structure = jax.tree.flatten(state)
@@ -82,7 +82,7 @@ def agreed(tx: Any, workers: Workers, updates: Any, grads: Any, state: Any, para
         return updates
 
     def types_of(own: Any, params: Any) -> list[Any]:
-        with exchange.only_types():
+        with checks.during(checks.only_types, True):
             updates, _ = tx.update(*own, params, **_VALUE)
         return jax.tree.leaves(updates)
 
@@ -143,8 +143,8 @@ def check_agreed(updates: Any, workers: Workers) -> None:
     if alike:
         raise ValueError(
             f"{differs}: it is the same over {alike} and not over {over}. The step has "
-            f"{workers}; give the optimizer the same (a group_axis must be given to both), or a "
-            "lioncub_jax.Workers to both: "
+            f"{workers}; give the optimizer the same (a group_axis must be given to both; global_gradients "
+            f"takes all in one, axis_name={workers.axes}), or a lioncub_jax.Workers to both: "
             "lion_cub(..., axis_name=workers), make_train_step(loss, tx, workers)"
         )
     if len(differing) < len(leaves):
