@@ -158,6 +158,7 @@ def _on_start(event: str, value: float, **about: str | int) -> None:
 def _on_end(event: str, duration_secs: float, **about: str | int) -> None:
     name, trace = str(about.get("fun_name", "")), wires.trace
     if event == _TRACED:
+        _votes_in.pop(name, None)  # another function may have had it
         if trace.votes:
             _votes_in[name] = [tree for _, tree in trace.senders]
         trace.votes, trace.senders = False, ()

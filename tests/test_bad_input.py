@@ -242,7 +242,12 @@ TRACED = [
     (lc.sync_momentum(communicate(), AXIS, SYNC.every(2)), "keeps no momentum", "needs no sync"),
     (lc.sync_momentum(optax.sgd(0.1), AXIS, SYNC.every(2)), "keeps no momentum"),
     *(
-        (make(mask=mask), "mask={'v': True} does not fit", "a bool for each leaf", "a whole subtree")
+        (
+            make(mask=mask),
+            "mask={'v': True} does not fit",
+            "a bool for each leaf",
+            "a whole subtree",
+        )
         for mask in ({"v": True}, lambda params: {"v": True})
         for make in (cub, functools.partial(lc.baselines.adamw, 0.1, axis_name=AXIS))
     ),

@@ -350,7 +350,7 @@ def test_what_cannot_be_is_refused(mesh_of):
         (TypeError, "attack", lambda: faults.liars("flip", 1, **one)),
         (ValueError, "trim=4 leaves nobody of 8 workers: so many are left out on each side; give at most 3",
          lambda: means.trimmed(jnp.ones((8, 1)), jnp.ones((8, 1), bool), 4)),
-        (ValueError, "trim is an array here, as optax",
+        (ValueError, "this says what is compiled, and optax.inject_hyperparams made an array",
          lambda: jax.eval_shape(lambda x: lc.owner_lion(RATE, trim=x, **one).init({}), 2)),
         (ValueError, "every=0", lambda: faults.Replicas(mesh_of(4), every=0, **one)),
         (ValueError, "compares workers, and there is one", lambda: faults.Replicas(mesh_of(1), **one)),
