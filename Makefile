@@ -98,13 +98,10 @@ newest: ## run the tests with the newest jax on NEWEST_PYTHON, installed anew
 
 bench: $(READY) ## run the benchmarks
 	$(VENV)/bin/python benchmarks/local_step.py $(BENCH_ARGS)
-	$(VENV)/bin/python benchmarks/tally.py $(BENCH_ARGS)
 	$(VENV)/bin/python benchmarks/wire_bytes.py $(BENCH_ARGS)
 	$(VENV)/bin/python benchmarks/compile_time.py $(BENCH_ARGS)
 	$(VENV)/bin/python benchmarks/memory.py $(BENCH_ARGS)
 	$(VENV)/bin/python benchmarks/resume.py $(BENCH_ARGS)
-	$(VENV)/bin/python benchmarks/step_time.py $(BENCH_ARGS)
-	$(VENV)/bin/python benchmarks/lab_cleanup.py $(BENCH_ARGS)
 
 lock: ## resolve requirements/lock.txt anew
 	@$(call need_python,PYTHON)

@@ -2,8 +2,8 @@
 
     python benchmarks/checks.py [--every 100]
 
-The race's GPT of 7.3 million parameters, `owner_lion`, four workers on the devices of this machine (a CPU
-stands in for four). Steps and what is measured take turns. Shares are of the seconds of so many steps:
+The GPT of `time_to_loss.py`, 7.3 million parameters, `owner_lion`, four workers on the devices of this
+machine (a CPU stands in for four). Steps and what is measured take turns. Shares are of the seconds of so many steps:
 of a compare all of it, of a snapshot or a checkpoint what the loop waits for; the rest is written while
 steps go on. Then the last state is read, from memory and from disk.
 """
@@ -25,9 +25,9 @@ from jax.sharding import PartitionSpec as P
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 from flax import nnx
+from goal.model import CONTEXT, MODEL
 from gpt import corpus
 from gpt.model import GPT, next_byte_loss
-from race import model as race
 
 import lioncub_jax as lc
 
@@ -44,13 +44,12 @@ def main() -> None:
         (WORKERS,), (AXIS,), devices=jax.devices()[:WORKERS], axis_types=(AxisType.Auto,)
     )
     workers = lc.Workers(mesh, AXIS)
-    shape = {"layers": race.LAYERS, "width": race.WIDTH, "heads": race.HEADS}
-    model = GPT(**shape, context=race.CONTEXT, rngs=nnx.Rngs(0))
+    model = GPT(**MODEL, rngs=nnx.Rngs(0))
     loss, params, model_state = lc.from_nnx(model, next_byte_loss)
     tx = lc.owner_lion(1e-4, axis_name=workers)
     state = lc.init_state(tx, params, workers, model_state=model_state)
     step = lc.make_train_step(loss, tx, workers)
-    batch = corpus.draw(corpus.standard_library().train, 2 * WORKERS, race.CONTEXT, (0, 0))
+    batch = corpus.draw(corpus.standard_library().train, 2 * WORKERS, CONTEXT, (0, 0))
     batch = jax.device_put(batch, NamedSharding(mesh, P(AXIS)))
     replicas = lc.faults.Replicas(workers, every=args.every)
     with (

@@ -42,7 +42,6 @@ import jax
 import jax.numpy as jnp
 import local_step
 import report
-import tally
 from aot import machines, reading
 from local_step import WORKERS
 from rich.console import Console
@@ -53,7 +52,7 @@ import lioncub_jax as lc
 from lioncub_jax import bits, layout
 from lioncub_jax.decide import Slice
 from lioncub_jax.quantize import Message, Place
-from lioncub_jax.wires import Format
+from lioncub_jax.wires import Format, Inbox
 
 DTYPES = jnp.float32, jnp.bfloat16
 SIZES = "16M,64M,256M,1B"
@@ -146,7 +145,7 @@ def pieces(size: int, dtype: Any) -> tuple[dict[str, Op], Store]:
         return (sign.encode(layout.in_rows(grads["w"], piece_of_it), place),)
 
     def count(payload: jax.Array, voted: jax.Array, counted: Any) -> Any:
-        return (tally.by_adders(payload, voted),)
+        return (counted_by_adders(payload, voted),)
 
     def unpack(replies: jax.Array, updates: jax.Array) -> tuple[jax.Array]:
         reply, _ = form.unpack_reply(replies)
@@ -170,6 +169,18 @@ def pieces(size: int, dtype: Any) -> tuple[dict[str, Op], Store]:
         "unpack": piece(unpack, ("replies", "updates"), given),
     }
     return ops, given
+
+
+def counted_by_adders(payload: jax.Array, voted: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The owner's decision: ``uint32[W, words]`` and row words ``uint32[W, blocks]`` to one of each."""
+    workers, words = payload.shape
+    everyone = jnp.ones(workers, jnp.uint32)
+    inbox = Inbox([payload[:, None]], voted[:, None], None, everyone, jnp.uint32(workers))
+    rows = words // bits.WORDS_PER_ROW
+    where = Slice(1, rows, workers, lc.quantize.sign(), jnp.float32, None)
+    reply = lc.decide.majority().encode(inbox.tally(where), bits.coin(0, words, 0)[None])
+    assert reply.rows is not None
+    return reply.planes[0][0], reply.rows[0]
 
 
 def piece(fn: Callable[..., Any], takes: tuple[str, ...], shapes: Store) -> Op:

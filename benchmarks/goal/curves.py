@@ -17,11 +17,11 @@ from gpt import corpus
 from gpt.model import GPT, next_byte_loss
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from race.model import BATCH, CONTEXT, MODEL
 from study.runs import schedule
 
 import lioncub_jax as lc
 from goal.contenders import AXIS, Contender, Recipe
+from goal.model import BATCH, CONTEXT, MODEL
 
 POINTS = 16  # of a curve
 WINDOWS = 64  # of validation text

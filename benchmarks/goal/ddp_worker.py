@@ -16,18 +16,67 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[1] / "race"))
 
 import numpy as np
-import timing
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from gpt import corpus
-from model import BATCH, CONTEXT, VOCABULARY
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 from torch.nn.parallel import DistributedDataParallel
-from torch_worker import GPT, ddp, largest, power_sgd
+
+from goal import turns
+from goal.model import BATCH, CONTEXT, HEADS, LAYERS, VOCABULARY, WIDTH
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = (nn.LayerNorm(WIDTH, 1e-6, bias=False) for _ in range(2))
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, time, _ = x.shape
+        split = self.qkv(self.norm1(x)).view(batch, time, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(*split, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, time, WIDTH))
+        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+
+
+class GPT(nn.Module):
+    """Bytes [batch, time] to logits [batch, time, 256], as `examples/gpt/model.py`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = nn.Embedding(CONTEXT, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.norm = nn.LayerNorm(WIDTH, 1e-6, bias=False)
+        self.write = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.read(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.write(self.norm(x))
+
+
+def power_sgd(rank: int) -> Callable[[nn.Module], nn.Module]:
+    def wrap(model: nn.Module) -> nn.Module:
+        # One bucket: with several the hook's all-reduces meet in another order on another worker, and
+        # Gloo fails. Compression must have begun when time is taken.
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=1000)
+        state = power.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+        wrapped.register_comm_hook(state, power.powerSGD_hook)
+        return wrapped
+
+    return wrap
 
 
 def bfloat16(model: nn.Module) -> nn.Module:
@@ -44,7 +93,7 @@ def _in_bfloat16(state: None, bucket: dist.GradBucket) -> torch.futures.Future[t
 
 
 WRAPPERS: dict[str, Callable[[int], Callable[[nn.Module], nn.Module]]] = {
-    "PyTorch DDP, float32": lambda option: ddp,
+    "PyTorch DDP, float32": lambda option: DistributedDataParallel,
     "PyTorch DDP, bfloat16": lambda option: bfloat16,
     "PyTorch DDP, PowerSGD": power_sgd,
     "PyTorch DDP, PowerSGD rank 4": power_sgd,
@@ -113,11 +162,18 @@ def take_turns(job: dict[str, Any]) -> dict[str, Any]:
         racing[json.dumps([name, stage, option])] = step
         for _ in range(4):  # PowerSGD's first steps are plain, and DDP rebuilds its buckets
             step()
-    blocks = timing.take_turns(racing, largest, turns=job["turns"], seconds=job["seconds"])
+    blocks = turns.take_turns(racing, largest, turns=job["turns"], seconds=job["seconds"])
     return {
         "blocks": [block._asdict() for block in blocks],
         "about": dict.fromkeys(racing, (1, None)),
     }
+
+
+def largest(x: float) -> float:
+    """A maximum over all workers."""
+    value = torch.tensor([x], dtype=torch.float64)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return value.item()
 
 
 def run_to_goal(job: dict[str, Any]) -> dict[str, Any]:
@@ -141,5 +197,5 @@ def run_to_goal(job: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     # Gloo takes the address of the host's name; the lab gives each worker its own.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", timing.INTERFACE)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", turns.INTERFACE)
     main()

@@ -2,18 +2,18 @@
 
 import json
 import statistics
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from race.model import MODEL
-from race.session import hold
 from study.runs import schedule
 
 from goal import curves
 from goal.contenders import ADAM_BETAS, CONTENDERS, DECAY, Choice
+from goal.model import MODEL
 from lioncub_jax import lab, units
 
 UNSHAPED = "unshaped"
@@ -137,9 +137,13 @@ def held(
         environment = {
             "JAX_COMPILATION_CACHE_DIR": str(Path(tempfile.gettempdir()) / "lioncub-goal")
         }
-        options = ["--kind", kind, "--job", str(path)]
+        command = [sys.executable, str(PROGRAMS[framework]), "--out", folder, "--kind", kind]
+        command += ["--job", str(path)]
+        said: list[str] = []
         network = lab.Network(workers, bits)
-        hold(PROGRAMS[framework], network, folder, *options, environment=environment)
+        done = lab.run(network, command, write=said.append, environment=environment)
+        if done.exit_code:
+            sys.exit("\n".join([*said, f"a worker of {framework} failed: {done.exit_code}"]))
         return [json.loads((Path(folder) / f"worker{i}.json").read_text()) for i in range(workers)]
 
 
@@ -154,7 +158,7 @@ def of_torch(folder: Path, seed: int) -> dict[str, Any]:
 
 
 def as_in_torch(model: Any, layers: int) -> dict[str, np.ndarray]:
-    """The parameters of `examples/gpt/model.py` by the names of `race/torch_worker.py`: matrices turned."""
+    """The parameters of `examples/gpt/model.py` by the names of `ddp_worker.py`: matrices turned."""
 
     def turned(kernel: Any) -> np.ndarray:
         return np.asarray(kernel).reshape(kernel.shape[0], -1).T.copy()

@@ -12,12 +12,13 @@ import jax
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
-from race import timing
-from race.meeting import largest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from study.runs import schedule
 
+from goal import turns
 from goal.contenders import CONTENDERS, FULL, Choice
 from goal.curves import Trainer, ends_of, mesh_of
 from goal.lab import Entry, Goal
@@ -48,8 +49,20 @@ def take_turns(job: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
             recipe.local_steps,
             trainer.predicted_bytes(0 if entry.stage == FULL else None),
         )
-    blocks = timing.take_turns(racing, largest(mesh), turns=job["turns"], seconds=job["seconds"])
+    blocks = turns.take_turns(racing, largest(mesh), turns=job["turns"], seconds=job["seconds"])
     return {"blocks": [block._asdict() for block in blocks], "about": about}
+
+
+def largest(mesh: Mesh) -> Callable[[float], float]:
+    """A maximum over all workers, a device each: they wait for each other there."""
+    sharding = NamedSharding(mesh, P(mesh.axis_names))
+    compare = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, P()))
+
+    def most(x: float) -> float:
+        mine = np.array([x], np.float32)
+        return float(compare(jax.make_array_from_process_local_data(sharding, mine)))
+
+    return most
 
 
 def run_to_goal(job: dict[str, Any], mesh: Mesh) -> dict[str, Any]:

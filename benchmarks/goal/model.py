@@ -1,4 +1,4 @@
-"""The model of the race: a GPT of 7.3 million parameters, small batches, so that the network counts."""
+"""The model: a GPT of 7.3 million parameters, small batches, so that the network counts."""
 
 LAYERS, WIDTH, HEADS, CONTEXT, VOCABULARY = 4, 384, 6, 64, 256
 BATCH = 2  # windows of each worker

@@ -4,11 +4,9 @@ Knows no framework, so that all are timed alike: a method is a function that doe
 for it, and ``most`` is a maximum over the workers, which is also the barrier.
 """
 
-import argparse
-import json
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,16 +21,6 @@ class Block(NamedTuple):
     steps: int
     seconds: float  # per step
     sent_bytes: float  # per step, by the interface, headers and all
-
-
-def options(doc: str, methods: Iterable[str]) -> argparse.Namespace:
-    """What `benchmarks/step_time.py` tells a worker."""
-    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--turns", type=int, required=True)
-    parser.add_argument("--seconds", type=float, required=True)
-    parser.add_argument("--methods", nargs="*", default=list(methods), choices=list(methods))
-    return parser.parse_args()
 
 
 def take_turns(
@@ -76,9 +64,3 @@ def sent_bytes() -> int:
         if name.strip() == INTERFACE:
             return int(counters.split()[8])
     raise ValueError(f"no interface {INTERFACE} here: start this program by `lioncub lab`")
-
-
-def write(path: Path, blocks: list[Block], **about: Any) -> None:
-    """What one worker measured, for the benchmark to read."""
-    rows = [block._asdict() for block in blocks]
-    path.write_text(json.dumps({**about, "blocks": rows}))
