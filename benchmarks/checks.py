@@ -3,9 +3,9 @@
     python benchmarks/checks.py [--every 100]
 
 The GPT of `time_to_loss.py`, 7.3 million parameters, `owner_lion`, four workers on the devices of this
-machine (a CPU stands in for four). Steps and what is measured take turns. Shares are of the seconds of so many steps:
-of a compare all of it, of a snapshot or a checkpoint what the loop waits for; the rest is written while
-steps go on. Then the last state is read, from memory and from disk.
+machine (a CPU stands in for four). Steps and what is measured take turns. Shares are of the seconds of so
+many steps: of a compare all of it, of a snapshot or a checkpoint what the loop waits for; the rest is
+written while steps go on. Then the last state is read, from memory and from disk.
 """
 
 import math

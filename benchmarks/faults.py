@@ -33,14 +33,14 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import report
-from harm import inflict, timeline
+from harm import inflict
 from harm.followed import Followed, mounted_below
+from report import Rows
 from rich.console import Console
-from study import store
 
 ROOT = Path(__file__).parents[1]
 ROWS = Path(__file__).parent / "results" / "faults.jsonl"
-DOCUMENT, PICTURE = ROOT / "docs" / "faults.md", ROOT / "docs" / "faults.png"
+DOCUMENT = ROOT / "docs" / "faults.md"
 WORKERS, STEPS, EVERY, SNAPSHOTS = 3, 120, 20, 5
 SAVE_SECONDS = 0.5  # of which a part goes by until a save is harmed
 ALL = (0, 1, 2)
@@ -94,15 +94,13 @@ def main(argv: list[str] | None = None) -> None:
         for number in range(args.runs or FAULTS[kind].runs):
             if not any((row["kind"], row["run"]) == (kind, number) for row in rows):
                 row = harmed(kind, number) | report.provenance()
-                store.append(args.save, [row])
+                report.append(args.save, [row])
                 rows.append(row)
                 print(json.dumps(row), flush=True)
     title = f"{WORKERS} workers, a snapshot every {SNAPSHOTS} steps, a save every {EVERY}"
     Console().print(report.table(title, HEAD, lines_of(rows)))
     if args.report:
         DOCUMENT.write_text(documented(DOCUMENT.read_text(), rows))
-        if typical(rows):
-            timeline.draw(typical(rows), PICTURE)
     report.finish({"benchmark": "faults", **keys(rows)}, None)
 
 
@@ -114,9 +112,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--runs", type=int, help="of each kind (20 where it is cheap)")
     parser.add_argument("--save", type=Path, default=ROWS, help="file of rows, read and added to")
     parser.add_argument("--again", action="store_true", help="run nothing: sum up the rows")
-    parser.add_argument(
-        "--report", action="store_true", help="write table and picture of docs/faults.md"
-    )
+    parser.add_argument("--report", action="store_true", help="write the table of docs/faults.md")
     args = parser.parse_args(argv)
     needs = [kind for kind in args.kind if FAULTS[kind].does in (*OF_LINKS, *OF_DISKS)]
     if needs and not args.again and os.geteuid() != 0:
@@ -130,9 +126,9 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read(path: Path) -> Rows:
     """The rows of a file, or none if there is no file."""
-    return store.read(path, lambda row: (row["kind"], row["run"]))
+    return report.read(path, lambda row: (row["kind"], row["run"]))
 
 
 class Harm:
@@ -221,9 +217,6 @@ def harmed(kind: str, number: int) -> dict[str, Any]:
         "last_step": run.steps[-1][1] if run.steps else None,
         "left": len(left), "seconds": round(seconds, 1),
         "workers": WORKERS, "steps": STEPS, "every": EVERY, "snapshots": SNAPSHOTS,
-        "times": [[round(when - began, 2), step] for when, step, _ in run.steps],
-        "fault": [round(x - began, 2) for x in (harm.began, harm.ended)] if harm.done else None,
-        "died": [round(event["time"] - began, 2) for event in deaths],
         "said": run.error().replace(str(folder), "FOLDER"),
     }  # fmt: skip
 
@@ -257,12 +250,12 @@ def wait_of(row: dict[str, Any]) -> float | None:
     return wait
 
 
-def waits_of(rows: list[dict[str, Any]]) -> list[float]:
+def waits_of(rows: Rows) -> list[float]:
     """The seconds of all rows that had a step left to do."""
     return [wait for wait in map(wait_of, rows) if wait is not None]
 
 
-def whole(row: dict[str, Any], rows: list[dict[str, Any]]) -> bool:
+def whole(row: dict[str, Any], rows: Rows) -> bool:
     """Whether a run ended as the unbroken one, to the last digit of its loss, and left nothing."""
     (unbroken,) = (other for other in rows if other["kind"] == "unbroken")
     same = row["loss"] == unbroken["loss"] and row["last_step"] == unbroken["last_step"]
@@ -270,17 +263,12 @@ def whole(row: dict[str, Any], rows: list[dict[str, Any]]) -> bool:
 
 
 HEAD = [
-    "fault",
-    "runs",
-    "in a save",
-    "as unbroken",
-    "seconds to the next step: median",
-    "most",
+    "fault", "runs", "in a save", "as unbroken", "seconds to the next step: median", "most",
     "steps done again: most",
-]
+]  # fmt: skip
 
 
-def lines_of(rows: list[dict[str, Any]]) -> list[list[str]]:
+def lines_of(rows: Rows) -> list[list[str]]:
     found = []
     for kind, fault in FAULTS.items():
         own = [row for row in rows if row["kind"] == kind]
@@ -297,28 +285,12 @@ def lines_of(rows: list[dict[str, Any]]) -> list[list[str]]:
     return found
 
 
-def typical(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Of each kind, by what people call it, the run with the median time to its next step.
-
-    Of those that say when each step was done, and had some left to do; those that never went on are the
-    longest.
-    """
-    found = {}
-    for kind, fault in FAULTS.items():
-        own = [row for row in rows if row["kind"] == kind and row.get("times")]
-        own = [row for row in own if not fault.does or wait_of(row) is not None]
-        own.sort(key=lambda row: wait_of(row) or 0.0)
-        if own:
-            found[fault.says] = own[len(own) // 2]
-    return found
-
-
-def documented(document: str, rows: list[dict[str, Any]]) -> str:
+def documented(document: str, rows: Rows) -> str:
     """The document with the table of these rows."""
     return report.written(document, "faults", report.markdown(HEAD, lines_of(rows)))
 
 
-def keys(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def keys(rows: Rows) -> dict[str, Any]:
     """What is claimed: every harmed run ends as the unbroken one; seconds and steps at most."""
     found: dict[str, Any] = {}
     if not any(row["kind"] == "unbroken" for row in rows):

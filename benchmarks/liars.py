@@ -12,29 +12,24 @@ that are in the file are not run again.
 """
 
 import argparse
-import os
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 from itertools import groupby
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import report
+from report import Rows
 from rich.console import Console
-from study import liars, store, tasks
+from study import liars, pool, tasks
 from study.liars import ATTACKS, BASES, Lie
 from study.plan import Study
+from study.runs import key_of
 
 RESULTS = Path(__file__).parent / "results"
 ROWS = RESULTS / "liars.jsonl"
 DOCUMENT = Path(__file__).parents[1] / "docs" / "faults.md"
 WORKERS = (8, 16, 32)
-SPLITS = {
-    "iid": "the whole text",
-    "class": "a part of the text each",
-    "dirichlet": "books in unlike shares",
-}
+SPLITS = {"iid": "the whole text", "class": "a part of the text each"}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -73,46 +68,36 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read(path: Path) -> Rows:
     """The rows of a file, or none if there is no file."""
-    return store.read(path, liars.key_of)
+    return report.read(path, liars.key_of)
 
 
-def run_all(args: argparse.Namespace, done: set[Lie]) -> list[dict[str, Any]]:
+def run_all(args: argparse.Namespace, done: set[Lie]) -> Rows:
     """Runs what is missing, several at a time; rows are written as they come."""
     wanted = dict.fromkeys(liars.planned(WORKERS) + liars.unlike())
     wanted = [lie for lie in wanted if lie.base in args.method and lie.workers in args.workers]
     wanted = [lie for lie in wanted if lie not in done]
-    flags = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
-    found: list[dict[str, Any]] = []
-    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
-        same = groupby(wanted, key=lambda lie: (lie.base, lie.workers, lie.split))
-        groups = [list(some) for _, some in same]
-        cut = [some[i : i + 4] for some in groups for i in range(0, len(some), 4)]
-        for done_now in as_completed([pool.submit(run_some, x, args.text, args.size) for x in cut]):
-            rows = [row | report.provenance() for row in done_now.result()]
-            store.append(args.save, rows)
-            found += rows
-            print(f"{len(found)}/{len(wanted)}", flush=True)
-    return found
+    same = groupby(wanted, key=lambda lie: (lie.base, lie.workers, lie.split))
+    run = partial(run_some, folder=args.text, size=args.size)
+    return pool.run_all([list(some) for _, some in same], run, args.jobs, args.save)
 
 
 _runner: list[liars.LiarsRunner] = []  # of this process; data are read once
 
 
-def run_some(lies: list[Lie], folder: Path | None, size: str) -> list[dict[str, Any]]:
+def run_some(lies: list[Lie], folder: Path | None, size: str) -> Rows:
     """Runs lies about one method, in a process of the pool."""
     if not _runner:
         shape = tasks.SIZES[size]
-        tuned = Study(shape, ("text",), store.read(RESULTS / "convergence.jsonl"))
+        tuned = Study(shape, ("text",), report.read(RESULTS / "convergence.jsonl", key_of))
         rate = partial(tuned.best_rate, "text")
         task = tasks.load("text", folder, shape)
         _runner.append(liars.LiarsRunner(task, shape.steps, shape.text.batch, rate))
-    return [_runner[0].run(lie) for lie in lies]
+    return [_runner[0].run(lie) | report.provenance() for lie in lies]
 
 
-def table_of(rows: list[dict[str, Any]], workers: int) -> tuple[list[str], list[list[str]]]:
+def table_of(rows: Rows, workers: int) -> tuple[list[str], list[list[str]]]:
     """Head and lines, of the methods that ran: bits per byte behind the same method without liars."""
     lines = []
     clean = {"workers": workers, "attack": "nobody", "liars": 0, "missing": 0.0}
@@ -133,7 +118,7 @@ def table_of(rows: list[dict[str, Any]], workers: int) -> tuple[list[str], list[
     return ["liars", *bases], lines
 
 
-def table_of_unlike(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+def table_of_unlike(rows: Rows) -> tuple[list[str], list[list[str]]]:
     """Head and lines: bits per byte of workers that see unlike data, and what a liar adds to it."""
     lines, bases = [], list(dict.fromkeys(liars.UNLIKE + liars.CROWDED + liars.TURNED))
     clean = {"attack": "nobody", "liars": 0, "missing": 0.0}
@@ -154,7 +139,7 @@ def table_of_unlike(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[st
     return ["workers, and what they see", *bases], lines
 
 
-def show(rows: list[dict[str, Any]], console: Console) -> None:
+def show(rows: Rows, console: Console) -> None:
     for workers in sorted({row["workers"] for row in rows}):
         title = f"{workers} workers: bits per byte behind the same without liars"
         console.print(report.table(title, *table_of(rows, workers)))
@@ -163,7 +148,7 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
         console.print(report.table("bits per byte", head, lines))
 
 
-def documented(document: str, rows: list[dict[str, Any]]) -> str:
+def documented(document: str, rows: Rows) -> str:
     """The document with the tables of these rows."""
     for workers in sorted({row["workers"] for row in rows}):
         text = report.markdown(*table_of(rows, workers))
@@ -171,7 +156,7 @@ def documented(document: str, rows: list[dict[str, Any]]) -> str:
     return report.written(document, "liars unlike", report.markdown(*table_of_unlike(rows)))
 
 
-def keys(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def keys(rows: Rows) -> dict[str, Any]:
     """What is claimed: 3 flippers of 8, one liar of 8 who sends -1e6 times its gradient, 30 % missing."""
     flipped = {"workers": 8, "attack": "flip", "liars": 3, "missing": 0.0}
     loud = {"workers": 8, "attack": "times -1e6", "liars": 1, "missing": 0.0}

@@ -1,4 +1,4 @@
-"""How every benchmark ends: one JSON object as its last line, kept in a file if asked."""
+"""What benchmarks share: rows in files, tables, and one JSON object as the last line."""
 
 import argparse
 import datetime
@@ -6,13 +6,15 @@ import json
 import pathlib
 import platform
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import flax
 import jax
 import optax
 from rich.table import Table
+
+Rows = list[dict[str, Any]]
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
@@ -24,12 +26,9 @@ def parser(doc: str) -> argparse.ArgumentParser:
 
 def finish(summary: dict[str, Any], save: pathlib.Path | None) -> None:
     """Prints the summary as the last line and appends it, with command, versions and date."""
-    line = json.dumps(summary | provenance())
-    if save:
-        save.parent.mkdir(parents=True, exist_ok=True)
-        with save.open("a") as file:
-            file.write(line + "\n")
-    print(line)
+    row = summary | provenance()
+    append(save, [row])
+    print(json.dumps(row))
 
 
 def provenance() -> dict[str, Any]:
@@ -44,6 +43,39 @@ def provenance() -> dict[str, Any]:
         "device": jax.devices()[0].device_kind,
         "processor": platform.machine(),
     }
+
+
+def read(path: pathlib.Path, key: Callable[[dict[str, Any]], Any] = dict) -> Rows:
+    """The rows of a file, one JSON object a line, or none if there is no file.
+
+    Raises:
+      ValueError: for a line that is no row, as ``key`` finds.
+    """
+    rows = []
+    for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], 1):
+        try:
+            row = json.loads(line)
+            key(row)
+        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path}, line {number}: no row of this benchmark ({error!r}); delete the line, or give "
+                "the file that it wrote to --save"
+            ) from error
+        rows.append(row)
+    return rows
+
+
+def append(path: pathlib.Path | None, rows: Iterable[dict[str, Any]]) -> None:
+    """Adds rows at the end of a file, if there is one to be."""
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def rows_of(rows: Iterable[dict[str, Any]], **wanted: Any) -> Rows:
+    """The rows in which all these fields are so."""
+    return [row for row in rows if all(row.get(k) == v for k, v in wanted.items())]
 
 
 def written(document: str, name: str, text: str) -> str:

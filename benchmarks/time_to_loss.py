@@ -27,7 +27,7 @@ from typing import Any
 
 import jax
 import report
-from goal import curves, lab, planned, rows, summary
+from goal import curves, lab, planned, summary
 from goal.contenders import CONTENDERS, contender_named
 from goal.curves import Run
 from goal.summary import SHARES, STEPS
@@ -44,13 +44,13 @@ def main(argv: list[str] | None = None) -> None:
     if not args.again:
         for part in args.part or PARTS:
             PARTS_RUN[part](args)
-    found = rows.read(args.save)
+    found = report.read(args.save, curves.key_of)
     if not summary.mean_curve(found, summary.LION_NAME, STEPS)[0]:
         print(f"There is no goal until {summary.LION_NAME} has run: --part curves")
         return
     summed = summary.summed(found, args.goal)
     console, at_scale = Console(), planned.plans()
-    summary.show(summed, console)
+    summary.show(found, summed, console)
     planned.show(at_scale, console)
     if args.figures:
         summary.draw(found, args.figures)
@@ -81,8 +81,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
         ]
         for name in args.contender:
             contender_named(name)
-        found = rows.read(args.save)
-        rows.check(found, args.save)
+        found = report.read(args.save, curves.key_of)
         summary.check_goal(found, args.goal)
         if args.again:
             summary.goals(found)
@@ -103,7 +102,7 @@ def run_tuning(args: argparse.Namespace) -> None:
 def run_curves(args: argparse.Namespace) -> None:
     """At the best choice; longer ones of who has not reached the goal."""
     for steps in summary.LENGTHS:
-        found, wanted = rows.read(args.save), []
+        found, wanted = report.read(args.save, curves.key_of), []
         for name in args.contender:
             if steps == STEPS or not summary.reached(found, name):
                 choice = summary.best_choice(found, name)
@@ -113,14 +112,14 @@ def run_curves(args: argparse.Namespace) -> None:
 
 def train_all(wanted: list[Run], save: Path) -> None:
     """Trains what is missing, and writes each row as it comes."""
-    done = {rows.key_of(row) for row in rows.read(save)}
+    done = {curves.key_of(row) for row in report.read(save, curves.key_of)}
     mesh = curves.mesh_of(jax.devices()[:WORKERS])
     for n, run in enumerate(wanted):
         if run not in done:
             contender = CONTENDERS[run.contender]
             by_jax = contender.framework == "jax"
             row = curves.train(mesh, contender, run) if by_jax else lab.trained(run)
-            rows.append(save, row | report.provenance())
+            report.append(save, [row | report.provenance()])
             said = f"{row['loss'][-1]:.4f} bits per byte, {row['seconds']:.0f} s"
             print(
                 f"{n + 1}/{len(wanted)} {' '.join(map(str, run[:4]))} seed {run.seed}: {said}",
@@ -130,7 +129,7 @@ def train_all(wanted: list[Run], save: Path) -> None:
 
 def run_times(args: argparse.Namespace) -> None:
     """Of each contender at its best choice, every stage."""
-    found = rows.read(args.save)
+    found = report.read(args.save, curves.key_of)
     entries = []
     for name in args.contender:
         option = summary.best_choice(found, name).option
@@ -138,19 +137,19 @@ def run_times(args: argparse.Namespace) -> None:
         entries += [lab.Entry(name, stage, option) for stage in stages]
     for rate in args.rates:
         for row in lab.timed(entries, rate, WORKERS):
-            rows.append(args.save, row | report.provenance())
+            report.append(args.save, [row | report.provenance()])
 
 
 def run_confirm(args: argparse.Namespace) -> None:
     """Runs to the goal by the clock."""
-    found = rows.read(args.save)
+    found = report.read(args.save, curves.key_of)
     for rate in args.rates:
         for name in summary.to_confirm(found, rate):
             loss, share = summary.goals(found)[SHARES[-1]], SHARES[-1]
             way = summary.reach(found, name, loss)
             goal = lab.Goal(share, loss, way.length, SEEDS[0])
             row = lab.confirmed(name, summary.best_choice(found, name), goal, rate, WORKERS)
-            rows.append(args.save, row | report.provenance())
+            report.append(args.save, [row | report.provenance()])
 
 
 PARTS_RUN: dict[str, Any] = {

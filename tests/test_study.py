@@ -7,7 +7,8 @@ import jax
 import numpy as np
 import pytest
 from conftest import AXIS
-from study import plan, runs, store, tasks
+from report import append, read
+from study import plan, runs, tasks
 from study.methods import METHODS
 from study.runs import Spec
 
@@ -15,7 +16,7 @@ WORKERS, STEPS = 8, 12
 TINY = tasks.SIZES["tiny"]
 # One of each kind: who votes, who has the momentum, what is synced, what is sent of the gradient.
 KINDS = ("lion", "vote-2", "average", "owner-3", "vote-coded-3", "ef-signsgd", "dgc")
-OTHERS = [n for n, made in METHODS.items() if made.transform is not None and n not in KINDS]
+OTHERS = [name for name in METHODS if name not in KINDS]
 
 
 @pytest.mark.parametrize("names", [KINDS, pytest.param(OTHERS, marks=pytest.mark.long)])
@@ -66,7 +67,7 @@ def tuned(best_at=1):
     """Rows that tune every method of the images task, with the best rate at one place of the grid."""
     study = study_of([])
     return [
-        row(spec, 1.0 + abs(study.rates(spec.method).index(spec.rate) - best_at))
+        row(spec, 1.0 + abs(METHODS[spec.method].rates.index(spec.rate) - best_at))
         for spec in study.specs("tuning")
     ]
 
@@ -78,13 +79,12 @@ def test_every_method_is_tuned_over_as_many_rates():
 
 def test_what_is_reported_uses_the_rate_with_the_least_validation_loss():
     study = study_of(tuned(best_at=2))
-    # "betas" is run at every rate, "candidates" on text alone.
-    for part in set(plan.PARTS) - {"tuning", "betas", "candidates"}:
+    for part in set(plan.PARTS) - {"tuning"}:
         specs = study.specs(part)
         assert specs and len(set(specs)) == len(specs), part
         for spec in specs:
-            like = plan.tuned_as(spec.method, spec.split) if part != "signs" else "vote"
-            assert spec.rate == study.rates(like)[2], (part, spec)
+            like = plan.tuned_as(spec.method, spec.split)
+            assert spec.rate == METHODS[like].rates[2], (part, spec)
             assert spec.method in METHODS and spec.seed not in plan.TUNING_SEEDS["class"]
     assert {(s.workers, s.workers * s.batch) for s in study.specs("main")} == {
         (workers, 32) for workers in (4, 8, 16, 32)
@@ -124,18 +124,20 @@ def test_training_learns_and_repeats_and_seeds_differ(digits):
     assert runs.numbers([1.23456789, np.inf]) == [1.2346, None]
 
 
-def test_a_sample_is_run_once_into_a_file_of_its_own(tmp_path, digits):
+def test_rows_are_repeated_at_rates_of_another_file_once(tmp_path):
     before, again = tmp_path / "rows.jsonl", tmp_path / "again.jsonl"
-    wanted = runs.Runner(digits).run(spec_of("sgd", part="main", workers=8)) | {"size": "tiny"}
-    store.append(before, [wanted])
+    append(before, [found | {"dataset": "scikit-learn's digits"} for found in tuned(best_at=2)])
     text = before.read_text()
     for _ in range(2):  # the second finds nothing to do
-        convergence.main(["--size", "tiny", "--task", "images", "--jobs", "1",
-                          "--save", str(before), "--sample", str(again)])  # fmt: skip
-    (found,) = store.read(again)
-    assert before.read_text() == text and store.key_of(found) == store.key_of(wanted)
-    assert found["test"]["accuracy"] == pytest.approx(wanted["test"]["accuracy"], abs=0.05)
-    assert found["command"] == "python benchmarks/convergence.py --sample again.jsonl --size tiny"
+        convergence.main(["--size", "tiny", "--task", "images", "--jobs", "1", "--part", "main",
+                          "--method", "sgd", "--workers", "8", "--tuned", str(before),
+                          "--save", str(again)])  # fmt: skip
+    found = read(again, runs.key_of)
+    assert before.read_text() == text and [row["seed"] for row in found] == [0, 1, 2]
+    assert {row["rate"] for row in found} == {METHODS["sgd"].rates[2]}
+    assert {row["command"] for row in found} == {
+        "python benchmarks/convergence.py --part main --size tiny"
+    }
 
 
 # --- What is refused
@@ -146,12 +148,16 @@ def test_a_sample_is_run_once_into_a_file_of_its_own(tmp_path, digits):
     [
         ("--method lyon", "'lyon' is no method; there are lion, adamw, .*owner-3"),
         ("--images nowhere", "nowhere: no such folder"),
-        ("--sample {rows}", "rows is the file of --save, .*give another file"),
+        (
+            "--tuned {rows}",
+            "rows has rows of books, and this is .*digits: give the folder of the same",
+        ),
     ],
 )
 def test_bad_options_end_before_anything_runs(capsys, tmp_path, words, said):
-    rows = tmp_path / "rows"
-    given = words.format(rows=rows)
+    rows, own = tmp_path / "rows", tmp_path / "own"
+    append(rows, [row(spec_of("lion"), 1.0) | {"dataset": "books"}])
+    given = words.format(rows=rows).split()
     with pytest.raises(SystemExit):
-        convergence.main(["--size", "tiny", "--save", str(rows), *given.split()])
+        convergence.main(["--size", "tiny", "--save", str(own), *given])
     assert re.search(said, " ".join(capsys.readouterr().err.split()))

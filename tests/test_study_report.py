@@ -1,7 +1,6 @@
 """What the study says of its rows: statistics against numpy, and committed tables and figures."""
 
 import math
-import re
 from pathlib import Path
 
 import convergence
@@ -9,9 +8,9 @@ import faults
 import liars
 import numpy as np
 import pytest
-from goal import evidence as goal_evidence
-from goal import rows as goal_rows
-from study import analysis, evidence, store, tables
+from report import read
+from study import tables
+from study.runs import key_of
 
 DOCS = Path(convergence.__file__).parents[1] / "docs"
 LION = {0: 0.80, 1: 0.84, 2: 0.82, 3: 0.90}
@@ -25,7 +24,7 @@ def runs(method, values, **given):
         "steps": 800, "rate": 0.001, "bits_per_parameter": 8.0, "sent_bytes": 8e5, "syncs": 0,
         "compiling": 1.0, "seconds": 7.4,
     } | given  # fmt: skip
-    metric = analysis.METRICS[same["task"]][0]
+    metric = tables.METRICS[same["task"]][0]
     return [same | {"seed": seed, "test": {metric: value}} for seed, value in values.items()]
 
 
@@ -40,12 +39,12 @@ def close(*pairs):
 
 def test_means_are_numpys_and_differences_are_of_pairs_with_equal_seeds():
     ours = {2: 0.81, 0: 0.83, 7: 0.99, 1: 0.80, 3: None}  # 7 has no partner
-    found = analysis.difference(runs("vote", ours), runs("lion", LION))
+    found = tables.difference(runs("vote", ours), runs("lion", LION))
     pairs = [ours[s] - LION[s] for s in (0, 1, 2)]
     close((found.mean, np.mean(pairs)), (found.std, np.std(pairs, ddof=1)))
     assert (found.n, found.diverged) == (3, 1)
-    assert analysis.mean([0.5]) == (0.5, None, 1, 0)
-    assert analysis.mean([None]) == (None, None, 0, 1)
+    assert tables.mean([0.5]) == (0.5, None, 1, 0)
+    assert tables.mean([None]) == (None, None, 0, 1)
 
 
 def test_rows_that_cannot_be_compared_are_refused():
@@ -53,24 +52,17 @@ def test_rows_that_cannot_be_compared_are_refused():
     for change in [{}, *({field: value} for field, value in other.items())]:
         said = f"more than one {min(change)}" if change else "two rows of one run"
         with pytest.raises(ValueError, match=said):
-            analysis.checked(rows + runs("lion", {0: 0.8}, rate=2.0, **change))
+            tables.checked(rows + runs("lion", {0: 0.8}, rate=2.0, **change))
 
 
 # --- What is committed
 
 
-def test_committed_tables_are_those_of_the_committed_rows(tmp_path):
+def test_committed_tables_are_those_of_the_committed_rows():
     """If not: convergence.py --report and --evidence, faults.py and liars.py --again --report."""
-    document = tmp_path / tables.DOCUMENT
-    document.write_text((DOCS / tables.DOCUMENT).read_text())
-    rows = store.read(convergence.ROWS)
-    tables.report(rows, tmp_path, convergence.ROWS.parent)
-    assert document.read_text() == (DOCS / tables.DOCUMENT).read_text()
-    drawn = {path.name for path in tmp_path.glob("*.png")}
-    assert drawn == set(re.findall(r"\]\((\w+\.png)\)", document.read_text()))
-    assert all((DOCS / name).is_file() for name in drawn)
+    rows, document = read(convergence.ROWS, key_of), convergence.DOCUMENT.read_text()
+    assert tables.rewritten(document, rows, convergence.ROWS.parent) == document
     page = (DOCS / "faults.md").read_text()
     for module in (faults, liars):
         assert module.documented(page, module.read(module.ROWS)) == page
-    more = goal_evidence.told(goal_rows.read(convergence.GOAL_ROWS))
-    assert convergence.EVIDENCE.read_text() == evidence.text_of(evidence.evidence(rows, more))
+    assert convergence.EVIDENCE.read_text() == convergence.evidence_of(rows)

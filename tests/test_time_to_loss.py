@@ -5,7 +5,8 @@ import json
 import jax
 import pytest
 import time_to_loss
-from goal import contenders, curves, planned, rows, summary
+from goal import contenders, curves, planned, summary
+from report import read
 from study import evidence
 
 LION, VOTE, ADAM, WARMED = "Lion, float32", "1-bit vote", "AdamW, float32", "1-bit Adam"
@@ -95,7 +96,7 @@ def test_a_contender_trains_by_the_real_step(monkeypatch):
 
 def test_the_planner_names_who_was_first_in_every_measured_network():
     """Or one that was there within 5 % of the first's time: by the committed rows."""
-    told = planned.beside_measured(rows.read(time_to_loss.ROWS))
+    told = planned.beside_measured(read(time_to_loss.ROWS, curves.key_of))
     assert {"100mbit", "300mbit", "1gbit"} <= told.keys()
     assert all(one["of"] >= 5 and one["ratio"] <= 1.05 for one in told.values()), told
 

@@ -16,9 +16,8 @@ AXIS = "data"
 DECAY = 0.1  # decoupled, of all
 LION_BETAS, ADAM_BETAS = (0.9, 0.99), (0.9, 0.99)
 FOREVER = 2**30  # steps
-KAPPA = 16  # updates of 0/1 Adam's variance at each gap, the paper's
 OURS = "ours"
-FULL, CODED = "in full precision", "in one bit"  # stages of 1-bit Adam and 0/1 Adam
+FULL, CODED = "in full precision", "in one bit"  # stages of 1-bit Adam
 
 Schedule = Callable[[Any], Any]  # steps of a worker so far to a learning rate
 
@@ -116,17 +115,13 @@ def adamw(rate: Schedule) -> optax.GradientTransformation:
     return optax.adamw(rate, *ADAM_BETAS, weight_decay=DECAY)
 
 
-def one_bit_adam(bits: int | None) -> Callable[..., Recipe]:
-    """Of so many steps in full precision, or in so many bits."""
-
-    def make(rate: Schedule, steps: int, option: int) -> Recipe:
-        check_warmup(option, steps)
-        tx = baselines.one_bit_adam(
-            rate, *ADAM_BETAS, weight_decay=DECAY, warmup=option, bits=bits, axis_name=AXIS
-        )
-        return Recipe(tx)
-
-    return make
+def one_bit_adam(rate: Schedule, steps: int, option: int) -> Recipe:
+    """Of so many steps in full precision."""
+    check_warmup(option, steps)
+    tx = baselines.one_bit_adam(
+        rate, *ADAM_BETAS, weight_decay=DECAY, warmup=option, axis_name=AXIS
+    )
+    return Recipe(tx)
 
 
 def check_warmup(warmup: int, steps: int) -> None:
@@ -138,21 +133,12 @@ def check_warmup(warmup: int, steps: int) -> None:
         )
 
 
-def zero_one_adam(rate: Schedule, steps: int, option: int) -> Recipe:
-    return Recipe(
-        baselines.zero_one_adam(rate, *ADAM_BETAS, weight_decay=DECAY, kappa=KAPPA, axis_name=AXIS)
-    )
-
-
 def in_torch(rate: Schedule, steps: int, option: int) -> Recipe:
     raise TypeError("a contender of PyTorch's is no recipe: goal/ddp_worker.py runs it")
 
 
-def alone_first(bits: int | None) -> Callable[..., Recipe]:
-    def make(rate: Schedule, steps: int, option: int) -> Recipe:
-        return Recipe(baselines.diloco(bits=bits, axis_name=AXIS), option, adamw(rate))
-
-    return make
+def alone_first(rate: Schedule, steps: int, option: int) -> Recipe:
+    return Recipe(baselines.diloco(axis_name=AXIS), option, adamw(rate))
 
 
 def coded(rate: Schedule, steps: int, option: int) -> Recipe:
@@ -196,40 +182,15 @@ def adam_stages(steps: int, option: int) -> tuple[tuple[int, str], ...]:
     return ((0, FULL), (option, CODED))
 
 
-def zero_one_stages(steps: int, option: int) -> tuple[tuple[int, str], ...]:
-    """In full precision at steps 0 to 16, then at every second, 16 times, at every fourth and so on."""
-    full, gap = set(), 1
-    at = 0
-    while at < steps:
-        for _ in range(KAPPA):
-            full.add(at)
-            at += gap
-        gap *= 2
-    changes = [(0, FULL)]
-    for t in range(1, steps):
-        stage = FULL if t in full else CODED
-        if stage != changes[-1][1]:
-            changes.append((t, stage))
-    return tuple(changes)
-
-
-def of_one_bit(bits: int | None) -> Callable[[str, int], Recipe]:
+def adam_made(stage: str, option: int) -> Recipe:
     """1-bit Adam that stays in its first stage, or is in its second from the second step on."""
-
-    def made(stage: str, option: int) -> Recipe:
-        return one_bit_adam(bits)(lambda count: 1e-4, FOREVER, FOREVER - 1 if stage == FULL else 1)
-
-    return made
+    return one_bit_adam(lambda count: 1e-4, FOREVER, FOREVER - 1 if stage == FULL else 1)
 
 
 CONTENDERS: dict[str, Contender] = {
     one.name: one
     for one in (
         Contender("Lion, float32", "2302.06675", LION, dense(baselines.lion, LION_BETAS, jnp.float32)),
-        Contender(
-            "Lion, bfloat16", "2302.06675", (), dense(baselines.lion, LION_BETAS, jnp.bfloat16),
-            like="Lion, float32",
-        ),
         Contender("AdamW, float32", "1711.05101", ADAM, dense(baselines.adamw, ADAM_BETAS, jnp.float32)),
         Contender(
             "AdamW, bfloat16", "1711.05101", (), dense(baselines.adamw, ADAM_BETAS, jnp.bfloat16),
@@ -244,22 +205,14 @@ CONTENDERS: dict[str, Contender] = {
         Contender("AdamW, in codes", OURS, BITS, coded),
         Contender("PowerSGD, AdamW", "1905.13727", RANKS, power(None)),
         Contender("PowerSGD, rank 4", "1905.13727", (), power(None), like="PowerSGD, AdamW", only=4),
-        Contender("PowerSGD, in 6 bits", OURS, (), power(6), like="PowerSGD, AdamW"),
         Contender(
             "PowerSGD, rank 4 in 6 bits", OURS, (), power(6), like="PowerSGD, AdamW", only=4
         ),
-        Contender(
-            "1-bit Adam", "2102.02888", WARMED, one_bit_adam(None), adam_stages, of_one_bit(None)
-        ),
-        Contender(
-            "1-bit Adam, warm-up in 8 bits", OURS, (), one_bit_adam(8), adam_stages, of_one_bit(8),
-            like="1-bit Adam",
-        ),
-        Contender("0/1 Adam", "2202.06009", ADAM, zero_one_adam, zero_one_stages, of_one_bit(None)),
+        Contender("1-bit Adam", "2102.02888", WARMED, one_bit_adam, adam_stages, adam_made),
         Contender("local AdamW, averaged", "1805.09767", ALONE, averaged),
         Contender("2 steps alone, in codes", OURS, ALONE_BITS, two_alone(coded_mean)),
         Contender("2 steps alone, PowerSGD in 6 bits", OURS, ALONE_RANKS, two_alone(low_rank_mean)),
-        Contender("DiLoCo, float32", "2311.08105", EVERY, alone_first(None)),
+        Contender("DiLoCo, float32", "2311.08105", EVERY, alone_first),
         Contender(
             "PyTorch DDP, float32", "1711.05101", (), in_torch, like="AdamW, float32",
             framework="torch",
@@ -276,15 +229,12 @@ CONTENDERS: dict[str, Contender] = {
             "PyTorch DDP, PowerSGD rank 4", "1905.13727", (), in_torch, like="PowerSGD, AdamW",
             only=4, framework="torch",
         ),
-        Contender("DiLoCo, 4 bits", "2311.08105", (), alone_first(4), like="DiLoCo, float32"),
-        Contender("DiLoCo, 1 bit", "2311.08105", (), alone_first(1), like="DiLoCo, float32"),
     )
 }  # fmt: skip
 # Of this library alone, and the papers that it is about.
 VOTES = (
-    "1-bit vote", "owner, 3 bits", "owner, 1 bit rotated", "AdamW, in codes", "PowerSGD, in 6 bits",
-    "PowerSGD, rank 4 in 6 bits", "1-bit Adam, warm-up in 8 bits", "2 steps alone, in codes",
-    "2 steps alone, PowerSGD in 6 bits",
+    "1-bit vote", "owner, 3 bits", "owner, 1 bit rotated", "AdamW, in codes", "PowerSGD, rank 4 in 6 bits",
+    "2 steps alone, in codes", "2 steps alone, PowerSGD in 6 bits",
 )  # fmt: skip
 
 

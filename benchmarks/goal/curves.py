@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from study.runs import schedule
 
 import lioncub_jax as lc
-from goal.contenders import AXIS, Contender, Recipe
+from goal.contenders import AXIS, Contender, Recipe, contender_named
 from goal.model import BATCH, CONTEXT, MODEL
 
 POINTS = 16  # of a curve
@@ -47,6 +47,20 @@ class Run(NamedTuple):
     workers: int
     steps: int
     seed: int
+
+
+def key_of(row: dict[str, Any]) -> Run | None:
+    """The training run that a row is of; None for a row of another kind.
+
+    Raises:
+      ValueError: for a row of another benchmark, or of a contender that is no longer there.
+    """
+    contender_named(row["contender"])
+    if row["part"] in ("tuning", "curve"):
+        return Run(*(row[name] for name in Run._fields))
+    if row["part"] not in ("time", "confirm"):
+        raise ValueError(f"part {row['part']!r}")
+    return None
 
 
 def model_of(seed: int) -> GPT:

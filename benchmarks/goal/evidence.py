@@ -1,11 +1,11 @@
 """What time to loss says to the planner: factors in steps, on the GPT of the race."""
 
 import math
-from typing import Any
 
+from report import Rows, rows_of
 from study.evidence import Told, compared
 
-from goal import curves, rows
+from goal import curves
 from goal.summary import LION_NAME, STEPS
 from lioncub_jax.planner import parameters_in, scheme_named
 
@@ -20,10 +20,8 @@ SCHEMES: dict[str, tuple[str, int]] = {
     "AdamW, in codes": ("AdamW, 4 bits", 4),
     "PowerSGD, AdamW": ("PowerSGD, rank 16", 16),
     "PowerSGD, rank 4": ("PowerSGD, rank 4", 4),
-    "PowerSGD, in 6 bits": ("PowerSGD 16, 6 bits", 16),
     "PowerSGD, rank 4 in 6 bits": ("PowerSGD 4, 6 bits", 4),
     "1-bit Adam": ("1-bit Adam", 58),
-    "0/1 Adam": ("0/1 Adam", 0),
     "local AdamW, averaged": ("2 alone, float32", 2),
     "2 steps alone, in codes": ("2 alone, 4 bits", 4),
     "2 steps alone, PowerSGD in 6 bits": ("2 alone, PowerSGD", 16),
@@ -31,7 +29,7 @@ SCHEMES: dict[str, tuple[str, int]] = {
 }
 
 
-def told(found: list[dict[str, Any]]) -> Told:
+def told(found: Rows) -> Told:
     """Of the curves of all contenders that the planner has a name for.
 
     Raises:
@@ -40,7 +38,7 @@ def told(found: list[dict[str, Any]]) -> Told:
     lion = of(found, LION_NAME, 0)
     if not lion:
         return Told({}, [])
-    workers = {row["workers"] for row in rows.of(found, part="curve", steps=STEPS)}
+    workers = {row["workers"] for row in rows_of(found, part="curve", steps=STEPS)}
     if len(workers) > 1:
         raise ValueError(f"rows of {sorted(workers)} workers cannot be compared: give those of one")
     about = {"task": TASK, "data": "alike", "workers": workers.pop()}
@@ -54,9 +52,9 @@ def told(found: list[dict[str, Any]]) -> Told:
     return Told({TASK: task}, factors)
 
 
-def of(found: list[dict[str, Any]], name: str, option: int) -> dict[int, list[tuple[float, float]]]:
+def of(found: Rows, name: str, option: int) -> dict[int, list[tuple[float, float]]]:
     """Curves by seed."""
-    runs = rows.of(found, part="curve", contender=name, option=option, steps=STEPS)
+    runs = rows_of(found, part="curve", contender=name, option=option, steps=STEPS)
     return {
         run["seed"]: list(zip(run["taken"], map(finite, run["loss"]), strict=True)) for run in runs
     }

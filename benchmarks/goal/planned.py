@@ -4,11 +4,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import report
 from aot.programs import named
+from report import Rows, rows_of
 from rich.console import Console
-from rich.table import Table
 
-from goal import curves, rows
+from goal import curves
 from goal.evidence import SCHEMES
 from goal.lab import UNSHAPED
 from goal.summary import STEPS, Reach, best_choice, seconds_to, summed
@@ -49,31 +50,29 @@ def firsts(found: Plans) -> dict[str, tuple[str, float]]:
 
 def show(found: Plans, console: Console) -> None:
     """A row for each method that was measured, with its time over float32 Lion's."""
-    table = Table(
-        title=f"time to 80 % of float32 Lion's run over float32 Lion's, by the planner: {MODEL}, "
+    title = (
+        f"time to 80 % of float32 Lion's run over float32 Lion's, by the planner: {MODEL}, "
         f"{units.seconds_text(COMPUTE)} of computing; steps as of 4 workers and 7.3 million parameters"
     )
-    table.add_column("method")
-    for workers, rate in found:
-        table.add_column(f"{workers}\n{units.rate_text(rate)}", justify="right")
+    head = ["method", *(f"{workers}\n{units.rate_text(rate)}" for workers, rate in found)]
     times = [plan.times() for plan in found.values()]
     names = dict.fromkeys(name for each in times for name in each)
-    for name in sorted(names, key=lambda n: times[0].get(n, 2.0)):
-        table.add_row(name, *(f"{each[name]:.3g}" if name in each else "" for each in times))
-    console.print(table)
+    lines = [
+        [name, *(f"{each[name]:.3g}" if name in each else "" for each in times)]
+        for name in sorted(names, key=lambda n: times[0].get(n, 2.0))
+    ]
+    console.print(report.table(title, head, lines))
 
 
-def beside_measured(found: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def beside_measured(found: Rows) -> dict[str, dict[str, Any]]:
     """By network: who is first by the planner and who by the lab, and how far the first is from being it.
 
     Of contenders that the planner knows and that were timed without a limit on the links: that is all that
     it is told about the machine. Nothing without those.
     """
     step, told = mean_steps(found, UNSHAPED), {}
-    shapes, free = (
-        curves.shapes(),
-        planner.Cluster(4, planner.Link(math.inf, 0.0), one_way_pairs=True),
-    )
+    shapes = curves.shapes()
+    free = planner.Cluster(4, planner.Link(math.inf, 0.0), one_way_pairs=True)
     wide = planner.Host(widens_bfloat16=True)
     compute = min(step.values(), default=0.0)  # any will do: what is left is each method's own
     host = planner.calibrated(step, shapes, free, compute, wide)
@@ -97,11 +96,11 @@ def beside_measured(found: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return told
 
 
-def mean_steps(found: list[dict[str, Any]], network: str) -> dict[str, float]:
+def mean_steps(found: Rows, network: str) -> dict[str, float]:
     """Seconds of a step in a whole run, of the planner's schemes that were timed there."""
     steps = {}
     for name, (scheme, option) in SCHEMES.items():
-        timed = rows.of(found, part="time", contender=name, network=network)
+        timed = rows_of(found, part="time", contender=name, network=network)
         if not timed or best_choice(found, name).option != option:
             continue
         took = seconds_to(found, name, network, Reach(STEPS, STEPS))

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import report
+from report import Rows, rows_of
 from rich.console import Console
-from rich.table import Table
 
-from goal import rows
 from goal.contenders import CONTENDERS, VOTES, Choice
 from goal.lab import RATES
 
-Rows = list[dict[str, Any]]
 LION_NAME = "Lion, float32"
 PEERS = tuple(name for name in CONTENDERS if name not in VOTES)
 STEPS, LONGER = 384, 576  # of a run; every number of steps that a worker takes alone divides them
@@ -33,7 +32,7 @@ def best_choice(found: Rows, name: str) -> Choice:
     choices = [c for c in CONTENDERS[name].choices if contender.only in (0, c.option)]
     tuned = {
         Choice(row["rate"], row["option"]): row["loss"][-1]
-        for row in rows.of(found, part="tuning", contender=name)
+        for row in rows_of(found, part="tuning", contender=name)
     }
     missing = [choice for choice in choices if choice not in tuned]
     if missing:
@@ -72,7 +71,7 @@ class Summed(NamedTuple):
 
 def mean_curve(found: Rows, name: str, length: int) -> tuple[list[int], list[float]]:
     """Steps and the mean loss of all seeds there; nothing without rows."""
-    runs = rows.of(found, part="curve", contender=name, steps=length)
+    runs = rows_of(found, part="curve", contender=name, steps=length)
     if not runs:
         return [], []
     return runs[0]["taken"], [
@@ -121,7 +120,7 @@ def reach(found: Rows, name: str, goal: float) -> Reach | None:
 
 def check_goal(found: Rows, goal: float | None) -> None:
     """Raises ``ValueError`` for a goal below every curve."""
-    ends = [(row["loss"][-1], row["contender"]) for row in rows.of(found, part="curve")]
+    ends = [(row["loss"][-1], row["contender"]) for row in rows_of(found, part="curve")]
     if goal is not None and (not ends or goal < min(ends)[0]):
         least = "nobody has run" if not ends else "the least is {:.3f}, of {}".format(*min(ends))
         raise ValueError(f"--goal {goal:g}: no curve gets there; {least}")
@@ -132,21 +131,26 @@ def reached(found: Rows, name: str) -> bool:
     return reach(found, name, goals(found)[SHARES[-1]]) is not None
 
 
+def step_seconds(found: Rows, name: str, network: str) -> dict[str, float]:
+    """Of a step of each stage there, at the contender's best choice, as they were timed last."""
+    timed = rows_of(found, part="time", contender=name, network=network)
+    option = best_choice(found, name).option if timed else 0
+    return {row["stage"]: row["seconds"] for row in rows_of(timed, option=option)}
+
+
 def seconds_to(found: Rows, name: str, network: str, way: Reach) -> float | None:
     """Steps of each stage times what a step of it takes there; None where it was not timed."""
     option, total = best_choice(found, name).option, 0.0
+    timed = step_seconds(found, name, network)
     stages = [(first, stage) for first, stage in CONTENDERS[name].stages(way.length, option)]
     ends = [first for first, _ in stages[1:]] + [math.inf]
     for (first, stage), end in zip(stages, ends, strict=True):
         steps = min(end, way.steps) - first
         if steps <= 0:
             break
-        timed = rows.of(
-            found, part="time", contender=name, stage=stage, network=network, option=option
-        )
-        if not timed:
+        if stage not in timed:
             return None
-        total += steps * timed[-1]["seconds"]
+        total += steps * timed[stage]
     return total
 
 
@@ -178,14 +182,14 @@ def summed(found: Rows, goal: float | None = None) -> Summed:
 
 def networks_of(found: Rows) -> list[str]:
     """Those where something was timed, the fastest first."""
-    timed = {row["network"] for row in rows.of(found, part="time")}
+    timed = {row["network"] for row in rows_of(found, part="time")}
     return [rate for rate in RATES if rate in timed]
 
 
 def confirmed(found: Rows) -> dict[str, list[float]]:
     """Of each run to the goal: seconds by the clock, by the product for as many steps, and their ratio."""
     ratios = {}
-    for row in rows.of(found, part="confirm", reached=True):
+    for row in rows_of(found, part="confirm", reached=True):
         way = Reach(row["taken"], row["steps"])
         product = seconds_to(found, row["contender"], row["network"], way)
         if product is not None:
@@ -208,26 +212,31 @@ def to_confirm(found: Rows, network: str) -> list[str]:
     """The best of ours and of the peers at a rate, who were not run to the goal there yet."""
     seconds = summed(found).seconds
     names = [best_of(seconds, network, SHARES[-1], some) for some in (VOTES, PEERS)]
-    done = {row["contender"] for row in rows.of(found, part="confirm", network=network)}
+    done = {row["contender"] for row in rows_of(found, part="confirm", network=network)}
     return [name for name in names if name and name not in done]
 
 
-def show(sums: Summed, console: Console) -> None:
+def show(found: Rows, sums: Summed, console: Console) -> None:
     """A table for each network, the first at the last goal first."""
-    for network in dict.fromkeys(network for network, _, _ in sums.seconds):
-        table = Table(title=f"seconds to the goal, {network}")
-        table.add_column("contender")
-        for share, goal in sums.goals.items():
-            table.add_column(f"{share:.0%}: {goal:.3f}", justify="right")
-        table.add_column("steps", justify="right")
-        last = SHARES[-1]
-        names = dict.fromkeys(name for name, _ in sums.reaches)
-        for name in sorted(names, key=lambda n: sums.seconds.get((network, n, last), math.inf)):
-            took = [sums.seconds.get((network, name, share)) for share in SHARES]
-            ways = [sums.reaches[name, share] for share in SHARES]
-            texts = [seconds_said(x, way) for x, way in zip(took, ways, strict=True)]
-            table.add_row(name, *texts, "never" if ways[-1] is None else f"{ways[-1].steps:.0f}")
-        console.print(table)
+    last = SHARES[-1]
+    head = [
+        "contender",
+        "ms a step",
+        *(f"{s:.0%}: {x:.3f}" for s, x in sums.goals.items()),
+        "steps",
+    ]
+    names = list(dict.fromkeys(name for name, _ in sums.reaches))
+    for network in networks_of(found):
+        names.sort(key=lambda n, at=network: sums.seconds.get((at, n, last), math.inf))
+        lines = []
+        for name in names:
+            steps = [f"{1e3 * x:.0f}" for x in step_seconds(found, name, network).values()]
+            ways = [sums.reaches[name, share] for share in sums.goals]
+            took = [sums.seconds.get((network, name, share)) for share in sums.goals]
+            said = map(seconds_said, took, ways)
+            there = "never" if ways[-1] is None else f"{ways[-1].steps:.0f}"
+            lines.append([name, " and ".join(steps), *said, there])
+        console.print(report.table(f"seconds to the goal, {network}", head, lines))
 
 
 def seconds_said(took: float | None, way: Reach | None) -> str:

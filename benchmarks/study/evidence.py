@@ -17,17 +17,17 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from math import inf
-from pathlib import Path
 from typing import Any, NamedTuple
+
+from report import Rows
 
 from lioncub_jax.planner.evidence import FORMAT, TARGETS
 
-Rows = list[dict[str, Any]]
 Curve = list[tuple[float, float]]  # steps and the least loss so far
 
 # Parts whose batch is the same for all numbers of workers; a method's runs are those of the first that has
 # them, so that Lion and the votes have the rates that they were tuned to.
-PARTS = ("main", "noniid", "ablation", "peers", "candidates")
+PARTS = ("main", "noniid", "ablation", "peers")
 LOSS = {"images": "loss", "text": "bits_per_byte"}
 SPLITS = {"iid": "alike", "class": "different"}
 BASELINE = "lion"
@@ -167,7 +167,3 @@ def text_of(found: dict[str, Any]) -> str:
     lines = ",\n".join(f"  {json.dumps(one)}" for one in found["factors"])
     head = json.dumps({k: v for k, v in found.items() if k != "factors"}, indent=1)
     return f'{head.removesuffix("}").rstrip()},\n "factors": [\n{lines}\n ]\n}}\n'
-
-
-def write(rows: Rows, path: Path, more: Told | None = None) -> None:
-    path.write_text(text_of(evidence(rows, more)))

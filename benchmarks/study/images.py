@@ -4,7 +4,6 @@
     load(Path("fashion-mnist"))  a folder of one of these, told apart by the names of its files:
 
 - IDX files as of MNIST and Fashion-MNIST, plain or ``.gz``;
-- CIFAR-10's binary version, in the folder or in ``cifar-10-batches-bin`` inside it;
 - one ``.npz`` with ``x_train, y_train, x_test, y_test``, as Keras keeps its data sets.
 
 A file that is missing, damaged or of another kind is a ``ValueError`` that names it, never a guess.
@@ -24,18 +23,13 @@ import numpy as np
 IDX_FILES = tuple(
     f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")
 )
-CIFAR_TRAIN = tuple(f"data_batch_{i}.bin" for i in range(1, 6))
-CIFAR_TEST = "test_batch.bin"
-CIFAR_FOLDER = "cifar-10-batches-bin"
-CIFAR_SHAPE = (3, 32, 32)
-CIFAR_RECORDS = 10_000  # a file
-CLASSES = 10  # of the IDX files and of CIFAR-10
+CLASSES = 10  # of the IDX files and the digits
 NPZ_KEYS = ("x_train", "y_train", "x_test", "y_test")
-NAMES = {"mnist": "MNIST", "fashionmnist": "Fashion-MNIST"}  # by the folder's, letters only
+# By the folder's, letters only.
+NAMES = {"mnist": "MNIST", "fashionmnist": "Fashion-MNIST", "cifar": "CIFAR-10"}
 ACCEPTED = (
-    f"the IDX files of MNIST or Fashion-MNIST ({', '.join(IDX_FILES)}; plain or .gz), CIFAR-10's "
-    f"binary version ({CIFAR_TRAIN[0]} to {CIFAR_TRAIN[-1]} and {CIFAR_TEST}, also inside "
-    f"{CIFAR_FOLDER}/), or one .npz with {', '.join(NPZ_KEYS)}"
+    f"the IDX files of MNIST or Fashion-MNIST ({', '.join(IDX_FILES)}; plain or .gz), or one .npz with "
+    f"{', '.join(NPZ_KEYS)}"
 )
 
 
@@ -200,38 +194,6 @@ def check_complete(folder: Path, found: set[str], wanted: tuple[str, ...], hint:
         raise ValueError(f"{folder} has {min(found)} but no {', '.join(missing)} ({hint})")
 
 
-# --- CIFAR-10
-
-
-def find_cifar(folder: Path) -> list[Path]:
-    for place in (folder, folder / CIFAR_FOLDER):
-        files = [place / name for name in (*CIFAR_TRAIN, CIFAR_TEST) if (place / name).exists()]
-        if files:
-            return files
-    return []
-
-
-def read_cifar(folder: Path, files: list[Path]) -> Images:
-    place = files[0].parent
-    wanted = (*CIFAR_TRAIN, CIFAR_TEST)
-    check_complete(place, {path.name for path in files}, wanted, "CIFAR-10's binary version")
-    *batches, test = map(read_batch, files)
-    images = np.concatenate([batch.images for batch in batches])
-    labels = np.concatenate([batch.labels for batch in batches])
-    return joined("CIFAR-10", Part(images, labels, str(place), str(place)), test, CLASSES)
-
-
-def read_batch(path: Path) -> Part:
-    """Records of a label and the pixels of an image, by colour, row and column."""
-    content, record = read_bytes(path), 1 + math.prod(CIFAR_SHAPE)
-    check_size(path, len(content), CIFAR_RECORDS * record, f"({CIFAR_RECORDS} times {record})")
-    records = np.frombuffer(content, np.uint8).reshape(-1, record)
-    images = records[:, 1:].reshape(-1, *CIFAR_SHAPE).transpose(0, 2, 3, 1)
-    part = Part(np.ascontiguousarray(images), records[:, 0], str(path), str(path))
-    check_part(part, CLASSES)
-    return part
-
-
 # --- npz
 
 
@@ -294,6 +256,5 @@ def npz_labels(path: Path, key: str, array: np.ndarray) -> np.ndarray:
 
 FORMATS: tuple[tuple[Callable[[Path], list[Path]], Callable[[Path, list[Path]], Images]], ...] = (
     (find_idx, read_idx_folder),
-    (find_cifar, read_cifar),
     (find_npz, read_npz),
 )

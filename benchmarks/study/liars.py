@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from report import Rows, rows_of
 
 from lioncub_jax import faults, reference
 from lioncub_jax.faults import Attack
 from study import runs
-from study.builders import DECAY, Betas, Method
-from study.methods import METHODS
-from study.plan import rows_of
+from study.methods import DECAY, METHODS, Betas, Method
 from study.tasks import Task
 
 ATTACKS: dict[str, Attack] = {
@@ -51,7 +50,7 @@ MISSED = ("vote", "average", "owner", "median")
 UNLIKE = ("mean", "vote", "owner", "owner, 1", "unbounded")  # workers that see other data
 CROWDED = ("mean", "owner", "owner, 2", "unbounded")  # more workers that see the same
 TURNED = ("turned", "turned, bounded")  # `rotated_sign()`, with most workers
-CROWDS = ((8, "iid"), (8, "class"), (8, "dirichlet"), (16, "iid"), (32, "iid"))  # and their split
+CROWDS = ((8, "iid"), (8, "class"), (16, "iid"), (32, "iid"))  # and their split
 
 
 class Lie(NamedTuple):
@@ -224,7 +223,7 @@ def key_of(row: dict[str, Any]) -> Lie:
 # --- What came out
 
 
-def ends(rows: list[dict[str, Any]], **wanted: Any) -> list[float]:
+def ends(rows: Rows, **wanted: Any) -> list[float]:
     """Bits per byte at the end, by seed; infinite where there was no number."""
     every = [Lie._field_defaults | row for row in rows]
     found = sorted(rows_of(every, **Lie._field_defaults | wanted), key=lambda row: row["seed"])
@@ -232,7 +231,7 @@ def ends(rows: list[dict[str, Any]], **wanted: Any) -> list[float]:
     return [np.inf if bits is None else bits for bits in each]
 
 
-def behind(rows: list[dict[str, Any]], lie: dict[str, Any]) -> float | None:
+def behind(rows: Rows, lie: dict[str, Any]) -> float | None:
     """Bits per byte behind the same method with nobody who lies: the mean of pairs of one seed."""
     clean = {"attack": "nobody", "liars": 0, "missing": 0.0}
     at = {name: lie[name] for name in ("base", "workers", "split") if name in lie}

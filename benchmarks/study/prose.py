@@ -1,4 +1,4 @@
-"""Text for the study, as bytes, with the place of each document, so that workers can get whole ones.
+"""Text for the study, as bytes.
 
 Of a folder of texts the last tenth of each is for validation; of Python's standard library, which
 is there without a folder, a tenth of the files.
@@ -17,7 +17,6 @@ class Prose(NamedTuple):
     name: str
     train: np.ndarray  # uint8[n]
     validation: np.ndarray  # uint8[m]
-    documents: tuple[tuple[int, int], ...]  # (start, end) in `train`, which they fill
 
 
 def load(folder: Path | None, context: int = 1) -> Prose:
@@ -26,9 +25,6 @@ def load(folder: Path | None, context: int = 1) -> Prose:
     Args:
       folder: holds the texts, ``*.txt``, ``*.md`` or ``*.rst``; folders inside it are not looked into.
       context: training and validation must each hold one window, so many bytes and the one after.
-
-    Returns:
-      Where a folder's documents are the first nine tenths of its files, in the order of their names.
 
     Raises:
       ValueError: for a folder that is missing or has no texts, a file that is empty or cannot be read,
@@ -40,7 +36,7 @@ def load(folder: Path | None, context: int = 1) -> Prose:
     else:
         name, files = folder.resolve().name, texts(folder)
         train, validation = corpus.ends_apart(files)
-    prose = Prose(name, corpus.joined(train), corpus.joined(validation), documents(train))
+    prose = Prose(name, corpus.joined(train), corpus.joined(validation))
     check_length(prose, folder or name, context)
     return prose
 
@@ -64,14 +60,6 @@ def read(path: Path) -> bytes:
     if not content:
         raise ValueError(f"{path}: the file is empty; remove it, or put its text there")
     return content
-
-
-def documents(contents: list[bytes]) -> tuple[tuple[int, int], ...]:
-    """Where each lies in ``corpus.joined(contents)``, with the line feed that follows it."""
-    ends = np.cumsum([len(content) + 1 for content in contents]).tolist()
-    ends[-1] -= 1  # no line feed follows the last
-    places = zip([0, *ends[:-1]], ends, strict=True)
-    return tuple((start, end) for start, end in places if start < end)
 
 
 def check_length(prose: Prose, given: Path | str, context: int) -> None:

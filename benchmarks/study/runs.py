@@ -25,7 +25,7 @@ class Spec(NamedTuple):
       task: "images" or "text".
       method: a key of ``METHODS``.
       workers: how many.
-      split: "iid", "class" or "dirichlet".
+      split: "iid" or "class".
       batch: of one worker.
       steps: of the optimizer.
       rate: the highest learning rate.
@@ -58,7 +58,9 @@ class Outcome(NamedTuple):
     syncs: jax.Array  # int32[]
 
 
-ALPHA = 0.3
+def key_of(row: dict[str, Any]) -> Spec:
+    """The run that a row is of."""
+    return Spec(*(row[name] for name in Spec._fields))
 
 
 def schedule(rate: Any, steps: int) -> Callable[[jax.Array], jax.Array]:
@@ -71,9 +73,8 @@ def schedule(rate: Any, steps: int) -> Callable[[jax.Array], jax.Array]:
     return at
 
 
-Harm = Callable[
-    ..., dict[str, Any]
-]  # what `simulate.step` is given besides, of a key, a step and more
+# What `simulate.step` is given besides, of a key, a step and more.
+Harm = Callable[..., dict[str, Any]]
 
 
 def program(
@@ -135,8 +136,6 @@ class Runner:
       task: what is learned.
     """
 
-    make_program = staticmethod(program)
-
     def __init__(self, task: Task):
         self.task = task
         self._compiled: dict[Any, Any] = {}
@@ -144,13 +143,20 @@ class Runner:
     def run(self, spec: Spec) -> dict[str, Any]:
         """Trains, and returns what a row of the study says about it."""
         began = time.perf_counter()
-        make = partial(type(self).make_program, self.task, method_named(spec.method), spec)
+        make = partial(program, self.task, method_named(spec.method), spec)
         outcome, compiling = self.outcome(spec, spec.program, make)
+        syncs = int(outcome.syncs)
+        sent = method_named(spec.method).sent(self.task.parameters, spec.workers, spec.steps, syncs)
         return {
             **spec._asdict(),
             "dataset": self.task.dataset,
             "parameters": self.task.size,
-            **self.described(spec, outcome),
+            "sent_bytes": sent,  # by each worker, in all steps
+            "bits_per_parameter": float(f"{8 * sent / spec.steps / self.task.size:.5g}"),
+            "syncs": syncs,
+            "validation": numbers(outcome.validation),
+            "test": numbers(outcome.test),
+            "curve": numbers(outcome.curve | {"train_loss": outcome.train_loss}),
             "compiling": round(compiling, 2),
             "seconds": round(time.perf_counter() - began, 2),
         }
@@ -167,7 +173,7 @@ class Runner:
           more: what it takes beside data, split, rate and seed.
         """
         began = time.perf_counter()
-        parts = self.task.share(spec.split, spec.workers, ALPHA, spec.seed)
+        parts = self.task.share(spec.split, spec.workers, spec.seed)
         table, lengths = map(jnp.asarray, splits.table(parts))
         args = self.task.data, table, lengths, jnp.float32(spec.rate), spec.seed, *more
         key = program, table.shape
@@ -176,20 +182,6 @@ class Runner:
             self._compiled = {key: jax.jit(make()).lower(*args).compile()}
         compiling = time.perf_counter() - began
         return jax.device_get(self._compiled[key](*args)), compiling
-
-    def described(self, spec: Spec, outcome: Outcome) -> dict[str, Any]:
-        """The part of a row that an outcome fills."""
-        shapes, syncs = self.task.parameters, int(outcome.syncs)
-        sent = method_named(spec.method).sent(shapes, spec.workers, spec.steps, syncs)
-        bits = 8 * sent / spec.steps / self.task.size
-        return {
-            "sent_bytes": sent,  # by each worker, in all steps
-            "bits_per_parameter": float(f"{bits:.5g}"),
-            "syncs": syncs,
-            "validation": numbers(outcome.validation),
-            "test": numbers(outcome.test),
-            "curve": numbers(outcome.curve | {"train_loss": outcome.train_loss}),
-        }
 
 
 def numbers(tree: Any) -> Any:

@@ -15,11 +15,9 @@ from gpt.model import GPT, next_byte_loss
 from study import images, prose, splits
 from study.vit import ViT
 
-SPLITS = ("iid", "class", "dirichlet")
-
 
 class Shape(NamedTuple):
-    """A transformer, and how many examples its workers take together, or each where that is fixed."""
+    """A transformer, and how many examples its workers take together."""
 
     layers: int
     heads: int
@@ -27,7 +25,6 @@ class Shape(NamedTuple):
     expansion: int  # of the hidden layers
     inputs: int  # patches on a side of an image, or bytes of context
     batch: int
-    local_batch: int
     betas: tuple[float, float] = (0.9, 0.99)
 
 
@@ -37,7 +34,6 @@ class Size(NamedTuple):
     images: Shape
     text: Shape
     steps: int
-    rate: float = 1.0  # times the learning rates of the methods
 
     def of(self, task: str) -> Shape:
         """The model of a task."""
@@ -45,13 +41,10 @@ class Size(NamedTuple):
 
 
 # "tiny" shows whether it runs. "small" takes seconds: what a worker owns is rounded to half a block, which
-# adds a quarter to what 8 workers send, and up to 60 % with 32. Betas are those with which full-precision
-# Lion does best (part "betas"). "paper" is the ViT of both papers, for 200 epochs of CIFAR-10 by 32 workers
-# of 32 images.
+# adds a quarter to what 8 workers send, and up to 60 % with 32.
 SIZES = {
-    "tiny": Size(Shape(1, 1, 8, 2, 2, 32, 1), Shape(1, 1, 8, 2, 8, 32, 1), 20),
-    "small": Size(Shape(4, 2, 32, 4, 4, 64, 8), Shape(3, 2, 32, 3, 32, 32, 4, (0.8, 0.9)), 800),
-    "paper": Size(Shape(6, 8, 512, 4, 8, 1024, 32), Shape(6, 8, 512, 4, 256, 128, 8), 9_770, 0.1),
+    "tiny": Size(Shape(1, 1, 8, 2, 2, 32), Shape(1, 1, 8, 2, 8, 32), 20),
+    "small": Size(Shape(4, 2, 32, 4, 4, 64), Shape(3, 2, 32, 3, 32, 32, (0.8, 0.9)), 800),
 }
 
 
@@ -79,7 +72,7 @@ class Task(NamedTuple):
       measure: ``(params, batch) -> {name: float32[]}``, means over a batch to evaluate on.
       betas: of Lion and its votes.
       data: see `Data`.
-      share: ``(split, workers, alpha, seed) -> parts``, the examples of each worker.
+      share: ``(split, workers, seed) -> parts``, the examples of each worker.
     """
 
     name: str
@@ -91,7 +84,7 @@ class Task(NamedTuple):
     measure: Callable[[Any, Any], dict[str, jax.Array]]
     betas: tuple[float, float]
     data: Data
-    share: Callable[[str, int, float, int], splits.Parts]
+    share: Callable[[str, int, int], splits.Parts]
 
     @property
     def parameters(self) -> Any:
@@ -139,12 +132,10 @@ def of_images(folder: Path | None, size: Shape) -> Task:
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch[1])
         return {"loss": losses.mean(), "accuracy": (logits.argmax(-1) == batch[1]).mean()}
 
-    def share(split: str, workers: int, alpha: float, seed: int) -> splits.Parts:
+    def share(split: str, workers: int, seed: int) -> splits.Parts:
         own = labels[: len(labels) - held]
         if split == "class":
             return splits.by_class(own, workers)
-        if split == "dirichlet":
-            return splits.dirichlet(own, workers, alpha, seed)
         return splits.iid(len(own), workers, seed)
 
     data = Data(train, in_batches(validation), in_batches(test))
@@ -177,11 +168,9 @@ def of_text(folder: Path | None, size: Shape) -> Task:
     def measure(params: Any, windows: jax.Array) -> dict[str, jax.Array]:
         return {"bits_per_byte": loss(params, windows, None) / math.log(2)}
 
-    def share(split: str, workers: int, alpha: float, seed: int) -> splits.Parts:
+    def share(split: str, workers: int, seed: int) -> splits.Parts:
         if split == "class":  # each worker reads its own part of the text
             return splits.contiguous(count, workers)
-        if split == "dirichlet":
-            return splits.dirichlet(document_of(text, count, context), workers, alpha, seed)
         return splits.iid(count, workers, seed)
 
     ends = np.arange((text.validation.size - 1) // context) * context
@@ -191,26 +180,11 @@ def of_text(folder: Path | None, size: Shape) -> Task:
         jnp.asarray(text.train), in_batches(spread(tuning, 2000)), in_batches(spread(test, 4000))
     )
     return Task(
-        "text",
-        text.name,
-        count,
-        init,
-        loss,
-        batch,
-        measure,
-        size.betas,
-        data,
-        share,
-    )
+        "text", text.name, count, init, loss, batch, measure, size.betas, data, share,
+    )  # fmt: skip
 
 
 TASKS: dict[str, Callable[[Path | None, Shape], Task]] = {"images": of_images, "text": of_text}
-
-
-def document_of(text: prose.Prose, count: int, context: int) -> np.ndarray:
-    """The number of the document in which each window begins."""
-    starts = np.array([start for start, _ in text.documents])
-    return np.searchsorted(starts, np.arange(count) * context, side="right") - 1
 
 
 def functional(model: Callable[[jax.Array], Any]) -> tuple[Any, Any]:
