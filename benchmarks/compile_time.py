@@ -27,7 +27,6 @@ import report
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
-from rich.table import Table
 
 import lioncub_jax as lc
 
@@ -164,18 +163,18 @@ def main() -> None:
     if args.one:
         print(json.dumps(one(args.one[0], int(args.one[1]), args.width)))
         return
-    table = Table("arrays", "step", *(f"{part} s" for part in PARTS), "compile x optax.lion")
+    head = ["step", "arrays", *(f"{part} s" for part in PARTS), "compile x optax.lion"]
     summary: dict[str, Any] = {"benchmark": "compile_time", "workers": WORKERS, "width": args.width}
-    rows = []
+    rows, lines = [], []
     for leaves in [100] if args.quick else [100, 300]:
         found = measure([LION, *METHODS], leaves, args.width, args.rounds)
         summary |= ratios(found, leaves)
         for name, seconds in found.items():
             each = [seconds[part] for part in PARTS]
             over = seconds["compile"] / found[LION]["compile"]
-            table.add_row(str(leaves), name, *(f"{x:.2f}" for x in each), f"{over:.2f}")
+            lines.append([name, str(leaves), *(f"{x:.2f}" for x in (*each, over))])
             rows.append([leaves, name, *each])
-    Console(width=110).print(table)
+    Console(width=110).print(report.table("seconds", head, lines))
     report.finish(summary | {"rounds": args.rounds, "rows": rows}, args.save)
 
 

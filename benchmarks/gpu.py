@@ -27,7 +27,6 @@ bandwidth of the memory. Rows of ``results/gpu_predicted.jsonl`` stand beside th
 
 import argparse
 import contextlib
-import json
 import math
 import os
 import pathlib
@@ -46,7 +45,6 @@ from aot import machines, reading
 from local_step import WORKERS
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 import lioncub_jax as lc
 from lioncub_jax import bits, layout
@@ -326,7 +324,7 @@ def copy_bandwidth(rounds: int, clock: Clock) -> dict[str, Any]:
 
 
 def measure(
-    size: int, dtype: Any, rounds: int, clock: Clock, bandwidth: float, profile: pathlib.Path | None
+    size: int, dtype: Any, rounds: int, clock: Clock, bandwidth: float
 ) -> list[dict[str, Any]]:
     """One row for each op at this size; raises ``Skipped`` where memory does not suffice."""
     ops, shapes = every(size, dtype)
@@ -338,8 +336,6 @@ def measure(
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise Skipped(f"memory: {str(error).splitlines()[0]}") from None
-    if profile:
-        trace(programs, store, profile / f"{label(size)}-{jnp.dtype(dtype).name}")
     return [
         about(size, dtype) | {"op": name} | row(program, times, name, size, bandwidth)
         for name, program in programs.items()
@@ -428,13 +424,12 @@ Predictions = dict[tuple[str, str, str], dict[str, Any]]
 
 def kept(path: pathlib.Path) -> Predictions:
     """The predictions of a file by parameters, dtype and op; of several for one, the last."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {(r["parameters"], r["dtype"], r["op"]): r for r in map(json.loads, lines)}
+    return {name_of(row): row for row in report.read(path)}
 
 
 def compared(one: dict[str, Any], known: Predictions) -> dict[str, Any]:
     """What was predicted of a row, and the ratio to its floor over the predicted ratio, or None."""
-    foretold = known.get((one["parameters"], one["dtype"], one["op"]))
+    foretold = known.get(name_of(one))
     if foretold is None:
         return {"predicted": None, "x_predicted": None}
     keys = "machine", "jax", "x_floor", "x_optax_lion", "kernels"
@@ -444,17 +439,7 @@ def compared(one: dict[str, Any], known: Predictions) -> dict[str, Any]:
     }
 
 
-def trace(programs: dict[str, Program], store: Store, folder: pathlib.Path) -> None:
-    """Writes one call of each, under its name, for TensorBoard or Perfetto."""
-    with jax.profiler.trace(folder):
-        for name, program in programs.items():
-            with jax.profiler.TraceAnnotation(name):
-                jax.block_until_ready(program(store))
-
-
-def demo(
-    argv: list[str], rounds: int, clock: Clock, profile: pathlib.Path | None
-) -> dict[str, Any]:
+def demo(argv: list[str], rounds: int, clock: Clock) -> dict[str, Any]:
     """The example's training step with one worker, who has nobody to send to, by both optimizers."""
     names = {"lion_cub": "lion-cub", BASELINE: "lion"}
     runs = {name: prepared([*argv, "--optimizer", recipe]) for name, recipe in names.items()}
@@ -465,8 +450,6 @@ def demo(
         op = Op(None, (name, "batch"), (name,), None)
         programs[name] = Program(op, run.step)
     times = timed(programs, store, rounds, clock)
-    if profile:
-        trace(programs, store, profile / "train_gpt")
     size = runs[BASELINE].size
     rows = {name: row(program, times, name, size, 0.0) for name, program in programs.items()}
     return {"parameters": size, "tokens": runs[BASELINE].tokens, "steps": rows}
@@ -535,9 +518,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--skip-demo", action="store_true", help="leave out the training step of the example"
     )
-    parser.add_argument(
-        "--profile", type=pathlib.Path, metavar="DIR", help="write a trace of one call of each"
-    )
     return parser
 
 
@@ -582,17 +562,11 @@ def main(argv: list[str] | None = None) -> None:
 def predict(machine: str, sizes: list[int], save: pathlib.Path | None) -> None:
     """Predicts all ops: a line for each in the file, a table for people, at last the worst of each op."""
     rows = [one for size in sizes for dtype in DTYPES for one in predicted(machine, size, dtype)]
-    if save:
-        save.parent.mkdir(parents=True, exist_ok=True)
-        with save.open("a") as file:
-            file.writelines(json.dumps(one | report.provenance()) + "\n" for one in rows)
-    headers = "parameters", "dtype", "op", "ms", "x floor", "x lion", "temp B/param", "kernels"
-    table = Table(*headers, title=f"compiled for {machine}, not run")
-    for one in rows:
-        figures = [one[key] for key in ("ms", "x_floor", "x_optax_lion")]
-        written = [f"{x:.3f}" for x in figures] + [f"{one['temp_bytes_per_parameter']:.2f}"]
-        table.add_row(one["parameters"], one["dtype"], one["op"], *written, str(one["kernels"]))
-    Console(width=120).print(table)
+    report.append(save, [one | report.provenance() for one in rows])
+    keys = "ms", "x_floor", "x_optax_lion", "temp_bytes_per_parameter", "kernels"
+    head = ["parameters", "dtype", "op", "ms", "x floor", "x lion", "temp B/param", "kernels"]
+    lines = [[*name_of(one), *(_short(one[key]) for key in keys)] for one in rows]
+    Console(width=120).print(report.table(f"compiled for {machine}, not run", head, lines))
     worst = {one["op"]: one["x_floor"] for one in sorted(rows, key=lambda one: one["x_floor"])}
     given = {"benchmark": "gpu_predicted", "machine": machine}
     report.finish(given | {"x_floor_at_most": worst}, None)
@@ -607,14 +581,14 @@ def everything(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     progress.advance(task)
     if not args.skip_demo:
         progress.update(task, description="training step")
-        trained = demo([], args.rounds, clock, args.profile)
+        trained = demo([], args.rounds, clock)
         progress.advance(task)
     for size, dtype in configs:
         name = about(size, dtype)
         progress.update(task, description=" ".join(name.values()))
         try:
             with clock.one():
-                rows += measure(size, dtype, args.rounds, clock, copied["gb_per_s"], args.profile)
+                rows += measure(size, dtype, args.rounds, clock, copied["gb_per_s"])
         except Skipped as why:
             skipped.append(name | {"why": str(why)})
         progress.advance(task)
@@ -627,16 +601,17 @@ def show(found: dict[str, Any]) -> None:
     """The same for people."""
     console = Console(width=140)
     title = f"{jax.devices()[0].device_kind}, a copy moves {found['copy']['gb_per_s']:.0f} GB/s"
-    headers = ["parameters", "dtype", "op", "ms, median", "min", "max", "x floor (predicted)"]
-    headers += ["x lion (predicted)", "temp B/param", "kernels (predicted)"]
-    table = Table(*headers, title=title)
-    for one in [*_training_rows(found["demo"]), *found["rows"]]:
-        times = (f"{one[key]:.3f}" for key in ("ms", "ms_min", "ms_max"))
-        floor, lion, count = (_beside(one, key) for key in ("x_floor", "x_optax_lion", "kernels"))
-        temporary = f"{one['temp_bytes_per_parameter']:.2f}"
-        named = one["parameters"], one["dtype"], one["op"]
-        table.add_row(*named, *times, floor, lion, temporary, count)
-    console.print(table)
+    head = ["parameters", "dtype", "op", "ms, median", "min", "max", "x floor (predicted)"]
+    head += ["x lion (predicted)", "temp B/param", "kernels (predicted)"]
+    measured = "ms", "ms_min", "ms_max"
+    lines = [
+        [
+            *name_of(one), *(_short(one[key]) for key in measured), _beside(one, "x_floor"),
+            _beside(one, "x_optax_lion"), _short(one["temp_bytes_per_parameter"]), _beside(one, "kernels"),
+        ]
+        for one in [*_training_rows(found["demo"]), *found["rows"]]
+    ]  # fmt: skip
+    console.print(report.table(title, head, lines))
     for one in found["skipped"]:
         console.print(f"skipped {one['parameters']} {one['dtype']}: {one['why']}")
     ratios = [one["x_predicted"] for one in found["rows"] if one["predicted"]]
@@ -645,6 +620,11 @@ def show(found: dict[str, Any]) -> None:
         f"{confirmed} of {len(ratios)} predicted ratios to the floor hold, up to a factor of {AGREES} "
         f"either way; {len(found['rows']) - len(ratios)} rows have no prediction"
     )
+
+
+def name_of(one: dict[str, Any]) -> tuple[str, str, str]:
+    """By which a row is known."""
+    return one["parameters"], one["dtype"], one["op"]
 
 
 def _beside(one: dict[str, Any], key: str) -> str:

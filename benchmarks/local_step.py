@@ -22,7 +22,6 @@ import numpy as np
 import optax
 import report
 from rich.console import Console
-from rich.table import Table
 
 import lioncub_jax as lc
 from lioncub_jax import wires
@@ -166,8 +165,8 @@ def main() -> None:
         found = {"benchmark": "local_step", "of": "owners", "workers": WORKERS, "parameters": 2**22}
         report.finish(found | {"rounds": args.rounds} | ms, args.save)
         return
-    console, results, keys = Console(width=110), [], {}
-    table = Table("parameters", "dtype", "step", "ms (median)", "min", "max", "x optax.lion")
+    results: list[list[Any]] = []
+    keys: dict[str, float] = {}
     powers = [22, 24] if args.quick else [20, 22, 24, 26]
     models = {f"{2 ** (power - 20)}M": [(2**power,)] for power in powers}
     if not args.quick:
@@ -181,11 +180,12 @@ def main() -> None:
                 ratio = statistics.median(mine / lion for mine, lion in pairs)
                 median = statistics.median(ms)
                 label = parameters, jnp.dtype(dtype).name, name
-                table.add_row(*label, *(f"{x:.2f}" for x in (median, min(ms), max(ms), ratio)))
                 results.append([*label, median, min(ms), max(ms), ratio])
                 if parameters == "16M" and dtype == jnp.float32:
                     keys[name] = ratio
-    console.print(table)
+    head = ["parameters", "dtype", "step", "ms (median)", "min", "max", "x optax.lion"]
+    lines = [[*row[:3], *(f"{x:.2f}" for x in row[3:])] for row in results]
+    Console(width=110).print(report.table("one worker's step", head, lines))
     summary = {
         "benchmark": "local_step",
         "workers": WORKERS,

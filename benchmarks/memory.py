@@ -32,7 +32,6 @@ from gpt.model import GPT, next_byte_loss  # noqa: E402
 from jax.sharding import AxisType, Mesh  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
 
 import lioncub_jax as lc  # noqa: E402
 
@@ -78,8 +77,7 @@ def main() -> None:
     args = parser.parse_args()
     runs = [(demo, each) for each in DEMO_MESHES if args.only != "7b"]
     runs += [(seven_billion, each) for each in LARGE_MESHES if args.only != "demo"]
-    table = Table(*COLUMNS, title="bytes on one device")
-    rows, ratios = [], {}
+    rows, lines, ratios = [], [], {}
     for build, sizes in runs:
         model, mesh = build(), mesh_of(sizes)
         label = ", ".join(f"{name} {size}" for name, size in sizes.items())
@@ -90,15 +88,14 @@ def main() -> None:
         for name, one in found.items():
             ratio = one.state / lion.state
             shown = [size_text(x) for x in one]
-            table.add_row(model.name, label, name, *shown, f"{ratio:.4f}")
+            lines.append([model.name, label, name, *shown, f"{ratio:.4f}"])
             rows.append([model.name, label, name, *one, ratio])
-        table.add_section()
         ratios[f"{model.name}: {label}"] = {
             "lion_cub": found["lion_cub"].state / lion.state,
             "lion_cub_momentum": found["lion_cub"].momentum / lion.momentum,
             "owner_lion": found["owner_lion"].state / lion.state,
         }
-    Console(width=120).print(table)
+    Console(width=120).print(report.table("bytes on one device", COLUMNS, lines))
     summary = {
         "benchmark": "memory",
         "opt_ratio_vs_lion": ratios,

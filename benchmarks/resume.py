@@ -19,7 +19,6 @@ import report
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
@@ -31,7 +30,6 @@ import lioncub_jax as lc
 from lioncub_jax.checkpoint import Checkpoints
 
 AXIS, BATCH, CONTEXT = "data", 32, 32
-FIGURE = Path(__file__).parents[1] / "docs" / "resume.png"
 CASES = [(8, "mean"), (4, "mean"), (4, "keep"), (16, "mean"), (16, "keep")]
 
 
@@ -92,51 +90,6 @@ def spread(losses: np.ndarray) -> float:
     return float(np.std(losses - np.polyval(np.polyfit(steps, losses, 1), steps), ddof=2))
 
 
-def smooth(losses: np.ndarray, width: int = 10) -> np.ndarray:
-    """A mean over the last few steps, of fewer at the beginning."""
-    sums = np.cumsum(np.insert(losses, 0, 0.0))
-    ends = np.arange(1, len(losses) + 1)
-    starts = np.maximum(ends - width, 0)
-    return (sums[ends] - sums[starts]) / (ends - starts)
-
-
-def plot(unbroken: np.ndarray, found: dict[tuple[int, str], Any], steps: int, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (axes, below) = plt.subplots(
-        2, 1, figsize=(8, 5.4), dpi=130, sharex=True, height_ratios=[2, 1]
-    )
-    shown = smooth(unbroken)
-    first = steps // 2
-    axes.plot(
-        range(first, len(shown)), shown[first:], color="0.6", lw=4, label="8 workers, unbroken"
-    )
-    colors = {8: "black", 4: "tab:orange", 16: "tab:blue"}
-    for (workers, rule), losses in found.items():
-        # The window of the mean reaches back over the restore, into the run that was saved.
-        joined = smooth(np.concatenate([unbroken[:steps], losses]))[steps:]
-        style = {"color": colors[workers], "ls": "-" if rule == "mean" else "--"}
-        said = f"{workers} workers" + (f', "{rule}"' if workers != 8 else "")
-        x = range(steps, steps + len(losses))
-        axes.plot(x, joined, lw=1.3, label=said, **style)
-        below.plot(x, joined - shown[steps:], lw=1.3, **style)
-    below.axhline(0, color="0.6", lw=1)
-    for panel in (axes, below):
-        panel.axvline(steps, color="0.3", lw=0.8, ls=":")
-        panel.spines[["top", "right"]].set_visible(False)
-    top = axes.get_ylim()[1]
-    axes.annotate("saved, restored", (steps, top), (4, -12), textcoords="offset points", fontsize=9)
-    axes.set(ylabel="training loss, bits per byte")
-    below.set(xlabel="step (means of 10 steps)", ylabel="less that of\nthe unbroken run")
-    axes.legend(frameon=False, fontsize=9)
-    figure.tight_layout()
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path)
-
-
 def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--steps", type=int, default=600, help="before the checkpoint")
@@ -147,21 +100,14 @@ def main() -> None:
         unbroken, found = measure(args.steps, args.after, Path(folder))
     rest = unbroken[args.steps :]
     sigma = spread(rest)
-    table = Table("workers", "rule", "loss of 20 steps", "unbroken", "jump, sigmas", "equal losses")
-    jumps = {}
+    head = ["workers", "rule", "loss of 20 steps", "unbroken", "jump, sigmas", "equal losses"]
+    lines, jumps = [], {}
     for (workers, rule), losses in found.items():
         mean, wanted = losses[:20].mean(), rest[:20].mean()
-        jumps[f"{workers}, {rule}"] = float((mean - wanted) / sigma)
-        row = [
-            str(workers),
-            rule,
-            f"{mean:.4f}",
-            f"{wanted:.4f}",
-            f"{(mean - wanted) / sigma:+.3f}",
-        ]
-        table.add_row(*row, str(int(np.sum(losses == rest))))
-    Console(width=110).print(table)
-    plot(unbroken, found, args.steps, FIGURE)
+        jump = jumps[f"{workers}, {rule}"] = float((mean - wanted) / sigma)
+        equal = str(int(np.sum(losses == rest)))
+        lines.append([str(workers), rule, f"{mean:.4f}", f"{wanted:.4f}", f"{jump:+.3f}", equal])
+    Console(width=110).print(report.table("after a restore", head, lines))
     summary = {"benchmark": "resume", "steps": args.steps, "after": args.after, "sigma": sigma}
     report.finish(summary | {"jump_in_sigmas": jumps}, args.save)
 

@@ -31,9 +31,6 @@ def test_every_part_of_a_compilation_is_timed(method):
     assert set(seconds) == set(compile_time.PARTS) and min(seconds.values()) > 0
 
 
-# --- The race
-
-
 # --- One GPU
 
 
@@ -44,10 +41,9 @@ def test_each_op_is_measured_and_kept(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu, "SAMPLE_MS", 0.01)
     monkeypatch.setattr(gpu, "COPIED", {False: 2**16})
     monkeypatch.setattr(gpu, "DTYPES", (jnp.bfloat16,))
-    kept, traces = tmp_path / "rows", tmp_path / "traces"
-    gpu.main(f"--sizes 64K --rounds 2 --skip-demo --save {kept} --profile {traces}".split())
+    kept = tmp_path / "rows"
+    gpu.main(f"--sizes 64K --rounds 2 --skip-demo --save {kept}".split())
     found = json.loads(kept.read_text())
-    assert [folder.name for folder in traces.iterdir()] == ["64K-bfloat16"]
     assert [row["op"] for row in found["rows"]] == [*STEPS[:2], *PIECES]
     for row in found["rows"]:
         assert 0 < row["ms_min"] <= row["ms"] <= row["ms_max"], row

@@ -118,26 +118,6 @@ def by_part(found: list[Kernel]) -> dict[str, int]:
     return parts
 
 
-def overlapped(found: list[Kernel]) -> float | None:
-    """The share of a step's work that is scheduled while asynchronous collectives are under way.
-
-    Work is XLA's estimate of cycles, or bytes of memory where it prints none. None without any.
-    """
-    in_cycles = any(one.cycles for one in found)
-    total = covered = 0
-    under_way: set[str | None] = set()
-    for one in found:
-        work = one.cycles if in_cycles else one.bytes
-        total += work
-        if one.starts in under_way:
-            under_way.discard(one.starts)
-        elif one.collective:
-            under_way.add(one.name)
-        elif under_way:
-            covered += work
-    return covered / total if total and any(one.collective for one in found) else None
-
-
 def _inside(line: Instruction, computations: Computations) -> list[Instruction]:
     """What a fusion, or an asynchronous start, runs."""
     called = _CALLS.search(line.attributes)

@@ -116,10 +116,7 @@ def of_images(folder: Path | None, size: Shape) -> Task:
     shape = found.train_images.shape[1:]
 
     def model(key: jax.Array) -> ViT:
-        return ViT(
-            layers=size.layers, width=size.width, heads=size.heads, expansion=size.expansion,
-            patches=size.inputs, shape=shape, classes=found.classes, rngs=nnx.Rngs(key),
-        )  # fmt: skip
+        return ViT(size, shape, found.classes, nnx.Rngs(key))
 
     init, call = functional(model)
 

@@ -1,5 +1,7 @@
 """A small Vision Transformer: patches, learned positions, pre-norm blocks, the mean of all places."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -9,10 +11,9 @@ from gpt.model import Block, normal
 class ViT(nnx.Module):
     """Images uint8 [batch, height, width, channels] to logits [batch, classes]."""
 
-    def __init__(
-        self, *, layers: int, width: int, heads: int, expansion: int, patches: int,
-        shape: tuple[int, int, int], classes: int, rngs: nnx.Rngs,
-    ):  # fmt: skip
+    def __init__(self, size: Any, shape: tuple[int, int, int], classes: int, rngs: nnx.Rngs):
+        """``size`` is a `tasks.Shape`."""
+        patches, width = size.inputs, size.width
         height, across, channels = shape
         if height != across or height % patches:
             raise ValueError(
@@ -22,8 +23,16 @@ class ViT(nnx.Module):
         self.read = nnx.Linear(self.patch**2 * channels, width, use_bias=False, rngs=rngs)
         self.positions = nnx.Embed(places, width, embedding_init=normal(0.02), rngs=rngs)
         self.blocks = nnx.List(
-            Block(width, heads, layers, 0.0, causal=False, expansion=expansion, rngs=rngs)
-            for _ in range(layers)
+            Block(
+                width,
+                size.heads,
+                size.layers,
+                0.0,
+                causal=False,
+                expansion=size.expansion,
+                rngs=rngs,
+            )
+            for _ in range(size.layers)
         )
         self.norm = nnx.LayerNorm(width, use_bias=False, rngs=rngs)
         self.write = nnx.Linear(width, classes, use_bias=False, kernel_init=normal(0.02), rngs=rngs)
