@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> None:
         for part in args.part or PARTS:
             PARTS_RUN[part](args)
     found = report.read(args.save, curves.key_of)
-    if not summary.mean_curve(found, summary.LION_NAME, STEPS)[0]:
+    if not summary.mean_curve(found, summary.LION_NAME, STEPS):
         print(f"There is no goal until {summary.LION_NAME} has run: --part curves")
         return
     summed = summary.summed(found, args.goal)

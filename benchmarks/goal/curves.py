@@ -5,7 +5,6 @@ same windows at the same step of a worker, whoever takes steps alone.
 """
 
 import math
-import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from study.runs import schedule
 
 import lioncub_jax as lc
+from goal import turns
 from goal.contenders import AXIS, Contender, Recipe, contender_named
 from goal.model import BATCH, CONTEXT, MODEL
 
@@ -83,6 +83,7 @@ class Trainer:
 
     Attributes:
       local_steps: steps of a worker in one call.
+      taken: steps of a worker so far.
     """
 
     def __init__(self, mesh: Mesh, recipe: Recipe, seed: int):
@@ -111,11 +112,11 @@ class Trainer:
 
     def begin(self) -> None:
         """From the first step on, once more if it is that; what was compiled stays."""
-        self._state, self._taken = self._begin(), 0
+        self._state, self.taken = self._begin(), 0
 
     def step(self) -> None:
         """One call of the training step: ``local_steps`` steps of each worker."""
-        steps = range(self._taken, self._taken + self.local_steps)
+        steps = range(self.taken, self.taken + self.local_steps)
         draws = [
             corpus.draw(self._text, BATCH, CONTEXT, (self._seed, i, t))
             for i in self._mine
@@ -123,11 +124,10 @@ class Trainer:
         ]
         batch = jax.make_array_from_process_local_data(self._cut, np.concatenate(draws))
         self._state, _ = self._step(self._state, batch)
-        self._taken += self.local_steps
+        self.taken += self.local_steps
 
-    def step_and_wait(self) -> None:
-        """The same, until it is done."""
-        self.step()
+    def wait(self) -> None:
+        """Until all steps are done."""
         jax.block_until_ready(self._state)
 
     def predicted_bytes(self, step: int | None = None) -> float:
@@ -160,18 +160,14 @@ def ends_of(steps: int, alone: int) -> list[int]:
 
 
 def train(mesh: Mesh, contender: Contender, run: Run) -> dict[str, Any]:
-    """Trains, and returns what a row says about it: the loss at some points."""
+    """Trains, and returns what a row says about it."""
     recipe = contender.make(schedule(run.rate, run.steps), run.steps, run.option)
     trainer = Trainer(mesh, recipe, run.seed)
-    ends, began, taken, losses = ends_of(run.steps, trainer.local_steps), time.perf_counter(), 0, []
-    for end in ends:
-        while taken < end:
-            trainer.step()
-            taken += trainer.local_steps
-        losses.append(float(f"{trainer.loss():.5g}"))
-    return {
-        **run._asdict(),
-        "taken": ends,
-        "loss": losses,
-        "seconds": round(time.perf_counter() - began, 1),
-    }
+    return row_of(run, turns.train(trainer, ends_of(run.steps, trainer.local_steps)))
+
+
+def row_of(run: Run, found: dict[str, Any]) -> dict[str, Any]:
+    """Of what `turns.train` found: the loss at some points."""
+    taken, losses = zip(*found["curve"], strict=True)
+    seconds = round(found["seconds"], 1)
+    return {**run._asdict(), "taken": list(taken), "loss": list(losses), "seconds": seconds}

@@ -4,12 +4,10 @@ The same model, from the same parameters, with the same text and schedule; it ta
 goal, as `worker.py` does.
 """
 
-import argparse
 import json
 import math
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -129,6 +127,9 @@ class Trainer:
         self._adamw.step()
         self.taken += 1
 
+    def wait(self) -> None:
+        """A step is done when it returns."""
+
     @torch.no_grad()
     def loss(self) -> float:
         """Bits per byte of the validation windows, the same on all workers."""
@@ -141,15 +142,11 @@ def _loss(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--kind", choices=("time", "confirm"), required=True)
-    parser.add_argument("--job", type=Path, required=True)
-    args = parser.parse_args()
+    folder = Path(sys.argv[1])
     dist.init_process_group("gloo")
-    job = json.loads(args.job.read_text())
-    found = take_turns(job) if args.kind == "time" else run_to_goal(job)
-    (args.out / f"worker{dist.get_rank()}.json").write_text(json.dumps(found))
+    job = json.loads((folder / "job.json").read_text())
+    found = take_turns(job) if "entries" in job else run_to_goal(job)
+    (folder / f"worker{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -178,21 +175,9 @@ def largest(x: float) -> float:
 
 def run_to_goal(job: dict[str, Any]) -> dict[str, Any]:
     """As `worker.run_to_goal`."""
-    rates, option = job["rates"], job["choice"][1]
-    trainer, spent, curve = Trainer(job["contender"], option, job, rates.__getitem__), 0.0, []
-    for end in job["ends"]:
-        began = time.perf_counter()
-        while trainer.taken < end:
-            trainer.step()
-        spent += time.perf_counter() - began
-        curve.append([trainer.taken, trainer.loss()])
-        if curve[-1][1] <= job["goal"][1]:
-            break
-    taken, loss = curve[-1]
-    return {
-        "taken": taken, "seconds": spent, "reached": loss <= job["goal"][1], "ended_at": loss,
-        "curve": curve,
-    }  # fmt: skip
+    rate = job["rates"].__getitem__
+    trainer = Trainer(job["contender"], job["choice"][1], job, rate)
+    return turns.train(trainer, job["ends"], job["goal"][1])
 
 
 if __name__ == "__main__":

@@ -1,12 +1,10 @@
 """What time to loss says to the planner: factors in steps, on the GPT of the race."""
 
-import math
-
 from report import Rows, rows_of
 from study.evidence import Told, compared
 
 from goal import curves
-from goal.summary import LION_NAME, STEPS
+from goal.summary import LION_NAME, STEPS, curves_of
 from lioncub_jax.planner import parameters_in, scheme_named
 
 TASK, DATASET = "gpt", "standard library"
@@ -35,7 +33,7 @@ def told(found: Rows) -> Told:
     Raises:
       ValueError: for rows of several numbers of workers.
     """
-    lion = of(found, LION_NAME, 0)
+    lion = curves_of(found, LION_NAME, STEPS)
     if not lion:
         return Told({}, [])
     workers = {row["workers"] for row in rows_of(found, part="curve", steps=STEPS)}
@@ -45,21 +43,8 @@ def told(found: Rows) -> Told:
     factors = [
         {**about, "method": scheme_named(scheme).learns, **learned}
         for name, (scheme, option) in SCHEMES.items()
-        if (learned := compared(of(found, name, option), lion))
+        if (learned := compared(curves_of(found, name, STEPS, option=option), lion))
     ]
     size = parameters_in(curves.shapes())
     task = {"dataset": DATASET, "parameters": size, "steps": STEPS}
     return Told({TASK: task}, factors)
-
-
-def of(found: Rows, name: str, option: int) -> dict[int, list[tuple[float, float]]]:
-    """Curves by seed."""
-    runs = rows_of(found, part="curve", contender=name, option=option, steps=STEPS)
-    return {
-        run["seed"]: list(zip(run["taken"], map(finite, run["loss"]), strict=True)) for run in runs
-    }
-
-
-def finite(loss: float) -> float:
-    """A loss that is no number is infinite, for nothing is reached there."""
-    return loss if math.isfinite(loss) else math.inf

@@ -71,7 +71,7 @@ def timed_together(
 ) -> Iterator[dict[str, Any]]:
     """All in one session."""
     job = {"entries": entries, "turns": TURNS, "seconds": SECONDS}
-    found = held("time", job, rate, workers, framework)
+    found = held(job, rate, workers, framework)
     for entry in entries:
         blocks = [b for one in found for b in one["blocks"] if b["method"] == entry.key]
         turns = sorted({block["turn"] for block in blocks})
@@ -93,6 +93,7 @@ def confirmed(
     """A row of a run to the goal: its steps, and its seconds by the clock but for looking at the loss."""
     about = {"contender": contender, **choice._asdict(), "network": rate, "workers": workers}
     found = run_to(goal, contender, choice, rate, workers)
+    del found["curve"]
     return {"part": "confirm", **about, **goal._asdict(), **found}
 
 
@@ -100,51 +101,36 @@ def trained(run: curves.Run) -> dict[str, Any]:
     """As `curves.train`, by real processes; for contenders of another framework."""
     goal = Goal(1.0, -1.0, run.steps, run.seed)  # no loss is there: to the end
     choice = Choice(run.rate, run.option)
-    found = run_to(goal, run.contender, choice, UNSHAPED, run.workers)
-    taken, losses = zip(*found["curve"], strict=True)
-    losses = [float(f"{loss:.5g}") for loss in losses]
-    return {
-        **run._asdict(), "taken": list(taken), "loss": losses, "seconds": round(found["seconds"], 1),
-    }  # fmt: skip
+    return curves.row_of(run, run_to(goal, run.contender, choice, UNSHAPED, run.workers))
 
 
 def run_to(goal: Goal, contender: str, choice: Choice, rate: str, workers: int) -> dict[str, Any]:
-    """What the slowest worker wrote."""
+    """What the slowest worker found."""
     job: dict[str, Any] = {"contender": contender, "choice": choice, "goal": goal}
     framework = CONTENDERS[contender].framework
     if framework == "torch":
         at = schedule(choice.rate, goal.steps)
-        job |= {
-            "ends": curves.ends_of(goal.steps, 1),
-            "rates": [float(at(t)) for t in range(goal.steps)],
-        }
-    found = held("confirm", job, rate, workers, framework)
+        job["ends"] = curves.ends_of(goal.steps, 1)
+        job["rates"] = [float(at(t)) for t in range(goal.steps)]
+    found = held(job, rate, workers, framework)
     return max(found, key=lambda one: one["seconds"])
 
 
-def held(
-    kind: str, job: Mapping[str, Any], rate: str, workers: int, framework: str
-) -> list[dict[str, Any]]:
-    """What each worker of a session wrote."""
+def held(job: Mapping[str, Any], rate: str, workers: int, framework: str) -> list[dict[str, Any]]:
+    """What each worker of a session wrote; the output of one that fails is shown."""
     bits = None if rate == UNSHAPED else units.rate(rate)
-    with tempfile.TemporaryDirectory() as folder:
-        job = dict(job)
+    with tempfile.TemporaryDirectory() as name:
+        folder, job = Path(name), dict(job)
         if framework == "torch":
-            seed = job["goal"].seed if "goal" in job else 0
-            job |= of_torch(Path(folder), seed)
-        path = Path(folder) / "job.json"
-        path.write_text(json.dumps(job))
-        environment = {
-            "JAX_COMPILATION_CACHE_DIR": str(Path(tempfile.gettempdir()) / "lioncub-goal")
-        }
-        command = [sys.executable, str(PROGRAMS[framework]), "--out", folder, "--kind", kind]
-        command += ["--job", str(path)]
+            job |= of_torch(folder, job["goal"].seed if "goal" in job else 0)
+        (folder / "job.json").write_text(json.dumps(job))
+        cache = {"JAX_COMPILATION_CACHE_DIR": str(Path(tempfile.gettempdir()) / "lioncub-goal")}
+        command = [sys.executable, str(PROGRAMS[framework]), name]
         said: list[str] = []
-        network = lab.Network(workers, bits)
-        done = lab.run(network, command, write=said.append, environment=environment)
+        done = lab.run(lab.Network(workers, bits), command, write=said.append, environment=cache)
         if done.exit_code:
             sys.exit("\n".join([*said, f"a worker of {framework} failed: {done.exit_code}"]))
-        return [json.loads((Path(folder) / f"worker{i}.json").read_text()) for i in range(workers)]
+        return [json.loads((folder / f"worker{i}.json").read_text()) for i in range(workers)]
 
 
 def of_torch(folder: Path, seed: int) -> dict[str, Any]:

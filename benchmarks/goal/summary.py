@@ -1,15 +1,14 @@
 """Steps to the goal times milliseconds of a step: who is first."""
 
 import math
-import statistics
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import report
 from report import Rows, rows_of
 from rich.console import Console
+from study.evidence import Curve, at, falling, reaches
 
 from goal.contenders import CONTENDERS, VOTES, Choice
 from goal.lab import RATES
@@ -69,43 +68,32 @@ class Summed(NamedTuple):
     keys: dict[str, Any]
 
 
-def mean_curve(found: Rows, name: str, length: int) -> tuple[list[int], list[float]]:
-    """Steps and the mean loss of all seeds there; nothing without rows."""
-    runs = rows_of(found, part="curve", contender=name, steps=length)
-    if not runs:
-        return [], []
-    return runs[0]["taken"], [
-        statistics.fmean(at) for at in zip(*(r["loss"] for r in runs), strict=True)
-    ]
+def mean_curve(found: Rows, name: str, length: int) -> Curve:
+    """Steps and the least mean loss of all seeds so far; nothing without rows."""
+    return falling(list(curves_of(found, name, length).values()))
+
+
+def curves_of(found: Rows, name: str, length: int, **more: Any) -> dict[int, Curve]:
+    """Curves by seed; a loss that is no number is infinite, for nothing is reached there."""
+    return {
+        row["seed"]: [
+            (steps, loss if math.isfinite(loss) else math.inf)
+            for steps, loss in zip(row["taken"], row["loss"], strict=True)
+        ]
+        for row in rows_of(found, part="curve", contender=name, steps=length, **more)
+    }
 
 
 def goals(found: Rows) -> dict[float, float]:
     """The loss of float32 Lion's mean curve after each share of its run.
 
     Raises:
-      ValueError: where it has not run, or its curve does not fall.
+      ValueError: where it has not run.
     """
-    taken, losses = mean_curve(found, LION_NAME, STEPS)
-    if not taken:
+    lion = mean_curve(found, LION_NAME, STEPS)
+    if not lion:
         raise ValueError(f"{LION_NAME} has not run, so there is no goal: run --part curves first")
-    return {share: at(taken, losses, share * STEPS) for share in SHARES}
-
-
-def at(taken: list[int], losses: list[float], steps: float) -> float:
-    """The loss after so many steps, on straight lines between points."""
-    return float(np.interp(steps, taken, losses))
-
-
-def first_at(taken: list[int], losses: list[float], goal: float) -> float | None:
-    """After how many steps the loss is first there; None if never."""
-    before, last = 0.0, math.inf
-    for steps, loss in zip(taken, losses, strict=True):
-        if loss <= goal:
-            if not math.isfinite(last):
-                return float(steps)
-            return before + (steps - before) * (last - goal) / (last - loss)
-        before, last = float(steps), loss
-    return None
+    return {share: at(lion, share * STEPS) for share in SHARES}
 
 
 def reach(found: Rows, name: str, goal: float) -> Reach | None:
@@ -113,7 +101,8 @@ def reach(found: Rows, name: str, goal: float) -> Reach | None:
     ways = [
         Reach(steps, length)
         for length in LENGTHS
-        if (steps := first_at(*mean_curve(found, name, length), goal)) is not None
+        if (curve := mean_curve(found, name, length))
+        and (steps := reaches(curve, goal)) is not None
     ]
     return min(ways, default=None)
 
@@ -157,7 +146,7 @@ def seconds_to(found: Rows, name: str, network: str, way: Reach) -> float | None
 def summed(found: Rows, goal: float | None = None) -> Summed:
     """All of it, of the contenders that have run; with one more goal if there is one."""
     wanted = goals(found) | ({} if goal is None else {goal: goal})
-    run = [name for name in CONTENDERS if mean_curve(found, name, STEPS)[0]]
+    run = [name for name in CONTENDERS if mean_curve(found, name, STEPS)]
     reaches = {(n, share): reach(found, n, goal) for n in run for share, goal in wanted.items()}
     networks, seconds = networks_of(found), {}
     for network in networks:
@@ -254,10 +243,10 @@ def draw(found: Rows, folder: Path) -> None:
     figure, axes = plt.subplots(
         1, len(networks), figsize=(4.2 * len(networks), 4.2), sharey=True, squeeze=False
     )
-    shown = [name for name in CONTENDERS if mean_curve(found, name, STEPS)[0]]
+    shown = [name for name in CONTENDERS if mean_curve(found, name, STEPS)]
     for axis, network in zip(axes[0], networks, strict=True):
         for n, name in enumerate(shown):  # of one colour in all panels, whoever was timed there
-            taken, losses = mean_curve(found, name, STEPS)
+            taken, losses = zip(*mean_curve(found, name, STEPS), strict=True)
             took = [seconds_to(found, name, network, Reach(n, STEPS)) for n in taken]
             if None not in took:
                 style = {"lw": 2.2} if name in VOTES else {"lw": 1.0, "ls": "--"}

@@ -1,10 +1,9 @@
 """One worker of `benchmarks/time_to_loss.py` in the network lab: it takes turns, or runs to the goal."""
 
-import argparse
 import json
 import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,32 +24,30 @@ from goal.lab import Entry, Goal
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--kind", choices=("time", "confirm"), required=True)
-    parser.add_argument("--job", type=Path, required=True)
-    args = parser.parse_args()
+    folder = Path(sys.argv[1])
     jax.distributed.initialize()
-    job, mesh = json.loads(args.job.read_text()), mesh_of(jax.devices())
-    found = take_turns(job, mesh) if args.kind == "time" else run_to_goal(job, mesh)
-    (args.out / f"worker{jax.process_index()}.json").write_text(json.dumps(found))
+    job, mesh = json.loads((folder / "job.json").read_text()), mesh_of(jax.devices())
+    found = take_turns(job, mesh) if "entries" in job else run_to_goal(job, mesh)
+    (folder / f"worker{jax.process_index()}.json").write_text(json.dumps(found))
 
 
 def take_turns(job: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     """Blocks of steps of all entries, and of each its steps in a call and what a call should send."""
-    entries = [Entry(*entry) for entry in job["entries"]]
     racing: dict[str, Callable[[], Any]] = {}
     about = {}
-    for entry in entries:
+    for entry in (Entry(*entry) for entry in job["entries"]):
         recipe = CONTENDERS[entry.contender].timed(entry.stage, entry.option)
         trainer = Trainer(mesh, recipe, seed=0)
-        racing[entry.key] = trainer.step_and_wait
-        about[entry.key] = (
-            recipe.local_steps,
-            trainer.predicted_bytes(0 if entry.stage == FULL else None),
-        )
+        sent = trainer.predicted_bytes(0 if entry.stage == FULL else None)
+        racing[entry.key] = partial(step_and_wait, trainer)
+        about[entry.key] = recipe.local_steps, sent
     blocks = turns.take_turns(racing, largest(mesh), turns=job["turns"], seconds=job["seconds"])
     return {"blocks": [block._asdict() for block in blocks], "about": about}
+
+
+def step_and_wait(trainer: Trainer) -> None:
+    trainer.step()
+    trainer.wait()
 
 
 def largest(mesh: Mesh) -> Callable[[float], float]:
@@ -66,26 +63,14 @@ def largest(mesh: Mesh) -> Callable[[float], float]:
 
 
 def run_to_goal(job: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
-    """Steps, and seconds of them alone, until the loss is there, as the curve looks for it."""
+    """Steps until the loss is there, as the curve looks for it."""
     goal, choice = Goal(*job["goal"]), Choice(*job["choice"])
     rate = schedule(choice.rate, goal.steps)
     recipe = CONTENDERS[job["contender"]].make(rate, goal.steps, choice.option)
     trainer = Trainer(mesh, recipe, goal.seed)
-    trainer.step_and_wait()  # traces, compiles and connects
+    step_and_wait(trainer)  # traces, compiles and connects
     trainer.begin()
-    spent, taken, loss = 0.0, 0, np.inf
-    for end in ends_of(goal.steps, trainer.local_steps):
-        began = time.perf_counter()
-        while taken < end - trainer.local_steps:
-            trainer.step()
-            taken += trainer.local_steps
-        trainer.step_and_wait()
-        taken += trainer.local_steps
-        spent += time.perf_counter() - began
-        loss = trainer.loss()
-        if loss <= goal.loss:
-            break
-    return {"taken": taken, "seconds": spent, "reached": bool(loss <= goal.loss), "ended_at": loss}
+    return turns.train(trainer, ends_of(goal.steps, trainer.local_steps), goal.loss)
 
 
 if __name__ == "__main__":

@@ -101,7 +101,8 @@ def curve_of(row: dict[str, Any]) -> Curve:
 
 def falling(curves: Sequence[Curve]) -> Curve:
     """Their mean, as the least loss so far."""
-    found, least = [], inf
+    found: Curve = []
+    least = inf
     for points in zip(*curves, strict=True):
         least = min(least, statistics.fmean(x for _, x in points))
         found.append((points[0][0], least))
