@@ -64,7 +64,6 @@ def one(machine: str, model_name: str, method: str) -> dict[str, Any]:
         "temporaries": compiled.memory_analysis().temp_size_in_bytes / held,
         "accessed": accessed / held,
         "kernels": len(kernels),
-        "parts": {part: size / held for part, size in reading.by_part(kernels).items()},
         "collectives": [[c.op, c.operands[0].dtype, c.sent_bytes, c.gated] for c in crossing],
         "sent_bytes": sum(c.sent_bytes for c in crossing if not c.gated),
         "asynchronous": [k.collective for k in kernels if k.collective],
@@ -140,9 +139,6 @@ def main() -> None:
     parser.add_argument("--machines", nargs="+", default=["v5e-8", "h100-8"], metavar="NAME")
     parser.add_argument("--models", nargs="+", default=["matrix"], metavar="NAME")
     parser.add_argument(
-        "--plot", type=pathlib.Path, help="draw the bytes of each part of a step here"
-    )
-    parser.add_argument(
         "--one", nargs=3, metavar=("MACHINE", "MODEL", "METHOD"), help="this row only"
     )
     args = parser.parse_args()
@@ -166,8 +162,6 @@ def main() -> None:
     rows = [known[each] for each in asked]
     table = report.table("compiled, not run", COLUMNS, [shown(row) for row in rows])
     Console(width=140).print(table)
-    if args.plot:
-        plot(rows, args.plot)
     report.finish({"benchmark": "ahead_of_time"} | summary(rows), None)
 
 
@@ -193,35 +187,6 @@ def shown(row: dict[str, Any]) -> list[str]:
         f"{row['temporaries']:.2f}", f"{row['accessed']:.1f}", str(row["kernels"]),
         f"{row['sent_bytes'] / 1e6:.2f} MB {' '.join(dtypes)}", str(len(row["asynchronous"])),
     ]  # fmt: skip
-
-
-PARTS = ("model", "pack", "up", "decide", "down", "unpack", "remember", "other")
-
-
-def plot(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
-    """Bytes that the kernels of each part move, method beside method; a panel for machine and model."""
-    from matplotlib.figure import Figure
-
-    panels = list(dict.fromkeys((row["machine"], row["model"]) for row in rows))
-    shown = [part for part in PARTS if any(row["parts"].get(part) for row in rows)]
-    figure = Figure(figsize=(4.8 * len(panels), 4.4), layout="constrained")
-    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        mine = [row for row in rows if (row["machine"], row["model"]) == panel]
-        below = [0.0] * len(mine)
-        for k, part in enumerate(shown):
-            moved = [row["parts"].get(part, 0.0) for row in mine]
-            axes.bar(range(len(mine)), moved, bottom=below, label=part, color=f"C{k}")
-            below = [a + b for a, b in zip(below, moved, strict=True)]
-        axes.set_xticks(range(len(mine)), [row["method"] for row in mine], rotation=30, ha="right")
-        axes.set_title(" ".join(panel), fontsize=10)
-        axes.set_ylabel("bytes moved, per parameter")
-    figure.legend(
-        *axes.get_legend_handles_labels(), loc="outside lower center", ncols=8, fontsize=8
-    )
-    figure.suptitle(
-        "Compiled, not run: memory that the parts of a step read and write", fontsize=11
-    )
-    figure.savefig(path, dpi=130)
 
 
 if __name__ == "__main__":

@@ -217,7 +217,6 @@ def harmed(kind: str, number: int) -> dict[str, Any]:
         "last_step": run.steps[-1][1] if run.steps else None,
         "left": len(left), "seconds": round(seconds, 1),
         "workers": WORKERS, "steps": STEPS, "every": EVERY, "snapshots": SNAPSHOTS,
-        "said": run.error().replace(str(folder), "FOLDER"),
     }  # fmt: skip
 
 

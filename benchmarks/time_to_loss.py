@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> None:
     if not summary.mean_curve(found, summary.LION_NAME, STEPS):
         print(f"There is no goal until {summary.LION_NAME} has run: --part curves")
         return
-    summed = summary.summed(found, args.goal)
+    summed = summary.summed(found)
     console, at_scale = Console(), planned.plans()
     summary.show(found, summed, console)
     planned.show(at_scale, console)
@@ -67,9 +67,6 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--contender", action="append", help="some only")
     parser.add_argument("--torch", action="store_true", help="those of PyTorch, too")
     parser.add_argument("--rates", nargs="+", default=list(lab.RATES), choices=lab.RATES)
-    parser.add_argument(
-        "--goal", type=float, metavar="BITS", help="bits per byte to be reached, one more goal"
-    )
     parser.add_argument("--save", type=Path, default=ROWS, help="file of rows, read and added to")
     parser.add_argument("--again", action="store_true", help="measure nothing: sum up the rows")
     parser.add_argument("--figures", type=Path, help="a folder for time_to_loss.png")
@@ -82,7 +79,6 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
         for name in args.contender:
             contender_named(name)
         found = report.read(args.save, curves.key_of)
-        summary.check_goal(found, args.goal)
         if args.again:
             summary.goals(found)
     except ValueError as error:

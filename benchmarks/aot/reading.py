@@ -10,7 +10,6 @@ from lioncub_jax.traffic.compiled import Instruction, Operand, computations_of
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?")
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _CALLS = re.compile(r"calls=%?([\w.\-]+)")
-_PART = re.compile(r"lioncub\.(pack|up|decide|down|unpack|remember)\b")
 _INDEX = re.compile(r"\bindex=(\d+)")
 _CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[:=][\[{]([^\]}]*)[\]}]')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
@@ -34,7 +33,6 @@ class Kernel(NamedTuple):
     Attributes:
       name: XLA's.
       opcode: "fusion", "copy", "all-to-all-start", ...
-      part: of the step: "pack", "up", "decide", "down", "unpack", "remember", "model" or "other".
       bytes: read from and written to the device's main memory, where slices count as what they take.
       cycles: XLA's own estimate; 0 where it prints none.
       starts: of an asynchronous end, the name of its start.
@@ -45,7 +43,6 @@ class Kernel(NamedTuple):
 
     name: str
     opcode: str
-    part: str
     bytes: int
     cycles: int
     starts: str | None
@@ -86,7 +83,7 @@ def kernels(text: str) -> list[Kernel]:
         inside = _inside(line, computations)
         found.append(
             Kernel(
-                line.name, line.opcode, _part(line.line), _moved(line, operands, lines, inside),
+                line.name, line.opcode, _moved(line, operands, lines, inside),
                 int(cycles[1]) if cycles else 0, operands[0] if ends and operands else None,
                 _started(line, inside), _matrix(line, lines, int(cycles[1]) if cycles else 0),
                 _size(line.result, anywhere=True) if ends else 0,
@@ -108,14 +105,6 @@ def exchanges(found: list[Kernel]) -> list[Exchange]:
         for name in ops.keys() - arrived.keys():
             work[name] += one.matrix
     return [Exchange(op, arrived[name], work[name]) for name, op in ops.items()]
-
-
-def by_part(found: list[Kernel]) -> dict[str, int]:
-    """Bytes of memory that each part of a step moves."""
-    parts: dict[str, int] = {}
-    for one in found:
-        parts[one.part] = parts.get(one.part, 0) + one.bytes
-    return parts
 
 
 def _inside(line: Instruction, computations: Computations) -> list[Instruction]:
@@ -147,12 +136,6 @@ def _matrix(line: Instruction, lines: dict[str, Instruction], cycles: int) -> in
     sizes = [int(n) for n in left[2].split(",")]
     summed = math.prod(sizes[int(k)] for k in re.findall(r"\d+", contracted[1]))
     return 2 * summed * math.prod(int(n) for n in made[2].split(","))
-
-
-def _part(line: str) -> str:
-    if part := _PART.search(line):
-        return part[1]
-    return "model" if "jvp(" in line or "/grad" in line else "other"
 
 
 def _moved(

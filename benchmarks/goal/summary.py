@@ -107,14 +107,6 @@ def reach(found: Rows, name: str, goal: float) -> Reach | None:
     return min(ways, default=None)
 
 
-def check_goal(found: Rows, goal: float | None) -> None:
-    """Raises ``ValueError`` for a goal below every curve."""
-    ends = [(row["loss"][-1], row["contender"]) for row in rows_of(found, part="curve")]
-    if goal is not None and (not ends or goal < min(ends)[0]):
-        least = "nobody has run" if not ends else "the least is {:.3f}, of {}".format(*min(ends))
-        raise ValueError(f"--goal {goal:g}: no curve gets there; {least}")
-
-
 def reached(found: Rows, name: str) -> bool:
     """Whether a contender gets to the last goal."""
     return reach(found, name, goals(found)[SHARES[-1]]) is not None
@@ -143,9 +135,9 @@ def seconds_to(found: Rows, name: str, network: str, way: Reach) -> float | None
     return total
 
 
-def summed(found: Rows, goal: float | None = None) -> Summed:
-    """All of it, of the contenders that have run; with one more goal if there is one."""
-    wanted = goals(found) | ({} if goal is None else {goal: goal})
+def summed(found: Rows) -> Summed:
+    """All of it, of the contenders that have run."""
+    wanted = goals(found)
     run = [name for name in CONTENDERS if mean_curve(found, name, STEPS)]
     reaches = {(n, share): reach(found, n, goal) for n in run for share, goal in wanted.items()}
     networks, seconds = networks_of(found), {}

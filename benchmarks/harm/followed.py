@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -17,9 +16,6 @@ from lioncub_jax.checkpoint import manager
 ROOT = Path(__file__).parents[2]
 WORKER = Path("benchmarks") / "harm" / "worker.py"
 MARK = "LIONCUB_FAULTS"  # in the environment of every process of a run
-LONGEST = 300  # characters of an error
-# Of what orbax has left, when Python ends because of the error before.
-ENDING = "ImportError: sys.meta_path is None, Python is likely shutting down"
 CLI = [sys.executable, "-m", "lioncub_jax"]
 
 
@@ -34,7 +30,6 @@ class Followed:
     Attributes:
       steps: (seconds since the epoch, step, loss), as they were said.
       saves: the steps that began to be saved.
-      lines: of output.
       checkpoints: their folder, in a folder ``disk``.
     """
 
@@ -65,14 +60,12 @@ class Followed:
         )
         self.steps: list[tuple[float, int, float]] = []
         self.saves: list[int] = []
-        self.lines: list[str] = []
 
     def follow(self, told: Callable[[str, int], None]) -> int:
         """To its end; tells of ``("step", step)`` and ``("save", step)``; the exit code."""
         assert self.process.stdout
         with self.process.stdout as said:
             for line in said:
-                self.lines.append(line.rstrip("\n"))
                 what, *numbers = line.rpartition(" | ")[2].split()[:3] or [""]
                 if what == "step" and len(numbers) == 2:
                     self.steps.append((time.time(), int(numbers[0]), float(numbers[1])))
@@ -88,19 +81,6 @@ class Followed:
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(1.0)
-
-    def error(self) -> str:
-        """What the first that died died of: a fatal message, or the last error before that; "" for none."""
-        found = ""
-        for line in self.lines:
-            if line.startswith("lioncub: worker"):
-                return found
-            said = line.rpartition(" | ")[2]
-            if fatal := re.match(r"F\d{4} .*?\] (.*)", said):
-                return fatal[1][:LONGEST]
-            if re.match(r"[\w.]*(Error|Exception): ", said) and said != ENDING:
-                found = said[:LONGEST]
-        return ""
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """The events of a kind so far."""

@@ -205,53 +205,28 @@ def read_npz(folder: Path, files: list[Path]) -> Images:
     if len(files) > 1:
         names = ", ".join(path.name for path in files)
         raise ValueError(f"{folder} holds {len(files)} .npz files ({names}): give one a folder")
-    arrays = arrays_of(files[0])
+    try:
+        with np.load(files[0], allow_pickle=False) as archive:
+            x, y, x_test, y_test = (archive[key] for key in NPZ_KEYS)
+    except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(
+            f"{files[0]}: not an .npz of the arrays {', '.join(NPZ_KEYS)}, or damaged ({error})"
+        ) from error
+    for key, array, kind in (("x_train", x, np.uint8), ("x_test", x_test, np.uint8),
+                             ("y_train", y, np.integer), ("y_test", y_test, np.integer)):  # fmt: skip
+        right = np.issubdtype(array.dtype, kind) and array.max(initial=0) <= 255
+        if not right or (kind is np.uint8 and array.ndim not in (3, 4)):
+            raise ValueError(
+                f"{files[0]}: {key} is {array.dtype}{list(array.shape)}: images are uint8[n, h, w] or "
+                "uint8[n, h, w, c], labels integers [n] or [n, 1], to 255"
+            )
     train, test = (
         Part(
-            npz_images(files[0], x, arrays[x]),
-            npz_labels(files[0], y, arrays[y]),
-            f"{files[0]}: {x}",
-            f"{files[0]}: {y}",
+            images.reshape(*images.shape[:3], -1), labels.reshape(-1), str(files[0]), str(files[0])
         )
-        for x, y in (NPZ_KEYS[:2], NPZ_KEYS[2:])
+        for images, labels in ((x, y), (x_test, y_test))
     )
-    classes = int(train.labels.max(initial=0)) + 1
-    if classes > 256:
-        raise ValueError(f"{train.labels_from} goes to {classes - 1}: labels go from 0 to 255")
-    return joined(name_of(folder), train, test, classes)
-
-
-def arrays_of(path: Path) -> dict[str, np.ndarray]:
-    try:
-        if not zipfile.is_zipfile(path):
-            raise ValueError("no zip archive")
-        with np.load(path, allow_pickle=False) as archive:
-            missing = [key for key in NPZ_KEYS if key not in archive]
-            arrays = {key: archive[key] for key in NPZ_KEYS if key in archive}
-            keys = ", ".join(archive)
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(f"{path}: not an .npz of plain arrays, or damaged ({error})") from error
-    if missing:
-        raise ValueError(f"{path} has no {', '.join(missing)}; it holds {keys or 'nothing'}")
-    return arrays
-
-
-def npz_images(path: Path, key: str, array: np.ndarray) -> np.ndarray:
-    if array.dtype != np.uint8 or array.ndim not in (3, 4):
-        raise ValueError(
-            f"{path}: {key} is {array.dtype}{list(array.shape)}: images are uint8[n, h, w] or "
-            "uint8[n, h, w, c]"
-        )
-    return array[..., None] if array.ndim == 3 else array
-
-
-def npz_labels(path: Path, key: str, array: np.ndarray) -> np.ndarray:
-    integers = np.issubdtype(array.dtype, np.integer)
-    if not integers or array.ndim == 0 or array.shape[1:] not in ((), (1,)):
-        raise ValueError(
-            f"{path}: {key} is {array.dtype}{list(array.shape)}: labels are integers, [n] or [n, 1]"
-        )
-    return array.reshape(len(array))
+    return joined(name_of(folder), train, test, int(train.labels.max(initial=0)) + 1)
 
 
 FORMATS: tuple[tuple[Callable[[Path], list[Path]], Callable[[Path, list[Path]], Images]], ...] = (
