@@ -3,8 +3,8 @@
     python benchmarks/time_to_loss.py [--part tuning curves times confirm]
     python benchmarks/time_to_loss.py --again            # sums up the committed rows, measures nothing
 
-The goal is the validation loss at which float32 Lion stands after 60, 80 and 100 % of its run, on the GPT
-of 7.3 million parameters of the race: 4 workers, 2 windows of 64 bytes each. Every contender is tuned
+The goal is the validation loss at which float32 Lion stands after 60, 80 and 100 % of its run, on a GPT
+of 7.3 million parameters: 4 workers, 2 windows of 64 bytes each. Every contender is tuned
 over four choices (learning rates; of PowerSGD ranks too, of DiLoCo how many steps a worker takes alone,
 of 1-bit Adam its warm-up), by the loss at the end of a run with a seed that nothing else uses. Then:
 

@@ -34,7 +34,6 @@ class Kernel(NamedTuple):
       name: XLA's.
       opcode: "fusion", "copy", "all-to-all-start", ...
       bytes: read from and written to the device's main memory, where slices count as what they take.
-      cycles: XLA's own estimate; 0 where it prints none.
       starts: of an asynchronous end, the name of its start.
       collective: the collective that it starts, asynchronously; None for all else.
       matrix: of a matrix product XLA's cycles, or where it prints none floating-point operations; else 0.
@@ -44,7 +43,6 @@ class Kernel(NamedTuple):
     name: str
     opcode: str
     bytes: int
-    cycles: int
     starts: str | None
     collective: str | None
     matrix: int = 0
@@ -84,8 +82,8 @@ def kernels(text: str) -> list[Kernel]:
         found.append(
             Kernel(
                 line.name, line.opcode, _moved(line, operands, lines, inside),
-                int(cycles[1]) if cycles else 0, operands[0] if ends and operands else None,
-                _started(line, inside), _matrix(line, lines, int(cycles[1]) if cycles else 0),
+                operands[0] if ends and operands else None, _started(line, inside),
+                _matrix(line, lines, int(cycles[1]) if cycles else 0),
                 _size(line.result, anywhere=True) if ends else 0,
             )
         )  # fmt: skip

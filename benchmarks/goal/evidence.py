@@ -1,4 +1,4 @@
-"""What time to loss says to the planner: factors in steps, on the GPT of the race."""
+"""What time to loss says to the planner: factors in steps, on its GPT."""
 
 from report import Rows, rows_of
 from study.evidence import Told, compared

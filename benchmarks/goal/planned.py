@@ -80,8 +80,14 @@ def beside_measured(found: Rows) -> dict[str, dict[str, Any]]:
     for network in dict.fromkeys(network for network, _, _ in seconds):
         if network == UNSHAPED or not step:
             continue
-        plan = planner.plan(shapes, free.at(units.rate(network)), compute, host)
-        times = plan.times()
+        at = free.at(units.rate(network))
+        times = planner.plan(shapes, at, compute, host).times()
+        errors = [
+            planner.step_time(planner.scheme_named(scheme), shapes, at, compute, host).step / took
+            - 1
+            for scheme, took in mean_steps(found, network).items()
+            if scheme in step
+        ]
         measured = {
             scheme: seconds[network, name, TARGET]
             for name, (scheme, _) in SCHEMES.items()
@@ -91,7 +97,7 @@ def beside_measured(found: Rows) -> dict[str, dict[str, Any]]:
         first = min(measured, key=measured.__getitem__)
         told[network] = {
             "planned": planned, "measured": first, "ratio": measured[planned] / measured[first],
-            "of": len(measured),
+            "of": len(measured), "worst_step_error": max(errors, key=abs),
         }  # fmt: skip
     return told
 
