@@ -64,7 +64,7 @@ def test_when_one_is_killed_all_start_again(tmp_path):
 
 
 def test_a_command_that_cannot_run_is_not_started_for_ever(tmp_path):
-    text = "import sys; [print('line', i) for i in range(30)]; sys.exit('no such data')"
+    text = "import sys; [print('line', i, flush=True) for i in range(30)]; sys.exit('no such data')"
     outcome, lines, events = kept(program(text), 2, tmp_path)
     assert outcome == (1, 3, 2)
     assert names(events) == ["started", "died"] * 3 + ["gave_up"]

@@ -169,6 +169,7 @@ def test_a_machine_that_forbids_namespaces_is_told_what_to_do(monkeypatch, tmp_p
 @pytest.mark.parametrize("kind", lab.MISSING)
 def test_a_kernel_without_a_part_is_told_which(kind, clean, monkeypatch, tmp_path):
     """A tool that answers as on such a kernel; for netem this machine's own may answer as well."""
+    tools = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # which not every user has in PATH
     for name in ("ip", "tc"):
         path = make_program(
             tmp_path / name,
@@ -176,7 +177,7 @@ def test_a_kernel_without_a_part_is_told_which(kind, clean, monkeypatch, tmp_pat
             "[ $1 = link ] && exit",
             f"input=$(cat); case $input in *'{kind}'*)",
             "echo 'Error: Unknown device type.' >&2; exit 2;; esac",
-            f'echo "$input" | PATH=$PATH:/usr/sbin:/sbin exec {shutil.which(name)} -batch -',
+            f'echo "$input" | PATH=$PATH:/usr/sbin:/sbin exec {shutil.which(name, path=tools)} -batch -',
         )
     monkeypatch.setenv("PATH", path)
     with clean():
