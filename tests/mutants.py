@@ -528,9 +528,9 @@ MUTANTS = r"""
 - "residual": Holder.FEEDBACK
 + "residual": Holder.WORKER
 
-= masking of velocity is turned round
-- if plan.masking else velocity[i]
-+ if not plan.masking else velocity[i]
+= the velocity of what is sent goes on
+- velocity[i] = _without(velocity[i], sent)
++ velocity[i] = velocity[i]
 
 = the word that says who takes part is not counted
 - 2 * count + 1, asked.workers

@@ -68,14 +68,10 @@ RULES = {
     "coded mean": Rule(baselines.diloco(0.7, 0.9, 4), optax.sgd(0.7, 0.9, nesterov=True), 1),
     "TernGrad": Rule(baselines.terngrad(momentum=0.5), TRACE, 1, sevens),
     "QSGD": Rule(baselines.qsgd(4, momentum=0.5), TRACE, 1, sevens),
-    "QSGD, l2": Rule(baselines.qsgd(3, norm="l2"), optax.identity(), 1, None),
     "DGC": Rule(dgc.dgc(0.5, 0.1, warmup=2), TRACE, 1),
     "PowerSGD": Rule(powersgd.powersgd(SGD, 1), SGD, 1),
     "PowerSGD in codes": Rule(powersgd.powersgd(SGD, 1, bits=4), SGD, 1),
     "1-bit Adam": Rule(one_bit_adam.one_bit_adam(**ADAM, warmup=1), None),
-    "coded warm-up": Rule(
-        one_bit_adam.one_bit_adam(**ADAM, warmup=9, bits=4), optax.scale_by_adam(**ADAM)
-    ),
     "0/1 Adam": Rule(one_bit_adam.zero_one_adam(**ADAM, kappa=1), None),
 }
 LEAVES = {"a": (5, 43), "b": (200,), "empty": (0, 2)}
