@@ -228,7 +228,7 @@ def sync_traffic(params: Any, workers: int, schedule: Schedule, where: Any = Non
       where: as in `sync_momentum`, a tree of bools or a function from the parameters to one.
 
     Returns:
-      A ``Traffic`` of the leaves that are chosen; one worker sends nothing, and so does ``never()``.
+      A ``Traffic`` of the leaves that are chosen; one worker sends nothing.
 
     Raises:
       ValueError: for fewer than one worker, or a mask of another number of leaves.
@@ -249,7 +249,7 @@ def sync_traffic(params: Any, workers: int, schedule: Schedule, where: Any = Non
     if workers > 1 and schedule.up is not None:
         asked = Asked(leaves, [frozenset()] * len(leaves), workers)
         sent += plan_of_codes(schedule, "workers").sends(asked)
-    elif workers > 1 and schedule.ever and size:
+    elif workers > 1 and size:
         # A mean square of each leaf travels with it, to tell the drift.
         sent.append(Sent("all-reduce", False, wires.mean_bytes(size + len(leaves), workers)))
     total = sum((one.sent_bytes for one in sent), 0.0)
