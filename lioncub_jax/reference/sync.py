@@ -73,12 +73,10 @@ def synced(
     def sync(state: Synced) -> Synced:
         mu, tree = jax.tree.flatten(state.mu)
         picked = _chosen(state.mu, where)
-        owner = state.owner
-        if codes is None:
-            alike = iter(jax.tree.leaves(reference.synced_mean(picked)))
-        else:
+        new, owner = list(map(_mean, picked)), None
+        if codes:
             new, owner = _in_codes(codes, picked, state)
-            alike = iter(new)
+        alike = iter(new)
         picks = [True] * len(mu) if where is None else jax.tree.leaves(where)
         mu = [next(alike) if pick else m for m, pick in zip(mu, picks, strict=True)]
         inner = state.inner._replace(mu=jax.tree.unflatten(tree, mu))
@@ -91,6 +89,11 @@ def _chosen(tree: Any, where: Any) -> list[Any]:
     leaves = jax.tree.leaves(tree)
     picks = [True] * len(leaves) if where is None else jax.tree.leaves(where)
     return [x for x, pick in zip(leaves, picks, strict=True) if pick]
+
+
+def _mean(m: jax.Array) -> jax.Array:
+    mean = jnp.mean(m.astype(jnp.float32), axis=0).astype(m.dtype)
+    return jnp.broadcast_to(mean, m.shape)
 
 
 def _in_codes(
