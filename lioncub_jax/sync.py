@@ -216,7 +216,7 @@ def sync_momentum(
     def init(params: optax.Params) -> SyncState:
         state = inner.init(params)
         mu = _momentum_of(state) if jax.tree.leaves(params) else params
-        chosen = _chosen(mu, where)
+        chosen = picks(mu, where)
         drift = jax.tree.map(lambda _: jnp.full((), -1, jnp.float32), mu)
         owner: tuple[Flat, ...] = ()
         if plan is not None:
@@ -238,7 +238,7 @@ def sync_momentum(
             return updates, state
         syncs = jnp.asarray(schedule.due(state.count))
         mu, drift, owner = _momentum_of(inner_state), state.drift, state.owner
-        chosen = _chosen(mu, where)
+        chosen = picks(mu, where)
         if plan is None:
             mu, drift = _gated_mean(mu, drift, chosen, syncs, axis_name)
         else:
@@ -389,7 +389,7 @@ def _of_a_worker(path: Any, value: Any) -> bool:
     return not at_owner and bool(jax.tree.leaves(value))
 
 
-def _chosen(mu: Any, where: Any) -> list[bool]:
+def picks(mu: Any, where: Any) -> list[bool]:
     """The mask as one bool for each leaf of the momentum."""
     if where is None:
         return [True] * len(jax.tree.leaves(mu))
@@ -403,7 +403,7 @@ def _chosen(mu: Any, where: Any) -> list[bool]:
     if given != tree:
         wanted = f"one bool for each leaf of {tree}"
         raise ValueError(
-            f"sync_momentum: the mask does not match the momentum's tree; given {given}, wanted {wanted}"
+            f"where: the mask does not match the momentum's tree; given {given}, wanted {wanted}"
         )
     return [bool(pick) for pick in jax.tree.leaves(mask)]
 

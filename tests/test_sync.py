@@ -333,7 +333,7 @@ def test_in_two_levels_a_sync_in_codes_must_know_the_group(inner, group, said):
         (lambda: S.coded(3), TypeError, r"3 is not a schedule: give every\(T\).*coded"),
         (lambda: coded_vote(S.coded()).init(LEAVES), ValueError, r"axis_name='data'.*shard_map"),
         (lambda: lc.traffic.sync_traffic(LEAVES, 8, S.coded(), [True]), ValueError,
-         r"where has 1 leaves and the parameters have 6"),
+         r"where: the mask does not match.*PyTreeDef\(\[\*\]\).*one bool for each leaf"),
         (lambda: lc.traffic.sync_traffic([0.0], 8, S.coded(), ["no"]), TypeError,
          r"where\[0\] is 'no': a mask has a bool for each leaf"),
     ],
