@@ -210,10 +210,6 @@ MUTANTS = r"""
 - (leaves, jax.tree.map(_square, leaves)), axis)
 + (leaves, jax.tree.map(_square, leaves)), axis, jnp.bfloat16)
 
-= the next gap begins although there was no sync
-- lambda a, b: jnp.where(syncs, a, b)
-+ lambda a, b: a
-
 # optimizer.py: sync optimizer chains baselines face contract
 = leaves that the mask leaves out decay too
 - optax.add_decayed_weights(weight_decay, checks.decay_mask(mask))
