@@ -143,7 +143,7 @@ def there(folder, monkeypatch):
 
 @pytest.fixture(scope="module")
 def program(folder):
-    made = targets.call(f"{folder}/models.py:compiled")
+    made = targets.load(f"{folder}/models.py:compiled")()
     (folder / "step.hlo").write_text(made[0].as_text())
     return made
 
@@ -196,8 +196,7 @@ def test_the_plan_shows_a_table_for_each_rate_and_advice(said):
     assert text.count("1-bit vote  ") == 4  # three tables and the legend
     assert text.endswith(f"{planner.legend()}\n")
     assert "100,000,000 parameters; compute 125 ms a step (given); latency 50 us; packing" in text
-    assert "Late by 2 s in 1% of a worker's steps: all wait, 155 ms a step = 2 s *" in text
-    assert " (1 - 0.99^8), less with steps alone." in text
+    assert "Late by 2 s in 1% of a worker's steps: all wait, 155 ms a step, less with" in text
     assert "Late" not in said("GIVEN")
 
 
@@ -360,8 +359,6 @@ step.hlo --mesh data=four => mesh 'data=four'
 step.hlo --mesh data=0 => mesh 'data=0'
 step.hlo --mesh data=4 => runs on 8 devices and the mesh {'data': 4} has 4
 step.hlo --mesh data=8 --devices 8 => is compiled; leave it
-step.hlo --mesh data=8 --params 1M --axis dp => --axis dp: the mesh has
-step.hlo --mesh data=8 --axis data => --axis: it has no effect without --params
 models.py:lowered --mesh data=8 => returns its own: leave it out
 models.py:lowered --devices 4 => --devices 4: jax has started already
 models.py:text => returned str: return (step.lower(...), mesh)
@@ -402,14 +399,14 @@ def fake_lab(monkeypatch):
 
 def test_the_lab_gets_all_options_and_its_exit_code_is_ours(fake_lab, capsys):
     line = (
-        "lab --workers 4 --rate 100mbit --delay 5ms --subnet 10.9.0.0/24 --logs logs --timeout 90s "
-        "--port 4321 --grace 2s --report run.json -- python train.py --workers 3 -- x"
+        "lab --workers 4 --rate 100mbit --delay 5ms --logs logs --timeout 90s "
+        "--grace 2s --report run.json -- python train.py --workers 3 -- x"
     )
     assert cli.main(argv_of(line)) == 7
     assert fake_lab == {
-        "network": lab.Network(4, 1e8, 0.005, "10.9.0.0/24"),
+        "network": lab.Network(4, 1e8, 0.005),
         "command": ["python", "train.py", "--workers", "3", "--", "x"],
-        "logs": Path("logs"), "timeout": 90.0, "port": 4321, "grace": 2.0,
+        "logs": Path("logs"), "timeout": 90.0, "grace": 2.0,
     }  # fmt: skip
     assert json.loads(Path("run.json").read_text()) == {
         "workers": [{"exit_code": 7, "sent_bytes": 10, "received_bytes": 20}],
@@ -471,7 +468,7 @@ NO_LABS = """
 --workers 2 --report /proc/r.json -- true => name a file that can be written
 --workers 2 true => unrecognized arguments: true
 --check -- true => -- true: --check starts no command; leave it out
---check --logs a --port 9 => --logs, --port: it has no effect with --check
+--check --logs a => --logs: it has no effect with --check
 --check --report r.json => --report: it has no effect with --check
 --check --timeout 9s --grace 9s => --timeout, --grace: it has no effect with
 """
@@ -558,9 +555,9 @@ def test_a_closed_pipe_ends_the_command_without_a_word():
 
 
 def test_a_full_disk_is_one_sentence():
-    said = "error: standard output: No space left on device; print to another place\n"
+    said = "error: standard output: No space left on device (lioncub plan --help has examples)\n"
     with open("/dev/full", "w") as full:
-        assert ended("-m", "lioncub_jax.cli", *argv_of("GIVEN"), stdout=full) == (said, 2)
+        assert ended("-m", "lioncub_jax", *argv_of("GIVEN"), stdout=full) == (said, 2)
 
 
 def test_an_interrupted_measurement_ends_without_a_traceback():

@@ -14,7 +14,7 @@ with what others use on slow networks and with an all-reduce of gradients, how
 many steps each takes to the loss of float32 Lion, and which method to use, or
 that none is worth it. Bytes are exact; times are a model in which nothing
 overlaps: where a framework hides the all-reduce behind the backward pass, less
-is gained. Steps are measured, on two small tasks; it is said where that ends.
+is gained. Steps are measured, on small models; it is said where that ends.
 docs/planner.md in the repository has the model and what it leaves out."""
 
 EPILOG = """\
@@ -197,12 +197,11 @@ def _in_words(name: str, named: Any) -> str:
 
 
 def _waiting(cluster: Any) -> str:
-    late, workers = cluster.late, cluster.workers
-    time, waits = map(units.seconds_text, (late.seconds, late.waiting(workers)))
+    late = cluster.late
+    time, waits = map(units.seconds_text, (late.seconds, late.waiting(cluster.workers)))
     return (
-        f"Late by {time} in {100 * late.share:.3g}% of a worker's steps: all wait, {waits} a step = "
-        f"{time} * (1 - {1 - late.share:.6g}^{workers}), less with steps alone. Without waiting so many "
-        "votes are late: docs/faults.md has what that costs."
+        f"Late by {time} in {100 * late.share:.3g}% of a worker's steps: all wait, {waits} a step, "
+        "less with steps alone. Without waiting so many votes are late: docs/faults.md has what that costs."
     )
 
 
