@@ -44,8 +44,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--params", type=count, metavar="N",
-        help="number of parameters: compare with an all-reduce of float32 gradients, over the axes that vote, "
-        "or the first",
+        help="number of parameters: compare with an all-reduce of float32 gradients, over the axes that "
+        "vote, or the first",
     )  # fmt: skip
     command.add_argument("--json", action="store_true", help="print numbers instead of a table")
 
