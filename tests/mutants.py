@@ -641,8 +641,8 @@ MUTANTS = r"""
 
 # planner/model.py: planner
 = an all-reduce waits for half of its latencies
-- 2 * hops
-+ hops
+- 2 * deep
++ deep
 
 = devices of a worker do not share its link
 - sent = one.sent_bytes * cluster.group_size
@@ -654,8 +654,8 @@ MUTANTS = r"""
 
 # planner/evidence.py: planner
 = the better of two tasks counts
-- worse = max(nearest, key=steps)
-+ worse = min(nearest, key=steps)
+- worse = max(nearest, key=steps.__getitem__)
++ worse = min(nearest, key=steps.__getitem__)
 
 # lab/supervise.py: lab
 = a run ends with the code of the last worker that failed
