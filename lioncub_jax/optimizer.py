@@ -26,7 +26,7 @@ from lioncub_jax.arguments import check_floating, check_rates
 from lioncub_jax.exchange import Asked, Sending, communicate
 from lioncub_jax.mesh.placement import Workers, names_of
 from lioncub_jax.quantize import Quantizer
-from lioncub_jax.sync import Schedule, check_schedule, never, sync_momentum
+from lioncub_jax.sync import Schedule, check_schedule, sync_momentum
 from lioncub_jax.wires import AxisName, Sent, Wire
 
 
@@ -68,8 +68,8 @@ def lion_cub(
         bits: p - log2 W up, 2 down) or ``ternary()`` (exact zeros, 2 up, 2 down).
       wire: ``two_phase()`` by default; ``counts()`` or ``lanes()`` for the paper's all-reduce of
         ``integer(p)``.
-      sync: when to average momentum: ``every(T)``, ``first(M)``, ``thinning(k)`` or ``adaptive()`` in full
-        precision, ``coded(...)`` in codes; ``never()`` by default. One device has nothing to sync.
+      sync: when to average momentum: ``every(T)``, ``first(M)`` or ``thinning(k)`` in full precision,
+        ``coded(...)`` in codes; None (default) for never. One device has nothing to sync.
       sync_where: which leaves of the momentum to average.
       group_axis: see `communicate`; a `Workers` brings its own.
       bucket_size: see `communicate`. Whole numbers say what is compiled: ``optax.inject_hyperparams``
@@ -267,14 +267,13 @@ def _vote(
 ) -> Sending:
     """Votes of a `communicate` with these parts, and the syncs of its momentum."""
     axis, group = names_of(axis_name, group_axis)
-    sync = never() if sync is None else sync
-    check_schedule(sync)
-    if sync_where is not None and not sync.ever:
-        wanted = "give a schedule, such as every(100)"
-        raise ValueError(f"sync_where is given but sync is never(): {wanted}")
+    if sync is not None:
+        check_schedule(sync)
+    elif sync_where is not None:
+        raise ValueError("sync_where is given without sync: give a schedule, such as every(100)")
     where = checks.as_mask("sync_where", sync_where)
     vote = communicate(axis_name=axis, group_axis=group, **parts)
-    if not sync.ever or axis is None:
+    if sync is None or axis is None:
         return vote
     return vote.around(sync_momentum(vote, axis, sync, where, group_axis=group))
 

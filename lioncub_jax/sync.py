@@ -17,7 +17,6 @@ import optax
 from jax import lax
 
 from lioncub_jax import checks, decide, exchange, layout, momentum, quantize, wires
-from lioncub_jax.arguments import check_number
 from lioncub_jax.exchange import Plan, Worker
 from lioncub_jax.layout import Flat, Holder
 from lioncub_jax.mesh import placement
@@ -33,26 +32,13 @@ class Schedule(NamedTuple):
 
     Attributes:
       name: for people.
-      due: ``int32[] -> bool[]``, or None: never, which compiles to nothing, or as ``gaps`` say.
+      due: ``int32[] -> bool[]``.
       up: the codes in which momenta travel to their owners, or None for full precision.
-      gaps: ``(shortest, longest, threshold)`` where steps follow the drift, see `adaptive`; None where
-        they are known beforehand.
     """
 
     name: str
-    due: Callable[[jax.Array], jax.Array] | None
+    due: Callable[[jax.Array], jax.Array]
     up: Quantizer | None = None
-    gaps: tuple[int, int, float] | None = None
-
-    @property
-    def ever(self) -> bool:
-        """Whether there is a step at all at which it may be due."""
-        return self.due is not None or self.gaps is not None
-
-
-def never() -> Schedule:
-    """Never: plain Distributed Lion."""
-    return Schedule("never", None)
 
 
 def every(period: int) -> Schedule:
@@ -70,7 +56,7 @@ def every(period: int) -> Schedule:
 def first(steps: int, schedule: Schedule | None = None) -> Schedule:
     """During the first ``steps`` steps only: at every one, or where ``schedule`` is due.
 
-    ``ValueError`` if ``steps`` is below 1 or ``schedule`` is never due, or is `adaptive`.
+    ``ValueError`` if ``steps`` is below 1; ``TypeError`` if ``schedule`` is none.
 
     Example:
       >>> import lioncub_jax as lc
@@ -78,13 +64,10 @@ def first(steps: int, schedule: Schedule | None = None) -> Schedule:
       [4, 8]
     """
     checks.check_count(f"first({steps!r})", steps)
-    inner = schedule or every(1)
-    if (due := inner.due) is None:
-        given = inner.name if inner.gaps else "never()"
-        wanted = "give a schedule that is due at times known before"
-        raise ValueError(f"first({steps}, {given}): {wanted}")
+    inner = every(1) if schedule is None else schedule
+    check_schedule(inner)
     name = f"first({steps}, {inner.name})"
-    return inner._replace(name=name, due=lambda step: (step <= steps) & due(step))
+    return inner._replace(name=name, due=lambda step: (step <= steps) & inner.due(step))
 
 
 def thinning(k: int) -> Schedule:
@@ -132,7 +115,7 @@ def coded(schedule: Schedule | None = None, bits: int = 1) -> Schedule:
       bits: of the codes, ``midrise(bits)``; the answer has one.
 
     Raises:
-      ValueError: if ``schedule`` is never due or is `adaptive`; if ``bits`` is out of range.
+      ValueError: if ``bits`` is out of range.
       TypeError: if ``schedule`` is none.
 
     Example:
@@ -143,64 +126,16 @@ def coded(schedule: Schedule | None = None, bits: int = 1) -> Schedule:
     """
     inner = every(3) if schedule is None else schedule
     check_schedule(inner)
-    if inner.gaps is not None:
-        raise ValueError(
-            f"coded({inner.name}): codes do not tell the drift that an adaptive gap follows, it is known "
-            "only to full precision; give coded(every(T)), or adaptive(...) alone"
-        )
-    if inner.due is None:
-        raise ValueError("coded(never()): give a schedule that is due at times, such as every(3)")
     up = quantize.error_feedback(quantize.midrise(bits), jnp.float32)
     extra = "" if bits == 1 else f", bits={bits}"
     return inner._replace(name=f"coded({inner.name}{extra})", up=up)
 
 
-def adaptive(shortest: int = 4, longest: int = 128, threshold: float = 0.5) -> Schedule:
-    """Syncs in full precision with a gap that follows the drift found at each of them.
-
-    ``alike = W (1 - drift)``, of all synced leaves together, is 1 for momenta that are independent, more
-    if they share a signal, and less if workers pull against each other because they see different data.
-    The gap is ``shortest`` at first. After a sync it is half of the last one where ``alike < threshold``
-    and twice it otherwise, from ``shortest`` to ``longest`` steps; it is a part of the state, the same on
-    every worker.
-
-    ``ValueError`` if a gap is below 1, ``longest`` below ``shortest``, or ``threshold`` not above 0.
-
-    Example:
-      >>> import lioncub_jax as lc
-      >>> tx = lc.lion_cub(1e-4, axis_name="data", sync=lc.sync.adaptive(longest=64))
-
-    Source: this library; the drift is the diagnostic of Lion Cub (arXiv 2411.16462).
-    """
-    given = f"adaptive(shortest={shortest!r}, longest={longest!r}, threshold={threshold!r})"
-    for gap in (shortest, longest):
-        checks.check_count(given, gap, "gaps that are whole numbers of at least 1")
-    if longest < shortest:
-        wanted = "give shortest <= longest"
-        raise ValueError(f"{given}: the longest gap is below the shortest; {wanted}")
-    said = "give a threshold above 0, such as 0.5"
-    check_number(given, threshold, lambda x: 0 < x < np.inf, said, float)
-    name = f"adaptive({shortest}, {longest}, {threshold})"
-    return Schedule(name, None, gaps=(shortest, longest, float(threshold)))
-
-
 def check_schedule(given: Any) -> None:
     """Raises ``TypeError`` for anything but a ``Schedule``."""
     if not isinstance(given, Schedule):
-        wanted = "never(), every(T), first(M), thinning(k), coded(...) or adaptive(...)"
+        wanted = "every(T), first(M), thinning(k) or coded(...)"
         raise TypeError(f"{given!r} is not a schedule: give {wanted}")
-
-
-class Pace(NamedTuple):
-    """Where an `adaptive` schedule is; same on every worker.
-
-    Attributes:
-      gap: ``int32[]``, steps from the last sync to the next.
-      next: ``int32[]``, the step of the next sync.
-    """
-
-    gap: jax.Array
-    next: jax.Array
 
 
 class SyncState(NamedTuple):
@@ -212,11 +147,10 @@ class SyncState(NamedTuple):
       syncs: ``int32[]``, syncs done.
       drift: tree of ``float32[]``, one for each leaf of the momentum: the share of its mean square that
         is variance between workers, ``1 - |mean_i mu_i|^2 / mean_i |mu_i|^2``, as it was just before
-        the last sync in full precision or watch; -1 before the first, and of leaves that are left out.
-        A sync in codes does not measure it.
+        the last sync in full precision; -1 before the first, and of leaves that are left out. A sync in
+        codes does not measure it.
       owner: of syncs in codes, for each bucket the error of the replies, of the slice that this worker
         owns, ``float32[rows, 128]``; else empty.
-      pace: of an `adaptive` schedule, else None.
     """
 
     inner: Any
@@ -224,7 +158,6 @@ class SyncState(NamedTuple):
     syncs: jax.Array
     drift: Any
     owner: tuple[Flat, ...] = ()
-    pace: Pace | None = None
 
     @staticmethod
     def holders() -> dict[str, Holder]:
@@ -237,7 +170,6 @@ def sync_momentum(
     axis_name: AxisName,
     schedule: Schedule,
     where: Callable[[Any], Any] | Any = None,
-    watch: Schedule | None = None,
     group_axis: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Averages the momentum of ``inner`` over the workers, at times.
@@ -254,11 +186,9 @@ def sync_momentum(
     Args:
       inner: the transform to wrap.
       axis_name: the mesh axis of the workers.
-      schedule: ``never()``, ``every(T)``, ``first(M)``, ``thinning(k)``, ``coded(...)``, ``adaptive(...)``.
+      schedule: ``every(T)``, ``first(M)``, ``thinning(k)`` or ``coded(...)``.
       where: a tree of bools like the parameters, or a function from the momentum's tree to one; None
         for all leaves.
-      watch: when to measure the drift without syncing, just before a sync in codes if both are due;
-        costs the same traffic as a sync in full precision.
       group_axis: as in the `communicate` that is wrapped; in two levels syncs in codes need it.
 
     Returns:
@@ -266,8 +196,8 @@ def sync_momentum(
       ``axis_name`` is bound.
 
     Raises:
-      ValueError: if the mask does not match the tree, or ``inner`` keeps no momentum (at init); if
-        ``watch`` is `coded` or `adaptive`; if ``group_axis`` is missing or does not fit (at init).
+      ValueError: if the mask does not match the tree, ``inner`` keeps no momentum, or ``group_axis`` is
+        missing or does not fit (all at init).
       TypeError: if ``schedule`` is not a `Schedule`, or the mask is not of bools.
 
     Example:
@@ -277,10 +207,7 @@ def sync_momentum(
 
     Source: Lion Cub (arXiv 2411.16462), selective momentum synchronisation; codes are ours.
     """
-    watch = never() if watch is None else watch
-    for given in (schedule, watch):
-        check_schedule(given)
-    _check_watch(watch)
+    check_schedule(schedule)
     checks.check_axis(axis_name)
     where = checks.as_mask("where", where)
     plan = None if schedule.up is None else plan_of_codes(schedule, axis_name)
@@ -289,7 +216,7 @@ def sync_momentum(
     def init(params: optax.Params) -> SyncState:
         state = inner.init(params)
         mu = _momentum_of(state) if jax.tree.leaves(params) else params
-        chosen = _chosen(mu, where)
+        chosen = picks(mu, where)
         drift = jax.tree.map(lambda _: jnp.full((), -1, jnp.float32), mu)
         owner: tuple[Flat, ...] = ()
         if plan is not None:
@@ -300,81 +227,51 @@ def sync_momentum(
                 partial(exchange.init_owners, plan), (_chosen_only(leaves, chosen),)
             )
         count, syncs = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-        pace = schedule.gaps and Pace(*(jnp.int32(schedule.gaps[0]) for _ in range(2)))
-        return SyncState(state, count, syncs, drift, owner, pace)
+        return SyncState(state, count, syncs, drift, owner)
 
     def update(updates: Any, state: SyncState, params: Any = None, **extra: Any) -> Any:
         wires.workers_on(axis_name)
         updates, inner_state = inner.update(updates, state.inner, params, **extra)
         count = optax.safe_increment(state.count)
         state = state._replace(inner=inner_state, count=count)
-        if not jax.tree.leaves(updates) or (not schedule.ever and watch.due is None):
+        if not jax.tree.leaves(updates):
             return updates, state
-        syncs = _due(schedule, state)
-        seen = watch.due(count) if watch.due else jnp.zeros((), bool)
-        mu = _momentum_of(inner_state)
-        chosen, drift, pace, owner = _chosen(mu, where), state.drift, state.pace, state.owner
-        if plan is None or watch.due:
-            means = syncs if plan is None else jnp.zeros((), bool)
-            mu, drift, alike = _gated_mean(mu, drift, chosen, means, means | seen, axis_name)
-            pace = _next_pace(schedule, state, syncs, alike)
-        if plan is not None:
+        syncs = jnp.asarray(schedule.due(state.count))
+        mu, drift, owner = _momentum_of(inner_state), state.drift, state.owner
+        chosen = picks(mu, where)
+        if plan is None:
+            mu, drift = _gated_mean(mu, drift, chosen, syncs, axis_name)
+        else:
             mu, owner = _gated_codes(plan, group_axis, mu, owner, chosen, syncs, count)
         inner_state = optax.tree.set(inner_state, _of_a_worker, mu=mu)
-        return updates, SyncState(inner_state, count, state.syncs + syncs, drift, owner, pace)
+        return updates, SyncState(inner_state, count, state.syncs + syncs, drift, owner)
 
     tx = optax.GradientTransformationExtraArgs(init, update)
     return inner.around(tx) if isinstance(inner, exchange.Sending) else tx
-
-
-# --- When
-
-
-def _due(schedule: Schedule, state: SyncState) -> jax.Array:
-    if state.pace is not None:
-        return state.count >= state.pace.next
-    return jnp.asarray(schedule.due(state.count)) if schedule.due else jnp.zeros((), bool)
-
-
-def _next_pace(
-    schedule: Schedule, state: SyncState, syncs: jax.Array, alike: jax.Array
-) -> Pace | None:
-    """Half of the gap where workers pull against each other, else twice; only if there was a sync."""
-    if schedule.gaps is None or state.pace is None:
-        return None
-    shortest, longest, threshold = schedule.gaps
-    gap = jnp.where(alike < threshold, state.pace.gap // 2, 2 * state.pace.gap)
-    gap = jnp.clip(gap, shortest, longest)
-    new = Pace(gap, state.count + gap)
-    return jax.tree.map(lambda a, b: jnp.where(syncs, a, b), new, state.pace)
 
 
 # --- In full precision
 
 
 def _gated_mean(
-    mu: Any, drift: Any, chosen: list[bool], syncs: jax.Array, looks: jax.Array, axis: AxisName
-) -> tuple[Any, Any, jax.Array]:
-    """Means, drift and ``W (1 - drift)`` of all if ``looks``; means replace the momentum if ``syncs``."""
+    mu: Any, drift: Any, chosen: list[bool], syncs: jax.Array, axis: AxisName
+) -> tuple[Any, Any]:
+    """The mean of the momenta and their drift before, if ``syncs``."""
 
-    def look(leaves: list[Any], drifts: list[Any], alike: jax.Array) -> Any:
-        del drifts, alike
+    def mean(leaves: list[Any], drifts: list[Any]) -> Any:
+        del drifts
         means, squares = wires.mean_over_workers((leaves, jax.tree.map(_square, leaves)), axis)
         both = jax.tree.map(_square, means), squares
         # Of a leaf that is cut, each device has looked at its own part only.
         both = jax.tree.map(lambda x: wires.sum_over_shards(x, axis), both)
-        share = _variance_share(*[sum(jax.tree.leaves(x), jnp.float32(0)) for x in both])
-        means = wires.varying(means, axis)
-        leaves = jax.tree.map(lambda mean, x: jnp.where(syncs, mean, x), means, leaves)
-        found = jax.tree.map(_variance_share, *both)
-        return leaves, found, wires.workers_on(axis) * (1 - share)
+        return wires.varying(means, axis), jax.tree.map(_variance_share, *both)
 
     (leaves, tree), (drifts, of_drift) = map(jax.tree.flatten, (wires.varying(mu, axis), drift))
     both = leaves, drifts  # None stands for those that are left out
     picked = jax.tree.map(lambda x, pick: x if pick else None, both, (chosen, chosen))
-    *new, alike = lax.cond(looks, look, lambda *same: same, *picked, jnp.float32(0))
-    leaves, drifts = jax.tree.map(lambda x, y: x if y is None else y, both, tuple(new))
-    return jax.tree.unflatten(tree, leaves), jax.tree.unflatten(of_drift, drifts), alike
+    new = lax.cond(syncs, mean, lambda *same: same, *picked)
+    leaves, drifts = jax.tree.map(lambda x, y: x if y is None else y, both, new)
+    return jax.tree.unflatten(tree, leaves), jax.tree.unflatten(of_drift, drifts)
 
 
 def _square(x: jax.Array) -> jax.Array:
@@ -395,7 +292,6 @@ def plan_of_codes(schedule: Schedule, axis: AxisName) -> Plan:
     assert schedule.up is not None
     owner, down = decide.feedback_at_owner(), decide.scaled_signs()
     wire = wires.two_phase()
-    checks.check_parts(schedule.up, owner, down, wire)
     return Plan(axis, None, momentum.nothing(), schedule.up, owner, down, wire, None)
 
 
@@ -493,7 +389,7 @@ def _of_a_worker(path: Any, value: Any) -> bool:
     return not at_owner and bool(jax.tree.leaves(value))
 
 
-def _chosen(mu: Any, where: Any) -> list[bool]:
+def picks(mu: Any, where: Any) -> list[bool]:
     """The mask as one bool for each leaf of the momentum."""
     if where is None:
         return [True] * len(jax.tree.leaves(mu))
@@ -507,17 +403,9 @@ def _chosen(mu: Any, where: Any) -> list[bool]:
     if given != tree:
         wanted = f"one bool for each leaf of {tree}"
         raise ValueError(
-            f"sync_momentum: the mask does not match the momentum's tree; given {given}, wanted {wanted}"
+            f"where: the mask does not match the momentum's tree; given {given}, wanted {wanted}"
         )
     return [bool(pick) for pick in jax.tree.leaves(mask)]
-
-
-def _check_watch(watch: Schedule) -> None:
-    if watch.up is not None or watch.gaps is not None:
-        raise ValueError(
-            f"watch={watch.name}: the drift is measured in full precision at steps known before; give "
-            "never(), every(T), first(M) or thinning(k)"
-        )
 
 
 def _in_slices(mu: Any) -> bool:

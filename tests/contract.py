@@ -69,7 +69,6 @@ TRANSFORMS = {
     "ef_signsgd": (made(baselines.ef_signsgd, **HOW), SGD),
     "terngrad": (made(baselines.terngrad, **HOW), SGD),
     "qsgd": (made(baselines.qsgd, bits=2, **HOW), SGD),
-    "qsgd, two-phase": (made(baselines.qsgd, bits=3, wire=WIRES.two_phase(), **HOW), SGD),
     "powersgd": (made(baselines.powersgd, SGD, 2), SGD),
     "powersgd, 6 bits": (made(baselines.powersgd, SGD, 2, 6), SGD),
     "one_bit_adam": (made(baselines.one_bit_adam, warmup=2, **HOW), None),

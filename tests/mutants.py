@@ -210,10 +210,6 @@ MUTANTS = r"""
 - (leaves, jax.tree.map(_square, leaves)), axis)
 + (leaves, jax.tree.map(_square, leaves)), axis, jnp.bfloat16)
 
-= the next gap begins although there was no sync
-- lambda a, b: jnp.where(syncs, a, b)
-+ lambda a, b: a
-
 # optimizer.py: sync optimizer chains baselines face contract
 = leaves that the mask leaves out decay too
 - optax.add_decayed_weights(weight_decay, checks.decay_mask(mask))
@@ -528,9 +524,9 @@ MUTANTS = r"""
 - "residual": Holder.FEEDBACK
 + "residual": Holder.WORKER
 
-= masking of velocity is turned round
-- if plan.masking else velocity[i]
-+ if not plan.masking else velocity[i]
+= the velocity of what is sent goes on
+- velocity[i] = _without(velocity[i], sent)
++ velocity[i] = velocity[i]
 
 = the word that says who takes part is not counted
 - 2 * count + 1, asked.workers
@@ -645,8 +641,8 @@ MUTANTS = r"""
 
 # planner/model.py: planner
 = an all-reduce waits for half of its latencies
-- 2 * hops
-+ hops
+- 2 * deep
++ deep
 
 = devices of a worker do not share its link
 - sent = one.sent_bytes * cluster.group_size
@@ -658,8 +654,8 @@ MUTANTS = r"""
 
 # planner/evidence.py: planner
 = the better of two tasks counts
-- worse = max(nearest, key=steps)
-+ worse = min(nearest, key=steps)
+- worse = max(nearest, key=steps.__getitem__)
++ worse = min(nearest, key=steps.__getitem__)
 
 # lab/supervise.py: lab
 = a run ends with the code of the last worker that failed

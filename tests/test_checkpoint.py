@@ -353,7 +353,8 @@ def test_damage_is_refused_by_name_or_harmless_and_never_read(harm, tmp_path, ca
     whole, folder, refused = tmp_path / "whole", tmp_path / "harmed", set()
     save_small(whole, 1, 2)
     files = files_of(whole / "2")
-    largest = max(files, key=lambda path: path.stat().st_size)
+    # Of arrays: how they are spread over files differs, and `_sharding` may be larger than each.
+    largest = max((x for x in files if x.parent.name == "d"), key=lambda x: x.stat().st_size)
     for path in files:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(whole, folder)

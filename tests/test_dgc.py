@@ -4,8 +4,6 @@ Gradients are small integers and momenta powers of two, so that what is gathered
 the workers, is exact however a compiler contracts or reorders it.
 """
 
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,8 +17,6 @@ import lioncub_jax as lc
 from lioncub_jax import baselines, reference
 from lioncub_jax.baselines.dgc import dgc, stages
 from lioncub_jax.reference import dgc as oracle
-
-dgc_module = sys.modules[dgc.__module__]  # the package has a function of that name
 
 # Sizes that no density divides, a scalar, nothing at all, and a dtype that is not the state's.
 PARAMS = {
@@ -60,7 +56,7 @@ def check_against_reference(run_workers, params, story, cases, rate=0.5):
 
 CASES = {  # by the number of workers
     8: ({"density": 0.1}, {"density": 1.0}, {"density": 0.02, "warmup": 4}),
-    3: ({"density": 0.02}, {"density": 0.25, "factor_masking": False}),
+    3: ({"density": 0.02},),
     1: ({"density": 0.1},),
 }
 
@@ -70,36 +66,6 @@ def test_it_equals_the_reference(run_workers, workers):
     cases = [{"momentum": 0.5, **how} for how in CASES[workers]]
     for state in check_against_reference(run_workers, PARAMS, eventful(workers), cases):
         assert state.abstentions[-1, 0] == 2 + workers
-
-
-def test_long_leaves_in_rows_are_sent_as_short_ones_are(run_workers, monkeypatch):
-    """Rows of 2**30 in truth; here of 32, with a last one that is not full."""
-    monkeypatch.setattr(dgc_module, "_MOST", 50)
-    monkeypatch.setattr(dgc_module, "_ROW", 32)
-    cases = [{"momentum": 0.5, "density": 0.15}]
-    check_against_reference(run_workers, PARAMS, eventful(3), cases)
-
-
-def test_a_gradient_is_clipped_before_anything_is_gathered(run_workers):
-    """A norm of at most ``clip / sqrt(W)``: here 4 / 2. One whose square overflows abstains."""
-    norms, rng = [1.0, 2.0, 8.0, 32.0], np.random.default_rng(0)
-    params = {"a": jnp.zeros((7, 19)), "b": jnp.zeros(65)}
-    grads = {n: np.zeros((2, 4, *p.shape), np.float32) for n, p in params.items()}
-    for worker, norm in enumerate(norms):  # 16 elements of one magnitude, over all leaves
-        for name, count in (("a", 10), ("b", 6)):
-            flat = grads[name][0, worker].reshape(-1)
-            flat[rng.choice(flat.size, count, replace=False)] = (
-                rng.choice([-1, 1], count) * norm / 4
-            )
-    grads["b"][1] = 1e-3
-    grads["b"][1, 1] = 1e30
-    cases = [{"momentum": 0.5, "density": 0.05, "clip": 4.0}]
-    (state,) = check_against_reference(run_workers, params, nobody_abstains(grads), cases, 1.0)
-    # All that was not sent is as large as the clipped gradient's elements.
-    for worker, norm in enumerate(norms):
-        left = np.concatenate([x[0, worker].reshape(-1) for x in state.residual.values()])
-        assert set(np.abs(left)) == {0, min(norm, 2.0) / 4}
-    assert state.abstained[:, 0].tolist() == [0, 1]
 
 
 def test_the_largest_magnitudes_are_sent_and_of_equal_ones_the_first():
@@ -179,19 +145,13 @@ def traced(tx, size, cut=1):
 
 @pytest.mark.parametrize("cut", [1, 2])
 def test_leaves_of_more_elements_than_int32_counts_are_traced(cut):
-    """Of all baselines that count elements."""
+    """Of all baselines that count elements but dgc."""
     size = 2**31 + 2**9
-    for make in (dgc, baselines.terngrad, baselines.qsgd, baselines.ef_signsgd, baselines.signum):
+    for make in (baselines.terngrad, baselines.qsgd, baselines.ef_signsgd, baselines.signum):
         assert traced(make(1.0, axis_name=AXIS), size, cut).shape == (size,)
 
 
-@pytest.mark.parametrize(
-    ("size", "warmup", "words"),
-    [
-        (2**32 + 1, 0, ["['w'] of 4294967297 elements", "at most 2**32", "inner mesh axes"]),
-        (2**32, 4, ["['w']", "a share of 0.25", "fewer than 2**30", "no warm-up"]),
-    ],
-)
-def test_leaves_that_no_index_reaches_are_refused(size, warmup, words):
-    with refused(*words):
-        traced(dgc(1.0, warmup=warmup, axis_name=AXIS), size)
+def test_leaves_that_no_index_reaches_are_refused():
+    with refused("['w'] of 2147483648 elements", "fewer than 2**31", "inner mesh axes"):
+        traced(dgc(1.0, axis_name=AXIS), 2**31)
+    assert traced(dgc(1.0, axis_name=AXIS), 2**31, 2).shape == (2**31,)

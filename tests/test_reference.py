@@ -62,20 +62,15 @@ RULES = {
     ),
     "sync": Rule(sync.synced(VOTE, even), LION),
     "sync in codes": Rule(sync.synced(VOTE, even, coded=1), LION),
-    "sync, adaptive": Rule(sync.synced(VOTE, adaptive=(1, 4, 1.5)), LION),
     "mean": Rule(baselines.averaged(TRACE), TRACE, 1),
     "EF-signSGD": Rule(baselines.ef_signsgd(0.125), optax.sgd(0.125), 1),
     "coded mean": Rule(baselines.diloco(0.7, 0.9, 4), optax.sgd(0.7, 0.9, nesterov=True), 1),
     "TernGrad": Rule(baselines.terngrad(momentum=0.5), TRACE, 1, sevens),
     "QSGD": Rule(baselines.qsgd(4, momentum=0.5), TRACE, 1, sevens),
-    "QSGD, l2": Rule(baselines.qsgd(3, norm="l2"), optax.identity(), 1, None),
     "DGC": Rule(dgc.dgc(0.5, 0.1, warmup=2), TRACE, 1),
     "PowerSGD": Rule(powersgd.powersgd(SGD, 1), SGD, 1),
     "PowerSGD in codes": Rule(powersgd.powersgd(SGD, 1, bits=4), SGD, 1),
     "1-bit Adam": Rule(one_bit_adam.one_bit_adam(**ADAM, warmup=1), None),
-    "coded warm-up": Rule(
-        one_bit_adam.one_bit_adam(**ADAM, warmup=9, bits=4), optax.scale_by_adam(**ADAM)
-    ),
     "0/1 Adam": Rule(one_bit_adam.zero_one_adam(**ADAM, kappa=1), None),
 }
 LEAVES = {"a": (5, 43), "b": (200,), "empty": (0, 2)}
@@ -139,7 +134,7 @@ def test_the_scale_of_the_gradients_does_not_matter(name):
         same(got, {k: np.ldexp(u, power * RULES[name].power) for k, u in want.items()}, rtol=0)
 
 
-@pytest.mark.parametrize("name", [name for name in RULES if name != "sync, adaptive"])
+@pytest.mark.parametrize("name", RULES)
 def test_one_leaf_changes_no_other(name):
     grads = ordinary()
     want, _ = run(name, grads)

@@ -42,9 +42,3 @@ def test_a_schedule_that_thins_slowly_is_a_short_program():
     steps = {1: 1, 2: 1, k: 1, k + 1: 0, k + 2: 1, third: 1, third + 2: 0, third + 3: 1}
     assert [int(due(jnp.int32(step))) for step in steps] == [*steps.values()]
     assert sum(np.size(x) for x in jax.make_jaxpr(due)(1).consts) < 5000
-
-
-def test_never_and_adaptive_do_not_know_their_steps():
-    adaptive = sync.adaptive(2, 9, 0.25)
-    assert sync.never().due is adaptive.due is None and adaptive.ever > sync.never().ever
-    assert tuple(adaptive.gaps) == (2, 9, 0.25)

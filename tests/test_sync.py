@@ -112,30 +112,24 @@ def test_groups_of_leaves_sync_when_theirs_is_due(ran):
         equal(masked.inner_state[0].inner.mu[k], momenta(grads[k], due[k]))
 
 
-def test_drift_is_the_share_of_variance_between_workers_before_a_sync_or_when_it_is_watched(ran):
+def test_drift_is_the_share_of_variance_between_workers_before_a_sync(ran):
     grads = integers({**SHAPES, "cancel": (3,), "none": (3,)})
     grads["none"][:] = 0
     grads["cancel"][:] = np.array([[5], [-5], [1], [-1]])
-    where = {k: k != "w" for k in grads}
+    where, due = {k: k != "w" for k in grads}, [3, 6, 9]
     # The momentum is found in a chain, too.
     chain = optax.chain(optax.scale(1.0), vote(), optax.scale(-0.01))
-    cases = {"never": (S.never(), []), "every": (S.every(3), [3, 6, 9])}
-    txs = {
-        k: lc.sync_momentum(chain, AXIS, schedule, where, watch=S.every(2))
-        for k, (schedule, _) in cases.items()
-    }
-    for of, (_, state) in ran(txs, grads).items():
-        due = cases[of][1]
-        for k, g in grads.items():
-            mu = momenta(g, due if where[k] else ())
-            equal(state.inner[1].mu[k], mu, of)
-            want, latest = [], -1.0
-            for step, own in enumerate(np.float64(0.5 * before(mu) + 0.5 * g), 1):
-                square = (own**2).sum() / WORKERS
-                if where[k] and (step in due or step % 2 == 0):
-                    latest = 1 - (own.mean(0) ** 2).sum() / square if square else 0
-                want.append([latest] * WORKERS)
-            np.testing.assert_allclose(state.drift[k], want, rtol=1e-6, atol=1e-9, err_msg=k)
+    _, state = ran({0: lc.sync_momentum(chain, AXIS, S.every(3), where)}, grads)[0]
+    for k, g in grads.items():
+        mu = momenta(g, due if where[k] else ())
+        equal(state.inner[1].mu[k], mu)
+        want, latest = [], -1.0
+        for step, own in enumerate(np.float64(0.5 * before(mu) + 0.5 * g), 1):
+            square = (own**2).sum() / WORKERS
+            if where[k] and step in due:
+                latest = 1 - (own.mean(0) ** 2).sum() / square if square else 0
+            want.append([latest] * WORKERS)
+        np.testing.assert_allclose(state.drift[k], want, rtol=1e-6, atol=1e-9, err_msg=k)
 
 
 # --- What it costs
@@ -145,18 +139,17 @@ ONE = {k: k == "leaf3" for k in LEAVES}
 
 
 @pytest.mark.parametrize(
-    ("schedule", "watch", "where", "ops", "floats"),  # floats that travel, in one all-reduce
+    ("schedule", "where", "ops", "floats"),  # floats that travel, in one all-reduce
     [
-        (S.never(), None, None, [], 0),
-        (S.never(), S.every(100), None, ["all-reduce"], sum(range(100, 106)) + 6),
-        (S.thinning(2), S.every(7), lambda _: ONE, ["all-reduce"], 103 + 1),
-        (S.coded(S.every(5), bits=2), None, ONE, ["all-gather", "all-to-all"], 0),
+        (S.every(100), None, ["all-reduce"], sum(range(100, 106)) + 6),
+        (S.thinning(2), lambda _: ONE, ["all-reduce"], 103 + 1),
+        (S.coded(S.every(5), bits=2), ONE, ["all-gather", "all-to-all"], 0),
     ],
-    ids=["never", "watch", "both, one leaf", "codes"],
+    ids=["all", "one leaf", "codes"],
 )
-def test_what_a_sync_sends_is_behind_a_condition(mesh_of, schedule, watch, where, ops, floats):
+def test_what_a_sync_sends_is_behind_a_condition(mesh_of, schedule, where, ops, floats):
     """Of the chosen leaves, and a mean square for each; votes are behind none."""
-    tx, mesh = lc.sync_momentum(vote(), AXIS, schedule, where, watch), mesh_of(8)
+    tx, mesh = lc.sync_momentum(vote(), AXIS, schedule, where), mesh_of(8)
 
     def update(g):
         g = jax.tree.map(lambda p: jax.lax.pcast(p, AXIS, to="varying"), g)
@@ -172,10 +165,9 @@ def test_what_a_sync_sends_is_behind_a_condition(mesh_of, schedule, watch, where
     assert [(c.gated, c.payload_bytes, c.times) for c in in_floats] == [(True, 4 * floats, 1)] * (
         floats > 0
     )
-    if schedule.ever or watch is None:
-        predicted = lc.traffic.sync_traffic(LEAVES, 8, schedule, where)
-        sent = {one.op: one.sent_bytes for one in predicted.collectives}
-        assert sent == {c.op: c.sent_bytes for c in gated}
+    predicted = lc.traffic.sync_traffic(LEAVES, 8, schedule, where)
+    sent = {one.op: one.sent_bytes for one in predicted.collectives}
+    assert sent == {c.op: c.sent_bytes for c in gated}
 
 
 def test_codes_are_a_28th_of_full_precision():
@@ -197,8 +189,8 @@ def some_gradients(workers, steps=6):
     return grads
 
 
-def coded_vote(schedule, where=None, watch=None):
-    return lc.sync_momentum(vote(0.75), AXIS, schedule, where, watch)
+def coded_vote(schedule, where=None):
+    return lc.sync_momentum(vote(0.75), AXIS, schedule, where)
 
 
 def by_reference(simulator, grads):
@@ -214,13 +206,13 @@ def by_reference(simulator, grads):
 
 
 @pytest.mark.parametrize(
-    ("workers", "period", "bits", "where", "watch"),
-    [(8, 2, 1, None, None), (5, 3, 2, {k: k != "b" for k in TREE}, S.every(3))],
-    ids=["8 workers", "5, two bits, some leaves, watched"],
+    ("workers", "period", "bits", "where"),
+    [(8, 2, 1, None), (5, 3, 2, {k: k != "b" for k in TREE})],
+    ids=["8 workers", "5, two bits, some leaves"],
 )
-def test_a_sync_in_codes_is_that_of_the_reference(ran, workers, period, bits, where, watch):
+def test_a_sync_in_codes_is_that_of_the_reference(ran, workers, period, bits, where):
     grads = some_gradients(workers)
-    tx = coded_vote(S.coded(S.every(period), bits=bits), where, watch)
+    tx = coded_vote(S.coded(S.every(period), bits=bits), where)
     updates, want = by_reference(synced(LOCAL, lambda t: t % period == 0, where, bits), grads)
     got, state = ran({0: tx}, grads)[0]
     equal((got, state.inner.mu, state.syncs[:, 0]), (updates, want.mu, want.syncs))
@@ -228,8 +220,7 @@ def test_a_sync_in_codes_is_that_of_the_reference(ran, workers, period, bits, wh
     errors = flat.value.error.reshape(6, -1, 128)
     equal(errors[:, :rows], want.owner)
     assert not errors[:, rows:].any() and errors.any()
-    drift = np.any(state.drift["a"] >= 0, 1)  # codes do not tell it
-    assert drift.tolist() == [bool(watch) and t >= 2 for t in range(6)]
+    assert np.all(state.drift["a"] == -1)  # codes do not tell it
 
 
 def test_a_worker_whose_momentum_is_not_finite_abstains_from_a_sync_in_codes(ran):
@@ -252,25 +243,9 @@ def test_a_worker_whose_momentum_is_not_finite_abstains_from_a_sync_in_codes(ran
     assert owed.any() and np.any(mu[there] != own[there])
 
 
-def test_an_adaptive_gap_follows_the_drift(ran):
-    """Of workers that are alike at first, then against each other."""
-    gaps, where, side = (2, 5, 0.5), {"a": True, "left out": False}, np.float32([1, -1, 1, -1])
-    drawn = np.random.default_rng(0).choice(np.float32([-2, -1, 1, 2]), (24, 1, 70))
-    g = np.concatenate([np.repeat(drawn[:12], 4, 1), drawn[12:] * side[:, None]])
-    grads = {"a": g, "left out": g[..., :5]}
-    _, state = ran({0: coded_vote(S.adaptive(*gaps), where)}, grads)[0]
-    _, want = by_reference(synced(LOCAL, where=where, adaptive=gaps), grads)
-    equal(state.inner.mu["left out"], want.mu["left out"])
-    for worker in range(4):
-        found = [x[:, worker] for x in (*state.pace, state.syncs)]
-        equal(found, [want.gap, want.next, want.syncs])
-    due = np.flatnonzero(np.diff(want.syncs, prepend=0)) + 1
-    assert due.tolist() == [2, 6, 11, 16, 18, 20, 22, 24]
-
-
 def test_an_empty_tree_has_nothing_to_sync(ran):
     """As a group of leaves that no leaf belongs to is for optax.partition."""
-    schedules = S.every(1), S.coded(S.every(1)), S.adaptive(1)
+    schedules = S.every(1), S.coded(S.every(1))
     txs = {schedule.name: cub(sync=schedule) for schedule in schedules}
     for updates, (sync, *_) in ran(txs, {}).values():
         assert updates == {} and sync.drift == {} and sync.owner == ()
@@ -355,18 +330,10 @@ def test_in_two_levels_a_sync_in_codes_must_know_the_group(inner, group, said):
 @pytest.mark.parametrize(
     ("make", "error", "said"),
     [
-        (lambda: S.coded(S.never()), ValueError, r"coded\(never\(\)\): give a sch.*every\(3\)"),
-        (lambda: S.coded(S.adaptive()), ValueError, r"only to full precision; give coded"),
-        (lambda: S.coded(3), TypeError, r"3 is not a schedule: give never\(\).*adaptive"),
-        (lambda: S.first(9, S.adaptive()), ValueError, r"first\(9, adaptive.*known before"),
-        (lambda: S.adaptive(4, 2.5), ValueError, r"longest=2.5.*at least 1"),
-        (lambda: S.adaptive(8, 4), ValueError, r"below the shortest; give shortest <= longest"),
-        (lambda: S.adaptive(threshold=0), ValueError, r"threshold=0.*above 0"),
-        (lambda: coded_vote(S.every(2), watch=S.coded()), ValueError, r"watch=coded\(every\(3"),
-        (lambda: coded_vote(S.every(2), watch=S.adaptive()), ValueError, r"watch=adaptive"),
+        (lambda: S.coded(3), TypeError, r"3 is not a schedule: give every\(T\).*coded"),
         (lambda: coded_vote(S.coded()).init(LEAVES), ValueError, r"axis_name='data'.*shard_map"),
         (lambda: lc.traffic.sync_traffic(LEAVES, 8, S.coded(), [True]), ValueError,
-         r"where has 1 leaves and the parameters have 6"),
+         r"where: the mask does not match.*PyTreeDef\(\[\*\]\).*one bool for each leaf"),
         (lambda: lc.traffic.sync_traffic([0.0], 8, S.coded(), ["no"]), TypeError,
          r"where\[0\] is 'no': a mask has a bool for each leaf"),
     ],

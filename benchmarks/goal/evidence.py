@@ -14,7 +14,6 @@ SCHEMES: dict[str, tuple[str, int]] = {
     "AdamW, float32": ("float32 AdamW", 0),
     "1-bit vote": ("1-bit vote", 0),
     "owner, 3 bits": ("owner, 3 bits", 0),
-    "owner, 1 bit rotated": ("owner, 1 bit rotated", 0),
     "AdamW, in codes": ("AdamW, 4 bits", 4),
     "PowerSGD, AdamW": ("PowerSGD, rank 16", 16),
     "PowerSGD, rank 4": ("PowerSGD, rank 4", 4),
@@ -23,7 +22,6 @@ SCHEMES: dict[str, tuple[str, int]] = {
     "local AdamW, averaged": ("2 alone, float32", 2),
     "2 steps alone, in codes": ("2 alone, 4 bits", 4),
     "2 steps alone, PowerSGD in 6 bits": ("2 alone, PowerSGD", 16),
-    "DiLoCo, float32": ("DiLoCo 8, float32", 8),
 }
 
 

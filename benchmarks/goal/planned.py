@@ -72,10 +72,9 @@ def beside_measured(found: Rows) -> dict[str, dict[str, Any]]:
     """
     step, told = mean_steps(found, UNSHAPED), {}
     shapes = curves.shapes()
-    free = planner.Cluster(4, planner.Link(math.inf, 0.0), one_way_pairs=True)
-    wide = planner.Host(widens_bfloat16=True)
+    free = planner.Cluster(4, planner.Link(math.inf, 0.0), on_cpu=True)
     compute = min(step.values(), default=0.0)  # any will do: what is left is each method's own
-    host = planner.calibrated(step, shapes, free, compute, wide)
+    host = planner.calibrated(step, shapes, free, compute)
     seconds = summed(found).seconds
     for network in dict.fromkeys(network for network, _, _ in seconds):
         if network == UNSHAPED or not step:

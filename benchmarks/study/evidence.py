@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from report import Rows
 
-from lioncub_jax.planner.evidence import FORMAT, TARGETS
+from lioncub_jax.planner.evidence import TARGETS
 
 Curve = list[tuple[float, float]]  # steps and the least loss so far
 
@@ -64,7 +64,6 @@ def evidence(rows: Rows, more: Told | None = None) -> dict[str, Any]:
         if (told := compared(own, found.get((task, split, workers, BASELINE), {})))
     ]
     return {
-        "format": FORMAT,
         "targets": list(TARGETS),
         "tasks": about(rows, {one["task"] for one in factors}) | more.tasks,
         "factors": [*factors, *more.factors],

@@ -12,9 +12,10 @@ Where this differs from the paper:
 1. The k largest are exact, and always k of a leaf (of a device's shard of one): a compiled program
    sends messages of a fixed length. The paper samples 0.1 to 1 % of a leaf, takes the threshold that
    would send the wanted share of the sample, and sends what passes it, so that its messages vary.
-2. An entry is a 32-bit index and a 32-bit value; the paper has 16-bit run lengths of zeros. So a device
-   holds at most 2**32 elements of a leaf.
-3. Weight decay is decoupled, and there is no Nesterov momentum.
+2. An entry is a 32-bit index and a 32-bit value; the paper has 16-bit run lengths of zeros. A device
+   holds fewer than 2**31 elements of a leaf.
+3. Weight decay is decoupled, and there is no Nesterov momentum. Local gradient clipping is
+   ``optax.clip_by_global_norm(c / sqrt(W))`` in front of it.
 4. Workers that abstain, and one worker alone, see `dgc`: both are ours.
 
 Source: Lin et al., "Deep Gradient Compression" (arXiv 1712.01887).
@@ -84,8 +85,6 @@ class Stage(NamedTuple):
 class _Plan(NamedTuple):
     axis: AxisName
     momentum: Any
-    clip: Any
-    masking: bool
     stages: tuple[Stage, ...]
 
 
@@ -94,12 +93,10 @@ def dgc(
     momentum: Any = 0.9,
     density: float = 0.001,
     warmup: int = 0,
-    clip: Any = None,
     weight_decay: Any = 0.0,
     mask: Any = None,
     *,
     axis_name: AxisName | Workers,
-    factor_masking: bool = True,
 ) -> Sending:
     """Deep Gradient Compression: momentum SGD in which a worker sends a thousandth of its values a step.
 
@@ -112,8 +109,8 @@ def dgc(
     nothing is left out either: its update is that of plain momentum SGD, and the residual that several
     workers left comes with the first.
 
-    Masking forgets the velocity of what is sent. So ``density=1`` has no momentum: it is plain SGD on
-    the mean gradient; with ``factor_masking=False`` it is momentum SGD on the mean gradient.
+    What is sent loses its velocity too (momentum factor masking). So ``density=1`` has no momentum: it is
+    plain SGD on the mean gradient.
 
     Args:
       learning_rate: a number or an optax schedule.
@@ -121,13 +118,10 @@ def dgc(
       density: the share of each leaf that a worker sends, in (0, 1]; at least one value of each.
       warmup: steps in which the density comes down from 25 % by factors of four: 25 %, 6.25 %, 1.5625 %
         and so on, all above ``density`` for equally long. The paper takes four epochs.
-      clip: local gradient clipping, before anything is gathered: a worker's gradient is scaled to a
-        norm over all leaves of at most ``clip / sqrt(W)``. None for no clipping.
       weight_decay: decoupled, multiplied with the learning rate.
       mask: which leaves decay, a tree of bools or a function of the parameters.
       axis_name: the workers: a `Workers` in one level, or the name of their mesh axis, or several as a
         tuple.
-      factor_masking: False keeps the velocity of what is sent (the paper's ablation).
 
     Returns:
       A chain whose first state is a `DGCState`; `traffic.of` can ask what it sends. ``update(updates,
@@ -138,21 +132,21 @@ def dgc(
 
     Raises:
       ValueError: for a density outside (0, 1], a momentum outside [0, 1), a ``warmup`` below 0 or with
-        a density of at least 25 %, a ``clip`` that is not above 0, or workers in two levels; when traced,
+        a density of at least 25 %, or workers in two levels; when traced,
         for an axis that is not bound, gradients that were already reduced, or a leaf of which a device
-        holds more than 2**32 elements.
+        holds 2**31 elements or more.
       TypeError: for a mask that is not of bools; when traced, for integer or complex leaves.
 
     Example:
       >>> from lioncub_jax.baselines.dgc import dgc
-      >>> tx = dgc(0.1, density=0.001, warmup=4 * 391, clip=1.0, axis_name="data")
+      >>> tx = dgc(0.1, density=0.001, warmup=4 * 391, axis_name="data")
 
     Source: Lin et al., "Deep Gradient Compression" (arXiv 1712.01887).
     """
     axis = one_level("dgc", axis_name)
     checks.check_axis(axis)
-    _check_numbers(momentum, clip)
-    plan = _Plan(axis, momentum, clip, factor_masking, stages(density, warmup))
+    checks.check_betas(momentum=momentum)
+    plan = _Plan(axis, momentum, stages(density, warmup))
     chain = descending(_sparse_mean(plan), learning_rate, weight_decay, mask)
     return Sending.like(chain, f"dgc({density:g})", partial(_sent, plan))
 
@@ -240,15 +234,15 @@ def _worker_step(
     plan: _Plan, workers: int, updates: Any, state: DGCState, told: jax.Array
 ) -> tuple[Any, DGCState]:
     """What one worker does in a step, on each of its devices."""
-    _check_sizes(plan, updates)
+    _check_sizes(updates)
     leaves, tree = jax.tree.flatten(updates)
     before = _Gathered(*map(jax.tree.leaves, (state.velocity, state.residual)))
-    grads, finite = _clipped(plan, workers, [g.astype(jnp.float32) for g in leaves])
+    grads = [g.astype(jnp.float32) for g in leaves]
     momentum = jnp.asarray(plan.momentum, jnp.float32)
     velocity = [momentum * u + g for u, g in zip(before.velocity, grads, strict=True)]
     residual = [v + u for v, u in zip(before.residual, velocity, strict=True)]
     # All that is not finite ends up in the residual.
-    abstains = abstains_of(plan.axis, told | ~finite, residual)
+    abstains = abstains_of(plan.axis, told, residual)
     means, present, now = (
         _alone(plan.axis, ~abstains, velocity, residual)
         if workers == 1
@@ -272,19 +266,6 @@ class _Gathered(NamedTuple):
 
     velocity: list[jax.Array]
     residual: list[jax.Array]
-
-
-def _clipped(
-    plan: _Plan, workers: int, grads: list[jax.Array]
-) -> tuple[list[jax.Array], jax.Array]:
-    """Gradients of at most ``clip / sqrt(W)``, and whether their norm is finite."""
-    if plan.clip is None or not grads:
-        return grads, jnp.ones((), bool)
-    squares = [jnp.sum(jnp.square(g)) for g in grads]
-    square = wires.total_over_shards(squares, (), plan.axis)[0]
-    norm, limit = jnp.sqrt(square), jnp.asarray(plan.clip, jnp.float32) / math.sqrt(workers)
-    scale = jnp.where(norm > limit, limit / norm, 1)
-    return [g * scale for g in grads], jnp.isfinite(norm)
 
 
 def abstains_of(axis: AxisName, told: jax.Array, values: list[jax.Array]) -> jax.Array:
@@ -322,28 +303,25 @@ def _send(
     """One exchange at a density: a message for all leaves that vary over the same mesh axes."""
     velocity, residual = list(gathered.velocity), list(gathered.residual)
     means, counted = [jnp.zeros(v.shape, jnp.float32) for v in residual], []
-    for group in _groups(residual):
-        rows = [_in_rows(residual[i]) for i in group]
-        sizes = [residual[i].size for i in group]
+    for group in groups_of(residual):
+        flat = [residual[i].reshape(-1) for i in group]
         with jax.named_scope("lioncub.pack"):
-            at = [_largest(x, n, _entries(n, density)) for x, n in zip(rows, sizes, strict=True)]
-            values = [
-                jnp.where(takes_part, x[_place(i, x)], 0) for x, i in zip(rows, at, strict=True)
-            ]
+            at = [_largest(x, _entries(x.size, density)) for x in flat]
+            values = [jnp.where(takes_part, x[i], 0) for x, i in zip(flat, at, strict=True)]
         with jax.named_scope("lioncub.up"):
             received = wires.gather_words(_message(at, values, takes_part), plan.axis)
         with jax.named_scope("lioncub.unpack"):
-            sums, present = _added(received, rows, [i.size for i in at])
+            sums, present = _added(received, flat, [i.size for i in at])
         share = 1 / jnp.maximum(present, 1).astype(jnp.float32)
         counted.append(wires.same_over_shards(present, plan.axis))
         for i, sent, total in zip(group, at, sums, strict=True):
-            means[i] = _out_of_rows(total * share, means[i])
+            means[i] = (total * share).reshape(means[i].shape)
             residual[i] = _without(residual[i], sent)
-            velocity[i] = _without(velocity[i], sent) if plan.masking else velocity[i]
+            velocity[i] = _without(velocity[i], sent)
     return means, counted[0], _Gathered(velocity, residual)
 
 
-def _groups(leaves: Sequence[jax.Array]) -> list[list[int]]:
+def groups_of(leaves: Sequence[jax.Array]) -> list[list[int]]:
     """Leaves that may share a message, by index; empty ones are in none."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for index, leaf in enumerate(leaves):
@@ -367,7 +345,7 @@ def _message(at: list[jax.Array], values: list[jax.Array], takes_part: jax.Array
 def _added(
     received: jax.Array, like: list[jax.Array], entries: list[int]
 ) -> tuple[list[jax.Array], jax.Array]:
-    """Sums of the messages ``uint32[W, 2 K + 1]`` in the rows of each leaf, and who took part."""
+    """Sums of the messages ``uint32[W, 2 K + 1]`` of each flat leaf, and who took part."""
     ends = np.cumsum(entries)
     at = jnp.split(received[:, : ends[-1]], ends[:-1], axis=1)
     bits = lax.bitcast_convert_type(received[:, ends[-1] : -1], jnp.float32)
@@ -375,7 +353,7 @@ def _added(
 
     def add(worker: int | jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
         return [
-            total.at[_place(i[worker], total)].add(x[worker], unique_indices=True)
+            total.at[i[worker]].add(x[worker], unique_indices=True)
             for total, i, x in zip(totals, at, values, strict=True)
         ]
 
@@ -386,65 +364,23 @@ def _added(
     return totals, jnp.sum(received[:, -1], dtype=jnp.uint32)
 
 
-# --- Indices: JAX counts along an axis in int32, so a longer leaf is cut into rows
-
-_MOST = 2**31  # elements of a row are fewer
-_ROW = 2**30
-
-
-def _in_rows(x: jax.Array) -> jax.Array:
-    """A leaf as one row, or as several with zeros behind its end."""
-    if x.size < _MOST:
-        return x.reshape(1, -1)
-    rows = -(-x.size // _ROW)
-    return jnp.pad(x.reshape(-1), (0, rows * _ROW - x.size)).reshape(rows, _ROW)
-
-
-def _out_of_rows(rows: jax.Array, like: jax.Array) -> jax.Array:
-    return rows.reshape(-1)[: like.size].reshape(like.shape)
-
-
-def _place(at: jax.Array, rows: jax.Array) -> tuple[jax.Array | int, jax.Array]:
-    """Row and column of indices ``uint32[...]`` in a leaf."""
-    if len(rows) == 1:
-        return 0, at.astype(jnp.int32)
-    return (at // _ROW).astype(jnp.int32), (at % _ROW).astype(jnp.int32)
-
-
-def _largest(rows: jax.Array, size: int, count: int) -> jax.Array:
+def _largest(x: jax.Array, count: int) -> jax.Array:
     """``uint32[count]``: where the largest magnitudes of a leaf are, of equal ones the first."""
-    best, at = jnp.zeros(0, jnp.float32), jnp.zeros(0, jnp.uint32)
-    for row in range(len(rows)):
-        begin = row * rows.shape[1]
-        own = jnp.abs(rows[row, : min(rows.shape[1], size - begin)])
-        most, column = lax.top_k(own, min(count, own.size))
-        best = jnp.concatenate([best, most])
-        at = jnp.concatenate([at, column.astype(jnp.uint32) + np.uint32(begin)])
-        if row:
-            best, order = lax.top_k(best, min(count, best.size))
-            at = at[order]
-    return at
+    return lax.top_k(jnp.abs(x.reshape(-1)), count)[1].astype(jnp.uint32)
 
 
 def _without(x: jax.Array, sent: jax.Array) -> jax.Array:
-    rows = _in_rows(x)
-    return _out_of_rows(rows.at[_place(sent, rows)].set(0, unique_indices=True), x)
+    return x.reshape(-1).at[sent].set(0, unique_indices=True).reshape(x.shape)
 
 
-def _check_sizes(plan: _Plan, leaves: Any) -> None:
-    """What 32-bit indices, and the longest list of them that can be sorted, can hold."""
-    largest = max(stage.density for stage in plan.stages)
+def _check_sizes(leaves: Any) -> None:
+    """What JAX, which counts along an axis in int32, can index."""
     for path, x in jax.tree_util.tree_leaves_with_path(leaves):
-        of = f"leaf {jax.tree_util.keystr(path) or '(root)'} of {x.size} elements on each device"
-        if x.size > 2**32:
+        if x.size >= 2**31:
             raise ValueError(
-                f"{of}: dgc sends 32-bit indices, which hold at most 2**32; cut the leaf over inner mesh "
-                "axes (specs), or into several leaves"
-            )
-        if x.size >= _MOST and _entries(x.size, largest) >= _ROW:
-            raise ValueError(
-                f"{of}, of which a share of {largest:g} is sent: dgc sorts fewer than 2**30 of such a "
-                "leaf; give a smaller density (and no warm-up, which begins with 25 %), or cut the leaf"
+                f"leaf {jax.tree_util.keystr(path) or '(root)'} of {x.size} elements on each device: dgc "
+                "sorts and indexes fewer than 2**31 of a leaf; cut it over inner mesh axes (specs), or "
+                "into several leaves"
             )
 
 
@@ -458,11 +394,3 @@ def _check_density(density: Any, warmup: Any) -> None:
             f"warmup={warmup} with density={density}: a warm-up comes down from 25 %; give a density "
             "below 0.25, or warmup=0"
         )
-
-
-def _check_numbers(momentum: Any, clip: Any) -> None:
-    """Where their values are known."""
-    checks.check_betas(momentum=momentum)
-    if clip is not None:
-        said = "give a norm above 0, or None for no clipping"
-        check_number(f"clip={clip!r}", clip, lambda x: 0 < x < math.inf, said)

@@ -19,7 +19,6 @@ def diloco(
     bits: int | None = None,
     *,
     axis_name: AxisName | Workers,
-    error_dtype: Any = "float32",
 ) -> Sending:
     """The outer optimizer of DiLoCo: Nesterov SGD on the mean of how far the workers came.
 
@@ -38,13 +37,12 @@ def diloco(
       bits: of a code, 1 to 8, both up and down; None for a mean in float32.
       axis_name: the workers: a `Workers`, or the name of their mesh axis; a tuple of several names is one
         group of workers.
-      error_dtype: of the errors: one array like the parameters per worker, and its slice as an owner.
 
     Returns:
       A transform whose ``update`` must run where the workers' axis is bound.
 
     Raises:
-      ValueError: for a momentum outside [0, 1), bits out of range, or a dtype that is not floating.
+      ValueError: for a momentum outside [0, 1), or bits out of range.
 
     Example:
       Four steps of AdamW on each worker, and then four bits each way:
@@ -69,4 +67,4 @@ def diloco(
     outer = optax.chain(trace(momentum, True), optax.scale_by_learning_rate(learning_rate))
     if bits is None:
         return global_gradients(outer, axis_name)
-    return coded_gradients(outer, axis_name, bits, error_dtype)
+    return coded_gradients(outer, axis_name, bits)

@@ -8,7 +8,7 @@
 | `ef_signsgd` | 1 bit and a scale for each row of 128, with feedback | the same | 1901.09847, 1905.10936 |
 | `one_bit_adam`, `zero_one_adam` | as above its momentum, or floats | the same | 2102.02888, 2202.06009 |
 | `terngrad` | -1, 0 or +1 at random: 2 bits | the planes of the sum | Wen et al., arXiv 1705.07878 |
-| `qsgd` | p bits at random and a norm for each row of 128 | (all-gather), or floats | 1610.02132 |
+| `qsgd` | p bits at random and a norm for each row of 128 | (all-gather) | 1610.02132 |
 | `powersgd` | two factors of each matrix: float32, or p bits | their means, the same | 1905.13727 |
 | `diloco` | how far it came in H steps: float32, or p bits and feedback | the mean, the same | 2311.08105 |
 
@@ -32,20 +32,19 @@ import jax.numpy as jnp
 import optax
 
 from lioncub_jax import checks, decide, quantize, wires
-from lioncub_jax.arguments import check_floating, check_number, check_rates
+from lioncub_jax.arguments import check_number, check_rates
 from lioncub_jax.baselines.levels import one_level
 from lioncub_jax.baselines.shared_scale import in_shared_units
 from lioncub_jax.exchange import Sending, communicate
 from lioncub_jax.mesh.placement import Workers, names_of
 from lioncub_jax.momentum import blend, nothing
 from lioncub_jax.optimizer import alike, coded_mean, descending, global_gradients
-from lioncub_jax.wires import AxisName, Wire
+from lioncub_jax.wires import AxisName
 
 
 def sgd(
     learning_rate: optax.ScalarOrSchedule,
     momentum: Any = 0.9,
-    nesterov: bool = False,
     weight_decay: Any = 0.0,
     mask: Any = None,
     *,
@@ -57,7 +56,6 @@ def sgd(
     Args:
       learning_rate: a number or an optax schedule.
       momentum: decay of the momentum, in [0, 1); 0 keeps none.
-      nesterov: whether the update looks one step ahead.
       weight_decay: decoupled, multiplied with the learning rate.
       mask: which leaves decay, a tree of bools or a function of the parameters.
       axis_name: the workers: a `Workers`, or the name of their mesh axis; a tuple of several names is one
@@ -76,7 +74,7 @@ def sgd(
       >>> tx = baselines.sgd(0.1, weight_decay=5e-4, axis_name="data")
     """
     checks.check_betas(momentum=momentum)
-    tx = descending(trace(momentum, nesterov), learning_rate, weight_decay, mask)
+    tx = descending(trace(momentum), learning_rate, weight_decay, mask)
     return global_gradients(tx, axis_name, dtype)
 
 
@@ -85,16 +83,13 @@ def adamw(
     b1: Any = 0.9,
     b2: Any = 0.999,
     eps: Any = 1e-8,
-    eps_root: Any = 0.0,
-    mu_dtype: Any = None,
     weight_decay: Any = 1e-4,
     mask: Any = None,
     *,
-    nesterov: bool = False,
     axis_name: AxisName | Workers,
     dtype: Any = "float32",
 ) -> Sending:
-    """``optax.adamw``, whose arguments these are, on the mean gradient.
+    """``optax.adamw`` on the mean gradient. With other arguments of it give ``global_gradients``.
 
     Arguments that are not named here are those of `sgd`.
 
@@ -102,8 +97,6 @@ def adamw(
       b1: decay of the first moment.
       b2: decay of the second moment.
       eps: added outside of the root.
-      eps_root: added inside of it.
-      mu_dtype: dtype of the first moment; None for that of the parameters.
 
     Raises:
       ValueError: for betas outside [0, 1), or a dtype that is not floating.
@@ -114,11 +107,8 @@ def adamw(
     """
     checks.check_betas(b1=b1, b2=b2)
     check_rates(learning_rate=learning_rate, weight_decay=weight_decay)
-    checks.check_mu_dtype(mu_dtype)
     mask = checks.decay_mask(mask)
-    tx = optax.adamw(
-        learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov
-    )
+    tx = optax.adamw(learning_rate, b1, b2, eps, weight_decay=weight_decay, mask=mask)
     return global_gradients(tx, axis_name, dtype)
 
 
@@ -126,21 +116,19 @@ def lion(
     learning_rate: optax.ScalarOrSchedule,
     b1: Any = 0.9,
     b2: Any = 0.99,
-    mu_dtype: Any = None,
     weight_decay: Any = 1e-3,
     mask: Any = None,
     *,
     axis_name: AxisName | Workers,
     dtype: Any = "float32",
 ) -> Sending:
-    """``optax.lion``, whose arguments these are, on the mean gradient: Lion without votes ("G-Lion").
+    """``optax.lion`` on the mean gradient: Lion without votes ("G-Lion").
 
     Arguments that are not named here are those of `sgd`.
 
     Args:
       b1: weight of the momentum in the update, in [0, 1).
       b2: decay of the momentum, in [0, 1).
-      mu_dtype: dtype of the momentum; None for that of the parameters.
 
     Raises:
       ValueError: for betas outside [0, 1), or a dtype that is not floating.
@@ -151,8 +139,8 @@ def lion(
     """
     checks.check_betas(b1=b1, b2=b2)
     check_rates(learning_rate=learning_rate, weight_decay=weight_decay)
-    checks.check_mu_dtype(mu_dtype)
-    tx = optax.lion(learning_rate, b1, b2, mu_dtype, weight_decay, checks.decay_mask(mask))
+    mask = checks.decay_mask(mask)
+    tx = optax.lion(learning_rate, b1, b2, weight_decay=weight_decay, mask=mask)
     return global_gradients(tx, axis_name, dtype)
 
 
@@ -162,14 +150,10 @@ def signsgd(
     mask: Any = None,
     *,
     axis_name: AxisName | Workers,
-    wire: Wire | None = None,
 ) -> Sending:
     """Majority vote of gradients, signSGD: ``u = sign(sum_i sign(g_i))``, 1 bit up and 1 down.
 
     Arguments that are not named here are those of `sgd`.
-
-    Args:
-      wire: ``two_phase()`` by default.
 
     Raises:
       ValueError: as `communicate`.
@@ -181,7 +165,7 @@ def signsgd(
     Source: Bernstein et al. (arXiv 1802.04434), algorithm 3. Zeros and ties are `communicate`'s.
     """
     axis, group = names_of(axis_name)
-    vote = communicate(axis_name=axis, group_axis=group, memory=nothing(), wire=wire)
+    vote = communicate(axis_name=axis, group_axis=group, memory=nothing())
     return vote.around(descending(vote, learning_rate, weight_decay, mask))
 
 
@@ -193,7 +177,6 @@ def signum(
     mask: Any = None,
     *,
     axis_name: AxisName | Workers,
-    wire: Wire | None = None,
 ) -> Sending:
     """SIGNUM: each worker votes with its momentum, ``mu_i = m mu_i + (1 - m) g_i``, after its update.
 
@@ -202,7 +185,6 @@ def signum(
     Args:
       momentum: in [0, 1).
       mu_dtype: dtype of the momentum, each worker's own; None for that of the parameters.
-      wire: ``two_phase()`` by default.
 
     Raises:
       ValueError: as `communicate`; also for a momentum outside [0, 1).
@@ -216,7 +198,7 @@ def signum(
     checks.check_betas(momentum=momentum)
     memory = blend(momentum, momentum, mu_dtype)
     axis, group = names_of(axis_name)
-    vote = communicate(axis_name=axis, group_axis=group, memory=memory, wire=wire)
+    vote = communicate(axis_name=axis, group_axis=group, memory=memory)
     return vote.around(descending(vote, learning_rate, weight_decay, mask))
 
 
@@ -226,7 +208,6 @@ def ef_signsgd(
     mask: Any = None,
     *,
     axis_name: AxisName | Workers,
-    error_dtype: Any = "float32",
 ) -> Sending:
     """Error feedback for signSGD, both ways: the error of a sign and a scale comes later.
 
@@ -239,10 +220,6 @@ def ef_signsgd(
 
     Args:
       weight_decay: as `sgd`; it is agreed on anyway and passes no quantiser.
-      error_dtype: of the errors: one array like the parameters per worker, and its slice as an owner.
-
-    Raises:
-      ValueError: for a dtype that is not floating.
 
     Example:
       >>> from lioncub_jax import baselines
@@ -252,9 +229,8 @@ def ef_signsgd(
     al. (arXiv 1905.10936), without its momentum. Padding is left out of every scale.
     """
     check_rates(learning_rate=learning_rate, weight_decay=weight_decay)
-    check_floating("error_dtype", error_dtype)
     axis, group = names_of(axis_name)
-    feedback = coded_mean(1, axis, group, error_dtype, decide.scaled_signs())
+    feedback = coded_mean(1, axis, group, "float32", decide.scaled_signs())
     decay = _decay(learning_rate, weight_decay)
     chain = optax.chain(
         optax.scale_by_learning_rate(learning_rate),
@@ -316,31 +292,25 @@ def qsgd(
     bits: int = 4,
     momentum: Any = 0.0,
     seed: int = 0,
-    norm: str = "max",
     weight_decay: Any = 0.0,
     mask: Any = None,
     *,
     axis_name: AxisName | Workers,
-    wire: Wire | None = None,
 ) -> Sending:
     """QSGD: a sign and ``s = 2**(bits-1) - 1`` levels of the norm of each row of 128, rounded at random.
 
-    The mean of what all workers say is right on average. By default everybody sends its codes to
-    everybody, as in the paper: (W-1) (bits + 1/8) bits per parameter. With ``wire=two_phase()`` codes
-    go to owners and float32 means come back: about bits + 32, whatever the number of workers.
+    The norm is the largest magnitude, the paper's practice. The mean of what all workers say is right on
+    average. Everybody sends its codes to everybody, as in the paper: (W-1) (bits + 1/8) bits per parameter.
 
     Arguments that are not named here are those of `sgd`.
 
     Args:
       bits: of a code, sign included, 2 to 8.
-      momentum: decay of a momentum of the mean, in [0, 1); 0 keeps none. It lives with the owners: with
-        ``two_phase()`` a slice at each worker.
+      momentum: decay of a momentum of the mean, in [0, 1); 0 keeps none.
       seed: of the random codes.
-      norm: ``"max"`` (the paper's practice) or ``"l2"`` (its theory).
-      wire: ``gathered()`` by default, or ``two_phase()``.
 
     Raises:
-      ValueError: as `communicate`; also for bits, a norm or a momentum out of range.
+      ValueError: as `communicate`; also for bits or a momentum out of range.
 
     Example:
       >>> from lioncub_jax import baselines
@@ -356,10 +326,10 @@ def qsgd(
         axis_name=axis,
         group_axis=group,
         memory=nothing(),
-        up=quantize.levels(bits, norm=norm, rounding=rounding),
+        up=quantize.levels(bits, rounding=rounding),
         owner=decide.momentum_at_owner(trace(momentum), dominance=jnp.inf),
         down=decide.floats(),
-        wire=wires.gathered() if wire is None else wire,
+        wire=wires.gathered(),
     )
     return mean.around(descending(mean, learning_rate, weight_decay, mask))
 

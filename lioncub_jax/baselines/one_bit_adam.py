@@ -41,7 +41,7 @@ import numpy as np
 import optax
 
 from lioncub_jax import checks, decide, quantize, wires
-from lioncub_jax.arguments import check_floating, check_number
+from lioncub_jax.arguments import check_number
 from lioncub_jax.exchange import Asked, CommunicateState, Sending, communicate
 from lioncub_jax.mesh.placement import Workers, names_of
 from lioncub_jax.momentum import nothing
@@ -92,7 +92,6 @@ class _Plan(NamedTuple):
     group: AxisName | None
     codes: Sending
     floats: Sending
-    coded: bool  # whether these travel in codes too, with the same errors
 
 
 def one_bit_adam(
@@ -104,9 +103,7 @@ def one_bit_adam(
     mask: Any = None,
     *,
     warmup: int,
-    bits: int | None = None,
     axis_name: AxisName | Workers,
-    error_dtype: Any = "float32",
 ) -> Sending:
     """1-bit Adam: AdamW on the mean gradient at first, then momentum in one bit under a frozen variance.
 
@@ -129,11 +126,8 @@ def one_bit_adam(
       mask: which leaves decay, a tree of bools or a function of the parameters.
       warmup: steps in full precision, at least 1: until the variance is steady, and so not before the
         learning rate is. An element that has no gradient until then is never moved.
-      bits: of codes both ways in the warm-up, 2 to 8, with the same feedback as later; None for float32, as
-        in the paper. On a slow network most of a run's time is its warm-up: 8 bits are a quarter of it.
       axis_name: the workers: a `Workers`, in two levels too, or the name of their mesh axis, or several
         as a tuple.
-      error_dtype: of the errors: one array like the parameters per worker, and its slice as an owner.
 
     Returns:
       A chain whose first state is a `OneBitAdamState`; `traffic.of` can ask what it sends, with ``step``
@@ -143,26 +137,19 @@ def one_bit_adam(
 
     Raises:
       ValueError: for betas outside [0, 1), an ``eps`` that is not above 0, a ``warmup`` that is no whole
-        number of at least 1, bits out of range, or a dtype that is not floating; when traced, as
-        `communicate`.
+        number of at least 1; when traced, as `communicate`.
       TypeError: for a mask that is not of bools; when traced, for integer or complex leaves.
 
     Example:
       >>> from lioncub_jax import baselines
       >>> tx = baselines.one_bit_adam(1e-3, weight_decay=0.01, warmup=2000, axis_name="data")
 
-    Source: Tang et al., "1-bit Adam" (arXiv 2102.02888); ``bits`` are ours.
+    Source: Tang et al., "1-bit Adam" (arXiv 2102.02888).
     """
     wanted = "a whole number of steps of at least 1: they find the variance that is frozen then"
     checks.check_count(f"warmup={warmup!r}", warmup, wanted)
-    if bits is not None:
-        said = "codes of the warm-up, from which the variance is found, have 2 to 8; give None for float32"
-        check_number(f"bits={bits!r}", bits, lambda p: 2 <= p <= 8, said, int)
-    plan = _plan(b1, b2, eps, _When(_NEVER, min(warmup, _NEVER)), axis_name, error_dtype, bits)
-    coded = "" if bits is None else f", bits={bits}"
-    return _descending(
-        f"1-bit Adam(warmup={warmup}{coded})", plan, learning_rate, weight_decay, mask
-    )
+    plan = _plan(b1, b2, eps, _When(_NEVER, min(warmup, _NEVER)), axis_name)
+    return _descending(f"1-bit Adam(warmup={warmup})", plan, learning_rate, weight_decay, mask)
 
 
 def zero_one_adam(
@@ -176,7 +163,6 @@ def zero_one_adam(
     kappa: int = 16,
     freeze_after: int = 100_000,
     axis_name: AxisName | Workers,
-    error_dtype: Any = "float32",
 ) -> Sending:
     """0/1 Adam without its local steps: a variance that is updated ever more rarely, else one bit.
 
@@ -208,39 +194,27 @@ def zero_one_adam(
     wanted = "a whole number of steps of at least 1: they find the variance that stays then"
     checks.check_count(f"freeze_after={freeze_after!r}", freeze_after, wanted)
     when = _When(min(kappa, _NEVER), min(freeze_after, _NEVER))
-    plan = _plan(b1, b2, eps, when, axis_name, error_dtype)
+    plan = _plan(b1, b2, eps, when, axis_name)
     return _descending(f"0/1 Adam(kappa={kappa})", plan, learning_rate, weight_decay, mask)
 
 
-def _plan(
-    b1: Any,
-    b2: Any,
-    eps: Any,
-    when: _When,
-    axis_name: AxisName | Workers,
-    error_dtype: Any,
-    bits: int | None = None,
-) -> _Plan:
+def _plan(b1: Any, b2: Any, eps: Any, when: _When, axis_name: AxisName | Workers) -> _Plan:
     checks.check_betas(b1=b1, b2=b2)
     check_number(
         f"eps={eps!r}", eps, lambda x: 0 < x < np.inf, "give a number above 0, such as 1e-8"
     )
-    check_floating("error_dtype", error_dtype)
     axis, group = names_of(axis_name)
-    codes = coded_mean(1, axis, group, error_dtype)
-    if bits is not None:
-        first = coded_mean(bits, axis, group, error_dtype)
-    else:
-        first = communicate(
-            axis_name=axis,
-            group_axis=group,
-            memory=nothing(),
-            up=quantize.dense(),
-            owner=decide.momentum_at_owner(optax.identity(), dominance=np.inf),
-            down=decide.floats(),
-            wire=wires.all_reduce(),
-        )
-    return _Plan(b1, b2, eps, when, axis, group, codes, first, bits is not None)
+    codes = coded_mean(1, axis, group, "float32")
+    floats = communicate(
+        axis_name=axis,
+        group_axis=group,
+        memory=nothing(),
+        up=quantize.dense(),
+        owner=decide.momentum_at_owner(optax.identity(), dominance=np.inf),
+        down=decide.floats(),
+        wire=wires.all_reduce(),
+    )
+    return _Plan(b1, b2, eps, when, axis, group, codes, floats)
 
 
 def _descending(scheme: str, plan: _Plan, *rest: Any) -> Sending:
@@ -292,17 +266,14 @@ def _update(
 def _in_floats(
     plan: _Plan, params: Any, abstain: Any, grads: Any, state: OneBitAdamState
 ) -> OneBitAdamState:
-    """The mean gradient goes into both moments; errors wait, unless it is coded."""
-    exchange = kept = state.exchange
-    if not plan.coded:
-        own = plan.floats.init(grads)
-        exchange = kept._replace(error=own.error, owner=own.owner)
+    """The mean gradient goes into both moments; errors wait."""
+    kept, own = state.exchange, plan.floats.init(grads)
+    exchange = kept._replace(error=own.error, owner=own.owner)
     mean, exchange = plan.floats.update(grads, exchange, params, abstain=abstain)
     mu = optax.tree.update_moment(mean, state.mu, plan.b1, 1)
     nu = optax.tree.update_moment(mean, state.nu, plan.b2, 2)
     count, updates = map(optax.safe_increment, (state.count, state.updates))
-    if not plan.coded:
-        exchange = exchange._replace(error=kept.error, owner=kept.owner)
+    exchange = exchange._replace(error=kept.error, owner=kept.owner)
     return _if_somebody(plan, OneBitAdamState(count, updates, mu, nu, exchange), state)
 
 

@@ -33,8 +33,8 @@ import optax
 from jax import lax
 
 from lioncub_jax import checks, rotation, wires
-from lioncub_jax.arguments import check_floating, check_number
-from lioncub_jax.baselines.dgc import abstains_of
+from lioncub_jax.arguments import check_number
+from lioncub_jax.baselines.dgc import abstains_of, groups_of
 from lioncub_jax.baselines.levels import one_level
 from lioncub_jax.bits import ROW
 from lioncub_jax.exchange import Asked, Sending
@@ -76,7 +76,6 @@ class _Plan(NamedTuple):
     axis: AxisName
     rank: int
     seed: int
-    error_dtype: Any
     codes: (
         Sending | None
     )  # by which means travel, of what workers owe no more than the feedback holds
@@ -89,7 +88,6 @@ def powersgd(
     *,
     axis_name: AxisName | Workers,
     seed: int = 0,
-    error_dtype: Any = "float32",
 ) -> Sending:
     """PowerSGD: any optax transform, of an approximation of the mean gradient by matrices of low rank.
 
@@ -122,8 +120,6 @@ def powersgd(
       axis_name: the workers: a `Workers` in one level, or the name of their mesh axis, or several as a
         tuple.
       seed: of the first ``Q``, which is normal and the same on all workers.
-      error_dtype: of the errors: one array like each compressed leaf per worker, with ``bits``
-        like all leaves.
 
     Returns:
       A transform with state `PowerSGDState`; `traffic.of` can ask what it sends. ``update(updates,
@@ -133,10 +129,9 @@ def powersgd(
       each a matrix of its own; a checkpoint of them is restored where they are cut the same way.
 
     Raises:
-      ValueError: for a rank below 1, bits out of range, an ``error_dtype`` that is not floating, or
-        workers in two levels; from ``init`` and ``traffic.of``, for leaves without a matrix, or a rank
-        with which none would be compressed; when traced, for an axis that is not bound, or gradients that
-        were already reduced.
+      ValueError: for a rank below 1, bits out of range, or workers in two levels; from ``init`` and
+        ``traffic.of``, for leaves without a matrix, or a rank with which none would be compressed; when
+        traced, for an axis that is not bound, or gradients that were already reduced.
       TypeError: for a ``tx`` that is no transform; from ``init``, for integer or complex leaves.
 
     Example:
@@ -150,12 +145,11 @@ def powersgd(
     checks.check_axis(axis)
     checks.check_kinds(tx=(tx, optax.GradientTransformation))
     checks.check_count(f"rank={rank!r}", rank)
-    check_floating("error_dtype", error_dtype)
     check_number(f"seed={seed!r}", seed, lambda seed: True, "give a whole number", int)
     tx = optax.with_extra_args_support(tx)
     # Codes begin anew each step: the workers keep what they miss.
     codes = None if bits is None else coded_mean(bits, axis, None, None)
-    plan = _Plan(axis, rank, seed, error_dtype, codes)
+    plan = _Plan(axis, rank, seed, codes)
 
     def init(params: optax.Params) -> PowerSGDState:
         checks.check_leaves(params)
@@ -281,7 +275,7 @@ def _first_q(plan: _Plan, params: Any) -> Any:
 
 def _no_error(plan: _Plan, p: jax.Array, q: jax.Array | None) -> jax.Array | None:
     exact = q is None and plan.codes is None
-    return None if exact else jnp.zeros_like(p, dtype=plan.error_dtype)
+    return None if exact else jnp.zeros_like(p, dtype=jnp.float32)
 
 
 # --- A step
@@ -312,9 +306,7 @@ def _worker_step(
     with jax.named_scope("lioncub.remember"):
         seen = [_fitting(mean, g.dtype) for mean, g in zip(means, leaves, strict=True)]
         kept = [
-            None
-            if e is None
-            else jnp.where(takes_part, _fitting(x - mean, e.dtype).astype(e.dtype), e)
+            None if e is None else jnp.where(takes_part, _fitting(x - mean, e.dtype), e)
             for x, mean, e in zip(owed, seen, errors, strict=True)
         ]
     means = [mean.astype(g.dtype) for mean, g in zip(seen, leaves, strict=True)]
@@ -324,7 +316,7 @@ def _worker_step(
 
 def _owed(g: jax.Array, e: jax.Array | None) -> jax.Array:
     g = g.astype(jnp.float32)
-    return g if e is None else g + e.astype(jnp.float32)
+    return g if e is None else g + e
 
 
 def _rows(x: jax.Array, base: jax.Array) -> jax.Array:
@@ -410,13 +402,10 @@ def _scaled(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _summed(arrays: list[jax.Array], axis: AxisName) -> list[jax.Array]:
     """Sums over the workers: one all-reduce of all arrays that vary over the same mesh axes."""
-    groups: dict[frozenset, list[int]] = {}
-    for i, x in enumerate(arrays):
-        if x.size:
-            groups.setdefault(varying_axes(x), []).append(i)
-    joined = [jnp.concatenate([arrays[i].reshape(-1) for i in group]) for group in groups.values()]
+    groups = groups_of(arrays)
+    joined = [jnp.concatenate([arrays[i].reshape(-1) for i in group]) for group in groups]
     sums = [jnp.zeros(x.shape, jnp.float32) for x in arrays]
-    for group, total in zip(groups.values(), wires.sum_of_floats(joined, axis), strict=True):
+    for group, total in zip(groups, wires.sum_of_floats(joined, axis), strict=True):
         ends = np.cumsum([arrays[i].size for i in group])[:-1]
         for i, part in zip(group, jnp.split(total, ends), strict=True):
             sums[i] = part.reshape(arrays[i].shape)

@@ -1,7 +1,7 @@
 """``lioncub bytes``: what a compiled step really sends."""
 
 import argparse
-from collections.abc import Mapping
+import math
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +44,9 @@ def add_options(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--params", type=count, metavar="N",
-        help="number of parameters: compare with an all-reduce of float32 gradients",
+        help="number of parameters: compare with an all-reduce of float32 gradients, over the axes that "
+        "vote, or the first",
     )  # fmt: skip
-    command.add_argument(
-        "--axis", metavar="NAME", help="mesh axis of the workers, for --params (the first)"
-    )
     command.add_argument("--json", action="store_true", help="print numbers instead of a table")
 
 
@@ -70,17 +68,17 @@ def run(args: argparse.Namespace) -> int:
       ValueError: for options that do not go together, a target that is no program, and a program
         that cannot be read.
     """
-    if args.params is None:
-        options.refuse(args, ["axis"], "it has no effect without --params")
-    from lioncub_jax import watch
+    from lioncub_jax import traffic, watch
     from lioncub_jax.traffic import compiled  # brings jax
 
     program, mesh = _saved(args) if _is_text(args.target) else _built(args)
     found = _read(args.target, program, mesh)
-    dense = _float32_bytes(args, dict(mesh.shape))
     every, gated = (compiled.sent_bytes(found, gated=flag) for flag in (False, True))
     text = program if isinstance(program, str) else program.as_text()
     voters = watch.voters_of(text)
+    over = voters.axes if voters else tuple(mesh.shape)[:1]
+    workers = math.prod(mesh.shape[axis] for axis in over)
+    dense = args.params and traffic.float32_all_reduce_bytes(args.params, workers)
     if args.json:
         output.show_json({
             "mesh": dict(mesh.shape),
@@ -98,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         parts += [watch.report(text, voters)]
     if dense:
         least = "at least " if any(one.looped for one in found) else ""
-        parts += [_comparison(args, sum(every.values()), dense, least)]
+        parts += [_comparison(args.params, _axes(over), sum(every.values()), dense, least)]
     output.show(*parts)
     return 0
 
@@ -140,7 +138,7 @@ def _built(args: argparse.Namespace) -> tuple[Any, Any]:
         raise ValueError(f"--mesh is for a text file; {args.target} returns its own: leave it out")
     if args.devices is not None:
         _force_devices(args.devices)
-    made = targets.call(args.target)
+    made = targets.load(args.target)()
     wanted = f"{args.target} returned {type(made).__name__}: return (step.lower(...), mesh)"
     if not (isinstance(made, tuple) and len(made) == 2):
         raise ValueError(wanted)
@@ -175,20 +173,9 @@ def _force_devices(devices: int) -> None:
         raise ValueError(f"--devices {devices}: jax has started already: {started}") from None
 
 
-def _float32_bytes(args: argparse.Namespace, mesh: Mapping[str, int]) -> float | None:
-    from lioncub_jax import traffic
-
-    if args.params is None:
-        return None
-    args.axis = args.axis or next(iter(mesh))
-    if args.axis not in mesh:
-        raise ValueError(f"--axis {args.axis}: the mesh has {', '.join(mesh)}")
-    return traffic.float32_all_reduce_bytes(args.params, mesh[args.axis])
-
-
-def _comparison(args: argparse.Namespace, sent: float, dense: float, least: str) -> str:
+def _comparison(params: int, over: str, sent: float, dense: float, least: str) -> str:
     return (
-        f"A float32 all-reduce of {args.params:,} parameters over {args.axis} sends "
+        f"A float32 all-reduce of {params:,} parameters over {over} sends "
         f"{units.bytes_text(dense)} from each worker; this program sends {least}"
         f"{units.bytes_text(sent)} from each device in every step, {sent / dense:.4f} of that."
     )

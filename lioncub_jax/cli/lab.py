@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from lioncub_jax import lab, units
 from lioncub_jax.cli import options, output
@@ -24,8 +25,8 @@ examples:
   lioncub lab --workers 2 --rate 100mbit --report run.json -- hostname
   lioncub lab --workers 2 --logs out --timeout 90s -- sh -c 'echo worker $RANK'"""
 
-_NETWORK = ("workers", "rate", "delay", "subnet")
-_RUN = ("logs", "timeout", "port", "grace")
+_NETWORK = ("workers", "rate", "delay")
+_RUN = ("logs", "timeout", "grace")
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -43,7 +44,6 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "--delay", type=seconds, metavar="TIME",
         help="from any worker to any other, one way, such as 5ms; needs netem in the kernel (none)",
     )  # fmt: skip
-    command.add_argument("--subnet", help="addresses of the workers (10.77.0.0/24)")
     command.add_argument(
         "--logs", type=Path, metavar="DIR", help="folder for the output of each worker (none)"
     )
@@ -52,9 +52,6 @@ def add_options(command: argparse.ArgumentParser) -> None:
         type=seconds,
         metavar="TIME",
         help="end all workers after it, such as 90s (none)",
-    )
-    command.add_argument(
-        "--port", type=count, help="of the coordinator, which is on worker 0 (1234)"
     )
     command.add_argument(
         "--grace", type=seconds, metavar="TIME",
@@ -87,7 +84,7 @@ def _check(args: argparse.Namespace) -> int:
     options.refuse(args, (*_RUN, "report"), "it has no effect with --check")
     if args.words:
         raise ValueError(f"-- {' '.join(args.words)}: --check starts no command; leave it out")
-    given = {name: getattr(args, name) for name in _NETWORK if getattr(args, name) is not None}
+    given = _given(args, _NETWORK)
     lab.check(lab.Network(**{"workers": 2, **given}) if given else None)
     output.write("this machine can run the lab\n")
     return 0
@@ -98,15 +95,18 @@ def _run(args: argparse.Namespace) -> int:
         raise ValueError("give --workers, and the command behind --: lab --workers 4 -- COMMAND")
     if args.report:
         output.check_writable(args.report)
-    network = {name: getattr(args, name) for name in _NETWORK if getattr(args, name) is not None}
-    given = {name: getattr(args, name) for name in _RUN if getattr(args, name) is not None}
-    report = lab.run(lab.Network(**network), args.words, write=_line, **given)
+    network = lab.Network(**_given(args, _NETWORK))
+    report = lab.run(network, args.words, write=_line, **_given(args, _RUN))
     lost = _save(args.report, report) if args.report else ""
     output.show(lab.table(report))
     if lost:
         output.show_json(report._asdict())
         raise ValueError(lost)
     return int(report.exit_code)
+
+
+def _given(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 
 def _line(text: str) -> None:

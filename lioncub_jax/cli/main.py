@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+import lioncub_jax
 from lioncub_jax.cli import bytes as bytes_command
 from lioncub_jax.cli import lab as lab_command
 from lioncub_jax.cli import output
@@ -18,7 +19,7 @@ from lioncub_jax.cli import run as run_command
 
 INTERRUPTED = 130  # 128 and the number of SIGINT
 PIPE_CLOSED = 141  # 128 and the number of SIGPIPE
-LONGEST_MESSAGE = 900
+LONGEST_MESSAGE = 900  # XLA's may have thousands of lines
 
 _DESCRIPTION = """\
 Data-parallel Lion for JAX whose workers exchange about one bit per parameter:
@@ -52,9 +53,7 @@ class _Version(argparse.Action):
     """Looks the version up when it is asked for."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from importlib.metadata import version
-
-        output.write(f"lioncub_jax {version('lioncub_jax')}\n")
+        output.write(f"lioncub_jax {lioncub_jax.__version__}\n")
         parser.exit()
 
 
@@ -77,11 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         return _command(list(sys.argv[1:] if argv is None else argv))
-    except output.PipeClosed:
+    except BrokenPipeError:
         return PIPE_CLOSED
-    except output.CannotPrint as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -89,21 +85,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _command(given: list[str]) -> int:
     end = given.index("--") if "--" in given else len(given)
-    args = _parser().parse_args(given[:end])
-    args.words = given[end + 1 :]  # argparse itself would mix up the options of the lab's command
-    command: _Parser = args.parser
-    if args.words and args.module not in (lab_command, run_command):
-        command.error(f"-- {' '.join(args.words)}: only lab and run take a command; leave it out")
+    command = _parser()
     try:
+        args = command.parse_args(given[:end])
+        command = args.parser
+        args.words = given[
+            end + 1 :
+        ]  # argparse itself would mix up the options of the lab's command
+        if args.words and args.module not in (lab_command, run_command):
+            words = " ".join(args.words)
+            raise ValueError(f"-- {words}: only lab and run take a command; leave it out")
         return int(args.module.run(args))
     except (ValueError, ImportError) as error:
         message = str(error)
+    except BrokenPipeError:
+        raise
     except OSError as error:
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
     command.error(message)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> _Parser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = _Parser(
         prog="lioncub", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=raw,

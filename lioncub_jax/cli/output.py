@@ -15,14 +15,6 @@ from typing import Any
 PIPE_WIDTH = 140  # a pipe has no width of its own; the 80 of rich would fold tables
 
 
-class CannotPrint(Exception):
-    """Standard output takes no more."""
-
-
-class PipeClosed(CannotPrint):
-    """Whoever read standard output has ended, as ``head`` does."""
-
-
 def show(*parts: Any) -> None:
     """Prints texts and ``rich`` tables, each on lines of its own.
 
@@ -71,23 +63,18 @@ def write(text: str) -> None:
     """Writes to standard output now.
 
     Raises:
-      CannotPrint: where it takes no more; `PipeClosed` if its reader has ended.
+      OSError: where it takes no more; ``BrokenPipeError`` if its reader has ended, as ``head`` does.
     """
     try:
         print(text, end="", flush=True)
     except OSError as error:
-        _discard_the_rest()
-        if isinstance(error, BrokenPipeError):
-            raise PipeClosed from None
-        raise CannotPrint(f"standard output: {error.strerror}; print to another place") from None
-
-
-def _discard_the_rest() -> None:
-    """Python writes what is left in the buffer when it ends, and would fail again."""
-    if sys.stdout is sys.__stdout__ and sys.stdout is not None:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+        if sys.stdout is sys.__stdout__ and sys.stdout is not None:
+            # Python writes what is left in the buffer when it ends, and would fail again.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())
+            os.close(nowhere)
+        error.filename = "standard output"
+        raise
 
 
 def check_writable(path: Path) -> None:

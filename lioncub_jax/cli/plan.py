@@ -1,7 +1,6 @@
 """``lioncub plan``: will voting help me?"""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from lioncub_jax import units
@@ -15,7 +14,7 @@ with what others use on slow networks and with an all-reduce of gradients, how
 many steps each takes to the loss of float32 Lion, and which method to use, or
 that none is worth it. Bytes are exact; times are a model in which nothing
 overlaps: where a framework hides the all-reduce behind the backward pass, less
-is gained. Steps are measured, on two small tasks; it is said where that ends.
+is gained. Steps are measured, on small models; it is said where that ends.
 docs/planner.md in the repository has the model and what it leaves out."""
 
 EPILOG = """\
@@ -23,11 +22,11 @@ The table has for each method what a worker sends in a step, the time in
 collectives, the time of packing and unpacking bits, that of the whole step, how
 many times float32 Lion's steps it takes to the loss where Lion stands after 80
 percent of its run ("not reached": a run as long as Lion's does not get there),
-and the time to that loss, Lion's being 1. With --goal step there are speedups.
+and the time to that loss, Lion's being 1.
 With --json bandwidths are in bits per second, times in seconds; null stands for
 a bound that is not there and for a number that is not finite.
 
-A machine by name sets workers, links, memory and platform, with rates from its
+A machine by name sets workers, links and memory, with rates from its
 vendor's pages; an option that is given overrides the name.
 
 examples:
@@ -39,15 +38,10 @@ examples:
   lioncub plan --params 7B --cluster a3-mega-64 --compute 1.2s
   lioncub plan --model lioncub_jax.cli.examples:model --workers 4 \\
       --measure lioncub_jax.cli.examples:one_step --bandwidth 1gbit \\
-      --platform cpu --plot plan.png"""
+      --platform cpu"""
 
-GOALS, DATA = ("loss", "step"), ("alike", "different")  # the planner's; it is imported later
-ALGORITHMS = ("tree", "ring")  # names of the planner's functions
+DATA = ("alike", "different")  # the planner's; it is imported later
 INSIDE_LATENCY = 5e-6
-MACHINE = (
-    "workers", "bandwidth", "latency", "devices_per_worker", "inside_bandwidth", "inside_latency",
-    "memory_bandwidth", "platform",
-)  # fmt: skip
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -55,23 +49,14 @@ def add_options(command: argparse.ArgumentParser) -> None:
     _add_job(command)
     _add_network(command)
     command.add_argument(
-        "--platform", choices=("cpu", "gpu", "tpu"),
-        help="where it will run; on cpu XLA all-reduces bfloat16 as float32 (gpu)",
+        "--platform", choices=("cpu", "gpu", "tpu"), default="gpu",
+        help="where it will run; on cpu JAX all-reduces bfloat16 as float32, and of each two workers only "
+        "one sends to the other at a time (gpu)",
     )  # fmt: skip
     command.add_argument(
-        "--goal", choices=GOALS, default=GOALS[0],
-        help="rank by the time to a loss, or by that of a step alone (loss)",
-    )  # fmt: skip
-    command.add_argument(
-        "--data", choices=DATA,
+        "--data", choices=DATA, default=DATA[0],
         help="what the workers see: the same kind, or classes or texts of their own (alike)",
     )  # fmt: skip
-    command.add_argument(
-        "--plot",
-        type=Path,
-        metavar="FILE.png",
-        help="draw step time over bandwidth; needs matplotlib",
-    )
     command.add_argument("--json", action="store_true", help="print numbers instead of tables")
 
 
@@ -108,29 +93,18 @@ def _add_job(command: argparse.ArgumentParser) -> None:
 def _add_network(command: argparse.ArgumentParser) -> None:
     rate, seconds, count = map(options.reads, (units.rate, units.seconds, units.count))
     command.add_argument(
-        "--bandwidth", type=options.reads(_rates), action="append", metavar="RATE",
-        help="of each worker's link, such as 1gbit; for several, commas or the option again",
+        "--bandwidth", type=options.reads(_rates), metavar="RATE",
+        help="of each worker's link, such as 1gbit, or several with commas",
     )  # fmt: skip
     command.add_argument(
         "--latency", type=seconds, metavar="TIME", help="from one worker to another (50us)"
     )
-    command.add_argument(
-        "--algorithm", choices=ALGORITHMS, default="tree",
-        help="of reductions and gathers, which sets how many latencies they take (tree)",
-    )  # fmt: skip
-    command.add_argument(
-        "--one-way-pairs", action="store_true",
-        help="of each two workers only one sends to the other at a time, as with JAX on CPUs",
-    )  # fmt: skip
     command.add_argument(
         "--devices-per-worker", type=count, metavar="G",
         help="devices that share a worker's link and average their gradients first (1)",
     )  # fmt: skip
     command.add_argument(
         "--inside-bandwidth", type=rate, metavar="RATE", help="of the link of each of those devices"
-    )
-    command.add_argument(
-        "--inside-latency", type=seconds, metavar="TIME", help="between those devices (5us)"
     )
     command.add_argument(
         "--memory-bandwidth", type=rate, metavar="RATE",
@@ -155,136 +129,80 @@ def run(args: argparse.Namespace) -> int:
     from lioncub_jax import planner  # brings jax
 
     named = planner.cluster_named(args.cluster) if args.cluster else None
-    changed = [name for name in MACHINE if getattr(args, name) is not None]
-    _fill(args, named)
-    _check(args)
-    rates = [rate for given in args.bandwidth for rate in given]
-    inside = planner.Link(args.inside_bandwidth, args.inside_latency) if _two_levels(args) else None
-    cluster = planner.Cluster(
-        args.workers, planner.Link(rates[0], args.latency), args.devices_per_worker, inside,
-        getattr(planner, args.algorithm), args.one_way_pairs,
-        named.cluster.all_to_all_share if named else 1.0, planner.Late(*args.late or (0.0, 0.0)),
-    )  # fmt: skip
-    params, compute = _job(args)
-    host = planner.Host(args.memory_bandwidth, widens_bfloat16=args.platform == "cpu")
-    plans = [
-        planner.plan(
-            params, cluster.at(rate), compute, host, goal=args.goal, data=args.data or DATA[0]
-        )
-        for rate in rates
-    ]
-    if args.plot:
-        planner.plot(args.plot, params, cluster, compute, host)
-    size = planner.parameters_in(params)
-    if args.json:
-        found = {"parameters": size, "plans": [planner.as_json(one) for one in plans]}
-        output.show_json(found | {"cluster": _as_json(args.cluster, named, changed)})
-        return 0
-    how = "measured here" if args.measure else "given"
-    output.show(
-        *([_in_words(args.cluster, named, changed)] if named else []),
-        f"{size:,} parameters; compute {units.seconds_text(compute)} a step ({how}); latency "
-        f"{units.seconds_text(args.latency)}, {args.algorithm}; packing at "
-        f"{units.bytes_text(args.memory_bandwidth / 8)}/s of memory; nothing overlaps.",
-        *([_waiting(cluster)] if args.late else []),
-        *(part for one in plans for part in ("", planner.table(one), "", planner.advice(one))),
-        f"\nIn a program, by names of lioncub_jax:\n{planner.legend(args.goal)}",
-        *([f"\ndrawn: {args.plot}"] if args.plot else []),
-    )
-    return 0
-
-
-def _two_levels(args: argparse.Namespace) -> bool:
-    return args.devices_per_worker > 1
-
-
-def _fill(args: argparse.Namespace, named: Any) -> None:
-    """Sets options that were not given: to what the name says, or to their defaults."""
-    from lioncub_jax import planner
-
-    link, host = planner.Link, planner.Host
-    values = {"latency": link.latency, "devices_per_worker": 1, "platform": "gpu"}
-    values |= {"memory_bandwidth": host.memory_bandwidth}
-    if named:
-        at = named.cluster
-        values |= {"workers": at.workers, "bandwidth": [[at.link.bandwidth]]}
-        values |= {"latency": at.link.latency, "devices_per_worker": at.group_size}
-        values |= {"memory_bandwidth": named.memory_bandwidth, "platform": named.platform}
-    _set(args, values)
-    if _two_levels(args):
-        inside = named.cluster.inside if named else None
-        bandwidth, latency = (
-            (inside.bandwidth, inside.latency) if inside else (None, INSIDE_LATENCY)
-        )
-        _set(args, {"inside_bandwidth": bandwidth, "inside_latency": latency})
-
-
-def _set(args: argparse.Namespace, values: dict[str, Any]) -> None:
-    for name, value in values.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-
-
-def _check(args: argparse.Namespace) -> None:
-    """Everything that can be found wrong before a target is run."""
-    missing = [f"--{name}" for name in ("workers", "bandwidth") if getattr(args, name) is None]
-    if missing:
-        raise ValueError(
-            f"no {' and no '.join(missing)}: give it, or machines by name, such as --cluster v5e-8"
-        )
-    if args.goal == "step":
-        options.refuse(args, ("data",), "it has no effect with --goal step")
+    cluster, rates = _cluster(args, named)
+    memory = args.memory_bandwidth or (named or planner.Host).memory_bandwidth
     if args.compute is None and args.measure is None:
         raise ValueError(
             "no compute time: without it every speedup would look better than it is; give --compute "
             "144ms, or --measure FILE.py:NAME to time a step here"
         )
-    if not _two_levels(args):
-        names = ("inside_bandwidth", "inside_latency")
-        options.refuse(args, names, "it has no effect without --devices-per-worker above 1")
-    elif args.inside_bandwidth is None:
-        raise ValueError(
-            f"--devices-per-worker {args.devices_per_worker} without --inside-bandwidth: give the "
-            "rate of a device's link to the others, such as 900gbit"
+    params, compute = _job(args)
+    host, size = planner.Host(memory), planner.parameters_in(params)
+    plans = [planner.plan(params, cluster.at(rate), compute, host, args.data) for rate in rates]
+    if args.json:
+        found = {"parameters": size, "plans": [planner.as_json(one) for one in plans]}
+        about = (
+            {"name": args.cluster, "about": named.about, "source": named.source} if named else None
         )
-    if args.plot:
-        from lioncub_jax.planner import report
-
-        report.check_plot(args.plot)
-        output.check_writable(args.plot)
-
-
-def _in_words(name: str, named: Any, changed: list[str]) -> str:
-    share = named.cluster.all_to_all_share
-    flags = [f"--{one.replace('_', '-')}" for one in changed]
-    return (
-        f"{name}: {named.about}."
-        + (f" An all-to-all gets {share:.0%} of a link." if share < 1 else "")
-        + (f" Overridden by {', '.join(flags)}." if flags else "")
-        + f"\nSource: {named.source} Latencies are assumed.\n"
+        output.show_json(found | {"cluster": about})
+        return 0
+    how = "measured here" if args.measure else "given"
+    output.show(
+        *([_in_words(args.cluster, named)] if named else []),
+        f"{size:,} parameters; compute {units.seconds_text(compute)} a step ({how}); latency "
+        f"{units.seconds_text(cluster.link.latency)}; packing at "
+        f"{units.bytes_text(memory / 8)}/s of memory; nothing overlaps.",
+        *([_waiting(cluster)] if args.late else []),
+        *(part for one in plans for part in ("", planner.table(one), "", planner.advice(one))),
+        f"\nIn a program, by names of lioncub_jax:\n{planner.legend()}",
     )
+    return 0
+
+
+def _cluster(args: argparse.Namespace, named: Any) -> tuple[Any, list[float]]:
+    """What the name says, or defaults, with what is given in its place; and the rates to plan for."""
+    from lioncub_jax import planner
+
+    if not named:
+        missing = [f"--{name}" for name in ("workers", "bandwidth") if getattr(args, name) is None]
+        if missing:
+            raise ValueError(
+                f"no {' and no '.join(missing)}: give it, or machines by name, such as --cluster v5e-8"
+            )
+    at = named.cluster if named else planner.Cluster(args.workers, planner.Link(args.bandwidth[0]))
+    rates, size = args.bandwidth or [at.link.bandwidth], args.devices_per_worker or at.group_size
+    inside = at.inside
+    if args.inside_bandwidth:
+        inside = planner.Link(args.inside_bandwidth, inside.latency if inside else INSIDE_LATENCY)
+    if size == 1:
+        why = "it has no effect without --devices-per-worker above 1"
+        options.refuse(args, ["inside_bandwidth"], why)
+    elif inside is None:
+        raise ValueError(
+            f"--devices-per-worker {size} without --inside-bandwidth: give the rate of a device's link to "
+            "the others, such as 900gbit"
+        )
+    cluster = planner.Cluster(
+        args.workers or at.workers, planner.Link(rates[0], args.latency or at.link.latency), size,
+        inside if size > 1 else None, args.platform == "cpu", at.all_to_all_share,
+        planner.Late(*args.late) if args.late else at.late,
+    )  # fmt: skip
+    return cluster, rates
+
+
+def _in_words(name: str, named: Any) -> str:
+    share = named.cluster.all_to_all_share
+    narrow = f" An all-to-all gets {share:.0%} of a link." if share < 1 else ""
+    return f"{name}: {named.about}.{narrow}\nSource: {named.source} Latencies are assumed.\n"
 
 
 def _waiting(cluster: Any) -> str:
-    late, workers = cluster.late, cluster.workers
-    time, waits = map(units.seconds_text, (late.seconds, late.waiting(workers)))
+    late = cluster.late
+    time, waits = map(units.seconds_text, (late.seconds, late.waiting(cluster.workers)))
     return (
-        f"Late by {time} in {100 * late.share:.3g}% of a worker's steps: all wait, {waits} a step = "
-        f"{time} * (1 - {1 - late.share:.6g}^{workers}), less with steps alone. Without waiting so many "
-        "votes are late: docs/faults.md has what that costs."
+        f"Late by {time} in {100 * late.share:.3g}% of a worker's steps: all wait, {waits} a step, "
+        "less with steps alone. Without waiting so many votes are late: docs/faults.md has what that costs."
     )
-
-
-def _as_json(name: str, named: Any, changed: list[str]) -> dict[str, Any] | None:
-    if not named:
-        return None
-    return {
-        "name": name,
-        "about": named.about,
-        "source": named.source,
-        "all_to_all_share": named.cluster.all_to_all_share,
-        "overridden": changed,
-    }
 
 
 def _job(args: argparse.Namespace) -> tuple[Any, float]:

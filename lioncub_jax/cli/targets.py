@@ -1,12 +1,14 @@
 """What a command line names: a function in a module or a file, called, and what it returned."""
 
+import functools
 import importlib
-import importlib.util
+import importlib.machinery
 import statistics
 import sys
 import sysconfig
 import time
 import traceback
+import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +17,6 @@ import jax
 import jax.numpy as jnp
 
 Result = TypeVar("Result")
-LONGEST_REASON = 400  # of what an error says; XLA's may have thousands of lines
 
 
 def load(target: str) -> Callable[[], Any]:
@@ -28,14 +29,15 @@ def load(target: str) -> Callable[[], Any]:
       target: such as ``"my_models.gpt:small"`` or ``"train.py:model"``.
 
     Returns:
-      The function. It is to be called without arguments.
+      The function, to be called without arguments; it raises as `attempt`.
 
     Raises:
       ValueError: where there is no such file, module or function, or importing it fails.
 
     Example:
-      >>> load("jax:devices").__name__
-      'devices'
+      >>> load("math:pi")
+      Traceback (most recent call last):
+      ValueError: math:pi is a float: give a function
     """
     place, colon, name = target.rpartition(":")
     if not (place and colon and name.isidentifier()):
@@ -47,7 +49,7 @@ def load(target: str) -> Callable[[], Any]:
         raise ValueError(f"{target}: there is no {name!r} in {place}{known}")
     if not callable(found[name]):
         raise ValueError(f"{target} is a {type(found[name]).__name__}: give a function")
-    return found[name]
+    return functools.partial(attempt, f"calling {target} without arguments", found[name])
 
 
 def _file(place: str) -> Mapping[str, Any]:
@@ -56,11 +58,10 @@ def _file(place: str) -> Mapping[str, Any]:
         raise ValueError(f"{place}: there is no such file; give a path from the working directory")
     _look_in(str(path.resolve().parent))
     name = f"target_{path.stem}"  # not to take the place of a module that has the file's name
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None, "a .py file has a loader"
-    module = importlib.util.module_from_spec(spec)
+    loader = importlib.machinery.SourceFileLoader(name, place)
+    module = types.ModuleType(name)
+    module.__file__ = place
     sys.modules[name] = module  # dataclasses and flax look their classes' modules up
-    loader = spec.loader
     attempt(f"running {place}", lambda: loader.exec_module(module))
     return vars(module)
 
@@ -74,19 +75,6 @@ def _look_in(folder: str) -> None:
     """For good, because the function may import more when it is called."""
     if folder not in sys.path:
         sys.path.insert(0, folder)
-
-
-def call(target: str) -> Any:
-    """Calls what a target names.
-
-    Raises:
-      ValueError: as `load`, and where the function fails.
-    """
-    return _call(target, load(target))
-
-
-def _call(target: str, function: Callable[[], Any]) -> Any:
-    return attempt(f"calling {target} without arguments", function)
 
 
 def attempt(what: str, work: Callable[[], Result]) -> Result:
@@ -112,8 +100,6 @@ def attempt(what: str, work: Callable[[], Result]) -> Result:
         return work()
     except (Exception, SystemExit) as error:
         said = " ".join(str(error).split()) or "(no message)"
-        if len(said) > LONGEST_REASON:
-            said = f"{said[:LONGEST_REASON]} [...]"
         reason = f"{what} failed with {type(error).__name__}: {said}{_line_of(error)}"
     raise ValueError(reason)
 
@@ -141,12 +127,12 @@ def shapes(target: str) -> Any:
       A list of ``jax.ShapeDtypeStruct``.
 
     Raises:
-      ValueError: as `call`, and for anything else that is returned.
+      ValueError: as `load`, where the function fails, and for anything else that is returned.
     """
     function, found = load(target), []
 
     def described() -> None:
-        made = _call(target, function)
+        made = function()
         nnx = sys.modules.get("flax.nnx")  # who made a module has imported it
         if nnx and isinstance(made, nnx.Module):
             made = nnx.state(made, nnx.Param)
@@ -184,17 +170,18 @@ def measure(target: str, *, warm_up: int = 2, runs: int = 7) -> float:
       Seconds, the median.
 
     Raises:
-      ValueError: as `call`, and where no array is returned: then nothing can be waited for.
+      ValueError: as `load`, where the function fails, and where no array is returned, for then nothing can
+        be waited for.
     """
     function, times = load(target), []
     for _ in range(warm_up):
-        done = jax.tree.leaves(jax.block_until_ready(_call(target, function)))
+        done = jax.tree.leaves(jax.block_until_ready(function()))
         if not any(isinstance(leaf, jax.Array) for leaf in done):
             raise ValueError(
                 f"{target} returned no jax array to wait for: return what a step makes"
             )
     for _ in range(runs):
         start = time.perf_counter()
-        jax.block_until_ready(_call(target, function))
+        jax.block_until_ready(function())
         times.append(time.perf_counter() - start)
     return statistics.median(times)

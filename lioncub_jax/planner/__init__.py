@@ -3,13 +3,10 @@
 from lioncub_jax.planner.clusters import CLUSTERS, NamedCluster, cluster_named
 from lioncub_jax.planner.evidence import DATA, Learned, Task, learned, tasks_near
 from lioncub_jax.planner.model import (
-    ADVISED,
-    BFLOAT16,
     FLOAT32,
-    OTHERS,
+    OURS,
     PEERS,
     SCHEMES,
-    SILENT,
     Cluster,
     Estimate,
     Host,
@@ -20,24 +17,18 @@ from lioncub_jax.planner.model import (
     calibrated,
     parameters_in,
     pays,
-    ring,
     scheme_named,
     step_time,
-    tree,
 )
-from lioncub_jax.planner.report import GOALS, Plan, advice, as_json, legend, plan, plot, table
+from lioncub_jax.planner.report import Plan, advice, as_json, legend, plan, table
 
 __all__ = [
-    "ADVISED",
-    "BFLOAT16",
     "CLUSTERS",
     "DATA",
     "FLOAT32",
-    "GOALS",
-    "OTHERS",
+    "OURS",
     "PEERS",
     "SCHEMES",
-    "SILENT",
     "Cluster",
     "Estimate",
     "Host",
@@ -58,11 +49,8 @@ __all__ = [
     "parameters_in",
     "pays",
     "plan",
-    "plot",
-    "ring",
     "scheme_named",
     "step_time",
     "table",
     "tasks_near",
-    "tree",
 ]

@@ -20,20 +20,13 @@ class NamedCluster(NamedTuple):
       about: what it is, in words.
       cluster: workers and links, in bits per second each way and seconds.
       memory_bandwidth: of a device, in bits per second.
-      platform: "tpu" or "gpu".
       source: the vendor's pages that the rates are from, and what was made of them.
     """
 
     about: str
     cluster: Cluster
     memory_bandwidth: float
-    platform: str
     source: str
-
-    @property
-    def devices(self) -> int:
-        """How many there are."""
-        return self.cluster.workers * self.cluster.group_size
 
 
 _CHIPS, _NVLINK, _CARDS, _TCP = 1e-6, 5e-6, 20e-6, 50e-6  # seconds; assumed
@@ -81,69 +74,69 @@ _4090 = "NVIDIA Ada GPU Architecture whitepaper, v2.01: GeForce RTX 4090, GDDR6X
 CLUSTERS: Mapping[str, NamedCluster] = MappingProxyType({
     "v5e-8": NamedCluster(
         "8 chips of TPU v5e, a mesh of 2x4", _slice((2, 4), 400 * _GBIT, wraps=False),
-        819 * _GBYTE, "tpu", f"{_V5E} {_MESH} No wrap-around is assumed.",
+        819 * _GBYTE, f"{_V5E} {_MESH} No wrap-around is assumed.",
     ),
     "v5e-256": NamedCluster(
         "256 chips of TPU v5e, a torus of 16x16", _slice((16, 16), 400 * _GBIT, wraps=True),
-        819 * _GBYTE, "tpu", f"{_V5E} The middle carries 1.6 TB/s, as that page says.",
+        819 * _GBYTE, f"{_V5E} The middle carries 1.6 TB/s, as that page says.",
     ),
     "v5e-4x256": NamedCluster(
         "4 slices of v5e-256 over the data centre's network",
         Cluster(4, Link(6400 * _GBIT, _TCP), 256, Link(1600 * _GBIT, _CHIPS)),
-        819 * _GBYTE, "tpu", f"{_V5E} Data centre network: 6.4 Tbit/s a pod.",
+        819 * _GBYTE, f"{_V5E} Data centre network: 6.4 Tbit/s a pod.",
     ),
     "v5p-8": NamedCluster(
         "8 chips of TPU v5p, a mesh of 2x2x2 (Google names it by its 16 cores: v5p-16)",
-        _slice((2, 2, 2), 800 * _GBIT, wraps=False), 2765 * _GBYTE, "tpu", f"{_V5P} {_MESH}",
+        _slice((2, 2, 2), 800 * _GBIT, wraps=False), 2765 * _GBYTE, f"{_V5P} {_MESH}",
     ),
     "v5p-1024": NamedCluster(
         "1,024 chips of TPU v5p, a torus of 8x8x16 (Google's v5p-2048)",
-        _slice((8, 8, 16), 800 * _GBIT, wraps=True), 2765 * _GBYTE, "tpu", _V5P,
+        _slice((8, 8, 16), 800 * _GBIT, wraps=True), 2765 * _GBYTE, _V5P,
     ),
     "v6e-8": NamedCluster(
         "8 chips of TPU v6e, a mesh of 2x4", _slice((2, 4), 800 * _GBIT, wraps=False),
-        1640 * _GBYTE, "tpu", f"{_V6E} {_MESH} No wrap-around is assumed.",
+        1640 * _GBYTE, f"{_V6E} {_MESH} No wrap-around is assumed.",
     ),
     "h100-8": NamedCluster(
         "one node of 8 H100 SXM; a worker is a GPU", Cluster(8, Link(3600 * _GBIT, _NVLINK)),
-        3350 * _GBYTE, "gpu", _H100,
+        3350 * _GBYTE, _H100,
     ),
     "h100-64": NamedCluster(
         "8 nodes of 8 H100 SXM, DGX H100; a worker is a node", _nodes(8, 3200 * _GBIT, 3600 * _GBIT),
-        3350 * _GBYTE, "gpu",
+        3350 * _GBYTE,
         f"{_H100} Cards: https://docs.nvidia.com/dgx-basepod, 8 ConnectX-7 of 400 Gbit/s a node.",
     ),
     "a3-mega-64": NamedCluster(
         "8 nodes of 8 H100 SXM, Google a3-megagpu-8g; a worker is a node",
-        _nodes(8, 1600 * _GBIT, 3600 * _GBIT), 3350 * _GBYTE, "gpu",
+        _nodes(8, 1600 * _GBIT, 3600 * _GBIT), 3350 * _GBYTE,
         f"{_H100} Cards: https://cloud.google.com/compute/docs/gpus/gpu-network-bandwidth, 1800 Gbit/s a "
         "node by 9 cards, of which the 8 of the GPUs count, 200 Gbit/s each.",
     ),
     "p5-64": NamedCluster(
         "8 nodes of 8 H100 SXM, AWS p5.48xlarge; a worker is a node",
-        _nodes(8, 3200 * _GBIT, 3600 * _GBIT), 3350 * _GBYTE, "gpu",
+        _nodes(8, 3200 * _GBIT, 3600 * _GBIT), 3350 * _GBYTE,
         f"{_H100} Cards: https://aws.amazon.com/ec2/instance-types/p5, EFA of 3200 Gbit/s a node.",
     ),
     "p4d-64": NamedCluster(
         "8 nodes of 8 A100 of 40 GB, AWS p4d.24xlarge; a worker is a node",
-        _nodes(8, 400 * _GBIT, 2400 * _GBIT), 1555 * _GBYTE, "gpu",
+        _nodes(8, 400 * _GBIT, 2400 * _GBIT), 1555 * _GBYTE,
         "https://www.nvidia.com/en-us/data-center/a100: A100 SXM 40 GB, NVLink 600 GB/s both ways = 2400 "
         "Gbit/s each way, HBM2 1555 GB/s. Cards: https://aws.amazon.com/ec2/instance-types/p4, EFA of 400 "
         "Gbit/s a node.",
     ),
     "8xh100-ethernet": NamedCluster(
         "8 machines of one H100 PCIe each, on Ethernet of 100 Gbit/s",
-        Cluster(8, Link(100 * _GBIT, _TCP)), 2000 * _GBYTE, "gpu",
+        Cluster(8, Link(100 * _GBIT, _TCP)), 2000 * _GBYTE,
         "NVIDIA H100 PCIe product brief, PB-11133-001: HBM2e more than 2000 GB/s. The card is assumed: "
         "100GBASE, IEEE 802.3.",
     ),
     "8x4090-10g": NamedCluster(
         "8 machines of one GeForce RTX 4090 each, on Ethernet of 10 Gbit/s",
-        Cluster(8, Link(10 * _GBIT, _TCP)), 1008 * _GBYTE, "gpu", f"{_4090} 10GBASE-T, IEEE 802.3.",
+        Cluster(8, Link(10 * _GBIT, _TCP)), 1008 * _GBYTE, f"{_4090} 10GBASE-T, IEEE 802.3.",
     ),
     "8x4090-1g": NamedCluster(
         "8 machines of one GeForce RTX 4090 each, on Ethernet of 1 Gbit/s",
-        Cluster(8, Link(1 * _GBIT, _TCP)), 1008 * _GBYTE, "gpu", f"{_4090} 1000BASE-T, IEEE 802.3.",
+        Cluster(8, Link(1 * _GBIT, _TCP)), 1008 * _GBYTE, f"{_4090} 1000BASE-T, IEEE 802.3.",
     ),
 })  # fmt: skip
 

@@ -12,7 +12,6 @@ from importlib import resources
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-FORMAT = 1
 TARGETS = (0.6, 0.8, 1.0)  # shares of float32 Lion's run, after which it has the loss to reach
 TARGET = 0.8  # the one that methods are ranked by
 DATA = ("alike", "different")  # what workers see: the same kind, or classes or texts of their own
@@ -69,37 +68,27 @@ def learned(method: str, workers: int, parameters: int, data: str = DATA[0]) -> 
       A ``Learned``; None for what was not measured on those tasks with such data.
 
     Raises:
-      ValueError: for other data, or a file of another format.
+      ValueError: for other data.
 
     Example:
       >>> learned("lion", 100, 10**6).factor
       1.0
     """
-    near = {task.name for task in tasks_near(parameters, data)}
     nearest: dict[str, dict[str, Any]] = {}
-    for one in _rows().get((method, data), ()):
-        if one["task"] not in near:
-            continue
-        before = nearest.get(one["task"])
-        if before is None or _distance(one, workers) < _distance(before, workers):
-            nearest[one["task"]] = one
+    for task in tasks_near(parameters, data):
+        rows = [one for one in _rows(data) if (one["task"], one["method"]) == (task.name, method)]
+        if rows:
+            away = [abs(math.log(workers / one["workers"])) for one in rows]
+            nearest[task.name] = rows[away.index(min(away))]
     if not nearest:
         return None
     at = TARGETS.index(TARGET)
-
-    def steps(task: str) -> float:
-        found = nearest[task]["factor"][at]
-        return math.inf if found is None else found
-
-    worse = max(nearest, key=steps)
+    steps = {task: one["factor"][at] or math.inf for task, one in nearest.items()}
+    worse = max(nearest, key=steps.__getitem__)
     one, measured = nearest[worse], {task: one["workers"] for task, one in nearest.items()}
     return Learned(
         one["factor"][at], one["std"][at], one["seeds"], worse, MappingProxyType(measured)
     )
-
-
-def _distance(one: Mapping[str, Any], workers: int) -> float:
-    return abs(math.log(workers / one["workers"]))
 
 
 def check_data(data: str) -> None:
@@ -126,7 +115,7 @@ def tasks_near(parameters: int, data: str = DATA[0]) -> tuple[Task, ...]:
       ['gpt']
     """
     check_data(data)
-    trained = {one["task"] for (_, of), some in _rows().items() if of == data for one in some}
+    trained = {one["task"] for one in _rows(data)}
     away = {
         task: abs(math.log(parameters / task.parameters))
         for task in tasks()
@@ -141,41 +130,11 @@ def tasks() -> tuple[Task, ...]:
     return tuple(Task(name, **about) for name, about in _packaged()["tasks"].items())
 
 
+def _rows(data: str) -> list[dict[str, Any]]:
+    return [one for one in _packaged()["factors"] if one["data"] == data]
+
+
 @functools.cache
 def _packaged() -> dict[str, Any]:
-    return read(resources.files("lioncub_jax.planner").joinpath("evidence.json").read_text())
-
-
-@functools.cache
-def _rows() -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """By method and data."""
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for one in _packaged()["factors"]:
-        found.setdefault((one["method"], one["data"]), []).append(one)
-    return found
-
-
-def read(text: str) -> dict[str, Any]:
-    """The content of an evidence file.
-
-    Raises:
-      ValueError: for one of another format, or of other targets.
-
-    Example:
-      >>> read('{"format": 0}')
-      Traceback (most recent call last):
-      ValueError: evidence.json is of format 0, and this version reads 1: ...
-    """
-    found = json.loads(text)
-    again = (
-        "install lioncub_jax anew, or make it again by python benchmarks/convergence.py --evidence"
-    )
-    if found.get("format") != FORMAT:
-        given = found.get("format")
-        raise ValueError(
-            f"evidence.json is of format {given!r}, and this version reads {FORMAT}: {again}"
-        )
-    if tuple(found["targets"]) != TARGETS:
-        given = found["targets"]
-        raise ValueError(f"evidence.json has targets {given}, and not {list(TARGETS)}: {again}")
-    return found
+    file = resources.files("lioncub_jax.planner").joinpath("evidence.json")
+    return json.loads(file.read_text())

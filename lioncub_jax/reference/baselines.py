@@ -211,7 +211,7 @@ def _ternary_mean(
     return [(u * v).astype(leaf.dtype) for u, v, leaf in zip(parts, unit, g, strict=True)]
 
 
-def qsgd(bits: int = 4, seed: int = 0, momentum: float = 0.0, norm: str = "max") -> Simulator:
+def qsgd(bits: int = 4, seed: int = 0, momentum: float = 0.0) -> Simulator:
     """The mean of stochastic levels of each row's norm, and a trace of it."""
     s = 2 ** (bits - 1) - 1
 
@@ -224,7 +224,7 @@ def qsgd(bits: int = 4, seed: int = 0, momentum: float = 0.0, norm: str = "max")
         g, tree = jax.tree.flatten(grads)
         buffer = reference.buffer_of([leaf.shape[1:] for leaf in g], len(g[0]))
         x = buffer.join(g)
-        message = _levels(x, s, norm, buffer, state.t, seed)
+        message = _levels(x, s, buffer, state.t, seed)
         present = reference.takes_part(x, abstain)
         mean = x[0] if len(x) == 1 else reference.bounded_mean(message, present, 2 * s, jnp.inf)
         known, mu = jnp.any(present) & jnp.isfinite(mean), state.mu
@@ -239,26 +239,14 @@ def qsgd(bits: int = 4, seed: int = 0, momentum: float = 0.0, norm: str = "max")
     return Simulator(init, update)
 
 
-def _levels(x: jax.Array, s: int, norm: str, buffer: Buffer, t: jax.Array, seed: int) -> Message:
+def _levels(x: jax.Array, s: int, buffer: Buffer, t: jax.Array, seed: int) -> Message:
     largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
-    norms: dict[str, Callable[[], jax.Array]] = {
-        "max": lambda: largest,
-        "l2": lambda: _length(x, largest),
-    }
     most = float(jnp.finfo(jnp.bfloat16).max)
-    step = _rounded_up(jnp.minimum(norms[norm]() / s, most))
+    step = _rounded_up(jnp.minimum(largest / s, most))
     step = jnp.where(step < 2.0**-126, 0, step)
     largest = jnp.minimum(s, jnp.floor(most / jnp.where(step > 0, step, 1)))
     q = _rounded_at_random(reference.quotient(x, step), largest, buffer, t, seed) + s
     return Message(q, step)
-
-
-def _length(x: jax.Array, largest: jax.Array) -> jax.Array:
-    """The root of the sum of squares, which are at most 4."""
-    word = lax.bitcast_convert_type(largest, jnp.uint32)
-    power = lax.bitcast_convert_type(word & jnp.uint32(0x7F800000), jnp.float32)
-    shares = reference.quotient(x, power)
-    return jnp.sqrt(jnp.sum(shares * shares, axis=-1, keepdims=True)) * power
 
 
 def _rounded_at_random(x: jax.Array, s: Any, buffer: Buffer, t: jax.Array, seed: int) -> jax.Array:

@@ -4,7 +4,6 @@ The oracle of the tests of `dgc`, and a simulator of many workers on one device,
 `reference`; it shares no code with what it is compared with. For workers ``i = 0 .. W-1`` and the step
 after ``t`` others:
 
-* **Clipping.** ``g_i`` is scaled to a norm over all leaves of at most ``clip / sqrt(W)``.
 * **Momentum correction.** ``u_i = m u_i + g_i``, ``v_i = v_i + u_i``.
 * **What is sent.** Of each leaf the ``k = max(1, ceil(density n))`` elements of ``v_i`` with the largest
   magnitudes; of equal ones those with the lower index. There ``v_i`` becomes 0, and so does ``u_i``
@@ -40,21 +39,13 @@ class State(NamedTuple):
     abstentions: jax.Array  # int32[]: their sum over all steps
 
 
-def dgc(
-    momentum: float = 0.9,
-    density: float = 0.001,
-    warmup: int = 0,
-    clip: float | None = None,
-    factor_masking: bool = True,
-) -> Simulator:
+def dgc(momentum: float = 0.9, density: float = 0.001, warmup: int = 0) -> Simulator:
     """All workers at once; give it to ``reference.optimizer`` for learning rate and decay.
 
     Args:
       momentum: ``m``.
       density: the share of each leaf that is sent.
       warmup: steps in which the density comes down.
-      clip: the largest norm of a gradient, times ``sqrt(W)``; None for any.
-      factor_masking: whether ``u`` becomes 0 where it is sent.
     """
 
     def init(params: Any, workers: int) -> Any:
@@ -73,10 +64,9 @@ def dgc(
         old_v = [
             x.reshape(y.shape) for x, y in zip(jax.tree.leaves(state.residual), g, strict=True)
         ]
-        g, norm = clipped(g, clip)
         u = [momentum * before + x for before, x in zip(old_u, g, strict=True)]
         v = [before + x for before, x in zip(old_v, u, strict=True)]
-        here = jnp.all(jnp.isfinite(jnp.concatenate([norm, *v], axis=1)), axis=1, keepdims=True)
+        here = jnp.all(jnp.isfinite(jnp.concatenate(v, axis=1)), axis=1, keepdims=True)
         here = here if abstain is None else here & ~abstain[:, None]
         if workers == 1:
             means, v = [jnp.where(here, x, 0)[0] for x in u], old_v
@@ -84,7 +74,7 @@ def dgc(
             sent = [largest(x, density, warmup, state.t) for x in v]
             means = [mean(jnp.where(s & here, x, 0), here) for s, x in zip(sent, v, strict=True)]
             v = [jnp.where(s, 0, x) for s, x in zip(sent, v, strict=True)]
-            u = [jnp.where(s & factor_masking, 0, x) for s, x in zip(sent, u, strict=True)]
+            u = [jnp.where(s, 0, x) for s, x in zip(sent, u, strict=True)]
         u = [jnp.where(here, new, old) for new, old in zip(u, old_u, strict=True)]
         v = [jnp.where(here, new, old) for new, old in zip(v, old_v, strict=True)]
         shaped = [x.reshape(leaf.shape) for x, leaf in zip(u + v, leaves + leaves, strict=True)]
@@ -101,16 +91,6 @@ def dgc(
         return jax.tree.unflatten(tree, updates), after
 
     return Simulator(init, update)
-
-
-def clipped(g: list[jax.Array], clip: float | None) -> tuple[list[jax.Array], jax.Array]:
-    """Leaves ``[W, n]``, scaled, and the norms ``[W, 1]`` that they had; zeros without clipping."""
-    workers = len(g[0])
-    if clip is None:
-        return g, jnp.zeros((workers, 1), jnp.float32)
-    norm = jnp.sqrt(sum((jnp.sum(x * x, axis=1, keepdims=True) for x in g), jnp.float32(0)))
-    limit = clip / math.sqrt(workers)
-    return [x * jnp.where(norm > limit, limit / norm, 1) for x in g], norm
 
 
 def largest(v: jax.Array, density: float, warmup: int, t: Any) -> jax.Array:

@@ -606,17 +606,7 @@ def _dtypes(leaves: list[jax.Array]) -> list[Any]:
     return [leaf.dtype for leaf in leaves]
 
 
-# --- Now and then: momentum in full precision; and at last, the optimizers
-
-
-def synced_mean(mu: Any) -> Any:
-    """Momenta ``[W, ...]``, each the mean of all."""
-
-    def leaf(m: jax.Array) -> jax.Array:
-        mean = jnp.mean(m.astype(jnp.float32), axis=0).astype(m.dtype)
-        return jnp.broadcast_to(mean, m.shape)
-
-    return jax.tree.map(leaf, mu)
+# --- How far momenta are apart; and at last, the optimizers
 
 
 def drift(mu: Any) -> Any:
@@ -635,24 +625,19 @@ def optimizer(
     learning_rate: Any,
     weight_decay: float = 1e-3,
     mask: Any = None,
-    sync_due: Callable[[jax.Array], jax.Array] | None = None,
 ) -> Simulator:
-    """Makes of votes ``u`` the updates ``-lr (u + wd p)``, and averages momenta where due.
+    """Makes of votes ``u`` the updates ``-lr (u + wd p)``.
 
     Args:
       simulator: `local_momentum` or `momentum_at_owner`.
       learning_rate: a number, or a function of the steps taken before.
       weight_decay: decoupled, as in Lion.
       mask: a tree of bools, the leaves that decay; None for all.
-      sync_due: whether momenta are averaged at a step, which counts from 1; None for never.
     """
 
     def update(grads: Any, state: State, params: Any, abstain: Any = None, **late: Any) -> Any:
         lr = learning_rate(state.t) if callable(learning_rate) else learning_rate
         votes, state = simulator.update(grads, state, params, abstain, **late)
-        if sync_due is not None:
-            mu = lax.cond(sync_due(state.t), synced_mean, lambda mu: mu, state.mu)
-            state = state._replace(mu=mu)
         decays = jax.tree.map(lambda p: True, params) if mask is None else mask
         decay = jax.tree.map(lambda p, yes: weight_decay * p if yes else 0, params, decays)
         return jax.tree.map(lambda u, d: (-lr * (u + d)).astype(u.dtype), votes, decay), state

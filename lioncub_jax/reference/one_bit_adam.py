@@ -47,13 +47,10 @@ class State(NamedTuple):
 
 
 def one_bit_adam(
-    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, *, warmup: int, bits: int | None = None,
-    error_dtype: Any = jnp.float32,
-) -> Simulator:  # fmt: skip
+    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, *, warmup: int
+) -> Simulator:
     """Fits ``reference.optimizer(simulator, learning_rate, weight_decay, mask)``."""
-    return zero_one_adam(
-        b1, b2, eps, kappa=2**31 - 1, freeze_after=warmup, bits=bits, error_dtype=error_dtype
-    )
+    return zero_one_adam(b1, b2, eps, kappa=2**31 - 1, freeze_after=warmup)
 
 
 def zero_one_adam(
@@ -63,8 +60,6 @@ def zero_one_adam(
     *,
     kappa: int = 16,
     freeze_after: int = 100_000,
-    bits: int | None = None,
-    error_dtype: Any = jnp.float32,
 ) -> Simulator:
     """Fits ``reference.optimizer(simulator, learning_rate, weight_decay, mask)``."""
 
@@ -72,15 +67,15 @@ def zero_one_adam(
         leaves = jax.tree.leaves(params)
         buffer = reference.buffer_of([p.shape for p in leaves], workers)
         mu, nu = (jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params) for _ in range(2))
-        error = reference.per_worker(params, workers, error_dtype)
-        owner = jnp.zeros(buffer.real.shape, error_dtype)
+        error = reference.per_worker(params, workers, jnp.float32)
+        owner = jnp.zeros(buffer.real.shape, jnp.float32)
         zero = jnp.int32(0)
         return State(zero, zero, zero, zero, mu, nu, error, owner, zero, zero)
 
     def update(grads: Any, state: State, params: Any = None, abstain: Any = None) -> Any:
         leaves, tree = jax.tree.flatten(grads)
         due = (state.count == state.next) & (state.count < freeze_after)
-        ways = partial(in_floats, b1, b2, kappa, bits), partial(in_codes, b1)
+        ways = partial(in_floats, b1, b2, kappa), partial(in_codes, b1)
         state = lax.cond(due, *ways, leaves, state, abstain)
         n, k = jnp.maximum(state.count, 1), jnp.maximum(state.updates, 1)
         u = []
@@ -93,24 +88,15 @@ def zero_one_adam(
 
 
 def in_floats(
-    b1: float,
-    b2: float,
-    kappa: int,
-    bits: int | None,
-    leaves: list[jax.Array],
-    state: State,
-    abstain: Any,
+    b1: float, b2: float, kappa: int, leaves: list[jax.Array], state: State, abstain: Any
 ) -> State:
-    """A step that updates v, of gradients ``[W, ...]``, in float32 or in codes with feedback."""
+    """A step that updates v, of gradients ``[W, ...]``, in float32."""
     buffer = reference.buffer_of([g.shape[1:] for g in leaves], len(leaves[0]))
-    if bits is None:
-        x = buffer.join(leaves)
-        present = reference.takes_part(x, abstain)
-        message = reference.dense().encode(x, buffer, state.t)
-        mean = reference.bounded_mean(message, present, 0, jnp.inf)
-        mean = jnp.where(jnp.isfinite(mean), mean, 0)
-    else:
-        mean, present, state = agreed(bits, buffer, leaves, state, abstain)
+    x = buffer.join(leaves)
+    present = reference.takes_part(x, abstain)
+    message = reference.dense().encode(x, buffer, state.t)
+    mean = reference.bounded_mean(message, present, 0, jnp.inf)
+    mean = jnp.where(jnp.isfinite(mean), mean, 0)
     some, g = jnp.any(present), _in_tree(buffer.split(mean, [jnp.float32] * len(leaves)), state)
 
     def blended(b: float, old: Any, new: Any) -> Any:
@@ -130,25 +116,25 @@ def in_codes(b1: float, leaves: list[jax.Array], state: State, abstain: Any) -> 
     m = jax.tree.leaves(state.mu)
     buffer = reference.buffer_of([g.shape[1:] for g in leaves], len(leaves[0]))
     own = [b1 * x + (1 - b1) * g.astype(jnp.float32) for x, g in zip(m, leaves, strict=True)]
-    u, present, state = agreed(1, buffer, own, state, abstain)
+    u, present, state = agreed(buffer, own, state, abstain)
     parts, some = buffer.split(u, [jnp.float32] * len(leaves)), jnp.any(present)
     m = [jnp.where(some, new, old) for new, old in zip(parts, m, strict=True)]
     return _after(state, present)._replace(mu=_in_tree(m, state))
 
 
 def agreed(
-    bits: int, buffer: reference.Buffer, own: list[jax.Array], state: State, abstain: Any
+    buffer: reference.Buffer, own: list[jax.Array], state: State, abstain: Any
 ) -> tuple[jax.Array, jax.Array, State]:
-    """What comes back of the workers' own values in codes both ways, who took part, and the errors left."""
+    """What comes back of the workers' own values in one bit, who took part, and the errors left."""
     errors = jax.tree.leaves(state.error)
     x = buffer.join(own) + buffer.join(errors)
     present = reference.takes_part(x, abstain)
     u, owner, some = x[0], state.owner, jnp.any(present)
     if len(x) > 1:
-        codes = reference.midrise(bits)
+        codes = reference.midrise(1)
         message, top = codes.encode(x, buffer, state.t), codes.top(len(x))
         mean = reference.bounded_mean(message, present, top, jnp.inf)
-        u, owner = answer(mean, owner, buffer, bits)
+        u, owner = answer(mean, owner, buffer, 1)
         rest = buffer.split(x - reference.decode(message, top), [jnp.float32] * len(own))
         kept = [reference.saturate(r, e.dtype) for r, e in zip(rest, errors, strict=True)]
         errors = reference.unless_absent(present, kept, errors)

@@ -54,7 +54,6 @@ def powersgd(
     rank: int = 4,
     bits: int | None = None,
     seed: int = 0,
-    error_dtype: Any = jnp.float32,
 ) -> Simulator:
     """A transform of the low-rank mean gradient, all workers at once.
 
@@ -63,7 +62,6 @@ def powersgd(
       rank: ``r``.
       bits: of a code; None for floats.
       seed: of the first ``Q``.
-      error_dtype: of what is kept for the next step.
     """
     tx = optax.with_extra_args_support(tx)
 
@@ -71,7 +69,7 @@ def powersgd(
         leaves = jax.tree.leaves(params)
         q = [first_q(p.shape, rank, seed, i) for i, p in enumerate(leaves)]
         error = [
-            None if x is None and bits is None else jnp.zeros((workers, *p.shape), error_dtype)
+            None if x is None and bits is None else jnp.zeros((workers, *p.shape), jnp.float32)
             for x, p in zip(q, leaves, strict=True)
         ]
         return State(jnp.int32(0), q, error, tx.init(params), jnp.int32(0), jnp.int32(0))

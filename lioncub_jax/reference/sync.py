@@ -11,9 +11,6 @@ due, for the leaves in ``where``:
   saturated in their dtypes. An element whose mean is not finite counts as 0, and the owner's error
   stays there. A worker that does not take part, for a momentum that is not finite, keeps it. One worker
   alone does nothing.
-* **Adaptive**: with ``d = 1 - |mean_i mu_i|^2 / mean_i |mu_i|^2`` of all leaves together, before the sync,
-  the next gap is half of the last where ``W (1 - d) < threshold``, else twice, between ``shortest`` and
-  ``longest``; the first is ``shortest``.
 """
 
 from collections.abc import Callable
@@ -33,8 +30,6 @@ class Synced(NamedTuple):
     inner: Any  # of the simulator
     syncs: jax.Array  # int32[]: syncs done; each sends every chosen element once
     owner: jax.Array | None  # of the owners, one buffer float32[rows, 128]; None without codes
-    gap: jax.Array  # int32[]: of an adaptive sync, steps from the last to the next
-    next: jax.Array  # int32[]: of an adaptive sync, the step of the next
 
     @property
     def t(self) -> jax.Array:
@@ -49,59 +44,43 @@ class Synced(NamedTuple):
 
 def synced(
     simulator: Simulator,
-    due: Callable[[jax.Array], jax.Array] | None = None,
+    due: Callable[[jax.Array], jax.Array],
     where: Any = None,
     coded: bool | int = False,
-    adaptive: tuple[int, int, float] | None = None,
 ) -> Simulator:
     """Makes the momenta of a simulator alike at times; fits ``reference.optimizer``.
 
     Args:
       simulator: with ``t`` and local momentum ``mu`` in its state, such as ``reference.local_momentum()``.
-      due: whether there is a sync after a step, which counts from 1; None for never, or as ``adaptive``.
+      due: whether there is a sync after a step, which counts from 1.
       where: a tree of bools like the parameters, the leaves that are synced; None for all.
       coded: False for full precision, True or 1 for codes of one bit, or how many bits.
-      adaptive: ``(shortest, longest, threshold)`` in place of ``due``.
     """
     codes = reference.midrise(int(coded)) if coded else None
-    shortest = adaptive[0] if adaptive else 0
-    if adaptive and (due or coded):
-        raise ValueError(
-            "adaptive=...: the drift says when, in full precision; leave out due and coded"
-        )
 
     def init(params: Any, workers: int) -> Any:
         owner = None
         if codes:
             shapes = [p.shape for p in _chosen(params, where)]
             owner = jnp.zeros(reference.buffer_of(shapes, workers).real.shape, jnp.float32)
-        gap = jnp.int32(shortest)
-        return Synced(simulator.init(params, workers), jnp.int32(0), owner, gap, gap)
+        return Synced(simulator.init(params, workers), jnp.int32(0), owner)
 
     def update(grads: Any, state: Synced, params: Any = None, abstain: Any = None) -> Any:
         updates, inner = simulator.update(grads, state.inner, params, abstain)
         state = state._replace(inner=inner)
-        if due is None and adaptive is None:
-            return updates, state
-        now = due(inner.t) if due else inner.t >= state.next
-        return updates, lax.cond(now, sync, lambda state: state, state)
+        return updates, lax.cond(due(inner.t), sync, lambda state: state, state)
 
     def sync(state: Synced) -> Synced:
         mu, tree = jax.tree.flatten(state.mu)
         picked = _chosen(state.mu, where)
-        owner, gap = state.owner, state.gap
-        if adaptive:
-            half, twice = jnp.maximum(gap // 2, adaptive[0]), jnp.minimum(gap * 2, adaptive[1])
-            gap = jnp.where(_alike(picked) < adaptive[2], half, twice)
-        if codes is None:
-            alike = iter(jax.tree.leaves(reference.synced_mean(picked)))
-        else:
+        new, owner = list(map(_mean, picked)), None
+        if codes:
             new, owner = _in_codes(codes, picked, state)
-            alike = iter(new)
+        alike = iter(new)
         picks = [True] * len(mu) if where is None else jax.tree.leaves(where)
         mu = [next(alike) if pick else m for m, pick in zip(mu, picks, strict=True)]
         inner = state.inner._replace(mu=jax.tree.unflatten(tree, mu))
-        return Synced(inner, state.syncs + 1, owner, gap, state.t + gap)
+        return Synced(inner, state.syncs + 1, owner)
 
     return Simulator(init, update)
 
@@ -112,13 +91,9 @@ def _chosen(tree: Any, where: Any) -> list[Any]:
     return [x for x, pick in zip(leaves, picks, strict=True) if pick]
 
 
-def _alike(mu: list[jax.Array]) -> jax.Array:
-    """``W (1 - drift)`` of all leaves ``[W, ...]`` together."""
-    wide = [m.astype(jnp.float32) for m in mu]
-    common = sum((jnp.sum(jnp.mean(m, axis=0) ** 2) for m in wide), jnp.float32(0))
-    total = sum((jnp.sum(m**2) / len(m) for m in wide), jnp.float32(0))
-    drift = jnp.where(total > 0, 1 - common / jnp.where(total > 0, total, 1), 0)
-    return len(mu[0]) * (1 - drift) if mu else jnp.float32(0)
+def _mean(m: jax.Array) -> jax.Array:
+    mean = jnp.mean(m.astype(jnp.float32), axis=0).astype(m.dtype)
+    return jnp.broadcast_to(mean, m.shape)
 
 
 def _in_codes(

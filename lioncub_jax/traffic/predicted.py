@@ -19,7 +19,7 @@ from lioncub_jax.mesh.placement import check_arrays
 from lioncub_jax.mesh.specs import axes_of, shard_shape
 from lioncub_jax.optimizer import global_gradients
 from lioncub_jax.quantize import Quantizer
-from lioncub_jax.sync import Schedule, check_schedule, plan_of_codes
+from lioncub_jax.sync import Schedule, check_schedule, picks, plan_of_codes
 from lioncub_jax.traffic import compiled
 from lioncub_jax.wires import Sent, Wire
 
@@ -228,10 +228,10 @@ def sync_traffic(params: Any, workers: int, schedule: Schedule, where: Any = Non
       where: as in `sync_momentum`, a tree of bools or a function from the parameters to one.
 
     Returns:
-      A ``Traffic`` of the leaves that are chosen; one worker sends nothing, and so does ``never()``.
+      A ``Traffic`` of the leaves that are chosen; one worker sends nothing.
 
     Raises:
-      ValueError: for fewer than one worker, or a mask of another number of leaves.
+      ValueError: for fewer than one worker, or a mask of another tree than the parameters'.
       TypeError: if ``schedule`` is not a ``Schedule``, or the mask is not of bools.
 
     Example:
@@ -242,31 +242,19 @@ def sync_traffic(params: Any, workers: int, schedule: Schedule, where: Any = Non
     """
     checks.check_count(f"workers={workers!r}", workers)
     check_schedule(schedule)
-    leaves = _chosen(params, where)
+    chosen = picks(params, checks.as_mask("where", where))
+    leaves = [x for x, pick in zip(jax.tree.leaves(params), chosen, strict=True) if pick]
     size = sum(math.prod(leaf.shape) for leaf in leaves)
     scheme = f"momentum, {schedule.name}"
     sent: list[Sent] = []
     if workers > 1 and schedule.up is not None:
         asked = Asked(leaves, [frozenset()] * len(leaves), workers)
         sent += plan_of_codes(schedule, "workers").sends(asked)
-    elif workers > 1 and schedule.ever and size:
+    elif workers > 1 and size:
         # A mean square of each leaf travels with it, to tell the drift.
         sent.append(Sent("all-reduce", False, wires.mean_bytes(size + len(leaves), workers)))
     total = sum((one.sent_bytes for one in sent), 0.0)
     return Traffic(scheme, workers, size, total, 0.0, tuple(sent))
-
-
-def _chosen(params: Any, where: Any) -> list[Any]:
-    """The leaves that a mask picks."""
-    leaves = jax.tree.leaves(params)
-    where = checks.as_mask("where", where)
-    mask = where(params) if callable(where) else where
-    picks = [True] * len(leaves) if where is None else jax.tree.leaves(mask)
-    if len(picks) != len(leaves):
-        raise ValueError(
-            f"where has {len(picks)} leaves and the parameters have {len(leaves)}: give one bool for each"
-        )
-    return [leaf for leaf, pick in zip(leaves, picks, strict=True) if pick]
 
 
 def _shards(

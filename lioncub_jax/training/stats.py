@@ -59,7 +59,7 @@ def vote_stats(opt_state: Any) -> VoteStats | None:
 
 
 class DriftStats(NamedTuple):
-    """How far the workers' momenta were apart at the last sync or watch; same on every worker.
+    """How far the workers' momenta were apart at the last sync; same on every worker.
 
     Attributes:
       drift: ``float32[]``, the mean of ``by_leaf`` over the leaves that were measured.
@@ -82,7 +82,7 @@ def drift_stats(opt_state: Any) -> DriftStats | None:
 
     Args:
       opt_state: the state of a transform that holds a ``sync_momentum``, such as
-        ``lion_cub(..., sync=...)``. Syncs in codes do not measure the drift; ``watch=`` does.
+        ``lion_cub(..., sync=...)``. Syncs in codes do not measure the drift.
 
     Returns:
       ``DriftStats``; of several ``sync_momentum`` with a tuple of their trees ``by_leaf``. None if nothing

@@ -1,8 +1,0 @@
-"""``python -m lioncub_jax.cli`` is the command ``lioncub``."""
-
-import sys
-
-from lioncub_jax.cli import main
-
-if __name__ == "__main__":
-    sys.exit(main())
