@@ -415,7 +415,7 @@ def worker_step(
     owners: list[Any] = []
     numbers, updates = [], []
     if worker.workers == 1:
-        values, found, owners, kept = _alone(plan, worker, grads, kept, state.owner, abstain)
+        values, found, owners, kept = alone(plan, worker, grads, kept, state.owner, abstain)
         leaves, numbers = dict(enumerate(values)), [found]
     else:
         buckets = plan.buckets(grads, worker.workers)
@@ -717,7 +717,7 @@ def _real_only(rows: jax.Array, count: jax.Array | None) -> jax.Array:
     return rows if count is None else jnp.where(jnp.arange(ROW) < count[:, None], rows, 0)
 
 
-def _alone(
+def alone(
     plan: Plan, worker: Worker, grads: list[jax.Array], kept: Kept, owners: Any, abstain: Any
 ) -> tuple[list[jax.Array], Any, list[Any], Kept]:
     """One worker's step: nothing travels, so nothing is quantised, and nothing is left out or owed."""
@@ -776,7 +776,7 @@ def _step_in_group(
     layout.check_order([*state.mu, *state.error], [*cuts, *cuts])
     kept = Kept([x.value for x in state.mu], [x.value for x in state.error])
     if worker.workers == 1:
-        each, found, owners, kept = _alone(plan, worker, slices, kept, state.owner, abstain)
+        each, found, owners, kept = alone(plan, worker, slices, kept, state.owner, abstain)
         whole, numbers = [wires.from_group(x, plan.group) for x in each], [found]
     else:
         buckets = plan.buckets(slices, worker.workers)

@@ -17,7 +17,7 @@ import optax
 from jax import lax
 
 from lioncub_jax import checks, decide, exchange, layout, momentum, quantize, wires
-from lioncub_jax.exchange import Plan, Worker
+from lioncub_jax.exchange import Kept, Plan, Worker
 from lioncub_jax.layout import Flat, Holder
 from lioncub_jax.mesh import placement
 from lioncub_jax.mesh.specs import cut_of
@@ -320,7 +320,7 @@ def _gated_codes(
             counts = [exchange.slice_counts(plan, cut, device) for cut in slices]
         workers = wires.workers_on(plan.axis)
         worker = Worker(wires.worker_index(plan.axis), workers, count, counts)
-        exchanged = partial(_exchanged, plan, worker, chosen) if workers > 1 else _alone
+        exchanged = partial(_exchanged if workers > 1 else _alone, plan, worker, chosen)
         return lax.cond(syncs, exchanged, lambda *operands: operands, leaves, owner)
 
     # Results lie as what they replace.
@@ -351,13 +351,22 @@ def _exchanged(
     return leaves, tuple(Flat(x.owner, e.bucket) for x, e in zip(ballots, owner, strict=True))
 
 
-def _alone(leaves: list[jax.Array], owner: tuple[Flat, ...]) -> tuple[list[jax.Array], Any]:
+def _alone(
+    plan: Plan,
+    worker: Worker,
+    chosen: list[bool],
+    leaves: list[jax.Array],
+    owner: tuple[Flat, ...],
+) -> tuple[list[jax.Array], tuple[Flat, ...]]:
     """One worker codes nothing, and takes up what owners still owe who were more."""
-    leaves = list(leaves)
-    for flat in owner:
-        for i, error in layout.apart_all(flat.value.error, flat.bucket.pieces).items():
-            leaves[i] = quantize.saturated(leaves[i] + error, leaves[i].dtype)
-    return leaves, jax.tree.map(lambda x: 0 * x, owner)
+    nothing = [None] * len(leaves)
+    own, kept = _chosen_only(leaves, chosen), Kept(nothing, nothing)
+    values, (_, here), owed, _ = exchange.alone(plan, worker, own, kept, owner, None)
+    synced = [
+        quantize.saturated(jnp.where(here > 0, value, x), x.dtype) if pick else x
+        for value, x, pick in zip(wires.varying(values, plan.axis), leaves, chosen, strict=True)
+    ]
+    return synced, tuple(Flat(x, e.bucket) for x, e in zip(owed, owner, strict=True))
 
 
 # --- Of what

@@ -243,6 +243,20 @@ def test_a_worker_whose_momentum_is_not_finite_abstains_from_a_sync_in_codes(ran
     assert owed.any() and np.any(mu[there] != own[there])
 
 
+def test_one_whose_momentum_is_not_finite_does_not_take_up_what_owners_owe(ran):
+    """Alone, it abstains as among others: nothing changes, and nothing is lost."""
+    tx = coded_vote(S.coded(S.every(1)))
+
+    def strange(params):
+        state = tx.init(params)
+        mu = state.inner.mu | {"b": state.inner.mu["b"].at[2, 2].set(jnp.inf)}
+        owner = jax.tree.map(jnp.ones_like, state.owner)
+        return state._replace(inner=state.inner._replace(mu=mu), owner=owner)
+
+    _, state = ran({0: tx._replace(init=strange)}, some_gradients(1, steps=1))[0]
+    assert not state.inner.mu["a"].any() and np.all(state.owner[0].value.error == 1)
+
+
 def test_an_empty_tree_has_nothing_to_sync(ran):
     """As a group of leaves that no leaf belongs to is for optax.partition."""
     schedules = S.every(1), S.coded(S.every(1))
