@@ -40,11 +40,6 @@ class Layout(NamedTuple):
         """How a batch is cut: the devices of a tensor axis work on the same rows."""
         return P(tuple(n for n in self.mesh.axis_names if n != "tensor"))
 
-    @property
-    def rows_of_worker(self) -> int:
-        """Into how many parts a worker's batch is cut."""
-        return self.size(GROUP, "fsdp")
-
     def size(self, *names: str) -> int:
         return math.prod(self.mesh.shape.get(name, 1) for name in names)
 
