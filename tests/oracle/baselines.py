@@ -1,0 +1,141 @@
+"""The baselines on one page, in the manner of `lion`: workers are a leading array axis.
+
+* **Mean.** SGD, AdamW and Lion see ``sum_i g_i / W`` in float32; nobody abstains.
+* **signSGD and SIGNUM** are ``lion.local_momentum(b, b)`` with ``b`` 0, or the momentum.
+* **EF-signSGD.** Of ``-lr g_i`` in codes of one bit each way, with the errors of both sides.
+* **DiLoCo.** Nesterov SGD of the mean of what workers hand over: in float32; or in codes both ways.
+* **TernGrad.** Each leaf is clipped at ``clip`` root mean squares, divided by the largest magnitude of
+  all who take part, and rounded at random to -1, 0 or 1; the sum of these times the scale, over the
+  workers that take part, comes back.
+* **QSGD.** ``floor(x / step + noise)``, clipped at ``s = 2**(bits-1) - 1``, with the step ``max|x| / s`` of
+  each row rounded up to bfloat16, 0 if below 2**-126, and at most the largest bfloat16. The mean of what
+  is decoded goes into a trace; an element where it is not finite is as with nobody there.
+* **One worker** quantizes nothing.
+
+All but `ef_signsgd` and `diloco`, which need the learning rate themselves, fit
+``lion.optimizer(simulator, learning_rate, weight_decay, mask)``.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from oracle.coding import Votes, bounded_mean, buffer_of, levels, saturate, whole
+from oracle.lion import errors, fed_back, simulator, takes_part, widest
+
+
+def averaged(tx):
+    """Any optax transform of the mean gradient: ``optax.trace(0.9)``, ``optax.adamw(1e-3)``."""
+    tx = optax.with_extra_args_support(tx)
+
+    def memory(params, workers):
+        return {"inner": tx.init(params)}
+
+    def step(g, state, params, abstain):
+        mean = jax.tree.map(lambda g: (jnp.sum(_f32(g), axis=0) / len(g)).astype(g.dtype), g)
+        updates, inner = tx.update(mean, state.inner, params)
+        return updates, np.ones(len(abstain), bool), {"inner": inner}
+
+    return simulator(memory, step)
+
+
+def ef_signsgd(learning_rate, weight_decay=0.0):
+    """EF-signSGD both ways; updates have their learning rate, a number or a function of ``t``."""
+
+    def step(g, state, params, abstain):
+        lr = learning_rate(state.t) if callable(learning_rate) else learning_rate
+        buffer = buffer_of(g)
+        own = jax.tree.map(lambda g: jnp.asarray(-lr, g.dtype) * g, g)
+        u, present, changed = fed_back(1, buffer, buffer.join(own), state, abstain)
+        updates = buffer.split(u, g)
+        if weight_decay:
+            updates = jax.tree.map(lambda u, p: u - (lr * weight_decay) * p, updates, params)
+        return updates, present, changed
+
+    return simulator(errors, step)
+
+
+def diloco(learning_rate=0.7, momentum=0.9, bits=None):
+    """The outer optimizer of DiLoCo, of differences; updates have their learning rate."""
+    outer = optax.sgd(learning_rate, momentum, nesterov=True)
+    if bits is None:
+        return averaged(outer)
+
+    def memory(params, workers):
+        return errors(params, workers) | {"inner": outer.init(params)}
+
+    def step(g, state, params, abstain):
+        buffer = buffer_of(g)
+        u, present, changed = fed_back(bits, buffer, buffer.join(g), state, abstain)
+        updates, inner = outer.update(buffer.split(u, g), state.inner, params)
+        return updates, present, changed | {"inner": inner}
+
+    return simulator(memory, step)
+
+
+def terngrad(clip=2.5, seed=0, momentum=0.0):
+    """The mean of stochastic ternary codes in units that the workers share, and a trace of it."""
+
+    def memory(params, workers):
+        return {"mu": jax.tree.map(jnp.zeros_like, params) if momentum else ()}
+
+    def step(g, state, params, abstain):
+        buffer = buffer_of(g)
+        present = takes_part(buffer.join(g), abstain)[:, 0, 0]
+        mean = jax.tree.map(lambda g: jnp.where(present[0], g[0], 0), g)
+        if len(present) > 1:
+            mean = ternary_mean(g, present, buffer, state.t)
+        if not momentum:
+            return mean, present, {}
+        mean = jax.tree.map(lambda u, m: u + momentum * m, mean, state.mu)
+        return mean, present, {"mu": mean}
+
+    def ternary_mean(g, present, buffer, t):
+        leaves, tree = jax.tree.flatten(g)
+        shares, scales = zip(*(in_units(_f32(leaf), present) for leaf in leaves), strict=True)
+        level = jnp.clip(whole(buffer.join(shares), buffer, t, seed), -1, 1)
+        sums = jnp.sum(jnp.where(present[:, None, None], level, 0), axis=0)
+        number = jnp.maximum(jnp.sum(present), 1).astype(jnp.float32)
+        parts = zip(buffer.split(sums, shares), jnp.stack(scales) / number, leaves, strict=True)
+        return jax.tree.unflatten(tree, [(x * unit).astype(g.dtype) for x, unit, g in parts])
+
+    def in_units(leaf, present):
+        """What each worker sends before it is rounded, and the unit that all share."""
+        x = leaf.reshape(len(leaf), leaf[0].size)
+        largest, limit = jnp.max(jnp.abs(x), axis=1, initial=0.0), jnp.inf
+        if clip is not None:
+            limit = clip * jnp.sqrt(jnp.sum(x * x, axis=1) / max(x.shape[1], 1))[:, None]
+            largest = jnp.minimum(largest, limit[:, 0])
+        scale = jnp.max(jnp.where(present, largest, 0))
+        share = jnp.clip(x, -limit, limit) / jnp.where(scale > 0, scale, 1)
+        return share.reshape(leaf.shape), scale
+
+    return simulator(memory, step)
+
+
+def qsgd(bits=4, seed=0, momentum=0.0):
+    """The mean of stochastic levels of each row's norm, and a trace of it."""
+
+    def memory(params, workers):
+        rows = buffer_of(jax.tree.map(lambda p: p[None], params)).real.shape
+        return {"mu": jnp.zeros(rows, widest(params))}
+
+    def step(g, state, params, abstain):
+        buffer, kind = buffer_of(g), widest(g)
+        x = buffer.join(g)
+        present = takes_part(x, abstain)
+        mean = x[0]
+        if len(x) > 1:
+            mean = bounded_mean(Votes(*levels(bits, seed).encode(x, buffer, state.t), present))
+        known = jnp.any(present) & jnp.isfinite(mean)
+        mean = saturate(jnp.where(known, mean, 0), kind)
+        mean = saturate(mean + momentum * state.mu, kind)
+        mu = jnp.where(known, mean, state.mu)
+        return buffer.split(jnp.where(known, mean, 0), g), present, {"mu": mu}
+
+    return simulator(memory, step)
+
+
+def _f32(x):
+    return x.astype(jnp.float32)

@@ -1,0 +1,280 @@
+"""Lion of many workers on one page: who votes, what is decided, and where the momentum is.
+
+This is the oracle of the tests, and a simulator of many workers on one device. It shares no code with
+the package. Workers ``i = 0 .. W-1`` are the leading axis of arrays; `coding` has rows, codes and means.
+
+* **Who votes.** A worker with a value that is not finite abstains from the step, and so does one that
+  is asked to; its momentum and error stay. With mid-rise codes a worker does not vote on a row whose
+  values are all exactly zero. With mid-tread codes everybody votes, and an abstainer sends zero.
+* **Who is late** sends its message as all do, and its momentum and error move on; but the message misses
+  the step, and counts in the next one, as one more of the ``N``.
+* **Decision.** With ``S`` the sum of the levels of the ``N`` workers that vote on a row, the update is the
+  sign of ``S``; a tie takes the coin (``majority``) or is 0 (``ternary_sum``); ``average`` is ``S`` over N
+  times the largest level. Where nobody votes it is 0. Updates have the dtype of the gradient.
+* **Local momentum.** Worker i encodes ``b1 mu_i + (1-b1) g_i`` and keeps ``b2 mu_i + (1-b2) g_i``.
+* **Momentum at the owner.** Worker i encodes ``g_i``, with error feedback ``x_i = g_i + e_i``, and keeps
+  ``e_i = x_i - decoded``, or a share of that. The mean of what is decoded goes into one Lion for all.
+  Its sign is the update; a zero takes the coin, unless the row is all zeros, padding included. The
+  dominance is by default a quarter of the workers, at least 2, and of rotated codes infinite; unless it
+  is, the step of a row without a gradient is 0, whatever the error is. With nobody there, nothing
+  changes; an element whose mean is not finite keeps its momentum, and its update is that of a zero.
+* **One worker** sends nothing: its update is the exact sign, and nothing is quantized.
+
+Sources: Lion (arXiv 2302.06675), Distributed Lion (2404.00438), Lion Cub (2411.16462). The rules for
+zeros, ties and abstention, mid-rise codes of more than one bit, and momentum at the owner are ours.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from oracle.coding import (
+    Votes,
+    both_ways,
+    bounded_mean,
+    buffer_of,
+    coin,
+    dense,
+    midrise,
+    not_rotated,
+    saturate,
+    sign,
+    words,
+)
+
+
+class State(dict):
+    """What is remembered, by name: of workers leaves ``[W, ...]``, of owners one buffer ``[rows, 128]``."""
+
+    def __getattr__(self, name):
+        if name in self:
+            return self[name]
+        raise AttributeError(name)
+
+
+jax.tree_util.register_pytree_with_keys(
+    State,
+    lambda state: ([(jax.tree_util.GetAttrKey(n), x) for n, x in state.items()], tuple(state)),
+    lambda names, x: State(zip(names, x, strict=True)),
+)
+
+
+class Simulator(NamedTuple):
+    """All workers at once; updates are what they agreed on, shaped like the parameters."""
+
+    init: Callable[..., State]  # (params, W)
+    update: Callable[..., Any]  # (grads [W, ...], state, params=None, abstain bool[W]=None)
+
+
+def simulator(memory, step):
+    """Of a method's own memory, and of a step of it.
+
+    Args:
+      memory: ``(params, W)`` to what the method remembers, by name.
+      step: ``(grads, state, params, abstain)`` to updates, who took part, and what changed in the memory.
+    """
+
+    def init(params, workers, **how):
+        zero = jnp.int32(0)
+        return State(t=zero, abstained=zero, abstentions=zero, **memory(params, workers, **how))
+
+    def update(grads, state, params=None, abstain=None, **how):
+        if abstain is None:
+            abstain = np.zeros(len(jax.tree.leaves(grads)[0]), bool)
+        updates, present, changed = step(grads, state, params, abstain, **how)
+        away = jnp.sum(~present, dtype=jnp.int32)
+        counted = {"t": state.t + 1, "abstained": away, "abstentions": state.abstentions + away}
+        return updates, State(state | counted | changed)
+
+    return Simulator(init, update)
+
+
+def takes_part(x, abstain):
+    """``bool[W, 1, 1]``: workers that are not asked to abstain and whose values are finite."""
+    return jnp.all(jnp.isfinite(x), axis=(1, 2), keepdims=True) & ~abstain[:, None, None]
+
+
+def kept(present, new, old):
+    """Leaves ``[W, ...]``, in their dtypes: new ones of workers that take part, old ones of the others."""
+
+    def leaf(new, old):
+        here = present.reshape(-1, *[1] * (new.ndim - 1))
+        return jnp.where(here, saturate(new, old.dtype), old)
+
+    return jax.tree.map(leaf, new, old)
+
+
+def per_worker(params, workers, dtype=None):
+    """Zeros, leaves ``[W, ...]``."""
+    return jax.tree.map(lambda p: jnp.zeros((workers, *p.shape), dtype or p.dtype), params)
+
+
+def blend(b, new, old):
+    """``(1-b) new + b old``."""
+    return jax.tree.map(lambda new, old: (1 - b) * new + b * old, new, old)
+
+
+def widest(tree):
+    """The dtype of one buffer for all leaves."""
+    leaves = jax.tree.leaves(tree)
+    return jnp.result_type(*(leaf.dtype for leaf in [x for x in leaves if x.size] or leaves))
+
+
+# --- The decision, by the margin; `reach` is the largest it could be, or says whether a row moves at all
+
+
+def counted(votes, most, workers):
+    """The sum of the levels of each element, and of each row the largest that it could be."""
+    margin = jnp.sum(jnp.where(votes.here, votes.level, 0), axis=0)
+    here = votes.here
+    if most % 1 == 0:  # whole levels have a zero, which is what an abstainer sends
+        here |= (jnp.arange(len(here)) < workers)[:, None, None]
+    return margin, most * jnp.sum(here, axis=0)
+
+
+def majority(margin, reach, coins):
+    """The sign; a tie takes the coin. Distributed Lion "MaVo", Lion Cub."""
+    return jnp.where(margin == 0, 2 * coins - 1, jnp.sign(margin)) * (reach > 0)
+
+
+def ternary_sum(margin, reach, coins):
+    """The sign; a tie is 0."""
+    return jnp.sign(margin)
+
+
+def average(margin, reach, coins):
+    """The mean vote, in [-1, 1]. Distributed Lion "Avg"."""
+    return margin / jnp.where(reach > 0, reach, 1)
+
+
+# --- One step of all workers
+
+
+def local_momentum(b1=0.9, b2=0.99, mu_dtype=None, codes=None, decide=None):
+    """Every worker votes with its own blend and has its own momentum: Distributed Lion, Lion Cub."""
+    codes = codes or sign()
+    decide = decide or (majority if codes.most(1) % 1 else ternary_sum)
+
+    def memory(params, workers, late=False):
+        mu = per_worker(params, workers, mu_dtype)
+        return {"mu": mu, "ties": jnp.float32(0), "missed": none_late(mu, codes) if late else None}
+
+    def step(g, state, params, abstain, late=None, places=words):
+        buffer, mu, workers = buffer_of(g, places), state.mu, len(abstain)
+        # One worker codes nothing: the optimizer's own arithmetic.
+        many = workers > 1
+        coded, rule = (codes, decide) if many else (dense(), ternary_sum)
+        x = blend(b1, buffer.join(g), buffer.join(mu)) if many else buffer.join(blend(b1, g, mu))
+        present = takes_part(x, abstain)
+        votes = Votes(*coded.encode(x, buffer, state.t), (x != 0).any(-1, keepdims=True) & present)
+        votes, missed = with_late(votes, state.missed, late)
+        margin, reach = counted(votes, coded.most(workers), workers)
+        u = rule(margin, reach, coin(buffer, state.t))
+        ties = jnp.sum((margin == 0) & (reach > 0) & buffer.real, dtype=jnp.float32)
+        changed = {"mu": kept(present, blend(b2, g, mu), mu), "ties": ties, "missed": missed}
+        return buffer.split(u, g), present, changed
+
+    return simulator(memory, step)
+
+
+def momentum_at_owner(b1=0.9, b2=0.99, codes=None, dominance=None, decide=majority, trim=0):
+    """Workers send gradients, with the feedback of their codes, to one Lion."""
+    codes = codes or midrise(3)
+
+    def memory(params, workers, late=False):
+        error = per_worker(params, workers, codes.feedback)
+        mu = jnp.zeros(buffer_of(error).real.shape, widest(params))
+        return {
+            "mu": mu, "error": error if codes.feedback else None,
+            "ties": jnp.float32(0), "missed": none_late(error, codes) if late else None,
+        }  # fmt: skip
+
+    def step(g, state, params, abstain, late=None, places=words):
+        buffer, mu, t, workers = buffer_of(g, places), state.mu, state.t, len(abstain)
+        coded, rule = (codes, decide) if workers > 1 else (dense(), ternary_sum)
+        usual = max(2.0, workers / 4) if codes.back is not_rotated else np.inf
+        most = usual if dominance is None else dominance
+        x, error = buffer.join(g), state.error
+        speaks = (x != 0).any(-1, keepdims=True) | (error is None or most == np.inf)
+        x = x if error is None else x + buffer.join(error)
+        level, unit = coded.encode(x, buffer, t)
+        unit, present = jnp.where(speaks, unit, 0), takes_part(x, abstain)
+        votes = Votes(level, unit, jnp.broadcast_to(present, unit.shape))
+        votes, missed = with_late(votes, state.missed, late)
+        mean = coded.back(bounded_mean(votes, most, trim), buffer, t)
+        known = jnp.any(votes.here) & jnp.isfinite(mean)
+        mean = saturate(jnp.where(known, mean, 0), widest(g))
+        c = jnp.where(known, blend(b1, mean, mu), 0)
+        moves = jnp.any(c != 0, axis=-1, keepdims=True)
+        u = rule(c, moves, coin(buffer, t))
+        mu = jnp.where(known, saturate(blend(b2, mean, mu), mu.dtype), mu)
+        if error is not None:
+            rest = codes.keep * (x - coded.back(level * unit, buffer, t))
+            error = kept(present, buffer.split(rest, error), error)
+        ties = jnp.sum((c == 0) & moves & buffer.real & (workers > 1), dtype=jnp.float32)
+        changed = {"mu": mu, "error": error, "ties": ties, "missed": missed}
+        return buffer.split(u, g), present, changed
+
+    return simulator(memory, step)
+
+
+def none_late(workers_own, codes):
+    """Room for messages that miss a step, and nobody's there."""
+    assert codes.back is not_rotated, "rotated anew in each step: no common mean of two steps"
+    x = jnp.zeros((len(jax.tree.leaves(workers_own)[0]), *buffer_of(workers_own).real.shape))
+    return Votes(x, x[..., :1], x[..., :1] > 0)
+
+
+def with_late(now, missed, late):
+    """What a step counts, ``[2W, ...]`` with what was late in the one before, and what misses it."""
+    if missed is None:
+        assert late is None, "there is no room for what misses a step; start with late=True"
+        return now, None
+    away = jnp.zeros((len(now.here), 1, 1), bool) if late is None else late[:, None, None]
+    on_time = now._replace(here=now.here & ~away)
+    both = jax.tree.map(lambda *x: jnp.concatenate(x), on_time, missed)
+    return both, now._replace(here=now.here & away)
+
+
+# --- Codes both ways, with the errors of both sides
+
+
+def errors(params, workers):
+    """The memory of `fed_back`."""
+    error = per_worker(params, workers, jnp.float32)
+    return {"error": error, "owner": jnp.zeros(buffer_of(error).real.shape)}
+
+
+def fed_back(p, buffer, x, state, abstain):
+    """What comes back of ``x`` in codes of ``p`` bits each way, who took part, and both sides' errors."""
+    x = x + buffer.join(state.error)
+    present = takes_part(x, abstain)
+    u, rest, owner = both_ways(midrise(p), p, buffer, x, present, state.owner, state.t)
+    error = kept(present, buffer.split(rest, state.error), state.error)
+    return u, present, {"error": error, "owner": owner}
+
+
+# --- And at last, the optimizers
+
+
+def optimizer(votes, learning_rate, weight_decay=1e-3, mask=None):
+    """Makes of votes ``u`` the updates ``-lr (u + wd p)``.
+
+    Args:
+      votes: a simulator.
+      learning_rate: a number, or a function of the steps taken before.
+      weight_decay: decoupled, as in Lion.
+      mask: a tree of bools, the leaves that decay; None for all.
+    """
+
+    def update(grads, state, params, abstain=None, **how):
+        lr = learning_rate(state.t) if callable(learning_rate) else learning_rate
+        u, state = votes.update(grads, state, params, abstain, **how)
+        decays = jax.tree.map(lambda p: True, params) if mask is None else mask
+        decay = jax.tree.map(lambda p, yes: weight_decay * p if yes else 0, params, decays)
+        return jax.tree.map(lambda u, d: (-lr * (u + d)).astype(u.dtype), u, decay), state
+
+    return Simulator(votes.init, update)
