@@ -4,7 +4,7 @@ The optimizers and the training step are here; parts to choose from are in names
 `wires`, `momentum` and `sync` (what a vote is made of), `mesh` and `training`, `checkpoint`, `watch`
 (programs that would send more than votes), `kernels` (what a TPU wants otherwise), `traffic` (bytes),
 `planner` (step times), `lab` (a network to try it on), `faults` (liars, replicas that differ), `elastic`
-(a run that goes on when a worker dies), `baselines` and `reference`. Those that need orbax, rich or
+(a run that goes on when a worker dies), and `baselines`. Those that need orbax, rich or
 matplotlib are loaded when they are first used.
 """
 
@@ -27,16 +27,14 @@ from lioncub_jax.optimizer import (
 )
 from lioncub_jax.sync import sync_momentum
 from lioncub_jax.training import (
-    StatefulLoss,
-    TrainState,
+    StepState,
     TrainStep,
-    drift_stats,
     from_nnx,
     init_state,
     local_value_and_grad,
     make_train_step,
+    metrics,
     on_mesh,
-    vote_stats,
     worker_value_and_grad,
 )
 from lioncub_jax.watch import check_votes
@@ -44,15 +42,14 @@ from lioncub_jax.watch import check_votes
 watch.start()
 
 if TYPE_CHECKING:
-    from lioncub_jax import baselines, checkpoint, elastic, faults, lab, planner, reference, traffic
+    from lioncub_jax import baselines, checkpoint, elastic, faults, lab, planner, traffic
     from lioncub_jax.checkpoint import Checkpoints, stop_on_sigterm
 
     __version__: str
 
 __all__ = [
     "Checkpoints",
-    "StatefulLoss",
-    "TrainState",
+    "StepState",
     "TrainStep",
     "Workers",
     "baselines",
@@ -62,7 +59,6 @@ __all__ = [
     "communicate",
     "decide",
     "distributed_lion",
-    "drift_stats",
     "elastic",
     "faults",
     "from_nnx",
@@ -74,12 +70,12 @@ __all__ = [
     "local_value_and_grad",
     "make_train_step",
     "mesh",
+    "metrics",
     "momentum",
     "on_mesh",
     "owner_lion",
     "planner",
     "quantize",
-    "reference",
     "scale_by_distributed_lion",
     "scale_by_lion_cub",
     "scale_by_owner_lion",
@@ -88,7 +84,6 @@ __all__ = [
     "sync_momentum",
     "traffic",
     "training",
-    "vote_stats",
     "watch",
     "wires",
     "worker_value_and_grad",
@@ -102,7 +97,6 @@ _NAMESPACES = {
     "faults",
     "lab",
     "planner",
-    "reference",
     "traffic",
 }
 _FROM = {"Checkpoints": "checkpoint", "stop_on_sigterm": "checkpoint"}

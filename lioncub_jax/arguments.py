@@ -1,11 +1,20 @@
-"""One argument: the numbers and dtypes that are refused when a part or a transform is built."""
+"""Checks of single arguments, and the decorator for classes of traced numbers."""
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+Part = TypeVar("Part")
+
+
+@dataclass_transform(frozen_default=True)
+def part(cls: type[Part]) -> type[Part]:
+    """A class of parts: a frozen dataclass, and a pytree, so that numbers in it may be traced arrays."""
+    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True, eq=False)(cls))
 
 
 def check_number(
@@ -18,12 +27,12 @@ def check_number(
       x: a number, or an array of one.
       fits: whether it will do; not asked where only a run knows.
       said: what is allowed, and what to do.
-      static: of a number that says what is compiled, and so is no array: int or float.
+      static: int or float, if the number must be known at compile time and so cannot be an array.
     """
     if static and isinstance(x, jax.Array):
         raise ValueError(
             f"{given}: this says what is compiled, and optax.inject_hyperparams made an array of it; name "
-            'the argument in its static_args, as "axis_name" is'
+            'the argument in its static_args, as "workers" is'
         )
     if isinstance(x, jax.core.Tracer):
         return
@@ -51,3 +60,29 @@ def check_floating(argument: str, dtype: Any) -> None:
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         name = None if dtype is None else jnp.dtype(dtype).name
         raise ValueError(f"{argument}={name}: give a floating dtype, such as float32 or bfloat16")
+
+
+def check_count(given: str, n: Any, wanted: str = "a whole number of at least 1") -> None:
+    """Raises ``ValueError`` for anything but a whole number of at least 1; ``given`` is how it came."""
+    check_number(given, n, lambda n: n >= 1, f"give {wanted}", int)
+
+
+def check_betas(**betas: Any) -> None:
+    """Raises ``ValueError`` for a beta or momentum outside [0, 1), where its value is known."""
+    for name, beta in betas.items():
+        said = "give a number in [0, 1), such as 0.9"
+        check_number(f"{name}={beta!r}", beta, lambda beta: 0 <= beta < 1, said)
+
+
+def check_mu_dtype(dtype: Any) -> None:
+    """Raises ``ValueError`` for a momentum that would not be floating."""
+    if dtype is not None:
+        check_floating("mu_dtype", dtype)
+
+
+def check_kinds(**parts: tuple[Any, type]) -> None:
+    """Raises ``TypeError`` for a part that is not what its name says."""
+    for name, (given, kind) in parts.items():
+        if not isinstance(given, kind):
+            built = "what a function that builds one returns, called, such as quantize.sign() and not sign"
+            raise TypeError(f"{name}={given!r} is not a {kind.__name__}: give {built}")

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lioncub_jax import kernels
+from lioncub_jax import kernels, xla
 
 ROW = kernels.LANES  # elements
 BLOCK = kernels.BLOCK  # rows, one bit of a word each
@@ -34,8 +34,8 @@ WORDS_PER_ROW = ROW // BLOCK  # on average: a block of 32 rows takes 128 words
 # groups of this size, then the groups' sums, so that the program stays small.
 _GROUP = 255
 # Packing has two stages: rows r, r + 4, .. r + 28 are joined to a word whose eight nibbles hold four bits
-# of each of their codes, then every fourth bit of four such words, of neighbouring rows, to one of a plane.
-# So the first and costly stage runs over 512 neighbouring elements, which a CPU does in vectors.
+# of each of their codes, then every fourth bit of four such words, of neighboring rows, to one of a plane.
+# So the first and costly stage runs over 512 neighboring elements, which a CPU does in vectors.
 _APART = 4
 _STRIPES = BLOCK // _APART
 _EVERY_FOURTH = 0x11111111
@@ -76,7 +76,7 @@ def pack(codes: jax.Array, p: int = 1, zeros: jax.Array | None = None) -> list[j
     if kernels.for_tpu() and rows % BLOCK == 0:
         flat = codes.astype(jnp.uint32).reshape(-1, ROW)
         planes = [x.reshape(*lead, -1) for x in kernels.pack(flat, p)]
-        return planes if zeros is None else _aside(planes, zeros)
+        return planes if zeros is None else _set_zero_signs(planes, zeros)
     sides = [None, None] if zeros is None else _in_blocks(zeros, rows)
     parts, planes = [], []
     for x, side in zip(_rows_in_blocks(codes), sides, strict=False):
@@ -86,8 +86,8 @@ def pack(codes: jax.Array, p: int = 1, zeros: jax.Array | None = None) -> list[j
     return planes
 
 
-def _aside(planes: Sequence[jax.Array], zeros: jax.Array) -> list[jax.Array]:
-    """Gives elements without a mark the side that ``zeros`` says, bit by bit."""
+def _set_zero_signs(planes: Sequence[jax.Array], zeros: jax.Array) -> list[jax.Array]:
+    """Gives elements without a mark the side in ``zeros``, bit by bit."""
     *lower, upper, marks = planes
     aside = zeros & ~marks
     return [*[x & ~aside for x in lower], upper | aside, marks]
@@ -99,23 +99,18 @@ def _pack_blocks(codes: jax.Array, p: int, zeros: jax.Array | None) -> list[jax.
     striped = codes.astype(jnp.uint32).reshape(*lead, _STRIPES, _APART, lanes)
     at = (_APART * jnp.arange(_STRIPES, dtype=jnp.uint32))[:, None, None]
     row = jnp.arange(_APART, dtype=jnp.uint32)[:, None]
-    stripes, mine = [], striped
+    stripes, nibbles = [], striped
     for k in range(p):
         if k % _APART == 0:
             four = striped >> k if k else striped
-            mine = _any((four & 0xF if p > _APART else four) << at, len(lead))
-        stripes.append((mine >> (k % _APART)) & _EVERY_FOURTH)
+            nibbles = _any((four & 0xF if p > _APART else four) << at, len(lead))
+        stripes.append((nibbles >> (k % _APART)) & _EVERY_FOURTH)
     if zeros is not None:
-        stripes = _aside(stripes, (zeros[..., None, :] >> row) & _EVERY_FOURTH)
+        stripes = _set_zero_signs(stripes, (zeros[..., None, :] >> row) & _EVERY_FOURTH)
     for k, x in enumerate(stripes):
         stripes[k] = x << row
-    # Reduced and not written out: of a reduction the results are kept, and not made anew for each use.
-    return list(lax.reduce(stripes, [jnp.uint32(0)] * p, or_each, (len(lead),)))
-
-
-def or_each(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[jax.Array]:
-    """Or of several pairs, for ``lax.reduce``."""
-    return list(map(operator.or_, a, b))
+    # A reduction, because XLA stores its result; a sum of terms would be computed again for each use.
+    return xla.reduced([operator.or_] * p, stripes, len(lead))
 
 
 def _rows_in_blocks(x: jax.Array) -> list[jax.Array]:
@@ -166,11 +161,12 @@ def unpack(planes: jax.Array | Sequence[jax.Array], rows: int) -> jax.Array:
     return functools.reduce(operator.or_, [_bits(x, rows) << k for k, x in enumerate(planes)])
 
 
-def unpack_once(planes: Sequence[jax.Array], rows: int) -> jax.Array:
-    """``unpack`` to the smallest integers, each made once and kept, for results in the shapes of leaves.
+def unpack_stored(planes: Sequence[jax.Array], rows: int) -> jax.Array:
+    """Like `unpack`, as the smallest integer type, and stored in memory before it is reshaped to a leaf.
 
-    On a CPU the rows of a result of any other shape than theirs are found element by element, a multiple
-    of the time; what XLA is to keep must be a reduction, of which the consumer makes use twice.
+    XLA for CPU fuses the unpacking into the reshape and then indexes element by element, which is several
+    times slower. A reduction whose result is used twice is not fused, so the codes are the result of a
+    reduction here.
 
     Args:
       planes: ``uint32[..., 4 rows]`` each.
@@ -185,14 +181,6 @@ def unpack_once(planes: Sequence[jax.Array], rows: int) -> jax.Array:
     several = jnp.stack([*planes, jnp.zeros_like(planes[0])] if len(planes) == 1 else list(planes))
     at = jnp.arange(len(several), dtype=dtype).reshape(-1, *[1] * planes[0].ndim, 1)
     return _any(_bits(several, rows).astype(dtype) << at, 0)
-
-
-def made_once(x: jax.Array) -> jax.Array:
-    """The same values, which XLA makes once and keeps, and does not make anew for each that uses a part."""
-    words = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
-    # It keeps the results of reductions, and cannot see that there is nothing in the second half of this.
-    first = jnp.arange(2).reshape(2, *[1] * x.ndim) == 0
-    return lax.bitcast_convert_type(_any(jnp.where(first, words, 0), 0), x.dtype)
 
 
 def _bits(words: jax.Array, rows: int) -> jax.Array:
@@ -292,8 +280,8 @@ def tally(planes: Sequence[jax.Array]) -> list[jax.Array]:
     workers = planes[0].shape[0]
     width, whole = sum_bits(workers, len(planes)), workers - workers % _GROUP
     if workers <= _GROUP:
-        # Each keeps its axis of length one: a squeeze that XLA moves out of the adders takes it as many
-        # turns of its passes over the whole program as there are adders in a row.
+        # Each column keeps an axis of length 1. XLA moves a squeeze through one adder in each compiler
+        # pass, and runs all passes again: slow to compile.
         columns = [[x[i : i + 1] for i in range(workers)] for x in planes]
         return [x[0] for x in _carry_save(columns, width)]
     groups = [x[:whole].reshape(-1, _GROUP, *x.shape[1:]) for x in planes]
@@ -333,14 +321,7 @@ def full_adder(a: jax.Array, b: jax.Array, c: jax.Array) -> tuple[jax.Array, jax
 
 def add(a: Sequence[jax.Array], b: Sequence[jax.Array], width: int) -> list[jax.Array]:
     """Adds two numbers given as planes, least significant first, and keeps ``width`` planes."""
-    zero = a[0] & 0
-    a = [*a, *[zero] * (width - len(a))]
-    b = [*b, *[zero] * (width - len(b))]
-    carry, sums = zero, []
-    for x, y in zip(a, b, strict=True):
-        s, carry = full_adder(x, y, carry)
-        sums.append(s)
-    return sums
+    return _carry_save([[*a[k : k + 1], *b[k : k + 1]] for k in range(width)], width)
 
 
 def times(planes: Sequence[jax.Array], factor: int, width: int) -> list[jax.Array]:
@@ -386,11 +367,6 @@ def compare(
     return greater, equal
 
 
-def as_mask(bit: jax.Array) -> jax.Array:
-    """Spreads a zero or one over a whole word: 0 stays 0, 1 becomes 0xFFFFFFFF."""
-    return jnp.uint32(0) - bit.astype(jnp.uint32)
-
-
 # --- Fair bits
 
 _TIES, _ZEROS, _ORDER, _LANES = 0x9E3779B9, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F
@@ -399,8 +375,8 @@ _TIES, _ZEROS, _ORDER, _LANES = 0x9E3779B9, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F
 def coin(first_word: jax.Array | int, words: int, step: jax.Array | int) -> jax.Array:
     """Fair bits that every worker computes alike, from the element's place and the step.
 
-    A tie needs a rule that favours neither sign and is the same everywhere. These bits are a hash
-    (MurmurHash3's finaliser) of the word's index and the step, so no key travels and a run repeats.
+    A tie needs a rule that favors neither sign and is the same everywhere. These bits are a hash
+    (MurmurHash3's finalizer) of the word's index and the step, so no key travels and a run repeats.
 
     Args:
       first_word: ``uint32[]`` or int, the word of the flat buffer where these bits begin.
@@ -423,15 +399,15 @@ class Draw(NamedTuple):
 
     Attributes:
       seed: ``uint32[]``, the same on every worker.
-      other: ``uint32[]``, a mask of all bits or of none: which of the two sides this worker takes.
+      flip: ``uint32[]``, all ones for one worker of a pair, 0 for the other.
     """
 
     seed: jax.Array
-    other: jax.Array
+    flip: jax.Array
 
 
 def draw(step: jax.Array | int, worker: jax.Array | int, workers: int) -> Draw:
-    """Draws who is paired with whom in a step.
+    """Random pairs of workers: two workers of a pair give a zero opposite signs.
 
     Args:
       step: ``int32[]``, the step.
@@ -442,15 +418,15 @@ def draw(step: jax.Array | int, worker: jax.Array | int, workers: int) -> Draw:
     mine = _mix(jnp.asarray(worker, jnp.uint32) ^ drawn)
     all_ = _mix(jnp.arange(workers, dtype=jnp.uint32) ^ drawn)
     rank = jnp.sum(all_ < mine, dtype=jnp.uint32)
-    return Draw(*made_once(jnp.stack([_seed(step, _ZEROS), as_mask(rank & 1)])))
+    return Draw(*xla.materialized(jnp.stack([_seed(step, _ZEROS), jnp.uint32(0) - (rank & 1)])))
 
 
 def zero_side(first_word: jax.Array | int, words: int, drawn: Draw) -> jax.Array:
     """The side that an exact zero takes in codes without a zero, for each element of one worker.
 
-    Fair bits again, but none of them the coin of a tie: with one bit for both, a vote against a zero
-    would count always or half of the time, by the worker's index. Workers take opposite sides in pairs,
-    so that zeros cancel, and a draw at each step says who is paired with whom.
+    The bit of a zero must be independent of the coin of a tie. Otherwise, when one worker votes and the
+    other has a zero, the tie would always (or never) go to the voter. Workers take opposite sides in
+    random pairs, drawn anew at each step, so that zeros cancel.
 
     Args:
       first_word: as `coin`.
@@ -460,7 +436,7 @@ def zero_side(first_word: jax.Array | int, words: int, drawn: Draw) -> jax.Array
     Returns:
       ``uint32[words]``.
     """
-    return _hashed(first_word, words, drawn.seed) ^ drawn.other
+    return _hashed(first_word, words, drawn.seed) ^ drawn.flip
 
 
 def lane_bits(step: jax.Array | int) -> jax.Array:

@@ -14,16 +14,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from lioncub_jax import wires
-from lioncub_jax.arguments import check_floating, check_number
-from lioncub_jax.decide import Down, Owner
+from lioncub_jax import axes, wires
+from lioncub_jax.arguments import (  # noqa: F401
+    check_betas,
+    check_count,
+    check_kinds,
+    check_mu_dtype,
+)
+from lioncub_jax.axes import AxisName
 from lioncub_jax.mesh.placement import check_arrays
+from lioncub_jax.mesh.sums import checksum
 from lioncub_jax.quantize import Quantizer
-from lioncub_jax.wires import AxisName, Wire
 
 mode = "raise"  # what is done with what was found: see lioncub_jax.watch.mode
-# Whether the caller has a worker abstain, or a training step of itself, from those transforms that let it.
-asked = contextvars.ContextVar("asked", default=True)
+# False while make_train_step passes abstain on its own: transforms that cannot abstain ignore it then.
+abstain_is_explicit = contextvars.ContextVar("abstain is explicit", default=True)
 # Whether a transform is traced for the types of its results alone: nothing is voted on.
 only_types = contextvars.ContextVar("only types", default=False)
 
@@ -38,54 +43,6 @@ def during(flag: contextvars.ContextVar[Any], value: Any) -> Iterator[None]:
         flag.reset(token)
 
 
-def check_parts(up: Quantizer, owner: Owner, down: Down, wire: Wire) -> None:
-    """Raises ``ValueError`` for parts of a `communicate` that do not fit together."""
-    if wrong := _misfit(up, owner, down, wire):
-        raise ValueError(wrong)
-
-
-def _misfit(up: Quantizer, owner: Owner, down: Down, wire: Wire) -> str | None:
-    """What is wrong with them, in the order in which they act."""
-    of_votes = not owner.needs_values
-    if of_votes and up.dense:
-        wanted = "give owner=momentum_at_owner(tx), or a quantiser of codes"
-        return f"{up.name} has no codes to count: {wanted}"
-    if of_votes and up.feedback is not None:
-        wanted = "give owner=momentum_at_owner(tx), or the quantiser without error_feedback"
-        return f"{up.name}: votes are counted, not decoded, so there is no error to feed back; {wanted}"
-    if of_votes and up.turns:
-        wanted = "give owner=momentum_at_owner(tx), or the quantiser without rotated"
-        return (
-            f"{up.name}: a vote is on each parameter, and these codes are of all of a row; {wanted}"
-        )
-    if not of_votes and not up.decodes:
-        wanted = "give midrise(p) or dense()"
-        return f"{owner.name} decodes values, but {up.name} sends codes without steps: {wanted}"
-    if wire.carries == "codes" and not of_votes:
-        return f"the {wire.name} wire adds codes: give owner=count(), or the two_phase wire"
-    if wire.carries == "values" and not up.dense:
-        return f"the {wire.name} wire adds values: give up=dense(), or the two_phase wire"
-    if owner.trims and wire.carries != "both":
-        wanted = "give the two_phase or the gathered wire, or trim=0"
-        return f"{owner.name} sorts what each worker sent, and the {wire.name} wire only adds: {wanted}"
-    if up.has_zero and not down.has_zero and not down.scaled:
-        wanted = "give down=ternary_sum() or average()"
-        return f"{up.name} has a code for zero and its ties are zeros: {wanted}"
-    misfit = f"down={down.name} does not fit owner={owner.name}"
-    if down.scaled != owner.feedback:
-        answers = "what feedback_at_owner() of as many bits answers, scaled_signs() that of one bit"
-        return f"{misfit}: scaled(p) carries {answers}, and nothing else does"
-    if not (down.of_votes if of_votes else down.of_values):
-        fitting = "majority() or average()" if of_votes else "majority() or floats()"
-        return f"{misfit}: give one that codes what it answers, such as {fitting}"
-    if down.needs_zero and not up.has_zero:
-        wanted = "give down=average()"
-        return f"{up.name} has no code for zero, so a sum says nothing without the votes: {wanted}"
-    if down.scaled and up.dense:
-        return f"{up.name} does not fit {owner.name}: give midrise(p)"
-    return None
-
-
 def check_leaves(tree: Any) -> None:
     """Raises ``TypeError`` for a leaf that is not floating."""
     check_arrays(tree, int, float, complex)
@@ -96,16 +53,16 @@ def check_leaves(tree: Any) -> None:
             raise TypeError(f"{given}: only floating leaves can vote; {wanted}")
 
 
-def check_local(updates: Any, axis_name: AxisName, group_axis: AxisName | None = None) -> None:
+def check_local(updates: Any, axis: AxisName | None, group: AxisName | None = None) -> None:
     """Raises ``ValueError`` for gradients that are, by their type, the same on every worker."""
     if only_types.get():
         return
-    apart = (*wires.names(axis_name), *wires.names(group_axis or ()))
-    shared = wires.sharing(jax.tree.leaves(updates), apart)
-    if shared:
+    apart = (*axes.names(axis), *axes.names(group))
+    shared = axes.shared(jax.tree.leaves(updates), apart)
+    if shared is not None:
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(updates)]
         raise ValueError(
-            f"the gradient of {jax.tree_util.keystr(paths[shared[0]]) or 'the parameters'} is the same "
+            f"the gradient of {jax.tree_util.keystr(paths[shared]) or 'the parameters'} is the same "
             f"on every worker of {' and '.join(map(repr, apart))}: it was already reduced in full "
             "precision, or comes from a vote before this one, and there is nothing left to vote on. "
             "jax.grad reduces it for parameters that do not vary over the axis; take local gradients with "
@@ -115,7 +72,7 @@ def check_local(updates: Any, axis_name: AxisName, group_axis: AxisName | None =
 
 
 def check_state(updates: Any, *kept: Any) -> None:
-    """Raises ``ValueError`` for what is kept of other parameters than the gradients are of."""
+    """Raises ``ValueError`` for a state of other parameters than those of the gradients."""
 
     def shapes(tree: Any) -> dict[str, Any]:
         leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is None)
@@ -133,12 +90,14 @@ def check_state(updates: Any, *kept: Any) -> None:
 
 
 def watch_workers(updates: Any, params: Any, count: jax.Array, axis: AxisName) -> None:
-    """Raises, at run time, for gradients that all workers have alike, and parameters that they have not.
+    """Raises at run time if the gradients of all workers are equal, or the parameters are not.
 
-    For ``pmap`` and ``shard_map(check_vma=False)``, where types do not tell: gradients of the first three
-    steps, parameters at steps that are a power of two or a multiple of 128, a word from each worker.
+    For ``pmap`` and ``shard_map(check_vma=False)``, where types do not tell. It compares one checksum per
+    worker: gradients in the first three steps, parameters at powers of two and multiples of 128.
     """
-    if mode == "allow" or wires.tracked(axis) or wires.workers_on(axis) == 1:
+    if mode == "allow" or axes.tracked(axis) or axes.workers_on(axis) == 1:
+        return
+    if not any(x.size for x in jax.tree.leaves(updates)):
         return
     if not jnp.issubdtype(count.dtype, jnp.integer):
         raise TypeError(
@@ -149,16 +108,23 @@ def watch_workers(updates: Any, params: Any, count: jax.Array, axis: AxisName) -
     due = early | (count & (count - 1) == 0) | (count % 128 == 0)
 
     def look() -> None:
-        grads, parameters = _checksum(updates), _checksum(params)
-        sums = wires.gather_words(jnp.stack([grads, parameters]), axis)
+        own = jnp.stack([_checksum(updates), _checksum(params)])
+        sums = wires.gather_words(own, axis)
         alike, apart = jnp.all(sums == sums[0], axis=0), jnp.any(sums != sums[0], axis=0)
-        finite = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(updates)]
-        averaged = early & alike[0] & (grads != 0) & jnp.all(jnp.stack(finite or [jnp.bool_(True)]))
+        largest = [jnp.max(jnp.abs(x), initial=0) for x in jax.tree.leaves(updates)]
+        each = jnp.stack([jnp.float32(0), *largest])
+        averaged = early & alike[0] & jnp.any(each > 0) & jnp.all(jnp.isfinite(each))
         wrong = averaged | apart[1]
         tell = partial(jax.debug.callback, _tell_workers, sums, averaged, count)
         jax.lax.cond(wrong, tell, lambda: None)
 
     jax.lax.cond(due, look, lambda: None)
+
+
+def _checksum(tree: Any) -> jax.Array:
+    """``uint32[]``, of all leaves."""
+    each = [jnp.zeros(2, jnp.uint32), *map(checksum, jax.tree.leaves(tree))]
+    return checksum(jnp.stack(each))[0]
 
 
 def warn_of_masked(given: Sequence[Any]) -> None:
@@ -187,19 +153,9 @@ def warn_of_masked(given: Sequence[Any]) -> None:
             f"the leaves {', '.join(sorted(hidden)[:3])} are masked from the vote, and here (pmap, or "
             "check_vma=False) types do not tell whether their updates are the same for all workers: "
             "optax.masked gives each worker its own gradient, and parameters drift apart. Train them by "
-            "global_gradients(tx, axis_name) in optax.partition; frozen by optax.set_to_zero() all is well",
+            "global_gradients in optax.partition; frozen by optax.set_to_zero() all is well",
             stacklevel=4,
         )
-
-
-def _checksum(tree: Any) -> jax.Array:
-    """``uint32[]``: a sum of the bits of all floating leaves, each weighed by its place."""
-    total = jnp.zeros((), jnp.uint32)
-    for x in jax.tree.leaves(tree):
-        bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32).reshape(-1)
-        place = jnp.arange(bits.size, dtype=jnp.uint32)
-        total = total * jnp.uint32(31) + jnp.sum(bits * (2 * place + 1), dtype=jnp.uint32)
-    return total
 
 
 def _tell_workers(sums: Any, averaged: Any, step: Any) -> None:
@@ -207,7 +163,7 @@ def _tell_workers(sums: Any, averaged: Any, step: Any) -> None:
     wrong = (
         f"step {step}: the parameters of workers 0 and {other} differ, so replicas drift apart. Updates "
         "must be the same for all: a leaf that optax.masked keeps from the vote gets each worker's own "
-        "gradient (give it optax.set_to_zero() or global_gradients(tx, axis_name)); and all workers must "
+        "gradient (give it optax.set_to_zero() or global_gradients(tx, workers=...)); and all workers must "
         "start from the same parameters"
     )
     if averaged:
@@ -222,63 +178,20 @@ def _tell_workers(sums: Any, averaged: Any, step: Any) -> None:
     warnings.warn(wrong, stacklevel=2)
 
 
-def check_kinds(**parts: tuple[Any, type]) -> None:
-    """Raises ``TypeError`` for a part that is not what its name says."""
-    for name, (part, kind) in parts.items():
-        if not isinstance(part, kind):
-            built = "what a function that builds one returns, called, such as quantize.sign() and not sign"
-            raise TypeError(f"{name}={part!r} is not a {kind.__name__}: give {built}")
-
-
-def check_axis(
-    axis: Any, argument: str = "axis_name", none: str = "one device without a mesh"
-) -> None:
-    """Raises ``ValueError`` for anything but the name of a mesh axis, a tuple of names, or None."""
-    names = axis if isinstance(axis, tuple) else (axis,)
-    known = names and all(isinstance(n, str) for n in names) and len(set(names)) == len(names)
-    if axis is not None and not known:
-        wanted = "give the name of a mesh axis, a string, a tuple of names"
-        raise ValueError(f"{argument}={axis!r}: {wanted}, or None for {none}")
-
-
-def check_group(group_axis: Any, axis_name: AxisName, up: Quantizer) -> None:
-    """Raises ``ValueError`` for a group axis that is none, or that the quantiser cannot serve."""
-    check_axis(group_axis, "group_axis", "workers of one level")
-    if set(wires.names(group_axis or ())) & set(wires.names(axis_name)):
-        group = "a group is the devices of one worker, on an axis of their own"
-        raise ValueError(
-            f"group_axis={group_axis!r} is an axis of the workers ({axis_name!r}): {group}"
-        )
-    if group_axis is not None and up.measure is not None:
+def check_group(group: AxisName | None, up: Quantizer) -> None:
+    """Raises ``ValueError`` for two levels with codes that cannot serve them."""
+    if group is not None and up.measure is not None:
         raise ValueError(
             f"{up.name} has one scale for a whole leaf, and a device of a group votes on a slice of many "
             "leaves: give sign(), ternary() or midrise(p)"
         )
 
 
-def check_count(given: str, n: Any, wanted: str = "a whole number of at least 1") -> None:
-    """Raises ``ValueError`` for anything but a whole number of at least 1; ``given`` is how it came."""
-    check_number(given, n, lambda n: n >= 1, f"give {wanted}", int)
-
-
-def check_betas(**betas: Any) -> None:
-    """Raises ``ValueError`` for a beta or momentum outside [0, 1), where its value is known."""
-    for name, beta in betas.items():
-        said = "give a number in [0, 1), such as 0.9"
-        check_number(f"{name}={beta!r}", beta, lambda beta: 0 <= beta < 1, said)
-
-
-def check_mu_dtype(dtype: Any) -> None:
-    """Raises ``ValueError`` for a momentum that would not be floating."""
-    if dtype is not None:
-        check_floating("mu_dtype", dtype)
-
-
-def taken(extra: dict[str, Any]) -> dict[str, Any]:
+def check_abstain(extra: dict[str, Any]) -> dict[str, Any]:
     """What ``update`` is given beside gradients; all but ``abstain`` is for others in the chain.
 
     Raises:
-      TypeError: for a word that is nearly ours: no transform of a chain takes it, and none says so.
+      TypeError: for a misspelled "abstain", which optax.chain would ignore silently.
       ValueError: for an ``abstain`` that is no flag of one worker.
     """
     for name in extra:
@@ -309,9 +222,9 @@ def warn_alone(updates: Any, built: tuple[str, int, list[str]]) -> None:
     mesh = max([jax.sharding.get_abstract_mesh(), *meshes], key=lambda mesh: mesh.size)
     if mode != "allow" and mesh.size > 1 and not mesh.manual_axes:
         warnings.warn_explicit(
-            f"axis_name=None is for one device, and the gradients are on several, {dict(mesh.shape)}: "
+            f"workers=None is for one device, and the gradients are on several, {dict(mesh.shape)}: "
             "nobody votes, and the compiler averages gradients in full precision. Give "
-            "lioncub_jax.Workers as axis_name, and run the optimizer through lioncub_jax.on_mesh; one "
+            "lioncub_jax.Workers as workers, and run the optimizer through lioncub_jax.on_mesh; one "
             "worker of several devices is an axis of size 1",
             UserWarning, *built[:2],
         )  # fmt: skip

@@ -1,13 +1,30 @@
-"""What the owner of a slice makes of the workers' messages, and how its reply is coded.
+"""What the owner of a slice answers to the workers' messages, and how its reply is coded.
 
-An *owner* (the server of a slice of the parameters) turns what arrived into a result: ``count()`` adds the
-votes, ``momentum_at_owner(tx)`` decodes and averages them and runs an optax transform on its slice. A
-*down coder* turns the result into the planes that travel back: ``majority()`` one bit, ``ternary_sum()``
-the exact sign of the sum with zeros, ``average()`` and ``total()`` the planes of the sum, ``floats()``
-the values, ``scaled(p)`` codes of ``p`` bits and a scale for each row.
+A *decision* is what happens between the two collectives of a step:
 
-Ties (``majority``) are broken by ``bits.coin``: fair, and the same on every worker. A row of 128 elements
-on which nobody votes gets update 0.
+| decision | of | comes back |
+|---|---|---|
+| ``majority()`` | votes | one bit: the sign of the sum, ties by a fair coin |
+| ``ternary()`` | votes | two bits: the exact sign of the sum, with zeros |
+| ``average()``, ``total()`` | votes | the planes of the sum |
+| ``at_owner(tx)`` | decoded values | the sign of what ``tx`` makes of their mean: one bit |
+| ``at_owner(tx, values())`` | decoded values | what ``tx`` makes of their mean, in float32 |
+| ``at_owner(tx, codes(p))`` | decoded values | the same in ``p`` bits, with error feedback |
+
+Formulas: the update ``u`` of codes ``q_i`` of W workers, and the name in the paper. A vote is sent as
+``q_i + top`` over 2, in ``0..top``, so "sum > 0" is "sum of codes > W top / 2".
+
+| decision | formula | paper |
+|---|---|---|
+| ``majority()`` | ``u = sign(sum_i q_i)``, a tie is a coin | "MaVo", Distributed Lion (arXiv 2404.00438) |
+| ``ternary()`` | ``u = sign(sum_i q_i)``, a tie is 0 | the same, to the letter |
+| ``average()`` | ``u = sum_i q_i / (W top)``; for signs ``sum_i q_i / W`` | "Avg", Distributed Lion |
+| ``total()`` | ``u = sum_i q_i`` | the sum of p-bit codes, Lion Cub (arXiv 2411.16462) |
+| ``at_owner(tx)`` | ``u, s = tx(mean_i Q^-1(q_i), s)`` | ours; state sharded as in ZeRO (1910.02054) |
+| ``codes(p)`` | ``reply = Q(u + e)``, ``e = u + e - reply`` | dist-EF-blockSGD (arXiv 1905.10936) |
+
+W counts the workers that vote on the row. Ties are broken by ``bits.coin``: fair, and replicated. A row of
+128 elements on which nobody votes gets update 0.
 """
 
 import operator
@@ -20,8 +37,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from lioncub_jax import bits, quantize, rotation
-from lioncub_jax.arguments import check_floating, check_number
+from lioncub_jax import bits, layout, quantize, rotation
+from lioncub_jax.arguments import check_floating, check_kinds, check_number
 from lioncub_jax.bits import ROW
 from lioncub_jax.quantize import Quantizer
 
@@ -38,7 +55,7 @@ class Slice(NamedTuple):
       up: the codes that arrive.
       dtype: of the leaves.
       counts: ``int32[chunks rows]``, elements of each row that are no padding; None where all are.
-      step: ``int32[]``, steps taken before; only codes of turned rows need it.
+      step: ``int32[]``, steps taken before; only rotated codes need it.
     """
 
     chunks: int
@@ -56,12 +73,25 @@ class Slice(NamedTuple):
         return real.reshape(self.chunks, self.rows, ROW)
 
     def restored(self, rows: jax.Array) -> jax.Array:
-        """Means of what was decoded as means of values, ``float32[chunks rows, 128]``: turned back."""
-        if not self.up.turns:
+        """Means of what was decoded as means of values, ``float32[chunks rows, 128]``: rotated back."""
+        if not self.up.rotates:
             return rows
         assert self.step is not None
-        rows = rotation.turned_back(rows, self.step)
-        return rows if self.counts is None else jnp.where(self.real().reshape(rows.shape), rows, 0)
+        return layout.zero_padding(rotation.undone(rows, self.step), self.counts)
+
+
+class Reply(NamedTuple):
+    """A decision on its way down.
+
+    Attributes:
+      planes: ``uint32[chunks, words]`` each.
+      rows: ``uint32[chunks, words]``, numbers for the rows, packed; None without.
+      ties: ``uint32[chunks]``, elements without a sign in rows that move.
+    """
+
+    planes: Planes
+    rows: jax.Array | None
+    ties: jax.Array
 
 
 class Signs(NamedTuple):
@@ -76,6 +106,15 @@ class Signs(NamedTuple):
     positive: jax.Array
     tied: jax.Array
     moved: jax.Array | None
+
+    def ties(self, where: Slice) -> jax.Array:
+        """``uint32[chunks]``: elements without a sign, in rows that move, padding left out."""
+        tied = self.tied
+        if self.moved is not None:
+            tied &= bits.over_rows(self.moved, where.rows)
+        if where.counts is not None:
+            tied &= bits.pack(where.real())[0]
+        return jnp.sum(lax.population_count(tied), axis=-1, dtype=jnp.uint32)
 
 
 class Tally(NamedTuple):
@@ -93,60 +132,34 @@ class Tally(NamedTuple):
     where: Slice
 
     def signs(self) -> Signs:
-        """Compares the sum with half of what the votes cast could reach."""
+        """Sign of ``2 sum - votes * top``: compares the sum of codes with half of its largest value."""
         workers, rows = self.where.workers, self.where.rows
         top = self.where.up.top(workers)
         width = max((workers * top).bit_length(), 1)
         if self.votes is None:
-            wide = _constant(workers * top, width, self.planes[0])
+            largest = _constant(workers * top, width, self.planes[0])
         else:
-            reach = self.votes if top == 1 else bits.times(self.votes, top, width)
-            wide = list(map(partial(bits.over_rows, rows=rows), reach))
-        greater, equal = bits.compare(self.planes, wide[1:])
+            largest_rows = self.votes if top == 1 else bits.times(self.votes, top, width)
+            largest = list(map(partial(bits.over_rows, rows=rows), largest_rows))
+        # Without plane 0 the number is halved and rounded down. If it was odd there is no tie.
+        greater, equal = bits.compare(self.planes, largest[1:])
         moved = None if self.votes is None else reduce(operator.or_, self.votes)
-        return Signs(greater, equal & ~wide[0], moved)
-
-
-class Values(NamedTuple):
-    """What a transform at the owner answered, ``float32[chunks, rows, 128]``."""
-
-    values: jax.Array
-    where: Slice
-
-    def signs(self) -> Signs:
-        """Signs of the values; a row of zeros does not move."""
-        signs = (self.values > 0) | ((self.values != 0).astype(jnp.uint32) << 1)
-        positive, marks = bits.pack(signs, 2)
-        return Signs(positive, ~marks, bits.any_in_rows(marks, self.where.rows))
-
-
-class Coded(NamedTuple):
-    """What an owner that feeds back its errors answered: odd multiples ``2q - top`` of a unit.
-
-    Attributes:
-      codes: ``uint32[chunks, rows, 128]``, in ``0..top``.
-      units: ``float32[chunks, rows]``, bfloat16 numbers; 0 where nobody took part.
-    """
-
-    codes: jax.Array
-    units: jax.Array
-
-    def values(self, p: int) -> jax.Array:
-        """``float32[chunks, rows, 128]`` of codes of ``p`` bits: exact products."""
-        odd = 2 * self.codes.astype(jnp.int32) - (2**p - 1)
-        return odd.astype(jnp.float32) * self.units[..., None]
+        return Signs(greater, equal & ~largest[0], moved)
 
 
 class Received(Protocol):
     """What a wire hands to the owner; ``present`` says how many workers took part."""
 
-    present: jax.Array
+    @property
+    def present(self) -> jax.Array:
+        """``uint32[]``, how many took part."""
+        ...
 
     def tally(self, where: Slice) -> Tally:
         """Adds the codes."""
         ...
 
-    def mean(self, where: Slice, dominance: float | None, trim: int = 0) -> jax.Array:
+    def mean(self, where: Slice, dominance: float | None, trim: int) -> jax.Array:
         """Averages the decoded values over the workers that took part, without the outermost.
 
         Of steps of a row cut to ``dominance`` times their median; None for no cut.
@@ -154,113 +167,187 @@ class Received(Protocol):
         ...
 
 
-class Owner(NamedTuple):
-    """What is done on a slice by the worker that owns it.
+class Answer(NamedTuple):
+    """What a transform at the owner answers.
+
+    Attributes:
+      values: ``float32[chunks rows, 128]``; they mean nothing where they are not valid.
+      valid: ``bool[chunks rows, 128]``: the mean was finite, and somebody took part.
+      present: ``uint32[]``, how many took part.
+      where: the rows.
+    """
+
+    values: jax.Array
+    valid: jax.Array
+    present: jax.Array
+    where: Slice
+
+    def chunks(self) -> jax.Array:
+        """``float32[chunks, rows, 128]``, 0 where they are not valid."""
+        values = jnp.where(self.valid, self.values, 0).astype(jnp.float32)
+        return values.reshape(self.where.chunks, self.where.rows, ROW)
+
+    def signs(self) -> Signs:
+        """Signs of the values; a row of zeros does not move."""
+        values = self.chunks()
+        signs = (values > 0) | ((values != 0).astype(jnp.uint32) << 1)
+        positive, marks = bits.pack(signs, 2)
+        return Signs(positive, ~marks, bits.any_in_rows(marks, self.where.rows))
+
+    def plus_error(self, error: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """``float32[chunks rows, 128]`` plus the error of earlier replies; and which elements are valid."""
+        valid = self.valid
+        if self.where.counts is not None:
+            valid &= self.where.real().reshape(valid.shape)
+        return jnp.where(valid, self.values + error.astype(jnp.float32), 0), valid
+
+
+class Coder(NamedTuple):
+    """How a result travels back; built by the functions of this module.
 
     Attributes:
       name: for people.
-      needs_values: whether codes must be decoded (then steps travel), or counting them is enough.
-      init: ``float[rows, 128] -> state`` for one slice.
-      decide: ``(Received, Slice, state) -> (result, state)``.
-      trims: outermost values that it leaves out on each side of a mean, which wires that only add cannot.
-      bounds: whether a step is bounded by those of others on the row. Then a worker says nothing about a
-        row on which it has no message: its error alone, which waits, would pass for a small gradient.
-      feedback: bits of the coded replies whose error it feeds back, if that is all it does, so that it goes
-        with ``scaled(p)``; else 0.
-      numbers: betas and the like; arrays where ``optax.inject_hyperparams`` gives them.
-      with_numbers: the same owner with other numbers.
+      encode: ``(Tally or Answer, coin uint32[chunks, words], error) -> (Reply, error)``.
+      decode: ``(planes, rows, Slice) -> [chunks, rows, 128]``, int32 or float32.
+      planes: ``(top, workers) -> planes`` of a reply.
+      row_words: ``(rows, workers) -> words`` of the numbers for the rows, block after block.
+      words_per_row: words that a plane takes for one row.
+      exact: the update of a single worker, which needs no code: the sign, or the value itself.
+      error: ``float[rows, 128] ->`` the error feedback before the first step; ``()`` for none.
     """
 
     name: str
-    needs_values: bool
-    init: Callable[[jax.Array], Any]
-    decide: Callable[[Any, Slice, Any], tuple[Any, Any]]
-    trims: int = 0
-    bounds: bool = False
-    feedback: int = 0
-    numbers: tuple[Any, ...] = ()
-    with_numbers: "Callable[..., Owner] | None" = None
+    encode: Callable[[Any, jax.Array, Any], tuple[Reply, Any]]
+    decode: Callable[[Planes, Any, Slice], jax.Array]
+    planes: Callable[[int, int], int] = lambda top, workers: 1
+    row_words: Callable[[int, int], int] = lambda rows, workers: 0
+    words_per_row: int = bits.WORDS_PER_ROW
+    exact: Callable[[jax.Array], jax.Array] = lambda x: x
+    error: Callable[[jax.Array], Any] = lambda rows: ()
 
 
-def count() -> Owner:
-    """Counts the votes; nothing is remembered.
+class OwnerState(NamedTuple):
+    """State of `at_owner` for a slice.
 
-    Returns:
-      An ``Owner`` for votes on codes: Distributed Lion and Lion Cub.
-
-    Example:
-      >>> import lioncub_jax as lc
-      >>> lc.decide.count().needs_values
-      False
+    Attributes:
+      inner: of the transform, arrays ``[rows, 128]``.
+      error: ``float[rows, 128]``, the error feedback of replies in codes, 0 in the padding; else ``()``.
     """
 
-    def decide(received: Received, where: Slice, state: Any) -> tuple[Tally, Any]:
-        return received.tally(where), state
-
-    return Owner("count", False, lambda x: (), decide)
+    inner: Any
+    error: Any
 
 
-def momentum_at_owner(
-    tx: optax.GradientTransformation, *, dominance: float | None = None, trim: int = 0
-) -> Owner:
-    """Averages decoded gradients and runs ``tx`` on the owner's slice of one global state.
+class Decision(NamedTuple):
+    """What happens at the owner of a slice; built by the functions of this module.
 
-    ``g = mean_i decode(q_i)`` over the workers that took part, then ``u, state = tx.update(g, state)``.
-    If nobody took part the state stays as it is, counters too, and the update is zero. An element whose
-    mean is not finite (finite values can have a sum that is not) keeps its state, and its update is zero:
-    for ``majority()``, whose reply has no zero within a row that moves, the coin of a tie.
-
-    Args:
-      tx: elementwise, such as ``optax.scale_by_lion(b1, b2)``. If its update is a sign, one bit down
-        carries it exactly.
-      dominance: no worker's step may exceed this many times the median of the steps on its row (the lower
-        one of two, of workers that have a gradient there), so that f of W workers cannot outweigh the
-        others, however loud, while ``dominance f < W - f``; on a row on which they are most they do. None
-        for a quarter of the workers, at least 2: where more workers see less each, honest steps differ
-        more. 1 cuts half of the honest steps too. inf for no bound, and a number, for an array is a bound.
-        Dense values are not bounded.
-      trim: workers that may lie. Of each element so many of the largest and of the smallest values are
-        left out of the mean: with ``(workers - 1) // 2`` it is the median. With N that take part at most
-        ``(N - 1) // 2`` are left out on a side. The owner sorts what all sent of its slice: temporaries
-        of d floats at most, and of more than 32 workers a slow sort. 0 for the mean of all.
-
-    Raises:
-      ValueError: if ``dominance`` is below 1 or ``trim`` below 0; when traced, where ``trim`` leaves
-        nobody, or on a wire that only adds.
-
-    Example:
-      >>> import lioncub_jax as lc, optax
-      >>> owner = lc.decide.momentum_at_owner(optax.scale_by_lion(0.9, 0.99))
-
-    Source: this library; ZeRO (arXiv 1910.02054) shards optimizer state in the same way. ``trim`` is the
-    coordinate-wise trimmed mean of Yin et al. (arXiv 1803.01498).
+    Attributes:
+      coder: of the reply.
+      decodes: whether codes must be decoded (then steps travel), or counting them is enough.
+      zeros: which codes of votes it takes: "any", only those "with" a code for zero, or only "without".
+      tx: what runs on decoded means, or None.
+      dominance: see `at_owner`.
+      trim: see `at_owner`.
     """
-    said = "give the number of workers that may lie, 0 or more"
-    check_number(f"trim={trim!r}", trim, lambda n: n >= 0, said, int)
-    if dominance is not None:
-        said = "give a factor of at least 1 (inf for no bound)"
-        check_number(f"dominance={dominance!r}", dominance, lambda x: x >= 1, said)
-    bounds = isinstance(dominance, jax.Array) or dominance != jnp.inf
 
-    def decide(received: Received, where: Slice, state: Any) -> tuple[Values, Any]:
-        most = max(2.0, where.workers / 4) if dominance is None else dominance
-        mean = received.mean(where, most if bounds else None, trim)
+    coder: Coder
+    decodes: bool
+    zeros: str = "any"
+    tx: Any = None
+    dominance: Any = None
+    trim: int = 0
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        if not self.decodes:
+            return self.coder.name
+        trim = f", trim {self.trim}" if self.trim else ""
+        return f"{'mean' if self.tx is None else 'momentum'} at the owner{trim}, {self.coder.name}"
+
+    def check(self, up: Quantizer, wire: Any) -> None:
+        """Raises ``ValueError`` where it cannot decide on such codes, or on what this wire brings."""
+        wrong = None
+        if not self.decodes:
+            wrong = self._no_votes(up)
+        elif not up.decodes:
+            wrong = f"it decodes values, and {up.name} sends codes without steps: give midrise(p)"
+        elif wire.carries == "codes":
+            wrong = (
+                f"the {wire.name} wire adds codes: give decision=majority(), or the two_phase wire"
+            )
+        elif self.trim and wire.carries != "both":
+            wanted = "give the two_phase or the gathered wire, or trim=0"
+            wrong = f"it sorts what each worker sent, and the {wire.name} wire only adds: {wanted}"
+        if wrong is None and wire.carries == "values" and not up.dense:
+            wrong = f"the {wire.name} wire adds values: give up=dense(), or the two_phase wire"
+        if wrong is not None:
+            raise ValueError(f"decision={self.name}: {wrong}")
+
+    def _no_votes(self, up: Quantizer) -> str | None:
+        """Why codes are none that can be counted."""
+        decode = "give decision=at_owner(tx), or the quantizer without it"
+        if up.dense:
+            return f"{up.name} has no codes to count: give decision=at_owner(tx), or sign()"
+        if up.feedback is not None:
+            return f"{up.name}: votes are not decoded, so there is no error to feed back; {decode}"
+        if up.rotates:
+            return (
+                f"{up.name}: a vote is on each parameter, and its codes are of whole rows; {decode}"
+            )
+        if self.zeros == "without" and up.has_zero:
+            return f"{up.name} has a code for zero, and its ties are zeros: give ternary() or average()"
+        if self.zeros == "with" and not up.has_zero:
+            return f"{up.name} has no code for zero, so a sum alone says nothing: give average()"
+        return None
+
+    def bounds(self, up: Quantizer) -> bool:
+        """Whether steps are bounded (see ``dominance`` of `at_owner`).
+
+        Then a worker sends step 0 for a row without a gradient: an error alone would lower the median.
+        """
+        if self.dominance is None:
+            return self.decodes and self.tx is not None and not up.rotates
+        return isinstance(self.dominance, jax.Array) or self.dominance != jnp.inf
+
+    def init(self, rows: jax.Array) -> OwnerState:
+        """Of a slice ``float[rows, 128]``."""
+        return OwnerState(() if self.tx is None else self.tx.init(rows), self.coder.error(rows))
+
+    def answer(self, received: "Received", where: Slice, coin: jax.Array, state: Any) -> Any:
+        """The reply and the next state of a slice; ``coin``: ``uint32[chunks, words]``."""
+        if not self.decodes:
+            return self.coder.encode(received.tally(where), coin, ())[0], state
+        answer, inner = self._run(received, where, state.inner)
+        reply, error = self.coder.encode(answer, coin, state.error)
+        return reply, OwnerState(inner, error)
+
+    def alone(self, received: "Received", where: Slice, state: OwnerState) -> Any:
+        """The update of a single worker, ``float32[rows, 128]``, and the next state; the error is added."""
+        answer, inner = self._run(received, where, state.inner)
+        if not jax.tree.leaves(state.error):
+            return answer.chunks()[0], OwnerState(inner, ())
+        x, valid = answer.plus_error(state.error)
+        return x, OwnerState(inner, jnp.where(valid, 0, state.error))
+
+    def _run(self, received: "Received", where: Slice, state: Any) -> tuple[Answer, Any]:
+        most = None
+        if self.bounds(where.up):
+            most = max(2.0, where.workers / 4) if self.dominance is None else self.dominance
+        mean = received.mean(where, most, self.trim)
         valid = jnp.isfinite(mean) & (received.present > 0)
+        if self.tx is None:
+            return Answer(mean, valid, received.present, where), state
         # Cast finite, so that no dtype of the leaves makes an infinity of it.
         mean = quantize.saturated(jnp.where(valid, mean, 0), where.dtype)
-        update, new_state = tx.update(mean, state)
-        values = jnp.where(valid, update, 0).astype(jnp.float32)
-        state = _valid_only(valid, new_state, state)
-        return Values(values.reshape(where.chunks, where.rows, ROW), where), state
-
-    name = f"momentum at the owner{f', trim {trim}' if trim else ''}"
-    return Owner(name, True, tx.init, decide, trims=trim, bounds=bounds)
+        update, new = self.tx.update(mean, state)
+        return Answer(update, valid, received.present, where), _valid_only(valid, new, state)
 
 
 def _valid_only(valid: jax.Array, new: Any, old: Any) -> Any:
-    """The new state where means are valid, the old one elsewhere; counters are the exchange's to stop.
+    """The new state where means are valid, the old one elsewhere; `Worker.next_state` handles counters.
 
-    What became infinite of finite means is stored as the largest number: an infinity would stay for ever.
+    An infinity is stored as the largest finite number: it would stay forever.
     """
 
     def leaf(n: jax.Array, o: jax.Array) -> jax.Array:
@@ -272,175 +359,51 @@ def _valid_only(valid: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(leaf, new, old)
 
 
-class OwnerError(NamedTuple):
-    """State of ``feedback_at_owner``.
-
-    Attributes:
-      error: ``float[rows, 128]``, the error of the replies so far; the owner's own, 0 in the padding.
-    """
-
-    error: jax.Array
+# --- Votes
 
 
-def feedback_at_owner(dtype: Any = jnp.float32, p: int = 1) -> Owner:
-    """Averages decoded values and replies with codes and one scale per row; the rest goes into the next.
-
-    ``x = mean_i decode(q_i) + e`` over the workers that took part; ``u = code(x)``; ``e = x - u``. Codes
-    are mid-rise, with a step for each row of 128 from its mean magnitude, padding left out; half of it is
-    rounded to bfloat16. A zero counts as positive. Of one bit that is ``u = sign(x) mean|x|``. If nobody
-    took part, ``e`` stays as it is and the update is zero. Of one worker alone ``u = x``.
-
-    Args:
-      dtype: in which the error is kept; one array of d/W elements per worker.
-      p: bits of a code, 1 to 8, as those of ``scaled(p)``.
-
-    Raises:
-      ValueError: if the dtype is not floating, or ``p`` is out of range.
-
-    Example:
-      >>> from lioncub_jax import decide
-      >>> decide.feedback_at_owner().needs_values
-      True
-
-    Source: Zheng et al., dist-EF-blockSGD (arXiv 1905.10936), the server's half; more bits are ours.
-    """
-    check_floating("dtype", dtype)
-    quantize.check_bits("feedback_at_owner", p, 1)
-    # All multiples of a unit are finite: the largest bfloat16 is 255 times this power of two.
-    most = 255 // (2**p - 1) * 2.0**120
-
-    def decide(received: Received, where: Slice, state: OwnerError) -> tuple[Any, OwnerError]:
-        mean = received.mean(where, None)
-        valid = jnp.isfinite(mean) & (received.present > 0)
-        if where.counts is not None:
-            valid &= where.real().reshape(mean.shape)
-        x = jnp.where(valid, mean + state.error.astype(jnp.float32), 0)
-        if where.workers == 1:
-            left = OwnerError(jnp.where(valid, 0, state.error))
-            return Values(x.reshape(where.chunks, where.rows, ROW), where), left
-        count = ROW if where.counts is None else jnp.maximum(where.counts, 1).astype(jnp.float32)
-        unit = quantize.to_bfloat16(quantize.STEP[p] / 2 * quantize.mean_magnitude(x, count))
-        unit = jnp.minimum(unit, most)
-        coded = Coded(quantize.midrise_codes(x, x >= 0, 2 * unit, p), unit)
-        missed = quantize.saturated(x - coded.values(p), state.error.dtype)
-        error = jnp.where(valid, missed, state.error)
-        unit = jnp.where(received.present > 0, unit, 0).reshape(where.chunks, where.rows)
-        return Coded(coded.codes.reshape(*unit.shape, ROW), unit), OwnerError(error)
-
-    def init(rows: jax.Array) -> OwnerError:
-        return OwnerError(jnp.zeros_like(rows, dtype=dtype))
-
-    return Owner("feedback at the owner", True, init, decide, feedback=p)
-
-
-class Reply(NamedTuple):
-    """A result on its way down.
-
-    Attributes:
-      planes: ``uint32[chunks, words]`` each.
-      rows: ``uint32[chunks, words]``, numbers for the rows, packed; None without.
-      ties: ``uint32[chunks]``, elements without a sign in rows that move.
-    """
-
-    planes: Planes
-    rows: jax.Array | None
-    ties: jax.Array
-
-
-class Down(NamedTuple):
-    """How a result travels back; built by the functions of this module.
-
-    Attributes:
-      name: for people.
-      encode: ``(result, coin uint32[chunks, words]) -> Reply``.
-      decode: ``(planes, rows, Slice) -> [chunks, rows, 128]``, int32 or float32.
-      planes: ``(top, workers) -> planes`` of a reply; None for one.
-      row_words: ``(rows, workers) -> words`` of the numbers for the rows, block after block; None without.
-      words_per_row: words that a plane takes for one row.
-      exact: what becomes of values that never travelled: one worker's update.
-      of_votes: whether it codes counted votes.
-      of_values: whether it codes what a transform at the owner answered.
-      has_zero: whether it can reply a zero within a row that moves; without, ties are broken by a coin.
-      needs_zero: whether it only goes with codes that have a zero.
-      scaled: bits of the codes of ``feedback_at_owner``, if it carries those and nothing else; else 0.
-    """
-
-    name: str
-    encode: Callable[[Any, jax.Array], Reply]
-    decode: Callable[[Planes, jax.Array | None, Slice], jax.Array]
-    planes: Callable[[int, int], int] | None = None
-    row_words: Callable[[int, int], int] | None = None
-    words_per_row: int = bits.WORDS_PER_ROW
-    exact: Callable[[jax.Array], jax.Array] = lambda x: x
-    of_votes: bool = False
-    of_values: bool = False
-    has_zero: bool = False
-    needs_zero: bool = False
-    scaled: int = 0
-
-
-def majority() -> Down:
-    """One bit: the sign of the sum, ties broken by a fair coin; one more bit for each row of 128.
+def majority() -> Decision:
+    """``u = sign(sum_i q_i)`` in one bit, ties broken by a fair coin; one more bit for each row of 128.
 
     Source: Distributed Lion (arXiv 2404.00438), "MaVo"; the rule for ties and zeros is ours.
     """
-
-    def encode(result: Tally | Values, coin: jax.Array) -> Reply:
-        signs = result.signs()
-        assert signs.moved is not None
-        side = signs.positive | (signs.tied & coin)
-        return Reply([side], signs.moved, _ties(result, signs))
-
-    def decode(planes: Planes, rows: Any, where: Slice) -> jax.Array:
-        moved = bits.over_rows(rows, where.rows)
-        codes = bits.unpack_once([*planes, moved], where.rows)
-        return jnp.where(codes >= 2, 2 * (codes & 1).astype(jnp.int32) - 1, 0)
-
-    row_words = lambda rows, workers: bits.row_words(rows)  # noqa: E731
-    return Down(
-        "majority", encode, decode, row_words=row_words, exact=jnp.sign, of_votes=True, of_values=True
-    )  # fmt: skip
+    return Decision(sign()._replace(name="majority"), False, "without")
 
 
-def ternary_sum() -> Down:
-    """Two bits: -1, 0 or +1; a tie is a zero, to the letter of ``sign(sum)``.
+def ternary() -> Decision:
+    """``u = sign(sum_i q_i)`` in two bits: -1, 0 or +1. A tie is a zero, to the letter of both papers."""
 
-    Source: the ``sign(sum)`` of both papers, taken to the letter.
-    """
-
-    def encode(result: Tally | Values, coin: jax.Array) -> Reply:
-        signs = result.signs()
-        return Reply([signs.positive, signs.tied], None, _ties(result, signs))
+    def encode(tally: Tally, coin: jax.Array, error: Any) -> tuple[Reply, Any]:
+        signs = tally.signs()
+        return Reply([signs.positive, signs.tied], None, signs.ties(tally.where)), error
 
     def decode(planes: Planes, rows: Any, where: Slice) -> jax.Array:
-        codes = bits.unpack_once(planes, where.rows)
+        codes = bits.unpack_stored(planes, where.rows)
         return jnp.where(codes >= 2, 0, 2 * (codes & 1).astype(jnp.int32) - 1)
 
-    return Down(
-        "ternary sum", encode, decode, lambda top, workers: 2, exact=jnp.sign, of_votes=True,
-        of_values=True, has_zero=True,
-    )  # fmt: skip
+    return Decision(Coder("ternary", encode, decode, lambda *_: 2, exact=jnp.sign), False)
 
 
-def average() -> Down:
-    """The planes of the sum: every worker divides by the votes cast. In ``[-1, 1]``.
+def average() -> Decision:
+    """``u = sum_i q_i / (W top)``, in ``[-1, 1]``: the planes of the sum. W workers vote on the row.
+
+    For signs that is ``sum_i q_i / W``. In codes ``0..top``: ``(2 sum - W top) / (W top)``.
 
     Source: Distributed Lion (arXiv 2404.00438), "Avg".
     """
 
-    def encode(result: Tally, coin: jax.Array) -> Reply:
-        votes = result.votes
+    def encode(tally: Tally, coin: jax.Array, error: Any) -> tuple[Reply, Any]:
+        votes, workers = tally.votes, tally.where.workers
         if votes is None:
-            like = result.planes[0][:, : bits.row_words(result.where.rows)]
-            workers = result.where.workers
+            like = tally.planes[0][:, : bits.row_words(tally.where.rows)]
             votes = _constant(workers, bits.sum_bits(workers, 1), like)
-        ties = _ties(result, result.signs())
         numbers = jnp.stack(votes, -1)
-        return Reply(result.planes, numbers.reshape(len(numbers), -1), ties)
+        ties = tally.signs().ties(tally.where)
+        return Reply(tally.planes, numbers.reshape(len(numbers), -1), ties), error
 
     def decode(planes: Planes, rows: Any, where: Slice) -> jax.Array:
         top = where.up.top(where.workers)
-        sums = bits.unpack_once(planes, where.rows).astype(jnp.int32)
+        sums = bits.unpack_stored(planes, where.rows).astype(jnp.int32)
         each = rows.reshape(len(rows), bits.row_words(where.rows), -1)
         votes = [bits.unpack_rows(each[..., k], where.rows) << k for k in range(each.shape[2])]
         reach = sum(votes[1:], votes[0]).astype(jnp.int32)[..., None] * top
@@ -449,92 +412,29 @@ def average() -> Down:
     def row_words(rows: int, workers: int) -> int:
         return bits.sum_bits(workers, 1) * bits.row_words(rows)
 
-    return Down(
-        "average", encode, decode, _sum_planes, row_words, exact=jnp.sign, of_votes=True, has_zero=True
-    )  # fmt: skip
+    coder = Coder("average", encode, decode, _sum_planes, row_words, exact=jnp.sign)
+    return Decision(coder, False)
 
 
-def total() -> Down:
-    """The planes of the sum, and the sum itself as the update: whole numbers of steps.
+def total() -> Decision:
+    """``u = sum_i q_i``, in whole numbers of steps: the planes of the sum.
 
     For codes with a zero, where abstainers add nothing and the number of votes need not travel.
     """
 
-    def encode(result: Tally, coin: jax.Array) -> Reply:
-        return Reply(result.planes, None, _ties(result, result.signs()))
+    def encode(tally: Tally, coin: jax.Array, error: Any) -> tuple[Reply, Any]:
+        return Reply(tally.planes, None, tally.signs().ties(tally.where)), error
 
     def decode(planes: Planes, rows: Any, where: Slice) -> jax.Array:
         middle = where.workers * where.up.top(where.workers) // 2
-        return bits.unpack_once(planes, where.rows).astype(jnp.int32) - middle
+        return bits.unpack_stored(planes, where.rows).astype(jnp.int32) - middle
 
-    return Down("total", encode, decode, _sum_planes, of_votes=True, has_zero=True, needs_zero=True)
-
-
-def scaled(p: int) -> Down:
-    """``p`` bits, and a bfloat16 for each row of 128: what ``feedback_at_owner(p=p)`` answers, exactly.
-
-    Args:
-      p: bits of a code, 1 to 8.
-
-    Raises:
-      ValueError: if ``p`` is out of range.
-
-    Example:
-      >>> from lioncub_jax import decide
-      >>> decide.scaled(4).name
-      'scaled(4)'
-
-    Source: Zheng et al., dist-EF-blockSGD (arXiv 1905.10936), of one bit; more bits are ours.
-    """
-    quantize.check_bits("scaled", p, 1)
-
-    def encode(result: Coded, coin: jax.Array) -> Reply:
-        pairs = result.units.astype(jnp.bfloat16).reshape(len(result.units), -1, 2)
-        ties = jnp.zeros(len(pairs), jnp.uint32)
-        return Reply(bits.pack(result.codes, p), lax.bitcast_convert_type(pairs, jnp.uint32), ties)
-
-    def decode(planes: Planes, rows: Any, where: Slice) -> jax.Array:
-        pairs = lax.bitcast_convert_type(rows, jnp.bfloat16)
-        units = pairs.reshape(-1, where.rows).astype(jnp.float32)
-        return Coded(bits.unpack(planes, where.rows), units).values(p)
-
-    return Down(
-        f"scaled({p})", encode, decode, lambda top, workers: p, lambda rows, workers: rows // 2,
-        of_values=True, scaled=p,
-    )  # fmt: skip
+    return Decision(Coder("total", encode, decode, _sum_planes), False, "with")
 
 
-def scaled_signs() -> Down:
-    """``scaled(1)``: a sign, and the mean magnitude of each row of 128."""
-    return scaled(1)._replace(name="scaled signs")
-
-
-def floats() -> Down:
-    """The values as float32: for transforms at the owner that do not end in a sign.
-
-    Example:
-      >>> import lioncub_jax as lc, optax
-      >>> parts = {"owner": lc.decide.momentum_at_owner(optax.scale_by_adam())}
-      >>> parts |= {"up": lc.quantize.dense(), "down": lc.decide.floats()}
-      >>> parts |= {"memory": lc.momentum.nothing()}
-      >>> tx = lc.communicate(axis_name="data", **parts)
-    """
-
-    def encode(result: Values, coin: jax.Array) -> Reply:
-        words = lax.bitcast_convert_type(result.values, jnp.uint32)
-        chunks = words.shape[0]
-        return Reply([words.reshape(chunks, -1)], None, jnp.zeros((chunks,), jnp.uint32))
-
-    def decode(planes: Planes, rows: Any, where: Slice) -> jax.Array:
-        values = lax.bitcast_convert_type(planes[0], jnp.float32)
-        return values.reshape(-1, where.rows, ROW)
-
-    return Down("floats", encode, decode, words_per_row=ROW, of_values=True, has_zero=True)
-
-
-def fitting(up: Quantizer) -> Down:
-    """The down coder of votes in such codes: zeros come back if there are any, else one bit."""
-    return ternary_sum() if up.has_zero else majority()
+def fitting(up: Quantizer) -> Decision:
+    """The decision on votes in such codes: zeros come back if there are any, else one bit."""
+    return ternary() if up.has_zero else majority()
 
 
 def _sum_planes(top: int, workers: int) -> int:
@@ -546,11 +446,149 @@ def _constant(number: int, width: int, like: jax.Array) -> list[jax.Array]:
     return [jnp.full_like(like, 0xFFFFFFFF if number >> k & 1 else 0) for k in range(width)]
 
 
-def _ties(result: Tally | Values, signs: Signs) -> jax.Array:
-    """``uint32[chunks]``: elements without a sign, in rows that move, padding left out."""
-    tied, where = signs.tied, result.where
-    if signs.moved is not None:
-        tied &= bits.over_rows(signs.moved, where.rows)
-    if where.counts is not None:
-        tied &= bits.pack(where.real())[0]
-    return jnp.sum(lax.population_count(tied), axis=-1, dtype=jnp.uint32)
+# --- Decoded values
+
+
+def at_owner(
+    tx: optax.GradientTransformation | None,
+    reply: Coder | None = None,
+    *,
+    dominance: float | None = None,
+    trim: int = 0,
+) -> Decision:
+    """Averages decoded gradients and runs ``tx`` on the owner's slice of one global state.
+
+    ``g = mean_i decode(q_i)`` over the workers that took part, then ``u, state = tx.update(g, state)``.
+    If nobody took part the state stays as it is, counters too, and the update is zero. An element whose
+    mean is not finite (finite values can have a sum that is not) keeps its state, and its update is zero:
+    for ``sign()``, which has no zero within a row that moves, the coin of a tie.
+
+    Args:
+      tx: elementwise, such as ``optax.scale_by_lion(b1, b2)``; None for the mean itself.
+      reply: ``sign()`` (default: one bit carries the whole update, if it is a sign), ``values()`` or
+        ``codes(p)``.
+      dominance: the largest step that a worker may have on a row, as a multiple of the median step on that
+        row. The median is the lower one of two, over the workers with a gradient on the row. f of W workers
+        cannot outweigh the others while ``dominance * f < W - f``, however large their values are. A row
+        on which most workers lie is not protected. None: ``max(2, W / 4)``; for rotated codes no bound (a
+        bound costs them 0.04 bits per byte with 32 workers). 1 also cuts half of the honest steps. ``inf``:
+        no bound; it must be a Python number, as a traced array always counts as a bound. Dense values have
+        no step, so they are never bounded.
+      trim: how many workers may lie. The mean of each element leaves out its ``trim`` largest and ``trim``
+        smallest values; ``(W - 1) // 2`` is the median. If only N workers take part, at most
+        ``(N - 1) // 2`` are left out on each side. The owner sorts the values of all workers: up to d
+        float32 of temporary memory; slow above 32 workers. 0: the plain mean.
+
+    Raises:
+      ValueError: if ``dominance`` is below 1 or ``trim`` below 0; when traced, where ``trim`` leaves
+        nobody, or on a wire that only adds.
+      TypeError: for a reply that is none.
+
+    Example:
+      >>> import lioncub_jax as lc, optax
+      >>> lion = lc.decide.at_owner(optax.scale_by_lion(0.9, 0.99))
+
+    Source: this library; ZeRO (arXiv 1910.02054) shards optimizer state in the same way. ``trim`` is the
+    coordinate-wise trimmed mean of Yin et al. (arXiv 1803.01498).
+    """
+    said = "give the number of workers that may lie, 0 or more"
+    check_number(f"trim={trim!r}", trim, lambda n: n >= 0, said, int)
+    if dominance is not None:
+        said = "give a factor of at least 1 (inf for no bound)"
+        check_number(f"dominance={dominance!r}", dominance, lambda x: x >= 1, said)
+    coder = sign() if reply is None else reply
+    check_kinds(reply=(coder, Coder))
+    return Decision(coder, True, tx=tx, dominance=dominance, trim=trim)
+
+
+def sign() -> Coder:
+    """One bit: the sign, which of Lion is the whole update; where it is 0, the coin of a tie."""
+
+    def encode(result: Tally | Answer, coin: jax.Array, error: Any) -> tuple[Reply, Any]:
+        signs = result.signs()
+        assert signs.moved is not None
+        side = signs.positive | (signs.tied & coin)
+        return Reply([side], signs.moved, signs.ties(result.where)), error
+
+    def decode(planes: Planes, rows: Any, where: Slice) -> jax.Array:
+        moved = bits.over_rows(rows, where.rows)
+        codes = bits.unpack_stored([*planes, moved], where.rows)
+        return jnp.where(codes >= 2, 2 * (codes & 1).astype(jnp.int32) - 1, 0)
+
+    row_words = lambda rows, workers: bits.row_words(rows)  # noqa: E731
+    return Coder("sign", encode, decode, row_words=row_words, exact=jnp.sign)
+
+
+def values() -> Coder:
+    """The values as float32: for transforms that do not end in a sign.
+
+    Example:
+      >>> import lioncub_jax as lc, optax
+      >>> adam = lc.decide.at_owner(optax.scale_by_adam(), lc.decide.values())
+      >>> parts = {"memory": lc.momentum.nothing(), "up": lc.quantize.dense(), "decision": adam}
+      >>> tx = lc.communicate(workers="data", **parts)
+    """
+
+    def encode(answer: Answer, coin: jax.Array, error: Any) -> tuple[Reply, Any]:
+        words = lax.bitcast_convert_type(answer.chunks(), jnp.uint32)
+        chunks = words.shape[0]
+        no_ties = jnp.zeros(chunks, jnp.uint32)
+        return Reply([words.reshape(chunks, -1)], None, no_ties), error
+
+    def decode(planes: Planes, rows: Any, where: Slice) -> jax.Array:
+        return lax.bitcast_convert_type(planes[0], jnp.float32).reshape(-1, where.rows, ROW)
+
+    return Coder("floats", encode, decode, words_per_row=ROW)
+
+
+def codes(p: int, dtype: Any = jnp.float32) -> Coder:
+    """``p`` bits, and a bfloat16 for each row of 128; the quantization error is added to the next reply.
+
+    ``x = u + e``, ``reply = code(x)``, ``e = x - reply``. Codes are mid-rise, with a step for each row of
+    128 from its mean magnitude, padding left out; half of it is rounded to bfloat16. A zero counts as
+    positive. Of one bit that is ``sign(x) mean|x|``. If nobody took part, ``e`` stays as it is and the
+    update is zero. One worker alone is told ``x``.
+
+    Args:
+      p: bits of a code, 1 to 8.
+      dtype: in which the error is kept; one array of d/W elements per worker.
+
+    Raises:
+      ValueError: if the dtype is not floating, or ``p`` is out of range.
+
+    Example:
+      >>> from lioncub_jax import decide
+      >>> decide.codes(4).name
+      'codes(4)'
+
+    Source: Zheng et al., dist-EF-blockSGD (arXiv 1905.10936), the server's half; more bits are ours.
+    """
+    quantize.check_bits("codes", p, 1)
+    check_floating("dtype", dtype)
+    # All multiples of a unit are finite: the largest bfloat16 is 255 times this power of two.
+    most = 255 // (2**p - 1) * 2.0**120
+
+    def values_of(q: jax.Array, unit: jax.Array) -> jax.Array:  # exact products
+        return (2 * q.astype(jnp.int32) - (2**p - 1)).astype(jnp.float32) * unit[..., None]
+
+    def encode(answer: Answer, coin: jax.Array, error: jax.Array) -> tuple[Reply, jax.Array]:
+        where = answer.where
+        x, valid = answer.plus_error(error)
+        mean = quantize.mean_magnitude(x, where.counts)
+        unit = quantize.to_bfloat16(quantize.GAUSSIAN_STEP[p] / 2 * mean)
+        unit = jnp.minimum(unit, most)
+        q = quantize.midrise_codes(x, x >= 0, 2 * unit, p)
+        left = jnp.where(valid, quantize.saturated(x - values_of(q, unit), error.dtype), error)
+        unit = jnp.where(answer.present > 0, unit, 0).astype(jnp.bfloat16)
+        rows = lax.bitcast_convert_type(unit.reshape(where.chunks, -1, 2), jnp.uint32)
+        planes = bits.pack(q.reshape(where.chunks, where.rows, ROW), p)
+        return Reply(planes, rows, jnp.zeros(where.chunks, jnp.uint32)), left
+
+    def decode(planes: Planes, rows: Any, where: Slice) -> jax.Array:
+        unit = lax.bitcast_convert_type(rows, jnp.bfloat16).reshape(-1, where.rows)
+        return values_of(bits.unpack(planes, where.rows), unit.astype(jnp.float32))
+
+    return Coder(
+        f"codes({p})", encode, decode, lambda *_: p, lambda rows, workers: rows // 2,
+        error=lambda rows: jnp.zeros_like(rows, dtype=dtype),
+    )  # fmt: skip

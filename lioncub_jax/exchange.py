@@ -1,8 +1,21 @@
-"""The seam: the one transform in which workers talk. Read this first.
+"""One training step of all workers: the only transform in which workers communicate. Read this first.
 
-A step of a worker reads as a sentence: make a message from gradient and memory, turn it into codes,
-send them up the wire, let the owner of each slice decide, read the reply, remember. Profilers show these
-parts by name: ``lioncub.pack``, ``up``, ``decide``, ``down``, ``unpack``, ``remember``.
+Worker i, in one step (`Worker.vote`), with the place of each line:
+
+    c_i  = b1 m_i + (1 - b1) g_i         message         Memory.message                 momentum.py
+    q_i  = Q(c_i + e_i)                  codes           Quantizer.encode               quantize.py
+    r    = all-to-all(q)                 up              Wire.collect                   wires.py
+    u, s = decide(r, s)                  owner           Decision.answer                decide.py
+    u    = all-gather(u)                 down            Wire.publish                   wires.py
+    m_i  = b2 m_i + (1 - b2) g_i         momentum        Memory.remember                momentum.py
+    e_i  = keep (c_i + e_i - Q^-1(q_i))  error feedback  Worker.quantization_errors     here
+
+Momentum is updated after the vote. If a worker abstains, m_i and e_i keep their old values. `Worker.alone`
+is the same step for W = 1: no collective and no code. Profilers show the parts as ``lioncub.pack``,
+``up``, ``decide``, ``down``, ``unpack`` and ``remember``.
+
+In two levels a worker is a group of devices. A reduce-scatter before the step gives each device a slice of
+each buffer, and an all-gather after it joins the replies. Everything else is the same.
 """
 
 import contextvars
@@ -19,15 +32,35 @@ import numpy as np
 import optax
 from jax import lax
 
-from lioncub_jax import bits, checks, decide, kernels, layout, quantize, rotation, wires
+from lioncub_jax import axes, bits, checks, decide, kernels, layout, quantize, rotation, wires, xla
+from lioncub_jax.arguments import check_count, check_kinds
+from lioncub_jax.axes import AxisName
 from lioncub_jax.bits import BLOCK, ROW, WORDS_PER_ROW
-from lioncub_jax.decide import Down, Owner, Slice
+from lioncub_jax.decide import Decision, Slice
 from lioncub_jax.layout import Bucket, Flat, Holder, Piece
 from lioncub_jax.mesh import placement
+from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.mesh.specs import cut_of
 from lioncub_jax.momentum import Memory
-from lioncub_jax.quantize import Message, Place, Quantizer
-from lioncub_jax.wires import AxisName, Format, Sent, Sums, Wire
+from lioncub_jax.quantize import EncodeContext, Message, Quantizer
+from lioncub_jax.wires import Format, Sent, Sums, Wire
+
+
+class VoteCounts(NamedTuple):
+    """Statistics of votes, the same on every worker; `metrics` gives them to a logger.
+
+    Attributes:
+      ties: ``float32[]``, parameters whose votes cancelled in the last step.
+      parameters: ``float32[]``, parameters that were voted on.
+      abstained: ``int32[]``, workers that abstained from the last step, of buckets with votes of their own
+        from the one with the fewest.
+      abstentions: ``int32[]``, their sum over all steps.
+    """
+
+    ties: jax.Array
+    parameters: jax.Array
+    abstained: jax.Array
+    abstentions: jax.Array
 
 
 class CommunicateState(NamedTuple):
@@ -36,57 +69,50 @@ class CommunicateState(NamedTuple):
     Attributes:
       count: ``int32[]``, steps taken; same on every worker.
       mu: momentum, shaped like the parameters, each worker's own (or None leaves).
-      error: quantisation error kept for the next step, shaped like the parameters, each worker's own
+      error: quantization error kept for the next step, shaped like the parameters, each worker's own
         (or None leaves).
       owner: for each bucket the owner's state for the slice that this worker owns.
-      ties: ``float32[]``, parameters whose votes cancelled in the last step; same on every worker.
-      parameters: ``float32[]``, parameters that were voted on; same on every worker.
-      abstained: ``int32[]``, workers that abstained from the last step, of buckets with votes of their own
-        from the one with the fewest; same on every worker.
-      abstentions: ``int32[]``, their sum over all steps; same on every worker.
+      votes: statistics.
     """
 
     count: jax.Array  # type: ignore[assignment]
     mu: Any
     error: Any
     owner: Any
-    ties: jax.Array
-    parameters: jax.Array
-    abstained: jax.Array
-    abstentions: jax.Array
+    votes: VoteCounts
 
     @staticmethod
     def holders() -> dict[str, Holder]:
-        """Whose the fields are, for checkpoints."""
+        """Who holds each field, for checkpoints."""
         return {"mu": Holder.WORKER, "error": Holder.FEEDBACK, "owner": Holder.OWNER}
+
+
+# --- What a transform sends
 
 
 class Asked(NamedTuple):
     """A question to a transform: what does a device send in a step?
 
     Attributes:
-      tree: shapes of what one device holds, ``jax.ShapeDtypeStruct`` or arrays.
+      leaves: shapes of what one device holds, ``jax.ShapeDtypeStruct`` or arrays.
       axes: inner mesh axes that cut each of them.
       workers: how many.
       group_size: devices of one worker, in two levels.
       platform: "cpu" for XLA's CPU backend, which all-reduces bfloat16 as float32; None for all others.
-      step: steps taken before, where they matter; None for a late one, as most are.
+      step: steps taken before; None for any step after warm-up.
     """
 
-    tree: Any
+    leaves: list[Any]
     axes: list[frozenset]
     workers: int
     group_size: int = 1
     platform: str | None = None
     step: int | None = None
 
-    @property
-    def leaves(self) -> list[Any]:
-        """Those of the tree."""
-        return jax.tree.leaves(self.tree)
 
-
-_asking = contextvars.ContextVar("whether transforms are asked what they send", default=False)
+_estimating_traffic = contextvars.ContextVar(
+    "whether transforms are asked what they send", default=False
+)
 
 
 class Sending(optax.GradientTransformationExtraArgs):
@@ -105,14 +131,14 @@ class Sending(optax.GradientTransformationExtraArgs):
         """The transform ``tx``, with an answer."""
 
         def init(params: Any) -> Any:
-            return optax.EmptyState() if _asking.get() else tx.init(params)
+            return optax.EmptyState() if _estimating_traffic.get() else tx.init(params)
 
         def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
             before, after = wires.trace.senders, (updates, state)
-            if not _asking.get():
-                after = tx.update(updates, state, params, **checks.taken(extra))
+            if not _estimating_traffic.get():
+                after = tx.update(updates, state, params, **checks.check_abstain(extra))
             if not checks.only_types.get():
-                # This one, and not those that it is made of; of steps that nothing traces the last.
+                # Only the outer transform; at most 256, for programs in which nobody reads them.
                 noted = *before, (asked, jax.tree.map(jax.typeof, updates))
                 wires.trace.senders = noted[-256:]
             return after
@@ -143,52 +169,51 @@ def senders(tx: Any, params: Any) -> list[tuple[Sending, Any]]:
         wires.trace.senders = before
         return updates
 
-    with checks.during(_asking, True):
+    with checks.during(_estimating_traffic, True):
         jax.eval_shape(ask, params)
     return [*found.values()]
 
 
+# --- The transform
+
+
 def communicate(
     *,
-    axis_name: AxisName,
+    workers: AxisName | Workers | None,
     memory: Memory,
     up: Quantizer | None = None,
-    owner: Owner | None = None,
-    down: Down | None = None,
+    decision: Decision | None = None,
     wire: Wire | None = None,
-    group_axis: AxisName | None = None,
     bucket_size: int | None = None,
 ) -> Sending:
-    """The one place where workers talk: gradients of each worker in, one agreed update out.
+    """Gradients of each worker in, one replicated update out: the one place where workers communicate.
 
     ``c = memory.message(g, mu)``; codes of ``c`` go up the wire; the owner of each slice decides; the
-    answer comes back to all; ``mu = memory.remember(g, mu)``.
+    reply comes back to all; ``mu = memory.remember(g, mu)``.
 
     A worker with a value that is not finite anywhere, or asked to by ``abstain``, abstains: it
     casts no vote, and its momentum and error stay as they are (with ``bucket_size``: on that bucket). A
     row of 128 elements whose values are all exactly zero is not voted on by that worker; a row on which
-    nobody votes gets update 0. One worker alone sends nothing, so nothing is quantised either.
+    nobody votes gets update 0. One worker alone sends nothing, so nothing is quantized either.
 
     Args:
-      axis_name: mesh axis of the workers, bound by ``jax.shard_map`` or ``jax.pmap``; or several, a
-        tuple, that are one group of voters together.
+      workers: who votes: a `Workers`; the name of a mesh axis, bound by ``jax.shard_map`` or ``jax.pmap``,
+        or of several, a tuple, that are one group of voters together; None for one device without a mesh.
+        `Workers` with a ``group`` are two levels: the gradients are averaged in full precision inside the
+        group by a reduce-scatter, each device keeps momentum and votes for its slice of the parameters, and
+        the packed answers are gathered inside the group.
       memory: ``blend(b1, b2)``, or ``nothing()``: signSGD, or momentum that lives at the owner.
       up: how values become codes; default ``sign()``.
-      owner: ``count()`` (default) or ``momentum_at_owner(tx)``.
-      down: ``majority()`` (default), ``ternary_sum()`` (default for codes with a zero), ``average()``
-        or ``floats()``.
+      decision: what the owner of a slice answers: ``majority()`` (default), ``ternary()`` (default for
+        codes with a zero), ``average()`` or ``at_owner(tx)``.
       wire: ``two_phase()`` (default), ``gathered()``, ``counts()``, ``lanes()`` or ``all_reduce()``.
-      group_axis: mesh axis of the devices that make up one worker, each with a gradient of its own: two
-        levels. The gradients are averaged in full precision inside the group by a reduce-scatter, each
-        device keeps momentum and votes for its slice of the parameters, and the packed answers are
-        gathered inside the group.
       bucket_size: elements after which a new flat buffer begins; None for one buffer. Each travels as
         soon as its gradients are there, so a worker abstains from each by itself: with a value that is
         not finite it still votes on the others. See docs/accelerators.md for when it pays.
 
     Returns:
       A transform, which `traffic.of` can ask what it sends. ``update(updates, state, params,
-      abstain=None)`` takes gradients that vary over ``axis_name``, floating leaves of any shape, and
+      abstain=None)`` takes gradients that vary over ``workers``, floating leaves of any shape, and
       returns updates of the same shapes and dtypes that are the same on every worker. ``abstain``:
       ``bool[]`` of this worker, True to abstain.
 
@@ -197,52 +222,45 @@ def communicate(
         gradients that were already reduced, a state of other parameters, an ``abstain`` that is no
         ``bool[]``, or too many workers for a code or wire.
       TypeError: without a memory, or for a part of another kind; when traced, for integer or complex
-        leaves, or a misspelt ``abstain``.
+        leaves, or a misspelled ``abstain``.
 
     Example:
       >>> import lioncub_jax as lc, optax
       >>> tx = optax.chain(
-      ...     lc.communicate(axis_name="data", memory=lc.momentum.blend(), up=lc.quantize.midrise(2)),
+      ...     lc.communicate(workers="data", memory=lc.momentum.blend(), up=lc.quantize.midrise(2)),
       ...     optax.add_decayed_weights(0.1),
       ...     optax.scale_by_learning_rate(1e-4),
       ... )
     """
     up = quantize.sign() if up is None else up
-    owner = decide.count() if owner is None else owner
-    checks.check_kinds(up=(up, Quantizer))
-    down = decide.fitting(up) if down is None else down
+    check_kinds(up=(up, Quantizer))
+    decision = decide.fitting(up) if decision is None else decision
     wire = wires.two_phase() if wire is None else wire
-    checks.check_kinds(
-        memory=(memory, Memory), owner=(owner, Owner), down=(down, Down), wire=(wire, Wire)
-    )
-    checks.check_parts(up, owner, down, wire)
-    checks.check_axis(axis_name)
-    checks.check_group(group_axis, axis_name, up)
+    check_kinds(memory=(memory, Memory), decision=(decision, Decision), wire=(wire, Wire))
+    decision.check(up, wire)
+    axis, group = placement.names_of(workers)
+    checks.check_group(group, up)
     if bucket_size is not None:
         wanted = "a number of elements, or None"
-        checks.check_count(f"bucket_size={bucket_size!r}", bucket_size, wanted)
-    plan = Plan(axis_name, group_axis, memory, up, owner, down, wire, bucket_size)
-    built = checks.callers_line() if axis_name is None else None
-    apart = (*wires.names(axis_name), *wires.names(group_axis))
+        check_count(f"bucket_size={bucket_size!r}", bucket_size, wanted)
+    plan = Plan(axis, group, memory, up, decision, wire, bucket_size)
+    built = checks.callers_line() if axis is None else None
+    apart = (*axes.names(axis), *axes.names(group))
 
     def init(params: optax.Params) -> CommunicateState:
         checks.check_leaves(params)
-        mu = error = None
-        owners: tuple[Flat, ...] = ()
-        if group_axis is None:
-            mu, error = memory.init(params), _no_errors(params, up.feedback)
-        if group_axis is not None or owner.needs_values:
-            for axis in (axis_name, group_axis):
-                wires.workers_on(axis)  # bound here, or nobody knows whose slices these are
-            params = wires.varying(params, apart)  # as gradients do, from which buckets are made
-        if group_axis is not None:
-            mu, error, owners = placement.on_shards(partial(_init_slices, plan), (params,))
-        elif owner.needs_values:
-            leaves = jax.tree.leaves(params)
-            owners = placement.on_shards(partial(init_owners, plan), (leaves,))
+        mu, error, owners = memory.init(params), _no_errors(params, up.feedback), ()
+        if group is not None or decision.decodes:
+            for names in (axis, group):
+                axes.workers_on(names)  # bound here, or nobody knows whose slices these are
+            params = axes.varying(params, apart)  # as gradients do, from which buckets are made
+            owners = placement.on_shards(_init_owners, (plan, params))
+        if group is not None:
+            mu, error = placement.on_shards(_init_slices, (plan, params))
         # Each an array of its own: a training step donates them all.
         whole, real = partial(jnp.zeros, (), jnp.int32), partial(jnp.zeros, (), jnp.float32)
-        return CommunicateState(whole(), mu, error, owners, real(), real(), whole(), whole())
+        votes = VoteCounts(real(), real(), whole(), whole())
+        return CommunicateState(whole(), mu, error, owners, votes)
 
     def update(
         updates: optax.Updates,
@@ -253,74 +271,81 @@ def communicate(
         **extra: Any,
     ) -> tuple[optax.Updates, CommunicateState]:
         del extra
-        wires.workers_on(axis_name)
+        axes.workers_on(axis)
         if checks.only_types.get():
             return _of_those_types(updates, state, apart)
         checks.check_leaves(updates)
-        checks.check_local(updates, axis_name, group_axis)
-        if group_axis is None:
+        checks.check_local(updates, axis, group)
+        if group is None:
             checks.check_state(updates, state.mu, state.error)
         if built is not None:
             checks.warn_alone(updates, built)
-        checks.watch_workers(updates, params, state.count, axis_name)
-        args = updates, state, abstain, _injectable(plan)
-        # Results lie as what they replace.
-        return placement.on_shards(partial(on_device, plan), args, cut_of((updates, state)))
+        checks.watch_workers(updates, params, state.count, axis)
+        # Results have the sharding of what they replace.
+        args = plan, updates, state, abstain
+        return placement.on_shards(_step, args, cut_of((updates, state)))
 
     tx = optax.GradientTransformationExtraArgs(init, update)
     return Sending.like(tx, plan.scheme, plan.sends)
 
 
+def _of_those_types(updates: Any, state: CommunicateState, apart: AxisName) -> Any:
+    """Placeholders with the types of an update and the next state."""
+    mu, error = axes.varying((state.mu, state.error), apart)
+    agreed = jax.tree.map(partial(axes.same_everywhere, axis=apart), updates)
+    return agreed, state._replace(mu=mu, error=error)
+
+
 class Plan(NamedTuple):
-    """The parts of a `communicate`, put together."""
+    """The parts of a `communicate`, put together; numbers in them may be arrays."""
 
     axis: AxisName | None
     group: AxisName | None
     memory: Memory
     up: Quantizer
-    owner: Owner
-    down: Down
+    decision: Decision
     wire: Wire
-    bucket_size: int | None
+    bucket_size: int | None = None
 
     @property
     def scheme(self) -> str:
         """The codes, the wire and what comes back, for people."""
-        owner = f"{self.owner.name}, " if self.owner.needs_values else ""
-        return f"{self.up.name}, {self.wire.name}, {owner}{self.down.name}"
+        return f"{self.up.name}, {self.wire.name}, {self.decision.name}"
 
-    def buckets(self, leaves: list[jax.Array], workers: int) -> tuple[Bucket, ...]:
-        """The flat buffers in which leaves, or slices of a group's buckets, travel between workers."""
-        limit, devices = self.bucket_size, wires.workers_on(self.group)
-        limit = None if limit is None else max(limit // devices, 1)
-        return layout.buckets(leaves, workers, limit, list(map(wires.varying_axes, leaves)))
+    def buckets(
+        self, leaves: Sequence[Any], over: Sequence[Any], workers: int, devices: int = 1
+    ) -> tuple[tuple[Bucket, ...], tuple[Bucket, ...]]:
+        """``(cuts, buckets)``: what a group reduce-scatters, and what travels between workers.
 
-    def cuts(self, leaves: list[jax.Array]) -> tuple[Bucket, ...]:
-        """The flat buffers that the devices of a group share."""
-        devices, axes = wires.workers_on(self.group), list(map(wires.varying_axes, leaves))
-        return layout.buckets(leaves, devices, self.bucket_size, axes)
+        Without a group there are no cuts. With one the leaves of the buckets are one device's slices of the
+        cuts. ``over``: for each leaf the mesh axes over which it varies.
+        """
+        cuts: tuple[Bucket, ...] = ()
+        limit = self.bucket_size
+        if self.group is not None:
+            cuts = layout.buckets(leaves, devices, limit, over)
+            leaves = [jax.ShapeDtypeStruct((cut.chunk, ROW), cut.dtype) for cut in cuts]
+            over = [cut.axes for cut in cuts]
+            limit = None if limit is None else max(limit // devices, 1)
+        return cuts, layout.buckets(leaves, workers, limit, over)
 
     def sends(self, asked: Asked) -> tuple[Sent, ...]:
         """What each device sends in a step, one collective after the other."""
-        leaves, axes, limit = asked.leaves, asked.axes, self.bucket_size
         workers, devices = asked.workers, asked.group_size
         if devices > 1 and self.group is None:
             raise ValueError(
-                f"group_size={devices}: the transform has no group_axis, so a worker is one device; leave "
-                "group_size out, or build the transform with group_axis"
+                f"group_size={devices}: the transform has no group, so a worker is one device; leave "
+                "group_size out, or build the transform for Workers with a group"
             )
+        cuts, buckets = self.buckets(asked.leaves, asked.axes, workers, devices)
         sent: list[Sent] = []
         if devices > 1:
-            cuts = layout.buckets(leaves, devices, limit, axes)
-            leaves = [jax.ShapeDtypeStruct((cut.chunk, ROW), cut.dtype) for cut in cuts]
-            axes = [frozenset(cut.axes) for cut in cuts]
-            limit = None if limit is None else max(limit // devices, 1)
-            slices = [4.0 * (devices - 1) * x.shape[0] * ROW for x in leaves]
+            slices = [4.0 * (devices - 1) * cut.chunk * ROW for cut in cuts]
             sent += [Sent("reduce-scatter", True, each) for each in slices]
             if workers == 1:  # float32 values come back
                 sent += [Sent("all-gather", True, each) for each in slices]
-        for bucket in layout.buckets(leaves, workers, limit, axes) if workers > 1 else ():
-            form = Format.of(self.up, self.owner, self.down, bucket)
+        for bucket in buckets if workers > 1 else ():
+            form = Format.of(bucket, self.up, self.decision)
             sent += self.wire.sends(form, asked.platform)
             if devices > 1:
                 replies = 4.0 * (devices - 1) * workers * form.reply_words
@@ -328,25 +353,30 @@ class Plan(NamedTuple):
         return tuple(sent)
 
 
-class Worker(NamedTuple):
-    """Who takes a step.
+def _no_errors(tree: Any, dtype: Any) -> Any:
+    return jax.tree.map(lambda p: None if dtype is None else jnp.zeros_like(p, dtype=dtype), tree)
 
-    Attributes:
-      index: ``int32[]``, which worker; varies over the workers.
-      workers: of how many.
-      step: ``int32[]``, after how many earlier steps.
-      counts: for each leaf ``int32[rows]``, the elements of each row that are no padding; None where the
-        leaf's size says it. Slices of a group's buckets have padding anywhere.
-    """
 
-    index: jax.Array  # type: ignore[assignment]
-    workers: int
-    step: jax.Array
-    counts: list[jax.Array | None]
+def _init_slices(plan: Plan, params: Any) -> tuple[tuple[Flat, ...], tuple[Flat, ...]]:
+    """Momentum and errors of a group's slices, where every axis is manual."""
+    worker, slices = Worker.of(plan, jax.tree.leaves(params), jnp.int32(0)), []
+    for cut in worker.cuts:
+        zeros = jnp.zeros((cut.chunk, ROW), cut.dtype)
+        slices.append(axes.varying(zeros, (*cut.axes, *axes.names(plan.group))))
+    mu, error = plan.memory.init(slices), _no_errors(slices, plan.up.feedback)
+    flat = lambda x: tuple(map(Flat, x, worker.cuts))  # noqa: E731
+    return flat(mu), flat(error)
+
+
+def _init_owners(plan: Plan, params: Any) -> tuple[Flat, ...]:
+    return Worker.of(plan, jax.tree.leaves(params), jnp.int32(0)).init_owners()
+
+
+# --- A worker's step, where every axis of the mesh is manual
 
 
 class Kept(NamedTuple):
-    """What a worker remembers of its leaves: momentum and quantisation error, or None for each leaf."""
+    """What a worker remembers of its leaves: momentum and quantization error, or None for each leaf."""
 
     mu: list[Any]
     error: list[Any]
@@ -370,382 +400,472 @@ class Ballot(NamedTuple):
     owner: Any
 
 
-def _of_those_types(updates: Any, state: CommunicateState, axes: AxisName) -> Any:
-    """Something of the types of an update and the next state."""
-    mu, error = wires.varying((state.mu, state.error), axes)
-    agreed = jax.tree.map(partial(wires.same_everywhere, axis=axes), updates)
-    return agreed, state._replace(mu=mu, error=error)
+class Done(NamedTuple):
+    """What became of a worker's leaves in a step.
 
-
-def _injectable(plan: Plan) -> list[list[Any]]:
-    """Numbers that are arrays, which a ``shard_map`` in explicit axes may not close over; else None."""
-    numbers = plan.memory.numbers, plan.owner.numbers
-    return [[x if isinstance(x, jax.Array) else None for x in each] for each in numbers]
-
-
-def _injected(part: Any, arrays: list[Any]) -> Any:
-    """A memory or owner with arrays for its numbers."""
-    if all(x is None for x in arrays):
-        return part
-    return part.with_numbers(
-        *[n if x is None else x for n, x in zip(part.numbers, arrays, strict=True)]
-    )
-
-
-def on_device(
-    plan: Plan, updates: Any, state: CommunicateState, abstain: Any, injected: Any
-) -> tuple[Any, CommunicateState]:
-    """A worker's step on one of its devices, where every axis of the mesh is manual."""
-    memory, owner = _injected(plan.memory, injected[0]), _injected(plan.owner, injected[1])
-    plan = plan._replace(memory=memory, owner=owner)
-    index, workers = wires.worker_index(plan.axis), wires.workers_on(plan.axis)
-    worker = Worker(index, workers, state.count, [None] * len(jax.tree.leaves(updates)))
-    step = worker_step if plan.group is None else _step_in_group
-    return step(plan, worker, updates, state, abstain)
-
-
-def worker_step(
-    plan: Plan, worker: Worker, updates: Any, state: CommunicateState, abstain: Any
-) -> tuple[Any, CommunicateState]:
-    """The step of a worker that is one device, or of its shard of a worker that is several."""
-    tree: Any
-    grads, tree = jax.tree.flatten(updates)
-    kept = Kept(tree.flatten_up_to(state.mu), tree.flatten_up_to(state.error))
-    rows: list[jax.Array] = []
-    owners: list[Any] = []
-    numbers, updates = [], []
-    if worker.workers == 1:
-        values, found, owners, kept = alone(plan, worker, grads, kept, state.owner, abstain)
-        leaves, numbers = dict(enumerate(values)), [found]
-    else:
-        buckets = plan.buckets(grads, worker.workers)
-        pieces = layout.pieces(buckets, worker.step)
-        ballots, kept = vote(plan, worker, buckets, pieces, grads, kept, state.owner, abstain)
-        for ballot in ballots:
-            each, found = open_replies(plan, worker, ballot.form, ballot.replies[None])
-            # As it is used: a conversion for each leaf is work for a compiler.
-            rows += [x.astype(jnp.float32) for x in each]
-            owners.append(ballot.owner)
-            numbers.append(found)
-        leaves = layout.apart(rows, pieces)
-    for i, g in enumerate(grads):
-        updates.append(leaves[i].astype(g.dtype) if i in leaves else jnp.zeros(g.shape, g.dtype))
-    mu, error = tree.unflatten(kept.mu), tree.unflatten(kept.error)
-    new = _next_state(plan, worker, state, grads, mu, error, owners, numbers)
-    return tree.unflatten(updates), new
-
-
-def vote(
-    plan: Plan,
-    worker: Worker,
-    buckets: Sequence[Bucket],
-    pieces: Sequence[Piece],
-    grads: list[jax.Array],
-    kept: Kept,
-    owners: Any,
-    abstain: Any,
-) -> tuple[list[Ballot], Kept]:
-    """What one of several workers does with its leaves; workers meet in ``plan.wire``."""
-    g, mu, error = (layout.joined(x, pieces) for x in (grads, *kept))
-    wide = [(_wide(a), _wide(b)) for a, b in zip(g, mu, strict=True)]
-    messages = list(starmap(plan.memory.message, wide))
-    sent = list(map(_with_error, messages, error))
-    made = zip(pieces, g, mu, error, messages, sent, strict=True)
-    values = list(starmap(partial(_in_rows, plan), made))
-    ballots = exchange(plan, worker, buckets, values, owners, abstain)
-    missed: list[Any] = []
-    if plan.up.feedback is not None:
-        for i, piece in enumerate(pieces):
-            if len(piece.segments) == 1:
-                # Made anew from the same inputs: kept, it would cost an array as large as the gradient.
-                sent[i] = _with_error(*lax.optimization_barrier((messages[i], error[i])))
-        missed = uncoded(plan, worker, ballots, sent)
-    with jax.named_scope("lioncub.remember"):
-        remembered = list(starmap(plan.memory.remember, wide))
-        after = partial(by_leaf, worker, pieces, ballots)
-        kept = Kept(after(remembered, mu, kept.mu), after(missed, error, kept.error))
-    return ballots, kept
-
-
-def _in_rows(
-    plan: Plan, piece: Piece, g: Any, mu: Any, error: Any, message: jax.Array, sent: jax.Array
-) -> tuple[jax.Array, jax.Array | None]:
-    """What is encoded of a piece, ``float32[rows, 128]``: of leaves, or where it is free, of their rows.
-
-    And where errors alone are not sent, the message without the error.
+    Attributes:
+      updates: by index, float32 or integers in the shape of the leaf; in two levels of the whole leaves.
+      kept: what the worker remembers.
+      owners: the states of the slices that it owns.
+      numbers: for each bucket ``uint32[chunks]`` ties and ``uint32[]`` how many took part.
     """
-    waits = error is not None and plan.owner.bounds
-    if kernels.for_tpu() and layout.lies_in_rows(piece):
-        rows = [None if x is None else layout.as_rows(x, piece) for x in (g, mu, error)]
-        g, mu, error = kernels.as_they_lie(rows)
-        message = plan.memory.message(_wide(g), _wide(mu))
-        encoded = _with_error(message, error).astype(jnp.float32)
-    else:
-        encoded = layout.in_rows(sent, piece)
-        message = layout.as_rows(message, piece) if waits else message
-    return encoded, message if waits else None
+
+    updates: dict[int, jax.Array]
+    kept: Kept
+    owners: list[Any]
+    numbers: list[tuple[jax.Array, jax.Array]]
+
+
+def _step(
+    plan: Plan, updates: Any, state: CommunicateState, abstain: Any
+) -> tuple[Any, CommunicateState]:
+    """A worker's step on one of its devices."""
+    return Worker.of(plan, jax.tree.leaves(updates), state.count).take(updates, state, abstain)
+
+
+class Worker(NamedTuple):
+    """Who takes a step, and with what.
+
+    Attributes:
+      plan: the parts.
+      index: ``int32[]``, which worker; varies over the workers.
+      workers: of how many.
+      step: ``int32[]``, after how many earlier steps.
+      cuts: the buffers that the devices of a group share; else empty.
+      buckets: those in which its leaves, or slices of the cuts, travel.
+      counts: for each leaf ``int32[rows]``, the elements of each row that are no padding; None where the
+        leaf's size says it. Slices of a group's buckets have padding anywhere.
+    """
+
+    plan: Plan
+    index: jax.Array  # type: ignore[assignment]
+    workers: int
+    step: jax.Array
+    cuts: tuple[Bucket, ...]
+    buckets: tuple[Bucket, ...]
+    counts: list[jax.Array | None]
+
+    @classmethod
+    def of(cls, plan: Plan, leaves: Sequence[Any], step: jax.Array) -> "Worker":
+        """The worker here, whose gradients are these."""
+        workers, devices = axes.workers_on(plan.axis), axes.workers_on(plan.group)
+        over = list(map(axes.varying_axes, leaves))
+        cuts, buckets = plan.buckets(leaves, over, workers, devices)
+        counts: list[jax.Array | None] = [None] * len(leaves)
+        if plan.group is not None:
+            device = axes.worker_index(plan.group)
+            counts = [layout.counts_of_slice(cut, device, plan.up.has_zero) for cut in cuts]
+        return cls(plan, axes.worker_index(plan.axis), workers, step, cuts, buckets, counts)
+
+    def init_owners(self) -> tuple[Flat, ...]:
+        """The state of the owned slice of each bucket; empty if the decision only counts votes."""
+        plan, states = self.plan, []
+        shared = not (plan.wire.owns_slice or self.workers == 1)
+        own = () if shared else axes.names(plan.axis)
+        for bucket in self.buckets if plan.decision.decodes else ():
+            rows = bucket.rows if not plan.wire.owns_slice else bucket.chunk
+            over = (*own, *[n for n in bucket.axes if n not in axes.names(plan.axis)])
+            state = plan.decision.init(jnp.zeros((rows, ROW), bucket.dtype))
+            # Arrays of an owned slice vary over the workers; counters are replicated.
+            own_arrays = lambda x, over=over: axes.varying(x, over) if x.ndim else x  # noqa: E731
+            states.append(Flat(jax.tree.map(own_arrays, state), bucket))
+        return tuple(states)
+
+    def take(
+        self, updates: Any, state: CommunicateState, abstain: Any
+    ) -> tuple[Any, CommunicateState]:
+        """Takes the step: gradients in, one agreed update out."""
+        tree: Any
+        grads, tree = jax.tree.flatten(updates)
+        group, cuts = self.plan.group, self.cuts
+        if group is None:
+            leaves = list(grads)
+            kept = Kept(tree.flatten_up_to(state.mu), tree.flatten_up_to(state.error))
+        else:
+            leaves = [wires.mean_slice(layout.join_bucket(grads, cut), group) for cut in cuts]
+            layout.check_order([*state.mu, *state.error], [*cuts, *cuts])
+            kept = Kept([x.value for x in state.mu], [x.value for x in state.error])
+        done = (self.alone if self.workers == 1 else self.vote)(leaves, kept, state.owner, abstain)
+        again = tree.unflatten if group is None else lambda x: tuple(map(Flat, x, cuts))
+        state = state._replace(mu=again(done.kept.mu), error=again(done.kept.error))
+        state = self.next_state(state, grads, done)
+        for i, g in enumerate(grads):
+            x = done.updates.get(i)
+            grads[i] = jnp.zeros(g.shape, g.dtype) if x is None else x.astype(g.dtype)
+        return tree.unflatten(grads), state
+
+    # --- Several workers
+
+    def vote(
+        self, grads: list[jax.Array], kept: Kept, owners: Sequence[Flat], abstain: Any
+    ) -> Done:
+        """What one of several workers does with its leaves; workers meet in ``plan.wire``."""
+        plan, pieces = self.plan, layout.pieces(self.buckets, self.step)
+        g, mu, error = (layout.join_pieces(x, pieces) for x in (grads, *kept))
+        wide = [(_wide(a), _wide(b)) for a, b in zip(g, mu, strict=True)]
+        messages = list(starmap(plan.memory.message, wide))
+        sent = list(map(_with_error, messages, error))
+        made = zip(pieces, g, mu, error, messages, sent, strict=True)
+        ballots = self.exchange(list(starmap(self._to_encode, made)), owners, abstain)
+        errors: list[Any] = [None] * len(pieces)
+        if plan.up.feedback is not None:
+            for i, piece in enumerate(pieces):
+                if len(piece.segments) == 1:
+                    # Computed again: storing it would cost an array as large as the gradient.
+                    sent[i] = _with_error(*xla.recomputed([messages[i], error[i]]))
+            errors = self.quantization_errors(ballots, sent)
+        with jax.named_scope("lioncub.remember"):
+            remembered = list(starmap(plan.memory.remember, wide))
+            after = partial(self.new_or_kept, pieces, ballots)
+            kept = Kept(after(remembered, mu, kept.mu), after(errors, error, kept.error))
+        updates, numbers = self.decode_replies(ballots, pieces)
+        return Done(updates, kept, [ballot.owner for ballot in ballots], numbers)
+
+    def _to_encode(
+        self, piece: Piece, g: Any, mu: Any, error: Any, message: jax.Array, sent: jax.Array
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """``(x, message)`` of a piece: ``x = message + error`` as ``float32[rows, 128]``, which is encoded.
+
+        ``message`` is None unless the owner bounds steps (`Decision.bounds`). Then a row whose message is 0
+        gets scale 0: a worker does not send an error without a gradient. On a TPU x is computed in rows if
+        the leaf lies in memory in that order.
+        """
+        plan = self.plan
+        hold_errors = error is not None and plan.decision.bounds(plan.up)
+        if kernels.for_tpu() and layout.lies_in_rows(piece):
+            rows = [None if x is None else layout.piece_to_rows(x, piece) for x in (g, mu, error)]
+            g, mu, error = xla.recomputed(rows)
+            message = plan.memory.message(_wide(g), _wide(mu))
+            encoded = _with_error(message, error).astype(jnp.float32)
+        else:
+            encoded = layout.piece_to_float_rows(sent, piece)
+            message = layout.piece_to_rows(message, piece) if hold_errors else message
+        return encoded, message if hold_errors else None
+
+    def exchange(
+        self,
+        values: Sequence[tuple[jax.Array, jax.Array | None]],
+        owners: Sequence[Flat],
+        abstain: Any,
+    ) -> list[Ballot]:
+        """Values to codes, up the wire, the owners' decisions and back.
+
+        ``values``: for each piece of all buckets ``(x, message)``, see `_to_encode`.
+        """
+        plan, rest = self.plan, iter(values)
+        forms, encoded, ballots = [], [], []
+        layout.check_order(owners, self.buckets if plan.decision.decodes else ())
+        with jax.named_scope("lioncub.pack"):
+            for bucket in self.buckets:
+                forms.append(Format.of(bucket, plan.up, plan.decision))
+                counts = layout.counts(bucket, self.counts, plan.up.has_zero)
+                own = list(itertools.islice(rest, len(bucket.pieces)))
+                encoded.append((self._encode(forms[-1], own, counts), counts))
+            each = [codes for codes, _ in encoded]
+            if plan.bucket_size is None:
+                flags = [self._abstains(list(itertools.chain(*each)), abstain)] * len(each)
+            else:
+                # Each bucket has its own flag: a common flag would make the first bucket wait for the last
+                # gradient.
+                flags = [self._abstains(codes, abstain) for codes in each]
+        for k, (form, (codes, counts), abstains) in enumerate(
+            zip(forms, encoded, flags, strict=True)
+        ):
+            state = owners[k].value if owners else ()
+            with jax.named_scope("lioncub.pack"):
+                message = form.joined(codes, abstains)
+            replies, state = self._decide(form, message, counts, state)
+            ballots.append(Ballot(form, codes, abstains, replies, state))
+        return ballots
+
+    def _abstains(self, messages: list[Message], abstain: Any) -> jax.Array:
+        """Whether ``abstain`` is set, or a value is not finite on any of the worker's devices."""
+        abstains = jnp.zeros((), bool) if abstain is None else abstain
+        if messages:
+            words = [x.planes[0][0] for x in messages]
+            abstains = ~xla.all_delayed_by([*[x.valid for x in messages], ~abstains], words)
+        return axes.any_over_shards(abstains, self.plan.axis)
+
+    def _encode(self, form: Format, values: list[Any], counts: jax.Array | None) -> list[Message]:
+        """The codes of each piece of a bucket; ``values`` as in `exchange`."""
+        plan, bucket, pieces = self.plan, form.bucket, form.bucket.pieces
+        rows = [x for x, _ in values]
+        totals: list[Any] = [None] * len(pieces)
+        shard, shards = axes.shard(rows[0], plan.axis)
+        if plan.up.measure is not None:
+            measured = list(map(plan.up.measure, rows, pieces))
+            # All leaves in one sum, and none at all where nothing is cut.
+            sums = axes.sum_over_shards(jnp.concatenate(measured), plan.axis)
+            totals = jnp.split(sums, np.cumsum([len(m) for m in measured])[:-1])
+        before = [(bucket.first_row + piece.first_row) * WORDS_PER_ROW for piece in pieces]
+        firsts, codes = xla.runtime_constants(before, self.step), []
+        who = self.step, self.index, self.workers
+        drawn = bits.draw(*who)
+        if plan.bucket_size is not None:
+            # XLA fuses kernels with a common operand. That would make the first bucket wait for the last,
+            # so each bucket gets its own copy.
+            drawn = bits.Draw(*[xla.delayed_by(x, rows[0][0, 0]) for x in drawn])
+        for (x, without), piece, total, first in zip(values, pieces, totals, firsts, strict=True):
+            own = None if counts is None else counts[piece.first_row :][: piece.rows]
+            first += shard * bucket.total_rows * WORDS_PER_ROW
+            context = EncodeContext(
+                bucket,
+                piece,
+                first,
+                *who,
+                drawn,
+                own,
+                form.sends_scales,
+                shard,
+                shards,
+                total,
+                without,
+            )
+            message = plan.up.encode(x, context)
+            if without is not None and message.scales is not None:
+                has_message = message.has_message
+                has_message = jnp.any(without != 0, axis=1) if has_message is None else has_message
+                message = message._replace(
+                    scales=jnp.where(has_message, message.scales, 0), has_message=None
+                )
+            codes.append(message)
+        return codes
+
+    def _decide(
+        self, form: Format, message: Message, counts: jax.Array | None, state: Any
+    ) -> tuple[jax.Array, Any]:
+        """Up the wire, the decision, and back: replies ``uint32[W, words]``, and the owner's state."""
+        plan, bucket = self.plan, form.bucket
+        assert plan.axis is not None  # without one there is one worker
+        chunks, first = self.workers, jnp.uint32(0)
+        if plan.wire.owns_slice:
+            chunks, first = 1, self.index.astype(jnp.uint32) * bucket.chunk
+        with jax.named_scope("lioncub.up"), wires.voting(plan.axis):
+            received = plan.wire.collect(message, form, plan.axis)
+        with jax.named_scope("lioncub.decide"):
+            if counts is not None:
+                counts = lax.dynamic_slice_in_dim(counts, first, chunks * bucket.chunk)
+            where = Slice(
+                chunks, bucket.chunk, self.workers, plan.up, bucket.dtype, counts, self.step
+            )
+            row = bucket.first_row + first
+            row += axes.shard(message.planes[0], plan.axis)[0] * bucket.total_rows
+            words = bucket.chunk * WORDS_PER_ROW
+            coin = bits.coin(row * WORDS_PER_ROW, chunks * words, self.step)
+            reply, state = plan.decision.answer(received, where, coin.reshape(chunks, words), state)
+            replies = form.pack_reply(reply, received.present)
+        with jax.named_scope("lioncub.down"):
+            return plan.wire.publish(replies, plan.axis), state
+
+    def decode_replies(
+        self, ballots: Sequence[Ballot], pieces: Sequence[Piece]
+    ) -> tuple[dict[int, jax.Array], list[Any]]:
+        """Updates by leaf index, decoded from the replies; and for each bucket ties and who took part."""
+        rows: list[jax.Array] = []
+        numbers = []
+        for ballot in ballots:
+            replies = ballot.replies[None]
+            if self.plan.group is not None:
+                replies = wires.from_group(ballot.replies, self.plan.group)
+            each, found = self._decode_bucket(ballot.form, replies)
+            rows += each
+            numbers.append(found)
+        if self.plan.group is None:
+            # As it is used: a conversion for each leaf is work for a compiler.
+            return layout.split_pieces([x.astype(jnp.float32) for x in rows], pieces), numbers
+        whole = {}
+        for x, piece in zip(rows, pieces, strict=True):
+            for s in piece.segments:
+                first = s.first_row - piece.first_row
+                whole[s.leaf] = x[:, first : first + self.cuts[s.leaf].chunk]
+        return self.from_slices(whole), numbers
+
+    def from_slices(self, whole: dict[int, jax.Array]) -> dict[int, jax.Array]:
+        """Leaves by index, cut from a group's buffers, each of which is given in slices."""
+        leaves: dict[int, jax.Array] = {}
+        for k, cut in enumerate(self.cuts):
+            pieces = layout.pieces([cut], self.step)
+            leaves |= layout.split_bucket(whole[k].reshape(-1, ROW), pieces)
+        return leaves
+
+    def _decode_bucket(self, form: Format, replies: jax.Array) -> tuple[list[jax.Array], Any]:
+        """Rows ``[slices, rows, 128]`` of each piece, and ties and who took part.
+
+        Of replies ``uint32[slices, W, words]``.
+        """
+        with jax.named_scope("lioncub.unpack"):
+            slices, bucket, decode = len(replies), form.bucket, self.plan.decision.coder.decode
+            reply, present = form.unpack_reply(replies.reshape(-1, replies.shape[-1]))
+            where = Slice(1, form.rows, form.workers, self.plan.up, bucket.dtype, None)
+            found, rows = (reply.ties, present), []
+            if not bucket.large:  # one piece
+                whole = decode(reply.planes, reply.rows, where)
+                return [whole.reshape(slices, -1, ROW)], found
+            in_blocks = lambda x: x.reshape(slices, bucket.rows // BLOCK, -1)  # noqa: E731
+            words = jax.tree.map(in_blocks, (reply.planes, reply.rows))
+            # Each piece by itself: large leaves of one shape share a kernel.
+            before = [p.first_row // BLOCK for p in bucket.pieces]
+            starts = xla.runtime_constants(before, self.step)
+            for start, piece in zip(starts, bucket.pieces, strict=True):
+                cut = partial(_cut, start=start, blocks=piece.rows // BLOCK)
+                planes, numbers = jax.tree.map(cut, words)
+                rows.append(decode(planes, numbers, where._replace(rows=piece.rows)))
+            return rows, found
+
+    def quantization_errors(
+        self, ballots: Sequence[Ballot], sent: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        """Quantization error of each piece, ``sent - decoded``; padding may hold anything."""
+        up, errors = self.plan.up, list[jax.Array]()
+        for ballot in ballots:
+            bucket = ballot.form.bucket
+            for message, piece in zip(ballot.codes, bucket.pieces, strict=True):
+                assert message.scales is not None
+                steps = bucket.by_chunk(message.scales)
+                planes = [x.reshape(len(steps), -1) for x in message.planes]
+                rows = up.values(planes, steps, steps.shape[1], self.workers, stored=True)
+                rows = rotation.undone(rows, self.step) if up.rotates else rows
+                error = sent[len(errors)] - layout.rows_to_piece(rows, piece)
+                errors.append(error if up.keep == 1 else up.keep * error)
+        return errors
+
+    def new_or_kept(
+        self,
+        pieces: Sequence[Piece],
+        ballots: Sequence[Ballot],
+        new: Sequence[Any],
+        before: Sequence[Any],
+        leaves: list[Any],
+    ) -> list[Any]:
+        """The new momentum (or error) of each leaf in its dtype; the old one where the worker abstains.
+
+        ``before`` is what `layout.join_pieces` makes of the leaves. Leaves that are in no piece stay.
+        """
+        if not new or new[0] is None:
+            return leaves
+        kept, abstains = [], [b.abstains for b in ballots for _ in b.codes]
+        for piece, away, x, old in zip(pieces, abstains, new, before, strict=True):
+            dtypes = {leaves[s.leaf].dtype for s in piece.segments}
+            if len(dtypes) == 1:  # one cast for the whole piece
+                dtype = dtypes.pop()
+                x, old = quantize.saturated(x, dtype), old.astype(dtype)
+            kept.append(jnp.where(away, old, x))
+        found = layout.split_pieces(kept, pieces)
+        for i, x in found.items():
+            found[i] = quantize.saturated(layout.zero_padding(x, self.counts[i]), leaves[i].dtype)
+        return [found.get(i, x) for i, x in enumerate(leaves)]
+
+    # --- One worker
+
+    def alone(
+        self, grads: list[jax.Array], kept: Kept, owners: Sequence[Flat], abstain: Any
+    ) -> Done:
+        """The step of a single worker: no collective, no codes; earlier errors are added in full."""
+        plan, decision = self.plan, self.plan.decision
+        messages = list(map(plan.memory.message, grads, kept.mu))
+        values = list(map(_with_error, messages, kept.error))
+        abstains = jnp.zeros((), bool) if abstain is None else abstain
+        for x in values:
+            abstains |= ~jnp.all(jnp.isfinite(x))
+        abstains = axes.any_over_shards(abstains, plan.axis)
+        present, states = 1 - abstains.astype(jnp.uint32), []
+        layout.check_order(owners, self.buckets if decision.decodes else ())
+        for owner in owners:
+            bucket = owner.bucket
+            where = Slice(1, bucket.chunk, 1, quantize.dense(), bucket.dtype, None)
+            received = Sums(layout.join_bucket(values, bucket), None, present)
+            rows, state = decision.alone(received, where, owner.value)
+            states.append(state)
+            for i, x in layout.split_bucket(rows, bucket.pieces).items():
+                values[i] = x
+        mu = list(
+            map(partial(_unless, abstains), map(plan.memory.remember, grads, kept.mu), kept.mu)
+        )
+        error = [e if e is None else jnp.where(abstains, e, 0) for e in kept.error]
+        updates = [jnp.where(abstains, 0, decision.coder.exact(x)) for x in values]
+        *updates, present = [axes.same_everywhere(x, plan.axis) for x in (*updates, present)]
+        leaves = dict(enumerate(updates))
+        if plan.group is not None:
+            leaves = {k: wires.from_group(x, plan.group) for k, x in leaves.items()}
+            leaves = self.from_slices(leaves)
+        return Done(leaves, Kept(mu, error), states, [(jnp.zeros(1, jnp.uint32), present)])
+
+    # --- Mean of the momenta in codes, for sync.coded
+
+    def coded_mean(
+        self, leaves: list[jax.Array], owners: Sequence[Flat]
+    ) -> tuple[list[Any], tuple[Flat, ...]]:
+        """One sync in codes: ``u + (x_i - Q(x_i))``, with the owners' reply ``u`` to ``mean_i Q(x_i) + e``.
+
+        A worker that abstains keeps x_i, and leaves that are in no bucket stay. With W = 1 the owner's
+        error is added.
+        """
+        pieces = layout.pieces(self.buckets, self.step)
+        if self.workers == 1:
+            of_bucket = {s.leaf for piece in pieces for s in piece.segments}
+            own = [x if i in of_bucket else x.ravel()[:0] for i, x in enumerate(leaves)]
+            nothing = [None] * len(leaves)
+            done = self.alone(own, Kept(nothing, nothing), owners, None)
+            [(_, here)], states = done.numbers, done.owners
+            for i in of_bucket:
+                value = jnp.where(here > 0, done.updates[i], leaves[i])
+                value = axes.varying(value, self.plan.axis)
+                leaves[i] = quantize.saturated(value, leaves[i].dtype)
+        else:
+            sent = layout.join_pieces(leaves, pieces)
+            rows = [
+                (layout.piece_to_float_rows(x, piece), None)
+                for x, piece in zip(sent, pieces, strict=True)
+            ]
+            ballots = self.exchange(rows, owners, None)
+            states, errors, replies = (
+                [b.owner for b in ballots],
+                self.quantization_errors(ballots, sent),
+                [],
+            )
+            for ballot in ballots:
+                replies += self._decode_bucket(ballot.form, ballot.replies[None])[0]
+            for i, piece in enumerate(pieces):
+                errors[i] = layout.rows_to_piece(replies[i], piece) + errors[i]
+            leaves = self.new_or_kept(pieces, ballots, errors, sent, leaves)
+        return leaves, tuple(map(Flat, states, self.buckets))
+
+    # --- State
+
+    def next_state(
+        self, state: CommunicateState, grads: list[jax.Array], done: Done
+    ) -> CommunicateState:
+        """The state with new statistics and owner states; counts are added over shards in one sum."""
+        plan, ties, voted = self.plan, jnp.zeros((), jnp.float32), list[Any]()
+        _, _, abstained, abstentions = state.votes
+        everyone = (*axes.names(plan.axis), *axes.names(plan.group))
+        size = sum(math.prod(x.shape) * axes.shard(x, everyone)[1] for x in grads)
+        if done.numbers:
+            # In units of 2, 4, ... for more than 2**32 parameters, whose ties a word does not hold.
+            power = max(size.bit_length() - 32, 0)
+            tied = [jnp.sum(each >> power, dtype=jnp.uint32) for each, _ in done.numbers]
+            # Without bucket_size all buckets have the same voters.
+            each_own = plan.bucket_size is not None
+            voters = [present for _, present in done.numbers[: None if each_own else 1]]
+            found = axes.total_over_shards(tied, voters, plan.axis)
+            ties, here = found[0].astype(jnp.float32) * 2**power, found[1:].astype(jnp.int32)
+            abstained = self.workers - jnp.min(here)
+            abstentions += abstained
+            voted = [here[k if each_own else 0] for k in range(len(state.owner))]
+        owner = []
+        for here, new, flat in zip(voted, done.owners, state.owner, strict=False):
+            # A counter has the type of a replicated value. So the number of voters, which is replicated
+            # too, decides whether it moves.
+            stop = lambda n, o, here=here: n if n.ndim else jnp.where(here > 0, n, o)  # noqa: E731
+            owner.append(Flat(jax.tree.map(stop, new, flat.value), flat.bucket))
+        votes = VoteCounts(ties, jnp.float32(size), abstained, abstentions)
+        count = optax.safe_increment(state.count)
+        return state._replace(count=count, owner=tuple(owner), votes=votes)
 
 
 def _wide(x: Any) -> Any:
-    """Float32 at least: what is computed of it is rounded when it is kept, and not before."""
+    """Float32 at least: results are rounded once, when they are stored."""
     return None if x is None else x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
-def by_leaf(
-    worker: Worker,
-    pieces: Sequence[Piece],
-    ballots: Sequence[Ballot],
-    new: Sequence[Any],
-    before: Sequence[Any],
-    leaves: list[Any],
-) -> list[Any]:
-    """What a worker keeps of each leaf, in its dtype: the new, or that of before if it abstains.
-
-    ``before`` is what `layout.joined` makes of the leaves; they stay where there is nothing new.
-    """
-    if not new or new[0] is None:
-        return leaves
-    kept, abstains = [], [b.abstains for b in ballots for _ in b.codes]
-    for piece, away, x, old in zip(pieces, abstains, new, before, strict=True):
-        dtypes = {leaves[s.leaf].dtype for s in piece.segments}
-        if len(dtypes) == 1:  # once for all of them
-            dtype = dtypes.pop()
-            x, old = quantize.saturated(x, dtype), old.astype(dtype)
-        kept.append(jnp.where(away, old, x))
-    found = layout.apart(kept, pieces)
-    for i, x in found.items():
-        found[i] = quantize.saturated(_real_only(x, worker.counts[i]), leaves[i].dtype)
-    return [found.get(i, x) for i, x in enumerate(leaves)]
-
-
-def exchange(
-    plan: Plan,
-    worker: Worker,
-    buckets: Sequence[Bucket],
-    values: Sequence[tuple[jax.Array, jax.Array | None]],
-    owners: Sequence[Flat],
-    abstain: Any,
-) -> list[Ballot]:
-    """Values to codes, up the wire, the owners' decisions and back.
-
-    Of the values of all buckets' pieces in rows, ``float32[rows, 128]``, and what they are without the
-    error of before, where an error alone is not sent.
-    """
-    forms, encoded, ballots = [], [], []
-    rest, slices = iter(values), buckets if plan.owner.needs_values else ()
-    layout.check_order(owners, slices)
-    with jax.named_scope("lioncub.pack"):
-        for bucket in buckets:
-            forms.append(Format.of(plan.up, plan.owner, plan.down, bucket))
-            counts = layout.counts(bucket, worker.counts, plan.up.has_zero)
-            own = list(itertools.islice(rest, len(bucket.pieces)))
-            encoded.append((_encode(plan, worker, forms[-1], own, counts), counts))
-        each = [codes for codes, _ in encoded]
-        if plan.bucket_size is None:
-            flags = [_abstains(plan, list(itertools.chain(*each)), abstain)] * len(each)
-        else:
-            # A bucket that waited for the flags of all others could not travel before the last is there.
-            flags = [_abstains(plan, codes, abstain) for codes in each]
-    for k, (form, (codes, counts), abstains) in enumerate(zip(forms, encoded, flags, strict=True)):
-        state = owners[k].value if owners else ()
-        replies, state = _decide(plan, worker, form, codes, counts, abstains, state)
-        ballots.append(Ballot(form, codes, abstains, replies, state))
-    return ballots
-
-
-def _abstains(plan: Plan, messages: list[Message], abstain: Any) -> jax.Array:
-    """Whether a worker is asked to abstain, or has a value that is not finite on any of its devices."""
-    abstains = jnp.zeros((), bool) if abstain is None else abstain
-    if not messages:
-        return wires.any_over_shards(abstains, plan.axis)
-    # Never true, but known only when all codes are made: momentum is then overwritten in place, where it
-    # would be copied for the codes that are still to be made of it.
-    codes = [lax.population_count(x.planes[0][0]) > BLOCK for x in messages]
-    # Reduced with what was asked, so that it is found once and not anew for the momentum of each leaf: of
-    # one message alone XLA would drop the reduction.
-    flags = [jnp.stack([*codes, abstains]), ~jnp.stack([*[x.finite for x in messages], ~abstains])]
-    made, strange = lax.reduce(flags, [jnp.zeros((), bool)] * 2, bits.or_each, (0,))
-    return wires.any_over_shards(made | strange, plan.axis)
-
-
-def _encode(
-    plan: Plan, worker: Worker, form: Format, values: list[Any], counts: jax.Array | None
-) -> list[Message]:
-    """The codes of each piece of a bucket, of its rows and of who speaks on them."""
-    rows = [x for x, _ in values]
-    bucket, pieces = form.bucket, form.bucket.pieces
-    totals: list[Any] = [None] * len(pieces)
-    shard, shards = wires.shard(rows[0], plan.axis)
-    if plan.up.measure is not None:
-        measured = list(map(plan.up.measure, rows, pieces))
-        # All leaves in one sum, and none at all where nothing is cut.
-        sums = wires.sum_over_shards(jnp.concatenate(measured), plan.axis)
-        totals = jnp.split(sums, np.cumsum([len(m) for m in measured])[:-1])
-    before = [(bucket.first_row + piece.first_row) * WORDS_PER_ROW for piece in pieces]
-    firsts, codes = layout.at_run_time(before, worker.step), []
-    who = worker.step, worker.index, worker.workers
-    drawn = bits.draw(*who)
-    if plan.bucket_size is not None:
-        # Of a number that is never set, but known only with this bucket's gradients: XLA makes one kernel
-        # of several that take the same, and then the first bucket would wait for the last.
-        first_number = lax.bitcast_convert_type(rows[0][0, 0], jnp.uint32)
-        never = (lax.population_count(first_number) > BLOCK).astype(jnp.uint32)
-        drawn = bits.Draw(*[x ^ never for x in drawn])
-    for (x, without), piece, total, first in zip(values, pieces, totals, firsts, strict=True):
-        own = None if counts is None else counts[piece.first_row :][: piece.rows]
-        first += shard * bucket.total_rows * WORDS_PER_ROW
-        place = Place(
-            bucket, piece, first, *who, drawn, own, form.sends_steps, shard, shards, total, without
-        )
-        message = plan.up.encode(x, place)
-        if without is not None and message.steps is not None:
-            speaks = jnp.any(without != 0, axis=1) if message.speaks is None else message.speaks
-            message = message._replace(steps=jnp.where(speaks, message.steps, 0), speaks=None)
-        codes.append(message)
-    return codes
-
-
-def _decide(
-    plan: Plan,
-    worker: Worker,
-    form: Format,
-    codes: list[Message],
-    counts: jax.Array | None,
-    abstains: jax.Array,
-    state: Any,
-) -> tuple[jax.Array, Any]:
-    """Up the wire, the owner's decision, and back: replies ``uint32[W, words]``, and the owner's state."""
-    assert plan.axis is not None  # without one there is one worker
-    bucket, chunks = form.bucket, 1 if plan.wire.owns_slice else worker.workers
-    with jax.named_scope("lioncub.pack"):
-        message = _joined(form, codes, abstains)
-    with jax.named_scope("lioncub.up"), wires.voting(plan.axis):
-        received = plan.wire.collect(message, ~abstains, form, plan.axis)
-    with jax.named_scope("lioncub.decide"):
-        first = worker.index.astype(jnp.uint32) * bucket.chunk if plan.wire.owns_slice else 0
-        if counts is not None:
-            counts = lax.dynamic_slice_in_dim(counts, first, chunks * bucket.chunk)
-        where = Slice(
-            chunks, bucket.chunk, worker.workers, plan.up, bucket.dtype, counts, worker.step
-        )
-        result, state = plan.owner.decide(received, where, state)
-        row = bucket.first_row + first
-        row += wires.shard(codes[0].planes[0], plan.axis)[0] * bucket.total_rows
-        words = bucket.chunk * WORDS_PER_ROW
-        coin = bits.coin(row * WORDS_PER_ROW, chunks * words, worker.step)
-        reply = plan.down.encode(result, coin.reshape(chunks, words))
-        replies = form.pack_reply(reply, received.present)
-    with jax.named_scope("lioncub.down"):
-        return plan.wire.publish(replies, plan.axis), state
-
-
-def _joined(form: Format, codes: list[Message], abstains: jax.Array) -> Message:
-    """The message about a whole bucket, padded to its chunks; without votes if the worker abstains."""
-    planes, voted, steps = [], None, None
-    mask: Any = True
-    if form.sends_votes:
-        words = form.workers * bits.row_words(form.rows)
-        voted = jnp.where(abstains, 0, _padded([x.voted for x in codes], words))
-        mask = bits.over_rows(voted.reshape(form.workers, -1), form.rows).reshape(-1)
-    zero = form.up.top(form.workers) // 2 if form.up.has_zero else 0
-    for k in range(form.message_planes):
-        plane = _padded([x.planes[k] for x in codes], form.workers * form.plane_words)
-        if form.up.has_zero:
-            plane = jnp.where(abstains, jnp.uint32(0xFFFFFFFF * (zero >> k & 1)), plane)
-        planes.append(plane & mask if form.sends_votes else plane)
-    if form.sends_steps:
-        steps = jnp.where(abstains, 0, _padded([x.steps for x in codes], form.workers * form.rows))
-    return Message(planes, voted, steps, ~abstains)
-
-
-def _padded(parts: Sequence[Any], size: int) -> jax.Array:
-    """The parts one after the other, then zeros."""
-    return layout.pad_rows(jnp.concatenate(parts) if len(parts) > 1 else parts[0], size)
-
-
-def open_replies(
-    plan: Plan, worker: Worker, form: Format, replies: jax.Array
-) -> tuple[list[jax.Array], Any]:
-    """Rows ``[slices, rows, 128]`` of each piece, and ties and who took part.
-
-    Of replies ``uint32[slices, W, words]``.
-    """
-    with jax.named_scope("lioncub.unpack"):
-        slices, bucket = len(replies), form.bucket
-        reply, present = form.unpack_reply(replies.reshape(-1, replies.shape[-1]))
-        where = Slice(1, form.rows, form.workers, plan.up, bucket.dtype, None)
-        found, rows = (reply.ties, present), []
-        if not bucket.large:  # one piece
-            whole = plan.down.decode(reply.planes, reply.rows, where)
-            return [whole.reshape(slices, -1, ROW)], found
-        in_blocks = lambda x: x.reshape(slices, bucket.rows // BLOCK, -1)  # noqa: E731
-        words = jax.tree.map(in_blocks, (reply.planes, reply.rows))
-        # Each piece by itself: large leaves of one shape share a kernel.
-        starts = layout.at_run_time([p.first_row // BLOCK for p in bucket.pieces], worker.step)
-        for start, piece in zip(starts, bucket.pieces, strict=True):
-            cut = partial(_cut, start=start, blocks=piece.rows // BLOCK)
-            planes, numbers = jax.tree.map(cut, words)
-            rows.append(plan.down.decode(planes, numbers, where._replace(rows=piece.rows)))
-        return rows, found
-
-
-def _cut(words: jax.Array, start: jax.Array, blocks: int) -> jax.Array:
-    """Of words by blocks, ``uint32[slices, all blocks, words]``, some blocks: ``uint32[slices, words]``."""
-    return lax.dynamic_slice_in_dim(words, start, blocks, 1).reshape(len(words), -1)
-
-
-def uncoded(
-    plan: Plan, worker: Worker, ballots: list[Ballot], sent: Sequence[jax.Array]
-) -> list[jax.Array]:
-    """The quantisation error of each piece, like ``sent``; in padding it means nothing."""
-    missed: list[jax.Array] = []
-    for ballot in ballots:
-        bucket = ballot.form.bucket
-        for message, piece in zip(ballot.codes, bucket.pieces, strict=True):
-            assert message.steps is not None
-            steps = bucket.by_chunk(message.steps)
-            planes = [x.reshape(len(steps), -1) for x in message.planes]
-            rows = plan.up.values(planes, steps, steps.shape[1], worker.workers, once=True)
-            rows = rotation.turned_back(rows, worker.step) if plan.up.turns else rows
-            error = sent[len(missed)] - layout.undo_rows(rows, piece)
-            missed.append(error if plan.up.keep == 1 else plan.up.keep * error)
-    return missed
-
-
-def _real_only(rows: jax.Array, count: jax.Array | None) -> jax.Array:
-    """``[rows, 128]`` of a slice with zeros in the padding, if any: codes cannot say zero there."""
-    return rows if count is None else jnp.where(jnp.arange(ROW) < count[:, None], rows, 0)
-
-
-def alone(
-    plan: Plan, worker: Worker, grads: list[jax.Array], kept: Kept, owners: Any, abstain: Any
-) -> tuple[list[jax.Array], Any, list[Any], Kept]:
-    """One worker's step: nothing travels, so nothing is quantised, and nothing is left out or owed."""
-    messages = [plan.memory.message(g, mu) for g, mu in zip(grads, kept.mu, strict=True)]
-    messages = list(map(_with_error, messages, kept.error))
-    values = list(messages)
-    abstains = jnp.zeros((), bool) if abstain is None else abstain
-    for x in values:
-        abstains |= ~jnp.all(jnp.isfinite(x))
-    abstains = wires.any_over_shards(abstains, plan.axis)
-    present, states = 1 - abstains.astype(jnp.uint32), [flat.value for flat in owners]
-    buckets = plan.buckets(grads, 1) if plan.owner.needs_values else ()
-    layout.check_order(owners, buckets)
-    for k, bucket in enumerate(buckets):
-        where = Slice(1, bucket.chunk, 1, quantize.dense(), bucket.dtype, None)
-        received = Sums(layout.join_all(messages, bucket), None, present)
-        result, states[k] = plan.owner.decide(received, where, states[k])
-        rows = result.values.reshape(-1, ROW)
-        for i, x in layout.apart_all(rows, bucket.pieces).items():
-            values[i] = x
-    mu = [
-        _unless(abstains, plan.memory.remember(g, m), m)
-        for g, m in zip(grads, kept.mu, strict=True)
-    ]
-    updates = [jnp.where(abstains, 0, plan.down.exact(x)) for x in values]
-    *updates, present = [wires.same_everywhere(x, plan.axis) for x in (*updates, present)]
-    error = [e if e is None else jnp.where(abstains, e, 0) for e in kept.error]
-    return updates, (jnp.zeros(1, jnp.uint32), present), states, Kept(mu, error)
 
 
 def _with_error(message: jax.Array, error: Any) -> jax.Array:
@@ -760,125 +880,6 @@ def _unless(abstains: jax.Array, new: Any, old: Any) -> Any:
     return jnp.where(abstains, old, quantize.saturated(new, old.dtype))
 
 
-# --- Two levels: a worker that is a group of devices, each with a slice of every bucket
-
-
-def _step_in_group(
-    plan: Plan, worker: Worker, updates: Any, state: CommunicateState, abstain: Any
-) -> tuple[Any, CommunicateState]:
-    """Around the ordinary exchange: a reduce-scatter in the group, and an all-gather of the replies."""
-    tree: Any
-    grads, tree = jax.tree.flatten(updates)
-    assert plan.group is not None
-    cuts, device = plan.cuts(grads), wires.worker_index(plan.group)
-    slices = [wires.mean_slice(layout.join_all(grads, cut), plan.group) for cut in cuts]
-    worker = worker._replace(counts=[slice_counts(plan, cut, device) for cut in cuts])
-    layout.check_order([*state.mu, *state.error], [*cuts, *cuts])
-    kept = Kept([x.value for x in state.mu], [x.value for x in state.error])
-    if worker.workers == 1:
-        each, found, owners, kept = alone(plan, worker, slices, kept, state.owner, abstain)
-        whole, numbers = [wires.from_group(x, plan.group) for x in each], [found]
-    else:
-        buckets = plan.buckets(slices, worker.workers)
-        pieces = layout.pieces(buckets, worker.step)
-        ballots, kept = vote(plan, worker, buckets, pieces, slices, kept, state.owner, abstain)
-        owners = [ballot.owner for ballot in ballots]
-        whole, numbers = list(slices), []
-        for ballot in ballots:
-            replies = wires.from_group(ballot.replies, plan.group)
-            each, found = open_replies(plan, worker, ballot.form, replies)
-            numbers.append(found)
-            for rows, piece in zip(each, ballot.form.bucket.pieces, strict=True):
-                for s in piece.segments:
-                    first = s.first_row - piece.first_row
-                    whole[s.leaf] = rows[:, first : first + cuts[s.leaf].chunk]
-    updates = [jnp.zeros(g.shape, g.dtype) for g in grads]
-    for cut, rows in zip(cuts, whole, strict=True):
-        pieces = layout.pieces([cut], worker.step)
-        for i, x in layout.apart_all(rows.reshape(-1, ROW), pieces).items():
-            updates[i] = x.astype(grads[i].dtype)
-    mu, error = (tuple(map(Flat, x, cuts)) for x in kept)
-    new = _next_state(plan, worker, state, grads, mu, error, owners, numbers)
-    return tree.unflatten(updates), new
-
-
-def slice_counts(plan: Plan, cut: Bucket, device: jax.Array) -> jax.Array | None:
-    """Elements of each row of a device's slice that are no padding; None where none is mistaken."""
-    counts = layout.counts(cut, zeros=plan.up.has_zero)
-    if counts is None:
-        return None
-    return lax.dynamic_slice_in_dim(counts, device * cut.chunk, cut.chunk)
-
-
-# --- State
-
-
-def _next_state(
-    plan: Plan,
-    worker: Worker,
-    state: CommunicateState,
-    grads: list[jax.Array],
-    mu: Any,
-    error: Any,
-    owners: list[Any],
-    numbers: list[Any],
-) -> CommunicateState:
-    """With ties and presence over a worker's shards, in one sum if it has any."""
-    ties, abstained, abstentions = jnp.zeros((), jnp.float32), state.abstained, state.abstentions
-    everyone = (*wires.names(plan.axis), *wires.names(plan.group))
-    size = sum(math.prod(x.shape) * wires.shard(x, everyone)[1] for x in grads)
-    voted: Any = []
-    if numbers:
-        # In units of 2, 4, ... for more than 2**32 parameters, whose ties a word does not hold.
-        power = max(size.bit_length() - 32, 0)
-        tied = [jnp.sum(each >> power, dtype=jnp.uint32) for each, _ in numbers]
-        # Without a limit on buckets all have the same voters.
-        voters = [present for _, present in numbers[: 1 if plan.bucket_size is None else None]]
-        found = wires.total_over_shards(tied, voters, plan.axis)
-        ties, voted = found[0].astype(jnp.float32) * 2**power, found[1:].astype(jnp.int32)
-        abstained = worker.workers - jnp.min(voted)
-        abstentions += abstained
-
-    def counted(voters: Any, new: jax.Array, old: jax.Array) -> jax.Array:
-        # Counters of a transform are the same on all workers by type, so what all know must stop them.
-        return new if new.ndim else jnp.where(voters > 0, new, old)
-
-    kept = []
-    for k, (new, flat) in enumerate(zip(owners if state.owner else (), state.owner, strict=True)):
-        voters = voted[min(k, len(voted) - 1)]
-        kept.append(Flat(jax.tree.map(partial(counted, voters), new, flat.value), flat.bucket))
-    count = optax.safe_increment(state.count)
-    statistics = ties, jnp.float32(size), abstained, abstentions
-    return CommunicateState(count, mu, error, tuple(kept), *statistics)
-
-
-def _init_slices(plan: Plan, params: optax.Params) -> tuple[Any, Any, tuple[Flat, ...]]:
-    """Momentum and errors of a group's slices, and owners' states, where every axis is manual."""
-    cuts, slices = plan.cuts(jax.tree.leaves(params)), []
-    for cut in cuts:
-        zeros = jnp.zeros((cut.chunk, ROW), cut.dtype)
-        slices.append(wires.varying(zeros, (*cut.axes, *wires.names(plan.group))))
-    mu, error = plan.memory.init(slices), _no_errors(slices, plan.up.feedback)
-    return tuple(map(Flat, mu, cuts)), tuple(map(Flat, error, cuts)), init_owners(plan, slices)
-
-
-def init_owners(plan: Plan, leaves: list[jax.Array]) -> tuple[Flat, ...]:
-    """Each bucket's slice state; only a transform that keeps one needs to know the workers."""
-    if not plan.owner.needs_values:
-        return ()
-    workers = wires.workers_on(plan.axis)
-    own = wires.names(plan.axis) if plan.wire.owns_slice or workers == 1 else ()
-    states = []
-    for bucket in plan.buckets(leaves, workers):
-        rows = bucket.chunk if plan.wire.owns_slice else bucket.rows
-        tree: Any
-        arrays, tree = jax.tree.flatten(plan.owner.init(jnp.zeros((rows, ROW), bucket.dtype)))
-        axes = (*own, *[n for n in bucket.axes if n not in wires.names(plan.axis)])
-        # Arrays of a slice are the owner's own; counters stay the same on every worker.
-        arrays = [wires.varying(x, axes) if x.ndim else x for x in arrays]
-        states.append(Flat(tree.unflatten(arrays), bucket))
-    return tuple(states)
-
-
-def _no_errors(tree: Any, dtype: Any) -> Any:
-    return jax.tree.map(lambda p: None if dtype is None else jnp.zeros_like(p, dtype=dtype), tree)
+def _cut(words: jax.Array, start: jax.Array, blocks: int) -> jax.Array:
+    """Some blocks of ``uint32[slices, all blocks, words]``, as ``uint32[slices, words]``."""
+    return lax.dynamic_slice_in_dim(words, start, blocks, 1).reshape(len(words), -1)

@@ -68,15 +68,6 @@ def for_tpu(mesh: Any = None) -> bool:
     return device is not None and device.platform == "tpu"
 
 
-def as_they_lie(arrays: Sequence[Any]) -> list[Any]:
-    """The same arrays, or None for each, which XLA may not lay out otherwise for those who use them.
-
-    It likes to compute in the shape of a leaf and to change the shape of the result, which then is none
-    of what a kernel takes in.
-    """
-    return list(lax.optimization_barrier(tuple(arrays)))
-
-
 def pack(codes: jax.Array, p: int, interpret: bool | None = None) -> list[jax.Array]:
     """`bits.pack` by a kernel, in one pass over what the codes are computed of.
 

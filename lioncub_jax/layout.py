@@ -1,5 +1,12 @@
 """Flat buffers: which rows of them belong to which leaf.
 
+| from | to | and back |
+|---|---|---|
+| elements of a leaf in its shape | in the order of its rows | `to_tile_order`, `from_tile_order` |
+| leaves | an array for each piece | `join_pieces`, `split_pieces` |
+| the array of a piece | its rows ``[rows, 128]`` | `piece_to_rows`, `rows_to_piece` |
+| leaves | the rows of a whole bucket | `join_bucket`, `split_bucket` |
+
 Leaves are cut into rows of 128 elements, the last one padded, and the rows of all leaves are one buffer,
 so that a step costs two collectives however many leaves there are. On a TPU a leaf that is made of whole
 tiles of 8 x 128 elements has its rows in the order of the tiles, as it lies in memory there. A large leaf
@@ -19,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from lioncub_jax import bits, kernels
+from lioncub_jax import kernels, xla
 from lioncub_jax.bits import BLOCK, HALF_BLOCK, ROW
 from lioncub_jax.kernels import SUBLANES
 
@@ -55,13 +62,18 @@ class Piece(NamedTuple):
       segments: its leaves.
       first_row: where it begins in the bucket.
       rows: how many rows, what pads it to whole blocks or chunks included.
-      starts: where each leaf's rows begin in it; ``uint32[]`` where XLA shall not know, see `pieces`.
+      starts: where each leaf's rows begin in it; ``uint32[]`` at run time, see `pieces`.
     """
 
     segments: tuple[Segment, ...]
     first_row: int
     rows: int
     starts: Sequence[Any]
+
+    @property
+    def idle(self) -> int:
+        """Rows behind its leaves."""
+        return self.rows - sum(s.rows for s in self.segments)
 
 
 class Bucket(NamedTuple):
@@ -75,7 +87,7 @@ class Bucket(NamedTuple):
       workers: how many chunks there are.
       dtype: of the leaves, the widest if they differ.
       axes: mesh axes over which the leaves vary, by name.
-      total_rows: rows of all buckets, what pads them to chunks included.
+      total_rows: rows of all buckets, padding included; the offset between two shards.
     """
 
     segments: tuple[Segment, ...]
@@ -127,7 +139,7 @@ class Flat:
 
 
 def check_order(flats: Sequence[Flat], buckets: Sequence[Bucket]) -> None:
-    """Raises ``ValueError`` if slices of a state are not those that a step takes them for."""
+    """Raises ``ValueError`` if a state was built for other buffers than this step has."""
     if [x.bucket.segments for x in flats] != [bucket.segments for bucket in buckets]:
         raise ValueError(
             f"slices of the state, of {len(flats)} buffers, are others or lie in another order than those "
@@ -208,15 +220,15 @@ def _round_up(n: int, multiple: int) -> int:
 
 
 def pieces(buckets: Sequence[Bucket], step: jax.Array) -> list[Piece]:
-    """The pieces of all buckets; where a small leaf begins is known at run time only, see `at_run_time`."""
+    """The pieces of all buckets; where a small leaf begins is known at run time only, see `xla`."""
     found = [piece for bucket in buckets for piece in bucket.pieces]
     for k, piece in enumerate(found):
         if len(piece.segments) > 1:
-            found[k] = piece._replace(starts=at_run_time(piece.starts, step))
+            found[k] = piece._replace(starts=xla.runtime_constants(piece.starts, step))
     return found
 
 
-def joined(leaves: Sequence[Any], pieces: Sequence[Piece]) -> list[Any]:
+def join_pieces(leaves: Sequence[Any], pieces: Sequence[Piece]) -> list[Any]:
     """What is treated as one array for each piece: a leaf in its own shape, or rows of all its leaves.
 
     Small leaves are worth no kernel of their own: what is computed of them is computed of all at once.
@@ -239,32 +251,33 @@ def joined(leaves: Sequence[Any], pieces: Sequence[Piece]) -> list[Any]:
             continue
         wide = jnp.result_type(jnp.float32, *own)
         each = [
-            _in_rows(x.astype(wide), s, s.rows) for x, s in zip(own, piece.segments, strict=True)
+            _leaf_to_rows(x.astype(wide), s, s.rows)
+            for x, s in zip(own, piece.segments, strict=True)
         ]
-        idle = piece.rows - sum(s.rows for s in piece.segments)
-        each += [jnp.zeros((idle, ROW), wide)] if idle else []  # a pad of the whole would copy it
+        if piece.idle:  # a pad of the whole would copy it
+            each.append(jnp.zeros((piece.idle, ROW), wide))
         found.append(jnp.concatenate(each))
     return found
 
 
-def in_rows(x: jax.Array, piece: Piece) -> jax.Array:
-    """What `joined` made of a piece as ``float32[rows, 128]``, zeros in the padding."""
-    return as_rows(x.astype(jnp.float32), piece)
+def piece_to_float_rows(x: jax.Array, piece: Piece) -> jax.Array:
+    """What `join_pieces` made of a piece as ``float32[rows, 128]``, zeros in the padding."""
+    return piece_to_rows(x.astype(jnp.float32), piece)
 
 
-def as_rows(x: jax.Array, piece: Piece) -> jax.Array:
-    """What `joined` made of a piece as ``[rows, 128]`` of its dtype, zeros in the padding."""
-    return _in_rows(x, piece.segments[0], piece.rows) if len(piece.segments) == 1 else x
+def piece_to_rows(x: jax.Array, piece: Piece) -> jax.Array:
+    """What `join_pieces` made of a piece as ``[rows, 128]`` of its dtype, zeros in the padding."""
+    return _leaf_to_rows(x, piece.segments[0], piece.rows) if len(piece.segments) == 1 else x
 
 
-def undo_rows(x: jax.Array, piece: Piece) -> jax.Array:
-    """Undoes `as_rows`, of ``[..., rows, 128]``."""
-    return _cut_to(x, piece.segments[0]) if len(piece.segments) == 1 else x.reshape(-1, ROW)
+def rows_to_piece(x: jax.Array, piece: Piece) -> jax.Array:
+    """Undoes `piece_to_rows`, of ``[..., rows, 128]``."""
+    return _rows_to_leaf(x, piece.segments[0]) if len(piece.segments) == 1 else x.reshape(-1, ROW)
 
 
-def _in_rows(x: jax.Array, segment: Segment, rows: int) -> jax.Array:
+def _leaf_to_rows(x: jax.Array, segment: Segment, rows: int) -> jax.Array:
     # In as few operations as can be: with hundreds of leaves it is they that a compiler works at.
-    return pad_rows(in_row_order(x, segment), rows * ROW).reshape(rows, ROW)
+    return pad_rows(to_tile_order(x, segment), rows * ROW).reshape(rows, ROW)
 
 
 def made_of_tiles(shape: tuple[int, ...]) -> bool:
@@ -291,7 +304,7 @@ def lies_in_rows(piece: Piece) -> bool:
     return whole and s.size == piece.rows * ROW
 
 
-def in_row_order(x: jax.Array, segment: Segment) -> jax.Array:
+def to_tile_order(x: jax.Array, segment: Segment) -> jax.Array:
     """Leaves ``[..., *shape]`` with the elements of each in the order of its rows, ``[..., size]``."""
     shape = segment.shape
     lead = x.shape[: x.ndim - len(shape)]
@@ -300,75 +313,48 @@ def in_row_order(x: jax.Array, segment: Segment) -> jax.Array:
     return x.reshape(*lead, segment.size)
 
 
-def in_shape(x: jax.Array, segment: Segment) -> jax.Array:
-    """Undoes `in_row_order`: ``[..., size]`` to ``[..., *shape]``."""
+def from_tile_order(x: jax.Array, segment: Segment) -> jax.Array:
+    """Undoes `to_tile_order`: ``[..., size]`` to ``[..., *shape]``."""
     shape, lead = segment.shape, x.shape[:-1]
     if segment.tiles:
         x = x.reshape(-1, shape[-1] // ROW, SUBLANES, ROW).swapaxes(1, 2)
     return x.reshape(*lead, *shape)
 
 
-def join_all(leaves: Sequence[jax.Array], bucket: Bucket) -> jax.Array:
+def join_bucket(leaves: Sequence[jax.Array], bucket: Bucket) -> jax.Array:
     """All leaves of a bucket as ``float32[rows, 128]``, zeros in the padding."""
     pieces = bucket.pieces
-    each = [in_rows(x, p) for x, p in zip(joined(leaves, pieces), pieces, strict=True)]
+    each = [
+        piece_to_float_rows(x, p) for x, p in zip(join_pieces(leaves, pieces), pieces, strict=True)
+    ]
     return pad_rows(jnp.concatenate(each), bucket.rows)
 
 
-def apart(values: Sequence[jax.Array], pieces: Sequence[Piece]) -> dict[int, jax.Array]:
-    """Undoes `joined`: of an array for each piece, each leaf in its own shape, by its index."""
+def split_pieces(values: Sequence[jax.Array], pieces: Sequence[Piece]) -> dict[int, jax.Array]:
+    """Undoes `join_pieces`: of an array for each piece, each leaf in its own shape, by its index."""
     leaves, first_column = {}, jnp.zeros((), jnp.uint32)
     for x, piece in zip(values, pieces, strict=True):
         if len(piece.segments) == 1:
-            leaves[piece.segments[0].leaf] = _cut_to(x, piece.segments[0])
+            leaves[piece.segments[0].leaf] = _rows_to_leaf(x, piece.segments[0])
             continue
-        rows = bits.made_once(x.reshape(-1, ROW))
+        rows = xla.materialized(x.reshape(-1, ROW))
         for at, s in zip(piece.starts, piece.segments, strict=True):
             corner = jnp.asarray(at, jnp.uint32), first_column
-            leaves[s.leaf] = _cut_to(lax.dynamic_slice(rows, corner, (s.rows, ROW)), s)
+            leaves[s.leaf] = _rows_to_leaf(lax.dynamic_slice(rows, corner, (s.rows, ROW)), s)
     return leaves
 
 
-def apart_all(rows: jax.Array, pieces: Sequence[Piece]) -> dict[int, jax.Array]:
-    """Undoes `join_all`: of the rows of a bucket each leaf, by its index."""
-    return apart([rows[p.first_row :][: p.rows] for p in pieces], pieces)
+def split_bucket(rows: jax.Array, pieces: Sequence[Piece]) -> dict[int, jax.Array]:
+    """Undoes `join_bucket`: of the rows of a bucket each leaf, by its index."""
+    return split_pieces([rows[p.first_row :][: p.rows] for p in pieces], pieces)
 
 
-def _cut_to(x: jax.Array, segment: Segment) -> jax.Array:
+def _rows_to_leaf(x: jax.Array, segment: Segment) -> jax.Array:
     """A leaf in its own shape: as it is, or of its rows, ``[..., rows, 128]``, which may end in padding."""
     if x.shape == segment.shape:
         return x
     flat = x.reshape(-1)
-    return in_shape(flat if flat.size == segment.size else flat[: segment.size], segment)
-
-
-def at_run_time(numbers: Sequence[int], step: Any) -> list[jax.Array]:
-    """``uint32[]`` each: numbers that XLA does not know when it compiles.
-
-    It compiles each kernel that differs from the others, and in no more than in where a leaf begins, too.
-    What a kernel is given when it runs makes no difference, so leaves of one shape share one.
-
-    Args:
-      numbers: from 0 on; one alone has nobody to share with and stays a constant.
-      step: ``int32[]``, never negative; only XLA does not know that.
-    """
-    if len(numbers) < 2:
-        return list(map(jnp.uint32, numbers))
-    # Reduced, because XLA puts no reduction of several results into the kernels that use them. A few at a
-    # time: of hundreds the reduction is slow to compile, and those of as many share a kernel, too.
-    nothing = jnp.stack([step.astype(jnp.uint32) >> 31, jnp.uint32(0)])[:, None]
-    found: list[jax.Array] = []
-    few = min(len(numbers), 16)
-    for first in range(0, len(numbers), few):
-        own = np.zeros(few, np.uint32)
-        own[: len(numbers) - first] = numbers[first : first + few]
-        both = nothing + own
-        found += lax.reduce([both[:, k] for k in range(few)], [jnp.uint32(0)] * few, _larger, (0,))
-    return found[: len(numbers)]
-
-
-def _larger(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[jax.Array]:
-    return list(map(jnp.maximum, a, b))
+    return from_tile_order(flat if flat.size == segment.size else flat[: segment.size], segment)
 
 
 def pad_rows(x: jax.Array, rows: int) -> jax.Array:
@@ -379,6 +365,11 @@ def pad_rows(x: jax.Array, rows: int) -> jax.Array:
     return lax.pad(x, jnp.zeros((), x.dtype), [(0, short, 0)] + [(0, 0, 0)] * (x.ndim - 1))
 
 
+def zero_padding(rows: jax.Array, counts: jax.Array | None) -> jax.Array:
+    """``[rows, 128]`` with zeros behind ``counts[row]`` elements of each row; None for no padding."""
+    return rows if counts is None else jnp.where(jnp.arange(ROW) < counts[:, None], rows, 0)
+
+
 def counts(
     bucket: Bucket, own: Sequence[jax.Array | None] | None = None, zeros: bool = False
 ) -> jax.Array | None:
@@ -386,9 +377,10 @@ def counts(
 
     Args:
       bucket: the bucket.
-      own: for each leaf its own counts, ``int32[rows]``, where its size does not say them; else None. By
-        default all sizes do.
-      zeros: whether padding is mistaken for values in rows of nothing else, too.
+      own: for each leaf ``int32[rows]``, the sizes of its rows, if the leaf is a slice of a group's buffer;
+        else None (the default for all).
+      zeros: whether the codes have a zero. Then rows of padding only are voted on, and must not count as
+        ties.
 
     Returns:
       ``int32[rows]``; None where no padding can be mistaken.
@@ -401,18 +393,26 @@ def counts(
     if not sliced and not ragged and not (zeros and size < bucket.rows * ROW):
         return None
     for piece in bucket.pieces:
-        found = [filled(piece.segments, piece.first_row, piece.rows)]
+        found = [_filled(piece.segments, piece.first_row, piece.rows)]
         if sliced and own is not None:
             found = []
             for s in piece.segments:
                 count = own[s.leaf]
-                count = filled([s], s.first_row, s.rows) if count is None else count
+                count = _filled([s], s.first_row, s.rows) if count is None else count
                 found.append(pad_rows(count, s.rows))
         parts.append(pad_rows(jnp.concatenate(found), piece.rows))
     return pad_rows(jnp.concatenate(parts), bucket.rows)
 
 
-def filled(segments: Sequence[Segment], first_row: int, rows: int) -> jax.Array:
+def counts_of_slice(cut: Bucket, device: jax.Array, zeros: bool = False) -> jax.Array | None:
+    """As `counts`, of the slice ``int32[chunk]`` of one device of a group."""
+    found = counts(cut, zeros=zeros)
+    if found is None:
+        return None
+    return lax.dynamic_slice_in_dim(found, device * cut.chunk, cut.chunk)
+
+
+def _filled(segments: Sequence[Segment], first_row: int, rows: int) -> jax.Array:
     """``int32[rows]``: how many elements of each row are no padding, of rows from ``first_row`` on."""
     row = jnp.arange(rows, dtype=jnp.int32)
     if len(segments) == 1:  # large, perhaps: computed where it is used, and never kept
@@ -432,7 +432,7 @@ def _short_rows(segment: Segment) -> list[tuple[int, int]]:
     return [(segment.first_row + n, min(ROW, (n + 1) * ROW - segment.size)) for n in ends]
 
 
-class Holder(enum.Enum):
+class Holder(enum.StrEnum):
     """Who holds a value of its own for a field of a state.
 
     A state class says it by a static method ``holders() -> dict[field, Holder]``. Fields that it does

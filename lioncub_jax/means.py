@@ -13,38 +13,39 @@ LEAST = 2.0**-126  # of what is above 0: CPUs take smaller numbers for 0
 
 def share(present: jax.Array) -> jax.Array:
     """What a worker counts for in a mean."""
-    # XLA makes a product of a division by a number only if others divide by it too: then the bits of a
-    # mean would depend on what else is in the program.
+    # 1/n once: XLA rewrites x / n to x * (1/n) only sometimes, and the bits would depend on the rest of the
+    # program.
     return 1 / jnp.maximum(present, 1).astype(jnp.float32)
 
 
 def bounded(steps: jax.Array, dominance: float) -> jax.Array:
     """Cuts steps on a row to ``dominance`` times the lower median of those that are not 0.
 
-    Of n steps it is the one that (n - 1) // 2 come before: fewer than n / 2 liars can neither lift it above
-    all honest ones nor push it below them, and as many as n / 2 cannot lift it.
+    The lower median of n steps has (n - 1) // 2 steps below it. Fewer than n / 2 liars cannot move it
+    outside the honest steps, and n / 2 cannot lift it above them.
     """
-    # No code has others, but what arrives may be anything.
+    # A liar may send any bits: NaN, infinity, negative, subnormal.
     steps = jnp.where((steps >= LEAST) & (steps < jnp.inf), steps, 0)
-    # Steps are bfloat16 numbers, whose bits are in their order; without one a worker comes last.
-    whole = lax.bitcast_convert_type(steps.astype(jnp.bfloat16), jnp.uint16) - jnp.uint16(1)
+    # Radix selection of the lower median, two bits in each of eight rounds. The bits of positive bfloat16
+    # numbers are in the order of the numbers; minus 1, a step of 0 becomes the largest key.
+    keys = lax.bitcast_convert_type(steps.astype(jnp.bfloat16), jnp.uint16) - jnp.uint16(1)
     count = jnp.uint16 if len(steps) < 2**16 else jnp.uint32
     number = jnp.sum(steps > 0, axis=0, dtype=count)
-    before = (jnp.maximum(number, 1) - 1) >> 1
+    rank = (jnp.maximum(number, 1) - 1) >> 1
 
-    def with_two_bits(k: Any, found: jax.Array) -> jax.Array:
-        place = (14 - 2 * k).astype(jnp.uint16)
+    def with_two_bits(k: Any, key: jax.Array) -> jax.Array:
+        shift = (14 - 2 * k).astype(jnp.uint16)
 
         def fits(i: int) -> jax.Array:
-            below = whole < found + (jnp.uint16(i) << place)
-            return jnp.sum(below, axis=0, dtype=count) <= before
+            below = keys < key + (jnp.uint16(i) << shift)
+            return jnp.sum(below, axis=0, dtype=count) <= rank
 
-        return found + ((fits(1).astype(jnp.uint16) + fits(2) + fits(3)) << place)
+        return key + ((fits(1).astype(jnp.uint16) + fits(2) + fits(3)) << shift)
 
     # The largest number with so few below it. A sort of a few workers' steps takes 25 times as long on a
     # CPU, and bits that are not in a loop half a second to compile.
-    found = lax.fori_loop(0, 8, with_two_bits, number.astype(jnp.uint16) * 0)
-    median = lax.bitcast_convert_type(found + jnp.uint16(1), jnp.bfloat16).astype(jnp.float32)
+    key = lax.fori_loop(0, 8, with_two_bits, number.astype(jnp.uint16) * 0)
+    median = lax.bitcast_convert_type(key + jnp.uint16(1), jnp.bfloat16).astype(jnp.float32)
     return jnp.minimum(steps, jnp.where(number > 0, dominance * median, jnp.inf))
 
 

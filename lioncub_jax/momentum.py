@@ -1,38 +1,59 @@
-"""What a worker remembers.
+"""What a worker remembers: ``c_i = b1 m_i + (1 - b1) g_i`` and ``m_i = b2 m_i + (1 - b2) g_i``.
 
 Workers vote with a blend of their own gradient and their own momentum, so momenta drift apart where
 workers see different data; `sync` makes them alike at times.
 """
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import optax
 
-from lioncub_jax import checks, quantize
+from lioncub_jax import quantize
+from lioncub_jax.arguments import check_betas, check_mu_dtype, part
 
 
-class Memory(NamedTuple):
-    """What a worker blends into its message and what it keeps, as pure functions of one leaf.
+class Memory:
+    """What a worker blends into its message and what it keeps.
+
+    This base class sends the gradient and keeps nothing.
 
     The two halves are apart because a worker that abstains sends nothing and must not remember either,
     and because momentum is then overwritten in place only after the message was made from it.
-
-    Attributes:
-      init: ``params -> mu``.
-      message: ``(g, mu) -> c``, what the worker votes with.
-      remember: ``(g, mu) -> mu``.
-      numbers: betas and the like; arrays where ``optax.inject_hyperparams`` gives them.
-      with_numbers: the same memory with other numbers.
     """
 
-    init: Callable[[optax.Params], Any]
-    message: Callable[[jax.Array, Any], jax.Array]
-    remember: Callable[[jax.Array, Any], Any]
-    numbers: tuple[Any, ...] = ()
-    with_numbers: "Callable[..., Memory] | None" = None
+    def init(self, params: optax.Params) -> Any:
+        """``mu`` like the parameters, None for each."""
+        return jax.tree.map(lambda p: None, params)
+
+    def message(self, g: jax.Array, mu: Any) -> jax.Array:
+        """What the worker votes with, of one leaf."""
+        return g
+
+    def remember(self, g: jax.Array, mu: Any) -> Any:
+        """The next ``mu`` of one leaf."""
+        return mu
+
+
+@part
+class Blend(Memory):
+    """See `blend`."""
+
+    b1: Any
+    b2: Any
+    mu_dtype: Any
+
+    def init(self, params: optax.Params) -> Any:
+        """Zeros like the parameters."""
+        return optax.tree.zeros_like(params, dtype=self.mu_dtype)
+
+    def message(self, g: jax.Array, mu: Any) -> jax.Array:
+        """``b1 mu + (1 - b1) g``."""
+        return (1.0 - self.b1) * g + self.b1 * mu
+
+    def remember(self, g: jax.Array, mu: Any) -> Any:
+        """``b2 mu + (1 - b2) g``."""
+        return quantize.saturated((1 - self.b2) * g + self.b2 * mu, mu.dtype)
 
 
 def blend(b1: Any = 0.9, b2: Any = 0.99, mu_dtype: Any = None) -> Memory:
@@ -48,17 +69,9 @@ def blend(b1: Any = 0.9, b2: Any = 0.99, mu_dtype: Any = None) -> Memory:
 
     Source: Chen et al., "Symbolic Discovery of Optimization Algorithms" (arXiv 2302.06675).
     """
-    checks.check_betas(b1=b1, b2=b2)
-    checks.check_mu_dtype(mu_dtype)
-
-    def message(g: jax.Array, mu: jax.Array) -> jax.Array:
-        return (1.0 - b1) * g + b1 * mu
-
-    def remember(g: jax.Array, mu: jax.Array) -> jax.Array:
-        return quantize.saturated((1 - b2) * g + b2 * mu, mu.dtype)
-
-    init = partial(optax.tree.zeros_like, dtype=mu_dtype)
-    return Memory(init, message, remember, (b1, b2), partial(blend, mu_dtype=mu_dtype))
+    check_betas(b1=b1, b2=b2)
+    check_mu_dtype(mu_dtype)
+    return Blend(b1, b2, mu_dtype)
 
 
 def nothing() -> Memory:
@@ -66,8 +79,6 @@ def nothing() -> Memory:
 
     Example:
       >>> import lioncub_jax as lc
-      >>> tx = lc.communicate(axis_name="data", memory=lc.momentum.nothing())  # signSGD with majority vote
+      >>> tx = lc.communicate(workers="data", memory=lc.momentum.nothing())  # signSGD with majority vote
     """
-    return Memory(
-        lambda params: jax.tree.map(lambda p: None, params), lambda g, mu: g, lambda g, mu: mu
-    )
+    return Memory()

@@ -16,31 +16,41 @@ Each alias is its direction (`scale_by_lion_cub`, ...), then weight decay, then 
 """
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike, DTypeLike
 
-from lioncub_jax import checks, decide, momentum, quantize, wires
-from lioncub_jax.arguments import check_floating, check_rates
+from lioncub_jax import axes, checks, decide, momentum, quantize, wires
+from lioncub_jax.arguments import check_floating, check_rates, part
+from lioncub_jax.axes import AxisName
 from lioncub_jax.exchange import Asked, Sending, communicate
 from lioncub_jax.mesh.placement import Workers, names_of
 from lioncub_jax.quantize import Quantizer
-from lioncub_jax.sync import Schedule, check_schedule, sync_momentum
-from lioncub_jax.wires import AxisName, Sent, Wire
+from lioncub_jax.sync import Schedule, sync_momentum
+from lioncub_jax.wires import Sent, Wire
+
+# A tree of bools like the parameters, or a function of them to one; None for all leaves.
+Mask: TypeAlias = optax.Params | Callable[[optax.Params], Any] | None
 
 
 def lion_cub(
     learning_rate: optax.ScalarOrSchedule,
-    b1: Any = 0.9, b2: Any = 0.99, mu_dtype: Any = None,
-    weight_decay: Any = 1e-3, mask: Any = None,
+    b1: ArrayLike = 0.9, b2: ArrayLike = 0.99, mu_dtype: DTypeLike | None = None,
+    weight_decay: optax.ScalarOrSchedule = 1e-3, mask: Mask = None,
     *,
-    axis_name: AxisName | Workers | None,
+    workers: AxisName | Workers | None,
     quantizer: Quantizer | None = None, wire: Wire | None = None,
-    sync: Schedule | None = None, sync_where: Any = None,
-    group_axis: AxisName | None = None, bucket_size: int | None = None,
+    sync: Schedule | None = None, sync_where: Mask = None,
+    bucket_size: int | None = None,
 ) -> Sending:  # fmt: skip
     """Lion Cub: workers vote with 1 or p bits of their own blend of gradient and momentum.
+
+    Of the paper, ``lion_cub(lr)`` is the 1-bit all-reduce, ``lion_cub(lr, quantizer=integer(8),
+    wire=counts())`` the p-bit all-reduce, and ``lion_cub(lr, sync=..., sync_where=...)`` the selective
+    momentum sync: ``sync.every(T)``, ``sync.first(M)`` or ``sync.thinning(k)``, of some leaves.
 
     ``c_i = b1 mu_i + (1 - b1) g_i``, ``u = sign(sum_i code(c_i))``, ``p -= lr (u + wd p)``,
     ``mu_i = b2 mu_i + (1 - b2) g_i``; every sync ``mu_i = mean_i mu_i``, see `sync_momentum`.
@@ -50,7 +60,7 @@ def lion_cub(
     full precision closely. Where each has data of its own (its own files, users or classes) the momenta
     drift apart, votes cancel, and the loss falls more slowly. Use `owner_lion` then, which has one
     momentum for all and nothing to drift, or bring the momenta together with
-    ``sync=lioncub_jax.sync.coded()``. `drift_stats` measures it; docs/convergence_tables.md has
+    ``sync=lioncub_jax.sync.coded()``. `metrics` has the drift; docs/convergence_tables.md has
     figures.
 
     Args:
@@ -60,9 +70,9 @@ def lion_cub(
       mu_dtype: dtype of the momentum; None for that of the parameters.
       weight_decay: decoupled, multiplied with the learning rate.
       mask: which leaves decay, a tree of bools or a function of the parameters.
-      axis_name: the workers: a `Workers`, or the name of their mesh axis; a tuple of several names is one
-        group of voters. None for one device without a mesh, where it is ``optax.lion``; on several a
-        warning names the line.
+      workers: who votes: a `Workers`, or the name of the axis that your own ``shard_map`` or ``pmap``
+        binds; a tuple of several names is one group of voters. None for one device without a mesh, where
+        it is ``optax.lion``; on several a warning names the line.
       quantizer: ``sign()`` (default: 1 bit up, 1 down), ``midrise(p)`` (p up, 1 down: precision does
         not depend on the number of workers), ``integer(p)`` (the paper's codes, whose sum fits in p
         bits: p - log2 W up, 2 down) or ``ternary()`` (exact zeros, 2 up, 2 down).
@@ -71,9 +81,8 @@ def lion_cub(
       sync: when to average momentum: ``every(T)``, ``first(M)`` or ``thinning(k)`` in full precision,
         ``coded(...)`` in codes; None (default) for never. One device has nothing to sync.
       sync_where: which leaves of the momentum to average.
-      group_axis: see `communicate`; a `Workers` brings its own.
       bucket_size: see `communicate`. Whole numbers say what is compiled: ``optax.inject_hyperparams``
-        leaves them alone if its ``static_args`` name them, as ``("axis_name", "bucket_size")``.
+        leaves them alone if its ``static_args`` name them, as ``("workers", "bucket_size")``.
 
     Returns:
       A transform whose ``update`` must run where the workers' axis is bound.
@@ -85,24 +94,24 @@ def lion_cub(
 
     Example:
       >>> import lioncub_jax as lc
-      >>> tx = lc.lion_cub(1e-4, weight_decay=0.1, axis_name="data", sync=lc.sync.every(1000))
+      >>> tx = lc.lion_cub(1e-4, weight_decay=0.1, workers="data", sync=lc.sync.every(1000))
 
     Source: Lion Cub (arXiv 2411.16462).
     """
     direction = scale_by_lion_cub(
-        b1, b2, mu_dtype, axis_name=axis_name, quantizer=quantizer, wire=wire, sync=sync,
-        sync_where=sync_where, group_axis=group_axis, bucket_size=bucket_size,
+        b1, b2, mu_dtype, workers=workers, quantizer=quantizer, wire=wire, sync=sync,
+        sync_where=sync_where, bucket_size=bucket_size,
     )  # fmt: skip
-    return direction.around(descending(direction, learning_rate, weight_decay, mask))
+    return descending(direction, learning_rate, weight_decay, mask)
 
 
 def scale_by_lion_cub(
-    b1: Any = 0.9, b2: Any = 0.99, mu_dtype: Any = None,
+    b1: ArrayLike = 0.9, b2: ArrayLike = 0.99, mu_dtype: DTypeLike | None = None,
     *,
-    axis_name: AxisName | Workers | None,
+    workers: AxisName | Workers | None,
     quantizer: Quantizer | None = None, wire: Wire | None = None,
-    sync: Schedule | None = None, sync_where: Any = None,
-    group_axis: AxisName | None = None, bucket_size: int | None = None,
+    sync: Schedule | None = None, sync_where: Mask = None,
+    bucket_size: int | None = None,
 ) -> Sending:  # fmt: skip
     """The direction of `lion_cub` alone: stands where ``optax.scale_by_lion`` stood in a chain.
 
@@ -111,28 +120,30 @@ def scale_by_lion_cub(
 
     Example:
       >>> import lioncub_jax as lc, optax
-      >>> vote = lc.scale_by_lion_cub(axis_name="data")
+      >>> vote = lc.scale_by_lion_cub(workers="data")
       >>> tx = optax.chain(optax.clip_by_global_norm(1.0), vote, optax.scale_by_learning_rate(1e-4))
     """
     if quantizer is not None:
         checks.check_kinds(quantizer=(quantizer, Quantizer))
     return _vote(
-        axis_name, group_axis, sync, sync_where, memory=momentum.blend(b1, b2, mu_dtype),
+        workers, sync, sync_where, memory=momentum.blend(b1, b2, mu_dtype),
         up=quantizer, wire=wire, bucket_size=bucket_size,
     )  # fmt: skip
 
 
 def distributed_lion(
     learning_rate: optax.ScalarOrSchedule,
-    b1: Any = 0.9, b2: Any = 0.99, mu_dtype: Any = None,
-    weight_decay: Any = 1e-3, mask: Any = None,
+    b1: ArrayLike = 0.9, b2: ArrayLike = 0.99, mu_dtype: DTypeLike | None = None,
+    weight_decay: optax.ScalarOrSchedule = 1e-3, mask: Mask = None,
     *,
-    axis_name: AxisName | Workers | None,
+    workers: AxisName | Workers | None,
     average: bool = False, wire: Wire | None = None,
-    sync: Schedule | None = None, sync_where: Any = None,
-    group_axis: AxisName | None = None, bucket_size: int | None = None,
+    sync: Schedule | None = None, sync_where: Mask = None,
+    bucket_size: int | None = None,
 ) -> Sending:  # fmt: skip
     """Distributed Lion: workers send signs; the update is their majority or their average.
+
+    The paper's MaVo is ``distributed_lion(lr)``, its Avg ``distributed_lion(lr, average=True)``.
 
     Arguments that are not named here are those of `lion_cub`, and so are the errors, what is returned,
     and the note on workers that see different data.
@@ -144,24 +155,24 @@ def distributed_lion(
 
     Example:
       >>> import lioncub_jax as lc
-      >>> tx = lc.distributed_lion(1e-4, axis_name="data", average=True)
+      >>> tx = lc.distributed_lion(1e-4, workers="data", average=True)
 
     Source: Distributed Lion (arXiv 2404.00438).
     """
     direction = scale_by_distributed_lion(
-        b1, b2, mu_dtype, axis_name=axis_name, average=average, wire=wire, sync=sync,
-        sync_where=sync_where, group_axis=group_axis, bucket_size=bucket_size,
+        b1, b2, mu_dtype, workers=workers, average=average, wire=wire, sync=sync,
+        sync_where=sync_where, bucket_size=bucket_size,
     )  # fmt: skip
-    return direction.around(descending(direction, learning_rate, weight_decay, mask))
+    return descending(direction, learning_rate, weight_decay, mask)
 
 
 def scale_by_distributed_lion(
-    b1: Any = 0.9, b2: Any = 0.99, mu_dtype: Any = None,
+    b1: ArrayLike = 0.9, b2: ArrayLike = 0.99, mu_dtype: DTypeLike | None = None,
     *,
-    axis_name: AxisName | Workers | None,
+    workers: AxisName | Workers | None,
     average: bool = False, wire: Wire | None = None,
-    sync: Schedule | None = None, sync_where: Any = None,
-    group_axis: AxisName | None = None, bucket_size: int | None = None,
+    sync: Schedule | None = None, sync_where: Mask = None,
+    bucket_size: int | None = None,
 ) -> Sending:  # fmt: skip
     """The direction of `distributed_lion` alone: stands where ``optax.scale_by_lion`` stood in a chain.
 
@@ -170,23 +181,23 @@ def scale_by_distributed_lion(
 
     Example:
       >>> import lioncub_jax as lc
-      >>> tx = lc.scale_by_distributed_lion(axis_name="data", average=True)
+      >>> tx = lc.scale_by_distributed_lion(workers="data", average=True)
     """
     return _vote(
-        axis_name, group_axis, sync, sync_where, memory=momentum.blend(b1, b2, mu_dtype),
-        down=decide.average() if average else decide.majority(), wire=wire, bucket_size=bucket_size,
+        workers, sync, sync_where, memory=momentum.blend(b1, b2, mu_dtype),
+        decision=decide.average() if average else decide.majority(), wire=wire, bucket_size=bucket_size,
     )  # fmt: skip
 
 
 def owner_lion(
     learning_rate: optax.ScalarOrSchedule,
-    b1: Any = 0.9, b2: Any = 0.99, mu_dtype: Any = None,
-    weight_decay: Any = 1e-3, mask: Any = None,
+    b1: ArrayLike = 0.9, b2: ArrayLike = 0.99, mu_dtype: DTypeLike | None = None,
+    weight_decay: optax.ScalarOrSchedule = 1e-3, mask: Mask = None,
     *,
-    axis_name: AxisName | Workers | None,
+    workers: AxisName | Workers | None,
     quantizer: Quantizer | None = None, wire: Wire | None = None,
     dominance: float | None = None, trim: int | None = None,
-    group_axis: AxisName | None = None, bucket_size: int | None = None,
+    bucket_size: int | None = None,
 ) -> Sending:  # fmt: skip
     """Lion with one momentum for all, each slice of it at one worker: no drift, no sync.
 
@@ -200,33 +211,32 @@ def owner_lion(
     Args:
       mu_dtype: dtype of the one momentum; None for that of the parameters.
       quantizer: of gradients; ``error_feedback(midrise(3))`` by default; ``dense()`` for the exact mean.
-      dominance: see ``momentum_at_owner``; None is as there, but for codes of turned rows (``rotated``),
-        which are not bounded: it costs them 0.04 bits per byte with 32 workers.
-      trim: workers that may lie; see ``momentum_at_owner``. None for 0.
+      dominance: see ``decide.at_owner``.
+      trim: workers that may lie; see ``decide.at_owner``. None for 0.
 
     Returns:
       A transform whose ``init`` and ``update`` must run where the workers' axis is bound.
 
     Example:
       >>> import lioncub_jax as lc
-      >>> tx = lc.owner_lion(1e-4, axis_name="data", quantizer=lc.quantize.midrise(4))
+      >>> tx = lc.owner_lion(1e-4, workers="data", quantizer=lc.quantize.midrise(4))
 
     Source: this library; the optimizer is Lion (arXiv 2302.06675).
     """
     direction = scale_by_owner_lion(
-        b1, b2, mu_dtype, axis_name=axis_name, quantizer=quantizer, wire=wire, dominance=dominance,
-        trim=trim, group_axis=group_axis, bucket_size=bucket_size,
+        b1, b2, mu_dtype, workers=workers, quantizer=quantizer, wire=wire, dominance=dominance,
+        trim=trim, bucket_size=bucket_size,
     )  # fmt: skip
-    return direction.around(descending(direction, learning_rate, weight_decay, mask))
+    return descending(direction, learning_rate, weight_decay, mask)
 
 
 def scale_by_owner_lion(
-    b1: Any = 0.9, b2: Any = 0.99, mu_dtype: Any = None,
+    b1: ArrayLike = 0.9, b2: ArrayLike = 0.99, mu_dtype: DTypeLike | None = None,
     *,
-    axis_name: AxisName | Workers | None,
+    workers: AxisName | Workers | None,
     quantizer: Quantizer | None = None, wire: Wire | None = None,
     dominance: float | None = None, trim: int | None = None,
-    group_axis: AxisName | None = None, bucket_size: int | None = None,
+    bucket_size: int | None = None,
 ) -> Sending:  # fmt: skip
     """The direction of `owner_lion` alone: stands where ``optax.scale_by_lion`` stood in a chain.
 
@@ -235,62 +245,66 @@ def scale_by_owner_lion(
 
     Example:
       >>> import lioncub_jax as lc
-      >>> tx = lc.scale_by_owner_lion(axis_name="data")
+      >>> tx = lc.scale_by_owner_lion(workers="data")
     """
     checks.check_betas(b1=b1, b2=b2)
     checks.check_mu_dtype(mu_dtype)
     if quantizer is None:
         quantizer = quantize.error_feedback(quantize.midrise(3))
     checks.check_kinds(quantizer=(quantizer, Quantizer))
-    if dominance is None and quantizer.turns:
-        dominance = jnp.inf
-    axis, group = names_of(axis_name, group_axis)
-
-    def owner(b1: Any, b2: Any, dominance: Any) -> decide.Owner:
-        lion = optax.scale_by_lion(b1=b1, b2=b2, mu_dtype=mu_dtype)
-        left_out = 0 if trim is None else trim
-        built = decide.momentum_at_owner(lion, dominance=dominance, trim=left_out)
-        return built._replace(numbers=(b1, b2, dominance), with_numbers=owner)
-
+    lion = decide.at_owner(Lion(b1, b2, mu_dtype), dominance=dominance, trim=0 if trim is None else trim)
     return communicate(
-        axis_name=axis, group_axis=group, memory=momentum.nothing(), up=quantizer,
-        owner=owner(b1, b2, dominance), wire=wire, bucket_size=bucket_size,
+        workers=workers, memory=momentum.nothing(), up=quantizer, decision=lion, wire=wire,
+        bucket_size=bucket_size,
     )  # fmt: skip
 
 
+@part
+class Lion:
+    """``optax.scale_by_lion`` whose betas may be traced arrays."""
+
+    b1: ArrayLike
+    b2: ArrayLike
+    mu_dtype: DTypeLike | None
+
+    def init(self, params: optax.Params) -> Any:
+        """The momentum of a slice."""
+        return optax.scale_by_lion(self.b1, self.b2, self.mu_dtype).init(params)
+
+    def update(self, updates: optax.Updates, state: Any) -> Any:
+        """The sign of the blend."""
+        return optax.scale_by_lion(self.b1, self.b2, self.mu_dtype).update(updates, state)
+
+
 def _vote(
-    axis_name: AxisName | Workers | None,
-    group_axis: AxisName | None,
+    workers: AxisName | Workers | None,
     sync: Schedule | None,
-    sync_where: Any,
+    sync_where: Mask,
     **parts: Any,
 ) -> Sending:
     """Votes of a `communicate` with these parts, and the syncs of its momentum."""
-    axis, group = names_of(axis_name, group_axis)
-    if sync is not None:
-        check_schedule(sync)
-    elif sync_where is not None:
-        raise ValueError("sync_where is given without sync: give a schedule, such as every(100)")
-    where = checks.as_mask("sync_where", sync_where)
-    vote = communicate(axis_name=axis, group_axis=group, **parts)
-    if sync is None or axis is None:
+    vote, where = communicate(workers=workers, **parts), checks.as_mask("sync_where", sync_where)
+    if sync is None:
+        if where is not None:
+            raise ValueError(
+                "sync_where is given without sync: give a schedule, such as every(100)"
+            )
         return vote
-    return vote.around(sync_momentum(vote, axis, sync, where, group_axis=group))
+    synced = sync_momentum(vote, sync, where, workers=workers)
+    return vote if workers is None else vote.around(synced)
 
 
 def descending(
-    direction: optax.GradientTransformation,
+    direction: Sending,
     learning_rate: optax.ScalarOrSchedule,
-    weight_decay: Any,
-    mask: Any,
-) -> optax.GradientTransformationExtraArgs:
+    weight_decay: optax.ScalarOrSchedule,
+    mask: Mask,
+) -> Sending:
     """``-lr (u + wd p)`` of a direction ``u``, the decay of the leaves in the mask only."""
     check_rates(learning_rate=learning_rate, weight_decay=weight_decay)
-    return optax.chain(
-        direction,
-        optax.add_decayed_weights(weight_decay, checks.decay_mask(mask)),
-        optax.scale_by_learning_rate(learning_rate),
-    )
+    decay = optax.add_decayed_weights(weight_decay, checks.decay_mask(mask))
+    chain = optax.chain(direction, decay, optax.scale_by_learning_rate(learning_rate))
+    return direction.around(chain)
 
 
 class GlobalState(NamedTuple):
@@ -301,8 +315,9 @@ class GlobalState(NamedTuple):
 
 def global_gradients(
     tx: optax.GradientTransformation,
-    axis_name: AxisName | Workers | None,
-    dtype: Any = "float32",
+    dtype: DTypeLike = "float32",
+    *,
+    workers: AxisName | Workers | None,
 ) -> Sending:
     """Runs any optax transform on averaged gradients: the baseline.
 
@@ -310,8 +325,8 @@ def global_gradients(
 
     Args:
       tx: such as ``optax.lion(1e-4)`` or ``optax.adamw(1e-3)``.
-      axis_name: the workers, as `lion_cub`; of two levels both axes as a tuple, or the `Workers`.
       dtype: of the all-reduce, ``float32`` or ``bfloat16`` (which XLA widens to float32 on CPU).
+      workers: as `lion_cub`; of two levels both axes as a tuple, or the `Workers`.
 
     Returns:
       A transform with state ``GlobalState``.
@@ -322,10 +337,10 @@ def global_gradients(
 
     Example:
       >>> import lioncub_jax as lc, optax
-      >>> tx = lc.global_gradients(optax.adamw(1e-3), axis_name="data")
+      >>> tx = lc.global_gradients(optax.adamw(1e-3), workers="data")
     """
-    axis = axis_name.axes if isinstance(axis_name, Workers) else axis_name
-    checks.check_axis(axis)
+    names_of(workers)
+    axis = workers.axes if isinstance(workers, Workers) else workers
     check_floating("dtype", dtype)
     checks.check_kinds(tx=(tx, optax.GradientTransformation))
     tx = optax.with_extra_args_support(tx)
@@ -337,7 +352,7 @@ def global_gradients(
     def update(
         updates: Any, state: GlobalState, params: Any = None, *, abstain: Any = None, **extra: Any
     ) -> Any:
-        if abstain is not None and checks.asked.get():
+        if abstain is not None and checks.abstain_is_explicit.get():
             raise ValueError(
                 "abstain is given, and global_gradients averages the gradients of all workers: leave it "
                 "out, or give coded_gradients(tx), whose workers can abstain"
@@ -345,7 +360,7 @@ def global_gradients(
         if built is not None:
             checks.warn_alone(updates, built)
         if axis is not None:
-            wires.workers_on(axis)
+            axes.workers_on(axis)
             checks.check_local(updates, axis)
             updates = wires.mean_over_workers(updates, axis, dtype)
         updates, inner = tx.update(updates, state.inner, params, **extra)
@@ -364,9 +379,10 @@ def global_gradients(
 
 def coded_gradients(
     tx: optax.GradientTransformation,
-    axis_name: AxisName | Workers | None,
     bits: int = 4,
-    error_dtype: Any = "float32",
+    error_dtype: DTypeLike = "float32",
+    *,
+    workers: AxisName | Workers | None,
 ) -> Sending:
     """Runs any optax transform on the mean gradient in codes: AdamW, say, of 4 bits and not 32.
 
@@ -380,10 +396,9 @@ def coded_gradients(
 
     Args:
       tx: such as ``optax.adamw(1e-3)``; its state is the same on every worker.
-      axis_name: the workers, as `lion_cub`; two levels by `Workers` alone. None for one device without a
-        mesh, where it is tx.
       bits: of a code, 1 to 8, up and down. One bit has no zero, which variances of Adam do not forgive.
       error_dtype: of the errors: one array like the parameters per worker, and its slice as an owner.
+      workers: as `lion_cub`. None for one device without a mesh, where it is tx.
 
     Returns:
       A transform that takes gradients that vary over the workers and returns updates that do not; its
@@ -394,25 +409,22 @@ def coded_gradients(
 
     Example:
       >>> import lioncub_jax as lc, optax
-      >>> tx = lc.coded_gradients(optax.adamw(1e-3), axis_name="data")
+      >>> tx = lc.coded_gradients(optax.adamw(1e-3), workers="data")
 
     Source: ours; feedback both ways as dist-EF-blockSGD (Zheng et al., arXiv 1905.10936).
     """
     checks.check_kinds(tx=(tx, optax.GradientTransformation))
     check_floating("error_dtype", error_dtype)
-    axis, group = names_of(axis_name)
-    mean = coded_mean(bits, axis, group, error_dtype)
-    if axis is None:
-        return global_gradients(tx, None)
-    return mean.around(optax.chain(mean, alike(tx, axis)))
+    mean = coded_mean(bits, workers, error_dtype)
+    if workers is None:
+        return global_gradients(tx, workers=None)
+    return behind(mean, tx, workers)
 
 
 def coded_mean(
     bits: int,
-    axis_name: AxisName,
-    group_axis: AxisName | None,
-    error_dtype: Any,
-    down: decide.Down | None = None,
+    workers: AxisName | Workers | None,
+    error_dtype: DTypeLike | None,
 ) -> Sending:
     """The mean in codes of so many bits up and down, with feedback at the workers and at the owners.
 
@@ -420,20 +432,19 @@ def coded_mean(
     """
     up = quantize.midrise(bits)
     return communicate(
-        axis_name=axis_name,
-        group_axis=group_axis,
+        workers=workers,
         memory=momentum.nothing(),
         up=up if error_dtype is None else quantize.error_feedback(up, error_dtype),
-        owner=decide.feedback_at_owner(error_dtype or "float32", bits),
-        down=down or decide.scaled(bits),
+        decision=decide.at_owner(None, decide.codes(bits, error_dtype or "float32")),
     )
 
 
-def alike(
-    tx: optax.GradientTransformation, axis_name: AxisName
-) -> optax.GradientTransformationExtraArgs:
-    """Runs a transform of what is agreed on from state that is the same on every worker."""
-    tx = optax.with_extra_args_support(tx)
-    return optax.GradientTransformationExtraArgs(
-        lambda params: tx.init(wires.agreed(params, axis_name)), tx.update
+def behind(
+    mean: Sending, tx: optax.GradientTransformation, workers: AxisName | Workers | None
+) -> Sending:
+    """Runs a transform of what workers agree on, from state that is the same on all of them."""
+    axis, tx = names_of(workers)[0], optax.with_extra_args_support(tx)
+    alike = optax.GradientTransformationExtraArgs(
+        lambda params: tx.init(wires.agreed(params, axis)), tx.update
     )
+    return mean.around(optax.chain(mean, alike))

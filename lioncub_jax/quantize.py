@@ -2,10 +2,10 @@
 
 A code ``q`` in ``0..top`` stands for the integer ``2q - top`` in units of half a step. Two families:
 
-* *mid-rise*, ``top`` odd: every code leans to one side, ``p`` bits have ``2**p`` of them, and ``p = 1``
+* *mid-rise*, ``top`` odd: no code is zero, ``p`` bits have ``2**p`` of them, and ``p = 1``
   is the sign. There is no code for zero, so a worker whose 128 elements of a row are all exactly zero
-  does not vote on that row at all, and a single zero in a row that does vote takes a side by a fair
-  bit (``bits.zero_side``), so that zeros on different workers cancel in pairs.
+  does not vote on that row at all, and a single zero in a row that does vote gets a random
+  sign (``bits.zero_side``), so that zeros on different workers cancel in pairs.
 * *mid-tread*, ``top`` even: the middle code is zero and means it. The paper's integer codes and the
   exact ternary codes are of this kind.
 
@@ -14,6 +14,7 @@ taken, so nothing over- or underflows). In a vote the step stays at the worker: 
 counted. Where the server decodes values it travels beside the codes, as bfloat16.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,22 +23,31 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from lioncub_jax import bits, rotation
+from lioncub_jax import bits, rotation, xla
 from lioncub_jax.arguments import check_floating, check_number
-from lioncub_jax.bits import BLOCK, ROW, unpack, unpack_once
+from lioncub_jax.bits import BLOCK, ROW, unpack, unpack_stored
 from lioncub_jax.layout import Bucket, Piece
+from lioncub_jax.means import LEAST
 
 # The uniform steps that are best for a Gaussian, by bits (J. Max, "Quantizing for minimum distortion",
-# 1960), in units of its mean magnitude, which is sqrt(2/pi) of its deviation. For one bit a step of 2 is
+# 1960), in units of the mean magnitude, which is sqrt(2/pi) of its deviation. For one bit a step of 2 is
 # the least-squares fit of +-step/2 to any values, whatever their distribution.
-STEP = {1: 2.0, 2: 1.2479, 3: 0.7344, 4: 0.4199, 5: 0.2357, 6: 0.1305, 7: 0.0713, 8: 0.0386}
+GAUSSIAN_STEP = {
+    1: 2.0,
+    2: 1.2479,
+    3: 0.7344,
+    4: 0.4199,
+    5: 0.2357,
+    6: 0.1305,
+    7: 0.0713,
+    8: 0.0386,
+}
 
 LARGEST_BFLOAT16 = float(jnp.finfo(jnp.bfloat16).max)
-LEAST_STEP = 2.0**-126  # below it a step is no normal number
 
 
-class Place(NamedTuple):
-    """Where and when a piece is quantised: what the side of a zero and the random bits derive from.
+class EncodeContext(NamedTuple):
+    """All that encode must know besides the values: the piece, the step, the worker, the other shards.
 
     Attributes:
       bucket: the flat buffer.
@@ -46,14 +56,14 @@ class Place(NamedTuple):
       step: ``int32[]``, steps taken before this one; same on every worker.
       worker: ``int32[]``, the worker's index; varies over the workers.
       workers: how many there are.
-      drawn: for this worker's zeros.
+      zero_signs: signs for exact zeros, see ``bits.zero_side``.
       counts: ``int32[rows]``, how many elements of each row are no padding; None where all are.
-      steps: whether the steps travel.
+      send_scales: whether the scale of each row travels.
       shard: ``uint32[]``, which of the worker's shards this is, or 0 for leaves in one piece.
       shards: how many shards a leaf has.
-      total: ``float32[segments, 2]``, what the quantiser's ``measure`` gives for all shards together.
-      message: ``float32[rows, 128]``, what is encoded without the error of before, where an error alone is
-        not sent. None where errors are sent at once.
+      total: ``float32[segments, 2]``, what the quantizer's ``measure`` gives for all shards together.
+      without_error: ``float32[rows, 128]``, the message without the error, if errors without a message must
+        not be sent; else None.
     """
 
     bucket: Bucket
@@ -62,33 +72,33 @@ class Place(NamedTuple):
     step: jax.Array
     worker: jax.Array
     workers: int
-    drawn: bits.Draw
+    zero_signs: bits.Draw
     counts: jax.Array | None
-    steps: bool
+    send_scales: bool
     shard: Any = 0
     shards: int = 1
     total: jax.Array | None = None
-    message: jax.Array | None = None
+    without_error: jax.Array | None = None
 
 
 class Message(NamedTuple):
     """What one worker sends about the rows of a piece (or, joined, of a bucket).
 
     Attributes:
-      planes: ``uint32[words]`` each, the codes; of a dense quantiser the values' own bits.
+      planes: ``uint32[words]`` each, the codes; of a dense quantizer the values' own bits.
       voted: row words, ``uint32[blocks]``, the rows that the worker votes on; None for codes with a zero
         and for values, which say so themselves.
-      steps: ``bfloat16[rows]``, the size of a step, or None where it does not travel.
-      finite: ``bool[]``, whether all values are finite.
-      speaks: ``bool[rows]``, where ``Place.message`` is not 0, of a quantiser that finds it on the way;
-        else None, and `communicate` looks.
+      scales: ``bfloat16[rows]``, the step of each row's codes, or None if it does not travel.
+      valid: ``bool[]``. Of a piece: all values are finite. Of a joined message: the worker takes part.
+      has_message: ``bool[rows]``, rows whose message without the error is not 0. None if the quantizer does
+        not compute it; then `communicate` does.
     """
 
     planes: list[jax.Array]
     voted: jax.Array | None
-    steps: jax.Array | None
-    finite: jax.Array
-    speaks: jax.Array | None = None
+    scales: jax.Array | None
+    valid: jax.Array
+    has_message: jax.Array | None = None
 
 
 class Quantizer(NamedTuple):
@@ -96,30 +106,28 @@ class Quantizer(NamedTuple):
 
     Attributes:
       name: for people.
-      bits: bits per element of a code.
-      top: ``workers -> largest code``; raises ``ValueError`` where that many cannot be counted.
-      encode: ``(float32[rows, 128], Place) -> Message``.
+      top: ``workers -> largest code``; raises ``ValueError`` if the sum over so many workers does not fit.
+      encode: ``(float32[rows, 128], EncodeContext) -> Message``.
       has_zero: whether a code means exactly zero (``top`` is even).
       decodes: whether its codes have steps that can travel, so that a server can decode them.
       dense: dtype of the values if they travel as they are, else None.
       measure: ``(float32[rows, 128], Piece) -> float32[segments, 2]``, what ``encode`` must know of whole
         leaves as a sum over their shards, or None.
-      feedback: dtype in which a worker keeps its quantisation error, or None.
+      feedback: dtype in which a worker keeps its quantization error, or None.
       keep: the share of that error that is kept.
-      turns: whether codes are of rows that were turned, see `rotated`.
+      rotates: whether codes are of rotated rows, see `rotated`.
     """
 
     name: str
-    bits: int
     top: Callable[[int], int]
-    encode: Callable[[jax.Array, Place], Message]
+    encode: Callable[[jax.Array, EncodeContext], Message]
     has_zero: bool = False
     decodes: bool = False
     dense: Any = None
     measure: Callable[[jax.Array, Piece], jax.Array] | None = None
     feedback: Any = None
     keep: float = 1.0
-    turns: bool = False
+    rotates: bool = False
 
     @property
     def words_per_row(self) -> int:
@@ -133,49 +141,37 @@ class Quantizer(NamedTuple):
         rows: int,
         workers: int,
         *,
-        once: bool = False,
+        stored: bool = False,
     ) -> jax.Array:
         """Decodes planes ``[..., words]`` and steps ``[..., rows]`` to ``float32[..., rows, 128]``.
 
-        Products of short integers and bfloat16 steps are exact: no rounding. ``once`` is for results in the
-        shapes of leaves, see `unpack_once`.
+        Products of short integers and bfloat16 steps are exact: no rounding. ``stored`` is for results that
+        are reshaped to leaves, see `unpack_stored`.
         """
         if self.dense:
             words = planes[0].reshape(*planes[0].shape[:-1], rows, -1)
             return _floats(words, self.dense)
         assert steps is not None
         top = self.top(workers)
-        if once:  # of two uses
-            codes = unpack_once(planes, rows)
+        # signed = 2 codes - top, written in two ways.
+        if stored:  # two uses of the codes, so XLA stores them
+            codes = unpack_stored(planes, rows)
             upper = codes > top // 2
             odd = 2 * jnp.where(upper, codes, top - codes).astype(jnp.int32) - top
             signed = jnp.where(upper, odd, -odd)
-        else:  # of one: a GPU keeps what is used more than once
+        else:  # one use of the codes, so a GPU fuses them
             signed = 2 * unpack(planes, rows).astype(jnp.int32) - top
         return signed.astype(jnp.float32) * (steps.astype(jnp.float32) / 2)[..., None]
 
 
 class Rounding(NamedTuple):
-    """Nearest level, or the two neighbours at random so that the mean is right.
+    """Rounds to one of the two neighbors at random, so that the mean is right.
 
     Attributes:
-      name: for people.
-      noise: ``Place -> float32[rows, 128]``, what is added before rounding down, or None.
+      noise: ``EncodeContext -> float32[rows, 128]``, what is added before rounding down.
     """
 
-    name: str
-    noise: Callable[[Place], jax.Array] | None
-
-
-def nearest() -> Rounding:
-    """Rounds to the nearest level; the same values always give the same codes.
-
-    Example:
-      >>> import lioncub_jax as lc
-      >>> lc.quantize.midrise(2, rounding=lc.quantize.nearest()).name
-      'midrise(2)'
-    """
-    return Rounding("nearest", None)
+    noise: Callable[[EncodeContext], jax.Array]
 
 
 def stochastic(seed: int = 0) -> Rounding:
@@ -194,30 +190,31 @@ def stochastic(seed: int = 0) -> Rounding:
     """
     check_number(f"seed={seed!r}", seed, lambda seed: True, "give a whole number", int)
 
-    def noise(place: Place) -> jax.Array:
+    def noise(context: EncodeContext) -> jax.Array:
         key = jax.random.key(seed)
-        for part in (place.step, place.worker):
+        for part in (context.step, context.worker):
             key = jax.random.fold_in(key, part)
         drawn = []
-        for segment in place.piece.segments:
+        for segment in context.piece.segments:
             own = jax.random.fold_in(key, segment.leaf)
-            own = jax.random.fold_in(own, place.shard) if place.shards > 1 else own
+            own = jax.random.fold_in(own, context.shard) if context.shards > 1 else own
             drawn.append(jax.random.uniform(own, (segment.rows, ROW), jnp.float32))
-        idle = place.piece.rows - sum(segment.rows for segment in place.piece.segments)
-        return jnp.pad(jnp.concatenate(drawn), ((0, idle), (0, 0)))
+        return jnp.pad(jnp.concatenate(drawn), ((0, context.piece.idle), (0, 0)))
 
-    return Rounding("stochastic", noise)
+    return Rounding(noise)
 
 
 def sign() -> Quantizer:
     """One bit: the sign. Distributed Lion (arXiv 2404.00438) and 1-bit Lion Cub (2411.16462).
+
+    ``q = 1 if x > 0 else -1``; zeros get a random sign, see ``bits.zero_side``.
 
     Returns:
       A mid-rise ``Quantizer`` of one bit.
 
     Example:
       >>> import lioncub_jax as lc
-      >>> lc.quantize.sign().bits
+      >>> lc.quantize.sign().top(1000)
       1
     """
     return midrise(1)._replace(name="sign")
@@ -226,12 +223,12 @@ def sign() -> Quantizer:
 def midrise(p: int, *, rounding: Rounding | None = None) -> Quantizer:
     """``p`` bits: ``2**p`` evenly spaced levels, none of them zero.
 
-    ``q = floor(x / step) + 2**(p-1)``, clipped, with the step that is best for a Gaussian of the row's
-    mean magnitude.
+    ``q = floor(x / step) + 2**(p-1)``, clipped to ``0..2**p - 1``; its value is
+    ``(2q - (2**p - 1)) step / 2``; ``step = GAUSSIAN_STEP[p] mean|x|`` of the row, best for a Gaussian.
 
     Args:
       p: bits per element, 1 to 8.
-      rounding: ``nearest()`` (default) or ``stochastic(seed)``.
+      rounding: None for the nearest level, or ``stochastic(seed)``.
 
     Returns:
       A ``Quantizer``, for votes (the step stays at the worker) and for momentum at the owner (it travels:
@@ -246,33 +243,32 @@ def midrise(p: int, *, rounding: Rounding | None = None) -> Quantizer:
       7
     """
     check_bits("midrise", p, 1)
-    rounding = rounding or nearest()
     top = 2**p - 1
 
-    def encode(x: jax.Array, place: Place) -> Message:
-        if p == 1 and not place.steps and rounding.noise is None:
-            return _signs(x, place)
-        mean, finite, speaks = _row_scale(x, _divisor(place.counts), place.message)
-        step = to_bfloat16(STEP[p] * mean)
-        codes = _midrise_codes(x, step, p, rounding, place)
-        *planes, _ = _packed(codes | ((x != 0).astype(jnp.uint32) << p), p + 1, place, zeros=True)
-        voted = bits.pack_rows(place.bucket.by_chunk(mean > 0)).reshape(-1)
-        steps = step.astype(jnp.bfloat16) if place.steps else None
-        return Message(planes, voted, steps, jnp.all(finite), speaks)
+    def encode(x: jax.Array, context: EncodeContext) -> Message:
+        if p == 1 and not context.send_scales and rounding is None:
+            return _signs(x, context)
+        mean, finite, has_message = _row_scale(x, context.counts, context.without_error)
+        step = to_bfloat16(GAUSSIAN_STEP[p] * mean)
+        codes = _midrise_codes(x, step, p, rounding, context)
+        *planes, _ = _packed(codes | ((x != 0).astype(jnp.uint32) << p), p + 1, context, zeros=True)
+        voted = bits.pack_rows(context.bucket.by_chunk(mean > 0)).reshape(-1)
+        steps = step.astype(jnp.bfloat16) if context.send_scales else None
+        return Message(planes, voted, steps, jnp.all(finite), has_message)
 
-    name = f"midrise({p}, {rounding.name})" if rounding.noise else f"midrise({p})"
-    return Quantizer(name, p, lambda workers: top, encode, decodes=True)
+    return Quantizer(_name("midrise", p, rounding), lambda workers: top, encode, decodes=True)
 
 
 def integer(p: int = 8, *, rounding: Rounding | None = None) -> Quantizer:
     """Lion Cub's ``p``-bit codes, scaled so that their sum over the workers fits in ``p`` bits.
 
     ``q = clip(round(x / mean|x| * s / 2), -s, s)`` with ``s = floor((2**(p-1) - 1) / workers)``; the
-    mean is the leaf's own and never travels. Precision shrinks as one over the workers.
+    mean is the leaf's own and never travels. Twice the mean is the largest code. Precision shrinks as one
+    over the workers.
 
     Args:
       p: bits of the sum, 2 to 8.
-      rounding: ``nearest()`` (the paper's, default) or ``stochastic(seed)``.
+      rounding: None for the nearest level (the paper's), or ``stochastic(seed)``.
 
     Returns:
       A mid-tread ``Quantizer``, for wires that sum too; ties and zeros stay zero.
@@ -288,7 +284,6 @@ def integer(p: int = 8, *, rounding: Rounding | None = None) -> Quantizer:
       62
     """
     check_bits("integer", p, 2)
-    rounding = rounding or nearest()
 
     def top(workers: int) -> int:
         s = (2 ** (p - 1) - 1) // workers
@@ -300,23 +295,22 @@ def integer(p: int = 8, *, rounding: Rounding | None = None) -> Quantizer:
             )
         return 2 * s
 
-    def encode(x: jax.Array, place: Place) -> Message:
-        s = top(place.workers) // 2
-        t = _in_units(x, _leaf_scale(place)[:, None]) * (s / 2)
-        if rounding.noise:
-            t = jnp.floor(t + rounding.noise(place))
+    def encode(x: jax.Array, context: EncodeContext) -> Message:
+        s = top(context.workers) // 2
+        t = _in_units(x, _leaf_scale(context)[:, None]) * (s / 2)
+        if rounding:
+            t = jnp.floor(t + rounding.noise(context))
         codes = (jnp.clip(jnp.round(t), -s, s) + s).astype(jnp.uint32)
-        return _midtread(codes, x, (2 * s).bit_length(), place)
+        return _midtread(codes, x, (2 * s).bit_length(), context)
 
-    name = f"integer({p}{', stochastic' if rounding.noise else ''})"
-    return Quantizer(name, p, top, encode, has_zero=True, measure=_leaf_sums)
+    return Quantizer(_name("integer", p, rounding), top, encode, has_zero=True, measure=_leaf_sums)
 
 
 def ternary(*, rounding: Rounding | None = None) -> Quantizer:
     """The exact sign: -1, 0 or +1 in two bits, so that a zero is a zero vote and a tie stays a tie.
 
     Args:
-      rounding: ``nearest()`` (default): the sign. ``stochastic(seed)``: the sign with probability
+      rounding: None for the sign. ``stochastic(seed)``: the sign with probability
         ``|x|``, else 0, so that values in [-1, 1] are right on average; others are clipped.
 
     Returns:
@@ -327,31 +321,29 @@ def ternary(*, rounding: Rounding | None = None) -> Quantizer:
       >>> lc.quantize.ternary().top(1000)
       2
     """
-    rounding = rounding or nearest()
 
-    def encode(x: jax.Array, place: Place) -> Message:
-        if rounding.noise:
-            level = jnp.clip(jnp.floor(x + rounding.noise(place)), -1, 1)
+    def encode(x: jax.Array, context: EncodeContext) -> Message:
+        if rounding:
+            level = jnp.clip(jnp.floor(x + rounding.noise(context)), -1, 1)
             codes = (level + 1).astype(jnp.uint32)
         else:
             codes = jnp.where(x > 0, 2, jnp.where(x < 0, 0, 1)).astype(jnp.uint32)
-        return _midtread(codes, x, 2, place)
+        return _midtread(codes, x, 2, context)
 
-    name = f"ternary({rounding.name})" if rounding.noise else "ternary"
-    return Quantizer(name, 2, lambda workers: 2, encode, has_zero=True)
+    name = "ternary(stochastic)" if rounding else "ternary"
+    return Quantizer(name, lambda workers: 2, encode, has_zero=True)
 
 
-def levels(p: int, *, norm: str = "max", rounding: Rounding | None = None) -> Quantizer:
-    """QSGD's ``p``-bit codes: a sign and ``s = 2**(p-1) - 1`` levels of the norm of each row.
+def levels(p: int, *, rounding: Rounding | None = None) -> Quantizer:
+    """QSGD's ``p``-bit codes: a sign and ``s = 2**(p-1) - 1`` levels of the largest of each row.
 
-    ``q = clip(round(x / step), -s, s)`` with ``step = norm / s``, rounded up to a bfloat16, which
-    travels: so nothing is clipped, and with ``stochastic`` rounding codes are right on average. Steps
-    below 2**-126 are 0.
+    ``q = clip(round(x / step), -s, s)`` with ``step = max|x| / s``, rounded up to bfloat16, which travels.
+    So no value is clipped, and with ``stochastic`` rounding codes are right on average. Steps below 2**-126
+    are 0.
 
     Args:
       p: bits per element, 2 to 8.
-      norm: ``"max"``, the largest magnitude, or ``"l2"``, the root of the sum of squares.
-      rounding: ``nearest()`` (default) or ``stochastic(seed)`` (the paper's).
+      rounding: None for the nearest level, or ``stochastic(seed)`` (the paper's).
 
     Returns:
       A mid-tread ``Quantizer`` whose steps travel, for momentum at the owner.
@@ -367,31 +359,27 @@ def levels(p: int, *, norm: str = "max", rounding: Rounding | None = None) -> Qu
       14
     """
     check_bits("levels", p, 2)
-    if norm not in _NORMS:
-        raise ValueError(f"levels(norm={norm!r}): give one of {', '.join(map(repr, _NORMS))}")
-    rounding = rounding or nearest()
-    s, norm_of = 2 ** (p - 1) - 1, _NORMS[norm]
+    s = 2 ** (p - 1) - 1
 
-    def encode(x: jax.Array, place: Place) -> Message:
-        step = _up_to_bfloat16(norm_of(x) / s)
-        step = jnp.where(step < LEAST_STEP, 0, step)
+    def encode(x: jax.Array, context: EncodeContext) -> Message:
+        step = _up_to_bfloat16(jnp.max(jnp.abs(x), axis=1, keepdims=True) / s)
+        step = jnp.where(step < LEAST, 0, step)
         t = _in_units(x, step)
-        if rounding.noise:
-            t = jnp.floor(t + rounding.noise(place))
+        if rounding:
+            t = jnp.floor(t + rounding.noise(context))
         # Of the largest steps not every multiple is a float32.
         most = jnp.minimum(s, jnp.floor(LARGEST_BFLOAT16 / jnp.where(step > 0, step, 1)))
         codes = (jnp.clip(jnp.round(t), -most, most) + s).astype(jnp.uint32)
-        message = _midtread(codes, x, p, place)
-        return message._replace(steps=step[:, 0].astype(jnp.bfloat16))
+        message = _midtread(codes, x, p, context)
+        return message._replace(scales=step[:, 0].astype(jnp.bfloat16))
 
-    how = f", {rounding.name}" if rounding.noise else ""
     return Quantizer(
-        f"levels({p}, {norm}{how})", p, lambda workers: 2 * s, encode, has_zero=True, decodes=True
+        _name("levels", p, rounding), lambda workers: 2 * s, encode, has_zero=True, decodes=True
     )
 
 
 def dense(dtype: Any = jnp.float32) -> Quantizer:
-    """No quantisation: the values themselves, in float32 or bfloat16. The baseline.
+    """No quantization: the values themselves, in float32 or bfloat16. The baseline.
 
     Args:
       dtype: ``jnp.float32`` or ``jnp.bfloat16``.
@@ -400,21 +388,20 @@ def dense(dtype: Any = jnp.float32) -> Quantizer:
       ValueError: for any other dtype.
 
     Example:
-      >>> import lioncub_jax as lc
-      >>> lc.quantize.dense().bits
-      32
+      >>> import jax.numpy as jnp, lioncub_jax as lc
+      >>> lc.quantize.dense(jnp.bfloat16).name
+      'dense(bfloat16)'
     """
     dtype = jnp.dtype(dtype)
     if dtype not in (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)):
         raise ValueError(f"dense({dtype.name}): values travel as float32 or bfloat16")
 
-    def encode(x: jax.Array, place: Place) -> Message:
+    def encode(x: jax.Array, context: EncodeContext) -> Message:
         words = _float_words(saturated(x, dtype)).reshape(-1)
         return Message([words], None, None, jnp.all(jnp.isfinite(x)))
 
     return Quantizer(
         f"dense({dtype.name})",
-        8 * dtype.itemsize,
         lambda workers: 0,
         encode,
         decodes=True,
@@ -428,21 +415,21 @@ def error_feedback(
     """Adds the error of the last code to the next value, so that nothing is lost, only late.
 
     ``x = g + e``, send ``encode(x)``, keep ``e = keep (x - decoded)``. The error stays with the worker; one
-    that the dtype cannot hold is kept as the largest that it can. Where the owner bounds steps,
-    as ``momentum_at_owner`` does, a row without a gradient says nothing: its decoded values are 0.
+    that the dtype cannot hold is kept as the largest that it can. A row without a gradient is not sent if
+    the owner bounds steps (see ``decide.at_owner``); its error waits.
 
     Args:
       quantizer: one whose steps can travel, such as ``midrise(3)``.
       dtype: in which the error is kept; one array of this dtype per worker and leaf.
-      keep: the share of an error that comes back, above 0 and at most 1. Below 1 the rest is lost: errors
-        of one bit are as large as gradients, and fed back whole they are noise that the owner hears
-        twice. 0.7 is best for ``rotated(midrise(1))``; of codes of more bits keep all.
+      keep: the share of the error that is fed back, in (0, 1]. With one bit the error is as large as the
+        gradient, and the full error adds noise: 0.7 is best for ``rotated(midrise(1))``. With more bits
+        use 1.
 
     Returns:
       The ``Quantizer`` with feedback.
 
     Raises:
-      ValueError: if the quantiser's values cannot be decoded, the dtype is not floating, or ``keep`` is out
+      ValueError: if the quantizer's values cannot be decoded, the dtype is not floating, or ``keep`` is out
         of range.
 
     Source: Seide et al. 2014; Karimireddy et al., "Error feedback fixes SignSGD" (arXiv 1901.09847).
@@ -466,12 +453,12 @@ def error_feedback(
 
 
 def rotated(quantizer: Quantizer) -> Quantizer:
-    """Codes of rows after a random rotation, which the owner turns back: good codes of one bit.
+    """Codes of rows after a random rotation, which the owner undoes: good codes of one bit.
 
-    One bit and a scale say little of a row in which few values are large, as gradients of embeddings
-    are. All workers turn their rows of 128 by the same rotation, another one in each step; the owner
-    averages what arrives and turns the mean back. It costs no bits, and products of a row with a matrix of
-    128 x 128: two at a worker, one at an owner.
+    One bit and a scale are a poor code for a row with a few large values, as gradients of embeddings
+    are. All workers rotate their rows of 128 alike, in each step by another rotation; the owner averages
+    what arrives and rotates the mean back. It costs no bits, and products of a row with a matrix of 128 x
+    128: two at a worker, one at an owner.
 
     Args:
       quantizer: ``midrise(p)``; of one bit it gains most.
@@ -480,34 +467,34 @@ def rotated(quantizer: Quantizer) -> Quantizer:
       The ``Quantizer``, for momentum at the owner, where it goes inside of ``error_feedback``.
 
     Raises:
-      ValueError: if the quantiser's values cannot be decoded, travel as they are, or are rotated or fed
+      ValueError: if the quantizer's values cannot be decoded, travel as they are, or are rotated or fed
         back already.
 
     Example:
       >>> import lioncub_jax as lc
       >>> one = lc.quantize.error_feedback(lc.quantize.rotated(lc.quantize.midrise(1)))
-      >>> tx = lc.owner_lion(1e-4, axis_name="data", quantizer=one)
+      >>> tx = lc.owner_lion(1e-4, workers="data", quantizer=one)
 
     Source: Vargaftik et al., DRIVE (arXiv 2105.08339), for means of codes of one bit; a rotation of a row
     and not of a whole tensor, error feedback and Lion at the owner are ours.
     """
-    if not quantizer.decodes or quantizer.dense or quantizer.turns or quantizer.feedback:
+    if not quantizer.decodes or quantizer.dense or quantizer.rotates or quantizer.feedback:
         raise ValueError(
-            f"rotated({quantizer.name}): only codes with steps can be turned back, once, and feedback goes "
-            "around it; give midrise(p), as in error_feedback(rotated(midrise(1)))"
+            f"rotated({quantizer.name}): only codes with steps can be rotated back, once, and feedback "
+            "goes around it; give midrise(p), as in error_feedback(rotated(midrise(1)))"
         )
 
-    def encode(x: jax.Array, place: Place) -> Message:
-        # What was padding has a share of the values now.
-        return quantizer.encode(rotation.turned(x, place.step), place._replace(counts=None))
+    def encode(x: jax.Array, context: EncodeContext) -> Message:
+        # After the rotation the padding is not zero any more, so all 128 elements count.
+        return quantizer.encode(rotation.rotated(x, context.step), context._replace(counts=None))
 
-    return quantizer._replace(name=f"rotated({quantizer.name})", encode=encode, turns=True)
+    return quantizer._replace(name=f"rotated({quantizer.name})", encode=encode, rotates=True)
 
 
 def rotated_sign(dtype: Any = jnp.bfloat16) -> Quantizer:
     """One bit for momentum at the owner, where there are many workers: 2.13 bits up and down together.
 
-    Signs of turned rows, of whose error 0.7 comes back: ``error_feedback(rotated(midrise(1)), keep=0.7)``.
+    Signs of rotated rows, of whose error 0.7 comes back: ``error_feedback(rotated(midrise(1)), keep=0.7)``.
 
     Args:
       dtype: in which the error is kept.
@@ -517,7 +504,7 @@ def rotated_sign(dtype: Any = jnp.bfloat16) -> Quantizer:
 
     Example:
       >>> import lioncub_jax as lc
-      >>> tx = lc.owner_lion(1e-4, axis_name="data", quantizer=lc.quantize.rotated_sign())
+      >>> tx = lc.owner_lion(1e-4, workers="data", quantizer=lc.quantize.rotated_sign())
 
     Source: this library; docs/convergence_tables.md has what it loses.
     """
@@ -549,98 +536,91 @@ def check_bits(name: str, p: int, least: int) -> None:
     check_number(f"{name}({p!r})", p, lambda p: least <= p <= 8, said, int)
 
 
-def midrise_codes(x: jax.Array, upper: jax.Array, step: jax.Array, p: int) -> jax.Array:
-    """``uint32[rows, 128]`` of ``p`` bits, by the step of each row; ``upper``: the side, of zeros too."""
+def midrise_codes(x: jax.Array, positive: jax.Array, step: jax.Array, p: int) -> jax.Array:
+    """``uint32[rows, 128]`` of ``p`` bits, by the step of each row; ``positive``: also of zeros."""
     if p == 1:
-        return upper.astype(jnp.uint32)
+        return positive.astype(jnp.uint32)
     half = 2 ** (p - 1)
     magnitude = jnp.minimum(jnp.abs(_in_units(x, step[:, None])), half - 1).astype(jnp.uint32)
-    return jnp.where(upper, half + magnitude, half - 1 - magnitude)
+    return jnp.where(positive, half + magnitude, half - 1 - magnitude)
 
 
-def mean_magnitude(x: jax.Array, count: Any) -> jax.Array:
-    """``float32[rows]``: means of ``|x|`` over so many elements of each row."""
-    return _row_scale(x, count)[0]
+def mean_magnitude(x: jax.Array, counts: jax.Array | None) -> jax.Array:
+    """``float32[rows]``: means of ``|x|`` over so many elements of each row; None for all."""
+    return _row_scale(x, counts)[0]
 
 
-# --- Inside
+# --- Helpers
 
 
-def _packed(codes: jax.Array, p: int, place: Place, zeros: bool) -> list[jax.Array]:
+def _name(make: str, p: int, rounding: Rounding | None) -> str:
+    return f"{make}({p}, stochastic)" if rounding else f"{make}({p})"
+
+
+def _packed(codes: jax.Array, p: int, context: EncodeContext, zeros: bool) -> list[jax.Array]:
     """Codes ``[rows, 128]`` of a piece to planes ``uint32[4 rows]``, by the chunks they travel in."""
-    cut, sides = place.bucket.by_chunk(codes), None
+    cut, sides = context.bucket.by_chunk(codes), None
     if zeros:
         words = codes.size // BLOCK
-        sides = bits.zero_side(place.first_word, words, place.drawn).reshape(len(cut), -1)
+        sides = bits.zero_side(context.first_word, words, context.zero_signs).reshape(len(cut), -1)
     planes = bits.pack(cut, p, sides)
     for k, plane in enumerate(planes):
         planes[k] = plane.reshape(-1)
     return planes
 
 
-def _signs(x: jax.Array, place: Place) -> Message:
+def _signs(x: jax.Array, context: EncodeContext) -> Message:
     fields = (~jnp.isfinite(x)).astype(jnp.uint32) | ((x > 0).astype(jnp.uint32) << 1)
     fields |= (x != 0).astype(jnp.uint32) << 2
-    strange, positive, marks = _packed(fields, 3, place, zeros=True)
-    rows = x.shape[0] if place.bucket.large else place.bucket.chunk
+    strange, positive, marks = _packed(fields, 3, context, zeros=True)
+    rows = x.shape[0] if context.bucket.large else context.bucket.chunk
     voted = bits.any_in_rows(marks.reshape(-1, rows * bits.WORDS_PER_ROW), rows)
     return Message([positive], voted.reshape(-1), None, jnp.all(strange == 0))
 
 
 def _midrise_codes(
-    x: jax.Array, step: jax.Array, p: int, rounding: Rounding, place: Place
+    x: jax.Array, step: jax.Array, p: int, rounding: Rounding | None, context: EncodeContext
 ) -> jax.Array:
     """``uint32[rows, 128]``. Magnitude and side apart, so that -x gets the mirrored code of x."""
-    if rounding.noise is None:
+    if rounding is None:
         return midrise_codes(x, x > 0, step, p)
     half = 2 ** (p - 1)
-    level = jnp.floor(_in_units(x, step[:, None]) + (half - 0.5) + rounding.noise(place))
+    level = jnp.floor(_in_units(x, step[:, None]) + (half - 0.5) + rounding.noise(context))
     level = jnp.where(x == 0, half - 1, jnp.clip(level, 0, 2 * half - 1))
     return level.astype(jnp.uint32)
 
 
-def _midtread(codes: jax.Array, x: jax.Array, p: int, place: Place) -> Message:
+def _midtread(codes: jax.Array, x: jax.Array, p: int, context: EncodeContext) -> Message:
     fields = codes | ((~jnp.isfinite(x)).astype(jnp.uint32) << p)
-    *planes, strange = _packed(fields, p + 1, place, zeros=False)
+    *planes, strange = _packed(fields, p + 1, context, zeros=False)
     return Message(planes, None, None, jnp.all(strange == 0))
 
 
-def _divisor(counts: jax.Array | None) -> Any:
-    return ROW if counts is None else jnp.maximum(counts, 1).astype(jnp.float32)
-
-
 def _row_scale(
-    x: jax.Array, count: Any, message: jax.Array | None = None
+    x: jax.Array, counts: jax.Array | None, message: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array, Any]:
-    """Mean magnitude of each row, or the largest where their sum overflows; and whether all are finite.
+    """``(mean, finite, has_message)`` of each row.
 
-    And whether any of its message is not 0.
+    The mean magnitude (the largest, if the sum overflows); whether all values are finite; whether any
+    element of ``message`` is not 0, or None without a message.
     """
     magnitude = jnp.abs(x)
     # By bits, because the largest of numbers and a NaN may be a number.
     words = lax.bitcast_convert_type(magnitude, jnp.uint32)
     said = [] if message is None else [message != 0]
-    zeros = [jnp.float32(0), jnp.uint32(0), *[jnp.zeros((), bool) for _ in said]]
-
-    def each(a: Any, b: Any) -> Any:  # in one pass over what is read for all of them
-        return [
-            a[0] + b[0],
-            jnp.maximum(a[1], b[1]),
-            *[y | z for y, z in zip(a[2:], b[2:], strict=True)],
-        ]
-
-    total, largest, *speaks = lax.reduce([magnitude, words, *said], zeros, each, (1,))
+    each: list[Any] = [operator.add, jnp.maximum, operator.or_][: 2 + len(said)]
+    total, largest, *has_message = xla.reduced(each, [magnitude, words, *said], 1)
     most = lax.bitcast_convert_type(largest, jnp.float32)
+    count = ROW if counts is None else jnp.maximum(counts, 1).astype(jnp.float32)
     mean = jnp.where(jnp.isfinite(total), total / count, most)
-    return mean, jnp.isfinite(most), speaks[0] if speaks else None
+    return mean, jnp.isfinite(most), has_message[0] if has_message else None
 
 
 def _leaf_sums(x: jax.Array, piece: Piece) -> jax.Array:
-    """Sums of magnitudes of each leaf, plain and times 2**-64."""
+    """Sums of magnitudes of each leaf, plain and times 2**-64, which does not overflow."""
     magnitude = jnp.abs(x)
-    zeros = [jnp.float32(0)] * 2
-    both = lambda a, b: [a[0] + b[0], a[1] + b[1]]  # noqa: E731
-    rows = jnp.stack(lax.reduce([magnitude, magnitude * 2.0**-64], zeros, both, (1,)), -1)
+    both = xla.reduced([operator.add] * 2, [magnitude, magnitude * 2.0**-64], 1)
+    rows = jnp.stack(both, -1)
     found = []
     for s in piece.segments:
         own = lax.slice_in_dim(
@@ -650,38 +630,22 @@ def _leaf_sums(x: jax.Array, piece: Piece) -> jax.Array:
     return jnp.stack(found)
 
 
-def _leaf_scale(place: Place) -> jax.Array:
+def _leaf_scale(context: EncodeContext) -> jax.Array:
     """``float32[rows]``: for each row the mean magnitude of its leaf, all shards together."""
-    assert place.total is not None
-    sizes = np.array([float(s.size) * place.shards for s in place.piece.segments], np.float32)
-    low, high = place.total[:, 0] / sizes, place.total[:, 1] / sizes
+    assert context.total is not None
+    sizes = np.array([float(s.size) * context.shards for s in context.piece.segments], np.float32)
+    low, high = context.total[:, 0] / sizes, context.total[:, 1] / sizes
     means = jnp.where(jnp.isfinite(low), low, high * 2.0**64)
-    by_row = [jnp.broadcast_to(means[i], (s.rows,)) for i, s in enumerate(place.piece.segments)]
-    idle = place.piece.rows - sum(s.rows for s in place.piece.segments)
-    return jnp.pad(jnp.concatenate(by_row), (0, idle))
+    by_row = [jnp.broadcast_to(means[i], (s.rows,)) for i, s in enumerate(context.piece.segments)]
+    return jnp.pad(jnp.concatenate(by_row), (0, context.piece.idle))
 
 
 def _in_units(x: jax.Array, unit: jax.Array) -> jax.Array:
     """``x / unit`` for each row, and 0 where the unit is 0."""
-    # Multiplied with the inverse, which ends in the division: XLA keeps the result of one, and makes
-    # anything cheaper anew for each element. The inverse of 2**126 is the last normal number.
+    # XLA stores the result of a division and reuses it for the row; a cheaper operation it would repeat
+    # for each element. The inverse of 2**126 is the last normal number.
     is_unit = (unit > 0).astype(jnp.float32)
     return x * (is_unit / jnp.where(unit > 0, jnp.minimum(unit, 2.0**126), 1))
-
-
-def _largest(x: jax.Array) -> jax.Array:
-    return jnp.max(jnp.abs(x), axis=1, keepdims=True)
-
-
-def _length(x: jax.Array) -> jax.Array:
-    """The root of the sum of squares, of values near 1 so that no square is too large or small."""
-    words = lax.bitcast_convert_type(_largest(x), jnp.uint32) & jnp.uint32(0x7F800000)
-    unit = jnp.minimum(lax.bitcast_convert_type(words, jnp.float32), 2.0**126)
-    parts = _in_units(x, unit)
-    return jnp.sqrt(jnp.sum(parts * parts, axis=1, keepdims=True)) * unit
-
-
-_NORMS = {"max": _largest, "l2": _length}
 
 
 def _up_to_bfloat16(x: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Rows turned by a rotation that changes with each step, so that codes of one bit are good codes.
+"""Rows rotated by a rotation that changes with each step, so that codes of one bit are good codes.
 
 One bit says the side of a value and nothing of its size, which loses little where all values of a row are
 of about one size, as after a rotation: a value that stood out is shared out over all 128. The rotation of
@@ -17,7 +17,7 @@ from lioncub_jax import bits
 from lioncub_jax.bits import ROW
 
 
-def turned(rows: jax.Array, step: jax.Array) -> jax.Array:
+def rotated(rows: jax.Array, step: jax.Array) -> jax.Array:
     """``x R`` of each row: ``float32[..., rows, 128]``, ``sqrt(128)`` times as long.
 
     Args:
@@ -27,8 +27,8 @@ def turned(rows: jax.Array, step: jax.Array) -> jax.Array:
     return _product(rows, _rotation(step))
 
 
-def turned_back(rows: jax.Array, step: jax.Array) -> jax.Array:
-    """Undoes `turned`: ``y R^T / 128`` of each row."""
+def undone(rows: jax.Array, step: jax.Array) -> jax.Array:
+    """Undoes `rotated`: ``y R^T / 128`` of each row."""
     return _product(rows, _rotation(step).T) * (1 / ROW)
 
 
@@ -41,5 +41,5 @@ def _rotation(step: jax.Array) -> jax.Array:
 
 
 def _product(rows: jax.Array, matrix: jax.Array) -> jax.Array:
-    # In full precision: a worker would feed an error back, but not the owner.
+    # HIGHEST: TPUs round to bfloat16 otherwise, and the owner has no error feedback for that.
     return jnp.dot(rows, matrix, precision=lax.Precision.HIGHEST)

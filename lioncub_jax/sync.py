@@ -7,7 +7,6 @@ that votes take: codes up, an owner for each slice, one bit and a scale for each
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,13 +15,14 @@ import numpy as np
 import optax
 from jax import lax
 
-from lioncub_jax import checks, decide, exchange, layout, momentum, quantize, wires
-from lioncub_jax.exchange import Kept, Plan, Worker
+from lioncub_jax import axes, checks, decide, exchange, layout, momentum, quantize, wires
+from lioncub_jax.axes import AxisName
+from lioncub_jax.exchange import Plan, Worker
 from lioncub_jax.layout import Flat, Holder
 from lioncub_jax.mesh import placement
+from lioncub_jax.mesh.placement import Workers, names_of
 from lioncub_jax.mesh.specs import cut_of
 from lioncub_jax.quantize import Quantizer
-from lioncub_jax.wires import AxisName
 
 
 class Schedule(NamedTuple):
@@ -120,7 +120,7 @@ def coded(schedule: Schedule | None = None, bits: int = 1) -> Schedule:
 
     Example:
       >>> import lioncub_jax as lc
-      >>> tx = lc.distributed_lion(1e-4, axis_name="data", sync=lc.sync.coded(lc.sync.every(3)))
+      >>> tx = lc.distributed_lion(1e-4, workers="data", sync=lc.sync.coded(lc.sync.every(3)))
 
     Source: this library; error feedback on both sides is that of dist-EF-blockSGD (arXiv 1905.10936).
     """
@@ -167,10 +167,10 @@ class SyncState(NamedTuple):
 
 def sync_momentum(
     inner: optax.GradientTransformation,
-    axis_name: AxisName,
     schedule: Schedule,
     where: Callable[[Any], Any] | Any = None,
-    group_axis: AxisName | None = None,
+    *,
+    workers: AxisName | Workers | None,
 ) -> optax.GradientTransformationExtraArgs:
     """Averages the momentum of ``inner`` over the workers, at times.
 
@@ -185,32 +185,31 @@ def sync_momentum(
 
     Args:
       inner: the transform to wrap.
-      axis_name: the mesh axis of the workers.
       schedule: ``every(T)``, ``first(M)``, ``thinning(k)`` or ``coded(...)``.
       where: a tree of bools like the parameters, or a function from the momentum's tree to one; None
         for all leaves.
-      group_axis: as in the `communicate` that is wrapped; in two levels syncs in codes need it.
+      workers: as in the `communicate` that is wrapped.
 
     Returns:
       A transform with state `SyncState`. With a `coded` schedule its ``init``, too, must run where
-      ``axis_name`` is bound.
+      their axis is bound.
 
     Raises:
-      ValueError: if the mask does not match the tree, ``inner`` keeps no momentum, or ``group_axis`` is
-        missing or does not fit (all at init).
+      ValueError: if the mask does not match the tree, ``inner`` keeps no momentum, or ``workers`` are
+        others than those of ``inner`` (all at init).
       TypeError: if ``schedule`` is not a `Schedule`, or the mask is not of bools.
 
     Example:
       >>> import lioncub_jax as lc
-      >>> vote = lc.communicate(axis_name="data", memory=lc.momentum.blend())
-      >>> tx = lc.sync_momentum(vote, "data", lc.sync.every(100))
+      >>> vote = lc.communicate(workers="data", memory=lc.momentum.blend())
+      >>> tx = lc.sync_momentum(vote, lc.sync.every(100), workers="data")
 
-    Source: Lion Cub (arXiv 2411.16462), selective momentum synchronisation; codes are ours.
+    Source: Lion Cub (arXiv 2411.16462), selective momentum synchronization; codes are ours.
     """
     check_schedule(schedule)
-    checks.check_axis(axis_name)
+    axis, group = names_of(workers)
     where = checks.as_mask("where", where)
-    plan = None if schedule.up is None else plan_of_codes(schedule, axis_name)
+    plan = None if schedule.up is None else plan_of_codes(schedule, axis)
     inner = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> SyncState:
@@ -220,17 +219,16 @@ def sync_momentum(
         drift = jax.tree.map(lambda _: jnp.full((), -1, jnp.float32), mu)
         owner: tuple[Flat, ...] = ()
         if plan is not None:
-            wires.workers_on(axis_name)  # bound here, or nobody knows whose slices these are
-            _check_levels(mu, group_axis)
-            leaves = wires.varying(jax.tree.leaves(mu), axis_name)
-            owner = placement.on_shards(
-                partial(exchange.init_owners, plan), (_chosen_only(leaves, chosen),)
-            )
+            axes.workers_on(axis)  # bound here, or nobody knows whose slices these are
+            _check_levels(mu, group)
+            mu, start = axes.varying(mu, axis), jnp.int32(0)
+            fresh = lambda mu: _worker(plan, group, mu, chosen, start).init_owners()  # noqa: E731
+            owner = placement.on_shards(fresh, (mu,))
         count, syncs = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
         return SyncState(state, count, syncs, drift, owner)
 
     def update(updates: Any, state: SyncState, params: Any = None, **extra: Any) -> Any:
-        wires.workers_on(axis_name)
+        axes.workers_on(axis)
         updates, inner_state = inner.update(updates, state.inner, params, **extra)
         count = optax.safe_increment(state.count)
         state = state._replace(inner=inner_state, count=count)
@@ -240,9 +238,9 @@ def sync_momentum(
         mu, drift, owner = _momentum_of(inner_state), state.drift, state.owner
         chosen = picks(mu, where)
         if plan is None:
-            mu, drift = _gated_mean(mu, drift, chosen, syncs, axis_name)
+            mu, drift = _gated_mean(mu, drift, chosen, syncs, axis)
         else:
-            mu, owner = _gated_codes(plan, group_axis, mu, owner, chosen, syncs, count)
+            mu, owner = _gated_codes(plan, group, chosen, mu, owner, (syncs, count))
         inner_state = optax.tree.set(inner_state, _of_a_worker, mu=mu)
         return updates, SyncState(inner_state, count, state.syncs + syncs, drift, owner)
 
@@ -263,10 +261,10 @@ def _gated_mean(
         means, squares = wires.mean_over_workers((leaves, jax.tree.map(_square, leaves)), axis)
         both = jax.tree.map(_square, means), squares
         # Of a leaf that is cut, each device has looked at its own part only.
-        both = jax.tree.map(lambda x: wires.sum_over_shards(x, axis), both)
-        return wires.varying(means, axis), jax.tree.map(_variance_share, *both)
+        both = jax.tree.map(lambda x: axes.sum_over_shards(x, axis), both)
+        return axes.varying(means, axis), jax.tree.map(_variance_share, *both)
 
-    (leaves, tree), (drifts, of_drift) = map(jax.tree.flatten, (wires.varying(mu, axis), drift))
+    (leaves, tree), (drifts, of_drift) = map(jax.tree.flatten, (axes.varying(mu, axis), drift))
     both = leaves, drifts  # None stands for those that are left out
     picked = jax.tree.map(lambda x, pick: x if pick else None, both, (chosen, chosen))
     new = lax.cond(syncs, mean, lambda *same: same, *picked)
@@ -290,9 +288,8 @@ def _variance_share(of_mean: jax.Array, mean: jax.Array) -> jax.Array:
 def plan_of_codes(schedule: Schedule, axis: AxisName) -> Plan:
     """The parts of a `communicate` whose gradient is the momentum."""
     assert schedule.up is not None
-    owner, down = decide.feedback_at_owner(), decide.scaled_signs()
-    wire = wires.two_phase()
-    return Plan(axis, None, momentum.nothing(), schedule.up, owner, down, wire, None)
+    mean, wire = decide.at_owner(None, decide.codes(1)), wires.two_phase()
+    return Plan(axis, None, momentum.nothing(), schedule.up, mean, wire)
 
 
 def _chosen_only(leaves: list[jax.Array], chosen: list[bool]) -> list[jax.Array]:
@@ -300,73 +297,38 @@ def _chosen_only(leaves: list[jax.Array], chosen: list[bool]) -> list[jax.Array]
     return [x if pick else x.ravel()[:0] for x, pick in zip(leaves, chosen, strict=True)]
 
 
+def _worker(
+    plan: Plan, group: AxisName | None, mu: Any, chosen: list[bool], count: jax.Array
+) -> Worker:
+    """The worker here, whose momentum votes; in two levels on the device's slices."""
+    worker = Worker.of(plan, _chosen_only(jax.tree.leaves(mu), chosen), count)
+    if group is None:
+        return worker
+    device = axes.worker_index(group)
+    return worker._replace(counts=[layout.counts_of_slice(x.bucket, device) for x in _parts(mu)])
+
+
 def _gated_codes(
     plan: Plan,
     group: AxisName | None,
+    chosen: list[bool],
     mu: Any,
     owner: tuple[Flat, ...],
-    chosen: list[bool],
-    syncs: jax.Array,
-    count: jax.Array,
+    due: tuple[jax.Array, jax.Array],
 ) -> tuple[Any, tuple[Flat, ...]]:
-    """Momenta and the owners' errors after a sync in codes, if ``syncs``."""
-    leaves, tree = jax.tree.flatten(wires.varying(mu, plan.axis))
-    slices = [x.bucket for x in _parts(mu) if isinstance(x, Flat)]
+    """Momenta and the owners' errors after a sync in codes, if it is due at this count."""
 
-    def on_device(leaves: Any, owner: Any, syncs: jax.Array, count: jax.Array) -> Any:
-        counts: list[jax.Array | None] = [None] * len(leaves)
-        if group is not None:
-            device = wires.worker_index(group)
-            counts = [exchange.slice_counts(plan, cut, device) for cut in slices]
-        workers = wires.workers_on(plan.axis)
-        worker = Worker(wires.worker_index(plan.axis), workers, count, counts)
-        exchanged = partial(_exchanged if workers > 1 else _alone, plan, worker, chosen)
-        return lax.cond(syncs, exchanged, lambda *operands: operands, leaves, owner)
+    def on_device(mu: Any, owner: Any, due: Any) -> Any:
+        syncs, count = due
+        tree: Any
+        leaves, tree = jax.tree.flatten(mu)
+        mean = _worker(plan, group, mu, chosen, count).coded_mean
+        leaves, owner = lax.cond(syncs, mean, lambda *same: same, leaves, owner)
+        return tree.unflatten(leaves), owner
 
+    mu = axes.varying(mu, plan.axis)
     # Results lie as what they replace.
-    args = leaves, owner, syncs, count
-    leaves, owner = placement.on_shards(on_device, args, cut_of((leaves, owner)))
-    return jax.tree.unflatten(tree, leaves), owner
-
-
-def _exchanged(
-    plan: Plan,
-    worker: Worker,
-    chosen: list[bool],
-    leaves: list[jax.Array],
-    owner: tuple[Flat, ...],
-) -> tuple[list[jax.Array], tuple[Flat, ...]]:
-    """What a device of a worker does in a sync in codes; it keeps the error of its codes."""
-    buckets = plan.buckets(_chosen_only(leaves, chosen), worker.workers)
-    pieces = layout.pieces(buckets, worker.step)
-    sent = layout.joined(leaves, pieces)
-    values = [(layout.in_rows(x, piece), None) for x, piece in zip(sent, pieces, strict=True)]
-    ballots = exchange.exchange(plan, worker, buckets, values, owner, None)
-    missed, synced = exchange.uncoded(plan, worker, ballots, sent), []
-    for ballot in ballots:
-        synced += exchange.open_replies(plan, worker, ballot.form, ballot.replies[None])[0]
-    for i, (piece, error) in enumerate(zip(pieces, missed, strict=True)):
-        synced[i] = layout.undo_rows(synced[i], piece) + error
-    leaves = exchange.by_leaf(worker, pieces, ballots, synced, sent, leaves)
-    return leaves, tuple(Flat(x.owner, e.bucket) for x, e in zip(ballots, owner, strict=True))
-
-
-def _alone(
-    plan: Plan,
-    worker: Worker,
-    chosen: list[bool],
-    leaves: list[jax.Array],
-    owner: tuple[Flat, ...],
-) -> tuple[list[jax.Array], tuple[Flat, ...]]:
-    """One worker codes nothing, and takes up what owners still owe who were more."""
-    nothing = [None] * len(leaves)
-    own, kept = _chosen_only(leaves, chosen), Kept(nothing, nothing)
-    values, (_, here), owed, _ = exchange.alone(plan, worker, own, kept, owner, None)
-    synced = [
-        quantize.saturated(jnp.where(here > 0, value, x), x.dtype) if pick else x
-        for value, x, pick in zip(wires.varying(values, plan.axis), leaves, chosen, strict=True)
-    ]
-    return synced, tuple(Flat(x, e.bucket) for x, e in zip(owed, owner, strict=True))
+    return placement.on_shards(on_device, (mu, owner, due), cut_of((mu, owner)))
 
 
 # --- Of what
@@ -405,7 +367,7 @@ def picks(mu: Any, where: Any) -> list[bool]:
     if _in_slices(mu):
         raise ValueError(
             "sync_where is given, and in two levels the momentum is in slices of many leaves at once: "
-            "leave it out, or give Workers without a group_axis"
+            "leave it out, or give Workers without a group"
         )
     mask = where(mu) if callable(where) else where
     given, tree = str(jax.tree.structure(mask)), str(jax.tree.structure(mu))
@@ -421,11 +383,11 @@ def _in_slices(mu: Any) -> bool:
     return any(isinstance(x, Flat) for x in _parts(mu))
 
 
-def _check_levels(mu: Any, group_axis: AxisName | None) -> None:
+def _check_levels(mu: Any, group: AxisName | None) -> None:
     in_slices = _in_slices(mu)
-    if in_slices != (group_axis is not None):
+    if in_slices != (group is not None):
         kept = "in slices that a group shares" if in_slices else "whole by each worker"
         raise ValueError(
-            f"sync_momentum(group_axis={group_axis!r}): the momentum is kept {kept}; to sync it in codes "
-            "give the group_axis of the communicate that is wrapped, or None if it has none"
+            f"the momentum is kept {kept}, and the workers of sync_momentum have group={group!r}: to sync "
+            "it in codes give the Workers of the communicate that is wrapped"
         )

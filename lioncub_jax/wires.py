@@ -15,9 +15,9 @@ numbers of the rows. A `Format` knows both.
 """
 
 import math
+import operator
 import threading
 from collections.abc import Callable, Sequence
-from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -25,13 +25,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from lioncub_jax import bits, kernels, means
+from lioncub_jax import axes, bits, kernels, layout, means, xla
+from lioncub_jax.axes import AxisName
 from lioncub_jax.bits import ROW
-from lioncub_jax.decide import Down, Owner, Reply, Slice, Tally
+from lioncub_jax.decide import Decision, Reply, Slice, Tally
 from lioncub_jax.layout import Bucket
 from lioncub_jax.quantize import Message, Quantizer
-
-AxisName = str | tuple[str, ...]
 
 voted = False  # whether anything was traced that votes: from then on compiled programs are read
 
@@ -47,16 +46,19 @@ trace = _Trace()
 
 
 def voting(axis: AxisName) -> Any:
-    """A named scope for what workers send, by which a compiled program tells who its workers are."""
+    """A named scope for what workers send, by which a compiled program tells who its workers are.
+
+    Also notes that this thread traces a vote (see `watch`).
+    """
     global voted
     sizes = ",".join(f"{n}:{k}" for n, k in jax.sharding.get_abstract_mesh().shape.items())
     if sizes:  # workers of a vmap are on no mesh
         voted = trace.votes = True
-    return jax.named_scope(f"workers({','.join(names(axis))})of({sizes})")
+    return jax.named_scope(f"workers({','.join(axes.names(axis))})of({sizes})")
 
 
 def by_count() -> Any:
-    """A named scope for a branch that all workers take alike, as a count that they share picks it."""
+    """A named scope for a branch that depends on a replicated count only."""
     return jax.named_scope("lioncub.by_count")
 
 
@@ -64,16 +66,6 @@ def _floats(tree: Any) -> Any:
     """A named scope for floats that are meant to travel between workers, with the sizes of the arrays."""
     sizes = sorted({x.size for x in jax.tree.leaves(tree)})
     return jax.named_scope("".join(["lioncub.floats", *[f".{n}" for n in sizes]]))
-
-
-def names(axis: AxisName | None) -> tuple[str, ...]:
-    """The mesh axes of the workers: one, or several that are one group of voters; None for none."""
-    return (axis,) if isinstance(axis, str) else axis or ()
-
-
-def varying_axes(x: jax.Array) -> frozenset:
-    """The mesh axes over which the type of ``x`` varies; none outside ``shard_map``."""
-    return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
 class Sent(NamedTuple):
@@ -96,79 +88,81 @@ class Format(NamedTuple):
     Attributes:
       bucket: the flat buffer.
       up: the codes that go up.
-      down: how the reply is coded.
       workers: how many workers there are.
       rows: rows of the chunk that each of them owns.
-      sends_steps: whether each row's step travels, because the owner decodes values.
+      top: the largest code.
+      sends_scales: whether each row's scale travels, because the owner decodes values.
       sends_votes: whether a bit says on which rows a worker votes; codes with a zero say so themselves.
-      plane_words: words of a plane of codes of one chunk.
-      message_planes: planes of a message.
-      reply_planes: planes of a reply.
+      planes: how many a message has, and words of one of them for one chunk.
+      reply_planes: how many a reply has, and words of one of them for one chunk.
       row_words: words of a reply that are numbers for the rows of one chunk.
-      message_words: words of a message about one chunk, padding included.
-      reply_words: words of a reply about one chunk, padding included.
+      message_words: words of a message about one chunk, rounded up to whole cache lines.
+      reply_words: words of a reply about one chunk, rounded up to whole vectors of a TPU.
     """
 
     bucket: Bucket
     up: Quantizer
-    down: Down
     workers: int
     rows: int
-    sends_steps: bool
+    top: int
+    sends_scales: bool
     sends_votes: bool
-    plane_words: int
-    message_planes: int
-    reply_planes: int
+    planes: tuple[int, int]
+    reply_planes: tuple[int, int]
     row_words: int
     message_words: int
     reply_words: int
 
     @classmethod
-    def of(cls, up: Quantizer, owner: Owner, down: Down, bucket: Bucket) -> "Format":
+    def of(cls, bucket: Bucket, up: Quantizer, decision: Decision) -> "Format":
         """The format of a bucket's messages and replies."""
-        workers, rows = bucket.workers, bucket.chunk
-        steps = owner.needs_values and not up.dense
-        votes = not owner.needs_values and not up.has_zero
-        top, plane = up.top(workers), rows * up.words_per_row
-        planes = 1 if up.dense else top.bit_length()
-        replies = 1 if down.planes is None else down.planes(top, workers)
-        words = planes * plane + 1
-        words += rows // 2 if steps else bits.row_words(rows) if votes else 0
-        numbers = 0 if down.row_words is None else down.row_words(rows, workers)
-        back = replies * rows * down.words_per_row + 2 + numbers
+        workers, rows, coder = bucket.workers, bucket.chunk, decision.coder
+        steps, votes = decision.decodes and not up.dense, not (decision.decodes or up.has_zero)
+        top = up.top(workers)
+        planes = 1 if up.dense else top.bit_length(), rows * up.words_per_row
+        replies = coder.planes(top, workers), rows * coder.words_per_row
+        numbers, each_row = coder.row_words(rows, workers), bits.row_words(rows) if votes else 0
+        words = math.prod(planes) + 1 + (rows // 2 if steps else each_row)
+        back = math.prod(replies) + 2 + numbers
         words, back = words + _padding(words, _LINE), back + _padding(back, _LANES)
         return cls(
-            bucket,
-            up,
-            down,
-            workers,
-            rows,
-            steps,
-            votes,
-            plane,
-            planes,
-            replies,
-            numbers,
-            words,
-            back,
-        )
+            bucket, up, workers, rows, top, steps, votes, planes, replies, numbers, words, back
+        )  # fmt: skip
 
-    def pack(self, message: Message, takes_part: jax.Array) -> jax.Array:
-        """A message about all chunks: ``uint32[W, message_words]``."""
-        numbers = [jnp.broadcast_to(takes_part.astype(jnp.uint32), (self.workers,))]
-        if self.sends_steps:
-            assert message.steps is not None
-            numbers.append(lax.bitcast_convert_type(message.steps.reshape(-1, 2), jnp.uint32))
+    def joined(self, codes: Sequence[Message], abstains: jax.Array) -> Message:
+        """The message about a whole bucket, padded to its chunks; without votes if the worker abstains."""
+        voted, scales = None, None
+        mask: Any = True
         if self.sends_votes:
-            assert message.voted is not None
+            words = self.workers * bits.row_words(self.rows)
+            voted = jnp.where(abstains, 0, _padded([x.voted for x in codes], words))
+            mask = bits.over_rows(voted.reshape(self.workers, -1), self.rows).reshape(-1)
+        zero, (number, size) = self.top // 2 if self.up.has_zero else 0, self.planes
+        planes = [_padded([x.planes[k] for x in codes], self.workers * size) for k in range(number)]
+        for k, plane in enumerate(planes):
+            if self.up.has_zero:
+                plane = jnp.where(abstains, jnp.uint32(0xFFFFFFFF * (zero >> k & 1)), plane)
+            planes[k] = plane & mask if self.sends_votes else plane
+        if self.sends_scales:
+            rows = self.workers * self.rows
+            scales = jnp.where(abstains, 0, _padded([x.scales for x in codes], rows))
+        return Message(planes, voted, scales, ~abstains)
+
+    def pack(self, message: Message) -> jax.Array:
+        """A message about all chunks: ``uint32[W, message_words]``."""
+        takes_part = message.valid.astype(jnp.uint32)
+        numbers = [jnp.broadcast_to(takes_part, (self.workers,))]
+        if message.scales is not None:
+            numbers.append(lax.bitcast_convert_type(message.scales.reshape(-1, 2), jnp.uint32))
+        if message.voted is not None:
             numbers.append(message.voted)
         return _side_by_side([*message.planes, *numbers], self.workers, self.message_words)
 
     def unpack(self, messages: jax.Array) -> "Inbox":
         """Undoes ``pack`` for all workers: ``uint32[W, chunks, message_words]``."""
-        planes, rest = _split_planes(messages, self.message_planes, self.plane_words)
+        planes, rest = _split_planes(messages, *self.planes)
         voted, steps, takes_part = None, None, rest[:, 0, 0]
-        if self.sends_steps:
+        if self.sends_scales:
             halves = lax.bitcast_convert_type(rest[..., 1 : 1 + self.rows // 2], jnp.bfloat16)
             steps = halves.reshape(*messages.shape[:2], self.rows).astype(jnp.float32)
         if self.sends_votes:
@@ -185,19 +179,22 @@ class Format(NamedTuple):
 
     def unpack_reply(self, replies: jax.Array) -> tuple[Reply, jax.Array]:
         """Undoes ``pack_reply``; and how many workers took part."""
-        planes, rest = _split_planes(
-            replies, self.reply_planes, self.rows * self.down.words_per_row
-        )
+        planes, rest = _split_planes(replies, *self.reply_planes)
         rows = rest[:, 2 : 2 + self.row_words] if self.row_words else None
         return Reply(planes, rows, rest[:, 0]), rest[0, 1]
 
 
 def _side_by_side(parts: list[jax.Array], chunks: int, words: int) -> jax.Array:
-    """Joins what each part says of each chunk, zeros behind it: ``uint32[chunks, words]``."""
+    """Joins the parts of each chunk, then zeros: ``uint32[chunks, words]``."""
     for k, part in enumerate(parts):
         parts[k] = part.reshape(chunks, -1)
     joined = jnp.concatenate(parts, axis=1)
     return jnp.pad(joined, ((0, 0), (0, words - joined.shape[1])))
+
+
+def _padded(parts: Sequence[Any], size: int) -> jax.Array:
+    """The parts one after the other, then zeros."""
+    return layout.pad_rows(jnp.concatenate(parts) if len(parts) > 1 else parts[0], size)
 
 
 def _split_planes(words: jax.Array, planes: int, size: int) -> tuple[list[jax.Array], jax.Array]:
@@ -229,7 +226,7 @@ class Inbox(NamedTuple):
         width = (where.workers * where.up.top(where.workers)).bit_length()
         return Tally(bits.tally(self.planes)[:width], votes, where)
 
-    def mean(self, where: Slice, dominance: float | None, trim: int = 0) -> jax.Array:
+    def mean(self, where: Slice, dominance: float | None, trim: int) -> jax.Array:
         """Decodes and averages over the workers that take part: ``float32[chunks rows, 128]``."""
         steps = self.steps
         if steps is not None and dominance is not None:
@@ -244,8 +241,7 @@ class Inbox(NamedTuple):
         counted = jnp.broadcast_to(takes_part, values.shape)
         # One reduction of both: nothing is decoded twice, and no decoded array is kept, as XLA for CPU
         # keeps what it only adds.
-        both = lambda a, b: [a[0] + b[0], a[1] + b[1]]  # noqa: E731
-        total, present = lax.reduce([values, counted], [jnp.float32(0), jnp.uint32(0)], both, (0,))
+        total, present = xla.reduced([operator.add] * 2, [values, counted], 0)
         mean = jnp.where(present > 0, total * means.share(self.present), 0)
         return where.restored(mean.reshape(-1, ROW))
 
@@ -272,11 +268,8 @@ class Sums(NamedTuple):
             votes = [bits.pack_rows((self.votes >> k) & 1 > 0) for k in each]
         return Tally(planes, votes, where)
 
-    def mean(self, where: Slice, dominance: float | None, trim: int = 0) -> jax.Array:
-        """Divides by the workers that take part."""
-        del (
-            trim
-        )  # of one worker alone nothing is left out; for more `checks.check_parts` refuses sums
+    def mean(self, where: Slice, dominance: float | None, trim: int) -> jax.Array:
+        """Divides by the workers that take part; nothing is left out, see `Decision.check`."""
         return (self.sums * means.share(self.present)).reshape(-1, ROW)
 
 
@@ -287,7 +280,8 @@ class Wire(NamedTuple):
       name: for people.
       carries: what goes up: "codes", "values" or "both".
       owns_slice: True if each worker owns one chunk, False if everybody owns all.
-      collect: ``(Message, takes_part bool[], Format, axis) -> Inbox or Sums``.
+      collect: ``(Message, Format, axis) -> Inbox or Sums``; ``valid`` of the message: the worker
+        takes part. `two_phase` and `gathered` give an Inbox, all others Sums.
       publish: ``(uint32[chunks, reply_words], axis) -> uint32[W, reply_words]``, same on every worker.
       sends: ``(Format, platform) -> (Sent, ...)``, what each worker sends; on "cpu" XLA widens bfloat16.
     """
@@ -295,7 +289,7 @@ class Wire(NamedTuple):
     name: str
     carries: str
     owns_slice: bool
-    collect: Callable[[Message, jax.Array, Format, AxisName], Any]
+    collect: Callable[[Message, Format, AxisName], Any]
     publish: Callable[[jax.Array, AxisName], jax.Array]
     sends: Callable[[Format, str | None], tuple[Sent, ...]]
 
@@ -308,8 +302,8 @@ def two_phase() -> Wire:
     Source: Lion Cub (arXiv 2411.16462), "1-bit all-reduce"; p bits up and 1 down are ours.
     """
 
-    def collect(message: Message, takes_part: jax.Array, form: Format, axis: AxisName) -> Inbox:
-        packed = form.pack(message, takes_part)
+    def collect(message: Message, form: Format, axis: AxisName) -> Inbox:
+        packed = form.pack(message)
         received = lax.all_to_all(packed, axis, split_axis=0, concat_axis=0, tiled=True)
         return form.unpack(received[:, None])
 
@@ -329,11 +323,11 @@ def gathered() -> Wire:
 
     Example:
       >>> import lioncub_jax as lc
-      >>> tx = lc.lion_cub(1e-4, axis_name="data", wire=lc.wires.gathered())
+      >>> tx = lc.lion_cub(1e-4, workers="data", wire=lc.wires.gathered())
     """
 
-    def collect(message: Message, takes_part: jax.Array, form: Format, axis: AxisName) -> Inbox:
-        packed = form.pack(message, takes_part)
+    def collect(message: Message, form: Format, axis: AxisName) -> Inbox:
+        packed = form.pack(message)
         received = gather_words(packed.reshape(-1), axis)
         return form.unpack(received.reshape(form.workers, form.workers, -1))
 
@@ -345,7 +339,7 @@ def gathered() -> Wire:
 
 
 def counts(dtype: Any = jnp.int8) -> Wire:
-    """All-reduce of codes as small integers.
+    """All-reduce of codes as small integers: ``sum_i q_i = (unit sum_i signed_i + W top) / 2``.
 
     Args:
       dtype: ``int8``, ``int16`` or ``int32``; a sum that could exceed it is refused when traced.
@@ -360,12 +354,12 @@ def counts(dtype: Any = jnp.int8) -> Wire:
         raise ValueError(f"counts({dtype.name}): give int8, int16 or int32")
 
     def check(form: Format) -> None:
-        reach = form.workers * form.up.top(form.workers) // (2 if form.up.has_zero else 1)
+        reach = form.workers * form.top // (2 if form.up.has_zero else 1)
         _check_countable("counts", form.workers, reach, int(jnp.iinfo(dtype).max))
 
-    def collect(message: Message, takes_part: jax.Array, form: Format, axis: AxisName) -> Sums:
+    def collect(message: Message, form: Format, axis: AxisName) -> Sums:
         check(form)
-        top, unit = form.up.top(form.workers), 2 if form.up.has_zero else 1
+        top, unit = form.top, 2 if form.up.has_zero else 1
         codes, voted = _unpacked(message, form)
         signed = (2 * codes.astype(jnp.int32) - top) // unit
         if voted is not None:
@@ -374,7 +368,7 @@ def counts(dtype: Any = jnp.int8) -> Wire:
         def add(numbers: jax.Array) -> jax.Array:
             return lax.psum(numbers, axis).astype(jnp.int32)
 
-        sums, votes, present = _added(signed.astype(dtype), voted, takes_part, add)
+        sums, votes, present = _added(signed.astype(dtype), voted, message.valid, add)
         reach: Any = form.workers * top
         if votes is not None:
             reach = votes.astype(jnp.int32)[..., None] * top
@@ -396,14 +390,14 @@ def lanes() -> Wire:
     Source: Lion Cub (arXiv 2411.16462), "p-bit all-reduce" for p below 8.
     """
 
-    def collect(message: Message, takes_part: jax.Array, form: Format, axis: AxisName) -> Sums:
+    def collect(message: Message, form: Format, axis: AxisName) -> Sums:
         field = _field_bits(form)
         codes, voted = _unpacked(message, form)  # 0 where there is no vote
 
         def add(numbers: jax.Array) -> jax.Array:
             return _split_fields(lax.psum(_join_fields(numbers, field), axis), field, numbers.size)
 
-        return Sums(*_added(codes, voted, takes_part, add))
+        return Sums(*_added(codes, voted, message.valid, add))
 
     def sends(form: Format, platform: str | None) -> tuple[Sent, ...]:
         words = -(-_summed_numbers(form) // (32 // _field_bits(form)))
@@ -413,21 +407,21 @@ def lanes() -> Wire:
 
 
 def all_reduce() -> Wire:
-    """All-reduce of the values of a ``dense`` quantiser, in its dtype: what others do. The baseline.
+    """All-reduce of the values of a ``dense`` quantizer, in its dtype: what others do. The baseline.
 
     Example:
       >>> import lioncub_jax as lc
       >>> exact = {"quantizer": lc.quantize.dense(), "wire": lc.wires.all_reduce()}
-      >>> tx = lc.owner_lion(1e-4, axis_name="data", **exact)
+      >>> tx = lc.owner_lion(1e-4, workers="data", **exact)
     """
 
-    def collect(message: Message, takes_part: jax.Array, form: Format, axis: AxisName) -> Sums:
+    def collect(message: Message, form: Format, axis: AxisName) -> Sums:
         planes = [x.reshape(form.workers, -1) for x in message.planes]
         values = form.up.values(planes, None, form.rows, 1)
-        values = jnp.where(takes_part, values, 0).astype(form.up.dense)
+        values = jnp.where(message.valid, values, 0).astype(form.up.dense)
         # Apart from the values, because bfloat16 cannot count beyond 256 workers.
         with _floats(values):
-            sums, present = lax.psum((values, takes_part.astype(jnp.uint32)), axis)
+            sums, present = lax.psum((values, message.valid.astype(jnp.uint32)), axis)
         return Sums(sums.astype(jnp.float32), None, present)
 
     def sends(form: Format, platform: str | None) -> tuple[Sent, ...]:
@@ -445,10 +439,10 @@ _LINE, _LANES = 32, 128  # words
 
 
 def _padding(words: int, to: int) -> int:
-    """Words to the next multiple, of so many words that it adds at most 1 %.
+    """Words of padding to a multiple of ``to``; none for short messages, where it would add more than 1 %.
 
-    A CPU decodes messages that begin within a line of its cache in five times the time. XLA for TPU turns
-    an all-gather that is not of whole lanes into an all-reduce of twice the bytes.
+    A CPU unpacks messages that do not begin at a cache line five times slower. XLA for TPU replaces an
+    all-gather whose size is no multiple of 128 by an all-reduce of twice the bytes.
     """
     return -words % to if words >= 100 * _LANES else 0
 
@@ -490,7 +484,7 @@ def _all_reduce_bytes(size: float, workers: int) -> float:
 
 
 def _field_bits(form: Format) -> int:
-    reach = form.workers * form.up.top(form.workers)
+    reach = form.workers * form.top
     _check_countable("lanes", form.workers, reach, 2**16 - 1)
     return reach.bit_length()
 
@@ -548,10 +542,10 @@ def sum_over_workers(tree: Any, axis: AxisName) -> Any:
     return lax.psum(tree, axis) if jax.tree.leaves(tree) else tree
 
 
-def sum_of_floats(arrays: list[jax.Array], axis: AxisName) -> list[jax.Array]:
-    """Adds each array of floats over the workers."""
-    with _floats(arrays):
-        return lax.psum(arrays, axis)
+def sum_of_floats(x: jax.Array, axis: AxisName) -> jax.Array:
+    """Adds floats over the workers."""
+    with _floats(x):
+        return lax.psum(x, axis)
 
 
 def max_over_workers(x: jax.Array, axis: AxisName) -> jax.Array:
@@ -564,106 +558,11 @@ def agreed(tree: Any, axis: AxisName | None) -> Any:
     """Averages the leaves whose type varies over ``axis``; leaves all others alone."""
 
     def agree(x: jax.Array) -> jax.Array:
-        differs = tuple(n for n in names(axis) if n in varying_axes(x))
+        differs = tuple(n for n in axes.names(axis) if n in axes.varying_axes(x))
         return lax.pmean(x, differs) if differs else x
 
     with _floats(tree):
         return jax.tree.map(agree, tree)
-
-
-def same_everywhere(x: jax.Array, axis: AxisName | None) -> jax.Array:
-    """Gives a value of one worker alone the type of a value that does not vary over its axis."""
-    differs = tuple(n for n in names(axis) if n in varying_axes(x))
-    return lax.psum(x, differs) if tracked(axis) and differs else x
-
-
-def varying(tree: Any, axis: AxisName | None) -> Any:
-    """Gives every leaf the type of a value that varies over ``axis``, where it has not got it."""
-    leaves, structure = jax.tree.flatten(tree)
-    for i, x in enumerate(leaves):
-        if missing := tuple(sorted(set(names(axis)) - varying_axes(x))):
-            leaves[i] = lax.pcast(x, missing, to="varying")
-    return jax.tree.unflatten(structure, leaves)
-
-
-def tracked(axis: AxisName | None) -> bool:
-    """Whether types tell what varies over ``axis`` here: ``shard_map`` with ``check_vma=True``."""
-    over = set(names(axis))
-    return bool(over) and over <= varying_axes(lax.axis_index(axis))
-
-
-def workers_on(axis: AxisName | None) -> int:
-    """The number of workers on a mesh axis, or on several together; 1 without an axis.
-
-    Raises:
-      ValueError: where the axis is not bound.
-    """
-    if not names(axis):
-        return 1
-    try:
-        return lax.axis_size(axis)
-    except NameError as error:
-        bound = jax.sharding.get_abstract_mesh().manual_axes
-        if bound:
-            raise ValueError(
-                f"axis_name={axis!r} is not an axis of the workers here, where the mapped axes are "
-                f"{bound}: the optimizer and the step around it name different axes; give both the same "
-                "one, such as one lioncub_jax.Workers"
-            ) from error
-        raise ValueError(
-            f"axis_name={axis!r} is not a mesh axis here: update (and, for state that is sharded over "
-            "the workers, init) must run inside jax.shard_map or jax.pmap with that axis; "
-            "lioncub_jax.on_mesh, init_state and make_train_step do so"
-        ) from error
-
-
-def sum_over_shards(x: jax.Array, axis: AxisName | None) -> jax.Array:
-    """Adds numbers over the devices that share one worker; ``axis`` itself is left alone."""
-    others = _others(x, axis)
-    return lax.psum(x, others) if others else x
-
-
-def total_over_shards(
-    numbers: Sequence[jax.Array], copies: Sequence[jax.Array], axis: AxisName | None
-) -> jax.Array:
-    """The total of numbers over the devices that share one worker, then the copies: ``[1 + copies]``.
-
-    The numbers are of arrays that are cut over different axes; copies are alike on all devices. In one sum,
-    which each enters once, from the first device that has it: whole numbers stay whole, where one that is
-    divided by the devices and added up again need not be the same.
-    """
-    over = frozenset[str]().union(*(_others(x, axis) for x in (*numbers, *copies)))
-
-    def once(x: jax.Array, of: frozenset) -> jax.Array:
-        return jnp.where(lax.axis_index(tuple(sorted(of))) == 0, x, 0) if of else x
-
-    total = reduce(jnp.add, [once(x, over - varying_axes(x)) for x in numbers])
-    return sum_over_shards(jnp.stack([total, *[once(x, over) for x in copies]]), axis)
-
-
-def same_over_shards(x: jax.Array, axis: AxisName | None) -> jax.Array:
-    """The largest of a number over the devices that share one worker."""
-    others = _others(x, axis)
-    return lax.pmax(x, others) if others else x
-
-
-def any_over_shards(flag: jax.Array, axis: AxisName | None) -> jax.Array:
-    """Whether a flag is set on any of the devices that share one worker."""
-    others = _others(flag, axis)
-    return lax.pmax(flag.astype(jnp.uint32), others) > 0 if others else flag
-
-
-def shard(x: jax.Array, axis: AxisName | None) -> tuple[Any, int]:
-    """Which of a worker's shards of an array is here, ``uint32[]``, and how many it has, by its type.
-
-    0 of 1 for an array in one piece.
-    """
-    others = _others(x, axis)
-    return (lax.axis_index(others).astype(jnp.uint32), lax.axis_size(others)) if others else (0, 1)
-
-
-def _others(x: jax.Array, axis: AxisName | None) -> tuple[str, ...]:
-    return tuple(sorted(varying_axes(x) - set(names(axis))))
 
 
 def gather_words(words: jax.Array, axis: AxisName) -> jax.Array:
@@ -686,7 +585,8 @@ def _row(words: int, workers: int) -> int:
 
     XLA for TPU makes an all-reduce, of twice the bytes, of an all-gather that joins all chips of a slice of
     64 or more: in a torus of two dimensions (the kinds called "lite") up to a size of the result, in one of
-    three always. It leaves alone what joins a part of the slice. So it is with jax 0.10.2, by its programs.
+    three always. It does not change an all-gather over a part of the slice. Seen in compiled programs of
+    jax 0.10.2.
     """
     mesh = jax.sharding.get_abstract_mesh()
     device = mesh.abstract_device
@@ -702,9 +602,9 @@ def _gather_in_two(words: jax.Array, axis: AxisName, row: int) -> jax.Array:
     workers = np.arange(lax.axis_size(axis)).reshape(-1, row)
     column = lax.all_gather(words, axis, axis_index_groups=workers.T.tolist())
     every = lax.all_gather(column, axis, axis_index_groups=workers.tolist())
-    if tracked(axis):
-        # By its type, what is gathered in groups varies, and a maximum does not. In groups of one that is
-        # the number itself: nothing is sent, and XLA for TPU leaves it out.
+    if axes.tracked(axis):
+        # all_gather in groups gives a varying type. A pmax over groups of one worker only changes the type:
+        # nothing is sent, and XLA for TPU removes it.
         every = lax.pmax(every, axis, axis_index_groups=workers.reshape(-1, 1).tolist())
     return every.swapaxes(0, 1).reshape(workers.size, -1)
 
@@ -731,25 +631,3 @@ def from_group(answers: jax.Array, group: AxisName) -> jax.Array:
 def from_one(words: jax.Array, source: jax.Array, axis: AxisName) -> jax.Array:
     """The words ``uint32`` that one device of an axis holds, on all of them: a sum of them and zeros."""
     return lax.psum(jnp.where(source, words, 0), axis)
-
-
-def from_worker_before(x: jax.Array, axis: AxisName, by: int) -> jax.Array:
-    """What the worker so many places before this one holds, in a ring; one message."""
-    count = workers_on(axis)
-    return lax.ppermute(x, axis, [(i, (i + by) % count) for i in range(count)])
-
-
-def worker_index(axis: AxisName | None) -> jax.Array:
-    """``int32[]``: which worker this is; varies over ``axis``."""
-    return lax.axis_index(axis) if names(axis) else jnp.zeros((), jnp.int32)
-
-
-def sharing(tree: Sequence[jax.Array], axis: AxisName | None) -> list[int]:
-    """Indices of the leaves that are, by their type, the same on all workers, or on some of them."""
-    if not tracked(axis):
-        return []
-    apart, found = set(names(axis)), []
-    for i, x in enumerate(tree):
-        if not apart <= varying_axes(x):
-            found.append(i)
-    return found

@@ -1,0 +1,133 @@
+"""The axes over which arrays differ: who the workers are, and which devices share one of them.
+
+Types say it. Inside ``shard_map`` the type of an array names the mesh axes over which it varies: those
+of the workers, which vote, and inner axes (fsdp, tensor, expert), over which a worker's arrays are cut.
+Sums here are over the devices of one worker; what travels between workers is in `wires`.
+"""
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+AxisName = str | tuple[str, ...]
+
+
+def names(axis: AxisName | None) -> tuple[str, ...]:
+    """The mesh axes of the workers: one, or several that are one group of voters; None for none."""
+    return (axis,) if isinstance(axis, str) else axis or ()
+
+
+def varying_axes(x: jax.Array) -> frozenset:
+    """The mesh axes over which the type of ``x`` varies; none outside ``shard_map``."""
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+def workers_on(axis: AxisName | None) -> int:
+    """The number of workers on a mesh axis, or on several together; 1 without an axis.
+
+    Raises:
+      ValueError: where the axis is not bound.
+    """
+    if not names(axis):
+        return 1
+    try:
+        return lax.axis_size(axis)
+    except NameError as error:
+        bound = jax.sharding.get_abstract_mesh().manual_axes
+        if bound:
+            raise ValueError(
+                f"workers={axis!r} is not an axis of the workers here, where the mapped axes are "
+                f"{bound}: the optimizer and the step around it name different axes; give both the same "
+                "one, such as one lioncub_jax.Workers"
+            ) from error
+        raise ValueError(
+            f"workers={axis!r} is not a mesh axis here: update (and, for state that is sharded over "
+            "the workers, init) must run inside jax.shard_map or jax.pmap with that axis; "
+            "lioncub_jax.on_mesh, init_state and make_train_step do so"
+        ) from error
+
+
+def worker_index(axis: AxisName | None) -> jax.Array:
+    """``int32[]``: which worker this is; varies over ``axis``."""
+    return lax.axis_index(axis) if names(axis) else jnp.zeros((), jnp.int32)
+
+
+def tracked(axis: AxisName | None) -> bool:
+    """Whether types tell what varies over ``axis`` here: ``shard_map`` with ``check_vma=True``."""
+    over = set(names(axis))
+    return bool(over) and over <= varying_axes(lax.axis_index(axis))
+
+
+def varying(tree: Any, axis: AxisName | None) -> Any:
+    """Gives every leaf the type of a value that varies over ``axis``, where it has not got it."""
+    over = set(names(axis))
+    leaves, structure = jax.tree.flatten(tree)
+    for i, x in enumerate(leaves):
+        if missing := tuple(sorted(over - varying_axes(x))):
+            leaves[i] = lax.pcast(x, missing, to="varying")
+    return jax.tree.unflatten(structure, leaves)
+
+
+def same_everywhere(x: jax.Array, axis: AxisName | None) -> jax.Array:
+    """Gives a value of one worker alone the type of a value that does not vary over its axis."""
+    differs = tuple(n for n in names(axis) if n in varying_axes(x))
+    return lax.psum(x, differs) if tracked(axis) and differs else x
+
+
+def shared(tree: Sequence[jax.Array], axis: AxisName | None) -> int | None:
+    """Which leaf is, by its type, the same on all workers, or on some of them: the first; or None."""
+    if not tracked(axis):
+        return None
+    apart = set(names(axis))
+    return next((i for i, x in enumerate(tree) if not apart <= varying_axes(x)), None)
+
+
+def shard(x: jax.Array, axis: AxisName | None) -> tuple[Any, int]:
+    """Which of a worker's shards of an array is here, ``uint32[]``, and how many it has, by its type.
+
+    0 of 1 for an array in one piece.
+    """
+    others = _others(x, axis)
+    return (lax.axis_index(others).astype(jnp.uint32), lax.axis_size(others)) if others else (0, 1)
+
+
+def sum_over_shards(x: jax.Array, axis: AxisName | None) -> jax.Array:
+    """Adds numbers over the devices that share one worker; ``axis`` itself is left alone."""
+    others = _others(x, axis)
+    return lax.psum(x, others) if others else x
+
+
+def total_over_shards(
+    numbers: Sequence[jax.Array], copies: Sequence[jax.Array], axis: AxisName | None
+) -> jax.Array:
+    """``[total, *copies]`` in one psum: ``numbers`` added over a worker's devices, ``copies`` unchanged.
+
+    An array that is replicated over an axis is added by the device with index 0 only. Dividing by the
+    number of devices instead would round.
+    """
+    over = frozenset[str]().union(*(_others(x, axis) for x in (*numbers, *copies)))
+
+    def once(x: jax.Array, of: frozenset) -> jax.Array:
+        return jnp.where(lax.axis_index(tuple(sorted(of))) == 0, x, 0) if of else x
+
+    total = reduce(jnp.add, [once(x, over - varying_axes(x)) for x in numbers])
+    return sum_over_shards(jnp.stack([total, *[once(x, over) for x in copies]]), axis)
+
+
+def max_over_shards(x: jax.Array, axis: AxisName | None) -> jax.Array:
+    """The largest of a number over the devices that share one worker."""
+    others = _others(x, axis)
+    return lax.pmax(x, others) if others else x
+
+
+def any_over_shards(flag: jax.Array, axis: AxisName | None) -> jax.Array:
+    """Whether a flag is set on any of the devices that share one worker."""
+    return max_over_shards(flag.astype(jnp.uint32), axis) > 0 if _others(flag, axis) else flag
+
+
+def _others(x: jax.Array, axis: AxisName | None) -> tuple[str, ...]:
+    return tuple(sorted(varying_axes(x) - set(names(axis))))

@@ -1,0 +1,94 @@
+"""Workarounds for XLA optimizations that cost time or memory here. None changes a value.
+
+Each has a reason that was seen with jax 0.10.2, and a command that measures it:
+``benchmarks/compile_time.py`` for what is compiled once, ``benchmarks/local_step.py`` for what runs once.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+PER_REDUCTION = 16  # numbers in one reduction; hundreds in one reduction compile slowly
+
+
+def reduced(
+    each: Sequence[Callable[..., jax.Array]], arrays: Sequence[jax.Array], axis: int
+) -> list[jax.Array]:
+    """Reduces arrays of one shape along an axis, each by its own operation with neutral element 0.
+
+    In one pass: what several of them need is computed once. XLA stores the results of a reduction; cheaper
+    operations it repeats for each use.
+    """
+    zeros = [x.dtype.type(0) for x in arrays]
+    both = lambda a, b: [op(y, z) for op, y, z in zip(each, a, b, strict=True)]  # noqa: E731
+    return list(lax.reduce(list(arrays), zeros, both, (axis,)))
+
+
+def runtime_constants(numbers: Sequence[int], step: Any) -> list[jax.Array]:
+    """``uint32[]`` each: the numbers, as values that XLA cannot fold into a kernel.
+
+    XLA compiles one kernel for each different computation. Kernels of two leaves of one shape differ only
+    in the row where the leaf begins. If that row is an operand and not a constant, both use one kernel.
+
+    Args:
+      numbers: at least 0. A single number stays a constant.
+      step: ``int32[]``, never negative, but XLA does not know this.
+    """
+    if len(numbers) < 2:
+        return list(map(jnp.uint32, numbers))
+    # Reduced, because XLA puts no reduction of several results into the kernels that use them.
+    nothing = jnp.stack([step.astype(jnp.uint32) >> 31, jnp.uint32(0)])[:, None]
+    found: list[jax.Array] = []
+    few = min(len(numbers), PER_REDUCTION)
+    for first in range(0, len(numbers), few):
+        own = np.zeros(few, np.uint32)
+        own[: len(numbers) - first] = numbers[first : first + few]
+        both = nothing + own
+        found += reduced([jnp.maximum] * few, [both[:, k] for k in range(few)], 0)
+    return found[: len(numbers)]
+
+
+def materialized(x: jax.Array) -> jax.Array:
+    """The same values, computed once and stored, not computed again for each use of a part of them."""
+    words = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    # XLA stores the results of reductions, and does not see that the second half is empty.
+    first = jnp.arange(2).reshape(2, *[1] * x.ndim) == 0
+    both = jnp.where(first, words, 0)
+    made = lax.reduce(both, words.dtype.type(0), lax.bitwise_or, (0,))
+    return lax.bitcast_convert_type(made, x.dtype)
+
+
+def recomputed(arrays: Sequence[Any]) -> list[Any]:
+    """The same arrays (or None) behind an optimization barrier.
+
+    XLA computes values from them again instead of storing a copy as large as the gradient. On a TPU it also
+    keeps their layout, in which our kernel reads them.
+    """
+    return list(lax.optimization_barrier(tuple(arrays)))
+
+
+def delayed_by(x: jax.Array, number: jax.Array) -> jax.Array:
+    """``uint32[]``, the same value, but it depends on ``number``, ``float32[]``."""
+    return x ^ _never(lax.bitcast_convert_type(number, jnp.uint32)).astype(jnp.uint32)
+
+
+def all_delayed_by(flags: Sequence[jax.Array], words: Sequence[jax.Array]) -> jax.Array:
+    """``bool[]``: whether all flags are set; there is one word ``uint32[]`` less than flags.
+
+    It depends on ``words``, so XLA orders it after their readers, and momentum can be overwritten in place
+    without a copy.
+    """
+    never = jnp.stack([*map(_never, words), ~flags[-1]])
+    # One reduction with the flags, so that they are computed once. XLA would drop a reduction of one flag.
+    made, wrong = reduced([operator.or_] * 2, [never, ~jnp.stack(flags)], 0)
+    return ~(made | wrong)
+
+
+def _never(word: jax.Array) -> jax.Array:
+    """False, but XLA does not know this."""
+    return lax.population_count(word) > 32
