@@ -26,14 +26,12 @@ from lioncub_jax.units import bytes_text
 _MOST_NUMBERS = 128  # losses, metrics and counts; no leaf worth a vote is smaller
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _TRACED = "/jax/core/compile/jaxpr_trace_duration"
-_VOTE = re.compile(r'op_name="[^"]*lioncub\.up/(workers\([^"/]*)/')
+_VOTE = re.compile(
+    r"lioncub\.up/workers\(([^)]*)\)of\(([^)]+)\)/"
+)  # under vmap they are of no mesh
 _ALIKE = re.compile(r"lioncub\.by_count/cond/branch_\d+")  # that all workers take by a count
-_PLACE = re.compile(r"workers\(([^)]*)\)of\(([^)]*)\)")
-_COLLECTIVE = re.compile(
-    r" = (.*?) (all-reduce|all-gather|reduce-scatter|(?:ragged-)?all-to-all|collective-\w+)(?:-start)?\("
-)
-_FLOATS = re.compile(r"\b(?:bf16|f\d\w*|c64|c128)\[([\d,]*)\]")
 _MEANT = re.compile(r'op_name="[^"]*lioncub\.(?:declared|floats((?:\.\d+)*))[^"]*"')
+_FLOATS = re.compile(r"\b(?:bf16|f\d\w*|c64|c128)\[([\d,]+)\]")
 _FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)", re.M)
 _LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) function_name_id=\d+ line=(\d+)", re.M)
 _HERE = str(Path(__file__).parent)
@@ -139,7 +137,7 @@ def check_votes(compiled: jax.stages.Compiled | str) -> str:
             "no vote is in this program: it has no exchange of lioncub_jax between two or more workers; "
             "give the step that calls tx.update"
         )
-    if wrong := _wrong(text, voters):
+    if wrong := _wrong(text, voters, _sent(text, voters)):
         raise ValueError(wrong)
     return report(text, voters)
 
@@ -208,12 +206,19 @@ def look(name: str, texts: list[str]) -> None:
         if voters is None:
             continue
         checks.warn_of_masked(_votes_in.get(name, ()))
-        wrong = _wrong(text, voters)
+        sent = _sent(text, voters)
+        wrong = _wrong(text, voters, sent)
         if wrong and checks.mode == "raise":
             raise ValueError(wrong)
         if wrong:
             warnings.warn(wrong, stacklevel=3)
-        if _only_in_branches(text, voters):
+        # By its name one may be in a branch that XLA has made a choice between values of.
+        votes = [
+            x.by.gated and "cond/branch_" in _ALIKE.sub("", x.line)
+            for x in sent
+            if _VOTE.search(x.line)
+        ]
+        if votes and all(votes):
             warnings.warn(
                 "all votes of this program are in branches of a lax.cond: if workers do not agree on the "
                 "branch, they wait for each other for ever. optax.apply_if_finite does that when one "
@@ -225,21 +230,11 @@ def look(name: str, texts: list[str]) -> None:
 def voters_of(text: str) -> Voters | None:
     """The workers of a program, as its votes are labelled; None without any."""
     found = _VOTE.search(text)
-    place = found and _PLACE.match(found[1])
-    if not place or not place[2]:  # workers of a vmap are on no mesh
+    if found is None:
         return None
-    sizes = dict(one.split(":") for one in place[2].split(","))
+    sizes = dict(one.split(":") for one in found[2].split(","))
     mesh = jax.sharding.AbstractMesh(tuple(map(int, sizes.values())), tuple(sizes))
-    return Voters(tuple(place[1].split(",")), mesh)
-
-
-def _only_in_branches(text: str, voters: Voters) -> bool:
-    if not any("cond/branch_" in _ALIKE.sub("", path[0]) for path in _VOTE.finditer(text)):
-        return False
-    from lioncub_jax.traffic.compiled import placed
-
-    votes = [one.gated for one, line in placed(text, voters.mesh) if "lioncub.up" in line]
-    return bool(votes) and all(votes)
+    return Voters(tuple(found[1].split(",")), mesh)
 
 
 class _Array(NamedTuple):
@@ -252,8 +247,8 @@ class _Array(NamedTuple):
     apart: bool  # between workers, and not inside one
 
 
-def _arrays(text: str, voters: Voters) -> list[_Array]:
-    from lioncub_jax.traffic.compiled import placed
+def _sent(text: str, voters: Voters) -> list[_Array]:
+    from lioncub_jax.traffic.compiled import placed  # which brings much that is not needed before
 
     found = []
     for one, line in placed(text, voters.mesh):
@@ -264,29 +259,29 @@ def _arrays(text: str, voters: Voters) -> list[_Array]:
     return found
 
 
-def _wrong(text: str, voters: Voters) -> str | None:
+def _wrong(text: str, voters: Voters, arrays: list[_Array]) -> str | None:
     """What to say of a program that sends floats between workers; None for one that does not."""
-    if not any(map(_may_send_floats, text.splitlines())):
-        return None  # to read all of it takes a second for 300 parameter arrays
-    arrays, meant = _arrays(text, voters), {gated: _meant(text, gated) for gated in (False, True)}
-    found: list[_Array] = []
-    votes = 0.0
-    for x in arrays:
-        one, size = x.by, x.array.size
-        if x.apart and not any(y.is_float for y in one.operands):
-            votes += x.sent
-        floats = x.apart and x.array.is_float and size > _MOST_NUMBERS
-        if floats and not _is_meant(size, meant[one.gated]):
-            found.append(x)
-    return _explained(text, voters, found, votes) + _inside(text, arrays) if found else None
+    floats = [x for x in arrays if x.apart and x.array.is_float and x.array.size > _MOST_NUMBERS]
+    meant = _meant(text) if floats else []
+    # A reduce-scatter makes parts of what is meant.
+    found = [
+        x
+        for x in floats
+        if not any(n % x.array.size == 0 for n, gated in meant if x.by.gated or not gated)
+    ]
+    return _explained(text, voters, found, arrays) + _inside(text, arrays) if found else None
 
 
 def report(text: str, voters: Voters) -> str:
     """What a device sends in a step of a program that votes, for people."""
-    arrays = _arrays(text, voters)
+    arrays = _sent(text, voters)
     sent = bytes_text(sum(x.sent for x in arrays if x.apart))
-    axes = ", ".join(map(repr, voters.axes))
-    return f"A device sends {sent} between the workers of {axes} in a step{_inside(text, arrays)}"
+    between = f"between the workers of {_names(voters.axes)}"
+    return f"A device sends {sent} {between} in a step{_inside(text, arrays)}"
+
+
+def _names(axes: tuple[str, ...]) -> str:
+    return ", ".join(map(repr, axes))
 
 
 def _inside(text: str, arrays: list[_Array]) -> str:
@@ -294,7 +289,7 @@ def _inside(text: str, arrays: list[_Array]) -> str:
     found = [x for x in arrays if not x.apart]
     sent: dict[str, float] = {}
     for x in found:
-        axes = ", ".join(map(repr, x.by.axes))
+        axes = _names(x.by.axes)
         sent[axes] = sent.get(axes, 0) + x.sent
     each = " and ".join(f"{bytes_text(n)} over {axes}" for axes, n in sent.items())
     return f"\nInside a worker it sends {each}:{_largest(text, found)}" if each else ""
@@ -304,57 +299,37 @@ def _largest(text: str, found: list[_Array]) -> str:
     """The four largest arrays, a line for each."""
     lines = []
     for x in sorted(found, key=lambda x: -x.sent)[:4]:
-        what = f"{x.by.op} of {x.array.dtype}{list(x.array.shape)}{_called(text, x)[0]}"
+        what = f"{x.by.op} of {x.array.dtype}{list(x.array.shape)}{_like(text, x.array)}"
         lines.append(f"\n  {what}, {bytes_text(x.sent)}{_written(text, x.line)}")
     return "".join(lines) + (f"\n  and {len(found) - 4} more" if len(found) > 4 else "")
 
 
-def _may_send_floats(line: str) -> bool:
-    """Whether a line has a collective with an array of floats in its result that is no number."""
-    collective = _COLLECTIVE.search(line)
-    if collective is None:
-        return False
-    fewest = 1 if collective[2] == "reduce-scatter" else _MOST_NUMBERS
-    return any(size > fewest for size in _sizes(collective[1]))
-
-
-def _sizes(types: str) -> list[int]:
-    """The sizes of the arrays of floats in the text of a type."""
-    return [math.prod(map(int, shape.split(","))) for shape in _FLOATS.findall(types) if shape]
-
-
-def _meant(text: str, in_branches: bool) -> set[int]:
-    """Sizes of arrays that are the library's own or declared, in every step or in branches too.
+def _meant(text: str) -> list[tuple[int, bool]]:
+    """Sizes of arrays that are the library's own or declared, and whether in a branch only.
 
     By size and not by collective: XLA joins several, and keeps the name of one.
     """
-    sizes: set[int] = set()
+    found = []
     for line in text.splitlines():
         name = _MEANT.search(line)
-        if name is None or ("cond/branch_" in name[0] and not in_branches):
+        if name is None:
             continue
-        sizes |= {int(n) for part in name.groups() for n in (part or "").split(".") if n}
+        counts = [int(n) for n in (name[1] or "").split(".") if n]
         if "lioncub.declared" in name[0]:
-            sizes |= set(_sizes(line[: line.find("(")]))
-    return sizes
+            made = _FLOATS.findall(line.partition("(")[0])
+            counts += [math.prod(map(int, shape.split(","))) for shape in made]
+        found += [(n, "cond/branch_" in name[0]) for n in counts]
+    return found
 
 
-def _is_meant(size: int, meant: set[int]) -> bool:
-    """Whether an array is one that is meant, or a part of it, as a reduce-scatter makes them."""
-    return any(n % size == 0 for n in meant)
-
-
-def _called(text: str, x: _Array) -> tuple[str, bool]:
-    """The name of an argument of the program that has this shape, and whether it is what travels."""
-    entry, shape = text[text.find("\nENTRY ") :], ",".join(map(str, x.array.shape))
+def _like(text: str, array: Any) -> str:
+    """The names of arguments of the program that have this shape."""
+    entry, shape = text[text.find("\nENTRY ") :], ",".join(map(str, array.shape))
     # A worker's entry, of one of them or of all.
-    wanted = re.escape(f"{x.array.dtype}[{shape}]").replace(r"\[1,", r"\[\d+,")
-    names = dict(re.findall(rf'%?([\w.\-]+) = {wanted}\S* parameter\(.*?op_name="([^"]+)"', entry))
-    for operand, name in names.items():
-        if re.search(rf"\(%?{re.escape(operand)}[,)]", x.line):
-            return f" ({name})".replace("\\", ""), True
-    like = sorted({name.replace("\\", "") for name in names.values()})
-    return (f" (of the shape of {' and '.join(like[:2])})" if like else ""), False
+    wanted = re.escape(f"{array.dtype}[{shape}]").replace(r"\[1,", r"\[\d+,")
+    found = set(re.findall(rf' = {wanted}\S* parameter\(.*?op_name="([^"]+)"', entry))
+    named = " and ".join(sorted(found)[:2]).replace("\\", "")
+    return f" (of the shape of {named})" if named else ""
 
 
 def _written(text: str, line: str) -> str:
@@ -363,20 +338,18 @@ def _written(text: str, line: str) -> str:
     head = text[: text.find("\n%")]
     named = head[head.find("FileNames") : head.find("FunctionNames")]
     files = dict(re.findall(r'^(\d+) "([^"]+)"', named, re.M))
-    lines = {i: (files.get(file, ""), number) for i, file, number in _LOCATION.findall(head)}
+    places = {i: (files.get(file, ""), at) for i, file, at in _LOCATION.findall(head)}
     # A parent is counted from 1, and 1 is none.
-    frames = {int(i): (lines.get(at), int(up) - 1) for i, at, up in _FRAME.findall(head)}
+    frames = {int(i): (places.get(at), int(up) - 1) for i, at, up in _FRAME.findall(head)}
     place, parent = frames.get(int(frame[1]) if frame else 0, (None, 0))
     while place and place[0].startswith(_HERE) and parent in frames:
         place, parent = frames[parent]
-    file, number = place or ("", "")
-    return f", {file}:{number}" if file else ""
+    return ", {}:{}".format(*place) if place and place[0] else ""
 
 
-def _explained(text: str, voters: Voters, found: list[_Array], votes: float) -> str:
+def _explained(text: str, voters: Voters, found: list[_Array], arrays: list[_Array]) -> str:
     total = bytes_text(sum(x.sent for x in found))
-    axes = ", ".join(map(repr, voters.axes))
-    gathers = {_called(text, x)[1] for x in found if x.by.op == "all-gather"}  # of arguments or not
+    coded = [x for x in arrays if x.apart and not any(y.is_float for y in x.by.operands)]
     advice = []
     if any(x.by.op in ("all-reduce", "reduce-scatter") for x in found):
         advice.append(
@@ -385,16 +358,15 @@ def _explained(text: str, voters: Voters, found: list[_Array], votes: float) -> 
             "lioncub_jax.worker_value_and_grad (under jit) or local_value_and_grad (in shard_map or "
             "pmap), and leave lax.pmean out"
         )
-    if True in gathers:
+    if any(x.by.op == "all-gather" for x in found):
         advice.append(
-            "an all-gather of an argument: it lies in parts over the workers' axis. Parameters are cut "
+            "an all-gather of parameters: they lie in parts over the workers' axis. Parameters are cut "
             "over other axes of the mesh only: put the workers on an axis of their own"
         )
-    if False in gathers:
         advice.append(
-            "an all-gather: momentum of each worker leaves the step as if it were the same for all, by "
-            "out_shardings or a constraint with P(). Give them tx.shardings(params), of the tx that "
-            "lioncub_jax.on_mesh returned, for the state of the optimizer; where logical rules say it, "
+            "an all-gather of other arrays: momentum of each worker leaves the step as if it were the same "
+            "for all, by out_shardings or a constraint with P(). Give them tx.shardings(params), of the tx "
+            "that lioncub_jax.on_mesh returned, for the state of the optimizer; where rules say it, "
             f"give the workers' axis a rule, {(voters.axes[0],) * 2}. lax.all_gather(grads) does it too"
         )
     advice.append(
@@ -402,7 +374,7 @@ def _explained(text: str, voters: Voters, found: list[_Array], votes: float) -> 
         "lioncub_jax.watch.mode('warn')"
     )
     return (
-        f"this step votes, and a worker sends {bytes_text(votes)} for it over {axes}, but also {total} of "
-        f"floats:{_largest(text, found)}\n"
+        f"this step votes, and a worker sends {bytes_text(sum(x.sent for x in coded))} for it over "
+        f"{_names(voters.axes)}, but also {total} of floats:{_largest(text, found)}\n"
         + "\n".join(f"- {line}" for line in advice)
-    )  # fmt: skip
+    )

@@ -14,16 +14,20 @@ import optax
 import pytest
 from conftest import AXIS
 from flax import nnx
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
 from lioncub_jax import units
-from lioncub_jax.traffic import predict
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-AT_OWNER = {"owner": lc.decide.momentum_at_owner(optax.scale_by_lion())}
+AT_OWNER = {"decision": lc.decide.at_owner(optax.scale_by_lion())}
 Q, D, WIRES = lc.quantize, lc.decide, lc.wires
+
+
+def predict(params, workers, **parts):
+    tx = lc.communicate(**parts, memory=lc.momentum.nothing(), workers=AXIS)
+    return lc.traffic.of(tx, params, workers)
 
 
 def described(*of):
@@ -40,7 +44,7 @@ def shapes(*sizes):
 # that padding does not show.
 SCHEMES = {
     "sign": ({}, 2 + 2 / 128),
-    "sign, average": ({"down": D.average()}, (1 + 4) * (1 + 1 / 128)),
+    "sign, average": ({"decision": D.average()}, (1 + 4) * (1 + 1 / 128)),
     "2 bits": ({"up": Q.midrise(2)}, 3 + 2 / 128),
     "ternary": ({"up": Q.ternary()}, 2 + 2),
     "sign, gathered": ({"wire": WIRES.gathered()}, 8 * (1 + 1 / 128)),
@@ -48,13 +52,12 @@ SCHEMES = {
     "owner, 3 bits": (
         {"up": Q.error_feedback(Q.midrise(3)), **AT_OWNER}, 3 + 16 / 128 + 1 + 1 / 128,
     ),
-    "owner, floats down": ({"up": Q.dense(), "down": D.floats(), **AT_OWNER}, 32 + 32),
+    "owner, floats down": ({"up": Q.dense(), "decision": D.at_owner(None, D.values())}, 32 + 32),
     "owner, all-reduce": ({"up": Q.dense(), "wire": WIRES.all_reduce(), **AT_OWNER}, 2 * 32),
     "feedback both ways": (
         {
             "up": Q.error_feedback(Q.midrise(1)),
-            "owner": D.feedback_at_owner(),
-            "down": D.scaled_signs(),
+            "decision": D.at_owner(None, D.codes(1)),
         },
         2 + 32 / 128,
     ),
@@ -79,8 +82,9 @@ def test_bits_and_share_follow_from_the_bytes():
     assert lc.traffic.float32_all_reduce_bytes(1000, 4) == 6000
     nothing = lc.traffic.Traffic("nothing", 4, 0, 0.0)
     assert (nothing.bits_per_parameter, nothing.share_of_float32) == (0, 0)
-    everywhere = lc.global_gradients(optax.sgd(1.0), (AXIS, "gpu"))
-    assert lc.traffic.of(everywhere, shapes(1000), 2, group_size=4).sent_bytes == 2 * 7 / 8 * 4000
+    everywhere = lc.global_gradients(optax.sgd(1.0), workers=(AXIS, "gpu"))
+    groups = lc.Workers(AbstractMesh((2, 4), (AXIS, "gpu")), AXIS, "gpu")
+    assert lc.traffic.of(everywhere, shapes(1000), groups).sent_bytes == 2 * 7 / 8 * 4000
     alone = predict(shapes(1000), 1, wire=WIRES.counts())
     assert (alone.sent_bytes, alone.bits_per_parameter, alone.share_of_float32) == (0, 0, 0)
 
@@ -102,40 +106,48 @@ def test_the_demo_sends_what_the_readme_says():
 # --- Programs
 
 
-def sent_by(tx, sizes, tree, group=None, specs=None):
-    """Bytes that a device sends in a step by the compiled program, by axis; votes, and no numbers."""
+def workers_on(sizes, group=None):
     devices, kinds = jax.devices()[: np.prod([*sizes.values()])], (AxisType.Auto,) * len(sizes)
     mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=devices)
-    workers = lc.Workers(mesh, AXIS, group)
+    return lc.Workers(mesh, AXIS, group)
+
+
+def sent_by(tx, sizes, tree, group=None, specs=None):
+    """What is predicted, and bytes of a step by the compiled program, by axis; votes, and no numbers."""
+    workers = workers_on(sizes, group)
     state = lc.training.abstract_state(tx, tree, workers, specs=specs)
 
     def loss(params, batch, rng):
         return sum(jnp.sum(x * batch.sum()) for x in params.values())
 
     step = lc.make_train_step(loss, tx, workers)
-    found = lc.traffic.collectives(step.lower(state, np.ones(8, "f")).compile(), mesh)
-    return lc.traffic.sent_bytes(
+    found = lc.traffic.collectives(step.lower(state, np.ones(8, "f")).compile(), workers.mesh)
+    sent = lc.traffic.sent_bytes(
         one._replace(operands=tuple(x for x in one.operands if x.size > 4)) for one in found
     )
+    return lc.traffic.of(tx, tree, workers, specs=specs), sent
 
 
 def test_long_messages_and_replies_are_padded_and_counted_so():
     tree = {"w": shapes(900_001)[0]}
-    traffic = predict(tree, 2)
+    traffic, sent = sent_by(VOTE, {AXIS: 2}, tree)
     rows = 3520  # of 7032, at each owner; its row words and whether the worker takes part
     assert 4 * rows + 110 + 1 == 14_191
     assert traffic.sent_bytes == 4 * 14_208 + 4 * 14_208  # 444 * 32 words, and 111 * 128 back
-    assert sent_by(VOTE, {AXIS: 2}, tree) == {(AXIS,): traffic.sent_bytes}
+    assert sent == {(AXIS,): traffic.sent_bytes}
 
 
 def test_the_mean_in_bfloat16_is_float32_on_cpu_only():
-    tree, tx = {"w": shapes(1000)[0]}, lc.global_gradients(optax.sgd(1.0), AXIS, jnp.bfloat16)
-    of = {kind: lc.traffic.predict_mean(tree, 4, jnp.bfloat16, kind) for kind in ("cpu", None)}
-    assert of["cpu"].sent_bytes == 2 * of[None].sent_bytes
-    assert sent_by(tx, {AXIS: 4}, tree) == {(AXIS,): of["cpu"].sent_bytes}
+    tree, tx = (
+        {"w": shapes(1000)[0]},
+        lc.global_gradients(optax.sgd(1.0), jnp.bfloat16, workers=AXIS),
+    )
+    on_cpu, sent = sent_by(tx, {AXIS: 4}, tree)
+    assert on_cpu.sent_bytes == 2 * lc.traffic.of(tx, tree, 4).sent_bytes
+    assert sent == {(AXIS,): on_cpu.sent_bytes}
 
 
-VOTE = lc.lion_cub(0.1, axis_name=AXIS)
+VOTE = lc.lion_cub(0.1, workers=AXIS)
 GROUPED = {
     "gathered": ({"data": 2, "gpu": 4}, {}, {"wire": WIRES.gathered()}),
     "cut, in buckets": ({"data": 2, "gpu": 2, "tp": 2}, {"kernel": P("tp")}, {"bucket_size": 300}),
@@ -148,22 +160,20 @@ def test_a_device_of_a_group_sends_what_is_predicted_by_axis(name):
     sizes, given, parts = GROUPED[name]
     tree = dict(zip(("kernel", "bias", "scalar"), described((34, 132), (66,), ()), strict=True))
     specs = {leaf: given.get(leaf, P()) for leaf in tree}
-    tx = lc.lion_cub(0.1, axis_name=AXIS, group_axis="gpu", **parts)
-    asked = {"group_size": sizes["gpu"], "specs": specs, "inner_axes": sizes}
-    traffic = lc.traffic.of(tx, tree, sizes["data"], **asked)
+    tx = lc.lion_cub(0.1, workers=workers_on(sizes, "gpu"), **parts)
+    traffic, found = sent_by(tx, sizes, tree, "gpu", specs)
     sent = {(AXIS,): traffic.sent_bytes, ("gpu",): traffic.group_bytes}
-    found = sent_by(tx, sizes, tree, "gpu", specs)
     assert found == {axes: count for axes, count in sent.items() if count} and traffic.group_bytes
 
 
-MEAN = lc.global_gradients(optax.sgd(1.0), AXIS)
+MEAN = lc.global_gradients(optax.sgd(1.0), workers=AXIS)
 AROUND = {
     "chain": optax.chain(optax.clip_by_global_norm(1.0), optax.chain(VOTE)),
     "named chain": optax.named_chain(("clip", optax.clip(1.0)), ("vote", VOTE)),
     "labels": optax.partition({"vote": VOTE, "mean": MEAN}, {"w": "vote", "b": "mean"}),
     "frozen": optax.partition({"vote": VOTE, "": optax.set_to_zero()}, {"w": "vote", "b": ""}),
-    "hyperparameters": optax.inject_hyperparams(lc.lion_cub, static_args=("axis_name",))(
-        0.1, axis_name=AXIS
+    "hyperparameters": optax.inject_hyperparams(lc.lion_cub, static_args=("workers",))(
+        0.1, workers=AXIS
     ),
     "several steps": optax.MultiSteps(VOTE, 2).gradient_transformation(),
 }  # fmt: skip
@@ -174,16 +184,19 @@ def test_whatever_is_around_a_vote_sends_what_is_predicted(name):
     tree, tx = dict(zip("bw", described((66,), (34, 132)), strict=True)), AROUND[name]
     cut = name != "several steps"  # which forget how parameters are cut
     sizes, specs = {AXIS: 4, "tp": 2}, {"b": P(), "w": P("tp" if cut else None)}
-    traffic = lc.traffic.of(tx, tree, 4, specs=specs, inner_axes=sizes)
-    assert sent_by(tx, sizes, tree, specs=specs)[(AXIS,)] == traffic.sent_bytes
+    traffic, sent = sent_by(tx, sizes, tree, specs=specs)
+    assert sent[(AXIS,)] == traffic.sent_bytes
     assert traffic.parameters == 34 * 132 // (1 + cut) + 66 * (name != "frozen")
 
 
 # --- What is refused and shown
 
 
-def asked(tx=VOTE, **how):
-    return lambda: lc.traffic.of(tx, shapes(9), 2, **how)
+CUT = lc.Workers(AbstractMesh((2, 3), (AXIS, "tp")), AXIS)
+
+
+def asked(tx=VOTE, workers=2, **how):
+    return lambda: lc.traffic.of(tx, shapes(9), workers, **how)
 
 
 AVERAGING = optax.stateless(lambda grads, params: jax.lax.pmean(grads, AXIS))
@@ -192,27 +205,18 @@ AVERAGING = optax.stateless(lambda grads, params: jax.lax.pmean(grads, AXIS))
 @pytest.mark.parametrize(
     ("ask", "error", "message"),
     [
-        (asked(group_size=0), ValueError, "group_size=0"),
         (asked(step=-1), ValueError, "step=-1: give the steps taken before, from 0; or None"),
-        (asked(specs=[P("tp")]), ValueError, r"the axes tp, and inner_axes is \{\}: give the size"),
-        (asked(optax.flatten(VOTE), specs=[P()]), ValueError, "as optax.flatten does, and no spec"),
+        (asked(specs=[P("tp")]), ValueError, "cannot lie as .*'workers': 2.* tp"),
+        (asked(optax.flatten(VOTE), CUT, specs=[P("tp")]), ValueError, "as optax.flatten does"),
         (asked(optax.lion(1.0)), TypeError, r"give what lion_cub, .* \(nothing in it does\)"),
         (asked(optax.chain(AVERAGING, VOTE)), TypeError, "give what .*unbound axis name: data"),
         (asked("lion_cub"), TypeError, "str does not say what it sends: give what lion_cub"),
         (
-            lambda: lc.traffic.of(lc.baselines.powersgd(optax.sgd(1.0), rank=9, axis_name=AXIS),
-            {"w": jnp.ones((4, 4))}, 2), ValueError, r"The largest matrix, \['w'\], is 4 x 4",
+            lambda: lc.traffic.of(lc.baselines.powersgd(optax.sgd(1.0), rank=9, workers=AXIS),
+            {"w": jnp.ones((4, 4))}, 2), ValueError, "rank=9: none of the 1 leaves would be",
         ),
     ],
 )  # fmt: skip
 def test_what_cannot_be_counted_is_refused(ask, error, message):
     with pytest.raises(error, match=message):
         ask()
-
-
-def test_the_table_shows_prediction_and_measurement():
-    read, unread = (lc.traffic.Traffic(name, 4, 10**6, 250_000.0) for name in ("one", "other"))
-    *predicted, compiled = lc.traffic.table([read, unread], {read: 123456.0}).columns
-    cells = [next(column.cells) for column in predicted]
-    assert cells == ["one", "4", "250,000 B", "2.000", "0.0417"]
-    assert [*compiled.cells] == ["123,456 B", ""]

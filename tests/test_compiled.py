@@ -219,8 +219,6 @@ def test_tpu_tilings_and_what_fusions_hide():
         Collective("all-gather", (BLOCK,), ("data", "tp"), 8),
         Collective("reduce-scatter", (BLOCK,), ("data",), 4),
     ]
-    with pytest.raises(ValueError, match=r"start of the collective.*%all-gather\.5"):
-        collectives(TPU.replace("AsyncCollectiveStart", "Other"), DATA_TP)
 
 
 CALLS = """
@@ -316,9 +314,8 @@ def test_every_way_to_write_groups():
 
 
 BYTES = {
-    "pred[3,5]": 15, "s4[3,5]{1,0:E(4)}": 8, "u1[17]": 3, "f8e4m3b11fnuz[7]": 7, "f4e2m1fn[7]": 4,
-    "c64[2]": 16, "c128[2]": 32, "f64[0,4]": 0, "u8[<=16,2]": 32, "u64[]": 8, "bf16[3]": 6,
-    "f16[3]": 6, "s16[3]": 6, "u32[3]": 12, "f64[3]": 24,
+    "pred[3,5]": 15, "s4[3,5]{1,0:E(4)}": 8, "u1[17]": 3, "f8e4m3b11fnuz[7]": 7, "c128[2]": 32,
+    "f64[0,4]": 0, "u8[<=16,2]": 32, "u64[]": 8, "bf16[3]": 6,
 }  # fmt: skip
 
 
@@ -335,13 +332,13 @@ BAD_GROUPS = [
     "mesh['x'=8] {}",
 ]  # fmt: skip
 BAD_LINES = [
-    *((all_reduce(groups), "groups of 8 devices") for groups in BAD_GROUPS),
-    (GOOD.replace(", replica_groups={}", ""), "what the collective|groups of 8 devices"),
+    *((all_reduce(groups), "groups or pairs of 8") for groups in BAD_GROUPS),
+    (GOOD.replace(", replica_groups={}", ""), "what the collective|groups or pairs of 8"),
     (GOOD.replace("all-reduce(", "collective-reduce("), "'collective-reduce'"),
     (GOOD.replace("%x", "%z"), "what the collective takes"),
     ("%y : f32[8,8] = all-reduce(%x), replica_groups={}", "a collective"),
-    ("%y = f32[8,8] collective-permute(%x), channel_id=1", "pairs of 8 devices"),
-    ("%y = f32[8,8] collective-permute(%x), source_target_pairs={{0,8}}", "pairs of 8 devices"),
+    ("%y = f32[8,8] collective-permute(%x), channel_id=1", "groups or pairs of 8"),
+    ("%y = f32[8,8] collective-permute(%x), source_target_pairs={{0,8}}", "groups or pairs of 8"),
     (
         "%y = f32[8,8] collective-permute(%x), source_target_pairs={{0,1}}, slice_sizes={{1,8}}",
         "what the collective takes",
@@ -366,10 +363,8 @@ def test_an_operand_that_cannot_be_read_is_an_error_that_names_it(of):
 
 
 NO_PROGRAMS = [
-    ("", "no text to read"),
-    ("func.func public @main()", "this is StableHLO, the program before it is compiled"),
-    ("module @jit_f attributes {mhlo.num_partitions = 1 : i32} {", "this is StableHLO"),
-    ("{ lambda ; a:f32[]. let b = add a 1.0 in (b,) }", "not the text of a compiled program"),
+    ("", "not the text of a compiled program"),
+    ("module @jit_f attributes {mhlo.num_partitions = 1 : i32} {", "To StableHLO, .* still adds"),
     ("HloModule step, num_partitions=8", "expected one compiled HLO module"),
     (CALLS.replace("call(%x), to_apply", "new-op(%x), runs").replace("calls=", "runs="),
      "how the program gets to .*%gather = "),
@@ -385,14 +380,14 @@ def test_text_that_is_no_program_of_this_mesh(text, words):
 
 
 ROWS = """\
-all-to-all|data|u8|2 × [64]|8|115.5 B|every step
-||f32|[]|||
-all-reduce|data, tp|f32|[1000, 1000]|2|20 MB|every step, 5 times, per loop turn
-all-gather|unknown|f32|[8, 8]|4|768 B|in a branch
-all-reduce|none|f32|[8, 8]|1|0 B|every step
-total|data||||115.5 B|every step
-total|data, tp||||20 MB|every step, at least
-total|unknown||||768 B|all branches
+all-to-all|data|2 × u8[64]|8|115.5 B|every step
+||f32[]|||
+all-reduce|data, tp|f32[1000, 1000]|2|20 MB|every step, 5 times, per loop turn
+all-gather|unknown|f32[8, 8]|4|768 B|in a branch
+all-reduce|none|f32[8, 8]|1|0 B|every step
+total|data|||115.5 B|every step
+total|data, tp|||20 MB|every step, at least
+total|unknown|||768 B|all branches
 """
 
 

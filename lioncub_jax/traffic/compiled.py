@@ -13,7 +13,6 @@ counted once and marked `looped`.
 Read so far: XLA for CPU (jax 0.10.0, 0.10.2, 0.12.0.1), NVIDIA GPU (0.10.2) and TPU (0.12.0.1).
 """
 
-import itertools
 import math
 import re
 from collections import Counter
@@ -22,33 +21,28 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 
-from lioncub_jax.traffic.replica_groups import PEERS, AnyMesh, Axes, grouped, permuted
+from lioncub_jax.traffic.replica_groups import PEERS, AnyMesh, Axes, joined
 from lioncub_jax.units import bytes_text
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-_FLOAT8 = ("e5m2", "e4m3", "e3m4", "e4m3fn", "e4m3b11fnuz", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")
-_BITS = (
-    {"pred": 8, "f4e2m1fn": 4, "bf16": 16, "f16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128}
-    | {f"f8{kind}": 8 for kind in _FLOAT8}
-    | {f"{sign}{bits}": bits for sign in "su" for bits in (1, 2, 4, 8, 16, 32, 64)}
-)
+# HLO names a dtype by its bits: "f32", "bf16", "s4", "f8e4m3fn"; and "pred", of a byte.
+_DTYPE = re.compile(r"pred|(?:b?f|[csu])(1|2|4|8|16|32|64|128)(?:e\w+)?")
 
 # Bytes one participant puts on the wire, from the group's size g and its n bytes of operands.
 _SENT: dict[str, Callable[[int, int], float]] = {
     "all-reduce": lambda g, n: 2 * (g - 1) * n / g,
     "all-gather": lambda g, n: float((g - 1) * n),
-    "reduce-scatter": lambda g, n: (g - 1) * n / g,
-    "all-to-all": lambda g, n: (g - 1) * n / g,
-    "ragged-all-to-all": lambda g, n: (g - 1) * n / g,
-    "collective-broadcast": lambda g, n: (g - 1) * n / g,
     "collective-permute": lambda g, n: float(n) if g > 1 else 0.0,
 }
+_PARTS = "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-broadcast"
+_SENT |= dict.fromkeys(_PARTS, lambda g, n: (g - 1) * n / g)
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
-_HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.* )?\{$")
-_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.* )?\{$", re.M)
+_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(([^()]*)\)(.*)$")
+_TYPE = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) [a-z][\w\-]*\(", re.M)
 _ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\]")
 _CALLED = re.compile(
     r", (calls|called_computations|to_apply|body|condition"
@@ -56,7 +50,8 @@ _CALLED = re.compile(
 )
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _CHANNEL = re.compile(r", channel_id=(\d+)")
-_COLLECTIVE = re.compile(rf" (?:{'|'.join(_SENT)})(?:-start)?\(|{PEERS.pattern}")
+# In each line that sends something or calls a computation. All others are passed over, for time.
+_WORDS = (*_SENT, *PEERS, " send(", "=%", "={%")
 
 
 class Operand(NamedTuple):
@@ -73,7 +68,8 @@ class Operand(NamedTuple):
     @property
     def bytes(self) -> int:
         """Size in bytes, elements smaller than a byte packed together."""
-        return -(-self.size * _BITS[self.dtype] // 8)
+        known = _DTYPE.fullmatch(self.dtype)
+        return -(-self.size * int((known and known[1]) or 8) // 8)
 
     @property
     def size(self) -> int:
@@ -135,9 +131,9 @@ def collectives(compiled: jax.stages.Compiled | str, mesh: AnyMesh) -> list[Coll
         collective in groups of one device is listed too, with axes () and 0 bytes sent.
 
     Raises:
-        ValueError: the text is StableHLO, or no program's; the mesh and the program differ in their
-            number of devices; or a collective has
-            a form, dtype or place that is not known here, and the message holds its line.
+        ValueError: the text is no compiled program's; the mesh and the program differ in their number of
+            devices; or a collective has a form, dtype or place that is not known here, and the message
+            holds its line.
 
     Example:
         >>> text = '''HloModule step, num_partitions=4
@@ -150,22 +146,22 @@ def collectives(compiled: jax.stages.Compiled | str, mesh: AnyMesh) -> list[Coll
         >>> one.op, one.axes, one.operands, one.sent_bytes
         ('all-reduce', ('data',), (Operand(dtype='f32', shape=(8,)),), 48.0)
     """
-    text = compiled if isinstance(compiled, str) else compiled.as_text()
-    if not text:
-        raise ValueError("no text to read: this backend does not print its compiled programs")
+    text = compiled if isinstance(compiled, str) else compiled.as_text() or ""
     return [one for one, _ in placed(text, mesh)]
 
 
 def placed(text: str, mesh: AnyMesh) -> list[tuple[Collective, str]]:
     """Every collective of a compiled program, and the line of its text, as `collectives`."""
-    _check_compiled(text)
     _check_devices(text, mesh)
-    computations, entry = computations_of(text)
-    sites = list(_sites(computations, entry, _Run()))
-    _check_reached(computations, {id(site) for site, _ in sites})
+    bodies, entry = computations_of(text)
+    lines = {name: _of_interest(body) for name, body in bodies.items()}
+    sites = list(_sites(lines, entry, _Run()))
+    _check_reached(lines, {site.computation for site in sites})
+    types = {
+        name: dict(_TYPE.findall(bodies[name])) for name in {site.computation for site in sites}
+    }
     return [
-        (_collective(site, run, computations[site.computation], mesh), site.line)
-        for site, run in _started(sites, computations)
+        (_collective(site, types[site.computation], mesh), site.at.line) for site in _started(sites)
     ]
 
 
@@ -206,39 +202,29 @@ def table(found: Sequence[Collective]) -> "Table":
     Example:
         >>> shown = table([Collective("all-gather", (Operand("u8", (64,)),), ("data",), 8)])
         >>> [column.header for column in shown.columns]
-        ['collective', 'axes', 'dtype', 'shape', 'devices', 'sent by each', 'when']
+        ['collective', 'axes', 'arrays', 'devices', 'sent by each', 'when']
     """
-    from rich.table import Table  # not needed for numbers alone
+    from rich.table import Column, Table  # not needed for numbers alone
 
-    shown = Table()
-    for header in ("collective", "axes", "dtype", "shape"):
-        shown.add_column(header)
-    shown.add_column("devices", justify="right")
-    shown.add_column("sent by each", justify="right")
-    shown.add_column("when")
+    numbers = [Column(name, justify="right") for name in ("devices", "sent by each")]
+    shown = Table("collective", "axes", "arrays", *numbers, "when")
     for one in found:
-        shown.add_row(*_row(one))
+        arrays = "\n".join(
+            (f"{count} × " if count > 1 else "") + f"{array.dtype}{list(array.shape)}"
+            for array, count in Counter(one.operands).items()
+        )
+        when = "in a branch" if one.gated else "every step"
+        when += f", {one.times} times" if one.times > 1 else ""
+        when += ", per loop turn" if one.looped else ""
+        sent = bytes_text(one.sent_bytes, 4)
+        shown.add_row(one.op, _axes_text(one.axes), arrays, str(one.group_size), sent, when)
     shown.add_section()
     for gated in (False, True):
-        for axes, sent in sent_bytes(found, gated=gated).items():
+        for axes, total in sent_bytes(found, gated=gated).items():
             short = any(one.looped for one in found if (one.axes, one.gated) == (axes, gated))
             when = ("all branches" if gated else "every step") + (", at least" if short else "")
-            shown.add_row("total", _axes_text(axes), "", "", "", bytes_text(sent, 4), when)
+            shown.add_row("total", _axes_text(axes), "", "", bytes_text(total, 4), when)
     return shown
-
-
-def _row(one: Collective) -> tuple[str, ...]:
-    counts = Counter(one.operands)
-    dtypes = "\n".join(operand.dtype for operand in counts)
-    shapes = "\n".join(
-        (f"{count} × " if count > 1 else "") + str(list(operand.shape))
-        for operand, count in counts.items()
-    )
-    when = "in a branch" if one.gated else "every step"
-    when += f", {one.times} times" if one.times > 1 else ""
-    when += ", per loop turn" if one.looped else ""
-    sent = bytes_text(one.sent_bytes, 4)
-    return one.op, _axes_text(one.axes), dtypes, shapes, str(one.group_size), sent, when
 
 
 def _axes_text(axes: Axes) -> str:
@@ -248,13 +234,12 @@ def _axes_text(axes: Axes) -> str:
 class Instruction(NamedTuple):
     """One line of a computation."""
 
-    computation: str
+    line: str
     name: str
     result: str  # its type
     opcode: str
     operands: str
     attributes: str  # quoted strings emptied: metadata may quote anything
-    line: str
 
 
 class _Run(NamedTuple):
@@ -263,31 +248,27 @@ class _Run(NamedTuple):
     gated: bool = False
 
 
-_Computations = dict[str, list[Instruction]]
-_Site = tuple[Instruction, _Run]
+class _Site(NamedTuple):
+    computation: str
+    at: Instruction
+    run: _Run
+
+
+_Lines = dict[str, list[Instruction]]
 
 
 def _unknown(what: str, line: str) -> ValueError:
     return ValueError(f"cannot read {what} in this line of compiled HLO: {line.strip()}")
 
 
-def _check_compiled(text: str) -> None:
-    """Text of another kind has no number of devices where this module looks for it."""
-    if text.lstrip().startswith("HloModule"):
-        return
-    if re.search(r"^\s*module\b|\b(?:stablehlo|mhlo|func)\.", text[:20_000], re.MULTILINE):
-        raise ValueError(
-            "this is StableHLO, the program before it is compiled, and the compiler still adds, merges "
-            "and widens collectives: give the text of lowered.compile().as_text()"
-        )
-    raise ValueError(
-        "this is not the text of a compiled program, which begins with HloModule: give the text of "
-        "jax.jit(f).lower(...).compile().as_text()"
-    )
-
-
 def _check_devices(text: str, mesh: AnyMesh) -> None:
-    header = _STRING.sub('""', text.lstrip().split("\n", 1)[0])
+    header = _STRING.sub('""', text.lstrip().partition("\n")[0])
+    if not header.startswith("HloModule"):
+        raise ValueError(
+            "this is not the text of a compiled program, which begins with HloModule: give that of "
+            "jax.jit(f).lower(...).compile().as_text(). To StableHLO, the text of what is only lowered, "
+            "the compiler still adds collectives"
+        )
     devices = math.prod(map(int, re.findall(r", (?:replica_count|num_partitions)=(\d+)", header)))
     if devices != mesh.size:
         raise ValueError(
@@ -296,69 +277,53 @@ def _check_devices(text: str, mesh: AnyMesh) -> None:
         )
 
 
-def computations_of(text: str) -> tuple[_Computations, str]:
-    """Splits the text of a program into its computations, and names the one that runs first."""
-    computations: _Computations = {}
-    entries, current = [], ""
-    for line in text.splitlines():
-        if header := _HEADER.match(line):
-            current = header[2]
-            computations[current] = []
-            entries += [current] if header[1] else []
-        elif instruction := _instruction(line, current):
-            computations[current].append(instruction)
+def computations_of(text: str) -> tuple[dict[str, str], str]:
+    """The text of each computation of a program by its name, and the name of the one that runs first."""
+    _, *parts = _HEADER.split(text)
+    entries = [name for entry, name in zip(parts[::3], parts[1::3], strict=True) if entry]
     if len(entries) != 1:
         raise ValueError(f"expected one compiled HLO module, found {len(entries)} ENTRY lines")
-    return computations, entries[0]
+    return dict(zip(parts[1::3], parts[2::3], strict=True)), entries[0]
 
 
-def _instruction(line: str, computation: str) -> Instruction | None:
-    bare = _STRING.sub('""', line)
-    match = _INSTRUCTION.match(bare)
-    if match and computation:
-        name, result, opcode, rest = match.groups()
-        end = _closing(rest)
-        return Instruction(computation, name, result, opcode, rest[:end], rest[end + 1 :], line)
-    if _COLLECTIVE.search(bare):
-        raise _unknown("a collective", line)
-    return None
+def instruction(line: str) -> Instruction | None:
+    """What a line of a computation says; None for one that is no instruction."""
+    match = _INSTRUCTION.match(_STRING.sub('""', line))
+    return Instruction(line, *match.groups()) if match else None
 
 
-def _closing(text: str) -> int:
-    """Finds the parenthesis that closes one just before `text`."""
-    depth = 1
-    for match in re.finditer(r"[()]", text):
-        depth += 1 if match[0] == "(" else -1
-        if depth == 0:
-            return match.start()
-    return len(text)
+def _of_interest(body: str) -> list[Instruction]:
+    found = []
+    for line in body.splitlines():
+        if any(map(line.__contains__, _WORDS)):
+            one = instruction(line)
+            if one is None:
+                raise _unknown("what looks like a collective", line)
+            found.append(one)
+    return found
 
 
-def _is_end(instruction: Instruction) -> bool:
-    """Whether it awaits what another instruction started, and repeats what that one says."""
-    return instruction.opcode.endswith(("-done", "-update"))
-
-
-def _is_collective(instruction: Instruction) -> bool:
-    opcode, attributes = instruction.opcode, instruction.attributes
-    if opcode.removesuffix("-start") in _SENT:
+def _is_collective(one: Instruction) -> bool:
+    if one.opcode.removesuffix("-start") in _SENT:
         return True
-    sends = opcode == "send" and "is_host_transfer=true" not in attributes
-    if sends or PEERS.search(attributes):
-        raise _unknown(f"the collective {opcode!r}", instruction.line)
+    sends = one.opcode == "send" and "is_host_transfer=true" not in one.attributes
+    if sends or any(peers in one.attributes for peers in PEERS):
+        raise _unknown(f"the collective {one.opcode!r}", one.line)
     return False
 
 
-def _sites(computations: _Computations, name: str, run: _Run) -> Iterator[_Site]:
+def _sites(lines: _Lines, name: str, run: _Run) -> Iterator[_Site]:
     """Walks through a computation and all it calls, to each collective and how often it runs."""
-    for instruction in computations[name]:
-        if _is_collective(instruction):
-            yield instruction, run
-        elif not _is_end(instruction):
-            for callee, inner in _calls(instruction, run):
-                if callee not in computations:
-                    raise _unknown(f"where {callee} is", instruction.line)
-                yield from _sites(computations, callee, inner)
+    for one in lines[name]:
+        if one.opcode.endswith(("-done", "-update")):
+            continue  # repeats what the instruction says that it waits for
+        if _is_collective(one):
+            yield _Site(name, one, run)
+            continue
+        for callee, inner in _calls(one, run):
+            if callee not in lines:
+                raise _unknown(f"where {callee} is", one.line)
+            yield from _sites(lines, callee, inner)
 
 
 def _calls(caller: Instruction, run: _Run) -> Iterator[tuple[str, _Run]]:
@@ -376,64 +341,51 @@ def _calls(caller: Instruction, run: _Run) -> Iterator[tuple[str, _Run]]:
             yield name, inner
 
 
-def _check_reached(computations: _Computations, reached: set[int]) -> None:
-    for instruction in itertools.chain.from_iterable(computations.values()):
-        if id(instruction) not in reached and _is_collective(instruction):
-            raise _unknown("how the program gets to the collective", instruction.line)
+def _check_reached(lines: _Lines, reached: set[str]) -> None:
+    for name in lines.keys() - reached:
+        for one in lines[name]:
+            if _is_collective(one):
+                raise _unknown("how the program gets to the collective", one.line)
 
 
-def _started(sites: list[_Site], computations: _Computations) -> list[_Site]:
-    """Leaves out the places that only carry on a collective which another place started.
+def _started(sites: list[_Site]) -> Iterator[_Site]:
+    """Leaves out what only carries on a collective that another computation started.
 
-    XLA for TPU spreads an asynchronous collective over several fusions and repeats it in each, with
-    the same channel; the first one hands it to a custom call "AsyncCollectiveStart".
+    XLA for TPU spreads an asynchronous one over several fusions and repeats it in each, on its channel.
     """
-    starting = {
-        name
-        for name, instructions in computations.items()
-        if any('"AsyncCollectiveStart"' in instruction.line for instruction in instructions)
-    }
-    kept = [
-        (site, run)
-        for site, run in sites
-        if '"async_collective_fusion_config"' not in site.line or site.computation in starting
-    ]
-    channels = {tuple(_CHANNEL.findall(site.attributes)) for site, _ in kept}
-    for site, _ in sites:
-        if tuple(_CHANNEL.findall(site.attributes)) not in channels:
-            raise _unknown("where to find the start of the collective", site.line)
-    return kept
+    starts: dict[str, str] = {}
+    for site in sites:
+        channel = str(_CHANNEL.findall(site.at.attributes))
+        spread = '"async_collective_fusion_config"' in site.at.line
+        if not spread or starts.setdefault(channel, site.computation) == site.computation:
+            yield site
 
 
-def _collective(
-    site: Instruction, run: _Run, around: list[Instruction], mesh: AnyMesh
-) -> Collective:
-    op, operands = site.opcode.removesuffix("-start"), _operands(site, around)
+def _collective(site: _Site, types: dict[str, str], mesh: AnyMesh) -> Collective:
+    at = site.at
+    op, operands = at.opcode.removesuffix("-start"), _operands(at, types)
     if op == "ragged-all-to-all":  # the others: the output's buffer, offsets and sizes
         operands = operands[:1]
     # XLA for TPU writes a fused reduce-scatter as the all-reduce and the slice that it replaces.
     if op == "all-reduce" and site.computation.startswith("all-reduce-scatter"):
         op = "reduce-scatter"
-    found = (permuted if op == "collective-permute" else grouped)(site.attributes, mesh)
+    found = joined(at.attributes, mesh, pairs=op == "collective-permute")
     if found is None:
-        pairs = "pairs" if op == "collective-permute" else "groups"
-        raise _unknown(f"{pairs} of {mesh.size} devices", site.line)
+        raise _unknown(f"the groups or pairs of {mesh.size} devices", at.line)
     axes, size = found
-    return Collective(op, operands, axes, size, *run)
+    return Collective(op, operands, axes, size, *site.run)
 
 
-def _operands(site: Instruction, around: list[Instruction]) -> tuple[Operand, ...]:
-    types = {instruction.name: instruction.result for instruction in around}
-    names = re.findall(r"%([\w.\-]+)", site.operands)
+def _operands(at: Instruction, types: dict[str, str]) -> tuple[Operand, ...]:
+    names = re.findall(r"%([\w.\-]+)", at.operands)
     arrays = [_ARRAY.findall(types.get(name, "")) for name in names]
-    if not arrays or not all(arrays) or "slice_sizes=" in site.attributes:
-        raise _unknown("what the collective takes", site.line)
-    flat = itertools.chain.from_iterable(arrays)
-    return tuple(_operand(dtype, dims, site.line) for dtype, dims in flat)
+    if not arrays or not all(arrays) or "slice_sizes=" in at.attributes:
+        raise _unknown("what the collective takes", at.line)
+    return tuple(_operand(dtype, dims, at.line) for one in arrays for dtype, dims in one)
 
 
 def _operand(dtype: str, dims: str, line: str) -> Operand:
     sizes = [size.removeprefix("<=") for size in dims.split(",") if size]
-    if dtype not in _BITS or not all(size.isdecimal() for size in sizes):
+    if not _DTYPE.fullmatch(dtype) or not all(size.isdecimal() for size in sizes):
         raise _unknown(f"the operand type {dtype}[{dims}]", line)
     return Operand(dtype, tuple(map(int, sizes)))

@@ -1,37 +1,30 @@
 """Bytes per step: what the wire predicts, beside what the compiled program sends.
 
-`predict` needs no device: it counts from the shapes. `compiled.collectives` reads the collectives out
+`of` needs no device: it counts from the shapes. `compiled.collectives` reads the collectives out
 of a compiled step. The two must agree, and a benchmark and a test say that they do.
 """
 
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from lioncub_jax import checks, momentum, wires
-from lioncub_jax.decide import Down, Owner
-from lioncub_jax.exchange import Asked, communicate, senders
-from lioncub_jax.mesh.placement import check_arrays
-from lioncub_jax.mesh.specs import axes_of, shard_shape
-from lioncub_jax.optimizer import global_gradients
-from lioncub_jax.quantize import Quantizer
+from lioncub_jax import axes, checks, wires
+from lioncub_jax.exchange import Asked, senders
+from lioncub_jax.mesh.placement import Workers
+from lioncub_jax.mesh.specs import axes_in, product
 from lioncub_jax.sync import Schedule, check_schedule, picks, plan_of_codes
-from lioncub_jax.traffic import compiled
-from lioncub_jax.wires import Sent, Wire
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from lioncub_jax.wires import Sent
 
 
 class Traffic(NamedTuple):
     """What one worker sends in one step.
 
     Attributes:
-      scheme: the quantiser, the wire and what comes back, for people.
+      scheme: the quantizer, the wire and what comes back, for people.
       workers: how many workers.
       parameters: elements that each device votes on: all of them, or its shard or slice.
       sent_bytes: bytes that each device sends to other workers, padding and all side information
@@ -62,12 +55,9 @@ class Traffic(NamedTuple):
 def of(
     tx: optax.GradientTransformation,
     params: Any,
-    workers: int,
+    workers: Workers | int,
     *,
-    group_size: int = 1,
     specs: Any = None,
-    inner_axes: Mapping[str, int] | None = None,
-    platform: str | None = None,
     step: int | None = None,
 ) -> Traffic:
     """Predicts what each device sends in a step of a transform, syncs of momenta left out.
@@ -76,12 +66,12 @@ def of(
       tx: what an optimizer or baseline of this library, `communicate` or `sync_momentum` returned, or any
         transform of optax around them: a chain, masks and labels, ``inject_hyperparams``, ``MultiSteps``
         (which votes in each step, and moves parameters in every k-th).
-      params: tree of arrays or ``jax.ShapeDtypeStruct``; only sizes matter.
-      workers: how many workers.
-      group_size: devices of one worker on its ``group_axis``.
-      specs: a tree of ``PartitionSpec`` like the parameters: how a worker cuts them.
-      inner_axes: sizes of the mesh axes that the specs name.
-      platform: "cpu" for XLA's CPU backend, which all-reduces bfloat16 as float32; None for all others.
+      params: tree of arrays or ``jax.ShapeDtypeStruct``; only sizes matter, and how they are cut.
+      workers: a `Workers`, on a mesh of devices or a ``jax.sharding.AbstractMesh``, of which none need be
+        there; or how many, each one device. On a mesh of CPUs a mean in bfloat16 counts as one in
+        float32, which XLA makes of it there.
+      specs: a tree of ``PartitionSpec`` like the parameters: how a worker cuts them. None for as they say
+        it themselves, and for a number of workers whole.
       step: how many steps were taken before, to ask about a warm-up of ``dgc`` or ``one_bit_adam``, or
         one step of ``zero_one_adam``; None for after it, or most steps.
 
@@ -91,38 +81,47 @@ def of(
     Raises:
       TypeError: for a transform in which nothing says what it sends, one that talks by itself, and what
         `on_mesh` returned.
-      ValueError: for fewer than one worker, or more than the quantiser or wire can count; for a step
-        below 0; for specs of axes that have no size in ``inner_axes``.
+      ValueError: for fewer than one worker, or more than the quantizer or wire can count; for a step
+        below 0; for specs that the mesh does not have.
 
     Example:
-      >>> import jax.numpy as jnp, lioncub_jax as lc
-      >>> tx = lc.baselines.qsgd(0.1, bits=2, axis_name="data")
+      >>> import jax, jax.numpy as jnp, lioncub_jax as lc
+      >>> tx = lc.baselines.qsgd(0.1, bits=2, workers="data")
       >>> round(lc.traffic.of(tx, {"w": jnp.ones(2**20)}, 2).bits_per_parameter, 3)
       2.129
+      >>> mesh = jax.sharding.AbstractMesh((2, 4), ("data", "fsdp"))
+      >>> cut = {"specs": {"w": jax.P("fsdp")}}
+      >>> lc.traffic.of(tx, {"w": jnp.ones(2**20)}, lc.Workers(mesh, "data"), **cut).parameters == 2**18
+      True
     """
-    checks.check_count(f"workers={workers!r}", workers)
-    checks.check_count(f"group_size={group_size!r}", group_size)
     if step is not None and (not isinstance(step, int) or step < 0):
         raise ValueError(f"step={step!r}: give the steps taken before, from 0; or None")
-    check_arrays(params)
-    shards, cuts = _shards(params, specs, inner_axes or {})
+    if not isinstance(workers, Workers):
+        checks.check_count(f"workers={workers!r}", workers)
+        mesh: Any = AbstractMesh((workers,), ("workers",))
+        workers = Workers(mesh, "workers")
+        specs = jax.tree.map(lambda _: P(), params) if specs is None else specs
+    shards, cuts = _shards(params, workers, specs)
+    count = product(workers.mesh.shape, axes.names(workers.axis))
+    group_size, device = workers.count // count, workers.mesh.abstract_mesh.abstract_device
+    platform = device and device.platform
     schemes, sent, elements = dict[str, None](), list[Sent](), 0
     for sender, tree in _senders(tx, shards):
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-        if specs is not None and not cuts.keys() >= {*paths}:
+        if any(cuts.values()) and not cuts.keys() >= {*paths}:
             raise ValueError(
                 "a transform in front of the vote changes the tree, as optax.flatten does, and no spec "
                 "tells how its leaves are cut: leave it out, or specs"
             )
-        axes = [cuts.get(path, frozenset()) for path in paths]
-        asked = Asked(tree, axes, workers, group_size, platform, step)
+        over = [cuts.get(path, frozenset()) for path in paths]
+        asked = Asked(jax.tree.leaves(tree), over, count, group_size, platform, step)
         schemes[sender.scheme] = None
         sent += sender.sends(asked)
         elements += sum(math.prod(leaf.shape) for leaf in asked.leaves)
     across = sum((one.sent_bytes for one in sent if not one.inside), 0.0)
     inside = sum((one.sent_bytes for one in sent if one.inside), 0.0)
     scheme, parameters = "; ".join(schemes), round(elements / group_size)
-    return Traffic(scheme, workers, parameters, across, inside, tuple(sent))
+    return Traffic(scheme, count, parameters, across, inside, tuple(sent))
 
 
 def _senders(tx: Any, params: Any) -> list[tuple[Any, Any]]:
@@ -139,83 +138,6 @@ def _senders(tx: Any, params: Any) -> list[tuple[Any, Any]]:
         "baseline, communicate or sync_momentum returned, alone or in chains and wrappers of optax, and "
         f"not what on_mesh returned ({reason})"
     ) from reason
-
-
-def predict(
-    params: Any,
-    workers: int,
-    *,
-    up: Quantizer | None = None,
-    owner: Owner | None = None,
-    down: Down | None = None,
-    wire: Wire | None = None,
-    bucket_size: int | None = None,
-    group_size: int = 1,
-    specs: Any = None,
-    inner_axes: Mapping[str, int] | None = None,
-    platform: str | None = None,
-) -> Traffic:
-    """Predicts what each device sends in a step of `communicate` with these parts: `of` in short.
-
-    Args:
-      params: tree of arrays or ``jax.ShapeDtypeStruct``; only sizes matter.
-      workers: how many workers.
-      up: as in `communicate`, like all arguments that follow.
-      owner: as in `communicate`.
-      down: as in `communicate`.
-      wire: as in `communicate`.
-      bucket_size: as in `communicate`.
-      group_size: devices of one worker on its ``group_axis``.
-      specs: a tree of ``PartitionSpec`` like the parameters: how a worker cuts them.
-      inner_axes: sizes of the mesh axes that the specs name.
-      platform: "cpu" for XLA's CPU backend, which all-reduces bfloat16 as float32; None for all others.
-
-    Returns:
-      A ``Traffic``; one worker sends nothing to others.
-
-    Raises:
-      ValueError: for fewer than one worker, or more than the quantiser or wire can count.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from lioncub_jax import traffic
-      >>> round(traffic.predict({"w": jnp.ones((1024, 1024))}, 8).bits_per_parameter, 2)
-      1.76
-    """
-    tx = communicate(
-        axis_name="workers", group_axis="group" if group_size != 1 else None,
-        memory=momentum.nothing(), up=up, owner=owner, down=down, wire=wire, bucket_size=bucket_size,
-    )  # fmt: skip
-    return of(
-        tx, params, workers, group_size=group_size, specs=specs, inner_axes=inner_axes, platform=platform
-    )  # fmt: skip
-
-
-def predict_mean(
-    params: Any, workers: int, dtype: Any = jnp.float32, platform: str | None = None
-) -> Traffic:
-    """Predicts what each device sends in a step of `global_gradients`: a ring all-reduce of every leaf.
-
-    Args:
-      params: tree of arrays or ``jax.ShapeDtypeStruct``; only sizes matter.
-      workers: how many workers.
-      dtype: of the all-reduce.
-      platform: as `predict`.
-
-    Returns:
-      A ``Traffic``; one worker sends nothing to others.
-
-    Raises:
-      ValueError: for fewer than one worker.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from lioncub_jax import traffic
-      >>> traffic.predict_mean({"w": jnp.ones(1000)}, 4).sent_bytes
-      6000.0
-    """
-    tx = global_gradients(optax.identity(), "workers", dtype)
-    return of(tx, params, workers, platform=platform)
 
 
 def sync_traffic(params: Any, workers: int, schedule: Schedule, where: Any = None) -> Traffic:
@@ -257,58 +179,18 @@ def sync_traffic(params: Any, workers: int, schedule: Schedule, where: Any = Non
     return Traffic(scheme, workers, size, total, 0.0, tuple(sent))
 
 
-def _shards(
-    params: Any, specs: Any, inner_axes: Mapping[str, int]
-) -> tuple[Any, dict[Any, frozenset]]:
+def _shards(params: Any, workers: Workers, specs: Any) -> tuple[Any, dict[Any, frozenset]]:
     """The leaves that one device holds, and over which inner axes each is cut, by its path."""
-    if specs is None:
-        return params, {}
-    named = [frozenset(a for e in spec for a in axes_of(e)) for spec in jax.tree.leaves(specs)]
-    if missing := frozenset().union(*named) - inner_axes.keys():
-        raise ValueError(
-            f"the specs name the axes {', '.join(sorted(missing))}, and inner_axes is {dict(inner_axes)}: "
-            "give the size of each, such as inner_axes={'fsdp': 2}, or dict(mesh.shape)"
-        )
+    cut = workers.cut(params, specs)
 
-    def shard(leaf: Any, spec: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shard_shape(leaf.shape, spec, inner_axes), leaf.dtype)
+    def shard(leaf: Any, lies: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(lies.shard_shape(leaf.shape), leaf.dtype)
 
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    return jax.tree.map(shard, params, specs), dict(zip(paths, named, strict=True))
+    each = jax.tree_util.tree_leaves_with_path(cut)
+    over = {path: frozenset(axes_in(spec)) for path, spec in each}
+    return jax.tree.map(shard, params, workers.shardings(cut)), over
 
 
 def float32_all_reduce_bytes(parameters: float, workers: int) -> float:
     """Bytes that each worker sends for an all-reduce of float32 gradients by the best algorithm."""
     return 2 * (workers - 1) / workers * 4 * parameters
-
-
-def table(traffics: list[Traffic], measured: dict[Traffic, float] | None = None) -> "Table":
-    """A table for people: predicted bytes, and compiled ones where they are known.
-
-    Args:
-      traffics: rows.
-      measured: bytes that a worker sends by the compiled program.
-
-    Returns:
-      A ``rich`` table.
-    """
-    from rich.table import Table  # heavy, and wanted here only
-
-    measured = measured or {}
-    out = Table("scheme", "workers", "sent per worker", "bits/param", "x float32", "compiled")
-    for t in traffics:
-        seen = f"{measured[t]:,.0f} B" if t in measured else ""
-        share = f"{t.share_of_float32:.4f}"
-        row = f"{t.sent_bytes:,.0f} B", f"{t.bits_per_parameter:.3f}", share, seen
-        out.add_row(t.scheme, str(t.workers), *row)
-    return out
-
-
-def compiled_bytes(program: Any, mesh: Any) -> float:
-    """Bytes that each device sends in every step of a compiled program, over all mesh axes.
-
-    Args:
-      program: ``jax.stages.Compiled``, such as ``step.lower(state, batch).compile()``.
-      mesh: its mesh.
-    """
-    return sum(compiled.sent_bytes(compiled.collectives(program, mesh)).values())
