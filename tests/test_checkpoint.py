@@ -60,25 +60,22 @@ def voters_of(name):
     return workers_of(name).count // PLACES[name][0].get("dev", 1)
 
 
-def axes_of(workers):
-    return {"axis_name": workers.axis_name, "group_axis": workers.group_axis}
-
-
-OWNER = lc.decide.momentum_at_owner(optax.scale_by_lion(0.5, 0.5))
+OWNER = lc.decide.at_owner(optax.scale_by_lion(0.5, 0.5))
 MEMORY = lc.momentum.blend(0.5, 0.5)  # powers of two, so that everything is exact
 
 
-def exact(workers):
+def exact(workers, bucket_size=None):
     """Momentum of each worker and momentum of owners, that no code rounds."""
     both = lc.communicate(
-        memory=MEMORY, up=lc.quantize.dense(), down=lc.decide.floats(), owner=OWNER, **axes_of(workers)
+        memory=MEMORY, up=lc.quantize.dense(), workers=workers, bucket_size=bucket_size,
+        decision=lc.decide.at_owner(optax.scale_by_lion(0.5, 0.5), lc.decide.values()),
     )  # fmt: skip
-    return lc.sync_momentum(both, workers.axis_name, lc.sync.every(50))
+    return lc.sync_momentum(both, lc.sync.every(50), workers=workers)
 
 
 def coded(workers):
     up = lc.quantize.error_feedback(lc.quantize.midrise(2))
-    return lc.communicate(memory=MEMORY, up=up, owner=OWNER, **axes_of(workers))
+    return lc.communicate(memory=MEMORY, up=up, decision=OWNER, workers=workers)
 
 
 @functools.cache
@@ -115,7 +112,7 @@ def first_state(make, name, **change):
 @functools.cache
 def step_of(name):
     workers = workers_of(name)
-    return lc.make_train_step(lc.StatefulLoss(linear_loss), exact(workers), workers)
+    return lc.make_train_step(linear_loss, exact(workers), workers)
 
 
 @functools.cache
@@ -151,9 +148,9 @@ def assert_same(found, wanted, but="nothing"):
 
 def carried(folder, state, old, new, make, **options):
     """Saves in one place and restores in another."""
-    with Checkpoints(folder, axis_name=workers_of(old)) as checkpoints:
+    with Checkpoints(folder, workers=workers_of(old)) as checkpoints:
         checkpoints.save(state, {"at": 3}, wait=True)
-    with Checkpoints(folder, axis_name=workers_of(new)) as checkpoints:
+    with Checkpoints(folder, workers=workers_of(new)) as checkpoints:
         like = first_state(make, new)
         found = checkpoints.restore(like, **options)
     assert found.step == 3 and found.data == {"at": 3}
@@ -187,6 +184,14 @@ def test_the_numbers_are_those_of_training_in_the_other_layout(old, new, tmp_pat
     assert max(np.abs(x).max() for p, x in values(found).items() if ".owner" in p) > 8
 
 
+@pytest.mark.parametrize("place", ["8", "2 groups of 2, tp 2"])
+def test_another_size_of_buckets_has_the_same_numbers(place, tmp_path):
+    state, smaller = trained(place, True), functools.partial(exact, bucket_size=2000)
+    found = carried(tmp_path / "a", state, place, place, smaller)
+    assert len(found.opt_state.inner.owner) > len(state.opt_state.inner.owner)
+    assert_same(carried(tmp_path / "b", found, place, place, exact), state)
+
+
 def test_a_run_goes_on_to_the_bit_and_the_saved_arrays_may_be_donated(tmp_path):
     place = "2 groups of 2, tp 2"
     step, state = step_of(place), first_state(exact, place)
@@ -201,12 +206,12 @@ def test_a_run_goes_on_to_the_bit_and_the_saved_arrays_may_be_donated(tmp_path):
         return state, metrics["noise"]
 
     state, _ = ran(state, range(2))
-    with Checkpoints(tmp_path, axis_name=workers_of(place)) as checkpoints:
+    with Checkpoints(tmp_path, workers=workers_of(place)) as checkpoints:
         at_save, before = values(state), state
         checkpoints.save(state)
         wanted = ran(state, range(2, 8))
         assert any(x.is_deleted() for x in jax.tree.leaves(before))
-    with Checkpoints(tmp_path, axis_name=workers_of(place)) as checkpoints:
+    with Checkpoints(tmp_path, workers=workers_of(place)) as checkpoints:
         again, traces = checkpoints.restore(like).state, step.traces
     assert all(np.array_equal(at_save[path], x) for path, x in values(again).items())
     assert_same(ran(again, range(2, 8)), wanted)
@@ -226,7 +231,7 @@ def accumulating(workers):
 
 
 def compressing(workers):
-    return dgc(0.5, axis_name=workers)
+    return dgc(0.5, workers=workers)
 
 
 def numbered(state):
@@ -260,7 +265,7 @@ def test_what_workers_get_when_their_number_changes(old, new, make, rule, tmp_pa
             x, ruled = by_rule(x, int(new), rule, owed), ruled + 1
         if "['key']" not in path:
             np.testing.assert_array_equal(found[path], x, err_msg=path)
-    assert ruled == (3 * len(SHAPES) + 2 if make is accumulating else 2 * len(SHAPES))
+    assert ruled == (3 if make is accumulating else 2) * len(SHAPES) + 2
     # Those who were there keep their random keys, and each newcomer has one of its own.
     keys, before = found[KEY], values(state)[KEY]
     np.testing.assert_array_equal(keys[: len(before)], before[: len(keys)])
@@ -281,7 +286,7 @@ def by_rule(x, count, rule, owed):
 
 def test_votes_on_some_parameters_move_only_where_their_slices_say_which(tmp_path):
     def make(workers):
-        rest = lc.global_gradients(optax.sgd(0.1), workers.axes)
+        rest = lc.global_gradients(optax.sgd(0.1), workers=workers)
         some = {k: k != "b" for k in SHAPES}
         others = {k: k == "b" for k in SHAPES}
         return optax.chain(optax.masked(coded(workers), some), optax.masked(rest, others))
@@ -290,7 +295,7 @@ def test_votes_on_some_parameters_move_only_where_their_slices_say_which(tmp_pat
     state = first_state(make, old)
     state = state._replace(step=state.step + 3)
     assert_same(carried(tmp_path, state, old, old, make), state)
-    with Checkpoints(tmp_path, axis_name=workers_of("2 groups of 2, tp 2")) as checkpoints:
+    with Checkpoints(tmp_path, workers=workers_of("2 groups of 2, tp 2")) as checkpoints:
         like = first_state(make, "2 groups of 2, tp 2")
         refuses("votes on some of the parameters only", lambda: checkpoints.restore(like))
 
@@ -314,7 +319,7 @@ def small(step=0):
 
 
 def opened(folder, **options):
-    return Checkpoints(folder, **{"axis_name": "data"} | options)
+    return Checkpoints(folder, **{"workers": "data"} | options)
 
 
 def save_small(folder, *steps, **options):
@@ -519,11 +524,8 @@ def test_folders_and_arguments_that_cannot_be_are_refused(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     refuses("is no folder of checkpoints, it holds .*'notes.txt'", lambda: opened(tmp_path))
     refuses("notes.txt is a file", lambda: opened(tmp_path / "notes.txt"))
-    twice = "group_axis='dev': the workers that are given as axis_name know theirs, 'dev'"
-    given = {"axis_name": workers_of("groups of 2, 4"), "group_axis": "dev"}
-    refuses(twice, lambda: opened(tmp_path / "a", **given))
     for name, value in [
-        ("axis_name", ()),
+        ("workers", ()),
         *((n, x) for n in ("keep", "timeout") for x in (0, -1, 1.5, True)),
     ]:
         refuses(
@@ -535,9 +537,11 @@ def test_what_is_no_state_is_refused_in_a_sentence(tmp_path):
     state = small(2)
     unplaced = state._replace(step=jax.ShapeDtypeStruct((), jnp.int32))
     save_small(tmp_path, 1)
-    with opened(tmp_path, axis_name="pod") as elsewhere, opened(tmp_path) as here:
+    with opened(tmp_path, workers="pod") as elsewhere, opened(tmp_path) as here:
         for call in ("save", "restore"):
-            refuses("axis_name='pod' is none of them", lambda c=call: getattr(elsewhere, c)(state))
+            refuses(
+                "axis='pod', group=None: the mesh has", lambda c=call: getattr(elsewhere, c)(state)
+            )
             for given, words in [
                 ({"w": jnp.ones((2, 3))}, "the arrays of the state lie on 0 meshes: give a state"),
                 (None, "lie on 0 meshes"),
@@ -572,9 +576,9 @@ def test_what_is_no_state_is_refused_in_a_sentence(tmp_path):
     with opened(tmp_path / "new") as saved:
         for call in (saved.save, Snapshots(saved, tmp_path / "memory").save):
             refuses(donated, functools.partial(call, gone))
-    with opened(tmp_path / "flat", axis_name=("data", "dev")) as one_level:
+    with opened(tmp_path / "flat", workers=("data", "dev")) as one_level:
         two = first_state(coded, "groups of 2, 4")
-        refuses("is of two levels, and group_axis is None", lambda: one_level.save(two))
+        refuses("is of two levels, and the workers have group=None", lambda: one_level.save(two))
 
 
 def test_a_checkpoint_of_another_model_optimizer_or_format_is_refused(tmp_path):
@@ -589,12 +593,12 @@ def test_a_checkpoint_of_another_model_optimizer_or_format_is_refused(tmp_path):
             like = first_state(coded, "2", **SMALL | change)
             refuses(words, functools.partial(checkpoints.restore, like))
     with opened(tmp_path) as checkpoints:
-        like = first_state(lambda workers: lc.lion_cub(0.1, axis_name="data"), "2", **SMALL)
+        like = first_state(lambda workers: lc.lion_cub(0.1, workers="data"), "2", **SMALL)
         refuses("of another optimizer: it lacks state.opt_state", lambda: checkpoints.restore(like))
     path = tmp_path / "2" / "about" / "metadata"
     for version, told in {
-        3: "2 has format 3 and this version.*reads format 2",
-        1: "2 has format 1, that of lioncub_jax 0.1.*finish the run with 0.1.*save its parameters",
+        4: "2 has format 4, and this version .* reads format 3: read it .* wrote it, a newer version",
+        2: "2 has format 2, and this version .* reads format 3: read it .* wrote it, 0.2",
     }.items():
         path.write_text(json.dumps(json.loads(path.read_text()) | {"format": version}))
         refuses(told, lambda: restore_small(tmp_path))  # and it is not passed over

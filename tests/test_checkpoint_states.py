@@ -32,12 +32,12 @@ def loss_fn(params, batch):
 
 
 def saved(folder, state, **options):
-    with Checkpoints(folder, axis_name="data") as checkpoints:
+    with Checkpoints(folder, workers="data") as checkpoints:
         checkpoints.save(state, wait=True, **options)
 
 
 def restored(folder, like):
-    with Checkpoints(folder, axis_name="data") as checkpoints:
+    with Checkpoints(folder, workers="data") as checkpoints:
         return checkpoints.restore(like)
 
 
@@ -75,7 +75,7 @@ KINDS = {
 def trained(optimizer, count, cut=1, steps=3):
     """Parameters and an optimizer's state, after some steps."""
     workers, specs = workers_of(count, cut), {"w": P("fsdp"), "b": P()}
-    tx = lc.on_mesh(optimizer(0.1, axis_name=workers), workers, specs=specs)
+    tx = lc.on_mesh(optimizer(0.1, workers=workers), workers, specs=specs)
     params = jax.tree.map(jax.device_put, PARAMS, workers.shardings(specs))
     opt_state, grad_fn = tx.init(params), lc.worker_value_and_grad(loss_fn, workers, specs=specs)
 
@@ -105,7 +105,7 @@ def test_they_move_to_other_workers_and_shards_as_ours_do(tmp_path):
     def ours(parts, count, cut=1):
         everywhere = NamedSharding(workers_of(count, cut).mesh, P())
         step, rng = jax.device_put((jnp.int32(3), jax.random.key(0)), everywhere)
-        return lc.TrainState(step, parts[0], (), parts[1], rng)
+        return lc.StepState(step, parts[0], (), parts[1], rng)
 
     old, new = trained(lc.owner_lion, 4), trained(lc.owner_lion, 2, 4, 0)
     saved(tmp_path / "ours", ours(old, 4))
@@ -118,7 +118,7 @@ def test_they_move_to_other_workers_and_shards_as_ours_do(tmp_path):
 def nnx_trainer(count, optimizer=lc.owner_lion):
     workers, model = workers_of(count), nnx.Linear(8, 3, rngs=nnx.Rngs(0))
     specs = lc.mesh.specs_of(nnx.state(model, nnx.Param))
-    tx = lc.on_mesh(optimizer(0.1, axis_name=workers), workers, specs=specs)
+    tx = lc.on_mesh(optimizer(0.1, workers=workers), workers, specs=specs)
     return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
 
@@ -146,7 +146,7 @@ def test_an_nnx_optimizer_is_saved_whole_and_its_state_without_classes_is_refuse
 
 
 def step_of(tx, params, opt_state, batch):
-    grads = lc.local_value_and_grad(loss_fn, "data")(params, batch)[1]
+    grads = lc.local_value_and_grad(loss_fn, workers="data")(params, batch)[1]
     updates, opt_state = tx.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state
 
@@ -165,12 +165,12 @@ LET_OUT = (
 )
 LIES = {
     "momentum of one worker": (
-        lc.lion_cub(0.1, axis_name="data"),
+        lc.lion_cub(0.1, workers="data"),
         r"state\['opt_state'\]\[0\].mu\['b'\] has shape \(3,\) and is not cut over the workers, but each "
         r"of 4 has its own, and a checkpoint would keep that of one. " + LET_OUT + r"\[4, ...\]",
     ),
     "state of a transform that says nothing": (
-        optax.chain(optax.trace(0.9), lc.global_gradients(optax.sgd(0.1), "data")),
+        optax.chain(optax.trace(0.9), lc.global_gradients(optax.sgd(0.1), workers="data")),
         r"save\(state\): state\['opt_state'\]\[0\].trace\['b'\] \(and 1 more\) is labelled one value and "
         r"differs between devices 0 and 1: each worker has its own, .* " + LET_OUT + r"\[workers, ...\]",
     ),

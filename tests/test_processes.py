@@ -7,6 +7,7 @@ another network, and need not. Run as a program this file is one of the processe
 
 import contextlib
 import errno
+import functools
 import os
 import random
 import re
@@ -31,7 +32,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
-from lioncub_jax.checkpoint import Checkpoints, reshard, stop_on_sigterm
+from lioncub_jax.checkpoint import Checkpoints, stop_on_sigterm
+from lioncub_jax.checkpoint.leaves import paths_of
+from lioncub_jax.layout import Flat
 
 SECONDS = 120
 SEED = 2026
@@ -48,11 +51,11 @@ def workers_of(count, inner=1, names=("data", "fsdp"), group=None):
 STEPS, ROWS, FEATURES = 5, 6, 5  # rows of each worker
 VOTE = {"quantizer": lc.quantize.midrise(2)}
 CASES = {  # the axes, how parameters and batches are cut, and the quarters of a batch that a process takes
-    "groups": (lc.lion_cub(0.05, axis_name="node", group_axis="device", **VOTE), ("node", "device"), None,
-               None, [[0, 1], [2, 3]]),
-    "tensor": (lc.owner_lion(0.05, axis_name="data"), ("data", "tp"),
+    "groups": (functools.partial(lc.lion_cub, **VOTE), ("node", "device"), None, None,
+               [[0, 1], [2, 3]]),
+    "tensor": (lc.owner_lion, ("data", "tp"),
                {"w": P(None, "tp"), "v": P("tp"), "b": P()}, None, [[0, 1], [2, 3]]),
-    "across": (lc.lion_cub(0.05, axis_name="data"), ("fsdp", "data"), None, P(("data", "fsdp")),
+    "across": (lc.lion_cub, ("fsdp", "data"), None, P(("data", "fsdp")),
                [[0, 2], [1, 3]]),
 }  # fmt: skip
 
@@ -71,8 +74,9 @@ def first_params():
 
 def trained(name):
     """Parameters and counters, which every process can read, and the loss."""
-    tx, axes, specs, batch_spec, taken = CASES[name]
+    make, axes, specs, batch_spec, taken = CASES[name]
     workers = workers_of(4, 2, axes, "device" if "device" in axes else None)
+    tx = make(0.05, workers=workers)
     state = lc.init_state(tx, first_params(), workers, specs=specs, rng=jax.random.key(3))
     step = lc.make_train_step(loss_fn, tx, workers, batch_spec=batch_spec)
     rows = np.arange(workers.count * ROWS)
@@ -84,7 +88,7 @@ def trained(name):
         batch = {"x": x, "y": jnp.sin(x.sum(1, keepdims=True)), "key": keys}
         state, metrics = step(state, batch)
     assert step.traces == 1
-    found = jax.tree.leaves_with_path((state.params, lc.vote_stats(state.opt_state)))
+    found = jax.tree.leaves_with_path((state.params, lc.metrics(state)))
     return {jax.tree_util.keystr(p): np.asarray(x) for p, x in found}, float(metrics["loss"])
 
 
@@ -94,14 +98,13 @@ ALL = np.arange(48, dtype=np.float32).reshape(16, 3)
 
 
 def started(axes, width=3, **options):
-    """A state and its step, which keeps states."""
-    tx, workers = lc.lion_cub(0.05, axis_name="data"), workers_of(4, 2, axes)
+    """A state and its step."""
+    tx, workers = lc.lion_cub(0.05, workers="data"), workers_of(4, 2, axes)
     state = lc.init_state(tx, np.ones((width, 256), np.float32), workers)
     step = lc.make_train_step(
         lambda params, batch, rng: jnp.mean(batch["x"] @ params),
         tx,
         workers,
-        donate=False,
         **options,
     )
     return state, step
@@ -125,12 +128,13 @@ def rows_fit(folder):
                 step(state, {"x": rows[:count]})
     state, step = started(within)
     with pytest.warns(UserWarning, match="0 and 1 gave the same rows, so the batch has them twice"):
-        step(state, {"x": ALL[:8]})
+        state, _ = step(state, {"x": ALL[:8]})
     if me:  # alone, and does not wait for the other
         with pytest.raises(
             ValueError, match=re.escape("process 1 gives {\"batch['x']\": 6.0} rows")
         ):
             step(state, {"x": ALL[:6]})
+    state, _ = started(within)
     lies = NamedSharding(state.rng.sharding.mesh, P("data"))
     every = jax.make_array_from_callback(ALL.shape, lies, lambda i: ALL[i])
     assert step(state, {"x": every})[1]["loss"] == np.mean(ALL.sum(1))
@@ -155,7 +159,7 @@ def votes_alone(folder):
     assert sent() - before < state.params.nbytes / 20
     rng = np.random.default_rng(jax.process_index())
     batch = {"x": rng.normal(size=(256, 1024)).astype(np.float32)}
-    said = lc.traffic.collectives(step.compile(state, batch), state.rng.sharding.mesh)
+    said = lc.traffic.collectives(step.lower(state, batch).compile(), state.rng.sharding.mesh)
     predicted = 5 * 2 * sum(lc.traffic.sent_bytes(said).values())  # of two devices
     before = sent()
     for _ in range(5):
@@ -170,9 +174,9 @@ def votes_alone(folder):
 def first_state(workers, dtype=jnp.float32):
     """Momentum of each worker, error feedback, and momentum of owners in one state."""
     tx = lc.communicate(
-        axis_name="data", memory=lc.momentum.blend(0.5, 0.5),
+        workers="data", memory=lc.momentum.blend(0.5, 0.5),
         up=lc.quantize.error_feedback(lc.quantize.midrise(2)),
-        owner=lc.decide.momentum_at_owner(optax.scale_by_lion(0.5, 0.5)),
+        decision=lc.decide.at_owner(optax.scale_by_lion(0.5, 0.5)),
     )  # fmt: skip
     shapes = {"w": (16, 40), "b": (3,), "none": (0, 3)}
     params = {name: jnp.zeros(shape, dtype) for name, shape in shapes.items()}
@@ -189,27 +193,43 @@ def number(path, shape, dtype, step):
     return np.asarray(drawn, dtype)
 
 
+def real(state):
+    """Of arrays in rows, which elements are no padding: that is zero, and not saved."""
+    found = {}
+    for path, flat in jax.tree.leaves_with_path(state, is_leaf=lambda x: isinstance(x, Flat)):
+        for rest, x in paths_of(flat).items() if isinstance(flat, Flat) else ():
+            rows = np.zeros((flat.bucket.rows, 128), np.float32)
+            for s in flat.bucket.segments:
+                rows[s.first_row :].reshape(-1)[: s.size] = 1
+            rows = rows.reshape(flat.bucket.workers, 1, -1)
+            if x.ndim:
+                shards = x.size // rows.size
+                found[jax.tree_util.keystr(path) + rest] = rows.repeat(shards, 1).reshape(x.shape)
+    return found
+
+
 def without_keys(state):
-    return {p: x for p, x in reshard.paths_of(state).items() if "key<" not in str(x.dtype)}
+    return {p: x for p, x in paths_of(state).items() if "key<" not in str(x.dtype)}
 
 
 def numbered(state, step):
-    known = without_keys(state)
+    known, mask = without_keys(state), real(state)
 
     def leaf(path, x):
         if path not in known:
             return x
-        whole = number(path, x.shape, x.dtype, step)
+        whole = np.asarray(number(path, x.shape, x.dtype, step) * mask.get(path, 1), x.dtype)
         return jax.make_array_from_callback(x.shape, x.sharding, lambda i: whole[i])
 
-    leaves = [leaf(path, x) for path, x in reshard.paths_of(state).items()]
+    leaves = [leaf(path, x) for path, x in paths_of(state).items()]
     return jax.tree.unflatten(jax.tree.structure(state), leaves)
 
 
 def assert_holds(state, step, number=number):
     """Of what this process holds, without random keys."""
+    mask = real(state)
     for path, x in without_keys(state).items():
-        whole = number(path, x.shape, x.dtype, step)
+        whole = number(path, x.shape, x.dtype, step) * mask.get(path, 1)
         for shard in x.addressable_shards:
             np.testing.assert_array_equal(shard.data, whole[shard.index], err_msg=path)
 
@@ -237,7 +257,7 @@ def train(folder):
 
 def differ(folder):
     """A parameter is another in the last process, then one is there alone; and a number to be saved."""
-    tx, workers = lc.lion_cub(0.05, axis_name="data"), workers_of(4)
+    tx, workers = lc.lion_cub(0.05, workers="data"), workers_of(4)
     params, last = first_params(), jax.process_index() == 1
     more = {"extra": np.zeros(3, np.float32)} if last else {}
     for other, named in [
@@ -250,7 +270,7 @@ def differ(folder):
     state = {"step": 0, "params": lc.init_state(tx, params, workers).params, "number": float(last)}
     told = re.escape("state['number'] is labelled one value and differs between devices 0")
     with (
-        Checkpoints(folder / "differ", axis_name="data") as saved,
+        Checkpoints(folder / "differ", workers="data") as saved,
         pytest.raises(ValueError, match=told),
     ):
         saved.save(state)
@@ -259,9 +279,9 @@ def differ(folder):
 def other_workers(folder):
     """On four what one process saved of eight; and what one process is to read."""
     first = first_state(workers_of(4))
-    with Checkpoints(folder / "of-8", axis_name="data") as checkpoints:
+    with Checkpoints(folder / "of-8", workers="data") as checkpoints:
         assert_half_as_many(checkpoints.restore(first))
-    with Checkpoints(folder / "of-4", axis_name="data") as checkpoints:
+    with Checkpoints(folder / "of-4", workers="data") as checkpoints:
         checkpoints.save(numbered(first, 5), {"next": 6})
 
 
@@ -269,7 +289,7 @@ def agree(folder):
     """A disk that fails once, in one process; a folder that cannot be made; and what is damaged."""
     first, index = first_state(workers_of(4)), jax.process_index()
     folder = folder / "agree"
-    with Checkpoints(folder, axis_name="data") as checkpoints:
+    with Checkpoints(folder, workers="data") as checkpoints:
         for step in (1, 2):
             checkpoints.save(numbered(first, step), {"step": step}, wait=True)
         read, failed = ocp.PyTreeCheckpointHandler.restore, OSError(errno.EIO, "once")
@@ -308,7 +328,7 @@ def refuse(folder):
     """A disk that takes nothing more from one process, for a while."""
     first, mine = first_state(workers_of(4)), jax.process_index() == 1
     folder = folder / "refuse"
-    with Checkpoints(folder, axis_name="data", timeout=5) as checkpoints:
+    with Checkpoints(folder, workers="data", timeout=5) as checkpoints:
         checkpoints.save(numbered(first, 1), wait=True)
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         if mine:
@@ -343,7 +363,7 @@ def heal(folder):
 def stop(folder):
     """Until it is told to stop, which must be the same step for all."""
     first = first_state(workers_of(4))
-    with Checkpoints(folder / "stop", axis_name="data") as saved, stop_on_sigterm() as stopping:
+    with Checkpoints(folder / "stop", workers="data") as saved, stop_on_sigterm() as stopping:
         for i in range(1, 100_000):
             if i == 3:
                 (folder / f"ready-{jax.process_index()}").touch()
@@ -358,7 +378,7 @@ def stop(folder):
 def loop(folder):
     """Saves without end."""
     first = first_state(workers_of(2))
-    with Checkpoints(folder, axis_name="data", keep=2) as checkpoints:
+    with Checkpoints(folder, workers="data", keep=2) as checkpoints:
         start = max(checkpoints.steps(), default=0) + 1
         for i in range(start, 10**9):
             checkpoints.save(numbered(first, i), {"step": i}, wait=i == start)
@@ -444,7 +464,7 @@ def run_all(program, tasks, processes, folder, act=lambda children: None):
 def pair(tmp_path_factory):
     """The folder of two processes, and what they said."""
     folder = tmp_path_factory.mktemp("pair")
-    with Checkpoints(folder / "of-8", axis_name="data") as checkpoints:
+    with Checkpoints(folder / "of-8", workers="data") as checkpoints:
         checkpoints.save(numbered(first_state(workers_of(8)), 5), {"next": 6})
 
     def tell(children):
@@ -477,7 +497,7 @@ def test_processes_end_with_the_bits_of_one_process(name, pair):
 def test_one_process_reads_what_two_saved(pair):
     for count in (4, 2):
         like = first_state(workers_of(count))
-        with Checkpoints(pair[0] / "of-4", axis_name="data") as checkpoints:
+        with Checkpoints(pair[0] / "of-4", workers="data") as checkpoints:
             found = checkpoints.restore(like)
         if count == 4:
             assert_holds(found.state, 5)
@@ -487,7 +507,7 @@ def test_one_process_reads_what_two_saved(pair):
 
 def test_processes_told_to_stop_save_at_one_step(pair):
     (step,) = {int(re.search(r"stopped after (\d+)", text)[1]) for text in pair[1]}
-    with Checkpoints(pair[0] / "stop", axis_name="data") as checkpoints:
+    with Checkpoints(pair[0] / "stop", workers="data") as checkpoints:
         assert checkpoints.steps() == [step]
 
 
@@ -505,7 +525,7 @@ def test_whenever_a_run_is_killed_its_newest_checkpoint_is_whole(kills, tmp_path
             assert child.poll() is None, log.read_text()
         finally:
             kill([child])
-        with Checkpoints(folder, axis_name="data") as checkpoints:
+        with Checkpoints(folder, workers="data") as checkpoints:
             found = checkpoints.restore(like)
             assert found.step == checkpoints.steps()[-1] > steps[-1]  # none was passed over
         assert found.data == {"step": found.step}

@@ -1,14 +1,18 @@
 """What is left of the snapshots of a run, on all its machines, and the state that is made of it."""
 
+import pickle
 import re
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
-from lioncub_jax.checkpoint import placing, reshard, tiles
-from lioncub_jax.checkpoint.reshard import Layout
+from lioncub_jax import own
+from lioncub_jax.checkpoint import leaves, tiles
+from lioncub_jax.checkpoint.leaves import Layout, Target
+from lioncub_jax.checkpoint.tiles import Tile
 from lioncub_jax.layout import Holder
 from lioncub_jax.mesh.processes import told
 
@@ -59,8 +63,43 @@ def told_names(folder: Path) -> list[list[Name]]:
 
 
 Key = tuple[int, int, int]  # step, start and save
-Parts = dict[str, dict[tiles.Index, Any]]  # by path, by tile
-Lost = list[tuple[str, tiles.Index]]  # tiles that no process has
+
+
+class About(NamedTuple):
+    """What every file of a snapshot says of it.
+
+    Attributes:
+      run: the name of the run.
+      layout: how the state lay.
+      data: what the caller gave.
+      tiles: all of them; a file has some, by their places in this list.
+    """
+
+    run: str
+    layout: Layout
+    data: Any
+    tiles: list[Tile]
+
+
+class Parts(NamedTuple):
+    """What the processes have read of a snapshot.
+
+    Attributes:
+      about: None if nobody has anything.
+      held: the tiles that this process has, by number.
+      having: the processes that have each tile, by number; nobody: it is lost.
+      damaged: files that are not as they were written.
+    """
+
+    about: About | None
+    held: dict[int, np.ndarray]
+    having: dict[int, set[int]]
+    damaged: list[Name]
+
+    @property
+    def lost(self) -> list[int]:
+        """Numbers of tiles that no process has."""
+        return [k for k, some in self.having.items() if not some]
 
 
 class Found:
@@ -69,7 +108,6 @@ class Found:
     def __init__(self, folder: Path, run: str, checkpoints: Path):
         self._folder, self._run, self._checkpoints = folder, run, checkpoints
         self._seen = told_names(folder)
-        self._files: dict[Name, Any] = {}
 
     def best_first(self) -> list[tuple[Key, bool]]:
         """The snapshots to go on from, and whether each is whole: whole ones first, then newer ones.
@@ -94,164 +132,116 @@ class Found:
         best = sorted(left, key=lambda key: (len(lost(key)), *(-n for n in key)))
         return [(key, not lost(key)) for key in best]
 
-    def read(self, key: Key, like: Any, target: Layout, keep: bool) -> tuple[Any, Any] | None:
-        """The state of a step, or None if too little of it is left."""
-        about = self._about(key)
-        if about is None:
-            return None
-        saved = Layout.from_json(about["layout"])
-        reshard.check_same_model(f"snapshot {key[0]} in {self._folder}", saved, target)
-        who = {
-            path: {tiles.index_from(i): set(q) for i, q in each}
-            for path, each in about["who"].items()
-        }
-        loads = self._loads(key, who)
-        held = self._held(key, loads)
-        if held is None:
-            return None
-        having: Parts = {
-            path: {i: {p for p, some in enumerate(loads) if some & q} for i, q in each.items()}
-            for path, each in who.items()
-        }
-        if not self._made_good(key, saved, having, held):
-            return None
-        state = self._placed(saved, target, like, about["keys"], keep, having, held)
-        return state, about["data"]
-
-    def _group(self, key: Key, kind: str = "own") -> list[dict[int, Name]]:
-        """The files of a snapshot that each process sees, by who wrote them."""
-        return [
-            {n.process: n for n in names if (n.snapshot, n.kind) == (key, kind)}
-            for names in self._seen
-        ]
-
-    def _file(self, name: Name) -> tuple[dict[str, Any], list[tiles.Tile]] | None:
-        if name not in self._files:
-            # What cannot be read is told to all, as damage is: they wait for what this process has found.
-            try:
-                self._files[name] = tiles.read(self._folder / str(name))
-            except (OSError, ValueError):
-                self._files[name] = None
-        return self._files[name]
-
-    def _about(self, key: Key) -> dict[str, Any] | None:
-        """The description of a snapshot, told by the first process that sees it."""
-        group, mine = self._group(key), None
-        first = next(p for p, names in enumerate(group) if names)
-        name = min(group[first].values())
-        if jax.process_index() == first:
-            found = self._file(name)
-            mine = found and found[0]
-        about: dict[str, Any] | None = told(mine)[first]
-        if about is None:
-            self._pass_over([name])
-        elif about["run"] != self._run:
+    def read(self, key: Key, target: Target, keep: bool) -> tuple[Any, Any] | None:
+        """The state of a step and its data, or None if too little of it is left."""
+        parts = self._parts(key, "own")
+        if parts.about and parts.about.run != self._run:
             raise ValueError(
                 f"the snapshots in {self._folder} are of another run than the checkpoints in "
                 f"{self._checkpoints}, or those were taken away since: forget them by Snapshots.clear(), "
                 "or give each run a folder of its own"
             )
-        return about
-
-    def _loads(self, key: Key, who: Parts) -> list[set[int]]:
-        """Whose files each process reads: its own, and what nobody else has, once."""
-        seen = [set(names) for names in self._group(key)]
-        loads = [({p} & some) or set(sorted(some)[:1]) for p, some in enumerate(seen)]
-        for q in sorted(set().union(*seen)):
-            read = set().union(*loads)
-            if any(
-                q in some and not some & read for each in who.values() for some in each.values()
-            ):
-                loads[next(p for p, some in enumerate(seen) if q in some)].add(q)
-        return loads
-
-    def _held(self, key: Key, loads: list[set[int]]) -> Parts | None:
-        """The tiles that this process reads; None if a file is not as it was written, anywhere."""
-        me, held, damaged = jax.process_index(), Parts(), []
-        names = self._group(key)[me]
-        for q in sorted(loads[me]):
-            found = self._file(names[q])
-            damaged += [] if found else [names[q]]
-            for tile in found[1] if found else []:
-                held.setdefault(tile.path, {})[tile.at] = tile.value
-        everywhere = [Name(*name) for names in told(damaged) for name in names]
-        if everywhere:
-            self._pass_over(everywhere)
+        if parts.damaged or parts.about is None:
+            which = ", ".join(map(str, parts.damaged))
+            warnings.warn(
+                f"snapshot {which} in {self._folder} is damaged, cannot be read or may be written by "
+                "others, and an older state is taken",
+                stacklevel=3,
+            )
             return None
-        return held
+        layout, name = parts.about.layout, f"snapshot {key[0]} in {self._folder}"
+        saved = leaves.described(layout)
+        leaves.check_same_model(name, saved, target.leaves)
+        if not self._made_good(key, parts.about, parts):
+            return None
+        arrays = _placed(parts.about, target, parts)
+        if layout == target.layout:
+            return target.filled(arrays), parts.about.data
+        whole = leaves.leaves_of(layout, target.mesh, arrays)
+        return target.made(saved, whole, keep), parts.about.data
 
-    def _pass_over(self, names: list[Name]) -> None:
-        which = ", ".join(map(str, names))
-        warnings.warn(
-            f"snapshot {which} in {self._folder} is damaged, cannot be read or may be written by others, "
-            "and an older state is taken",
-            stacklevel=5,
-        )
+    def _parts(self, key: Key, kind: str) -> Parts:
+        """Each file is read by the process of its number, or by the first that sees it; all are told."""
+        me, seen = jax.process_index(), []
+        for names in self._seen:
+            seen.append({n.process: n for n in names if (n.snapshot, n.kind) == (key, kind)})
+        held: dict[int, np.ndarray] = {}
+        damaged, about = [], None
+        readers = {}
+        for q in sorted(set().union(*seen)):
+            having_it = [p for p, names in enumerate(seen) if q in names]
+            readers[q] = q if q in having_it else having_it[0]
+        for q in [q for q, reader in readers.items() if reader == me]:
+            # What cannot be read is told to all, as damage is: they wait for what this process has found.
+            try:
+                about, some = pickle.loads(own.read(self._folder / str(seen[me][q])))
+                held |= some
+            except Exception:
+                damaged.append(seen[me][q])
+        first = min(readers.values(), default=0)  # it says what the snapshot is
+        mine = pickle.dumps(about).hex() if me == first and about else ""
+        damages, numbers, abouts = zip(*told([damaged, sorted(held), mine]), strict=True)
+        about = pickle.loads(bytes.fromhex(abouts[first])) if abouts[first] else None
+        having: dict[int, set[int]] = {k: set() for k in range(len(about.tiles) if about else 0)}
+        for p, some in enumerate(numbers):
+            for k in some if about else ():
+                having[k].add(p)
+        return Parts(about, held, having, [Name(*n) for names in damages for n in names])
 
-    def _made_good(self, key: Key, saved: Layout, having: Parts, held: Parts) -> bool:
+    def _made_good(self, key: Key, about: About, parts: Parts) -> bool:
         """Whether what a lost machine took with it can be had or done without; says what it is."""
-        lost = [(path, i) for path, each in having.items() for i, some in each.items() if not some]
-        if not lost:
+        if not parts.lost:
             return True
-        left, step = self._from_buddies(key, saved, lost, having, held)
-        alone = any(not any(having[path].values()) for path, _ in left)
-        of_all = any(saved.arrays[path].holder not in reshard.OWN for path, _ in left)
-        if of_all or alone or (left and saved.group):  # rows of a group are parts of one momentum
+        before, step = len(parts.lost), self._from_buddies(key, parts)
+        left = parts.lost
+        holders = {x.path: x.leaf.holder for x in about.layout.arrays}
+        of = {about.tiles[k][0] for k in left}
+        alone = of - {about.tiles[k][0] for k, some in parts.having.items() if some}
+        of_all = any(holders[path] not in leaves.OWN for path in of)
+        in_groups = left and about.layout.group  # rows of a group are parts of one momentum
+        if of_all or alone or in_groups:
             return False
-        if len(left) < len(lost):
+        if len(left) < before:
             warnings.warn(
                 "after the loss of a machine the slices that its workers owned are those of step "
                 f"{step}, in bfloat16, for a state of step {key[0]}: the newest copies of their buddies",
                 WorkerStateLost,
-                stacklevel=5,
+                stacklevel=4,
             )
         if left:
-            rows = ", ".join(map(str, _lost_rows(left)))
+            rows = sorted({row for k in left for row in range(*about.tiles[k][1][0])})
             warnings.warn(
                 "after the loss of a machine these workers start from the mean of the others' momentum "
-                f"and owe nothing: {rows}. Their own, of step {key[0]}, was nowhere else",
+                f"and owe nothing: {', '.join(map(str, rows))}. Their own, of step {key[0]}, was nowhere "
+                "else",
                 WorkerStateLost,
-                stacklevel=5,
+                stacklevel=4,
             )
         return True
 
-    def _from_buddies(
-        self, key: Key, saved: Layout, lost: Lost, having: Parts, held: Parts
-    ) -> tuple[Lost, int]:
-        """Takes lost slices from their copies; what is lost after that, and the oldest copy's step."""
-        me, step = jax.process_index(), key[0]
+    def _from_buddies(self, key: Key, parts: Parts) -> int:
+        """Takes lost slices from their newest copies, and says how old the oldest of these is."""
+        step = key[0]
         copies = {n.snapshot for names in self._seen for n in names if n.kind == "buddy"}
-        copies = {k for k in copies if k[1] == key[1] and k[0] <= key[0]}
-        for copy in sorted(copies, reverse=True):
-            group, mine = self._group(copy, "buddy"), []
-            for q, name in group[me].items():
-                found = self._file(name) if not any(q in names for names in group[:me]) else None
-                for tile in found[1] if found else []:
-                    if (tile.path, tile.at) in lost:
-                        held.setdefault(tile.path, {})[tile.at] = tile.value
-                        mine.append((tile.path, tile.at))
-            for p, some in enumerate(told(mine)):
-                for path, index in some:
-                    having[path][tiles.index_from(index)].add(p)
+        for copy in sorted((k for k in copies if k[1] == key[1] and k[0] <= key[0]), reverse=True):
+            theirs = self._parts(copy, "buddy")
+            for k in parts.lost:
+                if theirs.having.get(k):
+                    parts.having[k].update(theirs.having[k])
+                    parts.held.update({k: theirs.held[k]} if k in theirs.held else {})
                     step = min(step, copy[0])
-            lost = [(path, i) for path, i in lost if not having[path][i]]
-            if not any(saved.arrays[path].holder is Holder.OWNER for path, _ in lost):
-                break
-        return lost, step
-
-    def _placed(
-        self, saved: Layout, target: Layout, like: Any, keys: dict[str, Any], keep: bool,
-        having: Parts, held: Parts,
-    ) -> Any:  # fmt: skip
-        def of(path: str, place: Any) -> jax.Array:
-            feedback = saved.arrays[path].holder is Holder.FEEDBACK
-            fill = "zero" if feedback else "key" if path in keys else "mean"
-            return tiles.placed(place, having[path], held.get(path, {}), fill)
-
-        places = placing.places(saved, target, like, keys)
-        arrays = {path: of(path, place) for path, place in places.items()}
-        return placing.placed(saved, target, like, arrays, keys, keep)
+        return step
 
 
-def _lost_rows(lost: Lost) -> list[int]:
-    return sorted({row for _, index in lost for row in range(*index[0])})
+def _placed(about: About, target: Target, parts: Parts) -> dict[str, jax.Array]:
+    """The arrays as they lay, each read to its place or spread over the mesh."""
+    found = {}
+    for stored in about.layout.arrays:
+        mine = {index: k for k, (path, index) in enumerate(about.tiles) if path == stored.path}
+        who = {index: parts.having[k] for index, k in mine.items()}
+        held = {index: parts.held[k] for index, k in mine.items() if k in parts.held}
+        fill = "zero" if stored.leaf.holder is Holder.FEEDBACK else "mean"
+        place = target.place_of(stored, about.layout)
+        fill = "key" if stored.leaf.is_key else fill
+        found[stored.path] = tiles.placed(place, who, held, fill)
+    return found

@@ -1,7 +1,6 @@
 """Saving a training state and going on from it: on the same devices, or with other workers.
 
-A checkpoint holds the arrays of a state as they lie, with a checksum of each, and a description
-of how they lie. Reading one on another mesh goes through a form that knows no mesh (`reshard`). orbax
+A checkpoint holds the leaves of a state (`leaves`), with a checksum of each, and their names. orbax
 writes in the background and renames a checkpoint only when it is complete.
 
 Only what is not as it was written is damage. A disk, a permission or a memory that fails says nothing
@@ -28,18 +27,17 @@ from typing import Any, NamedTuple
 import jax
 import orbax.checkpoint as ocp  # type: ignore[import-untyped]
 
-from lioncub_jax import checks
-from lioncub_jax.checkpoint import placing, reshard, states
-from lioncub_jax.checkpoint.reshard import Layout
-from lioncub_jax.mesh.placement import Workers
+from lioncub_jax import checks, own
+from lioncub_jax.axes import AxisName
+from lioncub_jax.checkpoint import leaves, states
+from lioncub_jax.checkpoint.leaves import Leaf, Target
+from lioncub_jax.mesh.placement import Workers, names_of
 from lioncub_jax.mesh.processes import any_process, together, told
-from lioncub_jax.mesh.sums import checksums
-from lioncub_jax.wires import AxisName
+from lioncub_jax.mesh.sums import checksums, untyped
 
-FORMAT = 2  # 1: version 0.1, rows of 64
+FORMAT = 3  # 1 and 2: versions 0.1 and 0.2, arrays as they lay
 RULES = ("mean", "keep")
 RUN = "run"  # a file beside the checkpoints: the name of their run
-NEW = ".new"  # behind it while it is written
 
 
 class Restored(NamedTuple):
@@ -71,24 +69,24 @@ class Checkpoints:
 
     Args:
       directory: the folder; made if it is not there. Processes of one run must see the same folder.
-      axis_name: mesh axis of the workers, or several as a tuple; or a ``Workers``, which knows both axes.
-      group_axis: mesh axis of the devices of one worker, if the optimizer has one (two levels).
+      workers: as the optimizer's: a ``Workers``, or the name of their mesh axis, or several as a tuple. Its
+        mesh need not be that of the states: they know theirs.
       keep: how many checkpoints stay; the oldest goes when one more is complete.
       timeout: seconds after which a save that some process has not written is an error in all of them. A
         process whose disk fails tells nobody, so the others wait for it as long as this.
 
     Raises:
-      ValueError: for ``keep`` or ``timeout`` below 1, a folder that holds anything but checkpoints, and a
-        ``group_axis`` beside a ``Workers``.
+      ValueError: for ``keep`` or ``timeout`` below 1, or a folder that holds anything but checkpoints.
 
     Example:
       >>> import tempfile, jax, jax.numpy as jnp, lioncub_jax as lc
       >>> from lioncub_jax.checkpoint import Checkpoints
       >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-      >>> tx = lc.lion_cub(1e-3, axis_name="data")
-      >>> state = lc.init_state(tx, {"w": jnp.ones((2, 3))}, mesh, axis_name="data")
+      >>> workers = lc.Workers(mesh, "data")
+      >>> tx = lc.lion_cub(1e-3, workers=workers)
+      >>> state = lc.init_state(tx, {"w": jnp.ones((2, 3))}, workers)
       >>> with tempfile.TemporaryDirectory() as folder:
-      ...     with Checkpoints(folder, axis_name="data") as checkpoints:
+      ...     with Checkpoints(folder, workers=workers) as checkpoints:
       ...         checkpoints.save(state, {"next_batch": 7}, wait=True)
       ...         found = checkpoints.restore(state)
       >>> found.step, found.data
@@ -99,15 +97,13 @@ class Checkpoints:
         self,
         directory: str | os.PathLike[str],
         *,
-        axis_name: AxisName | Workers,
-        group_axis: AxisName | None = None,
+        workers: AxisName | Workers,
         keep: int = 3,
         timeout: int = 1200,
     ):
         checks.check_count(f"keep={keep!r}", keep)
         checks.check_count(f"timeout={timeout!r}", timeout)
-        self._axes = _axes_of(axis_name, group_axis)
-        checks.check_axis(self._axes[0])
+        self._axes = names_of(workers)
         self.directory = Path(directory).absolute()
         self._refused: set[int] = set()
         self._under_way = -1  # the step that was saved last
@@ -144,7 +140,7 @@ class Checkpoints:
         Checkpoints that `restore` passed over as damaged are renamed to ``<step>.damaged`` first, and kept.
 
         Args:
-          state: a ``TrainState``, of this library or of flax, or any tree of arrays, such as a dict
+          state: a ``StepState``, a ``TrainState`` of flax, or any tree of arrays, such as a dict
             with ``"params"`` and an ``nnx.Optimizer``. Arrays that lie on no mesh, and numbers, are
             taken as the same everywhere.
           data: anything JSON can hold, such as the position in the data.
@@ -170,15 +166,15 @@ class Checkpoints:
                 f"{self._name(step)} is there already: save each step once, or give a run that starts "
                 "again from an earlier step a folder of its own"
             )
-        layout = reshard.layout_of(state, workers)
-        arrays, keys = placing.words(state)
-        sums, apart = checksums(arrays)
+        layout = leaves.layout_of(state, workers)
+        arrays = leaves.arrays_of(state)
+        saved = leaves.leaves_of(layout, untyped(workers.mesh), arrays)
+        sums, apart = checksums(arrays | saved)
         states.check_one_value(state, apart, workers)
-        about = _sealed(
-            {"layout": layout.as_json(), "keys": keys, "sums": sums, "data": as_json(data)}
-        )
+        known = {name: x._replace(sums=sums[name]) for name, x in leaves.described(layout).items()}
+        about = _sealed({"leaves": known, "data": as_json(data)})
         args = ocp.args.Composite(
-            arrays=ocp.args.StandardSave(arrays), about=ocp.args.JsonSave(about)
+            arrays=ocp.args.StandardSave(saved), about=ocp.args.JsonSave(about)
         )
         self.wait()
         self._under_way = step
@@ -231,19 +227,15 @@ class Checkpoints:
         """
         self._check_open("restore")
         check_rule(workers)
-        wanted: Any = jax.tree.structure(like)
-        like, present = self.on_mesh("restore(like)", like)
-        target = reshard.layout_of(like, present)
+        target = self.target(like)
         steps = self.steps()
         if step is not None and step not in steps:
             raise FileNotFoundError(
                 f"no checkpoint of step {step} in {self.directory}; there are {steps}"
             )
         if step is not None:
-            found = self._restored(step, like, target, workers)
-        else:
-            found = self._newest(steps, like, target, workers)
-        return found._replace(state=jax.tree.unflatten(wanted, jax.tree.leaves(found.state)))
+            return self._restored(step, target, workers)
+        return self._newest(steps, target, workers)
 
     def steps(self) -> list[int]:
         """The steps of which there is a checkpoint, damaged or not, in order."""
@@ -326,9 +318,8 @@ class Checkpoints:
             if jax.process_index() == 0:
                 found = named.read_text() if named.exists() else ""
                 if not found:  # or a machine died before it was on the disk
-                    new, found = named.with_name(f"{RUN}{NEW}"), uuid.uuid4().hex
-                    new.write_text(found)
-                    new.replace(named)
+                    found = uuid.uuid4().hex
+                    own.write(named, found.encode())
 
         together(f"{named}, the name of the run, cannot be read or written", name)
         return str(told(found)[0])
@@ -340,6 +331,10 @@ class Checkpoints:
         """The state with all its arrays on its mesh, and the workers of these checkpoints on it."""
         state, mesh = states.on_one_mesh(call, state)
         return state, Workers(mesh, *self._axes)
+
+    def target(self, like: Any) -> Target:
+        """What `restore` is asked for."""
+        return Target(like, *self.on_mesh("restore(like)", like))
 
     def _set_refused_aside(self) -> None:
         """Renames what was passed over, so that its step is free; somebody may still read it."""
@@ -357,11 +352,11 @@ class Checkpoints:
         self._refused.clear()
         self._manager.reload()
 
-    def _newest(self, steps: list[int], like: Any, target: Layout, workers: str) -> Restored:
+    def _newest(self, steps: list[int], target: Target, workers: str) -> Restored:
         problems: dict[int, str] = {}
         for step in reversed(steps):
             try:
-                found = self._restored(step, like, target, workers)
+                found = self._restored(step, target, workers)
             except Damaged as problem:
                 problems[step] = str(problem)
                 continue
@@ -374,15 +369,12 @@ class Checkpoints:
             raise FileNotFoundError(f"no checkpoint in {self.directory}")
         raise Damaged(f"no checkpoint in {self.directory} is whole: {'; '.join(problems.values())}")
 
-    def _restored(self, step: int, like: Any, target: Layout, workers: str) -> Restored:
+    def _restored(self, step: int, target: Target, workers: str) -> Restored:
         about = self._about(step)
-        saved = Layout.from_json(about["layout"])
-        reshard.check_same_model(self._name(step), saved, target)
-        places = placing.places(saved, target, like, about["keys"])
-        arrays = self._arrays(step, places, about["sums"])
-        keep = workers == "keep"
-        state = placing.placed(saved, target, like, arrays, about["keys"], keep)
-        return Restored(state, about["data"], step)
+        saved = leaves.from_json(about["leaves"])
+        leaves.check_same_model(self._name(step), saved, target.leaves)
+        arrays = self._arrays(step, saved, target)
+        return Restored(target.made(saved, arrays, workers == "keep"), about["data"], step)
 
     def _about(self, step: int) -> dict[str, Any]:
         folder = self.directory / str(step) / "about"
@@ -393,17 +385,22 @@ class Checkpoints:
         if any_process(not whole):
             version = about.get("format") if isinstance(about, dict) else None
             if isinstance(version, int) and version != FORMAT:
-                raise ValueError(f"{self._name(step)} has format {version}{_of_format(version)}")
+                written = f"0.{version}" if version < FORMAT else "a newer version"
+                raise ValueError(
+                    f"{self._name(step)} has format {version}, and this version of lioncub_jax reads "
+                    f"format {FORMAT}: read it with the one that wrote it, {written}"
+                )
             raise Damaged(
                 f"{self._name(step)} is damaged: its description is not as it was written"
             )
         return about["body"]
 
-    def _arrays(self, step: int, places: dict[str, Any], sums: dict[str, Any]) -> dict[str, Any]:
+    def _arrays(self, step: int, saved: dict[str, Leaf], target: Target) -> dict[str, Any]:
         folder = self.directory / str(step) / "arrays"
+        places = {name: target.place(name, leaf) for name, leaf in saved.items()}
         arrays = self._read(step, "its arrays", lambda: _read_arrays(folder, places))
         found, _ = checksums(arrays)
-        wrong = [path for path in sums if found[path] != sums[path]]
+        wrong = sorted(path for path, leaf in saved.items() if found[path] != leaf.sums)
         if wrong:
             raise Damaged(
                 f"{self._name(step)} is damaged: state{wrong[0]}"
@@ -441,19 +438,6 @@ def check_rule(workers: str) -> None:
         raise ValueError(f"workers={workers!r}: give one of {', '.join(map(repr, RULES))}")
 
 
-def _axes_of(
-    axis_name: AxisName | Workers, group_axis: AxisName | None
-) -> tuple[AxisName, AxisName | None]:
-    if not isinstance(axis_name, Workers):  # itself a tuple
-        return axis_name, group_axis
-    if group_axis is not None:
-        raise ValueError(
-            f"group_axis={group_axis!r}: the workers that are given as axis_name know theirs, "
-            f"{axis_name.group_axis!r}; leave it out"
-        )
-    return axis_name.axis_name, axis_name.group_axis
-
-
 def _check_folder(directory: Path) -> None:
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"{directory} is a file: give a folder for the checkpoints")
@@ -469,7 +453,7 @@ def _check_folder(directory: Path) -> None:
 
 def _is_checkpoint(path: Path) -> bool:
     """A checkpoint, one that is not complete, or a damaged one; or the name of the run."""
-    if path.name in (RUN, f"{RUN}{NEW}"):
+    if path.name == RUN or (path.name.startswith(RUN) and path.suffix == own.PART):
         return path.is_file()
     name = r"\d+(\.orbax-checkpoint-tmp.*|\.damaged(-\d+)?)?"
     return path.is_dir() and re.fullmatch(name, path.name) is not None
@@ -555,18 +539,6 @@ def _read_arrays(folder: Path, places: dict[str, Any]) -> dict[str, Any]:
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:200]}"
-
-
-def _of_format(version: int) -> str:
-    if version < FORMAT:
-        return (
-            ", that of lioncub_jax 0.1, whose momentum lies in rows of 64 that this version cannot read: "
-            "finish the run with 0.1, or restore the checkpoint there and save its parameters"
-        )
-    return (
-        f" and this version of lioncub_jax reads format {FORMAT}: install the version that wrote it, or "
-        "a newer one"
-    )
 
 
 # --- Descriptions

@@ -5,29 +5,32 @@ a second, and every few steps there is another. What all workers have, every mac
 copy of. The slices of momentum that owners hold nobody else has, so another machine keeps a copy of them.
 """
 
-import functools
 import os
+import pickle
 import socket
 import threading
 import time
 import zlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax import checks, own, wires
-from lioncub_jax.checkpoint import placing, reshard, states, tiles
-from lioncub_jax.checkpoint.found import Found, Name, names_in
+from lioncub_jax import axes, checks, own
+from lioncub_jax.checkpoint import leaves, states, tiles
+from lioncub_jax.checkpoint.found import About, Found, Name, names_in
+from lioncub_jax.checkpoint.leaves import Layout
 from lioncub_jax.checkpoint.manager import Checkpoints, Restored, as_json, check_rule
-from lioncub_jax.checkpoint.reshard import Layout
+from lioncub_jax.checkpoint.tiles import Tile
 from lioncub_jax.layout import Holder
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.mesh.processes import told
-from lioncub_jax.mesh.sums import untyped
+from lioncub_jax.mesh.specs import product
 
 GENERATIONS = 3  # a process that writes is at most one behind, and nothing is taken from under it
 
@@ -99,13 +102,14 @@ class Snapshots:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         own.check(f"{self.folder}, for snapshots,", self.folder.stat())
         self._start = int(told(time.time_ns() // 1_000_000)[0])
-        for path in self.folder.glob(f"*{tiles.PART}"):  # halves, of processes that were killed
+        for path in self.folder.glob(f"*{own.PART}"):  # halves, of processes that were killed
             path.unlink(missing_ok=True)
         told(None)
         self._run = checkpoints.run()
         self._calls = self._copies = self._saves = 0
         self._writing: threading.Thread | None = None
         self._failed: BaseException | None = None
+        self._sending: dict[Layout, Any] = {}
 
     def __enter__(self) -> "Snapshots":
         return self
@@ -130,12 +134,8 @@ class Snapshots:
         states.check_there("snapshots(state)", state)
         state, workers = self._checkpoints.on_mesh("snapshots(state)", state)
         step = states.step_of(state, None)
-        layout = reshard.layout_of(state, workers)
-        arrays, keys = placing.words(state)
-        about = {
-            "run": self._run, "layout": layout.as_json(), "keys": keys,
-            "data": as_json(data), "who": {p: list(tiles.holders_of(x).items()) for p, x in arrays.items()},
-        }  # fmt: skip
+        layout, arrays = leaves.layout_of(state, workers), leaves.arrays_of(state)
+        about = About(self._run, layout, as_json(data), tiles.all_of(arrays))
         files = [("own", about, tiles.copied(arrays))]
         if self._buddies and self._calls >= self._copies:
             self._copies = self._calls + self._buddies
@@ -162,7 +162,7 @@ class Snapshots:
         """Forgets all snapshots of this machine, as before going back to an older checkpoint."""
         self.wait()
         told(None)  # nobody writes any more
-        for path in (*map(self._path, names_in(self.folder)), *self.folder.glob(f"*{tiles.PART}")):
+        for path in (*map(self._path, names_in(self.folder)), *self.folder.glob(f"*{own.PART}")):
             path.unlink(missing_ok=True)
         told(None)
 
@@ -189,27 +189,23 @@ class Snapshots:
         """
         self.wait()
         check_rule(workers)
-        wanted: Any = jax.tree.structure(like)
-        placed_like, present = self._checkpoints.on_mesh("restore(like)", like)
-        target = reshard.layout_of(placed_like, present)
+        target = self._checkpoints.target(like)
         found = Found(self.folder, self._run, self._checkpoints.directory)
         self._checkpoints.wait()
         disk = int(min(told(max(self._checkpoints.steps(), default=-1))))  # what all of them see
         for key, whole in found.best_first():
-            read = None
-            if key[0] > disk or (whole and key[0] == disk):
-                read = found.read(key, placed_like, target, workers == "keep")
-            if read is not None:
-                state, data = read
-                return Restored(jax.tree.unflatten(wanted, jax.tree.leaves(state)), data, key[0])
+            newer = key[0] > disk or (whole and key[0] == disk)
+            if newer and (read := found.read(key, target, workers == "keep")):
+                return Restored(*read, key[0])
         return self._checkpoints.restore(like, workers=workers) if disk >= 0 else None
 
-    def _write(self, step: int, files: list[tuple[str, dict[str, Any], list[tiles.Tile]]]) -> None:
+    def _write(self, step: int, files: list[tuple[str, About, dict[Tile, np.ndarray]]]) -> None:
         try:
             for kind, about, parts in files:
                 me = jax.process_index(), jax.process_count()
                 name = Name(step, self._start, self._saves, *me, kind)
-                tiles.write(self._path(name), about, parts)
+                numbered = {k: parts[tile] for k, tile in enumerate(about.tiles) if tile in parts}
+                own.seal(self._path(name), pickle.dumps((about, numbered)))
                 self._tidy(name)
         except BaseException as error:  # raised by the next call, which is not lost
             self._failed = error
@@ -233,25 +229,24 @@ class Snapshots:
     def lower(self, state: Any) -> jax.stages.Lowered:
         """The program that sends the owners' slices to their buddies, for the accounting of bytes."""
         state, workers = self._checkpoints.on_mesh("lower(state)", state)
-        owned = _owned(placing.words(state)[0], reshard.layout_of(state, workers))
-        return _sending(workers, _specs(owned), _shift(workers)).lower(owned)
+        owned = _owned(leaves.arrays_of(state), leaves.layout_of(state, workers))
+        return _sending(owned, workers)[0].lower(owned)
 
     def _of_others(
         self, arrays: dict[str, jax.Array], layout: Layout, workers: Workers
-    ) -> list[tiles.Tile]:
-        owned = _owned(arrays, layout)
-        if not owned:
-            return []
-        shift = _shift(workers)
-        sent = _sending(workers, _specs(owned), shift)(owned)
-        before = _devices_before(workers, shift)
+    ) -> dict[Tile, np.ndarray]:
+        """The slices of the workers whose buddies this process has, in bfloat16."""
+        if all(x.leaf.holder is not Holder.OWNER for x in layout.arrays):
+            return {}
+        if layout not in self._sending:  # processes ask each other, and machines do not change
+            self._sending[layout] = _sending(_owned(arrays, layout), workers)
+        send, rows = self._sending[layout]
         found = {}
-        for path, x in sent.items():
-            places = x.sharding.devices_indices_map(x.shape)
-            for shard in x.addressable_shards:
-                index = tiles.index_of(places[before[shard.device]], x.shape)
-                found[path, index] = np.array(shard.data).view(jnp.bfloat16)
-        return [tiles.Tile(*key, value) for key, value in found.items()]
+        for (path, (first, *rest)), half in tiles.copied(send(_owned(arrays, layout))).items():
+            start = (first[0] - rows[path]) % len(arrays[path])
+            index = (start, start + first[1] - first[0]), *rest
+            found[path, index] = half.view(jnp.bfloat16)
+        return found
 
 
 def _check_folder(folder: Path) -> None:
@@ -263,67 +258,43 @@ def _check_folder(folder: Path) -> None:
 
 
 def _owned(arrays: dict[str, jax.Array], layout: Layout) -> dict[str, jax.Array]:
-    """What only its owner has; the counts beside it everybody has."""
-
-    def is_slice(stored: reshard.Stored) -> bool:
-        return stored.holder is Holder.OWNER and stored.place is not None and stored.shape != ()
-
-    return {path: x for path, x in arrays.items() if is_slice(layout.arrays[path])}
+    """What only its owner has, each worker its rows; the counts beside it everybody has."""
+    slices = (x.path for x in layout.arrays if x.leaf.holder is Holder.OWNER and x.by_worker)
+    return {path: arrays[path] for path in slices}
 
 
-@functools.cache  # processes ask each other, and machines do not change
-def _shift(workers: Workers) -> int:
-    """How many places further a worker's buddy is: on another machine, if there is one for all."""
-    each = _by_worker(workers)
-    if len(each) == 1:
+def _sending(owned: dict[str, jax.Array], workers: Workers) -> tuple[Any, dict[str, int]]:
+    """The program that sends the rows of each array to the buddies, and by how many rows they move."""
+    shift, count = _shift(workers)
+    rows = {path: shift * (len(x) // count) for path, x in owned.items()}
+
+    def send(owned: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        # As bits, which no compiler widens on the way.
+        bits = partial(jax.lax.bitcast_convert_type, new_dtype=jnp.uint16)
+        halves = {path: bits(x.astype(jnp.bfloat16)) for path, x in owned.items()}
+        return {path: jnp.roll(x, rows[path], axis=0) for path, x in halves.items()}
+
+    return jax.jit(send, out_shardings={path: x.sharding for path, x in owned.items()}), rows
+
+
+def _shift(workers: Workers) -> tuple[int, int]:
+    """How many places further a worker's buddy is, on another machine if it can be; and of how many."""
+    names = axes.names(workers.axis)
+    count = product(workers.mesh.shape, names)
+    if count == 1:
         raise ValueError(
             "a buddy holds a copy of another worker's slices, and there is one worker: give "
             "Snapshots(..., buddies=0)"
         )
-    machines = told(zlib.crc32(socket.gethostname().encode()))
-    count = len(each)
+    lies: Any = NamedSharding(workers.mesh, P(names)).devices_indices_map((count,))
+    processes: list[list[int]] = [[] for _ in range(count)]  # of each worker's devices
+    for device, (place,) in lies.items():
+        processes[place.start or 0].append(device.process_index)
+    each = np.array(processes)
+    machines = np.array(told(zlib.crc32(socket.gethostname().encode())))
 
     def apart(shift: int) -> tuple[int, int]:
-        pairs = [
-            (a, b)
-            for i in range(count)
-            for a, b in zip(each[i], each[(i + shift) % count], strict=True)
-        ]
-        hosts = sum(machines[a.process_index] != machines[b.process_index] for a, b in pairs)
-        return hosts, sum(a.process_index != b.process_index for a, b in pairs)
+        buddies = np.roll(each, -shift, axis=0)
+        return np.sum(machines[each] != machines[buddies]), np.sum(each != buddies)
 
-    return max(range(1, count), key=lambda shift: (apart(shift), -shift))
-
-
-def _by_worker(workers: Workers) -> np.ndarray:
-    """``[workers, others]`` devices."""
-    mesh, names = workers.mesh, wires.names(workers.axis_name)
-    axes = [mesh.axis_names.index(name) for name in names]
-    rest = [d for d in range(mesh.devices.ndim) if d not in axes]
-    count = int(np.prod([mesh.devices.shape[d] for d in axes]))
-    return mesh.devices.transpose(*axes, *rest).reshape(count, -1)
-
-
-def _devices_before(workers: Workers, shift: int) -> dict[Any, Any]:
-    """The device whose slices each device is sent."""
-    each = _by_worker(workers)
-    return dict(zip(each.flat, np.roll(each, shift, axis=0).flat, strict=True))
-
-
-def _specs(owned: dict[str, jax.Array]) -> tuple[tuple[str, P], ...]:
-    return tuple((path, x.sharding.spec) for path, x in owned.items())  # type: ignore[attr-defined]
-
-
-@functools.cache
-def _sending(workers: Workers, specs: tuple[tuple[str, P], ...], shift: int) -> Any:
-    def send(owned: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        # As bits, which no compiler widens on the way.
-        def sent(x: jax.Array) -> jax.Array:
-            half = jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
-            return wires.from_worker_before(half, workers.axis_name, shift)
-
-        return {path: sent(x) for path, x in owned.items()}
-
-    lies, mesh = dict(specs), untyped(workers.mesh)
-    run = jax.shard_map(send, mesh=mesh, in_specs=(lies,), out_specs=lies, check_vma=False)
-    return jax.jit(run)
+    return max(range(1, count), key=lambda shift: (apart(shift), -shift)), count

@@ -9,11 +9,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax.checkpoint.reshard import field_of, paths_of
+from lioncub_jax.checkpoint.leaves import field_of, paths_of
 from lioncub_jax.mesh import boxes
-from lioncub_jax.mesh.keys import is_key, of_words, words_of
 from lioncub_jax.mesh.placement import Workers
-from lioncub_jax.mesh.processes import put
+from lioncub_jax.mesh.processes import is_key, of_words, put, words_of
 
 NUMBERS = bool, int, float, complex, np.generic, np.ndarray
 
@@ -30,7 +29,7 @@ def step_of(state: Any, given: Any) -> int:
     if not leaves:
         raise TypeError(
             f"save(state) got a {type(state).__name__} without a step: give save(state, step=...), or a "
-            "state with a field 'step', such as a TrainState"
+            "state with a field 'step', such as a StepState"
         )
     step = leaves[0]
     if len(leaves) > 1 or jnp.shape(step) or not jnp.issubdtype(jnp.result_type(step), jnp.integer):
