@@ -36,7 +36,7 @@ def loss(params, batch):
 
 
 def cub(workers):
-    return lc.lion_cub(1e-3, axis_name=workers)
+    return lc.lion_cub(1e-3, workers=workers)
 
 
 def on_mesh(tx, mesh):
@@ -76,7 +76,7 @@ def test_before_the_vote_state_is_each_workers_own_and_after_it_the_same_for_all
     )  # fmt: skip
 
     def tx(workers):
-        vote = lc.scale_by_lion_cub(axis_name=workers)
+        vote = lc.scale_by_lion_cub(workers=workers)
         return optax.chain(*before, vote, *after, optax.scale(-1e-3))
 
     params, opt_state = run(tx, mesh)
@@ -150,13 +150,13 @@ def test_accumulating_over_steps_moves_at_the_last():
 
 def test_inside_a_shard_map_of_the_callers_the_step_is_the_same():
     def votes(workers):
-        owner = lc.owner_lion(1e-3, axis_name=workers)
+        owner = lc.owner_lion(1e-3, workers=workers)
         return optax.partition({"vote": cub(workers), "rest": owner}, LABELS)
 
     workers, tx, _ = on_mesh(votes, "data")
 
     def step(params, opt_state, batch):
-        _, grads = lc.local_value_and_grad(loss, workers)(params, batch)
+        _, grads = lc.local_value_and_grad(loss, workers=workers)(params, batch)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 

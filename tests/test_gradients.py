@@ -71,13 +71,6 @@ def test_every_worker_has_the_gradient_of_its_own_rows_and_of_all_class_weights(
     assert [one.payload_bytes for one in found if "data" in one.axes] == [4]  # the loss
 
 
-def test_each_device_of_a_group_has_its_own_gradient():
-    groups = lc.Workers(lc.mesh.two_level_mesh(2, devices=jax.devices()[:W]), "node", "device")
-    _, grads = jax.jit(lc.worker_value_and_grad(plain, groups))(PARAMS, X)
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-5)
-    jax.tree.map(close, grads, each_alone(plain, PARAMS, X)[1])
-
-
 def test_within_a_worker_explicit_types_hold_what_a_loss_takes_and_returns():
     workers, rows = workers_of(AxisType.Explicit), P(("data", "tensor"))
     specs = rows, P("tensor"), P("data", "tensor"), rows
@@ -108,25 +101,6 @@ def test_within_a_worker_explicit_types_hold_what_a_loss_takes_and_returns():
 SEEN = ["float32[2@tensor,6]", "float32[6@tensor]", "float32[6@tensor]"]
 
 # --- What arguments and results are to the workers
-
-
-def test_what_a_loss_says_besides_is_of_the_whole_batch_or_each_workers_own():
-    def with_aux(params, model_state, batch, key):
-        out = batch["x"] @ params["w"]
-        said = {"out": out, "mean": jnp.mean(out), "right": jnp.sum(out > batch["least"])}
-        return jnp.mean(out), (model_state + batch["x"].mean(0), said)
-
-    kinds = OWN, {"out": BATCH, "mean": SAME, "right": SAME}
-    grad_fn = grad_of(with_aux, has_aux=True, in_kinds=(OWN, BATCH, None), aux_kinds=kinds)
-    before, batch = np.arange(4 * 6.0).reshape(4, 6), {"x": X, "least": 0.25}
-    (value, (after, said)), _ = jax.jit(grad_fn)(PARAMS, before, batch, jax.random.key(0))
-    out = X @ np.asarray(PARAMS["w"])
-    np.testing.assert_allclose(said["out"], out, rtol=1e-5)
-    np.testing.assert_allclose([value, said["mean"]], [out.mean()] * 2, rtol=1e-5)
-    assert int(said["right"]) == (out > 0.25).sum()
-    wanted = before + X.reshape(W, ROWS, 6).mean(1)
-    np.testing.assert_allclose(after, wanted, rtol=1e-5, atol=1e-6)
-    assert after.sharding.spec[0] == "data"
 
 
 @on_both_kinds
@@ -264,10 +238,6 @@ MESH = (
 )
 HINTS = [
     (constrained(lambda: P("data", None, "tensor")), MESH),
-    (
-        constrained(lambda: NamedSharding(workers_of().mesh, P("data"))),
-        "by P('data',): ... " + MESH,
-    ),
     (at_the_end, MESH),
     (at_once, "jax.ensure_compile_time_eval ... compute with NumPy, or before the loss"),
     (looked_up, "nnx.Embed(out_sharding=...) ... leave it out ... .at[tokens].get(out_sharding="),
@@ -289,7 +259,7 @@ def test_logical_names_become_axes_by_the_rules():
     params = nn.Dense(8, kernel_init=init).init(jax.random.key(0), TEXT)["params"]
     with nn.logical_axis_rules(RULES):
         assert lc.mesh.specs_of(params) == {"kernel": P(None, "tensor"), "bias": P()}
-    with pytest.raises(ValueError, match=r"has 'none'; of a logical name flax.linen.logical_to"):
+    with pytest.raises(ValueError, match=r"'none'.* of a logical name flax.linen.logical_to"):
         workers_of().cut(nn.meta.unbox(params), lc.mesh.specs_of(params))
 
 
@@ -383,13 +353,12 @@ REFUSED = [
     ),
     (kinds_of((SAME, SAME), X, WEIGHTS), NO_BATCH),
     (kinds_of((BATCH, OWN), X, WEIGHTS), "'weights' has shape (1000,) ... dimension of 4"),
-    (kinds_of((BATCH, OWN), X, 1.0), "'weights' is a number"),
+    (kinds_of((BATCH, OWN), X, 1.0), "'weights' has shape () ... dimension of 4"),
     (kinds_of((BATCH, FOLDED), X, WEIGHTS), "'weights' is folded, but no typed"),
     (kinds_of((BATCH,), X, WEIGHTS), "in_kinds has 1 entries for 2"),
     (kinds_of(("batch", "same"), X, WEIGHTS), "'batch' is no kind ... training.batch"),
     (of_workers(with_statistics, X, has_aux=True), MISSING),
     (of_workers(with_statistics, X, has_aux=True, aux_kinds=SAME), MISSING),
-    (lambda: grad_of(plain)(PARAMS, x=X), "['x'] are given by name: give them by place"),
     (
         lambda: grad_of(of_net, has_aux=True)(net(nnx.BatchNorm(32, rngs=nnx.Rngs(0))), X),
         "state of its own: ... mean ... make_train_step what from_nnx",
@@ -422,9 +391,8 @@ def test_a_key_that_the_loss_closes_over_is_warned_of():
 APART = np.random.default_rng(0).normal(size=(2, 8, 2, 4)).astype(np.float32)
 
 
-def run_pmap(alike=False, apart=0.0, mask=None):
-    tx = lc.lion_cub(1e-3, axis_name="data")
-    tx = tx if mask is None else optax.masked(tx, mask)
+def run_pmap(alike=False, apart=0.0):
+    tx = lc.lion_cub(1e-3, workers="data")
 
     def loss(params, batch):
         return jnp.mean((batch @ params["w"]) ** 2) + jnp.sum(params["b"] * batch.mean())
@@ -474,8 +442,3 @@ def test_the_mode_that_warns_and_the_one_that_does_not_look():
         run_pmap(alike=True)
     finally:
         lc.watch.mode(before)
-
-
-def test_leaves_that_are_masked_from_the_vote_are_warned_of():
-    with pytest.warns(UserWarning, match=r"the leaves \['b'\] are masked from the vote"):
-        run_pmap(mask={"w": True, "b": False})

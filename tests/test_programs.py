@@ -28,9 +28,9 @@ def loss(params, batch, rng):
 def made(folder, rate=1e-3, count=4, **options):
     """A step and a state."""
     workers = workers_of(count)
-    tx = lc.lion_cub(rate, axis_name=workers)
+    tx = lc.lion_cub(rate, workers=workers)
     state = lc.init_state(tx, {"w": jnp.ones((8, 3))}, workers)
-    return lc.make_train_step(loss, tx, workers, programs=folder, **options), state
+    return lc.make_train_step(loss, tx, workers).compiled(options, folder), state
 
 
 def batch(rows=8):
@@ -64,7 +64,7 @@ def test_other_shapes_devices_and_options_have_programs_of_their_own(tmp_path):
     assert len(programs(tmp_path)) == 2
     trained(*made(tmp_path, count=2))
     assert len(programs(tmp_path)) == 3
-    trained(*made(tmp_path, compiler_options={"xla_cpu_enable_fast_math": True}))
+    trained(*made(tmp_path, xla_cpu_enable_fast_math=True))
     assert len(programs(tmp_path)) == 4
     # One step with two shapes has both, and may go back.
     step, state = made(tmp_path)
@@ -135,19 +135,6 @@ def test_a_program_that_others_may_write_is_not_run(tmp_path):
     trained(*made(tmp_path))  # it was written again: no warning
 
 
-def test_a_compiled_step_is_kept_too_and_can_be_read(tmp_path):
-    step, state = made(tmp_path)
-    first = step.compile(state, batch())
-    again = made(tmp_path)[0].compile(state, jax.ShapeDtypeStruct((8, 8), jnp.float32))
-    assert len(programs(tmp_path)) == 1
-    mesh = workers_of().mesh
-    found = [
-        lc.traffic.collectives(x, mesh)
-        for x in (first, again, made(None)[0].compile(state, batch()))
-    ]
-    assert found[0] == found[1] == found[2] and found[0]
-
-
 def test_a_step_that_cannot_be_kept_is_said_and_runs(tmp_path):
     folder = tmp_path / "programs"
     step, state = made(folder)
@@ -196,7 +183,7 @@ def test_what_is_kept_beside_jaxs_own_cache_is_whole(tmp_path):
 def test_the_first_step_is_told_to_the_run_that_started_it(tmp_path, monkeypatch):
     monkeypatch.setenv("LIONCUB_STEPPED", str(tmp_path / "stepped"))
     step, state = made(None)
-    step.compile(state, batch())
+    step.lower(state, batch()).compile()
     assert not (tmp_path / "stepped").exists()
     step(state, batch())
     assert (tmp_path / "stepped").exists()
@@ -215,9 +202,9 @@ def loss(params, batch, rng):
     return jnp.mean((hidden - jax.lax.pmean(hidden.mean(0), "data")) ** 2)
 
 workers = workers_of()
-tx = lc.lion_cub(1e-3, axis_name=workers)
+tx = lc.lion_cub(1e-3, workers=workers)
 state = lc.init_state(tx, {"w": jnp.ones((8, 256))}, workers)
-lc.make_train_step(loss, tx, workers, programs=sys.argv[1])(state, np.ones((8, 8), "f"))
+lc.make_train_step(loss, tx, workers).compiled(programs=sys.argv[1])(state, np.ones((8, 8), "f"))
 """
 
 

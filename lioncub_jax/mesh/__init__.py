@@ -1,7 +1,6 @@
 """Where arrays lie on a mesh: workers, the axes inside of them, and what types say of both."""
 
-from lioncub_jax.mesh.inner import inner
 from lioncub_jax.mesh.placement import Workers, two_level_mesh
-from lioncub_jax.mesh.specs import specs_of
+from lioncub_jax.mesh.specs import inner, specs_of
 
 __all__ = ["Workers", "inner", "specs_of", "two_level_mesh"]

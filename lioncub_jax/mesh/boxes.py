@@ -14,13 +14,17 @@ from jax.sharding import PartitionSpec as P
 from lioncub_jax.mesh.specs import flax_in_use, shortened
 
 
-def is_box(x: Any) -> bool:
-    """Whether something is a box of flax with the name of each dimension in it, or room for it."""
+def _kinds() -> tuple[type, ...]:
     if not flax_in_use():
-        return False
+        return ()
     from flax import linen, nnx
 
-    return isinstance(x, (linen.Partitioned, nnx.Variable))
+    return linen.Partitioned, nnx.Variable
+
+
+def is_box(x: Any) -> bool:
+    """Whether something is a box of flax with the name of each dimension in it, or room for it."""
+    return isinstance(x, _kinds())
 
 
 def boxes_of(tree: Any) -> list[Any]:
@@ -29,17 +33,8 @@ def boxes_of(tree: Any) -> list[Any]:
 
 
 def of_linen(x: Any) -> bool:
-    """Whether something is a box of flax linen."""
-    if not is_box(x):
-        return False
-    from flax import linen
-
-    return isinstance(x, linen.Partitioned)
-
-
-def are_of_linen(tree: Any) -> bool:
-    """Whether there are boxes of flax linen in a tree, which always have names."""
-    return any(map(of_linen, boxes_of(tree)))
+    """Whether something is a box of flax linen, which always has names."""
+    return isinstance(x, _kinds()[:1])
 
 
 def opened(tree: Any) -> Any:
@@ -50,8 +45,6 @@ def opened(tree: Any) -> Any:
 def boxed_like(like: Any, tree: Any) -> Any:
     """The arrays of a tree in the boxes of another one; trees that differ in more stay as they are."""
     wanted: Any = jax.tree.structure(like)
-    if jax.tree.structure(tree) == wanted:
-        return tree
     leaves = jax.tree.leaves(tree)
     bare: Any = jax.tree.structure(like, is_leaf=_is_place)
     if jax.tree.structure(tree, is_leaf=_is_place) != bare or len(leaves) != wanted.num_leaves:
@@ -72,9 +65,10 @@ def named(state: Any, specs: Any, params: Any, workers: Sequence[str]) -> Any:
       params: parameters of which some are boxed; else nothing is.
       workers: their axes.
     """
-    if not boxes_of(params):
+    boxes = boxes_of(params)
+    if not boxes:
         return state
-    box = _partitioned if are_of_linen(params) else _variable
+    box = _partitioned if any(map(of_linen, boxes)) else _variable
 
     def name(x: Any, spec: Any) -> Any:
         entries = jax.tree.leaves(spec)

@@ -1,18 +1,25 @@
 """Several processes: what they tell each other, and how what each has on its host comes onto a mesh of all.
 
-Whoever asks is answered when all have asked.
+Whoever asks is answered when all have asked. Random keys are no numbers: what lies on devices, is summed up
+and is kept are their words.
 """
 
 import json
+import warnings
 import zlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from lioncub_jax.mesh.keys import is_key, of_words, words_of
+from lioncub_jax.mesh.placement import Workers
+from lioncub_jax.mesh.specs import axes_of, product
+
+_ONE = "a global jax.Array, such as jax.make_array_from_callback makes"
 
 
 def any_process(flag: bool) -> bool:
@@ -45,6 +52,24 @@ def _from_each(x: np.ndarray) -> np.ndarray:
     from jax.experimental import multihost_utils  # not loaded for a single process
 
     return np.asarray(multihost_utils.process_allgather(x))
+
+
+def is_key(x: Any) -> bool:
+    """Whether something is an array of typed random keys."""
+    dtype = getattr(x, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def words_of(x: Any) -> Any:
+    """An array; of random keys their words, ``uint32[..., words]``."""
+    return jax.random.key_data(x) if is_key(x) else x
+
+
+def of_words(words: jax.Array, like: Any) -> jax.Array:
+    """What `words_of` made of an array like that one."""
+    return (
+        jax.random.wrap_key_data(words, impl=jax.random.key_impl(like)) if is_key(like) else words
+    )
 
 
 def is_own(x: Any, sharding: NamedSharding) -> bool:
@@ -90,3 +115,99 @@ def check_same(call: str, tree: Any, sharding: NamedSharding) -> None:
 def checksum(x: Any, before: int = 0) -> int:
     """Of the bytes of an array, and of what was summed up before."""
     return zlib.crc32(np.ascontiguousarray(words_of(x)).tobytes(), before)
+
+
+class Batches:
+    """Where the batches of a step lie, and what must fit.
+
+    A mesh cuts a batch into parts. Of an array that a process alone has, such as one of NumPy, the rows
+    are those of the parts that its devices take, in the order of the parts.
+    """
+
+    def __init__(self, workers: Workers, spec: P, local_steps: int, accumulate: int):
+        self.mesh = mesh = workers.mesh
+        self._sharding, self._parts = (
+            NamedSharding(mesh, spec),
+            product(mesh.shape, axes_of(spec[0])),
+        )
+        self._steps = local_steps * accumulate
+        self._why = (
+            f"{workers.count} workers, {self._parts // workers.count} parts of each worker's by {spec}, "
+            f"{local_steps} local steps, {accumulate} gradient accumulation steps"
+        )
+        self._taken: dict[int, set[int]] = {}  # by process: parts
+        lies: Any = NamedSharding(mesh, P(*spec[:1])).devices_indices_map((self._parts,))
+        for device, (part,) in lies.items():
+            self._taken.setdefault(device.process_index, set()).add(part.start or 0)
+        self._rows: dict[str, float] = {}  # for a part, when processes compared theirs
+
+    def check(self, batch: Any) -> None:
+        """Has the processes compare what each gives, once, so that all raise where it does not fit."""
+        leaves = jax.tree_util.tree_leaves_with_path(batch)
+        own = {_name(path): x for path, x in leaves if is_own(x, self._sharding)}
+        me, crc = jax.process_index(), 0
+        rows = {name: _rows(x) / len(self._taken[me]) for name, x in own.items()}
+        if not own or rows == self._rows:
+            return
+        if self._rows:
+            raise ValueError(
+                f"process {me} gives {rows} rows for each part of the batch, and gave {self._rows} when "
+                "processes compared theirs: give as many in each step, or make another step for others"
+            )
+        for x in own.values():
+            crc = checksum(x, crc)
+        each = told([rows, crc])
+        seen: dict[Any, int] = {}  # parts, and checksums
+        for process, taken in self._taken.items():
+            if each[process][0] != rows:
+                raise ValueError(
+                    f"process {me} gives {rows} rows for each part of the batch, and process {process} "
+                    f"{each[process][0]}: give as many for each; drop or pad what is left over"
+                )
+            other = seen.setdefault(frozenset(taken), process)
+            if each[other][1] != each[process][1]:
+                raise ValueError(
+                    f"processes {other} and {process} take the same rows of the batch, and gave different "
+                    f"ones: give both the same, or cut the batch over the axes that lie between them, "
+                    f"which batch_spec={self._sharding.spec} does not name"
+                )
+            other = seen.setdefault(each[process][1], process)
+            if self._taken[other] != taken:
+                warnings.warn(
+                    f"processes {other} and {process} gave the same rows, so the batch has them twice: "
+                    f"each gives those of its own devices. Give what all have alike as {_ONE}",
+                    stacklevel=3,
+                )
+        for name, x in own.items():
+            self._rows_of_all(name, x)
+        self._rows = rows
+
+    def place(self, path: Any, x: Any) -> Any:
+        """An array of a batch, or the shape of a global one, on the mesh."""
+        rows = self._rows_of_all(_name(path), x)
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return x.update(sharding=self._sharding)
+        return put(x, self._sharding, rows)
+
+    def _rows_of_all(self, name: str, x: Any) -> int:
+        """How many rows an array has, those of other processes too."""
+        me, own = jax.process_index(), is_own(x, self._sharding)
+        taken, rows = len(self._taken[me]) if own else self._parts, _rows(x)
+        if rows == 0 or rows % (taken * self._steps):
+            whose = (
+                f": the rows of process {me} of {jax.process_count()}, whose devices take {taken} of "
+                f"{self._parts} parts. Give what all have alike as {_ONE}"
+            )
+            raise ValueError(
+                f"{name} has shape {jnp.shape(x)}: its first dimension must be a positive multiple of "
+                f"{taken * self._steps} ({self._why}){whose if own else ''}"
+            )
+        return rows // taken * self._parts
+
+
+def _name(path: Any) -> str:
+    return f"batch{jax.tree_util.keystr(path)}"
+
+
+def _rows(x: Any) -> int:
+    return jnp.shape(x)[0] if jnp.ndim(x) else 0

@@ -7,7 +7,7 @@ of the workers. A spec has one spelling here, so that nothing is compiled twice.
 import functools
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -83,13 +83,10 @@ def by_type(leaves: Sequence[jax.Array], workers: Sequence[str]) -> tuple[P, ...
 
 
 @functools.cache
-def shortened(spec: P, axes: tuple[str, ...] | None = None) -> P:
+def shortened(spec: P, axes: Collection[str] | None = None) -> P:
     """A spec with only the axes named, or all; one spelling for those that mean the same."""
-    entries: list[Any] = []
-    for entry in spec:
-        kept = tuple(n for n in axes_of(entry) if axes is None or n in axes)
-        entries.append(kept[0] if len(kept) == 1 else kept or None)
-    while entries and entries[-1] is None:
+    entries = [tuple(n for n in axes_of(e) if axes is None or n in axes) or None for e in spec]
+    while entries and not entries[-1]:
         entries.pop()
     return P(*entries)
 
@@ -155,27 +152,20 @@ def checked(specs: Any, params: Any, mesh: Mesh, workers: Sequence[str]) -> Any:
 def _check_spec(
     path: str, shape: tuple[int, ...], spec: P, mesh: Mesh, workers: Sequence[str]
 ) -> None:
-    if len(spec) > len(shape):
-        raise ValueError(f"{path} has shape {shape}, but its spec {spec} has {len(spec)} entries")
-    for dim, axes in enumerate(map(axes_of, spec)):
-        for axis in axes:
-            if axis not in mesh.axis_names:
-                raise ValueError(
-                    f"{path}: the mesh has axes {mesh.axis_names}, {spec} has {axis!r}; of a logical name "
-                    "flax.linen.logical_to_mesh(specs, rules) makes an axis"
-                )
-            if axis in workers:
-                raise ValueError(
-                    f"{path} has spec {spec}, but {axis!r} is an axis of the workers: each worker holds "
-                    "all parameters, cut over inner axes only. Put the workers on another axis, or "
-                    "shard parameters over an axis that is not in axis_name"
-                )
-        parts = product(mesh.shape, axes)
-        if shape[dim] % parts:
-            raise ValueError(
-                f"{path} has shape {shape} and spec {spec}: dimension {dim} is cut into {parts} parts, "
-                f"which do not divide {shape[dim]}; replicate it, or pad it"
-            )
+    if taken := {*axes_in(spec)} & {*workers}:
+        raise ValueError(
+            f"{path} has spec {spec}, but {taken.pop()!r} is an axis of the workers: each worker holds "
+            "all parameters, cut over inner axes only. Put the workers on another axis, or shard "
+            "parameters over an axis that is not theirs"
+        )
+    try:
+        NamedSharding(mesh, spec).shard_shape(shape)
+    except (ValueError, IndexError) as error:
+        raise ValueError(
+            f"{path} has shape {shape}, and cannot lie as {spec} on {dict(mesh.shape)} ({error}): "
+            "replicate it, or pad it; of a logical name flax.linen.logical_to_mesh(specs, rules) makes an "
+            "axis"
+        ) from error
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:
@@ -183,6 +173,11 @@ def axes_of(entry: Any) -> tuple[str, ...]:
     if entry is None:
         return ()
     return entry if isinstance(entry, tuple) else (entry,)
+
+
+def axes_in(spec: P) -> list[str]:
+    """The axes that cut an array."""
+    return [axis for entry in spec for axis in axes_of(entry)]
 
 
 def product(sizes: Mapping[str, int], axes: Iterable[str]) -> int:
@@ -206,8 +201,8 @@ def shard_shape(
 def check_batch_spec(spec: P, mesh: Mesh, workers: Sequence[str]) -> None:
     """Raises ``ValueError`` unless a batch's first dimension is cut over the workers before all else."""
     first = axes_of(spec[0]) if len(spec) else ()
-    unknown = [n for entry in spec for n in axes_of(entry) if n not in mesh.axis_names]
-    elsewhere = [n for entry in spec[1:] for n in axes_of(entry) if n in workers]
+    unknown = [n for n in axes_in(spec) if n not in mesh.axis_names]
+    elsewhere = [n for n in axes_in(P(*spec[1:])) if n in workers]
     if unknown or elsewhere or first[: len(workers)] != tuple(workers):
         example = P((*workers, *[n for n in mesh.axis_names if n not in workers]))
         raise ValueError(
@@ -217,21 +212,59 @@ def check_batch_spec(spec: P, mesh: Mesh, workers: Sequence[str]) -> None:
         )
 
 
-def parts(spec: P, mesh: Mesh) -> int:
-    """Into how many parts a spec cuts the first dimension."""
-    return product(mesh.shape, axes_of(spec[0])) if len(spec) else 1
-
-
 def stacked(specs: Any, axes: Sequence[str]) -> Any:
     """Specs of arrays with one more, leading dimension, cut over ``axes``."""
     return jax.tree.map(lambda spec: shortened(P(tuple(axes), *spec)), specs)
 
 
-def restrict(specs: Any, axes: Sequence[str]) -> Any:
+def restrict(specs: Any, axes: Iterable[str]) -> Any:
     """Specs with only the axes named."""
-    return jax.tree.map(functools.partial(shortened, axes=tuple(axes)), specs)
+    return jax.tree.map(functools.partial(shortened, axes=frozenset(axes)), specs)
 
 
 def cut_of(tree: Any) -> Any:
     """How arrays are cut over explicit axes, by their types."""
     return jax.tree.map(lambda x: jax.typeof(x).sharding.spec, tree)
+
+
+def inner(said: Any) -> Any:
+    """What a model says of a mesh, as it stands here: for models that also run for one worker.
+
+    Args:
+      said: a ``PartitionSpec``, a ``NamedSharding``, or a ``Mesh`` for the model's own ``jax.shard_map``.
+
+    Returns:
+      Inside ``shard_map``, or what `worker_value_and_grad` and `make_train_step` call: the spec (of the
+      sharding) without the axes that are taken, or the mesh of which the rest can be used. Elsewhere what
+      was given.
+
+    Raises:
+      TypeError: for anything else.
+
+    Example:
+      >>> import jax, lioncub_jax as lc
+      >>> def attend(x, mesh):
+      ...     cut = lc.mesh.inner(jax.P("data", "tensor"))
+      ...     own = jax.shard_map(lambda x: x * 2, mesh=lc.mesh.inner(mesh), in_specs=cut, out_specs=cut)
+      ...     return own(jax.lax.with_sharding_constraint(x, cut))
+      >>> lc.mesh.inner(jax.P("data", "tensor")) == jax.P("data", "tensor")  # no worker is here
+      True
+
+    Source: this library.
+    """
+    here = jax.sharding.get_abstract_mesh()
+    if not isinstance(said, (P, NamedSharding, Mesh)):
+        raise TypeError(
+            f"inner({said!r}): give a PartitionSpec, a NamedSharding or a Mesh; of a tree "
+            "jax.tree.map(lioncub_jax.mesh.inner, tree)"
+        )
+    if not here.manual_axes:
+        return said
+    if isinstance(said, Mesh):
+        return here
+    return without(said.spec if isinstance(said, NamedSharding) else said, here.manual_axes)
+
+
+def without(spec: P, taken: tuple[str, ...]) -> P:
+    """A spec without the axes that are taken."""
+    return shortened(spec, frozenset(axes_in(spec)).difference(taken))

@@ -15,8 +15,6 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax.mesh.specs import axes_of, cuts_of, product
-
 
 def checksums(
     arrays: dict[str, jax.Array],
@@ -65,16 +63,17 @@ def copies(arrays: dict[str, jax.Array]) -> dict[str, Copies]:
     paths = sorted(arrays)
     mesh = untyped(arrays[paths[0]].sharding.mesh)  # type: ignore[attr-defined]
     specs = tuple(arrays[path].sharding.spec for path in paths)  # type: ignore[attr-defined]
-    plain = [
-        jax.device_put(arrays[p], NamedSharding(mesh, s)) for p, s in zip(paths, specs, strict=True)
-    ]
+    lie = [NamedSharding(mesh, spec) for spec in specs]
+    plain = jax.device_put([arrays[path] for path in paths], lie)
     with jax.set_mesh(mesh):  # whatever mesh the caller has set
         found = np.asarray(_summing(mesh, specs)(plain))
-    places = np.arange(mesh.devices.size)[:, None]
-    return {
-        path: Copies(_by_copy(mesh, spec, found[:, i]), _by_copy(mesh, spec, places)[..., 0], mesh)
-        for i, (path, spec) in enumerate(zip(paths, specs, strict=True))
-    }
+    held = {}
+    for i, (path, x) in enumerate(zip(paths, plain, strict=True)):
+        starts = _starts(lie[i], x.shape)
+        # Those that hold the same shard, next to each other.
+        devices = np.argsort(starts, kind="stable").reshape(len({*starts}), -1).T
+        held[path] = Copies(found[devices, i], devices, mesh)
+    return held
 
 
 def untyped(mesh: Mesh) -> Mesh:
@@ -82,64 +81,52 @@ def untyped(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
-def cutting(spec: P) -> list[str]:
-    """The axes that cut an array."""
-    return [axis for entry in spec for axis in axes_of(entry)]
-
-
-def _by_copy(mesh: Mesh, spec: P, found: np.ndarray) -> np.ndarray:
-    """``[devices, n]`` as ``[copies, shards, n]`` of an array that is cut as the spec says."""
-    cut_by = cutting(spec)
-    whole = [d for d, axis in enumerate(mesh.axis_names) if axis not in cut_by]
-    parts = [mesh.axis_names.index(axis) for axis in cut_by]
-    shards = math.prod(mesh.shape[axis] for axis in cut_by)
-    in_order = found.reshape(*mesh.devices.shape, -1).transpose(*whole, *parts, mesh.devices.ndim)
-    return in_order.reshape(-1, shards, found.shape[-1])
-
-
 @functools.cache
 def _summing(mesh: Mesh, specs: tuple[P, ...]) -> Callable[[list[jax.Array]], jax.Array]:
     """Sums over what each device holds of each array, ``uint32[devices, arrays, 2]``, for every process."""
 
-    def of_device(arrays: list[jax.Array], starts: list[Any], shapes: Any) -> jax.Array:
-        sums = map(_checksum, arrays, (start[0] for start in starts), shapes)
-        return jnp.stack(list(sums))[None]
-
     def of_all(arrays: list[jax.Array]) -> jax.Array:
-        starts = [_starts(mesh, spec, x) for spec, x in zip(specs, arrays, strict=True)]
-        run = jax.shard_map(
-            functools.partial(of_device, shapes=[x.shape for x in arrays]),
-            mesh=mesh,
-            in_specs=(list(specs), P(mesh.axis_names)),
-            out_specs=P(mesh.axis_names),
-            check_vma=False,
-        )
-        return run(arrays, starts)
+        def of_device(own: list[jax.Array], starts: list[jax.Array]) -> jax.Array:
+            each = zip(own, starts, arrays, strict=True)
+            return jnp.stack([checksum(x, start[0], whole.shape) for x, start, whole in each])[None]
+
+        starts = [
+            _starts(NamedSharding(mesh, spec), x.shape).astype(np.uint32)
+            for spec, x in zip(specs, arrays, strict=True)
+        ]
+        every = P(mesh.axis_names)
+        over = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+        return over(of_device, in_specs=(list(specs), every), out_specs=every)(arrays, starts)
 
     return jax.jit(of_all, out_shardings=NamedSharding(mesh, P()))
 
 
-def _starts(mesh: Mesh, spec: P, x: jax.Array) -> np.ndarray:
-    """``uint32[devices]``: the number, in the whole array, of the first word that a device holds."""
-    at = dict(zip(mesh.axis_names, np.indices(mesh.devices.shape), strict=True))
-    starts = np.zeros(mesh.devices.shape, np.int64)
-    for d, axes in enumerate(cuts_of(tuple(spec), x.ndim)):
-        part = np.zeros_like(starts)
-        for axis in axes:
-            part = part * mesh.shape[axis] + at[axis]
-        starts += part * (math.prod(x.shape[d:]) // product(mesh.shape, axes))
-    words = max(1, x.dtype.itemsize // 4)
-    return (starts * words).reshape(-1).astype(np.uint32)
+@functools.cache
+def _starts(lies: NamedSharding, shape: tuple[int, ...]) -> np.ndarray:
+    """``int[devices]``: the number, in the whole array, of the first element that a device holds."""
+    held = lies.devices_indices_map(shape)
+    first = [[at.start or 0 for at in held[device]] for device in lies.mesh.devices.flat]
+    return np.array(first, int) @ _strides(shape)
 
 
-def _checksum(x: jax.Array, start: jax.Array, whole: tuple[int, ...]) -> jax.Array:
-    """``uint32[2]``: sums over the elements of a hash of bits and place, in the whole array."""
-    words = bits_of(x)
-    index = jnp.full(words.shape, start)
-    shape = *whole, *words.shape[len(whole) :]
-    for d in range(words.ndim):
-        stride = math.prod(shape[d + 1 :]) % 2**32
-        index += jax.lax.broadcasted_iota(jnp.uint32, words.shape, d) * jnp.uint32(stride)
+def _strides(shape: tuple[int, ...]) -> np.ndarray:
+    return np.array([math.prod(shape[d + 1 :]) for d in range(len(shape))], int)
+
+
+def checksum(x: jax.Array, start: Any = 0, whole: tuple[int, ...] | None = None) -> jax.Array:
+    """``uint32[2]``: sums over the elements of a hash of bits and place.
+
+    Args:
+      x: an array, or a shard of one.
+      start: of a shard the number of its first element in the whole array.
+      whole: of a shard the shape of that.
+    """
+    words, k = bits_of(x), max(1, x.dtype.itemsize // 4)
+    shape = words.shape if whole is None else (*whole[:-1], math.prod(whole[-1:]) * k)
+    index = jnp.full(words.shape, jnp.uint32(start) * k)
+    for d, stride in enumerate(_strides(shape)):
+        place = jax.lax.broadcasted_iota(jnp.uint32, words.shape, d)
+        index += place * jnp.uint32(stride % 2**32)
     # The hash is one to one in the bits, so that a change of one element cannot cancel.
     hashed = [_mix(words ^ _mix(index + jnp.uint32(seed))) for seed in (1, 0x9E3779B9)]
     return jnp.stack([jnp.sum(h, dtype=jnp.uint32) for h in hashed])
@@ -153,22 +140,14 @@ def _mix(h: jax.Array) -> jax.Array:
 
 
 def bits_of(x: jax.Array) -> jax.Array:
-    """The bits of every element, in words ``uint32``; elements of 8 bytes give two, in one more axis."""
-    if x.dtype == jnp.bool_:
-        return x.astype(jnp.uint32)
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        x = jnp.stack([x.real, x.imag], axis=-1)
-    width = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
-    return jax.lax.bitcast_convert_type(x, width).astype(jnp.uint32)
+    """The bits of all elements in words ``uint32``, one each, or two of 8 bytes along the last axis."""
+    return jnp.atleast_1d(x).view(_width(x.dtype)).astype(jnp.uint32)
 
 
-def of_bits(words: jax.Array, dtype: Any) -> jax.Array:
-    """Undoes `bits_of`."""
-    if dtype == jnp.bool_:
-        return words.astype(jnp.bool_)
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        part = jnp.finfo(dtype).dtype
-        both = of_bits(words, part)
-        return jax.lax.complex(both[..., 0], both[..., 1])
-    width = {1: jnp.uint8, 2: jnp.uint16}.get(jnp.dtype(dtype).itemsize, jnp.uint32)
-    return jax.lax.bitcast_convert_type(words.astype(width), dtype)
+def of_bits(words: jax.Array, like: jax.Array) -> jax.Array:
+    """Undoes `bits_of` of an array of that dtype and shape."""
+    return words.astype(_width(like.dtype)).view(like.dtype).reshape(like.shape)
+
+
+def _width(dtype: np.dtype) -> str:
+    return f"uint{8 * min(dtype.itemsize, 4)}"

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax import wires
-from lioncub_jax.mesh.keys import is_key
+from lioncub_jax import axes
 from lioncub_jax.mesh.placement import Workers
+from lioncub_jax.mesh.processes import is_key
 from lioncub_jax.mesh.specs import axes_of, product, shortened, spec_of
 
 
@@ -45,7 +45,6 @@ class Kind(enum.Enum):
 
 
 batch, same, own, folded = Kind
-_OPEN = "not given"
 _GIVE = "lioncub_jax.training.batch (cut over the workers), same (whole to each) or own ([workers, ...])"
 
 
@@ -63,51 +62,72 @@ def default_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(batch if i == 0 and sum(arrays) == 1 else None for i in range(len(args)))
 
 
-def of_arguments(loss_fn: Callable[..., Any], args: tuple[Any, ...], given: Any) -> list[Kind]:
-    """A `Kind` for each leaf of the arguments behind the parameters.
+def of_arguments(
+    loss_fn: Callable[..., Any], args: tuple[Any, ...], given: Any, workers: Workers
+) -> tuple[list[Kind], list[P]]:
+    """A `Kind` for each leaf of the arguments behind the parameters, and how it lies.
 
     Raises:
       TypeError: for kinds that are none, or that do not match the arguments.
-      ValueError: for an array without a kind, raw random keys too, and a loss without a batch.
+      ValueError: for an array without a kind, raw random keys too, one that does not divide over the
+        workers as its kind says, and a loss without a batch.
     """
-    given = default_of(args) if given is None else given
+    given = default_of(args) if given is None else tuple(given)
+    if len(given) != len(args):
+        raise TypeError(
+            f"in_kinds has {len(given)} entries for {len(args)}: give one for each argument behind the "
+            "parameters"
+        )
+    names = [*inspect.signature(loss_fn).parameters]
     leaves = jax.tree_util.tree_leaves_with_path(args)
-    kinds = _spread("in_kinds", given, args)
-    found = [_of_argument(loss_fn, *leaf, kind) for leaf, kind in zip(leaves, kinds, strict=True)]
-    if not any(kind in (batch, own) for kind in found):
+    kinds, specs = [], []
+    for (path, x), kind in zip(leaves, _spread(given, args), strict=True):
+        name = names[min(path[0].idx + 1, len(names) - 1)]
+        where = f"argument {name!r}{jax.tree_util.keystr(path[1:])}"
+        kinds.append(_of_argument(where, x, kind))
+        specs.append(_lies(kinds[-1], workers, x))
+        _check_shape(where, x, kinds[-1], specs[-1], workers)
+    if not any(kind in (batch, own) for kind in kinds):
         raise ValueError(
             "no array follows the parameters: give the batch as an argument of the loss, so that it is cut "
             "over the workers; one that the loss closes over would go whole to each of them"
         )
-    return found
+    return kinds, specs
 
 
-def _of_argument(loss_fn: Callable[..., Any], path: Any, x: Any, kind: Any) -> Kind:
-    where = f"argument {_argument(loss_fn, path)}"
-    if kind is folded or (is_key(x) and jnp.ndim(x) == 0 and kind in (_OPEN, batch)):
-        if not is_key(x) and not is_raw_key(x):
-            raise ValueError(
-                f"{where} is folded, but no typed random key: give jax.random.key(seed)"
-            )
-        return folded
+def _of_argument(where: str, x: Any, kind: Any) -> Kind:
+    if kind is folded and not (is_key(x) or is_raw_key(x)):
+        raise ValueError(f"{where} is folded, but no typed random key: give jax.random.key(seed)")
+    if kind not in (None, batch):
+        return kind
     if jnp.ndim(x) == 0:
-        if kind is own:
-            raise ValueError(
-                f"{where} is a number: what is each worker's own has shape [workers, ...]"
-            )
-        return same
-    if is_raw_key(x) and kind in (_OPEN, batch):
+        return folded if is_key(x) else same
+    if is_raw_key(x):
         raise ValueError(
             f"{where} looks like a raw random key, which all workers would share, or which would be cut "
             "like a batch: give a typed one, jax.random.key(seed), or its kind, "
             "lioncub_jax.training.folded; two numbers of a batch as int32"
         )
-    if kind is not _OPEN:
-        return kind
+    if kind is batch:
+        return batch
     raise ValueError(
         f"{where} is an array of shape {jnp.shape(x)}, and what it is to the workers is not given: give "
         f"worker_value_and_grad(in_kinds=...), for each argument behind the parameters {_GIVE}"
     )
+
+
+def _check_shape(where: str, x: Any, kind: Kind, spec: P, workers: Workers) -> None:
+    rows = jnp.shape(x)[:1]
+    if kind is batch and rows[0] % product(workers.mesh.shape, axes_of(spec[0])):
+        raise ValueError(
+            f"{where} has shape {jnp.shape(x)}: its first dimension is cut over {workers.count} workers, "
+            f"{spec} in all, which do not divide it"
+        )
+    if kind is own and rows != (workers.count,):
+        raise ValueError(
+            f"{where} has shape {jnp.shape(x)}: what is each worker's own has a leading dimension of "
+            f"{workers.count}, one entry for each of them"
+        )
 
 
 def of_outputs(aux: Any, given: Any) -> list[Kind]:
@@ -123,7 +143,7 @@ def of_outputs(aux: Any, given: Any) -> list[Kind]:
     found = []
     beside: dict[Any, dict[Any, str]] = {}  # numbers without a kind, by what they are in
     leaves = jax.tree_util.tree_leaves_with_path(aux)
-    for (path, x), kind in zip(leaves, _spread("aux_kinds", given, aux), strict=True):
+    for (path, x), kind in zip(leaves, _spread(given, aux), strict=True):
         if jnp.ndim(x) and kind not in (batch, own):
             raise ValueError(
                 f"aux{jax.tree_util.keystr(path)} is an array of shape {jnp.shape(x)} on each worker, and "
@@ -150,33 +170,9 @@ def of_outputs(aux: Any, given: Any) -> list[Kind]:
     return found
 
 
-def check_shapes(
-    loss_fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kinds: list[Kind],
-    specs: list[P],
-    workers: Workers,
-) -> None:
-    """Raises ``ValueError`` for arrays that do not divide over the workers as their kinds say."""
-    leaves = jax.tree_util.tree_leaves_with_path(args)
-    for (path, x), kind, spec in zip(leaves, kinds, specs, strict=True):
-        where = f"argument {_argument(loss_fn, path)} has shape {jnp.shape(x)}"
-        if kind is batch and jnp.shape(x)[0] % product(workers.mesh.shape, axes_of(spec[0])):
-            raise ValueError(
-                f"{where}: its first dimension is cut over {workers.count} workers, {spec} in all, "
-                "which do not divide it"
-            )
-        if kind is own and jnp.shape(x)[0] != workers.count:
-            raise ValueError(
-                f"{where}: what is each worker's own has a leading dimension of {workers.count}, one "
-                "entry for each of them"
-            )
-
-
-def lies(kind: Kind, workers: Workers, x: Any) -> P:
+def _lies(kind: Kind, workers: Workers, x: Any) -> P:
     """How an argument of this kind lies: over the workers, and in each of them as its type says."""
-    inner = tuple(n for n in workers.mesh.axis_names if n not in workers.axes)
-    spec = shortened(spec_of(x), inner)
+    spec = shortened(spec_of(x), workers.inner)
     return over(kind, workers, P(*spec[1:]) if kind is own else spec)
 
 
@@ -194,45 +190,24 @@ def of_worker(kind: Kind, workers: Workers, x: Any) -> Any:
     """What one worker gets of an array."""
     if kind is own:
         return x[0]
-    if kind is folded and is_raw_key(x):
-        return jax.random.fold_in(
-            x, wires.worker_index(workers.axes)
-        )  # it stays raw, as the loss has it
-    return fold_own(workers, x) if kind is folded else x
+    return fold(workers, x) if kind is folded else x
 
 
-def fold_own(workers: Workers, x: Any) -> Any:
-    """Gives each worker random keys of its own, and leaves anything else alone."""
-    if not is_key(x):
-        return x
-    worker = wires.worker_index(workers.axes)
-    return jax.vmap(lambda k: jax.random.fold_in(k, worker))(x.reshape(-1)).reshape(x.shape)
+def fold(workers: Workers, x: Any) -> Any:
+    """Gives each worker random keys of its own; a raw one stays raw."""
+    worker = axes.worker_index(workers.axes)
+    if is_key(x):
+        return jax.vmap(lambda k: jax.random.fold_in(k, worker))(x.reshape(-1)).reshape(x.shape)
+    return jax.random.fold_in(x, worker)
 
 
-def _spread(argument: str, given: Any, tree: Any) -> list[Any]:
-    """Kinds for a tree or for the parts of it, as one for each leaf."""
-    given = tuple(given) if isinstance(given, list) else given
-    given = jax.tree.map(lambda k: _OPEN if k is None else k, given, is_leaf=lambda k: k is None)
+def _spread(given: Any, tree: Any) -> list[Any]:
+    """Kinds for a tree or for the parts of it, as one for each leaf; None is not given."""
+
+    def is_none(x: Any) -> bool:
+        return x is None
+
     for kind in jax.tree.leaves(given):
-        if kind is not _OPEN and not isinstance(kind, Kind):
-            raise TypeError(
-                f"{argument}: {kind!r} is no kind: give {_GIVE}, or None for a number or key"
-            )
-    if isinstance(given, tuple) and isinstance(tree, tuple) and len(given) != len(tree):
-        raise TypeError(
-            f"{argument} has {len(given)} entries for {len(tree)}: give one for each argument behind the "
-            "parameters"
-        )
-    return jax.tree.leaves(jax.tree.broadcast(given, tree))
-
-
-def _argument(loss_fn: Callable[..., Any], path: Any) -> str:
-    """How the loss calls an argument, and the way into it."""
-    names = [
-        p.name
-        for p in inspect.signature(loss_fn).parameters.values()
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    place = path[0].idx + 1  # the parameters are the first
-    name = repr(names[place]) if place < len(names) else f"[{place - 1}] behind the parameters"
-    return name + jax.tree_util.keystr(path[1:])
+        if not isinstance(kind, Kind):
+            raise TypeError(f"{kind!r} is no kind: give {_GIVE}, or None for a number or key")
+    return jax.tree.leaves(jax.tree.broadcast(given, tree, is_leaf=is_none), is_leaf=is_none)

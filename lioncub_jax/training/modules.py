@@ -1,12 +1,12 @@
-"""Losses of models that keep state of their own, and of flax's nnx modules."""
+"""Losses of flax's nnx modules."""
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 
-from lioncub_jax.mesh.keys import is_key
+from lioncub_jax.mesh.processes import is_key
 from lioncub_jax.mesh.specs import flax_in_use
 from lioncub_jax.training import kinds
 from lioncub_jax.training.typed import states_of
@@ -15,29 +15,9 @@ if TYPE_CHECKING:
     from flax import nnx
 
 
-class StatefulLoss(NamedTuple):
-    """A loss of a model with state of its own.
-
-    Attributes:
-      fn: ``(params, model_state, batch, rng) -> (loss, aux, model_state)``.
-
-    Example:
-      A flax linen model with batch statistics:
-
-      >>> import lioncub_jax as lc
-      >>> def fn(params, model_state, batch, rng):
-      ...     variables = {"params": params, **model_state}
-      ...     out, new = model.apply(variables, batch, mutable=["batch_stats"], rngs={"dropout": rng})
-      ...     return (out**2).mean(), {}, new
-      >>> loss = lc.StatefulLoss(fn)
-    """
-
-    fn: Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, Any, Any]]
-
-
 def from_nnx(
     model: "nnx.Module", loss_fn: Callable[[Any, Any], Any]
-) -> tuple[StatefulLoss, Any, Any]:
+) -> tuple[Callable[..., Any], Any, Any]:
     """Splits a flax nnx model for ``init_state`` and ``make_train_step``.
 
     Args:
@@ -72,16 +52,12 @@ def from_nnx(
         # nnx lets a variable be written only at the trace level where it was made.
         own = jax.tree.map(lambda x: x, model_state)
         replica = nnx.merge(graph, params, own)
-        loss, aux = with_aux(loss_fn(replica, batch))
+        out = loss_fn(replica, batch)
+        loss, aux = out if isinstance(out, tuple) else (out, {})
         _, _, model_state = nnx.split(replica, nnx.Param, ...)  # type: ignore[misc]
         return loss, aux, model_state
 
-    return StatefulLoss(fn), params, rest
-
-
-def with_aux(out: Any) -> tuple[Any, Any]:
-    """A loss and what it says besides, if anything."""
-    return out if isinstance(out, tuple) else (out, {})
+    return fn, params, rest
 
 
 def is_module(x: Any) -> bool:

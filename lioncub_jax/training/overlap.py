@@ -1,6 +1,6 @@
 """What XLA must be told so that votes travel while the backward pass goes on."""
 
-from lioncub_jax.mesh.placement import Workers
+from lioncub_jax.mesh.placement import Workers, check_workers
 
 # Compiled for 8 H100 and v5e:2x4 and read, not run: docs/accelerators.md says what each of them does.
 _OPTIONS: dict[str, dict[str, bool | int | str]] = {
@@ -46,8 +46,7 @@ def overlap_options(workers: Workers) -> dict[str, bool | int | str]:
 
     Source: this library; the names are XLA's.
     """
-    if not isinstance(workers, Workers):
-        raise TypeError(f"workers={workers!r}: give the lioncub_jax.Workers of the training step")
+    check_workers(workers)
     platform = workers.mesh.devices.flat[0].platform
     platform = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
     if platform not in _OPTIONS:

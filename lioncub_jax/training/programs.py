@@ -10,7 +10,6 @@ import hashlib
 import importlib.metadata
 import os
 import platform
-import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +23,6 @@ from jax.sharding import Mesh
 
 from lioncub_jax import own, watch
 
-DIGEST = 32  # bytes of a SHA-256, in front of what is kept
 PACKAGES = "jax", "jaxlib"
 CONFIG = (  # what changes a program and is not in its text
     "jax_disable_most_optimizations", "jax_optimization_level", "jax_memory_fitting_level",
@@ -66,15 +64,16 @@ class Programs:
             own.check(f"programs={str(folder)!r}", self._folder.stat())
         self._ready: dict[Any, Any] = {}
 
-    def __call__(self, *args: Any, static: Any) -> Any:
-        """Runs it: ``static`` is the last argument, which is not traced."""
-        leaves, tree = jax.tree.flatten(args)
+    def __call__(self, *args: Any) -> Any:
+        """Runs it; the last argument is not traced."""
+        *traced, static = args
+        leaves, tree = jax.tree.flatten(traced)
         key = tree, static, tuple((x.shape, x.dtype, x.sharding) for x in leaves)
         if key not in self._ready:
-            self._ready[key] = self.compiled(self._jitted.lower(*args, static))
-        return self._ready[key](*args)
+            self._ready[key] = self._compiled(self._jitted.lower(*args))
+        return self._ready[key](*traced)
 
-    def compiled(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    def _compiled(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         """The program, read or compiled and written; a warning says what cannot be read or kept."""
         path = self._folder / f"{self._name(lowered)}.program"
         compiled = self._read(path, lowered) if path.exists() else None
@@ -85,11 +84,8 @@ class Programs:
 
     def _read(self, path: Path, lowered: jax.stages.Lowered) -> jax.stages.Compiled | None:
         try:
-            kept = own.read(path)
-            if hashlib.sha256(kept[DIGEST:]).digest() != kept[:DIGEST]:
-                raise ValueError("it is not as it was written")
             compiled: jax.stages.Compiled = serialize_executable.deserialize_and_load(
-                kept[DIGEST:],
+                bytes(own.read(path)),
                 lowered.in_tree,
                 lowered.out_tree,
                 execution_devices=list(self._mesh.devices.flat),
@@ -105,23 +101,21 @@ class Programs:
         try:
             program, _, _ = serialize_executable.serialize(compiled)
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _write(path, hashlib.sha256(program).digest() + program)
+            own.seal(path, program)
         except Exception as problem:  # such as a full disk, or a callback that cannot be written
             warnings.warn(
                 f"a compiled step is not kept in {self._folder}, and the next start compiles it again: "
                 f"{problem}",
-                stacklevel=5,
+                stacklevel=4,
             )
         return compiled
 
     def _name(self, lowered: jax.stages.Lowered) -> str:
-        devices = self._mesh.devices.flat
         made_of = [
             FORMAT, lowered.as_text(), *map(importlib.metadata.version, PACKAGES), platform.node(),
             extend.backend.get_backend().platform_version,
             *(os.environ.get(flags, "") for flags in FLAGS), self._options, jax.process_index(),
-            [(d.id, d.device_kind, d.process_index) for d in devices], self._mesh.axis_types,
-            self._mesh.axis_names, self._mesh.devices.shape,
+            [(d.id, d.device_kind, d.process_index) for d in self._mesh.devices.flat], self._mesh,
             *(getattr(jax.config, name, None) for name in CONFIG),
         ]  # fmt: skip
         return hashlib.sha256("\0".join(map(str, made_of)).encode()).hexdigest()
@@ -138,15 +132,3 @@ def _without_cache() -> Iterator[None]:
     finally:
         jax.config.update(CACHE, enabled)
         compilation_cache.reset_cache()
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Whole or not at all: two runs may share a folder, and one may be killed."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        try:
-            file.write(content)
-            file.flush()
-        except BaseException:
-            os.unlink(file.name)
-            raise
-    os.replace(file.name, path)

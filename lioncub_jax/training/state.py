@@ -1,55 +1,48 @@
 """The first state of a training step: what lies on the mesh before there is a step."""
 
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax import wires
-from lioncub_jax.mesh.keys import is_key
-from lioncub_jax.mesh.placement import Workers, check_arrays, workers_of
-from lioncub_jax.mesh.processes import check_same, put
+from lioncub_jax import axes
+from lioncub_jax.mesh.placement import Workers, check_arrays, check_workers
+from lioncub_jax.mesh.processes import check_same, is_key, put
 from lioncub_jax.mesh.specs import specs_of, unboxed
 from lioncub_jax.training import kinds
-from lioncub_jax.training.local import check_local, of_each
-from lioncub_jax.training.step import TrainState, first_opt_state
-from lioncub_jax.training.typed import state_specs
-from lioncub_jax.wires import AxisName
+from lioncub_jax.training.step import StepState
+from lioncub_jax.training.typed import Among
+from lioncub_jax.training.worker import check_local, of_each
 
 
 def init_state(
     tx: optax.GradientTransformation,
     params: Any,
-    workers: Workers | Mesh,
+    workers: Workers,
     *,
-    axis_name: AxisName | None = None,
-    group_axis: AxisName | None = None,
     specs: Any = None,
     model_state: Any = (),
     rng: jax.Array | None = None,
     local: optax.GradientTransformation | None = None,
-) -> TrainState:
+) -> StepState:
     """Places parameters, model state and optimizer state on the mesh.
 
     Args:
       tx: any optax transform, with or without transforms of this library in it.
       params: tree of floating arrays; boxes of ``flax.linen.Partitioned`` are opened.
-      workers: a `Workers`; or a mesh, axes Auto or Explicit, with ``axis_name``.
-      axis_name: beside a mesh, the axis of the workers, or several as a tuple.
-      group_axis: beside a mesh, the axis of the devices of one worker, if ``tx`` has one (two levels).
+      workers: a `Workers`, whose mesh has axes Auto or Explicit.
       specs: a tree of ``PartitionSpec`` over the inner axes, like the parameters; by default
         ``specs_of(params)``: as they lie already, or as their metadata says.
-      model_state: see `TrainState`; every worker gets a copy, with random keys of its own.
+      model_state: see `StepState`; every worker gets a copy, with random keys of its own.
       rng: a key, ``jax.random.key(seed)``, or a raw one, which is made typed; seed 0 by default.
       local: the optimizer of local steps, the one given to `make_train_step`; None without.
 
     Returns:
-      A ``TrainState``.
+      A ``StepState``.
 
     Raises:
       TypeError: for a mesh that is none, parameters that are no arrays, an ``rng`` that is no key, or a
@@ -62,17 +55,22 @@ def init_state(
       >>> import jax, jax.numpy as jnp, lioncub_jax as lc
       >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
       >>> workers = lc.Workers(mesh, "data")
-      >>> tx = lc.lion_cub(1e-3, axis_name=workers)
+      >>> tx = lc.lion_cub(1e-3, workers=workers)
       >>> state = lc.init_state(tx, {"w": jnp.ones((2, 3))}, workers)
       >>> state.opt_state[0].mu["w"].shape
       (1, 2, 3)
 
     Source: this library.
     """
-    workers = workers_of(workers, axis_name, group_axis)
+    check_workers(workers)
     check_local(local, 1, workers)
     params, cut = _opened(params, specs, workers)
-    rng = _typed_key(jax.random.key(0) if rng is None else rng)
+    rng = jax.random.key(0) if rng is None else rng
+    rng = jax.random.wrap_key_data(rng) if kinds.is_raw_key(rng) else rng
+    if not is_key(rng) or jnp.shape(rng):
+        raise TypeError(
+            f"rng is {type(rng).__name__} of shape {jnp.shape(rng)}: give one key, jax.random.key(seed)"
+        )
     everywhere = NamedSharding(workers.mesh, P())
     check_same("init_state", {"params": params, "rng": rng}, everywhere)
     # A copy, because the training step donates its state and the caller may still hold the arrays.
@@ -81,12 +79,16 @@ def init_state(
         cut, params,
     )  # fmt: skip
     rng = put(rng, everywhere)
-    opt_state, _ = first_opt_state(optax.with_extra_args_support(tx), workers, params, cut)
     step = put(np.zeros((), np.int32), everywhere)
-    own, local_state = own_state(model_state, workers), ()
-    if local is not None:
-        local_state, _ = first_opt_state(of_each(local, workers), workers, params, cut)
-    return TrainState(step, params, own, opt_state, jnp.copy(rng), local_state)
+    own = own_state(model_state, workers)
+    opt_state, local_state = (make(params) for make in _states(tx, local, workers, params, cut))
+    return StepState(step, params, own, opt_state, jnp.copy(rng), local_state)
+
+
+def _states(tx: Any, local: Any, workers: Workers, params: Any, cut: Any) -> list[Any]:
+    """Jitted functions that make the states of the optimizer and of that of local steps."""
+    both = optax.with_extra_args_support(tx), of_each(local, workers)
+    return [Among(one, workers).first(params, cut) for one in both]
 
 
 def own_state(model_state: Any, workers: Workers) -> Any:
@@ -112,8 +114,10 @@ def own_state(model_state: Any, workers: Workers) -> Any:
     """
 
     def own(model_state: Any) -> Any:
-        model_state = wires.varying(model_state, workers.axes)
-        return jax.tree.map(lambda x: kinds.fold_own(workers, x)[None], model_state)
+        model_state = axes.varying(model_state, workers.axes)
+        return jax.tree.map(
+            lambda x: (kinds.fold(workers, x) if is_key(x) else x)[None], model_state
+        )
 
     check_arrays(model_state, int, float, name="model_state")
     everywhere = NamedSharding(workers.mesh, P())
@@ -130,27 +134,15 @@ def _opened(params: Any, specs: Any, workers: Workers) -> tuple[Any, Any]:
     return params, workers.cut(params, specs)
 
 
-def _typed_key(rng: Any) -> jax.Array:
-    if kinds.is_raw_key(rng):
-        return jax.random.wrap_key_data(rng)
-    if not is_key(rng) or jnp.shape(rng):
-        raise TypeError(
-            f"rng is {type(rng).__name__} of shape {jnp.shape(rng)}: give one key, jax.random.key(seed)"
-        )
-    return rng
-
-
 def abstract_state(
     tx: optax.GradientTransformation,
     params: Any,
-    workers: Workers | Mesh,
+    workers: Workers,
     *,
-    axis_name: AxisName | None = None,
-    group_axis: AxisName | None = None,
     specs: Any = None,
     model_state: Any = (),
     local: optax.GradientTransformation | None = None,
-) -> TrainState:
+) -> StepState:
     """What `init_state` would return, as shapes with shardings: nothing is allocated.
 
     For ``TrainStep.lower``, to read a program before there is a machine to run it, and for
@@ -160,14 +152,12 @@ def abstract_state(
       tx: as `init_state`, like all arguments.
       params: arrays or ``jax.ShapeDtypeStruct``.
       workers: as `init_state`.
-      axis_name: as `init_state`.
-      group_axis: as `init_state`.
       specs: as `init_state`.
       model_state: as `init_state`; shapes will do.
       local: as `init_state`.
 
     Returns:
-      A ``TrainState`` of ``jax.ShapeDtypeStruct``.
+      A ``StepState`` of ``jax.ShapeDtypeStruct``.
 
     Raises:
       ValueError: as `init_state`.
@@ -175,12 +165,12 @@ def abstract_state(
     Example:
       >>> import jax, jax.numpy as jnp, lioncub_jax as lc
       >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-      >>> tx = lc.lion_cub(1e-3, axis_name="data")
+      >>> tx = lc.lion_cub(1e-3, workers="data")
       >>> shapes = {"w": jax.ShapeDtypeStruct((2, 3), jnp.float32)}
       >>> lc.training.abstract_state(tx, shapes, lc.Workers(mesh, "data")).opt_state[0].mu["w"].shape
       (1, 2, 3)
     """
-    workers = workers_of(workers, axis_name, group_axis)
+    check_workers(workers)
     check_local(local, 1, workers)
     params, cut = _opened(params, specs, workers)
 
@@ -188,16 +178,10 @@ def abstract_state(
         shape = (*lead, *jnp.shape(x))
         return jax.ShapeDtypeStruct(shape, x.dtype, sharding=NamedSharding(workers.mesh, spec))
 
-    shaped = partial(jax.tree.map, on)
-    params = shaped(cut, params)
-
-    def first(tx: Any) -> Any:
-        made = jax.eval_shape(lambda params: first_opt_state(tx, workers, params, cut)[0], params)
-        return shaped(workers.laid(state_specs(tx, workers, params, cut), made), made)
-
-    opt_state = first(optax.with_extra_args_support(tx))
-    local_state = () if local is None else first(of_each(local, workers))
+    params = jax.tree.map(on, cut, params)
+    makes = _states(tx, local, workers, params, cut)
+    opt_state, local_state = (make.eval_shape(params) for make in makes)
     own = jax.tree.map(lambda x: on(P(workers.axes), x, workers.count), model_state)
     step, rng = jax.eval_shape(lambda: (jnp.zeros((), jnp.int32), jax.random.key(0)))
-    of_shapes: Any = TrainState
+    of_shapes: Any = StepState
     return of_shapes(on(P(), step), params, own, opt_state, on(P(), rng), local_state)

@@ -1,41 +1,134 @@
-"""What of an optimizer differs between workers, as its types say once gradients do.
+"""What of a transform differs between workers, as its types say once gradients do.
 
 State that a transform makes of gradients is each worker's own; state that it makes of agreed updates is the
 same for all. Updates must be agreed, or parameters would drift apart.
 """
 
-from functools import partial
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.extend.core import Var
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax import checks, exchange, wires
+from lioncub_jax import axes, checks, exchange
 from lioncub_jax.mesh.placement import Static, Workers
-from lioncub_jax.mesh.specs import axes_of, by_type, spec_of
+from lioncub_jax.mesh.specs import axes_of, by_type, shortened, spec_of, stacked
 from lioncub_jax.optimizer import GlobalState
 
 _VALUE = {"value": 0.0}  # of the loss, which some transforms ask for
+_KNOWN = exchange.CommunicateState, optax.MultiStepsState, optax.ApplyIfFiniteState
 
 
-def state_specs(tx: Any, workers: Workers, params: Any, cut: Any) -> Any:
-    """A spec for each leaf of the optimizer state: over the workers' axes, where theirs differ."""
+class Among(NamedTuple):
+    """A transform among workers, on global arrays; of parameters that lie as ``cut`` says.
 
-    def probe(params: Any) -> Static:
-        leaves, structure = jax.tree.flatten(specs_here(tx, workers, params))
-        return Static((structure, tuple(leaves)))
+    Attributes:
+      tx: takes extra arguments.
+      workers: who votes.
+    """
 
-    structure, specs = jax.eval_shape(workers.map(probe, (cut,), P(), explicit=True), params).value
-    return jax.tree.unflatten(structure, specs)
+    tx: Any
+    workers: Workers
+
+    def specs(self, params: Any, cut: Any) -> Any:
+        """A spec for each leaf of the state: over the workers' axes, where theirs differ."""
+
+        def probe(params: Any) -> Static:
+            leaves, structure = jax.tree.flatten(self.specs_here(params))
+            return Static((structure, tuple(leaves)))
+
+        run = self.workers.map(probe, (cut,), P(), explicit=True)
+        structure, specs = jax.eval_shape(run, params).value
+        return jax.tree.unflatten(structure, specs)
+
+    def specs_here(self, params: Any) -> Any:
+        """As `specs`, inside a ``shard_map`` over the workers."""
+        leaves, structure = jax.tree.flatten(_typed_state(self.tx, self.workers, params))
+        return jax.tree.unflatten(structure, by_type(leaves, self.workers.axes))
+
+    def first(self, params: Any, cut: Any) -> Any:
+        """A jitted function from parameters to the first state, which lies where it belongs."""
+        held = self.specs(params, cut)
+        if not jax.tree.leaves(held):  # JAX would look in vain for an array that tells the mesh
+            return jax.jit(lambda params: held)
+        run = self.workers.map(
+            lambda params: self.workers.stack(self.tx.init(params), held),
+            (cut,),
+            held,
+            explicit=True,
+        )
+        # Zeros need no input, and without one only this tells where they go.
+        lie = self.workers.laid(held, jax.eval_shape(run, params))
+        return jax.jit(run, out_shardings=self.workers.shardings(lie))
+
+    def update(
+        self, cut: Any, grads: Any, state: Any, params: Any, abstain: Any, extra: dict[str, Any]
+    ) -> tuple[Any, Any]:
+        """Updates of gradients ``[workers, ...]``, and the state behind them."""
+        workers, held = self.workers, self.specs(params, cut)
+        check_state(state, held, workers)
+        own = {"grads": grads} if abstain is None else {"grads": grads, "abstain": abstain}
+        alike = {name: x for name, x in extra.items() if _are_arrays(x)}
+
+        def worker(own: Any, state: Any, params: Any, alike: Any) -> Any:
+            own = jax.tree.map(lambda x: x[0], own)
+            grads = own.pop("grads")
+            return self.update_here(held, grads, state, params, extra | alike | own)
+
+        lead = {name: P(workers.axes) for name in own} | {"grads": stacked(cut, workers.axes)}
+        run = workers.map(worker, (lead, held, cut, P()), (cut, held), explicit=True)
+        return workers.hold(run(own, state, params, alike), (cut, held))
+
+    def update_here(
+        self, held: Any, grads: Any, state: Any, params: Any, extra: dict[str, Any]
+    ) -> tuple[Any, Any]:
+        """What one worker makes of its gradients, and of its entries ``[1, ...]`` of the state."""
+        before = self.workers.stack(state, held, undo=True)
+        updates, after = self.tx.update(grads, before, params, **extra)
+        updates = self._agreed(updates, grads, before, params)
+        return updates, self.workers.stack(after, held)
+
+    def _agreed(self, updates: Any, grads: Any, state: Any, params: Any) -> Any:
+        """Updates, those that no gradient has touched typed as the same for all, such as a frozen leaf's.
+
+        Raises:
+          ValueError: for an update that differs between workers, by its type.
+        """
+        leaves, structure = jax.tree.flatten(updates)
+        differ = []
+        for i, x in enumerate(leaves):
+            if not axes.varying_axes(x).isdisjoint(self.workers.axes):
+                differ.append(i)
+        if not differ:
+            return updates
+
+        def updates_of(own: Any, params: Any) -> list[Any]:
+            with checks.during(checks.only_types, True):
+                updates, _ = self.tx.update(*own, params, **_VALUE)
+            return jax.tree.leaves(updates)
+
+        traced = jax.make_jaxpr(updates_of)((grads, state), params).jaxpr
+        touched = set(traced.invars[: len(jax.tree.leaves((grads, state)))])
+        for step in traced.eqns:
+            if any(isinstance(x, Var) and x in touched for x in step.invars):
+                touched.update(step.outvars)
+        alike = updates_of((jax.tree.map(jnp.zeros_like, params), state), params)
+        apart = []
+        for i in differ:
+            leaves[i], out = alike[i], traced.outvars[i]
+            if isinstance(out, Var) and out in touched:
+                apart.append(i)
+        if apart:
+            raise ValueError(_apart(updates, apart, self.workers))
+        return jax.tree.unflatten(structure, leaves)
 
 
-def specs_here(tx: Any, workers: Workers, params: Any) -> Any:
-    """As `state_specs`, inside a ``shard_map`` over the workers."""
-    leaves, structure = jax.tree.flatten(_typed_state(tx, workers, params))
-    return jax.tree.unflatten(structure, by_type(leaves, workers.axes))
+def _are_arrays(tree: Any) -> bool:
+    return all(isinstance(x, (jax.Array, np.ndarray, int, float)) for x in jax.tree.leaves(tree))
 
 
 def _typed_state(tx: Any, workers: Workers, params: Any) -> Any:
@@ -43,83 +136,53 @@ def _typed_state(tx: Any, workers: Workers, params: Any) -> Any:
 
     Only the update tells, so it is traced until no more of the state varies.
     """
-    state = _known_own(tx.init(params), workers)
-    _check_fits(state, params)
-    grads = wires.varying(jax.tree.map(jnp.zeros_like, params), workers.axes)
-    while True:
+    state = _known_own(tx.init(params), params, workers)
+    grads = axes.varying(jax.tree.map(jnp.zeros_like, params), workers.axes)
+    grown = True
+    while grown:
         with checks.during(checks.only_types, True):
             _, after = tx.update(grads, state, params, **_VALUE)
-        structure: Any
-        before, structure = jax.tree.flatten(state)
-        for i, (x, y) in enumerate(zip(before, structure.flatten_up_to(after), strict=True)):
-            before[i] = wires.varying(x, tuple(wires.varying_axes(y)))
-        varied = jax.tree.unflatten(structure, before)
-        if jax.tree.map(wires.varying_axes, varied) == jax.tree.map(wires.varying_axes, state):
-            return state
-        state = varied
+        leaves, structure = jax.tree.flatten(state)
+        grown = False
+        for i, y in enumerate(jax.tree.leaves(after)):
+            if more := axes.varying_axes(y) - axes.varying_axes(leaves[i]):
+                leaves[i], grown = axes.varying(leaves[i], tuple(more)), True
+        state = jax.tree.unflatten(structure, leaves)
+    return state
 
 
-def _known_own(state: Any, workers: Workers) -> Any:
-    """A state in which what is known to be each worker's own varies: a ``cond`` wants it from the start."""
-    vary = partial(wires.varying, axis=workers.axes)
+def _known_own(state: Any, params: Any, workers: Workers) -> Any:
+    """A state in which what is known to be each worker's own varies: a ``cond`` wants it from the start.
+
+    Raises:
+      ValueError: for transforms of optax in which votes, or cut parameters, cannot be.
+    """
 
     def own(part: Any) -> Any:
         if isinstance(part, exchange.CommunicateState):
-            return part._replace(mu=vary(part.mu), error=vary(part.error))
+            mu, error = axes.varying((part.mu, part.error), workers.axes)
+            return part._replace(mu=mu, error=error)
+        if isinstance(part, optax.ApplyIfFiniteState):
+            if states_of(part.inner_state, exchange.CommunicateState, GlobalState):
+                raise ValueError(
+                    "optax.apply_if_finite is around a transform whose workers talk: a worker with a NaN "
+                    "would skip the vote that the others wait in. Leave it out: a worker whose gradient is "
+                    "not finite abstains by itself"
+                )
+            return part
         if isinstance(part, optax.MultiStepsState):
-            inner = _known_own(part.inner_opt_state, workers)
-            return part._replace(acc_grads=vary(part.acc_grads), inner_opt_state=inner)
+            if any(len(spec_of(x)) for x in jax.tree.leaves(params)):
+                raise ValueError(
+                    "optax.MultiSteps forgets how parameters are cut (fsdp, tensor), so it cannot run "
+                    "here: accumulate inside the worker, make_train_step(..., accumulate=k), which also "
+                    "votes once for k batches"
+                )
+            inner = _known_own(part.inner_opt_state, params, workers)
+            grads = axes.varying(part.acc_grads, workers.axes)
+            return part._replace(acc_grads=grads, inner_opt_state=inner)
         return part
 
-    kinds = exchange.CommunicateState, optax.MultiStepsState
-    return jax.tree.map(own, state, is_leaf=lambda x: isinstance(x, kinds))
-
-
-def agreed(tx: Any, workers: Workers, updates: Any, grads: Any, state: Any, params: Any) -> Any:
-    """Updates, those that no gradient has touched typed as the same for all, such as a frozen leaf's."""
-    leaves, structure = jax.tree.flatten(updates)
-    if not any(_varies(x, workers) for x in leaves):
-        return updates
-
-    def types_of(own: Any, params: Any) -> list[Any]:
-        with checks.during(checks.only_types, True):
-            updates, _ = tx.update(*own, params, **_VALUE)
-        return jax.tree.leaves(updates)
-
-    traced = jax.make_jaxpr(types_of)((grads, state), params).jaxpr
-    touched = set(traced.invars[: len(jax.tree.leaves((grads, state)))])
-    for step in traced.eqns:
-        if any(isinstance(x, Var) and x in touched for x in step.invars):
-            touched.update(step.outvars)
-    alike = types_of((jax.tree.map(jnp.zeros_like, params), state), params)
-    for i, (x, out) in enumerate(zip(leaves, traced.outvars, strict=True)):
-        if _varies(x, workers) and not (isinstance(out, Var) and out in touched):
-            leaves[i] = alike[i]
-    return jax.tree.unflatten(structure, leaves)
-
-
-def _varies(x: jax.Array, workers: Workers) -> bool:
-    return not wires.varying_axes(x).isdisjoint(workers.axes)
-
-
-def _check_fits(state: Any, params: Any) -> None:
-    """Raises ``ValueError`` for transforms of optax in which votes, or cut parameters, cannot be."""
-    cut = any(axes_of(entry) for spec in map(spec_of, jax.tree.leaves(params)) for entry in spec)
-    for part in states_of(state, optax.ApplyIfFiniteState):
-        if states_of(part.inner_state, exchange.CommunicateState, GlobalState):
-            raise ValueError(
-                "optax.apply_if_finite is around a transform whose workers talk: a worker with a NaN "
-                "would skip the vote that the others wait in. Leave it out: a worker whose gradient is not "
-                "finite abstains by itself"
-            )
-    for part in states_of(state, optax.MultiStepsState):
-        if cut:
-            raise ValueError(
-                "optax.MultiSteps forgets how parameters are cut (fsdp, tensor), so it cannot run here: "
-                "accumulate inside the worker, make_train_step(..., accumulate=k), which also votes once "
-                "for k batches"
-            )
-        _check_fits(part.inner_opt_state, params)
+    return jax.tree.map(own, state, is_leaf=lambda x: isinstance(x, _KNOWN))
 
 
 def states_of(state: Any, *kinds: type) -> list[Any]:
@@ -128,34 +191,57 @@ def states_of(state: Any, *kinds: type) -> list[Any]:
     return [x for x in leaves if isinstance(x, kinds)]
 
 
-def check_agreed(updates: Any, workers: Workers) -> None:
-    """Raises ``ValueError`` for an update that differs between workers, by its type."""
+def check_state(
+    state: Any, specs: Any, workers: Workers, here: bool = False, name: str = "state"
+) -> None:
+    """Raises ``ValueError`` for a state that another optimizer made, or for other workers."""
+    advice = (
+        "make the state by init_state or init of this optimizer, with the same parameters and workers, and "
+        "the same local optimizer or none"
+    )
+    structure: Any = jax.tree.structure(specs)
+    try:
+        parts = structure.flatten_up_to(state)
+    except ValueError as error:
+        raise ValueError(f"the {name} is not one of this optimizer: {advice}") from error
+    for spec, part in zip(jax.tree.leaves(specs), parts, strict=True):
+        if not shortened(P(*spec[:1]), workers.axes):
+            continue
+        # A slice that all owners have alike differs over the devices of a group alone.
+        holders = 1 if here else math.prod(workers.mesh.shape[n] for n in axes_of(spec[0]))
+        for x in jax.tree.leaves(part):
+            if jnp.shape(x)[:1] != (holders,):
+                raise ValueError(
+                    f"the {name} has an array of shape {jnp.shape(x)} where {holders} workers have "
+                    f"one each: {advice}"
+                )
+
+
+def _apart(updates: Any, apart: list[int], workers: Workers) -> str:
+    """What to say of updates that differ between workers."""
     leaves = jax.tree_util.tree_leaves_with_path(updates)
-    differing = [(path, x) for path, x in leaves if _varies(x, workers)]
-    if not differing:
-        return
-    varies = frozenset().union(*[wires.varying_axes(x) for _, x in differing])
-    over = tuple(n for n in workers.axes if n in varies)
+    differing = [leaves[i] for i in apart]
+    varies = frozenset().union(*[axes.varying_axes(x) for _, x in differing])
     alike = tuple(n for n in workers.axes if n not in varies)
     differs = (
         "the optimizer's update differs between workers, so their parameters would drift apart"
     )
     if alike:
-        raise ValueError(
+        over = tuple(n for n in workers.axes if n in varies)
+        return (
             f"{differs}: it is the same over {alike} and not over {over}. The step has "
-            f"{workers}; give the optimizer the same (a group_axis must be given to both; global_gradients "
-            f"takes all in one, axis_name={workers.axes}), or a lioncub_jax.Workers to both: "
-            "lion_cub(..., axis_name=workers), make_train_step(loss, tx, workers)"
+            f"{workers}; give the optimizer the same lioncub_jax.Workers: lion_cub(..., workers=workers), "
+            "make_train_step(loss, tx, workers)"
         )
+    mean = f"global_gradients(tx, workers={workers.axis!r})"
     if len(differing) < len(leaves):
         named = ", ".join(jax.tree_util.keystr(path) for path, _ in differing[:3])
-        raise ValueError(
+        return (
             f"{differs}: the leaves {named} do, which a mask or label keeps from the transform that "
             "communicates. Give them optax.set_to_zero() to freeze them, or "
-            f"global_gradients(tx, {workers.axis_name!r}) to train them in full precision"
+            f"{mean} to train them in full precision"
         )
-    raise ValueError(
+    return (
         f"{differs}: put a transform that communicates in the chain, such as "
-        f"lion_cub(..., axis_name={workers.axis_name!r}), or wrap yours in "
-        f"global_gradients(tx, {workers.axis_name!r})"
+        f"lion_cub(..., workers={workers.axis!r}), or wrap yours in {mean}"
     )

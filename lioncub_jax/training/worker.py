@@ -1,0 +1,240 @@
+"""What one worker makes of its rows: a gradient, or how far local steps took it; and what a loss says.
+
+There the workers' axes are taken: a constraint, a rule or a ``shard_map`` of the model can name the inner
+axes (fsdp, tensor, expert) only.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from lioncub_jax import axes, checks, wires
+from lioncub_jax.axes import AxisName
+from lioncub_jax.mesh.placement import Static, Workers
+from lioncub_jax.mesh.specs import flax_in_use, without
+from lioncub_jax.optimizer import GlobalState
+from lioncub_jax.training import kinds
+
+_PLAIN = "give a plain optax transform, such as optax.adamw(1e-3)"
+
+
+def gradient_of(loss_fn: Callable[..., Any], accumulate: int) -> Callable[..., Any]:
+    """``(params, states, batch, rng) -> (grads, states, (loss, aux))`` of one worker.
+
+    States are the model's, and that of local steps, which is left alone. Of several parts of a batch the
+    gradients are averaged.
+    """
+
+    def loss_of(params: Any, states: Any, batch: Any, rng: jax.Array) -> Any:
+        model_state, local_state = states
+        if type(model_state) is tuple and not model_state:  # there is none
+            out = loss_fn(params, batch, rng)
+            loss, aux = out if isinstance(out, tuple) else (out, {})
+        else:
+            loss, aux, model_state = loss_fn(params, model_state, batch, rng)
+        return loss, (aux, (model_state, local_state))
+
+    value_and_grad = of_model(jax.value_and_grad(loss_of, has_aux=True))
+
+    def whole(params: Any, states: Any, batch: Any, rng: jax.Array) -> Any:
+        (loss, (aux, states)), grads = value_and_grad(params, states, batch, rng)
+        return grads, states, (loss, aux)
+
+    def accumulated(params: Any, states: Any, batch: Any, rng: jax.Array) -> Any:
+        def add(carry: Any, batch: Any, rng: jax.Array) -> Any:
+            grads, states, said = whole(params, carry[1], batch, rng)
+            return (jax.tree.map(jnp.add, carry[0], grads), states), said
+
+        carry = jax.tree.map(jnp.zeros_like, params), states
+        (total, states), said = _in_parts(add, carry, batch, rng, accumulate)
+        return jax.tree.map(lambda g: g / accumulate, total), states, said
+
+    return whole if accumulate == 1 else accumulated
+
+
+def difference_of(
+    gradient: Callable[..., Any], local: optax.GradientTransformation, local_steps: int
+) -> Callable[..., Any]:
+    """As `gradient_of`; in place of a gradient parameters before local steps minus those after."""
+    local = optax.with_extra_args_support(local)
+
+    def one(carry: Any, batch: Any, rng: jax.Array) -> Any:
+        params, states = carry
+        grads, (model_state, state), said = gradient(params, states, batch, rng)
+        updates, state = local.update(grads, state, params)
+        return (optax.apply_updates(params, updates), (model_state, state)), said
+
+    def stepped(params: Any, states: Any, batch: Any, rng: jax.Array) -> Any:
+        # XLA copies what a loop carries at each turn: parameters and states, so two steps make one turn.
+        carry = params, states
+        (after, states), said = _in_parts(one, carry, batch, rng, local_steps, unroll=2)
+        return jax.tree.map(jnp.subtract, params, after), states, said
+
+    return stepped
+
+
+def _in_parts(
+    one: Callable[..., Any], carry: Any, batch: Any, rng: jax.Array, count: int, unroll: int = 1
+) -> Any:
+    """``one(carry, batch, rng) -> (carry, (loss, aux))`` on each part of a batch, and what all said."""
+
+    def on(carry: Any, part: Any) -> Any:
+        index, batch = part
+        return one(carry, batch, jax.random.fold_in(rng, index))
+
+    parts = jnp.arange(count), jax.tree.map(partial(_cut, count=count), batch)
+    carry, (losses, auxes) = lax.scan(on, carry, parts, unroll=unroll)
+    return carry, (jnp.mean(losses), jax.tree.map(_of_parts, auxes))
+
+
+def _cut(x: jax.Array, count: int) -> jax.Array:
+    """``[count, rows, ...]`` of a batch, whose rows lie over explicit axes as those of the batch do."""
+    spec = jax.typeof(x).sharding.spec
+    shape = (count, x.shape[0] // count, *x.shape[1:])
+    return lax.reshape(x, shape, out_sharding=P(None, *spec) if any(spec) else None)
+
+
+def _of_parts(x: jax.Array) -> jax.Array:
+    """A metric of all parts of a batch: floating numbers averaged, whole ones added, arrays stacked."""
+    if x.ndim > 1:
+        return x
+    return jnp.mean(x) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.sum(as_count(x))
+
+
+def reduced(
+    values: Any, each: Sequence[kinds.Kind], axis: AxisName
+) -> tuple[dict[int, jax.Array], dict[int, jax.Array], Static]:
+    """What a loss returns, by place: arrays over the workers, numbers on which they agree; and its tree.
+
+    Floating numbers are averaged over the workers, whole ones added, in an all-reduce for each kind.
+    """
+    leaves, structure = jax.tree.flatten(values)
+    arrays, means, counts = {}, {}, {}
+    for i, (x, kind) in enumerate(zip(map(jnp.asarray, leaves), each, strict=True)):
+        if kind is not kinds.same:
+            arrays[i] = x[None] if kind is kinds.own else x
+        elif jnp.issubdtype(x.dtype, jnp.floating):
+            means[i] = x
+        else:
+            counts[i] = as_count(x)
+    numbers = wires.mean_over_workers(means, axis) | wires.sum_over_workers(counts, axis)
+    return arrays, numbers, Static(structure)
+
+
+def as_count(x: jax.Array) -> jax.Array:
+    """A whole number, or a bool as one, to be added."""
+    return x.astype(jnp.int32) if x.dtype == bool else x
+
+
+def joined(arrays: dict[int, jax.Array], numbers: dict[int, jax.Array], structure: Static) -> Any:
+    """Undoes `reduced`."""
+    return jax.tree.unflatten(structure.value, jax.tree.leaves(arrays | numbers))  # sorted by place
+
+
+def of_model(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A loss whose model may follow flax's logical rules, and whose errors about meshes say what to do."""
+
+    @wraps(loss_fn)
+    def hinted(*args: Any, **kwargs: Any) -> Any:
+        taken = jax.sharding.get_abstract_mesh().manual_axes
+        with _rules_without(taken):
+            try:
+                return loss_fn(*args, **kwargs)
+            except Exception as error:
+                told = [x for words, x in _ADVICE.items() if any(w in str(error) for w in words)]
+                for advice in told[:1]:
+                    error.add_note(f"lioncub_jax: {advice.format(taken)}")
+                raise
+
+    return hinted
+
+
+_MESH = (
+    "the loss runs for one worker, where the axes {} of the mesh are taken. Put what the model says of "
+    "the mesh into lioncub_jax.mesh.inner, which takes a NamedSharding too: "
+    "jax.lax.with_sharding_constraint(x, inner(P(...))), jax.shard_map(f, mesh=inner(mesh), "
+    "in_specs=inner(P(...)), out_specs=inner(P(...))); give logical rules around the step, not in it"
+)
+_ADVICE = {  # by words of an error: the first that has one
+    ("Going from `Manual`",): (
+        "nnx.Embed(out_sharding=...) makes all axes Auto, and {} are taken: leave it out, and the type of "
+        "the table says the rest, or look up by table.at[tokens].get(out_sharding=inner(P(...)))"
+    ),
+    ("Unhandled OpSharding",): (
+        "jax.ensure_compile_time_eval computes at once, and JAX cannot where {} are taken: compute with "
+        "NumPy, or before the loss"
+    ),
+    ("different trace level",): (
+        "what the loss closes over cannot be written in it: give nnx.Rngs as an argument of the loss, and "
+        "a module in place of the parameters"
+    ),
+    ("anual", "ontext mesh", "Auto axes"): _MESH,
+}
+
+
+def _rules_without(taken: tuple[str, ...]) -> contextlib.AbstractContextManager[Any]:
+    """The active logical rules of flax, without the axes that are taken."""
+    if not flax_in_use():
+        return contextlib.nullcontext()
+    from flax import linen
+
+    def free(axes: Any) -> Any:
+        return axes if axes is None else next(iter(without(P(axes), taken)), None)
+
+    rules = [(name, free(axes)) for name, axes in linen.get_logical_axis_rules()]
+    return linen.logical_axis_rules(rules)  # type: ignore[no-any-return]
+
+
+# --- The optimizer of local steps, and its state
+
+
+def check_local(local: Any, local_steps: Any, workers: Workers) -> None:
+    """Raises for local steps without an optimizer for them, or with one that cannot be a worker's own."""
+    checks.check_count(f"local_steps={local_steps!r}", local_steps)
+    if local is None:
+        if local_steps > 1:
+            raise ValueError(
+                f"local_steps={local_steps} without local, the optimizer of a worker's own steps: give "
+                "local=optax.adamw(...), and the same to init_state; or leave local_steps out"
+            )
+        return
+    if not isinstance(local, optax.GradientTransformation):
+        raise TypeError(f"local={local!r} is no optimizer: {_PLAIN}, called")
+    if workers.group is not None:
+        raise ValueError(
+            f"local steps with workers of {workers}: the devices of a group would each train on their own, "
+            "and part. Give Workers without a group; devices that share a worker are those of an "
+            "inner mesh axis, over which parameters or the batch are cut (specs, batch_spec)"
+        )
+
+
+def of_each(
+    local: optax.GradientTransformation | None, workers: Workers
+) -> optax.GradientTransformationExtraArgs:
+    """A transform whose state is that of the local one, each worker's own to the last counter."""
+
+    def init(params: optax.Params) -> Any:
+        state = () if local is None else local.init(params)
+        for part in jax.tree.leaves(state, is_leaf=_of_talk):
+            if _of_talk(part):
+                raise ValueError(
+                    f"local is a transform in which workers talk ({type(part).__name__}), and local steps "
+                    f"are each worker's own: {_PLAIN}, as local, and the transform in which they talk as tx"
+                )
+        return axes.varying(state, workers.axes)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        return updates, state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _of_talk(state: Any) -> bool:
+    return isinstance(state, GlobalState) or hasattr(state, "holders")
