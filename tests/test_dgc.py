@@ -1,8 +1,4 @@
-"""Deep Gradient Compression against its reference, bit for bit, and what it sends.
-
-Gradients are small integers and momenta powers of two, so that what is gathered, and what is added over
-the workers, is exact however a compiler contracts or reorders it.
-"""
+"""Deep Gradient Compression: which values are sent, the warm-up, and leaves that int32 does not count."""
 
 import jax
 import jax.numpy as jnp
@@ -10,62 +6,13 @@ import numpy as np
 import pytest
 from conftest import AXIS
 from jax.sharding import PartitionSpec as P
-from test_against_reference import assert_equal, integers, same_everywhere, simulate
+from oracle import dgc as oracle
+from test_against_reference import simulate
 from test_baselines import nobody_abstains, refused, workers_of
 
 import lioncub_jax as lc
-from lioncub_jax import baselines, reference
+from lioncub_jax import baselines
 from lioncub_jax.baselines.dgc import dgc, stages
-from lioncub_jax.reference import dgc as oracle
-
-# Sizes that no density divides, a scalar, nothing at all, and a dtype that is not the state's.
-PARAMS = {
-    "a": jnp.zeros((7, 19)), "bf16": jnp.zeros(65, jnp.bfloat16), "empty": jnp.zeros((0, 4)),
-    "one": jnp.zeros(1), "scalar": jnp.zeros(()),
-}  # fmt: skip
-STEPS = 6
-
-
-def eventful(workers):
-    """Who is told to abstain; and steps in which one worker, and then everybody, is not finite."""
-    story = nobody_abstains(integers(PARAMS, STEPS, workers, seed=workers))
-    story.abstain[1, 0] = True
-    story.grads["a"][2, -1, 3, 3] = np.inf
-    story.grads["bf16"][3] = np.nan
-    story.grads["a"][4] = 0
-    return story
-
-
-def check_against_reference(run_workers, params, story, cases, rate=0.5):
-    """The states of all."""
-    txs = {i: dgc(rate, axis_name=AXIS, **how) for i, how in enumerate(cases)}
-    simulators = {
-        i: reference.optimizer(oracle.dgc(**how), rate, 0.0) for i, how in enumerate(cases)
-    }
-    done, simulated = run_workers(txs, params, *story), simulate(simulators, params, story)
-    for i, (updates, (state, *_)) in done.items():
-        want, wanted = simulated[i]
-        assert_equal(updates, want, of=i)
-        assert_equal(state.velocity, wanted.velocity, of=i)
-        assert_equal(state.residual, wanted.residual, of=i)
-        for name, counted in (("count", "t"), ("abstained",) * 2, ("abstentions",) * 2):
-            assert_equal(same_everywhere(getattr(state, name)), getattr(wanted, counted), of=i)
-        assert all(u.any() for u in updates.values() if u.size)
-    return [state for _, (state, *_) in done.values()]
-
-
-CASES = {  # by the number of workers
-    8: ({"density": 0.1}, {"density": 1.0}, {"density": 0.02, "warmup": 4}),
-    3: ({"density": 0.02},),
-    1: ({"density": 0.1},),
-}
-
-
-@pytest.mark.parametrize("workers", CASES)
-def test_it_equals_the_reference(run_workers, workers):
-    cases = [{"momentum": 0.5, **how} for how in CASES[workers]]
-    for state in check_against_reference(run_workers, PARAMS, eventful(workers), cases):
-        assert state.abstentions[-1, 0] == 2 + workers
 
 
 def test_the_largest_magnitudes_are_sent_and_of_equal_ones_the_first():
@@ -93,7 +40,7 @@ def test_the_largest_magnitudes_are_sent_and_of_equal_ones_the_first():
     ],
 )
 def test_densities_of_a_warm_up(density, warmup, want):
-    assert [tuple(stage) for stage in stages(density, warmup)] == want
+    assert list(stages(density, warmup).items()) == want
 
 
 WARM = {"density": 0.01, "warmup": 6}
@@ -105,7 +52,7 @@ def test_a_warm_up_changes_what_is_sent_at_the_steps_it_says(run_workers):
     grads = {
         n: rng.integers(1, 100, (8, 4, *p.shape)).astype(np.float32) for n, p in params.items()
     }
-    tx = dgc(1.0, momentum=0.0, **WARM, axis_name=AXIS)
+    tx = dgc(1.0, momentum=0.0, **WARM, workers=AXIS)
     _, (state, *_) = run_workers({0: tx}, params, *nobody_abstains(grads))[0]
     want = {"long": [250, 250, 63, 63, 16, 16, 10, 10], "short": [3, 3, 1, 1, 1, 1, 1, 1]}
     for name, counts in want.items():
@@ -121,13 +68,14 @@ def test_a_warm_up_changes_what_is_sent_at_the_steps_it_says(run_workers):
 
 def test_each_stage_of_a_warm_up_has_an_all_gather_of_its_own():
     workers = workers_of({AXIS: 8})
-    tx = dgc(0.1, **WARM, axis_name=AXIS)
+    tx = dgc(0.1, **WARM, workers=AXIS)
     on = lc.on_mesh(tx, workers)
-    grads = {n: jax.ShapeDtypeStruct((8, *p.shape), p.dtype) for n, p in PARAMS.items()}
-    run = jax.jit(on.update).lower(grads, jax.eval_shape(on.init, PARAMS), PARAMS).compile()
+    params = {"a": jnp.zeros((7, 19)), "b": jnp.zeros(65), "empty": jnp.zeros((0, 4))}
+    grads = {n: jax.ShapeDtypeStruct((8, *p.shape), p.dtype) for n, p in params.items()}
+    run = jax.jit(on.update).lower(grads, jax.eval_shape(on.init, params), params).compile()
     found = lc.traffic.collectives(run, workers.mesh)
     assert all(one.gated and one.op == "all-gather" for one in found)
-    want = [lc.traffic.of(tx, PARAMS, 8, step=step).sent_bytes for step in (0, 2, 4, 6)]
+    want = [lc.traffic.of(tx, params, 8, step=step).sent_bytes for step in (0, 2, 4, 6)]
     assert sorted(one.sent_bytes for one in found) == sorted(want)
 
 
@@ -148,10 +96,10 @@ def test_leaves_of_more_elements_than_int32_counts_are_traced(cut):
     """Of all baselines that count elements but dgc."""
     size = 2**31 + 2**9
     for make in (baselines.terngrad, baselines.qsgd, baselines.ef_signsgd, baselines.signum):
-        assert traced(make(1.0, axis_name=AXIS), size, cut).shape == (size,)
+        assert traced(make(1.0, workers=AXIS), size, cut).shape == (size,)
 
 
 def test_leaves_that_no_index_reaches_are_refused():
-    with refused("['w'] of 2147483648 elements", "fewer than 2**31", "inner mesh axes"):
-        traced(dgc(1.0, axis_name=AXIS), 2**31)
-    assert traced(dgc(1.0, axis_name=AXIS), 2**31, 2).shape == (2**31,)
+    with refused("shape (2147483648,)", "fewer than 2**31", "inner mesh axes"):
+        traced(dgc(1.0, workers=AXIS), 2**31)
+    assert traced(dgc(1.0, workers=AXIS), 2**31, 2).shape == (2**31,)

@@ -21,11 +21,10 @@ Where this differs from the paper:
 Source: Lin et al., "Deep Gradient Compression" (arXiv 1712.01887).
 """
 
+import itertools
 import math
-import operator
-from collections.abc import Sequence
-from functools import partial, reduce
-from itertools import pairwise
+from collections import Counter
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -34,16 +33,16 @@ import numpy as np
 import optax
 from jax import lax
 
-from lioncub_jax import checks, wires
+from lioncub_jax import axes, checks, wires
 from lioncub_jax.arguments import check_number
-from lioncub_jax.baselines.levels import one_level
+from lioncub_jax.axes import AxisName
+from lioncub_jax.baselines import compression
+from lioncub_jax.baselines.compression import Done, Leaves
 from lioncub_jax.exchange import Asked, Sending
 from lioncub_jax.layout import Holder
-from lioncub_jax.mesh import placement
 from lioncub_jax.mesh.placement import Workers
-from lioncub_jax.mesh.specs import cut_of
 from lioncub_jax.optimizer import descending
-from lioncub_jax.wires import AxisName, Sent, varying_axes
+from lioncub_jax.wires import Sent
 
 
 class DGCState(NamedTuple):
@@ -70,24 +69,6 @@ class DGCState(NamedTuple):
         return {"velocity": Holder.WORKER, "residual": Holder.FEEDBACK}
 
 
-class Stage(NamedTuple):
-    """A time of constant density.
-
-    Attributes:
-      first_step: how many steps were taken before it begins.
-      density: the share of each leaf that is sent.
-    """
-
-    first_step: int
-    density: float
-
-
-class _Plan(NamedTuple):
-    axis: AxisName
-    momentum: Any
-    stages: tuple[Stage, ...]
-
-
 def dgc(
     learning_rate: optax.ScalarOrSchedule,
     momentum: Any = 0.9,
@@ -96,7 +77,7 @@ def dgc(
     weight_decay: Any = 0.0,
     mask: Any = None,
     *,
-    axis_name: AxisName | Workers,
+    workers: AxisName | Workers,
 ) -> Sending:
     """Deep Gradient Compression: momentum SGD in which a worker sends a thousandth of its values a step.
 
@@ -120,12 +101,12 @@ def dgc(
         and so on, all above ``density`` for equally long. The paper takes four epochs.
       weight_decay: decoupled, multiplied with the learning rate.
       mask: which leaves decay, a tree of bools or a function of the parameters.
-      axis_name: the workers: a `Workers` in one level, or the name of their mesh axis, or several as a
+      workers: the workers: a `Workers` in one level, or the name of their mesh axis, or several as a
         tuple.
 
     Returns:
       A chain whose first state is a `DGCState`; `traffic.of` can ask what it sends. ``update(updates,
-      state, params, abstain=None)`` takes gradients that vary over ``axis_name``, floating leaves of any
+      state, params, abstain=None)`` takes gradients that vary over ``workers``, floating leaves of any
       shape, and returns updates of the same shapes and dtypes that are the same on every worker.
       ``abstain``: ``bool[]`` of this worker. Leaves that are cut over other mesh axes are sent shard by
       shard: the k largest of each.
@@ -139,20 +120,20 @@ def dgc(
 
     Example:
       >>> from lioncub_jax.baselines.dgc import dgc
-      >>> tx = dgc(0.1, density=0.001, warmup=4 * 391, axis_name="data")
+      >>> tx = dgc(0.1, density=0.001, warmup=4 * 391, workers="data")
 
     Source: Lin et al., "Deep Gradient Compression" (arXiv 1712.01887).
     """
-    axis = one_level("dgc", axis_name)
-    checks.check_axis(axis)
+    axis = compression.one_level("dgc", workers)
     checks.check_betas(momentum=momentum)
-    plan = _Plan(axis, momentum, stages(density, warmup))
-    chain = descending(_sparse_mean(plan), learning_rate, weight_decay, mask)
-    return Sending.like(chain, f"dgc({density:g})", partial(_sent, plan))
+    method = _DGC(axis, momentum, stages(density, warmup))
+    mean = compression.compressed_mean(axis, DGCState, _zeros, method.step)
+    sparse = Sending.like(mean, f"dgc({density:g})", method.sends)
+    return descending(sparse, learning_rate, weight_decay, mask)
 
 
-def stages(density: float, warmup: int = 0) -> tuple[Stage, ...]:
-    """The densities of a warm-up and the last one, each with the step from which it holds.
+def stages(density: float, warmup: int = 0) -> dict[int, float]:
+    """The densities of a warm-up and the last one, by the step from which each holds.
 
     Args:
       density: the last one, in (0, 1].
@@ -163,172 +144,88 @@ def stages(density: float, warmup: int = 0) -> tuple[Stage, ...]:
 
     Example:
       >>> from lioncub_jax.baselines.dgc import stages
-      >>> [(s.first_step, s.density) for s in stages(0.01, warmup=12)]
-      [(0, 0.25), (4, 0.0625), (8, 0.015625), (12, 0.01)]
+      >>> stages(0.01, warmup=12)
+      {0: 0.25, 4: 0.0625, 8: 0.015625, 12: 0.01}
     """
-    _check_density(density, warmup)
-    falling: list[float] = []
-    while warmup and 0.25 ** (len(falling) + 1) > density:
-        falling.append(0.25 ** (len(falling) + 1))
-    count = len(falling)
-    begins = [-(-warmup * n // max(count, 1)) for n in range(count + 1)]
-    times = zip(pairwise(begins), falling, strict=True)
-    # More stages than steps: those without a step are left out, as each is compiled.
-    warm = [Stage(begin, share) for (begin, end), share in times if begin < end]
-    return (*warm, Stage(warmup, density))
+    said = "give the share of values to send, in (0, 1], such as 0.001"
+    check_number(f"density={density!r}", density, lambda x: 0 < x <= 1, said, float)
+    most = "" if density < 0.25 else ", and a density below 0.25, where it comes down from 25 %"
+    said = f"give a whole number of steps, or 0 for no warm-up{most}"
+    fits = lambda n: n == 0 if most else n >= 0  # noqa: E731
+    check_number(f"warmup={warmup!r} with density={density!r}", warmup, fits, said, int)
+    powers = (0.25**n for n in itertools.count(1))
+    falling = list(itertools.takewhile(lambda share: share > density, powers))
+    begins = [-(-warmup * n // len(falling)) for n in range(len(falling))]
+    # Of those that begin at the same step the last: more stages than steps are not all compiled.
+    return dict(zip([*begins, warmup], [*falling, density], strict=True))
 
 
-def _sent(plan: _Plan, asked: Asked) -> tuple[Sent, ...]:
-    """An all-gather of sparse messages for the leaves that are cut over the same axes.
+class _DGC(NamedTuple):
+    axis: AxisName
+    momentum: Any
+    stages: dict[int, float]
 
-    ``(W - 1) (8 K + 4)`` bytes, with K the values sent of all leaves: an index and a value each, and one
-    word that says whether the worker takes part. Messages of 51 kB and more are padded to 512 bytes.
-    """
-    held = [stage for stage in plan.stages if asked.step is None or stage.first_step <= asked.step]
-    entries: dict[frozenset, int] = {}
-    for leaf, axes in zip(asked.leaves, asked.axes, strict=True):
-        count = _entries(math.prod(leaf.shape), held[-1].density)
-        entries[axes] = entries.get(axes, 0) + count
-    return tuple(
-        Sent("all-gather", False, wires.words_bytes(2 * count + 1, asked.workers))
-        for count in entries.values()
-        if count and asked.workers > 1
-    )
+    def sends(self, asked: Asked) -> tuple[Sent, ...]:
+        """An all-gather of sparse messages for the leaves that are cut over the same axes.
 
+        ``(W - 1) (8 K + 4)`` bytes, with K the values sent of all leaves: an index and a value each,
+        and one word that says whether the worker takes part. Of 51 kB and more padded to 512 bytes.
+        """
+        step = math.inf if asked.step is None else asked.step
+        *_, density = (share for first, share in self.stages.items() if first <= step)
+        words = Counter({frozenset[str](): 1})
+        for leaf, over in zip(asked.leaves, asked.axes, strict=True):
+            words[over] += 2 * _entries(math.prod(leaf.shape), density)
+        each = [wires.words_bytes(n, asked.workers) for n in words.values()]
+        return tuple(Sent("all-gather", False, sent) for sent in each if sent)
 
-def _sparse_mean(plan: _Plan) -> optax.GradientTransformationExtraArgs:
-    """Local gradients in, the mean of what the workers sent out."""
-
-    def init(params: optax.Params) -> DGCState:
-        checks.check_leaves(params)
-        zeros = [jax.tree.map(_float32_zeros, params) for _ in range(2)]
-        counts = [jnp.zeros((), jnp.int32) for _ in range(3)]
-        return DGCState(counts[0], *zeros, *counts[1:])
-
-    def update(
-        updates: optax.Updates,
-        state: DGCState,
-        params: optax.Params | None = None,
-        *,
-        abstain: jax.Array | None = None,
-        **extra: Any,
-    ) -> tuple[optax.Updates, DGCState]:
-        del params, extra
-        workers = wires.workers_on(plan.axis)
-        checks.check_leaves(updates)
-        checks.check_local(updates, plan.axis)
-        checks.check_state(updates, state.velocity, state.residual)
-        told = jnp.zeros((), bool) if abstain is None else abstain
-        on_device = partial(_worker_step, plan, workers)
-        # Results lie as what they replace.
-        return placement.on_shards(on_device, (updates, state, told), cut_of((updates, state)))
-
-    return optax.GradientTransformationExtraArgs(init, update)
+    def step(self, leaves: Leaves, told: jax.Array, count: jax.Array, *before: Leaves) -> Done:
+        """What one worker does in a step; it keeps velocity and residual."""
+        _check_sizes(leaves)
+        grads = optax.tree.cast(leaves, jnp.float32)
+        velocity = optax.tree.add_scale(grads, jnp.float32(self.momentum), before[0])
+        residual = optax.tree.add(before[1], velocity)
+        # All that is not finite ends up in the residual.
+        here = compression.takes_part(self.axis, told, residual)
+        if axes.workers_on(self.axis) == 1:
+            # All that was left out is there, and the velocity goes on.
+            present = axes.same_everywhere(here.astype(jnp.int32), self.axis)
+            means = [axes.same_everywhere(jnp.where(here, v, 0), self.axis) for v in residual]
+            residual = optax.tree.zeros_like(residual)
+        else:
+            # Messages of each stage have a length of their own, so each is a branch; all workers take
+            # the same one, as they count the same steps.
+            branches = [partial(_send, self.axis, density) for density in self.stages.values()]
+            stage = jnp.sum(count >= np.array([*self.stages], np.int32), dtype=jnp.int32) - 1
+            means, velocity, residual, present = lax.switch(
+                stage, branches, here, velocity, residual
+            )
+        return means, *optax.tree.where(here, (velocity, residual), before), present
 
 
-def _float32_zeros(p: jax.Array) -> jax.Array:
-    return jnp.zeros_like(p, dtype=jnp.float32)
-
-
-def _worker_step(
-    plan: _Plan, workers: int, updates: Any, state: DGCState, told: jax.Array
-) -> tuple[Any, DGCState]:
-    """What one worker does in a step, on each of its devices."""
-    _check_sizes(updates)
-    leaves, tree = jax.tree.flatten(updates)
-    before = _Gathered(*map(jax.tree.leaves, (state.velocity, state.residual)))
-    grads = [g.astype(jnp.float32) for g in leaves]
-    momentum = jnp.asarray(plan.momentum, jnp.float32)
-    velocity = [momentum * u + g for u, g in zip(before.velocity, grads, strict=True)]
-    residual = [v + u for v, u in zip(before.residual, velocity, strict=True)]
-    # All that is not finite ends up in the residual.
-    abstains = abstains_of(plan.axis, told, residual)
-    means, present, now = (
-        _alone(plan.axis, ~abstains, velocity, residual)
-        if workers == 1
-        else _exchanged(plan, ~abstains, state.count, _Gathered(velocity, residual))
-    )
-    now = jax.tree.map(partial(jnp.where, abstains), before, now)
-    away = None if present is None else workers - present.astype(jnp.int32)
-    new_state = DGCState(
-        optax.safe_increment(state.count),
-        jax.tree.unflatten(tree, now.velocity),
-        jax.tree.unflatten(tree, now.residual),
-        state.abstained if away is None else away,
-        state.abstentions if away is None else state.abstentions + away,
-    )
-    means = [mean.astype(g.dtype) for mean, g in zip(means, leaves, strict=True)]
-    return jax.tree.unflatten(tree, means), new_state
-
-
-class _Gathered(NamedTuple):
-    """A worker's ``u`` and ``v``, ``float32[...]`` of each leaf."""
-
-    velocity: list[jax.Array]
-    residual: list[jax.Array]
-
-
-def abstains_of(axis: AxisName, told: jax.Array, values: list[jax.Array]) -> jax.Array:
-    """``bool[]``: whether this worker abstains, its devices as one: told to, or for a value not finite."""
-    strange = reduce(operator.or_, [told, *[~jnp.all(jnp.isfinite(v)) for v in values]])
-    return wires.any_over_shards(strange, axis)
-
-
-def _alone(
-    axis: AxisName, takes_part: jax.Array, velocity: list[jax.Array], residual: list[jax.Array]
-) -> tuple[list[jax.Array], jax.Array, _Gathered]:
-    """One worker's update: all that is gathered, its velocity if no others left more; nothing stays."""
-    means = [wires.same_everywhere(jnp.where(takes_part, v, 0), axis) for v in residual]
-    present = wires.same_everywhere(takes_part.astype(jnp.uint32), axis)
-    return means, present, _Gathered(velocity, list(map(jnp.zeros_like, residual)))
-
-
-def _exchanged(
-    plan: _Plan, takes_part: jax.Array, count: jax.Array, gathered: _Gathered
-) -> tuple[list[jax.Array], jax.Array | None, _Gathered]:
-    """The mean of what all send, how many take part, and what this worker is left with."""
-    if not any(v.size for v in gathered.residual):
-        return [_float32_zeros(v) for v in gathered.residual], None, gathered
-    # Each stage has messages of its own length, so it is a branch with an all-gather of its own; all
-    # workers take the same one, as they count the same steps.
-    branches = [partial(_send, plan, stage.density) for stage in plan.stages]
-    begins = np.array([stage.first_step for stage in plan.stages[1:]], np.int32)
-    stage = jnp.sum(count >= begins, dtype=jnp.int32)
-    return lax.switch(stage, branches, takes_part, gathered)
+def _zeros(params: Any) -> list[Any]:
+    return [optax.tree.zeros_like(params, dtype=jnp.float32) for _ in range(2)]
 
 
 def _send(
-    plan: _Plan, density: float, takes_part: jax.Array, gathered: _Gathered
-) -> tuple[list[jax.Array], jax.Array, _Gathered]:
-    """One exchange at a density: a message for all leaves that vary over the same mesh axes."""
-    velocity, residual = list(gathered.velocity), list(gathered.residual)
-    means, counted = [jnp.zeros(v.shape, jnp.float32) for v in residual], []
-    for group in groups_of(residual):
-        flat = [residual[i].reshape(-1) for i in group]
-        with jax.named_scope("lioncub.pack"):
-            at = [_largest(x, _entries(x.size, density)) for x in flat]
-            values = [jnp.where(takes_part, x[i], 0) for x, i in zip(flat, at, strict=True)]
-        with jax.named_scope("lioncub.up"):
-            received = wires.gather_words(_message(at, values, takes_part), plan.axis)
-        with jax.named_scope("lioncub.unpack"):
-            sums, present = _added(received, flat, [i.size for i in at])
-        share = 1 / jnp.maximum(present, 1).astype(jnp.float32)
-        counted.append(wires.same_over_shards(present, plan.axis))
-        for i, sent, total in zip(group, at, sums, strict=True):
-            means[i] = (total * share).reshape(means[i].shape)
-            residual[i] = _without(residual[i], sent)
-            velocity[i] = _without(velocity[i], sent)
-    return means, counted[0], _Gathered(velocity, residual)
+    axis: AxisName, density: float, here: jax.Array, velocity: Leaves, residual: Leaves
+) -> Done:
+    """One exchange at a density."""
+    flat = [v.reshape(-1) for v in residual]
+    # Of equal magnitudes the first ones.
+    at = [lax.top_k(jnp.abs(v), _entries(v.size, density))[1] for v in flat]
+    values = [jnp.where(here, v[i], 0) for v, i in zip(flat, at, strict=True)]
+    words = [jnp.stack([_bits(i), _bits(x)]) for i, x in zip(at, values, strict=True)]
+    gather = partial(wires.gather_words, axis=axis)
+    *received, flags = compression.in_messages(gather, [*words, here.astype(jnp.uint32)])
+    present, sums = jnp.sum(flags), _added(len(flags), received, flat)
+    share = 1 / jnp.maximum(present, 1).astype(jnp.float32)
+    means = [(total * share).reshape(v.shape) for total, v in zip(sums, residual, strict=True)]
 
+    def without(x: jax.Array, sent: jax.Array) -> jax.Array:
+        return x.reshape(-1).at[sent].set(0, unique_indices=True).reshape(x.shape)
 
-def groups_of(leaves: Sequence[jax.Array]) -> list[list[int]]:
-    """Leaves that may share a message, by index; empty ones are in none."""
-    groups: dict[tuple[str, ...], list[int]] = {}
-    for index, leaf in enumerate(leaves):
-        if leaf.size:
-            groups.setdefault(tuple(sorted(varying_axes(leaf))), []).append(index)
-    # What is cut over the fewest axes first: if over none, all devices already hold the same count.
-    return [groups[axes] for axes in sorted(groups, key=lambda axes: (len(axes), axes))]
+    return means, [*map(without, velocity, at)], [*map(without, residual, at)], present
 
 
 def _entries(size: int, density: float) -> int:
@@ -336,61 +233,30 @@ def _entries(size: int, density: float) -> int:
     return max(1, math.ceil(density * size)) if size else 0
 
 
-def _message(at: list[jax.Array], values: list[jax.Array], takes_part: jax.Array) -> jax.Array:
-    """``uint32[2 K + 1]``: indices, values, and a one for taking part."""
-    bits = lax.bitcast_convert_type(jnp.concatenate(values), jnp.uint32)
-    return jnp.concatenate([*at, bits, takes_part.astype(jnp.uint32)[None]])
+def _bits(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.uint32)
 
 
-def _added(
-    received: jax.Array, like: list[jax.Array], entries: list[int]
-) -> tuple[list[jax.Array], jax.Array]:
-    """Sums of the messages ``uint32[W, 2 K + 1]`` of each flat leaf, and who took part."""
-    ends = np.cumsum(entries)
-    at = jnp.split(received[:, : ends[-1]], ends[:-1], axis=1)
-    bits = lax.bitcast_convert_type(received[:, ends[-1] : -1], jnp.float32)
-    values = jnp.split(bits, ends[:-1], axis=1)
+def _added(workers: int, received: Leaves, like: Leaves) -> Leaves:
+    """Sums of what was sent of each flat leaf: indices and values, ``uint32[W, 2, k]``."""
 
-    def add(worker: int | jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
-        return [
-            total.at[i[worker]].add(x[worker], unique_indices=True)
-            for total, i, x in zip(totals, at, values, strict=True)
-        ]
+    def add(worker: Any, totals: Leaves) -> Leaves:
+        for n, (at, words) in enumerate(message[worker] for message in received):
+            values = lax.bitcast_convert_type(words, jnp.float32)
+            totals[n] = totals[n].at[at].add(values, unique_indices=True)
+        return totals
 
     # Worker by worker: one scatter of everything would add what meets in any order, and a GPU does not
     # choose the same order twice, so that replicas would part.
     first = add(0, [jnp.zeros(x.shape, jnp.float32) for x in like])
-    totals = lax.fori_loop(1, len(received), add, first)
-    return totals, jnp.sum(received[:, -1], dtype=jnp.uint32)
+    return lax.fori_loop(1, workers, add, first)
 
 
-def _largest(x: jax.Array, count: int) -> jax.Array:
-    """``uint32[count]``: where the largest magnitudes of a leaf are, of equal ones the first."""
-    return lax.top_k(jnp.abs(x.reshape(-1)), count)[1].astype(jnp.uint32)
-
-
-def _without(x: jax.Array, sent: jax.Array) -> jax.Array:
-    return x.reshape(-1).at[sent].set(0, unique_indices=True).reshape(x.shape)
-
-
-def _check_sizes(leaves: Any) -> None:
+def _check_sizes(leaves: Leaves) -> None:
     """What JAX, which counts along an axis in int32, can index."""
-    for path, x in jax.tree_util.tree_leaves_with_path(leaves):
+    for x in leaves:
         if x.size >= 2**31:
             raise ValueError(
-                f"leaf {jax.tree_util.keystr(path) or '(root)'} of {x.size} elements on each device: dgc "
-                "sorts and indexes fewer than 2**31 of a leaf; cut it over inner mesh axes (specs), or "
-                "into several leaves"
+                f"a leaf of shape {x.shape} on each device: dgc sorts and indexes leaves of fewer than "
+                "2**31 elements; cut it over inner mesh axes (specs), or into several leaves"
             )
-
-
-def _check_density(density: Any, warmup: Any) -> None:
-    said = "give the share of values to send, in (0, 1], such as 0.001"
-    check_number(f"density={density!r}", density, lambda x: 0 < x <= 1, said, float)
-    said = "give a whole number of steps, or 0 for no warm-up"
-    check_number(f"warmup={warmup!r}", warmup, lambda n: n >= 0, said, int)
-    if warmup and density >= 0.25:
-        raise ValueError(
-            f"warmup={warmup} with density={density}: a warm-up comes down from 25 %; give a density "
-            "below 0.25, or warmup=0"
-        )

@@ -2,7 +2,7 @@
 
 | baseline | worker sends | travels back | source |
 |---|---|---|---|
-| `sgd`, `adamw`, `lion` | its gradient, float32 | (all-reduce) the mean | optax, on the mean |
+| `global_gradients(tx)` | its gradient, float32 | (all-reduce) the mean | optax, on the mean |
 | `signsgd` | 1 bit of its gradient | the majority, 1 bit | Bernstein et al., arXiv 1802.04434 |
 | `signum` | 1 bit of its momentum | the majority, 1 bit | Bernstein et al., arXiv 1810.05291 |
 | `ef_signsgd` | 1 bit and a scale for each row of 128, with feedback | the same | 1901.09847, 1905.10936 |
@@ -17,131 +17,30 @@ changes one thing; in `powersgd` it is that of the transform. The decay of SGD w
 libraries is often coupled (``g + wd p``), and then ``1 / (1 - m)`` times as strong: multiply it by that
 here.
 
-Workers may be in two levels, `Workers` with a ``group_axis``: gradients are averaged inside a group, which
+Workers may be in two levels, `Workers` with a ``group``: gradients are averaged inside a group, which
 sends as one worker. `terngrad`, `dgc` and `powersgd` have no two levels.
 
 Where workers compress, one that has a value that is not finite, or is asked to ``abstain``, abstains
-from the step, as in `communicate`; under the three means nobody can. One worker alone compresses nothing.
+from the step, as in `communicate`; under `global_gradients` nobody can. One worker alone compresses
+nothing.
 
 Each can be asked what it sends: ``lioncub_jax.traffic.of(tx, params, workers)``.
 """
 
+import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 
 from lioncub_jax import checks, decide, quantize, wires
-from lioncub_jax.arguments import check_number, check_rates
-from lioncub_jax.baselines.levels import one_level
-from lioncub_jax.baselines.shared_scale import in_shared_units
+from lioncub_jax.arguments import check_rates
+from lioncub_jax.axes import AxisName
 from lioncub_jax.exchange import Sending, communicate
-from lioncub_jax.mesh.placement import Workers, names_of
+from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.momentum import blend, nothing
-from lioncub_jax.optimizer import alike, coded_mean, descending, global_gradients
-from lioncub_jax.wires import AxisName
-
-
-def sgd(
-    learning_rate: optax.ScalarOrSchedule,
-    momentum: Any = 0.9,
-    weight_decay: Any = 0.0,
-    mask: Any = None,
-    *,
-    axis_name: AxisName | Workers,
-    dtype: Any = "float32",
-) -> Sending:
-    """SGD with momentum on the mean gradient: ``v = m v + mean_i g_i``, ``p -= lr (v + wd p)``.
-
-    Args:
-      learning_rate: a number or an optax schedule.
-      momentum: decay of the momentum, in [0, 1); 0 keeps none.
-      weight_decay: decoupled, multiplied with the learning rate.
-      mask: which leaves decay, a tree of bools or a function of the parameters.
-      axis_name: the workers: a `Workers`, or the name of their mesh axis; a tuple of several names is one
-        group of workers.
-      dtype: of the all-reduce, ``float32`` or ``bfloat16``.
-
-    Returns:
-      A transform whose ``update`` must run where the workers' axis is bound.
-
-    Raises:
-      ValueError: for a momentum outside [0, 1), or a dtype that is not floating.
-      TypeError: for a mask that is not of bools.
-
-    Example:
-      >>> from lioncub_jax import baselines
-      >>> tx = baselines.sgd(0.1, weight_decay=5e-4, axis_name="data")
-    """
-    checks.check_betas(momentum=momentum)
-    tx = descending(trace(momentum), learning_rate, weight_decay, mask)
-    return global_gradients(tx, axis_name, dtype)
-
-
-def adamw(
-    learning_rate: optax.ScalarOrSchedule,
-    b1: Any = 0.9,
-    b2: Any = 0.999,
-    eps: Any = 1e-8,
-    weight_decay: Any = 1e-4,
-    mask: Any = None,
-    *,
-    axis_name: AxisName | Workers,
-    dtype: Any = "float32",
-) -> Sending:
-    """``optax.adamw`` on the mean gradient. With other arguments of it give ``global_gradients``.
-
-    Arguments that are not named here are those of `sgd`.
-
-    Args:
-      b1: decay of the first moment.
-      b2: decay of the second moment.
-      eps: added outside of the root.
-
-    Raises:
-      ValueError: for betas outside [0, 1), or a dtype that is not floating.
-
-    Example:
-      >>> from lioncub_jax import baselines
-      >>> tx = baselines.adamw(3e-4, b2=0.99, weight_decay=0.1, axis_name="data")
-    """
-    checks.check_betas(b1=b1, b2=b2)
-    check_rates(learning_rate=learning_rate, weight_decay=weight_decay)
-    mask = checks.decay_mask(mask)
-    tx = optax.adamw(learning_rate, b1, b2, eps, weight_decay=weight_decay, mask=mask)
-    return global_gradients(tx, axis_name, dtype)
-
-
-def lion(
-    learning_rate: optax.ScalarOrSchedule,
-    b1: Any = 0.9,
-    b2: Any = 0.99,
-    weight_decay: Any = 1e-3,
-    mask: Any = None,
-    *,
-    axis_name: AxisName | Workers,
-    dtype: Any = "float32",
-) -> Sending:
-    """``optax.lion`` on the mean gradient: Lion without votes ("G-Lion").
-
-    Arguments that are not named here are those of `sgd`.
-
-    Args:
-      b1: weight of the momentum in the update, in [0, 1).
-      b2: decay of the momentum, in [0, 1).
-
-    Raises:
-      ValueError: for betas outside [0, 1), or a dtype that is not floating.
-
-    Example:
-      >>> from lioncub_jax import baselines
-      >>> tx = baselines.lion(1e-4, weight_decay=0.1, axis_name="data")
-    """
-    checks.check_betas(b1=b1, b2=b2)
-    check_rates(learning_rate=learning_rate, weight_decay=weight_decay)
-    mask = checks.decay_mask(mask)
-    tx = optax.lion(learning_rate, b1, b2, weight_decay=weight_decay, mask=mask)
-    return global_gradients(tx, axis_name, dtype)
+from lioncub_jax.optimizer import coded_gradients, coded_mean, descending, global_gradients
 
 
 def signsgd(
@@ -149,57 +48,61 @@ def signsgd(
     weight_decay: Any = 0.0,
     mask: Any = None,
     *,
-    axis_name: AxisName | Workers,
+    workers: AxisName | Workers,
 ) -> Sending:
     """Majority vote of gradients, signSGD: ``u = sign(sum_i sign(g_i))``, 1 bit up and 1 down.
 
-    Arguments that are not named here are those of `sgd`.
+    Args:
+      learning_rate: a number or an optax schedule.
+      weight_decay: decoupled, multiplied with the learning rate.
+      mask: which leaves decay, a tree of bools or a function of the parameters.
+      workers: the workers: a `Workers`, or the name of their mesh axis; a tuple of several names is one
+        group of workers.
+
+    Returns:
+      A transform whose ``update`` must run where the workers' axis is bound.
 
     Raises:
       ValueError: as `communicate`.
+      TypeError: for a mask that is not of bools.
 
     Example:
       >>> from lioncub_jax import baselines
-      >>> tx = baselines.signsgd(1e-4, axis_name="data")
+      >>> tx = baselines.signsgd(1e-4, workers="data")
 
     Source: Bernstein et al. (arXiv 1802.04434), algorithm 3. Zeros and ties are `communicate`'s.
     """
-    axis, group = names_of(axis_name)
-    vote = communicate(axis_name=axis, group_axis=group, memory=nothing())
-    return vote.around(descending(vote, learning_rate, weight_decay, mask))
+    vote = communicate(workers=workers, memory=nothing())
+    return descending(vote, learning_rate, weight_decay, mask)
 
 
 def signum(
     learning_rate: optax.ScalarOrSchedule,
     momentum: Any = 0.9,
-    mu_dtype: Any = None,
     weight_decay: Any = 0.0,
     mask: Any = None,
     *,
-    axis_name: AxisName | Workers,
+    workers: AxisName | Workers,
 ) -> Sending:
     """SIGNUM: each worker votes with its momentum, ``mu_i = m mu_i + (1 - m) g_i``, after its update.
 
-    Arguments that are not named here are those of `sgd`.
+    Arguments that are not named here are those of `signsgd`.
 
     Args:
       momentum: in [0, 1).
-      mu_dtype: dtype of the momentum, each worker's own; None for that of the parameters.
 
     Raises:
       ValueError: as `communicate`; also for a momentum outside [0, 1).
 
     Example:
       >>> from lioncub_jax import baselines
-      >>> tx = baselines.signum(1e-4, weight_decay=0.1, axis_name="data")
+      >>> tx = baselines.signum(1e-4, weight_decay=0.1, workers="data")
 
     Source: Bernstein et al. (arXiv 1810.05291), algorithm 1. Lion Cub with equal betas.
     """
     checks.check_betas(momentum=momentum)
-    memory = blend(momentum, momentum, mu_dtype)
-    axis, group = names_of(axis_name)
-    vote = communicate(axis_name=axis, group_axis=group, memory=memory)
-    return vote.around(descending(vote, learning_rate, weight_decay, mask))
+    vote = communicate(workers=workers, memory=blend(momentum, momentum))
+    return descending(vote, learning_rate, weight_decay, mask)
 
 
 def ef_signsgd(
@@ -207,7 +110,7 @@ def ef_signsgd(
     weight_decay: Any = 0.0,
     mask: Any = None,
     *,
-    axis_name: AxisName | Workers,
+    workers: AxisName | Workers,
 ) -> Sending:
     """Error feedback for signSGD, both ways: the error of a sign and a scale comes later.
 
@@ -216,75 +119,32 @@ def ef_signsgd(
     row, and what it sends back is the update. Scales travel as bfloat16: 1 + 1/8 bits up
     and down. The learning rate is part of what is fed back, so a change of it changes no error.
 
-    Arguments that are not named here are those of `sgd`.
+    Arguments that are not named here are those of `signsgd`.
 
     Args:
-      weight_decay: as `sgd`; it is agreed on anyway and passes no quantiser.
+      weight_decay: as `signsgd`; it is agreed on anyway and passes no quantizer.
 
     Example:
       >>> from lioncub_jax import baselines
-      >>> tx = baselines.ef_signsgd(0.1, axis_name="data")
+      >>> tx = baselines.ef_signsgd(0.1, workers="data")
 
     Source: Karimireddy et al. (arXiv 1901.09847), algorithm 1; two ways as dist-EF-blockSGD, Zheng et
     al. (arXiv 1905.10936), without its momentum. Padding is left out of every scale.
     """
     check_rates(learning_rate=learning_rate, weight_decay=weight_decay)
-    axis, group = names_of(axis_name)
-    feedback = coded_mean(1, axis, group, "float32", decide.scaled_signs())
-    decay = _decay(learning_rate, weight_decay)
+    feedback = coded_mean(1, workers, "float32")
+    factors = learning_rate, weight_decay
+
+    def decay(count: jax.Array | int) -> Any:
+        return -math.prod(x(count) if callable(x) else x for x in factors)
+
+    share = decay if any(map(callable, factors)) else decay(0)
     chain = optax.chain(
         optax.scale_by_learning_rate(learning_rate),
         feedback,
-        optax.add_decayed_weights(decay, checks.decay_mask(mask)),
+        optax.add_decayed_weights(share, checks.decay_mask(mask)),
     )
     return feedback.around(chain)
-
-
-def terngrad(
-    learning_rate: optax.ScalarOrSchedule,
-    momentum: Any = 0.0,
-    clip: float | None = 2.5,
-    seed: int = 0,
-    weight_decay: Any = 0.0,
-    mask: Any = None,
-    *,
-    axis_name: AxisName | Workers,
-) -> Sending:
-    """TernGrad: -1, 0 or +1 at random, in units of one scale per leaf that all workers share.
-
-    Worker i clips each leaf at ``clip`` standard deviations of its own; ``s = max_i max|g_i|`` of the
-    leaf; it sends ``sign(g_i)`` with probability ``|g_i| / s`` and else 0; the update is ``s`` times the
-    mean of these, right on average but for what was clipped. 2 bits up, the planes of the sum down
-    (ceil(log2(2W + 1)) bits), and one float32 for each leaf in one all-reduce.
-
-    Arguments that are not named here are those of `sgd`.
-
-    Args:
-      momentum: decay of a momentum of the mean, in [0, 1), the same on every worker; 0 keeps none.
-      clip: in standard deviations about zero (about the mean, a leaf of one element would be clipped to
-        nothing); None for no clipping.
-      seed: of the random codes.
-
-    Raises:
-      ValueError: for a momentum outside [0, 1), a ``clip`` that is not above 0, or workers in two levels.
-
-    Example:
-      >>> from lioncub_jax import baselines
-      >>> tx = baselines.terngrad(0.1, momentum=0.9, axis_name="data")
-
-    Source: Wen et al. (arXiv 1705.07878), with gradient clipping, layer-wise and shared scalers.
-    """
-    checks.check_betas(momentum=momentum)
-    if clip is not None:
-        said = "give standard deviations above 0, such as 2.5, or None"
-        check_number(f"clip={clip!r}", clip, lambda x: x > 0, said, float)
-    axis = one_level("terngrad", axis_name)
-    codes = quantize.ternary(rounding=quantize.stochastic(seed))
-    mean = in_shared_units(
-        communicate(axis_name=axis, memory=nothing(), up=codes, down=decide.total()), axis, clip
-    )
-    chain = optax.chain(mean, alike(trace(momentum), axis))
-    return mean.around(descending(chain, learning_rate, weight_decay, mask))
 
 
 def qsgd(
@@ -295,14 +155,14 @@ def qsgd(
     weight_decay: Any = 0.0,
     mask: Any = None,
     *,
-    axis_name: AxisName | Workers,
+    workers: AxisName | Workers,
 ) -> Sending:
     """QSGD: a sign and ``s = 2**(bits-1) - 1`` levels of the norm of each row of 128, rounded at random.
 
     The norm is the largest magnitude, the paper's practice. The mean of what all workers say is right on
     average. Everybody sends its codes to everybody, as in the paper: (W-1) (bits + 1/8) bits per parameter.
 
-    Arguments that are not named here are those of `sgd`.
+    Arguments that are not named here are those of `signsgd`.
 
     Args:
       bits: of a code, sign included, 2 to 8.
@@ -314,36 +174,81 @@ def qsgd(
 
     Example:
       >>> from lioncub_jax import baselines
-      >>> tx = baselines.qsgd(0.1, bits=4, momentum=0.9, axis_name="data")
+      >>> tx = baselines.qsgd(0.1, bits=4, momentum=0.9, workers="data")
 
     Source: Alistarh et al. (arXiv 1610.02132). Codes have a fixed width (the paper's Elias codes do
     not), norms travel as bfloat16 rounded up.
     """
     checks.check_betas(momentum=momentum)
-    rounding = quantize.stochastic(seed)
-    axis, group = names_of(axis_name)
+    codes = quantize.levels(bits, rounding=quantize.stochastic(seed))
     mean = communicate(
-        axis_name=axis,
-        group_axis=group,
+        workers=workers,
         memory=nothing(),
-        up=quantize.levels(bits, rounding=rounding),
-        owner=decide.momentum_at_owner(trace(momentum), dominance=jnp.inf),
-        down=decide.floats(),
+        up=codes,
+        decision=decide.at_owner(trace(momentum), decide.values(), dominance=jnp.inf),
         wire=wires.gathered(),
     )
-    return mean.around(descending(mean, learning_rate, weight_decay, mask))
+    return descending(mean, learning_rate, weight_decay, mask)
+
+
+def diloco(
+    learning_rate: optax.ScalarOrSchedule = 0.7,
+    momentum: Any = 0.9,
+    bits: int | None = None,
+    *,
+    workers: AxisName | Workers,
+) -> Sending:
+    """The outer optimizer of DiLoCo: Nesterov SGD on the mean of how far the workers came.
+
+    Each worker takes H steps with an optimizer of its own, ``make_train_step(..., local_steps=H,
+    local=optax.adamw(...))``, and hands over ``d_i``, its parameters before minus those after. Here
+    ``d = mean_i d_i``, ``v = m v + d``, ``p -= lr (d + m v)``. It travels once in H steps.
+
+    With ``bits`` codes travel, up and down, with a scale for each row of 128: bits + 1/8 a parameter each
+    way. Worker i sends those of ``d_i + e_i`` and keeps what they miss in ``e_i``; the owner of a slice
+    does the same with the mean, so that nothing is lost, only late.
+
+    Args:
+      learning_rate: of the mean difference, a number or an optax schedule of the calls; 1 with momentum
+        0 is averaging of models.
+      momentum: in [0, 1); 0 keeps none. The same on every worker.
+      bits: of a code, 1 to 8, both up and down; None for a mean in float32.
+      workers: the workers: a `Workers`, or the name of their mesh axis; a tuple of several names is one
+        group of workers.
+
+    Returns:
+      A transform whose ``update`` must run where the workers' axis is bound.
+
+    Raises:
+      ValueError: for a momentum outside [0, 1), or bits out of range.
+
+    Example:
+      Four steps of AdamW on each worker, and then four bits each way:
+
+      >>> import jax, jax.numpy as jnp, lioncub_jax as lc, optax
+      >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> workers = lc.Workers(mesh, "data")
+      >>> tx = lc.baselines.diloco(bits=4, workers=workers)
+      >>> local = optax.adamw(1e-2)
+      >>> loss = lambda params, batch, rng: jnp.mean((batch @ params["w"]) ** 2)
+      >>> state = lc.init_state(tx, {"w": jnp.ones((3, 1))}, workers, local=local)
+      >>> step = lc.make_train_step(loss, tx, workers, local_steps=4, local=local)
+      >>> state, metrics = step(state, jnp.ones((4 * 8, 3)))  # 8 rows for each local step
+      >>> int(state.step), state.local_state[0].count.tolist()
+      (1, [4])
+
+    Source: Douillard et al. (arXiv 2311.08105), algorithm 1, whose values the defaults are; codes with
+    feedback both ways as dist-EF-blockSGD (1905.10936), of one bit or more.
+    """
+    checks.check_betas(momentum=momentum)
+    check_rates(learning_rate=learning_rate)
+    outer = optax.chain(trace(momentum, True), optax.scale_by_learning_rate(learning_rate))
+    if bits is None:
+        return global_gradients(outer, workers=workers)
+    return coded_gradients(outer, bits, workers=workers)
 
 
 def trace(momentum: Any, nesterov: bool = False) -> optax.GradientTransformation:
     """Momentum, of which 0 keeps none."""
     none = isinstance(momentum, (int, float)) and momentum == 0
     return optax.identity() if none else optax.trace(momentum, nesterov)
-
-
-def _decay(learning_rate: optax.ScalarOrSchedule, weight_decay: Any) -> Any:
-    """``-lr wd``, for what is added to an update that has its learning rate already."""
-    if isinstance(weight_decay, (int, float)) and weight_decay == 0:
-        return 0.0  # which optax leaves out
-    lr = learning_rate if callable(learning_rate) else lambda count: learning_rate
-    share = weight_decay if callable(weight_decay) else lambda count: weight_decay
-    return lambda count: -lr(count) * share(count)

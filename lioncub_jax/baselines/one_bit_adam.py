@@ -32,6 +32,7 @@ Source: Tang et al., "1-bit Adam" (arXiv 2102.02888); Lu et al., "Maximizing Com
 Large-scale Training via 0/1 Adam" (arXiv 2202.06009).
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -40,13 +41,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from lioncub_jax import checks, decide, quantize, wires
+from lioncub_jax import axes, checks, decide, quantize, wires
 from lioncub_jax.arguments import check_number
+from lioncub_jax.axes import AxisName
 from lioncub_jax.exchange import Asked, CommunicateState, Sending, communicate
 from lioncub_jax.mesh.placement import Workers, names_of
 from lioncub_jax.momentum import nothing
 from lioncub_jax.optimizer import coded_mean, descending
-from lioncub_jax.wires import AxisName, Sent
+from lioncub_jax.wires import Sent
 
 _NEVER = 2**31 - 1
 
@@ -69,31 +71,6 @@ class OneBitAdamState(NamedTuple):
     exchange: CommunicateState
 
 
-class _When(NamedTuple):
-    """Which steps are in full precision: with gaps of 1, then 2, 4 and so on, ``kappa`` of each."""
-
-    kappa: int
-    end: int  # the first step of which none is from here on
-
-    def due(self, count: Any) -> Any:
-        """``bool[]``, after so many earlier steps: a number, or ``int32[]``."""
-        begins = [self.kappa * (2**power - 1) for power in range(31)]
-        power = (count >= np.array([n for n in begins if n < _NEVER], np.int32)).sum() - 1
-        gap = 1 << power
-        return (count < self.end) & ((count - self.kappa * (gap - 1)) % gap == 0)
-
-
-class _Plan(NamedTuple):
-    b1: Any
-    b2: Any
-    eps: Any
-    when: _When
-    axis: AxisName
-    group: AxisName | None
-    codes: Sending
-    floats: Sending
-
-
 def one_bit_adam(
     learning_rate: optax.ScalarOrSchedule,
     b1: Any = 0.9,
@@ -103,7 +80,7 @@ def one_bit_adam(
     mask: Any = None,
     *,
     warmup: int,
-    axis_name: AxisName | Workers,
+    workers: AxisName | Workers,
 ) -> Sending:
     """1-bit Adam: AdamW on the mean gradient at first, then momentum in one bit under a frozen variance.
 
@@ -126,7 +103,7 @@ def one_bit_adam(
       mask: which leaves decay, a tree of bools or a function of the parameters.
       warmup: steps in full precision, at least 1: until the variance is steady, and so not before the
         learning rate is. An element that has no gradient until then is never moved.
-      axis_name: the workers: a `Workers`, in two levels too, or the name of their mesh axis, or several
+      workers: the workers: a `Workers`, in two levels too, or the name of their mesh axis, or several
         as a tuple.
 
     Returns:
@@ -142,14 +119,17 @@ def one_bit_adam(
 
     Example:
       >>> from lioncub_jax import baselines
-      >>> tx = baselines.one_bit_adam(1e-3, weight_decay=0.01, warmup=2000, axis_name="data")
+      >>> tx = baselines.one_bit_adam(1e-3, weight_decay=0.01, warmup=2000, workers="data")
 
     Source: Tang et al., "1-bit Adam" (arXiv 2102.02888).
     """
     wanted = "a whole number of steps of at least 1: they find the variance that is frozen then"
     checks.check_count(f"warmup={warmup!r}", warmup, wanted)
-    plan = _plan(b1, b2, eps, _When(_NEVER, min(warmup, _NEVER)), axis_name)
-    return _descending(f"1-bit Adam(warmup={warmup})", plan, learning_rate, weight_decay, mask)
+    adam = zero_one_adam(
+        learning_rate, b1, b2, eps, weight_decay, mask, kappa=_NEVER, freeze_after=warmup,
+        workers=workers,
+    )  # fmt: skip
+    return Sending.like(adam, f"1-bit Adam(warmup={warmup})", adam.sends)
 
 
 def zero_one_adam(
@@ -162,7 +142,7 @@ def zero_one_adam(
     *,
     kappa: int = 16,
     freeze_after: int = 100_000,
-    axis_name: AxisName | Workers,
+    workers: AxisName | Workers,
 ) -> Sending:
     """0/1 Adam without its local steps: a variance that is updated ever more rarely, else one bit.
 
@@ -185,7 +165,7 @@ def zero_one_adam(
 
     Example:
       >>> from lioncub_jax import baselines
-      >>> tx = baselines.zero_one_adam(1e-3, kappa=16, freeze_after=12_500, axis_name="data")
+      >>> tx = baselines.zero_one_adam(1e-3, kappa=16, freeze_after=12_500, workers="data")
 
     Source: Lu et al., "0/1 Adam" (arXiv 2202.06009), the policy for the variance; ``kappa`` is DeepSpeed's
     ``var_update_scaler``, ``freeze_after`` its ``var_freeze_step``, with its defaults.
@@ -193,113 +173,100 @@ def zero_one_adam(
     checks.check_count(f"kappa={kappa!r}", kappa, "a whole number of updates of at least 1")
     wanted = "a whole number of steps of at least 1: they find the variance that stays then"
     checks.check_count(f"freeze_after={freeze_after!r}", freeze_after, wanted)
-    when = _When(min(kappa, _NEVER), min(freeze_after, _NEVER))
-    plan = _plan(b1, b2, eps, when, axis_name)
-    return _descending(f"0/1 Adam(kappa={kappa})", plan, learning_rate, weight_decay, mask)
-
-
-def _plan(b1: Any, b2: Any, eps: Any, when: _When, axis_name: AxisName | Workers) -> _Plan:
     checks.check_betas(b1=b1, b2=b2)
-    check_number(
-        f"eps={eps!r}", eps, lambda x: 0 < x < np.inf, "give a number above 0, such as 1e-8"
-    )
-    axis, group = names_of(axis_name)
-    codes = coded_mean(1, axis, group, "float32")
+    said = "give a number above 0, such as 1e-8"
+    check_number(f"eps={eps!r}", eps, lambda x: 0 < x < np.inf, said)
+    codes = coded_mean(1, workers, "float32")
     floats = communicate(
-        axis_name=axis,
-        group_axis=group,
+        workers=workers,
         memory=nothing(),
         up=quantize.dense(),
-        owner=decide.momentum_at_owner(optax.identity(), dominance=np.inf),
-        down=decide.floats(),
+        decision=decide.at_owner(None, decide.values()),
         wire=wires.all_reduce(),
     )
-    return _Plan(b1, b2, eps, when, axis, group, codes, floats)
+    in_full = partial(_in_full, kappa, min(freeze_after, _NEVER))
+    moments = _moments(b1, b2, codes, floats, names_of(workers)[0], in_full)
 
+    def init(params: optax.Params) -> OneBitAdamState:
+        checks.check_leaves(params)
+        agreed = wires.agreed(params, sum(map(axes.names, names_of(workers)), ()))
+        mu, nu = (optax.tree.zeros_like(agreed, dtype=jnp.float32) for _ in range(2))
+        count, updates = jnp.zeros(2, jnp.int32)
+        return OneBitAdamState(count, updates, mu, nu, codes.init(_wide(params)))
 
-def _descending(scheme: str, plan: _Plan, *rest: Any) -> Sending:
-    """The whole optimizer, with an answer to what it sends."""
-    direction = optax.GradientTransformationExtraArgs(partial(_init, plan), partial(_update, plan))
+    def update(
+        grads: Any, state: OneBitAdamState, params: Any = None, *, abstain: Any = None, **_: Any
+    ) -> tuple[Any, OneBitAdamState]:
+        checks.check_leaves(grads)
+        checks.check_state(grads, state.mu)
+        some, state = moments(grads, state, params=params, abstain=abstain)
+        mu = optax.tree.bias_correction(state.mu, b1, jnp.maximum(state.count, 1))
+        nu = optax.tree.bias_correction(state.nu, b2, jnp.maximum(state.updates, 1))
+
+        def direction(g: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
+            return jnp.where(some & (v > 0), m / (jnp.sqrt(v) + eps), 0).astype(g.dtype)
+
+        return jax.tree.map(direction, grads, mu, nu), state
 
     def sends(asked: Asked) -> tuple[Sent, ...]:
-        in_full = asked.step is not None and plan.when.due(asked.step)
-        return (plan.floats if in_full else plan.codes).sends(asked)
+        full = asked.step is not None and in_full(asked.step)
+        return (floats if full else codes).sends(asked)
 
-    return Sending.like(descending(direction, *rest), scheme, sends)
-
-
-def _init(plan: _Plan, params: Any) -> OneBitAdamState:
-    checks.check_leaves(params)
-    exchange = plan.codes.init(_wide(params))
-    alike = _wide(wires.agreed(params, (*wires.names(plan.axis), *wires.names(plan.group))))
-    mu, nu = (jax.tree.map(jnp.zeros_like, alike) for _ in range(2))
-    count, updates = (jnp.zeros((), jnp.int32) for _ in range(2))
-    return OneBitAdamState(count, updates, mu, nu, exchange)
+    adam = optax.GradientTransformationExtraArgs(init, update)
+    direction = Sending.like(adam, f"0/1 Adam(kappa={kappa})", sends)
+    return descending(direction, learning_rate, weight_decay, mask)
 
 
-def _update(
-    plan: _Plan,
-    updates: Any,
-    state: OneBitAdamState,
-    params: Any = None,
-    *,
-    abstain: Any = None,
-    **extra: Any,
-) -> tuple[Any, OneBitAdamState]:
-    del extra
-    checks.check_leaves(updates)
-    checks.check_state(updates, state.mu)
-    # A branch for each, with collectives of its own; all workers take the same one, as they count alike.
-    ways = (partial(way, plan, params, abstain) for way in (_in_floats, _in_codes))
-    with wires.by_count():
-        after = jax.lax.cond(plan.when.due(state.count), *ways, _wide(updates), state)
-    some = _somebody(plan, after)
-    mu = optax.tree.bias_correction(after.mu, plan.b1, jnp.maximum(after.count, 1))
-    nu = optax.tree.bias_correction(after.nu, plan.b2, jnp.maximum(after.updates, 1))
-
-    def direction(g: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
-        return jnp.where(some & (v > 0), m / (jnp.sqrt(v) + plan.eps), 0).astype(g.dtype)
-
-    return jax.tree.map(direction, updates, mu, nu), after
+def _in_full(kappa: int, end: int, count: Any) -> Any:
+    """``bool[]``, whether a step is in full precision, after so many: a number, or ``int32[]``."""
+    doubled = count // kappa + 1
+    for shift in (1, 2, 4, 8, 16):  # all bits below the highest
+        doubled |= doubled >> shift
+    gap = doubled - (doubled >> 1)
+    return (count < end) & ((count - kappa * (gap - 1)) % gap == 0)
 
 
-def _in_floats(
-    plan: _Plan, params: Any, abstain: Any, grads: Any, state: OneBitAdamState
-) -> OneBitAdamState:
-    """The mean gradient goes into both moments; errors wait."""
-    kept, own = state.exchange, plan.floats.init(grads)
-    exchange = kept._replace(error=own.error, owner=own.owner)
-    mean, exchange = plan.floats.update(grads, exchange, params, abstain=abstain)
-    mu = optax.tree.update_moment(mean, state.mu, plan.b1, 1)
-    nu = optax.tree.update_moment(mean, state.nu, plan.b2, 2)
-    count, updates = map(optax.safe_increment, (state.count, state.updates))
-    exchange = exchange._replace(error=kept.error, owner=kept.owner)
-    return _if_somebody(plan, OneBitAdamState(count, updates, mu, nu, exchange), state)
+def _moments(
+    b1: Any, b2: Any, codes: Sending, floats: Sending, axis: AxisName, in_full: Callable[[Any], Any]
+) -> Callable[..., tuple[jax.Array, OneBitAdamState]]:
+    """``(grads, state, **told) -> (bool[], state)``: whether anybody took part, and the new moments."""
 
+    def in_floats(grads: Any, state: OneBitAdamState, **told: Any) -> OneBitAdamState:
+        """The mean gradient goes into both moments; errors wait."""
+        kept, own = state.exchange, floats.init(grads)
+        exchange = kept._replace(error=own.error, owner=own.owner)
+        mean, exchange = floats.update(grads, exchange, **told)
+        exchange = exchange._replace(error=kept.error, owner=kept.owner)
+        mu = optax.tree.update_moment(mean, state.mu, b1, 1)
+        nu = optax.tree.update_moment(mean, state.nu, b2, 2)
+        updates = optax.safe_increment(state.updates)
+        return OneBitAdamState(state.count, updates, mu, nu, exchange)
 
-def _in_codes(
-    plan: _Plan, params: Any, abstain: Any, grads: Any, state: OneBitAdamState
-) -> OneBitAdamState:
-    """The agreed momentum is what comes back of the workers' own."""
-    own = _wide(optax.tree.update_moment(grads, state.mu, plan.b1, 1))
-    mu, exchange = plan.codes.update(own, state.exchange, params, abstain=abstain)
-    count = optax.safe_increment(state.count)
-    return _if_somebody(plan, state._replace(count=count, mu=mu, exchange=exchange), state)
+    def in_codes(grads: Any, state: OneBitAdamState, **told: Any) -> OneBitAdamState:
+        """The agreed momentum is what comes back of the workers' own."""
+        own = _wide(optax.tree.update_moment(grads, state.mu, b1, 1))
+        mu, exchange = codes.update(own, state.exchange, **told)
+        return state._replace(mu=mu, exchange=exchange)
 
+    def step(
+        way: Any, told: Any, grads: Any, old: OneBitAdamState
+    ) -> tuple[jax.Array, OneBitAdamState]:
+        """If nobody took part the state stays, but for what the exchange says of it."""
+        new = way(grads, old, **told)._replace(count=optax.safe_increment(old.count))
+        some = new.exchange.votes.abstained < axes.workers_on(axis)
+        old = old._replace(exchange=new.exchange)
+        # Betas may be of a wider dtype.
+        return some, optax.tree.where(some, optax.tree.cast_like(new, old), old)
 
-def _if_somebody(plan: _Plan, new: OneBitAdamState, old: OneBitAdamState) -> OneBitAdamState:
-    """With nobody there the old state; but the exchange knows by itself what stays."""
-    some = _somebody(plan, new)
-    # Betas may be of a wider dtype.
-    choose = lambda x, y: jnp.where(some, x.astype(y.dtype), y)  # noqa: E731
-    count, updates, mu, nu = jax.tree.map(choose, new[:-1], old[:-1])
-    return OneBitAdamState(count, updates, mu, nu, new.exchange)
+    def moments(grads: Any, state: OneBitAdamState, **told: Any) -> Any:
+        # A branch for each, with collectives of its own; all workers take the same one, as they count
+        # alike.
+        ways = (partial(step, way, told) for way in (in_floats, in_codes))
+        with wires.by_count():
+            return jax.lax.cond(in_full(state.count), *ways, _wide(grads), state)
 
-
-def _somebody(plan: _Plan, state: OneBitAdamState) -> jax.Array:
-    """``bool[]``: whether any worker took part in the last step."""
-    return state.exchange.abstained < wires.workers_on(plan.axis)
+    return moments
 
 
 def _wide(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+    return optax.tree.cast(tree, jnp.float32)

@@ -1,0 +1,114 @@
+"""What DGC, PowerSGD and TernGrad share: steps of their own, where every axis of the mesh is manual."""
+
+import operator
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.flatten_util import ravel_pytree
+
+from lioncub_jax import axes, checks
+from lioncub_jax.axes import AxisName
+from lioncub_jax.mesh import placement
+from lioncub_jax.mesh.placement import Workers, names_of
+from lioncub_jax.mesh.specs import cut_of
+
+Leaves = list[jax.Array]
+# What a method makes of a step: means, two trees of what is kept, and how many workers took part.
+Done = tuple[Leaves, Leaves, Leaves, jax.Array]
+
+
+def one_level(method: str, workers: AxisName | Workers) -> Any:
+    """The axis of workers that are one device each, or shards of one.
+
+    Raises:
+      ValueError: for workers in two levels.
+    """
+    axis, group = names_of(workers)
+    if group is not None:
+        raise ValueError(
+            f"{method} has no two levels, but the workers have {workers}: it would have to send what a "
+            "group has in common. Give Workers without a group; with the names of both axes in "
+            "their axis each device is a worker"
+        )
+    return axis
+
+
+def on_devices(
+    axis: AxisName, init: Callable[..., Any], step: Callable[..., Any]
+) -> optax.GradientTransformationExtraArgs:
+    """A transform by ``(updates, state, told) -> (updates, state)``, on each device of a worker.
+
+    ``told``: ``bool[]``, whether the worker is told to abstain.
+    """
+
+    def update(
+        updates: Any, state: Any, params: Any = None, *, abstain: Any = None, **extra: Any
+    ) -> tuple[Any, Any]:
+        del params, extra
+        axes.workers_on(axis)
+        checks.check_leaves(updates)
+        checks.check_local(updates, axis)
+        given = updates, state, jnp.zeros((), bool) if abstain is None else abstain
+        # Results lie as what they replace.
+        return placement.on_shards(step, given, cut_of(given[:2]))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def compressed_mean(
+    axis: AxisName, kind: Any, first: Callable[..., Any], step: Callable[..., Done]
+) -> optax.GradientTransformationExtraArgs:
+    """Local gradients in, the mean that a method makes of them out.
+
+    Args:
+      axis: of the workers.
+      kind: of state: ``count``, two trees like the parameters, the second of what is owed, ``abstained``
+        and ``abstentions``.
+      first: ``params -> (tree, tree)``, of the first state.
+      step: ``(leaves, told, count, first tree, second tree) -> Done``, of trees as lists.
+    """
+
+    def init(params: Any) -> Any:
+        checks.check_leaves(params)
+        count, *counts = jnp.zeros(3, jnp.int32)
+        return kind(count, *first(params), *counts)
+
+    def on_device(updates: Any, state: Any, told: jax.Array) -> tuple[Any, Any]:
+        checks.check_state(updates, state[2])
+        tree: Any
+        leaves, tree = jax.tree.flatten(updates)
+        before = map(tree.flatten_up_to, state[1:3])
+        means, *after, present = step(leaves, told, state.count, *before)
+        means = optax.tree.cast_like(means, leaves)
+        means, *after = map(tree.unflatten, (means, *after))
+        away = axes.workers_on(axis) - present.astype(jnp.int32)
+        counts = away, state.abstentions + away
+        return means, kind(optax.safe_increment(state.count), *after, *counts)
+
+    return on_devices(axis, init, on_device)
+
+
+def takes_part(axis: AxisName, told: jax.Array, values: Leaves) -> jax.Array:
+    """``bool[]``, of a worker's devices as one: not if told to abstain, or for a value not finite."""
+    strange = reduce(operator.or_, [told, *[~jnp.all(jnp.isfinite(v)) for v in values]])
+    return ~axes.any_over_shards(strange, axis)
+
+
+def in_messages(send: Callable[[jax.Array], jax.Array], arrays: Leaves) -> Leaves:
+    """Arrays as they are received: a flat message for all that vary over the same mesh axes.
+
+    ``send`` takes ``[n]`` and returns ``[n]``, or ``[W, n]`` of all workers.
+    """
+    groups: dict[frozenset, dict[int, jax.Array]] = {}
+    for i, x in enumerate(arrays):
+        groups.setdefault(axes.varying_axes(x), {})[i] = x
+    found: dict[int, jax.Array] = {}
+    for over in sorted(groups, key=sorted):
+        message, apart = ravel_pytree(groups[over])
+        received = send(message)
+        found |= apart(received) if received.ndim == 1 else jax.vmap(apart)(received)
+    return [found[i] for i in range(len(arrays))]

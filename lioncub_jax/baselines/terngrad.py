@@ -1,0 +1,106 @@
+"""TernGrad: -1, 0 or +1 at random, in units of one scale per leaf that all workers share."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from lioncub_jax import axes, checks, decide, quantize, wires
+from lioncub_jax.arguments import check_number
+from lioncub_jax.axes import AxisName
+from lioncub_jax.baselines import compression
+from lioncub_jax.baselines.methods import trace
+from lioncub_jax.exchange import Asked, Sending, communicate
+from lioncub_jax.mesh.placement import Workers
+from lioncub_jax.momentum import nothing
+from lioncub_jax.optimizer import behind, descending
+from lioncub_jax.wires import Sent
+
+
+def terngrad(
+    learning_rate: optax.ScalarOrSchedule,
+    momentum: Any = 0.0,
+    clip: float | None = 2.5,
+    seed: int = 0,
+    weight_decay: Any = 0.0,
+    mask: Any = None,
+    *,
+    workers: AxisName | Workers,
+) -> Sending:
+    """TernGrad: -1, 0 or +1 at random, in units of one scale per leaf that all workers share.
+
+    Worker i clips each leaf at ``clip`` standard deviations of its own; ``s = max_i max|g_i|`` of the
+    leaf; it sends ``sign(g_i)`` with probability ``|g_i| / s`` and else 0; the update is ``s`` times the
+    mean of these, right on average but for what was clipped. 2 bits up, the planes of the sum down
+    (ceil(log2(2W + 1)) bits), and one float32 for each leaf in one all-reduce. One worker's gradients pass
+    as they are.
+
+    Arguments that are not named here are those of `signsgd`.
+
+    Args:
+      momentum: decay of a momentum of the mean, in [0, 1), the same on every worker; 0 keeps none.
+      clip: in standard deviations about zero (about the mean, a leaf of one element would be clipped to
+        nothing), of all shards of a leaf together; None for no clipping.
+      seed: of the random codes.
+
+    Raises:
+      ValueError: for a momentum outside [0, 1), a ``clip`` that is not above 0, or workers in two levels.
+
+    Example:
+      >>> from lioncub_jax import baselines
+      >>> tx = baselines.terngrad(0.1, momentum=0.9, workers="data")
+
+    Source: Wen et al. (arXiv 1705.07878), with gradient clipping, layer-wise and shared scalers.
+    """
+    checks.check_betas(momentum=momentum)
+    if clip is not None:
+        said = "give standard deviations above 0, such as 2.5, or None"
+        check_number(f"clip={clip!r}", clip, lambda x: x > 0, said, float)
+    axis = compression.one_level("terngrad", workers)
+    up = quantize.ternary(rounding=quantize.stochastic(seed))
+    codes = communicate(workers=axis, memory=nothing(), up=up, decision=decide.total())
+    mean = compression.on_devices(axis, codes.init, partial(_step, codes, axis, clip))
+
+    def sends(asked: Asked) -> tuple[Sent, ...]:
+        scales = Sent("all-reduce", False, wires.max_bytes(len(asked.leaves), asked.workers))
+        return (scales, *codes.sends(asked)) if asked.workers > 1 else ()
+
+    tx = behind(Sending.like(mean, codes.scheme, sends), trace(momentum), axis)
+    return descending(tx, learning_rate, weight_decay, mask)
+
+
+def _step(
+    codes: Sending, axis: AxisName, clip: float | None, updates: Any, state: Any, told: jax.Array
+) -> tuple[Any, Any]:
+    """Codes of each leaf in units of a scale, and what their sum is worth."""
+    workers = axes.workers_on(axis)
+    if workers == 1:
+        return codes.update(updates, state, abstain=told)
+    tree: Any
+    leaves, tree = jax.tree.flatten(updates)
+    values = [g.astype(jnp.float32) for g in leaves]
+    here = compression.takes_part(axis, told, values)
+    limits = [jnp.inf if clip is None else clip * _deviation(g, axis) for g in values]
+    largest = [axes.max_over_shards(jnp.max(jnp.abs(g), initial=0.0), axis) for g in values]
+    own = [jnp.where(here, jnp.minimum(*x), 0) for x in zip(largest, limits, strict=True)]
+    scales = wires.max_over_workers(jnp.array(own), axis)
+    units = jnp.where(scales > 0, scales, 1)
+    shares = [
+        jnp.clip(g, -limit, limit) / unit
+        for g, limit, unit in zip(values, limits, units, strict=True)
+    ]
+    sums, state = codes.update(tree.unflatten(shares), state, abstain=~here)
+    scales /= jnp.maximum(workers - state.votes.abstained, 1).astype(jnp.float32)
+    means = [
+        (total * scale).astype(g.dtype)
+        for total, scale, g in zip(jax.tree.leaves(sums), scales, leaves, strict=True)
+    ]
+    return tree.unflatten(means), state
+
+
+def _deviation(g: jax.Array, axis: AxisName) -> jax.Array:
+    """Root mean square of a leaf over all of its shards."""
+    square = axes.sum_over_shards(jnp.sum(g * g), axis)
+    return jnp.sqrt(square / float(max(g.size * axes.shard(g, axis)[1], 1)))
