@@ -5,18 +5,18 @@ Prefixes are decimal, as networks count: 1 kbit is 1000 bits. Letters may be sma
 at all, and the words ``mbit`` and ``mbyte`` are.
 """
 
-import math
 import re
 
+PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 RATES = {
-    f"{prefix}{unit}": scale * bits
-    for prefix, scale in (("", 1), ("k", 1e3), ("m", 1e6), ("g", 1e9), ("t", 1e12))
+    f"{prefix}{unit}".lower(): scale * bits
+    for prefix, scale in PREFIXES.items()
     for unit, bits in (("bit", 1), ("byte", 8))
 }
 TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 COUNTS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 LONG = 10_000  # seconds, from which on a time is shown in hours
-LARGEST_COUNT = 1e15  # beyond it are typing errors, and from 2**53 on a float has no exact value
+LARGEST = 1e15  # beyond it are typing errors, and from 2**53 on a float has no exact value
 
 _QUANTITY = re.compile(
     r"\s*([+-]?\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*([a-z%]*?)(?:/s)?\s*", re.IGNORECASE
@@ -66,50 +66,27 @@ def count(text: str) -> int:
       (7000000000, 434816)
     """
     number = _read("number", text.replace("_", ""), COUNTS, "434816, 1.3M or 7B")
-    if number > LARGEST_COUNT:
-        raise ValueError(f"number {text!r}: give one of at most {LARGEST_COUNT:.0e}, such as 7B")
     if number != int(number):
         raise ValueError(f"number {text!r}: give a whole number, such as 434816, 1.3M or 7B")
     return int(number)
-
-
-def late(text: str) -> tuple[float, float]:
-    """Reads how often, and by how much, a worker is late: ``"1%:2s"``.
-
-    Returns:
-      The share, above 0 and at most 1, and seconds.
-
-    Raises:
-      ValueError: for anything else.
-
-    Example:
-      >>> late("1%:2s")
-      (0.01, 2.0)
-    """
-    share, mark, time = text.partition(":")
-    if not mark:
-        raise ValueError(f"late {text!r}: give a share of steps and a time, such as 1%:2s")
-    part = _read("share", share, {"%": 0.01}, "1% or 0.5%")
-    if part > 1:
-        raise ValueError(f"share {share!r}: give at most 100%")
-    return part, seconds(time)
 
 
 def _read(kind: str, text: str, units: dict[str, float], examples: str) -> float:
     found = _QUANTITY.fullmatch(text)
     if not found or ("/" in text and units is not RATES):
         raise ValueError(f"{kind} {text!r}: give a number and a unit, such as {examples}")
-    number, unit = float(found[1]), found[2].lower()
+    unit = found[2].lower()
     if unit not in units:
         known = ", ".join(name for name in units if name)
         raise ValueError(
             f"{kind} {text!r}: unit {found[2]!r} is not one of {known}; give {examples}"
         )
-    if number * units[unit] == math.inf:
-        raise ValueError(f"{kind} {text!r} is too large for a number: give one such as {examples}")
-    if not number > 0:
-        raise ValueError(f"{kind} {text!r}: give a number above zero, such as {examples}")
-    return number * units[unit]
+    number = float(found[1]) * units[unit]
+    if not 0 < number <= LARGEST:
+        raise ValueError(
+            f"{kind} {text!r}: give a number above zero, of at most {LARGEST:.0e}, such as {examples}"
+        )
+    return number
 
 
 def rate_text(bits_per_second: float) -> str:
@@ -119,7 +96,7 @@ def rate_text(bits_per_second: float) -> str:
       >>> rate_text(1e8), rate_text(2.5e9)
       ('100 Mbit/s', '2.5 Gbit/s')
     """
-    return _scaled(bits_per_second, "bit/s")
+    return _shown(bits_per_second, "bit/s")
 
 
 def bytes_text(count: float, digits: int = 3) -> str:
@@ -129,7 +106,7 @@ def bytes_text(count: float, digits: int = 3) -> str:
       >>> bytes_text(1_369_000)
       '1.37 MB'
     """
-    return _scaled(count, "B", digits)
+    return _shown(count, "B", digits=digits)
 
 
 def seconds_text(time: float) -> str:
@@ -139,19 +116,13 @@ def seconds_text(time: float) -> str:
       >>> seconds_text(0.0123), seconds_text(3.817), seconds_text(5e-5), seconds_text(36_425)
       ('12.3 ms', '3.82 s', '50 us', '10.1 h')
     """
-    if time >= LONG:
-        return f"{_digits(time / 3600)} h"
-    for unit, scale in reversed(TIMES.items()):
-        if time >= scale or unit == "ns":
-            return f"{_digits(time / scale)} {unit}"
-    raise AssertionError("unreachable")
+    return f"{_digits(time / 3600)} h" if time >= LONG else _shown(time, "", TIMES)
 
 
-def _scaled(number: float, unit: str, digits: int = 3) -> str:
-    for prefix, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= scale:
-            return f"{_digits(number / scale, digits)} {prefix}{unit}"
-    return f"{_digits(number, digits)} {unit}"
+def _shown(number: float, unit: str, scales: dict[str, float] = PREFIXES, digits: int = 3) -> str:
+    fitting = [name for name in scales if number >= scales[name]]
+    name = fitting[-1] if fitting else next(iter(scales))
+    return f"{_digits(number / scales[name], digits)} {name}{unit}"
 
 
 def _digits(number: float, digits: int = 3) -> str:

@@ -42,11 +42,11 @@ def test_workers_find_each_other_and_end(tmp_path):
     said = WHO + "print(os.environ['JAX_COORDINATOR_ADDRESS'], rank, os.environ['WORLD_SIZE'])"
     outcome, lines, events = kept(program(said), 3, tmp_path)
     assert outcome == (0, 1, 3) and names(events) == ["started", "ended"]
-    found = [re.fullmatch(r"(\d) \| (127.0.0.1:\d+) (\d) 3", line) for line in lines]
-    found = [m.groups() for m in found if m]
-    assert sorted((place, rank) for place, _, rank in found) == [("0", "0"), ("1", "1"), ("2", "2")]
-    assert len({address for _, address, _ in found}) == 1
-    assert lines[0] == "lioncub: start 1: 3 workers" and lines[-1] == "lioncub: all workers ended"
+    first, *found, last = lines
+    (address,) = {line.split()[2] for line in found}
+    assert re.fullmatch(r"127.0.0.1:\d+", address)
+    assert sorted(found) == [f"{place} | {address} {place} 3" for place in range(3)]
+    assert (first, last) == ("lioncub: start 1: 3 workers", "lioncub: all workers ended")
 
 
 def test_when_one_is_killed_all_start_again(tmp_path):
@@ -68,28 +68,21 @@ def test_a_command_that_cannot_run_is_not_started_for_ever(tmp_path):
     outcome, lines, events = kept(program(text), 2, tmp_path)
     assert outcome == (1, 3, 2)
     assert names(events) == ["started", "died"] * 3 + ["gave_up"]
-    (at,) = [i for i, line in enumerate(lines) if "giving up" in line]
-    assert re.search(
-        "3 starts in a row ended within 60 s .*, and min is 2: giving up. The last output of",
-        lines[at],
-    )
-    assert (
-        lines[-1] == "    no such data"
-        and "    line 20" in lines[at:]
-        and "    line 3" not in lines[at:]
-    )
-    assert events[-1]["last"][-1] == "no such data"
+    said = "3 starts in a row ended within 60 s .*, and min is 2: giving up. The last output of"
+    (at,) = [i for i, line in enumerate(lines) if re.search(said, line)]
+    assert lines[-1] == "    no such data" and "    line 20" in lines[at:]
+    assert "    line 3" not in lines[at:]
 
 
 def test_a_place_that_dies_again_and_again_is_left_out(tmp_path):
     """Three workers; the third place is broken for as long as there are three."""
     text = WHO + "import sys, time\nif os.environ['WORLD_SIZE'] == '3':\n  "
     text += "sys.exit(7) if rank == 2 else time.sleep(999)"
-    outcome, lines, events = kept(program(text), 3, tmp_path, least=2, strikes=2)
-    assert outcome == (0, 3, 2)
-    assert names(events) == ["started", "died", "started", "died", "left_out", "started", "ended"]
-    assert events[4]["place"] == 2 and events[5]["places"] == [0, 1]
-    assert any("place 2 died 2 times in a row and is left out: 2 workers go on" in x for x in lines)
+    outcome, lines, events = kept(program(text), 3, tmp_path, least=2)
+    assert outcome == (0, 4, 2)
+    assert names(events) == ["started", "died"] * 3 + ["left_out", "started", "ended"]
+    assert events[6]["place"] == 2 and events[7]["places"] == [0, 1]
+    assert any("place 2 died 3 times in a row and is left out: 2 workers go on" in x for x in lines)
 
 
 def test_other_places_that_die_are_not_left_out(tmp_path):
@@ -99,16 +92,14 @@ def test_other_places_that_die_are_not_left_out(tmp_path):
     assert outcome == (5, 3, 2) and names(events)[-1] == "gave_up"
 
 
-def test_only_a_start_that_stepped_and_lasted_is_no_strike(tmp_path):
+def test_only_a_start_that_stepped_and_lasted_is_no_strike(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["lioncub_jax.elastic.keep"], "SETTLED_SECONDS", 0.3)
     text = WHO + "import sys, time\nif start != 2:\n  time.sleep(0.4)\n"
     text += "if start in (1, 2, 4):\n  open(os.environ['LIONCUB_STEPPED'], 'w')\nsys.exit(9)"
-    outcome, lines, events = kept(program(text), 1, tmp_path, strikes=3, settled=0.3)
+    outcome, lines, events = kept(program(text), 1, tmp_path)
     # 2 was short and 3 made no step; 4 did both, so that three more have to fail.
     assert outcome == (9, 7, 1) and names(events)[-1] == "gave_up"
-    said = (
-        "3 starts in a row ended within 0.3 s or before a step (lioncub_jax.elastic.stepped() says"
-    )
-    assert any(said in line for line in lines)
+    assert any("3 starts in a row ended within 0.3 s or before a step" in line for line in lines)
 
 
 def gone(*pids, folder=Path("none")):
@@ -263,7 +254,7 @@ def test_where_nobody_takes_the_output_workers_save(tmp_path, monkeypatch):
     assert Path("saved 1 0").exists()
 
 
-@pytest.mark.parametrize(("times", "starts"), [(2, 3), (9, 4)])
+@pytest.mark.parametrize(("times", "starts"), [(3, 4), (9, 6)])
 def test_a_port_that_another_program_takes_is_no_strike(times, starts, tmp_path):
     """Before worker 0 has it; and it is not forgiven for ever."""
     text = WHO + "import pathlib, socket, time\nport = os.environ['MASTER_PORT']\n"
@@ -279,18 +270,16 @@ def test_a_port_that_another_program_takes_is_no_strike(times, starts, tmp_path)
                     taken.enter_context(socket.create_server(("", int(ports[-1]))))
                 (tmp_path / ports[-1]).touch()
 
-        outcome, _, events = kept(program(text), 1, tmp_path, strikes=2, write=write)
-    assert outcome == (int(times > 2), starts, 1) and len(set(ports)) == starts
-    assert names(events).count("collided") == 2
+        outcome, _, events = kept(program(text), 1, tmp_path, write=write)
+    assert outcome == (int(times > 3), starts, 1) and len(set(ports)) == starts
+    assert names(events).count("collided") == 3
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"workers": 0}, "workers=0: give a whole number of 1 or more"),
-        ({"workers": 2, "least": 0}, "min=0: give a whole number"),
-        ({"workers": 2, "strikes": 0}, "strikes=0: give a whole number"),
-        ({"workers": 2, "settled": 0}, "settled=0: give a time above zero"),
+        ({"workers": 0}, "min=0, workers=0: give whole numbers of 1 or more, min at most workers"),
+        ({"workers": 2, "least": 0}, "min=0, workers=2: give whole numbers"),
         ({"workers": 2, "command": []}, "command is []: give a program"),
         ({"workers": 2, "command": ["no-such"]}, "command 'no-such' is not a program here: give"),
     ],

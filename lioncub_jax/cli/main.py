@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import lioncub_jax
 from lioncub_jax.cli import bytes as bytes_command
 from lioncub_jax.cli import lab as lab_command
-from lioncub_jax.cli import output
+from lioncub_jax.cli import options, output
 from lioncub_jax.cli import plan as plan_command
 from lioncub_jax.cli import run as run_command
 
@@ -34,9 +34,10 @@ exit codes:
 examples:
   lioncub plan --params 124M --workers 8 --bandwidth 1gbit --compute 144ms
   lioncub bytes lioncub_jax.cli.examples:lowered --devices 8
-  lioncub lab --check"""
+  lioncub lab --workers 2 --rate 100mbit -- hostname"""
 
 _COMMANDS = {"plan": plan_command, "bytes": bytes_command, "lab": lab_command, "run": run_command}
+_STARTING = ("lab", "run")  # a command of the user's
 
 
 class _Parser(argparse.ArgumentParser):
@@ -47,14 +48,6 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {_shortened(message)} ({self.prog} --help has examples)\n")
-
-
-class _Version(argparse.Action):
-    """Looks the version up when it is asked for."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        output.write(f"lioncub_jax {lioncub_jax.__version__}\n")
-        parser.exit()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,13 +82,12 @@ def _command(given: list[str]) -> int:
     try:
         args = command.parse_args(given[:end])
         command = args.parser
-        args.words = given[
-            end + 1 :
-        ]  # argparse itself would mix up the options of the lab's command
-        if args.words and args.module not in (lab_command, run_command):
+        # argparse itself would mix up the options of the lab's command.
+        args.words = given[end + 1 :]
+        if args.words and args.name not in _STARTING:
             words = " ".join(args.words)
             raise ValueError(f"-- {words}: only lab and run take a command; leave it out")
-        return int(args.module.run(args))
+        return int(_COMMANDS[args.name].run(args))
     except (ValueError, ImportError) as error:
         message = str(error)
     except BrokenPipeError:
@@ -111,7 +103,8 @@ def _parser() -> _Parser:
         prog="lioncub", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=raw,
         allow_abbrev=False,
     )  # fmt: skip
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version, and end")
+    version = f"lioncub_jax {lioncub_jax.__version__}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(
         title="commands", required=True, metavar="plan | bytes | lab | run"
     )
@@ -119,9 +112,10 @@ def _parser() -> _Parser:
         command = commands.add_parser(
             name, help=module.SUMMARY, description=module.DESCRIPTION, epilog=module.EPILOG,
             formatter_class=raw, allow_abbrev=False,
+            usage=f"lioncub {name} [options] -- COMMAND..." if name in _STARTING else None,
         )  # fmt: skip
-        module.add_options(command)
-        command.set_defaults(module=module, parser=command)
+        options.add(command, module.OPTIONS)
+        command.set_defaults(name=name, parser=command)
     return parser
 
 

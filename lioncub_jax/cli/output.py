@@ -9,7 +9,6 @@ import math
 import os
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 PIPE_WIDTH = 140  # a pipe has no width of its own; the 80 of rich would fold tables
@@ -23,9 +22,7 @@ def show(*parts: Any) -> None:
     from rich.console import Console
 
     # Not to standard output at once: rich has ends of its own for a pipe that is closed.
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    printed = io.TextIOWrapper(io.BytesIO(), encoding, errors="replace", newline="\n")
-    terminal = sys.stdout is not None and sys.stdout.isatty()
+    printed, terminal = io.StringIO(), sys.stdout.isatty()
     console = Console(
         file=printed, force_terminal=terminal, width=None if terminal else PIPE_WIDTH,
         # Texts hold paths and shapes, whose [...] and :...: are no markup.
@@ -33,17 +30,11 @@ def show(*parts: Any) -> None:
     )  # fmt: skip
     for part in parts:
         console.print(part, soft_wrap=isinstance(part, str) and not terminal)
-    printed.seek(0)
-    write(printed.read())
-
-
-def show_json(found: Mapping[str, Any]) -> None:
-    """Prints numbers by the standard of JSON, which has no infinity: null stands for it."""
-    write(as_text(found))
+    write(printed.getvalue())
 
 
 def as_text(found: Any) -> str:
-    """JSON; named tuples are objects, and a number that is not finite is null."""
+    """JSON; named tuples are objects, and a number that is not finite is null: JSON has no infinity."""
     return json.dumps(_plain(found), indent=2, allow_nan=False) + "\n"
 
 
@@ -54,9 +45,7 @@ def _plain(value: Any) -> Any:
         return {str(name): _plain(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(part) for part in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return str(value) if isinstance(value, Path) else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write(text: str) -> None:
@@ -68,29 +57,13 @@ def write(text: str) -> None:
     try:
         print(text, end="", flush=True)
     except OSError as error:
-        if sys.stdout is sys.__stdout__ and sys.stdout is not None:
+        if sys.stdout is sys.__stdout__:
             # Python writes what is left in the buffer when it ends, and would fail again.
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, sys.stdout.fileno())
-            os.close(nowhere)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         error.filename = "standard output"
         raise
 
 
-def check_writable(path: Path) -> None:
-    """Finds out that a file cannot be written before work is done whose result it would hold.
-
-    Raises:
-      ValueError: where it cannot.
-    """
-    if not path.parent.is_dir():
-        raise ValueError(f"{path}: there is no folder {path.parent}; make it, or name another")
-    there = path.exists()
-    try:
-        if there and not path.is_dir() and not path.is_file():
-            return  # opening a pipe or a device would be noticed at its other end
-        path.open("ab").close()
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}; name a file that can be written") from None
-    if not there:
-        path.unlink()
+def write_line(line: str) -> None:
+    """A line of a worker, as soon as it is there."""
+    write(f"{line}\n")

@@ -1,10 +1,11 @@
 """``lioncub plan``: will voting help me?"""
 
 import argparse
-from typing import Any
+import dataclasses
 
-from lioncub_jax import units
-from lioncub_jax.cli import options, output
+from lioncub_jax import planner, units
+from lioncub_jax.cli import output, targets
+from lioncub_jax.cli.options import COUNT, RATE, SECONDS, Row, reads, refuse
 
 SUMMARY = "will voting help me? the time to the loss by every method, before training"
 
@@ -37,87 +38,50 @@ examples:
       --memory-bandwidth 3tbyte --json
   lioncub plan --params 7B --cluster a3-mega-64 --compute 1.2s
   lioncub plan --model lioncub_jax.cli.examples:model --workers 4 \\
-      --measure lioncub_jax.cli.examples:one_step --bandwidth 1gbit \\
-      --platform cpu"""
+      --compute 20ms --bandwidth 1gbit --platform cpu"""
 
-DATA = ("alike", "different")  # the planner's; it is imported later
 INSIDE_LATENCY = 5e-6
-
-
-def add_options(command: argparse.ArgumentParser) -> None:
-    """Adds the options of the command to its parser."""
-    _add_job(command)
-    _add_network(command)
-    command.add_argument(
-        "--platform", choices=("cpu", "gpu", "tpu"), default="gpu",
-        help="where it will run; on cpu JAX all-reduces bfloat16 as float32, and of each two workers only "
-        "one sends to the other at a time (gpu)",
-    )  # fmt: skip
-    command.add_argument(
-        "--data", choices=DATA, default=DATA[0],
-        help="what the workers see: the same kind, or classes or texts of their own (alike)",
-    )  # fmt: skip
-    command.add_argument("--json", action="store_true", help="print numbers instead of tables")
-
-
-def _add_job(command: argparse.ArgumentParser) -> None:
-    seconds, count = options.reads(units.seconds), options.reads(units.count)
-    size = command.add_mutually_exclusive_group(required=True)
-    size.add_argument("--params", type=count, metavar="N", help="number of parameters, such as 7B")
-    size.add_argument(
-        "--model", metavar="TARGET",
-        help="count those of a model: MODULE:NAME or FILE.py:NAME, a function without arguments that "
-        "returns an nnx.Module, linen variables or a tree of arrays; only shapes are made",
-    )  # fmt: skip
-    command.add_argument(
-        "--cluster", metavar="NAME",
-        help="machines by name, such as v5e-8, h100-64, p4d-64 or 8x4090-10g; an unknown name lists all",
-    )  # fmt: skip
-    command.add_argument(
-        "--workers", type=count, metavar="W", help="number of data-parallel workers"
-    )
-    work = command.add_mutually_exclusive_group()
-    work.add_argument(
-        "--compute",
-        type=seconds,
-        metavar="TIME",
-        help="time of a step without the network, such as 144ms",
-    )
-    work.add_argument(
-        "--measure", metavar="TARGET",
-        help="measure that time here: a target like that of --model, which does one step of one worker "
-        "and returns its arrays",
-    )  # fmt: skip
-
-
-def _add_network(command: argparse.ArgumentParser) -> None:
-    rate, seconds, count = map(options.reads, (units.rate, units.seconds, units.count))
-    command.add_argument(
-        "--bandwidth", type=options.reads(_rates), metavar="RATE",
-        help="of each worker's link, such as 1gbit, or several with commas",
-    )  # fmt: skip
-    command.add_argument(
-        "--latency", type=seconds, metavar="TIME", help="from one worker to another (50us)"
-    )
-    command.add_argument(
-        "--devices-per-worker", type=count, metavar="G",
-        help="devices that share a worker's link and average their gradients first (1)",
-    )  # fmt: skip
-    command.add_argument(
-        "--inside-bandwidth", type=rate, metavar="RATE", help="of the link of each of those devices"
-    )
-    command.add_argument(
-        "--memory-bandwidth", type=rate, metavar="RATE",
-        help="of a device, for the time of packing bits (100gbyte, a server's processor)",
-    )  # fmt: skip
-    command.add_argument(
-        "--late", type=options.reads(units.late), metavar="SHARE:TIME",
-        help="how often a worker is late and by how much, such as 1%%:2s; all wait for it (never)",
-    )  # fmt: skip
 
 
 def _rates(text: str) -> list[float]:
     return [units.rate(part) for part in text.split(",")]
+
+
+OPTIONS: list[Row] = [
+    ("--params", COUNT, "number of parameters, such as 7B"),
+    (
+        "--model", str,
+        "or count those of a model: MODULE:NAME or FILE.py:NAME, a function without arguments that returns "
+        "an nnx.Module, linen variables or a tree of arrays; only shapes are made",
+    ),
+    (
+        "--cluster", str,
+        "machines by name, such as v5e-8, h100-64, p4d-64 or 8x4090-10g; an unknown name lists all",
+    ),
+    ("--workers", COUNT, "number of data-parallel workers"),
+    ("--compute", SECONDS, "time of a step without the network, such as 144ms"),
+    ("--bandwidth", reads(_rates), "of each worker's link, such as 1gbit, or several with commas"),
+    ("--latency", SECONDS, "from one worker to another (50us)"),
+    (
+        "--devices-per-worker", COUNT,
+        "devices that share a worker's link and average their gradients first (1)",
+    ),
+    ("--inside-bandwidth", RATE, "of the link of each of those devices"),
+    (
+        "--memory-bandwidth", RATE,
+        "of a device, for the time of packing bits (100gbyte, a server's processor)",
+    ),
+    (
+        "--platform", ("cpu", "gpu", "tpu"),
+        "where it will run; on cpu JAX all-reduces bfloat16 as float32, and of each two workers only one "
+        "sends to the other at a time (gpu)",
+    ),
+    (
+        "--data", planner.DATA,
+        "what the workers see: the same kind, or classes or texts of their own (alike)",
+    ),
+    ("--json", bool, "print numbers instead of tables"),
+]  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -126,88 +90,62 @@ def run(args: argparse.Namespace) -> int:
     Raises:
       ValueError: for options that do not go together, and as `planner.plan` and targets.
     """
-    from lioncub_jax import planner  # brings jax
-
-    named = planner.cluster_named(args.cluster) if args.cluster else None
-    cluster, rates = _cluster(args, named)
-    memory = args.memory_bandwidth or (named or planner.Host).memory_bandwidth
-    if args.compute is None and args.measure is None:
+    if (args.params is None) == (args.model is None):
+        raise ValueError("give --params 7B, or --model FILE.py:NAME to count them, and not both")
+    if args.compute is None:
         raise ValueError(
             "no compute time: without it every speedup would look better than it is; give --compute "
-            "144ms, or --measure FILE.py:NAME to time a step here"
+            "144ms, what a step takes on one worker"
         )
-    params, compute = _job(args)
-    host, size = planner.Host(memory), planner.parameters_in(params)
-    plans = [planner.plan(params, cluster.at(rate), compute, host, args.data) for rate in rates]
+    named = planner.cluster_named(args.cluster) if args.cluster else None
+    cluster = _cluster(args, named)
+    params = targets.shapes(args.model) if args.model else args.params
+    plans = [
+        planner.plan(params, cluster.at(rate), args.compute, args.data or planner.DATA[0])
+        for rate in args.bandwidth or [cluster.link.bandwidth]
+    ]
+    size = plans[0].parameters
     if args.json:
-        found = {"parameters": size, "plans": [planner.as_json(one) for one in plans]}
-        about = (
-            {"name": args.cluster, "about": named.about, "source": named.source} if named else None
-        )
-        output.show_json(found | {"cluster": about})
+        about = named and {"name": args.cluster, "about": named.about, "source": named.source}
+        found = {"parameters": size, "plans": list(map(planner.as_json, plans)), "cluster": about}
+        output.write(output.as_text(found))
         return 0
-    how = "measured here" if args.measure else "given"
     output.show(
         *([_in_words(args.cluster, named)] if named else []),
-        f"{size:,} parameters; compute {units.seconds_text(compute)} a step ({how}); latency "
+        f"{size:,} parameters; compute {units.seconds_text(args.compute)} a step; latency "
         f"{units.seconds_text(cluster.link.latency)}; packing at "
-        f"{units.bytes_text(memory / 8)}/s of memory; nothing overlaps.",
-        *([_waiting(cluster)] if args.late else []),
+        f"{units.bytes_text(cluster.memory_bandwidth / 8)}/s of memory; nothing overlaps.",
         *(part for one in plans for part in ("", planner.table(one), "", planner.advice(one))),
         f"\nIn a program, by names of lioncub_jax:\n{planner.legend()}",
     )
     return 0
 
 
-def _cluster(args: argparse.Namespace, named: Any) -> tuple[Any, list[float]]:
-    """What the name says, or defaults, with what is given in its place; and the rates to plan for."""
-    from lioncub_jax import planner
-
-    if not named:
-        missing = [f"--{name}" for name in ("workers", "bandwidth") if getattr(args, name) is None]
-        if missing:
-            raise ValueError(
-                f"no {' and no '.join(missing)}: give it, or machines by name, such as --cluster v5e-8"
-            )
+def _cluster(args: argparse.Namespace, named: planner.NamedCluster | None) -> planner.Cluster:
+    """What the name says, or defaults, with what is given in its place."""
+    if not named and not (args.workers and args.bandwidth):
+        raise ValueError(
+            "give --workers and --bandwidth, or machines by name, such as --cluster v5e-8"
+        )
     at = named.cluster if named else planner.Cluster(args.workers, planner.Link(args.bandwidth[0]))
-    rates, size = args.bandwidth or [at.link.bandwidth], args.devices_per_worker or at.group_size
     inside = at.inside
     if args.inside_bandwidth:
         inside = planner.Link(args.inside_bandwidth, inside.latency if inside else INSIDE_LATENCY)
-    if size == 1:
-        why = "it has no effect without --devices-per-worker above 1"
-        options.refuse(args, ["inside_bandwidth"], why)
-    elif inside is None:
-        raise ValueError(
-            f"--devices-per-worker {size} without --inside-bandwidth: give the rate of a device's link to "
-            "the others, such as 900gbit"
-        )
-    cluster = planner.Cluster(
-        args.workers or at.workers, planner.Link(rates[0], args.latency or at.link.latency), size,
-        inside if size > 1 else None, args.platform == "cpu", at.all_to_all_share,
-        planner.Late(*args.late) if args.late else at.late,
-    )  # fmt: skip
-    return cluster, rates
+    cluster = dataclasses.replace(
+        at,
+        workers=args.workers or at.workers,
+        link=planner.Link(at.link.bandwidth, args.latency or at.link.latency),
+        group_size=args.devices_per_worker or at.group_size,
+        inside=inside,
+        on_cpu=args.platform == "cpu",
+        memory_bandwidth=args.memory_bandwidth or at.memory_bandwidth,
+    )
+    if cluster.group_size == 1:
+        refuse(args, "inside_bandwidth", "it has no effect without --devices-per-worker above 1")
+    return cluster
 
 
-def _in_words(name: str, named: Any) -> str:
+def _in_words(name: str, named: planner.NamedCluster) -> str:
     share = named.cluster.all_to_all_share
     narrow = f" An all-to-all gets {share:.0%} of a link." if share < 1 else ""
     return f"{name}: {named.about}.{narrow}\nSource: {named.source} Latencies are assumed.\n"
-
-
-def _waiting(cluster: Any) -> str:
-    late = cluster.late
-    time, waits = map(units.seconds_text, (late.seconds, late.waiting(cluster.workers)))
-    return (
-        f"Late by {time} in {100 * late.share:.3g}% of a worker's steps: all wait, {waits} a step, "
-        "less with steps alone. Without waiting so many votes are late: docs/faults.md has what that costs."
-    )
-
-
-def _job(args: argparse.Namespace) -> tuple[Any, float]:
-    """Parameters and the seconds of computing; targets are run last, for they take long."""
-    from lioncub_jax.cli import targets
-
-    params = targets.shapes(args.model) if args.model else args.params
-    return params, targets.measure(args.measure) if args.measure else args.compute

@@ -3,8 +3,9 @@
 import argparse
 from pathlib import Path
 
-from lioncub_jax import elastic, units
-from lioncub_jax.cli import options, output
+from lioncub_jax import elastic
+from lioncub_jax.cli import output
+from lioncub_jax.cli.options import COUNT, Row
 
 SUMMARY = "run a command as several workers, and keep it going when one dies"
 
@@ -29,26 +30,11 @@ examples:
     --distributed --checkpoint gpt --save-every 20 --resume --out results"""
 
 
-def add_options(command: argparse.ArgumentParser) -> None:
-    """Adds the options of the command to its parser."""
-    command.usage = "lioncub run [options] -- COMMAND..."
-    count = options.reads(units.count)
-    command.add_argument("--workers", type=count, metavar="W", help="how many are started")
-    command.add_argument(
-        "--min", type=count, metavar="M", help="with fewer it does not go on (as many as --workers)"
-    )
-    command.add_argument(
-        "--strikes", type=count, metavar="N", default=3,
-        help="starts in a row that fail until a worker is left out, or the run ends (3)",
-    )  # fmt: skip
-    command.add_argument(
-        "--settled", type=options.reads(units.seconds), metavar="TIME", default=60.0,
-        help="a start fails that ends within it, or before its first step (60s)",
-    )  # fmt: skip
-    command.add_argument(
-        "--events", type=Path, metavar="FILE.jsonl",
-        help="add every start, death and end there, a JSON object a line",
-    )  # fmt: skip
+OPTIONS: list[Row] = [
+    ("--workers", COUNT, "how many are started"),
+    ("--min", COUNT, "with fewer it does not go on (as many as --workers)"),
+    ("--events", Path, "a file: add every start, death and end there, a JSON object a line"),
+]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,10 +45,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.workers is None or not args.words:
         raise ValueError("give --workers, and the command behind --: run --workers 4 -- COMMAND")
-    if args.events:
-        output.check_writable(args.events)
     kept = elastic.keep(
-        args.words, args.workers, least=args.min, strikes=args.strikes, settled=args.settled,
-        events=args.events, write=lambda line: output.write(f"{line}\n"),
-    )  # fmt: skip
+        args.words, args.workers, least=args.min, events=args.events, write=output.write_line
+    )
     return kept.exit_code

@@ -2,13 +2,9 @@
 
 import functools
 import importlib
-import importlib.machinery
-import statistics
 import sys
 import sysconfig
-import time
 import traceback
-import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +18,7 @@ Result = TypeVar("Result")
 def load(target: str) -> Callable[[], Any]:
     """Finds the function that ``MODULE:NAME`` or ``FILE.py:NAME`` names.
 
-    A file is run, but not as ``__main__``, and may import what lies beside it. Modules are looked for in
+    A file is a module of its folder, and may import what lies beside it. Other modules are looked for in
     the working directory too.
 
     Args:
@@ -37,44 +33,25 @@ def load(target: str) -> Callable[[], Any]:
     Example:
       >>> load("math:pi")
       Traceback (most recent call last):
-      ValueError: math:pi is a float: give a function
+      ValueError: math:pi: there is no function 'pi' in math; it has acos, acosh, asin, ...
     """
-    place, colon, name = target.rpartition(":")
-    if not (place and colon and name.isidentifier()):
+    place, _, name = target.rpartition(":")
+    if not (place and name.isidentifier()):
         raise ValueError(f"{target!r}: give MODULE:NAME or FILE.py:NAME, such as model.py:make")
-    found = _file(place) if place.endswith(".py") else _module(place)
-    if name not in found:
-        functions = [n for n, value in found.items() if callable(value) and not n.startswith("_")]
-        known = f"; it has {', '.join(functions[:8])}" if functions else ""
-        raise ValueError(f"{target}: there is no {name!r} in {place}{known}")
-    if not callable(found[name]):
-        raise ValueError(f"{target} is a {type(found[name]).__name__}: give a function")
-    return functools.partial(attempt, f"calling {target} without arguments", found[name])
-
-
-def _file(place: str) -> Mapping[str, Any]:
     path = Path(place)
-    if not path.is_file():
-        raise ValueError(f"{place}: there is no such file; give a path from the working directory")
-    _look_in(str(path.resolve().parent))
-    name = f"target_{path.stem}"  # not to take the place of a module that has the file's name
-    loader = importlib.machinery.SourceFileLoader(name, place)
-    module = types.ModuleType(name)
-    module.__file__ = place
-    sys.modules[name] = module  # dataclasses and flax look their classes' modules up
-    attempt(f"running {place}", lambda: loader.exec_module(module))
-    return vars(module)
-
-
-def _module(place: str) -> Mapping[str, Any]:
-    _look_in("")  # the working directory, as `python -m` does
-    return vars(attempt(f"importing {place}", lambda: importlib.import_module(place)))
-
-
-def _look_in(folder: str) -> None:
-    """For good, because the function may import more when it is called."""
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
+    is_file = path.suffix == ".py"
+    # For good, because the function may import more when it is called.
+    sys.path.insert(0, str(path.parent.resolve()) if is_file else "")
+    module_name = path.stem if is_file else place
+    module = attempt(f"importing {place}", lambda: importlib.import_module(module_name))
+    if is_file and Path(module.__file__ or "").resolve() != path.resolve():
+        raise ValueError(f"{place}: {module_name} is {module.__file__}; give the file another name")
+    functions = [n for n, value in vars(module).items() if callable(value) and n[0] != "_"]
+    if name not in functions:
+        raise ValueError(
+            f"{target}: there is no function {name!r} in {place}; it has {', '.join(functions[:8])}"
+        )
+    return functools.partial(attempt, f"calling {target} without arguments", vars(module)[name])
 
 
 def attempt(what: str, work: Callable[[], Result]) -> Result:
@@ -148,40 +125,11 @@ def shapes(target: str) -> Any:
 
 
 def _shape(target: str, path: str, leaf: Any) -> jax.ShapeDtypeStruct:
-    kind = "array" if isinstance(leaf, jax.Array) else type(leaf).__name__
-    where = f"{target} returned {kind}{f' at {path}' if path else ''}"
-    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-        raise ValueError(f"{where}: give an nnx.Module, linen variables or a tree of arrays")
-    if not jnp.issubdtype(leaf.dtype, jnp.floating):
-        raise ValueError(f"{where} of {leaf.dtype}: parameters are floating; leave others out")
+    kind = getattr(leaf, "dtype", type(leaf).__name__)
+    if not (hasattr(leaf, "dtype") and jnp.issubdtype(kind, jnp.floating)):
+        where = f" at {path}" if path else ""
+        raise ValueError(
+            f"{target} returned {kind}{where}: give an nnx.Module, linen variables or a tree of floating "
+            "arrays"
+        )
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-
-
-def measure(target: str, *, warm_up: int = 2, runs: int = 7) -> float:
-    """Times what a target does.
-
-    Args:
-      target: names a function without arguments that does one step of one worker, without communication,
-        and returns arrays; they are waited for.
-      warm_up: calls that are not timed: the first compiles.
-      runs: calls that are.
-
-    Returns:
-      Seconds, the median.
-
-    Raises:
-      ValueError: as `load`, where the function fails, and where no array is returned, for then nothing can
-        be waited for.
-    """
-    function, times = load(target), []
-    for _ in range(warm_up):
-        done = jax.tree.leaves(jax.block_until_ready(function()))
-        if not any(isinstance(leaf, jax.Array) for leaf in done):
-            raise ValueError(
-                f"{target} returned no jax array to wait for: return what a step makes"
-            )
-    for _ in range(runs):
-        start = time.perf_counter()
-        jax.block_until_ready(function())
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)

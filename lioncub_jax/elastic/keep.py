@@ -10,6 +10,7 @@ This module and its function `keep` share a name: ``lioncub_jax.elastic.keep`` i
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import queue
@@ -19,22 +20,19 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
+from lioncub_jax.lab.group import Group, Member, News, caught
 from lioncub_jax.lab.run import program_of, wiring
-from lioncub_jax.lab.supervise import caught
 from lioncub_jax.progress import STEPPED
 
+STRIKES = 3  # starts in a row that fail until a worker is left out, or the run ends
+SETTLED_SECONDS = 60.0  # a start that ends within them has failed, whatever it did
 STOP_SECONDS = 30.0  # between asking workers to end, which then save, and killing them
-CAUSE_SECONDS = 0.2  # in which others may die of the same cause; then who died first is known
-ORPHANS_SECONDS = (
-    1.0  # for what a worker started in a session of its own, and still holds its output
-)
 LAST_LINES = 15  # of output, shown when there is no going on
 MEMORY = "LIONCUB_MEMORY"
 LOCK = "keep.lock"  # in that folder; held for as long as the run lives
@@ -58,31 +56,11 @@ class Outcome(NamedTuple):
     workers: int
 
 
-class Worker(NamedTuple):
-    """A process.
-
-    Attributes:
-      place: its number among all places; does not change when others are left out.
-      process: the process, first of a session of its own.
-      last: its last lines of output.
-    """
-
-    place: int
-    process: subprocess.Popen[bytes]
-    last: deque[str]
-
-
-# The number of a signal; or a worker and its next line, or None where it has ended.
-News = int | tuple[Worker, str | None]
-
-
 def keep(
     command: Sequence[str],
     workers: int,
     *,
     least: int | None = None,
-    strikes: int = 3,
-    settled: float = 60.0,
     events: Path | None = None,
     write: Callable[[str], object] = print,
 ) -> Outcome:
@@ -95,15 +73,15 @@ def keep(
     closed terminal sends twice. SIGUSR1 asks the workers to end, by SIGTERM, and starts all places anew.
     Workers do not outlive this process, even where it is killed.
 
+    After three starts in a row that failed the place that died first is left out, or, where it must not be,
+    the run ends with its last output. A start has failed that ended within a minute, or before its first
+    step, however long it took: `stepped` says that there was one. A start before whose first step another
+    program took its port has not failed; three of them are forgiven in a run.
+
     Args:
       command: the program and its arguments.
       workers: how many to start.
       least: with fewer it does not go on; None for all.
-      strikes: after so many starts in a row that failed the place that died first is left out, or, where it
-        must not be, the run ends with its last output. A start has failed that ended before its first
-        step, however long it took: `stepped` says that there was one. A start before whose first
-        step another program took its port is no strike; so many are forgiven in a run.
-      settled: one that ended within so many seconds has failed too, whatever it did.
       events: a file to which every change is added, one JSON object a line; its folder must exist.
       write: takes a line: output of the workers behind their numbers, and what is done. What it raises
         ends the run as SIGTERM does, and is raised then.
@@ -119,45 +97,34 @@ def keep(
     Source: this library; started anew like torchrun's elastic agents.
     """
     least = workers if least is None else least
-    _check(command, workers, least, strikes, settled)
-    told: queue.SimpleQueue[News] = queue.SimpleQueue()
+    if not 1 <= least <= workers:
+        raise ValueError(
+            f"min={least}, workers={workers}: give whole numbers of 1 or more, min at most workers"
+        )
+    program_of(command, os.environ.get("PATH", os.defpath))
+    news: News = queue.SimpleQueue()
     with contextlib.ExitStack() as stack:
         ending = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP)
-        stack.enter_context(caught(told.put, *ending, signal.SIGUSR1))
-        log = Log(stack, events, write, told)
+        stack.enter_context(caught(news.put, *ending, signal.SIGUSR1))
+        file = stack.enter_context(events.open("a", buffering=1)) if events else None
+        log = Log(write, file, news)
         kept = stack.enter_context(_memory())
         watcher = stack.enter_context(_watcher(kept))
-        run = Run(list(command), workers, least, strikes, settled, kept, watcher, told, log)
-        outcome = run.to_its_end()
+        run = Run(list(command), workers, least, kept, watcher, log, Group(news, log.said))
+        while (code := run.start()) is None:
+            pass
     if log.failed:
         raise log.failed
-    return outcome
-
-
-def _check(command: Sequence[str], workers: int, least: int, strikes: int, settled: float) -> None:
-    for name, number in {"workers": workers, "min": least, "strikes": strikes}.items():
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ValueError(f"{name}={number!r}: give a whole number of 1 or more")
-    if least > workers:
-        raise ValueError(
-            f"min={least} is above workers={workers}: a run that starts with {workers} cannot go on with "
-            f"{least}; give at most {workers}"
-        )
-    if not settled > 0:
-        raise ValueError(f"settled={settled!r}: give a time above zero")
-    program_of(command, os.environ.get("PATH", os.defpath))
+    return Outcome(code, run.starts, len(run.places))
 
 
 class Log:
     """Says what happens: a line for people, and a JSON object for programs."""
 
-    def __init__(
-        self, stack: contextlib.ExitStack, events: Path | None, write: Callable[[str], object],
-        told: "queue.SimpleQueue[News]",
-    ):  # fmt: skip
-        self._file = stack.enter_context(events.open("a", buffering=1)) if events else None
-        self._write, self._told = write, told
+    def __init__(self, write: Callable[[str], object], file: TextIO | None, news: News):
+        self._write, self._file, self._news = write, file, news
         self.failed: Exception | None = None
+        self.last = defaultdict[int, deque[str]](lambda: deque(maxlen=LAST_LINES))
 
     def line(self, text: str) -> None:
         """Shows it; where that fails, as on a closed terminal, workers are still given time to save."""
@@ -166,226 +133,156 @@ class Log:
                 self._write(text)
         except Exception as error:
             self.failed = error
-            self._told.put(signal.SIGPIPE)
+            self._news.put(signal.SIGPIPE)
 
-    def event(self, event: str, line: str, **fields: Any) -> None:
-        """Tells both; fields are for programs."""
+    def said(self, member: Member, text: str) -> None:
+        """Shows a line of a worker, and keeps it for a while."""
+        self.last[member.place].append(text)
+        self.line(f"{member.place} | {text}")
+
+    def event(self, line: str, **fields: Any) -> None:
+        """A line for people, and fields for programs."""
         self.line(f"lioncub: {line}")
         if self._file:
-            self._file.write(json.dumps({"event": event, "time": time.time(), **fields}) + "\n")
+            self._file.write(json.dumps({"time": time.time(), **fields}) + "\n")
 
 
+@dataclasses.dataclass
 class Run:
-    """The starts of a run, one after the other; see `keep` for the arguments."""
+    """The starts of a run, one after the other; see `keep` for what is given."""
 
-    def __init__(
-        self, command: list[str], workers: int, least: int, strikes: int, settled: float,
-        kept: str, watcher: int, told: "queue.SimpleQueue[News]", log: Log,
-    ):  # fmt: skip
-        self._command, self._workers, self._least = command, workers, least
-        self._strikes, self._settled, self._kept = strikes, settled, kept
-        self._watcher, self._told, self._log = watcher, told, log
-        self._places = list(range(workers))
-        self._starts = self._collisions = self._port = 0
-        self._failed: list[int] = []  # places that died first, of the last starts in a row
+    command: list[str]
+    workers: int
+    least: int
+    kept: str  # a folder in memory
+    watcher: int  # the pipe to it
+    log: Log
+    group: Group
+    starts: int = 0
+    collisions: int = 0
+    failed: list[int] = dataclasses.field(default_factory=list)  # places that died first, in a row
 
-    def to_its_end(self) -> Outcome:
-        """Starts the workers until they end by themselves, or there is no going on."""
-        while True:
-            code = self._start()
-            if code is not None:
-                return Outcome(code, self._starts, len(self._places))
+    def __post_init__(self) -> None:
+        self.places = list(range(self.workers))
 
-    def _start(self) -> int | None:
+    def start(self) -> int | None:
         """One start of all workers, until they have ended; the exit code, or None to start again."""
-        began, self._starts = time.monotonic(), self._starts + 1
-        with self._running() as running:
-            self._log.event(
-                "started", f"start {self._starts}: {len(running)} workers", start=self._starts,
-                places=self._places, pids=[worker.process.pid for worker in running],
-            )  # fmt: skip
-            stopped, first = self._watched(running)
+        began, self.starts, self.port = time.monotonic(), self.starts + 1, _free_port()
+        self.log.last.clear()
+        try:
+            for index, place in enumerate(self.places):
+                self.group.start(
+                    place,
+                    [*WATCHER, str(self.watcher), *self.command],
+                    env=self._environment(index),
+                    pass_fds=[self.watcher],
+                )
+            pids = [worker.process.pid for worker in self.group.members]
+            said = f"start {self.starts}: {len(pids)} workers"
+            self._event("started", said, places=self.places, pids=pids)
+            stopped, first = self._watched()
             seconds = time.monotonic() - began
-        self._drain(0)
+        finally:  # none outlives its start
+            self.group.end()
+            os.write(self.watcher, b"\n")
         if stopped == signal.SIGUSR1:
-            self._places, self._failed = list(range(self._workers)), []
-            self._log.event("all_again", f"all {self._workers} places again", start=self._starts)
+            self.places, self.failed = list(range(self.workers)), []
+            self._event("all_again", f"all {self.workers} places again")
             return None
         if stopped:
-            self._log.event("stopped", f"ended by {signal.Signals(stopped).name}", signal=stopped)
+            self._event("stopped", f"ended by {signal.Signals(stopped).name}")
             return 128 + stopped
         if first is None:
-            self._log.event("ended", "all workers ended", start=self._starts)
+            self._event("ended", "all workers ended")
             return 0
-        return self._after(first, seconds)
+        return self._after(first.place, first.process.returncode, seconds)
 
-    def _after(self, first: Worker, seconds: float) -> int | None:
+    def _watched(self) -> tuple[int, Member | None]:
+        """Until all have ended or one has died: the signal that ended them, or 0; and who died first."""
+        alive, stopped, until = len(self.places), 0, None
+        while alive:
+            news = self.group.next(until)
+            if isinstance(news, Member):
+                alive -= 1
+                if news.process.returncode and not stopped:
+                    return 0, news
+                continue
+            if stopped not in (0, signal.SIGUSR1) and news in (signal.SIGHUP, signal.SIGPIPE):
+                continue  # a closed terminal says so more than once
+            if news is None or news == stopped:
+                break  # asked twice, or they did not end in time
+            stopped, until = news, time.monotonic() + STOP_SECONDS
+            for worker in self.group.members:
+                number = signal.SIGINT if news == signal.SIGINT else signal.SIGTERM
+                worker.process.send_signal(number)
+        return stopped, None
+
+    def _after(self, place: int, code: int, seconds: float) -> int | None:
         """What follows the death of a worker."""
-        code = first.process.returncode
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
-        self._log.event(
-            "died", f"worker {first.place} died {how} after {seconds:.1f} s; the others are ended",
-            start=self._starts, place=first.place, code=code, seconds=round(seconds, 3),
+        self._event(
+            "died", f"worker {place} died {how} after {seconds:.1f} s; the others are ended",
+            place=place, code=code,
         )  # fmt: skip
         stepped = self._stepped().exists()
-        if not stepped and self._collisions < self._strikes and not _free_port(self._port):
+        if not stepped and self.collisions < STRIKES and not _free_port(self.port):
             # All have ended, and it is in use. (Of jax's words none says that reliably.)
-            self._collisions += 1
-            self._log.event(
-                "collided", f"another program has taken port {self._port}: on another, and no strike",
-                start=self._starts, port=self._port,
-            )  # fmt: skip
+            self.collisions += 1
+            said = f"another program has taken port {self.port}: on another, and no strike"
+            self._event("collided", said)
             return None
-        strike = seconds < self._settled or not stepped
-        self._failed = [*self._failed, first.place] if strike else []
-        if len(self._failed) < self._strikes:
+        strike = seconds < SETTLED_SECONDS or not stepped
+        self.failed = [*self.failed, place] if strike else []
+        if len(self.failed) < STRIKES:
             return None
-        if len(set(self._failed)) == 1 and len(self._places) > self._least:
-            self._places.remove(first.place)
-            self._log.event(
+        if len(set(self.failed)) == 1 and len(self.places) > self.least:
+            self.places.remove(place)
+            self.failed = []
+            self._event(
                 "left_out",
-                f"place {first.place} died {len(self._failed)} times in a row and is left out: "
-                f"{len(self._places)} workers go on; SIGUSR1 starts all again",
-                place=first.place, places=self._places,
+                f"place {place} died {STRIKES} times in a row and is left out: "
+                f"{len(self.places)} workers go on; SIGUSR1 starts all again",
+                place=place, places=self.places,
             )  # fmt: skip
-            self._failed = []
             return None
-        self._log.event(
+        self._event(
             "gave_up",
-            f"{len(self._failed)} starts in a row ended within {self._settled:g} s or before a step "
+            f"{STRIKES} starts in a row ended within {SETTLED_SECONDS:g} s or before a step "
             "(lioncub_jax.elastic.stepped() says that one is done; make_train_step calls it), and "
-            f"min is {self._least}: giving up. The last output of worker {first.place}:",
-            place=first.place, code=code, last=list(first.last),
+            f"min is {self.least}: giving up. The last output of worker {place}:",
+            place=place, code=code,
         )  # fmt: skip
-        for line in first.last:
-            self._log.line(f"    {line}")
+        for line in self.log.last[place]:
+            self.log.line(f"    {line}")
         return code if code > 0 else 128 - code
 
-    @contextlib.contextmanager
-    def _running(self) -> Iterator[list[Worker]]:
-        """Processes, none of which outlives the block; nor do theirs."""
-        running: list[Worker] = []
-        readers = []
-        self._port = _free_port()
-        try:
-            for index, place in enumerate(self._places):
-                process = subprocess.Popen(
-                    [*WATCHER, str(self._watcher), *self._command],
-                    env=self._environment(index),
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    pass_fds=[self._watcher],
-                    start_new_session=True,  # Ctrl-C is passed on, once
-                )
-                worker = Worker(place, process, deque(maxlen=LAST_LINES))
-                running.append(worker)
-                readers.append(
-                    (worker, self._thread(self._read, worker), self._thread(self._wait, worker))
-                )
-            yield running
-        finally:
-            for worker in running:
-                with contextlib.suppress(ProcessLookupError):  # the whole session, or none is left
-                    os.killpg(worker.process.pid, signal.SIGKILL)
-            for worker, reader, waiter in readers:
-                waiter.join()
-                reader.join(ORPHANS_SECONDS)
-                if not reader.is_alive():
-                    assert worker.process.stdout
-                    worker.process.stdout.close()
-            os.write(self._watcher, b"\n")
+    def _event(self, event: str, line: str, **fields: Any) -> None:
+        self.log.event(line, event=event, start=self.starts, **fields)
 
     def _environment(self, index: int) -> dict[str, str]:
         # Unless the user has set them. JAX leaves out what compiles fast, and there are many of these.
         kept = {
-            MEMORY: self._kept,
-            "JAX_COMPILATION_CACHE_DIR": f"{self._kept}/jax",
+            MEMORY: self.kept,
+            "JAX_COMPILATION_CACHE_DIR": f"{self.kept}/jax",
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
-        own = wiring(["127.0.0.1"] * len(self._places), index, self._port, interface="lo")
-        start = {"LIONCUB_START": str(self._starts), STEPPED: str(self._stepped())}
+        own = wiring(f"127.0.0.1:{self.port}", len(self.places), index, "lo")
+        start = {"LIONCUB_START": str(self.starts), STEPPED: str(self._stepped())}
         return kept | dict(os.environ) | own | start
 
     def _stepped(self) -> Path:
         """What a worker makes when a step of this start is done."""
-        return Path(self._kept, f"stepped-{self._starts}")
-
-    def _thread(self, task: Callable[[Worker], None], worker: Worker) -> threading.Thread:
-        started = threading.Thread(target=task, args=(worker,), daemon=True)
-        started.start()
-        return started
-
-    def _read(self, worker: Worker) -> None:
-        assert worker.process.stdout
-        for raw in worker.process.stdout:
-            self._told.put((worker, raw.decode(errors="replace").rstrip("\n")))
-
-    def _wait(self, worker: Worker) -> None:
-        worker.process.wait()
-        self._told.put((worker, None))
-
-    def _watched(self, running: list[Worker]) -> tuple[int, Worker | None]:
-        """Until all have ended or one has died: the signal that ended them, or 0; and who died first."""
-        alive, stopped, until = len(running), 0, None
-        while alive:
-            news = self._heard(until)
-            if news is None:
-                return stopped, None  # asked to end, and did not in time
-            if isinstance(news, int):
-                gone = news in (signal.SIGHUP, signal.SIGPIPE)
-                if gone and stopped not in (0, signal.SIGUSR1):
-                    continue  # a closed terminal says so more than once
-                if stopped == news:
-                    return stopped, None  # asked twice
-                stopped, until = news, time.monotonic() + STOP_SECONDS
-                for worker in running:
-                    worker.process.send_signal(
-                        signal.SIGINT if news == signal.SIGINT else signal.SIGTERM
-                    )
-            elif news in running:  # and not of an earlier start
-                alive -= 1
-                if news.process.returncode and not stopped:
-                    self._drain(CAUSE_SECONDS)
-                    return 0, news
-        return stopped, None
-
-    def _heard(self, until: float | None) -> Worker | int | None:
-        """The next signal or worker that has ended, or None at that time; shows lines on the way."""
-        while True:
-            try:
-                left = None if until is None else max(0.0, until - time.monotonic())
-                news = self._told.get(timeout=left)
-            except queue.Empty:
-                return None
-            if isinstance(news, int):
-                return news
-            worker, line = news
-            if line is None:
-                return worker
-            worker.last.append(line)
-            self._log.line(f"{worker.place} | {line}")
-
-    def _drain(self, seconds: float) -> None:
-        """Shows what is still said, and forgets who ends meanwhile."""
-        until = time.monotonic() + seconds
-        while isinstance(news := self._heard(until), Worker):
-            pass
-        if news is not None:
-            self._told.put(news)  # a signal is for the next start
+        return Path(self.kept, f"stepped-{self.starts}")
 
 
 def memory() -> Path | None:
     """A folder in this machine's memory that stays from start to start of a run and ends with it.
 
-    For ``Snapshots`` and ``make_train_step(programs=)``. `keep` and ``lioncub run`` make it; under another
-    launcher set ``LIONCUB_MEMORY`` to a folder of the run's own, such as ``/dev/shm/$SLURM_JOB_ID``.
+    For ``Snapshots`` and ``TrainStep.compiled(programs=)``. `keep` and ``lioncub run`` make it; under
+    another launcher set ``LIONCUB_MEMORY`` to a folder of the run's own: ``/dev/shm/$SLURM_JOB_ID``, say.
 
     Returns:
       The folder, or None where there is none.
-
-    Raises:
-      ValueError: for an empty ``LIONCUB_MEMORY``.
 
     Example:
       >>> from lioncub_jax import elastic
@@ -395,9 +292,7 @@ def memory() -> Path | None:
     Source: this library.
     """
     folder = os.environ.get(MEMORY)
-    if folder == "":
-        raise ValueError(f"{MEMORY} is set and empty: give a folder, or unset it")
-    return None if folder is None else Path(folder)
+    return Path(folder) if folder else None
 
 
 @contextlib.contextmanager

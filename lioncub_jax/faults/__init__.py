@@ -8,7 +8,6 @@ from lioncub_jax.faults.liars import (
     random_votes,
     scaled,
     sign_flip,
-    tampered,
 )
 from lioncub_jax.faults.replicas import Difference, ReplicaHealed, Replicas, ReplicasDiffer
 
@@ -24,5 +23,4 @@ __all__ = [
     "random_votes",
     "scaled",
     "sign_flip",
-    "tampered",
 ]

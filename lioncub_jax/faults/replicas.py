@@ -8,7 +8,6 @@ compare, and who differs from the majority gets its copy.
 
 import functools
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,11 +17,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax import checks, wires
+from lioncub_jax import axes, checks, wires
 from lioncub_jax.mesh import sums
-from lioncub_jax.mesh.keys import of_words, words_of
-from lioncub_jax.mesh.placement import Workers, workers_of
-from lioncub_jax.wires import AxisName
+from lioncub_jax.mesh.placement import Workers, check_workers
+from lioncub_jax.mesh.processes import of_words, words_of
+from lioncub_jax.mesh.specs import axes_in
 
 
 class Difference(NamedTuple):
@@ -58,13 +57,11 @@ class ReplicaHealed(UserWarning):
 class Replicas:
     """Compares what must be the same on all workers, every so many steps, and heals who differs.
 
-    A worker that differs keeps what is its own: momentum and quantisation errors. Until it is
+    A worker that differs keeps what is its own: momentum and quantization errors. Until it is
     found its votes are of other parameters; the others' parameters are touched by no more than that.
 
     Args:
-      workers: a `Workers`, or a mesh with ``axis_name`` (and ``group_axis``).
-      axis_name: beside a mesh, the axis of the workers, or several.
-      group_axis: beside a mesh, the axis of the devices of one worker, in two levels.
+      workers: a `Workers`.
       every: compare at every K-th call. With 1 nothing wrong ever votes. One compare reads what a device
         holds once and sends two words a leaf.
       heal: give who differs the majority's copy and go on, though what it voted for since the last compare
@@ -75,7 +72,7 @@ class Replicas:
       found: every `Difference` so far, healed.
 
     Raises:
-      TypeError: for a mesh that is none, or a ``heal`` that is no bool.
+      TypeError: for workers that are none.
       ValueError: for ``every`` below 1, or a single replica.
       ValueError: when called, for a state that lies elsewhere.
       ReplicasDiffer: when called, where copies differ and none has more than half of them, with two
@@ -95,16 +92,13 @@ class Replicas:
 
     def __init__(
         self,
-        workers: Workers | Mesh,
+        workers: Workers,
         *,
-        axis_name: AxisName | None = None,
-        group_axis: AxisName | None = None,
         every: int = 100,
         heal: bool = True,
     ):
-        if not isinstance(heal, bool):
-            raise TypeError(f"heal={heal!r}: give True to go on, or False to stop")
-        self._workers = workers_of(workers, axis_name, group_axis)
+        check_workers(workers)
+        self._workers = workers
         checks.check_count(f"every={every!r}", every, "a number of steps, 1 or more")
         if self._workers.count == 1:
             raise ValueError(
@@ -121,22 +115,18 @@ class Replicas:
     def check(self, state: Any) -> Any:
         """Compares now; as a call otherwise."""
         leaves, tree = jax.tree_util.tree_flatten_with_path(state)
-        at = {jax.tree_util.keystr(path): i for i, (path, _) in enumerate(leaves)}
-        arrays = {
-            path: words_of(leaves[i][1])
-            for path, i in at.items()
-            if self._shared(path, leaves[i][1])
-        }
-        healed = [x for _, x in leaves]
-        for path, copies in sums.copies(arrays).items():
+        found = {jax.tree_util.keystr(path): x for path, x in leaves}
+        shared = {path: words_of(x) for path, x in found.items() if self._shared(path, x)}
+        for path, copies in sums.copies(shared).items():
             if (copies.sums == copies.sums[0]).all():
                 continue
             step = int(state.step) if hasattr(state, "step") else self._calls
             wrong, source = self._judged(path, copies, step)
             if self._heal:
-                healed[at[path]] = _like(_from(arrays[path], source, wrong), healed[at[path]])
+                words = _from(shared[path], source, wrong)
+                found[path] = jax.device_put(of_words(words, found[path]), found[path].sharding)
             self._report(path, copies.mesh, wrong, step)
-        return jax.tree.unflatten(tree, healed)
+        return jax.tree.unflatten(tree, found.values())
 
     def _shared(self, path: str, x: Any) -> bool:
         """Whether a leaf is the same on all workers."""
@@ -144,7 +134,7 @@ class Replicas:
         if isinstance(sharding, NamedSharding) and np.array_equal(
             sharding.mesh.devices, mesh.devices
         ):
-            own = set(sums.cutting(sharding.spec)) & set(self._workers.axes)
+            own = set(axes_in(sharding.spec)) & set(self._workers.axes)
             return x.size > 0 and not own
         raise ValueError(
             f"{path} is not on the mesh of the workers (it lies {sharding}): give the state that "
@@ -154,26 +144,31 @@ class Replicas:
     def _judged(self, path: str, copies: sums.Copies, step: int) -> tuple[np.ndarray, np.ndarray]:
         """``bool[devices]`` each: those that are wrong, and of each shard one that is right."""
         wrong, source = np.zeros((2, copies.mesh.devices.size), bool)
-        for shard in range(copies.sums.shape[1]):
-            words = [tuple(map(int, pair)) for pair in copies.sums[:, shard]]
-            (most, votes), *_ = Counter(words).most_common(1)
-            if 2 * votes <= len(words):
-                raise ReplicasDiffer(self._undecided(path, copies, shard, step))
-            for word, device in zip(words, copies.devices[:, shard], strict=True):
-                wrong[device] = word != most
-            source[copies.devices[words.index(most), shard]] = True
+        for words, devices in zip(
+            copies.sums.swapaxes(0, 1).tolist(), copies.devices.T.tolist(), strict=True
+        ):
+            alike: dict[tuple[int, ...], list[int]] = {}
+            for word, device in zip(words, devices, strict=True):
+                alike.setdefault(tuple(word), []).append(device)
+            right = max(alike.values(), key=len)
+            if 2 * len(right) <= len(words):
+                raise ReplicasDiffer(self._undecided(path, list(alike.values()), step))
+            source[right[0]] = True
+            wrong[devices] |= ~np.isin(devices, right)
         return wrong, source
 
-    def _undecided(self, path: str, copies: sums.Copies, shard: int, step: int) -> str:
-        alike: dict[tuple[int, ...], list[int]] = {}
-        for pair, device in zip(copies.sums[:, shard], copies.devices[:, shard], strict=True):
-            alike.setdefault(tuple(map(int, pair)), []).append(self._worker(int(device)))
-        sides = "; another ".join(f"on {_listed(some)}" for some in alike.values())
+    def _undecided(self, path: str, alike: list[list[int]], step: int) -> str:
+        sides = [sorted({self._worker(device) for device in some}) for some in alike]
         return (
-            f"replicas differ, and no majority says which is right: after step {step} {path} has one value "
-            f"{sides}. What was trained since the last check, at most {self._every} calls ago, is not to "
-            "be trusted: go back to a checkpoint of before (Checkpoints.restore); with 3 or more workers "
-            "one that goes wrong is healed"
+            f"replicas differ, and no majority says which is right: after step {step} {path} is the same "
+            f"on the workers of each list of {sides}. {self._back()}; with 3 or more workers one that goes "
+            "wrong is healed"
+        )
+
+    def _back(self) -> str:
+        return (
+            f"What was trained since the last check, at most {self._every} calls ago, is not to be "
+            "trusted: go back to a state or a checkpoint of before (Checkpoints.restore)"
         )
 
     def _report(self, path: str, mesh: Mesh, wrong: np.ndarray, step: int) -> None:
@@ -183,9 +178,7 @@ class Replicas:
             )
             if not self._heal:
                 raise ReplicasDiffer(
-                    f"a replica is wrong: {self.found[-1]}, and heal=False. What was trained since the "
-                    f"last check, at most {self._every} calls ago, is not to be trusted: go back to a "
-                    "state of before"
+                    f"a replica is wrong: {self.found[-1]}, and heal=False. {self._back()}"
                 )
             warnings.warn(
                 f"a replica was wrong and has the majority's copy now: {self.found[-1]}. One flipped "
@@ -198,18 +191,8 @@ class Replicas:
         """The number of the worker that a device, by its place in the mesh, belongs to."""
         mesh = self._workers.mesh
         at = dict(zip(mesh.axis_names, np.unravel_index(device, mesh.devices.shape), strict=True))
-        axes = wires.names(self._workers.axis_name)
-        return int(np.ravel_multi_index([at[n] for n in axes], [mesh.shape[n] for n in axes]))
-
-
-def _listed(workers: list[int]) -> str:
-    each = sorted(set(workers))
-    return f"worker{'s' * (len(each) > 1)} {', '.join(map(str, each))}"
-
-
-def _like(words: jax.Array, x: jax.Array) -> jax.Array:
-    """Undoes `words_of`, and lies as ``x`` does."""
-    return jax.device_put(of_words(words, x), x.sharding)
+        voting = axes.names(self._workers.axis)
+        return int(np.ravel_multi_index([at[n] for n in voting], [mesh.shape[n] for n in voting]))
 
 
 def _from(x: jax.Array, source: np.ndarray, wrong: np.ndarray) -> jax.Array:
@@ -223,10 +206,10 @@ def _from(x: jax.Array, source: np.ndarray, wrong: np.ndarray) -> jax.Array:
 
 @functools.cache
 def _copying(mesh: Mesh, spec: P) -> Callable[..., jax.Array]:
-    apart = tuple(n for n in mesh.axis_names if n not in sums.cutting(spec))
+    apart = tuple(n for n in mesh.axis_names if n not in axes_in(spec))
 
     def of_device(x: jax.Array, source: jax.Array, wrong: jax.Array) -> jax.Array:
-        right = sums.of_bits(wires.from_one(sums.bits_of(x), source[0], apart), x.dtype)
+        right = sums.of_bits(wires.from_one(sums.bits_of(x), source[0], apart), x)
         return jnp.where(wrong[0], right, x)
 
     each = P(mesh.axis_names)

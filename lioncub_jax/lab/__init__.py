@@ -7,7 +7,6 @@ from lioncub_jax.lab.run import (
     Network,
     Report,
     WorkerReport,
-    check,
     run,
     table,
 )
@@ -19,7 +18,6 @@ __all__ = [
     "Network",
     "Report",
     "WorkerReport",
-    "check",
     "run",
     "table",
 ]

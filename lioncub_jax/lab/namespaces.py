@@ -1,4 +1,4 @@
-"""What runs inside the lab's namespaces: the hub, and each worker until its command takes over.
+"""What runs inside the lab's namespaces: the hub, which makes the workers' networks and starts them.
 
 Started by `lioncub_jax.lab` as a program and never imported; standard library only, so that it starts
 at once. The hub is process 1 of a process namespace. When it ends, however it ends, the kernel kills
@@ -7,45 +7,48 @@ mounts: cleaning up does not depend on any code here.
 
 The lab writes to the hub's input one line of JSON, the plan, then single bytes: numbers of signals
 for the workers. The end of that input, which a killed lab brings about too, ends the hub. The hub
-writes lines of JSON: ``started``, ``exit`` for each worker, ``end`` with the counters, or ``error``.
+writes lines of JSON: ``line`` for each line of output, then ``workers``, or ``error``.
 """
 
 import contextlib
+import ctypes
 import io
 import json
 import os
-import select
+import queue
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
+import threading
 import time
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lioncub_jax.lab.group import Group, News
 
 Plan = dict[str, Any]
+Spaces = tuple[int, int]  # descriptors of a network namespace and of one of host names
 
-SET_UP_SECONDS = 60  # a worker that has not joined by then will not
+STOP_SECONDS = 5.0  # between asking workers to end and killing them
 NOT_IN_KERNEL = ("Unknown device type", "qdisc kind is unknown", "Operation not supported")
+CLONE_NEWNET, CLONE_NEWUTS = 0x40000000, 0x04000000  # os.unshare and os.setns: from Python 3.12
+LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class Failure(Exception):
     """What could not be set up, in words for the user."""
 
 
-class Worker(NamedTuple):
-    """A started worker, as the hub knows it."""
-
-    pid: int
-    socket: socket.socket
-    namespace: int  # a descriptor: keeps the link's counters when the worker's processes have ended
-
-
 def tool(plan: Plan, name: str, *arguments: str, lines: list[str] | None = None) -> None:
     """Runs a tool, on a batch of lines if there are any."""
     batch = "".join(f"{line}\n" for line in lines or [])
+    arguments = ("-batch", "-") if lines else arguments
     command = [plan["tools"][name], *arguments]
-    done = subprocess.run(command, input=batch, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, input=batch, capture_output=True, text=True, check=False, close_fds=False
+    )
     if done.returncode == 0:
         return
     problem = f"{' '.join([name, *arguments])}: {' '.join(done.stderr.split())}"
@@ -55,25 +58,34 @@ def tool(plan: Plan, name: str, *arguments: str, lines: list[str] | None = None)
     raise Failure(f"The lab's network cannot be set up: {problem}")
 
 
-# --- The hub
-
-
 def hub() -> None:
     """Builds the network, starts the workers, and watches over them until they or the lab end."""
+    # A program's own folder is the first on the path: this is lioncub_jax.lab.group, without the package.
+    from group import Group  # type: ignore[import-not-found]
+
     control = io.FileIO(0)
     # Process 1 is spared the default action of a signal, but not what Python does at Ctrl-C.
     signal.signal(signal.SIGINT, lambda *_: None)
     try:
         plan = json.loads(control.readline())
-        children_ended = watch_children()
+        news: News = queue.SimpleQueue()
+        threading.Thread(target=listen, args=(control, news), daemon=True).start()
         name_hosts(plan)
-        workers = start_workers(plan)
-        join_workers(plan, workers)
-        begin = time.monotonic()
-        say(started=True)
-        watch(control, children_ended, {w.pid: index for index, w in enumerate(workers)})
-        say(end=counters(len(workers)), seconds=time.monotonic() - begin)
-        control.read(1)
+        places = make_network(plan)
+        group = Group(news, lambda member, line: say(line=f"{member.place} | {line}"))
+        try:
+            begin = time.monotonic()
+            start_workers(plan, places, group)
+            codes, exit_code = watch(plan, group)
+            seconds, links = time.monotonic() - begin, counters(len(places))
+            rows = [(code, *link) for code, link in zip(codes, links, strict=True)]
+            say(workers=rows, seconds=seconds, exit_code=exit_code)
+        finally:
+            # What workers leave running still holds their output.
+            with contextlib.suppress(ProcessLookupError):
+                if os.getpid() == 1:  # all of the namespace, and never of a machine
+                    os.kill(-1, signal.SIGKILL)
+            group.end()
     except Failure as failure:
         say(error=str(failure))
     except Exception as error:
@@ -85,6 +97,13 @@ def say(**message: Any) -> None:
     """One line to the lab, which may be gone."""
     with contextlib.suppress(BrokenPipeError):
         os.write(1, json.dumps(message).encode() + b"\n")
+
+
+def listen(control: io.FileIO, news: "News") -> None:
+    """Passes on the lab's signals until it closes the pipe, or is killed: then nothing here lives on."""
+    while number := control.read(1):
+        news.put(number[0])
+    os._exit(1)
 
 
 def name_hosts(plan: Plan) -> None:
@@ -102,184 +121,139 @@ def name_hosts(plan: Plan) -> None:
     tool(plan, "umount", scratch)
 
 
-def start_workers(plan: Plan) -> list[Worker]:
-    """Starts a process for each worker, in a network namespace of its own."""
-    started = []
-    for environment, output in zip(plan["environments"], plan["outputs"], strict=True):
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.settimeout(SET_UP_SECONDS)
-        me = [sys.executable, "-I", "-S", __file__, "worker", str(theirs.fileno())]
-        child = subprocess.Popen(
-            [plan["tools"]["unshare"], "--net", "--uts", *me],
-            env=os.environ | environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,  # a signal to its group reaches all that it starts
-        )
-        child.returncode = 0  # `watch` waits for it; Popen is not to
-        theirs.close()
-        os.close(output)
-        started.append((child.pid, ours))
-    return [Worker(pid, ours, namespace_of(ours)) for pid, ours in started]
+# --- The network
 
 
-def namespace_of(worker_socket: socket.socket) -> int:
-    """The descriptor that a worker sends of its network namespace once it is there."""
-    said, descriptors, _, _ = socket.recv_fds(worker_socket, 16, 1)
-    if not said:
-        raise Failure("A worker ended before its network was there; its output says why")
-    return descriptors[0]
-
-
-def join_workers(plan: Plan, workers: list[Worker]) -> None:
-    """A bridge, and a link from it to every worker, shaped at both ends; then all may start."""
-    ports = [f"port{index}" for index in range(len(workers))]
-    size = f"gso_max_size {plan['packet']}" if plan["packet"] else ""
-    # No IPv6 on the bridge and its links: looking for neighbours would be counted as traffic. Where
-    # a container forbids the setting, that is some hundred bytes.
-    with (
-        contextlib.suppress(OSError),
-        open("/proc/sys/net/ipv6/conf/default/disable_ipv6", "w") as file,
-    ):
-        file.write("1")
-    tool(
-        plan,
-        "ip",
-        "-batch",
-        "-",
-        lines=["link add br0 type bridge mcast_snooping 0", "link set br0 addrgenmode none up"],
+def here() -> Spaces:
+    """The namespaces of this thread; these descriptors keep them."""
+    network, names = (
+        os.open(f"/proc/thread-self/ns/{kind}", os.O_RDONLY) for kind in ("net", "uts")
     )
-    links = []
-    for port, worker in zip(ports, workers, strict=True):
-        peer = f"peer name eth0 netns {worker.pid} {size}"
-        links += [
-            f"link add {port} {size} type veth {peer}",
-            f"link set {port} master br0 addrgenmode none up",
-        ]
-    tool(plan, "ip", "-batch", "-", lines=links)
-    for kind in plan["towards_worker"]:
-        tool(plan, "tc", "-batch", "-", lines=[kind.format(device=port) for port in ports])
-    for worker, settings in zip(workers, plan["workers"], strict=True):
-        own = plan | {"workers": [settings], "environments": []}
-        worker.socket.send(json.dumps(own).encode())
-    for worker in workers:
-        answer = worker.socket.recv(1 << 16).decode()
-        if answer != "up":
-            raise Failure(answer or "A worker ended before its network was up; its output says why")
-    for worker in workers:
-        worker.socket.send(b"go")
+    os.set_inheritable(network, True)  # for `ip`, which is told of it
+    return network, names
 
 
-def watch_children() -> int:
-    """A descriptor that can be read whenever a child has ended."""
-    ended, wake = os.pipe()
-    os.set_blocking(wake, False)
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    return ended
+def called(function: Any, *arguments: int) -> None:
+    """A function of libc, of this thread alone; what it starts is where it is."""
+    if function(*arguments):
+        raise Failure(f"The lab's network cannot be set up: {os.strerror(ctypes.get_errno())}")
 
 
-def watch(control: io.FileIO, children_ended: int, running: dict[int, int]) -> None:
-    """Tells of every worker that ends and passes signals on, until all of ``running`` have ended."""
-    while running:
-        for pid, code in ended_children():
-            if pid in running:  # as process 1 it also inherits what workers leave behind
-                say(exit=[running.pop(pid), code])
-        if not running:
-            return
-        readable, _, _ = select.select([control.fileno(), children_ended], [], [])
-        if children_ended in readable:
-            os.read(children_ended, 4096)
-        if control.fileno() in readable:
-            number = control.read(1)
-            if not number:
-                sys.exit()
-            for pid in running:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, number[0])
-
-
-def ended_children() -> list[tuple[int, int]]:
-    """``(pid, exit code as shells give it)`` of the children that have ended since the last call."""
-    found: list[tuple[int, int]] = []
-    with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            code = os.waitstatus_to_exitcode(ended[1])
-            found.append((ended[0], code if code >= 0 else 128 - code))
-    return found
-
-
-def counters(workers: int) -> list[list[int]]:
-    """``[sent, received]`` bytes of each worker, as the bridge's end of its link has counted them."""
-    found = {}
-    with open("/proc/net/dev") as file:
-        for line in file.readlines()[2:]:
-            name, numbers = line.split(":")
-            found[name.strip()] = [int(number) for number in numbers.split()]
-    return [[found[f"port{i}"][0], found[f"port{i}"][8]] for i in range(workers)]
-
-
-# --- A worker
-
-
-def worker() -> None:
-    """Sets up its own end of the link, waits for the others, and becomes the command."""
-    hub_socket = socket.socket(fileno=int(sys.argv[2]))
-    hub_socket.set_inheritable(False)
-    own = os.open("/proc/self/ns/net", os.O_RDONLY)
-    socket.send_fds(hub_socket, [b"here"], [own])
-    os.close(own)
-    told = hub_socket.recv(1 << 20)
-    if not told:
-        sys.exit(1)  # the hub has given up, and says why itself
-    plan = json.loads(told)
-    (settings,) = plan["workers"]
+@contextlib.contextmanager
+def inside(places: Spaces, home: Spaces) -> Iterator[None]:
+    """Does what follows in these namespaces."""
     try:
-        configure(plan, settings)
-    except Failure as failure:
-        hub_socket.send(str(failure).encode())
-        sys.exit(1)
-    hub_socket.send(b"up")
-    if hub_socket.recv(16) != b"go":
-        sys.exit(1)
-    command = plan["command"]
-    try:
-        os.execvp(command[0], command)
-    except OSError as error:
-        sys.exit(f"{command[0]}: {error.strerror}")
+        for space in places:
+            called(LIBC.setns, space, 0)
+        yield
+    finally:
+        for space in home:
+            called(LIBC.setns, space, 0)
 
 
-def configure(plan: Plan, settings: Plan) -> None:
-    """Name, address and shape of this worker's link, and its share of the machine."""
-    socket.sethostname(settings["name"])
-    os.sched_setaffinity(0, settings["cores"])
-    control_congestion()
+def make_network(plan: Plan) -> list[Spaces]:
+    """A bridge, and for each worker namespaces with a link to it, shaped at both ends."""
+    # No IPv6 on the bridge and its links: looking for neighbors would be counted as traffic. Where
+    # a container forbids the setting, that is some hundred bytes.
+    with contextlib.suppress(OSError):
+        set_kernel("net/ipv6/conf/default/disable_ipv6", "1")
+    bridge = ["link add br0 type bridge mcast_snooping 0", "link set br0 addrgenmode none up"]
+    tool(plan, "ip", lines=bridge)
+    size = f"gso_max_size {plan['packet']}" if plan["packet"] else ""
+    home, places = here(), list[Spaces]()
+    for index, worker in enumerate(plan["workers"]):
+        called(LIBC.unshare, CLONE_NEWNET | CLONE_NEWUTS)
+        places.append(here())
+        with inside(places[-1], home):
+            make_host(plan, worker, f"port{index} netns /proc/self/fd/{home[0]} {size}", size)
+        tool(plan, "ip", lines=[f"link set port{index} master br0 addrgenmode none up"])
+        shape(plan, f"port{index}")
+    return places
+
+
+def make_host(plan: Plan, worker: Plan, peer: str, size: str) -> None:
+    """Name and address of a worker, and its end of a link."""
+    socket.sethostname(worker["name"])
+    # TCP as Linux has it by default, or as every Linux permits it, whatever the machine was set to.
+    for algorithm in ("cubic", "reno"):
+        with contextlib.suppress(PermissionError):
+            set_kernel("net/ipv4/tcp_congestion_control", algorithm)
+            break
     lines = [
         "link set lo up",
+        f"link add eth0 {size} type veth peer name {peer}",
         "link set eth0 addrgenmode none up",
-        f"addr add {settings['address']}/{plan['prefix']} dev eth0",
+        f"addr add {worker['address']}/{plan['prefix']} dev eth0",
     ]
-    tool(plan, "ip", "-batch", "-", lines=lines)
-    for kind in plan["from_worker"]:
-        tool(plan, "tc", "-batch", "-", lines=[kind.format(device="eth0")])
+    tool(plan, "ip", lines=lines)
+    shape(plan, "eth0")
 
 
-def control_congestion() -> None:
-    """TCP as Linux has it by default, or as every Linux permits it, whatever the machine was set to.
+def shape(plan: Plan, device: str) -> None:
+    """Limits what one end of a link sends."""
+    if plan["shape"]:
+        tool(plan, "tc", lines=[f"qdisc add dev {device} root {plan['shape']}"])
 
-    The setting is this network namespace's own.
-    """
-    for algorithm in ("cubic", "reno"):
-        with (
-            contextlib.suppress(PermissionError),
-            open("/proc/sys/net/ipv4/tcp_congestion_control", "w") as file,
-        ):
-            file.write(algorithm)
-            file.flush()
-            return
+
+def set_kernel(name: str, value: str) -> None:
+    """A setting of this network namespace's own."""
+    with open(f"/proc/sys/{name}", "w") as file:
+        file.write(value)
+
+
+def counters(workers: int) -> list[tuple[int, int]]:
+    """``(sent, received)`` bytes of each worker, as the bridge's end of its link has counted them."""
+    with open("/proc/thread-self/net/dev") as file:
+        lines = [line.split(":") for line in file.readlines()[2:]]
+    found = {name.strip(): numbers.split() for name, numbers in lines}
+    ports = [found[f"port{index}"] for index in range(workers)]
+    return [(int(numbers[0]), int(numbers[8])) for numbers in ports]
+
+
+# --- The workers
+
+
+def start_workers(plan: Plan, places: list[Spaces], group: "Group") -> None:
+    """Starts the command in each worker's namespaces, on its share of the machine's cores."""
+    command, home, cores = plan["command"], here(), os.sched_getaffinity(0)
+    for index, worker in enumerate(plan["workers"]):
+        with inside(places[index], home):
+            os.sched_setaffinity(0, worker["cores"])
+            try:
+                group.start(index, command, env=os.environ | worker["environment"])
+            except OSError as error:
+                raise Failure(f"{command[0]}: {error.strerror}") from None
+    os.sched_setaffinity(0, cores)
+
+
+def watch(plan: Plan, group: "Group") -> tuple[list[int], int]:
+    """Until all workers have ended: the exit code of each, as shells give it, and that of the run."""
+    codes: dict[int, int] = {}
+    exit_code = 0
+    due: list[tuple[float, int]] = []  # when which signal is sent
+    while len(codes) < len(group.members):
+        news = group.next(due[0][0] if due else None)
+        if news is None:
+            group.kill(due.pop(0)[1])
+        elif isinstance(news, int):  # Ctrl-C or SIGTERM; the second time there is no more waiting
+            patience = 0.0 if exit_code == 128 + news else STOP_SECONDS
+            exit_code = 128 + news
+            due += stops(0.0, patience)
+        else:
+            code = news.process.returncode
+            codes[news.place] = code = code if code >= 0 else 128 - code
+            if code and not exit_code:
+                exit_code = code
+                due += stops(plan["grace"])
+        due.sort()  # what is due earlier stays: a failure must not put off a stop
+    return [codes[place] for place in sorted(codes)], exit_code
+
+
+def stops(seconds: float, patience: float = STOP_SECONDS) -> list[tuple[float, int]]:
+    """When workers are asked to end, and when they are killed."""
+    start = time.monotonic() + seconds
+    return [(start, signal.SIGTERM), (start + patience, signal.SIGKILL)]
 
 
 if __name__ == "__main__":
-    {"hub": hub, "worker": worker}[sys.argv[1]]()
+    hub()

@@ -9,26 +9,30 @@ This module and its function `run` share a name: ``lioncub_jax.lab.run`` is the 
 ``from lioncub_jax.lab.run import ...`` reads from the module.
 """
 
+import functools
 import ipaddress
+import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lioncub_jax import units
-from lioncub_jax.lab import supervise
+from lioncub_jax.lab.group import caught
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-INSIDE = Path(__file__).with_name("namespaces.py")
+# Its own folder is the first on the path, and nothing there is the user's.
+INSIDE = [sys.executable, "-E", "-s", "-S", str(Path(__file__).with_name("namespaces.py"))]
 SLOWEST = 1e3  # bits per second
-PORTS_OF_A_BRIDGE = 1023
+SUBNET = ipaddress.ip_network("10.77.0.0/22")  # as many addresses as a bridge has ports
+PORT = 1234  # of the coordinator; in its namespace no other program can be using it
 
 # The first that is permitted is taken. Root does without a user namespace, in which files of other
 # users would be out of reach; a container may forbid a fresh /proc, which workers can do without.
@@ -42,23 +46,12 @@ This machine does not let you make network namespaces. One of these helps:
     --security-opt seccomp=unconfined --security-opt apparmor=unconfined.
 What was tried:"""
 
-NO_MODULE = (
-    "This kernel has no {what}. On the machine itself (not in a container), as root: modprobe {module}. "
-    "Where there is no such module, take another kernel{otherwise}."
-)
 # By the words that stand in a command which fails for want of the module.
 MISSING = {
-    "netem": NO_MODULE.format(
-        what="netem, which --delay needs", module="sch_netem",
-        otherwise="; --rate works without it, so leave --delay out",
-    ),
-    "tbf": NO_MODULE.format(
-        what="tbf, which --rate needs", module="sch_tbf",
-        otherwise="; without --rate links are as fast as the machine",
-    ),
-    "type bridge": NO_MODULE.format(what="bridge", module="bridge", otherwise=""),
-    "type veth": NO_MODULE.format(what="veth", module="veth", otherwise=""),
-}  # fmt: skip
+    words: f"This kernel has no {words}. On the machine itself (not in a container), as root: modprobe "
+    f"{module}. Where there is no such module, take another kernel."
+    for words, module in {"tbf": "sch_tbf", "type bridge": "bridge", "type veth": "veth"}.items()
+}
 
 TOOLS = {
     "unshare": "util-linux", "mount": "util-linux", "umount": "util-linux",
@@ -83,14 +76,12 @@ class Network(NamedTuple):
     """Workers on one switch, all with the same link.
 
     Example:
-      >>> Network(4, rate=units.rate("100mbit")).rate
+      >>> Network(4, rate=100e6).rate
       100000000.0
     """
 
     workers: int
     rate: float | None = None  # bits per second of each link, each way; None: as fast as it goes
-    delay: float | None = None  # seconds, one way, from any worker to any other
-    subnet: str = "10.77.0.0/24"
 
 
 class WorkerReport(NamedTuple):
@@ -116,19 +107,19 @@ class Report(NamedTuple):
 
     workers: tuple[WorkerReport, ...]
     seconds: float  # from the start of the commands to the end of the last
-    exit_code: int  # 0, or that of the first worker that failed; 130, 143: stopped; 124: timeout
+    exit_code: int  # 0, or that of the first worker that failed; 130, 143: stopped
+
+
+_print = functools.partial(print, flush=True)
 
 
 def run(
     network: Network,
     command: Sequence[str],
     *,
-    logs: Path | None = None,
-    timeout: float | None = None,
-    port: int = 1234,
     grace: float = 10.0,
     environment: Mapping[str, str] | None = None,
-    write: Callable[[str], object] | None = None,
+    write: Callable[[str], object] = _print,
 ) -> Report:
     """Runs a command once for every worker, each in a network namespace of its own.
 
@@ -139,20 +130,15 @@ def run(
     Args:
       network: number of workers and shape of their links.
       command: program and arguments, the same for every worker.
-      logs: a folder for the output of each worker, ``worker0.log`` and so on; None: no files. With
-        it only worker 0's output is written to ``write`` as well.
-      timeout: seconds after which workers are ended.
-      port: of worker 0, for the coordinator. No program outside the lab can be using it.
       grace: seconds that the others get when one worker has failed.
       environment: variables for the workers, over those of this process and of the lab.
-      write: takes a line of output, ``"0 | text"`` with the worker's index; None: print it.
+      write: takes a line of output, ``"0 | text"`` with the worker's index; prints it by default.
 
     Returns:
       Exit codes, and the bytes that went over each worker's link.
 
     Raises:
-      ValueError: for arguments out of range, a command that is not there, logs that are there, or
-        a folder for logs in which no file can be made; nothing has been started then.
+      ValueError: for arguments out of range, or a command that is not there.
       LabError: where a tool, a permission or a part of the kernel is missing.
 
     Example:
@@ -161,60 +147,77 @@ def run(
       1 | worker1
       Report(workers=(WorkerReport(exit_code=0, ...
     """
-    addresses = _addresses(network)
-    shape = _shape(network)
+    _check_network(network)
     own = dict(environment or {})
     outside = {k: v for k, v in os.environ.items() if k.lower() not in PROXIES}
     program = program_of(command, (outside | own).get("PATH", os.defpath))
-    _check("port", port, 1 <= port <= 65535, "a number from 1 to 65535")
-    _check(
-        "timeout", timeout, timeout is None or 0 < timeout < math.inf, "seconds above 0, or None"
-    )
     _check("grace", grace, 0 <= grace < math.inf, "seconds of at least 0")
-    if logs:
-        _check_logs(logs, network.workers)
     tools = _tools()
-    plan = shape | {
+    plan = _shape(network) | {
         "tools": tools,
         "missing": MISSING,
         "command": [program, *command[1:]],
-        "prefix": ipaddress.ip_network(network.subnet).prefixlen,
+        "grace": grace,
+        "prefix": SUBNET.prefixlen,
         "workers": [
-            {"name": f"worker{i}", "address": address, "cores": cores}
-            for i, (address, cores) in enumerate(
-                zip(addresses, _cores(len(addresses)), strict=True)
-            )
+            {
+                "name": f"worker{i}",
+                "address": str(SUBNET[i + 1]),
+                "cores": cores,
+                "environment": wiring(f"{SUBNET[1]}:{PORT}", network.workers, i, "eth0") | own,
+            }
+            for i, cores in enumerate(_cores(network.workers))
         ],
-        "environments": [wiring(addresses, i, port) | own for i in range(network.workers)],
     }
-    start = [*_permitted(tools), sys.executable, "-I", "-S", str(INSIDE), "hub"]
-    outcome = supervise.supervise(
-        start, plan, outside, logs=logs, timeout=timeout, grace=grace, write=write or _print
-    )
-    if outcome.error:
-        raise LabError(outcome.error)
-    rows = zip(outcome.codes, outcome.links, strict=True)
-    workers = tuple(WorkerReport(code, *link) for code, link in rows)
-    return Report(workers, outcome.seconds, outcome.exit_code)
+    start = [*_permitted(tools), *INSIDE]
+    report, errors = _follow(start, plan, outside, write)
+    if not report:
+        errors = errors or ["The lab's inner process was killed, and with it all workers"]
+        raise LabError("\n".join(errors))
+    workers = tuple(WorkerReport(*one) for one in report["workers"])
+    return Report(workers, report["seconds"], report["exit_code"])
 
 
-def check(network: Network | None = None) -> None:
-    """Proves that the lab can run here, by a run of two workers that do nothing.
+def _follow(
+    start: list[str],
+    plan: dict[str, Any],
+    environment: Mapping[str, str],
+    write: Callable[[str], object],
+) -> tuple[dict[str, Any], list[str]]:
+    """Runs the hub to its end and passes lines and signals on: its report, and what went wrong."""
+    report, errors = dict[str, Any](), list[str]()
+    with ExitStack() as stack:
+        hub = subprocess.Popen(
+            start,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            bufsize=0,
+            start_new_session=True,  # Ctrl-C at a terminal is for the lab to pass on
+        )
+        # In the end its input is closed, which ends it and everything inside, and it is waited for.
+        stack.enter_context(hub)
+        control, output = hub.stdin, hub.stdout
+        assert control and output
 
-    Args:
-      network: to try instead, such as one with a delay.
+        def tell(data: bytes) -> None:
+            with suppress(BrokenPipeError):  # it has ended, and its last line says why
+                while data:
+                    data = data[os.write(control.fileno(), data) :]
 
-    Raises:
-      LabError: where it cannot, with what is missing and what to do.
-
-    Example:
-      >>> check()  # doctest: +SKIP
-    """
-    command = [sys.executable, "-I", "-S", "-c", "pass"]
-    said: list[str] = []
-    report = run(network or Network(2, rate=1e8), command, write=said.append)
-    if report.exit_code:
-        raise LabError("\n".join(["Workers start, but fail at doing nothing:", *said]))
+        tell(json.dumps(plan).encode() + b"\n")
+        stack.enter_context(caught(lambda n: tell(bytes([n])), signal.SIGINT, signal.SIGTERM))
+        for line in stack.enter_context(open(output.fileno(), "rb", closefd=False)):
+            # `unshare` says in its own words what it cannot do.
+            said = json.loads(line) if line.startswith(b"{") else {"error": line.decode().rstrip()}
+            if "line" in said:
+                write(said["line"])
+            elif "error" in said:
+                errors.append(said["error"])
+            else:
+                report = said
+    return report, errors
 
 
 def table(report: Report) -> "Table":
@@ -226,15 +229,10 @@ def table(report: Report) -> "Table":
     """
     from rich.table import Table  # not needed for a run
 
-    out = Table("worker", "exit code", "sent", "received", "sent bytes", "received bytes")
-    for index, (code, sent, received) in enumerate(report.workers):
-        texts = (units.bytes_text(sent), units.bytes_text(received), f"{sent:,}", f"{received:,}")
-        out.add_row(str(index), str(code), *texts)
+    out = Table("worker", "exit code", "sent bytes", "received bytes")
+    for index, numbers in enumerate(report.workers):
+        out.add_row(str(index), *(f"{number:,}" for number in numbers))
     return out
-
-
-def _print(line: str) -> None:
-    print(line, flush=True)
 
 
 # --- Arguments
@@ -245,28 +243,14 @@ def _check(name: str, value: object, allowed: bool, what: str) -> None:
         raise ValueError(f"{name} is {value!r}: give {what}")
 
 
-def _addresses(network: Network) -> list[str]:
-    """One for each worker, worker 0's first."""
-    workers, rate, delay, subnet = network
-    try:
-        hosts = ipaddress.IPv4Network(subnet)
-    except ValueError as error:
-        raise ValueError(f"subnet {subnet!r}: {error}; give one such as '10.77.0.0/24'") from error
-    most = min(hosts.num_addresses - 2, PORTS_OF_A_BRIDGE)
-    advice = (
-        f"from 1 to {most}, as many as subnet {subnet} has addresses for"
-        if most > 0
-        else (f"a larger subnet than {subnet}, which has no addresses for workers")
-    )
-    _check("workers", workers, 1 <= workers <= most, advice)
+def _check_network(network: Network) -> None:
+    workers, rate = network
+    most = SUBNET.num_addresses - 2
+    _check("workers", workers, 1 <= workers <= most, f"from 1 to {most}")
     _check(
         "rate", rate, rate is None or SLOWEST <= rate < math.inf,
         "bits per second of at least 1000, such as 1e8, or None for links that are not limited",
     )  # fmt: skip
-    _check(
-        "delay", delay, delay is None or 0 < delay < 100, "seconds above 0 and below 100, or None"
-    )
-    return [str(hosts[i + 1]) for i in range(workers)]
 
 
 def program_of(command: Sequence[str], path: str) -> str:
@@ -309,46 +293,26 @@ def _permitted(tools: dict[str, str]) -> list[str]:
     raise LabError("\n  ".join([NOT_PERMITTED, *refused]))
 
 
-def _check_logs(logs: Path, workers: int) -> None:
-    there = [str(path) for path in supervise.log_files(logs, workers) if path.exists()]
-    if there:
-        raise ValueError(f"logs of an earlier run are there: {', '.join(there)}; give a new folder")
-    try:
-        logs.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=logs).close()
-    except OSError as error:
-        raise ValueError(
-            f"logs {logs}: {error.strerror}; name a folder in which files can be made"
-        ) from None
-
-
 # --- The network
 
 
 def _shape(network: Network) -> dict[str, Any]:
-    """Largest packet, and what `tc` is told about each direction of a link.
+    """Largest packet, and what `tc` is told about each end of a link.
 
     A bucket lets through its burst at once, which flatters whoever sends little: it is kept at what
     1 ms brings, or two packets where that is more. Hence packets are kept small on slow links.
     """
-    shape: dict[str, Any] = {"packet": 0, "from_worker": [], "towards_worker": []}
-    queue = 100_000  # packets
-    limited = ""
-    if network.rate:
-        per_second = network.rate / 8
-        packet = int(min(16384, max(3000, per_second / 2000)))
-        burst = int(min(4e6, max(2 * packet, per_second / 1000)))
-        # 50 ms of data, as a switch might hold; TCP collapses with much less.
-        limit = int(min(64e6, max(262144, per_second / 20)))
-        limited = f"tbf rate {network.rate:.0f}bit burst {burst} limit {limit}"
-        shape |= {"packet": packet, "from_worker": [f"qdisc add dev {{device}} root {limited}"]}
-    towards = [f"qdisc add dev {{device}} root {limited}"] if limited else []
-    if network.delay:
-        late = f"netem delay {network.delay * 1e6:.0f}us limit {queue}"
-        towards = [f"qdisc add dev {{device}} root handle 1: {late}"]
-        if limited:
-            towards.append(f"qdisc add dev {{device}} parent 1: handle 2: {limited}")
-    return shape | {"towards_worker": towards}
+    if not network.rate:
+        return {"packet": 0, "shape": None}
+    per_second = network.rate / 8
+    packet = int(min(16384, max(3000, per_second / 2000)))
+    burst = int(min(4e6, max(2 * packet, per_second / 1000)))
+    # 50 ms of data, as a switch might hold; TCP collapses with much less.
+    limit = int(min(64e6, max(262144, per_second / 20)))
+    return {
+        "packet": packet,
+        "shape": f"tbf rate {network.rate:.0f}bit burst {burst} limit {limit}",
+    }
 
 
 def _cores(workers: int) -> list[list[int]]:
@@ -358,21 +322,17 @@ def _cores(workers: int) -> list[list[int]]:
     depends on what the others do.
     """
     cores = sorted(os.sched_getaffinity(0))
-    if workers <= len(cores):
-        share = len(cores) // workers
-        return [cores[i * share : (i + 1) * share] for i in range(workers)]
-    if workers % len(cores) == 0:
-        return [[cores[i % len(cores)]] for i in range(workers)]
-    return [cores] * workers
+    if len(cores) % workers and workers % len(cores):
+        return [cores] * workers
+    share = max(1, len(cores) // workers)
+    return [cores[i * share % len(cores) :][:share] for i in range(workers)]
 
 
-def wiring(
-    addresses: list[str], index: int, port: int, *, interface: str = "eth0"
-) -> dict[str, str]:
-    """The variables by which jax and torch find their place."""
-    first, world, rank = addresses[0], str(len(addresses)), str(index)
+def wiring(coordinator: str, workers: int, index: int, interface: str) -> dict[str, str]:
+    """The variables by which jax and torch find their place, and the ``host:port`` of worker 0."""
+    (first, port), world, rank = coordinator.split(":"), str(workers), str(index)
     return {
-        "JAX_COORDINATOR_ADDRESS": f"{first}:{port}",
+        "JAX_COORDINATOR_ADDRESS": coordinator,
         "JAX_NUM_PROCESSES": world,
         "JAX_PROCESS_ID": rank,
         # jax reads the address above but no count and no rank: those it takes from Open MPI's.
@@ -381,7 +341,7 @@ def wiring(
         "OMPI_COMM_WORLD_RANK": rank,
         "OMPI_COMM_WORLD_LOCAL_RANK": rank,
         "MASTER_ADDR": first,
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": port,
         "WORLD_SIZE": world,
         "RANK": rank,
         "LOCAL_RANK": rank,

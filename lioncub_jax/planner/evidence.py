@@ -8,9 +8,11 @@ import functools
 import json
 import math
 from collections.abc import Mapping
-from importlib import resources
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
+
+from lioncub_jax.planner.model import check_one_of
 
 TARGETS = (0.6, 0.8, 1.0)  # shares of float32 Lion's run, after which it has the loss to reach
 TARGET = 0.8  # the one that methods are ranked by
@@ -78,23 +80,19 @@ def learned(method: str, workers: int, parameters: int, data: str = DATA[0]) -> 
     for task in tasks_near(parameters, data):
         rows = [one for one in _rows(data) if (one["task"], one["method"]) == (task.name, method)]
         if rows:
-            away = [abs(math.log(workers / one["workers"])) for one in rows]
-            nearest[task.name] = rows[away.index(min(away))]
+            nearest[task.name] = min(rows, key=lambda one: abs(math.log(workers / one["workers"])))
     if not nearest:
         return None
     at = TARGETS.index(TARGET)
-    steps = {task: one["factor"][at] or math.inf for task, one in nearest.items()}
-    worse = max(nearest, key=steps.__getitem__)
-    one, measured = nearest[worse], {task: one["workers"] for task, one in nearest.items()}
+    worse = max(nearest.values(), key=lambda one: one["factor"][at] or math.inf)
+    measured = {task: one["workers"] for task, one in nearest.items()}
     return Learned(
-        one["factor"][at], one["std"][at], one["seeds"], worse, MappingProxyType(measured)
+        worse["factor"][at],
+        worse["std"][at],
+        worse["seeds"],
+        worse["task"],
+        MappingProxyType(measured),
     )
-
-
-def check_data(data: str) -> None:
-    """Raises ``ValueError`` for what is not in ``DATA``."""
-    if data not in DATA:
-        raise ValueError(f"data={data!r}: give one of {', '.join(DATA)}")
 
 
 def tasks_near(parameters: int, data: str = DATA[0]) -> tuple[Task, ...]:
@@ -114,15 +112,14 @@ def tasks_near(parameters: int, data: str = DATA[0]) -> tuple[Task, ...]:
       >>> [task.name for task in tasks_near(124_000_000)]
       ['gpt']
     """
-    check_data(data)
+    check_one_of("data", data, DATA)
     trained = {one["task"] for one in _rows(data)}
     away = {
         task: abs(math.log(parameters / task.parameters))
         for task in tasks()
         if task.name in trained
     }
-    least = min(away.values(), default=0.0)
-    return tuple(task for task, one in away.items() if one <= least + math.log(2))
+    return tuple(task for task in away if away[task] <= min(away.values()) + math.log(2))
 
 
 def tasks() -> tuple[Task, ...]:
@@ -136,5 +133,4 @@ def _rows(data: str) -> list[dict[str, Any]]:
 
 @functools.cache
 def _packaged() -> dict[str, Any]:
-    file = resources.files("lioncub_jax.planner").joinpath("evidence.json")
-    return json.loads(file.read_text())
+    return json.loads(Path(__file__).with_name("evidence.json").read_text())
