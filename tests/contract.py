@@ -25,62 +25,54 @@ RATE = 1 / 8
 HOW = {"learning_rate": RATE, "weight_decay": 0.0}
 
 
-def made(make, *arguments, **options):
-    """``axis_name -> transform``."""
-    return functools.partial(make, *arguments, **options)
+def like(plain, make, *arguments, **options):
+    """``workers -> transform``; and what it is with one worker alone, None where codes are coarser."""
+    return functools.partial(make, *arguments, **options), plain
 
 
-# A name, the transform, and what it is with one worker alone; None: codes are coarser than that.
-LION = optax.lion(RATE, weight_decay=0.0)
-SGD = optax.sgd(RATE)
+def rated(plain, make, **options):
+    """Of those that take a learning rate."""
+    return like(plain, make, **HOW, **options)
+
+
+LION, SGD = optax.lion(RATE, weight_decay=0.0), optax.sgd(RATE)
+OUTER = optax.sgd(0.7, 0.9, nesterov=True)
 TRANSFORMS = {
-    "vote": (made(lc.lion_cub, **HOW), LION),
-    "vote, 3 bits, random": (
-        made(lc.lion_cub, quantizer=Q.midrise(3, rounding=Q.stochastic()), **HOW), LION
+    "vote": rated(LION, lc.lion_cub),
+    "vote, 3 bits, random": rated(
+        LION, lc.lion_cub, quantizer=Q.midrise(3, rounding=Q.stochastic())
     ),
-    "vote, ternary": (made(lc.lion_cub, quantizer=Q.ternary(), **HOW), LION),
-    "vote, int8": (
-        made(lc.lion_cub, quantizer=Q.integer(8), wire=WIRES.counts(), **HOW), LION
+    "vote, ternary": rated(LION, lc.lion_cub, quantizer=Q.ternary()),
+    "vote, int8": rated(LION, lc.lion_cub, quantizer=Q.integer(8), wire=WIRES.counts()),
+    "vote, lanes": rated(LION, lc.lion_cub, quantizer=Q.integer(5), wire=WIRES.lanes()),
+    "vote, gathered": rated(LION, lc.lion_cub, wire=WIRES.gathered()),
+    "vote, buckets": rated(LION, lc.lion_cub, bucket_size=3000),
+    "vote, synced": rated(LION, lc.lion_cub, sync=lc.sync.every(2)),
+    "vote, synced in codes": rated(LION, lc.lion_cub, sync=lc.sync.coded(lc.sync.every(2))),
+    "average": rated(LION, lc.distributed_lion, average=True),
+    "owner": rated(LION, lc.owner_lion),
+    "owner, rotated": rated(LION, lc.owner_lion, quantizer=Q.rotated_sign()),
+    "coded adamw": like(optax.adamw(RATE), lc.coded_gradients, optax.adamw(RATE), bits=4),
+    "global lion": like(LION, lc.global_gradients, LION),
+    "signsgd": rated(optax.sign_sgd(RATE), baselines.signsgd),
+    "signum": rated(
+        optax.lion(RATE, 0.5, 0.5, weight_decay=0.0), baselines.signum, momentum=0.5
     ),
-    "vote, lanes": (
-        made(lc.lion_cub, quantizer=Q.integer(5), wire=WIRES.lanes(), **HOW), LION
-    ),
-    "vote, gathered": (made(lc.lion_cub, wire=WIRES.gathered(), **HOW), LION),
-    "vote, buckets": (made(lc.lion_cub, bucket_size=3000, **HOW), LION),
-    "vote, synced": (made(lc.lion_cub, sync=lc.sync.every(2), **HOW), LION),
-    "vote, synced in codes": (
-        made(lc.lion_cub, sync=lc.sync.coded(lc.sync.every(2)), **HOW), LION
-    ),
-    "average": (made(lc.distributed_lion, average=True, **HOW), LION),
-    "owner": (made(lc.owner_lion, **HOW), LION),
-    "owner, rotated": (made(lc.owner_lion, quantizer=Q.rotated_sign(), **HOW), LION),
-    "coded adamw": (
-        made(lc.coded_gradients, optax.adamw(RATE), bits=4), optax.adamw(RATE)
-    ),
-    "global lion": (made(lc.global_gradients, LION), LION),
-    "sgd": (made(baselines.sgd, **HOW), optax.sgd(RATE, 0.9)),
-    "adamw": (made(baselines.adamw, **HOW), optax.adamw(RATE, weight_decay=0.0)),
-    "lion": (made(baselines.lion, **HOW), LION),
-    "signsgd": (made(baselines.signsgd, **HOW), optax.sign_sgd(RATE)),
-    "signum": (
-        made(baselines.signum, momentum=0.5, **HOW),
-        optax.lion(RATE, 0.5, 0.5, weight_decay=0.0),
-    ),
-    "ef_signsgd": (made(baselines.ef_signsgd, **HOW), SGD),
-    "terngrad": (made(baselines.terngrad, **HOW), SGD),
-    "qsgd": (made(baselines.qsgd, bits=2, **HOW), SGD),
-    "powersgd": (made(baselines.powersgd, SGD, 2), SGD),
-    "powersgd, 6 bits": (made(baselines.powersgd, SGD, 2, 6), SGD),
-    "one_bit_adam": (made(baselines.one_bit_adam, warmup=2, **HOW), None),
-    "zero_one_adam": (made(baselines.zero_one_adam, freeze_after=2, **HOW), None),
-    "dgc": (made(baselines.dgc, density=0.01, **HOW), None),
-    "diloco": (made(baselines.diloco), optax.sgd(0.7, 0.9, nesterov=True)),
-    "diloco, 4 bits": (made(baselines.diloco, bits=4), optax.sgd(0.7, 0.9, nesterov=True)),
+    "ef_signsgd": rated(SGD, baselines.ef_signsgd),
+    "terngrad": rated(SGD, baselines.terngrad),
+    "qsgd": rated(SGD, baselines.qsgd, bits=2),
+    "powersgd": like(SGD, baselines.powersgd, SGD, 2),
+    "powersgd, 6 bits": like(SGD, baselines.powersgd, SGD, 2, 6),
+    "one_bit_adam": rated(None, baselines.one_bit_adam, warmup=2),
+    "zero_one_adam": rated(None, baselines.zero_one_adam, freeze_after=2),
+    "dgc": rated(None, baselines.dgc, density=0.01),
+    "diloco": like(OUTER, baselines.diloco),
+    "diloco, 4 bits": like(OUTER, baselines.diloco, bits=4),
 }  # fmt: skip
 
 
-def transform(name, axis_name):
-    return TRANSFORMS[name][0](axis_name=axis_name)
+def transform(name, workers):
+    return TRANSFORMS[name][0](workers=workers)
 
 
 def test_every_optimizer_signs():
@@ -91,7 +83,7 @@ def test_every_optimizer_signs():
 
 ALL = pytest.mark.parametrize("name", TRANSFORMS)
 # Averages of floats, which have no abstention of their own.
-FLOATS = {"global lion", "sgd", "adamw", "lion", "diloco"}
+FLOATS = {"global lion", "diloco"}
 CODED = pytest.mark.parametrize("name", [name for name in TRANSFORMS if name not in FLOATS])
 
 SHAPES = {"w": (34, 130), "b": (65,), "s": ()}
@@ -166,8 +158,7 @@ def assert_same(found, wanted, **tolerance):
 def test_the_bytes_of_the_program_are_those_that_are_predicted(name):
     run = run_of(name)
     found = lc.traffic.collectives(run.program, run.workers.mesh)
-    cut = {"specs": SPECS, "inner_axes": {"tensor": 2}, "platform": "cpu"}
-    asked = functools.partial(lc.traffic.of, run.tx, PARAMS, WORKERS, **cut)
+    asked = functools.partial(lc.traffic.of, run.tx, PARAMS, run.workers, specs=SPECS)
     always, gated = Counter(), Counter()
     for x in found:
         if "data" in x.axes:
@@ -300,9 +291,9 @@ def restored(tmp_path_factory):
     def state(parts, step, key):
         params = {name: params for name, (params, _) in parts.items()}
         opt_states = {name: state for name, (_, state) in parts.items()}
-        return lc.TrainState(jnp.int32(step), params, (), opt_states, jax.random.key(key))
+        return lc.StepState(jnp.int32(step), params, (), opt_states, jax.random.key(key))
 
-    with lc.Checkpoints(tmp_path_factory.mktemp("saved"), axis_name="data") as checkpoints:
+    with lc.Checkpoints(tmp_path_factory.mktemp("saved"), workers="data") as checkpoints:
         checkpoints.save(state({name: run.at for name, run in runs.items()}, 3, 1), wait=True)
         like = state({name: run.first for name, run in runs.items()}, 0, 0)
         found = checkpoints.restore(like).state
@@ -319,20 +310,31 @@ def test_a_run_goes_on_from_its_checkpoint_to_the_bit(name, restored):
 
 # --- Going on alone
 
+
 # Transforms whose updates, or momenta, are sums of mean gradients but for what is still owed.
-SUM = lc.momentum.Memory(optax.tree.zeros_like, lambda g, mu: g, lambda g, mu: mu + g)
+class SumMemory(lc.momentum.Memory):
+    """The momentum is the sum of gradients."""
+
+    def init(self, params):
+        return optax.tree.zeros_like(params)
+
+    def remember(self, g, mu):
+        return mu + g
+
+
+SUM = SumMemory()
 OWED = {
     "owner": lc.communicate(
-        axis_name="data", memory=lc.momentum.nothing(), down=lc.decide.floats(),
+        workers="data", memory=lc.momentum.nothing(),
         up=Q.error_feedback(Q.midrise(2), jnp.float32),
-        owner=lc.decide.momentum_at_owner(optax.identity(), dominance=np.inf),
+        decision=lc.decide.at_owner(optax.identity(), lc.decide.values(), dominance=np.inf),
     ),
-    "coded": lc.coded_gradients(optax.identity(), "data", bits=2),
-    "ef_signsgd": baselines.ef_signsgd(-1.0, axis_name="data"),
-    "powersgd": baselines.powersgd(optax.identity(), 1, 6, axis_name="data"),
-    "dgc": baselines.dgc(-1.0, momentum=0.0, density=0.1, axis_name="data"),
+    "coded": lc.coded_gradients(optax.identity(), 2, workers="data"),
+    "ef_signsgd": baselines.ef_signsgd(-1.0, workers="data"),
+    "powersgd": baselines.powersgd(optax.identity(), 1, 6, workers="data"),
+    "dgc": baselines.dgc(-1.0, momentum=0.0, density=0.1, workers="data"),
     "synced": lc.sync_momentum(
-        lc.communicate(axis_name="data", memory=SUM), "data", lc.sync.coded(lc.sync.every(1))
+        lc.communicate(workers="data", memory=SUM), lc.sync.coded(lc.sync.every(1)), workers="data"
     ),
 }  # fmt: skip
 
@@ -345,7 +347,7 @@ def test_one_who_goes_on_alone_pays_what_several_workers_still_owe(tmp_path):
         on = on_all(OWED, workers)
         states = {name: tx.init(zeros) for name, tx in on.items()}
         params = jax.device_put(zeros, workers.shardings(P()))
-        state = lc.TrainState(jnp.int32(0), params, (), states, jax.random.key(0))
+        state = lc.StepState(jnp.int32(0), params, (), states, jax.random.key(0))
         return state, jax.jit(
             lambda g, states: {n: tx.update(g, states[n], zeros) for n, tx in on.items()}
         )
@@ -357,7 +359,7 @@ def test_one_who_goes_on_alone_pays_what_several_workers_still_owe(tmp_path):
     before, states = apart(update(numbers(1, WORKERS), state.opt_state))
     mean = {k: g.mean(0) for k, g in numbers(1, WORKERS).items()}
     total = jax.tree.map(lambda *x: sum(x), mean, numbers(2), numbers(3))
-    with lc.Checkpoints(tmp_path, axis_name="data") as checkpoints:
+    with lc.Checkpoints(tmp_path, workers="data") as checkpoints:
         checkpoints.save(state._replace(opt_state=states), wait=True)
         for rule in ("mean", "keep"):
             paid, states = before, checkpoints.restore(like, workers=rule).state.opt_state
@@ -446,7 +448,6 @@ INJECTED = {  # what is static besides the axis
     lc.lion_cub: {"bucket_size": 3000},
     lc.distributed_lion: {},
     lc.owner_lion: {"trim": 0},
-    baselines.sgd: {},
     baselines.signum: {},
     baselines.ef_signsgd: {},
     baselines.one_bit_adam: {"warmup": 1},
@@ -457,9 +458,9 @@ def test_injected_hyperparameters_change_nothing():
     workers = workers_of(2)
     plainly, injected = {}, {}
     for make, static in INJECTED.items():
-        how = {**HOW, **static, "axis_name": workers}
+        how = {**HOW, **static, "workers": workers}
         plainly[make.__name__] = make(**how)
-        inject = optax.inject_hyperparams(make, static_args=("axis_name", *static))
+        inject = optax.inject_hyperparams(make, static_args=("workers", *static))
         injected[make.__name__] = inject(**how)
     found, wanted = (outcomes(on_all(txs, workers), 2) for txs in (injected, plainly))
     for name in found:  # betas are float32 then, and so is one less a beta
@@ -496,15 +497,15 @@ def test_what_no_transform_can_work_with_is_refused(name):
     make = functools.partial(transform, name)
     tx = make("data")
     unbound = "is not a mesh axis here", "jax.shard_map or jax.pmap"
-    refused(lambda: tx.update(PARAMS, tx.init(PARAMS), PARAMS), "axis_name='data'", *unbound)
-    refused(lambda: traced(make("batch")), "axis_name='batch'", "the mapped axes are ('data',")
+    refused(lambda: tx.update(PARAMS, tx.init(PARAMS), PARAMS), "workers='data'", *unbound)
+    refused(lambda: traced(make("batch")), "workers='batch'", "the mapped axes are ('data',")
     for axis in ((), ("data", "data"), 0):
-        refused(lambda axis=axis: make(axis), f"axis_name={axis!r}", "a string, a tuple of names")
+        refused(lambda axis=axis: make(axis), f"workers={axis!r}", "a string, a tuple of names")
     maker, wanted = TRANSFORMS[name][0], "give a finite number, such as 1e-3, or an optax schedule"
     for rate in {"learning_rate", "weight_decay"} & {*inspect.signature(maker.func).parameters}:
         for x in ("1e-3", np.nan, True):
             refused(
-                lambda x=x, rate=rate: maker(**{rate: x}, axis_name="data"), f"{rate}={x!r}", wanted
+                lambda x=x, rate=rate: maker(**{rate: x}, workers="data"), f"{rate}={x!r}", wanted
             )
     refused(lambda: traced(tx, abstian=True), "no argument 'abstian'", "give abstain")
     if name in FLOATS:  # which would be averaged, or averaged again

@@ -14,10 +14,10 @@ import numpy as np
 import optax
 import pytest
 from conftest import AXIS
+from oracle import coding, lion
+from oracle.sync import synced
 
 import lioncub_jax as lc
-from lioncub_jax import reference
-from lioncub_jax.reference.sync import synced
 
 # Sizes around the edges of bytes, words and rows, a tree for each number of workers. Three workers own a
 # block and a half each, eight a half block.
@@ -109,9 +109,9 @@ def same_everywhere(x, of=""):
 def assert_statistics(state, want, of=""):
     for got, wanted in [
         (state.count, want.t),
-        (state.ties, want.ties),
-        (state.abstained, want.abstained),
-        (state.abstentions, want.abstentions),
+        (state.votes.ties, want.ties),
+        (state.votes.abstained, want.abstained),
+        (state.votes.abstentions, want.abstentions),
     ]:
         assert_equal(same_everywhere(got, of), wanted, of=of)
 
@@ -125,154 +125,140 @@ def in_rows(mu, wire):
 Q, D, WIRES = lc.quantize, lc.decide, lc.wires
 TWO_PHASE, GATHERED, LANES = WIRES.two_phase(), WIRES.gathered(), WIRES.lanes()
 REDUCED, COUNTS = WIRES.all_reduce(), WIRES.counts()
-MAJORITY = (D.majority(), reference.majority)
-AVERAGE = (D.average(), reference.average)
-TERNARY = (D.ternary_sum(), reference.ternary_sum)
-FLOATS = (D.floats(), reference.ternary_sum)  # Lion's update is a sign: as floats, a tie is 0
+
+
+def both(words):
+    """What some words make in the library, and in the reference."""
+    return tuple(eval(words, {**vars(jnp), **vars(of)}) for of in (Q, coding))
+
+
+REPLIES = {
+    "majority": (D.majority(), lion.majority),
+    "average": (D.average(), lion.average),
+    "ternary": (D.ternary(), lion.ternary_sum),
+    "sign": (D.sign(), lion.majority),
+    "values": (D.values(), lion.ternary_sum),  # Lion's update is a sign: as floats, a tie is 0
+}
 
 
 class Method(NamedTuple):
-    """What is sent and what comes back, in the words of the library and of the reference."""
+    """What is sent and what comes back, in words that the library and the reference share."""
 
-    up: Any
-    codes: Any
-    reply: tuple[Any, Any]
+    codes: str
+    reply: str
     on: dict[int, Any]  # number of workers -> wire
     dominance: float | None = None
     trim: int = 0
 
+    def of_workers(self, wire, workers=AXIS):
+        """The transform and the simulator of workers with momenta of their own."""
+        (up, codes), (decision, rule) = both(self.codes), REPLIES[self.reply]
+        tx = local_vote(up, wire, decision=decision, workers=workers)
+        return tx, lion.local_momentum(B1, B2, codes=codes, decide=rule)
 
-def both(make, *args, seed=None):
-    """A quantiser of that name, and the reference's."""
-    of_library = getattr(Q, make)
-    if seed is None:
-        return of_library(*args), getattr(reference, make)(*args)
-    rounding = Q.stochastic(seed)
-    return of_library(*args, rounding=rounding), getattr(reference, make)(*args, seed=seed)
+    def of_owners(self, wire, workers=AXIS):
+        """Those of one momentum, in slices."""
+        (up, codes), (reply, rule) = both(self.codes), REPLIES[self.reply]
+        how = {"dominance": self.dominance, "trim": self.trim}
+        tx = owner_vote(up, wire, reply=reply, workers=workers, **how)
+        return tx, lion.momentum_at_owner(0.5, 0.5, codes, decide=rule, **how)
 
 
 VOTES = [
-    Method(*both("sign"), MAJORITY, {1: TWO_PHASE, 3: LANES, 8: TWO_PHASE}),
-    Method(*both("sign"), AVERAGE, {1: TWO_PHASE, 3: LANES}),
-    Method(*both("sign"), TERNARY, {8: WIRES.counts("int32")}),
-    Method(*both("midrise", 2), MAJORITY, {3: COUNTS, 8: TWO_PHASE}),
-    Method(*both("midrise", 3), AVERAGE, {3: TWO_PHASE, 8: GATHERED}),
-    Method(*both("midrise", 4), TERNARY, {3: TWO_PHASE}),
-    Method(*both("midrise", 8), MAJORITY, {3: TWO_PHASE, 8: WIRES.counts("int16")}),
-    Method(*both("midrise", 2, seed=3), MAJORITY, {3: TWO_PHASE}),
-    Method(*both("integer", 8), TERNARY, {3: LANES, 8: COUNTS}),
-    Method(*both("integer", 5), AVERAGE, {3: GATHERED}),
-    Method(*both("integer", 8, seed=3), TERNARY, {8: TWO_PHASE}),
-    Method(*both("ternary"), TERNARY, {3: GATHERED, 8: TWO_PHASE}),
-    Method(*both("ternary"), AVERAGE, {8: WIRES.counts("int16")}),
+    Method("sign()", "majority", {1: TWO_PHASE, 3: LANES, 8: TWO_PHASE}),
+    Method("sign()", "average", {1: TWO_PHASE, 3: LANES}),
+    Method("sign()", "ternary", {8: WIRES.counts("int32")}),
+    Method("midrise(2)", "majority", {3: COUNTS, 8: TWO_PHASE}),
+    Method("midrise(3)", "average", {3: TWO_PHASE, 8: GATHERED}),
+    Method("midrise(4)", "ternary", {3: TWO_PHASE}),
+    Method("midrise(8)", "majority", {3: TWO_PHASE, 8: WIRES.counts("int16")}),
+    Method("midrise(2, rounding=stochastic(3))", "majority", {3: TWO_PHASE}),
+    Method("integer(8)", "ternary", {3: LANES, 8: COUNTS}),
+    Method("integer(5)", "average", {3: GATHERED}),
+    Method("integer(8, rounding=stochastic(3))", "ternary", {8: TWO_PHASE}),
+    Method("ternary()", "ternary", {3: GATHERED, 8: TWO_PHASE}),
+    Method("ternary()", "average", {8: WIRES.counts("int16")}),
 ]
-
-
-def fed_back(p, dtype):
-    return Q.error_feedback(Q.midrise(p), dtype), reference.midrise(p)
-
-
-def turned(p, dtype, keep=1.0):
-    up = Q.rotated(Q.midrise(p))
-    up = Q.error_feedback(up, dtype, keep=keep) if dtype else up
-    return up, reference.rotated(reference.midrise(p))
-
-
+FED_BACK = "error_feedback(midrise(3))"
 OWNED = [
-    Method(*fed_back(3, jnp.bfloat16), MAJORITY, {1: TWO_PHASE, 3: GATHERED, 8: TWO_PHASE}),
-    Method(*fed_back(2, jnp.float16), MAJORITY, {8: TWO_PHASE}, 1.0),
-    Method(*both("midrise", 2), TERNARY, {3: TWO_PHASE}, 16.0),
-    Method(*both("midrise", 8), FLOATS, {8: TWO_PHASE}, np.inf),
-    Method(*both("midrise", 4, seed=5), MAJORITY, {3: TWO_PHASE}),
-    Method(*turned(1, None), MAJORITY, {8: TWO_PHASE}),
-    Method(*turned(4, None), TERNARY, {3: TWO_PHASE}, 2.0),
-    Method(*turned(1, jnp.float32, 0.5), MAJORITY, {3: TWO_PHASE}),
-    Method(*turned(2, jnp.bfloat16), FLOATS, {3: TWO_PHASE}, np.inf),
-    Method(*both("dense", jnp.float32), MAJORITY, {1: TWO_PHASE, 3: REDUCED}),
-    Method(*both("dense", jnp.bfloat16), MAJORITY, {3: GATHERED, 8: REDUCED}),
-    Method(*both("dense", jnp.float32), FLOATS, {3: TWO_PHASE}),
-    Method(*fed_back(3, jnp.bfloat16), MAJORITY, {1: TWO_PHASE, 3: TWO_PHASE}, trim=1),
-    Method(*both("midrise", 4), TERNARY, {8: TWO_PHASE}, np.inf, trim=3),
-    Method(*turned(1, None), MAJORITY, {8: GATHERED}, trim=2),
-    Method(*both("dense", jnp.float32), FLOATS, {8: TWO_PHASE}, trim=3),
-]
+    Method(FED_BACK, "sign", {1: TWO_PHASE, 3: GATHERED, 8: TWO_PHASE}),
+    Method("error_feedback(midrise(2), float16)", "sign", {8: TWO_PHASE}, 1.0),
+    Method("midrise(2)", "values", {3: TWO_PHASE}, 16.0),
+    Method("midrise(8)", "values", {8: TWO_PHASE}, np.inf),
+    Method("midrise(4, rounding=stochastic(5))", "sign", {3: TWO_PHASE}),
+    Method("rotated(midrise(1))", "sign", {8: TWO_PHASE}, 2.0),
+    Method("rotated(midrise(4))", "values", {3: TWO_PHASE}, 2.0),
+    Method(
+        "error_feedback(rotated(midrise(1)), float32, keep=0.5)", "sign", {3: TWO_PHASE}
+    ),
+    Method("error_feedback(rotated(midrise(2)))", "values", {3: TWO_PHASE}, np.inf),
+    Method("dense()", "sign", {1: TWO_PHASE, 3: REDUCED}),
+    Method("dense(bfloat16)", "sign", {3: GATHERED, 8: REDUCED}),
+    Method("dense()", "values", {3: TWO_PHASE}),
+    Method(FED_BACK, "sign", {1: TWO_PHASE, 3: TWO_PHASE}, trim=1),
+    Method("midrise(4)", "values", {8: TWO_PHASE}, np.inf, trim=3),
+    Method("rotated(midrise(1))", "sign", {8: GATHERED}, trim=2),
+    Method("dense()", "values", {8: TWO_PHASE}, trim=3),
+]  # fmt: skip
 MESHES = pytest.mark.parametrize("workers", TREES)
 
 
-def owner_vote(up, wire, *, b1=0.5, b2=0.5, dominance=None, trim=0, down=None, **options):
-    owner = D.momentum_at_owner(optax.scale_by_lion(b1, b2), dominance=dominance, trim=trim)
-    options = {"memory": lc.momentum.nothing()} | options
-    return lc.communicate(axis_name=AXIS, up=up, owner=owner, down=down, wire=wire, **options)
+def owner_vote(up, wire, *, dominance=None, trim=0, reply=None, **options):
+    decision = D.at_owner(optax.scale_by_lion(0.5, 0.5), reply, dominance=dominance, trim=trim)
+    options = {"workers": AXIS, "memory": lc.momentum.nothing()} | options
+    return lc.communicate(up=up, decision=decision, wire=wire, **options)
 
 
-def local_vote(up, wire, *, b1=B1, b2=B2, mu_dtype=None, down=None, **options):
-    memory = lc.momentum.blend(b1, b2, mu_dtype)
-    return lc.communicate(axis_name=AXIS, memory=memory, up=up, down=down, wire=wire, **options)
+def local_vote(up, wire, *, mu_dtype=None, **options):
+    options = {"workers": AXIS, "memory": lc.momentum.blend(B1, B2, mu_dtype)} | options
+    return lc.communicate(up=up, wire=wire, **options)
 
 
-def done_by_all(run_workers, make, simulator_of, methods, params, story):
-    """Runs methods on their wires, and the reference; yields the two side by side."""
+def both_done(run_workers, pairs, params, story):
+    """Runs transforms, and their simulators; yields the two side by side, by name."""
+    want = simulate({name: oracle for name, (_, oracle) in pairs.items()}, params, story)
+    done = run_workers({name: tx for name, (tx, _) in pairs.items()}, params, *story)
+    for name, (got, state) in done.items():
+        yield name, got, state, *want[name]
+
+
+def check(run_workers, methods, make, params, story):
+    """Those that have a wire for so many workers: updates, momenta, errors and statistics."""
     workers = story.abstain.shape[1]
-    running = [m for m in methods if workers in m.on]
-    want = simulate({i: simulator_of(m) for i, m in enumerate(running)}, params, story)
-    txs = {i: make(m, m.on[workers]) for i, m in enumerate(running)}
-    for i, got in run_workers(txs, params, *story).items():
-        m = running[i]
-        wire = m.on[workers]
-        yield f"{m.up.name}, {m.reply[0].name}, {wire.name}, trim {m.trim}", m, wire, got, want[i]
-
-
-def check_votes(run_workers, methods, params, story):
-    found = done_by_all(
-        run_workers,
-        lambda m, wire: local_vote(m.up, wire, down=m.reply[0]),
-        lambda m: reference.local_momentum(B1, B2, codes=m.codes, decide=m.reply[1]),
-        methods, params, story,
-    )  # fmt: skip
-    for of, m, _, (got, state), (updates, want) in found:
-        if m.reply is AVERAGE:  # a division by a constant may become a product
+    running = {f"{i}: {m.codes}, {m.reply}": m for i, m in enumerate(methods) if workers in m.on}
+    pairs = {of: make(m, m.on[workers]) for of, m in running.items()}
+    for of, got, state, updates, want in both_done(run_workers, pairs, params, story):
+        m, wire = running[of], running[of].on[workers]
+        # Errors have more bits than the sum of their magnitudes can hold: added in another order it may
+        # round to the neighboring step, of a row in thousands. So one row of one worker may differ.
+        but = 128 if "feedback" in m.codes else 0
+        if m.reply == "average":  # a division by a constant may become a product
             for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(updates), strict=True):
                 np.testing.assert_allclose(a, b, rtol=2**-22, err_msg=of)
         else:
-            assert_equal(got, updates, of=of)
-        assert_equal(state.mu, want.mu, of=of)
-        assert_statistics(state, want, of)
-
-
-def check_owners(run_workers, methods, params, story):
-    found = done_by_all(
-        run_workers,
-        lambda m, wire: owner_vote(m.up, wire, dominance=m.dominance, trim=m.trim, down=m.reply[0]),
-        lambda m: reference.momentum_at_owner(
-            0.5, 0.5, None, m.codes, m.up.feedback, m.dominance, m.reply[1], keep=m.up.keep,
-            trim=m.trim,
-        ),
-        methods, params, story,
-    )  # fmt: skip
-    for of, m, wire, (got, state), (updates, want) in found:
-        # Errors have more bits than the sum of their magnitudes can hold: added in another order it may
-        # round to the neighbouring step, of a row in thousands. So one row of one worker may differ.
-        but = 0 if m.up.feedback is None else 128
-        assert_equal(got, updates, but, of)
-        if not but and m.reply is not FLOATS:  # which counts no ties
+            assert_equal(got, updates, but, of)
+        if not but and m.reply != "values":  # which counts no ties
             assert_statistics(state, want, of)
-        mu, rows = in_rows(state.owner[0].value.mu, wire), want.mu.shape[1]
-        assert_equal(mu[:, :rows], want.mu, but, of)
-        assert not mu[:, rows:].any()
         if but:
             assert_equal(state.error, want.error, but, of)
+        mu = state.mu
+        if make is Method.of_owners:
+            mu, rows = in_rows(state.owner[0].value.inner.mu, wire), want.mu.shape[1]
+            assert not mu[:, rows:].any()
+            mu = mu[:, :rows]
+        assert_equal(mu, want.mu, but, of)
 
 
 @MESHES
 def test_votes_with_local_momentum(run_workers, workers):
     params = zeros(TREES[workers])
-    check_votes(run_workers, VOTES, params, eventful(params, workers, workers))
+    check(run_workers, VOTES, Method.of_workers, params, eventful(params, workers, workers))
 
 
 @MESHES
 def test_momentum_at_the_owner(run_workers, workers):
     params = zeros(TREES[workers])
-    check_owners(run_workers, OWNED, params, eventful(params, workers, workers + 1))
+    check(run_workers, OWNED, Method.of_owners, params, eventful(params, workers, workers + 1))
 
 
 def test_large_leaves_take_whole_blocks_before_all_others(run_workers):
@@ -281,12 +267,12 @@ def test_large_leaves_take_whole_blocks_before_all_others(run_workers):
     for g in story.grads.values():
         g.reshape(2, 3, -1)[:, :2, 256:384] = 0  # a row on which one worker votes
     votes = [
-        Method(*both("midrise", 2), AVERAGE, {3: TWO_PHASE}),
-        Method(*both("integer", 8), TERNARY, {3: COUNTS}),
+        Method("midrise(2)", "average", {3: TWO_PHASE}),
+        Method("integer(8)", "ternary", {3: COUNTS}),
     ]
-    check_votes(run_workers, votes, params, story)
-    owned = [Method(*both("midrise", 4, seed=3), MAJORITY, {3: GATHERED})]
-    check_owners(run_workers, owned, params, story)
+    check(run_workers, votes, Method.of_workers, params, story)
+    owned = [Method("midrise(4, rounding=stochastic(3))", "sign", {3: GATHERED})]
+    check(run_workers, owned, Method.of_owners, params, story)
 
 
 def test_leaves_of_mixed_precision_vote_together(run_workers):
@@ -295,28 +281,24 @@ def test_leaves_of_mixed_precision_vote_together(run_workers):
     params = {kind: [jnp.zeros(s, kind) for s in each] for kind, each in shapes.items()}
     # In three steps the blends of such integers fill the 8 bits of a bfloat16, and no more.
     story = Story(integers(params, 3, 3), np.eye(3, dtype=bool))
-    codes = reference.midrise(2)
-    both_of = {
-        "own": (local_vote(Q.midrise(2), TWO_PHASE), reference.local_momentum(B1, B2, None, codes)),
+    codes, float32 = coding.midrise(2), {"mu_dtype": "float32"}
+    pairs = {
+        "own": (local_vote(Q.midrise(2), TWO_PHASE), lion.local_momentum(B1, B2, codes=codes)),
         "float32": (
-            local_vote(Q.midrise(2), TWO_PHASE, mu_dtype="float32"),
-            reference.local_momentum(B1, B2, "float32", codes),
+            local_vote(Q.midrise(2), TWO_PHASE, **float32),
+            lion.local_momentum(B1, B2, codes=codes, **float32),
         ),
         "owner": (
-            owner_vote(Q.dense(), GATHERED),
-            reference.momentum_at_owner(0.5, 0.5, codes=reference.dense()),
+            owner_vote(Q.dense(), GATHERED), lion.momentum_at_owner(0.5, 0.5, coding.dense())
         ),
-    }
-    want = simulate({name: simulator for name, (_, simulator) in both_of.items()}, params, story)
-    done = run_workers({name: tx for name, (tx, _) in both_of.items()}, params, *story)
-    for name, (got, state) in done.items():
-        updates, reached = want[name]
+    }  # fmt: skip
+    for name, got, state, updates, want in both_done(run_workers, pairs, params, story):
         assert_equal(got, updates, of=name)
         mu = state.mu
         if name == "owner":
-            assert state.owner[0].value.mu.dtype == jnp.float32
-            mu = in_rows(state.owner[0].value.mu, GATHERED)[:, : reached.mu.shape[1]]
-        assert_equal(mu, reached.mu, of=name)
+            assert state.owner[0].value.inner.mu.dtype == jnp.float32
+            mu = in_rows(state.owner[0].value.inner.mu, GATHERED)[:, : want.mu.shape[1]]
+        assert_equal(mu, want.mu, of=name)
 
 
 def test_a_bucket_is_as_a_transform_of_its_own(run_workers):
@@ -331,13 +313,11 @@ def test_a_bucket_is_as_a_transform_of_its_own(run_workers):
     story = Story(grads, np.zeros((4, 5), bool))
     txs = {
         "vote": local_vote(Q.midrise(2), TWO_PHASE, bucket_size=200),
-        "owner": owner_vote(Q.error_feedback(Q.midrise(3)), TWO_PHASE, bucket_size=200),
+        "owner": owner_vote(both(FED_BACK)[0], TWO_PHASE, bucket_size=200),
     }
     simulators = {
-        "vote": reference.local_momentum(B1, B2, codes=reference.midrise(2)),
-        "owner": reference.momentum_at_owner(
-            0.5, 0.5, codes=reference.midrise(3), feedback=jnp.bfloat16
-        ),
+        "vote": lion.local_momentum(B1, B2, codes=coding.midrise(2)),
+        "owner": lion.momentum_at_owner(0.5, 0.5, both(FED_BACK)[1]),
     }
     done = run_workers(txs, params, *story)
     for bucket in buckets:
@@ -351,8 +331,8 @@ def test_a_bucket_is_as_a_transform_of_its_own(run_workers):
                 assert_equal(got[name], updates[name], of=of)
                 assert_equal(kept[0][name], kept[1][name], of=of)
     for _, state in done.values():
-        assert same_everywhere(state.abstained).tolist() == [0, 2, 5, 0]
-    counts = [same_everywhere(flat.value.count)[-1] for flat in done["owner"][1].owner]
+        assert same_everywhere(state.votes.abstained).tolist() == [0, 2, 5, 0]
+    counts = [same_everywhere(flat.value.inner.count)[-1] for flat in done["owner"][1].owner]
     assert counts == [3, 4, 4]
 
 
@@ -363,36 +343,34 @@ def learning_rate(count):
 def test_optimizers_descend_decay_and_sync(run_workers):
     params = {"w": jnp.linspace(-1, 1, 70), "b": jnp.full(5, 0.5)}
     story = Story(integers(params, 3, 2), np.zeros((3, 2), bool))
-    how = {"learning_rate": learning_rate, "weight_decay": 0.1, "axis_name": AXIS}
-    txs = {
-        "lion_cub": lc.lion_cub(b1=B1, b2=B2, quantizer=Q.midrise(2), sync=lc.sync.every(2), **how),
-        "distributed_lion": lc.distributed_lion(b1=B1, b2=B2, average=True, **how),
-        "owner_lion": lc.owner_lion(b1=0.5, b2=0.5, **how),
-    }
-    votes = {
-        "lion_cub": synced(
-            reference.local_momentum(B1, B2, codes=reference.midrise(2)), lambda t: t % 2 == 0
+    how = {"learning_rate": learning_rate, "weight_decay": 0.1, "workers": AXIS}
+    votes = lion.local_momentum(B1, B2, codes=coding.midrise(2))
+    pairs = {
+        "lion_cub": (
+            lc.lion_cub(b1=B1, b2=B2, quantizer=Q.midrise(2), sync=lc.sync.every(2), **how),
+            synced(votes, lambda t: t % 2 == 0),
         ),
-        "distributed_lion": reference.local_momentum(B1, B2, decide=reference.average),
-        "owner_lion": reference.momentum_at_owner(0.5, 0.5, feedback=jnp.bfloat16),
-    }
-    simulators = {k: reference.optimizer(one, learning_rate, 0.1) for k, one in votes.items()}
-    want = simulate(simulators, params, story)
-    done = run_workers(txs, params, *story)
-    for name, (got, state) in done.items():
-        updates, reached = want[name]
+        "distributed_lion": (
+            lc.distributed_lion(b1=B1, b2=B2, average=True, **how),
+            lion.local_momentum(B1, B2, decide=lion.average),
+        ),
+        "owner_lion": (
+            lc.owner_lion(b1=0.5, b2=0.5, **how), lion.momentum_at_owner(0.5, 0.5, both(FED_BACK)[1])
+        ),
+    }  # fmt: skip
+    pairs = {k: (tx, lion.optimizer(one, learning_rate, 0.1)) for k, (tx, one) in pairs.items()}
+    for name, got, state, updates, want in both_done(run_workers, pairs, params, story):
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(updates), strict=True):
             # u + wd p may be one multiply-add
             np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9, err_msg=name)
         if name == "lion_cub":
-            assert_equal(optax.tree.get(state, "mu"), reached.mu)
-    check_drift(done["lion_cub"][1], params, story)
+            assert_equal(optax.tree.get(state, "mu"), want.mu)
+            _, apart = simulate({0: votes}, params, story)[0]
+            check_drift(optax.tree.get(state, "drift"), jax.tree.map(lambda m: m[1], apart.mu))
 
 
-def check_drift(state, params, story):
-    """It is measured before the sync, at the second of three steps."""
-    _, apart = simulate({0: reference.local_momentum(B1, B2)}, params, story)[0]
-    want = reference.drift(jax.tree.map(lambda m: m[1], apart.mu))
-    for name, drift in optax.tree.get(state, "drift").items():
-        got = same_everywhere(drift)
-        np.testing.assert_allclose(got, [-1, want[name], want[name]], rtol=1e-5)
+def check_drift(drift, mu):
+    """It is the share of variance between workers, of before the sync, at the second of three steps."""
+    for name, m in mu.items():
+        apart = 1 - np.sum(m.mean(0) ** 2) * len(m) / np.sum(m**2)
+        np.testing.assert_allclose(same_everywhere(drift[name]), [-1, apart, apart], rtol=1e-5)

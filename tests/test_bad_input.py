@@ -20,13 +20,18 @@ Q, D, WIRES, SYNC = lc.quantize, lc.decide, lc.wires, lc.sync
 PARAMS = {"w": jnp.ones((5,))}
 NAN = float("nan")
 
-cub = functools.partial(lc.lion_cub, 0.1, axis_name=AXIS)
-owner = functools.partial(lc.owner_lion, 0.1, axis_name=AXIS)
-communicate = functools.partial(lc.communicate, axis_name=AXIS, memory=lc.momentum.nothing())
-predict = functools.partial(lc.traffic.predict, PARAMS)
+cub = functools.partial(lc.lion_cub, 0.1, workers=AXIS)
+owner = functools.partial(lc.owner_lion, 0.1, workers=AXIS)
+communicate = functools.partial(lc.communicate, workers=AXIS, memory=lc.momentum.nothing())
+
+
+def predict(workers, **parts):
+    return lc.traffic.of(communicate(**parts), PARAMS, workers)
+
+
 votes = communicate(memory=lc.momentum.blend())
 TURNED = Q.rotated(Q.midrise(1))
-at_owner = D.momentum_at_owner(optax.scale_by_lion())
+at_owner = D.at_owner(optax.scale_by_lion())
 
 
 def raises(error, *parts):
@@ -73,15 +78,15 @@ ARGUMENTS = [  # what takes it, what it is given, and the error, which shows tha
         "a number of elements, or None",
     ),
     (
-        lambda x: D.momentum_at_owner(optax.scale_by_lion(), dominance=x), [0.5, 0, -1, NAN, "2"],
+        lambda x: D.at_owner(optax.scale_by_lion(), dominance=x), [0.5, 0, -1, NAN, "2"],
         ValueError, "dominance={!r}", "at least 1", "inf for no bound",
     ),
     (
-        lambda x: D.momentum_at_owner(optax.scale_by_lion(), trim=x), [-1, 1.5, True],
+        lambda x: D.at_owner(optax.scale_by_lion(), trim=x), [-1, 1.5, True],
         ValueError, "trim={!r}", "workers that may lie, 0 or more",
     ),
     (  # the error of a code would be kept nowhere
-        lambda x: lc.coded_gradients(optax.sgd(0.1), AXIS, error_dtype=x), [None], ValueError,
+        lambda x: lc.coded_gradients(optax.sgd(0.1), error_dtype=x, workers=AXIS), [None], ValueError,
         "error_dtype={}", "give a floating dtype",
     ),
     (
@@ -89,8 +94,8 @@ ARGUMENTS = [  # what takes it, what it is given, and the error, which shows tha
         "int8, int16 or int32",
     ),
     (
-        lambda x: lc.global_gradients(optax.sgd(0.1), AXIS, x), ["int8"], ValueError, "dtype=", "{}",
-        "float32 or bfloat16",
+        lambda x: lc.global_gradients(optax.sgd(0.1), x, workers=AXIS), ["int8"], ValueError, "dtype=",
+        "{}", "float32 or bfloat16",
     ),
     (
         lambda x: Q.error_feedback(Q.midrise(1), keep=x), [0, -0.5, 1.5, NAN, "half"], ValueError,
@@ -99,12 +104,12 @@ ARGUMENTS = [  # what takes it, what it is given, and the error, which shows tha
     (
         Q.rotated,
         [Q.integer(8), Q.ternary(), Q.dense(), TURNED, Q.error_feedback(Q.midrise(1))],
-        ValueError, "rotated({.name})", "turned back", "error_feedback(rotated(midrise(1)))",
+        ValueError, "rotated({.name})", "rotated back", "error_feedback(rotated(midrise(1)))",
     ),
     (predict, [0, -1, 1.5, True], ValueError, "workers={}", "at least 1"),
-    (lambda x: cub(axis_name=x), NO_AXIS, ValueError, "axis_name={!r}", "a string, a tuple of"),
+    (lambda x: cub(workers=x), NO_AXIS, ValueError, "workers={!r}", "a string, a tuple of"),
     (
-        lambda x: lc.global_gradients(optax.sgd(0.1), x), NO_AXIS, ValueError, "axis_name={!r}",
+        lambda x: lc.global_gradients(optax.sgd(0.1), workers=x), NO_AXIS, ValueError, "workers={!r}",
         "a string, a tuple of",
     ),
     *(
@@ -115,7 +120,7 @@ ARGUMENTS = [  # what takes it, what it is given, and the error, which shows tha
         (make, NO_SCHEDULE, TypeError, "{!r} is not a schedule", "give every(T), first(M)")
         for make in (
             lambda x: cub(sync=x),
-            lambda x: lc.sync_momentum(votes, AXIS, x),
+            lambda x: lc.sync_momentum(votes, x, workers=AXIS),
             lambda x: SYNC.first(3, x),
         )
     ),
@@ -129,8 +134,7 @@ ARGUMENTS = [  # what takes it, what it is given, and the error, which shows tha
         (lambda x, of=of: communicate(**{of: x}), given, TypeError, f"{of}=", "give")
         for of, given in {
             "up": [Q.sign, "sign"],
-            "owner": [D.count, optax.scale_by_lion()],
-            "down": [D.majority],
+            "decision": [D.majority, D.sign(), optax.scale_by_lion()],
             "wire": [WIRES.two_phase],
             "memory": [lc.momentum.blend, (0.9, 0.99), None],
         }.items()
@@ -148,63 +152,49 @@ def test_an_argument_out_of_range(call, values, error, words):
 # --- Parts that do not fit --------------------------------------------------------------------------
 
 FEEDBACK = Q.error_feedback(Q.midrise(3))
-NO_STEPS = "sends codes without steps: give midrise(p) or dense()"
+NO_STEPS = "sends codes without steps: give midrise(p)"
 MISFITS = [
-    ({"up": Q.dense()}, "dense(float32) has no codes to count", "momentum_at_owner"),
-    ({"owner": at_owner, "up": Q.ternary()}, "at the owner decodes values", "ternary", NO_STEPS),
-    ({"owner": at_owner, "up": Q.integer()}, "at the owner decodes values", "integer(8)", NO_STEPS),
-    ({"up": FEEDBACK}, "error feedback", "no error to feed back", "owner=momentum_at_owner(tx)"),
-    ({"up": TURNED}, "rotated(midrise(1)): a vote is on each parameter", "owner=momentum_at_owner(tx)"),
+    ({"up": Q.dense()}, "dense(float32) has no codes to count", "decision=at_owner(tx)"),
+    ({"decision": at_owner, "up": Q.ternary()}, "decodes values", "ternary", NO_STEPS),
+    ({"decision": at_owner, "up": Q.integer()}, "decodes values", "integer(8)", NO_STEPS),
+    ({"up": FEEDBACK}, "error feedback", "no error to feed back", "decision=at_owner(tx)"),
+    ({"up": TURNED}, "rotated(midrise(1)): a vote is on each parameter", "decision=at_owner(tx)"),
     (
-        {"owner": at_owner, "up": FEEDBACK, "wire": WIRES.counts()},
-        "the counts(int8) wire adds codes", "owner=count()", "two_phase",
+        {"decision": at_owner, "up": FEEDBACK, "wire": WIRES.counts()},
+        "the counts(int8) wire adds codes", "decision=majority()", "two_phase",
     ),
     (
-        {"owner": at_owner, "up": FEEDBACK, "wire": WIRES.lanes()},
-        "the lanes wire adds codes", "owner=count()", "two_phase",
+        {"decision": at_owner, "up": FEEDBACK, "wire": WIRES.lanes()},
+        "the lanes wire adds codes", "decision=majority()", "two_phase",
     ),
     ({"wire": WIRES.all_reduce()}, "the all-reduce wire adds values", "up=dense()", "two_phase"),
     (
-        {"owner": at_owner, "up": FEEDBACK, "wire": WIRES.all_reduce()},
+        {"decision": at_owner, "up": FEEDBACK, "wire": WIRES.all_reduce()},
         "the all-reduce wire adds values", "up=dense()", "two_phase",
     ),
     (
-        {"owner": D.momentum_at_owner(optax.identity(), trim=1), "up": Q.dense(),
+        {"decision": D.at_owner(optax.identity(), trim=1), "up": Q.dense(),
          "wire": WIRES.all_reduce()},
         "sorts what each worker sent", "the all-reduce wire only adds", "trim=0",
     ),
     (
-        {"up": Q.ternary(), "down": D.majority()},
-        "ternary has a code for zero", "down=ternary_sum() or average()",
+        {"up": Q.ternary(), "decision": D.majority()},
+        "ternary has a code for zero", "give ternary() or average()",
     ),
-    ({"up": Q.midrise(2), "down": D.total()}, "has no code for zero", "down=average()"),
-    (
-        {"owner": at_owner, "up": Q.dense(), "down": D.average()},
-        "down=average does not fit owner=momentum at the owner", "majority() or floats()",
-    ),
-    ({"down": D.floats()}, "down=floats does not fit owner=count", "majority() or average()"),
-    (
-        {"owner": at_owner, "up": FEEDBACK, "down": D.scaled_signs()},
-        "down=scaled signs does not fit owner=momentum", "feedback_at_owner()",
-    ),
-    (
-        {"owner": D.feedback_at_owner(), "up": FEEDBACK},
-        "down=majority does not fit owner=feedback at the owner", "scaled_signs()",
-    ),
-    (
-        {"owner": D.feedback_at_owner(), "down": D.scaled_signs(), "up": Q.dense()},
-        "dense(float32) does not fit feedback at the owner", "give midrise(p)",
-    ),
+    ({"up": Q.midrise(2), "decision": D.total()}, "has no code for zero", "give average()"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("parts", "words"), [(x[0], x[1:]) for x in MISFITS])
 def test_parts_that_do_not_fit_together(parts, words):
-    for build in (communicate, functools.partial(predict, 4)):
-        with raises(ValueError, *words):
-            build(**parts)
+    with raises(ValueError, *words):
+        communicate(**parts)
     # What a part can do is in its fields, not in its name.
-    renamed = {of: part._replace(name=f"my {part.name}") for of, part in parts.items()}
+    renamed = {
+        of: part._replace(name=f"my {part.name}") if of != "decision"
+        else part._replace(coder=part.coder._replace(name="my reply"))
+        for of, part in parts.items()
+    }  # fmt: skip
     with pytest.raises(ValueError, match="my "):
         communicate(**renamed)
 
@@ -234,13 +224,21 @@ def test_more_workers_than_a_code_or_wire_can_count(trace):
 # --- One call ---------------------------------------------------------------------------------------
 
 
-ELSEWHERE = "axis_name='batch'", "is not an axis of the workers here", "mapped axes are ('data',)"
+ELSEWHERE = "workers='batch'", "is not an axis of the workers here", "mapped axes are ('data',)"
 TRACED = [
-    (lc.lion_cub(0.1, axis_name="batch"), *ELSEWHERE, "give both the same"),
-    (lc.sync_momentum(votes, "batch", SYNC.every(2)), *ELSEWHERE),
-    (lc.sync_momentum(owner(), AXIS, SYNC.every(2)), "momentum at the owner", "needs no sync"),
-    (lc.sync_momentum(communicate(), AXIS, SYNC.every(2)), "keeps no momentum", "needs no sync"),
-    (lc.sync_momentum(optax.sgd(0.1), AXIS, SYNC.every(2)), "keeps no momentum"),
+    (lc.lion_cub(0.1, workers="batch"), *ELSEWHERE, "give both the same"),
+    (lc.sync_momentum(votes, SYNC.every(2), workers="batch"), *ELSEWHERE),
+    (
+        lc.sync_momentum(owner(), SYNC.every(2), workers=AXIS),
+        "momentum at the owner",
+        "needs no sync",
+    ),
+    (
+        lc.sync_momentum(communicate(), SYNC.every(2), workers=AXIS),
+        "keeps no momentum",
+        "needs no sync",
+    ),
+    (lc.sync_momentum(optax.sgd(0.1), SYNC.every(2), workers=AXIS), "keeps no momentum"),
     *(
         (
             make(mask=mask),
@@ -249,7 +247,7 @@ TRACED = [
             "a whole subtree",
         )
         for mask in ({"v": True}, lambda params: {"v": True})
-        for make in (cub, functools.partial(lc.baselines.adamw, 0.1, axis_name=AXIS))
+        for make in (cub, functools.partial(lc.baselines.signsgd, 0.1, workers=AXIS))
     ),
 ]
 
@@ -261,22 +259,20 @@ def test_a_transform_that_cannot_run_here(trace, tx, words):
 
 
 def test_a_mesh_without_the_axis(mesh_of):
-    mesh, words = mesh_of(4), ("('data',)", "axis_name='batch'")
+    words = "axis='batch'", "('data',)", "give names of them"
     with raises(ValueError, *words):
-        lc.init_state(cub(), PARAMS, mesh, axis_name="batch")
-    with raises(ValueError, *words):
-        lc.make_train_step(len, cub(), mesh, axis_name="batch")
+        lc.Workers(mesh_of(4), "batch")
 
 
 def injected(**options):
-    make = optax.inject_hyperparams(lc.lion_cub, static_args=("axis_name",))
-    return make(0.1, axis_name=AXIS, **options).init(PARAMS)
+    make = optax.inject_hyperparams(lc.lion_cub, static_args=("workers",))
+    return make(0.1, workers=AXIS, **options).init(PARAMS)
 
 
 GROUPS = optax.partition({"a": cub(), "b": cub()}, {"v": "a", "w": "b"})
 CALLS = [
-    (lambda: lc.coded_gradients(optax.adamw, AXIS), TypeError, "is not a GradientTransformation"),
-    (lambda: lc.global_gradients(optax.adamw, AXIS), TypeError, "is not a GradientTransformation"),
+    (lambda: lc.coded_gradients(optax.adamw, workers=AXIS), TypeError, "is not a GradientTransformation"),
+    (lambda: lc.global_gradients(optax.adamw, workers=AXIS), TypeError, "is not a GradientTransformation"),
     # What optax makes an array of.
     (lambda: injected(bucket_size=64), ValueError, "bucket_size=", "name the argument in its static_args"),
     (lambda: injected(mu_dtype=jnp.bfloat16), ValueError, "mu_dtype is an array", 'such as "float32"'),
@@ -285,7 +281,7 @@ CALLS = [
         "every(100)",
     ),
     (
-        lambda: lc.sync_momentum(GROUPS, AXIS, SYNC.every(2)).init(PARAMS | {"v": jnp.ones(3)}),
+        lambda: lc.sync_momentum(GROUPS, SYNC.every(2), workers=AXIS).init(PARAMS | {"v": jnp.ones(3)}),
         ValueError, "sync_momentum",
     ),
 ]  # fmt: skip
@@ -300,15 +296,15 @@ def test_a_call_that_says_too_little_or_too_much(call, error, words):
 def test_a_module_with_functions_among_its_leaves(mesh_of):
     """As those of equinox have."""
     workers = lc.Workers(mesh_of(4), AXIS)
-    tx, module = cub(axis_name=workers), {"relu": jax.nn.relu, "w": jnp.ones(3)}
+    tx, module = cub(workers=workers), {"relu": jax.nn.relu, "w": jnp.ones(3)}
     on_mesh = lc.on_mesh(tx, workers)
     for call in (
         lambda: lc.init_state(tx, module, workers),
         lambda: on_mesh.init(module),
         lambda: on_mesh.update(module, (), module),
         lambda: lc.worker_value_and_grad(len, workers)(module, jnp.ones(4)),
-        lambda: cub(axis_name=None).init(module),
-        lambda: lc.traffic.predict(module, 4),
+        lambda: cub(workers=None).init(module),
+        lambda: lc.traffic.of(votes, module, 4),
     ):
         with raises(
             TypeError, "params['relu'] is", "parameters are arrays; give jnp.asarray(...)",
@@ -319,6 +315,6 @@ def test_a_module_with_functions_among_its_leaves(mesh_of):
 
 def test_a_raw_key_is_the_typed_one(mesh_of):
     workers = lc.Workers(mesh_of(4), AXIS)
-    start = functools.partial(lc.init_state, cub(axis_name=workers), PARAMS, workers)
+    start = functools.partial(lc.init_state, cub(workers=workers), PARAMS, workers)
     typed, raw = start(rng=jax.random.key(5)).rng, start(rng=jax.random.PRNGKey(5)).rng
     assert typed.dtype == raw.dtype and jax.random.bits(typed) == jax.random.bits(raw)

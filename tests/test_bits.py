@@ -47,7 +47,7 @@ def test_a_word_of_a_lane_has_a_bit_of_each_row_and_codes_come_back(rows, p, lea
     codes = np.random.default_rng(rows).integers(0, 2**p, (*lead, rows, 128), np.uint32)
     packed = jax.jit(bits.pack, static_argnums=1)(codes, p)
     np.testing.assert_array_equal(packed, [words_of(codes >> k & 1 == 1) for k in range(p)])
-    for undo, kind in ((bits.unpack, "uint32"), (bits.unpack_once, f"uint{8 * -(-p // 8)}")):
+    for undo, kind in ((bits.unpack, "uint32"), (bits.unpack_stored, f"uint{8 * -(-p // 8)}")):
         found = jax.jit(undo, static_argnums=1)(packed, rows)
         np.testing.assert_array_equal(found, codes)
         assert packed[0].dtype == jnp.uint32 and found.dtype == kind
@@ -108,7 +108,7 @@ def test_numbers_in_planes_are_added_multiplied_and_compared(seed):
 # --- Fair bits; that they are fair is proved of the reference
 
 
-def murmur_finaliser(h):
+def murmur_finalizer(h):
     h = (h ^ h >> 16) * 0x85EBCA6B % 2**32
     h = (h ^ h >> 13) * 0xC2B2AE35 % 2**32
     return h ^ h >> 16
@@ -118,17 +118,17 @@ def murmur_finaliser(h):
 def test_fair_bits_are_hashes_of_the_word_and_the_step(step):
     """The side of a zero is turned by the rank of the worker, and the bits of lanes by nothing."""
     coin, side, order, lanes = (
-        murmur_finaliser((step + salt) % 2**32)
+        murmur_finalizer((step + salt) % 2**32)
         for salt in (0x9E3779B9, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)
     )
     first, t = 100, jnp.int32(step)
-    want = [murmur_finaliser(word ^ coin) for word in range(first, first + 10)]
+    want = [murmur_finalizer(word ^ coin) for word in range(first, first + 10)]
     assert bits.coin(first, 10, t).tolist() == want
-    assert bits.lane_bits(t).tolist() == [murmur_finaliser(j ^ lanes) & 1 for j in range(128)]
-    drawn = [murmur_finaliser(worker ^ order) for worker in range(5)]
+    assert bits.lane_bits(t).tolist() == [murmur_finalizer(j ^ lanes) & 1 for j in range(128)]
+    drawn = [murmur_finalizer(worker ^ order) for worker in range(5)]
     for worker in range(5):
         odd = sorted(drawn).index(drawn[worker]) % 2
         want = [
-            murmur_finaliser(word ^ side) ^ (2**32 - 1) * odd for word in range(first, first + 3)
+            murmur_finalizer(word ^ side) ^ (2**32 - 1) * odd for word in range(first, first + 3)
         ]
         assert bits.zero_side(first, 3, bits.draw(t, worker, 5)).tolist() == want

@@ -13,10 +13,10 @@ import lioncub_jax as lc
 
 Q, D, WIRES = lc.quantize, lc.decide, lc.wires
 MEMORY = {"memory": lc.momentum.blend(0.5, 0.5)}
-AT_OWNER = {"owner": D.momentum_at_owner(optax.scale_by_lion(0.5, 0.5))}
+AT_OWNER = {"decision": D.at_owner(optax.scale_by_lion(0.5, 0.5))}
 METHODS = {
     "sign": MEMORY,
-    "sign, average": MEMORY | {"down": D.average()},
+    "sign, average": MEMORY | {"decision": D.average()},
     "2 bits": MEMORY | {"up": Q.midrise(2)},
     "3 bits, stochastic": MEMORY | {"up": Q.midrise(3, rounding=Q.stochastic())},
     "integers": MEMORY | {"up": Q.integer(8), "wire": WIRES.counts()},
@@ -28,7 +28,7 @@ METHODS = {
 
 
 def vote(**parts):
-    return lc.communicate(axis_name=AXIS, **{"memory": lc.momentum.nothing()} | parts)
+    return lc.communicate(workers=AXIS, **{"memory": lc.momentum.nothing()} | parts)
 
 
 def first_updates(mesh, txs, grads):
@@ -85,7 +85,7 @@ def assert_finite(tree):
 
 def test_what_is_stored_saturates_and_comes_back(run_workers):
     """One gradient beyond what float16 holds, and then 39 ordinary ones the other way."""
-    slow = {"learning_rate": 1.0, "weight_decay": 0.0, "axis_name": AXIS, "b2": 0.5}
+    slow = {"learning_rate": 1.0, "weight_decay": 0.0, "workers": AXIS, "b2": 0.5}
     half = Q.error_feedback(Q.midrise(3), jnp.float16)
     txs = {
         "local momentum": lc.lion_cub(mu_dtype=jnp.float16, **slow),
@@ -115,15 +115,15 @@ def test_a_sum_that_overflows_is_as_with_nobody_there(run_workers):
     done = run_workers(txs, params, grads, np.zeros((3, 2), bool))
     for name, (updates, state) in done.items():
         assert_finite(state)
-        assert not state.abstained.any(), name
+        assert not state.votes.abstained.any(), name
         # A row of huge values is silent for one step, or is moved up by them; the others go on.
         assert (updates["w"][1, 256:] == 1).all() and (updates["w"][1, :128] >= 0).all(), name
         assert (updates["w"][2] == 1).all(), name
         if name != "4 bits":
             assert not updates["w"][1, :128].any(), name
             # Two elements of a row that moves: without a sign they take the coin, as in any tie.
-            assert state.ties[:, 0].tolist() == [0, 2, 0]
-            mu = state.owner[0].value.mu.reshape(3, -1)
+            assert state.votes.ties[:, 0].tolist() == [0, 2, 0]
+            mu = state.owner[0].value.inner.mu.reshape(3, -1)
             np.testing.assert_array_equal(mu[1, :130], mu[0, :130], name)
 
 
@@ -132,14 +132,13 @@ def test_a_sum_that_overflows_is_as_with_nobody_there(run_workers):
 RANDOM = {"rounding": Q.stochastic()}
 OF_BILLIONS = METHODS | {
     "integers, stochastic": {"up": Q.integer(6, **RANDOM), "wire": WIRES.lanes()},
-    "ternary, stochastic": {"up": Q.ternary(**RANDOM), "down": D.total()},
+    "ternary, stochastic": {"up": Q.ternary(**RANDOM), "decision": D.total()},
     "owner, 1 bit": AT_OWNER | {"up": Q.midrise(1)},
-    "owner, levels": AT_OWNER | {"up": Q.levels(4, norm="l2", **RANDOM), "down": D.floats()},
+    "owner, levels": {"up": Q.levels(4, **RANDOM), "decision": D.at_owner(None, D.values())},
     "owner, bfloat16": AT_OWNER | {"up": Q.dense(jnp.bfloat16), "wire": WIRES.all_reduce()},
     "feedback both ways, 4 bits": {
         "up": Q.error_feedback(Q.midrise(4)),
-        "owner": D.feedback_at_owner(p=4),
-        "down": D.scaled(4),
+        "decision": D.at_owner(None, D.codes(4)),
     },
 }
 
@@ -165,4 +164,9 @@ def test_leaves_of_billions_of_elements_can_be_traced_and_counted(name):
         assert all(x.dtype.itemsize <= 4 for x in jax.tree.leaves(state))
     parts = {of: part for of, part in OF_BILLIONS[name].items() if of != "memory"}
     whole = {"w": jax.ShapeDtypeStruct((2**33 + 1,), jnp.float32)}
-    assert lc.traffic.predict(whole, 8, **parts).sent_bytes > 2**33 / 8
+    assert (
+        lc.traffic.of(
+            lc.communicate(**parts, memory=lc.momentum.nothing(), workers=AXIS), whole, 8
+        ).sent_bytes
+        > 2**33 / 8
+    )

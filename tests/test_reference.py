@@ -17,20 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from oracle import baselines, coding, dgc, lion, one_bit_adam, powersgd, sync
 
-from lioncub_jax import reference
-from lioncub_jax.reference import baselines, dgc, one_bit_adam, powersgd, sync
-
-LION, ADAM, TRACE = optax.scale_by_lion(0.9, 0.99), {"eps": 0.0}, optax.trace(0.5)
 SGD = optax.sgd(0.5, 0.5)
-VOTE = reference.local_momentum()
+VOTE = lion.local_momentum()
 
 
 class Rule(NamedTuple):
     """A simulator and what is promised of it."""
 
     simulator: Any
-    alone: Any  # the transform that one worker alone runs; None where optax has none
     power: int = 0  # gradients times c give updates times c to this power
     # Of gradients in which no random code errs the order of the workers does not matter: of all, of +-7.
     exact: Any = np.asarray
@@ -44,34 +40,35 @@ def sevens(g):
     return 7 * np.sign(g)
 
 
+def at_owner(codes, **how):
+    return Rule(lion.momentum_at_owner(codes=codes, **how))
+
+
 RULES = {
-    "sign": Rule(VOTE, LION),
-    "2 bits": Rule(reference.local_momentum(codes=reference.midrise(2)), LION),
-    "at random": Rule(reference.local_momentum(codes=reference.midrise(3, seed=1)), LION, 0, None),
-    "integers": Rule(reference.local_momentum(codes=reference.integer(8)), LION),
-    "ternary": Rule(reference.local_momentum(codes=reference.ternary()), LION),
-    "average": Rule(reference.local_momentum(decide=reference.average), LION),
-    "owner": Rule(reference.momentum_at_owner(feedback=jnp.bfloat16), LION),
-    "owner, trimmed": Rule(reference.momentum_at_owner(codes=reference.midrise(4), trim=1), LION),
-    "owner, dense": Rule(reference.momentum_at_owner(codes=reference.dense()), LION),
-    "owner, rotated": Rule(
-        reference.momentum_at_owner(
-            codes=reference.rotated(reference.sign()), feedback=jnp.float32, keep=0.7
-        ),
-        LION,
+    "sign": Rule(VOTE),
+    "2 bits": Rule(lion.local_momentum(codes=coding.midrise(2))),
+    "at random": Rule(lion.local_momentum(codes=coding.midrise(3, rounding=1)), exact=None),
+    "integers": Rule(lion.local_momentum(codes=coding.integer(8))),
+    "ternary": Rule(lion.local_momentum(codes=coding.ternary())),
+    "average": Rule(lion.local_momentum(decide=lion.average)),
+    "owner": at_owner(coding.error_feedback(coding.midrise(3))),
+    "owner, trimmed": at_owner(coding.midrise(4), trim=1),
+    "owner, dense": at_owner(coding.dense()),
+    "owner, rotated": at_owner(
+        coding.error_feedback(coding.rotated(coding.sign()), jnp.float32, 0.7)
     ),
-    "sync": Rule(sync.synced(VOTE, even), LION),
-    "sync in codes": Rule(sync.synced(VOTE, even, coded=1), LION),
-    "mean": Rule(baselines.averaged(TRACE), TRACE, 1),
-    "EF-signSGD": Rule(baselines.ef_signsgd(0.125), optax.sgd(0.125), 1),
-    "coded mean": Rule(baselines.diloco(0.7, 0.9, 4), optax.sgd(0.7, 0.9, nesterov=True), 1),
-    "TernGrad": Rule(baselines.terngrad(momentum=0.5), TRACE, 1, sevens),
-    "QSGD": Rule(baselines.qsgd(4, momentum=0.5), TRACE, 1, sevens),
-    "DGC": Rule(dgc.dgc(0.5, 0.1, warmup=2), TRACE, 1),
-    "PowerSGD": Rule(powersgd.powersgd(SGD, 1), SGD, 1),
-    "PowerSGD in codes": Rule(powersgd.powersgd(SGD, 1, bits=4), SGD, 1),
-    "1-bit Adam": Rule(one_bit_adam.one_bit_adam(**ADAM, warmup=1), None),
-    "0/1 Adam": Rule(one_bit_adam.zero_one_adam(**ADAM, kappa=1), None),
+    "sync": Rule(sync.synced(VOTE, even)),
+    "sync in codes": Rule(sync.synced(VOTE, even, coded=1)),
+    "mean": Rule(baselines.averaged(optax.trace(0.5)), 1),
+    "EF-signSGD": Rule(baselines.ef_signsgd(0.125), 1),
+    "coded mean": Rule(baselines.diloco(0.7, 0.9, 4), 1),
+    "TernGrad": Rule(baselines.terngrad(momentum=0.5), 1, sevens),
+    "QSGD": Rule(baselines.qsgd(4, momentum=0.5), 1, sevens),
+    "DGC": Rule(dgc.dgc(0.5, 0.1, warmup=2), 1),
+    "PowerSGD": Rule(powersgd.powersgd(SGD, 1), 1),
+    "PowerSGD in codes": Rule(powersgd.powersgd(SGD, 1, bits=4), 1),
+    "1-bit Adam": Rule(one_bit_adam.one_bit_adam(eps=0.0, warmup=1)),
+    "0/1 Adam": Rule(one_bit_adam.zero_one_adam(eps=0.0, kappa=1)),
 }
 LEAVES = {"a": (5, 43), "b": (200,), "empty": (0, 2)}
 STEPS, WORKERS = 3, 3
@@ -144,27 +141,15 @@ def test_one_leaf_changes_no_other(name):
             assert np.array_equal(got[leaf], want[leaf]) == (leaf != changed)
 
 
-@pytest.mark.parametrize("name", [name for name, rule in RULES.items() if rule.alone])
-def test_one_worker_alone_is_the_plain_optimizer(name):
-    plain, own = RULES[name].alone, {k: g[:, :1] for k, g in ordinary().items()}
-    state, want = plain.init(jax.tree.map(lambda g: jnp.zeros(g.shape[2:]), own)), []
-    for step in range(STEPS):
-        updates, state = plain.update(jax.tree.map(lambda g, t=step: g[t, 0], own), state)
-        want.append(updates)
-    same(run(name, own)[0], jax.tree.map(lambda *u: np.stack(u), *want), rtol=2e-6)
-
-
 # --- Zeros and ties: no worker counts for more than another
 
 TOSSES = 1024
 TOLERANCE = 5 / (2 * TOSSES**0.5)
 VOTES = {
-    "sign": reference.local_momentum(0.0, 0.0),
-    "3 bits": reference.local_momentum(0.0, 0.0, codes=reference.midrise(3)),
-    "ternary": reference.local_momentum(
-        0.0, 0.0, codes=reference.ternary(), decide=reference.majority
-    ),
-    "owner": reference.momentum_at_owner(0.0, 0.0, codes=reference.midrise(2), dominance=np.inf),
+    "sign": lion.local_momentum(0.0, 0.0),
+    "3 bits": lion.local_momentum(0.0, 0.0, codes=coding.midrise(3)),
+    "ternary": lion.local_momentum(0.0, 0.0, codes=coding.ternary(), decide=lion.majority),
+    "owner": lion.momentum_at_owner(0.0, 0.0, codes=coding.midrise(2), dominance=np.inf),
 }
 
 
@@ -183,7 +168,7 @@ def shares_of_wins(patterns):
             moved = {}
             for name, rule in VOTES.items():
                 # Only what is counted here is remembered: the same question again, at another step.
-                state = rule.init(grads[0], len(rows))._replace(t=t)
+                state = lion.State(rule.init(grads[0], len(rows)), t=t)
                 moved[name], _ = rule.update(grads, state, grads[0])
             return t + 1, moved
 
@@ -228,7 +213,7 @@ def test_no_worker_counts_for_more_than_another(workers, lone):
 
 def test_every_element_has_a_bit_of_its_own_in_the_chunk_of_its_owner():
     for workers, shapes in itertools.product((1, 2, 3, 8), ([(3, 43), (0,), (640,)], [(4100,)])):
-        buffer = reference.buffer_of(shapes, workers)
+        buffer = coding.buffer_of([np.zeros((workers, *shape)) for shape in shapes])
         rows = len(buffer.real)
         chunk = 16 * math.ceil(math.ceil(rows / workers) / 16)
         word, bit = np.asarray(buffer.word, np.int64), np.asarray(buffer.bit, np.int64)
@@ -238,7 +223,7 @@ def test_every_element_has_a_bit_of_its_own_in_the_chunk_of_its_owner():
 
 
 def test_whole_blocks_lie_across_rows_and_a_last_half_block_folds_its_lanes():
-    buffer = reference.buffer_of([(48 * 128 * 2,)], 2)  # chunks of 48 rows
+    buffer = coding.buffer_of([np.zeros((2, 48 * 128 * 2))])  # chunks of 48 rows
     word, bit = np.asarray(buffer.word), np.asarray(buffer.bit)
     for row, lane, want in [
         (0, 0, (0, 0)), (31, 127, (127, 31)), (32, 5, (133, 0)), (47, 63, (191, 15)),
@@ -250,7 +235,7 @@ def test_whole_blocks_lie_across_rows_and_a_last_half_block_folds_its_lanes():
 def test_big_leaves_come_first_in_whole_blocks():
     below, big = 512 * 128, 512 * 128 + 1
     sizes = (5, big, below, 0, big + 128)
-    buffer = reference.buffer_of([(n,) for n in sizes], 4)
-    assert buffer.rows == (1, 544, 512, 0, 544) and buffer.order == (1, 4, 0, 2, 3)
+    buffer = coding.buffer_of([np.zeros((4, n)) for n in sizes])
+    assert buffer.rows == [1, 544, 512, 0, 544] and buffer.order == [1, 4, 0, 2, 3]
     assert np.asarray(buffer.word)[416 - 1 :, 0][:2].tolist() == [12 * 128, 13 * 128]
     assert buffer.real.sum() == sum(sizes)

@@ -5,24 +5,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import AXIS
+from oracle import coding, lion, simulate
 
 import lioncub_jax as lc
-from lioncub_jax import reference
-from lioncub_jax.reference import simulate
 
 WORKERS, STEPS = 8, 4
 RATE = 2.0**-4  # with gradients that are small integers every sum and product is exact
 SHAPES = {"matrix": (5, 27), "scalar": (), "row": (129,)}
 EXACT = {
     "vote": (
-        lc.lion_cub(RATE, 0.75, 0.5, weight_decay=0.0, axis_name=AXIS),
-        reference.local_momentum(0.75, 0.5),
+        lc.lion_cub(RATE, 0.75, 0.5, weight_decay=0.0, workers=AXIS),
+        lion.local_momentum(0.75, 0.5),
     ),
     "owner": (
         lc.owner_lion(
-            RATE, 0.5, 0.5, weight_decay=0.0, axis_name=AXIS, quantizer=lc.quantize.midrise(3)
+            RATE, 0.5, 0.5, weight_decay=0.0, workers=AXIS, quantizer=lc.quantize.midrise(3)
         ),
-        reference.momentum_at_owner(0.5, 0.5, codes=reference.midrise(3)),
+        lion.momentum_at_owner(0.5, 0.5, codes=coding.midrise(3)),
     ),
 }
 
@@ -51,52 +50,27 @@ def batches():
     return found
 
 
-def by_worker(batch):
-    return jax.tree.map(lambda x: jnp.asarray(x).reshape(WORKERS, -1, *x.shape[1:]), batch)
-
-
-def simulated(votes, given, seed=5):
-    simulator = reference.optimizer(votes, RATE, 0.0)
-    run = simulate.start(simulator, zeros(), WORKERS, jax.random.key(seed))
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *map(by_worker, given))
-
-    def one(run, batch):
-        return simulate.step(loss, simulator, run, batch)
-
-    return jax.jit(jax.lax.scan, static_argnums=0)(one, run, stacked)
-
-
 @pytest.mark.parametrize("method", EXACT)
 def test_the_parameters_are_those_of_eight_devices_bit_for_bit(mesh_of, method):
     """A worker whose loss is not finite sits the step out."""
-    tx, votes = EXACT[method]
-    mesh, given = mesh_of(WORKERS), batches()
-    run, losses = simulated(votes, given)
-    state = lc.init_state(tx, zeros(), mesh, axis_name=AXIS, rng=jax.random.key(5))
-    step, means = lc.make_train_step(loss, tx, mesh, axis_name=AXIS), []
+    (tx, votes), given, key = EXACT[method], batches(), jax.random.key(5)
+    simulator = lion.optimizer(votes, RATE, 0.0)
+    run, losses = simulate.start(simulator, zeros(), WORKERS, key), []
+    simulated = jax.jit(lambda run, batch: simulate.step(loss, simulator, run, batch))
+    workers = lc.Workers(mesh_of(WORKERS), AXIS)
+    state, means = lc.init_state(tx, zeros(), workers, rng=key), []
+    step = lc.make_train_step(loss, tx, workers)
     for batch in given:
         state, metrics = step(state, batch)
         means.append(metrics["loss"])
+        parts = jax.tree.map(lambda x: x.reshape(WORKERS, -1, *x.shape[1:]), batch)
+        run, each = simulated(run, parts)
+        losses.append(each)
     for name, p in state.params.items():
         np.testing.assert_array_equal(run.params[name], p, err_msg=name)
         assert np.any(p)
     assert int(run.step) == int(state.step) == STEPS
+    losses = np.stack(losses)
     assert np.flatnonzero(~np.isfinite(losses)).tolist() == [2 * WORKERS + 1]
     assert int(run.opt_state.abstentions) == 1
     np.testing.assert_allclose(losses[:2].mean(axis=1), means[:2], rtol=1e-5, atol=1e-3)
-    other, _ = simulated(votes, given, seed=6)
-    assert not np.array_equal(other.params["row"], run.params["row"])
-
-
-@pytest.mark.parametrize(
-    ("params", "workers", "error", "said"),
-    [
-        (zeros(), 0, ValueError, "workers=0"),
-        (zeros(), 1.5, ValueError, "workers=1.5"),
-        (zeros(), True, ValueError, "workers=True"),
-        ({"n": jnp.arange(3)}, 2, TypeError, r"'n'.*int32"),
-    ],
-)
-def test_what_cannot_be_simulated_is_refused(params, workers, error, said):
-    with pytest.raises(error, match=said):
-        simulate.start(reference.local_momentum(), params, workers)

@@ -8,10 +8,11 @@ import pytest
 from conftest import AXIS
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from oracle import lion as reference
+from oracle.sync import synced
 
 import lioncub_jax as lc
-from lioncub_jax import layout, reference
-from lioncub_jax.reference.sync import synced
+from lioncub_jax import layout
 from lioncub_jax.traffic.compiled import collectives
 
 S = lc.sync
@@ -51,12 +52,12 @@ SHAPES = {"b": (70,), "w": (5, 3)}
 
 
 def cub(**options):
-    return lc.lion_cub(0.01, 0.5, 0.5, weight_decay=0.0, axis_name=AXIS, **options)
+    return lc.lion_cub(0.01, 0.5, 0.5, weight_decay=0.0, workers=AXIS, **options)
 
 
-def vote(b1=0.5, axis_name=AXIS, group_axis=None):
+def vote(b1=0.5, workers=AXIS):
     memory = lc.momentum.blend(b1, 0.5)
-    return lc.communicate(memory=memory, axis_name=axis_name, group_axis=group_axis)
+    return lc.communicate(memory=memory, workers=workers)
 
 
 def momenta(grads, due=()):
@@ -119,7 +120,7 @@ def test_drift_is_the_share_of_variance_between_workers_before_a_sync(ran):
     where, due = {k: k != "w" for k in grads}, [3, 6, 9]
     # The momentum is found in a chain, too.
     chain = optax.chain(optax.scale(1.0), vote(), optax.scale(-0.01))
-    _, state = ran({0: lc.sync_momentum(chain, AXIS, S.every(3), where)}, grads)[0]
+    _, state = ran({0: lc.sync_momentum(chain, S.every(3), where, workers=AXIS)}, grads)[0]
     for k, g in grads.items():
         mu = momenta(g, due if where[k] else ())
         equal(state.inner[1].mu[k], mu)
@@ -149,7 +150,7 @@ ONE = {k: k == "leaf3" for k in LEAVES}
 )
 def test_what_a_sync_sends_is_behind_a_condition(mesh_of, schedule, where, ops, floats):
     """Of the chosen leaves, and a mean square for each; votes are behind none."""
-    tx, mesh = lc.sync_momentum(vote(), AXIS, schedule, where), mesh_of(8)
+    tx, mesh = lc.sync_momentum(vote(), schedule, where, workers=AXIS), mesh_of(8)
 
     def update(g):
         g = jax.tree.map(lambda p: jax.lax.pcast(p, AXIS, to="varying"), g)
@@ -190,7 +191,7 @@ def some_gradients(workers, steps=6):
 
 
 def coded_vote(schedule, where=None):
-    return lc.sync_momentum(vote(0.75), AXIS, schedule, where)
+    return lc.sync_momentum(vote(0.75), schedule, where, workers=AXIS)
 
 
 def by_reference(simulator, grads):
@@ -281,30 +282,31 @@ def grid_gradient(weight, step):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "specs", "axes"),
+    ("sizes", "specs", "names"),
     [
         (
             {"pod": 2, "data": 2, "tp": 2},
             {"w": P("tp"), "b": P("tp"), "r": P()},
-            {"axis_name": ("pod", "data")},
+            [("pod", "data")],
         ),
-        ({"data": 4, "dev": 2}, None, {"axis_name": "data", "group_axis": "dev"}),
+        ({"data": 4, "dev": 2}, None, ["data", "dev"]),
     ],
     ids=["cut parameters", "two levels"],
 )
-def test_in_codes_each_device_syncs_its_own_shards_or_slices(sizes, specs, axes):
+def test_in_codes_each_device_syncs_its_own_shards_or_slices(sizes, specs, names):
     kinds = (AxisType.Auto,) * len(sizes)
     mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
+    workers = lc.Workers(mesh, *names)
     weights = WEIGHTS if specs else np.repeat(WEIGHTS, 2)
     batches = [np.stack([weights, np.full_like(weights, t)], 1) for t in range(2)]
 
     def loss(params, batch, rng):
         return sum(jnp.sum(params[k] * g) for k, g in grid_gradient(*batch[0]).items())
 
-    tx = lc.distributed_lion(0.01, 0.75, 0.5, sync=S.coded(S.every(1)), **axes)
+    tx = lc.distributed_lion(0.01, 0.75, 0.5, sync=S.coded(S.every(1)), workers=workers)
     params = {k: jnp.zeros(s) for k, s in GRID.items()}
-    state = lc.init_state(tx, params, mesh, specs=specs, **axes)
-    step = lc.make_train_step(loss, tx, mesh, **axes)
+    state = lc.init_state(tx, params, workers, specs=specs)
+    step = lc.make_train_step(loss, tx, workers)
     for batch in batches:
         state, _ = step(state, batch)
     of_workers = [[grid_gradient(w, t) for w in WEIGHTS] for t in range(2)]
@@ -314,7 +316,7 @@ def test_in_codes_each_device_syncs_its_own_shards_or_slices(sizes, specs, axes)
     if not specs:
         (flat,) = mu
         each = [
-            layout.apart_all(rows.reshape(-1, 128), flat.bucket.pieces)
+            layout.split_bucket(rows.reshape(-1, 128), flat.bucket.pieces)
             for rows in flat.value.reshape(4, -1)
         ]
         mu = {k: np.stack([own[i] for own in each]) for i, k in enumerate(sorted(GRID))}
@@ -324,28 +326,28 @@ def test_in_codes_each_device_syncs_its_own_shards_or_slices(sizes, specs, axes)
 
 # --- What is refused
 
-NODES = {"axis_name": "data", "group_axis": "dev"}
+MESH = jax.make_mesh((4, 2), ("data", "dev"), axis_types=(AxisType.Auto,) * 2)
+DEVICES, NODES = lc.Workers(MESH, "data"), lc.Workers(MESH, "data", "dev")
 
 
 @pytest.mark.parametrize(
-    ("inner", "group", "said"),
+    ("inner", "workers", "said"),
     [
-        (NODES, None, r"group_axis=None.*in slices that a group shares"),
-        ({"axis_name": "data"}, "dev", r"group_axis='dev'.*whole by each worker"),
+        (NODES, DEVICES, r"in slices that a group shares.*group=None"),
+        (DEVICES, NODES, r"whole by each worker.*group='dev'"),
     ],
 )
-def test_in_two_levels_a_sync_in_codes_must_know_the_group(inner, group, said):
-    mesh = jax.make_mesh((4, 2), ("data", "dev"), axis_types=(AxisType.Auto,) * 2)
-    tx = lc.sync_momentum(vote(**inner), "data", S.coded(), group_axis=group)
+def test_in_two_levels_a_sync_in_codes_must_know_the_group(inner, workers, said):
+    tx = lc.sync_momentum(vote(workers=inner), S.coded(), workers=workers)
     with pytest.raises(ValueError, match=said):
-        lc.init_state(tx, {"w": jnp.zeros(300)}, mesh, **inner)
+        lc.init_state(tx, {"w": jnp.zeros(300)}, inner)
 
 
 @pytest.mark.parametrize(
     ("make", "error", "said"),
     [
         (lambda: S.coded(3), TypeError, r"3 is not a schedule: give every\(T\).*coded"),
-        (lambda: coded_vote(S.coded()).init(LEAVES), ValueError, r"axis_name='data'.*shard_map"),
+        (lambda: coded_vote(S.coded()).init(LEAVES), ValueError, r"workers='data'.*shard_map"),
         (lambda: lc.traffic.sync_traffic(LEAVES, 8, S.coded(), [True]), ValueError,
          r"where: the mask does not match.*PyTreeDef\(\[\*\]\).*one bool for each leaf"),
         (lambda: lc.traffic.sync_traffic([0.0], 8, S.coded(), ["no"]), TypeError,
