@@ -71,7 +71,7 @@ def one(machine: str, model_name: str, method: str) -> dict[str, Any]:
     }
     if tx is not None:
         lc.check_votes(compiled)
-        row["predicted_bytes"] = predicted(tx, model, mesh, levels)
+        row["predicted_bytes"] = predicted(tx, model, mesh)
     return row
 
 
@@ -100,13 +100,11 @@ def covered(row: dict[str, Any]) -> float:
     return hidden / row["sent_bytes"]
 
 
-def predicted(tx: Any, model: programs.Model, mesh: Any, levels: int) -> float:
+def predicted(tx: Any, model: programs.Model, mesh: Any) -> float:
     """What the accounting says that each device sends to other workers."""
-    workers, inner = mesh.shape["data"], {"fsdp": model.fsdp} if model.fsdp > 1 else None
-    specs = programs.specs_of(model, mesh) if inner else None
-    return lc.traffic.of(
-        tx, model.params, workers, group_size=levels, specs=specs, inner_axes=inner
-    ).sent_bytes
+    workers = lc.Workers(mesh, "data", "group" if "group" in mesh.axis_names else None)
+    specs = programs.specs_of(model, mesh)
+    return lc.traffic.of(tx, model.params, workers, specs=specs).sent_bytes
 
 
 def in_a_process(machine: str, model: str, method: str) -> dict[str, Any]:

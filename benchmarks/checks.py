@@ -46,7 +46,7 @@ def main() -> None:
     workers = lc.Workers(mesh, AXIS)
     model = GPT(**MODEL, rngs=nnx.Rngs(0))
     loss, params, model_state = lc.from_nnx(model, next_byte_loss)
-    tx = lc.owner_lion(1e-4, axis_name=workers)
+    tx = lc.owner_lion(1e-4, workers=workers)
     state = lc.init_state(tx, params, workers, model_state=model_state)
     step = lc.make_train_step(loss, tx, workers)
     batch = corpus.draw(corpus.standard_library().train, 2 * WORKERS, CONTEXT, (0, 0))
@@ -55,7 +55,7 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory() as disk,
         tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as memory,
-        lc.Checkpoints(disk, axis_name=workers) as saved,
+        lc.Checkpoints(disk, workers=workers) as saved,
         lc.checkpoint.Snapshots(saved, memory, buddies=1) as snapshots,
     ):
         parts: dict[str, Callable[[Any], object]] = {

@@ -33,9 +33,9 @@ import lioncub_jax as lc
 WORKERS, CONTEXT, HEADS, BYTES = 8, 32, 4, 256
 LION = "optax.lion"
 METHODS: dict[str, Callable[[Any], Any]] = {
-    "vote": lambda workers: lc.lion_cub(1e-3, axis_name=workers),
-    "average": lambda workers: lc.distributed_lion(1e-3, average=True, axis_name=workers),
-    "owner": lambda workers: lc.owner_lion(1e-3, axis_name=workers),
+    "vote": lambda workers: lc.lion_cub(1e-3, workers=workers),
+    "average": lambda workers: lc.distributed_lion(1e-3, average=True, workers=workers),
+    "owner": lambda workers: lc.owner_lion(1e-3, workers=workers),
 }
 PARTS = ("trace", "lower", "compile", "compile_cpu")
 

@@ -49,7 +49,7 @@ from rich.progress import Progress, TextColumn, TimeElapsedColumn
 import lioncub_jax as lc
 from lioncub_jax import bits, layout
 from lioncub_jax.decide import Slice
-from lioncub_jax.quantize import Message, Place
+from lioncub_jax.quantize import EncodeContext, Message
 from lioncub_jax.wires import Format, Inbox
 
 DTYPES = jnp.float32, jnp.bfloat16
@@ -129,29 +129,29 @@ def steps(size: int, dtype: Any) -> tuple[dict[str, Op], Store]:
 
 def pieces(size: int, dtype: Any) -> tuple[dict[str, Op], Store]:
     """Pack, tally and unpack of one-bit votes by themselves, and the shapes of what they take."""
-    sign, majority = lc.quantize.sign(), lc.decide.majority()
+    sign, decision = lc.quantize.sign(), lc.decide.majority()
     grads = {"w": jax.ShapeDtypeStruct((size,), dtype)}
     (bucket,) = layout.buckets([grads["w"]], WORKERS, axes=[frozenset()])
     (piece_of_it,) = bucket.pieces
-    form = Format.of(sign, lc.decide.count(), majority, bucket)
+    form = Format.of(bucket, sign, decision)
     where = Slice(1, bucket.chunk, WORKERS, sign, dtype, None)
 
     def pack(grads: Any, message: Any) -> tuple[Message]:
         now, me = jnp.int32(0), jnp.int32(0)
         drawn = bits.draw(now, me, WORKERS)
-        place = Place(bucket, piece_of_it, 0, now, me, WORKERS, drawn, None, False)
-        return (sign.encode(layout.in_rows(grads["w"], piece_of_it), place),)
+        place = EncodeContext(bucket, piece_of_it, 0, now, me, WORKERS, drawn, None, False)
+        return (sign.encode(layout.piece_to_float_rows(grads["w"], piece_of_it), place),)
 
     def count(payload: jax.Array, voted: jax.Array, counted: Any) -> Any:
         return (counted_by_adders(payload, voted),)
 
     def unpack(replies: jax.Array, updates: jax.Array) -> tuple[jax.Array]:
         reply, _ = form.unpack_reply(replies)
-        values = majority.decode(reply.planes, reply.rows, where)
+        values = decision.coder.decode(reply.planes, reply.rows, where)
         return (values.reshape(-1)[:size].astype(updates.dtype),)
 
     given: Store = {
-        "payload": jax.ShapeDtypeStruct((WORKERS, form.plane_words), jnp.uint32),
+        "payload": jax.ShapeDtypeStruct((WORKERS, form.planes[1]), jnp.uint32),
         "voted": jax.ShapeDtypeStruct((WORKERS, bits.row_words(bucket.chunk)), jnp.uint32),
         "replies": jax.ShapeDtypeStruct((WORKERS, form.reply_words), jnp.uint32),
         "updates": grads["w"],
@@ -176,7 +176,7 @@ def counted_by_adders(payload: jax.Array, voted: jax.Array) -> tuple[jax.Array, 
     inbox = Inbox([payload[:, None]], voted[:, None], None, everyone, jnp.uint32(workers))
     rows = words // bits.WORDS_PER_ROW
     where = Slice(1, rows, workers, lc.quantize.sign(), jnp.float32, None)
-    reply = lc.decide.majority().encode(inbox.tally(where), bits.coin(0, words, 0)[None])
+    reply, _ = lc.decide.majority().answer(inbox, where, bits.coin(0, words, 0)[None], ())
     assert reply.rows is not None
     return reply.planes[0][0], reply.rows[0]
 

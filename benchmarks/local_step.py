@@ -26,7 +26,7 @@ from rich.console import Console
 import lioncub_jax as lc
 from lioncub_jax import wires
 from lioncub_jax.bits import ROW
-from lioncub_jax.exchange import Plan, Worker, worker_step
+from lioncub_jax.exchange import Plan, Worker
 from lioncub_jax.layout import Bucket, Flat
 
 WORKERS = 8
@@ -43,8 +43,8 @@ class Candidate(NamedTuple):
 def loopback() -> wires.Wire:
     """The two-phase wire with its collectives short-circuited: what is sent comes back."""
 
-    def collect(message, takes_part, form, axis):
-        posted = jax.lax.optimization_barrier(form.pack(message, takes_part))
+    def collect(message, form, axis):
+        posted = jax.lax.optimization_barrier(form.pack(message))
         return form.unpack(posted[:, None])
 
     def publish(replies, axis):
@@ -57,24 +57,24 @@ def loopback() -> wires.Wire:
 def voting(params: Any, **parts: Any) -> Candidate:
     """The whole pipeline with ``communicate`` at its head, for worker 0 of 8."""
     rest = optax.chain(optax.add_decayed_weights(1e-3), optax.scale_by_learning_rate(1e-4))
-    owner = parts.get("owner", lc.decide.count())
     up = parts.get("up", lc.quantize.sign())
     memory = parts.get("memory", lc.momentum.nothing())
-    down = lc.decide.fitting(up)
-    plan = Plan("data", None, memory, up, owner, down, loopback(), None)
-    state = lc.communicate(axis_name="data", memory=memory).init(params)
+    decision = parts.get("decision", lc.decide.fitting(up))
+    plan = Plan("data", None, memory, up, decision, loopback())
+    state = lc.communicate(workers="data", memory=memory).init(params)
     leaves = jax.tree.leaves(params)
-    buckets = plan.buckets(leaves, WORKERS)
+    _, buckets = plan.buckets(leaves, [frozenset()] * len(leaves), WORKERS)
     if up.feedback is not None:
         error = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=up.feedback), params)
         state = state._replace(error=error)
-    if owner.needs_values:
-        slices = [Flat(owner.init(jnp.zeros((b.chunk, ROW), b.dtype)), b) for b in buckets]
+    if decision.decodes:
+        slices = [Flat(decision.init(jnp.zeros((b.chunk, ROW), b.dtype)), b) for b in buckets]
         state = state._replace(owner=tuple(slices))
 
     def step(params, state, grads):
-        worker = Worker(jnp.int32(0), WORKERS, state.count, [None] * len(leaves))
-        updates, state = worker_step(plan, worker, grads, state, None)
+        nobody_else = [None] * len(leaves)
+        worker = Worker(plan, jnp.int32(0), WORKERS, state.count, (), buckets, nobody_else)
+        updates, state = worker.take(grads, state, None)
         updates, _ = rest.update(updates, rest.init(params), params)
         return optax.apply_updates(params, updates), state, grads
 
@@ -83,7 +83,7 @@ def voting(params: Any, **parts: Any) -> Candidate:
 
 def wire_bytes(plan: Plan, buckets: Sequence[Bucket]) -> int:
     """Bytes of memory that sending and receiving touch: out, in, this owner's reply, all replies."""
-    forms = [wires.Format.of(plan.up, plan.owner, plan.down, bucket) for bucket in buckets]
+    forms = [wires.Format.of(bucket, plan.up, plan.decision) for bucket in buckets]
     return 4 * sum(
         2 * WORKERS * form.message_words + (1 + WORKERS) * form.reply_words for form in forms
     )
@@ -103,14 +103,14 @@ def plain_lion(params: Any) -> Candidate:
 def candidates(params: Any) -> dict[str, Candidate]:
     """The optimizers that are compared, by name."""
     blend = lc.momentum.blend()
-    at_owner = lc.decide.momentum_at_owner(optax.scale_by_lion())
+    at_owner = lc.decide.at_owner(optax.scale_by_lion())
     feedback = lc.quantize.error_feedback(lc.quantize.midrise(3))
     return {
         "optax.lion": plain_lion(params),
         "1-bit vote": voting(params, memory=blend),
         "2-bit vote": voting(params, memory=blend, up=lc.quantize.midrise(2)),
         "3-bit vote": voting(params, memory=blend, up=lc.quantize.midrise(3)),
-        "owner, 3 bits + feedback": voting(params, up=feedback, owner=at_owner),
+        "owner, 3 bits + feedback": voting(params, up=feedback, decision=at_owner),
     }
 
 
@@ -118,11 +118,8 @@ def owners(params: Any) -> dict[str, Candidate]:
     """Momentum at the owner with and without what it does against liars."""
     feedback = lc.quantize.error_feedback(lc.quantize.midrise(3))
     bounds = {"no bound": {"dominance": jnp.inf}, "bound": {}, "trim 2": {"trim": 2}}
-    made = {
-        name: lc.decide.momentum_at_owner(optax.scale_by_lion(), **how)
-        for name, how in bounds.items()
-    }
-    return {name: voting(params, up=feedback, owner=owner) for name, owner in made.items()}
+    made = {name: lc.decide.at_owner(optax.scale_by_lion(), **how) for name, how in bounds.items()}
+    return {name: voting(params, up=feedback, decision=owner) for name, owner in made.items()}
 
 
 def measure(

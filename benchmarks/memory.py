@@ -80,9 +80,11 @@ def main() -> None:
     rows, lines, ratios = [], [], {}
     for build, sizes in runs:
         model, mesh = build(), mesh_of(sizes)
+        workers = lc.Workers(mesh, "data", GROUP if GROUP in sizes else None)
         label = ", ".join(f"{name} {size}" for name, size in sizes.items())
         found = {
-            name: measure(model, make(**axes_of(sizes)), mesh) for name, make in OPTIMIZERS.items()
+            name: measure(model, make(workers=workers), workers)
+            for name, make in OPTIMIZERS.items()
         }
         lion = found["optax.lion"]
         for name, one in found.items():
@@ -110,10 +112,9 @@ def main() -> None:
 # --- What is compared
 
 
-def baseline(make: Callable[..., Any], axis_name: str, group_axis: str | None) -> Any:
+def baseline(make: Callable[..., Any], workers: lc.Workers) -> Any:
     """On the same devices; where ours has two levels, every device is a worker to it."""
-    axes = (axis_name, group_axis) if group_axis else axis_name
-    return lc.global_gradients(make(1e-4), axes)
+    return lc.global_gradients(make(1e-4), workers=workers)
 
 
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
@@ -122,10 +123,6 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "lion_cub": partial(lc.lion_cub, 1e-4),
     "owner_lion": partial(lc.owner_lion, 1e-4),
 }
-
-
-def axes_of(sizes: Any) -> dict[str, str | None]:
-    return {"axis_name": "data", "group_axis": GROUP if GROUP in sizes else None}
 
 
 def mesh_of(sizes: dict[str, int]) -> Mesh:
@@ -216,13 +213,13 @@ def normed(x: jax.Array, weight: jax.Array) -> jax.Array:
 # --- Compiling it by shape
 
 
-def measure(model: Model, tx: Any, mesh: Mesh) -> Measured:
-    axes = axes_of(mesh.shape)
+def measure(model: Model, tx: Any, workers: lc.Workers) -> Measured:
+    mesh = workers.mesh
     state = lc.training.abstract_state(
-        tx, model.params, mesh, **axes, specs=model.specs(mesh), model_state=model.model_state
+        tx, model.params, workers, specs=model.specs(mesh), model_state=model.model_state
     )
     inner = [name for name in mesh.axis_names if name not in ("data", "tensor")]
-    step = lc.make_train_step(model.loss, tx, mesh, **axes, batch_spec=P(("data", *inner)))
+    step = lc.make_train_step(model.loss, tx, workers, batch_spec=P(("data", *inner)))
     rows, *rest = model.windows.shape
     batch = jax.ShapeDtypeStruct((rows * mesh.shape["data"], *rest), model.windows.dtype)
     plan = step.lower(state, batch).compile().memory_analysis()

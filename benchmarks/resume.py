@@ -37,7 +37,7 @@ class Trainer(NamedTuple):
     """One number of workers: their mesh, first state and step."""
 
     mesh: Any
-    state: lc.TrainState
+    state: lc.StepState
     step: Any
     text: np.ndarray
 
@@ -46,14 +46,13 @@ class Trainer(NamedTuple):
         devices = jax.devices()[:workers]
         mesh = jax.make_mesh((workers,), (AXIS,), devices=devices, axis_types=(AxisType.Auto,))
         model = GPT(layers=1, width=64, heads=2, context=CONTEXT, rngs=nnx.Rngs(0))
-        tx = lc.lion_cub(1e-3, axis_name=AXIS)
+        voters = lc.Workers(mesh, AXIS)
+        tx = lc.lion_cub(1e-3, workers=voters)
         loss, params, model_state = lc.from_nnx(model, next_byte_loss)
-        state = lc.init_state(tx, params, mesh, axis_name=AXIS, model_state=model_state)
-        return cls(mesh, state, lc.make_train_step(loss, tx, mesh, axis_name=AXIS), text)
+        state = lc.init_state(tx, params, voters, model_state=model_state)
+        return cls(mesh, state, lc.make_train_step(loss, tx, voters), text)
 
-    def train(
-        self, state: lc.TrainState, first: int, last: int
-    ) -> tuple[lc.TrainState, np.ndarray]:
+    def train(self, state: lc.StepState, first: int, last: int) -> tuple[lc.StepState, np.ndarray]:
         """Steps ``first`` to ``last - 1`` and their losses in bits per byte."""
         losses = []
         for i in range(first, last):
@@ -68,7 +67,7 @@ def measure(steps: int, after: int, folder: Path) -> tuple[np.ndarray, dict[tupl
     """Losses of the unbroken run, and of each case from the restore on."""
     text = corpus.standard_library().train
     trainers = {workers: Trainer.of(workers, text) for workers in (8, 4, 16)}
-    with Checkpoints(folder, axis_name=AXIS) as checkpoints:
+    with Checkpoints(folder, workers=AXIS) as checkpoints:
         state, before = trainers[8].train(trainers[8].state, 0, steps)
         checkpoints.save(state, {"next_batch": steps}, wait=True)
         _, rest = trainers[8].train(state, steps, steps + after)

@@ -22,7 +22,6 @@ from rich.console import Console  # noqa: E402
 
 import lioncub_jax as lc  # noqa: E402
 from lioncub_jax import decide  # noqa: E402
-from lioncub_jax.traffic import predicted as accounting  # noqa: E402
 
 SHAPES = {
     "embedding": (257, 96),
@@ -35,12 +34,12 @@ SHAPES = {
 
 def schemes() -> list[dict[str, Any]]:
     """The parts of `communicate` for every wire."""
-    at_owner = decide.momentum_at_owner(optax.scale_by_lion())
+    at_owner = decide.at_owner(optax.scale_by_lion())
     voted = [
         {},
         {"up": lc.quantize.midrise(2)},
         {"up": lc.quantize.midrise(4)},
-        {"down": lc.decide.average()},
+        {"decision": lc.decide.average()},
         {"up": lc.quantize.ternary()},
         {"up": lc.quantize.integer(8)},
         {"wire": lc.wires.gathered()},
@@ -51,22 +50,22 @@ def schemes() -> list[dict[str, Any]]:
         {"wire": lc.wires.lanes(), "up": lc.quantize.integer(5)},
     ]
     valued = [
-        {"up": lc.quantize.error_feedback(lc.quantize.midrise(p)), "owner": at_owner}
+        {"up": lc.quantize.error_feedback(lc.quantize.midrise(p)), "decision": at_owner}
         for p in (1, 2, 3)
     ]
     valued += [
-        {"up": lc.quantize.dense(dtype), "owner": at_owner, "wire": wire}
+        {"up": lc.quantize.dense(dtype), "decision": at_owner, "wire": wire}
         for dtype in (jnp.float32, jnp.bfloat16)
         for wire in (lc.wires.two_phase(), lc.wires.gathered(), lc.wires.all_reduce())
     ]
     return voted + valued
 
 
-def compiled_bytes(parts: dict[str, Any], workers: int) -> float:
-    """Bytes that one worker sends in one update, by the compiled program."""
+def both(parts: dict[str, Any], workers: int) -> tuple[lc.traffic.Traffic, float]:
+    """What is predicted of one update, and the bytes that a worker sends by the compiled program."""
     devices = jax.devices()[:workers]
     mesh = jax.make_mesh((workers,), ("data",), axis_types=(AxisType.Auto,), devices=devices)
-    tx = lc.communicate(axis_name="data", memory=lc.momentum.nothing(), **parts)
+    tx = lc.communicate(workers="data", memory=lc.momentum.nothing(), **parts)
     grads = {k: jnp.ones((workers, *shape)) for k, shape in SHAPES.items()}
 
     def update(grads: Any) -> Any:
@@ -75,7 +74,10 @@ def compiled_bytes(parts: dict[str, Any], workers: int) -> float:
         return tx.update(local, state)[0]
 
     run = jax.shard_map(update, mesh=mesh, in_specs=P("data"), out_specs=P())
-    return accounting.compiled_bytes(jax.jit(run).lower(grads).compile(), mesh)
+    found = lc.traffic.collectives(jax.jit(run).lower(grads).compile(), mesh)
+    params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), SHAPES, is_leaf=_is_shape)
+    traffic = lc.traffic.of(tx, params, lc.Workers(mesh, "data"))
+    return traffic, sum(lc.traffic.sent_bytes(found).values())
 
 
 def _is_shape(x: Any) -> bool:
@@ -84,21 +86,20 @@ def _is_shape(x: Any) -> bool:
 
 def main() -> None:
     args = report.parser(__doc__).parse_args()
-    params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), SHAPES, is_leaf=_is_shape)
-    measured, errors, rows = {}, [], []
+    errors, rows = [], []
     for parts in schemes():
         for workers in range(2, 9):
-            traffic = accounting.predict(params, workers, platform=jax.default_backend(), **parts)
-            seen = compiled_bytes(parts, workers)
-            measured[traffic] = seen
+            traffic, seen = both(parts, workers)
             errors.append(abs(seen - traffic.sent_bytes) / traffic.sent_bytes)
             bits = 8 * seen / traffic.parameters
             rows.append([traffic.scheme, workers, traffic.bits_per_parameter, bits])
-    Console(width=110).print(accounting.table(list(measured), measured))
+    columns = ["scheme", "workers", "predicted bits/param", "compiled bits/param"]
+    lines = [[str(x if i < 2 else round(x, 3)) for i, x in enumerate(row)] for row in rows]
+    Console(width=110).print(report.table("Bytes on the wire", columns, lines))
     summary = {
         "benchmark": "wire_bytes",
         "max_relative_error": max(errors),
-        "columns": ["scheme", "workers", "predicted bits/param", "compiled bits/param"],
+        "columns": columns,
         "rows": rows,
     }
     report.finish(summary, args.save)

@@ -36,7 +36,7 @@ def loss(model, windows):
 
 
 # Any optax chain may stand here. Each worker votes on its own gradient: 1 bit up, 1 bit down.
-tx = lc.lion_cub(optax.cosine_decay_schedule(1e-3, 300), weight_decay=0.1, axis_name=workers)
+tx = lc.lion_cub(optax.cosine_decay_schedule(1e-3, 300), weight_decay=0.1, workers=workers)
 
 loss_fn, params, model_state = lc.from_nnx(NextByte(nnx.Rngs(0)), loss)
 state = lc.init_state(tx, params, workers, model_state=model_state)
@@ -57,6 +57,6 @@ for _ in range(300):
 sent = lc.traffic.sent_bytes(lc.traffic.collectives(step.lower(state, batch).compile(), mesh))
 size = sum(x.size for x in jax.tree.leaves(params))
 print(f"loss {losses[0]:.2f} before, {losses[-1]:.2f} after")
-print(f"{lc.vote_stats(state.opt_state).tie_rate:.0%} of the last votes were ties")
+print(f"{lc.metrics(state)['votes/ties']:.0%} of the last votes were ties")
 print(f"each worker sends {sent[('data',)] / 1000:.0f} kB a step for {size:,} parameters")
 # [/quickstart]

@@ -90,7 +90,7 @@ def prepare(args: argparse.Namespace, text: corpus.Corpus, layout: Layout) -> tr
     tx = RECIPES[args.optimizer].build(
         bits=args.bits,
         sync=lc.sync.every(args.sync_every) if args.sync_every else None,
-        axis_name=layout.voters,
+        workers=layout.voters,
         learning_rate=schedule(args.lr, args.steps),
         weight_decay=args.weight_decay,
     )

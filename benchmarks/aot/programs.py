@@ -142,16 +142,14 @@ def lowered(model: Model, method: str, mesh: Mesh) -> tuple[Any, Any]:
     workers = lc.Workers(mesh, "data", group)
     options = None
     if method == BUCKETS:
-        tx = lc.lion_cub(1e-4, axis_name=workers, bucket_size=-(-model.size // 8))
+        tx = lc.lion_cub(1e-4, workers=workers, bucket_size=-(-model.size // 8))
         options = lc.training.overlap_options(workers)
     else:
-        tx = METHODS[method](axis_name=workers)
+        tx = METHODS[method](workers=workers)
     state = lc.training.abstract_state(tx, model.params, workers, specs=specs)
     if model.loss is not None:
         axes = tuple(mesh.axis_names)
-        step = lc.make_train_step(
-            model.loss, tx, workers, batch_spec=P(axes), compiler_options=options
-        )
+        step = lc.make_train_step(model.loss, tx, workers, batch_spec=P(axes)).compiled(options)
         return step.lower(state, _batch(model, mesh)), tx
     on_mesh = lc.on_mesh(tx, workers)
 

@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from typing import NamedTuple
 
-from lioncub_jax.traffic.compiled import Instruction, Operand, computations_of
+from lioncub_jax.traffic.compiled import Instruction, Operand, computations_of, instruction
 
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?")
 _OPERAND = re.compile(r"%([\w.\-]+)")
@@ -69,7 +69,10 @@ def kernels(text: str) -> list[Kernel]:
         raise ValueError("this is not the text of a compiled program")
     if "is_scheduled=true" not in text.split("\n", 1)[0]:
         raise ValueError("the text has no schedule: give that of a compiled program")
-    computations, entry = computations_of(text)
+    bodies, entry = computations_of(text)
+    computations = {
+        name: [*filter(None, map(instruction, body.splitlines()))] for name, body in bodies.items()
+    }
     lines = {line.name: line for line in computations[entry]}
     found = []
     for line in computations[entry]:

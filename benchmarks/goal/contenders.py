@@ -90,14 +90,15 @@ ADAM = rates(2.5e-4, 5e-4, 1e-3, 2e-3)
 
 def dense(tx: Callable[..., Any], betas: tuple[float, float], dtype: Any) -> Callable[..., Recipe]:
     def make(rate: Schedule, steps: int, option: int) -> Recipe:
-        return Recipe(tx(rate, *betas, weight_decay=DECAY, axis_name=AXIS, dtype=dtype))
+        mean = tx(rate, *betas, weight_decay=DECAY)
+        return Recipe(lc.global_gradients(mean, dtype, workers=AXIS))
 
     return make
 
 
 def votes(tx: Callable[..., Any], **options: Any) -> Callable[..., Recipe]:
     def make(rate: Schedule, steps: int, option: int) -> Recipe:
-        return Recipe(tx(rate, *LION_BETAS, weight_decay=DECAY, axis_name=AXIS, **options))
+        return Recipe(tx(rate, *LION_BETAS, weight_decay=DECAY, workers=AXIS, **options))
 
     return make
 
@@ -106,7 +107,7 @@ def power(bits: int | None) -> Callable[..., Recipe]:
     """AdamW behind PowerSGD of such a rank, whose factors are floats or codes."""
 
     def make(rate: Schedule, steps: int, option: int) -> Recipe:
-        return Recipe(baselines.powersgd(adamw(rate), option, bits, axis_name=AXIS))
+        return Recipe(baselines.powersgd(adamw(rate), option, bits, workers=AXIS))
 
     return make
 
@@ -118,9 +119,7 @@ def adamw(rate: Schedule) -> optax.GradientTransformation:
 def one_bit_adam(rate: Schedule, steps: int, option: int) -> Recipe:
     """Of so many steps in full precision."""
     check_warmup(option, steps)
-    tx = baselines.one_bit_adam(
-        rate, *ADAM_BETAS, weight_decay=DECAY, warmup=option, axis_name=AXIS
-    )
+    tx = baselines.one_bit_adam(rate, *ADAM_BETAS, weight_decay=DECAY, warmup=option, workers=AXIS)
     return Recipe(tx)
 
 
@@ -138,16 +137,16 @@ def in_torch(rate: Schedule, steps: int, option: int) -> Recipe:
 
 
 def alone_first(rate: Schedule, steps: int, option: int) -> Recipe:
-    return Recipe(baselines.diloco(axis_name=AXIS), option, adamw(rate))
+    return Recipe(baselines.diloco(workers=AXIS), option, adamw(rate))
 
 
 def coded(rate: Schedule, steps: int, option: int) -> Recipe:
-    return Recipe(lc.coded_gradients(adamw(rate), AXIS, option))
+    return Recipe(lc.coded_gradients(adamw(rate), option, workers=AXIS))
 
 
 def averaged(rate: Schedule, steps: int, option: int) -> Recipe:
     """The parameters of the workers, averaged after so many steps."""
-    return Recipe(lc.global_gradients(optax.sgd(1.0), AXIS), option, adamw(rate))
+    return Recipe(lc.global_gradients(optax.sgd(1.0), workers=AXIS), option, adamw(rate))
 
 
 def two_alone(mean: Callable[[int], optax.GradientTransformation]) -> Callable[..., Recipe]:
@@ -160,11 +159,11 @@ def two_alone(mean: Callable[[int], optax.GradientTransformation]) -> Callable[.
 
 
 def coded_mean(bits: int) -> optax.GradientTransformation:
-    return lc.coded_gradients(optax.sgd(1.0), AXIS, bits)
+    return lc.coded_gradients(optax.sgd(1.0), bits, workers=AXIS)
 
 
 def low_rank_mean(rank: int) -> optax.GradientTransformation:
-    return baselines.powersgd(optax.sgd(1.0), rank, 6, axis_name=AXIS)
+    return baselines.powersgd(optax.sgd(1.0), rank, 6, workers=AXIS)
 
 
 ROTATED = lc.quantize.rotated_sign()
@@ -190,10 +189,10 @@ def adam_made(stage: str, option: int) -> Recipe:
 CONTENDERS: dict[str, Contender] = {
     one.name: one
     for one in (
-        Contender("Lion, float32", "2302.06675", LION, dense(baselines.lion, LION_BETAS, jnp.float32)),
-        Contender("AdamW, float32", "1711.05101", ADAM, dense(baselines.adamw, ADAM_BETAS, jnp.float32)),
+        Contender("Lion, float32", "2302.06675", LION, dense(optax.lion, LION_BETAS, jnp.float32)),
+        Contender("AdamW, float32", "1711.05101", ADAM, dense(optax.adamw, ADAM_BETAS, jnp.float32)),
         Contender(
-            "AdamW, bfloat16", "1711.05101", (), dense(baselines.adamw, ADAM_BETAS, jnp.bfloat16),
+            "AdamW, bfloat16", "1711.05101", (), dense(optax.adamw, ADAM_BETAS, jnp.bfloat16),
             like="AdamW, float32",
         ),
         Contender("1-bit vote", "2404.00438", LION, votes(lc.lion_cub)),

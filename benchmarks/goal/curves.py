@@ -96,7 +96,7 @@ class Trainer:
         )
         steps_alone = {} if recipe.local is None else {"local_steps": recipe.local_steps}
         self._step = lc.make_train_step(loss, recipe.tx, workers, **alone, **steps_alone)
-        self._tx, self._workers = recipe.tx, workers.count
+        self._tx, self._workers = recipe.tx, workers
         self._cut = NamedSharding(mesh, P(AXIS))
         self._mine = [
             i for i, d in enumerate(mesh.devices.flat) if d.process_index == jax.process_index()
@@ -133,7 +133,7 @@ class Trainer:
     def predicted_bytes(self, step: int | None = None) -> float:
         """What a worker should send in a call, on a CPU, after so many steps; None for late ones."""
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._state.params)
-        return lc.traffic.of(self._tx, shapes, self._workers, platform="cpu", step=step).sent_bytes
+        return lc.traffic.of(self._tx, shapes, self._workers, step=step).sent_bytes
 
     def loss(self) -> float:
         """Bits per byte of the validation windows."""

@@ -1,5 +1,6 @@
 """Time to the loss by the planner: where nobody measured it, and beside what was measured in the lab."""
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +22,7 @@ WORKERS, RATES = (8, 32, 256), (10e9, 100e9)  # bits per second
 # Of an H100 SXM: 8 windows of 1,024 tokens at 40 % of 989 TFLOP/s in bfloat16, 6 operations a parameter and
 # token; and its memory.
 COMPUTE = 6 * 124e6 * 8 * 1024 / (0.4 * 989e12)
-HOST = planner.Host(memory_bandwidth=3350 * 8e9)
+MEMORY = 3350 * 8e9  # bits per second
 LATENCY = 20e-6
 
 Plans = Mapping[tuple[int, float], planner.Plan]
@@ -32,7 +33,9 @@ def plans() -> Plans:
     params = named(MODEL).params
     return {
         (workers, rate): planner.plan(
-            params, planner.Cluster(workers, planner.Link(rate, LATENCY)), COMPUTE, HOST
+            params,
+            planner.Cluster(workers, planner.Link(rate, LATENCY), memory_bandwidth=MEMORY),
+            COMPUTE,
         )
         for rate in RATES
         for workers in WORKERS
@@ -74,16 +77,21 @@ def beside_measured(found: Rows) -> dict[str, dict[str, Any]]:
     shapes = curves.shapes()
     free = planner.Cluster(4, planner.Link(math.inf, 0.0), on_cpu=True)
     compute = min(step.values(), default=0.0)  # any will do: what is left is each method's own
-    host = planner.calibrated(step, shapes, free, compute)
+    # What each method spends besides, so that the model gives the steps of that network.
+    free = dataclasses.replace(free, local_seconds=dict.fromkeys(step, 0.0))
+    local = {
+        name: took - planner.step_time(planner.scheme_named(name), shapes, free, compute).step
+        for name, took in step.items()
+    }
+    free = dataclasses.replace(free, local_seconds=local)
     seconds = summed(found).seconds
     for network in dict.fromkeys(network for network, _, _ in seconds):
         if network == UNSHAPED or not step:
             continue
         at = free.at(units.rate(network))
-        times = planner.plan(shapes, at, compute, host).times()
+        times = planner.plan(shapes, at, compute).times()
         errors = [
-            planner.step_time(planner.scheme_named(scheme), shapes, at, compute, host).step / took
-            - 1
+            planner.step_time(planner.scheme_named(scheme), shapes, at, compute).step / took - 1
             for scheme, took in mean_steps(found, network).items()
             if scheme in step
         ]

@@ -39,10 +39,10 @@ def main() -> None:
         jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,)), AXIS
     )
     text = corpus.standard_library().train
-    tx = lc.owner_lion(1e-3, axis_name=workers)
+    tx = lc.owner_lion(1e-3, workers=workers)
     with (
         # A save takes a second at most; nobody waits longer for one whose disk failed.
-        lc.Checkpoints(args.checkpoint, axis_name=workers, timeout=10) as saved,
+        lc.Checkpoints(args.checkpoint, workers=workers, timeout=10) as saved,
         lc.checkpoint.Snapshots(saved, memory / "snapshots", every=args.snapshots) as snapshots,
         lc.stop_on_sigterm() as stopping,
     ):
@@ -56,7 +56,7 @@ def main() -> None:
         else:
             state = found.state
         loss = shapes[0]
-        step = lc.make_train_step(loss, tx, workers, programs=memory / "programs")
+        step = lc.make_train_step(loss, tx, workers).compiled(programs=memory / "programs")
         replicas = lc.faults.Replicas(workers, every=args.every)
         rows = NamedSharding(workers.mesh, P(AXIS))
         for t in range(int(state.step), args.steps):

@@ -13,22 +13,24 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from oracle import coding, simulate
+from oracle import lion as reference
 from report import Rows, rows_of
 
-from lioncub_jax import faults, reference
+from lioncub_jax import faults
 from lioncub_jax.faults import Attack
 from study import runs
 from study.methods import DECAY, METHODS, Betas, Method
 from study.tasks import Task
 
 ATTACKS: dict[str, Attack] = {
-    "nobody": Attack("nobody", lambda grads, key: grads),
-    "flip": faults.sign_flip(),
-    "random": faults.random_votes(),
+    "nobody": lambda grads, key: grads,
+    "flip": faults.sign_flip,
+    "random": faults.random_votes,
     "times 1e6": faults.scaled(1e6),
     "times -1e6": faults.scaled(-1e6),
-    "NaN": faults.not_finite(),
-    "leaf": faults.collusion(),
+    "NaN": faults.not_finite,
+    "leaf": faults.collusion,
 }
 BASES = {  # what is attacked, and whose learning rate it takes
     "mean": "lion", "vote": "vote", "average": "average", "int8": "int8", "owner": "owner-3",
@@ -141,12 +143,12 @@ def method_of(base: str, workers: int) -> Method:
     if BASES[base] == base or base in ("mean", "owner"):
         return method
     turned = base in TURNED
-    codes = reference.rotated(reference.midrise(1)) if turned else reference.midrise(3)
+    codes = coding.rotated(coding.midrise(1)) if turned else coding.midrise(3)
 
     def simulated(rate: Any, steps: int, betas: Betas) -> Any:
         votes = reference.momentum_at_owner(
-            *betas, codes=codes, feedback=jnp.bfloat16, dominance=DOMINANCE[base],
-            trim=trim(base, workers), keep=0.7 if turned else 1.0,
+            *betas, coding.error_feedback(codes, keep=0.7 if turned else 1.0),
+            dominance=DOMINANCE[base], trim=trim(base, workers),
         )  # fmt: skip
         return reference.optimizer(votes, rate, DECAY)
 
@@ -155,14 +157,14 @@ def method_of(base: str, workers: int) -> Method:
 
 def harm(
     workers: int, key: jax.Array, t: jax.Array, kind: Any, liars: Any, missing: Any, *late: Any
-) -> Any:
+) -> simulate.Harm:
     """What a step is given: who lies how, who is not there, and who is late."""
     every = jnp.arange(workers)
     keys = jax.vmap(partial(jax.random.fold_in, jax.random.fold_in(key, t)))(every)
 
     def tamper(grads: Any, step: jax.Array) -> Any:
         del step
-        attacks = [attack.gradients for attack in ATTACKS.values()]
+        attacks = list(ATTACKS.values())
         lies = jax.vmap(lambda g, k: jax.lax.switch(kind, attacks, g, k))(grads, keys)
 
         def leaf(lie: jax.Array, x: jax.Array) -> jax.Array:
@@ -171,8 +173,7 @@ def harm(
         return jax.tree.map(leaf, lies, grads)
 
     drawn = jax.random.uniform(jax.random.fold_in(key, -1 - t), (workers,))
-    found = {"tamper": tamper, "absent": drawn < missing}
-    return found | ({"late": drawn < late[0]} if late else {})
+    return simulate.Harm(tamper, drawn < missing, drawn < late[0] if late else None)
 
 
 class LiarsRunner(runs.Runner):

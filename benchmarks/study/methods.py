@@ -9,16 +9,18 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import optax
+from oracle import baselines as reference_baselines
+from oracle import coding
+from oracle import dgc as reference_dgc
+from oracle import lion as reference
+from oracle import one_bit_adam as reference_adam
+from oracle import powersgd as reference_power
+from oracle import sync as reference_sync
+from oracle.lion import Simulator
 
 import lioncub_jax as lc
-from lioncub_jax import baselines, reference
+from lioncub_jax import baselines
 from lioncub_jax.baselines.dgc import dgc
-from lioncub_jax.reference import baselines as reference_baselines
-from lioncub_jax.reference import dgc as reference_dgc
-from lioncub_jax.reference import one_bit_adam as reference_adam
-from lioncub_jax.reference import powersgd as reference_power
-from lioncub_jax.reference import sync as reference_sync
-from lioncub_jax.reference.lion import Simulator
 from lioncub_jax.sync import Schedule
 from lioncub_jax.traffic import predicted as accounting
 
@@ -45,7 +47,7 @@ class Method(NamedTuple):
       source: the paper, or "ours".
       rates: the learning rates it is tuned over.
       simulated: ``(rate, steps, betas) -> Simulator``.
-      transform: ``(rate, steps, betas, axis_name) -> optax transform``.
+      transform: ``(rate, steps, betas, workers) -> optax transform``.
       stages: whether steps of a run differ in what they send.
       sync: when momenta are made alike, which is counted by itself.
       local_steps: steps that each worker takes on its own before the workers talk.
@@ -93,15 +95,15 @@ def local(
     return Method(
         label, source, rates,
         descending(lambda steps, betas: reference.local_momentum(*betas, codes=codes, decide=decide)),
-        lambda rate, steps, betas, axis_name: transform(
-            rate, *betas, weight_decay=DECAY, axis_name=axis_name, **options
+        lambda rate, steps, betas, workers: transform(
+            rate, *betas, weight_decay=DECAY, workers=workers, **options
         ),
     )  # fmt: skip
 
 
 def bits_voted(p: int) -> Method:
     label = f"vote, {p} bits, block of 128"
-    return local(label, "ours", reference.midrise(p), quantizer=lc.quantize.midrise(p))
+    return local(label, "ours", coding.midrise(p), quantizer=lc.quantize.midrise(p))
 
 
 def coded_sync(gap: int) -> Method:
@@ -120,21 +122,21 @@ def at_owner(label: str, quantizer: Any, codes: Any) -> Method:
 
     def votes(steps: int, betas: Betas) -> Simulator:
         return reference.momentum_at_owner(
-            *betas, codes=codes, feedback=jnp.bfloat16, keep=quantizer.keep,
-            dominance=jnp.inf if quantizer.turns else None,  # as `owner_lion` has it
+            *betas, coding.error_feedback(codes, keep=quantizer.keep),
+            dominance=jnp.inf if quantizer.rotates else None,  # as `owner_lion` has it
         )  # fmt: skip
 
     return Method(
         label, "ours", VOTES, descending(votes),
-        lambda rate, steps, betas, axis_name: lc.owner_lion(
-            rate, *betas, weight_decay=DECAY, axis_name=axis_name, quantizer=quantizer
+        lambda rate, steps, betas, workers: lc.owner_lion(
+            rate, *betas, weight_decay=DECAY, workers=workers, quantizer=quantizer
         ),
     )  # fmt: skip
 
 
 def bits_owned(p: int) -> Method:
     quantizer = lc.quantize.error_feedback(lc.quantize.midrise(p))
-    return at_owner(f"owner, {p} bit{'s' * (p > 1)}", quantizer, reference.midrise(p))
+    return at_owner(f"owner, {p} bit{'s' * (p > 1)}", quantizer, coding.midrise(p))
 
 
 def baseline(
@@ -143,15 +145,22 @@ def baseline(
     """One of `baselines`, with its ``options``."""
     return Method(
         label, source, rates, simulated,
-        lambda rate, steps, betas, axis_name: tx(rate, axis_name=axis_name, **options),
+        lambda rate, steps, betas, workers: tx(rate, workers=workers, **options),
     )  # fmt: skip
+
+
+def mean_sgd(rate: Rate, workers: Any) -> Any:
+    """SGD with momentum and decoupled decay."""
+    decay = optax.add_decayed_weights(LIGHT_DECAY)
+    sgd = optax.chain(optax.trace(0.9), decay, optax.scale_by_learning_rate(rate))
+    return lc.global_gradients(sgd, workers=workers)
 
 
 def sparse() -> Method:
     """DGC, whose warm-up is the first tenth of a run."""
 
-    def transform(rate: Rate, steps: int, betas: Betas, axis_name: Any) -> Any:
-        return dgc(rate, 0.9, 0.001, steps // 10, weight_decay=LIGHT_DECAY, axis_name=axis_name)
+    def transform(rate: Rate, steps: int, betas: Betas, workers: Any) -> Any:
+        return dgc(rate, 0.9, 0.001, steps // 10, weight_decay=LIGHT_DECAY, workers=workers)
 
     def votes(steps: int, betas: Betas) -> Simulator:
         return reference_dgc.dgc(0.9, 0.001, steps // 10)
@@ -179,8 +188,8 @@ def power(inner: Callable[[Rate], Any], name: str, rates: tuple[float, ...]) -> 
     return Method(
         f"PowerSGD, rank {RANK}, {name}", "1905.13727", rates,
         lambda rate, steps, betas: reference_power.powersgd(inner(rate), RANK),
-        lambda rate, steps, betas, axis_name: baselines.powersgd(
-            inner(rate), RANK, axis_name=axis_name
+        lambda rate, steps, betas, workers: baselines.powersgd(
+            inner(rate), RANK, workers=workers
         ),
     )  # fmt: skip
 
@@ -196,7 +205,7 @@ def alone_first(bits: int | None) -> Method:
     return Method(
         f"DiLoCo, {ALONE} steps, {how}", "2311.08105", MEANS,
         lambda rate, steps, betas: reference_baselines.diloco(bits=bits),
-        lambda rate, steps, betas, axis_name: baselines.diloco(bits=bits, axis_name=axis_name),
+        lambda rate, steps, betas, workers: baselines.diloco(bits=bits, workers=workers),
         local_steps=ALONE, local=adamw,
     )  # fmt: skip
 
@@ -207,16 +216,16 @@ PEERS: dict[str, Method] = {
     "one-bit-adam": Method(
         "1-bit Adam", "2102.02888", MEANS,
         descending(lambda steps, betas: reference_adam.one_bit_adam(**warmed(steps))),
-        lambda rate, steps, betas, axis_name: baselines.one_bit_adam(
-            rate, weight_decay=DECAY, axis_name=axis_name, **warmed(steps)
+        lambda rate, steps, betas, workers: baselines.one_bit_adam(
+            rate, weight_decay=DECAY, workers=workers, **warmed(steps)
         ),
         stages=True,
     ),
     "zero-one-adam": Method(
         "0/1 Adam", "2202.06009", MEANS,
         descending(lambda *_: reference_adam.zero_one_adam()),
-        lambda rate, steps, betas, axis_name: baselines.zero_one_adam(
-            rate, weight_decay=DECAY, axis_name=axis_name
+        lambda rate, steps, betas, workers: baselines.zero_one_adam(
+            rate, weight_decay=DECAY, workers=workers
         ),
         stages=True,
     ),
@@ -241,18 +250,20 @@ METHODS: dict[str, Method] = {
     "lion": Method(
         "Lion, float32", "2302.06675", VOTES,
         averaged(lambda rate, betas: optax.lion(rate, *betas, weight_decay=DECAY)),
-        lambda rate, steps, betas, axis_name: baselines.lion(
-            rate, *betas, weight_decay=DECAY, axis_name=axis_name
+        lambda rate, steps, betas, workers: lc.global_gradients(
+            optax.lion(rate, *betas, weight_decay=DECAY), workers=workers
         ),
     ),
     "adamw": baseline(
-        "AdamW, float32", "1711.05101", MEANS, baselines.adamw,
-        averaged(adamw), weight_decay=DECAY,
+        "AdamW, float32", "1711.05101", MEANS,
+        lambda rate, workers: lc.global_gradients(
+            optax.adamw(rate, weight_decay=DECAY), workers=workers
+        ),
+        averaged(adamw),
     ),
     "sgd": baseline(
-        "SGD-momentum, float32", "", NOISY_GRADIENTS, baselines.sgd,
+        "SGD-momentum, float32", "", NOISY_GRADIENTS, mean_sgd,
         descending(lambda *_: reference_baselines.averaged(optax.trace(0.9)), LIGHT_DECAY),
-        **_MOMENTUM,
     ),
     "signsgd": baseline(
         "signSGD, majority", "1802.04434", VOTES, baselines.signsgd,
@@ -282,11 +293,11 @@ METHODS: dict[str, Method] = {
         transform=lc.distributed_lion, average=True,
     ),
     "int8": local(
-        "Lion Cub, int8 sum", "2411.16462", reference.integer(8),
+        "Lion Cub, int8 sum", "2411.16462", coding.integer(8),
         quantizer=lc.quantize.integer(8), wire=lc.wires.counts(),
     ),
     "ternary": local(
-        "exact zeros and ties", "both", reference.ternary(), quantizer=lc.quantize.ternary()
+        "exact zeros and ties", "both", coding.ternary(), quantizer=lc.quantize.ternary()
     ),
     "vote-2": bits_voted(2),
     "vote-4": bits_voted(4),
@@ -297,6 +308,6 @@ METHODS: dict[str, Method] = {
     "owner-4": bits_owned(4),
     "owner-1-faded": at_owner(
         "owner, 1 bit, rotated, feedback times 0.7",
-        lc.quantize.rotated_sign(), reference.rotated(reference.midrise(1)),
+        lc.quantize.rotated_sign(), coding.rotated(coding.midrise(1)),
     ),
 } | PEERS  # fmt: skip

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from oracle import simulate
 
-from lioncub_jax.reference import simulate
 from study import splits, tasks
 from study.methods import Method, method_named
 from study.tasks import Task
@@ -73,12 +73,16 @@ def schedule(rate: Any, steps: int) -> Callable[[jax.Array], jax.Array]:
     return at
 
 
-# What `simulate.step` is given besides, of a key, a step and more.
-Harm = Callable[..., dict[str, Any]]
+# Of a key, a step and more.
+Harming = Callable[..., simulate.Harm]
 
 
 def program(
-    task: Task, method: Method, spec: Spec, harm: Harm = lambda key, t: {}, late: bool = False
+    task: Task,
+    method: Method,
+    spec: Spec,
+    harm: Harming = lambda key, t: simulate.Harm(),
+    late: bool = False,
 ) -> Callable[..., Outcome]:
     """``(data, table, lengths, rate, seed, ...) -> Outcome``, to be compiled once for many runs.
 
@@ -101,8 +105,8 @@ def program(
         def step(run: simulate.Simulated, steps: jax.Array) -> tuple[simulate.Simulated, jax.Array]:
             own = [drawn(jax.random.fold_in(draws, t), table, lengths, spec.batch) for t in steps]
             batch = task.batch(data.train, jnp.concatenate(own, axis=1))
-            harmed = harm(jax.random.fold_in(key, 2), steps[0], *more)
-            run, losses = simulate.step(task.loss, simulator, run, batch, alone, local, **harmed)
+            harmed = harm and harm(jax.random.fold_in(key, 2), steps[0], *more)
+            run, losses = simulate.step(task.loss, simulator, run, batch, alone, local, harmed)
             return run, losses.mean()
 
         def segment(run: simulate.Simulated, times: jax.Array) -> tuple[simulate.Simulated, Any]:

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from gpt.model import Block, normal
+from gpt.model import Block, Sizes, normal
 
 
 class ViT(nnx.Module):
@@ -22,18 +22,8 @@ class ViT(nnx.Module):
         places, self.patch = patches**2, height // patches
         self.read = nnx.Linear(self.patch**2 * channels, width, use_bias=False, rngs=rngs)
         self.positions = nnx.Embed(places, width, embedding_init=normal(0.02), rngs=rngs)
-        self.blocks = nnx.List(
-            Block(
-                width,
-                size.heads,
-                size.layers,
-                0.0,
-                causal=False,
-                expansion=size.expansion,
-                rngs=rngs,
-            )
-            for _ in range(size.layers)
-        )
+        sizes = Sizes(size.layers, width, size.heads, size.expansion)
+        self.blocks = nnx.List(Block(sizes, causal=False, rngs=rngs) for _ in range(size.layers))
         self.norm = nnx.LayerNorm(width, use_bias=False, rngs=rngs)
         self.write = nnx.Linear(width, classes, use_bias=False, kernel_init=normal(0.02), rngs=rngs)
 

@@ -1,6 +1,7 @@
 """A byte-level GPT: pre-norm blocks, learned positions, tied or untied output."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,15 +11,25 @@ from flax import nnx
 VOCABULARY = 256
 
 
+class Sizes(NamedTuple):
+    """Of a transformer."""
+
+    layers: int
+    width: int
+    heads: int
+    expansion: int = 4  # how many times as wide as the model the hidden layer of an MLP is
+    dropout: float = 0.0
+
+
 class Attention(nnx.Module):
     """Self-attention over [batch, time, width]; if causal, each place sees itself and those before."""
 
-    def __init__(self, width: int, heads: int, depth: int, *, causal: bool = True, rngs: nnx.Rngs):
-        self.causal = causal
+    def __init__(self, sizes: Sizes, *, causal: bool, rngs: nnx.Rngs):
+        self.causal, width = causal, sizes.width
         # Heads are a dimension of their own, so that a mesh can share them out.
-        shape = (3, heads, width // heads)
+        shape, init = (3, sizes.heads, width // sizes.heads), residual(sizes.layers)
         self.qkv = nnx.LinearGeneral(width, shape, use_bias=False, rngs=rngs)
-        self.out = nnx.Linear(width, width, use_bias=False, kernel_init=residual(depth), rngs=rngs)
+        self.out = nnx.Linear(width, width, use_bias=False, kernel_init=init, rngs=rngs)
 
     def __call__(self, x):
         batch, time, width = x.shape
@@ -28,14 +39,13 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Two layers; the hidden one is four times as wide as the model, or as told."""
+    """Two layers."""
 
-    def __init__(self, width: int, depth: int, *, expansion: int = 4, rngs: nnx.Rngs):
-        hidden = expansion * width
+    def __init__(self, sizes: Sizes, *, rngs: nnx.Rngs):
+        width, hidden = sizes.width, sizes.expansion * sizes.width
+        init = residual(sizes.layers)
         self.up = nnx.Linear(width, hidden, use_bias=False, rngs=rngs)
-        self.down = nnx.Linear(
-            hidden, width, use_bias=False, kernel_init=residual(depth), rngs=rngs
-        )
+        self.down = nnx.Linear(hidden, width, use_bias=False, kernel_init=init, rngs=rngs)
 
     def __call__(self, x):
         return self.down(jax.nn.gelu(self.up(x)))
@@ -44,15 +54,12 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(
-        self, width: int, heads: int, depth: int, dropout: float, *, causal: bool = True,
-        expansion: int = 4, rngs: nnx.Rngs,
-    ):  # fmt: skip
-        self.norm1 = nnx.LayerNorm(width, use_bias=False, rngs=rngs)
-        self.attention = Attention(width, heads, depth, causal=causal, rngs=rngs)
-        self.norm2 = nnx.LayerNorm(width, use_bias=False, rngs=rngs)
-        self.mlp = MLP(width, depth, expansion=expansion, rngs=rngs)
-        self.dropout = nnx.Dropout(dropout, rngs=rngs)
+    def __init__(self, sizes: Sizes, *, causal: bool = True, rngs: nnx.Rngs):
+        self.norm1 = nnx.LayerNorm(sizes.width, use_bias=False, rngs=rngs)
+        self.attention = Attention(sizes, causal=causal, rngs=rngs)
+        self.norm2 = nnx.LayerNorm(sizes.width, use_bias=False, rngs=rngs)
+        self.mlp = MLP(sizes, rngs=rngs)
+        self.dropout = nnx.Dropout(sizes.dropout, rngs=rngs)
 
     def __call__(self, x, deterministic: bool):
         x = x + self.dropout(self.attention(self.norm1(x)), deterministic=deterministic)
@@ -60,20 +67,19 @@ class Block(nnx.Module):
 
 
 class GPT(nnx.Module):
-    """Bytes [batch, time] to logits [batch, time, 256] for the byte that follows each."""
+    """Bytes [batch, time] to logits [batch, time, 256] for the byte that follows each.
 
-    def __init__(
-        self, *, layers, width, heads, context, expansion=4, dropout=0.0, tied=True,
-        rngs: nnx.Rngs,
-    ):  # fmt: skip
+    Beside its own arguments it takes those of `Sizes`.
+    """
+
+    def __init__(self, *, context: int, tied: bool = True, rngs: nnx.Rngs, **sizes):
+        known = Sizes(**sizes)
+        width = known.width
         self.context = context
         self.read = nnx.Embed(VOCABULARY, width, embedding_init=normal(width**-0.5), rngs=rngs)
         self.positions = nnx.Embed(context, width, embedding_init=normal(0.02), rngs=rngs)
-        self.dropout = nnx.Dropout(dropout, rngs=rngs)
-        self.blocks = nnx.List(
-            Block(width, heads, layers, dropout, expansion=expansion, rngs=rngs)
-            for _ in range(layers)
-        )
+        self.dropout = nnx.Dropout(known.dropout, rngs=rngs)
+        self.blocks = nnx.List(Block(known, rngs=rngs) for _ in range(known.layers))
         self.norm = nnx.LayerNorm(width, use_bias=False, rngs=rngs)
         self.write = None if tied else output(width, rngs)
 

@@ -10,7 +10,7 @@ import lioncub_jax as lc
 
 class Recipe(NamedTuple):
     summary: str
-    # (bits, sync, axis_name: lc.Workers, **of_lion)
+    # (bits, sync, workers: lc.Workers, **of_lion)
     build: Callable[..., optax.GradientTransformation]
     learning_rate: float
     weight_decay: float
@@ -49,9 +49,9 @@ def _adamw(bits: None, sync: None, **options: Any) -> optax.GradientTransformati
 
 
 def _baseline(
-    optimizer: Callable[..., Any], axis_name: lc.Workers, **options: Any
+    optimizer: Callable[..., Any], workers: lc.Workers, **options: Any
 ) -> optax.GradientTransformation:
-    return lc.global_gradients(optimizer(**options), axis_name)
+    return lc.global_gradients(optimizer(**options), workers=workers)
 
 
 RECIPES = {

@@ -10,7 +10,7 @@ import lioncub_jax as lc
 from gpt.meshes import Layout
 from gpt.training import Run
 
-Stops = Callable[[lc.TrainState, int, bool], bool]  # (state, step, is the last) -> stop now
+Stops = Callable[[lc.StepState, int, bool], bool]  # (state, step, is the last) -> stop now
 
 
 SNAPSHOT_EVERY = 5  # steps, under lioncub run
@@ -33,10 +33,8 @@ def opened(args: argparse.Namespace, layout: Layout) -> Iterator[Saved | None]:
     if args.checkpoint is None:
         yield None
         return
-    voters = layout.voters
-    where = {"axis_name": voters.axis_name, "group_axis": voters.group_axis}
     try:
-        checkpoints = lc.Checkpoints(args.checkpoint, **where, keep=3)
+        checkpoints = lc.Checkpoints(args.checkpoint, workers=layout.voters, keep=3)
     except ValueError as error:
         raise Refused(f"--checkpoint: {error}") from None
     with checkpoints:
@@ -86,7 +84,7 @@ def during(run: Run, saved: Saved | None, every: int) -> Iterator[Stops]:
         return
     with lc.stop_on_sigterm() as stopping:
 
-        def stops(state: lc.TrainState, step: int, is_last: bool) -> bool:
+        def stops(state: lc.StepState, step: int, is_last: bool) -> bool:
             stop = stopping(step)
             if saved.snapshots:
                 saved.snapshots(state, {"seed": run.seed})

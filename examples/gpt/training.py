@@ -18,6 +18,7 @@ from gpt.meshes import Layout
 from gpt.model import GPT, continue_text, next_byte_loss
 
 VALIDATION_BYTES = 32_768
+VOTES = "votes/ties", "votes/abstained", "votes/abstentions"
 
 
 class Traffic(NamedTuple):
@@ -35,7 +36,7 @@ class Run(NamedTuple):
     model: GPT
     text: Corpus
     layout: Layout
-    state: lc.TrainState
+    state: lc.StepState
     step: jax.stages.Compiled
     collectives: list[Any]
     sent: Traffic
@@ -72,16 +73,16 @@ def prepare(model: GPT, text: Corpus, tx: Any, layout: Layout, *, batch: int, se
         specs=meshes.specs(params, mesh), model_state=model_state, rng=key,
     )  # fmt: skip
     memory = lc.elastic.memory()  # of lioncub run
-    step = lc.make_train_step(
-        loss, tx, layout.voters, batch_spec=layout.rows,
-        programs=memory and memory / "programs",
-    )  # fmt: skip
+    step = lc.make_train_step(loss, tx, layout.voters, batch_spec=layout.rows)
+    step.compiled(programs=memory and memory / "programs")
     rows = batch * layout.workers
     windows = validation_windows(text, model.context, rows)
-    compiled = step.compile(state, jax.ShapeDtypeStruct(windows.shape[1:], windows.dtype))
+    given = jax.ShapeDtypeStruct(windows.shape[1:], windows.dtype)
+    compiled = step.lower(state, given).compile()
     found = lc.traffic.collectives(compiled, mesh)
+    takes = step if memory else compiled  # the step keeps its program, and says that it trains
     return Run(
-        model, text, layout, state, compiled, found, sent_by_each(found, state.params, layout),
+        model, text, layout, state, takes, found, sent_by_each(found, state.params, layout),
         evaluation(model, windows, layout), corpus.baselines(text.train, windows), batch, seed,
     )  # fmt: skip
 
@@ -132,7 +133,7 @@ def train(
     run: Run,
     steps: int,
     follow: Callable[[Row], None],
-    stops: Callable[[lc.TrainState, int, bool], bool] = lambda state, step, is_last: False,
+    stops: Callable[[lc.StepState, int, bool], bool] = lambda state, step, is_last: False,
     seconds: float = 0.0,
 ) -> tuple[Run, bool]:
     """The run after its last step, or after the one where `stops` says so; and whether it did.
@@ -146,12 +147,12 @@ def train(
         # XLA for CPU can deadlock when more than about thirty steps are under way.
         jax.block_until_ready(losses[:-8][-1:])
         if is_logged(step, steps):
-            loss, votes = jax.device_get((losses, lc.vote_stats(state.opt_state)))
+            loss, votes = jax.device_get((losses, lc.metrics(state)))
             elapsed = time.perf_counter() - since
             seconds += elapsed
             speed = len(losses) * run.rows * run.model.context / elapsed
             validation = run.evaluate(state.params) if is_evaluated(step, steps) else None
-            stats = (None,) * 3 if votes is None else (x.item() for x in votes)
+            stats = [votes[name].item() if name in votes else None for name in VOTES]
             follow(Row(step, bits(np.mean(loss)), validation, speed, seconds, *stats))
             losses, since = [], time.perf_counter()
         if stops(state, step, step == steps) and step < steps:
