@@ -252,7 +252,9 @@ def scale_by_owner_lion(
     if quantizer is None:
         quantizer = quantize.error_feedback(quantize.midrise(3))
     checks.check_kinds(quantizer=(quantizer, Quantizer))
-    lion = decide.at_owner(Lion(b1, b2, mu_dtype), dominance=dominance, trim=0 if trim is None else trim)
+    lion = decide.at_owner(
+        Lion(b1, b2, mu_dtype), dominance=dominance, trim=0 if trim is None else trim
+    )
     return communicate(
         workers=workers, memory=momentum.nothing(), up=quantizer, decision=lion, wire=wire,
         bucket_size=bucket_size,
