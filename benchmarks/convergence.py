@@ -23,7 +23,7 @@ from study import evidence, plan, pool, tables, tasks
 from study.methods import method_named
 from study.runs import Runner, Spec, key_of
 
-from lioncub_jax import checks
+from lioncub_jax import arguments
 
 ROWS = Path(__file__).parent / "results" / "convergence.jsonl"
 GOAL_ROWS = ROWS.parent / "time_to_loss.jsonl"
@@ -89,7 +89,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     )
     args = parser.parse_args(argv)
     try:
-        checks.check_count(f"--jobs {args.jobs}", args.jobs)
+        arguments.check_count(f"--jobs {args.jobs}", args.jobs)
         for name in args.method or ():
             method_named(name)
         runs = not (args.report or args.evidence)

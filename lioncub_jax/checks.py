@@ -15,12 +15,6 @@ import numpy as np
 import optax
 
 from lioncub_jax import axes, wires
-from lioncub_jax.arguments import (  # noqa: F401
-    check_betas,
-    check_count,
-    check_kinds,
-    check_mu_dtype,
-)
 from lioncub_jax.axes import AxisName
 from lioncub_jax.mesh.placement import check_arrays
 from lioncub_jax.mesh.sums import checksum

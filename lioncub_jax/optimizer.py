@@ -24,7 +24,14 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from lioncub_jax import axes, checks, decide, momentum, quantize, wires
-from lioncub_jax.arguments import check_floating, check_rates, part
+from lioncub_jax.arguments import (
+    check_betas,
+    check_floating,
+    check_kinds,
+    check_mu_dtype,
+    check_rates,
+    part,
+)
 from lioncub_jax.axes import AxisName
 from lioncub_jax.exchange import Asked, Sending, communicate
 from lioncub_jax.mesh.placement import Workers, names_of
@@ -124,7 +131,7 @@ def scale_by_lion_cub(
       >>> tx = optax.chain(optax.clip_by_global_norm(1.0), vote, optax.scale_by_learning_rate(1e-4))
     """
     if quantizer is not None:
-        checks.check_kinds(quantizer=(quantizer, Quantizer))
+        check_kinds(quantizer=(quantizer, Quantizer))
     return _vote(
         workers, sync, sync_where, memory=momentum.blend(b1, b2, mu_dtype),
         up=quantizer, wire=wire, bucket_size=bucket_size,
@@ -247,11 +254,11 @@ def scale_by_owner_lion(
       >>> import lioncub_jax as lc
       >>> tx = lc.scale_by_owner_lion(workers="data")
     """
-    checks.check_betas(b1=b1, b2=b2)
-    checks.check_mu_dtype(mu_dtype)
+    check_betas(b1=b1, b2=b2)
+    check_mu_dtype(mu_dtype)
     if quantizer is None:
         quantizer = quantize.error_feedback(quantize.midrise(3))
-    checks.check_kinds(quantizer=(quantizer, Quantizer))
+    check_kinds(quantizer=(quantizer, Quantizer))
     lion = decide.at_owner(
         Lion(b1, b2, mu_dtype), dominance=dominance, trim=0 if trim is None else trim
     )
@@ -344,7 +351,7 @@ def global_gradients(
     names_of(workers)
     axis = workers.axes if isinstance(workers, Workers) else workers
     check_floating("dtype", dtype)
-    checks.check_kinds(tx=(tx, optax.GradientTransformation))
+    check_kinds(tx=(tx, optax.GradientTransformation))
     tx = optax.with_extra_args_support(tx)
     built = checks.callers_line() if axis is None else None
 
@@ -415,7 +422,7 @@ def coded_gradients(
 
     Source: ours; feedback both ways as dist-EF-blockSGD (Zheng et al., arXiv 1905.10936).
     """
-    checks.check_kinds(tx=(tx, optax.GradientTransformation))
+    check_kinds(tx=(tx, optax.GradientTransformation))
     check_floating("error_dtype", error_dtype)
     mean = coded_mean(bits, workers, error_dtype)
     if workers is None:

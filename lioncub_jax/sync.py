@@ -16,6 +16,7 @@ import optax
 from jax import lax
 
 from lioncub_jax import axes, checks, decide, exchange, layout, momentum, quantize, wires
+from lioncub_jax.arguments import check_count
 from lioncub_jax.axes import AxisName
 from lioncub_jax.exchange import Plan, Worker
 from lioncub_jax.layout import Flat, Holder
@@ -49,7 +50,7 @@ def every(period: int) -> Schedule:
       >>> [t for t in range(1, 10) if lc.sync.every(4).due(t)]
       [4, 8]
     """
-    checks.check_count(f"every({period!r})", period)
+    check_count(f"every({period!r})", period)
     return Schedule(f"every({period})", lambda step: step % period == 0)
 
 
@@ -63,7 +64,7 @@ def first(steps: int, schedule: Schedule | None = None) -> Schedule:
       >>> [t for t in range(1, 20) if lc.sync.first(9, lc.sync.every(4)).due(t)]
       [4, 8]
     """
-    checks.check_count(f"first({steps!r})", steps)
+    check_count(f"first({steps!r})", steps)
     inner = every(1) if schedule is None else schedule
     check_schedule(inner)
     name = f"first({steps}, {inner.name})"
@@ -82,7 +83,7 @@ def thinning(k: int) -> Schedule:
 
     Source: Lion Cub (arXiv 2411.16462), thinning schedule.
     """
-    checks.check_count(f"thinning({k!r})", k)
+    check_count(f"thinning({k!r})", k)
     times, gaps, syncs = [1], [], 1  # at which a gap begins to hold, and after how many syncs
     while times[-1] < 2**31:
         gaps.append(int(2 ** (syncs / k)))

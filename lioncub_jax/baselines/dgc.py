@@ -33,8 +33,8 @@ import numpy as np
 import optax
 from jax import lax
 
-from lioncub_jax import axes, checks, wires
-from lioncub_jax.arguments import check_number
+from lioncub_jax import axes, wires
+from lioncub_jax.arguments import check_betas, check_number
 from lioncub_jax.axes import AxisName
 from lioncub_jax.baselines import compression
 from lioncub_jax.baselines.compression import Done, Leaves
@@ -125,7 +125,7 @@ def dgc(
     Source: Lin et al., "Deep Gradient Compression" (arXiv 1712.01887).
     """
     axis = compression.one_level("dgc", workers)
-    checks.check_betas(momentum=momentum)
+    check_betas(momentum=momentum)
     method = _DGC(axis, momentum, stages(density, warmup))
     mean = compression.compressed_mean(axis, DGCState, _zeros, method.step)
     sparse = Sending.like(mean, f"dgc({density:g})", method.sends)

@@ -35,7 +35,7 @@ import jax.numpy as jnp
 import optax
 
 from lioncub_jax import checks, decide, quantize, wires
-from lioncub_jax.arguments import check_rates
+from lioncub_jax.arguments import check_betas, check_rates
 from lioncub_jax.axes import AxisName
 from lioncub_jax.exchange import Sending, communicate
 from lioncub_jax.mesh.placement import Workers
@@ -100,7 +100,7 @@ def signum(
 
     Source: Bernstein et al. (arXiv 1810.05291), algorithm 1. Lion Cub with equal betas.
     """
-    checks.check_betas(momentum=momentum)
+    check_betas(momentum=momentum)
     vote = communicate(workers=workers, memory=blend(momentum, momentum))
     return descending(vote, learning_rate, weight_decay, mask)
 
@@ -179,7 +179,7 @@ def qsgd(
     Source: Alistarh et al. (arXiv 1610.02132). Codes have a fixed width (the paper's Elias codes do
     not), norms travel as bfloat16 rounded up.
     """
-    checks.check_betas(momentum=momentum)
+    check_betas(momentum=momentum)
     codes = quantize.levels(bits, rounding=quantize.stochastic(seed))
     mean = communicate(
         workers=workers,
@@ -240,7 +240,7 @@ def diloco(
     Source: Douillard et al. (arXiv 2311.08105), algorithm 1, whose values the defaults are; codes with
     feedback both ways as dist-EF-blockSGD (1905.10936), of one bit or more.
     """
-    checks.check_betas(momentum=momentum)
+    check_betas(momentum=momentum)
     check_rates(learning_rate=learning_rate)
     outer = optax.chain(trace(momentum, True), optax.scale_by_learning_rate(learning_rate))
     if bits is None:

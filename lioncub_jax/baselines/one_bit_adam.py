@@ -42,7 +42,7 @@ import numpy as np
 import optax
 
 from lioncub_jax import axes, checks, decide, quantize, wires
-from lioncub_jax.arguments import check_number
+from lioncub_jax.arguments import check_betas, check_count, check_number
 from lioncub_jax.axes import AxisName
 from lioncub_jax.exchange import Asked, CommunicateState, Sending, communicate
 from lioncub_jax.mesh.placement import Workers, names_of
@@ -124,7 +124,7 @@ def one_bit_adam(
     Source: Tang et al., "1-bit Adam" (arXiv 2102.02888).
     """
     wanted = "a whole number of steps of at least 1: they find the variance that is frozen then"
-    checks.check_count(f"warmup={warmup!r}", warmup, wanted)
+    check_count(f"warmup={warmup!r}", warmup, wanted)
     adam = zero_one_adam(
         learning_rate, b1, b2, eps, weight_decay, mask, kappa=_NEVER, freeze_after=warmup,
         workers=workers,
@@ -170,10 +170,10 @@ def zero_one_adam(
     Source: Lu et al., "0/1 Adam" (arXiv 2202.06009), the policy for the variance; ``kappa`` is DeepSpeed's
     ``var_update_scaler``, ``freeze_after`` its ``var_freeze_step``, with its defaults.
     """
-    checks.check_count(f"kappa={kappa!r}", kappa, "a whole number of updates of at least 1")
+    check_count(f"kappa={kappa!r}", kappa, "a whole number of updates of at least 1")
     wanted = "a whole number of steps of at least 1: they find the variance that stays then"
-    checks.check_count(f"freeze_after={freeze_after!r}", freeze_after, wanted)
-    checks.check_betas(b1=b1, b2=b2)
+    check_count(f"freeze_after={freeze_after!r}", freeze_after, wanted)
+    check_betas(b1=b1, b2=b2)
     said = "give a number above 0, such as 1e-8"
     check_number(f"eps={eps!r}", eps, lambda x: 0 < x < np.inf, said)
     codes = coded_mean(1, workers, "float32")

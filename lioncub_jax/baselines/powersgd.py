@@ -32,7 +32,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from lioncub_jax import axes, checks, rotation, wires
+from lioncub_jax import axes, rotation, wires
+from lioncub_jax.arguments import check_count, check_kinds
 from lioncub_jax.axes import AxisName
 from lioncub_jax.baselines import compression
 from lioncub_jax.baselines.compression import Done, Leaves
@@ -128,8 +129,8 @@ def powersgd(
     Source: Vogels et al., "PowerSGD" (arXiv 1905.13727), algorithms 1 and 2; ``bits`` are ours.
     """
     axis = compression.one_level("powersgd", workers)
-    checks.check_kinds(tx=(tx, optax.GradientTransformation))
-    checks.check_count(f"rank={rank!r}", rank)
+    check_kinds(tx=(tx, optax.GradientTransformation))
+    check_count(f"rank={rank!r}", rank)
     # Codes begin anew each step: the workers keep what they miss.
     method = _PowerSGD(axis, rank, None if bits is None else coded_mean(bits, axis, None))
     mean = compression.compressed_mean(axis, PowerSGDState, method.first, method.step)

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lioncub_jax import axes, checks, decide, quantize, wires
-from lioncub_jax.arguments import check_number
+from lioncub_jax import axes, decide, quantize, wires
+from lioncub_jax.arguments import check_betas, check_number
 from lioncub_jax.axes import AxisName
 from lioncub_jax.baselines import compression
 from lioncub_jax.baselines.methods import trace
@@ -54,7 +54,7 @@ def terngrad(
 
     Source: Wen et al. (arXiv 1705.07878), with gradient clipping, layer-wise and shared scalers.
     """
-    checks.check_betas(momentum=momentum)
+    check_betas(momentum=momentum)
     if clip is not None:
         said = "give standard deviations above 0, such as 2.5, or None"
         check_number(f"clip={clip!r}", clip, lambda x: x > 0, said, float)

@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 import jax
 import orbax.checkpoint as ocp  # type: ignore[import-untyped]
 
-from lioncub_jax import checks, own
+from lioncub_jax import own
+from lioncub_jax.arguments import check_count
 from lioncub_jax.axes import AxisName
 from lioncub_jax.checkpoint import leaves, states
 from lioncub_jax.checkpoint.leaves import Leaf, Target
@@ -101,8 +102,8 @@ class Checkpoints:
         keep: int = 3,
         timeout: int = 1200,
     ):
-        checks.check_count(f"keep={keep!r}", keep)
-        checks.check_count(f"timeout={timeout!r}", timeout)
+        check_count(f"keep={keep!r}", keep)
+        check_count(f"timeout={timeout!r}", timeout)
         self._axes = names_of(workers)
         self.directory = Path(directory).absolute()
         self._refused: set[int] = set()
@@ -591,7 +592,7 @@ def stop_on_sigterm(every: int = 10) -> Iterator[Callable[[int], bool]]:
       >>> step
       2
     """
-    checks.check_count(f"every={every!r}", every)
+    check_count(f"every={every!r}", every)
     if threading.current_thread() is not threading.main_thread():
         raise ValueError(
             "stop_on_sigterm: Python takes signals in the main thread only; enter it there"

@@ -21,7 +21,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax import axes, checks, own
+from lioncub_jax import axes, own
+from lioncub_jax.arguments import check_count
 from lioncub_jax.checkpoint import leaves, states, tiles
 from lioncub_jax.checkpoint.found import About, Found, Name, names_in
 from lioncub_jax.checkpoint.leaves import Layout
@@ -93,7 +94,7 @@ class Snapshots:
                 f"checkpoints={checkpoints!r} is a {type(checkpoints).__name__}: give the Checkpoints of "
                 "the run"
             )
-        checks.check_count(f"every={every!r}", every, "a number of steps, 1 or more")
+        check_count(f"every={every!r}", every, "a number of steps, 1 or more")
         if isinstance(buddies, bool) or not isinstance(buddies, int) or buddies < 0:
             raise ValueError(f"buddies={buddies!r}: give a number of steps, or 0 for no copies")
         self._checkpoints, self._every, self._buddies = checkpoints, every, buddies

@@ -17,7 +17,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax import axes, checks, wires
+from lioncub_jax import axes, wires
+from lioncub_jax.arguments import check_count
 from lioncub_jax.mesh import sums
 from lioncub_jax.mesh.placement import Workers, check_workers
 from lioncub_jax.mesh.processes import of_words, words_of
@@ -99,7 +100,7 @@ class Replicas:
     ):
         check_workers(workers)
         self._workers = workers
-        checks.check_count(f"every={every!r}", every, "a number of steps, 1 or more")
+        check_count(f"every={every!r}", every, "a number of steps, 1 or more")
         if self._workers.count == 1:
             raise ValueError(
                 "Replicas compares workers, and there is one: leave it out, or give a mesh of more"

@@ -21,7 +21,8 @@ import numpy as np
 import optax
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from lioncub_jax import checks, optimizer
+from lioncub_jax import optimizer
+from lioncub_jax.arguments import check_count
 from lioncub_jax.baselines.one_bit_adam import one_bit_adam
 from lioncub_jax.baselines.powersgd import powersgd
 from lioncub_jax.mesh.placement import Workers
@@ -105,8 +106,8 @@ class Cluster:
     local_seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        checks.check_count(f"workers={self.workers!r}", self.workers)
-        checks.check_count(f"group_size={self.group_size!r}", self.group_size)
+        check_count(f"workers={self.workers!r}", self.workers)
+        check_count(f"group_size={self.group_size!r}", self.group_size)
         if self.group_size > 1 and self.inside is None:
             raise ValueError(
                 f"group_size={self.group_size} without inside: give the Link in a group "
@@ -309,7 +310,7 @@ def parameters_in(params: Any) -> int:
 def _shapes(params: Any) -> Any:
     if not isinstance(params, int):
         return params
-    checks.check_count(f"params={params!r}", params)
+    check_count(f"params={params!r}", params)
     return jax.ShapeDtypeStruct((params,), jnp.float32)
 
 

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax import axes, checks, wires
+from lioncub_jax.arguments import check_count
 from lioncub_jax.exchange import Asked, senders
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.mesh.specs import axes_in, product
@@ -97,7 +98,7 @@ def of(
     if step is not None and (not isinstance(step, int) or step < 0):
         raise ValueError(f"step={step!r}: give the steps taken before, from 0; or None")
     if not isinstance(workers, Workers):
-        checks.check_count(f"workers={workers!r}", workers)
+        check_count(f"workers={workers!r}", workers)
         mesh: Any = AbstractMesh((workers,), ("workers",))
         workers = Workers(mesh, "workers")
         specs = jax.tree.map(lambda _: P(), params) if specs is None else specs
@@ -162,7 +163,7 @@ def sync_traffic(params: Any, workers: int, schedule: Schedule, where: Any = Non
       >>> round(sync.bits_per_parameter / 3, 2)  # a step
       0.66
     """
-    checks.check_count(f"workers={workers!r}", workers)
+    check_count(f"workers={workers!r}", workers)
     check_schedule(schedule)
     chosen = picks(params, checks.as_mask("where", where))
     leaves = [x for x, pick in zip(jax.tree.leaves(params), chosen, strict=True) if pick]

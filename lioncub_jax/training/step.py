@@ -19,6 +19,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax import axes, checks
+from lioncub_jax.arguments import check_count
 from lioncub_jax.layout import Holder
 from lioncub_jax.mesh import boxes
 from lioncub_jax.mesh.placement import Workers, check_workers
@@ -330,7 +331,7 @@ def make_train_step(
     Source: this library.
     """
     check_workers(workers)
-    checks.check_count(f"accumulate={accumulate!r}", accumulate)
+    check_count(f"accumulate={accumulate!r}", accumulate)
     check_local(local, local_steps, workers)
     batch_spec = P(workers.axes) if batch_spec is None else batch_spec
     check_batch_spec(batch_spec, workers.mesh, workers.axes)

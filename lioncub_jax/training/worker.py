@@ -15,7 +15,8 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax import axes, checks, wires
+from lioncub_jax import axes, wires
+from lioncub_jax.arguments import check_count
 from lioncub_jax.axes import AxisName
 from lioncub_jax.mesh.placement import Static, Workers
 from lioncub_jax.mesh.specs import flax_in_use, without
@@ -197,7 +198,7 @@ def _rules_without(taken: tuple[str, ...]) -> contextlib.AbstractContextManager[
 
 def check_local(local: Any, local_steps: Any, workers: Workers) -> None:
     """Raises for local steps without an optimizer for them, or with one that cannot be a worker's own."""
-    checks.check_count(f"local_steps={local_steps!r}", local_steps)
+    check_count(f"local_steps={local_steps!r}", local_steps)
     if local is None:
         if local_steps > 1:
             raise ValueError(
