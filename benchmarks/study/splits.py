@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lioncub_jax.checks import check_count
+from lioncub_jax.arguments import check_count
 
 Parts = list[np.ndarray]  # W of int64[n_w], ascending
 
