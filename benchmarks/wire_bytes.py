@@ -92,7 +92,8 @@ def main() -> None:
             traffic, seen = both(parts, workers)
             errors.append(abs(seen - traffic.sent_bytes) / traffic.sent_bytes)
             bits = 8 * seen / traffic.parameters
-            rows.append([traffic.scheme, workers, traffic.bits_per_parameter, bits])
+            scheme = ", ".join(getattr(part, "name", "?") for part in parts.values()) or "sign"
+            rows.append([scheme, workers, traffic.bits_per_parameter, bits])
     columns = ["scheme", "workers", "predicted bits/param", "compiled bits/param"]
     lines = [[str(x if i < 2 else round(x, 3)) for i, x in enumerate(row)] for row in rows]
     Console(width=110).print(report.table("Bytes on the wire", columns, lines))

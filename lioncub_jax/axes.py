@@ -7,17 +7,20 @@ Sums here are over the devices of one worker; what travels between workers is in
 
 from collections.abc import Sequence
 from functools import reduce
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-AxisName = str | tuple[str, ...]
+AxisName: TypeAlias = str | tuple[str, ...]  # as users name the workers: one axis, or several
+Axes: TypeAlias = tuple[
+    str, ...
+]  # mesh axes that are one group of workers, or devices; () for none
 
 
-def names(axis: AxisName | None) -> tuple[str, ...]:
-    """The mesh axes of the workers: one, or several that are one group of voters; None for none."""
+def names(axis: AxisName | None) -> Axes:
+    """The mesh axes that a user has named; () for none."""
     return (axis,) if isinstance(axis, str) else axis or ()
 
 
@@ -26,67 +29,64 @@ def varying_axes(x: jax.Array) -> frozenset:
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
-def workers_on(axis: AxisName | None) -> int:
-    """The number of workers on a mesh axis, or on several together; 1 without an axis.
+def workers_on(axis: Axes) -> int:
+    """The number of workers on mesh axes together; 1 without any.
 
     Raises:
-      ValueError: where the axis is not bound.
+      ValueError: where one is not bound.
     """
-    if not names(axis):
-        return 1
     try:
         return lax.axis_size(axis)
     except NameError as error:
         bound = jax.sharding.get_abstract_mesh().manual_axes
+        given = axis if len(axis) > 1 else axis[0]
         if bound:
             raise ValueError(
-                f"workers={axis!r} is not an axis of the workers here, where the mapped axes are "
+                f"workers={given!r} is not an axis of the workers here, where the mapped axes are "
                 f"{bound}: the optimizer and the step around it name different axes; give both the same "
                 "one, such as one lioncub_jax.Workers"
             ) from error
         raise ValueError(
-            f"workers={axis!r} is not a mesh axis here: update (and, for state that is sharded over "
+            f"workers={given!r} is not a mesh axis here: update (and, for state that is sharded over "
             "the workers, init) must run inside jax.shard_map or jax.pmap with that axis; "
             "lioncub_jax.on_mesh, init_state and make_train_step do so"
         ) from error
 
 
-def worker_index(axis: AxisName | None) -> jax.Array:
+def worker_index(axis: Axes) -> jax.Array:
     """``int32[]``: which worker this is; varies over ``axis``."""
-    return lax.axis_index(axis) if names(axis) else jnp.zeros((), jnp.int32)
+    return lax.axis_index(axis) if axis else jnp.zeros((), jnp.int32)
 
 
-def tracked(axis: AxisName | None) -> bool:
+def tracked(axis: Axes) -> bool:
     """Whether types tell what varies over ``axis`` here: ``shard_map`` with ``check_vma=True``."""
-    over = set(names(axis))
-    return bool(over) and over <= varying_axes(lax.axis_index(axis))
+    return bool(axis) and varying_axes(lax.axis_index(axis)).issuperset(axis)
 
 
-def varying(tree: Any, axis: AxisName | None) -> Any:
+def varying(tree: Any, axis: Axes) -> Any:
     """Gives every leaf the type of a value that varies over ``axis``, where it has not got it."""
-    over = set(names(axis))
     leaves, structure = jax.tree.flatten(tree)
     for i, x in enumerate(leaves):
-        if missing := tuple(sorted(over - varying_axes(x))):
+        if missing := tuple(sorted(set(axis) - varying_axes(x))):
             leaves[i] = lax.pcast(x, missing, to="varying")
     return jax.tree.unflatten(structure, leaves)
 
 
-def same_everywhere(x: jax.Array, axis: AxisName | None) -> jax.Array:
+def same_everywhere(x: jax.Array, axis: Axes) -> jax.Array:
     """Gives a value of one worker alone the type of a value that does not vary over its axis."""
-    differs = tuple(n for n in names(axis) if n in varying_axes(x))
-    return lax.psum(x, differs) if tracked(axis) and differs else x
+    differs = tuple(sorted(varying_axes(x).intersection(axis)))
+    return lax.psum(x, differs) if differs else x
 
 
-def shared(tree: Sequence[jax.Array], axis: AxisName | None) -> int | None:
+def shared(leaves: Sequence[jax.Array], axis: Axes) -> int | None:
     """Which leaf is, by its type, the same on all workers, or on some of them: the first; or None."""
-    if not tracked(axis):
-        return None
-    apart = set(names(axis))
-    return next((i for i, x in enumerate(tree) if not apart <= varying_axes(x)), None)
+    for i, x in enumerate(leaves) if tracked(axis) else ():
+        if not varying_axes(x).issuperset(axis):
+            return i
+    return None
 
 
-def shard(x: jax.Array, axis: AxisName | None) -> tuple[Any, int]:
+def shard(x: jax.Array, axis: Axes) -> tuple[Any, int]:
     """Which of a worker's shards of an array is here, ``uint32[]``, and how many it has, by its type.
 
     0 of 1 for an array in one piece.
@@ -95,21 +95,20 @@ def shard(x: jax.Array, axis: AxisName | None) -> tuple[Any, int]:
     return (lax.axis_index(others).astype(jnp.uint32), lax.axis_size(others)) if others else (0, 1)
 
 
-def sum_over_shards(x: jax.Array, axis: AxisName | None) -> jax.Array:
+def sum_over_shards(x: jax.Array, axis: Axes) -> jax.Array:
     """Adds numbers over the devices that share one worker; ``axis`` itself is left alone."""
-    others = _others(x, axis)
-    return lax.psum(x, others) if others else x
+    return lax.psum(x, _others(x, axis))
 
 
 def total_over_shards(
-    numbers: Sequence[jax.Array], copies: Sequence[jax.Array], axis: AxisName | None
+    numbers: Sequence[jax.Array], copies: Sequence[jax.Array], axis: Axes
 ) -> jax.Array:
     """``[total, *copies]`` in one psum: ``numbers`` added over a worker's devices, ``copies`` unchanged.
 
     An array that is replicated over an axis is added by the device with index 0 only. Dividing by the
     number of devices instead would round.
     """
-    over = frozenset[str]().union(*(_others(x, axis) for x in (*numbers, *copies)))
+    over = frozenset(n for x in (*numbers, *copies) for n in _others(x, axis))
 
     def once(x: jax.Array, of: frozenset) -> jax.Array:
         return jnp.where(lax.axis_index(tuple(sorted(of))) == 0, x, 0) if of else x
@@ -118,16 +117,16 @@ def total_over_shards(
     return sum_over_shards(jnp.stack([total, *[once(x, over) for x in copies]]), axis)
 
 
-def max_over_shards(x: jax.Array, axis: AxisName | None) -> jax.Array:
+def max_over_shards(x: jax.Array, axis: Axes) -> jax.Array:
     """The largest of a number over the devices that share one worker."""
     others = _others(x, axis)
     return lax.pmax(x, others) if others else x
 
 
-def any_over_shards(flag: jax.Array, axis: AxisName | None) -> jax.Array:
+def any_over_shards(flag: jax.Array, axis: Axes) -> jax.Array:
     """Whether a flag is set on any of the devices that share one worker."""
     return max_over_shards(flag.astype(jnp.uint32), axis) > 0 if _others(flag, axis) else flag
 
 
-def _others(x: jax.Array, axis: AxisName | None) -> tuple[str, ...]:
-    return tuple(sorted(varying_axes(x) - set(names(axis))))
+def _others(x: jax.Array, axis: Axes) -> Axes:
+    return tuple(sorted(varying_axes(x).difference(axis)))

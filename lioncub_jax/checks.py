@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from lioncub_jax import axes, wires
-from lioncub_jax.axes import AxisName
+from lioncub_jax.axes import Axes
 from lioncub_jax.mesh.placement import check_arrays
 from lioncub_jax.mesh.sums import checksum
 from lioncub_jax.quantize import Quantizer
@@ -47,17 +47,22 @@ def check_leaves(tree: Any) -> None:
             raise TypeError(f"{given}: only floating leaves can vote; {wanted}")
 
 
-def check_local(updates: Any, axis: AxisName | None, group: AxisName | None = None) -> None:
-    """Raises ``ValueError`` for gradients that are, by their type, the same on every worker."""
+def check_local(updates: Any, axis: Axes) -> None:
+    """Raises ``ValueError`` for gradients that are, by their type, the same on every worker.
+
+    Notes the types of the others for `warn_of_masked`.
+    """
     if only_types.get():
         return
-    apart = (*axes.names(axis), *axes.names(group))
-    shared = axes.shared(jax.tree.leaves(updates), apart)
+    types = jax.tree.map(jax.typeof, updates)
+    # At most 256, for programs in which nobody reads them.
+    wires.trace.reduced = (*wires.trace.reduced, types)[-256:]
+    shared = axes.shared(jax.tree.leaves(updates), axis)
     if shared is not None:
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(updates)]
         raise ValueError(
             f"the gradient of {jax.tree_util.keystr(paths[shared]) or 'the parameters'} is the same "
-            f"on every worker of {' and '.join(map(repr, apart))}: it was already reduced in full "
+            f"on every worker of {' and '.join(map(repr, axis))}: it was already reduced in full "
             "precision, or comes from a vote before this one, and there is nothing left to vote on. "
             "jax.grad reduces it for parameters that do not vary over the axis; take local gradients with "
             "lioncub_jax.local_value_and_grad. And in one chain workers vote or average once: leave the "
@@ -67,23 +72,23 @@ def check_local(updates: Any, axis: AxisName | None, group: AxisName | None = No
 
 def check_state(updates: Any, *kept: Any) -> None:
     """Raises ``ValueError`` for a state of other parameters than those of the gradients."""
-
-    def shapes(tree: Any) -> dict[str, Any]:
-        leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is None)
-        return {jax.tree_util.keystr(path): getattr(x, "shape", None) for path, x in leaves}
-
-    given = shapes(updates)
-    for held in map(shapes, kept):
-        both = {**given, **held}
-        wrong = [x for x in both if x not in held or held[x] not in (None, given.get(x))]
-        if wrong:
+    given = _shapes(updates)
+    for held in map(_shapes, kept):
+        # A state that keeps nothing has None in place of arrays.
+        if held and held != given:
+            wrong = [x for x in {**given, **held} if held.get(x) != given.get(x)]
             raise ValueError(
                 f"the state is of other parameters than the gradients, as {wrong[0]} shows: make it with "
                 "init of those that are trained"
             )
 
 
-def watch_workers(updates: Any, params: Any, count: jax.Array, axis: AxisName) -> None:
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): x.shape for path, x in leaves}
+
+
+def watch_workers(updates: Any, params: Any, count: jax.Array, axis: Axes) -> None:
     """Raises at run time if the gradients of all workers are equal, or the parameters are not.
 
     For ``pmap`` and ``shard_map(check_vma=False)``, where types do not tell. It compares one checksum per
@@ -172,32 +177,31 @@ def _tell_workers(sums: Any, averaged: Any, step: Any) -> None:
     warnings.warn(wrong, stacklevel=2)
 
 
-def check_group(group: AxisName | None, up: Quantizer) -> None:
-    """Raises ``ValueError`` for two levels with codes that cannot serve them."""
-    if group is not None and up.measure is not None:
+def check_group(up: Quantizer) -> None:
+    """Raises ``ValueError`` for codes that cannot serve two levels."""
+    if up.measure is not None:
         raise ValueError(
             f"{up.name} has one scale for a whole leaf, and a device of a group votes on a slice of many "
             "leaves: give sign(), ternary() or midrise(p)"
         )
 
 
-def check_abstain(extra: dict[str, Any]) -> dict[str, Any]:
-    """What ``update`` is given beside gradients; all but ``abstain`` is for others in the chain.
+def check_abstain(abstain: Any, others: dict[str, Any]) -> jax.Array | None:
+    """The flag of a worker, or None, that ``update`` is given; its other arguments are for a chain.
 
     Raises:
       TypeError: for a misspelled "abstain", which optax.chain would ignore silently.
       ValueError: for an ``abstain`` that is no flag of one worker.
     """
-    for name in extra:
-        if name != "abstain" and difflib.get_close_matches(name, ["abstain"], cutoff=0.7):
-            raise TypeError(f"update has no argument {name!r}: give abstain, or leave it out")
-    if extra.get("abstain") is None:
-        return extra
-    flag = jnp.asarray(extra["abstain"])
+    for name in difflib.get_close_matches("abstain", others, cutoff=0.7):
+        raise TypeError(f"update has no argument {name!r}: give abstain, or leave it out")
+    if abstain is None:
+        return None
+    flag = jnp.asarray(abstain)
     if flag.shape != () or flag.dtype != bool:
         wanted = "give each worker one bool of shape (), its own"
         raise ValueError(f"abstain has shape {flag.shape} and dtype {flag.dtype}: {wanted}")
-    return {**extra, "abstain": flag}
+    return flag
 
 
 def callers_line() -> tuple[str, int, list[str]]:

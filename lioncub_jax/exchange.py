@@ -18,10 +18,9 @@ In two levels a worker is a group of devices. A reduce-scatter before the step g
 each buffer, and an all-gather after it joins the replies. Everything else is the same.
 """
 
-import contextvars
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import starmap
 from typing import Any, NamedTuple
@@ -34,16 +33,15 @@ from jax import lax
 
 from lioncub_jax import axes, bits, checks, decide, kernels, layout, quantize, rotation, wires, xla
 from lioncub_jax.arguments import check_count, check_kinds
-from lioncub_jax.axes import AxisName
+from lioncub_jax.axes import Axes, AxisName
 from lioncub_jax.bits import BLOCK, ROW, WORDS_PER_ROW
 from lioncub_jax.decide import Decision, Slice
 from lioncub_jax.layout import Bucket, Flat, Holder, Piece
 from lioncub_jax.mesh import placement
 from lioncub_jax.mesh.placement import Workers
-from lioncub_jax.mesh.specs import cut_of
 from lioncub_jax.momentum import Memory
 from lioncub_jax.quantize import EncodeContext, Message, Quantizer
-from lioncub_jax.wires import Format, Sent, Sums, Wire
+from lioncub_jax.wires import Format, Sums, Wire
 
 
 class VoteCounts(NamedTuple):
@@ -87,96 +85,6 @@ class CommunicateState(NamedTuple):
         return {"mu": Holder.WORKER, "error": Holder.FEEDBACK, "owner": Holder.OWNER}
 
 
-# --- What a transform sends
-
-
-class Asked(NamedTuple):
-    """A question to a transform: what does a device send in a step?
-
-    Attributes:
-      leaves: shapes of what one device holds, ``jax.ShapeDtypeStruct`` or arrays.
-      axes: inner mesh axes that cut each of them.
-      workers: how many.
-      group_size: devices of one worker, in two levels.
-      platform: "cpu" for XLA's CPU backend, which all-reduces bfloat16 as float32; None for all others.
-      step: steps taken before; None for any step after warm-up.
-    """
-
-    leaves: list[Any]
-    axes: list[frozenset]
-    workers: int
-    group_size: int = 1
-    platform: str | None = None
-    step: int | None = None
-
-
-_estimating_traffic = contextvars.ContextVar(
-    "whether transforms are asked what they send", default=False
-)
-
-
-class Sending(optax.GradientTransformationExtraArgs):
-    """A transform that can be asked what it sends: ``lioncub_jax.traffic.of(tx, params, workers)``.
-
-    Attributes:
-      scheme: the codes, the wire and what comes back, for people.
-      sends: ``Asked -> (Sent, ...)``.
-    """
-
-    scheme: str
-    sends: Callable[[Asked], tuple[Sent, ...]]
-
-    @classmethod
-    def like(cls, tx: Any, scheme: str, sends: Callable[[Asked], tuple[Sent, ...]]) -> "Sending":
-        """The transform ``tx``, with an answer."""
-
-        def init(params: Any) -> Any:
-            return optax.EmptyState() if _estimating_traffic.get() else tx.init(params)
-
-        def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-            before, after = wires.trace.senders, (updates, state)
-            if not _estimating_traffic.get():
-                after = tx.update(updates, state, params, **checks.check_abstain(extra))
-            if not checks.only_types.get():
-                # Only the outer transform; at most 256, for programs in which nobody reads them.
-                noted = *before, (asked, jax.tree.map(jax.typeof, updates))
-                wires.trace.senders = noted[-256:]
-            return after
-
-        asked = cls(init, update)
-        asked.scheme, asked.sends = scheme, sends
-        return asked
-
-    def around(self, tx: Any) -> "Sending":
-        """A transform that sends what this one sends, such as a chain that it is in."""
-        return Sending.like(tx, self.scheme, self.sends)
-
-    def _replace(self, **changes: Any) -> "Sending":
-        return self.around(super()._replace(**changes))
-
-
-def senders(tx: Any, params: Any) -> list[tuple[Sending, Any]]:
-    """The transforms in ``tx`` that send, in chains and wrappers too, each with the shapes it is given."""
-    tx, found = optax.with_extra_args_support(tx), {}
-
-    def ask(params: Any) -> Any:
-        before, wires.trace.senders = wires.trace.senders, ()
-        # A value of the loss, which some transforms ask for.
-        updates, _ = tx.update(params, tx.init(params), params, value=0.0)
-        given: tuple[Any, ...] = wires.trace.senders
-        for one, tree in given:
-            found[one.scheme, str(tree)] = one, tree  # optax.MultiSteps traces what it may skip too
-        wires.trace.senders = before
-        return updates
-
-    with checks.during(_estimating_traffic, True):
-        jax.eval_shape(ask, params)
-    return [*found.values()]
-
-
-# --- The transform
-
-
 def communicate(
     *,
     workers: AxisName | Workers | None,
@@ -185,7 +93,7 @@ def communicate(
     decision: Decision | None = None,
     wire: Wire | None = None,
     bucket_size: int | None = None,
-) -> Sending:
+) -> optax.GradientTransformationExtraArgs:
     """Gradients of each worker in, one replicated update out: the one place where workers communicate.
 
     ``c = memory.message(g, mu)``; codes of ``c`` go up the wire; the owner of each slice decides; the
@@ -212,10 +120,10 @@ def communicate(
         not finite it still votes on the others. See docs/accelerators.md for when it pays.
 
     Returns:
-      A transform, which `traffic.of` can ask what it sends. ``update(updates, state, params,
-      abstain=None)`` takes gradients that vary over ``workers``, floating leaves of any shape, and
-      returns updates of the same shapes and dtypes that are the same on every worker. ``abstain``:
-      ``bool[]`` of this worker, True to abstain.
+      A transform. ``update(updates, state, params, abstain=None)`` takes gradients that vary over
+      ``workers``, floating leaves of any shape, and returns updates of the same shapes and dtypes that are
+      the same on every worker. ``abstain``: ``bool[]`` of this worker, True to abstain. `traffic.of` says
+      what it sends.
 
     Raises:
       ValueError: for parts that do not fit together; when traced, for an axis that is not bound,
@@ -239,23 +147,23 @@ def communicate(
     check_kinds(memory=(memory, Memory), decision=(decision, Decision), wire=(wire, Wire))
     decision.check(up, wire)
     axis, group = placement.names_of(workers)
-    checks.check_group(group, up)
+    if group:
+        checks.check_group(up)
     if bucket_size is not None:
         wanted = "a number of elements, or None"
         check_count(f"bucket_size={bucket_size!r}", bucket_size, wanted)
     plan = Plan(axis, group, memory, up, decision, wire, bucket_size)
-    built = checks.callers_line() if axis is None else None
-    apart = (*axes.names(axis), *axes.names(group))
+    built = None if axis else checks.callers_line()
+    apart = (*axis, *group)
 
     def init(params: optax.Params) -> CommunicateState:
         checks.check_leaves(params)
         mu, error, owners = memory.init(params), _no_errors(params, up.feedback), ()
-        if group is not None or decision.decodes:
-            for names in (axis, group):
-                axes.workers_on(names)  # bound here, or nobody knows whose slices these are
+        if group or decision.decodes:
+            axes.workers_on(apart)  # bound here, or nobody knows whose slices these are
             params = axes.varying(params, apart)  # as gradients do, from which buckets are made
             owners = placement.on_shards(_init_owners, (plan, params))
-        if group is not None:
+        if group:
             mu, error = placement.on_shards(_init_slices, (plan, params))
         # Each an array of its own: a training step donates them all.
         whole, real = partial(jnp.zeros, (), jnp.int32), partial(jnp.zeros, (), jnp.float32)
@@ -270,26 +178,24 @@ def communicate(
         abstain: jax.Array | None = None,
         **extra: Any,
     ) -> tuple[optax.Updates, CommunicateState]:
-        del extra
         axes.workers_on(axis)
+        abstain = checks.check_abstain(abstain, extra)
         if checks.only_types.get():
             return _of_those_types(updates, state, apart)
         checks.check_leaves(updates)
-        checks.check_local(updates, axis, group)
-        if group is None:
+        checks.check_local(updates, apart)
+        if not group:
             checks.check_state(updates, state.mu, state.error)
         if built is not None:
             checks.warn_alone(updates, built)
         checks.watch_workers(updates, params, state.count, axis)
         # Results have the sharding of what they replace.
-        args = plan, updates, state, abstain
-        return placement.on_shards(_step, args, cut_of((updates, state)))
+        return placement.on_shards(_step, (plan, updates, state, abstain), (updates, state))
 
-    tx = optax.GradientTransformationExtraArgs(init, update)
-    return Sending.like(tx, plan.scheme, plan.sends)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _of_those_types(updates: Any, state: CommunicateState, apart: AxisName) -> Any:
+def _of_those_types(updates: Any, state: CommunicateState, apart: Axes) -> Any:
     """Placeholders with the types of an update and the next state."""
     mu, error = axes.varying((state.mu, state.error), apart)
     agreed = jax.tree.map(partial(axes.same_everywhere, axis=apart), updates)
@@ -299,18 +205,13 @@ def _of_those_types(updates: Any, state: CommunicateState, apart: AxisName) -> A
 class Plan(NamedTuple):
     """The parts of a `communicate`, put together; numbers in them may be arrays."""
 
-    axis: AxisName | None
-    group: AxisName | None
+    axis: Axes
+    group: Axes
     memory: Memory
     up: Quantizer
     decision: Decision
     wire: Wire
     bucket_size: int | None = None
-
-    @property
-    def scheme(self) -> str:
-        """The codes, the wire and what comes back, for people."""
-        return f"{self.up.name}, {self.wire.name}, {self.decision.name}"
 
     def buckets(
         self, leaves: Sequence[Any], over: Sequence[Any], workers: int, devices: int = 1
@@ -322,35 +223,12 @@ class Plan(NamedTuple):
         """
         cuts: tuple[Bucket, ...] = ()
         limit = self.bucket_size
-        if self.group is not None:
+        if self.group:
             cuts = layout.buckets(leaves, devices, limit, over)
             leaves = [jax.ShapeDtypeStruct((cut.chunk, ROW), cut.dtype) for cut in cuts]
             over = [cut.axes for cut in cuts]
             limit = None if limit is None else max(limit // devices, 1)
         return cuts, layout.buckets(leaves, workers, limit, over)
-
-    def sends(self, asked: Asked) -> tuple[Sent, ...]:
-        """What each device sends in a step, one collective after the other."""
-        workers, devices = asked.workers, asked.group_size
-        if devices > 1 and self.group is None:
-            raise ValueError(
-                f"group_size={devices}: the transform has no group, so a worker is one device; leave "
-                "group_size out, or build the transform for Workers with a group"
-            )
-        cuts, buckets = self.buckets(asked.leaves, asked.axes, workers, devices)
-        sent: list[Sent] = []
-        if devices > 1:
-            slices = [4.0 * (devices - 1) * cut.chunk * ROW for cut in cuts]
-            sent += [Sent("reduce-scatter", True, each) for each in slices]
-            if workers == 1:  # float32 values come back
-                sent += [Sent("all-gather", True, each) for each in slices]
-        for bucket in buckets if workers > 1 else ():
-            form = Format.of(bucket, self.up, self.decision)
-            sent += self.wire.sends(form, asked.platform)
-            if devices > 1:
-                replies = 4.0 * (devices - 1) * workers * form.reply_words
-                sent.append(Sent("all-gather", True, replies))
-        return tuple(sent)
 
 
 def _no_errors(tree: Any, dtype: Any) -> Any:
@@ -362,7 +240,7 @@ def _init_slices(plan: Plan, params: Any) -> tuple[tuple[Flat, ...], tuple[Flat,
     worker, slices = Worker.of(plan, jax.tree.leaves(params), jnp.int32(0)), []
     for cut in worker.cuts:
         zeros = jnp.zeros((cut.chunk, ROW), cut.dtype)
-        slices.append(axes.varying(zeros, (*cut.axes, *axes.names(plan.group))))
+        slices.append(axes.varying(zeros, (*cut.axes, *plan.group)))
     mu, error = plan.memory.init(slices), _no_errors(slices, plan.up.feedback)
     flat = lambda x: tuple(map(Flat, x, worker.cuts))  # noqa: E731
     return flat(mu), flat(error)
@@ -452,7 +330,7 @@ class Worker(NamedTuple):
         over = list(map(axes.varying_axes, leaves))
         cuts, buckets = plan.buckets(leaves, over, workers, devices)
         counts: list[jax.Array | None] = [None] * len(leaves)
-        if plan.group is not None:
+        if plan.group:
             device = axes.worker_index(plan.group)
             counts = [layout.counts_of_slice(cut, device, plan.up.has_zero) for cut in cuts]
         return cls(plan, axes.worker_index(plan.axis), workers, step, cuts, buckets, counts)
@@ -461,10 +339,10 @@ class Worker(NamedTuple):
         """The state of the owned slice of each bucket; empty if the decision only counts votes."""
         plan, states = self.plan, []
         shared = not (plan.wire.owns_slice or self.workers == 1)
-        own = () if shared else axes.names(plan.axis)
+        own = () if shared else plan.axis
         for bucket in self.buckets if plan.decision.decodes else ():
             rows = bucket.rows if not plan.wire.owns_slice else bucket.chunk
-            over = (*own, *[n for n in bucket.axes if n not in axes.names(plan.axis)])
+            over = (*own, *[n for n in bucket.axes if n not in plan.axis])
             state = plan.decision.init(jnp.zeros((rows, ROW), bucket.dtype))
             # Arrays of an owned slice vary over the workers; counters are replicated.
             own_arrays = lambda x, over=over: axes.varying(x, over) if x.ndim else x  # noqa: E731
@@ -478,7 +356,7 @@ class Worker(NamedTuple):
         tree: Any
         grads, tree = jax.tree.flatten(updates)
         group, cuts = self.plan.group, self.cuts
-        if group is None:
+        if not group:
             leaves = list(grads)
             kept = Kept(tree.flatten_up_to(state.mu), tree.flatten_up_to(state.error))
         else:
@@ -486,7 +364,7 @@ class Worker(NamedTuple):
             layout.check_order([*state.mu, *state.error], [*cuts, *cuts])
             kept = Kept([x.value for x in state.mu], [x.value for x in state.error])
         done = (self.alone if self.workers == 1 else self.vote)(leaves, kept, state.owner, abstain)
-        again = tree.unflatten if group is None else lambda x: tuple(map(Flat, x, cuts))
+        again = (lambda x: tuple(map(Flat, x, cuts))) if group else tree.unflatten
         state = state._replace(mu=again(done.kept.mu), error=again(done.kept.error))
         state = self.next_state(state, grads, done)
         for i, g in enumerate(grads):
@@ -636,7 +514,6 @@ class Worker(NamedTuple):
     ) -> tuple[jax.Array, Any]:
         """Up the wire, the decision, and back: replies ``uint32[W, words]``, and the owner's state."""
         plan, bucket = self.plan, form.bucket
-        assert plan.axis is not None  # without one there is one worker
         chunks, first = self.workers, jnp.uint32(0)
         if plan.wire.owns_slice:
             chunks, first = 1, self.index.astype(jnp.uint32) * bucket.chunk
@@ -665,12 +542,12 @@ class Worker(NamedTuple):
         numbers = []
         for ballot in ballots:
             replies = ballot.replies[None]
-            if self.plan.group is not None:
+            if self.plan.group:
                 replies = wires.from_group(ballot.replies, self.plan.group)
             each, found = self._decode_bucket(ballot.form, replies)
             rows += each
             numbers.append(found)
-        if self.plan.group is None:
+        if not self.plan.group:
             # As it is used: a conversion for each leaf is work for a compiler.
             return layout.split_pieces([x.astype(jnp.float32) for x in rows], pieces), numbers
         whole = {}
@@ -785,7 +662,7 @@ class Worker(NamedTuple):
         updates = [jnp.where(abstains, 0, decision.coder.exact(x)) for x in values]
         *updates, present = [axes.same_everywhere(x, plan.axis) for x in (*updates, present)]
         leaves = dict(enumerate(updates))
-        if plan.group is not None:
+        if plan.group:
             leaves = {k: wires.from_group(x, plan.group) for k, x in leaves.items()}
             leaves = self.from_slices(leaves)
         return Done(leaves, Kept(mu, error), states, [(jnp.zeros(1, jnp.uint32), present)])
@@ -838,8 +715,7 @@ class Worker(NamedTuple):
         """The state with new statistics and owner states; counts are added over shards in one sum."""
         plan, ties, voted = self.plan, jnp.zeros((), jnp.float32), list[Any]()
         _, _, abstained, abstentions = state.votes
-        everyone = (*axes.names(plan.axis), *axes.names(plan.group))
-        size = sum(math.prod(x.shape) * axes.shard(x, everyone)[1] for x in grads)
+        size = sum(math.prod(x.shape) * axes.shard(x, (*plan.axis, *plan.group))[1] for x in grads)
         if done.numbers:
             # In units of 2, 4, ... for more than 2**32 parameters, whose ties a word does not hold.
             power = max(size.bit_length() - 32, 0)

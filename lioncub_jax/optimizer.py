@@ -15,11 +15,9 @@ Every method is one sentence about `communicate`:
 Each alias is its direction (`scale_by_lion_cub`, ...), then weight decay, then the learning rate.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
-import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
@@ -33,11 +31,11 @@ from lioncub_jax.arguments import (
     part,
 )
 from lioncub_jax.axes import AxisName
-from lioncub_jax.exchange import Asked, Sending, communicate
+from lioncub_jax.exchange import communicate
 from lioncub_jax.mesh.placement import Workers, names_of
 from lioncub_jax.quantize import Quantizer
 from lioncub_jax.sync import Schedule, sync_momentum
-from lioncub_jax.wires import Sent, Wire
+from lioncub_jax.wires import Wire
 
 # A tree of bools like the parameters, or a function of them to one; None for all leaves.
 Mask: TypeAlias = optax.Params | Callable[[optax.Params], Any] | None
@@ -52,7 +50,7 @@ def lion_cub(
     quantizer: Quantizer | None = None, wire: Wire | None = None,
     sync: Schedule | None = None, sync_where: Mask = None,
     bucket_size: int | None = None,
-) -> Sending:  # fmt: skip
+) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """Lion Cub: workers vote with 1 or p bits of their own blend of gradient and momentum.
 
     Of the paper, ``lion_cub(lr)`` is the 1-bit all-reduce, ``lion_cub(lr, quantizer=integer(8),
@@ -119,7 +117,7 @@ def scale_by_lion_cub(
     quantizer: Quantizer | None = None, wire: Wire | None = None,
     sync: Schedule | None = None, sync_where: Mask = None,
     bucket_size: int | None = None,
-) -> Sending:  # fmt: skip
+) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """The direction of `lion_cub` alone: stands where ``optax.scale_by_lion`` stood in a chain.
 
     The arguments are those of `lion_cub`, without learning rate, decay and mask; so are errors and
@@ -147,7 +145,7 @@ def distributed_lion(
     average: bool = False, wire: Wire | None = None,
     sync: Schedule | None = None, sync_where: Mask = None,
     bucket_size: int | None = None,
-) -> Sending:  # fmt: skip
+) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """Distributed Lion: workers send signs; the update is their majority or their average.
 
     The paper's MaVo is ``distributed_lion(lr)``, its Avg ``distributed_lion(lr, average=True)``.
@@ -180,7 +178,7 @@ def scale_by_distributed_lion(
     average: bool = False, wire: Wire | None = None,
     sync: Schedule | None = None, sync_where: Mask = None,
     bucket_size: int | None = None,
-) -> Sending:  # fmt: skip
+) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """The direction of `distributed_lion` alone: stands where ``optax.scale_by_lion`` stood in a chain.
 
     The arguments are those of `distributed_lion`, without learning rate, decay and mask; so are
@@ -205,7 +203,7 @@ def owner_lion(
     quantizer: Quantizer | None = None, wire: Wire | None = None,
     dominance: float | None = None, trim: int | None = None,
     bucket_size: int | None = None,
-) -> Sending:  # fmt: skip
+) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """Lion with one momentum for all, each slice of it at one worker: no drift, no sync.
 
     Workers send codes of their gradients; the owner of a slice decodes, averages, runs Lion on its
@@ -244,7 +242,7 @@ def scale_by_owner_lion(
     quantizer: Quantizer | None = None, wire: Wire | None = None,
     dominance: float | None = None, trim: int | None = None,
     bucket_size: int | None = None,
-) -> Sending:  # fmt: skip
+) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """The direction of `owner_lion` alone: stands where ``optax.scale_by_lion`` stood in a chain.
 
     The arguments are those of `owner_lion`, without learning rate, decay and mask; so are errors and
@@ -290,7 +288,7 @@ def _vote(
     sync: Schedule | None,
     sync_where: Mask,
     **parts: Any,
-) -> Sending:
+) -> optax.GradientTransformationExtraArgs:
     """Votes of a `communicate` with these parts, and the syncs of its momentum."""
     vote, where = communicate(workers=workers, **parts), checks.as_mask("sync_where", sync_where)
     if sync is None:
@@ -300,20 +298,19 @@ def _vote(
             )
         return vote
     synced = sync_momentum(vote, sync, where, workers=workers)
-    return vote if workers is None else vote.around(synced)
+    return vote if workers is None else synced
 
 
 def descending(
-    direction: Sending,
+    direction: optax.GradientTransformation,
     learning_rate: optax.ScalarOrSchedule,
     weight_decay: optax.ScalarOrSchedule,
     mask: Mask,
-) -> Sending:
+) -> optax.GradientTransformationExtraArgs:
     """``-lr (u + wd p)`` of a direction ``u``, the decay of the leaves in the mask only."""
     check_rates(learning_rate=learning_rate, weight_decay=weight_decay)
     decay = optax.add_decayed_weights(weight_decay, checks.decay_mask(mask))
-    chain = optax.chain(direction, decay, optax.scale_by_learning_rate(learning_rate))
-    return direction.around(chain)
+    return optax.chain(direction, decay, optax.scale_by_learning_rate(learning_rate))
 
 
 class GlobalState(NamedTuple):
@@ -327,7 +324,7 @@ def global_gradients(
     dtype: DTypeLike = "float32",
     *,
     workers: AxisName | Workers | None,
-) -> Sending:
+) -> optax.GradientTransformationExtraArgs:
     """Runs any optax transform on averaged gradients: the baseline.
 
     Nobody can abstain: the mean is over all workers.
@@ -348,19 +345,20 @@ def global_gradients(
       >>> import lioncub_jax as lc, optax
       >>> tx = lc.global_gradients(optax.adamw(1e-3), workers="data")
     """
-    names_of(workers)
-    axis = workers.axes if isinstance(workers, Workers) else workers
+    axis, group = names_of(workers)
+    everyone = (*axis, *group)
     check_floating("dtype", dtype)
     check_kinds(tx=(tx, optax.GradientTransformation))
     tx = optax.with_extra_args_support(tx)
-    built = checks.callers_line() if axis is None else None
+    built = None if axis else checks.callers_line()
 
     def init(params: optax.Params) -> GlobalState:
-        return GlobalState(tx.init(wires.agreed(params, axis)))
+        return GlobalState(tx.init(wires.agreed(params, everyone)))
 
     def update(
         updates: Any, state: GlobalState, params: Any = None, *, abstain: Any = None, **extra: Any
     ) -> Any:
+        abstain = checks.check_abstain(abstain, extra)
         if abstain is not None and checks.abstain_is_explicit.get():
             raise ValueError(
                 "abstain is given, and global_gradients averages the gradients of all workers: leave it "
@@ -368,22 +366,14 @@ def global_gradients(
             )
         if built is not None:
             checks.warn_alone(updates, built)
-        if axis is not None:
+        if axis:
             axes.workers_on(axis)
-            checks.check_local(updates, axis)
-            updates = wires.mean_over_workers(updates, axis, dtype)
+            checks.check_local(updates, everyone)
+            updates = wires.mean_over_workers(updates, everyone, dtype)
         updates, inner = tx.update(updates, state.inner, params, **extra)
         return updates, GlobalState(inner)
 
-    def sends(asked: Asked) -> tuple[Sent, ...]:
-        size = sum(math.prod(leaf.shape) for leaf in asked.leaves)
-        each = asked.workers * asked.group_size  # all average, whoever shares a worker
-        if each == 1 or size == 0:
-            return ()
-        return (Sent("all-reduce", False, wires.mean_bytes(size, each, dtype, asked.platform)),)
-
-    mean = optax.GradientTransformationExtraArgs(init, update)
-    return Sending.like(mean, f"dense({jnp.dtype(dtype).name}), all-reduce, mean", sends)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def coded_gradients(
@@ -392,7 +382,7 @@ def coded_gradients(
     error_dtype: DTypeLike = "float32",
     *,
     workers: AxisName | Workers | None,
-) -> Sending:
+) -> optax.GradientTransformationExtraArgs:
     """Runs any optax transform on the mean gradient in codes: AdamW, say, of 4 bits and not 32.
 
     ``s_i = Q(g_i + e_i)``, ``e_i += g_i - s_i``; the owner of a slice has ``m = mean_i s_i``, says
@@ -434,7 +424,7 @@ def coded_mean(
     bits: int,
     workers: AxisName | Workers | None,
     error_dtype: DTypeLike | None,
-) -> Sending:
+) -> optax.GradientTransformationExtraArgs:
     """The mean in codes of so many bits up and down, with feedback at the workers and at the owners.
 
     With ``error_dtype=None`` the workers have none, and the owners' is in float32.
@@ -449,11 +439,13 @@ def coded_mean(
 
 
 def behind(
-    mean: Sending, tx: optax.GradientTransformation, workers: AxisName | Workers | None
-) -> Sending:
+    mean: optax.GradientTransformation,
+    tx: optax.GradientTransformation,
+    workers: AxisName | Workers | None,
+) -> optax.GradientTransformationExtraArgs:
     """Runs a transform of what workers agree on, from state that is the same on all of them."""
     axis, tx = names_of(workers)[0], optax.with_extra_args_support(tx)
     alike = optax.GradientTransformationExtraArgs(
         lambda params: tx.init(wires.agreed(params, axis)), tx.update
     )
-    return mean.around(optax.chain(mean, alike))
+    return optax.chain(mean, alike)

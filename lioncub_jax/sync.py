@@ -15,14 +15,13 @@ import numpy as np
 import optax
 from jax import lax
 
-from lioncub_jax import axes, checks, decide, exchange, layout, momentum, quantize, wires
+from lioncub_jax import axes, checks, decide, layout, momentum, quantize, wires
 from lioncub_jax.arguments import check_count
-from lioncub_jax.axes import AxisName
+from lioncub_jax.axes import Axes, AxisName
 from lioncub_jax.exchange import Plan, Worker
 from lioncub_jax.layout import Flat, Holder
 from lioncub_jax.mesh import placement
 from lioncub_jax.mesh.placement import Workers, names_of
-from lioncub_jax.mesh.specs import cut_of
 from lioncub_jax.quantize import Quantizer
 
 
@@ -245,15 +244,14 @@ def sync_momentum(
         inner_state = optax.tree.set(inner_state, _of_a_worker, mu=mu)
         return updates, SyncState(inner_state, count, state.syncs + syncs, drift, owner)
 
-    tx = optax.GradientTransformationExtraArgs(init, update)
-    return inner.around(tx) if isinstance(inner, exchange.Sending) else tx
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 # --- In full precision
 
 
 def _gated_mean(
-    mu: Any, drift: Any, chosen: list[bool], syncs: jax.Array, axis: AxisName
+    mu: Any, drift: Any, chosen: list[bool], syncs: jax.Array, axis: Axes
 ) -> tuple[Any, Any]:
     """The mean of the momenta and their drift before, if ``syncs``."""
 
@@ -286,11 +284,11 @@ def _variance_share(of_mean: jax.Array, mean: jax.Array) -> jax.Array:
 # --- In codes
 
 
-def plan_of_codes(schedule: Schedule, axis: AxisName) -> Plan:
+def plan_of_codes(schedule: Schedule, axis: Axes) -> Plan:
     """The parts of a `communicate` whose gradient is the momentum."""
     assert schedule.up is not None
     mean, wire = decide.at_owner(None, decide.codes(1)), wires.two_phase()
-    return Plan(axis, None, momentum.nothing(), schedule.up, mean, wire)
+    return Plan(axis, (), momentum.nothing(), schedule.up, mean, wire)
 
 
 def _chosen_only(leaves: list[jax.Array], chosen: list[bool]) -> list[jax.Array]:
@@ -298,12 +296,10 @@ def _chosen_only(leaves: list[jax.Array], chosen: list[bool]) -> list[jax.Array]
     return [x if pick else x.ravel()[:0] for x, pick in zip(leaves, chosen, strict=True)]
 
 
-def _worker(
-    plan: Plan, group: AxisName | None, mu: Any, chosen: list[bool], count: jax.Array
-) -> Worker:
+def _worker(plan: Plan, group: Axes, mu: Any, chosen: list[bool], count: jax.Array) -> Worker:
     """The worker here, whose momentum votes; in two levels on the device's slices."""
     worker = Worker.of(plan, _chosen_only(jax.tree.leaves(mu), chosen), count)
-    if group is None:
+    if not group:
         return worker
     device = axes.worker_index(group)
     return worker._replace(counts=[layout.counts_of_slice(x.bucket, device) for x in _parts(mu)])
@@ -311,7 +307,7 @@ def _worker(
 
 def _gated_codes(
     plan: Plan,
-    group: AxisName | None,
+    group: Axes,
     chosen: list[bool],
     mu: Any,
     owner: tuple[Flat, ...],
@@ -329,7 +325,7 @@ def _gated_codes(
 
     mu = axes.varying(mu, plan.axis)
     # Results lie as what they replace.
-    return placement.on_shards(on_device, (mu, owner, due), cut_of((mu, owner)))
+    return placement.on_shards(on_device, (mu, owner, due), (mu, owner))
 
 
 # --- Of what
@@ -384,11 +380,11 @@ def _in_slices(mu: Any) -> bool:
     return any(isinstance(x, Flat) for x in _parts(mu))
 
 
-def _check_levels(mu: Any, group: AxisName | None) -> None:
+def _check_levels(mu: Any, group: Axes) -> None:
     in_slices = _in_slices(mu)
-    if in_slices != (group is not None):
+    if in_slices != bool(group):
         kept = "in slices that a group shares" if in_slices else "whole by each worker"
         raise ValueError(
-            f"the momentum is kept {kept}, and the workers of sync_momentum have group={group!r}: to sync "
-            "it in codes give the Workers of the communicate that is wrapped"
+            f"the momentum is kept {kept}, and the workers of sync_momentum have group={group or None}: "
+            "to sync it in codes give the Workers of the communicate that is wrapped"
         )

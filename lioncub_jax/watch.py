@@ -39,7 +39,7 @@ _NOT_TOLD = AttributeError, jax.errors.JaxRuntimeError  # by a plugin, which nee
 
 _before = threading.local()  # `programs`, when a compilation began
 # Of what was traced with a vote, by name: the types that were given to each transform that sends.
-_votes_in: dict[str, list[Any]] = {}
+_votes_in: dict[str, tuple[Any, ...]] = {}
 
 
 class Voters(NamedTuple):
@@ -158,8 +158,8 @@ def _on_end(event: str, duration_secs: float, **about: str | int) -> None:
     if event == _TRACED:
         _votes_in.pop(name, None)  # another function may have had it
         if trace.votes:
-            _votes_in[name] = [tree for _, tree in trace.senders]
-        trace.votes, trace.senders = False, ()
+            _votes_in[name] = trace.reduced
+        trace.votes, trace.reduced = False, ()
     elif event == _COMPILED and _is_on():
         # Not the programs of this name: XLA writes names otherwise, and two may have the same.
         new = _programs() - vars(_before).pop("programs", set())

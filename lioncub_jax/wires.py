@@ -26,7 +26,7 @@ import numpy as np
 from jax import lax
 
 from lioncub_jax import axes, bits, kernels, layout, means, xla
-from lioncub_jax.axes import AxisName
+from lioncub_jax.axes import Axes
 from lioncub_jax.bits import ROW
 from lioncub_jax.decide import Decision, Reply, Slice, Tally
 from lioncub_jax.layout import Bucket
@@ -36,16 +36,16 @@ voted = False  # whether anything was traced that votes: from then on compiled p
 
 
 class _Trace(threading.local):
-    """What this thread traces: whether it votes, and who sends, with the types of what it was given."""
+    """What this thread traces: whether it votes, and the types of the leaves that workers reduce."""
 
     votes = False
-    senders: tuple[tuple[Any, Any], ...] = ()
+    reduced: tuple[Any, ...] = ()
 
 
 trace = _Trace()
 
 
-def voting(axis: AxisName) -> Any:
+def voting(axis: Axes) -> Any:
     """A named scope for what workers send, by which a compiled program tells who its workers are.
 
     Also notes that this thread traces a vote (see `watch`).
@@ -54,7 +54,7 @@ def voting(axis: AxisName) -> Any:
     sizes = ",".join(f"{n}:{k}" for n, k in jax.sharding.get_abstract_mesh().shape.items())
     if sizes:  # workers of a vmap are on no mesh
         voted = trace.votes = True
-    return jax.named_scope(f"workers({','.join(axes.names(axis))})of({sizes})")
+    return jax.named_scope(f"workers({','.join(axis)})of({sizes})")
 
 
 def by_count() -> Any:
@@ -66,20 +66,6 @@ def _floats(tree: Any) -> Any:
     """A named scope for floats that are meant to travel between workers, with the sizes of the arrays."""
     sizes = sorted({x.size for x in jax.tree.leaves(tree)})
     return jax.named_scope("".join(["lioncub.floats", *[f".{n}" for n in sizes]]))
-
-
-class Sent(NamedTuple):
-    """One collective of a step.
-
-    Attributes:
-      op: as compiled programs name it: "all-to-all", "all-gather", "all-reduce", "reduce-scatter".
-      inside: whether it runs inside the group of devices that is one worker, in two levels.
-      sent_bytes: that each device sends.
-    """
-
-    op: str
-    inside: bool
-    sent_bytes: float
 
 
 class Format(NamedTuple):
@@ -283,15 +269,13 @@ class Wire(NamedTuple):
       collect: ``(Message, Format, axis) -> Inbox or Sums``; ``valid`` of the message: the worker
         takes part. `two_phase` and `gathered` give an Inbox, all others Sums.
       publish: ``(uint32[chunks, reply_words], axis) -> uint32[W, reply_words]``, same on every worker.
-      sends: ``(Format, platform) -> (Sent, ...)``, what each worker sends; on "cpu" XLA widens bfloat16.
     """
 
     name: str
     carries: str
     owns_slice: bool
-    collect: Callable[[Message, Format, AxisName], Any]
-    publish: Callable[[jax.Array, AxisName], jax.Array]
-    sends: Callable[[Format, str | None], tuple[Sent, ...]]
+    collect: Callable[[Message, Format, Axes], Any]
+    publish: Callable[[jax.Array, Axes], jax.Array]
 
 
 def two_phase() -> Wire:
@@ -302,20 +286,15 @@ def two_phase() -> Wire:
     Source: Lion Cub (arXiv 2411.16462), "1-bit all-reduce"; p bits up and 1 down are ours.
     """
 
-    def collect(message: Message, form: Format, axis: AxisName) -> Inbox:
+    def collect(message: Message, form: Format, axis: Axes) -> Inbox:
         packed = form.pack(message)
         received = lax.all_to_all(packed, axis, split_axis=0, concat_axis=0, tiled=True)
         return form.unpack(received[:, None])
 
-    def publish(replies: jax.Array, axis: AxisName) -> jax.Array:
+    def publish(replies: jax.Array, axis: Axes) -> jax.Array:
         return gather_words(replies[0], axis)
 
-    def sends(form: Format, platform: str | None) -> tuple[Sent, ...]:
-        up = 4.0 * (form.workers - 1) * form.message_words
-        down = words_bytes(form.reply_words, form.workers)
-        return Sent("all-to-all", False, up), Sent("all-gather", False, down)
-
-    return Wire("two-phase", "both", True, collect, publish, sends)
+    return Wire("two-phase", "both", True, collect, publish)
 
 
 def gathered() -> Wire:
@@ -326,16 +305,12 @@ def gathered() -> Wire:
       >>> tx = lc.lion_cub(1e-4, workers="data", wire=lc.wires.gathered())
     """
 
-    def collect(message: Message, form: Format, axis: AxisName) -> Inbox:
+    def collect(message: Message, form: Format, axis: Axes) -> Inbox:
         packed = form.pack(message)
         received = gather_words(packed.reshape(-1), axis)
         return form.unpack(received.reshape(form.workers, form.workers, -1))
 
-    def sends(form: Format, platform: str | None) -> tuple[Sent, ...]:
-        words = form.workers * form.message_words
-        return (Sent("all-gather", False, words_bytes(words, form.workers)),)
-
-    return Wire("gathered", "both", False, collect, _keep, sends)
+    return Wire("gathered", "both", False, collect, _keep)
 
 
 def counts(dtype: Any = jnp.int8) -> Wire:
@@ -357,7 +332,7 @@ def counts(dtype: Any = jnp.int8) -> Wire:
         reach = form.workers * form.top // (2 if form.up.has_zero else 1)
         _check_countable("counts", form.workers, reach, int(jnp.iinfo(dtype).max))
 
-    def collect(message: Message, form: Format, axis: AxisName) -> Sums:
+    def collect(message: Message, form: Format, axis: Axes) -> Sums:
         check(form)
         top, unit = form.top, 2 if form.up.has_zero else 1
         codes, voted = _unpacked(message, form)
@@ -374,12 +349,7 @@ def counts(dtype: Any = jnp.int8) -> Wire:
             reach = votes.astype(jnp.int32)[..., None] * top
         return Sums((unit * sums + reach) // 2, votes, present)
 
-    def sends(form: Format, platform: str | None) -> tuple[Sent, ...]:
-        check(form)
-        size = _summed_numbers(form) * dtype.itemsize
-        return (Sent("all-reduce", False, _all_reduce_bytes(size, form.workers)),)
-
-    return Wire(f"counts({dtype.name})", "codes", False, collect, _keep, sends)
+    return Wire(f"counts({dtype.name})", "codes", False, collect, _keep)
 
 
 def lanes() -> Wire:
@@ -390,7 +360,7 @@ def lanes() -> Wire:
     Source: Lion Cub (arXiv 2411.16462), "p-bit all-reduce" for p below 8.
     """
 
-    def collect(message: Message, form: Format, axis: AxisName) -> Sums:
+    def collect(message: Message, form: Format, axis: Axes) -> Sums:
         field = _field_bits(form)
         codes, voted = _unpacked(message, form)  # 0 where there is no vote
 
@@ -399,11 +369,7 @@ def lanes() -> Wire:
 
         return Sums(*_added(codes, voted, message.valid, add))
 
-    def sends(form: Format, platform: str | None) -> tuple[Sent, ...]:
-        words = -(-_summed_numbers(form) // (32 // _field_bits(form)))
-        return (Sent("all-reduce", False, _all_reduce_bytes(4 * words, form.workers)),)
-
-    return Wire("lanes", "codes", False, collect, _keep, sends)
+    return Wire("lanes", "codes", False, collect, _keep)
 
 
 def all_reduce() -> Wire:
@@ -415,7 +381,7 @@ def all_reduce() -> Wire:
       >>> tx = lc.owner_lion(1e-4, workers="data", **exact)
     """
 
-    def collect(message: Message, form: Format, axis: AxisName) -> Sums:
+    def collect(message: Message, form: Format, axis: Axes) -> Sums:
         planes = [x.reshape(form.workers, -1) for x in message.planes]
         values = form.up.values(planes, None, form.rows, 1)
         values = jnp.where(message.valid, values, 0).astype(form.up.dense)
@@ -424,14 +390,10 @@ def all_reduce() -> Wire:
             sums, present = lax.psum((values, message.valid.astype(jnp.uint32)), axis)
         return Sums(sums.astype(jnp.float32), None, present)
 
-    def sends(form: Format, platform: str | None) -> tuple[Sent, ...]:
-        size = form.workers * form.rows * ROW * _all_reduced_itemsize(form.up.dense, platform) + 4
-        return (Sent("all-reduce", False, _all_reduce_bytes(size, form.workers)),)
-
-    return Wire("all-reduce", "values", False, collect, _keep, sends)
+    return Wire("all-reduce", "values", False, collect, _keep)
 
 
-def _keep(replies: jax.Array, axis: AxisName) -> jax.Array:
+def _keep(replies: jax.Array, axis: Axes) -> jax.Array:
     return replies
 
 
@@ -469,20 +431,6 @@ def _added(
     return sums.reshape(codes.shape), counted, present[0].astype(jnp.uint32)
 
 
-def _summed_numbers(form: Format) -> int:
-    rows = form.workers * form.rows
-    return rows * ROW + (rows if form.sends_votes else 0) + 1
-
-
-def _all_reduced_itemsize(dtype: Any, platform: str | None) -> int:
-    """Bytes of an element on the way: XLA's CPU backend all-reduces bfloat16 as float32."""
-    return 4 if platform == "cpu" else jnp.dtype(dtype).itemsize
-
-
-def _all_reduce_bytes(size: float, workers: int) -> float:
-    return 2 * (workers - 1) * size / workers
-
-
 def _field_bits(form: Format) -> int:
     reach = form.workers * form.top
     _check_countable("lanes", form.workers, reach, 2**16 - 1)
@@ -508,7 +456,7 @@ def _split_fields(words: jax.Array, field: int, size: int) -> jax.Array:
     return (fields & jnp.uint32(2**field - 1)).reshape(-1)[:size]
 
 
-def mean_over_workers(tree: Any, axis: AxisName, dtype: Any = jnp.float32) -> Any:
+def mean_over_workers(tree: Any, axis: Axes, dtype: Any = jnp.float32) -> Any:
     """Averages every leaf: one all-reduce with as many operands as leaves.
 
     Args:
@@ -525,47 +473,35 @@ def mean_over_workers(tree: Any, axis: AxisName, dtype: Any = jnp.float32) -> An
     return jax.tree.map(lambda mean, x: mean.astype(x.dtype), means, tree)
 
 
-def mean_bytes(
-    size: int, workers: int, dtype: Any = jnp.float32, platform: str | None = None
-) -> float:
-    """Bytes that each worker sends in ``mean_over_workers`` of so many elements."""
-    return _all_reduce_bytes(size * _all_reduced_itemsize(dtype, platform), workers)
-
-
-def max_bytes(size: int, workers: int) -> float:
-    """Bytes that each worker sends in ``max_over_workers`` of so many float32."""
-    return _all_reduce_bytes(4 * size, workers)
-
-
-def sum_over_workers(tree: Any, axis: AxisName) -> Any:
+def sum_over_workers(tree: Any, axis: Axes) -> Any:
     """Adds every leaf over the workers: for counts."""
     return lax.psum(tree, axis) if jax.tree.leaves(tree) else tree
 
 
-def sum_of_floats(x: jax.Array, axis: AxisName) -> jax.Array:
+def sum_of_floats(x: jax.Array, axis: Axes) -> jax.Array:
     """Adds floats over the workers."""
     with _floats(x):
         return lax.psum(x, axis)
 
 
-def max_over_workers(x: jax.Array, axis: AxisName) -> jax.Array:
+def max_over_workers(x: jax.Array, axis: Axes) -> jax.Array:
     """The largest of a number over the workers: for scales that all of them share."""
     with _floats(x):
         return lax.pmax(x, axis)
 
 
-def agreed(tree: Any, axis: AxisName | None) -> Any:
+def agreed(tree: Any, axis: Axes) -> Any:
     """Averages the leaves whose type varies over ``axis``; leaves all others alone."""
 
     def agree(x: jax.Array) -> jax.Array:
-        differs = tuple(n for n in axes.names(axis) if n in axes.varying_axes(x))
+        differs = tuple(sorted(axes.varying_axes(x).intersection(axis)))
         return lax.pmean(x, differs) if differs else x
 
     with _floats(tree):
         return jax.tree.map(agree, tree)
 
 
-def gather_words(words: jax.Array, axis: AxisName) -> jax.Array:
+def gather_words(words: jax.Array, axis: Axes) -> jax.Array:
     """``uint32[n]`` of each worker to ``uint32[W, n]``, the same on every worker.
 
     One all-gather, or two of as many bytes together where XLA would make an all-reduce of one.
@@ -597,7 +533,7 @@ def _row(words: int, workers: int) -> int:
     return max(k for k in range(1, math.isqrt(workers) + 1) if workers % k == 0)
 
 
-def _gather_in_two(words: jax.Array, axis: AxisName, row: int) -> jax.Array:
+def _gather_in_two(words: jax.Array, axis: Axes, row: int) -> jax.Array:
     """What one all-gather gives. Columns first: that sends least between the slices of a larger mesh."""
     workers = np.arange(lax.axis_size(axis)).reshape(-1, row)
     column = lax.all_gather(words, axis, axis_index_groups=workers.T.tolist())
@@ -609,12 +545,7 @@ def _gather_in_two(words: jax.Array, axis: AxisName, row: int) -> jax.Array:
     return every.swapaxes(0, 1).reshape(workers.size, -1)
 
 
-def words_bytes(words: int, workers: int) -> float:
-    """Bytes that each worker sends for ``gather_words``."""
-    return 4.0 * (workers - 1) * (words + _padding(words, _LANES))
-
-
-def mean_slice(rows: jax.Array, group: AxisName) -> jax.Array:
+def mean_slice(rows: jax.Array, group: Axes) -> jax.Array:
     """Averages ``float32[rows, 128]`` over the devices of a group and keeps this device's slice of it.
 
     One reduce-scatter in full precision over the fast links inside a group.
@@ -623,11 +554,11 @@ def mean_slice(rows: jax.Array, group: AxisName) -> jax.Array:
     return summed / lax.axis_size(group)
 
 
-def from_group(answers: jax.Array, group: AxisName) -> jax.Array:
+def from_group(answers: jax.Array, group: Axes) -> jax.Array:
     """``uint32[...]`` of each device's slice to ``uint32[group, ...]``, the same on the whole group."""
     return lax.all_gather(answers, group, to="invarying")
 
 
-def from_one(words: jax.Array, source: jax.Array, axis: AxisName) -> jax.Array:
+def from_one(words: jax.Array, source: jax.Array, axis: Axes) -> jax.Array:
     """The words ``uint32`` that one device of an axis holds, on all of them: a sum of them and zeros."""
     return lax.psum(jnp.where(source, words, 0), axis)

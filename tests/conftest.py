@@ -10,6 +10,8 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+import lioncub_jax as lc
+
 jax.config.update("jax_num_cpu_devices", 8)
 # Tests compile much and run little. So XLA is told not to optimise machine code, which takes a third of
 # the time for the same collectives, and to use no fused multiply-add, whose one rounding in place of two
@@ -23,6 +25,11 @@ QUICK = (
 os.environ.setdefault("XLA_FLAGS", " ".join(QUICK))
 
 AXIS = "data"
+
+
+def absent(workers):
+    """So many workers of one device each, none of which is there."""
+    return lc.Workers(jax.sharding.AbstractMesh((workers,), (AXIS,)), AXIS)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import AXIS
+from conftest import AXIS, absent
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
@@ -27,7 +27,7 @@ Q, D, WIRES = lc.quantize, lc.decide, lc.wires
 
 def predict(params, workers, **parts):
     tx = lc.communicate(**parts, memory=lc.momentum.nothing(), workers=AXIS)
-    return lc.traffic.of(tx, params, workers)
+    return lc.traffic.of(tx, params, absent(workers))
 
 
 def described(*of):
@@ -77,10 +77,10 @@ def test_small_models_pay_for_padding():
 
 
 def test_bits_and_share_follow_from_the_bytes():
-    traffic = lc.traffic.Traffic("by hand", 4, 1000, 250.0)
+    traffic = lc.traffic.Traffic(4, 1000, 250.0)
     assert (traffic.bits_per_parameter, traffic.share_of_float32) == (2, 250 / 6000)
     assert lc.traffic.float32_all_reduce_bytes(1000, 4) == 6000
-    nothing = lc.traffic.Traffic("nothing", 4, 0, 0.0)
+    nothing = lc.traffic.Traffic(4, 0, 0.0)
     assert (nothing.bits_per_parameter, nothing.share_of_float32) == (0, 0)
     everywhere = lc.global_gradients(optax.sgd(1.0), workers=(AXIS, "gpu"))
     groups = lc.Workers(AbstractMesh((2, 4), (AXIS, "gpu")), AXIS, "gpu")
@@ -143,7 +143,7 @@ def test_the_mean_in_bfloat16_is_float32_on_cpu_only():
         lc.global_gradients(optax.sgd(1.0), jnp.bfloat16, workers=AXIS),
     )
     on_cpu, sent = sent_by(tx, {AXIS: 4}, tree)
-    assert on_cpu.sent_bytes == 2 * lc.traffic.of(tx, tree, 4).sent_bytes
+    assert on_cpu.sent_bytes == 2 * lc.traffic.of(tx, tree, absent(4)).sent_bytes
     assert sent == {(AXIS,): on_cpu.sent_bytes}
 
 
@@ -186,16 +186,18 @@ def test_whatever_is_around_a_vote_sends_what_is_predicted(name):
     sizes, specs = {AXIS: 4, "tp": 2}, {"b": P(), "w": P("tp" if cut else None)}
     traffic, sent = sent_by(tx, sizes, tree, specs=specs)
     assert sent[(AXIS,)] == traffic.sent_bytes
-    assert traffic.parameters == 34 * 132 // (1 + cut) + 66 * (name != "frozen")
+    assert traffic.parameters == 34 * 132 // (1 + cut) + 66
 
 
 # --- What is refused and shown
 
 
 CUT = lc.Workers(AbstractMesh((2, 3), (AXIS, "tp")), AXIS)
+GROUPS = lc.Workers(AbstractMesh((2, 3), (AXIS, "gpu")), AXIS, "gpu")
+TWO = absent(2)
 
 
-def asked(tx=VOTE, workers=2, **how):
+def asked(tx=VOTE, workers=TWO, **how):
     return lambda: lc.traffic.of(tx, shapes(9), workers, **how)
 
 
@@ -205,15 +207,16 @@ AVERAGING = optax.stateless(lambda grads, params: jax.lax.pmean(grads, AXIS))
 @pytest.mark.parametrize(
     ("ask", "error", "message"),
     [
-        (asked(step=-1), ValueError, "step=-1: give the steps taken before, from 0; or None"),
-        (asked(specs=[P("tp")]), ValueError, "cannot lie as .*'workers': 2.* tp"),
-        (asked(optax.flatten(VOTE), CUT, specs=[P("tp")]), ValueError, "as optax.flatten does"),
-        (asked(optax.lion(1.0)), TypeError, r"give what lion_cub, .* \(nothing in it does\)"),
-        (asked(optax.chain(AVERAGING, VOTE)), TypeError, "give what .*unbound axis name: data"),
-        (asked("lion_cub"), TypeError, "str does not say what it sends: give what lion_cub"),
+        (asked(workers=2), TypeError, "workers=2: give the workers of a mesh"),
+        (asked(specs=[P("tp")]), ValueError, "cannot lie as .*'data': 2.* tp"),
+        (asked(workers=GROUPS), ValueError, "the same over .'data',. and not over .'gpu',."),
+        (asked(optax.lion(1.0)), ValueError, "the optimizer's update differs between workers"),
+        (asked(optax.chain(AVERAGING, VOTE)), ValueError, "it was already reduced in full precision"),
+        (asked("lion_cub"), TypeError, "str is no transform of one .*: give what lion_cub"),
+        (asked(lc.on_mesh(VOTE, CUT), CUT), TypeError, "OnMesh is no .* not what on_mesh returned"),
         (
             lambda: lc.traffic.of(lc.baselines.powersgd(optax.sgd(1.0), rank=9, workers=AXIS),
-            {"w": jnp.ones((4, 4))}, 2), ValueError, "rank=9: none of the 1 leaves would be",
+            {"w": jnp.ones((4, 4))}, TWO), ValueError, "rank=9: none of the 1 leaves would be",
         ),
     ],
 )  # fmt: skip

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from conftest import AXIS
+from conftest import AXIS, absent
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
@@ -26,7 +26,7 @@ communicate = functools.partial(lc.communicate, workers=AXIS, memory=lc.momentum
 
 
 def predict(workers, **parts):
-    return lc.traffic.of(communicate(**parts), PARAMS, workers)
+    return lc.traffic.of(communicate(**parts), PARAMS, absent(workers))
 
 
 votes = communicate(memory=lc.momentum.blend())
@@ -304,7 +304,7 @@ def test_a_module_with_functions_among_its_leaves(mesh_of):
         lambda: on_mesh.update(module, (), module),
         lambda: lc.worker_value_and_grad(len, workers)(module, jnp.ones(4)),
         lambda: cub(workers=None).init(module),
-        lambda: lc.traffic.of(votes, module, 4),
+        lambda: lc.traffic.of(votes, module, workers),
     ):
         with raises(
             TypeError, "params['relu'] is", "parameters are arrays; give jnp.asarray(...)",

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import AXIS
+from conftest import AXIS, absent
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracle import baselines as oracles
@@ -397,7 +397,7 @@ PAPERS = [  # bits that each worker sends for a parameter of a large model
     (B.one_bit_adam, {"warmup": 100}, lambda w: (w - 1) / w * 2.25),
     (  # 16 (m + n) in place of m n
         lambda rate, **how: B.powersgd(SGD, 16, 4, **how), {},
-        lambda w: (w - 1) / w * 2 * (4 + 16 / 128) * 16 * (2**-17 + 2**-18),
+        lambda w: (w - 1) / w * 2 * (4 + 16 / 128) * 16 * (2**-14 + 2**-16),
     ),
 ]  # fmt: skip
 
@@ -405,11 +405,11 @@ PAPERS = [  # bits that each worker sends for a parameter of a large model
 @pytest.mark.parametrize(("make", "options", "bits"), PAPERS)
 def test_large_models_cost_what_the_papers_say(make, options, bits):
     tx = make(1e-3, workers=AXIS, **options)
-    shapes = {"w": jax.ShapeDtypeStruct((2**18, 2**17), jnp.float32)}
+    shapes = {"w": jax.ShapeDtypeStruct((2**16, 2**14), jnp.float32)}
     for workers in (2, 7, 64):
-        sent = lc.traffic.of(tx, shapes, workers)
+        sent = lc.traffic.of(tx, shapes, absent(workers))
         assert sent.bits_per_parameter == pytest.approx(bits(workers), rel=0.01)
-    assert lc.traffic.of(tx, shapes, 1).sent_bytes == 0
+    assert lc.traffic.of(tx, shapes, absent(1)).sent_bytes == 0
 
 
 # --- What is refused
@@ -452,9 +452,3 @@ def test_arguments_out_of_range(makers, name, values, words):
             options = {"workers": AXIS, **NEEDED.get(make, {}), name: value}
             with refused(*(word.format(value) for word in words)):
                 make(SGD if make is B.powersgd else 1e-3, **options)
-
-
-def test_a_worker_without_a_group_is_one_device():
-    with refused("group_size=2", "has no group"):
-        groups = jax.sharding.AbstractMesh((4, 2), (AXIS, "gpu"))
-        lc.traffic.of(B.signsgd(1e-3, workers=AXIS), {}, lc.Workers(groups, AXIS, "gpu"))

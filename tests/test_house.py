@@ -16,6 +16,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from conftest import AXIS, absent
 
 import lioncub_jax as lc
 
@@ -189,7 +190,7 @@ def test_plans_and_predictions_ask_no_device(stages):
     votes, counted, reduced = stages["tpu"]
     assert stages["cpu"][:2] == [votes, counted] and stages["cpu"][2] > 1.9 * reduced
     tree = {"w": jax.ShapeDtypeStruct((1000, 30), "float32")}
-    assert votes == lc.traffic.of(lc.lion_cub(1.0, workers="data"), tree, 8).sent_bytes
+    assert votes == lc.traffic.of(lc.lion_cub(1.0, workers=AXIS), tree, absent(8)).sent_bytes
     assert stages["plan"]["parameters"] == 10**6
 
 

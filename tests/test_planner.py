@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from conftest import AXIS, absent
 
 import lioncub_jax as lc
 from lioncub_jax import planner, units
@@ -70,7 +71,7 @@ def test_a_method_takes_the_time_of_what_the_code_of_its_legend_sends(name):
     scheme = scheme_named(name)
     for workers in (2, 7):
         cluster, tree = dataclasses.replace(FREE, workers=workers), (workers - 1).bit_length()
-        traffic = lc.traffic.of(transform_of(scheme.code), SHAPES, workers)
+        traffic = lc.traffic.of(transform_of(scheme.code), SHAPES, absent(workers))
         waits = {"all-to-all": 1, "all-gather": tree, "all-reduce": 2 * tree}
         hops = sum(waits[one.op] for one in traffic.collectives)
         took = hops * 50e-6 + 8e-9 * traffic.sent_bytes
@@ -116,7 +117,7 @@ def test_packing_is_estimated_by_what_passes_through_memory():
         ("1-bit vote", 4, 1), ("owner, 3 bits", 4 + 2, 1), ("PowerSGD, rank 4", 8, 1),
         ("1-bit Adam", 8, 0.85), ("2 alone, 4 bits", 8, 1 / 2),
     ]:  # fmt: skip
-        sent = lc.traffic.of(transform_of(scheme_named(name).code), SHAPES, 8).sent_bytes
+        sent = lc.traffic.of(transform_of(scheme_named(name).code), SHAPES, absent(8)).sent_bytes
         packed = share * 2 * (sent + each * planner.parameters_in(SHAPES)) / 1e9
         assert step_of(name, slow, SHAPES).local == pytest.approx(packed), name
     for name in ("float32 Lion", "2 alone, float32"):
@@ -172,7 +173,7 @@ def test_an_all_to_all_takes_longer_where_pairs_take_turns_or_the_middle_is_narr
     """Two workers take turns; of three each has one to send to, twice; of four one is left over."""
     bad = Cluster(link=Link(1e8, 0.0), **options)
     tree = [jax.ShapeDtypeStruct((SIZE,), "float32")]
-    sent = lc.traffic.of(lc.lion_cub(1.0, workers="data"), tree, bad.workers).collectives
+    sent = lc.traffic.of(lc.lion_cub(1.0, workers=AXIS), tree, absent(bad.workers)).collectives
     up, down = (8e-8 * one.sent_bytes for one in sent)
     assert step_of("1-bit vote", bad).communication == pytest.approx(longer * up + down)
     good = Cluster(bad.workers, bad.link)

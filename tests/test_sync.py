@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import AXIS
+from conftest import AXIS, absent
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from oracle import lion as reference
@@ -166,15 +166,17 @@ def test_what_a_sync_sends_is_behind_a_condition(mesh_of, schedule, where, ops, 
     assert [(c.gated, c.payload_bytes, c.times) for c in in_floats] == [(True, 4 * floats, 1)] * (
         floats > 0
     )
-    predicted = lc.traffic.sync_traffic(LEAVES, 8, schedule, where)
-    sent = {one.op: one.sent_bytes for one in predicted.collectives}
-    assert sent == {c.op: c.sent_bytes for c in gated}
+    without, with_sync = lc.traffic.of(tx, LEAVES, absent(8)).stages
+    assert with_sync - without == sum(c.sent_bytes for c in gated)
 
 
 def test_codes_are_a_28th_of_full_precision():
-    params = {"w": jnp.zeros((1024, 1024))}
-    codes, full = (lc.traffic.sync_traffic(params, 8, one) for one in (S.coded(), S.every(1)))
-    assert 28 < full.sent_bytes / codes.sent_bytes < 28.5
+    sent = []
+    for schedule in (S.coded(), S.every(1)):
+        tx = lc.sync_momentum(vote(), schedule, workers=AXIS)
+        without, with_sync = lc.traffic.of(tx, {"w": jnp.zeros((1024, 1024))}, absent(8)).stages
+        sent.append(with_sync - without)
+    assert 28 < sent[1] / sent[0] < 28.5
 
 
 # --- In codes
@@ -348,9 +350,9 @@ def test_in_two_levels_a_sync_in_codes_must_know_the_group(inner, workers, said)
     [
         (lambda: S.coded(3), TypeError, r"3 is not a schedule: give every\(T\).*coded"),
         (lambda: coded_vote(S.coded()).init(LEAVES), ValueError, r"workers='data'.*shard_map"),
-        (lambda: lc.traffic.sync_traffic(LEAVES, 8, S.coded(), [True]), ValueError,
+        (lambda: lc.sync_momentum(vote(), S.every(2), [True], workers=AXIS).init(LEAVES), ValueError,
          r"where: the mask does not match.*PyTreeDef\(\[\*\]\).*one bool for each leaf"),
-        (lambda: lc.traffic.sync_traffic([0.0], 8, S.coded(), ["no"]), TypeError,
+        (lambda: lc.sync_momentum(vote(), S.every(2), ["no"], workers=AXIS), TypeError,
          r"where\[0\] is 'no': a mask has a bool for each leaf"),
     ],
 )  # fmt: skip

@@ -130,10 +130,11 @@ class Trainer:
         """Until all steps are done."""
         jax.block_until_ready(self._state)
 
-    def predicted_bytes(self, step: int | None = None) -> float:
-        """What a worker should send in a call, on a CPU, after so many steps; None for late ones."""
+    def predicted_bytes(self, *, most: bool = False) -> float:
+        """What a worker should send in a call, on a CPU; the most, as in a warm-up, or the least."""
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._state.params)
-        return lc.traffic.of(self._tx, shapes, self._workers, step=step).sent_bytes
+        stages = lc.traffic.of(self._tx, shapes, self._workers).stages
+        return max(stages) if most else min(stages)
 
     def loss(self) -> float:
         """Bits per byte of the validation windows."""

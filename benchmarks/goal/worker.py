@@ -38,7 +38,7 @@ def take_turns(job: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     for entry in (Entry(*entry) for entry in job["entries"]):
         recipe = CONTENDERS[entry.contender].timed(entry.stage, entry.option)
         trainer = Trainer(mesh, recipe, seed=0)
-        sent = trainer.predicted_bytes(0 if entry.stage == FULL else None)
+        sent = trainer.predicted_bytes(most=entry.stage == FULL)
         racing[entry.key] = partial(step_and_wait, trainer)
         about[entry.key] = recipe.local_steps, sent
     blocks = turns.take_turns(racing, largest(mesh), turns=job["turns"], seconds=job["seconds"])

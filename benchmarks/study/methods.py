@@ -4,11 +4,13 @@ A method is what a user writes; the simulator is the same thing in the words of 
 holds the two together. Each has as many learning rates to be tuned over as every other.
 """
 
+import bisect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import optax
+from jax.sharding import AbstractMesh
 from oracle import baselines as reference_baselines
 from oracle import coding
 from oracle import dgc as reference_dgc
@@ -20,9 +22,9 @@ from oracle.lion import Simulator
 
 import lioncub_jax as lc
 from lioncub_jax import baselines
-from lioncub_jax.baselines.dgc import dgc
+from lioncub_jax.baselines.dgc import dgc, stages
+from lioncub_jax.baselines.one_bit_adam import in_full
 from lioncub_jax.sync import Schedule
-from lioncub_jax.traffic import predicted as accounting
 
 DECAY = 0.1  # decoupled, of Lion, its votes and AdamW
 LIGHT_DECAY = 5e-4  # of those whose updates have the size of gradients
@@ -48,8 +50,8 @@ class Method(NamedTuple):
       rates: the learning rates it is tuned over.
       simulated: ``(rate, steps, betas) -> Simulator``.
       transform: ``(rate, steps, betas, workers) -> optax transform``.
-      stages: whether steps of a run differ in what they send.
-      sync: when momenta are made alike, which is counted by itself.
+      stage: ``(step, steps) -> which stage of the transform`` it is, where steps differ in what they send.
+      sync: when momenta are made alike.
       local_steps: steps that each worker takes on its own before the workers talk.
       local: ``rate -> optax transform``, by which optimizer.
     """
@@ -59,7 +61,7 @@ class Method(NamedTuple):
     rates: tuple[float, ...]
     simulated: Simulated
     transform: Callable[..., optax.GradientTransformation]
-    stages: bool = False
+    stage: Callable[[int, int], int] | None = None
     sync: Schedule | None = None
     local_steps: int = 1
     local: Callable[[Rate], optax.GradientTransformation] | None = None
@@ -67,14 +69,11 @@ class Method(NamedTuple):
     def sent(self, params: Any, workers: int, steps: int, syncs: int) -> float:
         """Bytes that each worker sends in a run."""
         tx, calls = self.transform(1.0, steps, (0.9, 0.99), "workers"), steps // self.local_steps
-        if self.stages:
-            each = (accounting.of(tx, params, workers, step=t) for t in range(steps))
-            total = sum(one.sent_bytes for one in each)
-        else:
-            total = calls * accounting.of(tx, params, workers).sent_bytes
-        if self.sync is None:
-            return total
-        return total + syncs * accounting.sync_traffic(params, workers, self.sync).sent_bytes
+        mesh = AbstractMesh((workers,), ("workers",))
+        stages = lc.traffic.of(tx, params, lc.Workers(mesh, "workers")).stages
+        if self.stage is not None:
+            return sum(stages[self.stage(t, steps)] for t in range(steps))
+        return calls * stages[0] + syncs * (stages[-1] - stages[0])
 
 
 def descending(votes: Callable[[int, Betas], Simulator], decay: float = DECAY) -> Simulated:
@@ -165,8 +164,11 @@ def sparse() -> Method:
     def votes(steps: int, betas: Betas) -> Simulator:
         return reference_dgc.dgc(0.9, 0.001, steps // 10)
 
+    def stage(step: int, steps: int) -> int:
+        return bisect.bisect([*stages(0.001, steps // 10)], step) - 1
+
     simulated = descending(votes, LIGHT_DECAY)
-    return Method("DGC, 0.1 %", "1712.01887", GRADIENTS, simulated, transform, stages=True)
+    return Method("DGC, 0.1 %", "1712.01887", GRADIENTS, simulated, transform, stage)
 
 
 # --- Peers: what users take today where the network is slow
@@ -219,7 +221,7 @@ PEERS: dict[str, Method] = {
         lambda rate, steps, betas, workers: baselines.one_bit_adam(
             rate, weight_decay=DECAY, workers=workers, **warmed(steps)
         ),
-        stages=True,
+        lambda step, steps: step < warmed(steps)["warmup"],
     ),
     "zero-one-adam": Method(
         "0/1 Adam", "2202.06009", MEANS,
@@ -227,7 +229,7 @@ PEERS: dict[str, Method] = {
         lambda rate, steps, betas, workers: baselines.zero_one_adam(
             rate, weight_decay=DECAY, workers=workers
         ),
-        stages=True,
+        lambda step, steps: in_full(16, 100_000, step),
     ),
     "diloco": alone_first(None),
     "diloco-4": alone_first(4),

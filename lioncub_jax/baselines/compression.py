@@ -11,10 +11,9 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 from lioncub_jax import axes, checks
-from lioncub_jax.axes import AxisName
+from lioncub_jax.axes import Axes, AxisName
 from lioncub_jax.mesh import placement
 from lioncub_jax.mesh.placement import Workers, names_of
-from lioncub_jax.mesh.specs import cut_of
 
 Leaves = list[jax.Array]
 # What a method makes of a step: means, two trees of what is kept, and how many workers took part.
@@ -28,7 +27,7 @@ def one_level(method: str, workers: AxisName | Workers) -> Any:
       ValueError: for workers in two levels.
     """
     axis, group = names_of(workers)
-    if group is not None:
+    if group:
         raise ValueError(
             f"{method} has no two levels, but the workers have {workers}: it would have to send what a "
             "group has in common. Give Workers without a group; with the names of both axes in "
@@ -38,7 +37,7 @@ def one_level(method: str, workers: AxisName | Workers) -> Any:
 
 
 def on_devices(
-    axis: AxisName, init: Callable[..., Any], step: Callable[..., Any]
+    axis: Axes, init: Callable[..., Any], step: Callable[..., Any]
 ) -> optax.GradientTransformationExtraArgs:
     """A transform by ``(updates, state, told) -> (updates, state)``, on each device of a worker.
 
@@ -48,19 +47,20 @@ def on_devices(
     def update(
         updates: Any, state: Any, params: Any = None, *, abstain: Any = None, **extra: Any
     ) -> tuple[Any, Any]:
-        del params, extra
+        del params
         axes.workers_on(axis)
+        abstain = checks.check_abstain(abstain, extra)
         checks.check_leaves(updates)
         checks.check_local(updates, axis)
         given = updates, state, jnp.zeros((), bool) if abstain is None else abstain
         # Results lie as what they replace.
-        return placement.on_shards(step, given, cut_of(given[:2]))
+        return placement.on_shards(step, given, given[:2])
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def compressed_mean(
-    axis: AxisName, kind: Any, first: Callable[..., Any], step: Callable[..., Done]
+    axis: Axes, kind: Any, first: Callable[..., Any], step: Callable[..., Done]
 ) -> optax.GradientTransformationExtraArgs:
     """Local gradients in, the mean that a method makes of them out.
 
@@ -92,7 +92,7 @@ def compressed_mean(
     return on_devices(axis, init, on_device)
 
 
-def takes_part(axis: AxisName, told: jax.Array, values: Leaves) -> jax.Array:
+def takes_part(axis: Axes, told: jax.Array, values: Leaves) -> jax.Array:
     """``bool[]``, of a worker's devices as one: not if told to abstain, or for a value not finite."""
     strange = reduce(operator.or_, [told, *[~jnp.all(jnp.isfinite(v)) for v in values]])
     return ~axes.any_over_shards(strange, axis)

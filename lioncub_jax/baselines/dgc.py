@@ -23,7 +23,6 @@ Source: Lin et al., "Deep Gradient Compression" (arXiv 1712.01887).
 
 import itertools
 import math
-from collections import Counter
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,14 +34,12 @@ from jax import lax
 
 from lioncub_jax import axes, wires
 from lioncub_jax.arguments import check_betas, check_number
-from lioncub_jax.axes import AxisName
+from lioncub_jax.axes import Axes, AxisName
 from lioncub_jax.baselines import compression
 from lioncub_jax.baselines.compression import Done, Leaves
-from lioncub_jax.exchange import Asked, Sending
 from lioncub_jax.layout import Holder
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.optimizer import descending
-from lioncub_jax.wires import Sent
 
 
 class DGCState(NamedTuple):
@@ -78,7 +75,7 @@ def dgc(
     mask: Any = None,
     *,
     workers: AxisName | Workers,
-) -> Sending:
+) -> optax.GradientTransformationExtraArgs:
     """Deep Gradient Compression: momentum SGD in which a worker sends a thousandth of its values a step.
 
     ``u = m u + g``, ``v = v + u``; the ``ceil(density n)`` largest ``|v|`` of each leaf are sent, and
@@ -105,7 +102,7 @@ def dgc(
         tuple.
 
     Returns:
-      A chain whose first state is a `DGCState`; `traffic.of` can ask what it sends. ``update(updates,
+      A chain whose first state is a `DGCState`; `traffic.of` says what it sends. ``update(updates,
       state, params, abstain=None)`` takes gradients that vary over ``workers``, floating leaves of any
       shape, and returns updates of the same shapes and dtypes that are the same on every worker.
       ``abstain``: ``bool[]`` of this worker. Leaves that are cut over other mesh axes are sent shard by
@@ -128,8 +125,7 @@ def dgc(
     check_betas(momentum=momentum)
     method = _DGC(axis, momentum, stages(density, warmup))
     mean = compression.compressed_mean(axis, DGCState, _zeros, method.step)
-    sparse = Sending.like(mean, f"dgc({density:g})", method.sends)
-    return descending(sparse, learning_rate, weight_decay, mask)
+    return descending(mean, learning_rate, weight_decay, mask)
 
 
 def stages(density: float, warmup: int = 0) -> dict[int, float]:
@@ -161,23 +157,9 @@ def stages(density: float, warmup: int = 0) -> dict[int, float]:
 
 
 class _DGC(NamedTuple):
-    axis: AxisName
+    axis: Axes
     momentum: Any
     stages: dict[int, float]
-
-    def sends(self, asked: Asked) -> tuple[Sent, ...]:
-        """An all-gather of sparse messages for the leaves that are cut over the same axes.
-
-        ``(W - 1) (8 K + 4)`` bytes, with K the values sent of all leaves: an index and a value each,
-        and one word that says whether the worker takes part. Of 51 kB and more padded to 512 bytes.
-        """
-        step = math.inf if asked.step is None else asked.step
-        *_, density = (share for first, share in self.stages.items() if first <= step)
-        words = Counter({frozenset[str](): 1})
-        for leaf, over in zip(asked.leaves, asked.axes, strict=True):
-            words[over] += 2 * _entries(math.prod(leaf.shape), density)
-        each = [wires.words_bytes(n, asked.workers) for n in words.values()]
-        return tuple(Sent("all-gather", False, sent) for sent in each if sent)
 
     def step(self, leaves: Leaves, told: jax.Array, count: jax.Array, *before: Leaves) -> Done:
         """What one worker does in a step; it keeps velocity and residual."""
@@ -207,9 +189,7 @@ def _zeros(params: Any) -> list[Any]:
     return [optax.tree.zeros_like(params, dtype=jnp.float32) for _ in range(2)]
 
 
-def _send(
-    axis: AxisName, density: float, here: jax.Array, velocity: Leaves, residual: Leaves
-) -> Done:
+def _send(axis: Axes, density: float, here: jax.Array, velocity: Leaves, residual: Leaves) -> Done:
     """One exchange at a density."""
     flat = [v.reshape(-1) for v in residual]
     # Of equal magnitudes the first ones.

@@ -24,7 +24,7 @@ Where workers compress, one that has a value that is not finite, or is asked to 
 from the step, as in `communicate`; under `global_gradients` nobody can. One worker alone compresses
 nothing.
 
-Each can be asked what it sends: ``lioncub_jax.traffic.of(tx, params, workers)``.
+``lioncub_jax.traffic.of(tx, params, workers)`` says what each sends.
 """
 
 import math
@@ -37,7 +37,7 @@ import optax
 from lioncub_jax import checks, decide, quantize, wires
 from lioncub_jax.arguments import check_betas, check_rates
 from lioncub_jax.axes import AxisName
-from lioncub_jax.exchange import Sending, communicate
+from lioncub_jax.exchange import communicate
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.momentum import blend, nothing
 from lioncub_jax.optimizer import coded_gradients, coded_mean, descending, global_gradients
@@ -49,7 +49,7 @@ def signsgd(
     mask: Any = None,
     *,
     workers: AxisName | Workers,
-) -> Sending:
+) -> optax.GradientTransformationExtraArgs:
     """Majority vote of gradients, signSGD: ``u = sign(sum_i sign(g_i))``, 1 bit up and 1 down.
 
     Args:
@@ -83,7 +83,7 @@ def signum(
     mask: Any = None,
     *,
     workers: AxisName | Workers,
-) -> Sending:
+) -> optax.GradientTransformationExtraArgs:
     """SIGNUM: each worker votes with its momentum, ``mu_i = m mu_i + (1 - m) g_i``, after its update.
 
     Arguments that are not named here are those of `signsgd`.
@@ -111,7 +111,7 @@ def ef_signsgd(
     mask: Any = None,
     *,
     workers: AxisName | Workers,
-) -> Sending:
+) -> optax.GradientTransformationExtraArgs:
     """Error feedback for signSGD, both ways: the error of a sign and a scale comes later.
 
     ``x_i = lr g_i + e_i``; worker i sends ``d_i = sign(x_i) mean|x_i|`` of each row of 128 and keeps
@@ -139,12 +139,11 @@ def ef_signsgd(
         return -math.prod(x(count) if callable(x) else x for x in factors)
 
     share = decay if any(map(callable, factors)) else decay(0)
-    chain = optax.chain(
+    return optax.chain(
         optax.scale_by_learning_rate(learning_rate),
         feedback,
         optax.add_decayed_weights(share, checks.decay_mask(mask)),
     )
-    return feedback.around(chain)
 
 
 def qsgd(
@@ -156,7 +155,7 @@ def qsgd(
     mask: Any = None,
     *,
     workers: AxisName | Workers,
-) -> Sending:
+) -> optax.GradientTransformationExtraArgs:
     """QSGD: a sign and ``s = 2**(bits-1) - 1`` levels of the norm of each row of 128, rounded at random.
 
     The norm is the largest magnitude, the paper's practice. The mean of what all workers say is right on
@@ -197,7 +196,7 @@ def diloco(
     bits: int | None = None,
     *,
     workers: AxisName | Workers,
-) -> Sending:
+) -> optax.GradientTransformationExtraArgs:
     """The outer optimizer of DiLoCo: Nesterov SGD on the mean of how far the workers came.
 
     Each worker takes H steps with an optimizer of its own, ``make_train_step(..., local_steps=H,

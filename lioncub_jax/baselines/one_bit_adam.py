@@ -43,12 +43,11 @@ import optax
 
 from lioncub_jax import axes, checks, decide, quantize, wires
 from lioncub_jax.arguments import check_betas, check_count, check_number
-from lioncub_jax.axes import AxisName
-from lioncub_jax.exchange import Asked, CommunicateState, Sending, communicate
+from lioncub_jax.axes import Axes, AxisName
+from lioncub_jax.exchange import CommunicateState, communicate
 from lioncub_jax.mesh.placement import Workers, names_of
 from lioncub_jax.momentum import nothing
 from lioncub_jax.optimizer import coded_mean, descending
-from lioncub_jax.wires import Sent
 
 _NEVER = 2**31 - 1
 
@@ -81,7 +80,7 @@ def one_bit_adam(
     *,
     warmup: int,
     workers: AxisName | Workers,
-) -> Sending:
+) -> optax.GradientTransformationExtraArgs:
     """1-bit Adam: AdamW on the mean gradient at first, then momentum in one bit under a frozen variance.
 
     For ``warmup`` steps gradients are averaged in float32. From then on v stays, and each worker sends the
@@ -107,8 +106,8 @@ def one_bit_adam(
         as a tuple.
 
     Returns:
-      A chain whose first state is a `OneBitAdamState`; `traffic.of` can ask what it sends, with ``step``
-      in the warm-up too. ``update(updates, state, params, abstain=None)`` takes gradients that vary over
+      A chain whose first state is a `OneBitAdamState`; `traffic.of` has what it sends, in full precision
+      too. ``update(updates, state, params, abstain=None)`` takes gradients that vary over
       the workers, floating leaves of any shape, and returns updates of the same shapes and dtypes that
       are the same on every worker; it and ``init`` must run where their axis is bound.
 
@@ -125,11 +124,10 @@ def one_bit_adam(
     """
     wanted = "a whole number of steps of at least 1: they find the variance that is frozen then"
     check_count(f"warmup={warmup!r}", warmup, wanted)
-    adam = zero_one_adam(
+    return zero_one_adam(
         learning_rate, b1, b2, eps, weight_decay, mask, kappa=_NEVER, freeze_after=warmup,
         workers=workers,
     )  # fmt: skip
-    return Sending.like(adam, f"1-bit Adam(warmup={warmup})", adam.sends)
 
 
 def zero_one_adam(
@@ -143,7 +141,7 @@ def zero_one_adam(
     kappa: int = 16,
     freeze_after: int = 100_000,
     workers: AxisName | Workers,
-) -> Sending:
+) -> optax.GradientTransformationExtraArgs:
     """0/1 Adam without its local steps: a variance that is updated ever more rarely, else one bit.
 
     The variance is updated, by gradients averaged in float32, at steps 0, 1, ..., kappa, kappa + 2,
@@ -152,7 +150,7 @@ def zero_one_adam(
     in full precision. Workers talk at every step, and parameters are the same on all of them.
 
     Arguments that are not named here are those of `one_bit_adam`, as are abstention, one worker alone, and
-    what is returned; `traffic.of` answers for a step in one bit, or for the ``step`` that it is asked.
+    what is returned; ``stages`` of `traffic.of` are a step in one bit and one in full precision.
 
     Args:
       kappa: updates of the variance until the gap doubles, at least 1.
@@ -184,19 +182,20 @@ def zero_one_adam(
         decision=decide.at_owner(None, decide.values()),
         wire=wires.all_reduce(),
     )
-    in_full = partial(_in_full, kappa, min(freeze_after, _NEVER))
-    moments = _moments(b1, b2, codes, floats, names_of(workers)[0], in_full)
+    is_due = partial(in_full, kappa, min(freeze_after, _NEVER))
+    moments = _moments(b1, b2, codes, floats, names_of(workers)[0], is_due)
 
     def init(params: optax.Params) -> OneBitAdamState:
         checks.check_leaves(params)
-        agreed = wires.agreed(params, sum(map(axes.names, names_of(workers)), ()))
+        agreed = wires.agreed(params, sum(names_of(workers), ()))
         mu, nu = (optax.tree.zeros_like(agreed, dtype=jnp.float32) for _ in range(2))
         count, updates = jnp.zeros(2, jnp.int32)
         return OneBitAdamState(count, updates, mu, nu, codes.init(_wide(params)))
 
     def update(
-        grads: Any, state: OneBitAdamState, params: Any = None, *, abstain: Any = None, **_: Any
+        grads: Any, state: OneBitAdamState, params: Any = None, *, abstain: Any = None, **extra: Any
     ) -> tuple[Any, OneBitAdamState]:
+        abstain = checks.check_abstain(abstain, extra)
         checks.check_leaves(grads)
         checks.check_state(grads, state.mu)
         some, state = moments(grads, state, params=params, abstain=abstain)
@@ -208,16 +207,11 @@ def zero_one_adam(
 
         return jax.tree.map(direction, grads, mu, nu), state
 
-    def sends(asked: Asked) -> tuple[Sent, ...]:
-        full = asked.step is not None and in_full(asked.step)
-        return (floats if full else codes).sends(asked)
-
-    adam = optax.GradientTransformationExtraArgs(init, update)
-    direction = Sending.like(adam, f"0/1 Adam(kappa={kappa})", sends)
+    direction = optax.GradientTransformationExtraArgs(init, update)
     return descending(direction, learning_rate, weight_decay, mask)
 
 
-def _in_full(kappa: int, end: int, count: Any) -> Any:
+def in_full(kappa: int, end: int, count: Any) -> Any:
     """``bool[]``, whether a step is in full precision, after so many: a number, or ``int32[]``."""
     doubled = count // kappa + 1
     for shift in (1, 2, 4, 8, 16):  # all bits below the highest
@@ -227,7 +221,12 @@ def _in_full(kappa: int, end: int, count: Any) -> Any:
 
 
 def _moments(
-    b1: Any, b2: Any, codes: Sending, floats: Sending, axis: AxisName, in_full: Callable[[Any], Any]
+    b1: Any,
+    b2: Any,
+    codes: optax.GradientTransformationExtraArgs,
+    floats: optax.GradientTransformationExtraArgs,
+    axis: Axes,
+    is_due: Callable[[Any], Any],
 ) -> Callable[..., tuple[jax.Array, OneBitAdamState]]:
     """``(grads, state, **told) -> (bool[], state)``: whether anybody took part, and the new moments."""
 
@@ -263,7 +262,7 @@ def _moments(
         # alike.
         ways = (partial(step, way, told) for way in (in_floats, in_codes))
         with wires.by_count():
-            return jax.lax.cond(in_full(state.count), *ways, _wide(grads), state)
+            return jax.lax.cond(is_due(state.count), *ways, _wide(grads), state)
 
     return moments
 

@@ -34,16 +34,14 @@ from jax import lax
 
 from lioncub_jax import axes, rotation, wires
 from lioncub_jax.arguments import check_count, check_kinds
-from lioncub_jax.axes import AxisName
+from lioncub_jax.axes import Axes, AxisName
 from lioncub_jax.baselines import compression
 from lioncub_jax.baselines.compression import Done, Leaves
 from lioncub_jax.bits import ROW
-from lioncub_jax.exchange import Asked, Sending
 from lioncub_jax.layout import Holder
 from lioncub_jax.mesh import placement
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.optimizer import behind, coded_mean
-from lioncub_jax.wires import Sent
 
 
 class PowerSGDState(NamedTuple):
@@ -76,7 +74,7 @@ def powersgd(
     bits: int | None = None,
     *,
     workers: AxisName | Workers,
-) -> Sending:
+) -> optax.GradientTransformationExtraArgs:
     """PowerSGD: any optax transform, of an approximation of the mean gradient by matrices of low rank.
 
     A leaf of ``m x n`` travels as ``rank (m + n)`` float32 where that is less than ``m n``; all others,
@@ -109,7 +107,7 @@ def powersgd(
         tuple.
 
     Returns:
-      A chain of a `PowerSGDState` and that of ``tx``; `traffic.of` can ask what it sends. ``update(updates,
+      A chain of a `PowerSGDState` and that of ``tx``; `traffic.of` says what it sends. ``update(updates,
       state, params, abstain=None)`` takes gradients that vary over ``workers``, floating leaves of any
       shape, and returns updates of the same shapes that are the same on every worker. ``abstain``:
       ``bool[]`` of this worker. Leaves that are cut over other mesh axes are compressed shard by shard,
@@ -134,15 +132,13 @@ def powersgd(
     # Codes begin anew each step: the workers keep what they miss.
     method = _PowerSGD(axis, rank, None if bits is None else coded_mean(bits, axis, None))
     mean = compression.compressed_mean(axis, PowerSGDState, method.first, method.step)
-    how = "all-reduce" if bits is None else f"{bits} bits, two-phase"
-    thin = Sending.like(mean, f"powersgd({rank}), {how}, mean", method.sends)
-    return behind(thin, tx, axis)
+    return behind(mean, tx, axis)
 
 
 class _PowerSGD(NamedTuple):
-    axis: AxisName
+    axis: Axes
     rank: int
-    codes: Sending | None  # by which means travel
+    codes: optax.GradientTransformationExtraArgs | None  # by which means travel
 
     def sides(self, leaves: Sequence[Any]) -> list[Any]:
         """Rows and columns of each leaf that is compressed, by its shape here; None of all others.
@@ -162,21 +158,6 @@ class _PowerSGD(NamedTuple):
             )
         return [s if self.rank <= n else None for s, n in zip(found, highest, strict=True)]
 
-    def sends(self, asked: Asked) -> tuple[Sent, ...]:
-        """One mean after the other."""
-        sides, sizes = self.sides(asked.leaves), [math.prod(x.shape) for x in asked.leaves]
-        first = [n if s is None else self.rank * s[0] for n, s in zip(sizes, sides, strict=True)]
-        second = [0 if s is None else self.rank * s[1] for s in sides]
-        return (*self._mean_sends(asked, first), *self._mean_sends(asked, second))
-
-    def _mean_sends(self, asked: Asked, sizes: list[int]) -> tuple[Sent, ...]:
-        if asked.workers == 1:
-            return ()
-        if self.codes is None:  # with how many take part
-            return (Sent("all-reduce", False, wires.mean_bytes(sum(sizes) + 1, asked.workers)),)
-        factors = [jax.ShapeDtypeStruct((n,), jnp.float32) for n in sizes]
-        return self.codes.sends(asked._replace(leaves=factors))
-
     def first(self, params: Any) -> tuple[Any, Any]:
         """The first ``Q``, normal and the same on all workers; and errors of 0."""
         q = placement.on_shards(self._first_q, (params,))
@@ -190,7 +171,7 @@ class _PowerSGD(NamedTuple):
                 key = jax.random.fold_in(jax.random.key(0), i)
                 normal = jax.random.normal(key, (first[i][1], self.rank), jnp.float32)
                 # All shards begin with the same, and come to differ.
-                inner = axes.varying_axes(leaf) - set(axes.names(self.axis))
+                inner = axes.varying_axes(leaf) - set(self.axis)
                 first[i] = axes.varying(normal, tuple(sorted(inner)))
         return jax.tree.unflatten(tree, first)
 

@@ -9,14 +9,13 @@ import optax
 
 from lioncub_jax import axes, decide, quantize, wires
 from lioncub_jax.arguments import check_betas, check_number
-from lioncub_jax.axes import AxisName
+from lioncub_jax.axes import Axes, AxisName
 from lioncub_jax.baselines import compression
 from lioncub_jax.baselines.methods import trace
-from lioncub_jax.exchange import Asked, Sending, communicate
+from lioncub_jax.exchange import communicate
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.momentum import nothing
 from lioncub_jax.optimizer import behind, descending
-from lioncub_jax.wires import Sent
 
 
 def terngrad(
@@ -28,7 +27,7 @@ def terngrad(
     mask: Any = None,
     *,
     workers: AxisName | Workers,
-) -> Sending:
+) -> optax.GradientTransformationExtraArgs:
     """TernGrad: -1, 0 or +1 at random, in units of one scale per leaf that all workers share.
 
     Worker i clips each leaf at ``clip`` standard deviations of its own; ``s = max_i max|g_i|`` of the
@@ -62,17 +61,16 @@ def terngrad(
     up = quantize.ternary(rounding=quantize.stochastic(seed))
     codes = communicate(workers=axis, memory=nothing(), up=up, decision=decide.total())
     mean = compression.on_devices(axis, codes.init, partial(_step, codes, axis, clip))
-
-    def sends(asked: Asked) -> tuple[Sent, ...]:
-        scales = Sent("all-reduce", False, wires.max_bytes(len(asked.leaves), asked.workers))
-        return (scales, *codes.sends(asked)) if asked.workers > 1 else ()
-
-    tx = behind(Sending.like(mean, codes.scheme, sends), trace(momentum), axis)
-    return descending(tx, learning_rate, weight_decay, mask)
+    return descending(behind(mean, trace(momentum), axis), learning_rate, weight_decay, mask)
 
 
 def _step(
-    codes: Sending, axis: AxisName, clip: float | None, updates: Any, state: Any, told: jax.Array
+    codes: optax.GradientTransformationExtraArgs,
+    axis: Axes,
+    clip: float | None,
+    updates: Any,
+    state: Any,
+    told: jax.Array,
 ) -> tuple[Any, Any]:
     """Codes of each leaf in units of a scale, and what their sum is worth."""
     workers = axes.workers_on(axis)
@@ -100,7 +98,7 @@ def _step(
     return tree.unflatten(means), state
 
 
-def _deviation(g: jax.Array, axis: AxisName) -> jax.Array:
+def _deviation(g: jax.Array, axis: Axes) -> jax.Array:
     """Root mean square of a leaf over all of its shards."""
     square = axes.sum_over_shards(jnp.sum(g * g), axis)
     return jnp.sqrt(square / float(max(g.size * axes.shard(g, axis)[1], 1)))

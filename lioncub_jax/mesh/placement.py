@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, auto_axes,
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax import axes, kernels
-from lioncub_jax.axes import AxisName
+from lioncub_jax.axes import Axes, AxisName
 from lioncub_jax.mesh.specs import (
     checked,
     declared,
@@ -122,7 +122,7 @@ class Workers:
 
     def __post_init__(self) -> None:
         check_mesh(self.mesh, self.axis, self.group)
-        apart = (*axes.names(self.axis), *axes.names(self.group or ()))
+        apart = (*axes.names(self.axis), *axes.names(self.group))
         inner = tuple(n for n in self.mesh.axis_names if n not in apart)
         object.__setattr__(self, "axes", apart)
         object.__setattr__(self, "inner", inner)
@@ -300,14 +300,14 @@ def check_workers(workers: Any) -> None:
         )
 
 
-def names_of(workers: AxisName | Workers | None) -> tuple[Any, AxisName | None]:
-    """The axis of those who vote, and that of the devices of one of them in two levels.
+def names_of(workers: AxisName | Workers | None) -> tuple[Axes, Axes]:
+    """The axes of those who vote, and those of the devices of one of them in two levels.
 
     Raises:
       ValueError: for anything but `Workers`, the name of a mesh axis, a tuple of names, or None.
     """
     if isinstance(workers, Workers):
-        return workers.axis, workers.group
+        return axes.names(workers.axis), axes.names(workers.group)
     names = workers if isinstance(workers, tuple) else (workers,)
     known = names and all(isinstance(n, str) for n in names) and len(set(names)) == len(names)
     if workers is not None and not known:
@@ -316,7 +316,7 @@ def names_of(workers: AxisName | Workers | None) -> tuple[Any, AxisName | None]:
             "pmap binds it the name of a mesh axis, a string, a tuple of names, or None for one device "
             "without a mesh"
         )
-    return workers, None
+    return axes.names(workers), ()
 
 
 def check_arrays(params: Any, *others: type, name: str = "params") -> None:
@@ -358,7 +358,7 @@ def _constrained(fn: Callable[..., Any], specs: Any) -> Callable[..., Any]:
     return lambda *args: jax.tree.map(constrain, specs, fn(*args))
 
 
-def on_shards(fn: Callable[..., Any], args: Any, out_specs: Any = None) -> Any:
+def on_shards(fn: Callable[..., Any], args: Any, like: Any = None) -> Any:
     """Calls ``fn(*args)`` where every axis is manual, on each device's own shards.
 
     What is no array, such as a number of a part, comes as it is and is no operand of the program.
@@ -366,8 +366,8 @@ def on_shards(fn: Callable[..., Any], args: Any, out_specs: Any = None) -> Any:
     Args:
       fn: takes and returns trees of arrays.
       args: a tuple of trees of anything; how each array is cut is read from its type.
-      out_specs: a tree (prefix) of specs of the results over the inner axes; by default arrays are
-        stacked along their first dimension over the inner axes that their type varies over.
+      like: a tree (prefix) of arrays that the results are to lie as; by default they are stacked along
+        their first dimension over the inner axes that their type varies over.
 
     Raises:
       ValueError: where inner axes are left to the compiler, which then would not say how leaves are cut.
@@ -393,8 +393,10 @@ def on_shards(fn: Callable[..., Any], args: Any, out_specs: Any = None) -> Any:
         both = [next(rest) if isinstance(x, jax.Array) else x for x in given]
         return fn(*structure.unflatten(both))
 
-    if out_specs is None:
+    if like is None:
         out_specs = _stacked_specs(of_arrays, arrays, in_specs, inner)
+    else:
+        out_specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, like)
     run = jax.shard_map(of_arrays, in_specs=in_specs, out_specs=out_specs, axis_names=set(inner))
     return run(*arrays)
 

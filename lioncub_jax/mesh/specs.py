@@ -222,11 +222,6 @@ def restrict(specs: Any, axes: Iterable[str]) -> Any:
     return jax.tree.map(functools.partial(shortened, axes=frozenset(axes)), specs)
 
 
-def cut_of(tree: Any) -> Any:
-    """How arrays are cut over explicit axes, by their types."""
-    return jax.tree.map(lambda x: jax.typeof(x).sharding.spec, tree)
-
-
 def inner(said: Any) -> Any:
     """What a model says of a mesh, as it stands here: for models that also run for one worker.
 

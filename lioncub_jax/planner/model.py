@@ -27,7 +27,6 @@ from lioncub_jax.baselines.one_bit_adam import one_bit_adam
 from lioncub_jax.baselines.powersgd import powersgd
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.traffic import predicted as accounting
-from lioncub_jax.traffic.predicted import Sent
 
 # How often a collective passes through a tree of all participants.
 _PASSES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1}
@@ -234,7 +233,15 @@ def scheme_named(name: str) -> Scheme:
     return every[name]
 
 
-def _sent(scheme: Scheme, params: Any, at: Cluster) -> list[Sent]:
+class _Sent(NamedTuple):
+    """A collective of a device: its name, whether it runs inside a group, and what it sends."""
+
+    op: str
+    inside: bool
+    sent_bytes: float
+
+
+def _sent(scheme: Scheme, params: Any, at: Cluster) -> list[_Sent]:
     """The collectives of an exchange, per device."""
     if scheme.of_matrices and not any(x.ndim > 1 for x in jax.tree.leaves(params)):
         raise ValueError(
@@ -242,10 +249,11 @@ def _sent(scheme: Scheme, params: Any, at: Cluster) -> list[Sent]:
             "(--model FILE.py:NAME) in place of a number of parameters"
         )
 
-    def sent(workers: int, group_size: int) -> list[Sent]:
+    def sent(workers: int, group_size: int) -> list[_Sent]:
         among = _workers(workers, group_size, at)
         found = accounting.of(scheme.make(workers=among), params, among).collectives
-        return [one for one in found if one.sent_bytes]
+        each = (_Sent(one.op, one.axes == ("group",), one.sent_bytes) for one in found)
+        return [one for one in each if one.sent_bytes]
 
     if at.group_size == 1:
         return sent(at.workers, 1)
@@ -265,13 +273,13 @@ def _workers(count: int, group_size: int, at: Cluster) -> Workers:
     return Workers(mesh, "workers", "group" if group_size > 1 else None)
 
 
-def _in_slices(across: list[Sent], inside: list[Sent], devices: int) -> list[Sent]:
+def _in_slices(across: list[_Sent], inside: list[_Sent], devices: int) -> list[_Sent]:
     """An all-reduce in groups: each device reduces a slice across workers, between two halves inside."""
     halves = [one.sent_bytes / 2 for one in inside]
     return [
-        *(Sent("reduce-scatter", True, half) for half in halves),
-        *(Sent("all-reduce", False, one.sent_bytes / devices) for one in across),
-        *(Sent("all-gather", True, half) for half in halves),
+        *(_Sent("reduce-scatter", True, half) for half in halves),
+        *(_Sent("all-reduce", False, one.sent_bytes / devices) for one in across),
+        *(_Sent("all-gather", True, half) for half in halves),
     ]
 
 
@@ -359,7 +367,7 @@ def step_time(scheme: Scheme, params: Any, cluster: Cluster, compute: float) -> 
     return Estimate(sent, inside, communication, local, step, link_bits, unlimited)
 
 
-def _costs(exchange: list[Sent], at: Cluster) -> np.ndarray:
+def _costs(exchange: list[_Sent], at: Cluster) -> np.ndarray:
     """Bytes to others and inside, seconds on links as fast as can be, and bits on a worker's link."""
     total = np.zeros(4)
     for op, is_inside, sent in exchange:

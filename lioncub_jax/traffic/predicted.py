@@ -1,45 +1,59 @@
-"""Bytes per step: what the wire predicts, beside what the compiled program sends.
+"""Bytes per step: what a traced update will send, beside what the compiled program sends.
 
-`of` needs no device: it counts from the shapes. `compiled.collectives` reads the collectives out
-of a compiled step. The two must agree, and a benchmark and a test say that they do.
+`of` needs no device: it traces the update and adds up its collectives. `compiled.collectives` reads those
+that XLA has made of them. The two must agree, and a benchmark and a test say that they do.
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
-from jax.sharding import AbstractMesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from lioncub_jax import axes, checks, wires
-from lioncub_jax.arguments import check_count
-from lioncub_jax.exchange import Asked, senders
-from lioncub_jax.mesh.placement import Workers
-from lioncub_jax.mesh.specs import axes_in, product
-from lioncub_jax.sync import Schedule, check_schedule, picks, plan_of_codes
-from lioncub_jax.wires import Sent
+from lioncub_jax import axes
+from lioncub_jax.mesh.placement import Workers, check_workers
+from lioncub_jax.mesh.specs import product, shard_shape
+from lioncub_jax.traffic.compiled import Collective, Operand
+from lioncub_jax.training.step import OnMesh, on_mesh
+
+# What a collective is called in a traced program, and in a compiled one.
+_OPS = {
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "all_to_all": "all-to-all",
+    "reduce_scatter": "reduce-scatter",
+}
+_FLAGS = 4  # numbers: flags and counts of votes inside a worker, which are not counted
 
 
 class Traffic(NamedTuple):
     """What one worker sends in one step.
 
     Attributes:
-      scheme: the quantizer, the wire and what comes back, for people.
       workers: how many workers.
-      parameters: elements that each device votes on: all of them, or its shard or slice.
+      parameters: elements that each device holds: all of them, or its shard or slice.
       sent_bytes: bytes that each device sends to other workers, padding and all side information
-        included.
+        included; where the number of the step decides, as in warm-ups and syncs, the fewest.
       group_bytes: bytes that it sends inside its group, in two levels.
-      collectives: the same bytes, one collective after the other.
+      stages: where the number of the step decides, ``sent_bytes`` of each way that a step can go, in the
+        order of the program's branches: without and with a sync, or the stages of a warm-up.
+      collectives: of ``sent_bytes`` and ``group_bytes``, one after the other.
     """
 
-    scheme: str
     workers: int
     parameters: int
     sent_bytes: float
     group_bytes: float = 0.0
-    collectives: tuple[Sent, ...] = ()
+    stages: tuple[float, ...] = ()
+    collectives: tuple[Collective, ...] = ()
 
     @property
     def bits_per_parameter(self) -> float:
@@ -54,142 +68,142 @@ class Traffic(NamedTuple):
 
 
 def of(
-    tx: optax.GradientTransformation,
-    params: Any,
-    workers: Workers | int,
-    *,
-    specs: Any = None,
-    step: int | None = None,
+    tx: optax.GradientTransformation, params: Any, workers: Workers, *, specs: Any = None
 ) -> Traffic:
-    """Predicts what each device sends in a step of a transform, syncs of momenta left out.
+    """Predicts what each device sends in a step of a transform.
 
     Args:
-      tx: what an optimizer or baseline of this library, `communicate` or `sync_momentum` returned, or any
-        transform of optax around them: a chain, masks and labels, ``inject_hyperparams``, ``MultiSteps``
-        (which votes in each step, and moves parameters in every k-th).
+      tx: any transform whose updates workers agree on: an optimizer or baseline of this library, a chain
+        of optax with one in it, masks and labels, ``inject_hyperparams``, ``MultiSteps`` (which votes in
+        each step, and moves parameters in every k-th).
       params: tree of arrays or ``jax.ShapeDtypeStruct``; only sizes matter, and how they are cut.
       workers: a `Workers`, on a mesh of devices or a ``jax.sharding.AbstractMesh``, of which none need be
-        there; or how many, each one device. On a mesh of CPUs a mean in bfloat16 counts as one in
-        float32, which XLA makes of it there.
+        there. On a mesh of CPUs a mean in bfloat16 counts as one in float32, which XLA makes of it there.
       specs: a tree of ``PartitionSpec`` like the parameters: how a worker cuts them. None for as they say
-        it themselves, and for a number of workers whole.
-      step: how many steps were taken before, to ask about a warm-up of ``dgc`` or ``one_bit_adam``, or
-        one step of ``zero_one_adam``; None for after it, or most steps.
+        it themselves.
 
     Returns:
       A ``Traffic``; one worker sends nothing to others.
 
     Raises:
-      TypeError: for a transform in which nothing says what it sends, one that talks by itself, and what
-        `on_mesh` returned.
-      ValueError: for fewer than one worker, or more than the quantizer or wire can count; for a step
-        below 0; for specs that the mesh does not have.
+      TypeError: for no transform, what `on_mesh` returned, or no `Workers`.
+      ValueError: as `on_mesh`: for updates that differ between workers, specs that the mesh does not
+        have, or more workers than the quantizer or wire can count.
 
     Example:
       >>> import jax, jax.numpy as jnp, lioncub_jax as lc
       >>> tx = lc.baselines.qsgd(0.1, bits=2, workers="data")
-      >>> round(lc.traffic.of(tx, {"w": jnp.ones(2**20)}, 2).bits_per_parameter, 3)
+      >>> two = lc.Workers(jax.sharding.AbstractMesh((2,), ("data",)), "data")
+      >>> round(lc.traffic.of(tx, {"w": jnp.ones(2**20)}, two).bits_per_parameter, 3)
       2.129
       >>> mesh = jax.sharding.AbstractMesh((2, 4), ("data", "fsdp"))
       >>> cut = {"specs": {"w": jax.P("fsdp")}}
       >>> lc.traffic.of(tx, {"w": jnp.ones(2**20)}, lc.Workers(mesh, "data"), **cut).parameters == 2**18
       True
     """
-    if step is not None and (not isinstance(step, int) or step < 0):
-        raise ValueError(f"step={step!r}: give the steps taken before, from 0; or None")
-    if not isinstance(workers, Workers):
-        check_count(f"workers={workers!r}", workers)
-        mesh: Any = AbstractMesh((workers,), ("workers",))
-        workers = Workers(mesh, "workers")
-        specs = jax.tree.map(lambda _: P(), params) if specs is None else specs
-    shards, cuts = _shards(params, workers, specs)
-    count = product(workers.mesh.shape, axes.names(workers.axis))
-    group_size, device = workers.count // count, workers.mesh.abstract_mesh.abstract_device
-    platform = device and device.platform
-    schemes, sent, elements = dict[str, None](), list[Sent](), 0
-    for sender, tree in _senders(tx, shards):
-        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-        if any(cuts.values()) and not cuts.keys() >= {*paths}:
-            raise ValueError(
-                "a transform in front of the vote changes the tree, as optax.flatten does, and no spec "
-                "tells how its leaves are cut: leave it out, or specs"
-            )
-        over = [cuts.get(path, frozenset()) for path in paths]
-        asked = Asked(jax.tree.leaves(tree), over, count, group_size, platform, step)
-        schemes[sender.scheme] = None
-        sent += sender.sends(asked)
-        elements += sum(math.prod(leaf.shape) for leaf in asked.leaves)
-    across = sum((one.sent_bytes for one in sent if not one.inside), 0.0)
-    inside = sum((one.sent_bytes for one in sent if one.inside), 0.0)
-    scheme, parameters = "; ".join(schemes), round(elements / group_size)
-    return Traffic(scheme, count, parameters, across, inside, tuple(sent))
-
-
-def _senders(tx: Any, params: Any) -> list[tuple[Any, Any]]:
-    found, reason = [], Exception("nothing in it does")
-    try:
-        found = senders(tx, params)
-    # What is no transform, who talks over an axis, which is not bound here, and what wants global arrays.
-    except (AttributeError, NameError, ValueError) as error:
-        reason = error
-    if found:
-        return found
-    raise TypeError(
-        f"{type(tx).__name__} does not say what it sends: give what lion_cub, another optimizer or "
-        "baseline, communicate or sync_momentum returned, alone or in chains and wrappers of optax, and "
-        f"not what on_mesh returned ({reason})"
-    ) from reason
-
-
-def sync_traffic(params: Any, workers: int, schedule: Schedule, where: Any = None) -> Traffic:
-    """Predicts what each worker sends in one sync of its momentum, at a step where one is due.
-
-    Args:
-      params: tree of arrays or ``jax.ShapeDtypeStruct``, whole; only sizes matter.
-      workers: how many workers.
-      schedule: as in `sync_momentum`; in codes or not is all that matters of it.
-      where: as in `sync_momentum`, a tree of bools or a function from the parameters to one.
-
-    Returns:
-      A ``Traffic`` of the leaves that are chosen; one worker sends nothing.
-
-    Raises:
-      ValueError: for fewer than one worker, or a mask of another tree than the parameters'.
-      TypeError: if ``schedule`` is not a ``Schedule``, or the mask is not of bools.
-
-    Example:
-      >>> import jax.numpy as jnp, lioncub_jax as lc
-      >>> sync = lc.traffic.sync_traffic({"w": jnp.ones((1024, 1024))}, 8, lc.sync.coded(lc.sync.every(3)))
-      >>> round(sync.bits_per_parameter / 3, 2)  # a step
-      0.66
-    """
-    check_count(f"workers={workers!r}", workers)
-    check_schedule(schedule)
-    chosen = picks(params, checks.as_mask("where", where))
-    leaves = [x for x, pick in zip(jax.tree.leaves(params), chosen, strict=True) if pick]
-    size = sum(math.prod(leaf.shape) for leaf in leaves)
-    scheme = f"momentum, {schedule.name}"
-    sent: list[Sent] = []
-    if workers > 1 and schedule.up is not None:
-        asked = Asked(leaves, [frozenset()] * len(leaves), workers)
-        sent += plan_of_codes(schedule, "workers").sends(asked)
-    elif workers > 1 and size:
-        # A mean square of each leaf travels with it, to tell the drift.
-        sent.append(Sent("all-reduce", False, wires.mean_bytes(size + len(leaves), workers)))
-    total = sum((one.sent_bytes for one in sent), 0.0)
-    return Traffic(scheme, workers, size, total, 0.0, tuple(sent))
-
-
-def _shards(params: Any, workers: Workers, specs: Any) -> tuple[Any, dict[Any, frozenset]]:
-    """The leaves that one device holds, and over which inner axes each is cut, by its path."""
+    check_workers(workers)
+    if isinstance(tx, OnMesh) or not isinstance(tx, optax.GradientTransformation):
+        raise TypeError(
+            f"{type(tx).__name__} is no transform of one worker's gradients: give what lion_cub, another "
+            "optimizer or baseline, communicate or sync_momentum returned, alone or in chains and wrappers "
+            "of optax, and not what on_mesh returned"
+        )
     cut = workers.cut(params, specs)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    grads = jax.tree.map(lambda x: x.update(shape=(workers.count, *x.shape)), shapes)
+    on = on_mesh(tx, workers, specs=cut)
+    traced = jax.make_jaxpr(on.update)(grads, jax.eval_shape(on.init, shapes), shapes)
+    found = _Found(workers)
+    found.read(traced.jaxpr)
+    usual = min(found.stages, key=_bytes)
+    held = jax.tree.map(lambda x, lies: lies.shard_shape(x.shape), shapes, workers.shardings(cut))
+    elements = sum(math.prod(shape) for shape in jax.tree.structure(cut).flatten_up_to(held))
+    count = product(workers.mesh.shape, axes.names(workers.axis))
+    return Traffic(
+        count,
+        round(elements * count / workers.count),
+        _bytes(usual),
+        _bytes(found.inside),
+        tuple(map(_bytes, found.stages)),
+        (*found.inside, *usual),
+    )
 
-    def shard(leaf: Any, lies: NamedSharding) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(lies.shard_shape(leaf.shape), leaf.dtype)
 
-    each = jax.tree_util.tree_leaves_with_path(cut)
-    over = {path: frozenset(axes_in(spec)) for path, spec in each}
-    return jax.tree.map(shard, params, workers.shardings(cut)), over
+def _bytes(found: list[Collective]) -> float:
+    return sum((one.sent_bytes for one in found), 0.0)
+
+
+class _Found:
+    """The collectives of a traced update.
+
+    Attributes:
+      stages: those between workers, of each way that a step can go.
+      inside: those inside a group that is one worker.
+    """
+
+    def __init__(self, workers: Workers):
+        self._workers, self._mesh = workers, workers.mesh.abstract_mesh
+        self.stages: list[list[Collective]] = [[]]
+        self.inside: list[Collective] = []
+
+    def read(self, program: Jaxpr) -> None:
+        """Adds those of a program, and of all programs in it."""
+        for step in program.eqns:
+            op, inner = _OPS.get(step.primitive.name), [*_programs_in(step.params)]
+            if op is not None:
+                self._add(self._collective(op, step))
+            elif step.primitive.name == "cond":
+                self._choose(inner)
+            else:
+                for one in inner:
+                    self.read(one)
+
+    def _add(self, one: Collective) -> None:
+        over = set(one.axes or ())
+        if over & {*axes.names(self._workers.axis)}:
+            for stage in self.stages:
+                stage.append(one)
+        elif over & {*axes.names(self._workers.group)} and one.operands[0].size > _FLAGS:
+            self.inside.append(one)
+
+    def _choose(self, branches: list[Jaxpr]) -> None:
+        each = []
+        for branch in branches:
+            found = _Found(self._workers)
+            found.read(branch)
+            each += found.stages
+        if any(each):
+            self.stages = [before + then for before in self.stages for then in each]
+
+    def _collective(self, op: str, step: JaxprEqn) -> Collective:
+        said = step.params
+        over = axes.names(said["axes"] if "axes" in said else said["axis_name"])
+        groups = said.get("axis_index_groups")
+        size = len(groups[0]) if groups else product(self._mesh.shape, over)
+        device = self._mesh.abstract_device
+        widened = op == "all-reduce" and device is not None and device.platform == "cpu"
+        operands = []
+        for x in (x.aval for x in step.invars):
+            dtype = "f32" if widened and x.dtype == jnp.bfloat16 else _hlo_name(x.dtype)
+            shape = shard_shape(x.shape, x.sharding.spec, self._mesh.shape)
+            operands.append(Operand(dtype, shape))
+        return Collective(op, tuple(operands), over, size)
+
+
+def _programs_in(tree: Any) -> Iterator[Jaxpr]:
+    """The programs among the parameters of an operation."""
+    for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Jaxpr | ClosedJaxpr)):
+        if isinstance(x, ClosedJaxpr):
+            yield x.jaxpr
+        elif isinstance(x, Jaxpr):
+            yield x
+
+
+def _hlo_name(dtype: np.dtype) -> str:
+    """How HLO names a dtype: "f32", "s8"."""
+    kinds = {"bfloat": "bf", "float": "f", "uint": "u", "int": "s"}
+    kind = dtype.name.rstrip("0123456789")
+    return kinds[kind] + dtype.name.removeprefix(kind)
 
 
 def float32_all_reduce_bytes(parameters: float, workers: int) -> float:

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from lioncub_jax import axes
 from lioncub_jax.axes import AxisName
-from lioncub_jax.mesh.placement import Static, Workers, check_workers
+from lioncub_jax.mesh.placement import Static, Workers, check_workers, names_of
 from lioncub_jax.mesh.processes import is_key
 from lioncub_jax.mesh.specs import spec_of, stacked
 from lioncub_jax.training import kinds, modules
@@ -48,11 +48,11 @@ def local_value_and_grad(
       >>> import jax.numpy as jnp, lioncub_jax as lc
       >>> grad_fn = lc.local_value_and_grad(lambda w, x: jnp.sum(w * x), workers="data")
     """
-    axis = workers.axes if isinstance(workers, Workers) else workers
+    axis, group = names_of(workers)
     value_and_grad = jax.value_and_grad(loss_fn, has_aux=has_aux)
 
     def local(params: Any, *args: Any, **kwargs: Any) -> Any:
-        return value_and_grad(axes.varying(params, axis), *args, **kwargs)
+        return value_and_grad(axes.varying(params, (*axis, *group)), *args, **kwargs)
 
     return of_model(local)
 

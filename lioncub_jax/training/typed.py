@@ -4,7 +4,9 @@ State that a transform makes of gradients is each worker's own; state that it ma
 same for all. Updates must be agreed, or parameters would drift apart.
 """
 
+import functools
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -12,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.extend.core import Var
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax import axes, checks, exchange
+from lioncub_jax import axes, checks, exchange, kernels
 from lioncub_jax.mesh.placement import Static, Workers
 from lioncub_jax.mesh.specs import axes_of, by_type, shortened, spec_of, stacked
 from lioncub_jax.optimizer import GlobalState
@@ -36,14 +39,10 @@ class Among(NamedTuple):
 
     def specs(self, params: Any, cut: Any) -> Any:
         """A spec for each leaf of the state: over the workers' axes, where theirs differ."""
-
-        def probe(params: Any) -> Static:
-            leaves, structure = jax.tree.flatten(self.specs_here(params))
-            return Static((structure, tuple(leaves)))
-
-        run = self.workers.map(probe, (cut,), P(), explicit=True)
-        structure, specs = jax.eval_shape(run, params).value
-        return jax.tree.unflatten(structure, specs)
+        leaves, tree = jax.tree.flatten(params)
+        shapes = tuple((jnp.shape(x), x.dtype) for x in leaves)
+        lie = tuple(jax.tree.leaves(cut))
+        return _specs(self, tree, shapes, lie, kernels.for_tpu(self.workers.mesh))
 
     def specs_here(self, params: Any) -> Any:
         """As `specs`, inside a ``shard_map`` over the workers."""
@@ -125,6 +124,23 @@ class Among(NamedTuple):
         if apart:
             raise ValueError(_apart(updates, apart, self.workers))
         return jax.tree.unflatten(structure, leaves)
+
+
+@functools.lru_cache(maxsize=16)  # the first state asks, and then each step that is traced
+def _specs(among: Among, tree: Any, shapes: Any, lie: tuple[P, ...], of_tiles: bool) -> Any:
+    """`Among.specs` of parameters of these shapes; on a TPU owners' slices lie in the order of tiles."""
+    del of_tiles
+    cut = tree.unflatten(lie)
+
+    def probe(params: Any) -> Static:
+        leaves, structure = jax.tree.flatten(among.specs_here(params))
+        return Static((structure, tuple(leaves)))
+
+    run = among.workers.map(probe, (cut,), P(), explicit=True)
+    lies = map(partial(NamedSharding, among.workers.mesh), lie)
+    each = [jax.ShapeDtypeStruct(*x, sharding=s) for x, s in zip(shapes, lies, strict=True)]
+    structure, specs = jax.eval_shape(run, tree.unflatten(each)).value
+    return jax.tree.unflatten(structure, specs)
 
 
 def _are_arrays(tree: Any) -> bool:

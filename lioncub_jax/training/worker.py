@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from lioncub_jax import axes, wires
 from lioncub_jax.arguments import check_count
-from lioncub_jax.axes import AxisName
+from lioncub_jax.axes import Axes
 from lioncub_jax.mesh.placement import Static, Workers
 from lioncub_jax.mesh.specs import flax_in_use, without
 from lioncub_jax.optimizer import GlobalState
@@ -110,7 +110,7 @@ def _of_parts(x: jax.Array) -> jax.Array:
 
 
 def reduced(
-    values: Any, each: Sequence[kinds.Kind], axis: AxisName
+    values: Any, each: Sequence[kinds.Kind], axis: Axes
 ) -> tuple[dict[int, jax.Array], dict[int, jax.Array], Static]:
     """What a loss returns, by place: arrays over the workers, numbers on which they agree; and its tree.
 
