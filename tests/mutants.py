@@ -470,8 +470,8 @@ MUTANTS = r"""
 + x.transpose(2, 0, 1, 3, 4)
 
 = shards of a leaf are joined in the order of its elements
-- order += [*(n + inner.index(a) for a in over), n + len(inner) + d]
-+ order += [n + len(inner) + d, *(n + inner.index(a) for a in over)]
+- order += [*(n + names.index(a) for a in over), n + len(names) + d]
++ order += [n + len(names) + d, *(n + names.index(a) for a in over)]
 
 # checkpoint/found.py: snapshots
 = a process that still writes passes for a lost machine

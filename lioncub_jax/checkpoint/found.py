@@ -17,6 +17,7 @@ from lioncub_jax.layout import Holder
 from lioncub_jax.mesh.processes import told
 
 _FILE = re.compile(r"(\d+)-(\d+)-(\d+)-(\d+)-of-(\d+)\.(own|buddy)")
+Key = tuple[int, int, int]  # of a snapshot: step, start and save
 
 
 class WorkerStateLost(UserWarning):
@@ -27,23 +28,23 @@ class Name(NamedTuple):
     """The name of a file: whose snapshot, and when.
 
     Attributes:
+      kind: ``"own"``: what its devices hold; ``"buddy"``: the slices that others own.
       step: of the state.
       start: of the run, in milliseconds since the epoch; one for all processes.
       save: which of this start; a step may come twice, where a run goes back.
       process: that wrote it.
       of: how many processes there were.
-      kind: ``"own"``: what its devices hold; ``"buddy"``: the slices that others own.
     """
 
+    kind: str
     step: int
     start: int
     save: int
     process: int
     of: int
-    kind: str
 
     @property
-    def snapshot(self) -> "Key":
+    def snapshot(self) -> Key:
         """Of which it is a part."""
         return self.step, self.start, self.save
 
@@ -54,15 +55,7 @@ class Name(NamedTuple):
 def names_in(folder: Path) -> list[Name]:
     """The files of a folder that are snapshots."""
     found = [_FILE.fullmatch(path.name) for path in folder.iterdir()]
-    return [Name(int(m[1]), int(m[2]), int(m[3]), int(m[4]), int(m[5]), m[6]) for m in found if m]
-
-
-def told_names(folder: Path) -> list[list[Name]]:
-    """The files that each process sees, in the order of the processes."""
-    return [[Name(*name) for name in names] for names in told(names_in(folder))]
-
-
-Key = tuple[int, int, int]  # step, start and save
+    return [Name(m[6], *map(int, m.groups()[:5])) for m in found if m]
 
 
 class About(NamedTuple):
@@ -87,19 +80,19 @@ class Parts(NamedTuple):
     Attributes:
       about: None if nobody has anything.
       held: the tiles that this process has, by number.
-      having: the processes that have each tile, by number; nobody: it is lost.
+      having: of each tile the processes that have it; nobody: it is lost.
       damaged: files that are not as they were written.
     """
 
     about: About | None
     held: dict[int, np.ndarray]
-    having: dict[int, set[int]]
+    having: list[set[int]]
     damaged: list[Name]
 
     @property
     def lost(self) -> list[int]:
         """Numbers of tiles that no process has."""
-        return [k for k, some in self.having.items() if not some]
+        return [k for k, some in enumerate(self.having) if not some]
 
 
 class Found:
@@ -107,7 +100,7 @@ class Found:
 
     def __init__(self, folder: Path, run: str, checkpoints: Path):
         self._folder, self._run, self._checkpoints = folder, run, checkpoints
-        self._seen = told_names(folder)
+        self._seen = [[Name(*name) for name in names] for names in told(names_in(folder))]
 
     def best_first(self) -> list[tuple[Key, bool]]:
         """The snapshots to go on from, and whether each is whole: whole ones first, then newer ones.
@@ -162,27 +155,27 @@ class Found:
 
     def _parts(self, key: Key, kind: str) -> Parts:
         """Each file is read by the process of its number, or by the first that sees it; all are told."""
-        me, seen = jax.process_index(), []
-        for names in self._seen:
-            seen.append({n.process: n for n in names if (n.snapshot, n.kind) == (key, kind)})
+        me = jax.process_index()
+        readers: dict[Name, int] = {}
+        for p, names in enumerate(self._seen):
+            for name in names:
+                first = p == name.process or name not in readers
+                if (name.snapshot, name.kind) == (key, kind) and first:
+                    readers[name] = p
         held: dict[int, np.ndarray] = {}
         damaged, about = [], None
-        readers = {}
-        for q in sorted(set().union(*seen)):
-            having_it = [p for p, names in enumerate(seen) if q in names]
-            readers[q] = q if q in having_it else having_it[0]
-        for q in [q for q, reader in readers.items() if reader == me]:
+        for name in [name for name, reader in readers.items() if reader == me]:
             # What cannot be read is told to all, as damage is: they wait for what this process has found.
             try:
-                about, some = pickle.loads(own.read(self._folder / str(seen[me][q])))
+                about, some = pickle.loads(own.read(self._folder / str(name)))
                 held |= some
             except Exception:
-                damaged.append(seen[me][q])
-        first = min(readers.values(), default=0)  # it says what the snapshot is
-        mine = pickle.dumps(about).hex() if me == first and about else ""
+                damaged.append(name)
+        says = min(readers.values(), default=0)  # what the snapshot is
+        mine = pickle.dumps(about).hex() if me == says and about else ""
         damages, numbers, abouts = zip(*told([damaged, sorted(held), mine]), strict=True)
-        about = pickle.loads(bytes.fromhex(abouts[first])) if abouts[first] else None
-        having: dict[int, set[int]] = {k: set() for k in range(len(about.tiles) if about else 0)}
+        about = pickle.loads(bytes.fromhex(abouts[says])) if abouts[says] else None
+        having: list[set[int]] = [set() for _ in (about.tiles if about else ())]
         for p, some in enumerate(numbers):
             for k in some if about else ():
                 having[k].add(p)
@@ -196,7 +189,9 @@ class Found:
         left = parts.lost
         holders = {x.path: x.leaf.holder for x in about.layout.arrays}
         of = {about.tiles[k][0] for k in left}
-        alone = of - {about.tiles[k][0] for k, some in parts.having.items() if some}
+        alone = of - {
+            path for (path, _), some in zip(about.tiles, parts.having, strict=True) if some
+        }
         of_all = any(holders[path] not in leaves.OWN for path in of)
         in_groups = left and about.layout.group  # rows of a group are parts of one momentum
         if of_all or alone or in_groups:
@@ -226,10 +221,11 @@ class Found:
         for copy in sorted((k for k in copies if k[1] == key[1] and k[0] <= key[0]), reverse=True):
             theirs = self._parts(copy, "buddy")
             for k in parts.lost:
-                if theirs.having.get(k):
-                    parts.having[k].update(theirs.having[k])
-                    parts.held.update({k: theirs.held[k]} if k in theirs.held else {})
+                if theirs.about and theirs.having[k]:
+                    parts.having[k] |= theirs.having[k]
                     step = min(step, copy[0])
+                    if k in theirs.held:
+                        parts.held[k] = theirs.held[k]
         return step
 
 
@@ -241,7 +237,7 @@ def _placed(about: About, target: Target, parts: Parts) -> dict[str, jax.Array]:
         who = {index: parts.having[k] for index, k in mine.items()}
         held = {index: parts.held[k] for index, k in mine.items() if k in parts.held}
         fill = "zero" if stored.leaf.holder is Holder.FEEDBACK else "mean"
-        place = target.place_of(stored, about.layout)
         fill = "key" if stored.leaf.is_key else fill
+        place = target.place(stored.path, stored.leaf)
         found[stored.path] = tiles.placed(place, who, held, fill)
     return found

@@ -14,21 +14,21 @@ say whose their fields are (``holders``, see `layout.Holder`), a ``Flat`` has it
 the rest. So nothing of it is written down: orbax saves the leaves as global arrays and cuts them anew for
 whatever mesh reads them. Beside them stand their names, shapes and dtypes, whose they are, and checksums.
 
-Where the number of workers changes, what is each worker's own meets a rule, in `moved`. Arrays that are
+Where the number of workers changes, what is each worker's own meets a rule, in `_shared`. Arrays that are
 leaves already go straight to their place; only rows are reshuffled, once a save and once a restore.
 Snapshots in memory are taken far more often than checkpoints: they hold the arrays as they lie, with the
 `Layout` beside them, and become leaves when another mesh reads them.
 """
 
 import functools
+import math
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -38,28 +38,32 @@ from lioncub_jax.bits import ROW
 from lioncub_jax.layout import Bucket, Flat, Holder, Segment, from_tile_order
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.mesh.processes import is_key, words_of
-from lioncub_jax.mesh.specs import axes_of, cuts_of, product, shard_shape, spec_of
+from lioncub_jax.mesh.specs import axes_in, cuts_of, product, shard_shape, spec_of
 from lioncub_jax.mesh.sums import untyped
 
 OWN = {Holder.WORKER, Holder.FEEDBACK}  # arrays with a leading axis of workers
 IN_ROWS = "rows"
 _LOST_BUCKET = re.compile(r"(.*)\['(?:mu|error|owner)'\]\[\d+\]\['value'\]")
 
+Param = tuple[str, tuple[int, ...], tuple[tuple[str, ...], ...]]  # path, shape, cuts of dimensions
+
 
 class Rows(NamedTuple):
-    """Which rows an array of a ``Flat`` has.
+    """Where the rows of a bucket belong.
 
     Attributes:
-      name: of its field; the leaves are called so, before their own paths.
       bucket: whose rows they are.
       cuts: of an owner in two levels: the leaves of its bucket are slices of these.
-      names: the paths of the parameters that segments are of.
+      params: by the indices of the leaves their parameters.
+      group: how many devices a worker has, in two levels; else 1.
+      inner: the inner axes over which the leaves are cut, with their sizes.
     """
 
-    name: str
     bucket: Bucket
     cuts: tuple[Bucket, ...]
-    names: tuple[str, ...]
+    params: tuple[tuple[int, Param], ...]
+    group: int
+    inner: tuple[tuple[str, int], ...]
 
 
 class Leaf(NamedTuple):
@@ -102,13 +106,15 @@ class Stored(NamedTuple):
     Attributes:
       path: where it is.
       leaf: what it is, as it lies.
-      by_worker: whether its first dimension is cut over the workers.
-      rows: of what buckets, or None for an array that is saved as it lies.
+      workers: over how many workers its first dimension is cut, be it 1.
+      name: that of its leaf; of rows that of their field, before the paths of the leaves.
+      rows: what they are, or None for an array that is saved as it lies.
     """
 
     path: str
     leaf: Leaf
-    by_worker: bool
+    workers: int
+    name: str
     rows: Rows | None
 
 
@@ -116,25 +122,21 @@ class Layout(NamedTuple):
     """How a state lies on its mesh; plain numbers, which can be compared, hashed and kept.
 
     Attributes:
-      sizes: of the axes of the mesh.
-      workers: the axes of the workers, and ``group`` those of a worker's devices.
-      params: of each parameter its path, shape and cuts.
+      group: the axes of a worker's devices, in two levels.
       arrays: those with elements.
     """
 
-    sizes: tuple[tuple[str, int], ...]
-    workers: tuple[str, ...]
     group: tuple[str, ...]
-    params: tuple[tuple[str, tuple[int, ...], tuple[tuple[str, ...], ...]], ...]
     arrays: tuple[Stored, ...]
 
 
 # --- How a state lies
 
 
-def paths_of(tree: Any) -> dict[str, Any]:
+def paths_of(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
     """Leaves by their paths."""
-    return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=is_leaf)
+    return {jax.tree_util.keystr(path): x for path, x in leaves}
 
 
 def field_of(state: Any, name: str) -> tuple[str, Any]:
@@ -146,12 +148,10 @@ def field_of(state: Any, name: str) -> tuple[str, Any]:
 
 def layout_of(state: Any, workers: Workers) -> Layout:
     """How a trainer's state lies: of arrays, or of ``jax.ShapeDtypeStruct`` with shardings."""
-    sizes, voting = dict(workers.mesh.shape), axes.names(workers.axis)
-    group = axes.names(workers.group or ())
-    params = tuple(
-        (path, x.shape, tuple(cuts_of(tuple(spec_of(x)), len(x.shape))))
+    params = {
+        path: (path, x.shape, tuple(cuts_of(tuple(spec_of(x)), len(x.shape))))
         for path, x in paths_of(field_of(state, "params")[1]).items()
-    )
+    }
     held: dict[str, Held] = {}
     for path, node in _nodes("", state):
         held |= _held(path, node, params, workers)
@@ -159,70 +159,79 @@ def layout_of(state: Any, workers: Workers) -> Layout:
     def stored(path: str, x: Any) -> Stored:
         spec = spec_of(x)
         by_sharding = Holder.WORKER if workers.stacks(spec) else Holder.ALL
-        holder, rows, lies = held.get(path, (by_sharding, None, ""))
+        holder, lies, name, rows = held.get(path, (by_sharding, "", path, None))
         if holder in OWN and not workers.stacks(spec) and workers.count > 1:
             _refuse_label(path, x.shape, workers)
-        by_worker = len(spec) > 0 and not set(voting).isdisjoint(axes_of(spec[0]))
         shape = jax.eval_shape(words_of, x).shape if is_key(x) else x.shape
-        return Stored(path, Leaf(shape, str(x.dtype), holder, lies), by_worker, rows)
+        cut = {*axes_in(P(*spec[:1]))} & {*axes.names(workers.axis)}
+        count = product(workers.mesh.shape, cut)
+        return Stored(path, Leaf(shape, str(x.dtype), holder, lies), count, name, rows)
 
     arrays = paths_of(state)
     _check_classes(arrays)
     kept = tuple(stored(path, x) for path, x in arrays.items() if x.size)
-    return Layout(tuple(sizes.items()), voting, group, params, kept)
+    return Layout(axes.names(workers.group), kept)
 
 
 def _nodes(path: str, tree: Any) -> Iterator[tuple[str, Any]]:
     """States that say whose their fields are, by their paths, those inside of others too."""
     if hasattr(tree, "holders"):
         yield path, tree
-    inner = jax.tree_util.tree_leaves_with_path(
-        tree, is_leaf=lambda x: x is not tree and hasattr(x, "holders")
-    )
-    for key, x in inner:
+    for key, x in paths_of(tree, lambda x: x is not tree and hasattr(x, "holders")).items():
         if hasattr(x, "holders"):
-            yield from _nodes(path + jax.tree_util.keystr(key), x)
+            yield from _nodes(path + key, x)
 
 
-def _entries(tree: Any) -> list[tuple[str, Any]]:
-    """What a field has for each leaf of the parameters, or for each bucket, be it None."""
-    leaves = jax.tree_util.tree_leaves_with_path(
-        tree, is_leaf=lambda x: x is None or isinstance(x, Flat)
-    )
-    return [(jax.tree_util.keystr(path), x) for path, x in leaves]
+Held = tuple[Holder, str, str, Rows | None]  # also how an array lies, and its name
 
 
-Held = tuple[Holder, Rows | None, str]  # and how it lies, as of a `Leaf`
-
-
-def _held(path: str, node: Any, params: Sequence[Any], workers: Workers) -> dict[str, Held]:
+def _held(path: str, node: Any, params: Mapping[str, Param], workers: Workers) -> dict[str, Held]:
     """Whose the arrays of a node's fields are, by path, and which rows those of buckets have."""
-    fields = [(f"{path}.{f}", _entries(getattr(node, f)), h) for f, h in node.holders().items()]
+    # What a field has for each leaf of the parameters, or for each bucket, be it None.
+    one = lambda x: x is None or isinstance(x, Flat)  # noqa: E731
+    whose = node.holders().items()
+    fields = [(f"{path}.{f}", paths_of(getattr(node, f), one), holder) for f, holder in whose]
     # A worker's own say the leaves: by their paths, or by the buckets that a group shares.
-    entries = max((x for _, x, h in fields if h is not Holder.OWNER), key=len, default=[])
-    cuts = tuple(x.bucket for _, x in entries if isinstance(x, Flat))
-    shapes = {n: shard_shape(shape, over, workers.mesh.shape) for n, shape, over in params}
-    all_of_them = cuts or len(entries) == len(params)
-    names = tuple(shapes) if all_of_them else tuple(name for name, _ in entries)
-
-    def held(name: str, bucket: Bucket, holder: Holder) -> Held:
-        inside = cuts if holder is Holder.OWNER else ()
-        _check_levels(path, bool(holder in OWN or inside), workers)
-        segments = [s for cut in inside or (bucket,) for s in cut.segments]
-        if all(s.leaf < len(names) and shapes.get(names[s.leaf]) == s.shape for s in segments):
-            return holder, Rows(name, bucket, inside, names), IN_ROWS
-        where = tuple(workers.mesh.shape.items()), workers.axis, workers.group, bucket
-        return holder, None, str(zlib.crc32(repr(where).encode()))
+    entries = max((x for _, x, h in fields if h is not Holder.OWNER), key=len, default={})
+    cuts = tuple(x.bucket for x in entries.values() if isinstance(x, Flat))
+    names = params if cuts or len(entries) == len(params) else entries
+    known = dict(enumerate(map(params.get, names)))
 
     found: dict[str, Held] = {}
     for field, values, holder in fields:
-        for key, value in values:
-            found |= {field + key + rest: (holder, None, "") for rest in paths_of(value)}
+        inside = cuts if holder is Holder.OWNER else ()
+        for key, value in values.items():
+            lies, rows = "", None
             if isinstance(value, Flat) and holder is not Holder.MEASURED:
-                for rest in paths_of(value.value):
-                    at = f"{field}{key}.value{rest}"
-                    found[at] = held(field + rest, value.bucket, holder)
+                _check_levels(path, bool(holder in OWN or inside), workers)
+                rows = _rows(value.bucket, inside, known, workers)
+                lies = IN_ROWS if rows else _number(value.bucket, workers)
+            for rest in paths_of(value):
+                at = field + key + rest
+                name = field + rest.removeprefix(".value") if rows else at
+                found[at] = holder, lies, name, rows
     return found
+
+
+def _number(bucket: Bucket, workers: Workers) -> str:
+    """Tells where the rows of a bucket lie from elsewhere."""
+    where = tuple(workers.mesh.shape.items()), workers.axis, workers.group, bucket
+    return str(zlib.crc32(repr(where).encode()))
+
+
+def _rows(
+    bucket: Bucket, cuts: tuple[Bucket, ...], known: Mapping[int, Param | None], workers: Workers
+) -> Rows | None:
+    """The rows of a bucket, or None where nobody can say whose they are."""
+    sizes, params = workers.mesh.shape, {}
+    for s in (s for cut in cuts or (bucket,) for s in cut.segments):
+        param = known.get(s.leaf)
+        if param is None or shard_shape(*param[1:], sizes) != s.shape:
+            return None
+        params[s.leaf] = param
+    group = product(sizes, axes.names(workers.group))
+    inner = tuple((n, sizes[n]) for n in workers.inner if n in bucket.axes and sizes[n] > 1)
+    return Rows(bucket, cuts, tuple(params.items()), group, inner)
 
 
 def _check_levels(path: str, two: bool, workers: Workers) -> None:
@@ -258,31 +267,26 @@ def _check_classes(paths: Mapping[str, Any]) -> None:
 # --- From rows to leaves, and back
 
 
-def _parts(layout: Layout, stored: Stored, x: jax.Array) -> dict[str, jax.Array]:
+def _parts(stored: Stored, x: jax.Array) -> dict[str, jax.Array]:
     """The leaves of an array of a state, by name: of rows those that are cut out of them."""
-    if stored.rows is None:
-        return {stored.path: x}
-    name, bucket, cuts, names = stored.rows
-    if not stored.leaf.shape:
-        return {name: x}  # a counter, alike in all buckets
-    sizes = dict(layout.sizes)
-    others = layout.workers + layout.group
-    inner = [n for n in sizes if n in bucket.axes and n not in others and sizes[n] > 1]
-    first = product(sizes, layout.workers) if stored.by_worker else 1
-    x = x.reshape(first, product(sizes, layout.group), product(sizes, inner), -1, ROW)
-    if stored.leaf.holder is Holder.OWNER:
-        x = _merged(x.transpose(2, 1, 0, 3, 4))  # [shards, devices of a group, rows, ROW]
-        each = [(cuts[s.leaf], rows[..., : cuts[s.leaf].chunk, :]) for s, rows in _apart(bucket, x)
-                ] if cuts else [(bucket, x)]  # fmt: skip
-    else:
-        each = [(bucket, jnp.moveaxis(x, 1, 2))]  # [workers, shards, devices of a group, rows, ROW]
+    rows = stored.rows
+    if rows is None or not x.shape:  # a counter is alike in all buckets
+        return {stored.name: x}
+    params, inner = dict(rows.params), dict(rows.inner)
+    x = x.reshape(stored.workers, rows.group, math.prod(inner.values()), -1, ROW)
+    owned = stored.leaf.holder is Holder.OWNER
+    # [shards, devices of a group, rows of all workers, ROW], or [workers, shards, devices, rows, ROW].
+    x = _merged(x.transpose(2, 1, 0, 3, 4)) if owned else x.transpose(0, 2, 1, 3, 4)
+    whole = [(rows.bucket, x)]
+    if rows.cuts:
+        slices = [(rows.cuts[s.leaf], part) for s, part in _apart(rows.bucket, x)]
+        whole = [(cut, part[..., : cut.chunk, :]) for cut, part in slices]
     found = {}
-    for cut, rows in each:
-        for s, own in _apart(cut, _merged(rows)):
+    for bucket, part in whole:
+        for s, own in _apart(bucket, _merged(part)):
+            path, shape, cuts = params[s.leaf]
             flat = own.reshape(*own.shape[:-2], -1)[..., : s.size]
-            found[name + names[s.leaf]] = _whole(
-                layout, inner, names[s.leaf], from_tile_order(flat, s)
-            )
+            found[stored.name + path] = _whole(from_tile_order(flat, s), inner, shape, cuts)
     return found
 
 
@@ -293,22 +297,21 @@ def _merged(rows: jax.Array) -> jax.Array:
 
 def _apart(bucket: Bucket, rows: jax.Array) -> list[tuple[Segment, jax.Array]]:
     """Of ``[..., rows, ROW]`` those of each segment; they lie one after the other, then padding."""
-    segments = sorted(bucket.segments, key=lambda s: s.first_row)
-    sizes = [s.rows for s in segments]
+    sizes = [s.rows for s in bucket.segments]
     # Split, and not sliced: the transpose joins all of them at once.
     split = lax.split(rows, [*sizes, rows.shape[-2] - sum(sizes)], rows.ndim - 2)
-    return list(zip(segments, split[:-1], strict=True))
+    return list(zip(bucket.segments, split[:-1], strict=True))
 
 
-def _whole(layout: Layout, inner: list[str], name: str, shards: jax.Array) -> jax.Array:
+def _whole(
+    shards: jax.Array, inner: Mapping[str, int], shape: Sequence[int], cuts: Sequence[Any]
+) -> jax.Array:
     """``[*batch, inner shards, *local shape]`` to ``[*batch, *shape]`` of a parameter."""
-    sizes = dict(layout.sizes)
-    shape, cuts = next((shape, cuts) for path, shape, cuts in layout.params if path == name)
     batch, local = shards.shape[: -1 - len(shape)], shards.shape[shards.ndim - len(shape) :]
-    n, order = len(batch), list(range(len(batch)))
+    n, names, order = len(batch), list(inner), list(range(len(batch)))
     for d, over in enumerate(cuts):
-        order += [*(n + inner.index(a) for a in over), n + len(inner) + d]
-    split = shards.reshape(*batch, *(sizes[a] for a in inner), *local)
+        order += [*(n + names.index(a) for a in over), n + len(names) + d]
+    split = shards.reshape(*batch, *inner.values(), *local)
     return split.transpose(order).reshape(*batch, *shape)
 
 
@@ -316,25 +319,26 @@ def described(layout: Layout) -> dict[str, Leaf]:
     """The leaves of a state, by name."""
     found: dict[str, Leaf] = {}
     for stored in layout.arrays:
-        parts = jax.eval_shape(functools.partial(_parts, layout, stored), stored.leaf.at())
+        parts = jax.eval_shape(functools.partial(_parts, stored), stored.leaf.at())
         found |= {name: stored.leaf._replace(shape=x.shape) for name, x in parts.items()}
     return found
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _opened(layout: Layout, mesh: Mesh, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    found = {}
-    for stored in layout.arrays:
-        if stored.path in arrays:
-            for name, x in _parts(layout, stored, arrays[stored.path]).items():
-                found[name] = lax.with_sharding_constraint(x, spread(x.shape, mesh))
-    return found
+def _opened(rows: tuple[Stored, ...], mesh: Mesh, arrays: list[jax.Array]) -> dict[str, jax.Array]:
+    found: dict[str, jax.Array] = {}
+    for stored, x in zip(rows, arrays, strict=True):
+        found |= _parts(stored, x)
+    lies = {name: spread(x.shape, mesh) for name, x in found.items()}
+    return lax.with_sharding_constraint(found, lies)
 
 
 def leaves_of(layout: Layout, mesh: Mesh, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """The leaves of a state, of its `arrays_of`: those in rows are spread over the mesh."""
-    rows = {s.path: arrays[s.path] for s in layout.arrays if s.rows}
-    return {p: x for p, x in arrays.items() if p not in rows} | _opened(layout, mesh, rows)
+    rows = tuple(s for s in layout.arrays if s.rows)
+    rest = arrays.keys() - {s.path for s in rows}
+    opened = _opened(rows, mesh, [arrays[s.path] for s in rows])
+    return {path: arrays[path] for path in rest} | opened
 
 
 def arrays_of(state: Any) -> dict[str, jax.Array]:
@@ -380,16 +384,12 @@ class Target:
         self.leaves = described(self.layout)
 
     def place(self, name: str, leaf: Leaf) -> jax.ShapeDtypeStruct:
-        """Where a leaf that was saved is read to: where it is wanted, or spread over all devices."""
-        return self._at(name, leaf, self._stays(name, leaf))
+        """Where what was saved is read to: where it is wanted, or spread over all devices."""
+        stays = self._stays(name, leaf)
+        return leaf.at(self._lies(name) if stays else spread(leaf.shape, self.mesh))
 
-    def place_of(self, stored: Stored, layout: Layout) -> jax.ShapeDtypeStruct:
-        """Where an array as it lay is read to, likewise."""
-        return self._at(stored.path, stored.leaf, layout == self.layout)
-
-    def _at(self, path: str, leaf: Leaf, wanted: bool) -> jax.ShapeDtypeStruct:
-        lies = _auto(self._wanted[path].sharding) if wanted else spread(leaf.shape, self.mesh)
-        return leaf.at(lies)
+    def _lies(self, path: str) -> NamedSharding:
+        return _auto(self._wanted[path].sharding)
 
     def _stays(self, name: str, leaf: Leaf) -> bool:
         """Whether a leaf is an array that is wanted."""
@@ -401,15 +401,14 @@ class Target:
         """The state, of leaves that lie where `place` says."""
         direct = {name for name, leaf in saved.items() if self._stays(name, leaf)}
         rest = [s for s in self.layout.arrays if s.path not in direct]
-        lies = {s.path: _auto(self._wanted[s.path].sharding) for s in rest}
 
         def make(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
             moved = self._moved(saved, leaves, keep)
-            return {s.path: _laid(self.layout, s, moved) for s in rest}
+            return {s.path: _laid(s, moved) for s in rest}
 
         given = {name: x for name, x in leaves.items() if name not in direct}
-        made = jax.jit(make, out_shardings=lies)(given) if rest else {}
-        return self.filled({path: leaves[path] for path in direct} | made)
+        made = jax.jit(make, out_shardings={s.path: self._lies(s.path) for s in rest})(given)
+        return self.filled(leaves | made)
 
     def _moved(
         self, saved: Mapping[str, Leaf], leaves: dict[str, jax.Array], keep: bool
@@ -430,8 +429,7 @@ class Target:
 
         def put(path: str, x: Any) -> jax.Array:
             if not x.size:
-                empty = np.zeros(x.shape, x.dtype)
-                return jax.make_array_from_callback(x.shape, x.sharding, lambda at: empty[at])
+                return jnp.zeros(x.shape, x.dtype, device=x.sharding)
             found = jax.device_put(arrays[path], x.sharding)
             typed = functools.partial(jax.random.wrap_key_data, impl=x.dtype)
             return jax.jit(typed, out_shardings=x.sharding)(found) if is_key(x) else found
@@ -440,11 +438,11 @@ class Target:
         return jax.tree.unflatten(self._tree, made)
 
 
-def _laid(layout: Layout, stored: Stored, leaves: dict[str, jax.Array]) -> jax.Array:
+def _laid(stored: Stored, leaves: dict[str, jax.Array]) -> jax.Array:
     """An array of the state, of the leaves: what `_parts` takes out, put back, zeros in the padding."""
-    shaped, parts = stored.leaf.at(), functools.partial(_parts, layout, stored)
+    shaped, parts = stored.leaf.at(), functools.partial(_parts, stored)
     given = {name: leaves[name].astype(shaped.dtype) for name in jax.eval_shape(parts, shaped)}
-    if stored.rows is None or not shaped.shape:
+    if not stored.rows or not shaped.shape:
         return next(iter(given.values()))
     [rows] = jax.linear_transpose(parts, shaped)(given)
     return rows

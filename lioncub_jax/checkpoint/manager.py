@@ -230,13 +230,13 @@ class Checkpoints:
         check_rule(workers)
         target = self.target(like)
         steps = self.steps()
-        if step is not None and step not in steps:
+        if step is None:
+            return self._newest(steps, target, workers)
+        if step not in steps:
             raise FileNotFoundError(
                 f"no checkpoint of step {step} in {self.directory}; there are {steps}"
             )
-        if step is not None:
-            return self._restored(step, target, workers)
-        return self._newest(steps, target, workers)
+        return self._restored(step, target, workers)
 
     def steps(self) -> list[int]:
         """The steps of which there is a checkpoint, damaged or not, in order."""
@@ -312,17 +312,18 @@ class Checkpoints:
           OSError: in process 0, where the file cannot be read, or made where there is none; in the others a
             ``RuntimeError``.
         """
-        named, found = self.directory / RUN, ""
+        named = self.directory / RUN
 
-        def name() -> None:
-            nonlocal found
-            if jax.process_index() == 0:
-                found = named.read_text() if named.exists() else ""
-                if not found:  # or a machine died before it was on the disk
-                    found = uuid.uuid4().hex
-                    own.write(named, found.encode())
+        def name() -> str:
+            if jax.process_index() > 0:
+                return ""
+            found = named.read_text() if named.exists() else ""
+            if not found:  # or a machine died before it was on the disk
+                found = uuid.uuid4().hex
+                own.write(named, found.encode())
+            return found
 
-        together(f"{named}, the name of the run, cannot be read or written", name)
+        found = together(f"{named}, the name of the run, cannot be read or written", name)
         return str(told(found)[0])
 
     def _name(self, step: int) -> str:
@@ -412,21 +413,20 @@ class Checkpoints:
 
     def _read(self, step: int, what: str, read: Callable[[], Any]) -> Any:
         """Reads with one of orbax's handlers: its manager waits for all processes, a failed one too."""
-        name, folder = self._name(step), self.directory / str(step)
-        found, damage, handled = None, "", sys.exception()
+        name, folder, handled = self._name(step), self.directory / str(step), sys.exception()
 
-        def careful() -> None:
-            nonlocal found, damage
+        def careful() -> tuple[Any, str]:
             try:
-                found = read()
+                return read(), ""
             except Exception as problem:
                 chain = _chain(problem, handled)
                 # Or the whole checkpoint was taken away meanwhile.
                 if not (_is_damage(chain) and folder.is_dir()):
                     raise
-                damage = _first_line(chain[-1])
+                return None, _first_line(chain[-1])
 
-        together(f"{name} was not read, and nothing is known of its state", careful)
+        sentence = f"{name} was not read, and nothing is known of its state"
+        found, damage = together(sentence, careful)
         if any_process(bool(damage)):
             why = damage or "another process says why"
             raise Damaged(f"{name} is damaged: {what} cannot be read ({why})")
@@ -442,9 +442,7 @@ def check_rule(workers: str) -> None:
 def _check_folder(directory: Path) -> None:
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"{directory} is a file: give a folder for the checkpoints")
-    if not directory.exists():
-        return
-    others = [x.name for x in sorted(directory.iterdir()) if not _is_checkpoint(x)]
+    others = [x.name for x in sorted(directory.glob("*")) if not _is_checkpoint(x)]
     if others:
         raise ValueError(
             f"{directory} is no folder of checkpoints, it holds {', '.join(map(repr, others[:3]))}: give "
@@ -598,12 +596,13 @@ def stop_on_sigterm(every: int = 10) -> Iterator[Callable[[int], bool]]:
             "stop_on_sigterm: Python takes signals in the main thread only; enter it there"
         )
     asked: list[int] = []
-    agreed: list[int] = []
+    agreed = False
 
     def stopping(step: int) -> bool:
-        if not agreed and step % every == 0 and any_process(bool(asked)):
-            agreed.append(step)
-        return bool(agreed) or (jax.process_count() == 1 and bool(asked))
+        nonlocal agreed
+        if not agreed and (jax.process_count() == 1 or step % every == 0):
+            agreed = any_process(bool(asked))
+        return agreed
 
     before = signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
     try:

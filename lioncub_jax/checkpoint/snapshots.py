@@ -99,7 +99,8 @@ class Snapshots:
             raise ValueError(f"buddies={buddies!r}: give a number of steps, or 0 for no copies")
         self._checkpoints, self._every, self._buddies = checkpoints, every, buddies
         self.folder = Path(folder).absolute()
-        _check_folder(self.folder)
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ValueError(f"{self.folder} is a file: give a folder for the snapshots")
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         own.check(f"{self.folder}, for snapshots,", self.folder.stat())
         self._start = int(told(time.time_ns() // 1_000_000)[0])
@@ -204,7 +205,7 @@ class Snapshots:
         try:
             for kind, about, parts in files:
                 me = jax.process_index(), jax.process_count()
-                name = Name(step, self._start, self._saves, *me, kind)
+                name = Name(kind, step, self._start, self._saves, *me)
                 numbered = {k: parts[tile] for k, tile in enumerate(about.tiles) if tile in parts}
                 own.seal(self._path(name), pickle.dumps((about, numbered)))
                 self._tidy(name)
@@ -250,17 +251,12 @@ class Snapshots:
         return found
 
 
-def _check_folder(folder: Path) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file: give a folder for the snapshots")
-
-
 # --- Buddies
 
 
 def _owned(arrays: dict[str, jax.Array], layout: Layout) -> dict[str, jax.Array]:
     """What only its owner has, each worker its rows; the counts beside it everybody has."""
-    slices = (x.path for x in layout.arrays if x.leaf.holder is Holder.OWNER and x.by_worker)
+    slices = (x.path for x in layout.arrays if x.leaf.holder is Holder.OWNER and x.workers > 1)
     return {path: arrays[path] for path in slices}
 
 

@@ -8,7 +8,7 @@ import json
 import warnings
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.mesh.specs import axes_of, product
 
+Result = TypeVar("Result")
 _ONE = "a global jax.Array, such as jax.make_array_from_callback makes"
 
 
@@ -27,15 +28,16 @@ def any_process(flag: bool) -> bool:
     return bool(_from_each(np.array(flag)).any())
 
 
-def together(sentence: str, act: Callable[[], None]) -> None:
+def together(sentence: str, act: Callable[[], Result]) -> Result:
     """Acts in every process; where one fails all raise: it its own error, the others a sentence."""
     try:
-        act()
+        found = act()
     except Exception:
         any_process(True)
         raise
     if any_process(False):
         raise RuntimeError(f"{sentence}: another process failed, and its error says why")
+    return found
 
 
 def told(what: Any) -> list[Any]:
