@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
+from conftest import mesh_on
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
@@ -101,8 +101,7 @@ PARAMS = numbers(0)
 
 
 def workers_of(count, cut=1):
-    how = {"axis_types": (AxisType.Auto,) * 2, "devices": jax.devices()[: count * cut]}
-    return lc.Workers(jax.make_mesh((count, cut), ("data", "tensor"), **how), "data")
+    return lc.Workers(mesh_on(f"data={count} tensor={cut}"), "data")
 
 
 class Run:
@@ -487,8 +486,8 @@ def traced(tx, grads=None, params=PARAMS, of=None, **extra):
     return jax.eval_shape(mapped, grads, params)
 
 
-def refused(call, *words, kind=(TypeError, ValueError)):
-    with pytest.raises(kind) as caught:
+def refused(call, *words):
+    with pytest.raises((TypeError, ValueError)) as caught:
         call()
     for word in words:
         assert word in str(caught.value)
@@ -501,7 +500,7 @@ def test_what_no_transform_can_work_with_is_refused(name):
     unbound = "is not a mesh axis here", "jax.shard_map or jax.pmap"
     refused(lambda: tx.update(PARAMS, tx.init(PARAMS), PARAMS), "workers='data'", *unbound)
     refused(lambda: traced(make("batch")), "workers='batch'", "the mapped axes are ('data',")
-    for axis in ((), ("data", "data"), 0):
+    for axis in ((), ("data", "data"), ("data", 1), ["data"], 0):
         refused(lambda axis=axis: make(axis), f"workers={axis!r}", "a string, a tuple of names")
     maker, wanted = TRANSFORMS[name][0], "give a finite number, such as 1e-3, or an optax schedule"
     for rate in {"learning_rate", "weight_decay"} & {*inspect.signature(maker.func).parameters}:

@@ -150,17 +150,20 @@ class Method(NamedTuple):
     dominance: float | None = None
     trim: int = 0
 
-    def of_workers(self, wire, workers=AXIS):
+    def of_workers(self, wire, workers=AXIS, mu_dtype=None, **options):
         """The transform and the simulator of workers with momenta of their own."""
         (up, codes), (decision, rule) = both(self.codes), REPLIES[self.reply]
-        tx = local_vote(up, wire, decision=decision, workers=workers)
-        return tx, lion.local_momentum(B1, B2, codes=codes, decide=rule)
+        options |= {"workers": workers, "memory": lc.momentum.blend(B1, B2, mu_dtype)}
+        tx = lc.communicate(up=up, decision=decision, wire=wire, **options)
+        return tx, lion.local_momentum(B1, B2, mu_dtype, codes, rule)
 
-    def of_owners(self, wire, workers=AXIS):
+    def of_owners(self, wire, workers=AXIS, **options):
         """Those of one momentum, in slices."""
         (up, codes), (reply, rule) = both(self.codes), REPLIES[self.reply]
         how = {"dominance": self.dominance, "trim": self.trim}
-        tx = owner_vote(up, wire, reply=reply, workers=workers, **how)
+        decision = D.at_owner(optax.scale_by_lion(0.5, 0.5), reply, **how)
+        options |= {"workers": workers, "memory": lc.momentum.nothing()}
+        tx = lc.communicate(up=up, decision=decision, wire=wire, **options)
         return tx, lion.momentum_at_owner(0.5, 0.5, codes, decide=rule, **how)
 
 
@@ -201,17 +204,6 @@ OWNED = [
     Method("dense()", "values", {8: TWO_PHASE}, trim=3),
 ]  # fmt: skip
 MESHES = pytest.mark.parametrize("workers", TREES)
-
-
-def owner_vote(up, wire, *, dominance=None, trim=0, reply=None, **options):
-    decision = D.at_owner(optax.scale_by_lion(0.5, 0.5), reply, dominance=dominance, trim=trim)
-    options = {"workers": AXIS, "memory": lc.momentum.nothing()} | options
-    return lc.communicate(up=up, decision=decision, wire=wire, **options)
-
-
-def local_vote(up, wire, *, mu_dtype=None, **options):
-    options = {"workers": AXIS, "memory": lc.momentum.blend(B1, B2, mu_dtype)} | options
-    return lc.communicate(up=up, wire=wire, **options)
 
 
 def both_done(run_workers, pairs, params, story):
@@ -281,17 +273,12 @@ def test_leaves_of_mixed_precision_vote_together(run_workers):
     params = {kind: [jnp.zeros(s, kind) for s in each] for kind, each in shapes.items()}
     # In three steps the blends of such integers fill the 8 bits of a bfloat16, and no more.
     story = Story(integers(params, 3, 3), np.eye(3, dtype=bool))
-    codes, float32 = coding.midrise(2), {"mu_dtype": "float32"}
+    vote = Method("midrise(2)", "majority", {})
     pairs = {
-        "own": (local_vote(Q.midrise(2), TWO_PHASE), lion.local_momentum(B1, B2, codes=codes)),
-        "float32": (
-            local_vote(Q.midrise(2), TWO_PHASE, **float32),
-            lion.local_momentum(B1, B2, codes=codes, **float32),
-        ),
-        "owner": (
-            owner_vote(Q.dense(), GATHERED), lion.momentum_at_owner(0.5, 0.5, coding.dense())
-        ),
-    }  # fmt: skip
+        "own": vote.of_workers(TWO_PHASE),
+        "float32": vote.of_workers(TWO_PHASE, mu_dtype="float32"),
+        "owner": Method("dense()", "sign", {}).of_owners(GATHERED),
+    }
     for name, got, state, updates, want in both_done(run_workers, pairs, params, story):
         assert_equal(got, updates, of=name)
         mu = state.mu
@@ -311,15 +298,12 @@ def test_a_bucket_is_as_a_transform_of_its_own(run_workers):
     grads["a"][2, :, 0] = np.inf  # nobody is left there
     grads["b"][2, :2, 5, 5] = -np.inf
     story = Story(grads, np.zeros((4, 5), bool))
-    txs = {
-        "vote": local_vote(Q.midrise(2), TWO_PHASE, bucket_size=200),
-        "owner": owner_vote(both(FED_BACK)[0], TWO_PHASE, bucket_size=200),
+    pairs = {
+        "vote": Method("midrise(2)", "majority", {}).of_workers(TWO_PHASE, bucket_size=200),
+        "owner": Method(FED_BACK, "sign", {}).of_owners(TWO_PHASE, bucket_size=200),
     }
-    simulators = {
-        "vote": lion.local_momentum(B1, B2, codes=coding.midrise(2)),
-        "owner": lion.momentum_at_owner(0.5, 0.5, both(FED_BACK)[1]),
-    }
-    done = run_workers(txs, params, *story)
+    simulators = {name: oracle for name, (_, oracle) in pairs.items()}
+    done = run_workers({name: tx for name, (tx, _) in pairs.items()}, params, *story)
     for bucket in buckets:
         alone = Story({name: grads[name] for name in bucket}, story.abstain)
         want = simulate(simulators, zeros(bucket), alone)

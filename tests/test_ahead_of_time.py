@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import ahead_of_time
-import jax
 import pytest
 from aot import machines, programs
+from conftest import mesh_on
 
 from lioncub_jax import planner
 
@@ -35,9 +35,8 @@ def test_machines_are_the_planners_and_committed_rows_send_what_it_says(name):
 
 def test_rows_say_what_a_compiled_step_sends_and_are_kept(monkeypatch, tmp_path):
     small, file = programs.Model(*programs.gpt(1, 32, 2, 64, 16), (1, 17)), tmp_path / "rows.jsonl"
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     monkeypatch.setattr(programs, "named", lambda name: small)
-    monkeypatch.setattr(machines, "mesh_of", lambda name, sizes: mesh)
+    monkeypatch.setattr(machines, "mesh_of", lambda name, sizes: mesh_on("data=8"))
     methods = [programs.LION, "vote, 1 bit", "owner, 3 bits"]
     monkeypatch.setattr(ahead_of_time, "methods", lambda machine, model: methods)
     monkeypatch.setattr("sys.argv", ["x", "--machines", "v5e-8", "--save", str(file)])

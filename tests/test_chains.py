@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from conftest import mesh_on
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
@@ -16,12 +16,10 @@ PARAMS = {
     "a": {"kernel": jnp.linspace(-1, 1, 64 * 128).reshape(64, 128), "bias": jnp.ones(128)},
     "b": jnp.linspace(1, -1, 128 * 32).reshape(128, 32),
 }
-MESHES = {
-    "data": ((8,), ("data",), jax.tree.map(lambda _: P(), PARAMS)),
-    "data and fsdp": (
-        (4, 2), ("data", "fsdp"), {"a": {"kernel": P(None, "fsdp"), "bias": P()}, "b": P("fsdp")}
-    ),
-}  # fmt: skip
+MESHES = {  # and how the parameters are cut there
+    "data=8": jax.tree.map(lambda _: P(), PARAMS),
+    "data=4 fsdp=2": {"a": {"kernel": P(None, "fsdp"), "bias": P()}, "b": P("fsdp")},
+}
 ON_BOTH = pytest.mark.parametrize("mesh", MESHES)
 LABELS = {"a": {"kernel": "vote", "bias": "rest"}, "b": "vote"}
 MASK = jax.tree.map(lambda label: label == "vote", LABELS)
@@ -40,19 +38,16 @@ def cub(workers):
 
 
 def on_mesh(tx, mesh):
-    """The workers, the transform on their mesh, and how the parameters are cut."""
-    shape, names, specs = MESHES[mesh]
-    mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(shape))
-    workers = lc.Workers(mesh, "data")
-    return workers, lc.on_mesh(tx(workers), workers, specs=specs), specs
+    """The workers, and the transform on their mesh."""
+    workers = lc.Workers(mesh_on(mesh), "data")
+    return workers, lc.on_mesh(tx(workers), workers, specs=MESHES[mesh])
 
 
-def run(tx, mesh="data", steps=3):
+def run(tx, mesh="data=8", steps=3):
     """The parameters after some steps of a trainer under jit, and the state of the optimizer."""
-    workers, tx, specs = on_mesh(tx, mesh)
-    grad_fn = lc.worker_value_and_grad(loss, workers, specs=specs)
-    lie = jax.tree.map(lambda s: NamedSharding(workers.mesh, s), specs)
-    params = jax.device_put(PARAMS, lie)
+    workers, tx = on_mesh(tx, mesh)
+    grad_fn = lc.worker_value_and_grad(loss, workers, specs=MESHES[mesh])
+    params = jax.device_put(PARAMS, workers.shardings(MESHES[mesh]))
     opt_state = tx.init(params)
 
     @jax.jit
@@ -101,7 +96,7 @@ FREEZING = {
 
 @pytest.mark.parametrize("name", FREEZING)
 def test_frozen_leaves_stay_and_the_others_move(name):
-    params, _ = run(FREEZING[name], "data and fsdp")
+    params, _ = run(FREEZING[name], "data=4 fsdp=2")
     np.testing.assert_array_equal(params["a"]["bias"], PARAMS["a"]["bias"])
     assert (np.asarray(params["b"]) != PARAMS["b"]).all()
 
@@ -124,12 +119,12 @@ def test_what_would_drift_apart_is_named():
         with pytest.raises(ValueError, match=words):
             run(tx)
     with pytest.raises(ValueError, match=r"optax.MultiSteps forgets how .*accumulate=k"):
-        run(every_second, "data and fsdp")
+        run(every_second, "data=4 fsdp=2")
 
 
 def test_a_chain_around_on_mesh_is_said_at_the_line_that_calls_it():
     """Gradients of all workers are clipped as one there."""
-    workers, tx, _ = on_mesh(cub, "data")
+    workers, tx = on_mesh(cub, "data=8")
     grads = jax.tree.map(lambda p: jnp.ones((8, *p.shape)), PARAMS)
     around = optax.chain(optax.clip_by_global_norm(1.0), tx)
     update = lambda tx, state: tx.update(grads, state, PARAMS)  # noqa: E731
@@ -153,7 +148,7 @@ def test_inside_a_shard_map_of_the_callers_the_step_is_the_same():
         owner = lc.owner_lion(1e-3, workers=workers)
         return optax.partition({"vote": cub(workers), "rest": owner}, LABELS)
 
-    workers, tx, _ = on_mesh(votes, "data")
+    workers, tx = on_mesh(votes, "data=8")
 
     def step(params, opt_state, batch):
         _, grads = lc.local_value_and_grad(loss, workers=workers)(params, batch)

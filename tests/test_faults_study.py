@@ -81,19 +81,3 @@ def test_a_fault_costs_seconds_and_steps(kind, steps, starts, died, ended, secon
     found = faults.lost(harm, said, starts, [{"time": when} for when in died])
     wanted = {"seconds_to_next_step": seconds, "steps_again": again, "during": "step"}
     assert found == pytest.approx(wanted)
-
-
-# --- What is refused
-
-
-@pytest.mark.parametrize(
-    ("module", "words", "said"),
-    [
-        (faults, ["--kind", "worker", "--runs", "0"], "--runs 0: give a whole number of 1 or more"),
-        (program, ["--again"], "and there are none"),
-    ],
-)
-def test_bad_arguments_are_refused(module, words, said, capsys, tmp_path):
-    with pytest.raises(SystemExit):
-        module.main([*words, "--save", str(tmp_path / "none.jsonl")])
-    assert said in " ".join(capsys.readouterr().err.split())

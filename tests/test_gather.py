@@ -3,7 +3,8 @@
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from conftest import mesh_on
+from jax.sharding import AbstractDevice, AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
@@ -20,11 +21,12 @@ def row(request, monkeypatch):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("order", ["a", "ba", "cab"])
-def test_words_are_in_the_order_of_the_workers_and_the_same_on_all(row, order, check_vma):
-    sizes = {"a": (8,), "ba": (2, 4), "cab": (2, 2, 2)}[order]
-    mesh = jax.make_mesh(sizes, tuple(sorted(order)), axis_types=(AxisType.Auto,) * len(order))
-    axis = tuple(order) if len(order) > 1 else order
+@pytest.mark.parametrize(
+    ("sizes", "axis"),
+    [("a=8", "a"), ("a=2 b=4", ("b", "a")), ("a=2 b=2 c=2", ("c", "a", "b"))],
+)
+def test_words_are_in_the_order_of_the_workers_and_the_same_on_all(row, sizes, axis, check_vma):
+    mesh = mesh_on(sizes)
 
     def gather(words):
         every = wires.gather_words(words[0], axis)
@@ -44,10 +46,9 @@ def test_words_under_pmap_and_among_a_part_of_the_mesh(row):
     found = jax.pmap(lambda words: wires.gather_words(words, "a"), axis_name="a")(WORDS)
     assert (found == WORDS).all()
     if row < 4:
-        mesh = jax.make_mesh((4, 2), ("a", "tp"), axis_types=(AxisType.Auto,) * 2)
         run = jax.shard_map(
             lambda words: wires.gather_words(words[0, 0], "a")[None],
-            mesh=mesh, in_specs=P("a", "tp"), out_specs=P("tp"),
+            mesh=mesh_on("a=4 tp=2"), in_specs=P("a", "tp"), out_specs=P("tp"),
         )  # fmt: skip
         words = WORDS.reshape(4, 2, -1)
         assert (jax.jit(run)(words) == words.swapaxes(0, 1)).all()

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import AXIS
+from conftest import AXIS, mesh_on
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -215,7 +215,7 @@ def nested():
 
 
 def mapped(grads, check_vma=True, kind=AxisType.Auto):
-    mesh = jax.make_mesh((WORKERS,), (AXIS,), devices=jax.devices()[:WORKERS], axis_types=(kind,))
+    mesh = mesh_on(f"{AXIS}={WORKERS}", kind)
 
     def worker(params, grads):
         if check_vma:

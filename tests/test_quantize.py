@@ -33,7 +33,9 @@ def encode(quantizer, x, step, worker, *, workers, steps):
     message = quantizer.encode(rows, place)
     parts = bucket.by_chunk(rows)
     planes = [x.reshape(len(parts), -1) for x in message.planes]
-    codes = None if quantizer.dense else bits.unpack(planes, parts.shape[1]).reshape(-1, 128)
+    codes = None
+    if not quantizer.dense:
+        codes = bits.unpack(planes, parts.shape[1]).reshape(-1, 128).astype(jnp.int32)
     sent = None if message.scales is None else message.scales.reshape(parts.shape[:2])
     values = None
     if quantizer.dense or sent is not None:
@@ -41,7 +43,8 @@ def encode(quantizer, x, step, worker, *, workers, steps):
     voted = message.voted
     if voted is not None:
         voted = bits.unpack_rows(voted.reshape(len(parts), -1), parts.shape[1]).reshape(-1)
-    return message, codes, values, voted
+    found = {"codes": codes, "values": values, "steps": message.scales, "voted": voted}
+    return found | {"finite": message.valid}
 
 
 def sent_by(quantizer, x, *, step=0, worker=0, workers=4):
@@ -52,15 +55,8 @@ def sent_by(quantizer, x, *, step=0, worker=0, workers=4):
     x = jnp.asarray(x, jnp.float32).reshape(-1)
     steps = quantizer.decodes and not quantizer.dense and quantizer.name != "sign"
     who = jnp.int32(step), jnp.int32(worker)
-    message, codes, values, voted = encode(quantizer, x, *who, workers=workers, steps=steps)
-    return SimpleNamespace(
-        message=message,
-        codes=None if codes is None else np.asarray(codes, int),
-        values=None if values is None else np.asarray(values),
-        steps=None if message.scales is None else np.asarray(message.scales, np.float32),
-        voted=None if voted is None else np.asarray(voted, bool),
-        finite=bool(message.valid),
-    )
+    sent = encode(quantizer, x, *who, workers=workers, steps=steps)
+    return SimpleNamespace(**jax.tree.map(np.asarray, sent))
 
 
 def row(*values, size=128):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from conftest import AXIS
 from oracle import coding, lion, simulate
+from test_against_reference import zeros
 
 import lioncub_jax as lc
 
@@ -24,10 +25,6 @@ EXACT = {
         lion.momentum_at_owner(0.5, 0.5, codes=coding.midrise(3)),
     ),
 }
-
-
-def zeros():
-    return {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
 
 
 def loss(params, batch, rng):
@@ -54,11 +51,11 @@ def batches():
 def test_the_parameters_are_those_of_eight_devices_bit_for_bit(mesh_of, method):
     """A worker whose loss is not finite sits the step out."""
     (tx, votes), given, key = EXACT[method], batches(), jax.random.key(5)
-    simulator = lion.optimizer(votes, RATE, 0.0)
-    run, losses = simulate.start(simulator, zeros(), WORKERS, key), []
+    simulator, params = lion.optimizer(votes, RATE, 0.0), zeros(SHAPES)
+    run, losses = simulate.start(simulator, params, WORKERS, key), []
     simulated = jax.jit(lambda run, batch: simulate.step(loss, simulator, run, batch))
     workers = lc.Workers(mesh_of(WORKERS), AXIS)
-    state, means = lc.init_state(tx, zeros(), workers, rng=key), []
+    state, means = lc.init_state(tx, params, workers, rng=key), []
     step = lc.make_train_step(loss, tx, workers)
     for batch in given:
         state, metrics = step(state, batch)

@@ -1,7 +1,5 @@
 """The convergence study: methods are the same simulated and on devices, all are tuned alike."""
 
-import re
-
 import convergence
 import jax
 import numpy as np
@@ -138,26 +136,3 @@ def test_rows_are_repeated_at_rates_of_another_file_once(tmp_path):
     assert {row["command"] for row in found} == {
         "python benchmarks/convergence.py --part main --size tiny"
     }
-
-
-# --- What is refused
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--method lyon", "'lyon' is no method; there are lion, adamw, .*owner-3"),
-        ("--images nowhere", "nowhere: no such folder"),
-        (
-            "--tuned {rows}",
-            "rows has rows of books, and this is .*digits: give the folder of the same",
-        ),
-    ],
-)
-def test_bad_options_end_before_anything_runs(capsys, tmp_path, words, said):
-    rows, own = tmp_path / "rows", tmp_path / "own"
-    append(rows, [row(spec_of("lion"), 1.0) | {"dataset": "books"}])
-    given = words.format(rows=rows).split()
-    with pytest.raises(SystemExit):
-        convergence.main(["--size", "tiny", "--save", str(own), *given])
-    assert re.search(said, " ".join(capsys.readouterr().err.split()))

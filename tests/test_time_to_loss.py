@@ -1,6 +1,4 @@
-"""Time to loss: that goals, steps, seconds and factors are summed up rightly, and what is refused."""
-
-import json
+"""Time to loss: that goals, steps, seconds and factors are summed up rightly."""
 
 import jax
 import pytest
@@ -133,25 +131,3 @@ def test_a_factor_is_where_the_curve_first_is_below_the_target(losses, factor):
     assert factors_of(losses, losses)["factor"] == [
         x and pytest.approx(x, abs=1e-3) for x in factor
     ]
-
-
-# --- What is refused
-
-
-@pytest.mark.parametrize(
-    ("found", "words", "said"),
-    [
-        ([{"part": "main"}], [], "line 1: no row of this benchmark"),
-        (
-            [],
-            ["--again"],
-            "Lion, float32 has not run, so there is no goal: run --part curves first",
-        ),
-    ],
-)
-def test_rows_and_options_that_do_not_fit_are_refused(tmp_path, capsys, found, words, said):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in found))
-    with pytest.raises(SystemExit):
-        time_to_loss.parsed(["--save", str(path), *words])
-    assert said in capsys.readouterr().err

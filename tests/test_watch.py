@@ -3,9 +3,6 @@
 What a method of the library sends by itself is no error: every test that compiles one says so.
 """
 
-import os
-import subprocess
-import sys
 import warnings
 
 import jax
@@ -13,31 +10,30 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from conftest import mesh_on, run_python
 from flax import jax_utils
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxlib import xla_client
+from test_chains import PARAMS, loss
 
 import lioncub_jax as lc
 
-PARAMS = {
-    "a": {"kernel": np.ones((64, 128), "f"), "bias": np.ones(128, "f")},
-    "b": np.ones((128, 32), "f"),
-}
 BATCH = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
 LION = {"learning_rate": 1e-3, "workers": "data"}
+CUB = lc.lion_cub(**LION)
 
 
-def loss(params, batch):
-    return jnp.mean(
-        (jnp.tanh(batch @ params["a"]["kernel"] + params["a"]["bias"]) @ params["b"]) ** 2
-    )
+def by_subtree(vote):
+    """Labels of which one stands for a whole subtree."""
+    mean = lc.global_gradients(optax.lion(1e-3), workers="data")
+    return optax.partition({"vote": vote, "mean": mean}, {"a": "vote", "b": "mean"})
 
 
 @pytest.fixture
 def mesh():
-    return jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    return mesh_on("data=8")
 
 
 @pytest.fixture(autouse=True)
@@ -47,12 +43,10 @@ def raising():
     lc.watch.mode(before)
 
 
-def step_of(mesh, loss=loss, inner=None, beside=lambda grads: None):
+def step_of(mesh, loss=loss, inner=CUB, beside=lambda grads: None):
     """A step of a trainer of one's own, its first arguments, and how its state lies."""
     workers = lc.Workers(mesh, "data")
-    tx = lc.on_mesh(
-        inner or lc.lion_cub(**LION), workers, specs=jax.tree.map(lambda _: P(), PARAMS)
-    )
+    tx = lc.on_mesh(inner, workers, specs=jax.tree.map(lambda _: P(), PARAMS))
     grad_fn = lc.worker_value_and_grad(loss, workers)
 
     def step(params, opt_state, batch):
@@ -60,8 +54,7 @@ def step_of(mesh, loss=loss, inner=None, beside=lambda grads: None):
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value, beside(grads)
 
-    params = jax.device_put(PARAMS, NamedSharding(mesh, P()))
-    batch = jax.device_put(BATCH, NamedSharding(mesh, P("data")))
+    params, batch = jax.device_put((PARAMS, BATCH), workers.shardings((P(), P("data"))))
     return step, (params, tx.init(params), batch), tx.shardings(PARAMS)
 
 
@@ -135,11 +128,10 @@ def test_gradients_that_are_averaged_before_the_vote(lower, options, mesh):
 
 def test_every_array_is_counted_and_the_four_largest_are_named(mesh):
     many = {f"w{i}": jnp.ones(130 + i) for i in range(7)}
-    tx = lc.lion_cub(**LION)
 
     def step(params, batch):
         grads = jax.tree.map(lambda x: lax.pmean(x * batch.sum(), "data"), params)
-        return tx.update(grads, tx.init(params), params)[0]
+        return CUB.update(grads, CUB.init(params), params)[0]
 
     specs = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": False}
     with refused(r"f32\[136\]", r"f32\[133\][^\n]*\n  and 3 more"):
@@ -193,8 +185,7 @@ jax.jit(jax.shard_map(step, mesh=mesh, **specs)).lower(
 
 
 def test_programs_of_every_backend_are_read():
-    command, env = [sys.executable, "-c", ELSEWHERE], os.environ | {"JAX_PLATFORMS": "cpu,other"}
-    ran = subprocess.run(command, env=env, capture_output=True, text=True)
+    ran = run_python(ELSEWHERE, JAX_PLATFORMS="cpu,other")
     assert "all-reduce of f32[16, 32]" in ran.stderr and ran.returncode
 
 
@@ -202,10 +193,7 @@ def test_programs_of_every_backend_are_read():
 
 
 def test_leaves_that_a_mean_is_meant_for_travel_beside_votes(mesh):
-    mean = lc.global_gradients(optax.lion(1e-3), workers="data")
-    inner = {"vote": lc.lion_cub(**LION), "mean": mean}
-    labels = {"a": {"kernel": "vote", "bias": "vote"}, "b": "mean"}
-    step, args, _ = step_of(mesh, inner=optax.partition(inner, labels))
+    step, args, _ = step_of(mesh, inner=by_subtree(CUB))
     jax.jit(step).lower(*args).compile()
 
 
@@ -272,7 +260,7 @@ def test_a_program_that_votes_and_that_no_backend_shows_is_warned_of():
 
 
 def test_votes_that_only_a_branch_takes_are_warned_of(mesh):
-    tx = optax.apply_if_finite(lc.lion_cub(**LION), 3)
+    tx = optax.apply_if_finite(CUB, 3)
 
     def step(params, opt_state, batch):
         updates, opt_state = tx.update(jax.grad(loss)(params, batch), opt_state, params)
@@ -283,15 +271,6 @@ def test_votes_that_only_a_branch_takes_are_warned_of(mesh):
 
 
 # --- Leaves that no transform was given, where types do not tell
-
-MEAN = lc.global_gradients(optax.lion(1e-3), workers="data")
-CUB = lc.lion_cub(**LION)
-
-
-def by_subtree(vote):
-    """Labels of which one stands for a whole subtree."""
-    return optax.partition({"vote": vote, "mean": MEAN}, {"a": "vote", "b": "mean"})
-
 
 WITHOUT_B = optax.masked(CUB, {"a": True, "b": False})
 MASKED = {
@@ -325,7 +304,7 @@ def test_leaves_are_masked_from_each_optimizer_by_itself(name, mesh):
 
 def test_what_travels_inside_a_worker_is_told():
     """Momentum that lies in parts over fsdp, in a step whose specs say that it is whole."""
-    mesh = jax.make_mesh((4, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_on("data=4 fsdp=2")
     step, (params, state, batch), _ = step_of(mesh)
     told = lc.check_votes(jax.jit(step).lower(params, state, batch).compile())
     assert told == "A device sends 3.14 kB between the workers of 'data' in a step"
