@@ -30,11 +30,11 @@ def checksums(
     """
     sums, apart = {}, {}
     for path, (each, devices, mesh) in copies(arrays).items():
-        sums[path] = [int(word) for word in each[0].sum(axis=0, dtype=np.uint32)]
-        if (other := np.argwhere((each != each[0]).any(axis=-1))).size:
-            copy, shard = other[0]
-            ids = [int(mesh.devices.flat[devices[which, shard]].id) for which in (0, copy)]
-            apart[path] = ids[0], ids[1]
+        sums[path] = each[0].sum(axis=0, dtype=np.uint32).tolist()
+        if (others := np.argwhere((each != each[0]).any(axis=-1))).size:
+            copy, shard = others[0]
+            one, other = mesh.devices.flat[devices[[0, copy], shard]]
+            apart[path] = one.id, other.id
     return sums, apart
 
 
@@ -78,7 +78,7 @@ def copies(arrays: dict[str, jax.Array]) -> dict[str, Copies]:
 
 def untyped(mesh: Mesh) -> Mesh:
     """The mesh with all axes left to the compiler, which may then move anything anywhere."""
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    return mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
 @functools.cache
@@ -86,7 +86,7 @@ def _summing(mesh: Mesh, specs: tuple[P, ...]) -> Callable[[list[jax.Array]], ja
     """Sums over what each device holds of each array, ``uint32[devices, arrays, 2]``, for every process."""
 
     def of_all(arrays: list[jax.Array]) -> jax.Array:
-        def of_device(own: list[jax.Array], starts: list[jax.Array]) -> jax.Array:
+        def of_device(own: list[jax.Array], starts: list[Any]) -> jax.Array:
             each = zip(own, starts, arrays, strict=True)
             return jnp.stack([checksum(x, start[0], whole.shape) for x, start, whole in each])[None]
 
@@ -95,8 +95,11 @@ def _summing(mesh: Mesh, specs: tuple[P, ...]) -> Callable[[list[jax.Array]], ja
             for spec, x in zip(specs, arrays, strict=True)
         ]
         every = P(mesh.axis_names)
-        over = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
-        return over(of_device, in_specs=(list(specs), every), out_specs=every)(arrays, starts)
+        in_specs = list(specs), every
+        run = jax.shard_map(
+            of_device, mesh=mesh, in_specs=in_specs, out_specs=every, check_vma=False
+        )
+        return run(arrays, starts)
 
     return jax.jit(of_all, out_shardings=NamedSharding(mesh, P()))
 
@@ -113,7 +116,7 @@ def _strides(shape: tuple[int, ...]) -> np.ndarray:
     return np.array([math.prod(shape[d + 1 :]) for d in range(len(shape))], int)
 
 
-def checksum(x: jax.Array, start: Any = 0, whole: tuple[int, ...] | None = None) -> jax.Array:
+def checksum(x: jax.Array, start: Any = 0, whole: tuple[int, ...] = ()) -> jax.Array:
     """``uint32[2]``: sums over the elements of a hash of bits and place.
 
     Args:
@@ -122,7 +125,8 @@ def checksum(x: jax.Array, start: Any = 0, whole: tuple[int, ...] | None = None)
       whole: of a shard the shape of that.
     """
     words, k = bits_of(x), max(1, x.dtype.itemsize // 4)
-    shape = words.shape if whole is None else (*whole[:-1], math.prod(whole[-1:]) * k)
+    whole = whole or x.shape
+    shape = (*whole[:-1], math.prod(whole[-1:]) * k)
     index = jnp.full(words.shape, jnp.uint32(start) * k)
     for d, stride in enumerate(_strides(shape)):
         place = jax.lax.broadcasted_iota(jnp.uint32, words.shape, d)

@@ -9,7 +9,6 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax import axes
 from lioncub_jax.mesh.placement import Workers, check_arrays, check_workers
 from lioncub_jax.mesh.processes import check_same, is_key, put
 from lioncub_jax.mesh.specs import specs_of, unboxed
@@ -114,7 +113,6 @@ def own_state(model_state: Any, workers: Workers) -> Any:
     """
 
     def own(model_state: Any) -> Any:
-        model_state = axes.varying(model_state, workers.axes)
         return jax.tree.map(
             lambda x: (kinds.fold(workers, x) if is_key(x) else x)[None], model_state
         )
@@ -123,7 +121,8 @@ def own_state(model_state: Any, workers: Workers) -> Any:
     everywhere = NamedSharding(workers.mesh, P())
     check_same("own_state", model_state, everywhere)
     placed = jax.tree.map(lambda x: put(x, everywhere), model_state)
-    return jax.jit(workers.map(own, (P(),), P(workers.axes), explicit=False))(placed)
+    run = workers.map(own, (P(),), P(workers.axes), explicit=False, typed=False)
+    return jax.jit(run)(placed)
 
 
 def _opened(params: Any, specs: Any, workers: Workers) -> tuple[Any, Any]:
@@ -174,7 +173,7 @@ def abstract_state(
     check_local(local, 1, workers)
     params, cut = _opened(params, specs, workers)
 
-    def on(spec: P, x: Any, *lead: int) -> jax.ShapeDtypeStruct:
+    def on(spec: P, x: Any, *lead: int) -> Any:
         shape = (*lead, *jnp.shape(x))
         return jax.ShapeDtypeStruct(shape, x.dtype, sharding=NamedSharding(workers.mesh, spec))
 
@@ -182,6 +181,5 @@ def abstract_state(
     makes = _states(tx, local, workers, params, cut)
     opt_state, local_state = (make.eval_shape(params) for make in makes)
     own = jax.tree.map(lambda x: on(P(workers.axes), x, workers.count), model_state)
-    step, rng = jax.eval_shape(lambda: (jnp.zeros((), jnp.int32), jax.random.key(0)))
-    of_shapes: Any = StepState
-    return of_shapes(on(P(), step), params, own, opt_state, on(P(), rng), local_state)
+    step, rng = on(P(), np.int32(0)), on(P(), jax.eval_shape(jax.random.key, 0))
+    return StepState(step, params, own, opt_state, rng, local_state)
