@@ -1,7 +1,11 @@
 """Eight CPU devices for every test, a quick compiler, and one way to run a transform on some workers."""
 
 import gc
+import math
 import os
+import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -41,15 +45,18 @@ def programs_end_with_their_file(request):
     gc.collect()
 
 
+def mesh_on(sizes, kind=AxisType.Auto):
+    """The first devices as a mesh such as ``"data=4 tp=2"``."""
+    sizes = {name: int(size) for name, size in (part.split("=") for part in sizes.split())}
+    devices = jax.devices()[: math.prod(sizes.values())]
+    kinds = (kind,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=devices)
+
+
 @pytest.fixture(scope="session")
 def mesh_of():
     """``W -> Mesh`` of the first W devices."""
-
-    def make(workers):
-        devices = jax.devices()[:workers]
-        return jax.make_mesh((workers,), (AXIS,), devices=devices, axis_types=(AxisType.Auto,))
-
-    return make
+    return lambda workers: mesh_on(f"{AXIS}={workers}")
 
 
 @pytest.fixture(scope="session")
@@ -58,10 +65,11 @@ def run_workers(mesh_of):
 
     ``run_workers({name: tx}, params, grads [steps, W, ...], abstain bool[steps, W])`` returns for each
     name ``(updates [steps, ...], state [steps, W, ...])``. The types prove that updates are the same
-    on every worker. A mean, from which nobody can abstain, is not told that nobody does.
+    on every worker, unless they are not checked. A mean, from which nobody can abstain, is not told
+    that nobody does.
     """
 
-    def run(txs, params, grads, abstain):
+    def run(txs, params, grads, abstain, check_vma=True):
         def worker(params, grads, abstain):
             def step(states, now):
                 g, sits_out = jax.tree.map(lambda x: x[0], now)
@@ -73,17 +81,28 @@ def run_workers(mesh_of):
                 updates = {name: u for name, (u, _) in done.items()}
                 return states, (updates, jax.tree.map(lambda x: x[None], states))
 
-            own = jax.lax.pcast(params, AXIS, to="varying")
+            own = jax.lax.pcast(params, AXIS, to="varying") if check_vma else params
             states = {name: tx.init(own) for name, tx in txs.items()}
             return jax.lax.scan(step, states, (grads, abstain))[1]
 
         mesh, someone = mesh_of(np.shape(abstain)[1]), np.any(abstain)
         split = P(None, AXIS)
-        run = jax.shard_map(
-            worker, mesh=mesh, in_specs=(P(), split, split), out_specs=(P(), split), check_vma=True
-        )
+        specs = {"in_specs": (P(), split, split), "out_specs": (P(), split)}
+        run = jax.shard_map(worker, mesh=mesh, **specs, check_vma=check_vma)
         arrays = jax.tree.map(jnp.asarray, (params, grads, abstain))
         updates, states = jax.tree.map(np.asarray, jax.jit(run)(*arrays))
         return {name: (updates[name], states[name]) for name in txs}
 
     return run
+
+
+def in_order(words):
+    """What matches a message that has all words, such as ``"one ... and another"``."""
+    return "(?s)" + ".*".join(map(re.escape, words.split(" ... ")))
+
+
+def run_python(code, *arguments, **environment):
+    """A program that has ended, in a process that can import what this one can."""
+    environment = {"PYTHONPATH": os.pathsep.join(sys.path), **environment}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)

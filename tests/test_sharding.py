@@ -8,10 +8,6 @@ program, axis by axis, and compared with the same model under optax.lion.
 import functools
 import json
 import math
-import os
-import re
-import subprocess
-import sys
 from collections import Counter
 from typing import NamedTuple
 
@@ -20,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from conftest import in_order, mesh_on, run_python
 from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -33,13 +30,9 @@ AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
 def on(sizes, kind=AUTO):
     """The workers of a mesh such as ``"data=4 tp=2"``; devices along an axis gpu are of one worker."""
-    sizes = {name: int(size) for name, size in (part.split("=") for part in sizes.split())}
-    devices = jax.devices()[: math.prod(sizes.values())]
-    kinds = (kind,) * len(sizes)
-    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=devices)
-    voters = tuple(name for name in sizes if name in ("pod", "data", "node"))
-    axis = voters if len(voters) > 1 else voters[0]
-    return lc.Workers(mesh, axis, "gpu" if "gpu" in sizes else None)
+    mesh = mesh_on(sizes, kind)
+    voters = tuple(name for name in mesh.axis_names if name in ("pod", "data", "node"))
+    return lc.Workers(mesh, voters, "gpu" if "gpu" in mesh.axis_names else None)
 
 
 def inner_axes(workers):
@@ -55,9 +48,7 @@ def group_size(workers):
 
 
 def laid(workers, tree, specs):
-    return jax.tree.map(
-        lambda spec, x: jax.device_put(x, NamedSharding(workers.mesh, spec)), specs, tree
-    )
+    return jax.device_put(tree, workers.shardings(specs))
 
 
 # Ragged shards, shards below a word, replicated ones; and the axes that cut each dimension, if they are
@@ -188,10 +179,10 @@ def made(method, workers):
     return make(Method(*words, {}), None, workers)
 
 
-def story(workers, leaves, steps=4):
-    """Gradients ``[steps, W, G, ...]`` of integers whose means over a group are whole; who abstains."""
+def story(workers, leaves):
+    """Gradients ``[4, W, G, ...]`` of integers whose means over a group are whole; who abstains."""
     rng, group = np.random.default_rng(0), group_size(workers)
-    lead = steps, workers.count // group, group
+    lead = 4, workers.count // group, group
     grads = {
         name: group * rng.integers(-2, 3, (*lead, *shape)).astype(np.float32)
         for name, (shape, _) in leaves.items()
@@ -324,9 +315,7 @@ INNER = 3, 5, 6, 7, 9, 12
 @pytest.fixture(scope="module")
 def counted():
     """What workers of many devices do, by 24 devices of another process."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", COUNTED, *map(str, INNER)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    done = run_python(COUNTED, *map(str, INNER))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -433,10 +422,9 @@ def check_inside(ours, lion, workers, here):
 
 def updated(tx, workers, grads, specs):
     """The first update of parameters that are zeros, and the state behind it."""
-    tx = lc.on_mesh(tx, workers, specs=specs)
-    params = laid(workers, jax.tree.map(lambda g: jnp.zeros(g.shape[1:]), grads), specs)
-    given = laid(workers, grads, {name: P(workers.axes, *spec) for name, spec in specs.items()})
-    return jax.jit(tx.update)(given, tx.init(params), params)
+    once = jax.tree.map(lambda g: g[None, :, None], grads)
+    state, found = run_on_mesh({0: tx}, workers, specs, once, np.zeros((1, workers.count), bool))
+    return jax.tree.map(lambda u: u[0], found[0]), state[0]
 
 
 def test_chains_see_whole_gradients_and_momenta_are_averaged_over_all_shards():
@@ -626,5 +614,5 @@ REFUSED = [
 
 @pytest.mark.parametrize(("build", "words"), REFUSED, ids=[words for _, words in REFUSED])
 def test_what_does_not_fit_a_mesh_is_refused(build, words):
-    with pytest.raises(ValueError, match="(?s)" + ".*".join(map(re.escape, words.split(" ... ")))):
+    with pytest.raises(ValueError, match=in_order(words)):
         build()
