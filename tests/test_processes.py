@@ -27,8 +27,9 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from conftest import mesh_on
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
@@ -41,8 +42,7 @@ SEED = 2026
 
 
 def workers_of(count, inner=1, names=("data", "fsdp"), group=None):
-    shape, kinds = (count // inner, inner), (AxisType.Auto,) * 2
-    mesh = jax.make_mesh(shape, names, axis_types=kinds, devices=jax.devices()[:count])
+    mesh = mesh_on(f"{names[0]}={count // inner} {names[1]}={inner}")
     return lc.Workers(mesh, "data" if "data" in names else names[0], group)
 
 
@@ -88,8 +88,8 @@ def trained(name):
         batch = {"x": x, "y": jnp.sin(x.sum(1, keepdims=True)), "key": keys}
         state, metrics = step(state, batch)
     assert step.traces == 1
-    found = jax.tree.leaves_with_path((state.params, lc.metrics(state)))
-    return {jax.tree_util.keystr(p): np.asarray(x) for p, x in found}, float(metrics["loss"])
+    found = paths_of((state.params, lc.metrics(state)))
+    return {path: np.asarray(x) for path, x in found.items()}, float(metrics["loss"])
 
 
 # --- The rows of each process
@@ -101,24 +101,19 @@ def started(axes, width=3, **options):
     """A state and its step."""
     tx, workers = lc.lion_cub(0.05, workers="data"), workers_of(4, 2, axes)
     state = lc.init_state(tx, np.ones((width, 256), np.float32), workers)
-    step = lc.make_train_step(
-        lambda params, batch, rng: jnp.mean(batch["x"] @ params),
-        tx,
-        workers,
-        **options,
-    )
-    return state, step
+
+    def loss(params, batch, rng):
+        return jnp.mean(batch["x"] @ params)
+
+    return state, lc.make_train_step(loss, tx, workers, **options)
 
 
 def rows_fit(folder):
     me, within = jax.process_index(), ("data", "fsdp")
     rows = np.split(ALL, 2)[me]
+    other = "6.0} rows" if me else "8.0} rows for each part of the batch, and process 1 {"
     for axes, count, words in [
-        (
-            within,
-            8 - 2 * me,
-            "6.0} rows" if me else "8.0} rows for each part of the batch, and process 1 {",
-        ),
+        (within, 8 - 2 * me, other),
         (within, 7, f"gradient accumulation steps): the rows of process {me} of 2"),
         (("fsdp", "data"), 8, "0 and 1 take the same rows of the batch, and gave different ones"),
     ]:
@@ -408,11 +403,9 @@ def main(*tasks):
 
 
 def spawn(program, log, *arguments):
-    root = Path(lc.__file__).parents[1]
-    paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
     # They compile as pytest's own process does, but what it was told about devices is not for them.
     flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in f]
-    told = {"PYTHONPATH": os.pathsep.join(paths), "XLA_FLAGS": " ".join(flags)}
+    told = {"PYTHONPATH": os.pathsep.join(sys.path), "XLA_FLAGS": " ".join(flags)}
     with log.open("w") as out:
         return subprocess.Popen(
             [sys.executable, program, *map(str, arguments)],
