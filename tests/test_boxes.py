@@ -166,12 +166,14 @@ class Model(nnx.Module):
 def nnx_optimizer(workers, model, make):
     specs = lc.mesh.specs_of(nnx.state(model, nnx.Param))
     tx = lc.on_mesh(make(0.1, workers=workers), workers, specs=specs)
-    return nnx.Optimizer(model, tx, wrt=nnx.Param)
+    return nnx.Optimizer(model, tx, wrt=nnx.Param), specs
 
 
-def nnx_steps(workers, model, optimizer):
-    specs = lc.mesh.specs_of(nnx.state(model, nnx.Param))
-    before = nnx.state(optimizer)
+@pytest.mark.parametrize(
+    ("make", "kind"), [(cub_in_a_chain, AxisType.Auto), (OWNER, AxisType.Explicit)]
+)
+def test_an_nnx_optimizer_of_cut_parameters_learns_and_lies_as_it_says(make, kind):
+    workers = workers_of(kind=kind)
 
     @nnx.jit
     def step(model, optimizer, batch):
@@ -183,24 +185,18 @@ def nnx_steps(workers, model, optimizer):
         optimizer.update(model, grads)
         return value
 
-    batch = jax.device_put(BATCH, NamedSharding(workers.mesh, P("data")))
-    losses = [float(step(model, optimizer, batch)) for _ in range(3)]
+    with jax.set_mesh(workers.mesh):
+        model = Model()
+        optimizer, specs = nnx_optimizer(workers, model, make)
+        before = nnx.state(optimizer)
+        batch = jax.device_put(BATCH, NamedSharding(workers.mesh, P("data")))
+        losses = [float(step(model, optimizer, batch)) for _ in range(3)]
     assert losses[-1] < losses[0]
     # What is made stays as it is, and what it says of itself too.
     state = nnx.state(optimizer)
     assert jax.tree.structure(state) == jax.tree.structure(before)
     if workers.mesh.auto_axes:
         lies_as_it_says(workers, state["opt_state"], nnx.get_partition_spec(state)["opt_state"])
-
-
-@pytest.mark.parametrize(
-    ("make", "kind"), [(cub_in_a_chain, AxisType.Auto), (OWNER, AxisType.Explicit)]
-)
-def test_an_nnx_optimizer_of_cut_parameters_learns_and_lies_as_it_says(make, kind):
-    workers = workers_of(kind=kind)
-    with jax.set_mesh(workers.mesh):
-        model = Model()
-        nnx_steps(workers, model, nnx_optimizer(workers, model, make))
 
 
 def test_where_axes_are_explicit_types_say_how_parameters_of_nnx_are_cut():
@@ -217,7 +213,7 @@ def test_an_nnx_optimizer_says_how_momentum_lies():
     with jax.set_mesh(workers.mesh):
         model = Model()
         model.a.kernel.set_metadata(optimizer_sharding=("fsdp", None))
-        optimizer = nnx_optimizer(workers, model, lc.lion_cub)
+        optimizer, _ = nnx_optimizer(workers, model, lc.lion_cub)
     specs = nnx.get_partition_spec(nnx.state(optimizer))["opt_state"][0]
     specs = jax.tree.map(lambda x: jax.tree.leaves(x)[0], specs, is_leaf=is_box)
     specs = nnx.to_pure_dict(specs)

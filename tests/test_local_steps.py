@@ -40,21 +40,10 @@ def batches(count, rows, workers=WORKERS):
         yield {"x": x, "y": np.stack([np.sin(x[:, 0]), x[:, 1]], 1)}
 
 
-def start(
-    tx,
-    workers,
-    local=LOCAL,
-    local_steps=H,
-    *,
-    of=loss,
-    params=None,
-    model_state=(),
-    specs=None,
-    **how,
-):
+def start(tx, workers, local=LOCAL, local_steps=H, *, of=loss, params=None, **how):
     """The first state and the step."""
-    made = {"specs": specs, "model_state": model_state, "local": local}
-    state = lc.init_state(tx, params or params_of(), workers, **made)
+    made = {name: how.pop(name) for name in ("specs", "model_state") if name in how}
+    state = lc.init_state(tx, params or params_of(), workers, local=local, **made)
     return state, lc.make_train_step(of, tx, workers, local_steps=local_steps, local=local, **how)
 
 
