@@ -26,7 +26,11 @@ def workers_of(kind=AxisType.Auto):
     return lc.Workers(mesh_on(f"data={W} tensor=2", kind), "data")
 
 
-X = np.random.default_rng(0).normal(size=(W * ROWS, 6)).astype(np.float32)
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+X = normal(W * ROWS, 6)
 PARAMS = {"w": jnp.arange(6.0) / 8, "b": jnp.float32(0.5)}
 SPECS = {"w": P("tensor"), "b": P()}
 WEIGHTS = np.arange(1000, dtype=np.float32) / 1000
@@ -143,8 +147,8 @@ def test_keys_are_folded_shared_or_cut_as_their_kind_says():
 
 # --- Ordinary models need no change
 
-TEXT = np.random.default_rng(0).normal(size=(16, 6, 4)).astype(np.float32)
-MATRIX = {"w": jnp.asarray(np.random.default_rng(1).normal(size=(4, 4)), jnp.float32)}
+TEXT = normal(16, 6, 4)
+MATRIX = {"w": jnp.asarray(normal(4, 4, seed=1))}
 
 
 def in_a_scan(params, batch):
@@ -384,8 +388,6 @@ def test_a_key_that_the_loss_closes_over_is_warned_of():
 
 # --- Under pmap types do not tell
 
-APART = np.random.default_rng(0).normal(size=(2, 8, 2, 4)).astype(np.float32)
-
 
 def run_pmap(alike=False, apart=0.0):
     tx = lc.lion_cub(1e-3, workers="data")
@@ -402,7 +404,7 @@ def run_pmap(alike=False, apart=0.0):
     opt_state, params = jax_utils.replicate((tx.init(params), params))
     params["w"] = params["w"].at[3].add(apart)
     step = jax.pmap(step, axis_name="data")
-    for batch in APART:
+    for batch in normal(2, 8, 2, 4):
         batch = np.broadcast_to(batch[:1], batch.shape) if alike else batch
         params, opt_state = step(params, opt_state, batch)
     jax.block_until_ready(params)

@@ -19,6 +19,7 @@ import lioncub_jax as lc
 from lioncub_jax import baselines
 
 WORKERS, H = 4, 3
+ON_FOUR = workers_of({AXIS: WORKERS})
 LOCAL = optax.adamw(2.0**-4)
 SHAPES = {"w": (8, 32), "b": (32,), "out": (32, 2)}
 
@@ -115,7 +116,7 @@ def test_on_eight_devices_it_is_the_simulator_bit_for_bit(method):
 
 
 def test_only_the_differences_travel_however_many_local_steps_there_are():
-    tx, workers = baselines.diloco(bits=4, workers=AXIS), workers_of({AXIS: WORKERS})
+    tx, workers = baselines.diloco(bits=4, workers=AXIS), ON_FOUR
     programs = []
     for local_steps in (2, 8):
         state, step = start(tx, workers, local_steps=local_steps)
@@ -158,7 +159,7 @@ def test_model_state_random_numbers_and_aux_go_through_steps_and_their_parts():
     parts, runs = given.reshape(WORKERS, 8), []  # of one row each
     for seed in (0, 0, 1):
         state, step = start(
-            average(), workers_of({AXIS: WORKERS}), optax.sgd(0.5), 4, of=count,
+            average(), ON_FOUR, optax.sgd(0.5), 4, of=count,
             params={"w": jnp.ones(2)}, model_state={"folded": jnp.float32(0)}, accumulate=2,
         )  # fmt: skip
         state, first = step(state._replace(rng=jax.random.key(seed)), given)
@@ -184,7 +185,7 @@ def test_a_worker_that_abstains_keeps_what_is_its_own():
 
     tx = baselines.diloco(bits=1, workers=AXIS)
     made = {"params": {"w": jnp.ones(3)}, "model_state": {"seen": jnp.int32(0)}}
-    state, step = start(tx, workers_of({AXIS: WORKERS}), optax.sgd(0.5, 0.5), 2, of=of, **made)
+    state, step = start(tx, ON_FOUR, optax.sgd(0.5, 0.5), 2, of=of, **made)
     batch = np.zeros((WORKERS, 2), np.float32)
     batch[1, 1] = 2  # in its second local step
     state, metrics = step(state, batch.reshape(-1))
@@ -196,7 +197,7 @@ def test_a_worker_that_abstains_keeps_what_is_its_own():
 
 
 def test_checkpoints_hold_local_states_of_other_workers(tmp_path):
-    tx, workers, (batch,) = average(), workers_of({AXIS: WORKERS}), batches(1, 4 * H)
+    tx, workers, (batch,) = average(), ON_FOUR, batches(1, 4 * H)
     state, step = start(tx, workers)
     state, _ = step(state, batch)
     like = lc.training.abstract_state(tx, params_of(), workers, local=LOCAL)
@@ -247,7 +248,7 @@ def test_bad_local_steps_are_refused(options, kind, words):
 
 
 def test_a_state_a_step_or_a_batch_that_were_made_differently():
-    tx, workers, (batch,) = average(), workers_of({AXIS: WORKERS}), batches(1, 4 * H)
+    tx, workers, (batch,) = average(), ON_FOUR, batches(1, 4 * H)
     with_local, local_step = start(tx, workers, accumulate=2)
     without, step = start(tx, workers, None, 1)
     other, _ = start(tx, workers, optax.sgd(0.1))

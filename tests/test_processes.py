@@ -33,12 +33,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
-from lioncub_jax.checkpoint import Checkpoints, stop_on_sigterm
+from lioncub_jax.checkpoint import stop_on_sigterm
 from lioncub_jax.checkpoint.leaves import paths_of
 from lioncub_jax.layout import Flat
 
 SECONDS = 120
 SEED = 2026
+checkpoints_in = functools.partial(lc.Checkpoints, workers="data")
 
 
 def workers_of(count, inner=1, names=("data", "fsdp"), group=None):
@@ -265,7 +266,7 @@ def differ(folder):
     state = {"step": 0, "params": lc.init_state(tx, params, workers).params, "number": float(last)}
     told = re.escape("state['number'] is labelled one value and differs between devices 0")
     with (
-        Checkpoints(folder / "differ", workers="data") as saved,
+        checkpoints_in(folder / "differ") as saved,
         pytest.raises(ValueError, match=told),
     ):
         saved.save(state)
@@ -274,9 +275,9 @@ def differ(folder):
 def other_workers(folder):
     """On four what one process saved of eight; and what one process is to read."""
     first = first_state(workers_of(4))
-    with Checkpoints(folder / "of-8", workers="data") as checkpoints:
+    with checkpoints_in(folder / "of-8") as checkpoints:
         assert_half_as_many(checkpoints.restore(first))
-    with Checkpoints(folder / "of-4", workers="data") as checkpoints:
+    with checkpoints_in(folder / "of-4") as checkpoints:
         checkpoints.save(numbered(first, 5), {"next": 6})
 
 
@@ -284,7 +285,7 @@ def agree(folder):
     """A disk that fails once, in one process; a folder that cannot be made; and what is damaged."""
     first, index = first_state(workers_of(4)), jax.process_index()
     folder = folder / "agree"
-    with Checkpoints(folder, workers="data") as checkpoints:
+    with checkpoints_in(folder) as checkpoints:
         for step in (1, 2):
             checkpoints.save(numbered(first, step), {"step": step}, wait=True)
         read, failed = ocp.PyTreeCheckpointHandler.restore, OSError(errno.EIO, "once")
@@ -323,7 +324,7 @@ def refuse(folder):
     """A disk that takes nothing more from one process, for a while."""
     first, mine = first_state(workers_of(4)), jax.process_index() == 1
     folder = folder / "refuse"
-    with Checkpoints(folder, workers="data", timeout=5) as checkpoints:
+    with checkpoints_in(folder, timeout=5) as checkpoints:
         checkpoints.save(numbered(first, 1), wait=True)
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         if mine:
@@ -358,7 +359,7 @@ def heal(folder):
 def stop(folder):
     """Until it is told to stop, which must be the same step for all."""
     first = first_state(workers_of(4))
-    with Checkpoints(folder / "stop", workers="data") as saved, stop_on_sigterm() as stopping:
+    with checkpoints_in(folder / "stop") as saved, stop_on_sigterm() as stopping:
         for i in range(1, 100_000):
             if i == 3:
                 (folder / f"ready-{jax.process_index()}").touch()
@@ -373,7 +374,7 @@ def stop(folder):
 def loop(folder):
     """Saves without end."""
     first = first_state(workers_of(2))
-    with Checkpoints(folder, workers="data", keep=2) as checkpoints:
+    with checkpoints_in(folder, keep=2) as checkpoints:
         start = max(checkpoints.steps(), default=0) + 1
         for i in range(start, 10**9):
             checkpoints.save(numbered(first, i), {"step": i}, wait=i == start)
@@ -457,7 +458,7 @@ def run_all(program, tasks, processes, folder, act=lambda children: None):
 def pair(tmp_path_factory):
     """The folder of two processes, and what they said."""
     folder = tmp_path_factory.mktemp("pair")
-    with Checkpoints(folder / "of-8", workers="data") as checkpoints:
+    with checkpoints_in(folder / "of-8") as checkpoints:
         checkpoints.save(numbered(first_state(workers_of(8)), 5), {"next": 6})
 
     def tell(children):
@@ -488,14 +489,14 @@ def test_processes_end_with_the_bits_of_one_process(name, pair):
 
 
 def test_one_process_reads_what_two_saved(pair):
-    with Checkpoints(pair[0] / "of-4", workers="data") as checkpoints:
+    with checkpoints_in(pair[0] / "of-4") as checkpoints:
         assert_holds(checkpoints.restore(first_state(workers_of(4))).state, 5)
         assert_half_as_many(checkpoints.restore(first_state(workers_of(2))))
 
 
 def test_processes_told_to_stop_save_at_one_step(pair):
     (step,) = {int(re.search(r"stopped after (\d+)", text)[1]) for text in pair[1]}
-    with Checkpoints(pair[0] / "stop", workers="data") as checkpoints:
+    with checkpoints_in(pair[0] / "stop") as checkpoints:
         assert checkpoints.steps() == [step]
 
 
@@ -513,7 +514,7 @@ def test_whenever_a_run_is_killed_its_newest_checkpoint_is_whole(kills, tmp_path
             assert child.poll() is None, log.read_text()
         finally:
             kill([child])
-        with Checkpoints(folder, workers="data") as checkpoints:
+        with checkpoints_in(folder) as checkpoints:
             found = checkpoints.restore(like)
             assert found.step == checkpoints.steps()[-1] > steps[-1]  # none was passed over
         assert found.data == {"step": found.step}

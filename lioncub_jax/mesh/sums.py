@@ -62,14 +62,14 @@ def copies(arrays: dict[str, jax.Array]) -> dict[str, Copies]:
         return {}
     paths = sorted(arrays)
     mesh = untyped(arrays[paths[0]].sharding.mesh)  # type: ignore[attr-defined]
-    specs = tuple(arrays[path].sharding.spec for path in paths)  # type: ignore[attr-defined]
+    specs = [arrays[path].sharding.spec for path in paths]  # type: ignore[attr-defined]
     lie = [NamedSharding(mesh, spec) for spec in specs]
     plain = jax.device_put([arrays[path] for path in paths], lie)
     with jax.set_mesh(mesh):  # whatever mesh the caller has set
-        found = np.asarray(_summing(mesh, specs)(plain))
+        found = np.asarray(_summing(tuple(lie))(plain))
     held = {}
-    for i, (path, x) in enumerate(zip(paths, plain, strict=True)):
-        starts = _starts(lie[i], x.shape)
+    for i, path in enumerate(paths):
+        starts = _starts(lie[i], plain[i].shape)
         # Those that hold the same shard, next to each other.
         devices = np.argsort(starts, kind="stable").reshape(len({*starts}), -1).T
         held[path] = Copies(found[devices, i], devices, mesh)
@@ -82,8 +82,11 @@ def untyped(mesh: Mesh) -> Mesh:
 
 
 @functools.cache
-def _summing(mesh: Mesh, specs: tuple[P, ...]) -> Callable[[list[jax.Array]], jax.Array]:
+def _summing(lie: tuple[NamedSharding, ...]) -> Callable[[list[jax.Array]], jax.Array]:
     """Sums over what each device holds of each array, ``uint32[devices, arrays, 2]``, for every process."""
+    mesh = lie[0].mesh
+    every = P(mesh.axis_names)
+    in_specs = [one.spec for one in lie], every
 
     def of_all(arrays: list[jax.Array]) -> jax.Array:
         def of_device(own: list[jax.Array], starts: list[Any]) -> jax.Array:
@@ -91,11 +94,8 @@ def _summing(mesh: Mesh, specs: tuple[P, ...]) -> Callable[[list[jax.Array]], ja
             return jnp.stack([checksum(x, start[0], whole.shape) for x, start, whole in each])[None]
 
         starts = [
-            _starts(NamedSharding(mesh, spec), x.shape).astype(np.uint32)
-            for spec, x in zip(specs, arrays, strict=True)
+            _starts(one, x.shape).astype(np.uint32) for one, x in zip(lie, arrays, strict=True)
         ]
-        every = P(mesh.axis_names)
-        in_specs = list(specs), every
         run = jax.shard_map(
             of_device, mesh=mesh, in_specs=in_specs, out_specs=every, check_vma=False
         )

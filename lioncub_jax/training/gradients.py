@@ -123,8 +123,10 @@ def worker_value_and_grad(
     def of_all(params: Any, *args: Any) -> Any:
         given = kinds.default_of(args) if in_kinds is None else in_kinds
         if modules.is_module(params):
-            options = {"aux_kinds": aux_kinds, "has_aux": has_aux, "specs": specs}
-            of_params = functools.partial(worker_value_and_grad, workers=workers, **options)
+            of_params = functools.partial(
+                worker_value_and_grad,
+                workers=workers, aux_kinds=aux_kinds, has_aux=has_aux, specs=specs,
+            )  # fmt: skip
             return modules.value_and_grad(of_params, loss_fn, params, args, given)
         cut = workers.cut(params, specs, needed=False)
         each, lie = kinds.of_arguments(loss_fn, args, given, workers)

@@ -64,7 +64,6 @@ def difference_of(
     gradient: Callable[..., Any], local: optax.GradientTransformation, local_steps: int
 ) -> Callable[..., Any]:
     """As `gradient_of`; in place of a gradient parameters before local steps minus those after."""
-    local = optax.with_extra_args_support(local)
 
     def one(carry: Any, batch: Any, rng: jax.Array) -> Any:
         params, states = carry
