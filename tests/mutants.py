@@ -403,8 +403,8 @@ MUTANTS = r"""
 
 # training/programs.py: programs
 = what is read from a folder is not looked at
--         watch.look(self._jitted.__name__, [compiled.as_text() or ""])  # nothing was compiled
-+         pass
+-                 watch.look(self._jitted.__name__, [kept.as_text() or ""])  # nothing was compiled
++                 pass
 
 = a program that was compiled with other options is taken
 - self._options, jax.process_index()

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from conftest import mesh_on
 from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
@@ -26,9 +27,8 @@ def cub_in_a_chain(learning_rate, **axes):
     return optax.chain(clip, vote, optax.scale(-learning_rate))
 
 
-def workers_of(kind=AxisType.Auto, names=("data", "fsdp"), axis="data"):
-    sizes = (4, 2) if len(names) == 2 else (2, 2, 2)
-    return lc.Workers(jax.make_mesh(sizes, names, axis_types=(kind,) * len(names)), axis)
+def workers_of(sizes="data=4 fsdp=2", axis="data", kind=AxisType.Auto):
+    return lc.Workers(mesh_on(sizes, kind), axis)
 
 
 def square(out):
@@ -112,7 +112,7 @@ def test_the_names_of_boxes_have_the_workers_in_front():
     assert specs.count == specs.votes.ties == P()
     assert specs.mu["Dense_0"] == {"kernel": P("data", None, "fsdp"), "bias": P("data")}
     assert specs.mu["Dense_1"] == {"kernel": P("data", "fsdp", None), "bias": P("data")}
-    several = workers_of(names=("pod", "data", "fsdp"), axis=("pod", "data"))
+    several = workers_of("pod=2 data=2 fsdp=2", ("pod", "data"))
     specs = nn.get_partition_spec(linen_tx(several).init(linen_params()))[0]
     assert specs.mu["Dense_0"]["kernel"] == P(("pod", "data"), None, "fsdp")
     tx = linen_tx(workers_of(), OWNER)
@@ -136,17 +136,15 @@ def test_state_whose_boxes_lack_the_axis_is_taken():
 
 def test_a_boxed_state_is_saved_and_moves_to_other_workers(tmp_path):
     state = linen_steps(workers_of(), linen_state(workers_of(), OWNER)[0])
-    like, _ = linen_state(workers_of(names=("fsdp", "data", "tp")), OWNER)
+    like, _ = linen_state(workers_of("fsdp=2 data=2 tp=2"), OWNER)
     with lc.Checkpoints(tmp_path, workers="data") as checkpoints:
         checkpoints.save(state, wait=True)
         same = checkpoints.restore(state).state
         found = checkpoints.restore(like).state
     assert jax.tree.structure(same) == jax.tree.structure(state)
-    for one, other in (
-        (same, state),
-        (found, state),
-    ):  # of an owner's slice the padding is not kept
-        jax.tree.map(np.testing.assert_array_equal, one.params, other.params)
+    for kept in (same, found):
+        jax.tree.map(np.testing.assert_array_equal, kept.params, state.params)
+    # Of an owner's slice the padding is not kept.
     errors = [s.opt_state[0].error for s in (same, state)]
     jax.tree.map(np.testing.assert_array_equal, *errors)
     assert jax.tree.structure(found.opt_state) == jax.tree.structure(like.opt_state)
@@ -168,12 +166,14 @@ class Model(nnx.Module):
 def nnx_optimizer(workers, model, make):
     specs = lc.mesh.specs_of(nnx.state(model, nnx.Param))
     tx = lc.on_mesh(make(0.1, workers=workers), workers, specs=specs)
-    return nnx.Optimizer(model, tx, wrt=nnx.Param)
+    return nnx.Optimizer(model, tx, wrt=nnx.Param), specs
 
 
-def nnx_steps(workers, model, optimizer):
-    specs = lc.mesh.specs_of(nnx.state(model, nnx.Param))
-    before = nnx.state(optimizer)
+@pytest.mark.parametrize(
+    ("make", "kind"), [(cub_in_a_chain, AxisType.Auto), (OWNER, AxisType.Explicit)]
+)
+def test_an_nnx_optimizer_of_cut_parameters_learns_and_lies_as_it_says(make, kind):
+    workers = workers_of(kind=kind)
 
     @nnx.jit
     def step(model, optimizer, batch):
@@ -185,8 +185,12 @@ def nnx_steps(workers, model, optimizer):
         optimizer.update(model, grads)
         return value
 
-    batch = jax.device_put(BATCH, NamedSharding(workers.mesh, P("data")))
-    losses = [float(step(model, optimizer, batch)) for _ in range(3)]
+    with jax.set_mesh(workers.mesh):
+        model = Model()
+        optimizer, specs = nnx_optimizer(workers, model, make)
+        before = nnx.state(optimizer)
+        batch = jax.device_put(BATCH, NamedSharding(workers.mesh, P("data")))
+        losses = [float(step(model, optimizer, batch)) for _ in range(3)]
     assert losses[-1] < losses[0]
     # What is made stays as it is, and what it says of itself too.
     state = nnx.state(optimizer)
@@ -195,18 +199,8 @@ def nnx_steps(workers, model, optimizer):
         lies_as_it_says(workers, state["opt_state"], nnx.get_partition_spec(state)["opt_state"])
 
 
-@pytest.mark.parametrize(
-    ("make", "kind"), [(cub_in_a_chain, AxisType.Auto), (OWNER, AxisType.Explicit)]
-)
-def test_an_nnx_optimizer_of_cut_parameters_learns_and_lies_as_it_says(make, kind):
-    workers = workers_of(kind)
-    with jax.set_mesh(workers.mesh):
-        model = Model()
-        nnx_steps(workers, model, nnx_optimizer(workers, model, make))
-
-
 def test_where_axes_are_explicit_types_say_how_parameters_of_nnx_are_cut():
-    workers = workers_of(AxisType.Explicit)
+    workers = workers_of(kind=AxisType.Explicit)
     with jax.set_mesh(workers.mesh):
         bare = nnx.as_pure(nnx.state(Model(), nnx.Param))  # so nnx.Optimizer gives them to update
         made = jax.jit(lc.on_mesh(lc.lion_cub(0.1, workers=workers), workers).init)(bare)
@@ -219,7 +213,7 @@ def test_an_nnx_optimizer_says_how_momentum_lies():
     with jax.set_mesh(workers.mesh):
         model = Model()
         model.a.kernel.set_metadata(optimizer_sharding=("fsdp", None))
-        optimizer = nnx_optimizer(workers, model, lc.lion_cub)
+        optimizer, _ = nnx_optimizer(workers, model, lc.lion_cub)
     specs = nnx.get_partition_spec(nnx.state(optimizer))["opt_state"][0]
     specs = jax.tree.map(lambda x: jax.tree.leaves(x)[0], specs, is_leaf=is_box)
     specs = nnx.to_pure_dict(specs)

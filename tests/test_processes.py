@@ -27,22 +27,23 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from conftest import mesh_on
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
-from lioncub_jax.checkpoint import Checkpoints, stop_on_sigterm
+from lioncub_jax.checkpoint import stop_on_sigterm
 from lioncub_jax.checkpoint.leaves import paths_of
 from lioncub_jax.layout import Flat
 
 SECONDS = 120
 SEED = 2026
+checkpoints_in = functools.partial(lc.Checkpoints, workers="data")
 
 
 def workers_of(count, inner=1, names=("data", "fsdp"), group=None):
-    shape, kinds = (count // inner, inner), (AxisType.Auto,) * 2
-    mesh = jax.make_mesh(shape, names, axis_types=kinds, devices=jax.devices()[:count])
+    mesh = mesh_on(f"{names[0]}={count // inner} {names[1]}={inner}")
     return lc.Workers(mesh, "data" if "data" in names else names[0], group)
 
 
@@ -88,8 +89,8 @@ def trained(name):
         batch = {"x": x, "y": jnp.sin(x.sum(1, keepdims=True)), "key": keys}
         state, metrics = step(state, batch)
     assert step.traces == 1
-    found = jax.tree.leaves_with_path((state.params, lc.metrics(state)))
-    return {jax.tree_util.keystr(p): np.asarray(x) for p, x in found}, float(metrics["loss"])
+    found = paths_of((state.params, lc.metrics(state)))
+    return {path: np.asarray(x) for path, x in found.items()}, float(metrics["loss"])
 
 
 # --- The rows of each process
@@ -101,24 +102,19 @@ def started(axes, width=3, **options):
     """A state and its step."""
     tx, workers = lc.lion_cub(0.05, workers="data"), workers_of(4, 2, axes)
     state = lc.init_state(tx, np.ones((width, 256), np.float32), workers)
-    step = lc.make_train_step(
-        lambda params, batch, rng: jnp.mean(batch["x"] @ params),
-        tx,
-        workers,
-        **options,
-    )
-    return state, step
+
+    def loss(params, batch, rng):
+        return jnp.mean(batch["x"] @ params)
+
+    return state, lc.make_train_step(loss, tx, workers, **options)
 
 
 def rows_fit(folder):
     me, within = jax.process_index(), ("data", "fsdp")
     rows = np.split(ALL, 2)[me]
+    other = "6.0} rows" if me else "8.0} rows for each part of the batch, and process 1 {"
     for axes, count, words in [
-        (
-            within,
-            8 - 2 * me,
-            "6.0} rows" if me else "8.0} rows for each part of the batch, and process 1 {",
-        ),
+        (within, 8 - 2 * me, other),
         (within, 7, f"gradient accumulation steps): the rows of process {me} of 2"),
         (("fsdp", "data"), 8, "0 and 1 take the same rows of the batch, and gave different ones"),
     ]:
@@ -270,7 +266,7 @@ def differ(folder):
     state = {"step": 0, "params": lc.init_state(tx, params, workers).params, "number": float(last)}
     told = re.escape("state['number'] is labelled one value and differs between devices 0")
     with (
-        Checkpoints(folder / "differ", workers="data") as saved,
+        checkpoints_in(folder / "differ") as saved,
         pytest.raises(ValueError, match=told),
     ):
         saved.save(state)
@@ -279,9 +275,9 @@ def differ(folder):
 def other_workers(folder):
     """On four what one process saved of eight; and what one process is to read."""
     first = first_state(workers_of(4))
-    with Checkpoints(folder / "of-8", workers="data") as checkpoints:
+    with checkpoints_in(folder / "of-8") as checkpoints:
         assert_half_as_many(checkpoints.restore(first))
-    with Checkpoints(folder / "of-4", workers="data") as checkpoints:
+    with checkpoints_in(folder / "of-4") as checkpoints:
         checkpoints.save(numbered(first, 5), {"next": 6})
 
 
@@ -289,7 +285,7 @@ def agree(folder):
     """A disk that fails once, in one process; a folder that cannot be made; and what is damaged."""
     first, index = first_state(workers_of(4)), jax.process_index()
     folder = folder / "agree"
-    with Checkpoints(folder, workers="data") as checkpoints:
+    with checkpoints_in(folder) as checkpoints:
         for step in (1, 2):
             checkpoints.save(numbered(first, step), {"step": step}, wait=True)
         read, failed = ocp.PyTreeCheckpointHandler.restore, OSError(errno.EIO, "once")
@@ -328,7 +324,7 @@ def refuse(folder):
     """A disk that takes nothing more from one process, for a while."""
     first, mine = first_state(workers_of(4)), jax.process_index() == 1
     folder = folder / "refuse"
-    with Checkpoints(folder, workers="data", timeout=5) as checkpoints:
+    with checkpoints_in(folder, timeout=5) as checkpoints:
         checkpoints.save(numbered(first, 1), wait=True)
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         if mine:
@@ -363,7 +359,7 @@ def heal(folder):
 def stop(folder):
     """Until it is told to stop, which must be the same step for all."""
     first = first_state(workers_of(4))
-    with Checkpoints(folder / "stop", workers="data") as saved, stop_on_sigterm() as stopping:
+    with checkpoints_in(folder / "stop") as saved, stop_on_sigterm() as stopping:
         for i in range(1, 100_000):
             if i == 3:
                 (folder / f"ready-{jax.process_index()}").touch()
@@ -378,7 +374,7 @@ def stop(folder):
 def loop(folder):
     """Saves without end."""
     first = first_state(workers_of(2))
-    with Checkpoints(folder, workers="data", keep=2) as checkpoints:
+    with checkpoints_in(folder, keep=2) as checkpoints:
         start = max(checkpoints.steps(), default=0) + 1
         for i in range(start, 10**9):
             checkpoints.save(numbered(first, i), {"step": i}, wait=i == start)
@@ -408,11 +404,9 @@ def main(*tasks):
 
 
 def spawn(program, log, *arguments):
-    root = Path(lc.__file__).parents[1]
-    paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
     # They compile as pytest's own process does, but what it was told about devices is not for them.
     flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in f]
-    told = {"PYTHONPATH": os.pathsep.join(paths), "XLA_FLAGS": " ".join(flags)}
+    told = {"PYTHONPATH": os.pathsep.join(sys.path), "XLA_FLAGS": " ".join(flags)}
     with log.open("w") as out:
         return subprocess.Popen(
             [sys.executable, program, *map(str, arguments)],
@@ -464,7 +458,7 @@ def run_all(program, tasks, processes, folder, act=lambda children: None):
 def pair(tmp_path_factory):
     """The folder of two processes, and what they said."""
     folder = tmp_path_factory.mktemp("pair")
-    with Checkpoints(folder / "of-8", workers="data") as checkpoints:
+    with checkpoints_in(folder / "of-8") as checkpoints:
         checkpoints.save(numbered(first_state(workers_of(8)), 5), {"next": 6})
 
     def tell(children):
@@ -495,19 +489,14 @@ def test_processes_end_with_the_bits_of_one_process(name, pair):
 
 
 def test_one_process_reads_what_two_saved(pair):
-    for count in (4, 2):
-        like = first_state(workers_of(count))
-        with Checkpoints(pair[0] / "of-4", workers="data") as checkpoints:
-            found = checkpoints.restore(like)
-        if count == 4:
-            assert_holds(found.state, 5)
-        else:
-            assert_half_as_many(found)
+    with checkpoints_in(pair[0] / "of-4") as checkpoints:
+        assert_holds(checkpoints.restore(first_state(workers_of(4))).state, 5)
+        assert_half_as_many(checkpoints.restore(first_state(workers_of(2))))
 
 
 def test_processes_told_to_stop_save_at_one_step(pair):
     (step,) = {int(re.search(r"stopped after (\d+)", text)[1]) for text in pair[1]}
-    with Checkpoints(pair[0] / "stop", workers="data") as checkpoints:
+    with checkpoints_in(pair[0] / "stop") as checkpoints:
         assert checkpoints.steps() == [step]
 
 
@@ -525,7 +514,7 @@ def test_whenever_a_run_is_killed_its_newest_checkpoint_is_whole(kills, tmp_path
             assert child.poll() is None, log.read_text()
         finally:
             kill([child])
-        with Checkpoints(folder, workers="data") as checkpoints:
+        with checkpoints_in(folder) as checkpoints:
             found = checkpoints.restore(like)
             assert found.step == checkpoints.steps()[-1] > steps[-1]  # none was passed over
         assert found.data == {"step": found.step}

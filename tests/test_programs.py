@@ -2,23 +2,17 @@
 
 import hashlib
 import os
-import subprocess
-import sys
-from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from conftest import mesh_on, run_python
 
 import lioncub_jax as lc
 
 
 def workers_of(count=4):
-    devices = jax.devices()[:count]
-    mesh = jax.make_mesh((count,), ("data",), devices=devices, axis_types=(AxisType.Auto,))
-    return lc.Workers(mesh, "data")
+    return lc.Workers(mesh_on(f"data={count}"), "data")
 
 
 def loss(params, batch, rng):
@@ -113,11 +107,7 @@ made(folder)
 
 
 def test_a_folder_that_others_may_write_is_refused(tmp_path, monkeypatch):
-    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-c", SHARED, str(tmp_path)], env=os.environ | {"PYTHONPATH": path},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = run_python(SHARED, str(tmp_path))
     told = f"ValueError: programs='{tmp_path / 'mine'}' has mode 777: others may write it"
     assert told in done.stderr and len(programs(tmp_path / "mine")) == 1
     monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
@@ -168,10 +158,10 @@ def test_what_is_kept_beside_jaxs_own_cache_is_whole(tmp_path):
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
+        "PYTHONWARNINGS": "error::UserWarning",
     }
-    command = [sys.executable, "-W", "error:::lioncub_jax", "-c", FILLS, str(tmp_path)]
-    subprocess.run(command, env=os.environ | own, check=True)
+    done = run_python(FILLS, str(tmp_path), **own)
+    assert done.returncode == 0, done.stderr
     assert list((tmp_path / "cache").glob("jit_traced-*"))
     wanted = trained(*made(None))[0]
     for folder in ("from_cache", "compiled_before"):
@@ -209,14 +199,8 @@ lc.make_train_step(loss, tx, workers).compiled(programs=sys.argv[1])(state, np.o
 
 
 def test_a_program_that_was_kept_and_sends_floats_is_refused_when_it_is_read(tmp_path):
-    def start(mode):
-        path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-        command = [sys.executable, "-c", SENDS_FLOATS, str(tmp_path), mode]
-        env = os.environ | {"PYTHONPATH": path}
-        return subprocess.run(command, env=env, capture_output=True, text=True)
-
-    kept = start("warn"), programs(tmp_path)
-    assert kept[0].returncode == 0 and len(kept[1]) == 1
-    refused = start("raise")
-    assert refused.returncode and programs(tmp_path) == kept[1]
+    warned, kept = run_python(SENDS_FLOATS, str(tmp_path), "warn"), programs(tmp_path)
+    assert warned.returncode == 0 and len(kept) == 1
+    refused = run_python(SENDS_FLOATS, str(tmp_path), "raise")
+    assert refused.returncode and programs(tmp_path) == kept
     assert "ValueError: this step votes" in refused.stderr and "f32[256]" in refused.stderr

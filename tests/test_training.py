@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from conftest import mesh_on
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -18,10 +19,7 @@ W, ROWS, FEATURES = 4, 128, 6
 
 
 def workers_of(count=W, kind=AxisType.Auto, other=1):
-    devices = jax.devices()[: count * other]
-    kinds = (kind,) * 2
-    mesh = jax.make_mesh((count, other), ("data", "other"), axis_types=kinds, devices=devices)
-    return lc.Workers(mesh, "data")
+    return lc.Workers(mesh_on(f"data={count} other={other}", kind), "data")
 
 
 def start(loss, tx, params, workers=None, *, accumulate=1, **state):
@@ -60,10 +58,6 @@ def assert_same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-def distinct(rows):
-    return len({np.asarray(row).tobytes() for row in rows})
-
-
 # --- Models
 
 
@@ -87,12 +81,6 @@ def net_losses(model, batch):
     return fit + size, {"fit": fit, "size": size, "kept": model.drop(jnp.ones(64)) > 0}
 
 
-def check_statistics(mean, batch):
-    """The running mean starts at 0 and moves a tenth of the way."""
-    want = 0.1 * by_worker(batch["x"]).mean(1)
-    np.testing.assert_allclose(mean, want, rtol=1e-4, atol=1e-6)
-
-
 def test_an_nnx_model_with_dropout_and_batch_statistics_learns_and_is_taken_back():
     model, batch, metrics = Net(), draw(), []
     loss, params, model_state = lc.from_nnx(model, net_losses)
@@ -100,14 +88,18 @@ def test_an_nnx_model_with_dropout_and_batch_statistics_learns_and_is_taken_back
     for i in range(60):
         state, found = step(state, batch)
         metrics.append(jax.tree.map(np.asarray, found))
-        if i == 0:
-            check_statistics(state.model_state["norm"]["mean"][...], batch)
+        if i == 0:  # the running mean starts at 0 and moves a tenth of the way
+            mean, wanted = (
+                state.model_state["norm"]["mean"][...],
+                by_worker(batch["x"]).mean(1) / 10,
+            )
+            np.testing.assert_allclose(mean, wanted, rtol=1e-4, atol=1e-6)
     losses = [float(m["loss"]) for m in metrics]
     assert np.mean(losses[-5:]) < 0.5 * losses[0]  # dropout keeps it up
     assert step.traces == 1
     assert metrics[0]["fit"] + metrics[0]["size"] == pytest.approx(losses[0], rel=1e-5)
     masks = [mask for m in metrics[:3] for mask in m["kept"]]
-    assert distinct(masks) == len(masks) == 3 * W and masks[0].dtype == bool
+    assert len({mask.tobytes() for mask in masks}) == 3 * W and masks[0].dtype == bool
 
     trained = Net()
     statistics = nnx.filter_state(state.model_state, nnx.BatchStat)
@@ -175,10 +167,10 @@ def test_accumulating_in_parts_makes_the_update_of_the_whole_batch():
 # --- Batches, meshes and traces
 
 
-def vote_runs(workers, place=lambda batch: batch):
+def vote_runs(workers, *places):
     tx = cub(quantizer=lc.quantize.midrise(2))
     state, step = start(linear_loss, tx, linear_params(), workers)
-    for seed in range(8):
+    for seed, place in zip(range(8), itertools.cycle(places)):
         state, metrics = step(state, place(draw(seed)))
     assert step.traces == 1
     return state.params, state.opt_state, metrics
@@ -186,17 +178,12 @@ def vote_runs(workers, place=lambda batch: batch):
 
 def test_batches_of_all_kinds_and_other_meshes_of_as_many_workers_give_the_same_run():
     workers = workers_of()
-    kinds = itertools.cycle(
-        [
-            lambda batch: batch,
-            lambda batch: jax.tree.map(jnp.asarray, batch),
-            lambda batch: jax.device_put(batch, NamedSharding(workers.mesh, P("data"))),
-            lambda batch: jax.device_put(batch, NamedSharding(workers.mesh, P())),
-        ]
-    )
-    run = vote_runs(workers, lambda batch: next(kinds)(batch))
-    assert_same(run, vote_runs(workers_of(kind=AxisType.Explicit)))
-    assert_same(run, vote_runs(workers_of(other=2)))
+    cut, whole = (NamedSharding(workers.mesh, spec) for spec in (P("data"), P()))
+    as_it_is, on_a_device = (lambda batch: batch), functools.partial(jax.tree.map, jnp.asarray)
+    placed = [functools.partial(jax.device_put, device=lies) for lies in (cut, whole)]
+    run = vote_runs(workers, as_it_is, on_a_device, *placed)
+    assert_same(run, vote_runs(workers_of(kind=AxisType.Explicit), as_it_is))
+    assert_same(run, vote_runs(workers_of(other=2), as_it_is))
 
 
 def test_what_the_caller_holds_survives_and_what_the_step_holds_is_donated():
@@ -288,7 +275,6 @@ def test_the_compiler_gets_the_options_of_a_step():
     assert lc.training.overlap_options(workers) == {}
     with pytest.raises(TypeError, match="workers=None: give the workers of a mesh"):
         lc.training.overlap_options(None)
-    state, _ = start(linear_loss, cub(), linear_params(), workers)
-    step = lc.make_train_step(linear_loss, cub(), workers).compiled({"xla_no_such_option": True})
+    state, step = start(linear_loss, cub(), linear_params(), workers)
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
-        step(state, draw())
+        step.compiled({"xla_no_such_option": True})(state, draw())

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -25,7 +26,7 @@ _ONE = "a global jax.Array, such as jax.make_array_from_callback makes"
 
 def any_process(flag: bool) -> bool:
     """Whether it is so in any process; all must ask."""
-    return bool(_from_each(np.array(flag)).any())
+    return bool(multihost_utils.process_allgather(np.array(flag)).any())
 
 
 def together(sentence: str, act: Callable[[], Result]) -> Result:
@@ -43,23 +44,14 @@ def together(sentence: str, act: Callable[[], Result]) -> Result:
 def told(what: Any) -> list[Any]:
     """What each process says, anything that JSON can hold, in the order of the processes."""
     mine = np.frombuffer(json.dumps(what).encode(), np.uint8)
-    sizes = _from_each(np.array(mine.size))
-    each = _from_each(np.pad(mine, (0, int(sizes.max()) - mine.size)))
+    sizes = multihost_utils.process_allgather(np.array(mine.size))
+    each = multihost_utils.process_allgather(np.pad(mine, (0, sizes.max() - mine.size)))
     return [json.loads(text[:size].tobytes()) for text, size in zip(each, sizes, strict=True)]
-
-
-def _from_each(x: np.ndarray) -> np.ndarray:
-    if jax.process_count() == 1:
-        return x[None]
-    from jax.experimental import multihost_utils  # not loaded for a single process
-
-    return np.asarray(multihost_utils.process_allgather(x))
 
 
 def is_key(x: Any) -> bool:
     """Whether something is an array of typed random keys."""
-    dtype = getattr(x, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(getattr(x, "dtype", np.void), jax.dtypes.prng_key)
 
 
 def words_of(x: Any) -> Any:
@@ -106,17 +98,16 @@ def check_same(call: str, tree: Any, sharding: NamedSharding) -> None:
     own = {jax.tree_util.keystr(path): checksum(x) for path, x in leaves if is_own(x, sharding)}
     each = told(own)
     for other, sums in enumerate(each):
-        for path in {**each[0], **sums}:
-            if each[0].get(path) != sums.get(path):
-                raise ValueError(
-                    f"{call}: {path} differs between processes 0 and {other}: all workers start from "
-                    "the same; give each process the same seed, or read the same checkpoint"
-                )
+        for path, _ in sorted(each[0].items() ^ sums.items()):
+            raise ValueError(
+                f"{call}: {path} differs between processes 0 and {other}: all workers start from "
+                "the same; give each process the same seed, or read the same checkpoint"
+            )
 
 
-def checksum(x: Any, before: int = 0) -> int:
-    """Of the bytes of an array, and of what was summed up before."""
-    return zlib.crc32(np.ascontiguousarray(words_of(x)).tobytes(), before)
+def checksum(x: Any) -> int:
+    """Of the bytes of an array."""
+    return zlib.crc32(np.ascontiguousarray(words_of(x)).tobytes())
 
 
 class Batches:
@@ -128,10 +119,8 @@ class Batches:
 
     def __init__(self, workers: Workers, spec: P, local_steps: int, accumulate: int):
         self.mesh = mesh = workers.mesh
-        self._sharding, self._parts = (
-            NamedSharding(mesh, spec),
-            product(mesh.shape, axes_of(spec[0])),
-        )
+        self._sharding = NamedSharding(mesh, spec)
+        self._parts = product(mesh.shape, axes_of(spec[0]))
         self._steps = local_steps * accumulate
         self._why = (
             f"{workers.count} workers, {self._parts // workers.count} parts of each worker's by {spec}, "
@@ -147,7 +136,7 @@ class Batches:
         """Has the processes compare what each gives, once, so that all raise where it does not fit."""
         leaves = jax.tree_util.tree_leaves_with_path(batch)
         own = {_name(path): x for path, x in leaves if is_own(x, self._sharding)}
-        me, crc = jax.process_index(), 0
+        me = jax.process_index()
         rows = {name: _rows(x) / len(self._taken[me]) for name, x in own.items()}
         if not own or rows == self._rows:
             return
@@ -156,9 +145,7 @@ class Batches:
                 f"process {me} gives {rows} rows for each part of the batch, and gave {self._rows} when "
                 "processes compared theirs: give as many in each step, or make another step for others"
             )
-        for x in own.values():
-            crc = checksum(x, crc)
-        each = told([rows, crc])
+        each = told([rows, [checksum(x) for x in own.values()]])
         seen: dict[Any, int] = {}  # parts, and checksums
         for process, taken in self._taken.items():
             if each[process][0] != rows:
@@ -173,7 +160,7 @@ class Batches:
                     f"ones: give both the same, or cut the batch over the axes that lie between them, "
                     f"which batch_spec={self._sharding.spec} does not name"
                 )
-            other = seen.setdefault(each[process][1], process)
+            other = seen.setdefault(tuple(each[process][1]), process)
             if self._taken[other] != taken:
                 warnings.warn(
                     f"processes {other} and {process} gave the same rows, so the batch has them twice: "

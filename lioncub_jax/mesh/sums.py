@@ -30,11 +30,11 @@ def checksums(
     """
     sums, apart = {}, {}
     for path, (each, devices, mesh) in copies(arrays).items():
-        sums[path] = [int(word) for word in each[0].sum(axis=0, dtype=np.uint32)]
-        if (other := np.argwhere((each != each[0]).any(axis=-1))).size:
-            copy, shard = other[0]
-            ids = [int(mesh.devices.flat[devices[which, shard]].id) for which in (0, copy)]
-            apart[path] = ids[0], ids[1]
+        sums[path] = each[0].sum(axis=0, dtype=np.uint32).tolist()
+        if (others := np.argwhere((each != each[0]).any(axis=-1))).size:
+            copy, shard = others[0]
+            one, other = mesh.devices.flat[devices[[0, copy], shard]]
+            apart[path] = one.id, other.id
     return sums, apart
 
 
@@ -62,14 +62,14 @@ def copies(arrays: dict[str, jax.Array]) -> dict[str, Copies]:
         return {}
     paths = sorted(arrays)
     mesh = untyped(arrays[paths[0]].sharding.mesh)  # type: ignore[attr-defined]
-    specs = tuple(arrays[path].sharding.spec for path in paths)  # type: ignore[attr-defined]
+    specs = [arrays[path].sharding.spec for path in paths]  # type: ignore[attr-defined]
     lie = [NamedSharding(mesh, spec) for spec in specs]
     plain = jax.device_put([arrays[path] for path in paths], lie)
     with jax.set_mesh(mesh):  # whatever mesh the caller has set
-        found = np.asarray(_summing(mesh, specs)(plain))
+        found = np.asarray(_summing(tuple(lie))(plain))
     held = {}
-    for i, (path, x) in enumerate(zip(paths, plain, strict=True)):
-        starts = _starts(lie[i], x.shape)
+    for i, path in enumerate(paths):
+        starts = _starts(lie[i], plain[i].shape)
         # Those that hold the same shard, next to each other.
         devices = np.argsort(starts, kind="stable").reshape(len({*starts}), -1).T
         held[path] = Copies(found[devices, i], devices, mesh)
@@ -78,25 +78,28 @@ def copies(arrays: dict[str, jax.Array]) -> dict[str, Copies]:
 
 def untyped(mesh: Mesh) -> Mesh:
     """The mesh with all axes left to the compiler, which may then move anything anywhere."""
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    return mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
 @functools.cache
-def _summing(mesh: Mesh, specs: tuple[P, ...]) -> Callable[[list[jax.Array]], jax.Array]:
+def _summing(lie: tuple[NamedSharding, ...]) -> Callable[[list[jax.Array]], jax.Array]:
     """Sums over what each device holds of each array, ``uint32[devices, arrays, 2]``, for every process."""
+    mesh = lie[0].mesh
+    every = P(mesh.axis_names)
+    in_specs = [one.spec for one in lie], every
 
     def of_all(arrays: list[jax.Array]) -> jax.Array:
-        def of_device(own: list[jax.Array], starts: list[jax.Array]) -> jax.Array:
+        def of_device(own: list[jax.Array], starts: list[Any]) -> jax.Array:
             each = zip(own, starts, arrays, strict=True)
             return jnp.stack([checksum(x, start[0], whole.shape) for x, start, whole in each])[None]
 
         starts = [
-            _starts(NamedSharding(mesh, spec), x.shape).astype(np.uint32)
-            for spec, x in zip(specs, arrays, strict=True)
+            _starts(one, x.shape).astype(np.uint32) for one, x in zip(lie, arrays, strict=True)
         ]
-        every = P(mesh.axis_names)
-        over = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
-        return over(of_device, in_specs=(list(specs), every), out_specs=every)(arrays, starts)
+        run = jax.shard_map(
+            of_device, mesh=mesh, in_specs=in_specs, out_specs=every, check_vma=False
+        )
+        return run(arrays, starts)
 
     return jax.jit(of_all, out_shardings=NamedSharding(mesh, P()))
 
@@ -113,7 +116,7 @@ def _strides(shape: tuple[int, ...]) -> np.ndarray:
     return np.array([math.prod(shape[d + 1 :]) for d in range(len(shape))], int)
 
 
-def checksum(x: jax.Array, start: Any = 0, whole: tuple[int, ...] | None = None) -> jax.Array:
+def checksum(x: jax.Array, start: Any = 0, whole: tuple[int, ...] = ()) -> jax.Array:
     """``uint32[2]``: sums over the elements of a hash of bits and place.
 
     Args:
@@ -122,7 +125,8 @@ def checksum(x: jax.Array, start: Any = 0, whole: tuple[int, ...] | None = None)
       whole: of a shard the shape of that.
     """
     words, k = bits_of(x), max(1, x.dtype.itemsize // 4)
-    shape = words.shape if whole is None else (*whole[:-1], math.prod(whole[-1:]) * k)
+    whole = whole or x.shape
+    shape = (*whole[:-1], math.prod(whole[-1:]) * k)
     index = jnp.full(words.shape, jnp.uint32(start) * k)
     for d, stride in enumerate(_strides(shape)):
         place = jax.lax.broadcasted_iota(jnp.uint32, words.shape, d)

@@ -121,12 +121,15 @@ def worker_value_and_grad(
     typed = set(workers.inner).intersection(workers.mesh.explicit_axes)
 
     def of_all(params: Any, *args: Any) -> Any:
+        given = kinds.default_of(args) if in_kinds is None else in_kinds
         if modules.is_module(params):
-            given = {"aux_kinds": aux_kinds, "has_aux": has_aux, "specs": specs}
-            of_params = functools.partial(worker_value_and_grad, workers=workers, **given)
-            return modules.value_and_grad(of_params, loss_fn, params, args, in_kinds)
+            of_params = functools.partial(
+                worker_value_and_grad,
+                workers=workers, aux_kinds=aux_kinds, has_aux=has_aux, specs=specs,
+            )  # fmt: skip
+            return modules.value_and_grad(of_params, loss_fn, params, args, given)
         cut = workers.cut(params, specs, needed=False)
-        each, lie = kinds.of_arguments(loss_fn, args, in_kinds, workers)
+        each, lie = kinds.of_arguments(loss_fn, args, given, workers)
         leaves, tree = jax.tree.flatten(args)
         streams = jax.tree.leaves(modules.counts_of(jax.tree.unflatten(tree, each)))
         outputs: list[kinds.Kind] = []
@@ -186,8 +189,7 @@ def _closed_over(loss_fn: Callable[..., Any]) -> dict[str, Any]:
     if isinstance(loss_fn, functools.partial):
         given = {f"argument {i}": x for i, x in enumerate(loss_fn.args)} | loss_fn.keywords
         return given | _closed_over(loss_fn.func)
-    with contextlib.suppress(
-        TypeError, ValueError
-    ):  # no function; a variable that is assigned later
+    # No function, or a variable that is assigned later.
+    with contextlib.suppress(TypeError, ValueError):
         return {**inspect.getclosurevars(inspect.unwrap(loss_fn)).nonlocals}
     return {}

@@ -50,10 +50,8 @@ _GIVE = "lioncub_jax.training.batch (cut over the workers), same (whole to each)
 
 def is_raw_key(x: Any) -> bool:
     """Whether something may be a key of ``jax.random.PRNGKey``, an array of words."""
-    if getattr(x, "dtype", None) != jnp.uint32:
-        return False
     words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
-    return bool(x.shape == words.shape)
+    return bool(getattr(x, "dtype", None) == words.dtype and x.shape == words.shape)
 
 
 def default_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -72,7 +70,7 @@ def of_arguments(
       ValueError: for an array without a kind, raw random keys too, one that does not divide over the
         workers as its kind says, and a loss without a batch.
     """
-    given = default_of(args) if given is None else tuple(given)
+    given = tuple(given)
     if len(given) != len(args):
         raise TypeError(
             f"in_kinds has {len(given)} entries for {len(args)}: give one for each argument behind the "
@@ -84,9 +82,12 @@ def of_arguments(
     for (path, x), kind in zip(leaves, _spread(given, args), strict=True):
         name = names[min(path[0].idx + 1, len(names) - 1)]
         where = f"argument {name!r}{jax.tree_util.keystr(path[1:])}"
-        kinds.append(_of_argument(where, x, kind))
-        specs.append(_lies(kinds[-1], workers, x))
-        _check_shape(where, x, kinds[-1], specs[-1], workers)
+        kind = _of_argument(where, x, kind)
+        spec = shortened(spec_of(x), workers.inner)
+        spec = over(kind, workers, P(*spec[1:]) if kind is own else spec)
+        _check_shape(where, x, kind, spec, workers)
+        kinds.append(kind)
+        specs.append(spec)
     if not any(kind in (batch, own) for kind in kinds):
         raise ValueError(
             "no array follows the parameters: give the batch as an argument of the loss, so that it is cut "
@@ -170,12 +171,6 @@ def of_outputs(aux: Any, given: Any) -> list[Kind]:
     return found
 
 
-def _lies(kind: Kind, workers: Workers, x: Any) -> P:
-    """How an argument of this kind lies: over the workers, and in each of them as its type says."""
-    spec = shortened(spec_of(x), workers.inner)
-    return over(kind, workers, P(*spec[1:]) if kind is own else spec)
-
-
 def over(kind: Kind, workers: Workers, spec: P) -> P:
     """How what lies so in each worker lies over all of them."""
     if kind is own:
@@ -195,10 +190,8 @@ def of_worker(kind: Kind, workers: Workers, x: Any) -> Any:
 
 def fold(workers: Workers, x: Any) -> Any:
     """Gives each worker random keys of its own; a raw one stays raw."""
-    worker = axes.worker_index(workers.axes)
-    if is_key(x):
-        return jax.vmap(lambda k: jax.random.fold_in(k, worker))(x.reshape(-1)).reshape(x.shape)
-    return jax.random.fold_in(x, worker)
+    fold_in = jnp.vectorize(jax.random.fold_in) if is_key(x) else jax.random.fold_in
+    return fold_in(x, axes.worker_index(workers.axes))
 
 
 def _spread(given: Any, tree: Any) -> list[Any]:

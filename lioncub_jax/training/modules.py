@@ -123,6 +123,5 @@ def value_and_grad(
 
     of_parts.__signature__ = inspect.signature(loss_fn)  # type: ignore[attr-defined]
     each = jax.tree.map(lambda x: kinds.folded if is_key(x) else kinds.same, streams)
-    in_kinds = kinds.default_of(args) if in_kinds is None else in_kinds
     # The streams are the model's own, which go on.
     return of_params(of_parts, in_kinds=(*in_kinds, each))(params, *args, streams)

@@ -7,7 +7,6 @@ what XLA's CPU backend has read from it carries no code that could be written ag
 
 import contextlib
 import hashlib
-import importlib.metadata
 import os
 import platform
 import warnings
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jaxlib
 from jax import extend
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
@@ -23,7 +23,6 @@ from jax.sharding import Mesh
 
 from lioncub_jax import own, watch
 
-PACKAGES = "jax", "jaxlib"
 CONFIG = (  # what changes a program and is not in its text
     "jax_disable_most_optimizations", "jax_optimization_level", "jax_memory_fitting_level",
     "jax_exec_time_optimization_effort", "jax_memory_fitting_effort",
@@ -76,26 +75,19 @@ class Programs:
     def _compiled(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         """The program, read or compiled and written; a warning says what cannot be read or kept."""
         path = self._folder / f"{self._name(lowered)}.program"
-        compiled = self._read(path, lowered) if path.exists() else None
-        if compiled is None:
-            return self._written(path, lowered)
-        watch.look(self._jitted.__name__, [compiled.as_text() or ""])  # nothing was compiled
-        return compiled
-
-    def _read(self, path: Path, lowered: jax.stages.Lowered) -> jax.stages.Compiled | None:
-        try:
-            compiled: jax.stages.Compiled = serialize_executable.deserialize_and_load(
-                bytes(own.read(path)),
-                lowered.in_tree,
-                lowered.out_tree,
-                execution_devices=list(self._mesh.devices.flat),
-            )
-        except Exception as problem:  # whatever it is, what is asked for can be compiled
-            warnings.warn(f"{path} is compiled anew: {problem}", stacklevel=5)
-            return None
-        return compiled
-
-    def _written(self, path: Path, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        if path.exists():
+            try:
+                kept: jax.stages.Compiled = serialize_executable.deserialize_and_load(
+                    bytes(own.read(path)),
+                    lowered.in_tree,
+                    lowered.out_tree,
+                    execution_devices=list(self._mesh.devices.flat),
+                )
+            except Exception as problem:  # whatever it is, what is asked for can be compiled
+                warnings.warn(f"{path} is compiled anew: {problem}", stacklevel=4)
+            else:
+                watch.look(self._jitted.__name__, [kept.as_text() or ""])  # nothing was compiled
+                return kept
         with _without_cache():
             compiled = lowered.compile(compiler_options=ANEW)
         try:
@@ -112,7 +104,7 @@ class Programs:
 
     def _name(self, lowered: jax.stages.Lowered) -> str:
         made_of = [
-            FORMAT, lowered.as_text(), *map(importlib.metadata.version, PACKAGES), platform.node(),
+            FORMAT, lowered.as_text(), jax.__version__, jaxlib.__version__, platform.node(),
             extend.backend.get_backend().platform_version,
             *(os.environ.get(flags, "") for flags in FLAGS), self._options, jax.process_index(),
             [(d.id, d.device_kind, d.process_index) for d in self._mesh.devices.flat], self._mesh,

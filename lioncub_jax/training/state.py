@@ -9,7 +9,6 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax import axes
 from lioncub_jax.mesh.placement import Workers, check_arrays, check_workers
 from lioncub_jax.mesh.processes import check_same, is_key, put
 from lioncub_jax.mesh.specs import specs_of, unboxed
@@ -62,9 +61,7 @@ def init_state(
 
     Source: this library.
     """
-    check_workers(workers)
-    check_local(local, 1, workers)
-    params, cut = _opened(params, specs, workers)
+    params, cut, both = _taken(tx, params, workers, specs, local)
     rng = jax.random.key(0) if rng is None else rng
     rng = jax.random.wrap_key_data(rng) if kinds.is_raw_key(rng) else rng
     if not is_key(rng) or jnp.shape(rng):
@@ -81,14 +78,21 @@ def init_state(
     rng = put(rng, everywhere)
     step = put(np.zeros((), np.int32), everywhere)
     own = own_state(model_state, workers)
-    opt_state, local_state = (make(params) for make in _states(tx, local, workers, params, cut))
+    opt_state, local_state = (one.first(params, cut)(params) for one in both)
     return StepState(step, params, own, opt_state, jnp.copy(rng), local_state)
 
 
-def _states(tx: Any, local: Any, workers: Workers, params: Any, cut: Any) -> list[Any]:
-    """Jitted functions that make the states of the optimizer and of that of local steps."""
+def _taken(
+    tx: Any, params: Any, workers: Workers, specs: Any, local: Any
+) -> tuple[Any, Any, list[Among]]:
+    """Parameters out of their boxes, how they are cut, and the two optimizers among the workers."""
+    check_workers(workers)
+    check_local(local, 1, workers)
+    # Boxes say it too, so they are asked before they are opened.
+    specs = specs_of(params) if specs is None else specs
+    params = unboxed(params)
     both = optax.with_extra_args_support(tx), of_each(local, workers)
-    return [Among(one, workers).first(params, cut) for one in both]
+    return params, workers.cut(params, specs), [Among(one, workers) for one in both]
 
 
 def own_state(model_state: Any, workers: Workers) -> Any:
@@ -114,7 +118,6 @@ def own_state(model_state: Any, workers: Workers) -> Any:
     """
 
     def own(model_state: Any) -> Any:
-        model_state = axes.varying(model_state, workers.axes)
         return jax.tree.map(
             lambda x: (kinds.fold(workers, x) if is_key(x) else x)[None], model_state
         )
@@ -123,15 +126,8 @@ def own_state(model_state: Any, workers: Workers) -> Any:
     everywhere = NamedSharding(workers.mesh, P())
     check_same("own_state", model_state, everywhere)
     placed = jax.tree.map(lambda x: put(x, everywhere), model_state)
-    return jax.jit(workers.map(own, (P(),), P(workers.axes), explicit=False))(placed)
-
-
-def _opened(params: Any, specs: Any, workers: Workers) -> tuple[Any, Any]:
-    """Parameters out of their boxes, and how they are cut."""
-    # Boxes say it too, so they are asked before they are opened.
-    specs = specs_of(params) if specs is None else specs
-    params = unboxed(params)
-    return params, workers.cut(params, specs)
+    run = workers.map(own, (P(),), P(workers.axes), explicit=False, typed=False)
+    return jax.jit(run)(placed)
 
 
 def abstract_state(
@@ -170,18 +166,14 @@ def abstract_state(
       >>> lc.training.abstract_state(tx, shapes, lc.Workers(mesh, "data")).opt_state[0].mu["w"].shape
       (1, 2, 3)
     """
-    check_workers(workers)
-    check_local(local, 1, workers)
-    params, cut = _opened(params, specs, workers)
+    params, cut, both = _taken(tx, params, workers, specs, local)
 
-    def on(spec: P, x: Any, *lead: int) -> jax.ShapeDtypeStruct:
+    def on(spec: P, x: Any, *lead: int) -> Any:
         shape = (*lead, *jnp.shape(x))
         return jax.ShapeDtypeStruct(shape, x.dtype, sharding=NamedSharding(workers.mesh, spec))
 
     params = jax.tree.map(on, cut, params)
-    makes = _states(tx, local, workers, params, cut)
-    opt_state, local_state = (make.eval_shape(params) for make in makes)
+    opt_state, local_state = (one.first(params, cut).eval_shape(params) for one in both)
     own = jax.tree.map(lambda x: on(P(workers.axes), x, workers.count), model_state)
-    step, rng = jax.eval_shape(lambda: (jnp.zeros((), jnp.int32), jax.random.key(0)))
-    of_shapes: Any = StepState
-    return of_shapes(on(P(), step), params, own, opt_state, on(P(), rng), local_state)
+    step, rng = on(P(), np.int32(0)), on(P(), jax.eval_shape(jax.random.key, 0))
+    return StepState(step, params, own, opt_state, rng, local_state)

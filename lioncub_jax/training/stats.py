@@ -91,9 +91,7 @@ def mean_model_state(state: Any) -> Any:
 @jax.jit
 def _mean(x: jax.Array) -> jax.Array:
     if is_key(x):
-        one = x[0]
-    elif jnp.issubdtype(x.dtype, jnp.floating):
-        one = jnp.mean(x.astype(jnp.promote_types(x.dtype, jnp.float32)), axis=0).astype(x.dtype)
-    else:
-        one = jnp.max(x, axis=0)
-    return one
+        return x[0]
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return jnp.mean(x, axis=0)  # in float32 at least
+    return jnp.max(x, axis=0)

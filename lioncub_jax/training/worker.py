@@ -64,7 +64,6 @@ def difference_of(
     gradient: Callable[..., Any], local: optax.GradientTransformation, local_steps: int
 ) -> Callable[..., Any]:
     """As `gradient_of`; in place of a gradient parameters before local steps minus those after."""
-    local = optax.with_extra_args_support(local)
 
     def one(carry: Any, batch: Any, rng: jax.Array) -> Any:
         params, states = carry
@@ -186,10 +185,10 @@ def _rules_without(taken: tuple[str, ...]) -> contextlib.AbstractContextManager[
         return contextlib.nullcontext()
     from flax import linen
 
-    def free(axes: Any) -> Any:
-        return axes if axes is None else next(iter(without(P(axes), taken)), None)
-
-    rules = [(name, free(axes)) for name, axes in linen.get_logical_axis_rules()]
+    rules = [
+        (name, next(iter(without(P(axes), taken)), None))
+        for name, axes in linen.get_logical_axis_rules()
+    ]
     return linen.logical_axis_rules(rules)  # type: ignore[no-any-return]
 
 
@@ -231,10 +230,8 @@ def of_each(
                 )
         return axes.varying(state, workers.axes)
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        return updates, state
-
-    return optax.GradientTransformationExtraArgs(init, update)
+    left_alone = optax.GradientTransformation(init, optax.identity().update)
+    return optax.with_extra_args_support(left_alone)
 
 
 def _of_talk(state: Any) -> bool:
