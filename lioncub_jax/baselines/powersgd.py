@@ -163,24 +163,23 @@ class _PowerSGD(NamedTuple):
         return [s if self.rank <= n else None for s, n in zip(found, highest, strict=True)]
 
     def sends(self, asked: Asked) -> tuple[Sent, ...]:
-        """One mean after the other."""
-        sides, sizes = self.sides(asked.leaves), [math.prod(x.shape) for x in asked.leaves]
-        first = [n if s is None else self.rank * s[0] for n, s in zip(sizes, sides, strict=True)]
-        second = [0 if s is None else self.rank * s[1] for s in sides]
-        return (*self._mean_sends(asked, first), *self._mean_sends(asked, second))
+        """One mean after the other: of ``P`` with all that is averaged whole, and of ``Q``."""
+        sent, factors = list[Sent](), []
+        for leaf, side in zip(asked.leaves, self.sides(asked.leaves), strict=True):
+            whole = math.prod(leaf.shape), 0
+            factors.append(whole if side is None else (self.rank * side[0], self.rank * side[1]))
+        for sizes in zip(*factors, strict=True) if asked.workers > 1 else ():
+            if self.codes is None:  # with how many take part
+                size = wires.mean_bytes(sum(sizes) + 1, asked.workers)
+                sent.append(Sent("all-reduce", False, size))
+            else:
+                flat = [jax.ShapeDtypeStruct((n,), jnp.float32) for n in sizes]
+                sent += self.codes.sends(asked._replace(leaves=flat))
+        return tuple(sent)
 
-    def _mean_sends(self, asked: Asked, sizes: list[int]) -> tuple[Sent, ...]:
-        if asked.workers == 1:
-            return ()
-        if self.codes is None:  # with how many take part
-            return (Sent("all-reduce", False, wires.mean_bytes(sum(sizes) + 1, asked.workers)),)
-        factors = [jax.ShapeDtypeStruct((n,), jnp.float32) for n in sizes]
-        return self.codes.sends(asked._replace(leaves=factors))
-
-    def first(self, params: Any) -> tuple[Any, Any]:
-        """The first ``Q``, normal and the same on all workers; and errors of 0."""
-        q = placement.on_shards(self._first_q, (params,))
-        return q, optax.tree.zeros_like(params, dtype=jnp.float32)
+    def first(self, params: Any) -> Any:
+        """The first ``Q``, normal and the same on all workers."""
+        return placement.on_shards(self._first_q, (params,))
 
     def _first_q(self, params: Any) -> Any:
         leaves, tree = jax.tree.flatten(params)
@@ -191,14 +190,13 @@ class _PowerSGD(NamedTuple):
                 normal = jax.random.normal(key, (first[i][1], self.rank), jnp.float32)
                 # All shards begin with the same, and come to differ.
                 inner = axes.varying_axes(leaf) - set(axes.names(self.axis))
-                first[i] = axes.varying(normal, tuple(sorted(inner)))
+                first[i] = axes.varying(normal, tuple(inner))
         return jax.tree.unflatten(tree, first)
 
     def step(
-        self, leaves: Leaves, told: jax.Array, count: jax.Array, bases: Leaves, errors: Leaves
+        self, leaves: Leaves, told: jax.Array, _: jax.Array, bases: Leaves, errors: Leaves
     ) -> Done:
         """What one worker does in a step; it keeps ``Q`` and errors."""
-        del count
         low = [i for i, base in enumerate(bases) if base is not None]
         inexact = low if self.codes is None else range(len(leaves))
         if axes.workers_on(self.axis) == 1:
@@ -219,9 +217,9 @@ class _PowerSGD(NamedTuple):
             bases[i] = jnp.where(known, _scaled(q.T, bases[i]), bases[i])
             means[i] = jnp.where(known, _product(sides[i], q), 0).reshape(owed[i].shape)
         means = [_fitting(mean, g.dtype) for mean, g in zip(means, leaves, strict=True)]
-        for i, e in enumerate(errors):
-            missed = _fitting(owed[i] - means[i], jnp.float32) if i in inexact else e
-            errors[i] = jnp.where(here, missed, e)
+        for i in inexact:
+            missed = _fitting(owed[i] - means[i], jnp.float32)
+            errors[i] = jnp.where(here, missed, errors[i])
         return means, bases, errors, present
 
     def mean(self, here: jax.Array, arrays: Leaves) -> tuple[Leaves, jax.Array]:
@@ -230,12 +228,10 @@ class _PowerSGD(NamedTuple):
         if self.codes is not None and workers > 1:
             rows = [_rotated(x) for x in arrays]
             coded, state = self.codes.update(rows, self.codes.init(rows), abstain=~here)
-            back = [_rotated_back(x, a.shape) for x, a in zip(coded, arrays, strict=True)]
-            return back, workers - state.votes.abstained
-
-        send = axes.same_everywhere if workers == 1 else wires.sum_of_floats
+            return [*map(_rotated_back, coded, arrays)], workers - state.votes.abstained
         counted = [jnp.where(here, x, 0) for x in (*arrays, jnp.float32(1))]
-        *sums, present = compression.in_messages(partial(send, axis=self.axis), counted)
+        add = partial(wires.sum_of_floats, axis=self.axis)
+        *sums, present = compression.in_messages(add, counted)
         return [x / jnp.maximum(present, 1) for x in sums], present
 
 
@@ -245,9 +241,8 @@ def _as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
     return min(splits, key=sum)
 
 
-def _product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """In full float32, on chips too that round before they multiply."""
-    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+# In full float32, on chips too that round before they multiply.
+_product = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 
 def _scaled(x: jax.Array, otherwise: jax.Array) -> jax.Array:
@@ -262,13 +257,13 @@ def _rotated(x: jax.Array) -> jax.Array:
 
     Columns of a factor are its rows here, as they differ in size. A 128th, for sums that stay finite.
     """
-    rows = jnp.pad(x.reshape(-1), (0, -x.size % ROW)).reshape(-1, ROW)
+    rows = jnp.pad(x.ravel(), (0, -x.size % ROW)).reshape(-1, ROW)
     return rotation.rotated(rows / ROW, jnp.int32(0))
 
 
-def _rotated_back(rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    flat = rotation.undone(rows, jnp.int32(0)).reshape(-1)
-    return ROW * flat[: math.prod(shape)].reshape(shape)
+def _rotated_back(rows: jax.Array, like: jax.Array) -> jax.Array:
+    flat = rotation.undone(rows, jnp.int32(0)).ravel()
+    return ROW * flat[: like.size].reshape(like.shape)
 
 
 def _fitting(x: jax.Array, dtype: Any) -> jax.Array:

@@ -165,8 +165,8 @@ def sync_traffic(params: Any, workers: int, schedule: Schedule, where: Any = Non
     """
     check_count(f"workers={workers!r}", workers)
     check_schedule(schedule)
-    chosen = picks(params, checks.as_mask("where", where))
-    leaves = [x for x, pick in zip(jax.tree.leaves(params), chosen, strict=True) if pick]
+    mask = picks(params, checks.as_mask("where", where))
+    leaves = jax.tree.leaves(jax.tree.map(lambda x, pick: x if pick else None, params, mask))
     size = sum(math.prod(leaf.shape) for leaf in leaves)
     scheme = f"momentum, {schedule.name}"
     sent: list[Sent] = []
