@@ -43,7 +43,13 @@ def rate(count):
 
 
 def nobody_abstains(grads):
-    return Story(grads, np.zeros(jax.tree.leaves(grads)[0].shape[:2], bool))
+    some = next(iter(grads.values()), np.zeros((2, 2)))
+    return Story(grads, np.zeros(some.shape[:2], bool))
+
+
+def blank(grads):
+    """The parameters, zeros, of gradients ``[steps, W, ...]``."""
+    return jax.tree.map(lambda g: jnp.zeros(g.shape[2:], g.dtype), grads)
 
 
 def workers_of(sizes, group=None, kind=AxisType.Auto):
@@ -305,17 +311,17 @@ def test_devices_of_a_worker_treat_shards_as_leaves():
     told[2, 1:3] = True
     for at in range(2):
         part = {n: shard(g, specs[n], at, 2) for n, g in grads.items()}
-        blank = {n: jnp.zeros(x.shape[2:]) for n, x in part.items()}
-        want = simulate({n: p.oracle for n, p in ON_SHARDS.items()}, blank, Story(part, told))
+        params = blank(part)
+        want = simulate({n: p.oracle for n, p in ON_SHARDS.items()}, params, Story(part, told))
         for name, (updates, wanted) in want.items():
             mine = {n: shard(np.stack([u[name][n] for u in got]), specs[n], at, 1) for n in CUT}
-            assert_near(mine, updates, ON_SHARDS[name].near, name, blank)
+            assert_near(mine, updates, ON_SHARDS[name].near, name, params)
             assert all(u.any() for n, u in mine.items() if n != "empty")
             field = name.split()[0]
             owed, left = (kept(x, sorted(CUT))[field] for x in (wanted, states[name]))
             left = {n: shard(np.asarray(left[n]), specs[n], at, 1) for n in owed}
             last = {n: x[-1] for n, x in owed.items()}
-            assert_near(left, last, ON_SHARDS[name].near_kept, name, blank)
+            assert_near(left, last, ON_SHARDS[name].near_kept, name, params)
 
 
 def test_norms_and_scales_are_those_of_all_shards():
