@@ -51,6 +51,7 @@ from lioncub_jax.optimizer import coded_mean, descending
 from lioncub_jax.wires import Sent
 
 _NEVER = 2**31 - 1
+_wide = partial(optax.tree.cast, dtype=jnp.float32)
 
 
 class OneBitAdamState(NamedTuple):
@@ -266,7 +267,3 @@ def _moments(
             return jax.lax.cond(in_full(state.count), *ways, _wide(grads), state)
 
     return moments
-
-
-def _wide(tree: Any) -> Any:
-    return optax.tree.cast(tree, jnp.float32)

@@ -217,9 +217,9 @@ class _PowerSGD(NamedTuple):
             bases[i] = jnp.where(known, _scaled(q.T, bases[i]), bases[i])
             means[i] = jnp.where(known, _product(sides[i], q), 0).reshape(owed[i].shape)
         means = [_fitting(mean, g.dtype) for mean, g in zip(means, leaves, strict=True)]
-        for i in inexact:
-            missed = _fitting(owed[i] - means[i], jnp.float32)
-            errors[i] = jnp.where(here, missed, errors[i])
+        for i, e in enumerate(errors):
+            missed = _fitting(owed[i] - means[i], jnp.float32) if i in inexact else e
+            errors[i] = jnp.where(here, missed, e)
         return means, bases, errors, present
 
     def mean(self, here: jax.Array, arrays: Leaves) -> tuple[Leaves, jax.Array]:
