@@ -7,6 +7,7 @@ that votes take: codes up, an owner for each slice, one bit and a scale for each
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -157,7 +158,7 @@ class SyncState(NamedTuple):
     count: jax.Array  # type: ignore[assignment]
     syncs: jax.Array
     drift: Any
-    owner: tuple[Flat, ...] = ()
+    owner: tuple[Flat, ...]
 
     @staticmethod
     def holders() -> dict[str, Holder]:
@@ -215,16 +216,15 @@ def sync_momentum(
     def init(params: optax.Params) -> SyncState:
         state = inner.init(params)
         mu = _momentum_of(state) if jax.tree.leaves(params) else params
-        chosen = picks(mu, where)
+        mask = picks(mu, where)
         drift = jax.tree.map(lambda _: jnp.full((), -1, jnp.float32), mu)
         owner: tuple[Flat, ...] = ()
         if plan is not None:
             axes.workers_on(axis)  # bound here, or nobody knows whose slices these are
             _check_levels(mu, group)
-            mu, start = axes.varying(mu, axis), jnp.int32(0)
-            fresh = lambda mu: _worker(plan, group, mu, chosen, start).init_owners()  # noqa: E731
-            owner = placement.on_shards(fresh, (mu,))
-        count, syncs = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+            fresh = lambda mu: _worker(plan, group, mu, mask, jnp.int32(0)).init_owners()  # noqa: E731
+            owner = placement.on_shards(fresh, (axes.varying(mu, axis),))
+        count, syncs = jnp.zeros(2, jnp.int32)
         return SyncState(state, count, syncs, drift, owner)
 
     def update(updates: Any, state: SyncState, params: Any = None, **extra: Any) -> Any:
@@ -234,15 +234,17 @@ def sync_momentum(
         state = state._replace(inner=inner_state, count=count)
         if not jax.tree.leaves(updates):
             return updates, state
-        syncs = jnp.asarray(schedule.due(state.count))
-        mu, drift, owner = _momentum_of(inner_state), state.drift, state.owner
-        chosen = picks(mu, where)
+        due, drift, owner = jnp.asarray(schedule.due(count)), state.drift, state.owner
+        mu = axes.varying(_momentum_of(inner_state), axis)
+        mask = picks(mu, where)
         if plan is None:
-            mu, drift = _gated_mean(mu, drift, chosen, syncs, axis)
+            mu, drift = _mean_if(due, mu, drift, mask, axis)
         else:
-            mu, owner = _gated_codes(plan, group, chosen, mu, owner, (syncs, count))
+            args = due, mu, owner, mask, plan, group, count
+            # Results lie as what they replace.
+            mu, owner = placement.on_shards(_coded_mean_if, args, (mu, owner))
         inner_state = optax.tree.set(inner_state, _of_a_worker, mu=mu)
-        return updates, SyncState(inner_state, count, state.syncs + syncs, drift, owner)
+        return updates, SyncState(inner_state, count, state.syncs + due, drift, owner)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -250,35 +252,30 @@ def sync_momentum(
 # --- In full precision
 
 
-def _gated_mean(
-    mu: Any, drift: Any, chosen: list[bool], syncs: jax.Array, axis: Axes
-) -> tuple[Any, Any]:
-    """The mean of the momenta and their drift before, if ``syncs``."""
+def _mean_if(due: jax.Array, mu: Any, drift: Any, mask: Any, axis: Axes) -> Any:
+    """The mean of the momenta, and their drift before."""
 
-    def mean(leaves: list[Any], drifts: list[Any]) -> Any:
-        del drifts
-        means, squares = wires.mean_over_workers((leaves, jax.tree.map(_square, leaves)), axis)
-        both = jax.tree.map(_square, means), squares
-        # Of a leaf that is cut, each device has looked at its own part only.
-        both = jax.tree.map(lambda x: axes.sum_over_shards(x, axis), both)
-        return axes.varying(means, axis), jax.tree.map(_variance_share, *both)
+    def mean(mu: Any, drift: Any) -> Any:
+        del drift
+        square = partial(_square, axis=axis)
+        means, squares = wires.mean_over_workers((mu, jax.tree.map(square, mu)), axis)
+        shares = jax.tree.map(_variance_share, jax.tree.map(square, means), squares)
+        return axes.varying(means, axis), shares
 
-    (leaves, tree), (drifts, of_drift) = map(jax.tree.flatten, (axes.varying(mu, axis), drift))
-    both = leaves, drifts  # None stands for those that are left out
-    picked = jax.tree.map(lambda x, pick: x if pick else None, both, (chosen, chosen))
-    new = lax.cond(syncs, mean, lambda *same: same, *picked)
-    leaves, drifts = jax.tree.map(lambda x, y: x if y is None else y, both, new)
-    return jax.tree.unflatten(tree, leaves), jax.tree.unflatten(of_drift, drifts)
+    both = mu, drift  # None stands for those that are left out
+    picked = jax.tree.map(lambda x, pick: x if pick else None, both, (mask, mask))
+    new = lax.cond(due, mean, lambda *same: same, *picked)
+    return jax.tree.map(lambda x, y: x if y is None else y, both, new)
 
 
-def _square(x: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.square(x.astype(jnp.float32)))
+def _square(x: jax.Array, axis: Axes) -> jax.Array:
+    """Of a whole leaf: each device of a worker has its own part."""
+    return axes.sum_over_shards(jnp.sum(jnp.square(x.astype(jnp.float32))), axis)
 
 
 def _variance_share(of_mean: jax.Array, mean: jax.Array) -> jax.Array:
     """What of a mean square is variance between workers, from the square of the mean."""
-    share = 1 - of_mean / jnp.where(mean > 0, mean, 1)
-    return jnp.where(mean > 0, jnp.clip(share, 0, 1), 0)
+    return jnp.clip((mean - of_mean) / jnp.where(mean > 0, mean, 1), 0, 1)
 
 
 # --- In codes
@@ -291,49 +288,35 @@ def plan_of_codes(schedule: Schedule, axis: Axes) -> Plan:
     return Plan(axis, (), momentum.nothing(), schedule.up, mean, wire)
 
 
-def _chosen_only(leaves: list[jax.Array], chosen: list[bool]) -> list[jax.Array]:
-    """Leaves, those that are left out without elements, so that no bucket takes them."""
-    return [x if pick else x.ravel()[:0] for x, pick in zip(leaves, chosen, strict=True)]
-
-
-def _worker(plan: Plan, group: Axes, mu: Any, chosen: list[bool], count: jax.Array) -> Worker:
+def _worker(plan: Plan, group: Axes, mu: Any, mask: Any, count: jax.Array) -> Worker:
     """The worker here, whose momentum votes; in two levels on the device's slices."""
-    worker = Worker.of(plan, _chosen_only(jax.tree.leaves(mu), chosen), count)
+    # Those that are left out without elements, so that no bucket takes them.
+    chosen = jax.tree.map(lambda x, pick: x if pick else x.ravel()[:0], mu, mask)
+    worker = Worker.of(plan, jax.tree.leaves(chosen), count)
     if not group:
         return worker
     device = axes.worker_index(group)
-    return worker._replace(counts=[layout.counts_of_slice(x.bucket, device) for x in _parts(mu)])
+    return worker._replace(counts=[layout.counts_of_slice(x.bucket, device) for x in _slices(mu)])
 
 
-def _gated_codes(
-    plan: Plan,
-    group: Axes,
-    chosen: list[bool],
-    mu: Any,
-    owner: tuple[Flat, ...],
-    due: tuple[jax.Array, jax.Array],
-) -> tuple[Any, tuple[Flat, ...]]:
-    """Momenta and the owners' errors after a sync in codes, if it is due at this count."""
-
-    def on_device(mu: Any, owner: Any, due: Any) -> Any:
-        syncs, count = due
-        tree: Any
-        leaves, tree = jax.tree.flatten(mu)
-        mean = _worker(plan, group, mu, chosen, count).coded_mean
-        leaves, owner = lax.cond(syncs, mean, lambda *same: same, leaves, owner)
-        return tree.unflatten(leaves), owner
-
-    mu = axes.varying(mu, plan.axis)
-    # Results lie as what they replace.
-    return placement.on_shards(on_device, (mu, owner, due), (mu, owner))
+def _coded_mean_if(
+    due: jax.Array, mu: Any, owner: Any, mask: Any, plan: Plan, group: Any, count: jax.Array
+) -> Any:
+    """Momenta and the owners' errors after a sync in codes."""
+    tree: Any
+    leaves, tree = jax.tree.flatten(mu)
+    mean = _worker(plan, group, mu, mask, count).coded_mean
+    leaves, owner = lax.cond(due, mean, lambda *same: same, leaves, owner)
+    return tree.unflatten(leaves), owner
 
 
 # --- Of what
 
 
-def _parts(mu: Any) -> list[Any]:
-    """The momentum as leaves, or as slices of buckets that a group shares."""
-    return jax.tree.leaves(mu, is_leaf=lambda x: isinstance(x, Flat))
+def _slices(mu: Any) -> list[Flat]:
+    """The momentum of buckets that a group shares; nothing where each worker has whole leaves."""
+    parts = jax.tree.leaves(mu, is_leaf=lambda x: isinstance(x, Flat))
+    return [x for x in parts if isinstance(x, Flat)]
 
 
 def _momentum_of(state: Any) -> Any:
@@ -357,31 +340,27 @@ def _of_a_worker(path: Any, value: Any) -> bool:
     return not at_owner and bool(jax.tree.leaves(value))
 
 
-def picks(mu: Any, where: Any) -> list[bool]:
-    """The mask as one bool for each leaf of the momentum."""
+def picks(mu: Any, where: Any) -> Any:
+    """The mask as a tree of one bool for each leaf of the momentum."""
     if where is None:
-        return [True] * len(jax.tree.leaves(mu))
-    if _in_slices(mu):
+        return jax.tree.map(lambda _: True, mu)
+    if _slices(mu):
         raise ValueError(
             "sync_where is given, and in two levels the momentum is in slices of many leaves at once: "
             "leave it out, or give Workers without a group"
         )
     mask = where(mu) if callable(where) else where
-    given, tree = str(jax.tree.structure(mask)), str(jax.tree.structure(mu))
-    if given != tree:
+    given, tree = jax.tree.structure(mask), jax.tree.structure(mu)
+    if str(given) != str(tree):
         wanted = f"one bool for each leaf of {tree}"
         raise ValueError(
             f"where: the mask does not match the momentum's tree; given {given}, wanted {wanted}"
         )
-    return [bool(pick) for pick in jax.tree.leaves(mask)]
-
-
-def _in_slices(mu: Any) -> bool:
-    return any(isinstance(x, Flat) for x in _parts(mu))
+    return jax.tree.unflatten(tree, map(bool, jax.tree.leaves(mask)))
 
 
 def _check_levels(mu: Any, group: Axes) -> None:
-    in_slices = _in_slices(mu)
+    in_slices = bool(_slices(mu))
     if in_slices != bool(group):
         kept = "in slices that a group shares" if in_slices else "whole by each worker"
         raise ValueError(

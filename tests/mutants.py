@@ -198,16 +198,16 @@ MUTANTS = r"""
 
 # sync.py: sync schedules
 = a sync comes one step late
-- schedule.due(state.count)
-+ schedule.due(state.count - 1)
+- schedule.due(count)
++ schedule.due(count - 1)
 
 = a gap that thins ends one sync early
 - max(math.ceil(k * math.log2(gaps[-1] + 1)), syncs + 1)
 + max(math.floor(k * math.log2(gaps[-1] + 1)), syncs + 1)
 
 = momenta are averaged in bfloat16
-- (leaves, jax.tree.map(_square, leaves)), axis)
-+ (leaves, jax.tree.map(_square, leaves)), axis, jnp.bfloat16)
+- (mu, jax.tree.map(square, mu)), axis)
++ (mu, jax.tree.map(square, mu)), axis, jnp.bfloat16)
 
 # optimizer.py: sync optimizer chains baselines face contract
 = leaves that the mask leaves out decay too
@@ -502,8 +502,8 @@ MUTANTS = r"""
 + groups.setdefault(frozenset(), {})[i] = x
 
 = of a worker's devices each takes part by itself
-- ~axes.any_over_shards(strange, axis)
-+ ~strange
+- ~axes.any_over_shards(told | ~jnp.all(finite), axis)
++ ~told & jnp.all(finite)
 
 # baselines/dgc.py: dgc baselines contract
 = the word that says who takes part is not counted

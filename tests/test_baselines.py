@@ -43,7 +43,13 @@ def rate(count):
 
 
 def nobody_abstains(grads):
-    return Story(grads, np.zeros(jax.tree.leaves(grads)[0].shape[:2], bool))
+    some = next(iter(grads.values()), np.zeros((2, 2)))
+    return Story(grads, np.zeros(some.shape[:2], bool))
+
+
+def blank(grads):
+    """The parameters, zeros, of gradients ``[steps, W, ...]``."""
+    return jax.tree.map(lambda g: jnp.zeros(g.shape[2:], g.dtype), grads)
 
 
 def workers_of(sizes, group=None, kind=AxisType.Auto):
@@ -177,13 +183,11 @@ def test_with_workers_that_abstain_it_is_the_oracle(run_workers, workers, unit):
         [abstained] = mine["abstained"].values()
         assert (same_everywhere(abstained) == [0, 1, 1, workers, 0, 0]).all()
         for field in theirs.keys() & mine.keys():
-            found = {
-                leaf: as_theirs(field, mine[field][leaf], x) for leaf, x in theirs[field].items()
-            }
-            wanted = (
-                {n: np.abs(x) for n, x in theirs[field].items()} if field == "q" else theirs[field]
-            )
-            near, like = peers[name].near_kept, params if found.keys() <= params.keys() else found
+            wanted, near = theirs[field], peers[name].near_kept
+            found = {leaf: as_theirs(field, mine[field][leaf], x) for leaf, x in wanted.items()}
+            if field == "q":  # whose columns have no sign
+                found, wanted = jax.tree.map(np.abs, (found, wanted))
+            like = params if found.keys() <= params.keys() else found
             assert_near(found, wanted, near, f"{name}, {field}", like)
 
 
@@ -193,8 +197,7 @@ def as_theirs(field, x, wanted):
         x, rows = in_rows(x, lc.wires.two_phase()), wanted.shape[1]
         assert not x[:, rows:].any()
         x = x[:, :rows]
-    x = x if x.ndim == wanted.ndim else same_everywhere(x)
-    return np.abs(x) if field == "q" else x  # whose columns have no sign
+    return x if x.ndim == wanted.ndim else same_everywhere(x)
 
 
 # --- Means, and decay
@@ -298,24 +301,25 @@ def test_devices_of_a_worker_treat_shards_as_leaves():
 
     for step in range(3):
         updates, states = update(put({n: g[step] for n, g in grads.items()}, AXIS), states)
-        got.append(jax.tree.map(np.asarray, updates))
+        got.append(updates)
+    got = jax.tree.map(lambda *x: np.stack(x), *got)
     for g in grads.values():
         g[2, 1:3] = 0
     told = np.zeros((3, 4), bool)
     told[2, 1:3] = True
     for at in range(2):
         part = {n: shard(g, specs[n], at, 2) for n, g in grads.items()}
-        blank = {n: jnp.zeros(x.shape[2:]) for n, x in part.items()}
-        want = simulate({n: p.oracle for n, p in ON_SHARDS.items()}, blank, Story(part, told))
+        params = blank(part)
+        want = simulate({n: p.oracle for n, p in ON_SHARDS.items()}, params, Story(part, told))
         for name, (updates, wanted) in want.items():
-            mine = {n: shard(np.stack([u[name][n] for u in got]), specs[n], at, 1) for n in CUT}
-            assert_near(mine, updates, ON_SHARDS[name].near, name, blank)
+            mine = {n: shard(u, specs[n], at, 1) for n, u in got[name].items()}
+            assert_near(mine, updates, ON_SHARDS[name].near, name, params)
             assert all(u.any() for n, u in mine.items() if n != "empty")
             field = name.split()[0]
             owed, left = (kept(x, sorted(CUT))[field] for x in (wanted, states[name]))
             left = {n: shard(np.asarray(left[n]), specs[n], at, 1) for n in owed}
             last = {n: x[-1] for n, x in owed.items()}
-            assert_near(left, last, ON_SHARDS[name].near_kept, name, blank)
+            assert_near(left, last, ON_SHARDS[name].near_kept, name, params)
 
 
 def test_norms_and_scales_are_those_of_all_shards():

@@ -8,7 +8,7 @@ from conftest import AXIS, absent
 from jax.sharding import PartitionSpec as P
 from oracle import dgc as oracle
 from test_against_reference import simulate
-from test_baselines import nobody_abstains, refused, workers_of
+from test_baselines import blank, nobody_abstains, refused, workers_of
 
 import lioncub_jax as lc
 from lioncub_jax import baselines
@@ -18,8 +18,7 @@ from lioncub_jax.baselines.dgc import dgc, stages
 def test_the_largest_magnitudes_are_sent_and_of_equal_ones_the_first():
     grads = {"w": np.array([[[1, -2, 3, 2, -3, 2, 0, 1]] * 2], np.float32)}
     three_of_eight = oracle.dgc(0.9, density=0.375)
-    done = simulate({0: three_of_eight}, {"w": jnp.zeros(8)}, nobody_abstains(grads))
-    updates, state = done[0]
+    updates, state = simulate({0: three_of_eight}, blank(grads), nobody_abstains(grads))[0]
     assert updates["w"].tolist() == [[0, -2, 3, 0, -3, 0, 0, 0]]
     assert state.residual["w"][0, 0].tolist() == [1, 0, 0, 2, 0, 2, 0, 1]
     np.testing.assert_array_equal(state.velocity["w"], state.residual["w"])

@@ -8,7 +8,7 @@ import pytest
 from conftest import AXIS, absent
 from oracle import powersgd as oracle
 from test_against_reference import simulate
-from test_baselines import nobody_abstains, refused
+from test_baselines import blank, nobody_abstains, refused
 
 import lioncub_jax as lc
 from lioncub_jax.baselines import powersgd
@@ -21,19 +21,19 @@ def normal(shapes, workers, steps, dtype=np.float32):
 
 
 def ran(run_workers, tx, grads):
-    params = {n: jnp.zeros(g.shape[2:], g.dtype) for n, g in grads.items()}
-    updates, (state, _) = run_workers(
-        {0: powersgd(*tx, workers=AXIS)}, params, *nobody_abstains(grads)
-    )[0]
+    txs = {0: powersgd(*tx, workers=AXIS)}
+    updates, (state, _) = run_workers(txs, blank(grads), *nobody_abstains(grads))[0]
     return updates, state
 
 
 def test_the_oracle_is_a_power_iteration():
     """In NumPy, as the paper has it."""
-    shapes, simulator = {"b": (3,), "w": (2, 9, 20)}, oracle.powersgd(optax.sgd(1.0), 2)
-    params, grads = {n: jnp.zeros(s) for n, s in shapes.items()}, normal(shapes, 4, 3)
-    updates, _ = simulate({0: simulator}, params, nobody_abstains(grads))[0]
-    q = np.asarray(simulator.init(params, 4).q[1], np.float64)
+    simulator, grads = (
+        oracle.powersgd(optax.sgd(1.0), 2),
+        normal({"b": (3,), "w": (2, 9, 20)}, 4, 3),
+    )
+    updates, _ = simulate({0: simulator}, blank(grads), nobody_abstains(grads))[0]
+    q = np.asarray(simulator.init(blank(grads), 4).q[1], np.float64)
     error = np.zeros((4, 18, 20))
     for step in range(3):
         owed = grads["w"][step].reshape(4, 18, 20) + error

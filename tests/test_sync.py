@@ -10,6 +10,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from oracle import lion as reference
 from oracle.sync import synced
+from test_against_reference import assert_equal, integers, simulate, zeros
+from test_baselines import blank, nobody_abstains
 
 import lioncub_jax as lc
 from lioncub_jax import layout
@@ -19,31 +21,14 @@ S = lc.sync
 STEPS, WORKERS = 9, 4
 
 
-def integers(shapes, steps=STEPS, workers=WORKERS, seed=0):
-    """Gradients ``[steps, workers, ...]``."""
-    rng = np.random.default_rng(seed)
-    drawn = {k: rng.integers(-8, 9, (steps, workers, *s)) for k, s in shapes.items()}
-    return {k: g.astype(np.float32) for k, g in drawn.items()}
+def gradients(shapes):
+    return integers(zeros(shapes), STEPS, WORKERS, range(-8, 9))
 
 
 @pytest.fixture
 def ran(run_workers):
     """``({name: tx}, grads) -> {name: (updates, state)}``, of workers of whom none abstains."""
-
-    def run(txs, grads):
-        params = {k: np.zeros(g.shape[2:], np.float32) for k, g in grads.items()}
-        some = next(iter(grads.values()), np.zeros((2, 2)))
-        return run_workers(txs, params, grads, np.zeros(some.shape[:2], bool))
-
-    return run
-
-
-def equal(got, want, of=""):
-    def same(a, b):
-        assert a.dtype == b.dtype, of
-        np.testing.assert_array_equal(a, b, err_msg=of)
-
-    jax.tree.map(same, got, want)
+    return lambda txs, grads: run_workers(txs, blank(grads), *nobody_abstains(grads))
 
 
 # --- In full precision. With betas of 1/2, whole gradients and 4 workers nothing is ever rounded.
@@ -86,11 +71,11 @@ def test_a_sync_averages_the_chosen_leaves_when_it_is_due_and_at_no_other_time(r
         "thinning": (S.thinning(2), only_w, "w", [1, 2, 4, 6]),
     }
     txs = {k: cub(sync=sync, sync_where=where) for k, (sync, where, *_) in cases.items()}
-    grads = integers(SHAPES)
+    grads = gradients(SHAPES)
     for of, (_, (state, *_)) in ran(txs, grads).items():
         _, _, chosen, due = cases[of]
         for k, g in grads.items():
-            equal(state.inner.mu[k], momenta(g, due if k in chosen else ()), of)
+            assert_equal(state.inner.mu[k], momenta(g, due if k in chosen else ()), of=of)
         syncs = [[sum(d <= t for d in due)] * WORKERS for t in range(1, STEPS + 1)]
         assert state.syncs.tolist() == syncs
 
@@ -102,19 +87,19 @@ def test_momentum_in_bfloat16_is_averaged_in_float32(ran):
     local = (0.5 * g).astype(jnp.bfloat16).astype(np.float32)
     want = (local.sum(1) / np.float32(3)).astype(jnp.bfloat16)
     for w in range(3):
-        equal(state.inner.mu["b"][:, w], want)
+        assert_equal(state.inner.mu["b"][:, w], want)
 
 
 def test_groups_of_leaves_sync_when_theirs_is_due(ran):
-    due, grads = {"b": (2, 4, 6, 8), "w": (1,)}, integers(SHAPES)
+    due, grads = {"b": (2, 4, 6, 8), "w": (1,)}, gradients(SHAPES)
     groups = {"b": cub(sync=S.every(2)), "w": cub(sync=S.first(1))}
     _, state = ran({0: optax.partition(groups, {k: k for k in groups})}, grads)[0]
     for k, masked in state.inner_states.items():
-        equal(masked.inner_state[0].inner.mu[k], momenta(grads[k], due[k]))
+        assert_equal(masked.inner_state[0].inner.mu[k], momenta(grads[k], due[k]))
 
 
 def test_drift_is_the_share_of_variance_between_workers_before_a_sync(ran):
-    grads = integers({**SHAPES, "cancel": (3,), "none": (3,)})
+    grads = gradients({**SHAPES, "cancel": (3,), "none": (3,)})
     grads["none"][:] = 0
     grads["cancel"][:] = np.array([[5], [-5], [1], [-1]])
     where, due = {k: k != "w" for k in grads}, [3, 6, 9]
@@ -123,7 +108,7 @@ def test_drift_is_the_share_of_variance_between_workers_before_a_sync(ran):
     _, state = ran({0: lc.sync_momentum(chain, S.every(3), where, workers=AXIS)}, grads)[0]
     for k, g in grads.items():
         mu = momenta(g, due if where[k] else ())
-        equal(state.inner[1].mu[k], mu)
+        assert_equal(state.inner[1].mu[k], mu)
         want, latest = [], -1.0
         for step, own in enumerate(np.float64(0.5 * before(mu) + 0.5 * g), 1):
             square = (own**2).sum() / WORKERS
@@ -187,7 +172,7 @@ LOCAL = reference.local_momentum(0.75, 0.5)
 
 
 def some_gradients(workers, steps=6):
-    grads = jax.tree.map(lambda g: g // 3, integers(TREE, steps, workers, seed=3))
+    grads = integers(zeros(TREE), steps, workers, seed=3)
     grads["c"][:, :, 128:256] = 0
     return grads
 
@@ -198,14 +183,7 @@ def coded_vote(schedule, where=None):
 
 def by_reference(simulator, grads):
     """Updates and states ``[steps, ...]``."""
-    params = jax.tree.map(lambda g: jnp.zeros(g.shape[2:]), grads)
-
-    def step(state, g):
-        updates, state = simulator.update(g, state, params)
-        return state, (updates, state)
-
-    state = simulator.init(params, next(iter(grads.values())).shape[1])
-    return jax.tree.map(np.asarray, jax.jit(jax.lax.scan, static_argnums=0)(step, state, grads)[1])
+    return simulate({0: simulator}, blank(grads), nobody_abstains(grads))[0]
 
 
 @pytest.mark.parametrize(
@@ -218,45 +196,46 @@ def test_a_sync_in_codes_is_that_of_the_reference(ran, workers, period, bits, wh
     tx = coded_vote(S.coded(S.every(period), bits=bits), where)
     updates, want = by_reference(synced(LOCAL, lambda t: t % period == 0, where, bits), grads)
     got, state = ran({0: tx}, grads)[0]
-    equal((got, state.inner.mu, state.syncs[:, 0]), (updates, want.mu, want.syncs))
+    assert_equal((got, state.inner.mu, state.syncs[:, 0]), (updates, want.mu, want.syncs))
     (flat,), rows = state.owner, want.owner.shape[1]
     errors = flat.value.error.reshape(6, -1, 128)
-    equal(errors[:, :rows], want.owner)
+    assert_equal(errors[:, :rows], want.owner)
     assert not errors[:, rows:].any() and errors.any()
     assert np.all(state.drift["a"] == -1)  # codes do not tell it
 
 
-def test_a_worker_whose_momentum_is_not_finite_abstains_from_a_sync_in_codes(ran):
-    """Only a state that came so: what is stored saturates."""
-    tx, grads, there = coded_vote(S.coded(S.every(1))), some_gradients(4, steps=1), [0, 2, 3]
+def strange(worker):
+    """A vote before whose first step owners owe 1, and a worker's momentum is not finite.
 
-    def strange(params):
+    Only a state that came so: what is stored saturates.
+    """
+    tx = coded_vote(S.coded(S.every(1)))
+
+    def init(params):
         state = tx.init(params)
-        here = jnp.where(jax.lax.axis_index(AXIS) == 1, jnp.inf, 0)
+        here = jnp.where(jax.lax.axis_index(AXIS) == worker, jnp.inf, 0)
         mu = state.inner.mu | {"b": state.inner.mu["b"].at[2, 2].set(here)}
-        return state._replace(inner=state.inner._replace(mu=mu))
+        owner = jax.tree.map(jnp.ones_like, state.owner)
+        return state._replace(inner=state.inner._replace(mu=mu), owner=owner)
 
-    _, state = ran({0: tx._replace(init=strange)}, grads)[0]
+    return tx._replace(init=init)
+
+
+def test_a_worker_whose_momentum_is_not_finite_abstains_from_a_sync_in_codes(ran):
+    grads, there = some_gradients(4, steps=1), [0, 2, 3]
+    _, state = ran({0: strange(1)}, grads)[0]
     assert np.argwhere(~np.isfinite(state.inner.mu["b"])).tolist() == [[0, 1, 2, 2]]
     own, mu = 0.5 * grads["a"][0], state.inner.mu["a"][0]
     assert not mu[1].any()  # it abstained from the vote, too
     # The others' mean and the owner's error are what they were.
     owed = state.owner[0].value.error.reshape(-1)[:70]
-    np.testing.assert_allclose(mu[there].mean(0) + owed, own[there].mean(0), atol=1e-6)
-    assert owed.any() and np.any(mu[there] != own[there])
+    np.testing.assert_allclose(mu[there].mean(0) + owed, own[there].mean(0) + 1, atol=1e-6)
+    assert np.any(owed != 1) and np.any(mu[there] != own[there])
 
 
 def test_one_whose_momentum_is_not_finite_does_not_take_up_what_owners_owe(ran):
     """Alone, it abstains as among others: nothing changes, and nothing is lost."""
-    tx = coded_vote(S.coded(S.every(1)))
-
-    def strange(params):
-        state = tx.init(params)
-        mu = state.inner.mu | {"b": state.inner.mu["b"].at[2, 2].set(jnp.inf)}
-        owner = jax.tree.map(jnp.ones_like, state.owner)
-        return state._replace(inner=state.inner._replace(mu=mu), owner=owner)
-
-    _, state = ran({0: tx._replace(init=strange)}, some_gradients(1, steps=1))[0]
+    _, state = ran({0: strange(0)}, some_gradients(1, steps=1))[0]
     assert not state.inner.mu["a"].any() and np.all(state.owner[0].value.error == 1)
 
 
@@ -322,7 +301,7 @@ def test_in_codes_each_device_syncs_its_own_shards_or_slices(sizes, specs, names
             for rows in flat.value.reshape(4, -1)
         ]
         mu = {k: np.stack([own[i] for own in each]) for i, k in enumerate(sorted(GRID))}
-    equal(jax.tree.map(np.asarray, mu), {k: x[-1] for k, x in want.mu.items()})
+    assert_equal(jax.tree.map(np.asarray, mu), {k: x[-1] for k, x in want.mu.items()})
     assert np.ptp(mu["w"], 0).any()
 
 
@@ -332,22 +311,17 @@ MESH = jax.make_mesh((4, 2), ("data", "dev"), axis_types=(AxisType.Auto,) * 2)
 DEVICES, NODES = lc.Workers(MESH, "data"), lc.Workers(MESH, "data", "dev")
 
 
-@pytest.mark.parametrize(
-    ("inner", "workers", "said"),
-    [
-        (NODES, DEVICES, r"in slices that a group shares.*group=None"),
-        (DEVICES, NODES, r"whole by each worker.*group='dev'"),
-    ],
-)
-def test_in_two_levels_a_sync_in_codes_must_know_the_group(inner, workers, said):
+def of_levels(inner, workers):
     tx = lc.sync_momentum(vote(workers=inner), S.coded(), workers=workers)
-    with pytest.raises(ValueError, match=said):
-        lc.init_state(tx, {"w": jnp.zeros(300)}, inner)
+    return lc.init_state(tx, {"w": jnp.zeros(300)}, inner)
 
 
 @pytest.mark.parametrize(
     ("make", "error", "said"),
     [
+        # In two levels a sync in codes must know the group.
+        (lambda: of_levels(NODES, DEVICES), ValueError, r"in slices that a group shares.*group=None"),
+        (lambda: of_levels(DEVICES, NODES), ValueError, r"whole by each worker.*group='dev'"),
         (lambda: S.coded(3), TypeError, r"3 is not a schedule: give every\(T\).*coded"),
         (lambda: coded_vote(S.coded()).init(LEAVES), ValueError, r"workers='data'.*shard_map"),
         (lambda: lc.sync_momentum(vote(), S.every(2), [True], workers=AXIS).init(LEAVES), ValueError,

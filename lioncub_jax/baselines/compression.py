@@ -1,8 +1,6 @@
 """What DGC, PowerSGD and TernGrad share: steps of their own, where every axis of the mesh is manual."""
 
-import operator
 from collections.abc import Callable
-from functools import reduce
 from typing import Any
 
 import jax
@@ -60,22 +58,23 @@ def on_devices(
 
 
 def compressed_mean(
-    axis: Axes, kind: Any, first: Callable[..., Any], step: Callable[..., Done]
+    axis: Axes, kind: Any, first: Callable[[Any], Any], step: Callable[..., Done]
 ) -> optax.GradientTransformationExtraArgs:
     """Local gradients in, the mean that a method makes of them out.
 
     Args:
       axis: of the workers.
-      kind: of state: ``count``, two trees like the parameters, the second of what is owed, ``abstained``
-        and ``abstentions``.
-      first: ``params -> (tree, tree)``, of the first state.
+      kind: of state: ``count``, two trees like the parameters, the second of what is owed, in float32,
+        ``abstained`` and ``abstentions``.
+      first: ``params -> tree``, the first of the two; nothing is owed at first.
       step: ``(leaves, told, count, first tree, second tree) -> Done``, of trees as lists.
     """
 
     def init(params: Any) -> Any:
         checks.check_leaves(params)
         count, *counts = jnp.zeros(3, jnp.int32)
-        return kind(count, *first(params), *counts)
+        owed = optax.tree.zeros_like(params, dtype=jnp.float32)
+        return kind(count, first(params), owed, *counts)
 
     def on_device(updates: Any, state: Any, told: jax.Array) -> tuple[Any, Any]:
         checks.check_state(updates, state[2])
@@ -94,8 +93,8 @@ def compressed_mean(
 
 def takes_part(axis: Axes, told: jax.Array, values: Leaves) -> jax.Array:
     """``bool[]``, of a worker's devices as one: not if told to abstain, or for a value not finite."""
-    strange = reduce(operator.or_, [told, *[~jnp.all(jnp.isfinite(v)) for v in values]])
-    return ~axes.any_over_shards(strange, axis)
+    finite = jnp.array([jnp.all(jnp.isfinite(v)) for v in values])
+    return ~axes.any_over_shards(told | ~jnp.all(finite), axis)
 
 
 def in_messages(send: Callable[[jax.Array], jax.Array], arrays: Leaves) -> Leaves:

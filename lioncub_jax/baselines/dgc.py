@@ -32,7 +32,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from lioncub_jax import axes, wires
+from lioncub_jax import axes, means, wires
 from lioncub_jax.arguments import check_betas, check_number
 from lioncub_jax.axes import Axes, AxisName
 from lioncub_jax.baselines import compression
@@ -123,8 +123,36 @@ def dgc(
     """
     axis = compression.one_level("dgc", workers)
     check_betas(momentum=momentum)
-    method = _DGC(axis, momentum, stages(density, warmup))
-    mean = compression.compressed_mean(axis, DGCState, _zeros, method.step)
+    shares = stages(density, warmup)
+
+    def step(leaves: Leaves, told: jax.Array, count: jax.Array, *before: Leaves) -> Done:
+        for x in leaves:
+            if x.size >= 2**31:  # JAX counts along an axis in int32
+                raise ValueError(
+                    f"a leaf of shape {x.shape} on each device: dgc sorts and indexes leaves of fewer than "
+                    "2**31 elements; cut it over inner mesh axes (specs), or into several leaves"
+                )
+        grads = optax.tree.cast(leaves, jnp.float32)
+        velocity = optax.tree.add_scale(grads, jnp.float32(momentum), before[0])
+        residual = optax.tree.add(before[1], velocity)
+        # All that is not finite ends up in the residual.
+        here = compression.takes_part(axis, told, residual)
+        if axes.workers_on(axis) == 1:
+            # All that was left out is there, and the velocity goes on.
+            counted = [jnp.where(here, x, 0) for x in (*residual, jnp.int32(1))]
+            *agreed, present = [axes.same_everywhere(x, axis) for x in counted]
+            residual = optax.tree.zeros_like(residual)
+        else:
+            # Messages of each stage have a length of their own, so each is a branch; all workers take
+            # the same one, as they count the same steps.
+            branches = [partial(_send, axis, share) for share in shares.values()]
+            stage = jnp.sum(count >= np.array([*shares], np.int32), dtype=jnp.int32) - 1
+            sent = lax.switch(stage, branches, here, velocity, residual)
+            agreed, velocity, residual, present = sent
+        return agreed, *optax.tree.where(here, (velocity, residual), before), present
+
+    zeros = partial(optax.tree.zeros_like, dtype=jnp.float32)
+    mean = compression.compressed_mean(axis, DGCState, zeros, step)
     return descending(mean, learning_rate, weight_decay, mask)
 
 
@@ -145,9 +173,11 @@ def stages(density: float, warmup: int = 0) -> dict[int, float]:
     """
     said = "give the share of values to send, in (0, 1], such as 0.001"
     check_number(f"density={density!r}", density, lambda x: 0 < x <= 1, said, float)
-    most = "" if density < 0.25 else ", and a density below 0.25, where it comes down from 25 %"
-    said = f"give a whole number of steps, or 0 for no warm-up{most}"
-    fits = lambda n: n == 0 if most else n >= 0  # noqa: E731
+    said = (
+        "give a whole number of steps, or 0 for no warm-up; above 0 a density below 0.25, where it comes "
+        "down from 25 %"
+    )
+    fits = lambda n: n == 0 or (n > 0 and density < 0.25)  # noqa: E731
     check_number(f"warmup={warmup!r} with density={density!r}", warmup, fits, said, int)
     powers = (0.25**n for n in itertools.count(1))
     falling = list(itertools.takewhile(lambda share: share > density, powers))
@@ -156,65 +186,29 @@ def stages(density: float, warmup: int = 0) -> dict[int, float]:
     return dict(zip([*begins, warmup], [*falling, density], strict=True))
 
 
-class _DGC(NamedTuple):
-    axis: Axes
-    momentum: Any
-    stages: dict[int, float]
-
-    def step(self, leaves: Leaves, told: jax.Array, count: jax.Array, *before: Leaves) -> Done:
-        """What one worker does in a step; it keeps velocity and residual."""
-        _check_sizes(leaves)
-        grads = optax.tree.cast(leaves, jnp.float32)
-        velocity = optax.tree.add_scale(grads, jnp.float32(self.momentum), before[0])
-        residual = optax.tree.add(before[1], velocity)
-        # All that is not finite ends up in the residual.
-        here = compression.takes_part(self.axis, told, residual)
-        if axes.workers_on(self.axis) == 1:
-            # All that was left out is there, and the velocity goes on.
-            present = axes.same_everywhere(here.astype(jnp.int32), self.axis)
-            means = [axes.same_everywhere(jnp.where(here, v, 0), self.axis) for v in residual]
-            residual = optax.tree.zeros_like(residual)
-        else:
-            # Messages of each stage have a length of their own, so each is a branch; all workers take
-            # the same one, as they count the same steps.
-            branches = [partial(_send, self.axis, density) for density in self.stages.values()]
-            stage = jnp.sum(count >= np.array([*self.stages], np.int32), dtype=jnp.int32) - 1
-            means, velocity, residual, present = lax.switch(
-                stage, branches, here, velocity, residual
-            )
-        return means, *optax.tree.where(here, (velocity, residual), before), present
-
-
-def _zeros(params: Any) -> list[Any]:
-    return [optax.tree.zeros_like(params, dtype=jnp.float32) for _ in range(2)]
-
-
 def _send(axis: Axes, density: float, here: jax.Array, velocity: Leaves, residual: Leaves) -> Done:
     """One exchange at a density."""
-    flat = [v.reshape(-1) for v in residual]
+    flat = [v.ravel() for v in residual]
     # Of equal magnitudes the first ones.
     at = [lax.top_k(jnp.abs(v), _entries(v.size, density))[1] for v in flat]
     values = [jnp.where(here, v[i], 0) for v, i in zip(flat, at, strict=True)]
-    words = [jnp.stack([_bits(i), _bits(x)]) for i, x in zip(at, values, strict=True)]
+    both = zip(at, values, strict=True)
+    words = [jnp.stack([i.view(jnp.uint32), x.view(jnp.uint32)]) for i, x in both]
     gather = partial(wires.gather_words, axis=axis)
     *received, flags = compression.in_messages(gather, [*words, here.astype(jnp.uint32)])
     present, sums = jnp.sum(flags), _added(len(flags), received, flat)
-    share = 1 / jnp.maximum(present, 1).astype(jnp.float32)
-    means = [(total * share).reshape(v.shape) for total, v in zip(sums, residual, strict=True)]
+    share = means.share(present)
+    agreed = [(x * share).reshape(v.shape) for x, v in zip(sums, residual, strict=True)]
 
     def without(x: jax.Array, sent: jax.Array) -> jax.Array:
-        return x.reshape(-1).at[sent].set(0, unique_indices=True).reshape(x.shape)
+        return x.ravel().at[sent].set(0, unique_indices=True).reshape(x.shape)
 
-    return means, [*map(without, velocity, at)], [*map(without, residual, at)], present
+    return agreed, [*map(without, velocity, at)], [*map(without, residual, at)], present
 
 
 def _entries(size: int, density: float) -> int:
     """How many values of a leaf are sent."""
-    return max(1, math.ceil(density * size)) if size else 0
-
-
-def _bits(x: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(x, jnp.uint32)
+    return min(size, max(1, math.ceil(density * size)))
 
 
 def _added(workers: int, received: Leaves, like: Leaves) -> Leaves:
@@ -222,21 +216,10 @@ def _added(workers: int, received: Leaves, like: Leaves) -> Leaves:
 
     def add(worker: Any, totals: Leaves) -> Leaves:
         for n, (at, words) in enumerate(message[worker] for message in received):
-            values = lax.bitcast_convert_type(words, jnp.float32)
-            totals[n] = totals[n].at[at].add(values, unique_indices=True)
+            totals[n] = totals[n].at[at].add(words.view(jnp.float32), unique_indices=True)
         return totals
 
     # Worker by worker: one scatter of everything would add what meets in any order, and a GPU does not
     # choose the same order twice, so that replicas would part.
     first = add(0, [jnp.zeros(x.shape, jnp.float32) for x in like])
     return lax.fori_loop(1, workers, add, first)
-
-
-def _check_sizes(leaves: Leaves) -> None:
-    """What JAX, which counts along an axis in int32, can index."""
-    for x in leaves:
-        if x.size >= 2**31:
-            raise ValueError(
-                f"a leaf of shape {x.shape} on each device: dgc sorts and indexes leaves of fewer than "
-                "2**31 elements; cut it over inner mesh axes (specs), or into several leaves"
-            )

@@ -50,6 +50,7 @@ from lioncub_jax.momentum import nothing
 from lioncub_jax.optimizer import coded_mean, descending
 
 _NEVER = 2**31 - 1
+_wide = partial(optax.tree.cast, dtype=jnp.float32)
 
 
 class OneBitAdamState(NamedTuple):
@@ -265,7 +266,3 @@ def _moments(
             return jax.lax.cond(is_due(state.count), *ways, _wide(grads), state)
 
     return moments
-
-
-def _wide(tree: Any) -> Any:
-    return optax.tree.cast(tree, jnp.float32)

@@ -158,10 +158,9 @@ class _PowerSGD(NamedTuple):
             )
         return [s if self.rank <= n else None for s, n in zip(found, highest, strict=True)]
 
-    def first(self, params: Any) -> tuple[Any, Any]:
-        """The first ``Q``, normal and the same on all workers; and errors of 0."""
-        q = placement.on_shards(self._first_q, (params,))
-        return q, optax.tree.zeros_like(params, dtype=jnp.float32)
+    def first(self, params: Any) -> Any:
+        """The first ``Q``, normal and the same on all workers."""
+        return placement.on_shards(self._first_q, (params,))
 
     def _first_q(self, params: Any) -> Any:
         leaves, tree = jax.tree.flatten(params)
@@ -172,14 +171,13 @@ class _PowerSGD(NamedTuple):
                 normal = jax.random.normal(key, (first[i][1], self.rank), jnp.float32)
                 # All shards begin with the same, and come to differ.
                 inner = axes.varying_axes(leaf) - set(self.axis)
-                first[i] = axes.varying(normal, tuple(sorted(inner)))
+                first[i] = axes.varying(normal, tuple(inner))
         return jax.tree.unflatten(tree, first)
 
     def step(
-        self, leaves: Leaves, told: jax.Array, count: jax.Array, bases: Leaves, errors: Leaves
+        self, leaves: Leaves, told: jax.Array, _: jax.Array, bases: Leaves, errors: Leaves
     ) -> Done:
         """What one worker does in a step; it keeps ``Q`` and errors."""
-        del count
         low = [i for i, base in enumerate(bases) if base is not None]
         inexact = low if self.codes is None else range(len(leaves))
         if axes.workers_on(self.axis) == 1:
@@ -211,12 +209,10 @@ class _PowerSGD(NamedTuple):
         if self.codes is not None and workers > 1:
             rows = [_rotated(x) for x in arrays]
             coded, state = self.codes.update(rows, self.codes.init(rows), abstain=~here)
-            back = [_rotated_back(x, a.shape) for x, a in zip(coded, arrays, strict=True)]
-            return back, workers - state.votes.abstained
-
-        send = axes.same_everywhere if workers == 1 else wires.sum_of_floats
+            return [*map(_rotated_back, coded, arrays)], workers - state.votes.abstained
         counted = [jnp.where(here, x, 0) for x in (*arrays, jnp.float32(1))]
-        *sums, present = compression.in_messages(partial(send, axis=self.axis), counted)
+        add = partial(wires.sum_of_floats, axis=self.axis)
+        *sums, present = compression.in_messages(add, counted)
         return [x / jnp.maximum(present, 1) for x in sums], present
 
 
@@ -226,9 +222,8 @@ def _as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
     return min(splits, key=sum)
 
 
-def _product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """In full float32, on chips too that round before they multiply."""
-    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+# In full float32, on chips too that round before they multiply.
+_product = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 
 def _scaled(x: jax.Array, otherwise: jax.Array) -> jax.Array:
@@ -243,13 +238,13 @@ def _rotated(x: jax.Array) -> jax.Array:
 
     Columns of a factor are its rows here, as they differ in size. A 128th, for sums that stay finite.
     """
-    rows = jnp.pad(x.reshape(-1), (0, -x.size % ROW)).reshape(-1, ROW)
+    rows = jnp.pad(x.ravel(), (0, -x.size % ROW)).reshape(-1, ROW)
     return rotation.rotated(rows / ROW, jnp.int32(0))
 
 
-def _rotated_back(rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    flat = rotation.undone(rows, jnp.int32(0)).reshape(-1)
-    return ROW * flat[: math.prod(shape)].reshape(shape)
+def _rotated_back(rows: jax.Array, like: jax.Array) -> jax.Array:
+    flat = rotation.undone(rows, jnp.int32(0)).ravel()
+    return ROW * flat[: like.size].reshape(like.shape)
 
 
 def _fitting(x: jax.Array, dtype: Any) -> jax.Array:

@@ -77,28 +77,22 @@ def _step(
     if workers == 1:
         return codes.update(updates, state, abstain=told)
     tree: Any
-    leaves, tree = jax.tree.flatten(updates)
-    values = [g.astype(jnp.float32) for g in leaves]
+    values, tree = jax.tree.flatten(optax.tree.cast(updates, jnp.float32))
     here = compression.takes_part(axis, told, values)
-    limits = [jnp.inf if clip is None else clip * _deviation(g, axis) for g in values]
+    if clip is not None:
+        values = [_clipped(g, clip, axis) for g in values]
     largest = [axes.max_over_shards(jnp.max(jnp.abs(g), initial=0.0), axis) for g in values]
-    own = [jnp.where(here, jnp.minimum(*x), 0) for x in zip(largest, limits, strict=True)]
-    scales = wires.max_over_workers(jnp.array(own), axis)
+    scales = wires.max_over_workers(jnp.where(here, jnp.array(largest), 0), axis)
     units = jnp.where(scales > 0, scales, 1)
-    shares = [
-        jnp.clip(g, -limit, limit) / unit
-        for g, limit, unit in zip(values, limits, units, strict=True)
-    ]
+    shares = [g / unit for g, unit in zip(values, units, strict=True)]
     sums, state = codes.update(tree.unflatten(shares), state, abstain=~here)
     scales /= jnp.maximum(workers - state.votes.abstained, 1).astype(jnp.float32)
-    means = [
-        (total * scale).astype(g.dtype)
-        for total, scale, g in zip(jax.tree.leaves(sums), scales, leaves, strict=True)
-    ]
-    return tree.unflatten(means), state
+    means = optax.tree.mul(sums, tree.unflatten(scales))
+    return optax.tree.cast_like(means, updates), state
 
 
-def _deviation(g: jax.Array, axis: Axes) -> jax.Array:
-    """Root mean square of a leaf over all of its shards."""
+def _clipped(g: jax.Array, clip: float, axis: Axes) -> jax.Array:
+    """A leaf within so many root mean squares of all of its shards."""
     square = axes.sum_over_shards(jnp.sum(g * g), axis)
-    return jnp.sqrt(square / float(max(g.size * axes.shard(g, axis)[1], 1)))
+    limit = clip * jnp.sqrt(square / float(max(g.size * axes.shard(g, axis)[1], 1)))
+    return jnp.clip(g, -limit, limit)

@@ -78,7 +78,7 @@ def terngrad(clip=2.5, seed=0, momentum=0.0):
     """The mean of stochastic ternary codes in units that the workers share, and a trace of it."""
 
     def memory(params, workers):
-        return {"mu": jax.tree.map(jnp.zeros_like, params) if momentum else ()}
+        return {"mu": jax.tree.map(jnp.zeros_like, params)}
 
     def step(g, state, params, abstain):
         buffer = buffer_of(g)
@@ -86,8 +86,6 @@ def terngrad(clip=2.5, seed=0, momentum=0.0):
         mean = jax.tree.map(lambda g: jnp.where(present[0], g[0], 0), g)
         if len(present) > 1:
             mean = ternary_mean(g, present, buffer, state.t)
-        if not momentum:
-            return mean, present, {}
         mean = jax.tree.map(lambda u, m: u + momentum * m, mean, state.mu)
         return mean, present, {"mu": mean}
 
@@ -103,13 +101,12 @@ def terngrad(clip=2.5, seed=0, momentum=0.0):
     def in_units(leaf, present):
         """What each worker sends before it is rounded, and the unit that all share."""
         x = leaf.reshape(len(leaf), leaf[0].size)
-        largest, limit = jnp.max(jnp.abs(x), axis=1, initial=0.0), jnp.inf
         if clip is not None:
-            limit = clip * jnp.sqrt(jnp.sum(x * x, axis=1) / max(x.shape[1], 1))[:, None]
-            largest = jnp.minimum(largest, limit[:, 0])
+            limit = clip * jnp.sqrt(jnp.sum(x * x, axis=1, keepdims=True) / max(x.shape[1], 1))
+            x = jnp.clip(x, -limit, limit)
+        largest = jnp.max(jnp.abs(x), axis=1, initial=0.0)
         scale = jnp.max(jnp.where(present, largest, 0))
-        share = jnp.clip(x, -limit, limit) / jnp.where(scale > 0, scale, 1)
-        return share.reshape(leaf.shape), scale
+        return (x / jnp.where(scale > 0, scale, 1)).reshape(leaf.shape), scale
 
     return simulator(memory, step)
 

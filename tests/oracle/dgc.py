@@ -14,6 +14,7 @@
 Source: Lin et al. (arXiv 1712.01887). The rules for abstention and for one worker are ours.
 """
 
+import functools
 import math
 
 import jax
@@ -59,23 +60,16 @@ def dgc(momentum=0.9, density=0.001, warmup=0):
 
 def largest(v, density, warmup, t):
     """``bool[W, ...]``: what each worker sends of a leaf after ``t`` steps."""
-    shares = [density]
-    if warmup:
-        shares = [4.0**-s for s in range(1, 32) if 4.0**-s > density] + shares
-    last = len(shares) - 1
-    begins = [math.ceil(s * warmup / last) for s in range(1, last + 1)]
+    shares = [4.0**-s for s in range(1, 32) if 4.0**-s > density] if warmup else []
+    begins = [math.ceil((s + 1) * warmup / len(shares)) for s in range(len(shares))]
     flat = v.reshape(len(v), v[0].size)
+    size = flat.shape[1]
 
-    def of(share):
-        count = min(
-            max(1, math.ceil(share * flat.shape[1])), flat.shape[1]
-        )  # empty leaves have none
-
-        def picked(flat):
-            _, at = lax.top_k(jnp.abs(flat), count)
-            return jnp.zeros(flat.shape, bool).at[jnp.arange(len(flat))[:, None], at].set(True)
-
-        return picked
+    def picked(share, flat):
+        count = min(max(1, math.ceil(share * size)), size)  # empty leaves have none
+        _, at = lax.top_k(jnp.abs(flat), count)
+        return jnp.zeros(flat.shape, bool).at[jnp.arange(len(flat))[:, None], at].set(True)
 
     stage = jnp.sum(t >= np.array(begins, np.int32), dtype=jnp.int32)
-    return lax.switch(stage, [of(share) for share in shares], flat).reshape(v.shape)
+    ways = [functools.partial(picked, share) for share in (*shares, density)]
+    return lax.switch(stage, ways, flat).reshape(v.shape)

@@ -37,7 +37,7 @@ def zero_one_adam(b1=0.9, b2=0.999, eps=1e-8, *, kappa=16, freeze_after=100_000)
             "count": zero,
             "next": zero,
             "updates": zero,
-        }  # `next` is the count of the next update
+        }  # `next`: at which v is updated next
         return counts | {"mu": moment, "nu": moment} | errors(params, workers)
 
     def step(g, state, params, abstain):

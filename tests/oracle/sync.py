@@ -27,15 +27,13 @@ def synced(simulator, due, where=None, coded=0):
       coded: 0 for full precision, or how many bits a code has.
     """
 
-    def chosen(tree):
-        leaves = jax.tree.leaves(tree)
-        picks = [True] * len(leaves) if where is None else jax.tree.leaves(where)
-        return [i for i, pick in enumerate(picks) if pick]
+    def chosen(mu):
+        """The leaves in ``where``; None stands for all others."""
+        return mu if where is None else jax.tree.map(lambda m, pick: m if pick else None, mu, where)
 
     def init(params, workers):
         state = simulator.init(params, workers)
-        mu = jax.tree.leaves(state.mu)
-        owner = jnp.zeros(buffer_of([mu[i] for i in chosen(mu)]).real.shape) if coded else None
+        owner = jnp.zeros(buffer_of(chosen(state.mu)).real.shape) if coded else None
         return State(state, syncs=jnp.int32(0), owner=owner)
 
     def update(grads, state, params=None, abstain=None):
@@ -43,17 +41,17 @@ def synced(simulator, due, where=None, coded=0):
         return updates, lax.cond(due(state.t), sync, lambda state: state, state)
 
     def sync(state):
-        mu, tree = jax.tree.flatten(state.mu)
-        picks = chosen(mu)
-        alike, owner = (in_codes if coded else in_full)([mu[i] for i in picks], state)
-        for i, new in zip(picks, alike, strict=True):
-            mu[i] = new
-        mu = jax.tree.unflatten(tree, mu)
+        alike, owner = (in_codes if coded else in_full)(chosen(state.mu), state)
+        mu = jax.tree.map(lambda m, new: m if new is None else new, state.mu, alike)
         return State(state, mu=mu, syncs=state.syncs + 1, owner=owner)
 
     def in_full(mu, state):
-        means = [jnp.mean(m.astype(jnp.float32), axis=0).astype(m.dtype) for m in mu]
-        return [jnp.broadcast_to(mean, m.shape) for mean, m in zip(means, mu, strict=True)], None
+        def mean(m):
+            return jnp.broadcast_to(
+                jnp.mean(m.astype(jnp.float32), axis=0).astype(m.dtype), m.shape
+            )
+
+        return jax.tree.map(mean, mu), None
 
     def in_codes(mu, state):
         buffer = buffer_of(mu)
