@@ -41,7 +41,6 @@ class Group:
     def __init__(self, news: News, show: Callable[[Member, str], object]):
         self.members: list[Member] = []
         self._news, self._show = news, show
-        self._waiters: list[threading.Thread] = []
         self._readers: list[threading.Thread] = []
 
     def start(self, place: int, command: list[str], **how: Any) -> None:
@@ -52,7 +51,7 @@ class Group:
         )  # fmt: skip
         member = Member(place, process)
         self.members.append(member)
-        self._waiters.append(_begun(self._wait, member))
+        _begun(self._wait, member)
         self._readers.append(_begun(self._read, member))
 
     def next(self, until: float | None = None) -> int | Member | None:
@@ -80,15 +79,15 @@ class Group:
     def end(self) -> None:
         """Kills all, and shows what was still said; a signal is left for whoever asks next."""
         self.kill()
-        for waiter in self._waiters:
-            waiter.join()
+        for member in self.members:
+            member.process.wait()
         for reader in self._readers:
             reader.join(ORPHANS_SECONDS)
         while isinstance(news := self.next(until=0.0), Member):
             pass
         if news:
             self._news.put(news)
-        self.members, self._waiters, self._readers = [], [], []
+        self.members, self._readers = [], []
 
     def _wait(self, member: Member) -> None:
         member.process.wait()

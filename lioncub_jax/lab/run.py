@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -169,35 +169,29 @@ def run(
             for i, cores in enumerate(_cores(network.workers))
         ],
     }
-    start = [*_permitted(tools), *INSIDE]
-    report, errors = _follow(start, plan, outside, write)
-    if not report:
-        errors = errors or ["The lab's inner process was killed, and with it all workers"]
-        raise LabError("\n".join(errors))
+    report = _followed([*_permitted(tools), *INSIDE], plan, outside, write)
     workers = tuple(WorkerReport(*one) for one in report["workers"])
     return Report(workers, report["seconds"], report["exit_code"])
 
 
-def _follow(
+def _followed(
     start: list[str],
     plan: dict[str, Any],
     environment: Mapping[str, str],
     write: Callable[[str], object],
-) -> tuple[dict[str, Any], list[str]]:
-    """Runs the hub to its end and passes lines and signals on: its report, and what went wrong."""
+) -> dict[str, Any]:
+    """Runs the hub to its end, and passes lines and signals on; its report."""
     report, errors = dict[str, Any](), list[str]()
-    with ExitStack() as stack:
-        hub = subprocess.Popen(
-            start,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            bufsize=0,
-            start_new_session=True,  # Ctrl-C at a terminal is for the lab to pass on
-        )
-        # In the end its input is closed, which ends it and everything inside, and it is waited for.
-        stack.enter_context(hub)
+    # In the end its input is closed, which ends it and everything inside, and it is waited for.
+    with subprocess.Popen(
+        start,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=environment,
+        bufsize=0,
+        start_new_session=True,  # Ctrl-C at a terminal is for the lab to pass on
+    ) as hub:
         control, output = hub.stdin, hub.stdout
         assert control and output
 
@@ -207,17 +201,21 @@ def _follow(
                     data = data[os.write(control.fileno(), data) :]
 
         tell(json.dumps(plan).encode() + b"\n")
-        stack.enter_context(caught(lambda n: tell(bytes([n])), signal.SIGINT, signal.SIGTERM))
-        for line in stack.enter_context(open(output.fileno(), "rb", closefd=False)):
-            # `unshare` says in its own words what it cannot do.
-            said = json.loads(line) if line.startswith(b"{") else {"error": line.decode().rstrip()}
-            if "line" in said:
-                write(said["line"])
-            elif "error" in said:
-                errors.append(said["error"])
-            else:
-                report = said
-    return report, errors
+        with (
+            caught(lambda n: tell(bytes([n])), signal.SIGINT, signal.SIGTERM),
+            open(output.fileno(), "rb", closefd=False) as lines,
+        ):
+            for line in lines:
+                if not line.startswith(b"{"):  # words of `unshare`, or of a hub that failed
+                    errors.append(line.decode().rstrip())
+                elif "line" in (said := json.loads(line)):
+                    write(said["line"])
+                else:
+                    report = said
+    if not report:
+        killed = "The lab's inner process was killed, and with it all workers"
+        raise LabError("\n".join(errors) or killed)
+    return report
 
 
 def table(report: Report) -> "Table":
@@ -271,12 +269,11 @@ def _tools() -> dict[str, str]:
         raise LabError(f"The lab needs Linux's network namespaces; this is {sys.platform}")
     # Where users other than root often do not look.
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
-    found = {name: shutil.which(name, path=path) for name in TOOLS}
-    missing = [name for name, where in found.items() if where is None]
-    if missing:
+    found = {name: where for name in TOOLS if (where := shutil.which(name, path=path))}
+    if missing := [name for name in TOOLS if name not in found]:
         packages = " and ".join(sorted({TOOLS[name] for name in missing}))
         raise LabError(f"The lab needs {', '.join(missing)}: install {packages}")
-    return {name: where for name, where in found.items() if where}
+    return found
 
 
 def _permitted(tools: dict[str, str]) -> list[str]:
