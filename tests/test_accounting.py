@@ -77,10 +77,11 @@ def test_small_models_pay_for_padding():
 
 
 def test_bits_and_share_follow_from_the_bytes():
-    traffic = lc.traffic.Traffic("by hand", 4, 1000, 250.0)
+    sent = (lc.traffic.Sent("all-gather", False, 250.0), lc.traffic.Sent("all-gather", True, 9.0))
+    traffic = lc.traffic.Traffic("by hand", 4, 1000, sent)
     assert (traffic.bits_per_parameter, traffic.share_of_float32) == (2, 250 / 6000)
     assert lc.traffic.float32_all_reduce_bytes(1000, 4) == 6000
-    nothing = lc.traffic.Traffic("nothing", 4, 0, 0.0)
+    nothing = lc.traffic.Traffic("nothing", 4, 0, ())
     assert (nothing.bits_per_parameter, nothing.share_of_float32) == (0, 0)
     everywhere = lc.global_gradients(optax.sgd(1.0), workers=(AXIS, "gpu"))
     groups = lc.Workers(AbstractMesh((2, 4), (AXIS, "gpu")), AXIS, "gpu")

@@ -167,7 +167,7 @@ class Replicas:
         )
 
     def _report(self, path: str, mesh: Mesh, wrong: np.ndarray, step: int) -> None:
-        for device in np.flatnonzero(wrong):
+        for device in np.flatnonzero(wrong).tolist():
             one = Difference(path, self._worker(device), int(mesh.devices.flat[device].id), step)
             self.found.append(one)
             if not self._heal:

@@ -28,18 +28,24 @@ class Traffic(NamedTuple):
       scheme: the quantizer, the wire and what comes back, for people.
       workers: how many workers.
       parameters: elements that each device votes on: all of them, or its shard or slice.
-      sent_bytes: bytes that each device sends to other workers, padding and all side information
-        included.
-      group_bytes: bytes that it sends inside its group, in two levels.
-      collectives: the same bytes, one collective after the other.
+      collectives: what each device sends, one collective after the other, padding and all side
+        information included.
     """
 
     scheme: str
     workers: int
     parameters: int
-    sent_bytes: float
-    group_bytes: float = 0.0
-    collectives: tuple[Sent, ...] = ()
+    collectives: tuple[Sent, ...]
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that each device sends to other workers."""
+        return sum(one.sent_bytes for one in self.collectives if not one.inside)
+
+    @property
+    def group_bytes(self) -> float:
+        """Bytes that it sends inside its group, in two levels."""
+        return sum(one.sent_bytes for one in self.collectives if one.inside)
 
     @property
     def bits_per_parameter(self) -> float:
@@ -119,10 +125,7 @@ def of(
         schemes[sender.scheme] = None
         sent += sender.sends(asked)
         elements += sum(math.prod(leaf.shape) for leaf in asked.leaves)
-    across = sum((one.sent_bytes for one in sent if not one.inside), 0.0)
-    inside = sum((one.sent_bytes for one in sent if one.inside), 0.0)
-    scheme, parameters = "; ".join(schemes), round(elements / group_size)
-    return Traffic(scheme, count, parameters, across, inside, tuple(sent))
+    return Traffic("; ".join(schemes), count, round(elements / group_size), tuple(sent))
 
 
 def _senders(tx: Any, params: Any) -> list[tuple[Any, Any]]:
@@ -168,16 +171,12 @@ def sync_traffic(params: Any, workers: int, schedule: Schedule, where: Any = Non
     chosen = picks(params, checks.as_mask("where", where))
     leaves = [x for x, pick in zip(jax.tree.leaves(params), chosen, strict=True) if pick]
     size = sum(math.prod(leaf.shape) for leaf in leaves)
-    scheme = f"momentum, {schedule.name}"
-    sent: list[Sent] = []
-    if workers > 1 and schedule.up is not None:
+    # A mean square of each leaf travels with it, to tell the drift.
+    sent = (Sent("all-reduce", False, wires.mean_bytes(size + len(leaves), workers)),)
+    if schedule.up is not None:
         asked = Asked(leaves, [frozenset()] * len(leaves), workers)
-        sent += plan_of_codes(schedule, "workers").sends(asked)
-    elif workers > 1 and size:
-        # A mean square of each leaf travels with it, to tell the drift.
-        sent.append(Sent("all-reduce", False, wires.mean_bytes(size + len(leaves), workers)))
-    total = sum((one.sent_bytes for one in sent), 0.0)
-    return Traffic(scheme, workers, size, total, 0.0, tuple(sent))
+        sent = plan_of_codes(schedule, "workers").sends(asked)
+    return Traffic(f"momentum, {schedule.name}", workers, size, sent)
 
 
 def _shards(params: Any, workers: Workers, specs: Any) -> tuple[Any, dict[Any, frozenset]]:
