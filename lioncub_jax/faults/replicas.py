@@ -6,9 +6,7 @@ votes are of another model. So now and then each device sums up what it holds (t
 compare, and who differs from the majority gets its copy.
 """
 
-import functools
 import warnings
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -192,13 +190,7 @@ def _from(x: jax.Array, source: np.ndarray, wrong: np.ndarray) -> jax.Array:
     """The array, where it is wrong with what the source of its shard holds."""
     mesh = sums.untyped(x.sharding.mesh)  # type: ignore[attr-defined]
     spec = x.sharding.spec  # type: ignore[attr-defined]
-    plain = jax.device_put(x, NamedSharding(mesh, spec))
-    with jax.set_mesh(mesh):  # whatever mesh the caller has set
-        return _copying(mesh, spec)(plain, source, wrong)
-
-
-@functools.cache
-def _copying(mesh: Mesh, spec: P) -> Callable[..., jax.Array]:
+    lies = NamedSharding(mesh, spec)
     apart = tuple(n for n in mesh.axis_names if n not in axes_in(spec))
 
     def of_device(x: jax.Array, source: jax.Array, wrong: jax.Array) -> jax.Array:
@@ -210,4 +202,6 @@ def _copying(mesh: Mesh, spec: P) -> Callable[..., jax.Array]:
     run = jax.shard_map(
         of_device, mesh=mesh, in_specs=(spec, each, each), out_specs=spec, check_vma=False
     )
-    return jax.jit(run, out_shardings=NamedSharding(mesh, spec))
+    plain = jax.device_put(x, lies)
+    with jax.set_mesh(mesh):  # whatever mesh the caller has set
+        return jax.jit(run, out_shardings=lies)(plain, source, wrong)

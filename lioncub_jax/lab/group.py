@@ -109,14 +109,11 @@ def _begun(task: Callable[..., None], *arguments: Any) -> threading.Thread:
 @contextlib.contextmanager
 def caught(take: Callable[[int], object], *numbers: int) -> Iterator[None]:
     """Signals that are taken instead of obeyed; in the main thread alone, as Python has it."""
-    before = {}
-    try:
-        if threading.current_thread() is threading.main_thread():
-            for number in numbers:
-                # A signal that is ignored, as by nohup, stays so.
-                if signal.getsignal(number) is not signal.SIG_IGN:
-                    before[number] = signal.signal(number, lambda n, _: take(n))
+    is_main = threading.current_thread() is threading.main_thread()
+    with contextlib.ExitStack() as after:
+        for number in numbers if is_main else ():
+            # A signal that is ignored, as by nohup, stays so.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                before = signal.signal(number, lambda n, _: take(n))
+                after.callback(signal.signal, number, before)
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

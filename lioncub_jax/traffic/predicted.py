@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import optax
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax import axes, checks, wires
@@ -51,12 +51,6 @@ class Traffic(NamedTuple):
     def bits_per_parameter(self) -> float:
         """Bits sent by each worker for each parameter, up and down together."""
         return 8 * self.sent_bytes / max(self.parameters, 1)
-
-    @property
-    def share_of_float32(self) -> float:
-        """Against an all-reduce of float32 gradients."""
-        dense = float32_all_reduce_bytes(self.parameters, self.workers)
-        return self.sent_bytes / dense if dense else 0.0
 
 
 def of(
@@ -172,7 +166,8 @@ def sync_traffic(params: Any, workers: int, schedule: Schedule, where: Any = Non
     leaves = [x for x, pick in zip(jax.tree.leaves(params), chosen, strict=True) if pick]
     size = sum(math.prod(leaf.shape) for leaf in leaves)
     # A mean square of each leaf travels with it, to tell the drift.
-    sent = (Sent("all-reduce", False, wires.mean_bytes(size + len(leaves), workers)),)
+    numbers = wires.mean_bytes(size + len(leaves), workers)
+    sent: tuple[Sent, ...] = (Sent("all-reduce", False, numbers),)
     if schedule.up is not None:
         asked = Asked(leaves, [frozenset()] * len(leaves), workers)
         sent = plan_of_codes(schedule, "workers").sends(asked)
@@ -182,13 +177,12 @@ def sync_traffic(params: Any, workers: int, schedule: Schedule, where: Any = Non
 def _shards(params: Any, workers: Workers, specs: Any) -> tuple[Any, dict[Any, frozenset]]:
     """The leaves that one device holds, and over which inner axes each is cut, by its path."""
     cut = workers.cut(params, specs)
-
-    def shard(leaf: Any, lies: NamedSharding) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(lies.shard_shape(leaf.shape), leaf.dtype)
-
     each = jax.tree_util.tree_leaves_with_path(cut)
-    over = {path: frozenset(axes_in(spec)) for path, spec in each}
-    return jax.tree.map(shard, params, workers.shardings(cut)), over
+    shards = jax.tree.map(
+        lambda x, lies: jax.ShapeDtypeStruct(lies.shard_shape(x.shape), x.dtype),
+        params, workers.shardings(cut),
+    )  # fmt: skip
+    return shards, {path: frozenset(axes_in(spec)) for path, spec in each}
 
 
 def float32_all_reduce_bytes(parameters: float, workers: int) -> float:
