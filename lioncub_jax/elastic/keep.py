@@ -103,13 +103,14 @@ def keep(
         )
     program_of(command, os.environ.get("PATH", os.defpath))
     news: News = queue.SimpleQueue()
-    with contextlib.ExitStack() as stack:
-        ending = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP)
-        stack.enter_context(caught(news.put, *ending, signal.SIGUSR1))
-        file = stack.enter_context(events.open("a", buffering=1)) if events else None
+    ending = signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP
+    with (
+        caught(news.put, *ending, signal.SIGUSR1),
+        open(events or os.devnull, "a", buffering=1) as file,
+        _memory() as kept,
+        _watcher(kept) as watcher,
+    ):
         log = Log(write, file, news)
-        kept = stack.enter_context(_memory())
-        watcher = stack.enter_context(_watcher(kept))
         run = Run(list(command), workers, least, kept, watcher, log, Group(news, log.said))
         while (code := run.start()) is None:
             pass
@@ -121,7 +122,7 @@ def keep(
 class Log:
     """Says what happens: a line for people, and a JSON object for programs."""
 
-    def __init__(self, write: Callable[[str], object], file: TextIO | None, news: News):
+    def __init__(self, write: Callable[[str], object], file: TextIO, news: News):
         self._write, self._file, self._news = write, file, news
         self.failed: Exception | None = None
         self.start = 0
@@ -144,9 +145,8 @@ class Log:
     def event(self, event: str, line: str, **fields: Any) -> None:
         """A line for people, and fields for programs."""
         self.line(f"lioncub: {line}")
-        if self._file:
-            about = {"time": time.time(), "event": event, "start": self.start}
-            self._file.write(json.dumps(about | fields) + "\n")
+        about = {"time": time.time(), "event": event, "start": self.start}
+        self._file.write(json.dumps(about | fields) + "\n")
 
 
 @dataclasses.dataclass

@@ -73,8 +73,8 @@ def hub() -> None:
         begin = time.monotonic()
         start_workers(plan, places, group)
         codes, exit_code = watch(plan, group)
-        seconds, links = time.monotonic() - begin, counters(len(places))
-        rows = [(code, *link) for code, link in zip(codes, links, strict=True)]
+        seconds = time.monotonic() - begin
+        rows = [(codes[place], *sent) for place, sent in enumerate(counters(len(places)))]
         say(workers=rows, seconds=seconds, exit_code=exit_code)
     finally:
         # What workers leave running still holds their output.
@@ -215,7 +215,7 @@ def start_workers(plan: Plan, places: list[Spaces], group: "Group") -> None:
     os.sched_setaffinity(0, cores)
 
 
-def watch(plan: Plan, group: "Group") -> tuple[list[int], int]:
+def watch(plan: Plan, group: "Group") -> tuple[dict[int, int], int]:
     """Until all workers have ended: the exit code of each, as shells give it, and that of the run."""
     codes: dict[int, int] = {}
     exit_code = 0
@@ -235,7 +235,7 @@ def watch(plan: Plan, group: "Group") -> tuple[list[int], int]:
                 exit_code = code
                 due += stops(plan["grace"])
         due.sort()  # what is due earlier stays: a failure must not put off a stop
-    return [codes[place] for place in sorted(codes)], exit_code
+    return codes, exit_code
 
 
 def stops(seconds: float, patience: float = STOP_SECONDS) -> list[tuple[float, int]]:

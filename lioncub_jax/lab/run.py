@@ -170,8 +170,8 @@ def run(
         ],
     }
     report = _followed([*_permitted(tools), *INSIDE], plan, outside, write)
-    workers = tuple(WorkerReport(*one) for one in report["workers"])
-    return Report(workers, report["seconds"], report["exit_code"])
+    workers = tuple(WorkerReport(*one) for one in report.pop("workers"))
+    return Report(workers, **report)
 
 
 def _followed(

@@ -75,11 +75,12 @@ def learned(method: str, workers: int, parameters: int, data: str = DATA[0]) -> 
       >>> learned("lion", 100, 10**6).factor
       1.0
     """
-    nearest: dict[str, dict[str, Any]] = {}
-    for task in tasks_near(parameters, data):
-        rows = [one for one in _rows(data) if (one["task"], one["method"]) == (task.name, method)]
-        if rows:
-            nearest[task.name] = min(rows, key=lambda one: abs(math.log(workers / one["workers"])))
+    rows = [one for one in _rows(data) if one["method"] == method]
+    nearest = {
+        task.name: min(of_task, key=lambda one: abs(math.log(workers / one["workers"])))
+        for task in tasks_near(parameters, data)
+        if (of_task := [one for one in rows if one["task"] == task.name])
+    }
     if not nearest:
         return None
     at = TARGETS.index(TARGET)

@@ -252,8 +252,13 @@ def _sent(scheme: Scheme, params: Any, at: Cluster) -> list[Sent]:
             "(--model FILE.py:NAME) in place of a number of parameters"
         )
 
+    device = AbstractDevice("", None, platform="cpu") if at.on_cpu else None
+
     def sent(workers: int, group_size: int) -> list[Sent]:
-        among = _workers(workers, group_size, at)
+        # None of these devices is there.
+        shape, names = (workers, group_size), ("workers", "group")
+        mesh: Any = AbstractMesh(shape, names, abstract_device=device)
+        among = Workers(mesh, "workers", "group" if group_size > 1 else None)
         found = accounting.of(scheme.make(workers=among), params, among).collectives
         return [one for one in found if one.sent_bytes]
 
@@ -266,13 +271,6 @@ def _sent(scheme: Scheme, params: Any, at: Cluster) -> list[Sent]:
             "it has no two levels: each device is a worker, or they share one by an inner mesh axis"
         )
     return sent(at.workers, at.group_size)
-
-
-def _workers(count: int, group_size: int, at: Cluster) -> Workers:
-    """So many of so many devices each, none of which is there."""
-    device = AbstractDevice("", None, platform="cpu") if at.on_cpu else None
-    mesh: Any = AbstractMesh((count, group_size), ("workers", "group"), abstract_device=device)
-    return Workers(mesh, "workers", "group" if group_size > 1 else None)
 
 
 def _in_slices(across: list[Sent], inside: list[Sent], devices: int) -> list[Sent]:
