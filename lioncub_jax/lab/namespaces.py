@@ -149,19 +149,18 @@ def make_network(plan: Plan) -> list[Spaces]:
         set_kernel("net/ipv6/conf/default/disable_ipv6", "1")
     bridge = ["link add br0 type bridge mcast_snooping 0", "link set br0 addrgenmode none up"]
     tool(plan, "ip", lines=bridge)
-    size = f"gso_max_size {plan['packet']}" if plan["packet"] else ""
     home, places = here(), list[Spaces]()
     for index, worker in enumerate(plan["workers"]):
         called(LIBC.unshare, CLONE_NEWNET | CLONE_NEWUTS)
         places.append(here())
         with inside(places[-1], home):
-            make_host(plan, worker, f"port{index} netns /proc/self/fd/{home[0]} {size}", size)
+            make_host(plan, worker, f"port{index} netns /proc/self/fd/{home[0]}")
         tool(plan, "ip", lines=[f"link set port{index} master br0 addrgenmode none up"])
         shape(plan, f"port{index}")
     return places
 
 
-def make_host(plan: Plan, worker: Plan, peer: str, size: str) -> None:
+def make_host(plan: Plan, worker: Plan, peer: str) -> None:
     """Name and address of a worker, and its end of a link."""
     socket.sethostname(worker["name"])
     # TCP as Linux has it by default, or as every Linux permits it, whatever the machine was set to.
@@ -171,7 +170,7 @@ def make_host(plan: Plan, worker: Plan, peer: str, size: str) -> None:
             break
     lines = [
         "link set lo up",
-        f"link add eth0 {size} type veth peer name {peer}",
+        f"link add eth0 {plan['packet']} type veth peer name {peer} {plan['packet']}",
         "link set eth0 addrgenmode none up",
         f"addr add {worker['address']}/{plan['prefix']} dev eth0",
     ]

@@ -153,7 +153,8 @@ def run(
     program = program_of(command, (outside | own).get("PATH", os.defpath))
     _check("grace", grace, 0 <= grace < math.inf, "seconds of at least 0")
     tools = _tools()
-    plan = _shape(network) | {
+    plan = {
+        **_shape(network),
         "tools": tools,
         "missing": MISSING,
         "command": [program, *command[1:]],
@@ -293,21 +294,21 @@ def _permitted(tools: dict[str, str]) -> list[str]:
 # --- The network
 
 
-def _shape(network: Network) -> dict[str, Any]:
-    """Largest packet, and what `tc` is told about each end of a link.
+def _shape(network: Network) -> dict[str, str]:
+    """What `ip` and `tc` are told about each end of a link: the largest packet, and its rate.
 
     A bucket lets through its burst at once, which flatters whoever sends little: it is kept at what
     1 ms brings, or two packets where that is more. Hence packets are kept small on slow links.
     """
     if not network.rate:
-        return {"packet": 0, "shape": None}
+        return {"packet": "", "shape": ""}
     per_second = network.rate / 8
     packet = int(min(16384, max(3000, per_second / 2000)))
     burst = int(min(4e6, max(2 * packet, per_second / 1000)))
     # 50 ms of data, as a switch might hold; TCP collapses with much less.
     limit = int(min(64e6, max(262144, per_second / 20)))
     return {
-        "packet": packet,
+        "packet": f"gso_max_size {packet}",
         "shape": f"tbf rate {network.rate:.0f}bit burst {burst} limit {limit}",
     }
 
