@@ -377,12 +377,12 @@ def test_text_that_is_no_program_of_this_mesh(text, words):
 
 
 ROWS = """\
-all-to-all|data|2 × u8[64]|8|115.5 B|every step
+all-to-all|data|2 × u8[64]|8|116 B|every step
 ||f32[]|||
 all-reduce|data, tp|f32[1000, 1000]|2|20 MB|every step, 5 times, per loop turn
 all-gather|unknown|f32[8, 8]|4|768 B|in a branch
 all-reduce|none|f32[8, 8]|1|0 B|every step
-total|data|||115.5 B|every step
+total|data|||116 B|every step
 total|data, tp|||20 MB|every step, at least
 total|unknown|||768 B|all branches
 """

@@ -42,10 +42,7 @@ examples:
 
 INSIDE_LATENCY = 5e-6
 
-
-def _rates(text: str) -> list[float]:
-    return [units.rate(part) for part in text.split(",")]
-
+RATES = reads(lambda text: [units.rate(part) for part in text.split(",")])
 
 OPTIONS: list[Row] = [
     ("--params", COUNT, "number of parameters, such as 7B"),
@@ -60,7 +57,7 @@ OPTIONS: list[Row] = [
     ),
     ("--workers", COUNT, "number of data-parallel workers"),
     ("--compute", SECONDS, "time of a step without the network, such as 144ms"),
-    ("--bandwidth", reads(_rates), "of each worker's link, such as 1gbit, or several with commas"),
+    ("--bandwidth", RATES, "of each worker's link, such as 1gbit, or several with commas"),
     ("--latency", SECONDS, "from one worker to another (50us)"),
     (
         "--devices-per-worker", COUNT,

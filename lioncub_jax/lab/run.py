@@ -147,14 +147,20 @@ def run(
       1 | worker1
       Report(workers=(WorkerReport(exit_code=0, ...
     """
-    _check_network(network)
+    workers, rate = network
+    most = SUBNET.num_addresses - 2
+    _check("workers", workers, 1 <= workers <= most, f"from 1 to {most}")
+    _check(
+        "rate", rate, rate is None or SLOWEST <= rate < math.inf,
+        "bits per second of at least 1000, such as 1e8, or None for links that are not limited",
+    )  # fmt: skip
+    _check("grace", grace, 0 <= grace < math.inf, "seconds of at least 0")
     own = dict(environment or {})
     outside = {k: v for k, v in os.environ.items() if k.lower() not in PROXIES}
     program = program_of(command, (outside | own).get("PATH", os.defpath))
-    _check("grace", grace, 0 <= grace < math.inf, "seconds of at least 0")
     tools = _tools()
     plan = {
-        **_shape(network),
+        **_shape(rate),
         "tools": tools,
         "missing": MISSING,
         "command": [program, *command[1:]],
@@ -165,14 +171,13 @@ def run(
                 "name": f"worker{i}",
                 "address": str(SUBNET[i + 1]),
                 "cores": cores,
-                "environment": wiring(f"{SUBNET[1]}:{PORT}", network.workers, i, "eth0") | own,
+                "environment": wiring(f"{SUBNET[1]}:{PORT}", workers, i, "eth0") | own,
             }
-            for i, cores in enumerate(_cores(network.workers))
+            for i, cores in enumerate(_cores(workers))
         ],
     }
     report = _followed([*_permitted(tools), *INSIDE], plan, outside, write)
-    workers = tuple(WorkerReport(*one) for one in report.pop("workers"))
-    return Report(workers, **report)
+    return Report(tuple(WorkerReport(*one) for one in report.pop("workers")), **report)
 
 
 def _followed(
@@ -242,16 +247,6 @@ def _check(name: str, value: object, allowed: bool, what: str) -> None:
         raise ValueError(f"{name} is {value!r}: give {what}")
 
 
-def _check_network(network: Network) -> None:
-    workers, rate = network
-    most = SUBNET.num_addresses - 2
-    _check("workers", workers, 1 <= workers <= most, f"from 1 to {most}")
-    _check(
-        "rate", rate, rate is None or SLOWEST <= rate < math.inf,
-        "bits per second of at least 1000, such as 1e8, or None for links that are not limited",
-    )  # fmt: skip
-
-
 def program_of(command: Sequence[str], path: str) -> str:
     """The file of a command's program."""
     if isinstance(command, str) or not command:
@@ -294,22 +289,22 @@ def _permitted(tools: dict[str, str]) -> list[str]:
 # --- The network
 
 
-def _shape(network: Network) -> dict[str, str]:
+def _shape(rate: float | None) -> dict[str, str]:
     """What `ip` and `tc` are told about each end of a link: the largest packet, and its rate.
 
     A bucket lets through its burst at once, which flatters whoever sends little: it is kept at what
     1 ms brings, or two packets where that is more. Hence packets are kept small on slow links.
     """
-    if not network.rate:
+    if not rate:
         return {"packet": "", "shape": ""}
-    per_second = network.rate / 8
+    per_second = rate / 8
     packet = int(min(16384, max(3000, per_second / 2000)))
     burst = int(min(4e6, max(2 * packet, per_second / 1000)))
     # 50 ms of data, as a switch might hold; TCP collapses with much less.
     limit = int(min(64e6, max(262144, per_second / 20)))
     return {
         "packet": f"gso_max_size {packet}",
-        "shape": f"tbf rate {network.rate:.0f}bit burst {burst} limit {limit}",
+        "shape": f"tbf rate {rate:.0f}bit burst {burst} limit {limit}",
     }
 
 

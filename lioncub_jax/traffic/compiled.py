@@ -218,14 +218,14 @@ def table(found: Sequence[Collective]) -> "Table":
         when = "in a branch" if one.gated else "every step"
         when += f", {one.times} times" if one.times > 1 else ""
         when += ", per loop turn" if one.looped else ""
-        sent = bytes_text(one.sent_bytes, 4)
+        sent = bytes_text(one.sent_bytes)
         shown.add_row(one.op, _axes_text(one.axes), arrays, str(one.group_size), sent, when)
     shown.add_section()
     for gated in (False, True):
         for axes, total in sent_bytes(found, gated=gated).items():
             short = any(one.looped for one in found if (one.axes, one.gated) == (axes, gated))
             when = ("all branches" if gated else "every step") + (", at least" if short else "")
-            shown.add_row("total", _axes_text(axes), "", "", bytes_text(total, 4), when)
+            shown.add_row("total", _axes_text(axes), "", "", bytes_text(total), when)
     return shown
 
 

@@ -4,7 +4,6 @@
 of a compiled step. The two must agree, and a benchmark and a test say that they do.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -118,7 +117,7 @@ def of(
         asked = Asked(jax.tree.leaves(tree), over, count, group_size, platform, step)
         schemes[sender.scheme] = None
         sent += sender.sends(asked)
-        elements += sum(math.prod(leaf.shape) for leaf in asked.leaves)
+        elements += sum(leaf.size for leaf in asked.leaves)
     return Traffic("; ".join(schemes), count, round(elements / group_size), tuple(sent))
 
 
@@ -164,7 +163,7 @@ def sync_traffic(params: Any, workers: int, schedule: Schedule, where: Any = Non
     check_schedule(schedule)
     chosen = picks(params, checks.as_mask("where", where))
     leaves = [x for x, pick in zip(jax.tree.leaves(params), chosen, strict=True) if pick]
-    size = sum(math.prod(leaf.shape) for leaf in leaves)
+    size = sum(leaf.size for leaf in leaves)
     # A mean square of each leaf travels with it, to tell the drift.
     numbers = wires.mean_bytes(size + len(leaves), workers)
     sent: tuple[Sent, ...] = (Sent("all-reduce", False, numbers),)
