@@ -99,14 +99,14 @@ def rate_text(bits_per_second: float) -> str:
     return _shown(bits_per_second, "bit/s")
 
 
-def bytes_text(count: float, digits: int = 3) -> str:
-    """Bytes for people, in decimal units, to so many digits.
+def bytes_text(count: float) -> str:
+    """Bytes for people, in decimal units.
 
     Example:
       >>> bytes_text(1_369_000)
       '1.37 MB'
     """
-    return _shown(count, "B", digits=digits)
+    return _shown(count, "B")
 
 
 def seconds_text(time: float) -> str:
@@ -119,12 +119,12 @@ def seconds_text(time: float) -> str:
     return f"{_digits(time / 3600)} h" if time >= LONG else _shown(time, "", TIMES)
 
 
-def _shown(number: float, unit: str, scales: dict[str, float] = PREFIXES, digits: int = 3) -> str:
+def _shown(number: float, unit: str, scales: dict[str, float] = PREFIXES) -> str:
     fitting = [name for name in scales if number >= scales[name]]
     name = fitting[-1] if fitting else next(iter(scales))
-    return f"{_digits(number / scales[name], digits)} {name}{unit}"
+    return f"{_digits(number / scales[name])} {name}{unit}"
 
 
-def _digits(number: float, digits: int = 3) -> str:
-    """So many digits that count, and all of those before the point."""
-    return f"{number:.0f}" if number >= 10 ** (digits - 1) else f"{number:.{digits}g}"
+def _digits(number: float) -> str:
+    """Three digits that count, and all of those before the point."""
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"

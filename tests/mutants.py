@@ -599,11 +599,11 @@ MUTANTS = r"""
 
 # faults/replicas.py: faults
 = a tie of replicas passes for a majority
-- 2 * len(right) <= len(words)
-+ 2 * len(right) < len(words)
+- 2 * sizes.max() <= len(words)
++ 2 * sizes.max() < len(words)
 
 = who differs gets the copy of worker 0, right or wrong
-- source[right[0]] = True
+- source[devices[right][0]] = True
 + source[devices[0]] = True
 
 # elastic/keep.py: elastic

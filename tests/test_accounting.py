@@ -76,17 +76,15 @@ def test_small_models_pay_for_padding():
     assert 2 < predict(shapes(2**20), 64).bits_per_parameter / (63 / 64) <= 1.025 * 2
 
 
-def test_bits_and_share_follow_from_the_bytes():
-    traffic = lc.traffic.Traffic(4, 1000, 250.0)
-    assert (traffic.bits_per_parameter, traffic.share_of_float32) == (2, 250 / 6000)
+def test_bits_follow_from_the_bytes():
+    assert lc.traffic.Traffic(4, 1000, 250.0).bits_per_parameter == 2
     assert lc.traffic.float32_all_reduce_bytes(1000, 4) == 6000
-    nothing = lc.traffic.Traffic(4, 0, 0.0)
-    assert (nothing.bits_per_parameter, nothing.share_of_float32) == (0, 0)
+    assert lc.traffic.Traffic(4, 0, 0.0).bits_per_parameter == 0
     everywhere = lc.global_gradients(optax.sgd(1.0), workers=(AXIS, "gpu"))
     groups = lc.Workers(AbstractMesh((2, 4), (AXIS, "gpu")), AXIS, "gpu")
     assert lc.traffic.of(everywhere, shapes(1000), groups).sent_bytes == 2 * 7 / 8 * 4000
     alone = predict(shapes(1000), 1, wire=WIRES.counts())
-    assert (alone.sent_bytes, alone.bits_per_parameter, alone.share_of_float32) == (0, 0, 0)
+    assert (alone.sent_bytes, alone.bits_per_parameter) == (0, 0)
 
 
 def test_the_demo_sends_what_the_readme_says():

@@ -376,11 +376,8 @@ def test_the_lab_gets_all_options_and_its_exit_code_is_ours(fake_lab, capsys):
     assert fake_lab == {"network": lab.Network(4, 1e8), "command": command, "grace": 2.0}
     shown = capsys.readouterr().out
     assert shown.startswith("0 | a line\n") and "exit code" in shown
-
-
-def test_the_lab_has_its_own_defaults(fake_lab):
     assert cli.main(argv_of("lab --workers 2 -- true")) == 7
-    assert fake_lab == {"network": lab.Network(2), "command": ["true"]}
+    assert fake_lab == {"network": lab.Network(2), "command": ["true"], "grace": 10.0}
 
 
 def test_a_machine_that_cannot_run_the_lab_says_what_it_lacks(monkeypatch, capsys):

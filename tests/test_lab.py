@@ -52,30 +52,32 @@ def run(clean):
 # --- What is left of a run
 
 
-def traces(marker):
-    """Everything that a lab could leave on the machine: processes, with their networks, and more."""
-    processes = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            if marker.encode() in (process / "environ").read_bytes():
-                processes[process.name] = os.readlink(process / "ns/net")
-    named = Path("/run/netns")
-    return {
-        "processes": processes,
-        "links": sorted(x.split(":")[0] for x in Path("/proc/net/dev").read_text().splitlines()),
-        "named namespaces": sorted(named.iterdir()) if named.exists() else None,
-        "mounts": Path("/proc/self/mounts").read_text(),
-        "hosts": Path("/etc/hosts").read_bytes(),
-        "name": socket.gethostname(),
-    }
-
-
 @pytest.fixture
 def left(monkeypatch):
-    """Traces of this test's processes, by a variable that those of other labs do not have."""
+    """Everything that a lab could leave on the machine: processes, with their networks, and more.
+
+    Processes of this test, by a variable that those of other labs do not have.
+    """
     marker = uuid.uuid4().hex
     monkeypatch.setenv("LIONCUB_LAB_TEST", marker)
-    return lambda: traces(marker)
+
+    def traces():
+        processes = {}
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                if marker.encode() in (process / "environ").read_bytes():
+                    processes[process.name] = os.readlink(process / "ns/net")
+        named, links = Path("/run/netns"), Path("/proc/net/dev").read_text().splitlines()
+        return {
+            "processes": processes,
+            "links": sorted(line.split(":")[0] for line in links),
+            "named namespaces": sorted(named.iterdir()) if named.exists() else None,
+            "mounts": Path("/proc/self/mounts").read_text(),
+            "hosts": Path("/etc/hosts").read_bytes(),
+            "name": socket.gethostname(),
+        }
+
+    return traces
 
 
 @pytest.fixture
@@ -83,10 +85,10 @@ def clean(machine, left):
     """A context after which nothing may be left; the kernel may take a moment for the last of it."""
 
     @contextlib.contextmanager
-    def checked(seconds=10):
+    def checked():
         before = left()
         yield
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + 10
         while (after := left()) != before and time.monotonic() < deadline:
             time.sleep(0.05)
         assert after == before

@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from lioncub_jax import traffic, units, watch
 from lioncub_jax.cli import output, targets
-from lioncub_jax.cli.options import COUNT, Row
+from lioncub_jax.cli.options import COUNT, FLAG, Row
 from lioncub_jax.traffic import compiled
 
 SUMMARY = "what a compiled step really sends"
@@ -31,14 +31,14 @@ examples:
 
 
 OPTIONS: list[Row] = [
-    ("target", str, "MODULE:NAME or FILE.py:NAME"),
+    ("target", {}, "MODULE:NAME or FILE.py:NAME"),
     ("--devices", COUNT, "run a target on so many devices of the CPU"),
     (
         "--params", COUNT,
         "number of parameters: compare with an all-reduce of float32 gradients, over the axes that vote, "
         "or the first",
     ),
-    ("--json", bool, "print numbers instead of a table"),
+    ("--json", FLAG, "print numbers instead of a table"),
 ]  # fmt: skip
 
 

@@ -5,7 +5,7 @@ import sys
 
 from lioncub_jax import lab
 from lioncub_jax.cli import output
-from lioncub_jax.cli.options import COUNT, RATE, SECONDS, Row, given
+from lioncub_jax.cli.options import COUNT, RATE, SECONDS, Row
 
 SUMMARY = "run a command once for each worker, on a network of a chosen speed"
 
@@ -28,21 +28,22 @@ examples:
 OPTIONS: list[Row] = [
     ("--workers", COUNT, "how many times the command is started"),
     ("--rate", RATE, "of each link, such as 100mbit (not limited)"),
-    ("--grace", SECONDS, "that the others get to end when one worker has failed (10s)"),
-]
+    (
+        "--grace", SECONDS | {"default": 10.0},
+        "that the others get to end when one worker has failed (10s)",
+    ),
+]  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns its exit code.
 
     Raises:
-      ValueError: for options that do not go together, and as `lab.run`.
+      ValueError: as `lab.run`.
     """
-    if args.workers is None or not args.words:
-        raise ValueError("give --workers, and the command behind --: lab --workers 4 -- COMMAND")
-    network = lab.Network(**given(args, *lab.Network._fields))
+    network = lab.Network(args.workers, args.rate)
     try:
-        report = lab.run(network, args.words, write=output.write_line, **given(args, "grace"))
+        report = lab.run(network, args.words, grace=args.grace, write=output.write_line)
     except lab.LabError as error:  # several lines: what to install or permit
         print(f"error: {error}", file=sys.stderr)
         return 2

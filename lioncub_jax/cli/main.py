@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import lioncub_jax
 from lioncub_jax.cli import bytes as bytes_command
 from lioncub_jax.cli import lab as lab_command
-from lioncub_jax.cli import options, output
+from lioncub_jax.cli import output
 from lioncub_jax.cli import plan as plan_command
 from lioncub_jax.cli import run as run_command
 
@@ -84,6 +84,10 @@ def _command(given: list[str]) -> int:
         command = args.parser
         # argparse itself would mix up the options of the lab's command.
         args.words = given[end + 1 :]
+        if args.name in _STARTING and not (args.workers and args.words):
+            raise ValueError(
+                f"give --workers, and the command behind --: {args.name} --workers 4 -- COMMAND"
+            )
         if args.words and args.name not in _STARTING:
             words = " ".join(args.words)
             raise ValueError(f"-- {words}: only lab and run take a command; leave it out")
@@ -114,7 +118,8 @@ def _parser() -> _Parser:
             formatter_class=raw, allow_abbrev=False,
             usage=f"lioncub {name} [options] -- COMMAND..." if name in _STARTING else None,
         )  # fmt: skip
-        options.add(command, module.OPTIONS)
+        for option, how, words in module.OPTIONS:
+            command.add_argument(option, help=words, **how)
         command.set_defaults(name=name, parser=command)
     return parser
 

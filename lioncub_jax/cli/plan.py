@@ -5,7 +5,7 @@ import dataclasses
 
 from lioncub_jax import planner, units
 from lioncub_jax.cli import output, targets
-from lioncub_jax.cli.options import COUNT, RATE, SECONDS, Row, reads, refuse
+from lioncub_jax.cli.options import COUNT, FLAG, RATE, SECONDS, Row, reads
 
 SUMMARY = "will voting help me? the time to the loss by every method, before training"
 
@@ -42,25 +42,22 @@ examples:
 
 INSIDE_LATENCY = 5e-6
 
-
-def _rates(text: str) -> list[float]:
-    return [units.rate(part) for part in text.split(",")]
-
+RATES = reads(lambda text: [units.rate(part) for part in text.split(",")])
 
 OPTIONS: list[Row] = [
     ("--params", COUNT, "number of parameters, such as 7B"),
     (
-        "--model", str,
+        "--model", {},
         "or count those of a model: MODULE:NAME or FILE.py:NAME, a function without arguments that returns "
         "an nnx.Module, linen variables or a tree of arrays; only shapes are made",
     ),
     (
-        "--cluster", str,
+        "--cluster", {},
         "machines by name, such as v5e-8, h100-64, p4d-64 or 8x4090-10g; an unknown name lists all",
     ),
     ("--workers", COUNT, "number of data-parallel workers"),
     ("--compute", SECONDS, "time of a step without the network, such as 144ms"),
-    ("--bandwidth", reads(_rates), "of each worker's link, such as 1gbit, or several with commas"),
+    ("--bandwidth", RATES, "of each worker's link, such as 1gbit, or several with commas"),
     ("--latency", SECONDS, "from one worker to another (50us)"),
     (
         "--devices-per-worker", COUNT,
@@ -72,15 +69,15 @@ OPTIONS: list[Row] = [
         "of a device, for the time of packing bits (100gbyte, a server's processor)",
     ),
     (
-        "--platform", ("cpu", "gpu", "tpu"),
+        "--platform", {"choices": ("cpu", "gpu", "tpu")},
         "where it will run; on cpu JAX all-reduces bfloat16 as float32, and of each two workers only one "
         "sends to the other at a time (gpu)",
     ),
     (
-        "--data", planner.DATA,
+        "--data", {"choices": planner.DATA, "default": planner.DATA[0]},
         "what the workers see: the same kind, or classes or texts of their own (alike)",
     ),
-    ("--json", bool, "print numbers instead of tables"),
+    ("--json", FLAG, "print numbers instead of tables"),
 ]  # fmt: skip
 
 
@@ -101,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     cluster = _cluster(args, named)
     params = targets.shapes(args.model) if args.model else args.params
     plans = [
-        planner.plan(params, cluster.at(rate), args.compute, args.data or planner.DATA[0])
+        planner.plan(params, cluster.at(rate), args.compute, args.data)
         for rate in args.bandwidth or [cluster.link.bandwidth]
     ]
     size = plans[0].parameters
@@ -140,8 +137,10 @@ def _cluster(args: argparse.Namespace, named: planner.NamedCluster | None) -> pl
         on_cpu=args.platform == "cpu",
         memory_bandwidth=args.memory_bandwidth or at.memory_bandwidth,
     )
-    if cluster.group_size == 1:
-        refuse(args, "inside_bandwidth", "it has no effect without --devices-per-worker above 1")
+    if args.inside_bandwidth and cluster.group_size == 1:
+        raise ValueError(
+            "--inside-bandwidth: it has no effect without --devices-per-worker above 1; leave it out"
+        )
     return cluster
 
 

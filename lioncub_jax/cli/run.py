@@ -33,7 +33,11 @@ examples:
 OPTIONS: list[Row] = [
     ("--workers", COUNT, "how many are started"),
     ("--min", COUNT, "with fewer it does not go on (as many as --workers)"),
-    ("--events", Path, "a file: add every start, death and end there, a JSON object a line"),
+    (
+        "--events",
+        {"type": Path},
+        "a file: add every start, death and end there, a JSON object a line",
+    ),
 ]
 
 
@@ -43,8 +47,6 @@ def run(args: argparse.Namespace) -> int:
     Raises:
       ValueError: for options that cannot be.
     """
-    if args.workers is None or not args.words:
-        raise ValueError("give --workers, and the command behind --: run --workers 4 -- COMMAND")
     kept = elastic.keep(
         args.words, args.workers, least=args.min, events=args.events, write=output.write_line
     )

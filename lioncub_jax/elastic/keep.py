@@ -103,27 +103,29 @@ def keep(
         )
     program_of(command, os.environ.get("PATH", os.defpath))
     news: News = queue.SimpleQueue()
-    with contextlib.ExitStack() as stack:
-        ending = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP)
-        stack.enter_context(caught(news.put, *ending, signal.SIGUSR1))
-        file = stack.enter_context(events.open("a", buffering=1)) if events else None
+    ending = signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP
+    with (
+        caught(news.put, *ending, signal.SIGUSR1),
+        open(events or os.devnull, "a", buffering=1) as file,
+        _memory() as kept,
+        _watcher(kept) as watcher,
+    ):
         log = Log(write, file, news)
-        kept = stack.enter_context(_memory())
-        watcher = stack.enter_context(_watcher(kept))
         run = Run(list(command), workers, least, kept, watcher, log, Group(news, log.said))
         while (code := run.start()) is None:
             pass
     if log.failed:
         raise log.failed
-    return Outcome(code, run.starts, len(run.places))
+    return Outcome(code, log.start, len(run.places))
 
 
 class Log:
     """Says what happens: a line for people, and a JSON object for programs."""
 
-    def __init__(self, write: Callable[[str], object], file: TextIO | None, news: News):
+    def __init__(self, write: Callable[[str], object], file: TextIO, news: News):
         self._write, self._file, self._news = write, file, news
         self.failed: Exception | None = None
+        self.start = 0
         self.last = defaultdict[int, deque[str]](lambda: deque(maxlen=LAST_LINES))
 
     def line(self, text: str) -> None:
@@ -140,11 +142,11 @@ class Log:
         self.last[member.place].append(text)
         self.line(f"{member.place} | {text}")
 
-    def event(self, line: str, **fields: Any) -> None:
+    def event(self, event: str, line: str, **fields: Any) -> None:
         """A line for people, and fields for programs."""
         self.line(f"lioncub: {line}")
-        if self._file:
-            self._file.write(json.dumps({"time": time.time(), **fields}) + "\n")
+        about = {"time": time.time(), "event": event, "start": self.start}
+        self._file.write(json.dumps(about | fields) + "\n")
 
 
 @dataclasses.dataclass
@@ -158,7 +160,6 @@ class Run:
     watcher: int  # the pipe to it
     log: Log
     group: Group
-    starts: int = 0
     collisions: int = 0
     failed: list[int] = dataclasses.field(default_factory=list)  # places that died first, in a row
 
@@ -167,7 +168,8 @@ class Run:
 
     def start(self) -> int | None:
         """One start of all workers, until they have ended; the exit code, or None to start again."""
-        began, self.starts, self.port = time.monotonic(), self.starts + 1, _free_port()
+        began, self.port = time.monotonic(), _free_port()
+        self.log.start += 1
         self.log.last.clear()
         try:
             for index, place in enumerate(self.places):
@@ -178,8 +180,8 @@ class Run:
                     pass_fds=[self.watcher],
                 )
             pids = [worker.process.pid for worker in self.group.members]
-            said = f"start {self.starts}: {len(pids)} workers"
-            self._event("started", said, places=self.places, pids=pids)
+            said = f"start {self.log.start}: {len(pids)} workers"
+            self.log.event("started", said, places=self.places, pids=pids)
             stopped, first = self._watched()
             seconds = time.monotonic() - began
         finally:  # none outlives its start
@@ -187,13 +189,13 @@ class Run:
             os.write(self.watcher, b"\n")
         if stopped == signal.SIGUSR1:
             self.places, self.failed = list(range(self.workers)), []
-            self._event("all_again", f"all {self.workers} places again")
+            self.log.event("all_again", f"all {self.workers} places again")
             return None
         if stopped:
-            self._event("stopped", f"ended by {signal.Signals(stopped).name}")
+            self.log.event("stopped", f"ended by {signal.Signals(stopped).name}")
             return 128 + stopped
         if first is None:
-            self._event("ended", "all workers ended")
+            self.log.event("ended", "all workers ended")
             return 0
         return self._after(first.place, first.process.returncode, seconds)
 
@@ -220,7 +222,7 @@ class Run:
     def _after(self, place: int, code: int, seconds: float) -> int | None:
         """What follows the death of a worker."""
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
-        self._event(
+        self.log.event(
             "died", f"worker {place} died {how} after {seconds:.1f} s; the others are ended",
             place=place, code=code,
         )  # fmt: skip
@@ -229,7 +231,7 @@ class Run:
             # All have ended, and it is in use. (Of jax's words none says that reliably.)
             self.collisions += 1
             said = f"another program has taken port {self.port}: on another, and no strike"
-            self._event("collided", said)
+            self.log.event("collided", said)
             return None
         strike = seconds < SETTLED_SECONDS or not stepped
         self.failed = [*self.failed, place] if strike else []
@@ -238,14 +240,14 @@ class Run:
         if len(set(self.failed)) == 1 and len(self.places) > self.least:
             self.places.remove(place)
             self.failed = []
-            self._event(
+            self.log.event(
                 "left_out",
                 f"place {place} died {STRIKES} times in a row and is left out: "
                 f"{len(self.places)} workers go on; SIGUSR1 starts all again",
                 place=place, places=self.places,
             )  # fmt: skip
             return None
-        self._event(
+        self.log.event(
             "gave_up",
             f"{STRIKES} starts in a row ended within {SETTLED_SECONDS:g} s or before a step "
             "(lioncub_jax.elastic.stepped() says that one is done; make_train_step calls it), and "
@@ -256,9 +258,6 @@ class Run:
             self.log.line(f"    {line}")
         return code if code > 0 else 128 - code
 
-    def _event(self, event: str, line: str, **fields: Any) -> None:
-        self.log.event(line, event=event, start=self.starts, **fields)
-
     def _environment(self, index: int) -> dict[str, str]:
         # Unless the user has set them. JAX leaves out what compiles fast, and there are many of these.
         kept = {
@@ -267,12 +266,12 @@ class Run:
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
         own = wiring(f"127.0.0.1:{self.port}", len(self.places), index, "lo")
-        start = {"LIONCUB_START": str(self.starts), STEPPED: str(self._stepped())}
+        start = {"LIONCUB_START": str(self.log.start), STEPPED: str(self._stepped())}
         return kept | dict(os.environ) | own | start
 
     def _stepped(self) -> Path:
         """What a worker makes when a step of this start is done."""
-        return Path(self.kept, f"stepped-{self.starts}")
+        return Path(self.kept, f"stepped-{self.log.start}")
 
 
 def memory() -> Path | None:

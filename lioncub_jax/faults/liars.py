@@ -56,10 +56,9 @@ def not_finite(grads: Any, key: jax.Array) -> Any:
 def collusion(grads: Any, key: jax.Array) -> Any:
     """All liars push the largest leaf one way, as hard as its largest gradient; else they are honest."""
     del key
-    leaves, tree = jax.tree.flatten(grads)
-    at = max(range(len(leaves)), key=lambda i: leaves[i].size)
-    leaves[at] = jnp.full_like(leaves[at], jnp.max(jnp.abs(leaves[at])))
-    return jax.tree.unflatten(tree, leaves)
+    largest = max(jax.tree.leaves(grads), key=jnp.size)
+    pushed = jnp.full_like(largest, jnp.max(jnp.abs(largest)))
+    return jax.tree.map(lambda x: pushed if x is largest else x, grads)
 
 
 def liars(
@@ -100,7 +99,6 @@ def liars(
             raise ValueError(f"who={who!r}: there are {count} workers, 0 to {count - 1}")
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), state), worker)
         lies = jnp.isin(worker, jnp.asarray(who, jnp.int32))
-        told = jax.tree.map(lambda x, lie: jnp.where(lies, lie, x), updates, attack(updates, key))
-        return told, state + 1
+        return optax.tree.where(lies, attack(updates, key), updates), state + 1
 
     return optax.GradientTransformation(init, update)

@@ -6,9 +6,7 @@ votes are of another model. So now and then each device sums up what it holds (t
 compare, and who differs from the majority gets its copy.
 """
 
-import functools
 import warnings
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +20,7 @@ from lioncub_jax.arguments import check_count
 from lioncub_jax.mesh import sums
 from lioncub_jax.mesh.placement import Workers, check_workers
 from lioncub_jax.mesh.processes import of_words, words_of
-from lioncub_jax.mesh.specs import axes_in
+from lioncub_jax.mesh.specs import axes_in, product
 
 
 class Difference(NamedTuple):
@@ -145,26 +143,20 @@ class Replicas:
     def _judged(self, path: str, copies: sums.Copies, step: int) -> tuple[np.ndarray, np.ndarray]:
         """``bool[devices]`` each: those that are wrong, and of each shard one that is right."""
         wrong, source = np.zeros((2, copies.mesh.devices.size), bool)
-        for words, devices in zip(
-            copies.sums.swapaxes(0, 1).tolist(), copies.devices.T.tolist(), strict=True
-        ):
-            alike: dict[tuple[int, ...], list[int]] = {}
-            for word, device in zip(words, devices, strict=True):
-                alike.setdefault(tuple(word), []).append(device)
-            right = max(alike.values(), key=len)
-            if 2 * len(right) <= len(words):
-                raise ReplicasDiffer(self._undecided(path, list(alike.values()), step))
-            source[right[0]] = True
-            wrong[devices] |= ~np.isin(devices, right)
+        two_words = copies.sums.view(np.uint64)[..., 0]
+        for words, devices in zip(two_words.T, copies.devices.T, strict=True):
+            _, side, sizes = np.unique(words, return_inverse=True, return_counts=True)
+            if 2 * sizes.max() <= len(words):
+                sides = [sorted({*map(self._worker, devices[side == i])}) for i in set(side)]
+                raise ReplicasDiffer(
+                    f"replicas differ, and no majority says which is right: after step {step} {path} is "
+                    f"the same on the workers of each list of {sorted(sides)}. {self._back()}; with 3 or "
+                    "more workers one that goes wrong is healed"
+                )
+            right = side == sizes.argmax()
+            source[devices[right][0]] = True
+            wrong[devices[~right]] = True
         return wrong, source
-
-    def _undecided(self, path: str, alike: list[list[int]], step: int) -> str:
-        sides = [sorted({self._worker(device) for device in some}) for some in alike]
-        return (
-            f"replicas differ, and no majority says which is right: after step {step} {path} is the same "
-            f"on the workers of each list of {sides}. {self._back()}; with 3 or more workers one that goes "
-            "wrong is healed"
-        )
 
     def _back(self) -> str:
         return (
@@ -173,16 +165,13 @@ class Replicas:
         )
 
     def _report(self, path: str, mesh: Mesh, wrong: np.ndarray, step: int) -> None:
-        for device in np.flatnonzero(wrong):
-            self.found.append(
-                Difference(path, self._worker(int(device)), int(mesh.devices.flat[device].id), step)
-            )
+        for device in np.flatnonzero(wrong).tolist():
+            one = Difference(path, self._worker(device), int(mesh.devices.flat[device].id), step)
+            self.found.append(one)
             if not self._heal:
-                raise ReplicasDiffer(
-                    f"a replica is wrong: {self.found[-1]}, and heal=False. {self._back()}"
-                )
+                raise ReplicasDiffer(f"a replica is wrong: {one}, and heal=False. {self._back()}")
             warnings.warn(
-                f"a replica was wrong and has the majority's copy now: {self.found[-1]}. One flipped "
+                f"a replica was wrong and has the majority's copy now: {one}. One flipped "
                 "bit is an accident; if this device comes up again, take it out",
                 ReplicaHealed,
                 stacklevel=4,
@@ -190,23 +179,18 @@ class Replicas:
 
     def _worker(self, device: int) -> int:
         """The number of the worker that a device, by its place in the mesh, belongs to."""
-        mesh = self._workers.mesh
-        at = dict(zip(mesh.axis_names, np.unravel_index(device, mesh.devices.shape), strict=True))
-        voting = axes.names(self._workers.axis)
-        return int(np.ravel_multi_index([at[n] for n in voting], [mesh.shape[n] for n in voting]))
+        mesh, axis = self._workers.mesh, self._workers.axis
+        count = product(mesh.shape, axes.names(axis))
+        # Of a list of all workers, cut over them, a device holds its own number.
+        cut = NamedSharding(mesh, P(axis)).devices_indices_map((count,))
+        return cut[mesh.devices.flat[device]][0].start
 
 
 def _from(x: jax.Array, source: np.ndarray, wrong: np.ndarray) -> jax.Array:
     """The array, where it is wrong with what the source of its shard holds."""
     mesh = sums.untyped(x.sharding.mesh)  # type: ignore[attr-defined]
     spec = x.sharding.spec  # type: ignore[attr-defined]
-    plain = jax.device_put(x, NamedSharding(mesh, spec))
-    with jax.set_mesh(mesh):  # whatever mesh the caller has set
-        return _copying(mesh, spec)(plain, source, wrong)
-
-
-@functools.cache
-def _copying(mesh: Mesh, spec: P) -> Callable[..., jax.Array]:
+    lies = NamedSharding(mesh, spec)
     apart = tuple(n for n in mesh.axis_names if n not in axes_in(spec))
 
     def of_device(x: jax.Array, source: jax.Array, wrong: jax.Array) -> jax.Array:
@@ -218,4 +202,6 @@ def _copying(mesh: Mesh, spec: P) -> Callable[..., jax.Array]:
     run = jax.shard_map(
         of_device, mesh=mesh, in_specs=(spec, each, each), out_specs=spec, check_vma=False
     )
-    return jax.jit(run, out_shardings=NamedSharding(mesh, spec))
+    plain = jax.device_put(x, lies)
+    with jax.set_mesh(mesh):  # whatever mesh the caller has set
+        return jax.jit(run, out_shardings=lies)(plain, source, wrong)

@@ -41,7 +41,6 @@ class Group:
     def __init__(self, news: News, show: Callable[[Member, str], object]):
         self.members: list[Member] = []
         self._news, self._show = news, show
-        self._waiters: list[threading.Thread] = []
         self._readers: list[threading.Thread] = []
 
     def start(self, place: int, command: list[str], **how: Any) -> None:
@@ -52,7 +51,7 @@ class Group:
         )  # fmt: skip
         member = Member(place, process)
         self.members.append(member)
-        self._waiters.append(_begun(self._wait, member))
+        _begun(self._wait, member)
         self._readers.append(_begun(self._read, member))
 
     def next(self, until: float | None = None) -> int | Member | None:
@@ -80,15 +79,15 @@ class Group:
     def end(self) -> None:
         """Kills all, and shows what was still said; a signal is left for whoever asks next."""
         self.kill()
-        for waiter in self._waiters:
-            waiter.join()
+        for member in self.members:
+            member.process.wait()
         for reader in self._readers:
             reader.join(ORPHANS_SECONDS)
         while isinstance(news := self.next(until=0.0), Member):
             pass
         if news:
             self._news.put(news)
-        self.members, self._waiters, self._readers = [], [], []
+        self.members, self._readers = [], []
 
     def _wait(self, member: Member) -> None:
         member.process.wait()
@@ -110,14 +109,11 @@ def _begun(task: Callable[..., None], *arguments: Any) -> threading.Thread:
 @contextlib.contextmanager
 def caught(take: Callable[[int], object], *numbers: int) -> Iterator[None]:
     """Signals that are taken instead of obeyed; in the main thread alone, as Python has it."""
-    before = {}
-    try:
-        if threading.current_thread() is threading.main_thread():
-            for number in numbers:
-                # A signal that is ignored, as by nohup, stays so.
-                if signal.getsignal(number) is not signal.SIG_IGN:
-                    before[number] = signal.signal(number, lambda n, _: take(n))
+    is_main = threading.current_thread() is threading.main_thread()
+    with contextlib.ExitStack() as after:
+        for number in numbers if is_main else ():
+            # A signal that is ignored, as by nohup, stays so.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                before = signal.signal(number, lambda n, _: take(n))
+                after.callback(signal.signal, number, before)
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

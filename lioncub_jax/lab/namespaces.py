@@ -7,7 +7,8 @@ mounts: cleaning up does not depend on any code here.
 
 The lab writes to the hub's input one line of JSON, the plan, then single bytes: numbers of signals
 for the workers. The end of that input, which a killed lab brings about too, ends the hub. The hub
-writes lines of JSON: ``line`` for each line of output, then ``workers``, or ``error``.
+writes lines of JSON: ``line`` for each line of output, then ``workers``. All else that it says is what
+went wrong: it ends by ``SystemExit`` with words for the user.
 """
 
 import contextlib
@@ -37,10 +38,6 @@ CLONE_NEWNET, CLONE_NEWUTS = 0x40000000, 0x04000000  # os.unshare and os.setns: 
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-class Failure(Exception):
-    """What could not be set up, in words for the user."""
-
-
 def tool(plan: Plan, name: str, *arguments: str, lines: list[str] | None = None) -> None:
     """Runs a tool, on a batch of lines if there are any."""
     batch = "".join(f"{line}\n" for line in lines or [])
@@ -52,10 +49,10 @@ def tool(plan: Plan, name: str, *arguments: str, lines: list[str] | None = None)
     if done.returncode == 0:
         return
     problem = f"{' '.join([name, *arguments])}: {' '.join(done.stderr.split())}"
-    if any(words in done.stderr for words in NOT_IN_KERNEL):
-        missing = next((text for kind, text in plan["missing"].items() if kind in batch), "")
-        raise Failure(f"{missing} ({problem})" if missing else problem)
-    raise Failure(f"The lab's network cannot be set up: {problem}")
+    for kind, text in plan["missing"].items():
+        if kind in batch and any(words in done.stderr for words in NOT_IN_KERNEL):
+            raise SystemExit(f"{text} ({problem})")
+    raise SystemExit(f"The lab's network cannot be set up: {problem}")
 
 
 def hub() -> None:
@@ -66,31 +63,25 @@ def hub() -> None:
     control = io.FileIO(0)
     # Process 1 is spared the default action of a signal, but not what Python does at Ctrl-C.
     signal.signal(signal.SIGINT, lambda *_: None)
+    plan = json.loads(control.readline())
+    news: News = queue.SimpleQueue()
+    threading.Thread(target=listen, args=(control, news), daemon=True).start()
+    name_hosts(plan)
+    places = make_network(plan)
+    group = Group(news, lambda member, line: say(line=f"{member.place} | {line}"))
     try:
-        plan = json.loads(control.readline())
-        news: News = queue.SimpleQueue()
-        threading.Thread(target=listen, args=(control, news), daemon=True).start()
-        name_hosts(plan)
-        places = make_network(plan)
-        group = Group(news, lambda member, line: say(line=f"{member.place} | {line}"))
-        try:
-            begin = time.monotonic()
-            start_workers(plan, places, group)
-            codes, exit_code = watch(plan, group)
-            seconds, links = time.monotonic() - begin, counters(len(places))
-            rows = [(code, *link) for code, link in zip(codes, links, strict=True)]
-            say(workers=rows, seconds=seconds, exit_code=exit_code)
-        finally:
-            # What workers leave running still holds their output.
-            with contextlib.suppress(ProcessLookupError):
-                if os.getpid() == 1:  # all of the namespace, and never of a machine
-                    os.kill(-1, signal.SIGKILL)
-            group.end()
-    except Failure as failure:
-        say(error=str(failure))
-    except Exception as error:
-        say(error=f"The lab's hub failed, which is a bug: {error!r}")
-        raise
+        begin = time.monotonic()
+        start_workers(plan, places, group)
+        codes, exit_code = watch(plan, group)
+        seconds = time.monotonic() - begin
+        rows = [(codes[place], *sent) for place, sent in enumerate(counters(len(places)))]
+        say(workers=rows, seconds=seconds, exit_code=exit_code)
+    finally:
+        # What workers leave running still holds their output.
+        with contextlib.suppress(ProcessLookupError):
+            if os.getpid() == 1:  # all of the namespace, and never of a machine
+                os.kill(-1, signal.SIGKILL)
+        group.end()
 
 
 def say(**message: Any) -> None:
@@ -109,14 +100,13 @@ def listen(control: io.FileIO, news: "News") -> None:
 def name_hosts(plan: Plan) -> None:
     """Puts the workers' names over /etc/hosts, in this mount namespace only."""
     if not os.path.exists("/etc/hosts"):
-        raise Failure("There is no /etc/hosts to put the workers' names over: make an empty one")
-    named = [(w["address"], w["name"]) for w in plan["workers"]]
-    rows = "".join(f"{address} {name}\n" for address, name in [("127.0.0.1", "localhost"), *named])
+        raise SystemExit("There is no /etc/hosts to put the workers' names over: make an empty one")
+    names = {"localhost": "127.0.0.1"} | {one["name"]: one["address"] for one in plan["workers"]}
     # A file system in memory, seen only until its one file lies over /etc/hosts.
     scratch = tempfile.gettempdir()
     tool(plan, "mount", "-t", "tmpfs", "lab", scratch)
     with open(f"{scratch}/hosts", "w") as file:
-        file.write(rows)
+        file.writelines(f"{address} {name}\n" for name, address in names.items())
     tool(plan, "mount", "--bind", f"{scratch}/hosts", "/etc/hosts")
     tool(plan, "umount", scratch)
 
@@ -136,7 +126,7 @@ def here() -> Spaces:
 def called(function: Any, *arguments: int) -> None:
     """A function of libc, of this thread alone; what it starts is where it is."""
     if function(*arguments):
-        raise Failure(f"The lab's network cannot be set up: {os.strerror(ctypes.get_errno())}")
+        raise SystemExit(f"The lab's network cannot be set up: {os.strerror(ctypes.get_errno())}")
 
 
 @contextlib.contextmanager
@@ -159,19 +149,18 @@ def make_network(plan: Plan) -> list[Spaces]:
         set_kernel("net/ipv6/conf/default/disable_ipv6", "1")
     bridge = ["link add br0 type bridge mcast_snooping 0", "link set br0 addrgenmode none up"]
     tool(plan, "ip", lines=bridge)
-    size = f"gso_max_size {plan['packet']}" if plan["packet"] else ""
     home, places = here(), list[Spaces]()
     for index, worker in enumerate(plan["workers"]):
         called(LIBC.unshare, CLONE_NEWNET | CLONE_NEWUTS)
         places.append(here())
         with inside(places[-1], home):
-            make_host(plan, worker, f"port{index} netns /proc/self/fd/{home[0]} {size}", size)
+            make_host(plan, worker, f"port{index} netns /proc/self/fd/{home[0]}")
         tool(plan, "ip", lines=[f"link set port{index} master br0 addrgenmode none up"])
         shape(plan, f"port{index}")
     return places
 
 
-def make_host(plan: Plan, worker: Plan, peer: str, size: str) -> None:
+def make_host(plan: Plan, worker: Plan, peer: str) -> None:
     """Name and address of a worker, and its end of a link."""
     socket.sethostname(worker["name"])
     # TCP as Linux has it by default, or as every Linux permits it, whatever the machine was set to.
@@ -181,7 +170,7 @@ def make_host(plan: Plan, worker: Plan, peer: str, size: str) -> None:
             break
     lines = [
         "link set lo up",
-        f"link add eth0 {size} type veth peer name {peer}",
+        f"link add eth0 {plan['packet']} type veth peer name {peer} {plan['packet']}",
         "link set eth0 addrgenmode none up",
         f"addr add {worker['address']}/{plan['prefix']} dev eth0",
     ]
@@ -204,10 +193,9 @@ def set_kernel(name: str, value: str) -> None:
 def counters(workers: int) -> list[tuple[int, int]]:
     """``(sent, received)`` bytes of each worker, as the bridge's end of its link has counted them."""
     with open("/proc/thread-self/net/dev") as file:
-        lines = [line.split(":") for line in file.readlines()[2:]]
-    found = {name.strip(): numbers.split() for name, numbers in lines}
-    ports = [found[f"port{index}"] for index in range(workers)]
-    return [(int(numbers[0]), int(numbers[8])) for numbers in ports]
+        rows = {name: row for name, *row in map(str.split, file)}
+    ports = [rows[f"port{index}:"] for index in range(workers)]
+    return [(int(port[0]), int(port[8])) for port in ports]
 
 
 # --- The workers
@@ -222,11 +210,11 @@ def start_workers(plan: Plan, places: list[Spaces], group: "Group") -> None:
             try:
                 group.start(index, command, env=os.environ | worker["environment"])
             except OSError as error:
-                raise Failure(f"{command[0]}: {error.strerror}") from None
+                raise SystemExit(f"{command[0]}: {error.strerror}") from None
     os.sched_setaffinity(0, cores)
 
 
-def watch(plan: Plan, group: "Group") -> tuple[list[int], int]:
+def watch(plan: Plan, group: "Group") -> tuple[dict[int, int], int]:
     """Until all workers have ended: the exit code of each, as shells give it, and that of the run."""
     codes: dict[int, int] = {}
     exit_code = 0
@@ -246,7 +234,7 @@ def watch(plan: Plan, group: "Group") -> tuple[list[int], int]:
                 exit_code = code
                 due += stops(plan["grace"])
         due.sort()  # what is due earlier stays: a failure must not put off a stop
-    return [codes[place] for place in sorted(codes)], exit_code
+    return codes, exit_code
 
 
 def stops(seconds: float, patience: float = STOP_SECONDS) -> list[tuple[float, int]]:

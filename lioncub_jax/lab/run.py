@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -147,13 +147,20 @@ def run(
       1 | worker1
       Report(workers=(WorkerReport(exit_code=0, ...
     """
-    _check_network(network)
+    workers, rate = network
+    most = SUBNET.num_addresses - 2
+    _check("workers", workers, 1 <= workers <= most, f"from 1 to {most}")
+    _check(
+        "rate", rate, rate is None or SLOWEST <= rate < math.inf,
+        "bits per second of at least 1000, such as 1e8, or None for links that are not limited",
+    )  # fmt: skip
+    _check("grace", grace, 0 <= grace < math.inf, "seconds of at least 0")
     own = dict(environment or {})
     outside = {k: v for k, v in os.environ.items() if k.lower() not in PROXIES}
     program = program_of(command, (outside | own).get("PATH", os.defpath))
-    _check("grace", grace, 0 <= grace < math.inf, "seconds of at least 0")
     tools = _tools()
-    plan = _shape(network) | {
+    plan = {
+        **_shape(rate),
         "tools": tools,
         "missing": MISSING,
         "command": [program, *command[1:]],
@@ -164,40 +171,33 @@ def run(
                 "name": f"worker{i}",
                 "address": str(SUBNET[i + 1]),
                 "cores": cores,
-                "environment": wiring(f"{SUBNET[1]}:{PORT}", network.workers, i, "eth0") | own,
+                "environment": wiring(f"{SUBNET[1]}:{PORT}", workers, i, "eth0") | own,
             }
-            for i, cores in enumerate(_cores(network.workers))
+            for i, cores in enumerate(_cores(workers))
         ],
     }
-    start = [*_permitted(tools), *INSIDE]
-    report, errors = _follow(start, plan, outside, write)
-    if not report:
-        errors = errors or ["The lab's inner process was killed, and with it all workers"]
-        raise LabError("\n".join(errors))
-    workers = tuple(WorkerReport(*one) for one in report["workers"])
-    return Report(workers, report["seconds"], report["exit_code"])
+    report = _followed([*_permitted(tools), *INSIDE], plan, outside, write)
+    return Report(tuple(WorkerReport(*one) for one in report.pop("workers")), **report)
 
 
-def _follow(
+def _followed(
     start: list[str],
     plan: dict[str, Any],
     environment: Mapping[str, str],
     write: Callable[[str], object],
-) -> tuple[dict[str, Any], list[str]]:
-    """Runs the hub to its end and passes lines and signals on: its report, and what went wrong."""
+) -> dict[str, Any]:
+    """Runs the hub to its end, and passes lines and signals on; its report."""
     report, errors = dict[str, Any](), list[str]()
-    with ExitStack() as stack:
-        hub = subprocess.Popen(
-            start,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            bufsize=0,
-            start_new_session=True,  # Ctrl-C at a terminal is for the lab to pass on
-        )
-        # In the end its input is closed, which ends it and everything inside, and it is waited for.
-        stack.enter_context(hub)
+    # In the end its input is closed, which ends it and everything inside, and it is waited for.
+    with subprocess.Popen(
+        start,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=environment,
+        bufsize=0,
+        start_new_session=True,  # Ctrl-C at a terminal is for the lab to pass on
+    ) as hub:
         control, output = hub.stdin, hub.stdout
         assert control and output
 
@@ -207,17 +207,21 @@ def _follow(
                     data = data[os.write(control.fileno(), data) :]
 
         tell(json.dumps(plan).encode() + b"\n")
-        stack.enter_context(caught(lambda n: tell(bytes([n])), signal.SIGINT, signal.SIGTERM))
-        for line in stack.enter_context(open(output.fileno(), "rb", closefd=False)):
-            # `unshare` says in its own words what it cannot do.
-            said = json.loads(line) if line.startswith(b"{") else {"error": line.decode().rstrip()}
-            if "line" in said:
-                write(said["line"])
-            elif "error" in said:
-                errors.append(said["error"])
-            else:
-                report = said
-    return report, errors
+        with (
+            caught(lambda n: tell(bytes([n])), signal.SIGINT, signal.SIGTERM),
+            open(output.fileno(), "rb", closefd=False) as lines,
+        ):
+            for line in lines:
+                if not line.startswith(b"{"):  # words of `unshare`, or of a hub that failed
+                    errors.append(line.decode().rstrip())
+                elif "line" in (said := json.loads(line)):
+                    write(said["line"])
+                else:
+                    report = said
+    if not report:
+        killed = "The lab's inner process was killed, and with it all workers"
+        raise LabError("\n".join(errors) or killed)
+    return report
 
 
 def table(report: Report) -> "Table":
@@ -243,16 +247,6 @@ def _check(name: str, value: object, allowed: bool, what: str) -> None:
         raise ValueError(f"{name} is {value!r}: give {what}")
 
 
-def _check_network(network: Network) -> None:
-    workers, rate = network
-    most = SUBNET.num_addresses - 2
-    _check("workers", workers, 1 <= workers <= most, f"from 1 to {most}")
-    _check(
-        "rate", rate, rate is None or SLOWEST <= rate < math.inf,
-        "bits per second of at least 1000, such as 1e8, or None for links that are not limited",
-    )  # fmt: skip
-
-
 def program_of(command: Sequence[str], path: str) -> str:
     """The file of a command's program."""
     if isinstance(command, str) or not command:
@@ -271,12 +265,11 @@ def _tools() -> dict[str, str]:
         raise LabError(f"The lab needs Linux's network namespaces; this is {sys.platform}")
     # Where users other than root often do not look.
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
-    found = {name: shutil.which(name, path=path) for name in TOOLS}
-    missing = [name for name, where in found.items() if where is None]
-    if missing:
+    found = {name: where for name in TOOLS if (where := shutil.which(name, path=path))}
+    if missing := [name for name in TOOLS if name not in found]:
         packages = " and ".join(sorted({TOOLS[name] for name in missing}))
         raise LabError(f"The lab needs {', '.join(missing)}: install {packages}")
-    return {name: where for name, where in found.items() if where}
+    return found
 
 
 def _permitted(tools: dict[str, str]) -> list[str]:
@@ -296,22 +289,22 @@ def _permitted(tools: dict[str, str]) -> list[str]:
 # --- The network
 
 
-def _shape(network: Network) -> dict[str, Any]:
-    """Largest packet, and what `tc` is told about each end of a link.
+def _shape(rate: float | None) -> dict[str, str]:
+    """What `ip` and `tc` are told about each end of a link: the largest packet, and its rate.
 
     A bucket lets through its burst at once, which flatters whoever sends little: it is kept at what
     1 ms brings, or two packets where that is more. Hence packets are kept small on slow links.
     """
-    if not network.rate:
-        return {"packet": 0, "shape": None}
-    per_second = network.rate / 8
+    if not rate:
+        return {"packet": "", "shape": ""}
+    per_second = rate / 8
     packet = int(min(16384, max(3000, per_second / 2000)))
     burst = int(min(4e6, max(2 * packet, per_second / 1000)))
     # 50 ms of data, as a switch might hold; TCP collapses with much less.
     limit = int(min(64e6, max(262144, per_second / 20)))
     return {
-        "packet": packet,
-        "shape": f"tbf rate {network.rate:.0f}bit burst {burst} limit {limit}",
+        "packet": f"gso_max_size {packet}",
+        "shape": f"tbf rate {rate:.0f}bit burst {burst} limit {limit}",
     }
 
 

@@ -8,7 +8,6 @@ over NVLink, 20 us between nodes whose cards read a GPU's memory, 50 us over TCP
 import dataclasses
 import math
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import NamedTuple
 
 from lioncub_jax.planner.model import Cluster, Link, check_one_of
@@ -75,7 +74,7 @@ _H100 = (
 )
 _4090 = "NVIDIA Ada GPU Architecture whitepaper, v2.01: GeForce RTX 4090, GDDR6X 1008 GB/s."
 
-CLUSTERS: Mapping[str, NamedCluster] = MappingProxyType({
+CLUSTERS: Mapping[str, NamedCluster] = {
     "v5e-8": _named(
         "8 chips of TPU v5e, a mesh of 2x4", _slice((2, 4), 400e9),
         819, f"{_V5E} {_MESH} No wrap-around is assumed.",
@@ -133,7 +132,7 @@ CLUSTERS: Mapping[str, NamedCluster] = MappingProxyType({
         "8 machines of one GeForce RTX 4090 each, on Ethernet of 10 Gbit/s",
         Cluster(8, Link(10e9, _TCP)), 1008, f"{_4090} 10GBASE-T, IEEE 802.3.",
     ),
-})  # fmt: skip
+}  # fmt: skip
 
 
 def cluster_named(name: str) -> NamedCluster:

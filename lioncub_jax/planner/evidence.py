@@ -9,7 +9,6 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from lioncub_jax.planner.model import check_one_of
@@ -76,23 +75,18 @@ def learned(method: str, workers: int, parameters: int, data: str = DATA[0]) -> 
       >>> learned("lion", 100, 10**6).factor
       1.0
     """
-    nearest: dict[str, dict[str, Any]] = {}
-    for task in tasks_near(parameters, data):
-        rows = [one for one in _rows(data) if (one["task"], one["method"]) == (task.name, method)]
-        if rows:
-            nearest[task.name] = min(rows, key=lambda one: abs(math.log(workers / one["workers"])))
+    rows = [one for one in _rows(data) if one["method"] == method]
+    nearest = {
+        task.name: min(of_task, key=lambda one: abs(math.log(workers / one["workers"])))
+        for task in tasks_near(parameters, data)
+        if (of_task := [one for one in rows if one["task"] == task.name])
+    }
     if not nearest:
         return None
     at = TARGETS.index(TARGET)
     worse = max(nearest.values(), key=lambda one: one["factor"][at] or math.inf)
     measured = {task: one["workers"] for task, one in nearest.items()}
-    return Learned(
-        worse["factor"][at],
-        worse["std"][at],
-        worse["seeds"],
-        worse["task"],
-        MappingProxyType(measured),
-    )
+    return Learned(worse["factor"][at], worse["std"][at], worse["seeds"], worse["task"], measured)
 
 
 def tasks_near(parameters: int, data: str = DATA[0]) -> tuple[Task, ...]:
@@ -114,17 +108,9 @@ def tasks_near(parameters: int, data: str = DATA[0]) -> tuple[Task, ...]:
     """
     check_one_of("data", data, DATA)
     trained = {one["task"] for one in _rows(data)}
-    away = {
-        task: abs(math.log(parameters / task.parameters))
-        for task in tasks()
-        if task.name in trained
-    }
-    return tuple(task for task in away if away[task] <= min(away.values()) + math.log(2))
-
-
-def tasks() -> tuple[Task, ...]:
-    """What was trained to find out, in the order of their names."""
-    return tuple(Task(name, **about) for name, about in _packaged()["tasks"].items())
+    tasks = [Task(name, **about) for name, about in _packaged()["tasks"].items() if name in trained]
+    away = {task: abs(math.log(parameters / task.parameters)) for task in tasks}
+    return tuple(task for task in tasks if away[task] <= min(away.values()) + math.log(2))
 
 
 def _rows(data: str) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ import optax
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from lioncub_jax import optimizer
-from lioncub_jax.arguments import check_count
+from lioncub_jax.arguments import check_count, check_number
 from lioncub_jax.baselines.one_bit_adam import one_bit_adam
 from lioncub_jax.baselines.powersgd import powersgd
 from lioncub_jax.mesh.placement import Workers
@@ -36,11 +36,6 @@ def check_one_of(kind: str, name: str, known: Iterable[str]) -> None:
     """Raises ``ValueError`` for a name that is not known."""
     if name not in known:
         raise ValueError(f"{kind} {name!r}: give one of {', '.join(known)}")
-
-
-def _check(name: str, value: float, allowed: bool, what: str) -> None:
-    if not allowed:
-        raise ValueError(f"{name}={value!r}: give {what}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +58,16 @@ class Link:
     latency: float = 50e-6
 
     def __post_init__(self) -> None:
-        _check("bandwidth", self.bandwidth, self.bandwidth > 0, "bits per second, above zero")
-        _check("latency", self.latency, 0 <= self.latency < math.inf, "seconds, zero or more")
+        check_number(
+            f"bandwidth={self.bandwidth!r}",
+            self.bandwidth,
+            lambda rate: rate > 0,
+            "give bits per second, above zero",
+        )
+        check_number(
+            f"latency={self.latency!r}", self.latency, lambda time: 0 <= time < math.inf,
+            "give seconds, zero or more",
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,10 +115,16 @@ class Cluster:
                 f"group_size={self.group_size} without inside: give the Link in a group "
                 "(--inside-bandwidth)"
             )
-        share = self.all_to_all_share
-        _check("all_to_all_share", share, 0 < share <= 1, "a number above 0, at most 1")
-        rate = self.memory_bandwidth
-        _check("memory_bandwidth", rate, rate > 0, "bits per second, above zero")
+        check_number(
+            f"all_to_all_share={self.all_to_all_share!r}",
+            self.all_to_all_share,
+            lambda share: 0 < share <= 1,
+            "give a number above 0, at most 1",
+        )
+        check_number(
+            f"memory_bandwidth={self.memory_bandwidth!r}", self.memory_bandwidth,
+            lambda rate: rate > 0, "give bits per second, above zero",
+        )  # fmt: skip
 
     def at(self, bandwidth: float) -> "Cluster":
         """The same cluster with another bandwidth between workers."""
@@ -151,18 +160,9 @@ class Scheme(NamedTuple):
     of_matrices: bool = False
 
 
-def _mean(name: str, code: str, learns: str, dtype: Any = jnp.float32) -> Scheme:
-    """The inner optimizer does not matter to what is sent."""
-    return Scheme(name, code, learns, partial(_MEAN, dtype=dtype), mean=True)
-
-
-def _alone(how: str, shared: str, learns: str, make: Any, **more: Any) -> Scheme:
-    """Two steps that a worker takes alone, by AdamW, and what is shared then."""
-    code = f"make_train_step(..., {shared}, local_steps=2, local=optax.adamw(...))"
-    return Scheme(f"2 alone, {how}", code, learns, make, every=2, **more)
-
-
+# The inner optimizer does not matter to what is sent.
 _MEAN = partial(optimizer.global_gradients, optax.identity())
+_IN_BFLOAT16 = partial(_MEAN, dtype=jnp.bfloat16)
 _CODES = partial(optimizer.coded_gradients, optax.identity())
 _POWERSGD = partial(powersgd, optax.identity())
 WARMUP = 0.15  # of 1-bit Adam's steps, in float32: its paper takes 15 to 25 %
@@ -177,29 +177,35 @@ _OURS = (
         partial(optimizer.owner_lion, 1.0), 6, two_levels=True,
     ),
     Scheme("AdamW, 4 bits", "coded_gradients(optax.adamw(...))", "adamw-4", _CODES, 8),
-    _alone("4 bits", "coded_gradients(optax.sgd(1.0))", "alone-2-4", _CODES, packs=8),
+    Scheme(
+        "2 alone, 4 bits",
+        "make_train_step(..., coded_gradients(optax.sgd(1.0)), local_steps=2, local=optax.adamw(...))",
+        "alone-2-4", _CODES, 8, every=2,
+    ),
     Scheme(
         "PowerSGD 4, 6 bits", "baselines.powersgd(optax.adamw(...), 4, 6)", "powersgd-adamw-6",
         partial(_POWERSGD, 4, 6), 8, of_matrices=True,
     ),
-    _alone(
-        "PowerSGD", "baselines.powersgd(optax.sgd(1.0), 16, 6)", "alone-2-powersgd-16-6",
-        partial(_POWERSGD, 16, 6), packs=8, of_matrices=True,
+    Scheme(
+        "2 alone, PowerSGD",
+        "make_train_step(..., baselines.powersgd(optax.sgd(1.0), 16, 6), local_steps=2, "
+        "local=optax.adamw(...))",
+        "alone-2-powersgd-16-6", partial(_POWERSGD, 16, 6), 8, every=2, of_matrices=True,
     ),
 )  # fmt: skip
 
 # What a bfloat16 mean does to learning was not measured: it is taken to be nothing.
-FLOAT32 = _mean("float32 Lion", "global_gradients(optax.lion(...))", "lion")
+FLOAT32 = Scheme("float32 Lion", "global_gradients(optax.lion(...))", "lion", _MEAN, mean=True)
 _PEERS = (
     FLOAT32,
-    _mean(
+    Scheme(
         "bfloat16 Lion", "global_gradients(optax.lion(...), dtype=jnp.bfloat16)", "lion",
-        jnp.bfloat16,
+        _IN_BFLOAT16, mean=True,
     ),
-    _mean("float32 AdamW", "global_gradients(optax.adamw(...))", "adamw"),
-    _mean(
+    Scheme("float32 AdamW", "global_gradients(optax.adamw(...))", "adamw", _MEAN, mean=True),
+    Scheme(
         "bfloat16 AdamW", "global_gradients(optax.adamw(...), dtype=jnp.bfloat16)", "adamw",
-        jnp.bfloat16,
+        _IN_BFLOAT16, mean=True,
     ),
     Scheme(
         "PowerSGD, rank 4", "baselines.powersgd(optax.adamw(...), 4)", "powersgd-adamw",
@@ -213,7 +219,11 @@ _PEERS = (
         "1-bit Adam", "baselines.one_bit_adam(warmup=...)", "one-bit-adam",
         partial(one_bit_adam, 1.0, warmup=1), 8, in_float32=WARMUP,
     ),
-    _alone("float32", "global_gradients(optax.sgd(1.0))", "alone-2", FLOAT32.make),
+    Scheme(
+        "2 alone, float32",
+        "make_train_step(..., global_gradients(optax.sgd(1.0)), local_steps=2, local=optax.adamw(...))",
+        "alone-2", _MEAN, every=2,
+    ),
 )  # fmt: skip
 SCHEMES = (*_OURS, *_PEERS)
 
@@ -249,8 +259,13 @@ def _sent(scheme: Scheme, params: Any, at: Cluster) -> list[_Sent]:
             "(--model FILE.py:NAME) in place of a number of parameters"
         )
 
+    device = AbstractDevice("", None, platform="cpu") if at.on_cpu else None
+
     def sent(workers: int, group_size: int) -> list[_Sent]:
-        among = _workers(workers, group_size, at)
+        # None of these devices is there.
+        shape, names = (workers, group_size), ("workers", "group")
+        mesh: Any = AbstractMesh(shape, names, abstract_device=device)
+        among = Workers(mesh, "workers", "group" if group_size > 1 else None)
         found = accounting.of(scheme.make(workers=among), params, among).collectives
         each = (_Sent(one.op, one.axes == ("group",), one.sent_bytes) for one in found)
         return [one for one in each if one.sent_bytes]
@@ -264,13 +279,6 @@ def _sent(scheme: Scheme, params: Any, at: Cluster) -> list[_Sent]:
             "it has no two levels: each device is a worker, or they share one by an inner mesh axis"
         )
     return sent(at.workers, at.group_size)
-
-
-def _workers(count: int, group_size: int, at: Cluster) -> Workers:
-    """So many of so many devices each, none of which is there."""
-    device = AbstractDevice("", None, platform="cpu") if at.on_cpu else None
-    mesh: Any = AbstractMesh((count, group_size), ("workers", "group"), abstract_device=device)
-    return Workers(mesh, "workers", "group" if group_size > 1 else None)
 
 
 def _in_slices(across: list[_Sent], inside: list[_Sent], devices: int) -> list[_Sent]:
@@ -348,7 +356,8 @@ def step_time(scheme: Scheme, params: Any, cluster: Cluster, compute: float) -> 
     Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
     MPICH", 2005, for the terms of latency and bandwidth.
     """
-    _check("compute", compute, 0 <= compute < math.inf, "seconds, zero or more")
+    said = "give seconds, zero or more"
+    check_number(f"compute={compute!r}", compute, lambda time: 0 <= time < math.inf, said)
     tree = _shapes(params)
     own = _sent(scheme, tree, cluster)
     usual = (1 - scheme.in_float32) / scheme.every  # the share of steps that have its own exchange

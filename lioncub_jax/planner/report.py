@@ -76,8 +76,11 @@ class Plan(NamedTuple):
 
     def worthwhile(self) -> float:
         """The bandwidth below which a method is 1.05 times as soon at the loss as means of gradients."""
-        known = {name: row.learned.factor for name, row in self.rows.items() if row.learned}
-        factors = {name: factor for name, factor in known.items() if factor is not None}
+        factors = {
+            name: row.learned.factor
+            for name, row in self.rows.items()
+            if row.learned and row.learned.factor
+        }
 
         def below(name: str, mean: str) -> float:
             speedup = WORTHWHILE_SPEEDUP * factors[name] / factors[mean]
@@ -125,10 +128,10 @@ def plan(params: Any, cluster: Cluster, compute: float, data: str = evidence.DAT
         except ValueError as reason:
             refused[scheme.name] = str(reason)
             continue
-        known, time = evidence.learned(scheme.learns, cluster.workers, size, data), None
-        if cluster.workers == 1:  # which has no method but its own optimizer
-            known = None
-        if known and known.factor is not None:
+        known = time = None
+        if cluster.workers > 1:  # one has no method but its own optimizer
+            known = evidence.learned(scheme.learns, cluster.workers, size, data)
+        if known and known.factor:
             time = known.factor * estimate.step / lion.step
         rows[scheme.name] = Row(scheme, estimate, known, time)
     return Plan(cluster, compute, data, size, rows, refused)

@@ -13,6 +13,7 @@ counted once and marked `looped`.
 Read so far: XLA for CPU (jax 0.10.0, 0.10.2, 0.12.0.1), NVIDIA GPU (0.10.2) and TPU (0.12.0.1).
 """
 
+import itertools
 import math
 import re
 from collections import Counter
@@ -156,10 +157,11 @@ def placed(text: str, mesh: AnyMesh) -> list[tuple[Collective, str]]:
     bodies, entry = computations_of(text)
     lines = {name: _of_interest(body) for name, body in bodies.items()}
     sites = list(_sites(lines, entry, _Run()))
-    _check_reached(lines, {site.computation for site in sites})
-    types = {
-        name: dict(_TYPE.findall(bodies[name])) for name in {site.computation for site in sites}
-    }
+    reached = {site.computation for site in sites}
+    for one in itertools.chain.from_iterable(lines[name] for name in lines.keys() - reached):
+        if _is_collective(one):
+            raise _unknown("how the program gets to the collective", one.line)
+    types = {name: dict(_TYPE.findall(bodies[name])) for name in reached}
     return [
         (_collective(site, types[site.computation], mesh), site.at.line) for site in _started(sites)
     ]
@@ -216,14 +218,14 @@ def table(found: Sequence[Collective]) -> "Table":
         when = "in a branch" if one.gated else "every step"
         when += f", {one.times} times" if one.times > 1 else ""
         when += ", per loop turn" if one.looped else ""
-        sent = bytes_text(one.sent_bytes, 4)
+        sent = bytes_text(one.sent_bytes)
         shown.add_row(one.op, _axes_text(one.axes), arrays, str(one.group_size), sent, when)
     shown.add_section()
     for gated in (False, True):
         for axes, total in sent_bytes(found, gated=gated).items():
             short = any(one.looped for one in found if (one.axes, one.gated) == (axes, gated))
             when = ("all branches" if gated else "every step") + (", at least" if short else "")
-            shown.add_row("total", _axes_text(axes), "", "", bytes_text(total, 4), when)
+            shown.add_row("total", _axes_text(axes), "", "", bytes_text(total), when)
     return shown
 
 
@@ -341,13 +343,6 @@ def _calls(caller: Instruction, run: _Run) -> Iterator[tuple[str, _Run]]:
             yield name, inner
 
 
-def _check_reached(lines: _Lines, reached: set[str]) -> None:
-    for name in lines.keys() - reached:
-        for one in lines[name]:
-            if _is_collective(one):
-                raise _unknown("how the program gets to the collective", one.line)
-
-
 def _started(sites: list[_Site]) -> Iterator[_Site]:
     """Leaves out what only carries on a collective that another computation started.
 
@@ -369,10 +364,10 @@ def _collective(site: _Site, types: dict[str, str], mesh: AnyMesh) -> Collective
     # XLA for TPU writes a fused reduce-scatter as the all-reduce and the slice that it replaces.
     if op == "all-reduce" and site.computation.startswith("all-reduce-scatter"):
         op = "reduce-scatter"
-    found = joined(at.attributes, mesh, pairs=op == "collective-permute")
-    if found is None:
-        raise _unknown(f"the groups or pairs of {mesh.size} devices", at.line)
-    axes, size = found
+    try:
+        axes, size = joined(at.attributes, mesh, pairs=op == "collective-permute")
+    except ValueError as wrong:
+        raise _unknown(f"the groups or pairs of {mesh.size} devices", at.line) from wrong
     return Collective(op, operands, axes, size, *site.run)
 
 

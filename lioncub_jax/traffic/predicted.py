@@ -60,12 +60,6 @@ class Traffic(NamedTuple):
         """Bits sent by each worker for each parameter, up and down together."""
         return 8 * self.sent_bytes / max(self.parameters, 1)
 
-    @property
-    def share_of_float32(self) -> float:
-        """Against an all-reduce of float32 gradients."""
-        dense = float32_all_reduce_bytes(self.parameters, self.workers)
-        return self.sent_bytes / dense if dense else 0.0
-
 
 def of(
     tx: optax.GradientTransformation, params: Any, workers: Workers, *, specs: Any = None

@@ -2,7 +2,7 @@
 
 XLA's own names for mesh axes cannot be trusted (its partitioner makes up new ones), so groups are read
 as positions in the program's device assignment, and the axes are those along which these differ.
-What does not fit is answered with None, and the reader of the program says which line it was.
+What does not fit is a ``ValueError``, and the reader of the program says which line it was.
 """
 
 import itertools
@@ -29,19 +29,16 @@ _NAMED = re.compile(
 )
 
 
-def joined(attributes: str, mesh: AnyMesh, *, pairs: bool) -> tuple[Axes, int] | None:
+def joined(attributes: str, mesh: AnyMesh, *, pairs: bool) -> tuple[Axes, int]:
     """The mesh axes along which a collective's groups run, all or part of the way, and their size.
 
     Of ``pairs`` those along which anything moves, and how many devices these span.
     """
-    try:
-        groups = _groups(attributes, mesh.size)
-    except ValueError:  # names or numbers that do not fit each other
-        return None
+    groups = _groups(attributes, mesh.size)
     each, devices = sorted(itertools.chain(*groups)), [*range(mesh.size)]
     fits = {*each} <= {*devices} if pairs else each == devices
     if not (groups and fits):
-        return None
+        raise ValueError(f"{each} are not the devices of a mesh of {mesh.size}")
     sizes = set(map(len, groups))
     if len(sizes) > 1:
         return None, max(sizes)
@@ -86,10 +83,9 @@ def _named(
         if rest:
             raise ValueError(f"{sizes[name]} is no multiple of {low} times {part}")
         at[axis] -= at[axis] // turns % factor * turns
-    groups: dict[bytes, list[int]] = {}
-    for position, common in zip(positions.flat, at.reshape(at.shape[0], -1).T, strict=True):
-        groups.setdefault(common.tobytes(), []).append(int(position))
-    return [*groups.values()]
+    common = np.ravel_multi_index([*at], positions.shape)
+    alike = np.argsort(common, axis=None, kind="stable")
+    return positions.flat[alike].reshape(len(np.unique(common)), -1).tolist()
 
 
 def _iota(dims: str, order: str | None) -> np.ndarray:
