@@ -30,7 +30,7 @@ CORE = ORDER.split()
 WINGS = {
     "training": {*CORE, "watch"},
     "checkpoint": {*CORE},
-    "traffic": {*CORE},
+    "traffic": {*CORE, "training"},
     "faults": {*CORE},
     "baselines": {*CORE, "traffic"},
     "planner": {*CORE, "traffic", "baselines"},

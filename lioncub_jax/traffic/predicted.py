@@ -110,8 +110,8 @@ def of(
     found = _Found(workers)
     found.read(traced.jaxpr)
     usual = min(found.stages, key=_bytes)
-    held = jax.tree.map(lambda x, lies: lies.shard_shape(x.shape), shapes, workers.shardings(cut))
-    elements = sum(math.prod(shape) for shape in jax.tree.structure(cut).flatten_up_to(held))
+    lie = zip(jax.tree.leaves(shapes), jax.tree.leaves(cut), strict=True)
+    elements = sum(math.prod(shard_shape(x.shape, spec, workers.mesh.shape)) for x, spec in lie)
     count = product(workers.mesh.shape, axes.names(workers.axis))
     return Traffic(
         count,
@@ -177,7 +177,8 @@ class _Found:
         device = self._mesh.abstract_device
         widened = op == "all-reduce" and device is not None and device.platform == "cpu"
         operands = []
-        for x in (x.aval for x in step.invars):
+        for var in step.invars:
+            x: Any = var.aval
             dtype = "f32" if widened and x.dtype == jnp.bfloat16 else _hlo_name(x.dtype)
             shape = shard_shape(x.shape, x.sharding.spec, self._mesh.shape)
             operands.append(Operand(dtype, shape))
