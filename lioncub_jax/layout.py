@@ -80,8 +80,9 @@ class Bucket(NamedTuple):
     """Leaves that travel together.
 
     Attributes:
-      segments: where each leaf lies; large leaves first.
-      large: how many of them are large.
+      pieces: what is packed by itself, in the order of the rows, which may end before the last chunk
+        does: each large leaf, then all small ones.
+      large: whether any leaf is large.
       first_row: rows in the buckets before this one.
       chunk: rows that each worker owns; whole blocks, or half a block more if no leaf is large.
       workers: how many chunks there are.
@@ -90,8 +91,8 @@ class Bucket(NamedTuple):
       total_rows: rows of all buckets, padding included; the offset between two shards.
     """
 
-    segments: tuple[Segment, ...]
-    large: int
+    pieces: tuple[Piece, ...]
+    large: bool
     first_row: int
     chunk: int
     workers: int
@@ -105,18 +106,9 @@ class Bucket(NamedTuple):
         return self.workers * self.chunk
 
     @property
-    def pieces(self) -> tuple[Piece, ...]:
-        """What is packed by itself, in the order of the rows; they may end before the last chunk does."""
-        pieces = []
-        for s in self.segments[: self.large]:
-            pieces.append(Piece((s,), s.first_row, s.rows, (0,)))
-        if small := self.segments[self.large :]:
-            first, rows = small[0].first_row, self.rows
-            if pieces:
-                rows = _round_up(small[-1].first_row + small[-1].rows - first, BLOCK)
-            starts = tuple(s.first_row - first for s in small)
-            pieces.append(Piece(small, first, rows, starts))
-        return tuple(pieces)
+    def segments(self) -> list[Segment]:
+        """Where each leaf lies, in the order of the rows."""
+        return [s for piece in self.pieces for s in piece.segments]
 
     def by_chunk(self, x: jax.Array) -> jax.Array:
         """``[rows, ...]`` of a piece as ``[parts, rows of a part, ...]``, as it is cut before packing."""
@@ -140,7 +132,7 @@ class Flat:
 
 def check_order(flats: Sequence[Flat], buckets: Sequence[Bucket]) -> None:
     """Raises ``ValueError`` if a state was built for other buffers than this step has."""
-    if [x.bucket.segments for x in flats] != [bucket.segments for bucket in buckets]:
+    if [x.bucket.pieces for x in flats] != [bucket.pieces for bucket in buckets]:
         raise ValueError(
             f"slices of the state, of {len(flats)} buffers, are others or lie in another order than those "
             f"of this step, of {len(buckets)}: the state was made with another lioncub_jax.kernels.mode, "
@@ -196,23 +188,30 @@ def buckets(
 
 
 def _place(leaves: Sequence[jax.Array], members: list[int], workers: int) -> Bucket:
-    large: list[Segment] = []
+    pieces: list[Piece] = []
     small: list[Segment] = []
+    first = starts = 0
     for index in members:
         shape = tuple(leaves[index].shape)
         size = math.prod(shape)
         rows, tiles = -(-size // ROW), kernels.for_tpu() and made_of_tiles(shape)
         if rows <= SMALL:
-            small.append(Segment(index, shape, size, 0, rows, tiles))
+            small.append(Segment(index, shape, size, starts, rows, tiles))
+            starts += rows
         else:
-            large.append(Segment(index, shape, size, 0, _round_up(rows, BLOCK), tiles))
-    segments, first = [*large, *small], 0
-    for k, segment in enumerate(segments):
-        segments[k] = segment._replace(first_row=first)
-        first += segment.rows
-    chunk = _round_up(-(-first // workers), BLOCK if large else HALF_BLOCK)
+            rows = _round_up(rows, BLOCK)
+            pieces.append(
+                Piece((Segment(index, shape, size, first, rows, tiles),), first, rows, (0,))
+            )
+            first += rows
+    large = bool(pieces)
+    chunk = _round_up(-(-(first + starts) // workers), BLOCK if large else HALF_BLOCK)
+    if small:
+        rows = _round_up(starts, BLOCK) if large else workers * chunk
+        each = tuple(s._replace(first_row=first + s.first_row) for s in small)
+        pieces.append(Piece(each, first, rows, tuple(s.first_row for s in small)))
     dtype = jnp.result_type(*{leaves[index].dtype for index in members})
-    return Bucket(tuple(segments), len(large), 0, chunk, workers, dtype)
+    return Bucket(tuple(pieces), large, 0, chunk, workers, dtype)
 
 
 def _round_up(n: int, multiple: int) -> int:

@@ -16,7 +16,7 @@ counted. Where the server decodes values it travels beside the codes, as bfloat1
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -164,14 +164,8 @@ class Quantizer(NamedTuple):
         return signed.astype(jnp.float32) * (steps.astype(jnp.float32) / 2)[..., None]
 
 
-class Rounding(NamedTuple):
-    """Rounds to one of the two neighbors at random, so that the mean is right.
-
-    Attributes:
-      noise: ``EncodeContext -> float32[rows, 128]``, what is added before rounding down.
-    """
-
-    noise: Callable[[EncodeContext], jax.Array]
+# Noise ``float32[rows, 128]`` in [0, 1), which is added before rounding down, so that the mean is right.
+Rounding: TypeAlias = Callable[[EncodeContext], jax.Array]
 
 
 def stochastic(seed: int = 0) -> Rounding:
@@ -201,7 +195,7 @@ def stochastic(seed: int = 0) -> Rounding:
             drawn.append(jax.random.uniform(own, (segment.rows, ROW), jnp.float32))
         return jnp.pad(jnp.concatenate(drawn), ((0, context.piece.idle), (0, 0)))
 
-    return Rounding(noise)
+    return noise
 
 
 def sign() -> Quantizer:
@@ -299,7 +293,7 @@ def integer(p: int = 8, *, rounding: Rounding | None = None) -> Quantizer:
         s = top(context.workers) // 2
         t = _in_units(x, _leaf_scale(context)[:, None]) * (s / 2)
         if rounding:
-            t = jnp.floor(t + rounding.noise(context))
+            t = jnp.floor(t + rounding(context))
         codes = (jnp.clip(jnp.round(t), -s, s) + s).astype(jnp.uint32)
         return _midtread(codes, x, (2 * s).bit_length(), context)
 
@@ -324,7 +318,7 @@ def ternary(*, rounding: Rounding | None = None) -> Quantizer:
 
     def encode(x: jax.Array, context: EncodeContext) -> Message:
         if rounding:
-            level = jnp.clip(jnp.floor(x + rounding.noise(context)), -1, 1)
+            level = jnp.clip(jnp.floor(x + rounding(context)), -1, 1)
             codes = (level + 1).astype(jnp.uint32)
         else:
             codes = jnp.where(x > 0, 2, jnp.where(x < 0, 0, 1)).astype(jnp.uint32)
@@ -366,7 +360,7 @@ def levels(p: int, *, rounding: Rounding | None = None) -> Quantizer:
         step = jnp.where(step < LEAST, 0, step)
         t = _in_units(x, step)
         if rounding:
-            t = jnp.floor(t + rounding.noise(context))
+            t = jnp.floor(t + rounding(context))
         # Of the largest steps not every multiple is a float32.
         most = jnp.minimum(s, jnp.floor(LARGEST_BFLOAT16 / jnp.where(step > 0, step, 1)))
         codes = (jnp.clip(jnp.round(t), -most, most) + s).astype(jnp.uint32)
@@ -585,7 +579,7 @@ def _midrise_codes(
     if rounding is None:
         return midrise_codes(x, x > 0, step, p)
     half = 2 ** (p - 1)
-    level = jnp.floor(_in_units(x, step[:, None]) + (half - 0.5) + rounding.noise(context))
+    level = jnp.floor(_in_units(x, step[:, None]) + (half - 0.5) + rounding(context))
     level = jnp.where(x == 0, half - 1, jnp.clip(level, 0, 2 * half - 1))
     return level.astype(jnp.uint32)
 

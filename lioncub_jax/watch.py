@@ -143,13 +143,17 @@ def check_votes(compiled: jax.stages.Compiled | str) -> str:
 
 
 def start() -> None:
-    """Begins to listen to compilations."""
+    """Listens to compilations, from the first vote on."""
+    wires.before_first_vote.append(_listen)
+
+
+def _listen() -> None:
     jax.monitoring.register_scalar_listener(_on_start)
     jax.monitoring.register_event_duration_secs_listener(_on_end)
 
 
 def _on_start(event: str, value: float, **about: str | int) -> None:
-    if event == _COMPILED and _is_on():
+    if event == _COMPILED and checks.mode != "allow":
         _before.programs = _programs()
 
 
@@ -160,14 +164,10 @@ def _on_end(event: str, duration_secs: float, **about: str | int) -> None:
         if trace.votes:
             _votes_in[name] = trace.reduced
         trace.votes, trace.reduced = False, ()
-    elif event == _COMPILED and _is_on():
+    elif event == _COMPILED and checks.mode != "allow":
         # Not the programs of this name: XLA writes names otherwise, and two may have the same.
         new = _programs() - vars(_before).pop("programs", set())
         look(name.partition("(")[2].removesuffix(")"), list(_texts(new)))
-
-
-def _is_on() -> bool:
-    return wires.voted and checks.mode != "allow"
 
 
 def _programs() -> set[Any]:
@@ -191,7 +191,7 @@ def look(name: str, texts: list[str]) -> None:
     Raises:
       ValueError: for a program that votes and sends floats too; a warning in that `mode`.
     """
-    if not _is_on():
+    if checks.mode == "allow":
         return
     # Where the compiler fails, nothing is there to read.
     if name in _votes_in and not any("op_name=" in x for x in texts) and not sys.exc_info()[1]:

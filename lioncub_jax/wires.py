@@ -32,7 +32,8 @@ from lioncub_jax.decide import Decision, Reply, Slice, Tally
 from lioncub_jax.layout import Bucket
 from lioncub_jax.quantize import Message, Quantizer
 
-voted = False  # whether anything was traced that votes: from then on compiled programs are read
+# What begins with the first vote that is traced: from then on compiled programs are read.
+before_first_vote: list[Callable[[], None]] = []
 
 
 class _Trace(threading.local):
@@ -50,10 +51,11 @@ def voting(axis: Axes) -> Any:
 
     Also notes that this thread traces a vote (see `watch`).
     """
-    global voted
     sizes = ",".join(f"{n}:{k}" for n, k in jax.sharding.get_abstract_mesh().shape.items())
     if sizes:  # workers of a vmap are on no mesh
-        voted = trace.votes = True
+        trace.votes = True
+        while before_first_vote:
+            before_first_vote.pop()()
     return jax.named_scope(f"workers({','.join(axis)})of({sizes})")
 
 

@@ -124,9 +124,12 @@ class Workers:
         check_mesh(self.mesh, self.axis, self.group)
         apart = (*axes.names(self.axis), *axes.names(self.group))
         inner = tuple(n for n in self.mesh.axis_names if n not in apart)
-        object.__setattr__(self, "axes", apart)
-        object.__setattr__(self, "inner", inner)
-        object.__setattr__(self, "count", product(self.mesh.shape, apart))
+        found = {"axes": apart, "inner": inner, "count": product(self.mesh.shape, apart)}
+        for name in ("axis", "group"):  # one spelling of what means the same
+            given = axes.names(getattr(self, name))
+            found[name] = given if len(given) > 1 else next(iter(given), None)
+        for name, value in found.items():
+            object.__setattr__(self, name, value)
 
     def __str__(self) -> str:
         """The axes, as they are written in a call."""
@@ -339,8 +342,9 @@ def check_mesh(mesh: Any, axis: Any, group: Any = None) -> None:
         raise TypeError(
             f"{mesh!r} is no mesh: give a jax.sharding.Mesh, such as jax.make_mesh((8,), ('data',))"
         )
-    parts = [axis] if group is None else [axis, group]
-    names = [n for part in parts for n in (part if isinstance(part, tuple) else [part])]
+    names = [
+        n for part in (axis, group or ()) for n in (part if isinstance(part, tuple) else [part])
+    ]
     if not axis or not all(names.count(n) == 1 and n in mesh.axis_names for n in names):
         raise ValueError(
             f"axis={axis!r}, group={group!r}: the mesh has axes {mesh.axis_names}; give names of them, "
