@@ -21,9 +21,6 @@ from lioncub_jax.optimizer import (
     global_gradients,
     lion_cub,
     owner_lion,
-    scale_by_distributed_lion,
-    scale_by_lion_cub,
-    scale_by_owner_lion,
 )
 from lioncub_jax.sync import sync_momentum
 from lioncub_jax.training import (
@@ -76,9 +73,6 @@ __all__ = [
     "owner_lion",
     "planner",
     "quantize",
-    "scale_by_distributed_lion",
-    "scale_by_lion_cub",
-    "scale_by_owner_lion",
     "stop_on_sigterm",
     "sync",
     "sync_momentum",

@@ -12,7 +12,8 @@ Every method is one sentence about `communicate`:
 | `coded_gradients(tx)` | p bits of its gradient | averages, with feedback | the mean, in p bits |
 | `global_gradients(tx)` | its gradient, float32 | (all-reduce) | nothing: the mean is everywhere |
 
-Each alias is its direction (`scale_by_lion_cub`, ...), then weight decay, then the learning rate.
+Each is its direction, by `communicate`, then weight decay, then the learning rate. In a chain of your own
+`communicate` stands where ``optax.scale_by_lion`` stood.
 """
 
 from collections.abc import Callable
@@ -103,37 +104,13 @@ def lion_cub(
 
     Source: Lion Cub (arXiv 2411.16462).
     """
-    direction = scale_by_lion_cub(
-        b1, b2, mu_dtype, workers=workers, quantizer=quantizer, wire=wire, sync=sync,
-        sync_where=sync_where, bucket_size=bucket_size,
-    )  # fmt: skip
-    return descending(direction, learning_rate, weight_decay, mask)
-
-
-def scale_by_lion_cub(
-    b1: ArrayLike = 0.9, b2: ArrayLike = 0.99, mu_dtype: DTypeLike | None = None,
-    *,
-    workers: AxisName | Workers | None,
-    quantizer: Quantizer | None = None, wire: Wire | None = None,
-    sync: Schedule | None = None, sync_where: Mask = None,
-    bucket_size: int | None = None,
-) -> optax.GradientTransformationExtraArgs:  # fmt: skip
-    """The direction of `lion_cub` alone: stands where ``optax.scale_by_lion`` stood in a chain.
-
-    The arguments are those of `lion_cub`, without learning rate, decay and mask; so are errors and
-    source. Updates are -1, 0 or 1, the same on every worker.
-
-    Example:
-      >>> import lioncub_jax as lc, optax
-      >>> vote = lc.scale_by_lion_cub(workers="data")
-      >>> tx = optax.chain(optax.clip_by_global_norm(1.0), vote, optax.scale_by_learning_rate(1e-4))
-    """
     if quantizer is not None:
         check_kinds(quantizer=(quantizer, Quantizer))
-    return _vote(
-        workers, sync, sync_where, memory=momentum.blend(b1, b2, mu_dtype),
-        up=quantizer, wire=wire, bucket_size=bucket_size,
+    vote = communicate(
+        workers=workers, memory=momentum.blend(b1, b2, mu_dtype), up=quantizer, wire=wire,
+        bucket_size=bucket_size,
     )  # fmt: skip
+    return descending(_synced(vote, sync, sync_where, workers), learning_rate, weight_decay, mask)
 
 
 def distributed_lion(
@@ -164,34 +141,11 @@ def distributed_lion(
 
     Source: Distributed Lion (arXiv 2404.00438).
     """
-    direction = scale_by_distributed_lion(
-        b1, b2, mu_dtype, workers=workers, average=average, wire=wire, sync=sync,
-        sync_where=sync_where, bucket_size=bucket_size,
+    vote = communicate(
+        workers=workers, memory=momentum.blend(b1, b2, mu_dtype), wire=wire,
+        decision=decide.average() if average else decide.majority(), bucket_size=bucket_size,
     )  # fmt: skip
-    return descending(direction, learning_rate, weight_decay, mask)
-
-
-def scale_by_distributed_lion(
-    b1: ArrayLike = 0.9, b2: ArrayLike = 0.99, mu_dtype: DTypeLike | None = None,
-    *,
-    workers: AxisName | Workers | None,
-    average: bool = False, wire: Wire | None = None,
-    sync: Schedule | None = None, sync_where: Mask = None,
-    bucket_size: int | None = None,
-) -> optax.GradientTransformationExtraArgs:  # fmt: skip
-    """The direction of `distributed_lion` alone: stands where ``optax.scale_by_lion`` stood in a chain.
-
-    The arguments are those of `distributed_lion`, without learning rate, decay and mask; so are
-    errors and source. Updates are in [-1, 1], the same on every worker.
-
-    Example:
-      >>> import lioncub_jax as lc
-      >>> tx = lc.scale_by_distributed_lion(workers="data", average=True)
-    """
-    return _vote(
-        workers, sync, sync_where, memory=momentum.blend(b1, b2, mu_dtype),
-        decision=decide.average() if average else decide.majority(), wire=wire, bucket_size=bucket_size,
-    )  # fmt: skip
+    return descending(_synced(vote, sync, sync_where, workers), learning_rate, weight_decay, mask)
 
 
 def owner_lion(
@@ -228,30 +182,6 @@ def owner_lion(
 
     Source: this library; the optimizer is Lion (arXiv 2302.06675).
     """
-    direction = scale_by_owner_lion(
-        b1, b2, mu_dtype, workers=workers, quantizer=quantizer, wire=wire, dominance=dominance,
-        trim=trim, bucket_size=bucket_size,
-    )  # fmt: skip
-    return descending(direction, learning_rate, weight_decay, mask)
-
-
-def scale_by_owner_lion(
-    b1: ArrayLike = 0.9, b2: ArrayLike = 0.99, mu_dtype: DTypeLike | None = None,
-    *,
-    workers: AxisName | Workers | None,
-    quantizer: Quantizer | None = None, wire: Wire | None = None,
-    dominance: float | None = None, trim: int | None = None,
-    bucket_size: int | None = None,
-) -> optax.GradientTransformationExtraArgs:  # fmt: skip
-    """The direction of `owner_lion` alone: stands where ``optax.scale_by_lion`` stood in a chain.
-
-    The arguments are those of `owner_lion`, without learning rate, decay and mask; so are errors and
-    source. Updates are -1, 0 or 1, the same on every worker.
-
-    Example:
-      >>> import lioncub_jax as lc
-      >>> tx = lc.scale_by_owner_lion(workers="data")
-    """
     check_betas(b1=b1, b2=b2)
     check_mu_dtype(mu_dtype)
     if quantizer is None:
@@ -260,10 +190,11 @@ def scale_by_owner_lion(
     lion = decide.at_owner(
         Lion(b1, b2, mu_dtype), dominance=dominance, trim=0 if trim is None else trim
     )
-    return communicate(
+    direction = communicate(
         workers=workers, memory=momentum.nothing(), up=quantizer, decision=lion, wire=wire,
         bucket_size=bucket_size,
     )  # fmt: skip
+    return descending(direction, learning_rate, weight_decay, mask)
 
 
 @part
@@ -283,21 +214,18 @@ class Lion:
         return optax.scale_by_lion(self.b1, self.b2, self.mu_dtype).update(updates, state)
 
 
-def _vote(
-    workers: AxisName | Workers | None,
+def _synced(
+    vote: optax.GradientTransformationExtraArgs,
     sync: Schedule | None,
-    sync_where: Mask,
-    **parts: Any,
+    where: Mask,
+    workers: AxisName | Workers | None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Votes of a `communicate` with these parts, and the syncs of its momentum."""
-    vote, where = communicate(workers=workers, **parts), checks.as_mask("sync_where", sync_where)
+    """Votes, and the syncs of their momentum."""
+    if sync is None and where is not None:
+        raise ValueError("sync_where is given without sync: give a schedule, such as every(100)")
     if sync is None:
-        if where is not None:
-            raise ValueError(
-                "sync_where is given without sync: give a schedule, such as every(100)"
-            )
         return vote
-    synced = sync_momentum(vote, sync, where, workers=workers)
+    synced = sync_momentum(vote, sync, checks.as_mask("sync_where", where), workers=workers)
     return vote if workers is None else synced
 
 

@@ -23,7 +23,7 @@ OWNER = lc.owner_lion
 
 
 def cub_in_a_chain(learning_rate, **axes):
-    clip, vote = optax.clip_by_global_norm(1.0), lc.scale_by_lion_cub(**axes)
+    clip, vote = optax.clip_by_global_norm(1.0), lc.communicate(**axes, memory=lc.momentum.blend())
     return optax.chain(clip, vote, optax.scale(-learning_rate))
 
 

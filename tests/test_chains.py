@@ -71,7 +71,7 @@ def test_before_the_vote_state_is_each_workers_own_and_after_it_the_same_for_all
     )  # fmt: skip
 
     def tx(workers):
-        vote = lc.scale_by_lion_cub(workers=workers)
+        vote = lc.communicate(workers=workers, memory=lc.momentum.blend())
         return optax.chain(*before, vote, *after, optax.scale(-1e-3))
 
     params, opt_state = run(tx, mesh)

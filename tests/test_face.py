@@ -129,7 +129,7 @@ REFUSED = {
     ),
     # Parts
     "a quantizer not called": (
-        lambda: lc.scale_by_lion_cub(workers="data", quantizer=lc.quantize.sign), TypeError,
+        lambda: lc.lion_cub(1.0, workers="data", quantizer=lc.quantize.sign), TypeError,
         r"^quantizer=.*called, such as quantize\.sign\(\)",
     ),
     "a mask of words": (

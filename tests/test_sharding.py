@@ -539,11 +539,11 @@ BATCH_SPECS = [P("fsdp"), P(("fsdp", "data")), P(None, "data"), P(("data", "nowh
 
 
 def with_slices_of_more():
-    tx = lc.scale_by_owner_lion(workers="data")
+    tx = lc.owner_lion(1.0, workers="data")
 
     def worker(g):
-        state = tx.init(g)
-        return tx.update(g, state._replace(owner=2 * state.owner))[0]
+        own, *rest = tx.init(g)
+        return tx.update(g, (own._replace(owner=2 * own.owner), *rest), g)[0]
 
     over = jax.shard_map(worker, mesh=on("data=2").mesh, in_specs=P("data"), out_specs=P())
     jax.eval_shape(over, jnp.ones(4))
