@@ -60,7 +60,7 @@ def voting(params: Any, **parts: Any) -> Candidate:
     up = parts.get("up", lc.quantize.sign())
     memory = parts.get("memory", lc.momentum.nothing())
     decision = parts.get("decision", lc.decide.fitting(up))
-    plan = Plan("data", None, memory, up, decision, loopback())
+    plan = Plan(("data",), (), memory, up, decision, loopback())
     state = lc.communicate(workers="data", memory=memory).init(params)
     leaves = jax.tree.leaves(params)
     _, buckets = plan.buckets(leaves, [frozenset()] * len(leaves), WORKERS)
