@@ -129,12 +129,15 @@ def rows_of(text):
 def folder(tmp_path_factory):
     """Targets in a file, programs in files, and files that are none."""
     path = tmp_path_factory.mktemp("targets")
-    (path / "models.py").write_text(MODELS)
-    (path / "lies_beside.py").write_text("import jax.numpy as jnp\ndef ten(): return jnp.ones(10)")
-    (path / "divides.py").write_text("1 / 0")
-    (path / "exits.py").write_text("import sys; sys.exit('usage: none')")
     (path / "taken").mkdir()
-    (path / "taken" / "json.py").write_text("def text(): return ''")
+    for name, text in {
+        "models.py": MODELS,
+        "lies_beside.py": "import jax.numpy as jnp\ndef ten(): return jnp.ones(10)",
+        "divides.py": "1 / 0",
+        "exits.py": "import sys; sys.exit('usage: none')",
+        "taken/json.py": "def text(): return ''",
+    }.items():
+        (path / name).write_text(text)
     return path
 
 

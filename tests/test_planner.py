@@ -248,7 +248,7 @@ def known(monkeypatch):
     def measured(data="alike", **methods):
         factors = [
             {"task": task, "data": data, "workers": workers, "method": name.replace("_", "-"),
-             "factor": [None, factor, None], "std": [None, 0.01, None], "seeds": 3, "reached": [0, 3, 0]}
+             "factor": [None, factor, None], "std": [None, 0.01, None], "seeds": 3}
             for name, rows in ({"lion": {("images", 8): 1.0, ("text", 8): 1.0}} | methods).items()
             for (task, workers), factor in rows.items()
         ]  # fmt: skip
