@@ -165,11 +165,12 @@ def test_a_device_of_a_group_sends_what_is_predicted_by_axis(name):
 
 
 MEAN = lc.global_gradients(optax.sgd(1.0), workers=AXIS)
+LABELS = {"v": "vote", "w": "vote"}
 AROUND = {
     "chain": optax.chain(optax.clip_by_global_norm(1.0), optax.chain(VOTE)),
     "named chain": optax.named_chain(("clip", optax.clip(1.0)), ("vote", VOTE)),
-    "labels": optax.partition({"vote": VOTE, "mean": MEAN}, {"w": "vote", "b": "mean"}),
-    "frozen": optax.partition({"vote": VOTE, "": optax.set_to_zero()}, {"w": "vote", "b": ""}),
+    "labels": optax.partition({"vote": VOTE, "mean": MEAN}, LABELS | {"b": "mean"}),
+    "frozen": optax.partition({"vote": VOTE, "": optax.set_to_zero()}, LABELS | {"b": ""}),
     "hyperparameters": optax.inject_hyperparams(lc.lion_cub, static_args=("workers",))(
         0.1, workers=AXIS
     ),
@@ -179,12 +180,14 @@ AROUND = {
 
 @pytest.mark.parametrize("name", AROUND)
 def test_whatever_is_around_a_vote_sends_what_is_predicted(name):
-    tree, tx = dict(zip("bw", described((66,), (34, 132)), strict=True)), AROUND[name]
+    shapes, tx = described((66,), (130, 2), (34, 132)), AROUND[name]
+    tree = dict(zip("bvw", shapes, strict=True))
     cut = name != "several steps"  # which forget how parameters are cut
-    sizes, specs = {AXIS: 4, "tp": 2}, {"b": P(), "w": P("tp" if cut else None)}
+    inner = P("tp" if cut else None)
+    sizes, specs = {AXIS: 4, "tp": 2}, {"b": P(), "v": inner, "w": inner}
     traffic, sent = sent_by(tx, sizes, tree, specs=specs)
     assert sent[(AXIS,)] == traffic.sent_bytes
-    assert traffic.parameters == 34 * 132 // (1 + cut) + 66
+    assert traffic.parameters == (260 + 34 * 132) // (1 + cut) + 66
 
 
 # --- What is refused and shown

@@ -130,12 +130,15 @@ def rows_of(text):
 def folder(tmp_path_factory):
     """Targets in a file, programs in files, and files that are none."""
     path = tmp_path_factory.mktemp("targets")
-    (path / "models.py").write_text(MODELS)
-    (path / "lies_beside.py").write_text("import jax.numpy as jnp\ndef ten(): return jnp.ones(10)")
-    (path / "divides.py").write_text("1 / 0")
-    (path / "exits.py").write_text("import sys; sys.exit('usage: none')")
     (path / "taken").mkdir()
-    (path / "taken" / "json.py").write_text("def text(): return ''")
+    for name, text in {
+        "models.py": MODELS,
+        "lies_beside.py": "import jax.numpy as jnp\ndef ten(): return jnp.ones(10)",
+        "divides.py": "1 / 0",
+        "exits.py": "import sys; sys.exit('usage: none')",
+        "taken/json.py": "def text(): return ''",
+    }.items():
+        (path / name).write_text(text)
     return path
 
 
@@ -216,16 +219,17 @@ def test_a_plan_says_what_to_use_and_what_does_not_work_there(said, line, words)
     assert words in " ".join(said(line).split())
 
 
-def test_every_option_of_the_plan_reaches_the_model(numbers):
-    found = numbers(
-        "GIVEN --latency 1ms --devices-per-worker 4 --inside-bandwidth 900gbit "
-        "--memory-bandwidth 1tbyte --platform cpu --data different"
+def test_every_option_of_the_plan_reaches_the_model_and_overrides_a_name(numbers):
+    options = (
+        "--workers 4 --bandwidth 10gbit,1gbit --latency 1ms --inside-bandwidth 1tbit "
+        "--devices-per-worker 2 --memory-bandwidth 1tbyte --platform cpu --data different"
     )
-    cluster = planner.Cluster(
-        8, planner.Link(1e9, 1e-3), 4, planner.Link(900e9, 5e-6), True, memory_bandwidth=8e12
-    )
-    plan = json_of(cluster, data="different")
-    assert found == {"parameters": 10**8, "plans": [plan], "cluster": None}
+    inside = planner.Link(1e12, 5e-6)
+    cluster = planner.Cluster(4, planner.Link(1e10, 1e-3), 2, inside, True, memory_bandwidth=8e12)
+    plans = [json_of(cluster.at(rate), data="different") for rate in (1e10, 1e9)]
+    found = numbers(f"GIVEN {options}")
+    assert found == {"parameters": 10**8, "plans": plans, "cluster": None}
+    assert numbers(f"NAMED h100-64 {options}")["plans"] == plans
 
 
 @pytest.mark.parametrize("name", planner.CLUSTERS)
@@ -236,17 +240,6 @@ def test_machines_have_names(said, numbers, name):
     assert text.startswith(f"{name}: {named.about}.")
     assert f"\nSource: {named.source} Latencies are assumed.\n" in text
     assert ("An all-to-all gets" in text) == (named.cluster.all_to_all_share < 1)
-
-
-def test_what_is_given_overrides_a_name(numbers):
-    given = (
-        "--workers 4 --bandwidth 10gbit,1gbit --latency 1ms --inside-bandwidth 1tbit "
-        "--devices-per-worker 2 --memory-bandwidth 1tbyte --platform cpu"
-    )
-    found = numbers(f"NAMED h100-64 {given}")
-    inside = planner.Link(1e12, 5e-6)
-    cluster = planner.Cluster(4, planner.Link(1e10, 1e-3), 2, inside, True, memory_bandwidth=8e12)
-    assert found["plans"] == [json_of(cluster.at(rate)) for rate in (1e10, 1e9)]
 
 
 @pytest.mark.parametrize(

@@ -280,7 +280,6 @@ def test_a_port_that_another_program_takes_is_no_strike(times, starts, tmp_path)
     [
         ({"workers": 0}, "min=0, workers=0: give whole numbers of 1 or more, min at most workers"),
         ({"workers": 2, "least": 0}, "min=0, workers=2: give whole numbers"),
-        ({"workers": 2, "command": []}, "command is []: give a program"),
         ({"workers": 2, "command": ["no-such"]}, "command 'no-such' is not a program here: give"),
     ],
 )

@@ -80,28 +80,31 @@ def left(monkeypatch):
     return traces
 
 
+def soon(look, wanted):
+    """What is seen in the end: what is wanted may take the kernel a moment, at most ten seconds."""
+    deadline = time.monotonic() + 10
+    while (seen := look()) != wanted and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return seen
+
+
 @pytest.fixture
 def clean(machine, left):
-    """A context after which nothing may be left; the kernel may take a moment for the last of it."""
+    """A context after which nothing may be left."""
 
     @contextlib.contextmanager
     def checked():
         before = left()
         yield
-        deadline = time.monotonic() + 10
-        while (after := left()) != before and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert after == before
+        assert soon(left, before) == before
 
     return checked
 
 
 def test_what_is_left_would_be_seen(left):
     with subprocess.Popen(["sleep", "83"]) as process:
-        deadline = time.monotonic() + 10
-        while not left()["processes"] and time.monotonic() < deadline:
-            time.sleep(0.01)  # a process that has just begun may not show its variables yet
-        assert set(left()["processes"]) == {str(process.pid)}
+        it = {str(process.pid)}
+        assert soon(lambda: set(left()["processes"]), it) == it
         process.kill()
 
 

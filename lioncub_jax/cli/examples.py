@@ -24,7 +24,7 @@ def model() -> dict[str, jax.Array]:
     return {name: jnp.full(shape, shape[0] ** -0.5) for name, shape in SIZES.items()}
 
 
-def loss(params: dict[str, jax.Array], text: jax.Array, rng: jax.Array | None = None) -> jax.Array:
+def loss(params: dict[str, jax.Array], text: jax.Array, rng: jax.Array) -> jax.Array:
     """Cross-entropy of the next byte, for ``text`` int32[batch, 2]; nothing is drawn from ``rng``."""
     del rng
     x = jax.nn.relu(params["embed"][text[:, 0]] @ params["hidden"]) @ params["out"]

@@ -84,11 +84,12 @@ def _command(given: list[str]) -> int:
         command = args.parser
         # argparse itself would mix up the options of the lab's command.
         args.words = given[end + 1 :]
-        if args.name in _STARTING and not (args.workers and args.words):
-            raise ValueError(
-                f"give --workers, and the command behind --: {args.name} --workers 4 -- COMMAND"
-            )
-        if args.words and args.name not in _STARTING:
+        if args.name in _STARTING:
+            if not (args.workers and args.words):
+                raise ValueError(
+                    f"give --workers, and the command behind --: {args.name} --workers 4 -- COMMAND"
+                )
+        elif args.words:
             words = " ".join(args.words)
             raise ValueError(f"-- {words}: only lab and run take a command; leave it out")
         return int(_COMMANDS[args.name].run(args))

@@ -111,7 +111,8 @@ def keep(
         _watcher(kept) as watcher,
     ):
         log = Log(write, file, news)
-        run = Run(list(command), workers, least, kept, watcher, log, Group(news, log.said))
+        group, places = Group(news, log.said), [*range(workers)]
+        run = Run([*command], workers, places, least, kept, watcher, log, group)
         while (code := run.start()) is None:
             pass
     if log.failed:
@@ -155,6 +156,7 @@ class Run:
 
     command: list[str]
     workers: int
+    places: list[int]  # those that are not left out
     least: int
     kept: str  # a folder in memory
     watcher: int  # the pipe to it
@@ -162,9 +164,6 @@ class Run:
     group: Group
     collisions: int = 0
     failed: list[int] = dataclasses.field(default_factory=list)  # places that died first, in a row
-
-    def __post_init__(self) -> None:
-        self.places = list(range(self.workers))
 
     def start(self) -> int | None:
         """One start of all workers, until they have ended; the exit code, or None to start again."""
@@ -188,7 +187,7 @@ class Run:
             self.group.end()
             os.write(self.watcher, b"\n")
         if stopped == signal.SIGUSR1:
-            self.places, self.failed = list(range(self.workers)), []
+            self.places, self.failed = [*range(self.workers)], []
             self.log.event("all_again", f"all {self.workers} places again")
             return None
         if stopped:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax import axes, wires
@@ -119,12 +119,26 @@ class Replicas:
         for path, copies in sums.copies(shared).items():
             if (copies.sums == copies.sums[0]).all():
                 continue
-            step = int(state.step) if hasattr(state, "step") else self._calls
+            step = int(getattr(state, "step", self._calls))
             wrong, source = self._judged(path, copies, step)
-            if self._heal:
-                words = _from(shared[path], source, wrong)
-                found[path] = jax.device_put(of_words(words, found[path]), found[path].sharding)
-            self._report(path, copies.mesh, wrong, step)
+            differ = [
+                Difference(path, self._worker(at), int(copies.mesh.devices.flat[at].id), step)
+                for at in np.flatnonzero(wrong).tolist()
+            ]
+            self.found += differ
+            if not self._heal:
+                raise ReplicasDiffer(
+                    f"a replica is wrong: {differ[0]}, and heal=False. {self._back()}"
+                )
+            words = _from(shared[path], source, wrong)
+            found[path] = jax.device_put(of_words(words, found[path]), found[path].sharding)
+            for one in differ:
+                warnings.warn(
+                    f"a replica was wrong and has the majority's copy now: {one}. One flipped "
+                    "bit is an accident; if this device comes up again, take it out",
+                    ReplicaHealed,
+                    stacklevel=3,
+                )
         return jax.tree.unflatten(tree, found.values())
 
     def _shared(self, path: str, x: Any) -> bool:
@@ -163,19 +177,6 @@ class Replicas:
             f"What was trained since the last check, at most {self._every} calls ago, is not to be "
             "trusted: go back to a state or a checkpoint of before (Checkpoints.restore)"
         )
-
-    def _report(self, path: str, mesh: Mesh, wrong: np.ndarray, step: int) -> None:
-        for device in np.flatnonzero(wrong).tolist():
-            one = Difference(path, self._worker(device), int(mesh.devices.flat[device].id), step)
-            self.found.append(one)
-            if not self._heal:
-                raise ReplicasDiffer(f"a replica is wrong: {one}, and heal=False. {self._back()}")
-            warnings.warn(
-                f"a replica was wrong and has the majority's copy now: {one}. One flipped "
-                "bit is an accident; if this device comes up again, take it out",
-                ReplicaHealed,
-                stacklevel=4,
-            )
 
     def _worker(self, device: int) -> int:
         """The number of the worker that a device, by its place in the mesh, belongs to."""

@@ -218,29 +218,26 @@ def watch(plan: Plan, group: "Group") -> tuple[dict[int, int], int]:
     """Until all workers have ended: the exit code of each, as shells give it, and that of the run."""
     codes: dict[int, int] = {}
     exit_code = 0
-    due: list[tuple[float, int]] = []  # when which signal is sent
     while len(codes) < len(group.members):
-        news = group.next(due[0][0] if due else None)
-        if news is None:
-            group.kill(due.pop(0)[1])
-        elif isinstance(news, int):  # Ctrl-C or SIGTERM; the second time there is no more waiting
-            patience = 0.0 if exit_code == 128 + news else STOP_SECONDS
+        news = group.next()
+        if isinstance(news, int):  # Ctrl-C or SIGTERM; the second time there is no more waiting
+            stop(group, 0.0, 0.0 if exit_code == 128 + news else STOP_SECONDS)
             exit_code = 128 + news
-            due += stops(0.0, patience)
-        else:
+        elif news:
             code = news.process.returncode
             codes[news.place] = code = code if code >= 0 else 128 - code
             if code and not exit_code:
                 exit_code = code
-                due += stops(plan["grace"])
-        due.sort()  # what is due earlier stays: a failure must not put off a stop
+                stop(group, plan["grace"], STOP_SECONDS)
     return codes, exit_code
 
 
-def stops(seconds: float, patience: float = STOP_SECONDS) -> list[tuple[float, int]]:
-    """When workers are asked to end, and when they are killed."""
-    start = time.monotonic() + seconds
-    return [(start, signal.SIGTERM), (start + patience, signal.SIGKILL)]
+def stop(group: "Group", seconds: float, patience: float) -> None:
+    """Asks workers to end after some seconds, and kills them if they have not; does not wait."""
+    for wait, number in ((seconds, signal.SIGTERM), (seconds + patience, signal.SIGKILL)):
+        timer = threading.Timer(wait, group.kill, (number,))
+        timer.daemon = True
+        timer.start()
 
 
 if __name__ == "__main__":

@@ -158,7 +158,7 @@ def placed(text: str, mesh: AnyMesh) -> list[tuple[Collective, str]]:
     lines = {name: _of_interest(body) for name, body in bodies.items()}
     sites = list(_sites(lines, entry, _Run()))
     reached = {site.computation for site in sites}
-    for one in itertools.chain.from_iterable(lines[name] for name in lines.keys() - reached):
+    for one in itertools.chain(*(lines[name] for name in lines.keys() - reached)):
         if _is_collective(one):
             raise _unknown("how the program gets to the collective", one.line)
     types = {name: dict(_TYPE.findall(bodies[name])) for name in reached}
@@ -376,11 +376,10 @@ def _operands(at: Instruction, types: dict[str, str]) -> tuple[Operand, ...]:
     arrays = [_ARRAY.findall(types.get(name, "")) for name in names]
     if not arrays or not all(arrays) or "slice_sizes=" in at.attributes:
         raise _unknown("what the collective takes", at.line)
-    return tuple(_operand(dtype, dims, at.line) for one in arrays for dtype, dims in one)
-
-
-def _operand(dtype: str, dims: str, line: str) -> Operand:
-    sizes = [size.removeprefix("<=") for size in dims.split(",") if size]
-    if not _DTYPE.fullmatch(dtype) or not all(size.isdecimal() for size in sizes):
-        raise _unknown(f"the operand type {dtype}[{dims}]", line)
-    return Operand(dtype, tuple(map(int, sizes)))
+    found = []
+    for dtype, dims in itertools.chain(*arrays):
+        sizes = [size.removeprefix("<=") for size in dims.split(",") if size]
+        if not _DTYPE.fullmatch(dtype) or not all(size.isdecimal() for size in sizes):
+            raise _unknown(f"the operand type {dtype}[{dims}]", at.line)
+        found.append(Operand(dtype, tuple(map(int, sizes))))
+    return tuple(found)
