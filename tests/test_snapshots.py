@@ -305,7 +305,7 @@ def read_without(folder):
     if jax.process_index() == 1:
         shutil.rmtree(folder / "machine-1")
     state, (slices, own) = restored(folder, jax.process_index())
-    arrays = {x.path: x.leaf for x in leaves.layout_of(state, workers_of(6)).arrays}
+    arrays = {x.path: x.leaf for x in leaves.layout_of(state, workers_of(6))}
     assert f"are those of step {STEP - 2}, in bfloat16, for a state of step {STEP}" in slices
     assert "start from the mean of the others' momentum and owe nothing: 2, 3." in own
     assert f"Their own, of step {STEP}, was nowhere else" in own

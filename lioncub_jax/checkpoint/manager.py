@@ -324,7 +324,7 @@ class Checkpoints:
             return found
 
         found = together(f"{named}, the name of the run, cannot be read or written", name)
-        return str(told(found)[0])
+        return told(found)[0]
 
     def _name(self, step: int) -> str:
         return f"checkpoint {self.directory / str(step)}"
@@ -395,7 +395,9 @@ class Checkpoints:
         return about["body"]
 
     def _arrays(self, step: int, saved: dict[str, Leaf], target: Target) -> dict[str, Any]:
-        places = {name: target.place(name, leaf) for name, leaf in saved.items()}
+        places = {
+            name: target.place(name, leaf, target.stays(name, leaf)) for name, leaf in saved.items()
+        }
         arrays = self._read(step, "arrays", "its arrays", lambda path: _read_arrays(path, places))
         found, _ = checksums(arrays)
         wrong = sorted(path for path, leaf in saved.items() if found[path] != leaf.sums)
@@ -438,7 +440,9 @@ def check_rule(workers: str) -> None:
 def _check_folder(directory: Path) -> None:
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"{directory} is a file: give a folder for the checkpoints")
-    others = [x.name for x in sorted(directory.glob("*")) if not _is_checkpoint(x)]
+    if not directory.exists():
+        return
+    others = [x.name for x in sorted(directory.iterdir()) if not _is_checkpoint(x)]
     if others:
         raise ValueError(
             f"{directory} is no folder of checkpoints, it holds {', '.join(map(repr, others[:3]))}: give "

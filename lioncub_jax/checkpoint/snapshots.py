@@ -109,7 +109,7 @@ class Snapshots:
         self._calls = self._copies = self._saves = 0
         self._writer = ThreadPoolExecutor(1)
         self._writing: Future[None] | None = None
-        self._sending: dict[Layout, Any] = {}
+        self._sending: dict[tuple[Layout, Workers], Any] = {}
 
     def __enter__(self) -> "Snapshots":
         return self
@@ -135,11 +135,13 @@ class Snapshots:
         state, workers = self._checkpoints.on_mesh("snapshots(state)", state)
         step = states.step_of(state, None)
         layout, arrays = leaves.layout_of(state, workers), leaves.arrays_of(state)
-        about = About(self._run, layout, as_json(data), tiles.all_of(arrays))
+        two = workers.group is not None
+        about = About(self._run, layout, two, as_json(data), tiles.all_of(arrays))
         files = {"own": tiles.copied(arrays)}
         if self._buddies and self._calls >= self._copies:
             self._copies = self._calls + self._buddies
-            files["buddy"] = self._of_others(arrays, layout, workers)
+            if copies := self._of_others(arrays, layout, workers):
+                files["buddy"] = copies
         self._saves += 1
         self._writing = self._writer.submit(self._write, step, about, files)
 
@@ -195,12 +197,11 @@ class Snapshots:
 
     def _write(self, step: int, about: About, files: dict[str, dict[Tile, np.ndarray]]) -> None:
         for kind, parts in files.items():
-            if parts:
-                me = jax.process_index(), jax.process_count()
-                name = Name(kind, step, self._start, self._saves, *me)
-                numbered = {k: parts[tile] for k, tile in enumerate(about.tiles) if tile in parts}
-                own.seal(self._path(name), pickle.dumps((about, numbered)))
-                self._tidy(name)
+            me = jax.process_index(), jax.process_count()
+            name = Name(kind, step, self._start, self._saves, *me)
+            numbered = {k: parts[tile] for k, tile in enumerate(about.tiles) if tile in parts}
+            own.seal(self._path(name), pickle.dumps((about, numbered)))
+            self._tidy(name)
 
     def _path(self, name: Name) -> Path:
         return self.folder / str(name)
@@ -228,12 +229,13 @@ class Snapshots:
         self, arrays: dict[str, jax.Array], layout: Layout, workers: Workers
     ) -> dict[Tile, np.ndarray]:
         """The slices of the workers whose buddies this process has, in bfloat16."""
-        if all(x.leaf.holder is not Holder.OWNER for x in layout.arrays):
+        if all(x.leaf.holder is not Holder.OWNER for x in layout):
             return {}
         owned, found = _owned(arrays, layout), {}
-        if layout not in self._sending:  # processes ask each other, and machines do not change
-            self._sending[layout] = _sending(owned, workers)
-        send, rows = self._sending[layout]
+        here = layout, workers
+        if here not in self._sending:  # processes ask each other, and machines do not change
+            self._sending[here] = _sending(owned, workers)
+        send, rows = self._sending[here]
         for (path, (first, *rest)), half in tiles.copied(send(owned)).items():
             start = (first[0] - rows[path]) % len(arrays[path])
             index = (start, start + first[1] - first[0]), *rest
@@ -246,7 +248,7 @@ class Snapshots:
 
 def _owned(arrays: dict[str, jax.Array], layout: Layout) -> dict[str, jax.Array]:
     """What only its owner has, each worker its rows; the counts beside it everybody has."""
-    slices = (x.path for x in layout.arrays if x.leaf.holder is Holder.OWNER and x.workers > 1)
+    slices = (x.path for x in layout if x.leaf.holder is Holder.OWNER and x.workers > 1)
     return {path: arrays[path] for path in slices}
 
 
