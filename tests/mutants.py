@@ -399,8 +399,8 @@ MUTANTS = r"""
 
 # checkpoint/manager.py: checkpoint
 = a description that was changed is read
-- isinstance(about, dict) and _sealed(about.get("body")) == about
-+ isinstance(about, dict) and "body" in about
+- _sealed(about.get("body")) != about
++ "body" not in about
 
 = a damaged checkpoint is not passed over
 - reversed(steps):

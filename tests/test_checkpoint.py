@@ -26,6 +26,8 @@ from jax.sharding import PartitionSpec as P
 import lioncub_jax as lc
 from lioncub_jax.baselines.dgc import dgc
 from lioncub_jax.checkpoint import Checkpoints, Damaged, Snapshots, manager, stop_on_sigterm
+from lioncub_jax.checkpoint.leaves import paths_of
+from lioncub_jax.mesh.processes import words_of
 
 # Of the last leaf almost every owner has some rows.
 SHAPES = {"w": (64, 320), "v": (4, 6, 8), "b": (5,), "s": (), "none": (0, 3)}
@@ -130,16 +132,12 @@ def trained(name, unlike):
 
 def values(tree):
     """Leaves by path, as numpy; of random keys their words."""
-    found = {jax.tree_util.keystr(p): x for p, x in jax.tree_util.tree_leaves_with_path(tree)}
-    return {
-        path: np.asarray(jax.random.key_data(x) if "key<" in str(x.dtype) else x)
-        for path, x in found.items()
-    }
+    return {path: np.asarray(words_of(x)) for path, x in paths_of(tree).items()}
 
 
 def assert_same(found, wanted, but="nothing"):
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
     found, wanted = values(found), values(wanted)
-    assert found.keys() == wanted.keys()
     for path, value in wanted.items():
         if but not in path:
             np.testing.assert_array_equal(found[path], value, err_msg=path)

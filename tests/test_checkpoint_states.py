@@ -12,9 +12,9 @@ from flax import nnx
 from flax.training.train_state import TrainState as FlaxState
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from test_checkpoint import assert_same, opened
 
 import lioncub_jax as lc
-from lioncub_jax.checkpoint import Checkpoints
 from lioncub_jax.mesh.sums import checksums
 
 PARAMS = {"w": np.arange(24, dtype=np.float32).reshape(8, 3) / 8, "b": np.ones(3, np.float32)}
@@ -32,21 +32,13 @@ def loss_fn(params, batch):
 
 
 def saved(folder, state, **options):
-    with Checkpoints(folder, workers="data") as checkpoints:
-        checkpoints.save(state, wait=True, **options)
+    with opened(folder) as checkpoints:
+        checkpoints.save(state, **options)
 
 
 def restored(folder, like):
-    with Checkpoints(folder, workers="data") as checkpoints:
+    with opened(folder) as checkpoints:
         return checkpoints.restore(like)
-
-
-def assert_same(found, wanted):
-    assert jax.tree.structure(found) == jax.tree.structure(wanted)
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
-            x, y = jax.random.key_data(x), jax.random.key_data(y)
-        np.testing.assert_array_equal(x, y)
 
 
 # --- What trainers have
@@ -97,7 +89,8 @@ def test_the_states_of_trainers_come_back_to_the_bit_and_on_the_mesh(kind, tmp_p
     saved(tmp_path, state, **({"step": 3} if isinstance(state, list) else {}))
     found = restored(tmp_path, like)
     assert found.step == 3
-    assert_same(found.state, jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(state)))
+    wanted = map(jnp.asarray, jax.tree.leaves(state))
+    assert_same(found.state, jax.tree.unflatten(jax.tree.structure(like), wanted))
     assert {x.sharding.mesh for x in jax.tree.leaves(found.state)} == {workers_of(4).mesh}
 
 

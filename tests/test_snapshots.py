@@ -4,6 +4,7 @@ Run as a program this file is one of the processes.
 """
 
 import contextlib
+import functools
 import os
 import shutil
 import warnings
@@ -15,11 +16,11 @@ import optax
 import pytest
 from jax.experimental import multihost_utils
 from test_checkpoint import assert_same as assert_same_numbers
-from test_checkpoint import cut_short, flip
+from test_checkpoint import cut_short, flip, opened, refuses
 from test_processes import assert_holds, first_state, main, number, numbered, run_all, workers_of
 
 import lioncub_jax as lc
-from lioncub_jax.checkpoint import Checkpoints, Snapshots, WorkerStateLost, found, leaves, tiles
+from lioncub_jax.checkpoint import Snapshots, WorkerStateLost, found, leaves, tiles
 from lioncub_jax.layout import Holder
 from lioncub_jax.traffic import collectives
 
@@ -48,10 +49,7 @@ def folders(tmp_path):
 @contextlib.contextmanager
 def both(folders, **options):
     """The checkpoints and the snapshots of a run."""
-    with (
-        Checkpoints(folders[0], workers="data") as saved,
-        Snapshots(saved, folders[1], **options) as snapshots,
-    ):
+    with opened(folders[0]) as saved, Snapshots(saved, folders[1], **options) as snapshots:
         yield saved, snapshots
 
 
@@ -161,7 +159,7 @@ def test_one_that_a_process_was_still_writing_is_no_loss_of_a_machine(folders, f
 
 
 def test_halves_and_old_starts_do_not_fill_the_memory(folders, first):
-    with Checkpoints(folders[0], workers="data") as saved:
+    with opened(folders[0]) as saved:
         for step in range(8):  # starts that take one snapshot each
             snapshots = Snapshots(saved, folders[1], buddies=0)
             assert not list(folders[1].glob("*.part"))
@@ -176,8 +174,7 @@ def test_what_is_not_written_is_said(folders, first):
         snapshots.folder.rmdir()
         snapshots.save(first)
         told = r"a snapshot was not written to .*memory: .*No such file.*make room"
-        with pytest.raises(OSError, match=told):
-            snapshots.wait()
+        refuses(told, snapshots.wait, OSError)
         snapshots.folder.mkdir()
         snapshots.save(first)  # and the next one is
         snapshots.wait()
@@ -198,17 +195,16 @@ def test_bad_input(folders, first, tmp_path):
             "file is a file: give a folder for the snapshots": lambda: Snapshots(saved, tmp_path / "file"),
             "shared, for snapshots, has mode 777: oth": lambda: Snapshots(saved, tmp_path / "shared"),
         }.items():  # fmt: skip
-            with pytest.raises(ValueError, match=told):
-                call()
+            refuses(told, call)
         for name, wrong, told in [
             ("every", (0, -1, 1.5, True), "a number of steps, 1 or more"),
             ("buddies", (-1, 2.0, True), "give a number of steps, or 0"),
         ]:
             for value in wrong:
-                with pytest.raises(ValueError, match=f"{name}={value!r}: .*{told}"):
-                    Snapshots(saved, folders[1], **{name: value})
-        with pytest.raises(TypeError, match="is a str: give the Checkpoints of the run"):
-            Snapshots("runs", folders[1])
+                call = functools.partial(Snapshots, saved, folders[1], **{name: value})
+                refuses(f"{name}={value!r}: .*{told}", call)
+        told = "is a str: give the Checkpoints of the run"
+        refuses(told, lambda: Snapshots("runs", folders[1]), TypeError)
 
 
 def test_a_run_may_move_and_snapshots_of_another_run_or_model_are_refused(folders, first, tmp_path):
@@ -220,15 +216,13 @@ def test_a_run_may_move_and_snapshots_of_another_run_or_model_are_refused(folder
     with both((moved, folders[1])) as (_, snapshots):
         assert snapshots.restore(first).step == 0
         wider = lc.init_state(optax.identity(), {"w": jnp.zeros((9, 9))}, workers_of(2))
-        with pytest.raises(ValueError, match=r"snapshot 0 in .* is of another model"):
-            snapshots.restore(wider)
+        refuses(r"snapshot 0 in .* is of another model", lambda: snapshots.restore(wider))
     for one in moved.glob("*"):  # as a shell does
         shutil.rmtree(one) if one.is_dir() else one.unlink()
     with both((moved, folders[1])) as (_, snapshots):
         told = (r"memory are of another run than the checkpoints in .*moved, or those were taken away "
                 r"since: forget .*clear\(\)")  # fmt: skip
-        with pytest.raises(ValueError, match=told):
-            snapshots.restore(first)
+        refuses(told, lambda: snapshots.restore(first))
         snapshots.clear()
         assert snapshots.restore(first) is None
         snapshots.save(first)
@@ -238,14 +232,13 @@ def test_a_run_may_move_and_snapshots_of_another_run_or_model_are_refused(folder
 def test_a_run_is_named_once_and_nothing_else_is_taken_for_its_name(tmp_path):
     (tmp_path / "run-1.part").write_text("half of a na")  # of a process that was killed
     (tmp_path / "run").touch()  # of a machine that lost its power
-    with Checkpoints(tmp_path, workers="data") as saved:
+    with opened(tmp_path) as saved:
         named = saved.run()
         assert named == saved.run() != "half of a na"
-    with Checkpoints(tmp_path, workers="data") as saved:
+    with opened(tmp_path) as saved:
         assert saved.run() == named and saved.steps() == []
     (tmp_path / "running").touch()
-    with pytest.raises(ValueError, match=r"no folder of checkpoints, it holds 'running'"):
-        Checkpoints(tmp_path, workers="data")
+    refuses("no folder of checkpoints, it holds 'running'", lambda: opened(tmp_path))
 
 
 def test_copies_for_buddies_are_two_bytes_a_parameter_over_all_workers(folders):
@@ -261,8 +254,7 @@ def test_copies_for_buddies_are_two_bytes_a_parameter_over_all_workers(folders):
 
 
 def snapshots_of(folder, machine):
-    saved = Checkpoints(folder / "checkpoints", workers="data")
-    return Snapshots(saved, folder / f"machine-{machine}")
+    return Snapshots(opened(folder / "checkpoints"), folder / f"machine-{machine}")
 
 
 def restored(folder, machine, count=6, inner=1):
@@ -313,7 +305,7 @@ def read_without(folder):
     if jax.process_index() == 1:
         shutil.rmtree(folder / "machine-1")
     state, (slices, own) = restored(folder, jax.process_index())
-    arrays = {x.path: x.leaf for x in leaves.layout_of(state, workers_of(6)).arrays}
+    arrays = {x.path: x.leaf for x in leaves.layout_of(state, workers_of(6))}
     assert f"are those of step {STEP - 2}, in bfloat16, for a state of step {STEP}" in slices
     assert "start from the mean of the others' momentum and owe nothing: 2, 3." in own
     assert f"Their own, of step {STEP}, was nowhere else" in own

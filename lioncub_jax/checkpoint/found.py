@@ -64,12 +64,14 @@ class About(NamedTuple):
     Attributes:
       run: the name of the run.
       layout: how the state lay.
+      two_levels: whether a worker was a group of devices.
       data: what the caller gave.
       tiles: all of them; a file has some, by their places in this list.
     """
 
     run: str
     layout: Layout
+    two_levels: bool
     data: Any
     tiles: list[Tile]
 
@@ -112,13 +114,12 @@ class Found:
         for name in (n for names in self._seen for n in names if n.kind == "own"):
             seen.setdefault(name.snapshot, set()).add(name.process)
         counts = {n.start: n.of for names in self._seen for n in names}
-        of_start = {start: [k for k in seen if k[1] == start] for start in counts}
 
         def lost(key: Key) -> set[int]:
             return set(range(counts[key[1]])) - seen[key]
 
         def for_good(key: Key) -> bool:
-            others = [seen[k] for k in of_start[key[1]]]
+            others = [some for (_, start, _), some in seen.items() if start == key[1]]
             return len(others) >= 3 and not lost(key) & set().union(*others)
 
         left = [key for key in seen if not lost(key) or for_good(key)]
@@ -187,14 +188,11 @@ class Found:
             return True
         before, step = len(parts.lost), self._from_buddies(key, parts)
         left = parts.lost
-        holders = {x.path: x.leaf.holder for x in about.layout.arrays}
         of = {about.tiles[k][0] for k in left}
-        alone = of - {
-            path for (path, _), some in zip(about.tiles, parts.having, strict=True) if some
-        }
-        of_all = any(holders[path] not in leaves.OWN for path in of)
-        in_groups = left and about.layout.group  # rows of a group are parts of one momentum
-        if of_all or alone or in_groups:
+        held = {path for (path, _), some in zip(about.tiles, parts.having, strict=True) if some}
+        own_of_workers = {x.path for x in about.layout if x.leaf.own}
+        # Rows of a group are parts of one momentum.
+        if left and (about.two_levels or not of <= held & own_of_workers):
             return False
         if len(left) < before:
             warnings.warn(
@@ -232,12 +230,12 @@ class Found:
 def _placed(about: About, target: Target, parts: Parts) -> dict[str, jax.Array]:
     """The arrays as they lay, each read to its place or spread over the mesh."""
     found = {}
-    for stored in about.layout.arrays:
+    for stored in about.layout:
         mine = {index: k for k, (path, index) in enumerate(about.tiles) if path == stored.path}
         who = {index: parts.having[k] for index, k in mine.items()}
         held = {index: parts.held[k] for index, k in mine.items() if k in parts.held}
         fill = "zero" if stored.leaf.holder is Holder.FEEDBACK else "mean"
         fill = "key" if stored.leaf.is_key else fill
-        place = target.place(stored.path, stored.leaf)
+        place = target.place(stored.path, stored.leaf, about.layout == target.layout)
         found[stored.path] = tiles.placed(place, who, held, fill)
     return found

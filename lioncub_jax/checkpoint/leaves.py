@@ -118,16 +118,9 @@ class Stored(NamedTuple):
     rows: Rows | None
 
 
-class Layout(NamedTuple):
-    """How a state lies on its mesh; plain numbers, which can be compared, hashed and kept.
-
-    Attributes:
-      group: the axes of a worker's devices, in two levels.
-      arrays: those with elements.
-    """
-
-    group: tuple[str, ...]
-    arrays: tuple[Stored, ...]
+# How the arrays of a state, those with elements, lie on its mesh: plain numbers, which can be compared,
+# hashed and kept.
+Layout = tuple[Stored, ...]
 
 
 # --- How a state lies
@@ -169,8 +162,7 @@ def layout_of(state: Any, workers: Workers) -> Layout:
 
     arrays = paths_of(state)
     _check_classes(arrays)
-    kept = tuple(stored(path, x) for path, x in arrays.items() if x.size)
-    return Layout(axes.names(workers.group), kept)
+    return tuple(stored(path, x) for path, x in arrays.items() if x.size)
 
 
 def _nodes(path: str, tree: Any) -> Iterator[tuple[str, Any]]:
@@ -318,7 +310,7 @@ def _whole(
 def described(layout: Layout) -> dict[str, Leaf]:
     """The leaves of a state, by name."""
     found: dict[str, Leaf] = {}
-    for stored in layout.arrays:
+    for stored in layout:
         parts = jax.eval_shape(functools.partial(_parts, stored), stored.leaf.at())
         found |= {name: stored.leaf._replace(shape=x.shape) for name, x in parts.items()}
     return found
@@ -335,7 +327,7 @@ def _opened(rows: tuple[Stored, ...], mesh: Mesh, arrays: list[jax.Array]) -> di
 
 def leaves_of(layout: Layout, mesh: Mesh, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """The leaves of a state, of its `arrays_of`: those in rows are spread over the mesh."""
-    rows = tuple(s for s in layout.arrays if s.rows)
+    rows = tuple(s for s in layout if s.rows)
     rest = arrays.keys() - {s.path for s in rows}
     opened = _opened(rows, mesh, [arrays[s.path] for s in rows])
     return {path: arrays[path] for path in rest} | opened
@@ -383,15 +375,14 @@ class Target:
         self._wanted, self.mesh = paths_of(lies), untyped(workers.mesh)
         self.leaves = described(self.layout)
 
-    def place(self, name: str, leaf: Leaf) -> jax.ShapeDtypeStruct:
+    def place(self, path: str, leaf: Leaf, stays: bool) -> jax.ShapeDtypeStruct:
         """Where what was saved is read to: where it is wanted, or spread over all devices."""
-        stays = self._stays(name, leaf)
-        return leaf.at(self._lies(name) if stays else spread(leaf.shape, self.mesh))
+        return leaf.at(self._lies(path) if stays else spread(leaf.shape, self.mesh))
 
     def _lies(self, path: str) -> NamedSharding:
         return _auto(self._wanted[path].sharding)
 
-    def _stays(self, name: str, leaf: Leaf) -> bool:
+    def stays(self, name: str, leaf: Leaf) -> bool:
         """Whether a leaf is an array that is wanted."""
         wanted = self.leaves.get(name)
         same = wanted is not None and (wanted.shape, wanted.lies) == (leaf.shape, leaf.lies)
@@ -399,8 +390,8 @@ class Target:
 
     def made(self, saved: Mapping[str, Leaf], leaves: dict[str, jax.Array], keep: bool) -> Any:
         """The state, of leaves that lie where `place` says."""
-        direct = {name for name, leaf in saved.items() if self._stays(name, leaf)}
-        rest = [s for s in self.layout.arrays if s.path not in direct]
+        direct = {name for name, leaf in saved.items() if self.stays(name, leaf)}
+        rest = [s for s in self.layout if s.path not in direct]
 
         def make(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
             moved = self._moved(saved, leaves, keep)

@@ -324,7 +324,7 @@ class Checkpoints:
             return found
 
         found = together(f"{named}, the name of the run, cannot be read or written", name)
-        return str(told(found)[0])
+        return told(found)[0]
 
     def _name(self, step: int) -> str:
         return f"checkpoint {self.directory / str(step)}"
@@ -379,13 +379,10 @@ class Checkpoints:
         return Restored(target.made(saved, arrays, workers == "keep"), about["data"], step)
 
     def _about(self, step: int) -> dict[str, Any]:
-        folder = self.directory / str(step) / "about"
-        about = self._read(
-            step, "its description", lambda: ocp.JsonCheckpointHandler().restore(folder)
-        )
-        whole = isinstance(about, dict) and _sealed(about.get("body")) == about
-        if any_process(not whole):
-            version = about.get("format") if isinstance(about, dict) else None
+        found = self._read(step, "about", "its description", ocp.JsonCheckpointHandler().restore)
+        about = found if isinstance(found, dict) else {}
+        if any_process(_sealed(about.get("body")) != about):
+            version = about.get("format")
             if isinstance(version, int) and version != FORMAT:
                 written = f"0.{version}" if version < FORMAT else "a newer version"
                 raise ValueError(
@@ -398,9 +395,10 @@ class Checkpoints:
         return about["body"]
 
     def _arrays(self, step: int, saved: dict[str, Leaf], target: Target) -> dict[str, Any]:
-        folder = self.directory / str(step) / "arrays"
-        places = {name: target.place(name, leaf) for name, leaf in saved.items()}
-        arrays = self._read(step, "its arrays", lambda: _read_arrays(folder, places))
+        places = {
+            name: target.place(name, leaf, target.stays(name, leaf)) for name, leaf in saved.items()
+        }
+        arrays = self._read(step, "arrays", "its arrays", lambda path: _read_arrays(path, places))
         found, _ = checksums(arrays)
         wrong = sorted(path for path, leaf in saved.items() if found[path] != leaf.sums)
         if wrong:
@@ -411,13 +409,13 @@ class Checkpoints:
             )
         return arrays
 
-    def _read(self, step: int, what: str, read: Callable[[], Any]) -> Any:
+    def _read(self, step: int, item: str, what: str, read: Callable[[Path], Any]) -> Any:
         """Reads with one of orbax's handlers: its manager waits for all processes, a failed one too."""
         name, folder, handled = self._name(step), self.directory / str(step), sys.exception()
 
         def careful() -> tuple[Any, str]:
             try:
-                return read(), ""
+                return read(folder / item), ""
             except Exception as problem:
                 chain = _chain(problem, handled)
                 # Or the whole checkpoint was taken away meanwhile.
@@ -442,7 +440,9 @@ def check_rule(workers: str) -> None:
 def _check_folder(directory: Path) -> None:
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"{directory} is a file: give a folder for the checkpoints")
-    others = [x.name for x in sorted(directory.glob("*")) if not _is_checkpoint(x)]
+    if not directory.exists():
+        return
+    others = [x.name for x in sorted(directory.iterdir()) if not _is_checkpoint(x)]
     if others:
         raise ValueError(
             f"{directory} is no folder of checkpoints, it holds {', '.join(map(repr, others[:3]))}: give "
@@ -529,15 +529,12 @@ def _read_arrays(folder: Path, places: dict[str, Any]) -> dict[str, Any]:
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, _Arrays()))
     handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
     restore = ocp.checkpoint_utils.construct_restore_args(places)
-    found: dict[str, Any] = handler.restore(
-        folder, args=ocp.args.PyTreeRestore(places, restore_args=restore)
-    )
-    return found
+    return handler.restore(folder, args=ocp.args.PyTreeRestore(places, restore_args=restore))
 
 
 def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:200]}"
+    line = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {line[:200]}"
 
 
 # --- Descriptions

@@ -8,9 +8,9 @@ copy of. The slices of momentum that owners hold nobody else has, so another mac
 import os
 import pickle
 import socket
-import threading
 import time
 import zlib
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from lioncub_jax import axes, own
-from lioncub_jax.arguments import check_count
+from lioncub_jax.arguments import check_count, check_number
 from lioncub_jax.checkpoint import leaves, states, tiles
 from lioncub_jax.checkpoint.found import About, Found, Name, names_in
 from lioncub_jax.checkpoint.leaves import Layout
@@ -95,8 +93,8 @@ class Snapshots:
                 "the run"
             )
         check_count(f"every={every!r}", every, "a number of steps, 1 or more")
-        if isinstance(buddies, bool) or not isinstance(buddies, int) or buddies < 0:
-            raise ValueError(f"buddies={buddies!r}: give a number of steps, or 0 for no copies")
+        said = "give a number of steps, or 0 for no copies"
+        check_number(f"buddies={buddies!r}", buddies, lambda n: n >= 0, said, int)
         self._checkpoints, self._every, self._buddies = checkpoints, every, buddies
         self.folder = Path(folder).absolute()
         if self.folder.exists() and not self.folder.is_dir():
@@ -109,9 +107,9 @@ class Snapshots:
         told(None)
         self._run = checkpoints.run()
         self._calls = self._copies = self._saves = 0
-        self._writing: threading.Thread | None = None
-        self._failed: BaseException | None = None
-        self._sending: dict[Layout, Any] = {}
+        self._writer = ThreadPoolExecutor(1)
+        self._writing: Future[None] | None = None
+        self._sending: dict[tuple[Layout, Workers], Any] = {}
 
     def __enter__(self) -> "Snapshots":
         return self
@@ -137,24 +135,20 @@ class Snapshots:
         state, workers = self._checkpoints.on_mesh("snapshots(state)", state)
         step = states.step_of(state, None)
         layout, arrays = leaves.layout_of(state, workers), leaves.arrays_of(state)
-        about = About(self._run, layout, as_json(data), tiles.all_of(arrays))
-        files = [("own", about, tiles.copied(arrays))]
+        two = workers.group is not None
+        about = About(self._run, layout, two, as_json(data), tiles.all_of(arrays))
+        files = {"own": tiles.copied(arrays)}
         if self._buddies and self._calls >= self._copies:
             self._copies = self._calls + self._buddies
-            copies = self._of_others(arrays, layout, workers)
-            files += [("buddy", about, copies)] if copies else []
+            if copies := self._of_others(arrays, layout, workers):
+                files["buddy"] = copies
         self._saves += 1
-        task = threading.Thread(target=self._write, args=(step, files))
-        task.start()
-        self._writing = task
+        self._writing = self._writer.submit(self._write, step, about, files)
 
     def wait(self) -> None:
         """Returns when the last snapshot is written; raises what kept it from being."""
-        if self._writing is not None:
-            self._writing.join()
-            self._writing = None
-        if self._failed is not None:
-            failed, self._failed = self._failed, None
+        writing, self._writing = self._writing, None
+        if writing is not None and (failed := writing.exception()):
             raise OSError(
                 f"a snapshot was not written to {self.folder}: {failed}; make room there (it holds "
                 f"{GENERATIONS} states), or give another folder"
@@ -201,16 +195,13 @@ class Snapshots:
                 return Restored(*read, key[0])
         return self._checkpoints.restore(like, workers=workers) if disk >= 0 else None
 
-    def _write(self, step: int, files: list[tuple[str, About, dict[Tile, np.ndarray]]]) -> None:
-        try:
-            for kind, about, parts in files:
-                me = jax.process_index(), jax.process_count()
-                name = Name(kind, step, self._start, self._saves, *me)
-                numbered = {k: parts[tile] for k, tile in enumerate(about.tiles) if tile in parts}
-                own.seal(self._path(name), pickle.dumps((about, numbered)))
-                self._tidy(name)
-        except BaseException as error:  # raised by the next call, which is not lost
-            self._failed = error
+    def _write(self, step: int, about: About, files: dict[str, dict[Tile, np.ndarray]]) -> None:
+        for kind, parts in files.items():
+            me = jax.process_index(), jax.process_count()
+            name = Name(kind, step, self._start, self._saves, *me)
+            numbered = {k: parts[tile] for k, tile in enumerate(about.tiles) if tile in parts}
+            own.seal(self._path(name), pickle.dumps((about, numbered)))
+            self._tidy(name)
 
     def _path(self, name: Name) -> Path:
         return self.folder / str(name)
@@ -238,13 +229,14 @@ class Snapshots:
         self, arrays: dict[str, jax.Array], layout: Layout, workers: Workers
     ) -> dict[Tile, np.ndarray]:
         """The slices of the workers whose buddies this process has, in bfloat16."""
-        if all(x.leaf.holder is not Holder.OWNER for x in layout.arrays):
+        if all(x.leaf.holder is not Holder.OWNER for x in layout):
             return {}
-        if layout not in self._sending:  # processes ask each other, and machines do not change
-            self._sending[layout] = _sending(_owned(arrays, layout), workers)
-        send, rows = self._sending[layout]
-        found = {}
-        for (path, (first, *rest)), half in tiles.copied(send(_owned(arrays, layout))).items():
+        owned, found = _owned(arrays, layout), {}
+        here = layout, workers
+        if here not in self._sending:  # processes ask each other, and machines do not change
+            self._sending[here] = _sending(owned, workers)
+        send, rows = self._sending[here]
+        for (path, (first, *rest)), half in tiles.copied(send(owned)).items():
             start = (first[0] - rows[path]) % len(arrays[path])
             index = (start, start + first[1] - first[0]), *rest
             found[path, index] = half.view(jnp.bfloat16)
@@ -256,7 +248,7 @@ class Snapshots:
 
 def _owned(arrays: dict[str, jax.Array], layout: Layout) -> dict[str, jax.Array]:
     """What only its owner has, each worker its rows; the counts beside it everybody has."""
-    slices = (x.path for x in layout.arrays if x.leaf.holder is Holder.OWNER and x.workers > 1)
+    slices = (x.path for x in layout if x.leaf.holder is Holder.OWNER and x.workers > 1)
     return {path: arrays[path] for path in slices}
 
 
@@ -283,11 +275,9 @@ def _shift(workers: Workers) -> tuple[int, int]:
             "a buddy holds a copy of another worker's slices, and there is one worker: give "
             "Snapshots(..., buddies=0)"
         )
-    lies: Any = NamedSharding(workers.mesh, P(names)).devices_indices_map((count,))
-    processes: list[list[int]] = [[] for _ in range(count)]  # of each worker's devices
-    for device, (place,) in lies.items():
-        processes[place.start or 0].append(device.process_index)
-    each = np.array(processes)
+    places = [workers.mesh.axis_names.index(name) for name in names]
+    devices = np.moveaxis(workers.mesh.devices, places, range(len(places))).reshape(count, -1)
+    each = np.vectorize(lambda device: device.process_index)(devices)  # of each worker
     machines = np.array(told(zlib.crc32(socket.gethostname().encode())))
 
     def apart(shift: int) -> tuple[int, int]:
