@@ -321,9 +321,9 @@ MUTANTS = r"""
 + kind is own and rows[0] % workers.count
 
 # training/modules.py: gradients training
-= streams are drawn from where nnx does not let them go on
-- args = jax.tree.map(lambda x: x, args)
-+ args = tuple(args)
+= what a model keeps is written where nnx does not let it be written
+- nnx.merge(graph, params, model_state, copy=True)
++ nnx.merge(graph, params, model_state)
 
 # training/worker.py: local_steps training
 = gradients of the parts of a batch are added and not averaged

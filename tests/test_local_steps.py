@@ -116,17 +116,16 @@ def test_on_eight_devices_it_is_the_simulator_bit_for_bit(method):
 
 
 def test_only_the_differences_travel_however_many_local_steps_there_are():
-    tx, workers = baselines.diloco(bits=4, workers=AXIS), ON_FOUR
-    programs = []
+    tx, programs = baselines.diloco(bits=4, workers=AXIS), []
     for local_steps in (2, 8):
-        state, step = start(tx, workers, local_steps=local_steps)
+        state, step = start(tx, ON_FOUR, local_steps=local_steps)
         (batch,) = batches(1, 2 * local_steps)
-        found = lc.traffic.collectives(step.lower(state, batch).compile(), workers.mesh)
+        found = lc.traffic.collectives(step.lower(state, batch).compile(), ON_FOUR.mesh)
         assert all(one.times == 1 and not one.looped for one in found)
         programs.append(found)
     assert programs[0] == programs[1]
     # Beside what is predicted: the mean loss, a float32.
-    predicted = lc.traffic.of(tx, params_of(), workers).sent_bytes
+    predicted = lc.traffic.of(tx, params_of(), ON_FOUR).sent_bytes
     loss_bytes = 2 * (WORKERS - 1) / WORKERS * 4
     assert sum(one.sent_bytes for one in programs[0]) == predicted + loss_bytes
 
@@ -197,10 +196,10 @@ def test_a_worker_that_abstains_keeps_what_is_its_own():
 
 
 def test_checkpoints_hold_local_states_of_other_workers(tmp_path):
-    tx, workers, (batch,) = average(), ON_FOUR, batches(1, 4 * H)
-    state, step = start(tx, workers)
+    tx, (batch,) = average(), batches(1, 4 * H)
+    state, step = start(tx, ON_FOUR)
     state, _ = step(state, batch)
-    like = lc.training.abstract_state(tx, params_of(), workers, local=LOCAL)
+    like = lc.training.abstract_state(tx, params_of(), ON_FOUR, local=LOCAL)
     with lc.Checkpoints(tmp_path, workers=AXIS) as checkpoints:
         checkpoints.save(state, wait=True)
         again = checkpoints.restore(like).state
@@ -248,10 +247,10 @@ def test_bad_local_steps_are_refused(options, kind, words):
 
 
 def test_a_state_a_step_or_a_batch_that_were_made_differently():
-    tx, workers, (batch,) = average(), ON_FOUR, batches(1, 4 * H)
-    with_local, local_step = start(tx, workers, accumulate=2)
-    without, step = start(tx, workers, None, 1)
-    other, _ = start(tx, workers, optax.sgd(0.1))
+    tx, (batch,) = average(), batches(1, 4 * H)
+    with_local, local_step = start(tx, ON_FOUR, accumulate=2)
+    without, step = start(tx, ON_FOUR, None, 1)
+    other, _ = start(tx, ON_FOUR, optax.sgd(0.1))
     for one, state in ((step, with_local), (local_step, without), (local_step, other)):
         with refused("the local_state is not one of this optimizer: make", "the same local"):
             one(state, batch)
@@ -260,5 +259,5 @@ def test_a_state_a_step_or_a_batch_that_were_made_differently():
         "batch['x'] has shape (12, 8)", "multiple of 24 (4 workers, ", ", 3 local steps, 2 "
     ):
         local_step(with_local, wrong)
-    stateless, own = start(tx, workers, optax.scale(-0.1))
+    stateless, own = start(tx, ON_FOUR, optax.scale(-0.1))
     own(stateless, batch)  # nothing in it, and made all the same

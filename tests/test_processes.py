@@ -204,28 +204,25 @@ def real(state):
     return found
 
 
-def without_keys(state):
-    return {p: x for p, x in paths_of(state).items() if "key<" not in str(x.dtype)}
+def wholes(state, step, number=number):
+    """By path: an array of the state, and what it holds at a step, padding too; without random keys."""
+    mask = real(state)
+    for path, x in paths_of(state).items():
+        if "key<" not in str(x.dtype):
+            yield path, x, number(path, x.shape, x.dtype, step) * mask.get(path, 1)
 
 
 def numbered(state, step):
-    known, mask = without_keys(state), real(state)
-
-    def leaf(path, x):
-        if path not in known:
-            return x
-        whole = np.asarray(number(path, x.shape, x.dtype, step) * mask.get(path, 1), x.dtype)
-        return jax.make_array_from_callback(x.shape, x.sharding, lambda i: whole[i])
-
-    leaves = [leaf(path, x) for path, x in paths_of(state).items()]
-    return jax.tree.unflatten(jax.tree.structure(state), leaves)
+    leaves = paths_of(state)
+    for path, x, whole in wholes(state, step):
+        whole = np.asarray(whole, x.dtype)
+        leaves[path] = jax.make_array_from_callback(x.shape, x.sharding, whole.__getitem__)
+    return jax.tree.unflatten(jax.tree.structure(state), leaves.values())
 
 
 def assert_holds(state, step, number=number):
     """Of what this process holds, without random keys."""
-    mask = real(state)
-    for path, x in without_keys(state).items():
-        whole = number(path, x.shape, x.dtype, step) * mask.get(path, 1)
+    for path, x, whole in wholes(state, step, number):
         for shard in x.addressable_shards:
             np.testing.assert_array_equal(shard.data, whole[shard.index], err_msg=path)
 

@@ -117,7 +117,6 @@ def worker_value_and_grad(
     """
     check_workers(workers)
     _warn_of_keys(loss_fn)
-    counted = modules.counting(loss_fn, has_aux)
     typed = set(workers.inner).intersection(workers.mesh.explicit_axes)
 
     def of_all(params: Any, *args: Any) -> Any:
@@ -136,10 +135,12 @@ def worker_value_and_grad(
 
         def loss_of(params: Any, leaves: list[Any]) -> Any:
             own = [kinds.of_worker(k, workers, x) for k, x in zip(each, leaves, strict=True)]
-            loss, (aux, counts) = counted(params, *jax.tree.unflatten(tree, own))
+            # Made here, for nnx lets a variable be written only at the trace level where it was made.
+            own = jax.tree.unflatten(tree, own)
+            loss, aux = _both(loss_fn(params, *own), has_aux)
             if not outputs:  # once, for it warns; the loss is a number
                 outputs.extend([kinds.same, *kinds.of_outputs(aux, aux_kinds)])
-            return loss, (aux, counts)
+            return loss, (aux, jax.tree.leaves(modules.counts_of(own)))
 
         value_and_grad = of_model(jax.value_and_grad(loss_of, has_aux=True))
 
@@ -171,6 +172,17 @@ def worker_value_and_grad(
         return ((value, aux) if has_aux else value), grads
 
     return of_all
+
+
+def _both(said: Any, has_aux: bool) -> Any:
+    """What a loss returns, as ``(loss, aux)``."""
+    if not has_aux:
+        return said, ()
+    if isinstance(said, tuple) and len(said) == 2:
+        return said
+    raise TypeError(
+        f"has_aux=True, and the loss returned a {type(said).__name__}: give (loss, aux)"
+    )
 
 
 def _warn_of_keys(loss_fn: Callable[..., Any]) -> None:

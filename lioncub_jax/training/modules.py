@@ -50,8 +50,7 @@ def from_nnx(
     def fn(params: Any, model_state: Any, batch: Any, rng: jax.Array) -> tuple[Any, Any, Any]:
         del rng  # the model holds its own random streams
         # nnx lets a variable be written only at the trace level where it was made.
-        own = jax.tree.map(lambda x: x, model_state)
-        replica = nnx.merge(graph, params, own)
+        replica = nnx.merge(graph, params, model_state, copy=True)
         out = loss_fn(replica, batch)
         loss, aux = out if isinstance(out, tuple) else (out, {})
         _, _, model_state = nnx.split(replica, nnx.Param, ...)  # type: ignore[misc]
@@ -67,23 +66,6 @@ def is_module(x: Any) -> bool:
     from flax import nnx
 
     return isinstance(x, nnx.Module)
-
-
-def counting(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
-    """A loss that returns ``(loss, (aux, counts))``: how often it drew from the streams it was given."""
-
-    def counted(params: Any, *args: Any) -> Any:
-        # nnx lets a variable be written only at the trace level where it was made.
-        args = jax.tree.map(lambda x: x, args)
-        found = loss_fn(params, *args)
-        if has_aux and not (isinstance(found, tuple) and len(found) == 2):
-            raise TypeError(
-                f"has_aux=True, and the loss returned a {type(found).__name__}: give (loss, aux)"
-            )
-        value, aux = found if has_aux else (found, ())
-        return value, (aux, jax.tree.leaves(counts_of(args)))
-
-    return counted
 
 
 def counts_of(tree: Any) -> list[Any]:

@@ -41,11 +41,11 @@ def metrics(state: Any) -> dict[str, jax.Array]:
     Source: Lion Cub (arXiv 2411.16462), cross-worker variance of the momentum.
     """
     found: dict[str, jax.Array] = {}
-    if votes := states_of(state, CommunicateState):
-        parameters = sum(s.votes.parameters for s in votes)
-        found["votes/ties"] = sum(s.votes.ties for s in votes) / jnp.maximum(parameters, 1)
-        found["votes/abstained"] = jnp.max(jnp.stack([s.votes.abstained for s in votes]))
-        found["votes/abstentions"] = jnp.max(jnp.stack([s.votes.abstentions for s in votes]))
+    if voting := states_of(state, CommunicateState):
+        votes = jax.tree.map(lambda *each: jnp.stack(each), *[s.votes for s in voting])
+        found["votes/ties"] = votes.ties.sum() / jnp.maximum(votes.parameters.sum(), 1)
+        found["votes/abstained"] = votes.abstained.max()
+        found["votes/abstentions"] = votes.abstentions.max()
     if syncs := states_of(state, SyncState):
         found["sync/syncs"] = jnp.max(jnp.stack([s.syncs for s in syncs]))
         leaves = jax.tree_util.tree_leaves_with_path([s.drift for s in syncs])
