@@ -56,10 +56,6 @@ def momenta(grads, due=()):
     return np.stack(out)
 
 
-def before(mu):
-    return np.concatenate([np.zeros_like(mu[:1]), mu[:-1]])
-
-
 def only_w(tree):
     return {k: k == "w" for k in tree}
 
@@ -110,7 +106,8 @@ def test_drift_is_the_share_of_variance_between_workers_before_a_sync(ran):
         mu = momenta(g, due if where[k] else ())
         assert_equal(state.inner[1].mu[k], mu)
         want, latest = [], -1.0
-        for step, own in enumerate(np.float64(0.5 * before(mu) + 0.5 * g), 1):
+        before = np.concatenate([np.zeros_like(mu[:1]), mu[:-1]])
+        for step, own in enumerate(np.float64(0.5 * before + 0.5 * g), 1):
             square = (own**2).sum() / WORKERS
             if where[k] and step in due:
                 latest = 1 - (own.mean(0) ** 2).sum() / square if square else 0

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from oracle.coding import Votes, bounded_mean, buffer_of
-from oracle.lion import errors, fed_back, simulator, takes_part
+from oracle.lion import blend, errors, fed_back, simulator, takes_part
 
 
 def one_bit_adam(b1=0.9, b2=0.999, eps=1e-8, *, warmup):
@@ -54,9 +54,6 @@ def zero_one_adam(b1=0.9, b2=0.999, eps=1e-8, *, kappa=16, freeze_after=100_000)
 
         return jax.tree.map(update, m, changed["nu"], g), present, changed
 
-    def blended(b, old, new):
-        return jax.tree.map(lambda x, y: b * x + (1 - b) * y, old, new)
-
     def in_floats(g, state, abstain):
         buffer = buffer_of(g)
         x = buffer.join(g)
@@ -64,8 +61,8 @@ def zero_one_adam(b1=0.9, b2=0.999, eps=1e-8, *, kappa=16, freeze_after=100_000)
         mean = bounded_mean(Votes(x, jnp.ones_like(x[..., :1]), present))
         mean = buffer.split(jnp.where(jnp.isfinite(mean), mean, 0), state.mu)
         some, gap = jnp.any(present), jnp.int32(1) << jnp.minimum(state.updates // kappa, 30)
-        nu = blended(b2, state.nu, jax.tree.map(jnp.square, mean))
-        return blended(b1, state.mu, mean), present, {
+        nu = blend(b2, jax.tree.map(jnp.square, mean), state.nu)
+        return blend(b1, mean, state.mu), present, {
             "next": jnp.where(some, state.next + gap, state.next), "updates": state.updates + some,
             "nu": jax.tree.map(lambda new, old: jnp.where(some, new, old), nu, state.nu),
             "error": state.error, "owner": state.owner,
@@ -73,7 +70,7 @@ def zero_one_adam(b1=0.9, b2=0.999, eps=1e-8, *, kappa=16, freeze_after=100_000)
 
     def in_codes(g, state, abstain):
         buffer = buffer_of(g)
-        own = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g.astype(jnp.float32), state.mu, g)
+        own = blend(b1, jax.tree.map(lambda g: g.astype(jnp.float32), g), state.mu)
         u, present, changed = fed_back(1, buffer, buffer.join(own), state, abstain)
         still = {name: state[name] for name in ("next", "updates", "nu")}
         return buffer.split(u, state.mu), present, changed | still

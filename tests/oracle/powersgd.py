@@ -29,7 +29,7 @@ import numpy as np
 import optax
 
 from oracle.coding import both_ways, buffer_of, midrise, product, rotated
-from oracle.lion import kept, per_worker, simulator
+from oracle.lion import simulator
 
 
 def powersgd(tx, rank=4, bits=None, seed=0):
@@ -46,20 +46,26 @@ def powersgd(tx, rank=4, bits=None, seed=0):
     def memory(params, workers):
         leaves = jax.tree.leaves(params)
         q = [first_q(p.shape, rank, seed, i) for i, p in enumerate(leaves)]
-        return {"q": q, "error": per_worker(leaves, workers, jnp.float32), "inner": tx.init(params)}
+        error = [
+            None if x is None and bits is None else jnp.zeros((workers, *p.shape), jnp.float32)
+            for x, p in zip(q, leaves, strict=True)
+        ]
+        return {"q": q, "error": error, "inner": tx.init(params)}
 
     def step(g, state, params, abstain):
         leaves, tree = jax.tree.flatten(g)
-        owed = [x.astype(jnp.float32) + e for x, e in zip(leaves, state.error, strict=True)]
+        owed = [
+            x.astype(jnp.float32) + (0 if e is None else e)
+            for x, e in zip(leaves, state.error, strict=True)
+        ]
         matrices = [x.reshape(len(x), *matrix(x.shape[1:])) for x in owed]
         present, means, q = iterated(matrices, state.q, bits, abstain)
-        applied, error = [], list(state.error)
-        for i, (mean, x, own) in enumerate(zip(means, leaves, owed, strict=True)):
+        applied, error = [], []
+        for mean, x, own, e in zip(means, leaves, owed, state.error, strict=True):
             mean = fitting(mean.reshape(x.shape[1:]), x.dtype)
+            here = present.reshape(-1, *[1] * (x.ndim - 1))
             applied.append(mean.astype(x.dtype))
-            if state.q[i] is not None or bits is not None:
-                error[i] = fitting(own - mean, jnp.float32)
-        error = kept(present, error, state.error)
+            error.append(None if e is None else jnp.where(here, fitting(own - mean, e.dtype), e))
         updates, inner = tx.update(jax.tree.unflatten(tree, applied), state.inner, params)
         return updates, present, {"q": q, "error": error, "inner": inner}
 
