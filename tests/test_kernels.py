@@ -148,6 +148,7 @@ def test_a_slice_in_the_order_of_tiles_moves_to_one_in_that_of_leaves(
         return lc.init_state(tx, params, workers)
 
     two, three = (lc.Workers(mesh_of(n), AXIS) for n in (2, 3))
+
     def numbered(x):
         return jax.device_put(np.arange(1, x.size + 1, dtype=x.dtype).reshape(x.shape), x.sharding)
 
