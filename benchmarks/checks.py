@@ -9,7 +9,6 @@ written while steps go on. Then the last state is read, from memory and from dis
 """
 
 import math
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,19 +18,14 @@ from typing import Any
 
 import jax
 import report
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-
 from flax import nnx
 from goal.model import CONTEXT, MODEL
-from gpt import corpus
+from gpt import corpus, meshes
 from gpt.model import GPT, next_byte_loss
 
 import lioncub_jax as lc
 
-WORKERS, AXIS = 4, "data"
+WORKERS = 4
 MEMORY = Path("/dev/shm")
 
 
@@ -40,17 +34,15 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=100, help="steps from one to the next")
     parser.add_argument("--turns", type=int, default=10)
     args = parser.parse_args()
-    mesh = jax.make_mesh(
-        (WORKERS,), (AXIS,), devices=jax.devices()[:WORKERS], axis_types=(AxisType.Auto,)
-    )
-    workers = lc.Workers(mesh, AXIS)
+    layout = meshes.build({"data": WORKERS})
+    workers = layout.voters
     model = GPT(**MODEL, rngs=nnx.Rngs(0))
     loss, params, model_state = lc.from_nnx(model, next_byte_loss)
     tx = lc.owner_lion(1e-4, workers=workers)
     state = lc.init_state(tx, params, workers, model_state=model_state)
     step = lc.make_train_step(loss, tx, workers)
     batch = corpus.draw(corpus.standard_library().train, 2 * WORKERS, CONTEXT, (0, 0))
-    batch = jax.device_put(batch, NamedSharding(mesh, P(AXIS)))
+    batch = layout.place(batch)
     replicas = lc.faults.Replicas(workers, every=args.every)
     with (
         tempfile.TemporaryDirectory() as disk,

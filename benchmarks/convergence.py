@@ -62,9 +62,7 @@ def evidence_of(rows: report.Rows) -> str:
 
 
 def parsed(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.rows_parser(__doc__, ROWS)
     parser.add_argument("--images", type=Path, help="folder of IDX files or an npz")
     parser.add_argument("--text", type=Path, help="folder of text files")
     parser.add_argument("--task", action="append", choices=list(tasks.TASKS), help="one only")
@@ -75,7 +73,6 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", action="append", type=int, choices=plan.WORKERS)
     parser.add_argument("--size", choices=list(tasks.SIZES), default="small")
     parser.add_argument("--jobs", type=int, default=2, help="processes, of one core each on a CPU")
-    parser.add_argument("--save", type=Path, default=ROWS, help="file of rows, read and added to")
     parser.add_argument(
         "--tuned", type=Path, help="file of rows that rates are taken from (--save)"
     )

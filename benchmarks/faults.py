@@ -105,12 +105,9 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parsed(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.rows_parser(__doc__, ROWS)
     parser.add_argument("--kind", nargs="+", choices=list(FAULTS), default=list(FAULTS))
     parser.add_argument("--runs", type=int, help="of each kind (20 where it is cheap)")
-    parser.add_argument("--save", type=Path, default=ROWS, help="file of rows, read and added to")
     parser.add_argument("--again", action="store_true", help="run nothing: sum up the rows")
     parser.add_argument("--report", action="store_true", help="write the table of docs/faults.md")
     args = parser.parse_args(argv)

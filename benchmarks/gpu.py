@@ -445,28 +445,19 @@ def demo(argv: list[str], rounds: int, clock: Clock) -> dict[str, Any]:
     runs = {name: prepared([*argv, "--optimizer", recipe]) for name, recipe in names.items()}
     store: Store = {}
     programs = {}
-    for name, run in runs.items():
-        store |= {"batch": run.batch, name: run.state}
+    for name, (run, batch) in runs.items():
+        store |= {"batch": batch, name: run.state}
         op = Op(None, (name, "batch"), (name,), None)
         programs[name] = Program(op, run.step)
+    run, _ = runs[BASELINE]
+    size = sum(x.size for x in jax.tree.leaves(run.state.params))
     times = timed(programs, store, rounds, clock)
-    size = runs[BASELINE].size
     rows = {name: row(program, times, name, size, 0.0) for name, program in programs.items()}
-    return {"parameters": size, "tokens": runs[BASELINE].tokens, "steps": rows}
+    return {"parameters": size, "tokens": run.rows * run.model.context, "steps": rows}
 
 
-class Prepared(NamedTuple):
-    """A compiled training step with its arguments."""
-
-    step: jax.stages.Compiled
-    state: Any
-    batch: jax.Array
-    size: int
-    tokens: int
-
-
-def prepared(argv: list[str]) -> Prepared:
-    """The example's step as its own command line would compile it, for a mesh of one worker."""
+def prepared(argv: list[str]) -> tuple[Any, jax.Array]:
+    """The example's run and batch as its own command line would compile it, for a mesh of one worker."""
     if str(EXAMPLES) not in sys.path:
         sys.path.insert(0, str(EXAMPLES))
     import train_gpt
@@ -475,9 +466,7 @@ def prepared(argv: list[str]) -> Prepared:
     args = options.make_parser(train_gpt.__doc__).parse_args([*argv, "--workers", "1"])
     options.settle(args)
     run = train_gpt.prepare(args, corpus.standard_library(), meshes.build(args.mesh))
-    size = sum(x.size for x in jax.tree.leaves(run.state.params))
-    batch = training.next_batch(run, 1)
-    return Prepared(run.step, run.state, batch, size, run.rows * run.model.context)
+    return run, training.next_batch(run, 1)
 
 
 def size_from(text: str) -> int:

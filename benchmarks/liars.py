@@ -44,15 +44,12 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parsed(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.rows_parser(__doc__, ROWS)
     parser.add_argument("--text", type=Path, help="folder of text files")
     parser.add_argument("--workers", type=int, nargs="+", choices=WORKERS, default=list(WORKERS))
     parser.add_argument("--method", nargs="+", choices=list(BASES), default=list(BASES))
     parser.add_argument("--size", choices=list(tasks.SIZES), default="small")
     parser.add_argument("--jobs", type=int, default=2, help="processes, of one core each on a CPU")
-    parser.add_argument("--save", type=Path, default=ROWS, help="file of rows, read and added to")
     parser.add_argument("--again", action="store_true", help="run nothing: sum up the rows")
     parser.add_argument("--report", action="store_true", help="write the tables of docs/faults.md")
     args = parser.parse_args(argv)

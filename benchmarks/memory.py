@@ -29,13 +29,12 @@ import report  # noqa: E402
 from flax import nnx  # noqa: E402
 from gpt import meshes  # noqa: E402
 from gpt.model import GPT, next_byte_loss  # noqa: E402
-from jax.sharding import AxisType, Mesh  # noqa: E402
+from jax.sharding import Mesh  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 from rich.console import Console  # noqa: E402
 
 import lioncub_jax as lc  # noqa: E402
 
-GROUP = "group"
 DEMO_MESHES = [
     {"data": 8},
     {"data": 4, "fsdp": 2},
@@ -79,8 +78,7 @@ def main() -> None:
     runs += [(seven_billion, each) for each in LARGE_MESHES if args.only != "demo"]
     rows, lines, ratios = [], [], {}
     for build, sizes in runs:
-        model, mesh = build(), mesh_of(sizes)
-        workers = lc.Workers(mesh, "data", GROUP if GROUP in sizes else None)
+        model, workers = build(), meshes.build(sizes).voters
         label = ", ".join(f"{name} {size}" for name, size in sizes.items())
         found = {
             name: measure(model, make(workers=workers), workers)
@@ -125,12 +123,6 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
 }
 
 
-def mesh_of(sizes: dict[str, int]) -> Mesh:
-    devices = jax.devices()[: math.prod(sizes.values())]
-    kinds = (AxisType.Auto,) * len(sizes)
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), devices=devices, axis_types=kinds)
-
-
 def demo() -> Model:
     """As `make demo` trains it."""
     gpt = GPT(layers=2, width=128, heads=4, context=64, rngs=nnx.Rngs(0))
@@ -173,7 +165,7 @@ def large_specs(mesh: Mesh) -> Any:
 
     def spec(path: Any, shape: tuple[int, ...]) -> P:
         name, stacked = path[-1].key, len(path) > 1
-        if len(shape) - stacked < 2 or GROUP in mesh.axis_names:
+        if len(shape) - stacked < 2 or meshes.GROUP in mesh.axis_names:
             return P()
         matrix = P("fsdp") if "fsdp" in mesh.axis_names else P(None, "tensor")
         if "tensor" in mesh.axis_names and name in ROWS_CUT:

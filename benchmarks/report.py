@@ -24,6 +24,16 @@ def parser(doc: str) -> argparse.ArgumentParser:
     return out
 
 
+def rows_parser(doc: str, rows: pathlib.Path) -> argparse.ArgumentParser:
+    """A parser of those that keep what ran in a file of rows."""
+    out = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    said = "file of rows, read and added to"
+    out.add_argument("--save", type=pathlib.Path, default=rows, help=said)
+    return out
+
+
 def finish(summary: dict[str, Any], save: pathlib.Path | None) -> None:
     """Prints the summary as the last line and appends it, with command, versions and date."""
     row = summary | provenance()

@@ -16,49 +16,45 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import report
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 from flax import nnx
-from gpt import corpus
+from gpt import corpus, meshes
 from gpt.model import GPT, next_byte_loss
 
 import lioncub_jax as lc
 from lioncub_jax.checkpoint import Checkpoints
 
-AXIS, BATCH, CONTEXT = "data", 32, 32
+BATCH, CONTEXT = 32, 32
 CASES = [(8, "mean"), (4, "mean"), (4, "keep"), (16, "mean"), (16, "keep")]
 
 
 class Trainer(NamedTuple):
     """One number of workers: their mesh, first state and step."""
 
-    mesh: Any
+    layout: meshes.Layout
     state: lc.StepState
     step: Any
     text: np.ndarray
 
     @classmethod
     def of(cls, workers: int, text: np.ndarray) -> "Trainer":
-        devices = jax.devices()[:workers]
-        mesh = jax.make_mesh((workers,), (AXIS,), devices=devices, axis_types=(AxisType.Auto,))
+        layout = meshes.build({"data": workers})
         model = GPT(layers=1, width=64, heads=2, context=CONTEXT, rngs=nnx.Rngs(0))
-        voters = lc.Workers(mesh, AXIS)
+        voters = layout.voters
         tx = lc.lion_cub(1e-3, workers=voters)
         loss, params, model_state = lc.from_nnx(model, next_byte_loss)
         state = lc.init_state(tx, params, voters, model_state=model_state)
-        return cls(mesh, state, lc.make_train_step(loss, tx, voters), text)
+        return cls(layout, state, lc.make_train_step(loss, tx, voters), text)
 
     def train(self, state: lc.StepState, first: int, last: int) -> tuple[lc.StepState, np.ndarray]:
         """Steps ``first`` to ``last - 1`` and their losses in bits per byte."""
         losses = []
         for i in range(first, last):
             windows = corpus.draw(self.text, BATCH, CONTEXT, (0, i))
-            batch = jax.device_put(windows, NamedSharding(self.mesh, P(AXIS)))
-            state, metrics = self.step(state, batch)
+            state, metrics = self.step(state, self.layout.place(windows))
             losses.append(metrics["loss"])
         return state, np.array([float(x) for x in losses]) / np.log(2)
 
@@ -67,7 +63,7 @@ def measure(steps: int, after: int, folder: Path) -> tuple[np.ndarray, dict[tupl
     """Losses of the unbroken run, and of each case from the restore on."""
     text = corpus.standard_library().train
     trainers = {workers: Trainer.of(workers, text) for workers in (8, 4, 16)}
-    with Checkpoints(folder, workers=AXIS) as checkpoints:
+    with Checkpoints(folder, workers="data") as checkpoints:
         state, before = trainers[8].train(trainers[8].state, 0, steps)
         checkpoints.save(state, {"next_batch": steps}, wait=True)
         _, rest = trainers[8].train(state, steps, steps + after)

@@ -60,14 +60,11 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parsed(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.rows_parser(__doc__, ROWS)
     parser.add_argument("--part", nargs="+", choices=PARTS, help="some only, in this order")
     parser.add_argument("--contender", action="append", help="some only")
     parser.add_argument("--torch", action="store_true", help="those of PyTorch, too")
     parser.add_argument("--rates", nargs="+", default=list(lab.RATES), choices=lab.RATES)
-    parser.add_argument("--save", type=Path, default=ROWS, help="file of rows, read and added to")
     parser.add_argument("--again", action="store_true", help="measure nothing: sum up the rows")
     parser.add_argument("--figures", type=Path, help="a folder for time_to_loss.png")
     args = parser.parse_args(argv)

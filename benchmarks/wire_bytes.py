@@ -66,22 +66,17 @@ def both(parts: dict[str, Any], workers: int) -> tuple[lc.traffic.Traffic, float
     devices = jax.devices()[:workers]
     mesh = jax.make_mesh((workers,), ("data",), axis_types=(AxisType.Auto,), devices=devices)
     tx = lc.communicate(workers="data", memory=lc.momentum.nothing(), **parts)
-    grads = {k: jnp.ones((workers, *shape)) for k, shape in SHAPES.items()}
+    grads = {name: jnp.ones((workers, *shape)) for name, shape in SHAPES.items()}
 
     def update(grads: Any) -> Any:
         local = jax.tree.map(lambda g: g[0], grads)
-        state = tx.init(jax.tree.map(lambda s: jnp.zeros(s), SHAPES, is_leaf=_is_shape))
-        return tx.update(local, state)[0]
+        return tx.update(local, tx.init(local))[0]
 
     run = jax.shard_map(update, mesh=mesh, in_specs=P("data"), out_specs=P())
     found = lc.traffic.collectives(jax.jit(run).lower(grads).compile(), mesh)
-    params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), SHAPES, is_leaf=_is_shape)
+    params = {name: jax.ShapeDtypeStruct(s, jnp.float32) for name, s in SHAPES.items()}
     traffic = lc.traffic.of(tx, params, lc.Workers(mesh, "data"))
     return traffic, sum(lc.traffic.sent_bytes(found).values())
-
-
-def _is_shape(x: Any) -> bool:
-    return isinstance(x, tuple)
 
 
 def main() -> None:

@@ -69,7 +69,8 @@ def train(
             metrics.write("step", row._asdict())
             screen.show(row)
 
-        run, stopped = training.train(run, args.steps, follow, stops, seconds=seconds_of(rows))
+        before = rows[-1].seconds if rows else 0.0
+        run, stopped = training.train(run, args.steps, follow, stops, before)
     if stopped:
         console.print(saving.farewell(run, args.checkpoint), soft_wrap=True)
         sys.exit(args.stopped_status)
@@ -87,9 +88,13 @@ def prepare(args: argparse.Namespace, text: corpus.Corpus, layout: Layout) -> tr
         layers=args.layers, width=args.width, heads=args.heads, context=args.context,
         dropout=args.dropout, tied=not args.untied, rngs=nnx.Rngs(args.seed),
     )  # fmt: skip
+    chosen: dict[str, Any] = {}
+    if args.bits:
+        chosen["bits"] = args.bits
+    if args.sync_every:
+        chosen["sync"] = lc.sync.every(args.sync_every)
     tx = RECIPES[args.optimizer].build(
-        bits=args.bits,
-        sync=lc.sync.every(args.sync_every) if args.sync_every else None,
+        **chosen,
         workers=layout.voters,
         learning_rate=schedule(args.lr, args.steps),
         weight_decay=args.weight_decay,
@@ -112,10 +117,6 @@ def about(layout: Layout) -> str:
 def label(args: argparse.Namespace, layout: Layout) -> str:
     bits = "" if args.bits is None else f", {args.bits} bit{'s' * (args.bits > 1)} up"
     return f"{args.optimizer}{bits}, {layout.describe()}"
-
-
-def seconds_of(rows: list[training.Row]) -> float:
-    return rows[-1].seconds if rows else 0.0
 
 
 if __name__ == "__main__":

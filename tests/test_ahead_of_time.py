@@ -2,15 +2,12 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import ahead_of_time
 import pytest
 from aot import machines, programs
-from conftest import mesh_on
+from conftest import mesh_on, run_python
 
 from lioncub_jax import planner
 
@@ -92,9 +89,8 @@ def test_a_tpu_packs_with_a_kernel():
         "lowered, _ = programs.lowered(programs.named('matrix'), 'vote, 1 bit', mesh); "
         "assert 'lioncub_pack' in lowered.compile().as_text()"
     )
-    environment = os.environ | machines.environment(machines.named("v5e-8"))
-    where = Path(ahead_of_time.__file__).parent
-    subprocess.run([sys.executable, "-c", program], env=environment, cwd=where, check=True)
+    done = run_python(program, **machines.environment(machines.named("v5e-8")))
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.tpu

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from conftest import AXIS, absent, in_order
+from conftest import AXIS, absent, in_order, mesh_on
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
@@ -256,11 +256,6 @@ def test_a_transform_that_cannot_run_here(trace, tx, words):
         trace(tx)
 
 
-def test_a_mesh_without_the_axis(mesh_of):
-    with raises(ValueError, "axis='batch' ... ('data',) ... give names of them"):
-        lc.Workers(mesh_of(4), "batch")
-
-
 def injected(**options):
     make = optax.inject_hyperparams(lc.lion_cub, static_args=("workers",))
     return make(0.1, workers=AXIS, **options).init(PARAMS)
@@ -268,6 +263,10 @@ def injected(**options):
 
 GROUPS = optax.partition({"a": cub(), "b": cub()}, {"v": "a", "w": "b"})
 CALLS = [
+    (
+        lambda: lc.Workers(mesh_on("data=4"), "batch"), ValueError,
+        "axis='batch' ... ('data',) ... give names of them",
+    ),
     (lambda: lc.coded_gradients(optax.adamw, workers=AXIS), TypeError, "is not a GradientTransformation"),
     (lambda: lc.global_gradients(optax.adamw, workers=AXIS), TypeError, "is not a GradientTransformation"),
     # What optax makes an array of.

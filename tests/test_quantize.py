@@ -121,10 +121,6 @@ CODED = {
 }
 
 
-def by_name(quantizers):
-    return pytest.mark.parametrize("quantizer", quantizers, ids=lambda q: q.name)
-
-
 @pytest.mark.parametrize("words", CODED)
 def test_codes_of_every_worker_are_those_of_the_reference_at_any_scale(words):
     # Whole numbers: sums of magnitudes are exact in any order. Of 40 rows each worker owns 16.
@@ -152,9 +148,10 @@ def test_codes_of_every_worker_are_those_of_the_reference_at_any_scale(words):
 
 
 UNROTATED = [quantizer for words, (quantizer, _) in CODED.items() if "rotated" not in words]
+UNROTATED += [Q.ternary(rounding=RANDOM), Q.dense(), Q.dense(jnp.bfloat16)]
 
 
-@by_name([*UNROTATED, Q.ternary(rounding=RANDOM), Q.dense(), Q.dense(jnp.bfloat16)])
+@pytest.mark.parametrize("quantizer", UNROTATED, ids=lambda q: q.name)
 def test_numbers_at_the_ends_of_their_range(quantizer):
     for largest in (TINY, 1e38, MOST):
         x = row(largest, -largest, largest, size=700)

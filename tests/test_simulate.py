@@ -13,15 +13,11 @@ import lioncub_jax as lc
 WORKERS, STEPS = 8, 4
 RATE = 2.0**-4  # with gradients that are small integers every sum and product is exact
 SHAPES = {"matrix": (5, 27), "scalar": (), "row": (129,)}
+HOW = {"weight_decay": 0.0, "workers": AXIS}
 EXACT = {
-    "vote": (
-        lc.lion_cub(RATE, 0.75, 0.5, weight_decay=0.0, workers=AXIS),
-        lion.local_momentum(0.75, 0.5),
-    ),
+    "vote": (lc.lion_cub(RATE, 0.75, 0.5, **HOW), lion.local_momentum(0.75, 0.5)),
     "owner": (
-        lc.owner_lion(
-            RATE, 0.5, 0.5, weight_decay=0.0, workers=AXIS, quantizer=lc.quantize.midrise(3)
-        ),
+        lc.owner_lion(RATE, 0.5, 0.5, quantizer=lc.quantize.midrise(3), **HOW),
         lion.momentum_at_owner(0.5, 0.5, codes=coding.midrise(3)),
     ),
 }

@@ -8,7 +8,6 @@ from conftest import AXIS
 from report import append, read
 from study import plan, runs, tasks
 from study.methods import METHODS
-from study.runs import Spec
 
 WORKERS, STEPS = 8, 12
 TINY = tasks.SIZES["tiny"]
@@ -49,25 +48,18 @@ def test_a_method_is_the_same_simulated_and_as_a_transform(run_workers, names):
 # --- What is run
 
 
-def row(spec, loss):
-    return spec._asdict() | {"validation": {"loss": loss, "accuracy": 0.5}}
-
-
-def spec_of(method, **given):
-    return Spec("x", "images", method, 4, "iid", 4, 20, 4e-3, 0)._replace(**given)
-
-
 def study_of(rows):
     return plan.Study(TINY, ("images",), rows)
 
 
 def tuned(best_at=1):
     """Rows that tune every method of the images task, with the best rate at one place of the grid."""
-    study = study_of([])
-    return [
-        row(spec, 1.0 + abs(METHODS[spec.method].rates.index(spec.rate) - best_at))
-        for spec in study.specs("tuning")
-    ]
+
+    def loss(spec):
+        return 1.0 + abs(METHODS[spec.method].rates.index(spec.rate) - best_at)
+
+    specs = study_of([]).specs("tuning")
+    return [spec._asdict() | {"validation": {"loss": loss(spec)}} for spec in specs]
 
 
 def test_every_method_is_tuned_over_as_many_rates():
@@ -110,7 +102,8 @@ def digits():
 
 
 def test_training_learns_and_repeats_and_seeds_differ(digits):
-    runner, spec = runs.Runner(digits), spec_of("owner-3", steps=200, batch=32, rate=8e-3)
+    spec = runs.Spec("x", "images", "owner-3", 4, "iid", 32, 200, 8e-3, 0)
+    runner = runs.Runner(digits)
     first, again, other = (runner.run(spec._replace(seed=seed)) for seed in (0, 0, 1))
     for took in ("seconds", "compiling"):
         assert first.pop(took) > 0 <= again.pop(took)

@@ -118,18 +118,8 @@ def adamw(rate: Schedule) -> optax.GradientTransformation:
 
 def one_bit_adam(rate: Schedule, steps: int, option: int) -> Recipe:
     """Of so many steps in full precision."""
-    check_warmup(option, steps)
     tx = baselines.one_bit_adam(rate, *ADAM_BETAS, weight_decay=DECAY, warmup=option, workers=AXIS)
     return Recipe(tx)
-
-
-def check_warmup(warmup: int, steps: int) -> None:
-    """Raises ``ValueError`` for a warm-up that a run does not outlast."""
-    if not 1 <= warmup < steps:
-        raise ValueError(
-            f"1-bit Adam with a warm-up of {warmup} steps in a run of {steps}: of those in full precision "
-            f"there is at least one, and not all are: give 1 to {steps - 1}"
-        )
 
 
 def in_torch(rate: Schedule, steps: int, option: int) -> Recipe:

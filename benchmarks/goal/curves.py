@@ -89,14 +89,14 @@ class Trainer:
     def __init__(self, mesh: Mesh, recipe: Recipe, seed: int):
         model = model_of(seed)
         loss, params, model_state = lc.from_nnx(model, next_byte_loss)
-        alone = {} if recipe.local is None else {"local": recipe.local}
-        workers = lc.Workers(mesh, AXIS)
+        tx, local, workers = recipe.tx, recipe.local, lc.Workers(mesh, AXIS)
         self._begin = partial(
-            lc.init_state, recipe.tx, params, workers, model_state=model_state, **alone
+            lc.init_state, tx, params, workers, model_state=model_state, local=local
         )
-        steps_alone = {} if recipe.local is None else {"local_steps": recipe.local_steps}
-        self._step = lc.make_train_step(loss, recipe.tx, workers, **alone, **steps_alone)
-        self._tx, self._workers = recipe.tx, workers
+        self._step = lc.make_train_step(
+            loss, tx, workers, local_steps=recipe.local_steps, local=local
+        )
+        self._tx, self._workers = tx, workers
         self._cut = NamedSharding(mesh, P(AXIS))
         self._mine = [
             i for i, d in enumerate(mesh.devices.flat) if d.process_index == jax.process_index()
@@ -130,7 +130,7 @@ class Trainer:
         """Until all steps are done."""
         jax.block_until_ready(self._state)
 
-    def predicted_bytes(self, *, most: bool = False) -> float:
+    def predicted_bytes(self, *, most: bool) -> float:
         """What a worker should send in a call, on a CPU; the most, as in a warm-up, or the least."""
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._state.params)
         stages = lc.traffic.of(self._tx, shapes, self._workers).stages

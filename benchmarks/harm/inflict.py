@@ -16,7 +16,7 @@ from pathlib import Path
 
 DISK = "64m"  # of which a run needs a few
 BLOCK = bytes(1 << 16)
-TICK = 0.05  # seconds
+TICK, PATIENCE = 0.05, 20.0  # seconds
 
 Over = Callable[[], bool]
 
@@ -91,16 +91,15 @@ def fill(disk: Path, over: Over) -> None:
     filler.unlink()
 
 
-def forbid(disk: Path, over: Over, patience: float = 20.0) -> None:
+def forbid(disk: Path, over: Over) -> None:
     """Nothing can be opened for writing, made or renamed on the disk.
 
-    The kernel refuses while files are open for writing, so it is asked until there is a moment without,
-    for seconds of patience.
+    The kernel refuses while files are open for writing, so it is asked until there is a moment without.
     """
-    until = time.monotonic() + patience
+    until = time.monotonic() + PATIENCE
     while remounted(disk, "ro").returncode:
         if time.monotonic() > until:
-            raise OSError(f"{disk} has had files open for writing for {patience:g} s")
+            raise OSError(f"{disk} has had files open for writing for {PATIENCE:g} s")
     wait(over)
     remounted(disk, "rw").check_returncode()
 

@@ -12,14 +12,12 @@ import jax
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 from flax import nnx
-from gpt import corpus
+from gpt import corpus, meshes
 from gpt.model import GPT, next_byte_loss
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
 
-AXIS, BATCH, CONTEXT = "data", 12, 32
+BATCH, CONTEXT = 12, 32
 
 
 def main() -> None:
@@ -35,9 +33,8 @@ def main() -> None:
     jax.distributed.initialize(shutdown_timeout_seconds=5)
     memory = lc.elastic.memory()
     assert memory, "started by lioncub run"
-    workers = lc.Workers(
-        jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,)), AXIS
-    )
+    layout = meshes.build({"data": jax.device_count()})
+    workers = layout.voters
     text = corpus.standard_library().train
     tx = lc.owner_lion(1e-3, workers=workers)
     with (
@@ -58,10 +55,8 @@ def main() -> None:
         loss = shapes[0]
         step = lc.make_train_step(loss, tx, workers).compiled(programs=memory / "programs")
         replicas = lc.faults.Replicas(workers, every=args.every)
-        rows = NamedSharding(workers.mesh, P(AXIS))
         for t in range(int(state.step), args.steps):
-            batch = corpus.draw(text, BATCH, CONTEXT, (0, t))
-            batch = jax.make_array_from_callback(batch.shape, rows, lambda i, b=batch: b[i])
+            batch = layout.place(corpus.draw(text, BATCH, CONTEXT, (0, t)))
             state, metrics = step(replicas(state), batch)
             say(f"step {t + 1} {float(metrics['loss']):.6f}")
             snapshots(state)

@@ -148,13 +148,6 @@ def baseline(
     )  # fmt: skip
 
 
-def mean_sgd(rate: Rate, workers: Any) -> Any:
-    """SGD with momentum and decoupled decay."""
-    decay = optax.add_decayed_weights(LIGHT_DECAY)
-    sgd = optax.chain(optax.trace(0.9), decay, optax.scale_by_learning_rate(rate))
-    return lc.global_gradients(sgd, workers=workers)
-
-
 def sparse() -> Method:
     """DGC, whose warm-up is the first tenth of a run."""
 
@@ -182,6 +175,7 @@ def adamw(rate: Rate, betas: Betas | None = None) -> optax.GradientTransformatio
 
 
 def momentum(rate: Rate) -> optax.GradientTransformation:
+    """SGD with momentum and decoupled decay."""
     decay = optax.add_decayed_weights(LIGHT_DECAY)
     return optax.chain(optax.trace(0.9), decay, optax.scale_by_learning_rate(rate))
 
@@ -258,13 +252,11 @@ METHODS: dict[str, Method] = {
     ),
     "adamw": baseline(
         "AdamW, float32", "1711.05101", MEANS,
-        lambda rate, workers: lc.global_gradients(
-            optax.adamw(rate, weight_decay=DECAY), workers=workers
-        ),
-        averaged(adamw),
+        lambda rate, workers: lc.global_gradients(adamw(rate), workers=workers), averaged(adamw),
     ),
     "sgd": baseline(
-        "SGD-momentum, float32", "", NOISY_GRADIENTS, mean_sgd,
+        "SGD-momentum, float32", "", NOISY_GRADIENTS,
+        lambda rate, workers: lc.global_gradients(momentum(rate), workers=workers),
         descending(lambda *_: reference_baselines.averaged(optax.trace(0.9)), LIGHT_DECAY),
     ),
     "signsgd": baseline(

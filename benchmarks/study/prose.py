@@ -5,21 +5,13 @@ is there without a folder, a tenth of the files.
 """
 
 from pathlib import Path
-from typing import NamedTuple
 
-import numpy as np
 from gpt import corpus
 
 SUFFIXES = (".txt", ".md", ".rst")
 
 
-class Prose(NamedTuple):
-    name: str
-    train: np.ndarray  # uint8[n]
-    validation: np.ndarray  # uint8[m]
-
-
-def load(folder: Path | None, context: int = 1) -> Prose:
+def load(folder: Path | None, context: int = 1) -> corpus.Corpus:
     """The text of a folder, or Python's standard library for None.
 
     Args:
@@ -31,13 +23,11 @@ def load(folder: Path | None, context: int = 1) -> Prose:
         and for less text than a window.
     """
     if folder is None:
-        name, files = corpus.STANDARD_LIBRARY, corpus.standard_library_files()
-        train, validation = corpus.files_apart(files)
+        prose = corpus.standard_library()
     else:
-        name, files = folder.resolve().name, texts(folder)
-        train, validation = corpus.ends_apart(files)
-    prose = Prose(name, corpus.joined(train), corpus.joined(validation))
-    check_length(prose, folder or name, context)
+        parts = corpus.split_by_position(texts(folder))
+        prose = corpus.Corpus(folder.resolve().name, *parts)
+    check_length(prose, folder or prose.name, context)
     return prose
 
 
@@ -62,7 +52,7 @@ def read(path: Path) -> bytes:
     return content
 
 
-def check_length(prose: Prose, given: Path | str, context: int) -> None:
+def check_length(prose: corpus.Corpus, given: Path | str, context: int) -> None:
     if min(prose.train.size, prose.validation.size) <= context:
         raise ValueError(
             f"{given}: too short for a context of {context} bytes, since training and validation need "

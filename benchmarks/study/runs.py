@@ -105,7 +105,7 @@ def program(
         def step(run: simulate.Simulated, steps: jax.Array) -> tuple[simulate.Simulated, jax.Array]:
             own = [drawn(jax.random.fold_in(draws, t), table, lengths, spec.batch) for t in steps]
             batch = task.batch(data.train, jnp.concatenate(own, axis=1))
-            harmed = harm and harm(jax.random.fold_in(key, 2), steps[0], *more)
+            harmed = harm(jax.random.fold_in(key, 2), steps[0], *more)
             run, losses = simulate.step(task.loss, simulator, run, batch, alone, local, harmed)
             return run, losses.mean()
 

@@ -177,11 +177,11 @@ def line_of(rows: Rows, lion: Rows) -> list[str]:
     return [*said, spread(difference(rows, lion), task, "+"), within]
 
 
-def large_bits(row: dict[str, Any], side: int = 2**13) -> float:
+def large_bits(row: dict[str, Any]) -> float:
     """Bits that a worker sends for each parameter of one large matrix, where padding vanishes."""
-    params = {"leaf": jax.ShapeDtypeStruct((side, side), jnp.float32)}
+    params = {"leaf": jax.ShapeDtypeStruct((2**13, 2**13), jnp.float32)}
     sent = method_named(row["method"]).sent(params, row["workers"], row["steps"], row["syncs"])
-    return 8 * sent / row["steps"] / side**2
+    return 8 * sent / row["steps"] / 2**26
 
 
 def bits(x: float) -> str:

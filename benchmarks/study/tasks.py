@@ -206,10 +206,10 @@ def spread(examples: jax.Array, most: int) -> jax.Array:
     return examples[:: -(-len(examples) // most)]
 
 
-def in_batches(examples: Any, most: int = 1000) -> Any:
+def in_batches(examples: Any) -> Any:
     """``[batches, n, ...]``, whole batches of at most 1000; what is left over is left out."""
     count = len(jax.tree.leaves(examples)[0])
-    size = min(most, count)
+    size = min(1000, count)
     whole = count // size * size
     return jax.tree.map(lambda x: x[:whole].reshape(-1, size, *x.shape[1:]), examples)
 

@@ -58,30 +58,17 @@ def _read(path: Path) -> bytes:
 
 def split_by_file(files: dict[str, bytes]) -> tuple[np.ndarray, np.ndarray]:
     """The tenth of the files whose names have the smallest hashes is for validation."""
-    train, validation = files_apart(files)
-    return joined(train), joined(validation)
-
-
-def files_apart(files: dict[str, bytes]) -> tuple[list[bytes], list[bytes]]:
-    """What `split_by_file` joins."""
     names = sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest())
     held_out = len(names) // 10
     train, validation = names[held_out:], names[:held_out]
-    return [files[name] for name in train], [files[name] for name in validation]
+    return joined([files[name] for name in train]), joined([files[name] for name in validation])
 
 
 def split_by_position(files: dict[str, bytes]) -> tuple[np.ndarray, np.ndarray]:
     """The last tenth of each file is for validation."""
-    train, validation = ends_apart(files)
-    return joined(train), joined(validation)
-
-
-def ends_apart(files: dict[str, bytes]) -> tuple[list[bytes], list[bytes]]:
-    """What `split_by_position` joins."""
-    cut = {name: len(content) - len(content) // 10 for name, content in files.items()}
-    return (
-        [content[: cut[name]] for name, content in files.items()],
-        [content[cut[name] :] for name, content in files.items()],
+    cut = [(content, len(content) - len(content) // 10) for content in files.values()]
+    return joined([content[:at] for content, at in cut]), joined(
+        [content[at:] for content, at in cut]
     )
 
 
@@ -135,10 +122,10 @@ def unigram(train: np.ndarray) -> np.ndarray:
     return counts / counts.sum()
 
 
-def bigram(train: np.ndarray, prior: np.ndarray, weight: float = 16.0) -> np.ndarray:
-    """``float[256, 256]``: what follows each byte, the prior counted as `weight` further bytes."""
+def bigram(train: np.ndarray, prior: np.ndarray) -> np.ndarray:
+    """``float[256, 256]``: what follows each byte, the prior counted as 16 further bytes."""
     pairs = train[:-1].astype(np.uint16) * 256 + train[1:]
-    counts = np.bincount(pairs, minlength=256 * 256).reshape(256, 256) + weight * prior
+    counts = np.bincount(pairs, minlength=256 * 256).reshape(256, 256) + 16 * prior
     return counts / counts.sum(axis=1, keepdims=True)
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-VOCABULARY = 256
+VOCABULARY, TEMPERATURE = 256, 0.8
 
 
 class Sizes(NamedTuple):
@@ -112,15 +112,15 @@ def next_byte_loss(model: GPT, windows, deterministic: bool = False):
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
-@functools.partial(nnx.jit, static_argnames=("length", "temperature"))
-def continue_text(model: GPT, prompt, key, *, length: int, temperature: float = 0.8):
+@functools.partial(nnx.jit, static_argnames="length")
+def continue_text(model: GPT, prompt, key, *, length: int):
     """The prompt [n] of bytes (n at most the context) followed by `length` sampled bytes."""
     window = jnp.zeros(model.context, jnp.int32).at[: prompt.size].set(prompt)
 
     def grow(carry, key):
         window, filled = carry
         logits = model(window[None])[0, filled - 1]
-        token = jax.random.categorical(key, logits / temperature)
+        token = jax.random.categorical(key, logits / TEMPERATURE)
         full = filled == model.context
         window = jnp.where(full, jnp.roll(window, -1), window)
         window = window.at[jnp.where(full, filled - 1, filled)].set(token)

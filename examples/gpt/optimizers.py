@@ -1,6 +1,7 @@
 """The optimizers that the example compares, with learning rates that suit its default model."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import optax
@@ -10,7 +11,7 @@ import lioncub_jax as lc
 
 class Recipe(NamedTuple):
     summary: str
-    # (bits, sync, workers: lc.Workers, **of_lion)
+    # (learning_rate, weight_decay, workers), and bits or sync where they can be chosen
     build: Callable[..., optax.GradientTransformation]
     learning_rate: float
     weight_decay: float
@@ -27,25 +28,9 @@ def _lion_cub(bits: int, **options: Any) -> optax.GradientTransformation:
     return lc.lion_cub(quantizer=quantizer, **BETAS, **options)
 
 
-def _majority(bits: None, **options: Any) -> optax.GradientTransformation:
-    return lc.distributed_lion(**BETAS, **options)
-
-
-def _average(bits: None, **options: Any) -> optax.GradientTransformation:
-    return lc.distributed_lion(average=True, **BETAS, **options)
-
-
-def _owner(bits: int, sync: None, **options: Any) -> optax.GradientTransformation:
+def _owner(bits: int, **options: Any) -> optax.GradientTransformation:
     quantizer = lc.quantize.error_feedback(lc.quantize.midrise(bits))
     return lc.owner_lion(quantizer=quantizer, **BETAS, **options)
-
-
-def _lion(bits: None, sync: None, **options: Any) -> optax.GradientTransformation:
-    return _baseline(optax.lion, **BETAS, **options)
-
-
-def _adamw(bits: None, sync: None, **options: Any) -> optax.GradientTransformation:
-    return _baseline(optax.adamw, **options)
 
 
 def _baseline(
@@ -54,15 +39,24 @@ def _baseline(
     return lc.global_gradients(optimizer(**options), workers=workers)
 
 
+DISTRIBUTED_LION = partial(lc.distributed_lion, **BETAS)
 RECIPES = {
     "lion-cub": Recipe("votes of --bits each, 1 bit back", _lion_cub, 1e-3, 1.0, 1, drifts=True),
     "majority": Recipe(
-        "Distributed Lion: sign of the sum of signs", _majority, 1e-3, 1.0, drifts=True
+        "Distributed Lion: sign of the sum of signs", DISTRIBUTED_LION, 1e-3, 1.0, drifts=True
     ),
-    "average": Recipe("Distributed Lion: mean of the signs", _average, 3e-3, 0.3, drifts=True),
+    "average": Recipe(
+        "Distributed Lion: mean of the signs", partial(DISTRIBUTED_LION, average=True), 3e-3, 0.3,
+        drifts=True,
+    ),
     "owner": Recipe(
         "gradients of --bits each, one momentum for all, 1 bit back", _owner, 1e-3, 1.0, 3
     ),
-    "lion": Recipe("baseline: Lion on gradients averaged in float32", _lion, 1e-3, 1.0),
-    "adamw": Recipe("baseline: AdamW on gradients averaged in float32", _adamw, 3e-3, 0.1),
-}
+    "lion": Recipe(
+        "baseline: Lion on gradients averaged in float32",
+        partial(_baseline, optax.lion, **BETAS), 1e-3, 1.0,
+    ),
+    "adamw": Recipe(
+        "baseline: AdamW on gradients averaged in float32", partial(_baseline, optax.adamw), 3e-3, 0.1
+    ),
+}  # fmt: skip

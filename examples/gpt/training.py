@@ -133,8 +133,8 @@ def train(
     run: Run,
     steps: int,
     follow: Callable[[Row], None],
-    stops: Callable[[lc.StepState, int, bool], bool] = lambda state, step, is_last: False,
-    seconds: float = 0.0,
+    stops: Callable[[lc.StepState, int, bool], bool],
+    seconds: float,
 ) -> tuple[Run, bool]:
     """The run after its last step, or after the one where `stops` says so; and whether it did.
 
@@ -182,11 +182,11 @@ def whole(run: Run) -> Any:
     return jax.tree.map(np.asarray, gathered)
 
 
-def sample(run: Run, params: Any, length: int = 600) -> tuple[str, str]:
+def sample(run: Run, params: Any) -> tuple[str, str]:
     """The opening of the validation text, and how the model continues it; params as `whole` gives."""
     nnx.update(run.model, params)
     opening = run.text.validation[: min(32, run.model.context)]
-    tokens = continue_text(run.model, opening, jax.random.key(run.seed), length=length)
+    tokens = continue_text(run.model, opening, jax.random.key(run.seed), length=600)
     return _text(opening), _text(np.asarray(tokens))
 
 

@@ -9,7 +9,8 @@ import typing
 
 import jax
 import numpy as np
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from sklearn.datasets import load_digits
 
 
@@ -18,31 +19,38 @@ def make_mesh(kind=AxisType.Auto, **axes):
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
 
 
-def rows(count, seed):
+def rows(count):
     """How many of a batch this process reads, and its own numbers to draw them by."""
-    return max(1, count // jax.process_count()), np.random.default_rng(seed + jax.process_index())
+    return max(1, count // jax.process_count()), np.random.default_rng(jax.process_index())
 
 
-def text_batches(count, context, seed=0):
+def text_batches(count, context):
     """Windows ``int32[count, context + 1]`` of Python's standard library, without end."""
     sources = [argparse, dataclasses, inspect, subprocess, typing]
     text = np.frombuffer("\n".join(map(inspect.getsource, sources)).encode(), np.uint8)
-    count, rng = rows(count, seed)
+    count, rng = rows(count)
     while True:
         starts = rng.integers(len(text) - context, size=(count, 1))
         yield text[starts + np.arange(context + 1)].astype(np.int32)
 
 
-def digit_batches(count, seed=0):
+def digit_batches(count):
     """Digits written by hand, ``float32[count, 8, 8]`` and ``int32[count]``, without end."""
     digits = load_digits()
-    count, rng = rows(count, seed)
+    count, rng = rows(count)
     while True:
         chosen = rng.integers(len(digits.target), size=count)
         yield (
             (digits.images[chosen] / 16).astype(np.float32),
             digits.target[chosen].astype(np.int32),
         )
+
+
+def placed(batches, mesh, axes="data"):
+    """Batches as arrays whose rows are cut over the axes; each process gives those of its own devices."""
+    rows = NamedSharding(mesh, P(axes))
+    for batch in batches:
+        yield jax.make_array_from_process_local_data(rows, batch)
 
 
 def main(axes, build, batches, around=contextlib.nullcontext, kind=AxisType.Auto):

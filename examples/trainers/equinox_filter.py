@@ -64,8 +64,7 @@ def build(mesh, learning_rate):
 
 
 def batches(mesh):
-    for batch in common.digit_batches(BATCH):
-        yield jax.make_array_from_process_local_data(NamedSharding(mesh, P("data")), batch)
+    return common.placed(common.digit_batches(BATCH), mesh)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import common
 import jax
 import optax
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 AXES, KIND, around = {"data": 4, "fsdp": 2}, AxisType.Explicit, jax.set_mesh
@@ -58,9 +58,7 @@ def build(mesh, learning_rate):
 
 
 def batches(mesh):
-    rows = NamedSharding(mesh, P(("data", "fsdp")))
-    for windows in common.text_batches(BATCH, CONTEXT):
-        yield jax.make_array_from_process_local_data(rows, windows)
+    return common.placed(common.text_batches(BATCH, CONTEXT), mesh, ("data", "fsdp"))
 
 
 if __name__ == "__main__":

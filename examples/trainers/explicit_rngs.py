@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 AXES, KIND, around = {"data": 4, "tensor": 2}, AxisType.Explicit, jax.set_mesh
@@ -61,8 +61,7 @@ def build(mesh, learning_rate):
 
 
 def batches(mesh):
-    for windows in common.text_batches(BATCH, CONTEXT):
-        yield jax.make_array_from_process_local_data(NamedSharding(mesh, P("data")), windows)
+    return common.placed(common.text_batches(BATCH, CONTEXT), mesh)
 
 
 if __name__ == "__main__":

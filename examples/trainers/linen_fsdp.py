@@ -76,9 +76,7 @@ def build(mesh, learning_rate):
 
 
 def batches(mesh):
-    rows = NamedSharding(mesh, P(("data", "fsdp")))
-    for windows in common.text_batches(BATCH, CONTEXT):
-        yield jax.make_array_from_process_local_data(rows, windows)
+    return common.placed(common.text_batches(BATCH, CONTEXT), mesh, ("data", "fsdp"))
 
 
 if __name__ == "__main__":

@@ -92,8 +92,7 @@ def build(mesh, learning_rate):
 
 
 def batches(mesh):
-    for windows in common.text_batches(BATCH, CONTEXT):
-        yield jax.make_array_from_process_local_data(NamedSharding(mesh, P("data")), windows)
+    return common.placed(common.text_batches(BATCH, CONTEXT), mesh)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ import common
 import jax
 import optax
 from flax import nnx
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 AXES = {"data": 4, "fsdp": 2}
 CONTEXT, BATCH, WIDTH = 8, 256, 64
@@ -60,10 +58,7 @@ def build(mesh, learning_rate):
 
 
 def batches(mesh):
-    for windows in common.text_batches(BATCH, CONTEXT):
-        yield jax.make_array_from_process_local_data(
-            NamedSharding(mesh, P(("data", "fsdp"))), windows
-        )
+    return common.placed(common.text_batches(BATCH, CONTEXT), mesh, ("data", "fsdp"))
 
 
 if __name__ == "__main__":
