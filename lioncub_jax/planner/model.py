@@ -144,7 +144,6 @@ class Scheme(NamedTuple):
       every: steps of a worker for each exchange; bytes and times are shared out among them.
       in_float32: share of all steps that all-reduce float32 gradients instead.
       mean: whether it is the mean of gradients that others are compared with.
-      two_levels: whether it votes for groups of devices.
       of_matrices: whether its bytes depend on the shapes of matrices.
     """
 
@@ -156,7 +155,6 @@ class Scheme(NamedTuple):
     every: int = 1
     in_float32: float = 0.0
     mean: bool = False
-    two_levels: bool = False
     of_matrices: bool = False
 
 
@@ -170,11 +168,11 @@ WARMUP = 0.15  # of 1-bit Adam's steps, in float32: its paper takes 15 to 25 %
 _OURS = (
     Scheme(
         "1-bit vote", "lion_cub(...)", "vote",
-        partial(optimizer.lion_cub, 1.0), 4, two_levels=True,
+        partial(optimizer.lion_cub, 1.0), 4,
     ),
     Scheme(
         "owner, 3 bits", "owner_lion(...)", "owner-3",
-        partial(optimizer.owner_lion, 1.0), 6, two_levels=True,
+        partial(optimizer.owner_lion, 1.0), 6,
     ),
     Scheme("AdamW, 4 bits", "coded_gradients(optax.adamw(...))", "adamw-4", _CODES, 8),
     Scheme(
@@ -274,9 +272,10 @@ def _sent(scheme: Scheme, params: Any, at: Cluster) -> list[_Sent]:
         return sent(at.workers, 1)
     if scheme.mean:
         return _in_slices(sent(at.workers, 1), sent(at.group_size, 1), at.group_size)
-    if not scheme.two_levels:
+    if scheme.every > 1:
         raise ValueError(
-            "it has no two levels: each device is a worker, or they share one by an inner mesh axis"
+            "local steps have no two levels: each device is a worker, or several share one by an inner "
+            "mesh axis"
         )
     return sent(at.workers, at.group_size)
 
