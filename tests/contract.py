@@ -168,7 +168,8 @@ def test_the_bytes_of_the_program_are_those_that_are_predicted(name):
         assert 0 <= in_floats - gated.pop("all-reduce") <= 8
         assert gated.total() == in_codes == asked.sent_bytes and not always
     else:
-        assert always.total() == asked.sent_bytes > 0
+        assert asked.sent_bytes > 0  # thirds of bytes, added up in another order
+        assert always.total() == pytest.approx(asked.sent_bytes, rel=1e-12)
         assert gated.total() == pytest.approx(asked.stages[-1] - asked.sent_bytes)
     # Over the other axes go flags and counts of votes, and a shared scale.
     inside = sum(x.sent_bytes for x in found if x.axes == ("tensor",))
