@@ -106,7 +106,7 @@ def same_everywhere(x, of=""):
     return x[:, 0]
 
 
-def assert_statistics(state, want, of=""):
+def assert_statistics(state, want, of):
     for got, wanted in [
         (state.count, want.t),
         (state.votes.ties, want.ties),
@@ -146,7 +146,7 @@ class Method(NamedTuple):
 
     codes: str
     reply: str
-    on: dict[int, Any]  # number of workers -> wire
+    on: dict[int, Any] | None = None  # number of workers -> wire
     dominance: float | None = None
     trim: int = 0
 
@@ -273,11 +273,11 @@ def test_leaves_of_mixed_precision_vote_together(run_workers):
     params = {kind: [jnp.zeros(s, kind) for s in each] for kind, each in shapes.items()}
     # In three steps the blends of such integers fill the 8 bits of a bfloat16, and no more.
     story = Story(integers(params, 3, 3), np.eye(3, dtype=bool))
-    vote = Method("midrise(2)", "majority", {})
+    vote = Method("midrise(2)", "majority")
     pairs = {
         "own": vote.of_workers(TWO_PHASE),
         "float32": vote.of_workers(TWO_PHASE, mu_dtype="float32"),
-        "owner": Method("dense()", "sign", {}).of_owners(GATHERED),
+        "owner": Method("dense()", "sign").of_owners(GATHERED),
     }
     for name, got, state, updates, want in both_done(run_workers, pairs, params, story):
         assert_equal(got, updates, of=name)
@@ -299,8 +299,8 @@ def test_a_bucket_is_as_a_transform_of_its_own(run_workers):
     grads["b"][2, :2, 5, 5] = -np.inf
     story = Story(grads, np.zeros((4, 5), bool))
     pairs = {
-        "vote": Method("midrise(2)", "majority", {}).of_workers(TWO_PHASE, bucket_size=200),
-        "owner": Method(FED_BACK, "sign", {}).of_owners(TWO_PHASE, bucket_size=200),
+        "vote": Method("midrise(2)", "majority").of_workers(TWO_PHASE, bucket_size=200),
+        "owner": Method(FED_BACK, "sign").of_owners(TWO_PHASE, bucket_size=200),
     }
     simulators = {name: oracle for name, (_, oracle) in pairs.items()}
     done = run_workers({name: tx for name, (tx, _) in pairs.items()}, params, *story)

@@ -20,7 +20,6 @@ MESHES = {  # and how the parameters are cut there
     "data=8": jax.tree.map(lambda _: P(), PARAMS),
     "data=4 fsdp=2": {"a": {"kernel": P(None, "fsdp"), "bias": P()}, "b": P("fsdp")},
 }
-ON_BOTH = pytest.mark.parametrize("mesh", MESHES)
 LABELS = {"a": {"kernel": "vote", "bias": "rest"}, "b": "vote"}
 MASK = jax.tree.map(lambda label: label == "vote", LABELS)
 REST = jax.tree.map(lambda label: label != "vote", LABELS)
@@ -62,7 +61,7 @@ def run(tx, mesh="data=8", steps=3):
     return params, opt_state
 
 
-@ON_BOTH
+@pytest.mark.parametrize("mesh", MESHES)
 def test_before_the_vote_state_is_each_workers_own_and_after_it_the_same_for_all(mesh):
     before = optax.zero_nans(), optax.trace(0.9), optax.clip_by_global_norm(1.0)
     after = (

@@ -269,7 +269,7 @@ def test_trees_without_a_parameter(make, mesh_of):
 
 
 def compiled_update(tx, params, mesh):
-    """The compiled update, of gradients ``[W, ...]``, and its collectives."""
+    """The compiled update, of gradients ``[W, ...]``."""
     workers = lc.Workers(mesh, AXIS)
     state = lc.training.abstract_state(tx, params, workers).opt_state
     grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct((mesh.size, *p.shape), p.dtype), params)

@@ -163,20 +163,14 @@ def run_reference(simulator, grads, absent, first_words, slice_rows):
 
 
 METHODS = {
-    "sign": (Method.of_workers, "sign()", "majority"),
-    "ternary": (Method.of_workers, "ternary()", "ternary"),
-    "average": (Method.of_workers, "sign()", "average"),
-    "owner": (Method.of_owners, "midrise(2)", "sign"),
-    "owes": (Method.of_owners, "error_feedback(midrise(2), float32)", "sign"),
-    "rotated": (Method.of_owners, "rotated(midrise(1))", "sign"),
-    "dense": (Method.of_owners, "dense()", "sign"),
+    "sign": Method("sign()", "majority").of_workers,
+    "ternary": Method("ternary()", "ternary").of_workers,
+    "average": Method("sign()", "average").of_workers,
+    "owner": Method("midrise(2)", "sign").of_owners,
+    "owes": Method("error_feedback(midrise(2), float32)", "sign").of_owners,
+    "rotated": Method("rotated(midrise(1))", "sign").of_owners,
+    "dense": Method("dense()", "sign").of_owners,
 }
-
-
-def made(method, workers):
-    """The transform, and the simulator."""
-    make, *words = METHODS[method]
-    return make(Method(*words, {}), None, workers)
 
 
 def story(workers, leaves):
@@ -236,7 +230,7 @@ CASES = [
 def test_updates_are_those_of_the_reference(sizes, kind, methods, leaves):
     workers = on(sizes, kind)
     specs, (grads, abstain) = specs_of(leaves, workers), story(workers, leaves)
-    pairs = {method: made(method, workers) for method in methods.split()}
+    pairs = {method: METHODS[method](None, workers) for method in methods.split()}
     txs = {method: tx for method, (tx, _) in pairs.items()}
     states, got = run_on_mesh(txs, workers, specs, grads, abstain)
     means = {name: g.mean(2) for name, g in grads.items()}
@@ -447,7 +441,7 @@ def test_a_scale_for_a_whole_leaf_is_that_of_all_its_shards():
     workers = on("data=4 tp=2", EXPLICIT)
     grads = {"w": np.random.default_rng(0).integers(-3, 4, (4, 6, 40)).astype(np.float32)}
     grads["w"][..., :20] *= 8  # shards of very different size
-    vote, oracle = Method("integer(8)", "ternary", {}).of_workers(lc.wires.counts(), workers)
+    vote, oracle = Method("integer(8)", "ternary").of_workers(lc.wires.counts(), workers)
     found, _ = updated(vote, workers, grads, {"w": P(None, "tp")})
     want, _ = oracle.update(grads, oracle.init({"w": jnp.zeros((6, 40))}, 4))
     np.testing.assert_array_equal(found["w"], want["w"])
@@ -459,7 +453,7 @@ def test_random_rounding_differs_between_shards():
     codes = "midrise(2, rounding=stochastic(0))"
     row = np.random.default_rng(0).normal(size=640).astype(np.float32)
     grads = {"w": np.broadcast_to(row, (2, 4, 640))}
-    tx, _ = Method(codes, "sign", {}).of_owners(None, workers)
+    tx, _ = Method(codes, "sign").of_owners(None, workers)
     found, _ = updated(tx, workers, grads, {"w": P("tp")})
     assert len({row.tobytes() for row in np.asarray(found["w"])}) == 4
 

@@ -72,16 +72,12 @@ def test_what_cannot_be_read_is_named(tmp_path, files, said):
 
 # --- Splits
 
-few = settings(max_examples=50, deadline=None, derandomize=True)
-counted = st.tuples(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 30))
 
-
-@few
-@given(counted)
-def test_every_split_gives_each_example_to_one_worker(drawn):
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 30))
+def test_every_split_gives_each_example_to_one_worker(lengths, workers):
     """The lengths are of classes."""
-    lengths, workers = drawn[0], min(drawn[1], len(drawn[0]))
-    count = sum(lengths)
+    count, workers = sum(lengths), min(workers, len(lengths))
     labels = np.repeat(range(len(lengths)), lengths)
     even = splits.iid(count, workers), splits.contiguous(count, workers)
     by_class = splits.by_class(labels, workers)
