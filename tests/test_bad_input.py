@@ -103,7 +103,6 @@ ARGUMENTS = [  # what takes it, what it is given, and the error, which shows tha
         [Q.integer(8), Q.ternary(), Q.dense(), TURNED, Q.error_feedback(Q.midrise(1))],
         ValueError, "rotated({.name}) ... rotated back ... error_feedback(rotated(midrise(1)))",
     ),
-    (predict, [0, -1, 1.5, True], ValueError, "workers={} ... at least 1"),
     *(
         (make, NO_COUNT, ValueError, f"{make.__name__}({{!r}}) ... a whole number of at least 1")
         for make in (SYNC.every, SYNC.first, SYNC.thinning)

@@ -44,7 +44,7 @@ def step_of(name, cluster=SLOW, params=SIZE, compute=0.1):
 def filled(function):
     """A function of the library to which ``...`` can be given, and no learning rate and no axis."""
     signature = inspect.signature(function)
-    known = {"learning_rate": 1, "workers": "workers"}
+    known = {"learning_rate": 1, "workers": AXIS}
 
     def call(*args, **rest):
         given = signature.bind_partial(*args, **rest).arguments
