@@ -24,6 +24,11 @@ def names(axis: AxisName | None) -> Axes:
     return (axis,) if isinstance(axis, str) else axis or ()
 
 
+def spelled(axis: Axes) -> AxisName | None:
+    """As users write it: one name, several, or None."""
+    return axis if len(axis) > 1 else next(iter(axis), None)
+
+
 def varying_axes(x: jax.Array) -> frozenset:
     """The mesh axes over which the type of ``x`` varies; none outside ``shard_map``."""
     return frozenset(jax.typeof(x).manual_axis_type.varying)
@@ -39,15 +44,14 @@ def workers_on(axis: Axes) -> int:
         return lax.axis_size(axis)
     except NameError as error:
         bound = jax.sharding.get_abstract_mesh().manual_axes
-        given = axis if len(axis) > 1 else axis[0]
         if bound:
             raise ValueError(
-                f"workers={given!r} is not an axis of the workers here, where the mapped axes are "
+                f"workers={spelled(axis)!r} is not an axis of the workers here, where the mapped axes are "
                 f"{bound}: the optimizer and the step around it name different axes; give both the same "
                 "one, such as one lioncub_jax.Workers"
             ) from error
         raise ValueError(
-            f"workers={given!r} is not a mesh axis here: update (and, for state that is sharded over "
+            f"workers={spelled(axis)!r} is not a mesh axis here: update (and, for state that is sharded over "
             "the workers, init) must run inside jax.shard_map or jax.pmap with that axis; "
             "lioncub_jax.on_mesh, init_state and make_train_step do so"
         ) from error

@@ -134,11 +134,15 @@ def warn_of_masked(given: Sequence[Any]) -> None:
     """
     is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
     optimizers = [(set[Any](), set[Any]())]
+    before = None
     for tree in given:
         leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_masked)
         types = {path: x for path, x in leaves if not is_masked(x)}
         if not types or any(x.manual_axis_type.varying for x in types.values()):
             continue  # types tell what becomes of the others
+        if types.keys() == before:
+            continue  # two ways in which one transform sends
+        before = types.keys()
         if optimizers[-1][0] & types.keys():  # no leaf is for two transforms of one optimizer
             optimizers.append((set(), set()))
         optimizers[-1][0].update(types)

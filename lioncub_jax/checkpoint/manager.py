@@ -29,7 +29,7 @@ import orbax.checkpoint as ocp  # type: ignore[import-untyped]
 
 from lioncub_jax import own
 from lioncub_jax.arguments import check_count
-from lioncub_jax.axes import AxisName
+from lioncub_jax.axes import AxisName, spelled
 from lioncub_jax.checkpoint import leaves, states
 from lioncub_jax.checkpoint.leaves import Leaf, Target
 from lioncub_jax.mesh.placement import Workers, names_of
@@ -104,7 +104,7 @@ class Checkpoints:
     ):
         check_count(f"keep={keep!r}", keep)
         check_count(f"timeout={timeout!r}", timeout)
-        self._axes = names_of(workers)
+        self._axes: Any = [*map(spelled, names_of(workers))]
         self.directory = Path(directory).absolute()
         self._refused: set[int] = set()
         self._under_way = -1  # the step that was saved last

@@ -126,8 +126,7 @@ class Workers:
         inner = tuple(n for n in self.mesh.axis_names if n not in apart)
         found = {"axes": apart, "inner": inner, "count": product(self.mesh.shape, apart)}
         for name in ("axis", "group"):  # one spelling of what means the same
-            given = axes.names(getattr(self, name))
-            found[name] = given if len(given) > 1 else next(iter(given), None)
+            found[name] = axes.spelled(axes.names(getattr(self, name)))
         for name, value in found.items():
             object.__setattr__(self, name, value)
 

@@ -10,6 +10,7 @@ What it leaves out is in docs/planner.md. Rates are in bits per second, times in
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -257,17 +258,9 @@ def _sent(scheme: Scheme, params: Any, at: Cluster) -> list[_Sent]:
             "(--model FILE.py:NAME) in place of a number of parameters"
         )
 
-    device = AbstractDevice("", None, platform="cpu") if at.on_cpu else None
-
-    def sent(workers: int, group_size: int) -> list[_Sent]:
-        # None of these devices is there.
-        shape, names = (workers, group_size), ("workers", "group")
-        mesh: Any = AbstractMesh(shape, names, abstract_device=device)
-        among = Workers(mesh, "workers", "group" if group_size > 1 else None)
-        found = accounting.of(scheme.make(workers=among), params, among).collectives
-        each = (_Sent(one.op, one.axes == ("group",), one.sent_bytes) for one in found)
-        return [one for one in each if one.sent_bytes]
-
+    leaves, tree = jax.tree.flatten(params)
+    shapes = tree, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
+    sent = partial(_exchange, scheme.make, shapes, at.on_cpu)
     if at.group_size == 1:
         return sent(at.workers, 1)
     if scheme.mean:
@@ -278,6 +271,21 @@ def _sent(scheme: Scheme, params: Any, at: Cluster) -> list[_Sent]:
             "mesh axis"
         )
     return sent(at.workers, at.group_size)
+
+
+@functools.cache  # a plan asks for each bandwidth
+def _exchange(
+    make: Callable[..., Any], shapes: Any, on_cpu: bool, workers: int, group_size: int
+) -> list[_Sent]:
+    """What a transform sends of parameters of these shapes, on devices of which none is there."""
+    tree, *leaves = shapes
+    device = AbstractDevice("", None, platform="cpu") if on_cpu else None
+    shape, names = (workers, group_size), ("workers", "group")
+    mesh: Any = AbstractMesh(shape, names, abstract_device=device)
+    among = Workers(mesh, "workers", "group" if group_size > 1 else None)
+    found = accounting.of(make(workers=among), tree.unflatten(leaves), among).collectives
+    each = (_Sent(one.op, one.axes == ("group",), one.sent_bytes) for one in found)
+    return [one for one in each if one.sent_bytes]
 
 
 def _in_slices(across: list[_Sent], inside: list[_Sent], devices: int) -> list[_Sent]:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from lioncub_jax import axes
 from lioncub_jax.mesh.placement import Workers, check_workers
@@ -146,6 +146,8 @@ class _Found:
             op, inner = _OPS.get(step.primitive.name), [*_programs_in(step.params)]
             if op is not None:
                 self._add(self._collective(op, step))
+            elif step.primitive.name == "cond" and isinstance(step.invars[0], Literal):
+                self.read(inner[step.invars[0].val])  # XLA drops the others
             elif step.primitive.name == "cond":
                 self._choose(inner)
             else:
