@@ -101,7 +101,8 @@ def _pack_blocks(codes: jax.Array, p: int, zeros: jax.Array | None) -> list[jax.
     stripes, nibbles = [], striped
     for k in range(p):
         if k % _APART == 0:
-            four = (striped >> k) & 0xF if p > _APART else striped
+            four = striped >> k if k else striped
+            four = four & 0xF if p > _APART else four
             nibbles = lax.reduce_or(four << at, (len(lead),))
         stripes.append((nibbles >> (k % _APART)) & _EVERY_FOURTH)
     if zeros is not None:
@@ -275,7 +276,7 @@ def tally(planes: Sequence[jax.Array]) -> list[jax.Array]:
     if whole:
         groups = [x[:whole].reshape(-1, _GROUP, *x.shape[1:]) for x in planes]
         sums = map(_terms, tally([jnp.moveaxis(x, 1, 0) for x in groups]))
-        columns = [[*a, *b] for a, b in zip_longest(columns, sums, fillvalue=[])]
+        columns = [[*x, *y] for x, y in zip_longest(columns, sums, fillvalue=())]
     return [x[0] for x in _carry_save(columns, sum_bits(workers, len(planes)))]
 
 

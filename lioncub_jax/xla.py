@@ -67,7 +67,7 @@ def recomputed(arrays: Sequence[Any]) -> list[Any]:
     XLA computes values from them again instead of storing a copy as large as the gradient. On a TPU it also
     keeps their layout, in which our kernel reads them.
     """
-    return list(lax.optimization_barrier(tuple(arrays)))
+    return lax.optimization_barrier(list(arrays))
 
 
 def delayed_by(x: jax.Array, number: jax.Array) -> jax.Array:

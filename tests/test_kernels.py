@@ -112,8 +112,9 @@ def test_rows_of_a_leaf_of_tiles_lie_tile_by_tile_and_come_back(shape, at, found
     x = np.arange(2 * size, dtype=np.float32).reshape(2, *shape)
     for tiles in sorted({False, made}):
         segment = layout.Segment(0, shape, size, 0, -(-size // ROW), tiles)
-        rows = np.asarray(layout.to_tile_order(x, segment))
-        np.testing.assert_array_equal(layout.from_tile_order(rows, segment), x)
+        piece = layout.Piece((segment,), 0, segment.rows, (0,))
+        rows = np.stack([layout.piece_to_rows(own, piece).reshape(-1)[:size] for own in x])
+        np.testing.assert_array_equal(layout.to_shape(rows, segment), x)
         assert tiles or (rows == x.reshape(2, size)).all()
     if at:
         assert rows[1].reshape(-1, ROW)[found] == x[1][at]
