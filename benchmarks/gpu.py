@@ -140,7 +140,9 @@ def pieces(size: int, dtype: Any) -> tuple[dict[str, Op], Store]:
         now, me = jnp.int32(0), jnp.int32(0)
         drawn = bits.draw(now, me, WORKERS)
         place = EncodeContext(bucket, piece_of_it, 0, now, me, WORKERS, drawn, None, False)
-        return (sign.encode(layout.piece_to_float_rows(grads["w"], piece_of_it), place),)
+        return (
+            sign.encode(layout.piece_to_rows(grads["w"].astype(jnp.float32), piece_of_it), place),
+        )
 
     def count(payload: jax.Array, voted: jax.Array, counted: Any) -> Any:
         return (counted_by_adders(payload, voted),)

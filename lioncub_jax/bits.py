@@ -17,10 +17,12 @@ reduce to the planes of their sum, and "more than half" is a comparison that wal
 import functools
 import operator
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from lioncub_jax import kernels, xla
@@ -78,12 +80,9 @@ def pack(codes: jax.Array, p: int = 1, zeros: jax.Array | None = None) -> list[j
         planes = [x.reshape(*lead, -1) for x in kernels.pack(flat, p)]
         return planes if zeros is None else _set_zero_signs(planes, zeros)
     sides = [None, None] if zeros is None else _in_blocks(zeros, rows)
-    parts, planes = [], []
-    for x, side in zip(_rows_in_blocks(codes), sides, strict=False):
-        parts.append(_pack_blocks(x, p, side))
-    for each in zip(*parts, strict=True):
-        planes.append(_joined(each, lead))
-    return planes
+    blocks = zip(_rows_in_blocks(codes), sides, strict=False)
+    parts = [_pack_blocks(x, p, side) for x, side in blocks]
+    return [_joined(each, lead) for each in zip(*parts, strict=True)]
 
 
 def _set_zero_signs(planes: Sequence[jax.Array], zeros: jax.Array) -> list[jax.Array]:
@@ -103,14 +102,13 @@ def _pack_blocks(codes: jax.Array, p: int, zeros: jax.Array | None) -> list[jax.
     for k in range(p):
         if k % _APART == 0:
             four = striped >> k if k else striped
-            nibbles = _any((four & 0xF if p > _APART else four) << at, len(lead))
+            four = four & 0xF if p > _APART else four
+            nibbles = lax.reduce_or(four << at, (len(lead),))
         stripes.append((nibbles >> (k % _APART)) & _EVERY_FOURTH)
     if zeros is not None:
         stripes = _set_zero_signs(stripes, (zeros[..., None, :] >> row) & _EVERY_FOURTH)
-    for k, x in enumerate(stripes):
-        stripes[k] = x << row
     # A reduction, because XLA stores its result; a sum of terms would be computed again for each use.
-    return xla.reduced([operator.or_] * p, stripes, len(lead))
+    return xla.reduced([operator.or_] * p, [x << row for x in stripes], len(lead))
 
 
 def _rows_in_blocks(x: jax.Array) -> list[jax.Array]:
@@ -134,8 +132,6 @@ def _in_blocks(words: jax.Array, rows: int) -> list[jax.Array]:
 
 def _joined(parts: Sequence[jax.Array], lead: Sequence[int]) -> jax.Array:
     """Undoes ``_in_blocks``."""
-    if len(parts) == 1:
-        return parts[0].reshape(*lead, -1)
     return jnp.concatenate([x.reshape(*lead, -1) for x in parts], -1)
 
 
@@ -175,12 +171,12 @@ def unpack_stored(planes: Sequence[jax.Array], rows: int) -> jax.Array:
     Returns:
       ``uint8[..., rows, 128]``, of more than 8 planes ``uint16``, of more than 16 ``uint32``.
     """
-    dtype = jnp.uint8 if len(planes) <= 8 else jnp.uint16 if len(planes) <= 16 else jnp.uint32
+    dtype = np.min_scalar_type(2 ** len(planes) - 1)
     if kernels.for_tpu():  # there, rows in the order of tiles are found as they lie
         return unpack(planes, rows).astype(dtype)
     several = jnp.stack([*planes, jnp.zeros_like(planes[0])] if len(planes) == 1 else list(planes))
     at = jnp.arange(len(several), dtype=dtype).reshape(-1, *[1] * planes[0].ndim, 1)
-    return _any(_bits(several, rows).astype(dtype) << at, 0)
+    return lax.reduce_or(_bits(several, rows).astype(dtype) << at, (0,))
 
 
 def _bits(words: jax.Array, rows: int) -> jax.Array:
@@ -191,7 +187,7 @@ def _bits(words: jax.Array, rows: int) -> jax.Array:
             halves = rows_of.reshape(*lead, 2, HALF_BLOCK, ROW // 2)
             rows_of = jnp.moveaxis(halves, -3, -2)
         parts.append(rows_of.reshape(*lead, -1, ROW))
-    return jnp.concatenate(parts, -2) if len(parts) > 1 else parts[0]
+    return jnp.concatenate(parts, -2)
 
 
 # --- Bits of rows
@@ -229,13 +225,9 @@ def any_in_rows(words: jax.Array, rows: int) -> jax.Array:
     """Row words of the rows with a bit in any element: ``uint32[..., 4 rows]`` to ``[..., blocks]``."""
     parts = []
     for x in _in_blocks(words, rows):
-        either = _any(x, -1)
+        either = lax.reduce_or(x, (x.ndim - 1,))
         parts.append(either if x.shape[-1] == ROW else (either | (either >> HALF_BLOCK)) & 0xFFFF)
     return _joined(parts, words.shape[:-1])
-
-
-def _any(words: jax.Array, axis: int) -> jax.Array:
-    return lax.reduce(words, words.dtype.type(0), lax.bitwise_or, (axis % words.ndim,))
 
 
 def over_rows(words: jax.Array, rows: int) -> jax.Array:
@@ -278,17 +270,14 @@ def tally(planes: Sequence[jax.Array]) -> list[jax.Array]:
       [[0], [1]]
     """
     workers = planes[0].shape[0]
-    width, whole = sum_bits(workers, len(planes)), workers - workers % _GROUP
-    if workers <= _GROUP:
-        # Each column keeps an axis of length 1. XLA moves a squeeze through one adder in each compiler
-        # pass, and runs all passes again: slow to compile.
-        columns = [[x[i : i + 1] for i in range(workers)] for x in planes]
-        return [x[0] for x in _carry_save(columns, width)]
-    groups = [x[:whole].reshape(-1, _GROUP, *x.shape[1:]) for x in planes]
-    total = tally(tally([jnp.moveaxis(x, 1, 0) for x in groups]))
-    if whole < workers:
-        total = add(total, tally([x[whole:] for x in planes]), max(len(total), width))
-    return total[:width]
+    # The last workers are added to the sums of the whole groups before them.
+    whole = (workers - 1) // _GROUP * _GROUP
+    columns = [_terms(x[whole:]) for x in planes]
+    if whole:
+        groups = [x[:whole].reshape(-1, _GROUP, *x.shape[1:]) for x in planes]
+        sums = map(_terms, tally([jnp.moveaxis(x, 1, 0) for x in groups]))
+        columns = [[*x, *y] for x, y in zip_longest(columns, sums, fillvalue=())]
+    return [x[0] for x in _carry_save(columns, sum_bits(workers, len(planes)))]
 
 
 def sum_bits(workers: int, p: int) -> int:
@@ -296,44 +285,35 @@ def sum_bits(workers: int, p: int) -> int:
     return (workers * (2**p - 1)).bit_length()
 
 
-def _carry_save(columns: list[list[jax.Array]], width: int) -> list[jax.Array]:
+def _terms(plane: jax.Array) -> list[jax.Array]:
+    """The words of each worker, which keep an axis of length 1.
+
+    XLA moves a squeeze through one adder in each compiler pass, and runs all passes again: slow to compile.
+    """
+    return [plane[i : i + 1] for i in range(len(plane))]
+
+
+def _carry_save(columns: Sequence[Sequence[jax.Array]], width: int) -> list[jax.Array]:
     """Reduces ``columns[k]``, words of weight ``2**k``, to one word for each of ``width`` weights."""
-    zero, sums = columns[0][0] & 0, []
-    while len(columns) < width:
-        columns.append([])
-    # Taken from the end, so that a sum is used up at once: few words are alive at a time.
-    for k, column in enumerate(columns):
+    zero, sums, carries = columns[0][0] & 0, list[jax.Array](), list[jax.Array]()
+    for k in range(width):
+        column, carries = [*(columns[k] if k < len(columns) else ()), *carries], []
+        # Taken from the end, so that a sum is used up at once: few words are alive at a time.
         while len(column) > 1:
             a, b = column.pop(), column.pop()
-            s, carry = full_adder(a, b, column.pop()) if column else (a ^ b, a & b)
-            column.append(s)
-            if k + 1 < width:
-                columns[k + 1].append(carry)
-        sums.append(column[0] if column else zero)
+            c = column.pop() if column else zero
+            column.append(a ^ b ^ c)
+            carries.append((a & b) | ((a ^ b) & c))
+        sums += column or [zero]
     return sums
 
 
-def full_adder(a: jax.Array, b: jax.Array, c: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Adds three one-bit numbers in every bit of a word: ``(sum, carry)``."""
-    half = a ^ b
-    return half ^ c, (a & b) | (half & c)
-
-
-def add(a: Sequence[jax.Array], b: Sequence[jax.Array], width: int) -> list[jax.Array]:
-    """Adds two numbers given as planes, least significant first, and keeps ``width`` planes."""
-    return _carry_save([[*a[k : k + 1], *b[k : k + 1]] for k in range(width)], width)
-
-
 def times(planes: Sequence[jax.Array], factor: int, width: int) -> list[jax.Array]:
-    """Multiplies numbers given as planes by a whole number, and keeps ``width`` planes."""
-    zero = planes[0] & 0
-    columns: list[list[jax.Array]] = [[] for _ in range(width)]
-    for shift in range(factor.bit_length()):
-        if factor >> shift & 1:
-            for k, plane in enumerate(planes):
-                if k + shift < width:
-                    columns[k + shift].append(plane)
-    columns[0] = columns[0] or [zero]
+    """Multiplies numbers given as planes by an odd number, and keeps ``width`` planes."""
+    shifts = [k for k in range(factor.bit_length()) if factor >> k & 1]
+    columns = []
+    for k in range(width):
+        columns.append([planes[k - shift] for shift in shifts if 0 <= k - shift < len(planes)])
     return _carry_save(columns, width)
 
 
@@ -357,11 +337,9 @@ def compare(
       >>> [bin(int(word[0]) & 0b1111) for word in (greater, equal)]
       ['0b1100', '0b10']
     """
-    greater, equal = jnp.zeros_like(planes[0]), ~jnp.zeros_like(planes[0])
     zero = jnp.zeros_like(planes[0])
-    for k in reversed(range(max(len(planes), len(threshold)))):
-        plane = planes[k] if k < len(planes) else zero
-        wanted = threshold[k] if k < len(threshold) else zero
+    greater, equal = zero, ~zero
+    for plane, wanted in reversed([*zip_longest(planes, threshold, fillvalue=zero)]):
         greater |= equal & plane & ~wanted
         equal &= ~(plane ^ wanted)
     return greater, equal
@@ -414,7 +392,7 @@ def draw(step: jax.Array | int, worker: jax.Array | int, workers: int) -> Draw:
       worker: ``int32[]``, this worker.
       workers: how many there are.
     """
-    drawn = _mix(jnp.asarray(step, jnp.uint32) + jnp.uint32(_ORDER))
+    drawn = _seed(step, _ORDER)
     mine = _mix(jnp.asarray(worker, jnp.uint32) ^ drawn)
     all_ = _mix(jnp.arange(workers, dtype=jnp.uint32) ^ drawn)
     rank = jnp.sum(all_ < mine, dtype=jnp.uint32)

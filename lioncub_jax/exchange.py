@@ -388,7 +388,7 @@ class Worker(NamedTuple):
         errors: list[Any] = [None] * len(pieces)
         if plan.up.feedback is not None:
             for i, piece in enumerate(pieces):
-                if len(piece.segments) == 1:
+                if not piece.joined:
                     # Computed again: storing it would cost an array as large as the gradient.
                     sent[i] = _with_error(*xla.recomputed([messages[i], error[i]]))
             errors = self.quantization_errors(ballots, sent)
@@ -416,7 +416,7 @@ class Worker(NamedTuple):
             message = plan.memory.message(_wide(g), _wide(mu))
             encoded = _with_error(message, error).astype(jnp.float32)
         else:
-            encoded = layout.piece_to_float_rows(sent, piece)
+            encoded = layout.piece_to_rows(sent.astype(jnp.float32), piece)
             message = layout.piece_to_rows(message, piece) if hold_errors else message
         return encoded, message if hold_errors else None
 
@@ -689,7 +689,7 @@ class Worker(NamedTuple):
         else:
             sent = layout.join_pieces(leaves, pieces)
             rows = [
-                (layout.piece_to_float_rows(x, piece), None)
+                (layout.piece_to_rows(x.astype(jnp.float32), piece), None)
                 for x, piece in zip(sent, pieces, strict=True)
             ]
             ballots = self.exchange(rows, owners, None)

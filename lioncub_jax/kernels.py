@@ -68,13 +68,12 @@ def for_tpu(mesh: Any = None) -> bool:
     return device is not None and device.platform == "tpu"
 
 
-def pack(codes: jax.Array, p: int, interpret: bool | None = None) -> list[jax.Array]:
+def pack(codes: jax.Array, p: int) -> list[jax.Array]:
     """`bits.pack` by a kernel, in one pass over what the codes are computed of.
 
     Args:
       codes: ``uint32[rows, 128]`` below ``2**p``; rows in whole blocks.
       p: how many bits.
-      interpret: whether to run it as plain JAX, on any platform; by default what `mode` says.
 
     Returns:
       ``p`` planes, ``uint32[4 rows]`` each, the least significant first.
@@ -83,7 +82,8 @@ def pack(codes: jax.Array, p: int, interpret: bool | None = None) -> list[jax.Ar
       >>> import jax.numpy as jnp
       >>> from lioncub_jax import bits, kernels
       >>> codes = (jnp.arange(32 * 128, dtype=jnp.uint32) % 5).reshape(32, 128)
-      >>> ours, theirs = kernels.pack(codes, 3, interpret=True), bits.pack(codes, 3)
+      >>> theirs, before = bits.pack(codes, 3), kernels.mode("interpret")
+      >>> ours, _ = kernels.pack(codes, 3), kernels.mode(before)
       >>> [bool((a == b).all()) for a, b in zip(ours, theirs)]
       [True, True, True]
     """
@@ -102,7 +102,7 @@ def pack(codes: jax.Array, p: int, interpret: bool | None = None) -> list[jax.Ar
         out_specs=[pl.BlockSpec((at_once, LANES), lambda i: (i, 0))] * p,
         out_shape=[plane] * p,
         compiler_params=pltpu.CompilerParams(allow_input_fusion=[True]),
-        interpret=_mode == "interpret" if interpret is None else interpret,
+        interpret=_mode == "interpret",
         name="lioncub_pack",
     )(codes)
     return [x.reshape(-1) for x in planes]
@@ -114,7 +114,7 @@ def _pack(p: int, codes: Any, *planes: Any) -> None:
         if k % _FIELD == 0:
             fields = (x >> k) & 0xFF if p > _FIELD else x
             tiles = [fields[:, t] << (_FIELD * t) for t in range(TILES)]
-            joined = tiles[0] | tiles[1] | tiles[2] | tiles[3]
+            joined = reduce(or_, tiles)
             row = lax.broadcasted_iota(jnp.uint32, joined.shape, 1)
         mine = ((joined >> (k % _FIELD)) & _EVERY_FIELD) << row
         # Each bit is set in one row at most, so a sum is an or; sums of int32 are what the hardware has.
@@ -142,10 +142,10 @@ def unpack(planes: Sequence[jax.Array]) -> jax.Array:
     """
     lead, row, codes = planes[0].shape[:-1], jnp.arange(SUBLANES, dtype=jnp.uint32)[:, None], []
     for first in range(0, len(planes), _NIBBLE):
+        few = [x.reshape(*lead, -1, LANES) for x in planes[first:][:_NIBBLE]]
         tiles = []
         for t in range(TILES):
-            words = [_apart(x.reshape(*lead, -1, LANES), t) for x in planes[first:][:_NIBBLE]]
-            tiles.append(reduce(or_, [x << k for k, x in enumerate(words)]))
+            tiles.append(reduce(or_, [_apart(x, t) << k for k, x in enumerate(few)]))
         joined = jnp.stack(tiles, -2)[..., None, :]  # [..., blocks, tiles, 1, lanes]
         codes.append(((joined >> (_NIBBLE * row)) & 0xF) << first)
     return reduce(or_, codes).reshape(*lead, -1, LANES)

@@ -2,10 +2,10 @@
 
 | from | to | and back |
 |---|---|---|
-| elements of a leaf in its shape | in the order of its rows | `to_tile_order`, `from_tile_order` |
 | leaves | an array for each piece | `join_pieces`, `split_pieces` |
 | the array of a piece | its rows ``[rows, 128]`` | `piece_to_rows`, `rows_to_piece` |
 | leaves | the rows of a whole bucket | `join_bucket`, `split_bucket` |
+| a leaf's elements in the order of its rows | in its shape | `to_shape` |
 
 Leaves are cut into rows of 128 elements, the last one padded, and the rows of all leaves are one buffer,
 so that a step costs two collectives however many leaves there are. On a TPU a leaf that is made of whole
@@ -17,6 +17,7 @@ its own. A limit on the size of a bucket splits it further.
 
 import dataclasses
 import enum
+import itertools
 import math
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
@@ -69,6 +70,11 @@ class Piece(NamedTuple):
     first_row: int
     rows: int
     starts: Sequence[Any]
+
+    @property
+    def joined(self) -> bool:
+        """Whether several leaves are joined in it; else its array is the leaf itself."""
+        return len(self.segments) > 1
 
     @property
     def idle(self) -> int:
@@ -165,51 +171,43 @@ def buckets(
       >>> [(s.first_row, s.rows) for s in bucket.segments], bucket.chunk
       ([(0, 2), (2, 1)], 16)
     """
-    open_groups: dict[tuple[str, ...], list[list[int]]] = {}
-    filled: dict[tuple[str, ...], int] = {}
-    for index, leaf in enumerate(leaves):
-        size, over = math.prod(leaf.shape), tuple(sorted(axes[index])) if axes else ()
+    sizes = [math.prod(leaf.shape) for leaf in leaves]
+    groups: dict[tuple[str, ...], list[list[int]]] = {}
+    for index, size in enumerate(sizes):
         if size == 0:
             continue
-        groups = open_groups.setdefault(over, [[]])
-        if groups[-1] and limit is not None and filled[over] + size > limit:
-            groups.append([])
-        filled[over] = (filled.get(over, 0) if groups[-1] else 0) + size
-        groups[-1].append(index)
-    placed: list[Bucket] = []
-    before = 0
-    for over in sorted(open_groups):
-        for group in open_groups[over]:
-            placed.append(_place(leaves, group, workers)._replace(first_row=before, axes=over))
-            before += placed[-1].rows
-    for k, bucket in enumerate(placed):
-        placed[k] = bucket._replace(total_rows=before)
+        alike = groups.setdefault(tuple(sorted(axes[index])) if axes else (), [[]])
+        last = alike[-1]
+        if last and limit is not None and sum(sizes[i] for i in last) + size > limit:
+            alike.append([])
+        alike[-1].append(index)
+    placed = []
+    for over in sorted(groups):
+        placed += [_place(leaves, group, workers)._replace(axes=over) for group in groups[over]]
+    *before, total = itertools.accumulate([bucket.rows for bucket in placed], initial=0)
+    for k, first in enumerate(before):
+        placed[k] = placed[k]._replace(first_row=first, total_rows=total)
     return tuple(placed)
 
 
 def _place(leaves: Sequence[jax.Array], members: list[int], workers: int) -> Bucket:
-    pieces: list[Piece] = []
-    small: list[Segment] = []
-    first = starts = 0
-    for index in members:
+    is_small = lambda index: math.prod(leaves[index].shape) <= SMALL * ROW  # noqa: E731
+    segments, first = list[Segment](), 0
+    for index in sorted(members, key=is_small):
         shape = tuple(leaves[index].shape)
         size = math.prod(shape)
-        rows, tiles = -(-size // ROW), kernels.for_tpu() and made_of_tiles(shape)
-        if rows <= SMALL:
-            small.append(Segment(index, shape, size, starts, rows, tiles))
-            starts += rows
-        else:
-            rows = _round_up(rows, BLOCK)
-            pieces.append(
-                Piece((Segment(index, shape, size, first, rows, tiles),), first, rows, (0,))
-            )
-            first += rows
-    large = bool(pieces)
-    chunk = _round_up(-(-(first + starts) // workers), BLOCK if large else HALF_BLOCK)
+        rows = _round_up(-(-size // ROW), 1 if is_small(index) else BLOCK)
+        tiles = kernels.for_tpu() and made_of_tiles(shape)
+        segments.append(Segment(index, shape, size, first, rows, tiles))
+        first += rows
+    pieces = [Piece((s,), s.first_row, s.rows, (0,)) for s in segments if s.rows > SMALL]
+    large, small = bool(pieces), segments[len(pieces) :]
+    chunk = _round_up(-(-first // workers), BLOCK if large else HALF_BLOCK)
     if small:
-        rows = _round_up(starts, BLOCK) if large else workers * chunk
-        each = tuple(s._replace(first_row=first + s.first_row) for s in small)
-        pieces.append(Piece(each, first, rows, tuple(s.first_row for s in small)))
+        begin = small[0].first_row
+        rows = _round_up(first - begin, BLOCK) if large else workers * chunk
+        starts = tuple(s.first_row - begin for s in small)
+        pieces.append(Piece(tuple(small), begin, rows, starts))
     dtype = jnp.result_type(*{leaves[index].dtype for index in members})
     return Bucket(tuple(pieces), large, 0, chunk, workers, dtype)
 
@@ -222,7 +220,7 @@ def pieces(buckets: Sequence[Bucket], step: jax.Array) -> list[Piece]:
     """The pieces of all buckets; where a small leaf begins is known at run time only, see `xla`."""
     found = [piece for bucket in buckets for piece in bucket.pieces]
     for k, piece in enumerate(found):
-        if len(piece.segments) > 1:
+        if piece.joined:
             found[k] = piece._replace(starts=xla.runtime_constants(piece.starts, step))
     return found
 
@@ -242,41 +240,34 @@ def join_pieces(leaves: Sequence[Any], pieces: Sequence[Piece]) -> list[Any]:
     found: list[Any] = []
     for piece in pieces:
         own = [leaves[s.leaf] for s in piece.segments]
-        if own[0] is None:
-            found.append(None)
-            continue
-        if len(own) == 1:
+        if own[0] is None or not piece.joined:
             found.append(own[0])
             continue
         wide = jnp.result_type(jnp.float32, *own)
-        each = [
-            _leaf_to_rows(x.astype(wide), s, s.rows)
-            for x, s in zip(own, piece.segments, strict=True)
-        ]
+        each = []
+        for x, s in zip(own, piece.segments, strict=True):
+            each.append(_leaf_to_rows(x.astype(wide), s, s.rows))
         if piece.idle:  # a pad of the whole would copy it
             each.append(jnp.zeros((piece.idle, ROW), wide))
         found.append(jnp.concatenate(each))
     return found
 
 
-def piece_to_float_rows(x: jax.Array, piece: Piece) -> jax.Array:
-    """What `join_pieces` made of a piece as ``float32[rows, 128]``, zeros in the padding."""
-    return piece_to_rows(x.astype(jnp.float32), piece)
-
-
 def piece_to_rows(x: jax.Array, piece: Piece) -> jax.Array:
     """What `join_pieces` made of a piece as ``[rows, 128]`` of its dtype, zeros in the padding."""
-    return _leaf_to_rows(x, piece.segments[0], piece.rows) if len(piece.segments) == 1 else x
+    return x if piece.joined else _leaf_to_rows(x, piece.segments[0], piece.rows)
 
 
 def rows_to_piece(x: jax.Array, piece: Piece) -> jax.Array:
     """Undoes `piece_to_rows`, of ``[..., rows, 128]``."""
-    return _rows_to_leaf(x, piece.segments[0]) if len(piece.segments) == 1 else x.reshape(-1, ROW)
+    return x.reshape(-1, ROW) if piece.joined else _rows_to_leaf(x, piece.segments[0])
 
 
 def _leaf_to_rows(x: jax.Array, segment: Segment, rows: int) -> jax.Array:
     # In as few operations as can be: with hundreds of leaves it is they that a compiler works at.
-    return pad_rows(to_tile_order(x, segment), rows * ROW).reshape(rows, ROW)
+    if segment.tiles:
+        x = x.reshape(-1, SUBLANES, segment.shape[-1] // ROW, ROW).swapaxes(1, 2)
+    return pad_rows(x.reshape(-1), rows * ROW).reshape(rows, ROW)
 
 
 def made_of_tiles(shape: tuple[int, ...]) -> bool:
@@ -296,36 +287,19 @@ def made_of_tiles(shape: tuple[int, ...]) -> bool:
 
 def lies_in_rows(piece: Piece) -> bool:
     """Whether the rows of a piece are there without a copy, on a TPU: whole tiles, and no padding."""
-    if len(piece.segments) > 1:
+    if piece.joined:
         return True
     [s] = piece.segments
     whole = s.tiles or len(s.shape) == 1 or s.shape[-1] == ROW
     return whole and s.size == piece.rows * ROW
 
 
-def to_tile_order(x: jax.Array, segment: Segment) -> jax.Array:
-    """Leaves ``[..., *shape]`` with the elements of each in the order of its rows, ``[..., size]``."""
-    shape = segment.shape
-    lead = x.shape[: x.ndim - len(shape)]
-    if segment.tiles:
-        x = x.reshape(-1, SUBLANES, shape[-1] // ROW, ROW).swapaxes(1, 2)
-    return x.reshape(*lead, segment.size)
-
-
-def from_tile_order(x: jax.Array, segment: Segment) -> jax.Array:
-    """Undoes `to_tile_order`: ``[..., size]`` to ``[..., *shape]``."""
-    shape, lead = segment.shape, x.shape[:-1]
-    if segment.tiles:
-        x = x.reshape(-1, shape[-1] // ROW, SUBLANES, ROW).swapaxes(1, 2)
-    return x.reshape(*lead, *shape)
-
-
 def join_bucket(leaves: Sequence[jax.Array], bucket: Bucket) -> jax.Array:
     """All leaves of a bucket as ``float32[rows, 128]``, zeros in the padding."""
     pieces = bucket.pieces
-    each = [
-        piece_to_float_rows(x, p) for x, p in zip(join_pieces(leaves, pieces), pieces, strict=True)
-    ]
+    each = []
+    for x, piece in zip(join_pieces(leaves, pieces), pieces, strict=True):
+        each.append(piece_to_rows(x.astype(jnp.float32), piece))
     return pad_rows(jnp.concatenate(each), bucket.rows)
 
 
@@ -333,7 +307,7 @@ def split_pieces(values: Sequence[jax.Array], pieces: Sequence[Piece]) -> dict[i
     """Undoes `join_pieces`: of an array for each piece, each leaf in its own shape, by its index."""
     leaves, first_column = {}, jnp.zeros((), jnp.uint32)
     for x, piece in zip(values, pieces, strict=True):
-        if len(piece.segments) == 1:
+        if not piece.joined:
             leaves[piece.segments[0].leaf] = _rows_to_leaf(x, piece.segments[0])
             continue
         rows = xla.materialized(x.reshape(-1, ROW))
@@ -353,7 +327,15 @@ def _rows_to_leaf(x: jax.Array, segment: Segment) -> jax.Array:
     if x.shape == segment.shape:
         return x
     flat = x.reshape(-1)
-    return from_tile_order(flat if flat.size == segment.size else flat[: segment.size], segment)
+    return to_shape(flat if flat.size == segment.size else flat[: segment.size], segment)
+
+
+def to_shape(x: jax.Array, segment: Segment) -> jax.Array:
+    """Elements of leaves in the order of their rows, ``[..., size]``, in their shape, ``[..., *shape]``."""
+    shape, lead = segment.shape, x.shape[:-1]
+    if segment.tiles:
+        x = x.reshape(-1, shape[-1] // ROW, SUBLANES, ROW).swapaxes(1, 2)
+    return x.reshape(*lead, *shape)
 
 
 def pad_rows(x: jax.Array, rows: int) -> jax.Array:
@@ -370,36 +352,36 @@ def zero_padding(rows: jax.Array, counts: jax.Array | None) -> jax.Array:
 
 
 def counts(
-    bucket: Bucket, own: Sequence[jax.Array | None] | None = None, zeros: bool = False
+    bucket: Bucket, own: Sequence[jax.Array | None] = (), zeros: bool = False
 ) -> jax.Array | None:
     """How many elements of each row of a bucket are no padding.
 
     Args:
       bucket: the bucket.
       own: for each leaf ``int32[rows]``, the sizes of its rows, if the leaf is a slice of a group's buffer;
-        else None (the default for all).
+        else None; () for none.
       zeros: whether the codes have a zero. Then rows of padding only are voted on, and must not count as
         ties.
 
     Returns:
       ``int32[rows]``; None where no padding can be mistaken.
     """
-    size, sliced, ragged, parts = 0, False, False, []
-    for s in bucket.segments:
-        size += s.size
-        ragged |= s.size % ROW > 0
-        sliced |= own is not None and own[s.leaf] is not None
-    if not sliced and not ragged and not (zeros and size < bucket.rows * ROW):
+    segments, parts = bucket.segments, []
+    given = {leaf: count for leaf, count in enumerate(own) if count is not None}
+    sliced = any(s.leaf in given for s in segments)
+    ragged = any(s.size % ROW for s in segments)
+    empty = sum(s.size for s in segments) < bucket.rows * ROW
+    if not (sliced or ragged or (zeros and empty)):
         return None
     for piece in bucket.pieces:
-        found = [_filled(piece.segments, piece.first_row, piece.rows)]
-        if sliced and own is not None:
-            found = []
-            for s in piece.segments:
-                count = own[s.leaf]
-                count = _filled([s], s.first_row, s.rows) if count is None else count
-                found.append(pad_rows(count, s.rows))
-        parts.append(pad_rows(jnp.concatenate(found), piece.rows))
+        if not sliced:
+            parts.append(_filled(piece))
+            continue
+        each = []
+        for s in piece.segments:
+            full = jnp.full(s.size // ROW, ROW, jnp.int32)
+            each.append(pad_rows(given.get(s.leaf, full), s.rows))
+        parts.append(pad_rows(jnp.concatenate(each), piece.rows))
     return pad_rows(jnp.concatenate(parts), bucket.rows)
 
 
@@ -411,24 +393,17 @@ def counts_of_slice(cut: Bucket, device: jax.Array, zeros: bool = False) -> jax.
     return lax.dynamic_slice_in_dim(found, device * cut.chunk, cut.chunk)
 
 
-def _filled(segments: Sequence[Segment], first_row: int, rows: int) -> jax.Array:
-    """``int32[rows]``: how many elements of each row are no padding, of rows from ``first_row`` on."""
-    row = jnp.arange(rows, dtype=jnp.int32)
-    if len(segments) == 1:  # large, perhaps: computed where it is used, and never kept
-        s = segments[0]
-        full, rest = divmod(s.size, ROW)
-        at = row - (s.first_row - first_row)
-        return jnp.where(at < full, ROW, jnp.where(at == full, rest, 0)).astype(jnp.int32)
-    short = np.array([end for s in segments for end in _short_rows(s)], np.int32).reshape(-1, 2)
-    last = segments[-1].first_row + segments[-1].rows - first_row
-    counts = jnp.where(row < last, ROW, 0).astype(jnp.int32)
-    return counts.at[short[:, 0] - first_row].add(-short[:, 1])
-
-
-def _short_rows(segment: Segment) -> list[tuple[int, int]]:
-    """The rows of a segment that end in padding, with how many elements of it they hold."""
-    ends = range(segment.size // ROW, segment.rows)
-    return [(segment.first_row + n, min(ROW, (n + 1) * ROW - segment.size)) for n in ends]
+def _filled(piece: Piece) -> jax.Array:
+    """``int32[rows]``: how many elements of each row are no padding."""
+    row = jnp.arange(piece.rows, dtype=jnp.int32)
+    if not piece.joined:  # large, perhaps: computed where it is used, and never kept
+        full, rest = divmod(piece.segments[0].size, ROW)
+        return jnp.where(row < full, ROW, jnp.where(row == full, rest, 0)).astype(jnp.int32)
+    short = [s for s in piece.segments if s.size % ROW]
+    last = np.array([s.first_row + s.rows - 1 - piece.first_row for s in short], np.int32)
+    missing = np.array([-s.size % ROW for s in short], np.int32)
+    counts = jnp.where(row < piece.rows - piece.idle, ROW, 0).astype(jnp.int32)
+    return counts.at[last].add(-missing)
 
 
 class Holder(enum.StrEnum):

@@ -34,13 +34,11 @@ def bounded(steps: jax.Array, dominance: float) -> jax.Array:
     rank = (jnp.maximum(number, 1) - 1) >> 1
 
     def with_two_bits(k: Any, key: jax.Array) -> jax.Array:
-        shift = (14 - 2 * k).astype(jnp.uint16)
-
-        def fits(i: int) -> jax.Array:
+        shift, bits = (14 - 2 * k).astype(jnp.uint16), jnp.uint16(0)
+        for i in range(1, 4):
             below = keys < key + (jnp.uint16(i) << shift)
-            return jnp.sum(below, axis=0, dtype=count) <= rank
-
-        return key + ((fits(1).astype(jnp.uint16) + fits(2) + fits(3)) << shift)
+            bits += jnp.sum(below, axis=0, dtype=count) <= rank
+        return key + (bits << shift)
 
     # The largest number with so few below it. A sort of a few workers' steps takes 25 times as long on a
     # CPU, and bits that are not in a loop half a second to compile.

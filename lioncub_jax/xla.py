@@ -42,11 +42,10 @@ def runtime_constants(numbers: Sequence[int], step: Any) -> list[jax.Array]:
         return list(map(jnp.uint32, numbers))
     # Reduced, because XLA puts no reduction of several results into the kernels that use them.
     nothing = jnp.stack([step.astype(jnp.uint32) >> 31, jnp.uint32(0)])[:, None]
-    found: list[jax.Array] = []
     few = min(len(numbers), PER_REDUCTION)
-    for first in range(0, len(numbers), few):
-        own = np.zeros(few, np.uint32)
-        own[: len(numbers) - first] = numbers[first : first + few]
+    padded = np.pad(np.array(numbers, np.uint32), (0, -len(numbers) % few))
+    found: list[jax.Array] = []
+    for own in padded.reshape(-1, few):
         both = nothing + own
         found += reduced([jnp.maximum] * few, [both[:, k] for k in range(few)], 0)
     return found[: len(numbers)]
@@ -57,8 +56,7 @@ def materialized(x: jax.Array) -> jax.Array:
     words = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
     # XLA stores the results of reductions, and does not see that the second half is empty.
     first = jnp.arange(2).reshape(2, *[1] * x.ndim) == 0
-    both = jnp.where(first, words, 0)
-    made = lax.reduce(both, words.dtype.type(0), lax.bitwise_or, (0,))
+    made = lax.reduce_or(jnp.where(first, words, 0), (0,))
     return lax.bitcast_convert_type(made, x.dtype)
 
 
@@ -68,7 +66,7 @@ def recomputed(arrays: Sequence[Any]) -> list[Any]:
     XLA computes values from them again instead of storing a copy as large as the gradient. On a TPU it also
     keeps their layout, in which our kernel reads them.
     """
-    return list(lax.optimization_barrier(tuple(arrays)))
+    return lax.optimization_barrier(list(arrays))
 
 
 def delayed_by(x: jax.Array, number: jax.Array) -> jax.Array:

@@ -22,7 +22,7 @@ TINY, MOST = np.finfo(np.float32).tiny, np.finfo(np.float32).max
 def encode(quantizer, x, step, worker, *, workers, steps):
     (bucket,) = layout.buckets([x], workers)
     (piece,) = bucket.pieces
-    rows = layout.piece_to_float_rows(layout.join_pieces([x], [piece])[0], piece)
+    rows = layout.piece_to_rows(layout.join_pieces([x], [piece])[0], piece)
     counts = layout.counts(bucket, [None])
     counts = None if counts is None else counts[: piece.rows]
     total = quantizer.measure(rows, piece) if quantizer.measure else None

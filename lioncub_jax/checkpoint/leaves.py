@@ -35,7 +35,7 @@ from jax.sharding import PartitionSpec as P
 
 from lioncub_jax import axes
 from lioncub_jax.bits import ROW
-from lioncub_jax.layout import Bucket, Flat, Holder, Segment, from_tile_order
+from lioncub_jax.layout import Bucket, Flat, Holder, Segment, to_shape
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.mesh.processes import is_key, words_of
 from lioncub_jax.mesh.specs import axes_in, cuts_of, product, shard_shape, spec_of
@@ -278,7 +278,7 @@ def _parts(stored: Stored, x: jax.Array) -> dict[str, jax.Array]:
         for s, own in _apart(bucket, _merged(part)):
             path, shape, cuts = params[s.leaf]
             flat = own.reshape(*own.shape[:-2], -1)[..., : s.size]
-            found[stored.name + path] = _whole(from_tile_order(flat, s), inner, shape, cuts)
+            found[stored.name + path] = _whole(to_shape(flat, s), inner, shape, cuts)
     return found
 
 
