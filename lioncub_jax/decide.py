@@ -270,7 +270,7 @@ class Decision(NamedTuple):
         wrong = None
         if not self.decodes:
             wrong = self._no_votes(up)
-        elif not up.decodes:
+        elif not (up.has_steps or up.dense):
             wrong = f"it decodes values, and {up.name} sends codes without steps: give midrise(p)"
         elif wire.carries == "codes":
             wrong = (
@@ -574,7 +574,7 @@ def codes(p: int, dtype: Any = jnp.float32) -> Coder:
     def encode(answer: Answer, coin: jax.Array, error: jax.Array) -> tuple[Reply, jax.Array]:
         where = answer.where
         x, valid = answer.plus_error(error)
-        mean = quantize.mean_magnitude(x, where.counts)
+        mean, _, _ = quantize.row_scale(x, where.counts)
         unit = quantize.to_bfloat16(quantize.GAUSSIAN_STEP[p] / 2 * mean)
         unit = jnp.minimum(unit, most)
         q = quantize.midrise_codes(x, x >= 0, 2 * unit, p)

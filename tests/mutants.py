@@ -130,16 +130,16 @@ MUTANTS = r"""
 + total / count
 
 = the norm of a row is rounded to the nearest, and the largest value clipped
-- words + 0xFFFF)
-+ words + 0x8000)
+- + 0xFFFF)
++ + 0x8000)
 
 = rotated rows are measured as if padding had stayed where it was
 - context._replace(counts=None)
 + context
 
 = a number that a dtype cannot hold becomes infinite
-- else jnp.clip(x, -most, most).astype(dtype)
-+ else x.astype(dtype)
+- x = jnp.clip(x, -most, most)
++ pass
 
 # bits.py: bits reference
 = the carry of 8 votes of 8 is lost
