@@ -116,6 +116,10 @@ MUTANTS = r"""
 - tied &= bits.pack(where.real())[0]
 + pass
 
+= values of a worker that abstains come into the mean
+-         values = jnp.where(takes_part > 0, values, 0)
++         values = jnp.where(takes_part >= 0, values, 0)
+
 # quantize.py: quantize reference sharding
 = a leaf in shards has the scale of one shard
 - float(s.size) * context.shards
@@ -153,11 +157,6 @@ MUTANTS = r"""
 = a zero takes the side that is the coin of its tie
 - _seed(step, _ZEROS)
 + _seed(step, _TIES)
-
-# wires.py: reference optimizer snapshots contract
-= values of a worker that abstains come into the mean
--         values = jnp.where(takes_part > 0, values, 0)
-+         values = jnp.where(takes_part >= 0, values, 0)
 
 # axes.py: sharding contract
 = ties of cut leaves are those of one shard
