@@ -246,7 +246,7 @@ def midrise(p: int, *, rounding: Rounding | None = None) -> Quantizer:
         step = to_bfloat16(GAUSSIAN_STEP[p] * mean)
         if rounding:
             middle = 2 ** (p - 1)
-            level = jnp.floor(_in_units(x, step[:, None]) + (middle - 0.5) + rounding(context))
+            level = jnp.floor(_in_units(x, step) + (middle - 0.5) + rounding(context))
             level = jnp.where(x == 0, middle - 1, jnp.clip(level, 0, top))
             codes = level.astype(jnp.uint32)
         else:
@@ -297,7 +297,7 @@ def integer(p: int = 8, *, rounding: Rounding | None = None) -> Quantizer:
 
     def encode(x: jax.Array, context: EncodeContext) -> Message:
         s = top(context.workers) // 2
-        t = _in_units(x, _leaf_scale(context)[:, None]) * (s / 2)
+        t = _in_units(x, _leaf_scale(context)) * (s / 2)
         if rounding:
             t = jnp.floor(t + rounding(context))
         codes = (jnp.clip(jnp.round(t), -s, s) + s).astype(jnp.uint32)
@@ -362,16 +362,17 @@ def levels(p: int, *, rounding: Rounding | None = None) -> Quantizer:
     s = 2 ** (p - 1) - 1
 
     def encode(x: jax.Array, context: EncodeContext) -> Message:
-        step = _up_to_bfloat16(jnp.max(jnp.abs(x), axis=1, keepdims=True) / s)
+        step = _up_to_bfloat16(jnp.max(jnp.abs(x), axis=1) / s)
         step = jnp.where(step < LEAST, 0, step)
         t = _in_units(x, step)
         if rounding:
             t = jnp.floor(t + rounding(context))
         # Of the largest steps not every multiple is a float32.
         most = jnp.minimum(s, jnp.floor(LARGEST_BFLOAT16 / jnp.where(step > 0, step, 1)))
+        most = most[:, None]
         codes = (jnp.clip(jnp.round(t), -most, most) + s).astype(jnp.uint32)
         message = _midtread(codes, x, p, context)
-        return message._replace(scales=step[:, 0].astype(jnp.bfloat16))
+        return message._replace(scales=step.astype(jnp.bfloat16))
 
     return Quantizer(
         _name("levels", p, rounding), lambda workers: 2 * s, encode, has_zero=True, has_steps=True
@@ -393,7 +394,7 @@ def dense(dtype: Any = jnp.float32) -> Quantizer:
       'dense(bfloat16)'
     """
     dtype = jnp.dtype(dtype)
-    if dtype not in (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)):
+    if dtype.name not in ("float32", "bfloat16"):
         raise ValueError(f"dense({dtype.name}): values travel as float32 or bfloat16")
 
     def encode(x: jax.Array, context: EncodeContext) -> Message:
@@ -534,7 +535,7 @@ def midrise_codes(x: jax.Array, positive: jax.Array, step: jax.Array, p: int) ->
     if p == 1:
         return positive.astype(jnp.uint32)
     half = 2 ** (p - 1)
-    magnitude = jnp.minimum(jnp.abs(_in_units(x, step[:, None])), half - 1).astype(jnp.uint32)
+    magnitude = jnp.minimum(jnp.abs(_in_units(x, step)), half - 1).astype(jnp.uint32)
     return jnp.where(positive, half + magnitude, half - 1 - magnitude)
 
 
@@ -614,6 +615,7 @@ def _in_units(x: jax.Array, unit: jax.Array) -> jax.Array:
     """``x / unit`` for each row, and 0 where the unit is 0."""
     # XLA stores the result of a division and reuses it for the row; a cheaper operation it would repeat
     # for each element. The inverse of 2**126 is the last normal number.
+    unit = unit[:, None]
     is_unit = (unit > 0).astype(jnp.float32)
     return x * (is_unit / jnp.where(unit > 0, jnp.minimum(unit, 2.0**126), 1))
 

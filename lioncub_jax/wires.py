@@ -65,7 +65,7 @@ def by_count() -> Any:
 def _floats(tree: Any) -> Any:
     """A named scope for floats that are meant to travel between workers, with the sizes of the arrays."""
     sizes = sorted({x.size for x in jax.tree.leaves(tree)})
-    return jax.named_scope("".join(["lioncub.floats", *[f".{n}" for n in sizes]]))
+    return jax.named_scope(".".join(["lioncub.floats", *map(str, sizes)]))
 
 
 class Words(NamedTuple):
@@ -147,8 +147,7 @@ class Format(NamedTuple):
         """The message about a whole bucket, padded to its chunks; without votes if the worker abstains."""
 
         def whole(parts: Sequence[Any], each: int) -> jax.Array:
-            joined = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
-            return layout.pad_rows(joined, self.workers * each)
+            return layout.pad_rows(jnp.concatenate(parts), self.workers * each)
 
         voted, scales = None, None
         planes = [
@@ -241,8 +240,7 @@ def gathered() -> Wire:
     """
 
     def collect(message: Message, form: Format, axis: Axes) -> Inbox:
-        packed = form.pack(message)
-        received = gather_words(packed.reshape(-1), axis)
+        received = gather_words(form.pack(message).reshape(-1), axis)
         return form.unpack(received.reshape(form.workers, form.workers, -1))
 
     return Wire("gathered", "both", collect)
@@ -260,7 +258,7 @@ def counts(dtype: Any = jnp.int8) -> Wire:
     Source: Lion Cub (arXiv 2411.16462), "p-bit all-reduce" with int8.
     """
     dtype = jnp.dtype(dtype)
-    if dtype not in [jnp.dtype(t) for t in (jnp.int8, jnp.int16, jnp.int32)]:
+    if dtype.name not in ("int8", "int16", "int32"):
         raise ValueError(f"counts({dtype.name}): give int8, int16 or int32")
 
     def collect(message: Message, form: Format, axis: Axes) -> Sums:
