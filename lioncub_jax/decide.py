@@ -176,7 +176,8 @@ class Inbox(NamedTuple):
     def mean(self, where: Slice, dominance: float | None, trim: int) -> jax.Array:
         """Averages decoded values over the workers that take part: ``float32[chunks, rows, 128]``.
 
-        Steps are cut to ``dominance`` times their row's median; ``trim`` values on each side are left out.
+        Steps are cut to ``dominance`` times their row's median (None: they are not), and ``trim`` values on
+        each side are left out.
         """
         steps = self.steps
         if steps is not None and dominance is not None:
