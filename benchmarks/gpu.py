@@ -48,9 +48,9 @@ from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
 import lioncub_jax as lc
 from lioncub_jax import bits, layout
-from lioncub_jax.decide import Slice
+from lioncub_jax.decide import Inbox, Slice
 from lioncub_jax.quantize import EncodeContext, Message
-from lioncub_jax.wires import Format, Inbox
+from lioncub_jax.wires import Format
 
 DTYPES = jnp.float32, jnp.bfloat16
 SIZES = "16M,64M,256M,1B"
@@ -153,9 +153,9 @@ def pieces(size: int, dtype: Any) -> tuple[dict[str, Op], Store]:
         return (values.reshape(-1)[:size].astype(updates.dtype),)
 
     given: Store = {
-        "payload": jax.ShapeDtypeStruct((WORKERS, form.planes[1]), jnp.uint32),
+        "payload": jax.ShapeDtypeStruct((WORKERS, form.message.of_plane), jnp.uint32),
         "voted": jax.ShapeDtypeStruct((WORKERS, bits.row_words(bucket.chunk)), jnp.uint32),
-        "replies": jax.ShapeDtypeStruct((WORKERS, form.reply_words), jnp.uint32),
+        "replies": jax.ShapeDtypeStruct((WORKERS, form.reply.size), jnp.uint32),
         "updates": grads["w"],
     }
     (given["message"],) = jax.eval_shape(pack, grads, None)

@@ -85,7 +85,7 @@ def wire_bytes(plan: Plan, buckets: Sequence[Bucket]) -> int:
     """Bytes of memory that sending and receiving touch: out, in, this owner's reply, all replies."""
     forms = [wires.Format.of(bucket, plan.up, plan.decision) for bucket in buckets]
     return 4 * sum(
-        2 * WORKERS * form.message_words + (1 + WORKERS) * form.reply_words for form in forms
+        2 * WORKERS * form.message.size + (1 + WORKERS) * form.reply.size for form in forms
     )
 
 

@@ -51,8 +51,8 @@ def workers_on(axis: Axes) -> int:
                 "one, such as one lioncub_jax.Workers"
             ) from error
         raise ValueError(
-            f"workers={spelled(axis)!r} is not a mesh axis here: update (and, for state that is sharded over "
-            "the workers, init) must run inside jax.shard_map or jax.pmap with that axis; "
+            f"workers={spelled(axis)!r} is not a mesh axis here: update (and, for state that is sharded "
+            "over the workers, init) must run inside jax.shard_map or jax.pmap with that axis; "
             "lioncub_jax.on_mesh, init_state and make_train_step do so"
         ) from error
 

@@ -29,15 +29,15 @@ W counts the workers that vote on the row. Ties are broken by ``bits.coin``: fai
 
 import operator
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
-from typing import Any, NamedTuple, Protocol
+from functools import reduce
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 
-from lioncub_jax import bits, layout, quantize, rotation
+from lioncub_jax import bits, kernels, layout, means, quantize, rotation, xla
 from lioncub_jax.arguments import check_floating, check_kinds, check_number
 from lioncub_jax.bits import ROW
 from lioncub_jax.quantize import Quantizer
@@ -66,6 +66,11 @@ class Slice(NamedTuple):
     counts: jax.Array | None
     step: jax.Array | None = None
 
+    @property
+    def reach(self) -> int:
+        """The largest sum of codes."""
+        return self.workers * self.up.top(self.workers)
+
     def real(self) -> jax.Array:
         """``bool[chunks, rows, 128]``: which elements are no padding, if there are counts."""
         assert self.counts is not None
@@ -86,12 +91,12 @@ class Reply(NamedTuple):
     Attributes:
       planes: ``uint32[chunks, words]`` each.
       rows: ``uint32[chunks, words]``, numbers for the rows, packed; None without.
-      ties: ``uint32[chunks]``, elements without a sign in rows that move.
+      ties: ``uint32[chunks]``, elements without a sign in rows that move; 0 where there are no signs.
     """
 
     planes: Planes
     rows: jax.Array | None
-    ties: jax.Array
+    ties: Any = 0
 
 
 class Signs(NamedTuple):
@@ -133,38 +138,89 @@ class Tally(NamedTuple):
 
     def signs(self) -> Signs:
         """Sign of ``2 sum - votes * top``: compares the sum of codes with half of its largest value."""
-        workers, rows = self.where.workers, self.where.rows
-        top = self.where.up.top(workers)
-        width = max((workers * top).bit_length(), 1)
+        where, moved = self.where, None
+        width = where.reach.bit_length()
         if self.votes is None:
-            largest = _constant(workers * top, width, self.planes[0])
+            largest = _constant(where.reach, width, self.planes[0])
         else:
-            largest_rows = self.votes if top == 1 else bits.times(self.votes, top, width)
-            largest = list(map(partial(bits.over_rows, rows=rows), largest_rows))
+            moved = reduce(operator.or_, self.votes)
+            each_row = bits.times(self.votes, where.up.top(where.workers), width)
+            largest = [bits.over_rows(words, where.rows) for words in each_row]
         # Without plane 0 the number is halved and rounded down. If it was odd there is no tie.
         greater, equal = bits.compare(self.planes, largest[1:])
-        moved = None if self.votes is None else reduce(operator.or_, self.votes)
         return Signs(greater, equal & ~largest[0], moved)
 
 
-class Received(Protocol):
-    """What a wire hands to the owner; ``present`` says how many workers took part."""
+class Inbox(NamedTuple):
+    """Packed codes of all workers for the chunks that this worker owns.
 
-    @property
-    def present(self) -> jax.Array:
-        """``uint32[]``, how many took part."""
-        ...
+    Attributes:
+      planes: ``uint32[W, chunks, words]`` each.
+      voted: row words, ``uint32[W, chunks, blocks]``, or None.
+      steps: ``float32[W, chunks, rows]``, or None.
+      taking_part: ``uint32[W]``, 1 for workers that take part.
+      present: ``uint32[]``, how many they are.
+    """
+
+    planes: list[jax.Array]
+    voted: jax.Array | None
+    steps: jax.Array | None
+    taking_part: jax.Array
+    present: jax.Array
 
     def tally(self, where: Slice) -> Tally:
-        """Adds the codes."""
-        ...
+        """Adds the codes on packed words."""
+        votes = None if self.voted is None else bits.tally([self.voted])
+        return Tally(bits.tally(self.planes)[: where.reach.bit_length()], votes, where)
 
     def mean(self, where: Slice, dominance: float | None, trim: int) -> jax.Array:
-        """Averages the decoded values over the workers that took part, without the outermost.
+        """Averages decoded values over the workers that take part: ``float32[chunks, rows, 128]``.
 
-        Of steps of a row cut to ``dominance`` times their median; None for no cut.
+        Steps are cut to ``dominance`` times their row's median (None: they are not), and ``trim`` values on
+        each side are left out.
         """
-        ...
+        steps = self.steps
+        if steps is not None and dominance is not None:
+            steps = means.bounded(steps, dominance)
+        values = where.up.values(self.planes, steps, where.rows, where.workers)
+        takes_part = self.taking_part[:, None, None, None]
+        if trim:
+            return means.trimmed(values, takes_part > 0, trim)
+        values = jnp.where(takes_part > 0, values, 0)
+        if kernels.for_tpu():  # where XLA fuses what is computed with a reduction of one array only
+            return jnp.sum(values, 0) * means.share(self.present)
+        counted = jnp.broadcast_to(takes_part, values.shape)
+        # One reduction of both: nothing is decoded twice, and no decoded array is kept, as XLA for CPU
+        # keeps what it only adds.
+        total, present = xla.reduced([operator.add] * 2, [values, counted], 0)
+        return jnp.where(present > 0, total * means.share(self.present), 0)
+
+
+class Sums(NamedTuple):
+    """Sums over the workers, on every worker.
+
+    Attributes:
+      sums: of codes ``int32[chunks, rows, 128]``, or of values ``float32[chunks, rows, 128]``.
+      votes: ``uint32[chunks, rows]``, workers that voted on each row; None where all did.
+      present: ``uint32[]``, workers that take part.
+    """
+
+    sums: jax.Array
+    votes: jax.Array | None
+    present: jax.Array
+
+    def tally(self, where: Slice) -> Tally:
+        """Packs the sums, so that from here on every wire is alike."""
+        planes = bits.pack(self.sums.astype(jnp.uint32), where.reach.bit_length())
+        votes = None
+        if self.votes is not None:
+            each = range(bits.sum_bits(where.workers, 1))
+            votes = [bits.pack_rows((self.votes >> k) & 1 > 0) for k in each]
+        return Tally(planes, votes, where)
+
+    def mean(self, where: Slice, dominance: float | None, trim: int) -> jax.Array:
+        """Divides by the workers that take part; nothing is left out, see `Decision.check`."""
+        return self.sums * means.share(self.present)
 
 
 class Answer(NamedTuple):
@@ -173,13 +229,11 @@ class Answer(NamedTuple):
     Attributes:
       values: ``float32[chunks rows, 128]``; they mean nothing where they are not valid.
       valid: ``bool[chunks rows, 128]``: the mean was finite, and somebody took part.
-      present: ``uint32[]``, how many took part.
       where: the rows.
     """
 
     values: jax.Array
     valid: jax.Array
-    present: jax.Array
     where: Slice
 
     def chunks(self) -> jax.Array:
@@ -270,7 +324,7 @@ class Decision(NamedTuple):
         wrong = None
         if not self.decodes:
             wrong = self._no_votes(up)
-        elif not up.decodes:
+        elif not (up.has_steps or up.dense):
             wrong = f"it decodes values, and {up.name} sends codes without steps: give midrise(p)"
         elif wire.carries == "codes":
             wrong = (
@@ -314,7 +368,7 @@ class Decision(NamedTuple):
         """Of a slice ``float[rows, 128]``."""
         return OwnerState(() if self.tx is None else self.tx.init(rows), self.coder.error(rows))
 
-    def answer(self, received: "Received", where: Slice, coin: jax.Array, state: Any) -> Any:
+    def answer(self, received: Inbox | Sums, where: Slice, coin: jax.Array, state: Any) -> Any:
         """The reply and the next state of a slice; ``coin``: ``uint32[chunks, words]``."""
         if not self.decodes:
             return self.coder.encode(received.tally(where), coin, ())[0], state
@@ -322,7 +376,7 @@ class Decision(NamedTuple):
         reply, error = self.coder.encode(answer, coin, state.error)
         return reply, OwnerState(inner, error)
 
-    def alone(self, received: "Received", where: Slice, state: OwnerState) -> Any:
+    def alone(self, received: Inbox | Sums, where: Slice, state: OwnerState) -> Any:
         """The update of a single worker, ``float32[rows, 128]``, and the next state; the error is added."""
         answer, inner = self._run(received, where, state.inner)
         if not jax.tree.leaves(state.error):
@@ -330,18 +384,18 @@ class Decision(NamedTuple):
         x, valid = answer.plus_error(state.error)
         return x, OwnerState(inner, jnp.where(valid, 0, state.error))
 
-    def _run(self, received: "Received", where: Slice, state: Any) -> tuple[Answer, Any]:
+    def _run(self, received: Inbox | Sums, where: Slice, state: Any) -> tuple[Answer, Any]:
         most = None
         if self.bounds(where.up):
             most = max(2.0, where.workers / 4) if self.dominance is None else self.dominance
-        mean = received.mean(where, most, self.trim)
+        mean = where.restored(received.mean(where, most, self.trim).reshape(-1, ROW))
         valid = jnp.isfinite(mean) & (received.present > 0)
         if self.tx is None:
-            return Answer(mean, valid, received.present, where), state
+            return Answer(mean, valid, where), state
         # Cast finite, so that no dtype of the leaves makes an infinity of it.
         mean = quantize.saturated(jnp.where(valid, mean, 0), where.dtype)
         update, new = self.tx.update(mean, state)
-        return Answer(update, valid, received.present, where), _valid_only(valid, new, state)
+        return Answer(update, valid, where), _valid_only(valid, new, state)
 
 
 def _valid_only(valid: jax.Array, new: Any, old: Any) -> Any:
@@ -406,7 +460,7 @@ def average() -> Decision:
         sums = bits.unpack_stored(planes, where.rows).astype(jnp.int32)
         each = rows.reshape(len(rows), bits.row_words(where.rows), -1)
         votes = [bits.unpack_rows(each[..., k], where.rows) << k for k in range(each.shape[2])]
-        reach = sum(votes[1:], votes[0]).astype(jnp.int32)[..., None] * top
+        reach = reduce(operator.add, votes).astype(jnp.int32)[..., None] * top
         return (2 * sums - reach) / jnp.maximum(reach, 1).astype(jnp.float32)
 
     def row_words(rows: int, workers: int) -> int:
@@ -426,8 +480,7 @@ def total() -> Decision:
         return Reply(tally.planes, None, tally.signs().ties(tally.where)), error
 
     def decode(planes: Planes, rows: Any, where: Slice) -> jax.Array:
-        middle = where.workers * where.up.top(where.workers) // 2
-        return bits.unpack_stored(planes, where.rows).astype(jnp.int32) - middle
+        return bits.unpack_stored(planes, where.rows).astype(jnp.int32) - where.reach // 2
 
     return Decision(Coder("total", encode, decode, _sum_planes), False, "with")
 
@@ -515,8 +568,9 @@ def sign() -> Coder:
         codes = bits.unpack_stored([*planes, moved], where.rows)
         return jnp.where(codes >= 2, 2 * (codes & 1).astype(jnp.int32) - 1, 0)
 
-    row_words = lambda rows, workers: bits.row_words(rows)  # noqa: E731
-    return Coder("sign", encode, decode, row_words=row_words, exact=jnp.sign)
+    return Coder(
+        "sign", encode, decode, row_words=lambda rows, workers: bits.row_words(rows), exact=jnp.sign
+    )
 
 
 def values() -> Coder:
@@ -530,13 +584,11 @@ def values() -> Coder:
     """
 
     def encode(answer: Answer, coin: jax.Array, error: Any) -> tuple[Reply, Any]:
-        words = lax.bitcast_convert_type(answer.chunks(), jnp.uint32)
-        chunks = words.shape[0]
-        no_ties = jnp.zeros(chunks, jnp.uint32)
-        return Reply([words.reshape(chunks, -1)], None, no_ties), error
+        words = answer.chunks().view(jnp.uint32)
+        return Reply([words.reshape(len(words), -1)], None), error
 
     def decode(planes: Planes, rows: Any, where: Slice) -> jax.Array:
-        return lax.bitcast_convert_type(planes[0], jnp.float32).reshape(-1, where.rows, ROW)
+        return planes[0].view(jnp.float32).reshape(-1, where.rows, ROW)
 
     return Coder("floats", encode, decode, words_per_row=ROW)
 
@@ -574,18 +626,17 @@ def codes(p: int, dtype: Any = jnp.float32) -> Coder:
     def encode(answer: Answer, coin: jax.Array, error: jax.Array) -> tuple[Reply, jax.Array]:
         where = answer.where
         x, valid = answer.plus_error(error)
-        mean = quantize.mean_magnitude(x, where.counts)
+        mean, _, _ = quantize.row_scale(x, where.counts)
         unit = quantize.to_bfloat16(quantize.GAUSSIAN_STEP[p] / 2 * mean)
         unit = jnp.minimum(unit, most)
         q = quantize.midrise_codes(x, x >= 0, 2 * unit, p)
         left = jnp.where(valid, quantize.saturated(x - values_of(q, unit), error.dtype), error)
-        unit = jnp.where(answer.present > 0, unit, 0).astype(jnp.bfloat16)
-        rows = lax.bitcast_convert_type(unit.reshape(where.chunks, -1, 2), jnp.uint32)
-        planes = bits.pack(q.reshape(where.chunks, where.rows, ROW), p)
-        return Reply(planes, rows, jnp.zeros(where.chunks, jnp.uint32)), left
+        # Where nobody took part no element is valid, so the unit is 0.
+        rows = unit.astype(jnp.bfloat16).reshape(where.chunks, -1).view(jnp.uint32)
+        return Reply(bits.pack(q.reshape(where.chunks, where.rows, ROW), p), rows), left
 
     def decode(planes: Planes, rows: Any, where: Slice) -> jax.Array:
-        unit = lax.bitcast_convert_type(rows, jnp.bfloat16).reshape(-1, where.rows)
+        unit = rows.view(jnp.bfloat16).reshape(-1, where.rows)
         return values_of(bits.unpack(planes, where.rows), unit.astype(jnp.float32))
 
     return Coder(

@@ -35,13 +35,13 @@ from lioncub_jax import axes, bits, checks, decide, kernels, layout, quantize, r
 from lioncub_jax.arguments import check_count, check_kinds
 from lioncub_jax.axes import Axes, AxisName
 from lioncub_jax.bits import BLOCK, ROW, WORDS_PER_ROW
-from lioncub_jax.decide import Decision, Slice
+from lioncub_jax.decide import Decision, Slice, Sums
 from lioncub_jax.layout import Bucket, Flat, Holder, Piece
 from lioncub_jax.mesh import placement
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.momentum import Memory
 from lioncub_jax.quantize import EncodeContext, Message, Quantizer
-from lioncub_jax.wires import Format, Sums, Wire
+from lioncub_jax.wires import Format, Wire
 
 
 class VoteCounts(NamedTuple):

@@ -26,7 +26,7 @@ from jax import lax
 from lioncub_jax import bits, rotation, xla
 from lioncub_jax.arguments import check_floating, check_number
 from lioncub_jax.bits import BLOCK, ROW, unpack, unpack_stored
-from lioncub_jax.layout import Bucket, Piece
+from lioncub_jax.layout import Bucket, Piece, pad_rows
 from lioncub_jax.means import LEAST
 
 # The uniform steps that are best for a Gaussian, by bits (J. Max, "Quantizing for minimum distortion",
@@ -109,7 +109,7 @@ class Quantizer(NamedTuple):
       top: ``workers -> largest code``; raises ``ValueError`` if the sum over so many workers does not fit.
       encode: ``(float32[rows, 128], EncodeContext) -> Message``.
       has_zero: whether a code means exactly zero (``top`` is even).
-      decodes: whether its codes have steps that can travel, so that a server can decode them.
+      has_steps: whether its codes have steps that can travel, so that a server can decode them.
       dense: dtype of the values if they travel as they are, else None.
       measure: ``(float32[rows, 128], Piece) -> float32[segments, 2]``, what ``encode`` must know of whole
         leaves as a sum over their shards, or None.
@@ -122,7 +122,7 @@ class Quantizer(NamedTuple):
     top: Callable[[int], int]
     encode: Callable[[jax.Array, EncodeContext], Message]
     has_zero: bool = False
-    decodes: bool = False
+    has_steps: bool = False
     dense: Any = None
     measure: Callable[[jax.Array, Piece], jax.Array] | None = None
     feedback: Any = None
@@ -150,7 +150,7 @@ class Quantizer(NamedTuple):
         """
         if self.dense:
             words = planes[0].reshape(*planes[0].shape[:-1], rows, -1)
-            return _floats(words, self.dense)
+            return words.view(self.dense).astype(jnp.float32)
         assert steps is not None
         top = self.top(workers)
         # signed = 2 codes - top, written in two ways.
@@ -193,7 +193,7 @@ def stochastic(seed: int = 0) -> Rounding:
             own = jax.random.fold_in(key, segment.leaf)
             own = jax.random.fold_in(own, context.shard) if context.shards > 1 else own
             drawn.append(jax.random.uniform(own, (segment.rows, ROW), jnp.float32))
-        return jnp.pad(jnp.concatenate(drawn), ((0, context.piece.idle), (0, 0)))
+        return pad_rows(jnp.concatenate(drawn), context.piece.rows)
 
     return noise
 
@@ -242,15 +242,21 @@ def midrise(p: int, *, rounding: Rounding | None = None) -> Quantizer:
     def encode(x: jax.Array, context: EncodeContext) -> Message:
         if p == 1 and not context.send_scales and rounding is None:
             return _signs(x, context)
-        mean, finite, has_message = _row_scale(x, context.counts, context.without_error)
+        mean, finite, has_message = row_scale(x, context.counts, context.without_error)
         step = to_bfloat16(GAUSSIAN_STEP[p] * mean)
-        codes = _midrise_codes(x, step, p, rounding, context)
+        if rounding:
+            middle = 2 ** (p - 1)
+            level = jnp.floor(_in_units(x, step) + (middle - 0.5) + rounding(context))
+            level = jnp.where(x == 0, middle - 1, jnp.clip(level, 0, top))
+            codes = level.astype(jnp.uint32)
+        else:
+            codes = midrise_codes(x, x > 0, step, p)
         *planes, _ = _packed(codes | ((x != 0).astype(jnp.uint32) << p), p + 1, context, zeros=True)
         voted = bits.pack_rows(context.bucket.by_chunk(mean > 0)).reshape(-1)
         steps = step.astype(jnp.bfloat16) if context.send_scales else None
         return Message(planes, voted, steps, jnp.all(finite), has_message)
 
-    return Quantizer(_name("midrise", p, rounding), lambda workers: top, encode, decodes=True)
+    return Quantizer(_name("midrise", p, rounding), lambda workers: top, encode, has_steps=True)
 
 
 def integer(p: int = 8, *, rounding: Rounding | None = None) -> Quantizer:
@@ -291,7 +297,7 @@ def integer(p: int = 8, *, rounding: Rounding | None = None) -> Quantizer:
 
     def encode(x: jax.Array, context: EncodeContext) -> Message:
         s = top(context.workers) // 2
-        t = _in_units(x, _leaf_scale(context)[:, None]) * (s / 2)
+        t = _in_units(x, _leaf_scale(context)) * (s / 2)
         if rounding:
             t = jnp.floor(t + rounding(context))
         codes = (jnp.clip(jnp.round(t), -s, s) + s).astype(jnp.uint32)
@@ -356,19 +362,20 @@ def levels(p: int, *, rounding: Rounding | None = None) -> Quantizer:
     s = 2 ** (p - 1) - 1
 
     def encode(x: jax.Array, context: EncodeContext) -> Message:
-        step = _up_to_bfloat16(jnp.max(jnp.abs(x), axis=1, keepdims=True) / s)
+        step = _up_to_bfloat16(jnp.max(jnp.abs(x), axis=1) / s)
         step = jnp.where(step < LEAST, 0, step)
         t = _in_units(x, step)
         if rounding:
             t = jnp.floor(t + rounding(context))
         # Of the largest steps not every multiple is a float32.
         most = jnp.minimum(s, jnp.floor(LARGEST_BFLOAT16 / jnp.where(step > 0, step, 1)))
+        most = most[:, None]
         codes = (jnp.clip(jnp.round(t), -most, most) + s).astype(jnp.uint32)
         message = _midtread(codes, x, p, context)
-        return message._replace(scales=step[:, 0].astype(jnp.bfloat16))
+        return message._replace(scales=step.astype(jnp.bfloat16))
 
     return Quantizer(
-        _name("levels", p, rounding), lambda workers: 2 * s, encode, has_zero=True, decodes=True
+        _name("levels", p, rounding), lambda workers: 2 * s, encode, has_zero=True, has_steps=True
     )
 
 
@@ -387,20 +394,14 @@ def dense(dtype: Any = jnp.float32) -> Quantizer:
       'dense(bfloat16)'
     """
     dtype = jnp.dtype(dtype)
-    if dtype not in (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)):
+    if dtype.name not in ("float32", "bfloat16"):
         raise ValueError(f"dense({dtype.name}): values travel as float32 or bfloat16")
 
     def encode(x: jax.Array, context: EncodeContext) -> Message:
-        words = _float_words(saturated(x, dtype)).reshape(-1)
+        words = saturated(x, dtype).view(jnp.uint32).reshape(-1)
         return Message([words], None, None, jnp.all(jnp.isfinite(x)))
 
-    return Quantizer(
-        f"dense({dtype.name})",
-        lambda workers: 0,
-        encode,
-        decodes=True,
-        dense=dtype,
-    )
+    return Quantizer(f"dense({dtype.name})", lambda workers: 0, encode, dense=dtype)
 
 
 def error_feedback(
@@ -433,7 +434,7 @@ def error_feedback(
       >>> lc.quantize.error_feedback(lc.quantize.midrise(3)).name
       'midrise(3) + error feedback'
     """
-    if not quantizer.decodes or quantizer.dense:
+    if not quantizer.has_steps:
         raise ValueError(
             f"error_feedback({quantizer.name}): the error is measured against what the owner decodes, "
             "so codes must have steps that travel; use midrise(p)"
@@ -472,7 +473,7 @@ def rotated(quantizer: Quantizer) -> Quantizer:
     Source: Vargaftik et al., DRIVE (arXiv 2105.08339), for means of codes of one bit; a rotation of a row
     and not of a whole tensor, error feedback and Lion at the owner are ours.
     """
-    if not quantizer.decodes or quantizer.dense or quantizer.rotates or quantizer.feedback:
+    if not quantizer.has_steps or quantizer.rotates or quantizer.feedback:
         raise ValueError(
             f"rotated({quantizer.name}): only codes with steps can be rotated back, once, and feedback "
             "goes around it; give midrise(p), as in error_feedback(rotated(midrise(1)))"
@@ -507,14 +508,10 @@ def rotated_sign(dtype: Any = jnp.bfloat16) -> Quantizer:
 
 def saturated(x: jax.Array, dtype: Any) -> jax.Array:
     """A cast that keeps finite values finite: those that the dtype cannot hold become its largest."""
-    if x.dtype == dtype:
-        return x
     most = float(jnp.finfo(dtype).max)
-    return (
-        x.astype(dtype)
-        if most >= jnp.finfo(x.dtype).max
-        else jnp.clip(x, -most, most).astype(dtype)
-    )
+    if most < jnp.finfo(x.dtype).max:
+        x = jnp.clip(x, -most, most)
+    return x.astype(dtype)
 
 
 def to_bfloat16(x: jax.Array) -> jax.Array:
@@ -531,17 +528,35 @@ def check_bits(name: str, p: int, least: int) -> None:
 
 
 def midrise_codes(x: jax.Array, positive: jax.Array, step: jax.Array, p: int) -> jax.Array:
-    """``uint32[rows, 128]`` of ``p`` bits, by the step of each row; ``positive``: also of zeros."""
+    """``uint32[rows, 128]`` of ``p`` bits, by the step of each row; ``positive``: also of zeros.
+
+    Magnitude and side apart, so that -x gets the mirrored code of x.
+    """
     if p == 1:
         return positive.astype(jnp.uint32)
     half = 2 ** (p - 1)
-    magnitude = jnp.minimum(jnp.abs(_in_units(x, step[:, None])), half - 1).astype(jnp.uint32)
+    magnitude = jnp.minimum(jnp.abs(_in_units(x, step)), half - 1).astype(jnp.uint32)
     return jnp.where(positive, half + magnitude, half - 1 - magnitude)
 
 
-def mean_magnitude(x: jax.Array, counts: jax.Array | None) -> jax.Array:
-    """``float32[rows]``: means of ``|x|`` over so many elements of each row; None for all."""
-    return _row_scale(x, counts)[0]
+def row_scale(
+    x: jax.Array, counts: jax.Array | None, message: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array, Any]:
+    """``(mean, finite, has_message)`` of each row.
+
+    The mean magnitude (the largest, if the sum overflows); whether all values are finite; whether any
+    element of ``message`` is not 0, or None without a message.
+    """
+    magnitude = jnp.abs(x)
+    # By bits, because the largest of numbers and a NaN may be a number.
+    words = magnitude.view(jnp.uint32)
+    said = [] if message is None else [message != 0]
+    each: list[Any] = [operator.add, jnp.maximum, operator.or_][: 2 + len(said)]
+    total, largest, *has_message = xla.reduced(each, [magnitude, words, *said], 1)
+    most = largest.view(jnp.float32)
+    count = ROW if counts is None else jnp.maximum(counts, 1).astype(jnp.float32)
+    mean = jnp.where(jnp.isfinite(total), total / count, most)
+    return mean, jnp.isfinite(most), has_message[0] if has_message else None
 
 
 # --- Helpers
@@ -557,10 +572,7 @@ def _packed(codes: jax.Array, p: int, context: EncodeContext, zeros: bool) -> li
     if zeros:
         words = codes.size // BLOCK
         sides = bits.zero_side(context.first_word, words, context.zero_signs).reshape(len(cut), -1)
-    planes = bits.pack(cut, p, sides)
-    for k, plane in enumerate(planes):
-        planes[k] = plane.reshape(-1)
-    return planes
+    return [plane.reshape(-1) for plane in bits.pack(cut, p, sides)]
 
 
 def _signs(x: jax.Array, context: EncodeContext) -> Message:
@@ -572,55 +584,20 @@ def _signs(x: jax.Array, context: EncodeContext) -> Message:
     return Message([positive], voted.reshape(-1), None, jnp.all(strange == 0))
 
 
-def _midrise_codes(
-    x: jax.Array, step: jax.Array, p: int, rounding: Rounding | None, context: EncodeContext
-) -> jax.Array:
-    """``uint32[rows, 128]``. Magnitude and side apart, so that -x gets the mirrored code of x."""
-    if rounding is None:
-        return midrise_codes(x, x > 0, step, p)
-    half = 2 ** (p - 1)
-    level = jnp.floor(_in_units(x, step[:, None]) + (half - 0.5) + rounding(context))
-    level = jnp.where(x == 0, half - 1, jnp.clip(level, 0, 2 * half - 1))
-    return level.astype(jnp.uint32)
-
-
 def _midtread(codes: jax.Array, x: jax.Array, p: int, context: EncodeContext) -> Message:
     fields = codes | ((~jnp.isfinite(x)).astype(jnp.uint32) << p)
     *planes, strange = _packed(fields, p + 1, context, zeros=False)
     return Message(planes, None, None, jnp.all(strange == 0))
 
 
-def _row_scale(
-    x: jax.Array, counts: jax.Array | None, message: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array, Any]:
-    """``(mean, finite, has_message)`` of each row.
-
-    The mean magnitude (the largest, if the sum overflows); whether all values are finite; whether any
-    element of ``message`` is not 0, or None without a message.
-    """
-    magnitude = jnp.abs(x)
-    # By bits, because the largest of numbers and a NaN may be a number.
-    words = lax.bitcast_convert_type(magnitude, jnp.uint32)
-    said = [] if message is None else [message != 0]
-    each: list[Any] = [operator.add, jnp.maximum, operator.or_][: 2 + len(said)]
-    total, largest, *has_message = xla.reduced(each, [magnitude, words, *said], 1)
-    most = lax.bitcast_convert_type(largest, jnp.float32)
-    count = ROW if counts is None else jnp.maximum(counts, 1).astype(jnp.float32)
-    mean = jnp.where(jnp.isfinite(total), total / count, most)
-    return mean, jnp.isfinite(most), has_message[0] if has_message else None
-
-
 def _leaf_sums(x: jax.Array, piece: Piece) -> jax.Array:
     """Sums of magnitudes of each leaf, plain and times 2**-64, which does not overflow."""
     magnitude = jnp.abs(x)
-    both = xla.reduced([operator.add] * 2, [magnitude, magnitude * 2.0**-64], 1)
-    rows = jnp.stack(both, -1)
+    rows = jnp.stack(xla.reduced([operator.add] * 2, [magnitude, magnitude * 2.0**-64], 1), -1)
     found = []
     for s in piece.segments:
-        own = lax.slice_in_dim(
-            rows, s.first_row - piece.first_row, s.first_row - piece.first_row + s.rows
-        )
-        found.append(jnp.sum(own, axis=0))
+        first = s.first_row - piece.first_row
+        found.append(jnp.sum(rows[first : first + s.rows], axis=0))
     return jnp.stack(found)
 
 
@@ -630,7 +607,7 @@ def _leaf_scale(context: EncodeContext) -> jax.Array:
     sizes = np.array([float(s.size) * context.shards for s in context.piece.segments], np.float32)
     low, high = context.total[:, 0] / sizes, context.total[:, 1] / sizes
     means = jnp.where(jnp.isfinite(low), low, high * 2.0**64)
-    by_row = [jnp.broadcast_to(means[i], (s.rows,)) for i, s in enumerate(context.piece.segments)]
+    by_row = [jnp.full(s.rows, means[i]) for i, s in enumerate(context.piece.segments)]
     return jnp.pad(jnp.concatenate(by_row), (0, context.piece.idle))
 
 
@@ -638,23 +615,12 @@ def _in_units(x: jax.Array, unit: jax.Array) -> jax.Array:
     """``x / unit`` for each row, and 0 where the unit is 0."""
     # XLA stores the result of a division and reuses it for the row; a cheaper operation it would repeat
     # for each element. The inverse of 2**126 is the last normal number.
+    unit = unit[:, None]
     is_unit = (unit > 0).astype(jnp.float32)
     return x * (is_unit / jnp.where(unit > 0, jnp.minimum(unit, 2.0**126), 1))
 
 
 def _up_to_bfloat16(x: jax.Array) -> jax.Array:
     """The next bfloat16 that is no smaller, of numbers that are not negative; the largest at most."""
-    words = lax.bitcast_convert_type(x, jnp.uint32)
-    up = lax.bitcast_convert_type((words + 0xFFFF) & jnp.uint32(0xFFFF0000), jnp.float32)
-    return jnp.minimum(up, LARGEST_BFLOAT16)
-
-
-def _float_words(x: jax.Array) -> jax.Array:
-    if x.dtype == jnp.float32:
-        return lax.bitcast_convert_type(x, jnp.uint32)
-    return lax.bitcast_convert_type(x.reshape(-1, 2), jnp.uint32)
-
-
-def _floats(words: jax.Array, dtype: Any) -> jax.Array:
-    values = lax.bitcast_convert_type(words, dtype)
-    return values.reshape(*words.shape[:-1], ROW).astype(jnp.float32)
+    up = (x.view(jnp.uint32) + 0xFFFF) & jnp.uint32(0xFFFF0000)
+    return jnp.minimum(up.view(jnp.float32), LARGEST_BFLOAT16)

@@ -15,7 +15,6 @@ numbers of the rows. A `Format` knows both.
 """
 
 import math
-import operator
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -25,10 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from lioncub_jax import axes, bits, kernels, layout, means, xla
+from lioncub_jax import axes, bits, layout
 from lioncub_jax.axes import Axes
-from lioncub_jax.bits import ROW
-from lioncub_jax.decide import Decision, Reply, Slice, Tally
+from lioncub_jax.decide import Decision, Inbox, Reply, Sums
 from lioncub_jax.layout import Bucket
 from lioncub_jax.quantize import Message, Quantizer
 
@@ -67,7 +65,44 @@ def by_count() -> Any:
 def _floats(tree: Any) -> Any:
     """A named scope for floats that are meant to travel between workers, with the sizes of the arrays."""
     sizes = sorted({x.size for x in jax.tree.leaves(tree)})
-    return jax.named_scope("".join(["lioncub.floats", *[f".{n}" for n in sizes]]))
+    return jax.named_scope(".".join(["lioncub.floats", *map(str, sizes)]))
+
+
+class Words(NamedTuple):
+    """Words about one chunk: planes, some single numbers, the numbers of its rows, and padding.
+
+    Attributes:
+      planes: how many.
+      of_plane: words of each.
+      numbers: how many single numbers.
+      of_rows: words of the numbers of the rows.
+      to: their sum is rounded up to a multiple of it, see `_rounded_up`.
+    """
+
+    planes: int
+    of_plane: int
+    numbers: int
+    of_rows: int
+    to: int
+
+    @property
+    def size(self) -> int:
+        """How many words."""
+        return _rounded_up(self.planes * self.of_plane + self.numbers + self.of_rows, self.to)
+
+    def join(self, chunks: int, planes: Sequence[Any], numbers: Sequence[Any], rows: Any) -> Any:
+        """Of so many chunks, ``uint32[chunks, size]``; single numbers may be the same in all."""
+        parts = [*planes, *[jnp.broadcast_to(x, (chunks,)) for x in numbers]]
+        parts += [] if rows is None else [rows]
+        joined = jnp.concatenate([x.reshape(chunks, -1) for x in parts], axis=1)
+        return jnp.pad(joined, ((0, 0), (0, self.size - joined.shape[1])))
+
+    def split(self, words: jax.Array) -> tuple[list[jax.Array], jax.Array, Any]:
+        """Undoes ``join``, ``uint32[..., size]``: planes, single numbers, and those of rows or None."""
+        ends = range(self.of_plane, self.planes * self.of_plane + 1, self.of_plane)
+        *planes, rest = jnp.split(words, list(ends), axis=-1)
+        rows = rest[..., self.numbers : self.numbers + self.of_rows] if self.of_rows else None
+        return planes, rest[..., : self.numbers], rows
 
 
 class Format(NamedTuple):
@@ -81,11 +116,8 @@ class Format(NamedTuple):
       top: the largest code.
       sends_scales: whether each row's scale travels, because the owner decodes values.
       sends_votes: whether a bit says on which rows a worker votes; codes with a zero say so themselves.
-      planes: how many a message has, and words of one of them for one chunk.
-      reply_planes: how many a reply has, and words of one of them for one chunk.
-      row_words: words of a reply that are numbers for the rows of one chunk.
-      message_words: words of a message about one chunk, rounded up to whole cache lines.
-      reply_words: words of a reply about one chunk, rounded up to whole vectors of a TPU.
+      message: words about one chunk that go up, in whole cache lines.
+      reply: words about one chunk that come back, in whole vectors of a TPU.
     """
 
     bucket: Bucket
@@ -95,170 +127,69 @@ class Format(NamedTuple):
     top: int
     sends_scales: bool
     sends_votes: bool
-    planes: tuple[int, int]
-    reply_planes: tuple[int, int]
-    row_words: int
-    message_words: int
-    reply_words: int
+    message: Words
+    reply: Words
 
     @classmethod
     def of(cls, bucket: Bucket, up: Quantizer, decision: Decision) -> "Format":
         """The format of a bucket's messages and replies."""
         workers, rows, coder = bucket.workers, bucket.chunk, decision.coder
-        steps, votes = decision.decodes and not up.dense, not (decision.decodes or up.has_zero)
+        scales, votes = decision.decodes and not up.dense, not (decision.decodes or up.has_zero)
         top = up.top(workers)
-        planes = 1 if up.dense else top.bit_length(), rows * up.words_per_row
-        replies = coder.planes(top, workers), rows * coder.words_per_row
-        numbers, each_row = coder.row_words(rows, workers), bits.row_words(rows) if votes else 0
-        words = math.prod(planes) + 1 + (rows // 2 if steps else each_row)
-        back = math.prod(replies) + 2 + numbers
-        words, back = words + _padding(words, _LINE), back + _padding(back, _LANES)
-        return cls(
-            bucket, up, workers, rows, top, steps, votes, planes, replies, numbers, words, back
-        )  # fmt: skip
+        planes = 1 if up.dense else top.bit_length()
+        of_rows = rows // 2 if scales else bits.row_words(rows) if votes else 0
+        message = Words(planes, rows * up.words_per_row, 1, of_rows, _LINE)
+        of_rows = coder.row_words(rows, workers)
+        reply = Words(coder.planes(top, workers), rows * coder.words_per_row, 2, of_rows, _LANES)
+        return cls(bucket, up, workers, rows, top, scales, votes, message, reply)
 
     def joined(self, codes: Sequence[Message], abstains: jax.Array) -> Message:
         """The message about a whole bucket, padded to its chunks; without votes if the worker abstains."""
+
+        def whole(parts: Sequence[Any], each: int) -> jax.Array:
+            return layout.pad_rows(jnp.concatenate(parts), self.workers * each)
+
         voted, scales = None, None
-        mask: Any = True
+        planes = [
+            whole(parts, self.message.of_plane)
+            for parts in zip(*[x.planes for x in codes], strict=True)
+        ]
+        if self.up.has_zero:
+            for k, plane in enumerate(planes):
+                zero = jnp.uint32(0xFFFFFFFF * (self.top // 2 >> k & 1))
+                planes[k] = jnp.where(abstains, zero, plane)
         if self.sends_votes:
-            words = self.workers * bits.row_words(self.rows)
-            voted = jnp.where(abstains, 0, _padded([x.voted for x in codes], words))
+            voted = whole([x.voted for x in codes], self.message.of_rows)
+            voted = jnp.where(abstains, 0, voted)
             mask = bits.over_rows(voted.reshape(self.workers, -1), self.rows).reshape(-1)
-        zero, (number, size) = self.top // 2 if self.up.has_zero else 0, self.planes
-        planes = [_padded([x.planes[k] for x in codes], self.workers * size) for k in range(number)]
-        for k, plane in enumerate(planes):
-            if self.up.has_zero:
-                plane = jnp.where(abstains, jnp.uint32(0xFFFFFFFF * (zero >> k & 1)), plane)
-            planes[k] = plane & mask if self.sends_votes else plane
+            planes = [plane & mask for plane in planes]
         if self.sends_scales:
-            rows = self.workers * self.rows
-            scales = jnp.where(abstains, 0, _padded([x.scales for x in codes], rows))
+            scales = jnp.where(abstains, 0, whole([x.scales for x in codes], self.rows))
         return Message(planes, voted, scales, ~abstains)
 
     def pack(self, message: Message) -> jax.Array:
-        """A message about all chunks: ``uint32[W, message_words]``."""
+        """A message about all chunks: ``uint32[W, words]``."""
+        rows = message.voted if message.scales is None else message.scales.view(jnp.uint32)
         takes_part = message.valid.astype(jnp.uint32)
-        numbers = [jnp.broadcast_to(takes_part, (self.workers,))]
-        if message.scales is not None:
-            numbers.append(lax.bitcast_convert_type(message.scales.reshape(-1, 2), jnp.uint32))
-        if message.voted is not None:
-            numbers.append(message.voted)
-        return _side_by_side([*message.planes, *numbers], self.workers, self.message_words)
+        return self.message.join(self.workers, message.planes, [takes_part], rows)
 
-    def unpack(self, messages: jax.Array) -> "Inbox":
-        """Undoes ``pack`` for all workers: ``uint32[W, chunks, message_words]``."""
-        planes, rest = _split_planes(messages, *self.planes)
-        voted, steps, takes_part = None, None, rest[:, 0, 0]
+    def unpack(self, messages: jax.Array) -> Inbox:
+        """Undoes ``pack`` for all workers: ``uint32[W, chunks, words]``."""
+        planes, numbers, rows = self.message.split(messages)
+        voted, steps, takes_part = rows, None, numbers[:, 0, 0]
         if self.sends_scales:
-            halves = lax.bitcast_convert_type(rest[..., 1 : 1 + self.rows // 2], jnp.bfloat16)
-            steps = halves.reshape(*messages.shape[:2], self.rows).astype(jnp.float32)
-        if self.sends_votes:
-            voted = rest[..., 1 : 1 + bits.row_words(self.rows)]
+            voted, steps = None, rows.view(jnp.bfloat16).astype(jnp.float32)
         return Inbox(planes, voted, steps, takes_part, jnp.sum(takes_part, dtype=jnp.uint32))
 
     def pack_reply(self, reply: Reply, present: jax.Array) -> jax.Array:
-        """Replies about some chunks: ``uint32[chunks, reply_words]``."""
-        chunks = reply.ties.shape[0]
-        present = jnp.broadcast_to(present, (chunks,))
-        parts = [*reply.planes, reply.ties, present]
-        parts += [] if reply.rows is None else [reply.rows]
-        return _side_by_side(parts, chunks, self.reply_words)
+        """Replies about some chunks: ``uint32[chunks, words]``."""
+        numbers = jnp.uint32(reply.ties), present
+        return self.reply.join(len(reply.planes[0]), reply.planes, numbers, reply.rows)
 
     def unpack_reply(self, replies: jax.Array) -> tuple[Reply, jax.Array]:
         """Undoes ``pack_reply``; and how many workers took part."""
-        planes, rest = _split_planes(replies, *self.reply_planes)
-        rows = rest[:, 2 : 2 + self.row_words] if self.row_words else None
-        return Reply(planes, rows, rest[:, 0]), rest[0, 1]
-
-
-def _side_by_side(parts: list[jax.Array], chunks: int, words: int) -> jax.Array:
-    """Joins the parts of each chunk, then zeros: ``uint32[chunks, words]``."""
-    for k, part in enumerate(parts):
-        parts[k] = part.reshape(chunks, -1)
-    joined = jnp.concatenate(parts, axis=1)
-    return jnp.pad(joined, ((0, 0), (0, words - joined.shape[1])))
-
-
-def _padded(parts: Sequence[Any], size: int) -> jax.Array:
-    """The parts one after the other, then zeros."""
-    return layout.pad_rows(jnp.concatenate(parts) if len(parts) > 1 else parts[0], size)
-
-
-def _split_planes(words: jax.Array, planes: int, size: int) -> tuple[list[jax.Array], jax.Array]:
-    """Cuts planes of so many words from the last axis, and gives the rest."""
-    *found, rest = jnp.split(words, list(range(size, planes * size + 1, size)), axis=-1)
-    return found, rest
-
-
-class Inbox(NamedTuple):
-    """Packed codes of all workers for the chunks that this worker owns.
-
-    Attributes:
-      planes: ``uint32[W, chunks, words]`` each.
-      voted: row words, ``uint32[W, chunks, blocks]``, or None.
-      steps: ``float32[W, chunks, rows]``, or None.
-      taking_part: ``uint32[W]``, 1 for workers that take part.
-      present: ``uint32[]``, how many they are.
-    """
-
-    planes: list[jax.Array]
-    voted: jax.Array | None
-    steps: jax.Array | None
-    taking_part: jax.Array
-    present: jax.Array
-
-    def tally(self, where: Slice) -> Tally:
-        """Adds the codes on packed words."""
-        votes = None if self.voted is None else bits.tally([self.voted])
-        width = (where.workers * where.up.top(where.workers)).bit_length()
-        return Tally(bits.tally(self.planes)[:width], votes, where)
-
-    def mean(self, where: Slice, dominance: float | None, trim: int) -> jax.Array:
-        """Decodes and averages over the workers that take part: ``float32[chunks rows, 128]``."""
-        steps = self.steps
-        if steps is not None and dominance is not None:
-            steps = means.bounded(steps, dominance)
-        values = where.up.values(self.planes, steps, where.rows, where.workers)
-        takes_part = self.taking_part[:, None, None, None]
-        if trim:
-            return where.restored(means.trimmed(values, takes_part > 0, trim).reshape(-1, ROW))
-        values = jnp.where(takes_part > 0, values, 0)
-        if kernels.for_tpu():  # where XLA fuses what is computed with a reduction of one array only
-            return where.restored((jnp.sum(values, 0) * means.share(self.present)).reshape(-1, ROW))
-        counted = jnp.broadcast_to(takes_part, values.shape)
-        # One reduction of both: nothing is decoded twice, and no decoded array is kept, as XLA for CPU
-        # keeps what it only adds.
-        total, present = xla.reduced([operator.add] * 2, [values, counted], 0)
-        mean = jnp.where(present > 0, total * means.share(self.present), 0)
-        return where.restored(mean.reshape(-1, ROW))
-
-
-class Sums(NamedTuple):
-    """Sums over the workers, on every worker.
-
-    Attributes:
-      sums: of codes ``int32[chunks, rows, 128]``, or of values ``float32[chunks, rows, 128]``.
-      votes: ``uint32[chunks, rows]``, workers that voted on each row; None where all did.
-      present: ``uint32[]``, workers that take part.
-    """
-
-    sums: jax.Array
-    votes: jax.Array | None
-    present: jax.Array
-
-    def tally(self, where: Slice) -> Tally:
-        """Packs the sums, so that from here on every wire is alike."""
-        width = (where.workers * where.up.top(where.workers)).bit_length()
-        planes, votes = bits.pack(self.sums.astype(jnp.uint32), width), None
-        if self.votes is not None:
-            each = range(bits.sum_bits(where.workers, 1))
-            votes = [bits.pack_rows((self.votes >> k) & 1 > 0) for k in each]
-        return Tally(planes, votes, where)
-
-    def mean(self, where: Slice, dominance: float | None, trim: int) -> jax.Array:
-        """Divides by the workers that take part; nothing is left out, see `Decision.check`."""
-        return (self.sums * means.share(self.present)).reshape(-1, ROW)
+        planes, numbers, rows = self.reply.split(replies)
+        return Reply(planes, rows, numbers[:, 0]), numbers[0, 1]
 
 
 class Wire(NamedTuple):
@@ -267,17 +198,18 @@ class Wire(NamedTuple):
     Attributes:
       name: for people.
       carries: what goes up: "codes", "values" or "both".
-      owns_slice: True if each worker owns one chunk, False if everybody owns all.
       collect: ``(Message, Format, axis) -> Inbox or Sums``; ``valid`` of the message: the worker
         takes part. `two_phase` and `gathered` give an Inbox, all others Sums.
-      publish: ``(uint32[chunks, reply_words], axis) -> uint32[W, reply_words]``, same on every worker.
+      owns_slice: True if each worker owns one chunk, False if everybody owns all.
+      publish: ``(uint32[chunks, words], axis) -> uint32[W, words]``, same on every worker. As they are, if
+        everybody owns all.
     """
 
     name: str
     carries: str
-    owns_slice: bool
-    collect: Callable[[Message, Format, Axes], Any]
-    publish: Callable[[jax.Array, Axes], jax.Array]
+    collect: Callable[[Message, Format, Axes], Inbox | Sums]
+    owns_slice: bool = False
+    publish: Callable[[jax.Array, Axes], jax.Array] = lambda replies, axis: replies
 
 
 def two_phase() -> Wire:
@@ -296,7 +228,7 @@ def two_phase() -> Wire:
     def publish(replies: jax.Array, axis: Axes) -> jax.Array:
         return gather_words(replies[0], axis)
 
-    return Wire("two-phase", "both", True, collect, publish)
+    return Wire("two-phase", "both", collect, True, publish)
 
 
 def gathered() -> Wire:
@@ -308,11 +240,10 @@ def gathered() -> Wire:
     """
 
     def collect(message: Message, form: Format, axis: Axes) -> Inbox:
-        packed = form.pack(message)
-        received = gather_words(packed.reshape(-1), axis)
+        received = gather_words(form.pack(message).reshape(-1), axis)
         return form.unpack(received.reshape(form.workers, form.workers, -1))
 
-    return Wire("gathered", "both", False, collect, _keep)
+    return Wire("gathered", "both", collect)
 
 
 def counts(dtype: Any = jnp.int8) -> Wire:
@@ -327,16 +258,13 @@ def counts(dtype: Any = jnp.int8) -> Wire:
     Source: Lion Cub (arXiv 2411.16462), "p-bit all-reduce" with int8.
     """
     dtype = jnp.dtype(dtype)
-    if dtype not in [jnp.dtype(t) for t in (jnp.int8, jnp.int16, jnp.int32)]:
+    if dtype.name not in ("int8", "int16", "int32"):
         raise ValueError(f"counts({dtype.name}): give int8, int16 or int32")
 
-    def check(form: Format) -> None:
-        reach = form.workers * form.top // (2 if form.up.has_zero else 1)
-        _check_countable("counts", form.workers, reach, int(jnp.iinfo(dtype).max))
-
     def collect(message: Message, form: Format, axis: Axes) -> Sums:
-        check(form)
         top, unit = form.top, 2 if form.up.has_zero else 1
+        most = int(jnp.iinfo(dtype).max)
+        _check_countable("counts", form.workers, form.workers * top // unit, most)
         codes, voted = _unpacked(message, form)
         signed = (2 * codes.astype(jnp.int32) - top) // unit
         if voted is not None:
@@ -351,7 +279,7 @@ def counts(dtype: Any = jnp.int8) -> Wire:
             reach = votes.astype(jnp.int32)[..., None] * top
         return Sums((unit * sums + reach) // 2, votes, present)
 
-    return Wire(f"counts({dtype.name})", "codes", False, collect, _keep)
+    return Wire(f"counts({dtype.name})", "codes", collect)
 
 
 def lanes() -> Wire:
@@ -363,15 +291,22 @@ def lanes() -> Wire:
     """
 
     def collect(message: Message, form: Format, axis: Axes) -> Sums:
-        field = _field_bits(form)
+        reach = form.workers * form.top
+        _check_countable("lanes", form.workers, reach, 2**16 - 1)
+        field = reach.bit_length()
+        per_word = 32 // field
+        at = field * jnp.arange(per_word, dtype=jnp.uint32)
         codes, voted = _unpacked(message, form)  # 0 where there is no vote
 
         def add(numbers: jax.Array) -> jax.Array:
-            return _split_fields(lax.psum(_join_fields(numbers, field), axis), field, numbers.size)
+            fields = jnp.pad(numbers, (0, -numbers.size % per_word)).reshape(-1, per_word)
+            words = lax.psum(jnp.sum(fields << at, -1, dtype=jnp.uint32), axis)
+            sums = (words[:, None] >> at) & jnp.uint32(2**field - 1)
+            return sums.reshape(-1)[: numbers.size]
 
         return Sums(*_added(codes, voted, message.valid, add))
 
-    return Wire("lanes", "codes", False, collect, _keep)
+    return Wire("lanes", "codes", collect)
 
 
 def all_reduce() -> Wire:
@@ -392,23 +327,19 @@ def all_reduce() -> Wire:
             sums, present = lax.psum((values, message.valid.astype(jnp.uint32)), axis)
         return Sums(sums.astype(jnp.float32), None, present)
 
-    return Wire("all-reduce", "values", False, collect, _keep)
-
-
-def _keep(replies: jax.Array, axis: Axes) -> jax.Array:
-    return replies
+    return Wire("all-reduce", "values", collect)
 
 
 _LINE, _LANES = 32, 128  # words
 
 
-def _padding(words: int, to: int) -> int:
-    """Words of padding to a multiple of ``to``; none for short messages, where it would add more than 1 %.
+def _rounded_up(words: int, to: int) -> int:
+    """To a multiple of ``to``, but not of short messages, where it would add more than 1 %.
 
     A CPU unpacks messages that do not begin at a cache line five times slower. XLA for TPU replaces an
     all-gather whose size is no multiple of 128 by an all-reduce of twice the bytes.
     """
-    return -words % to if words >= 100 * _LANES else 0
+    return words + -words % to if words >= 100 * _LANES else words
 
 
 def _unpacked(message: Message, form: Format) -> tuple[jax.Array, jax.Array | None]:
@@ -433,29 +364,12 @@ def _added(
     return sums.reshape(codes.shape), counted, present[0].astype(jnp.uint32)
 
 
-def _field_bits(form: Format) -> int:
-    reach = form.workers * form.top
-    _check_countable("lanes", form.workers, reach, 2**16 - 1)
-    return reach.bit_length()
-
-
 def _check_countable(wire: str, workers: int, reach: int, most: int) -> None:
     if reach > most:
         raise ValueError(
             f"{wire}: the sum over {workers} workers can reach {reach}, but the wire counts to {most}; "
             "use a wider dtype, fewer bits, or the two_phase wire, which has no such bound"
         )
-
-
-def _join_fields(numbers: jax.Array, field: int) -> jax.Array:
-    per_word = 32 // field
-    padded = jnp.pad(numbers, (0, -numbers.size % per_word)).reshape(-1, per_word)
-    return jnp.sum(padded << (field * jnp.arange(per_word, dtype=jnp.uint32)), -1, dtype=jnp.uint32)
-
-
-def _split_fields(words: jax.Array, field: int, size: int) -> jax.Array:
-    fields = words[:, None] >> (field * jnp.arange(32 // field, dtype=jnp.uint32))
-    return (fields & jnp.uint32(2**field - 1)).reshape(-1)[:size]
 
 
 def mean_over_workers(tree: Any, axis: Axes, dtype: Any = jnp.float32) -> Any:
@@ -471,13 +385,13 @@ def mean_over_workers(tree: Any, axis: Axes, dtype: Any = jnp.float32) -> Any:
     """
     sent = jax.tree.map(lambda x: x.astype(dtype), tree)
     with _floats(sent):
-        means = lax.pmean(sent, axis) if jax.tree.leaves(tree) else tree
+        means = lax.pmean(sent, axis)
     return jax.tree.map(lambda mean, x: mean.astype(x.dtype), means, tree)
 
 
 def sum_over_workers(tree: Any, axis: Axes) -> Any:
     """Adds every leaf over the workers: for counts."""
-    return lax.psum(tree, axis) if jax.tree.leaves(tree) else tree
+    return lax.psum(tree, axis)
 
 
 def sum_of_floats(x: jax.Array, axis: Axes) -> jax.Array:
@@ -508,7 +422,7 @@ def gather_words(words: jax.Array, axis: Axes) -> jax.Array:
 
     One all-gather, or two of as many bytes together where XLA would make an all-reduce of one.
     """
-    padded = jnp.pad(words, (0, _padding(words.size, _LANES)))
+    padded = jnp.pad(words, (0, _rounded_up(words.size, _LANES) - words.size))
     row = _row(padded.size, lax.axis_size(axis))
     if row == 1:
         return lax.all_gather(padded, axis, to="invarying")[:, : words.size]

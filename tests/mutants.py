@@ -116,6 +116,10 @@ MUTANTS = r"""
 - tied &= bits.pack(where.real())[0]
 + pass
 
+= values of a worker that abstains come into the mean
+-         values = jnp.where(takes_part > 0, values, 0)
++         values = jnp.where(takes_part >= 0, values, 0)
+
 # quantize.py: quantize reference sharding
 = a leaf in shards has the scale of one shard
 - float(s.size) * context.shards
@@ -130,16 +134,16 @@ MUTANTS = r"""
 + total / count
 
 = the norm of a row is rounded to the nearest, and the largest value clipped
-- words + 0xFFFF)
-+ words + 0x8000)
+- + 0xFFFF)
++ + 0x8000)
 
 = rotated rows are measured as if padding had stayed where it was
 - context._replace(counts=None)
 + context
 
 = a number that a dtype cannot hold becomes infinite
-- else jnp.clip(x, -most, most).astype(dtype)
-+ else x.astype(dtype)
+- x = jnp.clip(x, -most, most)
++ pass
 
 # bits.py: bits reference
 = the carry of 8 votes of 8 is lost
@@ -153,11 +157,6 @@ MUTANTS = r"""
 = a zero takes the side that is the coin of its tie
 - _seed(step, _ZEROS)
 + _seed(step, _TIES)
-
-# wires.py: reference optimizer snapshots contract
-= values of a worker that abstains come into the mean
--         values = jnp.where(takes_part > 0, values, 0)
-+         values = jnp.where(takes_part >= 0, values, 0)
 
 # axes.py: sharding contract
 = ties of cut leaves are those of one shard

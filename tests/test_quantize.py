@@ -53,7 +53,7 @@ def sent_by(quantizer, x, *, step=0, worker=0, workers=4):
     Steps travel where they can, but for those of votes, which ``sign`` stands for.
     """
     x = jnp.asarray(x, jnp.float32).reshape(-1)
-    steps = quantizer.decodes and not quantizer.dense and quantizer.name != "sign"
+    steps = quantizer.has_steps and quantizer.name != "sign"
     who = jnp.int32(step), jnp.int32(worker)
     sent = encode(quantizer, x, *who, workers=workers, steps=steps)
     return SimpleNamespace(**jax.tree.map(np.asarray, sent))
