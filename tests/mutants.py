@@ -253,7 +253,7 @@ MUTANTS = r"""
 + _programs()
 
 = what travels inside a worker is told to travel between workers
-- one.axes is None or bool(set(one.axes) & set(voters.axes))
+- one.axes is None or bool(set(one.axes) & set(axes))
 + True
 
 = floats that a sync may send excuse those of every step

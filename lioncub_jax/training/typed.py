@@ -102,8 +102,8 @@ class Among(NamedTuple):
           ValueError: for an update that differs between workers, by its type.
         """
         leaves, structure = jax.tree.flatten(updates)
-        own = set(self.workers.axes)
-        differ = [i for i, x in enumerate(leaves) if own & axes.varying_axes(x)]
+        own = self.workers.axes
+        differ = [i for i, x in enumerate(leaves) if axes.varying_axes(x).intersection(own)]
         if not differ:
             return updates
 
