@@ -8,6 +8,7 @@ inner axes are *explicit*: the type of every array says how it is cut, so nothin
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -125,17 +126,17 @@ class Workers:
             one = given if len(given) > 1 else next(iter(given), None)
             object.__setattr__(self, name, one)
 
-    @property
+    @functools.cached_property
     def axes(self) -> tuple[str, ...]:
         """Those over which gradients differ."""
         return (*axes.names(self.axis), *axes.names(self.group))
 
-    @property
+    @functools.cached_property
     def inner(self) -> tuple[str, ...]:
         """Those over which one worker's arrays are cut."""
         return tuple(n for n in self.mesh.axis_names if n not in self.axes)
 
-    @property
+    @functools.cached_property
     def count(self) -> int:
         """How many gradients there are."""
         return product(self.mesh.shape, self.axes)
