@@ -72,8 +72,8 @@ def check_local(updates: Any, axis: Axes) -> None:
 
 def check_state(updates: Any, *kept: Any) -> None:
     """Raises ``ValueError`` for a state of other parameters than those of the gradients."""
-    given = _shapes(updates)
-    for held in map(_shapes, kept):
+    given = shapes(updates)
+    for held in map(shapes, kept):
         # A state that keeps nothing has None in place of arrays.
         if held and held != given:
             wrong = [x for x in {**given, **held} if held.get(x) != given.get(x)]
@@ -83,9 +83,10 @@ def check_state(updates: Any, *kept: Any) -> None:
             )
 
 
-def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+def shapes(tree: Any, *lead: int) -> dict[str, tuple[int, ...]]:
+    """The shape of each leaf by its path, behind leading dimensions."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path): x.shape for path, x in leaves}
+    return {jax.tree_util.keystr(path): (*lead, *jnp.shape(x)) for path, x in leaves}
 
 
 def watch_workers(updates: Any, params: Any, count: jax.Array, axis: Axes) -> None:

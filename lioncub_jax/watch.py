@@ -42,13 +42,6 @@ _before = threading.local()  # `programs`, when a compilation began
 _votes_in: dict[str, tuple[Any, ...]] = {}
 
 
-class Voters(NamedTuple):
-    """Who votes in a program."""
-
-    axes: tuple[str, ...]
-    mesh: jax.sharding.AbstractMesh
-
-
 def mode(wanted: str) -> str:
     """What to do where workers send floats, have the same gradients, or drift apart.
 
@@ -131,15 +124,15 @@ def check_votes(compiled: jax.stages.Compiled | str) -> str:
             "travels: give jax.jit(step).lower(...).compile()"
         )
     text = compiled if isinstance(compiled, str) else compiled.as_text() or ""
-    voters = voters_of(text)
-    if voters is None:
+    program = read(text)
+    if program is None:
         raise ValueError(
             "no vote is in this program: it has no exchange of lioncub_jax between two or more workers; "
             "give the step that calls tx.update"
         )
-    if wrong := _wrong(text, voters, _sent(text, voters)):
+    if wrong := _wrong(program):
         raise ValueError(wrong)
-    return report(text, voters)
+    return report(program)
 
 
 def start() -> None:
@@ -201,13 +194,9 @@ def look(name: str, texts: list[str]) -> None:
             "bytes at the network's interface with lioncub_jax.traffic.of(tx, params, workers)",
             stacklevel=3,
         )
-    for text in texts:
-        voters = voters_of(text)
-        if voters is None:
-            continue
+    for program in filter(None, map(read, texts)):
         checks.warn_of_masked(_votes_in.get(name, ()))
-        sent = _sent(text, voters)
-        wrong = _wrong(text, voters, sent)
+        wrong = _wrong(program)
         if wrong and checks.mode == "raise":
             raise ValueError(wrong)
         if wrong:
@@ -215,7 +204,7 @@ def look(name: str, texts: list[str]) -> None:
         # By its name one may be in a branch that XLA has made a choice between values of.
         votes = [
             x.by.gated and "cond/branch_" in _ALIKE.sub("", x.line)
-            for x in sent
+            for x in program.arrays
             if _VOTE.search(x.line)
         ]
         if votes and all(votes):
@@ -225,16 +214,6 @@ def look(name: str, texts: list[str]) -> None:
                 "worker has a NaN; leave it out: a worker whose gradient is not finite abstains by itself",
                 stacklevel=3,
             )
-
-
-def voters_of(text: str) -> Voters | None:
-    """The workers of a program, as its votes are labelled; None without any."""
-    found = _VOTE.search(text)
-    if found is None:
-        return None
-    sizes = dict(one.split(":") for one in found[2].split(","))
-    mesh = jax.sharding.AbstractMesh(tuple(map(int, sizes.values())), tuple(sizes))
-    return Voters(tuple(found[1].split(",")), mesh)
 
 
 class _Array(NamedTuple):
@@ -247,52 +226,68 @@ class _Array(NamedTuple):
     apart: bool  # between workers, and not inside one
 
 
-def _sent(text: str, voters: Voters) -> list[_Array]:
+class Program(NamedTuple):
+    """A compiled program that votes, and what travels in it."""
+
+    text: str
+    axes: tuple[str, ...]  # of the workers
+    arrays: list[_Array]
+
+
+def read(text: str) -> Program | None:
+    """A program whose votes are labelled with the workers and their mesh; None without any."""
+    vote = _VOTE.search(text)
+    if vote is None:
+        return None
     from lioncub_jax.traffic.compiled import placed  # which brings much that is not needed before
 
+    axes = tuple(vote[1].split(","))
+    sizes = dict(one.split(":") for one in vote[2].split(","))
+    mesh = jax.sharding.AbstractMesh(tuple(map(int, sizes.values())), tuple(sizes))
     found = []
-    for one, line in placed(text, voters.mesh):
-        apart = one.axes is None or bool(set(one.axes) & set(voters.axes))
+    for one, line in placed(text, mesh):
+        apart = one.axes is None or bool(set(one.axes) & set(axes))
         for x in one.operands if one.sent_bytes else ():
             sent = one.sent_bytes * x.bytes / one.payload_bytes
             found.append(_Array(one, x, line, sent, apart))
-    return found
+    return Program(text, axes, found)
 
 
-def _wrong(text: str, voters: Voters, arrays: list[_Array]) -> str | None:
+def _wrong(program: Program) -> str | None:
     """What to say of a program that sends floats between workers; None for one that does not."""
-    floats = [x for x in arrays if x.apart and x.array.is_float and x.array.size > _MOST_NUMBERS]
-    meant = _meant(text) if floats else []
+    floats = [
+        x for x in program.arrays if x.apart and x.array.is_float and x.array.size > _MOST_NUMBERS
+    ]
+    meant = _meant(program.text) if floats else []
     # A reduce-scatter makes parts of what is meant.
     found = [
         x
         for x in floats
         if not any(n % x.array.size == 0 for n, gated in meant if x.by.gated or not gated)
     ]
-    return _explained(text, voters, found, arrays) + _inside(text, arrays) if found else None
+    return _explained(program, found) + _inside(program) if found else None
 
 
-def report(text: str, voters: Voters) -> str:
+def report(program: Program) -> str:
     """What a device sends in a step of a program that votes, for people."""
-    arrays = _sent(text, voters)
-    sent = bytes_text(sum(x.sent for x in arrays if x.apart))
-    between = f"between the workers of {_names(voters.axes)}"
-    return f"A device sends {sent} {between} in a step{_inside(text, arrays)}"
+    sent = bytes_text(sum(x.sent for x in program.arrays if x.apart))
+    between = f"between the workers of {_names(program.axes)}"
+    return f"A device sends {sent} {between} in a step{_inside(program)}"
 
 
 def _names(axes: tuple[str, ...]) -> str:
     return ", ".join(map(repr, axes))
 
 
-def _inside(text: str, arrays: list[_Array]) -> str:
+def _inside(program: Program) -> str:
     """What travels inside a worker, by axes; nothing where nothing does."""
-    found = [x for x in arrays if not x.apart]
+    found = [x for x in program.arrays if not x.apart]
     sent: dict[str, float] = {}
     for x in found:
         axes = _names(x.by.axes)
         sent[axes] = sent.get(axes, 0) + x.sent
     each = " and ".join(f"{bytes_text(n)} over {axes}" for axes, n in sent.items())
-    return f"\nInside a worker it sends {each}:{_largest(text, found)}" if each else ""
+    return f"\nInside a worker it sends {each}:{_largest(program.text, found)}" if each else ""
 
 
 def _largest(text: str, found: list[_Array]) -> str:
@@ -347,9 +342,9 @@ def _written(text: str, line: str) -> str:
     return ", {}:{}".format(*place) if place and place[0] else ""
 
 
-def _explained(text: str, voters: Voters, found: list[_Array], arrays: list[_Array]) -> str:
+def _explained(program: Program, found: list[_Array]) -> str:
     total = bytes_text(sum(x.sent for x in found))
-    coded = [x for x in arrays if x.apart and not any(y.is_float for y in x.by.operands)]
+    coded = [x for x in program.arrays if x.apart and not any(y.is_float for y in x.by.operands)]
     advice = []
     if any(x.by.op in ("all-reduce", "reduce-scatter") for x in found):
         advice.append(
@@ -367,7 +362,7 @@ def _explained(text: str, voters: Voters, found: list[_Array], arrays: list[_Arr
             "an all-gather of other arrays: momentum of each worker leaves the step as if it were the same "
             "for all, by out_shardings or a constraint with P(). Give them tx.shardings(params), of the tx "
             "that lioncub_jax.on_mesh returned, for the state of the optimizer; where rules say it, "
-            f"give the workers' axis a rule, {(voters.axes[0],) * 2}. lax.all_gather(grads) does it too"
+            f"give the workers' axis a rule, {(program.axes[0],) * 2}. lax.all_gather(grads) does it too"
         )
     advice.append(
         "if it is meant, trace it inside lioncub_jax.watch.declared(), or call "
@@ -375,6 +370,6 @@ def _explained(text: str, voters: Voters, found: list[_Array], arrays: list[_Arr
     )
     return (
         f"this step votes, and a worker sends {bytes_text(sum(x.sent for x in coded))} for it over "
-        f"{_names(voters.axes)}, but also {total} of floats:{_largest(text, found)}\n"
+        f"{_names(program.axes)}, but also {total} of floats:{_largest(program.text, found)}\n"
         + "\n".join(f"- {line}" for line in advice)
     )

@@ -252,7 +252,7 @@ MUTANTS = r"""
 + _programs()
 
 = what travels inside a worker is told to travel between workers
-- one.axes is None or bool(set(one.axes) & set(voters.axes))
+- one.axes is None or bool(set(one.axes) & set(axes))
 + True
 
 = floats that a sync may send excuse those of every step
@@ -266,8 +266,8 @@ MUTANTS = r"""
 
 # mesh/placement.py: sharding face gradients
 = devices of a group are counted before the workers
-- apart = (*axes.names(self.axis), *axes.names(self.group))
-+ apart = (*axes.names(self.group), *axes.names(self.axis))
+- return (*axes.names(self.axis), *axes.names(self.group))
++ return (*axes.names(self.group), *axes.names(self.axis))
 
 # mesh/specs.py: sharding training boxes
 = in a trace types are not asked how parameters of nnx are cut
@@ -278,10 +278,10 @@ MUTANTS = r"""
 - first[: len(workers)] != tuple(workers)
 + set(first[: len(workers)]) != set(workers)
 
-# mesh/placement.py: face boxes sharding
+# training/typed.py: face boxes sharding
 = what is empty is said to lie in parts
-- lambda spec, x: spec if x.size else P(), specs, arrays
-+ lambda spec, x: spec, specs, arrays
+- lambda spec, x: spec if x.size else P(), held, made
++ lambda spec, x: spec, held, made
 
 # mesh/boxes.py: boxes
 = the workers' axis is written behind the names of a box

@@ -76,7 +76,13 @@ def test_one_device_without_a_mesh_is_lion_and_a_direction_is_all_but_decay_and_
     txs = [getattr(lc, name)(0.1, weight_decay=0.01, workers=None) for name in NAMES]
     txs += [cub(None, weight_decay=0.01, sync=lc.sync.every(2))]
     rest = optax.add_decayed_weights(0.01), optax.scale_by_learning_rate(0.1)
-    txs += [optax.chain(getattr(lc, f"scale_by_{n}")(workers=None), *rest) for n in NAMES]
+    blend, owner = {"memory": lc.momentum.blend()}, lc.decide.at_owner(optax.scale_by_lion())
+    parts = (
+        blend,
+        {**blend, "decision": lc.decide.average()},
+        {"memory": lc.momentum.nothing(), "decision": owner},
+    )
+    txs += [optax.chain(lc.communicate(**one, workers=None), *rest) for one in parts]
 
     def last(tx):
         state = tx.init(PARAMS)

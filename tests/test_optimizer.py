@@ -326,7 +326,7 @@ def test_many_arrays_enter_joined_and_the_program_is_the_one_without(mesh_of, mo
 
     def program():
         """How many arrays enter it, and what it is compiled to."""
-        over = lc.Workers(mesh, AXIS).map(double, (*specs, P()), specs, explicit=True)
+        over = lc.Workers(mesh, AXIS).map(double, (*specs, P()), specs, typed=True)
         lowered = jax.jit(over).lower(*given)
         [names] = re.findall(r"sdy.manual_computation\(([^)]*)\)", lowered.as_text())
         return len(names.split(",")), lowered.compile()

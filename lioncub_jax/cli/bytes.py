@@ -54,23 +54,23 @@ def run(args: argparse.Namespace) -> int:
         found = traffic.collectives(text, mesh)
     except ValueError as error:
         raise ValueError(f"{args.target}: {error}") from None
-    voters = watch.voters_of(text)
-    over = voters.axes if voters else tuple(mesh.shape)[:1]
+    program = watch.read(text)
+    over = program.axes if program else tuple(mesh.shape)[:1]
     workers = math.prod(mesh.shape[axis] for axis in over)
     dense = args.params and traffic.float32_all_reduce_bytes(args.params, workers)
     if args.json:
         output.write(output.as_text({
             "mesh": dict(mesh.shape),
             "collectives": [{**one._asdict(), "sent_bytes": one.sent_bytes} for one in found],
-            "workers": voters and voters.axes,
+            "workers": program and program.axes,
             "float32_all_reduce": dense,
         }))  # fmt: skip
         return 0
     parts: list[Any] = [compiled.table(found)]
     if not found:
         parts += ["no collective: the devices send nothing to each other"]
-    if voters:
-        parts += [watch.report(text, voters)]
+    if program:
+        parts += [watch.report(program)]
     if dense:
         sent = sum(traffic.sent_bytes(found).values())
         least = "at least " if any(x.looped for x in found) else ""

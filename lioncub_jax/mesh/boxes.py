@@ -5,13 +5,13 @@ momentum of boxed parameters, boxes included; on a mesh it is ``[workers, ...]``
 the workers' axes. Inside a transform boxes stay those of the parameters.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax.mesh.specs import flax_in_use, shortened
+from lioncub_jax.mesh.placement import Workers
+from lioncub_jax.mesh.specs import flax_in_use
 
 
 def _kinds() -> tuple[type, ...]:
@@ -56,25 +56,22 @@ def _is_place(x: Any) -> bool:
     return x is None or is_box(x)
 
 
-def named(state: Any, specs: Any, params: Any, workers: Sequence[str]) -> Any:
+def named(state: Any, specs: Any, params: Any, workers: Workers) -> Any:
     """Writes the workers' axes on the boxes of what is each worker's own; boxes what has none.
 
     Args:
       state: global arrays, in the boxes of the parameters that they were made from.
       specs: how each lies.
-      params: parameters of which some are boxed; else nothing is.
-      workers: their axes.
+      params: parameters of which some are boxed.
+      workers: whose.
     """
-    boxes = boxes_of(params)
-    if not boxes:
-        return state
-    box = _partitioned if any(map(of_linen, boxes)) else _variable
+    box = _partitioned if any(map(of_linen, boxes_of(params))) else _variable
 
     def name(x: Any, spec: Any) -> Any:
         entries = jax.tree.leaves(spec)
         if not entries:
             return None  # a box around nothing would have a spec, and no array that lies so
-        return box(x, entries[0]) if shortened(P(*entries[0][:1]), tuple(workers)) else x
+        return box(x, entries[0]) if workers.stacks(entries[0]) else x
 
     return jax.tree.map(name, state, specs, is_leaf=is_box)
 

@@ -8,6 +8,7 @@ inner axes are *explicit*: the type of every array says how it is cut, so nothin
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 from lioncub_jax import axes, kernels
 from lioncub_jax.axes import Axes, AxisName
 from lioncub_jax.mesh.specs import (
+    by_type,
     checked,
     declared,
     product,
@@ -72,16 +74,16 @@ def two_level_mesh(
 MANY = 64  # arrays that cross the border of a `Workers.map`; fewer enter as they are
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
 class Static:
     """Something known when a function is traced, on its way out through ``shard_map`` and ``jit``.
 
     Attributes:
-      value: anything that can be hashed.
+      value: anything; it is not compared.
     """
 
-    value: Any = dataclasses.field(metadata={"static": True})
+    value: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,19 +118,26 @@ class Workers:
     mesh: Mesh
     axis: AxisName
     group: AxisName | None = None
-    axes: tuple[str, ...] = dataclasses.field(init=False, repr=False, compare=False)
-    inner: tuple[str, ...] = dataclasses.field(init=False, repr=False, compare=False)
-    count: int = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_mesh(self.mesh, self.axis, self.group)
-        apart = (*axes.names(self.axis), *axes.names(self.group))
-        inner = tuple(n for n in self.mesh.axis_names if n not in apart)
-        found = {"axes": apart, "inner": inner, "count": product(self.mesh.shape, apart)}
         for name in ("axis", "group"):  # one spelling of what means the same
-            found[name] = axes.spelled(axes.names(getattr(self, name)))
-        for name, value in found.items():
-            object.__setattr__(self, name, value)
+            object.__setattr__(self, name, axes.spelled(axes.names(getattr(self, name))))
+
+    @functools.cached_property
+    def axes(self) -> tuple[str, ...]:
+        """Those over which gradients differ."""
+        return (*axes.names(self.axis), *axes.names(self.group))
+
+    @functools.cached_property
+    def inner(self) -> tuple[str, ...]:
+        """Those over which one worker's arrays are cut."""
+        return tuple(n for n in self.mesh.axis_names if n not in self.axes)
+
+    @functools.cached_property
+    def count(self) -> int:
+        """How many gradients there are."""
+        return product(self.mesh.shape, self.axes)
 
     def __str__(self) -> str:
         """The axes, as they are written in a call."""
@@ -164,8 +173,7 @@ class Workers:
         in_specs: Any,
         out_specs: Any,
         *,
-        explicit: bool,
-        typed: bool = True,
+        typed: bool,
     ) -> Callable[..., Any]:
         """Maps ``fn`` over the workers' axes; inside, arrays are a worker's own, whole in the inner axes.
 
@@ -173,15 +181,16 @@ class Workers:
           fn: takes and returns trees of arrays.
           in_specs: a tree (prefix) like the arguments, of specs over all axes, inner ones included.
           out_specs: the same for the results.
-          explicit: whether all inner axes are explicit inside, or only those that are so on the mesh.
-          typed: whether types tell what varies over the workers. Where they do, a model with a ``scan``,
-            ``cond`` or Pallas kernel must cast by hand whatever it starts from; votes are always typed.
+          typed: whether types tell what varies over the workers, and how arrays are cut over all inner
+            axes, or over those alone that are explicit on the mesh. Where types tell, a model with a
+            ``scan``, ``cond`` or Pallas kernel must cast by hand whatever it starts from: a transform is
+            typed, and a loss is not.
 
         Returns:
           A function of global arrays, to be called under ``jax.jit``.
         """
         shows = self.mesh.explicit_axes
-        shown = set(self.inner) if explicit else set(self.inner).intersection(shows)
+        shown = set(self.inner) if typed else set(self.inner).intersection(shows)
         hidden = set(self.inner) - shown
         if shown:
             fn = explicit_axes(fn, axes=tuple(shown), in_sharding=restrict(in_specs, shown))
@@ -213,22 +222,20 @@ class Workers:
             return tree  # their types hold them, or `map` that they come from
         return jax.lax.with_sharding_constraint(tree, self.shardings(specs))
 
-    def laid(self, specs: Any, arrays: Any) -> Any:
-        """How global arrays of these specs come out of a compiled program."""
-        if not self.mesh.auto_axes:
-            return specs  # their types hold them
-        # XLA replicates what is empty, whatever it is told.
-        return jax.tree.map(lambda spec, x: spec if x.size else P(), specs, arrays)
-
     def shardings(self, specs: Any) -> Any:
         """Specs as shardings on the mesh."""
         return jax.tree.map(partial(NamedSharding, self.mesh), specs)
+
+    def shape(self, spec: P, x: Any, *lead: int) -> Any:
+        """An array as a shape that lies so, with leading dimensions before its own."""
+        lies = NamedSharding(self.mesh, spec)
+        return jax.ShapeDtypeStruct((*lead, *jnp.shape(x)), x.dtype, sharding=lies)
 
     def stack(self, tree: Any, specs: Any, *, undo: bool = False) -> Any:
         """Adds the leading axis of what differs between workers, by its specs; or takes it away."""
         arrays, structure = jax.tree.flatten(tree)
         for i, spec in enumerate(jax.tree.leaves(specs)):
-            if shortened(P(*spec[:1]), self.axes):
+            if self.stacks(spec):
                 arrays[i] = arrays[i][0] if undo else arrays[i][None]
         return jax.tree.unflatten(structure, arrays)
 
@@ -396,20 +403,10 @@ def on_shards(fn: Callable[..., Any], args: Any, like: Any = None) -> Any:
         both = [next(rest) if isinstance(x, jax.Array) else x for x in given]
         return fn(*structure.unflatten(both))
 
+    over = partial(jax.shard_map, in_specs=in_specs, axis_names=set(inner))
     if like is None:
-        out_specs = _stacked_specs(of_arrays, arrays, in_specs, inner)
+        probe = over(lambda *arrays: Static(by_type(of_arrays(*arrays), inner)), out_specs=P())
+        out_specs = jax.eval_shape(probe, *arrays).value
     else:
         out_specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, like)
-    run = jax.shard_map(of_arrays, in_specs=in_specs, out_specs=out_specs, axis_names=set(inner))
-    return run(*arrays)
-
-
-def _stacked_specs(fn: Callable[..., Any], args: Any, in_specs: Any, inner: Sequence[str]) -> Any:
-    def probe(*args: Any) -> Static:
-        leaves, structure = jax.tree.flatten(fn(*args))
-        varies = [tuple(n for n in inner if n in axes.varying_axes(x)) for x in leaves]
-        return Static((structure, tuple(P(over) if over else P() for over in varies)))
-
-    run = jax.shard_map(probe, in_specs=in_specs, out_specs=P(), axis_names=set(inner))
-    structure, specs = jax.eval_shape(run, *args).value
-    return jax.tree.unflatten(structure, specs)
+    return over(of_arrays, out_specs=out_specs)(*arrays)

@@ -40,21 +40,12 @@ def specs_of(params: Any) -> Any:
     said = _declared(params)
     if said is None:
         return jax.tree.map(spec_of, params)
-    return jax.tree.map(lambda s: P() if s is None else s, said, is_leaf=_is_spec_or_none)
+    return jax.tree.map(lambda s: P() if s is None else s, said, is_leaf=lambda s: s is None)
 
 
 def declared(params: Any) -> bool:
     """Whether the metadata of flax says how parameters are cut, of one of them at least."""
     return any(jax.tree.leaves(_declared(params)))
-
-
-def unboxed(params: Any) -> Any:
-    """Parameters out of flax's boxes, if they are in any."""
-    if not flax_in_use():
-        return params
-    from flax import linen
-
-    return linen.meta.unbox(params)
 
 
 def spec_of(x: Any) -> P:
@@ -73,13 +64,15 @@ def _cutting(mesh: Any) -> tuple[str, ...]:
     return tuple(n for n, size in mesh.shape.items() if size > 1)
 
 
-def by_type(leaves: Sequence[jax.Array], workers: Sequence[str]) -> tuple[P, ...]:
-    """How arrays lie, by their types, once what differs between workers has a leading axis."""
-    specs = []
-    for kind in map(jax.typeof, leaves):
-        axes = tuple(n for n in workers if n in kind.manual_axis_type.varying)
-        specs.append(shortened(P(axes, *kind.sharding.spec) if axes else kind.sharding.spec))
-    return tuple(specs)
+def by_type(tree: Any, axes: Sequence[str]) -> Any:
+    """How arrays lie, by their types, once what varies over the axes has a leading dimension."""
+
+    def spec_of_type(x: jax.Array) -> P:
+        kind = jax.typeof(x)
+        over = tuple(n for n in axes if n in kind.manual_axis_type.varying)
+        return shortened(P(over, *kind.sharding.spec) if over else kind.sharding.spec)
+
+    return jax.tree.map(spec_of_type, tree)
 
 
 @functools.cache
@@ -102,7 +95,7 @@ def _declared(params: Any) -> Any:
         return None
     from flax import linen, nnx
 
-    if isinstance(params, nnx.State) and not _placed(params):
+    if isinstance(params, nnx.State) and not any(map(_knows, jax.tree.leaves(params))):
         return nnx.get_partition_spec(params)
     boxes = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, linen.Partitioned))
     if not any(isinstance(x, linen.Partitioned) for x in boxes):
@@ -113,19 +106,11 @@ def _declared(params: Any) -> Any:
     return linen.logical_to_mesh(specs, rules) if logical and rules else specs
 
 
-def _placed(params: Any) -> bool:
-    return any(map(_knows, jax.tree.leaves(params)))
-
-
 def _knows(x: Any) -> bool:
     """Whether an array itself says how it is cut."""
     if isinstance(x, jax.core.Tracer):
         return bool(jax.typeof(x).sharding.mesh.explicit_axes)
     return isinstance(getattr(x, "sharding", None), NamedSharding)
-
-
-def _is_spec_or_none(x: Any) -> bool:
-    return x is None or isinstance(x, P)
 
 
 def checked(specs: Any, params: Any, mesh: Mesh, workers: Sequence[str]) -> Any:

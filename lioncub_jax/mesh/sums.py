@@ -6,7 +6,6 @@ the way, to the bit: a label may lie, as where ``check_vma=False`` lets out as o
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -66,13 +65,15 @@ def copies(arrays: dict[str, jax.Array]) -> dict[str, Copies]:
     lie = [NamedSharding(mesh, spec) for spec in specs]
     plain = jax.device_put([arrays[path] for path in paths], lie)
     with jax.set_mesh(mesh):  # whatever mesh the caller has set
-        found = np.asarray(_summing(tuple(lie))(plain))
+        each = [_of_devices(*one) for one in zip(plain, lie, strict=True)]
+        # For every process.
+        found = np.asarray(jax.jit(jnp.stack, out_shardings=NamedSharding(mesh, P()))(each))
     held = {}
     for i, path in enumerate(paths):
         starts = _starts(lie[i], plain[i].shape)
         # Those that hold the same shard, next to each other.
         devices = np.argsort(starts, kind="stable").reshape(len({*starts}), -1).T
-        held[path] = Copies(found[devices, i], devices, mesh)
+        held[path] = Copies(found[i, devices], devices, mesh)
     return held
 
 
@@ -81,27 +82,18 @@ def untyped(mesh: Mesh) -> Mesh:
     return mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
-@functools.cache
-def _summing(lie: tuple[NamedSharding, ...]) -> Callable[[list[jax.Array]], jax.Array]:
-    """Sums over what each device holds of each array, ``uint32[devices, arrays, 2]``, for every process."""
-    mesh = lie[0].mesh
-    every = P(mesh.axis_names)
-    in_specs = [one.spec for one in lie], every
+@functools.partial(jax.jit, static_argnums=1)
+def _of_devices(whole: jax.Array, lies: NamedSharding) -> jax.Array:
+    """Sums over what each device holds of an array, ``uint32[devices, 2]``; compiled once for a shape."""
 
-    def of_all(arrays: list[jax.Array]) -> jax.Array:
-        def of_device(own: list[jax.Array], starts: list[Any]) -> jax.Array:
-            each = zip(own, starts, arrays, strict=True)
-            return jnp.stack([checksum(x, start[0], whole.shape) for x, start, whole in each])[None]
+    def of_device(own: Any, start: Any) -> jax.Array:
+        return checksum(own, start[0], whole.shape)[None]
 
-        starts = [
-            _starts(one, x.shape).astype(np.uint32) for one, x in zip(lie, arrays, strict=True)
-        ]
-        run = jax.shard_map(
-            of_device, mesh=mesh, in_specs=in_specs, out_specs=every, check_vma=False
-        )
-        return run(arrays, starts)
-
-    return jax.jit(of_all, out_shardings=NamedSharding(mesh, P()))
+    every = P(lies.mesh.axis_names)
+    run = jax.shard_map(
+        of_device, mesh=lies.mesh, in_specs=(lies.spec, every), out_specs=every, check_vma=False
+    )
+    return run(whole, _starts(lies, whole.shape).astype(np.uint32))
 
 
 @functools.cache

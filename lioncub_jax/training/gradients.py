@@ -157,7 +157,7 @@ def worker_value_and_grad(
             ]
             return grads, counts, *reduced((loss, aux), outputs, workers.axes)
 
-        over = functools.partial(workers.map, in_specs=(cut, lie), explicit=False, typed=False)
+        over = functools.partial(workers.map, in_specs=(cut, lie), typed=False)
         laid: Any = P(workers.axes)
         if has_aux and typed:  # only the types that it has in a worker say how a result lies
             found = jax.eval_shape(over(lies, out_specs=P()), params, leaves).value

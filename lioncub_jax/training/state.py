@@ -9,9 +9,10 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from lioncub_jax.mesh import boxes
 from lioncub_jax.mesh.placement import Workers, check_arrays, check_workers
 from lioncub_jax.mesh.processes import check_same, is_key, put
-from lioncub_jax.mesh.specs import specs_of, unboxed
+from lioncub_jax.mesh.specs import specs_of
 from lioncub_jax.training import kinds
 from lioncub_jax.training.step import StepState
 from lioncub_jax.training.typed import Among
@@ -90,7 +91,7 @@ def _taken(
     check_local(local, 1, workers)
     # Boxes say it too, so they are asked before they are opened.
     specs = specs_of(params) if specs is None else specs
-    params = unboxed(params)
+    params = boxes.opened(params)
     both = optax.with_extra_args_support(tx), of_each(local, workers)
     return params, workers.cut(params, specs), [Among(one, workers) for one in both]
 
@@ -126,7 +127,7 @@ def own_state(model_state: Any, workers: Workers) -> Any:
     everywhere = NamedSharding(workers.mesh, P())
     check_same("own_state", model_state, everywhere)
     placed = jax.tree.map(lambda x: put(x, everywhere), model_state)
-    run = workers.map(own, (P(),), P(workers.axes), explicit=False, typed=False)
+    run = workers.map(own, (P(),), P(workers.axes), typed=False)
     return jax.jit(run)(placed)
 
 
@@ -167,13 +168,9 @@ def abstract_state(
       (1, 2, 3)
     """
     params, cut, both = _taken(tx, params, workers, specs, local)
-
-    def on(spec: P, x: Any, *lead: int) -> Any:
-        shape = (*lead, *jnp.shape(x))
-        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=NamedSharding(workers.mesh, spec))
-
-    params = jax.tree.map(on, cut, params)
+    params = jax.tree.map(workers.shape, cut, params)
     opt_state, local_state = (one.first(params, cut).eval_shape(params) for one in both)
-    own = jax.tree.map(lambda x: on(P(workers.axes), x, workers.count), model_state)
-    step, rng = on(P(), np.int32(0)), on(P(), jax.eval_shape(jax.random.key, 0))
+    own = jax.tree.map(lambda x: workers.shape(P(workers.axes), x, workers.count), model_state)
+    step = workers.shape(P(), np.int32(0))
+    rng = workers.shape(P(), jax.eval_shape(jax.random.key, 0))
     return StepState(step, params, own, opt_state, rng, local_state)

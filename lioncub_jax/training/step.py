@@ -122,31 +122,31 @@ def on_mesh(
         """In flax's boxes, which have the workers' axes in front."""
         if not boxes.boxes_of(params):
             return state
-        return boxes.named(state, among.specs(params, cut), params, workers.axes)
+        return boxes.named(state, among.specs(params, cut), params, workers)
 
     def update(
         updates: Any, state: Any, params: Any = None, *, abstain: Any = None, **extra: Any
     ) -> tuple[Any, Any]:
         if params is None:
             raise ValueError("on_mesh(tx).update needs params: give update(grads, state, params)")
+        own = {} if abstain is None else {"abstain": abstain}
         if set(workers.axes) <= set(jax.sharding.get_abstract_mesh().manual_axes):
             held = among.specs_here(params)
             check_state(state, held, workers, here=True)
-            extra |= {} if abstain is None else {"abstain": abstain}
-            return among.update_here(held, updates, state, params, extra)
+            return among.update_here(held, updates, state, params, extra | own)
         cut = workers.cut(params, specs)
         _check_gradients(updates, params, workers)
         _check_abstain(abstain, workers)
         checks.warn_if_chained()
         if boxes.boxes_of(params):
             state = boxes.boxed_like(among.specs(params, cut), state)
-        updates, state = among.update(cut, updates, state, params, abstain, extra)
+        updates, state = among.update(cut, updates, state, params, own, extra)
         return updates, named(state, params, cut)
 
     def lies(params: optax.Params) -> Any:
-        made = among.first(params, workers.cut(params, specs)).eval_shape(params)
-        structure = jax.tree.structure(jax.eval_shape(init, params))  # in boxes with their names
-        return jax.tree.unflatten(structure, [x.sharding for x in jax.tree.leaves(made)])
+        cut = workers.cut(params, specs)
+        made = named(among.first(params, cut).eval_shape(params), params, cut)
+        return jax.tree.map(lambda x: x.sharding, made)
 
     on = OnMesh(init, update)
     on.specs, on.shardings = lambda params: jax.tree.map(lambda x: x.spec, lies(params)), lies
@@ -367,11 +367,11 @@ def make_train_step(
         kept = state.model_state, state.local_state
         in_specs = cut, held, batch_spec, P(), P()
         out_specs = stacked(cut, workers.axes), held, own, own, P(), P()
-        run = workers.map(worker, in_specs, out_specs, explicit=False, typed=False)
+        run = workers.map(worker, in_specs, out_specs, typed=False)
         grads, kept, abstains, *metrics = run(state.params, kept, batch, state.rng, state.step)
         with checks.during(checks.abstain_is_explicit, False):
             updates, opt_state = among.update(
-                cut, grads, state.opt_state, state.params, abstains, {}
+                cut, grads, state.opt_state, state.params, {"abstain": abstains}, {}
             )
         params = workers.hold(optax.apply_updates(state.params, updates), cut)
         new = StepState(state.step + 1, params, kept[0], opt_state, state.rng, kept[1])
@@ -392,7 +392,7 @@ def _metrics(loss: jax.Array, aux: Any, workers: Workers) -> Any:
 
 def _check_gradients(updates: Any, params: Any, workers: Workers) -> None:
     """Raises ``ValueError`` unless there is a gradient of each parameter for each worker."""
-    given, wanted = _shapes(updates), _shapes(params, workers.count)
+    given, wanted = checks.shapes(updates), checks.shapes(params, workers.count)
     for path in {**wanted, **given}:
         if given.get(path) != wanted.get(path):
             raise ValueError(
@@ -402,11 +402,6 @@ def _check_gradients(updates: Any, params: Any, workers: Workers) -> None:
                 "hand them to update as they are. Of other transforms on_mesh is the outermost: chains, "
                 "clipping and optax.MultiSteps go inside"
             )
-
-
-def _shapes(tree: Any, *lead: int) -> dict[str, tuple[int, ...]]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path): (*lead, *jnp.shape(x)) for path, x in leaves}
 
 
 def _check_abstain(abstain: Any, workers: Workers) -> None:

@@ -5,8 +5,6 @@ same for all. Updates must be agreed, or parameters would drift apart.
 """
 
 import functools
-import math
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,12 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.extend.core import Var
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax import axes, checks, exchange, kernels
 from lioncub_jax.mesh.placement import Static, Workers
-from lioncub_jax.mesh.specs import axes_of, by_type, shortened, spec_of, stacked
+from lioncub_jax.mesh.specs import axes_of, by_type, product, spec_of, stacked
 from lioncub_jax.optimizer import GlobalState
 
 _VALUE = {"value": 0.0}  # of the loss, which some transforms ask for
@@ -39,15 +36,12 @@ class Among(NamedTuple):
 
     def specs(self, params: Any, cut: Any) -> Any:
         """A spec for each leaf of the state: over the workers' axes, where theirs differ."""
-        leaves, tree = jax.tree.flatten(params)
-        shapes = tuple((jnp.shape(x), x.dtype) for x in leaves)
-        lie = tuple(jax.tree.leaves(cut))
-        return _specs(self, tree, shapes, lie, kernels.for_tpu(self.workers.mesh))
+        shapes, tree = jax.tree.flatten(jax.tree.map(self.workers.shape, cut, params))
+        return _specs(self, tree, tuple(shapes), kernels.for_tpu(self.workers.mesh))
 
     def specs_here(self, params: Any) -> Any:
         """As `specs`, inside a ``shard_map`` over the workers."""
-        leaves, structure = jax.tree.flatten(_typed_state(self.tx, self.workers, params))
-        return jax.tree.unflatten(structure, by_type(leaves, self.workers.axes))
+        return by_type(_typed_state(self.tx, self.workers, params), self.workers.axes)
 
     def first(self, params: Any, cut: Any) -> Any:
         """A jitted function from parameters to the first state, which lies where it belongs."""
@@ -58,29 +52,39 @@ class Among(NamedTuple):
             lambda params: self.workers.stack(self.tx.init(params), held),
             (cut,),
             held,
-            explicit=True,
+            typed=True,
         )
+        lie = held
+        if self.workers.mesh.auto_axes:  # else types hold it; XLA replicates what is empty
+            made = jax.eval_shape(run, params)
+            lie = jax.tree.map(lambda spec, x: spec if x.size else P(), held, made)
         # Zeros need no input, and without one only this tells where they go.
-        lie = self.workers.laid(held, jax.eval_shape(run, params))
         return jax.jit(run, out_shardings=self.workers.shardings(lie))
 
     def update(
-        self, cut: Any, grads: Any, state: Any, params: Any, abstain: Any, extra: dict[str, Any]
+        self,
+        cut: Any,
+        grads: Any,
+        state: Any,
+        params: Any,
+        own: dict[str, Any],
+        extra: dict[str, Any],
     ) -> tuple[Any, Any]:
-        """Updates of gradients ``[workers, ...]``, and the state behind them."""
+        """Updates of gradients ``[workers, ...]``, and the state behind them.
+
+        Of the arguments of a transform besides, ``own`` are ``[workers, ...]`` too.
+        """
         workers, held = self.workers, self.specs(params, cut)
         check_state(state, held, workers)
-        own = {"grads": grads} if abstain is None else {"grads": grads, "abstain": abstain}
         alike = {name: x for name, x in extra.items() if _are_arrays(x)}
 
-        def worker(own: Any, state: Any, params: Any, alike: Any) -> Any:
-            own = jax.tree.map(lambda x: x[0], own)
-            grads = own.pop("grads")
+        def worker(grads: Any, own: Any, state: Any, params: Any, alike: Any) -> Any:
+            grads, own = jax.tree.map(lambda x: x[0], (grads, own))
             return self.update_here(held, grads, state, params, extra | alike | own)
 
-        lead = {name: P(workers.axes) for name in own} | {"grads": stacked(cut, workers.axes)}
-        run = workers.map(worker, (lead, held, cut, P()), (cut, held), explicit=True)
-        return workers.hold(run(own, state, params, alike), (cut, held))
+        in_specs = stacked(cut, workers.axes), P(workers.axes), held, cut, P()
+        run = workers.map(worker, in_specs, (cut, held), typed=True)
+        return workers.hold(run(grads, own, state, params, alike), (cut, held))
 
     def update_here(
         self, held: Any, grads: Any, state: Any, params: Any, extra: dict[str, Any]
@@ -98,10 +102,8 @@ class Among(NamedTuple):
           ValueError: for an update that differs between workers, by its type.
         """
         leaves, structure = jax.tree.flatten(updates)
-        differ = []
-        for i, x in enumerate(leaves):
-            if not axes.varying_axes(x).isdisjoint(self.workers.axes):
-                differ.append(i)
+        own = self.workers.axes
+        differ = [i for i, x in enumerate(leaves) if axes.varying_axes(x).intersection(own)]
         if not differ:
             return updates
 
@@ -127,20 +129,16 @@ class Among(NamedTuple):
 
 
 @functools.lru_cache(maxsize=16)  # the first state asks, and then each step that is traced
-def _specs(among: Among, tree: Any, shapes: Any, lie: tuple[P, ...], of_tiles: bool) -> Any:
+def _specs(among: Among, tree: Any, shapes: Any, of_tiles: bool) -> Any:
     """`Among.specs` of parameters of these shapes; on a TPU owners' slices lie in the order of tiles."""
     del of_tiles
-    cut = tree.unflatten(lie)
+    cut = tree.unflatten(x.sharding.spec for x in shapes)
 
     def probe(params: Any) -> Static:
-        leaves, structure = jax.tree.flatten(among.specs_here(params))
-        return Static((structure, tuple(leaves)))
+        return Static(among.specs_here(params))
 
-    run = among.workers.map(probe, (cut,), P(), explicit=True)
-    lies = map(partial(NamedSharding, among.workers.mesh), lie)
-    each = [jax.ShapeDtypeStruct(*x, sharding=s) for x, s in zip(shapes, lies, strict=True)]
-    structure, specs = jax.eval_shape(run, tree.unflatten(each)).value
-    return jax.tree.unflatten(structure, specs)
+    run = among.workers.map(probe, (cut,), P(), typed=True)
+    return jax.eval_shape(run, tree.unflatten(shapes)).value
 
 
 def _are_arrays(tree: Any) -> bool:
@@ -154,17 +152,15 @@ def _typed_state(tx: Any, workers: Workers, params: Any) -> Any:
     """
     state = _known_own(tx.init(params), params, workers)
     grads = axes.varying(jax.tree.map(jnp.zeros_like, params), workers.axes)
-    grown = True
-    while grown:
+    while True:
         with checks.during(checks.only_types, True):
             _, after = tx.update(grads, state, params, **_VALUE)
         leaves, structure = jax.tree.flatten(state)
-        grown = False
-        for i, y in enumerate(jax.tree.leaves(after)):
-            if more := axes.varying_axes(y) - axes.varying_axes(leaves[i]):
-                leaves[i], grown = axes.varying(leaves[i], tuple(more)), True
-        state = jax.tree.unflatten(structure, leaves)
-    return state
+        both = zip(leaves, jax.tree.leaves(after), strict=True)
+        more = [tuple(axes.varying_axes(y) - axes.varying_axes(x)) for x, y in both]
+        if not any(more):
+            return state
+        state = jax.tree.unflatten(structure, map(axes.varying, leaves, more))
 
 
 def _known_own(state: Any, params: Any, workers: Workers) -> Any:
@@ -221,10 +217,10 @@ def check_state(
     except ValueError as error:
         raise ValueError(f"the {name} is not one of this optimizer: {advice}") from error
     for spec, part in zip(jax.tree.leaves(specs), parts, strict=True):
-        if not shortened(P(*spec[:1]), workers.axes):
+        if not workers.stacks(spec):
             continue
         # A slice that all owners have alike differs over the devices of a group alone.
-        holders = 1 if here else math.prod(workers.mesh.shape[n] for n in axes_of(spec[0]))
+        holders = 1 if here else product(workers.mesh.shape, axes_of(spec[0]))
         for x in jax.tree.leaves(part):
             if jnp.shape(x)[:1] != (holders,):
                 raise ValueError(
