@@ -44,14 +44,15 @@ def workers_on(axis: Axes) -> int:
         return lax.axis_size(axis)
     except NameError as error:
         bound = jax.sharding.get_abstract_mesh().manual_axes
+        unknown = spelled(tuple(n for n in axis if n not in bound))
         if bound:
             raise ValueError(
-                f"workers={spelled(axis)!r} is not an axis of the workers here, where the mapped axes are "
+                f"workers={unknown!r} is not an axis of the workers here, where the mapped axes are "
                 f"{bound}: the optimizer and the step around it name different axes; give both the same "
                 "one, such as one lioncub_jax.Workers"
             ) from error
         raise ValueError(
-            f"workers={spelled(axis)!r} is not a mesh axis here: update (and, for state that is sharded "
+            f"workers={unknown!r} is not a mesh axis here: update (and, for state that is sharded "
             "over the workers, init) must run inside jax.shard_map or jax.pmap with that axis; "
             "lioncub_jax.on_mesh, init_state and make_train_step do so"
         ) from error

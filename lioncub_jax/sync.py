@@ -365,5 +365,6 @@ def _check_levels(mu: Any, group: Axes) -> None:
         kept = "in slices that a group shares" if in_slices else "whole by each worker"
         raise ValueError(
             f"the momentum is kept {kept}, and the workers of sync_momentum have "
-            f"group={axes.spelled(group)!r}: to sync it in codes give the Workers of the communicate that is wrapped"
+            f"group={axes.spelled(group)!r}: to sync it in codes give the Workers of the communicate that "
+            "is wrapped"
         )
