@@ -37,24 +37,24 @@ def schemes() -> list[dict[str, Any]]:
     at_owner = decide.at_owner(optax.scale_by_lion())
     voted = [
         {},
-        {"up": lc.quantize.midrise(2)},
-        {"up": lc.quantize.midrise(4)},
+        {"quantizer": lc.quantize.midrise(2)},
+        {"quantizer": lc.quantize.midrise(4)},
         {"decision": lc.decide.average()},
-        {"up": lc.quantize.ternary()},
-        {"up": lc.quantize.integer(8)},
+        {"quantizer": lc.quantize.ternary()},
+        {"quantizer": lc.quantize.integer(8)},
         {"wire": lc.wires.gathered()},
         {"wire": lc.wires.counts()},
-        {"wire": lc.wires.counts(jnp.int16), "up": lc.quantize.midrise(4)},
-        {"wire": lc.wires.counts(), "up": lc.quantize.integer(8)},
+        {"wire": lc.wires.counts(jnp.int16), "quantizer": lc.quantize.midrise(4)},
+        {"wire": lc.wires.counts(), "quantizer": lc.quantize.integer(8)},
         {"wire": lc.wires.lanes()},
-        {"wire": lc.wires.lanes(), "up": lc.quantize.integer(5)},
+        {"wire": lc.wires.lanes(), "quantizer": lc.quantize.integer(5)},
     ]
     valued = [
-        {"up": lc.quantize.error_feedback(lc.quantize.midrise(p)), "decision": at_owner}
+        {"quantizer": lc.quantize.error_feedback(lc.quantize.midrise(p)), "decision": at_owner}
         for p in (1, 2, 3)
     ]
     valued += [
-        {"up": lc.quantize.dense(dtype), "decision": at_owner, "wire": wire}
+        {"quantizer": lc.quantize.dense(dtype), "decision": at_owner, "wire": wire}
         for dtype in (jnp.float32, jnp.bfloat16)
         for wire in (lc.wires.two_phase(), lc.wires.gathered(), lc.wires.all_reduce())
     ]

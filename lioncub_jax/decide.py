@@ -334,7 +334,9 @@ class Decision(NamedTuple):
             wanted = "give the two_phase or the gathered wire, or trim=0"
             wrong = f"it sorts what each worker sent, and the {wire.name} wire only adds: {wanted}"
         if wrong is None and wire.carries == "values" and not up.dense:
-            wrong = f"the {wire.name} wire adds values: give up=dense(), or the two_phase wire"
+            wrong = (
+                f"the {wire.name} wire adds values: give quantizer=dense(), or the two_phase wire"
+            )
         if wrong is not None:
             raise ValueError(f"decision={self.name}: {wrong}")
 
@@ -579,7 +581,7 @@ def values() -> Coder:
     Example:
       >>> import lioncub_jax as lc, optax
       >>> adam = lc.decide.at_owner(optax.scale_by_adam(), lc.decide.values())
-      >>> parts = {"memory": lc.momentum.nothing(), "up": lc.quantize.dense(), "decision": adam}
+      >>> parts = {"memory": lc.momentum.nothing(), "quantizer": lc.quantize.dense(), "decision": adam}
       >>> tx = lc.communicate(workers="data", **parts)
     """
 

@@ -89,7 +89,7 @@ def communicate(
     *,
     workers: AxisName | Workers | None,
     memory: Memory,
-    up: Quantizer | None = None,
+    quantizer: Quantizer | None = None,
     decision: Decision | None = None,
     wire: Wire | None = None,
     bucket_size: int | None = None,
@@ -111,7 +111,7 @@ def communicate(
         group by a reduce-scatter, each device keeps momentum and votes for its slice of the parameters, and
         the packed answers are gathered inside the group.
       memory: ``blend(b1, b2)``, or ``nothing()``: signSGD, or momentum that lives at the owner.
-      up: how values become codes; default ``sign()``.
+      quantizer: how values become codes; default ``sign()``.
       decision: what the owner of a slice answers: ``majority()`` (default), ``ternary()`` (default for
         codes with a zero), ``average()`` or ``at_owner(tx)``.
       wire: ``two_phase()`` (default), ``gathered()``, ``counts()``, ``lanes()`` or ``all_reduce()``.
@@ -135,13 +135,13 @@ def communicate(
     Example:
       >>> import lioncub_jax as lc, optax
       >>> tx = optax.chain(
-      ...     lc.communicate(workers="data", memory=lc.momentum.blend(), up=lc.quantize.midrise(2)),
+      ...     lc.communicate(workers="data", memory=lc.momentum.blend(), quantizer=lc.quantize.midrise(2)),
       ...     optax.add_decayed_weights(0.1),
       ...     optax.scale_by_learning_rate(1e-4),
       ... )
     """
-    up = quantize.sign() if up is None else up
-    check_kinds(up=(up, Quantizer))
+    up = quantize.sign() if quantizer is None else quantizer
+    check_kinds(quantizer=(up, Quantizer))
     decision = decide.fitting(up) if decision is None else decision
     wire = wires.two_phase() if wire is None else wire
     check_kinds(memory=(memory, Memory), decision=(decision, Decision), wire=(wire, Wire))

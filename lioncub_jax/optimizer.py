@@ -104,10 +104,8 @@ def lion_cub(
 
     Source: Lion Cub (arXiv 2411.16462).
     """
-    if quantizer is not None:
-        check_kinds(quantizer=(quantizer, Quantizer))
     vote = communicate(
-        workers=workers, memory=momentum.blend(b1, b2, mu_dtype), up=quantizer, wire=wire,
+        workers=workers, memory=momentum.blend(b1, b2, mu_dtype), quantizer=quantizer, wire=wire,
         bucket_size=bucket_size,
     )  # fmt: skip
     return descending(_synced(vote, sync, sync_where, workers), learning_rate, weight_decay, mask)
@@ -186,12 +184,11 @@ def owner_lion(
     check_mu_dtype(mu_dtype)
     if quantizer is None:
         quantizer = quantize.error_feedback(quantize.midrise(3))
-    check_kinds(quantizer=(quantizer, Quantizer))
     lion = decide.at_owner(
         Lion(b1, b2, mu_dtype), dominance=dominance, trim=0 if trim is None else trim
     )
     direction = communicate(
-        workers=workers, memory=momentum.nothing(), up=quantizer, decision=lion, wire=wire,
+        workers=workers, memory=momentum.nothing(), quantizer=quantizer, decision=lion, wire=wire,
         bucket_size=bucket_size,
     )  # fmt: skip
     return descending(direction, learning_rate, weight_decay, mask)
@@ -361,7 +358,7 @@ def coded_mean(
     return communicate(
         workers=workers,
         memory=momentum.nothing(),
-        up=up if error_dtype is None else quantize.error_feedback(up, error_dtype),
+        quantizer=up if error_dtype is None else quantize.error_feedback(up, error_dtype),
         decision=decide.at_owner(None, decide.codes(bits, error_dtype or "float32")),
     )
 

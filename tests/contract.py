@@ -328,7 +328,7 @@ SUM = SumMemory()
 OWED = {
     "owner": lc.communicate(
         workers="data", memory=lc.momentum.nothing(),
-        up=Q.error_feedback(Q.midrise(2), jnp.float32),
+        quantizer=Q.error_feedback(Q.midrise(2), jnp.float32),
         decision=lc.decide.at_owner(optax.identity(), lc.decide.values(), dominance=np.inf),
     ),
     "coded": lc.coded_gradients(optax.identity(), 2, workers="data"),

@@ -45,18 +45,18 @@ def shapes(*sizes):
 SCHEMES = {
     "sign": ({}, 2 + 2 / 128),
     "sign, average": ({"decision": D.average()}, (1 + 4) * (1 + 1 / 128)),
-    "2 bits": ({"up": Q.midrise(2)}, 3 + 2 / 128),
-    "ternary": ({"up": Q.ternary()}, 2 + 2),
+    "2 bits": ({"quantizer": Q.midrise(2)}, 3 + 2 / 128),
+    "ternary": ({"quantizer": Q.ternary()}, 2 + 2),
     "sign, gathered": ({"wire": WIRES.gathered()}, 8 * (1 + 1 / 128)),
     "sign, int8 counts": ({"wire": WIRES.counts()}, 2 * 8 * (1 + 1 / 128)),
     "owner, 3 bits": (
-        {"up": Q.error_feedback(Q.midrise(3)), **AT_OWNER}, 3 + 16 / 128 + 1 + 1 / 128,
+        {"quantizer": Q.error_feedback(Q.midrise(3)), **AT_OWNER}, 3 + 16 / 128 + 1 + 1 / 128,
     ),
-    "owner, floats down": ({"up": Q.dense(), "decision": D.at_owner(None, D.values())}, 32 + 32),
-    "owner, all-reduce": ({"up": Q.dense(), "wire": WIRES.all_reduce(), **AT_OWNER}, 2 * 32),
+    "owner, floats down": ({"quantizer": Q.dense(), "decision": D.at_owner(None, D.values())}, 32 + 32),
+    "owner, all-reduce": ({"quantizer": Q.dense(), "wire": WIRES.all_reduce(), **AT_OWNER}, 2 * 32),
     "feedback both ways": (
         {
-            "up": Q.error_feedback(Q.midrise(1)),
+            "quantizer": Q.error_feedback(Q.midrise(1)),
             "decision": D.at_owner(None, D.codes(1)),
         },
         2 + 32 / 128,

@@ -154,7 +154,7 @@ class Method(NamedTuple):
         """The transform and the simulator of workers with momenta of their own."""
         (up, codes), (decision, rule) = both(self.codes), REPLIES[self.reply]
         options |= {"workers": workers, "memory": lc.momentum.blend(B1, B2, mu_dtype)}
-        tx = lc.communicate(up=up, decision=decision, wire=wire, **options)
+        tx = lc.communicate(quantizer=up, decision=decision, wire=wire, **options)
         return tx, lion.local_momentum(B1, B2, mu_dtype, codes, rule)
 
     def of_owners(self, wire, workers=AXIS, **options):
@@ -163,7 +163,7 @@ class Method(NamedTuple):
         how = {"dominance": self.dominance, "trim": self.trim}
         decision = D.at_owner(optax.scale_by_lion(0.5, 0.5), reply, **how)
         options |= {"workers": workers, "memory": lc.momentum.nothing()}
-        tx = lc.communicate(up=up, decision=decision, wire=wire, **options)
+        tx = lc.communicate(quantizer=up, decision=decision, wire=wire, **options)
         return tx, lion.momentum_at_owner(0.5, 0.5, codes, decide=rule, **how)
 
 

@@ -124,7 +124,7 @@ ARGUMENTS = [  # what takes it, what it is given, and the error, which shows tha
     *(
         (lambda x, of=of: communicate(**{of: x}), given, TypeError, f"{of}= ... give")
         for of, given in {
-            "up": [Q.sign, "sign"],
+            "quantizer": [Q.sign, "sign"],
             "decision": [D.majority, D.sign(), optax.scale_by_lion()],
             "wire": [WIRES.two_phase],
             "memory": [lc.momentum.blend, (0.9, 0.99), None],
@@ -145,37 +145,37 @@ def test_an_argument_out_of_range(call, values, error, words):
 FEEDBACK = Q.error_feedback(Q.midrise(3))
 NO_STEPS = "sends codes without steps: give midrise(p)"
 MISFITS = [
-    ({"up": Q.dense()}, "dense(float32) has no codes to count ... decision=at_owner(tx)"),
-    ({"decision": at_owner, "up": Q.ternary()}, f"decodes values ... ternary {NO_STEPS}"),
-    ({"decision": at_owner, "up": Q.integer()}, f"decodes values ... integer(8) {NO_STEPS}"),
-    ({"up": FEEDBACK}, "error feedback ... no error to feed back ... decision=at_owner(tx)"),
-    ({"up": TURNED}, "rotated(midrise(1)): a vote is on each parameter ... decision=at_owner(tx)"),
+    ({"quantizer": Q.dense()}, "dense(float32) has no codes to count ... decision=at_owner(tx)"),
+    ({"decision": at_owner, "quantizer": Q.ternary()}, f"decodes values ... ternary {NO_STEPS}"),
+    ({"decision": at_owner, "quantizer": Q.integer()}, f"decodes values ... integer(8) {NO_STEPS}"),
+    ({"quantizer": FEEDBACK}, "error feedback ... no error to feed back ... decision=at_owner(tx)"),
+    ({"quantizer": TURNED}, "rotated(midrise(1)): a vote is on each parameter ... decision=at_owner(tx)"),
     (
-        {"decision": at_owner, "up": FEEDBACK, "wire": WIRES.counts()},
+        {"decision": at_owner, "quantizer": FEEDBACK, "wire": WIRES.counts()},
         "the counts(int8) wire adds codes ... decision=majority() ... two_phase",
     ),
     (
-        {"decision": at_owner, "up": FEEDBACK, "wire": WIRES.lanes()},
+        {"decision": at_owner, "quantizer": FEEDBACK, "wire": WIRES.lanes()},
         "the lanes wire adds codes ... decision=majority() ... two_phase",
     ),
     (
         {"wire": WIRES.all_reduce()},
-        "the all-reduce wire adds values ... up=dense() ... two_phase",
+        "the all-reduce wire adds values ... quantizer=dense() ... two_phase",
     ),
     (
-        {"decision": at_owner, "up": FEEDBACK, "wire": WIRES.all_reduce()},
-        "the all-reduce wire adds values ... up=dense() ... two_phase",
+        {"decision": at_owner, "quantizer": FEEDBACK, "wire": WIRES.all_reduce()},
+        "the all-reduce wire adds values ... quantizer=dense() ... two_phase",
     ),
     (
-        {"decision": D.at_owner(optax.identity(), trim=1), "up": Q.dense(),
+        {"decision": D.at_owner(optax.identity(), trim=1), "quantizer": Q.dense(),
          "wire": WIRES.all_reduce()},
         "sorts what each worker sent ... the all-reduce wire only adds ... trim=0",
     ),
     (
-        {"up": Q.ternary(), "decision": D.majority()},
+        {"quantizer": Q.ternary(), "decision": D.majority()},
         "ternary has a code for zero ... give ternary() or average()",
     ),
-    ({"up": Q.midrise(2), "decision": D.total()}, "has no code for zero ... give average()"),
+    ({"quantizer": Q.midrise(2), "decision": D.total()}, "has no code for zero ... give average()"),
 ]  # fmt: skip
 
 
@@ -198,13 +198,13 @@ TOO_MANY = [  # the first number of workers that is too large
         128, {"wire": WIRES.counts()},
         "counts ... 128 workers can reach 128 ... counts to 127 ... wider",
     ),
-    (128, {"up": Q.integer(8)}, "integer(8) ... 128 workers ... at most 127 workers ... midrise(8)"),
+    (128, {"quantizer": Q.integer(8)}, "integer(8) ... 128 workers ... at most 127 workers ... midrise(8)"),
     (
-        3, {"up": Q.midrise(6), "wire": WIRES.counts()},
+        3, {"quantizer": Q.midrise(6), "wire": WIRES.counts()},
         "counts ... 3 workers can reach 189 ... counts to 127 ... two_phase",
     ),
     (
-        258, {"up": Q.midrise(8), "wire": WIRES.lanes()},
+        258, {"quantizer": Q.midrise(8), "wire": WIRES.lanes()},
         "lanes ... 258 workers ... counts to 65535",
     ),
 ]  # fmt: skip
@@ -216,10 +216,10 @@ def test_more_workers_than_a_code_or_wire_can_count(trace):
         with raises(ValueError, words):
             predict(workers, **parts)
     for workers, up in ((8, Q.integer(4)), (4, Q.integer(3))):
-        assert trace(communicate(up=up), workers - 1)
+        assert trace(communicate(quantizer=up), workers - 1)
         words = f"{up.name} ... {workers} workers ... at most {workers - 1} workers"
         with raises(ValueError, words):
-            trace(communicate(up=up), workers)
+            trace(communicate(quantizer=up), workers)
 
 
 # --- One call ---------------------------------------------------------------------------------------

@@ -141,9 +141,9 @@ from lioncub_jax.cli.main import main
 
 said["plan"] = command(*"plan --params 1M --workers 8 --bandwidth 1gbit --compute 1s --json".split())
 tree = {"w": jax.ShapeDtypeStruct((1000, 30), jnp.float32)}
-reduced = {"up": lc.quantize.dense(jnp.bfloat16), "wire": lc.wires.all_reduce()}
+reduced = {"quantizer": lc.quantize.dense(jnp.bfloat16), "wire": lc.wires.all_reduce()}
 reduced["decision"] = lc.decide.at_owner(optax.scale_by_lion())
-counted = {"up": lc.quantize.integer(8), "wire": lc.wires.counts()}
+counted = {"quantizer": lc.quantize.integer(8), "wire": lc.wires.counts()}
 for platform in ("tpu", "cpu"):
     device = jax.sharding.AbstractDevice("", None, platform=platform)
     workers = lc.Workers(jax.sharding.AbstractMesh((8,), ("data",), abstract_device=device), "data")

@@ -171,7 +171,7 @@ def first_state(workers, dtype=jnp.float32):
     """Momentum of each worker, error feedback, and momentum of owners in one state."""
     tx = lc.communicate(
         workers="data", memory=lc.momentum.blend(0.5, 0.5),
-        up=lc.quantize.error_feedback(lc.quantize.midrise(2)),
+        quantizer=lc.quantize.error_feedback(lc.quantize.midrise(2)),
         decision=lc.decide.at_owner(optax.scale_by_lion(0.5, 0.5)),
     )  # fmt: skip
     shapes = {"w": (16, 40), "b": (3,), "none": (0, 3)}

@@ -16,13 +16,13 @@ AT_OWNER = {"decision": D.at_owner(optax.scale_by_lion(0.5, 0.5))}
 METHODS = {
     "sign": MEMORY,
     "sign, average": MEMORY | {"decision": D.average()},
-    "2 bits": MEMORY | {"up": Q.midrise(2)},
-    "3 bits, stochastic": MEMORY | {"up": Q.midrise(3, rounding=Q.stochastic())},
-    "integers": MEMORY | {"up": Q.integer(8), "wire": WIRES.counts()},
-    "ternary": MEMORY | {"up": Q.ternary(), "wire": WIRES.gathered()},
-    "owner, feedback": AT_OWNER | {"up": Q.error_feedback(Q.midrise(3))},
-    "owner, 4 bits": AT_OWNER | {"up": Q.midrise(4)},
-    "owner, dense": AT_OWNER | {"up": Q.dense(), "wire": WIRES.all_reduce()},
+    "2 bits": MEMORY | {"quantizer": Q.midrise(2)},
+    "3 bits, stochastic": MEMORY | {"quantizer": Q.midrise(3, rounding=Q.stochastic())},
+    "integers": MEMORY | {"quantizer": Q.integer(8), "wire": WIRES.counts()},
+    "ternary": MEMORY | {"quantizer": Q.ternary(), "wire": WIRES.gathered()},
+    "owner, feedback": AT_OWNER | {"quantizer": Q.error_feedback(Q.midrise(3))},
+    "owner, 4 bits": AT_OWNER | {"quantizer": Q.midrise(4)},
+    "owner, dense": AT_OWNER | {"quantizer": Q.dense(), "wire": WIRES.all_reduce()},
 }
 
 
@@ -103,9 +103,9 @@ def test_what_is_stored_saturates_and_comes_back(run_workers):
 
 def test_a_sum_that_overflows_is_as_with_nobody_there(run_workers):
     txs = {
-        "two-phase": vote(**AT_OWNER, up=Q.dense()),
-        "all-reduce": vote(**AT_OWNER, up=Q.dense(), wire=WIRES.all_reduce()),
-        "4 bits": vote(**AT_OWNER, up=Q.midrise(4)),
+        "two-phase": vote(**AT_OWNER, quantizer=Q.dense()),
+        "all-reduce": vote(**AT_OWNER, quantizer=Q.dense(), wire=WIRES.all_reduce()),
+        "4 bits": vote(**AT_OWNER, quantizer=Q.midrise(4)),
     }
     grads = {"w": np.ones((3, 2, 300), np.float32)}
     grads["w"][1, :, :130] = 3e38
@@ -129,13 +129,13 @@ def test_a_sum_that_overflows_is_as_with_nobody_there(run_workers):
 
 RANDOM = {"rounding": Q.stochastic()}
 OF_BILLIONS = METHODS | {
-    "integers, stochastic": {"up": Q.integer(6, **RANDOM), "wire": WIRES.lanes()},
-    "ternary, stochastic": {"up": Q.ternary(**RANDOM), "decision": D.total()},
-    "owner, 1 bit": AT_OWNER | {"up": Q.midrise(1)},
-    "owner, levels": {"up": Q.levels(4, **RANDOM), "decision": D.at_owner(None, D.values())},
-    "owner, bfloat16": AT_OWNER | {"up": Q.dense(jnp.bfloat16), "wire": WIRES.all_reduce()},
+    "integers, stochastic": {"quantizer": Q.integer(6, **RANDOM), "wire": WIRES.lanes()},
+    "ternary, stochastic": {"quantizer": Q.ternary(**RANDOM), "decision": D.total()},
+    "owner, 1 bit": AT_OWNER | {"quantizer": Q.midrise(1)},
+    "owner, levels": {"quantizer": Q.levels(4, **RANDOM), "decision": D.at_owner(None, D.values())},
+    "owner, bfloat16": AT_OWNER | {"quantizer": Q.dense(jnp.bfloat16), "wire": WIRES.all_reduce()},
     "feedback both ways, 4 bits": {
-        "up": Q.error_feedback(Q.midrise(4)),
+        "quantizer": Q.error_feedback(Q.midrise(4)),
         "decision": D.at_owner(None, D.codes(4)),
     },
 }

@@ -268,7 +268,7 @@ import lioncub_jax as lc
 from jax.sharding import AxisType, PartitionSpec as P
 
 owner = lc.decide.at_owner(optax.scale_by_adam(), lc.decide.values())
-exact = {"up": lc.quantize.dense(), "wire": lc.wires.all_reduce()}
+exact = {"quantizer": lc.quantize.dense(), "wire": lc.wires.all_reduce()}
 rate = {"learning_rate": 1.0, "weight_decay": 0.0, "workers": "data"}
 txs = {
     "vote": lc.lion_cub(bucket_size=300, **rate),

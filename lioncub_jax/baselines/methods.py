@@ -183,7 +183,7 @@ def qsgd(
     mean = communicate(
         workers=workers,
         memory=nothing(),
-        up=codes,
+        quantizer=codes,
         decision=decide.at_owner(trace(momentum), decide.values(), dominance=jnp.inf),
         wire=wires.gathered(),
     )

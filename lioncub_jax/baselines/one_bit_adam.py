@@ -179,7 +179,7 @@ def zero_one_adam(
     floats = communicate(
         workers=workers,
         memory=nothing(),
-        up=quantize.dense(),
+        quantizer=quantize.dense(),
         decision=decide.at_owner(None, decide.values()),
         wire=wires.all_reduce(),
     )

@@ -59,7 +59,7 @@ def terngrad(
         check_number(f"clip={clip!r}", clip, lambda x: x > 0, said, float)
     axis = compression.one_level("terngrad", workers)
     up = quantize.ternary(rounding=quantize.stochastic(seed))
-    codes = communicate(workers=axis, memory=nothing(), up=up, decision=decide.total())
+    codes = communicate(workers=axis, memory=nothing(), quantizer=up, decision=decide.total())
     mean = compression.on_devices(axis, codes.init, partial(_step, codes, axis, clip))
     return descending(behind(mean, trace(momentum), axis), learning_rate, weight_decay, mask)
 
