@@ -458,9 +458,11 @@ class Worker(NamedTuple):
 
     def _abstains(self, messages: list[Message], abstain: Any) -> jax.Array:
         """Whether ``abstain`` is set, or a value is not finite on any of the worker's devices."""
-        told = jnp.zeros((), bool) if abstain is None else abstain
-        valid = jnp.stack([~told, *[x.valid for x in messages]])
-        return axes.any_over_shards(~jnp.all(valid), self.plan.axis)
+        abstains = jnp.zeros((), bool) if abstain is None else abstain
+        if messages:
+            words = [x.planes[0][0] for x in messages]
+            abstains = ~xla.all_delayed_by([*[x.valid for x in messages], ~abstains], words)
+        return axes.any_over_shards(abstains, self.plan.axis)
 
     def _encode(self, form: Format, values: list[Any], counts: jax.Array | None) -> list[Message]:
         """The codes of each piece of a bucket; ``values`` as in `exchange`."""

@@ -67,8 +67,8 @@ MUTANTS = r"""
 
 # exchange.py: sharding accounting optimizer contract
 = a device with a NaN abstains, and others of its worker vote
--         return axes.any_over_shards(~jnp.all(valid), self.plan.axis)
-+         return ~jnp.all(valid)
+-         return axes.any_over_shards(abstains, self.plan.axis)
++         return abstains
 
 = padding in a group's slice keeps an error
 - layout.zero_padding(x, self.counts[i])
