@@ -579,6 +579,14 @@ MUTANTS = r"""
 - min(found.stages, key=_bytes)
 + found.stages[-1]
 
+= the turns of a loop are counted as one
+- times * step.params["length"] if name == "scan" else times
++ times
+
+= a collective that nobody knows is passed over
+- elif name not in _QUIET and _axes_of(step):
++ elif False:
+
 = a mean in bfloat16 is widened on every platform
 - device.platform == "cpu"
 + device.platform

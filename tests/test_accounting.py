@@ -205,6 +205,30 @@ def asked(tx=VOTE, workers=TWO, **how):
 AVERAGING = optax.stateless(lambda grads, params: jax.lax.pmean(grads, AXIS))
 
 
+def shifted(grads, params):
+    neighbor = jax.lax.ppermute(grads[0], AXIS, [(0, 1), (1, 0)])
+    return [jax.lax.pmean(neighbor, AXIS)]
+
+
+def until(grads, params):
+    far = lambda x: jnp.sum(x) > 1  # noqa: E731
+    start = jax.lax.pmean(grads[0], AXIS)
+    halve = lambda x: jax.lax.pmean(jax.lax.pcast(x, AXIS, to="varying") / 2, AXIS)  # noqa: E731
+    return [jax.lax.while_loop(far, halve, start)]
+
+
+def thrice(grads, params):
+    total, _ = jax.lax.scan(
+        lambda x, _: (x + jax.lax.psum(grads[0], AXIS), None), jnp.zeros(9), length=3
+    )
+    return [total]
+
+
+def test_what_a_loop_sends_is_sent_at_each_turn():
+    sent = lc.traffic.of(optax.stateless(thrice), shapes(9), TWO)
+    assert sent.sent_bytes == 3 * 2 * 1 / 2 * 4 * 9
+
+
 @pytest.mark.parametrize(
     ("ask", "error", "message"),
     [
@@ -213,6 +237,8 @@ AVERAGING = optax.stateless(lambda grads, params: jax.lax.pmean(grads, AXIS))
         (asked(workers=GROUPS), ValueError, "the same over .'data',. and not over .'gpu',."),
         (asked(optax.lion(1.0)), ValueError, "the optimizer's update differs between workers"),
         (asked(optax.chain(AVERAGING, VOTE)), ValueError, "it was already reduced in full precision"),
+        (asked(optax.stateless(shifted)), ValueError, "a ppermute over .'data',.: nobody knows here"),
+        (asked(optax.stateless(until)), ValueError, "sends inside of a while loop: nobody knows"),
         (asked("lion_cub"), TypeError, "str is no transform of one .*: give what lion_cub"),
         (asked(lc.on_mesh(VOTE, CUT), CUT), TypeError, "OnMesh is no .* not what on_mesh returned"),
         (

@@ -31,6 +31,7 @@ _OPS = {
     "all_to_all": "all-to-all",
     "reduce_scatter": "reduce-scatter",
 }
+_QUIET = {"axis_index", "pvary", "shard_map"}  # they name axes, and nothing travels
 _FLAGS = 4  # numbers: flags and counts of votes inside a worker, which are not counted
 
 
@@ -82,7 +83,8 @@ def of(
     Raises:
       TypeError: for no transform, what `on_mesh` returned, or no `Workers`.
       ValueError: as `on_mesh`: for updates that differ between workers, specs that the mesh does not
-        have, or more workers than the quantizer or wire can count.
+        have, or more workers than the quantizer or wire can count; for a collective that is not known
+        here, or in a loop of unknown length.
 
     Example:
       >>> import jax, jax.numpy as jnp, lioncub_jax as lc
@@ -140,19 +142,23 @@ class _Found:
         self.stages: list[list[Collective]] = [[]]
         self.inside: list[Collective] = []
 
-    def read(self, program: Jaxpr) -> None:
-        """Adds those of a program, and of all programs in it."""
+    def read(self, program: Jaxpr, times: int = 1) -> None:
+        """Adds those of a program that runs so often, and of all programs in it."""
         for step in program.eqns:
-            op, inner = _OPS.get(step.primitive.name), [*_programs_in(step.params)]
-            if op is not None:
-                self._add(self._collective(op, step))
-            elif step.primitive.name == "cond" and isinstance(step.invars[0], Literal):
-                self.read(inner[step.invars[0].val])  # XLA drops the others
-            elif step.primitive.name == "cond":
-                self._choose(inner)
+            name, inner = step.primitive.name, [*_programs_in(step.params)]
+            if name in _OPS:
+                self._add(self._collective(_OPS[name], step, times))
+            elif name not in _QUIET and _axes_of(step):
+                raise ValueError(
+                    f"the traced update has a {name} over {_axes_of(step)}: {_UNKNOWN}"
+                )
+            elif name == "cond" and isinstance(step.invars[0], Literal):
+                self.read(inner[step.invars[0].val], times)  # XLA drops the others
+            elif name in ("cond", "while"):
+                self._choose(name, inner, times)
             else:
                 for one in inner:
-                    self.read(one)
+                    self.read(one, times * step.params["length"] if name == "scan" else times)
 
     def _add(self, one: Collective) -> None:
         over = set(one.axes or ())
@@ -162,19 +168,19 @@ class _Found:
         elif over & {*axes.names(self._workers.group)} and one.operands[0].size > _FLAGS:
             self.inside.append(one)
 
-    def _choose(self, branches: list[Jaxpr]) -> None:
+    def _choose(self, name: str, branches: list[Jaxpr], times: int) -> None:
         each = []
         for branch in branches:
             found = _Found(self._workers)
-            found.read(branch)
+            found.read(branch, times)
             each += found.stages
+        if any(each) and name == "while":
+            raise ValueError(f"the traced update sends inside of a while loop: {_UNKNOWN}")
         if any(each):
             self.stages = [before + then for before in self.stages for then in each]
 
-    def _collective(self, op: str, step: JaxprEqn) -> Collective:
-        said = step.params
-        over = axes.names(said["axes"] if "axes" in said else said["axis_name"])
-        groups = said.get("axis_index_groups")
+    def _collective(self, op: str, step: JaxprEqn, times: int) -> Collective:
+        over, groups = _axes_of(step), step.params.get("axis_index_groups")
         size = len(groups[0]) if groups else product(self._mesh.shape, over)
         device = self._mesh.abstract_device
         widened = op == "all-reduce" and device is not None and device.platform == "cpu"
@@ -184,7 +190,19 @@ class _Found:
             dtype = "f32" if widened and x.dtype == jnp.bfloat16 else _hlo_name(x.dtype)
             shape = shard_shape(x.shape, x.sharding.spec, self._mesh.shape)
             operands.append(Operand(dtype, shape))
-        return Collective(op, tuple(operands), over, size)
+        return Collective(op, tuple(operands), over, size, times)
+
+
+_UNKNOWN = (
+    "nobody knows here how often or what it sends; read the bytes of the compiled program, "
+    "lioncub_jax.traffic.collectives(compiled, mesh)"
+)
+
+
+def _axes_of(step: JaxprEqn) -> tuple[str, ...]:
+    """The mesh axes that an operation names."""
+    named = step.params.get("axes", step.params.get("axis_name", ()))
+    return tuple(n for n in axes.names(named) if isinstance(n, str))
 
 
 def _programs_in(tree: Any) -> Iterator[Jaxpr]:
@@ -197,8 +215,8 @@ def _programs_in(tree: Any) -> Iterator[Jaxpr]:
 
 
 def _hlo_name(dtype: np.dtype) -> str:
-    """How HLO names a dtype: "f32", "s8"."""
-    kinds = {"bfloat": "bf", "float": "f", "uint": "u", "int": "s"}
+    """How HLO names a dtype: "f32", "s8", "pred"."""
+    kinds = {"bfloat": "bf", "float": "f", "uint": "u", "int": "s", "complex": "c", "bool": "pred"}
     kind = dtype.name.rstrip("0123456789")
     return kinds[kind] + dtype.name.removeprefix(kind)
 
