@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-AxisName: TypeAlias = str | tuple[str, ...]  # as users name the workers: one axis, or several
-Axes: TypeAlias = tuple[
-    str, ...
-]  # mesh axes that are one group of workers, or devices; () for none
+# As users name the workers: one mesh axis, or several.
+AxisName: TypeAlias = str | tuple[str, ...]
+# Mesh axes that are one group of workers, or of devices; () for none.
+Axes: TypeAlias = tuple[str, ...]
 
 
 def names(axis: AxisName | None) -> Axes:

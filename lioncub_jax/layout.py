@@ -173,13 +173,16 @@ def buckets(
     """
     sizes = [math.prod(leaf.shape) for leaf in leaves]
     groups: dict[tuple[str, ...], list[list[int]]] = {}
+    filled: dict[tuple[str, ...], int] = {}  # elements of the last group
     for index, size in enumerate(sizes):
         if size == 0:
             continue
-        alike = groups.setdefault(tuple(sorted(axes[index])) if axes else (), [[]])
-        last = alike[-1]
-        if last and limit is not None and sum(sizes[i] for i in last) + size > limit:
+        over = tuple(sorted(axes[index])) if axes else ()
+        alike = groups.setdefault(over, [[]])
+        filled[over] = filled.get(over, 0) + size
+        if alike[-1] and limit is not None and filled[over] > limit:
             alike.append([])
+            filled[over] = size
         alike[-1].append(index)
     placed = []
     for over in sorted(groups):

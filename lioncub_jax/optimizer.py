@@ -292,7 +292,7 @@ def global_gradients(
         if built is not None:
             checks.warn_alone(updates, built)
         if axis:
-            axes.workers_on(axis)
+            axes.workers_on(everyone)
             checks.check_local(updates, everyone)
             updates = wires.mean_over_workers(updates, everyone, dtype)
         updates, inner = tx.update(updates, state.inner, params, **extra)

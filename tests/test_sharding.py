@@ -543,7 +543,17 @@ def with_slices_of_more():
     jax.eval_shape(over, jnp.ones(4))
 
 
+def with_a_mean_over_an_axis_that_is_not_there():
+    tx = lc.global_gradients(optax.sgd(1.0), workers=on("node=2 gpu=2"))
+    mesh = on("node=2").mesh
+    over = jax.shard_map(
+        lambda g: tx.update(g, tx.init(g))[0], mesh=mesh, in_specs=P("node"), out_specs=P()
+    )
+    jax.eval_shape(over, jnp.ones(4))
+
+
 REFUSED = [
+    (with_a_mean_over_an_axis_that_is_not_there, "'gpu' is not an axis of the workers here"),
     (with_slices_of_more, "of 2 buffers ... of this step, of 1 ... make it anew, or restore it"),
     (
         lambda: prepare(TP, P("data")),
