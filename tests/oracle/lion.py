@@ -25,14 +25,17 @@ zeros, ties and abstention, mid-rise codes of more than one bit, and momentum at
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from oracle.coding import (
     Votes,
+    answer,
     both_ways,
     bounded_mean,
     buffer_of,
@@ -180,20 +183,28 @@ def local_momentum(b1=0.9, b2=0.99, mu_dtype=None, codes=None, decide=None):
     return simulator(memory, step)
 
 
-def momentum_at_owner(b1=0.9, b2=0.99, codes=None, dominance=None, decide=majority, trim=0):
-    """Workers send gradients, with the feedback of their codes, to one Lion."""
-    codes = codes or midrise(3)
+def momentum_at_owner(b1=0.9, b2=0.99, codes=None, **how):
+    """Lion at the owner, whose sign is the whole update."""
+    return at_owner(optax.scale_by_lion(b1, b2), codes or midrise(3), **how)
+
+
+def at_owner(tx, codes, reply=None, *, dominance=None, decide=majority, trim=0):
+    """Workers send gradients, with the feedback of their codes, to one state of ``tx``.
+
+    Its update comes back as a sign, or in codes of ``reply`` bits with the owners' own feedback.
+    """
 
     def memory(params, workers, late=False):
         error = per_worker(params, workers, codes.feedback)
-        mu = jnp.zeros(buffer_of(error).real.shape, widest(params))
+        rows = jnp.zeros(buffer_of(error).real.shape, widest(params))
         return {
-            "mu": mu, "error": error if codes.feedback else None,
+            "inner": tx.init(rows), "error": error if codes.feedback else None,
+            "owner": jnp.zeros(rows.shape) if reply else None,
             "ties": jnp.float32(0), "missed": none_late(error, codes) if late else None,
         }  # fmt: skip
 
     def step(g, state, params, abstain, late=None, places=words):
-        buffer, mu, t, workers = buffer_of(g, places), state.mu, state.t, len(abstain)
+        buffer, t, workers = buffer_of(g, places), state.t, len(abstain)
         coded, rule = (codes, decide) if workers > 1 else (dense(), ternary_sum)
         usual = max(2.0, workers / 4) if codes.back is not_rotated else np.inf
         most = usual if dominance is None else dominance
@@ -205,20 +216,34 @@ def momentum_at_owner(b1=0.9, b2=0.99, codes=None, dominance=None, decide=majori
         votes = Votes(level, unit, jnp.broadcast_to(present, unit.shape))
         votes, missed = with_late(votes, state.missed, late)
         mean = coded.back(bounded_mean(votes, most, trim), buffer, t)
-        known = jnp.any(votes.here) & jnp.isfinite(mean)
+        some = jnp.any(votes.here)
+        known = some & jnp.isfinite(mean)
         mean = saturate(jnp.where(known, mean, 0), widest(g))
-        c = jnp.where(known, blend(b1, mean, mu), 0)
-        moves = jnp.any(c != 0, axis=-1, keepdims=True)
-        u = rule(c, moves, coin(buffer, t))
-        mu = jnp.where(known, saturate(blend(b2, mean, mu), mu.dtype), mu)
+        update, inner = tx.update(mean, state.inner)
+        c = jnp.where(known, update, 0)
+        inner = jax.tree.map(partial(stays, known, some), inner, state.inner)
         if error is not None:
             rest = codes.keep * (x - coded.back(level * unit, buffer, t))
             error = kept(present, buffer.split(rest, error), error)
+        moves = jnp.any(c != 0, axis=-1, keepdims=True)
         ties = jnp.sum((c == 0) & moves & buffer.real & (workers > 1), dtype=jnp.float32)
-        changed = {"mu": mu, "error": error, "ties": ties, "missed": missed}
+        changed = {"inner": inner, "error": error, "ties": ties, "missed": missed}
+        if reply is None:
+            u = rule(c, moves, coin(buffer, t))
+        else:
+            said = jnp.where(known, c, jnp.nan)
+            alone = workers == 1
+            u, owner = (c, state.owner) if alone else answer(said, state.owner, buffer, reply)
+            u, changed["owner"] = jnp.where(known, u, 0), owner
         return buffer.split(u, g), present, changed
 
     return simulator(memory, step)
+
+
+def stays(known, some, new, old):
+    """What a state at the owner becomes: its rows where the mean is known, its counters if somebody spoke."""
+    new = saturate(new, new.dtype) if jnp.issubdtype(new.dtype, jnp.floating) else new
+    return jnp.where(known if new.shape == known.shape else some, new, old)
 
 
 def none_late(workers_own, codes):
