@@ -3,5 +3,5 @@
 import sys
 from pathlib import Path
 
-# The model and the text are those of the examples.
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+# The model and the text are those of the examples, and the simulated workers those of the tests.
+sys.path[:0] = [str(Path(__file__).parents[2] / folder) for folder in ("examples", "tests")]

@@ -1,6 +1,8 @@
-"""Who runs to the loss: every method as its users would write it, with what it is tuned over.
+"""Who runs to the loss: every method twice, simulated, and as its users write it.
 
-All have four choices to be tuned over, and the same model, data, schedule and decoupled decay.
+A method is what a user writes; the simulator is the same thing in the words of the tests' oracle, and a test
+holds the two together. All have the same model, text, schedule and decoupled decay, and are tuned alike:
+see `tuning`.
 """
 
 from collections.abc import Callable
@@ -8,30 +10,39 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import optax
+from oracle import baselines as reference_baselines
+from oracle import coding
+from oracle import lion as reference
+from oracle import one_bit_adam as reference_adam
+from oracle import powersgd as reference_power
+from oracle.lion import Simulator
 
 import lioncub_jax as lc
 from lioncub_jax import baselines
+from goal.model import STEPS
 
-AXIS = "data"
-DECAY = 0.1  # decoupled, of all
-LION_BETAS, ADAM_BETAS = (0.9, 0.99), (0.9, 0.99)
-FOREVER = 2**30  # steps
-OURS = "ours"
+OURS, PEER = "ours", "peer"
 FULL, CODED = "in full precision", "in one bit"  # stages of 1-bit Adam
+WARMUP = round(0.15 * STEPS)  # of 1-bit Adam, whose paper takes 15 to 25 % of a run
+ALONE = 8  # steps of a worker between two talks, of DiLoCo
 
 Schedule = Callable[[Any], Any]  # steps of a worker so far to a learning rate
 
 
-class Choice(NamedTuple):
-    """What a method is tuned over.
+class Hyper(NamedTuple):
+    """What a method is tuned over; numbers, or traced arrays.
 
     Attributes:
       rate: the highest learning rate.
-      option: a rank, bits, steps that a worker takes alone, or of a warm-up; 0 where there is none.
+      b1: weight of the momentum.
+      b2: decay of Lion's momentum, or of Adam's second moment.
+      decay: decoupled weight decay.
     """
 
-    rate: float
-    option: int = 0
+    rate: Any
+    b1: Any
+    b2: Any
+    decay: Any
 
 
 class Recipe(NamedTuple):
@@ -48,183 +59,203 @@ class Recipe(NamedTuple):
     local: optax.GradientTransformation | None = None
 
 
+class Family(NamedTuple):
+    """Where tuning begins, and what it tries instead.
+
+    Attributes:
+      rate: the first rate.
+      betas: the first ones, for short runs.
+      long: those of long runs, which are tried too.
+    """
+
+    rate: float
+    betas: tuple[float, float]
+    long: tuple[float, float]
+
+
+LION = Family(5e-4, (0.8, 0.9), (0.9, 0.99))
+ADAM = Family(2e-3, (0.8, 0.98), (0.9, 0.99))
+
+
 class Contender(NamedTuple):
     """A method.
 
     Attributes:
-      name: for tables and rows.
+      code: how it is written in a program, without ``lioncub_jax.``.
+      whose: "ours" or "peer".
       source: the paper, or "ours".
-      choices: four, or none with ``like``.
-      make: ``(Schedule, steps, option) -> Recipe``.
-      stages: ``(steps, option) -> ((first step, stage), ...)``: where its steps are of several kinds.
-      made_in: ``(stage, option) -> Recipe`` whose every step is of that kind, to be timed.
-      like: the contender whose choice it takes, in place of being tuned.
-      only: of the choices of ``like``, those with this option; 0 for all.
-      framework: "jax", or "torch" for what `ddp_worker.py` does by that name.
+      family: of which optimizer its rate and betas are.
+      simulated: ``(Hyper, Schedule) -> Simulator``.
+      made: ``(Hyper, Schedule, workers) -> Recipe``.
+      local_steps: steps of a worker between two talks.
+      local: ``(Hyper, Schedule) -> optimizer`` that takes them.
+      stages: the first step of each kind of step, and its name.
+      votes: whether workers vote, each with a momentum of its own.
     """
 
-    name: str
+    code: str
+    whose: str
     source: str
-    choices: tuple[Choice, ...]
-    make: Callable[[Schedule, int, int], Recipe]
-    stages: Callable[[int, int], tuple[tuple[int, str], ...]] = lambda steps, option: ((0, ""),)
-    made_in: Callable[[str, int], Recipe] | None = None
-    like: str = ""
-    only: int = 0
-    framework: str = "jax"
-
-    def timed(self, stage: str, option: int) -> Recipe:
-        """Every step of which is of that stage."""
-        if self.made_in is not None:
-            return self.made_in(stage, option)
-        return self.make(lambda count: 1e-4, FOREVER, option)
+    family: Family
+    simulated: Callable[[Hyper, Schedule], Simulator]
+    made: Callable[[Hyper, Schedule, Any], Recipe]
+    local_steps: int = 1
+    local: Callable[[Hyper, Schedule], optax.GradientTransformation] | None = None
+    stages: tuple[tuple[int, str], ...] = ((0, ""),)
+    votes: bool = False
 
 
-def rates(*each: float) -> tuple[Choice, ...]:
-    return tuple(map(Choice, each))
+def lion(h: Hyper) -> optax.GradientTransformation:
+    return optax.scale_by_lion(h.b1, h.b2)
 
 
-LION = rates(7.5e-5, 1.5e-4, 3e-4, 6e-4)
-ADAM = rates(2.5e-4, 5e-4, 1e-3, 2e-3)
+def adam(h: Hyper) -> optax.GradientTransformation:
+    return optax.scale_by_adam(h.b1, h.b2)
 
 
-def dense(tx: Callable[..., Any], betas: tuple[float, float], dtype: Any) -> Callable[..., Recipe]:
-    def make(rate: Schedule, steps: int, option: int) -> Recipe:
-        mean = tx(rate, *betas, weight_decay=DECAY)
-        return Recipe(lc.global_gradients(mean, dtype, workers=AXIS))
-
-    return make
+def falling(direction: optax.GradientTransformation, h: Hyper, rate: Schedule) -> Any:
+    """With decay and rate, as all optimizers of optax have them."""
+    decay = optax.add_decayed_weights(h.decay)
+    return optax.chain(direction, decay, optax.scale_by_learning_rate(rate))
 
 
-def votes(tx: Callable[..., Any], **options: Any) -> Callable[..., Recipe]:
-    def make(rate: Schedule, steps: int, option: int) -> Recipe:
-        return Recipe(tx(rate, *LION_BETAS, weight_decay=DECAY, workers=AXIS, **options))
-
-    return make
+def adamw(h: Hyper, rate: Schedule) -> optax.GradientTransformation:
+    return falling(adam(h), h, rate)
 
 
-def power(bits: int | None) -> Callable[..., Recipe]:
-    """AdamW behind PowerSGD of such a rank, whose factors are floats or codes."""
-
-    def make(rate: Schedule, steps: int, option: int) -> Recipe:
-        return Recipe(baselines.powersgd(adamw(rate), option, bits, workers=AXIS))
-
-    return make
-
-
-def adamw(rate: Schedule) -> optax.GradientTransformation:
-    return optax.adamw(rate, *ADAM_BETAS, weight_decay=DECAY)
+def mean_of(code: str, source: str, family: Family, direction: Any, dtype: Any = jnp.float32) -> Contender:
+    """An optimizer of the mean gradient."""
+    return Contender(
+        code, PEER, source, family,
+        lambda h, rate: reference_baselines.averaged(falling(direction(h), h, rate)),
+        lambda h, rate, workers: Recipe(
+            lc.global_gradients(falling(direction(h), h, rate), dtype, workers=workers)
+        ),
+    )  # fmt: skip
 
 
-def one_bit_adam(rate: Schedule, steps: int, option: int) -> Recipe:
-    """Of so many steps in full precision."""
-    tx = baselines.one_bit_adam(rate, *ADAM_BETAS, weight_decay=DECAY, warmup=option, workers=AXIS)
-    return Recipe(tx)
+def voting(code: str, source: str, family: Family, simulated: Any, made: Any) -> Contender:
+    """One whose direction is agreed on: ``simulated(h)`` and ``made(h, workers)`` are directions."""
+    return Contender(
+        code, OURS, source, family,
+        lambda h, rate: reference.optimizer(simulated(h), rate, h.decay),
+        lambda h, rate, workers: Recipe(falling(made(h, workers), h, rate)),
+    )  # fmt: skip
 
 
-def in_torch(rate: Schedule, steps: int, option: int) -> Recipe:
-    raise TypeError("a contender of PyTorch's is no recipe: goal/ddp_worker.py runs it")
+def owned(
+    code: str, family: Family, direction: Any, quantizer: Any, codes: Any, bits: int | None
+) -> Contender:
+    """A direction at the owner, answered by its sign or in so many bits."""
+    fed = coding.error_feedback(codes, quantizer.feedback, quantizer.keep)
+    reply = lc.decide.sign() if bits is None else lc.decide.codes(bits)
+    return voting(
+        code, "ours", family,
+        lambda h: reference.at_owner(direction(h), fed, bits, dominance=jnp.inf),
+        lambda h, workers: lc.owner(
+            direction(h), quantizer=quantizer, reply=reply, workers=workers
+        ),
+    )  # fmt: skip
 
 
-def alone_first(rate: Schedule, steps: int, option: int) -> Recipe:
-    return Recipe(baselines.diloco(workers=AXIS), option, adamw(rate))
+def power(rank: int, bits: int | None = None) -> Contender:
+    code = f"baselines.powersgd(optax.adamw(...), {rank}{'' if bits is None else f', {bits}'})"
+    return Contender(
+        code, PEER if bits is None else OURS, "1905.13727", ADAM,
+        lambda h, rate: reference_power.powersgd(adamw(h, rate), rank, bits),
+        lambda h, rate, workers: Recipe(
+            baselines.powersgd(adamw(h, rate), rank, bits, workers=workers)
+        ),
+    )  # fmt: skip
 
 
-def coded(rate: Schedule, steps: int, option: int) -> Recipe:
-    return Recipe(lc.coded_gradients(adamw(rate), option, workers=AXIS))
+def alone(
+    code: str, whose: str, source: str, steps: int, simulated: Callable[[], Simulator],
+    made: Callable[[Any], optax.GradientTransformation],
+) -> Contender:  # fmt: skip
+    """Workers that take steps of AdamW on their own, and what they share of how far they came."""
+    return Contender(
+        f"make_train_step(..., {code}, local_steps={steps}, local=optax.adamw(...))",
+        whose, source, ADAM,
+        lambda h, rate: simulated(),
+        lambda h, rate, workers: Recipe(made(workers), steps, adamw(h, rate)),
+        steps, adamw,
+    )  # fmt: skip
 
 
-def averaged(rate: Schedule, steps: int, option: int) -> Recipe:
-    """The parameters of the workers, averaged after so many steps."""
-    return Recipe(lc.global_gradients(optax.sgd(1.0), workers=AXIS), option, adamw(rate))
+def one_bit_adam(stage_of: int) -> Callable[[Hyper, Schedule, Any], Recipe]:
+    return lambda h, rate, workers: Recipe(
+        baselines.one_bit_adam(
+            rate, h.b1, h.b2, weight_decay=h.decay, warmup=stage_of, workers=workers
+        )
+    )
 
 
-def two_alone(mean: Callable[[int], optax.GradientTransformation]) -> Callable[..., Recipe]:
-    """Two steps alone, and then what the option says of the mean of how far the workers came."""
-
-    def make(rate: Schedule, steps: int, option: int) -> Recipe:
-        return Recipe(mean(option), 2, adamw(rate))
-
-    return make
+def fed_back(bits: int) -> Any:
+    return lc.quantize.error_feedback(lc.quantize.midrise(bits))
 
 
-def coded_mean(bits: int) -> optax.GradientTransformation:
-    return lc.coded_gradients(optax.sgd(1.0), bits, workers=AXIS)
-
-
-def low_rank_mean(rank: int) -> optax.GradientTransformation:
-    return baselines.powersgd(optax.sgd(1.0), rank, 6, workers=AXIS)
-
-
+MEAN = optax.sgd(1.0)  # of how far workers came
+CODES = lc.quantize.error_feedback(lc.quantize.midrise(4), jnp.float32)
 ROTATED = lc.quantize.rotated_sign()
-RANKS = Choice(5e-4, 4), Choice(1e-3, 4), Choice(5e-4, 16), Choice(1e-3, 16)
-# Its paper takes 15 to 25 % of a run for the warm-up.
-WARMED = Choice(5e-4, 58), Choice(1e-3, 58), Choice(2e-3, 58), Choice(1e-3, 29)
-BITS = Choice(5e-4, 4), Choice(1e-3, 4), Choice(5e-4, 3), Choice(5e-4, 2)
-EVERY = Choice(5e-4, 2), Choice(5e-4, 8), Choice(1e-3, 8), Choice(1e-3, 32)
-ALONE = Choice(5e-4, 2), Choice(1e-3, 2), Choice(2e-3, 2), Choice(1e-3, 4)
-ALONE_BITS = Choice(5e-4, 4), Choice(1e-3, 4), Choice(2e-3, 4), Choice(1e-3, 3)
-ALONE_RANKS = Choice(1e-3, 4), Choice(1e-3, 8), Choice(1e-3, 16), Choice(2e-3, 16)
-
-
-def adam_stages(steps: int, option: int) -> tuple[tuple[int, str], ...]:
-    return ((0, FULL), (option, CODED))
-
-
-def adam_made(stage: str, option: int) -> Recipe:
-    """1-bit Adam that stays in its first stage, or is in its second from the second step on."""
-    return one_bit_adam(lambda count: 1e-4, FOREVER, FOREVER - 1 if stage == FULL else 1)
-
 
 CONTENDERS: dict[str, Contender] = {
-    one.name: one
-    for one in (
-        Contender("Lion, float32", "2302.06675", LION, dense(optax.lion, LION_BETAS, jnp.float32)),
-        Contender("AdamW, float32", "1711.05101", ADAM, dense(optax.adamw, ADAM_BETAS, jnp.float32)),
-        Contender(
-            "AdamW, bfloat16", "1711.05101", (), dense(optax.adamw, ADAM_BETAS, jnp.bfloat16),
-            like="AdamW, float32",
+    "lion": mean_of("global_gradients(optax.lion(...))", "2302.06675", LION, lion),
+    "adamw": mean_of("global_gradients(optax.adamw(...))", "1711.05101", ADAM, adam),
+    "vote": voting(
+        "lion_cub(...)", "2404.00438", LION,
+        lambda h: reference.local_momentum(h.b1, h.b2),
+        lambda h, workers: lc.communicate(
+            memory=lc.momentum.blend(h.b1, h.b2), workers=workers
         ),
-        Contender("1-bit vote", "2404.00438", LION, votes(lc.lion_cub)),
-        Contender("owner, 3 bits", OURS, LION, votes(lc.owner_lion)),
-        Contender(
-            "owner, 1 bit rotated", OURS, (), votes(lc.owner_lion, quantizer=ROTATED),
-            like="owner, 3 bits",
+    )._replace(votes=True),
+    "average": voting(
+        "distributed_lion(..., average=True)", "2404.00438", LION,
+        lambda h: reference.local_momentum(h.b1, h.b2, decide=reference.average),
+        lambda h, workers: lc.communicate(
+            memory=lc.momentum.blend(h.b1, h.b2), decision=lc.decide.average(), workers=workers
         ),
-        Contender("AdamW, in codes", OURS, BITS, coded),
-        Contender("PowerSGD, AdamW", "1905.13727", RANKS, power(None)),
-        Contender("PowerSGD, rank 4", "1905.13727", (), power(None), like="PowerSGD, AdamW", only=4),
-        Contender(
-            "PowerSGD, rank 4 in 6 bits", OURS, (), power(6), like="PowerSGD, AdamW", only=4
+    )._replace(votes=True),
+    "owner-lion": owned(
+        "owner_lion(...)", LION, lion, fed_back(3), coding.midrise(3), None
+    ),
+    "owner-lion-rotated": owned(
+        "owner_lion(..., quantizer=quantize.rotated_sign())", LION, lion, ROTATED,
+        coding.rotated(coding.midrise(1)), None,
+    ),
+    "owner-adamw": owned(
+        "owner_adamw(...)", ADAM, adam, fed_back(3), coding.midrise(3), 2
+    ),
+    "powersgd-4": power(4),
+    "powersgd-16": power(16),
+    "local-2": alone(
+        "global_gradients(optax.sgd(1.0))", PEER, "1805.09767", 2,
+        lambda: reference_baselines.averaged(MEAN),
+        lambda workers: lc.global_gradients(MEAN, workers=workers),
+    ),
+    "local-2-coded": alone(
+        "owner(optax.scale(-1), reply=decide.codes(4), ...)", OURS, "ours", 2,
+        lambda: reference.at_owner(
+            optax.scale(-1.0), coding.error_feedback(coding.midrise(4), jnp.float32), 4,
+            dominance=jnp.inf,
         ),
-        Contender("1-bit Adam", "2102.02888", WARMED, one_bit_adam, adam_stages, adam_made),
-        Contender("local AdamW, averaged", "1805.09767", ALONE, averaged),
-        Contender("2 steps alone, in codes", OURS, ALONE_BITS, two_alone(coded_mean)),
-        Contender("2 steps alone, PowerSGD in 6 bits", OURS, ALONE_RANKS, two_alone(low_rank_mean)),
-        Contender("DiLoCo, float32", "2311.08105", EVERY, alone_first),
-        Contender(
-            "PyTorch DDP, float32", "1711.05101", (), in_torch, like="AdamW, float32",
-            framework="torch",
+        lambda workers: lc.owner(
+            optax.scale(-1.0), quantizer=CODES, reply=lc.decide.codes(4), workers=workers
         ),
-        Contender(
-            "PyTorch DDP, bfloat16", "1711.05101", (), in_torch, like="AdamW, float32",
-            framework="torch",
+    ),
+    "one-bit-adam": Contender(
+        "baselines.one_bit_adam(...)", PEER, "2102.02888", ADAM,
+        lambda h, rate: reference.optimizer(
+            reference_adam.one_bit_adam(h.b1, h.b2, warmup=WARMUP), rate, h.decay
         ),
-        Contender(
-            "PyTorch DDP, PowerSGD", "1905.13727", (), in_torch, like="PowerSGD, AdamW",
-            framework="torch",
-        ),
-        Contender(
-            "PyTorch DDP, PowerSGD rank 4", "1905.13727", (), in_torch, like="PowerSGD, AdamW",
-            only=4, framework="torch",
-        ),
-    )
+        one_bit_adam(WARMUP), stages=((0, FULL), (WARMUP, CODED)),
+    ),
+    "diloco": alone(
+        "baselines.diloco()", PEER, "2311.08105", ALONE,
+        lambda: reference_baselines.diloco(),
+        lambda workers: baselines.diloco(workers=workers),
+    ),
 }  # fmt: skip
-# Of this library alone, and the papers that it is about.
-VOTES = (
-    "1-bit vote", "owner, 3 bits", "owner, 1 bit rotated", "AdamW, in codes", "PowerSGD, rank 4 in 6 bits",
-    "2 steps alone, in codes", "2 steps alone, PowerSGD in 6 bits",
-)  # fmt: skip
 
 
 def contender_named(name: str) -> Contender:

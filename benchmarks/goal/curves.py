@@ -1,30 +1,31 @@
-"""The loss of each contender, step by step: the real training step, on forced CPU devices.
+"""The loss of each contender, step by step: W simulated workers on one core, from the first step to the last.
 
-Validation text is looked at often enough to say at which step a loss was reached. All contenders see the
-same windows at the same step of a worker, whoever takes steps alone.
+All contenders see the same windows at the same step of a worker, whoever takes steps alone. Beside the
+loss a run says what its noise was: how often two workers vote alike, and the gradient noise scale of
+McCandlish et al. (arXiv 1812.06162).
 """
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from gpt import corpus
 from gpt.model import GPT, next_byte_loss
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
-from study.runs import schedule
+from oracle import simulate
+from oracle.lion import blend
 
-import lioncub_jax as lc
-from goal import turns
-from goal.contenders import AXIS, Contender, Recipe, contender_named
-from goal.model import BATCH, CONTEXT, MODEL
+from goal.contenders import Contender, Hyper, contender_named
+from goal.model import CONTEXT, MODEL, STEPS
 
-POINTS = 16  # of a curve
-WINDOWS = 64  # of validation text
+POINTS = 16  # of a curve; local steps divide the steps between two of them
+WINDOWS = 256  # of validation text
+SPLITS = "alike", "different"
 
 
 class Run(NamedTuple):
@@ -33,20 +34,30 @@ class Run(NamedTuple):
     Attributes:
       part: "tuning" or "curve".
       contender: its name.
-      rate: the highest learning rate.
-      option: a rank, or steps taken alone; 0 for neither.
+      tokens: that a worker sees in a step.
       workers: how many.
-      steps: of each worker.
+      data: "alike", or "different": each worker has its own part of the text.
+      rate: the highest learning rate.
+      b1: see `Hyper`.
+      b2: see `Hyper`.
+      decay: decoupled.
       seed: of the parameters and the data.
     """
 
     part: str
     contender: str
-    rate: float
-    option: int
+    tokens: int
     workers: int
-    steps: int
+    data: str
+    rate: float
+    b1: float
+    b2: float
+    decay: float
     seed: int
+
+    @property
+    def hyper(self) -> Hyper:
+        return Hyper(self.rate, self.b1, self.b2, self.decay)
 
 
 def key_of(row: dict[str, Any]) -> Run | None:
@@ -58,9 +69,22 @@ def key_of(row: dict[str, Any]) -> Run | None:
     contender_named(row["contender"])
     if row["part"] in ("tuning", "curve"):
         return Run(*(row[name] for name in Run._fields))
-    if row["part"] not in ("time", "confirm"):
+    if row["part"] != "time":
         raise ValueError(f"part {row['part']!r}")
     return None
+
+
+def schedule(rate: Any, steps: int = STEPS) -> Callable[[Any], Any]:
+    """Up for a twentieth of the steps, then down to zero along a cosine."""
+    warmup = max(1, steps // 20)
+
+    def at(t: Any) -> Any:
+        return rate * jnp.minimum(1.0, (t + 1) / warmup) * 0.5 * (1 + jnp.cos(jnp.pi * t / steps))
+
+    return at
+
+
+# --- The model and the text
 
 
 def model_of(seed: int) -> GPT:
@@ -68,107 +92,126 @@ def model_of(seed: int) -> GPT:
     return GPT(**MODEL, rngs=nnx.Rngs(seed))
 
 
+GRAPH, SHAPES, REST = nnx.split(nnx.eval_shape(lambda: model_of(0)), nnx.Param, ...)
+
+
 def shapes() -> Any:
     """Of the parameters."""
-    return nnx.state(nnx.eval_shape(lambda: model_of(0)), nnx.Param)
+    return SHAPES
 
 
-def mesh_of(devices: Sequence[Any]) -> Mesh:
-    """A worker for each device."""
-    return Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
+def init(key: jax.Array) -> Any:
+    model = GPT(**MODEL, rngs=nnx.Rngs(key))
+    return nnx.to_pure_dict(nnx.split(model, nnx.Param, ...)[1])
 
 
-class Trainer:
-    """A recipe on a mesh, one worker for each device.
+def nats(params: Any, windows: jax.Array, rng: Any = None) -> jax.Array:
+    state = nnx.clone(SHAPES)
+    nnx.replace_by_pure_dict(state, params)
+    return next_byte_loss(nnx.merge(GRAPH, state, REST), windows, deterministic=True)
 
-    Attributes:
-      local_steps: steps of a worker in one call.
-      taken: steps of a worker so far.
-    """
 
-    def __init__(self, mesh: Mesh, recipe: Recipe, seed: int):
-        model = model_of(seed)
-        loss, params, model_state = lc.from_nnx(model, next_byte_loss)
-        tx, local, workers = recipe.tx, recipe.local, lc.Workers(mesh, AXIS)
-        self._begin = partial(
-            lc.init_state, tx, params, workers, model_state=model_state, local=local
+def drawn(text: jax.Array, key: jax.Array, t: Any, workers: int, count: int, apart: bool) -> jax.Array:
+    """``uint8[W, count, CONTEXT + 1]``: windows from random places, of all text or of a worker's part."""
+    part = (text.size - CONTEXT - 1) // (workers if apart else 1)
+    at = jax.random.randint(jax.random.fold_in(key, t), (workers, count), 0, part)
+    if apart:
+        at += part * jnp.arange(workers)[:, None]
+    return text[at[..., None] + jnp.arange(CONTEXT + 1)]
+
+
+# --- A run
+
+
+def program(contender: Contender, run: Run) -> Callable[..., Any]:
+    """``(text, windows, hyper, seed) -> {name: float32[POINTS]}``, compiled once for many runs."""
+    alone = contender.local_steps
+    times = jnp.arange(STEPS).reshape(POINTS, -1, alone)
+    count, workers, apart = run.tokens // CONTEXT, run.workers, run.data == "different"
+
+    def train(text: jax.Array, windows: jax.Array, hyper: Hyper, seed: Any) -> Any:
+        rate = schedule(hyper.rate)
+        simulator = contender.simulated(hyper, rate)
+        local = contender.local and contender.local(hyper, rate)
+        key = jax.random.key(seed)
+        batch_of = partial(
+            drawn, text, jax.random.fold_in(key, 1), workers=workers, count=count, apart=apart
         )
-        self._step = lc.make_train_step(
-            loss, tx, workers, local_steps=recipe.local_steps, local=local
-        )
-        self._tx, self._workers = tx, workers
-        self._cut = NamedSharding(mesh, P(AXIS))
-        self._mine = [
-            i for i, d in enumerate(mesh.devices.flat) if d.process_index == jax.process_index()
-        ]
-        self.local_steps, self._seed = recipe.local_steps, seed
+
+        def step(state: simulate.Simulated, steps: jax.Array) -> Any:
+            batch = jnp.concatenate([batch_of(t) for t in steps], axis=1)
+            state, losses = simulate.step(nats, simulator, state, batch, alone, local)
+            return state, losses.mean()
+
+        def segment(state: simulate.Simulated, times: jax.Array) -> Any:
+            state, losses = jax.lax.scan(step, state, times)
+            fresh = batch_of(STEPS + times[0, 0])
+            grads = jax.vmap(jax.grad(nats), in_axes=(None, 0))(state.params, fresh)
+            said = noise(grads, run.tokens)
+            if contender.votes:
+                said["agreement"] = agreement(blend(hyper.b1, grads, state.opt_state.mu))
+            loss = nats(state.params, windows)
+            return state, {"loss": loss, "train": losses.mean(), **said}
+
+        state = simulate.start(simulator, init(key), workers, key, local)
+        _, found = jax.lax.scan(segment, state, times)
+        bits = {name: found[name] / math.log(2) for name in ("loss", "train")}
+        return found | bits
+
+    return train
+
+
+def noise(grads: Any, tokens: int) -> dict[str, jax.Array]:
+    """Of gradients ``[W, ...]``: the unbiased square of the mean, and the variance of one byte's."""
+    leaves = jax.tree.leaves(grads)
+    workers = len(leaves[0])
+    each = sum(jnp.sum(x * x) for x in leaves) / workers
+    mean = sum(jnp.sum(jnp.mean(x, axis=0) ** 2) for x in leaves)
+    signal = (workers * mean - each) / (workers - 1)
+    return {"signal": signal, "variance": (each - signal) * tokens}
+
+
+def agreement(own: Any) -> jax.Array:
+    """How often two workers vote alike, over pairs of workers and elements that are not 0."""
+    pairs, alike = 0.0, 0.0
+    for x in jax.tree.leaves(own):
+        signs = jnp.sign(x)
+        number = jnp.sum(jnp.abs(signs), axis=0)
+        pairs += jnp.sum(number * (number - 1))
+        alike += jnp.sum(jnp.sum(signs, axis=0) ** 2 - number)
+    return 0.5 + 0.5 * alike / jnp.maximum(pairs, 1)
+
+
+class Runner:
+    """Runs, compiling each program once."""
+
+    def __init__(self) -> None:
         text = corpus.standard_library()
-        self._text = text.train
-        windows = corpus.spread(text.validation, WINDOWS, CONTEXT)
-        self._windows = self._placed(windows[: len(windows) // mesh.size * mesh.size])
-        graph, _, rest = nnx.split(model, nnx.Param, ...)
-        self._loss = jax.jit(partial(_bits_per_byte, graph, rest))
-        self.begin()
+        self._text = jnp.asarray(text.train)
+        self._windows = jnp.asarray(corpus.spread(text.validation, WINDOWS, CONTEXT))
+        self._compiled: dict[Any, Any] = {}
 
-    def begin(self) -> None:
-        """From the first step on, once more if it is that; what was compiled stays."""
-        self._state, self.taken = self._begin(), 0
-
-    def step(self) -> None:
-        """One call of the training step: ``local_steps`` steps of each worker."""
-        steps = range(self.taken, self.taken + self.local_steps)
-        draws = [
-            corpus.draw(self._text, BATCH, CONTEXT, (self._seed, i, t))
-            for i in self._mine
-            for t in steps
-        ]
-        batch = jax.make_array_from_process_local_data(self._cut, np.concatenate(draws))
-        self._state, _ = self._step(self._state, batch)
-        self.taken += self.local_steps
-
-    def wait(self) -> None:
-        """Until all steps are done."""
-        jax.block_until_ready(self._state)
-
-    def predicted_bytes(self, *, most: bool) -> float:
-        """What a worker should send in a call, on a CPU; the most, as in a warm-up, or the least."""
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._state.params)
-        stages = lc.traffic.of(self._tx, shapes, self._workers).stages
-        return max(stages) if most else min(stages)
-
-    def loss(self) -> float:
-        """Bits per byte of the validation windows."""
-        return float(self._loss(self._state.params, self._windows))
-
-    def _placed(self, windows: np.ndarray) -> jax.Array:
-        each = np.split(windows, self._cut.mesh.size)
-        return jax.make_array_from_process_local_data(
-            self._cut, np.concatenate([each[i] for i in self._mine])
-        )
+    def run(self, run: Run) -> dict[str, Any]:
+        """Trains, and returns what a row says about it."""
+        began = time.perf_counter()
+        hyper = Hyper(*(jnp.float32(x) for x in run.hyper))
+        args = self._text, self._windows, hyper, run.seed
+        key = run.contender, run.tokens, run.workers, run.data
+        if key not in self._compiled:
+            # What comes next is mostly of the same kind: one program is kept.
+            jax.clear_caches()
+            made = jax.jit(program(contender_named(run.contender), run))
+            self._compiled = {key: made.lower(*args).compile()}
+        compiling = time.perf_counter() - began
+        found = jax.device_get(self._compiled[key](*args))
+        return {
+            **run._asdict(),
+            **{name: numbers(x) for name, x in found.items()},
+            "compiling": round(compiling, 2),
+            "seconds": round(time.perf_counter() - began, 2),
+        }
 
 
-def _bits_per_byte(graph: Any, rest: Any, params: Any, windows: jax.Array) -> jax.Array:
-    model = nnx.merge(graph, params, rest)
-    return next_byte_loss(model, windows, deterministic=True) / math.log(2)
-
-
-def ends_of(steps: int, alone: int) -> list[int]:
-    """After how many steps of a run the loss is looked at."""
-    calls = steps // alone
-    return [
-        alone * n for n in sorted({round(calls * (n + 1) / POINTS) for n in range(POINTS)} - {0})
-    ]
-
-
-def train(mesh: Mesh, contender: Contender, run: Run) -> dict[str, Any]:
-    """Trains, and returns what a row says about it."""
-    recipe = contender.make(schedule(run.rate, run.steps), run.steps, run.option)
-    trainer = Trainer(mesh, recipe, run.seed)
-    return row_of(run, turns.train(trainer, ends_of(run.steps, trainer.local_steps)))
-
-
-def row_of(run: Run, found: dict[str, Any]) -> dict[str, Any]:
-    """Of what `turns.train` found: the loss at some points."""
-    taken, losses = zip(*found["curve"], strict=True)
-    seconds = round(found["seconds"], 1)
-    return {**run._asdict(), "taken": list(taken), "loss": list(losses), "seconds": seconds}
+def numbers(x: np.ndarray) -> list[float | None]:
+    """JSON: five digits; what is not finite is null."""
+    return [float(f"{one:.5g}") if math.isfinite(one) else None for one in x.tolist()]

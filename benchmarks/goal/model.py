@@ -1,7 +1,8 @@
-"""The model: a GPT of 7.3 million parameters, small batches, so that the network counts."""
+"""What all of them train: the GPT of the demo on windows of 32 bytes, 430,720 parameters."""
 
-LAYERS, WIDTH, HEADS, CONTEXT, VOCABULARY = 4, 384, 6, 64, 256
-BATCH = 2  # windows of each worker
-MODEL = {
-    "layers": LAYERS, "width": WIDTH, "heads": HEADS, "context": CONTEXT, "tied": False,
-}  # fmt: skip
+LAYERS, WIDTH, HEADS, CONTEXT, VOCABULARY = 2, 128, 4, 32, 256
+MODEL = {"layers": LAYERS, "width": WIDTH, "heads": HEADS, "context": CONTEXT}
+STEPS = 256  # of each worker, in a run
+# Bytes that a worker sees in a step: one window, 8 and 64 times as many.
+TOKENS = CONTEXT, 8 * CONTEXT, 64 * CONTEXT
+WORKERS = 4, 8, 32

@@ -1,0 +1,66 @@
+"""How every method is tuned: rate, betas and decay, by one rule and one number of runs for all.
+
+The rate climbs by factors of two until it was seen to fall off on both sides; then the other betas, the other
+decay, and rates between, each from the best so far. A seed is used that no reported run has.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from goal.contenders import Family, Hyper
+
+RUNS = {0: 8, 1: 6, 2: 4}  # of each method, by the place of its noise in `TOKENS`
+TUNED_AT = {0: 8, 1: 8, 2: 4}  # workers; others take what is best there
+CLIMBS = 4  # runs for the rate, at most, before anything else is tried
+SEED = 1000
+DECAYS = 0.1, 1.0
+
+
+class Tuned(NamedTuple):
+    """What tuning found."""
+
+    hyper: Hyper
+    loss: float
+
+
+def first(family: Family) -> Hyper:
+    return Hyper(family.rate, *family.betas, DECAYS[0])
+
+
+def search(
+    measure: Callable[[Hyper], float], start: Hyper, family: Family, runs: int
+) -> Tuned:
+    """The best of so many runs; ``measure`` gives the last loss, infinite for one that diverged."""
+    tried: dict[Hyper, float] = {}
+
+    def at(hyper: Hyper) -> None:
+        if len(tried) < runs and hyper not in tried:
+            tried[hyper] = measure(hyper)
+
+    def best() -> Hyper:
+        return min(tried, key=tried.__getitem__)
+
+    def times(factor: float) -> Hyper:
+        return best()._replace(rate=rounded(best().rate * factor))
+
+    at(start)
+    at(times(2))
+    while len(tried) < min(CLIMBS, runs - 2):
+        seen = len(tried)
+        for factor in (2, 0.5):
+            if len(tried) == seen:
+                at(times(factor))
+        if len(tried) == seen:
+            break
+    other = family.long if (best().b1, best().b2) == family.betas else family.betas
+    at(best()._replace(b1=other[0], b2=other[1]))
+    at(best()._replace(decay=DECAYS[1] if best().decay == DECAYS[0] else DECAYS[0]))
+    for factor in (math.sqrt(2), math.sqrt(0.5), 2, 0.5):
+        at(times(factor))
+    return Tuned(best(), tried[best()])
+
+
+def rounded(rate: float) -> float:
+    """Three digits, so that a rate is found again in rows."""
+    return float(f"{rate:.3g}")
