@@ -3,9 +3,14 @@
 The optimizers and the training step are here; parts to choose from are in namespaces: `quantize`, `decide`,
 `wires`, `momentum` and `sync` (what a vote is made of), `mesh` and `training`, `checkpoint`, `watch`
 (programs that would send more than votes), `kernels` (what a TPU wants otherwise), `traffic` (bytes),
-`planner` (step times), `lab` (a network to try it on), `faults` (liars, replicas that differ), `elastic`
+`planner` (what to use), `lab` (a network to try it on), `faults` (liars, replicas that differ), `elastic`
 (a run that goes on when a worker dies), and `baselines`. Those that need orbax, rich or
 matplotlib are loaded when they are first used.
+
+What to use, by the noise of a gradient (tokens that one worker sees in a step) and by how many times as long
+as computing a float32 mean of gradients takes; `planner.legend` has the code of each:
+
+    32 tokens, data alike: adamw-bfloat16 at 0.1, powersgd-16 at 1 to 100
 """
 
 import importlib

@@ -636,9 +636,9 @@ MUTANTS = r"""
 + of_worker = sent
 
 # planner/evidence.py: planner
-= the better of two tasks counts
-- worse = max(nearest.values()
-+ worse = min(nearest.values()
+= the nearest cell is so by its number of workers alone
+- key=lambda one: math.prod(away(one))
++ key=lambda one: away(one)[1]
 
 # lab/namespaces.py: lab
 = a run ends with the code of the last worker that failed

@@ -26,7 +26,7 @@ def test_machines_are_the_planners_and_committed_rows_send_what_it_says(name):
     }
     if one.group_size > 1:
         one = planner.Cluster(devices, one.link)
-    vote, params = planner.scheme_named("1-bit vote"), programs.named("matrix").params
+    vote, params = planner.scheme_named("vote"), programs.named("matrix").params
     assert planner.step_time(vote, params, one, 0.1).sent_bytes == sent["vote, 1 bit"]
 
 

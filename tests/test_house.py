@@ -139,7 +139,8 @@ said["import"] = heavy()
 import jax, jax.numpy as jnp, optax
 from lioncub_jax.cli.main import main
 
-said["plan"] = command(*"plan --params 1M --workers 8 --bandwidth 1gbit --compute 1s --json".split())
+asked = "--workers 8 --bandwidth 1gbit --compute 1s --tokens-per-worker 32 --json"
+said["plan"] = command(*f"plan --model 1M {asked}".split())
 tree = {"w": jax.ShapeDtypeStruct((1000, 30), jnp.float32)}
 reduced = {"quantizer": lc.quantize.dense(jnp.bfloat16), "wire": lc.wires.all_reduce()}
 reduced["decision"] = lc.decide.at_owner(optax.scale_by_lion())

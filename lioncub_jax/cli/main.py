@@ -32,7 +32,8 @@ exit codes:
   with the code of the command that they ran
 
 examples:
-  lioncub plan --params 124M --workers 8 --bandwidth 1gbit --compute 144ms
+  lioncub plan --model 124M --workers 8 --bandwidth 1gbit --compute 144ms \\
+      --tokens-per-worker 8192
   lioncub bytes lioncub_jax.cli.examples:lowered --devices 8
   lioncub lab --workers 2 --rate 100mbit -- hostname"""
 
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       SystemExit: with code 2 for arguments that cannot be, and with 0 for ``--help``.
 
     Example:
-      >>> main(["plan", "--params", "1M", "--workers", "4", "--bandwidth", "1gbit"])
+      >>> main(["plan", "--model", "1M", "--workers", "4", "--bandwidth", "1gbit"])
       Traceback (most recent call last):
       SystemExit: 2
     """
@@ -78,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _command(given: list[str]) -> int:
     end = given.index("--") if "--" in given else len(given)
-    command = _parser()
+    command = _parser("--explain" in given[:end])
     try:
         args = command.parse_args(given[:end])
         command = args.parser
@@ -102,7 +103,7 @@ def _command(given: list[str]) -> int:
     command.error(message)
 
 
-def _parser() -> _Parser:
+def _parser(explain: bool) -> _Parser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = _Parser(
         prog="lioncub", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=raw,
@@ -120,7 +121,8 @@ def _parser() -> _Parser:
             usage=f"lioncub {name} [options] -- COMMAND..." if name in _STARTING else None,
         )  # fmt: skip
         for option, how, words in module.OPTIONS:
-            command.add_argument(option, help=words, **how)
+            hidden = module is plan_command and option in plan_command.DETAILS and not explain
+            command.add_argument(option, help=argparse.SUPPRESS if hidden else words, **how)
         command.set_defaults(name=name, parser=command)
     return parser
 

@@ -7,57 +7,73 @@ from lioncub_jax import planner, units
 from lioncub_jax.cli import output, targets
 from lioncub_jax.cli.options import COUNT, FLAG, RATE, SECONDS, Row, reads
 
-SUMMARY = "will voting help me? the time to the loss by every method, before training"
+SUMMARY = "will it help me? what to use and what it gains, before training"
 
 DESCRIPTION = """\
-Says how long a training step would take with every method of this library,
-with what others use on slow networks and with an all-reduce of gradients, how
-many steps each takes to the loss of float32 Lion, and which method to use, or
-that none is worth it. Bytes are exact; times are a model in which nothing
-overlaps: where a framework hides the all-reduce behind the backward pass, less
-is gained. Steps are measured, on small models; it is said where that ends.
-docs/planner.md in the repository has the model and what it leaves out."""
+Says for each bandwidth which method to use, how many times as soon it is at a
+loss as others, and where that was measured; or that none is worth it. Bytes are
+exact; times are a model in which nothing overlaps. Steps to the loss are
+measured, on a small model. docs/planner.md in the repository has the model and
+what it leaves out."""
 
 EPILOG = """\
-The table has for each method what a worker sends in a step, the time in
-collectives, the time of packing and unpacking bits, that of the whole step, how
-many times float32 Lion's steps it takes to the loss where Lion stands after 80
-percent of its run ("not reached": a run as long as Lion's does not get there),
-and the time to that loss, Lion's being 1.
+One of --tokens-per-worker and --agreement is needed: how noisy the gradient of
+one worker is decides more than the network does.
+
+With --explain all methods stand in a table: what a worker sends in a step, the
+time in collectives, the time of packing bits, that of the whole step, the steps
+to the loss, and the time to it, that of the best mean of gradients being 1.
 With --json bandwidths are in bits per second, times in seconds; null stands for
 a bound that is not there and for a number that is not finite.
-
-A machine by name sets workers, links and memory, with rates from its
-vendor's pages; an option that is given overrides the name.
+--help --explain shows more options.
 
 examples:
-  lioncub plan --params 124M --workers 8 --bandwidth 100mbit,1gbit,100gbit \\
-      --compute 144ms
-  lioncub plan --params 7B --workers 64 --devices-per-worker 8 \\
-      --bandwidth 100gbit --inside-bandwidth 900gbit --compute 1.2s \\
-      --memory-bandwidth 3tbyte --json
-  lioncub plan --params 7B --cluster a3-mega-64 --compute 1.2s
+  lioncub plan --model 124M --workers 8 --bandwidth 100mbit,1gbit,100gbit \\
+      --compute 144ms --tokens-per-worker 8192
+  lioncub plan --model 7B --cluster a3-mega-64 --compute 1.2s --agreement 0.53
   lioncub plan --model lioncub_jax.cli.examples:model --workers 4 \\
-      --compute 20ms --bandwidth 1gbit --platform cpu"""
+      --compute 20ms --bandwidth 1gbit --tokens-per-worker 256 --explain"""
 
 INSIDE_LATENCY = 5e-6
 
 RATES = reads(lambda text: [units.rate(part) for part in text.split(",")])
 
+
+def _agreement(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"agreement {text!r}: give a number from 0.5 to 1, such as 0.53") from None
+
+
 OPTIONS: list[Row] = [
-    ("--params", COUNT, "number of parameters, such as 7B"),
     (
         "--model", {},
-        "or count those of a model: MODULE:NAME or FILE.py:NAME, a function without arguments that returns "
-        "an nnx.Module, linen variables or a tree of arrays; only shapes are made",
+        "a number of parameters, such as 7B; or MODULE:NAME or FILE.py:NAME, a function without arguments "
+        "that returns an nnx.Module, linen variables or a tree of arrays; only shapes are made",
+    ),
+    ("--workers", COUNT, "number of data-parallel workers"),
+    ("--bandwidth", RATES, "of each worker's link, such as 1gbit, or several with commas"),
+    ("--compute", SECONDS, "time of a step without the network, such as 144ms"),
+    (
+        "--tokens-per-worker", COUNT,
+        "that ONE worker sees in a step: its batch times the length; more of them are less noise",
+    ),
+    (
+        "--agreement", reads(_agreement),
+        "in their place votes/agreement, which lioncub_jax.metrics says of a job that runs",
+    ),
+    (
+        "--data", {"choices": planner.DATA, "default": planner.DATA[0]},
+        "what the workers see: the same kind, or classes or texts of their own (alike)",
     ),
     (
         "--cluster", {},
-        "machines by name, such as v5e-8, h100-64, p4d-64 or 8x4090-10g; an unknown name lists all",
+        "machines by name, such as v5e-8, h100-64, p4d-64 or 8x4090-10g, with rates from their vendors' "
+        "pages; options that are given override it, and an unknown name lists all",
     ),
-    ("--workers", COUNT, "number of data-parallel workers"),
-    ("--compute", SECONDS, "time of a step without the network, such as 144ms"),
-    ("--bandwidth", RATES, "of each worker's link, such as 1gbit, or several with commas"),
+    ("--explain", FLAG, "all methods in a table, and where it breaks even"),
+    ("--json", FLAG, "print numbers, of all methods"),
     ("--latency", SECONDS, "from one worker to another (50us)"),
     (
         "--devices-per-worker", COUNT,
@@ -73,12 +89,8 @@ OPTIONS: list[Row] = [
         "where it will run; on cpu JAX all-reduces bfloat16 as float32, and of each two workers only one "
         "sends to the other at a time (gpu)",
     ),
-    (
-        "--data", {"choices": planner.DATA, "default": planner.DATA[0]},
-        "what the workers see: the same kind, or classes or texts of their own (alike)",
-    ),
-    ("--json", FLAG, "print numbers instead of tables"),
 ]  # fmt: skip
+DETAILS = {option for option, _, _ in OPTIONS[-5:]}  # that help shows with --explain alone
 
 
 def run(args: argparse.Namespace) -> int:
@@ -87,8 +99,10 @@ def run(args: argparse.Namespace) -> int:
     Raises:
       ValueError: for options that do not go together, and as `planner.plan` and targets.
     """
-    if (args.params is None) == (args.model is None):
-        raise ValueError("give --params 7B, or --model FILE.py:NAME to count them, and not both")
+    if args.model is None:
+        raise ValueError(
+            "give --model: a number of parameters such as 7B, or FILE.py:NAME to count them"
+        )
     if args.compute is None:
         raise ValueError(
             "no compute time: without it every speedup would look better than it is; give --compute "
@@ -96,23 +110,32 @@ def run(args: argparse.Namespace) -> int:
         )
     named = planner.cluster_named(args.cluster) if args.cluster else None
     cluster = _cluster(args, named)
-    params = targets.shapes(args.model) if args.model else args.params
+    params = targets.shapes(args.model) if ":" in args.model else units.count(args.model)
     plans = [
-        planner.plan(params, cluster.at(rate), args.compute, args.data)
+        planner.plan(
+            params, cluster.at(rate), args.compute,
+            tokens=args.tokens_per_worker, agreement=args.agreement, data=args.data,
+        )
         for rate in args.bandwidth or [cluster.link.bandwidth]
-    ]
+    ]  # fmt: skip
     size = plans[0].parameters
     if args.json:
         about = named and {"name": args.cluster, "about": named.about, "source": named.source}
         found = {"parameters": size, "plans": list(map(planner.as_json, plans)), "cluster": about}
         output.write(output.as_text(found))
         return 0
+    if not args.explain:
+        output.show("\n\n".join(map(planner.advice, plans)))
+        return 0
     output.show(
         *([_in_words(args.cluster, named)] if named else []),
         f"{size:,} parameters; compute {units.seconds_text(args.compute)} a step; latency "
         f"{units.seconds_text(cluster.link.latency)}; packing at "
         f"{units.bytes_text(cluster.memory_bandwidth / 8)}/s of memory; nothing overlaps.",
-        *(part for one in plans for part in ("", planner.table(one), "", planner.advice(one))),
+        *(
+            f"\n{planner.table(one)}\n\n{planner.advice(one)} {planner.details(one)}"
+            for one in plans
+        ),
         f"\nIn a program, by names of lioncub_jax:\n{planner.legend()}",
     )
     return 0

@@ -1,7 +1,8 @@
-"""Will voting help me? The step time of every method on a cluster, before anything is trained."""
+"""Will it help me, and what do I use? The time to a loss of every method on a cluster, before training."""
 
+from lioncub_jax.planner.choice import Use, as_markdown, as_text, cluster_at, what_to_use
 from lioncub_jax.planner.clusters import CLUSTERS, NamedCluster, cluster_named
-from lioncub_jax.planner.evidence import DATA, Learned, Task, learned, tasks_near
+from lioncub_jax.planner.evidence import DATA, Cell, Found, Learned, cell_for
 from lioncub_jax.planner.model import (
     FLOAT32,
     SCHEMES,
@@ -14,26 +15,32 @@ from lioncub_jax.planner.model import (
     scheme_named,
     step_time,
 )
-from lioncub_jax.planner.report import Plan, Row, advice, as_json, legend, plan, table
+from lioncub_jax.planner.report import Plan, Row, advice, as_json, details, legend, plan, table
 
 __all__ = [
     "CLUSTERS",
     "DATA",
     "FLOAT32",
     "SCHEMES",
+    "Cell",
     "Cluster",
     "Estimate",
+    "Found",
     "Learned",
     "Link",
     "NamedCluster",
     "Plan",
     "Row",
     "Scheme",
-    "Task",
+    "Use",
     "advice",
     "as_json",
+    "as_markdown",
+    "as_text",
+    "cell_for",
+    "cluster_at",
     "cluster_named",
-    "learned",
+    "details",
     "legend",
     "parameters_in",
     "pays",
@@ -41,5 +48,5 @@ __all__ = [
     "scheme_named",
     "step_time",
     "table",
-    "tasks_near",
+    "what_to_use",
 ]

@@ -10,7 +10,8 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from lioncub_jax.planner.model import Cluster, Link, check_one_of
+from lioncub_jax.planner.evidence import check_one_of
+from lioncub_jax.planner.model import Cluster, Link
 
 
 class NamedCluster(NamedTuple):

@@ -1,7 +1,7 @@
-"""What is known about learning: how many times float32 Lion's steps a method takes to the same loss.
+"""What is known about learning: the steps of each method to a loss, by the noise of a worker's gradient.
 
-`evidence.json`, beside this file, is made from committed rows of runs by ``python benchmarks/convergence.py
---evidence``; docs/planner.md says what its numbers mean. It is read on first use.
+`evidence.json`, beside this file, is made from committed rows of runs; docs/planner.md says what its
+numbers mean. It is read on first use.
 """
 
 import functools
@@ -9,114 +9,202 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from lioncub_jax.planner.model import check_one_of
+from lioncub_jax.arguments import check_count, check_number
 
-TARGETS = (0.6, 0.8, 1.0)  # shares of float32 Lion's run, after which it has the loss to reach
+VERSION = 1
+TARGETS = (
+    0.6,
+    0.8,
+    1.0,
+)  # of the better float32 optimizer's run: where it stands then is to be reached
 TARGET = 0.8  # the one that methods are ranked by
+RANKED = TARGETS.index(TARGET)
 DATA = ("alike", "different")  # what workers see: the same kind, or classes or texts of their own
+WINDOW = 32  # tokens; no worker saw less in a step
+HERE, NEAR, FAR = "here", "near", "far"
+FAR_NOISE, FAR_WORKERS = 4, 2  # ratios; beyond them a cell says little about what was asked
 
-
-class Task(NamedTuple):
-    """What was trained.
-
-    Attributes:
-      name: "images", "text", or "gpt", which is larger.
-      dataset: its name.
-      parameters: of the model.
-      steps: of a run.
-    """
-
-    name: str
-    dataset: str
-    parameters: int
-    steps: int
+Made = TypeVar("Made")
 
 
 class Learned(NamedTuple):
-    """How a method gets to the loss of float32 Lion: by the worse of the tasks.
+    """How a method learns in a cell, with what it was tuned to.
 
     Attributes:
-      factor: its steps over float32 Lion's; None where a run as long as Lion's does not get there.
-      std: over seeds, of factors seed by seed; None for fewer than two that got there.
+      steps: of a worker to the losses of ``TARGETS``; None for one that a run does not reach.
+      std: of these over seeds; None where fewer than two got there.
+      loss: at the end of a run.
       seeds: how many runs.
-      task: which task is the worse.
-      workers: by task, with how many it was measured: the nearest.
+      rate: the highest learning rate.
+      b1: weight of the momentum.
+      b2: decay of Lion's momentum, or of Adam's second moment.
+      decay: decoupled weight decay.
     """
 
-    factor: float | None
-    std: float | None
+    steps: tuple[float | None, ...]
+    std: tuple[float | None, ...]
+    loss: float
     seeds: int
-    task: str
-    workers: Mapping[str, int]
-
-    def far_from(self, workers: int) -> bool:
-        """Whether a task was measured with more than twice or less than half as many."""
-        return any(not n / 2 <= workers <= 2 * n for n in self.workers.values())
+    rate: float
+    b1: float
+    b2: float
+    decay: float
 
 
-def learned(method: str, workers: int, parameters: int, data: str = DATA[0]) -> Learned | None:
-    """What was measured about a method, on the tasks nearest in size, with the nearest number of workers.
+class Cell(NamedTuple):
+    """Where methods were compared.
+
+    Attributes:
+      tokens: that a worker sees in a step.
+      workers: how many.
+      data: one of ``DATA``.
+      agreement: how often two workers vote alike, 0.5 for coins; None where nobody looked.
+      noise_scale: the gradient noise scale, in tokens.
+      loss: the targets, by their shares.
+      methods: by name; one that was not run is not there.
+    """
+
+    tokens: int
+    workers: int
+    data: str
+    agreement: float | None
+    noise_scale: float | None
+    loss: Mapping[str, float]
+    methods: Mapping[str, Learned]
+
+
+class Evidence(NamedTuple):
+    """All that is known.
+
+    Attributes:
+      study: what was trained: "model", "dataset", "parameters" and "steps" of a worker.
+      cells: where methods were compared.
+    """
+
+    study: Mapping[str, Any]
+    cells: tuple[Cell, ...]
+
+
+class Found(NamedTuple):
+    """The measured cell that is nearest to what was asked.
+
+    Attributes:
+      cell: that.
+      away: "here" for that cell itself, "near" it, or "far": more than 4 times the noise or twice the
+        workers from it, or other data, which nobody measured.
+    """
+
+    cell: Cell
+    away: str
+
+
+def check_one_of(kind: str, name: str, known: Any) -> None:
+    """Raises ``ValueError`` for a name that is not known."""
+    if name not in known:
+        raise ValueError(f"{kind} {name!r}: give one of {', '.join(known)}")
+
+
+def cell_for(
+    workers: int, tokens: int | None = None, agreement: float | None = None, data: str = DATA[0]
+) -> Found:
+    """The nearest cell, by the ratios of the noise and of the numbers of workers.
 
     Args:
-      method: its name in the study, such as "vote" or "owner-3".
-      workers: how many; the nearest is so by the ratio, of each task by itself.
-      parameters: of the model, for `tasks_near`.
+      workers: how many.
+      tokens: that one worker sees in a step: its batch times the length. More is less noise.
+      agreement: or ``votes/agreement`` of `lioncub_jax.metrics`, of a job that runs. What is above 0.5 of
+        it grows with the tokens, so it is compared by that.
       data: what workers see, one of ``DATA``.
 
     Returns:
-      A ``Learned``; None for what was not measured on those tasks with such data.
+      A `Found`.
 
     Raises:
-      ValueError: for other data.
+      ValueError: without tokens and agreement, or with both; for less than a window of tokens, an
+        agreement outside [0.5, 1], other data, or an agreement where no cell has one.
 
     Example:
-      >>> learned("lion", 100, 10**6).factor
-      1.0
+      >>> cell_for(8, 32).away
+      'here'
     """
-    rows = [one for one in _rows(data) if one["method"] == method]
-    nearest = {
-        task.name: min(of_task, key=lambda one: abs(math.log(workers / one["workers"])))
-        for task in tasks_near(parameters, data)
-        if (of_task := [one for one in rows if one["task"] == task.name])
-    }
-    if not nearest:
-        return None
-    at = TARGETS.index(TARGET)
-    worse = max(nearest.values(), key=lambda one: one["factor"][at] or math.inf)
-    measured = {task: one["workers"] for task, one in nearest.items()}
-    return Learned(worse["factor"][at], worse["std"][at], worse["seeds"], worse["task"], measured)
-
-
-def tasks_near(parameters: int, data: str = DATA[0]) -> tuple[Task, ...]:
-    """The tasks whose models are nearest in size, of those that were trained with such data.
-
-    So all methods are judged by the same tasks: the nearest, and those at most twice as far, by the
-    ratio of parameters.
-
-    Args:
-      parameters: of the model that is planned.
-      data: what workers see, one of ``DATA``.
-
-    Raises:
-      ValueError: for other data.
-
-    Example:
-      >>> [task.name for task in tasks_near(124_000_000)]
-      ['gpt']
-    """
+    _check_noise(tokens, agreement)
+    check_count(f"workers={workers!r}", workers)
     check_one_of("data", data, DATA)
-    trained = {one["task"] for one in _rows(data)}
-    tasks = [Task(name, **about) for name, about in _packaged()["tasks"].items() if name in trained]
-    away = {task: abs(math.log(parameters / task.parameters)) for task in tasks}
-    return tuple(task for task in tasks if away[task] <= min(away.values()) + math.log(2))
+    cells = [one for one in packaged().cells if tokens or one.agreement is not None]
+    if not cells:
+        raise ValueError("agreement: no cell of the evidence has one; give tokens instead")
+    cells = [one for one in cells if one.data == data] or cells
+
+    def away(cell: Cell) -> tuple[float, float]:
+        alike = agreement, cell.agreement
+        noise = (tokens, cell.tokens) if tokens else map(_signal, alike)
+        return _ratio(*noise), _ratio(workers, cell.workers)
+
+    cell = min(cells, key=lambda one: math.prod(away(one)))
+    noise, number = away(cell)
+    if noise > FAR_NOISE or number > FAR_WORKERS or cell.data != data:
+        return Found(cell, FAR)
+    return Found(cell, HERE if noise == number == 1 else NEAR)
 
 
-def _rows(data: str) -> list[dict[str, Any]]:
-    return [one for one in _packaged()["factors"] if one["data"] == data]
+def _check_noise(tokens: int | None, agreement: float | None) -> None:
+    if (tokens is None) == (agreement is None):
+        raise ValueError(
+            "give one of --tokens-per-worker (tokens=), what ONE worker sees in a step, its batch times "
+            "the length, and --agreement (agreement=), the votes/agreement of lioncub_jax.metrics in a job "
+            "that runs: the noise of a worker's gradient decides more than the network does"
+        )
+    if tokens is not None:
+        check_count(f"tokens={tokens!r}", tokens)
+        if tokens < WINDOW:
+            raise ValueError(
+                f"tokens={tokens}: nobody measured less than one window of {WINDOW} tokens a worker and "
+                "step; give its batch times the length, of one worker and not of a device or of all"
+            )
+    if agreement is not None:
+        check_number(
+            f"agreement={agreement!r}", agreement, lambda a: 0.5 <= a <= 1,
+            "give votes/agreement, from 0.5, where votes are coin flips, to 1, where all are alike",
+        )  # fmt: skip
+
+
+def _signal(agreement: Any) -> float:
+    return max(
+        agreement - 0.5, 1e-9
+    )  # of coins there is none, and they are still nearest to the least
+
+
+def _ratio(a: float, b: float) -> float:
+    return max(a / b, b / a)
 
 
 @functools.cache
-def _packaged() -> dict[str, Any]:
-    return json.loads(Path(__file__).with_name("evidence.json").read_text())
+def packaged() -> Evidence:
+    """What comes with the library."""
+    return read(Path(__file__).with_name("evidence.json"))
+
+
+def read(path: Path) -> Evidence:
+    """Reads evidence from a file.
+
+    Raises:
+      ValueError: for a file of another version.
+    """
+    found = json.loads(path.read_text())
+    if found.get("version") != VERSION:
+        raise ValueError(
+            f"{path}: evidence of version {found.get('version')!r}, and this library reads {VERSION}; "
+            "install it again, or make the file by the benchmarks of its own version"
+        )
+    cells = []
+    for row in found["cells"]:
+        methods = {name: _made(Learned, one) for name, one in row["methods"].items()}
+        cells.append(_made(Cell, row | {"methods": methods}))
+    return Evidence(found["study"], tuple(cells))
+
+
+def _made(kind: type[Made], row: Mapping[str, Any]) -> Made:
+    """Of the fields that it has: a file may say more."""
+    return kind(*(row.get(name) for name in kind._fields))  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ What it leaves out is in docs/planner.md. Rates are in bits per second, times in
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,21 +22,21 @@ import numpy as np
 import optax
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from lioncub_jax import optimizer
+from lioncub_jax import optimizer, quantize
 from lioncub_jax.arguments import check_count, check_number
+from lioncub_jax.baselines.methods import diloco
 from lioncub_jax.baselines.one_bit_adam import one_bit_adam
 from lioncub_jax.baselines.powersgd import powersgd
 from lioncub_jax.mesh.placement import Workers
+from lioncub_jax.planner.evidence import check_one_of
 from lioncub_jax.traffic import predicted as accounting
+
+# Of the matrix that a number of parameters stands for, over its width. PowerSGD sends of it about what it
+# sends of those of a GPT.
+LENGTH = 384
 
 # How often a collective passes through a tree of all participants.
 _PASSES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1}
-
-
-def check_one_of(kind: str, name: str, known: Iterable[str]) -> None:
-    """Raises ``ValueError`` for a name that is not known."""
-    if name not in known:
-        raise ValueError(f"{kind} {name!r}: give one of {', '.join(known)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +88,6 @@ class Cluster:
       memory_bandwidth: bits per second, for the estimate of packing, counting and unpacking: what is
         sent, the error feedback and a float32 for each parameter are written once and read once more
         than ``optax.lion`` does. That is an upper estimate: on CPU less was measured.
-      local_seconds: measured seconds by the name of a scheme, in place of that estimate; may be
-        negative, because voting can take less than ``optax.lion``, whose cost counts as zero.
 
     Raises:
       ValueError: for fewer than one worker or device, a group without a link, a share that is not above 0
@@ -106,7 +104,6 @@ class Cluster:
     on_cpu: bool = False
     all_to_all_share: float = 1.0
     memory_bandwidth: float = 800e9
-    local_seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_count(f"workers={self.workers!r}", self.workers)
@@ -136,95 +133,86 @@ class Scheme(NamedTuple):
     """A method that users can choose.
 
     Attributes:
-      name: for people, and the key of ``Cluster.local_seconds``.
+      name: as in the evidence, but for means in bfloat16.
       code: how it is written in a program, without ``lioncub_jax.``.
-      learns: its name in the evidence, where it was seen how many steps it takes.
       make: makes its transform, whose bytes these are, of ``workers=``.
       packs: bytes of memory of each parameter that packing, counting and unpacking pass through: a float32,
         and error feedback; 0 for who does none of that.
       every: steps of a worker for each exchange; bytes and times are shared out among them.
       in_float32: share of all steps that all-reduce float32 gradients instead.
-      mean: whether it is the mean of gradients that others are compared with.
-      of_matrices: whether its bytes depend on the shapes of matrices.
+      kind: "ours", "peer", or "mean": of gradients, a peer that all are compared with.
     """
 
     name: str
     code: str
-    learns: str
     make: Callable[..., optax.GradientTransformation]
     packs: int = 0
     every: int = 1
     in_float32: float = 0.0
-    mean: bool = False
-    of_matrices: bool = False
+    kind: str = "ours"
+
+    @property
+    def learns(self) -> str:
+        """Its name in the evidence: what a mean in bfloat16 does to learning is taken to be nothing."""
+        return self.name.removesuffix(_BFLOAT16)
 
 
 # The inner optimizer does not matter to what is sent.
 _MEAN = partial(optimizer.global_gradients, optax.identity())
 _IN_BFLOAT16 = partial(_MEAN, dtype=jnp.bfloat16)
+_BFLOAT16 = "-bfloat16"
+# TODO: optimizer.owner, and owner_adamw, as soon as they are here.
 _CODES = partial(optimizer.coded_gradients, optax.identity())
 _POWERSGD = partial(powersgd, optax.identity())
 WARMUP = 0.15  # of 1-bit Adam's steps, in float32: its paper takes 15 to 25 %
 
-_OURS = (
-    Scheme(
-        "1-bit vote", "lion_cub(...)", "vote",
-        partial(optimizer.lion_cub, 1.0), 4,
-    ),
-    Scheme(
-        "owner, 3 bits", "owner_lion(...)", "owner-3",
-        partial(optimizer.owner_lion, 1.0), 6,
-    ),
-    Scheme("AdamW, 4 bits", "coded_gradients(optax.adamw(...))", "adamw-4", _CODES, 8),
-    Scheme(
-        "2 alone, 4 bits",
-        "make_train_step(..., coded_gradients(optax.sgd(1.0)), local_steps=2, local=optax.adamw(...))",
-        "alone-2-4", _CODES, 8, every=2,
-    ),
-    Scheme(
-        "PowerSGD 4, 6 bits", "baselines.powersgd(optax.adamw(...), 4, 6)", "powersgd-adamw-6",
-        partial(_POWERSGD, 4, 6), 8, of_matrices=True,
-    ),
-    Scheme(
-        "2 alone, PowerSGD",
-        "make_train_step(..., baselines.powersgd(optax.sgd(1.0), 16, 6), local_steps=2, "
-        "local=optax.adamw(...))",
-        "alone-2-powersgd-16-6", partial(_POWERSGD, 16, 6), 8, every=2, of_matrices=True,
-    ),
-)  # fmt: skip
 
-# What a bfloat16 mean does to learning was not measured: it is taken to be nothing.
-FLOAT32 = Scheme("float32 Lion", "global_gradients(optax.lion(...))", "lion", _MEAN, mean=True)
-_PEERS = (
+def _alone(shared: str, steps: int) -> str:
+    """The code of workers that take steps of their own."""
+    return f"make_train_step(..., {shared}, local_steps={steps}, local=optax.adamw(...))"
+
+
+FLOAT32 = Scheme("lion", "global_gradients(optax.lion(...))", _MEAN, kind="mean")
+SCHEMES = (
+    Scheme("vote", "lion_cub(...)", partial(optimizer.lion_cub, 1.0), 4),
+    Scheme(
+        "average", "distributed_lion(..., average=True)",
+        partial(optimizer.distributed_lion, 1.0, average=True), 4,
+    ),
+    Scheme("owner-lion", "owner_lion(...)", partial(optimizer.owner_lion, 1.0), 6),
+    Scheme(
+        "owner-lion-rotated", "owner_lion(..., quantizer=quantize.rotated_sign())",
+        partial(optimizer.owner_lion, 1.0, quantizer=quantize.rotated_sign()), 6,
+    ),
+    Scheme("owner-adamw", "coded_gradients(optax.adamw(...))", _CODES, 8),
+    Scheme("local-2-coded", _alone("coded_gradients(optax.sgd(1.0))", 2), _CODES, 8, every=2),
     FLOAT32,
     Scheme(
-        "bfloat16 Lion", "global_gradients(optax.lion(...), dtype=jnp.bfloat16)", "lion",
-        _IN_BFLOAT16, mean=True,
+        "lion-bfloat16", "global_gradients(optax.lion(...), dtype=jnp.bfloat16)", _IN_BFLOAT16,
+        kind="mean",
     ),
-    Scheme("float32 AdamW", "global_gradients(optax.adamw(...))", "adamw", _MEAN, mean=True),
+    Scheme("adamw", "global_gradients(optax.adamw(...))", _MEAN, kind="mean"),
     Scheme(
-        "bfloat16 AdamW", "global_gradients(optax.adamw(...), dtype=jnp.bfloat16)", "adamw",
-        _IN_BFLOAT16, mean=True,
-    ),
-    Scheme(
-        "PowerSGD, rank 4", "baselines.powersgd(optax.adamw(...), 4)", "powersgd-adamw",
-        partial(_POWERSGD, 4), 8, of_matrices=True,
+        "adamw-bfloat16", "global_gradients(optax.adamw(...), dtype=jnp.bfloat16)", _IN_BFLOAT16,
+        kind="mean",
     ),
     Scheme(
-        "PowerSGD, rank 16", "baselines.powersgd(optax.adamw(...), 16)", "powersgd-adamw-16",
-        partial(_POWERSGD, 16), 8, of_matrices=True,
+        "powersgd-4", "baselines.powersgd(optax.adamw(...), 4)", partial(_POWERSGD, 4), 8,
+        kind="peer",
     ),
     Scheme(
-        "1-bit Adam", "baselines.one_bit_adam(warmup=...)", "one-bit-adam",
-        partial(one_bit_adam, 1.0, warmup=1), 8, in_float32=WARMUP,
+        "powersgd-16", "baselines.powersgd(optax.adamw(...), 16)", partial(_POWERSGD, 16), 8,
+        kind="peer",
     ),
     Scheme(
-        "2 alone, float32",
-        "make_train_step(..., global_gradients(optax.sgd(1.0)), local_steps=2, local=optax.adamw(...))",
-        "alone-2", _MEAN, every=2,
+        "local-2", _alone("global_gradients(optax.sgd(1.0))", 2), _MEAN, every=2, kind="peer",
     ),
+    Scheme(
+        "one-bit-adam", "baselines.one_bit_adam(..., warmup=...)",
+        partial(one_bit_adam, 1.0, warmup=1), 8, in_float32=WARMUP, kind="peer",
+    ),
+    Scheme("diloco", _alone("baselines.diloco()", 8), diloco, every=8, kind="peer"),
 )  # fmt: skip
-SCHEMES = (*_OURS, *_PEERS)
 
 
 def scheme_named(name: str) -> Scheme:
@@ -234,7 +222,7 @@ def scheme_named(name: str) -> Scheme:
       ValueError: if there is none.
 
     Example:
-      >>> scheme_named("1-bit vote").code
+      >>> scheme_named("vote").code
       'lion_cub(...)'
     """
     every = {one.name: one for one in SCHEMES}
@@ -252,18 +240,12 @@ class _Sent(NamedTuple):
 
 def _sent(scheme: Scheme, params: Any, at: Cluster) -> list[_Sent]:
     """The collectives of an exchange, per device."""
-    if scheme.of_matrices and not any(x.ndim > 1 for x in jax.tree.leaves(params)):
-        raise ValueError(
-            "its bytes depend on the shapes of matrices, and none are known: give a model's shapes "
-            "(--model FILE.py:NAME) in place of a number of parameters"
-        )
-
     leaves, tree = jax.tree.flatten(params)
     shapes = tree, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
     sent = partial(_exchange, scheme.make, shapes, at.on_cpu)
     if at.group_size == 1:
         return sent(at.workers, 1)
-    if scheme.mean:
+    if scheme.kind == "mean":
         return _in_slices(sent(at.workers, 1), sent(at.group_size, 1), at.group_size)
     if scheme.every > 1:
         raise ValueError(
@@ -334,7 +316,10 @@ def _shapes(params: Any) -> Any:
     if not isinstance(params, int):
         return params
     check_count(f"params={params!r}", params)
-    return jax.ShapeDtypeStruct((params,), jnp.float32)
+    width = math.isqrt(params // LENGTH) or 1
+    length = params // width // 128 * 128  # whole rows of bits
+    shapes = (width, length), (params - width * length,)
+    return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes if shape[-1]]
 
 
 def step_time(scheme: Scheme, params: Any, cluster: Cluster, compute: float) -> Estimate:
@@ -342,7 +327,7 @@ def step_time(scheme: Scheme, params: Any, cluster: Cluster, compute: float) -> 
 
     Args:
       scheme: one of ``SCHEMES``.
-      params: a tree of arrays or ``jax.ShapeDtypeStruct``, or how many parameters there are.
+      params: a tree of arrays or ``jax.ShapeDtypeStruct``; a number stands for one long matrix.
       cluster: workers, links and memory.
       compute: seconds of a device's own forward and backward pass and update.
 
@@ -355,7 +340,7 @@ def step_time(scheme: Scheme, params: Any, cluster: Cluster, compute: float) -> 
 
     Example:
       >>> slow = Cluster(8, Link(1e9, 50e-6))
-      >>> vote = step_time(scheme_named("1-bit vote"), 124_000_000, slow, 0.144)
+      >>> vote = step_time(scheme_named("vote"), 124_000_000, slow, 0.144)
       >>> dense = step_time(FLOAT32, 124_000_000, slow, 0.144)
       >>> round(dense.step / vote.step, 1)
       19.0
@@ -372,12 +357,10 @@ def step_time(scheme: Scheme, params: Any, cluster: Cluster, compute: float) -> 
     if scheme.in_float32:
         costs += scheme.in_float32 * _costs(_sent(FLOAT32, tree, cluster), cluster)
     sent, inside, beside, link_bits = map(float, costs)
-    local = cluster.local_seconds.get(scheme.name)
-    if local is None:
-        packed = sum(one.sent_bytes for one in own if one.op != "reduce-scatter")
-        unpacked = scheme.packs * parameters_in(tree) / cluster.group_size
-        packs = usual if own and scheme.packs else 0.0
-        local = packs * 8 * 2 * (packed + unpacked) / cluster.memory_bandwidth
+    packed = sum(one.sent_bytes for one in own if one.op != "reduce-scatter")
+    unpacked = scheme.packs * parameters_in(tree) / cluster.group_size
+    packs = usual if own and scheme.packs else 0.0
+    local = packs * 8 * 2 * (packed + unpacked) / cluster.memory_bandwidth
     unlimited, carrying = compute + local + beside, link_bits / cluster.link.bandwidth
     communication, step = beside + carrying, unlimited + carrying
     return Estimate(sent, inside, communication, local, step, link_bits, unlimited)
@@ -430,7 +413,7 @@ def pays(ours: Estimate, theirs: Estimate, speedup: float = 1.0) -> float:
 
     Example:
       >>> at = Cluster(8, Link(1e9, 50e-6))
-      >>> vote = step_time(scheme_named("1-bit vote"), 10**9, at, 0.0)
+      >>> vote = step_time(scheme_named("vote"), 10**9, at, 0.0)
       >>> round(pays(vote, step_time(FLOAT32, 10**9, at, 0.0)) / 1e9)  # Gbit/s
       643
     """

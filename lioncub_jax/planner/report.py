@@ -1,33 +1,28 @@
-"""What the planner prints: every method side by side, and advice.
+"""What the planner says: every method side by side, and which to use.
 
-Methods are ranked by the time until a loss is reached: a step's time, and how many steps more than float32
-Lion a method was seen to take (`evidence`). ``rich`` is imported by the function that needs it.
+Methods are ranked by the time until a loss is reached: a step's time, and how many steps a method was seen
+to take where a worker's gradient is about as noisy (`evidence`).
 """
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from lioncub_jax.arguments import check_number
 from lioncub_jax.planner import evidence
-from lioncub_jax.planner.evidence import Learned
+from lioncub_jax.planner.evidence import Found, Learned
 from lioncub_jax.planner.model import (
-    FLOAT32,
     SCHEMES,
     Cluster,
     Estimate,
     Scheme,
-    check_one_of,
     parameters_in,
     pays,
     step_time,
 )
 from lioncub_jax.units import bytes_text, rate_text, seconds_text
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
+WIDTHS = 8, 8, 8, 8, 11, 8  # of the columns of a table
 WORTHWHILE_SPEEDUP = 1.05  # less is not enough to change how a model is trained
-LARGER = 10  # times the parameters of a model measured, or of this one: beyond it is another matter
-MEANS = tuple(one.name for one in SCHEMES if one.mean)  # of gradients
 
 
 class Row(NamedTuple):
@@ -36,14 +31,20 @@ class Row(NamedTuple):
     Attributes:
       scheme: what it is.
       estimate: of a step.
-      learned: how many steps it takes; None for what was not measured.
-      time_to_loss: over float32 Lion's; None for what was not measured, or was not seen to get there.
+      learned: how it learns; None for what was not run in the cell.
     """
 
     scheme: Scheme
     estimate: Estimate
     learned: Learned | None
-    time_to_loss: float | None
+
+    def steps(self) -> float:
+        """To the loss; infinite for what was not run, or not seen to get there."""
+        return (self.learned and self.learned.steps[evidence.RANKED]) or math.inf
+
+    def time(self) -> float:
+        """Seconds of as many steps, which are those of a small model: only their ratios say anything."""
+        return self.steps() * self.estimate.step
 
 
 class Plan(NamedTuple):
@@ -52,75 +53,97 @@ class Plan(NamedTuple):
     Attributes:
       cluster: workers and links.
       compute: seconds, as given.
-      data: what workers see, "alike" or "different".
+      tokens: that a worker sees in a step, as given.
+      agreement: of votes, as given.
+      data: what workers see, as given.
       parameters: of the model.
+      found: the cell whose steps these are.
       rows: by the name of the scheme, those that work.
       refused: why the others do not work, by name.
     """
 
     cluster: Cluster
     compute: float
+    tokens: int | None
+    agreement: float | None
     data: str
     parameters: int
+    found: Found
     rows: dict[str, Row]
     refused: dict[str, str]
 
-    def times(self) -> dict[str, float]:
-        """Time to the loss, over float32 Lion's, of all that were seen to get there; the shortest first."""
+    def times(self, *kinds: str) -> dict[str, float]:
+        """Times to the loss of all that were seen to get there, or of such kinds; the shortest first."""
         found = {
-            name: row.time_to_loss
+            name: row.time()
             for name, row in self.rows.items()
-            if row.time_to_loss is not None
+            if row.steps() < math.inf and (not kinds or row.scheme.kind in kinds)
         }
         return dict(sorted(found.items(), key=lambda one: one[1]))
 
+    def first(self, *kinds: str) -> str:
+        """Who is at the loss first, of all or of such kinds; nobody is ""."""
+        return next(iter(self.times(*kinds)), "")
+
+    def use(self) -> str:
+        """The method to use: the first, or the best mean if that is nearly as soon."""
+        mean, times = self.first("mean"), self.times()
+        return self.first() if times[mean] >= WORTHWHILE_SPEEDUP * min(times.values()) else mean
+
+    def gain(self, over: str) -> float:
+        """How many times as soon as another the method to use is at the loss."""
+        times = self.times()
+        return times[over] / times[self.use()]
+
     def worthwhile(self) -> float:
         """The bandwidth below which a method is 1.05 times as soon at the loss as means of gradients."""
-        factors = {
-            name: row.learned.factor
-            for name, row in self.rows.items()
-            if row.learned and row.learned.factor
-        }
 
         def below(name: str, mean: str) -> float:
-            speedup = WORTHWHILE_SPEEDUP * factors[name] / factors[mean]
-            return pays(self.rows[name].estimate, self.rows[mean].estimate, speedup)
+            ours, theirs = self.rows[name], self.rows[mean]
+            speedup = WORTHWHILE_SPEEDUP * ours.steps() / theirs.steps()
+            return pays(ours.estimate, theirs.estimate, speedup)
 
-        means = factors.keys() & set(MEANS)
-        return max(
-            (min(below(name, mean) for mean in means) for name in factors.keys() - means),
-            default=0.0,
-        )
+        means, others = self.times("mean"), self.times("ours", "peer")
+        return max((min(below(name, mean) for mean in means) for name in others), default=0.0)
 
 
-def plan(params: Any, cluster: Cluster, compute: float, data: str = evidence.DATA[0]) -> Plan:
-    """Models a step by every scheme, and the time to where float32 Lion stands after 80 % of its run.
+def plan(
+    params: Any,
+    cluster: Cluster,
+    compute: float,
+    *,
+    tokens: int | None = None,
+    agreement: float | None = None,
+    data: str = evidence.DATA[0],
+) -> Plan:
+    """Every method on a cluster, by the evidence of the nearest cell.
 
     Args:
       params: a tree of arrays or ``jax.ShapeDtypeStruct``, or how many parameters there are.
       cluster: workers, links and memory.
-      compute: seconds of a device's own forward and backward pass and update.
-      data: of the workers, "alike" or "different", such as other classes or texts.
+      compute: seconds of a device's own forward and backward pass and update, above zero.
+      tokens: that one worker sees in a step; or
+      agreement: ``votes/agreement`` of a job that runs, as `cell_for`.
+      data: what workers see, "alike" or "different".
 
     Returns:
-      A ``Plan``; a scheme that does not work there is in ``refused``.
+      A `Plan`.
 
     Raises:
-      ValueError: for a compute time that is not above zero, or unknown data.
+      ValueError: as `cell_for`; for no parameters, and a compute time that is not above zero.
 
     Example:
       >>> from lioncub_jax.planner import Link
-      >>> slow = plan(124_000_000, Cluster(8, Link(1e9, 50e-6)), 0.144)
-      >>> round(slow.rows["1-bit vote"].estimate.step, 3)
-      0.373
-      >>> list(slow.rows["float32 AdamW"].learned.workers)  # the task that is nearest in size
-      ['gpt']
+      >>> slow = plan(124_000_000, Cluster(8, Link(1e9, 50e-6)), 0.144, tokens=32)
+      >>> round(slow.rows["vote"].estimate.step, 3), slow.found.away
+      (0.373, 'here')
     """
-    if not compute > 0:
-        raise ValueError(f"compute={compute!r}: give seconds, above zero; speedups depend on it")
-    check_one_of("data", data, evidence.DATA)
+    check_number(
+        f"compute={compute!r}", compute, lambda time: 0 < time < math.inf,
+        "give seconds, above zero; speedups depend on it",
+    )  # fmt: skip
     size = parameters_in(params)
-    lion = step_time(FLOAT32, params, cluster, compute)
+    found = evidence.cell_for(cluster.workers, tokens, agreement, data)
     rows, refused = {}, {}
     for scheme in SCHEMES:
         try:
@@ -128,146 +151,132 @@ def plan(params: Any, cluster: Cluster, compute: float, data: str = evidence.DAT
         except ValueError as reason:
             refused[scheme.name] = str(reason)
             continue
-        known = time = None
-        if cluster.workers > 1:  # one has no method but its own optimizer
-            known = evidence.learned(scheme.learns, cluster.workers, size, data)
-        if known and known.factor:
-            time = known.factor * estimate.step / lion.step
-        rows[scheme.name] = Row(scheme, estimate, known, time)
-    return Plan(cluster, compute, data, size, rows, refused)
+        rows[scheme.name] = Row(scheme, estimate, found.cell.methods.get(scheme.learns))
+    return Plan(cluster, compute, tokens, agreement, data, size, found, rows, refused)
 
 
 def advice(plan: Plan) -> str:
-    """Which method to use there and why, or that none is worth it.
+    """What to use there, what it gains, and where that was measured: three sentences.
 
     Args:
       plan: what `plan` returned.
 
     Returns:
-      The method that is first to the loss, whoever's it is, what that was measured on and where evidence
-      ends. It begins with "Do not use this" where nothing gets there ``WORTHWHILE_SPEEDUP`` times as soon
-      as by means of gradients.
+      The method that is first to the loss, whoever's it is. It begins with "Do not use this" where nothing
+      is there ``WORTHWHILE_SPEEDUP`` times as soon as a mean of gradients, and then says which mean.
     """
     if plan.cluster.workers == 1:
-        return "Do not use this: one worker has no others to exchange votes with; use optax.lion."
-    times, rate = plan.times(), rate_text(plan.cluster.link.bandwidth)
-    first, mean = next(iter(times)), next(name for name in times if name in MEANS)
-    used = first if times[mean] >= WORTHWHILE_SPEEDUP * times[first] else mean
-    scheme, estimate, known, time = plan.rows[used]
-    assert known
-    if used == first and used not in MEANS:
-        said = f"At {rate} use {scheme.code} ({used})"
-    else:
+        return "Do not use this: one worker has no others to exchange with; use optax.adamw or optax.lion."
+    used, rate = plan.use(), rate_text(plan.cluster.link.bandwidth)
+    scheme, _, how = plan.rows[used]
+    assert how
+    begin = (
+        f"{scheme.code}; begin with a learning rate of {how.rate:g}, betas of {how.b1:g} and {how.b2:g}, "
+        f"weight decay of {how.decay:g}."
+    )
+    said = f"At {rate} use {begin}"
+    if scheme.kind == "mean":
         said = (
-            f"Do not use this: at {rate} nothing is to the loss {WORTHWHILE_SPEEDUP} times as soon as "
-            f"{used}, {scheme.code}"
+            f"Do not use this: at {rate} nothing is at the loss {WORTHWHILE_SPEEDUP} times as soon as a "
+            f"mean of gradients, {begin}"
         )
-    lion = plan.rows[FLOAT32.name].estimate
-    said += (
-        f": to float32 Lion's loss in {time:.3g} of its time, by steps of "
-        f"{seconds_text(estimate.step)} instead of {seconds_text(lion.step)}, {_factor_text(known)} "
-        f"times as many; sending less is worth it {_below_text(plan.worthwhile())}."
+    best = {
+        "the best mean of gradients": plan.first("mean"),
+        "the best other peer": plan.first("peer"),
+        "the best of this library": plan.first("ours"),
+    }
+    others = [
+        f"{plan.gain(name):.3g} times as soon as {what}, {plan.rows[name].scheme.code}"
+        for what, name in best.items()
+        if name and plan.rows[name].scheme.kind != scheme.kind
+    ]
+    return f"{said} It is at the loss {', and '.join(others)}. {_measured(plan, how.seeds)}"
+
+
+def _measured(plan: Plan, seeds: int) -> str:
+    """Where, and how far that is from what was asked."""
+    (cell, away), study = plan.found, evidence.packaged().study
+    noise = f"{plan.tokens:,} tokens" if plan.tokens else f"an agreement of {plan.agreement:g}"
+    if plan.agreement == 0.5:
+        noise += " (coin flips: noise only)"
+    asked = f"{noise}, {plan.cluster.workers:,} workers and data {plan.data}"
+    said = {
+        evidence.HERE: "Measured there, with",
+        evidence.NEAR: f"Measured near {asked}: with",
+        evidence.FAR: f"Nobody measured {asked}; the nearest is",
+    }[away]
+    of = "" if cell.agreement is None else f" (an agreement of {cell.agreement:.4g})"
+    kind = plan.use().split("-")
+    taken = "; bfloat16 is taken to learn like float32" if kind[-1] == "bfloat16" else ""
+    if kind[0] == "powersgd":
+        taken = "; of wider matrices the same rank keeps less"
+    return (
+        f"{said} {cell.tokens:,} tokens a worker and step{of}, {cell.workers} workers and data "
+        f"{cell.data}, a {study['model']} of {study['parameters']:,} parameters (yours has "
+        f"{plan.parameters:,}) on {study['dataset']}, {seeds} seeds, not on a GPU{taken}."
     )
-    close = [n for n in times if n != used and times[n] <= WORTHWHILE_SPEEDUP * times[used]]
-    if close:
-        said += f" Within 5 % of that: {'; '.join(close)}."
-    return f"{said} {_measured_on(plan, used, known)}"
 
 
-def _measured_on(plan: Plan, used: str, known: Learned) -> str:
-    """On what, and where it is no more as it was measured."""
-    tasks = {task.name: task for task in evidence.tasks_near(plan.parameters, plan.data)}
-    of = " and ".join(
-        f"{name} ({tasks[name].dataset}, {tasks[name].parameters:,} parameters, {workers} workers)"
-        for name, workers in known.workers.items()
+def details(plan: Plan) -> str:
+    """Who is nearly as soon, and below which rate sending less is worth it."""
+    times = plan.times()
+    close = [name for name in times if times[name] <= WORTHWHILE_SPEEDUP * times[plan.use()]]
+    rate = plan.worthwhile()
+    below = {0.0: "at no rate", math.inf: "at any rate"}.get(rate, f"below {rate_text(rate)}")
+    return (
+        f"Within 5 % of it, or sooner: {'; '.join(close)}. Something is at the loss {WORTHWHILE_SPEEDUP} "
+        f"times as soon as every mean of gradients {below}."
     )
-    worse = f"; {known.task} is the worse of them and counts" if len(known.workers) > 1 else ""
-    taken = "; bfloat16 is taken to learn like float32" if "bfloat16" in used else ""
-    sizes = [task.parameters for task in tasks.values()]
-    beyond = []
-    if plan.parameters > LARGER * max(sizes) or LARGER * plan.parameters < min(sizes):
-        beyond.append(f"this model has {plan.parameters:,} parameters")
-    if known.far_from(plan.cluster.workers):
-        beyond.append(f"these are {plan.cluster.workers:,} workers")
-    ends = f" There evidence ends: {'; '.join(beyond)}." if beyond else ""
-    return f"Measured on {of}, data {plan.data}, {known.seeds} seeds{worse}{taken}.{ends}"
 
 
-def _below_text(rate: float) -> str:
-    if not rate:
-        return "at no rate"
-    return "at any rate" if rate == math.inf else f"below {rate_text(rate)}"
+def table(plan: Plan) -> str:
+    """The plan for people, at most 80 columns wide: a line for each scheme, those of this library first.
 
-
-def table(plan: Plan) -> "Table":
-    """The plan for people, at most 80 columns wide: a row for each scheme, peers in a block of their own.
-
-    The reasons why some schemes do not work there stand below the table, and which were not measured.
+    The reasons why some schemes do not work there stand below, and which were not measured.
 
     Args:
       plan: what `plan` returned.
 
     Returns:
-      A ``rich`` table. "sent" is what a worker, all of its devices together, sends in a step; "network" is
-      the time in collectives, "packing" that of packing, counting and unpacking, and "step" the time of the
-      whole step. "x steps" is how many times float32 Lion's steps a method takes to its loss, with the
-      standard deviation over seeds, and "time to loss" how long that is, float32 Lion's being 1. Bytes are
-      in decimal units.
+      Lines. "sent" is what a worker, all of its devices together, sends in a step; "network" is the time in
+      collectives, "packing" that of packing, counting and unpacking, and "step" the time of the whole step.
+      "steps" is how many it takes to the loss, with the standard deviation over seeds, and "time" how long
+      that is, that of the best mean of gradients being 1. Bytes are in decimal units.
     """
-    from rich import box  # not needed for numbers alone
-    from rich.table import Table
-
-    workers = "1 worker" if plan.cluster.workers == 1 else f"{plan.cluster.workers:,} workers"
-    out = Table(
-        title=f"{workers} at {rate_text(plan.cluster.link.bandwidth)}",
-        title_justify="left",
-        caption="\n".join(_below(plan)),
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        padding=(0, 0, 0, 1),
-        pad_edge=False,
+    mean = min(plan.times("mean").values())
+    lines = [["method", "sent", "network", "packing", "step", "steps", "time"]]
+    for name, row in plan.rows.items():
+        step = row.estimate
+        seconds = map(seconds_text, (step.communication, step.local, step.step))
+        time = f"{row.time() / mean:.3g}" if row.steps() < math.inf else ""
+        lines.append([name, bytes_text(step.sent_bytes), *seconds, _steps_text(row.learned), time])
+    shown = (
+        f"{name:<18} {' '.join(f'{cell:>{width}}' for cell, width in zip(cells, WIDTHS, strict=True))}"
+        for name, *cells in lines
     )
-    out.add_column("scheme", no_wrap=True)
-    for header in ("sent", "network", "packing", "step", "x steps", "time\nto loss"):
-        out.add_column(header, justify="right", no_wrap=True)
-    for scheme in SCHEMES:
-        if scheme is FLOAT32:  # the first of the peers
-            out.add_section()
-        row = plan.rows.get(scheme.name)
-        out.add_row(scheme.name, *(_cells(row) if row else [*[""] * 5, "refused"]))
-    return out
-
-
-def _cells(row: Row) -> list[str]:
-    step, time = row.estimate, row.time_to_loss
-    return [
-        bytes_text(step.sent_bytes),
-        *map(seconds_text, (step.communication, step.local, step.step)),
-        _factor_text(row.learned) if row.learned else "",
-        "" if time is None else f"{time:.3g}",
-    ]
+    title = f"{plan.cluster.workers:,} workers at {rate_text(plan.cluster.link.bandwidth)}"
+    return "\n".join([title, *shown, *_below(plan)])
 
 
 def _below(plan: Plan) -> list[str]:
     """Reasons, and what evidence does not know."""
     reasons = dict(plan.refused)
-    near = " and ".join(task.name for task in evidence.tasks_near(plan.parameters, plan.data))
     for name, row in plan.rows.items():
-        if not row.learned and plan.cluster.workers > 1:
-            reasons[name] = (
-                f"not measured with {plan.data} data on {near}, the nearest in size, so not ranked"
-            )
+        if not row.learned:
+            reasons[name] = "not measured there, so not ranked"
     return [
         f"{'; '.join(name for name in reasons if reasons[name] == reason)}: {reason}"
         for reason in dict.fromkeys(reasons.values())
     ]
 
 
-def _factor_text(found: Learned) -> str:
-    if found.factor is None:
+def _steps_text(found: Learned | None) -> str:
+    if not found:
+        return ""
+    steps, std = found.steps[evidence.RANKED], found.std[evidence.RANKED]
+    if steps is None:
         return "not reached"
-    return f"{found.factor:.2f}" + (f" ± {found.std:.2f}" if found.std else "")
+    return f"{steps:.0f}" + (f" ± {std:.0f}" if std else "")
 
 
 def legend() -> str:
@@ -275,9 +284,9 @@ def legend() -> str:
 
     Example:
       >>> print(legend().splitlines()[0])
-      1-bit vote            lion_cub(...)
+      vote                lion_cub(...)
     """
-    return "\n".join(f"{one.name:<20}  {one.code}" for one in SCHEMES)
+    return "\n".join(f"{one.name:<18}  {one.code}" for one in SCHEMES)
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -287,27 +296,40 @@ def as_json(plan: Plan) -> dict[str, Any]:
       plan: what `plan` returned.
 
     Returns:
-      A dict. ``"worthwhile"`` is the bandwidth below which a method is worth it, 0 where none is. Each
-      scheme has an ``"estimate"``, ``"time_to_loss"`` over float32 Lion's, and ``"learned"``, whose
-      ``"factor"`` is None for what does not get there; both are None for what was not measured.
+      A dict. ``"use"`` is the method to use, and ``"worthwhile"`` the bandwidth below which a method is
+      worth it, 0 where none is. ``"measured"`` is the cell. Each scheme has an ``"estimate"``,
+      ``"learned"`` with its steps, and a ``"time_to_loss"``, infinite for what was not measured or does
+      not get there.
 
     Example:
       >>> from lioncub_jax.planner import Link
-      >>> as_json(plan(10**6, Cluster(8, Link(1e9, 50e-6)), 0.1))["latency"]
+      >>> as_json(plan(10**6, Cluster(8, Link(1e9, 50e-6)), 0.1, tokens=32))["latency"]
       5e-05
     """
+    cell, away = plan.found
+    measured = {name: value for name, value in cell._asdict().items() if name != "methods"}
     return {
         "workers": plan.cluster.workers,
         "devices_per_worker": plan.cluster.group_size,
         "bandwidth": plan.cluster.link.bandwidth,
         "latency": plan.cluster.link.latency,
         "compute": plan.compute,
+        "tokens": plan.tokens,
+        "agreement": plan.agreement,
         "data": plan.data,
+        "measured": measured | {"away": away},
         "schemes": [
-            {**row._asdict(), "scheme": name, "code": row.scheme.code}
+            {
+                "scheme": name,
+                "code": row.scheme.code,
+                "estimate": row.estimate,
+                "learned": row.learned,
+                "time_to_loss": row.time(),
+            }
             for name, row in plan.rows.items()
         ],
         "refused": plan.refused,
+        "use": plan.use(),
         "worthwhile": plan.worthwhile(),
         "advice": advice(plan),
     }
