@@ -7,8 +7,8 @@ The optimizers and the training step are here; parts to choose from are in names
 (a run that goes on when a worker dies), and `baselines`. Those that need orbax, rich or
 matplotlib are loaded when they are first used.
 
-What to use, by the noise of a gradient (tokens that one worker sees in a step) and by how many times as long
-as computing a float32 mean of gradients takes; `planner.legend` has the code of each:
+What to use, by the noise of a gradient (tokens that one worker sees in a step) and by how many times as
+long as computing a float32 mean of gradients takes; `planner.legend` has the code of each:
 
     32 tokens, data alike: adamw-bfloat16 at 0.1, powersgd-16 at 1 to 100
 """

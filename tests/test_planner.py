@@ -413,6 +413,13 @@ def test_a_method_whose_steps_are_too_many_is_not_advised_where_its_step_is_fast
     assert said.startswith("Within 5 % of it, or sooner: ") and plan.use() in said
 
 
+def test_where_means_alone_get_there_that_is_said(known):
+    known(cell(32, 8, **dict.fromkeys(set(METHODS) - {"lion", "adamw"}, "not run")))
+    plan, said = to_loss()
+    assert ". It is at the loss first, and nothing else was seen to get there. Measured" in said
+    assert report.table(plan).count("not run") + len(plan.refused) == len(NAMES) - 4
+
+
 def test_a_peer_that_is_first_is_named_beside_the_best_of_ours(known):
     known(cell(32, 8, one_bit_adam=10))
     said = to_loss()[1]

@@ -1,8 +1,8 @@
 """Will it help me, and what do I use? The time to a loss of every method on a cluster, before training."""
 
-from lioncub_jax.planner.choice import Use, as_markdown, as_text, cluster_at, what_to_use
+from lioncub_jax.planner.choice import as_markdown, as_text, cluster_at, what_to_use
 from lioncub_jax.planner.clusters import CLUSTERS, NamedCluster, cluster_named
-from lioncub_jax.planner.evidence import DATA, Cell, Found, Learned, cell_for
+from lioncub_jax.planner.evidence import DATA, cell_for
 from lioncub_jax.planner.model import (
     FLOAT32,
     SCHEMES,
@@ -15,24 +15,19 @@ from lioncub_jax.planner.model import (
     scheme_named,
     step_time,
 )
-from lioncub_jax.planner.report import Plan, Row, advice, as_json, details, legend, plan, table
+from lioncub_jax.planner.report import Plan, advice, as_json, details, legend, plan, table
 
 __all__ = [
     "CLUSTERS",
     "DATA",
     "FLOAT32",
     "SCHEMES",
-    "Cell",
     "Cluster",
     "Estimate",
-    "Found",
-    "Learned",
     "Link",
     "NamedCluster",
     "Plan",
-    "Row",
     "Scheme",
-    "Use",
     "advice",
     "as_json",
     "as_markdown",

@@ -157,12 +157,12 @@ def _check_noise(tokens: int | None, agreement: float | None) -> None:
             "that runs: the noise of a worker's gradient decides more than the network does"
         )
     if tokens is not None:
-        check_count(f"tokens={tokens!r}", tokens)
-        if tokens < WINDOW:
-            raise ValueError(
-                f"tokens={tokens}: nobody measured less than one window of {WINDOW} tokens a worker and "
-                "step; give its batch times the length, of one worker and not of a device or of all"
-            )
+        check_number(
+            f"tokens={tokens!r}", tokens, lambda n: n >= WINDOW,
+            f"nobody measured less than one window of {WINDOW} tokens a worker and step; give its batch "
+            "times the length, of one worker and not of a device or of all",
+            int,
+        )  # fmt: skip
     if agreement is not None:
         check_number(
             f"agreement={agreement!r}", agreement, lambda a: 0.5 <= a <= 1,

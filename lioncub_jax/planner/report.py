@@ -190,7 +190,8 @@ def advice(plan: Plan) -> str:
         for what, name in best.items()
         if name and plan.rows[name].scheme.kind != scheme.kind
     ]
-    return f"{said} It is at the loss {', and '.join(others)}. {_measured(plan, how.seeds)}"
+    gains = ", and ".join(others) or "first, and nothing else was seen to get there"
+    return f"{said} It is at the loss {gains}. {_measured(plan, how.seeds)}"
 
 
 def _measured(plan: Plan, seeds: int) -> str:
@@ -232,7 +233,7 @@ def details(plan: Plan) -> str:
 def table(plan: Plan) -> str:
     """The plan for people, at most 80 columns wide: a line for each scheme, those of this library first.
 
-    The reasons why some schemes do not work there stand below, and which were not measured.
+    The reasons why some schemes do not work there stand below.
 
     Args:
       plan: what `plan` returned.
@@ -255,24 +256,13 @@ def table(plan: Plan) -> str:
         for name, *cells in lines
     )
     title = f"{plan.cluster.workers:,} workers at {rate_text(plan.cluster.link.bandwidth)}"
-    return "\n".join([title, *shown, *_below(plan)])
-
-
-def _below(plan: Plan) -> list[str]:
-    """Reasons, and what evidence does not know."""
-    reasons = dict(plan.refused)
-    for name, row in plan.rows.items():
-        if not row.learned:
-            reasons[name] = "not measured there, so not ranked"
-    return [
-        f"{'; '.join(name for name in reasons if reasons[name] == reason)}: {reason}"
-        for reason in dict.fromkeys(reasons.values())
-    ]
+    refused = (f"{name}: {reason}" for name, reason in plan.refused.items())
+    return "\n".join([title, *shown, *refused])
 
 
 def _steps_text(found: Learned | None) -> str:
     if not found:
-        return ""
+        return "not run"
     steps, std = found.steps[evidence.RANKED], found.std[evidence.RANKED]
     if steps is None:
         return "not reached"
@@ -307,17 +297,18 @@ def as_json(plan: Plan) -> dict[str, Any]:
       5e-05
     """
     cell, away = plan.found
-    measured = {name: value for name, value in cell._asdict().items() if name != "methods"}
+    measured = cell._asdict() | {"away": away}
+    del measured["methods"]  # with the schemes
     return {
         "workers": plan.cluster.workers,
         "devices_per_worker": plan.cluster.group_size,
         "bandwidth": plan.cluster.link.bandwidth,
         "latency": plan.cluster.link.latency,
-        "compute": plan.compute,
-        "tokens": plan.tokens,
-        "agreement": plan.agreement,
-        "data": plan.data,
-        "measured": measured | {"away": away},
+        **{
+            name: getattr(plan, name)
+            for name in ("compute", "tokens", "agreement", "data", "refused")
+        },
+        "measured": measured,
         "schemes": [
             {
                 "scheme": name,
@@ -328,7 +319,6 @@ def as_json(plan: Plan) -> dict[str, Any]:
             }
             for name, row in plan.rows.items()
         ],
-        "refused": plan.refused,
         "use": plan.use(),
         "worthwhile": plan.worthwhile(),
         "advice": advice(plan),
