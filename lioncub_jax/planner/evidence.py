@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from lioncub_jax.planner.model import check_one_of
 
+VERSION = 1  # of the packaged file
 TARGETS = (0.6, 0.8, 1.0)  # shares of float32 Lion's run, after which it has the loss to reach
 TARGET = 0.8  # the one that methods are ranked by
 DATA = ("alike", "different")  # what workers see: the same kind, or classes or texts of their own
