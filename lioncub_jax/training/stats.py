@@ -24,8 +24,8 @@ def metrics(state: Any) -> dict[str, jax.Array]:
       * ``votes/ties``: the share of parameters whose votes cancelled in the last step;
       * ``votes/agreement``: the probability that two workers, drawn at random, cast the same vote on a
         parameter in the last step: 0.5 where votes are coins, 1 where all are alike, whatever the number of
-        workers. Of votes of one bit, if two workers voted; else it is not there, or -1 inside of ``jax.jit``.
-        To know that, this call waits for the step;
+        workers. Of votes of one bit, if two workers voted; else it is not there, or -1 inside ``jax.jit``,
+        and to know that, this call waits for the step;
       * ``votes/abstained``: workers that abstained from it;
       * ``votes/abstentions``: their sum over all steps;
       * ``sync/drift``: how far momenta were apart at the last sync in full precision, the mean over the
