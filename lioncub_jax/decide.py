@@ -39,7 +39,7 @@ from jax import lax
 
 from lioncub_jax import bits, kernels, layout, means, quantize, rotation, xla
 from lioncub_jax.arguments import check_floating, check_kinds, check_number
-from lioncub_jax.bits import ROW
+from lioncub_jax.bits import BLOCK, ROW
 from lioncub_jax.quantize import Quantizer
 
 Planes = Sequence[jax.Array]
@@ -92,11 +92,14 @@ class Reply(NamedTuple):
       planes: ``uint32[chunks, words]`` each.
       rows: ``uint32[chunks, words]``, numbers for the rows, packed; None without.
       ties: ``uint32[chunks]``, elements without a sign in rows that move; 0 where there are no signs.
+      pairs: ``float32[chunks]`` each, pairs of votes that are unlike, and all pairs; empty where they are
+        not counted.
     """
 
     planes: Planes
     rows: jax.Array | None
     ties: Any = 0
+    pairs: Sequence[jax.Array] = ()
 
 
 class Signs(NamedTuple):
@@ -149,6 +152,27 @@ class Tally(NamedTuple):
         # Without plane 0 the number is halved and rounded down. If it was odd there is no tie.
         greater, equal = bits.compare(self.planes, largest[1:])
         return Signs(greater, equal & ~largest[0], moved)
+
+    def pairs(self) -> tuple[jax.Array, jax.Array]:
+        """Pairs of two workers' votes on an element, of one bit each: those unlike, and all of them.
+
+        ``float32[chunks]`` each, padding left out. Of n votes, c of them for the upper code, c (n - c)
+        pairs are unlike, of n (n - 1) / 2.
+        """
+        where, upper = self.where, self.planes
+        assert self.votes is not None  # as every code of one bit has it
+        votes = [bits.over_rows(words, where.rows) for words in self.votes]
+        each_row = sum(bits.unpack_rows(x, where.rows) << k for k, x in enumerate(self.votes))
+        in_row = each_row * (jnp.maximum(each_row, 1) - 1) // 2
+        if where.counts is None:
+            in_row *= ROW
+        else:
+            real = bits.pack(where.real())[0]
+            upper = [plane & real for plane in upper]
+            in_row *= where.counts.reshape(in_row.shape).astype(jnp.uint32)
+        unlike = bits.products(upper, bits.difference(votes, upper))
+        most = where.workers**2
+        return bits.total(unlike, BLOCK * most // 4), bits.total(in_row, ROW * most // 2)
 
 
 class Inbox(NamedTuple):
@@ -366,6 +390,10 @@ class Decision(NamedTuple):
             return self.decodes and self.tx is not None and not up.rotates
         return isinstance(self.dominance, jax.Array) or self.dominance != jnp.inf
 
+    def counts_pairs(self, up: Quantizer, workers: int) -> bool:
+        """Whether pairs of votes are counted: of one bit each, and so many as a word holds for a row."""
+        return not self.decodes and up.top(workers) == 1 and ROW * workers**2 // 2 < 2**32
+
     def init(self, rows: jax.Array) -> OwnerState:
         """Of a slice ``float[rows, 128]``."""
         return OwnerState(() if self.tx is None else self.tx.init(rows), self.coder.error(rows))
@@ -373,7 +401,10 @@ class Decision(NamedTuple):
     def answer(self, received: Inbox | Sums, where: Slice, coin: jax.Array, state: Any) -> Any:
         """The reply and the next state of a slice; ``coin``: ``uint32[chunks, words]``."""
         if not self.decodes:
-            return self.coder.encode(received.tally(where), coin, ())[0], state
+            tally = received.tally(where)
+            reply, _ = self.coder.encode(tally, coin, ())
+            counts_pairs = self.counts_pairs(where.up, where.workers)
+            return reply._replace(pairs=tally.pairs() if counts_pairs else ()), state
         answer, inner = self._run(received, where, state.inner)
         reply, error = self.coder.encode(answer, coin, state.error)
         return reply, OwnerState(inner, error)

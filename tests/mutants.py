@@ -88,6 +88,14 @@ MUTANTS = r"""
 + if static is bool:
 
 # decide.py: reference optimizer quantize contract
+= pairs of votes are of all workers, whoever abstains
+- bits.products(upper, bits.difference(votes, upper))
++ bits.products(upper, [~plane for plane in upper])
+
+= padding has votes
+- upper = [plane & real for plane in upper]
++ pass
+
 = a tie leans to the upper side
 - (signs.tied & coin)
 + signs.tied
@@ -157,6 +165,11 @@ MUTANTS = r"""
 = a zero takes the side that is the coin of its tie
 - _seed(step, _ZEROS)
 + _seed(step, _TIES)
+
+# wires.py: bits
+= a number of a reply that goes on in the next word is cut
+- x |= words[:, word + 1] << (32 - first)
++ pass
 
 # axes.py: sharding contract
 = ties of cut leaves are those of one shard

@@ -352,19 +352,26 @@ def tied(size, ties):
     return g
 
 
-def test_tie_rate_is_the_share_of_parameters_whose_votes_cancel(run_workers):
+def test_ties_and_agreement_are_those_of_all_parameters(run_workers):
     grads = {"a": tied(10, 3), "b": tied(30, 1)}
     grads["b"][1, 2, 5] = np.nan  # sits out of one vote only: two against one where it was a tie
     several = optax.partition({"a": cub(), "b": cub()}, {"a": "a", "b": "b"})
     params = {"a": jnp.zeros(10), "b": jnp.zeros(30)}
     txs = {"one": cub(), "several": several}
-    healthy, later = [4, 0, 0], {"one": [0, 1, 1], "several": [3, 1, 1]}
+    # Ties, who abstains, and the share of unlike pairs: two against two are 4 of 6, two against one 2 of 3.
+    healthy = [4, 0, 0, 4 * 4 / (6 * 40)]
+    later = {
+        "one": [0, 1, 1, 4 * 2 / (3 * 40)],
+        "several": [3, 1, 1, (3 * 4 + 2) / (6 * 10 + 3 * 30)],
+    }
     for name, (_, states) in run_workers(txs, params, grads, np.zeros((2, 4), bool)).items():
         for step, want in enumerate([healthy, later[name]]):
             found = lc.metrics(jax.tree.map(lambda x, t=step: x[t, 0], states))
-            assert [x.dtype for x in found.values()] == [np.float32, np.int32, np.int32]
-            ties, *others = found.values()
-            assert [float(ties * 40), *others] == want, (name, step)
+            kinds = [np.float32, np.float32, np.int32, np.int32]
+            assert [x.dtype for x in found.values()] == kinds
+            ties, agreement, *others = found.values()
+            assert [float(ties * 40), *others] == want[:3], (name, step)
+            assert float(agreement) == pytest.approx(1 - want[3]), (name, step)
     assert lc.metrics(optax.lion(0.1).init(params)) == {}
     names = ("ties", "abstained", "abstentions")
     assert lc.metrics(cub().init(params)) == {f"votes/{name}": 0 for name in names}

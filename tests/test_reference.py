@@ -141,6 +141,21 @@ def test_one_leaf_changes_no_other(name):
             assert np.array_equal(got[leaf], want[leaf]) == (leaf != changed)
 
 
+# --- Agreement
+
+
+@pytest.mark.parametrize("workers", [2, 3, 8, 32])
+@pytest.mark.parametrize("p", [0.5, 0.8])
+def test_the_agreement_of_votes_does_not_depend_on_the_number_of_workers(workers, p):
+    """Each votes for the better side with probability ``p``: ``p**2 + (1 - p)**2``, 0.5 of coins."""
+    rng, size = np.random.default_rng(workers), 20_000
+    better = rng.choice([-1, 1], size)
+    g = np.where(rng.random((1, workers, size)) < p, better, -better).astype(np.float32)
+    _, state = run("sign", {"w": g})
+    assert state.pairs[0] == size * workers * (workers - 1) / 2
+    assert abs(state.agreement[0] - (p**2 + (1 - p) ** 2)) < 5 / (2 * math.sqrt(size))
+
+
 # --- Zeros and ties: no worker counts for more than another
 
 TOSSES = 1024

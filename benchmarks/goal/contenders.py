@@ -1,6 +1,6 @@
 """Who runs to the loss: every method twice, simulated, and as its users write it.
 
-A method is what a user writes; the simulator is the same thing in the words of the tests' oracle, and a test
+A method is what a user writes; the simulator is the same in the words of the tests' oracle, and a test
 holds the two together. All have the same model, text, schedule and decoupled decay, and are tuned alike:
 see `tuning`.
 """
@@ -18,10 +18,12 @@ from oracle import powersgd as reference_power
 from oracle.lion import Simulator
 
 import lioncub_jax as lc
-from lioncub_jax import baselines
 from goal.model import STEPS
+from lioncub_jax import baselines
 
 OURS, PEER = "ours", "peer"
+DECAYS = 0.1, 1.0  # decoupled, that tuning tries
+FOREVER = 2**30  # steps
 FULL, CODED = "in full precision", "in one bit"  # stages of 1-bit Adam
 WARMUP = round(0.15 * STEPS)  # of 1-bit Adam, whose paper takes 15 to 25 % of a run
 ALONE = 8  # steps of a worker between two talks, of DiLoCo
@@ -123,7 +125,9 @@ def adamw(h: Hyper, rate: Schedule) -> optax.GradientTransformation:
     return falling(adam(h), h, rate)
 
 
-def mean_of(code: str, source: str, family: Family, direction: Any, dtype: Any = jnp.float32) -> Contender:
+def mean_of(
+    code: str, source: str, family: Family, direction: Any, dtype: Any = jnp.float32
+) -> Contender:
     """An optimizer of the mean gradient."""
     return Contender(
         code, PEER, source, family,
@@ -256,6 +260,15 @@ CONTENDERS: dict[str, Contender] = {
         lambda workers: baselines.diloco(workers=workers),
     ),
 }  # fmt: skip
+
+
+def timed(name: str, stage: str, workers: Any) -> Recipe:
+    """A recipe whose every step is of that stage."""
+    h, rate = Hyper(1e-4, 0.9, 0.99, DECAYS[0]), lambda count: 1e-4
+    if not stage:
+        return CONTENDERS[name].made(h, rate, workers)
+    # 1-bit Adam that stays in its first stage, or is in its second from the second step on.
+    return one_bit_adam(FOREVER if stage == FULL else 1)(h, rate, workers)
 
 
 def contender_named(name: str) -> Contender:

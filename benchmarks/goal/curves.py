@@ -1,4 +1,4 @@
-"""The loss of each contender, step by step: W simulated workers on one core, from the first step to the last.
+"""The loss of each contender, step by step: W simulated workers on one core, in one program.
 
 All contenders see the same windows at the same step of a worker, whoever takes steps alone. Beside the
 loss a run says what its noise was: how often two workers vote alike, and the gradient noise scale of
@@ -66,12 +66,12 @@ def key_of(row: dict[str, Any]) -> Run | None:
     Raises:
       ValueError: for a row of another benchmark, or of a contender that is no longer there.
     """
-    contender_named(row["contender"])
-    if row["part"] in ("tuning", "curve"):
-        return Run(*(row[name] for name in Run._fields))
-    if row["part"] != "time":
+    if row["part"] == "time":
+        return None
+    if row["part"] not in ("tuning", "curve"):
         raise ValueError(f"part {row['part']!r}")
-    return None
+    contender_named(row["contender"])
+    return Run(*(row[name] for name in Run._fields))
 
 
 def schedule(rate: Any, steps: int = STEPS) -> Callable[[Any], Any]:
@@ -111,7 +111,9 @@ def nats(params: Any, windows: jax.Array, rng: Any = None) -> jax.Array:
     return next_byte_loss(nnx.merge(GRAPH, state, REST), windows, deterministic=True)
 
 
-def drawn(text: jax.Array, key: jax.Array, t: Any, workers: int, count: int, apart: bool) -> jax.Array:
+def drawn(
+    text: jax.Array, key: jax.Array, t: Any, workers: int, count: int, apart: bool
+) -> jax.Array:
     """``uint8[W, count, CONTEXT + 1]``: windows from random places, of all text or of a worker's part."""
     part = (text.size - CONTEXT - 1) // (workers if apart else 1)
     at = jax.random.randint(jax.random.fold_in(key, t), (workers, count), 0, part)
@@ -191,11 +193,15 @@ class Runner:
         self._windows = jnp.asarray(corpus.spread(text.validation, WINDOWS, CONTEXT))
         self._compiled: dict[Any, Any] = {}
 
+    def arguments(self, run: Run) -> Any:
+        """What the program of a run takes."""
+        hyper = Hyper(*(jnp.float32(x) for x in run.hyper))
+        return self._text, self._windows, hyper, run.seed
+
     def run(self, run: Run) -> dict[str, Any]:
         """Trains, and returns what a row says about it."""
         began = time.perf_counter()
-        hyper = Hyper(*(jnp.float32(x) for x in run.hyper))
-        args = self._text, self._windows, hyper, run.seed
+        args = self.arguments(run)
         key = run.contender, run.tokens, run.workers, run.data
         if key not in self._compiled:
             # What comes next is mostly of the same kind: one program is kept.

@@ -1,11 +1,9 @@
 """One PyTorch worker of `benchmarks/time_to_loss.py --torch`: AdamW under DistributedDataParallel.
 
-The same model, from the same parameters, with the same text and schedule; it takes turns, or runs to the
-goal, as `worker.py` does.
+The same model, from the same parameters, with the same text; it takes turns, as `worker.py` does.
 """
 
 import json
-import math
 import os
 import sys
 from collections.abc import Callable
@@ -25,7 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 from torch.nn.parallel import DistributedDataParallel
 
 from goal import turns
-from goal.model import BATCH, CONTEXT, HEADS, LAYERS, VOCABULARY, WIDTH
+from goal.model import CONTEXT, HEADS, LAYERS, VOCABULARY, WIDTH
 
 
 class Block(nn.Module):
@@ -56,13 +54,12 @@ class GPT(nn.Module):
         self.positions = nn.Embedding(CONTEXT, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
         self.norm = nn.LayerNorm(WIDTH, 1e-6, bias=False)
-        self.write = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.read(tokens) + self.positions(torch.arange(tokens.shape[1]))
         for block in self.blocks:
             x = block(x)
-        return self.write(self.norm(x))
+        return F.linear(self.norm(x), self.read.weight)
 
 
 def power_sgd(rank: int) -> Callable[[nn.Module], nn.Module]:
@@ -90,50 +87,32 @@ def _in_bfloat16(state: None, bucket: dist.GradBucket) -> torch.futures.Future[t
     return sent.then(lambda done: bucket.buffer().copy_(done.value()[0]))
 
 
-WRAPPERS: dict[str, Callable[[int], Callable[[nn.Module], nn.Module]]] = {
-    "PyTorch DDP, float32": lambda option: DistributedDataParallel,
-    "PyTorch DDP, bfloat16": lambda option: bfloat16,
-    "PyTorch DDP, PowerSGD": power_sgd,
-    "PyTorch DDP, PowerSGD rank 4": power_sgd,
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "torch-adamw": DistributedDataParallel,
+    "torch-adamw-bfloat16": bfloat16,
+    "torch-powersgd-4": power_sgd(4),
+    "torch-powersgd-16": power_sgd(16),
 }
 
 
 class Trainer:
-    """A model under DDP, and its AdamW.
+    """A model under DDP, and its AdamW."""
 
-    Attributes:
-      taken: steps so far.
-    """
-
-    def __init__(self, name: str, option: int, job: dict[str, Any], rate: Callable[[int], float]):
+    def __init__(self, name: str, tokens: int, parameters: str):
         model = GPT()
-        with np.load(job["parameters"]) as arrays:
+        with np.load(parameters) as arrays:
             model.load_state_dict({key: torch.from_numpy(arrays[key]) for key in arrays})
-        self._model, self._inner = WRAPPERS[name](option)(model), model
-        betas, decay = tuple(job["betas"]), job["decay"]
-        self._adamw = torch.optim.AdamW(model.parameters(), 1.0, betas, weight_decay=decay)
-        self._rate, self._seed, self.taken = rate, job["seed"], 0
-        text = corpus.standard_library()
-        windows = corpus.spread(text.validation, job["windows"], CONTEXT)
-        self._text, self._windows = text.train, torch.from_numpy(windows.astype("int64"))
+        self._model = WRAPPERS[name](model)
+        self._adamw = torch.optim.AdamW(model.parameters(), 1e-4, (0.9, 0.99), weight_decay=0.1)
+        self._text, self._count, self._taken = corpus.standard_library().train, tokens // CONTEXT, 0
 
     def step(self) -> None:
         """One step, parameters updated."""
-        draw = corpus.draw(self._text, BATCH, CONTEXT, (self._seed, dist.get_rank(), self.taken))
-        for group in self._adamw.param_groups:
-            group["lr"] = self._rate(self.taken)
+        draw = corpus.draw(self._text, self._count, CONTEXT, (dist.get_rank(), self._taken))
         self._adamw.zero_grad(set_to_none=True)
         _loss(self._model, torch.from_numpy(draw.astype("int64"))).backward()
         self._adamw.step()
-        self.taken += 1
-
-    def wait(self) -> None:
-        """A step is done when it returns."""
-
-    @torch.no_grad()
-    def loss(self) -> float:
-        """Bits per byte of the validation windows, the same on all workers."""
-        return _loss(self._inner, self._windows).item() / math.log(2)
+        self._taken += 1
 
 
 def _loss(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
@@ -145,7 +124,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     dist.init_process_group("gloo")
     job = json.loads((folder / "job.json").read_text())
-    found = take_turns(job) if "entries" in job else run_to_goal(job)
+    found = take_turns(job)
     (folder / f"worker{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
@@ -154,9 +133,9 @@ def main() -> None:
 def take_turns(job: dict[str, Any]) -> dict[str, Any]:
     """As `worker.take_turns`; what a call should send is not predicted."""
     racing = {}
-    for name, stage, option in job["entries"]:
-        step = Trainer(name, option, job, lambda t: 1e-4).step
-        racing[json.dumps([name, stage, option])] = step
+    for name, stage, tokens in job["entries"]:
+        step = Trainer(name, tokens, job["parameters"]).step
+        racing[json.dumps([name, stage, tokens])] = step
         for _ in range(4):  # PowerSGD's first steps are plain, and DDP rebuilds its buckets
             step()
     blocks = turns.take_turns(racing, largest, turns=job["turns"], seconds=job["seconds"])
@@ -171,13 +150,6 @@ def largest(x: float) -> float:
     value = torch.tensor([x], dtype=torch.float64)
     dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return value.item()
-
-
-def run_to_goal(job: dict[str, Any]) -> dict[str, Any]:
-    """As `worker.run_to_goal`."""
-    rate = job["rates"].__getitem__
-    trainer = Trainer(job["contender"], job["choice"][1], job, rate)
-    return turns.train(trainer, job["ends"], job["goal"][1])
 
 
 if __name__ == "__main__":

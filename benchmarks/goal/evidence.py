@@ -1,48 +1,192 @@
-"""What time to loss says to the planner: factors in steps, on its GPT."""
+"""What rows say, as the packaged `lioncub_jax/planner/evidence.json` has it.
+
+Of every cell of noise, workers and data, by curves of the validation loss, averaged over seeds, with a
+running minimum:
+
+    target = where the better of float32 Lion and AdamW stands after 60, 80 or 100 % of its run
+    steps  = those at which a method's mean curve is first at or below it
+
+Between points a curve is a line; before the first it is not known. A method that does not get there in a
+run of the same length has no steps. The spread is the standard deviation of the steps of single seeds.
+"""
+
+import itertools
+import json
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from report import Rows, rows_of
-from study.evidence import Told, compared
 
 from goal import curves
-from goal.summary import LION_NAME, STEPS, curves_of
-from lioncub_jax.planner import parameters_in, scheme_named
+from goal.contenders import Hyper
+from goal.model import STEPS
+from lioncub_jax.planner import parameters_in
+from lioncub_jax.planner.evidence import TARGETS, VERSION
 
-TASK, DATASET = "gpt", "standard library"
-# The planner's schemes, and the option that a row must have to be of that.
-SCHEMES: dict[str, tuple[str, int]] = {
-    "Lion, float32": ("float32 Lion", 0),
-    "AdamW, float32": ("float32 AdamW", 0),
-    "1-bit vote": ("1-bit vote", 0),
-    "owner, 3 bits": ("owner, 3 bits", 0),
-    "AdamW, in codes": ("AdamW, 4 bits", 4),
-    "PowerSGD, AdamW": ("PowerSGD, rank 16", 16),
-    "PowerSGD, rank 4": ("PowerSGD, rank 4", 4),
-    "PowerSGD, rank 4 in 6 bits": ("PowerSGD 4, 6 bits", 4),
-    "1-bit Adam": ("1-bit Adam", 58),
-    "local AdamW, averaged": ("2 alone, float32", 2),
-    "2 steps alone, in codes": ("2 alone, 4 bits", 4),
-    "2 steps alone, PowerSGD in 6 bits": ("2 alone, PowerSGD", 16),
-}
+Curve = list[tuple[float, float]]  # steps and the least loss so far
+BASELINES = "lion", "adamw"
+DIGITS = 4
 
 
-def told(found: Rows) -> Told:
-    """Of the curves of all contenders that the planner has a name for.
+def evidence(rows: Rows) -> dict[str, Any]:
+    """What the packaged file holds.
 
     Raises:
-      ValueError: for rows of several numbers of workers.
+      ValueError: for rows of no cell in which both baselines ran.
     """
-    lion = curves_of(found, LION_NAME, STEPS)
-    if not lion:
-        return Told({}, [])
-    workers = {row["workers"] for row in rows_of(found, part="curve", steps=STEPS)}
-    if len(workers) > 1:
-        raise ValueError(f"rows of {sorted(workers)} workers cannot be compared: give those of one")
-    about = {"task": TASK, "data": "alike", "workers": workers.pop()}
-    factors = [
-        {**about, "method": scheme_named(scheme).learns, **learned}
-        for name, (scheme, option) in SCHEMES.items()
-        if (learned := compared(curves_of(found, name, STEPS, option=option), lion))
+    found: dict[Any, dict[str, Rows]] = defaultdict(lambda: defaultdict(list))
+    for row in rows_of(rows, part="curve"):
+        found[row["tokens"], row["workers"], row["data"]][row["contender"]].append(row)
+    cells = [
+        cell_of(key, methods)
+        for key, methods in sorted(found.items(), key=lambda one: (one[0][2], *one[0][:2]))
+        if all(name in methods for name in BASELINES)
     ]
-    size = parameters_in(curves.shapes())
-    task = {"dataset": DATASET, "parameters": size, "steps": STEPS}
-    return Told({TASK: task}, factors)
+    if not cells:
+        raise ValueError(f"no cell in which {' and '.join(BASELINES)} ran: run them first")
+    return {
+        "version": VERSION,
+        "study": {
+            "model": "byte GPT", "dataset": "Python's standard library",
+            "parameters": parameters_in(curves.shapes()), "steps": STEPS,
+        },
+        "cells": cells,
+        "times": times_of(rows),
+    }  # fmt: skip
+
+
+def cell_of(key: tuple[int, int, str], methods: dict[str, Rows]) -> dict[str, Any]:
+    """All that was run in a cell."""
+    tokens, workers, data = key
+    means = {name: falling([curve_of(row) for row in methods[name]]) for name in BASELINES}
+    better = min(BASELINES, key=lambda name: means[name][-1][1])
+    targets = [at(means[better], share * STEPS) for share in TARGETS]
+    return {
+        "tokens": tokens, "workers": workers, "data": data, "better": better,
+        "agreement": agreement_of(methods.get("vote", [])),
+        "noise_scale": noise_scale_of([row for rows in methods.values() for row in rows]),
+        "loss": dict(zip(map(str, TARGETS), map(rounded, targets), strict=True)),
+        "methods": {name: told(rows, targets) for name, rows in methods.items()},
+    }  # fmt: skip
+
+
+def told(rows: Rows, targets: Sequence[float]) -> dict[str, Any]:
+    """Of a method in a cell."""
+    each = [curve_of(row) for row in rows]
+    mean = falling(each)
+    singles = [[reaches(falling([one]), target) for one in each] for target in targets]
+    there = [[steps for steps in some if steps is not None] for some in singles]
+    last = [row["loss"][-1] for row in rows]
+    known = [x for x in last if x is not None]
+    hyper = Hyper(*(rows[0][field] for field in Hyper._fields))
+    return {
+        "steps": [rounded(reaches(mean, target)) for target in targets],
+        "std": [rounded(statistics.stdev(some)) if len(some) > 1 else None for some in there],
+        "loss": rounded(statistics.fmean(known)) if len(known) == len(last) else None,
+        "loss_std": rounded(statistics.stdev(known)) if len(known) > 1 else None,
+        "seeds": len(rows),
+        **hyper._asdict(),
+    }
+
+
+def agreement_of(rows: Rows) -> float | None:
+    """How often two workers voted alike, in the second half of the runs."""
+    return rounded(second_half(rows, "agreement")) if rows else None
+
+
+def noise_scale_of(rows: Rows) -> float | None:
+    """The gradient noise scale in bytes: variance of one byte's gradient over the square of the mean."""
+    signal = second_half(rows, "signal")
+    return rounded(second_half(rows, "variance") / signal) if signal > 0 else None
+
+
+def second_half(rows: Rows, name: str) -> float:
+    values = [x for row in rows for x in row[name][len(row[name]) // 2 :] if x is not None]
+    return statistics.fmean(values)
+
+
+def times_of(rows: Rows) -> list[dict[str, Any]]:
+    """Of steps in the lab, as they were timed last."""
+    found = {
+        (row["tokens"], row["network"], row["contender"], row["stage"]): row
+        for row in rows_of(rows, part="time")
+    }
+    return [
+        {
+            "tokens": tokens, "workers": row["workers"], "network": network, "method": method,
+            "stage": stage, "seconds": rounded(row["seconds"]),
+            "fastest": rounded(row["fastest"]), "slowest": rounded(row["slowest"]),
+            "sent_bytes": rounded(row["interface_bytes"]),
+        }
+        for (tokens, network, method, stage), row in sorted(found.items())
+    ]  # fmt: skip
+
+
+# --- Curves
+
+
+def curve_of(row: dict[str, Any]) -> Curve:
+    """The points of a run; what is no number is infinite, for nothing is reached there."""
+    losses = [math.inf if x is None else x for x in row["loss"]]
+    return [(STEPS * (i + 1) / len(losses), x) for i, x in enumerate(losses)]
+
+
+def falling(curves: Sequence[Curve]) -> Curve:
+    """Their mean, as the least loss so far."""
+    found: Curve = []
+    least = math.inf
+    for points in zip(*curves, strict=True):
+        least = min(least, statistics.fmean(x for _, x in points))
+        found.append((points[0][0], least))
+    return found
+
+
+def at(curve: Curve, steps: float) -> float:
+    """The loss after so many steps: of the line between points."""
+    for (before, high), (after, low) in itertools.pairwise(curve):
+        if before <= steps <= after:
+            return (
+                low if steps == after else high + (low - high) * (steps - before) / (after - before)
+            )
+    return curve[0][1] if steps < curve[0][0] else curve[-1][1]
+
+
+def reaches(curve: Curve, target: float) -> float | None:
+    """Steps until the loss is no more than that; None if it never is."""
+    before, high = curve[0]
+    if high <= target:
+        return before
+    for after, low in curve[1:]:
+        if low <= target:
+            share = 1.0 if high == math.inf else (high - target) / (high - low)
+            return before + share * (after - before)
+        before, high = after, low
+    return None
+
+
+def rounded(x: float | None) -> float | None:
+    return None if x is None else float(f"{x:.{DIGITS}g}")
+
+
+def text_of(found: dict[str, Any]) -> str:
+    """JSON with a line for each method of a cell and each time, so that what changes shows."""
+    head = {name: found[name] for name in ("version", "study")}
+    cells = ",\n".join(map(cell_text, found["cells"]))
+    times = lines(found["times"])
+    start = json.dumps(head, indent=1).removesuffix("}").rstrip()
+    return f'{start},\n "cells": [\n{cells}\n ],\n "times": [\n{times}\n ]\n}}\n'
+
+
+def cell_text(cell: dict[str, Any]) -> str:
+    head = json.dumps({k: v for k, v in cell.items() if k != "methods"}).removesuffix("}")
+    methods = ",\n".join(
+        f"   {json.dumps(name)}: {json.dumps(of)}" for name, of in cell["methods"].items()
+    )
+    return f'  {head}, "methods": {{\n{methods}}}}}'
+
+
+def lines(each: Iterable[Any]) -> str:
+    return ",\n".join(f"  {json.dumps(one)}" for one in each)

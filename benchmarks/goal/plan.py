@@ -11,7 +11,7 @@ from report import Rows
 from goal import tuning
 from goal.contenders import CONTENDERS, Hyper
 from goal.curves import Run, Runner, key_of
-from goal.model import TOKENS, WORKERS
+from goal.model import TOKENS
 
 
 class Cell(NamedTuple):
@@ -91,9 +91,7 @@ def best_hyper(rows: Rows, name: str, place: int) -> Hyper:
     Raises:
       ValueError: where it is not tuned yet.
     """
-    tuned = [
-        row for row in report.rows_of(rows, part="tuning", contender=name, tokens=TOKENS[place])
-    ]
+    tuned = report.rows_of(rows, part="tuning", contender=name, tokens=TOKENS[place])
     if not tuned:
         raise ValueError(
             f"{name} is not tuned with {TOKENS[place]} tokens a worker: run the rounds before"

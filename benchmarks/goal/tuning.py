@@ -1,20 +1,19 @@
 """How every method is tuned: rate, betas and decay, by one rule and one number of runs for all.
 
-The rate climbs by factors of two until it was seen to fall off on both sides; then the other betas, the other
-decay, and rates between, each from the best so far. A seed is used that no reported run has.
+The rate climbs by factors of two until it was seen to fall off on both sides; then the other betas, the
+other decay, and rates between, each from the best so far. A seed is used that no reported run has.
 """
 
 import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from goal.contenders import Family, Hyper
+from goal.contenders import DECAYS, Family, Hyper
 
 RUNS = {0: 8, 1: 6, 2: 4}  # of each method, by the place of its noise in `TOKENS`
 TUNED_AT = {0: 8, 1: 8, 2: 4}  # workers; others take what is best there
 CLIMBS = 4  # runs for the rate, at most, before anything else is tried
 SEED = 1000
-DECAYS = 0.1, 1.0
 
 
 class Tuned(NamedTuple):
@@ -28,9 +27,7 @@ def first(family: Family) -> Hyper:
     return Hyper(family.rate, *family.betas, DECAYS[0])
 
 
-def search(
-    measure: Callable[[Hyper], float], start: Hyper, family: Family, runs: int
-) -> Tuned:
+def search(measure: Callable[[Hyper], float], start: Hyper, family: Family, runs: int) -> Tuned:
     """The best of so many runs; ``measure`` gives the last loss, infinite for one that diverged."""
     tried: dict[Hyper, float] = {}
 

@@ -1,4 +1,4 @@
-"""How workers run to a loss, and take turns in time: blocks of steps, and bytes by the interface.
+"""How methods take turns in time: blocks of steps, and bytes by the interface.
 
 Knows no framework, so that all are timed alike: a method is a function that does one step and waits
 for it, and ``most`` is a maximum over the workers, which is also the barrier.
@@ -6,7 +6,7 @@ for it, and ``most`` is a maximum over the workers, which is also the barrier.
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,25 +21,6 @@ class Block(NamedTuple):
     steps: int
     seconds: float  # per step
     sent_bytes: float  # per step, by the interface, headers and all
-
-
-def train(trainer: Any, ends: Iterable[int], goal: float = -math.inf) -> dict[str, Any]:
-    """Steps until a loss is there, looked at after some of them, and the seconds of the steps alone."""
-    spent, curve = 0.0, []
-    for end in ends:
-        began = time.perf_counter()
-        while trainer.taken < end:
-            trainer.step()
-        trainer.wait()
-        spent += time.perf_counter() - began
-        curve.append((trainer.taken, float(f"{trainer.loss():.5g}")))
-        if curve[-1][1] <= goal:
-            break
-    taken, loss = curve[-1]
-    return {
-        "taken": taken, "seconds": round(spent, 3), "reached": loss <= goal, "ended_at": loss,
-        "curve": curve,
-    }  # fmt: skip
 
 
 def take_turns(
@@ -57,7 +38,7 @@ def take_turns(
         start = time.perf_counter()
         step()
         taken = most(time.perf_counter() - start)  # everybody must do as many steps
-        count[name] = min(max(2, math.ceil(seconds / taken)), 20)
+        count[name] = min(max(2, math.ceil(seconds / taken)), 50)
     return [
         _block(name, turn, step, count[name], most)
         for turn in range(turns)

@@ -13,12 +13,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from lioncub_jax.arguments import check_count, check_number
 
-VERSION = 1
-TARGETS = (
-    0.6,
-    0.8,
-    1.0,
-)  # of the better float32 optimizer's run: where it stands then is to be reached
+VERSION = 1  # of the packaged file
+# Shares of the better float32 optimizer's run, after which it has the loss to reach.
+TARGETS = (0.6, 0.8, 1.0)
 TARGET = 0.8  # the one that methods are ranked by
 RANKED = TARGETS.index(TARGET)
 DATA = ("alike", "different")  # what workers see: the same kind, or classes or texts of their own
