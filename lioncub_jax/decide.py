@@ -239,7 +239,7 @@ class Answer(NamedTuple):
 
     def chunks(self) -> jax.Array:
         """``float32[chunks, rows, 128]``, 0 where they are not valid."""
-        values = jnp.where(self.valid, self.values, 0).astype(jnp.float32)
+        values = jnp.where(self.valid, self.values, 0)
         return values.reshape(self.where.chunks, self.where.rows, ROW)
 
     def signs(self) -> Signs:
@@ -387,7 +387,7 @@ class Decision(NamedTuple):
         # Cast finite, so that no dtype of the leaves makes an infinity of it.
         mean = quantize.saturated(jnp.where(valid, mean, 0), where.dtype)
         update, new = self.tx.update(mean, state)
-        return Answer(update, valid, where), _valid_only(valid, new, state)
+        return Answer(update.astype(jnp.float32), valid, where), _valid_only(valid, new, state)
 
 
 def _valid_only(valid: jax.Array, new: Any, old: Any) -> Any:
