@@ -41,8 +41,9 @@ def check_elementwise(tx: optax.GradientTransformation, rows: jax.Array, state: 
                 f"at the owner: the state of tx has {at} of shape {x.shape}, which is neither a number nor "
                 f"shaped like the updates {rows.shape}, {behind}"
             )
-    # Parameters are given to the trace, to see whether it uses them.
-    program = jax.make_jaxpr(tx.update)(rows, state, rows).jaxpr
+    # Parameters are given to the trace, to see whether they are used, be it for the first state.
+    first = lambda rows, params: tx.update(rows, tx.init(params), params)  # noqa: E731
+    program = jax.make_jaxpr(first)(rows, rows).jaxpr
     mixes = _mixes(program, rows.shape)
     if mixes is not None:
         raise ValueError(f"at the owner: tx mixes elements, by {mixes}, {behind}")

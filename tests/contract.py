@@ -524,7 +524,7 @@ def test_what_no_transform_can_work_with_is_refused(name):
         return
     refused(lambda: traced(tx, abstain=np.float32(1)), "abstain", "float32", "one bool")
     others = {**PARAMS, "w": np.ones((35, 130), np.float32)}
-    if own_fields(name) - {"owner.mu"}:
+    if any("owner" not in field for field in own_fields(name)):
         for of in (others, {"w": others["w"]}):
             refused(lambda of=of: traced(tx, of=of), "the state is of other parameters", "shows")
     refused(

@@ -263,8 +263,12 @@ MIXING = {
     "scan": each_array(lambda x: jax.lax.map(jnp.sin, x)),  # row by row
     "gather": optax.chain(optax.scale_by_adam(), each_array(jax.jit(lambda x: x[jnp.arange(16)]))),
 }
+KEEPS = optax.GradientTransformation(
+    lambda params: params, lambda updates, kept, params: (updates, kept)
+)
 # By the state, or by the parameters.
 LACKING = [
+    (KEEPS, "uses the parameters, which are not there"),
     (
         optax.scale_by_factored_rms(),
         f".v_row of shape (1,), which is neither ... (16, 128), {BEHIND}",
