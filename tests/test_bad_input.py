@@ -271,7 +271,7 @@ LACKING = [
     (KEEPS, "uses the parameters, which are not there"),
     (
         optax.scale_by_factored_rms(),
-        f".v_row of shape (1,), which is neither ... (16, 128), {BEHIND}",
+        f".v_row of shape (1,), which is neither ... (16, 128), and ... {BEHIND}",
     ),
     (
         optax.adamw(0.1),
@@ -280,7 +280,7 @@ LACKING = [
 ]
 TRACED += [
     *(
-        (lc.owner(tx, workers=AXIS), f"mixes elements, by {by}, {BEHIND}")
+        (lc.owner(tx, workers=AXIS), f"mixes elements, by {by}, and ... {BEHIND}")
         for by, tx in MIXING.items()
     ),
     *((lc.owner(tx, workers=AXIS), words) for tx, words in LACKING),
