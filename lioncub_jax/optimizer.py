@@ -235,9 +235,9 @@ def owner(
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """Any elementwise optax transform, once for all workers: each slice of its state at one worker.
 
-    It stands where ``tx`` stood in a chain. Worker i sends codes of its gradient, the owner of a slice
-    decodes, averages, runs ``tx`` on its slice, and what that makes comes back by ``reply``. What a code
-    misses, up or back, is said in a later step.
+    It stands where ``tx`` stood in a chain. Worker i sends ``Q(g_i + e_i)``, codes of its gradient; the
+    owner of a slice decodes, averages, and runs ``u, s = tx(mean, s)``; back comes ``Q(u + e)``. What a
+    code misses, up or back, is said in a later step.
 
     Behind the mean itself, ``owner(optax.identity(), ...)``, any transform can stand, elementwise or not;
     its state is then the same on every worker, and with nobody there it sees zeros.

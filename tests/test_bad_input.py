@@ -21,6 +21,7 @@ NAN = float("nan")
 
 cub = functools.partial(lc.lion_cub, 0.1, workers=AXIS)
 owner = functools.partial(lc.owner_lion, 0.1, workers=AXIS)
+adamw = functools.partial(lc.owner_adamw, 0.1, workers=AXIS)
 communicate = functools.partial(lc.communicate, workers=AXIS, memory=lc.momentum.nothing())
 
 
@@ -62,7 +63,7 @@ ARGUMENTS = [  # what takes it, what it is given, and the error, which shows tha
     *(
         (lambda x, of=beta, make=make: make(**{of: x}), BETAS, ValueError, f"{beta}={{!r}} ... [0, 1)")
         for beta in ("b1", "b2")
-        for make in (lc.momentum.blend, owner)
+        for make in (lc.momentum.blend, owner, adamw)
     ),
     # (1 - b2) g would be cut to zero for ever.
     *(
