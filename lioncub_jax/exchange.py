@@ -429,12 +429,12 @@ class Worker(NamedTuple):
     ) -> tuple[jax.Array, jax.Array | None]:
         """``(x, message)`` of a piece: ``x = message + error`` as ``float32[rows, 128]``, which is encoded.
 
-        ``message`` is None unless the owner bounds steps (`Decision.bounds`). Then a row whose message is 0
-        gets scale 0: a worker does not send an error without a gradient. On a TPU x is computed in rows if
-        the leaf lies in memory in that order.
+        ``message`` is None unless the owner bounds steps. Then a row whose message is 0 gets scale 0: an
+        error without a gradient would lower the median. On a TPU x is computed in rows if the leaf lies in
+        memory in that order.
         """
         plan = self.plan
-        hold_errors = error is not None and plan.decision.bounds(plan.up)
+        hold_errors = error is not None and plan.decision.dominance is not None
         if kernels.for_tpu() and layout.lies_in_rows(piece):
             rows = [None if x is None else layout.piece_to_rows(x, piece) for x in (g, mu, error)]
             g, mu, error = xla.recomputed(rows)

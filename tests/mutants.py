@@ -561,10 +561,6 @@ MUTANTS = r"""
 - return -math.prod
 + return math.prod
 
-= norms of a mean that shall be exact are bounded
-- decide.values(), dominance=jnp.inf)
-+ decide.values())
-
 = the outer step does not look ahead
 - trace(momentum, True)
 + trace(momentum)
@@ -582,6 +578,23 @@ MUTANTS = r"""
 = groups that are written transposed are read straight
 - .transpose(_numbers(order) if order else None)
 + .copy()
+
+# traced.py: bad_input
+= a transform that sorts runs on a slice
+- "cum|sort|rev$
++ "cum|rev$
+
+= a loop over the rows runs on a slice
+- found = name if apart else _mixes(one, shape)
++ found = _mixes(one, shape)
+
+= a transform that wants parameters gets none
+- if any(x is program.invars[-1] for x in used):
++ if False:
+
+= state of another shape is what an owner has of it
+- if x.shape not in ((), rows.shape):
++ if x.ndim > 2:
 
 # traffic/predicted.py: contract accounting house
 = what a worker cuts is counted whole

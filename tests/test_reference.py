@@ -52,7 +52,11 @@ RULES = {
     "ternary": Rule(lion.local_momentum(codes=coding.ternary())),
     "average": Rule(lion.local_momentum(decide=lion.average)),
     "owner": at_owner(coding.error_feedback(coding.midrise(3))),
+    "owner, bounded": at_owner(coding.error_feedback(coding.midrise(3)), dominance=2.0),
     "owner, trimmed": at_owner(coding.midrise(4), trim=1),
+    "owner, Adam": Rule(
+        lion.at_owner(optax.scale_by_adam(eps=0.0), coding.error_feedback(coding.midrise(3)), 2)
+    ),
     "owner, dense": at_owner(coding.dense()),
     "owner, rotated": at_owner(
         coding.error_feedback(coding.rotated(coding.sign()), jnp.float32, 0.7)
@@ -164,7 +168,7 @@ VOTES = {
     "sign": lion.local_momentum(0.0, 0.0),
     "3 bits": lion.local_momentum(0.0, 0.0, codes=coding.midrise(3)),
     "ternary": lion.local_momentum(0.0, 0.0, codes=coding.ternary(), decide=lion.majority),
-    "owner": lion.momentum_at_owner(0.0, 0.0, codes=coding.midrise(2), dominance=np.inf),
+    "owner": lion.momentum_at_owner(0.0, 0.0, codes=coding.midrise(2)),
 }
 
 

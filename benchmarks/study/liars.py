@@ -37,11 +37,9 @@ BASES = {  # what is attacked, and whose learning rate it takes
     "owner, 1": "owner-3", "trimmed": "owner-3", "median": "owner-3",
     "owner, 2": "owner-3", "unbounded": "owner-3", "turned": "owner-3", "turned, bounded": "owner-3",
 }  # fmt: skip
-# Where values are decoded; None is the library's own.
-DOMINANCE = {
-    "owner": None, "owner, 1": 1.0, "owner, 2": 2.0, "unbounded": np.inf, "trimmed": None, "median": None,
-    "turned": np.inf, "turned, bounded": None,
-}  # fmt: skip
+# Where values are decoded: a number, or a quarter of the workers and at least 2.
+DOMINANCE = {"owner, 1": 1.0, "owner, 2": 2.0, "unbounded": np.inf, "turned": np.inf}
+QUARTER = "owner", "trimmed", "median", "turned, bounded"
 CLAIMED = ("mean", "vote", "owner", "owner, 1")
 # Of 8 workers, of which "owner, 2" is "owner", and of more.
 EIGHT = ("mean", "vote", "average", "int8", "owner", "owner, 1", "trimmed", "median")
@@ -107,8 +105,7 @@ def unlike() -> list[Lie]:
 
 def dominance(base: str, workers: int) -> float:
     """How many times the median of others a step may be."""
-    given = DOMINANCE.get(base, np.inf)
-    return max(2.0, workers / 4) if given is None else given
+    return max(2.0, workers / 4) if base in QUARTER else DOMINANCE.get(base, np.inf)
 
 
 def numbers_of_liars(workers: int) -> tuple[int, ...]:
@@ -140,7 +137,7 @@ def planned(workers: tuple[int, ...]) -> list[Lie]:
 def method_of(base: str, workers: int) -> Method:
     """What is attacked: a method of the study, or the owner with another mean."""
     method = METHODS[BASES[base]]
-    if BASES[base] == base or base in ("mean", "owner"):
+    if BASES[base] == base or base == "mean":
         return method
     turned = base in TURNED
     codes = coding.rotated(coding.midrise(1)) if turned else coding.midrise(3)
@@ -148,7 +145,7 @@ def method_of(base: str, workers: int) -> Method:
     def simulated(rate: Any, steps: int, betas: Betas) -> Any:
         votes = reference.momentum_at_owner(
             *betas, coding.error_feedback(codes, keep=0.7 if turned else 1.0),
-            dominance=DOMINANCE[base], trim=trim(base, workers),
+            dominance=dominance(base, workers), trim=trim(base, workers),
         )  # fmt: skip
         return reference.optimizer(votes, rate, DECAY)
 

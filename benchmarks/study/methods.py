@@ -8,7 +8,6 @@ import bisect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh
 from oracle import baselines as reference_baselines
@@ -121,9 +120,8 @@ def at_owner(label: str, quantizer: Any, codes: Any) -> Method:
 
     def votes(steps: int, betas: Betas) -> Simulator:
         return reference.momentum_at_owner(
-            *betas, coding.error_feedback(codes, keep=quantizer.keep),
-            dominance=jnp.inf if quantizer.rotates else None,  # as `owner_lion` has it
-        )  # fmt: skip
+            *betas, coding.error_feedback(codes, keep=quantizer.keep)
+        )
 
     return Method(
         label, "ours", VOTES, descending(votes),

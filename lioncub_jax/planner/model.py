@@ -161,8 +161,6 @@ class Scheme(NamedTuple):
 _MEAN = partial(optimizer.global_gradients, optax.identity())
 _IN_BFLOAT16 = partial(_MEAN, dtype=jnp.bfloat16)
 _BFLOAT16 = "-bfloat16"
-# TODO: optimizer.owner, and owner_adamw, as soon as they are here.
-_CODES = partial(optimizer.coded_gradients, optax.identity())
 _POWERSGD = partial(powersgd, optax.identity())
 WARMUP = 0.15  # of 1-bit Adam's steps, in float32: its paper takes 15 to 25 %
 
@@ -184,8 +182,11 @@ SCHEMES = (
         "owner-lion-rotated", "owner_lion(..., quantizer=quantize.rotated_sign())",
         partial(optimizer.owner_lion, 1.0, quantizer=quantize.rotated_sign()), 6,
     ),
-    Scheme("owner-adamw", "coded_gradients(optax.adamw(...))", _CODES, 8),
-    Scheme("local-2-coded", _alone("coded_gradients(optax.sgd(1.0))", 2), _CODES, 8, every=2),
+    Scheme("owner-adamw", "owner_adamw(...)", partial(optimizer.owner_adamw, 1.0), 8),
+    Scheme(
+        "local-2-coded", _alone("baselines.diloco(1.0, momentum=0, bits=4)", 2),
+        partial(diloco, bits=4), 8, every=2,
+    ),
     FLOAT32,
     Scheme(
         "lion-bfloat16", "global_gradients(optax.lion(...), dtype=jnp.bfloat16)", _IN_BFLOAT16,

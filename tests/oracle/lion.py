@@ -16,9 +16,8 @@ the package. Workers ``i = 0 .. W-1`` are the leading axis of arrays; `coding` h
 * **Local momentum.** Worker i encodes ``b1 mu_i + (1-b1) g_i`` and keeps ``b2 mu_i + (1-b2) g_i``.
 * **Momentum at the owner.** Worker i encodes ``g_i``, with error feedback ``x_i = g_i + e_i``, and keeps
   ``e_i = x_i - decoded``, or a share of that. The mean of what is decoded goes into one Lion for all.
-  Its sign is the update; a zero takes the coin, unless the row is all zeros, padding included. The
-  dominance is by default a quarter of the workers, at least 2, and of rotated codes infinite; unless it
-  is, the step of a row without a gradient is 0, whatever the error is. With nobody there, nothing
+  Its sign is the update; a zero takes the coin, unless the row is all zeros, padding included. With a
+  dominance, the step of a row without a gradient is 0, whatever the error is. With nobody there, nothing
   changes; an element whose mean is not finite keeps its momentum, and its update is that of a zero.
 * **One worker** sends nothing: its update is the exact sign, and nothing is quantized.
 
@@ -219,8 +218,7 @@ def at_owner(tx, codes, reply=None, *, dominance=None, decide=majority, trim=0):
     def step(g, state, params, abstain, late=None, places=words):
         buffer, t, workers = buffer_of(g, places), state.t, len(abstain)
         coded, rule = (codes, decide) if workers > 1 else (dense(), ternary_sum)
-        usual = max(2.0, workers / 4) if codes.back is not_rotated else np.inf
-        most = usual if dominance is None else dominance
+        most = np.inf if dominance is None else dominance
         x, error = buffer.join(g), state.error
         speaks = (x != 0).any(-1, keepdims=True) | (error is None or most == np.inf)
         x = x if error is None else x + buffer.join(error)
@@ -254,7 +252,7 @@ def at_owner(tx, codes, reply=None, *, dominance=None, decide=majority, trim=0):
 
 
 def stays(known, some, new, old):
-    """What a state at the owner becomes: its rows where the mean is known, its counters if somebody spoke."""
+    """What a state at the owner becomes: rows where the mean is known, counters if somebody spoke."""
     new = saturate(new, new.dtype) if jnp.issubdtype(new.dtype, jnp.floating) else new
     return jnp.where(known if new.shape == known.shape else some, new, old)
 
