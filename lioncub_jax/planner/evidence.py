@@ -111,8 +111,8 @@ def cell_for(
     Args:
       workers: how many.
       tokens: that one worker sees in a step: its batch times the length. More is less noise.
-      agreement: or ``votes/agreement`` of `lioncub_jax.metrics`, of a job that runs. What is above 0.5 of
-        it grows with the tokens, so it is compared by that.
+      agreement: or ``votes/agreement`` of `lioncub_jax.metrics`, of a job that runs. Compared by
+        what is above 0.5 of it.
       data: what workers see, one of ``DATA``.
 
     Returns:

@@ -416,7 +416,7 @@ def pays(ours: Estimate, theirs: Estimate, speedup: float = 1.0) -> float:
       >>> at = Cluster(8, Link(1e9, 50e-6))
       >>> vote = step_time(scheme_named("vote"), 10**9, at, 0.0)
       >>> round(pays(vote, step_time(FLOAT32, 10**9, at, 0.0)) / 1e9)  # Gbit/s
-      643
+      646
     """
     # What is gained with each second that a bit takes, and what is lost whatever the bandwidth.
     gained = theirs.link_bits - speedup * ours.link_bits
