@@ -117,7 +117,7 @@ def candidates(params: Any) -> dict[str, Candidate]:
 def owners(params: Any) -> dict[str, Candidate]:
     """Momentum at the owner with and without what it does against liars."""
     feedback = lc.quantize.error_feedback(lc.quantize.midrise(3))
-    bounds = {"no bound": {"dominance": jnp.inf}, "bound": {}, "trim 2": {"trim": 2}}
+    bounds = {"no bound": {}, "bound": {"dominance": 2.0}, "trim 2": {"dominance": 2.0, "trim": 2}}
     made = {name: lc.decide.at_owner(optax.scale_by_lion(), **how) for name, how in bounds.items()}
     return {name: voting(params, up=feedback, decision=owner) for name, owner in made.items()}
 

@@ -16,10 +16,11 @@ from lioncub_jax import decide, kernels, mesh, momentum, quantize, sync, trainin
 from lioncub_jax.exchange import communicate
 from lioncub_jax.mesh import Workers
 from lioncub_jax.optimizer import (
-    coded_gradients,
     distributed_lion,
     global_gradients,
     lion_cub,
+    owner,
+    owner_adamw,
     owner_lion,
 )
 from lioncub_jax.sync import sync_momentum
@@ -52,7 +53,6 @@ __all__ = [
     "baselines",
     "check_votes",
     "checkpoint",
-    "coded_gradients",
     "communicate",
     "decide",
     "distributed_lion",
@@ -70,6 +70,8 @@ __all__ = [
     "metrics",
     "momentum",
     "on_mesh",
+    "owner",
+    "owner_adamw",
     "owner_lion",
     "planner",
     "quantize",

@@ -108,7 +108,9 @@ def sum_over_shards(x: jax.Array, axis: Axes) -> jax.Array:
 def total_over_shards(
     numbers: Sequence[jax.Array], copies: Sequence[jax.Array], axis: Axes
 ) -> jax.Array:
-    """``[total, *copies]`` in one psum: ``numbers`` added over a worker's devices, ``copies`` unchanged.
+    """``[*total, *copies]`` in one psum: ``numbers`` added over a worker's devices, ``copies`` unchanged.
+
+    Of ``numbers``, arrays ``[n]`` of one shape, ``total`` is the sum.
 
     An array that is replicated over an axis is added by the device with index 0 only. Dividing by the
     number of devices instead would round.
@@ -119,7 +121,7 @@ def total_over_shards(
         return jnp.where(lax.axis_index(tuple(sorted(of))) == 0, x, 0) if of else x
 
     total = reduce(jnp.add, [once(x, over - varying_axes(x)) for x in numbers])
-    return sum_over_shards(jnp.stack([total, *[once(x, over) for x in copies]]), axis)
+    return sum_over_shards(jnp.stack([*total, *[once(x, over) for x in copies]]), axis)
 
 
 def max_over_shards(x: jax.Array, axis: Axes) -> jax.Array:

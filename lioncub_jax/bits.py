@@ -317,6 +317,44 @@ def times(planes: Sequence[jax.Array], factor: int, width: int) -> list[jax.Arra
     return _carry_save(columns, width)
 
 
+def difference(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[jax.Array]:
+    """The planes of ``a - b``, of numbers given as so many planes each, where ``a`` is nowhere less."""
+    columns = [[x, ~y] for x, y in zip(a, b, strict=True)]  # a + not(b) + 1
+    columns[0].append(~(a[0] & 0))
+    return _carry_save(columns, len(columns))
+
+
+def products(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> jax.Array:
+    """Sums ``a * b`` over the 32 elements of a word, of numbers given as planes: ``uint32[...]``.
+
+    ``sum_jk 2**(j + k) popcount(a_j & b_k)``; the sum must be below ``2**32``.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from lioncub_jax import bits
+      >>> ones, threes = jnp.array([0b011], jnp.uint32), jnp.array([0b110], jnp.uint32)
+      >>> bits.products([ones], [threes, threes]).tolist()  # 1 * 0 + 1 * 3 + 0 * 3
+      [3]
+    """
+    terms = [
+        lax.population_count(x & y) << (j + k) for j, x in enumerate(a) for k, y in enumerate(b)
+    ]
+    return functools.reduce(operator.add, terms)
+
+
+def total(numbers: jax.Array, most: int) -> jax.Array:
+    """Adds ``uint32[..., n]``, none of which is above ``most``: ``float32[...]``.
+
+    Whole numbers are added as long as a word holds them, and what is then left in float32: sums beyond
+    ``2**32`` are rounded a few times, not once for each number.
+    """
+    count = numbers.shape[-1]
+    parts = -(-count // max((2**32 - 1) // most, 1))
+    padded = jnp.pad(numbers, [(0, 0)] * (numbers.ndim - 1) + [(0, -count % parts)])
+    exact = jnp.sum(padded.reshape(*numbers.shape[:-1], parts, -1), -1, dtype=jnp.uint32)
+    return jnp.sum(exact.astype(jnp.float32), -1)
+
+
 def compare(
     planes: Sequence[jax.Array], threshold: Sequence[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:

@@ -27,6 +27,7 @@ W counts the workers that vote on the row. Ties are broken by ``bits.coin``: fai
 128 elements on which nobody votes gets update 0.
 """
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from functools import reduce
@@ -37,9 +38,9 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from lioncub_jax import bits, kernels, layout, means, quantize, rotation, xla
+from lioncub_jax import bits, kernels, layout, means, quantize, rotation, traced, xla
 from lioncub_jax.arguments import check_floating, check_kinds, check_number
-from lioncub_jax.bits import ROW
+from lioncub_jax.bits import BLOCK, ROW
 from lioncub_jax.quantize import Quantizer
 
 Planes = Sequence[jax.Array]
@@ -92,11 +93,14 @@ class Reply(NamedTuple):
       planes: ``uint32[chunks, words]`` each.
       rows: ``uint32[chunks, words]``, numbers for the rows, packed; None without.
       ties: ``uint32[chunks]``, elements without a sign in rows that move; 0 where there are no signs.
+      pairs: ``float32[chunks]`` each, pairs of votes that are unlike, and all pairs; empty where they are
+        not counted.
     """
 
     planes: Planes
     rows: jax.Array | None
     ties: Any = 0
+    pairs: Sequence[jax.Array] = ()
 
 
 class Signs(NamedTuple):
@@ -149,6 +153,27 @@ class Tally(NamedTuple):
         # Without plane 0 the number is halved and rounded down. If it was odd there is no tie.
         greater, equal = bits.compare(self.planes, largest[1:])
         return Signs(greater, equal & ~largest[0], moved)
+
+    def pairs(self) -> tuple[jax.Array, jax.Array]:
+        """Pairs of two workers' votes on an element, of one bit each: those unlike, and all of them.
+
+        ``float32[chunks]`` each, padding left out. Of n votes, c of them for the upper code, c (n - c)
+        pairs are unlike, of n (n - 1) / 2.
+        """
+        where, upper = self.where, self.planes
+        assert self.votes is not None  # as every code of one bit has it
+        votes = [bits.over_rows(words, where.rows) for words in self.votes]
+        each_row = sum(bits.unpack_rows(x, where.rows) << k for k, x in enumerate(self.votes))
+        in_row = each_row * (jnp.maximum(each_row, 1) - 1) // 2
+        if where.counts is None:
+            in_row *= ROW
+        else:
+            real = bits.pack(where.real())[0]
+            upper = [plane & real for plane in upper]
+            in_row *= where.counts.reshape(in_row.shape).astype(jnp.uint32)
+        unlike = bits.products(upper, bits.difference(votes, upper))
+        most = where.workers**2
+        return bits.total(unlike, BLOCK * most // 4), bits.total(in_row, ROW * most // 2)
 
 
 class Inbox(NamedTuple):
@@ -238,7 +263,7 @@ class Answer(NamedTuple):
 
     def chunks(self) -> jax.Array:
         """``float32[chunks, rows, 128]``, 0 where they are not valid."""
-        values = jnp.where(self.valid, self.values, 0).astype(jnp.float32)
+        values = jnp.where(self.valid, self.values, 0)
         return values.reshape(self.where.chunks, self.where.rows, ROW)
 
     def signs(self) -> Signs:
@@ -317,7 +342,7 @@ class Decision(NamedTuple):
         if not self.decodes:
             return self.coder.name
         trim = f", trim {self.trim}" if self.trim else ""
-        return f"{'mean' if self.tx is None else 'momentum'} at the owner{trim}, {self.coder.name}"
+        return f"at the owner{trim}, {self.coder.name}"
 
     def check(self, up: Quantizer, wire: Any) -> None:
         """Raises ``ValueError`` where it cannot decide on such codes, or on what this wire brings."""
@@ -357,23 +382,23 @@ class Decision(NamedTuple):
             return f"{up.name} has no code for zero, so a sum alone says nothing: give average()"
         return None
 
-    def bounds(self, up: Quantizer) -> bool:
-        """Whether steps are bounded (see ``dominance`` of `at_owner`).
-
-        Then a worker sends step 0 for a row without a gradient: an error alone would lower the median.
-        """
-        if self.dominance is None:
-            return self.decodes and self.tx is not None and not up.rotates
-        return isinstance(self.dominance, jax.Array) or self.dominance != jnp.inf
+    def counts_pairs(self, up: Quantizer, workers: int) -> bool:
+        """Whether pairs of votes are counted: of one bit each, and so many as a word holds for a row."""
+        return not self.decodes and up.top(workers) == 1 and ROW * workers**2 // 2 < 2**32
 
     def init(self, rows: jax.Array) -> OwnerState:
-        """Of a slice ``float[rows, 128]``."""
-        return OwnerState(() if self.tx is None else self.tx.init(rows), self.coder.error(rows))
+        """Of a slice ``float[rows, 128]``; ``ValueError`` if that is not enough for the transform."""
+        inner = self.tx.init(rows)
+        traced.check_elementwise(self.tx, rows, inner)
+        return OwnerState(inner, self.coder.error(rows))
 
     def answer(self, received: Inbox | Sums, where: Slice, coin: jax.Array, state: Any) -> Any:
         """The reply and the next state of a slice; ``coin``: ``uint32[chunks, words]``."""
         if not self.decodes:
-            return self.coder.encode(received.tally(where), coin, ())[0], state
+            tally = received.tally(where)
+            reply, _ = self.coder.encode(tally, coin, ())
+            counts_pairs = self.counts_pairs(where.up, where.workers)
+            return reply._replace(pairs=tally.pairs() if counts_pairs else ()), state
         answer, inner = self._run(received, where, state.inner)
         reply, error = self.coder.encode(answer, coin, state.error)
         return reply, OwnerState(inner, error)
@@ -387,17 +412,13 @@ class Decision(NamedTuple):
         return x, OwnerState(inner, jnp.where(valid, 0, state.error))
 
     def _run(self, received: Inbox | Sums, where: Slice, state: Any) -> tuple[Answer, Any]:
-        most = None
-        if self.bounds(where.up):
-            most = max(2.0, where.workers / 4) if self.dominance is None else self.dominance
-        mean = where.restored(received.mean(where, most, self.trim).reshape(-1, ROW))
+        mean = received.mean(where, self.dominance, self.trim).reshape(-1, ROW)
+        mean = where.restored(mean)
         valid = jnp.isfinite(mean) & (received.present > 0)
-        if self.tx is None:
-            return Answer(mean, valid, where), state
         # Cast finite, so that no dtype of the leaves makes an infinity of it.
         mean = quantize.saturated(jnp.where(valid, mean, 0), where.dtype)
         update, new = self.tx.update(mean, state)
-        return Answer(update, valid, where), _valid_only(valid, new, state)
+        return Answer(update.astype(jnp.float32), valid, where), _valid_only(valid, new, state)
 
 
 def _valid_only(valid: jax.Array, new: Any, old: Any) -> Any:
@@ -505,7 +526,7 @@ def _constant(number: int, width: int, like: jax.Array) -> list[jax.Array]:
 
 
 def at_owner(
-    tx: optax.GradientTransformation | None,
+    tx: optax.GradientTransformation,
     reply: Coder | None = None,
     *,
     dominance: float | None = None,
@@ -519,25 +540,26 @@ def at_owner(
     for ``sign()``, which has no zero within a row that moves, the coin of a tie.
 
     Args:
-      tx: elementwise, such as ``optax.scale_by_lion(b1, b2)``; None for the mean itself.
+      tx: elementwise, such as ``optax.scale_by_lion(b1, b2)``; ``optax.identity()`` for the mean itself.
+        It is given no parameters.
       reply: ``sign()`` (default: one bit carries the whole update, if it is a sign), ``values()`` or
         ``codes(p)``.
       dominance: the largest step that a worker may have on a row, as a multiple of the median step on that
         row. The median is the lower one of two, over the workers with a gradient on the row. f of W workers
         cannot outweigh the others while ``dominance * f < W - f``, however large their values are. A row
-        on which most workers lie is not protected. None: ``max(2, W / 4)``; for rotated codes no bound (a
-        bound costs them 0.04 bits per byte with 32 workers). 1 also cuts half of the honest steps. ``inf``:
-        no bound; it must be a Python number, as a traced array always counts as a bound. Dense values have
-        no step, so they are never bounded.
+        on which most workers lie is not protected. 1 also cuts half of the honest steps. Dense values have
+        no step, so they are never bounded. None (default): no bound. Honest workers are loud where a row
+        carries signal, as those of an embedding do, so give one where workers may lie, such as 2.
       trim: how many workers may lie. The mean of each element leaves out its ``trim`` largest and ``trim``
         smallest values; ``(W - 1) // 2`` is the median. If only N workers take part, at most
         ``(N - 1) // 2`` are left out on each side. The owner sorts the values of all workers: up to d
         float32 of temporary memory; slow above 32 workers. 0: the plain mean.
 
     Raises:
-      ValueError: if ``dominance`` is below 1 or ``trim`` below 0; when traced, where ``trim`` leaves
-        nobody, or on a wire that only adds.
-      TypeError: for a reply that is none.
+      ValueError: if ``dominance`` is below 1 or infinite, or ``trim`` below 0; when traced, where ``trim``
+        leaves nobody, or on a wire that only adds; and, from ``init``, for a ``tx`` that mixes elements,
+        uses parameters, or keeps arrays of another shape: an owner has a slice of each.
+      TypeError: for a reply or a ``tx`` that is none.
 
     Example:
       >>> import lioncub_jax as lc, optax
@@ -549,10 +571,10 @@ def at_owner(
     said = "give the number of workers that may lie, 0 or more"
     check_number(f"trim={trim!r}", trim, lambda n: n >= 0, said, int)
     if dominance is not None:
-        said = "give a factor of at least 1 (inf for no bound)"
-        check_number(f"dominance={dominance!r}", dominance, lambda x: x >= 1, said)
+        said = "give a factor of at least 1, such as 2, or None for no bound"
+        check_number(f"dominance={dominance!r}", dominance, lambda x: 1 <= x < math.inf, said)
     coder = sign() if reply is None else reply
-    check_kinds(reply=(coder, Coder))
+    check_kinds(tx=(tx, optax.GradientTransformation), reply=(coder, Coder))
     return Decision(coder, True, tx=tx, dominance=dominance, trim=trim)
 
 

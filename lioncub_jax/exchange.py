@@ -53,12 +53,17 @@ class VoteCounts(NamedTuple):
       abstained: ``int32[]``, workers that abstained from the last step, of buckets with votes of their own
         from the one with the fewest.
       abstentions: ``int32[]``, their sum over all steps.
+      unlike: ``float32[]``, of ``pairs`` those whose votes differ.
+      pairs: ``float32[]``, pairs of two workers' votes on one parameter in the last step; 0 where nobody
+        counts them: of votes of more bits, of decoded values, and of one worker.
     """
 
     ties: jax.Array
     parameters: jax.Array
     abstained: jax.Array
     abstentions: jax.Array
+    unlike: jax.Array
+    pairs: jax.Array
 
 
 class CommunicateState(NamedTuple):
@@ -167,7 +172,7 @@ def communicate(
             mu, error = placement.on_shards(_init_slices, (plan, params))
         # Each an array of its own: a training step donates them all.
         whole, real = partial(jnp.zeros, (), jnp.int32), partial(jnp.zeros, (), jnp.float32)
-        votes = VoteCounts(real(), real(), whole(), whole())
+        votes = VoteCounts(real(), real(), whole(), whole(), real(), real())
         return CommunicateState(whole(), mu, error, owners, votes)
 
     def update(
@@ -278,6 +283,26 @@ class Ballot(NamedTuple):
     owner: Any
 
 
+class Numbers(NamedTuple):
+    """Statistics of a bucket.
+
+    Attributes:
+      ties: ``uint32[chunks]``.
+      pairs: ``float32[chunks]`` each, see `decide.Reply`.
+      present: ``uint32[]``, how many took part.
+    """
+
+    ties: jax.Array
+    pairs: Sequence[jax.Array]
+    present: jax.Array
+
+    def totals(self, tie: int, pair: int) -> jax.Array:
+        """``uint32[3]``: ties, in units of ``2**tie``; unlike pairs and pairs, in units of ``2**pair``."""
+        ties = jnp.sum(self.ties >> tie, dtype=jnp.uint32)
+        pairs = [jnp.round(jnp.sum(x) * 2.0**-pair).astype(jnp.uint32) for x in self.pairs]
+        return jnp.stack([ties, *(pairs or [jnp.zeros_like(ties)] * 2)])
+
+
 class Done(NamedTuple):
     """What became of a worker's leaves in a step.
 
@@ -285,13 +310,13 @@ class Done(NamedTuple):
       updates: by index, float32 or integers in the shape of the leaf; in two levels of the whole leaves.
       kept: what the worker remembers.
       owners: the states of the slices that it owns.
-      numbers: for each bucket ``uint32[chunks]`` ties and ``uint32[]`` how many took part.
+      numbers: of each bucket.
     """
 
     updates: dict[int, jax.Array]
     kept: Kept
     owners: list[Any]
-    numbers: list[tuple[jax.Array, jax.Array]]
+    numbers: list[Numbers]
 
 
 def _step(
@@ -404,12 +429,12 @@ class Worker(NamedTuple):
     ) -> tuple[jax.Array, jax.Array | None]:
         """``(x, message)`` of a piece: ``x = message + error`` as ``float32[rows, 128]``, which is encoded.
 
-        ``message`` is None unless the owner bounds steps (`Decision.bounds`). Then a row whose message is 0
-        gets scale 0: a worker does not send an error without a gradient. On a TPU x is computed in rows if
-        the leaf lies in memory in that order.
+        ``message`` is None unless the owner bounds steps. Then a row whose message is 0 gets scale 0: an
+        error without a gradient would lower the median. On a TPU x is computed in rows if the leaf lies in
+        memory in that order.
         """
         plan = self.plan
-        hold_errors = error is not None and plan.decision.bounds(plan.up)
+        hold_errors = error is not None and plan.decision.dominance is not None
         if kernels.for_tpu() and layout.lies_in_rows(piece):
             rows = [None if x is None else layout.piece_to_rows(x, piece) for x in (g, mu, error)]
             g, mu, error = xla.recomputed(rows)
@@ -536,8 +561,8 @@ class Worker(NamedTuple):
 
     def decode_replies(
         self, ballots: Sequence[Ballot], pieces: Sequence[Piece]
-    ) -> tuple[dict[int, jax.Array], list[Any]]:
-        """Updates by leaf index, decoded from the replies; and for each bucket ties and who took part."""
+    ) -> tuple[dict[int, jax.Array], list[Numbers]]:
+        """Updates by leaf index, decoded from the replies; and the statistics of each bucket."""
         rows: list[jax.Array] = []
         numbers = []
         for ballot in ballots:
@@ -565,8 +590,8 @@ class Worker(NamedTuple):
             leaves |= layout.split_bucket(whole[k].reshape(-1, ROW), pieces)
         return leaves
 
-    def _decode_bucket(self, form: Format, replies: jax.Array) -> tuple[list[jax.Array], Any]:
-        """Rows ``[slices, rows, 128]`` of each piece, and ties and who took part.
+    def _decode_bucket(self, form: Format, replies: jax.Array) -> tuple[list[jax.Array], Numbers]:
+        """Rows ``[slices, rows, 128]`` of each piece, and the statistics.
 
         Of replies ``uint32[slices, W, words]``.
         """
@@ -574,7 +599,7 @@ class Worker(NamedTuple):
             slices, bucket, decode = len(replies), form.bucket, self.plan.decision.coder.decode
             reply, present = form.unpack_reply(replies.reshape(-1, replies.shape[-1]))
             where = Slice(1, form.rows, form.workers, self.plan.up, bucket.dtype, None)
-            found, rows = (reply.ties, present), []
+            found, rows = Numbers(reply.ties, reply.pairs, present), list[jax.Array]()
             if not bucket.large:  # one piece
                 whole = decode(reply.planes, reply.rows, where)
                 return [whole.reshape(slices, -1, ROW)], found
@@ -665,7 +690,8 @@ class Worker(NamedTuple):
         if plan.group:
             leaves = {k: wires.from_group(x, plan.group) for k, x in leaves.items()}
             leaves = self.from_slices(leaves)
-        return Done(leaves, Kept(mu, error), states, [(jnp.zeros(1, jnp.uint32), present)])
+        numbers = Numbers(jnp.zeros(1, jnp.uint32), (), present)
+        return Done(leaves, Kept(mu, error), states, [numbers])
 
     # --- Mean of the momenta in codes, for sync.coded
 
@@ -683,9 +709,9 @@ class Worker(NamedTuple):
             own = [x if i in of_bucket else x.ravel()[:0] for i, x in enumerate(leaves)]
             nothing = [None] * len(leaves)
             done = self.alone(own, Kept(nothing, nothing), owners, None)
-            [(_, here)], states = done.numbers, done.owners
+            [numbers], states = done.numbers, done.owners
             for i in of_bucket:
-                value = jnp.where(here > 0, done.updates[i], leaves[i])
+                value = jnp.where(numbers.present > 0, done.updates[i], leaves[i])
                 value = axes.varying(value, self.plan.axis)
                 leaves[i] = quantize.saturated(value, leaves[i].dtype)
         else:
@@ -713,18 +739,19 @@ class Worker(NamedTuple):
         self, state: CommunicateState, grads: list[jax.Array], done: Done
     ) -> CommunicateState:
         """The state with new statistics and owner states; counts are added over shards in one sum."""
-        plan, ties, voted = self.plan, jnp.zeros((), jnp.float32), list[Any]()
-        _, _, abstained, abstentions = state.votes
+        plan, voted = self.plan, list[Any]()
+        ties, unlike, pairs = (jnp.zeros((), jnp.float32) for _ in range(3))
+        abstained, abstentions = state.votes.abstained, state.votes.abstentions
         size = sum(math.prod(x.shape) * axes.shard(x, (*plan.axis, *plan.group))[1] for x in grads)
         if done.numbers:
-            # In units of 2, 4, ... for more than 2**32 parameters, whose ties a word does not hold.
-            power = max(size.bit_length() - 32, 0)
-            tied = [jnp.sum(each >> power, dtype=jnp.uint32) for each, _ in done.numbers]
+            tie, pair = unit_of(size), unit_of(size * self.workers**2)
+            totals = [each.totals(tie, pair) for each in done.numbers]
             # Without bucket_size all buckets have the same voters.
             each_own = plan.bucket_size is not None
-            voters = [present for _, present in done.numbers[: None if each_own else 1]]
-            found = axes.total_over_shards(tied, voters, plan.axis)
-            ties, here = found[0].astype(jnp.float32) * 2**power, found[1:].astype(jnp.int32)
+            voters = [each.present for each in done.numbers[: None if each_own else 1]]
+            found = axes.total_over_shards(totals, voters, plan.axis)
+            ties, here = found[0].astype(jnp.float32) * 2**tie, found[3:].astype(jnp.int32)
+            unlike, pairs = found[1:3].astype(jnp.float32) * 2.0**pair
             abstained = self.workers - jnp.min(here)
             abstentions += abstained
             voted = [here[k if each_own else 0] for k in range(len(state.owner))]
@@ -734,9 +761,14 @@ class Worker(NamedTuple):
             # too, decides whether it moves.
             stop = lambda n, o, here=here: n if n.ndim else jnp.where(here > 0, n, o)  # noqa: E731
             owner.append(Flat(jax.tree.map(stop, new, flat.value), flat.bucket))
-        votes = VoteCounts(ties, jnp.float32(size), abstained, abstentions)
+        votes = VoteCounts(ties, jnp.float32(size), abstained, abstentions, unlike, pairs)
         count = optax.safe_increment(state.count)
         return state._replace(count=count, owner=tuple(owner), votes=votes)
+
+
+def unit_of(most: int) -> int:
+    """The power of two in units of which a word holds a sum, for more than ``2**32`` parameters say."""
+    return max(most.bit_length() - 32, 0)
 
 
 def _wide(x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The optimizers: Distributed Lion, Lion Cub, Lion with momentum at the owner, and the baseline.
+"""The optimizers: Distributed Lion, Lion Cub, Lion, AdamW or another at the owner, and the baseline.
 
 Every method is one sentence about `communicate`:
 
@@ -9,7 +9,7 @@ Every method is one sentence about `communicate`:
 | `lion_cub(quantizer=integer(p))` | the paper's integer codes | counts | the exact sign, in 2 bits |
 | the same, `wire=counts()` or `lanes()` | as above | (all-reduce) | nothing: the sum is everywhere |
 | `owner_lion` | p bits of its gradient | one global momentum, Lion | Lion's sign, exactly |
-| `coded_gradients(tx)` | p bits of its gradient | averages, with feedback | the mean, in p bits |
+| `owner_adamw`, `owner(tx)` | p bits of its gradient | AdamW, or tx | the update, in q bits |
 | `global_gradients(tx)` | its gradient, float32 | (all-reduce) | nothing: the mean is everywhere |
 
 Each is its direction, by `communicate`, then weight decay, then the learning rate. In a chain of your own
@@ -19,6 +19,7 @@ Each is its direction, by `communicate`, then weight decay, then the learning ra
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
+import jax
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
@@ -29,9 +30,9 @@ from lioncub_jax.arguments import (
     check_kinds,
     check_mu_dtype,
     check_rates,
-    part,
 )
 from lioncub_jax.axes import AxisName
+from lioncub_jax.decide import Coder
 from lioncub_jax.exchange import communicate
 from lioncub_jax.mesh.placement import Workers, names_of
 from lioncub_jax.quantize import Quantizer
@@ -181,33 +182,115 @@ def owner_lion(
     """
     check_betas(b1=b1, b2=b2)
     check_mu_dtype(mu_dtype)
-    if quantizer is None:
-        quantizer = quantize.error_feedback(quantize.midrise(3))
-    lion = decide.at_owner(
-        Lion(b1, b2, mu_dtype), dominance=dominance, trim=0 if trim is None else trim
-    )
-    direction = communicate(
-        workers=workers, memory=momentum.nothing(), quantizer=quantizer, decision=lion, wire=wire,
-        bucket_size=bucket_size,
+    direction = owner(
+        _of_numbers(optax.scale_by_lion, b1, b2, mu_dtype), workers=workers, quantizer=quantizer,
+        reply=decide.sign(), dominance=dominance, trim=trim, wire=wire, bucket_size=bucket_size,
     )  # fmt: skip
     return descending(direction, learning_rate, weight_decay, mask)
 
 
-@part
-class Lion:
-    """``optax.scale_by_lion`` whose betas may be traced arrays."""
+def owner_adamw(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: ArrayLike = 0.9, b2: ArrayLike = 0.999, eps: ArrayLike = 1e-8,
+    weight_decay: optax.ScalarOrSchedule = 1e-4, mask: Mask = None,
+    *,
+    workers: AxisName | Workers | None,
+    quantizer: Quantizer | None = None, reply: Coder | None = None, wire: Wire | None = None,
+    dominance: float | None = None, trim: int | None = None,
+    bucket_size: int | None = None,
+) -> optax.GradientTransformationExtraArgs:  # fmt: skip
+    """AdamW with one pair of moments for all, each slice of them at one worker; see `owner`.
 
-    b1: ArrayLike
-    b2: ArrayLike
-    mu_dtype: DTypeLike | None
+    A worker keeps 2 d/W of moments, and the errors of its codes and replies. If nobody takes part the
+    moments and their counter stay.
 
-    def init(self, params: optax.Params) -> Any:
-        """The momentum of a slice."""
-        return optax.scale_by_lion(self.b1, self.b2, self.mu_dtype).init(params)
+    Arguments that are not named here are those of ``optax.adamw``, `owner` and `lion_cub`, and so are the
+    errors.
 
-    def update(self, updates: optax.Updates, state: Any) -> Any:
-        """The sign of the blend."""
-        return optax.scale_by_lion(self.b1, self.b2, self.mu_dtype).update(updates, state)
+    Returns:
+      A transform whose ``init`` and ``update`` must run where the workers' axis is bound.
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> tx = lc.owner_adamw(1e-3, weight_decay=0.1, workers="data")
+
+    Source: this library; the optimizer is AdamW (arXiv 1711.05101).
+    """
+    check_betas(b1=b1, b2=b2)
+    direction = owner(
+        _of_numbers(optax.scale_by_adam, b1, b2, eps), workers=workers, quantizer=quantizer,
+        reply=reply, dominance=dominance, trim=trim, wire=wire, bucket_size=bucket_size,
+    )  # fmt: skip
+    return descending(direction, learning_rate, weight_decay, mask)
+
+
+def owner(
+    tx: optax.GradientTransformation,
+    *,
+    workers: AxisName | Workers | None,
+    quantizer: Quantizer | None = None, reply: Coder | None = None, wire: Wire | None = None,
+    dominance: float | None = None, trim: int | None = None,
+    bucket_size: int | None = None,
+) -> optax.GradientTransformationExtraArgs:  # fmt: skip
+    """Any elementwise optax transform, once for all workers: each slice of its state at one worker.
+
+    It stands where ``tx`` stood in a chain. Worker i sends ``Q(g_i + e_i)``, codes of its gradient; the
+    owner of a slice decodes, averages, and runs ``u, s = tx(mean, s)``; back comes ``Q(u + e)``. What a
+    code misses, up or back, is said in a later step.
+
+    Behind the mean itself, ``owner(optax.identity(), ...)``, any transform can stand, elementwise or not;
+    its state is then the same on every worker, and with nobody there it sees zeros.
+
+    Args:
+      tx: such as ``optax.scale_by_adam()``. What mixes elements (a norm, a matrix) and what uses the
+        parameters (weight decay) stands behind it in the chain.
+      workers: as `lion_cub`.
+      quantizer: of gradients; ``error_feedback(midrise(3))`` by default; ``dense()`` for the exact mean.
+      reply: how an update comes back: ``decide.codes(2)`` by default, ``decide.sign()`` where ``tx`` ends
+        in a sign, ``decide.values()`` for float32.
+      wire: as `communicate`.
+      dominance: where workers may lie; see ``decide.at_owner``. None for no bound.
+      trim: workers that may lie; see ``decide.at_owner``. None for 0.
+      bucket_size: as `communicate`.
+
+    Returns:
+      A transform whose ``init`` and ``update`` must run where the workers' axis is bound.
+
+    Raises:
+      ValueError: as `communicate`; when traced, for a ``tx`` that mixes elements, uses parameters or keeps
+        arrays of another shape.
+      TypeError: for a part or a ``tx`` that is none.
+
+    Example:
+      >>> import lioncub_jax as lc, optax
+      >>> tx = optax.chain(
+      ...     lc.owner(optax.scale_by_adam(), workers="data"),
+      ...     optax.add_decayed_weights(0.1),
+      ...     optax.scale_by_learning_rate(1e-3),
+      ... )
+      >>> mean = lc.owner(optax.identity(), workers="data", reply=lc.decide.codes(4))
+      >>> clipped = optax.chain(mean, optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+    Source: this library; feedback both ways as dist-EF-blockSGD (Zheng et al., arXiv 1905.10936).
+    """
+    if quantizer is None:
+        quantizer = quantize.error_feedback(quantize.midrise(3))
+    reply = decide.codes(2) if reply is None else reply
+    trim = 0 if trim is None else trim
+    return communicate(
+        workers=workers, memory=momentum.nothing(), quantizer=quantizer, wire=wire,
+        decision=decide.at_owner(tx, reply, dominance=dominance, trim=trim), bucket_size=bucket_size,
+    )  # fmt: skip
+
+
+def _of_numbers(
+    make: Callable[..., optax.GradientTransformation], *numbers: Any
+) -> optax.GradientTransformation:
+    """A transform whose numbers are leaves of it, as they may be traced arrays; built where it runs."""
+    return optax.GradientTransformation(
+        jax.tree_util.Partial(lambda numbers, *given: make(*numbers).init(*given), numbers),
+        jax.tree_util.Partial(lambda numbers, *given: make(*numbers).update(*given), numbers),
+    )
 
 
 def _synced(
@@ -286,7 +369,7 @@ def global_gradients(
         if abstain is not None and checks.abstain_is_explicit.get():
             raise ValueError(
                 "abstain is given, and global_gradients averages the gradients of all workers: leave it "
-                "out, or give coded_gradients(tx), whose workers can abstain"
+                "out, or give owner(tx), whose workers can abstain"
             )
         if built is not None:
             checks.warn_alone(updates, built)
@@ -298,78 +381,3 @@ def global_gradients(
         return updates, GlobalState(inner)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def coded_gradients(
-    tx: optax.GradientTransformation,
-    bits: int = 4,
-    error_dtype: DTypeLike = "float32",
-    *,
-    workers: AxisName | Workers | None,
-) -> optax.GradientTransformationExtraArgs:
-    """Runs any optax transform on the mean gradient in codes: AdamW, say, of 4 bits and not 32.
-
-    ``s_i = Q(g_i + e_i)``, ``e_i += g_i - s_i``; the owner of a slice has ``m = mean_i s_i``, says
-    ``u = Q(m + e)`` and keeps ``e += m - u``; the transform sees u. ``Q`` has a scale for each row of 128:
-    bits + 1/8 a parameter each way. What a code misses is said later, so nothing is lost.
-
-    Unlike under `global_gradients` a worker can abstain, as in `communicate`: the others average without
-    it. With nobody there the transform sees zeros: its momentum goes on, weights decay. One worker alone
-    sends nothing and codes nothing.
-
-    Args:
-      tx: such as ``optax.adamw(1e-3)``; its state is the same on every worker.
-      bits: of a code, 1 to 8, up and down. One bit has no zero, which variances of Adam do not forgive.
-      error_dtype: of the errors: one array like the parameters per worker, and its slice as an owner.
-      workers: as `lion_cub`. None for one device without a mesh, where it is tx.
-
-    Returns:
-      A transform that takes gradients that vary over the workers and returns updates that do not; its
-      ``update`` must run where the workers' axis is bound.
-
-    Raises:
-      ValueError: for bits out of range, or a dtype that is not floating; when traced, as `communicate`.
-
-    Example:
-      >>> import lioncub_jax as lc, optax
-      >>> tx = lc.coded_gradients(optax.adamw(1e-3), workers="data")
-
-    Source: ours; feedback both ways as dist-EF-blockSGD (Zheng et al., arXiv 1905.10936).
-    """
-    check_kinds(tx=(tx, optax.GradientTransformation))
-    check_floating("error_dtype", error_dtype)
-    mean = coded_mean(bits, workers, error_dtype)
-    if workers is None:
-        return global_gradients(tx, workers=None)
-    return behind(mean, tx, workers)
-
-
-def coded_mean(
-    bits: int,
-    workers: AxisName | Workers | None,
-    error_dtype: DTypeLike | None,
-) -> optax.GradientTransformationExtraArgs:
-    """The mean in codes of so many bits up and down, with feedback at the workers and at the owners.
-
-    With ``error_dtype=None`` the workers have none, and the owners' is in float32.
-    """
-    up = quantize.midrise(bits)
-    return communicate(
-        workers=workers,
-        memory=momentum.nothing(),
-        quantizer=up if error_dtype is None else quantize.error_feedback(up, error_dtype),
-        decision=decide.at_owner(None, decide.codes(bits, error_dtype or "float32")),
-    )
-
-
-def behind(
-    mean: optax.GradientTransformation,
-    tx: optax.GradientTransformation,
-    workers: AxisName | Workers | None,
-) -> optax.GradientTransformationExtraArgs:
-    """Runs a transform of what workers agree on, from state that is the same on all of them."""
-    axis, tx = names_of(workers)[0], optax.with_extra_args_support(tx)
-    alike = optax.GradientTransformationExtraArgs(
-        lambda params: tx.init(wires.agreed(params, axis)), tx.update
-    )
-    return optax.chain(mean, alike)

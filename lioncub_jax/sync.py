@@ -284,7 +284,7 @@ def _variance_share(of_mean: jax.Array, mean: jax.Array) -> jax.Array:
 def plan_of_codes(schedule: Schedule, axis: Axes) -> Plan:
     """The parts of a `communicate` whose gradient is the momentum."""
     assert schedule.up is not None
-    mean, wire = decide.at_owner(None, decide.codes(1)), wires.two_phase()
+    mean, wire = decide.at_owner(optax.identity(), decide.codes(1)), wires.two_phase()
     return Plan(axis, (), momentum.nothing(), schedule.up, mean, wire)
 
 

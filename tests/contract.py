@@ -52,7 +52,10 @@ TRANSFORMS = {
     "average": rated(LION, lc.distributed_lion, average=True),
     "owner": rated(LION, lc.owner_lion),
     "owner, rotated": rated(LION, lc.owner_lion, quantizer=Q.rotated_sign()),
-    "coded adamw": like(optax.adamw(RATE), lc.coded_gradients, optax.adamw(RATE), bits=4),
+    "owner, adamw": rated(optax.adamw(RATE, weight_decay=0.0), lc.owner_adamw),
+    "owner, trace": like(
+        optax.trace(0.9), lc.owner, optax.trace(0.9), quantizer=Q.dense(), reply=lc.decide.values()
+    ),
     "global lion": like(LION, lc.global_gradients, LION),
     "signsgd": rated(optax.sign_sgd(RATE), baselines.signsgd),
     "signum": rated(
@@ -77,7 +80,14 @@ def transform(name, workers):
 
 def test_every_optimizer_signs():
     makers = {make.func.__name__ for make, _ in TRANSFORMS.values()}
-    ours = {"lion_cub", "distributed_lion", "owner_lion", "coded_gradients", "global_gradients"}
+    ours = {
+        "lion_cub",
+        "distributed_lion",
+        "owner",
+        "owner_lion",
+        "owner_adamw",
+        "global_gradients",
+    }
     assert makers == ours | {*baselines.__all__}
 
 
@@ -182,7 +192,8 @@ def test_the_bytes_of_the_program_are_those_that_are_predicted(name):
 # Fields that differ between workers, each worker's or each owner's own; all others are the same everywhere.
 OWN = {
     "vote": "mu", "average": "mu", "signum": "mu", "owner": "error owner.mu",
-    "ef_signsgd": "error owner.error", "coded adamw": "error owner.error",
+    "owner, adamw": "error owner.mu owner.nu owner.error", "owner, trace": "owner.trace",
+    "ef_signsgd": "error owner.error",
     "diloco, 4 bits": "error owner.error", "vote, synced in codes": "mu owner.error",
     "powersgd": "error", "one_bit_adam": "error owner.error", "zero_one_adam": "error owner.error",
     "dgc": "velocity residual",
@@ -260,7 +271,7 @@ def test_who_abstains_has_no_influence_and_keeps_what_it_had(name):
 
 
 # On these a mean of nobody is zero, and the optimizer behind it goes on; a sync goes on as well.
-GOES_ON = {"coded adamw", "diloco, 4 bits", "vote, synced", "vote, synced in codes"}
+GOES_ON = {"diloco, 4 bits", "vote, synced", "vote, synced in codes"}
 
 
 @CODED
@@ -280,7 +291,7 @@ def test_where_nobody_votes_nothing_moves_and_no_counter_of_updates(name):
 
 # One of each kind of state.
 SAVED = [
-    "vote, synced in codes", "owner", "coded adamw", "global lion", "ef_signsgd", "powersgd, 6 bits",
+    "vote, synced in codes", "owner", "owner, adamw", "global lion", "ef_signsgd", "powersgd, 6 bits",
     "one_bit_adam", "zero_one_adam", "dgc",
 ]  # fmt: skip
 
@@ -326,12 +337,9 @@ class SumMemory(lc.momentum.Memory):
 
 SUM = SumMemory()
 OWED = {
-    "owner": lc.communicate(
-        workers="data", memory=lc.momentum.nothing(),
-        quantizer=Q.error_feedback(Q.midrise(2), jnp.float32),
-        decision=lc.decide.at_owner(optax.identity(), lc.decide.values(), dominance=np.inf),
+    "owner": lc.owner(
+        optax.identity(), workers="data", quantizer=Q.error_feedback(Q.midrise(2), jnp.float32)
     ),
-    "coded": lc.coded_gradients(optax.identity(), 2, workers="data"),
     "ef_signsgd": baselines.ef_signsgd(-1.0, workers="data"),
     "powersgd": baselines.powersgd(optax.identity(), 1, 6, workers="data"),
     "dgc": baselines.dgc(-1.0, momentum=0.0, density=0.1, workers="data"),
@@ -379,7 +387,7 @@ def test_one_who_goes_on_alone_pays_what_several_workers_still_owe(tmp_path):
 
 # One of each kind of arithmetic; what is left out computes nothing else.
 WIDE = [
-    "vote, 3 bits, random", "vote, ternary", "vote, int8", "vote, synced in codes", "owner",
+    "vote, 3 bits, random", "vote, ternary", "vote, int8", "vote, synced in codes", "owner", "owner, adamw",
     "terngrad", "powersgd, 6 bits", "one_bit_adam", "dgc",
 ]  # fmt: skip
 
@@ -450,6 +458,7 @@ INJECTED = {  # what is static besides the axis
     lc.lion_cub: {"bucket_size": 3000},
     lc.distributed_lion: {},
     lc.owner_lion: {"trim": 0},
+    lc.owner_adamw: {},
     baselines.signum: {},
     baselines.ef_signsgd: {},
     baselines.one_bit_adam: {"warmup": 1},
@@ -511,11 +520,11 @@ def test_what_no_transform_can_work_with_is_refused(name):
             )
     refused(lambda: traced(tx, abstian=True), "no argument 'abstian'", "give abstain")
     if name in FLOATS:  # which would be averaged, or averaged again
-        refused(lambda: traced(tx, abstain=np.bool_(True)), "abstain", "coded_gradients(tx)")
+        refused(lambda: traced(tx, abstain=np.bool_(True)), "abstain", "give owner(tx)")
         return
     refused(lambda: traced(tx, abstain=np.float32(1)), "abstain", "float32", "one bool")
     others = {**PARAMS, "w": np.ones((35, 130), np.float32)}
-    if own_fields(name) - {"owner.mu"}:
+    if any("owner" not in field for field in own_fields(name)):
         for of in (others, {"w": others["w"]}):
             refused(lambda of=of: traced(tx, of=of), "the state is of other parameters", "shows")
     refused(

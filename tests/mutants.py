@@ -88,6 +88,14 @@ MUTANTS = r"""
 + if static is bool:
 
 # decide.py: reference optimizer quantize contract
+= pairs of votes are of all workers, whoever abstains
+- bits.products(upper, bits.difference(votes, upper))
++ bits.products(upper, [~plane for plane in upper])
+
+= padding has votes
+- upper = [plane & real for plane in upper]
++ pass
+
 = a tie leans to the upper side
 - (signs.tied & coin)
 + signs.tied
@@ -157,6 +165,11 @@ MUTANTS = r"""
 = a zero takes the side that is the coin of its tie
 - _seed(step, _ZEROS)
 + _seed(step, _TIES)
+
+# wires.py: bits
+= a number of a reply that goes on in the next word is cut
+- x |= words[:, word + 1] << (32 - first)
++ pass
 
 # axes.py: sharding contract
 = ties of cut leaves are those of one shard
@@ -548,10 +561,6 @@ MUTANTS = r"""
 - return -math.prod
 + return math.prod
 
-= norms of a mean that shall be exact are bounded
-- decide.values(), dominance=jnp.inf)
-+ decide.values())
-
 = the outer step does not look ahead
 - trace(momentum, True)
 + trace(momentum)
@@ -569,6 +578,23 @@ MUTANTS = r"""
 = groups that are written transposed are read straight
 - .transpose(_numbers(order) if order else None)
 + .copy()
+
+# traced.py: bad_input
+= a transform that sorts runs on a slice
+- "cum|sort|rev$
++ "cum|rev$
+
+= a loop over the rows runs on a slice
+- found = name if apart else _mixes(one, shape)
++ found = _mixes(one, shape)
+
+= a transform that wants parameters gets none
+- if any(x is program.invars[-1] for x in used):
++ if False:
+
+= state of another shape is what an owner has of it
+- if x.shape not in ((), rows.shape):
++ if x.ndim > 2:
 
 # traffic/predicted.py: contract accounting house
 = what a worker cuts is counted whole

@@ -22,7 +22,7 @@ from lioncub_jax import units
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 AT_OWNER = {"decision": lc.decide.at_owner(optax.scale_by_lion())}
-Q, D, WIRES = lc.quantize, lc.decide, lc.wires
+Q, D, WIRES, MEAN = lc.quantize, lc.decide, lc.wires, optax.identity()
 
 
 def predict(params, workers, **parts):
@@ -52,12 +52,12 @@ SCHEMES = {
     "owner, 3 bits": (
         {"quantizer": Q.error_feedback(Q.midrise(3)), **AT_OWNER}, 3 + 16 / 128 + 1 + 1 / 128,
     ),
-    "owner, floats down": ({"quantizer": Q.dense(), "decision": D.at_owner(None, D.values())}, 32 + 32),
+    "owner, floats down": ({"quantizer": Q.dense(), "decision": D.at_owner(MEAN, D.values())}, 32 + 32),
     "owner, all-reduce": ({"quantizer": Q.dense(), "wire": WIRES.all_reduce(), **AT_OWNER}, 2 * 32),
     "feedback both ways": (
         {
             "quantizer": Q.error_feedback(Q.midrise(1)),
-            "decision": D.at_owner(None, D.codes(1)),
+            "decision": D.at_owner(MEAN, D.codes(1)),
         },
         2 + 32 / 128,
     ),
@@ -68,11 +68,15 @@ def test_large_models_cost_what_the_formula_says():
     for name, (parts, bits) in SCHEMES.items():
         found = predict(shapes(2**30), 8, **parts)
         assert found.bits_per_parameter == pytest.approx(7 / 8 * bits, rel=1e-3), name
+    found = lc.traffic.of(lc.owner_adamw(0.1, workers=AXIS), shapes(2**30), absent(8))
+    assert found.bits_per_parameter == pytest.approx(7 / 8 * (3 + 2 + 32 / 128), rel=1e-3)
 
 
 def test_small_models_pay_for_padding():
-    # Half a block, its row word, presence, and down the ties as well, for each other worker.
-    assert predict(shapes(10), 4096).sent_bytes == 4095 * 4 * ((64 + 1 + 1) + (64 + 1 + 2))
+    # Half a block, its row word, presence, and down the ties and pairs as well, for each other worker.
+    assert predict(shapes(10), 4096).sent_bytes == 4095 * 4 * ((64 + 1 + 1) + (64 + 1 + 3))
+    # Of few workers all of these numbers take two words.
+    assert predict(shapes(10), 8).sent_bytes == 7 * 4 * ((64 + 1 + 1) + (64 + 1 + 2))
     assert 2 < predict(shapes(2**20), 64).bits_per_parameter / (63 / 64) <= 1.025 * 2
 
 

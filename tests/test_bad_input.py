@@ -21,6 +21,7 @@ NAN = float("nan")
 
 cub = functools.partial(lc.lion_cub, 0.1, workers=AXIS)
 owner = functools.partial(lc.owner_lion, 0.1, workers=AXIS)
+adamw = functools.partial(lc.owner_adamw, 0.1, workers=AXIS)
 communicate = functools.partial(lc.communicate, workers=AXIS, memory=lc.momentum.nothing())
 
 
@@ -62,7 +63,7 @@ ARGUMENTS = [  # what takes it, what it is given, and the error, which shows tha
     *(
         (lambda x, of=beta, make=make: make(**{of: x}), BETAS, ValueError, f"{beta}={{!r}} ... [0, 1)")
         for beta in ("b1", "b2")
-        for make in (lc.momentum.blend, owner)
+        for make in (lc.momentum.blend, owner, adamw)
     ),
     # (1 - b2) g would be cut to zero for ever.
     *(
@@ -75,16 +76,15 @@ ARGUMENTS = [  # what takes it, what it is given, and the error, which shows tha
         "bucket_size={!r} ... a number of elements, or None",
     ),
     (
-        lambda x: D.at_owner(optax.scale_by_lion(), dominance=x), [0.5, 0, -1, NAN, "2"],
-        ValueError, "dominance={!r} ... at least 1 ... inf for no bound",
+        lambda x: D.at_owner(optax.scale_by_lion(), dominance=x), [0.5, 0, -1, NAN, float("inf"), "2"],
+        ValueError, "dominance={!r} ... at least 1 ... None for no bound",
     ),
     (
         lambda x: D.at_owner(optax.scale_by_lion(), trim=x), [-1, 1.5, True],
         ValueError, "trim={!r} ... workers that may lie, 0 or more",
     ),
     (  # the error of a code would be kept nowhere
-        lambda x: lc.coded_gradients(optax.sgd(0.1), error_dtype=x, workers=AXIS), [None], ValueError,
-        "error_dtype={} ... give a floating dtype",
+        lambda x: D.codes(2, x), [None], ValueError, "dtype={} ... give a floating dtype",
     ),
     (
         WIRES.counts, ["float32", "int4", "uint8", "int64", "bool"], ValueError,
@@ -249,6 +249,45 @@ TRACED = [
 ]
 
 
+def each_array(change):
+    """A transform of updates, one array after the other."""
+    return optax.stateless(lambda updates, params: jax.tree.map(change, updates))
+
+
+BEHIND = "only a slice of each array ... optax.chain(lioncub_jax.owner(optax.identity(), ...), tx)"
+MIXING = {
+    "reduce_sum": optax.clip_by_global_norm(1.0),
+    "cumsum": each_array(lambda x: jnp.cumsum(x, axis=1)),
+    "sort": each_array(lambda x: jnp.sort(x, axis=0)),
+    "rev": each_array(lambda x: x[:, ::-1]),
+    "dot_general": each_array(lambda x: x @ jnp.ones((128, 128))),
+    "scan": each_array(lambda x: jax.lax.map(jnp.sin, x)),  # row by row
+    "gather": optax.chain(optax.scale_by_adam(), each_array(jax.jit(lambda x: x[jnp.arange(16)]))),
+}
+KEEPS = optax.GradientTransformation(
+    lambda params: params, lambda updates, kept, params: (updates, kept)
+)
+# By the state, or by the parameters.
+LACKING = [
+    (KEEPS, "uses the parameters, which are not there"),
+    (
+        optax.scale_by_factored_rms(),
+        f".v_row of shape (1,), which is neither ... (16, 128), and ... {BEHIND}",
+    ),
+    (
+        optax.adamw(0.1),
+        "uses the parameters ... behind the owner ... optax.add_decayed_weights(...)",
+    ),
+]
+TRACED += [
+    *(
+        (lc.owner(tx, workers=AXIS), f"mixes elements, by {by}, and ... {BEHIND}")
+        for by, tx in MIXING.items()
+    ),
+    *((lc.owner(tx, workers=AXIS), words) for tx, words in LACKING),
+]
+
+
 @pytest.mark.parametrize(("tx", "words"), TRACED)
 def test_a_transform_that_cannot_run_here(trace, tx, words):
     with raises(ValueError, words):
@@ -266,7 +305,12 @@ CALLS = [
         lambda: lc.Workers(mesh_on("data=4"), "batch"), ValueError,
         "axis='batch' ... ('data',) ... give names of them",
     ),
-    (lambda: lc.coded_gradients(optax.adamw, workers=AXIS), TypeError, "is not a GradientTransformation"),
+    (lambda: lc.owner(optax.adamw, workers=AXIS), TypeError, "is not a GradientTransformation"),
+    (lambda: lc.owner(None, workers=AXIS), TypeError, "tx=None is not a GradientTransformation"),
+    (
+        lambda: lc.owner(optax.identity(), reply=D.codes, workers=AXIS), TypeError,
+        "reply= ... is not a Coder",
+    ),
     (lambda: lc.global_gradients(optax.adamw, workers=AXIS), TypeError, "is not a GradientTransformation"),
     # What optax makes an array of.
     (

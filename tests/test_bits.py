@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lioncub_jax import bits
+from lioncub_jax import bits, decide, exchange, layout, quantize, wires
 
 
 def words_of(x):
@@ -103,6 +103,69 @@ def test_numbers_in_planes_are_multiplied_and_compared(seed):
     greater, equal = bits.compare(x, y)
     np.testing.assert_array_equal(greater, row_words_of(a > b))
     np.testing.assert_array_equal(equal, row_words_of(a == b))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 8, 300])
+@pytest.mark.parametrize("rows", [16, 80])
+def test_pairs_of_votes_are_counted_on_the_words(workers, rows):
+    """By all pairs; a row has its own voters, one of them or none, and its own padding."""
+    rng = np.random.default_rng(workers)
+    voted = rng.random((workers, 2, rows, 1)) < rng.choice([0, 0.1, 0.9, 1], (2, rows, 1))
+    voted[:, 0, 3] = np.arange(workers)[:, None] == 0
+    upper = (rng.random((workers, 2, rows, 128)) < rng.random(128)) & voted
+    counts = rng.choice([0, 1, 100, 128], (2, rows))
+    real = np.arange(128) < counts[..., None]
+
+    @jax.jit
+    def counted(planes, votes, counts):
+        where = decide.Slice(2, rows, workers, quantize.sign(), jnp.float32, counts)
+        return decide.Tally(planes, votes, where).pairs()
+
+    votes = bits.tally([row_words_of(voted[..., 0])])
+    for own, seen in ((counts.reshape(-1), real), (None, True)):
+        n, c = voted.sum(0), upper.sum(0)
+        want = np.stack([c * (n - c), n * (n - 1) // 2 * np.ones_like(c)])
+        got = counted(bits.tally([words_of(upper)]), votes, own)
+        np.testing.assert_allclose(got, (want * seen).sum((2, 3)), rtol=2**-23)
+
+
+def test_sums_beyond_a_word_are_rounded_in_the_last_places():
+    """As of 7e9 parameters and 256 workers, with every second pair unlike."""
+    rng = np.random.default_rng(0)
+    for most, count in ((2**32 - 1, 1000), (2**31, 7), (2**20, 2**13 + 1), (3, 5)):
+        x = rng.integers(0, most, (2, count), np.uint32, endpoint=True)
+        x[1] = most
+        found = jax.jit(bits.total, static_argnums=1)(x, most)
+        np.testing.assert_allclose(found, x.sum(1, dtype=np.uint64), rtol=2**-20)
+    size, workers = 7 * 10**9, 256
+    pairs = size * workers * (workers - 1) / 2
+    unit = exchange.unit_of(size * workers**2)
+    each = [jnp.full(workers, x / workers, jnp.float32) for x in (pairs / 2, pairs)]
+    ties = jnp.full(workers, size // workers, jnp.uint32)
+    found = exchange.Numbers(ties, each, jnp.uint32(1)).totals(exchange.unit_of(size), unit)
+    np.testing.assert_allclose(found[1:] * 2.0**unit, [pairs / 2, pairs], 2**-20)
+
+
+@pytest.mark.parametrize(
+    ("workers", "size", "words"),
+    [(2, 1000, 2), (8, 434_816, 2), (8, 2**24, 3), (256, 2**27, 3), (4096, 2**24, 3)],
+)
+def test_what_a_reply_says_of_its_votes_comes_back_from_few_words(workers, size, words):
+    [bucket] = layout.buckets([jax.ShapeDtypeStruct((size,), jnp.float32)], workers, None, [()])
+    form = wires.Format.of(bucket, quantize.sign(), decide.majority())
+    real, rng = form.rows * 128, np.random.default_rng(workers)
+    ties, present = np.uint32([0, real, rng.integers(real)]), jnp.uint32(workers)
+    unlike = np.float32([0, real * workers**2 // 4, rng.integers(real)])
+    pairs = np.float32([real * workers * (workers - 1) // 2, 1, rng.integers(real)])
+    plane = jnp.zeros((3, form.reply.of_plane), jnp.uint32)
+    moved = jnp.zeros((3, form.reply.of_rows), jnp.uint32)
+    sent = form.pack_reply(decide.Reply([plane], moved, ties, [unlike, pairs]), present)
+    assert form.reply.numbers == words
+    back, here = form.unpack_reply(sent)
+    np.testing.assert_array_equal(back.ties, ties)
+    assert here == workers and not any(map(jnp.any, (*back.planes, back.rows)))
+    for found, want in zip(back.pairs, (unlike, pairs), strict=True):
+        np.testing.assert_allclose(found, want, atol=(words > 2) * 2**-22 * real * workers**2 / 2)
 
 
 # --- Fair bits; that they are fair is proved of the reference

@@ -100,7 +100,7 @@ def test_they_move_to_other_workers_and_shards_as_ours_do(tmp_path):
         step, rng = jax.device_put((jnp.int32(3), jax.random.key(0)), everywhere)
         return lc.StepState(step, parts[0], (), parts[1], rng)
 
-    old, new = trained(lc.owner_lion, 4), trained(lc.owner_lion, 2, 4, 0)
+    old, new = trained(lc.owner_adamw, 4), trained(lc.owner_adamw, 2, 4, 0)
     saved(tmp_path / "ours", ours(old, 4))
     saved(tmp_path / "theirs", KINDS["dict"](*old))
     wanted = restored(tmp_path / "ours", ours(new, 2, 4)).state

@@ -206,7 +206,7 @@ def test_the_plan_shows_a_table_for_each_rate_and_advice(said):
 
 
 ADVICE = """
-GIVEN --bandwidth 100mbit => At 100 Mbit/s use make_train_step(..., coded_gradients(optax.sgd(1.0)),
+GIVEN --bandwidth 100mbit => At 100 Mbit/s use make_train_step(..., baselines.diloco(1.0, 0, 4),
 GIVEN --bandwidth 10tbit => Do not use this: at 10 Tbit/s nothing is to the loss 1.05 times as soon as
 GIVEN --workers 1 => Do not use this: one worker has no others to exchange votes with; use optax.lion.
 GIVEN --devices-per-worker 2 --inside-bandwidth 1tbit => local steps have no two levels

@@ -187,7 +187,7 @@ REFUSED = {
     "flags for a mean of all": (
         lambda: on_mesh_update(
             grads_for(4), lc.global_gradients(optax.sgd(0.1), workers="data"), abstain=np.ones(4, bool)
-        ), ValueError, "abstain is given, and global_gradients averages.*coded_gradients",
+        ), ValueError, "abstain is given, and global_gradients averages.*owner",
     ),
     "gradients of some leaves": (
         lambda: on_mesh_update({"w": grads_for(4)["w"]}), ValueError,

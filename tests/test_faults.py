@@ -69,32 +69,10 @@ def test_liars_do_what_they_say(mesh_of):
     assert len({*map(float, drawn)}) == 2 * len(who) * len(grads)
 
 
-class Heard:
-    """What an owner is handed; keeps which bound it is asked for."""
-
-    present = jnp.int32(1)
-
-    def mean(self, where, dominance, trim=0):
-        self.dominance = dominance
-        return jnp.ones((1, 128))
-
-
-def test_by_default_a_step_may_be_a_quarter_of_the_workers_times_the_median():
-    """But rotated rows are bounded only if asked for."""
-    plain, rotated = Q.midrise(3), Q.rotated_sign()
-    for up, workers, given, wanted in [
-        (plain, 2, None, 2), (plain, 16, None, 4), (plain, 64, 3.0, 3), (plain, 64, np.inf, None),
-        (rotated, 16, None, None), (rotated, 16, 2.0, 2),
-    ]:  # fmt: skip
-        owner, heard = lc.decide.at_owner(optax.identity(), dominance=given), Heard()
-        place = lc.decide.Slice(1, 1, workers, up, jnp.float32, None, jnp.int32(0))
-        owner.alone(heard, place, owner.init(jnp.ones((1, 128))))
-        assert heard.dominance == wanted
-
-
 def test_a_row_that_one_worker_sees_still_trains():
     """Errors of the others, which saw it before, wait: sent, they would be its median."""
-    votes = reference.momentum_at_owner(0.9, 0.99, coding.error_feedback(coding.midrise(3)))
+    codes = coding.error_feedback(coding.midrise(3))
+    votes = reference.momentum_at_owner(0.9, 0.99, codes, dominance=2.0)
     state = votes.init(jnp.zeros((2, 128)), WORKERS)
     update, signs = jax.jit(votes.update), np.where(np.arange(128) % 2, 1.0, -1.0)
     grads = normal(WORKERS, 2, 128)
@@ -116,7 +94,10 @@ LATE = {
     "int8": reference.local_momentum(0.5, 0.5, codes=coding.integer(8), decide=reference.average),
     "owner": reference.momentum_at_owner(0.5, 0.5, coding.error_feedback(coding.midrise(3))),
     "median": reference.momentum_at_owner(
-        0.5, 0.5, coding.error_feedback(coding.midrise(3)), trim=3
+        0.5, 0.5, coding.error_feedback(coding.midrise(3)), dominance=2.0, trim=3
+    ),
+    "owner, Adam": reference.at_owner(
+        optax.scale_by_adam(), coding.error_feedback(coding.midrise(3)), 2
     ),
 }
 EACH = pytest.mark.parametrize("method", LATE)
@@ -161,7 +142,7 @@ def test_a_late_message_counts_in_the_next_step_and_once_and_its_worker_goes_on(
     assert not same(one[1][0], two[1][0]), "in the next"
     assert not one[1][1].missed.here.any(), "and once"
     # Its own state moves as if it were on time.
-    own = "error" if method in ("owner", "median") else "mu"
+    own = "mu" if method in ("vote", "int8") else "error"
     late, timely, left = (getattr(state, own) for _, state in (one[0], on_time, gone))
     assert same(late, timely) and not same(late, left)
     assert int(one[0][1].abstained) == 0 and int(gone[1].abstained) == SOME.sum()

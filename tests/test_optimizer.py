@@ -131,23 +131,30 @@ def test_a_mean_in_full_precision_goes_into_the_plain_optimizer(run_workers):
     assert got.dtype == np.float32 and set(-got.ravel()) <= {1.0, 1.0078125}
 
 
-def test_coded_gradients_is_the_inner_optimizer_on_the_mean_that_codes_say(run_workers):
-    params, grads = of_shapes(SMALL), of_shapes(SMALL, 6, 4)
-    adamw = optax.adamw(2**-6, weight_decay=0.125)
+def test_what_an_owner_says_and_owes_is_what_its_transform_made_of_the_mean(run_workers):
+    params, grads = {"w": normal((3, 128))}, {"w": normal((6, 4, 3, 128), 1)}
+    exact, adam = {"quantizer": lc.quantize.dense(), "workers": AXIS}, optax.scale_by_adam()
+    floats = exact | {"reply": lc.decide.values()}
+    rate = {"learning_rate": 2**-6, "weight_decay": 0.125}
     txs = {
-        i: lc.coded_gradients(tx, 3, workers=AXIS) for i, tx in enumerate((optax.identity(), adamw))
+        "codes": lc.owner(adam, **exact),
+        "floats": lc.owner(adam, **floats),
+        "adamw": lc.owner_adamw(**rate, **floats),
     }
     done = run_workers(txs, params, grads, np.zeros((6, 4), bool))
-    said, (got, _) = done[0][0], done[1]
-    want, _ = by_optax(adamw, params, said)
-    for k, g in grads.items():
-        np.testing.assert_allclose(got[k], want[k], rtol=1e-5, atol=1e-6)
-        # What was not said is at most the error of a code, however many steps there were.
-        owed = np.abs((g.mean(1) - said[k]).sum(0)).max()
-        assert 0 < owed < 2 * np.abs(g.mean(1)).max()
+    mean = {"w": grads["w"].mean(1)}
+    close = {"rtol": 1e-5, "atol": 1e-6}
+    for name, tx in (("floats", adam), ("adamw", optax.adamw(**rate))):
+        np.testing.assert_allclose(done[name][0]["w"], by_optax(tx, params, mean)[0]["w"], **close)
+    said, state = done["codes"]
+    owed = state.owner[0].value.error[-1].reshape(-1, 128)[:3]
+    made = done["floats"][0]["w"].sum(0)
+    np.testing.assert_allclose(said["w"].sum(0) + owed, made, **close)
+    # What was not said is at most the error of a code, however many steps there were.
+    assert 0 < np.abs(owed).max() < 2
 
 
-def test_owner_momentum_takes_one_eighth_of_the_memory_on_each_of_8_devices(mesh_of):
+def test_what_is_at_the_owner_takes_one_eighth_of_the_memory_on_each_of_8_devices(mesh_of):
     params, mesh = {"w": jnp.ones(8 * 64 * 256)}, mesh_of(8)
 
     def momentum(tx):
@@ -157,7 +164,10 @@ def test_owner_momentum_takes_one_eighth_of_the_memory_on_each_of_8_devices(mesh
 
     assert momentum(lc.global_gradients(optax.lion(0.1), workers=AXIS)) == 8 * 64 * 256
     assert momentum(cub()) == 8 * 64 * 256
-    assert momentum(owner_lion(quantizer=lc.quantize.dense())) == 64 * 256
+    exact = {"quantizer": lc.quantize.dense()}
+    assert momentum(owner_lion(**exact)) == 64 * 256
+    # Two moments, and what replies in codes still owe.
+    assert momentum(lc.owner_adamw(0.1, **exact, workers=AXIS)) == 3 * 64 * 256
 
 
 @pytest.mark.parametrize("make", [lc.lion_cub, lc.owner_lion])
@@ -352,19 +362,26 @@ def tied(size, ties):
     return g
 
 
-def test_tie_rate_is_the_share_of_parameters_whose_votes_cancel(run_workers):
+def test_ties_and_agreement_are_those_of_all_parameters(run_workers):
     grads = {"a": tied(10, 3), "b": tied(30, 1)}
     grads["b"][1, 2, 5] = np.nan  # sits out of one vote only: two against one where it was a tie
     several = optax.partition({"a": cub(), "b": cub()}, {"a": "a", "b": "b"})
     params = {"a": jnp.zeros(10), "b": jnp.zeros(30)}
     txs = {"one": cub(), "several": several}
-    healthy, later = [4, 0, 0], {"one": [0, 1, 1], "several": [3, 1, 1]}
+    # Ties, who abstains, and the share of unlike pairs: two against two are 4 of 6, two against one 2 of 3.
+    healthy = [4, 0, 0, 4 * 4 / (6 * 40)]
+    later = {
+        "one": [0, 1, 1, 4 * 2 / (3 * 40)],
+        "several": [3, 1, 1, (3 * 4 + 2) / (6 * 10 + 3 * 30)],
+    }
     for name, (_, states) in run_workers(txs, params, grads, np.zeros((2, 4), bool)).items():
         for step, want in enumerate([healthy, later[name]]):
             found = lc.metrics(jax.tree.map(lambda x, t=step: x[t, 0], states))
-            assert [x.dtype for x in found.values()] == [np.float32, np.int32, np.int32]
-            ties, *others = found.values()
-            assert [float(ties * 40), *others] == want, (name, step)
+            kinds = [np.float32, np.float32, np.int32, np.int32]
+            assert [x.dtype for x in found.values()] == kinds
+            ties, agreement, *others = found.values()
+            assert [float(ties * 40), *others] == want[:3], (name, step)
+            assert float(agreement) == pytest.approx(1 - want[3]), (name, step)
     assert lc.metrics(optax.lion(0.1).init(params)) == {}
     names = ("ties", "abstained", "abstentions")
     assert lc.metrics(cub().init(params)) == {f"votes/{name}": 0 for name in names}

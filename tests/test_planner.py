@@ -281,13 +281,17 @@ def test_the_worse_of_two_tasks_counts_and_the_nearest_workers(known):
 
 
 def test_the_time_to_the_loss_is_that_of_a_step_times_its_steps(known):
-    known(vote=both(1.5, 1.25), adamw_4={("images", 8): 1.0, ("text", 8): None}, owner_3=both(0.77))
+    known(
+        vote=both(1.5, 1.25),
+        owner_adamw={("images", 8): 1.0, ("text", 8): None},
+        owner_3=both(0.77),
+    )
     plan, said = to_loss()
     times = plan.times()
     vote, lion = (plan.rows[name].estimate.step for name in ("1-bit vote", "float32 Lion"))
     assert times["1-bit vote"] == 1.5 * vote / lion
     assert times["float32 Lion"] == 1.0 and times["bfloat16 Lion"] < 1
-    assert list(times) == sorted(times, key=times.get) and "AdamW, 4 bits" not in times
+    assert list(times) == sorted(times, key=times.get) and "AdamW at the owner" not in times
     assert said.startswith(
         "At 10 Mbit/s use lion_cub(...) (1-bit vote): to float32 Lion's loss in 0.0"
     )

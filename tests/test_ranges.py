@@ -1,5 +1,7 @@
 """From the smallest to the largest numbers and leaves: nothing is silent, and nothing stays broken."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import lioncub_jax as lc
 
 Q, D, WIRES = lc.quantize, lc.decide, lc.wires
+MEAN = functools.partial(D.at_owner, optax.identity())
 MEMORY = {"memory": lc.momentum.blend(0.5, 0.5)}
 AT_OWNER = {"decision": D.at_owner(optax.scale_by_lion(0.5, 0.5))}
 METHODS = {
@@ -132,11 +135,14 @@ OF_BILLIONS = METHODS | {
     "integers, stochastic": {"quantizer": Q.integer(6, **RANDOM), "wire": WIRES.lanes()},
     "ternary, stochastic": {"quantizer": Q.ternary(**RANDOM), "decision": D.total()},
     "owner, 1 bit": AT_OWNER | {"quantizer": Q.midrise(1)},
-    "owner, levels": {"quantizer": Q.levels(4, **RANDOM), "decision": D.at_owner(None, D.values())},
+    "owner, levels": {
+        "quantizer": Q.levels(4, **RANDOM),
+        "decision": D.at_owner(optax.identity(), D.values()),
+    },
     "owner, bfloat16": AT_OWNER | {"quantizer": Q.dense(jnp.bfloat16), "wire": WIRES.all_reduce()},
     "feedback both ways, 4 bits": {
         "quantizer": Q.error_feedback(Q.midrise(4)),
-        "decision": D.at_owner(None, D.codes(4)),
+        "decision": MEAN(D.codes(4)),
     },
 }
 

@@ -52,7 +52,11 @@ RULES = {
     "ternary": Rule(lion.local_momentum(codes=coding.ternary())),
     "average": Rule(lion.local_momentum(decide=lion.average)),
     "owner": at_owner(coding.error_feedback(coding.midrise(3))),
+    "owner, bounded": at_owner(coding.error_feedback(coding.midrise(3)), dominance=2.0),
     "owner, trimmed": at_owner(coding.midrise(4), trim=1),
+    "owner, Adam": Rule(
+        lion.at_owner(optax.scale_by_adam(eps=0.0), coding.error_feedback(coding.midrise(3)), 2)
+    ),
     "owner, dense": at_owner(coding.dense()),
     "owner, rotated": at_owner(
         coding.error_feedback(coding.rotated(coding.sign()), jnp.float32, 0.7)
@@ -141,6 +145,21 @@ def test_one_leaf_changes_no_other(name):
             assert np.array_equal(got[leaf], want[leaf]) == (leaf != changed)
 
 
+# --- Agreement
+
+
+@pytest.mark.parametrize("workers", [2, 3, 8, 32])
+@pytest.mark.parametrize("p", [0.5, 0.8])
+def test_the_agreement_of_votes_does_not_depend_on_the_number_of_workers(workers, p):
+    """Each votes for the better side with probability ``p``: ``p**2 + (1 - p)**2``, 0.5 of coins."""
+    rng, size = np.random.default_rng(workers), 20_000
+    better = rng.choice([-1, 1], size)
+    g = np.where(rng.random((1, workers, size)) < p, better, -better).astype(np.float32)
+    _, state = run("sign", {"w": g})
+    assert state.pairs[0] == size * workers * (workers - 1) / 2
+    assert abs(state.agreement[0] - (p**2 + (1 - p) ** 2)) < 5 / (2 * math.sqrt(size))
+
+
 # --- Zeros and ties: no worker counts for more than another
 
 TOSSES = 1024
@@ -149,7 +168,7 @@ VOTES = {
     "sign": lion.local_momentum(0.0, 0.0),
     "3 bits": lion.local_momentum(0.0, 0.0, codes=coding.midrise(3)),
     "ternary": lion.local_momentum(0.0, 0.0, codes=coding.ternary(), decide=lion.majority),
-    "owner": lion.momentum_at_owner(0.0, 0.0, codes=coding.midrise(2), dominance=np.inf),
+    "owner": lion.momentum_at_owner(0.0, 0.0, codes=coding.midrise(2)),
 }
 
 

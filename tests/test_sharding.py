@@ -115,13 +115,13 @@ def buckets_of(sizes, specs, workers):
 
 
 def expected(oracle, workers, specs, grads, absent):
-    """Updates ``[steps, ...]`` of the shards, by places on the inner axes; and the last step's ties."""
+    """Updates ``[steps, ...]`` of the shards, by places on the inner axes; and counts of the last."""
     mesh = workers.mesh
     lies = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
     index = {n: lies[n].devices_indices_map(g.shape[2:]) for n, g in grads.items()}
     sizes = {n: math.prod(lies[n].shard_shape(g.shape[2:])) for n, g in grads.items()}
     buckets, rows = buckets_of(sizes, specs, workers)
-    found, ties = {}, 0
+    found, counted = {}, 0
     for at, device in np.ndenumerate(mesh.devices):
         here = dict(zip(mesh.axis_names, at, strict=True))
         updates = found.setdefault(tuple(here[axis] for axis in inner_axes(workers)), {})
@@ -132,16 +132,16 @@ def expected(oracle, workers, specs, grads, absent):
                 part = part * mesh.shape[axis] + own
             first_words = (4 * (bucket.first_row + part * rows)).astype(np.uint32)
             shards = {name: grads[name][:, :, *index[name][device]] for name in bucket.names}
-            own, tied = run_reference(oracle, shards, absent, first_words, bucket.slice_rows)
+            own, each = run_reference(oracle, shards, absent, first_words, bucket.slice_rows)
             updates |= own
             copies = [here[axis] for axis in inner_axes(workers) if axis not in bucket.axes]
-            ties += 0 if any(copies) else tied[-1]
-    return found, ties
+            counted += 0 if any(copies) else each[-1]
+    return found, counted
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4))
 def run_reference(simulator, grads, absent, first_words, slice_rows):
-    """Updates and ties ``[steps, ...]``; compiled once for shards of the same shapes."""
+    """Updates ``[steps, ...]``; ties, alike pairs and pairs ``[steps, 3]``; compiled once for a shape."""
 
     def places(rows, workers, unit):
         if len(first_words) == 1:
@@ -154,7 +154,9 @@ def run_reference(simulator, grads, absent, first_words, slice_rows):
 
     def step(state, now):
         updates, state = simulator.update(now[0], state, params, now[1], places=places)
-        return state, (updates, state.ties)
+        pairs = state.get("pairs", 0.0)
+        alike = state.get("agreement", 0.0) * pairs
+        return state, (updates, jnp.stack([state.ties, alike, pairs]))
 
     return jax.lax.scan(step, simulator.init(params, absent.shape[1]), (grads, absent))[1]
 
@@ -236,7 +238,7 @@ def test_updates_are_those_of_the_reference(sizes, kind, methods, leaves):
     means = {name: g.mean(2) for name, g in grads.items()}
     absent = abstain | ~np.isfinite(next(iter(means.values()))).all((2, 3))
     for method, (_, oracle) in pairs.items():
-        want, ties = expected(oracle, workers, specs, means, absent)
+        want, counted = expected(oracle, workers, specs, means, absent)
         for name, x in got[method].items():
             if x.size:  # XLA replicates what is empty
                 lies = NamedSharding(workers.mesh, P(None, *specs[name]))
@@ -245,9 +247,11 @@ def test_updates_are_those_of_the_reference(sizes, kind, methods, leaves):
         assert any(map(np.any, got[method].values()))
         found = lc.metrics(states[method])
         assert int(found["votes/abstentions"]) == absent.sum()
+        ties, alike, pairs = counted
         assert float(found["votes/ties"]) == pytest.approx(
             ties / sum(g[0, 0].size for g in means.values())
         )
+        assert float(found.get("votes/agreement", 0)) == pytest.approx(alike / max(pairs, 1))
 
 
 def compare_shards(x, name, workers, want, method):

@@ -1,7 +1,7 @@
 """Who runs to the loss: every method twice, simulated, and as its users write it.
 
-A method is what a user writes; the simulator is the same thing in the words of the tests' oracle, and a
-test holds the two together. All have the same model, text, schedule and decoupled decay, and are tuned alike:
+A method is what a user writes; the simulator is the same in the words of the tests' oracle, and a test
+holds the two together. All have the same model, text, schedule and decoupled decay, and are tuned alike:
 see `tuning`.
 """
 

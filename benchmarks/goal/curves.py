@@ -193,11 +193,15 @@ class Runner:
         self._windows = jnp.asarray(corpus.spread(text.validation, WINDOWS, CONTEXT))
         self._compiled: dict[Any, Any] = {}
 
+    def arguments(self, run: Run) -> Any:
+        """What the program of a run takes."""
+        hyper = Hyper(*(jnp.float32(x) for x in run.hyper))
+        return self._text, self._windows, hyper, run.seed
+
     def run(self, run: Run) -> dict[str, Any]:
         """Trains, and returns what a row says about it."""
         began = time.perf_counter()
-        hyper = Hyper(*(jnp.float32(x) for x in run.hyper))
-        args = self._text, self._windows, hyper, run.seed
+        args = self.arguments(run)
         key = run.contender, run.tokens, run.workers, run.data
         if key not in self._compiled:
             # What comes next is mostly of the same kind: one program is kept.

@@ -1,7 +1,7 @@
 """What rows say, as the packaged `lioncub_jax/planner/evidence.json` has it.
 
-Of every cell of noise, workers and data, by curves of the validation loss, averaged over seeds, with a running
-minimum:
+Of every cell of noise, workers and data, by curves of the validation loss, averaged over seeds, with a
+running minimum:
 
     target = where the better of float32 Lion and AdamW stands after 60, 80 or 100 % of its run
     steps  = those at which a method's mean curve is first at or below it

@@ -44,12 +44,10 @@ VOTES = {
     "average": reference.local_momentum(*BETAS, decide=reference.average),
     "int8": reference.local_momentum(*BETAS, codes=coding.integer(8)),
 }
-# Where values are decoded; None is the library's own.
-DOMINANCE = {
-    "owner": None, "owner, 1": 1.0, "owner, 2": 2.0, "unbounded": np.inf, "trimmed": None, "median": None,
-    "turned": np.inf, "turned, bounded": None,
-}  # fmt: skip
-BASES = ("mean", *VOTES, *DOMINANCE)
+# Where values are decoded: a number, or a quarter of the workers and at least 2.
+DOMINANCE = {"owner, 1": 1.0, "owner, 2": 2.0, "unbounded": np.inf, "turned": np.inf}
+QUARTER = "owner", "trimmed", "median", "turned, bounded"
+BASES = ("mean", *VOTES, *QUARTER, *DOMINANCE)
 CLAIMED = ("mean", "vote", "owner", "owner, 1")
 # Of 8 workers, of which "owner, 2" is "owner", and of more.
 EIGHT = ("mean", "vote", "average", "int8", "owner", "owner, 1", "trimmed", "median")
@@ -115,8 +113,7 @@ def unlike() -> list[Lie]:
 
 def dominance(base: str, workers: int) -> float:
     """How many times the median of others a step may be."""
-    given = DOMINANCE.get(base, np.inf)
-    return max(2.0, workers / 4) if given is None else given
+    return max(2.0, workers / 4) if base in QUARTER else DOMINANCE.get(base, np.inf)
 
 
 def numbers_of_liars(workers: int) -> tuple[int, ...]:
@@ -159,7 +156,7 @@ def at_owner(base: str, workers: int) -> reference.Simulator:
     codes = coding.rotated(coding.midrise(1)) if turned else coding.midrise(3)
     return reference.momentum_at_owner(
         *BETAS, coding.error_feedback(codes, keep=0.7 if turned else 1.0),
-        dominance=DOMINANCE[base], trim=trim(base, workers),
+        dominance=dominance(base, workers), trim=trim(base, workers),
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What DGC, PowerSGD and TernGrad share: steps of their own, where every axis of the mesh is manual."""
+"""What baselines share: means in codes, and steps of their own, where every axis of the mesh is manual."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import optax
 from jax.flatten_util import ravel_pytree
 
-from lioncub_jax import axes, checks
+from lioncub_jax import axes, checks, decide, quantize, wires
 from lioncub_jax.axes import Axes, AxisName
 from lioncub_jax.mesh import placement
 from lioncub_jax.mesh.placement import Workers, names_of
+from lioncub_jax.optimizer import owner
 
 Leaves = list[jax.Array]
 # What a method makes of a step: means, two trees of what is kept, and how many workers took part.
@@ -32,6 +33,27 @@ def one_level(method: str, workers: AxisName | Workers) -> Any:
             "their axis each device is a worker"
         )
     return axis
+
+
+def coded_mean(
+    bits: int, workers: AxisName | Workers | None
+) -> optax.GradientTransformationExtraArgs:
+    """The mean in codes of so many bits up and down, with feedback in float32 at both ends."""
+    up = quantize.error_feedback(quantize.midrise(bits), "float32")
+    return owner(optax.identity(), workers=workers, quantizer=up, reply=decide.codes(bits))
+
+
+def behind(
+    mean: optax.GradientTransformation,
+    tx: optax.GradientTransformation,
+    workers: AxisName | Workers | None,
+) -> optax.GradientTransformationExtraArgs:
+    """Runs a transform of what workers agree on, from state that is the same on all of them."""
+    axis, tx = names_of(workers)[0], optax.with_extra_args_support(tx)
+    alike = optax.GradientTransformationExtraArgs(
+        lambda params: tx.init(wires.agreed(params, axis)), tx.update
+    )
+    return optax.chain(mean, alike)
 
 
 def on_devices(

@@ -31,16 +31,16 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from lioncub_jax import checks, decide, quantize, wires
 from lioncub_jax.arguments import check_betas, check_rates
 from lioncub_jax.axes import AxisName
+from lioncub_jax.baselines import compression
 from lioncub_jax.exchange import communicate
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.momentum import blend, nothing
-from lioncub_jax.optimizer import coded_gradients, coded_mean, descending, global_gradients
+from lioncub_jax.optimizer import descending, global_gradients, owner
 
 
 def signsgd(
@@ -132,7 +132,7 @@ def ef_signsgd(
     al. (arXiv 1905.10936), without its momentum. Padding is left out of every scale.
     """
     check_rates(learning_rate=learning_rate, weight_decay=weight_decay)
-    feedback = coded_mean(1, workers, "float32")
+    feedback = compression.coded_mean(1, workers)
     factors = learning_rate, weight_decay
 
     def decay(count: jax.Array | int) -> Any:
@@ -180,11 +180,11 @@ def qsgd(
     """
     check_betas(momentum=momentum)
     codes = quantize.levels(bits, rounding=quantize.stochastic(seed))
-    mean = communicate(
+    mean = owner(
+        trace(momentum),
         workers=workers,
-        memory=nothing(),
         quantizer=codes,
-        decision=decide.at_owner(trace(momentum), decide.values(), dominance=jnp.inf),
+        reply=decide.values(),
         wire=wires.gathered(),
     )
     return descending(mean, learning_rate, weight_decay, mask)
@@ -244,7 +244,7 @@ def diloco(
     outer = optax.chain(trace(momentum, True), optax.scale_by_learning_rate(learning_rate))
     if bits is None:
         return global_gradients(outer, workers=workers)
-    return coded_gradients(outer, bits, workers=workers)
+    return compression.behind(compression.coded_mean(bits, workers), outer, workers)
 
 
 def trace(momentum: Any, nesterov: bool = False) -> optax.GradientTransformation:

@@ -44,10 +44,10 @@ import optax
 from lioncub_jax import axes, checks, decide, quantize, wires
 from lioncub_jax.arguments import check_betas, check_count, check_number
 from lioncub_jax.axes import Axes, AxisName
-from lioncub_jax.exchange import CommunicateState, communicate
+from lioncub_jax.baselines.compression import coded_mean
+from lioncub_jax.exchange import CommunicateState
 from lioncub_jax.mesh.placement import Workers, names_of
-from lioncub_jax.momentum import nothing
-from lioncub_jax.optimizer import coded_mean, descending
+from lioncub_jax.optimizer import descending, owner
 
 _NEVER = 2**31 - 1
 _wide = partial(optax.tree.cast, dtype=jnp.float32)
@@ -175,12 +175,12 @@ def zero_one_adam(
     check_betas(b1=b1, b2=b2)
     said = "give a number above 0, such as 1e-8"
     check_number(f"eps={eps!r}", eps, lambda x: 0 < x < np.inf, said)
-    codes = coded_mean(1, workers, "float32")
-    floats = communicate(
+    codes = coded_mean(1, workers)
+    floats = owner(
+        optax.identity(),
         workers=workers,
-        memory=nothing(),
         quantizer=quantize.dense(),
-        decision=decide.at_owner(None, decide.values()),
+        reply=decide.values(),
         wire=wires.all_reduce(),
     )
     is_due = partial(in_full, kappa, min(freeze_after, _NEVER))

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from lioncub_jax import axes, rotation, wires
+from lioncub_jax import axes, decide, quantize, rotation, wires
 from lioncub_jax.arguments import check_count, check_kinds
 from lioncub_jax.axes import Axes, AxisName
 from lioncub_jax.baselines import compression
@@ -41,7 +41,7 @@ from lioncub_jax.bits import ROW
 from lioncub_jax.layout import Holder
 from lioncub_jax.mesh import placement
 from lioncub_jax.mesh.placement import Workers
-from lioncub_jax.optimizer import behind, coded_mean
+from lioncub_jax.optimizer import owner
 
 
 class PowerSGDState(NamedTuple):
@@ -129,10 +129,13 @@ def powersgd(
     axis = compression.one_level("powersgd", workers)
     check_kinds(tx=(tx, optax.GradientTransformation))
     check_count(f"rank={rank!r}", rank)
-    # Codes begin anew each step: the workers keep what they miss.
-    method = _PowerSGD(axis, rank, None if bits is None else coded_mean(bits, axis, None))
+    codes = None
+    if bits is not None:  # begun anew each step: the workers keep what they miss
+        up, reply = quantize.midrise(bits), decide.codes(bits)
+        codes = owner(optax.identity(), workers=axis, quantizer=up, reply=reply)
+    method = _PowerSGD(axis, rank, codes)
     mean = compression.compressed_mean(axis, PowerSGDState, method.first, method.step)
-    return behind(mean, tx, axis)
+    return compression.behind(mean, tx, axis)
 
 
 class _PowerSGD(NamedTuple):

@@ -15,7 +15,7 @@ from lioncub_jax.baselines.methods import trace
 from lioncub_jax.exchange import communicate
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.momentum import nothing
-from lioncub_jax.optimizer import behind, descending
+from lioncub_jax.optimizer import descending
 
 
 def terngrad(
@@ -61,7 +61,9 @@ def terngrad(
     up = quantize.ternary(rounding=quantize.stochastic(seed))
     codes = communicate(workers=axis, memory=nothing(), quantizer=up, decision=decide.total())
     mean = compression.on_devices(axis, codes.init, partial(_step, codes, axis, clip))
-    return descending(behind(mean, trace(momentum), axis), learning_rate, weight_decay, mask)
+    return descending(
+        compression.behind(mean, trace(momentum), axis), learning_rate, weight_decay, mask
+    )
 
 
 def _step(

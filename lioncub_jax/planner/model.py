@@ -24,6 +24,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from lioncub_jax import optimizer
 from lioncub_jax.arguments import check_count, check_number
+from lioncub_jax.baselines.methods import diloco
 from lioncub_jax.baselines.one_bit_adam import one_bit_adam
 from lioncub_jax.baselines.powersgd import powersgd
 from lioncub_jax.mesh.placement import Workers
@@ -162,7 +163,7 @@ class Scheme(NamedTuple):
 # The inner optimizer does not matter to what is sent.
 _MEAN = partial(optimizer.global_gradients, optax.identity())
 _IN_BFLOAT16 = partial(_MEAN, dtype=jnp.bfloat16)
-_CODES = partial(optimizer.coded_gradients, optax.identity())
+_CODES = partial(diloco, bits=4)
 _POWERSGD = partial(powersgd, optax.identity())
 WARMUP = 0.15  # of 1-bit Adam's steps, in float32: its paper takes 15 to 25 %
 
@@ -175,10 +176,13 @@ _OURS = (
         "owner, 3 bits", "owner_lion(...)", "owner-3",
         partial(optimizer.owner_lion, 1.0), 6,
     ),
-    Scheme("AdamW, 4 bits", "coded_gradients(optax.adamw(...))", "adamw-4", _CODES, 8),
+    Scheme(
+        "AdamW at the owner", "owner_adamw(...)", "owner-adamw",
+        partial(optimizer.owner_adamw, 1.0), 6,
+    ),
     Scheme(
         "2 alone, 4 bits",
-        "make_train_step(..., coded_gradients(optax.sgd(1.0)), local_steps=2, local=optax.adamw(...))",
+        "make_train_step(..., baselines.diloco(1.0, 0, 4), local_steps=2, local=optax.adamw(...))",
         "alone-2-4", _CODES, 8, every=2,
     ),
     Scheme(

@@ -5,18 +5,18 @@ that XLA has made of them. The two must agree, and a benchmark and a test say th
 """
 
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from lioncub_jax import axes
 from lioncub_jax.mesh.placement import Workers, check_workers
 from lioncub_jax.mesh.specs import product, shard_shape
+from lioncub_jax.traced import programs_in
 from lioncub_jax.traffic.compiled import Collective, Operand
 from lioncub_jax.training.step import OnMesh, on_mesh
 
@@ -145,7 +145,7 @@ class _Found:
     def read(self, program: Jaxpr, times: int = 1) -> None:
         """Adds those of a program that runs so often, and of all programs in it."""
         for step in program.eqns:
-            name, inner = step.primitive.name, [*_programs_in(step.params)]
+            name, inner = step.primitive.name, programs_in(step)
             if name in _OPS:
                 self._add(self._collective(_OPS[name], step, times))
             elif name not in _QUIET and _axes_of(step):
@@ -203,15 +203,6 @@ def _axes_of(step: JaxprEqn) -> tuple[str, ...]:
     """The mesh axes that an operation names."""
     named = step.params.get("axes", step.params.get("axis_name", ()))
     return tuple(n for n in axes.names(named) if isinstance(n, str))
-
-
-def _programs_in(tree: Any) -> Iterator[Jaxpr]:
-    """The programs among the parameters of an operation."""
-    for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Jaxpr | ClosedJaxpr)):
-        if isinstance(x, ClosedJaxpr):
-            yield x.jaxpr
-        elif isinstance(x, Jaxpr):
-            yield x
 
 
 def _hlo_name(dtype: np.dtype) -> str:

@@ -22,6 +22,10 @@ def metrics(state: Any) -> dict[str, jax.Array]:
       Arrays of shape ``[]`` that are the same on every worker and stay on the devices:
 
       * ``votes/ties``: the share of parameters whose votes cancelled in the last step;
+      * ``votes/agreement``: the probability that two workers, drawn at random, cast the same vote on a
+        parameter in the last step: 0.5 where votes are coins, 1 where all are alike, whatever the number of
+        workers. Of votes of one bit, if two workers voted; else it is not there, or -1 inside ``jax.jit``,
+        and to know that, this call waits for the step;
       * ``votes/abstained``: workers that abstained from it;
       * ``votes/abstentions``: their sum over all steps;
       * ``sync/drift``: how far momenta were apart at the last sync in full precision, the mean over the
@@ -44,6 +48,9 @@ def metrics(state: Any) -> dict[str, jax.Array]:
     if voting := states_of(state, CommunicateState):
         votes = jax.tree.map(lambda *each: jnp.stack(each), *[s.votes for s in voting])
         found["votes/ties"] = votes.ties.sum() / jnp.maximum(votes.parameters.sum(), 1)
+        unlike, pairs = votes.unlike.sum(), votes.pairs.sum()
+        if isinstance(pairs, jax.core.Tracer) or pairs > 0:
+            found["votes/agreement"] = jnp.where(pairs > 0, 1 - unlike / jnp.maximum(pairs, 1), -1)
         found["votes/abstained"] = votes.abstained.max()
         found["votes/abstentions"] = votes.abstentions.max()
     if syncs := states_of(state, SyncState):

@@ -11,12 +11,13 @@ the package. Workers ``i = 0 .. W-1`` are the leading axis of arrays; `coding` h
 * **Decision.** With ``S`` the sum of the levels of the ``N`` workers that vote on a row, the update is the
   sign of ``S``; a tie takes the coin (``majority``) or is 0 (``ternary_sum``); ``average`` is ``S`` over N
   times the largest level. Where nobody votes it is 0. Updates have the dtype of the gradient.
+* **Agreement** of votes of one bit, +1 and -1 with the sum ``S``: pairs of votes alike, less those
+  unlike, are ``(S**2 - n) / 2`` of the ``n (n - 1) / 2`` on an element; padding is left out.
 * **Local momentum.** Worker i encodes ``b1 mu_i + (1-b1) g_i`` and keeps ``b2 mu_i + (1-b2) g_i``.
 * **Momentum at the owner.** Worker i encodes ``g_i``, with error feedback ``x_i = g_i + e_i``, and keeps
   ``e_i = x_i - decoded``, or a share of that. The mean of what is decoded goes into one Lion for all.
-  Its sign is the update; a zero takes the coin, unless the row is all zeros, padding included. The
-  dominance is by default a quarter of the workers, at least 2, and of rotated codes infinite; unless it
-  is, the step of a row without a gradient is 0, whatever the error is. With nobody there, nothing
+  Its sign is the update; a zero takes the coin, unless the row is all zeros, padding included. With a
+  dominance, the step of a row without a gradient is 0, whatever the error is. With nobody there, nothing
   changes; an element whose mean is not finite keeps its momentum, and its update is that of a zero.
 * **One worker** sends nothing: its update is the exact sign, and nothing is quantized.
 
@@ -153,6 +154,14 @@ def average(margin, reach, coins):
     return margin / jnp.where(reach > 0, reach, 1)
 
 
+def agreement(votes, real):
+    """The share of pairs of two workers' votes that are alike, and how many pairs there are; 0 of 0."""
+    n = jnp.sum(votes.here, axis=0) * real
+    total = jnp.sum(jnp.where(votes.here, jnp.sign(votes.level), 0), axis=0) * real
+    pairs = jnp.sum(n * (n - 1.0))
+    return (jnp.sum(total**2 - n) / jnp.maximum(pairs, 1) + 1) / 2 * (pairs > 0), pairs / 2
+
+
 # --- One step of all workers
 
 
@@ -163,7 +172,8 @@ def local_momentum(b1=0.9, b2=0.99, mu_dtype=None, codes=None, decide=None):
 
     def memory(params, workers, late=False):
         mu = per_worker(params, workers, mu_dtype)
-        return {"mu": mu, "ties": jnp.float32(0), "missed": none_late(mu, codes) if late else None}
+        counts = {"ties": jnp.float32(0), "agreement": jnp.float32(0), "pairs": jnp.float32(0)}
+        return {"mu": mu, "missed": none_late(mu, codes) if late else None, **counts}
 
     def step(g, state, params, abstain, late=None, places=words):
         buffer, mu, workers = buffer_of(g, places), state.mu, len(abstain)
@@ -178,6 +188,8 @@ def local_momentum(b1=0.9, b2=0.99, mu_dtype=None, codes=None, decide=None):
         u = rule(margin, reach, coin(buffer, state.t))
         ties = jnp.sum((margin == 0) & (reach > 0) & buffer.real, dtype=jnp.float32)
         changed = {"mu": kept(present, blend(b2, g, mu), mu), "ties": ties, "missed": missed}
+        if coded.most(workers) == 0.5:
+            changed["agreement"], changed["pairs"] = agreement(votes, buffer.real)
         return buffer.split(u, g), present, changed
 
     return simulator(memory, step)
@@ -206,8 +218,7 @@ def at_owner(tx, codes, reply=None, *, dominance=None, decide=majority, trim=0):
     def step(g, state, params, abstain, late=None, places=words):
         buffer, t, workers = buffer_of(g, places), state.t, len(abstain)
         coded, rule = (codes, decide) if workers > 1 else (dense(), ternary_sum)
-        usual = max(2.0, workers / 4) if codes.back is not_rotated else np.inf
-        most = usual if dominance is None else dominance
+        most = np.inf if dominance is None else dominance
         x, error = buffer.join(g), state.error
         speaks = (x != 0).any(-1, keepdims=True) | (error is None or most == np.inf)
         x = x if error is None else x + buffer.join(error)
@@ -241,7 +252,7 @@ def at_owner(tx, codes, reply=None, *, dominance=None, decide=majority, trim=0):
 
 
 def stays(known, some, new, old):
-    """What a state at the owner becomes: its rows where the mean is known, its counters if somebody spoke."""
+    """What a state at the owner becomes: rows where the mean is known, counters if somebody spoke."""
     new = saturate(new, new.dtype) if jnp.issubdtype(new.dtype, jnp.floating) else new
     return jnp.where(known if new.shape == known.shape else some, new, old)
 
