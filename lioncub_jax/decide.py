@@ -164,16 +164,15 @@ class Tally(NamedTuple):
         assert self.votes is not None  # as every code of one bit has it
         votes = [bits.over_rows(words, where.rows) for words in self.votes]
         each_row = sum(bits.unpack_rows(x, where.rows) << k for k, x in enumerate(self.votes))
-        in_row = each_row * (jnp.maximum(each_row, 1) - 1) // 2
+        in_row = (each_row * (jnp.maximum(each_row, 1) - 1) // 2).astype(jnp.float32)
         if where.counts is None:
             in_row *= ROW
         else:
             real = bits.pack(where.real())[0]
             upper = [plane & real for plane in upper]
-            in_row *= where.counts.reshape(in_row.shape).astype(jnp.uint32)
+            in_row *= where.counts.reshape(in_row.shape).astype(jnp.float32)
         unlike = bits.products(upper, bits.difference(votes, upper))
-        most = where.workers**2
-        return bits.total(unlike, BLOCK * most // 4), bits.total(in_row, ROW * most // 2)
+        return bits.total(unlike, BLOCK * where.workers**2 // 4), jnp.sum(in_row, axis=-1)
 
 
 class Inbox(NamedTuple):
@@ -382,9 +381,9 @@ class Decision(NamedTuple):
             return f"{up.name} has no code for zero, so a sum alone says nothing: give average()"
         return None
 
-    def counts_pairs(self, up: Quantizer, workers: int) -> bool:
-        """Whether pairs of votes are counted: of one bit each, and so many as a word holds for a row."""
-        return not self.decodes and up.top(workers) == 1 and ROW * workers**2 // 2 < 2**32
+    def counts_pairs(self, up: Quantizer) -> bool:
+        """Whether pairs of votes are counted: of one bit each."""
+        return not self.decodes and up.top(1) == 1
 
     def init(self, rows: jax.Array) -> OwnerState:
         """Of a slice ``float[rows, 128]``; ``ValueError`` if that is not enough for the transform."""
@@ -397,8 +396,7 @@ class Decision(NamedTuple):
         if not self.decodes:
             tally = received.tally(where)
             reply, _ = self.coder.encode(tally, coin, ())
-            counts_pairs = self.counts_pairs(where.up, where.workers)
-            return reply._replace(pairs=tally.pairs() if counts_pairs else ()), state
+            return reply._replace(pairs=tally.pairs() if self.counts_pairs(where.up) else ()), state
         answer, inner = self._run(received, where, state.inner)
         reply, error = self.coder.encode(answer, coin, state.error)
         return reply, OwnerState(inner, error)

@@ -53,17 +53,16 @@ class VoteCounts(NamedTuple):
       abstained: ``int32[]``, workers that abstained from the last step, of buckets with votes of their own
         from the one with the fewest.
       abstentions: ``int32[]``, their sum over all steps.
-      unlike: ``float32[]``, of ``pairs`` those whose votes differ.
-      pairs: ``float32[]``, pairs of two workers' votes on one parameter in the last step; 0 where nobody
-        counts them: of votes of more bits, of decoded values, and of one worker.
+      unlike: ``float32[]``, of ``pairs`` those whose votes differ; ``()`` but for votes of one bit.
+      pairs: ``float32[]``, pairs of two workers' votes on one parameter in the last step; likewise.
     """
 
     ties: jax.Array
     parameters: jax.Array
     abstained: jax.Array
     abstentions: jax.Array
-    unlike: jax.Array
-    pairs: jax.Array
+    unlike: Any
+    pairs: Any
 
 
 class CommunicateState(NamedTuple):
@@ -172,7 +171,8 @@ def communicate(
             mu, error = placement.on_shards(_init_slices, (plan, params))
         # Each an array of its own: a training step donates them all.
         whole, real = partial(jnp.zeros, (), jnp.int32), partial(jnp.zeros, (), jnp.float32)
-        votes = VoteCounts(real(), real(), whole(), whole(), real(), real())
+        pairs = (real(), real()) if decision.counts_pairs(up) else ((), ())
+        votes = VoteCounts(real(), real(), whole(), whole(), *pairs)
         return CommunicateState(whole(), mu, error, owners, votes)
 
     def update(
@@ -297,10 +297,10 @@ class Numbers(NamedTuple):
     present: jax.Array
 
     def totals(self, tie: int, pair: int) -> jax.Array:
-        """``uint32[3]``: ties, in units of ``2**tie``; unlike pairs and pairs, in units of ``2**pair``."""
+        """Ties, in units of ``2**tie``, and sums of ``pairs``, in units of ``2**pair``: ``uint32[n]``."""
         ties = jnp.sum(self.ties >> tie, dtype=jnp.uint32)
         pairs = [jnp.round(jnp.sum(x) * 2.0**-pair).astype(jnp.uint32) for x in self.pairs]
-        return jnp.stack([ties, *(pairs or [jnp.zeros_like(ties)] * 2)])
+        return jnp.stack([ties, *pairs])
 
 
 class Done(NamedTuple):
@@ -740,8 +740,8 @@ class Worker(NamedTuple):
     ) -> CommunicateState:
         """The state with new statistics and owner states; counts are added over shards in one sum."""
         plan, voted = self.plan, list[Any]()
-        ties, unlike, pairs = (jnp.zeros((), jnp.float32) for _ in range(3))
-        abstained, abstentions = state.votes.abstained, state.votes.abstentions
+        ties, _, abstained, abstentions, *pairs = jax.tree.map(jnp.zeros_like, state.votes)
+        abstentions = state.votes.abstentions
         size = sum(math.prod(x.shape) * axes.shard(x, (*plan.axis, *plan.group))[1] for x in grads)
         if done.numbers:
             tie, pair = unit_of(size), unit_of(size * self.workers**2)
@@ -750,8 +750,12 @@ class Worker(NamedTuple):
             each_own = plan.bucket_size is not None
             voters = [each.present for each in done.numbers[: None if each_own else 1]]
             found = axes.total_over_shards(totals, voters, plan.axis)
-            ties, here = found[0].astype(jnp.float32) * 2**tie, found[3:].astype(jnp.int32)
-            unlike, pairs = found[1:3].astype(jnp.float32) * 2.0**pair
+            ties, here = (
+                found[0].astype(jnp.float32) * 2**tie,
+                found[-len(voters) :].astype(jnp.int32),
+            )
+            if done.numbers[0].pairs:
+                pairs = [x.astype(jnp.float32) * 2.0**pair for x in found[1:3]]
             abstained = self.workers - jnp.min(here)
             abstentions += abstained
             voted = [here[k if each_own else 0] for k in range(len(state.owner))]
@@ -761,7 +765,7 @@ class Worker(NamedTuple):
             # too, decides whether it moves.
             stop = lambda n, o, here=here: n if n.ndim else jnp.where(here > 0, n, o)  # noqa: E731
             owner.append(Flat(jax.tree.map(stop, new, flat.value), flat.bucket))
-        votes = VoteCounts(ties, jnp.float32(size), abstained, abstentions, unlike, pairs)
+        votes = VoteCounts(ties, jnp.float32(size), abstained, abstentions, *pairs)
         count = optax.safe_increment(state.count)
         return state._replace(count=count, owner=tuple(owner), votes=votes)
 

@@ -10,8 +10,8 @@
 
 A *message* about a chunk of rows is the planes of the codes, then one word that says whether the worker
 takes part at all, then a row word for each block that says on which rows it votes (or the steps of the
-rows, where values are decoded). A *reply* is the planes, then in few words the ties, how many workers took
-part and, of votes of one bit, the pairs of votes, then the numbers of the rows. A `Format` knows both.
+rows, where values are decoded). A *reply* is the planes, the ties, how many workers took part, of votes
+of one bit the pairs of votes, and the numbers of the rows. A `Format` knows both.
 """
 
 import math
@@ -26,7 +26,6 @@ from jax import lax
 
 from lioncub_jax import axes, bits, layout
 from lioncub_jax.axes import Axes
-from lioncub_jax.bits import ROW
 from lioncub_jax.decide import Decision, Inbox, Reply, Sums
 from lioncub_jax.layout import Bucket
 from lioncub_jax.quantize import Message, Quantizer
@@ -106,55 +105,6 @@ class Words(NamedTuple):
         return planes, rest[..., : self.numbers], rows
 
 
-class Field(NamedTuple):
-    """A single number of a reply: its bits, and the power of two in units of which it is given."""
-
-    bits: int
-    unit: int = 0
-
-
-_PRECISION = 24  # bits that a pair is worth, as float32 has no more
-
-
-def _fields(decision: Decision, up: Quantizer, workers: int, rows: int) -> tuple[Field, ...]:
-    """Bits of ties, of who takes part, and of pairs; in few of them, for all owners send them."""
-    if not decision.counts_pairs(up, workers):
-        return Field(32), Field(32)
-    size = rows * ROW
-    most = [(size * workers**2 // share).bit_length() for share in (4, 2)]
-    # One bit to spare, because a float may be rounded up.
-    pairs = [Field(min(n, _PRECISION), max(n + 1 - _PRECISION, 0)) for n in most]
-    return Field(min(size.bit_length(), 32)), Field(workers.bit_length()), *pairs
-
-
-def _joined(numbers: Sequence[jax.Array], fields: Sequence[Field]) -> list[jax.Array]:
-    """Numbers, ``uint32`` or ``float32[chunks]``, as words that are full of bits."""
-    words, at = list[Any](), 0
-    for x, field in zip(numbers, fields, strict=True):
-        x = (x * 2.0**-field.unit if field.unit else x).astype(jnp.uint32)
-        if at % 32 == 0:
-            words.append(x)
-        else:
-            words[-1] |= x << at % 32
-            if at % 32 + field.bits > 32:
-                words.append(x >> (32 - at % 32))
-        at += field.bits
-    return words
-
-
-def _split(words: jax.Array, fields: Sequence[Field]) -> list[jax.Array]:
-    """Undoes ``_joined``, of ``uint32[chunks, words]``; in units."""
-    numbers, at = [], 0
-    for field in fields:
-        word, first = divmod(at, 32)
-        x = words[:, word] >> first
-        if first + field.bits > 32:
-            x |= words[:, word + 1] << (32 - first)
-        numbers.append(x & jnp.uint32(2**field.bits - 1))
-        at += field.bits
-    return numbers
-
-
 class Format(NamedTuple):
     """What travels for one bucket, both ways.
 
@@ -168,7 +118,6 @@ class Format(NamedTuple):
       sends_votes: whether a bit says on which rows a worker votes; codes with a zero say so themselves.
       message: words about one chunk that go up, in whole cache lines.
       reply: words about one chunk that come back, in whole vectors of a TPU.
-      fields: the single numbers of a reply: ties, how many workers took part, and pairs of votes.
     """
 
     bucket: Bucket
@@ -180,7 +129,6 @@ class Format(NamedTuple):
     sends_votes: bool
     message: Words
     reply: Words
-    fields: tuple[Field, ...]
 
     @classmethod
     def of(cls, bucket: Bucket, up: Quantizer, decision: Decision) -> "Format":
@@ -192,11 +140,9 @@ class Format(NamedTuple):
         of_rows = rows // 2 if scales else bits.row_words(rows) if votes else 0
         message = Words(planes, rows * up.words_per_row, 1, of_rows, _LINE)
         of_rows = coder.row_words(rows, workers)
-        fields = _fields(decision, up, workers, rows)
-        words = -(-sum(field.bits for field in fields) // 32)
-        planes = coder.planes(top, workers)
-        reply = Words(planes, rows * coder.words_per_row, words, of_rows, _LANES)
-        return cls(bucket, up, workers, rows, top, scales, votes, message, reply, fields)
+        numbers, planes = 4 if decision.counts_pairs(up) else 2, coder.planes(top, workers)
+        reply = Words(planes, rows * coder.words_per_row, numbers, of_rows, _LANES)
+        return cls(bucket, up, workers, rows, top, scales, votes, message, reply)
 
     def joined(self, codes: Sequence[Message], abstains: jax.Array) -> Message:
         """The message about a whole bucket, padded to its chunks; without votes if the worker abstains."""
@@ -238,17 +184,14 @@ class Format(NamedTuple):
 
     def pack_reply(self, reply: Reply, present: jax.Array) -> jax.Array:
         """Replies about some chunks: ``uint32[chunks, words]``."""
-        numbers = _joined((jnp.uint32(reply.ties), present, *reply.pairs), self.fields)
+        numbers = jnp.uint32(reply.ties), present, *(x.view(jnp.uint32) for x in reply.pairs)
         return self.reply.join(len(reply.planes[0]), reply.planes, numbers, reply.rows)
 
     def unpack_reply(self, replies: jax.Array) -> tuple[Reply, jax.Array]:
         """Undoes ``pack_reply``; and how many workers took part."""
         planes, numbers, rows = self.reply.split(replies)
-        ties, present, *pairs = _split(numbers, self.fields)
-        pairs = [
-            x.astype(jnp.float32) * 2.0**f.unit for x, f in zip(pairs, self.fields[2:], strict=True)
-        ]
-        return Reply(planes, rows, ties, pairs), present[0]
+        ties, present, *pairs = (numbers[:, k] for k in range(self.reply.numbers))
+        return Reply(planes, rows, ties, [x.view(jnp.float32) for x in pairs]), present[0]
 
 
 class Wire(NamedTuple):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lioncub_jax import bits, decide, exchange, layout, quantize, wires
+from lioncub_jax import bits, decide, exchange, quantize
 
 
 def words_of(x):
@@ -144,28 +144,6 @@ def test_sums_beyond_a_word_are_rounded_in_the_last_places():
     ties = jnp.full(workers, size // workers, jnp.uint32)
     found = exchange.Numbers(ties, each, jnp.uint32(1)).totals(exchange.unit_of(size), unit)
     np.testing.assert_allclose(found[1:] * 2.0**unit, [pairs / 2, pairs], 2**-20)
-
-
-@pytest.mark.parametrize(
-    ("workers", "size", "words"),
-    [(2, 1000, 2), (8, 434_816, 2), (8, 2**24, 3), (256, 2**27, 3), (4096, 2**24, 3)],
-)
-def test_what_a_reply_says_of_its_votes_comes_back_from_few_words(workers, size, words):
-    [bucket] = layout.buckets([jax.ShapeDtypeStruct((size,), jnp.float32)], workers, None, [()])
-    form = wires.Format.of(bucket, quantize.sign(), decide.majority())
-    real, rng = form.rows * 128, np.random.default_rng(workers)
-    ties, present = np.uint32([0, real, rng.integers(real)]), jnp.uint32(workers)
-    unlike = np.float32([0, real * workers**2 // 4, rng.integers(real)])
-    pairs = np.float32([real * workers * (workers - 1) // 2, 1, rng.integers(real)])
-    plane = jnp.zeros((3, form.reply.of_plane), jnp.uint32)
-    moved = jnp.zeros((3, form.reply.of_rows), jnp.uint32)
-    sent = form.pack_reply(decide.Reply([plane], moved, ties, [unlike, pairs]), present)
-    assert form.reply.numbers == words
-    back, here = form.unpack_reply(sent)
-    np.testing.assert_array_equal(back.ties, ties)
-    assert here == workers and not any(map(jnp.any, (*back.planes, back.rows)))
-    for found, want in zip(back.pairs, (unlike, pairs), strict=True):
-        np.testing.assert_allclose(found, want, atol=(words > 2) * 2**-22 * real * workers**2 / 2)
 
 
 # --- Fair bits; that they are fair is proved of the reference

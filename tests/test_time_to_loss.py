@@ -203,7 +203,9 @@ def test_the_packaged_evidence_is_that_of_the_committed_rows():
 def test_the_last_line_of_the_benchmark_is_its_figures(capsys):
     time_to_loss.main(["--again"])
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert told["benchmark"] == "time_to_loss" and {"speedup_over_best_peer", "limit"} <= told.keys()
+    assert (
+        told["benchmark"] == "time_to_loss" and {"speedup_over_best_peer", "limit"} <= told.keys()
+    )
 
 
 # --- Curves whose answers are known

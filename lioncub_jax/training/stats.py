@@ -11,6 +11,9 @@ from lioncub_jax.sync import SyncState
 from lioncub_jax.training.typed import states_of
 
 
+PAIRS = "unlike", "pairs"  # of votes of one bit alone
+
+
 def metrics(state: Any) -> dict[str, jax.Array]:
     """What a state says of its last votes and syncs, as a flat dict for any logger.
 
@@ -24,8 +27,7 @@ def metrics(state: Any) -> dict[str, jax.Array]:
       * ``votes/ties``: the share of parameters whose votes cancelled in the last step;
       * ``votes/agreement``: the probability that two workers, drawn at random, cast the same vote on a
         parameter in the last step: 0.5 where votes are coins, 1 where all are alike, whatever the number of
-        workers. Of votes of one bit, if two workers voted; else it is not there, or -1 inside ``jax.jit``,
-        and to know that, this call waits for the step;
+        workers. Of votes of one bit alone; NaN where no two workers voted;
       * ``votes/abstained``: workers that abstained from it;
       * ``votes/abstentions``: their sum over all steps;
       * ``sync/drift``: how far momenta were apart at the last sync in full precision, the mean over the
@@ -46,11 +48,13 @@ def metrics(state: Any) -> dict[str, jax.Array]:
     """
     found: dict[str, jax.Array] = {}
     if voting := states_of(state, CommunicateState):
-        votes = jax.tree.map(lambda *each: jnp.stack(each), *[s.votes for s in voting])
+        votes = [s.votes._replace(**dict.fromkeys(PAIRS, ())) for s in voting]
+        votes = jax.tree.map(lambda *each: jnp.stack(each), *votes)
         found["votes/ties"] = votes.ties.sum() / jnp.maximum(votes.parameters.sum(), 1)
-        unlike, pairs = votes.unlike.sum(), votes.pairs.sum()
-        if isinstance(pairs, jax.core.Tracer) or pairs > 0:
-            found["votes/agreement"] = jnp.where(pairs > 0, 1 - unlike / jnp.maximum(pairs, 1), -1)
+        unlike, pairs = (jax.tree.leaves([getattr(s.votes, n) for s in voting]) for n in PAIRS)
+        if pairs:
+            unlike, pairs = sum(unlike), sum(pairs)
+            found["votes/agreement"] = 1 - unlike / jnp.where(pairs > 0, pairs, jnp.nan)
         found["votes/abstained"] = votes.abstained.max()
         found["votes/abstentions"] = votes.abstentions.max()
     if syncs := states_of(state, SyncState):
