@@ -107,7 +107,7 @@ lock: ## resolve requirements/lock.txt anew
 	@$(call need_python,PYTHON)
 	$(PYTHON) -m venv --clear .venv-lock
 	.venv-lock/bin/python $(PIP_INSTALL) uv
-	.venv-lock/bin/uv pip compile pyproject.toml $(foreach x,plots study test lint,--extra $(x)) --group build \
+	.venv-lock/bin/uv pip compile pyproject.toml $(foreach x,plots test lint,--extra $(x)) --group build \
 		--python-version $(firstword $(LOCKED_PYTHONS)) --universal --upgrade \
 		--generate-hashes --no-emit-index-url --no-annotate \
 		--custom-compile-command "make lock" --quiet --output-file $(LOCK)

@@ -1,9 +1,11 @@
-"""Who survives which liars, and how many missing votes? Simulated workers on the study's text task.
+"""Who survives which liars, and how many missing votes? Simulated workers that learn a text.
 
     python benchmarks/liars.py --text ~/data/gutenberg     # 8, 16 and 32 workers
     python benchmarks/liars.py --again                     # sums up the committed rows, runs nothing
 
-Each method keeps the learning rate that the study tuned for it without liars, for nobody knows of
+A GPT of 40,160 parameters reads a folder of texts, or Python's own standard library, byte by byte: 800
+steps, of 32 windows of 32 bytes for all workers together. The learning rate rises for a twentieth of them
+and falls along a cosine; each method keeps the highest that is best without liars, for nobody knows of
 any. Of 8 workers 1, 2 or 3 lie; of 16 1, 4 or 7; of 32 1, 8 or 15: just below half. Liars flip the signs of
 their gradients, send noise, multiply by 1e6 or -1e6, send NaN, or push one leaf together; of more than 8
 workers only the worst of it, on some methods. Besides, of 8 workers' votes 10, 30 and 50 % are missing, or
@@ -12,31 +14,34 @@ that are in the file are not run again.
 """
 
 import argparse
-from functools import partial
+import os
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from itertools import groupby
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import report
+from harm import liars, simulated
+from harm.liars import ATTACKS, BASES, Lie
 from report import Rows
 from rich.console import Console
-from study import liars, pool, tasks
-from study.liars import ATTACKS, BASES, Lie
-from study.plan import Study
-from study.runs import key_of
 
-RESULTS = Path(__file__).parent / "results"
-ROWS = RESULTS / "liars.jsonl"
+from lioncub_jax import arguments
+
+ROWS = Path(__file__).parent / "results" / "liars.jsonl"
 DOCUMENT = Path(__file__).parents[1] / "docs" / "faults.md"
 WORKERS = (8, 16, 32)
 SPLITS = {"iid": "the whole text", "class": "a part of the text each"}
+# One thread each: small programs gain nothing from a second core.
+FLAGS = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parsed(argv)
-    rows = read(args.save)
     if not args.again:
-        rows += run_all(args, {liars.key_of(row) for row in rows})
+        run_all(args, {liars.key_of(row) for row in read(args.save)})
+    rows = read(args.save)
     show(rows, Console(width=130))
     if args.report:
         DOCUMENT.write_text(documented(DOCUMENT.read_text(), rows))
@@ -48,19 +53,17 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--text", type=Path, help="folder of text files")
     parser.add_argument("--workers", type=int, nargs="+", choices=WORKERS, default=list(WORKERS))
     parser.add_argument("--method", nargs="+", choices=list(BASES), default=list(BASES))
-    parser.add_argument("--size", choices=list(tasks.SIZES), default="small")
     parser.add_argument("--jobs", type=int, default=2, help="processes, of one core each on a CPU")
     parser.add_argument("--again", action="store_true", help="run nothing: sum up the rows")
     parser.add_argument("--report", action="store_true", help="write the tables of docs/faults.md")
     args = parser.parse_args(argv)
     try:
-        if args.jobs < 1:
-            raise ValueError(f"--jobs {args.jobs}: give 1 or more")
+        arguments.check_count(f"--jobs {args.jobs}", args.jobs)
         if not args.again:
-            tasks.load("text", args.text, tasks.SIZES[args.size])  # looked at before anything runs
+            simulated.load(args.text)  # looked at before anything runs
         elif not read(args.save):
             raise ValueError(f"--again sums up the rows of {args.save}, and there are none")
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         parser.error(str(error))
     return args
 
@@ -70,28 +73,28 @@ def read(path: Path) -> Rows:
     return report.read(path, liars.key_of)
 
 
-def run_all(args: argparse.Namespace, done: set[Lie]) -> Rows:
+def run_all(args: argparse.Namespace, done: set[Lie]) -> None:
     """Runs what is missing, several at a time; rows are written as they come."""
     wanted = dict.fromkeys(liars.planned(WORKERS) + liars.unlike())
     wanted = [lie for lie in wanted if lie.base in args.method and lie.workers in args.workers]
     wanted = [lie for lie in wanted if lie not in done]
-    same = groupby(wanted, key=lambda lie: (lie.base, lie.workers, lie.split))
-    run = partial(run_some, folder=args.text, size=args.size)
-    return pool.run_all([list(some) for _, some in same], run, args.jobs, args.save)
+    groups = [list(some) for _, some in groupby(wanted, key=lambda lie: (lie.base, lie.workers))]
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
+    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
+        runs = [pool.submit(run_some, some, args.text, args.save) for some in groups]
+        for run in as_completed(runs):
+            print(f"{run.result()}: done", flush=True)
 
 
-_runner: list[liars.LiarsRunner] = []  # of this process; data are read once
+_runner: list[liars.Runner] = []  # of this process; data are read once
 
 
-def run_some(lies: list[Lie], folder: Path | None, size: str) -> Rows:
-    """Runs lies about one method, in a process of the pool."""
-    if not _runner:
-        shape = tasks.SIZES[size]
-        tuned = Study(shape, ("text",), report.read(RESULTS / "convergence.jsonl", key_of))
-        rate = partial(tuned.best_rate, "text")
-        task = tasks.load("text", folder, shape)
-        _runner.append(liars.LiarsRunner(task, shape.steps, shape.text.batch, rate))
-    return [_runner[0].run(lie) | report.provenance() for lie in lies]
+def run_some(lies: list[Lie], folder: Path | None, save: Path) -> str:
+    """Runs lies about one method, in a process of its own, and says which it was."""
+    _runner[:] = _runner or [liars.Runner(simulated.load(folder))]
+    for lie in lies:
+        report.append(save, [_runner[0].run(lie) | report.provenance()])
+    return f"{lies[0].base}, {lies[0].workers} workers"
 
 
 def table_of(rows: Rows, workers: int) -> tuple[list[str], list[list[str]]]:

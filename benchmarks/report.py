@@ -111,8 +111,8 @@ def table(title: str, head: list[str], lines: list[list[str]]) -> Table:
     return found
 
 
-def markdown(head: Iterable[str], lines: Iterable[Iterable[str]], words: int = 1) -> str:
-    """The same for a document, its first columns of words to the left."""
+def markdown(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    """The same for a document."""
     names = list(head)
-    rule = ["---"] * words + ["---:"] * (len(names) - words)
+    rule = ["---"] + ["---:"] * (len(names) - 1)
     return "".join("| " + " | ".join(cells) + " |\n" for cells in [names, rule, *lines])

@@ -4,7 +4,6 @@ import json
 import re
 
 import compile_time
-import convergence
 import faults
 import gpu
 import jax.numpy as jnp
@@ -15,7 +14,6 @@ import pytest
 import time_to_loss
 from conftest import in_order
 from report import append
-from study.runs import Spec
 
 STEPS = ["optax.lion", "1-bit vote", "2-bit vote", "3-bit vote", "owner, 3 bits + feedback"]
 PIECES = ["pack", "tally", "unpack"]
@@ -74,33 +72,24 @@ def test_all_that_is_measured_on_a_gpu_is_predicted_by_the_committed_rows():
 
 # --- Words that end a benchmark before anything runs
 
-OF_BOOKS = Spec("x", "images", "lion", 4, "iid", 4, 20, 4e-3, 0)._asdict() | {"dataset": "books"}
 REFUSED = [
     (gpu, "", "finds no GPU ... jax[cuda12] ... --sizes 1M,4M ... --predict"),
     (gpu, "--sizes 16", "'16' is no size"),
     (gpu, "--sizes 1M --budget nan", "--budget nan: give a number of seconds above 0"),
-    (
-        convergence, "--size tiny --save {none} --method lyon",
-        "'lyon' is no method; there are lion, adamw, ... owner-3",
-    ),
-    (convergence, "--size tiny --save {none} --images nowhere", "nowhere: no such folder"),
-    (
-        convergence, "--size tiny --save {none} --tuned {books}",
-        "has rows of books, and this is ... digits: give the folder of the same",
-    ),
     (faults, "--kind worker --runs 0 --save {none}", "--runs 0: give a whole number of 1 or more"),
     (liars, "--again --save {none}", "and there are none"),
-    (time_to_loss, "--save {books}", "line 1: no row of this benchmark"),
-    (
-        time_to_loss, "--again --save {none}",
-        "Lion, float32 has not run, so there is no goal: run --part curves first",
-    ),
-]  # fmt: skip
+    (liars, "--save {none} --jobs 0", "--jobs 0: give a whole number of at least 1"),
+    (liars, "--save {none} --text nowhere", "nowhere holds no texts (*.txt, *.md, *.rst)"),
+    (liars, "--save {none} --text {words}", "more than 64 bytes each, and one has 5: give about"),
+    (time_to_loss, "--save {other}", "line 1: no row of this benchmark"),
+]
 
 
 @pytest.mark.parametrize(("module", "words", "said"), REFUSED)
 def test_what_cannot_be_run_is_refused(capsys, tmp_path, module, words, said):
-    append(tmp_path / "books", [OF_BOOKS])
+    append(tmp_path / "other", [{"part": "tuning"}])
+    (tmp_path / "short.txt").write_bytes(b"ab cd" * 10)
+    paths = {"none": tmp_path / "none", "other": tmp_path / "other", "words": tmp_path}
     with pytest.raises(SystemExit):
-        module.main(words.format(none=tmp_path / "none", books=tmp_path / "books").split())
+        module.main(words.format(**paths).split())
     assert re.search(in_order(said), " ".join(capsys.readouterr().err.split()))

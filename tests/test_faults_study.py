@@ -1,29 +1,32 @@
-"""The benchmarks of faults: that a run is the study's but for that, and the sums."""
+"""The benchmarks of faults: that a run is one without but for that, the sums, and the committed tables."""
 
 from concurrent.futures import Future
 
 import faults
+import jax
 import liars as program
 import numpy as np
 import pytest
-from study import liars, runs, tasks
+from harm import liars, simulated
+
+TINY = simulated.Size(1, 1, 8, 2, context=8, batch=32, steps=20)
 
 
 def lie(**how):
     return liars.Lie("vote", 8, "nobody", 0, 0.0, 0)._replace(**how)
 
 
-def test_a_run_is_the_studys_but_for_who_lies_is_missing_or_late():
-    size = tasks.SIZES["tiny"]
-    text = tasks.load("text", None, size)
-    runner = liars.LiarsRunner(text, size.steps, size.text.batch, lambda method, split: 1e-2)
+def test_a_run_is_one_without_harm_but_for_who_lies_is_missing_or_late():
+    text = simulated.load(None, TINY)
+    runner, data = liars.Runner(text, TINY), simulated.data_of(text, TINY.context)
 
     def end(**how):
         return runner.run(lie(**how))["test"]["bits_per_byte"]
 
     clean, flipped, missing = end(), end(attack="flip", liars=3), end(missing=0.3)
-    spec = runs.Spec("main", "text", "vote", 8, "iid", size.text.batch // 8, size.steps, 1e-2, 0)
-    assert clean == runs.Runner(text).run(spec)["test"]["bits_per_byte"]
+    table = simulated.shared_out("iid", (text.train.size - 1) // TINY.context, 8, 0)
+    unharmed = jax.jit(simulated.program(TINY, liars.method_of("vote", 8), 8))
+    assert clean == liars.number(unharmed(data, *table, liars.RATE, 0)[1])
     assert clean == end(attack="flip") == end(attack="times 1e6", liars=3), "a vote is a sign"
     assert flipped == end(attack="times -1e6", liars=3) != clean
     assert clean not in (end(attack="NaN", liars=3), missing)
@@ -45,6 +48,35 @@ def test_what_is_lost_is_a_mean_of_pairs_and_late_votes_are_not_missing():
     }  # fmt: skip
     rows[3]["test"]["bits_per_byte"] = None
     assert program.keys(rows)["vote_3_flippers_of_8"] == np.inf
+
+
+def test_of_each_text_of_a_folder_the_end_validates(tmp_path):
+    texts = {"b.txt": b"abcdefghij" * 2 + b"klmno", "a.md": b"0123456789" * 3, "n.py": b"x = 1"}
+    for name, text in texts.items():
+        (tmp_path / name).write_bytes(text)
+    found = simulated.load(tmp_path, TINY._replace(context=2))
+    assert bytes(found.train) == texts["a.md"][:27] + b"\n" + texts["b.txt"][:23]
+    assert bytes(found.validation) == b"789\nno"
+
+
+@pytest.mark.parametrize("split", program.SPLITS)
+def test_each_example_is_one_workers_and_none_has_two_more_than_another(split):
+    table, lengths = simulated.shared_out(split, 14, 4, seed=0)
+    parts = [row[:n] for row, n in zip(table, lengths, strict=True)]
+    assert lengths.tolist() == [4, 4, 3, 3]
+    assert sorted(np.concatenate(parts)) == [*range(14)]
+    assert (split == "class") == all(np.all(np.diff(part) == 1) for part in parts)
+    np.testing.assert_array_equal(table, [np.resize(part, 4) for part in parts])
+
+
+# --- What is committed
+
+
+@pytest.mark.parametrize("module", [faults, program])
+def test_committed_tables_are_those_of_the_committed_rows(module):
+    """If not: faults.py and liars.py --again --report."""
+    page = module.DOCUMENT.read_text()
+    assert module.documented(page, module.read(module.ROWS)) == page
 
 
 # --- What is lost by faults

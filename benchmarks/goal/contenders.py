@@ -155,7 +155,7 @@ def owned(
     reply = lc.decide.sign() if bits is None else lc.decide.codes(bits)
     return voting(
         code, "ours", family,
-        lambda h: reference.at_owner(direction(h), fed, bits, dominance=jnp.inf),
+        lambda h: reference.at_owner(direction(h), fed, bits),
         lambda h, workers: lc.owner(
             direction(h), quantizer=quantizer, reply=reply, workers=workers
         ),
@@ -240,8 +240,7 @@ CONTENDERS: dict[str, Contender] = {
     "local-2-coded": alone(
         "owner(optax.scale(-1), reply=decide.codes(4), ...)", OURS, "ours", 2,
         lambda: reference.at_owner(
-            optax.scale(-1.0), coding.error_feedback(coding.midrise(4), jnp.float32), 4,
-            dominance=jnp.inf,
+            optax.scale(-1.0), coding.error_feedback(coding.midrise(4), jnp.float32), 4
         ),
         lambda workers: lc.owner(
             optax.scale(-1.0), quantizer=CODES, reply=lc.decide.codes(4), workers=workers

@@ -22,10 +22,10 @@ class Sizes(NamedTuple):
 
 
 class Attention(nnx.Module):
-    """Self-attention over [batch, time, width]; if causal, each place sees itself and those before."""
+    """Self-attention over [batch, time, width]; each place sees itself and those before."""
 
-    def __init__(self, sizes: Sizes, *, causal: bool, rngs: nnx.Rngs):
-        self.causal, width = causal, sizes.width
+    def __init__(self, sizes: Sizes, *, rngs: nnx.Rngs):
+        width = sizes.width
         # Heads are a dimension of their own, so that a mesh can share them out.
         shape, init = (3, sizes.heads, width // sizes.heads), residual(sizes.layers)
         self.qkv = nnx.LinearGeneral(width, shape, use_bias=False, rngs=rngs)
@@ -34,7 +34,7 @@ class Attention(nnx.Module):
     def __call__(self, x):
         batch, time, width = x.shape
         queries, keys, values = jnp.moveaxis(self.qkv(x), 2, 0)
-        mixed = jax.nn.dot_product_attention(queries, keys, values, is_causal=self.causal)
+        mixed = jax.nn.dot_product_attention(queries, keys, values, is_causal=True)
         return self.out(mixed.reshape(batch, time, width))
 
 
@@ -54,9 +54,9 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, sizes: Sizes, *, causal: bool = True, rngs: nnx.Rngs):
+    def __init__(self, sizes: Sizes, *, rngs: nnx.Rngs):
         self.norm1 = nnx.LayerNorm(sizes.width, use_bias=False, rngs=rngs)
-        self.attention = Attention(sizes, causal=causal, rngs=rngs)
+        self.attention = Attention(sizes, rngs=rngs)
         self.norm2 = nnx.LayerNorm(sizes.width, use_bias=False, rngs=rngs)
         self.mlp = MLP(sizes, rngs=rngs)
         self.dropout = nnx.Dropout(sizes.dropout, rngs=rngs)

@@ -4,6 +4,7 @@ Which attack, how many liars and what share of votes is missing are arguments of
 compiling takes longer than a run.
 """
 
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -13,15 +14,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from oracle import coding, simulate
+import optax
+from gpt.corpus import Corpus
+from oracle import baselines, coding, simulate
 from oracle import lion as reference
 from report import Rows, rows_of
 
+from harm import simulated
+from harm.simulated import SMALL, Size
 from lioncub_jax import faults
 from lioncub_jax.faults import Attack
-from study import runs
-from study.methods import DECAY, METHODS, Betas, Method
-from study.tasks import Task
 
 ATTACKS: dict[str, Attack] = {
     "nobody": lambda grads, key: grads,
@@ -32,14 +34,20 @@ ATTACKS: dict[str, Attack] = {
     "NaN": faults.not_finite,
     "leaf": faults.collusion,
 }
-BASES = {  # what is attacked, and whose learning rate it takes
-    "mean": "lion", "vote": "vote", "average": "average", "int8": "int8", "owner": "owner-3",
-    "owner, 1": "owner-3", "trimmed": "owner-3", "median": "owner-3",
-    "owner, 2": "owner-3", "unbounded": "owner-3", "turned": "owner-3", "turned, bounded": "owner-3",
-}  # fmt: skip
+BETAS, DECAY = (0.8, 0.9), 0.1
+# By a study of this model in version 0.2, which git has: the best of four rates, a factor of two apart, for
+# 8 workers of whom nobody lies, by the validation loss. It is one for all methods but the average.
+RATE, RATE_OF_AVERAGE = 4e-3, 8e-3
+# What is attacked: "mean", these votes, and momentum at the owner.
+VOTES = {
+    "vote": reference.local_momentum(*BETAS),
+    "average": reference.local_momentum(*BETAS, decide=reference.average),
+    "int8": reference.local_momentum(*BETAS, codes=coding.integer(8)),
+}
 # Where values are decoded: a number, or a quarter of the workers and at least 2.
 DOMINANCE = {"owner, 1": 1.0, "owner, 2": 2.0, "unbounded": np.inf, "turned": np.inf}
 QUARTER = "owner", "trimmed", "median", "turned, bounded"
+BASES = ("mean", *VOTES, *QUARTER, *DOMINANCE)
 CLAIMED = ("mean", "vote", "owner", "owner, 1")
 # Of 8 workers, of which "owner, 2" is "owner", and of more.
 EIGHT = ("mean", "vote", "average", "int8", "owner", "owner, 1", "trimmed", "median")
@@ -57,14 +65,14 @@ class Lie(NamedTuple):
     """A run.
 
     Attributes:
-      base: of ``BASES``.
+      base: of ``BASES``, what is attacked.
       workers: how many.
       attack: of ``ATTACKS``.
       liars: how many of the workers.
       missing: the share of votes that is missing, at random.
       seed: of all that is drawn.
       late: the share of votes that is late, at random: of the workers that are missing with that share.
-      split: how examples are shared out over the workers, of `runs.Spec`.
+      split: how examples are shared out over the workers, of `simulated.shared_out`.
     """
 
     base: str
@@ -134,22 +142,22 @@ def planned(workers: tuple[int, ...]) -> list[Lie]:
     return found
 
 
-def method_of(base: str, workers: int) -> Method:
-    """What is attacked: a method of the study, or the owner with another mean."""
-    method = METHODS[BASES[base]]
-    if BASES[base] == base or base == "mean":
-        return method
+def method_of(base: str, workers: int) -> Callable[[Any], reference.Simulator]:
+    """What is attacked, ``rate -> Simulator``."""
+    if base == "mean":
+        return lambda rate: baselines.averaged(optax.lion(rate, *BETAS, weight_decay=DECAY))
+    votes = VOTES[base] if base in VOTES else at_owner(base, workers)
+    return lambda rate: reference.optimizer(votes, rate, DECAY)
+
+
+def at_owner(base: str, workers: int) -> reference.Simulator:
+    """Codes of 3 bits with their whole error, or "turned": `rotated_sign()`."""
     turned = base in TURNED
     codes = coding.rotated(coding.midrise(1)) if turned else coding.midrise(3)
-
-    def simulated(rate: Any, steps: int, betas: Betas) -> Any:
-        votes = reference.momentum_at_owner(
-            *betas, coding.error_feedback(codes, keep=0.7 if turned else 1.0),
-            dominance=dominance(base, workers), trim=trim(base, workers),
-        )  # fmt: skip
-        return reference.optimizer(votes, rate, DECAY)
-
-    return method._replace(simulated=simulated)
+    return reference.momentum_at_owner(
+        *BETAS, coding.error_feedback(codes, keep=0.7 if turned else 1.0),
+        dominance=dominance(base, workers), trim=trim(base, workers),
+    )  # fmt: skip
 
 
 def harm(
@@ -173,43 +181,50 @@ def harm(
     return simulate.Harm(tamper, drawn < missing, drawn < late[0] if late else None)
 
 
-class LiarsRunner(runs.Runner):
-    """Runs lies of one task, compiling a program for each method and number of workers.
+class Runner:
+    """Runs lies about one text, compiling a program for each method and number of workers."""
 
-    Args:
-      task: what is learned.
-      steps: of the optimizer.
-      batch: of all workers together.
-      rate: ``(method, split) -> learning rate``.
-    """
-
-    def __init__(self, task: Task, steps: int, batch: int, rate: Callable[[str, str], float]):
-        super().__init__(task)
-        self._steps, self._batch, self._rate = steps, batch, rate
+    def __init__(self, text: Corpus, size: Size = SMALL):
+        self._name, self._size = text.name, size
+        self._data = simulated.data_of(text, size.context)
+        self._compiled: dict[Any, Any] = {}
 
     def run(self, lie: Lie) -> dict[str, Any]:
         """Trains, and returns a row."""
         began = time.perf_counter()
-        method, late = BASES[lie.base], lie.late > 0
-        spec = runs.Spec(
-            "liars", self.task.name, method, lie.workers, lie.split, self._batch // lie.workers,
-            self._steps, self._rate(method, lie.split), lie.seed,
-        )  # fmt: skip
-        outcome, _ = self.outcome(
-            spec, (lie.base, spec.program, late),
-            lambda: runs.program(
-                self.task, method_of(lie.base, lie.workers), spec, partial(harm, lie.workers), late
-            ),
+        rate = RATE_OF_AVERAGE if lie.base == "average" else RATE
+        curve, test = self.outcome(lie, rate)
+        bound = dominance(lie.base, lie.workers)
+        return {
+            **lie._asdict(), "rate": rate, "steps": self._size.steps,
+            "batch": self._size.batch // lie.workers, "dominance": number(bound),
+            "trim": trim(lie.base, lie.workers), "dataset": self._name,
+            "test": {"bits_per_byte": number(test)},
+            "curve": {"bits_per_byte": [*map(number, curve)]},
+            "seconds": round(time.perf_counter() - began, 2),
+        }  # fmt: skip
+
+    def outcome(self, lie: Lie, rate: float) -> tuple[np.ndarray, np.ndarray]:
+        """Bits per byte, by the way and at the end."""
+        count, late = (self._data.train.size - 1) // self._size.context, lie.late > 0
+        table, lengths = simulated.shared_out(lie.split, count, lie.workers, lie.seed)
+        args = (
+            self._data, table, lengths, jnp.float32(rate), lie.seed,
             list(ATTACKS).index(lie.attack), lie.liars, jnp.float32(lie.missing),
             *([jnp.float32(lie.late)] if late else []),
         )  # fmt: skip
-        return {
-            **lie._asdict(), "task": spec.task, "rate": spec.rate, "steps": spec.steps,
-            "batch": spec.batch, "dominance": runs.numbers(dominance(lie.base, lie.workers)),
-            "trim": trim(lie.base, lie.workers), "dataset": self.task.dataset,
-            "test": runs.numbers(outcome.test), "curve": runs.numbers(outcome.curve),
-            "seconds": round(time.perf_counter() - began, 2),
-        }  # fmt: skip
+        key = lie.base, lie.workers, late
+        if key not in self._compiled:
+            method, harmed = method_of(lie.base, lie.workers), partial(harm, lie.workers)
+            made = simulated.program(self._size, method, lie.workers, harmed, late)
+            # What comes next is mostly of the same kind: one program is kept.
+            self._compiled = {key: jax.jit(made).lower(*args).compile()}
+        return jax.device_get(self._compiled[key](*args))
+
+
+def number(x: Any) -> float | None:
+    """JSON: five digits; what is not finite is null."""
+    return float(f"{x:.5g}") if math.isfinite(x) else None
 
 
 def key_of(row: dict[str, Any]) -> Lie:

@@ -1,0 +1,158 @@
+"""Numbers of pages, from the evidence: no page has a number of its own.
+
+A page has a place for a table between ``<!-- name -->`` and ``<!-- end -->``.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import report
+
+from goal import curves, summary
+from goal.contenders import CONTENDERS, PEER
+from goal.lab import NOTHING
+from lioncub_jax import planner
+from lioncub_jax.planner.evidence import TARGETS
+
+Found = dict[str, Any]  # what the packaged file holds
+ROOT = Path(__file__).parents[2]
+PAGES = {
+    "README.md": ("what to use",),
+    "docs/planner.md": ("what to use",),
+    "docs/choose.md": ("what to use", "noise", "methods"),
+    "docs/benchmarks.md": ("seconds", "time to loss"),
+}
+
+
+def rewritten(found: Found) -> dict[Path, str]:
+    """Each page with its tables."""
+    made = {
+        "what to use": lambda: planner.what_to_use_text(),
+        "noise": lambda: noise(found),
+        "methods": lambda: methods(found),
+        "seconds": lambda: seconds(found),
+        "time to loss": lambda: speedups(found),
+    }
+    pages = {}
+    for name, places in PAGES.items():
+        text = (ROOT / name).read_text()
+        for place in places:
+            text = report.written(text, place, made[place]())
+        pages[ROOT / name] = text
+    return pages
+
+
+def noise(found: Found) -> str:
+    """How noisy the cells are, and what that costs the vote and AdamW at the owner."""
+    head = [
+        "tokens a worker",
+        "workers",
+        "data",
+        "agreement",
+        "noise scale",
+        "`lion_cub`",
+        "`owner_adamw`",
+    ]
+
+    def lines() -> Iterator[list[str]]:
+        for cell in found["cells"]:
+            yield [
+                f"{cell['tokens']:,}", str(cell["workers"]), cell["data"],
+                number(cell["agreement"], ".3f"), number(cell["noise_scale"], ",.0f"),
+                more(cell, "vote", "lion"), more(cell, "owner-adamw", "adamw"),
+            ]  # fmt: skip
+
+    return report.markdown(head, lines(), words=3)
+
+
+def more(cell: dict[str, Any], name: str, than: str) -> str:
+    """Steps to the first loss, over those of the optimizer in float32."""
+    own, other = (cell["methods"].get(one, {"steps": [None]})["steps"][0] for one in (name, than))
+    return "not reached" if own is None or other is None else f"{own / other:.2f}"
+
+
+def methods(found: Found) -> str:
+    """A table for each cell: what was sent, the loss at the end, the steps, and what tuning chose."""
+    head = [
+        "method", "whose", "bits", "loss", *(f"{share:.0%}" for share in TARGETS), "rate", "betas", "decay",
+    ]  # fmt: skip
+    return "\n".join(
+        f"**{cell['tokens']:,} tokens a worker, {cell['workers']} workers, data {cell['data']}**\n\n"
+        + report.markdown(
+            head, map(lambda one, at=cell: line(at, *one), cell["methods"].items()), 2
+        )
+        for cell in found["cells"]
+    )
+
+
+def line(cell: dict[str, Any], name: str, of: dict[str, Any]) -> list[str]:
+    std = "" if of["loss_std"] is None else f" ± {of['loss_std']:.3f}"
+    loss = "diverged" if of["loss"] is None else f"{of['loss']:.3f}{std} ({of['seeds']})"
+    one = CONTENDERS[name]
+    steps = ["–" if x is None else f"{x:.0f}" for x in of["steps"]]
+    betas = f"{of['b1']:g}, {of['b2']:g}"
+    return [
+        f"`{one.code}`", one.whose if one.whose == PEER else "ours", f"{bits(name, cell['workers']):.2f}",
+        loss, *steps, f"{of['rate']:g}", betas, f"{of['decay']:g}",
+    ]  # fmt: skip
+
+
+def bits(name: str, workers: int) -> float:
+    """That a worker sends for a parameter of this model, in the mean step."""
+    shapes, free = curves.shapes(), planner.Cluster(workers, planner.Link(1e9, 0.0))
+    step = planner.step_time(planner.scheme_named(name), shapes, free, 1.0)
+    return 8 * step.sent_bytes / planner.parameters_in(shapes)
+
+
+def seconds(found: Found) -> str:
+    """Milliseconds of a step in the lab, and seconds to the loss; the first of a cell is bold."""
+    cells = summary.cells(found)
+    head = ["method", *map(str, cells)]
+    at = {cell: summary.times(found, cell) for cell in cells}
+    names = dict.fromkeys(name for each in at.values() for name in each)
+    lines = [
+        [f"`{code_of(name)}`", *(said(found, cell, at[cell], name) for cell in cells)]
+        for name in names
+    ]
+    limits = ["the limit: no communication"]
+    for cell in cells:
+        bound, timed = summary.limit(found, cell), summary.step_seconds(found, cell)
+        limits.append("" if bound is None else f"{1e3 * timed[NOTHING, '']:.0f} ms, {bound:.1f} s")
+    return report.markdown(head, [*lines, limits])
+
+
+def said(found: Found, cell: summary.Cell, times: dict[str, float], name: str) -> str:
+    timed = [s for (n, _), s in summary.step_seconds(found, cell).items() if n == name]
+    steps = " and ".join(f"{1e3 * s:.0f}" for s in timed)
+    if name not in times:
+        return f"{steps} ms" if steps else ""
+    took = f"{times[name]:.1f} s"
+    return f"{steps} ms, {f'**{took}**' if name == next(iter(times)) else took}"
+
+
+def code_of(name: str) -> str:
+    return (
+        CONTENDERS[name].code if name in CONTENDERS else f"PyTorch: {name.removeprefix('torch-')}"
+    )
+
+
+def speedups(found: Found) -> str:
+    """Who is first in each cell, and by how much."""
+    head = ["tokens a worker", "network", "best of ours", "best peer", "times as soon", "limit"]
+
+    def lines() -> Iterator[list[str]]:
+        for cell in summary.cells(found):
+            times = summary.times(found, cell)
+            own, peer, ratio = summary.speedup(times)
+            bound = summary.limit(found, cell)
+            best = "" if bound is None or peer not in times else f"{times[peer] / bound:.2f}"
+            yield [
+                f"{cell.tokens:,}", cell.network, own, peer, number(ratio, ".2f"), best,
+            ]  # fmt: skip
+
+    return report.markdown(head, lines(), words=4)
+
+
+def number(x: float | None, form: str) -> str:
+    return "" if x is None else format(x, form)
