@@ -440,7 +440,7 @@ def test_the_table_is_small_and_says_what_the_plan_says(known):
         for tokens in noise
         for n in (0.1, 1, 10, 100)
     ]
-    lines = planner.as_markdown(rows).split("\n\n")[0].splitlines()
+    lines = planner.what_to_use_text().split("\n\n")[0].splitlines()
     assert len(rows) == len(lines) - 2 <= 14
     for row, line in zip(rows, lines[2:], strict=True):
         cells = [text.strip() for text in line.strip("|").split("|")]
@@ -463,12 +463,12 @@ PAGES = ["docs/planner.md"]  # those that show the table
 
 
 def test_documents_show_the_table_of_the_evidence_that_is_packaged(monkeypatch):
-    """If not: print(planner.as_markdown(planner.what_to_use())), and as_text for the docstring."""
+    """If not: print(planner.what_to_use_text()), and what_to_use_short() for the docstring."""
     monkeypatch.undo()
     rows = planner.what_to_use()
-    table = f"<!-- what to use -->\n{planner.as_markdown(rows)}\n<!-- end -->"
+    table = f"<!-- what to use -->\n{planner.what_to_use_text()}<!-- end -->"
     assert [page for page in PAGES if table not in (ROOT / page).read_text()] == []
-    assert planner.as_text(rows) in re.sub("^    ", "", lc.__doc__, flags=re.M)
+    assert planner.what_to_use_short() in re.sub("^    ", "", lc.__doc__, flags=re.M)
     for row in rows:
         for network, plan in row.plans.items():
             at = planner.cluster_at(network, plan.cluster.workers)

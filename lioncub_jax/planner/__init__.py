@@ -1,6 +1,11 @@
 """Will it help me, and what do I use? The time to a loss of every method on a cluster, before training."""
 
-from lioncub_jax.planner.choice import as_markdown, as_text, cluster_at, what_to_use
+from lioncub_jax.planner.choice import (
+    cluster_at,
+    what_to_use,
+    what_to_use_short,
+    what_to_use_text,
+)
 from lioncub_jax.planner.clusters import CLUSTERS, NamedCluster, cluster_named
 from lioncub_jax.planner.evidence import DATA, cell_for
 from lioncub_jax.planner.model import (
@@ -30,8 +35,6 @@ __all__ = [
     "Scheme",
     "advice",
     "as_json",
-    "as_markdown",
-    "as_text",
     "cell_for",
     "cluster_at",
     "cluster_named",
@@ -44,4 +47,6 @@ __all__ = [
     "step_time",
     "table",
     "what_to_use",
+    "what_to_use_short",
+    "what_to_use_text",
 ]

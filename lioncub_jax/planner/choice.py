@@ -76,25 +76,22 @@ def _workers(tokens: int, data: str) -> int:
     return min((one.workers for one in cells), key=lambda n: abs(math.log(n / WORKERS)), default=0)
 
 
-def as_markdown(rows: list[Use]) -> str:
+def what_to_use_text() -> str:
     """The table and what its columns are, as both stand in documents.
-
-    Args:
-      rows: what `what_to_use` returned.
 
     Returns:
       Lines of Markdown. Numbers that differ among the networks of a row are shown as the first to the last.
     """
     study = evidence.packaged().study
     head = "network", "tokens", "data", "use", "bits", "steps", "sooner", "rate", "betas", "decay"
-    lines = [head, ["---"] * len(head), *map(_cells, rows)]
+    lines = [head, ["---"] * len(head), *map(_cells, what_to_use())]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return (
         f"{table}\n\n*network*: the time of a float32 mean of gradients over that of computing a step. "
         "*tokens*: that one worker sees\nin a step. *bits*: that it sends for a parameter in a step. "
         "*steps*: to the loss, over those of the better float32\noptimizer. *sooner*: times as soon as the "
         "best peer. *rate* and so on: to begin with. Measured with a\n"
-        f"{study['model']} of {study['parameters']:,} parameters, not on a GPU."
+        f"{study['model']} of {study['parameters']:,} parameters, not on a GPU.\n"
     )
 
 
@@ -124,10 +121,10 @@ def _from_to(numbers: list[str]) -> str:
     return first if first == last else f"{first} to {last}"
 
 
-def as_text(rows: list[Use]) -> str:
+def what_to_use_short() -> str:
     """What was measured of it, in short: by the names of methods, as at the head of the library."""
     lines: dict[str, list[str]] = {}
-    for row in rows:
+    for row in what_to_use():
         if row.plans:
             noise = f"{row.tokens:,} tokens, data {row.data}"
             lines.setdefault(noise, []).append(f"{row.method()} at {row.networks()}")
