@@ -2,13 +2,14 @@
 
     python benchmarks/checks.py [--every 100]
 
-The GPT of `time_to_loss.py`, 7.3 million parameters, `owner_lion`, four workers on the devices of this
+A GPT of 7.2 million parameters, `owner_lion`, four workers on the devices of this
 machine (a CPU stands in for four). Steps and what is measured take turns. Shares are of the seconds of so
 many steps: of a compare all of it, of a snapshot or a checkpoint what the loop waits for; the rest is
 written while steps go on. Then the last state is read, from memory and from disk.
 """
 
 import math
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,13 +20,16 @@ from typing import Any
 import jax
 import report
 from flax import nnx
-from goal.model import CONTEXT, MODEL
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
 from gpt import corpus, meshes
 from gpt.model import GPT, next_byte_loss
 
 import lioncub_jax as lc
 
-WORKERS = 4
+WORKERS, CONTEXT = 4, 64
+MODEL = {"layers": 4, "width": 384, "heads": 6, "context": CONTEXT}
 MEMORY = Path("/dev/shm")
 
 
