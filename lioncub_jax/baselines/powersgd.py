@@ -149,7 +149,7 @@ class _PowerSGD(NamedTuple):
         Raises:
           ValueError: where none is.
         """
-        found = [_as_matrix(x.shape) for x in leaves]
+        found = [as_matrix(x.shape) for x in leaves]
         # The last rank with ``rank (m + n) < m n``.
         highest = [max(m * n - 1, 0) // max(m + n, 1) for m, n in found]
         most = max(highest, default=0)
@@ -219,7 +219,7 @@ class _PowerSGD(NamedTuple):
         return [x / jnp.maximum(present, 1) for x in sums], present
 
 
-def _as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
+def as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
     """Rows and columns, of which a vector has one."""
     splits = [(math.prod(shape[:k]), math.prod(shape[k:])) for k in range(1, max(len(shape), 2))]
     return min(splits, key=sum)

@@ -12,7 +12,7 @@ What it leaves out is in docs/planner.md. Rates are in bits per second, times in
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from lioncub_jax import optimizer, quantize
 from lioncub_jax.arguments import check_count, check_number
 from lioncub_jax.baselines.methods import diloco
 from lioncub_jax.baselines.one_bit_adam import one_bit_adam
-from lioncub_jax.baselines.powersgd import powersgd
+from lioncub_jax.baselines.powersgd import as_matrix, powersgd
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.planner.evidence import check_one_of
 from lioncub_jax.traffic import predicted as accounting
@@ -141,6 +141,8 @@ class Scheme(NamedTuple):
       every: steps of a worker for each exchange; bytes and times are shared out among them.
       in_float32: share of all steps that all-reduce float32 gradients instead.
       kind: "ours", "peer", or "mean": of gradients, a peer that all are compared with.
+      widths: of PowerSGD, how many times as wide as its rank a matrix is, as in what was trained; ``make``
+        takes the rank. 0 for all others.
     """
 
     name: str
@@ -150,6 +152,7 @@ class Scheme(NamedTuple):
     every: int = 1
     in_float32: float = 0.0
     kind: str = "ours"
+    widths: int = 0
 
     @property
     def learns(self) -> str:
@@ -198,12 +201,12 @@ SCHEMES = (
         kind="mean",
     ),
     Scheme(
-        "powersgd-4", "baselines.powersgd(optax.adamw(...), 4)", partial(_POWERSGD, 4), 8,
-        kind="peer",
+        "powersgd-4", "baselines.powersgd(optax.adamw(...), width // 32)", _POWERSGD, 8,
+        kind="peer", widths=32,
     ),
     Scheme(
-        "powersgd-16", "baselines.powersgd(optax.adamw(...), 16)", partial(_POWERSGD, 16), 8,
-        kind="peer",
+        "powersgd-16", "baselines.powersgd(optax.adamw(...), width // 8)", _POWERSGD, 8,
+        kind="peer", widths=8,
     ),
     Scheme(
         "local-2", _alone("global_gradients(optax.sgd(1.0))", 2), _MEAN, every=2, kind="peer",
@@ -243,7 +246,8 @@ def _sent(scheme: Scheme, params: Any, at: Cluster) -> list[_Sent]:
     """The collectives of an exchange, per device."""
     leaves, tree = jax.tree.flatten(params)
     shapes = tree, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-    sent = partial(_exchange, scheme.make, shapes, at.on_cpu)
+    rank = (max(width_of(leaves) // scheme.widths, 1),) if scheme.widths else ()
+    sent = partial(_exchange, scheme.make, rank, shapes, at.on_cpu)
     if at.group_size == 1:
         return sent(at.workers, 1)
     if scheme.kind == "mean":
@@ -256,9 +260,21 @@ def _sent(scheme: Scheme, params: Any, at: Cluster) -> list[_Sent]:
     return sent(at.workers, at.group_size)
 
 
+def width_of(leaves: Sequence[Any]) -> int:
+    """The narrower side of matrices, in the mean over their elements; a rank is a share of it.
+
+    Example:
+      >>> width_of([jax.ShapeDtypeStruct((128, 512), "float32")])
+      128
+    """
+    matrices = [x for x in leaves if x.ndim > 1]
+    narrow = sum(min(as_matrix(x.shape)) * x.size for x in matrices)
+    return narrow // max(sum(x.size for x in matrices), 1)
+
+
 @functools.cache  # a plan asks for each bandwidth
 def _exchange(
-    make: Callable[..., Any], shapes: Any, on_cpu: bool, workers: int, group_size: int
+    make: Callable[..., Any], rank: Any, shapes: Any, on_cpu: bool, workers: int, group_size: int
 ) -> list[_Sent]:
     """What a transform sends of parameters of these shapes, on devices of which none is there."""
     tree, *leaves = shapes
@@ -266,7 +282,7 @@ def _exchange(
     shape, names = (workers, group_size), ("workers", "group")
     mesh: Any = AbstractMesh(shape, names, abstract_device=device)
     among = Workers(mesh, "workers", "group" if group_size > 1 else None)
-    found = accounting.of(make(workers=among), tree.unflatten(leaves), among).collectives
+    found = accounting.of(make(*rank, workers=among), tree.unflatten(leaves), among).collectives
     each = (_Sent(one.op, one.axes == ("group",), one.sent_bytes) for one in found)
     return [one for one in each if one.sent_bytes]
 

@@ -210,7 +210,7 @@ def _measured(plan: Plan, seeds: int) -> str:
     kind = plan.use().split("-")
     taken = "; bfloat16 is taken to learn like float32" if kind[-1] == "bfloat16" else ""
     if kind[0] == "powersgd":
-        taken = "; of wider matrices the same rank keeps less"
+        taken = "; the rank is the same share of the width as there, and less was not measured"
     return (
         f"{said} {cell.tokens:,} tokens a worker and step{of}, {cell.workers} workers and data "
         f"{cell.data}, a {study['model']} of {study['parameters']:,} parameters (yours has "

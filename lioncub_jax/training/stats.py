@@ -10,7 +10,6 @@ from lioncub_jax.mesh.processes import is_key
 from lioncub_jax.sync import SyncState
 from lioncub_jax.training.typed import states_of
 
-
 PAIRS = "unlike", "pairs"  # of votes of one bit alone
 
 
@@ -51,9 +50,8 @@ def metrics(state: Any) -> dict[str, jax.Array]:
         votes = [s.votes._replace(**dict.fromkeys(PAIRS, ())) for s in voting]
         votes = jax.tree.map(lambda *each: jnp.stack(each), *votes)
         found["votes/ties"] = votes.ties.sum() / jnp.maximum(votes.parameters.sum(), 1)
-        unlike, pairs = (jax.tree.leaves([getattr(s.votes, n) for s in voting]) for n in PAIRS)
-        if pairs:
-            unlike, pairs = sum(unlike), sum(pairs)
+        if counted := [s.votes for s in voting if not isinstance(s.votes.pairs, tuple)]:
+            unlike, pairs = (jnp.stack([getattr(x, n) for x in counted]).sum() for n in PAIRS)
             found["votes/agreement"] = 1 - unlike / jnp.where(pairs > 0, pairs, jnp.nan)
         found["votes/abstained"] = votes.abstained.max()
         found["votes/abstentions"] = votes.abstentions.max()
