@@ -2,7 +2,7 @@
 
     python benchmarks/time_to_loss.py [--part curves times]
     python benchmarks/time_to_loss.py --again       # sums up the committed rows, measures nothing
-    python benchmarks/time_to_loss.py --evidence    # makes lioncub_jax/planner/evidence.json of them
+    python benchmarks/time_to_loss.py --evidence    # makes of them evidence.json, and all numbers of pages
 
 A GPT of 430,720 parameters learns Python's standard library, byte by byte. Three noises (32, 256 and 2,048
 bytes for each worker and step), 4, 8 and 32 workers; every method is tuned over rate, betas and decay by
@@ -28,13 +28,14 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import report
-from goal import curves, evidence, lab, plan, summary
+from goal import curves, evidence, lab, pages, picture, plan, summary
 from goal.contenders import CONTENDERS, contender_named
 from goal.model import TOKENS
 from rich.console import Console
 
 ROOT = Path(__file__).parents[1]
 ROWS = ROOT / "benchmarks" / "results" / "time_to_loss.jsonl"
+PICTURE = ROOT / "docs" / "time_to_loss.png"
 EVIDENCE = ROOT / "lioncub_jax" / "planner" / "evidence.json"
 PARTS = ("curves", "times")
 # One thread each: small programs gain nothing from a second core.
@@ -53,6 +54,9 @@ def main(argv: list[str] | None = None) -> None:
     found = evidence.evidence(rows)
     if args.evidence:
         EVIDENCE.write_text(evidence.text_of(found))
+        for path, text in pages.rewritten(found).items():
+            path.write_text(text)
+        picture.draw(PICTURE)
     summary.show(found, Console())
     print(json.dumps({"benchmark": "time_to_loss", **summary.keys(found)}))
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import time_to_loss
 from conftest import AXIS
-from goal import contenders, curves, evidence, plan, summary, trainer, tuning
+from goal import contenders, curves, evidence, pages, plan, summary, trainer, tuning
 from goal.contenders import CONTENDERS, Hyper
 from goal.lab import NOTHING
 from goal.model import STEPS, TOKENS
@@ -185,9 +185,13 @@ def test_a_diverged_run_reaches_nothing():
     assert found["cells"][0]["methods"]["vote"]["loss"] is None
 
 
-def test_the_packaged_evidence_is_that_of_the_committed_rows():
+def test_packaged_evidence_and_numbers_of_pages_are_those_of_the_committed_rows():
+    """If not: python benchmarks/time_to_loss.py --evidence."""
     rows = read(time_to_loss.ROWS, curves.key_of)
-    assert time_to_loss.EVIDENCE.read_text() == evidence.text_of(evidence.evidence(rows))
+    found = evidence.evidence(rows)
+    assert time_to_loss.EVIDENCE.read_text() == evidence.text_of(found)
+    stale = [path.name for path, text in pages.rewritten(found).items() if path.read_text() != text]
+    assert stale == []
     done = {row["contender"] for row in rows}
     for cell in plan.CELLS[:2]:
         ran = {

@@ -1,8 +1,14 @@
 """Numbers of pages, from the evidence: no page has a number of its own.
 
-A page has a place for a table between ``<!-- name -->`` and ``<!-- end -->``.
+A page has a place for a table between ``<!-- name -->`` and ``<!-- end -->``; the head of the library has
+the answer in short, and the planner's page what its command prints.
 """
 
+import contextlib
+import io
+import re
+import shlex
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +19,7 @@ from goal import curves, summary
 from goal.contenders import CONTENDERS, PEER
 from goal.lab import NOTHING
 from lioncub_jax import planner
+from lioncub_jax.cli import main as cli
 from lioncub_jax.planner.evidence import TARGETS
 
 Found = dict[str, Any]  # what the packaged file holds
@@ -23,6 +30,9 @@ PAGES = {
     "docs/choose.md": ("what to use", "noise", "methods"),
     "docs/benchmarks.md": ("seconds", "time to loss"),
 }
+NONE = "Nothing was timed with this version yet.\n"
+PRINTED = re.compile(r"(<!-- plan -->\n```console\n\$ lioncub )(.*)\n(?s:.*?)```")
+SHORT = re.compile(r"(has the code of each:\n\n)(?: {4}.*\n)+")
 
 
 def rewritten(found: Found) -> dict[Path, str]:
@@ -39,8 +49,19 @@ def rewritten(found: Found) -> dict[Path, str]:
         text = (ROOT / name).read_text()
         for place in places:
             text = report.written(text, place, made[place]())
-        pages[ROOT / name] = text
-    return pages
+        pages[ROOT / name] = PRINTED.sub(printed, text)
+    head = ROOT / "lioncub_jax" / "__init__.py"
+    short = textwrap.indent(planner.what_to_use_short(), "    ")
+    return pages | {head: SHORT.sub(lambda at: f"{at[1]}{short}\n", head.read_text(), count=1)}
+
+
+def printed(at: re.Match[str]) -> str:
+    """A command of the planner, and what it prints."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        cli(shlex.split(at[2]))
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    return f"{at[1]}{at[2]}\n{chr(10).join(lines)}\n```"
 
 
 def noise(found: Found) -> str:
@@ -63,7 +84,7 @@ def noise(found: Found) -> str:
                 more(cell, "vote", "lion"), more(cell, "owner-adamw", "adamw"),
             ]  # fmt: skip
 
-    return report.markdown(head, lines(), words=3)
+    return report.markdown(head, lines())
 
 
 def more(cell: dict[str, Any], name: str, than: str) -> str:
@@ -79,9 +100,7 @@ def methods(found: Found) -> str:
     ]  # fmt: skip
     return "\n".join(
         f"**{cell['tokens']:,} tokens a worker, {cell['workers']} workers, data {cell['data']}**\n\n"
-        + report.markdown(
-            head, map(lambda one, at=cell: line(at, *one), cell["methods"].items()), 2
-        )
+        + report.markdown(head, [line(cell, name, of) for name, of in cell["methods"].items()])
         for cell in found["cells"]
     )
 
@@ -108,6 +127,8 @@ def bits(name: str, workers: int) -> float:
 def seconds(found: Found) -> str:
     """Milliseconds of a step in the lab, and seconds to the loss; the first of a cell is bold."""
     cells = summary.cells(found)
+    if not cells:
+        return NONE
     head = ["method", *map(str, cells)]
     at = {cell: summary.times(found, cell) for cell in cells}
     names = dict.fromkeys(name for each in at.values() for name in each)
@@ -151,7 +172,7 @@ def speedups(found: Found) -> str:
                 f"{cell.tokens:,}", cell.network, own, peer, number(ratio, ".2f"), best,
             ]  # fmt: skip
 
-    return report.markdown(head, lines(), words=4)
+    return report.markdown(head, lines()) if summary.cells(found) else NONE
 
 
 def number(x: float | None, form: str) -> str:
