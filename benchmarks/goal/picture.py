@@ -60,8 +60,9 @@ def panel(axis: Any, plans: list[planner.Plan]) -> None:
     ]
     if no:
         axis.axvspan(NETWORKS[0], no[-1], color="0.92")
-        axis.text(NETWORKS[0] * 1.1, 1.02, "do not use this", fontsize=8, color="0.4", va="bottom")
+        axis.text(NETWORKS[0] * 1.1, 100, "do not\nuse this", fontsize=9, color="0.4", va="top")
     axis.set(xscale="log", yscale="log", xlim=(NETWORKS[0], NETWORKS[-1]))
+    axis.set_xticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
     axis.set_yticks([1, 2, 5, 10, 20, 50, 100], ["1", "2", "5", "10", "20", "50", "100"])
     axis.minorticks_off()
     axis.spines[["top", "right"]].set_visible(False)
