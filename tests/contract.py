@@ -281,7 +281,8 @@ def test_where_nobody_votes_nothing_moves_and_no_counter_of_updates(name):
         if not abstain:
             grads = {k: np.full_like(g, np.nan) for k, g in grads.items()}
         moved = differing(run.step(*run.at, grads, abstain), run.at)
-        said = {path for path in moved if field_of(path) in {"abstained", "abstentions", "ties"}}
+        counts = {"abstained", "abstentions", "ties", "unlike", "pairs"}
+        said = {path for path in moved if field_of(path) in counts}
         seed = {path for path in moved if field_of(path) == "count"}  # and of no updates
         assert name in GOES_ON or (said and len(seed) == 1 and moved == said | seed), moved
 

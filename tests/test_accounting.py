@@ -123,7 +123,7 @@ def sent_by(tx, sizes, tree, group=None, specs=None):
     step = lc.make_train_step(loss, tx, workers)
     found = lc.traffic.collectives(step.lower(state, np.ones(8, "f")).compile(), workers.mesh)
     sent = lc.traffic.sent_bytes(
-        one._replace(operands=tuple(x for x in one.operands if x.size > 4)) for one in found
+        one._replace(operands=tuple(x for x in one.operands if x.size > 8)) for one in found
     )
     return lc.traffic.of(tx, tree, workers, specs=specs), sent
 

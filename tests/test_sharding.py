@@ -251,7 +251,9 @@ def test_updates_are_those_of_the_reference(sizes, kind, methods, leaves):
         assert float(found["votes/ties"]) == pytest.approx(
             ties / sum(g[0, 0].size for g in means.values())
         )
-        assert float(found.get("votes/agreement", 0)) == pytest.approx(alike / max(pairs, 1))
+        share = alike / pairs if pairs else math.nan  # of one worker there are none
+        told = float(found.get("votes/agreement", math.nan))
+        assert told == pytest.approx(share, nan_ok=True)
 
 
 def compare_shards(x, name, workers, want, method):
@@ -395,7 +397,7 @@ def check_across(found, workers, bits, sets):
 
 
 def check_inside(ours, lion, workers, here):
-    """What optax.lion moves, and a word by which devices abstain together, and one for the statistics."""
+    """What optax.lion moves, and a word by which devices abstain together, and four for the statistics."""
 
     def inside(found):
         outer = {*workers.axes} - {workers.group}
@@ -404,7 +406,7 @@ def check_inside(ours, lion, workers, here):
         return Counter((one.op, one.axes, tuple(sorted(one.operands, key=str))) for one in own)
 
     more = [*(inside(ours) - inside(lion)).elements()]
-    large = {op: (axes, own) for op, axes, own in more if size_of(own) > 8}
+    large = {op: (axes, own) for op, axes, own in more if size_of(own) > 16}
     if workers.group is None:
         assert not large and len(more) == 2
         return

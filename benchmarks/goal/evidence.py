@@ -74,22 +74,26 @@ def cell_of(key: tuple[int, int, str], methods: dict[str, Rows]) -> dict[str, An
 
 
 def told(rows: Rows, targets: Sequence[float]) -> dict[str, Any]:
-    """Of a method in a cell."""
+    """Of a method in a cell, by the choice that ran last."""
+    rows = [row for row in rows if hyper_of(row) == hyper_of(rows[-1])]
     each = [curve_of(row) for row in rows]
     mean = falling(each)
     singles = [[reaches(falling([one]), target) for one in each] for target in targets]
     there = [[steps for steps in some if steps is not None] for some in singles]
     last = [row["loss"][-1] for row in rows]
     known = [x for x in last if x is not None]
-    hyper = Hyper(*(rows[0][field] for field in Hyper._fields))
     return {
         "steps": [rounded(reaches(mean, target)) for target in targets],
         "std": [rounded(statistics.stdev(some)) if len(some) > 1 else None for some in there],
         "loss": rounded(statistics.fmean(known)) if len(known) == len(last) else None,
         "loss_std": rounded(statistics.stdev(known)) if len(known) > 1 else None,
         "seeds": len(rows),
-        **hyper._asdict(),
+        **hyper_of(rows[0])._asdict(),
     }
+
+
+def hyper_of(row: dict[str, Any]) -> Hyper:
+    return Hyper(*(row[field] for field in Hyper._fields))
 
 
 def agreement_of(rows: Rows) -> float | None:

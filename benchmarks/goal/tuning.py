@@ -4,7 +4,6 @@ The rate climbs by factors of two until it was seen to fall off on both sides; t
 other decay, and rates between, each from the best so far. A seed is used that no reported run has.
 """
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -53,7 +52,7 @@ def search(measure: Callable[[Hyper], float], start: Hyper, family: Family, runs
     other = family.long if (best().b1, best().b2) == family.betas else family.betas
     at(best()._replace(b1=other[0], b2=other[1]))
     at(best()._replace(decay=DECAYS[1] if best().decay == DECAYS[0] else DECAYS[0]))
-    for factor in (math.sqrt(2), math.sqrt(0.5), 2, 0.5):
+    for factor in (2**0.5, 0.5**0.5, 2, 0.5, 2**0.25, 0.5**0.25):  # some may have been seen
         at(times(factor))
     return Tuned(best(), tried[best()])
 
