@@ -90,9 +90,9 @@ def what_to_use_text() -> str:
         f"{table}\n\n*network*: the time of a float32 mean of gradients over that of computing a step. "
         "*tokens*: that one worker sees\nin a step. *bits*: that it sends for a parameter in a step. "
         "*steps*: to the loss, over those of the better float32\noptimizer. *sooner*: times as soon as the "
-        f"best peer\nthat is there within {study['steps']} steps; others may get there in more. *rate* and so "
-        f"on: to begin with. Measured with a\n{study['model']} of {study['parameters']:,} parameters, not on "
-        "a GPU.\n"
+        f"best peer\nthat is there within {study['steps']} steps; others may get there in more. *rate* "
+        f"and so on: to begin with. Measured with a\n{study['model']} of {study['parameters']:,} "
+        "parameters, not on a GPU.\n"
     )
 
 
