@@ -139,6 +139,7 @@ CELL = summary.Cell(TOKENS[0], "100mbit")
 def story(vote=3.0, **more):
     """Lion falls from 5 to 3 bits, AdamW to 2.5, the vote as fast as Lion, in steps of its own time."""
     rows = ran("lion", 3.0) + ran("adamw", 2.5) + ran("vote", vote, **more)
+    rows += ran("owner-adamw", 3.5) + ran("powersgd-16", 3.5)
     return [*rows, time("lion", 4.0), time("adamw", 4.0), time("vote", 0.25), time(NOTHING, 0.125)]
 
 
