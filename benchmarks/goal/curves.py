@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from functional import functional, schedule
 from gpt import corpus
-from gpt.model import GPT, next_byte_loss
+from gpt.model import GPT
 from oracle import simulate
 from oracle.lion import blend
 
@@ -25,7 +26,6 @@ from goal.model import CONTEXT, MODEL, STEPS
 
 POINTS = 16  # of a curve; local steps divide the steps between two of them
 WINDOWS = 256  # of validation text
-SPLITS = "alike", "different"
 
 
 class Run(NamedTuple):
@@ -60,6 +60,11 @@ class Run(NamedTuple):
         return Hyper(self.rate, self.b1, self.b2, self.decay)
 
 
+def hyper_of(row: dict[str, Any]) -> Hyper:
+    """What a row ran with."""
+    return Hyper(*(row[name] for name in Hyper._fields))
+
+
 def key_of(row: dict[str, Any]) -> Run | None:
     """The training run that a row is of; None for a row of another kind.
 
@@ -74,41 +79,20 @@ def key_of(row: dict[str, Any]) -> Run | None:
     return Run(*(row[name] for name in Run._fields))
 
 
-def schedule(rate: Any, steps: int = STEPS) -> Callable[[Any], Any]:
-    """Up for a twentieth of the steps, then down to zero along a cosine."""
-    warmup = max(1, steps // 20)
-
-    def at(t: Any) -> Any:
-        return rate * jnp.minimum(1.0, (t + 1) / warmup) * 0.5 * (1 + jnp.cos(jnp.pi * t / steps))
-
-    return at
-
-
 # --- The model and the text
 
 
-def model_of(seed: int) -> GPT:
-    """As every run begins."""
+def model_of(seed: Any) -> GPT:
+    """As every run begins; of a seed or a key."""
     return GPT(**MODEL, rngs=nnx.Rngs(seed))
 
 
-GRAPH, SHAPES, REST = nnx.split(nnx.eval_shape(lambda: model_of(0)), nnx.Param, ...)
+init, nats = functional(model_of)
 
 
 def shapes() -> Any:
     """Of the parameters."""
-    return SHAPES
-
-
-def init(key: jax.Array) -> Any:
-    model = GPT(**MODEL, rngs=nnx.Rngs(key))
-    return nnx.to_pure_dict(nnx.split(model, nnx.Param, ...)[1])
-
-
-def nats(params: Any, windows: jax.Array, rng: Any = None) -> jax.Array:
-    state = nnx.clone(SHAPES)
-    nnx.replace_by_pure_dict(state, params)
-    return next_byte_loss(nnx.merge(GRAPH, state, REST), windows, deterministic=True)
+    return jax.eval_shape(init, jax.random.key(0))
 
 
 def drawn(
@@ -132,7 +116,7 @@ def program(contender: Contender, run: Run) -> Callable[..., Any]:
     count, workers, apart = run.tokens // CONTEXT, run.workers, run.data == "different"
 
     def train(text: jax.Array, windows: jax.Array, hyper: Hyper, seed: Any) -> Any:
-        rate = schedule(hyper.rate)
+        rate = schedule(hyper.rate, STEPS)
         simulator = contender.simulated(hyper, rate)
         local = contender.local and contender.local(hyper, rate)
         key = jax.random.key(seed)

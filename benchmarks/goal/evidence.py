@@ -21,19 +21,14 @@ from typing import Any
 from report import Rows, rows_of
 
 from goal import curves
-from goal.contenders import Hyper
 from goal.model import STEPS
 from lioncub_jax.planner import parameters_in
 from lioncub_jax.planner.evidence import TARGETS, VERSION
 
 Curve = list[tuple[float, float]]  # steps and the least loss so far
 BASELINES = "lion", "adamw"
-COMPARED = (
-    *BASELINES,
-    "vote",
-    "owner-adamw",
-    "powersgd-16",
-)  # without all of them a cell has no answer
+# Without all of them a cell has no answer.
+COMPARED = (*BASELINES, "vote", "owner-adamw", "powersgd-16")
 DIGITS = 4
 
 
@@ -81,7 +76,7 @@ def cell_of(key: tuple[int, int, str], methods: dict[str, Rows]) -> dict[str, An
 
 def told(rows: Rows, targets: Sequence[float]) -> dict[str, Any]:
     """Of a method in a cell, by the choice that ran last."""
-    rows = [row for row in rows if hyper_of(row) == hyper_of(rows[-1])]
+    rows = [row for row in rows if curves.hyper_of(row) == curves.hyper_of(rows[-1])]
     each = [curve_of(row) for row in rows]
     mean = falling(each)
     singles = [[reaches(falling([one]), target) for one in each] for target in targets]
@@ -94,12 +89,8 @@ def told(rows: Rows, targets: Sequence[float]) -> dict[str, Any]:
         "loss": rounded(statistics.fmean(known)) if len(known) == len(last) else None,
         "loss_std": rounded(statistics.stdev(known)) if len(known) > 1 else None,
         "seeds": len(rows),
-        **hyper_of(rows[0])._asdict(),
+        **curves.hyper_of(rows[0])._asdict(),
     }
-
-
-def hyper_of(row: dict[str, Any]) -> Hyper:
-    return Hyper(*(row[field] for field in Hyper._fields))
 
 
 def agreement_of(rows: Rows) -> float | None:

@@ -16,7 +16,7 @@ from typing import Any
 import report
 
 from goal import curves, summary
-from goal.contenders import CONTENDERS, PEER
+from goal.contenders import CONTENDERS
 from goal.lab import NOTHING
 from lioncub_jax import planner
 from lioncub_jax.cli import main as cli
@@ -112,7 +112,7 @@ def line(cell: dict[str, Any], name: str, of: dict[str, Any]) -> list[str]:
     steps = ["–" if x is None else f"{x:.0f}" for x in of["steps"]]
     betas = f"{of['b1']:g}, {of['b2']:g}"
     return [
-        f"`{one.code}`", one.whose if one.whose == PEER else "ours", f"{bits(name, cell['workers']):.2f}",
+        f"`{one.code}`", one.whose, f"{bits(name, cell['workers']):.2f}",
         loss, *steps, f"{of['rate']:g}", betas, f"{of['decay']:g}",
     ]  # fmt: skip
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from lioncub_jax import planner
 from lioncub_jax.planner import evidence
+from lioncub_jax.planner.choice import SIZE
 
 NETWORKS = np.geomspace(0.03, 100, 60)
 # Of each kind the best is drawn.
@@ -25,8 +26,7 @@ def draw(path: Path) -> None:
     for axis, tokens in zip(axes[0], noises, strict=True):
         workers = max(cell.workers for cell in cells if cell.tokens == tokens and cell.workers <= 8)
         plans = [
-            planner.plan(10_000_000, planner.cluster_at(x, workers), 1.0, tokens=tokens)
-            for x in NETWORKS
+            planner.plan(SIZE, planner.cluster_at(x, workers), 1.0, tokens=tokens) for x in NETWORKS
         ]
         panel(axis, plans)
         axis.set_title(f"{tokens:,} tokens a worker and step, {workers} workers", fontsize=10)

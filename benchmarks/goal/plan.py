@@ -10,7 +10,7 @@ from report import Rows
 
 from goal import tuning
 from goal.contenders import CONTENDERS, Hyper
-from goal.curves import Run, Runner, key_of
+from goal.curves import Run, Runner, hyper_of, key_of
 from goal.model import TOKENS
 
 
@@ -57,7 +57,7 @@ def jobs(names: list[str], rounds: list[int]) -> Iterator[list[Job]]:
 _runner: list[Runner] = []  # of this process
 
 
-def run_job(job: Job, save: Path) -> int:
+def run_job(job: Job, save: Path) -> None:
     """Tunes if that is done in this cell, and runs the seeds; rows are written as they come."""
     _runner[:] = _runner or [Runner()]
     rows = report.read(save, key_of)
@@ -82,7 +82,6 @@ def run_job(job: Job, save: Path) -> int:
         hyper = best_hyper(rows, name, place)
     for seed in range(cell.seeds):
         ran("curve", hyper, seed)
-    return 1
 
 
 def best_hyper(rows: Rows, name: str, place: int) -> Hyper:
@@ -96,8 +95,7 @@ def best_hyper(rows: Rows, name: str, place: int) -> Hyper:
         raise ValueError(
             f"{name} is not tuned with {TOKENS[place]} tokens a worker: run the rounds before"
         )
-    best = min(tuned, key=last)
-    return Hyper(*(best[field] for field in Hyper._fields))
+    return hyper_of(min(tuned, key=last))
 
 
 def last(row: dict[str, Any]) -> float:

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from functional import functional, schedule
 from gpt import corpus
-from gpt.model import GPT, next_byte_loss
+from gpt.model import GPT
 from oracle import simulate
 from oracle.lion import Simulator
 
@@ -125,28 +126,7 @@ def model_of(size: Size) -> tuple[Callable[..., Any], Callable[..., jax.Array]]:
             context=size.context, rngs=nnx.Rngs(key),
         )  # fmt: skip
 
-    whole = nnx.eval_shape(lambda: model(jax.random.key(0)))
-    graph, shapes, rest = nnx.split(whole, nnx.Param, ...)
-
-    def init(key: jax.Array) -> Any:
-        return nnx.to_pure_dict(nnx.split(model(key), nnx.Param, ...)[1])
-
-    def loss(params: Any, windows: jax.Array, rng: Any = None) -> jax.Array:
-        state = nnx.clone(shapes)
-        nnx.replace_by_pure_dict(state, params)
-        return next_byte_loss(nnx.merge(graph, state, rest), windows, deterministic=True)
-
-    return init, loss
-
-
-def schedule(rate: Any, steps: int) -> Callable[[jax.Array], jax.Array]:
-    """Up for a twentieth of the steps, then down to zero along a cosine."""
-    warmup = max(1, steps // 20)
-
-    def at(t: jax.Array) -> jax.Array:
-        return rate * jnp.minimum(1.0, (t + 1) / warmup) * 0.5 * (1 + jnp.cos(jnp.pi * t / steps))
-
-    return at
+    return functional(model)
 
 
 def program(
