@@ -1,4 +1,4 @@
-"""The smallest complete run: eight workers train on real source code and exchange single bits."""
+"""The smallest complete run: eight workers train on real source code and exchange codes of 2 and 3 bits."""
 
 # [quickstart]
 import inspect
@@ -35,8 +35,9 @@ def loss(model, windows):
     return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 8]).mean()
 
 
-# Any optax chain may stand here. Each worker votes on its own gradient: 1 bit up, 1 bit down.
-tx = lc.lion_cub(optax.cosine_decay_schedule(1e-3, 300), weight_decay=0.1, workers=workers)
+# AdamW whose moments the workers hold in slices: 3 bits of gradient to their owners, 2 bits of update back.
+rate = optax.cosine_decay_schedule(3e-3, 300)
+tx = lc.owner_adamw(rate, 0.8, 0.98, weight_decay=0.1, workers=workers)
 
 loss_fn, params, model_state = lc.from_nnx(NextByte(nnx.Rngs(0)), loss)
 state = lc.init_state(tx, params, workers, model_state=model_state)
@@ -57,6 +58,5 @@ for _ in range(300):
 sent = lc.traffic.sent_bytes(lc.traffic.collectives(step.lower(state, batch).compile(), mesh))
 size = sum(x.size for x in jax.tree.leaves(params))
 print(f"loss {losses[0]:.2f} before, {losses[-1]:.2f} after")
-print(f"{lc.metrics(state)['votes/ties']:.0%} of the last votes were ties")
 print(f"each worker sends {sent[('data',)] / 1000:.0f} kB a step for {size:,} parameters")
 # [/quickstart]

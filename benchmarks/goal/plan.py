@@ -35,7 +35,7 @@ SMALL, MIDDLE, LARGE = TOKENS
 ROUNDS = (
     (Cell(SMALL, 8, "alike", 4),),
     (Cell(MIDDLE, 8, "alike", 3),),
-    (Cell(SMALL, 4, "alike", 3), Cell(SMALL, 32, "alike", 3), Cell(MIDDLE, 4, "alike", 3)),
+    (Cell(SMALL, 4, "alike", 3), Cell(SMALL, 32, "alike", 2), Cell(MIDDLE, 4, "alike", 3)),
     (Cell(LARGE, 4, "alike", 2),),
     (Cell(MIDDLE, 32, "alike", 2), Cell(MIDDLE, 8, "different", 3)),
 )
