@@ -42,6 +42,7 @@ class Run(NamedTuple):
       b2: see `Hyper`.
       decay: decoupled.
       seed: of the parameters and the data.
+      steps: of a worker; the rate falls to zero over them.
     """
 
     part: str
@@ -54,6 +55,7 @@ class Run(NamedTuple):
     b2: float
     decay: float
     seed: int
+    steps: int = STEPS
 
     @property
     def hyper(self) -> Hyper:
@@ -76,7 +78,7 @@ def key_of(row: dict[str, Any]) -> Run | None:
     if row["part"] not in ("tuning", "curve"):
         raise ValueError(f"part {row['part']!r}")
     contender_named(row["contender"])
-    return Run(*(row[name] for name in Run._fields))
+    return Run(**{name: row[name] for name in Run._fields if name in row})
 
 
 # --- The model and the text
@@ -112,11 +114,11 @@ def drawn(
 def program(contender: Contender, run: Run) -> Callable[..., Any]:
     """``(text, windows, hyper, seed) -> {name: float32[POINTS]}``, compiled once for many runs."""
     alone = contender.local_steps
-    times = jnp.arange(STEPS).reshape(POINTS, -1, alone)
+    times = jnp.arange(run.steps).reshape(POINTS, -1, alone)
     count, workers, apart = run.tokens // CONTEXT, run.workers, run.data == "different"
 
     def train(text: jax.Array, windows: jax.Array, hyper: Hyper, seed: Any) -> Any:
-        rate = schedule(hyper.rate, STEPS)
+        rate = schedule(hyper.rate, run.steps)
         simulator = contender.simulated(hyper, rate)
         local = contender.local and contender.local(hyper, rate)
         key = jax.random.key(seed)
@@ -131,7 +133,7 @@ def program(contender: Contender, run: Run) -> Callable[..., Any]:
 
         def segment(state: simulate.Simulated, times: jax.Array) -> Any:
             state, losses = jax.lax.scan(step, state, times)
-            fresh = batch_of(STEPS + times[0, 0])
+            fresh = batch_of(run.steps + times[0, 0])
             grads = jax.vmap(jax.grad(nats), in_axes=(None, 0))(state.params, fresh)
             said = noise(grads, run.tokens)
             if contender.votes:
@@ -186,7 +188,7 @@ class Runner:
         """Trains, and returns what a row says about it."""
         began = time.perf_counter()
         args = self.arguments(run)
-        key = run.contender, run.tokens, run.workers, run.data
+        key = run.contender, run.tokens, run.workers, run.data, run.steps
         if key not in self._compiled:
             # What comes next is mostly of the same kind: one program is kept.
             jax.clear_caches()

@@ -6,8 +6,9 @@ running minimum:
     target = where the better of float32 Lion and AdamW stands after 60, 80 or 100 % of its run
     steps  = those at which a method's mean curve is first at or below it
 
-Between points a curve is a line; before the first it is not known. A method that does not get there in a
-run of the same length has no steps. The spread is the standard deviation of the steps of single seeds.
+Between points a curve is a line; before the first it is not known. The rate falls to zero at the end of a
+run, so a method that ends a little above the target runs once more, half as long again. Who does not get
+there in that either has no steps. The spread is the standard deviation of the steps of single seeds.
 """
 
 import itertools
@@ -77,20 +78,29 @@ def cell_of(key: tuple[int, int, str], methods: dict[str, Rows]) -> dict[str, An
 def told(rows: Rows, targets: Sequence[float]) -> dict[str, Any]:
     """Of a method in a cell, by the choice that ran last."""
     rows = [row for row in rows if curves.hyper_of(row) == curves.hyper_of(rows[-1])]
-    each = [curve_of(row) for row in rows]
-    mean = falling(each)
-    singles = [[reaches(falling([one]), target) for one in each] for target in targets]
-    there = [[steps for steps in some if steps is not None] for some in singles]
+    longer = [row for row in rows if steps_of(row) > STEPS]
+    rows = [row for row in rows if row not in longer]
+    there = [reached(rows, x) or reached(longer, x) or (None, None) for x in targets]
     last = [row["loss"][-1] for row in rows]
     known = [x for x in last if x is not None]
     return {
-        "steps": [rounded(reaches(mean, target)) for target in targets],
-        "std": [rounded(statistics.stdev(some)) if len(some) > 1 else None for some in there],
+        "steps": [rounded(steps) for steps, _ in there],
+        "std": [rounded(std) for _, std in there],
         "loss": rounded(statistics.fmean(known)) if len(known) == len(last) else None,
         "loss_std": rounded(statistics.stdev(known)) if len(known) > 1 else None,
         "seeds": len(rows),
         **curves.hyper_of(rows[0])._asdict(),
     }
+
+
+def reached(rows: Rows, target: float) -> tuple[float, float | None] | None:
+    """Steps of the mean curve to a target, and their spread over seeds; None if it never is there."""
+    each = [curve_of(row) for row in rows]
+    steps = reaches(falling(each), target) if each else None
+    if steps is None:
+        return None
+    singles = [x for one in each if (x := reaches(falling([one]), target)) is not None]
+    return steps, statistics.stdev(singles) if len(singles) > 1 else None
 
 
 def agreement_of(rows: Rows) -> float | None:
@@ -132,7 +142,12 @@ def times_of(rows: Rows) -> list[dict[str, Any]]:
 def curve_of(row: dict[str, Any]) -> Curve:
     """The points of a run; what is no number is infinite, for nothing is reached there."""
     losses = [math.inf if x is None else x for x in row["loss"]]
-    return [(STEPS * (i + 1) / len(losses), x) for i, x in enumerate(losses)]
+    return [(steps_of(row) * (i + 1) / len(losses), x) for i, x in enumerate(losses)]
+
+
+def steps_of(row: dict[str, Any]) -> int:
+    """Of the run of a row."""
+    return row.get("steps", STEPS)
 
 
 def falling(curves: Sequence[Curve]) -> Curve:

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import report
 from report import Rows
 
-from goal import tuning
+from goal import evidence, tuning
 from goal.contenders import CONTENDERS, Hyper
 from goal.curves import Run, Runner, hyper_of, key_of
-from goal.model import TOKENS
+from goal.model import LONGER, STEPS, TOKENS
+from lioncub_jax.planner.evidence import RANKED
 
 
 class Cell(NamedTuple):
@@ -31,27 +32,48 @@ class Cell(NamedTuple):
 
 
 SMALL, MIDDLE, LARGE = TOKENS
+SEEDS_OF_LONGER = 2
 # By rounds: a round needs what the one before tuned.
 ROUNDS = (
     (Cell(SMALL, 8, "alike", 4),),
     (Cell(MIDDLE, 8, "alike", 3),),
     (Cell(SMALL, 4, "alike", 3), Cell(SMALL, 32, "alike", 2), Cell(MIDDLE, 4, "alike", 3)),
     (Cell(LARGE, 4, "alike", 2),),
-    (Cell(MIDDLE, 32, "alike", 2), Cell(MIDDLE, 8, "different", 3)),
+    (Cell(MIDDLE, 32, "alike", 2),),
+    (Cell(MIDDLE, 8, "different", 3),),
 )
 CELLS = tuple(cell for cells in ROUNDS for cell in cells)
 
 
 class Job(NamedTuple):
-    """A contender in a cell: one program, in one process."""
+    """A contender in a cell: one program, in one process.
+
+    Attributes:
+      contender: its name.
+      cell: where.
+      steps: of each run.
+    """
 
     contender: str
     cell: Cell
+    steps: int = STEPS
 
 
 def jobs(names: list[str], rounds: list[int]) -> Iterator[list[Job]]:
     for n in rounds:
         yield [Job(name, cell) for cell in ROUNDS[n] for name in names]
+
+
+def longer(rows: Rows, names: list[str], rounds: list[int]) -> list[Job]:
+    """Runs half as long again, of those who were not at the ranked loss."""
+    cells = {(one.tokens, one.workers, one.data): one for n in rounds for one in ROUNDS[n]}
+    return [
+        Job(name, cells[key], LONGER)
+        for cell in evidence.evidence(rows)["cells"]
+        if (key := (cell["tokens"], cell["workers"], cell["data"])) in cells
+        for name, of in cell["methods"].items()
+        if name in names and of["steps"][RANKED] is None
+    ]
 
 
 _runner: list[Runner] = []  # of this process
@@ -62,10 +84,10 @@ def run_job(job: Job, save: Path) -> None:
     _runner[:] = _runner or [Runner()]
     rows = report.read(save, key_of)
     done = {key_of(row): row for row in rows}
-    name, cell = job
+    name, cell, steps = job
 
     def ran(part: str, hyper: Hyper, seed: int) -> dict[str, Any]:
-        run = Run(part, name, cell.tokens, cell.workers, cell.data, *hyper, seed)
+        run = Run(part, name, cell.tokens, cell.workers, cell.data, *hyper, seed, steps)
         if run not in done:
             done[run] = _runner[0].run(run)
             report.append(save, [done[run] | report.provenance()])
@@ -75,12 +97,12 @@ def run_job(job: Job, save: Path) -> None:
         return last(ran("tuning", hyper, tuning.SEED))
 
     place, family = TOKENS.index(cell.tokens), CONTENDERS[name].family
-    if cell.workers == tuning.TUNED_AT[place] and cell.data == "alike":
+    if steps == STEPS and cell.workers == tuning.TUNED_AT[place] and cell.data == "alike":
         start = best_hyper(rows, name, place - 1) if place else tuning.first(family)
         hyper = tuning.search(measure, start, family, tuning.RUNS[place]).hyper
     else:
         hyper = best_hyper(rows, name, place)
-    for seed in range(cell.seeds):
+    for seed in range(cell.seeds if steps == STEPS else SEEDS_OF_LONGER):
         ran("curve", hyper, seed)
 
 

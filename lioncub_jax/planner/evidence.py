@@ -16,7 +16,7 @@ from lioncub_jax.arguments import check_count, check_number
 VERSION = 1  # of the packaged file
 # Shares of the better float32 optimizer's run, after which it has the loss to reach.
 TARGETS = (0.6, 0.8, 1.0)
-TARGET = 0.6  # the one that methods are ranked by: most get there in a run of the same length
+TARGET = 0.8  # the one that methods are ranked by
 RANKED = TARGETS.index(TARGET)
 DATA = ("alike", "different")  # what workers see: the same kind, or classes or texts of their own
 WINDOW = 32  # tokens; no worker saw less in a step
