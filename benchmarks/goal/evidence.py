@@ -115,7 +115,8 @@ def noise_scale_of(rows: Rows) -> float | None:
 
 
 def second_half(rows: Rows, name: str) -> float:
-    values = [x for row in rows for x in row[name][len(row[name]) // 2 :] if x is not None]
+    usual = [row[name] for row in rows if steps_of(row) == STEPS]
+    values = [x for some in usual for x in some[len(some) // 2 :] if x is not None]
     return statistics.fmean(values)
 
 

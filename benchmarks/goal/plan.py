@@ -40,7 +40,7 @@ ROUNDS = (
     (Cell(SMALL, 4, "alike", 3), Cell(SMALL, 32, "alike", 2), Cell(MIDDLE, 4, "alike", 3)),
     (Cell(LARGE, 4, "alike", 2),),
     (Cell(MIDDLE, 32, "alike", 2),),
-    (Cell(MIDDLE, 8, "different", 3),),
+    (Cell(MIDDLE, 8, "different", 2),),
 )
 CELLS = tuple(cell for cells in ROUNDS for cell in cells)
 

@@ -28,7 +28,7 @@ from lioncub_jax.baselines.methods import diloco
 from lioncub_jax.baselines.one_bit_adam import one_bit_adam
 from lioncub_jax.baselines.powersgd import as_matrix, powersgd
 from lioncub_jax.mesh.placement import Workers
-from lioncub_jax.planner.evidence import check_one_of
+from lioncub_jax.planner.evidence import TARGET, check_one_of
 from lioncub_jax.traffic import predicted as accounting
 
 # Of the matrix that a number of parameters stands for, over its width. PowerSGD sends of it about what it
@@ -139,7 +139,7 @@ class Scheme(NamedTuple):
       packs: bytes of memory of each parameter that packing, counting and unpacking pass through: a float32,
         and error feedback; 0 for who does none of that.
       every: steps of a worker for each exchange; bytes and times are shared out among them.
-      in_float32: share of all steps that all-reduce float32 gradients instead.
+      in_float32: share of the steps to the loss that all-reduce float32 gradients instead.
       kind: "ours", "peer", or "mean": of gradients, a peer that all are compared with.
       widths: of PowerSGD, how many times as wide as its rank a matrix is, as in what was trained; ``make``
         takes the rank. 0 for all others.
@@ -165,7 +165,7 @@ _MEAN = partial(optimizer.global_gradients, optax.identity())
 _IN_BFLOAT16 = partial(_MEAN, dtype=jnp.bfloat16)
 _BFLOAT16 = "-bfloat16"
 _POWERSGD = partial(powersgd, optax.identity())
-WARMUP = 0.15  # of 1-bit Adam's steps, in float32: its paper takes 15 to 25 %
+WARMUP = 0.15  # of 1-bit Adam's run, in float32: its paper takes 15 to 25 %
 
 
 def _alone(shared: str, steps: int) -> str:
@@ -213,7 +213,7 @@ SCHEMES = (
     ),
     Scheme(
         "one-bit-adam", "baselines.one_bit_adam(..., warmup=...)",
-        partial(one_bit_adam, 1.0, warmup=1), 8, in_float32=WARMUP, kind="peer",
+        partial(one_bit_adam, 1.0, warmup=1), 8, in_float32=WARMUP / TARGET, kind="peer",
     ),
     Scheme("diloco", _alone("baselines.diloco()", 8), diloco, every=8, kind="peer"),
 )  # fmt: skip
