@@ -121,7 +121,7 @@ def communicate(
       wire: ``two_phase()`` (default), ``gathered()``, ``counts()``, ``lanes()`` or ``all_reduce()``.
       bucket_size: elements after which a new flat buffer begins; None for one buffer. Each travels as
         soon as its gradients are there, so a worker abstains from each by itself: with a value that is
-        not finite it still votes on the others. See docs/accelerators.md for when it pays.
+        not finite it still votes on the others. See docs/reports/accelerators.md for when it pays.
 
     Returns:
       A transform. ``update(updates, state, params, abstain=None)`` takes gradients that vary over

@@ -446,7 +446,7 @@ def test_the_examples_of_the_help_run(command, capsys, monkeypatch, tmp_path, ex
 
 
 def test_the_documentation_shows_what_is_printed(said):
-    text = (ROOT / "docs" / "planner.md").read_text()
+    text = (ROOT / "docs" / "how_to" / "planner.md").read_text()
     block = re.search(r"<!-- plan -->\n```console\n\$ lioncub (.*?)```", text, re.S)
     command, *lines = block[1].splitlines()
     printed = [line.rstrip() for line in said(command).splitlines()]

@@ -459,7 +459,11 @@ def test_the_table_is_small_and_says_what_the_plan_says(known):
             assert (row.method(), f"`{scheme_named(use).code}`") == (use, cells[3])
 
 
-PAGES = ["README.md", "docs/choose.md", "docs/planner.md"]  # those that show the table
+PAGES = [
+    "README.md",
+    "docs/how_to/choose.md",
+    "docs/how_to/planner.md",
+]  # those that show the table
 
 
 def test_documents_show_the_table_of_the_evidence_that_is_packaged(monkeypatch):

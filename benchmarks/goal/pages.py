@@ -26,9 +26,9 @@ Found = dict[str, Any]  # what the packaged file holds
 ROOT = Path(__file__).parents[2]
 PAGES = {
     "README.md": ("what to use",),
-    "docs/planner.md": ("what to use",),
-    "docs/choose.md": ("what to use", "noise", "methods"),
-    "docs/benchmarks.md": ("seconds", "time to loss"),
+    "docs/how_to/planner.md": ("what to use",),
+    "docs/how_to/choose.md": ("what to use", "noise", "methods"),
+    "docs/reports/benchmarks.md": ("seconds", "time to loss"),
 }
 NONE = "Nothing was timed with this version yet.\n"
 PRINTED = re.compile(r"(<!-- plan -->\n```console\n\$ lioncub )(.*)\n(?s:.*?)```")

@@ -2,7 +2,7 @@
 
     python examples/trainers/pallas_kernel.py --steps 200
 
-There is nothing of lioncub_jax in it. docs/drop_in.md shows the lines that make its workers vote.
+There is nothing of lioncub_jax in it. docs/how_to/trainer.md shows the lines that make its workers vote.
 """
 
 import functools

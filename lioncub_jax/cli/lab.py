@@ -14,7 +14,7 @@ Starts a command once for each worker on this machine, each in a Linux network
 namespace of its own with a link of the given speed. Workers find each other by
 jax.distributed.initialize() without arguments. At the end it shows the exit
 code of each worker and how many bytes it sent and received. It needs Linux, and
-no root where users may make namespaces; nothing is left behind. docs/lab.md in
+no root where users may make namespaces; nothing is left behind. docs/how_to/lab.md in
 the repository says what the workers see, and what the lab cannot show."""
 
 EPILOG = """\

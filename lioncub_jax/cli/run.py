@@ -15,7 +15,7 @@ dies all others are ended and all start again, from the state that the command
 goes on from. LIONCUB_MEMORY is a folder in memory for that, as long as the run
 lasts: for snapshots and compiled programs. A worker that dies again and again
 is left out, down to --min. Workers find each other by
-jax.distributed.initialize() without arguments. docs/faults.md in the
+jax.distributed.initialize() without arguments. docs/how_to/faults.md in the
 repository says what survives what."""
 
 EPILOG = """\

@@ -96,7 +96,7 @@ def value_and_grad(
             f"the module keeps state of its own: {named}. Each worker has its own of it, so give "
             "make_train_step what from_nnx(model, loss_fn) returns; or split the module, give the state as "
             "an argument of the loss, in_kinds=training.own, and join them there by nnx.merge(graph, "
-            "params, state, copy=True), as docs/drop_in.md shows"
+            "params, state, copy=True), as docs/how_to/trainer.md shows"
         )
 
     def of_parts(params: Any, *args: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from lioncub_jax.mesh.placement import Workers, check_workers
 
-# Compiled for 8 H100 and v5e:2x4 and read, not run: docs/accelerators.md says what each of them does.
+# Compiled for 8 H100 and v5e:2x4 and read, not run: docs/reports/accelerators.md says what each does.
 _OPTIONS: dict[str, dict[str, bool | int | str]] = {
     "gpu": {
         # Puts what a collective waits for early, and what waits for it late.
