@@ -1,6 +1,7 @@
 """Will it help me, and what do I use? The time to a loss of every method on a cluster, before training."""
 
 from lioncub_jax.planner.choice import (
+    answer_text,
     cluster_at,
     what_to_use,
     what_to_use_short,
@@ -34,6 +35,7 @@ __all__ = [
     "Plan",
     "Scheme",
     "advice",
+    "answer_text",
     "as_json",
     "cell_for",
     "cluster_at",
