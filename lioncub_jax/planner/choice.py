@@ -117,7 +117,7 @@ def _cells(row: Use) -> list[str]:
 
 
 def answer_text() -> str:
-    """The same in a few lines of Markdown, for a first page: a line for each network, a column for each noise."""
+    """The same in Markdown for a first page: a line for each network, a column for each noise."""
     rows = [row for row in what_to_use() if row.plans]
     noises = list(dict.fromkeys((row.tokens, row.data) for row in rows))
     heads = (f"{n:,} tokens{'' if data == DATA[0] else f', data {data}'}" for n, data in noises)
