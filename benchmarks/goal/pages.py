@@ -74,6 +74,7 @@ def noise(found: Found) -> str:
         "agreement",
         "noise scale",
         "`lion_cub`",
+        "predicted",
         "`owner_adamw`",
     ]
 
@@ -82,7 +83,9 @@ def noise(found: Found) -> str:
             yield [
                 f"{cell['tokens']:,}", str(cell["workers"]), cell["data"],
                 number(cell["agreement"], ".3f"), number(cell["noise_scale"], ",.0f"),
-                more(cell, "vote", "lion"), more(cell, "owner-adamw", "adamw"),
+                number(cell["vote_over_lion"], ".2f"),
+                number(planner.vote_steps(cell["agreement"], cell["workers"]), ".2f"),
+                more(cell, "owner-adamw", "adamw"),
             ]  # fmt: skip
 
     return report.markdown(head, lines())
