@@ -1,5 +1,6 @@
 """What others join by: workflows, the citation, the changelog, and pages whose words the sources have."""
 
+import ast
 import re
 import tomllib
 from pathlib import Path
@@ -55,3 +56,29 @@ def test_the_citation_is_of_this_version_and_its_bibtex_says_the_same():
         names = " and ".join(f"{x['given-names']} {x['family-names']}" for x in paper["authors"])
         bibtex = re.sub(r"[{}]|\n#", "", text[text.index("# The same for BibTeX") :])
         assert names in re.sub(r"\s+", " ", bibtex)
+
+
+# --- Errors, by their text
+
+
+def said_by_the_sources():
+    """Every text in the package, with a NUL for each part that is the caller's."""
+    for path in (ROOT / "lioncub_jax").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(
+                    getattr(part, "value", "\0") if isinstance(part, ast.Constant) else "\0"
+                    for part in node.values
+                )
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_errors_on_their_page_are_those_of_the_sources():
+    page = (ROOT / "docs/reference/errors.md").read_text()
+    named = re.findall(r"^### `(.+)`$", page, re.M)
+    assert len(named) >= 20 and page.count("\nCause: ") == page.count("\nCure: ") == len(named)
+    sources = "\n\n".join(said_by_the_sources())
+    for name in named:
+        words = "[^\n]*".join(map(re.escape, filter(None, name.split("..."))))
+        assert re.search(words, sources), name
