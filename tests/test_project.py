@@ -122,3 +122,10 @@ def test_who_comes_from_another_library_can_run_what_the_page_writes(tmp_path):
             if isinstance(tx, optax.GradientTransformation):
                 sent[code] = names["lc"].traffic.of(tx, shapes, names["workers"]).sent_bytes
     assert len(sent) >= 7 and all(sent.values())
+
+
+def test_the_newest_version_of_the_changelog_is_that_of_the_project():
+    found = re.findall(
+        r"^## \[(.+)\] - 20\d\d-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.M
+    )
+    assert found[0] == PROJECT["version"] and found == sorted(found, reverse=True)
