@@ -3,12 +3,14 @@
 import ast
 import re
 import tomllib
+import warnings
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 import yaml
 
 ROOT = Path(__file__).parents[1]
@@ -60,6 +62,18 @@ def test_the_citation_is_of_this_version_and_its_bibtex_says_the_same():
         names = " and ".join(f"{x['given-names']} {x['family-names']}" for x in paper["authors"])
         bibtex = re.sub(r"[{}]|\n#", "", text[text.index("# The same for BibTeX") :])
         assert names in re.sub(r"\s+", " ", bibtex)
+
+
+def test_a_renamed_argument_warns_as_the_page_shows_and_no_old_name_is_overdue():
+    names = {"warnings": warnings}
+    exec(re.search(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S)[1], names)
+    with pytest.warns(DeprecationWarning, match="workers=, axis= goes in 0.5") as caught:
+        assert names["vote"](1, axis="data") == names["vote"](1, workers="data")
+    assert caught[0].filename == __file__
+    now = [int(x) for x in PROJECT["version"].split(".")[:2]]
+    sources = "\n".join(path.read_text() for path in (ROOT / "lioncub_jax").rglob("*.py"))
+    ends = re.findall(r"\bgoes in (\d+)\.(\d+)", sources)
+    assert all(now < [int(x) for x in end] for end in ends)
 
 
 # --- Errors, by their text
