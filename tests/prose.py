@@ -10,7 +10,7 @@ from pathlib import Path
 
 MOST = 25  # words
 _NO_PROSE = re.compile(r"^(`{3,}|:{3,}).*?^\1|<!--.*?-->|^---\n.*?^---\n", re.M | re.S)
-_BREAK = re.compile(r"\n\s*\n|^#.*$|^\|.*$|^ *[*-] |^ *\d+\. |^ {4}.*$", re.M)
+_BREAK = re.compile(r"\n\s*\n|^#.*$|^ *\|.*$|^ *[*-] |^ *\d+\. |^ {4}.*$", re.M)
 _END = re.compile(r"""(?<=[.!?])[*)"”]*\s+(?=[A-Z`*\[("\d])""")
 
 
