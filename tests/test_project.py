@@ -24,6 +24,13 @@ def jobs():
             yield f"{path.name}: {name}", job
 
 
+def test_targets_that_are_named_are_there():
+    makefile, page = ((ROOT / name).read_text() for name in ("Makefile", "CONTRIBUTING.md"))
+    named = re.findall(r"[`$] ?make ([a-z-]+)", page)
+    assert len(named) > 6
+    assert [x for x in named if not re.search(rf"^{x}:", makefile, re.M)] == []
+
+
 def test_workflows_make_targets_that_are_there():
     """A job may only read, ends in time, and tries the Pythons of pyproject.toml."""
     makefile = (ROOT / "Makefile").read_text()
