@@ -30,7 +30,7 @@ need_python = $($(1)) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/d
 	"$$($($(1)) --version 2>&1 | head -n 1). Name one: make $(1)=/path/to/python3" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-long lint format oldest newest bench lock clean
+.PHONY: help venv demo test test-long lint format oldest newest wheel-test bench lock clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -96,6 +96,22 @@ newest: ## run the tests with the newest jax on NEWEST_PYTHON, installed anew
 	.venv-newest/bin/python $(PIP_INSTALL) -e '.[plots,test]'
 	.venv-newest/bin/python $(PYTEST)
 
+# The sdist is built first, and the wheel from it, so that nothing that a build needs is left out. The folder
+# that programs start in has no source.
+wheel-test: ## build sdist and wheel, and run the quickstart and a plan from the wheel alone on PYTHON
+	@$(call need_python,PYTHON)
+	rm -rf dist
+	$(PYTHON) -m venv --clear .venv-wheel
+	.venv-wheel/bin/python $(PIP_INSTALL) build
+	.venv-wheel/bin/python -m build --outdir dist .
+	$(PYTHON) -m venv --clear .venv-wheel
+	.venv-wheel/bin/python $(PIP_INSTALL) dist/*.whl
+	.venv-wheel/bin/python -m pip check
+	cd dist && ../.venv-wheel/bin/python ../examples/quickstart.py
+	cd dist && ../.venv-wheel/bin/lioncub plan --model 124M --workers 8 --bandwidth 1gbit --compute 144ms \
+		--tokens-per-worker 256
+	cd dist && ../.venv-wheel/bin/python -c 'import lioncub_jax; print(lioncub_jax.__version__, lioncub_jax.__file__)'
+
 bench: $(READY) ## run the benchmarks
 	$(VENV)/bin/python benchmarks/local_step.py $(BENCH_ARGS)
 	$(VENV)/bin/python benchmarks/wire_bytes.py $(BENCH_ARGS)
@@ -116,6 +132,6 @@ lock: ## resolve requirements/lock.txt anew
 		--no-emit-index-url --no-annotate --no-header --quiet | sed -n '/^libtpu/,/[^\\]$$/p' > $(TPU)
 
 clean: ## remove environments, caches and builds; runs/ stays
-	rm -rf .venv .venv-oldest .venv-newest .venv-lock build dist *.egg-info
+	rm -rf .venv .venv-oldest .venv-newest .venv-wheel .venv-lock build dist *.egg-info
 	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
