@@ -21,12 +21,13 @@ import optax
 
 import lioncub_jax as lc
 
-STEPS, CONTEXT, ROWS = 200, 8, 64  # rows of a device
+CONTEXT, ROWS = 8, 64  # rows of a device
 
 
 def main() -> None:
     args = options()
-    address, hosts, index, folder = args.address, args.hosts, args.index, args.folder
+    address, hosts, index = args.address, args.hosts, args.index
+    folder, steps = args.folder, args.steps
     with ends_after(args.wait, address, index):
         # [several hosts]
         jax.distributed.initialize(address, hosts, index)
@@ -39,12 +40,12 @@ def main() -> None:
     with lc.Checkpoints(folder, workers=workers) as checkpoints:
         if checkpoints.steps():
             state = checkpoints.restore(state).state
-        for i in range(int(state.step), STEPS):
+        for i in range(int(state.step), steps):
             state, metrics = step(state, rows_of_this_host(i))
             if (i + 1) % 50 == 0:
                 checkpoints.save(state)
                 # [/several hosts]
-                print(f"step {i + 1} of {STEPS}: loss {metrics['loss']:.3f}", flush=True)
+                print(f"step {i + 1} of {steps}: loss {metrics['loss']:.3f}", flush=True)
 
 
 def rows_of_this_host(i: int) -> np.ndarray:
@@ -75,11 +76,14 @@ def options() -> argparse.Namespace:
     parser.add_argument("--hosts", type=int, help="how many there are")
     parser.add_argument("--index", type=int, help="of this host, from 0")
     parser.add_argument("--folder", required=True, help="for checkpoints; all hosts see it")
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--wait", type=float, default=45, help="seconds for a late host (45)")
     args = parser.parse_args()
     told = [args.address, args.hosts, args.index]
     if None in told and told != [None] * 3:
         parser.error("--address, --hosts and --index go together: give all three, or none")
+    if args.hosts is not None and not 0 <= args.index < args.hosts:
+        parser.error(f"--index {args.index}: {args.hosts} hosts count from 0 to {args.hosts - 1}")
     return args
 
 
@@ -91,18 +95,8 @@ def ends_after(seconds: float, address: str | None, index: int | None) -> Iterat
     """
 
     def end() -> None:
-        why = "the cluster names hosts that did not start"
-        if address is not None:
-            host, _, port = address.rpartition(":")
-            try:
-                socket.create_connection((host, int(port)), timeout=5).close()
-                why = f"{address} answers, but not all hosts came: give each host the same --address "
-                why += "and --hosts, and start all of them within --wait seconds"
-            except (OSError, ValueError) as error:
-                why = f"{address} does not answer ({error}): give the HOST:PORT of host 0, start host 0, "
-                why += "and open the port in its firewall"
         place = "" if index is None else f"host {index}, "
-        print(f"error: {place}after {seconds:g} s: {why}", file=sys.stderr, flush=True)
+        print(f"error: {place}after {seconds:g} s: {why_not(address)}", file=sys.stderr, flush=True)
         os._exit(1)  # the main thread is inside of JAX
 
     timer = threading.Timer(seconds, end)
@@ -111,9 +105,26 @@ def ends_after(seconds: float, address: str | None, index: int | None) -> Iterat
     try:
         yield
     except ValueError as error:
-        sys.exit(f"error: JAX sees no cluster ({error}): give --address, --hosts and --index")
+        sys.exit(f"error: no other hosts are known ({error}): give --address, --hosts and --index")
     finally:
         timer.cancel()
+
+
+def why_not(address: str | None) -> str:
+    if address is None:
+        return "the cluster names hosts that did not start"
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except (OSError, ValueError) as error:
+        return (
+            f"{address} does not answer ({error}): give the HOST:PORT of host 0, start host 0, and open "
+            "the port in its firewall"
+        )
+    return (
+        f"{address} answers, but not all hosts came: give each host the same --address and --hosts, and "
+        "start all of them within --wait seconds"
+    )
 
 
 if __name__ == "__main__":
