@@ -103,6 +103,15 @@ def run_workers(mesh_of):
     return run
 
 
+@pytest.fixture(scope="session")
+def machine():
+    """Skips where the lab cannot run, and says why."""
+    try:
+        lc.lab.run(lc.lab.Network(2, rate=1e8), ["true"])
+    except lc.lab.LabError as missing:
+        pytest.skip(f"the lab cannot run here: {missing}")
+
+
 def in_order(words):
     """What matches a message that has all words, such as ``"one ... and another"``."""
     return "(?s)" + ".*".join(map(re.escape, words.split(" ... ")))

@@ -27,15 +27,6 @@ PYTHON = [sys.executable, "-I", "-S", "-c"]
 ONE, TWO = lab.Network(1), lab.Network(2)
 
 
-@pytest.fixture(scope="module")
-def machine():
-    """Skips where the lab cannot run, and says why."""
-    try:
-        lab.run(lab.Network(2, rate=1e8), ["true"])
-    except lab.LabError as missing:
-        pytest.skip(f"the lab cannot run here: {missing}")
-
-
 @pytest.fixture
 def run(clean):
     """``run(network, command, ...) -> (report, lines of output)``; nothing may be left of it."""

@@ -5,11 +5,12 @@ from lioncub_jax.training.kinds import Kind, batch, folded, own, same
 from lioncub_jax.training.modules import from_nnx
 from lioncub_jax.training.overlap import overlap_options
 from lioncub_jax.training.state import abstract_state, init_state, own_state
-from lioncub_jax.training.stats import mean_model_state, metrics
+from lioncub_jax.training.stats import Meter, mean_model_state, metrics
 from lioncub_jax.training.step import StepState, TrainStep, make_train_step, on_mesh
 
 __all__ = [
     "Kind",
+    "Meter",
     "StepState",
     "TrainStep",
     "abstract_state",

@@ -1,9 +1,11 @@
 """What can be read out of a training state."""
 
+import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from lioncub_jax.exchange import CommunicateState
 from lioncub_jax.mesh.processes import is_key
@@ -65,6 +67,61 @@ def metrics(state: Any) -> dict[str, jax.Array]:
         measured = each >= 0
         found["sync/drift"] = jnp.sum(each, where=measured) / jnp.maximum(jnp.sum(measured), 1)
     return found
+
+
+class Meter:
+    """Numbers of a run as a flat dict of floats, for any writer.
+
+    A call waits for the step whose state it is given, and reads all its numbers at once. Between calls
+    nothing is read, so devices do not wait: call it each 50 steps, say. In several processes all call it.
+
+    Args:
+      tokens: that all workers take in one step; None leaves ``tokens_per_second`` out.
+      sent_bytes: that a device sends to other workers in one step, such as
+        ``lioncub_jax.traffic.of(tx, params, workers).sent_bytes``; None leaves ``sent_bytes`` out.
+
+    Example:
+      >>> import jax.numpy as jnp, lioncub_jax as lc
+      >>> tx = lc.lion_cub(1e-4, workers="data")
+      >>> meter = lc.training.Meter(tokens=4096, sent_bytes=1e6)
+      >>> meter(50, tx.init({"w": jnp.ones(3)}), {"loss": jnp.float32(2.5)})["loss"]
+      2.5
+
+    Source: this library.
+    """
+
+    def __init__(self, *, tokens: float | None = None, sent_bytes: float | None = None):
+        self._tokens, self._sent = tokens, sent_bytes
+        self._last: tuple[int, float] | None = None
+
+    def __call__(self, step: int, state: Any, told: Any = ()) -> dict[str, float]:
+        """The numbers of one step.
+
+        Args:
+          step: its number, by which ``tokens_per_second`` knows how many were done since the last call.
+          state: what the step returned: a `StepState`, or the state of any transforms.
+          told: the metrics that the step returned, a tree; names of what lies deeper are joined by ``/``.
+
+        Returns:
+          Of ``told`` what is one number, and not arrays such as those of each worker; all of
+          `lioncub_jax.metrics`, ``votes/ties`` and so on; ``sent_bytes``; and from the second call on
+          ``tokens_per_second``, the mean since the call before.
+        """
+        leaves = jax.tree.leaves_with_path(told) + jax.tree.leaves_with_path(metrics(state))
+        numbers = {
+            jax.tree_util.keystr(path, simple=True, separator="/"): x
+            for path, x in leaves
+            if jnp.size(x) == 1
+        }
+        found = {name: float(np.ravel(x)[0]) for name, x in jax.device_get(numbers).items()}
+        now = time.monotonic()
+        if self._sent is not None:
+            found["sent_bytes"] = float(self._sent)
+        if self._tokens is not None and self._last is not None:
+            steps, seconds = step - self._last[0], now - self._last[1]
+            found["tokens_per_second"] = self._tokens * steps / seconds
+        self._last = step, now
+        return found
 
 
 def mean_model_state(state: Any) -> Any:

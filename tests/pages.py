@@ -1,0 +1,25 @@
+"""The code blocks of pages: a comment above each says who runs it, or ``not run:`` and why."""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+_BLOCK = re.compile(r"(?:<!-- ([^\n]*) -->\n)?```(\w*)\n(.*?)^```$", re.M | re.S)
+
+
+class Block(NamedTuple):
+    mark: str  # the comment, or nothing
+    language: str
+    code: str
+
+
+def blocks(page):
+    """Of a page below docs, in their order."""
+    return [Block(*found) for found in _BLOCK.findall((ROOT / "docs" / page).read_text())]
+
+
+def block(page, mark):
+    """The one block with that comment."""
+    (found,) = [one for one in blocks(page) if one.mark == mark]
+    return found.code

@@ -1,0 +1,76 @@
+"""Numbers of a run as a flat dict of floats, and the page whose recipes hand them to writers."""
+
+import itertools
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import mesh_on
+from pages import block
+
+import lioncub_jax as lc
+
+PAGE = "how_to/logging.md"
+ROWS = 64
+
+
+def loss_fn(params, x, rng):
+    loss = jnp.mean((x @ params["w"] - 1) ** 2)
+    return loss, {"fit": {"best": -loss, "steps": jnp.int32(1)}, "each": x[:, 0]}
+
+
+@pytest.fixture
+def names(tmp_path):
+    """What the blocks of the page take as given."""
+    workers = lc.Workers(mesh_on("data=4"), "data")
+    tx = lc.lion_cub(1e-2, workers=workers, sync=lc.sync.every(50))
+    params = {"w": jnp.zeros((16, 40))}
+    rng = np.random.default_rng(0)
+    return {
+        "lc": lc, "jax": jax, "tx": tx, "params": params, "workers": workers,
+        "state": lc.init_state(tx, params, workers),
+        "step": lc.make_train_step(loss_fn, tx, workers),
+        "batches": [rng.normal(size=(ROWS, 16)).astype(np.float32) for _ in range(100)],
+        "folder": str(tmp_path),
+    }  # fmt: skip
+
+
+def test_a_row_has_floats_alone_and_all_that_the_state_and_the_step_say(names):
+    exec(block(PAGE, "run: logging"), names)
+    row, state, metrics = (names[name] for name in ("row", "state", "metrics"))
+    assert {type(x) for x in row.values()} == {float}
+    of_step = {"loss", "fit/best", "fit/steps"}  # and not the array that each worker has
+    assert set(row) == of_step | {"sent_bytes", "tokens_per_second"} | set(lc.metrics(state))
+    assert row["loss"] == float(metrics["loss"]) == -row["fit/best"] and row["fit/steps"] == 4
+    assert 0 < row["votes/ties"] < 1 and row["votes/abstained"] == 0 and row["sync/syncs"] > 0
+    compiled = names["step"].lower(state, names["batch"]).compile()
+    found = lc.traffic.collectives(compiled, names["workers"].mesh)
+    votes = [one for one in found if one.payload_bytes > 8]  # and not the mean of the loss
+    assert row["sent_bytes"] == lc.traffic.sent_bytes(votes)[("data",)]
+
+
+def test_tokens_a_second_are_those_since_the_row_before(monkeypatch):
+    clock = itertools.count(0, 2.0)
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    meter = lc.training.Meter(tokens=100)
+    rows = [meter(step, ()) for step in (10, 20, 50)]
+    assert rows == [{}, {"tokens_per_second": 500.0}, {"tokens_per_second": 1500.0}]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("writer", ["clu", "tensorboardX", "wandb"])
+def test_recipes_write_what_their_writers_read(writer, names, tmp_path):
+    """`make test-long` has these packages in an environment of their own."""
+    pytest.importorskip(writer)
+    exec(block(PAGE, "run: logging"), names)
+    exec(block(PAGE, f"run: {writer}"), names)
+    if writer == "wandb":
+        assert names["writer"].summary["loss"] == pytest.approx(float(names["metrics"]["loss"]))
+        assert [path.stat().st_size for path in tmp_path.glob("wandb/offline-run-*/*.wandb")]
+        return
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = reader.EventAccumulator(str(tmp_path)).Reload()
+    tags = events.Tags()
+    assert {"loss", "votes/ties", "tokens_per_second"} <= {*tags["scalars"], *tags["tensors"]}

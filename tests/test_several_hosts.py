@@ -1,0 +1,94 @@
+"""The script for several hosts, on hosts of the lab: two CPU devices and a link for each."""
+
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from pages import ROOT, block
+
+from lioncub_jax import lab
+
+PAGE = "how_to/several_hosts.md"
+SCRIPT = ROOT / "examples/several_hosts.py"
+TWO_CPUS = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": str(ROOT)}
+AT = "--address worker0:1234 --hosts $WORLD_SIZE --index $RANK"
+
+
+def test_the_page_shows_the_twelve_lines_that_run():
+    parts = re.findall(r"# \[several hosts\]\n(.*?) *# \[/several", SCRIPT.read_text(), re.S)
+    shown = "".join(map(textwrap.dedent, parts))
+    assert block(PAGE, "several hosts") == shown and shown.count("\n") == 12
+
+
+def in_the_lab(hosts, script):
+    """What each host said, and its exit code."""
+    said = []
+    report = lab.run(
+        lab.Network(hosts, rate=1e8), ["sh", "-c", script], environment=TWO_CPUS, write=said.append
+    )
+    return "\n".join(said), [host.exit_code for host in report.workers]
+
+
+def as_the_page_says(folder):
+    """What its commands say, with that folder; each has to end well."""
+    own = {"python": sys.executable, "lioncub": f"{sys.executable} -m lioncub_jax"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    for line in block(PAGE, "run: lab").splitlines():
+        line = re.sub("python|lioncub", lambda x: own[x[0]], line.removeprefix("$ "))
+        if line.startswith("export "):
+            environment |= dict(pair.split("=") for pair in line.split()[1:])
+            continue
+        command = shlex.split(line.replace("runs/hosts", str(folder)))
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        yield done.stdout
+
+
+def test_two_hosts_save_and_go_on_and_four_go_on_with_devices_as_workers(machine, tmp_path):
+    """The four have interfaces of other names, and one starts late."""
+    folder, script = tmp_path / "saved", tmp_path / "flat.py"
+    first, second = as_the_page_says(folder)
+    script.write_text(SCRIPT.read_text().replace("two_level_mesh()", "two_level_mesh(1)"))
+    other = "ip link set eth0 down name net$RANK up; [ $RANK = 3 ] && sleep 5"
+    third, codes = in_the_lab(
+        4, f"{other}; exec {sys.executable} {script} {AT} --folder {folder} --steps 150"
+    )
+    assert codes == [0] * 4, third
+    losses = []
+    for hosts, steps, said in [(2, 50, first), (2, 100, second), (4, 150, third)]:
+        told = re.findall(r"step (\d+) of \d+: loss ([\d.]+)", said)
+        assert told == [(str(steps), told[0][1])] * hosts  # of that step alone: it went on
+        losses.append(float(told[0][1]))
+    assert losses == sorted(losses, reverse=True)
+
+
+def test_a_host_with_a_wrong_address_and_one_that_waits_for_it_say_so(machine, tmp_path):
+    start = f"exec {sys.executable} {SCRIPT} --folder {tmp_path} --wait 4"
+    wrong = AT.replace("worker0", "10.77.0.9")
+    said, codes = in_the_lab(2, f"[ $RANK = 1 ] && {start} {wrong}; {start} {AT}")
+    assert codes == [1, 1]
+    assert "0 | error: host 0, after 4 s: worker0:1234 answers, but not all hosts came" in said
+    assert "1 | error: host 1, after 4 s: 10.77.0.9:1234 does not answer" in said
+
+
+def test_options_that_do_not_go_together_are_refused(monkeypatch, capsys):
+    options = runpy.run_path(str(SCRIPT))["options"]
+    for given, words in {
+        "--index 1": "give all three, or none",
+        "--address a:1 --hosts 2 --index 2": "2 hosts count from 0 to 1",
+    }.items():
+        monkeypatch.setattr(sys, "argv", ["", "--folder", "x", *given.split()])
+        with pytest.raises(SystemExit):
+            options()
+        assert words in capsys.readouterr().err
+
+
+def test_where_nobody_knows_of_other_hosts_it_says_what_to_give():
+    command = [sys.executable, str(SCRIPT), "--folder", "x"]
+    done = subprocess.run(command, env=os.environ | TWO_CPUS, capture_output=True, text=True)
+    assert done.returncode == 1 and "give --address, --hosts and --index" in done.stderr
