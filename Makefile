@@ -21,6 +21,9 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 # The compiler of TPUs, which needs none; beside the environment, because JAX looks for chips where it finds it.
 TPU := requirements/tpu.txt
 TPU_READY := $(VENV)/tpu/.ready
+# The site; beside requirements/lock.txt, whose versions it keeps.
+DOCS := requirements/docs.txt
+DOCS_READY := $(VENV)/.docs-ready-$(PY_VERSION)
 EQUALITY := tests/test_against_reference.py tests/test_ranges.py tests/test_quantize.py tests/test_sharding.py
 PYTEST := -m pytest --numprocesses $(TEST_JOBS) $(TEST_ARGS)
 
@@ -30,7 +33,7 @@ need_python = $($(1)) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/d
 	"$$($($(1)) --version 2>&1 | head -n 1). Name one: make $(1)=/path/to/python3" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-long lint format oldest newest wheel-test bench lock clean
+.PHONY: help venv demo test test-long lint format docs docs-test oldest newest wheel-test bench lock clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -81,6 +84,16 @@ format: $(READY) ## rewrite the sources as lint wants them
 	$(VENV)/bin/python -m ruff check --fix .
 	$(VENV)/bin/python -m ruff format .
 
+$(DOCS_READY): $(READY) $(DOCS)
+	$(VENV)/bin/python $(PIP_INSTALL) --no-deps --require-hashes -r $(DOCS)
+	@touch $@
+
+docs: $(DOCS_READY) ## build the site in build/docs, and run its tutorial
+	$(VENV)/bin/python -m sphinx -q --fail-on-warning --keep-going docs build/docs
+
+docs-test: docs ## click through the site in chromium, where that is installed
+	$(VENV)/bin/python -m pytest -rs -m browser tests/test_site.py
+
 $(OLDEST_READY): pyproject.toml requirements/oldest.txt
 	@$(call need_python,PYTHON)
 	$(PYTHON) -m venv --clear .venv-oldest
@@ -130,6 +143,10 @@ lock: ## resolve requirements/lock.txt anew
 	echo 'jax[tpu]' | .venv-lock/bin/uv pip compile - --constraint $(LOCK) \
 		--python-version $(firstword $(LOCKED_PYTHONS)) --universal --generate-hashes \
 		--no-emit-index-url --no-annotate --no-header --quiet | sed -n '/^libtpu/,/[^\\]$$/p' > $(TPU)
+	.venv-lock/bin/uv pip compile --group docs --constraint $(LOCK) \
+		--python-version $(firstword $(LOCKED_PYTHONS)) --universal --generate-hashes \
+		--no-emit-index-url --no-annotate \
+		--custom-compile-command "make lock" --quiet --output-file $(DOCS)
 
 clean: ## remove environments, caches and builds; runs/ stays
 	rm -rf .venv .venv-oldest .venv-newest .venv-wheel .venv-lock build dist *.egg-info
