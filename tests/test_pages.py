@@ -68,7 +68,6 @@ BEFORE = {
             shardings = jax.tree.map(lambda x: NamedSharding(inner, x), spec)
         """,
         "two_level_mesh": "params = jax.tree.map(np.asarray, params)",
-        "windows[": "windows, rng, rows_of_a_worker = batch, np.random.default_rng(0), 4",
         "nnx.Optimizer(model": """
             workers = lc.Workers(inner, "data")
             with jax.set_mesh(inner):
