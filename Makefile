@@ -111,7 +111,7 @@ newest: ## run the tests with the newest jax on NEWEST_PYTHON, installed anew
 
 # The sdist is built first, and the wheel from it, so that nothing that a build needs is left out. The folder
 # that programs start in has no source.
-wheel-test: ## build sdist and wheel, and run the quickstart and a plan from the wheel alone on PYTHON
+wheel-test: ## build sdist and wheel; run quickstart, a plan and the tutorial from the wheel alone on PYTHON
 	@$(call need_python,PYTHON)
 	rm -rf dist
 	$(PYTHON) -m venv --clear .venv-wheel
@@ -124,6 +124,10 @@ wheel-test: ## build sdist and wheel, and run the quickstart and a plan from the
 	cd dist && ../.venv-wheel/bin/lioncub plan --model 124M --workers 8 --bandwidth 1gbit --compute 144ms \
 		--tokens-per-worker 256
 	cd dist && ../.venv-wheel/bin/python -c 'import lioncub_jax; print(lioncub_jax.__version__, lioncub_jax.__file__)'
+	.venv-wheel/bin/python $(PIP_INSTALL) "$$(ls dist/*.whl)[plots]"
+	awk '/^```.code-cell/ {c = 1; next} /^```/ {c = 0} c && /^---$$/ {h = !h; next} c && !h' \
+		docs/start/tutorial.md > dist/tutorial.py
+	cd dist && MPLBACKEND=agg ../.venv-wheel/bin/python tutorial.py && rm tutorial.py
 
 bench: $(READY) ## run the benchmarks
 	$(VENV)/bin/python benchmarks/local_step.py $(BENCH_ARGS)

@@ -6,10 +6,6 @@ import tomllib
 import warnings
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
 import yaml
 
@@ -107,42 +103,6 @@ def test_errors_on_their_page_are_those_of_the_sources():
     for name in named:
         words = "[^\n]*".join(map(re.escape, filter(None, name.split("..."))))
         assert re.search(words, sources), name
-
-
-# --- Code of pages
-
-
-def blocks(page):
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.M | re.S)
-
-
-def cells(page):
-    """What a table has on its right, in code, where it is a whole optimizer or step."""
-    rows = re.findall(r"^\|.*\| ?(.*) \|$", (ROOT / "docs" / page).read_text(), re.M)
-    code = [one for row in rows for one in re.findall(r"`((?:lc|optax)\.[\w.]+\(.*?\))`", row)]
-    return [one for one in code if "..." not in one]
-
-
-def test_who_comes_from_another_library_can_run_what_the_page_writes(tmp_path):
-    """The blocks in their order, and what each optimizer of the tables sends."""
-    rows = np.ones((16 * 8, 16), np.float32)
-    names = {
-        "params": {"w": jnp.ones((16, 130))},
-        "loss": lambda params, batch, rng: jnp.mean((batch @ params["w"]) ** 2),
-        "batches": [rows, rows],
-        "folder": tmp_path / "saved",
-    }
-    for block in blocks("start/coming_from.md"):
-        exec(block, names)
-        if "metrics" in block:
-            assert np.isfinite(names["metrics"]["loss"])
-    shapes, sent = jax.eval_shape(lambda: names["params"]), {}
-    for code in cells("start/coming_from.md"):
-        if "(loss, tx" not in code and "diloco" not in code and "on_mesh" not in code:
-            tx = eval(code, names)
-            if isinstance(tx, optax.GradientTransformation):
-                sent[code] = names["lc"].traffic.of(tx, shapes, names["workers"]).sent_bytes
-    assert len(sent) >= 7 and all(sent.values())
 
 
 def test_the_newest_version_of_the_changelog_is_that_of_the_project():
