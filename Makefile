@@ -25,6 +25,9 @@ TPU_READY := $(VENV)/tpu/.ready
 LOG := requirements/log.txt
 LOG_READY := .venv-log/.ready-$(PY_VERSION)
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
+# The site; beside requirements/lock.txt, whose versions it keeps.
+DOCS := requirements/docs.txt
+DOCS_READY := $(VENV)/.docs-ready-$(PY_VERSION)
 EQUALITY := tests/test_against_reference.py tests/test_ranges.py tests/test_quantize.py tests/test_sharding.py
 PYTEST := -m pytest --numprocesses $(TEST_JOBS) $(TEST_ARGS)
 
@@ -34,7 +37,7 @@ need_python = $($(1)) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/d
 	"$$($($(1)) --version 2>&1 | head -n 1). Name one: make $(1)=/path/to/python3" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-long lint format oldest newest bench lock clean
+.PHONY: help venv demo test test-long lint format docs docs-test oldest newest wheel-test bench lock clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -92,6 +95,16 @@ format: $(READY) ## rewrite the sources as lint wants them
 	$(VENV)/bin/python -m ruff check --fix .
 	$(VENV)/bin/python -m ruff format .
 
+$(DOCS_READY): $(READY) $(DOCS)
+	$(VENV)/bin/python $(PIP_INSTALL) --no-deps --require-hashes -r $(DOCS)
+	@touch $@
+
+docs: $(DOCS_READY) ## build the site in build/docs, and run its tutorial
+	$(VENV)/bin/python -m sphinx -q --fail-on-warning --keep-going docs build/docs
+
+docs-test: docs ## click through the site in chromium, where that is installed
+	$(VENV)/bin/python -m pytest -rs -m browser tests/test_site.py
+
 $(OLDEST_READY): pyproject.toml requirements/oldest.txt
 	@$(call need_python,PYTHON)
 	$(PYTHON) -m venv --clear .venv-oldest
@@ -106,6 +119,22 @@ newest: ## run the tests with the newest jax on NEWEST_PYTHON, installed anew
 	$(NEWEST_PYTHON) -m venv --clear .venv-newest
 	.venv-newest/bin/python $(PIP_INSTALL) -e '.[plots,test]'
 	.venv-newest/bin/python $(PYTEST)
+
+# The sdist is built first, and the wheel from it, so that nothing that a build needs is left out. The folder
+# that programs start in has no source.
+wheel-test: ## build sdist and wheel, and run the quickstart and a plan from the wheel alone on PYTHON
+	@$(call need_python,PYTHON)
+	rm -rf dist
+	$(PYTHON) -m venv --clear .venv-wheel
+	.venv-wheel/bin/python $(PIP_INSTALL) build
+	.venv-wheel/bin/python -m build --outdir dist .
+	$(PYTHON) -m venv --clear .venv-wheel
+	.venv-wheel/bin/python $(PIP_INSTALL) dist/*.whl
+	.venv-wheel/bin/python -m pip check
+	cd dist && ../.venv-wheel/bin/python ../examples/quickstart.py
+	cd dist && ../.venv-wheel/bin/lioncub plan --model 124M --workers 8 --bandwidth 1gbit --compute 144ms \
+		--tokens-per-worker 256
+	cd dist && ../.venv-wheel/bin/python -c 'import lioncub_jax; print(lioncub_jax.__version__, lioncub_jax.__file__)'
 
 bench: $(READY) ## run the benchmarks
 	$(VENV)/bin/python benchmarks/local_step.py $(BENCH_ARGS)
@@ -125,8 +154,12 @@ lock: ## resolve requirements/lock.txt anew
 	echo 'jax[tpu]' | .venv-lock/bin/uv pip compile - --constraint $(LOCK) \
 		--python-version $(firstword $(LOCKED_PYTHONS)) --universal --generate-hashes \
 		--no-emit-index-url --no-annotate --no-header --quiet | sed -n '/^libtpu/,/[^\\]$$/p' > $(TPU)
+	.venv-lock/bin/uv pip compile --group docs --constraint $(LOCK) \
+		--python-version $(firstword $(LOCKED_PYTHONS)) --universal --generate-hashes \
+		--no-emit-index-url --no-annotate \
+		--custom-compile-command "make lock" --quiet --output-file $(DOCS)
 
 clean: ## remove environments, caches and builds; runs/ stays
-	rm -rf .venv .venv-oldest .venv-newest .venv-lock .venv-log build dist *.egg-info
+	rm -rf .venv .venv-oldest .venv-newest .venv-wheel .venv-lock .venv-log build dist *.egg-info
 	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

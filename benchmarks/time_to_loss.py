@@ -29,7 +29,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import report
-from goal import curves, evidence, lab, pages, picture, plan, summary
+from goal import curves, evidence, lab, pages, picture, plan, planned, summary
 from goal.contenders import CONTENDERS, contender_named
 from goal.model import TOKENS
 from rich.console import Console
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> None:
             path.write_text(text)
         picture.draw(PICTURE)
     summary.show(found, Console())
-    print(json.dumps({"benchmark": "time_to_loss", **summary.keys(found)}))
+    print(json.dumps({"benchmark": "time_to_loss", **planned.keys(found)}))
 
 
 def parsed(argv: list[str] | None) -> argparse.Namespace:

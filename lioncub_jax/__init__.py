@@ -10,8 +10,9 @@ matplotlib are loaded when they are first used.
 What to use, by the noise of a gradient (tokens that one worker sees in a step) and by how many times as
 long as computing a float32 mean of gradients takes; `planner.legend` has the code of each:
 
-    32 tokens, data alike: adamw-bfloat16 at 0.1, owner-adamw at 1 to 100
-    256 tokens, data alike: adamw-bfloat16 at 0.1, owner-adamw at 1 to 100
+    32 tokens, data alike: adamw-bfloat16 at 0.1, owner-adamw at 1, vote at 10 to 100
+    256 tokens, data alike: adamw-bfloat16 at 0.1, owner-adamw at 1, owner-lion at 10, vote at 100
+    256 tokens, data different: adamw-bfloat16 at 0.1, owner-adamw at 1 to 100
 """
 
 import importlib

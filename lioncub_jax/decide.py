@@ -43,6 +43,27 @@ from lioncub_jax.arguments import check_floating, check_kinds, check_number
 from lioncub_jax.bits import BLOCK, ROW
 from lioncub_jax.quantize import Quantizer
 
+__all__ = [
+    "Answer",
+    "Coder",
+    "Decision",
+    "Inbox",
+    "OwnerState",
+    "Reply",
+    "Signs",
+    "Slice",
+    "Sums",
+    "Tally",
+    "at_owner",
+    "average",
+    "codes",
+    "majority",
+    "sign",
+    "ternary",
+    "total",
+    "values",
+]
+
 Planes = Sequence[jax.Array]
 
 
@@ -440,13 +461,26 @@ def _valid_only(valid: jax.Array, new: Any, old: Any) -> Any:
 def majority() -> Decision:
     """``u = sign(sum_i q_i)`` in one bit, ties broken by a fair coin; one more bit for each row of 128.
 
+    Example:
+      >>> import lioncub_jax as lc
+      >>> parts = {"memory": lc.momentum.blend(), "decision": lc.decide.majority()}
+      >>> tx = lc.communicate(workers="data", **parts)
+
     Source: Distributed Lion (arXiv 2404.00438), "MaVo"; the rule for ties and zeros is ours.
     """
     return Decision(sign()._replace(name="majority"), False, "without")
 
 
 def ternary() -> Decision:
-    """``u = sign(sum_i q_i)`` in two bits: -1, 0 or +1. A tie is a zero, to the letter of both papers."""
+    """``u = sign(sum_i q_i)`` in two bits: -1, 0 or +1. A tie is a zero, to the letter of both papers.
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> parts = {"quantizer": lc.quantize.ternary(), "decision": lc.decide.ternary()}
+      >>> tx = lc.communicate(workers="data", memory=lc.momentum.blend(), **parts)
+
+    Source: Distributed Lion (arXiv 2404.00438) and Lion Cub (arXiv 2411.16462), where votes cancel.
+    """
 
     def encode(tally: Tally, coin: jax.Array, error: Any) -> tuple[Reply, Any]:
         signs = tally.signs()
@@ -463,6 +497,11 @@ def average() -> Decision:
     """``u = sum_i q_i / (W top)``, in ``[-1, 1]``: the planes of the sum. W workers vote on the row.
 
     For signs that is ``sum_i q_i / W``. In codes ``0..top``: ``(2 sum - W top) / (W top)``.
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> parts = {"memory": lc.momentum.blend(), "decision": lc.decide.average()}
+      >>> tx = lc.communicate(workers="data", **parts)
 
     Source: Distributed Lion (arXiv 2404.00438), "Avg".
     """
@@ -495,6 +534,11 @@ def total() -> Decision:
     """``u = sum_i q_i``, in whole numbers of steps: the planes of the sum.
 
     For codes with a zero, where abstainers add nothing and the number of votes need not travel.
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> parts = {"quantizer": lc.quantize.ternary(), "decision": lc.decide.total()}
+      >>> tx = lc.communicate(workers="data", memory=lc.momentum.nothing(), **parts)
     """
 
     def encode(tally: Tally, coin: jax.Array, error: Any) -> tuple[Reply, Any]:
@@ -577,7 +621,12 @@ def at_owner(
 
 
 def sign() -> Coder:
-    """One bit: the sign, which of Lion is the whole update; where it is 0, the coin of a tie."""
+    """One bit: the sign, which of Lion is the whole update; where it is 0, the coin of a tie.
+
+    Example:
+      >>> import lioncub_jax as lc, optax
+      >>> lion = lc.decide.at_owner(optax.scale_by_lion(), lc.decide.sign())
+    """
 
     def encode(result: Tally | Answer, coin: jax.Array, error: Any) -> tuple[Reply, Any]:
         signs = result.signs()

@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+__all__ = ["mode"]
+
 LANES = 128
 SUBLANES = 8
 BLOCK = 32  # rows, one bit of a word each

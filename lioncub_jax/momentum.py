@@ -12,6 +12,8 @@ import optax
 from lioncub_jax import quantize
 from lioncub_jax.arguments import check_betas, check_mu_dtype, part
 
+__all__ = ["Memory", "blend", "nothing"]
+
 
 class Memory:
     """What a worker blends into its message and what it keeps.
@@ -20,6 +22,13 @@ class Memory:
 
     The two halves are apart because a worker that abstains sends nothing and must not remember either,
     and because momentum is then overwritten in place only after the message was made from it.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> memory = blend(b1=0.5, b2=0.75)
+      >>> gradient, mu = jnp.ones(2), jnp.zeros(2)
+      >>> memory.message(gradient, mu).tolist(), memory.remember(gradient, mu).tolist()
+      ([0.5, 0.5], [0.25, 0.25])
     """
 
     def init(self, params: optax.Params) -> Any:
@@ -66,6 +75,10 @@ def blend(b1: Any = 0.9, b2: Any = 0.99, mu_dtype: Any = None) -> Memory:
 
     Raises:
       ValueError: if a beta is outside [0, 1), or ``mu_dtype`` is not floating.
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> tx = lc.communicate(workers="data", memory=lc.momentum.blend(0.9, 0.99))
 
     Source: Chen et al., "Symbolic Discovery of Optimization Algorithms" (arXiv 2302.06675).
     """

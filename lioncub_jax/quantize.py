@@ -29,6 +29,22 @@ from lioncub_jax.bits import BLOCK, ROW, unpack, unpack_stored
 from lioncub_jax.layout import Bucket, Piece, pad_rows
 from lioncub_jax.means import LEAST
 
+__all__ = [
+    "EncodeContext",
+    "Message",
+    "Quantizer",
+    "dense",
+    "error_feedback",
+    "integer",
+    "levels",
+    "midrise",
+    "rotated",
+    "rotated_sign",
+    "sign",
+    "stochastic",
+    "ternary",
+]
+
 # The uniform steps that are best for a Gaussian, by bits (J. Max, "Quantizing for minimum distortion",
 # 1960), in units of the mean magnitude, which is sqrt(2/pi) of its deviation. For one bit a step of 2 is
 # the least-squares fit of +-step/2 to any values, whatever their distribution.

@@ -25,6 +25,8 @@ from lioncub_jax.mesh import placement
 from lioncub_jax.mesh.placement import Workers, names_of
 from lioncub_jax.quantize import Quantizer
 
+__all__ = ["Schedule", "SyncState", "coded", "every", "first", "sync_momentum", "thinning"]
+
 
 class Schedule(NamedTuple):
     """At which steps something is due; steps count from 1.
@@ -57,7 +59,13 @@ def every(period: int) -> Schedule:
 def first(steps: int, schedule: Schedule | None = None) -> Schedule:
     """During the first ``steps`` steps only: at every one, or where ``schedule`` is due.
 
-    ``ValueError`` if ``steps`` is below 1; ``TypeError`` if ``schedule`` is none.
+    Args:
+      steps: at least 1.
+      schedule: when among them; None for every one.
+
+    Raises:
+      ValueError: if ``steps`` is below 1.
+      TypeError: if ``schedule`` is no schedule.
 
     Example:
       >>> import lioncub_jax as lc

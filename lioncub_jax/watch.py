@@ -23,6 +23,8 @@ from jax.extend import backend
 from lioncub_jax import checks, wires
 from lioncub_jax.units import bytes_text
 
+__all__ = ["check_votes", "declared", "mode"]
+
 _MOST_NUMBERS = 128  # losses, metrics and counts; no leaf worth a vote is smaller
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _TRACED = "/jax/core/compile/jaxpr_trace_duration"

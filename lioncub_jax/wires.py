@@ -30,6 +30,8 @@ from lioncub_jax.decide import Decision, Inbox, Reply, Sums
 from lioncub_jax.layout import Bucket
 from lioncub_jax.quantize import Message, Quantizer
 
+__all__ = ["Format", "Wire", "Words", "all_reduce", "counts", "gathered", "lanes", "two_phase"]
+
 # What begins with the first vote that is traced: from then on compiled programs are read.
 before_first_vote: list[Callable[[], None]] = []
 
@@ -219,6 +221,10 @@ def two_phase() -> Wire:
 
     Traffic does not grow with the number of workers. The default.
 
+    Example:
+      >>> import lioncub_jax as lc
+      >>> tx = lc.lion_cub(1e-4, workers="data", wire=lc.wires.two_phase())
+
     Source: Lion Cub (arXiv 2411.16462), "1-bit all-reduce"; p bits up and 1 down are ours.
     """
 
@@ -257,6 +263,11 @@ def counts(dtype: Any = jnp.int8) -> Wire:
     Raises:
       ValueError: for another dtype.
 
+    Example:
+      >>> import lioncub_jax as lc
+      >>> parts = {"quantizer": lc.quantize.integer(8), "wire": lc.wires.counts()}
+      >>> tx = lc.lion_cub(1e-4, workers="data", **parts)
+
     Source: Lion Cub (arXiv 2411.16462), "p-bit all-reduce" with int8.
     """
     dtype = jnp.dtype(dtype)
@@ -288,6 +299,11 @@ def lanes() -> Wire:
     """All-reduce of words whose fields are wide enough that no sum carries into the next.
 
     An ordinary integer all-reduce adds them. With ``integer(p)`` a field has ``p`` bits.
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> parts = {"quantizer": lc.quantize.integer(4), "wire": lc.wires.lanes()}
+      >>> tx = lc.lion_cub(1e-4, workers="data", **parts)
 
     Source: Lion Cub (arXiv 2411.16462), "p-bit all-reduce" for p below 8.
     """

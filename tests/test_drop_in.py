@@ -99,3 +99,15 @@ def test_after_the_change_integers_alone_cross_the_workers_axis_and_it_learns(st
         for mu, p in zip(momenta, params, strict=True):
             lies = NamedSharding(p.sharding.mesh, P("data", *p.sharding.spec))
             assert mu.shape == (4, *p.shape) and mu.sharding.is_equivalent_to(lies, mu.ndim)
+
+
+@pytest.mark.parametrize("style", ["explicit_nnx", "nnx_optimizer"])
+def test_an_adamw_goes_to_the_owner_by_the_same_lines(style, monkeypatch):
+    monkeypatch.syspath_prepend(str(TRAINERS))
+    source = changed(style).replace("lc.lion_cub(", "lc.owner_adamw(")
+    losses, found, _ = run(source, STEPS)
+    (_,), before, _ = run(usual(style).replace("optax.lion(", "optax.adamw("), steps=1)
+    sent, full = (sum(one.sent_bytes for one in crossing(each)) for each in (found, before))
+    # Whole rows of 128 for small arrays: in large ones it is a twelfth.
+    assert dtypes(crossing(found)) == {"u32"} and sent < full / 4
+    assert np.mean(losses[-3:]) < losses[0] - NOISE

@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 
 import jax
+import prose
 import pytest
 from conftest import AXIS, absent, run_python
 
@@ -261,3 +262,25 @@ def test_every_promise_of_the_readme_has_a_test_that_make_test_runs():
         above, found, _ = text.partition(f"\ndef {test}(")
         assert found, f"{file}::{test}"
         assert not above.endswith("@pytest.mark.long"), f"{file}::{test} is long"
+
+
+# Pages with sentences above 25 words, and how many at most. A page that is not here has none.
+LONG = {
+    "README.md": 4,
+    "docs/how_to/choose.md": 7,
+    "docs/how_to/planner.md": 11,
+    "docs/reports/benchmarks.md": 8,
+}
+
+
+def test_sentences_of_pages_are_short():
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")]
+    found = {str(path.relative_to(ROOT)): prose.too_long(path.read_text()) for path in pages}
+    assert {page: long for page, long in found.items() if len(long) > LONG.get(page, 0)} == {}
+
+
+def test_a_sentence_ends_where_a_reader_sees_its_end():
+    text = "# A\nOne `a b` two. **Three.** Four\n\n* five\n* six\n\n| a | b |\n\n"
+    text += "```\ncode here\n```\nseven [eight](x y z)"
+    ends = ["One `c` two.", "**Three.", "Four", "five", "six", "seven [eight]"]
+    assert list(prose.sentences(text)) == ends

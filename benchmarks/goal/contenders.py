@@ -200,7 +200,6 @@ def fed_back(bits: int) -> Any:
 
 
 MEAN = optax.sgd(1.0)  # of how far workers came
-CODES = lc.quantize.error_feedback(lc.quantize.midrise(4), jnp.float32)
 ROTATED = lc.quantize.rotated_sign()
 
 CONTENDERS: dict[str, Contender] = {
@@ -238,13 +237,11 @@ CONTENDERS: dict[str, Contender] = {
         lambda workers: lc.global_gradients(MEAN, workers=workers),
     ),
     "local-2-coded": alone(
-        "owner(optax.scale(-1), reply=decide.codes(4), ...)", OURS, "ours", 2,
+        "baselines.diloco(1.0, momentum=0, bits=4)", OURS, "ours", 2,
         lambda: reference.at_owner(
             optax.scale(-1.0), coding.error_feedback(coding.midrise(4), jnp.float32), 4
         ),
-        lambda workers: lc.owner(
-            optax.scale(-1.0), quantizer=CODES, reply=lc.decide.codes(4), workers=workers
-        ),
+        lambda workers: baselines.diloco(1.0, 0, 4, workers=workers),
     ),
     "one-bit-adam": Contender(
         "baselines.one_bit_adam(...)", PEER, "2102.02888", ADAM,

@@ -70,9 +70,17 @@ def cell_of(key: tuple[int, int, str], methods: dict[str, Rows]) -> dict[str, An
         "tokens": tokens, "workers": workers, "data": data, "better": better,
         "agreement": agreement_of(methods.get("vote", [])),
         "noise_scale": noise_scale_of([row for rows in methods.values() for row in rows]),
+        "vote_over_lion": rounded(vote_over_lion(means["lion"], methods["vote"])),
         "loss": dict(zip(map(str, TARGETS), map(rounded, targets), strict=True)),
         "methods": {name: told(rows, targets) for name, rows in methods.items()},
     }  # fmt: skip
+
+
+def vote_over_lion(lion: Curve, votes: Rows) -> float | None:
+    """Steps to where Lion stands after the first share of its run, over those."""
+    usual = falling([curve_of(row) for row in votes if steps_of(row) == STEPS])
+    steps = reaches(usual, at(lion, TARGETS[0] * STEPS))
+    return steps and steps / (TARGETS[0] * STEPS)
 
 
 def told(rows: Rows, targets: Sequence[float]) -> dict[str, Any]:

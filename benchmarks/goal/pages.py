@@ -25,8 +25,8 @@ from lioncub_jax.planner.evidence import TARGETS
 Found = dict[str, Any]  # what the packaged file holds
 ROOT = Path(__file__).parents[2]
 PAGES = {
-    "README.md": ("what to use",),
-    "docs/how_to/planner.md": ("what to use",),
+    "README.md": ("answer",),
+    "docs/how_to/planner.md": (),
     "docs/how_to/choose.md": ("what to use", "noise", "methods"),
     "docs/reports/benchmarks.md": ("seconds", "time to loss"),
 }
@@ -38,7 +38,8 @@ SHORT = re.compile(r"(has the code of each:\n\n)(?: {4}.*\n)+")
 def rewritten(found: Found) -> dict[Path, str]:
     """Each page with its tables."""
     made = {
-        "what to use": lambda: planner.what_to_use_text(),
+        "answer": planner.answer_text,
+        "what to use": planner.what_to_use_text,
         "noise": lambda: noise(found),
         "methods": lambda: methods(found),
         "seconds": lambda: seconds(found),
@@ -73,6 +74,7 @@ def noise(found: Found) -> str:
         "agreement",
         "noise scale",
         "`lion_cub`",
+        "predicted",
         "`owner_adamw`",
     ]
 
@@ -81,7 +83,9 @@ def noise(found: Found) -> str:
             yield [
                 f"{cell['tokens']:,}", str(cell["workers"]), cell["data"],
                 number(cell["agreement"], ".3f"), number(cell["noise_scale"], ",.0f"),
-                more(cell, "vote", "lion"), more(cell, "owner-adamw", "adamw"),
+                number(cell["vote_over_lion"], ".2f"),
+                number(planner.vote_steps(cell["agreement"], cell["workers"]), ".2f"),
+                more(cell, "owner-adamw", "adamw"),
             ]  # fmt: skip
 
     return report.markdown(head, lines())

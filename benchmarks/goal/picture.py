@@ -9,9 +9,11 @@ from lioncub_jax import planner
 from lioncub_jax.planner import evidence
 from lioncub_jax.planner.choice import SIZE
 
-NETWORKS = np.geomspace(0.03, 100, 60)
-# Of each kind the best is drawn.
-LINES = {"mean": "0.45", "peer": "tab:orange", "ours": "tab:blue"}
+STYLE = Path(__file__).parents[1] / "pictures.mplstyle"
+NETWORKS = np.geomspace(0.05, 100, 60)
+TICKS = 1, 2, 5, 10, 20, 50, 100
+APART = 1.22  # labels, at least, as a ratio of times
+OURS = {"owner-adamw": "owner_adamw", "vote": "lion_cub"}
 
 
 def draw(path: Path) -> None:
@@ -20,49 +22,53 @@ def draw(path: Path) -> None:
 
     cells = [cell for cell in evidence.packaged().cells if cell.data == "alike"]
     noises = sorted({cell.tokens for cell in cells})
-    figure, axes = plt.subplots(
-        1, len(noises), figsize=(4.3 * len(noises), 4), sharey=True, squeeze=False
-    )
-    for axis, tokens in zip(axes[0], noises, strict=True):
-        workers = max(cell.workers for cell in cells if cell.tokens == tokens and cell.workers <= 8)
-        plans = [
-            planner.plan(SIZE, planner.cluster_at(x, workers), 1.0, tokens=tokens) for x in NETWORKS
-        ]
-        panel(axis, plans)
-        axis.set_title(f"{tokens:,} tokens a worker and step, {workers} workers", fontsize=10)
-    axes[0][0].set_ylabel("time to the loss (1: no network)")
-    figure.supxlabel("time of a float32 mean of gradients, over that of computing", fontsize=10)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    with plt.style.context(STYLE):
+        figure, axes = plt.subplots(
+            1, len(noises), figsize=(4.2 * len(noises), 3.6), sharey=True, squeeze=False
+        )
+        for axis, tokens in zip(axes[0], noises, strict=True):
+            workers = max(one.workers for one in cells if one.tokens == tokens and one.workers <= 8)
+            at = [planner.cluster_at(x, workers) for x in NETWORKS]
+            panel(axis, [planner.plan(SIZE, cluster, 1.0, tokens=tokens) for cluster in at])
+            axis.set_title(f"{tokens:,} tokens a worker and step, {workers} workers")
+        axes[0][0].set_ylabel("time to the loss (1: no network)")
+        figure.supxlabel(
+            "time of a float32 mean of gradients, over that of computing a step", size=9
+        )
+        figure.tight_layout()
+        figure.savefig(path, bbox_inches="tight")
+        plt.close(figure)
 
 
 def panel(axis: Any, plans: list[planner.Plan]) -> None:
-    free = min(plans[0].rows[name].steps() for name in ("lion", "adamw"))
-    for kind, color in LINES.items():
-        firsts = [plan.first(kind) for plan in plans]
-        if not all(firsts):
-            continue
-        # One method for a line: the one that is first where the network is slowest.
-        name = "adamw" if kind == "mean" else firsts[-1]
-        times = [plan.rows[name].time() / free for plan in plans]
-        axis.plot(NETWORKS, times, color=color, lw=2)
-        said = "adamw, float32 mean" if kind == "mean" else name
+    """Lines with their names at the end; grey where a mean of gradients is as good."""
+    labels = {}
+    for color, (name, times) in zip(("0.45", "C1", "C0", "C2"), lines(plans).items(), strict=False):
+        axis.plot(NETWORKS, times, color=color)
+        labels[name] = times[-1], color
+    last = 0.0
+    for name, (height, color) in sorted(labels.items(), key=lambda one: one[1][0]):
+        last = max(height, APART * last)
         axis.annotate(
-            said, (NETWORKS[-1], times[-1]), xytext=(-4, 4), textcoords="offset points",
-            ha="right", color=color, fontsize=9,
-        )  # fmt: skip
-    # Where nothing is worth it.
-    no = [
-        x
-        for x, plan in zip(NETWORKS, plans, strict=True)
-        if plan.rows[plan.use()].scheme.kind == "mean"
-    ]
-    if no:
-        axis.axvspan(NETWORKS[0], no[-1], color="0.92")
-        axis.text(NETWORKS[0] * 1.1, 100, "do not\nuse this", fontsize=9, color="0.4", va="top")
-    axis.set(xscale="log", yscale="log", xlim=(NETWORKS[0], NETWORKS[-1]))
+            f" {name}", (NETWORKS[-1], last), color=color, va="center", annotation_clip=False
+        )
+    means = [plan.rows[plan.use()].scheme.kind == "mean" for plan in plans]
+    if any(means):
+        axis.axvspan(NETWORKS[0], NETWORKS[means.index(False)], color="0.92", lw=0)
+        axis.text(NETWORKS[0] * 1.1, TICKS[-1], "do not\nuse this", color="0.4", va="top")
+    axis.set(xscale="log", yscale="log", xlim=(NETWORKS[0], NETWORKS[-1]), ylim=(0.9, 130))
     axis.set_xticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
-    axis.set_yticks([1, 2, 5, 10, 20, 50, 100], ["1", "2", "5", "10", "20", "50", "100"])
+    axis.set_yticks(TICKS, map(str, TICKS))
     axis.minorticks_off()
-    axis.spines[["top", "right"]].set_visible(False)
+
+
+def lines(plans: list[planner.Plan]) -> dict[str, list[float]]:
+    """Times of AdamW by a float32 mean, of whichever peer is best, and of two of ours."""
+    free = min(plans[0].rows[name].steps() for name in ("lion", "adamw"))
+    drawn = {"float32 AdamW": [plan.rows["adamw"].time() / free for plan in plans]}
+    if plans[0].first("peer"):
+        drawn["best peer"] = [plan.times()[plan.first("peer")] / free for plan in plans]
+    for name, said in OURS.items():
+        if name in plans[0].times():
+            drawn[said] = [plan.rows[name].time() / free for plan in plans]
+    return drawn

@@ -203,8 +203,8 @@ class Checkpoints:
 
         Args:
           like: a fresh state of the kind that was saved, on the present mesh, such as that of
-            `init_state`; or ``ShapeDtypeStruct``s with shardings in its place. What lies on no mesh comes
-            back as the same everywhere.
+            `init_state`; or a ``ShapeDtypeStruct`` with its sharding for each array. What lies on no mesh
+            comes back as the same everywhere.
           step: which; None for the newest that is whole.
           workers: ``"mean"``: all get the mean over the workers there were. ``"keep"``: workers that
             survive keep what is theirs, model state too, and newcomers get the mean.

@@ -23,6 +23,17 @@ Attack = Callable[[Any, jax.Array], Any]
 def sign_flip(grads: Any, key: jax.Array) -> Any:
     """Every gradient with the other sign, so that all the votes of the liar are wrong where it knows.
 
+    Args:
+      grads: a tree of floating arrays.
+      key: not used.
+
+    Returns:
+      A tree of the same shapes and dtypes.
+
+    Example:
+      >>> sign_flip(jnp.ones(2), jax.random.key(0)).tolist()
+      [-1.0, -1.0]
+
     Source: Bernstein et al., signSGD with majority vote (arXiv 1810.05291), their worst adversary.
     """
     del key
@@ -31,6 +42,17 @@ def sign_flip(grads: Any, key: jax.Array) -> Any:
 
 def random_votes(grads: Any, key: jax.Array) -> Any:
     """Gaussian noise as large as the gradient of each leaf, drawn anew in each step.
+
+    Args:
+      grads: a tree of floating arrays.
+      key: of the noise.
+
+    Returns:
+      A tree of the same shapes and dtypes.
+
+    Example:
+      >>> random_votes({"w": jnp.ones(2)}, jax.random.key(0))["w"].shape
+      (2,)
 
     Source: the random adversary of Bernstein et al. (arXiv 1810.05291).
     """
@@ -43,18 +65,48 @@ def random_votes(grads: Any, key: jax.Array) -> Any:
 
 
 def scaled(factor: float = 1e6) -> Attack:
-    """The gradient times a number; below 0 it is the strongest flip."""
+    """The gradient times a number; below 0 it is the strongest flip.
+
+    Example:
+      >>> scaled(-10.0)(jnp.ones(2), jax.random.key(0)).tolist()
+      [-10.0, -10.0]
+    """
     return lambda grads, key: optax.tree.scale(factor, grads)
 
 
 def not_finite(grads: Any, key: jax.Array) -> Any:
-    """NaN everywhere: here a worker abstains."""
+    """NaN everywhere: here a worker abstains.
+
+    Args:
+      grads: a tree of floating arrays.
+      key: not used.
+
+    Returns:
+      A tree of the same shapes and dtypes.
+
+    Example:
+      >>> not_finite(jnp.ones(2), jax.random.key(0)).tolist()
+      [nan, nan]
+    """
     del key
     return optax.tree.full_like(grads, jnp.nan)
 
 
 def collusion(grads: Any, key: jax.Array) -> Any:
-    """All liars push the largest leaf one way, as hard as its largest gradient; else they are honest."""
+    """All liars push the largest leaf one way, as hard as its largest gradient; else they are honest.
+
+    Args:
+      grads: a tree of floating arrays.
+      key: not used.
+
+    Returns:
+      A tree of the same shapes and dtypes.
+
+    Example:
+      >>> lies = collusion({"a": jnp.ones(1), "b": jnp.array([-1.0, 3.0])}, jax.random.key(0))
+      >>> lies["a"].tolist(), lies["b"].tolist()
+      ([1.0], [3.0, 3.0])
+    """
     del key
     largest = max(jax.tree.leaves(grads), key=jnp.size)
     pushed = jnp.full_like(largest, jnp.max(jnp.abs(largest)))

@@ -75,30 +75,44 @@ class LabError(RuntimeError):
 class Network(NamedTuple):
     """Workers on one switch, all with the same link.
 
+    Attributes:
+      workers: how many, at least one.
+      rate: bits per second of each link, each way; None: as fast as it goes.
+
     Example:
       >>> Network(4, rate=100e6).rate
       100000000.0
     """
 
     workers: int
-    rate: float | None = None  # bits per second of each link, each way; None: as fast as it goes
+    rate: float | None = None
 
 
 class WorkerReport(NamedTuple):
     """What one worker did.
+
+    Attributes:
+      exit_code: as shells give it: 128 and its number for a signal.
+      sent_bytes: over its link, headers included.
+      received_bytes: likewise.
 
     Example:
       >>> WorkerReport(exit_code=0, sent_bytes=1500, received_bytes=1500).sent_bytes
       1500
     """
 
-    exit_code: int  # as shells give it: 128 + its number for a signal
-    sent_bytes: int  # over its link, headers included
+    exit_code: int
+    sent_bytes: int
     received_bytes: int
 
 
 class Report(NamedTuple):
     """What a run did.
+
+    Attributes:
+      workers: what each of them did.
+      seconds: from the start of the commands to the end of the last.
+      exit_code: 0, or that of the first worker that failed; 130 or 143: stopped.
 
     Example:
       >>> Report((WorkerReport(0, 10, 20),), seconds=1.0, exit_code=0).workers[0].received_bytes
@@ -106,8 +120,8 @@ class Report(NamedTuple):
     """
 
     workers: tuple[WorkerReport, ...]
-    seconds: float  # from the start of the commands to the end of the last
-    exit_code: int  # 0, or that of the first worker that failed; 130, 143: stopped
+    seconds: float
+    exit_code: int
 
 
 _print = functools.partial(print, flush=True)

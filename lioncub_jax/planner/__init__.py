@@ -1,6 +1,7 @@
 """Will it help me, and what do I use? The time to a loss of every method on a cluster, before training."""
 
 from lioncub_jax.planner.choice import (
+    answer_text,
     cluster_at,
     what_to_use,
     what_to_use_short,
@@ -21,6 +22,7 @@ from lioncub_jax.planner.model import (
     step_time,
 )
 from lioncub_jax.planner.report import Plan, advice, as_json, details, legend, plan, table
+from lioncub_jax.planner.votes import vote_steps
 
 __all__ = [
     "CLUSTERS",
@@ -34,6 +36,7 @@ __all__ = [
     "Plan",
     "Scheme",
     "advice",
+    "answer_text",
     "as_json",
     "cell_for",
     "cluster_at",
@@ -46,6 +49,7 @@ __all__ = [
     "scheme_named",
     "step_time",
     "table",
+    "vote_steps",
     "what_to_use",
     "what_to_use_short",
     "what_to_use_text",

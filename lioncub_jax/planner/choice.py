@@ -90,9 +90,8 @@ def what_to_use_text() -> str:
         f"{table}\n\n*network*: the time of a float32 mean of gradients over that of computing a step. "
         "*tokens*: that one worker sees\nin a step. *bits*: that it sends for a parameter in a step. "
         "*steps*: to the loss, over those of the better float32\noptimizer. *sooner*: times as soon as the "
-        f"best peer\nthat is there within {study['steps']} steps; others may get there in more. *rate* "
-        f"and so on: to begin with. Measured with a\n{study['model']} of {study['parameters']:,} "
-        "parameters, not on a GPU.\n"
+        f"best peer that gets there. *rate* and so on: to begin with, in a run of {study['steps']}\nsteps. "
+        f"Measured with a {study['model']} of {study['parameters']:,} parameters, not on a GPU.\n"
     )
 
 
@@ -115,6 +114,26 @@ def _cells(row: Use) -> list[str]:
         f"{how.b1:g}, {how.b2:g}",
         f"{how.decay:g}",
     ]
+
+
+def answer_text() -> str:
+    """The same in Markdown for a first page: a line for each network, a column for each noise."""
+    rows = [row for row in what_to_use() if row.plans]
+    noises = list(dict.fromkeys((row.tokens, row.data) for row in rows))
+    heads = (f"{n:,} tokens{'' if data == DATA[0] else f', data {data}'}" for n, data in noises)
+    at = {(row.tokens, row.data, x): plan for row in rows for x, plan in row.plans.items()}
+    lines = [("network", *heads), ["---"] * (len(noises) + 1)]
+    lines += [(f"{x:g}", *(_answer(at[n, data, x]) for n, data in noises)) for x in NETWORKS]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _answer(plan: Plan) -> str:
+    scheme = plan.rows[plan.use()].scheme
+    if scheme.kind == "mean":
+        return f"a mean of gradients{' in bfloat16' if scheme.learns != scheme.name else ''}"
+    others = map(plan.first, ("mean", "peer"))
+    mean, peer = (f"{plan.gain(name):.2g}" if name else "–" for name in others)
+    return f"`{scheme.code}`, {mean} and {peer}"
 
 
 def _from_to(numbers: list[str]) -> str:

@@ -59,6 +59,7 @@ class Cell(NamedTuple):
       data: one of ``DATA``.
       agreement: how often two workers vote alike, 0.5 for coins; None where nobody looked.
       noise_scale: the gradient noise scale, in tokens.
+      vote_over_lion: steps of a vote to where float32 Lion stands after 60 % of its run, over those.
       loss: the targets, by their shares.
       methods: by name; one that was not run is not there.
     """
@@ -68,6 +69,7 @@ class Cell(NamedTuple):
     data: str
     agreement: float | None
     noise_scale: float | None
+    vote_over_lion: float | None
     loss: Mapping[str, float]
     methods: Mapping[str, Learned]
 
@@ -161,10 +163,15 @@ def _check_noise(tokens: int | None, agreement: float | None) -> None:
             int,
         )  # fmt: skip
     if agreement is not None:
-        check_number(
-            f"agreement={agreement!r}", agreement, lambda a: 0.5 <= a <= 1,
-            "give votes/agreement, from 0.5, where votes are coin flips, to 1, where all are alike",
-        )  # fmt: skip
+        check_agreement(agreement)
+
+
+def check_agreement(agreement: Any) -> None:
+    """Raises ``ValueError`` outside [0.5, 1]."""
+    check_number(
+        f"agreement={agreement!r}", agreement, lambda a: 0.5 <= a <= 1,
+        "give votes/agreement, from 0.5, where votes are coin flips, to 1, where all are alike",
+    )  # fmt: skip
 
 
 def _signal(agreement: Any) -> float:

@@ -76,8 +76,8 @@ def on_mesh(
 ) -> "OnMesh":
     """Runs a transform of this library on global arrays, so that it drops into a trainer under ``jax.jit``.
 
-    Parameters, state and updates are ordinary global arrays with ``NamedSharding``s. Only gradients have
-    a leading axis, one entry for each worker, as `worker_value_and_grad` returns them.
+    Parameters, state and updates are ordinary global arrays, each with a ``NamedSharding``. Only gradients
+    have a leading axis, one entry for each worker, as `worker_value_and_grad` returns them.
 
     Args:
       tx: such as ``lion_cub(1e-4, workers="data")``, alone or in a chain. Transforms in the chain see

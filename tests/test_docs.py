@@ -1,0 +1,127 @@
+"""The pages and the API reference: links, names, docstrings, and the tutorial as a newcomer runs it."""
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+from conftest import run_python
+
+import lioncub_jax as lc
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")])
+API = "".join(page.read_text() for page in ROOT.glob("docs/reference/api/*.md"))
+TUTORIAL = (ROOT / "docs/start/tutorial.md").read_text()
+FENCES = re.compile(r"^(```+).*?^\1$", re.S | re.M)
+
+
+def anchors(page):
+    """Those of its headings, as GitHub and the site make them."""
+    heads = re.findall(r"^#+ (.*)$", FENCES.sub("", page.read_text()), re.M)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere_and_pictures_say_what_they_show(page):
+    text = FENCES.sub("", page.read_text())
+    dead = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = link.partition("#")
+        if re.match(r"\w+:", link):
+            continue
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            dead.append(link)
+    assert not dead
+    assert all(len(alt) > 30 for alt in re.findall(r"!\[(.*?)\]", text, re.S))
+
+
+def test_drawings_have_titles():
+    for picture in (ROOT / "docs/pictures").glob("*.svg"):
+        title = ET.parse(picture).getroot().find("{http://www.w3.org/2000/svg}title")
+        assert title is not None and title.text
+
+
+# --- The API reference
+
+
+def public():
+    """Each public thing by its shortest name; a module's are those that its ``__all__`` lists."""
+    spaces = {name: x for name in lc.__all__ if inspect.ismodule(x := getattr(lc, name))}
+    names = [name for name in lc.__all__ if name not in spaces]
+    names += [f"{space}.{name}" for space, module in spaces.items() for name in module.__all__]
+    found = {}
+    for name in sorted(names, key=lambda name: (name.count("."), name)):
+        space, _, last = name.rpartition(".")
+        thing = getattr(spaces[space] if space else lc, last)
+        if thing not in [x for x in found.values() if inspect.isroutine(x) or inspect.isclass(x)]:
+            found[name] = thing
+    return found
+
+
+PUBLIC = public()
+
+
+def test_every_public_name_is_in_the_reference_once():
+    shown = re.findall(r"^\.\. [\w:]+:: lioncub_jax\.([\w.]+)$", API, re.M)
+    assert sorted(shown) == sorted(PUBLIC)
+
+
+def lacking(name, thing):
+    """Sections that the docstring of a function or class should have and has not."""
+    said = inspect.getdoc(thing) or ""
+    arguments = inspect.isfunction(thing) and inspect.signature(thing).parameters
+    fields = getattr(thing, "_fields", ())
+    shown = "Attributes:" in said or (inspect.isclass(thing) and issubclass(thing, Exception))
+    raises = inspect.isfunction(thing) and re.search(r"^    raise ", inspect.getsource(thing), re.M)
+    sections = {
+        "Example:": not (shown or name.startswith("planner.")),
+        "Args:": bool(arguments) and len(arguments) > 1 and not name.startswith("planner."),
+        "Attributes:": bool(fields),
+        "Raises:": bool(raises),
+        "Source:": name.startswith("baselines."),
+    }
+    whose = re.search(r"rguments[^.]* those of `", said)
+    return [
+        section for section, due in sections.items()
+        if due and not re.search(rf"^{section}", said, re.M) and not (whose and section == "Args:")
+    ]  # fmt: skip
+
+
+def test_public_docstrings_tell_of_arguments_errors_an_example_and_a_source():
+    described = {n: x for n, x in PUBLIC.items() if inspect.isfunction(x) or inspect.isclass(x)}
+    missing = {name: lacking(name, x) for name, x in described.items()}
+    assert {name: sections for name, sections in missing.items() if sections} == {}
+
+
+# --- What the pages run
+
+
+def cells(page):
+    return re.findall(r"^```\{code-cell\}[^\n]*\n(?:---\n.*?---\n)?(.*?)^```", page, re.S | re.M)
+
+
+def test_the_tutorial_runs_counts_bytes_and_comes_close_to_float32():
+    done = run_python("\n".join(cells(TUTORIAL)), MPLBACKEND="agg", XLA_FLAGS="")
+    assert done.returncode == 0, done.stderr
+    rows = re.findall(r"^(\w+).*loss ([\d.]+)  sent +(\d+) kB.* ([\d.]+) times", done.stdout, re.M)
+    found = {name: (float(loss), float(times)) for name, loss, _, times in rows}
+    assert found["owner_adamw"][0] < 1.1 * found["AdamW"][0] < 2
+    assert found["owner_adamw"][1] > 11 and found["lion_cub"][1] > 29
+    assert "votes/agreement" in done.stdout and "Do not use this" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["plan", "bytes", "lab", "run"])
+def test_the_page_of_commands_shows_their_help(command):
+    page = (ROOT / "docs/reference/commands.md").read_text()
+    done = subprocess.run(
+        [sys.executable, "-m", "lioncub_jax", command, "--help"],
+        capture_output=True, text=True, check=True, env=os.environ | {"COLUMNS": "100"},
+    )  # fmt: skip
+    wanted = f"```text\n$ lioncub {command} --help\n{done.stdout}```"
+    assert wanted in page, f"paste this under '## lioncub {command}':\n{wanted}"
