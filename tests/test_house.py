@@ -243,16 +243,6 @@ def test_a_docstring_that_tells_of_arguments_tells_of_all():
     assert not silent
 
 
-def test_the_readme_shows_the_quickstart_that_runs():
-    shown = re.search(
-        r"<!-- quickstart -->\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S
-    )
-    assert (
-        f"# [quickstart]\n{shown[1]}# [/quickstart]"
-        in (ROOT / "examples/quickstart.py").read_text()
-    )
-
-
 def test_every_promise_of_the_readme_has_a_test_that_make_test_runs():
     page = (ROOT / "docs/develop.md").read_text()
     named = re.findall(r"`(\w+)::(test_\w+)`", page)
@@ -264,19 +254,10 @@ def test_every_promise_of_the_readme_has_a_test_that_make_test_runs():
         assert not above.endswith("@pytest.mark.long"), f"{file}::{test} is long"
 
 
-# Pages with sentences above 25 words, and how many at most. A page that is not here has none.
-LONG = {
-    "README.md": 4,
-    "docs/how_to/choose.md": 7,
-    "docs/how_to/planner.md": 11,
-    "docs/reports/benchmarks.md": 8,
-}
-
-
 def test_sentences_of_pages_are_short():
     pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")]
     found = {str(path.relative_to(ROOT)): prose.too_long(path.read_text()) for path in pages}
-    assert {page: long for page, long in found.items() if len(long) > LONG.get(page, 0)} == {}
+    assert {page: long for page, long in found.items() if long} == {}
 
 
 def test_a_sentence_ends_where_a_reader_sees_its_end():

@@ -15,7 +15,7 @@ from typing import Any
 
 import report
 
-from goal import curves, summary
+from goal import curves, planned, summary
 from goal.contenders import CONTENDERS
 from goal.lab import NOTHING
 from lioncub_jax import planner
@@ -57,11 +57,11 @@ def rewritten(found: Found) -> dict[Path, str]:
 
 
 def printed(at: re.Match[str]) -> str:
-    """A command of the planner, and what it prints."""
+    """A command of the planner, and what it prints, in lines that fit a page."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         cli(shlex.split(at[2]))
-    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    lines = [textwrap.fill(line, 108) for line in out.getvalue().splitlines()]
     return f"{at[1]}{at[2]}\n{chr(10).join(lines)}\n```"
 
 
@@ -175,8 +175,14 @@ def speedups(found: Found) -> str:
             yield [
                 f"{cell.tokens:,}", cell.network, own, peer, number(ratio, ".2f"), best,
             ]  # fmt: skip
+        for one in planned.cells():
+            own, peer, ratio = one.speedup()
+            left = one.plan.times()[peer] / one.limit()
+            yield [
+                f"{one.tokens:,}", f"{one.network}, planned", own, peer, f"{ratio:.2f}", f"{left:.2f}",
+            ]  # fmt: skip
 
-    return report.markdown(head, lines()) if summary.cells(found) else NONE
+    return report.markdown(head, lines())
 
 
 def number(x: float | None, form: str) -> str:
