@@ -21,6 +21,10 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 # The compiler of TPUs, which needs none; beside the environment, because JAX looks for chips where it finds it.
 TPU := requirements/tpu.txt
 TPU_READY := $(VENV)/tpu/.ready
+# Writers of logs, in an environment that sees $(VENV).
+LOG := requirements/log.txt
+LOG_READY := .venv-log/.ready-$(PY_VERSION)
+SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 # The site; beside requirements/lock.txt, whose versions it keeps.
 DOCS := requirements/docs.txt
 DOCS_READY := $(VENV)/.docs-ready-$(PY_VERSION)
@@ -62,10 +66,11 @@ demo: $(READY) ## train the example, with output in runs/demo
 test: $(READY) ## run the tests and the doctests
 	$(VENV)/bin/python $(PYTEST)
 
-# The second line compiles as users do, and not by the quick flags of tests/conftest.py: what is equal to the
+# The third line compiles as users do, and not by the quick flags of tests/conftest.py: what is equal to the
 # bit must be so for them.
-test-long: $(READY) $(TPU_READY) ## run what is left, for a release: long tests, other flags, a TPU's compiler
+test-long: $(READY) $(TPU_READY) $(LOG_READY) ## run what is left, for a release: long tests, other flags, a TPU's compiler
 	$(VENV)/bin/python $(PYTEST) -m long
+	PYTHONPATH=$(CURDIR) .venv-log/bin/python $(PYTEST) -m long tests/test_logging.py
 	XLA_FLAGS= $(VENV)/bin/python $(PYTEST) $(EQUALITY)
 	JAX_PLATFORMS=cpu PYTHONPATH=$(CURDIR)/$(VENV)/tpu $(VENV)/bin/python $(PYTEST) -m tpu tests/test_ahead_of_time.py
 	$(VENV)/bin/python tests/mutants.py --jobs $(TEST_JOBS)
@@ -73,6 +78,12 @@ test-long: $(READY) $(TPU_READY) ## run what is left, for a release: long tests,
 $(TPU_READY): $(READY) $(TPU)
 	rm -rf $(@D)
 	$(VENV)/bin/python $(PIP_INSTALL) --no-deps --require-hashes --target $(@D) -r $(TPU)
+	@touch $@
+
+$(LOG_READY): $(READY) $(LOG)
+	$(VENV)/bin/python -m venv --clear .venv-log
+	$(VENV)/bin/python -c '$(SITE)' > "$$(.venv-log/bin/python -c '$(SITE)')/seen.pth"
+	.venv-log/bin/python $(PIP_INSTALL) -r $(LOG)
 	@touch $@
 
 lint: $(READY) ## check style, formatting and types
@@ -153,6 +164,6 @@ lock: ## resolve requirements/lock.txt anew
 		--custom-compile-command "make lock" --quiet --output-file $(DOCS)
 
 clean: ## remove environments, caches and builds; runs/ stays
-	rm -rf .venv .venv-oldest .venv-newest .venv-wheel .venv-lock build dist *.egg-info
+	rm -rf .venv .venv-oldest .venv-newest .venv-wheel .venv-lock .venv-log build dist *.egg-info
 	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -378,7 +378,11 @@ MUTANTS = r"""
 - return jax.make_array_from_process_local_data(sharding, host, shape)
 + return jax.device_put(host, sharding)
 
-# training/stats.py: face sync training
+# training/stats.py: face sync training logging
+= tokens a second are those since the first row
+-         self._last = step, now
++         self._last = self._last or (step, now)
+
 = leaves that were not measured pull the drift down
 - measured = each >= 0
 + measured = each > -1.5
@@ -575,6 +579,10 @@ MUTANTS = r"""
 + times=turns
 
 # traffic/replica_groups.py: compiled
+= a permute without pairs joins all devices
+-     if pairs and ", source_target_pairs={}" in attributes:
++     if False:
+
 = groups that are written transposed are read straight
 - .transpose(_numbers(order) if order else None)
 + .copy()

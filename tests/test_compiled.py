@@ -92,6 +92,12 @@ def test_loops_multiply_and_branches_are_apart():
     assert sent_bytes(found, gated=True) == {("tp",): 21 * 256}
 
 
+def test_a_permute_without_pairs_sends_nothing():
+    """As of a pipeline with one stage; groups without members are all devices."""
+    (found,) = read(lambda x: jax.lax.ppermute(x, "tp", []))
+    assert (found.op, found.axes, found.sent_bytes) == ("collective-permute", (), 0)
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_collectives_that_the_partitioner_adds(kind):
     """Their groups come with names such as 'axis_0' in place of the user's."""

@@ -8,6 +8,7 @@ import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+import pages
 import pytest
 from conftest import run_python
 
@@ -100,6 +101,11 @@ def test_public_docstrings_tell_of_arguments_errors_an_example_and_a_source():
 
 
 # --- What the pages run
+
+
+@pytest.mark.parametrize("page", ["several_hosts", "logging", "pipeline"])
+def test_a_comment_above_each_block_of_code_says_who_runs_it_or_why_nobody_does(page):
+    assert all(one.mark for one in pages.blocks(f"how_to/{page}.md"))
 
 
 def cells(page):

@@ -1,4 +1,4 @@
-"""The lines that docs/how_to/trainer.md shows, applied to the usual trainers that it shows them for."""
+"""The lines that trainer.md and pipeline.md show, applied to the usual trainers that they show them for."""
 
 import contextlib
 import itertools
@@ -17,7 +17,8 @@ from lioncub_jax.traffic.compiled import collectives
 os.environ.setdefault("KERAS_BACKEND", "jax")  # before anything imports keras
 ROOT = Path(__file__).parents[1]
 TRAINERS = ROOT / "examples" / "trainers"
-DOCUMENT = (ROOT / "docs" / "how_to" / "trainer.md").read_text()
+PAGES = ROOT / "docs/how_to"
+DOCUMENT = (PAGES / "trainer.md").read_text() + (PAGES / "pipeline.md").read_text()
 SHOWN = dict(re.findall(r"<!-- drop-in: (\w+) -->\n```diff\n(.*?)```", DOCUMENT, re.DOTALL))
 STYLES = sorted(path.stem for path in TRAINERS.glob("*.py") if path.stem != "common")
 NEEDS = {"equinox_filter": "equinox", "haiku_rnn": "haiku", "keras_stateless": "keras"}

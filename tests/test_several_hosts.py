@@ -9,7 +9,7 @@ import sys
 import textwrap
 
 import pytest
-from pages import ROOT, block
+from pages import ROOT, block, blocks
 
 from lioncub_jax import lab
 
@@ -55,7 +55,7 @@ def test_two_hosts_save_and_go_on_and_four_go_on_with_devices_as_workers(machine
     folder, script = tmp_path / "saved", tmp_path / "flat.py"
     first, second = as_the_page_says(folder)
     script.write_text(SCRIPT.read_text().replace("two_level_mesh()", "two_level_mesh(1)"))
-    other = "ip link set eth0 down name net$RANK up; [ $RANK = 3 ] && sleep 5"
+    other = "PATH=$PATH:/usr/sbin:/sbin; ip link set eth0 down name net$RANK up; [ $RANK = 3 ] && sleep 5"
     third, codes = in_the_lab(
         4, f"{other}; exec {sys.executable} {script} {AT} --folder {folder} --steps 150"
     )
@@ -87,6 +87,18 @@ def test_options_that_do_not_go_together_are_refused(monkeypatch, capsys):
         with pytest.raises(SystemExit):
             options()
         assert words in capsys.readouterr().err
+
+
+def test_commands_of_the_page_have_options_that_go_together(monkeypatch):
+    options = runpy.run_path(str(SCRIPT))["options"]
+    shown = [one.code for one in blocks(PAGE) if one.language == "bash" and SCRIPT.name in one.code]
+    assert len(shown) == 4
+    for code in shown:
+        subprocess.run(["bash", "-n"], input=code, text=True, check=True)
+        said = code.replace("\\\n", " ").partition(SCRIPT.name)[2]
+        said = re.sub(r'"?\$\w+"?', "1", said).replace('"', "\n").splitlines()[0]
+        monkeypatch.setattr(sys, "argv", ["", *said.split()])
+        assert options().folder.endswith("/run")
 
 
 def test_where_nobody_knows_of_other_hosts_it_says_what_to_give():

@@ -34,6 +34,8 @@ def joined(attributes: str, mesh: AnyMesh, *, pairs: bool) -> tuple[Axes, int]:
 
     Of ``pairs`` those along which anything moves, and how many devices these span.
     """
+    if pairs and ", source_target_pairs={}" in attributes:
+        return (), 1  # as along an axis of one device: nothing moves
     groups = _groups(attributes, mesh.size)
     each, devices = sorted(itertools.chain(*groups)), [*range(mesh.size)]
     fits = {*each} <= {*devices} if pairs else each == devices
