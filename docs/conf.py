@@ -13,11 +13,13 @@ author = "The lioncub_jax authors"
 release = importlib.metadata.version("lioncub_jax")
 html_title = f"lioncub_jax {release}"
 html_theme = "sphinx_book_theme"
-html_static_path = ["pictures"]
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 html_show_copyright = False
 html_theme_options = {
     "home_page_in_toc": True,
     "show_navbar_depth": 1,
+    "navbar_persistent": [],  # the search is in the column on the left
     "use_download_button": False,
     "use_fullscreen_button": False,
 }
