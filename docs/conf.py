@@ -27,7 +27,7 @@ html_theme_options = {
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 3  # as GitHub gives them, so that a link works on both
 nb_execution_mode = "force"
-nb_execution_timeout = 150
+nb_execution_timeout = 600  # seconds for a cell; the longest takes half a minute of two free cores
 nb_execution_raise_on_error = True
 
 # A name between single backticks is a link where the site has the name, and code elsewhere.
