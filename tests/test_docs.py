@@ -103,7 +103,9 @@ def test_public_docstrings_tell_of_arguments_errors_an_example_and_a_source():
 
 
 def cells(page):
-    return re.findall(r"^```\{code-cell\}[^\n]*\n(?:---\n.*?---\n|:.*?\n)?(.*?)^```", page, re.S | re.M)
+    return re.findall(
+        r"^```\{code-cell\}[^\n]*\n(?:---\n.*?---\n|:.*?\n)?(.*?)^```", page, re.S | re.M
+    )
 
 
 def test_the_tutorial_runs_counts_bytes_and_comes_close_to_float32():
