@@ -13,11 +13,13 @@ author = "The lioncub_jax authors"
 release = importlib.metadata.version("lioncub_jax")
 html_title = f"lioncub_jax {release}"
 html_theme = "sphinx_book_theme"
-html_static_path = ["pictures"]
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 html_show_copyright = False
 html_theme_options = {
     "home_page_in_toc": True,
     "show_navbar_depth": 1,
+    "navbar_persistent": [],  # the search is in the column on the left
     "use_download_button": False,
     "use_fullscreen_button": False,
 }
@@ -25,7 +27,7 @@ html_theme_options = {
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 3  # as GitHub gives them, so that a link works on both
 nb_execution_mode = "force"
-nb_execution_timeout = 150
+nb_execution_timeout = 600  # seconds for a cell; the longest takes half a minute of two free cores
 nb_execution_raise_on_error = True
 
 # A name between single backticks is a link where the site has the name, and code elsewhere.

@@ -109,7 +109,9 @@ def test_a_comment_above_each_block_of_code_says_who_runs_it_or_why_nobody_does(
 
 
 def cells(page):
-    return re.findall(r"^```\{code-cell\}[^\n]*\n(?:---\n.*?---\n)?(.*?)^```", page, re.S | re.M)
+    return re.findall(
+        r"^```\{code-cell\}[^\n]*\n(?:---\n.*?---\n|:.*?\n)?(.*?)^```", page, re.S | re.M
+    )
 
 
 def test_the_tutorial_runs_counts_bytes_and_comes_close_to_float32():

@@ -1,0 +1,120 @@
+"""Clicks through the site in chromium as a reader would; `make docs-test` builds it and runs this."""
+
+import functools
+import http.server
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SITE = ROOT / "build" / "docs"
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+WINDOWS = {"wide": {"width": 1400, "height": 900}, "narrow": {"width": 390, "height": 844}}
+VIEWS = [(size, scheme) for size in WINDOWS for scheme in ("light", "dark")]
+
+pytestmark = pytest.mark.browser
+
+
+@pytest.fixture(scope="module")
+def site():
+    """The address of the built site, served from this machine."""
+    if not (SITE / "index.html").exists():
+        pytest.fail(f"{SITE} has no site: run make docs")
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *about):
+            pass
+
+    handler = functools.partial(Quiet, directory=str(SITE))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if CHROMIUM is None:
+        pytest.skip("chromium is not installed: the site was built and not looked at")
+    playwright = pytest.importorskip("playwright.sync_api", reason="make docs installs playwright")
+    options = {"executable_path": CHROMIUM, "args": ["--no-sandbox"]}
+    with playwright.sync_playwright() as driver, driver.chromium.launch(**options) as chromium:
+        yield chromium
+
+
+@pytest.fixture
+def page(browser, site):
+    with browser.new_page(viewport=WINDOWS["wide"], base_url=site) as page:
+        yield page
+
+
+def pages():
+    return sorted(
+        str(path.relative_to(SITE))
+        for path in SITE.rglob("*.html")
+        if not path.relative_to(SITE).parts[0].startswith("_") and path.name != "genindex.html"
+    )
+
+
+def test_the_tutorial_is_one_click_away_and_shows_what_it_printed(page):
+    page.goto("/index.html")
+    page.locator("article").get_by_role("link", name="the tutorial").click()
+    assert page.locator("article h1").inner_text().startswith("Tutorial")
+    said = page.locator(".cell_output").all_inner_texts()
+    assert len(said) < 10
+    assert any("float32 sends" in text for text in said)
+    assert any("votes/agreement" in text for text in said)
+    assert page.locator(".cell_output img").evaluate("image => image.naturalWidth") > 300
+
+
+def test_the_reference_leads_to_a_function_by_its_kind(page):
+    page.goto("/reference/api/index.html")
+    page.locator("article").get_by_role("link", name="Optimizers").first.click()
+    heading = page.locator("dt#lioncub_jax\\.owner_adamw")
+    assert "learning_rate" in heading.inner_text()
+    page.locator("article").get_by_role("link", name="owner", exact=True).first.click()
+    assert page.url.endswith("#lioncub_jax.owner")
+
+
+def test_the_search_finds_a_name_and_a_word(page):
+    for word, wanted in {"owner_adamw": "lioncub_jax.owner_adamw", "coin": "Zeros, ties"}.items():
+        page.goto(f"/search.html?q={word}")
+        page.locator("#search-results li").get_by_text(wanted).first.wait_for(timeout=10_000)
+
+
+def test_every_page_is_there_with_its_links_and_pictures(page, site):
+    """The links of all pages, as the browser resolves them."""
+    missing, links = [], set()
+    for name in pages():
+        page.goto(f"/{name}", wait_until="domcontentloaded")
+        links |= {
+            (name, link)
+            for link in page.eval_on_selector_all("a[href]", "found => found.map(a => a.href)")
+            if link.startswith(site)
+        }
+        broken = (
+            "found => found.filter(i => !i.alt || (i.complete && !i.naturalWidth)).map(i => i.src)"
+        )
+        missing += [(name, x) for x in page.eval_on_selector_all("article img", broken)]
+    for name, link in links:
+        path = link.removeprefix(site).partition("#")[0].partition("?")[0]
+        if path and not (SITE / path.lstrip("/")).exists():
+            missing.append((name, link))
+    assert missing == []
+
+
+@pytest.mark.parametrize("size, scheme", VIEWS)
+def test_nothing_runs_out_of_the_window(browser, site, size, scheme):
+    """Wide tables and code scroll inside their own frame."""
+    wide = []
+    with browser.new_page(viewport=WINDOWS[size], color_scheme=scheme, base_url=site) as page:
+        for name in pages():
+            page.goto(f"/{name}", wait_until="domcontentloaded")
+            shown = page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
+            if shown[0] > shown[1]:
+                wide.append((name, shown))
+        page.goto("/explain/step.html")
+        assert page.evaluate("document.documentElement.dataset.theme") == scheme
+    assert wide == []
