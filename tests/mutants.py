@@ -167,10 +167,6 @@ MUTANTS = r"""
 + _seed(step, _TIES)
 
 # wires.py: bits
-= a number of a reply that goes on in the next word is cut
-- x |= words[:, word + 1] << (32 - first)
-+ pass
-
 # axes.py: sharding contract
 = ties of cut leaves are those of one shard
 - [once(x, over - varying_axes(x)) for x in numbers]

@@ -15,7 +15,7 @@ from conftest import run_python
 import lioncub_jax as lc
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")])
+PAGES = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md"), *ROOT.glob("*.md")])
 API = "".join(page.read_text() for page in ROOT.glob("docs/reference/api/*.md"))
 TUTORIAL = (ROOT / "docs/start/tutorial.md").read_text()
 FENCES = re.compile(r"^(```+).*?^\1$", re.S | re.M)
@@ -81,8 +81,8 @@ def lacking(name, thing):
     shown = "Attributes:" in said or (inspect.isclass(thing) and issubclass(thing, Exception))
     raises = inspect.isfunction(thing) and re.search(r"^    raise ", inspect.getsource(thing), re.M)
     sections = {
-        "Example:": not (shown or name.startswith("planner.")),
-        "Args:": bool(arguments) and len(arguments) > 1 and not name.startswith("planner."),
+        "Example:": not shown,
+        "Args:": bool(arguments) and len(arguments) > 1,
         "Attributes:": bool(fields),
         "Raises:": bool(raises),
         "Source:": name.startswith("baselines."),

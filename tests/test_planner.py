@@ -20,6 +20,7 @@ from lioncub_jax.cli import output
 from lioncub_jax.planner import (
     Cluster,
     Link,
+    choice,
     evidence,
     pays,
     report,
@@ -441,7 +442,7 @@ def test_the_table_is_small_and_says_what_the_plan_says(known):
         for tokens in noise
         for n in (0.1, 1, 10, 100)
     ]
-    lines = planner.what_to_use_text().split("\n\n")[0].splitlines()
+    lines = choice.what_to_use_text().split("\n\n")[0].splitlines()
     assert len(rows) == len(lines) - 2 <= 14
     for row, line in zip(rows, lines[2:], strict=True):
         cells = [text.strip() for text in line.strip("|").split("|")]

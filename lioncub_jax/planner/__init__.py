@@ -1,11 +1,8 @@
 """Will it help me, and what do I use? The time to a loss of every method on a cluster, before training."""
 
 from lioncub_jax.planner.choice import (
-    answer_text,
     cluster_at,
     what_to_use,
-    what_to_use_short,
-    what_to_use_text,
 )
 from lioncub_jax.planner.clusters import CLUSTERS, NamedCluster, cluster_named
 from lioncub_jax.planner.evidence import DATA, cell_for
@@ -36,7 +33,6 @@ __all__ = [
     "Plan",
     "Scheme",
     "advice",
-    "answer_text",
     "as_json",
     "cell_for",
     "cluster_at",
@@ -51,6 +47,4 @@ __all__ = [
     "table",
     "vote_steps",
     "what_to_use",
-    "what_to_use_short",
-    "what_to_use_text",
 ]

@@ -43,7 +43,16 @@ class Use(NamedTuple):
 
 
 def cluster_at(network: float, workers: int) -> Cluster:
-    """Where a float32 mean of gradients takes so many times as long as a second of computing."""
+    """Where a float32 mean of gradients takes so many times as long as a second of computing.
+
+    Args:
+      network: that ratio.
+      workers: how many.
+
+    Example:
+      >>> cluster_at(10, 8).workers
+      8
+    """
     free = Cluster(workers, Link(math.inf, 0.0), memory_bandwidth=math.inf)
     sent = step_time(FLOAT32, SIZE, free, 1.0).link_bits
     return dataclasses.replace(free, link=Link(sent / network, 0.0))

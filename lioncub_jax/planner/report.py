@@ -164,6 +164,11 @@ def advice(plan: Plan) -> str:
     Returns:
       The method that is first to the loss, whoever's it is. It begins with "Do not use this" where nothing
       is there ``WORTHWHILE_SPEEDUP`` times as soon as a mean of gradients, and then says which mean.
+
+    Example:
+      >>> from lioncub_jax.planner import Link
+      >>> advice(plan(10**8, Cluster(1, Link(1e9)), 0.1, tokens=32))[:31]
+      'Do not use this: one worker has'
     """
     if plan.cluster.workers == 1:
         return "Do not use this: one worker has no others to exchange with; use optax.adamw or optax.lion."
@@ -219,7 +224,13 @@ def _measured(plan: Plan, seeds: int) -> str:
 
 
 def details(plan: Plan) -> str:
-    """Who is nearly as soon, and below which rate sending less is worth it."""
+    """Who is nearly as soon, and below which rate sending less is worth it.
+
+    Example:
+      >>> from lioncub_jax.planner import Link
+      >>> details(plan(10**8, Cluster(8, Link(1e9)), 0.1, tokens=32))[:23]
+      'Within 5 % of it, or so'
+    """
     times = plan.times()
     close = [name for name in times if times[name] <= WORTHWHILE_SPEEDUP * times[plan.use()]]
     rate = plan.worthwhile()
@@ -243,6 +254,11 @@ def table(plan: Plan) -> str:
       collectives, "packing" that of packing, counting and unpacking, and "step" the time of the whole step.
       "steps" is how many it takes to the loss, with the standard deviation over seeds, and "time" how long
       that is, that of the best mean of gradients being 1. Bytes are in decimal units.
+
+    Example:
+      >>> from lioncub_jax.planner import Link
+      >>> table(plan(10**8, Cluster(8, Link(1e9)), 0.1, tokens=32)).splitlines()[0]
+      '8 workers at 1 Gbit/s'
     """
     mean = min(plan.times("mean").values())
     lines = [["method", "sent", "network", "packing", "step", "steps", "time"]]
