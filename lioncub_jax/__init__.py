@@ -12,7 +12,8 @@ long as computing a float32 mean of gradients takes; `planner.legend` has the co
 
     32 tokens, data alike: adamw-bfloat16 at 0.1, owner-adamw at 1, vote at 10 to 100
     256 tokens, data alike: adamw-bfloat16 at 0.1, owner-adamw at 1, owner-lion at 10, vote at 100
-    256 tokens, data different: adamw-bfloat16 at 0.1, owner-adamw at 1 to 100
+    2,048 tokens, data alike: adamw-bfloat16 at 0.1, owner-adamw at 1 to 100
+    256 tokens, data different: adamw-bfloat16 at 0.1, owner-adamw at 1, vote at 10 to 100
 """
 
 import importlib

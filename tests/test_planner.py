@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from conftest import AXIS, absent
@@ -25,7 +24,6 @@ from lioncub_jax.planner import (
     pays,
     report,
     scheme_named,
-    votes,
 )
 
 SIZE = 2**20
@@ -470,45 +468,3 @@ def test_the_table_and_a_plan_give_one_answer(monkeypatch):
             again = planner.plan(10**7, at, 1.0, tokens=row.tokens, data=row.data)
             assert again.use() == row.method()
             assert scheme_named(row.method()).code in report.advice(again)
-
-
-# --- What votes cost
-
-
-def cost(cell):
-    """What the law makes of a cell without its constant."""
-    return (planner.vote_steps(cell.agreement, cell.workers) - 1) / votes.COST
-
-
-def test_the_cost_of_votes_is_predicted_where_it_was_not_fitted(monkeypatch):
-    """On other noises and data, within 5 points; the constant is that of the least noise of all."""
-    monkeypatch.undo()
-    cells = evidence.packaged().cells
-    fitted = [one for one in cells if (one.tokens, one.data) == (32, "alike")]
-    others = [one for one in cells if one not in fitted]
-    least = sum(cost(one) * (one.vote_over_lion - 1) for one in fitted) / sum(
-        cost(one) ** 2 for one in fitted
-    )
-    assert pytest.approx(least, rel=0.03) == votes.COST and len(others) >= 2
-    for cell in others:
-        predicted = planner.vote_steps(cell.agreement, cell.workers)
-        assert abs(predicted - cell.vote_over_lion) <= 0.05, cell[:3]
-
-
-@pytest.mark.parametrize("workers", [2, 8, 32])
-def test_agreement_and_the_worth_of_votes_are_those_of_drawn_votes(workers):
-    rng, spread = np.random.default_rng(0), 0.4
-    signals = spread * rng.normal(size=200_000)
-    count = rng.binomial(workers, [0.5 * math.erfc(-s / 2**0.5) for s in signals])
-    unlike = 2 * count * (workers - count) / (workers * (workers - 1))
-    signs = np.sign(2 * count - workers)
-    cosine = (signals @ signs) / np.linalg.norm(signals) / np.linalg.norm(signs)
-    likeness = spread**2 / (1 + spread**2)
-    assert 1 - unlike.mean() == pytest.approx(0.5 + math.asin(likeness) / math.pi, abs=2e-3)
-    assert votes._cosine_of_votes(spread, workers) == pytest.approx(cosine, abs=5e-3)
-
-
-def test_votes_cost_nothing_where_all_are_alike_or_alone():
-    assert planner.vote_steps(1.0, 8) == 1 == pytest.approx(planner.vote_steps(0.51, 1))
-    with pytest.raises(ValueError, match=r"agreement=0.4: give votes/agreement, from 0.5"):
-        planner.vote_steps(0.4, 8)

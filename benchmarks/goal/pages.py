@@ -75,7 +75,6 @@ def noise(found: Found) -> str:
         "agreement",
         "noise scale",
         "`lion_cub`",
-        "predicted",
         "`owner_adamw`",
     ]
 
@@ -85,7 +84,6 @@ def noise(found: Found) -> str:
                 f"{cell['tokens']:,}", str(cell["workers"]), cell["data"],
                 number(cell["agreement"], ".3f"), number(cell["noise_scale"], ",.0f"),
                 number(cell["vote_over_lion"], ".2f"),
-                number(planner.vote_steps(cell["agreement"], cell["workers"]), ".2f"),
                 more(cell, "owner-adamw", "adamw"),
             ]  # fmt: skip
 

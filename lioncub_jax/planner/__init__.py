@@ -19,7 +19,6 @@ from lioncub_jax.planner.model import (
     step_time,
 )
 from lioncub_jax.planner.report import Plan, advice, as_json, details, legend, plan, table
-from lioncub_jax.planner.votes import vote_steps
 
 __all__ = [
     "CLUSTERS",
@@ -45,6 +44,5 @@ __all__ = [
     "scheme_named",
     "step_time",
     "table",
-    "vote_steps",
     "what_to_use",
 ]

@@ -163,15 +163,10 @@ def _check_noise(tokens: int | None, agreement: float | None) -> None:
             int,
         )  # fmt: skip
     if agreement is not None:
-        check_agreement(agreement)
-
-
-def check_agreement(agreement: Any) -> None:
-    """Raises ``ValueError`` outside [0.5, 1]."""
-    check_number(
-        f"agreement={agreement!r}", agreement, lambda a: 0.5 <= a <= 1,
-        "give votes/agreement, from 0.5, where votes are coin flips, to 1, where all are alike",
-    )  # fmt: skip
+        check_number(
+            f"agreement={agreement!r}", agreement, lambda a: 0.5 <= a <= 1,
+            "give votes/agreement, from 0.5, where votes are coin flips, to 1, where all are alike",
+        )  # fmt: skip
 
 
 def _signal(agreement: Any) -> float:
