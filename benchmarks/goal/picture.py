@@ -14,6 +14,7 @@ NETWORKS = np.geomspace(0.05, 100, 60)
 TICKS = 1, 2, 5, 10, 20, 50, 100
 APART = 1.22  # labels, at least, as a ratio of times
 OURS = {"owner-adamw": "owner_adamw", "vote": "lion_cub"}
+COLORS = {"float32 AdamW": "0.45", "best peer": "C1", "owner_adamw": "C0", "lion_cub": "C2"}
 
 
 def draw(path: Path) -> None:
@@ -43,9 +44,9 @@ def draw(path: Path) -> None:
 def panel(axis: Any, plans: list[planner.Plan]) -> None:
     """Lines with their names at the end; grey where a mean of gradients is as good."""
     labels = {}
-    for color, (name, times) in zip(("0.45", "C1", "C0", "C2"), lines(plans).items(), strict=False):
-        axis.plot(NETWORKS, times, color=color)
-        labels[name] = times[-1], color
+    for name, times in lines(plans).items():
+        axis.plot(NETWORKS, times, color=COLORS[name])
+        labels[name] = times[-1], COLORS[name]
     last = 0.0
     for name, (height, color) in sorted(labels.items(), key=lambda one: one[1][0]):
         last = max(height, APART * last)
