@@ -43,12 +43,7 @@ def sign_flip(grads: Any, key: jax.Array) -> Any:
 def random_votes(grads: Any, key: jax.Array) -> Any:
     """Gaussian noise as large as the gradient of each leaf, drawn anew in each step.
 
-    Args:
-      grads: a tree of floating arrays.
-      key: of the noise.
-
-    Returns:
-      A tree of the same shapes and dtypes.
+    The arguments and what is returned are those of `sign_flip`; the key is that of the noise.
 
     Example:
       >>> random_votes({"w": jnp.ones(2)}, jax.random.key(0))["w"].shape
@@ -77,12 +72,7 @@ def scaled(factor: float = 1e6) -> Attack:
 def not_finite(grads: Any, key: jax.Array) -> Any:
     """NaN everywhere: here a worker abstains.
 
-    Args:
-      grads: a tree of floating arrays.
-      key: not used.
-
-    Returns:
-      A tree of the same shapes and dtypes.
+    The arguments and what is returned are those of `sign_flip`.
 
     Example:
       >>> not_finite(jnp.ones(2), jax.random.key(0)).tolist()
@@ -95,12 +85,7 @@ def not_finite(grads: Any, key: jax.Array) -> Any:
 def collusion(grads: Any, key: jax.Array) -> Any:
     """All liars push the largest leaf one way, as hard as its largest gradient; else they are honest.
 
-    Args:
-      grads: a tree of floating arrays.
-      key: not used.
-
-    Returns:
-      A tree of the same shapes and dtypes.
+    The arguments and what is returned are those of `sign_flip`.
 
     Example:
       >>> lies = collusion({"a": jnp.ones(1), "b": jnp.array([-1.0, 3.0])}, jax.random.key(0))
