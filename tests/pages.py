@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-_BLOCK = re.compile(r"(?:<!-- ([^\n]*) -->\n)?```(\w*)\n(.*?)^```$", re.M | re.S)
+_BLOCK = re.compile(r"^(?:<!-- ([^\n]*) -->\n\n?)?```([^\n]*)\n(.*?)^```$", re.M | re.S)
 
 
 class Block(NamedTuple):

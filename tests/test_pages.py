@@ -12,12 +12,10 @@ from pathlib import Path
 import jax
 import numpy as np
 import optax
+import pages
 import pytest
 
-DOCS = Path(__file__).parents[1] / "docs"
-BLOCK = re.compile(
-    r"^(<!-- not run: (?P<why>.+?) -->\n\n?)?```python\n(?P<code>.*?)^```", re.M | re.S
-)
+DOCS = pages.ROOT / "docs"
 
 # What a reader has already.
 WORLD = """
@@ -106,8 +104,10 @@ BEFORE = {
 }
 
 
-def blocks(page):
-    return list(BLOCK.finditer((DOCS / page).read_text()))
+def run_here(page):
+    """Its blocks of Python that can run."""
+    each = [one for one in pages.blocks(page) if one.language == "python"]
+    return [one.code for one in each if not one.mark.startswith("not run: ")]
 
 
 @pytest.mark.parametrize("page", BEFORE)
@@ -118,16 +118,15 @@ def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text("print('a worker')")
     names, before = {}, dict(BEFORE[page])
     exec(WORLD, names)
-    for block in blocks(page):
-        if block["why"] is None:
-            code = block["code"]
-            for words in [words for words in before if words in block["code"]]:
-                around = textwrap.dedent(before.pop(words))
-                if "[block]" in around:
-                    code = around.replace("[block]", textwrap.indent(code, " " * 4).lstrip())
-                else:
-                    exec(around, names)
-            exec(compile(code, page, "exec"), names)
+    for block in run_here(page):
+        code = block
+        for words in [words for words in before if words in block]:
+            around = textwrap.dedent(before.pop(words))
+            if "[block]" in around:
+                code = around.replace("[block]", textwrap.indent(code, " " * 4).lstrip())
+            else:
+                exec(around, names)
+        exec(compile(code, page, "exec"), names)
     assert not before, "the page has lost a block"
     if "metrics" in names:
         assert np.isfinite(names["metrics"]["loss"])
@@ -155,5 +154,5 @@ def test_every_page_with_python_is_run_or_says_why_not():
     tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
     for path in DOCS.glob("**/*.md"):
         page = str(path.relative_to(DOCS))
-        if any(block["why"] is None for block in blocks(page)):
+        if run_here(page):
             assert page in BEFORE or f"/{path.name}" in tests, page
