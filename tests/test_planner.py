@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from conftest import AXIS, absent
+from goal import answer
 
 import lioncub_jax as lc
 from lioncub_jax import planner, units
@@ -19,7 +20,6 @@ from lioncub_jax.cli import output
 from lioncub_jax.planner import (
     Cluster,
     Link,
-    choice,
     evidence,
     pays,
     report,
@@ -440,7 +440,7 @@ def test_the_table_is_small_and_says_what_the_plan_says(known):
         for tokens in noise
         for n in (0.1, 1, 10, 100)
     ]
-    lines = choice.what_to_use_text().split("\n\n")[0].splitlines()
+    lines = answer.what_to_use_text().split("\n\n")[0].splitlines()
     assert len(rows) == len(lines) - 2 <= 14
     for row, line in zip(rows, lines[2:], strict=True):
         cells = [text.strip() for text in line.strip("|").split("|")]

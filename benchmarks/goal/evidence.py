@@ -68,7 +68,7 @@ def cell_of(key: tuple[int, int, str], methods: dict[str, Rows]) -> dict[str, An
     targets = [at(means[better], share * STEPS) for share in TARGETS]
     return {
         "tokens": tokens, "workers": workers, "data": data, "better": better,
-        "agreement": agreement_of(methods.get("vote", [])),
+        "agreement": agreement_of(methods["vote"]),
         "noise_scale": noise_scale_of([row for rows in methods.values() for row in rows]),
         "vote_over_lion": rounded(vote_over_lion(means["lion"], methods["vote"])),
         "loss": dict(zip(map(str, TARGETS), map(rounded, targets), strict=True)),
@@ -78,8 +78,7 @@ def cell_of(key: tuple[int, int, str], methods: dict[str, Rows]) -> dict[str, An
 
 def vote_over_lion(lion: Curve, votes: Rows) -> float | None:
     """Steps to where Lion stands after the first share of its run, over those."""
-    usual = falling([curve_of(row) for row in votes if steps_of(row) == STEPS])
-    steps = reaches(usual, at(lion, TARGETS[0] * STEPS))
+    steps = reaches(falling([curve_of(row) for row in usual(votes)]), at(lion, TARGETS[0] * STEPS))
     return steps and steps / (TARGETS[0] * STEPS)
 
 
@@ -87,7 +86,7 @@ def told(rows: Rows, targets: Sequence[float]) -> dict[str, Any]:
     """Of a method in a cell, by the choice that ran last."""
     rows = [row for row in rows if curves.hyper_of(row) == curves.hyper_of(rows[-1])]
     longer = [row for row in rows if steps_of(row) > STEPS]
-    rows = [row for row in rows if row not in longer]
+    rows = usual(rows)
     there = [reached(rows, x) or reached(longer, x) or (None, None) for x in targets]
     last = [row["loss"][-1] for row in rows]
     known = [x for x in last if x is not None]
@@ -111,9 +110,9 @@ def reached(rows: Rows, target: float) -> tuple[float, float | None] | None:
     return steps, statistics.stdev(singles) if len(singles) > 1 else None
 
 
-def agreement_of(rows: Rows) -> float | None:
+def agreement_of(rows: Rows) -> float:
     """How often two workers voted alike, in the second half of the runs."""
-    return rounded(second_half(rows, "agreement")) if rows else None
+    return rounded(second_half(rows, "agreement"))
 
 
 def noise_scale_of(rows: Rows) -> float | None:
@@ -123,8 +122,8 @@ def noise_scale_of(rows: Rows) -> float | None:
 
 
 def second_half(rows: Rows, name: str) -> float:
-    usual = [row[name] for row in rows if steps_of(row) == STEPS]
-    values = [x for some in usual for x in some[len(some) // 2 :] if x is not None]
+    each = [row[name] for row in usual(rows)]
+    values = [x for some in each for x in some[len(some) // 2 :] if x is not None]
     return statistics.fmean(values)
 
 
@@ -152,6 +151,11 @@ def curve_of(row: dict[str, Any]) -> Curve:
     """The points of a run; what is no number is infinite, for nothing is reached there."""
     losses = [math.inf if x is None else x for x in row["loss"]]
     return [(steps_of(row) * (i + 1) / len(losses), x) for i, x in enumerate(losses)]
+
+
+def usual(rows: Rows) -> Rows:
+    """Those of runs that are not half as long again."""
+    return [row for row in rows if steps_of(row) == STEPS]
 
 
 def steps_of(row: dict[str, Any]) -> int:

@@ -15,12 +15,11 @@ from typing import Any
 
 import report
 
-from goal import curves, planned, summary
+from goal import answer, curves, planned, summary
 from goal.contenders import CONTENDERS
 from goal.lab import NOTHING
 from lioncub_jax import planner
 from lioncub_jax.cli import main as cli
-from lioncub_jax.planner import choice
 from lioncub_jax.planner.evidence import TARGETS
 
 Found = dict[str, Any]  # what the packaged file holds
@@ -39,8 +38,8 @@ SHORT = re.compile(r"(has the code of each:\n\n)(?: {4}.*\n)+")
 def rewritten(found: Found) -> dict[Path, str]:
     """Each page with its tables."""
     made = {
-        "answer": choice.answer_text,
-        "what to use": choice.what_to_use_text,
+        "answer": answer.answer_text,
+        "what to use": answer.what_to_use_text,
         "noise": lambda: noise(found),
         "methods": lambda: methods(found),
         "seconds": lambda: seconds(found),
@@ -53,7 +52,7 @@ def rewritten(found: Found) -> dict[Path, str]:
             text = report.written(text, place, made[place]())
         pages[ROOT / name] = PRINTED.sub(printed, text)
     head = ROOT / "lioncub_jax" / "__init__.py"
-    short = textwrap.indent(choice.what_to_use_short(), "    ")
+    short = textwrap.indent(answer.what_to_use_short(), "    ")
     return pages | {head: SHORT.sub(lambda at: f"{at[1]}{short}\n", head.read_text(), count=1)}
 
 

@@ -16,8 +16,8 @@ from lioncub_jax.planner import evidence
 # Of 4 workers on 2 cores. A message by Gloo: an unshaped float32 mean of 27 arrays, over its 108 hops.
 # Bits of memory a second, and of an unshaped link.
 LATENCY, CPU_MEMORY, LOOPBACK = 1.2e-3, 8e9, 8e9
-# GPT-2 small, 16,384 tokens for each H100: 6 flops a token and parameter, 40 % of 756 Tflop/s in bfloat16.
 WITHIN = 1.05  # of the best's time: less is not worth a change
+# GPT-2 small, 16,384 tokens for each H100: 6 flops a token and parameter, 40 % of 756 Tflop/s in bfloat16.
 SIZE, COMPUTE, MACHINES, RATES = 124_000_000, 0.040, "8xh100-ethernet", ("10gbit", "100gbit")
 
 

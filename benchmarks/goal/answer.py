@@ -1,0 +1,86 @@
+"""The answer as pages show it, from what the planner says: a whole table, a short one, and a few lines."""
+
+import textwrap
+
+from lioncub_jax.planner import DATA, Plan, evidence, what_to_use
+from lioncub_jax.planner.choice import NETWORKS, SIZE, Use
+
+
+def what_to_use_text() -> str:
+    """The table and what its columns are, as both stand in documents.
+
+    Returns:
+      Lines of Markdown. Numbers that differ among the networks of a row are shown as the first to the last.
+    """
+    study = evidence.packaged().study
+    head = "network", "tokens", "data", "use", "bits", "steps", "sooner", "rate", "betas", "decay"
+    lines = [head, ["---"] * len(head), *map(_cells, what_to_use())]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return (
+        f"{table}\n\n*network*: the time of a float32 mean of gradients over that of computing a step. "
+        "*tokens*: that one worker sees\nin a step. *bits*: that it sends for a parameter in a step. "
+        "*steps*: to the loss, over those of the better float32\noptimizer. *sooner*: times as soon as the "
+        f"best peer that gets there. *rate* and so on: to begin with, in a run of {study['steps']}\nsteps. "
+        f"Measured with a {study['model']} of {study['parameters']:,} parameters, not on a GPU.\n"
+    )
+
+
+def _cells(row: Use) -> list[str]:
+    if not row.plans:
+        return ["any", f"{row.tokens:,}", row.data, row.method(), *[""] * 6]
+    plans = list(row.plans.values())
+    scheme, estimate, how = used = plans[0].rows[row.method()]
+    assert how
+    best = min(plans[0].rows[name].steps() for name in ("lion", "adamw"))
+    return [
+        _networks(row),
+        f"{row.tokens:,}",
+        row.data,
+        f"`{scheme.code}`",
+        f"{8 * estimate.sent_bytes / SIZE:.3g}",
+        f"{used.steps() / best:.2f}",
+        _from_to([f"{one.gain(one.first('mean', 'peer')):.2f}" for one in plans]),
+        f"{how.rate:g}",
+        f"{how.b1:g}, {how.b2:g}",
+        f"{how.decay:g}",
+    ]
+
+
+def answer_text() -> str:
+    """The same in Markdown for a first page: a line for each network, a column for each noise."""
+    rows = [row for row in what_to_use() if row.plans]
+    noises = list(dict.fromkeys((row.tokens, row.data) for row in rows))
+    heads = (f"{n:,} tokens{'' if data == DATA[0] else f', data {data}'}" for n, data in noises)
+    at = {(row.tokens, row.data, x): plan for row in rows for x, plan in row.plans.items()}
+    lines = [("network", *heads), ["---"] * (len(noises) + 1)]
+    lines += [(f"{x:g}", *(_answer(at[n, data, x]) for n, data in noises)) for x in NETWORKS]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _answer(plan: Plan) -> str:
+    scheme = plan.rows[plan.use()].scheme
+    if scheme.kind == "mean":
+        return f"a mean of gradients{' in bfloat16' if scheme.learns != scheme.name else ''}"
+    others = map(plan.first, ("mean", "peer"))
+    mean, peer = (f"{plan.gain(name):.2g}" if name else "–" for name in others)
+    return f"`{scheme.code}`, {mean} and {peer}"
+
+
+def _networks(row: Use) -> str:
+    return _from_to([f"{network:g}" for network in row.plans])
+
+
+def _from_to(numbers: list[str]) -> str:
+    first, last = numbers[0], numbers[-1]
+    return first if first == last else f"{first} to {last}"
+
+
+def what_to_use_short() -> str:
+    """What was measured of it, in short: by the names of methods, as at the head of the library."""
+    lines: dict[str, list[str]] = {}
+    for row in what_to_use():
+        if row.plans:
+            noise = f"{row.tokens:,} tokens, data {row.data}"
+            lines.setdefault(noise, []).append(f"{row.method()} at {_networks(row)}")
+    text = (f"{noise}: {', '.join(said)}" for noise, said in lines.items())
+    return "\n".join(textwrap.fill(line, 98, subsequent_indent="  ") for line in text)
