@@ -177,7 +177,7 @@ def test_the_commands_of_a_page_run(code, tmp_path):
     run_commands(code, tmp_path)
 
 
-LONG = "how_to/faults.md", "reports/benchmarks.md", "../examples/README.md"
+LONG = "how_to/faults.md", "reports/benchmarks.md"
 
 
 @pytest.mark.long
