@@ -27,7 +27,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = {
     "README.md": ("answer",),
     "docs/how_to/planner.md": (),
-    "docs/how_to/choose.md": ("what to use", "noise", "methods"),
+    "docs/how_to/choose.md": ("what to use",),
+    "docs/reports/convergence.md": ("noise", "methods"),
     "docs/reports/benchmarks.md": ("seconds", "time to loss"),
 }
 NONE = "Nothing was timed with this version yet.\n"
@@ -162,7 +163,7 @@ def code_of(name: str) -> str:
 
 def speedups(found: Found) -> str:
     """Who is first in each cell, and by how much."""
-    head = ["tokens a worker", "network", "best of ours", "best peer", "times as soon", "limit"]
+    head = ["tokens a worker", "network", "best of ours", "best peer", "times faster", "limit"]
 
     def lines() -> Iterator[list[str]]:
         for cell in summary.cells(found):

@@ -97,7 +97,7 @@ def first(times: dict[str, float], some: Iterable[str]) -> str:
 
 
 def speedup(times: dict[str, float]) -> tuple[str, str, float | None]:
-    """The best of ours, the best peer, and how many times as soon ours is there."""
+    """The best of ours, the best peer, and how many times faster ours is."""
     own, peer = (first(times, (n for n in times if ours(n) == yes)) for yes in (True, False))
     if WITHOUT in (own, peer):
         return own, peer, None

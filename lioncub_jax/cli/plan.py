@@ -10,8 +10,8 @@ from lioncub_jax.cli.options import COUNT, FLAG, RATE, SECONDS, Row, reads
 SUMMARY = "will it help me? what to use and what it gains, before training"
 
 DESCRIPTION = """\
-Says for each bandwidth which method to use, how many times as soon it is at a
-loss as others, and where that was measured; or that none is worth it. Bytes are
+Says for each bandwidth which method to use, how many times faster it reaches a
+loss than others, and where that was measured; or that none is worth it. Bytes are
 exact; times are a model in which nothing overlaps. Steps to the loss are
 measured, on a small model. docs/how_to/planner.md in the repository has the model and
 what it leaves out."""

@@ -86,17 +86,17 @@ class Plan(NamedTuple):
         return next(iter(self.times(*kinds)), "")
 
     def use(self) -> str:
-        """The method to use: the first, or the best mean if that is nearly as soon."""
+        """The method to use: the fastest, or the best mean if that is nearly as fast."""
         mean, times = self.first("mean"), self.times()
         return self.first() if times[mean] >= WORTHWHILE_SPEEDUP * min(times.values()) else mean
 
     def gain(self, over: str) -> float:
-        """How many times as soon as another the method to use is at the loss."""
+        """How many times faster than another the method to use reaches the loss."""
         times = self.times()
         return times[over] / times[self.use()]
 
     def worthwhile(self) -> float:
-        """The bandwidth below which a method is 1.05 times as soon at the loss as means of gradients."""
+        """The bandwidth below which a method reaches the loss 1.05 times faster than means of gradients."""
 
         def below(name: str, mean: str) -> float:
             ours, theirs = self.rows[name], self.rows[mean]
@@ -156,14 +156,15 @@ def plan(
 
 
 def advice(plan: Plan) -> str:
-    """What to use there, what it gains, and where that was measured: three sentences.
+    """What to use there, what it gains, and where that was measured.
 
     Args:
       plan: what `plan` returned.
 
     Returns:
-      The method that is first to the loss, whoever's it is. It begins with "Do not use this" where nothing
-      is there ``WORTHWHILE_SPEEDUP`` times as soon as a mean of gradients, and then says which mean.
+      Four sentences about the method that reaches the loss first, of this library or not. They begin with
+      "Do not use this" where nothing is ``WORTHWHILE_SPEEDUP`` times faster than a mean of gradients, and
+      then name the best mean.
 
     Example:
       >>> from lioncub_jax.planner import Link
@@ -176,27 +177,27 @@ def advice(plan: Plan) -> str:
     scheme, _, how = plan.rows[used]
     assert how
     begin = (
-        f"{scheme.code}; begin with a learning rate of {how.rate:g}, betas of {how.b1:g} and {how.b2:g}, "
-        f"weight decay of {how.decay:g}."
+        f"{scheme.code}. Begin with a learning rate of {how.rate:g}, betas of {how.b1:g} and {how.b2:g}, "
+        f"and weight decay of {how.decay:g}."
     )
     said = f"At {rate} use {begin}"
     if scheme.kind == "mean":
         said = (
-            f"Do not use this: at {rate} nothing is at the loss {WORTHWHILE_SPEEDUP} times as soon as a "
+            f"Do not use this: at {rate} nothing reaches the loss {WORTHWHILE_SPEEDUP} times faster than a "
             f"mean of gradients, {begin}"
         )
     best = {
         "the best mean of gradients": plan.first("mean"),
-        "the best other peer": plan.first("peer"),
+        "the best other method": plan.first("peer"),
         "the best of this library": plan.first("ours"),
     }
     others = [
-        f"{plan.gain(name):.3g} times as soon as {what}, {plan.rows[name].scheme.code}"
+        f"{plan.gain(name):.3g} times faster than {what}, {plan.rows[name].scheme.code}"
         for what, name in best.items()
         if name and plan.rows[name].scheme.kind != scheme.kind
     ]
-    gains = ", and ".join(others) or "first, and nothing else was seen to get there"
-    return f"{said} It is at the loss {gains}. {_measured(plan, how.seeds)}"
+    gains = ", and ".join(others) or "first, and no other method was seen to reach it"
+    return f"{said} This method reaches the loss {gains}. {_measured(plan, how.seeds)}"
 
 
 def _measured(plan: Plan, seeds: int) -> str:
@@ -207,15 +208,15 @@ def _measured(plan: Plan, seeds: int) -> str:
         noise += " (coin flips: noise only)"
     asked = f"{noise}, {plan.cluster.workers:,} workers and data {plan.data}"
     said = {
-        evidence.HERE: "Measured there, with",
+        evidence.HERE: "Measured with",
         evidence.NEAR: f"Measured near {asked}: with",
         evidence.FAR: f"Nobody measured {asked}; the nearest is",
     }[away]
     of = "" if cell.agreement is None else f" (an agreement of {cell.agreement:.4g})"
     kind = plan.use().split("-")
-    taken = "; bfloat16 is taken to learn like float32" if kind[-1] == "bfloat16" else ""
+    taken = "; bfloat16 is assumed to learn like float32" if kind[-1] == "bfloat16" else ""
     if kind[0] == "powersgd":
-        taken = "; the rank is the same share of the width as there, and less was not measured"
+        taken = "; the rank is the same share of the width, and no smaller share was measured"
     return (
         f"{said} {cell.tokens:,} tokens a worker and step{of}, {cell.workers} workers and data "
         f"{cell.data}, a {study['model']} of {study['parameters']:,} parameters (yours has "
@@ -224,20 +225,20 @@ def _measured(plan: Plan, seeds: int) -> str:
 
 
 def details(plan: Plan) -> str:
-    """Who is nearly as soon, and below which rate sending less is worth it.
+    """Which methods are nearly as fast, and below which rate sending less is worth it.
 
     Example:
       >>> from lioncub_jax.planner import Link
       >>> details(plan(10**8, Cluster(8, Link(1e9)), 0.1, tokens=32))[:23]
-      'Within 5 % of it, or so'
+      'Within 5 % of it, or fa'
     """
     times = plan.times()
     close = [name for name in times if times[name] <= WORTHWHILE_SPEEDUP * times[plan.use()]]
     rate = plan.worthwhile()
     below = {0.0: "at no rate", math.inf: "at any rate"}.get(rate, f"below {rate_text(rate)}")
     return (
-        f"Within 5 % of it, or sooner: {'; '.join(close)}. Something is at the loss {WORTHWHILE_SPEEDUP} "
-        f"times as soon as every mean of gradients {below}."
+        f"Within 5 % of it, or faster: {'; '.join(close)}. Some method reaches the loss "
+        f"{WORTHWHILE_SPEEDUP} times faster than every mean of gradients {below}."
     )
 
 
