@@ -85,6 +85,9 @@ def test_bits_follow_from_the_bytes():
     everywhere = lc.global_gradients(optax.sgd(1.0), workers=(AXIS, "gpu"))
     groups = lc.Workers(AbstractMesh((2, 4), (AXIS, "gpu")), AXIS, "gpu")
     assert lc.traffic.of(everywhere, shapes(1000), groups).sent_bytes == 2 * 7 / 8 * 4000
+    # Inside a group float32 is added up in slices, and the answers to all slices are gathered.
+    grouped = lc.traffic.of(lc.lion_cub(0.1, workers=groups), shapes(2**20), groups)
+    assert 8 * grouped.group_bytes == pytest.approx(3 / 4 * 2**20 * (32 + 1 + 1 / 128), rel=1e-3)
     alone = predict(shapes(1000), 1, wire=WIRES.counts())
     assert (alone.sent_bytes, alone.bits_per_parameter) == (0, 0)
 
