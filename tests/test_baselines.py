@@ -200,7 +200,7 @@ def as_theirs(field, x, wanted):
     return x if x.ndim == wanted.ndim else same_everywhere(x)
 
 
-# --- Means, and decay
+# --- Decay, and codes at random
 
 
 def decays(params):
@@ -211,14 +211,6 @@ def eighths(shapes):
     """Parameters with few bits, so that their decay is exact too."""
     rng = np.random.default_rng(0)
     return {k: jnp.asarray(rng.integers(-8, 9, s) / 8, jnp.float32) for k, s in shapes.items()}
-
-
-def test_diloco_in_float32_is_nesterov_sgd_on_the_mean(run_workers):
-    params, peer = eighths({"w": (5, 13), "b": (7,), "scalar": ()}), fed_back("diloco", 0.5)
-    story = nobody_abstains(integers(params, 4, 8))
-    want, _ = simulate({0: peer.oracle}, params, story)[0]
-    got, _ = run_workers({0: peer.make(workers=AXIS)}, params, *story)[0]
-    assert_near(got, want, peer.near, "diloco", params)
 
 
 DECAYING = [

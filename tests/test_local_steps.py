@@ -1,4 +1,7 @@
-"""Local steps: each worker trains on its own for a while, and what travels is how far it came."""
+"""Local steps: each worker trains on its own for a while, and what travels is how far it came.
+
+That parameters are those of the simulator is in test_simulate.py.
+"""
 
 import functools
 
@@ -10,9 +13,6 @@ import pytest
 from conftest import AXIS
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from oracle import baselines as oracles
-from oracle import lion as reference
-from oracle import simulate
 from test_baselines import refused, workers_of
 
 import lioncub_jax as lc
@@ -64,52 +64,6 @@ def average():
 
 def assert_close(got, want, **tolerance):
     jax.tree.map(functools.partial(np.testing.assert_allclose, **tolerance), got, want)
-
-
-# --- Against the simulator
-
-# Gradients that are small integers whatever the parameters are, and rates that are powers of two.
-EXACT_SHAPES = {"matrix": (5, 27), "scalar": (), "row": (129,)}
-EXACT_LOCAL = optax.sgd(2.0**-4, 0.5)
-EXACT = {
-    "float32": (
-        baselines.diloco(0.5, 0.5, workers=AXIS), oracles.diloco(0.5, 0.5),
-    ),
-    "4 bits": (
-        baselines.diloco(0.5, 0.5, 4, workers=AXIS), oracles.diloco(0.5, 0.5, 4),
-    ),
-    "vote": (
-        lc.lion_cub(2.0**-4, 0.75, 0.5, weight_decay=0.0, workers=AXIS),
-        reference.optimizer(reference.local_momentum(0.75, 0.5), 2.0**-4, 0.0),
-    ),
-}  # fmt: skip
-
-
-def pulled(params, batch, rng):
-    """Its gradient is the sum of the examples; one of more than 50 spoils the loss."""
-    parts = jax.tree.map(lambda p, x: jnp.sum(p * jnp.sum(x, axis=0)), params, batch)
-    return sum(jax.tree.leaves(parts)) + jnp.where(jnp.any(batch["scalar"] > 50), jnp.nan, 0)
-
-
-@pytest.mark.parametrize("method", EXACT)
-def test_on_eight_devices_it_is_the_simulator_bit_for_bit(method):
-    """Under votes and codes a worker whose loss is no number keeps its own state."""
-    (tx, simulator), rng = EXACT[method], np.random.default_rng(0)
-    zeros = {n: jnp.zeros(s) for n, s in EXACT_SHAPES.items()}
-    given = [
-        {n: rng.integers(-2, 3, (16 * H, *s)).astype(np.float32) for n, s in EXACT_SHAPES.items()}
-        for _ in range(4)
-    ]
-    if method != "float32":
-        given[2]["scalar"][3 * 2 * H + 1] = 100.0  # of the fourth worker
-    run = simulate.start(simulator, zeros, 8, local=EXACT_LOCAL)
-    step = jax.jit(lambda r, b: simulate.step(pulled, simulator, r, b, H, EXACT_LOCAL))
-    for batch in given:
-        run, _ = step(run, {n: x.reshape(8, -1, *x.shape[1:]) for n, x in batch.items()})
-    state, _ = trained(tx, given, workers_of({AXIS: 8}), EXACT_LOCAL, of=pulled, params=zeros)
-    assert np.abs(state.params["row"]).max() > 0
-    for got, want in ((state.params, run.params), (state.local_state, run.local_state)):
-        assert_close(got, want, rtol=0)
 
 
 # --- The step
