@@ -1,4 +1,4 @@
-"""Whole training steps on a mesh: models, metrics, random numbers, accumulation and faults."""
+"""Whole training steps on a mesh: models, metrics, accumulation, batches and what is donated."""
 
 import functools
 import itertools
@@ -202,41 +202,6 @@ def test_what_the_caller_holds_survives_and_what_the_step_holds_is_donated():
     assert all(x.is_deleted() for x in jax.tree.leaves(donated))
     assert_same(given["params"], linear_params())
     assert float(given["model_state"]) == 0 and given["rng"] == jax.random.key(3)
-
-
-# --- Faults
-
-
-def abstained(state):
-    return [int(lc.metrics(state)[f"votes/{name}"]) for name in ("abstained", "abstentions")]
-
-
-def test_a_worker_whose_loss_is_not_finite_abstains_and_the_others_decide():
-    """It keeps its momentum and its model's state, and votes again afterwards."""
-
-    def loss(params, model_state, batch, rng):
-        mean = 0.5 * model_state + 0.5 * jnp.mean(batch["x"])
-        return linear_loss(params, batch, rng), {}, mean
-
-    def first_step(workers, batch):
-        state, step = start(loss, cub(), linear_params(), workers, model_state=jnp.float32(3))
-        state, _ = step(state, batch)
-        return state, step
-
-    batch, bad = draw(), 2
-    others = np.delete(np.arange(W), bad)
-    rest = jax.tree.map(lambda x: by_worker(x)[others].reshape(-1, *x.shape[1:]), batch)
-    three, _ = first_step(workers_of(3), rest)
-    by_worker(batch["x"])[bad] = np.nan
-    state, step = first_step(workers_of(), batch)
-    assert abstained(state) == [1, 1]
-    assert_same(state.params, three.params)
-    own = np.asarray(state.opt_state[0].mu["w"]), np.asarray(state.model_state)
-    assert not own[0][bad].any() and own[1][bad] == 3
-    np.testing.assert_allclose(own[0][others], three.opt_state[0].mu["w"], rtol=1e-5)
-    np.testing.assert_allclose(own[1][others], three.model_state, rtol=1e-6)
-    state, metrics = step(state, draw(1))
-    assert abstained(state) == [0, 1] and np.isfinite(metrics["loss"])
 
 
 # --- Bad input
