@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from conftest import mesh_on, workers_on
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -18,15 +19,9 @@ PARAMS = {"w": np.arange(6, dtype="f").reshape(3, 2) / 8, "b": np.float32(0.5)}
 ONES = np.ones((8, 3), np.float32)
 
 
-@functools.cache
-def make_mesh(*sizes):
-    kinds, devices = (AxisType.Auto,) * len(sizes), jax.devices()[: np.prod(sizes)]
-    return jax.make_mesh(sizes, ("data", "batch")[: len(sizes)], axis_types=kinds, devices=devices)
-
-
 def four(*names):
     """Four workers; with a second name two of two devices each."""
-    return lc.Workers(make_mesh(2, 2), *names) if names else lc.Workers(make_mesh(4), "data")
+    return lc.Workers(mesh_on("data=2 batch=2"), *names) if names else workers_on("data=4")
 
 
 def cub(workers="data", **options):
@@ -141,7 +136,7 @@ REFUSED = {
     ),
     "the state of two workers": (
         lambda: on_mesh_update(
-            grads_for(4), state=lc.on_mesh(cub(), lc.Workers(make_mesh(2), "data")).init(PARAMS)
+            grads_for(4), state=lc.on_mesh(cub(), workers_on("data=2")).init(PARAMS)
         ), ValueError, r"array of shape \(2,.*4 workers have one",
     ),
     "a dict as a model": (
@@ -185,7 +180,7 @@ def test_what_is_refused(name):
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_no_axis_among_several_devices_is_said_at_the_line_that_left_it_out(kind):
     built = lambda: lc.lion_cub(0.1, workers=None)  # noqa: E731
-    mesh, tx = jax.make_mesh((8,), ("data",), axis_types=(kind,)), built()
+    mesh, tx = mesh_on("data=8", kind), built()
     update = jax.jit(lambda *given: tx.update(*given))
 
     def on(params):
@@ -217,7 +212,7 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS)
 def test_where_a_mesh_is_needed_only_workers_will_do(call):
-    for given in ("data", make_mesh(4), None):
+    for given in ("data", mesh_on("data=4"), None):
         words = re.escape(f"workers={given!r}: ") + r".*lioncub_jax\.Workers\(mesh, 'data'\)"
         with pytest.raises(TypeError, match=words):
             CALLS[call](given)

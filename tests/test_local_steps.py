@@ -10,16 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import AXIS
+from conftest import AXIS, workers_on
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from test_baselines import refused, workers_of
+from test_baselines import refused
 
 import lioncub_jax as lc
 from lioncub_jax import baselines
 
 WORKERS, H = 4, 3
-ON_FOUR = workers_of({AXIS: WORKERS})
+ON_FOUR = workers_on(f"data={WORKERS}")
 LOCAL = optax.adamw(2.0**-4)
 SHAPES = {"w": (8, 32), "b": (32,), "out": (32, 2)}
 
@@ -92,8 +92,8 @@ def test_parameters_and_batches_that_are_cut_train_as_whole_ones():
     local = optax.chain(optax.clip_by_global_norm(0.125), optax.sgd(0.5, 0.5))
     given = list(batches(3, 4 * H, workers=2))
     tx = baselines.diloco(0.5, 0.5, workers=AXIS)
-    whole, losses = trained(tx, given, workers_of({AXIS: 2}), local)
-    inner = workers_of({AXIS: 2, "fsdp": 2, "rows": 2}, kind=AxisType.Explicit)
+    whole, losses = trained(tx, given, workers_on("data=2"), local)
+    inner = workers_on("data=2 fsdp=2 rows=2", kind=AxisType.Explicit)
     how = {"specs": CUT, "batch_spec": P((AXIS, "rows")), "accumulate": 2}
     cut, others = trained(tx, given, inner, local, **how)
     assert_close(cut.params, whole.params, rtol=1e-4, atol=1e-5)
@@ -157,7 +157,7 @@ def test_checkpoints_hold_local_states_of_other_workers(tmp_path):
     with lc.Checkpoints(tmp_path, workers=AXIS) as checkpoints:
         checkpoints.save(state, wait=True)
         again = checkpoints.restore(like).state
-        fewer = checkpoints.restore(start(tx, workers_of({AXIS: 2}))[0]).state
+        fewer = checkpoints.restore(start(tx, workers_on("data=2"))[0]).state
     assert fewer.local_state[0].count.tolist() == [H, H]
     means = [np.mean(s.local_state[0].mu["b"], 0) for s in (fewer, state)]
     np.testing.assert_allclose(*means, rtol=1e-5)
@@ -182,7 +182,7 @@ BAD = [
     ({"local": TALKS[1]}, ValueError, "workers talk (GlobalState)"),
     ({"local": TALKS[2]}, ValueError, "workers talk (DGCState)"),
     (
-        {"workers": workers_of({"data": 2, "gpu": 2}, "gpu")}, ValueError,
+        {"workers": workers_on("data=2 gpu=2", "gpu")}, ValueError,
         "group='gpu'", "the devices of a group", "inner mesh",
     ),
 ]  # fmt: skip
@@ -190,7 +190,7 @@ BAD = [
 
 @pytest.mark.parametrize(("options", "kind", "words"), [(*x[:2], x[2:]) for x in BAD])
 def test_bad_local_steps_are_refused(options, kind, words):
-    how = {"workers": workers_of({AXIS: 2}), "local_steps": H, "local": LOCAL, **options}
+    how = {"workers": workers_on("data=2"), "local_steps": H, "local": LOCAL, **options}
     local, workers = how["local"], how["workers"]
     if local not in TALKS:  # which only their state gives away
         with refused(*words, kind=kind):

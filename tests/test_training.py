@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import mesh_on
+from conftest import workers_on
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -18,13 +18,12 @@ import lioncub_jax as lc
 W, ROWS, FEATURES = 4, 128, 6
 
 
-def workers_of(count=W, kind=AxisType.Auto, other=1):
-    return lc.Workers(mesh_on(f"data={count} other={other}", kind), "data")
+FOUR = f"data={W}"
 
 
 def start(loss, tx, params, workers=None, *, accumulate=1, **state):
     """The first state and the step."""
-    workers = workers or workers_of()
+    workers = workers or workers_on(FOUR)
     state = lc.init_state(tx, params, workers, **state)
     return state, lc.make_train_step(loss, tx, workers, accumulate=accumulate)
 
@@ -177,17 +176,17 @@ def vote_runs(workers, *places):
 
 
 def test_batches_of_all_kinds_and_other_meshes_of_as_many_workers_give_the_same_run():
-    workers = workers_of()
+    workers = workers_on(FOUR)
     cut, whole = (NamedSharding(workers.mesh, spec) for spec in (P("data"), P()))
     as_it_is, on_a_device = (lambda batch: batch), functools.partial(jax.tree.map, jnp.asarray)
     placed = [functools.partial(jax.device_put, device=lies) for lies in (cut, whole)]
     run = vote_runs(workers, as_it_is, on_a_device, *placed)
-    assert_same(run, vote_runs(workers_of(kind=AxisType.Explicit), as_it_is))
-    assert_same(run, vote_runs(workers_of(other=2), as_it_is))
+    assert_same(run, vote_runs(workers_on(FOUR, kind=AxisType.Explicit), as_it_is))
+    assert_same(run, vote_runs(workers_on("data=4 other=2"), as_it_is))
 
 
 def test_what_the_caller_holds_survives_and_what_the_step_holds_is_donated():
-    workers = workers_of()
+    workers = workers_on(FOUR)
     given = {"model_state": jnp.float32(0), "params": linear_params(), "rng": jax.random.key(3)}
     # In place already: must be copied even so.
     given = jax.device_put(given, NamedSharding(workers.mesh, P()))
@@ -234,7 +233,7 @@ def test_what_a_step_cannot_run_is_refused(given, words):
 
 
 def test_the_compiler_gets_the_options_of_a_step():
-    workers = workers_of(2)
+    workers = workers_on("data=2")
     assert lc.training.overlap_options(workers) == {}
     with pytest.raises(TypeError, match="workers=None: give the workers of a mesh"):
         lc.training.overlap_options(None)
