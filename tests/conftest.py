@@ -60,6 +60,11 @@ def mesh_on(sizes, kind=AxisType.Auto):
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=devices)
 
 
+def workers_on(sizes, group=None, kind=AxisType.Auto, axis=AXIS):
+    """The workers of such a mesh."""
+    return lc.Workers(mesh_on(sizes, kind), axis, group)
+
+
 @pytest.fixture(scope="session")
 def mesh_of():
     """``W -> Mesh`` of the first W devices."""

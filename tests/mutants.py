@@ -176,6 +176,10 @@ MUTANTS = r"""
 - *[once(x, over) for x in copies]
 + *copies
 
+= what all devices of a worker have is divided by their number and added up again
+- jnp.where(lax.axis_index(tuple(sorted(of))) == 0, x, 0) if of else x
++ x / jnp.float32(lax.axis_size(tuple(sorted(of)))) if of else x
+
 # kernels.py: kernels
 = a TPU reads the upper bits of a code as its lower ones
 - & 0xF) << first)

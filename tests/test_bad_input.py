@@ -227,7 +227,6 @@ def test_more_workers_than_a_code_or_wire_can_count(trace):
 
 ELSEWHERE = "workers='batch' ... is not an axis of the workers here ... mapped axes are ('data',)"
 TRACED = [
-    (lc.lion_cub(0.1, workers="batch"), f"{ELSEWHERE} ... give both the same"),
     (lc.sync_momentum(votes, SYNC.every(2), workers="batch"), ELSEWHERE),
     (
         lc.sync_momentum(owner(), SYNC.every(2), workers=AXIS),

@@ -144,32 +144,3 @@ def test_sums_beyond_a_word_are_rounded_in_the_last_places():
     ties = jnp.full(workers, size // workers, jnp.uint32)
     found = exchange.Numbers(ties, each, jnp.uint32(1)).totals(exchange.unit_of(size), unit)
     np.testing.assert_allclose(found[1:] * 2.0**unit, [pairs / 2, pairs], 2**-20)
-
-
-# --- Fair bits; that they are fair is proved of the reference
-
-
-def murmur_finalizer(h):
-    h = (h ^ h >> 16) * 0x85EBCA6B % 2**32
-    h = (h ^ h >> 13) * 0xC2B2AE35 % 2**32
-    return h ^ h >> 16
-
-
-@pytest.mark.parametrize("step", [0, 77, 2**31 - 1])
-def test_fair_bits_are_hashes_of_the_word_and_the_step(step):
-    """The side of a zero is turned by the rank of the worker, and the bits of lanes by nothing."""
-    coin, side, order, lanes = (
-        murmur_finalizer((step + salt) % 2**32)
-        for salt in (0x9E3779B9, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)
-    )
-    first, t = 100, jnp.int32(step)
-    want = [murmur_finalizer(word ^ coin) for word in range(first, first + 10)]
-    assert bits.coin(first, 10, t).tolist() == want
-    assert bits.lane_bits(t).tolist() == [murmur_finalizer(j ^ lanes) & 1 for j in range(128)]
-    drawn = [murmur_finalizer(worker ^ order) for worker in range(5)]
-    for worker in range(5):
-        odd = sorted(drawn).index(drawn[worker]) % 2
-        want = [
-            murmur_finalizer(word ^ side) ^ (2**32 - 1) * odd for word in range(first, first + 3)
-        ]
-        assert bits.zero_side(first, 3, bits.draw(t, worker, 5)).tolist() == want

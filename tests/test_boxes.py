@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import mesh_on
+from conftest import workers_on
 from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
@@ -28,7 +28,7 @@ def cub_in_a_chain(learning_rate, **axes):
 
 
 def workers_of(sizes="data=4 fsdp=2", axis="data", kind=AxisType.Auto):
-    return lc.Workers(mesh_on(sizes, kind), axis)
+    return workers_on(sizes, None, kind, axis)
 
 
 def square(out):

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import AXIS, absent
+from conftest import AXIS, absent, workers_on
 from jax.sharding import PartitionSpec as P
 from oracle import dgc as oracle
 from test_against_reference import simulate
-from test_baselines import blank, nobody_abstains, refused, workers_of
+from test_baselines import blank, nobody_abstains, refused
 
 import lioncub_jax as lc
 from lioncub_jax import baselines
@@ -65,7 +65,7 @@ def test_a_warm_up_changes_what_is_sent_at_the_steps_it_says(run_workers):
 
 
 def test_each_stage_of_a_warm_up_has_an_all_gather_of_its_own():
-    workers = workers_of({AXIS: 8})
+    workers = workers_on("data=8")
     tx = dgc(0.1, **WARM, workers=AXIS)
     on = lc.on_mesh(tx, workers)
     params = {"a": jnp.zeros((7, 19)), "b": jnp.zeros(65), "empty": jnp.zeros((0, 4))}
@@ -81,7 +81,7 @@ def test_each_stage_of_a_warm_up_has_an_all_gather_of_its_own():
 
 def traced(tx, size, cut=1):
     """The update of one leaf, by shape only."""
-    workers = workers_of({AXIS: 2, "tensor": cut})
+    workers = workers_on(f"data=2 tensor={cut}")
     on = lc.on_mesh(tx, workers, specs={"w": P("tensor") if cut == 2 else P()})
     params = {"w": jax.ShapeDtypeStruct((size,), jnp.float32)}
     grads = {"w": jax.ShapeDtypeStruct((2, size), jnp.float32)}

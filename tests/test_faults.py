@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import AXIS
+from conftest import AXIS, mesh_on
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracle import coding, simulate
@@ -210,13 +210,13 @@ DTYPES = "bfloat16", "bool", "complex64", "float16", "float32", "int8", "uint8"
 @pytest.mark.parametrize(
     ("sizes", "kind", "spec", "axis"),
     [
-        ({AXIS: 8}, AxisType.Auto, P(), AXIS),
-        ({AXIS: 4, "tp": 2}, AxisType.Explicit, P(None, "tp"), AXIS),
-        ({"pod": 2, AXIS: 4}, AxisType.Auto, P(), ("pod", AXIS)),
+        ("data=8", AxisType.Auto, P(), AXIS),
+        ("data=4 tp=2", AxisType.Explicit, P(None, "tp"), AXIS),
+        ("pod=2 data=4", AxisType.Auto, P(), ("pod", AXIS)),
     ],
 )
 def test_a_flipped_bit_is_named_and_healed(sizes, kind, spec, axis):
-    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes))
+    mesh = mesh_on(sizes, kind)
     lies = {"own": P(AXIS), "w": spec}
     bits = np.random.default_rng(0).integers(0, 2, 64)
     whole = {k: bits.astype(jnp.dtype(k)) for k in DTYPES} | {
@@ -234,7 +234,7 @@ def test_a_flipped_bit_is_named_and_healed(sizes, kind, spec, axis):
     assert replicas(state) is state and not replicas.found, "the first call of two compares nothing"
     with pytest.warns(faults.ReplicaHealed, match="has the majority's copy now") as warned:
         healed = replicas(state)
-    inner = sizes.get("tp", 1)
+    inner = mesh.shape.get("tp", 1)
     wrong = [(f"['{k}']", 3 // inner, 3) for k in DTYPES]
     found = [(d.leaf, d.worker, d.device) for d in replicas.found]
     assert found == sorted([*wrong, ("['key']", 0, 0), ("['w']", 5 // inner, 5)])
