@@ -1,6 +1,5 @@
 """The smallest complete run: eight workers train on real source code and exchange codes of 2 and 3 bits."""
 
-# [quickstart]
 import inspect
 
 import jax
@@ -60,4 +59,3 @@ sent = lc.traffic.sent_bytes(lc.traffic.collectives(step.lower(state, batch).com
 size = sum(x.size for x in jax.tree.leaves(params))
 print(f"loss {losses[0]:.2f} before, {losses[-1]:.2f} after")
 print(f"each worker sends {sent[('data',)] / 1000:.0f} kB a step for {size:,} parameters")
-# [/quickstart]
