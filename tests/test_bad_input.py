@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from conftest import AXIS, absent, in_order, mesh_on
+from conftest import AXIS, absent, in_order
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
@@ -113,6 +113,7 @@ ARGUMENTS = [  # what takes it, what it is given, and the error, which shows tha
             lambda x: cub(sync=x),
             lambda x: lc.sync_momentum(votes, x, workers=AXIS),
             lambda x: SYNC.first(3, x),
+            SYNC.coded,
         )
     ),
     (
@@ -300,10 +301,6 @@ def injected(**options):
 
 GROUPS = optax.partition({"a": cub(), "b": cub()}, {"v": "a", "w": "b"})
 CALLS = [
-    (
-        lambda: lc.Workers(mesh_on("data=4"), "batch"), ValueError,
-        "axis='batch' ... ('data',) ... give names of them",
-    ),
     (lambda: lc.owner(optax.adamw, workers=AXIS), TypeError, "is not a GradientTransformation"),
     (lambda: lc.owner(None, workers=AXIS), TypeError, "tx=None is not a GradientTransformation"),
     (

@@ -453,15 +453,6 @@ def test_the_documentation_shows_what_is_printed(said, page):
     assert lines and " ".join(lines).split() == said(command).split()
 
 
-def test_help_has_ten_options_and_those_of_the_model_where_it_explains(capsys):
-    shown = []
-    for line in ("plan --help", "plan --help --explain"):
-        with pytest.raises(SystemExit, match="0"):
-            cli.main(line.split())
-        shown.append(set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.M)))
-    assert len(shown[0]) == 10 and len(shown[1]) == 15 and shown[0] < shown[1]
-
-
 # --- The process: how it is started, and how it ends
 
 
