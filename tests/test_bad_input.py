@@ -211,16 +211,11 @@ TOO_MANY = [  # the first number of workers that is too large
 ]  # fmt: skip
 
 
-def test_more_workers_than_a_code_or_wire_can_count(trace):
+def test_more_workers_than_a_code_or_wire_can_count():
     for workers, parts, words in TOO_MANY:
         assert predict(workers - 1, **parts).sent_bytes > 0
         with raises(ValueError, words):
             predict(workers, **parts)
-    for workers, up in ((8, Q.integer(4)), (4, Q.integer(3))):
-        assert trace(communicate(quantizer=up), workers - 1)
-        words = f"{up.name} ... {workers} workers ... at most {workers - 1} workers"
-        with raises(ValueError, words):
-            trace(communicate(quantizer=up), workers)
 
 
 # --- One call ---------------------------------------------------------------------------------------

@@ -282,6 +282,7 @@ GIVEN --agreement 0.6 => give one of --tokens-per-worker
 GIVEN --tokens-per-worker 0.5 => number '0.5': give a whole number
 GIVEN --tokens-per-worker 31 => tokens=31: nobody measured less than one window of 32 tokens a worker
 QUIET --agreement 0.4 => agreement=0.4: give votes/agreement, from 0.5, where votes are coin flips, to 1
+QUIET --agreement 1.01 => agreement=1.01: give votes/agreement, from 0.5, where votes are coin flips, to 1
 QUIET --agreement 53% => agreement '53%': give a number from 0.5 to 1, such as 0.53
 GIVEN --model '7 billion' => unit 'billion' is not one of k, m, b, t
 GIVEN --bandwidth 1gbit,fast => rate 'fast': give a number and a unit
@@ -297,6 +298,7 @@ GIVEN -- python => only lab and run take a command
 run --workers 2 => give --workers, and the command behind --
 run -- true => give --workers, and the command behind --
 run --workers 2 --min 3 -- true => min=3, workers=2: give whole numbers
+run --workers 2 -- no-such => command 'no-such' is not a program here: give
 run --workers 2 --events /nowhere/x -- true => /nowhere/x: No such file
 PLAN --compute 1s --model divides.py:step => divides.py failed with ZeroDivisionError: division by zero
 PLAN --compute 1s --model exits.py:step => SystemExit: usage: none

@@ -199,6 +199,7 @@ CALLS = {
     "on_mesh": functools.partial(lc.on_mesh, cub()),
     "worker_value_and_grad": functools.partial(lc.worker_value_and_grad, loss),
     "Replicas": lc.faults.Replicas,
+    "overlap_options": lc.training.overlap_options,
 }
 
 
