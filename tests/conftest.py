@@ -117,6 +117,11 @@ def machine():
         pytest.skip(f"the lab cannot run here: {missing}")
 
 
+def normal(*shape, seed=0):
+    """Normal numbers of that shape."""
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
 def in_order(words):
     """What matches a message that has all words, such as ``"one ... and another"``."""
     return "(?s)" + ".*".join(map(re.escape, words.split(" ... ")))

@@ -104,7 +104,6 @@ PEERS = {  # by the number of workers, and what gradients are multiples of
         "terngrad": descends("terngrad", oracles.terngrad(None, 3, 0.5), 0.5, None, 3),
         "qsgd": descends("qsgd", oracles.qsgd(2, momentum=0.5), 2, 0.5),
         "0/1": ZERO_ONE,
-        "dgc": sparse(0.1),
     },
     (3, 1): {
         "signsgd": descends("signsgd", reference.local_momentum(0, 0)),
@@ -122,7 +121,6 @@ PEERS = {  # by the number of workers, and what gradients are multiples of
         "signum": descends("signum", reference.local_momentum(0.75, 0.75), 0.75),
         "terngrad": descends("terngrad", oracles.terngrad(momentum=0.5), 0.5),
         "qsgd": descends("qsgd", oracles.qsgd()),
-        "diloco, 1 bit": fed_back("diloco", 0.5, 1),
         "diloco, 4 bits": fed_back("diloco", 0.5, 4),
         "dgc, all": sparse(1.0),
         "dgc, warming up": sparse(0.02, 4),

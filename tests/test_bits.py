@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lioncub_jax import bits, decide, exchange, quantize
+from lioncub_jax import bits, exchange
 
 
 def words_of(x):
@@ -103,30 +103,6 @@ def test_numbers_in_planes_are_multiplied_and_compared(seed):
     greater, equal = bits.compare(x, y)
     np.testing.assert_array_equal(greater, row_words_of(a > b))
     np.testing.assert_array_equal(equal, row_words_of(a == b))
-
-
-@pytest.mark.parametrize("workers", [1, 2, 3, 8, 300])
-@pytest.mark.parametrize("rows", [16, 80])
-def test_pairs_of_votes_are_counted_on_the_words(workers, rows):
-    """By all pairs; a row has its own voters, one of them or none, and its own padding."""
-    rng = np.random.default_rng(workers)
-    voted = rng.random((workers, 2, rows, 1)) < rng.choice([0, 0.1, 0.9, 1], (2, rows, 1))
-    voted[:, 0, 3] = np.arange(workers)[:, None] == 0
-    upper = (rng.random((workers, 2, rows, 128)) < rng.random(128)) & voted
-    counts = rng.choice([0, 1, 100, 128], (2, rows))
-    real = np.arange(128) < counts[..., None]
-
-    @jax.jit
-    def counted(planes, votes, counts):
-        where = decide.Slice(2, rows, workers, quantize.sign(), jnp.float32, counts)
-        return decide.Tally(planes, votes, where).pairs()
-
-    votes = bits.tally([row_words_of(voted[..., 0])])
-    for own, seen in ((counts.reshape(-1), real), (None, True)):
-        n, c = voted.sum(0), upper.sum(0)
-        want = np.stack([c * (n - c), n * (n - 1) // 2 * np.ones_like(c)])
-        got = counted(bits.tally([words_of(upper)]), votes, own)
-        np.testing.assert_allclose(got, (want * seen).sum((2, 3)), rtol=2**-23)
 
 
 def test_sums_beyond_a_word_are_rounded_in_the_last_places():

@@ -16,7 +16,6 @@ import lioncub_jax as lc
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md"), *ROOT.glob("*.md")])
 API = "".join(page.read_text() for page in ROOT.glob("docs/reference/api/*.md"))
-TUTORIAL = (ROOT / "docs/start/tutorial.md").read_text()
 FENCES = re.compile(r"^(```+).*?^\1$", re.S | re.M)
 
 
@@ -102,14 +101,8 @@ def test_public_docstrings_tell_of_arguments_errors_an_example_and_a_source():
 # --- What the pages run
 
 
-def cells(page):
-    return re.findall(
-        r"^```\{code-cell\}[^\n]*\n(?:---\n.*?---\n|:.*?\n)?(.*?)^```", page, re.S | re.M
-    )
-
-
 def test_the_tutorial_runs_counts_bytes_and_comes_close_to_float32():
-    done = run_python("\n".join(cells(TUTORIAL)), MPLBACKEND="agg", XLA_FLAGS="")
+    done = run_python(pages.cells("start/tutorial.md"), MPLBACKEND="agg", XLA_FLAGS="")
     assert done.returncode == 0, done.stderr
     rows = re.findall(r"^(\w+).*loss ([\d.]+)  sent +(\d+) kB.* ([\d.]+) times", done.stdout, re.M)
     found = {name: (float(loss), float(times)) for name, loss, _, times in rows}

@@ -117,10 +117,6 @@ REFUSED = {
         lambda: run(cub(), four("data", "batch")), ValueError,
         r"same over \('data',\) and not over \('batch',\).*axis='data', group='batch'",
     ),
-    "a mean over some devices of a worker": (
-        lambda: run(lc.global_gradients(optax.sgd(0.1), workers="data"), four("data", "batch")), ValueError,
-        r"not over \('batch',\).*give the optimizer the same lioncub_jax\.Workers",
-    ),
     # States
     "a key of words": (
         lambda: first(cub(), rng=jnp.zeros(3, jnp.uint32)), TypeError,
@@ -155,10 +151,6 @@ REFUSED = {
     "gradients of nobody": (
         lambda: on_mesh_update(PARAMS), ValueError,
         r"\['b'\] has shape \(\).*not \(4,\).*worker_value_and_grad",
-    ),
-    "flags that are no bools": (
-        lambda: on_mesh_update(grads_for(4), abstain=np.ones(4)), ValueError,
-        "abstain has.*float32: give each worker one bool",
     ),
     "gradients of some leaves": (
         lambda: on_mesh_update({"w": grads_for(4)["w"]}), ValueError,
@@ -207,6 +199,7 @@ CALLS = {
     "on_mesh": functools.partial(lc.on_mesh, cub()),
     "worker_value_and_grad": functools.partial(lc.worker_value_and_grad, loss),
     "Replicas": lc.faults.Replicas,
+    "overlap_options": lc.training.overlap_options,
 }
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import in_order, workers_on
+from conftest import in_order, normal, workers_on
 from flax import jax_utils, nnx
 from flax import linen as nn
 from jax import lax
@@ -24,10 +24,6 @@ BATCH, SAME, OWN, FOLDED = lc.training.Kind
 
 def workers_of(kind=AxisType.Auto):
     return workers_on(f"data={W} tensor=2", kind=kind)
-
-
-def normal(*shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 X = normal(W * ROWS, 6)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import AXIS, mesh_on
+from conftest import AXIS, mesh_on, normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -37,12 +37,8 @@ def owner_lion(**options):
     return lc.owner_lion(**EXACT | options, workers=AXIS)
 
 
-def normal(shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-
-
 def of_shapes(shapes, *lead):
-    return {name: normal((*lead, *shape), len(name)) for name, shape in shapes.items()}
+    return {name: normal(*lead, *shape, seed=len(name)) for name, shape in shapes.items()}
 
 
 def by_optax(tx, params, grads):
@@ -122,7 +118,7 @@ def test_a_mean_in_full_precision_goes_into_the_plain_optimizer(run_workers):
 
 def test_adamw_at_the_owner_is_adamw_of_the_mean(run_workers):
     """In floats both ways; with codes, and what they owe, it is the reference's."""
-    params, grads = {"w": normal((3, 128))}, {"w": normal((6, 4, 3, 128), 1)}
+    params, grads = {"w": normal(3, 128)}, {"w": normal(6, 4, 3, 128, seed=1)}
     rate = {"learning_rate": 2**-6, "weight_decay": 0.125}
     exact = {"quantizer": lc.quantize.dense(), "reply": lc.decide.values()}
     tx = lc.owner_adamw(**rate, **exact, workers=AXIS)
@@ -174,7 +170,7 @@ class Layer(NamedTuple):
 
 
 NESTED = {
-    "layers": [Layer(normal((3, 5, 7)), None), Layer(normal((65,)), normal(()))],
+    "layers": [Layer(normal(3, 5, 7), None), Layer(normal(65), normal())],
     "owner": Layer(jnp.ones((2, 33), jnp.float16), {}),
     "empty": jnp.zeros((0, 4), jnp.bfloat16),
 }
@@ -197,7 +193,7 @@ def steps_of_a_worker(params, grads):
 @pytest.fixture(scope="module")
 def nested():
     """Gradients ``[W, steps, ...]``, and what all workers do in a ``shard_map`` of checked types."""
-    grads = jax.tree.map(lambda p: normal((WORKERS, STEPS, *p.shape)).astype(p.dtype), NESTED)
+    grads = jax.tree.map(lambda p: normal(WORKERS, STEPS, *p.shape).astype(p.dtype), NESTED)
     updates = mapped(grads)
     assert all(np.any(u) for u in jax.tree.leaves(updates) if u.size)
     return grads, updates

@@ -134,19 +134,10 @@ def test_packing_is_estimated_by_what_passes_through_memory():
 # --- Where it pays
 
 
-PAIRS = dataclasses.replace(SLOW, on_cpu=True)
-
-
-@pytest.mark.parametrize(
-    ("name", "cluster", "speedup"),
-    [
-        ("vote", SLOW, 1.0), ("owner-lion", SLOW, 2.0),
-        ("vote", PAIRS, 1.0),
-    ],
-)  # fmt: skip
-def test_break_even_is_where_the_curves_cross(name, cluster, speedup):
+@pytest.mark.parametrize(("name", "speedup"), [("vote", 1.0), ("owner-lion", 2.0)])
+def test_break_even_is_where_the_curves_cross(name, speedup):
     def both(rate):
-        return [step_of(n, cluster.at(rate), 10**8, 0.001) for n in (name, "lion")]
+        return [step_of(n, SLOW.at(rate), 10**8, 0.001) for n in (name, "lion")]
 
     found = pays(*both(1e9), speedup)
     below, at = (theirs.step / ours.step for ours, theirs in map(both, (found / 2, found)))
@@ -237,7 +228,6 @@ def test_named_machines_are_what_their_vendors_say():
         (lambda: Link(1e9, -1e-6), "latency="),
         (lambda: Cluster(0, SLOW.link), "workers=0"),
         (lambda: Cluster(2, SLOW.link, 0), "group_size=0"),
-        (lambda: Cluster(2, SLOW.link, 4), "without inside"),
         (lambda: Cluster(2, SLOW.link, all_to_all_share=0), "share=0: give a number above 0, at most 1"),
         (lambda: Cluster(2, SLOW.link, memory_bandwidth=0), "memory_bandwidth=0"),
         (lambda: scheme_named("two bits"), "give one of vote, average"),
@@ -250,20 +240,8 @@ def test_named_machines_are_what_their_vendors_say():
             "data 'new': give one of alike, different",
         ),
         (lambda: planner.cell_for(0, 32), "workers=0"),
-        (lambda: planner.cell_for(8), "give one of --tokens-per-worker .* decides more than the network"),
-        (lambda: planner.cell_for(8, 32, 0.6), "give one of --tokens-per-worker"),
         (lambda: planner.cell_for(8, 0), "tokens=0: "),
-        (
-            lambda: planner.cell_for(8, 31),
-            "tokens=31: nobody measured less than one window of 32 tokens a worker and step; give",
-        ),
-        *(
-            (
-                lambda a=a: planner.cell_for(8, agreement=a),
-                f"agreement={a}: give votes/agreement, from 0.5, where votes are coin flips, to 1",
-            )
-            for a in (0.49, 1.01, math.nan)
-        ),
+        (lambda: planner.cell_for(8, agreement=math.nan), "agreement=nan: give votes/agreement"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(build, message):

@@ -477,10 +477,6 @@ REFUSED = [
         lambda: prepare(TP, P("tp"), (7, 8)),
         "['w'] has shape (7, 8) ... axis 0 is partitioned 2 times ... size is 7",
     ),
-    (
-        lambda: prepare(TP, P(None, None, "tp")),
-        "['w'] has shape (6, 8) ... cannot lie as ... None, 'tp'",
-    ),
     (lambda: prepare(TP, {"w": P(), "v": P()}), "specs has 2 leaves ... 1 ... PartitionSpec"),
     *(
         (

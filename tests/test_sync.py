@@ -306,10 +306,6 @@ def of_levels(inner, workers):
         # In two levels a sync in codes must know the group.
         (lambda: of_levels(NODES, DEVICES), ValueError, r"in slices that a group shares.*group=None"),
         (lambda: of_levels(DEVICES, NODES), ValueError, r"whole by each worker.*group='dev'"),
-        (lambda: S.coded(3), TypeError, r"3 is not a schedule: give every\(T\).*coded"),
-        (lambda: coded_vote(S.coded()).init(LEAVES), ValueError, r"workers='data'.*shard_map"),
-        (lambda: lc.sync_momentum(vote(), S.every(2), [True], workers=AXIS).init(LEAVES), ValueError,
-         r"where: the mask does not match.*PyTreeDef\(\[\*\]\).*one bool for each leaf"),
         (lambda: lc.sync_momentum(vote(), S.every(2), ["no"], workers=AXIS), TypeError,
          r"where\[0\] is 'no': a mask has a bool for each leaf"),
     ],

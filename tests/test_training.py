@@ -6,7 +6,6 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from conftest import workers_on
 from flax import nnx
@@ -206,8 +205,8 @@ def test_what_the_caller_holds_survives_and_what_the_step_holds_is_donated():
 # --- Bad input
 
 
-def step_once(loss=linear_loss, tx=None, rows=None, **options):
-    state, step = start(loss, tx or cub(), linear_params(), **options)
+def step_once(loss=linear_loss, rows=None, **options):
+    state, step = start(loss, cub(), linear_params(), **options)
     step(state, draw() if rows is None else {"x": rows})
 
 
@@ -222,7 +221,6 @@ REFUSED = [
     ({"accumulate": 2, "rows": np.zeros((0, 3))}, ODD),
     ({"accumulate": 2, "rows": np.float32(1)}, ODD),
     ({"loss": second_loss}, "'loss', which is taken"),
-    ({"tx": optax.sgd(0.1)}, "differs between workers.*global_gradients"),
 ]
 
 
@@ -235,8 +233,6 @@ def test_what_a_step_cannot_run_is_refused(given, words):
 def test_the_compiler_gets_the_options_of_a_step():
     workers = workers_on("data=2")
     assert lc.training.overlap_options(workers) == {}
-    with pytest.raises(TypeError, match="workers=None: give the workers of a mesh"):
-        lc.training.overlap_options(None)
     state, step = start(linear_loss, cub(), linear_params(), workers)
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
         step.compiled({"xla_no_such_option": True})(state, draw())
