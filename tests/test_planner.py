@@ -375,7 +375,8 @@ def test_the_time_to_the_loss_is_that_of_a_step_times_its_steps(known):
         "times faster than the best mean of gradients, global_gradients(optax.adamw(...), "
         f"dtype=jnp.bfloat16), and {peer} times faster than the best other method, "
         "baselines.powersgd(optax.adamw(...), width // 32). Measured with 32 tokens a worker "
-        "and step, 8 workers and data alike, a GPT of 1,000 parameters (yours has 100,000) on some text, 3 seeds, not on a GPU."
+        "and step, 8 workers and data alike, a GPT of 1,000 parameters (yours has "
+        "100,000) on some text, 3 seeds, not on a GPU."
     )
 
 
@@ -406,7 +407,9 @@ def test_a_method_whose_steps_are_too_many_is_not_advised_where_its_step_is_fast
         f"Do not use this: at {units.rate_text(even * 1.001)} nothing reaches the loss 1.05 times faster "
         "than a mean of gradients, global_gradients(optax.adamw(...), dtype=jnp.bfloat16). Begin with"
     )
-    assert above.count("times faster than the best") == 2 and "assumed to learn like float32." in above
+    assert (
+        above.count("times faster than the best") == 2 and "assumed to learn like float32." in above
+    )
     assert all(above.count(f". {word} ") == 1 for word in ("This", "Measured"))
     said = report.details(plan)
     assert f"than every mean of gradients below {units.rate_text(even)}." in said
