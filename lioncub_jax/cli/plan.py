@@ -13,7 +13,7 @@ DESCRIPTION = """\
 Says for each bandwidth which method to use, how many times faster it reaches a
 loss than others, and where that was measured; or that none is worth it. Bytes are
 exact; times are a model in which nothing overlaps. Steps to the loss are
-measured, on a small model. docs/how_to/planner.md in the repository has the model and
+measured, on a small model. docs/explain/planner.md in the repository has the model and
 what it leaves out."""
 
 EPILOG = """\

@@ -5,7 +5,7 @@
 
 Bytes are those of `lioncub_jax.traffic.of`, which equal the compiled program's. All else is a model:
 links are full duplex and not shared with others, nothing overlaps, and no worker is slower than others.
-What it leaves out is in docs/how_to/planner.md. Rates are in bits per second, times in seconds, as
+What it leaves out is in docs/explain/planner.md. Rates are in bits per second, times in seconds, as
 `lioncub_jax.units` reads them.
 """
 
