@@ -204,11 +204,26 @@ def owner_adamw(
     A worker keeps 2 d/W of moments, and the errors of its codes and replies. If nobody takes part the
     moments and their counter stay.
 
-    Arguments that are not named here are those of ``optax.adamw``, `owner` and `lion_cub`, and so are the
-    errors.
+    Args:
+      learning_rate: a number or an optax schedule.
+      b1: decay of the first moment, in [0, 1).
+      b2: decay of the second moment, in [0, 1).
+      eps: added to the root of the second moment.
+      weight_decay: decoupled, multiplied with the learning rate.
+      mask: which leaves decay, a tree of bools or a function of the parameters.
+      workers: as `lion_cub`.
+      quantizer: of gradients, as `owner`: codes of 3 bits by default.
+      reply: how an update comes back, as `owner`: in codes of 2 bits by default.
+      wire: as `communicate`.
+      dominance: as `owner`.
+      trim: as `owner`.
+      bucket_size: as `communicate`.
 
     Returns:
       A transform whose ``init`` and ``update`` must run where the workers' axis is bound.
+
+    Raises:
+      ValueError, TypeError: as `owner` and `lion_cub`.
 
     Example:
       >>> import lioncub_jax as lc
@@ -249,8 +264,9 @@ def owner(
       reply: how an update comes back: ``decide.codes(2)`` by default, ``decide.sign()`` where ``tx`` ends
         in a sign, ``decide.values()`` for float32.
       wire: as `communicate`.
-      dominance: where workers may lie; see ``decide.at_owner``. None for no bound.
-      trim: workers that may lie; see ``decide.at_owner``. None for 0.
+      dominance: where workers may lie, how many times the median step of all workers the step of one may
+        be, such as 2; see `lioncub_jax.decide.at_owner`. None for no bound.
+      trim: how many of the largest and of the smallest values a mean leaves out. None for 0.
       bucket_size: as `communicate`.
 
     Returns:
