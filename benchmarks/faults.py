@@ -40,7 +40,7 @@ from rich.console import Console
 
 ROOT = Path(__file__).parents[1]
 ROWS = Path(__file__).parent / "results" / "faults.jsonl"
-DOCUMENT = ROOT / "docs" / "how_to" / "faults.md"
+DOCUMENT = ROOT / "docs" / "reports" / "faults.md"
 WORKERS, STEPS, EVERY, SNAPSHOTS = 3, 120, 20, 5
 SAVE_SECONDS = 0.5  # of which a part goes by until a save is harmed
 ALL = (0, 1, 2)
@@ -110,7 +110,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--runs", type=int, help="of each kind (20 where it is cheap)")
     parser.add_argument("--again", action="store_true", help="run nothing: sum up the rows")
     parser.add_argument(
-        "--report", action="store_true", help="write the table of docs/how_to/faults.md"
+        "--report", action="store_true", help="write the table of docs/reports/faults.md"
     )
     args = parser.parse_args(argv)
     needs = [kind for kind in args.kind if FAULTS[kind].does in (*OF_LINKS, *OF_DISKS)]

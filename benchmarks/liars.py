@@ -30,7 +30,7 @@ from rich.console import Console
 from lioncub_jax import arguments
 
 ROWS = Path(__file__).parent / "results" / "liars.jsonl"
-DOCUMENT = Path(__file__).parents[1] / "docs" / "how_to" / "faults.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "reports" / "faults.md"
 WORKERS = (8, 16, 32)
 SPLITS = {"iid": "the whole text", "class": "a part of the text each"}
 # One thread each: small programs gain nothing from a second core.
@@ -56,7 +56,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="processes, of one core each on a CPU")
     parser.add_argument("--again", action="store_true", help="run nothing: sum up the rows")
     parser.add_argument(
-        "--report", action="store_true", help="write the tables of docs/how_to/faults.md"
+        "--report", action="store_true", help="write the tables of docs/reports/faults.md"
     )
     args = parser.parse_args(argv)
     try:

@@ -67,7 +67,7 @@ def lion_cub(
     full precision closely. Where each has data of its own (its own files, users or classes) the momenta
     drift apart, votes cancel, and the loss falls more slowly. Use `owner_lion` then, which has one
     momentum for all and nothing to drift, or bring the momenta together with
-    ``sync=lioncub_jax.sync.coded()``. `metrics` has the drift; docs/how_to/choose.md has figures.
+    ``sync=lioncub_jax.sync.coded()``. `metrics` has the drift; docs/reports/convergence.md has figures.
 
     Args:
       learning_rate: a number or an optax schedule.

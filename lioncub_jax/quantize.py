@@ -517,7 +517,7 @@ def rotated_sign(dtype: Any = jnp.bfloat16) -> Quantizer:
       >>> import lioncub_jax as lc
       >>> tx = lc.owner_lion(1e-4, workers="data", quantizer=lc.quantize.rotated_sign())
 
-    Source: this library; docs/how_to/choose.md has what it loses.
+    Source: this library; docs/reports/convergence.md has what it loses.
     """
     return error_feedback(rotated(midrise(1)), dtype, keep=0.7)
 

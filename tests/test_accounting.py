@@ -228,8 +228,8 @@ def test_what_a_loop_sends_is_sent_at_each_turn():
         (asked(workers=2), TypeError, "workers=2: give the workers of a mesh"),
         (asked(optax.stateless(shifted)), ValueError, "a ppermute over .'data',.: nobody knows here"),
         (asked(optax.stateless(until)), ValueError, "sends inside of a while loop: nobody knows"),
-        (asked("lion_cub"), TypeError, "str is no transform of one .*: give what lion_cub"),
-        (asked(lc.on_mesh(VOTE, CUT), CUT), TypeError, "OnMesh is no .* not what on_mesh returned"),
+        (asked("lion_cub"), TypeError, "tx='lion_cub' is not a GradientTransformation"),
+        (asked(lc.on_mesh(VOTE, CUT), CUT), ValueError, "init is called for one .*: give tx itself"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_counted_is_refused(ask, error, message):

@@ -355,3 +355,14 @@ def test_a_raw_key_is_the_typed_one(mesh_of):
     start = functools.partial(lc.init_state, cub(workers=workers), PARAMS, workers)
     typed, raw = start(rng=jax.random.key(5)).rng, start(rng=jax.random.PRNGKey(5)).rng
     assert typed.dtype == raw.dtype and jax.random.bits(typed) == jax.random.bits(raw)
+
+
+def test_a_loss_with_other_arguments(mesh_of):
+    workers = lc.Workers(mesh_of(4), AXIS)
+    tx = cub(workers=workers)
+    step = lc.make_train_step(lambda params, x, y, z: 0.0, tx, workers)
+    state = lc.init_state(tx, PARAMS, workers)
+    with raises(
+        TypeError, "the loss takes (params, x, y, z) ... (params, batch, rng): give it these"
+    ):
+        step(state, jnp.ones(4))

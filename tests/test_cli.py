@@ -213,7 +213,7 @@ def test_the_plan_is_three_sentences_for_each_rate_and_a_table_where_it_explains
 
 ADVICE = """
 GIVEN => At 1 Gbit/s use
-GIVEN --bandwidth 10tbit => Do not use this: at 10 Tbit/s nothing is at the loss 1.05 times as soon as
+GIVEN --bandwidth 10tbit => Do not use this: at 10 Tbit/s nothing reaches the loss 1.05 times faster than
 GIVEN --workers 1 => Do not use this: one worker has no others to exchange with; use optax.adamw or
 QUIET --agreement 0.5 => (coin flips: noise only)
 QUIET --tokens-per-worker 1M => Nobody measured 1,000,000 tokens

@@ -6,6 +6,7 @@ import tomllib
 import warnings
 from pathlib import Path
 
+import pages
 import pytest
 import yaml
 
@@ -44,7 +45,7 @@ def test_the_citation_is_of_this_version():
 
 def test_a_renamed_argument_warns_as_the_page_shows_and_no_old_name_is_overdue():
     names = {"warnings": warnings}
-    exec(re.search(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S)[1], names)
+    exec(pages.block("../CONTRIBUTING.md", "run: renamed"), names)
     with pytest.warns(DeprecationWarning, match="workers=, axis= goes in 0.5") as caught:
         assert names["vote"](1, axis="data") == names["vote"](1, workers="data")
     assert caught[0].filename == __file__

@@ -13,14 +13,16 @@ def what_to_use_text() -> str:
       Lines of Markdown. Numbers that differ among the networks of a row are shown as the first to the last.
     """
     study = evidence.packaged().study
-    head = "network", "tokens", "data", "use", "bits", "steps", "sooner", "rate", "betas", "decay"
+    head = "network", "tokens", "data", "use", "bits", "steps", "faster", "rate", "betas", "decay"
     lines = [head, ["---"] * len(head), *map(_cells, what_to_use())]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return (
-        f"{table}\n\n*network*: the time of a float32 mean of gradients over that of computing a step. "
-        "*tokens*: that one worker sees\nin a step. *bits*: that it sends for a parameter in a step. "
-        "*steps*: to the loss, over those of the better float32\noptimizer. *sooner*: times as soon as the "
-        f"best peer that gets there. *rate* and so on: to begin with, in a run of {study['steps']}\nsteps. "
+        f"{table}\n\n* *network*: the time of a float32 mean of gradients, divided by the time of "
+        "computing a step.\n"
+        "* *tokens*: what one worker sees in a step. *bits*: what it sends in a step for each parameter.\n"
+        "* *steps*: to the loss, divided by the steps of the better float32 optimizer.\n"
+        "* *faster*: how many times faster it reaches the loss than the best other method.\n"
+        f"* *rate*, *betas* and *decay*: begin with these, in a run of {study['steps']} steps.\n\n"
         f"Measured with a {study['model']} of {study['parameters']:,} parameters, not on a GPU.\n"
     )
 

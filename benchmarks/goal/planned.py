@@ -38,7 +38,7 @@ class Planned(NamedTuple):
         return f"{self.tokens} tokens, {self.network}, planned"
 
     def speedup(self) -> tuple[str, str, float]:
-        """The best of ours, the best peer or mean, and how many times as soon ours is there."""
+        """The best of ours, the best peer or mean, and how many times faster ours is."""
         times, own, peer = (
             self.plan.times(),
             self.plan.first("ours"),

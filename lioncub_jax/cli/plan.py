@@ -10,10 +10,10 @@ from lioncub_jax.cli.options import COUNT, FLAG, RATE, SECONDS, Row, reads
 SUMMARY = "will it help me? what to use and what it gains, before training"
 
 DESCRIPTION = """\
-Says for each bandwidth which method to use, how many times as soon it is at a
-loss as others, and where that was measured; or that none is worth it. Bytes are
+Says for each bandwidth which method to use, how many times faster it reaches a
+loss than others, and where that was measured; or that none is worth it. Bytes are
 exact; times are a model in which nothing overlaps. Steps to the loss are
-measured, on a small model. docs/how_to/planner.md in the repository has the model and
+measured, on a small model. docs/explain/planner.md in the repository has the model and
 what it leaves out."""
 
 EPILOG = """\
@@ -82,7 +82,7 @@ OPTIONS: list[Row] = [
     ("--inside-bandwidth", RATE, "of the link of each of those devices"),
     (
         "--memory-bandwidth", RATE,
-        "of a device, for the time of packing bits (100gbyte, a server's processor)",
+        "of a device, for the time of packing bits (800gbyte; on cpu 100gbyte)",
     ),
     (
         "--platform", {"choices": ("cpu", "gpu", "tpu")},
@@ -131,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
         *([_in_words(args.cluster, named)] if named else []),
         f"{size:,} parameters; compute {units.seconds_text(args.compute)} a step; latency "
         f"{units.seconds_text(cluster.link.latency)}; packing at "
-        f"{units.bytes_text(cluster.memory_bandwidth / 8)}/s of memory; nothing overlaps.",
+        f"{units.bytes_text(cluster.memory / 8)}/s of memory; nothing overlaps.",
         *(
             f"\n{planner.table(one)}\n\n{planner.advice(one)} {planner.details(one)}"
             for one in plans

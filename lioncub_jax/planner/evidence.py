@@ -1,7 +1,7 @@
 """What is known about learning: the steps of each method to a loss, by the noise of a worker's gradient.
 
-`evidence.json`, beside this file, is made from committed rows of runs; docs/how_to/planner.md says what its
-numbers mean. It is read on first use.
+`evidence.json`, beside this file, is made from committed rows of runs; docs/explain/planner.md says
+what its numbers mean. It is read on first use.
 """
 
 import functools
