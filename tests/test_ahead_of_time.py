@@ -1,4 +1,4 @@
-"""The benchmark that compiles for machines that are not there: what is sent, and what it refuses."""
+"""The benchmark that compiles for machines that are not there: what is sent."""
 
 import importlib.util
 import json
@@ -48,19 +48,10 @@ def test_rows_say_what_a_compiled_step_sends_and_are_kept(monkeypatch, tmp_path)
     assert over == ours[0]["accessed"] / lion["accessed"]
 
 
-REFUSED = [
-    (lambda: machines.named("v4-8"), "give one of v5e-8, .*h100-64"),
-    (lambda: machines.mesh_of("v5e-8", {"data": 4}), "4 devices, and v5e-8 has 8"),
-    (lambda: machines.mesh_of("v5e-8", {"data": 8}), r"pip install -e '\.\[tpu\]'"),
-    (lambda: programs.sizes(programs.named("gpt-7b, fsdp 8"), 8), "no two workers of 8"),
-]
-
-
-@pytest.mark.parametrize(("call", "said"), REFUSED, ids=[said for _, said in REFUSED])
-def test_what_cannot_be_read_or_compiled_is_refused(monkeypatch, call, said):
+def test_where_the_compiler_is_missing_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises((ValueError, ModuleNotFoundError), match=said):
-        call()
+    with pytest.raises(ModuleNotFoundError, match=r"pip install -e '\.\[tpu\]'"):
+        machines.mesh_of("v5e-8", {"data": 8})
 
 
 # --- By the compiler of TPUs

@@ -386,15 +386,8 @@ def test_arrays_and_boxes_say_how_parameters_are_cut():
         assert lc.mesh.specs_of({"w": cut, "b": np.ones(3)}) == {"w": P(None, "tp"), "b": P()}
 
 
-@pytest.mark.parametrize(
-    ("sizes", "kind", "make"),
-    [
-        ("data=2 fsdp=2 tp=2", AUTO, lc.lion_cub),
-        ("node=2 gpu=2 tp=2", EXPLICIT, lc.owner_lion),
-    ],
-)
-def test_an_abstract_state_is_the_state_without_its_numbers(sizes, kind, make):
-    workers = on(sizes, kind)
+def test_an_abstract_state_is_the_state_without_its_numbers():
+    workers, make = on("node=2 gpu=2 tp=2", EXPLICIT), lc.owner_lion
     given = {"specs": specs_of(LEAVES, workers), "model_state": {"key": jax.random.key(1)}}
     given |= {"tx": make(1e-3, workers=workers), "workers": workers}
     params = {name: jnp.zeros(shape) for name, (shape, _) in LEAVES.items()}
