@@ -136,8 +136,7 @@ wheel-test: ## build sdist and wheel; run quickstart, a plan and the tutorial fr
 		--tokens-per-worker 256
 	cd dist && ../.venv-wheel/bin/python -c 'import lioncub_jax; print(lioncub_jax.__version__, lioncub_jax.__file__)'
 	.venv-wheel/bin/python $(PIP_INSTALL) "$$(ls dist/*.whl)[plots]"
-	awk '/^```.code-cell/ {c = 1; next} /^```/ {c = 0} c && /^---$$/ {h = !h; next} c && !h && !/^:/' \
-		docs/start/tutorial.md > dist/tutorial.py
+	.venv-wheel/bin/python tests/pages.py start/tutorial.md > dist/tutorial.py
 	cd dist && MPLBACKEND=agg ../.venv-wheel/bin/python tutorial.py && rm tutorial.py
 
 bench: $(READY) ## run the benchmarks

@@ -29,14 +29,13 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import report
-from goal import curves, evidence, lab, pages, picture, plan, planned, summary
+from goal import curves, evidence, lab, pages, plan, planned, summary
 from goal.contenders import CONTENDERS, contender_named
 from goal.model import TOKENS
 from rich.console import Console
 
 ROOT = Path(__file__).parents[1]
 ROWS = ROOT / "benchmarks" / "results" / "time_to_loss.jsonl"
-PICTURE = ROOT / "docs" / "time_to_loss.png"
 EVIDENCE = ROOT / "lioncub_jax" / "planner" / "evidence.json"
 PARTS = ("curves", "longer", "times")
 # One thread each: small programs gain nothing from a second core.
@@ -57,7 +56,6 @@ def main(argv: list[str] | None = None) -> None:
         EVIDENCE.write_text(evidence.text_of(found))
         for path, text in pages.rewritten(found).items():
             path.write_text(text)
-        picture.draw(PICTURE)
     summary.show(found, Console())
     print(json.dumps({"benchmark": "time_to_loss", **planned.keys(found)}))
 

@@ -1,12 +1,12 @@
 """The smallest complete run: eight workers train on real source code and exchange codes of 2 and 3 bits."""
 
-# [quickstart]
 import inspect
 
 import jax
 import numpy as np
 import optax
 from flax import nnx
+from rich.progress import track
 
 import lioncub_jax as lc
 
@@ -49,14 +49,13 @@ windows = np.lib.stride_tricks.sliding_window_view(text, 9)
 rng = np.random.default_rng(jax.process_index())
 
 losses = []
-for _ in range(300):
+for _ in track(range(300), "training", disable=jax.process_index() > 0):
     # 64 for each worker; of several hosts each reads the rows of its own workers.
     batch = windows[rng.integers(len(windows), size=64 * len(mesh.local_devices))]
     state, metrics = step(state, batch)
-    losses.append(float(metrics["loss"]))
+    losses.append(metrics["loss"])  # stays on the devices, so that no step waits for it
 
 sent = lc.traffic.sent_bytes(lc.traffic.collectives(step.lower(state, batch).compile(), mesh))
 size = sum(x.size for x in jax.tree.leaves(params))
 print(f"loss {losses[0]:.2f} before, {losses[-1]:.2f} after")
 print(f"each worker sends {sent[('data',)] / 1000:.0f} kB a step for {size:,} parameters")
-# [/quickstart]

@@ -37,15 +37,24 @@ def main() -> None:
     tx = lc.owner_adamw(3e-3, b1=0.8, b2=0.98, weight_decay=0.1, workers=workers)
     state = lc.init_state(tx, first_params(), workers)  # the same numbers on every host
     step = lc.make_train_step(loss_fn, tx, workers)
-    with lc.Checkpoints(folder, workers=workers) as checkpoints:
-        if checkpoints.steps():
-            state = checkpoints.restore(state).state
-        for i in range(int(state.step), steps):
-            state, metrics = step(state, rows_of_this_host(i))
-            if (i + 1) % 50 == 0:
-                checkpoints.save(state)
-                # [/several hosts]
-                print(f"step {i + 1} of {steps}: loss {metrics['loss']:.3f}", flush=True)
+    # [/several hosts]
+    with lc.stop_on_sigterm() as stopping:  # noqa: SIM117 (pages show the inner one)
+        # [several hosts]
+        with lc.Checkpoints(folder, workers=workers) as checkpoints:
+            if checkpoints.steps():
+                state = checkpoints.restore(state).state
+            for i in range(int(state.step), steps):
+                state, metrics = step(state, rows_of_this_host(i))
+                if (i + 1) % 50 == 0:
+                    checkpoints.save(state)
+                    # [/several hosts]
+                    print(f"step {i + 1} of {steps}: loss {metrics['loss']:.3f}", flush=True)
+                elif stopping(i + 1):
+                    checkpoints.save(state)
+                    print(f"asked to stop: saved step {i + 1}", flush=True)
+                    break
+            else:
+                print(f"all {steps} steps are done", flush=True)
 
 
 def rows_of_this_host(i: int) -> np.ndarray:

@@ -60,6 +60,11 @@ def mesh_on(sizes, kind=AxisType.Auto):
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=devices)
 
 
+def workers_on(sizes, group=None, kind=AxisType.Auto, axis=AXIS):
+    """The workers of such a mesh."""
+    return lc.Workers(mesh_on(sizes, kind), axis, group)
+
+
 @pytest.fixture(scope="session")
 def mesh_of():
     """``W -> Mesh`` of the first W devices."""
@@ -110,6 +115,11 @@ def machine():
         lc.lab.run(lc.lab.Network(2, rate=1e8), ["true"])
     except lc.lab.LabError as missing:
         pytest.skip(f"the lab cannot run here: {missing}")
+
+
+def normal(*shape, seed=0):
+    """Normal numbers of that shape."""
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 def in_order(words):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import mesh_on
+from conftest import workers_on
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
@@ -110,15 +110,11 @@ def numbers(seed, *lead):
 PARAMS = numbers(0)
 
 
-def workers_of(count, cut=1):
-    return lc.Workers(mesh_on(f"data={count} tensor={cut}"), "data")
-
-
 class Run:
     """A transform with its program, its first state, and that after three steps."""
 
     def __init__(self, name):
-        self.workers, self.can_abstain = workers_of(WORKERS, 2), name not in FLOATS
+        self.workers, self.can_abstain = workers_on("data=3 tensor=2"), name not in FLOATS
         self.tx = transform(name, self.workers)
         self.on = lc.on_mesh(self.tx, self.workers, specs=SPECS)
         lies = self.workers.shardings(SPECS), self.on.shardings(PARAMS)
@@ -366,7 +362,7 @@ def test_one_who_goes_on_alone_pays_what_several_workers_still_owe(tmp_path):
     def apart(done):
         return ({n: x[part] for n, x in done.items()} for part in range(2))
 
-    (state, update), (like, alone) = first(workers_of(WORKERS)), first(workers_of(1))
+    (state, update), (like, alone) = first(workers_on("data=3")), first(workers_on("data=1"))
     before, states = apart(update(numbers(1, WORKERS), state.opt_state))
     mean = {k: g.mean(0) for k, g in numbers(1, WORKERS).items()}
     total = jax.tree.map(lambda *x: sum(x), mean, numbers(2), numbers(3))
@@ -409,7 +405,7 @@ def test_sixty_four_bits_change_no_dtype_and_no_number(name):
 @ALL
 def test_an_update_has_the_dtype_of_its_gradient(name):
     kinds = {"w": jnp.bfloat16, "b": jnp.float32, "s": jnp.float16}
-    workers = workers_of(WORKERS)
+    workers = workers_on("data=3")
     on = lc.on_mesh(transform(name, workers), workers, specs=WHOLE)
     params = {k: jax.ShapeDtypeStruct(SHAPES[k], kind) for k, kind in kinds.items()}
     grads = {k: jax.ShapeDtypeStruct((WORKERS, *SHAPES[k]), kind) for k, kind in kinds.items()}
@@ -446,7 +442,7 @@ def outcomes(txs, *lead):
 
 
 def test_one_worker_alone_is_the_plain_optimizer():
-    workers = workers_of(1)
+    workers = workers_on("data=1")
     plain_ones = {name: tx for name, (_, tx) in TRANSFORMS.items() if tx is not None}
     found = outcomes(on_all({name: transform(name, workers) for name in plain_ones}, workers), 1)
     want = outcomes(plain_ones)
@@ -467,7 +463,7 @@ INJECTED = {  # what is static besides the axis
 
 
 def test_injected_hyperparameters_change_nothing():
-    workers = workers_of(2)
+    workers = workers_on("data=2")
     plainly, injected = {}, {}
     for make, static in INJECTED.items():
         how = {**HOW, **static, "workers": workers}
@@ -492,7 +488,7 @@ def traced(tx, grads=None, params=PARAMS, of=None, **extra):
         state = tx.init(own if of is None else jax.lax.pcast(of, "data", to="varying"))
         return tx.update(own, state, params, **extra)[0]
 
-    mesh = workers_of(2).mesh
+    mesh = workers_on("data=2").mesh
     mapped = jax.shard_map(worker, mesh=mesh, in_specs=P(), out_specs=P())
     return jax.eval_shape(mapped, grads, params)
 
@@ -541,5 +537,5 @@ def test_what_no_transform_can_work_with_is_refused(name):
         reduced = jax.grad(lambda w: x * jnp.sum(w**2))(params["w"])
         return tx.update({**own, "w": reduced}, tx.init(own), params)[0]
 
-    mapped = jax.shard_map(summed, mesh=workers_of(2).mesh, in_specs=P(), out_specs=P())
+    mapped = jax.shard_map(summed, mesh=workers_on("data=2").mesh, in_specs=P(), out_specs=P())
     refused(lambda: jax.eval_shape(mapped, PARAMS), "['w']", "already reduced in full")

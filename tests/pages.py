@@ -1,6 +1,10 @@
-"""The code blocks of pages: a comment above each says who runs it, or ``not run:`` and why."""
+"""The code blocks of pages: a comment above each says who runs it, or ``not run:`` and why.
+
+As a program it prints what a notebook among the pages runs: ``python tests/pages.py start/tutorial.md``.
+"""
 
 import re
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,3 +27,13 @@ def block(page, mark):
     """The one block with that comment."""
     (found,) = [one for one in blocks(page) if one.mark == mark]
     return found.code
+
+
+def cells(page):
+    """The program of a notebook, without what its cells say to the site."""
+    found = [one.code for one in blocks(page) if one.language.startswith("{code-cell}")]
+    return "\n".join(re.sub(r"\A(---\n.*?\n---\n|:.*?\n)", "", x, flags=re.S) for x in found)
+
+
+if __name__ == "__main__":
+    print(cells(sys.argv[1]))

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import AXIS, absent
+from conftest import AXIS, absent, workers_on
 from flax import nnx
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
@@ -85,6 +85,9 @@ def test_bits_follow_from_the_bytes():
     everywhere = lc.global_gradients(optax.sgd(1.0), workers=(AXIS, "gpu"))
     groups = lc.Workers(AbstractMesh((2, 4), (AXIS, "gpu")), AXIS, "gpu")
     assert lc.traffic.of(everywhere, shapes(1000), groups).sent_bytes == 2 * 7 / 8 * 4000
+    # Inside a group float32 is added up in slices, and the answers to all slices are gathered.
+    grouped = lc.traffic.of(lc.lion_cub(0.1, workers=groups), shapes(2**20), groups)
+    assert 8 * grouped.group_bytes == pytest.approx(3 / 4 * 2**20 * (32 + 1 + 1 / 128), rel=1e-3)
     alone = predict(shapes(1000), 1, wire=WIRES.counts())
     assert (alone.sent_bytes, alone.bits_per_parameter) == (0, 0)
 
@@ -106,12 +109,6 @@ def test_the_demo_sends_what_the_readme_says():
 # --- Programs
 
 
-def workers_on(sizes, group=None):
-    devices, kinds = jax.devices()[: np.prod([*sizes.values()])], (AxisType.Auto,) * len(sizes)
-    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=devices)
-    return lc.Workers(mesh, AXIS, group)
-
-
 def sent_by(tx, sizes, tree, group=None, specs=None):
     """What is predicted, and bytes of a step by the compiled program, by axis; votes, and no numbers."""
     workers = workers_on(sizes, group)
@@ -130,7 +127,7 @@ def sent_by(tx, sizes, tree, group=None, specs=None):
 
 def test_long_messages_and_replies_are_padded_and_counted_so():
     tree = {"w": shapes(900_001)[0]}
-    traffic, sent = sent_by(VOTE, {AXIS: 2}, tree)
+    traffic, sent = sent_by(VOTE, "data=2", tree)
     rows = 3520  # of 7032, at each owner; its row words and whether the worker takes part
     assert 4 * rows + 110 + 1 == 14_191
     assert traffic.sent_bytes == 4 * 14_208 + 4 * 14_208  # 444 * 32 words, and 111 * 128 back
@@ -142,16 +139,16 @@ def test_the_mean_in_bfloat16_is_float32_on_cpu_only():
         {"w": shapes(1000)[0]},
         lc.global_gradients(optax.sgd(1.0), jnp.bfloat16, workers=AXIS),
     )
-    on_cpu, sent = sent_by(tx, {AXIS: 4}, tree)
+    on_cpu, sent = sent_by(tx, "data=4", tree)
     assert on_cpu.sent_bytes == 2 * lc.traffic.of(tx, tree, absent(4)).sent_bytes
     assert sent == {(AXIS,): on_cpu.sent_bytes}
 
 
 VOTE = lc.lion_cub(0.1, workers=AXIS)
 GROUPED = {
-    "gathered": ({"data": 2, "gpu": 4}, {}, {"wire": WIRES.gathered()}),
-    "cut, in buckets": ({"data": 2, "gpu": 2, "tp": 2}, {"kernel": P("tp")}, {"bucket_size": 300}),
-    "one worker": ({"data": 1, "gpu": 4}, {}, {}),
+    "gathered": ("data=2 gpu=4", {}, {"wire": WIRES.gathered()}),
+    "cut, in buckets": ("data=2 gpu=2 tp=2", {"kernel": P("tp")}, {"bucket_size": 300}),
+    "one worker": ("data=1 gpu=4", {}, {}),
 }  # fmt: skip
 
 
@@ -170,9 +167,7 @@ MEAN = lc.global_gradients(optax.sgd(1.0), workers=AXIS)
 LABELS = {"v": "vote", "w": "vote"}
 AROUND = {
     "chain": optax.chain(optax.clip_by_global_norm(1.0), optax.chain(VOTE)),
-    "named chain": optax.named_chain(("clip", optax.clip(1.0)), ("vote", VOTE)),
     "labels": optax.partition({"vote": VOTE, "mean": MEAN}, LABELS | {"b": "mean"}),
-    "frozen": optax.partition({"vote": VOTE, "": optax.set_to_zero()}, LABELS | {"b": ""}),
     "hyperparameters": optax.inject_hyperparams(lc.lion_cub, static_args=("workers",))(
         0.1, workers=AXIS
     ),
@@ -186,8 +181,8 @@ def test_whatever_is_around_a_vote_sends_what_is_predicted(name):
     tree = dict(zip("bvw", shapes, strict=True))
     cut = name != "several steps"  # which forget how parameters are cut
     inner = P("tp" if cut else None)
-    sizes, specs = {AXIS: 4, "tp": 2}, {"b": P(), "v": inner, "w": inner}
-    traffic, sent = sent_by(tx, sizes, tree, specs=specs)
+    specs = {"b": P(), "v": inner, "w": inner}
+    traffic, sent = sent_by(tx, "data=4 tp=2", tree, specs=specs)
     assert sent[(AXIS,)] == traffic.sent_bytes
     assert traffic.parameters == (260 + 34 * 132) // (1 + cut) + 66
 
@@ -196,15 +191,11 @@ def test_whatever_is_around_a_vote_sends_what_is_predicted(name):
 
 
 CUT = lc.Workers(AbstractMesh((2, 3), (AXIS, "tp")), AXIS)
-GROUPS = lc.Workers(AbstractMesh((2, 3), (AXIS, "gpu")), AXIS, "gpu")
 TWO = absent(2)
 
 
 def asked(tx=VOTE, workers=TWO, **how):
     return lambda: lc.traffic.of(tx, shapes(9), workers, **how)
-
-
-AVERAGING = optax.stateless(lambda grads, params: jax.lax.pmean(grads, AXIS))
 
 
 def shifted(grads, params):
@@ -235,18 +226,10 @@ def test_what_a_loop_sends_is_sent_at_each_turn():
     ("ask", "error", "message"),
     [
         (asked(workers=2), TypeError, "workers=2: give the workers of a mesh"),
-        (asked(specs=[P("tp")]), ValueError, "cannot lie as .*'data': 2.* tp"),
-        (asked(workers=GROUPS), ValueError, "the same over .'data',. and not over .'gpu',."),
-        (asked(optax.lion(1.0)), ValueError, "the optimizer's update differs between workers"),
-        (asked(optax.chain(AVERAGING, VOTE)), ValueError, "it was already reduced in full precision"),
         (asked(optax.stateless(shifted)), ValueError, "a ppermute over .'data',.: nobody knows here"),
         (asked(optax.stateless(until)), ValueError, "sends inside of a while loop: nobody knows"),
-        (asked("lion_cub"), TypeError, "str is no transform of one .*: give what lion_cub"),
-        (asked(lc.on_mesh(VOTE, CUT), CUT), TypeError, "OnMesh is no .* not what on_mesh returned"),
-        (
-            lambda: lc.traffic.of(lc.baselines.powersgd(optax.sgd(1.0), rank=9, workers=AXIS),
-            {"w": jnp.ones((4, 4))}, TWO), ValueError, "rank=9: none of the 1 leaves would be",
-        ),
+        (asked("lion_cub"), TypeError, "tx='lion_cub' is not a GradientTransformation"),
+        (asked(lc.on_mesh(VOTE, CUT), CUT), ValueError, "init is called for one .*: give tx itself"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_counted_is_refused(ask, error, message):

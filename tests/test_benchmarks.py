@@ -1,13 +1,11 @@
-"""That the benchmarks still measure what they say, at sizes that take no time; and what all refuse."""
+"""That the benchmarks still measure what they say, at sizes that take no time."""
 
 import json
 import re
 
 import compile_time
-import faults
 import gpu
 import jax.numpy as jnp
-import liars
 import local_step
 import numpy as np
 import pytest
@@ -75,12 +73,6 @@ def test_all_that_is_measured_on_a_gpu_is_predicted_by_the_committed_rows():
 REFUSED = [
     (gpu, "", "finds no GPU ... jax[cuda12] ... --sizes 1M,4M ... --predict"),
     (gpu, "--sizes 16", "'16' is no size"),
-    (gpu, "--sizes 1M --budget nan", "--budget nan: give a number of seconds above 0"),
-    (faults, "--kind worker --runs 0 --save {none}", "--runs 0: give a whole number of 1 or more"),
-    (liars, "--again --save {none}", "and there are none"),
-    (liars, "--save {none} --jobs 0", "--jobs 0: give a whole number of at least 1"),
-    (liars, "--save {none} --text nowhere", "nowhere holds no texts (*.txt, *.md, *.rst)"),
-    (liars, "--save {none} --text {words}", "more than 64 bytes each, and one has 5: give about"),
     (time_to_loss, "--save {other}", "line 1: no row of this benchmark"),
 ]
 
@@ -88,8 +80,6 @@ REFUSED = [
 @pytest.mark.parametrize(("module", "words", "said"), REFUSED)
 def test_what_cannot_be_run_is_refused(capsys, tmp_path, module, words, said):
     append(tmp_path / "other", [{"part": "tuning"}])
-    (tmp_path / "short.txt").write_bytes(b"ab cd" * 10)
-    paths = {"none": tmp_path / "none", "other": tmp_path / "other", "words": tmp_path}
     with pytest.raises(SystemExit):
-        module.main(words.format(**paths).split())
+        module.main(words.format(other=tmp_path / "other").split())
     assert re.search(in_order(said), " ".join(capsys.readouterr().err.split()))

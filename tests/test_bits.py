@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lioncub_jax import bits, decide, exchange, quantize
+from lioncub_jax import bits, exchange
 
 
 def words_of(x):
@@ -105,30 +105,6 @@ def test_numbers_in_planes_are_multiplied_and_compared(seed):
     np.testing.assert_array_equal(equal, row_words_of(a == b))
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 8, 300])
-@pytest.mark.parametrize("rows", [16, 80])
-def test_pairs_of_votes_are_counted_on_the_words(workers, rows):
-    """By all pairs; a row has its own voters, one of them or none, and its own padding."""
-    rng = np.random.default_rng(workers)
-    voted = rng.random((workers, 2, rows, 1)) < rng.choice([0, 0.1, 0.9, 1], (2, rows, 1))
-    voted[:, 0, 3] = np.arange(workers)[:, None] == 0
-    upper = (rng.random((workers, 2, rows, 128)) < rng.random(128)) & voted
-    counts = rng.choice([0, 1, 100, 128], (2, rows))
-    real = np.arange(128) < counts[..., None]
-
-    @jax.jit
-    def counted(planes, votes, counts):
-        where = decide.Slice(2, rows, workers, quantize.sign(), jnp.float32, counts)
-        return decide.Tally(planes, votes, where).pairs()
-
-    votes = bits.tally([row_words_of(voted[..., 0])])
-    for own, seen in ((counts.reshape(-1), real), (None, True)):
-        n, c = voted.sum(0), upper.sum(0)
-        want = np.stack([c * (n - c), n * (n - 1) // 2 * np.ones_like(c)])
-        got = counted(bits.tally([words_of(upper)]), votes, own)
-        np.testing.assert_allclose(got, (want * seen).sum((2, 3)), rtol=2**-23)
-
-
 def test_sums_beyond_a_word_are_rounded_in_the_last_places():
     """As of 7e9 parameters and 256 workers, with every second pair unlike."""
     rng = np.random.default_rng(0)
@@ -144,32 +120,3 @@ def test_sums_beyond_a_word_are_rounded_in_the_last_places():
     ties = jnp.full(workers, size // workers, jnp.uint32)
     found = exchange.Numbers(ties, each, jnp.uint32(1)).totals(exchange.unit_of(size), unit)
     np.testing.assert_allclose(found[1:] * 2.0**unit, [pairs / 2, pairs], 2**-20)
-
-
-# --- Fair bits; that they are fair is proved of the reference
-
-
-def murmur_finalizer(h):
-    h = (h ^ h >> 16) * 0x85EBCA6B % 2**32
-    h = (h ^ h >> 13) * 0xC2B2AE35 % 2**32
-    return h ^ h >> 16
-
-
-@pytest.mark.parametrize("step", [0, 77, 2**31 - 1])
-def test_fair_bits_are_hashes_of_the_word_and_the_step(step):
-    """The side of a zero is turned by the rank of the worker, and the bits of lanes by nothing."""
-    coin, side, order, lanes = (
-        murmur_finalizer((step + salt) % 2**32)
-        for salt in (0x9E3779B9, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)
-    )
-    first, t = 100, jnp.int32(step)
-    want = [murmur_finalizer(word ^ coin) for word in range(first, first + 10)]
-    assert bits.coin(first, 10, t).tolist() == want
-    assert bits.lane_bits(t).tolist() == [murmur_finalizer(j ^ lanes) & 1 for j in range(128)]
-    drawn = [murmur_finalizer(worker ^ order) for worker in range(5)]
-    for worker in range(5):
-        odd = sorted(drawn).index(drawn[worker]) % 2
-        want = [
-            murmur_finalizer(word ^ side) ^ (2**32 - 1) * odd for word in range(first, first + 3)
-        ]
-        assert bits.zero_side(first, 3, bits.draw(t, worker, 5)).tolist() == want

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import mesh_on
+from conftest import workers_on
 from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
@@ -28,7 +28,7 @@ def cub_in_a_chain(learning_rate, **axes):
 
 
 def workers_of(sizes="data=4 fsdp=2", axis="data", kind=AxisType.Auto):
-    return lc.Workers(mesh_on(sizes, kind), axis)
+    return workers_on(sizes, None, kind, axis)
 
 
 def square(out):
@@ -167,36 +167,6 @@ def nnx_optimizer(workers, model, make):
     specs = lc.mesh.specs_of(nnx.state(model, nnx.Param))
     tx = lc.on_mesh(make(0.1, workers=workers), workers, specs=specs)
     return nnx.Optimizer(model, tx, wrt=nnx.Param), specs
-
-
-@pytest.mark.parametrize(
-    ("make", "kind"), [(cub_in_a_chain, AxisType.Auto), (OWNER, AxisType.Explicit)]
-)
-def test_an_nnx_optimizer_of_cut_parameters_learns_and_lies_as_it_says(make, kind):
-    workers = workers_of(kind=kind)
-
-    @nnx.jit
-    def step(model, optimizer, batch):
-        def loss(params, batch):
-            return square(nnx.merge(nnx.graphdef(model), params)(batch))
-
-        params = nnx.state(model, nnx.Param)
-        value, grads = lc.worker_value_and_grad(loss, workers, specs=specs)(params, batch)
-        optimizer.update(model, grads)
-        return value
-
-    with jax.set_mesh(workers.mesh):
-        model = Model()
-        optimizer, specs = nnx_optimizer(workers, model, make)
-        before = nnx.state(optimizer)
-        batch = jax.device_put(BATCH, NamedSharding(workers.mesh, P("data")))
-        losses = [float(step(model, optimizer, batch)) for _ in range(3)]
-    assert losses[-1] < losses[0]
-    # What is made stays as it is, and what it says of itself too.
-    state = nnx.state(optimizer)
-    assert jax.tree.structure(state) == jax.tree.structure(before)
-    if workers.mesh.auto_axes:
-        lies_as_it_says(workers, state["opt_state"], nnx.get_partition_spec(state)["opt_state"])
 
 
 def test_where_axes_are_explicit_types_say_how_parameters_of_nnx_are_cut():

@@ -4,12 +4,9 @@ import asyncio
 import errno
 import functools
 import json
-import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +17,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from conftest import run_python, workers_on
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -37,13 +35,13 @@ FSDP = {**WHOLE, "w": P("tp", "fsdp"), "v": P(None, None, ("fsdp", "tp"))}
 
 # The axes of a mesh in their order, how the model lies on it, the axis of the workers and that of a group.
 PLACES = {
-    "8": ({"data": 8}, WHOLE, "data", None),
-    "2": ({"data": 2}, WHOLE, "data", None),
-    "1": ({"data": 1}, WHOLE, "data", None),
-    "tp 2, 2 x 2": ({"tp": 2, "pod": 2, "data": 2}, TP, ("pod", "data"), None),
-    "fsdp 2, 2, tp 2": ({"fsdp": 2, "data": 2, "tp": 2}, FSDP, "data", None),
-    "groups of 2, 4": ({"dev": 2, "data": 4}, WHOLE, "data", "dev"),
-    "2 groups of 2, tp 2": ({"data": 2, "dev": 2, "tp": 2}, TP, "data", "dev"),
+    "8": ("data=8", WHOLE, "data", None),
+    "2": ("data=2", WHOLE, "data", None),
+    "1": ("data=1", WHOLE, "data", None),
+    "tp 2, 2 x 2": ("tp=2 pod=2 data=2", TP, ("pod", "data"), None),
+    "fsdp 2, 2, tp 2": ("fsdp=2 data=2 tp=2", FSDP, "data", None),
+    "groups of 2, 4": ("dev=2 data=4", WHOLE, "data", "dev"),
+    "2 groups of 2, tp 2": ("data=2 dev=2 tp=2", TP, "data", "dev"),
 }
 EXPLICIT = "fsdp 2, 2, tp 2"
 
@@ -51,15 +49,14 @@ EXPLICIT = "fsdp 2, 2, tp 2"
 @functools.cache
 def workers_of(name):
     sizes, _, axis, group = PLACES[name]
-    kinds = (AxisType.Explicit if name == EXPLICIT else AxisType.Auto,) * len(sizes)
-    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
-    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=devices)
-    return lc.Workers(mesh, axis, group)
+    kind = AxisType.Explicit if name == EXPLICIT else AxisType.Auto
+    return workers_on(sizes, group, kind, axis)
 
 
 def voters_of(name):
     """How many workers there are, a group for one."""
-    return workers_of(name).count // PLACES[name][0].get("dev", 1)
+    workers = workers_of(name)
+    return workers.count // workers.mesh.shape.get("dev", 1)
 
 
 OWNER = lc.decide.at_owner(optax.scale_by_lion(0.5, 0.5))
@@ -190,29 +187,22 @@ def test_another_size_of_buckets_has_the_same_numbers(place, tmp_path):
     assert_same(carried(tmp_path / "b", found, place, place, exact), state)
 
 
-def test_a_run_goes_on_to_the_bit_and_the_saved_arrays_may_be_donated(tmp_path):
+def test_saved_arrays_may_be_donated_and_the_restored_need_no_second_program(tmp_path):
     place = "2 groups of 2, tp 2"
-    step, state = step_of(place), first_state(exact, place)
+    step, batch = step_of(place), np.ones(8, np.float32)
+    state, _ = step(first_state(exact, place), batch)
     like = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
     )
-
-    def ran(state, seeds):
-        for seed in seeds:
-            batch = np.random.default_rng(seed).normal(size=8).astype(np.float32)
-            state, metrics = step(state, batch)
-        return state, metrics["noise"]
-
-    state, _ = ran(state, range(2))
     with Checkpoints(tmp_path, workers=workers_of(place)) as checkpoints:
         at_save, before = values(state), state
         checkpoints.save(state)
-        wanted = ran(state, range(2, 8))
+        wanted = step(state, batch)
         assert any(x.is_deleted() for x in jax.tree.leaves(before))
     with Checkpoints(tmp_path, workers=workers_of(place)) as checkpoints:
         again, traces = checkpoints.restore(like).state, step.traces
     assert all(np.array_equal(at_save[path], x) for path, x in values(again).items())
-    assert_same(ran(again, range(2, 8)), wanted)
+    assert_same(step(again, batch), wanted)
     assert step.traces == traces  # it lies as the state before lay
 
 
@@ -623,19 +613,6 @@ def test_what_was_saved_is_complete_when_the_statement_or_the_save_ends(tmp_path
     assert restore_small(tmp_path, step=2).data == {"step": 2}
 
 
-def run_script(text, folder):
-    """Another interpreter, which may import the tests."""
-    here = os.path.dirname(__file__)
-    paths = [os.path.dirname(here), here, *filter(None, [os.environ.get("PYTHONPATH")])]
-    done = subprocess.run(
-        [sys.executable, "-c", text, folder],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True, text=True, timeout=250, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done
-
-
 NO_BYTE_FITS = """
 import resource, sys, jax
 jax.config.update("jax_num_cpu_devices", 8)
@@ -655,7 +632,8 @@ with opened(sys.argv[1]) as checkpoints:
 
 
 def test_a_save_that_the_disk_refuses_is_named_once_and_the_next_is_whole(tmp_path):
-    assert run_script(NO_BYTE_FITS, tmp_path).stdout.splitlines() == [
+    done = run_python(NO_BYTE_FITS, str(tmp_path))
+    assert done.stdout.splitlines() == [
         f"checkpoint {tmp_path / '2'} was not written (File too large), and those before it stay: free or "
         "mend that disk, and start again from the newest"
     ]
@@ -675,11 +653,12 @@ checkpoints.save(state)
 
 
 def test_a_save_that_the_end_of_the_program_cuts_off_is_an_error_and_blocks_nothing(tmp_path):
-    shown = run_script(NEVER_LEFT, tmp_path).stderr
+    done = run_python(NEVER_LEFT, str(tmp_path))
+    assert done.returncode == 0, done.stderr
     with opened(tmp_path) as checkpoints:
         if not checkpoints.steps():  # else it was written in time
-            assert f"the program ended while a checkpoint was written to {tmp_path}" in shown
-            assert "leave the with statement, or call checkpoints.close()" in shown
+            assert f"the program ended while a checkpoint was written to {tmp_path}" in done.stderr
+            assert "leave the with statement, or call checkpoints.close()" in done.stderr
             checkpoints.save(small(1), {"step": 1})
     assert restore_small(tmp_path).step == 1
 

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from conftest import mesh_on, workers_on
 from flax import nnx
 from flax.training.train_state import TrainState as FlaxState
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_checkpoint import assert_same, opened
 
@@ -22,9 +23,7 @@ BATCH = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
 
 
 def workers_of(count, cut=1):
-    devices, kinds = jax.devices()[: count * cut], (AxisType.Auto,) * 2
-    mesh = jax.make_mesh((count, cut), ("data", "fsdp"), axis_types=kinds, devices=devices)
-    return lc.Workers(mesh, "data")
+    return workers_on(f"data={count} fsdp={cut}")
 
 
 def loss_fn(params, batch):
@@ -205,8 +204,7 @@ ONE_COPY = P(("data", "tp"), "fsdp")
     "spec", [P(), P("fsdp"), P(None, "data"), P(("tp", "data")), P("data", "tp"), ONE_COPY]
 )
 def test_one_bit_of_one_copy_is_found_and_the_sum_is_the_same_however_it_lies(spec):
-    kinds = (AxisType.Auto,) * 3
-    mesh = jax.make_mesh((2, 2, 2), ("fsdp", "data", "tp"), axis_types=kinds)
+    mesh = mesh_on("fsdp=2 data=2 tp=2")
     given = np.random.default_rng(1).integers(0, 2, (8, 4))
     given = {dtype: given.astype(jnp.dtype(dtype)) for dtype in DTYPES}
     whole = {dtype: with_copies(x, spec, mesh) for dtype, x in given.items()}

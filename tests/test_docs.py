@@ -17,7 +17,6 @@ import lioncub_jax as lc
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md"), *ROOT.glob("*.md")])
 API = "".join(page.read_text() for page in ROOT.glob("docs/reference/api/*.md"))
-TUTORIAL = (ROOT / "docs/start/tutorial.md").read_text()
 FENCES = re.compile(r"^(```+).*?^\1$", re.S | re.M)
 
 
@@ -103,19 +102,8 @@ def test_public_docstrings_tell_of_arguments_errors_an_example_and_a_source():
 # --- What the pages run
 
 
-@pytest.mark.parametrize("page", ["several_hosts", "logging", "pipeline"])
-def test_a_comment_above_each_block_of_code_says_who_runs_it_or_why_nobody_does(page):
-    assert all(one.mark for one in pages.blocks(f"how_to/{page}.md"))
-
-
-def cells(page):
-    return re.findall(
-        r"^```\{code-cell\}[^\n]*\n(?:---\n.*?---\n|:.*?\n)?(.*?)^```", page, re.S | re.M
-    )
-
-
 def test_the_tutorial_runs_counts_bytes_and_comes_close_to_float32():
-    done = run_python("\n".join(cells(TUTORIAL)), MPLBACKEND="agg", XLA_FLAGS="")
+    done = run_python(pages.cells("start/tutorial.md"), MPLBACKEND="agg", XLA_FLAGS="")
     assert done.returncode == 0, done.stderr
     rows = re.findall(r"^(\w+).*loss ([\d.]+)  sent +(\d+) kB.* ([\d.]+) times", done.stdout, re.M)
     found = {name: (float(loss), float(times)) for name, loss, _, times in rows}
@@ -131,5 +119,5 @@ def test_the_page_of_commands_shows_their_help(command):
         [sys.executable, "-m", "lioncub_jax", command, "--help"],
         capture_output=True, text=True, check=True, env=os.environ | {"COLUMNS": "100"},
     )  # fmt: skip
-    wanted = f"```text\n$ lioncub {command} --help\n{done.stdout}```"
+    wanted = f"<!-- run: help -->\n```text\n$ lioncub {command} --help\n{done.stdout}```"
     assert wanted in page, f"paste this under '## lioncub {command}':\n{wanted}"

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from conftest import mesh_on, workers_on
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -18,15 +19,9 @@ PARAMS = {"w": np.arange(6, dtype="f").reshape(3, 2) / 8, "b": np.float32(0.5)}
 ONES = np.ones((8, 3), np.float32)
 
 
-@functools.cache
-def make_mesh(*sizes):
-    kinds, devices = (AxisType.Auto,) * len(sizes), jax.devices()[: np.prod(sizes)]
-    return jax.make_mesh(sizes, ("data", "batch")[: len(sizes)], axis_types=kinds, devices=devices)
-
-
 def four(*names):
     """Four workers; with a second name two of two devices each."""
-    return lc.Workers(make_mesh(2, 2), *names) if names else lc.Workers(make_mesh(4), "data")
+    return lc.Workers(mesh_on("data=2 batch=2"), *names) if names else workers_on("data=4")
 
 
 def cub(workers="data", **options):
@@ -116,34 +111,11 @@ def taken_over():
 REFUSED = {
     # Workers
     "no name": (lambda: four(None), ValueError, "axis=None, group=None: the mesh has"),
-    "no axis": (lambda: four(()), ValueError, r"axis=\(\), group=None: the mesh has"),
     "another group": (lambda: four("data", "gpu"), ValueError, "group='gpu': the mesh has axes"),
     "an axis twice": (lambda: four("data", "data"), ValueError, "give names of them, each once"),
     "a step in groups": (
         lambda: run(cub(), four("data", "batch")), ValueError,
         r"same over \('data',\) and not over \('batch',\).*axis='data', group='batch'",
-    ),
-    "a mean over some devices of a worker": (
-        lambda: run(lc.global_gradients(optax.sgd(0.1), workers="data"), four("data", "batch")), ValueError,
-        r"not over \('batch',\).*give the optimizer the same lioncub_jax\.Workers",
-    ),
-    "syncs of some leaves in slices": (
-        lambda: first(
-            cub(four("data", "batch"), sync=lc.sync.every(2), sync_where={"w": True, "b": False}),
-            four("data", "batch"),
-        ), ValueError, "sync_where is given, and in two levels.*leave it out",
-    ),
-    # Parts
-    "a quantizer not called": (
-        lambda: lc.lion_cub(1.0, workers="data", quantizer=lc.quantize.sign), TypeError,
-        r"^quantizer=.*called, such as quantize\.sign\(\)",
-    ),
-    "a mask of words": (
-        lambda: cub(mask={"w": "yes", "b": False}), TypeError, r"mask\['w'\] is 'yes'.*True or False",
-    ),
-    "a mask of syncs": (
-        lambda: cub(sync=lc.sync.every(2), sync_where={"w": "no", "b": True}), TypeError,
-        r"sync_where\['w'\] is 'no'",
     ),
     # States
     "a key of words": (
@@ -160,7 +132,7 @@ REFUSED = {
     ),
     "the state of two workers": (
         lambda: on_mesh_update(
-            grads_for(4), state=lc.on_mesh(cub(), lc.Workers(make_mesh(2), "data")).init(PARAMS)
+            grads_for(4), state=lc.on_mesh(cub(), workers_on("data=2")).init(PARAMS)
         ), ValueError, r"array of shape \(2,.*4 workers have one",
     ),
     "a dict as a model": (
@@ -179,15 +151,6 @@ REFUSED = {
     "gradients of nobody": (
         lambda: on_mesh_update(PARAMS), ValueError,
         r"\['b'\] has shape \(\).*not \(4,\).*worker_value_and_grad",
-    ),
-    "flags that are no bools": (
-        lambda: on_mesh_update(grads_for(4), abstain=np.ones(4)), ValueError,
-        "abstain has.*float32: give each worker one bool",
-    ),
-    "flags for a mean of all": (
-        lambda: on_mesh_update(
-            grads_for(4), lc.global_gradients(optax.sgd(0.1), workers="data"), abstain=np.ones(4, bool)
-        ), ValueError, "abstain is given, and global_gradients averages.*owner",
     ),
     "gradients of some leaves": (
         lambda: on_mesh_update({"w": grads_for(4)["w"]}), ValueError,
@@ -209,7 +172,7 @@ def test_what_is_refused(name):
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_no_axis_among_several_devices_is_said_at_the_line_that_left_it_out(kind):
     built = lambda: lc.lion_cub(0.1, workers=None)  # noqa: E731
-    mesh, tx = jax.make_mesh((8,), ("data",), axis_types=(kind,)), built()
+    mesh, tx = mesh_on("data=8", kind), built()
     update = jax.jit(lambda *given: tx.update(*given))
 
     def on(params):
@@ -236,12 +199,13 @@ CALLS = {
     "on_mesh": functools.partial(lc.on_mesh, cub()),
     "worker_value_and_grad": functools.partial(lc.worker_value_and_grad, loss),
     "Replicas": lc.faults.Replicas,
+    "overlap_options": lc.training.overlap_options,
 }
 
 
 @pytest.mark.parametrize("call", CALLS)
 def test_where_a_mesh_is_needed_only_workers_will_do(call):
-    for given in ("data", make_mesh(4), None):
+    for given in ("data", mesh_on("data=4"), None):
         words = re.escape(f"workers={given!r}: ") + r".*lioncub_jax\.Workers\(mesh, 'data'\)"
         with pytest.raises(TypeError, match=words):
             CALLS[call](given)

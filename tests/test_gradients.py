@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import in_order, mesh_on
+from conftest import in_order, normal, workers_on
 from flax import jax_utils, nnx
 from flax import linen as nn
 from jax import lax
@@ -23,11 +23,7 @@ BATCH, SAME, OWN, FOLDED = lc.training.Kind
 
 
 def workers_of(kind=AxisType.Auto):
-    return lc.Workers(mesh_on(f"data={W} tensor=2", kind), "data")
-
-
-def normal(*shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+    return workers_on(f"data={W} tensor=2", kind=kind)
 
 
 X = normal(W * ROWS, 6)

@@ -1,4 +1,7 @@
-"""Local steps: each worker trains on its own for a while, and what travels is how far it came."""
+"""Local steps: each worker trains on its own for a while, and what travels is how far it came.
+
+That parameters are those of the simulator is in test_simulate.py.
+"""
 
 import functools
 
@@ -7,19 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import AXIS
+from conftest import AXIS, workers_on
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from oracle import baselines as oracles
-from oracle import lion as reference
-from oracle import simulate
-from test_baselines import refused, workers_of
+from test_baselines import refused
 
 import lioncub_jax as lc
 from lioncub_jax import baselines
 
 WORKERS, H = 4, 3
-ON_FOUR = workers_of({AXIS: WORKERS})
+ON_FOUR = workers_on(f"data={WORKERS}")
 LOCAL = optax.adamw(2.0**-4)
 SHAPES = {"w": (8, 32), "b": (32,), "out": (32, 2)}
 
@@ -66,52 +66,6 @@ def assert_close(got, want, **tolerance):
     jax.tree.map(functools.partial(np.testing.assert_allclose, **tolerance), got, want)
 
 
-# --- Against the simulator
-
-# Gradients that are small integers whatever the parameters are, and rates that are powers of two.
-EXACT_SHAPES = {"matrix": (5, 27), "scalar": (), "row": (129,)}
-EXACT_LOCAL = optax.sgd(2.0**-4, 0.5)
-EXACT = {
-    "float32": (
-        baselines.diloco(0.5, 0.5, workers=AXIS), oracles.diloco(0.5, 0.5),
-    ),
-    "4 bits": (
-        baselines.diloco(0.5, 0.5, 4, workers=AXIS), oracles.diloco(0.5, 0.5, 4),
-    ),
-    "vote": (
-        lc.lion_cub(2.0**-4, 0.75, 0.5, weight_decay=0.0, workers=AXIS),
-        reference.optimizer(reference.local_momentum(0.75, 0.5), 2.0**-4, 0.0),
-    ),
-}  # fmt: skip
-
-
-def pulled(params, batch, rng):
-    """Its gradient is the sum of the examples; one of more than 50 spoils the loss."""
-    parts = jax.tree.map(lambda p, x: jnp.sum(p * jnp.sum(x, axis=0)), params, batch)
-    return sum(jax.tree.leaves(parts)) + jnp.where(jnp.any(batch["scalar"] > 50), jnp.nan, 0)
-
-
-@pytest.mark.parametrize("method", EXACT)
-def test_on_eight_devices_it_is_the_simulator_bit_for_bit(method):
-    """Under votes and codes a worker whose loss is no number keeps its own state."""
-    (tx, simulator), rng = EXACT[method], np.random.default_rng(0)
-    zeros = {n: jnp.zeros(s) for n, s in EXACT_SHAPES.items()}
-    given = [
-        {n: rng.integers(-2, 3, (16 * H, *s)).astype(np.float32) for n, s in EXACT_SHAPES.items()}
-        for _ in range(4)
-    ]
-    if method != "float32":
-        given[2]["scalar"][3 * 2 * H + 1] = 100.0  # of the fourth worker
-    run = simulate.start(simulator, zeros, 8, local=EXACT_LOCAL)
-    step = jax.jit(lambda r, b: simulate.step(pulled, simulator, r, b, H, EXACT_LOCAL))
-    for batch in given:
-        run, _ = step(run, {n: x.reshape(8, -1, *x.shape[1:]) for n, x in batch.items()})
-    state, _ = trained(tx, given, workers_of({AXIS: 8}), EXACT_LOCAL, of=pulled, params=zeros)
-    assert np.abs(state.params["row"]).max() > 0
-    for got, want in ((state.params, run.params), (state.local_state, run.local_state)):
-        assert_close(got, want, rtol=0)
-
-
 # --- The step
 
 
@@ -138,8 +92,8 @@ def test_parameters_and_batches_that_are_cut_train_as_whole_ones():
     local = optax.chain(optax.clip_by_global_norm(0.125), optax.sgd(0.5, 0.5))
     given = list(batches(3, 4 * H, workers=2))
     tx = baselines.diloco(0.5, 0.5, workers=AXIS)
-    whole, losses = trained(tx, given, workers_of({AXIS: 2}), local)
-    inner = workers_of({AXIS: 2, "fsdp": 2, "rows": 2}, kind=AxisType.Explicit)
+    whole, losses = trained(tx, given, workers_on("data=2"), local)
+    inner = workers_on("data=2 fsdp=2 rows=2", kind=AxisType.Explicit)
     how = {"specs": CUT, "batch_spec": P((AXIS, "rows")), "accumulate": 2}
     cut, others = trained(tx, given, inner, local, **how)
     assert_close(cut.params, whole.params, rtol=1e-4, atol=1e-5)
@@ -203,7 +157,7 @@ def test_checkpoints_hold_local_states_of_other_workers(tmp_path):
     with lc.Checkpoints(tmp_path, workers=AXIS) as checkpoints:
         checkpoints.save(state, wait=True)
         again = checkpoints.restore(like).state
-        fewer = checkpoints.restore(start(tx, workers_of({AXIS: 2}))[0]).state
+        fewer = checkpoints.restore(start(tx, workers_on("data=2"))[0]).state
     assert fewer.local_state[0].count.tolist() == [H, H]
     means = [np.mean(s.local_state[0].mu["b"], 0) for s in (fewer, state)]
     np.testing.assert_allclose(*means, rtol=1e-5)
@@ -228,7 +182,7 @@ BAD = [
     ({"local": TALKS[1]}, ValueError, "workers talk (GlobalState)"),
     ({"local": TALKS[2]}, ValueError, "workers talk (DGCState)"),
     (
-        {"workers": workers_of({"data": 2, "gpu": 2}, "gpu")}, ValueError,
+        {"workers": workers_on("data=2 gpu=2", "gpu")}, ValueError,
         "group='gpu'", "the devices of a group", "inner mesh",
     ),
 ]  # fmt: skip
@@ -236,7 +190,7 @@ BAD = [
 
 @pytest.mark.parametrize(("options", "kind", "words"), [(*x[:2], x[2:]) for x in BAD])
 def test_bad_local_steps_are_refused(options, kind, words):
-    how = {"workers": workers_of({AXIS: 2}), "local_steps": H, "local": LOCAL, **options}
+    how = {"workers": workers_on("data=2"), "local_steps": H, "local": LOCAL, **options}
     local, workers = how["local"], how["workers"]
     if local not in TALKS:  # which only their state gives away
         with refused(*words, kind=kind):

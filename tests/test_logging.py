@@ -60,12 +60,12 @@ def test_tokens_a_second_are_those_since_the_row_before(monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("writer", ["clu", "tensorboardX", "wandb"])
+@pytest.mark.parametrize("writer", ["run: clu", "run: tensorboardX", "run: wandb"])
 def test_recipes_write_what_their_writers_keep(writer, names, tmp_path):
     """`make test-long` has these packages in an environment of their own."""
-    pytest.importorskip(writer)
+    pytest.importorskip(writer.removeprefix("run: "))
     exec(block(PAGE, "run: logging"), names)
-    exec(block(PAGE, f"run: {writer}"), names)
+    exec(block(PAGE, writer), names)
     # Protocol buffers, of which text is kept as it is.
     kept = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert all(name.encode() in kept for name in names["row"])

@@ -1,12 +1,9 @@
-"""1-bit Adam and 0/1 Adam: the oracle against Adam, steps in full precision, and what is watched."""
-
-import warnings
+"""1-bit Adam and 0/1 Adam: the oracle against Adam, and steps in full precision."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from conftest import AXIS, absent
 from oracle import baselines as oracles
 from oracle import one_bit_adam as oracle
@@ -56,36 +53,3 @@ def test_the_gaps_between_updates_of_the_variance_double_after_kappa_of_them(run
             assert np.flatnonzero(np.diff(updates, prepend=0)).tolist() == steps
         in_codes, in_floats = lc.traffic.of(txs[key], large, absent(2)).stages
         assert in_floats > 10 * in_codes
-
-
-# --- What is watched
-
-
-def compiled(tx, *, averaged=False):
-    """The step of a trainer of one's own."""
-
-    def step(params, opt_state, batch):
-        grads = jax.tree.map(lambda p: p * jnp.sum(batch), params)
-        grads = jax.lax.pmean(grads, AXIS) if averaged else grads
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    devices = jax.devices()[:2]
-    params = {"w": jnp.ones((2, 64, 130))}
-    state = jax.pmap(tx.init, AXIS, devices=devices)(params)
-    return jax.pmap(step, AXIS, devices=devices).lower(params, state, jnp.ones((2, 3))).compile()
-
-
-def test_branches_by_the_count_are_no_reason_to_warn_and_others_are():
-    tx = baselines.one_bit_adam(0.1, warmup=2, workers=AXIS)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        lc.check_votes(compiled(tx))
-    with pytest.warns(UserWarning, match="apply_if_finite does that.*abstains by itself"):
-        compiled(optax.apply_if_finite(tx, 3))
-
-
-def test_the_floats_of_the_warm_up_excuse_no_others():
-    tx = baselines.one_bit_adam(0.1, warmup=2, workers=AXIS)
-    with pytest.raises(ValueError, match=r"(?s)also .* of floats.*gradients are averaged before"):
-        compiled(tx, averaged=True)

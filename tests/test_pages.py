@@ -5,11 +5,13 @@ A block that cannot run here has ``<!-- not run: why -->`` above it.
 
 import os
 import re
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pages
@@ -149,10 +151,68 @@ def test_each_optimizer_that_the_page_writes_for_another_library_sends_what_is_c
     assert len(sent) >= 7 and all(sent.values())
 
 
-def test_every_page_with_python_is_run_or_says_why_not():
-    """Here, or by a test of its own that names it."""
+def commands_of(page, mark):
+    return [
+        pytest.param(one.code.replace("\\\n", " "), id=f"{page}: {one.code.splitlines()[0]}")
+        for one in pages.blocks(page)
+        if one.mark == mark
+    ]
+
+
+def run_commands(code, folder):
+    """Line after line, each begins with a dollar; comments stay, as a shell takes them."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    (folder / "examples").symlink_to(pages.ROOT / "examples")
+    for line in code.splitlines():
+        assert line.startswith("$ ")
+        done = subprocess.run(
+            line[2:], shell=True, cwd=folder, env=os.environ | {"PATH": path},
+            capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0 and done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("code", commands_of("how_to/planner.md", "run: here"))
+def test_the_commands_of_a_page_run(code, tmp_path):
+    run_commands(code, tmp_path)
+
+
+LONG = "how_to/faults.md", "reports/benchmarks.md"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("code", [one for page in LONG for one in commands_of(page, "run: long")])
+def test_the_commands_of_a_page_that_take_minutes_run(code, tmp_path):
+    run_commands(code, tmp_path)
+
+
+def test_the_three_lines_of_the_readme_do_for_a_step():
+    (shown,) = [one for one in pages.blocks("../README.md") if one.mark == "run: the three lines"]
+    after = "".join(line[1:].lstrip() for line in shown.code.splitlines(True) if line[0] == "+")
+    names = {"learning_rate": 1e-3, "loss_fn": lambda params, batch: jnp.mean(batch @ params["w"])}
+    exec(WORLD + after, names)
+    updates, _ = names["tx"].update(
+        names["grads"], names["tx"].init(names["params"]), names["params"]
+    )
+    assert updates["w"].shape == (16, 24) and np.any(updates["w"])
+
+
+def test_every_block_of_code_is_run_or_says_why_not():
+    """Python without a comment runs above; a comment names who runs it, in words that a test has."""
     tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
-    for path in DOCS.glob("**/*.md"):
-        page = str(path.relative_to(DOCS))
-        if run_here(page):
-            assert page in BEFORE or f"/{path.name}" in tests, page
+    makefile = (pages.ROOT / "Makefile").read_text()
+    files = [
+        *DOCS.glob("**/*.md"),
+        *(pages.ROOT / "examples").glob("*.md"),
+        *pages.ROOT.glob("*.md"),
+    ]
+    for page in (os.path.relpath(path, DOCS) for path in files):
+        for mark, language, code in pages.blocks(page):
+            known = [
+                mark.startswith("not run: ") and len(mark) > 15,
+                mark.startswith("run: make ") and f"\n{mark[10:]}:" in makefile,
+                mark and (mark in tests or mark.startswith("drop-in: ")),
+                language == "python" and not mark and page in BEFORE,
+                language.startswith("{"),  # what Sphinx runs
+            ]
+            assert any(known), f"{page}: nobody runs, or says why not: {mark!r}\n{code}"

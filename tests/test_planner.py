@@ -134,19 +134,10 @@ def test_packing_is_estimated_by_what_passes_through_memory():
 # --- Where it pays
 
 
-PAIRS = dataclasses.replace(SLOW, on_cpu=True)
-
-
-@pytest.mark.parametrize(
-    ("name", "cluster", "speedup"),
-    [
-        ("vote", SLOW, 1.0), ("owner-lion", SLOW, 2.0),
-        ("vote", PAIRS, 1.0),
-    ],
-)  # fmt: skip
-def test_break_even_is_where_the_curves_cross(name, cluster, speedup):
+@pytest.mark.parametrize(("name", "speedup"), [("vote", 1.0), ("owner-lion", 2.0)])
+def test_break_even_is_where_the_curves_cross(name, speedup):
     def both(rate):
-        return [step_of(n, cluster.at(rate), 10**8, 0.001) for n in (name, "lion")]
+        return [step_of(n, SLOW.at(rate), 10**8, 0.001) for n in (name, "lion")]
 
     found = pays(*both(1e9), speedup)
     below, at = (theirs.step / ours.step for ours, theirs in map(both, (found / 2, found)))
@@ -237,7 +228,6 @@ def test_named_machines_are_what_their_vendors_say():
         (lambda: Link(1e9, -1e-6), "latency="),
         (lambda: Cluster(0, SLOW.link), "workers=0"),
         (lambda: Cluster(2, SLOW.link, 0), "group_size=0"),
-        (lambda: Cluster(2, SLOW.link, 4), "without inside"),
         (lambda: Cluster(2, SLOW.link, all_to_all_share=0), "share=0: give a number above 0, at most 1"),
         (lambda: Cluster(2, SLOW.link, memory_bandwidth=0), "memory_bandwidth=0"),
         (lambda: scheme_named("two bits"), "give one of vote, average"),
@@ -250,20 +240,8 @@ def test_named_machines_are_what_their_vendors_say():
             "data 'new': give one of alike, different",
         ),
         (lambda: planner.cell_for(0, 32), "workers=0"),
-        (lambda: planner.cell_for(8), "give one of --tokens-per-worker .* decides more than the network"),
-        (lambda: planner.cell_for(8, 32, 0.6), "give one of --tokens-per-worker"),
         (lambda: planner.cell_for(8, 0), "tokens=0: "),
-        (
-            lambda: planner.cell_for(8, 31),
-            "tokens=31: nobody measured less than one window of 32 tokens a worker and step; give",
-        ),
-        *(
-            (
-                lambda a=a: planner.cell_for(8, agreement=a),
-                f"agreement={a}: give votes/agreement, from 0.5, where votes are coin flips, to 1",
-            )
-            for a in (0.49, 1.01, math.nan)
-        ),
+        (lambda: planner.cell_for(8, agreement=math.nan), "agreement=nan: give votes/agreement"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(build, message):
@@ -369,14 +347,16 @@ def test_the_time_to_the_loss_is_that_of_a_step_times_its_steps(known):
         f"{times[name] / times['owner-lion-rotated']:.3g}"
         for name in ("adamw-bfloat16", "powersgd-4")
     )
+    ours, theirs = (plan.rows[name] for name in ("owner-lion-rotated", "adamw-bfloat16"))
+    hidden = theirs.steps() * max(plan.compute, theirs.estimate.communication) / ours.time()
     assert said == (
         "At 10 Mbit/s use owner_lion(..., quantizer=quantize.rotated_sign()). Begin with a learning rate "
         f"of 0.001, betas of 0.8 and 0.9, and weight decay of 0.1. This method reaches the loss {mean} "
         "times faster than the best mean of gradients, global_gradients(optax.adamw(...), "
         f"dtype=jnp.bfloat16), and {peer} times faster than the best other method, "
-        "baselines.powersgd(optax.adamw(...), width // 32). Measured with 32 tokens a worker "
-        "and step, 8 workers and data alike, a GPT of 1,000 parameters (yours has "
-        "100,000) on some text, 3 seeds, not on a GPU."
+        f"baselines.powersgd(optax.adamw(...), width // 32). It is {hidden:.3g} times as fast as a mean "
+        "that overlaps fully with computing. Measured with 32 tokens a worker and step, 8 workers and "
+        "data alike, a GPT of 1,000 parameters (yours has 100,000) on some text, 3 seeds, not on a GPU."
     )
 
 
@@ -389,6 +369,7 @@ def test_the_time_to_the_loss_is_that_of_a_step_times_its_steps(known):
             "Nobody measured an agreement of 0.5 (coin flips: noise only), 8 workers and data alike; the "
             "nearest is 32 tokens a worker and step (an agreement of 0.5257), 8 workers",
         ),
+        ({"tokens": 10**6}, "; with more tokens votes and codes took more steps, so expect less."),
         ({"data": "different"}, "measured 32 tokens, 8 workers and data different; the nearest is 256"),
         ({"size": 10**9, "rate": 1e6}, "; the rank is the same share of the width,"),
         ({"at": Cluster(1, SLOW.link)}, "Do not use this: one worker has no others to exchange with; use"),
@@ -407,10 +388,8 @@ def test_a_method_whose_steps_are_too_many_is_not_advised_where_its_step_is_fast
         f"Do not use this: at {units.rate_text(even * 1.001)} nothing reaches the loss 1.05 times faster "
         "than a mean of gradients, global_gradients(optax.adamw(...), dtype=jnp.bfloat16). Begin with"
     )
-    assert (
-        above.count("times faster than the best") == 2 and "assumed to learn like float32." in above
-    )
-    assert all(above.count(f". {word} ") == 1 for word in ("This", "Measured"))
+    assert above.count("times as long") == 2 and "assumed to learn like float32." in above
+    assert "as a mean that overlaps fully with computing: measure before you change." in below
     said = report.details(plan)
     assert f"than every mean of gradients below {units.rate_text(even)}." in said
     assert said.startswith("Within 5 % of it, or faster: ") and plan.use() in said
@@ -419,7 +398,7 @@ def test_a_method_whose_steps_are_too_many_is_not_advised_where_its_step_is_fast
 def test_where_means_alone_get_there_that_is_said(known):
     known(cell(32, 8, **dict.fromkeys(set(METHODS) - {"lion", "adamw"}, "not run")))
     plan, said = to_loss()
-    assert "This method reaches the loss first, and no other method was seen to reach it." in said
+    assert "This method alone was seen to reach the loss." in said
     assert report.table(plan).count("not run") + len(plan.refused) == len(NAMES) - 4
 
 
@@ -433,8 +412,16 @@ def test_a_peer_that_is_first_is_named_beside_the_best_of_ours(known):
 # --- What to use
 
 
-def test_the_table_is_small_and_says_what_the_plan_says(known):
-    """With as many times the time of a float32 mean as of computing, no latency and no packing."""
+def test_the_networks_of_the_table_have_neither_latency_nor_packing():
+    at, size = planner.cluster_at(10, 8), planner.choice.SIZE
+    dense, vote = (step_of(name, at, size, 1.0) for name in ("lion", "vote"))
+    assert dense.communication == pytest.approx(10)  # times the second of computing
+    assert vote.communication == pytest.approx(10 * vote.link_bits / dense.link_bits)
+    assert dense.step == pytest.approx(11) and vote.local == 0
+
+
+def test_the_table_is_small_and_gives_the_answer_of_a_plan(monkeypatch):
+    monkeypatch.undo()
     rows = planner.what_to_use()
     asked = [(row.data, row.tokens, n) for row in rows for n in row.plans]
     assert asked == [
@@ -446,28 +433,11 @@ def test_the_table_is_small_and_says_what_the_plan_says(known):
     lines = answer.what_to_use_text().split("\n\n")[0].splitlines()
     assert len(rows) == len(lines) - 2 <= 14
     for row, line in zip(rows, lines[2:], strict=True):
-        cells = [text.strip() for text in line.strip("|").split("|")]
-        assert cells[1:3] == [f"{row.tokens:,}", row.data]
-        if not row.plans:
-            assert cells[3] == "not measured" == row.method()
-        for network, plan in row.plans.items():
-            bits = {name: row.estimate.link_bits for name, row in plan.rows.items()}
-            steps = {
-                name: row.steps() * (1 + network * bits[name] / bits["lion"])
-                for name, row in plan.rows.items()
-            }
-            first = min(steps, key=steps.get)
-            mean = min(("adamw-bfloat16", "lion-bfloat16"), key=steps.get)
-            use = first if 1.05 * steps[first] <= steps[mean] else mean
-            assert (row.method(), f"`{scheme_named(use).code}`") == (use, cells[3])
-
-
-def test_the_table_and_a_plan_give_one_answer(monkeypatch):
-    monkeypatch.undo()
-    rows = planner.what_to_use()
-    for row in rows:
+        code = scheme_named(row.method()).code if row.plans else "not measured"
+        cells = [text.strip("` ") for text in line.strip("|").split("|")]
+        assert cells[1:4] == [f"{row.tokens:,}", row.data, code]
         for network, plan in row.plans.items():
             at = planner.cluster_at(network, plan.cluster.workers)
             again = planner.plan(10**7, at, 1.0, tokens=row.tokens, data=row.data)
             assert again.use() == row.method()
-            assert scheme_named(row.method()).code in report.advice(again)
+            assert code in report.advice(again)

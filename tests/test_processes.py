@@ -27,7 +27,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from conftest import mesh_on
+from conftest import workers_on
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -43,8 +43,8 @@ checkpoints_in = functools.partial(lc.Checkpoints, workers="data")
 
 
 def workers_of(count, inner=1, names=("data", "fsdp"), group=None):
-    mesh = mesh_on(f"{names[0]}={count // inner} {names[1]}={inner}")
-    return lc.Workers(mesh, "data" if "data" in names else names[0], group)
+    sizes = f"{names[0]}={count // inner} {names[1]}={inner}"
+    return workers_on(sizes, group, axis="data" if "data" in names else names[0])
 
 
 # --- Training

@@ -6,13 +6,9 @@ import os
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import mesh_on, run_python
+from conftest import run_python, workers_on
 
 import lioncub_jax as lc
-
-
-def workers_of(count=4):
-    return lc.Workers(mesh_on(f"data={count}"), "data")
 
 
 def loss(params, batch, rng):
@@ -21,7 +17,7 @@ def loss(params, batch, rng):
 
 def made(folder, rate=1e-3, count=4, **options):
     """A step and a state."""
-    workers = workers_of(count)
+    workers = workers_on(f"data={count}")
     tx = lc.lion_cub(rate, workers=workers)
     state = lc.init_state(tx, {"w": jnp.ones((8, 3))}, workers)
     return lc.make_train_step(loss, tx, workers).compiled(options, folder), state
@@ -182,7 +178,7 @@ def test_the_first_step_is_told_to_the_run_that_started_it(tmp_path, monkeypatch
 SENDS_FLOATS = """
 import sys
 import jax, jax.numpy as jnp, numpy as np, lioncub_jax as lc
-from test_programs import workers_of
+from conftest import workers_on
 
 jax.config.update("jax_num_cpu_devices", 8)
 lc.watch.mode(sys.argv[2])
@@ -191,7 +187,7 @@ def loss(params, batch, rng):
     hidden = batch @ params["w"]
     return jnp.mean((hidden - jax.lax.pmean(hidden.mean(0), "data")) ** 2)
 
-workers = workers_of()
+workers = workers_on("data=4")
 tx = lc.lion_cub(1e-3, workers=workers)
 state = lc.init_state(tx, {"w": jnp.ones((8, 256))}, workers)
 lc.make_train_step(loss, tx, workers).compiled(programs=sys.argv[1])(state, np.ones((8, 8), "f"))

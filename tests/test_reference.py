@@ -239,22 +239,3 @@ def test_every_element_has_a_bit_of_its_own_in_the_chunk_of_its_owner():
         assert len(np.unique(32 * word + bit)) == rows * 128 and bit.max() < 32
         owner = np.broadcast_to(np.arange(rows)[:, None] // chunk, word.shape)
         np.testing.assert_array_equal(word // (4 * chunk), owner)
-
-
-def test_whole_blocks_lie_across_rows_and_a_last_half_block_folds_its_lanes():
-    buffer = coding.buffer_of([np.zeros((2, 48 * 128 * 2))])  # chunks of 48 rows
-    word, bit = np.asarray(buffer.word), np.asarray(buffer.bit)
-    for row, lane, want in [
-        (0, 0, (0, 0)), (31, 127, (127, 31)), (32, 5, (133, 0)), (47, 63, (191, 15)),
-        (32, 64, (128, 16)), (47, 127, (191, 31)), (48, 0, (192, 0)), (80, 100, (192 + 128 + 36, 16)),
-    ]:  # fmt: skip
-        assert (word[row, lane], bit[row, lane]) == want, (row, lane)
-
-
-def test_big_leaves_come_first_in_whole_blocks():
-    below, big = 512 * 128, 512 * 128 + 1
-    sizes = (5, big, below, 0, big + 128)
-    buffer = coding.buffer_of([np.zeros((4, n)) for n in sizes])
-    assert buffer.rows == [1, 544, 512, 0, 544] and buffer.order == [1, 4, 0, 2, 3]
-    assert np.asarray(buffer.word)[416 - 1 :, 0][:2].tolist() == [12 * 128, 13 * 128]
-    assert buffer.real.sum() == sum(sizes)

@@ -4,6 +4,7 @@ import os
 import re
 import runpy
 import shlex
+import socket
 import subprocess
 import sys
 import textwrap
@@ -66,6 +67,21 @@ def test_two_hosts_save_and_go_on_and_four_go_on_with_devices_as_workers(machine
         assert told == [(str(steps), told[0][1])] * hosts  # of that step alone: it went on
         losses.append(float(told[0][1]))
     assert losses == sorted(losses, reverse=True)
+
+
+def test_a_host_that_is_asked_to_stop_saves_first(tmp_path):
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    alone = f"--address localhost:{port} --hosts 1 --index 0 --steps 1000000"
+    command = [sys.executable, str(SCRIPT), *alone.split(), "--folder", str(tmp_path)]
+    with subprocess.Popen(
+        command, env=os.environ | TWO_CPUS, stdout=subprocess.PIPE, text=True
+    ) as run:
+        assert any(line.startswith("step 50 of ") for line in run.stdout)
+        run.terminate()
+        *_, last = run.stdout
+    step = re.fullmatch(r"asked to stop: saved step (\d+)\n", last)[1]
+    assert run.returncode == 0 and (tmp_path / step).is_dir()
 
 
 def test_a_host_with_a_wrong_address_and_one_that_waits_for_it_say_so(machine, tmp_path):

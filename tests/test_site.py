@@ -84,27 +84,6 @@ def test_the_search_finds_a_name_and_a_word(page):
         page.locator("#search-results li").get_by_text(wanted).first.wait_for(timeout=10_000)
 
 
-def test_every_page_is_there_with_its_links_and_pictures(page, site):
-    """The links of all pages, as the browser resolves them."""
-    missing, links = [], set()
-    for name in pages():
-        page.goto(f"/{name}", wait_until="domcontentloaded")
-        links |= {
-            (name, link)
-            for link in page.eval_on_selector_all("a[href]", "found => found.map(a => a.href)")
-            if link.startswith(site)
-        }
-        broken = (
-            "found => found.filter(i => !i.alt || (i.complete && !i.naturalWidth)).map(i => i.src)"
-        )
-        missing += [(name, x) for x in page.eval_on_selector_all("article img", broken)]
-    for name, link in links:
-        path = link.removeprefix(site).partition("#")[0].partition("?")[0]
-        if path and not (SITE / path.lstrip("/")).exists():
-            missing.append((name, link))
-    assert missing == []
-
-
 @pytest.mark.parametrize("size, scheme", VIEWS)
 def test_nothing_runs_out_of_the_window(browser, site, size, scheme):
     """Wide tables and code scroll inside their own frame."""

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import AXIS, absent
-from jax.sharding import AxisType
+from conftest import AXIS, absent, mesh_on, workers_on
 from jax.sharding import PartitionSpec as P
 from oracle import lion as reference
 from oracle.sync import synced
@@ -152,15 +151,6 @@ def test_what_a_sync_sends_is_behind_a_condition(mesh_of, schedule, where, ops, 
     assert with_sync - without == sum(c.sent_bytes for c in gated)
 
 
-def test_codes_are_a_28th_of_full_precision():
-    sent = []
-    for schedule in (S.coded(), S.every(1)):
-        tx = lc.sync_momentum(vote(), schedule, workers=AXIS)
-        without, with_sync = lc.traffic.of(tx, {"w": jnp.zeros((1024, 1024))}, absent(8)).stages
-        sent.append(with_sync - without)
-    assert 28 < sent[1] / sent[0] < 28.5
-
-
 # --- In codes
 
 # Around the edges of rows, and rows of zeros.
@@ -263,18 +253,16 @@ def grid_gradient(weight, step):
     ("sizes", "specs", "names"),
     [
         (
-            {"pod": 2, "data": 2, "tp": 2},
+            "pod=2 data=2 tp=2",
             {"w": P("tp"), "b": P("tp"), "r": P()},
             [("pod", "data")],
         ),
-        ({"data": 4, "dev": 2}, None, ["data", "dev"]),
+        ("data=4 dev=2", None, ["data", "dev"]),
     ],
     ids=["cut parameters", "two levels"],
 )
 def test_in_codes_each_device_syncs_its_own_shards_or_slices(sizes, specs, names):
-    kinds = (AxisType.Auto,) * len(sizes)
-    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
-    workers = lc.Workers(mesh, *names)
+    workers = lc.Workers(mesh_on(sizes), *names)
     weights = WEIGHTS if specs else np.repeat(WEIGHTS, 2)
     batches = [np.stack([weights, np.full_like(weights, t)], 1) for t in range(2)]
 
@@ -304,8 +292,7 @@ def test_in_codes_each_device_syncs_its_own_shards_or_slices(sizes, specs, names
 
 # --- What is refused
 
-MESH = jax.make_mesh((4, 2), ("data", "dev"), axis_types=(AxisType.Auto,) * 2)
-DEVICES, NODES = lc.Workers(MESH, "data"), lc.Workers(MESH, "data", "dev")
+DEVICES, NODES = (workers_on("data=4 dev=2", group) for group in (None, "dev"))
 
 
 def of_levels(inner, workers):
@@ -319,10 +306,6 @@ def of_levels(inner, workers):
         # In two levels a sync in codes must know the group.
         (lambda: of_levels(NODES, DEVICES), ValueError, r"in slices that a group shares.*group=None"),
         (lambda: of_levels(DEVICES, NODES), ValueError, r"whole by each worker.*group='dev'"),
-        (lambda: S.coded(3), TypeError, r"3 is not a schedule: give every\(T\).*coded"),
-        (lambda: coded_vote(S.coded()).init(LEAVES), ValueError, r"workers='data'.*shard_map"),
-        (lambda: lc.sync_momentum(vote(), S.every(2), [True], workers=AXIS).init(LEAVES), ValueError,
-         r"where: the mask does not match.*PyTreeDef\(\[\*\]\).*one bool for each leaf"),
         (lambda: lc.sync_momentum(vote(), S.every(2), ["no"], workers=AXIS), TypeError,
          r"where\[0\] is 'no': a mask has a bool for each leaf"),
     ],

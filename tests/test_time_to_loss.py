@@ -1,10 +1,16 @@
-"""Time to loss: methods are the same simulated and on devices, all are tuned alike, sums are right."""
+"""Time to loss: methods are the same simulated and on devices, all are tuned alike, sums are right.
+
+And pictures, which share what the planner has traced here.
+"""
 
 import json
 import math
+import re
+from pathlib import Path
 
 import jax
 import numpy as np
+import pictures
 import pytest
 import time_to_loss
 from conftest import AXIS
@@ -213,6 +219,38 @@ def test_the_last_line_of_the_benchmark_is_its_figures(capsys):
     assert told["speedup_over_best_peer"].keys() == told["limit"].keys() > told["advice"].keys()
     # In every cell of the lab the planner names a method within 5 % of the best of its own.
     assert told["advice_agrees"] == 1.0 and len(told["advice"]) >= 7
+
+
+# --- Pictures
+
+
+def test_pages_show_each_picture_that_the_command_draws():
+    written = [*pages.ROOT.glob("docs/**/*.md"), *pages.ROOT.glob("*.md")]
+    links = [x for page in written for x in re.findall(r"\]\((\S+\.png)\)", page.read_text())]
+    drawn = {path.name for path in pictures.FOLDER.glob("*.png")}
+    assert {Path(link).name for link in links} == drawn == set(pictures.PICTURES)
+
+
+@pytest.mark.parametrize("name", pictures.PICTURES)
+def test_a_picture_is_drawn_from_committed_rows_and_is_no_older(name, tmp_path):
+    """If not: python benchmarks/pictures.py."""
+    pictures.save(pictures.PICTURES[name], tmp_path / name)
+    assert pictures.numbers_in(pictures.FOLDER / name) == pictures.numbers_in(tmp_path / name)
+
+
+def test_bars_and_dots_are_where_their_numbers_say():
+    last = ["b", "other methods", 5.0]
+    cells = [
+        {"tokens": 32, "network": network, "bars": [["a", "this library", seconds], last]}
+        for network, seconds in [("1gbit", 2.0), ("100mbit", 3.0)]
+    ]
+    found = {
+        axis.get_title(loc="left"): [bar.get_width() for bar in axis.containers[0]]
+        for axis in pictures.draw_in_the_lab(cells).axes
+    }
+    assert found == {"32 tokens, 100 Mbit/s": [3.0, 5.0], "32 tokens, 1 Gbit/s": [2.0, 5.0]}
+    (axis,) = pictures.draw_recovery({"killed": [1.0, 2.0, 9.0]}).axes
+    assert [list(line.get_xdata()) for line in axis.lines] == [[1.0, 2.0, 9.0], [2.0, 2.0]]
 
 
 # --- Curves whose answers are known

@@ -1,4 +1,4 @@
-"""Whole training steps on a mesh: models, metrics, random numbers, accumulation and faults."""
+"""Whole training steps on a mesh: models, metrics, accumulation, batches and what is donated."""
 
 import functools
 import itertools
@@ -6,9 +6,8 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from conftest import mesh_on
+from conftest import workers_on
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -18,13 +17,12 @@ import lioncub_jax as lc
 W, ROWS, FEATURES = 4, 128, 6
 
 
-def workers_of(count=W, kind=AxisType.Auto, other=1):
-    return lc.Workers(mesh_on(f"data={count} other={other}", kind), "data")
+FOUR = f"data={W}"
 
 
 def start(loss, tx, params, workers=None, *, accumulate=1, **state):
     """The first state and the step."""
-    workers = workers or workers_of()
+    workers = workers or workers_on(FOUR)
     state = lc.init_state(tx, params, workers, **state)
     return state, lc.make_train_step(loss, tx, workers, accumulate=accumulate)
 
@@ -177,17 +175,17 @@ def vote_runs(workers, *places):
 
 
 def test_batches_of_all_kinds_and_other_meshes_of_as_many_workers_give_the_same_run():
-    workers = workers_of()
+    workers = workers_on(FOUR)
     cut, whole = (NamedSharding(workers.mesh, spec) for spec in (P("data"), P()))
     as_it_is, on_a_device = (lambda batch: batch), functools.partial(jax.tree.map, jnp.asarray)
     placed = [functools.partial(jax.device_put, device=lies) for lies in (cut, whole)]
     run = vote_runs(workers, as_it_is, on_a_device, *placed)
-    assert_same(run, vote_runs(workers_of(kind=AxisType.Explicit), as_it_is))
-    assert_same(run, vote_runs(workers_of(other=2), as_it_is))
+    assert_same(run, vote_runs(workers_on(FOUR, kind=AxisType.Explicit), as_it_is))
+    assert_same(run, vote_runs(workers_on("data=4 other=2"), as_it_is))
 
 
 def test_what_the_caller_holds_survives_and_what_the_step_holds_is_donated():
-    workers = workers_of()
+    workers = workers_on(FOUR)
     given = {"model_state": jnp.float32(0), "params": linear_params(), "rng": jax.random.key(3)}
     # In place already: must be copied even so.
     given = jax.device_put(given, NamedSharding(workers.mesh, P()))
@@ -204,46 +202,11 @@ def test_what_the_caller_holds_survives_and_what_the_step_holds_is_donated():
     assert float(given["model_state"]) == 0 and given["rng"] == jax.random.key(3)
 
 
-# --- Faults
-
-
-def abstained(state):
-    return [int(lc.metrics(state)[f"votes/{name}"]) for name in ("abstained", "abstentions")]
-
-
-def test_a_worker_whose_loss_is_not_finite_abstains_and_the_others_decide():
-    """It keeps its momentum and its model's state, and votes again afterwards."""
-
-    def loss(params, model_state, batch, rng):
-        mean = 0.5 * model_state + 0.5 * jnp.mean(batch["x"])
-        return linear_loss(params, batch, rng), {}, mean
-
-    def first_step(workers, batch):
-        state, step = start(loss, cub(), linear_params(), workers, model_state=jnp.float32(3))
-        state, _ = step(state, batch)
-        return state, step
-
-    batch, bad = draw(), 2
-    others = np.delete(np.arange(W), bad)
-    rest = jax.tree.map(lambda x: by_worker(x)[others].reshape(-1, *x.shape[1:]), batch)
-    three, _ = first_step(workers_of(3), rest)
-    by_worker(batch["x"])[bad] = np.nan
-    state, step = first_step(workers_of(), batch)
-    assert abstained(state) == [1, 1]
-    assert_same(state.params, three.params)
-    own = np.asarray(state.opt_state[0].mu["w"]), np.asarray(state.model_state)
-    assert not own[0][bad].any() and own[1][bad] == 3
-    np.testing.assert_allclose(own[0][others], three.opt_state[0].mu["w"], rtol=1e-5)
-    np.testing.assert_allclose(own[1][others], three.model_state, rtol=1e-6)
-    state, metrics = step(state, draw(1))
-    assert abstained(state) == [0, 1] and np.isfinite(metrics["loss"])
-
-
 # --- Bad input
 
 
-def step_once(loss=linear_loss, tx=None, rows=None, **options):
-    state, step = start(loss, tx or cub(), linear_params(), **options)
+def step_once(loss=linear_loss, rows=None, **options):
+    state, step = start(loss, cub(), linear_params(), **options)
     step(state, draw() if rows is None else {"x": rows})
 
 
@@ -258,7 +221,6 @@ REFUSED = [
     ({"accumulate": 2, "rows": np.zeros((0, 3))}, ODD),
     ({"accumulate": 2, "rows": np.float32(1)}, ODD),
     ({"loss": second_loss}, "'loss', which is taken"),
-    ({"tx": optax.sgd(0.1)}, "differs between workers.*global_gradients"),
 ]
 
 
@@ -269,10 +231,8 @@ def test_what_a_step_cannot_run_is_refused(given, words):
 
 
 def test_the_compiler_gets_the_options_of_a_step():
-    workers = workers_of(2)
+    workers = workers_on("data=2")
     assert lc.training.overlap_options(workers) == {}
-    with pytest.raises(TypeError, match="workers=None: give the workers of a mesh"):
-        lc.training.overlap_options(None)
     state, step = start(linear_loss, cub(), linear_params(), workers)
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
         step.compiled({"xla_no_such_option": True})(state, draw())

@@ -128,37 +128,26 @@ def bits(name: str, workers: int) -> float:
 
 
 def seconds(found: Found) -> str:
-    """Milliseconds of a step in the lab, and seconds to the loss; the first of a cell is bold."""
+    """Milliseconds of a step in the lab; and seconds to the loss where no picture shows them."""
     cells = summary.cells(found)
     if not cells:
         return NONE
     head = ["method", *map(str, cells)]
-    at = {cell: summary.times(found, cell) for cell in cells}
-    names = dict.fromkeys(name for each in at.values() for name in each)
+    names = dict.fromkeys(name for cell in cells for name in summary.times(found, cell))
     lines = [
-        [f"`{code_of(name)}`", *(said(found, cell, at[cell], name) for cell in cells)]
+        [f"`{summary.code_of(name)}`", *(said(found, cell, name) for cell in cells)]
         for name in names
     ]
-    limits = ["the limit: no communication"]
-    for cell in cells:
-        bound, timed = summary.limit(found, cell), summary.step_seconds(found, cell)
-        limits.append("" if bound is None else f"{1e3 * timed[NOTHING, '']:.0f} ms, {bound:.1f} s")
+    limits = ["no communication", *(said(found, cell, NOTHING) for cell in cells)]
     return report.markdown(head, [*lines, limits])
 
 
-def said(found: Found, cell: summary.Cell, times: dict[str, float], name: str) -> str:
+def said(found: Found, cell: summary.Cell, name: str) -> str:
     timed = [s for (n, _), s in summary.step_seconds(found, cell).items() if n == name]
     steps = " and ".join(f"{1e3 * s:.0f}" for s in timed)
-    if name not in times:
-        return f"{steps} ms" if steps else ""
-    took = f"{times[name]:.1f} s"
-    return f"{steps} ms, {f'**{took}**' if name == next(iter(times)) else took}"
-
-
-def code_of(name: str) -> str:
-    return (
-        CONTENDERS[name].code if name in CONTENDERS else f"PyTorch: {name.removeprefix('torch-')}"
-    )
+    known = summary.times(found, cell) | {NOTHING: summary.limit(found, cell)}
+    took = None if summary.drawn(cell) else known.get(name)
+    return f"{steps} ms" * bool(steps) + (f", {took:.1f} s" if took else "")
 
 
 def speedups(found: Found) -> str:

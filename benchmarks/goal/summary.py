@@ -8,7 +8,7 @@ import report
 from rich.console import Console
 
 from goal.contenders import CODED, CONTENDERS, FULL, OURS, WARMUP
-from goal.lab import NOTHING, TORCH, WORKERS
+from goal.lab import NOTHING, TORCH, UNSHAPED, WORKERS
 from lioncub_jax.planner.evidence import TARGET, TARGETS
 
 WITHOUT = "nobody"  # who is first where nobody gets there
@@ -32,6 +32,13 @@ class Cell(NamedTuple):
 
 def ours(name: str) -> bool:
     return name in CONTENDERS and CONTENDERS[name].whose == OURS
+
+
+def code_of(name: str) -> str:
+    """How a method is written in a program."""
+    return (
+        CONTENDERS[name].code if name in CONTENDERS else f"PyTorch: {name.removeprefix('torch-')}"
+    )
 
 
 def steps_of(found: Found, tokens: int, workers: int, share: float = TARGET) -> dict[str, float]:
@@ -88,6 +95,11 @@ def limit(found: Found, cell: Cell, share: float = TARGET) -> float | None:
 def cells(found: Found) -> list[Cell]:
     """Those of the lab that were timed."""
     return sorted({Cell(one["tokens"], one["network"]) for one in found["times"]})
+
+
+def drawn(cell: Cell) -> bool:
+    """Whether the picture of seconds shows it: it has those whose network has a rate."""
+    return cell.network != UNSHAPED
 
 
 def first(times: dict[str, float], some: Iterable[str]) -> str:

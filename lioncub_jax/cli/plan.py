@@ -82,7 +82,7 @@ OPTIONS: list[Row] = [
     ("--inside-bandwidth", RATE, "of the link of each of those devices"),
     (
         "--memory-bandwidth", RATE,
-        "of a device, for the time of packing bits (100gbyte, a server's processor)",
+        "of a device, for the time of packing bits (800gbyte; on cpu 100gbyte)",
     ),
     (
         "--platform", {"choices": ("cpu", "gpu", "tpu")},
@@ -131,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
         *([_in_words(args.cluster, named)] if named else []),
         f"{size:,} parameters; compute {units.seconds_text(args.compute)} a step; latency "
         f"{units.seconds_text(cluster.link.latency)}; packing at "
-        f"{units.bytes_text(cluster.memory_bandwidth / 8)}/s of memory; nothing overlaps.",
+        f"{units.bytes_text(cluster.memory / 8)}/s of memory; nothing overlaps.",
         *(
             f"\n{planner.table(one)}\n\n{planner.advice(one)} {planner.details(one)}"
             for one in plans

@@ -85,7 +85,8 @@ class Cluster:
         and bfloat16 is all-reduced as float32.
       all_to_all_share: of ``link``, what a worker gets when all send to all: below 1 where the middle of
         the network is narrow, as in a torus of chips.
-      memory_bandwidth: bits per second, for the estimate of packing, counting and unpacking: what is
+      memory_bandwidth: of a device, bits per second; None for `memory`'s guess. It is for the estimate of
+        packing, counting and unpacking: what is
         sent, the error feedback and a float32 for each parameter are written once and read once more
         than ``optax.lion`` does. That is an upper estimate: on CPU less was measured.
 
@@ -103,7 +104,7 @@ class Cluster:
     inside: Link | None = None
     on_cpu: bool = False
     all_to_all_share: float = 1.0
-    memory_bandwidth: float = 800e9
+    memory_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
         check_count(f"workers={self.workers!r}", self.workers)
@@ -120,9 +121,15 @@ class Cluster:
             "give a number above 0, at most 1",
         )
         check_number(
-            f"memory_bandwidth={self.memory_bandwidth!r}", self.memory_bandwidth,
+            f"memory_bandwidth={self.memory_bandwidth!r}", self.memory,
             lambda rate: rate > 0, "give bits per second, above zero",
         )  # fmt: skip
+
+    @property
+    def memory(self) -> float:
+        """Bits per second, as given, or those of a server's processor or a slow GPU."""
+        guess = 100e9 if self.on_cpu else 800e9  # bytes
+        return 8 * guess if self.memory_bandwidth is None else self.memory_bandwidth
 
     def at(self, bandwidth: float) -> "Cluster":
         """The same cluster with another bandwidth between workers."""
@@ -377,7 +384,7 @@ def step_time(scheme: Scheme, params: Any, cluster: Cluster, compute: float) -> 
     packed = sum(one.sent_bytes for one in own if one.op != "reduce-scatter")
     unpacked = scheme.packs * parameters_in(tree) / cluster.group_size
     packs = usual if own and scheme.packs else 0.0
-    local = packs * 8 * 2 * (packed + unpacked) / cluster.memory_bandwidth
+    local = packs * 8 * 2 * (packed + unpacked) / cluster.memory
     unlimited, carrying = compute + local + beside, link_bits / cluster.link.bandwidth
     communication, step = beside + carrying, unlimited + carrying
     return Estimate(sent, inside, communication, local, step, link_bits, unlimited)

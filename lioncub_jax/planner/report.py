@@ -95,6 +95,12 @@ class Plan(NamedTuple):
         times = self.times()
         return times[over] / times[self.use()]
 
+    def gain_over_hidden(self) -> float:
+        """The gain over a mean of gradients that overlaps fully with computing, which nothing else does."""
+        means = (row for row in self.rows.values() if row.scheme.kind == "mean")
+        hidden = (row.steps() * max(self.compute, row.estimate.communication) for row in means)
+        return min(hidden) / self.rows[self.use()].time()
+
     def worthwhile(self) -> float:
         """The bandwidth below which a method reaches the loss 1.05 times faster than means of gradients."""
 
@@ -162,7 +168,7 @@ def advice(plan: Plan) -> str:
       plan: what `plan` returned.
 
     Returns:
-      Four sentences about the method that reaches the loss first, of this library or not. They begin with
+      Sentences about the method that reaches the loss first, of this library or not. They begin with
       "Do not use this" where nothing is ``WORTHWHILE_SPEEDUP`` times faster than a mean of gradients, and
       then name the best mean.
 
@@ -180,24 +186,38 @@ def advice(plan: Plan) -> str:
         f"{scheme.code}. Begin with a learning rate of {how.rate:g}, betas of {how.b1:g} and {how.b2:g}, "
         f"and weight decay of {how.decay:g}."
     )
-    said = f"At {rate} use {begin}"
     if scheme.kind == "mean":
         said = (
             f"Do not use this: at {rate} nothing reaches the loss {WORTHWHILE_SPEEDUP} times faster than a "
-            f"mean of gradients, {begin}"
+            f"mean of gradients, {begin} {_compared(plan)}."
         )
+    else:
+        hidden = plan.gain_over_hidden()
+        measure = "" if hidden >= WORTHWHILE_SPEEDUP else ": measure before you change"
+        said = (
+            f"At {rate} use {begin} {_compared(plan)}. It is {hidden:.3g} times as fast as a mean that "
+            f"overlaps fully with computing{measure}."
+        )
+    return f"{said} {_measured(plan, how.seeds)}"
+
+
+def _compared(plan: Plan) -> str:
+    """The method to use beside the best of each other kind that reaches the loss."""
     best = {
         "the best mean of gradients": plan.first("mean"),
         "the best other method": plan.first("peer"),
         "the best of this library": plan.first("ours"),
     }
-    others = [
-        f"{plan.gain(name):.3g} times faster than {what}, {plan.rows[name].scheme.code}"
-        for what, name in best.items()
-        if name and plan.rows[name].scheme.kind != scheme.kind
-    ]
-    gains = ", and ".join(others) or "first, and no other method was seen to reach it"
-    return f"{said} This method reaches the loss {gains}. {_measured(plan, how.seeds)}"
+    kind, others = plan.rows[plan.use()].scheme.kind, list[str]()
+    for what, name in best.items():
+        one = plan.rows[name].scheme if name else None
+        if one and one.kind != kind:
+            long = f"{one.code}, {what}, takes {plan.gain(name):.3g} times as long"
+            faster = f"{plan.gain(name):.3g} times faster than {what}, {one.code}"
+            others.append(long if kind == "mean" else faster)
+    if not others:
+        return "This method alone was seen to reach the loss"
+    return ("" if kind == "mean" else "This method reaches the loss ") + ", and ".join(others)
 
 
 def _measured(plan: Plan, seeds: int) -> str:
@@ -217,10 +237,13 @@ def _measured(plan: Plan, seeds: int) -> str:
     taken = "; bfloat16 is assumed to learn like float32" if kind[-1] == "bfloat16" else ""
     if kind[0] == "powersgd":
         taken = "; the rank is the same share of the width, and no smaller share was measured"
+    if plan.tokens and plan.tokens > cell.tokens:
+        taken += "; with more tokens votes and codes took more steps, so expect less"
     return (
         f"{said} {cell.tokens:,} tokens a worker and step{of}, {cell.workers} workers and data "
         f"{cell.data}, a {study['model']} of {study['parameters']:,} parameters (yours has "
-        f"{plan.parameters:,}) on {study['dataset']}, {seeds} seeds, not on a GPU{taken}."
+        f"{plan.parameters:,}) on {study['dataset']}, {seeds} seed{'s' * (seeds > 1)}, not on a "
+        f"GPU{taken}."
     )
 
 

@@ -14,11 +14,12 @@ import optax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from lioncub_jax import axes
+from lioncub_jax.arguments import check_kinds
 from lioncub_jax.mesh.placement import Workers, check_workers
 from lioncub_jax.mesh.specs import product, shard_shape
 from lioncub_jax.traced import programs_in
 from lioncub_jax.traffic.compiled import Collective, Operand
-from lioncub_jax.training.step import OnMesh, on_mesh
+from lioncub_jax.training.step import on_mesh
 
 # What a collective is called in a traced program, and in a compiled one.
 _OPS = {
@@ -81,10 +82,10 @@ def of(
       A ``Traffic``; one worker sends nothing to others.
 
     Raises:
-      TypeError: for no transform, what `on_mesh` returned, or no `Workers`.
-      ValueError: as `on_mesh`: for updates that differ between workers, specs that the mesh does not
-        have, or more workers than the quantizer or wire can count; for a collective that is not known
-        here, or in a loop of unknown length.
+      TypeError: for no transform, or no `Workers`.
+      ValueError: as `on_mesh`: for what `on_mesh` returned, updates that differ between workers, specs that
+        the mesh does not have, or more workers than the quantizer or wire can count; for a collective that
+        is not known here, or in a loop of unknown length.
 
     Example:
       >>> import jax, jax.numpy as jnp, lioncub_jax as lc
@@ -98,12 +99,7 @@ def of(
       True
     """
     check_workers(workers)
-    if isinstance(tx, OnMesh) or not isinstance(tx, optax.GradientTransformation):
-        raise TypeError(
-            f"{type(tx).__name__} is no transform of one worker's gradients: give what lion_cub, another "
-            "optimizer or baseline, communicate or sync_momentum returned, alone or in chains and wrappers "
-            "of optax, and not what on_mesh returned"
-        )
+    check_kinds(tx=(tx, optax.GradientTransformation))
     cut = workers.cut(params, specs)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     grads = jax.tree.map(lambda x: x.update(shape=(workers.count, *x.shape)), shapes)

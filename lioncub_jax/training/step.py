@@ -100,7 +100,8 @@ def on_mesh(
       TypeError: for no `Workers`.
       ValueError: for specs that cut parameters over the workers or do not
         divide them, gradients or ``abstain`` without the leading axis, the state of another optimizer, an
-        update that differs between workers, and Auto axes without ``specs`` in a trace.
+        update that differs between workers, Auto axes without ``specs`` in a trace, and ``init`` inside
+        of a ``shard_map`` over the workers, as where `init_state` is given what this returns.
 
     Example:
       >>> import jax, jax.numpy as jnp, lioncub_jax as lc
@@ -114,7 +115,15 @@ def on_mesh(
     check_workers(workers)
     among = Among(optax.with_extra_args_support(tx), workers)
 
+    def inside() -> bool:
+        return set(workers.axes) <= set(jax.sharding.get_abstract_mesh().manual_axes)
+
     def init(params: optax.Params) -> Any:
+        if inside():
+            raise ValueError(
+                "on_mesh(tx).init is called for one worker, and it makes the states of all: give tx "
+                "itself to init_state, make_train_step or traffic.of, which run it on each worker"
+            )
         cut = workers.cut(params, specs)
         return named(among.first(params, cut)(params), params, cut)
 
@@ -130,7 +139,7 @@ def on_mesh(
         if params is None:
             raise ValueError("on_mesh(tx).update needs params: give update(grads, state, params)")
         own = {} if abstain is None else {"abstain": abstain}
-        if set(workers.axes) <= set(jax.sharding.get_abstract_mesh().manual_axes):
+        if inside():
             held = among.specs_here(params)
             check_state(state, held, workers, here=True)
             return among.update_here(held, updates, state, params, extra | own)

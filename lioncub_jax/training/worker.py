@@ -5,6 +5,7 @@ axes (fsdp, tensor, expert) only.
 """
 
 import contextlib
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import Any
@@ -36,10 +37,12 @@ def gradient_of(loss_fn: Callable[..., Any], accumulate: int) -> Callable[..., A
     def loss_of(params: Any, states: Any, batch: Any, rng: jax.Array) -> Any:
         model_state, local_state = states
         if type(model_state) is tuple and not model_state:  # there is none
-            out = loss_fn(params, batch, rng)
+            out = _called(loss_fn, params=params, batch=batch, rng=rng)
             loss, aux = out if isinstance(out, tuple) else (out, {})
         else:
-            loss, aux, model_state = loss_fn(params, model_state, batch, rng)
+            loss, aux, model_state = _called(
+                loss_fn, params=params, model_state=model_state, batch=batch, rng=rng
+            )
         return loss, (aux, (model_state, local_state))
 
     value_and_grad = of_model(jax.value_and_grad(loss_of, has_aux=True))
@@ -58,6 +61,20 @@ def gradient_of(loss_fn: Callable[..., Any], accumulate: int) -> Callable[..., A
         return jax.tree.map(lambda g: g / accumulate, total), states, said
 
     return whole if accumulate == 1 else accumulated
+
+
+def _called(loss_fn: Callable[..., Any], **given: Any) -> Any:
+    """What a loss returns, whatever its arguments are called; ``TypeError`` for other ones."""
+    takes = inspect.signature(loss_fn)
+    try:
+        takes.bind(*given.values())
+    except TypeError as error:
+        raise TypeError(
+            f"the loss takes {takes} and is called with ({', '.join(given)}): give it these arguments. "
+            "Several arrays of a batch are one tree, such as a tuple; a loss that draws nothing leaves rng "
+            "unused"
+        ) from error
+    return loss_fn(*given.values())
 
 
 def difference_of(

@@ -1,0 +1,246 @@
+"""Draws every picture of the pages that shows measurements, from the committed rows.
+
+    python benchmarks/pictures.py
+
+A picture file also holds the numbers that it shows, as JSON. So a test finds a picture that is older than
+its rows.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import faults
+import matplotlib.style
+import numpy as np
+from goal import summary
+from matplotlib.figure import Figure
+from PIL import Image
+
+from lioncub_jax import planner, units
+from lioncub_jax.planner import evidence
+from lioncub_jax.planner.choice import SIZE
+
+FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
+STYLE = Path(__file__).parent / "pictures.mplstyle"
+EVIDENCE = Path(evidence.__file__).parent / "evidence.json"
+NUMBERS = "Description"  # the field of a PNG file that holds them
+
+
+class Picture(NamedTuple):
+    """One picture.
+
+    Attributes:
+      numbers: reads what it shows, as JSON holds it.
+      draw: takes these numbers.
+    """
+
+    numbers: Callable[[], Any]
+    draw: Callable[[Any], Figure]
+
+
+def main() -> None:
+    for name, picture in PICTURES.items():
+        save(picture, FOLDER / name)
+        print(FOLDER / name)
+
+
+def save(picture: Picture, path: Path) -> None:
+    numbers = numbers_of(picture)
+    with matplotlib.style.context(STYLE):
+        figure = picture.draw(numbers)
+        figure.savefig(path, metadata={NUMBERS: json.dumps(numbers)})
+
+
+def numbers_of(picture: Picture) -> Any:
+    """With five digits, which are alike on all machines."""
+    return json.loads(
+        json.dumps(picture.numbers()), parse_float=lambda text: float(f"{float(text):.5g}")
+    )
+
+
+def numbers_in(path: Path) -> Any:
+    """What a file of a picture shows."""
+    with Image.open(path) as image:
+        return json.loads(image.info[NUMBERS])
+
+
+def ticks_1_2_5(low: float, high: float) -> dict[float, str]:
+    """Ticks of a logarithmic axis, and their texts."""
+    decades = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
+    texts = (f"{digit}e{decade}" for decade in decades for digit in (1, 2, 5))
+    return {float(x): f"{float(x):g}" for x in texts if low <= float(x) <= high}
+
+
+# --- Time to the loss against the network, a panel for each noise
+
+NETWORKS = np.geomspace(0.05, 100, 60)
+MOST = 130  # times that of a network without cost
+APART = 1.3  # labels, at least, as a ratio of times
+LINES = {"float32 AdamW": "0.45", "best peer": "C1", "owner_adamw": "C0", "lion_cub": "C2"}
+
+
+def by_network() -> dict[str, Any]:
+    """Times over that of the better optimizer in float32 without a network."""
+    cells = [cell for cell in evidence.packaged().cells if cell.data == "alike"]
+    found = {}
+    for tokens in sorted({cell.tokens for cell in cells}):
+        workers = max(one.workers for one in cells if one.tokens == tokens and one.workers <= 8)
+        at = [planner.cluster_at(x, workers) for x in NETWORKS]
+        plans = [planner.plan(SIZE, cluster, 1.0, tokens=tokens) for cluster in at]
+        means = [plan.rows[plan.use()].scheme.kind == "mean" for plan in plans]
+        title = f"{tokens:,} tokens a worker\nand step, {workers} workers"
+        found[title] = {"lines": lines(plans), "mean until": NETWORKS[means.index(False)]}
+    return found
+
+
+def lines(plans: list[planner.Plan]) -> dict[str, list[float]]:
+    """Times of AdamW by a float32 mean, of whichever peer is best, and of two of ours."""
+    free = min(plans[0].rows[name].steps() for name in ("lion", "adamw"))
+    drawn = {"float32 AdamW": [plan.rows["adamw"].time() / free for plan in plans]}
+    if plans[0].first("peer"):
+        drawn["best peer"] = [plan.times()[plan.first("peer")] / free for plan in plans]
+    for name, said in {"owner-adamw": "owner_adamw", "vote": "lion_cub"}.items():
+        if name in plans[0].times():
+            drawn[said] = [plan.rows[name].time() / free for plan in plans]
+    return drawn
+
+
+def draw_by_network(panels: dict[str, Any]) -> Figure:
+    figure = Figure(figsize=(2.9 * len(panels), 3.4))
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axis, (title, panel) in zip(axes, panels.items(), strict=True):
+        axis.set_title(title)
+        draw_lines(axis, panel["lines"], panel["mean until"])
+    axes[0].set_ylabel("time to the loss (1: no network)")
+    figure.supxlabel("time of a float32 mean of gradients, over that of computing a step", size=9)
+    return figure
+
+
+def draw_lines(axis: Any, lines: dict[str, list[float]], mean_until: float) -> None:
+    """Lines with their names at the end; grey where a mean of gradients is as good."""
+    last = 0.0
+    for name, times in sorted(lines.items(), key=lambda one: one[1][-1]):
+        axis.plot(NETWORKS, times, color=LINES[name])
+        last = max(times[-1], APART * last)
+        axis.annotate(
+            f" {name}", (NETWORKS[-1], last), color=LINES[name], va="center", annotation_clip=False
+        )
+    if mean_until > NETWORKS[0]:
+        axis.axvspan(NETWORKS[0], mean_until, color="0.92", lw=0)
+        axis.text(0.07, 100, "do not use this", color="0.4", va="top", rotation="vertical")
+    axis.set(xscale="log", yscale="log", xlim=(NETWORKS[0], NETWORKS[-1]), ylim=(0.9, MOST))
+    axis.set_xticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
+    ticks = ticks_1_2_5(1, MOST)
+    axis.set_yticks(list(ticks), ticks.values())
+    axis.minorticks_off()
+
+
+# --- Seconds to the loss in the lab, a panel for each noise in each network
+
+BARS = {"this library": "C0", "other methods": "C1", "no communication": "0.6"}
+
+
+def in_the_lab() -> list[dict[str, Any]]:
+    """Of each cell with a rate the bars, the first first: name, whose, seconds."""
+    found = json.loads(EVIDENCE.read_text())
+    return [
+        {"tokens": cell.tokens, "network": cell.network, "bars": bars(found, cell)}
+        for cell in summary.cells(found)
+        if summary.drawn(cell)
+    ]
+
+
+def bars(found: summary.Found, cell: summary.Cell) -> list[tuple[str, str, float]]:
+    ours, peers, free = BARS
+    drawn = [
+        (short(summary.code_of(name)), ours if summary.ours(name) else peers, took)
+        for name, took in summary.times(found, cell).items()
+    ]
+    limit = summary.limit(found, cell)
+    if limit is not None:
+        drawn.append((free, free, limit))
+    return sorted(drawn, key=lambda bar: bar[2])
+
+
+def short(code: str) -> str:
+    """A method by a name that fits beside its bar, such as ``powersgd(adamw, 4)`` or ``local_steps=2``."""
+    alone = re.search(r"local_steps=\d+", code)
+    return alone[0] if alone else re.sub(r"baselines\.|optax\.|\(\.\.\.\)", "", code)
+
+
+def draw_in_the_lab(cells: list[dict[str, Any]]) -> Figure:
+    rows = {cell["tokens"]: len(cell["bars"]) for cell in cells}
+    networks = sorted({cell["network"] for cell in cells}, key=units.rate)
+    axes = Figure(figsize=(7.4, 0.2 * sum(rows.values()) + 1.5)).subplots(
+        len(rows), len(networks), sharex="row", squeeze=False, height_ratios=[*rows.values()]
+    )
+    for cell in cells:
+        place = list(rows).index(cell["tokens"]), networks.index(cell["network"])
+        network = units.rate_text(units.rate(cell["network"]))
+        axes[place].set_title(f"{cell['tokens']:,} tokens, {network}", loc="left")
+        draw_bars(axes[place], cell["bars"])
+    marks = [axes[0, 0].barh(0, 0, color=color) for color in BARS.values()]
+    figure = axes[0, 0].figure
+    figure.legend(marks, BARS, loc="outside upper center", ncols=len(BARS), frameon=False)
+    figure.supxlabel("seconds to the loss", size=9)
+    return figure
+
+
+def draw_bars(axis: Any, bars: Iterable[tuple[str, str, float]]) -> None:
+    names, whose, seconds = zip(*bars, strict=True)
+    drawn = axis.barh(range(len(names)), seconds, color=[BARS[one] for one in whose])
+    axis.bar_label(drawn, [f"{x:.1f} s" for x in seconds], padding=2)
+    axis.set_yticks(range(len(names)), names)
+    axis.set_xticks([])
+    axis.tick_params(left=False)
+    axis.spines["bottom"].set_visible(False)
+    axis.set_ylim(len(names) - 0.5, -0.5)
+
+
+# --- Seconds to the next step after a fault, a dot for each run
+
+
+def recovery() -> dict[str, list[float]]:
+    """Of each fault, for people; a run that had done all its steps has no next one."""
+    rows = faults.read(faults.ROWS)
+    return {
+        fault.says: sorted(faults.waits_of(row for row in rows if row["kind"] == kind))
+        for kind, fault in faults.FAULTS.items()
+        if fault.does
+    }
+
+
+def draw_recovery(waits: dict[str, list[float]]) -> Figure:
+    figure = Figure(figsize=(7.4, 0.3 * len(waits) + 0.9))
+    axis = figure.subplots()
+    most = max(map(max, waits.values()))
+    end = 3 * most  # where the medians stand as numbers
+    for place, seconds in enumerate(waits.values()):
+        middle = median(seconds)
+        apart = [place + 0.2 * (n % 3 - 1) for n in range(len(seconds))]  # or they hide each other
+        axis.plot(seconds, apart, "o", color="C0", ms=4)
+        axis.plot([middle] * 2, [place - 0.35, place + 0.35], color="C1")
+        axis.text(end, place, f"{middle:.2g} s", color="C1", va="center", ha="right")
+    axis.text(end, -0.9, "median", color="C1", va="center", ha="right")
+    ticks = ticks_1_2_5(0.01, most)
+    axis.set(xscale="log", xlim=(0.008, end), xlabel="seconds to the next step, a dot for each run")
+    axis.set_xticks(list(ticks), ticks.values())
+    axis.minorticks_off()
+    axis.set_yticks(range(len(waits)), waits)
+    axis.tick_params(left=False)
+    axis.invert_yaxis()
+    return figure
+
+
+PICTURES = {
+    "time_to_loss.png": Picture(by_network, draw_by_network),
+    "seconds_to_loss.png": Picture(in_the_lab, draw_in_the_lab),
+    "recovery.png": Picture(recovery, draw_recovery),
+}
+
+if __name__ == "__main__":
+    main()
