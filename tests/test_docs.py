@@ -112,11 +112,11 @@ def test_the_tutorial_runs_counts_bytes_and_comes_close_to_float32():
     assert "votes/agreement" in done.stdout and "Do not use this" in done.stdout
 
 
-@pytest.mark.parametrize("command", ["plan", "bytes", "lab", "run"])
+@pytest.mark.parametrize("command", ["plan --explain", "bytes", "lab", "run"])
 def test_the_page_of_commands_shows_their_help(command):
     page = (ROOT / "docs/reference/commands.md").read_text()
     done = subprocess.run(
-        [sys.executable, "-m", "lioncub_jax", command, "--help"],
+        [sys.executable, "-m", "lioncub_jax", *command.split(), "--help"],
         capture_output=True, text=True, check=True, env=os.environ | {"COLUMNS": "100"},
     )  # fmt: skip
     wanted = f"<!-- run: help -->\n```text\n$ lioncub {command} --help\n{done.stdout}```"

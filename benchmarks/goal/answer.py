@@ -23,8 +23,19 @@ def what_to_use_text() -> str:
         "* *steps*: to the loss, divided by the steps of the better float32 optimizer.\n"
         "* *faster*: how many times faster it reaches the loss than the best other method.\n"
         f"* *rate*, *betas* and *decay*: begin with these, in a run of {study['steps']} steps.\n\n"
-        f"Measured with a {study['model']} of {study['parameters']:,} parameters, not on a GPU.\n"
+        f"Measured with a {study['model']} of {study['parameters']:,} parameters, not on a GPU. {_runs()}\n"
     )
+
+
+def _runs() -> str:
+    """How many workers and seeds stand behind the rows."""
+    said = []
+    for row in what_to_use():
+        if row.plans:
+            cell = next(iter(row.plans.values())).found.cell
+            seeds = max(how.seeds for how in cell.methods.values() if how)
+            said.append(f"{cell.tokens:,} tokens, {row.data}: {cell.workers} workers, {seeds} seeds.")
+    return " ".join(dict.fromkeys(said))
 
 
 def _cells(row: Use) -> list[str]:

@@ -61,7 +61,7 @@ OPTIONS: list[Row] = [
     ),
     (
         "--agreement", reads(_agreement),
-        "in their place votes/agreement, which lioncub_jax.metrics says of a job that runs",
+        "in their place votes/agreement, which lioncub_jax.metrics says of a run by lion_cub",
     ),
     (
         "--data", {"choices": planner.DATA, "default": planner.DATA[0]},
