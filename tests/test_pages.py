@@ -177,11 +177,8 @@ def test_the_commands_of_a_page_run(code, tmp_path):
     run_commands(code, tmp_path)
 
 
-LONG = "how_to/faults.md", "reports/benchmarks.md"
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("code", [one for page in LONG for one in commands_of(page, "run: long")])
+@pytest.mark.parametrize("code", commands_of("how_to/faults.md", "run: long"))
 def test_the_commands_of_a_page_that_take_minutes_run(code, tmp_path):
     run_commands(code, tmp_path)
 
