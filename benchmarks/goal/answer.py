@@ -34,7 +34,9 @@ def _runs() -> str:
         if row.plans:
             cell = next(iter(row.plans.values())).found.cell
             seeds = max(how.seeds for how in cell.methods.values() if how)
-            said.append(f"{cell.tokens:,} tokens, {row.data}: {cell.workers} workers, {seeds} seeds.")
+            said.append(
+                f"{cell.tokens:,} tokens, {row.data}: {cell.workers} workers, {seeds} seeds."
+            )
     return " ".join(dict.fromkeys(said))
 
 
