@@ -141,7 +141,7 @@ def draw_lines(axis: Any, lines: dict[str, list[float]], mean_until: float) -> N
 
 # --- Seconds to the loss in the lab, a panel for each noise in each network
 
-BARS = {"this library": "C0", "other methods": "C1", "no communication": "0.6"}
+BARS = {"this library": "C0", "other methods": "C1", "JAX, no communication": "0.6"}
 
 
 def in_the_lab() -> list[dict[str, Any]]:

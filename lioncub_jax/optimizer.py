@@ -201,8 +201,8 @@ def owner_adamw(
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """AdamW with one pair of moments for all, each slice of them at one worker; see `owner`.
 
-    A worker keeps 2 d/W of moments, and the errors of its codes and replies. If nobody takes part the
-    moments and their counter stay.
+    A worker keeps moments of 1/W of the parameters, of W workers, and the errors of its codes and replies.
+    If nobody takes part the moments and their counter stay.
 
     Args:
       learning_rate: a number or an optax schedule.
@@ -211,13 +211,16 @@ def owner_adamw(
       eps: added to the root of the second moment.
       weight_decay: decoupled, multiplied with the learning rate.
       mask: which leaves decay, a tree of bools or a function of the parameters.
-      workers: as `lion_cub`.
-      quantizer: of gradients, as `owner`: codes of 3 bits by default.
-      reply: how an update comes back, as `owner`: in codes of 2 bits by default.
-      wire: as `communicate`.
-      dominance: as `owner`.
-      trim: as `owner`.
-      bucket_size: as `communicate`.
+      workers: a `Workers`, or the name of the axis that your own ``shard_map`` or ``pmap`` binds. None for
+        one device.
+      quantizer: codes of gradients, ``error_feedback(midrise(3))`` by default, 3 bits.
+      reply: how an update comes back, ``decide.codes(2)`` by default, 2 bits.
+      wire: which collectives carry them, ``wires.two_phase()`` by default.
+      dominance: where workers may lie, how many times the median step of all workers the step of one may
+        be, such as 2. None for no bound.
+      trim: how many of the largest and of the smallest values a mean leaves out. None for 0.
+      bucket_size: elements after which a new flat buffer begins, so that exchanges overlap with the
+        backward pass; see `communicate`. None for one buffer.
 
     Returns:
       A transform whose ``init`` and ``update`` must run where the workers' axis is bound.

@@ -138,7 +138,7 @@ def seconds(found: Found) -> str:
         [f"`{summary.code_of(name)}`", *(said(found, cell, name) for cell in cells)]
         for name in names
     ]
-    limits = ["no communication", *(said(found, cell, NOTHING) for cell in cells)]
+    limits = ["JAX, no communication", *(said(found, cell, NOTHING) for cell in cells)]
     return report.markdown(head, [*lines, limits])
 
 
