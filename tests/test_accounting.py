@@ -100,7 +100,7 @@ def test_the_demo_sends_what_the_readme_says():
     dense = lc.traffic.float32_all_reduce_bytes(traffic.parameters, 8)
     said = f"{traffic.parameters:,} parameters"
     sends = (
-        f"{units.bytes_text(traffic.sent_bytes)} a step; float32 Lion sends {dense / 1e6:.1f} MB"
+        f"{units.bytes_text(traffic.sent_bytes)} a step. Float32 Lion sends {dense / 1e6:.1f} MB"
     )
     readme = " ".join((ROOT / "README.md").read_text().split())
     assert said in readme and sends in readme

@@ -41,7 +41,7 @@ def test_each_axis_has_the_bytes_that_the_page_says(optimizer):
     size = sum(x.addressable_shards[0].data.size for x in jax.tree.leaves(params))
     within = lc.traffic.sent_bytes(trained("lion")[1])["stage",]
     assert (lc.traffic.float32_all_reduce_bytes(size, 4), within) == SAID[FLOAT32]
-    assert f"{size:,} parameters" in PAGE
+    assert f"{size:,} parameters" in " ".join(PAGE.split())
 
 
 def plain():

@@ -367,7 +367,7 @@ def step_time(scheme: Scheme, params: Any, cluster: Cluster, compute: float) -> 
       >>> vote = step_time(scheme_named("vote"), 124_000_000, slow, 0.144)
       >>> dense = step_time(FLOAT32, 124_000_000, slow, 0.144)
       >>> round(dense.step / vote.step, 1)
-      19.0
+      19.5
 
     Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
     MPICH", 2005, for the terms of latency and bandwidth.
@@ -439,7 +439,7 @@ def pays(ours: Estimate, theirs: Estimate, speedup: float = 1.0) -> float:
       >>> at = Cluster(8, Link(1e9, 50e-6))
       >>> vote = step_time(scheme_named("vote"), 10**9, at, 0.0)
       >>> round(pays(vote, step_time(FLOAT32, 10**9, at, 0.0)) / 1e9)  # Gbit/s
-      646
+      5343
     """
     # What is gained with each second that a bit takes, and what is lost whatever the bandwidth.
     gained = theirs.link_bits - speedup * ours.link_bits

@@ -142,7 +142,7 @@ def plan(
       >>> from lioncub_jax.planner import Link
       >>> slow = plan(124_000_000, Cluster(8, Link(1e9, 50e-6)), 0.144, tokens=32)
       >>> round(slow.rows["vote"].estimate.step, 3), slow.found.away
-      (0.373, 'here')
+      (0.364, 'here')
     """
     check_number(
         f"compute={compute!r}", compute, lambda time: 0 < time < math.inf,
