@@ -138,7 +138,8 @@ for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, save)
 child = subprocess.Popen(['sleep', '999'])
 print('up', os.getpid(), child.pid, os.environ['LIONCUB_MEMORY'], flush=True)
-time.sleep(999)
+while True:
+    time.sleep(0.1)  # a signal just before a sleep is heard after it
 """
 )
 
