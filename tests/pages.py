@@ -3,7 +3,9 @@
 As a program it prints what a notebook among the pages runs: ``python tests/pages.py start/tutorial.md``.
 """
 
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -33,6 +35,24 @@ def cells(page):
     """The program of a notebook, without what its cells say to the site."""
     found = [one.code for one in blocks(page) if one.language.startswith("{code-cell}")]
     return "\n".join(re.sub(r"\A(---\n.*?\n---\n|:.*?\n)", "", x, flags=re.S) for x in found)
+
+
+def run_commands(code, folder):
+    """What each line says, one after the other; it begins with a dollar and must end well."""
+    (folder / "examples").symlink_to(ROOT / "examples")
+    environment = dict(os.environ)
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    for line in code.replace("\\\n", " ").splitlines():
+        dollar, line = line[:2], line[2:]
+        assert dollar == "$ "
+        if line.startswith("export "):
+            environment |= dict(pair.split("=") for pair in line.split()[1:])
+            continue
+        done = subprocess.run(
+            line, shell=True, cwd=folder, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        yield done.stdout
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ A block that cannot run here has ``<!-- not run: why -->`` above it.
 
 import os
 import re
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -153,34 +152,21 @@ def test_each_optimizer_that_the_page_writes_for_another_library_sends_what_is_c
 
 def commands_of(page, mark):
     return [
-        pytest.param(one.code.replace("\\\n", " "), id=f"{page}: {one.code.splitlines()[0]}")
+        pytest.param(one.code, id=f"{page}: {one.code.splitlines()[0]}")
         for one in pages.blocks(page)
         if one.mark == mark
     ]
 
 
-def run_commands(code, folder):
-    """Line after line, each begins with a dollar; comments stay, as a shell takes them."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    (folder / "examples").symlink_to(pages.ROOT / "examples")
-    for line in code.splitlines():
-        assert line.startswith("$ ")
-        done = subprocess.run(
-            line[2:], shell=True, cwd=folder, env=os.environ | {"PATH": path},
-            capture_output=True, text=True,
-        )  # fmt: skip
-        assert done.returncode == 0 and done.stdout, done.stdout + done.stderr
-
-
 @pytest.mark.parametrize("code", commands_of("how_to/planner.md", "run: here"))
 def test_the_commands_of_a_page_run(code, tmp_path):
-    run_commands(code, tmp_path)
+    assert all(pages.run_commands(code, tmp_path))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("code", commands_of("how_to/faults.md", "run: long"))
 def test_the_commands_of_a_page_that_take_minutes_run(code, tmp_path):
-    run_commands(code, tmp_path)
+    assert all(pages.run_commands(code, tmp_path))
 
 
 def test_the_three_lines_of_the_readme_do_for_a_step():

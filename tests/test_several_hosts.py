@@ -3,14 +3,13 @@
 import os
 import re
 import runpy
-import shlex
 import socket
 import subprocess
 import sys
 import textwrap
 
 import pytest
-from pages import ROOT, block, blocks
+from pages import ROOT, block, blocks, run_commands
 
 from lioncub_jax import lab
 
@@ -36,25 +35,10 @@ def in_the_lab(hosts, script):
     return "\n".join(said), [host.exit_code for host in report.workers]
 
 
-def as_the_page_says(folder):
-    """What its commands say, with that folder; each has to end well."""
-    own = {"python": sys.executable, "lioncub": f"{sys.executable} -m lioncub_jax"}
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    for line in block(PAGE, "run: lab").splitlines():
-        line = re.sub("python|lioncub", lambda x: own[x[0]], line.removeprefix("$ "))
-        if line.startswith("export "):
-            environment |= dict(pair.split("=") for pair in line.split()[1:])
-            continue
-        command = shlex.split(line.replace("runs/hosts", str(folder)))
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-        yield done.stdout
-
-
 def test_two_hosts_save_and_go_on_and_four_go_on_with_devices_as_workers(machine, tmp_path):
     """The four have interfaces of other names, and one starts late."""
-    folder, script = tmp_path / "saved", tmp_path / "flat.py"
-    first, second = as_the_page_says(folder)
+    folder, script = tmp_path / "runs/hosts", tmp_path / "flat.py"
+    first, second = run_commands(block(PAGE, "run: lab"), tmp_path)
     script.write_text(SCRIPT.read_text().replace("two_level_mesh()", "two_level_mesh(1)"))
     other = "PATH=$PATH:/usr/sbin:/sbin; ip link set eth0 down name net$RANK up; [ $RANK = 3 ] && sleep 5"
     third, codes = in_the_lab(

@@ -14,7 +14,8 @@ def what_to_use_text() -> str:
     """
     study = evidence.packaged().study
     head = "network", "tokens", "data", "use", "bits", "steps", "faster", "rate", "betas", "decay"
-    lines = [head, ["---"] * len(head), *map(_cells, what_to_use())]
+    rows = what_to_use()
+    lines = [head, ["---"] * len(head), *map(_cells, rows)]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return (
         f"{table}\n\n* *network*: the time of a float32 mean of gradients, divided by the time of "
@@ -23,14 +24,15 @@ def what_to_use_text() -> str:
         "* *steps*: to the loss, divided by the steps of the better float32 optimizer.\n"
         "* *faster*: how many times faster it reaches the loss than the best other method.\n"
         f"* *rate*, *betas* and *decay*: begin with these, in a run of {study['steps']} steps.\n\n"
-        f"Measured with a {study['model']} of {study['parameters']:,} parameters, not on a GPU. {_runs()}\n"
+        f"Measured with a {study['model']} of {study['parameters']:,} parameters, not on a GPU. "
+        f"{_runs(rows)}\n"
     )
 
 
-def _runs() -> str:
+def _runs(rows: list[Use]) -> str:
     """How many workers and seeds stand behind the rows."""
     said = []
-    for row in what_to_use():
+    for row in rows:
         if row.plans:
             cell = next(iter(row.plans.values())).found.cell
             seeds = max(how.seeds for how in cell.methods.values() if how)

@@ -184,21 +184,21 @@ def advice(plan: Plan) -> str:
     assert how
     begin = (
         f"{scheme.code}. Begin with a learning rate of {how.rate:g}, betas of {how.b1:g} and {how.b2:g}, "
-        f"and weight decay of {how.decay:g}."
+        f"and weight decay of {how.decay:g}. {_compared(plan)}."
     )
+    hidden, overlapped = plan.gain_over_hidden(), "mean that overlaps fully with computing"
     if scheme.kind == "mean":
         said = (
             f"Do not use this: at {rate} nothing reaches the loss {WORTHWHILE_SPEEDUP} times faster than a "
-            f"mean of gradients, {begin} {_compared(plan)}."
+            f"mean of gradients, {begin}"
+        )
+    elif hidden < WORTHWHILE_SPEEDUP:
+        said = (
+            f"Measure first: at {rate} a {overlapped} takes {hidden:.3g} times the time of the best other "
+            f"method. If yours overlaps less, use {begin}"
         )
     else:
-        hidden, mean = plan.gain_over_hidden(), "mean that overlaps fully with computing"
-        said = f"At {rate} use {begin} {_compared(plan)}. It is {hidden:.3g} times as fast as a {mean}."
-        if hidden < WORTHWHILE_SPEEDUP:
-            said = (
-                f"Measure first: at {rate} a {mean} takes {hidden:.3g} times the time of the best other "
-                f"method. If yours overlaps less, use {begin} {_compared(plan)}."
-            )
+        said = f"At {rate} use {begin} It is {hidden:.3g} times as fast as a {overlapped}."
     return f"{said} {_measured(plan, how.seeds)}"
 
 
