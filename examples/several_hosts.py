@@ -28,13 +28,14 @@ def main() -> None:
     args = options()
     address, hosts, index = args.address, args.hosts, args.index
     folder, steps = args.folder, args.steps
+    learning_rate = 3e-3  # for this small model
     with ends_after(args.wait, address, index):
         # [several hosts]
         jax.distributed.initialize(address, hosts, index)
         # [/several hosts]
     # [several hosts]
     workers = lc.Workers(lc.mesh.two_level_mesh(), "node", group="device")  # a host is a worker
-    tx = lc.owner_adamw(3e-3, b1=0.8, b2=0.98, weight_decay=0.1, workers=workers)
+    tx = lc.owner_adamw(learning_rate, weight_decay=0.1, workers=workers)
     state = lc.init_state(tx, first_params(), workers)  # the same numbers on every host
     step = lc.make_train_step(loss_fn, tx, workers)
     # [/several hosts]

@@ -11,7 +11,7 @@ What to use, by the noise of a gradient (tokens that one worker sees in a step) 
 long as computing a float32 mean of gradients takes; `planner.legend` has the code of each:
 
     32 tokens, data alike: adamw-bfloat16 at 0.1, owner-adamw at 1, vote at 10 to 100
-    256 tokens, data alike: adamw-bfloat16 at 0.1, owner-adamw at 1, owner-lion at 10, vote at 100
+    256 tokens, data alike: adamw-bfloat16 at 0.1, owner-adamw at 1, owner-lion at 10 to 100
     2,048 tokens, data alike: adamw-bfloat16 at 0.1, owner-adamw at 1 to 100
     256 tokens, data different: adamw-bfloat16 at 0.1, owner-adamw at 1, vote at 10 to 100
 """

@@ -216,8 +216,8 @@ GIVEN => At 1 Gbit/s use
 GIVEN --bandwidth 10tbit => Do not use this: at 10 Tbit/s nothing reaches the loss 1.05 times faster than
 GIVEN --workers 1 => Do not use this: one worker has no others to exchange with; use optax.adamw or
 QUIET --agreement 0.5 => (coin flips: noise only)
-QUIET --tokens-per-worker 1M => Nobody measured 1,000,000 tokens
-GIVEN --workers 512 => Nobody measured 32 tokens, 512 workers and data alike; the nearest is
+QUIET --tokens-per-worker 1M => Not measured: nobody ran 1,000,000 tokens
+QUIET --tokens-per-worker 2048 --data different --explain => Not measured: nobody ran 2,048 tokens, 8
 GIVEN --explain --devices-per-worker 2 --inside-bandwidth 1tbit => local steps have no two levels
 """
 

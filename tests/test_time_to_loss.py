@@ -186,6 +186,20 @@ def test_who_never_gets_there_is_said_so():
     assert summary.keys(found)["speedup_over_best_peer"][str(CELL)] == ("nobody", "adamw", None)
 
 
+def test_what_only_one_of_several_runs_reaches_is_not_measured():
+    """The mean of two is at 3 bits in the last step, and one of them ends above."""
+    rows = story() + ran("owner-lion", 2.9, seeds=1) + ran("owner-lion", 3.1, seeds=1)
+    found = evidence.evidence(rows)["cells"][0]["methods"]
+    assert found["owner-lion"]["steps"] == [pytest.approx(0.75 * STEPS, 0.01), None, None]
+    assert found["owner-lion"]["runs"] == [2, 0, 2] and found["owner-lion"]["seeds"] == 2
+    assert found["vote"]["runs"] == [3, 3, 3] == found["adamw"]["runs"]
+    hyper = tuning.first(CONTENDERS["vote"].family), tuning.first(CONTENDERS["adamw"].family)
+    ratio = found["vote"]["rate_over_adamw"], found["vote"]["decay_over_adamw"]
+    assert ratio == pytest.approx(
+        [hyper[0].rate / hyper[1].rate, hyper[0].decay / hyper[1].decay], 1e-3
+    )
+
+
 def test_a_diverged_run_reaches_nothing():
     found = evidence.evidence(story(loss=[None] * curves.POINTS))
     assert found["cells"][0]["methods"]["vote"]["steps"] == [None, None, None]
@@ -199,6 +213,10 @@ def test_packaged_evidence_and_numbers_of_pages_are_those_of_the_committed_rows(
     assert time_to_loss.EVIDENCE.read_text() == evidence.text_of(found)
     stale = [path.name for path, text in pages.rewritten(found).items() if path.read_text() != text]
     assert stale == []
+    rates = {f"{row['rate']:g}" for row in rows if row["part"] == "curve"}  # of a small model alone
+    for page in ("README.md", "docs/how_to/choose.md", "docs/how_to/planner.md"):
+        shown = re.findall(r"\d+\.\d+", (pages.ROOT / page).read_text())
+        assert len(rates) > 5 and rates.isdisjoint(shown), page
     done = {row["contender"] for row in rows}
     for cell in plan.CELLS[:2]:
         ran = {

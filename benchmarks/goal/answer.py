@@ -13,7 +13,7 @@ def what_to_use_text() -> str:
       Lines of Markdown. Numbers that differ among the networks of a row are shown as the first to the last.
     """
     study = evidence.packaged().study
-    head = "network", "tokens", "data", "use", "bits", "steps", "faster", "rate", "betas", "decay"
+    head = "network", "tokens", "data", "use", "bits", "steps", "faster", "rate", "decay", "betas"
     rows = what_to_use()
     lines = [head, ["---"] * len(head), *map(_cells, rows)]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -23,7 +23,8 @@ def what_to_use_text() -> str:
         "* *tokens*: what one worker sees in a step. *bits*: what it sends in a step for each parameter.\n"
         "* *steps*: to the loss, divided by the steps of the better float32 optimizer.\n"
         "* *faster*: how many times faster it reaches the loss than the best other method.\n"
-        f"* *rate*, *betas* and *decay*: begin with these, in a run of {study['steps']} steps.\n\n"
+        "* *rate* and *decay*: divided by those of float32 AdamW. Multiply those of the AdamW that you "
+        f"have, and tune. These ratios and *betas* were best in runs of {study['steps']} steps.\n\n"
         f"Measured with a {study['model']} of {study['parameters']:,} parameters, not on a GPU. "
         f"{_runs(rows)}\n"
     )
@@ -31,15 +32,15 @@ def what_to_use_text() -> str:
 
 def _runs(rows: list[Use]) -> str:
     """How many workers and seeds stand behind the rows."""
-    said = []
+    said: dict[str, set[int]] = {}
     for row in rows:
-        if row.plans:
-            cell = next(iter(row.plans.values())).found.cell
-            seeds = max(how.seeds for how in cell.methods.values() if how)
-            said.append(
-                f"{cell.tokens:,} tokens, {row.data}: {cell.workers} workers, {seeds} seeds."
-            )
-    return " ".join(dict.fromkeys(said))
+        for plan in row.plans.values():
+            cell, how = plan.found.cell, plan.rows[row.method()].learned
+            assert how
+            where = f"{cell.tokens:,} tokens, {row.data}: {cell.workers} workers"
+            said.setdefault(where, set()).add(how.runs[evidence.RANKED])
+    seeds = {where: _from_to([str(n) for n in sorted(runs)]) for where, runs in said.items()}
+    return " ".join(f"{where}, {n} seed{'s' * (n != '1')}." for where, n in seeds.items())
 
 
 def _cells(row: Use) -> list[str]:
@@ -57,9 +58,9 @@ def _cells(row: Use) -> list[str]:
         f"{8 * estimate.sent_bytes / SIZE:.3g}",
         f"{used.steps() / best:.2f}",
         _from_to([f"{one.gain(one.first('mean', 'peer')):.2f}" for one in plans]),
-        f"{how.rate:g}",
+        f"{how.rate_over_adamw:.2g}",
+        f"{how.decay_over_adamw:.2g}",
         f"{how.b1:g}, {how.b2:g}",
-        f"{how.decay:g}",
     ]
 
 

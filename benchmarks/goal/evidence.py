@@ -8,7 +8,9 @@ running minimum:
 
 Between points a curve is a line; before the first it is not known. The rate falls to zero at the end of a
 run, so a method that ends a little above the target runs once more, half as long again. Who does not get
-there in that either has no steps. The spread is the standard deviation of the steps of single seeds.
+there in that either has no steps. The spread is the standard deviation of the steps of single seeds. Where
+several ran and only one got there itself, steps are not measured: the mean hangs on that one. The rate and
+the decay are divided by those of AdamW in the cell.
 """
 
 import itertools
@@ -22,6 +24,7 @@ from typing import Any
 from report import Rows, rows_of
 
 from goal import curves
+from goal.contenders import Hyper
 from goal.model import STEPS
 from lioncub_jax.planner import parameters_in
 from lioncub_jax.planner.evidence import TARGETS, VERSION
@@ -72,7 +75,10 @@ def cell_of(key: tuple[int, int, str], methods: dict[str, Rows]) -> dict[str, An
         "noise_scale": noise_scale_of([row for rows in methods.values() for row in rows]),
         "vote_over_lion": rounded(vote_over_lion(means["lion"], methods["vote"])),
         "loss": dict(zip(map(str, TARGETS), map(rounded, targets), strict=True)),
-        "methods": {name: told(rows, targets) for name, rows in methods.items()},
+        "methods": {
+            name: told(rows, targets, curves.hyper_of(methods["adamw"][-1]), name == better)
+            for name, rows in methods.items()
+        },
     }  # fmt: skip
 
 
@@ -82,32 +88,46 @@ def vote_over_lion(lion: Curve, votes: Rows) -> float | None:
     return steps and steps / (TARGETS[0] * STEPS)
 
 
-def told(rows: Rows, targets: Sequence[float]) -> dict[str, Any]:
-    """Of a method in a cell, by the choice that ran last."""
+def told(
+    rows: Rows, targets: Sequence[float], adamw: Hyper, defines: bool = False
+) -> dict[str, Any]:
+    """Of a method in a cell, by the choice that ran last; one defines the targets by its own mean."""
     rows = [row for row in rows if curves.hyper_of(row) == curves.hyper_of(rows[-1])]
     longer = [row for row in rows if steps_of(row) > STEPS]
-    rows = usual(rows)
-    there = [reached(rows, x) or reached(longer, x) or (None, None) for x in targets]
+    rows, hyper = usual(rows), curves.hyper_of(rows[-1])
+    never = None, None, len(longer or rows)
+    there = [reached(rows, x, defines) or reached(longer, x) or never for x in targets]
     last = [row["loss"][-1] for row in rows]
     known = [x for x in last if x is not None]
     return {
-        "steps": [rounded(steps) for steps, _ in there],
-        "std": [rounded(std) for _, std in there],
+        "steps": [rounded(steps) for steps, _, _ in there],
+        "std": [rounded(std) for _, std, _ in there],
+        "runs": [runs for _, _, runs in there],
         "loss": rounded(statistics.fmean(known)) if len(known) == len(last) else None,
         "loss_std": rounded(statistics.stdev(known)) if len(known) > 1 else None,
         "seeds": len(rows),
-        **curves.hyper_of(rows[0])._asdict(),
+        "rate_over_adamw": rounded(hyper.rate / adamw.rate),
+        "b1": hyper.b1,
+        "b2": hyper.b2,
+        "decay_over_adamw": rounded(hyper.decay / adamw.decay),
     }
 
 
-def reached(rows: Rows, target: float) -> tuple[float, float | None] | None:
-    """Steps of the mean curve to a target, and their spread over seeds; None if it never is there."""
+def reached(
+    rows: Rows, target: float, defines: bool = False
+) -> tuple[float | None, float | None, int] | None:
+    """Steps of the mean curve to a target, their spread over seeds, and runs; None if it never is there.
+
+    Of several runs at least two must be there themselves, or it is not measured: no steps, and no runs.
+    """
     each = [curve_of(row) for row in rows]
     steps = reaches(falling(each), target) if each else None
     if steps is None:
         return None
     singles = [x for one in each if (x := reaches(falling([one]), target)) is not None]
-    return steps, statistics.stdev(singles) if len(singles) > 1 else None
+    if len(singles) < min(2, len(rows)) and not defines:
+        return None, None, 0
+    return steps, statistics.stdev(singles) if len(singles) > 1 else None, len(rows)
 
 
 def agreement_of(rows: Rows) -> float:

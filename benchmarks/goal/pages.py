@@ -99,7 +99,7 @@ def more(cell: dict[str, Any], name: str, than: str) -> str:
 def methods(found: Found) -> str:
     """A table for each cell: what was sent, the loss at the end, the steps, and what tuning chose."""
     head = [
-        "method", "whose", "bits", "loss", *(f"{share:.0%}" for share in TARGETS), "rate", "betas", "decay",
+        "method", "whose", "bits", "loss", *(f"{share:.0%}" for share in TARGETS), "rate", "decay", "betas",
     ]  # fmt: skip
     return "\n".join(
         f"**{cell['tokens']:,} tokens a worker, {cell['workers']} workers, data {cell['data']}**\n\n"
@@ -112,11 +112,14 @@ def line(cell: dict[str, Any], name: str, of: dict[str, Any]) -> list[str]:
     std = "" if of["loss_std"] is None else f" ± {of['loss_std']:.3f}"
     loss = "diverged" if of["loss"] is None else f"{of['loss']:.3f}{std} ({of['seeds']})"
     one = CONTENDERS[name]
-    steps = ["–" if x is None else f"{x:.0f}" for x in of["steps"]]
+    steps = [
+        "not measured" if not runs else "–" if x is None else f"{x:.0f}"
+        for x, runs in zip(of["steps"], of["runs"], strict=True)
+    ]
     betas = f"{of['b1']:g}, {of['b2']:g}"
     return [
         f"`{one.code}`", one.whose, f"{bits(name, cell['workers']):.2f}",
-        loss, *steps, f"{of['rate']:g}", betas, f"{of['decay']:g}",
+        loss, *steps, f"{of['rate_over_adamw']:.2g}", f"{of['decay_over_adamw']:.2g}", betas,
     ]  # fmt: skip
 
 

@@ -133,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
         f"{units.seconds_text(cluster.link.latency)}; packing at "
         f"{units.bytes_text(cluster.memory / 8)}/s of memory; nothing overlaps.",
         *(
-            f"\n{planner.table(one)}\n\n{planner.advice(one)} {planner.details(one)}"
+            f"\n{planner.table(one)}\n\n{planner.advice(one)} {planner.details(one)}".rstrip()
             for one in plans
         ),
         f"\nIn a program, by names of lioncub_jax:\n{planner.legend()}",

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from lioncub_jax.planner import evidence
 from lioncub_jax.planner.evidence import DATA
 from lioncub_jax.planner.model import FLOAT32, Cluster, Link, step_time
-from lioncub_jax.planner.report import Plan, plan
+from lioncub_jax.planner.report import NOT_MEASURED, Plan, plan
 
 NETWORKS = (0.1, 1, 10, 100)
 TOKENS = (32, 256, 2048)  # that a worker sees in a step
@@ -34,7 +34,7 @@ class Use(NamedTuple):
 
     def method(self) -> str:
         """The name of the scheme to use."""
-        return next((one.use() for one in self.plans.values()), "not measured")
+        return next((one.use() for one in self.plans.values()), NOT_MEASURED)
 
 
 def cluster_at(network: float, workers: int) -> Cluster:

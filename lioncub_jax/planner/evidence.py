@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from lioncub_jax.arguments import check_count, check_number
 
-VERSION = 1  # of the packaged file
+VERSION = 2  # of the packaged file
 # Shares of the better float32 optimizer's run, after which it has the loss to reach.
 TARGETS = (0.6, 0.8, 1.0)
 TARGET = 0.8  # the one that methods are ranked by
@@ -29,25 +29,28 @@ Made = TypeVar("Made")
 class Learned(NamedTuple):
     """How a method learns in a cell, with what it was tuned to.
 
+    Rates and decays are ratios, since a rate of a small model says nothing about a larger one.
+
     Attributes:
-      steps: of a worker to the losses of ``TARGETS``; None for one that a run does not reach.
+      steps: of a worker to the losses of ``TARGETS``; None where the mean run does not get there, and
+        for what is not measured.
       std: of these over seeds; None where fewer than two got there.
+      runs: behind each of ``steps``; 0 for what is not measured, as at most one run got there.
       loss: at the end of a run.
-      seeds: how many runs.
-      rate: the highest learning rate.
+      rate_over_adamw: the highest learning rate, divided by that of float32 AdamW in the cell.
       b1: weight of the momentum.
       b2: decay of Lion's momentum, or of Adam's second moment.
-      decay: decoupled weight decay.
+      decay_over_adamw: decoupled weight decay, divided by that of float32 AdamW in the cell.
     """
 
     steps: tuple[float | None, ...]
     std: tuple[float | None, ...]
+    runs: tuple[int, ...]
     loss: float
-    seeds: int
-    rate: float
+    rate_over_adamw: float
     b1: float
     b2: float
-    decay: float
+    decay_over_adamw: float
 
 
 class Cell(NamedTuple):

@@ -21,7 +21,9 @@ from lioncub_jax.planner.model import (
 )
 from lioncub_jax.units import bytes_text, rate_text, seconds_text
 
-WIDTHS = 8, 8, 8, 8, 11, 8  # of the columns of a table
+WIDTHS = 8, 8, 8, 8, 12, 8  # of the columns of a table
+TIES = "vote", "average"  # where both of two workers must agree, or nothing moves
+NOT_MEASURED = "not measured"
 WORTHWHILE_SPEEDUP = 1.05  # less is not enough to change how a model is trained
 
 
@@ -31,7 +33,7 @@ class Row(NamedTuple):
     Attributes:
       scheme: what it is.
       estimate: of a step.
-      learned: how it learns; None for what was not run in the cell.
+      learned: how it learns; None for what was not measured.
     """
 
     scheme: Scheme
@@ -39,7 +41,7 @@ class Row(NamedTuple):
     learned: Learned | None
 
     def steps(self) -> float:
-        """To the loss; infinite for what was not run, or not seen to get there."""
+        """To the loss; infinite for what was not measured, or not seen to get there."""
         return (self.learned and self.learned.steps[evidence.RANKED]) or math.inf
 
     def time(self) -> float:
@@ -86,8 +88,10 @@ class Plan(NamedTuple):
         return next(iter(self.times(*kinds)), "")
 
     def use(self) -> str:
-        """The method to use: the fastest, or the best mean if that is nearly as fast."""
+        """The method to use: the fastest, or the best mean if nearly as fast; or "not measured"."""
         mean, times = self.first("mean"), self.times()
+        if not times:
+            return NOT_MEASURED
         return self.first() if times[mean] >= WORTHWHILE_SPEEDUP * min(times.values()) else mean
 
     def gain(self, over: str) -> float:
@@ -124,6 +128,9 @@ def plan(
 ) -> Plan:
     """Every method on a cluster, by the evidence of the nearest cell.
 
+    Steps are not measured if that cell is far away, and not for votes of two workers: there each
+    disagreement is a tie.
+
     Args:
       params: a tree of arrays or ``jax.ShapeDtypeStruct``, or how many parameters there are.
       cluster: workers, links and memory.
@@ -157,7 +164,9 @@ def plan(
         except ValueError as reason:
             refused[scheme.name] = str(reason)
             continue
-        rows[scheme.name] = Row(scheme, estimate, found.cell.methods.get(scheme.learns))
+        unknown = found.away == evidence.FAR or (cluster.workers == 2 and scheme.name in TIES)
+        learned = None if unknown else found.cell.methods.get(scheme.learns)
+        rows[scheme.name] = Row(scheme, estimate, learned)
     return Plan(cluster, compute, tokens, agreement, data, size, found, rows, refused)
 
 
@@ -170,7 +179,8 @@ def advice(plan: Plan) -> str:
     Returns:
       Sentences about the method that reaches the loss first, of this library or not. They begin with
       "Do not use this" where nothing is ``WORTHWHILE_SPEEDUP`` times faster than a mean of gradients, and
-      then name the best mean; with "Measure first" where that depends on how much a mean overlaps.
+      then name the best mean; with "Measure first" where that depends on how much a mean overlaps; with
+      "Not measured" where the nearest cell is far away, and then name no method.
 
     Example:
       >>> from lioncub_jax.planner import Link
@@ -179,13 +189,15 @@ def advice(plan: Plan) -> str:
     """
     if plan.cluster.workers == 1:
         return "Do not use this: one worker has no others to exchange with; use optax.adamw or optax.lion."
-    used, rate = plan.use(), rate_text(plan.cluster.link.bandwidth)
-    scheme, _, how = plan.rows[used]
+    if plan.use() == NOT_MEASURED:
+        return (
+            f"Not measured: nobody ran {_asked(plan)}. The nearest runs had {_cell(plan.found.cell)}. "
+            "Measure some hundred steps of yours before you choose."
+        )
+    rate = rate_text(plan.cluster.link.bandwidth)
+    scheme, _, how = plan.rows[plan.use()]
     assert how
-    begin = (
-        f"{scheme.code}. Begin with a learning rate of {how.rate:g}, betas of {how.b1:g} and {how.b2:g}, "
-        f"and weight decay of {how.decay:g}. {_compared(plan)}."
-    )
+    begin = f"{scheme.code}. {_tuned(how)} {_compared(plan)}."
     hidden, overlapped = plan.gain_over_hidden(), "mean that overlaps fully with computing"
     if scheme.kind == "mean":
         said = (
@@ -199,7 +211,19 @@ def advice(plan: Plan) -> str:
         )
     else:
         said = f"At {rate} use {begin} It is {hidden:.3g} times as fast as a {overlapped}."
-    return f"{said} {_measured(plan, how.seeds)}"
+    return f"{said} {_measured(plan, how)}"
+
+
+def _tuned(how: Learned) -> str:
+    """Ratios to AdamW that tuning chose, and in which runs."""
+    study = evidence.packaged().study
+    ratios = how.rate_over_adamw, how.decay_over_adamw
+    rate, decay = ("" if ratio == 1 else f"{ratio:.2g} times " for ratio in ratios)
+    return (
+        f"Begin with {rate}the learning rate and {decay}the weight decay of your AdamW, and tune: that was "
+        f"best in runs of {study['steps']} steps of a model of {study['parameters']:,} parameters, with "
+        f"betas of {how.b1:g} and {how.b2:g}."
+    )
 
 
 def _compared(plan: Plan) -> str:
@@ -221,35 +245,41 @@ def _compared(plan: Plan) -> str:
     return ("" if kind == "mean" else "This method reaches the loss ") + ", and ".join(others)
 
 
-def _measured(plan: Plan, seeds: int) -> str:
-    """Where, and how far that is from what was asked."""
-    (cell, away), study = plan.found, evidence.packaged().study
+def _asked(plan: Plan) -> str:
     noise = f"{plan.tokens:,} tokens" if plan.tokens else f"an agreement of {plan.agreement:g}"
     if plan.agreement == 0.5:
         noise += " (coin flips: noise only)"
-    asked = f"{noise}, {plan.cluster.workers:,} workers and data {plan.data}"
-    said = {
-        evidence.HERE: "Measured with",
-        evidence.NEAR: f"Measured near {asked}: with",
-        evidence.FAR: f"Nobody measured {asked}; the nearest is",
-    }[away]
+    return f"{noise}, {plan.cluster.workers:,} workers and data {plan.data}"
+
+
+def _cell(cell: evidence.Cell) -> str:
     of = "" if cell.agreement is None else f" (an agreement of {cell.agreement:.4g})"
+    return (
+        f"{cell.tokens:,} tokens a worker and step{of}, {cell.workers} workers and data {cell.data}"
+    )
+
+
+def _measured(plan: Plan, how: Learned) -> str:
+    """Where, and how far that is from what was asked."""
+    (cell, away), study = plan.found, evidence.packaged().study
+    runs = how.runs[evidence.RANKED]
+    said = "with" if away == evidence.HERE else f"near {_asked(plan)}: with"
     kind = plan.use().split("-")
     taken = "; bfloat16 is assumed to learn like float32" if kind[-1] == "bfloat16" else ""
     if kind[0] == "powersgd":
         taken = "; the rank is the same share of the width, and no smaller share was measured"
     if plan.tokens and plan.tokens > cell.tokens:
         taken += "; with more tokens votes and codes took more steps, so expect less"
+    if plan.cluster.workers == 2:
+        taken += "; votes of two workers, where each disagreement is a tie, were not measured"
     return (
-        f"{said} {cell.tokens:,} tokens a worker and step{of}, {cell.workers} workers and data "
-        f"{cell.data}, a {study['model']} of {study['parameters']:,} parameters (yours has "
-        f"{plan.parameters:,}) on {study['dataset']}, {seeds} seed{'s' * (seeds > 1)}, not on a "
-        f"GPU{taken}."
+        f"Measured {said} {_cell(cell)}, a {study['model']} (your model has {plan.parameters:,} "
+        f"parameters) on {study['dataset']}, {runs} seed{'s' * (runs > 1)}, not on a GPU{taken}."
     )
 
 
 def details(plan: Plan) -> str:
-    """Which methods are nearly as fast, and below which rate sending less is worth it.
+    """Which methods are nearly as fast, and below which rate sending less is worth it; "" if not measured.
 
     Example:
       >>> from lioncub_jax.planner import Link
@@ -257,6 +287,8 @@ def details(plan: Plan) -> str:
       'Within 5 % of it, or fa'
     """
     times = plan.times()
+    if not times:
+        return ""
     close = [name for name in times if times[name] <= WORTHWHILE_SPEEDUP * times[plan.use()]]
     rate = plan.worthwhile()
     below = {0.0: "at no rate", math.inf: "at any rate"}.get(rate, f"below {rate_text(rate)}")
@@ -285,7 +317,7 @@ def table(plan: Plan) -> str:
       >>> table(plan(10**8, Cluster(8, Link(1e9)), 0.1, tokens=32)).splitlines()[0]
       '8 workers at 1 Gbit/s'
     """
-    mean = min(plan.times("mean").values())
+    mean = min(plan.times("mean").values(), default=math.inf)
     lines = [["method", "sent", "network", "packing", "step", "steps", "time"]]
     for name, row in plan.rows.items():
         step = row.estimate
@@ -302,8 +334,8 @@ def table(plan: Plan) -> str:
 
 
 def _steps_text(found: Learned | None) -> str:
-    if not found:
-        return "not run"
+    if not found or not found.runs[evidence.RANKED]:
+        return NOT_MEASURED
     steps, std = found.steps[evidence.RANKED], found.std[evidence.RANKED]
     if steps is None:
         return "not reached"
@@ -327,10 +359,10 @@ def as_json(plan: Plan) -> dict[str, Any]:
       plan: what `plan` returned.
 
     Returns:
-      A dict. ``"use"`` is the method to use, and ``"worthwhile"`` the bandwidth below which a method is
-      worth it, 0 where none is. ``"measured"`` is the cell. Each scheme has an ``"estimate"``,
-      ``"learned"`` with its steps, and a ``"time_to_loss"``, infinite for what was not measured or does
-      not get there.
+      A dict. ``"use"`` is the method to use, or "not measured", and ``"worthwhile"`` the bandwidth below
+      which a method is worth it, 0 where none is known. ``"measured"`` is the nearest cell. Each scheme
+      has an ``"estimate"``, ``"learned"`` with its steps, and a ``"time_to_loss"``, infinite for what was
+      not measured or does not get there.
 
     Example:
       >>> from lioncub_jax.planner import Link
