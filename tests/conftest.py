@@ -26,12 +26,17 @@ jax.config.update("jax_num_cpu_devices", 8)
 def quick(version):
     """Flags that this version of JAX knows: one that it does not know ends the process without a word."""
     flags = ["--xla_backend_optimization_level=0", "--xla_cpu_max_isa=AVX"]
-    if version < (0, 11):  # later ones have nothing but these emitters, which take half as long again
+    if version < (
+        0,
+        11,
+    ):  # later ones have nothing but these emitters, which take half as long again
         flags.append("--xla_cpu_use_fusion_emitters=false")
     return " ".join(flags)
 
 
 os.environ.setdefault("XLA_FLAGS", quick(jax.__version_info__))
+
+gc.set_threshold(50_000)  # tracing makes many small objects, few of them garbage
 
 AXIS = "data"
 

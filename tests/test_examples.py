@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from conftest import run_python
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -58,9 +59,12 @@ def test_the_demo_leaves_measurements_a_plot_and_a_sample(tmp_path):
     assert "step 4/4" in done.stdout and "\x1b" not in done.stdout
 
 
-def test_the_quickstart_learns_and_counts_its_bytes():
+@pytest.mark.parametrize("steps", [60, pytest.param(300, marks=pytest.mark.long)])
+def test_the_quickstart_learns_and_counts_its_bytes(steps):
+    code = (EXAMPLES / "quickstart.py").read_text()
+    assert code.count("300") == 2
     # As for users: it computes more than it compiles.
-    done = run("examples/quickstart.py", XLA_FLAGS="")
+    done = run_python(code.replace("300", str(steps)), XLA_FLAGS="", JAX_PLATFORMS="cpu")
     assert done.returncode == 0, done.stderr
     before, after = re.search(r"loss ([\d.]+) before, ([\d.]+) after", done.stdout).groups()
     assert float(after) < 0.5 * float(before)

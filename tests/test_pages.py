@@ -174,9 +174,8 @@ def test_the_three_lines_of_the_readme_do_for_a_step():
     after = "".join(line[1:].lstrip() for line in shown.code.splitlines(True) if line[0] == "+")
     names = {"learning_rate": 1e-3, "loss_fn": lambda params, batch: jnp.mean(batch @ params["w"])}
     exec(WORLD + after, names)
-    updates, _ = names["tx"].update(
-        names["grads"], names["tx"].init(names["params"]), names["params"]
-    )
+    update = jax.jit(names["tx"].update)
+    updates, _ = update(names["grads"], names["tx"].init(names["params"]), names["params"])
     assert updates["w"].shape == (16, 24) and np.any(updates["w"])
 
 

@@ -14,10 +14,11 @@ import pictures
 import pytest
 import time_to_loss
 from conftest import AXIS
+from functional import functional
 from goal import contenders, curves, evidence, pages, plan, summary, trainer, tuning
 from goal.contenders import CONTENDERS, Hyper
 from goal.lab import NOTHING
-from goal.model import STEPS, TOKENS
+from goal.model import CONTEXT, STEPS, TOKENS
 from report import read
 
 WORKERS = 8
@@ -90,8 +91,12 @@ def test_a_diverged_run_is_never_the_best():
 
 
 def test_a_run_learns_repeats_and_says_how_noisy_it_is(monkeypatch):
-    for name, few in {"STEPS": 16, "POINTS": 4, "WINDOWS": 8}.items():
+    small = {"layers": 1, "width": 32, "heads": 2, "context": CONTEXT}
+    for name, few in {"STEPS": 16, "POINTS": 4, "WINDOWS": 8, "MODEL": small}.items():
         monkeypatch.setattr(curves, name, few)
+    init, nats = functional(curves.model_of)
+    monkeypatch.setattr(curves, "init", init)
+    monkeypatch.setattr(curves, "nats", nats)
     run = curves.Run("curve", "vote", TOKENS[0], 4, "alike", 2e-3, 0.8, 0.9, 0.1, 0)
     args = curves.Runner().arguments(run)
     train = jax.jit(curves.program(CONTENDERS["vote"], run))
