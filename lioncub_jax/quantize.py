@@ -160,7 +160,8 @@ class Quantizer(NamedTuple):
         """
         if self.dense:
             words = planes[0].reshape(*planes[0].shape[:-1], rows, -1)
-            return words.view(self.dense).astype(jnp.float32)
+            values = words.view(self.dense).astype(jnp.float32)
+            return jnp.where(jnp.isfinite(values), values, 0)  # whatever a worker says
         assert steps is not None
         top = self.top(workers)
         # signed = 2 codes - top, written in two ways.
