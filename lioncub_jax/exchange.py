@@ -503,8 +503,9 @@ class Worker(NamedTuple):
         for x, piece, total, first in zip(rows, pieces, totals, firsts, strict=True):
             own = None if counts is None else counts[piece.first_row :][: piece.rows]
             first += shard * bucket.total_rows * WORDS_PER_ROW
-            told = form.sends_scales, shard, shards, total
-            context = EncodeContext(bucket, piece, first, *who, drawn, own, *told)
+            context = EncodeContext(
+                bucket, piece, first, *who, drawn, own, form.sends_scales, shard, shards, total
+            )
             codes.append(plan.up.encode(x, context))
         return codes
 
