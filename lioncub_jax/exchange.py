@@ -726,7 +726,7 @@ class Worker(NamedTuple):
             each_own = plan.bucket_size is not None
             voters = [each.present for each in done.numbers[: None if each_own else 1]]
             found = axes.total_over_shards(totals, voters, plan.axis)
-            ties = jnp.minimum(found[0].astype(jnp.float32) * 2**tie, size)
+            ties = jnp.minimum(found[0].astype(jnp.float32) * 2**tie, jnp.float32(size))
             here = found[-len(voters) :].astype(jnp.int32)
             if done.numbers[0].pairs:
                 pairs = [x.astype(jnp.float32) * 2.0**pair for x in found[1:3]]

@@ -207,8 +207,8 @@ class Format(NamedTuple):
         planes, numbers, rows = self.reply.split(replies)
         ties, present, *pairs = (numbers[:, k] for k in range(self.reply.numbers))
         most = self.rows * ROW
-        ties = jnp.minimum(ties, most)
-        most *= self.workers * (self.workers - 1) // 2
+        ties = jnp.minimum(ties, np.uint32(min(most, 2**32 - 1)))
+        most = float(most * self.workers**2 // 2)
         pairs = [x.view(jnp.float32) for x in pairs]
         pairs = [jnp.where((x >= 0) & (x <= most), x, 0) for x in pairs]
         present = jnp.minimum(jnp.sort(present)[len(present) // 2], self.workers)
