@@ -208,9 +208,9 @@ class Format(NamedTuple):
         ties, present, *pairs = (numbers[:, k] for k in range(self.reply.numbers))
         most = self.rows * ROW
         ties = jnp.minimum(ties, np.uint32(min(most, 2**32 - 1)))
-        most = float(most * self.workers**2 // 2)
-        pairs = [x.view(jnp.float32) for x in pairs]
-        pairs = [jnp.where((x >= 0) & (x <= most), x, 0) for x in pairs]
+        bound: Any = float(most * self.workers**2 // 2)
+        for k, x in reversed([*enumerate(x.view(jnp.float32) for x in pairs)]):
+            pairs[k] = bound = jnp.where(x >= 0, jnp.minimum(x, bound), 0)
         present = jnp.minimum(jnp.sort(present)[len(present) // 2], self.workers)
         return Reply(planes, rows, ties, pairs), present
 
