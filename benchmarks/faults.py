@@ -1,7 +1,6 @@
 """What a run loses when its workers, links and disks fail, at random moments, on real processes.
 
-    python benchmarks/faults.py [--kind worker] [--runs 20]
-    python benchmarks/faults.py --again             # sums up the committed rows, runs nothing
+    python benchmarks/faults.py [--kind worker]    # rows that are in the file are not run again
 
 Three workers, processes that talk by Gloo, train a small GPT by `owner_lion` under ``lioncub run``, with a
 snapshot in memory every 5 steps and a save every 20. A run is harmed once, after a step that is drawn and a
@@ -13,13 +12,11 @@ died of it, or made read-only for a second. Links and disks need root.
 
 Counted are the seconds to the next step, from the end of the fault or the last step after it, the steps
 that are done again, the loss of the last step beside that of an unbroken run with the same seed, and what
-is left: processes, mounts, temporary files, halves of checkpoints. Rows that are in the file are not run
-again.
+is left: processes, mounts, temporary files, halves of checkpoints. The table of docs/reports/faults.md is
+written anew.
 """
 
-import argparse
 import contextlib
-import json
 import os
 import random
 import signal
@@ -36,7 +33,6 @@ import report
 from harm import inflict
 from harm.followed import Followed, mounted_below
 from report import Rows
-from rich.console import Console
 
 ROOT = Path(__file__).parents[1]
 ROWS = Path(__file__).parent / "results" / "faults.jsonl"
@@ -86,43 +82,22 @@ FAULTS = {
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = parsed(argv)
+    parser = report.rows_parser(__doc__, ROWS)
+    parser.add_argument("--kind", nargs="*", choices=list(FAULTS), default=list(FAULTS))
+    args = parser.parse_args(argv)
     # And unmounts on the way.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     rows = read(args.save)
-    for kind in () if args.again else args.kind:
-        for number in range(args.runs or FAULTS[kind].runs):
-            if not any((row["kind"], row["run"]) == (kind, number) for row in rows):
-                row = harmed(kind, number) | report.provenance()
-                report.append(args.save, [row])
-                rows.append(row)
-                print(json.dumps(row), flush=True)
-    title = f"{WORKERS} workers, a snapshot every {SNAPSHOTS} steps, a save every {EVERY}"
-    Console().print(report.table(title, HEAD, lines_of(rows)))
-    if args.report:
-        DOCUMENT.write_text(documented(DOCUMENT.read_text(), rows))
-    report.finish({"benchmark": "faults", **keys(rows)}, None)
-
-
-def parsed(argv: list[str] | None) -> argparse.Namespace:
-    parser = report.rows_parser(__doc__, ROWS)
-    parser.add_argument("--kind", nargs="+", choices=list(FAULTS), default=list(FAULTS))
-    parser.add_argument("--runs", type=int, help="of each kind (20 where it is cheap)")
-    parser.add_argument("--again", action="store_true", help="run nothing: sum up the rows")
-    parser.add_argument(
-        "--report", action="store_true", help="write the table of docs/reports/faults.md"
-    )
-    args = parser.parse_args(argv)
-    needs = [kind for kind in args.kind if FAULTS[kind].does in (*OF_LINKS, *OF_DISKS)]
-    if needs and not args.again and os.geteuid() != 0:
-        parser.error(
-            f"{', '.join(map(repr, needs))}: only root may; run as root, or name others by --kind"
-        )
-    if args.runs is not None and args.runs < 1:
-        parser.error(f"--runs {args.runs}: give a whole number of 1 or more, or leave it out")
-    if args.again and not read(args.save):
-        parser.error(f"--again sums up the rows of {args.save}, and there are none")
-    return args
+    done = {(row["kind"], row["run"]) for row in rows}
+    wanted = [(kind, n) for kind in args.kind for n in range(FAULTS[kind].runs)]
+    wanted = [run for run in wanted if run not in done]
+    if os.geteuid() and any(FAULTS[kind].does in (*OF_LINKS, *OF_DISKS) for kind, _ in wanted):
+        parser.error("faults of links and disks: only root may; name others by --kind")
+    for run in wanted:
+        rows.append(harmed(*run) | report.provenance())
+        report.append(args.save, rows[-1:])
+    print(report.markdown(HEAD, lines_of(rows)))
+    DOCUMENT.write_text(documented(DOCUMENT.read_text(), rows))
 
 
 def read(path: Path) -> Rows:
@@ -286,22 +261,6 @@ def lines_of(rows: Rows) -> list[list[str]]:
 def documented(document: str, rows: Rows) -> str:
     """The document with the table of these rows."""
     return report.written(document, "faults", report.markdown(HEAD, lines_of(rows)))
-
-
-def keys(rows: Rows) -> dict[str, Any]:
-    """What is claimed: every harmed run ends as the unbroken one; seconds and steps at most."""
-    found: dict[str, Any] = {}
-    if not any(row["kind"] == "unbroken" for row in rows):
-        return found
-    for kind in (kind for kind, fault in FAULTS.items() if fault.does):
-        own = [row for row in rows if row["kind"] == kind]
-        if own:
-            name = kind.replace(" ", "_")
-            waits = waits_of(own)
-            found[f"{name}_survived"] = f"{sum(whole(row, rows) for row in own)} of {len(own)}"
-            found[f"{name}_seconds_most"] = max(waits, default=0.0)
-            found[f"{name}_steps_again_most"] = max(row["steps_again"] or 0 for row in own)
-    return found
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """What a worker computes in a step, without the network, against jitted ``optax.lion``.
 
     python benchmarks/local_step.py [--quick]
-    python benchmarks/local_step.py --owners     # what a bound and a trim cost the owner
 
 Measured: blend, pack, the owner's share of counting (or decoding, for momentum at the owner), unpack,
 weight decay and update, for W = 8 workers, on one device. The two collectives are replaced by a
@@ -114,17 +113,7 @@ def candidates(params: Any) -> dict[str, Candidate]:
     }
 
 
-def owners(params: Any) -> dict[str, Candidate]:
-    """Momentum at the owner with and without what it does against liars."""
-    feedback = lc.quantize.error_feedback(lc.quantize.midrise(3))
-    bounds = {"no bound": {}, "bound": {"dominance": 2.0}, "trim 2": {"dominance": 2.0, "trim": 2}}
-    made = {name: lc.decide.at_owner(optax.scale_by_lion(), **how) for name, how in bounds.items()}
-    return {name: voting(params, up=feedback, decision=owner) for name, owner in made.items()}
-
-
-def measure(
-    shapes: Sequence[tuple[int, ...]], dtype: Any, rounds: int, which: Any = candidates
-) -> dict[str, list[float]]:
+def measure(shapes: Sequence[tuple[int, ...]], dtype: Any, rounds: int) -> dict[str, list[float]]:
     """Milliseconds of each candidate in each round, all in one process, taking turns."""
     rng = np.random.default_rng(0)
 
@@ -133,7 +122,7 @@ def measure(
         return [jnp.asarray(x).astype(dtype) for x in drawn]
 
     running = {}
-    for name, candidate in which(normal()).items():
+    for name, candidate in candidates(normal()).items():
         running[name] = candidate.step, (normal(), candidate.state, normal())
     times: dict[str, list[float]] = {name: [] for name in running}
     for turn in range(rounds + 2):
@@ -151,17 +140,8 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="only 4M and 16M parameters in one array, in float32"
     )
-    parser.add_argument(
-        "--owners", action="store_true", help="only what a bound and a trim cost, 4M parameters"
-    )
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
-    if args.owners:
-        times = measure([(2**22,)], jnp.float32, args.rounds, owners)
-        ms = {f"ms_{name}".replace(" ", "_"): statistics.median(x) for name, x in times.items()}
-        found = {"benchmark": "local_step", "of": "owners", "workers": WORKERS, "parameters": 2**22}
-        report.finish(found | {"rounds": args.rounds} | ms, args.save)
-        return
     results: list[list[Any]] = []
     keys: dict[str, float] = {}
     powers = [22, 24] if args.quick else [20, 22, 24, 26]

@@ -355,6 +355,28 @@ def total(numbers: jax.Array, most: int) -> jax.Array:
     return jnp.sum(exact.astype(jnp.float32), -1)
 
 
+def constant(number: int, width: int, like: jax.Array) -> list[jax.Array]:
+    """A number as so many planes, the same in all places of ``like``, ``uint32[...]``."""
+    return [jnp.full_like(like, 0xFFFFFFFF if number >> k & 1 else 0) for k in range(width)]
+
+
+def at_most(planes: Sequence[jax.Array], most: int) -> list[jax.Array]:
+    """Numbers given as planes, with ``most`` in place of those that are above it.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from lioncub_jax import bits
+      >>> planes = [jnp.array([0b0110], jnp.uint32), jnp.array([0b1100], jnp.uint32)]  # 0, 1, 3, 2
+      >>> [bin(int(x[0])) for x in bits.at_most(planes, 2)]
+      ['0b10', '0b1100']
+    """
+    if most == 2 ** len(planes) - 1:
+        return list(planes)
+    largest = constant(most, len(planes), planes[0])
+    above, _ = compare(planes, largest)
+    return [(x & ~above) | (y & above) for x, y in zip(planes, largest, strict=True)]
+
+
 def compare(
     planes: Sequence[jax.Array], threshold: Sequence[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:

@@ -27,7 +27,6 @@ W counts the workers that vote on the row. Ties are broken by ``bits.coin``: fai
 128 elements on which nobody votes gets update 0.
 """
 
-import math
 import operator
 from collections.abc import Callable, Sequence
 from functools import reduce
@@ -38,8 +37,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from lioncub_jax import bits, kernels, layout, means, quantize, rotation, traced, xla
-from lioncub_jax.arguments import check_floating, check_kinds, check_number
+from lioncub_jax import bits, kernels, quantize, rotation, traced, xla
+from lioncub_jax.arguments import check_floating, check_kinds
 from lioncub_jax.bits import BLOCK, ROW
 from lioncub_jax.quantize import Quantizer
 
@@ -76,7 +75,8 @@ class Slice(NamedTuple):
       workers: how many workers there are.
       up: the codes that arrive.
       dtype: of the leaves.
-      counts: ``int32[chunks rows]``, elements of each row that are no padding; None where all are.
+      counts: ``int32[chunks rows]``, elements of each row that are no padding; None where all are, or
+        where padding cannot count.
       step: ``int32[]``, steps taken before; only rotated codes need it.
     """
 
@@ -104,7 +104,7 @@ class Slice(NamedTuple):
         if not self.up.rotates:
             return rows
         assert self.step is not None
-        return layout.zero_padding(rotation.undone(rows, self.step), self.counts)
+        return rotation.undone(rows, self.step)
 
 
 class Reply(NamedTuple):
@@ -166,7 +166,7 @@ class Tally(NamedTuple):
         where, moved = self.where, None
         width = where.reach.bit_length()
         if self.votes is None:
-            largest = _constant(where.reach, width, self.planes[0])
+            largest = bits.constant(where.reach, width, self.planes[0])
         else:
             moved = reduce(operator.or_, self.votes)
             each_row = bits.times(self.votes, where.up.top(where.workers), width)
@@ -218,27 +218,18 @@ class Inbox(NamedTuple):
         votes = None if self.voted is None else bits.tally([self.voted])
         return Tally(bits.tally(self.planes)[: where.reach.bit_length()], votes, where)
 
-    def mean(self, where: Slice, dominance: float | None, trim: int) -> jax.Array:
-        """Averages decoded values over the workers that take part: ``float32[chunks, rows, 128]``.
-
-        Steps are cut to ``dominance`` times their row's median (None: they are not), and ``trim`` values on
-        each side are left out.
-        """
-        steps = self.steps
-        if steps is not None and dominance is not None:
-            steps = means.bounded(steps, dominance)
-        values = where.up.values(self.planes, steps, where.rows, where.workers)
+    def mean(self, where: Slice) -> jax.Array:
+        """Averages decoded values over the workers that take part: ``float32[chunks, rows, 128]``."""
+        values = where.up.values(self.planes, self.steps, where.rows, where.workers)
         takes_part = self.taking_part[:, None, None, None]
-        if trim:
-            return means.trimmed(values, takes_part > 0, trim)
         values = jnp.where(takes_part > 0, values, 0)
         if kernels.for_tpu():  # where XLA fuses what is computed with a reduction of one array only
-            return jnp.sum(values, 0) * means.share(self.present)
+            return jnp.sum(values, 0) * share(self.present)
         counted = jnp.broadcast_to(takes_part, values.shape)
         # One reduction of both: nothing is decoded twice, and no decoded array is kept, as XLA for CPU
         # keeps what it only adds.
         total, present = xla.reduced([operator.add] * 2, [values, counted], 0)
-        return jnp.where(present > 0, total * means.share(self.present), 0)
+        return jnp.where(present > 0, total * share(self.present), 0)
 
 
 class Sums(NamedTuple):
@@ -263,9 +254,16 @@ class Sums(NamedTuple):
             votes = [bits.pack_rows((self.votes >> k) & 1 > 0) for k in each]
         return Tally(planes, votes, where)
 
-    def mean(self, where: Slice, dominance: float | None, trim: int) -> jax.Array:
-        """Divides by the workers that take part; nothing is left out, see `Decision.check`."""
-        return self.sums * means.share(self.present)
+    def mean(self, where: Slice) -> jax.Array:
+        """Divides by the workers that take part."""
+        return self.sums * share(self.present)
+
+
+def share(present: jax.Array) -> jax.Array:
+    """What a worker counts for in a mean over those that are present."""
+    # 1/n once: XLA rewrites x / n to x * (1/n) only sometimes, and the bits would depend on the rest of the
+    # program.
+    return 1 / jnp.maximum(present, 1).astype(jnp.float32)
 
 
 class Answer(NamedTuple):
@@ -273,7 +271,7 @@ class Answer(NamedTuple):
 
     Attributes:
       values: ``float32[chunks rows, 128]``; they mean nothing where they are not valid.
-      valid: ``bool[chunks rows, 128]``: the mean was finite, and somebody took part.
+      valid: ``bool[chunks rows, 128]``: no padding, the mean was finite, and somebody took part.
       where: the rows.
     """
 
@@ -293,12 +291,9 @@ class Answer(NamedTuple):
         positive, marks = bits.pack(signs, 2)
         return Signs(positive, ~marks, bits.any_in_rows(marks, self.where.rows))
 
-    def plus_error(self, error: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """``float32[chunks rows, 128]`` plus the error of earlier replies; and which elements are valid."""
-        valid = self.valid
-        if self.where.counts is not None:
-            valid &= self.where.real().reshape(valid.shape)
-        return jnp.where(valid, self.values + error.astype(jnp.float32), 0), valid
+    def plus_error(self, error: jax.Array) -> jax.Array:
+        """``float32[chunks rows, 128]`` plus the error of earlier replies, 0 where they are not valid."""
+        return jnp.where(self.valid, self.values + error.astype(jnp.float32), 0)
 
 
 class Coder(NamedTuple):
@@ -329,7 +324,7 @@ class OwnerState(NamedTuple):
     """State of `at_owner` for a slice.
 
     Attributes:
-      inner: of the transform, arrays ``[rows, 128]``.
+      inner: of the transform, arrays ``[rows, 128]``, as its ``init`` made them in the padding.
       error: ``float[rows, 128]``, the error feedback of replies in codes, 0 in the padding; else ``()``.
     """
 
@@ -345,24 +340,17 @@ class Decision(NamedTuple):
       decodes: whether codes must be decoded (then steps travel), or counting them is enough.
       zeros: which codes of votes it takes: "any", only those "with" a code for zero, or only "without".
       tx: what runs on decoded means, or None.
-      dominance: see `at_owner`.
-      trim: see `at_owner`.
     """
 
     coder: Coder
     decodes: bool
     zeros: str = "any"
     tx: Any = None
-    dominance: Any = None
-    trim: int = 0
 
     @property
     def name(self) -> str:
         """For people."""
-        if not self.decodes:
-            return self.coder.name
-        trim = f", trim {self.trim}" if self.trim else ""
-        return f"at the owner{trim}, {self.coder.name}"
+        return f"at the owner, {self.coder.name}" if self.decodes else self.coder.name
 
     def check(self, up: Quantizer, wire: Any) -> None:
         """Raises ``ValueError`` where it cannot decide on such codes, or on what this wire brings."""
@@ -375,9 +363,6 @@ class Decision(NamedTuple):
             wrong = (
                 f"the {wire.name} wire adds codes: give decision=majority(), or the two_phase wire"
             )
-        elif self.trim and wire.carries != "both":
-            wanted = "give the two_phase or the gathered wire, or trim=0"
-            wrong = f"it sorts what each worker sent, and the {wire.name} wire only adds: {wanted}"
         if wrong is None and wire.carries == "values" and not up.dense:
             wrong = (
                 f"the {wire.name} wire adds values: give quantizer=dense(), or the two_phase wire"
@@ -427,13 +412,15 @@ class Decision(NamedTuple):
         answer, inner = self._run(received, where, state.inner)
         if not jax.tree.leaves(state.error):
             return answer.chunks()[0], OwnerState(inner, ())
-        x, valid = answer.plus_error(state.error)
-        return x, OwnerState(inner, jnp.where(valid, 0, state.error))
+        return answer.plus_error(state.error), OwnerState(
+            inner, jnp.where(answer.valid, 0, state.error)
+        )
 
     def _run(self, received: Inbox | Sums, where: Slice, state: Any) -> tuple[Answer, Any]:
-        mean = received.mean(where, self.dominance, self.trim).reshape(-1, ROW)
-        mean = where.restored(mean)
+        mean = where.restored(received.mean(where).reshape(-1, ROW))
         valid = jnp.isfinite(mean) & (received.present > 0)
+        if where.counts is not None:  # else padding moves its row, and is forgotten by a checkpoint
+            valid &= where.real().reshape(valid.shape)
         # Cast finite, so that no dtype of the leaves makes an infinity of it.
         mean = quantize.saturated(jnp.where(valid, mean, 0), where.dtype)
         update, new = self.tx.update(mean, state)
@@ -510,7 +497,7 @@ def average() -> Decision:
         votes, workers = tally.votes, tally.where.workers
         if votes is None:
             like = tally.planes[0][:, : bits.row_words(tally.where.rows)]
-            votes = _constant(workers, bits.sum_bits(workers, 1), like)
+            votes = bits.constant(workers, bits.sum_bits(workers, 1), like)
         numbers = jnp.stack(votes, -1)
         ties = tally.signs().ties(tally.where)
         return Reply(tally.planes, numbers.reshape(len(numbers), -1), ties), error
@@ -521,6 +508,7 @@ def average() -> Decision:
         each = rows.reshape(len(rows), bits.row_words(where.rows), -1)
         votes = [bits.unpack_rows(each[..., k], where.rows) << k for k in range(each.shape[2])]
         reach = reduce(operator.add, votes).astype(jnp.int32)[..., None] * top
+        sums = jnp.minimum(sums, reach)  # whatever an owner says
         return (2 * sums - reach) / jnp.maximum(reach, 1).astype(jnp.float32)
 
     def row_words(rows: int, workers: int) -> int:
@@ -545,7 +533,8 @@ def total() -> Decision:
         return Reply(tally.planes, None, tally.signs().ties(tally.where)), error
 
     def decode(planes: Planes, rows: Any, where: Slice) -> jax.Array:
-        return bits.unpack_stored(planes, where.rows).astype(jnp.int32) - where.reach // 2
+        sums = bits.unpack_stored(planes, where.rows).astype(jnp.int32)
+        return jnp.minimum(sums, where.reach) - where.reach // 2
 
     return Decision(Coder("total", encode, decode, _sum_planes), False, "with")
 
@@ -559,65 +548,38 @@ def _sum_planes(top: int, workers: int) -> int:
     return (workers * top).bit_length()
 
 
-def _constant(number: int, width: int, like: jax.Array) -> list[jax.Array]:
-    """A number as planes, the same in all places."""
-    return [jnp.full_like(like, 0xFFFFFFFF if number >> k & 1 else 0) for k in range(width)]
-
-
 # --- Decoded values
 
 
-def at_owner(
-    tx: optax.GradientTransformation,
-    reply: Coder | None = None,
-    *,
-    dominance: float | None = None,
-    trim: int = 0,
-) -> Decision:
+def at_owner(tx: optax.GradientTransformation, reply: Coder | None = None) -> Decision:
     """Averages decoded gradients and runs ``tx`` on the owner's slice of one global state.
 
     ``g = mean_i decode(q_i)`` over the workers that took part, then ``u, state = tx.update(g, state)``.
     If nobody took part the state stays as it is, counters too, and the update is zero. An element whose
     mean is not finite (finite values can have a sum that is not) keeps its state, and its update is zero:
-    for ``sign()``, which has no zero within a row that moves, the coin of a tie.
+    for ``sign()``, which has no zero within a row that moves, the coin of a tie. A mean has no bound: where
+    workers may lie, vote.
 
     Args:
       tx: elementwise, such as ``optax.scale_by_lion(b1, b2)``; ``optax.identity()`` for the mean itself.
         It is given no parameters.
       reply: ``sign()`` (default: one bit carries the whole update, if it is a sign), ``values()`` or
         ``codes(p)``.
-      dominance: the largest step that a worker may have on a row, as a multiple of the median step on that
-        row. The median is the lower one of two, over the workers with a gradient on the row. f of W workers
-        cannot outweigh the others while ``dominance * f < W - f``, however large their values are. A row
-        on which most workers lie is not protected. 1 also cuts half of the honest steps. Dense values have
-        no step, so they are never bounded. None (default): no bound. Honest workers are loud where a row
-        carries signal, as those of an embedding do, so give one where workers may lie, such as 2.
-      trim: how many workers may lie. The mean of each element leaves out its ``trim`` largest and ``trim``
-        smallest values; ``(W - 1) // 2`` is the median. If only N workers take part, at most
-        ``(N - 1) // 2`` are left out on each side. The owner sorts the values of all workers: up to d
-        float32 of temporary memory; slow above 32 workers. 0: the plain mean.
 
     Raises:
-      ValueError: if ``dominance`` is below 1 or infinite, or ``trim`` below 0; when traced, where ``trim``
-        leaves nobody, or on a wire that only adds; and, from ``init``, for a ``tx`` that mixes elements,
-        uses parameters, or keeps arrays of another shape: an owner has a slice of each.
+      ValueError: from ``init``, for a ``tx`` that mixes elements, uses parameters, or keeps arrays of
+        another shape: an owner has a slice of each.
       TypeError: for a reply or a ``tx`` that is none.
 
     Example:
       >>> import lioncub_jax as lc, optax
       >>> lion = lc.decide.at_owner(optax.scale_by_lion(0.9, 0.99))
 
-    Source: this library; ZeRO (arXiv 1910.02054) shards optimizer state in the same way. ``trim`` is the
-    coordinate-wise trimmed mean of Yin et al. (arXiv 1803.01498).
+    Source: this library; ZeRO (arXiv 1910.02054) shards optimizer state in the same way.
     """
-    said = "give the number of workers that may lie, 0 or more"
-    check_number(f"trim={trim!r}", trim, lambda n: n >= 0, said, int)
-    if dominance is not None:
-        said = "give a factor of at least 1, such as 2, or None for no bound"
-        check_number(f"dominance={dominance!r}", dominance, lambda x: 1 <= x < math.inf, said)
     coder = sign() if reply is None else reply
     check_kinds(tx=(tx, optax.GradientTransformation), reply=(coder, Coder))
-    return Decision(coder, True, tx=tx, dominance=dominance, trim=trim)
+    return Decision(coder, True, tx=tx)
 
 
 def sign() -> Coder:
@@ -659,7 +621,8 @@ def values() -> Coder:
         return Reply([words.reshape(len(words), -1)], None), error
 
     def decode(planes: Planes, rows: Any, where: Slice) -> jax.Array:
-        return planes[0].view(jnp.float32).reshape(-1, where.rows, ROW)
+        found = planes[0].view(jnp.float32).reshape(-1, where.rows, ROW)
+        return jnp.where(jnp.isfinite(found), found, 0)  # whatever an owner says
 
     return Coder("floats", encode, decode, words_per_row=ROW)
 
@@ -696,19 +659,21 @@ def codes(p: int, dtype: Any = jnp.float32) -> Coder:
 
     def encode(answer: Answer, coin: jax.Array, error: jax.Array) -> tuple[Reply, jax.Array]:
         where = answer.where
-        x, valid = answer.plus_error(error)
-        mean, _, _ = quantize.row_scale(x, where.counts)
+        x = answer.plus_error(error)
+        mean, _ = quantize.row_scale(x, where.counts)
         unit = quantize.to_bfloat16(quantize.GAUSSIAN_STEP[p] / 2 * mean)
         unit = jnp.minimum(unit, most)
         q = quantize.midrise_codes(x, x >= 0, 2 * unit, p)
-        left = jnp.where(valid, quantize.saturated(x - values_of(q, unit), error.dtype), error)
+        left = quantize.saturated(x - values_of(q, unit), error.dtype)
+        left = jnp.where(answer.valid, left, error)
         # Where nobody took part no element is valid, so the unit is 0.
         rows = unit.astype(jnp.bfloat16).reshape(where.chunks, -1).view(jnp.uint32)
         return Reply(bits.pack(q.reshape(where.chunks, where.rows, ROW), p), rows), left
 
     def decode(planes: Planes, rows: Any, where: Slice) -> jax.Array:
-        unit = rows.view(jnp.bfloat16).reshape(-1, where.rows)
-        return values_of(bits.unpack(planes, where.rows), unit.astype(jnp.float32))
+        unit = rows.view(jnp.bfloat16).reshape(-1, where.rows).astype(jnp.float32)
+        unit = jnp.where((unit >= 0) & (unit <= most), unit, 0)  # whatever an owner says
+        return values_of(bits.unpack(planes, where.rows), unit)
 
     return Coder(
         f"codes({p})", encode, decode, lambda *_: p, lambda rows, workers: rows // 2,

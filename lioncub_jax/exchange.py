@@ -218,6 +218,11 @@ class Plan(NamedTuple):
     wire: Wire
     bucket_size: int | None = None
 
+    @property
+    def counts_all(self) -> bool:
+        """Whether rows of nothing but padding can be mistaken: they have votes, or an owner's state."""
+        return self.up.has_zero or self.decision.decodes
+
     def buckets(
         self, leaves: Sequence[Any], over: Sequence[Any], workers: int, devices: int = 1
     ) -> tuple[tuple[Bucket, ...], tuple[Bucket, ...]]:
@@ -357,7 +362,7 @@ class Worker(NamedTuple):
         counts: list[jax.Array | None] = [None] * len(leaves)
         if plan.group:
             device = axes.worker_index(plan.group)
-            counts = [layout.counts_of_slice(cut, device, plan.up.has_zero) for cut in cuts]
+            counts = [layout.counts_of_slice(cut, device, plan.counts_all) for cut in cuts]
         return cls(plan, axes.worker_index(plan.axis), workers, step, cuts, buckets, counts)
 
     def init_owners(self) -> tuple[Flat, ...]:
@@ -408,7 +413,7 @@ class Worker(NamedTuple):
         wide = [(_wide(a), _wide(b)) for a, b in zip(g, mu, strict=True)]
         messages = list(starmap(plan.memory.message, wide))
         sent = list(map(_with_error, messages, error))
-        made = zip(pieces, g, mu, error, messages, sent, strict=True)
+        made = zip(pieces, g, mu, error, sent, strict=True)
         ballots = self.exchange(list(starmap(self._to_encode, made)), owners, abstain)
         errors: list[Any] = [None] * len(pieces)
         if plan.up.feedback is not None:
@@ -424,36 +429,24 @@ class Worker(NamedTuple):
         updates, numbers = self.decode_replies(ballots, pieces)
         return Done(updates, kept, [ballot.owner for ballot in ballots], numbers)
 
-    def _to_encode(
-        self, piece: Piece, g: Any, mu: Any, error: Any, message: jax.Array, sent: jax.Array
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """``(x, message)`` of a piece: ``x = message + error`` as ``float32[rows, 128]``, which is encoded.
+    def _to_encode(self, piece: Piece, g: Any, mu: Any, error: Any, sent: jax.Array) -> jax.Array:
+        """``message + error`` of a piece as ``float32[rows, 128]``, which is encoded.
 
-        ``message`` is None unless the owner bounds steps. Then a row whose message is 0 gets scale 0: an
-        error without a gradient would lower the median. On a TPU x is computed in rows if the leaf lies in
-        memory in that order.
+        On a TPU it is computed in rows if the leaf lies in memory in that order.
         """
-        plan = self.plan
-        hold_errors = error is not None and plan.decision.dominance is not None
         if kernels.for_tpu() and layout.lies_in_rows(piece):
             rows = [None if x is None else layout.piece_to_rows(x, piece) for x in (g, mu, error)]
             g, mu, error = xla.recomputed(rows)
-            message = plan.memory.message(_wide(g), _wide(mu))
-            encoded = _with_error(message, error).astype(jnp.float32)
-        else:
-            encoded = layout.piece_to_rows(sent.astype(jnp.float32), piece)
-            message = layout.piece_to_rows(message, piece) if hold_errors else message
-        return encoded, message if hold_errors else None
+            message = self.plan.memory.message(_wide(g), _wide(mu))
+            return _with_error(message, error).astype(jnp.float32)
+        return layout.piece_to_rows(sent.astype(jnp.float32), piece)
 
     def exchange(
-        self,
-        values: Sequence[tuple[jax.Array, jax.Array | None]],
-        owners: Sequence[Flat],
-        abstain: Any,
+        self, values: Sequence[jax.Array], owners: Sequence[Flat], abstain: Any
     ) -> list[Ballot]:
         """Values to codes, up the wire, the owners' decisions and back.
 
-        ``values``: for each piece of all buckets ``(x, message)``, see `_to_encode`.
+        ``values``: ``float32[rows, 128]`` of each piece of all buckets.
         """
         plan, rest = self.plan, iter(values)
         forms, encoded, ballots = [], [], []
@@ -461,7 +454,7 @@ class Worker(NamedTuple):
         with jax.named_scope("lioncub.pack"):
             for bucket in self.buckets:
                 forms.append(Format.of(bucket, plan.up, plan.decision))
-                counts = layout.counts(bucket, self.counts, plan.up.has_zero)
+                counts = layout.counts(bucket, self.counts, plan.counts_all)
                 own = list(itertools.islice(rest, len(bucket.pieces)))
                 encoded.append((self._encode(forms[-1], own, counts), counts))
             each = [codes for codes, _ in encoded]
@@ -489,10 +482,9 @@ class Worker(NamedTuple):
             abstains = ~xla.all_delayed_by([*[x.valid for x in messages], ~abstains], words)
         return axes.any_over_shards(abstains, self.plan.axis)
 
-    def _encode(self, form: Format, values: list[Any], counts: jax.Array | None) -> list[Message]:
-        """The codes of each piece of a bucket; ``values`` as in `exchange`."""
+    def _encode(self, form: Format, rows: list[Any], counts: jax.Array | None) -> list[Message]:
+        """The codes of each piece of a bucket, of ``float32[rows, 128]`` each."""
         plan, bucket, pieces = self.plan, form.bucket, form.bucket.pieces
-        rows = [x for x, _ in values]
         totals: list[Any] = [None] * len(pieces)
         shard, shards = axes.shard(rows[0], plan.axis)
         if plan.up.measure is not None:
@@ -508,30 +500,13 @@ class Worker(NamedTuple):
             # XLA fuses kernels with a common operand. That would make the first bucket wait for the last,
             # so each bucket gets its own copy.
             drawn = bits.Draw(*[xla.delayed_by(x, rows[0][0, 0]) for x in drawn])
-        for (x, without), piece, total, first in zip(values, pieces, totals, firsts, strict=True):
+        for x, piece, total, first in zip(rows, pieces, totals, firsts, strict=True):
             own = None if counts is None else counts[piece.first_row :][: piece.rows]
             first += shard * bucket.total_rows * WORDS_PER_ROW
             context = EncodeContext(
-                bucket,
-                piece,
-                first,
-                *who,
-                drawn,
-                own,
-                form.sends_scales,
-                shard,
-                shards,
-                total,
-                without,
+                bucket, piece, first, *who, drawn, own, form.sends_scales, shard, shards, total
             )
-            message = plan.up.encode(x, context)
-            if without is not None and message.scales is not None:
-                has_message = message.has_message
-                has_message = jnp.any(without != 0, axis=1) if has_message is None else has_message
-                message = message._replace(
-                    scales=jnp.where(has_message, message.scales, 0), has_message=None
-                )
-            codes.append(message)
+            codes.append(plan.up.encode(x, context))
         return codes
 
     def _decide(
@@ -674,7 +649,8 @@ class Worker(NamedTuple):
         layout.check_order(owners, self.buckets if decision.decodes else ())
         for owner in owners:
             bucket = owner.bucket
-            where = Slice(1, bucket.chunk, 1, quantize.dense(), bucket.dtype, None)
+            counts = layout.counts(bucket, self.counts, True)
+            where = Slice(1, bucket.chunk, 1, quantize.dense(), bucket.dtype, counts)
             received = Sums(layout.join_bucket(values, bucket), None, present)
             rows, state = decision.alone(received, where, owner.value)
             states.append(state)
@@ -717,7 +693,7 @@ class Worker(NamedTuple):
         else:
             sent = layout.join_pieces(leaves, pieces)
             rows = [
-                (layout.piece_to_rows(x.astype(jnp.float32), piece), None)
+                layout.piece_to_rows(x.astype(jnp.float32), piece)
                 for x, piece in zip(sent, pieces, strict=True)
             ]
             ballots = self.exchange(rows, owners, None)
@@ -750,14 +726,12 @@ class Worker(NamedTuple):
             each_own = plan.bucket_size is not None
             voters = [each.present for each in done.numbers[: None if each_own else 1]]
             found = axes.total_over_shards(totals, voters, plan.axis)
-            ties, here = (
-                found[0].astype(jnp.float32) * 2**tie,
-                found[-len(voters) :].astype(jnp.int32),
-            )
+            ties = jnp.minimum(found[0].astype(jnp.float32) * 2**tie, jnp.float32(size))
+            here = found[-len(voters) :].astype(jnp.int32)
             if done.numbers[0].pairs:
                 pairs = [x.astype(jnp.float32) * 2.0**pair for x in found[1:3]]
             abstained = self.workers - jnp.min(here)
-            abstentions += abstained
+            abstentions += jnp.minimum(abstained, jnp.iinfo(jnp.int32).max - abstentions)
             voted = [here[k if each_own else 0] for k in range(len(state.owner))]
         owner = []
         for here, new, flat in zip(voted, done.owners, state.owner, strict=False):

@@ -153,7 +153,6 @@ def owner_lion(
     *,
     workers: AxisName | Workers | None,
     quantizer: Quantizer | None = None, wire: Wire | None = None,
-    dominance: float | None = None, trim: int | None = None,
     bucket_size: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """Lion with one momentum for all, each slice of it at one worker: no drift, no sync.
@@ -168,8 +167,6 @@ def owner_lion(
     Args:
       mu_dtype: dtype of the one momentum; None for that of the parameters.
       quantizer: of gradients; ``error_feedback(midrise(3))`` by default; ``dense()`` for the exact mean.
-      dominance: see ``decide.at_owner``.
-      trim: workers that may lie; see ``decide.at_owner``. None for 0.
 
     Returns:
       A transform whose ``init`` and ``update`` must run where the workers' axis is bound.
@@ -184,7 +181,7 @@ def owner_lion(
     check_mu_dtype(mu_dtype)
     direction = owner(
         _of_numbers(optax.scale_by_lion, b1, b2, mu_dtype), workers=workers, quantizer=quantizer,
-        reply=decide.sign(), dominance=dominance, trim=trim, wire=wire, bucket_size=bucket_size,
+        reply=decide.sign(), wire=wire, bucket_size=bucket_size,
     )  # fmt: skip
     return descending(direction, learning_rate, weight_decay, mask)
 
@@ -196,7 +193,6 @@ def owner_adamw(
     *,
     workers: AxisName | Workers | None,
     quantizer: Quantizer | None = None, reply: Coder | None = None, wire: Wire | None = None,
-    dominance: float | None = None, trim: int | None = None,
     bucket_size: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """AdamW with one pair of moments for all, each slice of them at one worker; see `owner`.
@@ -216,9 +212,6 @@ def owner_adamw(
       quantizer: codes of gradients, ``error_feedback(midrise(3))`` by default, 3 bits.
       reply: how an update comes back, ``decide.codes(2)`` by default, 2 bits.
       wire: which collectives carry them, ``wires.two_phase()`` by default.
-      dominance: where workers may lie, how many times the median step of all workers the step of one may
-        be, such as 2. None for no bound.
-      trim: how many of the largest and of the smallest values a mean leaves out. None for 0.
       bucket_size: elements after which a new flat buffer begins, so that exchanges overlap with the
         backward pass; see `communicate`. None for one buffer.
 
@@ -237,7 +230,7 @@ def owner_adamw(
     check_betas(b1=b1, b2=b2)
     direction = owner(
         _of_numbers(optax.scale_by_adam, b1, b2, eps), workers=workers, quantizer=quantizer,
-        reply=reply, dominance=dominance, trim=trim, wire=wire, bucket_size=bucket_size,
+        reply=reply, wire=wire, bucket_size=bucket_size,
     )  # fmt: skip
     return descending(direction, learning_rate, weight_decay, mask)
 
@@ -247,7 +240,6 @@ def owner(
     *,
     workers: AxisName | Workers | None,
     quantizer: Quantizer | None = None, reply: Coder | None = None, wire: Wire | None = None,
-    dominance: float | None = None, trim: int | None = None,
     bucket_size: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """Any elementwise optax transform, once for all workers: each slice of its state at one worker.
@@ -267,9 +259,6 @@ def owner(
       reply: how an update comes back: ``decide.codes(2)`` by default, ``decide.sign()`` where ``tx`` ends
         in a sign, ``decide.values()`` for float32.
       wire: as `communicate`.
-      dominance: where workers may lie, how many times the median step of all workers the step of one may
-        be, such as 2; see `lioncub_jax.decide.at_owner`. None for no bound.
-      trim: how many of the largest and of the smallest values a mean leaves out. None for 0.
       bucket_size: as `communicate`.
 
     Returns:
@@ -295,10 +284,9 @@ def owner(
     if quantizer is None:
         quantizer = quantize.error_feedback(quantize.midrise(3))
     reply = decide.codes(2) if reply is None else reply
-    trim = 0 if trim is None else trim
     return communicate(
         workers=workers, memory=momentum.nothing(), quantizer=quantizer, wire=wire,
-        decision=decide.at_owner(tx, reply, dominance=dominance, trim=trim), bucket_size=bucket_size,
+        decision=decide.at_owner(tx, reply), bucket_size=bucket_size,
     )  # fmt: skip
 
 

@@ -27,7 +27,6 @@ from lioncub_jax import bits, rotation, xla
 from lioncub_jax.arguments import check_floating, check_number
 from lioncub_jax.bits import BLOCK, ROW, unpack, unpack_stored
 from lioncub_jax.layout import Bucket, Piece, pad_rows
-from lioncub_jax.means import LEAST
 
 __all__ = [
     "EncodeContext",
@@ -59,6 +58,7 @@ GAUSSIAN_STEP = {
     8: 0.0386,
 }
 
+LEAST = 2.0**-126  # of what is above 0: CPUs take smaller numbers for 0
 LARGEST_BFLOAT16 = float(jnp.finfo(jnp.bfloat16).max)
 
 
@@ -78,8 +78,6 @@ class EncodeContext(NamedTuple):
       shard: ``uint32[]``, which of the worker's shards this is, or 0 for leaves in one piece.
       shards: how many shards a leaf has.
       total: ``float32[segments, 2]``, what the quantizer's ``measure`` gives for all shards together.
-      without_error: ``float32[rows, 128]``, the message without the error, if errors without a message must
-        not be sent; else None.
     """
 
     bucket: Bucket
@@ -94,7 +92,6 @@ class EncodeContext(NamedTuple):
     shard: Any = 0
     shards: int = 1
     total: jax.Array | None = None
-    without_error: jax.Array | None = None
 
 
 class Message(NamedTuple):
@@ -106,15 +103,12 @@ class Message(NamedTuple):
         and for values, which say so themselves.
       scales: ``bfloat16[rows]``, the step of each row's codes, or None if it does not travel.
       valid: ``bool[]``. Of a piece: all values are finite. Of a joined message: the worker takes part.
-      has_message: ``bool[rows]``, rows whose message without the error is not 0. None if the quantizer does
-        not compute it; then `communicate` does.
     """
 
     planes: list[jax.Array]
     voted: jax.Array | None
     scales: jax.Array | None
     valid: jax.Array
-    has_message: jax.Array | None = None
 
 
 class Quantizer(NamedTuple):
@@ -166,7 +160,8 @@ class Quantizer(NamedTuple):
         """
         if self.dense:
             words = planes[0].reshape(*planes[0].shape[:-1], rows, -1)
-            return words.view(self.dense).astype(jnp.float32)
+            values = words.view(self.dense).astype(jnp.float32)
+            return jnp.where(jnp.isfinite(values), values, 0)  # whatever a worker says
         assert steps is not None
         top = self.top(workers)
         # signed = 2 codes - top, written in two ways.
@@ -258,7 +253,7 @@ def midrise(p: int, *, rounding: Rounding | None = None) -> Quantizer:
     def encode(x: jax.Array, context: EncodeContext) -> Message:
         if p == 1 and not context.send_scales and rounding is None:
             return _signs(x, context)
-        mean, finite, has_message = row_scale(x, context.counts, context.without_error)
+        mean, finite = row_scale(x, context.counts)
         step = to_bfloat16(GAUSSIAN_STEP[p] * mean)
         if rounding:
             middle = 2 ** (p - 1)
@@ -270,7 +265,7 @@ def midrise(p: int, *, rounding: Rounding | None = None) -> Quantizer:
         *planes, _ = _packed(codes | ((x != 0).astype(jnp.uint32) << p), p + 1, context, zeros=True)
         voted = bits.pack_rows(context.bucket.by_chunk(mean > 0)).reshape(-1)
         steps = step.astype(jnp.bfloat16) if context.send_scales else None
-        return Message(planes, voted, steps, jnp.all(finite), has_message)
+        return Message(planes, voted, steps, jnp.all(finite))
 
     return Quantizer(_name("midrise", p, rounding), lambda workers: top, encode, has_steps=True)
 
@@ -426,8 +421,7 @@ def error_feedback(
     """Adds the error of the last code to the next value, so that nothing is lost, only late.
 
     ``x = g + e``, send ``encode(x)``, keep ``e = keep (x - decoded)``. The error stays with the worker; one
-    that the dtype cannot hold is kept as the largest that it can. A row without a gradient is not sent if
-    the owner bounds steps (see ``decide.at_owner``); its error waits.
+    that the dtype cannot hold is kept as the largest that it can.
 
     Args:
       quantizer: one whose steps can travel, such as ``midrise(3)``.
@@ -555,24 +549,16 @@ def midrise_codes(x: jax.Array, positive: jax.Array, step: jax.Array, p: int) ->
     return jnp.where(positive, half + magnitude, half - 1 - magnitude)
 
 
-def row_scale(
-    x: jax.Array, counts: jax.Array | None, message: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array, Any]:
-    """``(mean, finite, has_message)`` of each row.
-
-    The mean magnitude (the largest, if the sum overflows); whether all values are finite; whether any
-    element of ``message`` is not 0, or None without a message.
-    """
+def row_scale(x: jax.Array, counts: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """The mean magnitude of each row (the largest, if the sum overflows), and whether all is finite."""
     magnitude = jnp.abs(x)
     # By bits, because the largest of numbers and a NaN may be a number.
     words = magnitude.view(jnp.uint32)
-    said = [] if message is None else [message != 0]
-    each: list[Any] = [operator.add, jnp.maximum, operator.or_][: 2 + len(said)]
-    total, largest, *has_message = xla.reduced(each, [magnitude, words, *said], 1)
+    total, largest = xla.reduced([operator.add, jnp.maximum], [magnitude, words], 1)
     most = largest.view(jnp.float32)
     count = ROW if counts is None else jnp.maximum(counts, 1).astype(jnp.float32)
     mean = jnp.where(jnp.isfinite(total), total / count, most)
-    return mean, jnp.isfinite(most), has_message[0] if has_message else None
+    return mean, jnp.isfinite(most)
 
 
 # --- Helpers

@@ -26,6 +26,7 @@ from jax import lax
 
 from lioncub_jax import axes, bits, layout
 from lioncub_jax.axes import Axes
+from lioncub_jax.bits import ROW
 from lioncub_jax.decide import Decision, Inbox, Reply, Sums
 from lioncub_jax.layout import Bucket
 from lioncub_jax.quantize import Message, Quantizer
@@ -164,8 +165,6 @@ class Format(NamedTuple):
         if self.sends_votes:
             voted = whole([x.voted for x in codes], self.message.of_rows)
             voted = jnp.where(abstains, 0, voted)
-            mask = bits.over_rows(voted.reshape(self.workers, -1), self.rows).reshape(-1)
-            planes = [plane & mask for plane in planes]
         if self.sends_scales:
             scales = jnp.where(abstains, 0, whole([x.scales for x in codes], self.rows))
         return Message(planes, voted, scales, ~abstains)
@@ -177,12 +176,26 @@ class Format(NamedTuple):
         return self.message.join(self.workers, message.planes, [takes_part], rows)
 
     def unpack(self, messages: jax.Array) -> Inbox:
-        """Undoes ``pack`` for all workers: ``uint32[W, chunks, words]``."""
+        """Undoes ``pack`` for all workers: ``uint32[W, chunks, words]``.
+
+        A worker may send any words, and has one vote: codes that are none are the largest, and count only
+        on rows that it votes on; steps that are none are 0; it takes part or does not.
+        """
         planes, numbers, rows = self.message.split(messages)
-        voted, steps, takes_part = rows, None, numbers[:, 0, 0]
+        voted, steps, takes_part = rows, None, numbers[:, 0, 0] & 1
+        if self.up.has_zero:
+            planes = bits.at_most(planes, self.top)
+        if self.sends_votes:
+            planes = self.voted(planes, voted)
         if self.sends_scales:
             voted, steps = None, rows.view(jnp.bfloat16).astype(jnp.float32)
+            steps = jnp.where((steps > 0) & (steps < jnp.inf), steps, 0)
         return Inbox(planes, voted, steps, takes_part, jnp.sum(takes_part, dtype=jnp.uint32))
+
+    def voted(self, planes: Sequence[jax.Array], voted: jax.Array) -> list[jax.Array]:
+        """Planes ``uint32[..., words]`` with zeros on rows without a vote."""
+        mask = bits.over_rows(voted, self.rows)
+        return [plane & mask for plane in planes]
 
     def pack_reply(self, reply: Reply, present: jax.Array) -> jax.Array:
         """Replies about some chunks: ``uint32[chunks, words]``."""
@@ -190,10 +203,16 @@ class Format(NamedTuple):
         return self.reply.join(len(reply.planes[0]), reply.planes, numbers, reply.rows)
 
     def unpack_reply(self, replies: jax.Array) -> tuple[Reply, jax.Array]:
-        """Undoes ``pack_reply``; and how many workers took part."""
+        """Undoes ``pack_reply``; and how many workers took part, as most owners say."""
         planes, numbers, rows = self.reply.split(replies)
         ties, present, *pairs = (numbers[:, k] for k in range(self.reply.numbers))
-        return Reply(planes, rows, ties, [x.view(jnp.float32) for x in pairs]), present[0]
+        most = self.rows * ROW
+        ties = jnp.minimum(ties, np.uint32(min(most, 2**32 - 1)))
+        bound: Any = float(most * self.workers**2 // 2)
+        for k, x in reversed([*enumerate(x.view(jnp.float32) for x in pairs)]):
+            pairs[k] = bound = jnp.where(x >= 0, jnp.minimum(x, bound), 0)
+        present = jnp.minimum(jnp.sort(present)[len(present) // 2], self.workers)
+        return Reply(planes, rows, ties, pairs), present
 
 
 class Wire(NamedTuple):
@@ -287,10 +306,8 @@ def counts(dtype: Any = jnp.int8) -> Wire:
             return lax.psum(numbers, axis).astype(jnp.int32)
 
         sums, votes, present = _added(signed.astype(dtype), voted, message.valid, add)
-        reach: Any = form.workers * top
-        if votes is not None:
-            reach = votes.astype(jnp.int32)[..., None] * top
-        return Sums((unit * sums + reach) // 2, votes, present)
+        votes, present, reach = _reach(votes, present, form)
+        return Sums(jnp.clip((unit * sums + reach) // 2, 0, reach), votes, present)
 
     return Wire(f"counts({dtype.name})", "codes", collect)
 
@@ -314,7 +331,7 @@ def lanes() -> Wire:
         field = reach.bit_length()
         per_word = 32 // field
         at = field * jnp.arange(per_word, dtype=jnp.uint32)
-        codes, voted = _unpacked(message, form)  # 0 where there is no vote
+        codes, voted = _unpacked(message, form)
 
         def add(numbers: jax.Array) -> jax.Array:
             fields = jnp.pad(numbers, (0, -numbers.size % per_word)).reshape(-1, per_word)
@@ -322,7 +339,9 @@ def lanes() -> Wire:
             sums = (words[:, None] >> at) & jnp.uint32(2**field - 1)
             return sums.reshape(-1)[: numbers.size]
 
-        return Sums(*_added(codes, voted, message.valid, add))
+        sums, votes, present = _added(codes, voted, message.valid, add)
+        votes, present, reach = _reach(votes, present, form)
+        return Sums(jnp.minimum(sums.astype(jnp.int32), reach), votes, present)
 
     return Wire("lanes", "codes", collect)
 
@@ -343,7 +362,7 @@ def all_reduce() -> Wire:
         # Apart from the values, because bfloat16 cannot count beyond 256 workers.
         with _floats(values):
             sums, present = lax.psum((values, message.valid.astype(jnp.uint32)), axis)
-        return Sums(sums.astype(jnp.float32), None, present)
+        return Sums(sums.astype(jnp.float32), None, jnp.minimum(present, form.workers))
 
     return Wire("all-reduce", "values", collect)
 
@@ -361,12 +380,25 @@ def _rounded_up(words: int, to: int) -> int:
 
 
 def _unpacked(message: Message, form: Format) -> tuple[jax.Array, jax.Array | None]:
-    """Codes ``uint32[W, rows, 128]``, and the rows that are voted on, ``uint32[W, rows]``."""
-    codes = bits.unpack([x.reshape(form.workers, -1) for x in message.planes], form.rows)
+    """Codes ``uint32[W, rows, 128]``, 0 without a vote, and the rows with one, ``uint32[W, rows]``."""
+    planes = [x.reshape(form.workers, -1) for x in message.planes]
     if message.voted is None:
-        return codes, None
+        return bits.unpack(planes, form.rows), None
     voted = message.voted.reshape(form.workers, -1)
+    codes = bits.unpack(form.voted(planes, voted), form.rows)
     return codes, bits.unpack_rows(voted, form.rows)
+
+
+def _reach(votes: Any, present: jax.Array, form: Format) -> tuple[Any, jax.Array, Any]:
+    """Votes of a row and workers that take part, no more than there are, and the largest sum of theirs.
+
+    Nobody can tell which worker sent what of a sum, so one that lies decides all of it; but it stays a sum.
+    """
+    present, reach = jnp.minimum(present, form.workers), jnp.int32(form.workers * form.top)
+    if votes is not None:
+        votes = jnp.minimum(votes, form.workers)
+        reach = votes.astype(jnp.int32)[..., None] * form.top
+    return votes, present, reach
 
 
 def _added(

@@ -454,7 +454,7 @@ def test_one_worker_alone_is_the_plain_optimizer():
 INJECTED = {  # what is static besides the axis
     lc.lion_cub: {"bucket_size": 3000},
     lc.distributed_lion: {},
-    lc.owner_lion: {"trim": 0},
+    lc.owner_lion: {},
     lc.owner_adamw: {},
     baselines.signum: {},
     baselines.ef_signsgd: {},

@@ -108,13 +108,13 @@ MUTANTS = r"""
 - jnp.isfinite(mean) & (received.present > 0)
 + jnp.isfinite(mean)
 
-= the owner's scale counts what stands in the padding
-- valid &= self.where.real().reshape(valid.shape)
+= padding is a vote of its row, and has momentum
+- valid &= where.real().reshape(valid.shape)
 + pass
 
 = an owner forgets what it owes where nobody came
-- jnp.where(valid, quantize.saturated(x - values_of(q, unit), error.dtype), error)
-+ quantize.saturated(x - values_of(q, unit), error.dtype)
+- left = jnp.where(answer.valid, left, error)
++ pass
 
 = an average of codes of several bits divides by the voters alone
 - .astype(jnp.int32)[..., None] * top
@@ -166,7 +166,19 @@ MUTANTS = r"""
 - _seed(step, _ZEROS)
 + _seed(step, _TIES)
 
-# wires.py: bits
+# wires.py: faults
+= who takes part is added up as it comes
+- numbers[:, 0, 0] & 1
++ numbers[:, 0, 0]
+
+= a vote on a row that is not voted on counts
+- return [plane & mask for plane in planes]
++ return list(planes)
+
+= the first owner alone says how many came
+- jnp.sort(present)[len(present) // 2]
++ present[0]
+
 # axes.py: sharding contract
 = ties of cut leaves are those of one shard
 - [once(x, over - varying_axes(x)) for x in numbers]
@@ -184,15 +196,6 @@ MUTANTS = r"""
 = a TPU reads the upper bits of a code as its lower ones
 - & 0xF) << first)
 + & 0xF))
-
-# means.py: means faults
-= of two middle steps the upper one is the median
-- (jnp.maximum(number, 1) - 1) >> 1
-+ jnp.maximum(number, 1) >> 1
-
-= of two workers nobody is left when one may lie
-- jnp.maximum(present - 1, 0) // 2
-+ present // 2
 
 # momentum.py: schedules reference optimizer
 = the message is blended with the momentum of after the step
@@ -694,15 +697,6 @@ MUTANTS = r"""
 - ("byte", 8)
 + ("byte", 1)
 
-# ../tests/oracle/lion.py: faults reference
-= a late message counts in its own step too
-- now.here & ~away)
-+ now.here)
-
-# ../tests/oracle/simulate.py: simulate faults
-= who is absent votes in a simulation
-- ~jnp.isfinite(losses) | harm.absent, run.local_state
-+ ~jnp.isfinite(losses), run.local_state
 """
 
 

@@ -75,14 +75,6 @@ ARGUMENTS = [  # what takes it, what it is given, and the error, which shows tha
         lambda n: communicate(bucket_size=n), NO_COUNT[:-1], ValueError,
         "bucket_size={!r} ... a number of elements, or None",
     ),
-    (
-        lambda x: D.at_owner(optax.scale_by_lion(), dominance=x), [0.5, 0, -1, NAN, float("inf"), "2"],
-        ValueError, "dominance={!r} ... at least 1 ... None for no bound",
-    ),
-    (
-        lambda x: D.at_owner(optax.scale_by_lion(), trim=x), [-1, 1.5, True],
-        ValueError, "trim={!r} ... workers that may lie, 0 or more",
-    ),
     (  # the error of a code would be kept nowhere
         lambda x: D.codes(2, x), [None], ValueError, "dtype={} ... give a floating dtype",
     ),
@@ -166,11 +158,6 @@ MISFITS = [
     (
         {"decision": at_owner, "quantizer": FEEDBACK, "wire": WIRES.all_reduce()},
         "the all-reduce wire adds values ... quantizer=dense() ... two_phase",
-    ),
-    (
-        {"decision": D.at_owner(optax.identity(), trim=1), "quantizer": Q.dense(),
-         "wire": WIRES.all_reduce()},
-        "sorts what each worker sent ... the all-reduce wire only adds ... trim=0",
     ),
     (
         {"quantizer": Q.ternary(), "decision": D.majority()},

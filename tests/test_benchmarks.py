@@ -17,11 +17,10 @@ STEPS = ["optax.lion", "1-bit vote", "2-bit vote", "3-bit vote", "owner, 3 bits 
 PIECES = ["pack", "tally", "unpack"]
 
 
-@pytest.mark.parametrize("which", [local_step.candidates, local_step.owners])
-def test_the_local_step_moves_every_parameter_by_the_learning_rate(which):
+def test_the_local_step_moves_every_parameter_by_the_learning_rate():
     """What is sent comes back as it is, so signs mean nothing, but all the work of a step is done."""
     drawn = np.random.default_rng(0).normal(size=(2, 2**15)).astype(np.float32)
-    for name, made in which({"w": jnp.asarray(drawn[0])}).items():
+    for name, made in local_step.candidates({"w": jnp.asarray(drawn[0])}).items():
         params, grads = ({"w": jnp.asarray(x)} for x in drawn)
         new, *_ = made.step(params, made.state, grads)
         moved = np.abs(np.asarray(new["w"]) - drawn[0])

@@ -348,3 +348,35 @@ def test_ties_and_agreement_are_those_of_all_parameters(run_workers):
     first = lc.metrics(cub().init(params))
     assert np.isnan(first.pop("votes/agreement"))
     assert first == {f"votes/{name}": 0 for name in ("ties", "abstained", "abstentions")}
+
+
+def pulled(params, batch, rng):
+    """Its gradient is what the batch has."""
+    return sum(jnp.sum(params[k] * batch[k]) for k in params)
+
+
+def test_padding_is_zero_counters_stay_at_the_largest_and_a_restored_run_is_equal(
+    mesh_of, tmp_path
+):
+    """A scalar whose gradients cancel stays where it is, whatever the padding of its row is coded as."""
+    workers, most = lc.Workers(mesh_of(3), AXIS), jnp.iinfo(jnp.int32).max
+    tx = lc.owner_lion(0.01, quantizer=lc.quantize.midrise(3), weight_decay=0.0, workers=workers)
+    step = lc.make_train_step(pulled, tx, workers)
+    batch = {"scalar": np.float32([1, -1, 0]), "ragged": normal(3, 130)}
+    state = lc.init_state(tx, {"scalar": jnp.float32(0.25), "ragged": jnp.ones(130)}, workers)
+    state, _ = step(state, batch)
+    votes = state.opt_state[0].votes._replace(abstentions=most + 0 * state.step - 1)
+    first = state.opt_state[0]._replace(count=state.step * 0 + most - 2, votes=votes)
+    state = state._replace(step=state.step + most - 3, opt_state=(first, *state.opt_state[1:]))
+    with lc.Checkpoints(tmp_path, workers=workers) as saved:
+        saved.save(state, wait=True)
+        again = saved.restore(state).state
+    poisoned = batch | {"scalar": np.float32([1, -1, np.nan])}
+    for given in (poisoned, poisoned, batch, batch):
+        (state, _), (again, _) = step(state, given), step(again, given)
+    jax.tree.map(np.testing.assert_array_equal, *((s.params, s.opt_state) for s in (state, again)))
+    assert state.params["scalar"] == 0.25
+    first = state.opt_state[0]
+    assert state.step == first.count == first.votes.abstentions == most
+    momentum = np.asarray(first.owner[0].value.inner.mu)
+    assert np.count_nonzero(momentum) == 130  # and not the scalar, nor what is behind it

@@ -52,8 +52,6 @@ RULES = {
     "ternary": Rule(lion.local_momentum(codes=coding.ternary())),
     "average": Rule(lion.local_momentum(decide=lion.average)),
     "owner": at_owner(coding.error_feedback(coding.midrise(3))),
-    "owner, bounded": at_owner(coding.error_feedback(coding.midrise(3)), dominance=2.0),
-    "owner, trimmed": at_owner(coding.midrise(4), trim=1),
     "owner, Adam": Rule(
         lion.at_owner(optax.scale_by_adam(eps=0.0), coding.error_feedback(coding.midrise(3)), 2)
     ),

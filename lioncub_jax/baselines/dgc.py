@@ -32,7 +32,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from lioncub_jax import axes, means, wires
+from lioncub_jax import axes, decide, wires
 from lioncub_jax.arguments import check_betas, check_number
 from lioncub_jax.axes import Axes, AxisName
 from lioncub_jax.baselines import compression
@@ -197,7 +197,7 @@ def _send(axis: Axes, density: float, here: jax.Array, velocity: Leaves, residua
     gather = partial(wires.gather_words, axis=axis)
     *received, flags = compression.in_messages(gather, [*words, here.astype(jnp.uint32)])
     present, sums = jnp.sum(flags), _added(len(flags), received, flat)
-    share = means.share(present)
+    share = decide.share(present)
     agreed = [(x * share).reshape(v.shape) for x, v in zip(sums, residual, strict=True)]
 
     def without(x: jax.Array, sent: jax.Array) -> jax.Array:

@@ -136,6 +136,6 @@ def liars(
             raise ValueError(f"who={who!r}: there are {count} workers, 0 to {count - 1}")
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), state), worker)
         lies = jnp.isin(worker, jnp.asarray(who, jnp.int32))
-        return optax.tree.where(lies, attack(updates, key), updates), state + 1
+        return optax.tree.where(lies, attack(updates, key), updates), optax.safe_increment(state)
 
     return optax.GradientTransformation(init, update)

@@ -383,7 +383,9 @@ def make_train_step(
                 cut, grads, state.opt_state, state.params, {"abstain": abstains}, {}
             )
         params = workers.hold(optax.apply_updates(state.params, updates), cut)
-        new = StepState(state.step + 1, params, kept[0], opt_state, state.rng, kept[1])
+        new = StepState(
+            optax.safe_increment(state.step), params, kept[0], opt_state, state.rng, kept[1]
+        )
         return new, joined(*metrics)
 
     return TrainStep(step, Batches(workers, batch_spec, local_steps, accumulate))

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from oracle.coding import Votes, bounded_mean, buffer_of, levels, saturate, whole
+from oracle.coding import Votes, buffer_of, decoded_mean, levels, saturate, whole
 from oracle.lion import errors, fed_back, simulator, takes_part, widest
 
 
@@ -124,7 +124,7 @@ def qsgd(bits=4, seed=0, momentum=0.0):
         present = takes_part(x, abstain)
         mean = x[0]
         if len(x) > 1:
-            mean = bounded_mean(Votes(*levels(bits, seed).encode(x, buffer, state.t), present))
+            mean = decoded_mean(Votes(*levels(bits, seed).encode(x, buffer, state.t), present))
         known = jnp.any(present) & jnp.isfinite(mean)
         mean = saturate(jnp.where(known, mean, 0), kind)
         mean = saturate(mean + momentum * state.mu, kind)

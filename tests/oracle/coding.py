@@ -25,10 +25,7 @@ packed. The rules, for workers ``i = 0 .. W-1`` and the step after ``t`` others:
 * **Rotated codes** are those of ``y = x R`` of each row, padding included. ``R = diag(s) H`` with the
   Hadamard matrix ``H[i, j] = (-1)**(bits of i & j)``; ``s`` of lane ``j`` is -1 where the last bit of
   ``mix(j ^ mix(t + 0x27D4EB2F))`` is 1. What is decoded, or its mean, is rotated back by ``R^T / 128``.
-* **Mean** of what is decoded, over those who take part. No step counts for more than ``dominance``
-  times the median of those above 0 on its row, the lower one of two. With ``trim`` the mean of an
-  element is without the ``trim`` largest and smallest of the N values, or ``(N - 1) // 2`` if that is
-  less; alike ones are told apart by the number of the worker.
+* **Mean** of what is decoded, over those who take part.
 * **Codes both ways.** The owner of a row adds its own error to that mean, answers ``u`` and keeps the
   rest. Levels of the answer are odd multiples of half a mid-rise step, a zero is positive, padding is
   in no mean, and half a step travels as bfloat16, not so large that the outermost level is none. An
@@ -347,22 +344,10 @@ class Votes(NamedTuple):
     here: jax.Array  # bool[W, rows, 1]
 
 
-def bounded_mean(votes, dominance=math.inf, trim=0):
+def decoded_mean(votes):
     """The mean of what is decoded, over the workers that take part: ``float32[rows, 128]``."""
-    step, here = jnp.where(votes.here, votes.step, 0), votes.here
-    ordered = jnp.sort(jnp.where(step > 0, step, jnp.inf), axis=0)
-    middle = jnp.maximum(jnp.sum(step > 0, axis=0, keepdims=True) - 1, 0) // 2
-    step = jnp.minimum(step, dominance * jnp.take_along_axis(ordered, middle, axis=0))
-    decoded = jnp.where(here, votes.level * step, 0)
-    number = jnp.sum(here, axis=0, dtype=jnp.int32)
-    if trim:
-        away = jnp.broadcast_to(~here, decoded.shape)  # they come last
-        decoded = jnp.take_along_axis(decoded, jnp.lexsort((decoded, away), axis=0), axis=0)
-        cut = jnp.minimum(trim, jnp.maximum(number - 1, 0) // 2)
-        rank = jnp.arange(len(decoded))[:, None, None]
-        decoded = jnp.where((rank >= cut) & (rank < number - cut), decoded, 0)
-        number -= 2 * cut
-    return mean(decoded, number)
+    decoded = jnp.where(votes.here, votes.level * votes.step, 0)
+    return mean(decoded, jnp.sum(votes.here, axis=0, dtype=jnp.int32))
 
 
 def mean(x, number):
@@ -376,7 +361,7 @@ def both_ways(codes, p, buffer, x, present, owner, t):
     if len(x) == 1:
         return jnp.where(present, x, 0)[0], jnp.zeros_like(x), owner
     level, step = codes.encode(x, buffer, t)
-    u, error = answer(bounded_mean(Votes(level, step, present)), owner, buffer, p)
+    u, error = answer(decoded_mean(Votes(level, step, present)), owner, buffer, p)
     some = jnp.any(present)
     return jnp.where(some, u, 0), x - level * step, jnp.where(some, error, owner)
 

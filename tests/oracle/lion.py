@@ -6,8 +6,6 @@ the package. Workers ``i = 0 .. W-1`` are the leading axis of arrays; `coding` h
 * **Who votes.** A worker with a value that is not finite abstains from the step, and so does one that
   is asked to; its momentum and error stay. With mid-rise codes a worker does not vote on a row whose
   values are all exactly zero. With mid-tread codes everybody votes, and an abstainer sends zero.
-* **Who is late** sends its message as all do, and its momentum and error move on; but the message misses
-  the step, and counts in the next one, as one more of the ``N``.
 * **Decision.** With ``S`` the sum of the levels of the ``N`` workers that vote on a row, the update is the
   sign of ``S``; a tie takes the coin (``majority``) or is 0 (``ternary_sum``); ``average`` is ``S`` over N
   times the largest level. Where nobody votes it is 0. Updates have the dtype of the gradient.
@@ -16,9 +14,9 @@ the package. Workers ``i = 0 .. W-1`` are the leading axis of arrays; `coding` h
 * **Local momentum.** Worker i encodes ``b1 mu_i + (1-b1) g_i`` and keeps ``b2 mu_i + (1-b2) g_i``.
 * **Momentum at the owner.** Worker i encodes ``g_i``, with error feedback ``x_i = g_i + e_i``, and keeps
   ``e_i = x_i - decoded``, or a share of that. The mean of what is decoded goes into one Lion for all.
-  Its sign is the update; a zero takes the coin, unless the row is all zeros, padding included. With a
-  dominance, the step of a row without a gradient is 0, whatever the error is. With nobody there, nothing
-  changes; an element whose mean is not finite keeps its momentum, and its update is that of a zero.
+  Its sign is the update; a zero takes the coin, unless the row is all zeros, padding left out, whose
+  momentum stays 0. With nobody there, nothing changes; an element whose mean is not finite keeps its
+  momentum, and its update is that of a zero.
 * **One worker** sends nothing: its update is the exact sign, and nothing is quantized.
 
 Sources: Lion (arXiv 2302.06675), Distributed Lion (2404.00438), Lion Cub (2411.16462). The rules for
@@ -38,12 +36,11 @@ from oracle.coding import (
     Votes,
     answer,
     both_ways,
-    bounded_mean,
     buffer_of,
     coin,
+    decoded_mean,
     dense,
     midrise,
-    not_rotated,
     saturate,
     sign,
     words,
@@ -81,9 +78,9 @@ def simulator(memory, step):
       step: ``(grads, state, params, abstain)`` to updates, who took part, and what changed in the memory.
     """
 
-    def init(params, workers, **how):
+    def init(params, workers):
         zero = jnp.int32(0)
-        return State(t=zero, abstained=zero, abstentions=zero, **memory(params, workers, **how))
+        return State(t=zero, abstained=zero, abstentions=zero, **memory(params, workers))
 
     def update(grads, state, params=None, abstain=None, **how):
         if abstain is None:
@@ -130,12 +127,12 @@ def widest(tree):
 # --- The decision, by the margin; `reach` is the largest it could be, or says whether a row moves at all
 
 
-def counted(votes, most, workers):
+def counted(votes, most):
     """The sum of the levels of each element, and of each row the largest that it could be."""
     margin = jnp.sum(jnp.where(votes.here, votes.level, 0), axis=0)
     here = votes.here
     if most % 1 == 0:  # whole levels have a zero, which is what an abstainer sends
-        here |= (jnp.arange(len(here)) < workers)[:, None, None]
+        here = jnp.ones_like(here)
     return margin, most * jnp.sum(here, axis=0)
 
 
@@ -170,12 +167,12 @@ def local_momentum(b1=0.9, b2=0.99, mu_dtype=None, codes=None, decide=None):
     codes = codes or sign()
     decide = decide or (majority if codes.most(1) % 1 else ternary_sum)
 
-    def memory(params, workers, late=False):
+    def memory(params, workers):
         mu = per_worker(params, workers, mu_dtype)
         counts = {"ties": jnp.float32(0), "agreement": jnp.float32(0), "pairs": jnp.float32(0)}
-        return {"mu": mu, "missed": none_late(mu, codes) if late else None, **counts}
+        return {"mu": mu, **counts}
 
-    def step(g, state, params, abstain, late=None, places=words):
+    def step(g, state, params, abstain, places=words):
         buffer, mu, workers = buffer_of(g, places), state.mu, len(abstain)
         # One worker codes nothing: the optimizer's own arithmetic.
         many = workers > 1
@@ -183,11 +180,10 @@ def local_momentum(b1=0.9, b2=0.99, mu_dtype=None, codes=None, decide=None):
         x = blend(b1, buffer.join(g), buffer.join(mu)) if many else buffer.join(blend(b1, g, mu))
         present = takes_part(x, abstain)
         votes = Votes(*coded.encode(x, buffer, state.t), (x != 0).any(-1, keepdims=True) & present)
-        votes, missed = with_late(votes, state.missed, late)
-        margin, reach = counted(votes, coded.most(workers), workers)
+        margin, reach = counted(votes, coded.most(workers))
         u = rule(margin, reach, coin(buffer, state.t))
         ties = jnp.sum((margin == 0) & (reach > 0) & buffer.real, dtype=jnp.float32)
-        changed = {"mu": kept(present, blend(b2, g, mu), mu), "ties": ties, "missed": missed}
+        changed = {"mu": kept(present, blend(b2, g, mu), mu), "ties": ties}
         if coded.most(workers) == 0.5:
             changed["agreement"], changed["pairs"] = agreement(votes, buffer.real)
         return buffer.split(u, g), present, changed
@@ -200,35 +196,31 @@ def momentum_at_owner(b1=0.9, b2=0.99, codes=None, **how):
     return at_owner(optax.scale_by_lion(b1, b2), codes or midrise(3), **how)
 
 
-def at_owner(tx, codes, reply=None, *, dominance=None, decide=majority, trim=0):
+def at_owner(tx, codes, reply=None, *, decide=majority):
     """Workers send gradients, with the feedback of their codes, to one state of ``tx``.
 
     Its update comes back as a sign, or in codes of ``reply`` bits with the owners' own feedback.
     """
 
-    def memory(params, workers, late=False):
+    def memory(params, workers):
         error = per_worker(params, workers, codes.feedback)
         rows = jnp.zeros(buffer_of(error).real.shape, widest(params))
         return {
             "inner": tx.init(rows), "error": error if codes.feedback else None,
             "owner": jnp.zeros(rows.shape) if reply else None,
-            "ties": jnp.float32(0), "missed": none_late(error, codes) if late else None,
+            "ties": jnp.float32(0),
         }  # fmt: skip
 
-    def step(g, state, params, abstain, late=None, places=words):
+    def step(g, state, params, abstain, places=words):
         buffer, t, workers = buffer_of(g, places), state.t, len(abstain)
         coded, rule = (codes, decide) if workers > 1 else (dense(), ternary_sum)
-        most = np.inf if dominance is None else dominance
         x, error = buffer.join(g), state.error
-        speaks = (x != 0).any(-1, keepdims=True) | (error is None or most == np.inf)
         x = x if error is None else x + buffer.join(error)
         level, unit = coded.encode(x, buffer, t)
-        unit, present = jnp.where(speaks, unit, 0), takes_part(x, abstain)
-        votes = Votes(level, unit, jnp.broadcast_to(present, unit.shape))
-        votes, missed = with_late(votes, state.missed, late)
-        mean = coded.back(bounded_mean(votes, most, trim), buffer, t)
-        some = jnp.any(votes.here)
-        known = some & jnp.isfinite(mean)
+        present = takes_part(x, abstain)
+        mean = coded.back(decoded_mean(Votes(level, unit, present)), buffer, t)
+        some = jnp.any(present)
+        known = some & jnp.isfinite(mean) & buffer.real
         mean = saturate(jnp.where(known, mean, 0), widest(g))
         update, inner = tx.update(mean, state.inner)
         c = jnp.where(known, update, 0)
@@ -238,7 +230,7 @@ def at_owner(tx, codes, reply=None, *, dominance=None, decide=majority, trim=0):
             error = kept(present, buffer.split(rest, error), error)
         moves = jnp.any(c != 0, axis=-1, keepdims=True)
         ties = jnp.sum((c == 0) & moves & buffer.real & (workers > 1), dtype=jnp.float32)
-        changed = {"inner": inner, "error": error, "ties": ties, "missed": missed}
+        changed = {"inner": inner, "error": error, "ties": ties}
         if reply is None:
             u = rule(c, moves, coin(buffer, t))
         else:
@@ -255,24 +247,6 @@ def stays(known, some, new, old):
     """What a state at the owner becomes: rows where the mean is known, counters if somebody spoke."""
     new = saturate(new, new.dtype) if jnp.issubdtype(new.dtype, jnp.floating) else new
     return jnp.where(known if new.shape == known.shape else some, new, old)
-
-
-def none_late(workers_own, codes):
-    """Room for messages that miss a step, and nobody's there."""
-    assert codes.back is not_rotated, "rotated anew in each step: no common mean of two steps"
-    x = jnp.zeros((len(jax.tree.leaves(workers_own)[0]), *buffer_of(workers_own).real.shape))
-    return Votes(x, x[..., :1], x[..., :1] > 0)
-
-
-def with_late(now, missed, late):
-    """What a step counts, ``[2W, ...]`` with what was late in the one before, and what misses it."""
-    if missed is None:
-        assert late is None, "there is no room for what misses a step; start with late=True"
-        return now, None
-    away = jnp.zeros((len(now.here), 1, 1), bool) if late is None else late[:, None, None]
-    on_time = now._replace(here=now.here & ~away)
-    both = jax.tree.map(lambda *x: jnp.concatenate(x), on_time, missed)
-    return both, now._replace(here=now.here & away)
 
 
 # --- Codes both ways, with the errors of both sides

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from oracle.coding import Votes, bounded_mean, buffer_of
+from oracle.coding import Votes, buffer_of, decoded_mean
 from oracle.lion import blend, errors, fed_back, simulator, takes_part
 
 
@@ -58,7 +58,7 @@ def zero_one_adam(b1=0.9, b2=0.999, eps=1e-8, *, kappa=16, freeze_after=100_000)
         buffer = buffer_of(g)
         x = buffer.join(g)
         present = takes_part(x, abstain)
-        mean = bounded_mean(Votes(x, jnp.ones_like(x[..., :1]), present))
+        mean = decoded_mean(Votes(x, jnp.ones_like(x[..., :1]), present))
         mean = buffer.split(jnp.where(jnp.isfinite(mean), mean, 0), state.mu)
         some, gap = jnp.any(present), jnp.int32(1) << jnp.minimum(state.updates // kappa, 30)
         nu = blend(b2, jax.tree.map(jnp.square, mean), state.nu)

@@ -5,7 +5,6 @@ what a step of `make_train_step` would do on as many devices, with the same keys
 loss that is not finite. Where the gradients are the same, so are the parameters, bit for bit.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -24,17 +23,7 @@ class Simulated(NamedTuple):
     local_state: Any = ()  # of the workers' own optimizers, leaves [W, ...]; empty without local steps
 
 
-class Harm(NamedTuple):
-    """What happens to the workers of a step."""
-
-    tamper: Callable[..., Any] = lambda gradients, step: gradients  # what liars make of [W, ...]
-    absent: Any = False  # bool[W], workers that miss the step: they abstain, and keep what they had
-    late: Any = (
-        None  # bool[W], whose message counts in the next step, of a run that has room for it
-    )
-
-
-def start(simulator, params, workers, rng=None, local=None, *, late=False):
+def start(simulator, params, workers, rng=None, local=None):
     """The first state of ``workers`` workers.
 
     Args:
@@ -43,17 +32,16 @@ def start(simulator, params, workers, rng=None, local=None, *, late=False):
       workers: how many.
       rng: a typed key; ``jax.random.key(0)`` by default, as in ``init_state``.
       local: each worker's own optimizer, for local steps; the one that `step` is given.
-      late: whether there is room for messages that miss a step, of methods that have a rule for it.
     """
     own = jax.tree.map(
         lambda x: jnp.broadcast_to(x, (workers, *jnp.shape(x))), local.init(params) if local else ()
     )
-    state = simulator.init(params, workers, **({"late": True} if late else {}))
+    state = simulator.init(params, workers)
     rng = jax.random.key(0) if rng is None else rng
     return Simulated(jnp.zeros((), jnp.int32), params, state, rng, own)
 
 
-def step(loss_fn, simulator, run, batch, local_steps=1, local=None, harm=None):
+def step(loss_fn, simulator, run, batch, local_steps=1, local=None):
     """One step of all workers: ``(run, losses float32[W])``; a pure function, for ``jit`` and ``scan``.
 
     With ``local`` each worker first takes ``local_steps`` steps of its own, and the simulator gets, in
@@ -67,7 +55,6 @@ def step(loss_fn, simulator, run, batch, local_steps=1, local=None, harm=None):
       local_steps: steps of each worker's own.
       local: the optimizer that takes them, any optax transform; None for none. A worker that
         abstains keeps its state.
-      harm: what happens to the workers; None for nothing.
 
     Example:
       >>> import jax.numpy as jnp
@@ -78,7 +65,6 @@ def step(loss_fn, simulator, run, batch, local_steps=1, local=None, harm=None):
       >>> run.params["w"].tolist(), losses.tolist()
       ([0.5, 0.5], [2.0, 2.0, 2.0])
     """
-    harm = harm or Harm()
     workers = len(jax.tree.leaves(batch)[0])
     key = jax.random.fold_in(run.rng, run.step)
     keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(workers))
@@ -99,19 +85,17 @@ def step(loss_fn, simulator, run, batch, local_steps=1, local=None, harm=None):
 
     if local is None:
         losses, grads = jax.vmap(grad, in_axes=(None, 0, 0))(run.params, batch, keys)
-        abstain, own = ~jnp.isfinite(losses) | harm.absent, run.local_state
+        abstain, own = ~jnp.isfinite(losses), run.local_state
     else:
         losses, grads, own = jax.vmap(differences)(run.local_state, batch, keys)
-        abstain = ~jnp.isfinite(losses) | harm.absent
+        abstain = ~jnp.isfinite(losses)
         for x in jax.tree.leaves(grads):
             abstain |= ~jnp.all(jnp.isfinite(x), axis=range(1, x.ndim))
         own = jax.tree.map(
             lambda new, old: jnp.where(abstain.reshape(-1, *[1] * (new.ndim - 1)), old, new),
             own, run.local_state,
         )  # fmt: skip
-    grads = harm.tamper(grads, run.step)
-    late = {} if harm.late is None else {"late": harm.late}
-    updates, state = simulator.update(grads, run.opt_state, run.params, abstain, **late)
+    updates, state = simulator.update(grads, run.opt_state, run.params, abstain)
     return Simulated(
         run.step + 1, optax.apply_updates(run.params, updates), state, run.rng, own
     ), losses
