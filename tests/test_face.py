@@ -252,6 +252,23 @@ def test_model_state_of_all_workers_is_one_for_evaluation():
     assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(one))
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_model_state_of_every_dtype_is_averaged_on_every_mesh(kind):
+    workers = workers_on("data=4 tensor=2", kind=kind)
+    numbers = np.array([1, 2, 3, 4])[:, None] * np.ones((4, 2))
+    dtypes = "float16", "bfloat16", "float32", "complex64", "int32", "uint8", "bool"
+    state = {dtype: jnp.asarray(numbers, dtype) for dtype in dtypes}
+    keys = jax.random.split(jax.random.key(3, impl="rbg"), (4, 2))
+    state |= {"half": jnp.full((4, 2), 5e4, "float16"), "keys": keys}
+    lies = NamedSharding(workers.mesh, P("data", "tensor"))
+    found = lc.training.mean_model_state(jax.device_put(state, lies))
+    wanted = dict.fromkeys(dtypes[:4], 2.5) | {"int32": 4, "uint8": 4, "bool": True, "half": 5e4}
+    assert_same(found.pop("keys"), keys[0])
+    for name, x in wanted.items():
+        np.testing.assert_array_equal(found[name], np.full(2, x, state[name].dtype))
+        assert found[name].dtype == state[name].dtype
+
+
 def test_a_leaf_without_elements_needs_no_second_program():
     params, tx = {**PARAMS, "none": jnp.zeros((0, 4))}, cub()
     state, step = lc.init_state(tx, params, four()), lc.make_train_step(loss, tx, four())

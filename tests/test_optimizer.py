@@ -345,7 +345,9 @@ def test_ties_and_agreement_are_those_of_all_parameters(run_workers):
         assert [float(ties * 40), *others] == want[:3], step
         assert float(agreement) == pytest.approx(1 - want[3]), step
     assert lc.metrics(optax.lion(0.1).init(params)) == {}
-    first = lc.metrics(cub().init(params))
+    state = cub().init(params)
+    with jax.debug_nans(True), jax.transfer_guard("disallow"):
+        first = lc.metrics(state)
     assert np.isnan(first.pop("votes/agreement"))
     assert first == {f"votes/{name}": 0 for name in ("ties", "abstained", "abstentions")}
 
