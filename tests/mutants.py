@@ -199,8 +199,8 @@ MUTANTS = r"""
 
 # momentum.py: schedules reference optimizer
 = the message is blended with the momentum of after the step
-- (1.0 - self.b1) * g + self.b1 * mu
-+ (1.0 - self.b1) * g + self.b1 * self.remember(g, mu)
+- _mixed(self.b1, mu, g)
++ _mixed(self.b1, self.remember(g, mu), g)
 
 # sync.py: sync schedules
 = a sync comes one step late
@@ -613,8 +613,8 @@ MUTANTS = r"""
 + x.shape
 
 = of the ways that a step can go the last is the usual one
-- min(found.stages, key=_bytes)
-+ found.stages[-1]
+- min(found.ways, key=found.between)
++ found.ways[-1]
 
 = the turns of a loop are counted as one
 - times * step.params["length"] if name == "scan" else times
