@@ -85,13 +85,13 @@ def pack(codes: jax.Array, p: int = 1, zeros: jax.Array | None = None) -> list[j
     return [_joined(each, lead) for each in zip(*parts, strict=True)]
 
 
-def counted(size: int, at: int, ndim: int) -> jax.Array:
-    """Numbers ``uint32`` from 0 along dimension ``at``, a negative one, of as many as operands have.
+def counted(size: int, at: int, ndim: int, by: int = 1) -> jax.Array:
+    """Multiples ``uint32`` from 0 along dimension ``at``, a negative one, of as many as operands have.
 
     So no rank is promoted, which JAX can be told to refuse.
     """
-    shape = *[1] * (ndim + at), size, *[1] * (-1 - at)
-    return jnp.arange(size, dtype=jnp.uint32).reshape(shape)
+    others = [d for d in range(ndim) if d != ndim + at]
+    return lax.expand_dims(by * jnp.arange(size, dtype=jnp.uint32), others)
 
 
 def _set_zero_signs(planes: Sequence[jax.Array], zeros: jax.Array) -> list[jax.Array]:
@@ -105,7 +105,7 @@ def _pack_blocks(codes: jax.Array, p: int, zeros: jax.Array | None) -> list[jax.
     """``[..., 32, lanes]`` to ``uint32[..., lanes]`` for each plane."""
     lead, lanes = codes.shape[:-2], codes.shape[-1]
     striped = codes.astype(jnp.uint32).reshape(*lead, _STRIPES, _APART, lanes)
-    at = _APART * counted(_STRIPES, -3, striped.ndim)
+    at = counted(_STRIPES, -3, striped.ndim, _APART)
     row = counted(_APART, -2, striped.ndim - 1)
     stripes, nibbles = [], striped
     for k in range(p):

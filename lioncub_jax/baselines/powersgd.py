@@ -231,9 +231,9 @@ _product = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 def _scaled(x: jax.Array, otherwise: jax.Array) -> jax.Array:
     """Columns with a largest magnitude of 1; in place of zeros those of another array."""
-    largest = jnp.max(jnp.abs(x), axis=0, keepdims=True)
+    largest = jnp.max(jnp.abs(x), axis=0)
     moves = largest > 0
-    return jnp.where(moves, x / jnp.where(moves, largest, 1), otherwise)
+    return jnp.where(moves[None], x / jnp.where(moves, largest, 1)[None], otherwise)
 
 
 def _rotated(x: jax.Array) -> jax.Array:

@@ -296,8 +296,8 @@ def make_train_step(
       workers: a `Workers`, whose mesh has axes Auto or Explicit.
       batch_spec: how the batch is cut, such as ``P(("data", "fsdp"))``; by default over the workers (and
         the group) only. The workers' axes come first in its first entry.
-      accumulate: parts into which a worker cuts its batch; their gradients are averaged before the
-        exchange.
+      accumulate: parts into which a worker cuts its batch; their gradients are averaged, in float32 at
+        least, before the exchange.
       local_steps: into how many parts a worker cuts its batch first, each for a step of its own.
       local: the optimizer of these steps, any optax transform in which workers do not talk; the one
         given to `init_state`. Its state is each worker's own and stays from call to call, so schedules in
