@@ -73,7 +73,7 @@ def measure(steps: int, after: int, folder: Path) -> tuple[np.ndarray, dict[tupl
             like = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), trainer.state
             )
-            restored = checkpoints.restore(like, workers=rule)
+            restored = checkpoints.restore(like, on_resize=rule)
             first = restored.data["next_batch"]
             found[workers, rule] = trainer.train(restored.state, first, first + after)[1]
     return np.concatenate([before, rest]), found

@@ -369,7 +369,7 @@ def test_one_who_goes_on_alone_pays_what_several_workers_still_owe(tmp_path):
     with lc.Checkpoints(tmp_path, workers="data") as checkpoints:
         checkpoints.save(state._replace(opt_state=states), wait=True)
         for rule in ("mean", "keep"):
-            paid, states = before, checkpoints.restore(like, workers=rule).state.opt_state
+            paid, states = before, checkpoints.restore(like, on_resize=rule).state.opt_state
             for seed in (2, 3):
                 updates, states = apart(alone(numbers(seed, 1), states))
                 paid = jax.tree.map(np.add, paid, updates)

@@ -1,9 +1,10 @@
 """Saving and going on: on the same mesh, by exact rules on another, and never from damage."""
 
-import asyncio
 import errno
 import functools
+import io
 import json
+import os
 import re
 import shutil
 import signal
@@ -15,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from conftest import run_python, workers_on
 from jax.sharding import AxisType
@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
 from lioncub_jax.baselines.dgc import dgc
-from lioncub_jax.checkpoint import Checkpoints, Damaged, Snapshots, manager, stop_on_sigterm
+from lioncub_jax.checkpoint import Checkpoints, Damaged, Snapshots, files, stop_on_sigterm
 from lioncub_jax.checkpoint.leaves import paths_of
 from lioncub_jax.mesh.processes import words_of
 
@@ -242,7 +242,7 @@ def numbered(state):
 def test_what_workers_get_when_their_number_changes(old, new, make, rule, tmp_path):
     state = numbered(first_state(make, old))
     state = state._replace(step=state.step + 3)
-    options = {} if rule == "mean" else {"workers": rule}  # the mean is the default
+    options = {} if rule == "mean" else {"on_resize": rule}  # the mean is the default
     found = values(carried(tmp_path, state, old, new, make, **options))
     ruled = 0
     for path, x in values(state).items():
@@ -339,15 +339,12 @@ def cut_short(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.filterwarnings("error:coroutine .* was never awaited:RuntimeWarning")
 @pytest.mark.parametrize("harm", [flip, flip_first, cut_short, Path.unlink])
-def test_damage_is_refused_by_name_or_harmless_and_never_read(harm, tmp_path, caplog):
+def test_damage_is_refused_by_name_or_harmless_and_never_read(harm, tmp_path):
     whole, folder, refused = tmp_path / "whole", tmp_path / "harmed", set()
     save_small(whole, 1, 2)
     files = files_of(whole / "2")
-    # Of arrays: how they are spread over files differs, and `_sharding` may be larger than each.
-    largest = max((x for x in files if x.parent.name == "d"), key=lambda x: x.stat().st_size)
+    assert [path.name for path in files] == ["0.arrays", "about.json"]
     for path in files:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(whole, folder)
@@ -360,23 +357,20 @@ def test_damage_is_refused_by_name_or_harmless_and_never_read(harm, tmp_path, ca
         assert found.data == {"step": found.step}
         assert len(told) == (found.step == 1)
         if told:
-            refused |= {path, path.parent.name}
+            refused.add(path.name)
             assert f"{folder / '2'} is damaged" in told[0] and str(folder / "1") in told[0]
             with pytest.raises(Damaged, match="2 is damaged") as caught:
                 restore_small(folder, step=2)
-            # One sentence, and nothing that orbax says of each of its files.
             assert len(str(caught.value)) < 700 and "\n" not in str(caught.value)
             assert caught.value.__cause__ is caught.value.__context__ is None
-    assert refused >= {largest, "d", "about"}  # the arrays themselves and their description
-    assert not [record for record in caplog.records if record.name == "asyncio"]
+    assert refused == {"0.arrays", "about.json"}
 
 
 def test_a_number_that_is_not_as_written_is_named(tmp_path):
     """As where a file is whole but holds something else: the checkpoint's arrays, written anew."""
     save_small(tmp_path / "run", 1)
     save_small(tmp_path / "other", 2)
-    shutil.rmtree(tmp_path / "run" / "1" / "arrays")
-    (tmp_path / "other" / "2" / "arrays").rename(tmp_path / "run" / "1" / "arrays")
+    (tmp_path / "other" / "2" / "0.arrays").rename(tmp_path / "run" / "1" / "0.arrays")
     named = r"1 is damaged: state.params\['b'\] and 4 more arrays are not as written"
     refuses(named, lambda: restore_small(tmp_path / "run", step=1), Damaged)
 
@@ -384,24 +378,24 @@ def test_a_number_that_is_not_as_written_is_named(tmp_path):
 def test_a_damaged_checkpoint_gives_way_to_the_next_one_of_its_step(tmp_path):
     save_small(tmp_path, 1, 2)
     for again in ("2.damaged", "2.damaged-2"):
-        flip(tmp_path / "2" / "about" / "metadata")
+        flip(tmp_path / "2" / "about.json")
         with opened(tmp_path) as checkpoints:
             with pytest.warns(UserWarning, match="1 is used instead"):
                 assert checkpoints.restore(small()).step == 1
             checkpoints.save(small(2), {"step": 2}, wait=True)
             assert checkpoints.steps() == [1, 2]
         # It is kept, so that somebody may look at it or copy from it.
-        assert (tmp_path / again / "about" / "metadata").is_file()
+        assert (tmp_path / again / "about.json").is_file()
         assert restore_small(tmp_path).data == {"step": 2}
     for step in "12":
-        flip(tmp_path / step / "about" / "metadata")
+        flip(tmp_path / step / "about.json")
     none_left = r"no checkpoint in .* is whole: .*2 is damaged.*1 is damaged"
     refuses(none_left, lambda: restore_small(tmp_path), Damaged)
 
 
 def test_damage_is_none_the_less_for_who_handles_an_error_of_a_disk(tmp_path):
     save_small(tmp_path, 1, 2)
-    flip(tmp_path / "2" / "about" / "metadata")
+    flip(tmp_path / "2" / "about.json")
     try:
         raise OSError(errno.EIO, "where the data lie")
     except OSError:
@@ -409,43 +403,115 @@ def test_damage_is_none_the_less_for_who_handles_an_error_of_a_disk(tmp_path):
             assert restore_small(tmp_path).step == 1
 
 
-def test_a_read_leaves_the_event_loops_of_the_process_alone(tmp_path, monkeypatch):
-    save_small(tmp_path, 1)
-    monkeypatch.delattr(asyncio, "set_event_loop_policy")  # as Python will
-    assert restore_small(tmp_path).step == 1
-
-
-def test_the_last_few_are_kept_and_a_half_written_one_is_none(tmp_path):
+def test_the_last_few_are_kept_and_who_only_reads_changes_nothing(tmp_path):
+    with opened(tmp_path / "none") as checkpoints:
+        assert checkpoints.steps() == []
+    assert not (tmp_path / "none").exists()
     save_small(tmp_path, 1, 2, 3, 4, keep=2)
-    shutil.copytree(tmp_path / "4", tmp_path / "5.orbax-checkpoint-tmp-123")
+    half = tmp_path / "5.0123456789ab.part"  # of a process that was killed, on another machine
+    shutil.copytree(tmp_path / "4", half)
+    before = files_of(tmp_path)
     with opened(tmp_path) as checkpoints:
         assert checkpoints.steps() == [3, 4]
         assert checkpoints.restore(small()).data == {"step": 4}
         assert checkpoints.restore(small(), step=3).data == {"step": 3}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "4"]
+    assert files_of(tmp_path) == before
+    save_small(tmp_path, 5, keep=3)
+    assert half.is_dir()  # that machine may still write to it
+    os.utime(half, (0, 0))
+    for path in half.iterdir():
+        os.utime(path, (0, 0))
+    save_small(tmp_path, 6, keep=3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["4", "5", "6"]
+
+
+def test_going_back_puts_the_abandoned_branch_aside(tmp_path):
+    save_small(tmp_path, 20, 30, 40)
+    later = (
+        r"had checkpoints of later steps, \[30, 40\], and none of them was restored: .* Restore one"
+    )
+    refuses(later, lambda: save_small(tmp_path, 25))
+    assert restore_small(tmp_path, step=20).step == 20
+    with opened(tmp_path) as checkpoints:
+        assert checkpoints.steps() == [20, 30, 40]  # a restore alone changes nothing
+        checkpoints.restore(small(), step=20)
+        checkpoints.save(small(25))
+        checkpoints.save(small(30))
+        checkpoints.wait()
+        assert checkpoints.steps() == [20, 25, 30]
+    assert {path.name for path in tmp_path.glob("*.*")} == {"30.abandoned", "40.abandoned"}
+    assert restore_small(tmp_path).step == 30
+
+
+def test_the_best_stays_beside_the_newest(tmp_path):
+    with opened(tmp_path, keep=1, best="min") as checkpoints:
+        assert checkpoints.best() is None
+        for step, loss in enumerate([3.0, jnp.float32(1.0), float("nan"), 2.0], 1):
+            checkpoints.save(small(step), {"loss": float(loss)}, metric=loss)
+        refuses("give a number", lambda: checkpoints.save(small(9), metric=[1, 2]), TypeError)
+    with opened(tmp_path, best="min") as checkpoints:
+        assert checkpoints.best() == 2 and checkpoints.steps() == [2, 4]
+    with opened(tmp_path, best="max") as checkpoints:
+        assert checkpoints.best() == 4
+    with opened(tmp_path) as checkpoints:
+        refuses("best='min'", checkpoints.best)
+        refuses("metric=1: give Checkpoints", lambda: checkpoints.save(small(9), metric=1))
+    refuses("best='least': give 'min' or 'max'", lambda: opened(tmp_path, best="least"))
+
+
+def test_parameters_alone_are_read_where_they_are_wanted(tmp_path):
+    save_small(tmp_path, 1, 2)
+    state = small(2)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state.params)
+    with opened(tmp_path) as checkpoints:
+        for like in (state.params, shapes, jax.tree.map(np.asarray, state.params)):
+            found = checkpoints.restore_params(like)
+            assert_same(found.state, state.params)
+            assert found.step == 2 and found.data == {"step": 2}
+        lies = {x.sharding for x in jax.tree.leaves(found.state)}
+        assert lies == {jax.sharding.SingleDeviceSharding(jax.devices()[0])}
+        for change, words in [
+            ({"w": jnp.zeros((8, 41))}, r"params\['w'\] is float32\[64, 40\] in it, wanted .*8, 41"),
+            ({"x": jnp.zeros(3)}, "of another model: it lacks state.params"),
+        ]:  # fmt: skip
+            like = shapes | change
+            refuses(words, functools.partial(checkpoints.restore_params, like))
+        cut_short(tmp_path / "2" / "0.arrays")
+        with pytest.warns(UserWarning, match="1 is used instead"):
+            assert checkpoints.restore_params(shapes).step == 1
+        wrong = {"w": object()}
+        refuses("give arrays", lambda: checkpoints.restore_params(wrong), TypeError)
+
+
+def test_a_checkpoint_under_another_name_is_none_and_numbers_that_are_none_are_data(tmp_path):
+    with opened(tmp_path) as checkpoints:
+        checkpoints.save(small(1), {"loss": float("nan")})
+    assert np.isnan(restore_small(tmp_path).data["loss"])
+    (tmp_path / "1").rename(tmp_path / "3")
+    named = "3 is damaged: it is the checkpoint of step 1 under another name; give it its name back"
+    refuses(named, lambda: restore_small(tmp_path, step=3), Damaged)
 
 
 # --- What fails and is no damage
 
 PASSING = [
     OSError(errno.EIO, "Input/output error"), PermissionError(errno.EACCES, "Permission denied"),
-    MemoryError("no memory"), ValueError("UNKNOWN: Error reading: EIO"),
-    ValueError("PERMISSION_DENIED: Error reading"), RuntimeError("RESOURCE_EXHAUSTED: out of memory"),
+    MemoryError("no memory"), jax.errors.JaxRuntimeError("INTERNAL: of a device"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("handler", [ocp.JsonCheckpointHandler, ocp.PyTreeCheckpointHandler])
+@pytest.mark.parametrize("reader", ["read_about", "read_array"])
 @pytest.mark.filterwarnings("error::UserWarning")
-def test_a_read_that_fails_once_is_raised_and_the_checkpoint_stays(handler, tmp_path, monkeypatch):
+def test_a_read_that_fails_once_is_raised_and_the_checkpoint_stays(reader, tmp_path, monkeypatch):
     save_small(tmp_path, 1, 2)
-    before, failures, read = files_of(tmp_path), [], handler.restore
+    before, failures, read = files_of(tmp_path), [], getattr(files, reader)
 
-    def fails_once(self, *args, **kwargs):
+    def fails_once(*args):
         if failures:
             raise failures.pop()
-        return read(self, *args, **kwargs)
+        return read(*args)
 
-    monkeypatch.setattr(handler, "restore", fails_once)
+    monkeypatch.setattr(files, reader, fails_once)
     with opened(tmp_path) as checkpoints:
         for error in PASSING:
             failures.append(error)
@@ -454,51 +520,74 @@ def test_a_read_that_fails_once_is_raised_and_the_checkpoint_stays(handler, tmp_
             assert caught.value is error
             assert files_of(tmp_path) == before
         assert checkpoints.restore(small()).step == 2
-        checkpoints.save(small(3), wait=True)
-        assert checkpoints.steps() == [1, 2, 3]
-        shutil.rmtree(tmp_path / "3")  # taken away while it is read
-        refuses("not found", lambda: checkpoints.restore(small()), FileNotFoundError)
+
+        def taken_away(folder, *args):  # by another process, while it is read
+            if folder.name == "2":
+                shutil.rmtree(folder, ignore_errors=True)
+            return read(folder, *args)
+
+        monkeypatch.setattr(files, reader, taken_away)
+        with pytest.raises(
+            FileNotFoundError, match=r"no checkpoint of step 2 .* there are \[1, 2\]"
+        ):
+            checkpoints.restore(small(), step=2)
+        save_small(tmp_path, 2)
+        assert checkpoints.restore(small()).step == 1
 
 
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_a_file_that_the_system_does_not_open_is_no_damage(tmp_path):
     save_small(tmp_path / "run", 1, 2)
-    path = tmp_path / "run" / "2" / "arrays" / "manifest.ocdbt"
+    path = tmp_path / "run" / "2" / "0.arrays"
     path.rename(tmp_path / "aside")
     path.symlink_to(path.name)  # to itself: ELOOP, for whoever reads it, root too
-    with pytest.raises((OSError, ValueError), match="symbolic links") as caught:
+    with pytest.raises(OSError, match="symbolic links"):
         restore_small(tmp_path / "run")
-    assert not isinstance(caught.value, Damaged)
 
 
-def behind(error, cause):
-    error.__context__ = cause
-    return error
+@functools.cache
+def tiny(step):
+    lies = jax.sharding.NamedSharding(workers_of("2").mesh, P())
+    return {"step": step, "params": jax.device_put(np.float32([step, 2]), lies)}
 
 
-def test_what_is_behind_an_error_tells_damage_from_a_disk():
-    device = jax.errors.JaxRuntimeError("INTERNAL: of a device")
-    busy = ValueError("FAILED_PRECONDITION: Failed to open: Device busy [os_error_code='16']")
-    for cause, damage in {
-        OSError(errno.EIO, "x"): False, FileNotFoundError("x"): True, device: False, busy: False,
-        ValueError("FAILED_PRECONDITION: of a code"): True, AttributeError("chunk_shape"): True,
-    }.items():  # fmt: skip
-        assert manager._is_damage([Exception("while reading array index"), cause]) == damage
-    full = "RESOURCE_EXHAUSTED: Failed to write 5 bytes to file 3: No space [os_error_code='28']"
-    late = "UNAVAILABLE: no answer [tensorstore_spec='...']"
-    peer = "UNKNOWN: Gloo AllGather failed: Read error: Connection reset by peer"
-    space = OSError(errno.ENOSPC, "No space left on device")
-    for error, why in {
-        ValueError("a leaf was deleted"): None,
-        ValueError(peer): None,  # a worker's death is no disk's
-        ValueError(full): "No space left on device",
-        ValueError(late): f"ValueError: {late}",
-        behind(RuntimeError("DEADLINE_EXCEEDED: of a barrier"), space): "No space left on device",
-        TimeoutError(
-            "of a barrier"
-        ): "another process did not write its part in time, and its error says why",
-    }.items():
-        assert manager._why_not_written(manager._chain(error, None)) == why
+CALLS = [(os, name) for name in ("mkdir", "scandir", "stat", "rename", "unlink", "fsync", "rmdir")]
+
+
+@pytest.mark.filterwarnings("ignore:.*(cannot be removed|stay):UserWarning")
+@pytest.mark.parametrize(("module", "name"), [*CALLS, (io, "open")])
+def test_whichever_call_of_the_system_fails_what_is_told_saved_is_whole(
+    module, name, tmp_path, monkeypatch
+):
+    """One failure at a time, of each call of a save; `keep` has it delete as well."""
+    call, left = getattr(module, name), [-1]
+
+    def fails(*args, **kwargs):
+        left[0] -= 1
+        if not left[0]:
+            raise NotADirectoryError(errno.ENOTDIR, "Not a directory")
+        return call(*args, **kwargs)
+
+    folder, saved = tmp_path / "run", []
+    with opened(folder, keep=1) as checkpoints:
+        checkpoints.save(tiny(0), wait=True)
+        saved.append(0)
+        monkeypatch.setattr(module, name, fails)
+        for step in range(1, 40):
+            left[0] = step
+            try:
+                checkpoints.save(tiny(step), wait=True)
+                saved.append(step)
+            except OSError as problem:
+                assert f"checkpoint {folder / str(step)} was not written (" in str(problem)
+            survived, left[0] = left[0] > 0, -1
+            newest = checkpoints.restore(tiny(0))
+            assert newest.step >= saved[-1] and newest.state["params"][0] == newest.step
+            if survived:
+                break
+        assert survived and step > 1
+        checkpoints.save(tiny(40), wait=True)
+    assert [path.name for path in folder.iterdir() if path.name != "40"] == []
 
 
 # --- Bad input
@@ -510,8 +599,20 @@ def test_folders_and_arguments_that_cannot_be_are_refused(tmp_path):
     missing = r"no checkpoint of step 5 in .*; there are \[1\]"
     refuses(missing, lambda: restore_small(tmp_path / "some", step=5), FileNotFoundError)
     (tmp_path / "notes.txt").write_text("mine")
+    for other in (".nfs0001", ".DS_Store", "lost+found", "core.17"):
+        (tmp_path / "some" / other).touch()
+    assert restore_small(tmp_path / "some").step == 1
     refuses("is no folder of checkpoints, it holds .*'notes.txt'", lambda: opened(tmp_path))
     refuses("notes.txt is a file", lambda: opened(tmp_path / "notes.txt"))
+    for given, words in {
+        "s3://bucket/run": "is a URL, and checkpoints are files .*: mount the store",
+        "file:///run": "is a URL", "~/run": r"begins with ~, .*: give os.path.expanduser\('~/run'\)",
+        Path("gs://bucket"): "is a URL", "": "is no folder",
+    }.items():  # fmt: skip
+        refuses(
+            words,
+            lambda g=given: opened(g),
+        )
     for name, value in [
         ("workers", ()),
         *((n, x) for n in ("keep", "timeout") for x in (0, -1, 1.5, True)),
@@ -554,8 +655,8 @@ def test_what_is_no_state_is_refused_in_a_sentence(tmp_path):
             ("cannot be held by JSON", TypeError, state, {"data": object()}),
         ]:  # fmt: skip
             refuses(words, functools.partial(here.save, given, **options), kind)
-        rule = "workers='all': give one of 'mean', 'keep'"
-        refuses(rule, lambda: here.restore(state, workers="all"))
+        rule = "on_resize='all': give one of 'mean', 'keep'"
+        refuses(rule, lambda: here.restore(state, on_resize="all"))
         assert here.steps() == [1]
     gone = jax.tree.map(jnp.copy, state)
     for x in (gone.step, gone.rng):
@@ -583,14 +684,20 @@ def test_a_checkpoint_of_another_model_optimizer_or_format_is_refused(tmp_path):
     with opened(tmp_path) as checkpoints:
         like = first_state(lambda workers: lc.lion_cub(0.1, workers="data"), "2", **SMALL)
         refuses("of another optimizer: it lacks state.opt_state", lambda: checkpoints.restore(like))
-    path = tmp_path / "2" / "about" / "metadata"
-    for version, told in {
-        4: "2 has format 4, and this version .* reads format 3: read it .* wrote it, a newer version",
-        2: "2 has format 2, and this version .* reads format 3: read it .* wrote it, 0.2",
-    }.items():
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"format": version}))
+    newer = (
+        "2 has format 5, and this version .* reads format 4: read it with the version that wrote it"
+    )
+    older = "2 has a format before 4, and .* reads format 4: read it with version 0.3 or earlier"
+    about = tmp_path / "2" / "about.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "FORMAT", 5)
+        about.write_text(files.sealed(json.loads(about.read_text())["body"]))
+    for told in (newer, older):
         refuses(told, lambda: restore_small(tmp_path))  # and it is not passed over
         refuses(told, lambda: restore_small(tmp_path, step=2))
+        if about.exists():
+            about.unlink()
+            (tmp_path / "2" / "about").mkdir()
     assert restore_small(tmp_path, step=1).step == 1  # nothing was renamed
 
 
@@ -599,7 +706,8 @@ def test_a_checkpoint_of_another_model_optimizer_or_format_is_refused(tmp_path):
 
 def test_what_was_saved_is_complete_when_the_statement_or_the_save_ends(tmp_path):
     outside = opened(tmp_path)
-    outside.save(small(1))
+    outside.save(small(1))  # in the background here too
+    assert outside.restore(small()).step == 1
     assert [path.name for path in tmp_path.iterdir()] == ["1"]
     with pytest.raises(ZeroDivisionError), opened(tmp_path) as checkpoints:
         checkpoints.save(small(2), {"step": 2})
@@ -643,24 +751,29 @@ def test_a_save_that_the_disk_refuses_is_named_once_and_the_next_is_whole(tmp_pa
 
 
 NEVER_LEFT = """
-import os, sys, time, jax
+import os, resource, sys, time, jax
 jax.config.update("jax_num_cpu_devices", 8)
 from test_checkpoint import opened, small
-state, checkpoints, mkdir = small(1), opened(sys.argv[1]).__enter__(), os.mkdir
-os.mkdir = lambda *args: (time.sleep(0.5), mkdir(*args))  # as on a slow disk: longer than the program
-checkpoints.save(state)
+checkpoints, fsync = opened(sys.argv[1]), os.fsync
+os.fsync = lambda *args: (time.sleep(0.5), fsync(*args))  # as on a slow disk: longer than the program
+checkpoints.save(small(1))
+checkpoints.wait()
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), -1))
+checkpoints.save(small(2))
 """
 
 
-def test_a_save_that_the_end_of_the_program_cuts_off_is_an_error_and_blocks_nothing(tmp_path):
-    done = run_python(NEVER_LEFT, str(tmp_path))
+@pytest.mark.parametrize(("room", "steps"), [(-1, [1, 2]), (0, [1])])
+def test_the_end_of_the_program_waits_for_the_last_save_and_says_if_it_failed(
+    room, steps, tmp_path
+):
+    done = run_python(NEVER_LEFT, str(tmp_path), str(room))
     assert done.returncode == 0, done.stderr
+    lost = f"its last checkpoint is not complete: checkpoint {tmp_path / '2'} was not written (File too"
+    assert (lost in done.stderr) == (room == 0)
     with opened(tmp_path) as checkpoints:
-        if not checkpoints.steps():  # else it was written in time
-            assert f"the program ended while a checkpoint was written to {tmp_path}" in done.stderr
-            assert "leave the with statement, or call checkpoints.close()" in done.stderr
-            checkpoints.save(small(1), {"step": 1})
-    assert restore_small(tmp_path).step == 1
+        assert checkpoints.steps() == steps
+    assert restore_small(tmp_path).step == steps[-1]
 
 
 def test_sigterm_is_told_to_the_loop_and_the_handler_is_put_back():

@@ -25,7 +25,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from conftest import workers_on
 from jax.experimental import multihost_utils
@@ -33,7 +32,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
-from lioncub_jax.checkpoint import stop_on_sigterm
+from lioncub_jax.checkpoint import files, stop_on_sigterm
 from lioncub_jax.checkpoint.leaves import paths_of
 from lioncub_jax.layout import Flat
 
@@ -278,6 +277,13 @@ def other_workers(folder):
         checkpoints.save(numbered(first, 5), {"next": 6})
 
 
+def raises(error):
+    def act(*args):
+        raise error
+
+    return act
+
+
 def agree(folder):
     """A disk that fails once, in one process; a folder that cannot be made; and what is damaged."""
     first, index = first_state(workers_of(4)), jax.process_index()
@@ -285,30 +291,28 @@ def agree(folder):
     with checkpoints_in(folder) as checkpoints:
         for step in (1, 2):
             checkpoints.save(numbered(first, step), {"step": step}, wait=True)
-        read, failed = ocp.PyTreeCheckpointHandler.restore, OSError(errno.EIO, "once")
+        read, failed = files.read_array, OSError(errno.EIO, "once")
         failures = [failed] * index
 
-        def fails_once(self, *args, **kwargs):
+        def fails_once(*args):
             if failures:
                 raise failures.pop()
-            return read(self, *args, **kwargs)
+            return read(*args)
 
-        ocp.PyTreeCheckpointHandler.restore = fails_once
+        files.read_array = fails_once
         with pytest.raises((OSError, RuntimeError)) as caught:
             checkpoints.restore(first)
         said = "2 was not read.*: another process failed, and its error says why"
         assert caught.value is failed if index else re.search(said, str(caught.value))
         assert checkpoints.restore(first).step == 2
-        tried = folder / "7.orbax-checkpoint-tmp-tried"  # where process 0 cannot make a folder
-        if index == 0:
-            tried.write_text("")
-        multihost_utils.sync_global_devices("in the way")
-        why = "another process failed" if index else "File exists"
-        with pytest.raises((OSError, RuntimeError), match=f"7 was not written.*{why}"):
+        make, taken = files.new_half, OSError(errno.EROFS, "Read-only file system")
+        files.new_half = raises(taken)  # in process 0 alone it is called
+        why = re.escape(f"checkpoint {folder / '7'} was not written (Read-only file system)")
+        with pytest.raises(OSError, match=why):
             checkpoints.save(numbered(first, 7), wait=True)
+        files.new_half = make
         if index == 0:
-            tried.unlink()
-            (folder / "2" / "about" / "metadata").write_text("{}")
+            (folder / "2" / "about.json").write_text("{}")
         multihost_utils.sync_global_devices("damaged")
         with pytest.warns(UserWarning, match="2 is damaged"):
             assert checkpoints.restore(first).step == 1
@@ -330,11 +334,31 @@ def refuse(folder):
         with pytest.raises(OSError) as caught:
             checkpoints.save(numbered(first, 3))
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        why = "File too large" if mine else "another process did not write its part in time"
+        why = (
+            "File too large" if mine else "process 1 did not write its part, and its error says why"
+        )
         assert f"checkpoint {folder / '2'} was not written ({why}" in str(caught.value)
         checkpoints.save(numbered(first, 4), wait=True)
         assert checkpoints.steps() == [1, 4]
         assert_holds(checkpoints.restore(first).state, 4)
+
+
+def alone(folder):
+    """Process 0 makes the checkpoints and saves, then both make them and it alone saves."""
+    first, index = first_state(workers_of(4)), jax.process_index()
+    told = (rf"process {index} waited up to 1 s for all 2 processes .*\. Every process makes the "
+            r"Checkpoints of .* and calls their methods in the same order, not process 0 alone")  # fmt: skip
+    if index == 0:
+        with pytest.raises(TimeoutError, match=f"save: {told}"):
+            checkpoints_in(folder / "alone", timeout=1).save(numbered(first, 1))
+    multihost_utils.sync_global_devices("alone")
+    with (
+        pytest.raises(TimeoutError, match=f"{'close' if index else 'save'}: {told}"),
+        checkpoints_in(folder / "together", timeout=1) as saved,
+    ):
+        if index == 0:
+            saved.save(numbered(first, 1))
+    assert not (folder / "alone").exists() and not (folder / "together").exists()
 
 
 def heal(folder):
@@ -379,7 +403,7 @@ def loop(folder):
                 print("saving", flush=True)
 
 
-PAIR = train, rows_fit, votes_alone, differ, other_workers, agree, refuse, heal, stop
+PAIR = train, rows_fit, votes_alone, differ, other_workers, agree, refuse, alone, heal, stop
 
 
 # --- Starting processes
@@ -497,27 +521,42 @@ def test_processes_told_to_stop_save_at_one_step(pair):
         assert checkpoints.steps() == [step]
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.long)])
-def test_whenever_a_run_is_killed_its_newest_checkpoint_is_whole(kills, tmp_path):
+@pytest.mark.parametrize(("kills", "reads"), [(1, 6), pytest.param(20, 3, marks=pytest.mark.long)])
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_whoever_reads_beside_a_run_and_whenever_it_is_killed_its_newest_is_whole(
+    kills, reads, tmp_path
+):
     print(f"seed {SEED}")
     rng = random.Random(SEED)
-    folder, like, steps = tmp_path / "checkpoints", first_state(workers_of(2)), [0]
+    folder, like, newest = tmp_path / "checkpoints", first_state(workers_of(2)), 0
+
+    def read():
+        with checkpoints_in(folder) as checkpoints:
+            found = checkpoints.restore(like)
+        assert found.data == {"step": found.step}
+        assert_holds(found.state, found.step)
+        return found.step
+
     for i in range(kills):
         log = tmp_path / f"{i}.log"
         child = spawn(__file__, log, "loop", 0, 1, 0, 2, folder)
         try:
             until(lambda log=log: "saving" in log.read_text(), [child])
+            for k in range(reads):
+                time.sleep(rng.random() * 0.3)
+                if k % 2:  # or aimed at the moments of which there are few
+                    until(lambda: list(folder.glob("*.*")), [child])
+                assert read() > newest
             time.sleep(rng.random() * 0.3)
             assert child.poll() is None, log.read_text()
         finally:
             kill([child])
+        newest = read()
         with checkpoints_in(folder) as checkpoints:
-            found = checkpoints.restore(like)
-            assert found.step == checkpoints.steps()[-1] > steps[-1]  # none was passed over
-        assert found.data == {"step": found.step}
-        assert_holds(found.state, found.step)
-        assert not list(folder.glob("*tmp*"))  # the half that was being written is gone
-        steps.append(found.step)
+            assert newest == checkpoints.steps()[-1]
+    with checkpoints_in(folder) as checkpoints:
+        checkpoints.save(numbered(like, newest + 1))
+    assert not list(folder.glob("*.*"))  # the halves that were being written are gone
 
 
 if __name__ == "__main__":

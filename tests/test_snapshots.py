@@ -85,9 +85,9 @@ def test_with_other_workers_it_is_what_a_checkpoint_gives(folders, count, rule):
     state, like = numbered(first_state(workers_of(4)), STEP), first_state(workers_of(count))
     with both(folders) as (saved, snapshots):
         snapshots.save(state)
-        found = snapshots.restore(like, workers=rule)
+        found = snapshots.restore(like, on_resize=rule)
         saved.save(state, wait=True)
-        assert_same(found.state, saved.restore(like, workers=rule).state)
+        assert_same(found.state, saved.restore(like, on_resize=rule).state)
 
 
 def test_every_kth_call_takes_one_and_three_stay(folders, first):

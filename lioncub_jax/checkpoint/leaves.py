@@ -11,8 +11,8 @@ out of them, by nothing but reshapes, transposes and slices. It is linear, and t
 transpose, which JAX derives: slices become padding, and what was split is joined. Both are exact, to the
 sign of a zero. Where the rows of an array belong is read from the state itself (`layout_of`): state classes
 say whose their fields are (``holders``, see `layout.Holder`), a ``Flat`` has its bucket, shardings say
-the rest. So nothing of it is written down: orbax saves the leaves as global arrays and cuts them anew for
-whatever mesh reads them. Beside them stand their names, shapes and dtypes, whose they are, and checksums.
+the rest. So nothing of it is written down: the leaves are saved in tiles, and cut anew for whatever mesh
+reads them. Beside them stand their names, shapes and dtypes, whose they are, and checksums.
 
 Where the number of workers changes, what is each worker's own meets a rule, in `_shared`. Arrays that are
 leaves already go straight to their place; only rows are reshuffled, once a save and once a restore.
@@ -474,6 +474,17 @@ def from_json(found: Mapping[str, Any]) -> dict[str, Leaf]:
         name: Leaf(tuple(shape), dtype, Holder(holder), *rest)
         for name, (shape, dtype, holder, *rest) in found.items()
     }
+
+
+def params_of(saved: Mapping[str, Leaf]) -> dict[str, tuple[str, Leaf]]:
+    """The parameters of a state, by their paths inside of it, with their names."""
+    found = {}
+    for name, leaf in saved.items():
+        for field in (".params", "['params']"):
+            rest = name.removeprefix(field)
+            if rest != name and rest[:1] in ("", ".", "["):
+                found[rest] = name, leaf
+    return found
 
 
 def check_same_model(name: str, saved: Mapping[str, Leaf], wanted: Mapping[str, Leaf]) -> None:

@@ -1,44 +1,46 @@
 """Saving a training state and going on from it: on the same devices, or with other workers.
 
-A checkpoint holds the leaves of a state (`leaves`), with a checksum of each, and their names. orbax
-writes in the background and renames a checkpoint only when it is complete.
+A checkpoint holds the leaves of a state (`leaves`), with a checksum of each, and their names, in files of
+its own (`files`). It is written in the background, read back, and then it counts.
 
 Only what is not as it was written is damage. A disk, a permission or a memory that fails says nothing
 about a checkpoint: such errors are raised as they are, and the checkpoint stays.
 """
 
-import asyncio
 import atexit
 import contextlib
-import dataclasses
-import hashlib
+import errno
 import json
+import math
 import os
-import re
 import signal
-import sys
 import threading
+import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import orbax.checkpoint as ocp  # type: ignore[import-untyped]
+import numpy as np
 
 from lioncub_jax import own
 from lioncub_jax.arguments import check_count
 from lioncub_jax.axes import AxisName, spelled
-from lioncub_jax.checkpoint import leaves, states
+from lioncub_jax.checkpoint import files, leaves, states
+from lioncub_jax.checkpoint.files import Damaged
 from lioncub_jax.checkpoint.leaves import Leaf, Target
+from lioncub_jax.layout import Holder
 from lioncub_jax.mesh.placement import Workers, names_of
 from lioncub_jax.mesh.processes import any_process, together, told
 from lioncub_jax.mesh.sums import checksums, untyped
 
-FORMAT = 3  # 1 and 2: versions 0.1 and 0.2, arrays as they lay
 RULES = ("mean", "keep")
-RUN = "run"  # a file beside the checkpoints: the name of their run
+_MISSING = FileNotFoundError, IsADirectoryError, NotADirectoryError, Damaged
+_MEETINGS: Counter[str] = Counter()  # by the name of a folder
 
 
 class Restored(NamedTuple):
@@ -57,27 +59,28 @@ class Restored(NamedTuple):
     step: int
 
 
-class Damaged(ValueError):
-    """A checkpoint that is not as it was written.
-
-    A checksum or a seal does not match, a file is missing, or it cannot be read, and no disk, device or
-    memory says that it failed.
-    """
+class Gone(Exception):
+    """A checkpoint was taken away since it was listed, as when newer ones are complete."""
 
 
 class Checkpoints:
     """The checkpoints of a run, in a folder of their own; a context manager that writes in the background.
 
+    It makes, changes and deletes nothing before the first `save`. Every process of a run makes one and
+    calls the same methods in the same order; `steps`, `wait` and `close` each may call alone.
+
     Args:
-      directory: the folder; made if it is not there. Processes of one run must see the same folder.
+      directory: the folder; the first save makes it. Processes of one run must see the same folder.
       workers: as the optimizer's: a ``Workers``, or the name of their mesh axis, or several as a tuple. Its
         mesh need not be that of the states: they know theirs.
-      keep: how many checkpoints stay; the oldest goes when one more is complete.
-      timeout: seconds after which a save that some process has not written is an error in all of them. A
-        process whose disk fails tells nobody, so the others wait for it as long as this.
+      keep: how many checkpoints stay; the oldest goes when one more is complete and was read back.
+      best: ``"min"`` or ``"max"``: the one whose ``save(metric=)`` is the smallest or largest stays too.
+      timeout: seconds after which what some process has not called, or has not written, is an error in
+        all others.
 
     Raises:
-      ValueError: for ``keep`` or ``timeout`` below 1, or a folder that holds anything but checkpoints.
+      ValueError: for ``keep`` or ``timeout`` below 1, another ``best``, a URL, a folder that begins with
+        ``~``, or one that holds no checkpoint and something else.
 
     Example:
       >>> import tempfile, jax, jax.numpy as jnp, lioncub_jax as lc
@@ -90,6 +93,7 @@ class Checkpoints:
       ...     with Checkpoints(folder, workers=workers) as checkpoints:
       ...         checkpoints.save(state, {"next_batch": 7}, wait=True)
       ...         found = checkpoints.restore(state)
+      ...         params = checkpoints.restore_params(state.params).state
       >>> found.step, found.data
       (0, {'next_batch': 7})
     """
@@ -100,103 +104,99 @@ class Checkpoints:
         *,
         workers: AxisName | Workers,
         keep: int = 3,
+        best: str | None = None,
         timeout: int = 1200,
     ):
         check_count(f"keep={keep!r}", keep)
         check_count(f"timeout={timeout!r}", timeout)
+        if best not in (None, "min", "max"):
+            raise ValueError(
+                f"best={best!r}: give 'min' or 'max', or None to keep the newest alone"
+            )
         self._axes: Any = [*map(spelled, names_of(workers))]
-        self.directory = Path(directory).absolute()
+        self._keep, self._best, self._timeout = keep, best, timeout
+        self.directory, self._before = files.check_directory(directory)
         self._refused: set[int] = set()
-        self._under_way = -1  # the step that was saved last
-        self._closed = self._entered = self._failed = False
-        _check_folder(self.directory)
-        self._options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep,
-            create=True,
-            cleanup_tmp_directories=True,  # halves that a run left when it was killed
-            # Else the end of a program that cuts off a save may wait five minutes for a folder.
-            async_options=ocp.AsyncOptions(
-                timeout_secs=timeout, create_directories_asynchronously=False
-            ),
-        )
-        self._manager = ocp.CheckpointManager(self.directory, options=self._options)
+        self._restored: int | None = None
+        self._closed = False
+        self._writer = ThreadPoolExecutor(1)  # no thread before its first task
+        self._writing: Future[list[str]] | None = None
         atexit.register(self._at_exit)
 
     def __enter__(self) -> "Checkpoints":
-        self._entered = True
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        try:
+            if error[0] is None:
+                self._meet("close")
+        finally:
+            self.close()
 
     def save(
-        self, state: Any, data: Any = None, wait: bool = False, *, step: int | None = None
+        self,
+        state: Any,
+        data: Any = None,
+        wait: bool = False,
+        *,
+        step: int | None = None,
+        metric: Any = None,
     ) -> None:
         """Saves a state under its step; its arrays may be donated as soon as this returns.
 
-        Inside the ``with`` statement it copies the arrays to the host and writes them in the background;
-        leaving the statement waits. Outside it returns when the checkpoint is complete, because nobody
-        would wait for the last one, and the end of a program cuts off what it writes.
+        It copies the arrays to the host and writes them in the background. The next save, `wait`, the end
+        of the ``with`` statement and that of the program wait until the checkpoint is complete: read back,
+        and under its name.
 
-        Checkpoints that `restore` passed over as damaged are renamed to ``<step>.damaged`` first, and kept.
+        Checkpoints that `restore` passed over as damaged are renamed to ``<step>.damaged`` first, and those
+        newer than the one that it read to ``<step>.abandoned``; nothing deletes them.
 
         Args:
           state: a ``StepState``, a ``TrainState`` of flax, or any tree of arrays, such as a dict
             with ``"params"`` and an ``nnx.Optimizer``. Arrays that lie on no mesh, and numbers, are
             taken as the same everywhere.
           data: anything JSON can hold, such as the position in the data.
-          wait: return only when the checkpoint is complete, inside a ``with`` statement too.
+          wait: return only when the checkpoint is complete.
           step: its number; None for the state's field or entry ``step``.
+          metric: a number, such as the validation loss, for ``best``; NaN is never best.
 
         Raises:
-          ValueError: if there is a checkpoint of this step, the arrays of the state are on several meshes
-            or on none with the axes, or ``close`` was called; if an array was donated, what is each
-            worker's own has no leading axis of workers, or an array is labelled one value and its
-            copies differ, to the bit.
+          ValueError: if there is a checkpoint of this step, or of later ones of which none was restored;
+            the arrays of the state are on several meshes or on none with the axes, or ``close`` was called;
+            if an array was donated, what is each worker's own has no leading axis of workers, or an array
+            is labelled one value and its copies differ, to the bit.
           TypeError: if ``state`` has no step or holds what is no array, or JSON cannot hold ``data``.
           OSError: if a checkpoint could not be written, such as on a full disk; where it was written in the
-            background, by the next call of ``save``, ``wait`` or ``close``.
+            background, by the next call of ``save``, ``wait`` or ``close``. A ``TimeoutError`` where some
+            process does not call it.
         """
-        self._check_open("save")
+        self._call("save")
+        self._end_last()
         states.check_there("save(state)", state)
         state, workers = self.on_mesh("save(state)", state)
-        step = states.step_of(state, step)
-        self._set_refused_aside()
-        if step in self.steps():
-            raise ValueError(
-                f"{self._name(step)} is there already: save each step once, or give a run that starts "
-                "again from an earlier step a folder of its own"
-            )
+        step, metric = states.step_of(state, step), self._number(metric)
+        body = {"step": step, "metric": metric, "data": as_json(data)}
         layout = leaves.layout_of(state, workers)
         arrays = leaves.arrays_of(state)
         saved = leaves.leaves_of(layout, untyped(workers.mesh), arrays)
         sums, apart = checksums(arrays | saved)
         states.check_one_value(state, apart, workers)
-        known = {name: x._replace(sums=sums[name]) for name, x in leaves.described(layout).items()}
-        about = _sealed({"leaves": known, "data": as_json(data)})
-        args = ocp.args.Composite(
-            arrays=ocp.args.StandardSave(saved), about=ocp.args.JsonSave(about)
-        )
-        self.wait()
-        self._under_way = step
-        if any_process(self._failed):
-            self._end()
-            # Without the halves of that save: threads of orbax may still write to them.
-            left = dataclasses.replace(self._options, cleanup_tmp_directories=False)
-            self._manager = ocp.CheckpointManager(self.directory, options=left)
-            self._failed = False
-        with self._writing():
-            # orbax waits five minutes for a folder that its first process could not make.
-            together(f"{self._name(step)} was not written", lambda: self._try_folder(step))
-            self._manager.save(step, args=args, force=True)
-        if wait or not self._entered:
+        body["leaves"] = {n: x._replace(sums=sums[n]) for n, x in leaves.described(layout).items()}
+        body["tiles"] = tiles = files.plan(saved)
+        pieces, sizes = files.copied(saved, tiles), files.sizes(saved, tiles)
+        half, lock = self._of_first(step, lambda: self._prepared(step))
+        self._refused.clear()
+        self._restored, self._before = None, []
+        written = files.sealed(body), sizes, pieces
+        self._writing = self._writer.submit(self._write, step, self.directory / half, lock, written)
+        if wait:
             self.wait()
 
-    def restore(self, like: Any, *, step: int | None = None, workers: str = "mean") -> Restored:
-        """Reads a checkpoint onto the mesh on which ``like`` lies.
+    def restore(self, like: Any, *, step: int | None = None, on_resize: str = "mean") -> Restored:
+        """Reads a checkpoint onto the mesh on which ``like`` lies; it changes nothing in the folder.
 
         With as many workers as before, every number is what it was. With another number of them, each
-        worker's own momentum follows ``workers``; error feedback keeps its mean over the workers; of
+        worker's own momentum follows ``on_resize``; error feedback keeps its mean over the workers; of
         model state floats are averaged, the largest of whole numbers is taken, and random keys stay
         with newcomers folding in their index. What owners hold is one for all and is cut anew. Drift
         that was measured leaf by leaf is unknown until a group that now measures it has done so.
@@ -206,8 +206,9 @@ class Checkpoints:
             `init_state`; or a ``ShapeDtypeStruct`` with its sharding for each array. What lies on no mesh
             comes back as the same everywhere.
           step: which; None for the newest that is whole.
-          workers: ``"mean"``: all get the mean over the workers there were. ``"keep"``: workers that
-            survive keep what is theirs, model state too, and newcomers get the mean.
+          on_resize: for another number of workers. ``"mean"``: all get the mean over the workers there
+            were. ``"keep"``: workers that survive keep what is theirs, model state too, and newcomers get
+            the mean.
 
         Returns:
           A ``Restored``.
@@ -220,88 +221,266 @@ class Checkpoints:
             on one mesh with the axes or has no axis of workers where each has its own, or ``close`` was
             called.
           TypeError: if ``like`` holds what is no array.
+          TimeoutError: where some process does not call it.
           Exception: a file, a permission or the memory that fails is raised as it is, and nothing is
             passed over; where it failed in another process, as a ``RuntimeError``.
 
         Example:
           See `Checkpoints`.
         """
-        self._check_open("restore")
-        check_rule(workers)
+        self._call("restore")
+        check_rule(on_resize)
         target = self.target(like)
-        steps = self.steps()
-        if step is None:
-            return self._newest(steps, target, workers)
-        if step not in steps:
-            raise FileNotFoundError(
-                f"no checkpoint of step {step} in {self.directory}; there are {steps}"
+
+        def read(step: int) -> Restored:
+            about = self._about(step)
+            saved = leaves.from_json(about["leaves"])
+            leaves.check_same_model(self._name(step), saved, target.leaves)
+            places = {n: target.place(n, x, target.stays(n, x)) for n, x in saved.items()}
+            arrays = self._arrays(step, about, saved, places)
+            return Restored(target.made(saved, arrays, on_resize == "keep"), about["data"], step)
+
+        found, problems = self._found(step, read)
+        # Only now: that an older one can be read shows that the fault is not in the reading.
+        self._refused.update(problems)
+        self._restored = found.step
+        return found
+
+    def restore_params(self, like: Any, *, step: int | None = None) -> Restored:
+        """Reads the parameters of a checkpoint alone, such as to serve or to evaluate a model.
+
+        Args:
+          like: a tree of arrays or of ``ShapeDtypeStruct``s, as the field or entry ``params`` of the state
+            that was saved. What has no sharding is put on the first device.
+          step: which; None for the newest that is whole.
+
+        Returns:
+          A ``Restored`` whose ``state`` is the parameters.
+
+        Raises:
+          ValueError: if the parameters have other names, shapes or dtypes; else as `restore`.
+        """
+        self._call("restore_params")
+        places = states.places_of(like)
+
+        def read(step: int) -> Restored:
+            about = self._about(step)
+            saved = leaves.params_of(leaves.from_json(about["leaves"]))
+            wanted = {
+                path: Leaf(x.shape, str(x.dtype), Holder.ALL)
+                for path, x in places.items()
+                if x.size
+            }
+            named = {f".params{path}": leaf for path, (_, leaf) in saved.items()}
+            leaves.check_same_model(
+                self._name(step), named, {f".params{path}": x for path, x in wanted.items()}
             )
-        return self._restored(step, target, workers)
+            of_files = {saved[path][0]: places[path] for path in wanted}
+            arrays = self._arrays(step, about, dict(saved.values()), of_files)
+            by_path = {path: arrays[saved[path][0]] for path in wanted}
+            return Restored(states.placed_like(like, by_path), about["data"], step)
+
+        return self._found(step, read)[0]
+
+    def best(self) -> int | None:
+        """The step with the best metric, for ``restore(step=)``; None where none has one.
+
+        Raises:
+          ValueError: without ``Checkpoints(best=)``.
+        """
+        self._call("best")
+        if self._best is None:
+            raise ValueError(
+                "best(): give Checkpoints(..., best='min') or 'max', and save(metric=)"
+            )
+        return self._of_first(None, self._best_step)
 
     def steps(self) -> list[int]:
         """The steps of which there is a checkpoint, damaged or not, in order."""
-        return sorted(self._manager.all_steps())
+        return files.listing(self.directory).steps
 
     def wait(self) -> None:
         """Returns when what was saved is complete on disk; errors as in `save`."""
-        if not self._failed:
-            with self._writing():
-                self._manager.wait_until_finished()
+        if self._writing is None:
+            return
+        wait([self._writing])
+        writing, self._writing = self._writing, None
+        for note in writing.result():
+            warnings.warn(note, stacklevel=2)
 
     def close(self) -> None:
-        """Waits and gives up the background threads."""
+        """Waits and gives up the background thread."""
         if not self._closed:
             self._closed = True
             atexit.unregister(self._at_exit)
             try:
                 self.wait()
             finally:
-                self._end()
-
-    def _end(self) -> None:
-        """Ends orbax's threads. Some still write other parts of a save that failed, and fail again."""
-        with contextlib.suppress(Exception) if self._failed else contextlib.nullcontext():
-            self._manager.close()
+                self._writer.shutdown()
 
     def _at_exit(self) -> None:
-        """Says so if the end of the interpreter, which stops the threads of orbax, cut off a save."""
+        """Says what the last save failed on; the end of the program has waited for it."""
         try:
             self.wait()
-        except Exception as problem:
+        except OSError as problem:
             raise RuntimeError(
-                f"the program ended while a checkpoint was written to {self.directory}, and it is not "
-                f"complete ({_first_line(problem)}): leave the with statement, or call "
-                "checkpoints.close(), before the program ends"
+                f"the program has ended, and its last checkpoint is not complete: {problem}. Leave the "
+                "with statement, or call checkpoints.close(), before the program ends, to learn of it there"
             ) from None
 
-    def _check_open(self, call: str) -> None:
+    # --- All processes together
+
+    def _call(self, call: str) -> None:
+        """Begins a call that all processes make."""
         if self._closed:
             raise ValueError(
                 f"{call}: these checkpoints of {self.directory} are closed; call it before close() and "
                 "inside the with statement, or open the folder again with Checkpoints(...)"
             )
+        if self._writing is not None:
+            wait([self._writing])  # its error is for save, wait and close
+        self._meet(call)
 
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Says which checkpoint an error of the disk is of; orbax names neither it nor the folder."""
-        handled = sys.exception()
+    def _meet(self, call: str) -> None:
+        """Raises in a process that waits alone: no sum over devices ends before all have come."""
+        name = self.directory.name
+        _MEETINGS[name] += 1
         try:
-            yield
+            _barrier(f"checkpoints {name} {_MEETINGS[name]} {call}", self._timeout)
         except Exception as problem:
-            self._failed = True
-            why = _why_not_written(_chain(problem, handled))
-            if why is None:
-                raise
-            raise OSError(
-                f"{self._name(self._under_way)} was not written ({why}), and those before it stay: free or "
-                "mend that disk, and start again from the newest"
-            ) from problem
+            raise TimeoutError(
+                f"{call}: process {jax.process_index()} waited up to {self._timeout} s for all "
+                f"{jax.process_count()} processes ({_first_line(problem)}). Every process makes the "
+                f"Checkpoints of {self.directory} and calls their methods in the same order, not process "
+                "0 alone; if one is slower, give Checkpoints(..., timeout=)"
+            ) from None
 
-    def _try_folder(self, step: int) -> None:
+    def _end_last(self) -> None:
+        """Has all processes fail where the last save failed in one."""
+        failed: OSError | None = None
+        try:
+            self.wait()
+        except OSError as problem:
+            failed = problem
+        if any_process(failed is not None):
+            raise failed or OSError(
+                f"a checkpoint in {self.directory} was not written: another process says why"
+            )
+
+    def _of_first(self, step: int | None, act: Callable[[], Any]) -> Any:
+        """What process 0 finds, for all; errors too, those of the system with the name of the step."""
+        found, failed = None, None
         if jax.process_index() == 0:
-            tried = self.directory / f"{step}.orbax-checkpoint-tmp-tried"
-            tried.mkdir(exist_ok=True)
-            tried.rmdir()
+            try:
+                found = act()
+            except (OSError, ValueError) as problem:
+                failed = problem if step is None else self._not_written(step, problem)
+        answer = told([found, isinstance(failed, OSError), str(failed or "")])[0]
+        if answer[2]:
+            raise failed or (OSError if answer[1] else ValueError)(answer[2])
+        return answer[0]
+
+    # --- Saving
+
+    def _prepared(self, step: int) -> tuple[str, int]:
+        """The half of a checkpoint and its lock, in process 0, when nothing is in its way."""
+        there = files.listing(self.directory)
+        later = [s for s in self._before if s > step] if self._restored is None else []
+        if later:
+            raise ValueError(
+                f"{self.directory} had checkpoints of later steps, {later}, and none of them was restored: "
+                f"a restart would take {later[-1]} and not step {step}. Restore one first, or give this "
+                "run a folder of its own"
+            )
+        aside = {s: "damaged" for s in there.steps if s in self._refused}
+        if self._restored is not None:
+            newer = [s for s in there.steps if s > self._restored]
+            aside = dict.fromkeys(newer, "abandoned") | aside
+        if step in there.steps and step not in aside:
+            raise ValueError(
+                f"{self._name(step)} is there already: save each step once, or give a run that starts "
+                "again from an earlier step a folder of its own"
+            )
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for other, why in aside.items():
+            files.set_aside(self.directory / str(other), why)
+        half, lock = files.new_half(self.directory / str(step))
+        for name in there.halves:
+            if files.is_left(self.directory / name, half, self._timeout):
+                files.remove(self.directory / name)
+        return half.name, lock
+
+    def _write(self, step: int, half: Path, lock: int, written: Any) -> list[str]:
+        """Writes what this process has, in the background; in process 0 all that is left to do."""
+        about, sizes, pieces = written
+        first = jax.process_index() == 0
+        try:
+            failed = _failure(lambda: files.write_arrays(half, pieces))
+            _barrier(half.name, self._timeout)  # who failed comes too, so that nobody waits for it
+            if failed:
+                raise failed
+            if not first:
+                self._wait_for_first(half, self.directory / str(step))
+                return []
+            files.complete(half, self.directory / str(step), about, sizes)
+        except Exception as problem:
+            if first:  # the others wait until it is no more
+                files.remove(half)
+            raise self._not_written(step, problem) from problem
+        finally:
+            if first:
+                os.close(lock)
+        return self._tidied(step)
+
+    def _wait_for_first(self, half: Path, folder: Path) -> None:
+        end = time.monotonic() + self._timeout
+        while half.exists():
+            if time.monotonic() > end:
+                raise TimeoutError
+            time.sleep(0.02)
+        if not (folder / files.ABOUT).exists():
+            raise OSError(errno.EIO, "process 0 did not complete it, and its error says why")
+
+    def _not_written(self, step: int, problem: Exception) -> Exception:
+        if isinstance(problem, ValueError):
+            return problem
+        why = (isinstance(problem, OSError) and problem.strerror) or _first_line(problem)
+        if isinstance(problem, TimeoutError) or "DEADLINE_EXCEEDED" in why:
+            why = "another process did not write its part in time, and its error says why"
+        return OSError(
+            f"{self._name(step)} was not written ({why}), and those before it stay: free or mend that "
+            "disk, and start again from the newest"
+        )
+
+    def _tidied(self, step: int) -> list[str]:
+        """Takes away what is too many, now that this step is complete; what it could not do."""
+        try:
+            stay = {step, self._best_step() if self._best else step}
+            old = [s for s in self.steps()[: -self._keep] if s not in stay]
+        except OSError as problem:
+            return [f"old checkpoints in {self.directory} stay, which cannot be read ({problem})"]
+        return [note for s in old if (note := files.remove(self.directory / str(s)))]
+
+    def _number(self, metric: Any) -> float | None:
+        if metric is None:
+            return None
+        if self._best is None:
+            raise ValueError(
+                f"metric={metric!r}: give Checkpoints(..., best='min') or 'max' for it"
+            )
+        if np.ndim(metric) or isinstance(metric, str):
+            raise TypeError(f"metric={metric!r}: give a number")
+        return float(metric)
+
+    def _best_step(self) -> int | None:
+        sign = 1 if self._best == "max" else -1
+        found = []
+        for step in self.steps():
+            with contextlib.suppress(ValueError, FileNotFoundError):  # damaged, or gone
+                value = files.read_about(self.directory / str(step))["metric"]
+                if value is not None and not math.isnan(value):
+                    found.append((sign * value, step))
+        return max(found)[1] if found else None
 
     def run(self) -> str:
         """The name of the run, kept in the folder, and so another where the folder was emptied.
@@ -312,7 +491,7 @@ class Checkpoints:
           OSError: in process 0, where the file cannot be read, or made where there is none; in the others a
             ``RuntimeError``.
         """
-        named = self.directory / RUN
+        named = self.directory / files.RUN
 
         def name() -> str:
             if jax.process_index() > 0:
@@ -320,6 +499,7 @@ class Checkpoints:
             found = named.read_text() if named.exists() else ""
             if not found:  # or a machine died before it was on the disk
                 found = uuid.uuid4().hex
+                self.directory.mkdir(parents=True, exist_ok=True)
                 own.write(named, found.encode())
             return found
 
@@ -338,69 +518,52 @@ class Checkpoints:
         """What `restore` is asked for."""
         return Target(like, *self.on_mesh("restore(like)", like))
 
-    def _set_refused_aside(self) -> None:
-        """Renames what was passed over, so that its step is free; somebody may still read it."""
-        if not self._refused:
-            return
-        self.wait()
+    # --- Reading
 
-        def rename() -> None:
-            for step in sorted(self._refused if jax.process_index() == 0 else ()):
-                folder = self.directory / str(step)
-                others = len(list(self.directory.glob(f"{step}.damaged*")))
-                folder.rename(f"{folder}.damaged{f'-{others + 1}' if others else ''}")
-
-        together(f"a damaged checkpoint in {self.directory} cannot be renamed", rename)
-        self._refused.clear()
-        self._manager.reload()
-
-    def _newest(self, steps: list[int], target: Target, workers: str) -> Restored:
+    def _found(
+        self, step: int | None, read: Callable[[int], Restored]
+    ) -> tuple[Restored, dict[int, str]]:
+        """What is read of a step, or of the newest that is whole; and what is wrong with newer ones."""
+        steps = self._of_first(None, self.steps)
+        if step is not None:
+            with contextlib.suppress(Gone):
+                if step in steps:
+                    return read(step), {}
+            raise FileNotFoundError(
+                f"no checkpoint of step {step} in {self.directory}; there are {steps}"
+            )
         problems: dict[int, str] = {}
-        for step in reversed(steps):
+        gone: set[int] = set()
+        while left := [s for s in steps if s not in problems]:
             try:
-                found = self._restored(step, target, workers)
+                found = read(left[-1])
             except Damaged as problem:
-                problems[step] = str(problem)
-                continue
-            for text in problems.values():
-                warnings.warn(f"{text}; {self._name(step)} is used instead", stacklevel=3)
-            # Only now: that an older one can be read shows that the fault is not in the reading.
-            self._refused.update(problems)
-            return found
-        if not steps:
+                problems[left[-1]] = str(problem)
+            except Gone as problem:
+                if left[-1] in gone:  # and listed again
+                    problems[left[-1]] = str(problem)
+                gone.add(left[-1])
+                steps = self._of_first(None, self.steps)
+            else:
+                for text in problems.values():
+                    warnings.warn(f"{text}; {self._name(found.step)} is used instead", stacklevel=3)
+                return found, problems
+        if not problems:
             raise FileNotFoundError(f"no checkpoint in {self.directory}")
         raise Damaged(f"no checkpoint in {self.directory} is whole: {'; '.join(problems.values())}")
 
-    def _restored(self, step: int, target: Target, workers: str) -> Restored:
-        about = self._about(step)
-        saved = leaves.from_json(about["leaves"])
-        leaves.check_same_model(self._name(step), saved, target.leaves)
-        arrays = self._arrays(step, saved, target)
-        return Restored(target.made(saved, arrays, workers == "keep"), about["data"], step)
-
     def _about(self, step: int) -> dict[str, Any]:
-        found = self._read(step, "about", "its description", ocp.JsonCheckpointHandler().restore)
-        about = found if isinstance(found, dict) else {}
-        if any_process(_sealed(about.get("body")) != about):
-            version = about.get("format")
-            if isinstance(version, int) and version != FORMAT:
-                written = f"0.{version}" if version < FORMAT else "a newer version"
-                raise ValueError(
-                    f"{self._name(step)} has format {version}, and this version of lioncub_jax reads "
-                    f"format {FORMAT}: read it with the one that wrote it, {written}"
-                )
-            raise Damaged(
-                f"{self._name(step)} is damaged: its description is not as it was written"
-            )
-        return about["body"]
+        return self._read(step, files.read_about)
 
-    def _arrays(self, step: int, saved: dict[str, Leaf], target: Target) -> dict[str, Any]:
-        places = {
-            name: target.place(name, leaf, target.stays(name, leaf)) for name, leaf in saved.items()
-        }
-        arrays = self._read(step, "arrays", "its arrays", lambda path: _read_arrays(path, places))
+    def _arrays(
+        self, step: int, about: Any, saved: Mapping[str, Leaf], places: Mapping[str, Any]
+    ) -> dict[str, jax.Array]:
+        def read(folder: Path) -> dict[str, jax.Array]:
+            return {n: files.read_array(folder, about["tiles"][n], x) for n, x in places.items()}
+
+        arrays = self._read(step, read)
         found, _ = checksums(arrays)
-        wrong = sorted(path for path, leaf in saved.items() if found[path] != leaf.sums)
+        wrong = sorted(path for path in places if found[path] != saved[path].sums)
         if wrong:
             raise Damaged(
                 f"{self._name(step)} is damaged: state{wrong[0]}"
@@ -409,127 +572,43 @@ class Checkpoints:
             )
         return arrays
 
-    def _read(self, step: int, item: str, what: str, read: Callable[[Path], Any]) -> Any:
-        """Reads with one of orbax's handlers: its manager waits for all processes, a failed one too."""
-        name, folder, handled = self._name(step), self.directory / str(step), sys.exception()
+    def _read(self, step: int, read: Callable[[Path], Any]) -> Any:
+        """Reads in all processes; what is damaged or gone in one is so for all."""
+        name, folder = self._name(step), self.directory / str(step)
 
         def careful() -> tuple[Any, str]:
             try:
-                return read(folder / item), ""
-            except Exception as problem:
-                chain = _chain(problem, handled)
-                # Or the whole checkpoint was taken away meanwhile.
-                if not (_is_damage(chain) and folder.is_dir()):
-                    raise
-                return None, _first_line(chain[-1])
+                return read(folder), ""
+            except _MISSING as problem:
+                if not folder.is_dir():
+                    return None, "gone"
+                return None, str(problem) if isinstance(problem, Damaged) else _first_line(problem)
 
-        sentence = f"{name} was not read, and nothing is known of its state"
-        found, damage = together(sentence, careful)
-        if any_process(bool(damage)):
-            why = damage or "another process says why"
-            raise Damaged(f"{name} is damaged: {what} cannot be read ({why})")
+        found, wrong = together(f"{name} was not read, and nothing is known of its state", careful)
+        if jax.process_count() > 1:
+            wrong = max(told(wrong), key=lambda text: (text == "gone", text))
+        if wrong == "gone":
+            raise Gone(f"{name} is gone")
+        if wrong:
+            raise Damaged(f"{name} is damaged: {wrong}")
         return found
 
 
-def check_rule(workers: str) -> None:
-    """Raises ``ValueError`` unless it says what workers get where their number changes."""
-    if workers not in RULES:
-        raise ValueError(f"workers={workers!r}: give one of {', '.join(map(repr, RULES))}")
+def _barrier(key: str, seconds: int) -> None:
+    """Returns when all processes have come; raises after that time, or where one died."""
+    if jax.process_count() > 1:
+        # JAX's own barriers wait for ever. Loaded only here: it takes as long as jax.
+        from orbax.checkpoint import multihost  # type: ignore[import-untyped]
+
+        multihost.get_barrier_sync_fn()(key=key, timeout_ms=1000 * seconds)
 
 
-def _check_folder(directory: Path) -> None:
-    if directory.exists() and not directory.is_dir():
-        raise ValueError(f"{directory} is a file: give a folder for the checkpoints")
-    if not directory.exists():
-        return
-    others = [x.name for x in sorted(directory.iterdir()) if not _is_checkpoint(x)]
-    if others:
-        raise ValueError(
-            f"{directory} is no folder of checkpoints, it holds {', '.join(map(repr, others[:3]))}: give "
-            "an empty folder, one that is not there yet, or one with checkpoints only"
-        )
-
-
-def _is_checkpoint(path: Path) -> bool:
-    """A checkpoint, one that is not complete, or a damaged one; or the name of the run."""
-    if path.name == RUN or (path.name.startswith(RUN) and path.suffix == own.PART):
-        return path.is_file()
-    name = r"\d+(\.orbax-checkpoint-tmp.*|\.damaged(-\d+)?)?"
-    return path.is_dir() and re.fullmatch(name, path.name) is not None
-
-
-# --- What fails in a process, and what is damage
-
-
-# How tensorstore begins where a disk or a machine fails (UNKNOWN: EIO), or what it adds to the system's
-# words; of a checkpoint's bytes it says anything else.
-_OF_A_MACHINE = re.compile(
-    r"(ABORTED|CANCELLED|DEADLINE_EXCEEDED|PERMISSION_DENIED|RESOURCE_EXHAUSTED|UNAUTHENTICATED|UNAVAILABLE"
-    r"|UNKNOWN): |.*\[os_error_code='(?!(2|20|21)')",  # that a file is missing, or is no file
-    re.DOTALL,
-)
-# A status alone may be anybody's: a collective that fails says "UNKNOWN: Gloo ...".
-_OF_TENSORSTORE = re.compile(r"\[(os_error_code|tensorstore_spec)=")
-_MISSING = FileNotFoundError, IsADirectoryError, NotADirectoryError
-
-
-def _is_damage(chain: list[BaseException]) -> bool:
-    """Whether what was read is not what was written: what no disk, device or memory says of itself.
-
-    What is wanted was checked before: it is the model's, and lies on its mesh.
-    """
-    return not any(
-        isinstance(link, (MemoryError, jax.errors.JaxRuntimeError))
-        or (isinstance(link, OSError) and not isinstance(link, _MISSING))
-        or _OF_A_MACHINE.match(str(link))
-        for link in chain
-    )
-
-
-def _why_not_written(chain: list[BaseException]) -> str | None:
-    """What the system said of a disk, here or in another process; None for other errors."""
-    late = None
-    for link in chain:
-        if isinstance(link, TimeoutError):
-            late = "another process did not write its part in time, and its error says why"
-        elif isinstance(link, OSError):
-            return link.strerror or str(link)
-        elif isinstance(link, ValueError) and _OF_TENSORSTORE.search(str(link)):
-            number = re.search(r"os_error_code='(\d+)'", str(link))
-            return os.strerror(int(number[1])) if number else _first_line(link)
-    return late
-
-
-def _chain(problem: BaseException, handled: BaseException | None) -> list[BaseException]:
-    """An error and those behind it, up to one that the caller was handling."""
-    found: list[BaseException] = []
-    link: BaseException | None = problem
-    while link is not None and link is not handled:
-        found.append(link)
-        link = link.__cause__ or link.__context__
-    return found
-
-
-class _Arrays(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]
-    """Ends all its reads before it fails.
-
-    Where one read fails orbax closes the loop over the others, and each of them would then print a
-    traceback of its own, hundreds of lines, around the one that matters.
-    """
-
-    async def deserialize(self, infos: Any, args: Any = None) -> Any:
-        before = asyncio.all_tasks()
-        try:
-            return await super().deserialize(infos, args)
-        finally:
-            await asyncio.gather(*asyncio.all_tasks() - before, return_exceptions=True)
-
-
-def _read_arrays(folder: Path, places: dict[str, Any]) -> dict[str, Any]:
-    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, _Arrays()))
-    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
-    restore = ocp.checkpoint_utils.construct_restore_args(places)
-    return handler.restore(folder, args=ocp.args.PyTreeRestore(places, restore_args=restore))
+def _failure(act: Callable[[], object]) -> Exception | None:
+    try:
+        act()
+    except Exception as problem:
+        return problem
+    return None
 
 
 def _first_line(error: BaseException) -> str:
@@ -537,7 +616,10 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {line[:200]}"
 
 
-# --- Descriptions
+def check_rule(on_resize: str) -> None:
+    """Raises ``ValueError`` unless it says what workers get where their number changes."""
+    if on_resize not in RULES:
+        raise ValueError(f"on_resize={on_resize!r}: give one of {', '.join(map(repr, RULES))}")
 
 
 def as_json(data: Any) -> Any:
@@ -548,12 +630,6 @@ def as_json(data: Any) -> Any:
         raise TypeError(
             f"data={data!r} cannot be held by JSON ({error}): give numbers, strings, lists and dicts"
         ) from error
-
-
-def _sealed(body: Any) -> dict[str, Any]:
-    body = json.loads(json.dumps(body))
-    text = json.dumps(body, sort_keys=True)
-    return {"format": FORMAT, "body": body, "sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 
 # --- Being asked to stop

@@ -162,7 +162,7 @@ class Snapshots:
             path.unlink(missing_ok=True)
         told(None)
 
-    def restore(self, like: Any, *, workers: str = "mean") -> Restored | None:
+    def restore(self, like: Any, *, on_resize: str = "mean") -> Restored | None:
         """Reads the newest state that is whole, from memory or from disk.
 
         A process that is missing from every snapshot of a start, of three or more, counts as a lost
@@ -171,7 +171,7 @@ class Snapshots:
 
         Args:
           like: as `Checkpoints.restore`.
-          workers: as `Checkpoints.restore`.
+          on_resize: as `Checkpoints.restore`.
 
         Returns:
           A ``Restored``, or None where there is nothing to go on from.
@@ -184,16 +184,16 @@ class Snapshots:
           WorkerStateLost: where a machine took a worker's own state with it.
         """
         self.wait()
-        check_rule(workers)
+        check_rule(on_resize)
         target = self._checkpoints.target(like)
         found = Found(self.folder, self._run, self._checkpoints.directory)
         self._checkpoints.wait()
         disk = int(min(told(max(self._checkpoints.steps(), default=-1))))  # what all of them see
         for key, whole in found.best_first():
             newer = key[0] > disk or (whole and key[0] == disk)
-            if newer and (read := found.read(key, target, workers == "keep")):
+            if newer and (read := found.read(key, target, on_resize == "keep")):
                 return Restored(*read, key[0])
-        return self._checkpoints.restore(like, workers=workers) if disk >= 0 else None
+        return self._checkpoints.restore(like, on_resize=on_resize) if disk >= 0 else None
 
     def _write(self, step: int, about: About, files: dict[str, dict[Tile, np.ndarray]]) -> None:
         for kind, parts in files.items():

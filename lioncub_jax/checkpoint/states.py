@@ -6,13 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.checkpoint.leaves import field_of, paths_of
 from lioncub_jax.mesh import boxes
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.mesh.processes import is_key, of_words, put, words_of
+from lioncub_jax.mesh.sums import untyped
 
 NUMBERS = bool, int, float, complex, np.generic, np.ndarray
 
@@ -82,6 +83,38 @@ def on_one_mesh(call: str, state: Any) -> tuple[Any, Mesh]:
         for path, x in leaves.items()
     ]
     return jax.tree.unflatten(jax.tree.structure(state), placed), mesh
+
+
+def places_of(like: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """Where the arrays of a tree are read to, by path: all on one mesh, be it of one device."""
+    found = paths_of(boxes.opened(like))
+    for path, x in found.items():
+        if not isinstance(x, (jax.Array, jax.ShapeDtypeStruct, np.ndarray)):
+            raise TypeError(f"restore_params(like): params{path} is {x!r}: give arrays")
+    meshes = {x.sharding.mesh for x in found.values() if _lies_on_a_mesh(x)}
+    if len(meshes) > 1:
+        raise ValueError(
+            f"restore_params(like): the parameters lie on {len(meshes)} meshes: give one"
+        )
+    mesh = untyped(meshes.pop() if meshes else Mesh(np.array(jax.local_devices()[:1]), ("device",)))
+
+    def place(x: Any) -> jax.ShapeDtypeStruct:
+        spec = x.sharding.spec if _lies_on_a_mesh(x) else P()
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    return {path: place(x) for path, x in found.items()}
+
+
+def placed_like(like: Any, arrays: Mapping[str, jax.Array]) -> Any:
+    """The tree, of arrays that were read to `places_of` it; those without elements are not saved."""
+    first = SingleDeviceSharding(jax.local_devices()[0])
+
+    def put(path: str, x: Any) -> jax.Array:
+        found = arrays[path] if x.size else np.zeros(x.shape, x.dtype)
+        return jax.device_put(found, getattr(x, "sharding", None) or first)
+
+    found = [put(path, x) for path, x in paths_of(boxes.opened(like)).items()]
+    return jax.tree.unflatten(jax.tree.structure(like), found)
 
 
 def _lies_on_a_mesh(x: Any) -> bool:
