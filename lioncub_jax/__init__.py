@@ -4,8 +4,8 @@ The optimizers and the training step are here; parts to choose from are in names
 `wires`, `momentum` and `sync` (what a vote is made of), `mesh` and `training`, `checkpoint`, `watch`
 (programs that would send more than votes), `kernels` (what a TPU wants otherwise), `traffic` (bytes),
 `planner` (what to use), `lab` (a network to try it on), `faults` (liars, replicas that differ), `elastic`
-(a run that goes on when a worker dies), and `baselines`. Those that need orbax, rich or
-matplotlib are loaded when they are first used.
+(a run that goes on when a worker dies), and `baselines`. Those that need rich or matplotlib
+are loaded when they are first used.
 
 What to use, by the noise of a gradient (tokens that one worker sees in a step) and by how many times as
 long as computing a float32 mean of gradients takes; `planner.legend` has the code of each:
@@ -93,7 +93,7 @@ __all__ = [
     "worker_value_and_grad",
 ]
 
-# Loaded on first use (PEP 562): these bring orbax and rich, which take as long to import as jax.
+# Loaded on first use (PEP 562): these bring rich and more, which take as long to import as jax.
 _NAMESPACES = {
     "baselines",
     "checkpoint",

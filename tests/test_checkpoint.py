@@ -272,6 +272,20 @@ def by_rule(x, count, rule, owed):
     return new
 
 
+@pytest.mark.parametrize("rule", ["mean", "keep"])
+def test_complex_numbers_of_workers_are_averaged(rule, tmp_path):
+    def state(name, x):
+        lies = jax.sharding.NamedSharding(workers_of(name).mesh, P("data"))
+        return {"step": 1, "statistics": jax.device_put(x, lies)}
+
+    x = (np.arange(24).reshape(8, 3) * (1 - 2j)).astype(np.complex64)
+    with opened(tmp_path) as checkpoints:
+        checkpoints.save(state("8", x), wait=True)
+        found = checkpoints.restore(state("2", x[:2] * 0), on_resize=rule).state
+    wanted = x[:2] if rule == "keep" else np.broadcast_to(x.mean(0), (2, 3))
+    np.testing.assert_array_equal(found["statistics"], wanted)
+
+
 def test_votes_on_some_parameters_move_only_where_their_slices_say_which(tmp_path):
     def make(workers):
         rest = lc.global_gradients(optax.sgd(0.1), workers=workers)
@@ -588,6 +602,31 @@ def test_whichever_call_of_the_system_fails_what_is_told_saved_is_whole(
         assert survived and step > 1
         checkpoints.save(tiny(40), wait=True)
     assert [path.name for path in folder.iterdir() if path.name != "40"] == []
+
+
+ODD = "lr=1e-3[seed=0]", "a\\b", "x*?[!a]", "xyz", "new\nline", "{b}$HOME %s", "\udce9"
+
+
+def test_paths_of_all_kinds_hold_their_own(tmp_path):
+    for step, name in enumerate(ODD):
+        with opened(tmp_path / name / "ck") as checkpoints:
+            checkpoints.save(tiny(step))
+    for step, name in enumerate(ODD):
+        with opened(tmp_path / name / "ck") as checkpoints:
+            assert checkpoints.restore(tiny(0)).step == step and checkpoints.steps() == [step]
+
+
+def test_a_folder_of_many_entries_is_opened_by_names_alone(tmp_path, monkeypatch):
+    for step in range(300):
+        (tmp_path / str(step)).mkdir()
+        (tmp_path / f"{step}.damaged").mkdir()
+    looked = []
+    for name in ("stat", "lstat"):
+        call = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *a, c=call, **k: (looked.append(a), c(*a, **k))[1])
+    with opened(tmp_path) as checkpoints:
+        assert checkpoints.steps() == list(range(300))
+    assert len(looked) < 50
 
 
 # --- Bad input
