@@ -191,7 +191,7 @@ def test_bad_input(folders, first, tmp_path):
         snapshots.wait()
         for told, call in {
             "there is one worker: give Snap.*buddies=0": lambda: Snapshots(saved, folders[1]).save(alone),
-            "workers='mine': give one of 'mean', 'keep'": lambda: snapshots.restore(first, workers="mine"),
+            "on_resize='mine': give one of 'mean', 'keep'": lambda: snapshots.restore(first, on_resize="mine"),
             "file is a file: give a folder for the snapshots": lambda: Snapshots(saved, tmp_path / "file"),
             "shared, for snapshots, has mode 777: oth": lambda: Snapshots(saved, tmp_path / "shared"),
         }.items():  # fmt: skip
