@@ -416,38 +416,47 @@ MUTANTS = r"""
 - self._options, jax.process_index()
 + jax.process_index()
 
-# checkpoint/manager.py: checkpoint
+# checkpoint/files.py: checkpoint
 = a description that was changed is read
-- _sealed(about.get("body")) != about
-+ "body" not in about
+- _digest(version, body) == seal
++ bool(seal)
 
+= a checkpoint has the name of another step
+- str(body["step"]) != folder.name
++ not body
+
+= a save is not read back
+-                 if not np.array_equal(np.frombuffer(file.read(len(block)), np.uint8), block):
++                 if len(file.read(len(block))) != len(block):
+
+= what another machine may still write is taken away
+- return like.stat().st_mtime - max(times) > seconds
++ return True
+
+= a folder of many entries is looked at one by one
+- _STEP.fullmatch(name) and entry.is_dir()
++ _STEP.fullmatch(name) and os.stat(entry.path)
+
+# checkpoint/manager.py: checkpoint
 = a damaged checkpoint is not passed over
-- reversed(steps):
-+ reversed(steps[-1:]):
+- read(left[-1])
++ read(steps[-1])
 
 = the step of a damaged checkpoint cannot be saved again
--             self._refused.update(problems)
-+             pass
+-         self._refused.update(problems)
++         pass
 
 = a disk that fails passes for damage
--         or _OF_A_MACHINE.match(str(link))
-+
+- _MISSING = FileNotFoundError, IsADirectoryError, NotADirectoryError, Damaged
++ _MISSING = OSError, Damaged
 
-= what is read without an error of the disk, while the caller handles one, passes for a disk that fails
-- and link is not handled
-+
+= a restart takes the branch that was left
+-             aside = dict.fromkeys(newer, "abandoned") | aside
++             pass
 
-= the reads beside one that fails are left to print what they find
-- asyncio.all_tasks() - before
-+ ()
-
-= the end of a program waits for folders that nobody makes any more
--                 timeout_secs=timeout, create_directories_asynchronously=False
-+                 timeout_secs=timeout
-
-= after a save that failed its other parts fail in the next one
-- if any_process(self._failed):
-+ if False:
+= the best goes with the old ones
+- stay = {step, self._best_step() if self._best else step}
++ stay = {step}
 
 = the handler of signals of before is not put back
 - signal.SIG_DFL if before is None else before

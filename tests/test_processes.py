@@ -346,7 +346,7 @@ def refuse(folder):
 def alone(folder):
     """Process 0 makes the checkpoints and saves, then both make them and it alone saves."""
     first, index = first_state(workers_of(4)), jax.process_index()
-    told = (rf"process {index} waited up to 1 s for all 2 processes .*\. Every process makes the "
+    told = (rf"process {index} waited up to 1 s for all 2 processes.*\. Every process makes the "
             r"Checkpoints of .* and calls their methods in the same order, not process 0")  # fmt: skip
     if index == 0:
         with pytest.raises(TimeoutError, match=f"save: {told}"):

@@ -191,7 +191,7 @@ def test_bad_input(folders, first, tmp_path):
         snapshots.wait()
         for told, call in {
             "there is one worker: give Snap.*buddies=0": lambda: Snapshots(saved, folders[1]).save(alone),
-            "on_resize='mine': give one of 'mean', 'keep'": lambda: snapshots.restore(first, on_resize="mine"),
+            "on_resize='mine': give one of 'mean'": lambda: snapshots.restore(first, on_resize="mine"),
             "file is a file: give a folder for the snapshots": lambda: Snapshots(saved, tmp_path / "file"),
             "shared, for snapshots, has mode 777: oth": lambda: Snapshots(saved, tmp_path / "shared"),
         }.items():  # fmt: skip
@@ -237,8 +237,9 @@ def test_a_run_is_named_once_and_nothing_else_is_taken_for_its_name(tmp_path):
         assert named == saved.run() != "half of a na"
     with opened(tmp_path) as saved:
         assert saved.run() == named and saved.steps() == []
-    (tmp_path / "running").touch()
-    refuses("no folder of checkpoints, it holds 'running'", lambda: opened(tmp_path))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "running").touch()
+    refuses("no folder of checkpoints, it holds 'running'", lambda: opened(tmp_path / "other"))
 
 
 def test_copies_for_buddies_are_two_bytes_a_parameter_over_all_workers(folders):

@@ -348,9 +348,10 @@ class Checkpoints:
         try:
             _barrier(f"checkpoints {name} {_MEETINGS[name]} {call}", self._timeout)
         except Exception as problem:
+            why = "" if isinstance(problem, TimeoutError) else f" ({_first_line(problem)})"
             raise TimeoutError(
                 f"{call}: process {jax.process_index()} waited up to {self._timeout} s for all "
-                f"{jax.process_count()} processes ({_first_line(problem)}). Every process makes the "
+                f"{jax.process_count()} processes{why}. Every process makes the "
                 f"Checkpoints of {self.directory} and calls their methods in the same order, not process "
                 "0 alone; if one is slower, give Checkpoints(..., timeout=)"
             ) from None
@@ -445,7 +446,7 @@ class Checkpoints:
         if isinstance(problem, ValueError):
             return problem
         why = (isinstance(problem, OSError) and problem.strerror) or _first_line(problem)
-        if isinstance(problem, TimeoutError) or "DEADLINE_EXCEEDED" in why:
+        if isinstance(problem, TimeoutError):
             why = "another process did not write its part in time, and its error says why"
         return OSError(
             f"{self._name(step)} was not written ({why}), and those before it stay: free or mend that "
@@ -600,7 +601,13 @@ def _barrier(key: str, seconds: int) -> None:
         # JAX's own barriers wait for ever. Loaded only here: it takes as long as jax.
         from orbax.checkpoint import multihost  # type: ignore[import-untyped]
 
-        multihost.get_barrier_sync_fn()(key=key, timeout_ms=1000 * seconds)
+        began = time.monotonic()
+        try:
+            multihost.get_barrier_sync_fn()(key=key, timeout_ms=1000 * seconds)
+        except Exception as problem:
+            if time.monotonic() - began < 0.9 * seconds:
+                raise
+            raise TimeoutError from problem
 
 
 def _failure(act: Callable[[], object]) -> Exception | None:
