@@ -207,8 +207,8 @@ def _machine() -> bytes:
 # --- Writing
 
 
-def plan(arrays: Mapping[str, jax.Array]) -> Tiles:
-    """Which process writes what, and where: the same in all processes, each part once."""
+def plan(arrays: Mapping[str, jax.Array]) -> tuple[Tiles, dict[int, int]]:
+    """What each process writes, each part once, and the sizes of their files; the same in all."""
     found: Tiles = {}
     ends: collections.Counter[int] = collections.Counter()
     turn = itertools.count()
@@ -222,21 +222,11 @@ def plan(arrays: Mapping[str, jax.Array]) -> Tiles:
             process = sorted(some)[next(turn) % len(some)]
             found[name].append(Tile(process, ends[process], index))
             ends[process] += math.prod(_shape(index)) * x.dtype.itemsize
-    return found
+    return found, ends
 
 
 def _shape(index: Sequence[Any]) -> tuple[int, ...]:
     return tuple(end - start for start, end in index)
-
-
-def sizes(arrays: Mapping[str, jax.Array], tiles: Tiles) -> dict[int, int]:
-    """Bytes of the file of each process that has one."""
-    found: dict[int, int] = {}
-    for name, some in tiles.items():
-        for process, offset, index in some:
-            end = offset + math.prod(_shape(index)) * arrays[name].dtype.itemsize
-            found[process] = max(end, found.get(process, 0))
-    return found
 
 
 def copied(arrays: Mapping[str, jax.Array], tiles: Tiles) -> list[np.ndarray]:
@@ -284,25 +274,23 @@ def complete(half: Path, folder: Path, about: str, wanted: Mapping[int, int]) ->
       about: its description.
       wanted: the sizes of its files, by their processes.
     """
-    _check_sizes(half, wanted)
     with (half / ABOUT).open("x") as file:
         file.write(about)
         _to_disk(file)
     _entries_to_disk(half)
+    _look(half, about, wanted)
     (half / LOCK).unlink()
     half.rename(folder)
     _entries_to_disk(folder.parent)
     try:
-        _check_sizes(folder, wanted)
-        whole = (folder / ABOUT).read_text() == about
-        if not (whole and int(folder.name) in listing(folder.parent).steps):
-            raise OSError(errno.EIO, "its description is not what was written")
+        _look(folder, about, wanted)
     except OSError:
         if half.exists() or folder.exists():  # else another run that saves here took it away
             raise
 
 
-def _check_sizes(folder: Path, wanted: Mapping[int, int]) -> None:
+def _look(folder: Path, about: str, wanted: Mapping[int, int]) -> None:
+    """Raises ``OSError`` unless a folder is seen where it should be, with what was written."""
     for process, size in wanted.items():
         try:
             found = (folder / f"{process}{ARRAYS}").stat().st_size
@@ -314,6 +302,10 @@ def _check_sizes(folder: Path, wanted: Mapping[int, int]) -> None:
             raise OSError(
                 errno.EIO, f"the part of process {process} has {found} bytes in place of {size}"
             )
+    with os.scandir(folder.parent) as entries:
+        seen = any(entry.name == folder.name for entry in entries)
+    if not seen or (folder / ABOUT).read_bytes() != about.encode():
+        raise OSError(errno.EIO, "its description is not what was written")
 
 
 def _entries_to_disk(folder: Path) -> None:

@@ -18,6 +18,7 @@ import threading
 import time
 import uuid
 import warnings
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -40,7 +41,7 @@ from lioncub_jax.mesh.sums import checksums, untyped
 
 RULES = ("mean", "keep")
 _MISSING = FileNotFoundError, IsADirectoryError, NotADirectoryError, Damaged
-_MEETINGS: Counter[str] = Counter()  # by the name of a folder
+_MEETINGS: Counter[int] = Counter()  # by the name of a folder
 
 
 class Restored(NamedTuple):
@@ -182,8 +183,8 @@ class Checkpoints:
         sums, apart = checksums(arrays | saved)
         states.check_one_value(state, apart, workers)
         body["leaves"] = {n: x._replace(sums=sums[n]) for n, x in leaves.described(layout).items()}
-        body["tiles"] = tiles = files.plan(saved)
-        pieces, sizes = files.copied(saved, tiles), files.sizes(saved, tiles)
+        body["tiles"], sizes = files.plan(saved)
+        pieces = files.copied(saved, body["tiles"])
         half, lock = self._of_first(step, lambda: self._prepared(step))
         self._refused.clear()
         self._restored, self._before = None, []
@@ -343,7 +344,7 @@ class Checkpoints:
 
     def _meet(self, call: str) -> None:
         """Raises in a process that waits alone: no sum over devices ends before all have come."""
-        name = self.directory.name
+        name = zlib.crc32(os.fsencode(self.directory.name))  # a host may mount it elsewhere
         _MEETINGS[name] += 1
         try:
             _barrier(f"checkpoints {name} {_MEETINGS[name]} {call}", self._timeout)
