@@ -811,7 +811,7 @@ slow.save(small(1))
 def test_the_end_of_the_program_waits_for_the_last_save_and_says_if_it_failed(tmp_path):
     done = run_python(NEVER_LEFT, str(tmp_path))
     assert done.returncode == 0, done.stderr
-    (lost,) = re.findall("its last checkpoint is not complete: checkpoint (.*), and", done.stderr)
+    (lost,) = re.findall("its last checkpoint is not complete: checkpoint (.*?), and", done.stderr)
     assert lost == f"{tmp_path / 'full' / '2'} was not written (No space left on device)"
     assert restore_small(tmp_path / "slow").step == restore_small(tmp_path / "full").step == 1
 
