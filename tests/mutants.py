@@ -166,7 +166,7 @@ MUTANTS = r"""
 - _seed(step, _ZEROS)
 + _seed(step, _TIES)
 
-# wires.py: faults
+# wires.py: liars
 = who takes part is added up as it comes
 - numbers[:, 0, 0] & 1
 + numbers[:, 0, 0]
