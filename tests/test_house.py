@@ -24,7 +24,7 @@ PACKAGE = ROOT / "lioncub_jax"
 # A part is a file at the root of the package or a whole wing (a folder). A part of the core may import
 # those to the left of it; the wings do not import each other, but for those named here.
 ORDER = """
-units progress own arguments xla kernels axes bits rotation layout quantize momentum traced decide
+units progress own arguments xla kernels axes bits means rotation layout quantize momentum traced decide
 wires mesh checks exchange sync optimizer
 """
 CORE = ORDER.split()
