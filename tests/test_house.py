@@ -24,13 +24,13 @@ PACKAGE = ROOT / "lioncub_jax"
 # A part is a file at the root of the package or a whole wing (a folder). A part of the core may import
 # those to the left of it; the wings do not import each other, but for those named here.
 ORDER = """
-units progress own arguments xla kernels axes bits means rotation layout quantize momentum traced decide
+units progress arguments xla kernels axes bits means rotation layout quantize momentum traced decide
 wires mesh checks exchange sync optimizer
 """
 CORE = ORDER.split()
 WINGS = {
-    "training": {*CORE, "watch"},
-    "checkpoint": {*CORE},
+    "training": {*CORE, "watch", "checkpoint"},  # late: a step that is kept
+    "checkpoint": {*CORE, "watch"},
     "traffic": {*CORE, "training"},
     "faults": {*CORE},
     "baselines": {*CORE, "traffic"},

@@ -5,6 +5,7 @@ Run as a program this file is one of the processes.
 
 import contextlib
 import functools
+import json
 import os
 import shutil
 import warnings
@@ -20,7 +21,9 @@ from test_checkpoint import cut_short, flip, opened, refuses
 from test_processes import assert_holds, first_state, main, number, numbered, run_all, workers_of
 
 import lioncub_jax as lc
-from lioncub_jax.checkpoint import Snapshots, WorkerStateLost, found, leaves, tiles
+from lioncub_jax.checkpoint import (
+    Snapshots, WorkerStateLost, leaves, private_files, snapshot_files, tiles,
+)  # fmt: skip
 from lioncub_jax.layout import Holder
 from lioncub_jax.traffic import collectives
 
@@ -54,7 +57,8 @@ def both(folders, **options):
 
 
 def steps_in(folder):
-    return sorted(name.step for name in found.names_in(folder) if name.kind == "own")
+    names = snapshot_files.names_in(os.listdir(folder))
+    return sorted(name.step for name in names if name.kind == "own")
 
 
 def at(state, step):
@@ -127,17 +131,80 @@ def let_others_write(path):
     path.chmod(0o666)
 
 
-@pytest.mark.parametrize("harm", [flip, cut_short, let_others_write])
+def rename(path):
+    """The content of step 1 under the name of step 2."""
+    path.with_name(path.name.replace("1-2-2-", "1-1-1-")).replace(path)
+
+
+@pytest.mark.parametrize("harm", [flip, cut_short, let_others_write, rename])
 def test_a_damaged_one_is_passed_over(folders, first, harm):
     with both(folders) as (_, snapshots):
         for step in (1, 2):
             snapshots.save(numbered(first, step))
         snapshots.wait()
-        (newest,) = folders[1].glob("2-*.own")
+        (newest,) = folders[1].glob("*-2-0-of-1.own")
         harm(newest)
-        told = r"snapshot 2-.*\.own in .* is damaged, cannot be read or may be written by others"
+        told = r"snapshot 1-2-2-.*\.own in .* is damaged, cannot be read or may be written by others"
         with pytest.warns(UserWarning, match=told):
-            assert_same(snapshots.restore(first).state, numbered(first, 1))
+            found = snapshots.restore(first)
+    if harm is rename:  # and nothing is left of step 1
+        assert found is None
+    else:
+        assert_same(found.state, numbered(first, 1))
+
+
+def described(change):
+    """Another file: its description, the numbers of its tiles, its data and what follows, changed."""
+
+    def harm(content):
+        end = 8 + int.from_bytes(content[:8], "little")
+        words = json.loads(content[8:end])
+        change(words)
+        text = json.dumps(words).encode()
+        return len(text).to_bytes(8, "little") + text + content[end:]
+
+    return harm
+
+
+def at_path(*path, to):
+    """Changes something deep in a description."""
+
+    def change(words):
+        *above, last = path
+        inside = functools.reduce(lambda x, k: x[k], above, words)
+        inside[last] = to
+
+    return described(change)
+
+
+RUNS = b"cposix\nmkdir\n(S'%s'\ntR."  # unpickled it makes a folder
+LAYOUT, PARTS, TILES = (0, 1), (0, 3), (1,)
+RUBBISH = [
+    lambda content: RUNS, lambda content: b"\xff" * 8 + content[8:], lambda content: content[:-1],
+    lambda content: content + b"0", lambda content: (8).to_bytes(8, "little") + b"[" * 10**6,
+    at_path(0, to={"run": 1}), at_path(0, 0, to=None), at_path(0, 2, to=1), at_path(0, 3, to=[]),
+    at_path(*TILES, to=[2**40]), at_path(*TILES, to=[-1]), at_path(*TILES, to=[0] * 999),
+    at_path(*PARTS, 1, to=[2**20]), at_path(*PARTS, 1, to=[0]),
+    *(at_path(*LAYOUT, k, 1, 0, to=[2**40] * 2) for k in range(3)),
+    *(at_path(*LAYOUT, 1, 1, 1, to=dtype) for dtype in ("O", "V999999999", "M8[s]", "nothing", 3)),
+]  # fmt: skip
+
+
+def test_no_content_of_a_sealed_file_is_run_or_raises(folders, first, tmp_path):
+    with both(folders) as (_, snapshots):
+        snapshots.save(first)
+        snapshots.save(at(first, 1))
+        snapshots.wait()
+        (newest,) = folders[1].glob("1-2-*.own")
+        with private_files.opened(folders[1]) as folder:
+            content = bytes(private_files.read(folder, newest.name))
+            for k, harm in enumerate(RUBBISH):
+                changed = harm(content).replace(b"%s", str(tmp_path / "run").encode())
+                assert changed != content, k
+                private_files.seal(folder, newest.name, changed)
+                with pytest.warns(UserWarning, match="snapshot 1-2-1-.* is damaged"):
+                    assert snapshots.restore(first).step == 0, k
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.filterwarnings("error")
@@ -147,12 +214,13 @@ def test_one_that_a_process_was_still_writing_is_no_loss_of_a_machine(folders, f
         for step in (10, 20, 30):
             snapshots.save(at(first, step))
         snapshots.wait()
-        for path in list(
-            folders[1].iterdir()
-        ):  # as if a second process had not yet written the last
-            one = path.rename(path.with_name(path.name.replace("0-of-1", "0-of-2")))
-            if not one.name.startswith("30"):
-                shutil.copy(one, one.with_name(one.name.replace("0-of-2", "1-of-2")))
+        # As if a second process had not yet written the last.
+        with private_files.opened(folders[1]) as folder:
+            for name in os.listdir(folder):
+                for other in ("0-of-2",) if "-30-" in name else ("0-of-2", "1-of-2"):
+                    content = private_files.read(folder, name)
+                    private_files.seal(folder, name.replace("0-of-1", other), content)
+                os.unlink(name, dir_fd=folder)
         assert snapshots.restore(first).step == 20
         saved.save(at(first, 25), wait=True)
         assert snapshots.restore(first).step == 25
@@ -175,7 +243,10 @@ def test_what_is_not_written_is_said(folders, first):
         snapshots.save(first)
         told = r"a snapshot was not written to .*memory: .*No such file.*make room"
         refuses(told, snapshots.wait, OSError)
-        snapshots.folder.mkdir()
+        snapshots.folder.mkdir()  # its group may write it: it is looked at at each use
+        snapshots.save(first)
+        refuses("a snapshot was not written to .*memory has mode 775: others may", snapshots.wait, OSError)
+        snapshots.folder.chmod(0o700)
         snapshots.save(first)  # and the next one is
         snapshots.wait()
         assert steps_in(folders[1]) == [0]
@@ -192,8 +263,8 @@ def test_bad_input(folders, first, tmp_path):
         for told, call in {
             "there is one worker: give Snap.*buddies=0": lambda: Snapshots(saved, folders[1]).save(alone),
             "workers='mine': give one of 'mean', 'keep'": lambda: snapshots.restore(first, workers="mine"),
-            "file is a file: give a folder for the snapshots": lambda: Snapshots(saved, tmp_path / "file"),
-            "shared, for snapshots, has mode 777: oth": lambda: Snapshots(saved, tmp_path / "shared"),
+            "file is a file or a link: give a folder": lambda: Snapshots(saved, tmp_path / "file"),
+            "shared has mode 777: others may write it": lambda: Snapshots(saved, tmp_path / "shared"),
         }.items():  # fmt: skip
             refuses(told, call)
         for name, wrong, told in [
@@ -216,7 +287,7 @@ def test_a_run_may_move_and_snapshots_of_another_run_or_model_are_refused(folder
     with both((moved, folders[1])) as (_, snapshots):
         assert snapshots.restore(first).step == 0
         wider = lc.init_state(optax.identity(), {"w": jnp.zeros((9, 9))}, workers_of(2))
-        refuses(r"snapshot 0 in .* is of another model", lambda: snapshots.restore(wider))
+        refuses(r"snapshot of step 0 in .* is of another model", lambda: snapshots.restore(wider))
     for one in moved.glob("*"):  # as a shell does
         shutil.rmtree(one) if one.is_dir() else one.unlink()
     with both((moved, folders[1])) as (_, snapshots):
@@ -273,7 +344,7 @@ def half_written(folder):
         snapshots.wait()
         multihost_utils.sync_global_devices("written")
         if jax.process_index() == 1:
-            (mine,) = snapshots.folder.glob("0-*-1-1-of-3.own")
+            (mine,) = snapshots.folder.glob("*-1-of-3.own")
             mine.unlink()
         multihost_utils.sync_global_devices("harmed")
         assert snapshots.restore(first) is None

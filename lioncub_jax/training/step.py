@@ -27,7 +27,6 @@ from lioncub_jax.mesh.processes import Batches
 from lioncub_jax.mesh.specs import check_batch_spec, spec_of, stacked
 from lioncub_jax.progress import stepped
 from lioncub_jax.training import kinds
-from lioncub_jax.training.programs import Programs
 from lioncub_jax.training.typed import Among, check_state
 from lioncub_jax.training.worker import (
     check_local,
@@ -213,7 +212,7 @@ class TrainStep:
             compilation cache, which process 0 alone writes, and on CPUs finds again.
 
         Raises:
-          ValueError: for ``programs`` that are a file, or that others may write.
+          ValueError: for ``programs`` that are a file or a link, or that others can write or rename.
         """
 
         def traced(state: StepState, batch: Any, cut: Any) -> Any:
@@ -223,6 +222,8 @@ class TrainStep:
         self._jitted = jax.jit(traced, donate_argnums=0, static_argnums=2, compiler_options=options)
         self._run: Any = self._jitted
         if programs is not None:
+            from lioncub_jax.checkpoint.programs import Programs  # it brings orbax
+
             self._run = Programs(self._jitted, self._batches.mesh, options, programs)
         return self
 

@@ -21,7 +21,8 @@ from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
-from lioncub_jax import own, watch
+from lioncub_jax import watch
+from lioncub_jax.checkpoint import private_files
 
 CONFIG = (  # what changes a program and is not in its text
     "jax_disable_most_optimizations", "jax_optimization_level", "jax_memory_fitting_level",
@@ -38,9 +39,9 @@ class Programs:
     """Runs a jitted function by programs that are read from a folder, or compiled and written to it.
 
     A program is found by all that it is made of: the lowered text, the devices and their process, the
-    versions of JAX, XLA and its flags, and the machine. Who can write to the folder or to a program can
-    run anything in your processes: the folder must be yours alone, and a program that others may write is
-    compiled anew.
+    versions of JAX, XLA and its flags, and the machine. Who can write a program can run anything in your
+    processes: the folder must be yours alone, which is looked at at each use, and what another user may
+    write, or what has another name than it was written under, is compiled anew.
 
     Args:
       jitted: of ``jax.jit``.
@@ -49,7 +50,7 @@ class Programs:
       folder: made if it is not there; a slow one, or one in memory.
 
     Raises:
-      ValueError: for a folder that is a file, another user's, or one that others may write.
+      ValueError: for a folder that is a file or a link, or that another user owns or can change or rename.
 
     Source: this library.
     """
@@ -57,10 +58,8 @@ class Programs:
     def __init__(self, jitted: Any, mesh: Mesh, options: Any, folder: str | os.PathLike[str]):
         self._jitted, self._mesh, self._options = jitted, mesh, options
         self._folder = Path(folder).absolute()
-        if self._folder.exists():
-            if not self._folder.is_dir():
-                raise ValueError(f"programs={str(folder)!r} is a file: give a folder")
-            own.check(f"programs={str(folder)!r}", self._folder.stat())
+        with contextlib.suppress(FileNotFoundError), private_files.opened(self._folder):
+            pass  # it is looked at again when a program is read or written
         self._ready: dict[Any, Any] = {}
 
     def __call__(self, *args: Any) -> Any:
@@ -74,26 +73,29 @@ class Programs:
 
     def _compiled(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         """The program, read or compiled and written; a warning says what cannot be read or kept."""
-        path = self._folder / f"{self._name(lowered)}.program"
-        if path.exists():
-            try:
-                kept: jax.stages.Compiled = serialize_executable.deserialize_and_load(
-                    bytes(own.read(path)),
-                    lowered.in_tree,
-                    lowered.out_tree,
-                    execution_devices=list(self._mesh.devices.flat),
-                )
-            except Exception as problem:  # whatever it is, what is asked for can be compiled
-                warnings.warn(f"{path} is compiled anew: {problem}", stacklevel=4)
-            else:
-                watch.look(self._jitted.__name__, [kept.as_text() or ""])  # nothing was compiled
-                return kept
+        name = f"{self._name(lowered)}.program"
+        try:
+            with private_files.opened(self._folder) as folder:
+                program = bytes(private_files.read(folder, name))
+            kept: jax.stages.Compiled = serialize_executable.deserialize_and_load(
+                program,
+                lowered.in_tree,
+                lowered.out_tree,
+                execution_devices=list(self._mesh.devices.flat),
+            )
+        except FileNotFoundError:
+            pass
+        except Exception as problem:  # whatever it is, what is asked for can be compiled
+            warnings.warn(f"{self._folder / name} is compiled anew: {problem}", stacklevel=4)
+        else:
+            watch.look(self._jitted.__name__, [kept.as_text() or ""])  # nothing was compiled
+            return kept
         with _without_cache():
             compiled = lowered.compile(compiler_options=ANEW)
         try:
             program, _, _ = serialize_executable.serialize(compiled)
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            own.seal(path, program)
+            with private_files.opened(self._folder, make=True) as folder:
+                private_files.seal(folder, name, program)
         except Exception as problem:  # such as a full disk, or a callback that cannot be written
             warnings.warn(
                 f"a compiled step is not kept in {self._folder}, and the next start compiles it again: "
