@@ -1,14 +1,12 @@
 """Compiled steps that are kept in a folder from start to start."""
 
-import hashlib
-import os
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import run_python, workers_on
 
 import lioncub_jax as lc
+from lioncub_jax.checkpoint import private_files
 
 
 def loss(params, batch, rng):
@@ -37,13 +35,17 @@ def programs(folder):
     return {path: path.read_bytes() for path in folder.glob("*.program")}
 
 
-def test_what_is_read_is_run(tmp_path):
-    """A program of another learning rate, put in place of the step's own, trains at that rate."""
+def test_what_is_read_is_run_and_nothing_under_another_name(tmp_path):
+    """A program of another learning rate, sealed in place of the step's own, trains at that rate."""
     slow = trained(*made(tmp_path / "slow", rate=1e-3))
     fast = trained(*made(tmp_path / "fast", rate=1e-2))
     (place,), (other,) = programs(tmp_path / "slow"), programs(tmp_path / "fast").values()
-    place.write_bytes(other)
+    with private_files.opened(tmp_path / "slow") as folder:
+        private_files.seal(folder, place.name, other[private_files.DIGEST :])
     np.testing.assert_array_equal(trained(*made(tmp_path / "slow", rate=1e-3))[0], fast[0])
+    place.write_bytes(other)
+    with pytest.warns(UserWarning, match="compiled anew: .* is not as it was written"):
+        np.testing.assert_array_equal(trained(*made(tmp_path / "slow", rate=1e-3))[0], slow[0])
     assert (slow[0] != fast[0]).any()
 
 
@@ -63,71 +65,41 @@ def test_other_shapes_devices_and_options_have_programs_of_their_own(tmp_path):
     assert len(programs(tmp_path)) == 4 and step.traces == 2
 
 
-HARM = [
-    lambda x: x[:-1], lambda x: b"", lambda x: x[:99] + b"?" + x[100:],
-    lambda x: hashlib.sha256(b"what").digest() + b"what",  # whole, and no program
-]  # fmt: skip
-
-
-def test_a_damaged_program_is_compiled_anew(tmp_path):
+def test_a_program_that_is_damaged_or_that_others_may_write_is_compiled_anew(tmp_path):
     wanted = trained(*made(tmp_path))
-    for harm in HARM:
-        ((path, content),) = programs(tmp_path).items()
-        path.write_bytes(harm(content))
-        with pytest.warns(UserWarning, match=r"\.program is compiled anew: "):
+    ((path, content),) = programs(tmp_path).items()
+    with private_files.opened(tmp_path) as folder:
+        private_files.seal(folder, path.name, b"what")  # whole, and no program
+    harms = {
+        "": lambda: None,
+        "is not as it was written": lambda: path.write_bytes(content[:99] + b"?" + content[100:]),
+        "has mode 620: others may": lambda: path.chmod(0o620),
+    }
+    for told, harm in harms.items():
+        harm()
+        with pytest.warns(UserWarning, match=rf"\.program is compiled anew: .*{told}"):
             found = trained(*made(tmp_path))
         np.testing.assert_array_equal(found[0], wanted[0])
     trained(*made(tmp_path))  # it was written again: no warning
 
 
-def test_programs_that_are_a_file_are_refused(tmp_path):
+def test_a_folder_that_is_not_ones_own_is_refused_and_looked_at_at_each_use(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"programs='.*file' is a file: give a folder"):
-        made(tmp_path / "file")
-
-
-SHARED = """
-import os, pathlib, sys, warnings
-import jax
-from test_programs import made, trained
-
-jax.config.update("jax_num_cpu_devices", 8)
-warnings.simplefilter("error", UserWarning)
-os.umask(0)
-folder = pathlib.Path(sys.argv[1], "mine")
-for _ in range(2):
-    trained(*made(folder))  # what it writes itself it takes
-folder.chmod(0o777)
-made(folder)
-"""
-
-
-def test_a_folder_that_others_may_write_is_refused(tmp_path, monkeypatch):
-    done = run_python(SHARED, str(tmp_path))
-    told = f"ValueError: programs='{tmp_path / 'mine'}' has mode 777: others may write it"
-    assert told in done.stderr and len(programs(tmp_path / "mine")) == 1
-    monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
-    with pytest.raises(ValueError, match=r"programs=.* belongs to another user"):
-        made(tmp_path)
-
-
-def test_a_program_that_others_may_write_is_not_run(tmp_path):
-    trained(*made(tmp_path))
-    for mode in (0o666, 0o620):
-        ((path, _),) = programs(tmp_path).items()
-        path.chmod(mode)
-        with pytest.warns(UserWarning, match=f"compiled anew: .* has mode {mode:o}: others may"):
-            trained(*made(tmp_path))
-    trained(*made(tmp_path))  # it was written again: no warning
-
-
-def test_a_step_that_cannot_be_kept_is_said_and_runs(tmp_path):
-    folder = tmp_path / "programs"
-    step, state = made(folder)
-    folder.write_text("")  # meanwhile
-    with pytest.warns(UserWarning, match=r"is not kept in .*programs, and the next start"):
-        found = trained(step, state)
-    np.testing.assert_array_equal(found[0], trained(*made(None))[0])
+    (tmp_path / "link").symlink_to(tmp_path)
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o777)
+    for path, told in {
+        "file": "file is a file or a link: give a folder", "link": "link is a file or a link",
+        "link/mine": "link is a file or a link", "shared": "shared has mode 777: others may write",
+        "shared/mine": "shared has mode 777: others may write it",
+    }.items():  # fmt: skip
+        with pytest.raises(ValueError, match=told):
+            made(tmp_path / path)
+    step, state = made(tmp_path / "mine")
+    (tmp_path / "mine").symlink_to(tmp_path / "shared")  # meanwhile
+    with pytest.warns(UserWarning, match="compiled anew: .*link.*|is not kept in .*link"):
+        trained(step, state)
+    assert not programs(tmp_path / "shared")
 
 
 FILLS = """
