@@ -25,6 +25,7 @@ from lioncub_jax.checkpoint import (
     Snapshots, WorkerStateLost, leaves, private_files, snapshot_files, tiles,
 )  # fmt: skip
 from lioncub_jax.layout import Holder
+from lioncub_jax.mesh.processes import told
 from lioncub_jax.traffic import collectives
 
 STEP = 7
@@ -114,6 +115,17 @@ def test_every_kth_call_takes_one_and_three_stay(folders, first):
         assert steps_in(folders[1]) == [12, 12, 13]
         again.clear()
         assert not list(folders[1].iterdir())
+
+
+def test_a_start_is_numbered_whatever_the_clock_says_and_may_go_back(folders, first, monkeypatch):
+    clock = iter(range(9, 0, -1))
+    monkeypatch.setattr("time.time_ns", lambda: next(clock) * 10**18)
+    for steps in ([8, 9, 10], [10, 11, 12], [3, 4]):
+        with both(folders, buddies=0) as (_, snapshots):
+            for step in steps:
+                snapshots.save(at(first, step))
+    with both(folders, buddies=0) as (_, snapshots):
+        assert snapshots.restore(first).step == 4
 
 
 def test_the_newest_of_memory_and_disk_is_taken(folders, first):
@@ -276,6 +288,78 @@ def test_bad_input(folders, first, tmp_path):
                 refuses(f"{name}={value!r}: .*{told}", call)
         told = "is a str: give the Checkpoints of the run"
         refuses(told, lambda: Snapshots("runs", folders[1]), TypeError)
+
+
+def given_away(path, monkeypatch):
+    """Makes a folder that of another user; a link too."""
+    if os.geteuid():
+        monkeypatch.setattr(os, "geteuid", lambda: -1)
+    else:
+        os.chown(path, 12345, -1, follow_symlinks=False)
+
+
+def test_folders_that_another_user_made_or_can_change(folders, first, tmp_path, monkeypatch):
+    """Names below a shared folder are guessed: there the folder is made by the library, or one's own."""
+    victim, shared = tmp_path / "victim", tmp_path / "shared"
+    victim.mkdir()
+    shared.mkdir()
+    shared.chmod(0o1777)  # as /dev/shm
+    theirs = shared / "theirs"
+    theirs.mkdir(mode=0o755)
+    (theirs / "snapshots").symlink_to(victim)
+    (shared / "link").symlink_to(victim)
+    with opened(folders[0]) as saved:
+        with Snapshots(saved, shared / "new" / "mine") as snapshots:
+            assert (shared / "new").stat().st_mode & 0o777 == 0o700
+            snapshots.save(first)
+        shared.chmod(0o777)  # as Kubernetes makes its volumes: others may rename what is in it
+        for call in (lambda: snapshots.restore(first), lambda: Snapshots(saved, shared / "new")):
+            refuses("shared has mode 777: others may write it", call)
+        shared.chmod(0o1777)
+        refuses("shared has mode 1777: others may write it", lambda: Snapshots(saved, shared))
+        refuses("link is a file or a link", lambda: Snapshots(saved, shared / "link"))
+        refuses("theirs/snapshots is a file or a link", lambda: Snapshots(saved, theirs / "snapshots"))
+        given_away(theirs, monkeypatch)
+        for path in (theirs, theirs / "snapshots", theirs / "new"):
+            refuses("theirs belongs to another user", lambda path=path: Snapshots(saved, path))
+    assert not list(victim.iterdir())
+
+
+SAYS = [
+    [], 7, {}, "x", None, [[]], [[], [], 1, None, None], [["x"], [0], "", [RUNS.decode()], None],
+    *([[], [k], "", None, None] for k in (2**60, 2**40, -1, True)), [[], [], "", {"run": "x"}, None],
+]  # fmt: skip
+
+
+def test_what_cannot_be_said_is_refused_and_who_said_it_is_named(folders, first, monkeypatch):
+    with both(folders, buddies=0) as (_, snapshots):
+        snapshots.save(first)
+        snapshots.wait()
+        (name,) = os.listdir(folders[1])
+        harmed = {"names": SAYS[1:], "disk": [SAYS[0], *SAYS[2:]], "content": SAYS}
+        for asked, each in harmed.items():
+            for words in each:
+
+                def both_say(mine, asked=asked, words=words):
+                    now = {int: "disk"}.get(type(mine), "names" if mine == [name] else "content")
+                    return [mine, words if now == asked else mine]
+
+                monkeypatch.setattr(snapshot_files, "told", both_say)
+                refuses("process 1 says", lambda: snapshots.restore(first))
+
+
+@pytest.mark.parametrize(
+    ("size", "text", "words"),
+    [
+        (2**40, b"", "each may say 1 to 67108864"), (-1, b"", "each may say 1 to 67108864"),
+        (3, b"\x80\x03.", "process 1 says what is no JSON"), (10**6, b"[" * 10**6, "process 1 says what"),
+    ],
+)  # fmt: skip
+def test_no_process_says_more_than_a_bound_or_what_is_no_json(monkeypatch, size, text, words):
+    rows = [np.frombuffer(row.ljust(max(4, len(text))), np.uint8) for row in (b"null", text)]
+    answers = iter([np.array([4, size]), np.array(rows)])
+    monkeypatch.setattr(multihost_utils, "process_allgather", lambda x: next(answers))
+    refuses(words, lambda: told(None))
 
 
 def test_a_run_may_move_and_snapshots_of_another_run_or_model_are_refused(folders, first, tmp_path):
