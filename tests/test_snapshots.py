@@ -22,7 +22,12 @@ from test_processes import assert_holds, first_state, main, number, numbered, ru
 
 import lioncub_jax as lc
 from lioncub_jax.checkpoint import (
-    Snapshots, WorkerStateLost, leaves, private_files, snapshot_files, tiles,
+    Snapshots,
+    WorkerStateLost,
+    leaves,
+    private_files,
+    snapshot_files,
+    tiles,
 )  # fmt: skip
 from lioncub_jax.layout import Holder
 from lioncub_jax.mesh.processes import told
@@ -156,7 +161,9 @@ def test_a_damaged_one_is_passed_over(folders, first, harm):
         snapshots.wait()
         (newest,) = folders[1].glob("*-2-0-of-1.own")
         harm(newest)
-        told = r"snapshot 1-2-2-.*\.own in .* is damaged, cannot be read or may be written by others"
+        told = (
+            r"snapshot 1-2-2-.*\.own in .* is damaged, cannot be read or may be written by others"
+        )
         with pytest.warns(UserWarning, match=told):
             found = snapshots.restore(first)
     if harm is rename:  # and nothing is left of step 1
@@ -257,7 +264,11 @@ def test_what_is_not_written_is_said(folders, first):
         refuses(told, snapshots.wait, OSError)
         snapshots.folder.mkdir()  # its group may write it: it is looked at at each use
         snapshots.save(first)
-        refuses("a snapshot was not written to .*memory has mode 775: others may", snapshots.wait, OSError)
+        refuses(
+            "a snapshot was not written to .*memory has mode 775: others may",
+            snapshots.wait,
+            OSError,
+        )
         snapshots.folder.chmod(0o700)
         snapshots.save(first)  # and the next one is
         snapshots.wait()
@@ -318,11 +329,24 @@ def test_folders_that_another_user_made_or_can_change(folders, first, tmp_path, 
         shared.chmod(0o1777)
         refuses("shared has mode 1777: others may write it", lambda: Snapshots(saved, shared))
         refuses("link is a file or a link", lambda: Snapshots(saved, shared / "link"))
-        refuses("theirs/snapshots is a file or a link", lambda: Snapshots(saved, theirs / "snapshots"))
+        refuses(
+            "theirs/snapshots is a file or a link", lambda: Snapshots(saved, theirs / "snapshots")
+        )
         given_away(theirs, monkeypatch)
         for path in (theirs, theirs / "snapshots", theirs / "new"):
             refuses("theirs belongs to another user", lambda path=path: Snapshots(saved, path))
     assert not list(victim.iterdir())
+
+
+def test_memory_of_a_run_is_where_others_cannot_rename_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, how: path != "/dev/shm" and access(path, how))
+    tmp_path.chmod(0o777)
+    keep = functools.partial(lc.elastic.keep, ["true"], 1)
+    refuses("others may rename what is in /dev/shm and .*Set TMPDIR", keep)
+    tmp_path.chmod(0o1777)
+    assert keep(write=lambda line: None).exit_code == 0
 
 
 SAYS = [

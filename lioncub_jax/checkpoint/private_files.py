@@ -1,8 +1,8 @@
 """Files of this user alone, in folders that nobody else can change.
 
-A folder is opened from ``/`` down, by the descriptor of the folder above, and no link is followed. Each belongs
-to root or to this user. Nobody else may write it, or it is sticky, as ``/tmp`` is: there others can add an
-entry and cannot change one. A sealed file begins with the SHA-256 of its name and of what follows.
+A folder is opened from ``/`` down, by the descriptor of the folder above, and no link is followed. Each
+belongs to root or to this user. Nobody else may write it, or it is sticky, as ``/tmp`` is: there others can
+add an entry and cannot change one. A sealed file begins with the SHA-256 of its name and of what follows.
 """
 
 import contextlib

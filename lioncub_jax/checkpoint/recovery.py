@@ -148,7 +148,9 @@ class Recovery:
         having: list[set[int]] = [set() for _ in (about.tiles if about else ())]
         for p, (_, numbers, *_) in enumerate(each if about else ()):
             if max(numbers, default=-1) >= len(having):
-                raise ValueError(f"process {p} says that it has tile {max(numbers)} of {len(having)}")
+                raise ValueError(
+                    f"process {p} says that it has tile {max(numbers)} of {len(having)}"
+                )
             for k in numbers:
                 having[k].add(p)
         return Parts(about, each[speaker][4], held, having, damaged)

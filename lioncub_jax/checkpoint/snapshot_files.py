@@ -1,6 +1,6 @@
 """Files of snapshots: a name, a description in JSON, and raw arrays.
 
-Nothing in them is run. What a file or another process gives is read by its type here, and refused where it has
+Nothing in them is run. What a file or another process gives is read by its type, and refused where it has
 another one, or would take memory without bound.
 """
 
@@ -24,7 +24,9 @@ from lioncub_jax.mesh.processes import told
 
 LENGTH = 8  # bytes before a description: how many it has
 MOST = 2**16  # processes of a run, and tiles of an array
-_FILE = re.compile(r"(\d{1,15})-(\d{1,15})-(\d{1,15})-(\d{1,5})-of-(\d{1,5})\.(own|buddy)", re.ASCII)
+_FILE = re.compile(
+    r"(\d{1,15})-(\d{1,15})-(\d{1,15})-(\d{1,5})-of-(\d{1,5})\.(own|buddy)", re.ASCII
+)
 Key = tuple[int, int, int]  # of a snapshot: start, save and step
 
 
@@ -58,8 +60,11 @@ class Name(NamedTuple):
 
 def names_in(files: Iterable[str]) -> list[Name]:
     """The names of snapshots among those of files, oldest first."""
-    matches = filter(None, map(_FILE.fullmatch, files))
-    return sorted(Name(*map(int, m.groups()[:5]), m[6]) for m in matches)
+    found = []
+    for match in filter(None, map(_FILE.fullmatch, files)):
+        start, save, step, process, of = map(int, match.groups()[:5])
+        found.append(Name(start, save, step, process, of, match[6]))
+    return sorted(found)
 
 
 class Description(NamedTuple):
@@ -152,8 +157,8 @@ def asked(kind: Any, what: Any) -> list[Any]:
             found.append(typed(kind, words))
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"process {process} says of its snapshots what cannot be ({error}): run the same version of "
-                "lioncub_jax in all processes"
+                f"process {process} says of its snapshots what cannot be ({error}): run the same version "
+                "of lioncub_jax in all processes"
             ) from None
     return found
 
@@ -166,18 +171,21 @@ def typed(kind: Any, x: Any) -> Any:
         least 0, None and one of them, or ``Any`` for what stays as it is.
       x: the value.
     """
-    origin, inside = typing.get_origin(kind), typing.get_args(kind)
+    origin, kinds = typing.get_origin(kind), typing.get_args(kind)
+    fields = hasattr(kind, "_fields")
     if kind is Any:
         return x
     if origin is types.UnionType:
-        return None if x is None else typed(inside[0], x)
-    if hasattr(kind, "_fields"):
-        return kind(*typed(tuple[*typing.get_type_hints(kind).values()], x))
-    if origin in (tuple, Sequence) and isinstance(x, list):
-        kinds = [int] if origin is Sequence else inside
-        if origin is Sequence or inside[-1] is ...:
+        return None if x is None else typed(kinds[0], x)
+    if isinstance(x, list) and (fields or origin in (tuple, Sequence)):
+        if fields:
+            kinds = tuple(typing.get_type_hints(kind).values())
+        elif origin is Sequence:
+            kinds = (int,) * len(x)
+        elif kinds[-1] is ...:
             kinds = kinds[:1] * len(x)
-        return tuple(typed(k, y) for k, y in zip(kinds, x, strict=True))
+        found = [typed(k, y) for k, y in zip(kinds, x, strict=True)]
+        return kind(*found) if fields else tuple(found)
     if origin is np.dtype and isinstance(x, str):
         return jnp.dtype(x)
     if isinstance(kind, enum.EnumType):

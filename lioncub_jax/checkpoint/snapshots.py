@@ -60,8 +60,8 @@ class Snapshots:
     Raises:
       TypeError: for ``checkpoints`` that are none.
       ValueError: for ``every`` below 1, ``buddies`` below 0, or a folder that is a file or a link, or that
-        another user owns or can change, or rename; when called, for ``buddies`` of a single worker, and for a state that
-        lies on no mesh, has no step or was donated.
+        another user owns, or can change or rename, which is looked at at each use; when called, for
+        ``buddies`` of a single worker, and for a state that lies on no mesh, has no step or was donated.
       OSError: when called next, if the last one could not be written, as where memory is full; and where
         the checkpoints have no name of the run yet and cannot be written.
 
@@ -97,7 +97,9 @@ class Snapshots:
         check_number(f"buddies={buddies!r}", buddies, lambda n: n >= 0, said, int)
         self._checkpoints, self._every, self._buddies = checkpoints, every, buddies
         self.folder = Path(folder).absolute()
-        together(f"{self.folder} is no folder for snapshots", lambda: self._forget(only_halves=True))
+        together(
+            f"{self.folder} is no folder for snapshots", lambda: self._forget(only_halves=True)
+        )
         self._start = 1 + max((names[-1].start for names in seen(self.folder) if names), default=0)
         self._run = checkpoints.run()
         self._calls = self._copies = self._saves = 0
@@ -205,7 +207,9 @@ class Snapshots:
             name = Name(self._start, self._saves, step, *me, kind)
             with private_files.opened(self.folder) as folder:
                 private_files.seal(folder, str(name), *files.packed(about, data, parts))
-                private_files.remove(folder, map(str, _old(files.names_in(os.listdir(folder)), name)))
+                private_files.remove(
+                    folder, map(str, _old(files.names_in(os.listdir(folder)), name))
+                )
 
     def lower(self, state: Any) -> jax.stages.Lowered:
         """The program that sends the owners' slices to their buddies, for the accounting of bytes."""

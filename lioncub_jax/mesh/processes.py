@@ -52,8 +52,8 @@ def told(what: Any) -> list[Any]:
     sizes = multihost_utils.process_allgather(np.array(mine.size))
     if not 0 < sizes.min() <= sizes.max() <= MOST_TOLD:
         raise ValueError(
-            f"processes want to say {sizes.tolist()} bytes to each other, and each may say 1 to {MOST_TOLD}: "
-            "run the same program in all"
+            f"processes want to say {sizes.tolist()} bytes to each other, and each may say 1 to "
+            f"{MOST_TOLD}: run the same program in all"
         )
     each = multihost_utils.process_allgather(np.pad(mine, (0, sizes.max() - mine.size)))
     found = []
