@@ -422,8 +422,8 @@ MUTANTS = r"""
 
 # checkpoint/programs.py: programs
 = what is read from a folder is not looked at
--                 watch.look(self._jitted.__name__, [kept.as_text() or ""])  # nothing was compiled
-+                 pass
+-             watch.look(self._jitted.__name__, [kept.as_text() or ""])  # nothing was compiled
++
 
 = a program that was compiled with other options is taken
 - self._options, jax.process_index()

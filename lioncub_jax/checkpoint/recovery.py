@@ -55,9 +55,8 @@ class Parts(NamedTuple):
         return [k for k, some in enumerate(self.having) if not some]
 
 
-# Of a process: files that are damaged, numbers of its tiles, the checksum of its description, and from one
-# process that description and the data.
-Words = tuple[tuple[str, ...], tuple[int, ...], str, Description | None, Any]
+# Of a process: files that are damaged, numbers of its tiles, what they are tiles of, and data of the caller.
+Words = tuple[tuple[str, ...], tuple[int, ...], Any, Any]
 
 
 class Recovery:
@@ -139,12 +138,10 @@ class Recovery:
                 held |= some
             except Exception:
                 damaged.append(str(name))
-        speaker = min(readers.values(), default=0)  # it says what the snapshot is
-        words = [damaged, sorted(held), files.checksum(about)]
-        says = (about, data) if me == speaker else (None, None)
-        each = files.asked(Words, json.loads(files.as_json([*words, *says])))
+        words = json.loads(files.as_json([damaged, sorted(held), about, data]))
+        each = files.asked(Words, words)
         damaged = [name for words in each for name in words[0]]
-        about = None if damaged else self._agreed(each[speaker][3], [words[2] for words in each])
+        about, data = self._agreed([words[2:] for words in each if words[2]], bool(damaged))
         having: list[set[int]] = [set() for _ in (about.tiles if about else ())]
         for p, (_, numbers, *_) in enumerate(each if about else ()):
             if max(numbers, default=-1) >= len(having):
@@ -153,16 +150,16 @@ class Recovery:
                 )
             for k in numbers:
                 having[k].add(p)
-        return Parts(about, each[speaker][4], held, having, damaged)
+        return Parts(about, data, held, having, damaged)
 
-    def _agreed(self, about: Description | None, sums: list[str]) -> Description | None:
-        """What one process says of a snapshot, if all that have read of it say so and it makes sense."""
-        if {*filter(None, sums)} != {files.checksum(about)}:
-            return None
+    def _agreed(self, said: list[Any], damaged: bool) -> tuple[Description | None, Any]:
+        """What a snapshot is and its data, if all say the same and it makes sense."""
+        if damaged or not said or any(about != said[0][0] for about, _ in said):
+            return None, None
         try:
-            return about and files.checked(about, self._target.layout)
+            return files.described(said[0][0], self._target.layout), said[0][1]
         except Exception:
-            return None
+            return None, None
 
     def _made_good(self, key: Key, about: Description, parts: Parts) -> bool:
         """Whether what a lost machine took with it can be had or done without; says what it is."""

@@ -5,7 +5,6 @@ another one, or would take memory without bound.
 """
 
 import enum
-import hashlib
 import json
 import math
 import re
@@ -91,8 +90,9 @@ class Description(NamedTuple):
         return found
 
 
-def checked(about: Description, wanted: Layout) -> Description:
-    """A description that makes sense, and is not far larger than what is wanted; else some error."""
+def described(words: Any, wanted: Layout) -> Description:
+    """A description, of what JSON made of it, that makes sense and is not far larger than what is wanted."""
+    about: Description = typed(Description, words)
     for stored, parts in zip(about.layout, about.parts, strict=True):
         shape = stored.leaf.shape
         if math.prod(parts) > MOST or any(n % k for n, k in zip(shape, parts, strict=True)):
@@ -106,11 +106,6 @@ def checked(about: Description, wanted: Layout) -> Description:
 
 def _bytes(layout: Layout) -> int:
     return sum(math.prod(x.leaf.shape) * x.leaf.at().dtype.itemsize for x in layout)
-
-
-def checksum(about: Description | None) -> str:
-    """Of a description; "" for None."""
-    return hashlib.sha256(as_json(about).encode()).hexdigest() if about else ""
 
 
 def as_json(about: Any) -> str:
@@ -132,7 +127,7 @@ def unpacked(
     """What `packed` made a file of: its description, the data, and its tiles by number; else some error."""
     end = LENGTH + int.from_bytes(content[:LENGTH], "little")
     words, numbers, data = json.loads(bytes(content[LENGTH:end]))
-    about = checked(typed(Description, words), wanted)
+    about = described(words, wanted)
     dtypes = {x.path: x.leaf.at().dtype for x in about.layout}
     every, held = about.tiles, {}
     for k in typed(tuple[int, ...], numbers):
