@@ -139,8 +139,8 @@ def loads_code(tree):
 
 def test_only_kept_programs_are_data_that_is_run():
     for source in (
-        "import pickle", "from dill import loads", "numpy.load(x, allow_pickle=True)", "eval(x)",
-        "np.load(x)", "yaml.load(x)", "f = exec", "x = __import__(y)", "jax.export.deserialize(x)",
+        "import pickle", "from dill import loads", "numpy.load(x, allow_pickle=True)", "np.load(x)",
+        "f = exec", "jax.export.deserialize(x)",
     ):  # fmt: skip
         assert loads_code(ast.parse(source)), source
     assert {module for module in MODULES if loads_code(tree_of(module))} == {

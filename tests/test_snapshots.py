@@ -5,7 +5,9 @@ Run as a program this file is one of the processes.
 
 import contextlib
 import functools
+import itertools
 import json
+import operator
 import os
 import shutil
 import warnings
@@ -172,58 +174,37 @@ def test_a_damaged_one_is_passed_over(folders, first, harm):
         assert_same(found.state, numbered(first, 1))
 
 
-def described(change):
-    """Another file: its description, the numbers of its tiles, its data and what follows, changed."""
-
-    def harm(content):
-        end = 8 + int.from_bytes(content[:8], "little")
-        words = json.loads(content[8:end])
-        change(words)
-        text = json.dumps(words).encode()
-        return len(text).to_bytes(8, "little") + text + content[end:]
-
-    return harm
-
-
-def at_path(*path, to):
-    """Changes something deep in a description."""
-
-    def change(words):
-        *above, last = path
-        inside = functools.reduce(lambda x, k: x[k], above, words)
-        inside[last] = to
-
-    return described(change)
-
-
-RUNS = b"cposix\nmkdir\n(S'%s'\ntR."  # unpickled it makes a folder
-LAYOUT, PARTS, TILES = (0, 1), (0, 3), (1,)
-RUBBISH = [
-    lambda content: RUNS, lambda content: b"\xff" * 8 + content[8:], lambda content: content[:-1],
-    lambda content: content + b"0", lambda content: (8).to_bytes(8, "little") + b"[" * 10**6,
-    at_path(0, to={"run": 1}), at_path(0, 0, to=None), at_path(0, 2, to=1), at_path(0, 3, to=[]),
-    at_path(*TILES, to=[2**40]), at_path(*TILES, to=[-1]), at_path(*TILES, to=[0] * 999),
-    at_path(*PARTS, 1, to=[2**20]), at_path(*PARTS, 1, to=[0]),
-    *(at_path(*LAYOUT, k, 1, 0, to=[2**40] * 2) for k in range(3)),
-    *(at_path(*LAYOUT, 1, 1, 1, to=dtype) for dtype in ("O", "V999999999", "M8[s]", "nothing", 3)),
+RUNS = b"cposix\nmkdir\n(S'run'\ntR."  # unpickled it makes a folder
+RUBBISH = [RUNS, b"\xff" * 16, (10**6).to_bytes(8, "little") + b"[" * 10**6]
+CHANGES = [  # where in a description, the numbers of tiles and the data
+    ([0], {}), ([0, 0], None), ([0, 3], []), ([0, 3, 1], [2**20]), ([1], [2**40]), ([1], [0] * 999),
+    ([0, 1, 0, 1, 0], [2**40] * 2), ([0, 1, 1, 1, 1], "O"), ([0, 1, 1, 1, 1], "V999999999"),
 ]  # fmt: skip
 
 
-def test_no_content_of_a_sealed_file_is_run_or_raises(folders, first, tmp_path):
-    with both(folders) as (_, snapshots):
-        snapshots.save(first)
-        snapshots.save(at(first, 1))
+def changed(content, path, value):
+    end = 8 + int.from_bytes(content[:8], "little")
+    words = json.loads(content[8:end])
+    functools.reduce(operator.getitem, path[:-1], words)[path[-1]] = value
+    text = json.dumps(words).encode()
+    return len(text).to_bytes(8, "little") + text + content[end:]
+
+
+def test_no_content_of_a_sealed_file_is_run_or_raises(folders, first, monkeypatch):
+    with both(folders, buddies=0) as (_, snapshots):
+        for step in (0, 1):
+            snapshots.save(at(first, step))
         snapshots.wait()
-        (newest,) = folders[1].glob("1-2-*.own")
+        monkeypatch.chdir(folders[1])
         with private_files.opened(folders[1]) as folder:
-            content = bytes(private_files.read(folder, newest.name))
-            for k, harm in enumerate(RUBBISH):
-                changed = harm(content).replace(b"%s", str(tmp_path / "run").encode())
-                assert changed != content, k
-                private_files.seal(folder, newest.name, changed)
-                with pytest.warns(UserWarning, match="snapshot 1-2-1-.* is damaged"):
-                    assert snapshots.restore(first).step == 0, k
-    assert not (tmp_path / "run").exists()
+            _, newest = sorted(os.listdir(folder))
+            content = bytes(private_files.read(folder, newest))
+            harmed = [changed(content, *change) for change in CHANGES]
+            for other in [*RUBBISH, content[:-1], content + b"0", *harmed]:
+                private_files.seal(folder, newest, other)
+                with pytest.warns(UserWarning, match=f"snapshot {newest} in .* is damaged"):
+                    assert snapshots.restore(first).step == 0
+    assert len(os.listdir()) == 2
 
 
 @pytest.mark.filterwarnings("error")
@@ -277,8 +258,6 @@ def test_what_is_not_written_is_said(folders, first):
 
 def test_bad_input(folders, first, tmp_path):
     (tmp_path / "file").write_text("")
-    (tmp_path / "shared").mkdir()
-    (tmp_path / "shared").chmod(0o777)
     alone = first_state(workers_of(1))
     with both(folders, buddies=0) as (saved, snapshots):
         snapshots.save(alone)
@@ -287,7 +266,6 @@ def test_bad_input(folders, first, tmp_path):
             "there is one worker: give Snap.*buddies=0": lambda: Snapshots(saved, folders[1]).save(alone),
             "workers='mine': give one of 'mean', 'keep'": lambda: snapshots.restore(first, workers="mine"),
             "file is a file or a link: give a folder": lambda: Snapshots(saved, tmp_path / "file"),
-            "shared has mode 777: others may write it": lambda: Snapshots(saved, tmp_path / "shared"),
         }.items():  # fmt: skip
             refuses(told, call)
         for name, wrong, told in [
@@ -350,25 +328,24 @@ def test_memory_of_a_run_is_where_others_cannot_rename_it(tmp_path, monkeypatch)
 
 
 SAYS = [
-    [], 7, {}, "x", None, [[]], [[1], [], None, None], *([[], [k], None, None] for k in (2**60, 2**40, -1, True)),
-]  # fmt: skip
+    {},
+    "x",
+    None,
+    [[]],
+    [[1], [], None, None],
+    *([[], [k], None, None] for k in (2**60, 2**40, -1)),
+]
 
 
 def test_what_cannot_be_said_is_refused_and_who_said_it_is_named(folders, first, monkeypatch):
     with both(folders, buddies=0) as (_, snapshots):
         snapshots.save(first)
-        snapshots.wait()
-        (name,) = os.listdir(folders[1])
-        harmed = {"names": SAYS[1:], "disk": [SAYS[0], *SAYS[2:]], "content": SAYS}
-        for asked, each in harmed.items():
-            for words in each:
-
-                def both_say(mine, asked=asked, words=words):
-                    now = {int: "disk"}.get(type(mine), "names" if mine == [name] else "content")
-                    return [mine, words if now == asked else mine]
-
-                monkeypatch.setattr(snapshot_files, "told", both_say)
-                refuses("process 1 says", lambda: snapshots.restore(first))
+        # Of the names of snapshots, of the newest checkpoint, and of what is in a snapshot.
+        for stage, words in itertools.product(range(3), SAYS):
+            calls = itertools.count()
+            both_say = lambda mine: [mine, words if next(calls) == stage else mine]  # noqa: B023, E731
+            monkeypatch.setattr(snapshot_files, "told", both_say)
+            refuses("process 1 says", lambda: snapshots.restore(first))
 
 
 @pytest.mark.parametrize(
@@ -457,7 +434,7 @@ def half_written(folder):
         assert snapshots.restore(first) is None
         if jax.process_index() == 1:  # says what an unpickler would run
             snapshot_files.told = lambda what: told([[], [], RUNS.decode(), []])
-        refuses("process 1 says of its snapshots", lambda: snapshots.restore(first))
+        refuses("process 1 says", lambda: snapshots.restore(first))
         snapshot_files.told = told
 
 

@@ -55,7 +55,7 @@ class Parts(NamedTuple):
         return [k for k, some in enumerate(self.having) if not some]
 
 
-# Of a process: files that are damaged, numbers of its tiles, what they are tiles of, and data of the caller.
+# Of a process: files that are damaged, its tiles by number, a description, and the data of the caller.
 Words = tuple[tuple[str, ...], tuple[int, ...], Any, Any]
 
 

@@ -91,7 +91,7 @@ class Description(NamedTuple):
 
 
 def described(words: Any, wanted: Layout) -> Description:
-    """A description, of what JSON made of it, that makes sense and is not far larger than what is wanted."""
+    """A description, of what JSON made of it; it makes sense and is not far larger than what is wanted."""
     about: Description = typed(Description, words)
     for stored, parts in zip(about.layout, about.parts, strict=True):
         shape = stored.leaf.shape
