@@ -391,7 +391,7 @@ MUTANTS = r"""
 - measured = each >= 0
 + measured = each > 0
 
-# checkpoint/private_files.py: programs snapshots
+# checkpoint/private_files.py: snapshots
 = who is in the group may write what is run
 - if about.st_mode & 0o022 and not sticky:
 + if about.st_mode & 0o002 and not sticky:
@@ -419,15 +419,6 @@ MUTANTS = r"""
 = a file may have another's name
 - hashlib.sha256(name.encode() + b"\0")
 + hashlib.sha256()
-
-# checkpoint/programs.py: programs
-= what is read from a folder is not looked at
--             watch.look(self._jitted.__name__, [kept.as_text() or ""])  # nothing was compiled
-+
-
-= a program that was compiled with other options is taken
-- self._options, jax.process_index()
-+ jax.process_index()
 
 # checkpoint/manager.py: checkpoint
 = a description that was changed is read

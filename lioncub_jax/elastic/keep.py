@@ -278,9 +278,9 @@ class Run:
 def memory() -> Path | None:
     """A folder in this machine's memory that stays from start to start of a run and ends with it.
 
-    For ``Snapshots`` and ``TrainStep.compiled(programs=)``, which look at it at each use: it must be this
-    user's alone. `keep` and ``lioncub run`` make it; under another launcher set ``LIONCUB_MEMORY`` to a
-    folder of the run's own that is not there yet: ``/dev/shm/lioncub-$SLURM_JOB_ID``, say.
+    For ``Snapshots``, which look at it at each use: it must be this user's alone. `keep` and ``lioncub
+    run`` make it; under another launcher set ``LIONCUB_MEMORY`` to a folder of the run's own that is not
+    there yet: ``/dev/shm/lioncub-$SLURM_JOB_ID``, say.
 
     Returns:
       The folder, or None where there is none.
