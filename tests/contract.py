@@ -433,18 +433,20 @@ def on_all(txs, workers):
 def outcomes(txs, *lead):
     """Parameters after two steps of some transforms, all in one program."""
 
+    def step(before, grads):
+        after = {}
+        for name, (at, state) in before.items():
+            updates, state = txs[name].update(grads, state, at)
+            after[name] = optax.apply_updates(at, updates), state
+        return after, None
+
     @jax.jit
     def steps(params, grads):
-        done = {}
-        for name, tx in txs.items():
-            at, state = params, tx.init(params)
-            for g in grads:
-                updates, state = tx.update(g, state, at)
-                at = optax.apply_updates(at, updates)
-            done[name] = at
-        return done
+        first = {name: (params, tx.init(params)) for name, tx in txs.items()}
+        last, _ = jax.lax.scan(step, first, grads)
+        return {name: at for name, (at, _) in last.items()}
 
-    return steps(PARAMS, [numbers(seed, *lead) for seed in (1, 2)])
+    return steps(PARAMS, jax.tree.map(lambda *x: np.stack(x), *(numbers(n, *lead) for n in (1, 2))))
 
 
 def test_one_worker_alone_is_the_plain_optimizer():

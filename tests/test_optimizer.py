@@ -125,17 +125,6 @@ def test_the_first_state_of_a_mean_is_of_the_parameters_to_the_bit(mesh_of):
     assert_equal(jax.jit(run)(params), params)
 
 
-def test_adamw_at_the_owner_is_adamw_of_the_mean(run_workers):
-    """In floats both ways; with codes, and what they owe, it is the reference's."""
-    params, grads = {"w": normal(3, 128)}, {"w": normal(6, 4, 3, 128, seed=1)}
-    rate = {"learning_rate": 2**-6, "weight_decay": 0.125}
-    exact = {"quantizer": lc.quantize.dense(), "reply": lc.decide.values()}
-    tx = lc.owner_adamw(**rate, **exact, workers=AXIS)
-    updates, _ = run_workers({0: tx}, params, grads, np.zeros((6, 4), bool))[0]
-    want, _ = by_optax(optax.adamw(**rate), params, {"w": grads["w"].mean(1)})
-    np.testing.assert_allclose(updates["w"], want["w"], rtol=1e-5, atol=1e-6)
-
-
 def test_what_is_at_the_owner_takes_one_eighth_of_the_memory_on_each_of_8_devices(mesh_of):
     params, mesh = {"w": jnp.ones(8 * 64 * 256)}, mesh_of(8)
 

@@ -369,7 +369,6 @@ def test_the_time_to_the_loss_is_that_of_a_step_times_its_steps(known):
     [
         ({"tokens": 64}, "Measured near 64 tokens, 8 workers and data alike: with 32 tokens"),
         ({"tokens": 10**3}, "; with more tokens votes and codes took more steps, so expect less."),
-        ({"at": Cluster(2, SLOW.link), "tokens": 2048}, "votes of two workers, where each disagreement is"),
         ({"size": 10**9, "rate": 1e6}, "; the rank is the same share of the width,"),
         ({"at": Cluster(1, SLOW.link)}, "Do not use this: one worker has no others to exchange with; use"),
     ],
@@ -391,7 +390,6 @@ def test_how_far_it_was_measured_from_what_was_asked_is_said(how, words):
             "nobody ran 2,048 tokens, 8 workers and data different. The nearest runs had 256 tokens",
         ),
         ({"tokens": 10**6}, "nobody ran 1,000,000 tokens, 8 workers"),
-        ({"at": Cluster(65, SLOW.link)}, "nobody ran 32 tokens, 65 workers"),
     ],
 )  # fmt: skip
 def test_far_from_all_runs_no_method_is_named(how, words):
@@ -404,7 +402,8 @@ def test_far_from_all_runs_no_method_is_named(how, words):
 
 
 def test_steps_of_votes_are_not_measured_with_two_workers_and_by_a_single_run(known):
-    two, four = (to_loss(at=Cluster(n, SLOW.link), tokens=2048)[0] for n in (2, 4))
+    (two, said), (four, _) = (to_loss(at=Cluster(n, SLOW.link), tokens=2048) for n in (2, 4))
+    assert "; votes of two workers, where each disagreement is a tie, were not measured." in said
     assert {name for name in two.rows if two.rows[name].learned is None} == {"vote", "average"}
     assert four.rows["average"].steps() == 240
     known(single := cell(32, 8))

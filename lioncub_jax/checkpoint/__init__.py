@@ -1,8 +1,8 @@
 """Saving a training state, and going on from it on the same devices or with other workers."""
 
 from lioncub_jax.checkpoint.files import Damaged
-from lioncub_jax.checkpoint.found import WorkerStateLost
 from lioncub_jax.checkpoint.manager import Checkpoints, Restored, stop_on_sigterm
+from lioncub_jax.checkpoint.recovery import WorkerStateLost
 from lioncub_jax.checkpoint.snapshots import Snapshots
 
 __all__ = [

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lioncub_jax import own
+from lioncub_jax.checkpoint import private_files
 from lioncub_jax.checkpoint.tiles import Index, index_of
 
 FORMAT = 4  # 1 to 3: versions 0.1 to 0.3, by orbax
@@ -34,9 +34,9 @@ RUN = "run"  # a file beside the checkpoints: the name of their run
 BLOCK = 1 << 24  # bytes that are compared at a time
 _STEP = re.compile("0|[1-9][0-9]*")
 GONE = ".gone"
-_HALF = re.compile(rf"({_STEP.pattern})\.[0-9a-f]{{12}}(\{own.PART}|\{GONE})")
+_HALF = re.compile(rf"({_STEP.pattern})\.[0-9a-f]{{12}}(\{private_files.PART}|\{GONE})")
 _OURS = re.compile(
-    rf"{RUN}(.*\{own.PART})?|({_STEP.pattern})(\.(damaged|abandoned)(-[0-9]+)?|\.orbax-checkpoint-tmp.*)?"
+    rf"{RUN}(.*\{private_files.PART})?|({_STEP.pattern})(\.(damaged|abandoned)(-[0-9]+)?|\.orbax-checkpoint-tmp.*)?"
 )
 _OF_SYSTEMS = {"lost+found", "@eaDir"}  # beside names that begin with a dot
 
@@ -161,7 +161,7 @@ def _named(folder: Path, suffix: str) -> Path:
 
 def new_half(folder: Path) -> tuple[Path, int]:
     """Makes the half of a checkpoint, with a lock that the end of this process opens; and the lock."""
-    half = _named(folder, own.PART)
+    half = _named(folder, private_files.PART)
     half.mkdir()
     lock = os.open(half / LOCK, os.O_CREAT | os.O_RDWR, 0o666)
     try:
@@ -245,7 +245,7 @@ def write_arrays(half: Path, pieces: Sequence[np.ndarray]) -> None:
     """Writes the file of this process, and gives it its name when it was read back."""
     if not pieces:
         return
-    path = half / f"{jax.process_index()}{ARRAYS}{own.PART}"
+    path = half / f"{jax.process_index()}{ARRAYS}{private_files.PART}"
     flat = [x.reshape(-1).view(np.uint8) for x in pieces]
     with path.open("xb") as file:
         for x in flat:

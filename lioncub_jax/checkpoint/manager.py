@@ -28,10 +28,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from lioncub_jax import own
 from lioncub_jax.arguments import check_count
 from lioncub_jax.axes import AxisName, spelled
-from lioncub_jax.checkpoint import files, leaves, states
+from lioncub_jax.checkpoint import files, leaves, private_files, states
 from lioncub_jax.checkpoint.files import Damaged
 from lioncub_jax.checkpoint.leaves import Leaf, Target
 from lioncub_jax.layout import Holder
@@ -502,7 +501,7 @@ class Checkpoints:
             if not found:  # or a machine died before it was on the disk
                 found = uuid.uuid4().hex
                 self.directory.mkdir(parents=True, exist_ok=True)
-                own.write(named, found.encode())
+                private_files.write(str(named), found.encode())
             return found
 
         found = together(f"{named}, the name of the run, cannot be read or written", name)
