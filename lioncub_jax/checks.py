@@ -23,8 +23,6 @@ from lioncub_jax.quantize import Quantizer
 mode = "raise"  # what is done with what was found: see lioncub_jax.watch.mode
 # False while make_train_step passes abstain on its own: transforms that cannot abstain ignore it then.
 abstain_is_explicit = contextvars.ContextVar("abstain is explicit", default=True)
-# Whether a transform is traced for the types of its results alone: nothing is voted on.
-only_types = contextvars.ContextVar("only types", default=False)
 
 
 @contextlib.contextmanager
@@ -52,8 +50,6 @@ def check_local(updates: Any, axis: Axes) -> None:
 
     Notes the types of the others for `warn_of_masked`.
     """
-    if only_types.get():
-        return
     types = jax.tree.map(jax.typeof, updates)
     # At most 256, for programs in which nobody reads them.
     wires.trace.reduced = (*wires.trace.reduced, types)[-256:]

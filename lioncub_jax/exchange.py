@@ -83,6 +83,7 @@ class CommunicateState(NamedTuple):
     error: Any
     owner: Any
     votes: VoteCounts
+    exchanges = True
 
     @staticmethod
     def holders() -> dict[str, Holder]:
@@ -186,8 +187,6 @@ def communicate(
     ) -> tuple[optax.Updates, CommunicateState]:
         axes.workers_on(axis)
         abstain = checks.check_abstain(abstain, extra)
-        if checks.only_types.get():
-            return _of_those_types(updates, state, apart)
         checks.check_leaves(updates)
         checks.check_local(updates, apart)
         if not group:
@@ -199,13 +198,6 @@ def communicate(
         return placement.on_shards(_step, (plan, updates, state, abstain), (updates, state))
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _of_those_types(updates: Any, state: CommunicateState, apart: Axes) -> Any:
-    """Placeholders with the types of an update and the next state."""
-    mu, error = axes.varying((state.mu, state.error), apart)
-    agreed = jax.tree.map(partial(axes.same_everywhere, axis=apart), updates)
-    return agreed, state._replace(mu=mu, error=error)
 
 
 class Plan(NamedTuple):

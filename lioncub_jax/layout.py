@@ -423,6 +423,7 @@ class Holder(enum.StrEnum):
 
     ALL = "all"  # one value, the same everywhere
     WORKER = "worker"  # each worker its own
+    FRONT = "front"  # likewise, in front of an exchange: says its position in a chain
     FEEDBACK = "feedback"  # each worker its own error; their mean over the workers must be kept
     OWNER = "owner"  # the owner of each slice of a bucket its own
     MEASURED = "measured"  # one value, the same everywhere, which the next measurement replaces

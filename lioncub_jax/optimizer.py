@@ -331,6 +331,7 @@ class GlobalState(NamedTuple):
     """State of a transform that sees averaged gradients; the same on every worker."""
 
     inner: Any
+    exchanges = True
 
 
 def global_gradients(

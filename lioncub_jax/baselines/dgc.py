@@ -59,6 +59,7 @@ class DGCState(NamedTuple):
     residual: Any
     abstained: jax.Array
     abstentions: jax.Array
+    exchanges = True
 
     @staticmethod
     def holders() -> dict[str, Holder]:

@@ -61,6 +61,7 @@ class PowerSGDState(NamedTuple):
     error: Any
     abstained: jax.Array
     abstentions: jax.Array
+    exchanges = True
 
     @staticmethod
     def holders() -> dict[str, Holder]:

@@ -138,9 +138,9 @@ def on_mesh(
             raise ValueError("on_mesh(tx).update needs params: give update(grads, state, params)")
         own = {} if abstain is None else {"abstain": abstain}
         if inside():
-            held = among.specs_here(params)
-            check_state(state, held, workers, here=True)
-            return among.update_here(held, updates, state, params, extra | own)
+            layout = among.layout_here(params)
+            check_state(state, layout.specs, workers, here=True)
+            return among.update_here(layout, updates, state, params, extra | own)
         cut = workers.cut(params, specs)
         _check_gradients(updates, params, workers)
         _check_abstain(abstain, workers)
