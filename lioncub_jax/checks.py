@@ -35,14 +35,15 @@ def during(flag: contextvars.ContextVar[Any], value: Any) -> Iterator[None]:
         flag.reset(token)
 
 
-def check_leaves(tree: Any) -> None:
-    """Raises ``TypeError`` for a leaf that is not floating."""
+def check_leaves(tree: Any) -> Any:
+    """The tree, Python's numbers in it as arrays; raises ``TypeError`` for a leaf that is not floating."""
     check_arrays(tree, int, float, complex)
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if not jnp.issubdtype(jnp.asarray(leaf).dtype, jnp.floating):
-            given = f"leaf {jax.tree_util.keystr(path) or '(root)'} is {jnp.asarray(leaf).dtype}"
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            given = f"leaf {jax.tree_util.keystr(path) or '(root)'} is {jnp.result_type(leaf)}"
             wanted = "leave others out with optax.masked or optax.multi_transform"
             raise TypeError(f"{given}: only floating leaves can vote; {wanted}")
+    return jax.tree.map(lambda x: x if hasattr(x, "shape") else jnp.asarray(x), tree)
 
 
 def check_local(updates: Any, axis: Axes) -> None:

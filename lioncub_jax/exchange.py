@@ -163,7 +163,7 @@ def communicate(
     apart = (*axis, *group)
 
     def init(params: optax.Params) -> CommunicateState:
-        checks.check_leaves(params)
+        params = checks.check_leaves(params)
         mu, error, owners = memory.init(params), _no_errors(params, up.feedback), ()
         if group or decision.decodes:
             axes.workers_on(apart)  # bound here, or nobody knows whose slices these are
@@ -187,7 +187,7 @@ def communicate(
     ) -> tuple[optax.Updates, CommunicateState]:
         axes.workers_on(axis)
         abstain = checks.check_abstain(abstain, extra)
-        checks.check_leaves(updates)
+        updates = checks.check_leaves(updates)
         checks.check_local(updates, apart)
         if not group:
             checks.check_state(updates, state.mu, state.error)

@@ -137,7 +137,9 @@ def keep_if_not_finite(holders: Any, grads: optax.Updates, before: Any, after: A
     """
     if Holder.FRONT not in jax.tree.leaves(holders):
         return after
-    finite = jnp.all(jnp.array([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]))
+    # Not a flag for each leaf: XLA would join them anew for each array that they decide on.
+    largest = [jnp.max(jnp.abs(g), initial=0) for g in jax.tree.leaves(grads)]
+    finite = jnp.all(jnp.isfinite(jnp.stack(largest)))
 
     def kept(holder: Holder, old: jax.Array, new: jax.Array) -> jax.Array:
         if holder is not Holder.FRONT or not jnp.issubdtype(new.dtype, jnp.inexact):

@@ -155,8 +155,12 @@ def on_mesh(
         made = named(among.first(params, cut).eval_shape(params), params, cut)
         return jax.tree.map(lambda x: x.sharding, made)
 
+    def held(params: optax.Params) -> Any:
+        of_state = among.specs(params, workers.cut(params, specs))
+        return jax.tree.unflatten(jax.tree.structure(lies(params)), jax.tree.leaves(of_state))
+
     on = OnMesh(init, update)
-    on.specs, on.shardings = lambda params: jax.tree.map(lambda x: x.spec, lies(params)), lies
+    on.specs, on.shardings = held, lies
     return on
 
 
