@@ -69,8 +69,13 @@ def layout_here(tx: optax.GradientTransformation, params: optax.Params, over: Ax
     """
     state = tx.init(params)
     holders = holders_of(state)
-    if any(len(spec_of(x)) for x in jax.tree.leaves(params)):
-        _check_cut(state)
+    parts = jax.tree.leaves(state, is_leaf=_of_steps)
+    if any(map(_of_steps, parts)) and any(len(spec_of(x)) for x in jax.tree.leaves(params)):
+        raise ValueError(
+            "optax.MultiSteps forgets how parameters are cut (fsdp, tensor), so it cannot run here: "
+            "accumulate inside the worker, make_train_step(..., accumulate=k), which also votes once for k "
+            "batches"
+        )
     typed = jax.tree.map(lambda h, x: axes.varying(x, over) if h in OWN else x, holders, state)
     return StateLayout(by_type(typed, over), holders)
 
@@ -120,14 +125,8 @@ def _all(holder: Holder, part: Any) -> Any:
     return jax.tree.map(lambda _: holder, part)
 
 
-def _check_cut(state: Any) -> None:
-    parts = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, optax.MultiStepsState))
-    if any(isinstance(x, optax.MultiStepsState) and exchanges(x) for x in parts):
-        raise ValueError(
-            "optax.MultiSteps forgets how parameters are cut (fsdp, tensor), so it cannot run here: "
-            "accumulate inside the worker, make_train_step(..., accumulate=k), which also votes once for k "
-            "batches"
-        )
+def _of_steps(part: Any) -> bool:
+    return isinstance(part, optax.MultiStepsState)
 
 
 def keep_if_not_finite(holders: Any, grads: optax.Updates, before: Any, after: Any) -> Any:
