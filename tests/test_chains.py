@@ -164,8 +164,8 @@ REFUSED = [
     (r"the leaves \['a'\]\['bias'\] do, which a mask or label", lambda w: optax.masked(cub(w), MASK)),
     ("put a transform that communicates in the chain", lambda w: optax.lion(1e-3)),
     ("ApplyIfFinite is .*not finite abstains by itself", lambda w: optax.apply_if_finite(cub(w), 3)),
-    ("ConditionallyMask is around", lambda w: optax.conditionally_mask(cub(w), bool)),
-    ("ConditionallyTransform is", lambda w: optax.conditionally_transform(cub(w), bool)),
+    ("ConditionallyMask is around", lambda w: optax.conditionally_mask(cub(w), jnp.logical_not)),
+    ("ConditionallyTransform is", lambda w: optax.conditionally_transform(cub(w), jnp.logical_not)),
     ("Lookahead is .*one tree. Leave it out", lambda w: optax.lookahead(cub(w), 2, 0.5)),
     (r"\.grads\['a'\]\['bias'\] differs .*'worker'", lambda w: tracking(cub(w), Tracked)),
     (

@@ -1,9 +1,9 @@
 """A training step on a mesh: local gradients, each worker's own state, one agreed update.
 
 What differs between workers is known from types and never guessed: inside ``shard_map`` parameters are
-cast to *varying* over the worker axes, so gradients are local, and state that a transform makes from
-them is each worker's own. Outside, such state has a leading ``[workers]`` axis sharded over the mesh;
-everything else is the same on all workers. Over the inner axes of a mesh arrays are cut as the
+cast to *varying* over the worker axes, so gradients are local. Which state is each worker's own is declared,
+see `holders`. Outside, such state has a leading ``[workers]`` axis sharded over the mesh; everything else
+is the same on all workers. Over the inner axes of a mesh arrays are cut as the
 parameters are.
 """
 
