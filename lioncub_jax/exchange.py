@@ -83,7 +83,10 @@ class CommunicateState(NamedTuple):
     error: Any
     owner: Any
     votes: VoteCounts
-    exchanges = True
+
+    def exchanges(self) -> bool:
+        """Whether workers communicate in the transform of this state."""
+        return True
 
     @staticmethod
     def holders() -> dict[str, Holder]:

@@ -331,7 +331,10 @@ class GlobalState(NamedTuple):
     """State of a transform that sees averaged gradients; the same on every worker."""
 
     inner: Any
-    exchanges = True
+
+    def exchanges(self) -> bool:
+        """Whether workers communicate in the transform of this state."""
+        return True
 
 
 def global_gradients(

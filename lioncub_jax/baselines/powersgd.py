@@ -61,7 +61,10 @@ class PowerSGDState(NamedTuple):
     error: Any
     abstained: jax.Array
     abstentions: jax.Array
-    exchanges = True
+
+    def exchanges(self) -> bool:
+        """Whether workers communicate in the transform of this state."""
+        return True
 
     @staticmethod
     def holders() -> dict[str, Holder]:

@@ -49,21 +49,19 @@ def _read(known: dict[Any, bool], arrays: Iterable[Any]) -> list[bool]:
 
 
 def _results(step: JaxprEqn, over: Axes, given: list[bool]) -> list[bool]:
-    name, inner, decided = step.primitive.name, programs_in(step), False
+    name, inner, params, decided = step.primitive.name, programs_in(step), step.params, False
     if name == "cond":
         decided, *rest = given
         branches = [differing(branch, over, rest) for branch in inner]
         results = [any(each) for each in zip(*branches, strict=True)]
     elif name == "while":
-        first, last = step.params["cond_nconsts"], step.params["body_nconsts"]
-        carry = given[first + last :]
-        results = _looped(step.params["body_jaxpr"], over, given[first:][:last], carry, [])
-        test = [*given[:first], *map(any, zip(carry, results, strict=True))]
-        [decided] = differing(step.params["cond_jaxpr"].jaxpr, over, test)
+        of_test, carried = params["cond_nconsts"], len(step.outvars)
+        body = params["body_jaxpr"].jaxpr
+        results = _looped(body, over, given[of_test:], params["body_nconsts"], carried)
+        test = [*given[:of_test], *map(any, zip(given[-carried:], results, strict=True))]
+        [decided] = differing(params["cond_jaxpr"].jaxpr, over, test)
     elif name == "scan":
-        first, last = step.params["num_consts"], step.params["num_carry"]
-        parts = given[:first], given[first:][:last], given[first + last :]
-        results = _looped(step.params["jaxpr"], over, *parts)
+        results = _looped(inner[0], over, given, params["num_consts"], params["num_carry"])
     elif len(inner) == 1 and len(inner[0].invars) == len(given):  # a call
         results = differing(inner[0], over, given)
     else:
@@ -72,22 +70,21 @@ def _results(step: JaxprEqn, over: Axes, given: list[bool]) -> list[bool]:
         raise ValueError(
             "workers communicate inside of a cond or a loop whose predicate differs between them, such as "
             "whether a worker's gradient is finite: those who skip the exchange never come, and the others "
-            "wait for ever. Decide by what all workers agree on, a count of steps or a psum; a worker whose "
-            "gradient is not finite abstains by itself"
+            "wait for ever. Decide by what all workers agree on, a count of steps or a psum; a worker "
+            "whose gradient is not finite abstains by itself"
         )
     return [decided or x for x in results]
 
 
-def _looped(
-    body: ClosedJaxpr, over: Axes, consts: list[bool], carry: list[bool], xs: list[bool]
-) -> list[bool]:
-    """Of a loop, whose turns are given what the turns before have made."""
+def _looped(body: Jaxpr, over: Axes, args: list[bool], at: int, carried: int) -> list[bool]:
+    """Of a loop, whose turns are given, from place ``at`` on, what the turns before have made."""
     while True:
-        results = differing(body.jaxpr, over, [*consts, *carry, *xs])
-        after = [x or y for x, y in zip(carry, results, strict=False)]  # behind them what is stacked
-        if after == carry:
+        results = differing(body, over, args)
+        after = list(args)
+        after[at : at + carried] = map(any, zip(args[at:], results[:carried], strict=False))
+        if after == args:
             return results
-        carry = after
+        args = after
 
 
 def _plain(step: JaxprEqn, over: Axes, given: list[bool]) -> list[bool]:
@@ -110,7 +107,7 @@ def _communicates(program: Jaxpr, over: Axes) -> bool:
 
 
 def without_casts(closed: ClosedJaxpr, args: Sequence[Any], results: Sequence[int]) -> list[Any]:
-    """Computes results again without the casts that made their types vary, such as updates of frozen leaves.
+    """Results, computed without the casts that made their types vary, such as updates of frozen leaves.
 
     Args:
       closed: a traced update.

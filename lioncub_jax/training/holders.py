@@ -3,7 +3,7 @@
 A transform in front of an exchange sees the gradients of one worker, so its state is that worker's.
 A transform behind the exchange sees the agreed update, and a wrapper around it (masks, labels, injected
 hyperparameters) sees no gradient, so their state is the same on all workers. The class of a state declares
-more: ``exchanges = True`` where workers communicate in the transform, and ``holders()``, see `Holder`.
+more: ``exchanges()`` where workers communicate in the transform, and ``holders()``, see `Holder`.
 Nothing is read off `update`.
 """
 
@@ -29,8 +29,8 @@ _DECLARED = {
     ),
 }
 _ABSTAINS = (
-    "Leave it out: a worker whose gradient is not finite abstains by itself; and what all workers agree on, "
-    "such as a count of steps, can decide behind the exchange"
+    "Leave it out: a worker whose gradient is not finite abstains by itself; and what all workers agree "
+    "on, such as a count of steps, can decide behind the exchange"
 )
 _REFUSED = {  # around an exchange
     **dict.fromkeys(
@@ -64,8 +64,8 @@ class StateLayout(NamedTuple):
 def layout_here(tx: optax.GradientTransformation, params: optax.Params, over: Axes) -> StateLayout:
     """Layout of ``tx.init(params)``, inside a ``shard_map`` over the workers' axes ``over``.
 
-    An array of one worker varies over them; any other lies as ``init`` has typed it, such as the slice of an
-    owner.
+    An array of one worker varies over them; any other lies as ``init`` has typed it, such as the slice of
+    an owner.
     """
     state = tx.init(params)
     holders = holders_of(state)

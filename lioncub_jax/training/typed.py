@@ -35,10 +35,6 @@ class Among(NamedTuple):
         shapes, tree = jax.tree.flatten(jax.tree.map(self.workers.shape, cut, params))
         return _layout(self, tree, tuple(shapes), kernels.for_tpu(self.workers.mesh))
 
-    def layout_here(self, params: Any) -> StateLayout:
-        """As `layout`, inside a ``shard_map`` over the workers."""
-        return layout_here(self.tx, params, self.workers.axes)
-
     def first(self, params: Any, cut: Any) -> Any:
         """A jitted function from parameters to the first state, which lies where it belongs."""
         held = self.specs(params, cut)
@@ -102,20 +98,20 @@ class Among(NamedTuple):
         return updates, self.workers.stack(after, layout.specs)
 
     def _agreed(self, program: Any, given: Any, results: Any, holders: Any) -> Any:
-        """Updates and state, typed as what all hold or each worker has.
+        """Updates and state, typed by who holds them.
 
-        What nothing of one worker has touched, such as updates of a frozen leaf, may vary by its type alone.
+        What is made of nothing of one worker, such as updates of a frozen leaf, may vary by its type alone.
 
         Raises:
           ValueError: for an update that differs between workers, or state that all hold.
         """
-        over = self.workers.axes
+        over, before = self.workers.axes, jax.tree.leaves(given[1])
         paths, structure = jax.tree_util.tree_flatten_with_path(results)
-        differ = differing(program.jaxpr, over, [varies(x, over) for x in program.jaxpr.invars])
-        kept = zip(jax.tree.leaves(holders), jax.tree.leaves(given[1]), strict=True)
-        types = [over if h in OWN else axes.varying_axes(x).intersection(over) for h, x in kept]
+        each = zip(jax.tree.leaves(holders), before, strict=True)
+        types = [over if h in OWN else axes.varying_axes(x).intersection(over) for h, x in each]
         types = [()] * (len(paths) - len(types)) + types
-        wrong, cast, leaves = [], list[int](), [x for _, x in paths]
+        differ = differing(program.jaxpr, over, [varies(x, over) for x in program.jaxpr.invars])
+        leaves, wrong, cast = [x for _, x in paths], [], list[int]()
         for i, wanted in enumerate(types):
             more = axes.varying_axes(leaves[i]).intersection(over).difference(wanted)
             if differ[i] and (more or not wanted):
@@ -124,7 +120,8 @@ class Among(NamedTuple):
                 cast.append(i)
         if wrong:
             raise ValueError(_difference(wrong, len(jax.tree.leaves(results[0])), self.workers))
-        for i, x in zip(cast, without_casts(program, jax.tree.leaves(given), cast), strict=True):
+        again = without_casts(program, jax.tree.leaves(given), cast)
+        for i, x in zip(cast, again, strict=True):
             leaves[i] = x
         leaves = [axes.varying(x, tuple(wanted)) for x, wanted in zip(leaves, types, strict=True)]
         return jax.tree.unflatten(structure, leaves)
@@ -137,7 +134,7 @@ def _layout(among: Among, tree: Any, shapes: Any, of_tiles: bool) -> StateLayout
     cut = tree.unflatten(x.sharding.spec for x in shapes)
 
     def probe(params: Any) -> Static:
-        return Static(among.layout_here(params))
+        return Static(layout_here(among.tx, params, among.workers.axes))
 
     run = among.workers.map(probe, (cut,), P(), typed=True)
     return jax.eval_shape(run, tree.unflatten(shapes)).value
@@ -181,42 +178,42 @@ def check_state(
 
 def _difference(wrong: list[Any], leaves: int, workers: Workers) -> str:
     """What to say of updates, or of state that all hold, that differ between workers."""
-    updates = [(path, x) for (which, *path), x in wrong if which.idx == 0]
+    updates = [(tuple(path), x) for (which, *path), x in wrong if which.idx == 0]
     if not updates:
         (_, *path), _ = wrong[0]
         return (
-            f"the state's {jax.tree_util.keystr(tuple(path))} differs between workers, and stands behind or "
-            "around the transform in which they communicate, where all hold the same. Put its transform in "
-            "front of that one, in the chain; or the class of the state says that each worker has its own: "
-            "def holders(self): return {'name of the field': 'worker'}. The state of a transform of your "
-            "own in which workers communicate says exchanges = True"
+            f"the state's {jax.tree_util.keystr(tuple(path))} differs between workers, and stands behind "
+            "or around the transform in which they communicate, where all hold the same. Put its transform "
+            "in front of that one, in the chain; or let the class of the state say that each worker has "
+            "its own: def holders(self): return {'name of the field': 'worker'}. If workers communicate in "
+            "a transform of yours, let the class of its state say so: def exchanges(self): return True"
         )
     differs = (
         "the optimizer's update differs between workers, so their parameters would drift apart"
     )
-    by_type = [(path, axes.varying_axes(x)) for path, x in updates if axes.varying_axes(x)]
-    if not by_type:
+    typed = [(path, axes.varying_axes(x)) for path, x in updates if axes.varying_axes(x)]
+    if not typed:
         return (
             f"{differs}: a cond, switch or while chooses it by a predicate that differs between workers, "
-            "such as the norm of a worker's own gradient. Decide by what all agree on: a count of steps, or "
-            "a psum over the workers"
+            "such as the norm of a worker's own gradient. Decide by what all agree on: a count of steps, "
+            "or a psum over the workers"
         )
-    varies = frozenset[str]().union(*[over for _, over in by_type])
-    if agreed := tuple(n for n in workers.axes if n not in varies):
-        over = tuple(n for n in workers.axes if n in varies)
+    over = frozenset[str]().union(*[names for _, names in typed])
+    if agreed := tuple(n for n in workers.axes if n not in over):
         return (
-            f"{differs}: it is the same over {agreed} and not over {over}. The step has "
+            f"{differs}: it is the same over {agreed} and not over "
+            f"{tuple(n for n in workers.axes if n in over)}. The step has "
             f"{workers}; give the optimizer the same lioncub_jax.Workers: lion_cub(..., workers=workers), "
             "make_train_step(loss, tx, workers)"
         )
     mean = f"global_gradients(tx, workers={workers.axis!r})"
-    if len(by_type) < leaves:
-        named = ", ".join(jax.tree_util.keystr(tuple(path)) for path, _ in by_type[:3])
+    if len(typed) < leaves:
+        named = ", ".join(jax.tree_util.keystr(path) for path, _ in typed[:3])
         return (
             f"{differs}: the leaves {named} do, which a mask or label keeps from the transform that "
-            "communicates, or which pass state between two such transforms. Give them optax.set_to_zero() to "
-            f"freeze them, or {mean} to train them in full precision; put what keeps state in front of both "
-            "transforms, or behind both"
+            "communicates, or which pass state between two such transforms. Give them "
+            f"optax.set_to_zero() to freeze them, or {mean} to train them in full precision; put what "
+            "keeps state in front of both transforms, or behind both"
         )
     return (
         f"{differs}: put a transform that communicates in the chain, such as "
