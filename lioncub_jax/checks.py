@@ -23,8 +23,6 @@ from lioncub_jax.quantize import Quantizer
 mode = "raise"  # what is done with what was found: see lioncub_jax.watch.mode
 # False while make_train_step passes abstain on its own: transforms that cannot abstain ignore it then.
 abstain_is_explicit = contextvars.ContextVar("abstain is explicit", default=True)
-# Whether a transform is traced for the types of its results alone: nothing is voted on.
-only_types = contextvars.ContextVar("only types", default=False)
 
 
 @contextlib.contextmanager
@@ -37,14 +35,15 @@ def during(flag: contextvars.ContextVar[Any], value: Any) -> Iterator[None]:
         flag.reset(token)
 
 
-def check_leaves(tree: Any) -> None:
-    """Raises ``TypeError`` for a leaf that is not floating."""
+def check_leaves(tree: Any) -> Any:
+    """The tree, Python's numbers in it as arrays; raises ``TypeError`` for a leaf that is not floating."""
     check_arrays(tree, int, float, complex)
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if not jnp.issubdtype(jnp.asarray(leaf).dtype, jnp.floating):
-            given = f"leaf {jax.tree_util.keystr(path) or '(root)'} is {jnp.asarray(leaf).dtype}"
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            given = f"leaf {jax.tree_util.keystr(path) or '(root)'} is {jnp.result_type(leaf)}"
             wanted = "leave others out with optax.masked or optax.multi_transform"
             raise TypeError(f"{given}: only floating leaves can vote; {wanted}")
+    return jax.tree.map(lambda x: x if hasattr(x, "shape") else jnp.asarray(x), tree)
 
 
 def check_local(updates: Any, axis: Axes) -> None:
@@ -52,8 +51,6 @@ def check_local(updates: Any, axis: Axes) -> None:
 
     Notes the types of the others for `warn_of_masked`.
     """
-    if only_types.get():
-        return
     types = jax.tree.map(jax.typeof, updates)
     # At most 256, for programs in which nobody reads them.
     wires.trace.reduced = (*wires.trace.reduced, types)[-256:]

@@ -84,6 +84,10 @@ class CommunicateState(NamedTuple):
     owner: Any
     votes: VoteCounts
 
+    def exchanges(self) -> bool:
+        """Whether workers communicate in the transform of this state."""
+        return True
+
     @staticmethod
     def holders() -> dict[str, Holder]:
         """Who holds each field, for checkpoints."""
@@ -162,7 +166,7 @@ def communicate(
     apart = (*axis, *group)
 
     def init(params: optax.Params) -> CommunicateState:
-        checks.check_leaves(params)
+        params = checks.check_leaves(params)
         mu, error, owners = memory.init(params), _no_errors(params, up.feedback), ()
         if group or decision.decodes:
             axes.workers_on(apart)  # bound here, or nobody knows whose slices these are
@@ -186,9 +190,7 @@ def communicate(
     ) -> tuple[optax.Updates, CommunicateState]:
         axes.workers_on(axis)
         abstain = checks.check_abstain(abstain, extra)
-        if checks.only_types.get():
-            return _of_those_types(updates, state, apart)
-        checks.check_leaves(updates)
+        updates = checks.check_leaves(updates)
         checks.check_local(updates, apart)
         if not group:
             checks.check_state(updates, state.mu, state.error)
@@ -199,13 +201,6 @@ def communicate(
         return placement.on_shards(_step, (plan, updates, state, abstain), (updates, state))
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _of_those_types(updates: Any, state: CommunicateState, apart: Axes) -> Any:
-    """Placeholders with the types of an update and the next state."""
-    mu, error = axes.varying((state.mu, state.error), apart)
-    agreed = jax.tree.map(partial(axes.same_everywhere, axis=apart), updates)
-    return agreed, state._replace(mu=mu, error=error)
 
 
 class Plan(NamedTuple):

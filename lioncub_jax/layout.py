@@ -417,12 +417,13 @@ def _filled(piece: Piece) -> jax.Array:
 class Holder(enum.StrEnum):
     """Who holds a value of its own for a field of a state.
 
-    A state class says it by a static method ``holders() -> dict[field, Holder]``. Fields that it does
-    not name are states with ``holders`` of their own, or arrays whose sharding says it.
+    A state class says it by a method ``holders() -> dict[field, Holder]``. Of fields that it does not name
+    their place says it, see `training.holders`, and in a checkpoint their sharding.
     """
 
     ALL = "all"  # one value, the same everywhere
     WORKER = "worker"  # each worker its own
+    FRONT = "front"  # likewise, by its place in front of an exchange
     FEEDBACK = "feedback"  # each worker its own error; their mean over the workers must be kept
     OWNER = "owner"  # the owner of each slice of a bucket its own
     MEASURED = "measured"  # one value, the same everywhere, which the next measurement replaces

@@ -332,6 +332,10 @@ class GlobalState(NamedTuple):
 
     inner: Any
 
+    def exchanges(self) -> bool:
+        """Whether workers communicate in the transform of this state."""
+        return True
+
 
 def global_gradients(
     tx: optax.GradientTransformation,

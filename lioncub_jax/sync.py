@@ -172,7 +172,8 @@ class SyncState(NamedTuple):
     @staticmethod
     def holders() -> dict[str, Holder]:
         """Whose the fields are, for checkpoints."""
-        return {"drift": Holder.MEASURED, "owner": Holder.OWNER}
+        all_hold = dict.fromkeys(("count", "syncs"), Holder.ALL)
+        return {**all_hold, "drift": Holder.MEASURED, "owner": Holder.OWNER}
 
 
 def sync_momentum(

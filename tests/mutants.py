@@ -299,6 +299,42 @@ MUTANTS = r"""
 - lambda spec, x: spec if x.size else P(), held, made
 + lambda spec, x: spec, held, made
 
+# training/control_flow.py: chains
+= what a branch makes by one worker's choice counts as agreed
+- return [decided or x for x in results]
++ return results
+
+= of a loop only the first turn is followed
+-         if after == args:
++         if True:
+
+= an exchange in a branch of one worker's choice is let be
+- if decided and any(
++ if False and any(
+
+# training/holders.py: chains
+= what stands behind an exchange is each worker's own too
+- i < last and not inside[i]
++ i != last and not inside[i]
+
+= what a class declares is not asked in front of an exchange
+- holders_of(part, in_front=front) if holder is None
++ holders_of(part, in_front=front) if holder is None or front
+
+= one NaN stays in what is in front of the vote
+- jnp.where(finite, new, old)
++ new
+
+# training/typed.py: chains
+= state that all hold may differ
+- if differ[i] and (more or not wanted):
++ if differ[i] and i < len(jax.tree.leaves(results[0])):
+
+# checkpoint/leaves.py: checkpoint
+= a counter of 0.3 is one for all still
+- jnp.broadcast_to(leaves[name], x.shape)
++ leaves[name]
+
 # mesh/boxes.py: boxes
 = the workers' axis is written behind the names of a box
 - (spec[0], *getattr(names, "spec", names))

@@ -1,6 +1,7 @@
 """Optax around a vote, on one axis and on cut parameters: what differs between workers, what must not."""
 
 import warnings
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,19 +9,22 @@ import numpy as np
 import optax
 import pytest
 from conftest import mesh_on
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
+from lioncub_jax import baselines
 
 PARAMS = {
     "a": {"kernel": jnp.linspace(-1, 1, 64 * 128).reshape(64, 128), "bias": jnp.ones(128)},
     "b": jnp.linspace(1, -1, 128 * 32).reshape(128, 32),
+    "none": jnp.zeros((0, 3)),
 }
 MESHES = {  # and how the parameters are cut there
     "data=8": jax.tree.map(lambda _: P(), PARAMS),
-    "data=4 fsdp=2": {"a": {"kernel": P(None, "fsdp"), "bias": P()}, "b": P("fsdp")},
+    "data=4 fsdp=2": {"a": {"kernel": P(None, "fsdp"), "bias": P()}, "b": P("fsdp"), "none": P()},
 }
-LABELS = {"a": {"kernel": "vote", "bias": "rest"}, "b": "vote"}
+LABELS = {"a": {"kernel": "vote", "bias": "rest"}, "b": "vote", "none": "vote"}
 MASK = jax.tree.map(lambda label: label == "vote", LABELS)
 REST = jax.tree.map(lambda label: label != "vote", LABELS)
 BATCH = np.random.default_rng(0).normal(size=(32, 64)).astype(np.float32)
@@ -42,8 +46,8 @@ def on_mesh(tx, mesh):
     return workers, lc.on_mesh(tx(workers), workers, specs=MESHES[mesh])
 
 
-def run(tx, mesh="data=8", steps=3):
-    """The parameters after some steps of a trainer under jit, and the state of the optimizer."""
+def trainer(tx, mesh="data=8"):
+    """A trainer's step under jit, its first parameters and the state of the optimizer."""
     workers, tx = on_mesh(tx, mesh)
     grad_fn = lc.worker_value_and_grad(loss, workers, specs=MESHES[mesh])
     params = jax.device_put(PARAMS, workers.shardings(MESHES[mesh]))
@@ -55,34 +59,84 @@ def run(tx, mesh="data=8", steps=3):
         updates, opt_state = tx.update(grads, opt_state, params, value=value)
         return optax.apply_updates(params, updates), opt_state
 
+    return step, params, opt_state
+
+
+def run(tx, mesh="data=8", steps=3):
+    """The parameters after some steps, and the state of the optimizer."""
+    step, params, opt_state = trainer(tx, mesh)
     for _ in range(steps):
         params, opt_state = step(params, opt_state, BATCH)
     assert step._cache_size() == 1, "the state came out of the step otherwise than it went in"
     return params, opt_state
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_before_the_vote_state_is_each_workers_own_and_after_it_the_same_for_all(mesh):
+def steps(tx, **options):
+    return optax.MultiSteps(tx, 2, **options).gradient_transformation()
+
+
+class Tracked(NamedTuple):
+    grads: Any
+    inner: Any
+
+
+class Declared(Tracked):
+    def holders(self):
+        return {"grads": "worker"}
+
+
+def tracking(inner, kind):
+    """Keeps a worker's own gradients around the exchange."""
+
+    def update(updates, state, params=None):
+        return inner.update(updates, state.inner, params)[0], state._replace(grads=updates)
+
+    return optax.GradientTransformation(lambda p: kind(p, inner.init(p)), update)
+
+
+def in_many(workers):
     before = optax.zero_nans(), optax.trace(0.9), optax.clip_by_global_norm(1.0)
     after = (
-        optax.ema(0.9), optax.trace(0.9), optax.apply_every(2), optax.scale_by_adam(),
+        optax.ema(0.9), optax.apply_every(2), optax.scale_by_adam(),
         optax.apply_if_finite(optax.ema(0.9), 3), optax.contrib.reduce_on_plateau(patience=1),
     )  # fmt: skip
+    return optax.chain(*before, cub(workers), *after)
 
-    def tx(workers):
-        vote = lc.communicate(workers=workers, memory=lc.momentum.blend())
-        return optax.chain(*before, vote, *after, optax.scale(-1e-3))
 
-    params, opt_state = run(tx, mesh)
-    own = {
-        jax.tree_util.keystr(path)
-        for path, x in jax.tree_util.tree_leaves_with_path(opt_state)
-        if "data" in x.sharding.spec
-    }
-    leaves = "['a']['kernel']", "['a']['bias']", "['b']"
-    kept = "[0].found_nan", "[1].trace", "[3].mu"
-    assert own == {state + leaf for state in kept for leaf in leaves}
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(params))
+OWN = {  # what of the state is each worker's own, counters in front of the vote too
+    "[0] [1] [2] [3][0].mu": in_many,
+    "[0] [1][0].mu": lambda w: optax.chain(steps(optax.trace(0.9)), cub(w), steps(optax.ema(0.9))),
+    "[0].inner_state [1][0].mu": (
+        lambda w: optax.chain(optax.inject_hyperparams(optax.trace)(0.9), cub(w))
+    ),
+    "[0].inner [1][0].mu": lambda w: optax.chain(
+        lc.sync_momentum(optax.scale_by_lion(), lc.sync.every(2), workers=w), cub(w)
+    ),
+    ".acc_grads .inner_opt_state[0].velocity .inner_opt_state[0].residual": (
+        lambda w: steps(baselines.dgc(1e-3, density=0.1, workers=w))
+    ),
+    ".acc_grads .inner_opt_state[0].error": (
+        lambda w: steps(baselines.powersgd(optax.sgd(1e-3), workers=w))
+    ),
+    ".grads .inner[0].mu": lambda w: tracking(cub(w), Declared),
+}
+
+
+def traced(tx, mesh="data=8"):
+    """Whether each array of the state is a worker's own; a step is traced, and not compiled."""
+    workers, on = on_mesh(tx, mesh)
+    grads = jax.tree.map(lambda p: jnp.ones((workers.count, *p.shape)), PARAMS)
+    state = jax.eval_shape(on.init, PARAMS)
+    jax.eval_shape(lambda *args: on.update(*args, value=1.0), grads, state, PARAMS)
+    specs = jax.tree_util.tree_leaves_with_path(on.specs(PARAMS))
+    return {jax.tree_util.keystr(path): "data" in spec for path, spec in specs}
+
+
+@pytest.mark.parametrize("own", OWN)
+def test_whose_state_is_follows_from_its_place_and_from_what_its_class_declares(own):
+    for mesh in MESHES if OWN[own] is in_many else ["data=8"]:
+        held = traced(OWN[own], mesh)
+        assert held == {path: path.startswith(tuple(own.split())) for path in held}
 
 
 FREEZING = {
@@ -100,25 +154,125 @@ def test_frozen_leaves_stay_and_the_others_move(name):
     assert (np.asarray(params["b"]) != PARAMS["b"]).all()
 
 
-REFUSED = {
-    r"the leaves \['a'\]\['bias'\] do, which a mask or label": lambda w: optax.masked(cub(w), MASK),
-    "put a transform that communicates in the chain": lambda w: optax.lion(1e-3),
-    "Leave it out: a worker whose gradient is not finite abstains": (
-        lambda w: optax.apply_if_finite(cub(w), 3)
+HANGS = (
+    "a cond or a loop whose predicate differs .*those who skip .*Decide by what all workers agree"
+)
+DRIFTS = "would drift apart: a cond, switch or while chooses it .*Decide by what all agree on"
+
+
+REFUSED = [
+    (r"the leaves \['a'\]\['bias'\] do, which a mask or label", lambda w: optax.masked(cub(w), MASK)),
+    ("put a transform that communicates in the chain", lambda w: optax.lion(1e-3)),
+    ("ApplyIfFinite is .*not finite abstains by itself", lambda w: optax.apply_if_finite(cub(w), 3)),
+    ("ConditionallyMask is around", lambda w: optax.conditionally_mask(cub(w), jnp.logical_not)),
+    ("ConditionallyTransform is", lambda w: optax.conditionally_transform(cub(w), jnp.logical_not)),
+    ("Lookahead is .*one tree. Leave it out", lambda w: optax.lookahead(cub(w), 2, 0.5)),
+    (r"\.grads\['a'\]\['bias'\] differs .*'worker'", lambda w: tracking(cub(w), Tracked)),
+    (
+        r"leaves \['a'\]\['kernel'\], \['b'\], .* do, .*between two such .*in front of both",
+        lambda w: optax.chain(
+            optax.masked(cub(w), MASK), optax.trace(0.9),
+            optax.masked(lc.global_gradients(optax.adamw(1e-3), workers=w), REST),
+        ),
     ),
-}
+    *(
+        (HANGS, lambda w, make=make: steps(make(w), should_skip_update_fn=optax.skip_not_finite))
+        for make in (
+            cub,
+            lambda w: lc.owner_adamw(1e-3, workers=w),
+            lambda w: lc.global_gradients(optax.adamw(1e-3), workers=w),
+        )
+    ),
+]  # fmt: skip
 
 
 def every_second(workers):
-    return optax.MultiSteps(cub(workers), 2).gradient_transformation()
+    return steps(cub(workers))
 
 
-def test_what_would_drift_apart_is_named():
-    for words, tx in REFUSED.items():
+def test_what_would_drift_apart_or_hang_is_named():
+    for words, tx in REFUSED:
         with pytest.raises(ValueError, match=words):
-            run(tx)
+            traced(tx)
     with pytest.raises(ValueError, match=r"optax.MultiSteps forgets how .*accumulate=k"):
         run(every_second, "data=4 fsdp=2")
+
+
+def cond(yes, no):
+    return lambda p, x: lax.cond(p, yes, no, x)
+
+
+def by_hand(yes, no):
+    """With a derivative of its own."""
+    fn = jax.custom_jvp(cond(yes, no))
+    fn.defjvp(lambda x, dx: (fn(*x), dx[1]))
+    return fn
+
+
+def later(yes, no):
+    """A loop in which each turn goes by what the one before has chosen."""
+    flag = cond(lambda x: x > 0, lambda x: x < 0)
+
+    def loop(p, x):
+        turn = lambda c, _: ((flag(p, x), cond(yes, no)(*c)), None)  # noqa: E731
+        return lax.scan(turn, (x > 0, x), length=2)[0][1]
+
+    return loop
+
+
+WAYS = {
+    "cond": cond,
+    "switch": lambda yes, no: lambda p, x: lax.switch(p.astype(int), [no, yes], x),
+    "while": lambda yes, no: lambda p, x: lax.while_loop(lambda _: p, yes, x),
+    "scan": later,
+    "jit": lambda *to: jax.jit(cond(*to)),
+    "remat": lambda *to: jax.checkpoint(cond(*to)),
+    "custom_jvp": by_hand,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_one_worker_decides_reaches_neither_the_others_nor_an_update(way):
+    """In each construct of the JAX that is installed; what all decide may do both."""
+
+    def tx(alone, talks):
+        def yes(x):
+            return lax.psum(lax.pcast(x, "data", to="varying"), "data") if talks else 2 * x
+
+        def update(updates, state, params=None):
+            voted, after = inner.update(updates, state, params)
+            decides = updates["b"][0, 0] if alone else voted["b"][0, 0]
+            rate = WAYS[way](yes, lambda x: x)(decides > 0, params["b"][0, 0])
+            return jax.tree.map(lambda u: rate * u, voted), after
+
+        inner = cub("data")
+        return lambda workers: optax.GradientTransformation(inner.init, update)
+
+    for talks, words in ((True, HANGS), (False, DRIFTS)):
+        traced(tx(False, talks))
+        with pytest.raises(ValueError, match=words):
+            traced(tx(True, talks))
+
+
+@pytest.mark.parametrize("front", [".acc_grads", "[0]"])
+def test_one_nan_silences_a_worker_once(front):
+    """Its own arrays in front of the vote stay, and its counters go on."""
+    adam = optax.chain(optax.trace(0.9), optax.ema(0.9), optax.scale_by_adam())
+    tx = every_second if front == ".acc_grads" else lambda w: optax.chain(adam, cub(w))
+    step, *first = trainer(tx)
+    params, before = step(*first, BATCH)
+    assert (np.asarray(params["b"]) == PARAMS["b"]).all() == (front == ".acc_grads")
+    params, after = step(params, before, np.where(np.arange(32)[:, None], BATCH, np.nan))
+    each = zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True)
+    for (path, x), y in each:
+        if jax.tree_util.keystr(path).startswith(front):
+            stays = x + (x.ndim == 1 and x.dtype == np.int32)  # or counts
+            np.testing.assert_array_equal(y[0], stays[0], str(path))
+            assert not x.size or (y != x)[1:].any(), path
+    for _ in range(2):
+        params, after = step(params, after, BATCH)
+    ((_, votes),) = optax.tree.get_all_with_path(after, "votes")
+    assert (votes.abstentions, votes.abstained) == (1, 0)
 
 
 def test_a_chain_around_on_mesh_is_said_at_the_line_that_calls_it():
@@ -136,10 +290,12 @@ def test_a_chain_around_on_mesh_is_said_at_the_line_that_calls_it():
         jax.eval_shape(lambda state: update(inside, state), inside.init(PARAMS))
 
 
-def test_accumulating_over_steps_moves_at_the_last():
-    for steps, moves in ((1, False), (2, True)):
-        params, _ = run(every_second, steps=steps)
-        assert (np.asarray(params["b"]) != PARAMS["b"]).any() == moves
+def test_an_update_runs_without_jit_on_inner_axes_too():
+    workers, tx = on_mesh(cub, "data=4 fsdp=2")
+    params = jax.device_put(PARAMS, workers.shardings(MESHES["data=4 fsdp=2"]))
+    grads = jax.tree.map(lambda p: jnp.ones((4, *p.shape)), params)
+    updates, _ = tx.update(grads, tx.init(params), params)
+    np.testing.assert_allclose(updates["b"], -1e-3 * (1 + 1e-3 * PARAMS["b"]))
 
 
 def test_inside_a_shard_map_of_the_callers_the_step_is_the_same():

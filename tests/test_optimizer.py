@@ -153,9 +153,11 @@ def test_a_state_made_outside_jit_can_be_donated(make):
 
 @pytest.mark.parametrize("make", [lc.lion_cub, lc.owner_lion])
 def test_one_device_alone_updates_a_large_leaf_before_small_ones(make):
-    grads = {"large": jnp.ones((600, 128)), "small": -jnp.ones(3), "tiny": jnp.ones(1)}
+    """And takes a number of Python's, and shapes for the first state, as optax does."""
+    grads = {"large": jnp.ones((600, 128)), "small": -jnp.ones(3), "tiny": 1.0}
     tx = make(0.5, workers=None, weight_decay=0.0)
-    updates, _ = tx.update(grads, tx.init(grads), grads)
+    shapes = {**grads, "small": jax.ShapeDtypeStruct((3,), jnp.float32)}
+    updates, _ = tx.update(grads, tx.init(shapes), grads)
     jax.tree.map(lambda u, g: np.testing.assert_array_equal(u, -0.5 * g), updates, grads)
 
 

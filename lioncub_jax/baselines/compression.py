@@ -70,7 +70,7 @@ def on_devices(
         del params
         axes.workers_on(axis)
         abstain = checks.check_abstain(abstain, extra)
-        checks.check_leaves(updates)
+        updates = checks.check_leaves(updates)
         checks.check_local(updates, axis)
         given = updates, state, jnp.zeros((), bool) if abstain is None else abstain
         # Results lie as what they replace.
@@ -93,7 +93,7 @@ def compressed_mean(
     """
 
     def init(params: Any) -> Any:
-        checks.check_leaves(params)
+        params = checks.check_leaves(params)
         count, *counts = jnp.zeros(3, jnp.int32)
         owed = optax.tree.zeros_like(params, dtype=jnp.float32)
         return kind(count, first(params), owed, *counts)

@@ -60,6 +60,10 @@ class DGCState(NamedTuple):
     abstained: jax.Array
     abstentions: jax.Array
 
+    def exchanges(self) -> bool:
+        """Whether workers communicate in the transform of this state."""
+        return True
+
     @staticmethod
     def holders() -> dict[str, Holder]:
         """Whose the fields are, for checkpoints."""

@@ -187,7 +187,7 @@ def zero_one_adam(
     moments = _moments(b1, b2, codes, floats, names_of(workers)[0], is_due)
 
     def init(params: optax.Params) -> OneBitAdamState:
-        checks.check_leaves(params)
+        params = checks.check_leaves(params)
         agreed = wires.agreed(params, sum(names_of(workers), ()))
         mu, nu = (optax.tree.zeros_like(agreed, dtype=jnp.float32) for _ in range(2))
         count, updates = jnp.zeros(2, jnp.int32)
@@ -197,7 +197,7 @@ def zero_one_adam(
         grads: Any, state: OneBitAdamState, params: Any = None, *, abstain: Any = None, **extra: Any
     ) -> tuple[Any, OneBitAdamState]:
         abstain = checks.check_abstain(abstain, extra)
-        checks.check_leaves(grads)
+        grads = checks.check_leaves(grads)
         checks.check_state(grads, state.mu)
         some, state = moments(grads, state, params=params, abstain=abstain)
         with jax.numpy_dtype_promotion("standard"):  # optax takes a number to the power of a count

@@ -62,6 +62,10 @@ class PowerSGDState(NamedTuple):
     abstained: jax.Array
     abstentions: jax.Array
 
+    def exchanges(self) -> bool:
+        """Whether workers communicate in the transform of this state."""
+        return True
+
     @staticmethod
     def holders() -> dict[str, Holder]:
         """Whose the fields are, for checkpoints."""

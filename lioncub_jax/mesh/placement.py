@@ -207,8 +207,8 @@ class Workers:
         # XLA for TPU makes bfloat16 of what is joined, and then there is a joint to be kept.
         apart = self.inner or kernels.for_tpu(self.mesh)
         mapped = over(fn, in_specs=in_specs) if apart else _crossed(over, fn, in_specs)
-        if not typed:
-            # JAX 0.10.2 cannot run a partly manual one eagerly without types.
+        if self.inner or not typed:
+            # JAX 0.10.2 cannot run a partly manual one eagerly.
             mapped = jax.jit(mapped)
         if not shows:
             return mapped

@@ -1,10 +1,10 @@
 """A training step on a mesh: local gradients, each worker's own state, one agreed update.
 
 What differs between workers is known from types and never guessed: inside ``shard_map`` parameters are
-cast to *varying* over the worker axes, so gradients are local, and state that a transform makes from
-them is each worker's own. Outside, such state has a leading ``[workers]`` axis sharded over the mesh;
-everything else is the same on all workers. Over the inner axes of a mesh arrays are cut as the
-parameters are.
+cast to *varying* over the worker axes, so gradients are local. Which state is each worker's own is
+declared, see `holders`. Outside, such state has a leading ``[workers]`` axis sharded over the mesh;
+everything else is the same on all workers. Over the inner axes of a mesh arrays are cut as the parameters
+are.
 """
 
 from collections import deque
@@ -26,6 +26,7 @@ from lioncub_jax.mesh.processes import Batches
 from lioncub_jax.mesh.specs import check_batch_spec, spec_of, stacked
 from lioncub_jax.progress import stepped
 from lioncub_jax.training import kinds
+from lioncub_jax.training.holders import layout_here
 from lioncub_jax.training.typed import Among, check_state
 from lioncub_jax.training.worker import (
     check_local,
@@ -138,9 +139,9 @@ def on_mesh(
             raise ValueError("on_mesh(tx).update needs params: give update(grads, state, params)")
         own = {} if abstain is None else {"abstain": abstain}
         if inside():
-            held = among.specs_here(params)
-            check_state(state, held, workers, here=True)
-            return among.update_here(held, updates, state, params, extra | own)
+            layout = layout_here(among.tx, params, workers.axes)
+            check_state(state, layout.specs, workers, here=True)
+            return among.update_here(layout, updates, state, params, extra | own)
         cut = workers.cut(params, specs)
         _check_gradients(updates, params, workers)
         _check_abstain(abstain, workers)
@@ -155,8 +156,12 @@ def on_mesh(
         made = named(among.first(params, cut).eval_shape(params), params, cut)
         return jax.tree.map(lambda x: x.sharding, made)
 
+    def held(params: optax.Params) -> Any:
+        of_state = among.specs(params, workers.cut(params, specs))
+        return jax.tree.unflatten(jax.tree.structure(lies(params)), jax.tree.leaves(of_state))
+
     on = OnMesh(init, update)
-    on.specs, on.shardings = lambda params: jax.tree.map(lambda x: x.spec, lies(params)), lies
+    on.specs, on.shardings = held, lies
     return on
 
 

@@ -1,8 +1,4 @@
-"""What of a transform differs between workers, as its types say once gradients do.
-
-State that a transform makes of gradients is each worker's own; state that it makes of agreed updates is the
-same for all. Updates must be agreed, or parameters would drift apart.
-"""
+"""A transform among workers, on global arrays: state where it belongs, and updates on which all agree."""
 
 import functools
 from typing import Any, NamedTuple
@@ -10,17 +6,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from jax.extend.core import Var
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax import axes, checks, exchange, kernels
+from lioncub_jax import axes, kernels
 from lioncub_jax.mesh.placement import Static, Workers
-from lioncub_jax.mesh.specs import axes_of, by_type, product, spec_of, stacked
-from lioncub_jax.optimizer import GlobalState
-
-_VALUE = {"value": 0.0}  # of the loss, which some transforms ask for
-_KNOWN = exchange.CommunicateState, optax.MultiStepsState, optax.ApplyIfFiniteState
+from lioncub_jax.mesh.specs import axes_of, product, stacked
+from lioncub_jax.training.control_flow import differing, varies, without_casts
+from lioncub_jax.training.holders import OWN, StateLayout, keep_if_not_finite, layout_here
 
 
 class Among(NamedTuple):
@@ -35,13 +27,13 @@ class Among(NamedTuple):
     workers: Workers
 
     def specs(self, params: Any, cut: Any) -> Any:
-        """A spec for each leaf of the state: over the workers' axes, where theirs differ."""
-        shapes, tree = jax.tree.flatten(jax.tree.map(self.workers.shape, cut, params))
-        return _specs(self, tree, tuple(shapes), kernels.for_tpu(self.workers.mesh))
+        """A spec for each array of the state: over the workers' axes, where it is each worker's own."""
+        return self.layout(params, cut).specs
 
-    def specs_here(self, params: Any) -> Any:
-        """As `specs`, inside a ``shard_map`` over the workers."""
-        return by_type(_typed_state(self.tx, self.workers, params), self.workers.axes)
+    def layout(self, params: Any, cut: Any) -> StateLayout:
+        """Of the state of global parameters."""
+        shapes, tree = jax.tree.flatten(jax.tree.map(self.workers.shape, cut, params))
+        return _layout(self, tree, tuple(shapes), kernels.for_tpu(self.workers.mesh))
 
     def first(self, params: Any, cut: Any) -> Any:
         """A jitted function from parameters to the first state, which lies where it belongs."""
@@ -74,68 +66,75 @@ class Among(NamedTuple):
 
         Of the arguments of a transform besides, ``own`` are ``[workers, ...]`` too.
         """
-        workers, held = self.workers, self.specs(params, cut)
+        workers, layout = self.workers, self.layout(params, cut)
+        held = layout.specs
         check_state(state, held, workers)
         alike = {name: x for name, x in extra.items() if _are_arrays(x)}
 
         def worker(grads: Any, own: Any, state: Any, params: Any, alike: Any) -> Any:
             grads, own = jax.tree.map(lambda x: x[0], (grads, own))
-            return self.update_here(held, grads, state, params, extra | alike | own)
+            return self.update_here(layout, grads, state, params, extra | alike | own)
 
         in_specs = stacked(cut, workers.axes), P(workers.axes), held, cut, P()
         run = workers.map(worker, in_specs, (cut, held), typed=True)
         return workers.hold(run(grads, own, state, params, alike), (cut, held))
 
     def update_here(
-        self, held: Any, grads: Any, state: Any, params: Any, extra: dict[str, Any]
+        self, layout: StateLayout, grads: Any, state: Any, params: Any, extra: dict[str, Any]
     ) -> tuple[Any, Any]:
         """What one worker makes of its gradients, and of its entries ``[1, ...]`` of the state."""
-        before = self.workers.stack(state, held, undo=True)
-        updates, after = self.tx.update(grads, before, params, **extra)
-        updates = self._agreed(updates, grads, before, params)
-        return updates, self.workers.stack(after, held)
+        before = self.workers.stack(state, layout.specs, undo=True)
+        arrays = {name: x for name, x in extra.items() if _are_arrays(x)}
+        others = {name: x for name, x in extra.items() if name not in arrays}
 
-    def _agreed(self, updates: Any, grads: Any, state: Any, params: Any) -> Any:
-        """Updates, those that no gradient has touched typed as the same for all, such as a frozen leaf's.
+        def update(grads: Any, state: Any, params: Any, arrays: dict[str, Any]) -> Any:
+            return self.tx.update(grads, state, params, **arrays, **others)
+
+        # Traced once: the program that is checked is the one that is called.
+        update, given = jax.jit(update), (grads, before, params, arrays)
+        program = update.trace(*given).jaxpr
+        updates, after = self._agreed(program, given, update(*given), layout.holders)
+        after = keep_if_not_finite(layout.holders, grads, before, after)
+        return updates, self.workers.stack(after, layout.specs)
+
+    def _agreed(self, program: Any, given: Any, results: Any, holders: Any) -> Any:
+        """Updates and state, typed by who holds them.
+
+        What is made of nothing of one worker, such as updates of a frozen leaf, may vary by its type alone.
 
         Raises:
-          ValueError: for an update that differs between workers, by its type.
+          ValueError: for an update that differs between workers, or state that all hold.
         """
-        leaves, structure = jax.tree.flatten(updates)
-        own = self.workers.axes
-        differ = [i for i, x in enumerate(leaves) if axes.varying_axes(x).intersection(own)]
-        if not differ:
-            return updates
-
-        def updates_of(own: Any, params: Any) -> list[Any]:
-            with checks.during(checks.only_types, True):
-                updates, _ = self.tx.update(*own, params, **_VALUE)
-            return jax.tree.leaves(updates)
-
-        traced = jax.make_jaxpr(updates_of)((grads, state), params).jaxpr
-        touched = set(traced.invars[: len(jax.tree.leaves((grads, state)))])
-        for step in traced.eqns:
-            if any(isinstance(x, Var) and x in touched for x in step.invars):
-                touched.update(step.outvars)
-        alike = updates_of((jax.tree.map(jnp.zeros_like, params), state), params)
-        apart = []
-        for i in differ:
-            leaves[i], out = alike[i], traced.outvars[i]
-            if isinstance(out, Var) and out in touched:
-                apart.append(i)
-        if apart:
-            raise ValueError(_apart(updates, apart, self.workers))
+        over, before = self.workers.axes, jax.tree.leaves(given[1])
+        paths, structure = jax.tree_util.tree_flatten_with_path(results)
+        each = zip(jax.tree.leaves(holders), before, strict=True)
+        types = [over if h in OWN else axes.varying_axes(x).intersection(over) for h, x in each]
+        types = [()] * (len(paths) - len(types)) + types
+        differ = differing(program.jaxpr, over, [varies(x, over) for x in program.jaxpr.invars])
+        leaves, wrong, cast = [x for _, x in paths], [], list[int]()
+        for i, wanted in enumerate(types):
+            more = axes.varying_axes(leaves[i]).intersection(over).difference(wanted)
+            if differ[i] and (more or not wanted):
+                wrong.append(paths[i])
+            elif more:
+                cast.append(i)
+        if wrong:
+            raise ValueError(_difference(wrong, len(jax.tree.leaves(results[0])), self.workers))
+        again = without_casts(program, jax.tree.leaves(given), cast)
+        for i, x in zip(cast, again, strict=True):
+            leaves[i] = x
+        leaves = [axes.varying(x, tuple(wanted)) for x, wanted in zip(leaves, types, strict=True)]
         return jax.tree.unflatten(structure, leaves)
 
 
 @functools.lru_cache(maxsize=16)  # the first state asks, and then each step that is traced
-def _specs(among: Among, tree: Any, shapes: Any, of_tiles: bool) -> Any:
-    """`Among.specs` of parameters of these shapes; on a TPU owners' slices lie in the order of tiles."""
+def _layout(among: Among, tree: Any, shapes: Any, of_tiles: bool) -> StateLayout:
+    """`Among.layout` of parameters of these shapes; on a TPU owners' slices lie in the order of tiles."""
     del of_tiles
     cut = tree.unflatten(x.sharding.spec for x in shapes)
 
     def probe(params: Any) -> Static:
-        return Static(among.specs_here(params))
+        return Static(layout_here(among.tx, params, among.workers.axes))
 
     run = among.workers.map(probe, (cut,), P(), typed=True)
     return jax.eval_shape(run, tree.unflatten(shapes)).value
@@ -143,58 +142,6 @@ def _specs(among: Among, tree: Any, shapes: Any, of_tiles: bool) -> Any:
 
 def _are_arrays(tree: Any) -> bool:
     return all(isinstance(x, (jax.Array, np.ndarray, int, float)) for x in jax.tree.leaves(tree))
-
-
-def _typed_state(tx: Any, workers: Workers, params: Any) -> Any:
-    """A state whose types vary over the workers where it will, once there were gradients.
-
-    Only the update tells, so it is traced until no more of the state varies.
-    """
-    state = _known_own(tx.init(params), params, workers)
-    grads = axes.varying(jax.tree.map(jnp.zeros_like, params), workers.axes)
-    while True:
-        with checks.during(checks.only_types, True):
-            _, after = tx.update(grads, state, params, **_VALUE)
-        leaves, structure = jax.tree.flatten(state)
-        both = zip(leaves, jax.tree.leaves(after), strict=True)
-        more = [tuple(axes.varying_axes(y) - axes.varying_axes(x)) for x, y in both]
-        if not any(more):
-            return state
-        state = jax.tree.unflatten(structure, map(axes.varying, leaves, more))
-
-
-def _known_own(state: Any, params: Any, workers: Workers) -> Any:
-    """A state in which what is known to be each worker's own varies: a ``cond`` wants it from the start.
-
-    Raises:
-      ValueError: for transforms of optax in which votes, or cut parameters, cannot be.
-    """
-
-    def own(part: Any) -> Any:
-        if isinstance(part, exchange.CommunicateState):
-            mu, error = axes.varying((part.mu, part.error), workers.axes)
-            return part._replace(mu=mu, error=error)
-        if isinstance(part, optax.ApplyIfFiniteState):
-            if states_of(part.inner_state, exchange.CommunicateState, GlobalState):
-                raise ValueError(
-                    "optax.apply_if_finite is around a transform whose workers talk: a worker with a NaN "
-                    "would skip the vote that the others wait in. Leave it out: a worker whose gradient is "
-                    "not finite abstains by itself"
-                )
-            return part
-        if isinstance(part, optax.MultiStepsState):
-            if any(len(spec_of(x)) for x in jax.tree.leaves(params)):
-                raise ValueError(
-                    "optax.MultiSteps forgets how parameters are cut (fsdp, tensor), so it cannot run "
-                    "here: accumulate inside the worker, make_train_step(..., accumulate=k), which also "
-                    "votes once for k batches"
-                )
-            inner = _known_own(part.inner_opt_state, params, workers)
-            grads = axes.varying(part.acc_grads, workers.axes)
-            return part._replace(acc_grads=grads, inner_opt_state=inner)
-        return part
-
-    return jax.tree.map(own, state, is_leaf=lambda x: isinstance(x, _KNOWN))
 
 
 def states_of(state: Any, *kinds: type) -> list[Any]:
@@ -229,29 +176,44 @@ def check_state(
                 )
 
 
-def _apart(updates: Any, apart: list[int], workers: Workers) -> str:
-    """What to say of updates that differ between workers."""
-    leaves = jax.tree_util.tree_leaves_with_path(updates)
-    differing = [leaves[i] for i in apart]
-    varies = frozenset().union(*[axes.varying_axes(x) for _, x in differing])
-    alike = tuple(n for n in workers.axes if n not in varies)
+def _difference(wrong: list[Any], leaves: int, workers: Workers) -> str:
+    """What to say of updates, or of state that all hold, that differ between workers."""
+    updates = [(tuple(path), x) for (which, *path), x in wrong if which.idx == 0]
+    if not updates:
+        (_, *path), _ = wrong[0]
+        return (
+            f"the state's {jax.tree_util.keystr(tuple(path))} differs between workers, and stands behind "
+            "or around the transform in which they communicate, where all hold the same. Put its transform "
+            "in front of that one, in the chain; or let the class of the state say that each worker has "
+            "its own: def holders(self): return {'name of the field': 'worker'}. If workers communicate in "
+            "a transform of yours, let the class of its state say so: def exchanges(self): return True"
+        )
     differs = (
         "the optimizer's update differs between workers, so their parameters would drift apart"
     )
-    if alike:
-        over = tuple(n for n in workers.axes if n in varies)
+    typed = [(path, axes.varying_axes(x)) for path, x in updates if axes.varying_axes(x)]
+    if not typed:
         return (
-            f"{differs}: it is the same over {alike} and not over {over}. The step has "
+            f"{differs}: a cond, switch or while chooses it by a predicate that differs between workers, "
+            "such as the norm of a worker's own gradient. Decide by what all agree on: a count of steps, "
+            "or a psum over the workers"
+        )
+    over = frozenset[str]().union(*[names for _, names in typed])
+    if agreed := tuple(n for n in workers.axes if n not in over):
+        return (
+            f"{differs}: it is the same over {agreed} and not over "
+            f"{tuple(n for n in workers.axes if n in over)}. The step has "
             f"{workers}; give the optimizer the same lioncub_jax.Workers: lion_cub(..., workers=workers), "
             "make_train_step(loss, tx, workers)"
         )
     mean = f"global_gradients(tx, workers={workers.axis!r})"
-    if len(differing) < len(leaves):
-        named = ", ".join(jax.tree_util.keystr(path) for path, _ in differing[:3])
+    if len(typed) < leaves:
+        named = ", ".join(jax.tree_util.keystr(path) for path, _ in typed[:3])
         return (
             f"{differs}: the leaves {named} do, which a mask or label keeps from the transform that "
-            "communicates. Give them optax.set_to_zero() to freeze them, or "
-            f"{mean} to train them in full precision"
+            "communicates, or which pass state between two such transforms. Give them "
+            f"optax.set_to_zero() to freeze them, or {mean} to train them in full precision; put what "
+            "keeps state in front of both transforms, or behind both"
         )
     return (
         f"{differs}: put a transform that communicates in the chain, such as "

@@ -1,0 +1,134 @@
+"""Values of a traced program that differ between workers, by all that they are made of.
+
+JAX types the results of ``cond``, ``switch`` and ``while`` by their branches and not by their predicate
+(jax issue 40823). Where one worker decides alone, a collective in a branch hangs, and a result whose type
+is "the same on all workers" is not. Names and parameters of JAX's operations are read here alone;
+tests/test_chains.py asks each of them of the JAX that is installed.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+
+from lioncub_jax import axes
+from lioncub_jax.axes import Axes
+from lioncub_jax.traced import programs_in
+
+_CAST = "pvary"
+_SEND_NOTHING = {_CAST, "axis_index"}  # though they name an axis
+
+
+def differing(program: Jaxpr, over: Axes, given: Sequence[bool]) -> list[bool]:
+    """Results that differ between workers: made of what does, or by a branch that such a value chose.
+
+    Args:
+      program: a traced update, or a part of it.
+      over: the workers' axes.
+      given: for each argument whether it differs.
+
+    Raises:
+      ValueError: where workers communicate in a branch or loop that one of them decides on.
+    """
+    known = {x: varies(x, over) for x in program.constvars}
+    known |= zip(program.invars, given, strict=True)
+    for step in program.eqns:
+        known |= zip(step.outvars, _results(step, over, _read(known, step.invars)), strict=True)
+    return _read(known, program.outvars)
+
+
+def varies(x: Any, over: Axes) -> bool:
+    """Whether an array of a traced program varies over some of the axes, by its type."""
+    kind = getattr(x.aval, "manual_axis_type", None)
+    return kind is not None and not kind.varying.isdisjoint(over)
+
+
+def _read(known: dict[Any, bool], arrays: Iterable[Any]) -> list[bool]:
+    return [isinstance(x, Var) and known.get(x, False) for x in arrays]  # literals are the same
+
+
+def _results(step: JaxprEqn, over: Axes, given: list[bool]) -> list[bool]:
+    name, inner, params, decided = step.primitive.name, programs_in(step), step.params, False
+    if name == "cond":
+        decided, *rest = given
+        branches = [differing(branch, over, rest) for branch in inner]
+        results = [any(each) for each in zip(*branches, strict=True)]
+    elif name == "while":
+        of_test, carried = params["cond_nconsts"], len(step.outvars)
+        body = params["body_jaxpr"].jaxpr
+        results = _looped(body, over, given[of_test:], params["body_nconsts"], carried)
+        test = [*given[:of_test], *map(any, zip(given[-carried:], results, strict=True))]
+        [decided] = differing(params["cond_jaxpr"].jaxpr, over, test)
+    elif name == "scan":
+        results = _looped(inner[0], over, given, params["num_consts"], params["num_carry"])
+    elif len(inner) == 1 and len(inner[0].invars) == len(given):  # a call
+        results = differing(inner[0], over, given)
+    else:
+        results = _plain(step, over, given)
+    if decided and any(_communicates(one, over) for one in inner):
+        raise ValueError(
+            "workers communicate inside of a cond or a loop whose predicate differs between them, such as "
+            "whether a worker's gradient is finite: those who skip the exchange never come, and the others "
+            "wait for ever. Decide by what all workers agree on, a count of steps or a psum; a worker "
+            "whose gradient is not finite abstains by itself"
+        )
+    return [decided or x for x in results]
+
+
+def _looped(body: Jaxpr, over: Axes, args: list[bool], at: int, carried: int) -> list[bool]:
+    """Of a loop, whose turns are given, from place ``at`` on, what the turns before have made."""
+    while True:
+        results = differing(body, over, args)
+        after = list(args)
+        after[at : at + carried] = map(any, zip(args[at:], results[:carried], strict=False))
+        if after == args:
+            return results
+        args = after
+
+
+def _plain(step: JaxprEqn, over: Axes, given: list[bool]) -> list[bool]:
+    """Of an operation without programs in it. What only collectives do ends a difference."""
+    typed = [varies(x, over) for x in step.invars]
+    made = any(given) or (step.primitive.name != _CAST and not any(typed))
+    hidden = any(x and not by_type for x, by_type in zip(given, typed, strict=True))
+    return [made and (hidden or varies(x, over)) for x in step.outvars]
+
+
+def _communicates(program: Jaxpr, over: Axes) -> bool:
+    for step in program.eqns:
+        named = step.params.get("axes", step.params.get("axis_name", ()))
+        sends = step.primitive.name not in _SEND_NOTHING
+        if sends and not set(over).isdisjoint(axes.names(named)):
+            return True
+        if any(_communicates(one, over) for one in programs_in(step)):
+            return True
+    return False
+
+
+def without_casts(closed: ClosedJaxpr, args: Sequence[Any], results: Sequence[int]) -> list[Any]:
+    """Results, computed without the casts that made their types vary, such as updates of frozen leaves.
+
+    Args:
+      closed: a traced update.
+      args: what it is called with.
+      results: places of results that are the same on all workers.
+    """
+    program, uncast = closed.jaxpr, dict[Any, Any]()
+    wanted = [program.outvars[i] for i in results]
+    needed, steps, kept = {x for x in wanted if isinstance(x, Var)}, list[JaxprEqn](), []
+    for step in reversed(program.eqns):
+        if not needed.isdisjoint(step.outvars):
+            needed.update(x for x in step.invars if isinstance(x, Var))
+            steps.append(step)
+
+    def read(arrays: Iterable[Any]) -> list[Any]:
+        return [uncast.get(x, x) if isinstance(x, Var) else x for x in arrays]
+
+    for step in reversed(steps):
+        if step.primitive.name == _CAST:
+            uncast |= zip(step.outvars, read(step.invars), strict=True)
+        else:
+            kept.append(step.replace(invars=read(step.invars)))
+    part = program.replace(eqns=kept, outvars=read(wanted))
+    return jax.core.eval_jaxpr(part, closed.consts, *args)

@@ -1,0 +1,148 @@
+"""Holders of the arrays in an optimizer's state, by what states declare and by their place in a chain.
+
+A transform in front of an exchange sees the gradients of one worker, so its state is that worker's.
+A transform behind the exchange sees the agreed update, and a wrapper around it (masks, labels, injected
+hyperparameters) sees no gradient, so their state is the same on all workers. The class of a state declares
+more: ``exchanges()`` where workers communicate in the transform, and ``holders()``, see `Holder`.
+Nothing is read off `update`.
+"""
+
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from lioncub_jax import axes
+from lioncub_jax.axes import Axes
+from lioncub_jax.layout import Holder
+from lioncub_jax.mesh.specs import by_type, spec_of
+
+OWN = {Holder.WORKER, Holder.FEEDBACK, Holder.FRONT}
+_SEQUENCES = tuple, list, OrderedDict  # the states of optax.chain and named_chain, in order
+# Of optax's own wrappers, those with arrays of which their place does not say enough.
+_DECLARED = {
+    optax.MultiStepsState: {"acc_grads": Holder.FRONT},
+    optax.schedules.InjectStatefulHyperparamsState: dict.fromkeys(
+        ("count", "hyperparams", "hyperparams_states"), Holder.ALL
+    ),
+}
+_ABSTAINS = (
+    "Leave it out: a worker whose gradient is not finite abstains by itself; and what all workers agree "
+    "on, such as a count of steps, can decide behind the exchange"
+)
+_REFUSED = {  # around an exchange
+    **dict.fromkeys(
+        (
+            optax.ApplyIfFiniteState,
+            optax.ConditionallyMaskState,
+            optax.ConditionallyTransformState,
+        ),
+        "in its other branch a worker keeps its own gradient, or skips the exchange that the others wait "
+        f"in. {_ABSTAINS}",
+    ),
+    optax.LookaheadState: (
+        "it updates pairs of parameters, and workers train one tree. Leave it out, and move the slow "
+        "parameters in your own loop"
+    ),
+}
+
+
+class StateLayout(NamedTuple):
+    """Layout of a state: trees like it.
+
+    Attributes:
+      specs: how each array lies on the mesh.
+      holders: who holds it, a `Holder`.
+    """
+
+    specs: Any
+    holders: Any
+
+
+def layout_here(tx: optax.GradientTransformation, params: optax.Params, over: Axes) -> StateLayout:
+    """Layout of ``tx.init(params)``, inside a ``shard_map`` over the workers' axes ``over``.
+
+    An array of one worker varies over them; any other lies as ``init`` has typed it, such as the slice of
+    an owner.
+    """
+    state = tx.init(params)
+    holders = holders_of(state)
+    parts = jax.tree.leaves(state, is_leaf=_of_steps)
+    if any(map(_of_steps, parts)) and any(len(spec_of(x)) for x in jax.tree.leaves(params)):
+        raise ValueError(
+            "optax.MultiSteps forgets how parameters are cut (fsdp, tensor), so it cannot run here: "
+            "accumulate inside the worker, make_train_step(..., accumulate=k), which also votes once for k "
+            "batches"
+        )
+    typed = jax.tree.map(lambda h, x: axes.varying(x, over) if h in OWN else x, holders, state)
+    return StateLayout(by_type(typed, over), holders)
+
+
+def holders_of(state: optax.OptState, *, in_front: bool = False) -> Any:
+    """Holder of each array of a state, a tree like it.
+
+    Args:
+      state: as ``init`` returned it: a mapped or restored one may have lost its tuples.
+      in_front: whether it stands in front of an exchange.
+
+    Raises:
+      ValueError: for a transform of optax around an exchange that cannot be there.
+    """
+    parts, structure = jax.tree_util.tree_flatten_with_path(state, lambda x: x is not state)
+    if parts and not parts[0][0]:  # an array has no path
+        return Holder.FRONT if in_front else Holder.ALL
+    inside = [exchanges(part) for _, part in parts]
+    last = max((i for i, x in enumerate(inside) if x), default=-1)
+    if last >= 0 and type(state) in _REFUSED:
+        name = type(state).__name__.removesuffix("State")
+        raise ValueError(
+            f"optax's {name} is around a transform in which workers communicate: {_REFUSED[type(state)]}"
+        )
+    declared, holders = _declared(state, in_front or last >= 0), []
+    for i, ((key,), part) in enumerate(parts):
+        front = in_front or (type(state) in _SEQUENCES and i < last and not inside[i])
+        holder = declared.get(getattr(key, "name", ""))
+        whole = holders_of(part, in_front=front) if holder is None else _all(holder, part)
+        holders.append(whole)
+    return jax.tree.unflatten(structure, holders)
+
+
+def exchanges(state: optax.OptState) -> bool:
+    """Whether workers communicate in the transform of this state."""
+    parts = jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "exchanges"))
+    return any(hasattr(x, "exchanges") for x in parts)
+
+
+def _declared(state: Any, sees_gradients: bool) -> dict[str, Holder]:
+    if hasattr(state, "holders"):
+        return {name: Holder(x) for name, x in state.holders().items()}
+    return _DECLARED.get(type(state), {}) if sees_gradients else {}
+
+
+def _all(holder: Holder, part: Any) -> Any:
+    return jax.tree.map(lambda _: holder, part)
+
+
+def _of_steps(part: Any) -> bool:
+    return isinstance(part, optax.MultiStepsState)
+
+
+def keep_if_not_finite(holders: Any, grads: optax.Updates, before: Any, after: Any) -> Any:
+    """The new state; that of transforms in front is the old one where this worker's gradient is not finite.
+
+    Of floating arrays only: counters, flags and keys go on.
+    """
+    if Holder.FRONT not in jax.tree.leaves(holders):
+        return after
+    # Not a flag for each leaf: XLA would join them anew for each array that they decide on.
+    largest = [jnp.max(jnp.abs(g), initial=0) for g in jax.tree.leaves(grads)]
+    finite = jnp.all(jnp.isfinite(jnp.stack(largest)))
+
+    def kept(holder: Holder, old: jax.Array, new: jax.Array) -> jax.Array:
+        if holder is not Holder.FRONT or not jnp.issubdtype(new.dtype, jnp.inexact):
+            return new
+        return jnp.where(finite, new, old)
+
+    return jax.tree.map(kept, holders, before, after)
