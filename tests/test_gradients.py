@@ -338,7 +338,10 @@ RAW = np.zeros(2, np.uint32)
 MISSING = "aux['statistics'] is an array of shape (6,) ... aux_kinds="
 REFUSED = [
     (of_workers(plain), NO_BATCH),
-    (of_workers(plain, X, has_aux=True), "has_aux=True, and the loss ... give (loss, aux)"),
+    (
+        of_workers(plain, X, has_aux=True),
+        "the loss returned one value(s), and (loss, aux) is wanted ... has_aux=True",
+    ),
     (of_workers(plain, X[:6]), "'x' has shape (6, 6) ... 4 workers"),
     (kinds_of(None, X, WEIGHTS), "'x' is an array of shape (12, 6) ... in_kinds="),
     (kinds_of((BATCH, None), X, {"c": WEIGHTS}), "'weights'['c'] is an array"),

@@ -219,7 +219,7 @@ REFUSED = [
     ({"accumulate": 0}, "accumulate=0"),
     ({"accumulate": 2, "rows": np.zeros((W + 2, 3))}, ODD),
     ({"accumulate": 2, "rows": np.zeros((0, 3))}, ODD),
-    ({"accumulate": 2, "rows": np.float32(1)}, ODD),
+    ({"rows": np.float32(1)}, "nothing of the batch is cut over the workers"),
     ({"loss": second_loss}, "'loss', which is taken"),
 ]
 

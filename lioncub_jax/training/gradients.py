@@ -18,9 +18,9 @@ from jax.sharding import PartitionSpec as P
 
 from lioncub_jax import axes
 from lioncub_jax.axes import AxisName
-from lioncub_jax.mesh.placement import Static, Workers, check_workers, names_of
+from lioncub_jax.mesh.placement import Static, Workers, check_devices, check_workers, names_of
 from lioncub_jax.mesh.processes import is_key
-from lioncub_jax.mesh.specs import spec_of, stacked
+from lioncub_jax.mesh.specs import axes_in, spec_of, stacked
 from lioncub_jax.training import kinds, modules
 from lioncub_jax.training.worker import joined, of_model, reduced
 
@@ -49,7 +49,14 @@ def local_value_and_grad(
       >>> grad_fn = lc.local_value_and_grad(lambda w, x: jnp.sum(w * x), workers="data")
     """
     axis, group = names_of(workers)
-    value_and_grad = jax.value_and_grad(loss_fn, has_aux=has_aux)
+
+    @functools.wraps(loss_fn)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        out = loss_fn(*args, **kwargs)
+        _returned(out, has_aux)
+        return out
+
+    value_and_grad = jax.value_and_grad(checked, has_aux=has_aux)
 
     def local(params: Any, *args: Any, **kwargs: Any) -> Any:
         return value_and_grad(axes.varying(params, (*axis, *group)), *args, **kwargs)
@@ -93,8 +100,9 @@ def worker_value_and_grad(
       random streams go on, each worker's its own.
 
     Raises:
-      TypeError, ValueError: as `on_mesh`; when traced, for an array whose kind is not given, or that the
-        workers do not divide, and for an ``nnx.Module`` with batch statistics.
+      TypeError, ValueError: as `on_mesh`; for a loss that closes over an array that lies on the mesh; when
+        traced, for an array whose kind is not given, or that the workers do not divide, for leaves of a
+        batch with unlike rows, and for an ``nnx.Module`` with batch statistics.
 
     Warns:
       UserWarning: for a loss that closes over a random key, which all workers would share; when traced,
@@ -116,7 +124,7 @@ def worker_value_and_grad(
     Source: this library.
     """
     check_workers(workers)
-    _warn_of_keys(loss_fn)
+    check_closure(loss_fn, workers)
     typed = set(workers.inner).intersection(workers.mesh.explicit_axes)
 
     def of_all(params: Any, *args: Any) -> Any:
@@ -127,6 +135,7 @@ def worker_value_and_grad(
                 workers=workers, aux_kinds=aux_kinds, has_aux=has_aux, specs=specs,
             )  # fmt: skip
             return modules.value_and_grad(of_params, loss_fn, params, args, given)
+        check_devices(workers, params=params)
         cut = workers.cut(params, specs, needed=False)
         each, lie = kinds.of_arguments(loss_fn, args, given, workers)
         leaves, tree = jax.tree.flatten(args)
@@ -137,7 +146,7 @@ def worker_value_and_grad(
             own = [kinds.of_worker(k, workers, x) for k, x in zip(each, leaves, strict=True)]
             # Made here, for nnx lets a variable be written only at the trace level where it was made.
             own = jax.tree.unflatten(tree, own)
-            loss, aux = _both(loss_fn(params, *own), has_aux)
+            loss, aux = _returned(loss_fn(params, *own), has_aux)
             if not outputs:  # once, for it warns; the loss is a number
                 outputs.extend([kinds.same, *kinds.of_outputs(aux, aux_kinds)])
             return loss, (aux, jax.tree.leaves(modules.counts_of(own)))
@@ -174,34 +183,52 @@ def worker_value_and_grad(
     return of_all
 
 
-def _both(said: Any, has_aux: bool) -> Any:
+def _returned(out: Any, has_aux: bool) -> tuple[Any, Any]:
     """What a loss returns, as ``(loss, aux)``."""
-    if not has_aux:
-        return said, ()
-    if isinstance(said, tuple) and len(said) == 2:
-        return said
-    raise TypeError(
-        f"has_aux=True, and the loss returned a {type(said).__name__}: give (loss, aux)"
-    )
+    return kinds.returned(out, "loss", "aux") if has_aux else (*kinds.returned(out, "loss"), ())
 
 
-def _warn_of_keys(loss_fn: Callable[..., Any]) -> None:
-    """Warns of random keys that all workers would share."""
-    for name, key in _closed_over(loss_fn).items():
-        if is_key(key) or kinds.is_raw_key(key):
-            warnings.warn(
-                f"the loss closes over the random key {name!r}, so all workers draw the same, such as one "
-                "dropout mask: give it as an argument of the loss, into which each worker folds its number",
-                stacklevel=3,
-            )
+def check_closure(loss_fn: Callable[..., Any], workers: Workers) -> None:
+    """Checks the arrays that a loss has from around it: all workers would have the whole of each.
+
+    Raises:
+      ValueError: for an array that is cut over the workers, or lies on Explicit axes.
+
+    Warns:
+      UserWarning: for a random key.
+    """
+    for name, value in _closed_over(loss_fn).items():
+        for x in jax.tree.leaves(value):
+            if is_key(x) or kinds.is_raw_key(x):
+                warnings.warn(
+                    f"the loss closes over the random key {name!r}, so all workers draw the same, such as "
+                    "one dropout mask: give it as an argument of the loss, into which each worker folds "
+                    "its number",
+                    stacklevel=3,
+                )
+            elif isinstance(x, jax.Array) and (
+                jax.typeof(x).sharding.mesh.explicit_axes
+                or set(axes_in(spec_of(x))).intersection(workers.axes)
+            ):
+                raise ValueError(
+                    f"the loss closes over {name!r}, an array of shape {x.shape} that lies on the mesh: "
+                    "give it as an argument of the loss, or as a part of the batch, and its kind in "
+                    "in_kinds: lioncub_jax.training.batch for rows of each worker, "
+                    "same for what all need whole"
+                )
 
 
-def _closed_over(loss_fn: Callable[..., Any]) -> dict[str, Any]:
-    """What a function has from around it, by name."""
+def _closed_over(loss_fn: Any, within: tuple[Any, ...] = ()) -> dict[str, Any]:
+    """What a function, and those that it closes over, have from around them, by name."""
     if isinstance(loss_fn, functools.partial):
         given = {f"argument {i}": x for i, x in enumerate(loss_fn.args)} | loss_fn.keywords
         return given | _closed_over(loss_fn.func)
     # No function, or a variable that is assigned later.
     with contextlib.suppress(TypeError, ValueError):
-        return {**inspect.getclosurevars(inspect.unwrap(loss_fn)).nonlocals}
+        has = inspect.getclosurevars(inspect.unwrap(loss_fn))
+        around = {**has.globals, **has.nonlocals}
+        for one in has.nonlocals.values():
+            if inspect.isfunction(one) and one not in within:
+                around = _closed_over(one, (*within, loss_fn)) | around
+        return around
     return {}

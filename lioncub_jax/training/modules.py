@@ -46,17 +46,47 @@ def from_nnx(
             "needs no splitting: give it to init_state, and a loss (params, batch, rng) to make_train_step"
         )
     graph, params, rest = nnx.split(model, nnx.Param, ...)  # type: ignore[misc]
+    shapes = [(jax.tree_util.keystr(p), x.shape) for p, x in jax.tree.leaves_with_path(rest)]
 
     def fn(params: Any, model_state: Any, batch: Any, rng: jax.Array) -> tuple[Any, Any, Any]:
         del rng  # the model holds its own random streams
+        _check_one_worker(model_state, shapes)
         # nnx lets a variable be written only at the trace level where it was made.
         replica = nnx.merge(graph, params, model_state, copy=True)
-        out = loss_fn(replica, batch)
-        loss, aux = out if isinstance(out, tuple) else (out, {})
+        loss, aux = kinds.returned(loss_fn(replica, batch), "loss", aux={})
         _, _, model_state = nnx.split(replica, nnx.Param, ...)  # type: ignore[misc]
         return loss, aux, model_state
 
     return fn, params, rest
+
+
+def _check_one_worker(model_state: Any, shapes: list[tuple[str, tuple[int, ...]]]) -> None:
+    """Raises ``ValueError`` for the model state of all workers, outside of a step."""
+    for x, (path, shape) in zip(jax.tree.leaves(model_state), shapes, strict=False):
+        if x.shape[1:] == shape != x.shape:
+            raise ValueError(
+                f"model_state{path} has shape {x.shape}, an entry for each worker, and that of the model "
+                f"has {shape}: to evaluate, give lioncub_jax.training.mean_model_state(state)"
+            )
+
+
+def check_split(params: Any) -> None:
+    """Raises ``TypeError`` for a module of flax where a tree of parameters is wanted."""
+    if not flax_in_use():
+        return
+    from flax import linen, nnx
+
+    if isinstance(params, nnx.Module):
+        raise TypeError(
+            f"params is a module, {type(params).__name__}: give what is trained of it, and the rest as "
+            "model_state: loss, params, model_state = lioncub_jax.from_nnx(model, loss), then "
+            "init_state(tx, params, workers, model_state=model_state) and make_train_step(loss, ...)"
+        )
+    if isinstance(params, linen.Module):
+        raise TypeError(
+            f"params is a module, {type(params).__name__}, which holds no arrays: give "
+            "module.init(key, x)['params']"
+        )
 
 
 def is_module(x: Any) -> bool:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lioncub_jax.exchange import CommunicateState
+from lioncub_jax.mesh.placement import check_alive
 from lioncub_jax.mesh.processes import is_key
 from lioncub_jax.sync import SyncState
 from lioncub_jax.training.typed import states_of
@@ -48,6 +49,7 @@ def metrics(state: Any) -> dict[str, jax.Array]:
     Source: Lion Cub (arXiv 2411.16462), cross-worker variance of the momentum.
     """
     found: dict[str, jax.Array] = {}
+    check_alive("state", state)
     if voting := states_of(state, CommunicateState):
         votes = [s.votes._replace(**dict.fromkeys(PAIRS, ())) for s in voting]
         votes = jax.tree.map(lambda *each: jnp.stack(each), *votes)
@@ -145,6 +147,7 @@ def mean_model_state(state: Any) -> Any:
     Source: this library.
     """
     tree = getattr(state, "model_state", state)
+    check_alive("model_state", tree)
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         if not jnp.ndim(x):
             raise ValueError(

@@ -22,11 +22,12 @@ from lioncub_jax import axes, checks
 from lioncub_jax.arguments import check_count
 from lioncub_jax.layout import Holder
 from lioncub_jax.mesh import boxes
-from lioncub_jax.mesh.placement import Workers, check_workers
+from lioncub_jax.mesh.placement import Workers, check_alive, check_devices, check_workers
 from lioncub_jax.mesh.processes import Batches
 from lioncub_jax.mesh.specs import check_batch_spec, spec_of, stacked
 from lioncub_jax.progress import stepped
 from lioncub_jax.training import kinds
+from lioncub_jax.training.gradients import check_closure
 from lioncub_jax.training.programs import Programs
 from lioncub_jax.training.typed import Among, check_state
 from lioncub_jax.training.worker import (
@@ -113,6 +114,7 @@ def on_mesh(
       (1, 2, 3)
     """
     check_workers(workers)
+    checks.check_asked(tx)
     among = Among(optax.with_extra_args_support(tx), workers)
 
     def inside() -> bool:
@@ -138,6 +140,7 @@ def on_mesh(
     ) -> tuple[Any, Any]:
         if params is None:
             raise ValueError("on_mesh(tx).update needs params: give update(grads, state, params)")
+        check_devices(workers, grads=updates, params=params)
         own = {} if abstain is None else {"abstain": abstain}
         if inside():
             held = among.specs_here(params)
@@ -149,6 +152,8 @@ def on_mesh(
         checks.warn_if_chained()
         if boxes.boxes_of(params):
             state = boxes.boxed_like(among.specs(params, cut), state)
+        check_state(state, among.specs(params, cut), workers)
+        check_devices(workers, state=state)
         updates, state = among.update(cut, updates, state, params, own, extra)
         return updates, named(state, params, cut)
 
@@ -193,9 +198,10 @@ class TrainStep:
     Source: this library; see `make_train_step` for an example.
     """
 
-    def __init__(self, step: Callable[..., Any], batches: Batches):
-        self.traces, self._step, self._batches = 0, step, batches
-        self._bounded = batches.mesh.devices.flat[0].platform == "cpu"
+    def __init__(self, step: Callable[..., Any], workers: Workers, batches: Batches, in_kinds: Any):
+        self.traces, self._step, self._workers = 0, step, workers
+        self._batches, self._in_kinds = batches, in_kinds
+        self._bounded = workers.mesh.devices.flat[0].platform == "cpu"
         self._in_flight: deque[jax.Array] = deque(maxlen=8)
         self.compiled()
 
@@ -223,7 +229,7 @@ class TrainStep:
         self._jitted = jax.jit(traced, donate_argnums=0, static_argnums=2, compiler_options=options)
         self._run: Any = self._jitted
         if programs is not None:
-            self._run = Programs(self._jitted, self._batches.mesh, options, programs)
+            self._run = Programs(self._jitted, self._workers.mesh, options, programs)
         return self
 
     def __call__(self, state: StepState, batch: Any) -> tuple[StepState, dict[str, Any]]:
@@ -233,8 +239,16 @@ class TrainStep:
           ValueError: for a batch that does not divide, rows of processes that do not fit, or a state that
             an earlier step was given.
         """
-        _check_alive(state)
-        self._batches.check(batch)
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state.step, batch))):
+            raise TypeError(
+                "a TrainStep is called inside jit, scan, vmap or grad, and it compiles itself: call it as "
+                "it is, in a loop of Python. A program of several steps is written with "
+                "worker_value_and_grad and on_mesh"
+            )
+        check_alive("state", state)
+        if not self._in_flight:  # the first
+            check_devices(self._workers, state=state)
+        self._batches.check(batch, lambda: kinds.cut_of(batch, self._in_kinds))
         state, metrics = self._run(*self._arguments(state, batch))
         if not self._in_flight:  # the first
             stepped(metrics["loss"])
@@ -250,20 +264,18 @@ class TrainStep:
 
     def _arguments(self, state: StepState, batch: Any) -> tuple[StepState, Any, Any]:
         """The state, the batch on the mesh, and how the parameters lie, as something to compile for."""
-        batch = jax.tree_util.tree_map_with_path(self._batches.place, batch)
+        leaves, structure = jax.tree_util.tree_flatten_with_path(batch)
+        each, rows = kinds.of_batch(batch, self._in_kinds), kinds.Rows()
+        placed = []
+        for (path, x), (kind, entry) in zip(leaves, each, strict=True):
+            count, where = None, f"batch{jax.tree_util.keystr(path)}"
+            if kind is kinds.batch:
+                count = self._batches.rows_of_all(where, x)
+                rows.check(where, count, entry)
+            placed.append(self._batches.place(x, count))
+        batch = jax.tree.unflatten(structure, placed)
         params, tree = jax.tree.flatten(state.params)
         return state, batch, (tree, tuple(map(spec_of, params)))
-
-
-def _check_alive(state: StepState) -> None:
-    """Raises where JAX would end the process."""
-    for path, x in jax.tree_util.tree_leaves_with_path(state):
-        if isinstance(x, jax.Array) and x.is_deleted():
-            raise ValueError(
-                f"state{jax.tree_util.keystr(path)} was given to an earlier step, which took over its "
-                "memory (donated): go on with the state that the step returned, state, metrics = "
-                "step(state, batch), or give the step a copy, jax.tree.map(jnp.copy, state)"
-            )
 
 
 def make_train_step(
@@ -272,6 +284,7 @@ def make_train_step(
     workers: Workers,
     *,
     batch_spec: P | None = None,
+    in_kinds: Any = None,
     accumulate: int = 1,
     local_steps: int = 1,
     local: optax.GradientTransformation | None = None,
@@ -292,10 +305,16 @@ def make_train_step(
       loss_fn: ``(params, batch, rng) -> loss`` or ``(loss, aux)``; where `init_state` was given a model
         state, ``(params, model_state, batch, rng) -> (loss, aux, model_state)``, such as `from_nnx`
         returns. The loss is the mean over its part of the batch.
-      tx: the optimizer; the one given to `init_state`.
+      tx: the optimizer; the one given to `init_state`. Transforms that ask for the ``value`` of the loss,
+        such as ``optax.contrib.reduce_on_plateau``, get that of the metrics: the mean over the workers and
+        over the parts of `accumulate`.
       workers: a `Workers`, whose mesh has axes Auto or Explicit.
       batch_spec: how the batch is cut, such as ``P(("data", "fsdp"))``; by default over the workers (and
         the group) only. The workers' axes come first in its first entry.
+      in_kinds: what the leaves of a batch are to the workers, a tree like it or of its parts: by default
+        arrays are ``training.batch`` (cut along the first dimension over the workers) and numbers
+        ``training.same`` (whole to each worker), which arrays such as class weights must be given:
+        ``{"x": batch, "weights": same}``. Of a random key see `worker_value_and_grad`.
       accumulate: parts into which a worker cuts its batch; their gradients are averaged before the
         exchange.
       local_steps: into how many parts a worker cuts its batch first, each for a step of its own.
@@ -350,17 +369,20 @@ def make_train_step(
             "(params, model_state, batch, rng) -> (loss, aux, model_state); from_nnx returns one as the "
             "first of three"
         )
+    check_closure(loss_fn, workers)
+    checks.check_asked(tx)
     among = Among(optax.with_extra_args_support(tx), workers)
     of_locals = Among(of_each(local, workers), workers)
-    of_worker = gradient_of(loss_fn, accumulate)
-    if local is not None:
-        of_worker = difference_of(of_worker, local, local_steps)
     own = P(workers.axes)
 
     def worker(params: Any, kept: Any, batch: Any, rng: Any, count: Any) -> Any:
+        rows, batch_of = kinds.parted(batch, in_kinds, workers)
+        of_worker = gradient_of(loss_fn, accumulate, batch_of)
+        if local is not None:
+            of_worker = difference_of(of_worker, local, local_steps)
         rng = jax.random.fold_in(jax.random.fold_in(rng, count), axes.worker_index(workers.axes))
         before = jax.tree.map(lambda x: x[0], kept)
-        grads, after, (loss, aux) = of_worker(params, before, batch, rng)
+        grads, after, (loss, aux) = of_worker(params, before, rows, rng)
         abstains = ~jnp.isfinite(loss)
         if local is not None:
             finite = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(grads)]
@@ -374,21 +396,26 @@ def make_train_step(
         held = own, () if local is None else of_locals.specs(state.params, cut)
         check_state(state.local_state, held[1], workers, name="local_state")
         kept = state.model_state, state.local_state
-        in_specs = cut, held, batch_spec, P(), P()
+        each = [batch_spec if cut else P() for cut in kinds.cut_of(batch, in_kinds)]
+        lie = jax.tree.unflatten(jax.tree.structure(batch), each)
+        in_specs = cut, held, lie, P(), P()
         out_specs = stacked(cut, workers.axes), held, own, own, P(), P()
         run = workers.map(worker, in_specs, out_specs, typed=False)
         grads, kept, abstains, *metrics = run(state.params, kept, batch, state.rng, state.step)
+        told = joined(*metrics)
         with checks.during(checks.abstain_is_explicit, False):
+            flags, value = {"abstain": abstains}, {"value": told["loss"]}
             updates, opt_state = among.update(
-                cut, grads, state.opt_state, state.params, {"abstain": abstains}, {}
+                cut, grads, state.opt_state, state.params, flags, value
             )
         params = workers.hold(optax.apply_updates(state.params, updates), cut)
         new = StepState(
             optax.safe_increment(state.step), params, kept[0], opt_state, state.rng, kept[1]
         )
-        return new, joined(*metrics)
+        return new, told
 
-    return TrainStep(step, Batches(workers, batch_spec, local_steps, accumulate))
+    batches = Batches(workers, batch_spec, local_steps, accumulate)
+    return TrainStep(step, workers, batches, in_kinds)
 
 
 def _metrics(loss: jax.Array, aux: Any, workers: Workers) -> Any:
