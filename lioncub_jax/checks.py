@@ -51,6 +51,14 @@ def check_leaves(tree: Any) -> None:
             raise TypeError(f"{given}: only floating leaves can vote; {wanted}")
 
 
+def stands_in(params: Any) -> bool:
+    """Whether something stands in for parameters, as in ``optax.tree.map_params``: a node without arrays.
+
+    State that is made of it has it where parameters' arrays are, and 0 in place of a tree of other arrays.
+    """
+    return not jax.tree.leaves(params) and type(params) not in (dict, tuple, list, type(None))
+
+
 def check_local(updates: Any, axis: Axes) -> None:
     """Raises ``ValueError`` for gradients that are, by their type, the same on every worker.
 

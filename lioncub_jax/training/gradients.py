@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax import axes
@@ -53,7 +54,7 @@ def local_value_and_grad(
     @functools.wraps(loss_fn)
     def checked(*args: Any, **kwargs: Any) -> Any:
         out = loss_fn(*args, **kwargs)
-        _returned(out, has_aux)
+        kinds.loss_and_aux(out, has_aux)
         return out
 
     value_and_grad = jax.value_and_grad(checked, has_aux=has_aux)
@@ -96,13 +97,14 @@ def worker_value_and_grad(
       A function ``(params, *args) -> (value, grads)``. ``grads`` have a leading ``[workers]`` axis, for
       `on_mesh`. The loss is averaged over the workers, ``aux`` is treated as ``aux_kinds`` say. Over
       Explicit inner axes arguments and results stay cut as their types say. An ``nnx.Module`` may stand
-      for the parameters, as with ``nnx.value_and_grad``: gradients are those of its ``nnx.Param``, and its
-      random streams go on, each worker's its own.
+      for the parameters, as with ``nnx.value_and_grad``: gradients are those of its ``nnx.Param``, its
+      random streams go on, each worker's its own, and so does other state, such as batch statistics, which
+      it holds as ``[workers, ...]`` (`own_state`).
 
     Raises:
       TypeError, ValueError: as `on_mesh`; for a loss that closes over an array that lies on the mesh; when
         traced, for an array whose kind is not given, or that the workers do not divide, for leaves of a
-        batch with unlike rows, and for an ``nnx.Module`` with batch statistics.
+        batch with unlike rows, and for an ``nnx.Module`` whose batch statistics are of one worker.
 
     Warns:
       UserWarning: for a loss that closes over a random key, which all workers would share; when traced,
@@ -130,11 +132,11 @@ def worker_value_and_grad(
     def of_all(params: Any, *args: Any) -> Any:
         given = kinds.default_of(args) if in_kinds is None else in_kinds
         if modules.is_module(params):
-            of_params = functools.partial(
-                worker_value_and_grad,
-                workers=workers, aux_kinds=aux_kinds, has_aux=has_aux, specs=specs,
+            of_params = functools.partial(worker_value_and_grad, workers=workers, specs=specs)
+            return modules.value_and_grad(
+                of_params, loss_fn, params, args,
+                in_kinds=given, aux_kinds=aux_kinds, has_aux=has_aux, workers=workers,
             )  # fmt: skip
-            return modules.value_and_grad(of_params, loss_fn, params, args, given)
         check_devices(workers, params=params)
         cut = workers.cut(params, specs, needed=False)
         each, lie = kinds.of_arguments(loss_fn, args, given, workers)
@@ -146,7 +148,7 @@ def worker_value_and_grad(
             own = [kinds.of_worker(k, workers, x) for k, x in zip(each, leaves, strict=True)]
             # Made here, for nnx lets a variable be written only at the trace level where it was made.
             own = jax.tree.unflatten(tree, own)
-            loss, aux = _returned(loss_fn(params, *own), has_aux)
+            loss, aux = kinds.loss_and_aux(loss_fn(params, *own), has_aux)
             if not outputs:  # once, for it warns; the loss is a number
                 outputs.extend([kinds.same, *kinds.of_outputs(aux, aux_kinds)])
             return loss, (aux, jax.tree.leaves(modules.counts_of(own)))
@@ -183,11 +185,6 @@ def worker_value_and_grad(
     return of_all
 
 
-def _returned(out: Any, has_aux: bool) -> tuple[Any, Any]:
-    """What a loss returns, as ``(loss, aux)``."""
-    return kinds.returned(out, "loss", "aux") if has_aux else (*kinds.returned(out, "loss"), ())
-
-
 def check_closure(loss_fn: Callable[..., Any], workers: Workers) -> None:
     """Checks the arrays that a loss has from around it: all workers would have the whole of each.
 
@@ -198,7 +195,10 @@ def check_closure(loss_fn: Callable[..., Any], workers: Workers) -> None:
       UserWarning: for a random key.
     """
     for name, value in _closed_over(loss_fn).items():
-        for x in jax.tree.leaves(value):
+        plain = isinstance(value, (jax.Array, np.ndarray, dict, list, tuple))
+        for x in jax.tree.leaves(value) if plain else ():
+            if not isinstance(x, (jax.Array, np.ndarray)):
+                continue
             if is_key(x) or kinds.is_raw_key(x):
                 warnings.warn(
                     f"the loss closes over the random key {name!r}, so all workers draw the same, such as "

@@ -289,6 +289,35 @@ def returned(out: Any, *names: str, **defaults: Any) -> tuple[Any, ...]:
     return (*values, *[*defaults.values()][len(values) - len(names) :])
 
 
+def loss_and_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
+    """What a loss returns, as ``(loss, aux)``."""
+    loss, *aux = returned(out, "loss", "aux") if has_aux else returned(out, "loss")
+    return loss, aux[0] if aux else ()
+
+
+def check_model_state(model_state: Any, after: Any) -> None:
+    """Raises ``ValueError`` for a model state that comes back with other leaves than the loss was given."""
+    before, now = _types_of(model_state), _types_of(after)
+    for path in {**before, **now}:
+        if before.get(path) != now.get(path):
+            raise ValueError(
+                f"model_state{path} was {before.get(path, 'nothing')} and comes back from the loss as "
+                f"{now.get(path, 'nothing')}: return what was given, of the same shapes and dtypes. What "
+                "sow keeps is not model state: take it out in the loss, nnx.pop(model, nnx.Intermediate), "
+                "or of linen leave 'intermediates' out of what is returned, and return it in aux"
+            )
+
+
+def _types_of(tree: Any) -> dict[str, str]:
+    """The dtype and shape of each leaf, by its path."""
+    return {
+        jax.tree_util.keystr(
+            path
+        ): f"{getattr(x, 'dtype', None) or jnp.result_type(x)}{[*jnp.shape(x)]}"
+        for path, x in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
 def over(kind: Kind, workers: Workers, spec: P) -> P:
     """How what lies so in each worker lies over all of them."""
     if kind is own:

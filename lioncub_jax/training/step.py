@@ -7,6 +7,7 @@ everything else is the same on all workers. Over the inner axes of a mesh arrays
 parameters are.
 """
 
+import dataclasses
 import os
 from collections import deque
 from collections.abc import Callable
@@ -126,6 +127,8 @@ def on_mesh(
                 "on_mesh(tx).init is called for one worker, and it makes the states of all: give tx "
                 "itself to init_state, make_train_step or traffic.of, which run it on each worker"
             )
+        if checks.stands_in(params):
+            return tx.init(params)
         cut = workers.cut(params, specs)
         return named(among.first(params, cut)(params), params, cut)
 
@@ -162,18 +165,26 @@ def on_mesh(
         made = named(among.first(params, cut).eval_shape(params), params, cut)
         return jax.tree.map(lambda x: x.sharding, made)
 
-    on = OnMesh(init, update)
-    on.specs, on.shardings = lambda params: jax.tree.map(lambda x: x.spec, lies(params)), lies
-    return on
+    return OnMesh(_First(init, lies), update)
+
+
+@dataclasses.dataclass(frozen=True)
+class _First:
+    """Makes the first state, and says where it lies; what a named tuple holds stays in its ``_replace``."""
+
+    make: Callable[[optax.Params], Any]
+    shardings: Callable[[optax.Params], Any]
+
+    def __call__(self, params: optax.Params) -> Any:
+        return self.make(params)
 
 
 class OnMesh(optax.GradientTransformationExtraArgs):
     """A transform on global arrays; see `on_mesh`.
 
-    Attributes:
-      shardings: ``params -> state`` of ``NamedSharding``s instead of arrays: where the state lies. For the
-        ``in_shardings`` and ``out_shardings`` of a step; shapes will do for the parameters.
-      specs: the same of ``PartitionSpec``s, for ``in_specs`` and ``out_specs``.
+    ``shardings(params)`` is the state with ``NamedSharding``s in place of arrays, for the ``in_shardings``
+    and ``out_shardings`` of a step; shapes will do for the parameters. ``specs(params)`` is the same of
+    ``PartitionSpec``s, for ``in_specs`` and ``out_specs``.
 
     Example:
       >>> import jax, lioncub_jax as lc
@@ -185,8 +196,13 @@ class OnMesh(optax.GradientTransformationExtraArgs):
     Source: this library.
     """
 
-    shardings: Callable[[optax.Params], Any]
-    specs: Callable[[optax.Params], Any]
+    def shardings(self, params: optax.Params) -> Any:
+        """Where the state of these parameters lies."""
+        return self.init.shardings(params)  # type: ignore[attr-defined]
+
+    def specs(self, params: optax.Params) -> Any:
+        """The specs of `shardings`."""
+        return jax.tree.map(lambda x: x.spec, self.shardings(params))
 
 
 class TrainStep:

@@ -46,7 +46,7 @@ def gradient_of(
             given = {"model_state": model_state}
             out = _called(loss_fn, params=params, **given, batch=batch, rng=rng)
             loss, aux, model_state = kinds.returned(out, "loss", "aux", "model_state")
-            _check_model_state(**given, after=model_state)
+            kinds.check_model_state(given["model_state"], model_state)
         return loss, (aux, (model_state, local_state))
 
     value_and_grad = of_model(jax.value_and_grad(loss_of, has_aux=True))
@@ -79,27 +79,6 @@ def _called(loss_fn: Callable[..., Any], **given: Any) -> Any:
             "unused"
         ) from error
     return loss_fn(*given.values())
-
-
-def _check_model_state(model_state: Any, after: Any) -> None:
-    """Raises ``ValueError`` for a model state that comes back with other leaves than the loss was given."""
-    leaves = [
-        {
-            jax.tree_util.keystr(path): f"{jnp.result_type(x)}{list(jnp.shape(x))}"
-            for path, x in jax.tree_util.tree_leaves_with_path(tree)
-        }
-        for tree in (model_state, after)
-    ]
-    for path, (before, now) in {
-        path: tuple(one.get(path, "nothing") for one in leaves) for one in leaves for path in one
-    }.items():
-        if before != now:
-            raise ValueError(
-                f"model_state{path} was {before} and comes back from the loss as {now}: return what was "
-                "given, of the same shapes and dtypes. What sow keeps is not model state: take it out in "
-                "the loss, nnx.pop(model, nnx.Intermediate), or of linen leave 'intermediates' out of what "
-                "is returned, and return it in aux"
-            )
 
 
 def difference_of(
