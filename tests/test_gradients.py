@@ -233,6 +233,18 @@ def at_the_end(params, batch):
     return jax.reshard(product(params, batch), NamedSharding(workers_of().mesh, P()))
 
 
+class General(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        init = nn.with_partitioning(nn.initializers.ones, (None, "tensor", None))
+        return nn.DenseGeneral((2, 2), kernel_init=init)(x)
+
+
+def general(params, batch):
+    layer = General().init(jax.random.key(0), batch)["params"]
+    return jnp.mean(General().apply({"params": layer}, batch @ params["w"]))
+
+
 MESH = (
     "runs for one worker, where the axes ('data',) of the mesh are taken ... lioncub_jax.mesh.inner ... "
     "jax.lax.with_sharding_constraint(x, inner(P(...)))"
@@ -240,6 +252,7 @@ MESH = (
 HINTS = [
     (constrained(lambda: P("data", None, "tensor")), MESH),
     (at_the_end, MESH),
+    (general, "more names than the array ... nn.DenseGeneral ... give them as specs to init_state"),
     (at_once, "jax.ensure_compile_time_eval ... compute with NumPy, or before the loss"),
     (looked_up, "nnx.Embed(out_sharding=...) ... leave it out ... .at[tokens].get(out_sharding="),
     (drawn, "closes over ... give nnx.Rngs as an argument of the loss"),
@@ -309,6 +322,23 @@ def test_from_rngs_each_worker_draws_its_own_and_they_go_on_as_often_as_a_loss_d
     assert len(found) == 2 * 2 * W
 
 
+@on_both_kinds
+def test_the_statistics_of_a_module_go_on_in_it_but_where_the_loss_is_no_number(kind):
+    model, workers = nnx.BatchNorm(6, momentum=0.5, rngs=nnx.Rngs(0)), workers_of(kind)
+    grad_fn = nnx.jit(lc.worker_value_and_grad(lambda model, x: jnp.mean(model(x) ** 2), workers))
+    nnx.update(model, lc.training.own_state(nnx.state(model, nnx.BatchStat), workers))
+    spoilt = X.copy()
+    spoilt[0] = np.nan
+    with jax.set_mesh(workers.mesh):
+        for batch in (X, spoilt):
+            grad_fn(model, batch)
+    once = X.reshape(W, ROWS, 6).mean(1) / 2
+    wanted = np.concatenate([once[:1], once[1:] * 1.5])
+    np.testing.assert_allclose(model.mean[...], wanted, rtol=1e-5)
+    nnx.update(model, lc.training.mean_model_state(nnx.state(model, nnx.BatchStat)))
+    np.testing.assert_allclose(model.mean[...], wanted.mean(0), rtol=1e-5)
+
+
 # --- Bad input
 
 
@@ -351,6 +381,10 @@ REFUSED = [
         lambda: lc.training.own_state({"mean": Wrapped()}, workers_of()),
         "model_state['mean'] is ... of a Variable of keras its value",
     ),
+    (
+        of_workers(lambda params, x: plain(params, x["x"]), {"x": X, "weights": WEIGHTS}),
+        "'x'['x'] has 12 rows ... in_kinds of",
+    ),
     (kinds_of((SAME, SAME), X, WEIGHTS), NO_BATCH),
     (kinds_of((BATCH, OWN), X, WEIGHTS), "'weights' has shape (1000,) ... dimension of 4"),
     (kinds_of((BATCH, OWN), X, 1.0), "'weights' has shape () ... dimension of 4"),
@@ -361,7 +395,7 @@ REFUSED = [
     (of_workers(with_statistics, X, has_aux=True, aux_kinds=SAME), MISSING),
     (
         lambda: grad_of(of_net, has_aux=True)(net(nnx.BatchNorm(32, rngs=nnx.Rngs(0))), X),
-        "state of its own: ... mean ... make_train_step what from_nnx",
+        "state of its own: ... mean ... own_state( ... make_train_step what from_nnx",
     ),
     (
         lambda: lc.mesh.inner({"w": P("data")}),

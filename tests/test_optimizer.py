@@ -161,6 +161,23 @@ def test_one_device_alone_updates_a_large_leaf_before_small_ones(make):
     jax.tree.map(lambda u, g: np.testing.assert_array_equal(u, -0.5 * g), updates, grads)
 
 
+def test_unused_entries_move_beside_used_ones_of_their_row_and_how_to_keep_them(run_workers):
+    """Of embeddings: 16 elements share a row with those of others, and 128 do not."""
+    shapes = {"narrow": (8, 16), "wide": (2, 128)}
+    params, grads = of_shapes(shapes), of_shapes(shapes, 6, 4)
+    grads["narrow"][..., 4:, :], grads["wide"][..., 1:, :] = 0, 0
+    txs = {
+        "vote": cub(weight_decay=0),
+        "zero": cub(weight_decay=0, quantizer=lc.quantize.ternary()),
+    }
+    found = {
+        name: u for name, (u, _) in run_workers(txs, params, grads, np.zeros((6, 4), bool)).items()
+    }
+    assert (np.abs(found["vote"]["narrow"][:, 4:]) == EXACT["learning_rate"]).all()
+    assert not found["vote"]["wide"][:, 1:].any()
+    assert not found["zero"]["narrow"][:, 4:].any() and found["zero"]["narrow"][:, :4].any()
+
+
 # --- Where it runs ----------------------------------------------------------------------------------
 
 

@@ -84,6 +84,34 @@ def test_momentum_that_leaves_the_step_as_replicated(mesh):
     assert jnp.isfinite(params["b"]).all()
 
 
+def of_closure(mesh, state):
+    rows = jax.device_put(BATCH, NamedSharding(mesh, P("data")))
+
+    def step(params, opt_state, batch, rows):
+        own, _, _ = step_of(mesh, lambda params, x: loss(params, x) + loss(params, rows))
+        return own(params, opt_state, batch)
+
+    return jax.jit(step), (*state, rows)
+
+
+def of_constraint(mesh, state):
+    return jax.jit(step_of(mesh, beside=lambda g: lax.with_sharding_constraint(g, P()))[0]), state
+
+
+@pytest.mark.parametrize(
+    ("make", "advice"),
+    [
+        (of_closure, "an array that the loss closes over, such as a batch: give it as an argument"),
+        (of_constraint, r"a constraint on gradients.*workers' axes in front.*P\('data', \*spec\)"),
+    ],
+)
+def test_the_advice_is_for_what_gathers(make, advice, mesh):
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=advice) as raised:
+        step, args = make(mesh, step_of(mesh)[1])
+        step.lower(*args).compile()
+    assert "momentum of each worker leaves" not in str(raised.value)
+
+
 def test_parameters_that_are_cut_over_the_workers_when_compiled_anew(mesh):
     step, (params, opt_state, batch), _ = step_of(mesh)
     step = jax.jit(step)
