@@ -252,8 +252,9 @@ class TrainStep:
         """Runs one step; the arrays of ``state`` are donated and must not be used again.
 
         Raises:
-          ValueError: for a batch that does not divide, rows of processes that do not fit, or a state that
-            an earlier step was given.
+          TypeError: inside ``jit``, ``scan``, ``vmap`` or ``grad``, and for a batch of what is no array.
+          ValueError: for a batch that does not divide or whose leaves have unlike rows, rows of processes
+            that do not fit, and a state that an earlier step was given or that lies on another mesh.
         """
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state.step, batch))):
             raise TypeError(
@@ -354,9 +355,11 @@ def make_train_step(
       ``[workers, local_steps, ...]``. In two levels each device of a group counts here, not each worker.
 
     Raises:
-      TypeError: for no `Workers`, a loss that cannot be called, or a ``local`` that is no transform.
+      TypeError: for no `Workers`, a loss that cannot be called, or a ``local`` that is no transform; when
+        called, for a loss that returns other values.
       ValueError: for ``accumulate`` or ``local_steps`` below 1, ``local_steps``
-        without ``local``, or a ``local`` in which workers talk; when
+        without ``local``, a ``local`` in which workers talk, a ``tx`` that calls the loss itself, or a loss
+        that closes over an array on the mesh; when
         called, for a batch that does not divide, rows of processes that do not fit, a state that was given
         to an earlier step or is another optimizer's, or an optimizer whose update differs between workers.
 
