@@ -176,36 +176,30 @@ def test_a_transform_that_asks_for_the_loss_gets_the_mean_over_workers_and_parts
         state, metrics = step(state, batch)
     assert state.opt_state[1].scale == 0.5  # the loss stayed
     assert state.opt_state[2] == metrics["loss"]
-    local = {"local": optax.chain(optax.sgd(0.0), sees)}
-    tx = lc.global_gradients(optax.sgd(1.0), workers=workers)
+    tx, local = lc.global_gradients(optax.sgd(1.0), workers=workers), {"local": sees}
     state = lc.init_state(tx, linear_params(), workers, **local)
-    step = lc.make_train_step(linear_loss, tx, workers, local_steps=2, **local)
-    seen = step(state, batch)[0].local_state[1]
-    np.testing.assert_allclose(
-        seen, (by_worker(batch["y"], 2 * W)[1::2] ** 2).mean((1, 2)), rtol=1e-5
-    )
+    seen = lc.make_train_step(linear_loss, tx, workers, **local)(state, batch)[0].local_state
+    np.testing.assert_allclose(seen, (by_worker(batch["y"]) ** 2).mean((1, 2)), rtol=1e-5)
 
 
 # --- Batches, meshes and traces
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_what_is_no_row_of_a_batch_goes_whole_to_each_worker(accumulate):
+def test_what_is_no_row_of_a_batch_goes_whole_to_each_worker():
     def loss(params, batch, rng):
-        rows, weights = batch["rows"], batch["weights"]
-        noise = jax.random.normal(batch["key"])
-        return jnp.sum(weights) * linear_loss(params, rows, rng), {"noise": noise * batch["scale"]}
+        fit = jnp.sum(batch["weights"]) * linear_loss(params, batch["rows"], rng)
+        return fit, {"noise": jax.random.normal(batch["key"]) * batch["scale"]}
 
     workers, (cut, same) = workers_on(FOUR), (lc.training.batch, lc.training.same)
     rest = {"weights": np.arange(8, dtype=np.float32), "scale": 2.0, "key": jax.random.key(1)}
     kinds = {"rows": cut, "weights": same, "scale": None, "key": same}
-    state = lc.init_state(cub(), linear_params(), workers)
-    step = lc.make_train_step(loss, cub(), workers, in_kinds=kinds, accumulate=accumulate)
-    for batch in (draw(), draw(1)):
-        wanted = 28 * linear_loss(state.params, batch, None)
-        state, metrics = step(state, {"rows": batch, **rest})
+    for accumulate in (1, 2):
+        step = lc.make_train_step(loss, cub(), workers, in_kinds=kinds, accumulate=accumulate)
+        state = lc.init_state(cub(), linear_params(), workers)
+        _, metrics = step(state, {"rows": draw(), **rest})
+        wanted = 28 * linear_loss(linear_params(), draw(), None)
         np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-5)
-    assert step.traces == 1 and metrics["noise"] == 2 * jax.random.normal(rest["key"])
+    assert metrics["noise"] == 2 * jax.random.normal(rest["key"])
 
 
 def vote_runs(workers, *places):
@@ -275,25 +269,15 @@ REFUSED = [
         {"rows": WEIGHTED, "in_kinds": lc.training.batch},
         "if both are, with lioncub_jax.training.batch for each",
     ),
+    ({"rows": {"x": "text"}}, r"batch\['x'\] is builtins.str.*np.asarray"),
+    ({"in_kinds": {"x": lc.training.same}}, "do not match"),
+    ({"in_kinds": lc.training.own}, r"of batch\['x'\] is own.*model_state of init_state"),
 ]
 
 
 @pytest.mark.parametrize(("given", "words"), REFUSED)
 def test_what_a_step_cannot_run_is_refused(given, words):
-    with pytest.raises(ValueError, match=words):
-        step_once(**given)
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"in_kinds": {"x": lc.training.same}}, "do not match"),
-        ({"in_kinds": "batch"}, "'batch' is no kind"),
-        ({"in_kinds": lc.training.own}, r"of batch\['x'\] is own.*model_state of init_state"),
-    ],
-)
-def test_kinds_that_a_batch_cannot_have(given, words):
-    with pytest.raises(TypeError, match=words):
+    with pytest.raises((ValueError, TypeError), match=words):
         step_once(**given)
 
 

@@ -134,7 +134,7 @@ def worker_value_and_grad(
         if modules.is_module(params):
             of_params = functools.partial(worker_value_and_grad, workers=workers, specs=specs)
             return modules.value_and_grad(
-                of_params, loss_fn, params, args,
+                of_params, loss_fn, (params, *args),
                 in_kinds=given, aux_kinds=aux_kinds, has_aux=has_aux, workers=workers,
             )  # fmt: skip
         check_devices(workers, params=params)

@@ -112,7 +112,6 @@ def counts_of(tree: Any) -> list[Any]:
 def value_and_grad(
     of_params: Callable[..., Any],
     loss_fn: Callable[..., Any],
-    model: "nnx.Module",
     args: tuple[Any, ...],
     *,
     in_kinds: Any,
@@ -120,11 +119,13 @@ def value_and_grad(
     has_aux: bool,
     workers: Workers,
 ) -> tuple[Any, Any]:
-    """`worker_value_and_grad` of a module, by ``of_params``, that of a tree of parameters.
+    """`worker_value_and_grad` of a module, the first of ``args``, by ``of_params``, that of parameters.
 
     What the module keeps besides parameters goes on in it, as under ``nnx.value_and_grad``.
     """
     from flax import nnx
+
+    model, *args = args  # type: ignore[assignment]
 
     def split(model: "nnx.Module") -> Any:
         return nnx.split(model, nnx.Param, nnx.RngState, ...)  # type: ignore[misc]
