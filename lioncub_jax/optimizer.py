@@ -284,7 +284,7 @@ def owner(
     check_kinds(tx=(tx, optax.GradientTransformation))
     if "value" in checks.asked(tx):
         raise ValueError(
-            "tx asks for value, the loss, which is not told at the owner: put it behind the owner, "
+            "tx asks for value, the loss, which an owner does not know: put it behind the owner, "
             "optax.chain(lioncub_jax.owner(...), optax.contrib.reduce_on_plateau())"
         )
     if quantizer is None:

@@ -281,9 +281,9 @@ def returned(out: Any, *names: str, **defaults: Any) -> tuple[Any, ...]:
     loss = values[0]
     number = isinstance(loss, (jax.Array, np.ndarray, np.generic, float)) and not jnp.ndim(loss)
     if not number or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
-        found = f"{loss.dtype}{list(loss.shape)}" if hasattr(loss, "shape") else type(loss).__name__
+        given = f"{loss.dtype}{list(loss.shape)}" if hasattr(loss, "shape") else type(loss).__name__
         raise TypeError(
-            f"the loss is {found}, and one floating number is wanted: give the mean over the rows, "
+            f"the loss is {given}, and one floating number is wanted: give the mean over the rows, "
             "loss.mean(), and other values as aux, (loss, aux)"
         )
     return (*values, *[*defaults.values()][len(values) - len(names) :])

@@ -256,15 +256,7 @@ class TrainStep:
           ValueError: for a batch that does not divide or whose leaves have unlike rows, rows of processes
             that do not fit, and a state that an earlier step was given or that lies on another mesh.
         """
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state.step, batch))):
-            raise TypeError(
-                "a TrainStep is called inside jit, scan, vmap or grad, and it compiles itself: call it as "
-                "it is, in a loop of Python. A program of several steps is written with "
-                "worker_value_and_grad and on_mesh"
-            )
-        check_alive("state", state)
-        if not self._in_flight:  # the first
-            check_devices(self._workers, state=state)
+        self._check(state, batch)
         self._batches.check(batch, lambda: kinds.cut_of(batch, self._in_kinds))
         state, metrics = self._run(*self._arguments(state, batch))
         if not self._in_flight:  # the first
@@ -274,6 +266,18 @@ class TrainStep:
         if self._bounded and len(self._in_flight) == self._in_flight.maxlen:
             self._in_flight[0].block_until_ready()
         return state, {"loss": metrics.pop("loss"), **metrics}  # jit has sorted them by name
+
+    def _check(self, state: StepState, batch: Any) -> None:
+        """Raises for what JAX would say in words of its own, or not at all."""
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state.step, batch))):
+            raise TypeError(
+                "a TrainStep is called inside jit, scan, vmap or grad, and it compiles itself: call it as "
+                "it is, in a loop of Python, and read it by step.lower(state, batch). A program of several "
+                "steps is written with worker_value_and_grad and on_mesh"
+            )
+        check_alive("state", state)
+        if not self._in_flight:  # the first
+            check_devices(self._workers, state=state)
 
     def lower(self, state: StepState, batch: Any) -> jax.stages.Lowered:
         """As ``jax.jit(...).lower``: for reading the compiled program. Shapes will do."""
@@ -324,7 +328,7 @@ def make_train_step(
         returns. The loss is the mean over its part of the batch.
       tx: the optimizer; the one given to `init_state`. Transforms that ask for the ``value`` of the loss,
         such as ``optax.contrib.reduce_on_plateau``, get that of the metrics: the mean over the workers and
-        over the parts of `accumulate`.
+        over the parts of ``accumulate``, not finite if that of one worker is not.
       workers: a `Workers`, whose mesh has axes Auto or Explicit.
       batch_spec: how the batch is cut, such as ``P(("data", "fsdp"))``; by default over the workers (and
         the group) only. The workers' axes come first in its first entry.
@@ -415,15 +419,15 @@ def make_train_step(
         held = own, () if local is None else of_locals.specs(state.params, cut)
         check_state(state.local_state, held[1], workers, name="local_state")
         kept = state.model_state, state.local_state
-        each = [batch_spec if cut else P() for cut in kinds.cut_of(batch, in_kinds)]
+        each = [batch_spec if rows else P() for rows in kinds.cut_of(batch, in_kinds)]
         lie = jax.tree.unflatten(jax.tree.structure(batch), each)
         in_specs = cut, held, lie, P(), P()
         out_specs = stacked(cut, workers.axes), held, own, own, P(), P()
         run = workers.map(worker, in_specs, out_specs, typed=False)
         grads, kept, abstains, *metrics = run(state.params, kept, batch, state.rng, state.step)
-        told = joined(*metrics)
+        outputs = joined(*metrics)
         with checks.during(checks.abstain_is_explicit, False):
-            flags, value = {"abstain": abstains}, {"value": told["loss"]}
+            flags, value = {"abstain": abstains}, {"value": outputs["loss"]}
             updates, opt_state = among.update(
                 cut, grads, state.opt_state, state.params, flags, value
             )
@@ -431,7 +435,7 @@ def make_train_step(
         new = StepState(
             optax.safe_increment(state.step), params, kept[0], opt_state, state.rng, kept[1]
         )
-        return new, told
+        return new, outputs
 
     batches = Batches(workers, batch_spec, local_steps, accumulate)
     return TrainStep(step, workers, batches, in_kinds)

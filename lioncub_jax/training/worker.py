@@ -85,12 +85,12 @@ def difference_of(
     gradient: Callable[..., Any], local: optax.GradientTransformation, local_steps: int
 ) -> Callable[..., Any]:
     """As `gradient_of`; in place of a gradient parameters before local steps minus those after."""
-    told = optax.with_extra_args_support(local)
+    optimizer = optax.with_extra_args_support(local)
 
     def one(carry: Any, batch: Any, rng: jax.Array) -> Any:
         params, states = carry
         grads, (model_state, state), said = gradient(params, states, batch, rng)
-        updates, state = told.update(grads, state, params, value=said[0])
+        updates, state = optimizer.update(grads, state, params, value=said[0])
         return (optax.apply_updates(params, updates), (model_state, state)), said
 
     def stepped(params: Any, states: Any, batch: Any, rng: jax.Array) -> Any:
