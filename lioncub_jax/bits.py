@@ -85,6 +85,15 @@ def pack(codes: jax.Array, p: int = 1, zeros: jax.Array | None = None) -> list[j
     return [_joined(each, lead) for each in zip(*parts, strict=True)]
 
 
+def counted(size: int, at: int, ndim: int, by: int = 1) -> jax.Array:
+    """Multiples ``uint32`` from 0 along dimension ``at``, a negative one, of as many as operands have.
+
+    So no rank is promoted, which JAX can be told to refuse.
+    """
+    others = [d for d in range(ndim) if d != ndim + at]
+    return lax.expand_dims(by * jnp.arange(size, dtype=jnp.uint32), others)
+
+
 def _set_zero_signs(planes: Sequence[jax.Array], zeros: jax.Array) -> list[jax.Array]:
     """Gives elements without a mark the side in ``zeros``, bit by bit."""
     *lower, upper, marks = planes
@@ -96,8 +105,8 @@ def _pack_blocks(codes: jax.Array, p: int, zeros: jax.Array | None) -> list[jax.
     """``[..., 32, lanes]`` to ``uint32[..., lanes]`` for each plane."""
     lead, lanes = codes.shape[:-2], codes.shape[-1]
     striped = codes.astype(jnp.uint32).reshape(*lead, _STRIPES, _APART, lanes)
-    at = (_APART * jnp.arange(_STRIPES, dtype=jnp.uint32))[:, None, None]
-    row = jnp.arange(_APART, dtype=jnp.uint32)[:, None]
+    at = counted(_STRIPES, -3, striped.ndim, _APART)
+    row = counted(_APART, -2, striped.ndim - 1)
     stripes, nibbles = [], striped
     for k in range(p):
         if k % _APART == 0:
@@ -182,7 +191,7 @@ def unpack_stored(planes: Sequence[jax.Array], rows: int) -> jax.Array:
 def _bits(words: jax.Array, rows: int) -> jax.Array:
     lead, parts = words.shape[:-1], []
     for x in _in_blocks(words, rows):
-        rows_of = (x[..., None, :] >> jnp.arange(BLOCK, dtype=jnp.uint32)[:, None]) & 1
+        rows_of = (x[..., None, :] >> counted(BLOCK, -2, x.ndim + 1)) & 1
         if x.shape[-1] < ROW:
             halves = rows_of.reshape(*lead, 2, HALF_BLOCK, ROW // 2)
             rows_of = jnp.moveaxis(halves, -3, -2)
@@ -205,7 +214,7 @@ def pack_rows(bits: jax.Array) -> jax.Array:
     short = -bits.shape[-1] % BLOCK
     bits = jnp.pad(bits, [(0, 0)] * (bits.ndim - 1) + [(0, short)])
     rows = bits.reshape(*bits.shape[:-1], -1, BLOCK).astype(jnp.uint32)
-    return jnp.sum(rows << jnp.arange(BLOCK, dtype=jnp.uint32), -1, dtype=jnp.uint32)
+    return jnp.sum(rows << counted(BLOCK, -1, rows.ndim), -1, dtype=jnp.uint32)
 
 
 def unpack_rows(words: jax.Array, rows: int) -> jax.Array:
@@ -217,7 +226,7 @@ def unpack_rows(words: jax.Array, rows: int) -> jax.Array:
       >>> bits.unpack_rows(jnp.array([5], jnp.uint32), 3).tolist()
       [1, 0, 1]
     """
-    bits = (words[..., None] >> jnp.arange(BLOCK, dtype=jnp.uint32)) & 1
+    bits = (words[..., None] >> counted(BLOCK, -1, words.ndim + 1)) & 1
     return bits.reshape(*words.shape[:-1], -1)[..., :rows]
 
 

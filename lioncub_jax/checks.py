@@ -122,9 +122,9 @@ def watch_workers(updates: Any, params: Any, count: jax.Array, axis: Axes) -> No
     def look() -> None:
         own = jnp.stack([_checksum(updates), _checksum(params)])
         sums = wires.gather_words(own, axis)
-        alike, apart = jnp.all(sums == sums[0], axis=0), jnp.any(sums != sums[0], axis=0)
+        alike, apart = jnp.all(sums == sums[:1], axis=0), jnp.any(sums != sums[:1], axis=0)
         largest = [jnp.max(jnp.abs(x), initial=0) for x in jax.tree.leaves(updates)]
-        each = jnp.stack([jnp.float32(0), *largest])
+        each = jnp.stack([jnp.float32(0), *optax.tree.cast(largest, jnp.float32)])
         averaged = early & alike[0] & jnp.any(each > 0) & jnp.all(jnp.isfinite(each))
         wrong = averaged | apart[1]
         tell = partial(jax.debug.callback, _tell_workers, sums, averaged, count)

@@ -96,7 +96,7 @@ class Slice(NamedTuple):
     def real(self) -> jax.Array:
         """``bool[chunks, rows, 128]``: which elements are no padding, if there are counts."""
         assert self.counts is not None
-        real = jnp.arange(ROW, dtype=jnp.int32) < self.counts[:, None]
+        real = jnp.arange(ROW, dtype=jnp.int32)[None] < self.counts[:, None]
         return real.reshape(self.chunks, self.rows, ROW)
 
     def restored(self, rows: jax.Array) -> jax.Array:
@@ -287,7 +287,7 @@ class Answer(NamedTuple):
     def signs(self) -> Signs:
         """Signs of the values; a row of zeros does not move."""
         values = self.chunks()
-        signs = (values > 0) | ((values != 0).astype(jnp.uint32) << 1)
+        signs = (values > 0).astype(jnp.uint32) | ((values != 0).astype(jnp.uint32) << 1)
         positive, marks = bits.pack(signs, 2)
         return Signs(positive, ~marks, bits.any_in_rows(marks, self.where.rows))
 
@@ -509,7 +509,7 @@ def average() -> Decision:
         votes = [bits.unpack_rows(each[..., k], where.rows) << k for k in range(each.shape[2])]
         reach = reduce(operator.add, votes).astype(jnp.int32)[..., None] * top
         sums = jnp.minimum(sums, reach)  # whatever an owner says
-        return (2 * sums - reach) / jnp.maximum(reach, 1).astype(jnp.float32)
+        return (2 * sums - reach).astype(jnp.float32) / jnp.maximum(reach, 1).astype(jnp.float32)
 
     def row_words(rows: int, workers: int) -> int:
         return bits.sum_bits(workers, 1) * bits.row_words(rows)

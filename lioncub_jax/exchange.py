@@ -37,6 +37,7 @@ from lioncub_jax.axes import Axes, AxisName
 from lioncub_jax.bits import BLOCK, ROW, WORDS_PER_ROW
 from lioncub_jax.decide import Decision, Slice, Sums
 from lioncub_jax.layout import Bucket, Flat, Holder, Piece
+from lioncub_jax.means import common_dtype
 from lioncub_jax.mesh import placement
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.momentum import Memory
@@ -607,7 +608,8 @@ class Worker(NamedTuple):
                 planes = [x.reshape(len(steps), -1) for x in message.planes]
                 rows = up.values(planes, steps, steps.shape[1], self.workers, stored=True)
                 rows = rotation.undone(rows, self.step) if up.rotates else rows
-                error = sent[len(errors)] - layout.rows_to_piece(rows, piece)
+                exact = _wide(sent[len(errors)])
+                error = exact - layout.rows_to_piece(rows, piece).astype(exact.dtype)
                 errors.append(error if up.keep == 1 else up.keep * error)
         return errors
 
@@ -692,9 +694,8 @@ class Worker(NamedTuple):
             done = self.alone(own, Kept(nothing, nothing), owners, None)
             [numbers], states = done.numbers, done.owners
             for i in of_bucket:
-                value = jnp.where(numbers.present > 0, done.updates[i], leaves[i])
-                value = axes.varying(value, self.plan.axis)
-                leaves[i] = quantize.saturated(value, leaves[i].dtype)
+                value = _unless(numbers.present == 0, done.updates[i], leaves[i])
+                leaves[i] = axes.varying(value, self.plan.axis)
         else:
             sent = layout.join_pieces(leaves, pieces)
             rows = [
@@ -710,7 +711,7 @@ class Worker(NamedTuple):
             for ballot in ballots:
                 replies += self._decode_bucket(ballot.form, ballot.replies[None])[0]
             for i, piece in enumerate(pieces):
-                errors[i] = layout.rows_to_piece(replies[i], piece) + errors[i]
+                errors[i] += layout.rows_to_piece(replies[i], piece).astype(errors[i].dtype)
             leaves = self.new_or_kept(pieces, ballots, errors, sent, leaves)
         return leaves, tuple(map(Flat, states, self.buckets))
 
@@ -756,7 +757,7 @@ def unit_of(most: int) -> int:
 
 def _wide(x: Any) -> Any:
     """Float32 at least: results are rounded once, when they are stored."""
-    return None if x is None else x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return None if x is None else x.astype(common_dtype(x, jnp.float32))
 
 
 def _with_error(message: jax.Array, error: Any) -> jax.Array:

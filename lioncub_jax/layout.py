@@ -31,6 +31,7 @@ from jax import lax
 from lioncub_jax import kernels, xla
 from lioncub_jax.bits import BLOCK, HALF_BLOCK, ROW
 from lioncub_jax.kernels import SUBLANES
+from lioncub_jax.means import common_dtype
 
 # Leaves of at most so many rows are joined: a copy of little, one kernel for all of them, and no padding to
 # blocks. Of more, on a CPU, the copies of them all take several times as long as kernels of their own.
@@ -222,7 +223,7 @@ def _place(leaves: Sequence[jax.Array], members: list[int], workers: int) -> Buc
         rows = _round_up(first - begin, BLOCK) if large else workers * chunk
         starts = tuple(s.first_row - begin for s in small)
         pieces.append(Piece(tuple(small), begin, rows, starts))
-    dtype = jnp.result_type(*{leaves[index].dtype for index in members})
+    dtype = common_dtype(*{leaves[index].dtype for index in members})
     return Bucket(tuple(pieces), large, 0, chunk, workers, dtype)
 
 
@@ -257,7 +258,7 @@ def join_pieces(leaves: Sequence[Any], pieces: Sequence[Piece]) -> list[Any]:
         if own[0] is None or not piece.joined:
             found.append(own[0])
             continue
-        wide = jnp.result_type(jnp.float32, *own)
+        wide = common_dtype(jnp.float32, *own)
         each = []
         for x, s in zip(own, piece.segments, strict=True):
             each.append(_leaf_to_rows(x.astype(wide), s, s.rows))
@@ -362,7 +363,11 @@ def pad_rows(x: jax.Array, rows: int) -> jax.Array:
 
 def zero_padding(rows: jax.Array, counts: jax.Array | None) -> jax.Array:
     """``[rows, 128]`` with zeros behind ``counts[row]`` elements of each row; None for no padding."""
-    return rows if counts is None else jnp.where(jnp.arange(ROW) < counts[:, None], rows, 0)
+    return (
+        rows
+        if counts is None
+        else jnp.where(jnp.arange(ROW, dtype=jnp.int32)[None] < counts[:, None], rows, 0)
+    )
 
 
 def counts(

@@ -58,11 +58,17 @@ class Blend(Memory):
 
     def message(self, g: jax.Array, mu: Any) -> jax.Array:
         """``b1 mu + (1 - b1) g``."""
-        return (1.0 - self.b1) * g + self.b1 * mu
+        return _mixed(self.b1, mu, g)
 
     def remember(self, g: jax.Array, mu: Any) -> Any:
         """``b2 mu + (1 - b2) g``."""
-        return quantize.saturated((1 - self.b2) * g + self.b2 * mu, mu.dtype)
+        return quantize.saturated(_mixed(self.b2, mu, g), mu.dtype)
+
+
+def _mixed(b: Any, mu: jax.Array, g: jax.Array) -> jax.Array:
+    """``b mu + (1 - b) g``, where the momentum may be of another dtype."""
+    with jax.numpy_dtype_promotion("standard"):
+        return (1 - b) * g + b * mu
 
 
 def blend(b1: Any = 0.9, b2: Any = 0.99, mu_dtype: Any = None) -> Memory:

@@ -341,7 +341,7 @@ class GlobalState(NamedTuple):
 
 def global_gradients(
     tx: optax.GradientTransformation,
-    dtype: DTypeLike = "float32",
+    dtype: DTypeLike | None = None,
     *,
     workers: AxisName | Workers | None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -351,7 +351,9 @@ def global_gradients(
 
     Args:
       tx: such as ``optax.lion(1e-4)`` or ``optax.adamw(1e-3)``.
-      dtype: of the all-reduce, ``float32`` or ``bfloat16`` (which XLA widens to float32 on CPU).
+      dtype: of the all-reduce of real gradients, such as ``bfloat16`` (which XLA widens to float32 on
+        CPU); None for float32, or a gradient's own dtype where that is wider. Complex ones travel as they
+        are.
       workers: as `lion_cub`; of two levels both axes as a tuple, or the `Workers`.
 
     Returns:
@@ -367,7 +369,8 @@ def global_gradients(
     """
     axis, group = names_of(workers)
     everyone = (*axis, *group)
-    check_floating("dtype", dtype)
+    if dtype is not None:
+        check_floating("dtype", dtype)
     check_kinds(tx=(tx, optax.GradientTransformation))
     tx = optax.with_extra_args_support(tx)
     built = None if axis else checks.callers_line()

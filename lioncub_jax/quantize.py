@@ -519,7 +519,7 @@ def rotated_sign(dtype: Any = jnp.bfloat16) -> Quantizer:
 def saturated(x: jax.Array, dtype: Any) -> jax.Array:
     """A cast that keeps finite values finite: those that the dtype cannot hold become its largest."""
     most = float(jnp.finfo(dtype).max)
-    if most < jnp.finfo(x.dtype).max:
+    if most < float(jnp.finfo(x.dtype).max):
         x = jnp.clip(x, -most, most)
     return x.astype(dtype)
 

@@ -21,6 +21,7 @@ from lioncub_jax.arguments import check_count
 from lioncub_jax.axes import Axes, AxisName
 from lioncub_jax.exchange import Plan, Worker
 from lioncub_jax.layout import Flat, Holder
+from lioncub_jax.means import common_dtype
 from lioncub_jax.mesh import placement
 from lioncub_jax.mesh.placement import Workers, names_of
 from lioncub_jax.quantize import Quantizer
@@ -254,7 +255,9 @@ def sync_momentum(
             # Results lie as what they replace.
             mu, owner = placement.on_shards(_coded_mean_if, args, (mu, owner))
         inner_state = optax.tree.set(inner_state, _of_a_worker, mu=mu)
-        return updates, SyncState(inner_state, count, state.syncs + due, drift, owner)
+        return updates, SyncState(
+            inner_state, count, state.syncs + due.astype(jnp.int32), drift, owner
+        )
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -280,12 +283,13 @@ def _mean_if(due: jax.Array, mu: Any, drift: Any, mask: Any, axis: Axes) -> Any:
 
 def _square(x: jax.Array, axis: Axes) -> jax.Array:
     """Of a whole leaf: each device of a worker has its own part."""
-    return axes.sum_over_shards(jnp.sum(jnp.square(x.astype(jnp.float32))), axis)
+    x = jnp.abs(x.astype(common_dtype(x, jnp.float32)))
+    return axes.sum_over_shards(jnp.sum(jnp.square(x)), axis)
 
 
 def _variance_share(of_mean: jax.Array, mean: jax.Array) -> jax.Array:
     """What of a mean square is variance between workers, from the square of the mean."""
-    return jnp.clip((mean - of_mean) / jnp.where(mean > 0, mean, 1), 0, 1)
+    return jnp.clip((mean - of_mean) / jnp.where(mean > 0, mean, 1), 0, 1).astype(jnp.float32)
 
 
 # --- In codes

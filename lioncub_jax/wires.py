@@ -29,6 +29,7 @@ from lioncub_jax.axes import Axes
 from lioncub_jax.bits import ROW
 from lioncub_jax.decide import Decision, Inbox, Reply, Sums
 from lioncub_jax.layout import Bucket
+from lioncub_jax.means import common_dtype
 from lioncub_jax.quantize import Message, Quantizer
 
 __all__ = ["Format", "Wire", "Words", "all_reduce", "counts", "gathered", "lanes", "two_phase"]
@@ -330,7 +331,7 @@ def lanes() -> Wire:
         _check_countable("lanes", form.workers, reach, 2**16 - 1)
         field = reach.bit_length()
         per_word = 32 // field
-        at = field * jnp.arange(per_word, dtype=jnp.uint32)
+        at = bits.counted(per_word, -1, 2, field)
         codes, voted = _unpacked(message, form)
 
         def add(numbers: jax.Array) -> jax.Array:
@@ -422,18 +423,24 @@ def _check_countable(wire: str, workers: int, reach: int, most: int) -> None:
         )
 
 
-def mean_over_workers(tree: Any, axis: Axes, dtype: Any = jnp.float32) -> Any:
+def mean_over_workers(tree: Any, axis: Axes, dtype: Any = None) -> Any:
     """Averages every leaf: one all-reduce with as many operands as leaves.
 
     Args:
       tree: of arrays that vary over ``axis``.
       axis: the mesh axis of the workers.
-      dtype: what travels, and in what is added.
+      dtype: what travels of real leaves, and in what they are added; None for float32, or the leaf's own
+        dtype where that is wider. Complex leaves travel as they are.
 
     Returns:
       The same tree, the same on every worker, in that dtype and then the leaf's own.
     """
-    sent = jax.tree.map(lambda x: x.astype(dtype), tree)
+
+    def as_sent(x: jax.Array) -> jax.Array:
+        own = dtype is None or jnp.iscomplexobj(x)
+        return x.astype(common_dtype(x, jnp.float32) if own else dtype)
+
+    sent = jax.tree.map(as_sent, tree)
     with _floats(sent):
         means = lax.pmean(sent, axis)
     return jax.tree.map(lambda mean, x: mean.astype(x.dtype), means, tree)
@@ -457,11 +464,11 @@ def max_over_workers(x: jax.Array, axis: Axes) -> jax.Array:
 
 
 def agreed(tree: Any, axis: Axes) -> Any:
-    """Averages the leaves whose type varies over ``axis``; leaves all others alone."""
+    """The first worker's leaves, of those whose type varies over ``axis``; leaves all others alone."""
 
     def agree(x: jax.Array) -> jax.Array:
         differs = tuple(sorted(axes.varying_axes(x).intersection(axis)))
-        return lax.pmean(x, differs) if differs else x
+        return from_one(x, axes.worker_index(differs) == 0, differs) if differs else x
 
     with _floats(tree):
         return jax.tree.map(agree, tree)
@@ -526,5 +533,5 @@ def from_group(answers: jax.Array, group: Axes) -> jax.Array:
 
 
 def from_one(words: jax.Array, source: jax.Array, axis: Axes) -> jax.Array:
-    """The words ``uint32`` that one device of an axis holds, on all of them: a sum of them and zeros."""
+    """The array that one device of an axis holds, on all of them: a sum of it and zeros."""
     return lax.psum(jnp.where(source, words, 0), axis)

@@ -46,7 +46,7 @@ def runtime_constants(numbers: Sequence[int], step: Any) -> list[jax.Array]:
     few = min(len(numbers), PER_REDUCTION)
     padded = np.pad(np.array(numbers, np.uint32), (0, -len(numbers) % few))
     found: list[jax.Array] = []
-    for own in padded.reshape(-1, few):
+    for own in padded.reshape(-1, 1, few):
         both = nothing + own
         found += reduced([jnp.maximum] * few, [both[:, k] for k in range(few)], 0)
     return found[: len(numbers)]

@@ -199,8 +199,8 @@ MUTANTS = r"""
 
 # momentum.py: schedules reference optimizer
 = the message is blended with the momentum of after the step
-- (1.0 - self.b1) * g + self.b1 * mu
-+ (1.0 - self.b1) * g + self.b1 * self.remember(g, mu)
+- _mixed(self.b1, mu, g)
++ _mixed(self.b1, self.remember(g, mu), g)
 
 # sync.py: sync schedules
 = a sync comes one step late
@@ -342,8 +342,8 @@ MUTANTS = r"""
 
 # training/worker.py: local_steps training
 = gradients of the parts of a batch are added and not averaged
-- lambda g: g / accumulate
-+ lambda g: g
+- (t / accumulate).astype(p.dtype)
++ t.astype(p.dtype)
 
 = of whole numbers that the parts of a batch count the largest is told
 - jnp.sum(as_count(x))
@@ -368,8 +368,8 @@ MUTANTS = r"""
 
 # training/state.py: training face
 = random streams of a model are the same on all workers
-- (kinds.fold(workers, x) if is_key(x) else x)[None]
-+ x[None]
+- kinds.fold(workers, x) if is_key(x) else _strong(x)
++ x if is_key(x) else _strong(x)
 
 # mesh/processes.py: processes
 = processes that take the same rows may give different ones
@@ -453,6 +453,11 @@ MUTANTS = r"""
 - signal.SIG_DFL if before is None else before
 + signal.SIG_DFL
 
+# means.py: checkpoint face
+= of whole numbers of the workers the smallest is taken
+- return jnp.max(x, axis=0)
++ return jnp.min(x, axis=0)
+
 # checkpoint/leaves.py: checkpoint contract
 = the last workers survive, with the momentum of others
 - x[: min(count, len(x))] if keep
@@ -466,10 +471,6 @@ MUTANTS = r"""
 -     if count <= len(words):
 -         return words[:count]
 +     return words[jnp.arange(count) % len(words)]
-
-= of whole numbers of the workers the smallest is taken
-- return jnp.max(x, axis=0)
-+ return jnp.min(x, axis=0)
 
 = of what owners hold in two levels the devices of a group come before the groups
 - x.transpose(2, 1, 0, 3, 4)
@@ -543,8 +544,8 @@ MUTANTS = r"""
 
 # baselines/powersgd.py: powersgd baselines contract
 = factors that came out as zeros are kept for ever
-- x / jnp.where(moves, largest, 1), otherwise)
-+ x / jnp.where(moves, largest, 1), 0 * otherwise)
+- x / jnp.where(moves, largest, 1)[None], otherwise)
++ x / jnp.where(moves, largest, 1)[None], 0 * otherwise)
 
 = a leaf whose factors are as large as itself is compressed
 - max(m * n - 1, 0) //
@@ -613,8 +614,8 @@ MUTANTS = r"""
 + x.shape
 
 = of the ways that a step can go the last is the usual one
-- min(found.stages, key=_bytes)
-+ found.stages[-1]
+- min(found.ways, key=found.between)
++ found.ways[-1]
 
 = the turns of a loop are counted as one
 - times * step.params["length"] if name == "scan" else times

@@ -88,6 +88,11 @@ def test_bits_follow_from_the_bytes():
     # Inside a group float32 is added up in slices, and the answers to all slices are gathered.
     grouped = lc.traffic.of(lc.lion_cub(0.1, workers=groups), shapes(2**20), groups)
     assert 8 * grouped.group_bytes == pytest.approx(3 / 4 * 2**20 * (32 + 1 + 1 / 128), rel=1e-3)
+    # The same inside a branch, with a scale for each row in place of a flag.
+    either = lc.traffic.of(
+        lc.baselines.one_bit_adam(0.1, warmup=1, workers=groups), shapes(2**20), groups
+    )
+    assert 8 * either.group_bytes == pytest.approx(3 / 4 * 2**20 * (32 + 1 + 16 / 128), rel=1e-3)
     alone = predict(shapes(1000), 1, wire=WIRES.counts())
     assert (alone.sent_bytes, alone.bits_per_parameter) == (0, 0)
 

@@ -9,10 +9,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from conftest import mesh_on
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.traffic.compiled import collectives
+from lioncub_jax.training import mean_model_state
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # before anything imports keras
 ROOT = Path(__file__).parents[1]
@@ -26,6 +28,7 @@ WORKERS = {"data", "batch"}  # what the trainers call their axis
 STEPS, LEARNING_RATE = 20, 3e-3
 NOISE = 0.1  # in a loss; seeds of Lion's differ by as much
 # Each worker draws its own units to drop, and has statistics of its own rows, from the first step on.
+MODEL_STATES = {"keras_stateless": lambda x: x[1], "linen_batch_stats": lambda x: x.batch_stats}
 OF_CHANCE = {"explicit_rngs", "keras_stateless", "linen_batch_stats", "nnx_optimizer"}
 
 
@@ -94,6 +97,15 @@ def test_after_the_change_integers_alone_cross_the_workers_axis_and_it_learns(st
     assert sent < full / 10 and bytes_within(after) <= 1.02 * bytes_within(before)
     assert abs(losses[0] - first) < (NOISE if style in OF_CHANCE else 1e-3)
     assert np.mean(losses[-3:]) < losses[0] - NOISE
+    if style in MODEL_STATES:
+        own = MODEL_STATES[style](state)
+        for kind in (AxisType.Auto, AxisType.Explicit):
+            lies = NamedSharding(mesh_on("data=8", kind), P("data"))
+            one = jax.tree.leaves(mean_model_state(jax.device_put(own, lies)))
+            for x, each in zip(
+                one, jax.tree.leaves(own), strict=True
+            ):  # counts are the same for all
+                np.testing.assert_allclose(x, np.mean(each, 0), rtol=1e-5, atol=1e-6)
     if style == "linen_fsdp":  # momentum lies with its worker, cut as the parameters
         momenta, params = jax.tree.leaves(state.opt_state[0].mu), jax.tree.leaves(state.params)
         for mu, p in zip(momenta, params, strict=True):

@@ -316,25 +316,22 @@ def test_drift_is_read_by_leaf_and_in_all_that_were_measured(of, mean):
     assert found == pytest.approx(wanted)
 
 
-def test_model_state_of_all_workers_is_one_for_evaluation():
-    def stateful(params, model_state, batch, rng):
-        x = jnp.mean(batch)
-        new = {
-            "mean": model_state["mean"] + x,
-            "half": x.astype(jnp.bfloat16),
-            "calls": jnp.int32(x),
-        }
-        return jnp.sum(params["w"]) * x, {}, {**model_state, **new}
-
-    zeros = {"mean": jnp.zeros(2), "half": jnp.zeros((), jnp.bfloat16), "calls": jnp.int32(0)}
-    state = first(cub(), model_state={**zeros, "key": jax.random.key(5)})
-    key = words(state.model_state["key"][0])
-    step = lc.make_train_step(stateful, cub(), four())
-    one = lc.training.mean_model_state(step(state, np.arange(4.0))[0])
-    wanted = {"mean": np.float32([1.5, 1.5]), "half": jnp.bfloat16(1.5), "calls": np.int32(3)}
-    assert_same(one, {**wanted, "key": jax.random.wrap_key_data(key)})
-    assert one["half"].dtype == jnp.bfloat16
-    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(one))
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_model_state_of_every_dtype_is_averaged_on_every_mesh(kind):
+    workers = workers_on("data=4", kind=kind)
+    numbers = np.array([1, 2, 3, 4])[:, None] * np.ones((4, 2))
+    dtypes = "float16", "bfloat16", "float32", "complex64", "int32", "uint8", "bool"
+    state = {dtype: jnp.asarray(numbers, dtype) for dtype in dtypes}
+    keys = jax.random.split(jax.random.key(3, impl="rbg"), (4, 2))
+    state |= {"half": jnp.full((4, 2), 5e4, "float16"), "keys": keys}
+    placed = jax.device_put(state, NamedSharding(workers.mesh, P("data")))
+    found = lc.training.mean_model_state(first(cub())._replace(model_state=placed))
+    assert all(x.sharding.is_fully_replicated for x in found.values())
+    wanted = dict.fromkeys(dtypes[:4], 2.5) | {"int32": 4, "uint8": 4, "bool": True, "half": 5e4}
+    assert_same(found.pop("keys"), keys[0])
+    for name, x in wanted.items():
+        np.testing.assert_array_equal(found[name], np.full(2, x, state[name].dtype))
+        assert found[name].dtype == state[name].dtype
 
 
 def test_a_leaf_without_elements_needs_no_second_program():

@@ -116,6 +116,15 @@ def test_a_mean_in_full_precision_goes_into_the_plain_optimizer(run_workers):
     assert got.dtype == np.float32 and set(-got.ravel()) <= {1.0, 1.0078125}
 
 
+def test_the_first_state_of_a_mean_is_of_the_parameters_to_the_bit(mesh_of):
+    """What varies by type alone is not added up: it could overflow, or be rounded."""
+    params = {"w": np.float16(6e4), "c": np.complex64(1 + 2j), "n": np.int32(2**30 + 1)}
+    tx = lc.global_gradients(optax.GradientTransformation(lambda x: x, None), workers=AXIS)
+    first = lambda x: tx.init(jax.lax.pcast(x, AXIS, to="varying")).inner  # noqa: E731
+    run = jax.shard_map(first, mesh=mesh_of(3), in_specs=P(), out_specs=P())
+    assert_equal(jax.jit(run)(params), params)
+
+
 def test_adamw_at_the_owner_is_adamw_of_the_mean(run_workers):
     """In floats both ways; with codes, and what they owe, it is the reference's."""
     params, grads = {"w": normal(3, 128)}, {"w": normal(6, 4, 3, 128, seed=1)}
@@ -359,7 +368,9 @@ def test_ties_and_agreement_are_those_of_all_parameters(run_workers):
         assert [float(ties * 40), *others] == want[:3], step
         assert float(agreement) == pytest.approx(1 - want[3]), step
     assert lc.metrics(optax.lion(0.1).init(params)) == {}
-    first = lc.metrics(cub().init(params))
+    state = cub().init(params)
+    with jax.debug_nans(True), jax.transfer_guard("disallow"):
+        first = lc.metrics(state)
     assert np.isnan(first.pop("votes/agreement"))
     assert first == {f"votes/{name}": 0 for name in ("ties", "abstained", "abstentions")}
 

@@ -10,6 +10,7 @@ import optax
 import pytest
 from conftest import workers_on
 from flax import nnx
+from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -182,6 +183,46 @@ def test_a_transform_that_asks_for_the_loss_gets_the_mean_over_workers_and_parts
     np.testing.assert_allclose(seen, (by_worker(batch["y"]) ** 2).mean((1, 2)), rtol=1e-5)
 
 
+@pytest.mark.parametrize(("dtype", "parts", "value"), [("float16", 64, 2e3), ("bfloat16", 1024, 1)])
+def test_short_floats_of_many_parts_are_added_up_in_long_ones(dtype, parts, value):
+    def loss(params, batch, rng):
+        x = jnp.mean(batch).astype(dtype)
+        return params["w"] * x, {"x": x}
+
+    tx = lc.global_gradients(optax.sgd(1.0), workers="data")
+    workers, params = workers_on("data=2"), {"w": jnp.zeros((), dtype)}
+    state, step = start(loss, tx, params, workers, accumulate=parts)
+    state, metrics = step(state, np.full(2 * parts, value, np.float32))
+    assert (float(state.params["w"]), float(metrics["x"])) == (-value, value)
+    assert state.params["w"].dtype == metrics["x"].dtype == dtype
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_numbers_keep_their_precision_and_their_imaginary_part_on_the_way(accumulate):
+    """Under x64 what float32 takes for 1 is more, and what it cannot hold stays finite."""
+
+    def loss(params, batch, rng):
+        x = jnp.mean(batch)
+        aux = {"large": 1e39 * x, "complex": lax.complex(x, 2 * x), "small": jnp.uint8(100)}
+        return jnp.real(params["c"] * aux["complex"]) + params["w"] * x + x, aux
+
+    with jax.enable_x64(True):
+        params = {"c": jnp.zeros((), complex), "w": jnp.zeros((), float)}
+        tx = lc.global_gradients(optax.sgd(1.0), workers="data")
+        state, step = start(loss, tx, params, workers_on("data=2"), accumulate=accumulate)
+        state, metrics = step(state, 1 + 1e-12 * np.arange(4))
+        mean = 1 + 1.5e-12
+        near = functools.partial(np.testing.assert_allclose, rtol=1e-15)
+        near(metrics["loss"], mean)
+        near(metrics["large"], 1e39 * mean)
+        near(metrics["complex"], mean + 2j * mean)
+        assert int(metrics["small"]) == 200 * accumulate
+        near(state.params["w"], -mean)
+        near(state.params["c"], -(mean + 2j * mean))
+        found = lc.training.Meter()(1, state, metrics)
+        near(found["complex/imag"], 2 * mean)
+
+
 # --- Batches, meshes and traces
 
 
@@ -223,7 +264,8 @@ def test_batches_of_all_kinds_and_other_meshes_of_as_many_workers_give_the_same_
 
 def test_what_the_caller_holds_survives_and_what_the_step_holds_is_donated():
     workers = workers_on(FOUR)
-    given = {"model_state": jnp.float32(0), "params": linear_params(), "rng": jax.random.key(3)}
+    weak = {"model_state": jnp.asarray(0.0), "params": {**linear_params(), "c": jnp.asarray(1.0)}}
+    given = {**weak, "rng": jax.random.key(3)}
     # In place already: must be copied even so.
     given = jax.device_put(given, NamedSharding(workers.mesh, P()))
 
@@ -235,8 +277,9 @@ def test_what_the_caller_holds_survives_and_what_the_step_holds_is_donated():
     step(second, draw())
     donated = first.params, first.opt_state[0].mu, first.model_state
     assert all(x.is_deleted() for x in jax.tree.leaves(donated))
-    assert_same(given["params"], linear_params())
+    assert_same(given["params"], weak["params"])
     assert float(given["model_state"]) == 0 and given["rng"] == jax.random.key(3)
+    assert step.traces == 1  # a weak type would go in, and none come out
 
 
 # --- Bad input

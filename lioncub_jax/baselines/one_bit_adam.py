@@ -200,8 +200,9 @@ def zero_one_adam(
         checks.check_leaves(grads)
         checks.check_state(grads, state.mu)
         some, state = moments(grads, state, params=params, abstain=abstain)
-        mu = optax.tree.bias_correction(state.mu, b1, jnp.maximum(state.count, 1))
-        nu = optax.tree.bias_correction(state.nu, b2, jnp.maximum(state.updates, 1))
+        with jax.numpy_dtype_promotion("standard"):  # optax takes a number to the power of a count
+            mu = optax.tree.bias_correction(state.mu, b1, jnp.maximum(state.count, 1))
+            nu = optax.tree.bias_correction(state.nu, b2, jnp.maximum(state.updates, 1))
 
         def direction(g: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
             return jnp.where(some & (v > 0), m / (jnp.sqrt(v) + eps), 0).astype(g.dtype)

@@ -233,7 +233,7 @@ def _scaled(x: jax.Array, otherwise: jax.Array) -> jax.Array:
     """Columns with a largest magnitude of 1; in place of zeros those of another array."""
     largest = jnp.max(jnp.abs(x), axis=0)
     moves = largest > 0
-    return jnp.where(moves, x / jnp.where(moves, largest, 1), otherwise)
+    return jnp.where(moves[None], x / jnp.where(moves, largest, 1)[None], otherwise)
 
 
 def _rotated(x: jax.Array) -> jax.Array:
@@ -254,4 +254,5 @@ def _fitting(x: jax.Array, dtype: Any) -> jax.Array:
     """Float32 that a dtype holds exactly: rounded, and clipped to its range."""
     kind = jnp.finfo(jnp.float32 if dtype == jnp.float64 else dtype)
     # A cast there and back is "excess precision" that the compiler may remove.
-    return lax.reduce_precision(jnp.clip(x, kind.min, kind.max), kind.nexp, kind.nmant)
+    most = float(kind.max)
+    return lax.reduce_precision(jnp.clip(x, -most, most), kind.nexp, kind.nmant)

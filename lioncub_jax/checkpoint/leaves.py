@@ -36,6 +36,7 @@ from jax.sharding import PartitionSpec as P
 from lioncub_jax import axes
 from lioncub_jax.bits import ROW
 from lioncub_jax.layout import Bucket, Flat, Holder, Segment, to_shape
+from lioncub_jax.means import mean_of
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.mesh.processes import is_key, words_of
 from lioncub_jax.mesh.specs import axes_in, cuts_of, product, shard_shape, spec_of
@@ -449,15 +450,8 @@ def _shared(x: jax.Array, count: int, owed: bool, key: Any, keep: bool) -> jax.A
     new = jnp.concatenate([survivors, new])
     if owed and keep and count < len(x):
         # What is owed to all together is owed still: no error is lost with its worker.
-        new = (new.astype(jnp.float32) + mean - mean_of(new)).astype(x.dtype)
+        new = (new.astype(mean.dtype) + mean - mean_of(new)).astype(x.dtype)
     return new
-
-
-def mean_of(x: jax.Array) -> jax.Array:
-    """Over the workers, in float32 at least; of whole numbers the largest."""
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        return jnp.max(x, axis=0)
-    return jnp.mean(x.astype(jnp.promote_types(x.dtype, jnp.float32)), axis=0)
 
 
 def _keys(words: jax.Array, count: int, impl: Any) -> jax.Array:

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax.checkpoint.leaves import mean_of
+from lioncub_jax.means import mean_of
 
 Index = tuple[tuple[int, int], ...]  # from, to: of each dimension
 Tile = tuple[str, Index]  # of which array, and which part of it

@@ -107,36 +107,38 @@ def of(
     traced = jax.make_jaxpr(on.update)(grads, jax.eval_shape(on.init, shapes), shapes)
     found = _Found(workers)
     found.read(traced.jaxpr)
-    usual = min(found.stages, key=_bytes)
+    usual = min(found.ways, key=found.between)
     lie = zip(jax.tree.leaves(shapes), jax.tree.leaves(cut), strict=True)
     elements = sum(math.prod(shard_shape(x.shape, spec, workers.mesh.shape)) for x, spec in lie)
     count = product(workers.mesh.shape, axes.names(workers.axis))
     return Traffic(
         count,
         round(elements * count / workers.count),
-        _bytes(usual),
-        _bytes(found.inside),
-        tuple(map(_bytes, found.stages)),
-        (*found.inside, *usual),
+        found.between(usual),
+        found.inside(usual),
+        tuple(map(found.between, found.ways)),
+        tuple(usual),
     )
-
-
-def _bytes(found: list[Collective]) -> float:
-    return sum((one.sent_bytes for one in found), 0.0)
 
 
 class _Found:
     """The collectives of a traced update.
 
     Attributes:
-      stages: those between workers, of each way that a step can go.
-      inside: those inside a group that is one worker.
+      ways: those of each way that a step can go, between workers and inside a group that is one.
     """
 
     def __init__(self, workers: Workers):
         self._workers, self._mesh = workers, workers.mesh.abstract_mesh
-        self.stages: list[list[Collective]] = [[]]
-        self.inside: list[Collective] = []
+        self.ways: list[list[Collective]] = [[]]
+
+    def between(self, way: list[Collective]) -> float:
+        """Bytes that go from worker to worker."""
+        return sum((one.sent_bytes for one in way if self._between(one)), 0.0)
+
+    def inside(self, way: list[Collective]) -> float:
+        """Bytes that stay inside a group."""
+        return sum((one.sent_bytes for one in way if not self._between(one)), 0.0)
 
     def read(self, program: Jaxpr, times: int = 1) -> None:
         """Adds those of a program that runs so often, and of all programs in it."""
@@ -157,23 +159,24 @@ class _Found:
                     self.read(one, times * step.params["length"] if name == "scan" else times)
 
     def _add(self, one: Collective) -> None:
-        over = set(one.axes or ())
-        if over & {*axes.names(self._workers.axis)}:
-            for stage in self.stages:
-                stage.append(one)
-        elif over & {*axes.names(self._workers.group)} and one.operands[0].size > _FLAGS:
-            self.inside.append(one)
+        inside = set(one.axes or ()) & {*axes.names(self._workers.group)}
+        if self._between(one) or (inside and one.operands[0].size > _FLAGS):
+            for way in self.ways:
+                way.append(one)
+
+    def _between(self, one: Collective) -> bool:
+        return bool(set(one.axes or ()) & {*axes.names(self._workers.axis)})
 
     def _choose(self, name: str, branches: list[Jaxpr], times: int) -> None:
         each = []
         for branch in branches:
             found = _Found(self._workers)
             found.read(branch, times)
-            each += found.stages
+            each += found.ways
         if any(each) and name == "while":
             raise ValueError(f"the traced update sends inside of a while loop: {_UNKNOWN}")
         if any(each):
-            self.stages = [before + then for before in self.stages for then in each]
+            self.ways = [before + then for before in self.ways for then in each]
 
     def _collective(self, op: str, step: JaxprEqn, times: int) -> Collective:
         over, groups = _axes_of(step), step.params.get("axis_index_groups")

@@ -248,13 +248,13 @@ def of_outputs(aux: Any, given: Any) -> list[Kind]:
         found.append(kind if jnp.ndim(x) or kind is own else same)
         if jnp.ndim(x) or kind in (same, own):
             continue
-        for number in (jnp.floating, jnp.integer):
+        for number in (jnp.inexact, jnp.integer):
             if jnp.issubdtype(jnp.result_type(x), number):
                 beside.setdefault(path[:-1], {})[number] = f"aux{jax.tree_util.keystr(path)}"
     for each in beside.values():
         if len(each) == 2:
             warnings.warn(
-                f"{each[jnp.floating]} is a floating number, averaged over the workers, and beside it "
+                f"{each[jnp.inexact]} is a floating number, averaged over the workers, and beside it "
                 f"{each[jnp.integer]} a whole one, added: a ratio of them is too small by the number of "
                 "workers. For a ratio return the count as float32, or give aux_kinds="
                 "lioncub_jax.training.own for both and add up what each worker has; if you take none, say "

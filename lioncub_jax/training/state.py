@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -75,7 +76,7 @@ def init_state(
     check_same("init_state", {"params": params, "rng": rng}, everywhere)
     # A copy, because the training step donates its state and the caller may still hold the arrays.
     params = jax.tree.map(
-        lambda spec, x: jnp.copy(put(x, NamedSharding(workers.mesh, spec))),
+        lambda spec, x: _strong(jnp.copy(put(x, NamedSharding(workers.mesh, spec)))),
         cut, params,
     )  # fmt: skip
     rng = put(rng, everywhere)
@@ -98,6 +99,11 @@ def _taken(
     params = boxes.opened(params)
     both = optax.with_extra_args_support(tx), of_each(local, workers)
     return params, workers.cut(params, specs), [Among(one, workers) for one in both]
+
+
+def _strong(x: jax.Array) -> jax.Array:
+    """The same without a weak type, which a step does not return: it would be compiled twice."""
+    return lax.convert_element_type(x, x.dtype)
 
 
 def own_state(model_state: Any, workers: Workers) -> Any:
@@ -124,7 +130,7 @@ def own_state(model_state: Any, workers: Workers) -> Any:
 
     def own(model_state: Any) -> Any:
         return jax.tree.map(
-            lambda x: (kinds.fold(workers, x) if is_key(x) else x)[None], model_state
+            lambda x: (kinds.fold(workers, x) if is_key(x) else _strong(x))[None], model_state
         )
 
     check_arrays(model_state, int, float, name="model_state")

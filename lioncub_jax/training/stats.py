@@ -1,6 +1,7 @@
 """What can be read out of a training state."""
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -8,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from lioncub_jax.exchange import CommunicateState
-from lioncub_jax.mesh.placement import check_alive
+from lioncub_jax.means import mean_of
+from lioncub_jax.mesh.placement import Static, check_alive
 from lioncub_jax.mesh.processes import is_key
 from lioncub_jax.sync import SyncState
 from lioncub_jax.training.typed import states_of
@@ -48,27 +50,39 @@ def metrics(state: Any) -> dict[str, jax.Array]:
 
     Source: Lion Cub (arXiv 2411.16462), cross-worker variance of the momentum.
     """
-    found: dict[str, jax.Array] = {}
     check_alive("state", state)
-    if voting := states_of(state, CommunicateState):
-        votes = [s.votes._replace(**dict.fromkeys(PAIRS, ())) for s in voting]
+    votes = [s.votes for s in states_of(state, CommunicateState)]
+    syncs = [(s.syncs, s.drift) for s in states_of(state, SyncState)]
+    with jax.debug_nans(False):  # the agreement of nobody is no number
+        names, numbers = _numbers(votes, syncs)
+    return dict(zip(names.value, numbers, strict=True))
+
+
+@jax.jit  # eager, each constant would go to the devices, which jax.transfer_guard can forbid
+def _numbers(voting: Sequence[Any], syncs: Sequence[Any]) -> tuple[Static, list[jax.Array]]:
+    """Names and numbers, in that order, which a dict loses here."""
+    found: dict[str, jax.Array] = {}
+    if voting:
+        votes = [x._replace(**dict.fromkeys(PAIRS, ())) for x in voting]
         votes = jax.tree.map(lambda *each: jnp.stack(each), *votes)
         found["votes/ties"] = votes.ties.sum() / jnp.maximum(votes.parameters.sum(), 1)
-        if counted := [s.votes for s in voting if not isinstance(s.votes.pairs, tuple)]:
+        if counted := [x for x in voting if not isinstance(x.pairs, tuple)]:
             unlike, pairs = (jnp.stack([getattr(x, n) for x in counted]).sum() for n in PAIRS)
             found["votes/agreement"] = 1 - unlike / jnp.where(pairs > 0, pairs, jnp.nan)
         found["votes/abstained"] = votes.abstained.max()
         found["votes/abstentions"] = votes.abstentions.max()
-    if syncs := states_of(state, SyncState):
-        found["sync/syncs"] = jnp.max(jnp.stack([s.syncs for s in syncs]))
-        leaves = jax.tree_util.tree_leaves_with_path([s.drift for s in syncs])
+    if syncs:
+        found["sync/syncs"] = jnp.max(jnp.stack([count for count, _ in syncs]))
+        leaves = jax.tree_util.tree_leaves_with_path([drift for _, drift in syncs])
         for (_, *path), x in leaves:
             name = jax.tree_util.keystr(tuple(path), simple=True, separator="/")
             found[f"sync/drift/{name}"] = jnp.maximum(x, 0)
         each = jnp.stack([jnp.float32(-1), *[x for _, x in leaves]])
         measured = each >= 0
-        found["sync/drift"] = jnp.sum(each, where=measured) / jnp.maximum(jnp.sum(measured), 1)
-    return found
+        found["sync/drift"] = jnp.sum(each, where=measured) / jnp.maximum(
+            jnp.sum(measured, dtype=jnp.float32), 1
+        )
+    return Static(tuple(found)), list(found.values())
 
 
 class Meter:
@@ -105,7 +119,8 @@ class Meter:
           told: the metrics that the step returned, a tree; names of what lies deeper are joined by ``/``.
 
         Returns:
-          Of ``told`` what is one number, and not arrays such as those of each worker; all of
+          Of ``told`` what is one number (``name/real`` and ``name/imag`` of a complex one), and not
+          arrays such as those of each worker; all of
           `lioncub_jax.metrics`, ``votes/ties`` and so on; ``sent_bytes``; and from the second call on
           ``tokens_per_second``, the mean since the call before.
         """
@@ -115,7 +130,13 @@ class Meter:
             for path, x in leaves
             if jnp.size(x) == 1
         }
-        found = {name: float(np.ravel(x)[0]) for name, x in jax.device_get(numbers).items()}
+        found: dict[str, float] = {}
+        for name, x in jax.device_get(numbers).items():
+            x = np.ravel(x)[0]
+            if np.iscomplexobj(x):
+                found |= {f"{name}/real": float(x.real), f"{name}/imag": float(x.imag)}
+            else:
+                found[name] = float(x)
         now = time.monotonic()
         if self._sent is not None:
             found["sent_bytes"] = float(self._sent)
@@ -133,8 +154,9 @@ def mean_model_state(state: Any) -> Any:
       state: a `StepState`, or a ``model_state`` alone, leaves ``[workers, ...]``.
 
     Returns:
-      The model state without the leading axis, the same on all devices: floating leaves averaged over
-      the workers (in float32), of whole numbers and bools the largest, of random keys the first worker's.
+      The model state without the leading axis, the same on all devices: floating and complex leaves
+      averaged over the workers (in float32 at least), of whole numbers and bools the largest, of random
+      keys the first worker's.
 
     Raises:
       ValueError: for leaves without a leading axis.
@@ -159,8 +181,9 @@ def mean_model_state(state: Any) -> Any:
 
 @jax.jit
 def _mean(x: jax.Array) -> jax.Array:
-    if is_key(x):
-        return x[0]
-    if jnp.issubdtype(x.dtype, jnp.floating):
-        return jnp.mean(x, axis=0)  # in float32 at least
-    return jnp.max(x, axis=0)
+    if is_key(x):  # by a sum, as no slice can be taken along an Explicit axis
+        words = jax.random.key_data(x)
+        first = jax.lax.broadcasted_iota(jnp.int32, words.shape, 0) == 0
+        words = jnp.sum(jnp.where(first, words, 0), axis=0, dtype=words.dtype)
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
+    return mean_of(x).astype(x.dtype)

@@ -336,8 +336,8 @@ def make_train_step(
         arrays are ``training.batch`` (cut along the first dimension over the workers) and numbers
         ``training.same`` (whole to each worker), which arrays such as class weights must be given:
         ``{"x": batch, "weights": same}``. Of a random key see `worker_value_and_grad`.
-      accumulate: parts into which a worker cuts its batch; their gradients are averaged before the
-        exchange.
+      accumulate: parts into which a worker cuts its batch; their gradients are averaged, in float32 at
+        least, before the exchange.
       local_steps: into how many parts a worker cuts its batch first, each for a step of its own.
       local: the optimizer of these steps, any optax transform in which workers do not talk; the one
         given to `init_state`. Its state is each worker's own and stays from call to call, so schedules in

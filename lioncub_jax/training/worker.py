@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from lioncub_jax import axes, wires
 from lioncub_jax.arguments import check_count
 from lioncub_jax.axes import Axes
+from lioncub_jax.means import common_dtype
 from lioncub_jax.mesh.placement import Static, Workers
 from lioncub_jax.mesh.specs import flax_in_use, without
 from lioncub_jax.optimizer import GlobalState
@@ -58,11 +59,14 @@ def gradient_of(
     def accumulated(params: Any, states: Any, batch: Any, rng: jax.Array) -> Any:
         def add(carry: Any, batch: Any, rng: jax.Array) -> Any:
             grads, states, said = whole(params, carry[1], batch, rng)
-            return (jax.tree.map(jnp.add, carry[0], grads), states), said
+            total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), carry[0], grads)
+            return (total, states), said
 
-        carry = jax.tree.map(jnp.zeros_like, params), states
-        (total, states), said = _in_parts(add, carry, batch, rng, accumulate)
-        return jax.tree.map(lambda g: g / accumulate, total), states, said
+        # In float32 at least: a sum of many short floats loses digits, or has no end.
+        zeros = jax.tree.map(lambda p: jnp.zeros_like(p, common_dtype(p, jnp.float32)), params)
+        (total, states), said = _in_parts(add, (zeros, states), batch, rng, accumulate)
+        mean = jax.tree.map(lambda t, p: (t / accumulate).astype(p.dtype), total, params)
+        return mean, states, said
 
     return whole if accumulate == 1 else accumulated
 
@@ -124,10 +128,10 @@ def _cut(x: jax.Array, count: int) -> jax.Array:
 
 
 def _of_parts(x: jax.Array) -> jax.Array:
-    """A metric of all parts of a batch: floating numbers averaged, whole ones added, arrays stacked."""
+    """A metric of all parts of a batch: inexact numbers averaged, whole ones added, arrays stacked."""
     if x.ndim > 1:
         return x
-    return jnp.mean(x) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.sum(as_count(x))
+    return jnp.mean(x) if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.sum(as_count(x))
 
 
 def reduced(
@@ -135,14 +139,14 @@ def reduced(
 ) -> tuple[dict[int, jax.Array], dict[int, jax.Array], Static]:
     """What a loss returns, by place: arrays over the workers, numbers on which they agree; and its tree.
 
-    Floating numbers are averaged over the workers, whole ones added, in an all-reduce for each kind.
+    Floating and complex numbers are averaged over the workers, whole ones added, in an all-reduce for each.
     """
     leaves, structure = jax.tree.flatten(values)
     arrays, means, counts = {}, {}, {}
     for i, (x, kind) in enumerate(zip(map(jnp.asarray, leaves), each, strict=True)):
         if kind is not kinds.same:
             arrays[i] = x[None] if kind is kinds.own else x
-        elif jnp.issubdtype(x.dtype, jnp.floating):
+        elif jnp.issubdtype(x.dtype, jnp.inexact):
             means[i] = x
         else:
             counts[i] = as_count(x)
@@ -151,8 +155,8 @@ def reduced(
 
 
 def as_count(x: jax.Array) -> jax.Array:
-    """A whole number, or a bool as one, to be added."""
-    return x.astype(jnp.int32) if x.dtype == bool else x
+    """A whole number, or a bool as one, to be added: in 32 bits at least."""
+    return x if x.dtype.itemsize >= 4 else x.astype(jnp.int32)
 
 
 def joined(arrays: dict[int, jax.Array], numbers: dict[int, jax.Array], structure: Static) -> Any:

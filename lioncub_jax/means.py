@@ -1,0 +1,20 @@
+"""Means over the workers, and the dtypes in which numbers are added."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def common_dtype(*given: Any) -> np.dtype:
+    """The dtype that holds what those of arrays or dtypes hold, whatever promotion JAX is set to."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*given)
+
+
+def mean_of(x: jax.Array) -> jax.Array:
+    """The mean of ``[workers, ...]``, in float32 at least; of whole numbers and bools the largest."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return jnp.max(x, axis=0)
+    return jnp.mean(x.astype(common_dtype(x, jnp.float32)), axis=0)
