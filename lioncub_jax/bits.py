@@ -364,6 +364,18 @@ def total(numbers: jax.Array, most: int) -> jax.Array:
     return jnp.sum(exact.astype(jnp.float32), -1)
 
 
+def add_count(count: jax.Array, more: jax.Array | int) -> jax.Array:
+    """A counter ``int32[]`` and what is counted: their sum, or the largest number, beyond which none goes.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from lioncub_jax import bits
+      >>> int(bits.add_count(jnp.int32(2**31 - 2), 8)) == 2**31 - 1
+      True
+    """
+    return count + jnp.minimum(more, jnp.iinfo(count.dtype).max - count)
+
+
 def constant(number: int, width: int, like: jax.Array) -> list[jax.Array]:
     """A number as so many planes, the same in all places of ``like``, ``uint32[...]``."""
     return [jnp.full_like(like, 0xFFFFFFFF if number >> k & 1 else 0) for k in range(width)]

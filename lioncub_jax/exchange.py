@@ -737,7 +737,7 @@ class Worker(NamedTuple):
             if done.numbers[0].pairs:
                 pairs = [x.astype(jnp.float32) * 2.0**pair for x in found[1:3]]
             abstained = self.workers - jnp.min(here)
-            abstentions += jnp.minimum(abstained, jnp.iinfo(jnp.int32).max - abstentions)
+            abstentions = bits.add_count(abstentions, abstained)
             voted = [here[k if each_own else 0] for k in range(len(state.owner))]
         owner = []
         for here, new, flat in zip(voted, done.owners, state.owner, strict=False):

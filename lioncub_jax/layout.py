@@ -104,7 +104,7 @@ class Bucket(NamedTuple):
     first_row: int
     chunk: int
     workers: int
-    dtype: Any
+    dtype: np.dtype[Any]
     axes: tuple[str, ...] = ()
     total_rows: int = 0
 

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from lioncub_jax import axes, checks, decide, layout, momentum, quantize, wires
+from lioncub_jax import axes, bits, checks, decide, layout, momentum, quantize, wires
 from lioncub_jax.arguments import check_count
 from lioncub_jax.axes import Axes, AxisName
 from lioncub_jax.exchange import Plan, Worker
@@ -256,7 +256,7 @@ def sync_momentum(
             mu, owner = placement.on_shards(_coded_mean_if, args, (mu, owner))
         inner_state = optax.tree.set(inner_state, _of_a_worker, mu=mu)
         return updates, SyncState(
-            inner_state, count, state.syncs + due.astype(jnp.int32), drift, owner
+            inner_state, count, bits.add_count(state.syncs, due.astype(jnp.int32)), drift, owner
         )
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -181,7 +181,7 @@ def _texts(programs: set[Any]) -> Iterator[str]:
 
 
 def look(name: str, texts: list[str]) -> None:
-    """Reads what was compiled, or read from a folder, of a function of that name.
+    """Reads what was compiled of a function of that name.
 
     Raises:
       ValueError: for a program that votes and sends floats too; a warning in that `mode`.

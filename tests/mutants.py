@@ -166,7 +166,7 @@ MUTANTS = r"""
 - _seed(step, _ZEROS)
 + _seed(step, _TIES)
 
-# wires.py: faults
+# wires.py: liars
 = who takes part is added up as it comes
 - numbers[:, 0, 0] & 1
 + numbers[:, 0, 0]
@@ -394,27 +394,34 @@ MUTANTS = r"""
 - measured = each >= 0
 + measured = each > 0
 
-# own.py: programs snapshots
+# checkpoint/private_files.py: snapshots
 = who is in the group may write what is run
-- if found.st_mode & 0o022:
-+ if found.st_mode & 0o002:
+- if about.st_mode & 0o022 and not sticky:
++ if about.st_mode & 0o002 and not sticky:
+
+= in a shared folder without the sticky bit others rename what is there
+- may_be_sticky and about.st_mode & stat.S_ISVTX
++ may_be_sticky
+
+= a folder of another user is taken
+- if about.st_uid not in (0, os.geteuid()):
++ if False:
+
+= links are followed
+- how | os.O_DIRECTORY | os.O_NOFOLLOW
++ how | os.O_DIRECTORY
 
 = the mode of a file is not looked at
--         check(str(path), os.fstat(file.fileno()))
+-         _check(name, file)
 +
 
 = the digest of a file is not compared
--     if hashlib.sha256(kept[DIGEST:]).digest() != kept[:DIGEST]:
-+     if len(kept) < DIGEST:
+-     if _digest(name, content[DIGEST:]) != content[:DIGEST]:
++     if len(content) < DIGEST:
 
-# training/programs.py: programs
-= what is read from a folder is not looked at
--                 watch.look(self._jitted.__name__, [kept.as_text() or ""])  # nothing was compiled
-+                 pass
-
-= a program that was compiled with other options is taken
-- self._options, jax.process_index()
-+ jax.process_index()
+= a file may have another's name
+- hashlib.sha256(name.encode() + b"\0")
++ hashlib.sha256()
 
 # checkpoint/manager.py: checkpoint
 = a description that was changed is read
@@ -480,10 +487,19 @@ MUTANTS = r"""
 - order += [*(n + names.index(a) for a in over), n + len(names) + d]
 + order += [n + len(names) + d, *(n + names.index(a) for a in over)]
 
-# checkpoint/found.py: snapshots
+# checkpoint/snapshot_files.py: snapshots
+= bytes behind the last tile are not seen
+-     if end != len(content):
++     if end > len(content):
+
+= what a process says may have any type
+- if type(x) is not kind or
++ if type(x) is kind and
+
+# checkpoint/recovery.py: snapshots
 = a process that still writes passes for a lost machine
-- len(others) >= 3
-+ len(others) >= 1
+- len(of_start) >= 3
++ len(of_start) >= 1
 
 = workers of a lost machine owe what others owe in the mean
 - "zero" if stored.leaf.holder is Holder.FEEDBACK else "mean"
@@ -496,12 +512,16 @@ MUTANTS = r"""
 
 # checkpoint/snapshots.py: snapshots
 = snapshots of an earlier start go as soon as there is one of this start
-- if len(of_start) >= GENERATIONS:
-+ if of_start:
+- if len(of_start) < GENERATIONS:
++ if not of_start:
 
 = an older snapshot is taken although the disk has a newer state
-- newer = key[0] > disk or (whole and key[0] == disk)
-+ newer = whole or key[0] > disk
+- newer = key[2] > disk or (whole and key[2] == disk)
++ newer = whole or key[2] > disk
+
+= a start has the number of the last
+- self._start = 1 + max(
++ self._start = max(
 
 # baselines/compression.py: baselines contract dgc powersgd
 = leaves that are cut travel in one message with those that are not

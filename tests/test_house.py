@@ -24,7 +24,7 @@ PACKAGE = ROOT / "lioncub_jax"
 # A part is a file at the root of the package or a whole wing (a folder). A part of the core may import
 # those to the left of it; the wings do not import each other, but for those named here.
 ORDER = """
-units progress own arguments xla kernels axes bits rotation layout quantize momentum traced decide
+units progress arguments xla kernels axes bits means rotation layout quantize momentum traced decide
 wires mesh checks exchange sync optimizer
 """
 CORE = ORDER.split()
@@ -48,6 +48,10 @@ MAY_IMPORT = {part: set(CORE[:i]) for i, part in enumerate(CORE)} | WINGS | {
 COLLECTIVES = (
     r"\blax\.(psum|pmean|pmax|pmin|all_gather|all_gather_invariant|all_to_all|psum_scatter|ppermute"
     r"|pshuffle|ragged_all_to_all|axis_index|axis_size)$"
+)
+LOADERS = (
+    r"^(_?pickle|marshal|dill|cloudpickle|joblib|shelve|yaml|runpy)\b|^(eval|exec|compile|__import__)$"
+    r"|\b(np|numpy|jnp|torch)\.load$|allow_pickle|import_module|serialize_executable|export\.deserialize"
 )
 CASTS = r"\blax\.(pcast|pvary)$"  # of what a type says about an axis; nothing is sent
 
@@ -86,10 +90,15 @@ def our_imports(module):
             yield ".".join(rest) or "__init__"
 
 
+def written_in(tree):
+    """What is imported, and names with dots."""
+    dotted = (ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    return [*imported(tree), *dotted]
+
+
 def uses(tree, names):
     """Whether a name is imported or used, as ``lax.psum`` or with more before it."""
-    written = (ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute))
-    return any(re.search(names, name) for name in (*imported(tree), *written))
+    return any(re.search(names, name) for name in written_in(tree))
 
 
 def test_imports_point_downward_only():
@@ -116,6 +125,28 @@ def test_collectives_are_in_two_files_and_one_function_casts():
     assert [module for module in MODULES if uses(tree_of(module), COLLECTIVES)] == ["axes", "wires"]
     functions = [node.name for m in MODULES for node in tree_of(m).body if uses(node, CASTS)]
     assert functions == ["varying"]
+
+
+def loads_code(tree):
+    """Names and arguments by which data is run."""
+    return {
+        name
+        for node in ast.walk(tree)
+        for name in (getattr(node, "id", ""), getattr(node, "arg", "") or "")
+        if re.search(LOADERS, name)
+    } | {name for name in written_in(tree) if re.search(LOADERS, name)}
+
+
+def test_no_data_is_run():
+    for source in (
+        "import pickle", "from dill import loads", "numpy.load(x, allow_pickle=True)", "np.load(x)",
+        "f = exec", "jax.export.deserialize(x)",
+    ):  # fmt: skip
+        assert loads_code(ast.parse(source)), source
+    assert {module for module in MODULES if loads_code(tree_of(module))} == {
+        "__init__",  # parts of its own, by names in a set
+        "cli.targets",  # what the command names
+    }
 
 
 # --- What is loaded, and what starts a device

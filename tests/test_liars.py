@@ -66,11 +66,6 @@ def says(code=None, rows=None, presence=None):
     return lie
 
 
-def noise(form, planes, numbers, rows):
-    planes = [bits.coin(0, x.size, k).reshape(x.shape) for k, x in enumerate(planes)]
-    return planes, numbers, None if rows is None else bits.coin(0, rows.size, 9).reshape(rows.shape)
-
-
 def largest(form):
     return form.top
 
@@ -80,7 +75,7 @@ def beyond(form):
 
 
 VOTES = {
-    "+": says(largest, ALL), "-": says(lambda form: 0, ALL), "honest": says(), "noise": noise,
+    "+": says(largest, ALL), "-": says(lambda form: 0, ALL), "honest": says(),
     "many": says(largest, ALL, 2**31 + 1), "nobody": says(largest, ALL, 2**31),
     "no row": says(largest, 0), "no code": says(beyond, ALL),
 }  # fmt: skip

@@ -5,6 +5,9 @@ Run as a program this file is one of the processes.
 
 import contextlib
 import functools
+import itertools
+import json
+import operator
 import os
 import shutil
 import warnings
@@ -20,8 +23,16 @@ from test_checkpoint import cut_short, flip, opened, refuses
 from test_processes import assert_holds, first_state, main, number, numbered, run_all, workers_of
 
 import lioncub_jax as lc
-from lioncub_jax.checkpoint import Snapshots, WorkerStateLost, found, leaves, tiles
+from lioncub_jax.checkpoint import (
+    Snapshots,
+    WorkerStateLost,
+    leaves,
+    private_files,
+    snapshot_files,
+    tiles,
+)  # fmt: skip
 from lioncub_jax.layout import Holder
+from lioncub_jax.mesh.processes import told
 from lioncub_jax.traffic import collectives
 
 STEP = 7
@@ -54,7 +65,8 @@ def both(folders, **options):
 
 
 def steps_in(folder):
-    return sorted(name.step for name in found.names_in(folder) if name.kind == "own")
+    names = snapshot_files.names_in(os.listdir(folder))
+    return sorted(name.step for name in names if name.kind == "own")
 
 
 def at(state, step):
@@ -112,6 +124,17 @@ def test_every_kth_call_takes_one_and_three_stay(folders, first):
         assert not list(folders[1].iterdir())
 
 
+def test_a_start_is_numbered_whatever_the_clock_says_and_may_go_back(folders, first, monkeypatch):
+    clock = iter(range(9, 0, -1))
+    monkeypatch.setattr("time.time_ns", lambda: next(clock) * 10**18)
+    for steps in ([8, 9, 10], [10, 11, 12], [3, 4]):
+        with both(folders, buddies=0) as (_, snapshots):
+            for step in steps:
+                snapshots.save(at(first, step))
+    with both(folders, buddies=0) as (_, snapshots):
+        assert snapshots.restore(first).step == 4
+
+
 def test_the_newest_of_memory_and_disk_is_taken(folders, first):
     with both(folders) as (saved, snapshots):
         assert snapshots.restore(first) is None
@@ -127,17 +150,61 @@ def let_others_write(path):
     path.chmod(0o666)
 
 
-@pytest.mark.parametrize("harm", [flip, cut_short, let_others_write])
+def rename(path):
+    """The content of step 1 under the name of step 2."""
+    path.with_name(path.name.replace("1-2-2-", "1-1-1-")).replace(path)
+
+
+@pytest.mark.parametrize("harm", [flip, cut_short, let_others_write, rename])
 def test_a_damaged_one_is_passed_over(folders, first, harm):
     with both(folders) as (_, snapshots):
         for step in (1, 2):
             snapshots.save(numbered(first, step))
         snapshots.wait()
-        (newest,) = folders[1].glob("2-*.own")
+        (newest,) = folders[1].glob("*-2-0-of-1.own")
         harm(newest)
-        told = r"snapshot 2-.*\.own in .* is damaged, cannot be read or may be written by others"
+        told = (
+            r"snapshot 1-2-2-.*\.own in .* is damaged, cannot be read or may be written by others"
+        )
         with pytest.warns(UserWarning, match=told):
-            assert_same(snapshots.restore(first).state, numbered(first, 1))
+            found = snapshots.restore(first)
+    if harm is rename:  # and nothing is left of step 1
+        assert found is None
+    else:
+        assert_same(found.state, numbered(first, 1))
+
+
+RUNS = b"cposix\nmkdir\n(S'run'\ntR."  # unpickled it makes a folder
+RUBBISH = [RUNS, b"\xff" * 16, (10**6).to_bytes(8, "little") + b"[" * 10**6]
+CHANGES = [  # where in a description, the numbers of tiles and the data
+    ([0], {}), ([0, 0], None), ([0, 3], []), ([0, 3, 1], [2**20]), ([1], [2**40]), ([1], [0] * 999),
+    ([0, 1, 0, 1, 0], [2**40] * 2), ([0, 1, 1, 1, 1], "O"), ([0, 1, 1, 1, 1], "V999999999"),
+]  # fmt: skip
+
+
+def changed(content, path, value):
+    end = 8 + int.from_bytes(content[:8], "little")
+    words = json.loads(content[8:end])
+    functools.reduce(operator.getitem, path[:-1], words)[path[-1]] = value
+    text = json.dumps(words).encode()
+    return len(text).to_bytes(8, "little") + text + content[end:]
+
+
+def test_no_content_of_a_sealed_file_is_run_or_raises(folders, first, monkeypatch):
+    with both(folders, buddies=0) as (_, snapshots):
+        for step in (0, 1):
+            snapshots.save(at(first, step))
+        snapshots.wait()
+        monkeypatch.chdir(folders[1])
+        with private_files.opened(folders[1]) as folder:
+            _, newest = sorted(os.listdir(folder))
+            content = bytes(private_files.read(folder, newest))
+            harmed = [changed(content, *change) for change in CHANGES]
+            for other in [*RUBBISH, content[:-1], content + b"0", *harmed]:
+                private_files.seal(folder, newest, other)
+                with pytest.warns(UserWarning, match=f"snapshot {newest} in .* is damaged"):
+                    assert snapshots.restore(first).step == 0
+    assert len(os.listdir()) == 2
 
 
 @pytest.mark.filterwarnings("error")
@@ -147,12 +214,13 @@ def test_one_that_a_process_was_still_writing_is_no_loss_of_a_machine(folders, f
         for step in (10, 20, 30):
             snapshots.save(at(first, step))
         snapshots.wait()
-        for path in list(
-            folders[1].iterdir()
-        ):  # as if a second process had not yet written the last
-            one = path.rename(path.with_name(path.name.replace("0-of-1", "0-of-2")))
-            if not one.name.startswith("30"):
-                shutil.copy(one, one.with_name(one.name.replace("0-of-2", "1-of-2")))
+        # As if a second process had not yet written the last.
+        with private_files.opened(folders[1]) as folder:
+            for name in os.listdir(folder):
+                for other in ("0-of-2",) if "-30-" in name else ("0-of-2", "1-of-2"):
+                    content = private_files.read(folder, name)
+                    private_files.seal(folder, name.replace("0-of-1", other), content)
+                os.unlink(name, dir_fd=folder)
         assert snapshots.restore(first).step == 20
         saved.save(at(first, 25), wait=True)
         assert snapshots.restore(first).step == 25
@@ -175,7 +243,14 @@ def test_what_is_not_written_is_said(folders, first):
         snapshots.save(first)
         told = r"a snapshot was not written to .*memory: .*No such file.*make room"
         refuses(told, snapshots.wait, OSError)
-        snapshots.folder.mkdir()
+        snapshots.folder.mkdir()  # its group may write it: it is looked at at each use
+        snapshots.save(first)
+        refuses(
+            "a snapshot was not written to .*memory has mode 775: others may",
+            snapshots.wait,
+            OSError,
+        )
+        snapshots.folder.chmod(0o700)
         snapshots.save(first)  # and the next one is
         snapshots.wait()
         assert steps_in(folders[1]) == [0]
@@ -183,8 +258,6 @@ def test_what_is_not_written_is_said(folders, first):
 
 def test_bad_input(folders, first, tmp_path):
     (tmp_path / "file").write_text("")
-    (tmp_path / "shared").mkdir()
-    (tmp_path / "shared").chmod(0o777)
     alone = first_state(workers_of(1))
     with both(folders, buddies=0) as (saved, snapshots):
         snapshots.save(alone)
@@ -192,8 +265,7 @@ def test_bad_input(folders, first, tmp_path):
         for told, call in {
             "there is one worker: give Snap.*buddies=0": lambda: Snapshots(saved, folders[1]).save(alone),
             "workers='mine': give one of 'mean', 'keep'": lambda: snapshots.restore(first, workers="mine"),
-            "file is a file: give a folder for the snapshots": lambda: Snapshots(saved, tmp_path / "file"),
-            "shared, for snapshots, has mode 777: oth": lambda: Snapshots(saved, tmp_path / "shared"),
+            "file is a file or a link: give a folder": lambda: Snapshots(saved, tmp_path / "file"),
         }.items():  # fmt: skip
             refuses(told, call)
         for name, wrong, told in [
@@ -207,6 +279,89 @@ def test_bad_input(folders, first, tmp_path):
         refuses(told, lambda: Snapshots("runs", folders[1]), TypeError)
 
 
+def given_away(path, monkeypatch):
+    """Makes a folder that of another user; a link too."""
+    if os.geteuid():
+        monkeypatch.setattr(os, "geteuid", lambda: -1)
+    else:
+        os.chown(path, 12345, -1, follow_symlinks=False)
+
+
+def test_folders_that_another_user_made_or_can_change(folders, first, tmp_path, monkeypatch):
+    """Names below a shared folder are guessed: there the folder is made by the library, or one's own."""
+    victim, shared = tmp_path / "victim", tmp_path / "shared"
+    victim.mkdir()
+    shared.mkdir()
+    shared.chmod(0o1777)  # as /dev/shm
+    theirs = shared / "theirs"
+    theirs.mkdir(mode=0o755)
+    (theirs / "snapshots").symlink_to(victim)
+    (shared / "link").symlink_to(victim)
+    with opened(folders[0]) as saved:
+        with Snapshots(saved, shared / "new" / "mine") as snapshots:
+            assert (shared / "new").stat().st_mode & 0o777 == 0o700
+            snapshots.save(first)
+        shared.chmod(0o777)  # as Kubernetes makes its volumes: others may rename what is in it
+        for call in (lambda: snapshots.restore(first), lambda: Snapshots(saved, shared / "new")):
+            refuses("shared has mode 777: others may write it", call)
+        shared.chmod(0o1777)
+        refuses("shared has mode 1777: others may write it", lambda: Snapshots(saved, shared))
+        refuses("link is a file or a link", lambda: Snapshots(saved, shared / "link"))
+        refuses(
+            "theirs/snapshots is a file or a link", lambda: Snapshots(saved, theirs / "snapshots")
+        )
+        given_away(theirs, monkeypatch)
+        for path in (theirs, theirs / "snapshots", theirs / "new"):
+            refuses("theirs belongs to another user", lambda path=path: Snapshots(saved, path))
+    assert not list(victim.iterdir())
+
+
+def test_memory_of_a_run_is_where_others_cannot_rename_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, how: path != "/dev/shm" and access(path, how))
+    tmp_path.chmod(0o777)
+    keep = functools.partial(lc.elastic.keep, ["true"], 1)
+    refuses("others may rename what is in /dev/shm and .*Set TMPDIR", keep)
+    tmp_path.chmod(0o1777)
+    assert keep(write=lambda line: None).exit_code == 0
+
+
+SAYS = [
+    {},
+    "x",
+    None,
+    [[]],
+    [[1], [], None, None],
+    *([[], [k], None, None] for k in (2**60, 2**40, -1)),
+]
+
+
+def test_what_cannot_be_said_is_refused_and_who_said_it_is_named(folders, first, monkeypatch):
+    with both(folders, buddies=0) as (_, snapshots):
+        snapshots.save(first)
+        # Of the names of snapshots, of the newest checkpoint, and of what is in a snapshot.
+        for stage, words in itertools.product(range(3), SAYS):
+            calls = itertools.count()
+            both_say = lambda mine: [mine, words if next(calls) == stage else mine]  # noqa: B023, E731
+            monkeypatch.setattr(snapshot_files, "told", both_say)
+            refuses("process 1 says", lambda: snapshots.restore(first))
+
+
+@pytest.mark.parametrize(
+    ("size", "text", "words"),
+    [
+        (2**40, b"", "each may say 1 to 67108864"), (-1, b"", "each may say 1 to 67108864"),
+        (3, b"\x80\x03.", "process 1 says what is no JSON"), (10**6, b"[" * 10**6, "process 1 says what"),
+    ],
+)  # fmt: skip
+def test_no_process_says_more_than_a_bound_or_what_is_no_json(monkeypatch, size, text, words):
+    rows = [np.frombuffer(row.ljust(max(4, len(text))), np.uint8) for row in (b"null", text)]
+    answers = iter([np.array([4, size]), np.array(rows)])
+    monkeypatch.setattr(multihost_utils, "process_allgather", lambda x: next(answers))
+    refuses(words, lambda: told(None))
+
+
 def test_a_run_may_move_and_snapshots_of_another_run_or_model_are_refused(folders, first, tmp_path):
     moved = tmp_path / "moved"
     with both(folders) as (saved, snapshots):
@@ -216,7 +371,7 @@ def test_a_run_may_move_and_snapshots_of_another_run_or_model_are_refused(folder
     with both((moved, folders[1])) as (_, snapshots):
         assert snapshots.restore(first).step == 0
         wider = lc.init_state(optax.identity(), {"w": jnp.zeros((9, 9))}, workers_of(2))
-        refuses(r"snapshot 0 in .* is of another model", lambda: snapshots.restore(wider))
+        refuses(r"snapshot of step 0 in .* is of another model", lambda: snapshots.restore(wider))
     for one in moved.glob("*"):  # as a shell does
         shutil.rmtree(one) if one.is_dir() else one.unlink()
     with both((moved, folders[1])) as (_, snapshots):
@@ -273,10 +428,14 @@ def half_written(folder):
         snapshots.wait()
         multihost_utils.sync_global_devices("written")
         if jax.process_index() == 1:
-            (mine,) = snapshots.folder.glob("0-*-1-1-of-3.own")
+            (mine,) = snapshots.folder.glob("*-1-of-3.own")
             mine.unlink()
         multihost_utils.sync_global_devices("harmed")
         assert snapshots.restore(first) is None
+        if jax.process_index() == 1:  # says what an unpickler would run
+            snapshot_files.told = lambda what: told([[], [], RUNS.decode(), []])
+        refuses("process 1 says", lambda: snapshots.restore(first))
+        snapshot_files.told = told
 
 
 def write(folder):

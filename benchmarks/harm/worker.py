@@ -53,7 +53,7 @@ def main() -> None:
         else:
             state = found.state
         loss = shapes[0]
-        step = lc.make_train_step(loss, tx, workers).compiled(programs=memory / "programs")
+        step = lc.make_train_step(loss, tx, workers)
         replicas = lc.faults.Replicas(workers, every=args.every)
         for t in range(int(state.step), args.steps):
             batch = layout.place(corpus.draw(text, BATCH, CONTEXT, (0, t)))

@@ -72,15 +72,13 @@ def prepare(model: GPT, text: Corpus, tx: Any, layout: Layout, *, batch: int, se
         tx, params, layout.voters,
         specs=meshes.specs(params, mesh), model_state=model_state, rng=key,
     )  # fmt: skip
-    memory = lc.elastic.memory()  # of lioncub run
     step = lc.make_train_step(loss, tx, layout.voters, batch_spec=layout.rows)
-    step.compiled(programs=memory and memory / "programs")
     rows = batch * layout.workers
     windows = validation_windows(text, model.context, rows)
     given = jax.ShapeDtypeStruct(windows.shape[1:], windows.dtype)
     compiled = step.lower(state, given).compile()
     found = lc.traffic.collectives(compiled, mesh)
-    takes = step if memory else compiled  # the step keeps its program, and says that it trains
+    takes = step if lc.elastic.memory() else compiled  # the step says that it trains
     return Run(
         model, text, layout, state, takes, found, sent_by_each(found, state.params, layout),
         evaluation(model, windows, layout), corpus.baselines(text.train, windows), batch, seed,

@@ -3,7 +3,7 @@
 # are. Several slices: create them as one multislice, and use pod=SLICES in MESH.
 #   bash examples/launch/tpu_pod.sh
 # When a host dies the others end at --heartbeat; the same command goes on from the newest snapshot in the
-# hosts' memory (a new run: another LIONCUB_MEMORY).
+# hosts' memory (a new run: another LIONCUB_MEMORY). If another user has taken that name, it is an error.
 # Change: the name and zone of the slice, the mesh (its product is the number of chips) and the bucket.
 
 set -euo pipefail

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax.flatten_util import ravel_pytree
 
-from lioncub_jax import axes, checks, decide, quantize, wires
+from lioncub_jax import axes, bits, checks, decide, quantize, wires
 from lioncub_jax.axes import Axes, AxisName
 from lioncub_jax.mesh import placement
 from lioncub_jax.mesh.placement import Workers, names_of
@@ -107,7 +107,7 @@ def compressed_mean(
         means = optax.tree.cast_like(means, leaves)
         means, *after = map(tree.unflatten, (means, *after))
         away = axes.workers_on(axis) - present.astype(jnp.int32)
-        counts = away, state.abstentions + away
+        counts = away, bits.add_count(state.abstentions, away)
         return means, kind(optax.safe_increment(state.count), *after, *counts)
 
     return on_devices(axis, init, on_device)

@@ -196,7 +196,7 @@ def _send(axis: Axes, density: float, here: jax.Array, velocity: Leaves, residua
     words = [jnp.stack([i.view(jnp.uint32), x.view(jnp.uint32)]) for i, x in both]
     gather = partial(wires.gather_words, axis=axis)
     *received, flags = compression.in_messages(gather, [*words, here.astype(jnp.uint32)])
-    present, sums = jnp.sum(flags), _added(len(flags), received, flat)
+    present, sums = jnp.sum(flags & 1), _added(len(flags), received, flat)
     share = decide.share(present)
     agreed = [(x * share).reshape(v.shape) for x, v in zip(sums, residual, strict=True)]
 

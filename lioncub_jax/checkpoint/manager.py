@@ -27,10 +27,9 @@ from typing import Any, NamedTuple
 import jax
 import orbax.checkpoint as ocp  # type: ignore[import-untyped]
 
-from lioncub_jax import own
 from lioncub_jax.arguments import check_count
 from lioncub_jax.axes import AxisName, spelled
-from lioncub_jax.checkpoint import leaves, states
+from lioncub_jax.checkpoint import leaves, private_files, states
 from lioncub_jax.checkpoint.leaves import Leaf, Target
 from lioncub_jax.mesh.placement import Workers, names_of
 from lioncub_jax.mesh.processes import any_process, together, told
@@ -320,7 +319,7 @@ class Checkpoints:
             found = named.read_text() if named.exists() else ""
             if not found:  # or a machine died before it was on the disk
                 found = uuid.uuid4().hex
-                own.write(named, found.encode())
+                private_files.write(str(named), found.encode())
             return found
 
         found = together(f"{named}, the name of the run, cannot be read or written", name)
@@ -452,7 +451,7 @@ def _check_folder(directory: Path) -> None:
 
 def _is_checkpoint(path: Path) -> bool:
     """A checkpoint, one that is not complete, or a damaged one; or the name of the run."""
-    if path.name == RUN or (path.name.startswith(RUN) and path.suffix == own.PART):
+    if path.name == RUN or (path.name.startswith(RUN) and path.suffix == private_files.PART):
         return path.is_file()
     name = r"\d+(\.orbax-checkpoint-tmp.*|\.damaged(-\d+)?)?"
     return path.is_dir() and re.fullmatch(name, path.name) is not None

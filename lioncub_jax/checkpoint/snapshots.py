@@ -6,9 +6,7 @@ copy of. The slices of momentum that owners hold nobody else has, so another mac
 """
 
 import os
-import pickle
 import socket
-import time
 import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -19,16 +17,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lioncub_jax import axes, own
+from lioncub_jax import axes
 from lioncub_jax.arguments import check_count, check_number
-from lioncub_jax.checkpoint import leaves, states, tiles
-from lioncub_jax.checkpoint.found import About, Found, Name, names_in
+from lioncub_jax.checkpoint import leaves, private_files, states, tiles
+from lioncub_jax.checkpoint import snapshot_files as files
 from lioncub_jax.checkpoint.leaves import Layout
 from lioncub_jax.checkpoint.manager import Checkpoints, Restored, as_json, check_rule
+from lioncub_jax.checkpoint.recovery import Recovery, seen
+from lioncub_jax.checkpoint.snapshot_files import Description, Name
 from lioncub_jax.checkpoint.tiles import Tile
 from lioncub_jax.layout import Holder
 from lioncub_jax.mesh.placement import Workers
-from lioncub_jax.mesh.processes import told
+from lioncub_jax.mesh.processes import together, told
 from lioncub_jax.mesh.specs import product
 
 GENERATIONS = 3  # a process that writes is at most one behind, and nothing is taken from under it
@@ -59,9 +59,9 @@ class Snapshots:
 
     Raises:
       TypeError: for ``checkpoints`` that are none.
-      ValueError: for ``every`` below 1, ``buddies`` below 0, or a folder that is a file, another user's or
-        one that others may write; when called, for ``buddies`` of a single worker, and for a state that
-        lies on no mesh, has no step or was donated.
+      ValueError: for ``every`` below 1, ``buddies`` below 0, or a folder that is a file or a link, or that
+        another user owns, or can change or rename, which is looked at at each use; when called, for
+        ``buddies`` of a single worker, and for a state that lies on no mesh, has no step or was donated.
       OSError: when called next, if the last one could not be written, as where memory is full; and where
         the checkpoints have no name of the run yet and cannot be written.
 
@@ -97,14 +97,10 @@ class Snapshots:
         check_number(f"buddies={buddies!r}", buddies, lambda n: n >= 0, said, int)
         self._checkpoints, self._every, self._buddies = checkpoints, every, buddies
         self.folder = Path(folder).absolute()
-        if self.folder.exists() and not self.folder.is_dir():
-            raise ValueError(f"{self.folder} is a file: give a folder for the snapshots")
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        own.check(f"{self.folder}, for snapshots,", self.folder.stat())
-        self._start = int(told(time.time_ns() // 1_000_000)[0])
-        for path in self.folder.glob(f"*{own.PART}"):  # halves, of processes that were killed
-            path.unlink(missing_ok=True)
-        told(None)
+        together(
+            f"{self.folder} is no folder for snapshots", lambda: self._forget(only_halves=True)
+        )
+        self._start = 1 + max((names[-1].start for names in seen(self.folder) if names), default=0)
         self._run = checkpoints.run()
         self._calls = self._copies = self._saves = 0
         self._writer = ThreadPoolExecutor(1)
@@ -136,14 +132,15 @@ class Snapshots:
         step = states.step_of(state, None)
         layout, arrays = leaves.layout_of(state, workers), leaves.arrays_of(state)
         two = workers.group is not None
-        about = About(self._run, layout, two, as_json(data), tiles.all_of(arrays))
-        files = {"own": tiles.copied(arrays)}
+        parts = tuple(map(tiles.parts_of, arrays.values()))
+        about = Description(self._run, layout, two, parts)
+        held = {"own": tiles.copied(arrays)}
         if self._buddies and self._calls >= self._copies:
             self._copies = self._calls + self._buddies
             if copies := self._of_others(arrays, layout, workers):
-                files["buddy"] = copies
+                held["buddy"] = copies
         self._saves += 1
-        self._writing = self._writer.submit(self._write, step, about, files)
+        self._writing = self._writer.submit(self._write, step, about, as_json(data), held)
 
     def wait(self) -> None:
         """Returns when the last snapshot is written; raises what kept it from being."""
@@ -158,9 +155,15 @@ class Snapshots:
         """Forgets all snapshots of this machine, as before going back to an older checkpoint."""
         self.wait()
         told(None)  # nobody writes any more
-        for path in (*map(self._path, names_in(self.folder)), *self.folder.glob(f"*{own.PART}")):
-            path.unlink(missing_ok=True)
-        told(None)
+        together(f"{self.folder} cannot be emptied", lambda: self._forget(only_halves=False))
+
+    def _forget(self, only_halves: bool) -> None:
+        """Takes away what processes that were killed left half written, or all snapshots."""
+        with private_files.opened(self.folder, make=True) as folder:
+            names = os.listdir(folder)
+            gone = [name for name in names if name.endswith(private_files.PART)]
+            gone += [] if only_halves else map(str, files.names_in(names))
+            private_files.remove(folder, gone)
 
     def restore(self, like: Any, *, workers: str = "mean") -> Restored | None:
         """Reads the newest state that is whole, from memory or from disk.
@@ -186,38 +189,27 @@ class Snapshots:
         self.wait()
         check_rule(workers)
         target = self._checkpoints.target(like)
-        found = Found(self.folder, self._run, self._checkpoints.directory)
+        memory = Recovery(self.folder, self._run, self._checkpoints.directory, target)
         self._checkpoints.wait()
-        disk = int(min(told(max(self._checkpoints.steps(), default=-1))))  # what all of them see
-        for key, whole in found.best_first():
-            newer = key[0] > disk or (whole and key[0] == disk)
-            if newer and (read := found.read(key, target, workers == "keep")):
-                return Restored(*read, key[0])
+        steps = files.asked(int, 1 + max(self._checkpoints.steps(), default=-1))
+        disk = min(steps) - 1  # what all of them see
+        for key, whole in memory.best_first():
+            newer = key[2] > disk or (whole and key[2] == disk)
+            if newer and (read := memory.read(key, workers == "keep")):
+                return Restored(*read, key[2])
         return self._checkpoints.restore(like, workers=workers) if disk >= 0 else None
 
-    def _write(self, step: int, about: About, files: dict[str, dict[Tile, np.ndarray]]) -> None:
-        for kind, parts in files.items():
-            me = jax.process_index(), jax.process_count()
-            name = Name(kind, step, self._start, self._saves, *me)
-            numbered = {k: parts[tile] for k, tile in enumerate(about.tiles) if tile in parts}
-            own.seal(self._path(name), pickle.dumps((about, numbered)))
-            self._tidy(name)
-
-    def _path(self, name: Name) -> Path:
-        return self.folder / str(name)
-
-    def _tidy(self, written: Name) -> None:
-        """Takes away what is older than the generations that stay, and then what earlier starts left."""
-        names = sorted(names_in(self.folder), key=lambda n: (n.start, n.save))
-        mine = [n for n in names if (n.process, n.kind) == (written.process, written.kind)]
-        of_start = [n for n in mine if n.start == written.start]
-        gone = of_start[:-GENERATIONS]
-        if len(of_start) >= GENERATIONS:
-            gone += [n for n in names if n.start < written.start]
-        else:  # starts that each die soon shall not fill the memory
-            gone += mine[: -2 * GENERATIONS]
-        for name in gone:
-            self._path(name).unlink(missing_ok=True)  # another process may have been faster
+    def _write(
+        self, step: int, about: Description, data: Any, held: dict[str, dict[Tile, np.ndarray]]
+    ) -> None:
+        me = jax.process_index(), jax.process_count()
+        for kind, parts in held.items():
+            name = Name(self._start, self._saves, step, *me, kind)
+            with private_files.opened(self.folder) as folder:
+                private_files.seal(folder, str(name), *files.packed(about, data, parts))
+                private_files.remove(
+                    folder, map(str, _old(files.names_in(os.listdir(folder)), name))
+                )
 
     def lower(self, state: Any) -> jax.stages.Lowered:
         """The program that sends the owners' slices to their buddies, for the accounting of bytes."""
@@ -241,6 +233,15 @@ class Snapshots:
             index = (start, start + first[1] - first[0]), *rest
             found[path, index] = half.view(jnp.bfloat16)
         return found
+
+
+def _old(names: list[Name], written: Name) -> list[Name]:
+    """What is older than the generations that stay, and then what earlier starts left."""
+    mine = [n for n in names if (n.process, n.kind) == (written.process, written.kind)]
+    of_start = [n for n in mine if n.start == written.start]
+    if len(of_start) < GENERATIONS:  # starts that each die soon shall not fill the memory
+        return mine[: -2 * GENERATIONS]
+    return of_start[:-GENERATIONS] + [n for n in names if n.start < written.start]
 
 
 # --- Buddies

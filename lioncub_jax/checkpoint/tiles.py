@@ -4,6 +4,7 @@ What a process needs and has itself it places; an array of which some process la
 up by the compiler, of what each process has.
 """
 
+import itertools
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -26,13 +27,19 @@ def index_of(slices: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Index:
     return tuple(s.indices(n)[:2] for s, n in zip(slices, shape, strict=True))
 
 
-def all_of(arrays: Mapping[str, jax.Array]) -> list[Tile]:
-    """The tiles that devices hold, of all processes, in one order."""
-    found = set()
-    for path, x in arrays.items():
-        held = x.sharding.devices_indices_map(x.shape).values()
-        found |= {(path, index_of(slices, x.shape)) for slices in held}
-    return sorted(found)
+def parts_of(x: jax.Array) -> tuple[int, ...]:
+    """In how many parts an array is cut, in each dimension."""
+    shard = x.sharding.shard_shape(x.shape)
+    return tuple(n // size for n, size in zip(x.shape, shard, strict=True))
+
+
+def indices(shape: tuple[int, ...], parts: tuple[int, ...]) -> list[Index]:
+    """The tiles of an array that is cut in so many parts, in order."""
+    cuts = []
+    for n, count in zip(shape, parts, strict=True):
+        size = n // count
+        cuts.append([(k * size, (k + 1) * size) for k in range(count)])
+    return list(itertools.product(*cuts))
 
 
 def copied(arrays: Mapping[str, jax.Array]) -> dict[Tile, np.ndarray]:

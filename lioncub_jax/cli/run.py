@@ -13,7 +13,7 @@ DESCRIPTION = """\
 Starts a command once for each worker on this machine and watches them. When one
 dies all others are ended and all start again, from the state that the command
 goes on from. LIONCUB_MEMORY is a folder in memory for that, as long as the run
-lasts: for snapshots and compiled programs. A worker that dies again and again
+lasts: for snapshots. A worker that dies again and again
 is left out, down to --min. Workers find each other by
 jax.distributed.initialize() without arguments. docs/how_to/faults.md in the
 repository says what survives what."""

@@ -17,6 +17,7 @@ import queue
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -87,7 +88,8 @@ def keep(
         ends the run as SIGTERM does, and is raised then.
 
     Raises:
-      ValueError: for numbers that cannot be, and for no command, or one that is not there.
+      ValueError: for numbers that cannot be, for no command, or one that is not there, and where others may
+        rename what is in ``/dev/shm`` and in ``TMPDIR``.
 
     Example:
       >>> from lioncub_jax import elastic
@@ -276,8 +278,9 @@ class Run:
 def memory() -> Path | None:
     """A folder in this machine's memory that stays from start to start of a run and ends with it.
 
-    For ``Snapshots`` and ``TrainStep.compiled(programs=)``. `keep` and ``lioncub run`` make it; under
-    another launcher set ``LIONCUB_MEMORY`` to a folder of the run's own: ``/dev/shm/$SLURM_JOB_ID``, say.
+    For ``Snapshots``, which look at it at each use: it must be this user's alone. `keep` and ``lioncub
+    run`` make it; under another launcher set ``LIONCUB_MEMORY`` to a folder of the run's own that is not
+    there yet: ``/dev/shm/lioncub-$SLURM_JOB_ID``, say.
 
     Returns:
       The folder, or None where there is none.
@@ -298,8 +301,7 @@ def _memory() -> Iterator[str]:
     """A folder for the run; removes those of this user's runs that were killed with their watcher."""
     import fcntl  # not on Windows, where `memory` is of use
 
-    # Linux has it.
-    in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
+    in_memory = _shared()
     for path in Path(in_memory).glob(f"lioncub-*/{LOCK}"):  # folders of launchers have none
         with contextlib.suppress(OSError):  # it lives, or ends just now
             if path.parent.lstat().st_uid == os.geteuid():
@@ -312,6 +314,19 @@ def _memory() -> Iterator[str]:
             fcntl.flock(lock, fcntl.LOCK_EX)
             new.rename(Path(own, LOCK))  # so nobody finds it free while this lives
             yield own
+
+
+def _shared() -> str:
+    """A folder where others cannot rename what is this user's; in memory, as Linux has it, if it can be."""
+    folders = "/dev/shm", tempfile.gettempdir()
+    for folder in folders:
+        mode = os.stat(folder).st_mode if os.access(folder, os.W_OK) else 0o777
+        if mode & stat.S_ISVTX or not mode & 0o022:
+            return folder
+    raise ValueError(
+        f"no folder for the memory of the run: others may rename what is in {' and '.join(folders)}. Set "
+        "TMPDIR to a folder of your own, or the sticky bit (chmod +t)"
+    )
 
 
 @contextlib.contextmanager

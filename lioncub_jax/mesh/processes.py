@@ -21,6 +21,7 @@ from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.mesh.specs import axes_of, product
 
 Result = TypeVar("Result")
+MOST_TOLD = 2**26  # bytes that a process may say at once: room is made for as many from each
 _ONE = "a global jax.Array, such as jax.make_array_from_callback makes"
 
 
@@ -42,11 +43,28 @@ def together(sentence: str, act: Callable[[], Result]) -> Result:
 
 
 def told(what: Any) -> list[Any]:
-    """What each process says, anything that JSON can hold, in the order of the processes."""
+    """What each process says, anything that JSON can hold, in the order of the processes.
+
+    Raises:
+      ValueError: in all processes, where one says more than `MOST_TOLD` bytes, or what is no JSON.
+    """
     mine = np.frombuffer(json.dumps(what).encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.array(mine.size))
+    if not 0 < sizes.min() <= sizes.max() <= MOST_TOLD:
+        raise ValueError(
+            f"processes want to say {sizes.tolist()} bytes to each other, and each may say 1 to "
+            f"{MOST_TOLD}: run the same program in all"
+        )
     each = multihost_utils.process_allgather(np.pad(mine, (0, sizes.max() - mine.size)))
-    return [json.loads(text[:size].tobytes()) for text, size in zip(each, sizes, strict=True)]
+    found = []
+    for process, (text, size) in enumerate(zip(each, sizes, strict=True)):
+        try:
+            found.append(json.loads(text[:size].tobytes()))
+        except (ValueError, RecursionError):
+            raise ValueError(
+                f"process {process} says what is no JSON: run the same program in all processes"
+            ) from None
+    return found
 
 
 def is_key(x: Any) -> bool:

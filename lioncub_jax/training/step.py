@@ -8,7 +8,6 @@ parameters are.
 """
 
 import dataclasses
-import os
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -29,7 +28,6 @@ from lioncub_jax.mesh.specs import check_batch_spec, spec_of, stacked
 from lioncub_jax.progress import stepped
 from lioncub_jax.training import kinds
 from lioncub_jax.training.gradients import check_closure
-from lioncub_jax.training.programs import Programs
 from lioncub_jax.training.typed import Among, check_state
 from lioncub_jax.training.worker import (
     check_local,
@@ -221,21 +219,11 @@ class TrainStep:
         self._in_flight: deque[jax.Array] = deque(maxlen=8)
         self.compiled()
 
-    def compiled(
-        self,
-        options: dict[str, Any] | None = None,
-        programs: str | os.PathLike[str] | None = None,
-    ) -> "TrainStep":
+    def compiled(self, options: dict[str, Any] | None = None) -> "TrainStep":
         """Says how the step is compiled; returns it.
 
         Args:
           options: for XLA, as ``compiler_options`` of ``jax.jit``, such as those of `overlap_options`.
-          programs: a folder in which each process keeps its compiled steps, so that a run that is started
-            again on this machine compiles none; yours alone, for what is read from it is run. None: JAX's
-            compilation cache, which process 0 alone writes, and on CPUs finds again.
-
-        Raises:
-          ValueError: for ``programs`` that are a file, or that others may write.
         """
 
         def traced(state: StepState, batch: Any, cut: Any) -> Any:
@@ -243,9 +231,6 @@ class TrainStep:
             return self._step(state, batch, jax.tree.unflatten(*cut))
 
         self._jitted = jax.jit(traced, donate_argnums=0, static_argnums=2, compiler_options=options)
-        self._run: Any = self._jitted
-        if programs is not None:
-            self._run = Programs(self._jitted, self._workers.mesh, options, programs)
         return self
 
     def __call__(self, state: StepState, batch: Any) -> tuple[StepState, dict[str, Any]]:
@@ -258,7 +243,7 @@ class TrainStep:
         """
         self._check(state, batch)
         self._batches.check(batch, lambda: kinds.cut_of(batch, self._in_kinds))
-        state, metrics = self._run(*self._arguments(state, batch))
+        state, metrics = self._jitted(*self._arguments(state, batch))
         if not self._in_flight:  # the first
             stepped(metrics["loss"])
         # XLA's CPU collectives deadlock where dozens of steps are in flight; eight cost nothing.
@@ -344,8 +329,8 @@ def make_train_step(
         it count local steps. In two levels there is none.
 
     Returns:
-      ``step(state, batch) -> (state, metrics)``, a `TrainStep`, whose ``compiled`` takes options for XLA
-      and a folder for programs. The batch is a tree of arrays whose first dimension is a multiple of what
+      ``step(state, batch) -> (state, metrics)``, a `TrainStep`, whose ``compiled`` takes options for
+      XLA. The batch is a tree of arrays whose first dimension is a multiple of what
       ``batch_spec`` cuts it into, times ``local_steps`` and ``accumulate``.
       In several processes an array of NumPy, or on a process' own devices, is the rows that its devices
       take: each reads its own, as many in each step, and in the first call they compare how many, and

@@ -1,0 +1,190 @@
+"""Files of snapshots: a name, a description in JSON, and raw arrays.
+
+Nothing in them is run. What a file or another process gives is read by its type, and refused where it has
+another one, or would take memory without bound.
+"""
+
+import enum
+import json
+import math
+import re
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from lioncub_jax.checkpoint import leaves, tiles
+from lioncub_jax.checkpoint.leaves import Layout
+from lioncub_jax.checkpoint.tiles import Tile
+from lioncub_jax.mesh.processes import told
+
+LENGTH = 8  # bytes before a description: how many it has
+MOST = 2**16  # processes of a run, and tiles of an array
+_FILE = re.compile(
+    r"(\d{1,15})-(\d{1,15})-(\d{1,15})-(\d{1,5})-of-(\d{1,5})\.(own|buddy)", re.ASCII
+)
+Key = tuple[int, int, int]  # of a snapshot: start, save and step
+
+
+class Name(NamedTuple):
+    """The name of a file: whose snapshot, and when.
+
+    Attributes:
+      start: number of the start of the run; one for all processes.
+      save: which of this start; a step may come twice, where a run goes back.
+      step: of the state.
+      process: that wrote it.
+      of: how many processes there were.
+      kind: ``"own"``: what its devices hold; ``"buddy"``: the slices that others own.
+    """
+
+    start: int
+    save: int
+    step: int
+    process: int
+    of: int
+    kind: str
+
+    @property
+    def snapshot(self) -> Key:
+        """Of which it is a part."""
+        return self[:3]
+
+    def __str__(self) -> str:
+        return f"{self.start}-{self.save}-{self.step}-{self.process}-of-{self.of}.{self.kind}"
+
+
+def names_in(files: Iterable[str]) -> list[Name]:
+    """The names of snapshots among those of files, oldest first."""
+    found = []
+    for match in filter(None, map(_FILE.fullmatch, files)):
+        start, save, step, process, of = map(int, match.groups()[:5])
+        found.append(Name(start, save, step, process, of, match[6]))
+    return sorted(found)
+
+
+class Description(NamedTuple):
+    """What every file of a snapshot says of it.
+
+    Attributes:
+      run: the name of the run.
+      layout: how the state lay.
+      two_levels: whether a worker was a group of devices.
+      parts: in how many parts each array of the layout is cut, in each dimension.
+    """
+
+    run: str
+    layout: Layout
+    two_levels: bool
+    parts: tuple[tuple[int, ...], ...]
+
+    @property
+    def tiles(self) -> list[Tile]:
+        """All tiles; a file has some, by their places in this list."""
+        found = []
+        for stored, parts in zip(self.layout, self.parts, strict=True):
+            found += [(stored.path, index) for index in tiles.indices(stored.leaf.shape, parts)]
+        return found
+
+
+def described(words: Any, wanted: Layout) -> Description:
+    """A description, of what JSON made of it; it makes sense and is not far larger than what is wanted."""
+    about: Description = typed(Description, words)
+    for stored, parts in zip(about.layout, about.parts, strict=True):
+        shape = stored.leaf.shape
+        if math.prod(parts) > MOST or any(n % k for n, k in zip(shape, parts, strict=True)):
+            raise ValueError(f"{stored.path}, {shape}, is cut in {parts} parts")
+    if about.layout != wanted:
+        if _bytes(about.layout) > MOST * _bytes(wanted):  # of that many workers
+            raise ValueError("its arrays are larger than those of any number of workers")
+        leaves.described(about.layout)
+    return about
+
+
+def _bytes(layout: Layout) -> int:
+    return sum(math.prod(x.leaf.shape) * x.leaf.at().dtype.itemsize for x in layout)
+
+
+def as_json(about: Any) -> str:
+    """Of a description, or something with one in it."""
+    return json.dumps(about, default=lambda dtype: np.dtype(dtype).name)
+
+
+def packed(about: Description, data: Any, held: Mapping[Tile, np.ndarray]) -> list[Any]:
+    """The pieces of a file: the length of what describes it, that, and the tiles it has."""
+    numbered = {k: held[tile] for k, tile in enumerate(about.tiles) if tile in held}
+    text = as_json([about, [*numbered], data]).encode()
+    arrays = [np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in numbered.values()]
+    return [len(text).to_bytes(LENGTH, "little"), text, *arrays]
+
+
+def unpacked(
+    content: memoryview, kind: str, wanted: Layout
+) -> tuple[Description, Any, dict[int, np.ndarray]]:
+    """What `packed` made a file of: its description, the data, and its tiles by number; else some error."""
+    end = LENGTH + int.from_bytes(content[:LENGTH], "little")
+    words, numbers, data = json.loads(bytes(content[LENGTH:end]))
+    about = described(words, wanted)
+    dtypes = {x.path: x.leaf.at().dtype for x in about.layout}
+    every, held = about.tiles, {}
+    for k in typed(tuple[int, ...], numbers):
+        path, index = every[k]
+        shape = tuple(stop - start for start, stop in index)
+        dtype = jnp.bfloat16 if kind == "buddy" else dtypes[path]
+        held[k] = np.frombuffer(content, dtype, math.prod(shape), end).reshape(shape)
+        end += held[k].nbytes
+    if end != len(content):
+        raise ValueError(f"it has {len(content)} bytes, and {end} are described")
+    return about, data, held
+
+
+# --- What others say
+
+
+def asked(kind: Any, what: Any) -> list[Any]:
+    """What each process says, of one type; raises ``ValueError`` for any other."""
+    found = []
+    for process, words in enumerate(told(what)):
+        try:
+            found.append(typed(kind, words))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"process {process} says of its snapshots what cannot be ({error}): run the same version "
+                "of lioncub_jax in all processes"
+            ) from None
+    return found
+
+
+def typed(kind: Any, x: Any) -> Any:
+    """A value of a type, of what JSON made of it; raises ``TypeError`` or ``ValueError`` for any other.
+
+    Args:
+      kind: a NamedTuple, a tuple or sequence of such types, an enum, a dtype, text, a flag, a number of at
+        least 0, None and one of them, or ``Any`` for what stays as it is.
+      x: the value.
+    """
+    origin, kinds = typing.get_origin(kind), typing.get_args(kind)
+    fields = hasattr(kind, "_fields")
+    if kind is Any:
+        return x
+    if origin is types.UnionType:
+        return None if x is None else typed(kinds[0], x)
+    if isinstance(x, list) and (fields or origin in (tuple, Sequence)):
+        if fields:
+            kinds = tuple(typing.get_type_hints(kind).values())
+        elif origin is Sequence:
+            kinds = (int,) * len(x)
+        elif kinds[-1] is ...:
+            kinds = kinds[:1] * len(x)
+        found = [typed(k, y) for k, y in zip(kinds, x, strict=True)]
+        return kind(*found) if fields else tuple(found)
+    if origin is np.dtype and isinstance(x, str):
+        return jnp.dtype(x)
+    if isinstance(kind, enum.EnumType):
+        return kind(x)
+    if type(x) is not kind or (kind is int and not 0 <= x < 2**48):
+        raise TypeError(f"a {type(x).__name__} is no {getattr(kind, '__name__', kind)} here")
+    return x
