@@ -4,6 +4,7 @@ import contextlib
 import contextvars
 import difflib
 import inspect
+import types
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -41,9 +42,20 @@ def check_leaves(tree: Any) -> Any:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             given = f"leaf {jax.tree_util.keystr(path) or '(root)'} is {jnp.result_type(leaf)}"
-            wanted = "leave others out with optax.masked or optax.multi_transform"
+            wanted = (
+                "give what is trained alone, and counters and random streams as model_state (lioncub_jax."
+                "from_nnx splits a module of flax so), or leave them out with optax.masked"
+            )
             raise TypeError(f"{given}: only floating leaves can vote; {wanted}")
     return jax.tree.map(lambda x: x if hasattr(x, "shape") else jnp.asarray(x), tree)
+
+
+def stands_in(params: Any) -> bool:
+    """Whether something stands in for parameters, as in ``optax.tree.map_params``: a node without arrays.
+
+    State that is made of it has it where parameters' arrays are, and 0 in place of a tree of other arrays.
+    """
+    return not jax.tree.leaves(params) and type(params) not in (dict, tuple, list, type(None))
 
 
 def check_local(updates: Any, axis: Axes) -> None:
@@ -204,6 +216,41 @@ def check_abstain(abstain: Any, others: dict[str, Any]) -> jax.Array | None:
         wanted = "give each worker one bool of shape (), its own"
         raise ValueError(f"abstain has shape {flag.shape} and dtype {flag.dtype}: {wanted}")
     return flag
+
+
+def check_asked(tx: optax.GradientTransformation) -> None:
+    """Raises ``ValueError`` for a transform that calls the loss itself, which differs between workers."""
+    for name in asked(tx).intersection({"value_fn", "obj_fn", "grad_fn"}):
+        raise ValueError(
+            f"a transform of the optimizer asks for {name}, a function of the parameters, as line "
+            "searches, lbfgs, sophia and sam do: workers have rows of their own, so each would take "
+            "another step. Leave it out; of the loss only its mean over the workers is given, value, as "
+            "optax.contrib.reduce_on_plateau asks for"
+        )
+
+
+def asked(tx: optax.GradientTransformation) -> set[str]:
+    """The names of the arguments of an update, and of the functions that it closes over."""
+    names: set[str] = set()
+    seen: list[Any] = []
+    waiting: list[Any] = [tx.update]
+    while waiting:
+        one = waiting.pop()
+        if any(one is x for x in seen):
+            continue
+        seen.append(one)
+        if isinstance(one, partial):
+            waiting += [one.func, *one.args]
+        elif isinstance(one, (tuple, list)):
+            waiting += one
+        elif isinstance(one, dict):
+            waiting += one.values()
+        elif inspect.isfunction(one):
+            names.update(inspect.signature(one).parameters)
+            # A cell is empty until its variable is assigned.
+            cells = [c for c in one.__closure__ or () if c != types.CellType()]
+            waiting += [cell.cell_contents for cell in cells]
+    return names
 
 
 def callers_line() -> tuple[str, int, list[str]]:

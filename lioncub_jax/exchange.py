@@ -167,12 +167,17 @@ def communicate(
 
     def init(params: optax.Params) -> CommunicateState:
         params = checks.check_leaves(params)
-        mu, error, owners = memory.init(params), _no_errors(params, up.feedback), ()
-        if group or decision.decodes:
+        mu, error = memory.init(params), _no_errors(params, up.feedback)
+        owners: Any = ()
+        if checks.stands_in(params):
+            arrays = [memory.init(jnp.zeros(1)), _no_errors(jnp.zeros(1), up.feedback)]
+            mu, error = (params if jax.tree.leaves(x) and not group else 0 for x in arrays)
+            owners = 0 if decision.decodes else ()
+        elif group or decision.decodes:
             axes.workers_on(apart)  # bound here, or nobody knows whose slices these are
             params = axes.varying(params, apart)  # as gradients do, from which buckets are made
             owners = placement.on_shards(_init_owners, (plan, params))
-        if group:
+        if group and not checks.stands_in(params):
             mu, error = placement.on_shards(_init_slices, (plan, params))
         # Each an array of its own: a training step donates them all.
         whole, real = partial(jnp.zeros, (), jnp.int32), partial(jnp.zeros, (), jnp.float32)

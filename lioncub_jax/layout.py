@@ -19,6 +19,7 @@ import dataclasses
 import enum
 import itertools
 import math
+import sys
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -135,6 +136,16 @@ class Flat:
 
     value: Any
     bucket: Bucket = dataclasses.field(metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        # flax.serialization.to_bytes takes the types alone that it was told of; whoever calls it has it.
+        flax = sys.modules.get("flax.serialization")
+        if flax is not None and not flax.is_serializable(Flat):
+            flax.register_serialization_state(
+                Flat,
+                lambda flat: flax.to_state_dict(flat.value),
+                lambda flat, state: Flat(flax.from_state_dict(flat.value, state), flat.bucket),
+            )
 
 
 def check_order(flats: Sequence[Flat], buckets: Sequence[Bucket]) -> None:

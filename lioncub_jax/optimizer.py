@@ -281,6 +281,12 @@ def owner(
 
     Source: this library; feedback both ways as dist-EF-blockSGD (Zheng et al., arXiv 1905.10936).
     """
+    check_kinds(tx=(tx, optax.GradientTransformation))
+    if "value" in checks.asked(tx):
+        raise ValueError(
+            "tx asks for value, the loss, which an owner does not know: put it behind the owner, "
+            "optax.chain(lioncub_jax.owner(...), optax.contrib.reduce_on_plateau())"
+        )
     if quantizer is None:
         quantizer = quantize.error_feedback(quantize.midrise(3))
     reply = decide.codes(2) if reply is None else reply

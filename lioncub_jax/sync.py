@@ -228,8 +228,10 @@ def sync_momentum(
         mu = _momentum_of(state) if jax.tree.leaves(params) else params
         mask = picks(mu, where)
         drift = jax.tree.map(lambda _: jnp.full((), -1, jnp.float32), mu)
-        owner: tuple[Flat, ...] = ()
-        if plan is not None:
+        owner: Any = ()
+        if plan is not None and checks.stands_in(params):
+            owner = 0
+        elif plan is not None:
             axes.workers_on(axis)  # bound here, or nobody knows whose slices these are
             _check_levels(mu, group)
             fresh = lambda mu: _worker(plan, group, mu, mask, jnp.int32(0)).init_owners()  # noqa: E731

@@ -355,11 +355,22 @@ def _explained(program: Program, found: list[_Array]) -> str:
             "lioncub_jax.worker_value_and_grad (under jit) or local_value_and_grad (in shard_map or "
             "pmap), and leave lax.pmean out"
         )
-    if any(x.by.op == "all-gather" for x in found):
+    gathers = [x for x in found if x.by.op == "all-gather"]
+    constrained = [x for x in gathers if "sharding_constraint" in x.line]
+    entering = [x for x in gathers if '/shard_map"' in x.line]
+    if constrained:
+        advice.append(
+            "a constraint on gradients or momentum, which are [workers, ...]: put the workers' axes in "
+            f"front, with_sharding_constraint(grads, P({program.axes[0]!r}, *spec)), or leave it out; "
+            "momentum lies by tx.shardings(params), of the tx that lioncub_jax.on_mesh returned"
+        )
+    if entering:
         advice.append(
             "an all-gather of parameters: they lie in parts over the workers' axis. Parameters are cut "
-            "over other axes of the mesh only: put the workers on an axis of their own"
+            "over other axes of the mesh only: put the workers on an axis of their own. Or of an array "
+            "that the loss closes over, such as a batch: give it as an argument of the loss"
         )
+    if len(gathers) > len(constrained) + len(entering):
         advice.append(
             "an all-gather of other arrays: momentum of each worker leaves the step as if it were the same "
             "for all, by out_shardings or a constraint with P(). Give them tx.shardings(params), of the tx "

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from conftest import mesh_on, workers_on
+from flax import nnx, serialization
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -32,8 +33,8 @@ def loss(params, batch, rng=None):
     return jnp.mean((batch @ params["w"] + params["b"]) ** 2)
 
 
-def first(tx, workers=None, **options):
-    return lc.init_state(tx, PARAMS, workers or four(), **options)
+def first(tx, workers=None, params=PARAMS, **options):
+    return lc.init_state(tx, params, workers or four(), **options)
 
 
 def run(tx, workers=None, loss=loss):
@@ -102,13 +103,93 @@ def test_one_device_needs_no_mesh_for_the_baseline_and_gradients():
 # --- What is refused
 
 
-def taken_over():
+def taken_over(read=None):
     state, step = first(cub()), lc.make_train_step(loss, cub(), four())
     step(state, ONES)
-    step(state, ONES)
+    read(state) if read else step(state, ONES)
 
 
+def of_loss(loss, params=PARAMS, model_state=(), workers=None):
+    state = first(cub(), params=params, model_state=model_state)
+    return lc.make_train_step(loss, cub(), workers or four())(state, ONES)
+
+
+class Sows(nnx.Module):
+    def __init__(self):
+        self.norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        self.sow(nnx.Intermediate, "seen", x)
+        return jnp.mean(self.norm(x) ** 2)
+
+
+def of_module(evaluate):
+    run, params, rest = lc.from_nnx(Sows(), Sows.__call__)
+    if not evaluate:
+        return of_loss(run, params, rest)
+    state = first(cub(), params=params, model_state=rest)
+    return run(state.params, state.model_state, ONES, None)
+
+
+def closes_over(kind):
+    rows = jax.device_put(ONES, NamedSharding(mesh_on("data=4", kind), P("data")))
+    lc.make_train_step(lambda params, batch, rng: loss(params, rows[batch]), cub(), four())
+
+
+ELSEWHERE = lc.Workers(jax.make_mesh((4,), ("data",), devices=jax.devices()[4:]), "data")
+RETURNED = {
+    "three values": (lambda x: (x, x, 1), "returned 3 value.*(loss, aux).*entries of aux"),
+    "a named tuple": (
+        lambda x: optax.ScaleByAdamState(x, x, 1),
+        "returned 3 value.*entries of aux",
+    ),
+    "rows": (lambda x: x * ONES[0], r"the loss is float32\[3\].*mean over the rows"),
+}
 REFUSED = {
+    **{
+        f"a loss that returns {name}": (
+            lambda found=found: of_loss(lambda *given: found(loss(*given))), TypeError, words,
+        )
+        for name, (found, words) in RETURNED.items()
+    },
+    "no model state back": (
+        lambda: of_loss(lambda *given: (0.0, {}), model_state=jnp.ones(3)), TypeError,
+        r"returned 2 value.*\(loss, aux, model_state\)",
+    ),
+    "a module": (
+        lambda: first(cub(), params=nnx.Linear(3, 2, rngs=nnx.Rngs(0))), TypeError,
+        "params is a module, Linear.*lioncub_jax.from_nnx",
+    ),
+    "what sow keeps": (
+        lambda: of_module(False), ValueError, r"model_state\['seen'\].* was nothing.*nnx.Intermediate",
+    ),
+    "an evaluation of all workers": (
+        lambda: of_module(True), ValueError,
+        r"shape \(4, 3\), an entry for each.*\(3,\).*mean_model_state",
+    ),
+    "a state on another mesh": (
+        lambda: of_loss(loss, workers=ELSEWHERE), ValueError,
+        r"state\.step is on a mesh of devices \[0, 1, 2, 3\].*on one of \[4, 5, 6, 7\].*device_put",
+    ),
+    "parameters on another mesh": (
+        lambda: lc.worker_value_and_grad(loss, ELSEWHERE)(first(cub()).params, ONES), ValueError,
+        "params.* is on a mesh of devices",
+    ),
+    "a step in scan": (
+        lambda: jax.lax.scan(lc.make_train_step(loss, cub(), four()), first(cub()), ONES[None]),
+        TypeError, "inside jit, scan.*worker_value_and_grad and on_mesh",
+    ),
+    **{
+        f"arrays by closure, axes {kind.name}": (
+            functools.partial(closes_over, kind), ValueError,
+            r"closes over 'rows'.*argument of the loss",
+        )
+        for kind in (AxisType.Auto, AxisType.Explicit)
+    },
+    "a line search": (
+        lambda: first(lc.global_gradients(optax.lbfgs(), workers=four())), ValueError,
+        "asks for value_fn.*value, as",
+    ),
     # Workers
     "no name": (lambda: four(None), ValueError, "axis=None, group=None: the mesh has"),
     "another group": (lambda: four("data", "gpu"), ValueError, "group='gpu': the mesh has axes"),
@@ -124,6 +205,10 @@ REFUSED = {
     ),
     "a state that was given away": (
         taken_over, ValueError, r"state\.step was given to an earlier step.*jax\.tree\.map\(jnp\.copy",
+    ),
+    "old parameters": (
+        lambda: taken_over(lambda state: first(cub(), params=state.params)), ValueError,
+        r"params\['b'\] was given to an earlier step",
     ),
     "the state of another optimizer": (
         lambda: lc.make_train_step(loss, cub(), four())(
@@ -256,3 +341,18 @@ def test_a_leaf_without_elements_needs_no_second_program():
     lie, *others = [[x.sharding.spec for x in jax.tree.leaves(one)] for one in states]
     step(states[-1], ONES)
     assert others == [lie, lie] and P("data") in lie and step.traces == 1
+
+
+# --- What users of flax and optax do with a state
+
+
+@pytest.mark.parametrize("make", [lc.lion_cub, lc.owner_adamw])
+def test_flax_writes_a_state_and_optax_maps_what_lies_as_parameters(make):
+    tx = lc.on_mesh(make(0.1, workers=four()), four())
+    state = tx.init(PARAMS)
+    assert_same(serialization.from_bytes(state, serialization.to_bytes(state)), state)
+    for one in (tx, make(0.1, workers="data")):
+        mapped = optax.tree.map_params(one, lambda x, p: p, state, PARAMS)[0]
+        assert (mapped.mu if make is lc.lion_cub else mapped.error) == PARAMS
+        assert_same(mapped.owner, state[0].owner)
+    assert tx._replace(update=None).specs(PARAMS)[0].count == P()

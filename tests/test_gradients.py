@@ -1,6 +1,7 @@
 """Each worker's own gradient, of any ordinary model: as global arrays, under jit, shard_map and pmap."""
 
 import functools
+import itertools
 import re
 import warnings
 
@@ -233,6 +234,18 @@ def at_the_end(params, batch):
     return jax.reshard(product(params, batch), NamedSharding(workers_of().mesh, P()))
 
 
+class General(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        init = nn.with_partitioning(nn.initializers.ones, (None, "tensor", None))
+        return nn.DenseGeneral((2, 2), kernel_init=init)(x)
+
+
+def general(params, batch):
+    layer = General().init(jax.random.key(0), batch)["params"]
+    return jnp.mean(General().apply({"params": layer}, batch @ params["w"]))
+
+
 MESH = (
     "runs for one worker, where the axes ('data',) of the mesh are taken ... lioncub_jax.mesh.inner ... "
     "jax.lax.with_sharding_constraint(x, inner(P(...)))"
@@ -240,6 +253,7 @@ MESH = (
 HINTS = [
     (constrained(lambda: P("data", None, "tensor")), MESH),
     (at_the_end, MESH),
+    (general, "more names than the array ... nn.DenseGeneral ... give them as specs to init_state"),
     (at_once, "jax.ensure_compile_time_eval ... compute with NumPy, or before the loss"),
     (looked_up, "nnx.Embed(out_sharding=...) ... leave it out ... .at[tokens].get(out_sharding="),
     (drawn, "closes over ... give nnx.Rngs as an argument of the loss"),
@@ -278,16 +292,23 @@ def of_net(model, x):
 
 
 @on_both_kinds
-def test_a_module_stands_for_its_parameters_and_its_streams_go_on(kind):
-    model, same = net(), np.broadcast_to(X[:1], X.shape)
-    grad_fn = nnx.jit(lc.worker_value_and_grad(of_net, workers_of(kind), has_aux=True))
-    found = []
+def test_a_module_stands_for_its_parameters_and_what_it_keeps_besides_goes_on(kind):
+    """Statistics of a worker whose loss is no number stay."""
+    norm, workers = nnx.BatchNorm(32, momentum=0.5, rngs=nnx.Rngs(0)), workers_of(kind)
+    model, same = net(norm), np.broadcast_to(X[:1], X.shape).copy()
+    nnx.update(model, lc.training.own_state(nnx.state(model, nnx.BatchStat), workers))
+    grad_fn = nnx.jit(lc.worker_value_and_grad(of_net, workers, has_aux=True))
+    found, means = [], [norm.mean[...]]
     for i in range(2):
-        with jax.set_mesh(workers_of(kind).mesh):
-            (_, zeros), grads = grad_fn(model, same)
-        assert model.layers[1].rngs.count[...] == i + 1 and int(zeros) > 0
+        same[:ROWS] *= np.nan if i else 1
+        with jax.set_mesh(workers.mesh):
+            _, grads = grad_fn(model, same)
+        assert model.layers[1].rngs.count[...] == i + 1
         found += [row.tobytes() for row in np.asarray(grads["layers"][0]["kernel"][...])]
+        means.append(norm.mean[...])
     assert len({*found}) == 2 * W  # the batch is the same, so the masks are not
+    changed = [(new != old).any(1).tolist() for old, new in itertools.pairwise(means)]
+    assert changed == [[True] * W, [False] + [True] * (W - 1)]
 
 
 @on_both_kinds
@@ -338,7 +359,10 @@ RAW = np.zeros(2, np.uint32)
 MISSING = "aux['statistics'] is an array of shape (6,) ... aux_kinds="
 REFUSED = [
     (of_workers(plain), NO_BATCH),
-    (of_workers(plain, X, has_aux=True), "has_aux=True, and the loss ... give (loss, aux)"),
+    (
+        of_workers(plain, X, has_aux=True),
+        "the loss returned one value(s), and (loss, aux) is wanted ... has_aux=True",
+    ),
     (of_workers(plain, X[:6]), "'x' has shape (6, 6) ... 4 workers"),
     (kinds_of(None, X, WEIGHTS), "'x' is an array of shape (12, 6) ... in_kinds="),
     (kinds_of((BATCH, None), X, {"c": WEIGHTS}), "'weights'['c'] is an array"),
@@ -348,6 +372,11 @@ REFUSED = [
         lambda: lc.training.own_state({"mean": Wrapped()}, workers_of()),
         "model_state['mean'] is ... of a Variable of keras its value",
     ),
+    (
+        of_workers(lambda params, x: plain(params, x["x"]), {"x": X, "weights": WEIGHTS}),
+        "'x'['x'] has 12 rows ... in_kinds of",
+    ),
+    (of_workers(plain, {"x": Wrapped()}), "'x'['x'] is test_gradients.Wrapped ... np.asarray"),
     (kinds_of((SAME, SAME), X, WEIGHTS), NO_BATCH),
     (kinds_of((BATCH, OWN), X, WEIGHTS), "'weights' has shape (1000,) ... dimension of 4"),
     (kinds_of((BATCH, OWN), X, 1.0), "'weights' has shape () ... dimension of 4"),
@@ -358,7 +387,7 @@ REFUSED = [
     (of_workers(with_statistics, X, has_aux=True, aux_kinds=SAME), MISSING),
     (
         lambda: grad_of(of_net, has_aux=True)(net(nnx.BatchNorm(32, rngs=nnx.Rngs(0))), X),
-        "state of its own: ... mean ... make_train_step what from_nnx",
+        "state of its own: ... mean ... own_state( ... make_train_step what from_nnx",
     ),
     (
         lambda: lc.mesh.inner({"w": P("data")}),

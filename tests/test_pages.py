@@ -78,24 +78,29 @@ BEFORE = {
     },
     "how_to/lab.md": {"lab.run(": ""},
     "how_to/trainer.md": {
-        "nnx.merge(graph, params, rest": """
-            from lioncub_jax.training import batch, own
+        "stats = nnx.state(model": """
             class Model(nnx.Module):
                 def __init__(self, rngs):
                     self.linear = nnx.Linear(16, 4, rngs=rngs)
                     self.norm = nnx.BatchNorm(4, rngs=rngs)
                 def __call__(self, x):
                     return self.norm(self.linear(x))
-            loss_fn = lambda model, images, labels: jnp.mean((model(images) - labels) ** 2)
-            model, images, labels = Model(nnx.Rngs(0)), np.ones((16, 16), np.float32), np.ones((16, 4))
-            optimizer = nnx.Optimizer(model, lc.on_mesh(tx, workers), wrt=nnx.Param)
-            nnx.update(model, lc.training.own_state(nnx.state(model, nnx.BatchStat), workers))
-
-            @nnx.jit
-            def step(model, optimizer, images, labels):
+            model, trained = Model(nnx.Rngs(0)), Model(nnx.Rngs(0))
+        """,
+        "nnx.update(trained": """
+            loss_fn = lambda model, images: jnp.mean(model(images) ** 2)
+            lc.worker_value_and_grad(loss_fn, workers)(model, batch)
+            _, own_params, rest = lc.from_nnx(trained, loss_fn)
+            state = lc.init_state(tx, own_params, workers, model_state=rest)
+        """,
+        "accumulated(": """
+            def run_it():
+                global tx
+                loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
+                tx = lc.on_mesh(tx, workers)
                 [block]
-
-            step(model, optimizer, images, labels)
+                accumulated(params, tx.init(params), np.ones((2, 128, 16), np.float32))
+            run_it()
         """,
         'Workers(mesh, "batch")': 'state, folder = {"mu": np.ones((8, 3))}, "saved"',
         "class_weights": "workers = lc.Workers(jax.make_mesh((8,), ('data',)), 'data')",

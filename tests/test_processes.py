@@ -103,7 +103,7 @@ def started(axes, width=3, **options):
     state = lc.init_state(tx, np.ones((width, 256), np.float32), workers)
 
     def loss(params, batch, rng):
-        return jnp.mean(batch["x"] @ params)
+        return jnp.mean(batch["x"] @ params) * jnp.sum(batch.get("c", 1.0))
 
     return state, lc.make_train_step(loss, tx, workers, **options)
 
@@ -121,6 +121,14 @@ def rows_fit(folder):
         for _ in range(2):
             with pytest.raises(ValueError, match=re.escape(words)):
                 step(state, {"x": rows[:count]})
+    kinds = {"x": lc.training.batch, "c": lc.training.same}
+    for whole, given, words in [
+        (np.ones(4), None, "batch['x'] has 16 rows and batch['c'] 8"),
+        (np.full(3, me), kinds, "different arrays that go whole to each worker, of batch['c']"),
+    ]:
+        state, step = started(within, in_kinds=given)
+        with pytest.raises(ValueError, match=re.escape(words)):
+            step(state, {"x": rows, "c": whole})
     state, step = started(within)
     with pytest.warns(UserWarning, match="0 and 1 gave the same rows, so the batch has them twice"):
         state, _ = step(state, {"x": ALL[:8]})
@@ -133,8 +141,9 @@ def rows_fit(folder):
     lies = NamedSharding(state.rng.sharding.mesh, P("data"))
     every = jax.make_array_from_callback(ALL.shape, lies, lambda i: ALL[i])
     assert step(state, {"x": every})[1]["loss"] == np.mean(ALL.sum(1))
-    state, step = started(("fsdp", "data"))
-    assert step(state, {"x": ALL})[1]["loss"] == np.mean(ALL.sum(1))
+    state, step = started(("fsdp", "data"), in_kinds=kinds)
+    _, metrics = step(state, {"x": ALL, "c": np.float32([3, -1])})
+    assert metrics["loss"] == 2 * np.mean(ALL.sum(1))
 
 
 def sent():

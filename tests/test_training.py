@@ -164,6 +164,25 @@ def test_accumulating_in_parts_makes_the_update_of_the_whole_batch():
     assert ends[0][1][0].mu["w"].any()
 
 
+def test_a_transform_that_asks_for_the_loss_gets_the_mean_over_workers_and_parts():
+    """And where steps are local each worker's own."""
+    sees = optax.GradientTransformationExtraArgs(
+        lambda params: jnp.float32(0),
+        lambda updates, state, params, *, value, **_: (updates, value),
+    )
+    batch, workers = draw(), workers_on(FOUR)
+    tx = optax.chain(cub(0.0), optax.contrib.reduce_on_plateau(patience=1, factor=0.5), sees)
+    state, step = start(linear_loss, tx, linear_params(), accumulate=2)
+    for _ in range(2):
+        state, metrics = step(state, batch)
+    assert state.opt_state[1].scale == 0.5  # the loss stayed
+    assert state.opt_state[2] == metrics["loss"]
+    tx, local = lc.global_gradients(optax.sgd(1.0), workers=workers), {"local": sees}
+    state = lc.init_state(tx, linear_params(), workers, **local)
+    seen = lc.make_train_step(linear_loss, tx, workers, **local)(state, batch)[0].local_state
+    np.testing.assert_allclose(seen, (by_worker(batch["y"]) ** 2).mean((1, 2)), rtol=1e-5)
+
+
 @pytest.mark.parametrize(("dtype", "parts", "value"), [("float16", 64, 2e3), ("bfloat16", 1024, 1)])
 def test_short_floats_of_many_parts_are_added_up_in_long_ones(dtype, parts, value):
     def loss(params, batch, rng):
@@ -205,6 +224,23 @@ def test_numbers_keep_their_precision_and_their_imaginary_part_on_the_way(accumu
 
 
 # --- Batches, meshes and traces
+
+
+def test_what_is_no_row_of_a_batch_goes_whole_to_each_worker():
+    def loss(params, batch, rng):
+        fit = jnp.sum(batch["weights"]) * linear_loss(params, batch["rows"], rng)
+        return fit, {"noise": jax.random.normal(batch["key"]) * batch["scale"]}
+
+    workers, (cut, same) = workers_on(FOUR), (lc.training.batch, lc.training.same)
+    rest = {"weights": np.arange(8, dtype=np.float32), "scale": 2.0, "key": jax.random.key(1)}
+    kinds = {"rows": cut, "weights": same, "scale": None, "key": same}
+    for accumulate in (1, 2):
+        step = lc.make_train_step(loss, cub(), workers, in_kinds=kinds, accumulate=accumulate)
+        state = lc.init_state(cub(), linear_params(), workers)
+        _, metrics = step(state, {"rows": draw(), **rest})
+        wanted = 28 * linear_loss(linear_params(), draw(), None)
+        np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-5)
+    assert metrics["noise"] == 2 * jax.random.normal(rest["key"])
 
 
 def vote_runs(workers, *places):
@@ -250,27 +286,41 @@ def test_what_the_caller_holds_survives_and_what_the_step_holds_is_donated():
 
 
 def step_once(loss=linear_loss, rows=None, **options):
-    state, step = start(loss, cub(), linear_params(), **options)
-    step(state, draw() if rows is None else {"x": rows})
+    workers = workers_on(FOUR)
+    state = lc.init_state(cub(), linear_params(), workers)
+    step = lc.make_train_step(loss, cub(), workers, **options)
+    step(state, draw() if rows is None else rows if isinstance(rows, dict) else {"x": rows})
 
 
 def second_loss(params, batch, rng):
     return linear_loss(params, batch, rng), {"loss": 0.0}
 
 
+WEIGHTED = {"x": draw()["x"], "weights": np.ones(8)}
 ODD = r"batch\['x'\] has shape .* multiple of 8 \(4 workers, .*, 2 gradient accumulation steps\)"
 REFUSED = [
     ({"accumulate": 0}, "accumulate=0"),
     ({"accumulate": 2, "rows": np.zeros((W + 2, 3))}, ODD),
     ({"accumulate": 2, "rows": np.zeros((0, 3))}, ODD),
-    ({"accumulate": 2, "rows": np.float32(1)}, ODD),
+    ({"rows": np.float32(1)}, "nothing of the batch is cut over the workers"),
     ({"loss": second_loss}, "'loss', which is taken"),
+    (
+        {"rows": WEIGHTED},
+        r"batch\['x'\] has 128 rows and batch\['weights'\] 8.* in_kinds of make_train_step",
+    ),
+    (
+        {"rows": WEIGHTED, "in_kinds": lc.training.batch},
+        "if both are, with lioncub_jax.training.batch for each",
+    ),
+    ({"rows": {"x": "text"}}, r"batch\['x'\] is builtins.str.*np.asarray"),
+    ({"in_kinds": {"x": lc.training.same}}, "do not match"),
+    ({"in_kinds": lc.training.own}, r"of batch\['x'\] is own.*model_state of init_state"),
 ]
 
 
 @pytest.mark.parametrize(("given", "words"), REFUSED)
 def test_what_a_step_cannot_run_is_refused(given, words):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((ValueError, TypeError), match=words):
         step_once(**given)
 
 

@@ -84,6 +84,36 @@ def test_momentum_that_leaves_the_step_as_replicated(mesh):
     assert jnp.isfinite(params["b"]).all()
 
 
+def with_a_closure(mesh):
+    def step(params, opt_state, rows):
+        return step_of(mesh, lambda params, x: loss(params, rows))[0](params, opt_state, BATCH)
+
+    return step
+
+
+def with_a_constraint(mesh):
+    return step_of(mesh, beside=lambda grads: lax.with_sharding_constraint(grads, P()))[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "advice"),
+    [
+        (
+            with_a_closure,
+            "an array that the loss closes over, such as a batch: give it as an argument",
+        ),
+        (
+            with_a_constraint,
+            r"a constraint on gradients.*workers' axes in front.*P\('data', \*spec\)",
+        ),
+    ],
+)
+def test_the_advice_is_for_what_gathers(make, advice, mesh):
+    with jax.set_mesh(mesh), refused(advice) as raised:
+        jax.jit(make(mesh)).lower(*step_of(mesh)[1]).compile()
+    assert "momentum of each worker leaves" not in str(raised.value)
+
+
 def test_parameters_that_are_cut_over_the_workers_when_compiled_anew(mesh):
     step, (params, opt_state, batch), _ = step_of(mesh)
     step = jax.jit(step)

@@ -340,6 +340,37 @@ def check_arrays(params: Any, *others: type, name: str = "params") -> None:
                 "Split an equinox module, params, static = eqx.partition(model, eqx.is_array), and join it "
                 "in the loss, eqx.combine(params, static)"
             )
+    check_alive(name, params)
+
+
+def check_alive(name: str, tree: Any) -> None:
+    """Raises ``ValueError`` for an array whose memory a step took over, where JAX would end the process."""
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted():
+            raise ValueError(
+                f"{name}{jax.tree_util.keystr(path)} was given to an earlier step, which took over its "
+                "memory (donated): go on with the state that the step returned, state, metrics = "
+                "step(state, batch), or give the step a copy, jax.tree.map(jnp.copy, state)"
+            )
+
+
+def check_devices(workers: Workers, **trees: Any) -> None:
+    """Raises ``ValueError`` for arrays that lie on the devices of another mesh than the workers'."""
+    if not isinstance(workers.mesh, Mesh):  # of no devices
+        return
+    own = [d.id for d in workers.mesh.devices.flat]
+    for path, x in jax.tree_util.tree_leaves_with_path(trees):
+        lies = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+        if not isinstance(lies, NamedSharding) or lies.mesh is workers.mesh:
+            continue
+        devices = [d.id for d in lies.mesh.devices.flat]
+        if devices != own:
+            name = f"{path[0].key}{jax.tree_util.keystr(path[1:])}"
+            raise ValueError(
+                f"{name} is on a mesh of devices {devices}, and the workers are on one of {own}: make one "
+                "mesh, and give lioncub_jax.Workers of it to the optimizer, init_state and "
+                "make_train_step; what lies elsewhere moves by jax.device_put"
+            )
 
 
 def check_mesh(mesh: Any, axis: Any, group: Any = None) -> None:

@@ -7,7 +7,7 @@ and is kept are their words.
 import json
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -136,7 +136,8 @@ class Batches:
     """
 
     def __init__(self, workers: Workers, spec: P, local_steps: int, accumulate: int):
-        self.mesh = mesh = workers.mesh
+        mesh = workers.mesh
+        self._whole = NamedSharding(mesh, P())
         self._sharding = NamedSharding(mesh, spec)
         self._parts = product(mesh.shape, axes_of(spec[0]))
         self._steps = local_steps * accumulate
@@ -150,20 +151,29 @@ class Batches:
             self._taken.setdefault(device.process_index, set()).add(part.start or 0)
         self._rows: dict[str, float] = {}  # for a part, when processes compared theirs
 
-    def check(self, batch: Any) -> None:
-        """Has the processes compare what each gives, once, so that all raise where it does not fit."""
-        leaves = jax.tree_util.tree_leaves_with_path(batch)
-        own = {_name(path): x for path, x in leaves if is_own(x, self._sharding)}
+    def check(self, batch: Any, cut: Callable[[], Sequence[bool]]) -> None:
+        """Has the processes compare what each gives, once, so that all raise where it does not fit.
+
+        Args:
+          batch: a tree of arrays.
+          cut: says for each leaf whether it is cut over the workers, or goes whole to each.
+        """
+        if self._sharding.is_fully_addressable:
+            return
+        leaves = zip(jax.tree_util.tree_leaves_with_path(batch), cut(), strict=True)
+        both = {_name(path): (x, c) for (path, x), c in leaves if is_own(x, self._sharding)}
+        own = {name: x for name, (x, c) in both.items() if c}
+        whole = {name: checksum(x) for name, (x, c) in both.items() if not c}
         me = jax.process_index()
         rows = {name: _rows(x) / len(self._taken[me]) for name, x in own.items()}
-        if not own or rows == self._rows:
+        if not both or rows == self._rows:
             return
         if self._rows:
             raise ValueError(
                 f"process {me} gives {rows} rows for each part of the batch, and gave {self._rows} when "
                 "processes compared theirs: give as many in each step, or make another step for others"
             )
-        each = told([rows, [checksum(x) for x in own.values()]])
+        each = told([rows, [checksum(x) for x in own.values()], whole])
         seen: dict[Any, int] = {}  # parts, and checksums
         for process, taken in self._taken.items():
             if each[process][0] != rows:
@@ -172,6 +182,11 @@ class Batches:
                     f"{each[process][0]}: give as many for each; drop or pad what is left over"
                 )
             other = seen.setdefault(frozenset(taken), process)
+            if each[process][2] != whole:
+                raise ValueError(
+                    f"processes {me} and {process} gave different arrays that go whole to each worker, of "
+                    f"{', '.join(whole) or 'none'}: give the same in all processes"
+                )
             if each[other][1] != each[process][1]:
                 raise ValueError(
                     f"processes {other} and {process} take the same rows of the batch, and gave different "
@@ -186,17 +201,17 @@ class Batches:
                     stacklevel=3,
                 )
         for name, x in own.items():
-            self._rows_of_all(name, x)
+            self.rows_of_all(name, x)
         self._rows = rows
 
-    def place(self, path: Any, x: Any) -> Any:
-        """An array of a batch, or the shape of a global one, on the mesh."""
-        rows = self._rows_of_all(_name(path), x)
-        if isinstance(x, jax.ShapeDtypeStruct):
-            return x.update(sharding=self._sharding)
-        return put(x, self._sharding, rows)
+    def place(self, x: Any, rows: int | None) -> Any:
+        """An array, or the shape of a global one, on the mesh: by its rows in all, or None to lie whole."""
+        lies = self._whole if rows is None else self._sharding
+        return (
+            x.update(sharding=lies) if isinstance(x, jax.ShapeDtypeStruct) else put(x, lies, rows)
+        )
 
-    def _rows_of_all(self, name: str, x: Any) -> int:
+    def rows_of_all(self, name: str, x: Any) -> int:
         """How many rows an array has, those of other processes too."""
         me, own = jax.process_index(), is_own(x, self._sharding)
         taken, rows = len(self._taken[me]) if own else self._parts, _rows(x)

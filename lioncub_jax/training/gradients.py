@@ -14,13 +14,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax import axes
 from lioncub_jax.axes import AxisName
-from lioncub_jax.mesh.placement import Static, Workers, check_workers, names_of
+from lioncub_jax.mesh.placement import Static, Workers, check_devices, check_workers, names_of
 from lioncub_jax.mesh.processes import is_key
-from lioncub_jax.mesh.specs import spec_of, stacked
+from lioncub_jax.mesh.specs import axes_in, spec_of, stacked
 from lioncub_jax.training import kinds, modules
 from lioncub_jax.training.worker import joined, of_model, reduced
 
@@ -49,7 +50,14 @@ def local_value_and_grad(
       >>> grad_fn = lc.local_value_and_grad(lambda w, x: jnp.sum(w * x), workers="data")
     """
     axis, group = names_of(workers)
-    value_and_grad = jax.value_and_grad(loss_fn, has_aux=has_aux)
+
+    @functools.wraps(loss_fn)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        out = loss_fn(*args, **kwargs)
+        kinds.loss_and_aux(out, has_aux)
+        return out
+
+    value_and_grad = jax.value_and_grad(checked, has_aux=has_aux)
 
     def local(params: Any, *args: Any, **kwargs: Any) -> Any:
         return value_and_grad(axes.varying(params, (*axis, *group)), *args, **kwargs)
@@ -89,12 +97,14 @@ def worker_value_and_grad(
       A function ``(params, *args) -> (value, grads)``. ``grads`` have a leading ``[workers]`` axis, for
       `on_mesh`. The loss is averaged over the workers, ``aux`` is treated as ``aux_kinds`` say. Over
       Explicit inner axes arguments and results stay cut as their types say. An ``nnx.Module`` may stand
-      for the parameters, as with ``nnx.value_and_grad``: gradients are those of its ``nnx.Param``, and its
-      random streams go on, each worker's its own.
+      for the parameters, as with ``nnx.value_and_grad``: gradients are those of its ``nnx.Param``, its
+      random streams go on, each worker's its own, and so does other state, such as batch statistics, which
+      it holds as ``[workers, ...]`` (`own_state`).
 
     Raises:
-      TypeError, ValueError: as `on_mesh`; when traced, for an array whose kind is not given, or that the
-        workers do not divide, and for an ``nnx.Module`` with batch statistics.
+      TypeError, ValueError: as `on_mesh`; for a loss that closes over an array that lies on the mesh; when
+        traced, for an array whose kind is not given, or that the workers do not divide, for leaves of a
+        batch with unlike rows, and for an ``nnx.Module`` whose batch statistics are of one worker.
 
     Warns:
       UserWarning: for a loss that closes over a random key, which all workers would share; when traced,
@@ -116,17 +126,18 @@ def worker_value_and_grad(
     Source: this library.
     """
     check_workers(workers)
-    _warn_of_keys(loss_fn)
+    check_closure(loss_fn, workers)
     typed = set(workers.inner).intersection(workers.mesh.explicit_axes)
 
     def of_all(params: Any, *args: Any) -> Any:
         given = kinds.default_of(args) if in_kinds is None else in_kinds
         if modules.is_module(params):
-            of_params = functools.partial(
-                worker_value_and_grad,
-                workers=workers, aux_kinds=aux_kinds, has_aux=has_aux, specs=specs,
+            of_params = functools.partial(worker_value_and_grad, workers=workers, specs=specs)
+            return modules.value_and_grad(
+                of_params, loss_fn, (params, *args),
+                in_kinds=given, aux_kinds=aux_kinds, has_aux=has_aux, workers=workers,
             )  # fmt: skip
-            return modules.value_and_grad(of_params, loss_fn, params, args, given)
+        check_devices(workers, params=params)
         cut = workers.cut(params, specs, needed=False)
         each, lie = kinds.of_arguments(loss_fn, args, given, workers)
         leaves, tree = jax.tree.flatten(args)
@@ -137,7 +148,7 @@ def worker_value_and_grad(
             own = [kinds.of_worker(k, workers, x) for k, x in zip(each, leaves, strict=True)]
             # Made here, for nnx lets a variable be written only at the trace level where it was made.
             own = jax.tree.unflatten(tree, own)
-            loss, aux = _both(loss_fn(params, *own), has_aux)
+            loss, aux = kinds.loss_and_aux(loss_fn(params, *own), has_aux)
             if not outputs:  # once, for it warns; the loss is a number
                 outputs.extend([kinds.same, *kinds.of_outputs(aux, aux_kinds)])
             return loss, (aux, jax.tree.leaves(modules.counts_of(own)))
@@ -174,34 +185,50 @@ def worker_value_and_grad(
     return of_all
 
 
-def _both(said: Any, has_aux: bool) -> Any:
-    """What a loss returns, as ``(loss, aux)``."""
-    if not has_aux:
-        return said, ()
-    if isinstance(said, tuple) and len(said) == 2:
-        return said
-    raise TypeError(
-        f"has_aux=True, and the loss returned a {type(said).__name__}: give (loss, aux)"
-    )
+def check_closure(loss_fn: Callable[..., Any], workers: Workers) -> None:
+    """Checks the arrays that a loss has from around it: all workers would have the whole of each.
+
+    Raises:
+      ValueError: for an array that is cut over the workers, or lies on Explicit axes.
+
+    Warns:
+      UserWarning: for a random key.
+    """
+    for name, value in _closed_over(loss_fn).items():
+        plain = isinstance(value, (jax.Array, np.ndarray, dict, list, tuple))
+        for x in jax.tree.leaves(value) if plain else ():
+            if not isinstance(x, (jax.Array, np.ndarray)):
+                continue
+            if is_key(x) or kinds.is_raw_key(x):
+                warnings.warn(
+                    f"the loss closes over the random key {name!r}, so all workers draw the same, such as "
+                    "one dropout mask: give it as an argument of the loss, into which each worker folds "
+                    "its number",
+                    stacklevel=3,
+                )
+            elif isinstance(x, jax.Array) and (
+                jax.typeof(x).sharding.mesh.explicit_axes
+                or set(axes_in(spec_of(x))).intersection(workers.axes)
+            ):
+                raise ValueError(
+                    f"the loss closes over {name!r}, an array of shape {x.shape} that lies on the mesh: "
+                    "give it as an argument of the loss, or as a part of the batch, and its kind in "
+                    "in_kinds: lioncub_jax.training.batch for rows of each worker, "
+                    "same for what all need whole"
+                )
 
 
-def _warn_of_keys(loss_fn: Callable[..., Any]) -> None:
-    """Warns of random keys that all workers would share."""
-    for name, key in _closed_over(loss_fn).items():
-        if is_key(key) or kinds.is_raw_key(key):
-            warnings.warn(
-                f"the loss closes over the random key {name!r}, so all workers draw the same, such as one "
-                "dropout mask: give it as an argument of the loss, into which each worker folds its number",
-                stacklevel=3,
-            )
-
-
-def _closed_over(loss_fn: Callable[..., Any]) -> dict[str, Any]:
-    """What a function has from around it, by name."""
+def _closed_over(loss_fn: Any, within: tuple[Any, ...] = ()) -> dict[str, Any]:
+    """What a function, and those that it closes over, have from around them, by name."""
     if isinstance(loss_fn, functools.partial):
         given = {f"argument {i}": x for i, x in enumerate(loss_fn.args)} | loss_fn.keywords
         return given | _closed_over(loss_fn.func)
     # No function, or a variable that is assigned later.
     with contextlib.suppress(TypeError, ValueError):
-        return {**inspect.getclosurevars(inspect.unwrap(loss_fn)).nonlocals}
+        has = inspect.getclosurevars(inspect.unwrap(loss_fn))
+        around = {**has.globals, **has.nonlocals}
+        for one in has.nonlocals.values():
+            if inspect.isfunction(one) and one not in within:
+                around = _closed_over(one, (*within, loss_fn)) | around
+        return around
     return {}

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax import axes
@@ -50,8 +51,10 @@ _GIVE = "lioncub_jax.training.batch (cut over the workers), same (whole to each)
 
 def is_raw_key(x: Any) -> bool:
     """Whether something may be a key of ``jax.random.PRNGKey``, an array of words."""
+    if getattr(x, "dtype", None) != np.uint32 or x.ndim != 1:
+        return False  # in no time, for a step asks for each array of a batch
     words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
-    return bool(getattr(x, "dtype", None) == words.dtype and x.shape == words.shape)
+    return bool(x.shape == words.shape)
 
 
 def default_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -79,10 +82,13 @@ def of_arguments(
     names = [*inspect.signature(loss_fn).parameters]
     leaves = jax.tree_util.tree_leaves_with_path(args)
     kinds, specs = [], []
-    for (path, x), kind in zip(leaves, _spread(given, args), strict=True):
+    rows = Rows()
+    for (path, x), (kind, entry) in zip(leaves, _spread(given, args), strict=True):
         name = names[min(path[0].idx + 1, len(names) - 1)]
         where = f"argument {name!r}{jax.tree_util.keystr(path[1:])}"
         kind = _of_argument(where, x, kind)
+        if kind is batch:
+            rows.check(where, jnp.shape(x)[0], entry)
         spec = shortened(spec_of(x), workers.inner)
         spec = over(kind, workers, P(*spec[1:]) if kind is own else spec)
         _check_shape(where, x, kind, spec, workers)
@@ -96,7 +102,94 @@ def of_arguments(
     return kinds, specs
 
 
+def of_batch(tree: Any, given: Any) -> list[tuple[Kind, int]]:
+    """The `Kind` of each leaf of a batch, and the entry of ``given`` that has it; arrays are `batch`.
+
+    Raises:
+      TypeError: for kinds that are none or do not match, `own`, and leaves that are no arrays.
+      ValueError: as `of_arguments`.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    kinds: list[tuple[Kind, int]] = []
+    for (path, x), (kind, entry) in zip(leaves, _spread(given, tree), strict=True):
+        where = f"batch{jax.tree_util.keystr(path)}"
+        if kind is own:
+            raise TypeError(
+                f"in_kinds of {where} is own: a batch has lioncub_jax.training.batch (cut over the "
+                "workers) and same (whole to each); what each worker keeps of its own is "
+                "the model_state of init_state"
+            )
+        cut = batch if kind is None and jnp.ndim(checked_array(where, x)) else kind
+        kinds.append((_of_argument(where, x, cut), entry))
+    if leaves and not any(kind is batch for kind, _ in kinds):
+        raise ValueError(
+            f"nothing of the batch is cut over the workers, as batch{jax.tree_util.keystr(leaves[0][0])} "
+            f"of shape {jnp.shape(leaves[0][1])} shows: give arrays whose first dimension are rows, and of "
+            "lists np.asarray(...)"
+        )
+    return kinds
+
+
+def cut_of(tree: Any, given: Any) -> list[bool]:
+    """Whether each leaf of a batch is cut over the workers."""
+    return [kind is batch for kind, _ in of_batch(tree, given)]
+
+
+def parted(tree: Any, given: Any, workers: Workers) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """The leaves of a worker's batch that are cut, and a function that joins them with the others."""
+    structure: Any
+    leaves, structure = jax.tree.flatten(tree)
+    each = [kind for kind, _ in of_batch(tree, given)]
+    cut = [x for x, kind in zip(leaves, each, strict=True) if kind is batch]
+    rest = [of_worker(k, workers, x) for x, k in zip(leaves, each, strict=True) if k is not batch]
+
+    def whole(cut: list[Any]) -> Any:
+        rows, others = iter(cut), iter(rest)
+        return structure.unflatten(next(rows if kind is batch else others) for kind in each)
+
+    return cut, whole
+
+
+class Rows:
+    """Rows of the leaves of a batch, which must be as many where one entry of kinds stands for several."""
+
+    def __init__(self) -> None:
+        self._first: dict[int, tuple[str, int]] = {}
+
+    def check(self, where: str, rows: int, entry: int) -> None:
+        """Raises ``ValueError`` for a leaf with other rows than the first of its entry."""
+        other, wanted = self._first.setdefault(entry, (where, rows))
+        if rows != wanted:
+            raise ValueError(
+                f"{where} has {rows} rows and {other} {wanted}, and a batch is cut over the workers by "
+                "rows: if one is no rows of the batch, such as class weights, say so in in_kinds of "
+                "make_train_step or worker_value_and_grad, with lioncub_jax.training.same (whole to each "
+                "worker); if both are, with lioncub_jax.training.batch for each"
+            )
+
+
+def checked_array(where: str, x: Any) -> Any:
+    """An array or a number; ``TypeError`` for anything else, such as a list's text or a tensor."""
+    known = isinstance(
+        x, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, int, float, complex)
+    )
+    dtype = getattr(x, "dtype", None)
+    if not known or not (
+        dtype is None
+        or is_key(x)
+        or jnp.issubdtype(dtype, np.bool_)
+        or jnp.issubdtype(dtype, np.number)
+    ):
+        of = f" of dtype {dtype}" if known else ""
+        raise TypeError(
+            f"{where} is {type(x).__module__}.{type(x).__qualname__}{of}: give an array of numbers, of "
+            "tensors and columns of other libraries np.asarray(x)"
+        )
+    return x
+
+
 def _of_argument(where: str, x: Any, kind: Any) -> Kind:
+    checked_array(where, x)
     if kind is folded and not (is_key(x) or is_raw_key(x)):
         raise ValueError(f"{where} is folded, but no typed random key: give jax.random.key(seed)")
     if kind not in (None, batch):
@@ -144,7 +237,7 @@ def of_outputs(aux: Any, given: Any) -> list[Kind]:
     found = []
     beside: dict[Any, dict[Any, str]] = {}  # numbers without a kind, by what they are in
     leaves = jax.tree_util.tree_leaves_with_path(aux)
-    for (path, x), kind in zip(leaves, _spread(given, aux), strict=True):
+    for (path, x), (kind, _) in zip(leaves, _spread(given, aux), strict=True):
         if jnp.ndim(x) and kind not in (batch, own):
             raise ValueError(
                 f"aux{jax.tree_util.keystr(path)} is an array of shape {jnp.shape(x)} on each worker, and "
@@ -171,6 +264,60 @@ def of_outputs(aux: Any, given: Any) -> list[Kind]:
     return found
 
 
+def returned(out: Any, *names: str, **defaults: Any) -> tuple[Any, ...]:
+    """What a loss returns, as values of these names, the last ones by default.
+
+    Raises:
+      TypeError: for more or fewer values, or a loss that is no floating number.
+    """
+    values = out if isinstance(out, tuple) else (out,)
+    if not len(names) <= len(values) <= len(names) + len(defaults):
+        wanted = ", ".join([*names, *defaults])
+        raise TypeError(
+            f"the loss returned {len(values) if len(values) > 1 else 'one'} value(s), and ({wanted}) is "
+            f"wanted{' or the loss alone' if defaults else ''}: give other values as entries of aux, a "
+            "dict such as {'accuracy': x}, and to worker_value_and_grad has_aux=True with it"
+        )
+    loss = values[0]
+    number = isinstance(loss, (jax.Array, np.ndarray, np.generic, float)) and not jnp.ndim(loss)
+    if not number or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+        given = f"{loss.dtype}{list(loss.shape)}" if hasattr(loss, "shape") else type(loss).__name__
+        raise TypeError(
+            f"the loss is {given}, and one floating number is wanted: give the mean over the rows, "
+            "loss.mean(), and other values as aux, (loss, aux)"
+        )
+    return (*values, *[*defaults.values()][len(values) - len(names) :])
+
+
+def loss_and_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
+    """What a loss returns, as ``(loss, aux)``."""
+    loss, *aux = returned(out, "loss", "aux") if has_aux else returned(out, "loss")
+    return loss, aux[0] if aux else ()
+
+
+def check_model_state(model_state: Any, after: Any) -> None:
+    """Raises ``ValueError`` for a model state that comes back with other leaves than the loss was given."""
+    before, now = _types_of(model_state), _types_of(after)
+    for path in {**before, **now}:
+        if before.get(path) != now.get(path):
+            raise ValueError(
+                f"model_state{path} was {before.get(path, 'nothing')} and comes back from the loss as "
+                f"{now.get(path, 'nothing')}: return what was given, of the same shapes and dtypes. What "
+                "sow keeps is not model state: take it out in the loss, nnx.pop(model, nnx.Intermediate), "
+                "or of linen leave 'intermediates' out of what is returned, and return it in aux"
+            )
+
+
+def _types_of(tree: Any) -> dict[str, str]:
+    """The dtype and shape of each leaf, by its path."""
+    return {
+        jax.tree_util.keystr(
+            path
+        ): f"{getattr(x, 'dtype', None) or jnp.result_type(x)}{[*jnp.shape(x)]}"
+        for path, x in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
 def over(kind: Kind, workers: Workers, spec: P) -> P:
     """How what lies so in each worker lies over all of them."""
     if kind is own:
@@ -194,13 +341,21 @@ def fold(workers: Workers, x: Any) -> Any:
     return fold_in(x, axes.worker_index(workers.axes))
 
 
-def _spread(given: Any, tree: Any) -> list[Any]:
-    """Kinds for a tree or for the parts of it, as one for each leaf; None is not given."""
+def _spread(given: Any, tree: Any) -> list[tuple[Any, int]]:
+    """For each leaf of a tree its kind or None, and the number of the entry of ``given`` that has it.
 
-    def is_none(x: Any) -> bool:
-        return x is None
-
-    for kind in jax.tree.leaves(given):
-        if not isinstance(kind, Kind):
+    Entries are for leaves, or for whole parts of the tree.
+    """
+    structure: Any
+    entries, structure = jax.tree.flatten(given, is_leaf=lambda x: x is None)
+    for kind in entries:
+        if kind is not None and not isinstance(kind, Kind):
             raise TypeError(f"{kind!r} is no kind: give {_GIVE}, or None for a number or key")
-    return jax.tree.leaves(jax.tree.broadcast(given, tree, is_leaf=is_none), is_leaf=is_none)
+    try:
+        each = jax.tree.broadcast(structure.unflatten(range(len(entries))), tree)
+    except ValueError as error:
+        raise TypeError(
+            f"kinds {given} do not match {jax.tree.structure(tree)}: give one for each leaf of it, or for "
+            "a whole part"
+        ) from error
+    return [(entries[i], i) for i in jax.tree.leaves(each)]

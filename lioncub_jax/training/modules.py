@@ -5,7 +5,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 
+from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.mesh.processes import is_key
 from lioncub_jax.mesh.specs import flax_in_use
 from lioncub_jax.training import kinds
@@ -46,17 +48,47 @@ def from_nnx(
             "needs no splitting: give it to init_state, and a loss (params, batch, rng) to make_train_step"
         )
     graph, params, rest = nnx.split(model, nnx.Param, ...)  # type: ignore[misc]
+    shapes = [(jax.tree_util.keystr(p), x.shape) for p, x in jax.tree.leaves_with_path(rest)]
 
     def fn(params: Any, model_state: Any, batch: Any, rng: jax.Array) -> tuple[Any, Any, Any]:
         del rng  # the model holds its own random streams
+        _check_one_worker(model_state, shapes)
         # nnx lets a variable be written only at the trace level where it was made.
         replica = nnx.merge(graph, params, model_state, copy=True)
-        out = loss_fn(replica, batch)
-        loss, aux = out if isinstance(out, tuple) else (out, {})
+        loss, aux = kinds.returned(loss_fn(replica, batch), "loss", aux={})
         _, _, model_state = nnx.split(replica, nnx.Param, ...)  # type: ignore[misc]
         return loss, aux, model_state
 
     return fn, params, rest
+
+
+def _check_one_worker(model_state: Any, shapes: list[tuple[str, tuple[int, ...]]]) -> None:
+    """Raises ``ValueError`` for the model state of all workers, outside of a step."""
+    for x, (path, shape) in zip(jax.tree.leaves(model_state), shapes, strict=False):
+        if x.shape[1:] == shape != x.shape:
+            raise ValueError(
+                f"model_state{path} has shape {x.shape}, an entry for each worker, and that of the model "
+                f"has {shape}: to evaluate, give lioncub_jax.training.mean_model_state(state)"
+            )
+
+
+def check_split(params: Any) -> None:
+    """Raises ``TypeError`` for a module of flax where a tree of parameters is wanted."""
+    if not flax_in_use():
+        return
+    from flax import linen, nnx
+
+    if isinstance(params, nnx.Module):
+        raise TypeError(
+            f"params is a module, {type(params).__name__}: give what is trained of it, and the rest as "
+            "model_state: loss, params, model_state = lioncub_jax.from_nnx(model, loss), then "
+            "init_state(tx, params, workers, model_state=model_state) and make_train_step(loss, ...)"
+        )
+    if isinstance(params, linen.Module):
+        raise TypeError(
+            f"params is a module, {type(params).__name__}, which holds no arrays: give "
+            "module.init(key, x)['params']"
+        )
 
 
 def is_module(x: Any) -> bool:
@@ -80,30 +112,55 @@ def counts_of(tree: Any) -> list[Any]:
 def value_and_grad(
     of_params: Callable[..., Any],
     loss_fn: Callable[..., Any],
-    model: "nnx.Module",
     args: tuple[Any, ...],
+    *,
     in_kinds: Any,
+    aux_kinds: Any,
+    has_aux: bool,
+    workers: Workers,
 ) -> tuple[Any, Any]:
-    """`worker_value_and_grad` of a module, by ``of_params``, that of a tree of parameters."""
+    """`worker_value_and_grad` of a module, the first of ``args``, by ``of_params``, that of parameters.
+
+    What the module keeps besides parameters goes on in it, as under ``nnx.value_and_grad``.
+    """
     from flax import nnx
 
-    graph, params, streams, rest = nnx.split(model, nnx.Param, nnx.RngState, ...)  # type: ignore[misc]
-    if jax.tree.leaves(rest):
-        named = ", ".join(
-            jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(rest)[:3]
-        )
-        raise ValueError(
-            f"the module keeps state of its own: {named}. Each worker has its own of it, so give "
-            "make_train_step what from_nnx(model, loss_fn) returns; or split the module, give the state as "
-            "an argument of the loss, in_kinds=training.own, and join them there by nnx.merge(graph, "
-            "params, state, copy=True), as docs/how_to/trainer.md shows"
-        )
+    model, *args = args  # type: ignore[assignment]
+
+    def split(model: "nnx.Module") -> Any:
+        return nnx.split(model, nnx.Param, nnx.RngState, ...)  # type: ignore[misc]
+
+    graph, params, streams, rest = split(model)
+    for path, x in jax.tree_util.tree_leaves_with_path(rest):
+        if x.shape[:1] != (workers.count,):
+            raise ValueError(
+                f"the module keeps state of its own: {jax.tree_util.keystr(path)} of shape {x.shape}, and "
+                "each worker has its own of it, [workers, ...]: before the first step nnx.update(model, "
+                "lioncub_jax.training.own_state(nnx.state(model, nnx.BatchStat), workers)), and before an "
+                "evaluation the same with mean_model_state(...); or give make_train_step what "
+                "from_nnx(model, loss_fn) returns"
+            )
 
     def of_parts(params: Any, *args: Any) -> Any:
-        *given, streams = args
-        return loss_fn(nnx.merge(graph, params, streams, rest), *given)
+        *given, streams, rest = args
+        structure: Any
+        before, structure = jax.tree.flatten(rest)  # nnx writes into what it merges
+        replica = nnx.merge(graph, params, streams, rest)
+        loss, aux = kinds.loss_and_aux(loss_fn(replica, *given), has_aux)
+        after = split(replica)[3]
+        kinds.check_model_state(structure.unflatten(before), after)
+        both = zip(before, jax.tree.leaves(after), strict=True)
+        kept = [jnp.where(jnp.isfinite(loss), new, old) for old, new in both]
+        return loss, (aux, structure.unflatten(kept))
 
     of_parts.__signature__ = inspect.signature(loss_fn)  # type: ignore[attr-defined]
     each = jax.tree.map(lambda x: kinds.folded if is_key(x) else kinds.same, streams)
-    # The streams are the model's own, which go on.
-    return of_params(of_parts, in_kinds=(*in_kinds, each))(params, *args, streams)
+    run = of_params(
+        of_parts,
+        in_kinds=(*in_kinds, each, kinds.own),
+        aux_kinds=(aux_kinds, kinds.own),
+        has_aux=True,
+    )
+    (loss, (aux, rest)), grads = run(params, *args, streams, rest)
+    nnx.update(model, rest)
+    return ((loss, aux) if has_aux else loss), grads

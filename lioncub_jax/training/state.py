@@ -10,11 +10,13 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from lioncub_jax import checks
 from lioncub_jax.mesh import boxes
 from lioncub_jax.mesh.placement import Workers, check_arrays, check_workers
 from lioncub_jax.mesh.processes import check_same, is_key, put
 from lioncub_jax.mesh.specs import specs_of
 from lioncub_jax.training import kinds
+from lioncub_jax.training.modules import check_split
 from lioncub_jax.training.step import StepState
 from lioncub_jax.training.typed import Among
 from lioncub_jax.training.worker import check_local, of_each
@@ -46,8 +48,8 @@ def init_state(
       A ``StepState``.
 
     Raises:
-      TypeError: for a mesh that is none, parameters that are no arrays, an ``rng`` that is no key, or a
-        ``local`` that is no transform.
+      TypeError: for a mesh that is none, parameters that are no arrays, a module of flax, an
+        ``rng`` that is no key, or a ``local`` that is no transform.
       ValueError: if the mesh lacks an axis, parameters cannot be cut as the specs say, or processes give
         different ones (found by a checksum of each array that a process has whole); for a ``local`` in
         which workers talk, and for one of workers in two levels.
@@ -90,6 +92,8 @@ def _taken(
     """Parameters out of their boxes, how they are cut, and the two optimizers among the workers."""
     check_workers(workers)
     check_local(local, 1, workers)
+    check_split(params)
+    checks.check_asked(tx)
     # Boxes say it too, so they are asked before they are opened.
     specs = specs_of(params) if specs is None else specs
     params = boxes.opened(params)

@@ -10,7 +10,7 @@ import numpy as np
 
 from lioncub_jax.exchange import CommunicateState
 from lioncub_jax.means import mean_of
-from lioncub_jax.mesh.placement import Static
+from lioncub_jax.mesh.placement import Static, check_alive
 from lioncub_jax.mesh.processes import is_key
 from lioncub_jax.sync import SyncState
 from lioncub_jax.training.typed import states_of
@@ -50,6 +50,7 @@ def metrics(state: Any) -> dict[str, jax.Array]:
 
     Source: Lion Cub (arXiv 2411.16462), cross-worker variance of the momentum.
     """
+    check_alive("state", state)
     votes = [s.votes for s in states_of(state, CommunicateState)]
     syncs = [(s.syncs, s.drift) for s in states_of(state, SyncState)]
     with jax.debug_nans(False):  # the agreement of nobody is no number
@@ -168,6 +169,7 @@ def mean_model_state(state: Any) -> Any:
     Source: this library.
     """
     tree = getattr(state, "model_state", state)
+    check_alive("model_state", tree)
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         if not jnp.ndim(x):
             raise ValueError(

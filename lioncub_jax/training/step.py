@@ -7,6 +7,7 @@ everything else is the same on all workers. Over the inner axes of a mesh arrays
 are.
 """
 
+import dataclasses
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -21,11 +22,12 @@ from lioncub_jax import axes, checks
 from lioncub_jax.arguments import check_count
 from lioncub_jax.layout import Holder
 from lioncub_jax.mesh import boxes
-from lioncub_jax.mesh.placement import Workers, check_workers
+from lioncub_jax.mesh.placement import Workers, check_alive, check_devices, check_workers
 from lioncub_jax.mesh.processes import Batches
 from lioncub_jax.mesh.specs import check_batch_spec, spec_of, stacked
 from lioncub_jax.progress import stepped
 from lioncub_jax.training import kinds
+from lioncub_jax.training.gradients import check_closure
 from lioncub_jax.training.holders import layout_here
 from lioncub_jax.training.typed import Among, check_state
 from lioncub_jax.training.worker import (
@@ -112,6 +114,7 @@ def on_mesh(
       (1, 2, 3)
     """
     check_workers(workers)
+    checks.check_asked(tx)
     among = Among(optax.with_extra_args_support(tx), workers)
 
     def inside() -> bool:
@@ -123,6 +126,8 @@ def on_mesh(
                 "on_mesh(tx).init is called for one worker, and it makes the states of all: give tx "
                 "itself to init_state, make_train_step or traffic.of, which run it on each worker"
             )
+        if checks.stands_in(params):
+            return tx.init(params)
         cut = workers.cut(params, specs)
         return named(among.first(params, cut)(params), params, cut)
 
@@ -137,6 +142,7 @@ def on_mesh(
     ) -> tuple[Any, Any]:
         if params is None:
             raise ValueError("on_mesh(tx).update needs params: give update(grads, state, params)")
+        check_devices(workers, grads=updates, params=params)
         own = {} if abstain is None else {"abstain": abstain}
         if inside():
             layout = layout_here(among.tx, params, workers.axes)
@@ -148,6 +154,8 @@ def on_mesh(
         checks.warn_if_chained()
         if boxes.boxes_of(params):
             state = boxes.boxed_like(among.specs(params, cut), state)
+        check_state(state, among.specs(params, cut), workers)
+        check_devices(workers, state=state)
         updates, state = among.update(cut, updates, state, params, own, extra)
         return updates, named(state, params, cut)
 
@@ -160,18 +168,27 @@ def on_mesh(
         of_state = among.specs(params, workers.cut(params, specs))
         return jax.tree.unflatten(jax.tree.structure(lies(params)), jax.tree.leaves(of_state))
 
-    on = OnMesh(init, update)
-    on.specs, on.shardings = held, lies
-    return on
+    return OnMesh(_First(init, lies, held), update)
+
+
+@dataclasses.dataclass(frozen=True)
+class _First:
+    """Makes the first state, and says where it lies; what a named tuple holds stays in its ``_replace``."""
+
+    make: Callable[[optax.Params], Any]
+    shardings: Callable[[optax.Params], Any]
+    specs: Callable[[optax.Params], Any]
+
+    def __call__(self, params: optax.Params) -> Any:
+        return self.make(params)
 
 
 class OnMesh(optax.GradientTransformationExtraArgs):
     """A transform on global arrays; see `on_mesh`.
 
-    Attributes:
-      shardings: ``params -> state`` of ``NamedSharding``s instead of arrays: where the state lies. For the
-        ``in_shardings`` and ``out_shardings`` of a step; shapes will do for the parameters.
-      specs: the same of ``PartitionSpec``s, for ``in_specs`` and ``out_specs``.
+    ``shardings(params)`` is the state with ``NamedSharding``s in place of arrays, for the ``in_shardings``
+    and ``out_shardings`` of a step; shapes will do for the parameters. ``specs(params)`` is the same of
+    ``PartitionSpec``s, for ``in_specs`` and ``out_specs``.
 
     Example:
       >>> import jax, lioncub_jax as lc
@@ -183,8 +200,13 @@ class OnMesh(optax.GradientTransformationExtraArgs):
     Source: this library.
     """
 
-    shardings: Callable[[optax.Params], Any]
-    specs: Callable[[optax.Params], Any]
+    def shardings(self, params: optax.Params) -> Any:
+        """Where the state of these parameters lies."""
+        return self.init.shardings(params)  # type: ignore[attr-defined]
+
+    def specs(self, params: optax.Params) -> Any:
+        """The specs of `shardings`."""
+        return self.init.specs(params)  # type: ignore[attr-defined]
 
 
 class TrainStep:
@@ -196,9 +218,10 @@ class TrainStep:
     Source: this library; see `make_train_step` for an example.
     """
 
-    def __init__(self, step: Callable[..., Any], batches: Batches):
-        self.traces, self._step, self._batches = 0, step, batches
-        self._bounded = batches.mesh.devices.flat[0].platform == "cpu"
+    def __init__(self, step: Callable[..., Any], workers: Workers, batches: Batches, in_kinds: Any):
+        self.traces, self._step, self._workers = 0, step, workers
+        self._batches, self._in_kinds = batches, in_kinds
+        self._bounded = workers.mesh.devices.flat[0].platform == "cpu"
         self._in_flight: deque[jax.Array] = deque(maxlen=8)
         self.compiled()
 
@@ -220,11 +243,12 @@ class TrainStep:
         """Runs one step; the arrays of ``state`` are donated and must not be used again.
 
         Raises:
-          ValueError: for a batch that does not divide, rows of processes that do not fit, or a state that
-            an earlier step was given.
+          TypeError: inside ``jit``, ``scan``, ``vmap`` or ``grad``, and for a batch of what is no array.
+          ValueError: for a batch that does not divide or whose leaves have unlike rows, rows of processes
+            that do not fit, and a state that an earlier step was given or that lies on another mesh.
         """
-        _check_alive(state)
-        self._batches.check(batch)
+        self._check(state, batch)
+        self._batches.check(batch, lambda: kinds.cut_of(batch, self._in_kinds))
         state, metrics = self._jitted(*self._arguments(state, batch))
         if not self._in_flight:  # the first
             stepped(metrics["loss"])
@@ -234,26 +258,36 @@ class TrainStep:
             self._in_flight[0].block_until_ready()
         return state, {"loss": metrics.pop("loss"), **metrics}  # jit has sorted them by name
 
+    def _check(self, state: StepState, batch: Any) -> None:
+        """Raises for what JAX would say in words of its own, or not at all."""
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state.step, batch))):
+            raise TypeError(
+                "a TrainStep is called inside jit, scan, vmap or grad, and it compiles itself: call it as "
+                "it is, in a loop of Python, and read it by step.lower(state, batch). A program of several "
+                "steps is written with worker_value_and_grad and on_mesh"
+            )
+        check_alive("state", state)
+        if not self._in_flight:  # the first
+            check_devices(self._workers, state=state)
+
     def lower(self, state: StepState, batch: Any) -> jax.stages.Lowered:
         """As ``jax.jit(...).lower``: for reading the compiled program. Shapes will do."""
         return self._jitted.lower(*self._arguments(state, batch))
 
     def _arguments(self, state: StepState, batch: Any) -> tuple[StepState, Any, Any]:
         """The state, the batch on the mesh, and how the parameters lie, as something to compile for."""
-        batch = jax.tree_util.tree_map_with_path(self._batches.place, batch)
+        leaves, structure = jax.tree_util.tree_flatten_with_path(batch)
+        each, rows = kinds.of_batch(batch, self._in_kinds), kinds.Rows()
+        placed = []
+        for (path, x), (kind, entry) in zip(leaves, each, strict=True):
+            count, where = None, f"batch{jax.tree_util.keystr(path)}"
+            if kind is kinds.batch:
+                count = self._batches.rows_of_all(where, x)
+                rows.check(where, count, entry)
+            placed.append(self._batches.place(x, count))
+        batch = jax.tree.unflatten(structure, placed)
         params, tree = jax.tree.flatten(state.params)
         return state, batch, (tree, tuple(map(spec_of, params)))
-
-
-def _check_alive(state: StepState) -> None:
-    """Raises where JAX would end the process."""
-    for path, x in jax.tree_util.tree_leaves_with_path(state):
-        if isinstance(x, jax.Array) and x.is_deleted():
-            raise ValueError(
-                f"state{jax.tree_util.keystr(path)} was given to an earlier step, which took over its "
-                "memory (donated): go on with the state that the step returned, state, metrics = "
-                "step(state, batch), or give the step a copy, jax.tree.map(jnp.copy, state)"
-            )
 
 
 def make_train_step(
@@ -262,6 +296,7 @@ def make_train_step(
     workers: Workers,
     *,
     batch_spec: P | None = None,
+    in_kinds: Any = None,
     accumulate: int = 1,
     local_steps: int = 1,
     local: optax.GradientTransformation | None = None,
@@ -282,10 +317,16 @@ def make_train_step(
       loss_fn: ``(params, batch, rng) -> loss`` or ``(loss, aux)``; where `init_state` was given a model
         state, ``(params, model_state, batch, rng) -> (loss, aux, model_state)``, such as `from_nnx`
         returns. The loss is the mean over its part of the batch.
-      tx: the optimizer; the one given to `init_state`.
+      tx: the optimizer; the one given to `init_state`. Transforms that ask for the ``value`` of the loss,
+        such as ``optax.contrib.reduce_on_plateau``, get that of the metrics: the mean over the workers and
+        over the parts of ``accumulate``, not finite if that of one worker is not.
       workers: a `Workers`, whose mesh has axes Auto or Explicit.
       batch_spec: how the batch is cut, such as ``P(("data", "fsdp"))``; by default over the workers (and
         the group) only. The workers' axes come first in its first entry.
+      in_kinds: what the leaves of a batch are to the workers, a tree like it or of its parts: by default
+        arrays are ``training.batch`` (cut along the first dimension over the workers) and numbers
+        ``training.same`` (whole to each worker), which arrays such as class weights must be given:
+        ``{"x": batch, "weights": same}``. Of a random key see `worker_value_and_grad`.
       accumulate: parts into which a worker cuts its batch; their gradients are averaged, in float32 at
         least, before the exchange.
       local_steps: into how many parts a worker cuts its batch first, each for a step of its own.
@@ -309,9 +350,11 @@ def make_train_step(
       ``[workers, local_steps, ...]``. In two levels each device of a group counts here, not each worker.
 
     Raises:
-      TypeError: for no `Workers`, a loss that cannot be called, or a ``local`` that is no transform.
+      TypeError: for no `Workers`, a loss that cannot be called, or a ``local`` that is no transform; when
+        called, for a loss that returns other values.
       ValueError: for ``accumulate`` or ``local_steps`` below 1, ``local_steps``
-        without ``local``, or a ``local`` in which workers talk; when
+        without ``local``, a ``local`` in which workers talk, a ``tx`` that calls the loss itself, or a loss
+        that closes over an array on the mesh; when
         called, for a batch that does not divide, rows of processes that do not fit, a state that was given
         to an earlier step or is another optimizer's, or an optimizer whose update differs between workers.
 
@@ -340,17 +383,20 @@ def make_train_step(
             "(params, model_state, batch, rng) -> (loss, aux, model_state); from_nnx returns one as the "
             "first of three"
         )
+    check_closure(loss_fn, workers)
+    checks.check_asked(tx)
     among = Among(optax.with_extra_args_support(tx), workers)
     of_locals = Among(of_each(local, workers), workers)
-    of_worker = gradient_of(loss_fn, accumulate)
-    if local is not None:
-        of_worker = difference_of(of_worker, local, local_steps)
     own = P(workers.axes)
 
     def worker(params: Any, kept: Any, batch: Any, rng: Any, count: Any) -> Any:
+        rows, batch_of = kinds.parted(batch, in_kinds, workers)
+        of_worker = gradient_of(loss_fn, accumulate, batch_of)
+        if local is not None:
+            of_worker = difference_of(of_worker, local, local_steps)
         rng = jax.random.fold_in(jax.random.fold_in(rng, count), axes.worker_index(workers.axes))
         before = jax.tree.map(lambda x: x[0], kept)
-        grads, after, (loss, aux) = of_worker(params, before, batch, rng)
+        grads, after, (loss, aux) = of_worker(params, before, rows, rng)
         abstains = ~jnp.isfinite(loss)
         if local is not None:
             finite = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(grads)]
@@ -364,21 +410,26 @@ def make_train_step(
         held = own, () if local is None else of_locals.specs(state.params, cut)
         check_state(state.local_state, held[1], workers, name="local_state")
         kept = state.model_state, state.local_state
-        in_specs = cut, held, batch_spec, P(), P()
+        each = [batch_spec if rows else P() for rows in kinds.cut_of(batch, in_kinds)]
+        lie = jax.tree.unflatten(jax.tree.structure(batch), each)
+        in_specs = cut, held, lie, P(), P()
         out_specs = stacked(cut, workers.axes), held, own, own, P(), P()
         run = workers.map(worker, in_specs, out_specs, typed=False)
         grads, kept, abstains, *metrics = run(state.params, kept, batch, state.rng, state.step)
+        outputs = joined(*metrics)
         with checks.during(checks.abstain_is_explicit, False):
+            flags, value = {"abstain": abstains}, {"value": outputs["loss"]}
             updates, opt_state = among.update(
-                cut, grads, state.opt_state, state.params, {"abstain": abstains}, {}
+                cut, grads, state.opt_state, state.params, flags, value
             )
         params = workers.hold(optax.apply_updates(state.params, updates), cut)
         new = StepState(
             optax.safe_increment(state.step), params, kept[0], opt_state, state.rng, kept[1]
         )
-        return new, joined(*metrics)
+        return new, outputs
 
-    return TrainStep(step, Batches(workers, batch_spec, local_steps, accumulate))
+    batches = Batches(workers, batch_spec, local_steps, accumulate)
+    return TrainStep(step, workers, batches, in_kinds)
 
 
 def _metrics(loss: jax.Array, aux: Any, workers: Workers) -> Any:

@@ -28,22 +28,26 @@ from lioncub_jax.training import kinds
 _PLAIN = "give a plain optax transform, such as optax.adamw(1e-3)"
 
 
-def gradient_of(loss_fn: Callable[..., Any], accumulate: int) -> Callable[..., Any]:
-    """``(params, states, batch, rng) -> (grads, states, (loss, aux))`` of one worker.
+def gradient_of(
+    loss_fn: Callable[..., Any], accumulate: int, batch_of: Callable[[Any], Any]
+) -> Callable[..., Any]:
+    """``(params, states, rows, rng) -> (grads, states, (loss, aux))`` of one worker.
 
-    States are the model's, and that of local steps, which is left alone. Of several parts of a batch the
-    gradients are averaged.
+    States are the model's, and that of local steps, which is left alone. Of several parts of the rows the
+    gradients are averaged; ``batch_of`` makes of rows what the loss takes.
     """
 
-    def loss_of(params: Any, states: Any, batch: Any, rng: jax.Array) -> Any:
+    def loss_of(params: Any, states: Any, rows: Any, rng: jax.Array) -> Any:
+        batch = batch_of(rows)
         model_state, local_state = states
         if type(model_state) is tuple and not model_state:  # there is none
             out = _called(loss_fn, params=params, batch=batch, rng=rng)
-            loss, aux = out if isinstance(out, tuple) else (out, {})
+            loss, aux = kinds.returned(out, "loss", aux={})
         else:
-            loss, aux, model_state = _called(
-                loss_fn, params=params, model_state=model_state, batch=batch, rng=rng
-            )
+            given = {"model_state": model_state}
+            out = _called(loss_fn, params=params, **given, batch=batch, rng=rng)
+            loss, aux, model_state = kinds.returned(out, "loss", "aux", "model_state")
+            kinds.check_model_state(given["model_state"], model_state)
         return loss, (aux, (model_state, local_state))
 
     value_and_grad = of_model(jax.value_and_grad(loss_of, has_aux=True))
@@ -85,11 +89,12 @@ def difference_of(
     gradient: Callable[..., Any], local: optax.GradientTransformation, local_steps: int
 ) -> Callable[..., Any]:
     """As `gradient_of`; in place of a gradient parameters before local steps minus those after."""
+    optimizer = optax.with_extra_args_support(local)
 
     def one(carry: Any, batch: Any, rng: jax.Array) -> Any:
         params, states = carry
         grads, (model_state, state), said = gradient(params, states, batch, rng)
-        updates, state = local.update(grads, state, params)
+        updates, state = optimizer.update(grads, state, params, value=said[0])
         return (optax.apply_updates(params, updates), (model_state, state)), said
 
     def stepped(params: Any, states: Any, batch: Any, rng: jax.Array) -> Any:
@@ -181,7 +186,8 @@ _MESH = (
     "the loss runs for one worker, where the axes {} of the mesh are taken. Put what the model says of "
     "the mesh into lioncub_jax.mesh.inner, which takes a NamedSharding too: "
     "jax.lax.with_sharding_constraint(x, inner(P(...))), jax.shard_map(f, mesh=inner(mesh), "
-    "in_specs=inner(P(...)), out_specs=inner(P(...))); give logical rules around the step, not in it"
+    "in_specs=inner(P(...)), out_specs=inner(P(...))); give logical rules around the step, not in it. An "
+    "array on the mesh that the loss closes over is to be an argument, lioncub_jax.training.same"
 )
 _ADVICE = {  # by words of an error: the first that has one
     ("Going from `Manual`",): (
@@ -195,6 +201,11 @@ _ADVICE = {  # by words of an error: the first that has one
     ("different trace level",): (
         "what the loss closes over cannot be written in it: give nnx.Rngs as an argument of the loss, and "
         "a module in place of the parameters"
+    ),
+    ("is only valid for values of rank",): (
+        "a spec has more names than the array dimensions. flax makes the kernel of nn.DenseGeneral flat, "
+        "and constrains it then by the names of nn.with_partitioning, under any mesh: leave these names "
+        "out of its kernel_init, and give them as specs to init_state, on_mesh and worker_value_and_grad"
     ),
     ("anual", "ontext mesh", "Auto axes"): _MESH,
 }
