@@ -36,6 +36,7 @@ import lioncub_jax as lc
 from lioncub_jax.checkpoint import stop_on_sigterm
 from lioncub_jax.checkpoint.leaves import paths_of
 from lioncub_jax.layout import Flat
+from lioncub_jax.mesh.processes import who_differs
 
 SECONDS = 120
 SEED = 2026
@@ -98,13 +99,14 @@ def trained(name):
 ALL = np.arange(48, dtype=np.float32).reshape(16, 3)
 
 
-def started(axes, width=3, **options):
+def started(axes, width=3, tx=None, name="x", **options):
     """A state and its step."""
-    tx, workers = lc.lion_cub(0.05, workers="data"), workers_of(4, 2, axes)
-    state = lc.init_state(tx, np.ones((width, 256), np.float32), workers)
+    tx, workers = tx or lc.lion_cub(0.05, workers="data"), workers_of(4, 2, axes)
+    params = {key: np.ones((width, 128), np.float32) for key in "vw"}
+    state = lc.init_state(tx, params, workers)
 
     def loss(params, batch, rng):
-        return jnp.mean(batch["x"] @ params)
+        return jnp.mean(batch[name] @ params["v"] + batch[name] @ params["w"]) / 2
 
     return state, lc.make_train_step(loss, tx, workers, **options)
 
@@ -138,6 +140,36 @@ def rows_fit(folder):
     assert step(state, {"x": ALL})[1]["loss"] == np.mean(ALL.sum(1))
 
 
+def other_code(folder):
+    """In the last process something is another: a sentence in both, and nobody waits."""
+    me, vote = jax.process_index(), functools.partial(lc.lion_cub, workers="data")
+    injected = optax.inject_hyperparams(vote, static_args=("workers",))
+    for first, last, words in [
+        (
+            vote(0.5),
+            vote(0.5, bucket_size=256),
+            "^collectives of the step differ: processes 0, 1. ",
+        ),
+        (vote(0.5), vote(0.25), "0 has `.*dense<-?5.0.*process 1 has `.*dense<-?2.5"),
+        (
+            injected(0.5),
+            injected(0.25),
+            r"0 has `state.*\['learning_rate'\] = 0.5`, .* = 0.25`. Run",
+        ),
+        (
+            vote(0.5),
+            lc.owner_lion(0.5, workers="data"),
+            "^arguments of the step differ: .*opt_state",
+        ),
+    ]:
+        state, step = started(("data", "fsdp"), tx=last if me else first)
+        with pytest.raises(ValueError, match=words):
+            step(state, {"x": np.split(ALL, 2)[me]})
+    state, step = started(("data", "fsdp"), name="xy"[me])
+    with pytest.raises((RuntimeError, KeyError), match=r"not traced: another process|'y'"):
+        step(state, {"x": np.split(ALL, 2)[me]})
+
+
 def sent():
     """Bytes that others have got of this process, as the kernel counts them at each of its sockets."""
     total = 0
@@ -152,7 +184,7 @@ def votes_alone(folder):
     """Neither parameters nor rows travel."""
     before = sent()
     state, step = started(("data", "fsdp"), width=1024)
-    assert sent() - before < state.params.nbytes / 20
+    assert sent() - before < optax.tree.size(state.params) / 5
     rng = np.random.default_rng(jax.process_index())
     batch = {"x": rng.normal(size=(256, 1024)).astype(np.float32)}
     said = lc.traffic.collectives(step.lower(state, batch).compile(), state.rng.sharding.mesh)
@@ -379,7 +411,7 @@ def loop(folder):
                 print("saving", flush=True)
 
 
-PAIR = train, rows_fit, votes_alone, differ, other_workers, agree, refuse, heal, stop
+PAIR = train, rows_fit, other_code, votes_alone, differ, other_workers, agree, refuse, heal, stop
 
 
 # --- Starting processes
@@ -483,6 +515,19 @@ def test_processes_end_with_the_bits_of_one_process(name, pair):
             np.testing.assert_allclose(found["loss"], loss, rtol=1e-6)
             for key, value in wanted.items():
                 np.testing.assert_array_equal(found[key], value, err_msg=key)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ([5, 5, 7], "process 2 against the other 2"),
+        ([7, 5, 7, 7, 1], "processes 1, 4 against the other 3"),
+        ([5, 7], "processes 0, 1"),
+        ([5, 5], ""),
+    ],
+)
+def test_of_several_processes_the_minority_is_named(values, words):
+    assert who_differs(values)[2] == words
 
 
 def test_one_process_reads_what_two_saved(pair):

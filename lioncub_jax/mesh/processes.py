@@ -5,9 +5,13 @@ and is kept are their words.
 """
 
 import json
+import re
 import warnings
 import zlib
+from collections import Counter
 from collections.abc import Callable
+from importlib.metadata import version
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import jax
@@ -22,6 +26,7 @@ from lioncub_jax.mesh.specs import axes_of, product
 
 Result = TypeVar("Result")
 MOST_TOLD = 2**26  # bytes that a process may say at once: room is made for as many from each
+_COLLECTIVE = re.compile(r"stablehlo\.(all_\w+|collective_\w+|reduce_scatter)\b(?:.* : (\(.*))?")
 _ONE = "a global jax.Array, such as jax.make_array_from_callback makes"
 
 
@@ -128,6 +133,80 @@ def checksum(x: Any) -> int:
     return zlib.crc32(np.ascontiguousarray(words_of(x)).tobytes())
 
 
+def check_same_step(lowered: jax.stages.Lowered, **arguments: Any) -> None:
+    """Compares a compiled step between processes, before they wait in it for each other.
+
+    Another ``bucket_size``, optimizer or version on one host ends in a hang, and another learning rate in
+    two models. Steps of ``make_train_step`` compare themselves in their first call. A training loop of your
+    own calls this in every process, once, in front of the first step; all of them raise or none. Checksums
+    travel: of versions, of the types of the arguments, of the values of replicated scalars among
+    them, such as injected rates, and of the program without names and places in files. Host callbacks
+    are part of a program: give all processes the same.
+
+    Args:
+      lowered: ``jax.jit(step).lower(...)``.
+      arguments: global ones of the step, trees of arrays, by name.
+
+    Raises:
+      ValueError: where something differs: in which process, and what is the first of it.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, lioncub_jax as lc
+      >>> step, params = jax.jit(lambda params: params * 2), jnp.ones(3)
+      >>> lc.mesh.check_same_step(step.lower(params), params=params)
+
+    Source: this library.
+    """
+    if jax.process_count() == 1:
+        return
+    paths = jax.tree_util.tree_leaves_with_path(arguments)
+    leaves = {f"{path[0].key}{jax.tree_util.keystr(path[1:])}": x for path, x in paths}
+    scalars = {name: x for name, x in leaves.items() if jnp.ndim(x) == 0 and _is_replicated(x)}
+    program = lowered.as_text().splitlines()
+    collectives = [found for line in program if (found := _COLLECTIVE.search(line))]
+    _check_same_lines({
+        "versions": [f"jax {jax.__version__}, lioncub_jax {version('lioncub_jax')}"],
+        "arguments": [f"{name}: {jax.typeof(x)}" for name, x in leaves.items()],
+        "scalars": [f"{name} = {np.asarray(words_of(x)).tolist()}" for name, x in scalars.items()],
+        "collectives": [f"{x[1]} {x[2] or ''}" for x in collectives],
+        "lines of the program": program,
+    })  # fmt: skip
+
+
+def _check_same_lines(parts: dict[str, list[str]]) -> None:
+    """Raises ``ValueError`` for the first part that is not the same in all processes."""
+    sums = [zlib.crc32("\n".join(lines).encode()) for lines in parts.values()]
+    # Of one size, whatever the processes run.
+    each = multihost_utils.process_allgather(np.array(sums, np.uint32)).T.tolist()
+    for (name, lines), theirs in zip(parts.items(), each, strict=True):
+        usual, odd, who = who_differs(theirs)
+        if not who:
+            continue
+        crcs = told([zlib.crc32(line.encode()) for line in lines])
+        at = next(i for i, (a, b) in enumerate(zip_longest(crcs[usual], crcs[odd])) if a != b)
+        first = told(lines[at].strip()[:200] if at < len(lines) else "nothing more")
+        raise ValueError(
+            f"{name} of the step differ: {who}. Process {usual} has `{first[usual]}`, process {odd} has "
+            f"`{first[odd]}`. Run the same code with the same arguments (optimizer, bucket_size, rates) "
+            "and versions on each host; what is each host's own belongs in the batch"
+        )
+
+
+def who_differs(values: list[int]) -> tuple[int, int, str]:
+    """A process with the most frequent value, one with another, and words: none where all agree."""
+    common, count = Counter(values).most_common(1)[0]
+    odd = [i for i, value in enumerate(values) if value != common]
+    if not odd:
+        return 0, 0, ""
+    names = ", ".join(map(str, odd if 2 * count > len(values) else range(len(values))))
+    others = f" against the other {count}" if 2 * count > len(values) else ""
+    return values.index(common), odd[0], f"process{'es' * (',' in names)} {names}{others}"
+
+
+def _is_replicated(x: Any) -> bool:
+    return not isinstance(x, jax.Array) or x.is_fully_replicated
+
+
 class Batches:
     """Where the batches of a step lie, and what must fit.
 
@@ -148,7 +227,7 @@ class Batches:
         lies: Any = NamedSharding(mesh, P(*spec[:1])).devices_indices_map((self._parts,))
         for device, (part,) in lies.items():
             self._taken.setdefault(device.process_index, set()).add(part.start or 0)
-        self._rows: dict[str, float] = {}  # for a part, when processes compared theirs
+        self._rows: dict[str, float] | None = None  # for a part, when processes compared theirs
 
     def check(self, batch: Any) -> None:
         """Has the processes compare what each gives, once, so that all raise where it does not fit."""
@@ -156,7 +235,7 @@ class Batches:
         own = {_name(path): x for path, x in leaves if is_own(x, self._sharding)}
         me = jax.process_index()
         rows = {name: _rows(x) / len(self._taken[me]) for name, x in own.items()}
-        if not own or rows == self._rows:
+        if rows == self._rows or self._sharding.is_fully_addressable or (not own and self._rows):
             return
         if self._rows:
             raise ValueError(
@@ -171,6 +250,8 @@ class Batches:
                     f"process {me} gives {rows} rows for each part of the batch, and process {process} "
                     f"{each[process][0]}: give as many for each; drop or pad what is left over"
                 )
+            if not own:
+                continue
             other = seen.setdefault(frozenset(taken), process)
             if each[other][1] != each[process][1]:
                 raise ValueError(

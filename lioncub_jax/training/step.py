@@ -22,7 +22,7 @@ from lioncub_jax.arguments import check_count
 from lioncub_jax.layout import Holder
 from lioncub_jax.mesh import boxes
 from lioncub_jax.mesh.placement import Workers, check_workers
-from lioncub_jax.mesh.processes import Batches
+from lioncub_jax.mesh.processes import Batches, check_same_step, together
 from lioncub_jax.mesh.specs import check_batch_spec, spec_of, stacked
 from lioncub_jax.progress import stepped
 from lioncub_jax.training import kinds
@@ -215,12 +215,16 @@ class TrainStep:
         """Runs one step; the arrays of ``state`` are donated and must not be used again.
 
         Raises:
-          ValueError: for a batch that does not divide, rows of processes that do not fit, or a state that
-            an earlier step was given.
+          ValueError: for a batch that does not divide, rows of processes that do not fit, a state that
+            an earlier step was given, and processes whose steps differ, in the first call.
         """
         _check_alive(state)
         self._batches.check(batch)
-        state, metrics = self._jitted(*self._arguments(state, batch))
+        arguments = self._arguments(state, batch)
+        if not self._in_flight and jax.process_count() > 1:
+            traced = together("the step was not traced", partial(self._jitted.lower, *arguments))
+            check_same_step(traced, state=state, batch=arguments[1])
+        state, metrics = self._jitted(*arguments)
         if not self._in_flight:  # the first
             stepped(metrics["loss"])
         # XLA's CPU collectives deadlock where dozens of steps are in flight; eight cost nothing.
