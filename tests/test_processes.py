@@ -36,7 +36,7 @@ import lioncub_jax as lc
 from lioncub_jax.checkpoint import stop_on_sigterm
 from lioncub_jax.checkpoint.leaves import paths_of
 from lioncub_jax.layout import Flat
-from lioncub_jax.mesh.processes import who_differs
+from lioncub_jax.mesh import processes
 
 SECONDS = 120
 SEED = 2026
@@ -170,6 +170,14 @@ def other_code(folder):
         step(state, {"x": np.split(ALL, 2)[me]})
 
 
+def leave(folder):
+    """An error of one, in the context that ends it; the last task, for nobody comes back."""
+    with lc.mesh.end_on_error():
+        if jax.process_index():
+            raise KeyError("of one")
+        multihost_utils.sync_global_devices("never")
+
+
 def sent():
     """Bytes that others have got of this process, as the kernel counts them at each of its sockets."""
     total = 0
@@ -194,6 +202,11 @@ def votes_alone(folder):
         state, _ = step(state, batch)
     jax.block_until_ready(state)
     assert 0.9 * predicted < sent() - before < 1.2 * predicted < batch["x"].nbytes
+    processes.WAITS_SECONDS = 0.1
+    if jax.process_index():  # until the other has said that it waits
+        until(lambda: "process 0 has waited" in (folder / "0.log").read_text(), [])
+    jax.block_until_ready(step(state, batch))
+    processes.WAITS_SECONDS = 60.0
 
 
 # --- States that tell leaf, worker and step
@@ -496,13 +509,20 @@ def pair(tmp_path_factory):
             child.send_signal(signal.SIGTERM)
             time.sleep(0.05)
 
-    return folder, run_all(__file__, PAIR, 2, folder, tell)
+    return folder, run_all(__file__, (*PAIR, leave), 2, folder, tell)
 
 
 @pytest.mark.parametrize("task", [task.__name__ for task in PAIR])
 def test_two_processes_hold_what_is_asserted_in_each(task, pair):
     for text in pair[1]:
         assert f"done: {task}\n" in text
+
+
+def test_a_process_that_waits_says_so_and_one_that_fails_is_gone(pair):
+    first, last = pair[1]
+    assert "process 0 has waited 0 s for the other processes: one is slow or has died" in first
+    assert "process 1 ends: it failed. Start all again. KeyError: 'of one'\n" in last
+    assert "done: leave" not in first + last
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -527,7 +547,7 @@ def test_processes_end_with_the_bits_of_one_process(name, pair):
     ],
 )
 def test_of_several_processes_the_minority_is_named(values, words):
-    assert who_differs(values)[2] == words
+    assert processes.who_differs(values)[2] == words
 
 
 def test_one_process_reads_what_two_saved(pair):
@@ -566,4 +586,4 @@ def test_whenever_a_run_is_killed_its_newest_checkpoint_is_whole(kills, tmp_path
 
 
 if __name__ == "__main__":
-    main(*PAIR, loop)
+    main(*PAIR, leave, loop)

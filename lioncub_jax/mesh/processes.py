@@ -4,12 +4,19 @@ Whoever asks is answered when all have asked. Random keys are no numbers: what l
 and is kept are their words.
 """
 
+import contextlib
 import json
+import os
 import re
+import sys
+import threading
+import time
+import traceback
 import warnings
+import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from itertools import zip_longest
 from typing import Any, TypeVar
@@ -26,13 +33,103 @@ from lioncub_jax.mesh.specs import axes_of, product
 
 Result = TypeVar("Result")
 MOST_TOLD = 2**26  # bytes that a process may say at once: room is made for as many from each
+WAITS_SECONDS = 20.0  # until it is said; less than JAX waits for heartbeats
+LINGER_SECONDS = 3.0
 _COLLECTIVE = re.compile(r"stablehlo\.(all_\w+|collective_\w+|reduce_scatter)\b(?:.* : (\(.*))?")
 _ONE = "a global jax.Array, such as jax.make_array_from_callback makes"
 
 
+class Waits:
+    """Says on standard error that this process waits for others, before JAX ends it in words of its own.
+
+    JAX ends all processes when heartbeats of one that died are late, by C++, and nothing can be said then.
+
+    Attributes:
+      latest: the result of the newest step, in which processes take part.
+    """
+
+    latest: jax.Array | None = None
+
+    def __init__(self) -> None:
+        # It ends with the main thread; a daemon that is still inside of JAX then would end in C++.
+        threading.Thread(target=_watch, args=(weakref.ref(self),)).start()
+
+
+def _watch(of: "weakref.ref[Waits]") -> None:
+    longest, main = 0.0, threading.main_thread()
+    while main.is_alive() and (waits := of()):
+        latest, began = waits.latest, time.monotonic()
+        del waits
+        with (
+            _says_that_it_waits(max(WAITS_SECONDS, 3 * longest)),
+            contextlib.suppress(jax.errors.JaxRuntimeError),  # for those who read the result
+        ):
+            jax.block_until_ready(latest)
+        longest = max(longest, time.monotonic() - began)
+        main.join(0.5)
+
+
+@contextlib.contextmanager
+def _says_that_it_waits(seconds: float) -> Iterator[None]:
+    """Unless what is done in it takes less."""
+    timer = threading.Timer(seconds, _say_that_it_waits, [seconds])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _say_that_it_waits(seconds: float) -> None:
+    print(
+        f"process {jax.process_index()} has waited {seconds:.0f} s for the other processes: one is slow or "
+        "has died. If it died, JAX ends all when its heartbeats are late (heartbeat_timeout_seconds of "
+        "jax.distributed.initialize); start all again from the newest checkpoint",
+        file=sys.stderr, flush=True,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def end_on_error() -> Iterator[None]:
+    """A context in which an error ends this process at once, so that other processes do not wait for it.
+
+    A process that leaves by an error waits in ``Checkpoints`` for a save of all, and then in JAX for the
+    others, for minutes: they wait for it in a collective. In this context, the innermost, it says the error
+    and is gone, and the others learn it from their connections. So those say it that have lost another
+    process, and end too. In one process an error is raised as always.
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> with lc.mesh.end_on_error():
+      ...     pass  # steps
+
+    Source: this library.
+    """
+    try:
+        yield
+    except Exception as error:
+        if jax.process_count() == 1:
+            raise
+        lost = "it has lost another, or " * isinstance(error, jax.errors.JaxRuntimeError)
+        who = f"process {jax.process_index()} ends: {lost}it failed"
+        print(f"{who}. Start all again. {type(error).__name__}: {error}", file=sys.stderr)
+        traceback.print_exc()
+        sys.stdout.flush()
+        # When the first process ends, JAX ends the others: they have time to say the same.
+        time.sleep(LINGER_SECONDS if jax.process_index() == 0 else 0)
+        os._exit(1)
+
+
+def gathered(x: Any) -> np.ndarray:
+    """The arrays of all processes, in their order; all must call it."""
+    with _says_that_it_waits(WAITS_SECONDS):
+        return np.asarray(multihost_utils.process_allgather(np.asarray(x)))
+
+
 def any_process(flag: bool) -> bool:
     """Whether it is so in any process; all must ask."""
-    return bool(multihost_utils.process_allgather(np.array(flag)).any())
+    return bool(gathered(flag).any())
 
 
 def together(sentence: str, act: Callable[[], Result]) -> Result:
@@ -54,13 +151,13 @@ def told(what: Any) -> list[Any]:
       ValueError: in all processes, where one says more than `MOST_TOLD` bytes, or what is no JSON.
     """
     mine = np.frombuffer(json.dumps(what).encode(), np.uint8)
-    sizes = multihost_utils.process_allgather(np.array(mine.size))
+    sizes = gathered(mine.size)
     if not 0 < sizes.min() <= sizes.max() <= MOST_TOLD:
         raise ValueError(
             f"processes want to say {sizes.tolist()} bytes to each other, and each may say 1 to "
             f"{MOST_TOLD}: run the same program in all"
         )
-    each = multihost_utils.process_allgather(np.pad(mine, (0, sizes.max() - mine.size)))
+    each = gathered(np.pad(mine, (0, sizes.max() - mine.size)))
     found = []
     for process, (text, size) in enumerate(zip(each, sizes, strict=True)):
         try:
@@ -177,7 +274,7 @@ def _check_same_lines(parts: dict[str, list[str]]) -> None:
     """Raises ``ValueError`` for the first part that is not the same in all processes."""
     sums = [zlib.crc32("\n".join(lines).encode()) for lines in parts.values()]
     # Of one size, whatever the processes run.
-    each = multihost_utils.process_allgather(np.array(sums, np.uint32)).T.tolist()
+    each = gathered(np.array(sums, np.uint32)).T.tolist()
     for (name, lines), theirs in zip(parts.items(), each, strict=True):
         usual, odd, who = who_differs(theirs)
         if not who:

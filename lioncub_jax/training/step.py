@@ -22,7 +22,7 @@ from lioncub_jax.arguments import check_count
 from lioncub_jax.layout import Holder
 from lioncub_jax.mesh import boxes
 from lioncub_jax.mesh.placement import Workers, check_workers
-from lioncub_jax.mesh.processes import Batches, check_same_step, together
+from lioncub_jax.mesh.processes import Batches, Waits, check_same_step, together
 from lioncub_jax.mesh.specs import check_batch_spec, spec_of, stacked
 from lioncub_jax.progress import stepped
 from lioncub_jax.training import kinds
@@ -195,6 +195,7 @@ class TrainStep:
         self.traces, self._step, self._batches = 0, step, batches
         self._bounded = batches.mesh.devices.flat[0].platform == "cpu"
         self._in_flight: deque[jax.Array] = deque(maxlen=8)
+        self._waits: Waits | None = None
         self.compiled()
 
     def compiled(self, options: dict[str, Any] | None = None) -> "TrainStep":
@@ -224,11 +225,14 @@ class TrainStep:
         if not self._in_flight and jax.process_count() > 1:
             traced = together("the step was not traced", partial(self._jitted.lower, *arguments))
             check_same_step(traced, state=state, batch=arguments[1])
+            self._waits = Waits()
         state, metrics = self._jitted(*arguments)
         if not self._in_flight:  # the first
             stepped(metrics["loss"])
         # XLA's CPU collectives deadlock where dozens of steps are in flight; eight cost nothing.
         self._in_flight.append(metrics["loss"])
+        if self._waits:
+            self._waits.latest = metrics["loss"]
         if self._bounded and len(self._in_flight) == self._in_flight.maxlen:
             self._in_flight[0].block_until_ready()
         return state, {"loss": metrics.pop("loss"), **metrics}  # jit has sorted them by name
