@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -341,24 +340,3 @@ def test_where_nobody_takes_the_output_workers_save(tmp_path, monkeypatch):
     with pytest.raises(BrokenPipeError):
         elastic.keep(program(SAVES), 1, write=refuse)
     assert Path("saved 1 0").exists()
-
-
-@pytest.mark.parametrize(("times", "starts"), [(3, 4), (9, 6)])
-def test_a_port_that_another_program_takes_is_no_strike(times, starts, tmp_path):
-    """Before worker 0 has it; and it is not forgiven for ever."""
-    text = WHO + "import pathlib, socket, time\nport = os.environ['MASTER_PORT']\n"
-    text += f"go = pathlib.Path({str(tmp_path)!r}, port)\nprint('port', port, flush=True)\n"
-    text += "while not go.exists():\n  time.sleep(0.01)\nsocket.create_server(('', int(port)))"
-    with contextlib.ExitStack() as taken:
-        ports = []
-
-        def write(line):
-            if line.startswith("0 | port"):
-                ports.append(line.split()[-1])
-                if len(ports) <= times:
-                    taken.enter_context(socket.create_server(("", int(ports[-1]))))
-                (tmp_path / ports[-1]).touch()
-
-        outcome, _, events = kept(program(text), 1, tmp_path, write=write)
-    assert outcome == (int(times > 3), starts, 1) and len(set(ports)) == starts
-    assert names(events).count("collided") == 3

@@ -77,8 +77,7 @@ def keep(
 
     After three starts in a row that failed the place that died first is left out, or, where it must not be,
     the run ends with its last output. A start has failed that ended within a minute, or before its first
-    step, however long it took: `stepped` says that there was one. A start before whose first step another
-    program took its port has not failed; three of them are forgiven in a run.
+    step, however long it took: `stepped` says that there was one.
 
     Args:
       command: the program and its arguments.
@@ -169,12 +168,14 @@ class Run:
     watcher: int  # the pipe to it
     log: Log
     group: Group
-    collisions: int = 0
+    coordinator: str = ""  # its address, of the present start
     failed: list[int] = dataclasses.field(default_factory=list)  # places that died first, in a row
 
     def start(self) -> int | None:
         """One start of all workers, until they have ended; the exit code, or None to start again."""
-        began, self.port = time.monotonic(), _free_port()
+        began = time.monotonic()
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.coordinator = "{}:{}".format(*free.getsockname())
         self.log.start += 1
         self.log.last.clear()
         try:
@@ -232,14 +233,7 @@ class Run:
             "died", f"worker {place} died {how} after {seconds:.1f} s; the others are ended",
             place=place, code=code,
         )  # fmt: skip
-        stepped = self._stepped().exists()
-        if not stepped and self.collisions < STRIKES and not _free_port(self.port):
-            # All have ended, and it is in use. (Of jax's words none says that reliably.)
-            self.collisions += 1
-            said = f"another program has taken port {self.port}: on another, and no strike"
-            self.log.event("collided", said)
-            return None
-        strike = seconds < SETTLED_SECONDS or not stepped
+        strike = seconds < SETTLED_SECONDS or not self._stepped().exists()
         self.failed = [*self.failed, place] if strike else []
         if len(self.failed) < STRIKES:
             return None
@@ -271,7 +265,7 @@ class Run:
             "JAX_COMPILATION_CACHE_DIR": f"{self.kept}/jax",
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
-        own = wiring(f"127.0.0.1:{self.port}", len(self.places), index, "lo")
+        own = wiring(self.coordinator, len(self.places), index, "lo")
         start = {"LIONCUB_START": str(self.log.start), STEPPED: str(self._stepped())}
         return kept | dict(os.environ) | own | start
 
@@ -345,13 +339,3 @@ def _watcher(folder: str) -> Iterator[int]:
         os.close(write)
         watcher.wait()
         os.close(read)
-
-
-def _free_port(port: int = 0) -> int:
-    """That port of this machine alone, or any; 0 where another program has it."""
-    with socket.socket() as probe:
-        # What is left of connections of the dead does not count.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        with contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-        return int(probe.getsockname()[1])
