@@ -99,9 +99,9 @@ def trained(name):
 ALL = np.arange(48, dtype=np.float32).reshape(16, 3)
 
 
-def started(axes, width=3, tx=None, name="x", **options):
+def started(axes=None, width=3, tx=None, name="x", workers=None, **options):
     """A state and its step."""
-    tx, workers = tx or lc.lion_cub(0.05, workers="data"), workers_of(4, 2, axes)
+    tx, workers = tx or lc.lion_cub(0.05, workers="data"), workers or workers_of(4, 2, axes)
     params = {key: np.ones((width, 128), np.float32) for key in "vw"}
     state = lc.init_state(tx, params, workers)
 
@@ -136,6 +136,9 @@ def rows_fit(folder):
     lies = NamedSharding(state.rng.sharding.mesh, P("data"))
     every = jax.make_array_from_callback(ALL.shape, lies, lambda i: ALL[i])
     assert step(state, {"x": every})[1]["loss"] == np.mean(ALL.sum(1))
+    state, step = started(within)
+    with pytest.raises(ValueError, match="rows for each part of the batch, and process . {"):
+        step(state, {"x": every if me else rows})
     state, step = started(("fsdp", "data"))
     assert step(state, {"x": ALL})[1]["loss"] == np.mean(ALL.sum(1))
 
@@ -168,6 +171,10 @@ def other_code(folder):
     state, step = started(("data", "fsdp"), name="xy"[me])
     with pytest.raises((RuntimeError, KeyError), match=r"not traced: another process|'y'"):
         step(state, {"x": np.split(ALL, 2)[me]})
+    if me:  # on devices of its own, of which the other knows nothing
+        mesh = jax.sharding.Mesh(np.array(jax.local_devices()), ("data",))
+        state, step = started(workers=lc.Workers(mesh, "data"))
+        step(state, {"x": ALL})
 
 
 def leave(folder):

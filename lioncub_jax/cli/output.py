@@ -70,6 +70,6 @@ def write_line(line: str) -> None:
     Raises:
       OSError: where standard output takes no more.
     """
-    data = f"{line}\n".encode(errors="replace")
+    data = f"{line}\n".encode(errors="replace") if sys.stdout else b""
     while data:
         data = data[os.write(1, data) :]

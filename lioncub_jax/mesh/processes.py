@@ -324,6 +324,8 @@ class Batches:
         lies: Any = NamedSharding(mesh, P(*spec[:1])).devices_indices_map((self._parts,))
         for device, (part,) in lies.items():
             self._taken.setdefault(device.process_index, set()).add(part.start or 0)
+        # Whether all processes take part, of several: then they compare what they do.
+        self.shared = len(self._taken) == jax.process_count() > 1
         self._rows: dict[str, float] | None = None  # for a part, when processes compared theirs
 
     def check(self, batch: Any) -> None:
@@ -332,7 +334,7 @@ class Batches:
         own = {_name(path): x for path, x in leaves if is_own(x, self._sharding)}
         me = jax.process_index()
         rows = {name: _rows(x) / len(self._taken[me]) for name, x in own.items()}
-        if rows == self._rows or self._sharding.is_fully_addressable or (not own and self._rows):
+        if not self.shared or rows == self._rows or (not own and self._rows):
             return
         if self._rows:
             raise ValueError(

@@ -222,7 +222,7 @@ class TrainStep:
         _check_alive(state)
         self._batches.check(batch)
         arguments = self._arguments(state, batch)
-        if not self._in_flight and jax.process_count() > 1:
+        if not self._in_flight and self._batches.shared:
             traced = together("the step was not traced", partial(self._jitted.lower, *arguments))
             check_same_step(traced, state=state, batch=arguments[1])
             self._waits = Waits()
