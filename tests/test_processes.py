@@ -137,7 +137,7 @@ def rows_fit(folder):
     every = jax.make_array_from_callback(ALL.shape, lies, lambda i: ALL[i])
     assert step(state, {"x": every})[1]["loss"] == np.mean(ALL.sum(1))
     state, step = started(within)
-    with pytest.raises(ValueError, match="rows for each part of the batch, and process . {"):
+    with pytest.raises(ValueError, match=r"rows for each part of the batch, and process . {"):
         step(state, {"x": every if me else rows})
     state, step = started(("fsdp", "data"))
     assert step(state, {"x": ALL})[1]["loss"] == np.mean(ALL.sum(1))
