@@ -39,7 +39,7 @@ def in_the_lab(hosts, script):
 def test_two_hosts_save_and_go_on_and_four_go_on_with_devices_as_workers(four, machine, tmp_path):
     """The four have interfaces of other names, and one starts late."""
     folder, script = tmp_path / "runs/hosts", tmp_path / "flat.py"
-    said = run_commands(block(PAGE, "run: lab"), tmp_path)
+    said = list(run_commands(block(PAGE, "run: lab"), tmp_path))
     script.write_text(SCRIPT.read_text().replace("two_level_mesh()", "two_level_mesh(1)"))
     other = "PATH=$PATH:/usr/sbin:/sbin; ip link set eth0 down name net$RANK up; [ $RANK = 3 ] && sleep 5"
     start = f"{other}; exec {sys.executable} {script} {AT} --folder {folder} --steps 150"
