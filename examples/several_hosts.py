@@ -31,7 +31,7 @@ def main() -> None:
     learning_rate = 3e-3  # for this small model
     with ends_after(args.wait, address, index):
         # [several hosts]
-        jax.distributed.initialize(address, hosts, index)
+        jax.distributed.initialize(address, hosts, index, heartbeat_timeout_seconds=30)
         # [/several hosts]
     # [several hosts]
     workers = lc.Workers(lc.mesh.two_level_mesh(), "node", group="device")  # a host is a worker
@@ -41,7 +41,7 @@ def main() -> None:
     # [/several hosts]
     with lc.stop_on_sigterm() as stopping:  # noqa: SIM117 (pages show the inner one)
         # [several hosts]
-        with lc.Checkpoints(folder, workers=workers) as checkpoints:
+        with lc.Checkpoints(folder, workers=workers) as checkpoints, lc.mesh.end_on_error():
             if checkpoints.steps():
                 state = checkpoints.restore(state).state
             for i in range(int(state.step), steps):

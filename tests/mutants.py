@@ -413,6 +413,11 @@ MUTANTS = r"""
 + False
 
 # mesh/processes.py: processes
+= hosts whose scalars differ train on
+- "scalars": [f"{name} = {np.asarray(words_of(x)).tolist()}"
++ "scalars": [f"{name}"
+
+# mesh/processes.py: processes
 = what each process has is sent to all, to be compared
 - return jax.make_array_from_process_local_data(sharding, host, shape)
 + return jax.device_put(host, sharding)
@@ -712,9 +717,9 @@ MUTANTS = r"""
 - signal.SIGINT if news == signal.SIGINT else signal.SIGTERM
 + news
 
-= a start whose port was taken is a strike
-- and not _free_port(self.port):
-+ and not self.port:
+= who stops the run waits for a reader of its output
+- if number != signal.SIGUSR1:
++ if number == signal.SIGUSR1:
 
 = the second hang-up of a closed terminal kills workers that save
 - news in (signal.SIGHUP, signal.SIGPIPE):

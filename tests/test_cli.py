@@ -379,12 +379,12 @@ def fake_lab(monkeypatch):
     return asked
 
 
-def test_the_lab_gets_all_options_and_its_exit_code_is_ours(fake_lab, capsys):
+def test_the_lab_gets_all_options_and_its_exit_code_is_ours(fake_lab, capfd):
     line = "lab --workers 4 --rate 100mbit --grace 2s -- python train.py --workers 3 -- x"
     assert cli.main(argv_of(line)) == 7
     command = ["python", "train.py", "--workers", "3", "--", "x"]
     assert fake_lab == {"network": lab.Network(4, 1e8), "command": command, "grace": 2.0}
-    shown = capsys.readouterr().out
+    shown = capfd.readouterr().out
     assert shown.startswith("0 | a line\n") and "exit code" in shown
     assert cli.main(argv_of("lab --workers 2 -- true")) == 7
     assert fake_lab == {"network": lab.Network(2), "command": ["true"], "grace": 10.0}

@@ -1,11 +1,11 @@
 """Runs that go on when a worker dies: real processes, killed, restarted, left out and stopped."""
 
 import contextlib
+import errno
 import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from lioncub_jax import elastic
+from lioncub_jax.lab import group
 
 ROOT = Path(__file__).parents[1]
 
@@ -102,6 +103,23 @@ def test_only_a_start_that_stepped_and_lasted_is_no_strike(tmp_path, monkeypatch
     assert any("3 starts in a row ended within 0.3 s or before a step" in line for line in lines)
 
 
+def wait_for(look, wanted):
+    deadline = time.monotonic() + 20
+    while look() != wanted:
+        assert time.monotonic() < deadline, look()
+        time.sleep(0.02)
+
+
+def events_of(folder):
+    path = folder / "events"
+    return names(map(json.loads, path.read_text().splitlines())) if path.exists() else []
+
+
+def peak_memory(pid):
+    """In kB."""
+    return int(re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1])
+
+
 def gone(*pids, folder=Path("none")):
     """Within ten seconds."""
 
@@ -138,6 +156,7 @@ for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, save)
 child = subprocess.Popen(['sleep', '999'])
 print('up', os.getpid(), child.pid, os.environ['LIONCUB_MEMORY'], flush=True)
+open('up', 'w')
 while True:
     time.sleep(0.1)  # a signal just before a sleep is heard after it
 """
@@ -211,8 +230,7 @@ def test_sigusr1_saves_and_starts_all_places_again_and_sigterm_ends_them(tmp_pat
         assert gone(*at.pids[:4])  # with what they had started
         at.run.terminate()
         assert at.run.wait(60) == 128 + signal.SIGTERM
-    events = map(json.loads, (tmp_path / "events").read_text().splitlines())
-    assert names(events) == ["started", "all_again", "started", "stopped"]
+    assert events_of(tmp_path) == ["started", "all_again", "started", "stopped"]
     assert len(list(tmp_path.glob("saved *"))) == 4
 
 
@@ -231,6 +249,75 @@ def test_what_a_run_left_that_was_killed_with_its_watcher_goes_at_the_next_start
     with tempfile.TemporaryDirectory(prefix="lioncub-", dir=at.folder.parent) as other:
         kept(["true"], 1, tmp_path)
         assert not at.folder.exists() and Path(other).exists()
+
+
+def test_the_coordinator_of_a_machine_is_reached_from_this_machine_alone(tmp_path):
+    """What connects from outside could take a place: jax listens on all interfaces by default."""
+    text = "import jax, os, socket; jax.distributed.initialize(); port = int(os.environ['MASTER_PORT'])\n"
+    text += (
+        "for at in ('127.0.0.1', '127.0.0.2'):\n  print(at, socket.socket().connect_ex((at, port)))"
+    )
+    _, lines, _ = kept(program(text), 1, tmp_path)
+    assert {"0 | 127.0.0.1 0", f"0 | 127.0.0.2 {errno.ECONNREFUSED}"} < set(lines)
+
+
+# The first start dies behind 200 MB of output, the second saves when it is asked to.
+FLOODS = """
+import os, sys, time
+if os.environ['LIONCUB_START'] == '1':
+    while not os.path.exists('go'):
+        time.sleep(0.01)
+    for _ in range(2000):
+        os.write(1, b'x' * 99_999 + b'\\n')
+    sys.exit(3)
+"""
+
+
+def test_a_reader_that_stops_blinds_nobody(tmp_path):
+    """As a paused pager does: deaths and signals are noticed, and memory has an end."""
+    patience = "from lioncub_jax.lab import group; group.PATIENCE = 0.2; from lioncub_jax.cli import main; "
+    run = "import sys; sys.exit(main(['run', '--workers', '1', '--events', 'events', '--', *sys.argv[1:]]))"
+    with subprocess.Popen(
+        [*program(patience + run), *program(FLOODS + SAVES)], stdout=subprocess.PIPE, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    ) as child:  # fmt: skip
+        try:
+            wait_for(lambda: events_of(tmp_path), ["started"])
+            before = peak_memory(child.pid)
+            (tmp_path / "go").touch()
+            wait_for(lambda: events_of(tmp_path), ["started", "died", "started"])
+            assert peak_memory(child.pid) - before < 50_000
+            wait_for((tmp_path / "up").exists, True)
+            child.terminate()
+            assert child.wait(20) == 128 + signal.SIGTERM
+        finally:
+            child.kill()
+    assert (tmp_path / "saved 2 0").exists()
+
+
+def test_a_slow_reader_is_told_how_much_it_missed(tmp_path, monkeypatch):
+    for name, value in {"PATIENCE": 0.1, "WAITING": 1000}.items():
+        monkeypatch.setattr(group, name, value)
+    text = "import pathlib; [print(i, flush=True) for i in range(50_000)]; pathlib.Path('done').touch()"
+    monkeypatch.chdir(tmp_path)
+    lines = []
+
+    def write(line):
+        lines.append(line)
+        wait_for(Path("done").exists, True)
+
+    kept(program(text), 1, tmp_path, write=write)
+    missing = [
+        int(found[1]) for x in lines if (found := re.search(r"\((\d+) lines are missing", x))
+    ]
+    assert missing and len(lines) - 2 - len(missing) + sum(missing) == 50_000
+
+
+def test_a_full_disk_under_the_events_ends_nothing(tmp_path):
+    lines = []
+    assert elastic.keep(["true"], 1, events=Path("/dev/full"), write=lines.append) == (0, 1, 1)
+    warning = "lioncub: warning: /dev/full takes no events (No space left on device)"
+    assert lines.count(warning) == 1 and lines[-1] == "lioncub: all workers ended"
 
 
 def test_a_hang_up_that_is_ignored_stays_so(tmp_path):
@@ -253,24 +340,3 @@ def test_where_nobody_takes_the_output_workers_save(tmp_path, monkeypatch):
     with pytest.raises(BrokenPipeError):
         elastic.keep(program(SAVES), 1, write=refuse)
     assert Path("saved 1 0").exists()
-
-
-@pytest.mark.parametrize(("times", "starts"), [(3, 4), (9, 6)])
-def test_a_port_that_another_program_takes_is_no_strike(times, starts, tmp_path):
-    """Before worker 0 has it; and it is not forgiven for ever."""
-    text = WHO + "import pathlib, socket, time\nport = os.environ['MASTER_PORT']\n"
-    text += f"go = pathlib.Path({str(tmp_path)!r}, port)\nprint('port', port, flush=True)\n"
-    text += "while not go.exists():\n  time.sleep(0.01)\nsocket.create_server(('', int(port)))"
-    with contextlib.ExitStack() as taken:
-        ports = []
-
-        def write(line):
-            if line.startswith("0 | port"):
-                ports.append(line.split()[-1])
-                if len(ports) <= times:
-                    taken.enter_context(socket.create_server(("", int(ports[-1]))))
-                (tmp_path / ports[-1]).touch()
-
-        outcome, _, events = kept(program(text), 1, tmp_path, write=write)
-    assert outcome == (int(times > 3), starts, 1) and len(set(ports)) == starts
-    assert names(events).count("collided") == 3

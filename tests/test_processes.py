@@ -35,6 +35,7 @@ import lioncub_jax as lc
 from lioncub_jax.checkpoint import files, stop_on_sigterm
 from lioncub_jax.checkpoint.leaves import paths_of
 from lioncub_jax.layout import Flat
+from lioncub_jax.mesh import processes
 
 SECONDS = 120
 SEED = 2026
@@ -97,13 +98,15 @@ def trained(name):
 ALL = np.arange(48, dtype=np.float32).reshape(16, 3)
 
 
-def started(axes, width=3, **options):
+def started(axes=None, width=3, tx=None, name="x", workers=None, **options):
     """A state and its step."""
-    tx, workers = lc.lion_cub(0.05, workers="data"), workers_of(4, 2, axes)
-    state = lc.init_state(tx, np.ones((width, 256), np.float32), workers)
+    tx, workers = tx or lc.lion_cub(0.05, workers="data"), workers or workers_of(4, 2, axes)
+    params = {key: np.ones((width, 128), np.float32) for key in "vw"}
+    state = lc.init_state(tx, params, workers)
 
     def loss(params, batch, rng):
-        return jnp.mean(batch["x"] @ params) * jnp.sum(batch.get("c", 1.0))
+        mean = jnp.mean(batch[name] @ params["v"] + batch[name] @ params["w"]) / 2
+        return mean * jnp.sum(batch.get("c", 1.0))
 
     return state, lc.make_train_step(loss, tx, workers, **options)
 
@@ -141,9 +144,55 @@ def rows_fit(folder):
     lies = NamedSharding(state.rng.sharding.mesh, P("data"))
     every = jax.make_array_from_callback(ALL.shape, lies, lambda i: ALL[i])
     assert step(state, {"x": every})[1]["loss"] == np.mean(ALL.sum(1))
+    state, step = started(within)
+    with pytest.raises(ValueError, match=r"rows for each part of the batch, and process . {"):
+        step(state, {"x": every if me else rows})
     state, step = started(("fsdp", "data"), in_kinds=kinds)
     _, metrics = step(state, {"x": ALL, "c": np.float32([3, -1])})
     assert metrics["loss"] == 2 * np.mean(ALL.sum(1))
+
+
+def other_code(folder):
+    """In the last process something is another: a sentence in both, and nobody waits."""
+    me, vote = jax.process_index(), functools.partial(lc.lion_cub, workers="data")
+    injected = optax.inject_hyperparams(vote, static_args=("workers",))
+    for first, last, words in [
+        (
+            vote(0.5),
+            vote(0.5, bucket_size=256),
+            "^collectives of the step differ: processes 0, 1. ",
+        ),
+        (vote(0.5), vote(0.25), "0 has `.*dense<-?5.0.*process 1 has `.*dense<-?2.5"),
+        (
+            injected(0.5),
+            injected(0.25),
+            r"0 has `state.*\['learning_rate'\] = 0.5`, .* = 0.25`. Run",
+        ),
+        (
+            vote(0.5),
+            lc.owner_lion(0.5, workers="data"),
+            "^arguments of the step differ: .*opt_state",
+        ),
+    ]:
+        state, step = started(("data", "fsdp"), tx=last if me else first)
+        with pytest.raises(ValueError, match=words):
+            step(state, {"x": np.split(ALL, 2)[me]})
+    state, step = started(("data", "fsdp"), name="xy"[me])
+    with pytest.raises((RuntimeError, KeyError), match=r"not traced: another process|'y'"):
+        step(state, {"x": np.split(ALL, 2)[me]})
+    if me:  # on devices of its own, of which the other knows nothing
+        mesh = jax.sharding.Mesh(np.array(jax.local_devices()), ("data",))
+        state, step = started(workers=lc.Workers(mesh, "data"))
+        step(state, {"x": ALL})
+
+
+def leave(folder):
+    """An error of one, in the context that ends it; the last task, for nobody comes back."""
+    with lc.mesh.end_on_error():
+        multihost_utils.sync_global_devices("all else is done")
+        if jax.process_index():
+            raise KeyError("of one")
+        multihost_utils.sync_global_devices("never")
 
 
 def sent():
@@ -160,7 +209,7 @@ def votes_alone(folder):
     """Neither parameters nor rows travel."""
     before = sent()
     state, step = started(("data", "fsdp"), width=1024)
-    assert sent() - before < state.params.nbytes / 20
+    assert sent() - before < optax.tree.size(state.params) / 5
     rng = np.random.default_rng(jax.process_index())
     batch = {"x": rng.normal(size=(256, 1024)).astype(np.float32)}
     said = lc.traffic.collectives(step.lower(state, batch).compile(), state.rng.sharding.mesh)
@@ -170,6 +219,11 @@ def votes_alone(folder):
         state, _ = step(state, batch)
     jax.block_until_ready(state)
     assert 0.9 * predicted < sent() - before < 1.2 * predicted < batch["x"].nbytes
+    processes.WAITS_SECONDS = 0.1
+    if jax.process_index():  # until the other has said that it waits
+        until(lambda: "process 0 has waited" in (folder / "0.log").read_text(), [])
+    jax.block_until_ready(step(state, batch))
+    processes.WAITS_SECONDS = 60.0
 
 
 # --- States that tell leaf, worker and step
@@ -412,7 +466,9 @@ def loop(folder):
                 print("saving", flush=True)
 
 
-PAIR = train, rows_fit, votes_alone, differ, other_workers, agree, refuse, alone, heal, stop
+PAIR = (
+    train, rows_fit, other_code, votes_alone, differ, other_workers, agree, refuse, alone, heal, stop
+)  # fmt: skip
 
 
 # --- Starting processes
@@ -497,13 +553,20 @@ def pair(tmp_path_factory):
             child.send_signal(signal.SIGTERM)
             time.sleep(0.05)
 
-    return folder, run_all(__file__, PAIR, 2, folder, tell)
+    return folder, run_all(__file__, (*PAIR, leave), 2, folder, tell)
 
 
 @pytest.mark.parametrize("task", [task.__name__ for task in PAIR])
 def test_two_processes_hold_what_is_asserted_in_each(task, pair):
     for text in pair[1]:
         assert f"done: {task}\n" in text
+
+
+def test_a_process_that_waits_says_so_and_one_that_fails_is_gone(pair):
+    first, last = pair[1]
+    assert "process 0 has waited 0 s for the other processes: one is slow or has died" in first
+    assert "process 1 ends: it failed. Start all again. KeyError: 'of one'\n" in last
+    assert "done: leave" not in first + last
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -516,6 +579,19 @@ def test_processes_end_with_the_bits_of_one_process(name, pair):
             np.testing.assert_allclose(found["loss"], loss, rtol=1e-6)
             for key, value in wanted.items():
                 np.testing.assert_array_equal(found[key], value, err_msg=key)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ([5, 5, 7], "process 2 against the other 2"),
+        ([7, 5, 7, 7, 1], "processes 1, 4 against the other 3"),
+        ([5, 7], "processes 0, 1"),
+        ([5, 5], ""),
+    ],
+)
+def test_of_several_processes_the_minority_is_named(values, words):
+    assert processes.who_differs(values)[2] == words
 
 
 def test_one_process_reads_what_two_saved(pair):
@@ -569,4 +645,4 @@ def test_whoever_reads_beside_a_run_and_whenever_it_is_killed_its_newest_is_whol
 
 
 if __name__ == "__main__":
-    main(*PAIR, loop)
+    main(*PAIR, leave, loop)

@@ -65,5 +65,11 @@ def write(text: str) -> None:
 
 
 def write_line(line: str) -> None:
-    """A line of a worker, as soon as it is there."""
-    write(f"{line}\n")
+    """A line of a worker, at once; a thread that waits here for a reader does not hold up the end.
+
+    Raises:
+      OSError: where standard output takes no more.
+    """
+    data = f"{line}\n".encode(errors="replace") if sys.stdout else b""
+    while data:
+        data = data[os.write(1, data) :]

@@ -24,10 +24,11 @@ import tempfile
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
-from lioncub_jax.lab.group import Group, Member, News, caught
+from lioncub_jax.lab.group import Group, Member, News, Output, caught
 from lioncub_jax.lab.run import program_of, wiring
 from lioncub_jax.progress import STEPPED
 
@@ -76,16 +77,16 @@ def keep(
 
     After three starts in a row that failed the place that died first is left out, or, where it must not be,
     the run ends with its last output. A start has failed that ended within a minute, or before its first
-    step, however long it took: `stepped` says that there was one. A start before whose first step another
-    program took its port has not failed; three of them are forgiven in a run.
+    step, however long it took: `stepped` says that there was one.
 
     Args:
       command: the program and its arguments.
       workers: how many to start.
       least: with fewer it does not go on; None for all.
       events: a file to which every change is added, one JSON object a line; its folder must exist.
-      write: takes a line: output of the workers behind their numbers, and what is done. What it raises
-        ends the run as SIGTERM does, and is raised then.
+      write: takes a line: output of the workers behind their numbers, and what is done; called by a
+        thread. Workers wait 5 s for one that does not return, then lines are dropped and counted. What it
+        raises ends the run as SIGTERM does, and is raised then.
 
     Raises:
       ValueError: for numbers that cannot be, for no command, or one that is not there, and where others may
@@ -105,51 +106,54 @@ def keep(
         )
     program_of(command, os.environ.get("PATH", os.defpath))
     news: News = queue.SimpleQueue()
+    output = Output(write, failed=lambda: news.put(signal.SIGPIPE))
+
+    def take(number: int) -> None:
+        news.put(number)
+        if number != signal.SIGUSR1:
+            output.hurry()
+
     ending = signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP
-    with (
-        caught(news.put, *ending, signal.SIGUSR1),
-        open(events or os.devnull, "a", buffering=1) as file,
-        _memory() as kept,
-        _watcher(kept) as watcher,
-    ):
-        log = Log(write, file, news)
-        group, places = Group(news, log.said), [*range(workers)]
-        run = Run([*command], workers, places, least, kept, watcher, log, group)
-        while (code := run.start()) is None:
-            pass
-    if log.failed:
-        raise log.failed
+    with caught(take, *ending, signal.SIGUSR1):
+        with (
+            open(events or os.devnull, "ab", buffering=0) as file,
+            _memory() as kept,
+            _watcher(kept) as watcher,
+        ):
+            log = Log(output, file)
+            group, places = Group(news, output, log.heard), [*range(workers)]
+            run = Run([*command], workers, places, least, kept, watcher, log, group)
+            while (code := run.start()) is None:
+                pass
+        output.close()
     return Outcome(code, log.start, len(run.places))
 
 
 class Log:
     """Says what happens: a line for people, and a JSON object for programs."""
 
-    def __init__(self, write: Callable[[str], object], file: TextIO, news: News):
-        self._write, self._file, self._news = write, file, news
-        self.failed: Exception | None = None
+    def __init__(self, output: Output, file: FileIO):
+        self._file, self._rest, self._failed = file, b"", False
+        self.line = output.line
         self.start = 0
         self.last = defaultdict[int, deque[str]](lambda: deque(maxlen=LAST_LINES))
 
-    def line(self, text: str) -> None:
-        """Shows it; where that fails, as on a closed terminal, workers are still given time to save."""
-        try:
-            if not self.failed:
-                self._write(text)
-        except Exception as error:
-            self.failed = error
-            self._news.put(signal.SIGPIPE)
-
-    def said(self, member: Member, text: str) -> None:
-        """Shows a line of a worker, and keeps it for a while."""
-        self.last[member.place].append(text)
-        self.line(f"{member.place} | {text}")
+    def heard(self, place: int, text: str) -> None:
+        """Keeps a line of a worker for a while."""
+        self.last[place].append(text)
 
     def event(self, event: str, line: str, **fields: Any) -> None:
-        """A line for people, and fields for programs."""
+        """A line for people, and fields for programs; a disk that takes none ends no training."""
         self.line(f"lioncub: {line}")
         about = {"time": time.time(), "event": event, "start": self.start}
-        self._file.write(json.dumps(about | fields) + "\n")
+        self._rest += json.dumps(about | fields).encode() + b"\n"
+        try:
+            while self._rest:
+                self._rest = self._rest[self._file.write(self._rest) :]
+        except OSError as error:
+            if not self._failed:
+                self.line(f"lioncub: warning: {self._file.name} takes no events ({error.strerror})")
+            self._failed = True
 
 
 @dataclasses.dataclass
@@ -164,12 +168,14 @@ class Run:
     watcher: int  # the pipe to it
     log: Log
     group: Group
-    collisions: int = 0
+    coordinator: str = ""  # its address, of the present start
     failed: list[int] = dataclasses.field(default_factory=list)  # places that died first, in a row
 
     def start(self) -> int | None:
         """One start of all workers, until they have ended; the exit code, or None to start again."""
-        began, self.port = time.monotonic(), _free_port()
+        began = time.monotonic()
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.coordinator = "{}:{}".format(*free.getsockname())
         self.log.start += 1
         self.log.last.clear()
         try:
@@ -227,14 +233,7 @@ class Run:
             "died", f"worker {place} died {how} after {seconds:.1f} s; the others are ended",
             place=place, code=code,
         )  # fmt: skip
-        stepped = self._stepped().exists()
-        if not stepped and self.collisions < STRIKES and not _free_port(self.port):
-            # All have ended, and it is in use. (Of jax's words none says that reliably.)
-            self.collisions += 1
-            said = f"another program has taken port {self.port}: on another, and no strike"
-            self.log.event("collided", said)
-            return None
-        strike = seconds < SETTLED_SECONDS or not stepped
+        strike = seconds < SETTLED_SECONDS or not self._stepped().exists()
         self.failed = [*self.failed, place] if strike else []
         if len(self.failed) < STRIKES:
             return None
@@ -266,7 +265,7 @@ class Run:
             "JAX_COMPILATION_CACHE_DIR": f"{self.kept}/jax",
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
-        own = wiring(f"127.0.0.1:{self.port}", len(self.places), index, "lo")
+        own = wiring(self.coordinator, len(self.places), index, "lo")
         start = {"LIONCUB_START": str(self.log.start), STEPPED: str(self._stepped())}
         return kept | dict(os.environ) | own | start
 
@@ -340,13 +339,3 @@ def _watcher(folder: str) -> Iterator[int]:
         os.close(write)
         watcher.wait()
         os.close(read)
-
-
-def _free_port(port: int = 0) -> int:
-    """That port, or any; 0 where another program has it, on whatever address."""
-    with socket.socket() as probe:
-        # What is left of connections of the dead does not count.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        with contextlib.suppress(OSError):
-            probe.bind(("", port))
-        return int(probe.getsockname()[1])

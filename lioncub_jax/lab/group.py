@@ -1,6 +1,7 @@
-"""Processes that end together, and one queue of what happens: lines of output, ends, signals.
+"""Processes that end together: what happens to them in one queue, and what they say in another.
 
 For `lioncub_jax.elastic.keep` and for the lab's hub, a program of its own: the standard library alone.
+Whoever watches never writes: a reader that stops, such as a paused pager, delays no end.
 """
 
 import contextlib
@@ -10,10 +11,13 @@ import signal
 import subprocess
 import threading
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 LONGEST_LINE = 65536  # of output, in bytes; longer ones are cut
+WAITING = 1 << 22  # characters of output that are kept for a reader who is slow
+PATIENCE = 5.0  # seconds until a reader who takes nothing has stopped
 ORPHANS_SECONDS = (
     1.0  # for what a member started in a session of its own, and still holds its output
 )
@@ -26,8 +30,87 @@ class Member(NamedTuple):
     process: subprocess.Popen[bytes]
 
 
-# The number of a signal; or a member and its next line, or None where it has ended.
-News = queue.SimpleQueue[int | tuple[Member, str | None]]
+# The number of a signal, or a member that has ended.
+News = queue.SimpleQueue[int | Member]
+
+
+class Output:
+    """Lines on their way to a reader, written by a thread of their own.
+
+    Args:
+      write: takes a line.
+      failed: called where `write` has raised; what comes later is thrown away.
+    """
+
+    def __init__(self, write: Callable[[str], object], failed: Callable[[], object]):
+        self._write, self._failed = write, failed
+        self._lines, self._size = deque[str | None](), 0
+        self._missing = Counter[str]()
+        self._changed = threading.Condition()
+        self._hurried = self._stopped = False  # stopped: the reader takes nothing
+        self.error: Exception | None = None
+        _begun(self._run)
+
+    def line(self, text: str) -> None:
+        """A line that is not dropped; does not wait."""
+        with self._changed:
+            self._lines.append(text)
+            self._size += len(text) + 1
+            self._changed.notify_all()
+
+    def offer(self, source: str, text: str) -> None:
+        """A line behind its source; waits for room, and drops it where the reader has stopped."""
+        with self._changed:
+            patience = 0.0 if self._stopped or self._hurried else PATIENCE
+            self._stopped = not self._changed.wait_for(lambda: self._size < WAITING, patience)
+            if self._stopped:
+                self._missing[source] += 1
+                return
+            self._say_missing(source)
+            self.line(source + text)
+
+    def hurry(self, *_: object) -> None:
+        """From now on nobody waits long for the reader; may be called by what handles signals."""
+        with self._changed:
+            self._hurried = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Waits until all is written; after `hurry` some seconds at most.
+
+        Raises:
+          Exception: what `write` raised.
+        """
+        with self._changed:
+            for source in list(self._missing):
+                self._say_missing(source)
+            self._changed.wait_for(lambda: self._hurried or not self._size)
+            self._changed.wait_for(lambda: not self._size, PATIENCE)
+            self._lines.append(None)
+            self._changed.notify_all()
+        if self.error:
+            raise self.error
+
+    def _say_missing(self, source: str) -> None:
+        if lines := self._missing.pop(source, 0):
+            self.line(f"{source}({lines} lines are missing: nobody took them for {PATIENCE:g} s)")
+
+    def _run(self) -> None:
+        while (text := self._next()) is not None:
+            try:
+                if not self.error:
+                    self._write(text)
+            except Exception as error:
+                self.error = error
+                self._failed()
+            with self._changed:
+                self._size -= len(text) + 1
+                self._changed.notify_all()
+
+    def _next(self) -> str | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._lines)
+            return self._lines.popleft()
 
 
 class Group:
@@ -35,12 +118,18 @@ class Group:
 
     Args:
       news: what happens; who catches signals puts their numbers there.
-      show: takes every line of output.
+      output: takes every line, behind the number of its place.
+      heard: takes every line too, also what is dropped; called by the threads that read.
     """
 
-    def __init__(self, news: News, show: Callable[[Member, str], object]):
+    def __init__(
+        self,
+        news: News,
+        output: Output,
+        heard: Callable[[int, str], object] = lambda place, line: None,
+    ):
         self.members: list[Member] = []
-        self._news, self._show = news, show
+        self._news, self._output, self._heard = news, output, heard
         self._readers: list[threading.Thread] = []
 
     def start(self, place: int, command: list[str], **how: Any) -> None:
@@ -55,20 +144,15 @@ class Group:
         self._readers.append(_begun(self._read, member))
 
     def next(self, until: float | None = None) -> int | Member | None:
-        """The next signal, or member that has ended, or None at that time; shows lines on the way."""
+        """The next signal, or member that has ended, or None at that time."""
         while True:
             try:
                 left = None if until is None else max(0.0, until - time.monotonic())
                 news = self._news.get(timeout=left)
             except queue.Empty:
                 return None
-            if isinstance(news, int):
+            if isinstance(news, int) or news in self.members:
                 return news
-            member, line = news
-            if line is not None:
-                self._show(member, line)
-            elif member in self.members:
-                return member
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Sends a signal to all members and to what they have started."""
@@ -77,27 +161,25 @@ class Group:
                 os.killpg(member.process.pid, number)
 
     def end(self) -> None:
-        """Kills all, and shows what was still said; a signal is left for whoever asks next."""
+        """Kills all, and reads what was still said."""
         self.kill()
         for member in self.members:
             member.process.wait()
         for reader in self._readers:
             reader.join(ORPHANS_SECONDS)
-        while isinstance(news := self.next(until=0.0), Member):
-            pass
-        if news:
-            self._news.put(news)
         self.members, self._readers = [], []
 
     def _wait(self, member: Member) -> None:
         member.process.wait()
-        self._news.put((member, None))
+        self._news.put(member)
 
     def _read(self, member: Member) -> None:
         assert member.process.stdout
         with member.process.stdout as output:
             while raw := output.readline(LONGEST_LINE):
-                self._news.put((member, raw.decode(errors="replace").removesuffix("\n")))
+                line = raw.decode(errors="replace").removesuffix("\n")
+                self._heard(member.place, line)
+                self._output.offer(f"{member.place} | ", line)
 
 
 def _begun(task: Callable[..., None], *arguments: Any) -> threading.Thread:

@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lioncub_jax.lab.group import Group, News
+    from lioncub_jax.lab.group import Group, News, Output
 
 Plan = dict[str, Any]
 Spaces = tuple[int, int]  # descriptors of a network namespace and of one of host names
@@ -58,30 +58,32 @@ def tool(plan: Plan, name: str, *arguments: str, lines: list[str] | None = None)
 def hub() -> None:
     """Builds the network, starts the workers, and watches over them until they or the lab end."""
     # A program's own folder is the first on the path: this is lioncub_jax.lab.group, without the package.
-    from group import Group  # type: ignore[import-not-found]
+    from group import Group, Output  # type: ignore[import-not-found]
 
     control = io.FileIO(0)
     # Process 1 is spared the default action of a signal, but not what Python does at Ctrl-C.
     signal.signal(signal.SIGINT, lambda *_: None)
     plan = json.loads(control.readline())
     news: News = queue.SimpleQueue()
-    threading.Thread(target=listen, args=(control, news), daemon=True).start()
+    output = Output(lambda line: say(line=line), failed=lambda: os._exit(1))
+    threading.Thread(target=listen, args=(control, news, output), daemon=True).start()
     name_hosts(plan)
     places = make_network(plan)
-    group = Group(news, lambda member, line: say(line=f"{member.place} | {line}"))
+    group = Group(news, output)
     try:
         begin = time.monotonic()
         start_workers(plan, places, group)
         codes, exit_code = watch(plan, group)
         seconds = time.monotonic() - begin
         rows = [(codes[place], *sent) for place, sent in enumerate(counters(len(places)))]
-        say(workers=rows, seconds=seconds, exit_code=exit_code)
     finally:
         # What workers leave running still holds their output.
         with contextlib.suppress(ProcessLookupError):
             if os.getpid() == 1:  # all of the namespace, and never of a machine
                 os.kill(-1, signal.SIGKILL)
         group.end()
+        output.close()
+    say(workers=rows, seconds=seconds, exit_code=exit_code)
 
 
 def say(**message: Any) -> None:
@@ -90,10 +92,11 @@ def say(**message: Any) -> None:
         os.write(1, json.dumps(message).encode() + b"\n")
 
 
-def listen(control: io.FileIO, news: "News") -> None:
+def listen(control: io.FileIO, news: "News", output: "Output") -> None:
     """Passes on the lab's signals until it closes the pipe, or is killed: then nothing here lives on."""
     while number := control.read(1):
         news.put(number[0])
+        output.hurry()
     os._exit(1)
 
 

@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lioncub_jax.lab.group import caught
+from lioncub_jax.lab.group import Output, caught
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -220,18 +220,24 @@ def _followed(
                 while data:
                     data = data[os.write(control.fileno(), data) :]
 
+        def pass_on(number: int) -> None:
+            tell(bytes([number]))
+            shown.hurry()
+
+        shown = Output(write, failed=hub.kill)
         tell(json.dumps(plan).encode() + b"\n")
         with (
-            caught(lambda n: tell(bytes([n])), signal.SIGINT, signal.SIGTERM),
+            caught(pass_on, signal.SIGINT, signal.SIGTERM),
             open(output.fileno(), "rb", closefd=False) as lines,
         ):
             for line in lines:
                 if not line.startswith(b"{"):  # words of `unshare`, or of a hub that failed
                     errors.append(line.decode().rstrip())
                 elif "line" in (said := json.loads(line)):
-                    write(said["line"])
+                    shown.offer("", said["line"])
                 else:
                     report = said
+            shown.close()
     if not report:
         killed = "The lab's inner process was killed, and with it all workers"
         raise LabError("\n".join(errors) or killed)
@@ -340,6 +346,7 @@ def wiring(coordinator: str, workers: int, index: int, interface: str) -> dict[s
     (first, port), world, rank = coordinator.split(":"), str(workers), str(index)
     return {
         "JAX_COORDINATOR_ADDRESS": coordinator,
+        "JAX_COORDINATOR_BIND_ADDRESS": coordinator,  # and not on all interfaces, as by default
         "JAX_NUM_PROCESSES": world,
         "JAX_PROCESS_ID": rank,
         # jax reads the address above but no count and no rank: those it takes from Open MPI's.

@@ -4,10 +4,21 @@ Whoever asks is answered when all have asked. Random keys are no numbers: what l
 and is kept are their words.
 """
 
+import contextlib
 import json
+import os
+import re
+import sys
+import threading
+import time
+import traceback
 import warnings
+import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import jax
@@ -22,12 +33,103 @@ from lioncub_jax.mesh.specs import axes_of, product
 
 Result = TypeVar("Result")
 MOST_TOLD = 2**26  # bytes that a process may say at once: room is made for as many from each
+WAITS_SECONDS = 20.0  # until it is said; less than JAX waits for heartbeats
+LINGER_SECONDS = 3.0
+_COLLECTIVE = re.compile(r"stablehlo\.(all_\w+|collective_\w+|reduce_scatter)\b(?:.* : (\(.*))?")
 _ONE = "a global jax.Array, such as jax.make_array_from_callback makes"
+
+
+class Waits:
+    """Says on standard error that this process waits for others, before JAX ends it in words of its own.
+
+    JAX ends all processes when heartbeats of one that died are late, by C++, and nothing can be said then.
+
+    Attributes:
+      latest: the result of the newest step, in which processes take part.
+    """
+
+    latest: jax.Array | None = None
+
+    def __init__(self) -> None:
+        # It ends with the main thread; a daemon that is still inside of JAX then would end in C++.
+        threading.Thread(target=_watch, args=(weakref.ref(self),)).start()
+
+
+def _watch(of: "weakref.ref[Waits]") -> None:
+    longest, main = 0.0, threading.main_thread()
+    while main.is_alive() and (waits := of()):
+        latest, began = waits.latest, time.monotonic()
+        del waits
+        with (
+            _says_that_it_waits(max(WAITS_SECONDS, 3 * longest)),
+            contextlib.suppress(jax.errors.JaxRuntimeError),  # for those who read the result
+        ):
+            jax.block_until_ready(latest)
+        longest = max(longest, time.monotonic() - began)
+        main.join(0.5)
+
+
+@contextlib.contextmanager
+def _says_that_it_waits(seconds: float) -> Iterator[None]:
+    """Unless what is done in it takes less."""
+    timer = threading.Timer(seconds, _say_that_it_waits, [seconds])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _say_that_it_waits(seconds: float) -> None:
+    print(
+        f"process {jax.process_index()} has waited {seconds:.0f} s for the other processes: one is slow or "
+        "has died. If it died, JAX ends all when its heartbeats are late (heartbeat_timeout_seconds of "
+        "jax.distributed.initialize); start all again from the newest checkpoint",
+        file=sys.stderr, flush=True,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def end_on_error() -> Iterator[None]:
+    """A context in which an error ends this process at once, so that other processes do not wait for it.
+
+    A process that leaves by an error waits in ``Checkpoints`` for a save of all, and then in JAX for the
+    others, for minutes: they wait for it in a collective. In this context, the innermost, it says the error
+    and is gone, and the others learn it from their connections. So those say it that have lost another
+    process, and end too. In one process an error is raised as always.
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> with lc.mesh.end_on_error():
+      ...     pass  # steps
+
+    Source: this library.
+    """
+    try:
+        yield
+    except Exception as error:
+        if jax.process_count() == 1:
+            raise
+        lost = "it has lost another, or " * isinstance(error, jax.errors.JaxRuntimeError)
+        who = f"process {jax.process_index()} ends: {lost}it failed"
+        print(f"{who}. Start all again. {type(error).__name__}: {error}", file=sys.stderr)
+        traceback.print_exc()
+        sys.stdout.flush()
+        # When the first process ends, JAX ends the others: they have time to say the same.
+        time.sleep(LINGER_SECONDS if jax.process_index() == 0 else 0)
+        os._exit(1)
+
+
+def gathered(x: Any) -> np.ndarray:
+    """The arrays of all processes, in their order; all must call it."""
+    with _says_that_it_waits(WAITS_SECONDS):
+        return np.asarray(multihost_utils.process_allgather(np.asarray(x)))
 
 
 def any_process(flag: bool) -> bool:
     """Whether it is so in any process; all must ask."""
-    return bool(multihost_utils.process_allgather(np.array(flag)).any())
+    return bool(gathered(flag).any())
 
 
 def together(sentence: str, act: Callable[[], Result]) -> Result:
@@ -49,13 +151,13 @@ def told(what: Any) -> list[Any]:
       ValueError: in all processes, where one says more than `MOST_TOLD` bytes, or what is no JSON.
     """
     mine = np.frombuffer(json.dumps(what).encode(), np.uint8)
-    sizes = multihost_utils.process_allgather(np.array(mine.size))
+    sizes = gathered(mine.size)
     if not 0 < sizes.min() <= sizes.max() <= MOST_TOLD:
         raise ValueError(
             f"processes want to say {sizes.tolist()} bytes to each other, and each may say 1 to "
             f"{MOST_TOLD}: run the same program in all"
         )
-    each = multihost_utils.process_allgather(np.pad(mine, (0, sizes.max() - mine.size)))
+    each = gathered(np.pad(mine, (0, sizes.max() - mine.size)))
     found = []
     for process, (text, size) in enumerate(zip(each, sizes, strict=True)):
         try:
@@ -128,6 +230,80 @@ def checksum(x: Any) -> int:
     return zlib.crc32(np.ascontiguousarray(words_of(x)).tobytes())
 
 
+def check_same_step(lowered: jax.stages.Lowered, **arguments: Any) -> None:
+    """Compares a compiled step between processes, before they wait in it for each other.
+
+    Another ``bucket_size``, optimizer or version on one host ends in a hang, and another learning rate in
+    two models. Steps of ``make_train_step`` compare themselves in their first call. A training loop of your
+    own calls this in every process, once, in front of the first step; all of them raise or none. Checksums
+    travel: of versions, of the types of the arguments, of the values of replicated scalars among
+    them, such as injected rates, and of the program without names and places in files. Host callbacks
+    are part of a program: give all processes the same.
+
+    Args:
+      lowered: ``jax.jit(step).lower(...)``.
+      arguments: global ones of the step, trees of arrays, by name.
+
+    Raises:
+      ValueError: where something differs: in which process, and what is the first of it.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, lioncub_jax as lc
+      >>> step, params = jax.jit(lambda params: params * 2), jnp.ones(3)
+      >>> lc.mesh.check_same_step(step.lower(params), params=params)
+
+    Source: this library.
+    """
+    if jax.process_count() == 1:
+        return
+    paths = jax.tree_util.tree_leaves_with_path(arguments)
+    leaves = {f"{path[0].key}{jax.tree_util.keystr(path[1:])}": x for path, x in paths}
+    scalars = {name: x for name, x in leaves.items() if jnp.ndim(x) == 0 and _is_replicated(x)}
+    program = lowered.as_text().splitlines()
+    collectives = [found for line in program if (found := _COLLECTIVE.search(line))]
+    _check_same_lines({
+        "versions": [f"jax {jax.__version__}, lioncub_jax {version('lioncub_jax')}"],
+        "arguments": [f"{name}: {jax.typeof(x)}" for name, x in leaves.items()],
+        "scalars": [f"{name} = {np.asarray(words_of(x)).tolist()}" for name, x in scalars.items()],
+        "collectives": [f"{x[1]} {x[2] or ''}" for x in collectives],
+        "lines of the program": program,
+    })  # fmt: skip
+
+
+def _check_same_lines(parts: dict[str, list[str]]) -> None:
+    """Raises ``ValueError`` for the first part that is not the same in all processes."""
+    sums = [zlib.crc32("\n".join(lines).encode()) for lines in parts.values()]
+    # Of one size, whatever the processes run.
+    each = gathered(np.array(sums, np.uint32)).T.tolist()
+    for (name, lines), theirs in zip(parts.items(), each, strict=True):
+        usual, odd, who = who_differs(theirs)
+        if not who:
+            continue
+        crcs = told([zlib.crc32(line.encode()) for line in lines])
+        at = next(i for i, (a, b) in enumerate(zip_longest(crcs[usual], crcs[odd])) if a != b)
+        first = told(lines[at].strip()[:200] if at < len(lines) else "nothing more")
+        raise ValueError(
+            f"{name} of the step differ: {who}. Process {usual} has `{first[usual]}`, process {odd} has "
+            f"`{first[odd]}`. Run the same code with the same arguments (optimizer, bucket_size, rates) "
+            "and versions on each host; what is each host's own belongs in the batch"
+        )
+
+
+def who_differs(values: list[int]) -> tuple[int, int, str]:
+    """A process with the most frequent value, one with another, and words: none where all agree."""
+    common, count = Counter(values).most_common(1)[0]
+    odd = [i for i, value in enumerate(values) if value != common]
+    if not odd:
+        return 0, 0, ""
+    names = ", ".join(map(str, odd if 2 * count > len(values) else range(len(values))))
+    others = f" against the other {count}" if 2 * count > len(values) else ""
+    return values.index(common), odd[0], f"process{'es' * (',' in names)} {names}{others}"
+
+
+def _is_replicated(x: Any) -> bool:
+    return not isinstance(x, jax.Array) or x.is_fully_replicated
+
+
 class Batches:
     """Where the batches of a step lie, and what must fit.
 
@@ -149,7 +325,9 @@ class Batches:
         lies: Any = NamedSharding(mesh, P(*spec[:1])).devices_indices_map((self._parts,))
         for device, (part,) in lies.items():
             self._taken.setdefault(device.process_index, set()).add(part.start or 0)
-        self._rows: dict[str, float] = {}  # for a part, when processes compared theirs
+        # Whether all processes take part, of several: then they compare what they do.
+        self.shared = len(self._taken) == jax.process_count() > 1
+        self._rows: dict[str, float] | None = None  # for a part, when processes compared theirs
 
     def check(self, batch: Any, cut: Callable[[], Sequence[bool]]) -> None:
         """Has the processes compare what each gives, once, so that all raise where it does not fit.
@@ -158,7 +336,7 @@ class Batches:
           batch: a tree of arrays.
           cut: says for each leaf whether it is cut over the workers, or goes whole to each.
         """
-        if self._sharding.is_fully_addressable:
+        if not self.shared:
             return
         leaves = zip(jax.tree_util.tree_leaves_with_path(batch), cut(), strict=True)
         both = {_name(path): (x, c) for (path, x), c in leaves if is_own(x, self._sharding)}
@@ -166,7 +344,7 @@ class Batches:
         whole = {name: checksum(x) for name, (x, c) in both.items() if not c}
         me = jax.process_index()
         rows = {name: _rows(x) / len(self._taken[me]) for name, x in own.items()}
-        if not both or rows == self._rows:
+        if rows == self._rows or (not own and self._rows):
             return
         if self._rows:
             raise ValueError(
@@ -181,12 +359,14 @@ class Batches:
                     f"process {me} gives {rows} rows for each part of the batch, and process {process} "
                     f"{each[process][0]}: give as many for each; drop or pad what is left over"
                 )
-            other = seen.setdefault(frozenset(taken), process)
             if each[process][2] != whole:
                 raise ValueError(
                     f"processes {me} and {process} gave different arrays that go whole to each worker, of "
                     f"{', '.join(whole) or 'none'}: give the same in all processes"
                 )
+            if not own:
+                continue
+            other = seen.setdefault(frozenset(taken), process)
             if each[other][1] != each[process][1]:
                 raise ValueError(
                     f"processes {other} and {process} take the same rows of the batch, and gave different "

@@ -23,7 +23,7 @@ from lioncub_jax.arguments import check_count
 from lioncub_jax.layout import Holder
 from lioncub_jax.mesh import boxes
 from lioncub_jax.mesh.placement import Workers, check_alive, check_devices, check_workers
-from lioncub_jax.mesh.processes import Batches
+from lioncub_jax.mesh.processes import Batches, Waits, check_same_step, together
 from lioncub_jax.mesh.specs import check_batch_spec, spec_of, stacked
 from lioncub_jax.progress import stepped
 from lioncub_jax.training import kinds
@@ -223,6 +223,7 @@ class TrainStep:
         self._batches, self._in_kinds = batches, in_kinds
         self._bounded = workers.mesh.devices.flat[0].platform == "cpu"
         self._in_flight: deque[jax.Array] = deque(maxlen=8)
+        self._waits: Waits | None = None
         self.compiled()
 
     def compiled(self, options: dict[str, Any] | None = None) -> "TrainStep":
@@ -245,15 +246,23 @@ class TrainStep:
         Raises:
           TypeError: inside ``jit``, ``scan``, ``vmap`` or ``grad``, and for a batch of what is no array.
           ValueError: for a batch that does not divide or whose leaves have unlike rows, rows of processes
-            that do not fit, and a state that an earlier step was given or that lies on another mesh.
+            that do not fit, a state that an earlier step was given or that lies on another mesh, and
+            processes whose steps differ, in the first call.
         """
         self._check(state, batch)
         self._batches.check(batch, lambda: kinds.cut_of(batch, self._in_kinds))
-        state, metrics = self._jitted(*self._arguments(state, batch))
+        arguments = self._arguments(state, batch)
+        if not self._in_flight and self._batches.shared:
+            traced = together("the step was not traced", partial(self._jitted.lower, *arguments))
+            check_same_step(traced, state=state, batch=arguments[1])
+            self._waits = Waits()
+        state, metrics = self._jitted(*arguments)
         if not self._in_flight:  # the first
             stepped(metrics["loss"])
         # XLA's CPU collectives deadlock where dozens of steps are in flight; eight cost nothing.
         self._in_flight.append(metrics["loss"])
+        if self._waits:
+            self._waits.latest = metrics["loss"]
         if self._bounded and len(self._in_flight) == self._in_flight.maxlen:
             self._in_flight[0].block_until_ready()
         return state, {"loss": metrics.pop("loss"), **metrics}  # jit has sorted them by name
