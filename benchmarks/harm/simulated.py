@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from functional import functional, schedule
+from functional import Schedule, functional
 from gpt import corpus
 from gpt.model import GPT
 from oracle import simulate
@@ -151,7 +151,7 @@ def program(
     def train(
         data: Data, table: Any, lengths: Any, rate: Any, seed: Any, *more: Any
     ) -> tuple[jax.Array, jax.Array]:
-        simulator, key = method(schedule(rate, size.steps)), jax.random.key(seed)
+        simulator, key = method(Schedule(rate, size.steps)), jax.random.key(seed)
         draws, harms = jax.random.fold_in(key, 1), jax.random.fold_in(key, 2)
 
         def step(run: simulate.Simulated, t: jax.Array) -> tuple[simulate.Simulated, None]:
