@@ -1,7 +1,7 @@
 """What simulated runs share: a GPT as functions of its parameters, and the schedule of the rate."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +26,19 @@ def functional(model: Callable[[Any], GPT]) -> tuple[Callable[..., Any], Callabl
     return init, loss
 
 
-def schedule(rate: Any, steps: int) -> Callable[[Any], Any]:
-    """Up for a twentieth of the steps, then down to zero along a cosine."""
-    warmup = max(1, steps // 20)
+class Schedule(NamedTuple):
+    """A learning rate that climbs for a twentieth of the steps, then falls to zero along a cosine.
 
-    def at(t: Any) -> Any:
-        return rate * jnp.minimum(1.0, (t + 1) / warmup) * 0.5 * (1 + jnp.cos(jnp.pi * t / steps))
+    Attributes:
+      rate: the highest; a number, or a traced array.
+      steps: of the run.
+    """
 
-    return at
+    rate: Any
+    steps: int
+
+    def __call__(self, t: Any) -> Any:
+        """The rate after ``t`` steps."""
+        warmup = max(1, self.steps // 20)
+        falling = 0.5 * (1 + jnp.cos(jnp.pi * t / self.steps))
+        return self.rate * jnp.minimum(1.0, (t + 1) / warmup) * falling

@@ -14,11 +14,10 @@ import pictures
 import pytest
 import time_to_loss
 from conftest import AXIS
-from functional import functional
-from goal import contenders, curves, evidence, pages, plan, summary, trainer, tuning
+from goal import contenders, curves, evidence, lengths, pages, plan, summary, trainer, tuning
 from goal.contenders import CONTENDERS, Hyper
 from goal.lab import NOTHING
-from goal.model import CONTEXT, STEPS, TOKENS
+from goal.model import MODEL, STEPS, TOKENS
 from report import read
 
 WORKERS = 8
@@ -90,20 +89,51 @@ def test_a_diverged_run_is_never_the_best():
 # --- A run
 
 
-def test_a_run_learns_repeats_and_says_how_noisy_it_is(monkeypatch):
-    small = {"layers": 1, "width": 32, "heads": 2, "context": CONTEXT}
-    for name, few in {"STEPS": 16, "POINTS": 4, "WINDOWS": 8, "MODEL": small}.items():
-        monkeypatch.setattr(curves, name, few)
-    init, nats = functional(curves.model_of)
-    monkeypatch.setattr(curves, "init", init)
-    monkeypatch.setattr(curves, "nats", nats)
-    run = curves.Run("curve", "vote", TOKENS[0], 4, "alike", 2e-3, 0.8, 0.9, 0.1, 0)
-    args = curves.Runner().arguments(run)
-    train = jax.jit(curves.program(CONTENDERS["vote"], run))
-    first, again = train(*args), train(*args)
-    jax.tree.map(np.testing.assert_array_equal, first, again)
-    assert first["loss"][-1] < first["loss"][0] < 8.5
-    assert 0.5 < np.mean(first["agreement"]) < 0.7 and np.mean(first["variance"]) > 0
+@pytest.mark.parametrize("name", ["vote", "local-2-coded"])
+def test_a_run_learns_says_how_noisy_it_is_and_goes_on_after_a_stop(monkeypatch, tmp_path, name):
+    for known, few in {"POINTS": 4, "WINDOWS": 8, "MODEL": MODEL | {"layers": 1}}.items():
+        monkeypatch.setattr(curves, known, few)
+    one = CONTENDERS[name]
+    run = curves.Run(
+        "curve", name, TOKENS[0], 4, "alike", 2e-3, *one.family.betas, 0.1, 0, steps=16, width=32
+    )
+    times = {"compiling", "seconds"}
+    runner, write = curves.Runner(tmp_path), curves.Stopped.write
+
+    def stopping(self, state, points, seconds):
+        write(self, state, points, seconds)
+        if len(points) == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(curves.Stopped, "write", stopping)
+        runner.run(run)
+    after, whole = runner.run(run), runner.run(run)
+    assert all(after[x] == whole[x] for x in whole if x not in times) and not list(
+        tmp_path.iterdir()
+    )
+    assert after["loss"][-1] < after["loss"][0] < 8.5 and np.mean(after["variance"]) > 0
+    assert name != "vote" or 0.5 < np.mean(after["agreement"]) < 0.7
+
+
+def test_long_runs_are_tuned_by_four_runs_from_what_was_best_in_short_ones(tmp_path):
+    ran = []
+
+    class Runner:
+        def run(self, run):
+            ran.append(run)
+            return run._asdict() | {"loss": [abs(math.log2(run.rate / 0.004))]}
+
+    study = lengths.Study(tmp_path / "rows.jsonl", time_to_loss.ROWS, tmp_path, Runner())
+    job = lengths.Job("1024", "adamw", 1024)
+    study.run(job)
+    study.run(job)  # nothing twice
+    assert [run.rate for run in ran] == [0.00566, 0.00283, *[0.00283] * 2, *[0.00283] * 3]
+    assert [run.seed for run in ran] == [tuning.SEED] * 4 + [0, 1, 2]
+    study.run(lengths.Job("4096", "adamw", 4096, factors=(0.5, 0.25), seeds=2))
+    assert [run.rate for run in ran[7:]] == [0.00142, 0.000708, 0.00142]
+    with pytest.raises(ValueError, match=r"none of powersgd-4, .* ran: run --part 1024 first"):
+        study.run(lengths.Job("4096", "best-powersgd", 4096, factors=(0.5,)))
 
 
 def test_agreement_is_that_of_pairs():

@@ -8,6 +8,7 @@ see `tuning`.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import optax
 from oracle import baselines as reference_baselines
@@ -25,7 +26,7 @@ OURS, PEER = "ours", "peer"
 DECAYS = 0.1, 1.0  # decoupled, that tuning tries
 FOREVER = 2**30  # steps
 FULL, CODED = "in full precision", "in one bit"  # stages of 1-bit Adam
-WARMUP = round(0.15 * STEPS)  # of 1-bit Adam, whose paper takes 15 to 25 % of a run
+WARMUP = round(0.15 * STEPS)  # of 1-bit Adam in a run of the lab
 ALONE = 8  # steps of a worker between two talks, of DiLoCo
 
 Schedule = Callable[[Any], Any]  # steps of a worker so far to a learning rate
@@ -93,6 +94,7 @@ class Contender(NamedTuple):
       local: ``(Hyper, Schedule) -> optimizer`` that takes them.
       stages: the first step of each kind of step, and its name.
       votes: whether workers vote, each with a momentum of its own.
+      accumulate: micro-steps whose mean gradient makes one exchange.
     """
 
     code: str
@@ -105,6 +107,7 @@ class Contender(NamedTuple):
     local: Callable[[Hyper, Schedule], optax.GradientTransformation] | None = None
     stages: tuple[tuple[int, str], ...] = ((0, ""),)
     votes: bool = False
+    accumulate: int = 1
 
 
 def lion(h: Hyper) -> optax.GradientTransformation:
@@ -187,12 +190,27 @@ def alone(
     )  # fmt: skip
 
 
+def averaged_in_codes(steps: int) -> Contender:
+    """The mean of local steps, whose differences travel in codes of 4 bits."""
+    fed = coding.error_feedback(coding.midrise(4), jnp.float32)
+    return alone(
+        "baselines.diloco(1.0, momentum=0, bits=4)", OURS, "ours", steps,
+        lambda: reference.at_owner(optax.scale(-1.0), fed, 4),
+        lambda workers: baselines.diloco(1.0, 0, 4, workers=workers),
+    )  # fmt: skip
+
+
 def one_bit_adam(stage_of: int) -> Callable[[Hyper, Schedule, Any], Recipe]:
     return lambda h, rate, workers: Recipe(
         baselines.one_bit_adam(
             rate, h.b1, h.b2, weight_decay=h.decay, warmup=stage_of, workers=workers
         )
     )
+
+
+def warmup_of(rate: Schedule) -> int:
+    """The steps of 1-bit Adam in floats; its paper takes 15 to 25 % of a run."""
+    return round(0.15 * getattr(rate, "steps", STEPS))
 
 
 def fed_back(bits: int) -> Any:
@@ -236,17 +254,11 @@ CONTENDERS: dict[str, Contender] = {
         lambda: reference_baselines.averaged(MEAN),
         lambda workers: lc.global_gradients(MEAN, workers=workers),
     ),
-    "local-2-coded": alone(
-        "baselines.diloco(1.0, momentum=0, bits=4)", OURS, "ours", 2,
-        lambda: reference.at_owner(
-            optax.scale(-1.0), coding.error_feedback(coding.midrise(4), jnp.float32), 4
-        ),
-        lambda workers: baselines.diloco(1.0, 0, 4, workers=workers),
-    ),
+    "local-2-coded": averaged_in_codes(2),
     "one-bit-adam": Contender(
         "baselines.one_bit_adam(...)", PEER, "2102.02888", ADAM,
         lambda h, rate: reference.optimizer(
-            reference_adam.one_bit_adam(h.b1, h.b2, warmup=WARMUP), rate, h.decay
+            reference_adam.one_bit_adam(h.b1, h.b2, warmup=warmup_of(rate)), rate, h.decay
         ),
         one_bit_adam(WARMUP), stages=((0, FULL), (WARMUP, CODED)),
     ),
@@ -255,6 +267,51 @@ CONTENDERS: dict[str, Contender] = {
         lambda: reference_baselines.diloco(),
         lambda workers: baselines.diloco(workers=workers),
     ),
+}  # fmt: skip
+
+
+def averaged_in_bfloat16(tx: optax.GradientTransformation) -> Simulator:
+    """The mean of gradients that travel in bfloat16, and an optimizer of it."""
+    mean = reference_baselines.averaged(tx)
+
+    def update(grads: Any, *state: Any) -> Any:
+        rounded = jax.tree.map(lambda g: g.astype(jnp.bfloat16).astype(g.dtype), grads)
+        return mean.update(rounded, *state)
+
+    return Simulator(mean.init, update)
+
+
+def outer(rate: float, momentum: float, steps: int = 32) -> Contender:
+    """DiLoCo whose differences travel in codes of 4 bits."""
+    return alone(
+        f"baselines.diloco({rate}, {momentum}, bits=4)", OURS, "2311.08105", steps,
+        lambda: reference_baselines.diloco(rate, momentum, 4),
+        lambda workers: baselines.diloco(rate, momentum, 4, workers=workers),
+    )  # fmt: skip
+
+
+BFLOAT16 = Contender(
+    "global_gradients(optax.adamw(...), 'bfloat16')", PEER, "1711.05101", ADAM,
+    lambda h, rate: averaged_in_bfloat16(adamw(h, rate)),
+    lambda h, rate, workers: Recipe(
+        lc.global_gradients(adamw(h, rate), "bfloat16", workers=workers)
+    ),
+)  # fmt: skip
+# Outer optimizers that are tried, once the rest of DiLoCo is tuned.
+OUTERS = {
+    "diloco-32-coded": outer(0.7, 0.9),
+    "diloco-32-coded-6": outer(0.7, 0.6),
+    "diloco-32-coded-3": outer(1.0, 0.3),
+}
+# Those that run in longer runs only, beside some of the above.
+LONG: dict[str, Contender] = {
+    "powersgd-8": power(8),
+    "local-8-coded": averaged_in_codes(8),
+    **OUTERS,
+    "adamw-micro-4": BFLOAT16._replace(accumulate=4),
+    "adamw-micro-16": BFLOAT16._replace(accumulate=16),
+    "vote-micro-4": CONTENDERS["vote"]._replace(accumulate=4),
+    "vote-micro-16": CONTENDERS["vote"]._replace(accumulate=16),
 }  # fmt: skip
 
 
@@ -269,6 +326,7 @@ def timed(name: str, stage: str, workers: Any) -> Recipe:
 
 def contender_named(name: str) -> Contender:
     """Raises ``ValueError`` with the known ones for any other name."""
-    if name not in CONTENDERS:
-        raise ValueError(f"{name!r} does not run; those who do: {', '.join(CONTENDERS)}")
-    return CONTENDERS[name]
+    known = CONTENDERS | LONG
+    if name not in known:
+        raise ValueError(f"{name!r} does not run; those who do: {', '.join(known)}")
+    return known[name]

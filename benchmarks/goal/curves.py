@@ -1,28 +1,33 @@
 """The loss of each contender, step by step: W simulated workers on one core, in one program.
 
+A run is written at each of its 16 points, so that one that is stopped goes on, equal to the bit.
+
 All contenders see the same windows at the same step of a worker, whoever takes steps alone. Beside the
 loss a run says what its noise was: how often two workers vote alike, and the gradient noise scale of
 McCandlish et al. (arXiv 1812.06162).
 """
 
+import hashlib
+import json
 import math
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from functional import functional, schedule
+from functional import Schedule, functional
 from gpt import corpus
 from gpt.model import GPT
 from oracle import simulate
 from oracle.lion import blend
 
 from goal.contenders import Contender, Hyper, contender_named
-from goal.model import CONTEXT, MODEL, STEPS
+from goal.model import CONTEXT, HEAD, MODEL, STEPS, WIDTH
 
 POINTS = 16  # of a curve; local steps divide the steps between two of them
 WINDOWS = 256  # of validation text
@@ -43,6 +48,7 @@ class Run(NamedTuple):
       decay: decoupled.
       seed: of the parameters and the data.
       steps: of a worker; the rate falls to zero over them.
+      width: of the model.
     """
 
     part: str
@@ -56,6 +62,7 @@ class Run(NamedTuple):
     decay: float
     seed: int
     steps: int = STEPS
+    width: int = WIDTH
 
     @property
     def hyper(self) -> Hyper:
@@ -84,9 +91,10 @@ def key_of(row: dict[str, Any]) -> Run | None:
 # --- The model and the text
 
 
-def model_of(seed: Any) -> GPT:
+def model_of(seed: Any, width: int = WIDTH) -> GPT:
     """As every run begins; of a seed or a key."""
-    return GPT(**MODEL, rngs=nnx.Rngs(seed))
+    sizes = MODEL | {"width": width, "heads": width // HEAD}
+    return GPT(**sizes, rngs=nnx.Rngs(seed))
 
 
 init, nats = functional(model_of)
@@ -111,42 +119,57 @@ def drawn(
 # --- A run
 
 
-def program(contender: Contender, run: Run) -> Callable[..., Any]:
-    """``(text, windows, hyper, seed) -> {name: float32[POINTS]}``, compiled once for many runs."""
-    alone = contender.local_steps
-    times = jnp.arange(run.steps).reshape(POINTS, -1, alone)
-    count, workers, apart = run.tokens // CONTEXT, run.workers, run.data == "different"
+class Program(NamedTuple):
+    """A run in parts, each from one point of its curve to the next.
 
-    def train(text: jax.Array, windows: jax.Array, hyper: Hyper, seed: Any) -> Any:
-        rate = schedule(hyper.rate, run.steps)
-        simulator = contender.simulated(hyper, rate)
-        local = contender.local and contender.local(hyper, rate)
+    Attributes:
+      start: ``(seed, hyper) -> state``.
+      part: ``(state, text, windows, hyper, seed, point) -> state, {name: float32[]}``.
+    """
+
+    start: Callable[..., Any]
+    part: Callable[..., Any]
+
+
+def program(contender: Contender, run: Run) -> Program:
+    """What is compiled once for many runs."""
+    alone, micro, apart = contender.local_steps, contender.accumulate, run.data == "different"
+    count, workers = run.tokens // CONTEXT, run.workers
+    init, nats = functional(partial(model_of, width=run.width))
+
+    def method(hyper: Hyper) -> Any:
+        rate = Schedule(hyper.rate, run.steps // micro)
+        return contender.simulated(hyper, rate), contender.local and contender.local(hyper, rate)
+
+    def start(hyper: Hyper, seed: Any) -> simulate.Simulated:
+        simulator, local = method(hyper)
         key = jax.random.key(seed)
-        batch_of = partial(
-            drawn, text, jax.random.fold_in(key, 1), workers=workers, count=count, apart=apart
-        )
+        return simulate.start(simulator, init(key), workers, key, local)
+
+    def part(
+        state: simulate.Simulated, text: jax.Array, windows: jax.Array, hyper: Hyper, seed: Any, point: Any
+    ) -> Any:  # fmt: skip
+        simulator, local = method(hyper)
+        key = jax.random.fold_in(jax.random.key(seed), 1)
+        batch_of = partial(drawn, text, key, workers=workers, count=count, apart=apart)
 
         def step(state: simulate.Simulated, steps: jax.Array) -> Any:
             batch = jnp.concatenate([batch_of(t) for t in steps], axis=1)
             state, losses = simulate.step(nats, simulator, state, batch, alone, local)
             return state, losses.mean()
 
-        def segment(state: simulate.Simulated, times: jax.Array) -> Any:
-            state, losses = jax.lax.scan(step, state, times)
-            fresh = batch_of(run.steps + times[0, 0])
-            grads = jax.vmap(jax.grad(nats), in_axes=(None, 0))(state.params, fresh)
-            said = noise(grads, run.tokens)
-            if contender.votes:
-                said["agreement"] = agreement(blend(hyper.b1, grads, state.opt_state.mu))
-            loss = nats(state.params, windows)
-            return state, {"loss": loss, "train": losses.mean(), **said}
+        length = run.steps // POINTS
+        times = point * length + jnp.arange(length)
+        state, losses = jax.lax.scan(step, state, times.reshape(-1, alone * micro))
+        fresh = batch_of(run.steps + times[0])
+        grads = jax.vmap(jax.grad(nats), in_axes=(None, 0))(state.params, fresh)
+        about = noise(grads, run.tokens)
+        if contender.votes:
+            about["agreement"] = agreement(blend(hyper.b1, grads, state.opt_state.mu))
+        bits = {"loss": nats(state.params, windows), "train": losses.mean()}
+        return state, about | {name: x / math.log(2) for name, x in bits.items()}
 
-        state = simulate.start(simulator, init(key), workers, key, local)
-        _, found = jax.lax.scan(segment, state, times)
-        bits = {name: found[name] / math.log(2) for name in ("loss", "train")}
-        return found | bits
-
-    return train
+    return Program(start, part)
 
 
 def noise(grads: Any, tokens: int) -> dict[str, jax.Array]:
@@ -171,39 +194,105 @@ def agreement(own: Any) -> jax.Array:
 
 
 class Runner:
-    """Runs, compiling each program once."""
+    """Runs, compiling each program once.
 
-    def __init__(self) -> None:
+    Args:
+      kept: a folder for what a run that was stopped goes on from; None for none.
+    """
+
+    def __init__(self, kept: Path | None = None) -> None:
         text = corpus.standard_library()
         self._text = jnp.asarray(text.train)
         self._windows = jnp.asarray(corpus.spread(text.validation, WINDOWS, CONTEXT))
-        self._compiled: dict[Any, Any] = {}
-
-    def arguments(self, run: Run) -> Any:
-        """What the program of a run takes."""
-        hyper = Hyper(*(jnp.float32(x) for x in run.hyper))
-        return self._text, self._windows, hyper, run.seed
+        self._compiled: dict[Any, Program] = {}
+        self._kept = kept
 
     def run(self, run: Run) -> dict[str, Any]:
         """Trains, and returns what a row says about it."""
         began = time.perf_counter()
-        args = self.arguments(run)
-        key = run.contender, run.tokens, run.workers, run.data, run.steps
+        hyper = Hyper(*(jnp.float32(x) for x in run.hyper))
+        given = self._text, self._windows, hyper, run.seed
+        key = run.contender, run.tokens, run.workers, run.data, run.steps, run.width
         if key not in self._compiled:
             # What comes next is mostly of the same kind: one program is kept.
             jax.clear_caches()
-            made = jax.jit(program(contender_named(run.contender), run))
-            self._compiled = {key: made.lower(*args).compile()}
+            traced = program(contender_named(run.contender), run)
+            start = jax.jit(traced.start).lower(hyper, run.seed).compile()
+            part = jax.jit(traced.part, donate_argnums=0)
+            part = part.lower(start(hyper, run.seed), *given, 0).compile()
+            self._compiled = {key: Program(start, part)}
         compiling = time.perf_counter() - began
-        found = jax.device_get(self._compiled[key](*args))
+        start, part = self._compiled[key]
+        before = Stopped(run, self._kept)
+        state, points = before.read(start(hyper, run.seed))
+        while len(points) < POINTS:
+            state, about = part(state, *given, len(points))
+            points.append({name: float(x) for name, x in about.items()})
+            before.write(state, points, time.perf_counter() - began - compiling)
+        before.forget()
         return {
             **run._asdict(),
-            **{name: numbers(x) for name, x in found.items()},
+            **{name: numbers([point[name] for point in points]) for name in points[0]},
             "compiling": round(compiling, 2),
-            "seconds": round(time.perf_counter() - began, 2),
+            "seconds": round(before.seconds + time.perf_counter() - began, 2),
         }
 
 
-def numbers(x: np.ndarray) -> list[float | None]:
+class Stopped:
+    """A run that may be stopped at any time: a file has its state at the last point."""
+
+    def __init__(self, run: Run, folder: Path | None):
+        self.seconds = 0.0  # of earlier starts
+        name = hashlib.sha256(repr(run).encode()).hexdigest()[:16]
+        self._path = None if folder is None else folder / f"{name}.npz"
+
+    def read(self, state: Any) -> tuple[Any, list[dict[str, float]]]:
+        """The state of the last point and the points so far, or the fresh one and none."""
+        if self._path is None or not self._path.exists():
+            return state, []
+        with np.load(self._path) as file:
+            about = json.loads(str(file["about"]))
+            leaves, tree = jax.tree.flatten(state)
+            read = [from_bytes(file[str(i)], x) for i, x in enumerate(leaves)]
+        self.seconds = about["seconds"]
+        return jax.tree.unflatten(tree, read), about["points"]
+
+    def write(self, state: Any, points: list[dict[str, float]], seconds: float) -> None:
+        """Keeps the state; a stop while it is written leaves the one before."""
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        arrays = {str(i): to_bytes(x) for i, x in enumerate(jax.tree.leaves(state))}
+        about = json.dumps({"points": points, "seconds": self.seconds + seconds})
+        part = self._path.with_suffix(".part")
+        with part.open("wb") as file:
+            np.savez(file, about=about, **arrays)
+        part.replace(self._path)
+
+    def forget(self) -> None:
+        """Takes the file away: the row has it all."""
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+
+def to_bytes(x: jax.Array) -> np.ndarray:
+    """``uint8[n]`` of an array or a random key, for a file that knows no bfloat16."""
+    data = jax.random.key_data(x) if is_key(x) else x
+    return np.frombuffer(np.asarray(data).tobytes(), np.uint8)
+
+
+def from_bytes(data: np.ndarray, like: jax.Array) -> jax.Array:
+    """The array or key that was like this one."""
+    form = jax.random.key_data(like) if is_key(like) else like
+    x = jnp.asarray(data.view(form.dtype).reshape(form.shape))
+    return jax.random.wrap_key_data(x) if is_key(like) else x
+
+
+def is_key(x: jax.Array) -> bool:
+    """True for a typed random key."""
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def numbers(each: list[float]) -> list[float | None]:
     """JSON: five digits; what is not finite is null."""
-    return [float(f"{one:.5g}") if math.isfinite(one) else None for one in x.tolist()]
+    return [float(f"{x:.5g}") if math.isfinite(x) else None for x in each]

@@ -1,6 +1,7 @@
 """What all of them train: the GPT of the demo on windows of 32 bytes, 430,720 parameters."""
 
 LAYERS, WIDTH, HEADS, CONTEXT, VOCABULARY = 2, 128, 4, 32, 256
+HEAD = WIDTH // HEADS  # the width of a head, of all sizes of model
 MODEL = {"layers": LAYERS, "width": WIDTH, "heads": HEADS, "context": CONTEXT}
 STEPS = 256  # of each worker, in a run
 LONGER = 384  # of those who do not get there in that

@@ -1,0 +1,76 @@
+"""Where users train: who is first after 1,024 and 4,096 steps, with 2,048 tokens, at four sizes of model.
+
+    python benchmarks/convergence.py [--part 1024 tokens 4096 ladder 256] [--jobs 2]
+    python benchmarks/convergence.py --left     # says what there is to run, and runs nothing
+
+Eight simulated workers, one core for each process. Rows are written as they come and never run twice. A
+run that is stopped goes on from the last of its 16 points, equal to the bit.
+"""
+
+import argparse
+import os
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+
+import report
+from goal import lengths
+from goal.curves import key_of
+from time_to_loss import FLAGS
+from time_to_loss import ROWS as SHORT
+
+ROOT = Path(__file__).parents[1]
+ROWS = ROOT / "benchmarks" / "results" / "convergence.jsonl"
+KEPT = ROOT / "runs" / "convergence"
+
+_study: list[lengths.Study] = []  # of this process
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = report.rows_parser(__doc__, ROWS)
+    parts = list(lengths.PARTS)
+    parser.add_argument("--part", nargs="+", choices=parts, default=parts, help="in this order")
+    parser.add_argument("--jobs", type=int, default=2, help="processes, of one core each")
+    parser.add_argument("--left", action="store_true", help="say what is left, and run nothing")
+    args = parser.parse_args(argv)
+    for part in args.part:
+        print(left(part, args.save), flush=True)
+    if args.left:
+        return
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
+    for part in args.part:
+        run(part, args)
+
+
+def left(part: str, save: Path) -> str:
+    """What is left of a part, in core hours."""
+    steps = {job.steps for job in lengths.jobs_of(part)}
+    rows = [row for row in report.read(save, key_of) if part_of(row) == part]
+    hours = lengths.hours_left(lengths.jobs_of(part), rows)
+    return f"part {part}, {max(steps):,} steps: {len(rows)} runs done, {hours:.1f} core hours left"
+
+
+def part_of(row: dict) -> str:
+    """The part that a row is of."""
+    if row["width"] != lengths.WIDTH:
+        return "ladder"
+    return "tokens" if row["tokens"] != lengths.TOKENS else str(row["steps"])
+
+
+def run(part: str, args: argparse.Namespace) -> None:
+    """All jobs of a part; a bar of what is done is printed behind each."""
+    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
+        waiting = {pool.submit(run_job, job, args.save): job for job in lengths.jobs_of(part)}
+        for done in as_completed(waiting):
+            done.result()
+            print(f"{waiting[done].contender} is done; {left(part, args.save)}", flush=True)
+
+
+def run_job(job: lengths.Job, save: Path) -> None:
+    """A job in a process of its own."""
+    _study[:] = _study or [lengths.Study(save, SHORT, KEPT)]
+    _study[0].run(job)
+
+
+if __name__ == "__main__":
+    main()

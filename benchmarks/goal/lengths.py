@@ -1,0 +1,230 @@
+"""The runs of the study of lengths and sizes, in the order of their worth.
+
+Every method is tuned alike. With E exchanges in a run the first rate is ``r (256 / E)^(1/4)``, where r was
+best in 256 steps (of the method itself, or of the one that it is made of), the second is half of that.
+Then come the other betas and the other decay, each with what was best before: four runs in all.
+"""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import report
+from report import Rows
+
+from goal import tuning
+from goal.contenders import DECAYS, OUTERS, Hyper, contender_named
+from goal.curves import Run, Runner, hyper_of, key_of
+from goal.model import STEPS, WIDTH
+from goal.plan import last
+
+WORKERS, TOKENS = 8, 256
+SEEDS = 3
+METHODS = (
+    "adamw", "lion", "vote", "owner-adamw", "owner-lion", "powersgd-8", "adamw-micro-4",
+    "vote-micro-4", "powersgd-4", "powersgd-16", "local-8-coded", "diloco-32-coded",
+    "one-bit-adam", "adamw-micro-16", "vote-micro-16",
+)  # fmt: skip
+# Whose rate of 256 steps a method begins with that did not run there.
+LIKE = {
+    "powersgd-8": "powersgd-16", "local-8-coded": "local-2-coded", "diloco-32-coded": "local-2-coded",
+    "adamw-micro-4": "adamw", "adamw-micro-16": "adamw",
+    "vote-micro-4": "vote", "vote-micro-16": "vote",
+}  # fmt: skip
+POWERSGD = "powersgd-4", "powersgd-8", "powersgd-16"
+LOCAL = "local-8-coded", *OUTERS
+
+
+class Job(NamedTuple):
+    """A method in one setting: its tuning, then its seeds.
+
+    Attributes:
+      part: of the study, see `PARTS`.
+      contender: its name; "best-powersgd" and "best-local" are known when 1,024 steps have run.
+      steps: micro-steps of a worker.
+      tokens: that a worker sees in each.
+      width: of the model.
+      factors: of the rate that was best in 1,024 steps, tried on seed 0; empty for the four tuning runs.
+      seeds: of the best choice.
+    """
+
+    part: str
+    contender: str
+    steps: int
+    tokens: int = TOKENS
+    width: int = WIDTH
+    factors: tuple[float, ...] = ()
+    seeds: int = SEEDS
+
+
+def jobs_of(part: str) -> list[Job]:
+    """The jobs of a part, those that others need first."""
+    return PARTS[part]()
+
+
+def _ladder() -> list[Job]:
+    known = ("adamw", "vote", "owner-adamw", "lion")
+    jobs = [
+        Job("ladder", m, 1024, width=w, factors=(2.0, 1.0, 0.5), seeds=2)
+        for w in (64, 256)
+        for m in known
+    ]
+    return jobs + [
+        Job("ladder", m, 1024, width=384, factors=(1.0, 0.5), seeds=1) for m in known[:3]
+    ]
+
+
+PARTS: dict[str, Callable[[], list[Job]]] = {
+    "1024": lambda: [Job("1024", name, 1024) for name in METHODS],
+    "tokens": lambda: [
+        Job("tokens", name, 512, tokens=2048, factors=(1.0, 1.41))
+        for name in ("adamw", "vote", "owner-adamw", "owner-lion", "best-powersgd")
+    ],
+    "4096": lambda: [
+        Job("4096", name, 4096, factors=(0.5, 0.25), seeds=2)
+        for name in ("adamw", "vote", "owner-adamw", "lion", "best-powersgd", "best-local")
+    ],
+    "ladder": _ladder,
+    "256": lambda: [
+        Job("256", name, STEPS) for name in ("powersgd-8", "adamw-micro-4", "vote-micro-4")
+    ],
+}  # fmt: skip
+
+
+class Study:
+    """Runs jobs, and adds a row to a file for each run that is not there yet.
+
+    Args:
+      save: the file of rows.
+      short: the rows of 256 steps.
+      runner: trains; made for ``kept``, a folder for runs that were stopped, where none is given.
+    """
+
+    def __init__(self, save: Path, short: Path, kept: Path, runner: Runner | None = None):
+        self._save, self._short = save, report.read(short, key_of)
+        self._runner = runner or Runner(kept)
+
+    def run(self, job: Job) -> None:
+        """Tunes the method and runs its seeds."""
+        rows = report.read(self._save, key_of)
+        job = job._replace(contender=resolved(job.contender, rows))
+        done = {key_of(row): row for row in rows}
+
+        def ran(part: str, name: str, hyper: Hyper, seed: int) -> dict[str, Any]:
+            run = Run(part, name, job.tokens, WORKERS, "alike", *hyper, seed, job.steps, job.width)
+            if run not in done:
+                done[run] = self._runner.run(run)
+                report.append(self._save, [done[run] | report.provenance()])
+            return done[run]
+
+        name = job.contender
+        if job.factors:
+            best = best_of(rows, name)
+            tried = [best._replace(rate=tuning.rounded(best.rate * f)) for f in job.factors]
+            losses = {hyper: last(ran("curve", name, hyper, 0)) for hyper in tried}
+            hyper = min(losses, key=losses.__getitem__)
+        else:
+            start = first(job, self._short)
+            hyper = tuned(lambda h: last(ran("tuning", name, h, tuning.SEED)), start, name)
+            if name in OUTERS:
+                losses = {one: last(ran("tuning", one, hyper, tuning.SEED)) for one in OUTERS}
+                name = min(losses, key=losses.__getitem__)
+        for seed in range(job.seeds):
+            ran("curve", name, hyper, seed)
+
+
+def first(job: Job, short: Rows) -> Hyper:
+    """Where tuning begins."""
+    name = LIKE.get(job.contender, job.contender)
+    known = report.rows_of(short, part="curve", contender=name, tokens=TOKENS, workers=WORKERS)
+    hyper = hyper_of(next(row for row in known if row["data"] == "alike"))
+    one = contender_named(job.contender)
+    exchanges = job.steps // one.accumulate
+    return hyper._replace(rate=tuning.rounded(hyper.rate * (STEPS / exchanges) ** 0.25))
+
+
+def tuned(measure: Callable[[Hyper], float], start: Hyper, name: str) -> Hyper:
+    """The best of four runs: two rates, the other betas, the other decay."""
+    family = contender_named(name).family
+    losses: dict[Hyper, float] = {}
+
+    def best() -> Hyper:
+        return min(losses, key=losses.__getitem__)
+
+    for change in (
+        lambda h: h,
+        lambda h: h._replace(rate=tuning.rounded(h.rate / 2)),
+        lambda h: h._replace(**other_betas(h, family)),
+        lambda h: h._replace(decay=DECAYS[h.decay == DECAYS[0]]),
+    ):
+        hyper = change(best() if losses else start)
+        losses[hyper] = measure(hyper)
+    return best()
+
+
+def other_betas(hyper: Hyper, family: Any) -> dict[str, float]:
+    """The pair of betas of a family that a choice has not."""
+    pair = family.long if (hyper.b1, hyper.b2) == family.betas else family.betas
+    return dict(zip(("b1", "b2"), pair, strict=True))
+
+
+def best_of(rows: Rows, name: str) -> Hyper:
+    """What was best in 1,024 steps.
+
+    Raises:
+      ValueError: where that part has not run.
+    """
+    known = report.rows_of(
+        rows, part="curve", contender=name, steps=1024, tokens=TOKENS, width=WIDTH
+    )
+    if not known:
+        raise ValueError(f"{name} has not run for 1,024 steps: run --part 1024 first")
+    return hyper_of(known[0])
+
+
+def resolved(name: str, rows: Rows) -> str:
+    """The best method of a kind in 1,024 steps, by the mean last loss of its seeds."""
+    kinds = {"best-powersgd": POWERSGD, "best-local": LOCAL}
+    if name not in kinds:
+        return name
+    means = {
+        one: mean_last(known)
+        for one in kinds[name]
+        if (known := report.rows_of(rows, part="curve", contender=one, steps=1024, width=WIDTH))
+    }
+    if not means:
+        raise ValueError(f"{name}: none of {', '.join(kinds[name])} ran: run --part 1024 first")
+    return min(means, key=means.__getitem__)
+
+
+def mean_last(rows: Rows) -> float:
+    """The mean over seeds of the last loss; infinite where a run diverged."""
+    return math.fsum(last(row) for row in rows) / len(rows)
+
+
+# --- How long it takes
+
+
+def work_of(job: Job) -> list[tuple[str, float]]:
+    """The runs of a job: a name for what takes alike long, and its size in steps of 2,048 tokens."""
+    tries = len(job.factors) + job.seeds - 1 if job.factors else 4 + job.seeds
+    tries += len(OUTERS) - 1 if job.contender in OUTERS else 0
+    size = job.steps * (job.tokens / TOKENS) * max((job.width / WIDTH) ** 1.7, 0.4)
+    return [(job.contender, size)] * tries
+
+
+def hours_left(jobs: list[Job], rows: Rows, seconds: float = 0.045) -> float:
+    """Core hours of what has not run, by the seconds of what has; else by ``seconds`` a step."""
+    pace = [
+        row["seconds"] / row["steps"]
+        for row in rows
+        if row["tokens"] == TOKENS and row["width"] == WIDTH
+    ]
+    each = sorted(pace)[len(pace) // 2] if pace else seconds
+    total = sum(size for job in jobs for _, size in work_of(job))
+    done = sum(
+        row["steps"] * row["tokens"] / TOKENS * max((row["width"] / WIDTH) ** 1.7, 0.4)
+        for row in rows
+    )
+    return max(total - done, 0) * each / 3600
