@@ -330,11 +330,6 @@ MUTANTS = r"""
 - if differ[i] and (more or not wanted):
 + if differ[i] and i < len(jax.tree.leaves(results[0])):
 
-# checkpoint/leaves.py: checkpoint
-= a counter of 0.3 is one for all still
-- jnp.broadcast_to(leaves[name], x.shape)
-+ leaves[name]
-
 # mesh/boxes.py: boxes
 = the workers' axis is written behind the names of a box
 - (spec[0], *getattr(names, "spec", names))

@@ -222,19 +222,6 @@ def compressing(workers):
     return dgc(0.5, workers=workers)
 
 
-def test_counters_of_0_3_in_front_of_the_vote_become_each_workers_own(tmp_path):
-    """They were one number for all."""
-
-    def make(workers):
-        return optax.chain(optax.scale_by_adam(), coded(workers))
-
-    state = first_state(make, "8")
-    adam = state.opt_state[0]._replace(count=state.step + 5)
-    state = state._replace(step=state.step + 3, opt_state=(adam, state.opt_state[1]))
-    found = carried(tmp_path, state, "8", "2", make).opt_state[0]
-    np.testing.assert_array_equal(found.count, [5, 5])
-
-
 def numbered(state):
     """Whole numbers where workers have something of their own, so that means are exact."""
 

@@ -410,8 +410,6 @@ class Target:
         for name, x in self.leaves.items():
             if name not in saved:
                 found[name] = jnp.full(x.shape, -1, x.dtype)  # what was not measured
-            elif name in leaves and x.own and x.shape[1:] == saved[name].shape:
-                found[name] = jnp.broadcast_to(leaves[name], x.shape)  # was the same on all workers
             elif name in leaves and x.shape != saved[name].shape:
                 owed = Holder.FEEDBACK in (x.holder, saved[name].holder)
                 key = self._wanted[name].dtype if x.is_key else None
@@ -499,9 +497,7 @@ def check_same_model(name: str, saved: Mapping[str, Leaf], wanted: Mapping[str, 
                 _refuse_some_parameters(path)
             own = old.own or new.own  # over one worker it may not show
             cast = old.lies or new.lies  # a bucket has the widest dtype of its leaves
-            shared = new.own and not old.own and old.shape == new.shape[1:]
-            same = shared or old.shape[own:] == new.shape[own:]
-            if not same or not (cast or old.dtype == new.dtype):
+            if old.shape[own:] != new.shape[own:] or not (cast or old.dtype == new.dtype):
                 given, asked = (f"{x.dtype}{list(x.shape[own:])}" for x in (old, new))
                 problems.append(f"state{path} is {given} in it, wanted {asked}")
         elif new and new.holder is not Holder.MEASURED:
