@@ -29,7 +29,7 @@ ADAM = lc.baselines.one_bit_adam(1.0, warmup=2, workers="data")
 def by_subtree(vote):
     """Labels of which one stands for a whole subtree."""
     mean = lc.global_gradients(optax.lion(1e-3), workers="data")
-    return optax.partition({"vote": vote, "mean": mean}, {"a": "vote", "b": "mean"})
+    return optax.partition({"vote": vote, "mean": mean}, {"a": "vote", "b": "mean", "none": "mean"})
 
 
 @pytest.fixture
@@ -309,7 +309,7 @@ def test_votes_that_only_a_branch_takes_are_warned_of(vote, mesh):
 
 # --- Leaves that no transform was given, where types do not tell
 
-WITHOUT_B = optax.masked(CUB, {"a": True, "b": False})
+WITHOUT_B = optax.masked(CUB, {"a": True, "b": False, "none": True})
 MASKED = {
     "a second optimizer has them": ([WITHOUT_B, CUB], True),
     "a first one has them": ([CUB, WITHOUT_B], True),
