@@ -3,7 +3,7 @@
 The optimizers and the training step are here; parts to choose from are in namespaces: `quantize`, `decide`,
 `wires`, `momentum` and `sync` (what a vote is made of), `mesh` and `training`, `checkpoint`, `watch`
 (programs that would send more than votes), `kernels` (what a TPU wants otherwise), `traffic` (bytes),
-`planner` (what to use), `lab` (a network to try it on), `faults` (liars, replicas that differ), `elastic`
+`planner` (what to use), `lab` (a network to try it on), `faults` (replicas that differ), `elastic`
 (a run that goes on when a worker dies), and `baselines`. Those that need rich or matplotlib
 are loaded when they are first used.
 

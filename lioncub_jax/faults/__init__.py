@@ -1,26 +1,5 @@
-"""What goes wrong with a worker, made on purpose and found: those that lie, and replicas that differ."""
+"""Replicas that differ from what they should hold: found, named and healed."""
 
-from lioncub_jax.faults.liars import (
-    Attack,
-    collusion,
-    liars,
-    not_finite,
-    random_votes,
-    scaled,
-    sign_flip,
-)
 from lioncub_jax.faults.replicas import Difference, ReplicaHealed, Replicas, ReplicasDiffer
 
-__all__ = [
-    "Attack",
-    "Difference",
-    "ReplicaHealed",
-    "Replicas",
-    "ReplicasDiffer",
-    "collusion",
-    "liars",
-    "not_finite",
-    "random_votes",
-    "scaled",
-    "sign_flip",
-]
+__all__ = ["Difference", "ReplicaHealed", "Replicas", "ReplicasDiffer"]
