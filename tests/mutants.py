@@ -543,17 +543,17 @@ MUTANTS = r"""
 
 # checkpoint/recovery.py: snapshots
 = a process that still writes passes for a lost machine
-- len(of_start) >= 3
-+ len(of_start) >= 1
-
-= workers of a lost machine owe what others owe in the mean
-- "zero" if stored.leaf.holder is Holder.FEEDBACK else "mean"
-+ "mean"
+- len(snapshots) >= 3
++ len(snapshots) >= 1
 
 # checkpoint/tiles.py: snapshots
 = each process gives what others give too
-- if near or min(who[index]) == me:
-+ if True:
+- (near or min(some) == me)
++ True
+
+= workers of a lost machine owe what others owe in the mean
+- jnp.zeros_like(left[0]) if leaf.holder is Holder.FEEDBACK else mean_of(left)
++ mean_of(left)
 
 # checkpoint/snapshots.py: snapshots
 = snapshots of an earlier start go as soon as there is one of this start

@@ -31,6 +31,7 @@ from lioncub_jax.checkpoint import (
     snapshot_files,
     tiles,
 )  # fmt: skip
+from lioncub_jax.checkpoint.snapshots import send
 from lioncub_jax.layout import Holder
 from lioncub_jax.mesh.processes import told
 from lioncub_jax.traffic import collectives
@@ -327,23 +328,22 @@ def test_memory_of_a_run_is_where_others_cannot_rename_it(tmp_path, monkeypatch)
     assert keep(write=lambda line: None).exit_code == 0
 
 
-SAYS = [
-    {},
-    "x",
-    None,
-    [[]],
-    [[1], [], None, None],
-    *([[], [k], None, None] for k in (2**60, 2**40, -1)),
-]
+SAYS = [{}, "x", None, [[]], [[1], []], [[], [1]], [[], [[{}, [], None]]]]
+TILES = 2**60, 2**40, -1
+
+
+def said(words, mine):
+    """Some words; a number stands for a snapshot of which a process has that tile."""
+    return [[], [[mine[1][0][0], [words], None]]] if isinstance(words, int) else words
 
 
 def test_what_cannot_be_said_is_refused_and_who_said_it_is_named(folders, first, monkeypatch):
     with both(folders, buddies=0) as (_, snapshots):
         snapshots.save(first)
         # Of the names of snapshots, of the newest checkpoint, and of what is in a snapshot.
-        for stage, words in itertools.product(range(3), SAYS):
+        for stage, words in [*itertools.product(range(3), SAYS), *((2, k) for k in TILES)]:
             calls = itertools.count()
-            both_say = lambda mine: [mine, words if next(calls) == stage else mine]  # noqa: B023, E731
+            both_say = lambda mine: [mine, said(words, mine) if next(calls) == stage else mine]  # noqa: B023, E731
             monkeypatch.setattr(snapshot_files, "told", both_say)
             refuses("process 1 says", lambda: snapshots.restore(first))
 
@@ -397,13 +397,20 @@ def test_a_run_is_named_once_and_nothing_else_is_taken_for_its_name(tmp_path):
     refuses("no folder of checkpoints, it holds 'running'", lambda: opened(tmp_path / "other"))
 
 
-def test_copies_for_buddies_are_two_bytes_a_parameter_over_all_workers(folders):
-    workers = workers_of(8)
+def test_copies_for_buddies_are_two_bytes_a_parameter_over_all_workers(folders, monkeypatch):
+    workers, sent = workers_of(8), []
     state = first_state(workers)
+
+    def seen(*args):
+        sent.extend(collectives(send.lower(*args).compile(), workers.mesh))
+        return send(*args)
+
+    monkeypatch.setattr("lioncub_jax.checkpoint.snapshots.send", seen)
     with both(folders) as (_, snapshots):
-        (sent,) = collectives(snapshots.lower(state).compile(), workers.mesh)
-    assert (sent.op, sent.axes) == ("collective-permute", ("data",))
-    assert sent.sent_bytes == 2 * state.opt_state.owner[0].value.inner.mu.size // 8
+        snapshots.save(state)
+    (copy,) = sent
+    assert (copy.op, copy.axes) == ("collective-permute", ("data",))
+    assert copy.sent_bytes == 2 * state.opt_state.owner[0].value.inner.mu.size // 8
 
 
 # --- Three machines with two workers each
@@ -434,7 +441,7 @@ def half_written(folder):
         multihost_utils.sync_global_devices("harmed")
         assert snapshots.restore(first) is None
         if jax.process_index() == 1:  # says what an unpickler would run
-            snapshot_files.told = lambda what: told([[], [], RUNS.decode(), []])
+            snapshot_files.told = lambda what: told([[], [[RUNS.decode(), [], []]]])
         refuses("process 1 says", lambda: snapshots.restore(first))
         snapshot_files.told = told
 

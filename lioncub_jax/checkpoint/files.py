@@ -25,8 +25,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lioncub_jax.checkpoint import private_files
-from lioncub_jax.checkpoint.tiles import Index, index_of
+from lioncub_jax.checkpoint import private_files, tiles
+from lioncub_jax.checkpoint.tiles import Index, index_of, shape_of
 
 FORMAT = 4  # 1 to 3: versions 0.1 to 0.3, by orbax
 ABOUT, ARRAYS, LOCK = "about.json", ".arrays", "lock"
@@ -49,21 +49,8 @@ class Damaged(ValueError):
     """
 
 
-class Tile(NamedTuple):
-    """A part of an array in a file.
-
-    Attributes:
-      process: whose file it is.
-      offset: its first byte there.
-      part: where it lies in the array.
-    """
-
-    process: int
-    offset: int
-    part: Index
-
-
-Tiles = dict[str, list[Tile]]  # by the names of arrays
+# By the names of arrays their tiles: whose file, the first byte there, and which part.
+Plan = dict[str, list[tuple[int, int, Index]]]
 
 
 # --- Folders
@@ -207,38 +194,26 @@ def _machine() -> bytes:
 # --- Writing
 
 
-def plan(arrays: Mapping[str, jax.Array]) -> tuple[Tiles, dict[int, int]]:
+def plan(arrays: Mapping[str, jax.Array]) -> tuple[Plan, dict[int, int]]:
     """What each process writes, each part once, and the sizes of their files; the same in all."""
-    found: Tiles = {}
+    found: Plan = {}
     ends: collections.Counter[int] = collections.Counter()
     turn = itertools.count()
     for name, x in sorted(arrays.items()):
-        held: dict[Index, set[int]] = {}
-        device: Any
-        for device, slices in x.sharding.devices_indices_map(x.shape).items():
-            held.setdefault(index_of(slices, x.shape), set()).add(device.process_index)
         found[name] = []
-        for index, some in sorted(held.items()):
-            process = sorted(some)[next(turn) % len(some)]
-            found[name].append(Tile(process, ends[process], index))
-            ends[process] += math.prod(_shape(index)) * x.dtype.itemsize
+        for index, processes in sorted(tiles.holders(x).items()):
+            process = sorted(processes)[next(turn) % len(processes)]
+            found[name].append((process, ends[process], index))
+            ends[process] += math.prod(shape_of(index)) * x.dtype.itemsize
     return found, ends
 
 
-def _shape(index: Sequence[Any]) -> tuple[int, ...]:
-    return tuple(end - start for start, end in index)
-
-
-def copied(arrays: Mapping[str, jax.Array], tiles: Tiles) -> list[np.ndarray]:
-    """What this process writes, in its order, as copies on the host: their arrays may be donated."""
+def copied(arrays: Mapping[str, jax.Array], planned: Plan) -> list[np.ndarray]:
+    """What this process writes, in its order."""
     mine = []
-    for name, some in tiles.items():
-        x = arrays[name]
-        held = {index_of(s.index, x.shape): s.data for s in x.addressable_shards}
-        mine += [held[tile.part] for tile in some if tile.process == jax.process_index()]
-    for data in mine:
-        data.copy_to_host_async()
-    return [np.array(data, order="C") for data in mine]
+    for name, places in planned.items():
+        mine += [(name, part) for process, _, part in places if process == jax.process_index()]
+    return [*tiles.copied(arrays, mine).values()]
 
 
 def write_arrays(half: Path, pieces: Sequence[np.ndarray]) -> None:
@@ -246,7 +221,7 @@ def write_arrays(half: Path, pieces: Sequence[np.ndarray]) -> None:
     if not pieces:
         return
     path = half / f"{jax.process_index()}{ARRAYS}{private_files.PART}"
-    flat = [x.reshape(-1).view(np.uint8) for x in pieces]
+    flat = [*map(tiles.bytes_of, pieces)]
     with path.open("xb") as file:
         for x in flat:
             file.write(x.data)
@@ -373,12 +348,12 @@ def read_about(folder: Path) -> dict[str, Any]:
 # --- Reading
 
 
-def read_array(folder: Path, tiles: Sequence[Any], place: jax.ShapeDtypeStruct) -> jax.Array:
+def read_array(folder: Path, planned: Sequence[Any], place: jax.ShapeDtypeStruct) -> jax.Array:
     """An array of which this process reads what its devices hold.
 
     Args:
       folder: of the checkpoint.
-      tiles: of the array, as JSON gives them back.
+      planned: the tiles of the array, as JSON gives them back.
       place: its shape, dtype and sharding.
     """
     parts: dict[Index, np.ndarray] = {}  # copies are read once
@@ -386,17 +361,17 @@ def read_array(folder: Path, tiles: Sequence[Any], place: jax.ShapeDtypeStruct) 
     def part(slices: tuple[slice, ...] | None) -> np.ndarray:
         index = index_of(slices, place.shape)
         if index not in parts:
-            read = _read_part(folder, tiles, index, jnp.dtype(place.dtype))
-            parts[index] = read.reshape(_shape(index))
+            read = _read_part(folder, planned, index, jnp.dtype(place.dtype))
+            parts[index] = read.reshape(shape_of(index))
         return parts[index]
 
     return jax.make_array_from_callback(place.shape, place.sharding, part)
 
 
-def _read_part(folder: Path, tiles: Sequence[Any], wanted: Index, dtype: np.dtype) -> np.ndarray:
+def _read_part(folder: Path, planned: Sequence[Any], wanted: Index, dtype: np.dtype) -> np.ndarray:
     wanted = wanted or ((0, 1),)  # of a scalar
-    found = np.empty(_shape(wanted), dtype)
-    for process, offset, index in tiles:
+    found = np.empty(shape_of(wanted), dtype)
+    for process, offset, index in planned:
         first, *rest = index or wanted
         both = [
             (max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted, (first, *rest), strict=True)
@@ -405,10 +380,10 @@ def _read_part(folder: Path, tiles: Sequence[Any], wanted: Index, dtype: np.dtyp
             continue
         # Of a tile those rows of its first dimension that are wanted.
         rows = both[0], *rest
-        row = math.prod(_shape(rest)) * dtype.itemsize
+        row = math.prod(shape_of(rest)) * dtype.itemsize
         offset += (rows[0][0] - first[0]) * row
         read = _read_bytes(folder / f"{process}{ARRAYS}", offset, (rows[0][1] - rows[0][0]) * row)
-        found[_inside(both, wanted)] = read.view(dtype).reshape(_shape(rows))[_inside(both, rows)]
+        found[_inside(both, wanted)] = read.view(dtype).reshape(shape_of(rows))[_inside(both, rows)]
     return found
 
 
@@ -417,13 +392,9 @@ def _inside(part: Sequence[Any], whole: Sequence[Any]) -> tuple[slice, ...]:
 
 
 def _read_bytes(path: Path, offset: int, size: int) -> np.ndarray:
-    found = np.empty(size, np.uint8)
-    with path.open("rb", buffering=0) as file:
+    with path.open("rb") as file:
         file.seek(offset)
-        done = 0
-        while done < size:
-            count = file.readinto(found[done:].data)
-            if not count:
-                raise Damaged(f"{path.name} is too short")
-            done += count
-    return found
+        found = file.read(size)
+    if len(found) < size:
+        raise Damaged(f"{path.name} is too short")
+    return np.frombuffer(found, np.uint8)

@@ -10,7 +10,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -73,89 +73,102 @@ class Description(NamedTuple):
       run: the name of the run.
       layout: how the state lay.
       two_levels: whether a worker was a group of devices.
-      parts: in how many parts each array of the layout is cut, in each dimension.
+      shapes: of the tiles in which each array of the layout is cut.
     """
 
     run: str
     layout: Layout
     two_levels: bool
-    parts: tuple[tuple[int, ...], ...]
+    shapes: tuple[tuple[int, ...], ...]
 
     @property
     def tiles(self) -> list[Tile]:
         """All tiles; a file has some, by their places in this list."""
         found = []
-        for stored, parts in zip(self.layout, self.parts, strict=True):
-            found += [(stored.path, index) for index in tiles.indices(stored.leaf.shape, parts)]
+        for stored, shape in zip(self.layout, self.shapes, strict=True):
+            found += tiles.cut(stored.path, stored.leaf.shape, shape)
         return found
 
 
-def described(words: Any, wanted: Layout) -> Description:
-    """A description, of what JSON made of it; it makes sense and is not far larger than what is wanted."""
-    about: Description = typed(Description, words)
-    for stored, parts in zip(about.layout, about.parts, strict=True):
+class Part(NamedTuple):
+    """What a file of a snapshot has.
+
+    Attributes:
+      about: the snapshot.
+      numbers: its tiles, by their places among all of the snapshot.
+      data: what the caller gave.
+    """
+
+    about: Description
+    numbers: tuple[int, ...]
+    data: Any
+
+
+def check(part: Part, wanted: Layout) -> None:
+    """Raises ``ValueError`` for what makes no sense, or is far larger than what is wanted."""
+    about = part.about
+    for stored, tile in zip(about.layout, about.shapes, strict=True):
         shape = stored.leaf.shape
-        if math.prod(parts) > MOST or any(n % k for n, k in zip(shape, parts, strict=True)):
-            raise ValueError(f"{stored.path}, {shape}, is cut in {parts} parts")
+        even = all(tile) and not any(n % size for n, size in zip(shape, tile, strict=True))
+        if not even or math.prod(shape) > MOST * math.prod(tile):
+            raise ValueError(f"{stored.path}, {shape}, is cut in tiles of {tile}")
+    if max(part.numbers, default=-1) >= len(about.tiles):
+        raise ValueError(f"there is no tile {max(part.numbers)}")
     if about.layout != wanted:
         if _bytes(about.layout) > MOST * _bytes(wanted):  # of that many workers
             raise ValueError("its arrays are larger than those of any number of workers")
         leaves.described(about.layout)
-    return about
 
 
 def _bytes(layout: Layout) -> int:
     return sum(math.prod(x.leaf.shape) * x.leaf.at().dtype.itemsize for x in layout)
 
 
-def as_json(about: Any) -> str:
-    """Of a description, or something with one in it."""
-    return json.dumps(about, default=lambda dtype: np.dtype(dtype).name)
-
-
 def packed(about: Description, data: Any, held: Mapping[Tile, np.ndarray]) -> list[Any]:
     """The pieces of a file: the length of what describes it, that, and the tiles it has."""
     numbered = {k: held[tile] for k, tile in enumerate(about.tiles) if tile in held}
-    text = as_json([about, [*numbered], data]).encode()
-    arrays = [np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in numbered.values()]
-    return [len(text).to_bytes(LENGTH, "little"), text, *arrays]
+    text = _json(Part(about, tuple(numbered), data)).encode()
+    return [len(text).to_bytes(LENGTH, "little"), text, *map(tiles.bytes_of, numbered.values())]
 
 
-def unpacked(
-    content: memoryview, kind: str, wanted: Layout
-) -> tuple[Description, Any, dict[int, np.ndarray]]:
-    """What `packed` made a file of: its description, the data, and its tiles by number; else some error."""
+def unpacked(content: memoryview, kind: str, wanted: Layout) -> tuple[Part, dict[Tile, np.ndarray]]:
+    """What `packed` made a file of, and its tiles; else some error."""
     end = LENGTH + int.from_bytes(content[:LENGTH], "little")
-    words, numbers, data = json.loads(bytes(content[LENGTH:end]))
-    about = described(words, wanted)
-    dtypes = {x.path: x.leaf.at().dtype for x in about.layout}
-    every, held = about.tiles, {}
-    for k in typed(tuple[int, ...], numbers):
+    part = typed(Part, json.loads(bytes(content[LENGTH:end])))
+    check(part, wanted)
+    dtypes = {x.path: x.leaf.at().dtype for x in part.about.layout}
+    every, held = part.about.tiles, {}
+    for k in part.numbers:
         path, index = every[k]
-        shape = tuple(stop - start for start, stop in index)
+        shape = tiles.shape_of(index)
         dtype = jnp.bfloat16 if kind == "buddy" else dtypes[path]
-        held[k] = np.frombuffer(content, dtype, math.prod(shape), end).reshape(shape)
-        end += held[k].nbytes
+        held[path, index] = np.frombuffer(content, dtype, math.prod(shape), end).reshape(shape)
+        end += held[path, index].nbytes
     if end != len(content):
         raise ValueError(f"it has {len(content)} bytes, and {end} are described")
-    return about, data, held
+    return part, held
 
 
 # --- What others say
 
 
-def asked(kind: Any, what: Any) -> list[Any]:
-    """What each process says, of one type; raises ``ValueError`` for any other."""
+def asked(kind: Any, what: Any, check: Callable[[Any], object] = lambda found: None) -> list[Any]:
+    """What each process says, of one type; ``ValueError`` for any other, and for what `check` refuses."""
     found = []
-    for process, words in enumerate(told(what)):
+    for process, words in enumerate(told(json.loads(_json(what)))):
         try:
             found.append(typed(kind, words))
+            check(found[-1])
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"process {process} says of its snapshots what cannot be ({error}): run the same version "
                 "of lioncub_jax in all processes"
             ) from None
     return found
+
+
+def _json(what: Any) -> str:
+    return json.dumps(what, default=lambda dtype: np.dtype(dtype).name)
 
 
 def typed(kind: Any, x: Any) -> Any:

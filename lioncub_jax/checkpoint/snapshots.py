@@ -5,17 +5,18 @@ a second, and every few steps there is another. What all workers have, every mac
 copy of. The slices of momentum that owners hold nobody else has, so another machine keeps a copy of them.
 """
 
+import functools
 import os
 import socket
 import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from lioncub_jax import axes
 from lioncub_jax.arguments import check_count, check_number
@@ -105,7 +106,6 @@ class Snapshots:
         self._calls = self._copies = self._saves = 0
         self._writer = ThreadPoolExecutor(1)
         self._writing: Future[None] | None = None
-        self._sending: dict[tuple[Layout, Workers], Any] = {}
 
     def __enter__(self) -> "Snapshots":
         return self
@@ -131,13 +131,12 @@ class Snapshots:
         state, workers = self._checkpoints.on_mesh("snapshots(state)", state)
         step = states.step_of(state, None)
         layout, arrays = leaves.layout_of(state, workers), leaves.arrays_of(state)
-        two = workers.group is not None
-        parts = tuple(map(tiles.parts_of, arrays.values()))
-        about = Description(self._run, layout, two, parts)
+        shapes = tuple(x.sharding.shard_shape(x.shape) for x in arrays.values())
+        about = Description(self._run, layout, workers.group is not None, shapes)
         held = {"own": tiles.copied(arrays)}
         if self._buddies and self._calls >= self._copies:
             self._copies = self._calls + self._buddies
-            if copies := self._of_others(arrays, layout, workers):
+            if copies := _of_others(arrays, layout, workers):
                 held["buddy"] = copies
         self._saves += 1
         self._writing = self._writer.submit(self._write, step, about, as_json(data), held)
@@ -211,29 +210,6 @@ class Snapshots:
                     folder, map(str, _old(files.names_in(os.listdir(folder)), name))
                 )
 
-    def lower(self, state: Any) -> jax.stages.Lowered:
-        """The program that sends the owners' slices to their buddies, for the accounting of bytes."""
-        state, workers = self._checkpoints.on_mesh("lower(state)", state)
-        owned = _owned(leaves.arrays_of(state), leaves.layout_of(state, workers))
-        return _sending(owned, workers)[0].lower(owned)
-
-    def _of_others(
-        self, arrays: dict[str, jax.Array], layout: Layout, workers: Workers
-    ) -> dict[Tile, np.ndarray]:
-        """The slices of the workers whose buddies this process has, in bfloat16."""
-        if all(x.leaf.holder is not Holder.OWNER for x in layout):
-            return {}
-        owned, found = _owned(arrays, layout), {}
-        here = layout, workers
-        if here not in self._sending:  # processes ask each other, and machines do not change
-            self._sending[here] = _sending(owned, workers)
-        send, rows = self._sending[here]
-        for (path, (first, *rest)), half in tiles.copied(send(owned)).items():
-            start = (first[0] - rows[path]) % len(arrays[path])
-            index = (start, start + first[1] - first[0]), *rest
-            found[path, index] = half.view(jnp.bfloat16)
-        return found
-
 
 def _old(names: list[Name], written: Name) -> list[Name]:
     """What is older than the generations that stay, and then what earlier starts left."""
@@ -247,26 +223,34 @@ def _old(names: list[Name], written: Name) -> list[Name]:
 # --- Buddies
 
 
-def _owned(arrays: dict[str, jax.Array], layout: Layout) -> dict[str, jax.Array]:
-    """What only its owner has, each worker its rows; the counts beside it everybody has."""
-    slices = (x.path for x in layout if x.leaf.holder is Holder.OWNER and x.workers > 1)
-    return {path: arrays[path] for path in slices}
+def _of_others(
+    arrays: dict[str, jax.Array], layout: Layout, workers: Workers
+) -> dict[Tile, np.ndarray]:
+    """The slices of the workers whose buddies this process has, in bfloat16."""
+    sent, moved = {}, {}
+    for path, leaf, cut, *_ in layout:
+        if leaf.holder is Holder.OWNER:
+            shift, count = _shift(workers)
+            if cut > 1:  # the counts beside slices everybody has
+                x = arrays[path]
+                moved[path] = shift * (len(x) // count)
+                sent[path] = send(x, moved[path], x.sharding)
+    found = {}
+    for (path, (rows, *rest)), bits in tiles.copied(sent).items():
+        start = (rows[0] - moved[path]) % len(arrays[path])
+        found[path, ((start, start + rows[1] - rows[0]), *rest)] = bits.view(jnp.bfloat16)
+    return found
 
 
-def _sending(owned: dict[str, jax.Array], workers: Workers) -> tuple[Any, dict[str, int]]:
-    """The program that sends the rows of each array to the buddies, and by how many rows they move."""
-    shift, count = _shift(workers)
-    rows = {path: shift * (len(x) // count) for path, x in owned.items()}
-
-    def send(owned: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        # As bits, which no compiler widens on the way.
-        bits = partial(jax.lax.bitcast_convert_type, new_dtype=jnp.uint16)
-        halves = {path: bits(x.astype(jnp.bfloat16)) for path, x in owned.items()}
-        return {path: jnp.roll(x, rows[path], axis=0) for path, x in halves.items()}
-
-    return jax.jit(send, out_shardings={path: x.sharding for path, x in owned.items()}), rows
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def send(x: jax.Array, rows: int, lies: NamedSharding) -> jax.Array:
+    """The bits of an array in bfloat16, moved by so many rows, and so to other workers."""
+    # As bits, which no compiler widens on the way.
+    bits = jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
+    return jax.lax.with_sharding_constraint(jnp.roll(bits, rows, axis=0), lies)
 
 
+@functools.cache  # processes ask each other, and machines do not change
 def _shift(workers: Workers) -> tuple[int, int]:
     """How many places further a worker's buddy is, on another machine if it can be; and of how many."""
     names = axes.names(workers.axis)
@@ -281,8 +265,8 @@ def _shift(workers: Workers) -> tuple[int, int]:
     each = np.vectorize(lambda device: device.process_index)(devices)  # of each worker
     machines = np.array(told(zlib.crc32(socket.gethostname().encode())))
 
-    def apart(shift: int) -> tuple[int, int]:
+    def best(shift: int) -> tuple[int, int, int]:
         buddies = np.roll(each, -shift, axis=0)
-        return np.sum(machines[each] != machines[buddies]), np.sum(each != buddies)
+        return np.sum(machines[each] != machines[buddies]), np.sum(each != buddies), -shift
 
-    return max(range(1, count), key=lambda shift: (apart(shift), -shift)), count
+    return max(range(1, count), key=best), count

@@ -1,11 +1,12 @@
 """Arrays in the tiles in which devices hold them, and back onto any mesh from whoever has which.
 
+Checkpoints and snapshots hold the same tiles: a checkpoint each once, a snapshot what each process has.
 What a process needs and has itself it places; an array of which some process lacks a tile is added
 up by the compiler, of what each process has.
 """
 
 import itertools
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +15,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from lioncub_jax.checkpoint.leaves import Leaf, Stored
+from lioncub_jax.layout import Holder
 from lioncub_jax.means import mean_of
 
 Index = tuple[tuple[int, int], ...]  # from, to: of each dimension
@@ -27,75 +30,89 @@ def index_of(slices: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Index:
     return tuple(s.indices(n)[:2] for s, n in zip(slices, shape, strict=True))
 
 
-def parts_of(x: jax.Array) -> tuple[int, ...]:
-    """In how many parts an array is cut, in each dimension."""
-    shard = x.sharding.shard_shape(x.shape)
-    return tuple(n // size for n, size in zip(x.shape, shard, strict=True))
+def shape_of(index: Sequence[Any]) -> tuple[int, ...]:
+    """The shape of a part."""
+    return tuple(end - start for start, end in index)
 
 
-def indices(shape: tuple[int, ...], parts: tuple[int, ...]) -> list[Index]:
-    """The tiles of an array that is cut in so many parts, in order."""
-    cuts = []
-    for n, count in zip(shape, parts, strict=True):
-        size = n // count
-        cuts.append([(k * size, (k + 1) * size) for k in range(count)])
-    return list(itertools.product(*cuts))
+def cut(path: str, shape: Sequence[int], tile: Sequence[int]) -> list[Tile]:
+    """The tiles of an array that is cut in tiles of one shape, in order."""
+    ends = [range(0, n + 1, size) for n, size in zip(shape, tile, strict=True)]
+    return [(path, index) for index in itertools.product(*map(itertools.pairwise, ends))]
 
 
-def copied(arrays: Mapping[str, jax.Array]) -> dict[Tile, np.ndarray]:
-    """The tiles that this process holds, each once, as copies on the host."""
+def holders(x: Any) -> dict[Index, set[int]]:
+    """The parts of an array, or of what is to be one, and the processes that hold each."""
+    found: dict[Index, set[int]] = {}
+    device: Any
+    for device, slices in x.sharding.devices_indices_map(x.shape).items():
+        found.setdefault(index_of(slices, x.shape), set()).add(device.process_index)
+    return found
+
+
+def copied(
+    arrays: Mapping[str, jax.Array], wanted: Iterable[Tile] | None = None
+) -> dict[Tile, np.ndarray]:
+    """The tiles that this process holds, or some of them, as copies on the host, each once."""
     found: dict[Tile, jax.Array] = {}
     for path, x in arrays.items():
         for shard in x.addressable_shards:
             found.setdefault((path, index_of(shard.index, x.shape)), shard.data)
+    if wanted is not None:
+        found = {tile: found[tile] for tile in wanted}
     for data in found.values():
         data.copy_to_host_async()  # of all devices at once
-    return {tile: np.array(data) for tile, data in found.items()}  # no view: it may be donated
+    # No views: the arrays may be donated.
+    return {tile: np.array(data, order="C") for tile, data in found.items()}
+
+
+def bytes_of(x: np.ndarray) -> np.ndarray:
+    """What is written of a tile."""
+    return x.reshape(-1).view(np.uint8)
 
 
 # --- Back onto a mesh
 
 
 def placed(
+    stored: Stored,
     place: jax.ShapeDtypeStruct,
-    who: Mapping[Index, Collection[int]],
-    held: Mapping[Index, np.ndarray],
-    fill: str = "",
+    who: Mapping[Tile, set[int]],
+    held: Mapping[Tile, np.ndarray],
 ) -> jax.Array:
     """An array from its tiles.
 
     Args:
+      stored: what it is.
       place: its shape, dtype and sharding.
       who: its tiles, and the processes that have each, the same in every process; nobody: it is lost.
-      held: those that this process has.
-      fill: what rows of the first dimension become that are lost: ``"mean"`` of the others, of whole
-        numbers the largest; ``"zero"``; or a ``"key"`` of their own.
+      held: tiles that this process has.
     """
-    sharding: Any = place.sharding
     shape, dtype, me = place.shape, jnp.dtype(place.dtype), jax.process_index()
-    wanted = sharding.devices_indices_map(shape).items()
-    near = jax.process_count() == 1 or all(
-        device.process_index in who.get(index_of(slices, shape), ()) for device, slices in wanted
+    near = all(who.values()) and (
+        jax.process_count() == 1
+        or all(
+            some <= who.get((stored.path, index), set()) for index, some in holders(place).items()
+        )
     )
-    near = near and all(who.values())
     whole = np.zeros(shape, dtype)  # what is not touched takes no memory
-    for index, value in held.items():
-        if near or min(who[index]) == me:
-            whole[tuple(slice(*pair) for pair in index)] = value
+    for tile, some in who.items():
+        if tile in held and (near or min(some) == me):
+            whole[tuple(slice(*ends) for ends in tile[1])] = held[tile]
     if near:
-        return jax.make_array_from_callback(shape, sharding, lambda at: whole[at])
-    lost = sorted({row for index in who if not who[index] for row in range(*index[0])})
+        return jax.make_array_from_callback(shape, place.sharding, lambda at: whole[at])
+    lost = sorted({row for (_, index), some in who.items() if not some for row in range(*index[0])})
 
     def added_up(parts: jax.Array) -> jax.Array:
         x = jnp.sum(parts, axis=0, dtype=jnp.uint8).view(dtype)[..., 0]
-        if not lost:
-            return x
-        left = np.setdiff1d(np.arange(shape[0]), lost)
-        return x.at[np.array(lost)].set(_filled(x[left], lost, fill))
+        if lost:
+            left = x[np.setdiff1d(np.arange(shape[0]), lost)]
+            x = x.at[np.array(lost)].set(_filled(left, lost, stored.leaf))
+        return x
 
     # One after the other: a device may hold a whole array meanwhile, but never two.
-    parts = _of_each_process(whole, sharding.mesh)
-    return jax.jit(added_up, out_shardings=sharding)(parts).block_until_ready()
+    parts = _of_each_process(whole, place.sharding.mesh)  # type: ignore[union-attr]
+    return jax.jit(added_up, out_shardings=place.sharding)(parts).block_until_ready()
 
 
 def _of_each_process(whole: np.ndarray, mesh: Mesh) -> jax.Array:
@@ -103,23 +120,21 @@ def _of_each_process(whole: np.ndarray, mesh: Mesh) -> jax.Array:
 
     In a sum of bytes of which all but one are zero nothing is rounded.
     """
-    mine = whole[..., None].view(np.uint8)
-    local = [k for k, d in enumerate(mesh.devices.flat) if d.process_index == jax.process_index()]
+    mine = whole[None, ..., None].view(np.uint8)
     line = NamedSharding(Mesh(mesh.devices.reshape(-1), (ALL,)), P(ALL))
+    first = [device.process_index for device in mesh.devices.flat].index(jax.process_index())
 
     def of_device(at: tuple[slice, ...] | None) -> np.ndarray:
         assert at is not None
-        first = (at[0].start or 0) == local[0]
-        return (mine if first else np.zeros_like(mine))[None]
+        return mine if (at[0].start or 0) == first else np.zeros_like(mine)
 
-    return jax.make_array_from_callback((mesh.size, *mine.shape), line, of_device)
+    return jax.make_array_from_callback((mesh.size, *mine.shape[1:]), line, of_device)
 
 
-def _filled(left: jax.Array, lost: list[int], fill: str) -> jax.Array:
-    """``[rows lost, ...]``, of the rows that are left."""
-    if fill == "key":  # another for each
-        first = jnp.broadcast_to(left[0], (len(lost), *left.shape[1:]))
-        apart = jnp.array(lost, left.dtype).reshape(-1, *[1] * (left.ndim - 1))
-        return first + apart + 1
-    new = jnp.zeros_like(left[0]) if fill == "zero" else mean_of(left)
-    return jnp.broadcast_to(new, (len(lost), *left.shape[1:])).astype(left.dtype)
+def _filled(left: jax.Array, lost: list[int], leaf: Leaf) -> jax.Array:
+    """Rows that are lost, ``[lost, ...]``, of those that are left: they owe nothing, and else the mean."""
+    new = jnp.zeros_like(left[0]) if leaf.holder is Holder.FEEDBACK else mean_of(left)
+    new = jnp.broadcast_to(new, (len(lost), *left.shape[1:])).astype(left.dtype)
+    if leaf.is_key:  # of the largest words, and so another for each
+        new = jax.vmap(jnp.add)(new, jnp.array(lost, new.dtype) + 1)
+    return new

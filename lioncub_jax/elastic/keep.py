@@ -22,7 +22,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from io import FileIO
 from pathlib import Path
@@ -35,7 +34,6 @@ from lioncub_jax.progress import STEPPED
 STRIKES = 3  # starts in a row that fail until a worker is left out, or the run ends
 SETTLED_SECONDS = 60.0  # a start that ends within them has failed, whatever it did
 STOP_SECONDS = 30.0  # between asking workers to end, which then save, and killing them
-LAST_LINES = 15  # of output, shown when there is no going on
 MEMORY = "LIONCUB_MEMORY"
 LOCK = "keep.lock"  # in that folder; held for as long as the run lives
 WATCHER = [sys.executable, "-I", "-S", str(Path(__file__).with_name("watcher.py"))]
@@ -120,9 +118,8 @@ def keep(
             _memory() as kept,
             _watcher(kept) as watcher,
         ):
-            log = Log(output, file)
-            group, places = Group(news, output, log.heard), [*range(workers)]
-            run = Run([*command], workers, places, least, kept, watcher, log, group)
+            log, group = Log(output, file), Group(news, output)
+            run = Run([*command], workers, [*range(workers)], least, kept, watcher, log, group)
             while (code := run.start()) is None:
                 pass
         output.close()
@@ -136,11 +133,6 @@ class Log:
         self._file, self._rest, self._failed = file, b"", False
         self.line = output.line
         self.start = 0
-        self.last = defaultdict[int, deque[str]](lambda: deque(maxlen=LAST_LINES))
-
-    def heard(self, place: int, text: str) -> None:
-        """Keeps a line of a worker for a while."""
-        self.last[place].append(text)
 
     def event(self, event: str, line: str, **fields: Any) -> None:
         """A line for people, and fields for programs; a disk that takes none ends no training."""
@@ -168,22 +160,20 @@ class Run:
     watcher: int  # the pipe to it
     log: Log
     group: Group
-    coordinator: str = ""  # its address, of the present start
     failed: list[int] = dataclasses.field(default_factory=list)  # places that died first, in a row
 
     def start(self) -> int | None:
         """One start of all workers, until they have ended; the exit code, or None to start again."""
         began = time.monotonic()
         with socket.create_server(("127.0.0.1", 0)) as free:
-            self.coordinator = "{}:{}".format(*free.getsockname())
+            coordinator = "{}:{}".format(*free.getsockname())
         self.log.start += 1
-        self.log.last.clear()
         try:
             for index, place in enumerate(self.places):
                 self.group.start(
                     place,
                     [*WATCHER, str(self.watcher), *self.command],
-                    env=self._environment(index),
+                    env=self._environment(index, coordinator),
                     pass_fds=[self.watcher],
                 )
             pids = [worker.process.pid for worker in self.group.members]
@@ -204,7 +194,7 @@ class Run:
         if first is None:
             self.log.event("ended", "all workers ended")
             return 0
-        return self._after(first.place, first.process.returncode, seconds)
+        return self._after(first, seconds)
 
     def _watched(self) -> tuple[int, Member | None]:
         """Until all have ended or one has died: the signal that ended them, or 0; and who died first."""
@@ -226,8 +216,9 @@ class Run:
                 worker.process.send_signal(number)
         return stopped, None
 
-    def _after(self, place: int, code: int, seconds: float) -> int | None:
+    def _after(self, first: Member, seconds: float) -> int | None:
         """What follows the death of a worker."""
+        place, code = first.place, first.process.returncode
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
         self.log.event(
             "died", f"worker {place} died {how} after {seconds:.1f} s; the others are ended",
@@ -254,18 +245,18 @@ class Run:
             f"min is {self.least}: giving up. The last output of worker {place}:",
             place=place, code=code,
         )  # fmt: skip
-        for line in self.log.last[place]:
+        for line in first.last:
             self.log.line(f"    {line}")
         return code if code > 0 else 128 - code
 
-    def _environment(self, index: int) -> dict[str, str]:
+    def _environment(self, index: int, coordinator: str) -> dict[str, str]:
         # Unless the user has set them. JAX leaves out what compiles fast, and there are many of these.
         kept = {
             MEMORY: self.kept,
             "JAX_COMPILATION_CACHE_DIR": f"{self.kept}/jax",
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
-        own = wiring(self.coordinator, len(self.places), index, "lo")
+        own = wiring(coordinator, len(self.places), index, "lo")
         start = {"LIONCUB_START": str(self.log.start), STEPPED: str(self._stepped())}
         return kept | dict(os.environ) | own | start
 

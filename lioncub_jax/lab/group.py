@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 LONGEST_LINE = 65536  # of output, in bytes; longer ones are cut
+LAST_LINES = 15  # that a member said, which are kept
 WAITING = 1 << 22  # characters of output that are kept for a reader who is slow
 PATIENCE = 5.0  # seconds until a reader who takes nothing has stopped
 ORPHANS_SECONDS = (
@@ -24,10 +25,17 @@ ORPHANS_SECONDS = (
 
 
 class Member(NamedTuple):
-    """A process, first of a session of its own: what it starts is in it."""
+    """A process, first of a session of its own: what it starts is in it.
+
+    Attributes:
+      place: its number.
+      process: it.
+      last: lines that it said last, also such as were dropped.
+    """
 
     place: int
     process: subprocess.Popen[bytes]
+    last: deque[str]
 
 
 # The number of a signal, or a member that has ended.
@@ -119,17 +127,11 @@ class Group:
     Args:
       news: what happens; who catches signals puts their numbers there.
       output: takes every line, behind the number of its place.
-      heard: takes every line too, also what is dropped; called by the threads that read.
     """
 
-    def __init__(
-        self,
-        news: News,
-        output: Output,
-        heard: Callable[[int, str], object] = lambda place, line: None,
-    ):
+    def __init__(self, news: News, output: Output):
         self.members: list[Member] = []
-        self._news, self._output, self._heard = news, output, heard
+        self._news, self._output = news, output
         self._readers: list[threading.Thread] = []
 
     def start(self, place: int, command: list[str], **how: Any) -> None:
@@ -138,7 +140,7 @@ class Group:
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             start_new_session=True, **how,
         )  # fmt: skip
-        member = Member(place, process)
+        member = Member(place, process, deque(maxlen=LAST_LINES))
         self.members.append(member)
         _begun(self._wait, member)
         self._readers.append(_begun(self._read, member))
@@ -178,7 +180,7 @@ class Group:
         with member.process.stdout as output:
             while raw := output.readline(LONGEST_LINE):
                 line = raw.decode(errors="replace").removesuffix("\n")
-                self._heard(member.place, line)
+                member.last.append(line)
                 self._output.offer(f"{member.place} | ", line)
 
 
