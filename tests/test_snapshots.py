@@ -185,9 +185,10 @@ CHANGES = [  # where in a description, the numbers of tiles and the data
 
 def changed(content, path, value):
     end = 8 + int.from_bytes(content[:8], "little")
-    words = json.loads(content[8:end])
+    about, *rest = json.loads(content[8:end])
+    words = [json.loads(about), *rest]
     functools.reduce(operator.getitem, path[:-1], words)[path[-1]] = value
-    text = json.dumps(words).encode()
+    text = json.dumps([json.dumps(words[0]), *words[1:]]).encode()
     return len(text).to_bytes(8, "little") + text + content[end:]
 
 
@@ -328,7 +329,15 @@ def test_memory_of_a_run_is_where_others_cannot_rename_it(tmp_path, monkeypatch)
     assert keep(write=lambda line: None).exit_code == 0
 
 
-SAYS = [{}, "x", None, [[]], [[1], []], [[], [1]], [[], [[{}, [], None]]]]
+SAYS = [
+    {},
+    "x",
+    None,
+    [[]],
+    [[1], []],
+    [[], [1]],
+    *([[], [[x, [], None]]] for x in ("{}", "[" * 10**5)),
+]
 TILES = 2**60, 2**40, -1
 
 

@@ -149,8 +149,8 @@ class Recovery:
                 stacklevel=4,
             )
             return None
-        [(about, data)] = abouts.items()
-        every = about.tiles
+        [(text, data)] = abouts.items()
+        about, every = files.described(text, self._target.layout)
         having: dict[Tile, set[int]] = {tile: set() for tile in every}
         for p, (_, some) in enumerate(each):
             for k in (k for part in some for k in part.numbers):
@@ -159,7 +159,9 @@ class Recovery:
 
     def _check(self, words: Words) -> None:
         for part in words[1]:
-            files.check(part, self._target.layout)
+            _, every = files.described(part.about, self._target.layout)
+            if max(part.numbers, default=-1) >= len(every):
+                raise ValueError(f"there is no tile {max(part.numbers)}")
 
     def _made_good(self, key: Key, parts: Parts) -> bool:
         """Whether what a lost machine took with it can be had or done without; says what it is."""

@@ -5,6 +5,7 @@ another one, or would take memory without bound.
 """
 
 import enum
+import functools
 import json
 import math
 import re
@@ -94,30 +95,30 @@ class Part(NamedTuple):
     """What a file of a snapshot has.
 
     Attributes:
-      about: the snapshot.
+      about: the snapshot, a text: that of a `Description`.
       numbers: its tiles, by their places among all of the snapshot.
       data: what the caller gave.
     """
 
-    about: Description
+    about: str
     numbers: tuple[int, ...]
     data: Any
 
 
-def check(part: Part, wanted: Layout) -> None:
-    """Raises ``ValueError`` for what makes no sense, or is far larger than what is wanted."""
-    about = part.about
+@functools.lru_cache(maxsize=2)  # many processes say the same
+def described(text: str, wanted: Layout) -> tuple[Description, list[Tile]]:
+    """A description, and its tiles; some error where it makes no sense, or is far larger than is wanted."""
+    about: Description = typed(Description, json.loads(text))
     for stored, tile in zip(about.layout, about.shapes, strict=True):
         shape = stored.leaf.shape
         even = all(tile) and not any(n % size for n, size in zip(shape, tile, strict=True))
         if not even or math.prod(shape) > MOST * math.prod(tile):
             raise ValueError(f"{stored.path}, {shape}, is cut in tiles of {tile}")
-    if max(part.numbers, default=-1) >= len(about.tiles):
-        raise ValueError(f"there is no tile {max(part.numbers)}")
     if about.layout != wanted:
         if _bytes(about.layout) > MOST * _bytes(wanted):  # of that many workers
             raise ValueError("its arrays are larger than those of any number of workers")
         leaves.described(about.layout)
+    return about, about.tiles
 
 
 def _bytes(layout: Layout) -> int:
@@ -127,7 +128,8 @@ def _bytes(layout: Layout) -> int:
 def packed(about: Description, data: Any, held: Mapping[Tile, np.ndarray]) -> list[Any]:
     """The pieces of a file: the length of what describes it, that, and the tiles it has."""
     numbered = {k: held[tile] for k, tile in enumerate(about.tiles) if tile in held}
-    text = _json(Part(about, tuple(numbered), data)).encode()
+    words = json.dumps(about, default=lambda dtype: np.dtype(dtype).name)
+    text = json.dumps(Part(words, tuple(numbered), data)).encode()
     return [len(text).to_bytes(LENGTH, "little"), text, *map(tiles.bytes_of, numbered.values())]
 
 
@@ -135,9 +137,8 @@ def unpacked(content: memoryview, kind: str, wanted: Layout) -> tuple[Part, dict
     """What `packed` made a file of, and its tiles; else some error."""
     end = LENGTH + int.from_bytes(content[:LENGTH], "little")
     part = typed(Part, json.loads(bytes(content[LENGTH:end])))
-    check(part, wanted)
-    dtypes = {x.path: x.leaf.at().dtype for x in part.about.layout}
-    every, held = part.about.tiles, {}
+    (about, every), held = described(part.about, wanted), {}
+    dtypes = {x.path: x.leaf.at().dtype for x in about.layout}
     for k in part.numbers:
         path, index = every[k]
         shape = tiles.shape_of(index)
@@ -155,20 +156,16 @@ def unpacked(content: memoryview, kind: str, wanted: Layout) -> tuple[Part, dict
 def asked(kind: Any, what: Any, check: Callable[[Any], object] = lambda found: None) -> list[Any]:
     """What each process says, of one type; ``ValueError`` for any other, and for what `check` refuses."""
     found = []
-    for process, words in enumerate(told(json.loads(_json(what)))):
+    for process, words in enumerate(told(what)):
         try:
             found.append(typed(kind, words))
             check(found[-1])
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(
                 f"process {process} says of its snapshots what cannot be ({error}): run the same version "
                 "of lioncub_jax in all processes"
             ) from None
     return found
-
-
-def _json(what: Any) -> str:
-    return json.dumps(what, default=lambda dtype: np.dtype(dtype).name)
 
 
 def typed(kind: Any, x: Any) -> Any:
