@@ -561,7 +561,7 @@ MUTANTS = r"""
 + if not of_start:
 
 = an older snapshot is taken although the disk has a newer state
-- newer = key[2] > disk or (whole and key[2] == disk)
+- newer = (key[2], whole) > (disk, False)
 + newer = whole or key[2] > disk
 
 = a start has the number of the last

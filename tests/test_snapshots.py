@@ -341,7 +341,7 @@ SAYS = [
 TILES = 2**60, 2**40, -1
 
 
-def said(words, mine):
+def claims(words, mine):
     """Some words; a number stands for a snapshot of which a process has that tile."""
     return [[], [[mine[1][0][0], [words], None]]] if isinstance(words, int) else words
 
@@ -352,7 +352,11 @@ def test_what_cannot_be_said_is_refused_and_who_said_it_is_named(folders, first,
         # Of the names of snapshots, of the newest checkpoint, and of what is in a snapshot.
         for stage, words in [*itertools.product(range(3), SAYS), *((2, k) for k in TILES)]:
             calls = itertools.count()
-            both_say = lambda mine: [mine, said(words, mine) if next(calls) == stage else mine]  # noqa: B023, E731
+
+            def both_say(mine, stage=stage, words=words, calls=calls):
+                other = claims(words, mine) if next(calls) == stage else mine
+                return json.loads(json.dumps([mine, other]))
+
             monkeypatch.setattr(snapshot_files, "told", both_say)
             refuses("process 1 says", lambda: snapshots.restore(first))
 

@@ -113,8 +113,8 @@ def _digest(name: str, *pieces: Any) -> bytes:
     return found.digest()
 
 
-def remove(folder: int, names: Iterable[str]) -> None:
+def remove(folder: int, names: Iterable[object]) -> None:
     """Takes files away; another process may have been faster."""
     for name in names:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=folder)
+            os.unlink(str(name), dir_fd=folder)

@@ -71,17 +71,15 @@ class Recovery:
         that is in some was still writing the others, and those are no snapshots.
         """
         starts: dict[int, dict[Key, set[int]]] = {}
-        counts = {}
         for name in itertools.chain(*self._seen):
             if name.kind == "own":
                 snapshots = starts.setdefault(name.start, {})
                 snapshots.setdefault(name.snapshot, set()).add(name.process)
-                counts[name.start] = name.of
         found = []
-        for start, snapshots in starts.items():
+        for snapshots in starts.values():
             left = set().union(*snapshots.values())
             for key, some in snapshots.items():
-                lost = counts[start] - len(some)
+                lost = key[3] - len(some)
                 if not lost or (len(snapshots) >= 3 and some == left):
                     found.append((-lost, key))
         return [(key, not lost) for lost, key in sorted(found, reverse=True)]
@@ -105,7 +103,7 @@ class Recovery:
         arrays = {}
         for stored, shape in zip(layout, parts.about.shapes, strict=True):
             place = target.place(stored.path, stored.leaf, same)
-            every = tiles.cut(stored.path, stored.leaf.shape, shape)
+            every = tiles.cut(stored, shape)
             who = {tile: parts.having[tile] for tile in every}
             arrays[stored.path] = tiles.placed(stored, place, who, parts.held)
         if same:
@@ -142,7 +140,7 @@ class Recovery:
         damaged = [name for names, _ in each for name in names]
         abouts = {part.about: part.data for _, some in each for part in some}
         if damaged or len(abouts) != 1:
-            which = ", ".join(damaged) or "-".join(map(str, key))
+            which = ", ".join(damaged) or f"of step {key[2]}"
             warnings.warn(
                 f"snapshot {which} in {self._folder} is damaged, cannot be read or may be written by "
                 "others, and an older one is taken",
@@ -153,8 +151,9 @@ class Recovery:
         about, every = files.described(text, self._target.layout)
         having: dict[Tile, set[int]] = {tile: set() for tile in every}
         for p, (_, some) in enumerate(each):
-            for k in (k for part in some for k in part.numbers):
-                having[every[k]].add(p)
+            for part in some:
+                for k in part.numbers:
+                    having[every[k]].add(p)
         return Parts(about, data, held, having)
 
     def _check(self, words: Words) -> None:
@@ -203,7 +202,7 @@ class Recovery:
             for tile in parts.lost:
                 if theirs.having[tile]:
                     parts.having[tile] |= theirs.having[tile]
-                    oldest = min(oldest, copy)
+                    oldest = copy
                     if tile in theirs.held:
                         parts.held[tile] = theirs.held[tile]
         return oldest[2]

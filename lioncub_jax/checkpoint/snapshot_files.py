@@ -27,7 +27,7 @@ MOST = 2**16  # processes of a run, and tiles of an array
 _FILE = re.compile(
     r"(\d{1,15})-(\d{1,15})-(\d{1,15})-(\d{1,5})-of-(\d{1,5})\.(own|buddy)", re.ASCII
 )
-Key = tuple[int, int, int]  # of a snapshot: start, save and step
+Key = tuple[int, int, int, int]  # of a snapshot: start, save, step, and of how many processes
 
 
 class Name(NamedTuple):
@@ -52,7 +52,7 @@ class Name(NamedTuple):
     @property
     def snapshot(self) -> Key:
         """Of which it is a part."""
-        return self[:3]
+        return *self[:3], self.of
 
     def __str__(self) -> str:
         return f"{self.start}-{self.save}-{self.step}-{self.process}-of-{self.of}.{self.kind}"
@@ -62,8 +62,8 @@ def names_in(files: Iterable[str]) -> list[Name]:
     """The names of snapshots among those of files, oldest first."""
     found = []
     for match in filter(None, map(_FILE.fullmatch, files)):
-        start, save, step, process, of = map(int, match.groups()[:5])
-        found.append(Name(start, save, step, process, of, match[6]))
+        *numbers, kind = match.groups()
+        found.append(Name._make([*map(int, numbers), kind]))
     return sorted(found)
 
 
@@ -87,7 +87,7 @@ class Description(NamedTuple):
         """All tiles; a file has some, by their places in this list."""
         found = []
         for stored, shape in zip(self.layout, self.shapes, strict=True):
-            found += tiles.cut(stored.path, stored.leaf.shape, shape)
+            found += tiles.cut(stored, shape)
         return found
 
 
@@ -177,20 +177,19 @@ def typed(kind: Any, x: Any) -> Any:
       x: the value.
     """
     origin, kinds = typing.get_origin(kind), typing.get_args(kind)
-    fields = hasattr(kind, "_fields")
     if kind is Any:
         return x
     if origin is types.UnionType:
         return None if x is None else typed(kinds[0], x)
-    if isinstance(x, list) and (fields or origin in (tuple, Sequence)):
-        if fields:
-            kinds = tuple(typing.get_type_hints(kind).values())
-        elif origin is Sequence:
-            kinds = (int,) * len(x)
-        elif kinds[-1] is ...:
+    if hasattr(kind, "_fields"):
+        kinds = tuple(typing.get_type_hints(kind).values())
+        return kind(*typed(types.GenericAlias(tuple, kinds), x))
+    if isinstance(x, list) and origin in (tuple, Sequence):
+        if origin is Sequence:
+            kinds = int, ...
+        if kinds[-1] is ...:
             kinds = kinds[:1] * len(x)
-        found = [typed(k, y) for k, y in zip(kinds, x, strict=True)]
-        return kind(*found) if fields else tuple(found)
+        return tuple(typed(k, y) for k, y in zip(kinds, x, strict=True))
     if origin is np.dtype and isinstance(x, str):
         return jnp.dtype(x)
     if isinstance(kind, enum.EnumType):

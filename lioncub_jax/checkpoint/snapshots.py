@@ -98,9 +98,7 @@ class Snapshots:
         check_number(f"buddies={buddies!r}", buddies, lambda n: n >= 0, said, int)
         self._checkpoints, self._every, self._buddies = checkpoints, every, buddies
         self.folder = Path(folder).absolute()
-        together(
-            f"{self.folder} is no folder for snapshots", lambda: self._forget(only_halves=True)
-        )
+        self._forget(only_halves=True)
         self._start = 1 + max((names[-1].start for names in seen(self.folder) if names), default=0)
         self._run = checkpoints.run()
         self._calls = self._copies = self._saves = 0
@@ -154,15 +152,20 @@ class Snapshots:
         """Forgets all snapshots of this machine, as before going back to an older checkpoint."""
         self.wait()
         told(None)  # nobody writes any more
-        together(f"{self.folder} cannot be emptied", lambda: self._forget(only_halves=False))
+        self._forget(only_halves=False)
 
     def _forget(self, only_halves: bool) -> None:
         """Takes away what processes that were killed left half written, or all snapshots."""
-        with private_files.opened(self.folder, make=True) as folder:
-            names = os.listdir(folder)
-            gone = [name for name in names if name.endswith(private_files.PART)]
-            gone += [] if only_halves else map(str, files.names_in(names))
-            private_files.remove(folder, gone)
+
+        def forget() -> None:
+            with private_files.opened(self.folder, make=True) as folder:
+                names = os.listdir(folder)
+                halves = [name for name in names if name.endswith(private_files.PART)]
+                private_files.remove(folder, halves)
+                if not only_halves:
+                    private_files.remove(folder, files.names_in(names))
+
+        together(f"{self.folder} is no folder for snapshots, or cannot be emptied", forget)
 
     def restore(self, like: Any, *, on_resize: str = "mean") -> Restored | None:
         """Reads the newest state that is whole, from memory or from disk.
@@ -193,7 +196,7 @@ class Snapshots:
         steps = files.asked(int, 1 + max(self._checkpoints.steps(), default=-1))
         disk = min(steps) - 1  # what all of them see
         for key, whole in memory.best_first():
-            newer = key[2] > disk or (whole and key[2] == disk)
+            newer = (key[2], whole) > (disk, False)
             if newer and (read := memory.read(key, on_resize == "keep")):
                 return Restored(*read, key[2])
         return self._checkpoints.restore(like, on_resize=on_resize) if disk >= 0 else None
@@ -206,9 +209,8 @@ class Snapshots:
             name = Name(self._start, self._saves, step, *me, kind)
             with private_files.opened(self.folder) as folder:
                 private_files.seal(folder, str(name), *files.packed(about, data, parts))
-                private_files.remove(
-                    folder, map(str, _old(files.names_in(os.listdir(folder)), name))
-                )
+                names = files.names_in(os.listdir(folder))
+                private_files.remove(folder, _old(names, name))
 
 
 def _old(names: list[Name], written: Name) -> list[Name]:
@@ -230,10 +232,10 @@ def _of_others(
     sent, moved = {}, {}
     for path, leaf, cut, *_ in layout:
         if leaf.holder is Holder.OWNER:
-            shift, count = _shift(workers)
+            shift = _shift(workers)
             if cut > 1:  # the counts beside slices everybody has
                 x = arrays[path]
-                moved[path] = shift * (len(x) // count)
+                moved[path] = shift * (len(x) // cut)
                 sent[path] = send(x, moved[path], x.sharding)
     found = {}
     for (path, (rows, *rest)), bits in tiles.copied(sent).items():
@@ -251,8 +253,8 @@ def send(x: jax.Array, rows: int, lies: NamedSharding) -> jax.Array:
 
 
 @functools.cache  # processes ask each other, and machines do not change
-def _shift(workers: Workers) -> tuple[int, int]:
-    """How many places further a worker's buddy is, on another machine if it can be; and of how many."""
+def _shift(workers: Workers) -> int:
+    """How many places further a worker's buddy is, on another machine if it can be."""
     names = axes.names(workers.axis)
     count = product(workers.mesh.shape, names)
     if count == 1:
@@ -269,4 +271,4 @@ def _shift(workers: Workers) -> tuple[int, int]:
         buddies = np.roll(each, -shift, axis=0)
         return np.sum(machines[each] != machines[buddies]), np.sum(each != buddies), -shift
 
-    return max(range(1, count), key=best), count
+    return max(range(1, count), key=best)

@@ -24,9 +24,8 @@ Tile = tuple[str, Index]  # of which array, and which part of it
 ALL = "all"  # the axis of a mesh of all devices in a row
 
 
-def index_of(slices: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Index:
+def index_of(slices: Any, shape: tuple[int, ...]) -> Index:
     """Slices, as JAX gives them, in numbers."""
-    assert slices is not None
     return tuple(s.indices(n)[:2] for s, n in zip(slices, shape, strict=True))
 
 
@@ -35,10 +34,10 @@ def shape_of(index: Sequence[Any]) -> tuple[int, ...]:
     return tuple(end - start for start, end in index)
 
 
-def cut(path: str, shape: Sequence[int], tile: Sequence[int]) -> list[Tile]:
-    """The tiles of an array that is cut in tiles of one shape, in order."""
-    ends = [range(0, n + 1, size) for n, size in zip(shape, tile, strict=True)]
-    return [(path, index) for index in itertools.product(*map(itertools.pairwise, ends))]
+def cut(stored: Stored, shape: Sequence[int]) -> list[Tile]:
+    """The tiles of an array, all of that shape, in order."""
+    ends = [range(0, n + 1, size) for n, size in zip(stored.leaf.shape, shape, strict=True)]
+    return [(stored.path, index) for index in itertools.product(*map(itertools.pairwise, ends))]
 
 
 def holders(x: Any) -> dict[Index, set[int]]:
@@ -124,8 +123,7 @@ def _of_each_process(whole: np.ndarray, mesh: Mesh) -> jax.Array:
     line = NamedSharding(Mesh(mesh.devices.reshape(-1), (ALL,)), P(ALL))
     first = [device.process_index for device in mesh.devices.flat].index(jax.process_index())
 
-    def of_device(at: tuple[slice, ...] | None) -> np.ndarray:
-        assert at is not None
+    def of_device(at: Any) -> np.ndarray:
         return mine if (at[0].start or 0) == first else np.zeros_like(mine)
 
     return jax.make_array_from_callback((mesh.size, *mine.shape[1:]), line, of_device)

@@ -118,7 +118,7 @@ def keep(
             _memory() as kept,
             _watcher(kept) as watcher,
         ):
-            log, group = Log(output, file), Group(news, output)
+            log, group = Log(output.line, file), Group(news, output)
             run = Run([*command], workers, [*range(workers)], least, kept, watcher, log, group)
             while (code := run.start()) is None:
                 pass
@@ -126,26 +126,28 @@ def keep(
     return Outcome(code, log.start, len(run.places))
 
 
+@dataclasses.dataclass
 class Log:
     """Says what happens: a line for people, and a JSON object for programs."""
 
-    def __init__(self, output: Output, file: FileIO):
-        self._file, self._rest, self._failed = file, b"", False
-        self.line = output.line
-        self.start = 0
+    line: Callable[[str], object]
+    file: FileIO
+    start: int = 0
+    rest: bytes = b""  # what a disk has not taken yet
+    warned: bool = False
 
     def event(self, event: str, line: str, **fields: Any) -> None:
         """A line for people, and fields for programs; a disk that takes none ends no training."""
         self.line(f"lioncub: {line}")
         about = {"time": time.time(), "event": event, "start": self.start}
-        self._rest += json.dumps(about | fields).encode() + b"\n"
+        self.rest += json.dumps(about | fields).encode() + b"\n"
         try:
-            while self._rest:
-                self._rest = self._rest[self._file.write(self._rest) :]
+            while self.rest:
+                self.rest = self.rest[self.file.write(self.rest) :]
         except OSError as error:
-            if not self._failed:
-                self.line(f"lioncub: warning: {self._file.name} takes no events ({error.strerror})")
-            self._failed = True
+            if not self.warned:
+                self.line(f"lioncub: warning: {self.file.name} takes no events ({error.strerror})")
+            self.warned = True
 
 
 @dataclasses.dataclass
@@ -179,32 +181,32 @@ class Run:
             pids = [worker.process.pid for worker in self.group.members]
             said = f"start {self.log.start}: {len(pids)} workers"
             self.log.event("started", said, places=self.places, pids=pids)
-            stopped, first = self._watched()
+            end = self._watched()
             seconds = time.monotonic() - began
         finally:  # none outlives its start
             self.group.end()
             os.write(self.watcher, b"\n")
-        if stopped == signal.SIGUSR1:
+        if isinstance(end, Member):
+            return self._after(end, seconds)
+        if end == signal.SIGUSR1:
             self.places, self.failed = [*range(self.workers)], []
             self.log.event("all_again", f"all {self.workers} places again")
             return None
-        if stopped:
-            self.log.event("stopped", f"ended by {signal.Signals(stopped).name}")
-            return 128 + stopped
-        if first is None:
-            self.log.event("ended", "all workers ended")
-            return 0
-        return self._after(first, seconds)
+        if end:
+            self.log.event("stopped", f"ended by {signal.Signals(end).name}")
+            return 128 + end
+        self.log.event("ended", "all workers ended")
+        return 0
 
-    def _watched(self) -> tuple[int, Member | None]:
-        """Until all have ended or one has died: the signal that ended them, or 0; and who died first."""
+    def _watched(self) -> int | Member:
+        """Until all have ended or one has died: who died first, or the signal that ended them, or 0."""
         alive, stopped, until = len(self.places), 0, None
         while alive:
             news = self.group.next(until)
             if isinstance(news, Member):
                 alive -= 1
                 if news.process.returncode and not stopped:
-                    return 0, news
+                    return news
                 continue
             if stopped not in (0, signal.SIGUSR1) and news in (signal.SIGHUP, signal.SIGPIPE):
                 continue  # a closed terminal says so more than once
@@ -214,7 +216,7 @@ class Run:
             for worker in self.group.members:
                 number = signal.SIGINT if news == signal.SIGINT else signal.SIGTERM
                 worker.process.send_signal(number)
-        return stopped, None
+        return stopped
 
     def _after(self, first: Member, seconds: float) -> int | None:
         """What follows the death of a worker."""

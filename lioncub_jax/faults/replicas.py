@@ -10,7 +10,6 @@ import warnings
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -130,7 +129,7 @@ class Replicas:
                 raise ReplicasDiffer(
                     f"a replica is wrong: {differ[0]}, and heal=False. {self._back()}"
                 )
-            words = _from(shared[path], source, wrong)
+            words = _from(shared[path], source)
             found[path] = jax.device_put(of_words(words, found[path]), found[path].sharding)
             for one in differ:
                 warnings.warn(
@@ -187,22 +186,19 @@ class Replicas:
         return cut[mesh.devices.flat[device]][0].start
 
 
-def _from(x: jax.Array, source: np.ndarray, wrong: np.ndarray) -> jax.Array:
-    """The array, where it is wrong with what the source of its shard holds."""
+def _from(x: jax.Array, source: np.ndarray) -> jax.Array:
+    """The array, of what the source of each shard holds."""
     mesh = sums.untyped(x.sharding.mesh)  # type: ignore[attr-defined]
     spec = x.sharding.spec  # type: ignore[attr-defined]
     lies = NamedSharding(mesh, spec)
     apart = tuple(n for n in mesh.axis_names if n not in axes_in(spec))
 
-    def of_device(x: jax.Array, source: jax.Array, wrong: jax.Array) -> jax.Array:
-        right = sums.of_bits(wires.from_one(sums.bits_of(x), source[0], apart), x)
-        return jnp.where(wrong[0], right, x)
+    def of_device(x: jax.Array, source: jax.Array) -> jax.Array:
+        return sums.of_bits(wires.from_one(sums.bits_of(x), source[0], apart), x)
 
-    each = P(mesh.axis_names)
+    specs = spec, P(mesh.axis_names)
     # What is labelled one value is not: that is what is mended.
-    run = jax.shard_map(
-        of_device, mesh=mesh, in_specs=(spec, each, each), out_specs=spec, check_vma=False
-    )
+    run = jax.shard_map(of_device, mesh=mesh, in_specs=specs, out_specs=spec, check_vma=False)
     plain = jax.device_put(x, lies)
     with jax.set_mesh(mesh):  # whatever mesh the caller has set
-        return jax.jit(run, out_shardings=lies)(plain, source, wrong)
+        return jax.jit(run, out_shardings=lies)(plain, source)
