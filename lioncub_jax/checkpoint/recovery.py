@@ -138,7 +138,8 @@ class Recovery:
                 held |= some
         each = files.asked(Words, [damaged, found], self._check)
         damaged = [name for names, _ in each for name in names]
-        abouts = {part.about: part.data for _, some in each for part in some}
+        # The data of the first process counts.
+        abouts = {part.about: part.data for _, some in reversed(each) for part in some}
         if damaged or len(abouts) != 1:
             which = ", ".join(damaged) or f"of step {key[2]}"
             warnings.warn(

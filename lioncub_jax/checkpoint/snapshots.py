@@ -196,7 +196,7 @@ class Snapshots:
         steps = files.asked(int, 1 + max(self._checkpoints.steps(), default=-1))
         disk = min(steps) - 1  # what all of them see
         for key, whole in memory.best_first():
-            newer = (key[2], whole) > (disk, False)
+            newer = (key[2], whole) > (disk, False)  # of one step the whole one, which is faster
             if newer and (read := memory.read(key, on_resize == "keep")):
                 return Restored(*read, key[2])
         return self._checkpoints.restore(like, on_resize=on_resize) if disk >= 0 else None
