@@ -489,14 +489,11 @@ class Checkpoints:
         All processes must ask. A copy of the folder has the same name.
 
         Raises:
-          OSError: in process 0, where the file cannot be read, or made where there is none; in the others a
-            ``RuntimeError``.
+          OSError: where process 0 cannot read the file, or make it where there is none.
         """
         named = self.directory / files.RUN
 
         def name() -> str:
-            if jax.process_index() > 0:
-                return ""
             found = named.read_text() if named.exists() else ""
             if not found:  # or a machine died before it was on the disk
                 found = uuid.uuid4().hex
@@ -504,8 +501,7 @@ class Checkpoints:
                 private_files.write(str(named), found.encode())
             return found
 
-        found = together(f"{named}, the name of the run, cannot be read or written", name)
-        return told(found)[0]
+        return self._of_first(None, name)
 
     def _name(self, step: int) -> str:
         return f"checkpoint {self.directory / str(step)}"
