@@ -74,7 +74,8 @@ def eventful(params, workers, seed):
 def simulated(simulators, params, story):
     def step(states, now):
         done = {
-            name: one.update(now.grads, states[name], params, now.abstain) for name, one in simulators
+            name: one.update(now.grads, states[name], params, now.abstain)
+            for name, one in simulators
         }
         return {name: state for name, (_, state) in done.items()}, done
 

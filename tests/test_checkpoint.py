@@ -165,9 +165,11 @@ def refuses(match, call, kind=ValueError):
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("tp 2, 2 x 2", "groups of 2, 4"), ("groups of 2, 4", "tp 2, 2 x 2"),
-        (EXPLICIT, "2 groups of 2, tp 2"), ("2 groups of 2, tp 2", EXPLICIT),
-        ("8", "groups of 2, 4"), ("2 groups of 2, tp 2", "8"), ("1", "8"),
+        ("2 groups of 2, tp 2", EXPLICIT), (EXPLICIT, "2 groups of 2, tp 2"), ("2 groups of 2, tp 2", "8"),
+        *(pytest.param(*of, marks=pytest.mark.long) for of in [
+            ("tp 2, 2 x 2", "groups of 2, 4"), ("groups of 2, 4", "tp 2, 2 x 2"), ("8", "groups of 2, 4"),
+            ("1", "8"),
+        ]),
     ],
 )  # fmt: skip
 def test_the_numbers_are_those_of_training_in_the_other_layout(old, new, tmp_path):
