@@ -91,10 +91,20 @@ def test_every_optimizer_signs():
     assert makers == ours | {*baselines.__all__}
 
 
-ALL = pytest.mark.parametrize("name", TRANSFORMS)
+# Votes and means whose wire or codes the reference proves bit for bit, beside others of their kind here.
+LATER = "vote, ternary", "vote, gathered", "owner, rotated", "powersgd", "signsgd"
+
+
+def named(names):
+    return pytest.mark.parametrize(
+        "name", [pytest.param(x, marks=pytest.mark.long if x in LATER else ()) for x in names]
+    )
+
+
+ALL = named(TRANSFORMS)
 # Averages of floats, which have no abstention of their own.
 FLOATS = {"global lion", "diloco"}
-CODED = pytest.mark.parametrize("name", [name for name in TRANSFORMS if name not in FLOATS])
+CODED = named(name for name in TRANSFORMS if name not in FLOATS)
 
 SHAPES = {"w": (34, 130), "b": (65,), "s": ()}
 SPECS = {"w": P("tensor"), "b": P(), "s": P()}

@@ -237,9 +237,12 @@ def numbered(state):
     return jax.tree_util.tree_map_with_path(leaf, state)
 
 
-@pytest.mark.parametrize("rule", ["mean", "keep"])
 @pytest.mark.parametrize(
-    ("old", "new", "make"), [("8", "2", accumulating), ("2", "8", accumulating), ("8", "2", compressing)]
+    ("old", "new", "make", "rule"),
+    [
+        ("8", "2", accumulating, "mean"), ("8", "2", accumulating, "keep"), ("2", "8", accumulating, "keep"),
+        ("8", "2", compressing, "keep"),
+    ],
 )  # fmt: skip
 def test_what_workers_get_when_their_number_changes(old, new, make, rule, tmp_path):
     state = numbered(first_state(make, old))
