@@ -240,7 +240,8 @@ def numbered(state):
 @pytest.mark.parametrize(
     ("old", "new", "make", "rule"),
     [
-        ("8", "2", accumulating, "mean"), ("8", "2", accumulating, "keep"), ("2", "8", accumulating, "keep"),
+        ("8", "2", accumulating, "mean"), ("8", "2", accumulating, "keep"),
+        ("2", "8", accumulating, "keep"),
         ("8", "2", compressing, "keep"),
     ],
 )  # fmt: skip
