@@ -182,14 +182,14 @@ VOTES = [
     Method("midrise(2, rounding=stochastic(3))", "majority", {3: TWO_PHASE}),
     Method("integer(8)", "ternary", {3: LANES, 8: COUNTS}),
     Method("integer(5)", "average", {3: GATHERED}),
-    Method("integer(8, rounding=stochastic(3))", "ternary", {8: TWO_PHASE}),
+    Method("integer(8, rounding=stochastic(3))", "ternary", {3: TWO_PHASE, 8: TWO_PHASE}),
     Method("ternary()", "ternary", {3: GATHERED, 8: TWO_PHASE}),
     Method("ternary()", "average", {8: WIRES.counts("int16")}),
 ]
 FED_BACK = "error_feedback(midrise(3))"
 OWNED = [
     Method(FED_BACK, "sign", {1: TWO_PHASE, 3: GATHERED, 8: TWO_PHASE}),
-    Method("error_feedback(midrise(2), float16)", "sign", {8: TWO_PHASE}),
+    Method("error_feedback(midrise(2), float16)", "sign", {3: TWO_PHASE, 8: TWO_PHASE}),
     Method("midrise(2)", "values", {3: TWO_PHASE}),
     Method("midrise(8)", "values", {8: TWO_PHASE}),
     Method("midrise(4, rounding=stochastic(5))", "sign", {3: TWO_PHASE}),
