@@ -71,7 +71,7 @@ test: $(READY) ## run the tests and the doctests
 test-long: $(READY) $(TPU_READY) $(LOG_READY) ## run what is left, for a release: long tests, other flags, a TPU's compiler
 	$(VENV)/bin/python $(PYTEST) -m long
 	PYTHONPATH=$(CURDIR) .venv-log/bin/python $(PYTEST) -m long tests/test_logging.py
-	XLA_FLAGS= $(VENV)/bin/python $(PYTEST) $(EQUALITY)
+	XLA_FLAGS= $(VENV)/bin/python $(PYTEST) -m '' $(EQUALITY)
 	JAX_PLATFORMS=cpu PYTHONPATH=$(CURDIR)/$(VENV)/tpu $(VENV)/bin/python $(PYTEST) -m tpu tests/test_ahead_of_time.py
 	$(VENV)/bin/python tests/mutants.py --jobs $(TEST_JOBS)
 

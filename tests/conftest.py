@@ -49,6 +49,7 @@ def absent(workers):
 @pytest.fixture(scope="session", autouse=True)
 def eight_devices():
     assert len(jax.devices()) == 8, "XLA was started before conftest.py could ask for 8 CPU devices"
+    gc.freeze()  # what was imported stays: no collection looks at it again
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -104,6 +104,7 @@ PEERS = {  # by the number of workers, and what gradients are multiples of
         "terngrad": descends("terngrad", oracles.terngrad(None, 3, 0.5), 0.5, None, 3),
         "qsgd": descends("qsgd", oracles.qsgd(2, momentum=0.5), 2, 0.5),
         "0/1": ZERO_ONE,
+        "signum": descends("signum", reference.local_momentum(0.75, 0.75), 0.75),
     },
     (3, 1): {
         "signsgd": descends("signsgd", reference.local_momentum(0, 0)),
@@ -118,14 +119,16 @@ PEERS = {  # by the number of workers, and what gradients are multiples of
         "powersgd, 4 bits": low_rank(2, 4),
     },
     (8, 1): {
-        "signum": descends("signum", reference.local_momentum(0.75, 0.75), 0.75),
         "terngrad": descends("terngrad", oracles.terngrad(momentum=0.5), 0.5),
         "qsgd": descends("qsgd", oracles.qsgd()),
-        "diloco, 4 bits": fed_back("diloco", 0.5, 4),
         "dgc, all": sparse(1.0),
         "dgc, warming up": sparse(0.02, 4),
     },
-    (8, 7): {"1-bit": of_adam("one_bit_adam", warmup=2, eps=2.0**-6), "0/1": ZERO_ONE},
+    (8, 7): {
+        "1-bit": of_adam("one_bit_adam", warmup=2, eps=2.0**-6),
+        "0/1": ZERO_ONE,
+        "diloco, 4 bits": fed_back("diloco", 0.5, 4),
+    },
 }
 
 
@@ -150,7 +153,12 @@ def assert_near(got, want, near, of, params):
         np.testing.assert_allclose(a, b, rtol=off, atol=off, err_msg=f"{of} {name}")
 
 
-@pytest.mark.parametrize(("workers", "unit"), PEERS)
+LATER = {(8, 1): pytest.mark.long}
+
+
+@pytest.mark.parametrize(
+    ("workers", "unit"), [pytest.param(*of, marks=LATER.get(of, ())) for of in PEERS]
+)
 def test_with_workers_that_abstain_it_is_the_oracle(run_workers, workers, unit):
     kinds = {"12000": jnp.bfloat16, "65": jnp.bfloat16, "127": jnp.float16, "129": jnp.float16}
     if (workers, unit) in ((3, 2), (8, 1)):
@@ -390,10 +398,9 @@ def test_large_models_cost_what_the_papers_say(make, options, bits):
     # DGC indexes what a device holds.
     shape = (2**16, 2**14) if make is B.dgc else (2**18, 2**17)
     shapes = {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}
-    for workers in (2, 7, 64):
+    for workers in (7, 64):
         sent = lc.traffic.of(tx, shapes, absent(workers))
         assert sent.bits_per_parameter == pytest.approx(bits(workers), rel=0.01)
-    assert lc.traffic.of(tx, shapes, absent(1)).sent_bytes == 0
 
 
 # --- What is refused

@@ -93,7 +93,10 @@ def linen_steps(workers, state, lies=None):
     return state
 
 
-@pytest.mark.parametrize(("make", "context"), [(cub_in_a_chain, False), (OWNER, True)])
+@pytest.mark.parametrize(
+    ("make", "context"),
+    [pytest.param(cub_in_a_chain, False, marks=pytest.mark.long), (OWNER, True)],
+)
 def test_boxed_linen_parameters_train_as_bare_ones_and_momentum_says_how_it_lies(make, context):
     workers = workers_of()
     with jax.set_mesh(workers.mesh) if context else contextlib.nullcontext():

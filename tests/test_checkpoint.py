@@ -165,9 +165,11 @@ def refuses(match, call, kind=ValueError):
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("tp 2, 2 x 2", "groups of 2, 4"), ("groups of 2, 4", "tp 2, 2 x 2"),
-        (EXPLICIT, "2 groups of 2, tp 2"), ("2 groups of 2, tp 2", EXPLICIT),
-        ("8", "groups of 2, 4"), ("2 groups of 2, tp 2", "8"), ("1", "8"),
+        ("2 groups of 2, tp 2", EXPLICIT), (EXPLICIT, "2 groups of 2, tp 2"), ("2 groups of 2, tp 2", "8"),
+        *(pytest.param(*of, marks=pytest.mark.long) for of in [
+            ("tp 2, 2 x 2", "groups of 2, 4"), ("groups of 2, 4", "tp 2, 2 x 2"), ("8", "groups of 2, 4"),
+            ("1", "8"),
+        ]),
     ],
 )  # fmt: skip
 def test_the_numbers_are_those_of_training_in_the_other_layout(old, new, tmp_path):
@@ -235,9 +237,13 @@ def numbered(state):
     return jax.tree_util.tree_map_with_path(leaf, state)
 
 
-@pytest.mark.parametrize("rule", ["mean", "keep"])
 @pytest.mark.parametrize(
-    ("old", "new", "make"), [("8", "2", accumulating), ("2", "8", accumulating), ("8", "2", compressing)]
+    ("old", "new", "make", "rule"),
+    [
+        ("8", "2", accumulating, "mean"), ("8", "2", accumulating, "keep"),
+        ("2", "8", accumulating, "keep"),
+        ("8", "2", compressing, "keep"),
+    ],
 )  # fmt: skip
 def test_what_workers_get_when_their_number_changes(old, new, make, rule, tmp_path):
     state = numbered(first_state(make, old))

@@ -50,7 +50,9 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", ["vote", "owner", pytest.param("average", marks=pytest.mark.long)]
+)
 def test_a_step_as_a_tpu_takes_it_is_the_step(run_workers, interpreted, method):
     """Two workers once have a NaN.
 

@@ -161,7 +161,7 @@ def test_what_an_owner_replies_is_a_step(mesh_of, monkeypatch, codes, decision, 
         assert_sane(metrics)
 
 
-@pytest.mark.parametrize("number", [1, 77, -2, 2**30])
+@pytest.mark.parametrize("number", [-2, 2**30])
 @pytest.mark.parametrize("wire", [W.counts("int32"), W.lanes()], ids=lambda wire: wire.name)
 def test_of_any_sum_comes_a_step(mesh_of, monkeypatch, wire, number):
     """Who lies decides all of it, and nothing beyond."""

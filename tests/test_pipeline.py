@@ -73,5 +73,9 @@ def plain():
 def test_stages_have_the_losses_of_the_model_without_them():
     # To what sums in another order make: Lion turns signs of what is nearly 0, and codes fall to the next.
     np.testing.assert_allclose(trained("lion")[0], plain(), rtol=1e-3)
+
+
+@pytest.mark.long
+def test_one_stage_and_two_have_the_same_votes():
     one, two = (trained("owner_adamw", stages)[0] for stages in (1, 2))
     np.testing.assert_allclose(two, one, rtol=1e-3)

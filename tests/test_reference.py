@@ -208,7 +208,9 @@ def orders(workers):
 
 # Of an even number of workers the other zeros cancel in pairs but for one: it agrees and the voter wins,
 # or it is a tie and the coin decides. Of three both cancel, or (1 in 3) they side together.
-@pytest.mark.parametrize(("workers", "lone"), [(2, 3 / 4), (3, 5 / 6), (8, 3 / 4)])
+@pytest.mark.parametrize(
+    ("workers", "lone"), [(2, 3 / 4), (3, 5 / 6), pytest.param(8, 3 / 4, marks=pytest.mark.long)]
+)
 def test_no_worker_counts_for_more_than_another(workers, lone):
     patterns = orders(workers)
     for name, shares in shares_of_wins(patterns).items():

@@ -218,13 +218,13 @@ def run_on_mesh(txs, workers, specs, grads, abstain):
 CASES = [
     ("tp=2 data=4 fsdp=1", EXPLICIT, "sign owner", LEAVES),
     ("data=2 fsdp=2 tp=2", AUTO, "owner average", LEAVES),
-    ("pod=2 data=2 tp=2", AUTO, "sign", LEAVES),
     ("data=1 tp=4", AUTO, "sign owner", LEAVES),
     ("node=2 gpu=4", AUTO, "ternary dense", LEAVES),
     ("node=2 gpu=2 tp=2", EXPLICIT, "sign owes rotated", LEAVES),
-    ("node=1 gpu=4", AUTO, "sign owner", LEAVES),
     ("data=4 tp=2", AUTO, "sign", LARGE),
     ("node=4 gpu=2", AUTO, "owner", LARGE),
+    pytest.param("pod=2 data=2 tp=2", AUTO, "sign", LEAVES, marks=pytest.mark.long),
+    pytest.param("node=1 gpu=4", AUTO, "sign owner", LEAVES, marks=pytest.mark.long),
 ]
 
 

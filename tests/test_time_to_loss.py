@@ -89,7 +89,7 @@ def test_a_diverged_run_is_never_the_best():
 # --- A run
 
 
-@pytest.mark.parametrize("name", ["vote", "local-2-coded"])
+@pytest.mark.parametrize("name", ["vote", pytest.param("local-2-coded", marks=pytest.mark.long)])
 def test_a_run_learns_says_how_noisy_it_is_and_goes_on_after_a_stop(monkeypatch, tmp_path, name):
     for known, few in {"POINTS": 4, "WINDOWS": 8, "MODEL": MODEL | {"layers": 1}}.items():
         monkeypatch.setattr(curves, known, few)

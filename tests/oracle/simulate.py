@@ -55,15 +55,6 @@ def step(loss_fn, simulator, run, batch, local_steps=1, local=None):
       local_steps: steps of each worker's own.
       local: the optimizer that takes them, any optax transform; None for none. A worker that
         abstains keeps its state.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from oracle import lion, simulate
-      >>> method = lion.optimizer(lion.local_momentum(), 0.5, weight_decay=0.0)
-      >>> run = simulate.start(method, {"w": jnp.ones(2)}, workers=3)
-      >>> run, losses = simulate.step(lambda p, x, rng: jnp.sum(p["w"] * x), method, run, jnp.ones((3, 2)))
-      >>> run.params["w"].tolist(), losses.tolist()
-      ([0.5, 0.5], [2.0, 2.0, 2.0])
     """
     workers = len(jax.tree.leaves(batch)[0])
     key = jax.random.fold_in(run.rng, run.step)
