@@ -361,40 +361,32 @@ def read_array(folder: Path, planned: Sequence[Any], place: jax.ShapeDtypeStruct
     def part(slices: Any) -> np.ndarray:
         index = index_of(slices, place.shape)
         if index not in parts:
-            read = _read_part(folder, planned, index, jnp.dtype(place.dtype))
-            parts[index] = read.reshape(shape_of(index))
+            parts[index] = _read_part(folder, planned, index, jnp.dtype(place.dtype))
         return parts[index]
 
     return jax.make_array_from_callback(place.shape, place.sharding, part)
 
 
 def _read_part(folder: Path, planned: Sequence[Any], wanted: Index, dtype: np.dtype) -> np.ndarray:
-    wanted = wanted or ((0, 1),)  # of a scalar
     found = np.empty(shape_of(wanted), dtype)
     for process, offset, index in planned:
-        first, *rest = index or wanted
-        both = [
-            (max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted, (first, *rest), strict=True)
-        ]
+        both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted, index, strict=True)]
         if any(start >= end for start, end in both):
             continue
-        # Of a tile those rows of its first dimension that are wanted.
-        rows = both[0], *rest
-        row = math.prod(shape_of(rest)) * dtype.itemsize
-        offset += (rows[0][0] - first[0]) * row
-        read = _read_bytes(folder / f"{process}{ARRAYS}", offset, (rows[0][1] - rows[0][0]) * row)
-        found[_inside(both, wanted)] = read.view(dtype).reshape(shape_of(rows))[_inside(both, rows)]
+        rows = *both[:1], *index[1:]  # of a tile those of its first dimension that are wanted
+        size = math.prod(shape_of(rows)) * dtype.itemsize
+        if index:
+            offset += (rows[0][0] - index[0][0]) * size // shape_of(rows)[0]
+        path = folder / f"{process}{ARRAYS}"
+        with path.open("rb") as file:
+            file.seek(offset)
+            read = file.read(size)
+        if len(read) < size:
+            raise Damaged(f"{path.name} is too short")
+        tile = np.frombuffer(read, dtype).reshape(shape_of(rows))
+        found[_inside(both, wanted)] = tile[_inside(both, rows)]
     return found
 
 
 def _inside(part: Sequence[Any], whole: Sequence[Any]) -> tuple[slice, ...]:
     return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(part, whole, strict=True))
-
-
-def _read_bytes(path: Path, offset: int, size: int) -> np.ndarray:
-    with path.open("rb") as file:
-        file.seek(offset)
-        found = file.read(size)
-    if len(found) < size:
-        raise Damaged(f"{path.name} is too short")
-    return np.frombuffer(found, np.uint8)
