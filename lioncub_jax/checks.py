@@ -144,9 +144,9 @@ def check_unmasked(params: Any) -> None:
     for path, x in leaves:
         if is_masked(x):
             raise ValueError(
-                f"on_mesh is inside of optax.masked or optax.partition, which keep the leaf "
-                f"{jax.tree_util.keystr(path)} from it: its gradients stay [workers, ...], and so would the "
-                "parameter be. on_mesh is the outermost: lioncub_jax.on_mesh(optax.partition(...), workers)"
+                "on_mesh is inside of optax.masked or optax.partition, which keep the leaf "
+                f"{jax.tree_util.keystr(path)} from it: its gradients stay [workers, ...], and so would "
+                "the parameter be. on_mesh is the outermost: on_mesh(optax.partition(...), workers)"
             )
 
 

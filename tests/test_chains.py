@@ -155,7 +155,7 @@ def test_frozen_leaves_stay_and_the_others_move(name):
 
 
 HANGS = (
-    "a cond or a loop whose predicate differs .*those who skip .*Decide by what all workers agree.*NamedTuple"
+    "whose predicate differs .*those who skip .*Decide by what all workers agree.*in a NamedTuple"
 )
 DRIFTS = "would drift apart: a cond, switch or while chooses it .*Decide by what all agree on"
 

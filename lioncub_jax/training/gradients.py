@@ -138,9 +138,9 @@ def worker_value_and_grad(
                 in_kinds=given, aux_kinds=aux_kinds, has_aux=has_aux, workers=workers,
             )  # fmt: skip
         check_devices(workers, params=params)
-        _check_seen(workers, (params, args))
         cut = workers.cut(params, specs, needed=False)
         each, lie = kinds.of_arguments(loss_fn, args, given, workers)
+        _check_seen(workers, (params, args))
         leaves, tree = jax.tree.flatten(args)
         streams = jax.tree.leaves(modules.counts_of(jax.tree.unflatten(tree, each)))
         outputs: list[kinds.Kind] = []

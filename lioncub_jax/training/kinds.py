@@ -97,7 +97,8 @@ def of_arguments(
     if not any(kind in (batch, own) for kind in kinds):
         raise ValueError(
             "no array follows the parameters: give the batch as an argument of the loss, so that it is cut "
-            "over the workers; one that the loss closes over would go whole to each of them"
+            "over the workers, and of lists np.asarray(...); one that the loss closes over would go whole "
+            "to each of them"
         )
     return kinds, specs
 

@@ -22,7 +22,13 @@ from lioncub_jax import axes, checks
 from lioncub_jax.arguments import check_count
 from lioncub_jax.layout import Holder
 from lioncub_jax.mesh import boxes
-from lioncub_jax.mesh.placement import Workers, check_alive, check_devices, check_real, check_workers
+from lioncub_jax.mesh.placement import (
+    Workers,
+    check_alive,
+    check_devices,
+    check_real,
+    check_workers,
+)
 from lioncub_jax.mesh.processes import Batches, Waits, check_same_step, together
 from lioncub_jax.mesh.specs import check_batch_spec, spec_of, stacked
 from lioncub_jax.progress import stepped
