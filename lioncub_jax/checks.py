@@ -23,6 +23,7 @@ from lioncub_jax.quantize import Quantizer
 
 mode = "raise"  # what is done with what was found: see lioncub_jax.watch.mode
 # False while make_train_step passes abstain on its own: transforms that cannot abstain ignore it then.
+DECIDED = "lioncub.decided"  # scope of an update in which no worker alone decides to communicate
 abstain_is_explicit = contextvars.ContextVar("abstain is explicit", default=True)
 
 
@@ -75,7 +76,8 @@ def check_local(updates: Any, axis: Axes) -> None:
             "precision, or comes from a vote before this one, and there is nothing left to vote on. "
             "jax.grad reduces it for parameters that do not vary over the axis; take local gradients with "
             "lioncub_jax.local_value_and_grad. And in one chain workers vote or average once: leave the "
-            "others out, or give them other leaves with optax.partition"
+            "others out, or give them other leaves with optax.partition. optax.MultiSteps in a shard_map "
+            "of yours goes inside of lioncub_jax.on_mesh(tx, workers)"
         )
 
 
@@ -136,13 +138,29 @@ def _checksum(tree: Any) -> jax.Array:
     return checksum(jnp.stack(each))[0]
 
 
+def check_unmasked(params: Any) -> None:
+    """Raises ``ValueError`` where a mask or labels around `on_mesh` keep leaves from it."""
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_masked)
+    for path, x in leaves:
+        if is_masked(x):
+            raise ValueError(
+                "on_mesh is inside of optax.masked or optax.partition, which keep the leaf "
+                f"{jax.tree_util.keystr(path)} from it: its gradients stay [workers, ...], and so would "
+                "the parameter be. on_mesh is the outermost: on_mesh(optax.partition(...), workers)"
+            )
+
+
+def is_masked(x: Any) -> bool:
+    """Whether a mask or label has left something out here."""
+    return isinstance(x, optax.MaskedNode)
+
+
 def warn_of_masked(given: Sequence[Any]) -> None:
     """Warns of leaves that no transform of a program, compiled by now, has reduced over the workers.
 
     Args:
       given: for each transform that sends, in order, the types of the leaves that it was given.
     """
-    is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
     optimizers = [(set[Any](), set[Any]())]
     before = None
     for tree in given:

@@ -203,9 +203,10 @@ def look(name: str, texts: list[str]) -> None:
             raise ValueError(wrong)
         if wrong:
             warnings.warn(wrong, stacklevel=3)
-        # By its name one may be in a branch that XLA has made a choice between values of.
+        # By its name one may be in a branch that XLA has made a choice between values of. The branches of
+        # what on_mesh has called are checked.
         votes = [
-            x.by.gated and "cond/branch_" in _ALIKE.sub("", x.line)
+            x.by.gated and "cond/branch_" in _ALIKE.sub("", x.line) and checks.DECIDED not in x.line
             for x in program.arrays
             if _VOTE.search(x.line)
         ]

@@ -155,14 +155,26 @@ def test_frozen_leaves_stay_and_the_others_move(name):
 
 
 HANGS = (
-    "a cond or a loop whose predicate differs .*those who skip .*Decide by what all workers agree"
+    "whose predicate differs .*those who skip .*Decide by what all workers agree.*in a NamedTuple"
 )
 DRIFTS = "would drift apart: a cond, switch or while chooses it .*Decide by what all agree on"
+
+
+def by_own_norm(workers):
+    """Scales the agreed update by what a worker has for itself."""
+    vote = cub(workers)
+
+    def update(updates, state, params):
+        voted, state = vote.update(updates, state, params)
+        return optax.tree.scale(jnp.minimum(optax.tree.norm(updates), 1), voted), state
+
+    return optax.GradientTransformation(vote.init, update)
 
 
 REFUSED = [
     (r"the leaves \['a'\]\['bias'\] do, which a mask or label", lambda w: optax.masked(cub(w), MASK)),
     ("put a transform that communicates in the chain", lambda w: optax.lion(1e-3)),
+    ("workers communicate, and behind it the update .*a psum over", by_own_norm),
     ("ApplyIfFinite is .*not finite abstains by itself", lambda w: optax.apply_if_finite(cub(w), 3)),
     ("ConditionallyMask is around", lambda w: optax.conditionally_mask(cub(w), jnp.logical_not)),
     ("ConditionallyTransform is", lambda w: optax.conditionally_transform(cub(w), jnp.logical_not)),

@@ -290,6 +290,7 @@ QUIET --agreement 0.4 => agreement=0.4: give votes/agreement, from 0.5, where vo
 QUIET --agreement 1.01 => agreement=1.01: give votes/agreement, from 0.5, where votes are coin flips, to 1
 QUIET --agreement 53% => agreement '53%': give a number from 0.5 to 1, such as 0.53
 GIVEN --model '7 billion' => unit 'billion' is not one of k, m, b, t
+GIVEN --model 405B => 405,000,000,000 parameters: at most 137,438,953,472 are counted
 GIVEN --bandwidth 1gbit,fast => rate 'fast': give a number and a unit
 GIVEN --bandwidth 100 => unit '' is not one of
 GIVEN --bandwidth 0gbit => rate '0gbit': give a number above zero

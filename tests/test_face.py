@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import mesh_on, workers_on
+from conftest import absent, mesh_on, workers_on
 from flax import nnx, serialization
+from flax.core import FrozenDict
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -152,6 +153,10 @@ REFUSED = {
         )
         for name, (found, words) in RETURNED.items()
     },
+    "a key from the loss": (
+        lambda: of_loss(lambda *given: (loss(*given[:2]), {"key": given[2]})), TypeError,
+        r"the loss returns \['key'\], key.*give numbers",
+    ),
     "no model state back": (
         lambda: of_loss(lambda *given: (0.0, {}), model_state=jnp.ones(3)), TypeError,
         r"returned 2 value.*\(loss, aux, model_state\)",
@@ -191,6 +196,18 @@ REFUSED = {
         "asks for value_fn.*value, as",
     ),
     # Workers
+    "a mesh without devices": (
+        lambda: first(cub(), absent(4)), ValueError, "is an AbstractMesh, without devices.*abstract_state",
+    ),
+    "nothing on Explicit axes": (
+        lambda: lc.worker_value_and_grad(loss, workers_on("data=4", kind=AxisType.Explicit))(
+            PARAMS, ONES
+        ), ValueError, "neither parameters nor rows lie on the mesh.*Explicit: params = jax.device_put",
+    ),
+    "a mask around on_mesh": (
+        lambda: optax.masked(lc.on_mesh(cub(), four()), {"w": True, "b": False}).init(PARAMS), ValueError,
+        r"on_mesh is inside of optax.masked .*the leaf \['b'\].*outermost",
+    ),
     "no name": (lambda: four(None), ValueError, "axis=None, group=None: the mesh has"),
     "another group": (lambda: four("data", "gpu"), ValueError, "group='gpu': the mesh has axes"),
     "an axis twice": (lambda: four("data", "data"), ValueError, "give names of them, each once"),
@@ -199,6 +216,10 @@ REFUSED = {
         r"same over \('data',\) and not over \('batch',\).*axis='data', group='batch'",
     ),
     # States
+    "a state of another kind": (
+        lambda: lc.make_train_step(loss, cub(), four())(tuple(first(cub())), ONES), TypeError,
+        "the state is a tuple, and the StepState of init_state",
+    ),
     "a key of words": (
         lambda: first(cub(), rng=jnp.zeros(3, jnp.uint32)), TypeError,
         r"rng is .* of shape \(3,\).*jax\.random\.key\(seed\)",
@@ -320,18 +341,25 @@ def test_drift_is_read_by_leaf_and_in_all_that_were_measured(of, mean):
 def test_model_state_of_every_dtype_is_averaged_on_every_mesh(kind):
     workers = workers_on("data=4", kind=kind)
     numbers = np.array([1, 2, 3, 4])[:, None] * np.ones((4, 2))
-    dtypes = "float16", "bfloat16", "float32", "complex64", "int32", "uint8", "bool"
+    dtypes = "float8_e5m2", "float16", "bfloat16", "float32", "complex64", "int32", "uint8", "bool"
     state = {dtype: jnp.asarray(numbers, dtype) for dtype in dtypes}
     keys = jax.random.split(jax.random.key(3, impl="rbg"), (4, 2))
     state |= {"half": jnp.full((4, 2), 5e4, "float16"), "keys": keys}
     placed = jax.device_put(state, NamedSharding(workers.mesh, P("data")))
     found = lc.training.mean_model_state(first(cub())._replace(model_state=placed))
     assert all(x.sharding.is_fully_replicated for x in found.values())
-    wanted = dict.fromkeys(dtypes[:4], 2.5) | {"int32": 4, "uint8": 4, "bool": True, "half": 5e4}
+    wanted = dict.fromkeys(dtypes[:5], 2.5) | {"int32": 4, "uint8": 4, "bool": True, "half": 5e4}
     assert_same(found.pop("keys"), keys[0])
     for name, x in wanted.items():
         np.testing.assert_array_equal(found[name], np.full(2, x, state[name].dtype))
         assert found[name].dtype == state[name].dtype
+
+
+def test_model_state_stays_in_its_containers():
+    """Linen's apply returns a dict for a FrozenDict."""
+    counted = lambda p, state, *x: (loss(p, *x), {}, {"n": state["n"] + 1})  # noqa: E731
+    state, _ = of_loss(counted, model_state=FrozenDict(n=jnp.int32(0)))
+    assert_same(state.model_state, FrozenDict(n=np.ones(4, "i")))
 
 
 def test_a_leaf_without_elements_needs_no_second_program():

@@ -183,7 +183,10 @@ def test_a_transform_that_asks_for_the_loss_gets_the_mean_over_workers_and_parts
     np.testing.assert_allclose(seen, (by_worker(batch["y"]) ** 2).mean((1, 2)), rtol=1e-5)
 
 
-@pytest.mark.parametrize(("dtype", "parts", "value"), [("float16", 64, 2e3), ("bfloat16", 1024, 1)])
+LONG = [("float16", 64, 2e3), ("bfloat16", 1024, 1), ("float8_e5m2", 4, 2)]
+
+
+@pytest.mark.parametrize(("dtype", "parts", "value"), LONG)
 def test_short_floats_of_many_parts_are_added_up_in_long_ones(dtype, parts, value):
     def loss(params, batch, rng):
         x = jnp.mean(batch).astype(dtype)

@@ -305,6 +305,10 @@ def test_votes_that_only_a_branch_takes_are_warned_of(vote, mesh):
 
     with pytest.warns(UserWarning, match="apply_if_finite does that.*abstains by itself"):
         in_pmap(step, mesh, tx.init).compile()
+    with warnings.catch_warnings():  # what on_mesh calls is checked before
+        warnings.simplefilter("error")
+        step, args, _ = step_of(mesh, inner=optax.MultiSteps(vote, 2).gradient_transformation())
+        jax.jit(step).lower(*args).compile()
 
 
 # --- Leaves that no transform was given, where types do not tell

@@ -309,6 +309,16 @@ def check_workers(workers: Any) -> None:
         )
 
 
+def check_real(workers: Any) -> None:
+    """Raises as `check_workers`, and ``ValueError`` for a mesh without devices."""
+    check_workers(workers)
+    if not isinstance(workers.mesh, Mesh):
+        raise ValueError(
+            "the workers' mesh is an AbstractMesh, without devices for arrays and steps: give Workers of "
+            "a jax.sharding.Mesh. Shapes alone are made by training.abstract_state and on_mesh"
+        )
+
+
 def names_of(workers: AxisName | Workers | None) -> tuple[Axes, Axes]:
     """The axes of those who vote, and those of the devices of one of them in two levels.
 

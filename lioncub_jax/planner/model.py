@@ -34,6 +34,7 @@ from lioncub_jax.traffic import predicted as accounting
 # Of the matrix that a number of parameters stands for, over its width. PowerSGD sends of it about what it
 # sends of those of a GPT.
 LENGTH = 384
+MOST = 2**37  # words of 32 codes, counted in 32 bits
 
 # How often a collective passes through a tree of all participants.
 _PASSES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1}
@@ -360,7 +361,7 @@ def step_time(scheme: Scheme, params: Any, cluster: Cluster, compute: float) -> 
 
     Raises:
       ValueError: where the scheme does not work with so many workers or in groups; for a compute
-        time below zero.
+        time below zero, and for more than 2**37 parameters.
 
     Example:
       >>> slow = Cluster(8, Link(1e9, 50e-6))
@@ -374,7 +375,12 @@ def step_time(scheme: Scheme, params: Any, cluster: Cluster, compute: float) -> 
     """
     said = "give seconds, zero or more"
     check_number(f"compute={compute!r}", compute, lambda time: 0 <= time < math.inf, said)
-    tree = _shapes(params)
+    tree, count = _shapes(params), parameters_in(params)
+    if count > MOST:
+        raise ValueError(
+            f"{count:,} parameters: at most {MOST:,} are counted, for what a device packs has indices of 32 "
+            "bits. Give those that one device holds, where a worker has several and the model is cut"
+        )
     own = _sent(scheme, tree, cluster)
     usual = (1 - scheme.in_float32) / scheme.every  # the share of steps that have its own exchange
     costs = usual * _costs(own, cluster)
@@ -382,7 +388,7 @@ def step_time(scheme: Scheme, params: Any, cluster: Cluster, compute: float) -> 
         costs += scheme.in_float32 * _costs(_sent(FLOAT32, tree, cluster), cluster)
     sent, inside, beside, link_bits = map(float, costs)
     packed = sum(one.sent_bytes for one in own if one.op != "reduce-scatter")
-    unpacked = scheme.packs * parameters_in(tree) / cluster.group_size
+    unpacked = scheme.packs * count / cluster.group_size
     packs = usual if own and scheme.packs else 0.0
     local = packs * 8 * 2 * (packed + unpacked) / cluster.memory
     unlimited, carrying = compute + local + beside, link_bits / cluster.link.bandwidth

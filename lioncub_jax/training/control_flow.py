@@ -66,12 +66,13 @@ def _results(step: JaxprEqn, over: Axes, given: list[bool]) -> list[bool]:
         results = differing(inner[0], over, given)
     else:
         results = _plain(step, over, given)
-    if decided and any(_communicates(one, over) for one in inner):
+    if decided and any(communicates(one, over) for one in inner):
         raise ValueError(
             "workers communicate inside of a cond or a loop whose predicate differs between them, such as "
             "whether a worker's gradient is finite: those who skip the exchange never come, and the others "
             "wait for ever. Decide by what all workers agree on, a count of steps or a psum; a worker "
-            "whose gradient is not finite abstains by itself"
+            "whose gradient is not finite abstains by itself. A count in a plain tuple, in front of the "
+            "state of the exchange, is each worker's own, as in optax.chain: keep both in a NamedTuple"
         )
     return [decided or x for x in results]
 
@@ -95,13 +96,14 @@ def _plain(step: JaxprEqn, over: Axes, given: list[bool]) -> list[bool]:
     return [made and (hidden or varies(x, over)) for x in step.outvars]
 
 
-def _communicates(program: Jaxpr, over: Axes) -> bool:
+def communicates(program: Jaxpr, over: Axes) -> bool:
+    """Whether workers send anything in a traced program."""
     for step in program.eqns:
         named = step.params.get("axes", step.params.get("axis_name", ()))
         sends = step.primitive.name not in _SEND_NOTHING
         if sends and not set(over).isdisjoint(axes.names(named)):
             return True
-        if any(_communicates(one, over) for one in programs_in(step)):
+        if any(communicates(one, over) for one in programs_in(step)):
             return True
     return False
 

@@ -140,6 +140,7 @@ def worker_value_and_grad(
         check_devices(workers, params=params)
         cut = workers.cut(params, specs, needed=False)
         each, lie = kinds.of_arguments(loss_fn, args, given, workers)
+        _check_seen(workers, (params, args))
         leaves, tree = jax.tree.flatten(args)
         streams = jax.tree.leaves(modules.counts_of(jax.tree.unflatten(tree, each)))
         outputs: list[kinds.Kind] = []
@@ -183,6 +184,17 @@ def worker_value_and_grad(
         return ((value, aux) if has_aux else value), grads
 
     return of_all
+
+
+def _check_seen(workers: Workers, given: Any) -> None:
+    """Raises ``ValueError`` where no array tells an Explicit mesh, which JAX says in words of its own."""
+    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(given)]
+    around = jax.sharding.get_abstract_mesh()
+    if workers.mesh.explicit_axes and all(x.empty for x in (*meshes, around)):
+        raise ValueError(
+            "neither parameters nor rows lie on the mesh of the workers, whose axes are Explicit: params = "
+            "jax.device_put(params, workers.shardings(P())), or call this within jax.set_mesh(mesh)"
+        )
 
 
 def check_closure(loss_fn: Callable[..., Any], workers: Workers) -> None:

@@ -97,7 +97,8 @@ def of_arguments(
     if not any(kind in (batch, own) for kind in kinds):
         raise ValueError(
             "no array follows the parameters: give the batch as an argument of the loss, so that it is cut "
-            "over the workers; one that the loss closes over would go whole to each of them"
+            "over the workers, and of lists np.asarray(...); one that the loss closes over would go whole "
+            "to each of them"
         )
     return kinds, specs
 
@@ -295,8 +296,12 @@ def loss_and_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
     return loss, aux[0] if aux else ()
 
 
-def check_model_state(model_state: Any, after: Any) -> None:
-    """Raises ``ValueError`` for a model state that comes back with other leaves than the loss was given."""
+def like_given(model_state: Any, after: Any) -> Any:
+    """The model state that a loss returns, in containers of those that it was given, such as FrozenDict.
+
+    Raises:
+      ValueError: for other leaves than the loss was given.
+    """
     before, now = _types_of(model_state), _types_of(after)
     for path in {**before, **now}:
         if before.get(path) != now.get(path):
@@ -306,6 +311,8 @@ def check_model_state(model_state: Any, after: Any) -> None:
                 "sow keeps is not model state: take it out in the loss, nnx.pop(model, nnx.Intermediate), "
                 "or of linen leave 'intermediates' out of what is returned, and return it in aux"
             )
+    leaves = dict(zip(now, jax.tree.leaves(after), strict=True))
+    return jax.tree.unflatten(jax.tree.structure(model_state), map(leaves.get, before))
 
 
 def _types_of(tree: Any) -> dict[str, str]:

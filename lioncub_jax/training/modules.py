@@ -148,7 +148,7 @@ def value_and_grad(
         replica = nnx.merge(graph, params, streams, rest)
         loss, aux = kinds.loss_and_aux(loss_fn(replica, *given), has_aux)
         after = split(replica)[3]
-        kinds.check_model_state(structure.unflatten(before), after)
+        kinds.like_given(structure.unflatten(before), after)
         both = zip(before, jax.tree.leaves(after), strict=True)
         kept = [jnp.where(jnp.isfinite(loss), new, old) for old, new in both]
         return loss, (aux, structure.unflatten(kept))

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from lioncub_jax import checks
 from lioncub_jax.mesh import boxes
-from lioncub_jax.mesh.placement import Workers, check_arrays, check_workers
+from lioncub_jax.mesh.placement import Workers, check_arrays, check_real, check_workers
 from lioncub_jax.mesh.processes import check_same, is_key, put
 from lioncub_jax.mesh.specs import specs_of
 from lioncub_jax.training import kinds
@@ -65,6 +65,7 @@ def init_state(
 
     Source: this library.
     """
+    check_real(workers)
     params, cut, both = _taken(tx, params, workers, specs, local)
     rng = jax.random.key(0) if rng is None else rng
     rng = jax.random.wrap_key_data(rng) if kinds.is_raw_key(rng) else rng

@@ -22,7 +22,13 @@ from lioncub_jax import axes, checks
 from lioncub_jax.arguments import check_count
 from lioncub_jax.layout import Holder
 from lioncub_jax.mesh import boxes
-from lioncub_jax.mesh.placement import Workers, check_alive, check_devices, check_workers
+from lioncub_jax.mesh.placement import (
+    Workers,
+    check_alive,
+    check_devices,
+    check_real,
+    check_workers,
+)
 from lioncub_jax.mesh.processes import Batches, Waits, check_same_step, together
 from lioncub_jax.mesh.specs import check_batch_spec, spec_of, stacked
 from lioncub_jax.progress import stepped
@@ -128,6 +134,7 @@ def on_mesh(
             )
         if checks.stands_in(params):
             return tx.init(params)
+        checks.check_unmasked(params)
         cut = workers.cut(params, specs)
         return named(among.first(params, cut)(params), params, cut)
 
@@ -142,6 +149,7 @@ def on_mesh(
     ) -> tuple[Any, Any]:
         if params is None:
             raise ValueError("on_mesh(tx).update needs params: give update(grads, state, params)")
+        checks.check_unmasked(params)
         check_devices(workers, grads=updates, params=params)
         own = {} if abstain is None else {"abstain": abstain}
         if inside():
@@ -269,6 +277,11 @@ class TrainStep:
 
     def _check(self, state: StepState, batch: Any) -> None:
         """Raises for what JAX would say in words of its own, or not at all."""
+        if not isinstance(state, StepState):
+            raise TypeError(
+                f"the state is a {type(state).__name__}, and the StepState of init_state is wanted: "
+                "state, metrics = step(state, batch); of parts that were saved, state._replace(params=...)"
+            )
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state.step, batch))):
             raise TypeError(
                 "a TrainStep is called inside jit, scan, vmap or grad, and it compiles itself: call it as "
@@ -381,7 +394,7 @@ def make_train_step(
 
     Source: this library.
     """
-    check_workers(workers)
+    check_real(workers)
     check_count(f"accumulate={accumulate!r}", accumulate)
     check_local(local, local_steps, workers)
     batch_spec = P(workers.axes) if batch_spec is None else batch_spec

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax import axes, kernels
+from lioncub_jax import axes, checks, kernels
 from lioncub_jax.mesh.placement import Static, Workers
 from lioncub_jax.mesh.specs import axes_of, product, stacked
-from lioncub_jax.training.control_flow import differing, varies, without_casts
+from lioncub_jax.training.control_flow import communicates, differing, varies, without_casts
 from lioncub_jax.training.holders import OWN, StateLayout, keep_if_not_finite, layout_here
 
 
@@ -93,7 +93,9 @@ class Among(NamedTuple):
         # Traced once: the program that is checked is the one that is called.
         update, given = jax.jit(update), (grads, before, params, arrays)
         program = update.trace(*given).jaxpr
-        updates, after = self._agreed(program, given, update(*given), layout.holders)
+        with jax.named_scope(checks.DECIDED):
+            results = update(*given)
+        updates, after = self._agreed(program, given, results, layout.holders)
         after = keep_if_not_finite(layout.holders, grads, before, after)
         return updates, self.workers.stack(after, layout.specs)
 
@@ -119,7 +121,9 @@ class Among(NamedTuple):
             elif more:
                 cast.append(i)
         if wrong:
-            raise ValueError(_difference(wrong, len(jax.tree.leaves(results[0])), self.workers))
+            sent = communicates(program.jaxpr, over)
+            leaves = len(jax.tree.leaves(results[0]))
+            raise ValueError(_difference(wrong, leaves, self.workers, sent))
         again = without_casts(program, jax.tree.leaves(given), cast)
         for i, x in zip(cast, again, strict=True):
             leaves[i] = x
@@ -176,7 +180,7 @@ def check_state(
                 )
 
 
-def _difference(wrong: list[Any], leaves: int, workers: Workers) -> str:
+def _difference(wrong: list[Any], leaves: int, workers: Workers, sent: bool) -> str:
     """What to say of updates, or of state that all hold, that differ between workers."""
     updates = [(tuple(path), x) for (which, *path), x in wrong if which.idx == 0]
     if not updates:
@@ -214,6 +218,12 @@ def _difference(wrong: list[Any], leaves: int, workers: Workers) -> str:
             "communicates, or which pass state between two such transforms. Give them "
             f"optax.set_to_zero() to freeze them, or {mean} to train them in full precision; put what "
             "keeps state in front of both transforms, or behind both"
+        )
+    if sent:
+        return (
+            f"{differs}: workers communicate, and behind it the update is changed by what each has for "
+            "itself, such as the norm of its own gradient or lax.axis_index. Change it by what all agree "
+            "on, such as the norm of the update, or a psum over the workers"
         )
     return (
         f"{differs}: put a transform that communicates in the chain, such as "

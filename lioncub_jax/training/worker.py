@@ -21,6 +21,7 @@ from lioncub_jax.arguments import check_count
 from lioncub_jax.axes import Axes
 from lioncub_jax.means import common_dtype
 from lioncub_jax.mesh.placement import Static, Workers
+from lioncub_jax.mesh.processes import is_key
 from lioncub_jax.mesh.specs import flax_in_use, without
 from lioncub_jax.optimizer import GlobalState
 from lioncub_jax.training import kinds
@@ -47,7 +48,7 @@ def gradient_of(
             given = {"model_state": model_state}
             out = _called(loss_fn, params=params, **given, batch=batch, rng=rng)
             loss, aux, model_state = kinds.returned(out, "loss", "aux", "model_state")
-            kinds.check_model_state(given["model_state"], model_state)
+            model_state = kinds.like_given(given["model_state"], model_state)
         return loss, (aux, (model_state, local_state))
 
     value_and_grad = of_model(jax.value_and_grad(loss_of, has_aux=True))
@@ -141,9 +142,15 @@ def reduced(
 
     Floating and complex numbers are averaged over the workers, whole ones added, in an all-reduce for each.
     """
-    leaves, structure = jax.tree.flatten(values)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(values)
     arrays, means, counts = {}, {}, {}
-    for i, (x, kind) in enumerate(zip(map(jnp.asarray, leaves), each, strict=True)):
+    for i, ((path, x), kind) in enumerate(zip(leaves, each, strict=True)):
+        if isinstance(x, str) or (kind is kinds.same and is_key(x)):
+            raise TypeError(
+                f"the loss returns {jax.tree_util.keystr(path)}, {getattr(x, 'dtype', 'text')}: what it "
+                "returns beside the loss is averaged, added or stacked over the workers; give numbers"
+            )
+        x = jnp.asarray(x)
         if kind is not kinds.same:
             arrays[i] = x[None] if kind is kinds.own else x
         elif jnp.issubdtype(x.dtype, jnp.inexact):
