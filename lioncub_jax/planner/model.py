@@ -333,8 +333,17 @@ def parameters_in(params: Any) -> int:
     Example:
       >>> parameters_in(7_000_000_000)
       7000000000
+
+    Raises:
+      ValueError: for more than 2**37, which the words of 32 bits of one device do not count.
     """
-    return sum(x.size for x in jax.tree.leaves(_shapes(params)))
+    count = sum(x.size for x in jax.tree.leaves(_shapes(params)))
+    if count > MOST:
+        raise ValueError(
+            f"{count:,} parameters: at most {MOST:,} are counted, for what a device packs has indices of "
+            "32 bits. Give those that one device holds, where a worker has several and the model is cut"
+        )
+    return count
 
 
 def _shapes(params: Any) -> Any:
@@ -376,11 +385,6 @@ def step_time(scheme: Scheme, params: Any, cluster: Cluster, compute: float) -> 
     said = "give seconds, zero or more"
     check_number(f"compute={compute!r}", compute, lambda time: 0 <= time < math.inf, said)
     tree, count = _shapes(params), parameters_in(params)
-    if count > MOST:
-        raise ValueError(
-            f"{count:,} parameters: at most {MOST:,} are counted, for what a device packs has indices of 32 "
-            "bits. Give those that one device holds, where a worker has several and the model is cut"
-        )
     own = _sent(scheme, tree, cluster)
     usual = (1 - scheme.in_float32) / scheme.every  # the share of steps that have its own exchange
     costs = usual * _costs(own, cluster)
