@@ -121,9 +121,8 @@ class Among(NamedTuple):
             elif more:
                 cast.append(i)
         if wrong:
-            sent = communicates(program.jaxpr, over)
-            leaves = len(jax.tree.leaves(results[0]))
-            raise ValueError(_difference(wrong, leaves, self.workers, sent))
+            count, sent = len(jax.tree.leaves(results[0])), communicates(program.jaxpr, over)
+            raise ValueError(_difference(wrong, count, self.workers, sent))
         again = without_casts(program, jax.tree.leaves(given), cast)
         for i, x in zip(cast, again, strict=True):
             leaves[i] = x
