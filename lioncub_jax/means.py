@@ -9,8 +9,8 @@ import numpy as np
 
 def common_dtype(*given: Any) -> np.dtype:
     """The dtype that holds what those of arrays or dtypes hold, whatever promotion JAX is set to."""
-    if len({jnp.result_type(x) for x in given}) > 1:  # JAX promotes no float of 8 bits
-        given = tuple(jnp.float32 if _is_float8(x) else x for x in given)
+    # JAX promotes no float of 8 bits, and moments of an owner would be 0 in one.
+    given = tuple(jnp.float32 if _is_float8(x) else x for x in given)
     with jax.numpy_dtype_promotion("standard"):
         return jnp.result_type(*given)
 

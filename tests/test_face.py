@@ -110,9 +110,9 @@ def taken_over(read=None):
     read(state) if read else step(state, ONES)
 
 
-def of_loss(loss, params=PARAMS, model_state=(), workers=None):
-    state = first(cub(), params=params, model_state=model_state)
-    return lc.make_train_step(loss, cub(), workers or four())(state, ONES)
+def of_loss(loss, params=PARAMS, model_state=(), workers=None, tx=None):
+    state = first(tx or cub(), params=params, model_state=model_state)
+    return lc.make_train_step(loss, tx or cub(), workers or four())(state, ONES)
 
 
 class Sows(nnx.Module):
@@ -353,6 +353,16 @@ def test_model_state_of_every_dtype_is_averaged_on_every_mesh(kind):
     for name, x in wanted.items():
         np.testing.assert_array_equal(found[name], np.full(2, x, state[name].dtype))
         assert found[name].dtype == state[name].dtype
+
+
+@pytest.mark.parametrize("make", [lc.lion_cub, lc.owner_adamw])
+def test_parameters_of_eight_bits_move(make):
+    """Moments of an owner in 8 bits would be 0, and JAX adds such a float to no other."""
+    step = lambda p, x, rng: loss(jax.tree.map(jnp.float32, p), x) / 8  # noqa: E731
+    params = jax.tree.map(lambda x: jnp.asarray(x, "float8_e4m3fn"), PARAMS)
+    state = of_loss(step, params, tx=make(0.1, workers="data"))[0]
+    moved = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), state.params, params)
+    assert moved == {"w": True, "b": True}
 
 
 def test_model_state_stays_in_its_containers():
