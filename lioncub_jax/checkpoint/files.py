@@ -19,7 +19,7 @@ import shutil
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -193,7 +193,7 @@ def is_left(half: Path, like: Path, seconds: float) -> bool:
         return False  # it goes, has become a checkpoint, or is another user's
 
 
-def _opened(path: Path, mode: str = "rb") -> BinaryIO:
+def _opened(path: Path, mode: str = "rb") -> IO[bytes]:
     # A pipe without a writer would wait for one.
     return open(path, mode, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
 
