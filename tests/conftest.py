@@ -1,9 +1,11 @@
 """Eight CPU devices for every test, a quick compiler, and one way to run a transform on some workers."""
 
+import contextlib
 import gc
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -126,6 +128,22 @@ def machine():
         lc.lab.run(lc.lab.Network(2, rate=1e8), ["true"])
     except lc.lab.LabError as missing:
         pytest.skip(f"the lab cannot run here: {missing}")
+
+
+@contextlib.contextmanager
+def within(seconds):
+    """Fails what takes longer, such as a wait for ever."""
+
+    def late(*_):
+        raise TimeoutError(f"it takes more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def normal(*shape, seed=0):

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import run_python, workers_on
+from conftest import run_python, within, workers_on
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -611,6 +611,53 @@ def test_what_the_disk_changes_is_not_told_saved_and_the_older_one_stays(
         assert checkpoints.restore(tiny(0)).step == 1
 
 
+FORGED = [
+    {"step": None},
+    {"leaves": []},
+    {"tiles": {}},
+    {"tiles": {"['params']": [["../1/0", 0, [[0, 2]]]]}},
+    {"tiles": {"['params']": [[0, 0, []]]}},
+]
+
+
+def test_what_others_leave_in_the_folder_stops_nobody(tmp_path, monkeypatch):
+    """Sealed descriptions that make no sense, pipes, what is no half, and a process killed in its end."""
+    with opened(tmp_path, keep=9) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(tiny(step), wait=True)
+        about = tmp_path / "2" / "about.json"
+        body = json.loads(about.read_text())["body"]
+        for forge in FORGED:
+            about.write_text(files.sealed(body | forge))
+            with pytest.warns(UserWarning, match="2 is damaged: it"):
+                assert checkpoints.restore(tiny(0)).step == 1
+        about.unlink()
+        os.mkfifo(about)
+        half = tmp_path / "3.0123456789ab.part"
+        half.mkdir()
+        os.mkfifo(half / "lock")
+        (tmp_path / "4.0123456789ab.part").touch()
+        with within(20), pytest.warns(UserWarning, match="2 is damaged"):
+            assert checkpoints.restore(tiny(0)).step == 1
+            checkpoints.save(tiny(5), wait=True)
+    folder = tmp_path / "new"
+    with monkeypatch.context() as patch, opened(folder) as checkpoints:
+        patch.setattr(files, "complete", lambda *_: os.open(folder / "none", os.O_RDONLY))
+        patch.setattr(shutil, "rmtree", lambda *_: None)  # as if killed
+        refuses("1 was not written", lambda: checkpoints.save(tiny(1), wait=True), OSError)
+    with opened(folder) as checkpoints:
+        checkpoints.save(tiny(1), wait=True)
+    assert os.listdir(folder) == ["1"]
+
+
+@pytest.mark.parametrize("dtype", ["int2", "int4", "uint4", "float4_e2m1fn", "float8_e5m2", "bool"])
+def test_numbers_of_any_width_are_read_to_the_bit(dtype, tmp_path):
+    params = jax.device_put(jnp.arange(15).reshape(3, 5).astype(dtype), tiny(0)["params"].sharding)
+    with opened(tmp_path) as checkpoints:
+        checkpoints.save({"step": 1, "params": params}, wait=True)
+        assert_same(checkpoints.restore({"step": 0, "params": params}).state["params"], params)
+
+
 ODD = "lr=1e-3[seed=0]", "a\\b", "x*?[!a]", "xyz", "new\nline", "{b}$HOME %s", "\udce9"
 
 
@@ -693,7 +740,7 @@ def test_what_is_no_state_is_refused_in_a_sentence(tmp_path):
                 )
         whole = "the step of the state is .*: give a whole number, save"
         for words, kind, given, options in [
-            *((whole, ValueError, state, {"step": step}) for step in (1.5, jnp.zeros(8, jnp.int32), True)),
+            *((whole, ValueError, state, {"step": x}) for x in (1.5, "1", jnp.zeros(8, jnp.int32), True)),
             ("step=-1: give a whole number", ValueError, state, {"step": -1}),
             (r"save\(state\) got a dict without a step: give save\(state, step=...\), or a state with a "
              "field 'step'", TypeError, state.params, {}),

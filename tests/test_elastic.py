@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import within
 
 from lioncub_jax import elastic
 from lioncub_jax.lab import group
@@ -317,11 +319,23 @@ def test_a_slow_reader_is_told_how_much_it_missed(tmp_path, monkeypatch):
     assert missing and len(lines) - 2 - len(missing) + sum(missing) == 50_000
 
 
-def test_a_full_disk_under_the_events_ends_nothing(tmp_path):
-    lines = []
-    assert elastic.keep(["true"], 1, events=Path("/dev/full"), write=lines.append) == (0, 1, 1)
-    warning = "lioncub: warning: /dev/full takes no events (No space left on device)"
-    assert lines.count(warning) == 1 and lines[-1] == "lioncub: all workers ended"
+def test_events_that_nobody_takes_end_nothing(tmp_path):
+    """A full disk, and a pipe whose reader has stopped; without a reader it is none."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with within(20):
+        with pytest.raises(OSError, match="No such device"):
+            elastic.keep(["true"], 1, events=pipe)
+        with pipe.open("r+b", buffering=0) as reader:
+            reader.write(bytes(fcntl.fcntl(reader, fcntl.F_GETPIPE_SZ)))
+            for events, why in (
+                (pipe, "nobody reads it"),
+                ("/dev/full", "No space left on device"),
+            ):
+                lines = []
+                assert elastic.keep(["true"], 1, events=events, write=lines.append) == (0, 1, 1)
+                assert lines.count(f"lioncub: warning: {events} takes no events ({why})") == 1
+                assert lines[-1] == "lioncub: all workers ended"
 
 
 def test_a_hang_up_that_is_ignored_stays_so(tmp_path):

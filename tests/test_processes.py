@@ -20,6 +20,7 @@ import time
 import warnings
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ import optax
 import pytest
 from conftest import workers_on
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
@@ -319,9 +320,20 @@ def differ(folder):
         ({**params, "v": params["v"] + np.float32(last)}, "['params']['v']"),
         ({**params, **more}, "['params']['extra']"),
     ]:
-        told = f"init_state: {named} differs between processes 0 and 1: all workers start from the same"
+        told = f"init_state: {named} differs between processes 0 and 1 ("
         with pytest.raises(ValueError, match=re.escape(told)):
             lc.init_state(tx, other, workers)
+    devices = workers.mesh.devices[:: -1 if last else 1]
+    turned = lc.Workers(Mesh(devices, workers.mesh.axis_names), "data")
+    with pytest.raises(
+        ValueError, match=r"mesh differs between processes 0 and 1 \(\[0, 1, .*; .* 1, 0"
+    ):
+        lc.init_state(tx, params, turned)
+    with pytest.raises(ValueError, match="devices of the mesh of the step differ: processes 0, 1"):
+        x = jax.ShapeDtypeStruct((2,), int, sharding=NamedSharding(turned.mesh, P()))
+        lc.mesh.check_same_step(jax.jit(jnp.sin).lower(1.0), x=x)
+    with jax.enable_x64(last):
+        assert processes.told(jax.process_index()) == [0, 1]
     state = {"step": 0, "params": lc.init_state(tx, params, workers).params, "number": float(last)}
     told = re.escape("state['number'] is labelled one value and differs between devices 0")
     with (
@@ -592,6 +604,14 @@ def test_processes_end_with_the_bits_of_one_process(name, pair):
 )
 def test_of_several_processes_the_minority_is_named(values, words):
     assert processes.who_differs(values)[2] == words
+
+
+def test_processes_with_other_numbers_of_devices_are_named(monkeypatch):
+    devices = [SimpleNamespace(process_index=i) for i in (0, 1, 1)]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"processes have \[1, 2\] devices"):
+        processes.gathered(1)
 
 
 def test_one_process_reads_what_two_saved(pair):

@@ -19,13 +19,14 @@ import shutil
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lioncub_jax.checkpoint import private_files, tiles
+from lioncub_jax.checkpoint import leaves, private_files, tiles
+from lioncub_jax.checkpoint.snapshot_files import typed
 from lioncub_jax.checkpoint.tiles import Index, index_of, shape_of
 
 FORMAT = 4  # 1 to 3: versions 0.1 to 0.3, by orbax
@@ -129,8 +130,10 @@ def set_aside(folder: Path, why: str) -> None:
 def remove(folder: Path) -> str:
     """Takes a checkpoint or a half away, and says what keeps it from that."""
     try:
-        if folder.suffix != GONE:  # nobody shall see a part of it
-            folder = folder.rename(_named(folder.with_suffix(""), GONE))
+        if folder.suffix == private_files.PART:
+            folder = folder.rename(folder.with_suffix(GONE))
+        elif folder.suffix != GONE:  # nobody shall see a part of it
+            folder = folder.rename(_named(folder, GONE))
         shutil.rmtree(folder)
     except FileNotFoundError:
         return ""  # another process was faster
@@ -150,7 +153,11 @@ def new_half(folder: Path) -> tuple[Path, int]:
     """Makes the half of a checkpoint, with a lock that the end of this process opens; and the lock."""
     half = _named(folder, private_files.PART)
     half.mkdir()
-    lock = os.open(half / LOCK, os.O_CREAT | os.O_RDWR, 0o666)
+    try:
+        lock = os.open(half / LOCK, os.O_CREAT | os.O_RDWR, 0o666)
+    except OSError:
+        half.rmdir()  # else it stays for a while
+        raise
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.write(lock, _machine())  # now others may trust the lock
@@ -170,7 +177,7 @@ def is_left(half: Path, like: Path, seconds: float) -> bool:
     if half.suffix == GONE:
         return True
     try:
-        with (half / LOCK).open("r+b") as lock:
+        with _opened(half / LOCK, "r+b") as lock:
             here = lock.read() == _machine()  # machines that share a disk may not share its locks
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if here:
@@ -182,8 +189,13 @@ def is_left(half: Path, like: Path, seconds: float) -> bool:
     try:
         times = [half.stat().st_mtime, *(x.stat().st_mtime for x in os.scandir(half))]
         return like.stat().st_mtime - max(times) > seconds
-    except FileNotFoundError:
-        return False  # it goes, or has become a checkpoint
+    except OSError:
+        return False  # it goes, has become a checkpoint, or is another user's
+
+
+def _opened(path: Path, mode: str = "rb") -> IO[bytes]:
+    # A pipe without a writer would wait for one.
+    return open(path, mode, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
 
 
 def _machine() -> bytes:
@@ -317,7 +329,8 @@ def read_about(folder: Path) -> dict[str, Any]:
       ValueError: if it is of another format.
     """
     try:
-        content = (folder / ABOUT).read_bytes()
+        with _opened(folder / ABOUT) as file:
+            content = file.read()
     except FileNotFoundError:
         if not (folder / "about").is_dir():  # as formats 1 to 3 have it
             raise
@@ -338,11 +351,26 @@ def read_about(folder: Path) -> dict[str, Any]:
             f"checkpoint {folder} has format {version}, and this version of lioncub_jax reads format "
             f"{FORMAT}: read it with the version that wrote it"
         )
+    try:
+        _check_body(body)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise Damaged(f"its description is sealed and cannot be ({error!r})") from None
     if str(body["step"]) != folder.name:
         raise Damaged(
             f"it is the checkpoint of step {body['step']} under another name; give it its name back"
         )
     return body
+
+
+def _check_body(body: Any) -> None:
+    """Raises some error unless all is there that is read of it, by its type."""
+    saved = leaves.from_json(body["leaves"])
+    body["step"], body["metric"], body["data"]
+    for name, leaf in saved.items():
+        planned = typed(tuple[tuple[int, int, Index], ...], body["tiles"][name])
+        if any(len(index) != leaf.at().ndim for _, _, index in planned):
+            raise ValueError(f"tiles of {name} have another number of dimensions")
+        typed(tuple[tuple[int, ...], tuple[int, int]], [[*leaf.shape], leaf.sums])
 
 
 # --- Reading
@@ -378,7 +406,7 @@ def _read_part(folder: Path, planned: Sequence[Any], wanted: Index, dtype: np.dt
         if index:
             offset += (rows[0][0] - index[0][0]) * size // shape_of(rows)[0]
         path = folder / f"{process}{ARRAYS}"
-        with path.open("rb") as file:
+        with _opened(path) as file:
             file.seek(offset)
             read = file.read(size)
         if len(read) < size:

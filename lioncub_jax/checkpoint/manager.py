@@ -469,9 +469,10 @@ class Checkpoints:
             raise ValueError(
                 f"metric={metric!r}: give Checkpoints(..., best='min') or 'max' for it"
             )
-        if np.ndim(metric) or isinstance(metric, str):
-            raise TypeError(f"metric={metric!r}: give a number")
-        return float(metric)
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            if not np.ndim(metric) and not isinstance(metric, str):
+                return float(metric)
+        raise TypeError(f"metric={metric!r}: give a number that a float holds")
 
     def _best_step(self) -> int | None:
         sign = 1 if self._best == "max" else -1

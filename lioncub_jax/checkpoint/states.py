@@ -33,7 +33,9 @@ def step_of(state: Any, given: Any) -> int:
             "state with a field 'step', such as a StepState"
         )
     step = leaves[0]
-    if len(leaves) > 1 or jnp.shape(step) or not jnp.issubdtype(jnp.result_type(step), jnp.integer):
+    kinds = jax.Array, np.ndarray, np.integer, int
+    one = len(leaves) == 1 and isinstance(step, kinds) and not isinstance(step, bool)
+    if not one or jnp.shape(step) or not jnp.issubdtype(getattr(step, "dtype", int), jnp.integer):
         raise ValueError(
             f"the step of the state is {step!r}: give a whole number, save(state, step=...)"
         )

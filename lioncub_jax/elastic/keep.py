@@ -11,6 +11,7 @@ This module and its function `keep` share a name: ``lioncub_jax.elastic.keep`` i
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import queue
@@ -31,6 +32,7 @@ from lioncub_jax.lab.group import Group, Member, News, Output, caught
 from lioncub_jax.lab.run import program_of, wiring
 from lioncub_jax.progress import STEPPED
 
+MOST = 1022  # workers, as in the lab
 STRIKES = 3  # starts in a row that fail until a worker is left out, or the run ends
 SETTLED_SECONDS = 60.0  # a start that ends within them has failed, whatever it did
 STOP_SECONDS = 30.0  # between asking workers to end, which then save, and killing them
@@ -98,9 +100,9 @@ def keep(
     Source: this library; started anew like torchrun's elastic agents.
     """
     least = workers if least is None else least
-    if not 1 <= least <= workers:
+    if not 1 <= least <= workers <= MOST:
         raise ValueError(
-            f"min={least}, workers={workers}: give whole numbers of 1 or more, min at most workers"
+            f"min={least}, workers={workers}: give whole numbers from 1 to {MOST}, min at most workers"
         )
     program_of(command, os.environ.get("PATH", os.defpath))
     news: News = queue.SimpleQueue()
@@ -114,7 +116,7 @@ def keep(
     ending = signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP
     with caught(take, *ending, signal.SIGUSR1):
         with (
-            open(events or os.devnull, "ab", buffering=0) as file,
+            open(events or os.devnull, "ab", buffering=0, opener=_without_waiting) as file,
             _memory() as kept,
             _watcher(kept) as watcher,
         ):
@@ -124,6 +126,11 @@ def keep(
                 pass
         output.close()
     return Outcome(code, log.start, len(run.places))
+
+
+def _without_waiting(name: str, flags: int) -> int:
+    """Opens a file; a pipe without a reader is an error."""
+    return os.open(name, flags | os.O_NONBLOCK, 0o666)
 
 
 @dataclasses.dataclass
@@ -143,7 +150,10 @@ class Log:
         self.rest += json.dumps(about | fields).encode() + b"\n"
         try:
             while self.rest:
-                self.rest = self.rest[self.file.write(self.rest) :]
+                taken = self.file.write(self.rest)
+                if taken is None:  # a pipe that is full
+                    raise BlockingIOError(errno.EAGAIN, "nobody reads it")
+                self.rest = self.rest[taken:]
         except OSError as error:
             if not self.warned:
                 self.line(f"lioncub: warning: {self.file.name} takes no events ({error.strerror})")

@@ -122,7 +122,13 @@ def end_on_error() -> Iterator[None]:
 
 
 def gathered(x: Any) -> np.ndarray:
-    """The arrays of all processes, in their order; all must call it."""
+    """The arrays of all processes, in their order; all must call it, with arrays of one type."""
+    devices = Counter(device.process_index for device in jax.devices())
+    if len({*devices.values()}) > 1:
+        raise ValueError(
+            f"processes have {[devices[i] for i in range(jax.process_count())]} devices, in their order: "
+            "give as many to each"
+        )
     with _says_that_it_waits(WAITS_SECONDS):
         return np.asarray(multihost_utils.process_allgather(np.asarray(x)))
 
@@ -151,7 +157,7 @@ def told(what: Any) -> list[Any]:
       ValueError: in all processes, where one says more than `MOST_TOLD` bytes, or what is no JSON.
     """
     mine = np.frombuffer(json.dumps(what).encode(), np.uint8)
-    sizes = gathered(mine.size)
+    sizes = gathered(np.int32(min(mine.size, 2**31 - 1)))  # of one type, with jax_enable_x64 too
     if not 0 < sizes.min() <= sizes.max() <= MOST_TOLD:
         raise ValueError(
             f"processes want to say {sizes.tolist()} bytes to each other, and each may say 1 to "
@@ -211,18 +217,30 @@ def put(x: Any, sharding: NamedSharding, rows: int | None = None) -> jax.Array:
 
 
 def check_same(call: str, tree: Any, sharding: NamedSharding) -> None:
-    """Raises ``ValueError`` for arrays that processes have each, and not alike, by a checksum of each."""
+    """Raises ``ValueError`` for arrays that processes have each, and not alike, by a checksum of each.
+
+    And for meshes whose devices are in another order: they would wait for each other for ever.
+    """
     if sharding.is_fully_addressable:
         return
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    own = {jax.tree_util.keystr(path): checksum(x) for path, x in leaves if is_own(x, sharding)}
+    own = {"mesh": str(devices_of(sharding))}
+    for path, x in leaves:
+        if is_own(x, sharding):
+            own[jax.tree_util.keystr(path)] = f"{jnp.result_type(x)}, checksum {checksum(x)}"
     each = told(own)
     for other, sums in enumerate(each):
         for path, _ in sorted(each[0].items() ^ sums.items()):
+            both = "; ".join(str(words.get(path))[:200] for words in (each[0], sums))
             raise ValueError(
-                f"{call}: {path} differs between processes 0 and {other}: all workers start from "
-                "the same; give each process the same seed, or read the same checkpoint"
+                f"{call}: {path} differs between processes 0 and {other} ({both}): all workers start from "
+                "the same; give each process the same mesh and seed, or read the same checkpoint"
             )
+
+
+def devices_of(sharding: Any) -> list[int]:
+    """The numbers of the devices of a mesh, in its order."""
+    return [device.id for device in sharding.mesh.devices.flat]
 
 
 def checksum(x: Any) -> int:
@@ -261,8 +279,11 @@ def check_same_step(lowered: jax.stages.Lowered, **arguments: Any) -> None:
     scalars = {name: x for name, x in leaves.items() if jnp.ndim(x) == 0 and _is_replicated(x)}
     program = lowered.as_text().splitlines()
     collectives = [found for line in program if (found := _COLLECTIVE.search(line))]
+    lie = [getattr(x, "sharding", None) for x in leaves.values()]
+    lie = [x for x in lie if isinstance(getattr(x, "mesh", None), jax.sharding.Mesh)]
     _check_same_lines({
         "versions": [f"jax {jax.__version__}, lioncub_jax {version('lioncub_jax')}"],
+        "devices of the mesh": [*dict.fromkeys(str(devices_of(sharding)) for sharding in lie)],
         "arguments": [f"{name}: {jax.typeof(x)}" for name, x in leaves.items()],
         "scalars": [f"{name} = {np.asarray(words_of(x)).tolist()}" for name, x in scalars.items()],
         "collectives": [f"{x[1]} {x[2] or ''}" for x in collectives],

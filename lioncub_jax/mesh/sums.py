@@ -137,12 +137,21 @@ def _mix(h: jax.Array) -> jax.Array:
 
 def bits_of(x: jax.Array) -> jax.Array:
     """The bits of all elements in words ``uint32``, one each, or two of 8 bytes along the last axis."""
-    return jnp.atleast_1d(x).view(_width(x.dtype)).astype(jnp.uint32)
+    x = jnp.atleast_1d(x).astype(_in_bytes(x.dtype))
+    return x.view(_width(x.dtype)).astype(jnp.uint32)
 
 
 def of_bits(words: jax.Array, like: jax.Array) -> jax.Array:
     """Undoes `bits_of` of an array of that dtype and shape."""
-    return words.astype(_width(like.dtype)).view(like.dtype).reshape(like.shape)
+    held = _in_bytes(like.dtype)
+    return words.astype(_width(held)).view(held).astype(like.dtype).reshape(like.shape)
+
+
+def _in_bytes(dtype: np.dtype) -> np.dtype:
+    """A dtype; for one of a part of a byte another that has all its values."""
+    small = {"float4_e2m1fn": "bfloat16", "int": "int8", "uint": "uint8"}
+    kind = dtype.name.rstrip("24")
+    return jnp.dtype(small.get(dtype.name) or small.get(kind, dtype.name))
 
 
 def _width(dtype: np.dtype) -> str:
