@@ -68,18 +68,14 @@ NAMES = ("lion_cub", "distributed_lion", "owner_lion")
 
 
 def test_one_device_without_a_mesh_is_lion_and_a_direction_is_all_but_decay_and_rate():
-    """Each method by its name, and by its direction in a chain of one's own."""
+    """Each method by its name, a mean, and the direction in a chain of one's own."""
     lion = optax.lion(0.1, weight_decay=0.01)
     txs = [getattr(lc, name)(0.1, weight_decay=0.01, workers=None) for name in NAMES]
     txs += [cub(None, weight_decay=0.01, sync=lc.sync.every(2))]
+    txs += [lc.global_gradients(lion, workers=None)]
+    direction = lc.communicate(memory=lc.momentum.blend(), workers=None)
     rest = optax.add_decayed_weights(0.01), optax.scale_by_learning_rate(0.1)
-    blend, owner = {"memory": lc.momentum.blend()}, lc.decide.at_owner(optax.scale_by_lion())
-    parts = (
-        blend,
-        {**blend, "decision": lc.decide.average()},
-        {"memory": lc.momentum.nothing(), "decision": owner},
-    )
-    txs += [optax.chain(lc.communicate(**one, workers=None), *rest) for one in parts]
+    txs += [optax.chain(direction, *rest)]
 
     def last(tx):
         state = tx.init(PARAMS)
@@ -93,12 +89,9 @@ def test_one_device_without_a_mesh_is_lion_and_a_direction_is_all_but_decay_and_
         assert_same(updates, wanted)
 
 
-def test_one_device_needs_no_mesh_for_the_baseline_and_gradients():
-    value, grads = lc.local_value_and_grad(loss, workers=None)(PARAMS, ONES)
-    assert value == loss(PARAMS, ONES)
-    tx, plain = lc.global_gradients(optax.sgd(0.1), workers=None), optax.sgd(0.1)
-    updates, _ = tx.update(grads, tx.init(PARAMS), PARAMS)
-    assert_same(updates, plain.update(grads, plain.init(PARAMS))[0])
+def test_one_device_needs_no_mesh_for_gradients():
+    found = lc.local_value_and_grad(loss, workers=None)(PARAMS, ONES)
+    assert_same(found, jax.value_and_grad(loss)(PARAMS, ONES))
 
 
 # --- What is refused
