@@ -168,7 +168,6 @@ PLAIN = "is no optimizer: give a plain optax transform"
 TALKS = [
     optax.chain(optax.clip_by_global_norm(1.0), lc.lion_cub(1e-3, workers=AXIS)),
     average(),
-    lc.baselines.dgc(1, workers=AXIS),
 ]
 BAD = [
     ({"local_steps": 0}, ValueError, "local_steps=0: give a whole number of at least 1"),
@@ -177,7 +176,6 @@ BAD = [
     ({"local": 0.1}, TypeError, "local=0.1", PLAIN),
     ({"local": TALKS[0]}, ValueError, "workers talk (CommunicateState)", " as tx"),
     ({"local": TALKS[1]}, ValueError, "workers talk (GlobalState)"),
-    ({"local": TALKS[2]}, ValueError, "workers talk (DGCState)"),
     (
         {"workers": workers_on("data=2 gpu=2", "gpu")}, ValueError,
         "group='gpu'", "the devices of a group", "inner mesh",
