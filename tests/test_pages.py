@@ -155,22 +155,19 @@ def test_each_optimizer_that_the_page_writes_for_another_library_sends_what_is_c
     assert len(sent) >= 7 and all(sent.values())
 
 
-def commands_of(page, mark):
-    return [
-        pytest.param(one.code, id=f"{page}: {one.code.splitlines()[0]}")
-        for one in pages.blocks(page)
-        if one.mark == mark
+COMMANDS = [
+    pytest.param(one.code, id=f"{page}: {one.code.splitlines()[0]}", marks=marks)
+    for page, mark, marks in [
+        ("how_to/planner.md", "run: here", ()),
+        ("how_to/faults.md", "run: long", pytest.mark.long),
     ]
+    for one in pages.blocks(page)
+    if one.mark == mark
+]
 
 
-@pytest.mark.parametrize("code", commands_of("how_to/planner.md", "run: here"))
+@pytest.mark.parametrize("code", COMMANDS)
 def test_the_commands_of_a_page_run(code, tmp_path):
-    assert all(pages.run_commands(code, tmp_path))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("code", commands_of("how_to/faults.md", "run: long"))
-def test_the_commands_of_a_page_that_take_minutes_run(code, tmp_path):
     assert all(pages.run_commands(code, tmp_path))
 
 

@@ -215,8 +215,11 @@ def test_torch_takes_the_steps_of_the_same_method():
     assert summary.speedup(took)[1] == "torch-adamw-bfloat16"
 
 
-def test_who_never_gets_there_is_said_so():
-    found = evidence.evidence(story(vote=3.5))
+@pytest.mark.parametrize("how", [{"vote": 3.5}, {"loss": [None] * curves.POINTS}])
+def test_who_never_gets_there_or_diverges_is_said_so(how):
+    found = evidence.evidence(story(**how))
+    learned = found["cells"][0]["methods"]["vote"]
+    assert learned["steps"][1:] == [None, None] and (learned["loss"] is None) == ("loss" in how)
     assert "vote" not in summary.times(found, CELL)
     assert summary.keys(found)["speedup_over_best_peer"][str(CELL)] == ("nobody", "adamw", None)
 
@@ -233,12 +236,6 @@ def test_what_only_one_of_several_runs_reaches_is_not_measured():
     assert ratio == pytest.approx(
         [hyper[0].rate / hyper[1].rate, hyper[0].decay / hyper[1].decay], 1e-3
     )
-
-
-def test_a_diverged_run_reaches_nothing():
-    found = evidence.evidence(story(loss=[None] * curves.POINTS))
-    assert found["cells"][0]["methods"]["vote"]["steps"] == [None, None, None]
-    assert found["cells"][0]["methods"]["vote"]["loss"] is None
 
 
 def test_packaged_evidence_and_numbers_of_pages_are_those_of_the_committed_rows():

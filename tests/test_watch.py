@@ -126,29 +126,19 @@ def test_parameters_that_are_cut_over_the_workers_when_compiled_anew(mesh):
         step(cut, opt_state, batch)
 
 
-def in_pmap(step, mesh, init):
+def in_pmap(step, init):
     params = jax_utils.replicate(PARAMS)
     given = params, jax.pmap(init, axis_name="data")(params), BATCH.reshape(8, 8, 64)
     return jax.pmap(step, axis_name="data").lower(*given)
 
 
-def in_untyped_shard_map(step, mesh, init):
-    specs = {"in_specs": (P(), P(), P("data")), "out_specs": P(), "check_vma": False}
-    return jax.jit(jax.shard_map(step, mesh=mesh, **specs)).lower(PARAMS, init(PARAMS), BATCH)
-
-
 @pytest.mark.parametrize(
-    ("lower", "tx"),
-    [
-        (in_pmap, CUB),
-        # Means of arrays of the same sizes, in some steps.
-        (in_pmap, lc.lion_cub(**LION, sync=lc.sync.every(2))),
-        (in_pmap, ADAM),
-        (in_untyped_shard_map, CUB),
-    ],
-    ids=["pmap", "with syncs", "with a warm-up", "untyped shard_map"],
+    "tx",
+    # Means of arrays of the same sizes, in some steps.
+    [CUB, lc.lion_cub(**LION, sync=lc.sync.every(2)), ADAM],
+    ids=["alone", "with syncs", "with a warm-up"],
 )
-def test_gradients_that_are_averaged_before_the_vote(lower, tx, mesh):
+def test_gradients_that_are_averaged_before_the_vote(tx):
     def step(params, opt_state, batch):
         grads = lax.pmean(jax.grad(loss)(params, batch), "data")
         updates, opt_state = tx.update(grads, opt_state, params)
@@ -159,7 +149,7 @@ def test_gradients_that_are_averaged_before_the_vote(lower, tx, mesh):
         "gradients are averaged before the vote",
         "leave lax.pmean out",
     ):
-        lower(step, mesh, tx.init).compile()
+        in_pmap(step, tx.init).compile()
 
 
 def test_every_array_is_counted_and_the_four_largest_are_named(mesh):
@@ -226,11 +216,6 @@ def test_programs_of_every_backend_are_read():
 
 
 # --- What is not
-
-
-def test_leaves_that_a_mean_is_meant_for_travel_beside_votes(mesh):
-    step, args, _ = step_of(mesh, inner=by_subtree(CUB))
-    jax.jit(step).lower(*args).compile()
 
 
 def test_floats_of_the_model_must_be_declared(mesh):
@@ -304,7 +289,7 @@ def test_votes_that_only_a_branch_takes_are_warned_of(vote, mesh):
         return optax.apply_updates(params, updates), opt_state
 
     with pytest.warns(UserWarning, match="apply_if_finite does that.*abstains by itself"):
-        in_pmap(step, mesh, tx.init).compile()
+        in_pmap(step, tx.init).compile()
     with warnings.catch_warnings():  # what on_mesh calls is checked before
         warnings.simplefilter("error")
         step, args, _ = step_of(mesh, inner=optax.MultiSteps(vote, 2).gradient_transformation())
@@ -324,7 +309,7 @@ MASKED = {
 
 
 @pytest.mark.parametrize("name", MASKED)
-def test_leaves_are_masked_from_each_optimizer_by_itself(name, mesh):
+def test_leaves_are_masked_from_each_optimizer_by_itself(name):
     txs, hidden = MASKED[name]
 
     def step(params, states, batch):
@@ -333,7 +318,7 @@ def test_leaves_are_masked_from_each_optimizer_by_itself(name, mesh):
 
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", UserWarning)
-        in_pmap(step, mesh, lambda params: [tx.init(params) for tx in txs]).compile()
+        in_pmap(step, lambda params: [tx.init(params) for tx in txs]).compile()
     named = [str(w.message).partition(" are masked")[0] for w in told if w.category is UserWarning]
     assert (
         named == ["the leaves ['b']"] * hidden
