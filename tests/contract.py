@@ -393,15 +393,12 @@ def test_one_who_goes_on_alone_pays_what_several_workers_still_owe(tmp_path):
 # --- Types
 
 WIDE = ["vote, 3 bits, random", "vote, synced in codes", "owner, adamw", "powersgd, 6 bits", "dgc"]
-OTHERS = [
-    pytest.param(name, marks=pytest.mark.long) for name in sorted({*TRANSFORMS} - FLOATS - {*WIDE})
-]
 
 
 SHORT, LONG = (jnp.bfloat16, jnp.float32, jnp.float16), (jnp.float64,) * 3
 
 
-@pytest.mark.parametrize("name", WIDE + OTHERS)
+@pytest.mark.parametrize("name", WIDE)
 def test_sixty_four_bits_change_no_dtype_and_no_number(name):
     """State that changed its dtype would trace twice, and could not be restored."""
     run, grads = run_of(name), numbers(9, WORKERS)

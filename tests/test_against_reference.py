@@ -16,7 +16,6 @@ import optax
 import pytest
 from conftest import AXIS
 from oracle import coding, lion
-from oracle.sync import synced
 
 import lioncub_jax as lc
 
@@ -144,6 +143,7 @@ REPLIES = {
     "ternary": (D.ternary(), lion.ternary_sum),
     "sign": (D.sign(), lion.majority),
     "values": (D.values(), lambda update, moves, coins: update),
+    "total": (D.total(), lambda margin, reach, coins: margin),
 } | {f"codes({p})": (D.codes(p), p) for p in (1, 2, 3, 4)}
 
 
@@ -284,6 +284,7 @@ def test_any_transform_at_the_owner(run_workers, workers):
 
 
 def test_large_leaves_take_whole_blocks_before_all_others(run_workers):
+    """Each is unpacked by itself: replies of one bit, two, three and four, and of values."""
     params = zeros({"a": (130,), "large": (257, 259), "empty": (0,), "larger": (2, 512, 70)})
     story = Story(integers(params, 2, 3), np.zeros((2, 3), bool))
     for g in story.grads.values():
@@ -291,9 +292,15 @@ def test_large_leaves_take_whole_blocks_before_all_others(run_workers):
     votes = [
         Method("midrise(2)", "average", {3: TWO_PHASE}),
         Method("integer(8)", "ternary", {3: COUNTS}),
+        Method("ternary()", "ternary", {3: TWO_PHASE}),
+        Method("ternary()", "total", {3: TWO_PHASE}),
     ]
     check(run_workers, votes, Method.of_workers, params, story)
-    owned = [Method("midrise(4, rounding=stochastic(3))", "sign", {3: GATHERED})]
+    owned = [
+        Method("midrise(4, rounding=stochastic(3))", "sign", {3: TWO_PHASE}),
+        Method("dense()", "values", {3: TWO_PHASE}),
+        Method(FED_BACK, "codes(3)", {3: TWO_PHASE}, tx="identity()"),
+    ]
     check(run_workers, owned, Method.of_owners, params, story)
 
 
@@ -348,43 +355,3 @@ def test_a_bucket_is_as_a_transform_of_its_own(run_workers):
         assert same_everywhere(state.votes.abstained).tolist() == [0, 2, 5, 0]
     counts = [same_everywhere(flat.value.inner.count)[-1] for flat in done["owner"][1].owner]
     assert counts == [3, 4, 4]
-
-
-def learning_rate(count):
-    return 0.01 / (1 + count)
-
-
-def test_optimizers_descend_decay_and_sync(run_workers):
-    params = {"w": jnp.linspace(-1, 1, 70), "b": jnp.full(5, 0.5)}
-    story = Story(integers(params, 3, 2), np.zeros((3, 2), bool))
-    how = {"learning_rate": learning_rate, "weight_decay": 0.1, "workers": AXIS}
-    votes = lion.local_momentum(B1, B2, codes=coding.midrise(2))
-    pairs = {
-        "lion_cub": (
-            lc.lion_cub(b1=B1, b2=B2, quantizer=Q.midrise(2), sync=lc.sync.every(2), **how),
-            synced(votes, lambda t: t % 2 == 0),
-        ),
-        "distributed_lion": (
-            lc.distributed_lion(b1=B1, b2=B2, average=True, **how),
-            lion.local_momentum(B1, B2, decide=lion.average),
-        ),
-        "owner_lion": (
-            lc.owner_lion(b1=0.5, b2=0.5, **how), lion.momentum_at_owner(0.5, 0.5, both(FED_BACK)[1])
-        ),
-    }  # fmt: skip
-    pairs = {k: (tx, lion.optimizer(one, learning_rate, 0.1)) for k, (tx, one) in pairs.items()}
-    for name, got, state, updates, want in both_done(run_workers, pairs, params, story):
-        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(updates), strict=True):
-            # u + wd p may be one multiply-add
-            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9, err_msg=name)
-        if name == "lion_cub":
-            assert_equal(optax.tree.get(state, "mu"), want.mu)
-            _, apart = simulate({0: votes}, params, story)[0]
-            check_drift(optax.tree.get(state, "drift"), jax.tree.map(lambda m: m[1], apart.mu))
-
-
-def check_drift(drift, mu):
-    """It is the share of variance between workers, of before the sync, at the second of three steps."""
-    for name, m in mu.items():
-        apart = 1 - np.sum(m.mean(0) ** 2) * len(m) / np.sum(m**2)
-        np.testing.assert_allclose(same_everywhere(drift[name]), [-1, apart, apart], rtol=1e-5)

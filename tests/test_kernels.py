@@ -45,14 +45,11 @@ STEPS, WORKERS = 2, 5
 SHAPES = {"tiles": (24, 384), "big": (2, 136, 256), "row": (1000,), "ragged": (7, 130), "one": ()}
 METHODS = {
     "vote": (lc.lion_cub, {"quantizer": lc.quantize.midrise(2)}, jnp.bfloat16),
-    "average": (lc.distributed_lion, {"average": True}, jnp.float32),
     "owner": (lc.owner_lion, {}, jnp.float32),
 }
 
 
-@pytest.mark.parametrize(
-    "method", ["vote", "owner", pytest.param("average", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("method", METHODS)
 def test_a_step_as_a_tpu_takes_it_is_the_step(run_workers, interpreted, method):
     """Two workers once have a NaN.
 

@@ -1,16 +1,14 @@
 """1-bit Adam and 0/1 Adam: the oracle against Adam, and steps in full precision."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-from conftest import AXIS, absent
+from conftest import AXIS
 from oracle import baselines as oracles
 from oracle import one_bit_adam as oracle
 from test_against_reference import assert_equal, integers, simulate, zeros
 from test_baselines import nobody_abstains
 
-import lioncub_jax as lc
 from lioncub_jax import baselines
 
 BETAS = {"b1": 0.5, "b2": 0.75}
@@ -35,7 +33,7 @@ def test_the_oracle_is_adam_of_the_mean_until_the_variance_freezes():
 
 
 def test_the_gaps_between_updates_of_the_variance_double_after_kappa_of_them(run_workers):
-    """In the oracle, in the library and in what is predicted; also where they never double."""
+    """In the oracle and in the library; also where they never double."""
     wanted = {
         (4, 30): [0, 1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 28],
         (1, 1000): [0, 1, 3, 7, 15, 31],
@@ -47,9 +45,6 @@ def test_the_gaps_between_updates_of_the_variance_double_after_kappa_of_them(run
     txs = {key: baselines.zero_one_adam(1.0, **how[key], workers=AXIS) for key in wanted}
     simulators = {key: oracle.zero_one_adam(**how[key]) for key in wanted}
     done, simulated = run_workers(txs, params, *story), simulate(simulators, params, story)
-    large = {"w": jax.ShapeDtypeStruct((2**20,), jnp.float32)}
     for key, steps in wanted.items():
         for updates in (done[key][1][0].updates[:, 0], simulated[key][1].updates):
             assert np.flatnonzero(np.diff(updates, prepend=0)).tolist() == steps
-        in_codes, in_floats = lc.traffic.of(txs[key], large, absent(2)).stages
-        assert in_floats > 10 * in_codes

@@ -244,17 +244,6 @@ def test_wherever_it_runs_the_updates_are_the_same(nested, run):
     assert_equal(run(grads), updates)
 
 
-@pytest.mark.parametrize("make", [lc.lion_cub, lc.owner_lion])
-def test_trees_without_a_parameter(make, mesh_of):
-    tx = make(0.1, workers=AXIS)
-    for tree in ({}, {"empty": jnp.zeros((0, 3))}):
-        update = jax.shard_map(
-            lambda g: tx.update(g, tx.init(g), g)[0],
-            mesh=mesh_of(2), in_specs=P(), out_specs=P(), check_vma=False,
-        )  # fmt: skip
-        assert_equal(jax.jit(update)(tree), tree)
-
-
 # --- What the compiled program holds ----------------------------------------------------------------
 
 

@@ -196,23 +196,11 @@ def shares_of_wins(patterns):
     return {k: (x.reshape(-1, 128)[:, 8:].mean(1) + 1) / 2 for k, x in means().items()}
 
 
-def orders(workers):
-    """Patterns with zeros and ties, each in several orders; one voter among zeros in all of them."""
-    if workers <= 3:
-        return list(itertools.product((-1, 0, 1), repeat=workers))
-    some = [(1,) + (0,) * 7, (1, 1) + (0,) * 6, (1, -1, 1) + (0,) * 5, (1,) * 4 + (-1,) * 3 + (0,)]
-    some += [tuple(-v for v in pattern) for pattern in some]
-    some += [(1,) * 4 + (-1,) * 4, (1, -1) * 2 + (0,) * 4, (0,) * 8]
-    return [tuple(np.roll(pattern, k).tolist()) for pattern in some for k in range(8)]
-
-
 # Of an even number of workers the other zeros cancel in pairs but for one: it agrees and the voter wins,
 # or it is a tie and the coin decides. Of three both cancel, or (1 in 3) they side together.
-@pytest.mark.parametrize(
-    ("workers", "lone"), [(2, 3 / 4), (3, 5 / 6), pytest.param(8, 3 / 4, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize(("workers", "lone"), [(2, 3 / 4), (3, 5 / 6), (4, 3 / 4)])
 def test_no_worker_counts_for_more_than_another(workers, lone):
-    patterns = orders(workers)
+    patterns = list(itertools.product((-1, 0, 1), repeat=workers))
     for name, shares in shares_of_wins(patterns).items():
         kinds = {}
         for pattern, share in zip(patterns, shares, strict=True):
@@ -225,17 +213,3 @@ def test_no_worker_counts_for_more_than_another(workers, lone):
         assert len(alone) == workers
         if name == "sign":
             np.testing.assert_allclose(alone, lone, atol=TOLERANCE)
-
-
-# --- Where elements lie
-
-
-def test_every_element_has_a_bit_of_its_own_in_the_chunk_of_its_owner():
-    for workers, shapes in itertools.product((1, 2, 3, 8), ([(3, 43), (0,), (640,)], [(4100,)])):
-        buffer = coding.buffer_of([np.zeros((workers, *shape)) for shape in shapes])
-        rows = len(buffer.real)
-        chunk = 16 * math.ceil(math.ceil(rows / workers) / 16)
-        word, bit = np.asarray(buffer.word, np.int64), np.asarray(buffer.bit, np.int64)
-        assert len(np.unique(32 * word + bit)) == rows * 128 and bit.max() < 32
-        owner = np.broadcast_to(np.arange(rows)[:, None] // chunk, word.shape)
-        np.testing.assert_array_equal(word // (4 * chunk), owner)

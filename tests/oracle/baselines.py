@@ -13,7 +13,7 @@
 * **One worker** quantizes nothing.
 
 All but `ef_signsgd` and `diloco`, which need the learning rate themselves, fit
-``lion.optimizer(simulator, learning_rate, weight_decay, mask)``.
+``lion.optimizer(simulator, learning_rate, weight_decay)``.
 """
 
 import jax

@@ -270,21 +270,22 @@ def fed_back(p, buffer, x, state, abstain):
 # --- And at last, the optimizers
 
 
-def optimizer(votes, learning_rate, weight_decay=1e-3, mask=None):
+def optimizer(votes, learning_rate, weight_decay=1e-3):
     """Makes of votes ``u`` the updates ``-lr (u + wd p)``.
 
     Args:
       votes: a simulator.
       learning_rate: a number, or a function of the steps taken before.
       weight_decay: decoupled, as in Lion.
-      mask: a tree of bools, the leaves that decay; None for all.
     """
 
     def update(grads, state, params, abstain=None, **how):
         lr = learning_rate(state.t) if callable(learning_rate) else learning_rate
         u, state = votes.update(grads, state, params, abstain, **how)
-        decays = jax.tree.map(lambda p: True, params) if mask is None else mask
-        decay = jax.tree.map(lambda p, yes: weight_decay * p if yes else 0, params, decays)
-        return jax.tree.map(lambda u, d: (-lr * (u + d)).astype(u.dtype), u, decay), state
+
+        def step(u, p):
+            return (-lr * (u + weight_decay * p)).astype(u.dtype)
+
+        return jax.tree.map(step, u, params), state
 
     return Simulator(votes.init, update)

@@ -24,12 +24,12 @@ from oracle.lion import blend, errors, fed_back, simulator, takes_part
 
 
 def one_bit_adam(b1=0.9, b2=0.999, eps=1e-8, *, warmup):
-    """Fits ``lion.optimizer(simulator, learning_rate, weight_decay, mask)``."""
+    """Fits ``lion.optimizer(simulator, learning_rate, weight_decay)``."""
     return zero_one_adam(b1, b2, eps, kappa=2**31 - 1, freeze_after=warmup)
 
 
 def zero_one_adam(b1=0.9, b2=0.999, eps=1e-8, *, kappa=16, freeze_after=100_000):
-    """Fits ``lion.optimizer(simulator, learning_rate, weight_decay, mask)``."""
+    """Fits ``lion.optimizer(simulator, learning_rate, weight_decay)``."""
 
     def memory(params, workers):
         zero, moment = jnp.int32(0), jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
