@@ -22,7 +22,7 @@ from lioncub_jax import units
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 AT_OWNER = {"decision": lc.decide.at_owner(optax.scale_by_lion())}
-Q, D, WIRES, MEAN = lc.quantize, lc.decide, lc.wires, optax.identity()
+Q, D, WIRES = lc.quantize, lc.decide, lc.wires
 
 
 def predict(params, workers, **parts):
@@ -51,13 +51,6 @@ SCHEMES = {
     "sign, int8 counts": ({"wire": WIRES.counts()}, 2 * 8 * (1 + 1 / 128)),
     "owner, 3 bits": (
         {"quantizer": Q.error_feedback(Q.midrise(3)), **AT_OWNER}, 3 + 16 / 128 + 1 + 1 / 128,
-    ),
-    "feedback both ways": (
-        {
-            "quantizer": Q.error_feedback(Q.midrise(1)),
-            "decision": D.at_owner(MEAN, D.codes(1)),
-        },
-        2 + 32 / 128,
     ),
 }  # fmt: skip
 
@@ -197,10 +190,8 @@ def shifted(grads, params):
 
 
 def until(grads, params):
-    far = lambda x: jnp.sum(x) > 1  # noqa: E731
-    start = jax.lax.pmean(grads[0], AXIS)
     halve = lambda x: jax.lax.pmean(jax.lax.pcast(x, AXIS, to="varying") / 2, AXIS)  # noqa: E731
-    return [jax.lax.while_loop(far, halve, start)]
+    return [jax.lax.while_loop(lambda x: jnp.sum(x) > 1, halve, jax.lax.pmean(grads[0], AXIS))]
 
 
 def thrice(grads, params):
