@@ -71,7 +71,6 @@ def test_small_models_pay_for_padding():
 
 def test_bits_follow_from_the_bytes():
     assert lc.traffic.Traffic(4, 1000, 250.0).bits_per_parameter == 2
-    assert lc.traffic.float32_all_reduce_bytes(1000, 4) == 6000
     assert lc.traffic.Traffic(4, 0, 0.0).bits_per_parameter == 0
     everywhere = lc.global_gradients(optax.sgd(1.0), workers=(AXIS, "gpu"))
     groups = lc.Workers(AbstractMesh((2, 4), (AXIS, "gpu")), AXIS, "gpu")

@@ -308,19 +308,17 @@ def test_data_that_nobody_measured_are_told_by_others(known):
     known(*CELLS[:2])
     cell, away = planner.cell_for(8, 32, data="different")
     assert (cell.tokens, cell.data, away) == (32, "alike", "far")
-    known(cell_without := {**CELLS[0], "agreement": None})
-    assert cell_without and planner.cell_for(8, 32).away == "here"
+    known({**CELLS[0], "agreement": None})
+    assert planner.cell_for(8, 32).away == "here"
     with pytest.raises(ValueError, match="no cell of the evidence has one; give tokens instead"):
         planner.cell_for(8, agreement=0.6)
 
 
 def test_evidence_of_another_version_is_refused(tmp_path):
-    for version in ({"version": 1}, {}):
-        (tmp_path / "it.json").write_text(json.dumps({"tasks": {}} | version))
-        found = version.get("version")
-        said = f"it.json: evidence of version {found}, and this library reads 2; install it again"
-        with pytest.raises(ValueError, match=said):
-            evidence.read(tmp_path / "it.json")
+    (tmp_path / "it.json").write_text(json.dumps({"version": 1, "tasks": {}}))
+    said = "it.json: evidence of version 1, and this library reads 2; install it again"
+    with pytest.raises(ValueError, match=said):
+        evidence.read(tmp_path / "it.json")
 
 
 def test_the_time_to_the_loss_is_that_of_a_step_times_its_steps(known):
@@ -390,7 +388,7 @@ def test_steps_of_votes_are_not_measured_with_two_workers_and_by_a_single_run(kn
     assert "; votes of two workers, where each disagreement is a tie, were not measured." in said
     assert {name for name in two.rows if two.rows[name].learned is None} == {"vote", "average"}
     assert four.rows["average"].steps() == 240
-    known(single := cell(32, 8))
+    single = cell(32, 8)
     single["methods"]["powersgd-4"] |= {"steps": [1, None, None], "runs": [2, 0, 2]}
     known(single)
     plan = to_loss()[0]

@@ -67,6 +67,8 @@ def test_every_search_has_as_many_runs_and_none_twice(runs, best):
 
     def measure(hyper):
         seen.append(hyper)
+        if hyper.rate > 2 * best.rate:
+            return math.inf  # it diverged
         away = abs(math.log2(hyper.rate / best.rate))
         return away + (hyper.b1 != best.b1) + 0.3 * (hyper.decay != best.decay)
 
@@ -76,14 +78,6 @@ def test_every_search_has_as_many_runs_and_none_twice(runs, best):
     assert found.loss == min(map(measure, list(seen)))
     if runs == max(tuning.RUNS.values()):
         assert found.hyper[1:] == best[1:] and 0.5 <= found.hyper.rate / best.rate <= 2
-
-
-def test_a_diverged_run_is_never_the_best():
-    family = contenders.ADAM
-    found = tuning.search(
-        lambda h: math.inf if h.rate > family.rate else 3.0, tuning.first(family), family, 6
-    )
-    assert found.hyper.rate <= family.rate and found.loss == 3.0
 
 
 # --- A run

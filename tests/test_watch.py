@@ -323,10 +323,9 @@ def test_what_travels_inside_a_worker_is_told():
     """Momentum that lies in parts over fsdp, in a step whose specs say that it is whole."""
     mesh = mesh_on("data=4 fsdp=2")
     step, (params, state, batch), _ = step_of(mesh)
-    told = lc.check_votes(jax.jit(step).lower(params, state, batch).compile())
-    assert told == "A device sends 3.16 kB between the workers of 'data' in a step"
     mu = jax.device_put(state[0].mu, NamedSharding(mesh, P("data", "fsdp")))
     state = (state[0]._replace(mu=mu), *state[1:])
     told = lc.check_votes(jax.jit(step).lower(params, state, batch).compile())
+    assert told.startswith("A device sends 3.16 kB between the workers of 'data' in a step")
     assert "Inside a worker it sends 24.8 kB over 'fsdp':\n  all-gather of f32[1, 32, 128]" in told
     assert "opt_state[0].mu['a']['kernel']), 16.4 kB, " in told and "test_watch.py:" in told
