@@ -146,7 +146,6 @@ BAD_ARGUMENTS = {
     "--sync-every 5 --optimizer owner": "owner has one momentum for all workers",
     "--width 30 --heads 4": "--width 30 must be a multiple of --heads 4",
     "--steps 0": "'0' is no whole number at least 1",
-    "--workers two": "'two' is no whole number at least 1",
     "--dropout 1": "'1' is no number at least 0 and below 1",
     "--lr nan": "'nan' is no number at least 0",
     "--mesh data=4,expert=2": "'expert' is no axis; there are pod, data, group, fsdp, tensor",

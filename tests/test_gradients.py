@@ -352,10 +352,8 @@ def kinds_of(kinds, *args):
     return of_workers(weighted, *args, in_kinds=kinds)
 
 
-NO_BATCH = "give the batch as an argument of the loss"
 RAW = np.zeros(2, np.uint32)
 REFUSED = [
-    (of_workers(plain), NO_BATCH),
     (
         of_workers(plain, X, has_aux=True),
         "the loss returned one value(s), and (loss, aux) is wanted ... has_aux=True",
@@ -373,7 +371,7 @@ REFUSED = [
         "'x'['x'] has 12 rows ... in_kinds of",
     ),
     (of_workers(plain, {"x": Wrapped()}), "'x'['x'] is test_gradients.Wrapped ... np.asarray"),
-    (kinds_of((SAME, SAME), X, WEIGHTS), NO_BATCH),
+    (kinds_of((SAME, SAME), X, WEIGHTS), "give the batch as an argument of the loss"),
     (kinds_of((BATCH, OWN), X, WEIGHTS), "'weights' has shape (1000,) ... dimension of 4"),
     (kinds_of((BATCH, FOLDED), X, WEIGHTS), "'weights' is folded, but no typed"),
     (kinds_of((BATCH,), X, WEIGHTS), "in_kinds has 1 entries for 2"),
