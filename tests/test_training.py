@@ -11,7 +11,7 @@ import pytest
 from conftest import workers_on
 from flax import nnx
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
@@ -232,7 +232,6 @@ def test_batches_of_all_kinds_and_other_meshes_of_as_many_workers_give_the_same_
     as_it_is, on_a_device = (lambda batch: batch), functools.partial(jax.tree.map, jnp.asarray)
     placed = [functools.partial(jax.device_put, device=lies) for lies in (cut, whole)]
     run = vote_runs(workers, as_it_is, on_a_device, *placed)
-    assert_same(run, vote_runs(workers_on(FOUR, kind=AxisType.Explicit), as_it_is))
     assert_same(run, vote_runs(workers_on("data=4 other=2"), as_it_is))
 
 
