@@ -42,16 +42,13 @@ TRANSFORMS = {
     "vote, 3 bits, random": rated(
         LION, lc.lion_cub, quantizer=Q.midrise(3, rounding=Q.stochastic())
     ),
-    "vote, ternary": rated(LION, lc.lion_cub, quantizer=Q.ternary()),
     "vote, int8": rated(LION, lc.lion_cub, quantizer=Q.integer(8), wire=WIRES.counts()),
     "vote, lanes": rated(LION, lc.lion_cub, quantizer=Q.integer(5), wire=WIRES.lanes()),
-    "vote, gathered": rated(LION, lc.lion_cub, wire=WIRES.gathered()),
     "vote, buckets": rated(LION, lc.lion_cub, bucket_size=3000),
     "vote, synced": rated(LION, lc.lion_cub, sync=lc.sync.every(2)),
     "vote, synced in codes": rated(LION, lc.lion_cub, sync=lc.sync.coded(lc.sync.every(2))),
     "average": rated(LION, lc.distributed_lion, average=True),
     "owner": rated(LION, lc.owner_lion),
-    "owner, rotated": rated(LION, lc.owner_lion, quantizer=Q.rotated_sign()),
     "owner, adamw": rated(optax.adamw(RATE, weight_decay=0.0), lc.owner_adamw),
     "owner, trace": like(
         optax.trace(0.9), lc.owner, optax.trace(0.9), quantizer=Q.dense(), reply=lc.decide.values()
@@ -64,7 +61,6 @@ TRANSFORMS = {
     "ef_signsgd": rated(SGD, baselines.ef_signsgd),
     "terngrad": rated(SGD, baselines.terngrad),
     "qsgd": rated(SGD, baselines.qsgd, bits=2),
-    "powersgd": like(SGD, baselines.powersgd, SGD, 2),
     "powersgd, 6 bits": like(SGD, baselines.powersgd, SGD, 2, 6),
     "one_bit_adam": rated(None, baselines.one_bit_adam, warmup=2),
     "zero_one_adam": rated(None, baselines.zero_one_adam, freeze_after=2),
@@ -91,14 +87,9 @@ def test_every_optimizer_signs():
     assert makers == ours | {*baselines.__all__}
 
 
-# Votes and means whose wire or codes the reference proves bit for bit, beside others of their kind here.
-LATER = "vote, ternary", "vote, gathered", "owner, rotated", "powersgd", "signsgd"
-
-
-def named(names):
-    return pytest.mark.parametrize(
-        "name", [pytest.param(x, marks=pytest.mark.long if x in LATER else ()) for x in names]
-    )
+def named(names):  # without momentum signum is signsgd
+    later = pytest.param("signsgd", marks=pytest.mark.long)
+    return pytest.mark.parametrize("name", [later if x == "signsgd" else x for x in names])
 
 
 ALL = named(TRANSFORMS)

@@ -1,13 +1,10 @@
 """Flax's boxes: momentum of boxed parameters says how it lies, with the workers' axis in front."""
 
-import contextlib
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-import pytest
 from conftest import workers_on
 from flax import linen as nn
 from flax import nnx
@@ -20,11 +17,6 @@ from lioncub_jax.mesh.boxes import is_box
 
 BATCH = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
 OWNER = lc.owner_lion
-
-
-def cub_in_a_chain(learning_rate, **axes):
-    clip, vote = optax.clip_by_global_norm(1.0), lc.communicate(**axes, memory=lc.momentum.blend())
-    return optax.chain(clip, vote, optax.scale(-learning_rate))
 
 
 def workers_of(sizes="data=4 fsdp=2", axis="data", kind=AxisType.Auto):
@@ -93,16 +85,12 @@ def linen_steps(workers, state, lies=None):
     return state
 
 
-@pytest.mark.parametrize(
-    ("make", "context"),
-    [pytest.param(cub_in_a_chain, False, marks=pytest.mark.long), (OWNER, True)],
-)
-def test_boxed_linen_parameters_train_as_bare_ones_and_momentum_says_how_it_lies(make, context):
+def test_boxed_linen_parameters_train_as_bare_ones_and_momentum_says_how_it_lies():
     workers = workers_of()
-    with jax.set_mesh(workers.mesh) if context else contextlib.nullcontext():
-        state, lies = linen_state(workers, make)
+    with jax.set_mesh(workers.mesh):
+        state, lies = linen_state(workers, OWNER)
         found = linen_steps(workers, state, lies)
-    bare = linen_steps(workers, linen_state(workers, make, boxed=False)[0])
+    bare = linen_steps(workers, linen_state(workers, OWNER, boxed=False)[0])
     assert jax.tree.structure(found.opt_state) == jax.tree.structure(state.opt_state)
     for got, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(bare), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)

@@ -223,7 +223,6 @@ CASES = [
     ("node=2 gpu=2 tp=2", EXPLICIT, "sign owes rotated", LEAVES),
     ("data=4 tp=2", AUTO, "sign", LARGE),
     ("node=4 gpu=2", AUTO, "owner", LARGE),
-    pytest.param("pod=2 data=2 tp=2", AUTO, "sign", LEAVES, marks=pytest.mark.long),
     pytest.param("node=1 gpu=4", AUTO, "sign owner", LEAVES, marks=pytest.mark.long),
 ]
 
