@@ -112,19 +112,6 @@ def test_the_names_of_boxes_have_the_workers_in_front():
     assert P("data", None, "fsdp") in {x.sharding.spec for x in jax.tree.leaves(found)}
 
 
-def test_state_whose_boxes_lack_the_axis_is_taken():
-    """As a checkpoint of before has it."""
-    workers, params = workers_of(), linen_params()
-    tx = linen_tx(workers)
-    state = tx.init(params)
-    bare = jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(state[0].mu))
-    old = (state[0]._replace(mu=bare), *state[1:])
-    grads = jax.tree.map(lambda x: jnp.ones((4, *x.shape)), params)
-    jax.tree.map(
-        np.testing.assert_array_equal, *(jax.jit(tx.update)(grads, s, params) for s in (state, old))
-    )
-
-
 def test_a_boxed_state_is_saved_and_moves_to_other_workers(tmp_path):
     state = linen_steps(workers_of(), linen_state(workers_of(), OWNER)[0])
     like, _ = linen_state(workers_of("fsdp=2 data=2 tp=2"), OWNER)
