@@ -345,6 +345,13 @@ def _written(text: str, line: str) -> str:
     return ", {}:{}".format(*place) if place and place[0] else ""
 
 
+def _is_given(text: str, line: str) -> bool:
+    """Whether a collective sends an argument of the program, as it is."""
+    operand = re.search(r"\((%[\w.-]+)[,)]", line)
+    defined = operand and re.search(rf" {re.escape(operand[1])} = .* parameter\(", text)
+    return defined is not None
+
+
 def _explained(program: Program, found: list[_Array]) -> str:
     total = bytes_text(sum(x.sent for x in found))
     coded = [x for x in program.arrays if x.apart and not any(y.is_float for y in x.by.operands)]
@@ -357,26 +364,20 @@ def _explained(program: Program, found: list[_Array]) -> str:
             "pmap), and leave lax.pmean out"
         )
     gathers = [x for x in found if x.by.op == "all-gather"]
-    constrained = [x for x in gathers if "sharding_constraint" in x.line]
-    entering = [x for x in gathers if '/shard_map"' in x.line]
-    if constrained:
-        advice.append(
-            "a constraint on gradients or momentum, which are [workers, ...]: put the workers' axes in "
-            f"front, with_sharding_constraint(grads, P({program.axes[0]!r}, *spec)), or leave it out; "
-            "momentum lies by tx.shardings(params), of the tx that lioncub_jax.on_mesh returned"
-        )
+    entering = [x for x in gathers if _is_given(program.text, x.line)]
     if entering:
         advice.append(
             "an all-gather of parameters: they lie in parts over the workers' axis. Parameters are cut "
             "over other axes of the mesh only: put the workers on an axis of their own. Or of an array "
             "that the loss closes over, such as a batch: give it as an argument of the loss"
         )
-    if len(gathers) > len(constrained) + len(entering):
+    if len(gathers) > len(entering):
         advice.append(
-            "an all-gather of other arrays: momentum of each worker leaves the step as if it were the same "
-            "for all, by out_shardings or a constraint with P(). Give them tx.shardings(params), of the tx "
-            "that lioncub_jax.on_mesh returned, for the state of the optimizer; where rules say it, "
-            f"give the workers' axis a rule, {(program.axes[0],) * 2}. lax.all_gather(grads) does it too"
+            "an all-gather of gradients or momentum, which are [workers, ...]: a constraint or out_shardings"
+            " makes them the same for all. A constraint on gradients has the workers' axes in front, "
+            f"with_sharding_constraint(grads, P({program.axes[0]!r}, *spec)), or is left out. Momentum lies "
+            "by tx.shardings(params), of the tx that lioncub_jax.on_mesh returned; where rules say it, give "
+            f"the workers' axis a rule, {(program.axes[0],) * 2}. lax.all_gather(grads) does it too"
         )
     advice.append(
         "if it is meant, trace it inside lioncub_jax.watch.declared(), or call "

@@ -61,7 +61,10 @@ def _results(step: JaxprEqn, over: Axes, given: list[bool]) -> list[bool]:
         test = [*given[:of_test], *map(any, zip(given[-carried:], results, strict=True))]
         [decided] = differing(params["cond_jaxpr"].jaxpr, over, test)
     elif name == "scan":
-        results = _looped(inner[0], over, given, params["num_consts"], params["num_carry"])
+        # Versions of JAX name these numbers differently; what is scanned has one dimension more outside.
+        carried = _of_one_rank(step.outvars, inner[0].outvars)
+        at = _of_one_rank(step.invars, inner[0].invars) - carried
+        results = _looped(inner[0], over, given, at, carried)
     elif len(inner) == 1 and len(inner[0].invars) == len(given):  # a call
         results = differing(inner[0], over, given)
     else:
@@ -75,6 +78,12 @@ def _results(step: JaxprEqn, over: Axes, given: list[bool]) -> list[bool]:
             "state of the exchange, is each worker's own, as in optax.chain: keep both in a NamedTuple"
         )
     return [decided or x for x in results]
+
+
+def _of_one_rank(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+    """The number of arrays that have as many dimensions outside of a loop as in it."""
+    pairs = zip(outside, inside, strict=True)
+    return sum(len(x.aval.shape) == len(y.aval.shape) for x, y in pairs)
 
 
 def _looped(body: Jaxpr, over: Axes, args: list[bool], at: int, carried: int) -> list[bool]:
