@@ -373,11 +373,12 @@ def _explained(program: Program, found: list[_Array]) -> str:
         )
     if len(gathers) > len(entering):
         advice.append(
-            "an all-gather of gradients or momentum, which are [workers, ...]: a constraint or out_shardings"
-            " makes them the same for all. A constraint on gradients has the workers' axes in front, "
-            f"with_sharding_constraint(grads, P({program.axes[0]!r}, *spec)), or is left out. Momentum lies "
-            "by tx.shardings(params), of the tx that lioncub_jax.on_mesh returned; where rules say it, give "
-            f"the workers' axis a rule, {(program.axes[0],) * 2}. lax.all_gather(grads) does it too"
+            "an all-gather of gradients or momentum, which are [workers, ...]: a constraint or "
+            "out_shardings makes them the same for all. A constraint on gradients has the workers' axes in "
+            f"front, with_sharding_constraint(grads, P({program.axes[0]!r}, *spec)), or is left out. "
+            "Momentum lies by tx.shardings(params), of the tx that lioncub_jax.on_mesh returned; where "
+            f"rules say it, give the workers' axis a rule, {(program.axes[0],) * 2}. "
+            "lax.all_gather(grads) does it too"
         )
     advice.append(
         "if it is meant, trace it inside lioncub_jax.watch.declared(), or call "
