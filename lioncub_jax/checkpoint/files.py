@@ -7,6 +7,7 @@ is called ``.gone`` first, which any process that saves may take away.
 """
 
 import collections
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -151,19 +152,26 @@ def _named(folder: Path, suffix: str) -> Path:
 
 def new_half(folder: Path) -> tuple[Path, int]:
     """Makes the half of a checkpoint, with a lock that the end of this process opens; and the lock."""
-    half = _named(folder, private_files.PART)
-    half.mkdir()
-    try:
-        lock = os.open(half / LOCK, os.O_CREAT | os.O_RDWR, 0o666)
-    except OSError:
-        half.rmdir()  # else it stays for a while
-        raise
+    while True:
+        made = _named(
+            folder, GONE
+        )  # who dies before there is a lock leaves what any save takes away
+        made.mkdir()
+        with contextlib.suppress(FileNotFoundError):  # another save was as fast as that
+            lock = _locked(made)
+            half = made.with_suffix(private_files.PART)
+            made.rename(half)
+            return half, lock
+
+
+def _locked(half: Path) -> int:
+    lock = os.open(half / LOCK, os.O_CREAT | os.O_RDWR, 0o666)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.write(lock, _machine())  # now others may trust the lock
     except OSError:
         pass  # a disk without locks: others go by time alone
-    return half, lock
+    return lock
 
 
 def is_left(half: Path, like: Path, seconds: float) -> bool:
