@@ -232,10 +232,13 @@ def test_halves_and_old_starts_do_not_fill_the_memory(folders, first):
     with opened(folders[0]) as saved:
         for step in range(8):  # starts that take one snapshot each
             snapshots = Snapshots(saved, folders[1], buddies=0)
-            assert not list(folders[1].glob("*.part"))
             snapshots.save(at(first, step))
             snapshots.wait()
-            (folders[1] / f"{step}-1-1-0-of-1.own.part").write_text("half")
+            assert not list(folders[1].glob("*.part"))
+            half = folders[1] / f"{step + 1}-1-1-0-of-1.own.part"
+            half.write_text("half")
+            Snapshots(saved, folders[1], buddies=0)  # who reads beside a run takes nothing away
+            assert half.exists()
         assert steps_in(folders[1]) == [2, 3, 4, 5, 6, 7]
 
 

@@ -9,6 +9,7 @@ import functools
 import os
 import socket
 import zlib
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,7 @@ class Snapshots:
         check_number(f"buddies={buddies!r}", buddies, lambda n: n >= 0, said, int)
         self._checkpoints, self._every, self._buddies = checkpoints, every, buddies
         self.folder = Path(folder).absolute()
-        self._forget(only_halves=True)
+        self._together(lambda folder: None)  # it is made, or looked at
         self._start = 1 + max((names[-1].start for names in seen(self.folder) if names), default=0)
         self._run = checkpoints.run()
         self._calls = self._copies = self._saves = 0
@@ -152,20 +153,16 @@ class Snapshots:
         """Forgets all snapshots of this machine, as before going back to an older checkpoint."""
         self.wait()
         told(None)  # nobody writes any more
-        self._forget(only_halves=False)
+        self._together(lambda folder: private_files.remove(folder, _entries(folder)))
 
-    def _forget(self, only_halves: bool) -> None:
-        """Takes away what processes that were killed left half written, or all snapshots."""
+    def _together(self, act: Callable[[int], object]) -> None:
+        """Does something in the folder, in all processes, and raises in all where it fails in one."""
 
-        def forget() -> None:
+        def opened() -> None:
             with private_files.opened(self.folder, make=True) as folder:
-                names = os.listdir(folder)
-                halves = [name for name in names if name.endswith(private_files.PART)]
-                private_files.remove(folder, halves)
-                if not only_halves:
-                    private_files.remove(folder, files.names_in(names))
+                act(folder)
 
-        together(f"{self.folder} is no folder for snapshots, or cannot be emptied", forget)
+        together(f"{self.folder} is no folder for snapshots, or cannot be emptied", opened)
 
     def restore(self, like: Any, *, on_resize: str = "mean") -> Restored | None:
         """Reads the newest state that is whole, from memory or from disk.
@@ -209,8 +206,22 @@ class Snapshots:
             name = Name(self._start, self._saves, step, *me, kind)
             with private_files.opened(self.folder) as folder:
                 private_files.seal(folder, str(name), *files.packed(about, data, parts))
-                names = files.names_in(os.listdir(folder))
-                private_files.remove(folder, _old(names, name))
+                entries = _entries(folder)
+                private_files.remove(folder, _old(files.names_in(entries), name))
+                private_files.remove(folder, _halves(entries, self._start))
+
+
+def _entries(folder: int) -> list[str]:
+    """Snapshots and halves of them."""
+    entries = os.listdir(folder)
+    halves = [name for name in entries if name.endswith(private_files.PART)]
+    return [*map(str, files.names_in(entries)), *halves]
+
+
+def _halves(entries: list[str], start: int) -> list[str]:
+    """What processes of earlier starts left half written; who only reads takes nothing away."""
+    starts = {name: name.partition("-")[0] for name in entries if name.endswith(private_files.PART)}
+    return [name for name, number in starts.items() if number.isdigit() and int(number) < start]
 
 
 def _old(names: list[Name], written: Name) -> list[Name]:
