@@ -5,7 +5,7 @@ best in 256 steps (of the method itself, or of the one that it is made of), the 
 Then come the other betas and the other decay, each with what was best before: four runs in all.
 """
 
-import math
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -200,18 +200,22 @@ def resolved(name: str, rows: Rows) -> str:
 
 def mean_last(rows: Rows) -> float:
     """The mean over seeds of the last loss; infinite where a run diverged."""
-    return math.fsum(last(row) for row in rows) / len(rows)
+    return statistics.fmean(map(last, rows))
 
 
 # --- How long it takes
 
 
-def work_of(job: Job) -> list[tuple[str, float]]:
-    """The runs of a job: a name for what takes alike long, and its size in steps of 2,048 tokens."""
+def size_of(steps: int, tokens: int, width: int) -> float:
+    """A run in steps of 2,048 tokens of the usual model."""
+    return steps * tokens / TOKENS * max((width / WIDTH) ** 1.7, 0.4)
+
+
+def work_of(job: Job) -> float:
+    """All runs of a job, as `size_of`."""
     tries = len(job.factors) + job.seeds - 1 if job.factors else 4 + job.seeds
     tries += len(OUTERS) - 1 if job.contender in OUTERS else 0
-    size = job.steps * (job.tokens / TOKENS) * max((job.width / WIDTH) ** 1.7, 0.4)
-    return [(job.contender, size)] * tries
+    return tries * size_of(job.steps, job.tokens, job.width)
 
 
 def hours_left(jobs: list[Job], rows: Rows, seconds: float = 0.045) -> float:
@@ -222,9 +226,5 @@ def hours_left(jobs: list[Job], rows: Rows, seconds: float = 0.045) -> float:
         if row["tokens"] == TOKENS and row["width"] == WIDTH
     ]
     each = sorted(pace)[len(pace) // 2] if pace else seconds
-    total = sum(size for job in jobs for _, size in work_of(job))
-    done = sum(
-        row["steps"] * row["tokens"] / TOKENS * max((row["width"] / WIDTH) ** 1.7, 0.4)
-        for row in rows
-    )
-    return max(total - done, 0) * each / 3600
+    done = sum(size_of(row["steps"], row["tokens"], row["width"]) for row in rows)
+    return max(sum(map(work_of, jobs)) - done, 0) * each / 3600

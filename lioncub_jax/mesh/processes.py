@@ -362,7 +362,6 @@ class Batches:
         leaves = zip(jax.tree_util.tree_leaves_with_path(batch), cut(), strict=True)
         both = {_name(path): (x, c) for (path, x), c in leaves if is_own(x, self._sharding)}
         own = {name: x for name, (x, c) in both.items() if c}
-        whole = {name: checksum(x) for name, (x, c) in both.items() if not c}
         me = jax.process_index()
         rows = {name: _rows(x) / len(self._taken[me]) for name, x in own.items()}
         if rows == self._rows or (not own and self._rows):
@@ -372,6 +371,7 @@ class Batches:
                 f"process {me} gives {rows} rows for each part of the batch, and gave {self._rows} when "
                 "processes compared theirs: give as many in each step, or make another step for others"
             )
+        whole = {name: checksum(x) for name, (x, c) in both.items() if not c}
         each = told([rows, [checksum(x) for x in own.values()], whole])
         seen: dict[Any, int] = {}  # parts, and checksums
         for process, taken in self._taken.items():
