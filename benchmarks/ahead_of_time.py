@@ -33,8 +33,8 @@ from aot.programs import LION
 from rich.console import Console
 
 import lioncub_jax as lc
-from lioncub_jax import planner
-from lioncub_jax.traffic import collectives
+from lioncub_jax.audit import collectives
+from lioncub_jax.tools import plan as planner
 
 COLUMNS = [
     "machine", "model", "step", "compile s", "temporaries", "accessed", "kernels", "sent", "asynchronous",
@@ -104,7 +104,7 @@ def predicted(tx: Any, model: programs.Model, mesh: Any) -> float:
     """What the accounting says that each device sends to other workers."""
     workers = lc.Workers(mesh, "data", "group" if "group" in mesh.axis_names else None)
     specs = programs.specs_of(model, mesh)
-    return lc.traffic.of(tx, model.params, workers, specs=specs).sent_bytes
+    return lc.audit.of(tx, model.params, workers, specs=specs).sent_bytes
 
 
 def in_a_process(machine: str, model: str, method: str) -> dict[str, Any]:

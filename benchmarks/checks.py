@@ -27,6 +27,7 @@ from gpt import corpus, meshes
 from gpt.model import GPT, next_byte_loss
 
 import lioncub_jax as lc
+from lioncub_jax.tools import faults, run
 
 WORKERS, CONTEXT = 4, 64
 MODEL = {"layers": 4, "width": 384, "heads": 6, "context": CONTEXT}
@@ -47,12 +48,12 @@ def main() -> None:
     step = lc.make_train_step(loss, tx, workers)
     batch = corpus.draw(corpus.standard_library().train, 2 * WORKERS, CONTEXT, (0, 0))
     batch = layout.place(batch)
-    replicas = lc.faults.Replicas(workers, every=args.every)
+    replicas = faults.Replicas(workers, every=args.every)
     with (
         tempfile.TemporaryDirectory() as disk,
         tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as memory,
         lc.Checkpoints(disk, workers=workers) as saved,
-        lc.checkpoint.Snapshots(saved, memory, buddies=1) as snapshots,
+        run.Snapshots(saved, memory, buddies=1) as snapshots,
     ):
         parts: dict[str, Callable[[Any], object]] = {
             "check": replicas.check,

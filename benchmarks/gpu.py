@@ -47,10 +47,10 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
 import lioncub_jax as lc
-from lioncub_jax import bits, layout
-from lioncub_jax.decide import Inbox, Slice
-from lioncub_jax.quantize import EncodeContext, Message
-from lioncub_jax.wires import Format
+from lioncub_jax.exchange import bits, layout
+from lioncub_jax.exchange.decide import Inbox, Slice
+from lioncub_jax.exchange.quantize import EncodeContext, Message
+from lioncub_jax.exchange.wires import Format
 
 DTYPES = jnp.float32, jnp.bfloat16
 SIZES = "16M,64M,256M,1B"

@@ -23,10 +23,10 @@ import report
 from rich.console import Console
 
 import lioncub_jax as lc
-from lioncub_jax import wires
-from lioncub_jax.bits import ROW
-from lioncub_jax.exchange import Plan, Worker
-from lioncub_jax.layout import Bucket, Flat
+from lioncub_jax.exchange import wires
+from lioncub_jax.exchange.bits import ROW
+from lioncub_jax.exchange.layout import Bucket, Flat
+from lioncub_jax.exchange.step import Plan, Worker
 
 WORKERS = 8
 

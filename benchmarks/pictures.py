@@ -20,9 +20,10 @@ from goal import summary
 from matplotlib.figure import Figure
 from PIL import Image
 
-from lioncub_jax import planner, units
-from lioncub_jax.planner import evidence
-from lioncub_jax.planner.choice import SIZE
+from lioncub_jax.audit import units
+from lioncub_jax.tools import plan as planner
+from lioncub_jax.tools.plan import evidence
+from lioncub_jax.tools.plan.choice import SIZE
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 STYLE = Path(__file__).parent / "pictures.mplstyle"

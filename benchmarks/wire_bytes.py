@@ -61,7 +61,7 @@ def schemes() -> list[dict[str, Any]]:
     return voted + valued
 
 
-def both(parts: dict[str, Any], workers: int) -> tuple[lc.traffic.Traffic, float]:
+def both(parts: dict[str, Any], workers: int) -> tuple[lc.audit.Traffic, float]:
     """What is predicted of one update, and the bytes that a worker sends by the compiled program."""
     devices = jax.devices()[:workers]
     mesh = jax.make_mesh((workers,), ("data",), axis_types=(AxisType.Auto,), devices=devices)
@@ -73,10 +73,10 @@ def both(parts: dict[str, Any], workers: int) -> tuple[lc.traffic.Traffic, float
         return tx.update(local, tx.init(local))[0]
 
     run = jax.shard_map(update, mesh=mesh, in_specs=P("data"), out_specs=P())
-    found = lc.traffic.collectives(jax.jit(run).lower(grads).compile(), mesh)
+    found = lc.audit.collectives(jax.jit(run).lower(grads).compile(), mesh)
     params = {name: jax.ShapeDtypeStruct(s, jnp.float32) for name, s in SHAPES.items()}
-    traffic = lc.traffic.of(tx, params, lc.Workers(mesh, "data"))
-    return traffic, sum(lc.traffic.sent_bytes(found).values())
+    traffic = lc.audit.of(tx, params, lc.Workers(mesh, "data"))
+    return traffic, sum(lc.audit.sent_bytes(found).values())
 
 
 def main() -> None:

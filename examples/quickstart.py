@@ -55,7 +55,7 @@ for _ in track(range(300), "training", disable=jax.process_index() > 0):
     state, metrics = step(state, batch)
     losses.append(metrics["loss"])  # stays on the devices, so that no step waits for it
 
-sent = lc.traffic.sent_bytes(lc.traffic.collectives(step.lower(state, batch).compile(), mesh))
+sent = lc.audit.sent_bytes(lc.audit.collectives(step.lower(state, batch).compile(), mesh))
 size = sum(x.size for x in jax.tree.leaves(params))
 print(f"loss {losses[0]:.2f} before, {losses[-1]:.2f} after")
 print(f"each worker sends {sent[('data',)] / 1000:.0f} kB a step for {size:,} parameters")

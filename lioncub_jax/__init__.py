@@ -1,11 +1,9 @@
 """Data-parallel Lion whose workers exchange votes of about one bit per parameter.
 
 The optimizers and the training step are here; parts to choose from are in namespaces: `quantize`, `decide`,
-`wires`, `momentum` and `sync` (what a vote is made of), `mesh` and `training`, `checkpoint`, `watch`
-(programs that would send more than votes), `kernels` (what a TPU wants otherwise), `traffic` (bytes),
-`planner` (what to use), `lab` (a network to try it on), `faults` (replicas that differ), `elastic`
-(a run that goes on when a worker dies), and `baselines`. Those that need rich or matplotlib
-are loaded when they are first used.
+`wires`, `momentum` and `sync` (what a vote is made of), `mesh` and `training`, `checkpoint`, `audit`
+(bytes, and programs that would send more than votes), and `baselines`. The programs around it are in
+`lioncub_jax.tools`, which is imported by its name.
 
 What to use, by the noise of a gradient (tokens that one worker sees in a step) and by how many times as
 long as computing a float32 mean of gradients takes; `planner.legend` has the code of each:
@@ -20,10 +18,13 @@ import importlib
 import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
-from lioncub_jax import decide, kernels, mesh, momentum, quantize, sync, training, watch, wires
-from lioncub_jax.exchange import communicate
-from lioncub_jax.mesh import Workers
-from lioncub_jax.optimizer import (
+from lioncub_jax import audit, mesh, training
+from lioncub_jax.audit import check_votes, watch
+from lioncub_jax.exchange import decide, momentum, quantize, sync, wires
+from lioncub_jax.exchange.step import communicate
+from lioncub_jax.exchange.sync import sync_momentum
+from lioncub_jax.mesh import Workers, kernels
+from lioncub_jax.optimizers import (
     distributed_lion,
     global_gradients,
     lion_cub,
@@ -31,7 +32,6 @@ from lioncub_jax.optimizer import (
     owner_adamw,
     owner_lion,
 )
-from lioncub_jax.sync import sync_momentum
 from lioncub_jax.training import (
     StepState,
     TrainStep,
@@ -43,12 +43,11 @@ from lioncub_jax.training import (
     on_mesh,
     worker_value_and_grad,
 )
-from lioncub_jax.watch import check_votes
 
 watch.start()
 
 if TYPE_CHECKING:
-    from lioncub_jax import baselines, checkpoint, elastic, faults, lab, planner, traffic
+    from lioncub_jax import baselines, checkpoint
     from lioncub_jax.checkpoint import Checkpoints, stop_on_sigterm
 
     __version__: str
@@ -58,19 +57,17 @@ __all__ = [
     "StepState",
     "TrainStep",
     "Workers",
+    "audit",
     "baselines",
     "check_votes",
     "checkpoint",
     "communicate",
     "decide",
     "distributed_lion",
-    "elastic",
-    "faults",
     "from_nnx",
     "global_gradients",
     "init_state",
     "kernels",
-    "lab",
     "lion_cub",
     "local_value_and_grad",
     "make_train_step",
@@ -81,28 +78,17 @@ __all__ = [
     "owner",
     "owner_adamw",
     "owner_lion",
-    "planner",
     "quantize",
     "stop_on_sigterm",
     "sync",
     "sync_momentum",
-    "traffic",
     "training",
-    "watch",
     "wires",
     "worker_value_and_grad",
 ]
 
-# Loaded on first use (PEP 562): these bring rich and more, which take as long to import as jax.
-_NAMESPACES = {
-    "baselines",
-    "checkpoint",
-    "elastic",
-    "faults",
-    "lab",
-    "planner",
-    "traffic",
-}
+# Loaded on first use (PEP 562).
+_NAMESPACES = {"baselines", "checkpoint"}
 _FROM = {"Checkpoints": "checkpoint", "stop_on_sigterm": "checkpoint"}
 
 
@@ -116,7 +102,8 @@ def __getattr__(name: str) -> Any:
     for module in (quantize, wires, decide, momentum, sync, mesh):
         found = getattr(module, name, None)
         if str(getattr(found, "__module__", "")).startswith(module.__name__):
-            raise AttributeError(f"{__name__} has no {name}: it is {module.__name__}.{name}")
+            public = module.__name__.replace("exchange.", "")
+            raise AttributeError(f"{__name__} has no {name}: it is {public}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from lioncub_jax.cli import main
+from lioncub_jax.tools.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

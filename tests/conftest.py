@@ -17,6 +17,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
+from lioncub_jax.tools import lab
 
 jax.config.update("jax_num_cpu_devices", 8)
 # Tests compile much and run little. So XLA is told not to optimise machine code, which takes a third of
@@ -125,8 +126,8 @@ def run_workers(mesh_of):
 def machine():
     """Skips where the lab cannot run, and says why."""
     try:
-        lc.lab.run(lc.lab.Network(2, rate=1e8), ["true"])
-    except lc.lab.LabError as missing:
+        lab.run(lab.Network(2, rate=1e8), ["true"])
+    except lab.LabError as missing:
         pytest.skip(f"the lab cannot run here: {missing}")
 
 

@@ -163,8 +163,8 @@ def assert_same(found, wanted, **tolerance):
 @ALL
 def test_the_bytes_of_the_program_are_those_that_are_predicted(name):
     run = run_of(name)
-    found = lc.traffic.collectives(run.program, run.workers.mesh)
-    asked = lc.traffic.of(run.tx, PARAMS, run.workers, specs=SPECS)
+    found = lc.audit.collectives(run.program, run.workers.mesh)
+    asked = lc.audit.of(run.tx, PARAMS, run.workers, specs=SPECS)
     always, gated = Counter(), Counter()
     for x in found:
         if "data" in x.axes:

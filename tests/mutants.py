@@ -28,7 +28,7 @@ FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.M)
 # "#" a file of lioncub_jax, and words in the names of the test files that should see its mistakes;
 # "=" what is wrong; "-" the code, which stands there once; "+" the mistake, nothing where code is left out.
 MUTANTS = r"""
-# exchange.py: reference optimizer chains contract
+# exchange/step.py: reference optimizer chains contract
 = the error of a worker that abstains is forgotten
 - after(errors, error, kept.error)
 + after(errors, [jnp.zeros_like(x) for x in errors], kept.error)
@@ -65,7 +65,7 @@ MUTANTS = r"""
 - counts[piece.first_row :][: piece.rows]
 + counts[: piece.rows]
 
-# exchange.py: sharding accounting optimizer contract
+# exchange/step.py: sharding accounting optimizer contract
 = a device with a NaN abstains, and others of its worker vote
 -         return axes.any_over_shards(abstains, self.plan.axis)
 +         return abstains
@@ -74,7 +74,7 @@ MUTANTS = r"""
 - layout.zero_padding(x, self.counts[i])
 + x
 
-# arguments.py: bad_input contract
+# exchange/arguments.py: bad_input contract
 = a beta of 1 is let through
 - 0 <= beta < 1
 + 0 <= beta <= 1
@@ -87,7 +87,7 @@ MUTANTS = r"""
 - if static and isinstance(x, jax.Array):
 + if static is bool:
 
-# decide.py: reference optimizer quantize contract
+# exchange/decide.py: reference optimizer quantize contract
 = pairs of votes are of all workers, whoever abstains
 - bits.products(upper, bits.difference(votes, upper))
 + bits.products(upper, [~plane for plane in upper])
@@ -128,7 +128,7 @@ MUTANTS = r"""
 -         values = jnp.where(takes_part > 0, values, 0)
 +         values = jnp.where(takes_part >= 0, values, 0)
 
-# quantize.py: quantize reference sharding
+# exchange/quantize.py: quantize reference sharding
 = a leaf in shards has the scale of one shard
 - float(s.size) * context.shards
 + float(s.size)
@@ -153,7 +153,7 @@ MUTANTS = r"""
 - x = jnp.clip(x, -most, most)
 + pass
 
-# bits.py: bits reference
+# exchange/bits.py: bits reference
 = the carry of 8 votes of 8 is lost
 - (workers * (2**p - 1)).bit_length()
 + (workers * (2**p - 1) - 1).bit_length()
@@ -166,7 +166,7 @@ MUTANTS = r"""
 - _seed(step, _ZEROS)
 + _seed(step, _TIES)
 
-# wires.py: liars
+# exchange/wires.py: liars
 = who takes part is added up as it comes
 - numbers[:, 0, 0] & 1
 + numbers[:, 0, 0]
@@ -179,7 +179,7 @@ MUTANTS = r"""
 - jnp.sort(present)[len(present) // 2]
 + present[0]
 
-# axes.py: sharding contract
+# mesh/axes.py: sharding contract
 = ties of cut leaves are those of one shard
 - [once(x, over - varying_axes(x)) for x in numbers]
 + [once(x, over) for x in numbers]
@@ -192,17 +192,17 @@ MUTANTS = r"""
 - jnp.where(lax.axis_index(tuple(sorted(of))) == 0, x, 0) if of else x
 + x / jnp.float32(lax.axis_size(tuple(sorted(of)))) if of else x
 
-# kernels.py: kernels
+# mesh/kernels.py: kernels
 = a TPU reads the upper bits of a code as its lower ones
 - & 0xF) << first)
 + & 0xF))
 
-# momentum.py: schedules reference optimizer
+# exchange/momentum.py: schedules reference optimizer
 = the message is blended with the momentum of after the step
 - _mixed(self.b1, mu, g)
 + _mixed(self.b1, self.remember(g, mu), g)
 
-# sync.py: sync schedules
+# exchange/sync.py: sync schedules
 = a sync comes one step late
 - schedule.due(count)
 + schedule.due(count - 1)
@@ -215,7 +215,7 @@ MUTANTS = r"""
 - (mu, jax.tree.map(square, mu)), axis)
 + (mu, jax.tree.map(square, mu)), axis, jnp.bfloat16)
 
-# optimizer.py: sync optimizer chains baselines face contract
+# optimizers.py: sync optimizer chains baselines face contract
 = leaves that the mask leaves out decay too
 - optax.add_decayed_weights(weight_decay, checks.decay_mask(mask))
 + optax.add_decayed_weights(weight_decay)
@@ -224,7 +224,7 @@ MUTANTS = r"""
 - sync_momentum(vote, sync, checks.as_mask("sync_where", where), workers=workers)
 + sync_momentum(vote, sync, workers=workers)
 
-# checks.py: bad_input face chains gradients contract
+# exchange/checks.py: bad_input face chains gradients contract
 = the first leaf is named, whichever was reduced already
 - paths[shared]
 + paths[0]
@@ -249,7 +249,7 @@ MUTANTS = r"""
 - sums[:, 1] != sums[0, 1]
 + sums[:, 0] != sums[0, 0]
 
-# checks.py: watch
+# exchange/checks.py: watch
 = a second optimizer hides what is masked from a first one of the same names
 - if optimizers[-1][0] & types.keys()
 + if False
@@ -258,7 +258,7 @@ MUTANTS = r"""
 - masked - reached - above
 + masked - reached
 
-# watch.py: watch
+# audit/watch.py: watch
 = programs of the default backend alone are read
 - in backend.backends().values()
 + in [jax.devices()[0].client]
@@ -275,7 +275,7 @@ MUTANTS = r"""
 - if x.by.gated or not gated
 + if True
 
-# mesh/sums.py: checkpoint faults
+# mesh/checksum.py: checkpoint faults
 = the place of a shard in the whole array is not in its checksum
 - jnp.uint32(start) * k
 + jnp.uint32(0) * k
@@ -402,17 +402,17 @@ MUTANTS = r"""
 - kinds.fold(workers, x) if is_key(x) else _strong(x)
 + x if is_key(x) else _strong(x)
 
-# mesh/processes.py: processes
+# mesh/hosts.py: processes
 = processes that take the same rows may give different ones
 - each[other][1] != each[process][1]
 + False
 
-# mesh/processes.py: processes
+# mesh/hosts.py: processes
 = hosts whose scalars differ train on
 - "scalars": [f"{name} = {np.asarray(words_of(x)).tolist()}"
 + "scalars": [f"{name}"
 
-# mesh/processes.py: processes
+# mesh/hosts.py: processes
 = what each process has is sent to all, to be compared
 - return jax.make_array_from_process_local_data(sharding, host, shape)
 + return jax.device_put(host, sharding)
@@ -505,7 +505,7 @@ MUTANTS = r"""
 - signal.SIG_DFL if before is None else before
 + signal.SIG_DFL
 
-# means.py: checkpoint face
+# exchange/means.py: checkpoint face
 = of whole numbers of the workers the smallest is taken
 - return jnp.max(x, axis=0)
 + return jnp.min(x, axis=0)
@@ -541,7 +541,7 @@ MUTANTS = r"""
 - if type(x) is not kind or
 + if type(x) is kind and
 
-# checkpoint/recovery.py: snapshots
+# tools/run/recovery.py: snapshots
 = a process that still writes passes for a lost machine
 - len(snapshots) >= 3
 + len(snapshots) >= 1
@@ -555,7 +555,7 @@ MUTANTS = r"""
 - jnp.zeros_like(left[0]) if leaf.holder is Holder.FEEDBACK else mean_of(left)
 + mean_of(left)
 
-# checkpoint/snapshots.py: snapshots
+# tools/run/snapshots.py: snapshots
 = snapshots of an earlier start go as soon as there is one of this start
 - if len(of_start) < GENERATIONS:
 + if not of_start:
@@ -638,7 +638,7 @@ MUTANTS = r"""
 - trace(momentum, True)
 + trace(momentum)
 
-# traffic/compiled.py: compiled
+# audit/compiled.py: compiled
 = an all-gather counts a worker's message to itself
 - float((g - 1) * n)
 + float(g * n)
@@ -647,7 +647,7 @@ MUTANTS = r"""
 - times=run.times * turns
 + times=turns
 
-# traffic/replica_groups.py: compiled
+# audit/replica_groups.py: compiled
 = a permute without pairs joins all devices
 -     if pairs and ", source_target_pairs={}" in attributes:
 +     if False:
@@ -656,7 +656,7 @@ MUTANTS = r"""
 - .transpose(_numbers(order) if order else None)
 + .copy()
 
-# traced.py: bad_input
+# exchange/traced.py: bad_input
 = a transform that sorts runs on a slice
 - "cum|sort|rev$
 + "cum|rev$
@@ -673,7 +673,7 @@ MUTANTS = r"""
 - if x.shape not in ((), rows.shape):
 + if x.ndim > 2:
 
-# traffic/predicted.py: contract accounting house
+# audit/predicted.py: contract accounting house
 = what a worker cuts is counted whole
 - shard_shape(x.shape, x.sharding.spec, self._mesh.shape)
 + x.shape
@@ -694,7 +694,7 @@ MUTANTS = r"""
 - device.platform == "cpu"
 + device.platform
 
-# faults/replicas.py: faults
+# tools/faults/replicas.py: faults
 = a tie of replicas passes for a majority
 - 2 * sizes.max() <= len(words)
 + 2 * sizes.max() < len(words)
@@ -703,7 +703,7 @@ MUTANTS = r"""
 - source[devices[right][0]] = True
 + source[devices[0]] = True
 
-# elastic/keep.py: elastic
+# tools/run/keep.py: elastic
 = strikes are counted although a start had settled
 - [*self.failed, place] if
 + [*self.failed, place] if place + 1 or
@@ -724,12 +724,12 @@ MUTANTS = r"""
 - shutil.rmtree(path.parent)
 + pass
 
-# elastic/watcher.py: elastic
+# tools/run/watcher.py: elastic
 = workers outlive a run that is killed
 - os.killpg(int(session), signal.SIGKILL)
 + os.killpg(int(session), 0)
 
-# planner/model.py: planner
+# tools/plan/model.py: planner
 = an all-reduce waits for half of its latencies
 - "all-reduce": 2
 + "all-reduce": 1
@@ -738,27 +738,27 @@ MUTANTS = r"""
 - of_worker = at.group_size * sent
 + of_worker = sent
 
-# planner/evidence.py: planner
+# tools/plan/evidence.py: planner
 = the nearest cell is so by its number of workers alone
 - key=lambda one: math.prod(away(one))
 + key=lambda one: away(one)[1]
 
-# lab/namespaces.py: lab
+# tools/lab/namespaces.py: lab
 = a run ends with the code of the last worker that failed
 - if code and not exit_code:
 + if code:
 
-# lab/group.py: elastic lab
+# tools/lab/group.py: elastic lab
 = what the members of a group have started outlives it
 - os.killpg(member.process.pid, number)
 + os.kill(member.process.pid, number)
 
-# cli/plan.py: cli
+# tools/cli/plan.py: cli
 = bfloat16 is widened everywhere but on CPUs
 - args.platform == "cpu"
 + args.platform != "cpu"
 
-# units.py: cli planner
+# audit/units.py: cli planner
 = bytes per second are read as bits
 - ("byte", 8)
 + ("byte", 1)

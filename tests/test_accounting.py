@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
-from lioncub_jax import units
+from lioncub_jax.audit import units
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 AT_OWNER = {"decision": lc.decide.at_owner(optax.scale_by_lion())}
@@ -27,7 +27,7 @@ Q, D, WIRES = lc.quantize, lc.decide, lc.wires
 
 def predict(params, workers, **parts):
     tx = lc.communicate(**parts, memory=lc.momentum.nothing(), workers=AXIS)
-    return lc.traffic.of(tx, params, absent(workers))
+    return lc.audit.of(tx, params, absent(workers))
 
 
 def described(*of):
@@ -59,7 +59,7 @@ def test_large_models_cost_what_the_formula_says():
     for name, (parts, bits) in SCHEMES.items():
         found = predict(shapes(2**30), 8, **parts)
         assert found.bits_per_parameter == pytest.approx(7 / 8 * bits, rel=1e-3), name
-    found = lc.traffic.of(lc.owner_adamw(0.1, workers=AXIS), shapes(2**30), absent(8))
+    found = lc.audit.of(lc.owner_adamw(0.1, workers=AXIS), shapes(2**30), absent(8))
     assert found.bits_per_parameter == pytest.approx(7 / 8 * (3 + 2 + 32 / 128), rel=1e-3)
 
 
@@ -70,13 +70,13 @@ def test_small_models_pay_for_padding():
 
 
 def test_bits_follow_from_the_bytes():
-    assert lc.traffic.Traffic(4, 1000, 250.0).bits_per_parameter == 2
-    assert lc.traffic.Traffic(4, 0, 0.0).bits_per_parameter == 0
+    assert lc.audit.Traffic(4, 1000, 250.0).bits_per_parameter == 2
+    assert lc.audit.Traffic(4, 0, 0.0).bits_per_parameter == 0
     everywhere = lc.global_gradients(optax.sgd(1.0), workers=(AXIS, "gpu"))
     groups = lc.Workers(AbstractMesh((2, 4), (AXIS, "gpu")), AXIS, "gpu")
-    assert lc.traffic.of(everywhere, shapes(1000), groups).sent_bytes == 2 * 7 / 8 * 4000
+    assert lc.audit.of(everywhere, shapes(1000), groups).sent_bytes == 2 * 7 / 8 * 4000
     # Inside a group float32 is added up in slices, and the answers to all slices are gathered, in a branch.
-    either = lc.traffic.of(
+    either = lc.audit.of(
         lc.baselines.one_bit_adam(0.1, warmup=1, workers=groups), shapes(2**20), groups
     )
     assert 8 * either.group_bytes == pytest.approx(3 / 4 * 2**20 * (32 + 1 + 16 / 128), rel=1e-3)
@@ -87,7 +87,7 @@ def test_the_demo_sends_what_the_readme_says():
     sizes = {"layers": 2, "width": 128, "heads": 4, "context": 64}
     model = nnx.eval_shape(lambda: gpt(**sizes, rngs=nnx.Rngs(0)))
     traffic = predict(nnx.state(model, nnx.Param), 8)
-    dense = lc.traffic.float32_all_reduce_bytes(traffic.parameters, 8)
+    dense = lc.audit.float32_all_reduce_bytes(traffic.parameters, 8)
     said = f"{traffic.parameters:,} parameters"
     sends = (
         f"{units.bytes_text(traffic.sent_bytes)} a step. Float32 Lion sends {dense / 1e6:.1f} MB"
@@ -108,11 +108,11 @@ def sent_by(tx, sizes, tree, group=None, specs=None):
         return sum(jnp.sum(x * batch.sum()) for x in params.values())
 
     step = lc.make_train_step(loss, tx, workers)
-    found = lc.traffic.collectives(step.lower(state, np.ones(8, "f")).compile(), workers.mesh)
-    sent = lc.traffic.sent_bytes(
+    found = lc.audit.collectives(step.lower(state, np.ones(8, "f")).compile(), workers.mesh)
+    sent = lc.audit.sent_bytes(
         one._replace(operands=tuple(x for x in one.operands if x.size > 8)) for one in found
     )
-    return lc.traffic.of(tx, tree, workers, specs=specs), sent
+    return lc.audit.of(tx, tree, workers, specs=specs), sent
 
 
 def test_long_messages_and_replies_are_padded_and_counted_so():
@@ -129,7 +129,7 @@ def test_the_mean_in_bfloat16_is_float32_on_cpu_only():
         lc.global_gradients(optax.sgd(1.0), jnp.bfloat16, workers=AXIS),
     )
     on_cpu, sent = sent_by(tx, "data=4", tree)
-    assert on_cpu.sent_bytes == 2 * lc.traffic.of(tx, tree, absent(4)).sent_bytes
+    assert on_cpu.sent_bytes == 2 * lc.audit.of(tx, tree, absent(4)).sent_bytes
     assert sent == {(AXIS,): on_cpu.sent_bytes}
 
 
@@ -179,7 +179,7 @@ TWO = absent(2)
 
 
 def asked(tx=VOTE, workers=TWO, **how):
-    return lambda: lc.traffic.of(tx, shapes(9), workers, **how)
+    return lambda: lc.audit.of(tx, shapes(9), workers, **how)
 
 
 def shifted(grads, params):
@@ -200,7 +200,7 @@ def thrice(grads, params):
 
 
 def test_what_a_loop_sends_is_sent_at_each_turn():
-    sent = lc.traffic.of(optax.stateless(thrice), shapes(9), TWO)
+    sent = lc.audit.of(optax.stateless(thrice), shapes(9), TWO)
     assert sent.sent_bytes == 3 * 2 * 1 / 2 * 4 * 9
 
 

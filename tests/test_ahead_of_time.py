@@ -9,7 +9,7 @@ import pytest
 from aot import machines, programs
 from conftest import mesh_on, run_python
 
-from lioncub_jax import planner
+from lioncub_jax.tools import plan as planner
 
 RESULTS = Path(ahead_of_time.__file__).parent / "results" / "ahead_of_time.jsonl"
 

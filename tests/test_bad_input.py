@@ -26,7 +26,7 @@ communicate = functools.partial(lc.communicate, workers=AXIS, memory=lc.momentum
 
 
 def predict(workers, **parts):
-    return lc.traffic.of(communicate(**parts), PARAMS, absent(workers))
+    return lc.audit.of(communicate(**parts), PARAMS, absent(workers))
 
 
 votes = communicate(memory=lc.momentum.blend())
@@ -331,7 +331,7 @@ def test_a_module_with_functions_among_its_leaves(mesh_of):
         lambda: on_mesh.update(module, (), module),
         lambda: lc.worker_value_and_grad(len, workers)(module, jnp.ones(4)),
         lambda: cub(workers=None).init(module),
-        lambda: lc.traffic.of(votes, module, workers),
+        lambda: lc.audit.of(votes, module, workers),
     ):
         with raises(
             TypeError,

@@ -374,7 +374,7 @@ def test_large_models_cost_what_the_papers_say(make, options, bits):
     shape = (2**16, 2**14) if make is B.dgc else (2**18, 2**17)
     shapes = {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}
     for workers in (7, 64):
-        sent = lc.traffic.of(tx, shapes, absent(workers))
+        sent = lc.audit.of(tx, shapes, absent(workers))
         assert sent.bits_per_parameter == pytest.approx(bits(workers), rel=0.01)
 
 

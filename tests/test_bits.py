@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lioncub_jax import bits, exchange
+from lioncub_jax.exchange import bits
+from lioncub_jax.exchange import step as exchange
 
 
 def words_of(x):

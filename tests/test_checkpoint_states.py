@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from test_checkpoint import assert_same, opened
 
 import lioncub_jax as lc
-from lioncub_jax.mesh.sums import checksums
+from lioncub_jax.mesh.checksum import checksums
 
 PARAMS = {"w": np.arange(24, dtype=np.float32).reshape(8, 3) / 8, "b": np.ones(3, np.float32)}
 BATCH = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)

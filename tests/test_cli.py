@@ -18,8 +18,10 @@ import pytest
 from conftest import absent
 
 import lioncub_jax as lc
-from lioncub_jax import cli, lab, planner, units
-from lioncub_jax.cli import examples, output, targets
+from lioncub_jax.audit import units
+from lioncub_jax.tools import cli, lab
+from lioncub_jax.tools import plan as planner
+from lioncub_jax.tools.cli import examples, output, targets
 
 ROOT = Path(__file__).parents[1]
 MODELS = """
@@ -334,13 +336,13 @@ def test_what_plan_and_run_cannot_do_is_said_in_one_line(refused, line, words):
 
 def test_bytes_are_those_of_the_accounting(said, numbers, program):
     found = numbers("bytes models.py:saved --params 8450")
-    predicted = lc.traffic.of(
+    predicted = lc.audit.of(
         lc.lion_cub(1.0, workers="data"), [jax.ShapeDtypeStruct((130, 65), "float32")], absent(4)
     )
     votes = [one for one in found["collectives"] if one["op"] != "all-reduce"]
     assert sum(one["sent_bytes"] for one in votes) == predicted.sent_bytes
     assert {tuple(one["axes"]) for one in votes} == {("data",)}
-    assert len(found["collectives"]) == len(lc.traffic.collectives(*program))
+    assert len(found["collectives"]) == len(lc.audit.collectives(*program))
     assert (found["mesh"], found["workers"]) == ({"data": 4, "tp": 2}, ["data"])
     assert found["float32_all_reduce"] == 2 * 3 / 4 * 4 * 8450
     text = said("bytes models.py:saved --params 8450")
@@ -504,7 +506,7 @@ def test_an_interrupted_command_ends_without_a_traceback():
     # In the background of a script Ctrl-C is ignored, unless told otherwise.
     start = (
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
-        "from lioncub_jax.cli import main; sys.exit(main(sys.argv[1:]))"
+        "from lioncub_jax.tools.cli import main; sys.exit(main(sys.argv[1:]))"
     )
     argv = argv_of("PLAN --compute 1s --model models.py:sleeps")
     assert ended("-c", start, *argv, stdout=subprocess.PIPE) == ("interrupted\n", 130)

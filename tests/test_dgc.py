@@ -51,9 +51,9 @@ def test_each_stage_of_a_warm_up_has_an_all_gather_of_its_own():
     params = {"a": jnp.zeros((7, 19)), "b": jnp.zeros(65), "empty": jnp.zeros((0, 4))}
     grads = {n: jax.ShapeDtypeStruct((8, *p.shape), p.dtype) for n, p in params.items()}
     run = jax.jit(on.update).lower(grads, jax.eval_shape(on.init, params), params).compile()
-    found = lc.traffic.collectives(run, workers.mesh)
+    found = lc.audit.collectives(run, workers.mesh)
     assert all(one.gated and one.op == "all-gather" for one in found)
-    assert [one.sent_bytes for one in found] == [*lc.traffic.of(tx, params, workers).stages]
+    assert [one.sent_bytes for one in found] == [*lc.audit.of(tx, params, workers).stages]
 
 
 # --- Leaves that int32 does not count

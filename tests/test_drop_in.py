@@ -13,7 +13,7 @@ from conftest import mesh_on
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax.traffic.compiled import collectives
+from lioncub_jax.audit.compiled import collectives
 from lioncub_jax.training import mean_model_state
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # before anything imports keras

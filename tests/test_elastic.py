@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from conftest import within
 
-from lioncub_jax import elastic
-from lioncub_jax.lab import group
+from lioncub_jax.tools import run as elastic
+from lioncub_jax.tools.lab import group
 
 ROOT = Path(__file__).parents[1]
 
@@ -100,7 +100,7 @@ def test_other_places_that_die_are_not_left_out(tmp_path):
 
 
 def test_only_a_start_that_stepped_and_lasted_is_no_strike(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules["lioncub_jax.elastic.keep"], "SETTLED_SECONDS", 0.3)
+    monkeypatch.setattr(sys.modules["lioncub_jax.tools.run.keep"], "SETTLED_SECONDS", 0.3)
     text = WHO + "import sys, time\nif start != 2:\n  time.sleep(0.4)\n"
     text += "if start in (1, 2, 4):\n  open(os.environ['LIONCUB_STEPPED'], 'w')\nsys.exit(9)"
     outcome, lines, events = kept(program(text), 1, tmp_path)
@@ -147,7 +147,7 @@ import fcntl, signal, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
     signal.signal(number, signal.SIG_DFL)
-from lioncub_jax.cli import main
+from lioncub_jax.tools.cli import main
 sys.exit(main(["run", "--workers", "2", "--events", "events", "--", *sys.argv[1:]]))
 """
 SAVES = (
@@ -281,7 +281,8 @@ if os.environ['LIONCUB_START'] == '1':
 
 def test_a_reader_that_stops_blinds_nobody(tmp_path):
     """As a paused pager does: deaths and signals are noticed, and memory has an end."""
-    patience = "from lioncub_jax.lab import group; group.PATIENCE = 0.2; from lioncub_jax.cli import main; "
+    patience = "from lioncub_jax.tools.lab import group; group.PATIENCE = 0.2; "
+    patience += "from lioncub_jax.tools.cli import main; "
     run = "import sys; sys.exit(main(['run', '--workers', '1', '--events', 'events', '--', *sys.argv[1:]]))"
     with subprocess.Popen(
         [*program(patience + run), *program(FLOODS + SAVES)], stdout=subprocess.PIPE, cwd=tmp_path,

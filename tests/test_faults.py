@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
-from lioncub_jax import faults
+from lioncub_jax.tools import faults
 
 WORKERS, RATE = 8, 2.0**-4
 GRADS = [normal(WORKERS, 256, seed=seed) for seed in range(3)]

@@ -8,7 +8,8 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
-from lioncub_jax import axes, wires
+from lioncub_jax.exchange import wires
+from lioncub_jax.mesh import axes
 
 WORDS = np.random.default_rng(0).integers(0, 2**32, (8, 12_877), np.uint32)  # so many are padded
 
@@ -35,7 +36,7 @@ def test_words_are_in_the_order_of_the_workers_and_the_same_on_all(row, sizes, a
     run = jax.shard_map(gather, mesh=mesh, in_specs=P(axis), out_specs=P(), check_vma=check_vma)
     compiled = jax.jit(run).lower(WORDS).compile()
     assert all((np.asarray(one.data) == WORDS).all() for one in compiled(WORDS).addressable_shards)
-    sent = [c for c in lc.traffic.collectives(compiled, mesh) if c.sent_bytes]
+    sent = [c for c in lc.audit.collectives(compiled, mesh) if c.sent_bytes]
     assert sum(c.sent_bytes for c in sent) == 4 * 7 * 12_928  # padded to whole vectors
     assert {c.op for c in sent} == {"all-gather"}
     assert [c.group_size for c in sent] == ([8] if row == 1 else [8 // row, row])

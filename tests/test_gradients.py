@@ -69,7 +69,7 @@ def test_every_worker_has_the_gradient_of_its_own_rows_and_of_all_class_weights(
         np.testing.assert_allclose(grads[name], wanted[name], rtol=1e-4)
     lies = NamedSharding(workers.mesh, P("data", "tensor"))
     assert grads["w"].sharding.is_equivalent_to(lies, 2)
-    found = lc.traffic.collectives(grad_fn.lower(*args).compile(), workers.mesh)
+    found = lc.audit.collectives(grad_fn.lower(*args).compile(), workers.mesh)
     assert [one.payload_bytes for one in found if "data" in one.axes] == [4]  # the loss
 
 
@@ -96,7 +96,7 @@ def test_within_a_worker_explicit_types_hold_what_a_loss_takes_and_returns():
     np.testing.assert_allclose(out, X[:8] @ PARAMS["w"], rtol=1e-5)
     np.testing.assert_allclose(state, X[:W] + X[0], rtol=1e-5)
     assert out.sharding.spec == rows and state.sharding.spec == specs[2]
-    assert not lc.traffic.collectives(step.lower(*args).compile(), workers.mesh)
+    assert not lc.audit.collectives(step.lower(*args).compile(), workers.mesh)
 
 
 SEEN = ["float32[2@tensor,6]", "float32[6@tensor]", "float32[6@tensor]"]
@@ -444,11 +444,11 @@ def test_workers_that_are_alike_or_drift_apart(given, words):
 
 
 def test_the_mode_that_warns_and_the_one_that_does_not_look():
-    before = lc.watch.mode("warn")
+    before = lc.audit.mode("warn")
     try:
         with pytest.warns(UserWarning, match=SAME_TO_THE_BIT.removeprefix("step 0: ")):  # at each
             run_pmap(alike=True)
-        lc.watch.mode("allow")
+        lc.audit.mode("allow")
         run_pmap(alike=True)
     finally:
-        lc.watch.mode(before)
+        lc.audit.mode(before)

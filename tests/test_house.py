@@ -21,29 +21,20 @@ import lioncub_jax as lc
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lioncub_jax"
 
-# A part is a file at the root of the package or a whole wing (a folder). A part of the core may import
-# those to the left of it; the wings do not import each other, but for those named here.
-ORDER = """
-units progress arguments xla kernels axes bits means rotation layout quantize momentum traced decide
-wires mesh checks exchange sync optimizer
-"""
-CORE = ORDER.split()
-WINGS = {
-    "training": {*CORE, "watch"},
-    "checkpoint": {*CORE},
-    "traffic": {*CORE, "training"},
-    "faults": {*CORE},
-    "baselines": {*CORE, "traffic"},
-    "planner": {*CORE, "traffic", "baselines"},
-    "lab": {"units"},
-    "elastic": {"units", "progress", "lab"},
+# A part is a file at the root of the package or a folder. It may import those named here.
+CORE = {"mesh", "exchange", "optimizers"}
+MAY_IMPORT = {
+    "mesh": set(),
+    "exchange": {"mesh"},
+    "optimizers": {"mesh", "exchange"},
+    "training": CORE,
+    "checkpoint": CORE,
+    "baselines": CORE,
+    "audit": {*CORE, "training"},
+    "__init__": {*CORE, "training", "audit", "baselines", "checkpoint"},
+    "tools": {*CORE, "training", "audit", "baselines", "checkpoint", "__init__"},
+    "__main__": {"tools"},
 }
-MAY_IMPORT = {part: set(CORE[:i]) for i, part in enumerate(CORE)} | WINGS | {
-    "watch": {*CORE, "traffic"},
-    "__init__": {*CORE, *WINGS, "watch"},
-    "cli": {"__init__", "watch", *CORE, *WINGS},
-    "__main__": {"cli"},
-}  # fmt: skip
 
 COLLECTIVES = (
     r"\blax\.(psum|pmean|pmax|pmin|all_gather|all_gather_invariant|all_to_all|psum_scatter|ppermute"
@@ -81,7 +72,7 @@ def imported(tree):
 
 
 def our_imports(module):
-    """The modules of ours that names such as ``lioncub_jax.traffic.compiled.collectives`` are in."""
+    """The modules of ours that names such as ``lioncub_jax.audit.compiled.collectives`` are in."""
     for name in imported(tree_of(module)):
         first, *rest = name.split(".")
         if first == PACKAGE.name:
@@ -122,7 +113,10 @@ def test_no_modules_import_each_other_in_a_circle():
 def test_collectives_are_in_two_files_and_one_function_casts():
     for source in ("jax.lax.psum(x, a)", "lax.psum(x)", "from jax.lax import psum"):
         assert uses(ast.parse(source), COLLECTIVES), source
-    assert [module for module in MODULES if uses(tree_of(module), COLLECTIVES)] == ["axes", "wires"]
+    assert [module for module in MODULES if uses(tree_of(module), COLLECTIVES)] == [
+        "exchange.wires",
+        "mesh.axes",
+    ]
     functions = [node.name for m in MODULES for node in tree_of(m).body if uses(node, CASTS)]
     assert functions == ["varying"]
 
@@ -145,7 +139,7 @@ def test_no_data_is_run():
         assert loads_code(ast.parse(source)), source
     assert {module for module in MODULES if loads_code(tree_of(module))} == {
         "__init__",  # parts of its own, by names in a set
-        "cli.targets",  # what the command names
+        "tools.cli.targets",  # what the command names
     }
 
 
@@ -169,7 +163,7 @@ def command(*argv):
 said["import"] = heavy()
 
 import jax, jax.numpy as jnp, optax
-from lioncub_jax.cli.main import main
+from lioncub_jax.tools.cli.main import main
 
 asked = "--workers 8 --bandwidth 1gbit --compute 1s --tokens-per-worker 32 --json"
 said["plan"] = command(*f"plan --model 1M {asked}".split())
@@ -184,13 +178,13 @@ for platform in ("tpu", "cpu"):
         lc.communicate(workers=workers, memory=lc.momentum.nothing(), **parts)
         for parts in ({}, counted, reduced)
     ]
-    said[platform] = [lc.traffic.of(tx, tree, workers).sent_bytes for tx in txs]
+    said[platform] = [lc.audit.of(tx, tree, workers).sent_bytes for tx in txs]
 said["numbers"] = heavy()
 try:
     jax.devices()
 except RuntimeError as error:
     said["no device"] = str(error)
-said["bytes"] = command("bytes", "lioncub_jax.cli.examples:lowered", "--devices", "8", "--json")
+said["bytes"] = command("bytes", "lioncub_jax.tools.cli.examples:lowered", "--devices", "8", "--json")
 said["a step"] = heavy()
 lc.Checkpoints
 said["checkpoints"] = heavy()
@@ -216,7 +210,7 @@ def test_plans_and_predictions_ask_no_device(stages):
     votes, counted, reduced = stages["tpu"]
     assert stages["cpu"][:2] == [votes, counted] and stages["cpu"][2] > 1.9 * reduced
     tree = {"w": jax.ShapeDtypeStruct((1000, 30), "float32")}
-    assert votes == lc.traffic.of(lc.lion_cub(1.0, workers=AXIS), tree, absent(8)).sent_bytes
+    assert votes == lc.audit.of(lc.lion_cub(1.0, workers=AXIS), tree, absent(8)).sent_bytes
     assert stages["plan"]["parameters"] == 10**6
 
 

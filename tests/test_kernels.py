@@ -10,8 +10,9 @@ from conftest import AXIS
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
-from lioncub_jax import bits, kernels, layout
-from lioncub_jax.bits import BLOCK, ROW
+from lioncub_jax.exchange import bits, layout
+from lioncub_jax.exchange.bits import BLOCK, ROW
+from lioncub_jax.mesh import kernels
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 import lioncub_jax as lc
-from lioncub_jax import lab
+from lioncub_jax.tools import lab
 
 ROOT = Path(lc.__file__).parents[1]
 PYTHON = [sys.executable, "-I", "-S", "-c"]
@@ -336,7 +336,7 @@ STAYS = """
 import signal, sys
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from lioncub_jax import lab
+from lioncub_jax.tools import lab
 print("imported", flush=True)
 report = lab.run(lab.Network(3, rate=1e8), ["sh", "-c", "echo up; setsid sleep 80 & sleep 81"])
 sys.exit(report.exit_code)

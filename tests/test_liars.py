@@ -9,7 +9,7 @@ from conftest import AXIS, normal
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
-from lioncub_jax import bits, wires
+from lioncub_jax.exchange import bits, wires
 
 Q, D, W = lc.quantize, lc.decide, lc.wires
 WORKERS, ALL = 4, 0xFFFFFFFF  # the first lies, and owns all rows that are no padding

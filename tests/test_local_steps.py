@@ -74,12 +74,12 @@ def test_only_the_differences_travel_however_many_local_steps_there_are():
     for local_steps in (2, 8):
         state, step = start(tx, ON_FOUR, local_steps=local_steps)
         (batch,) = batches(1, 2 * local_steps)
-        found = lc.traffic.collectives(step.lower(state, batch).compile(), ON_FOUR.mesh)
+        found = lc.audit.collectives(step.lower(state, batch).compile(), ON_FOUR.mesh)
         assert all(one.times == 1 and not one.looped for one in found)
         programs.append(found)
     assert programs[0] == programs[1]
     # Beside what is predicted: the mean loss, a float32.
-    predicted = lc.traffic.of(tx, params_of(), ON_FOUR).sent_bytes
+    predicted = lc.audit.of(tx, params_of(), ON_FOUR).sent_bytes
     loss_bytes = 2 * (WORKERS - 1) / WORKERS * 4
     assert sum(one.sent_bytes for one in programs[0]) == predicted + loss_bytes
 

@@ -46,9 +46,9 @@ def test_a_row_has_floats_alone_and_all_that_the_state_and_the_step_say(names):
     assert row["loss"] == float(metrics["loss"]) == -row["fit/best"] and row["fit/steps"] == 4
     assert 0 < row["votes/ties"] < 1 and row["votes/abstained"] == 0 and row["sync/syncs"] > 0
     compiled = names["step"].lower(state, names["batch"]).compile()
-    found = lc.traffic.collectives(compiled, names["workers"].mesh)
+    found = lc.audit.collectives(compiled, names["workers"].mesh)
     votes = [one for one in found if one.payload_bytes > 8]  # and not the mean of the loss
-    assert row["sent_bytes"] == lc.traffic.sent_bytes(votes)[("data",)]
+    assert row["sent_bytes"] == lc.audit.sent_bytes(votes)[("data",)]
 
 
 def test_tokens_a_second_are_those_since_the_row_before(monkeypatch):

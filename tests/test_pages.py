@@ -53,7 +53,7 @@ BEFORE = {
         """,
     },
     "how_to/faults.md": {
-        "elastic.memory()": """
+        "memory_folder()": """
             shapes, first = jax.eval_shape(lambda: params), params
             params = lambda: first
         """,

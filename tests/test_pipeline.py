@@ -36,11 +36,11 @@ def trained(optimizer, stages=2):
 @pytest.mark.parametrize("optimizer", ["lion_cub", "owner_adamw"])
 def test_each_axis_has_the_bytes_that_the_page_says(optimizer):
     _, found, (params, _) = trained(optimizer)
-    sent = lc.traffic.sent_bytes(found)
+    sent = lc.audit.sent_bytes(found)
     assert (sent["data",], sent["stage",]) == SAID[optimizer]
     size = sum(x.addressable_shards[0].data.size for x in jax.tree.leaves(params))
-    within = lc.traffic.sent_bytes(trained("lion")[1])["stage",]
-    assert (lc.traffic.float32_all_reduce_bytes(size, 4), within) == SAID[FLOAT32]
+    within = lc.audit.sent_bytes(trained("lion")[1])["stage",]
+    assert (lc.audit.float32_all_reduce_bytes(size, 4), within) == SAID[FLOAT32]
     assert f"{size:,} parameters" in " ".join(PAGE.split())
 
 

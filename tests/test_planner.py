@@ -16,9 +16,10 @@ from conftest import AXIS, absent
 from goal import answer
 
 import lioncub_jax as lc
-from lioncub_jax import planner, units
-from lioncub_jax.cli import output
-from lioncub_jax.planner import (
+from lioncub_jax.audit import units
+from lioncub_jax.tools import plan as planner
+from lioncub_jax.tools.cli import output
+from lioncub_jax.tools.plan import (
     Cluster,
     Link,
     evidence,
@@ -74,7 +75,7 @@ def transform_of(code):
 def test_a_method_takes_the_time_of_what_the_code_of_its_legend_sends(name):
     scheme = scheme_named(name)
     cluster, tree = dataclasses.replace(FREE, workers=7), 3
-    traffic = lc.traffic.of(transform_of(scheme.code), SHAPES, absent(7))
+    traffic = lc.audit.of(transform_of(scheme.code), SHAPES, absent(7))
     waits = {"all-to-all": 1, "all-gather": tree, "all-reduce": 2 * tree}
     hops = sum(waits[one.op] for one in traffic.collectives)
     took = hops * 50e-6 + 8e-9 * traffic.sent_bytes
@@ -103,7 +104,7 @@ def test_two_levels_share_the_link_of_a_worker_and_cut_what_is_packed():
     found = step_of("vote", cluster)
     workers = lc.Workers(jax.sharding.AbstractMesh((8, 4), ("node", "gpu")), "node", "gpu")
     tx = lc.lion_cub(1.0, workers=workers)
-    traffic = lc.traffic.of(tx, LINE, workers)
+    traffic = lc.audit.of(tx, LINE, workers)
     sent, inside = 4 * traffic.sent_bytes, traffic.group_bytes
     assert (found.sent_bytes, found.inside_bytes) == (sent, inside)
     across = 4 * 50e-6 + 8 * sent / 1e9
@@ -120,7 +121,7 @@ def test_packing_is_estimated_by_what_passes_through_memory():
         ("vote", 4, 1), ("owner-lion", 4 + 2, 1),
         ("one-bit-adam", 8, 1 - 0.15 / 0.8), ("local-2-coded", 8, 1 / 2),
     ]:  # fmt: skip
-        sent = lc.traffic.of(transform_of(scheme_named(name).code), SHAPES, absent(8)).sent_bytes
+        sent = lc.audit.of(transform_of(scheme_named(name).code), SHAPES, absent(8)).sent_bytes
         packed = share * 2 * (sent + each * planner.parameters_in(SHAPES)) / 1e9
         assert step_of(name, slow, SHAPES).local == pytest.approx(packed), name
     for name in ("lion", "local-2"):
@@ -151,7 +152,7 @@ def test_a_method_may_pay_always_or_never():
 def test_an_all_to_all_takes_longer_where_pairs_take_turns_or_the_middle_is_narrow(options, longer):
     """Two workers take turns; of three each has one to send to, twice; of four one is left over."""
     bad = Cluster(link=Link(1e8, 0.0), **options)
-    sent = lc.traffic.of(lc.lion_cub(1.0, workers=AXIS), LINE, absent(bad.workers)).collectives
+    sent = lc.audit.of(lc.lion_cub(1.0, workers=AXIS), LINE, absent(bad.workers)).collectives
     up, down = (8e-8 * one.sent_bytes for one in sent)
     assert step_of("vote", bad).communication == pytest.approx(longer * up + down)
     good = Cluster(bad.workers, bad.link)

@@ -104,7 +104,7 @@ def test_more_dimensions_are_a_matrix_with_the_fewest_rows_and_columns(shape, ra
     """
     tx = powersgd(optax.sgd(0.1), rank, workers=AXIS)
     params = {"w": jax.ShapeDtypeStruct(shape, jnp.float32), "whole": jnp.zeros((2 * rank,) * 2)}
-    told = lc.traffic.of(tx, params, absent(2))
+    told = lc.audit.of(tx, params, absent(2))
     first = rank * sides[0] + 4 * rank**2 + 1
     assert [one.sent_bytes for one in told.collectives] == [4 * first, 4 * (rank * sides[1] + 1)]
     state, _ = jax.eval_shape(tx.init, params)
@@ -128,4 +128,4 @@ def test_leaves_of_which_none_would_be_compressed(shapes, rank, most):
     with refused(*said):
         tx.init(params)
     with refused(*said):
-        lc.traffic.of(tx, params, absent(4))
+        lc.audit.of(tx, params, absent(4))

@@ -35,8 +35,9 @@ from jax.sharding import PartitionSpec as P
 import lioncub_jax as lc
 from lioncub_jax.checkpoint import files, stop_on_sigterm
 from lioncub_jax.checkpoint.leaves import paths_of
-from lioncub_jax.layout import Flat
-from lioncub_jax.mesh import processes
+from lioncub_jax.exchange.layout import Flat
+from lioncub_jax.mesh import hosts as processes
+from lioncub_jax.tools import faults
 
 SECONDS = 120
 SEED = 2026
@@ -213,8 +214,8 @@ def votes_alone(folder):
     assert sent() - before < optax.tree.size(state.params) / 5
     rng = np.random.default_rng(jax.process_index())
     batch = {"x": rng.normal(size=(256, 1024)).astype(np.float32)}
-    said = lc.traffic.collectives(step.lower(state, batch).compile(), state.rng.sharding.mesh)
-    predicted = 5 * 2 * sum(lc.traffic.sent_bytes(said).values())  # of two devices
+    said = lc.audit.collectives(step.lower(state, batch).compile(), state.rng.sharding.mesh)
+    predicted = 5 * 2 * sum(lc.audit.sent_bytes(said).values())  # of two devices
     before = sent()
     for _ in range(5):
         state, _ = step(state, batch)
@@ -444,9 +445,9 @@ def heal(folder):
     )
     parts = [s.data + (s.device == workers.mesh.devices.flat[2]) for s in x.addressable_shards]
     x = jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
-    replicas = lc.faults.Replicas(workers, every=1)
+    replicas = faults.Replicas(workers, every=1)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", lc.faults.ReplicaHealed)
+        warnings.simplefilter("ignore", faults.ReplicaHealed)
         healed = replicas({"x": x})["x"]
     assert [(d.leaf, d.worker) for d in replicas.found] == [("['x']", 2)]
     assert all((shard.data == np.arange(6)).all() for shard in healed.addressable_shards)

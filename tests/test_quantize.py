@@ -11,7 +11,7 @@ from oracle import coding
 from test_against_reference import both
 
 import lioncub_jax as lc
-from lioncub_jax import bits, layout, quantize
+from lioncub_jax.exchange import bits, layout, quantize
 
 Q = lc.quantize
 RANDOM = Q.stochastic(0)

@@ -162,4 +162,4 @@ def test_leaves_of_billions_of_elements_can_be_traced_and_counted(name):
         assert updates["w"].dtype == jnp.float32 and updates["w"].size % n == 0
         assert all(x.dtype.itemsize <= 4 for x in jax.tree.leaves(state))
     whole = {"w": jax.ShapeDtypeStruct((2**33 + 1,), jnp.float32)}
-    assert lc.traffic.of(tx, whole, absent(8)).sent_bytes > 2**33 / 8
+    assert lc.audit.of(tx, whole, absent(8)).sent_bytes > 2**33 / 8

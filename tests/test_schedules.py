@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lioncub_jax import sync
+from lioncub_jax.exchange import sync
 
 DUE = [
     (sync.every(4), [4, 8]),

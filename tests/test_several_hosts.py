@@ -11,7 +11,7 @@ import textwrap
 import pytest
 from pages import ROOT, block, blocks, run_commands
 
-from lioncub_jax import lab
+from lioncub_jax.tools import lab
 
 PAGE = "how_to/several_hosts.md"
 SCRIPT = ROOT / "examples/several_hosts.py"

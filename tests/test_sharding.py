@@ -23,7 +23,7 @@ from oracle import coding
 from test_against_reference import B1, B2, Method
 
 import lioncub_jax as lc
-from lioncub_jax.axes import total_over_shards
+from lioncub_jax.mesh.axes import total_over_shards
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
@@ -306,7 +306,7 @@ def sent_by(tx, workers):
     state = lc.training.abstract_state(tx, params, workers, specs=CUTS)
     step = lc.make_train_step(model_loss, tx, workers, batch_spec=P(("data", "fsdp")))
     batch = jax.ShapeDtypeStruct((32, 512), jnp.float32)
-    found = lc.traffic.collectives(step.lower(state, batch).compile(), workers.mesh)
+    found = lc.audit.collectives(step.lower(state, batch).compile(), workers.mesh)
     across = [one for one in found if "data" in one.axes and size_of(one.operands) > 8]
     inside = [one for one in found if one.axes and "data" not in one.axes]
     # The order in one collective is the compiler's.

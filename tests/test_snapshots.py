@@ -23,18 +23,19 @@ from test_checkpoint import cut_short, flip, opened, refuses
 from test_processes import assert_holds, first_state, main, number, numbered, run_all, workers_of
 
 import lioncub_jax as lc
-from lioncub_jax.checkpoint import (
+from lioncub_jax.audit import collectives
+from lioncub_jax.checkpoint import (  # fmt: skip
     Snapshots,
     WorkerStateLost,
     leaves,
     private_files,
     snapshot_files,
     tiles,
-)  # fmt: skip
-from lioncub_jax.checkpoint.snapshots import send
-from lioncub_jax.layout import Holder
-from lioncub_jax.mesh.processes import told
-from lioncub_jax.traffic import collectives
+)
+from lioncub_jax.exchange.layout import Holder
+from lioncub_jax.mesh.hosts import told
+from lioncub_jax.tools import run
+from lioncub_jax.tools.run.snapshots import send
 
 STEP = 7
 
@@ -326,7 +327,7 @@ def test_memory_of_a_run_is_where_others_cannot_rename_it(tmp_path, monkeypatch)
     access = os.access
     monkeypatch.setattr(os, "access", lambda path, how: path != "/dev/shm" and access(path, how))
     tmp_path.chmod(0o777)
-    keep = functools.partial(lc.elastic.keep, ["true"], 1)
+    keep = functools.partial(run.keep, ["true"], 1)
     refuses("others may rename what is in /dev/shm and .*Set TMPDIR", keep)
     tmp_path.chmod(0o1777)
     assert keep(write=lambda line: None).exit_code == 0
@@ -421,7 +422,7 @@ def test_copies_for_buddies_are_two_bytes_a_parameter_over_all_workers(folders, 
         sent.extend(collectives(send.lower(*args).compile(), workers.mesh))
         return send(*args)
 
-    monkeypatch.setattr("lioncub_jax.checkpoint.snapshots.send", seen)
+    monkeypatch.setattr("lioncub_jax.tools.run.snapshots.send", seen)
     with both(folders) as (_, snapshots):
         snapshots.save(state)
     (copy,) = sent

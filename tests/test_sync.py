@@ -13,8 +13,8 @@ from test_against_reference import assert_equal, integers, simulate, zeros
 from test_baselines import blank, nobody_abstains
 
 import lioncub_jax as lc
-from lioncub_jax import layout
-from lioncub_jax.traffic.compiled import collectives
+from lioncub_jax.audit.compiled import collectives
+from lioncub_jax.exchange import layout
 
 S = lc.sync
 STEPS, WORKERS = 9, 4
@@ -138,7 +138,7 @@ def test_what_a_sync_sends_is_behind_a_condition(mesh_of, schedule, where, ops, 
     assert [(c.gated, c.payload_bytes, c.times) for c in in_floats] == [(True, 4 * floats, 1)] * (
         floats > 0
     )
-    without, with_sync = lc.traffic.of(tx, LEAVES, absent(8)).stages
+    without, with_sync = lc.audit.of(tx, LEAVES, absent(8)).stages
     assert with_sync - without == sum(c.sent_bytes for c in gated)
 
 

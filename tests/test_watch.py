@@ -39,9 +39,9 @@ def mesh():
 
 @pytest.fixture(autouse=True)
 def raising():
-    before = lc.watch.mode("raise")
+    before = lc.audit.mode("raise")
     yield
-    lc.watch.mode(before)
+    lc.audit.mode(before)
 
 
 def step_of(mesh, loss=loss, inner=CUB, beside=lambda grads: None):
@@ -223,7 +223,7 @@ def test_floats_of_the_model_must_be_declared(mesh):
         return lax.pmean(x, "data")
 
     def declared(x):
-        with lc.watch.declared():
+        with lc.audit.declared():
             return plain(x)
 
     program(128, plain).compile()
@@ -241,14 +241,14 @@ def test_the_switch_and_programs_that_are_given(mesh):
         return jax.jit(step, **options).lower(*args)
 
     gathers = out_shardings(mesh, None)
-    assert lc.watch.mode("warn") == "raise"
+    assert lc.audit.mode("warn") == "raise"
     with pytest.warns(UserWarning, match="also 344 kB of floats"):
         wrong = lowered(**gathers).compile()
-    assert lc.watch.mode("allow") == "warn"
+    assert lc.audit.mode("allow") == "warn"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         allowed = lowered(**gathers).compile()
-        lc.watch.mode("raise")
+        lc.audit.mode("raise")
         lowered().compile()  # what was compiled before stays allowed
         assert allowed.as_text()
     for program in (wrong, wrong.as_text()):
@@ -260,7 +260,7 @@ def test_the_switch_and_programs_that_are_given(mesh):
     with refused("no vote is in this program"):
         lc.check_votes(jax.jit(lambda x: x + 1).lower(1.0).compile())
     with refused(r"mode\('off'\): give 'raise', 'warn' or 'allow'"):
-        lc.watch.mode("off")
+        lc.audit.mode("off")
 
 
 def test_a_program_that_votes_and_that_no_backend_shows_is_warned_of():

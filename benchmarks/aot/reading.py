@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from typing import NamedTuple
 
-from lioncub_jax.traffic.compiled import Instruction, Operand, computations_of, instruction
+from lioncub_jax.audit.compiled import Instruction, Operand, computations_of, instruction
 
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?")
 _OPERAND = re.compile(r"%([\w.\-]+)")

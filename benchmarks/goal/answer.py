@@ -2,8 +2,8 @@
 
 import textwrap
 
-from lioncub_jax.planner import DATA, Plan, evidence, what_to_use
-from lioncub_jax.planner.choice import NETWORKS, SIZE, Use
+from lioncub_jax.tools.plan import DATA, Plan, evidence, what_to_use
+from lioncub_jax.tools.plan.choice import NETWORKS, SIZE, Use
 
 
 def what_to_use_text() -> str:

@@ -1,4 +1,4 @@
-"""What rows say, as the packaged `lioncub_jax/planner/evidence.json` has it.
+"""What rows say, as the packaged `lioncub_jax/tools/plan/evidence.json` has it.
 
 Of every cell of noise, workers and data, by curves of the validation loss, averaged over seeds, with a
 running minimum:
@@ -26,8 +26,8 @@ from report import Rows, rows_of
 from goal import curves
 from goal.contenders import Hyper
 from goal.model import STEPS
-from lioncub_jax.planner import parameters_in
-from lioncub_jax.planner.evidence import TARGETS, VERSION
+from lioncub_jax.tools.plan import parameters_in
+from lioncub_jax.tools.plan.evidence import TARGETS, VERSION
 
 Curve = list[tuple[float, float]]  # steps and the least loss so far
 BASELINES = "lion", "adamw"

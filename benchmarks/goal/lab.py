@@ -13,7 +13,8 @@ import numpy as np
 from goal import curves
 from goal.contenders import CONTENDERS
 from goal.model import MODEL
-from lioncub_jax import lab, units
+from lioncub_jax.audit import units
+from lioncub_jax.tools import lab
 
 UNSHAPED = "unshaped"
 RATES = (UNSHAPED, "1gbit", "100mbit")

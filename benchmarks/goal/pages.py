@@ -18,9 +18,9 @@ import report
 from goal import answer, curves, planned, summary
 from goal.contenders import CONTENDERS
 from goal.lab import NOTHING
-from lioncub_jax import planner
-from lioncub_jax.cli import main as cli
-from lioncub_jax.planner.evidence import TARGETS
+from lioncub_jax.tools import plan as planner
+from lioncub_jax.tools.cli import main as cli
+from lioncub_jax.tools.plan.evidence import TARGETS
 
 Found = dict[str, Any]  # what the packaged file holds
 ROOT = Path(__file__).parents[2]

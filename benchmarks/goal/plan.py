@@ -12,7 +12,7 @@ from goal import evidence, tuning
 from goal.contenders import CONTENDERS, Hyper
 from goal.curves import Run, Runner, hyper_of, key_of
 from goal.model import LONGER, STEPS, TOKENS
-from lioncub_jax.planner.evidence import RANKED
+from lioncub_jax.tools.plan.evidence import RANKED
 
 
 class Cell(NamedTuple):

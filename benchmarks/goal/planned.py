@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 from goal import curves, summary
 from goal.lab import NOTHING, UNSHAPED, WORKERS
 from goal.summary import Cell, Found
-from lioncub_jax import planner, units
-from lioncub_jax.planner import evidence
+from lioncub_jax.audit import units
+from lioncub_jax.tools import plan as planner
+from lioncub_jax.tools.plan import evidence
 
 # Of 4 workers on 2 cores. A message by Gloo: an unshaped float32 mean of 27 arrays, over its 108 hops.
 # Bits of memory a second, and of an unshaped link.

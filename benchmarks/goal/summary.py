@@ -9,7 +9,7 @@ from rich.console import Console
 
 from goal.contenders import CODED, CONTENDERS, FULL, OURS, WARMUP
 from goal.lab import NOTHING, TORCH, UNSHAPED, WORKERS
-from lioncub_jax.planner.evidence import TARGET, TARGETS
+from lioncub_jax.tools.plan.evidence import TARGET, TARGETS
 
 WITHOUT = "nobody"  # who is first where nobody gets there
 Found = dict[str, Any]  # what the packaged file holds

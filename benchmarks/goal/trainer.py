@@ -58,5 +58,5 @@ class Trainer:
     def predicted_bytes(self, *, most: bool) -> float:
         """What a worker should send in a call, on a CPU; the most, as in a warm-up, or the least."""
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.state.params)
-        stages = lc.traffic.of(self._tx, shapes, self._workers).stages
+        stages = lc.audit.of(self._tx, shapes, self._workers).stages
         return max(stages) if most else min(stages)

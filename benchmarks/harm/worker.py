@@ -16,6 +16,7 @@ from gpt import corpus, meshes
 from gpt.model import GPT, next_byte_loss
 
 import lioncub_jax as lc
+from lioncub_jax.tools import faults, run
 
 BATCH, CONTEXT = 12, 32
 
@@ -31,7 +32,7 @@ def main() -> None:
     args = parser.parse_args()
     # One that ends with an error waits for the others no longer, and those are ended.
     jax.distributed.initialize(shutdown_timeout_seconds=5)
-    memory = lc.elastic.memory()
+    memory = run.memory_folder()
     assert memory, "started by lioncub run"
     layout = meshes.build({"data": jax.device_count()})
     workers = layout.voters
@@ -40,7 +41,7 @@ def main() -> None:
     with (
         # A save takes a second at most; nobody waits longer for one whose disk failed.
         lc.Checkpoints(args.checkpoint, workers=workers, timeout=10) as saved,
-        lc.checkpoint.Snapshots(saved, memory / "snapshots", every=args.snapshots) as snapshots,
+        run.Snapshots(saved, memory / "snapshots", every=args.snapshots) as snapshots,
         lc.stop_on_sigterm() as stopping,
     ):
         shapes = lc.from_nnx(nnx.eval_shape(model), next_byte_loss)
@@ -54,7 +55,7 @@ def main() -> None:
             state = found.state
         loss = shapes[0]
         step = lc.make_train_step(loss, tx, workers)
-        replicas = lc.faults.Replicas(workers, every=args.every)
+        replicas = faults.Replicas(workers, every=args.every)
         for t in range(int(state.step), args.steps):
             batch = layout.place(corpus.draw(text, BATCH, CONTEXT, (0, t)))
             state, metrics = step(replicas(state), batch)

@@ -92,7 +92,7 @@ def introduce(console: Console, run: Run) -> None:
         f"{parameters:,} parameters; what the compiled step sends:",
         soft_wrap=True,
     )
-    console.print(lc.traffic.compiled.table(run.collectives))
+    console.print(lc.audit.compiled.table(run.collectives))
 
 
 class Screen:

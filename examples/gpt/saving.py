@@ -9,6 +9,7 @@ from typing import NamedTuple
 import lioncub_jax as lc
 from gpt.meshes import Layout
 from gpt.training import Run
+from lioncub_jax.tools.run import Snapshots, memory_folder
 
 Stops = Callable[[lc.StepState, int, bool], bool]  # (state, step, is the last) -> stop now
 
@@ -20,7 +21,7 @@ class Saved(NamedTuple):
     """What a run goes on from."""
 
     checkpoints: lc.Checkpoints
-    snapshots: lc.checkpoint.Snapshots | None  # in memory, where lioncub run has given some
+    snapshots: Snapshots | None  # in memory, where lioncub run has given some
 
 
 class Refused(ValueError):
@@ -43,12 +44,12 @@ def opened(args: argparse.Namespace, layout: Layout) -> Iterator[Saved | None]:
                 f"--checkpoint {args.checkpoint} has one of step {checkpoints.steps()[-1]}: go on from "
                 "there with --resume, or give another folder"
             )
-        memory = lc.elastic.memory()
+        memory = memory_folder()
         if memory is None:
             yield Saved(checkpoints, None)
             return
         buddies = 100 if layout.workers > 1 else 0
-        with lc.checkpoint.Snapshots(
+        with Snapshots(
             checkpoints, memory / "snapshots", every=SNAPSHOT_EVERY, buddies=buddies
         ) as snapshots:
             if not args.resume:

@@ -16,6 +16,7 @@ from gpt import corpus, meshes
 from gpt.corpus import Baselines, Corpus
 from gpt.meshes import Layout
 from gpt.model import GPT, continue_text, next_byte_loss
+from lioncub_jax.tools.run import memory_folder
 
 VALIDATION_BYTES = 32_768
 VOTES = "votes/ties", "votes/abstained", "votes/abstentions"
@@ -77,8 +78,8 @@ def prepare(model: GPT, text: Corpus, tx: Any, layout: Layout, *, batch: int, se
     windows = validation_windows(text, model.context, rows)
     given = jax.ShapeDtypeStruct(windows.shape[1:], windows.dtype)
     compiled = step.lower(state, given).compile()
-    found = lc.traffic.collectives(compiled, mesh)
-    takes = step if lc.elastic.memory() else compiled  # the step says that it trains
+    found = lc.audit.collectives(compiled, mesh)
+    takes = step if memory_folder() else compiled  # the step says that it trains
     return Run(
         model, text, layout, state, takes, found, sent_by_each(found, state.params, layout),
         evaluation(model, windows, layout), corpus.baselines(text.train, windows), batch, seed,
@@ -86,8 +87,8 @@ def prepare(model: GPT, text: Corpus, tx: Any, layout: Layout, *, batch: int, se
 
 
 def sent_by_each(found: list[Any], params: Any, layout: Layout) -> Traffic:
-    between, inside = _by_reach(lc.traffic.sent_bytes(found))
-    sync, _ = _by_reach(lc.traffic.sent_bytes(found, gated=True))
+    between, inside = _by_reach(lc.audit.sent_bytes(found))
+    sync, _ = _by_reach(lc.audit.sent_bytes(found, gated=True))
     held = sum(math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(params))
     reduced = held / layout.size(meshes.GROUP)  # in two levels a device has a slice of the sum
     workers = layout.workers

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import optax
 from jax.flatten_util import ravel_pytree
 
-from lioncub_jax import axes, bits, checks, decide, quantize, wires
-from lioncub_jax.axes import Axes, AxisName
-from lioncub_jax.mesh import placement
+from lioncub_jax.exchange import bits, checks, decide, quantize, wires
+from lioncub_jax.mesh import axes, placement
+from lioncub_jax.mesh.axes import Axes, AxisName
 from lioncub_jax.mesh.placement import Workers, names_of
-from lioncub_jax.optimizer import owner
+from lioncub_jax.optimizers import owner
 
 Leaves = list[jax.Array]
 # What a method makes of a step: means, two trees of what is kept, and how many workers took part.

@@ -32,14 +32,15 @@ import numpy as np
 import optax
 from jax import lax
 
-from lioncub_jax import axes, decide, wires
-from lioncub_jax.arguments import check_betas, check_number
-from lioncub_jax.axes import Axes, AxisName
 from lioncub_jax.baselines import compression
 from lioncub_jax.baselines.compression import Done, Leaves
-from lioncub_jax.layout import Holder
+from lioncub_jax.exchange import decide, wires
+from lioncub_jax.exchange.arguments import check_betas, check_number
+from lioncub_jax.exchange.layout import Holder
+from lioncub_jax.mesh import axes
+from lioncub_jax.mesh.axes import Axes, AxisName
 from lioncub_jax.mesh.placement import Workers
-from lioncub_jax.optimizer import descending
+from lioncub_jax.optimizers import descending
 
 
 class DGCState(NamedTuple):

@@ -24,7 +24,7 @@ Where workers compress, one that has a value that is not finite, or is asked to 
 from the step, as in `communicate`; under `global_gradients` nobody can. One worker alone compresses
 nothing.
 
-``lioncub_jax.traffic.of(tx, params, workers)`` says what each sends.
+``lioncub_jax.audit.of(tx, params, workers)`` says what each sends.
 """
 
 import math
@@ -33,14 +33,14 @@ from typing import Any
 import jax
 import optax
 
-from lioncub_jax import checks, decide, quantize, wires
-from lioncub_jax.arguments import check_betas, check_rates
-from lioncub_jax.axes import AxisName
 from lioncub_jax.baselines import compression
-from lioncub_jax.exchange import communicate
+from lioncub_jax.exchange import checks, decide, quantize, wires
+from lioncub_jax.exchange.arguments import check_betas, check_rates
+from lioncub_jax.exchange.momentum import blend, nothing
+from lioncub_jax.exchange.step import communicate
+from lioncub_jax.mesh.axes import AxisName
 from lioncub_jax.mesh.placement import Workers
-from lioncub_jax.momentum import blend, nothing
-from lioncub_jax.optimizer import descending, global_gradients, owner
+from lioncub_jax.optimizers import descending, global_gradients, owner
 
 
 def signsgd(

@@ -41,13 +41,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from lioncub_jax import axes, checks, decide, quantize, wires
-from lioncub_jax.arguments import check_betas, check_count, check_number
-from lioncub_jax.axes import Axes, AxisName
 from lioncub_jax.baselines.compression import coded_mean
-from lioncub_jax.exchange import CommunicateState
+from lioncub_jax.exchange import checks, decide, quantize, wires
+from lioncub_jax.exchange.arguments import check_betas, check_count, check_number
+from lioncub_jax.exchange.step import CommunicateState
+from lioncub_jax.mesh import axes
+from lioncub_jax.mesh.axes import Axes, AxisName
 from lioncub_jax.mesh.placement import Workers, names_of
-from lioncub_jax.optimizer import descending, owner
+from lioncub_jax.optimizers import descending, owner
 
 _NEVER = 2**31 - 1
 _wide = partial(optax.tree.cast, dtype=jnp.float32)

@@ -32,16 +32,16 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from lioncub_jax import axes, decide, quantize, rotation, wires
-from lioncub_jax.arguments import check_count, check_kinds
-from lioncub_jax.axes import Axes, AxisName
 from lioncub_jax.baselines import compression
 from lioncub_jax.baselines.compression import Done, Leaves
-from lioncub_jax.bits import ROW
-from lioncub_jax.layout import Holder
-from lioncub_jax.mesh import placement
+from lioncub_jax.exchange import decide, quantize, rotation, wires
+from lioncub_jax.exchange.arguments import check_count, check_kinds
+from lioncub_jax.exchange.bits import ROW
+from lioncub_jax.exchange.layout import Holder
+from lioncub_jax.mesh import axes, placement
+from lioncub_jax.mesh.axes import Axes, AxisName
 from lioncub_jax.mesh.placement import Workers
-from lioncub_jax.optimizer import owner
+from lioncub_jax.optimizers import owner
 
 
 class PowerSGDState(NamedTuple):

@@ -7,15 +7,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lioncub_jax import axes, decide, quantize, wires
-from lioncub_jax.arguments import check_betas, check_number
-from lioncub_jax.axes import Axes, AxisName
 from lioncub_jax.baselines import compression
 from lioncub_jax.baselines.methods import trace
-from lioncub_jax.exchange import communicate
+from lioncub_jax.exchange import decide, quantize, wires
+from lioncub_jax.exchange.arguments import check_betas, check_number
+from lioncub_jax.exchange.momentum import nothing
+from lioncub_jax.exchange.step import communicate
+from lioncub_jax.mesh import axes
+from lioncub_jax.mesh.axes import Axes, AxisName
 from lioncub_jax.mesh.placement import Workers
-from lioncub_jax.momentum import nothing
-from lioncub_jax.optimizer import descending
+from lioncub_jax.optimizers import descending
 
 
 def terngrad(

@@ -2,14 +2,5 @@
 
 from lioncub_jax.checkpoint.files import Damaged
 from lioncub_jax.checkpoint.manager import Checkpoints, Restored, stop_on_sigterm
-from lioncub_jax.checkpoint.recovery import WorkerStateLost
-from lioncub_jax.checkpoint.snapshots import Snapshots
 
-__all__ = [
-    "Checkpoints",
-    "Damaged",
-    "Restored",
-    "Snapshots",
-    "WorkerStateLost",
-    "stop_on_sigterm",
-]
+__all__ = ["Checkpoints", "Damaged", "Restored", "stop_on_sigterm"]

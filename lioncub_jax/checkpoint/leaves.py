@@ -33,14 +33,14 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax import axes
-from lioncub_jax.bits import ROW
-from lioncub_jax.layout import Bucket, Flat, Holder, Segment, to_shape
-from lioncub_jax.means import mean_of
+from lioncub_jax.exchange.bits import ROW
+from lioncub_jax.exchange.layout import Bucket, Flat, Holder, Segment, to_shape
+from lioncub_jax.exchange.means import mean_of
+from lioncub_jax.mesh import axes
+from lioncub_jax.mesh.checksum import untyped
+from lioncub_jax.mesh.hosts import is_key, words_of
 from lioncub_jax.mesh.placement import Workers
-from lioncub_jax.mesh.processes import is_key, words_of
 from lioncub_jax.mesh.specs import axes_in, cuts_of, product, shard_shape, spec_of
-from lioncub_jax.mesh.sums import untyped
 
 OWN = {Holder.WORKER, Holder.FEEDBACK}  # arrays with a leading axis of workers
 IN_ROWS = "rows"

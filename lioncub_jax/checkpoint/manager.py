@@ -28,15 +28,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from lioncub_jax.arguments import check_count
-from lioncub_jax.axes import AxisName, spelled
 from lioncub_jax.checkpoint import files, leaves, private_files, states
 from lioncub_jax.checkpoint.files import Damaged
 from lioncub_jax.checkpoint.leaves import Leaf, Target
-from lioncub_jax.layout import Holder
+from lioncub_jax.exchange.arguments import check_count
+from lioncub_jax.exchange.layout import Holder
+from lioncub_jax.mesh.axes import AxisName, spelled
+from lioncub_jax.mesh.checksum import checksums, untyped
+from lioncub_jax.mesh.hosts import any_process, together, told
 from lioncub_jax.mesh.placement import Workers, names_of
-from lioncub_jax.mesh.processes import any_process, together, told
-from lioncub_jax.mesh.sums import checksums, untyped
 
 RULES = ("mean", "keep")
 _MISSING = FileNotFoundError, IsADirectoryError, NotADirectoryError, Damaged

@@ -20,7 +20,7 @@ import numpy as np
 from lioncub_jax.checkpoint import leaves, tiles
 from lioncub_jax.checkpoint.leaves import Layout
 from lioncub_jax.checkpoint.tiles import Tile
-from lioncub_jax.mesh.processes import told
+from lioncub_jax.mesh.hosts import told
 
 LENGTH = 8  # bytes before a description: how many it has
 MOST = 2**16  # processes of a run, and tiles of an array

@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.checkpoint.leaves import field_of, paths_of
 from lioncub_jax.mesh import boxes
+from lioncub_jax.mesh.checksum import untyped
+from lioncub_jax.mesh.hosts import is_key, of_words, put, words_of
 from lioncub_jax.mesh.placement import Workers
-from lioncub_jax.mesh.processes import is_key, of_words, put, words_of
-from lioncub_jax.mesh.sums import untyped
 
 NUMBERS = bool, int, float, complex, np.generic, np.ndarray
 

@@ -16,8 +16,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.checkpoint.leaves import Leaf, Stored
-from lioncub_jax.layout import Holder
-from lioncub_jax.means import mean_of
+from lioncub_jax.exchange.layout import Holder
+from lioncub_jax.exchange.means import mean_of
 
 Index = tuple[tuple[int, int], ...]  # from, to: of each dimension
 Tile = tuple[str, Index]  # of which array, and which part of it

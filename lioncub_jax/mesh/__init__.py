@@ -1,7 +1,7 @@
 """Where arrays lie on a mesh: workers, the axes inside of them, and what types say of both."""
 
+from lioncub_jax.mesh.hosts import check_same_step, end_on_error
 from lioncub_jax.mesh.placement import Workers, two_level_mesh
-from lioncub_jax.mesh.processes import check_same_step, end_on_error
 from lioncub_jax.mesh.specs import inner, specs_of
 
 __all__ = ["Workers", "check_same_step", "end_on_error", "inner", "specs_of", "two_level_mesh"]

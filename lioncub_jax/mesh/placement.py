@@ -21,8 +21,8 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, auto_axes, explicit_axes
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax import axes, kernels
-from lioncub_jax.axes import Axes, AxisName
+from lioncub_jax.mesh import axes, kernels
+from lioncub_jax.mesh.axes import Axes, AxisName
 from lioncub_jax.mesh.specs import (
     by_type,
     checked,

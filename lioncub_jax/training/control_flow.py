@@ -12,9 +12,9 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
-from lioncub_jax import axes
-from lioncub_jax.axes import Axes
-from lioncub_jax.traced import programs_in
+from lioncub_jax.exchange.traced import programs_in
+from lioncub_jax.mesh import axes
+from lioncub_jax.mesh.axes import Axes
 
 _CAST = "pvary"
 _SEND_NOTHING = {_CAST, "axis_index"}  # though they name an axis

@@ -17,10 +17,10 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax import axes
-from lioncub_jax.axes import AxisName
+from lioncub_jax.mesh import axes
+from lioncub_jax.mesh.axes import AxisName
+from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.mesh.placement import Static, Workers, check_devices, check_workers, names_of
-from lioncub_jax.mesh.processes import is_key
 from lioncub_jax.mesh.specs import axes_in, spec_of, stacked
 from lioncub_jax.training import kinds, modules
 from lioncub_jax.training.worker import joined, of_model, reduced

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lioncub_jax import axes
-from lioncub_jax.axes import Axes
-from lioncub_jax.layout import Holder
+from lioncub_jax.exchange.layout import Holder
+from lioncub_jax.mesh import axes
+from lioncub_jax.mesh.axes import Axes
 from lioncub_jax.mesh.specs import by_type, spec_of
 
 OWN = {Holder.WORKER, Holder.FEEDBACK, Holder.FRONT}

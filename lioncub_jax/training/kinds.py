@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax import axes
+from lioncub_jax.mesh import axes
+from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.mesh.placement import Workers
-from lioncub_jax.mesh.processes import is_key
 from lioncub_jax.mesh.specs import axes_of, product, shortened, spec_of
 
 

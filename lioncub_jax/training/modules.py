@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.mesh.placement import Workers
-from lioncub_jax.mesh.processes import is_key
 from lioncub_jax.mesh.specs import flax_in_use
 from lioncub_jax.training import kinds
 from lioncub_jax.training.typed import states_of

@@ -10,10 +10,10 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax import checks
+from lioncub_jax.exchange import checks
 from lioncub_jax.mesh import boxes
+from lioncub_jax.mesh.hosts import check_same, is_key, put
 from lioncub_jax.mesh.placement import Workers, check_arrays, check_real, check_workers
-from lioncub_jax.mesh.processes import check_same, is_key, put
 from lioncub_jax.mesh.specs import specs_of
 from lioncub_jax.training import kinds
 from lioncub_jax.training.modules import check_split

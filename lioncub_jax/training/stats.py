@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lioncub_jax.exchange import CommunicateState
-from lioncub_jax.means import mean_of
+from lioncub_jax.exchange.means import mean_of
+from lioncub_jax.exchange.step import CommunicateState
+from lioncub_jax.exchange.sync import SyncState
+from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.mesh.placement import Static, check_alive
-from lioncub_jax.mesh.processes import is_key
-from lioncub_jax.sync import SyncState
 from lioncub_jax.training.typed import states_of
 
 PAIRS = "unlike", "pairs"  # of votes of one bit alone
@@ -94,7 +94,7 @@ class Meter:
     Args:
       tokens: that all workers take in one step; None leaves ``tokens_per_second`` out.
       sent_bytes: that a device sends to other workers in one step, such as
-        ``lioncub_jax.traffic.of(tx, params, workers).sent_bytes``; None leaves ``sent_bytes`` out.
+        ``lioncub_jax.audit.of(tx, params, workers).sent_bytes``; None leaves ``sent_bytes`` out.
 
     Example:
       >>> import jax.numpy as jnp, lioncub_jax as lc

@@ -18,10 +18,11 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax import axes, checks
-from lioncub_jax.arguments import check_count
-from lioncub_jax.layout import Holder
-from lioncub_jax.mesh import boxes
+from lioncub_jax.exchange import checks
+from lioncub_jax.exchange.arguments import check_count
+from lioncub_jax.exchange.layout import Holder
+from lioncub_jax.mesh import axes, boxes
+from lioncub_jax.mesh.hosts import Batches, Waits, check_same_step, together
 from lioncub_jax.mesh.placement import (
     Workers,
     check_alive,
@@ -29,12 +30,11 @@ from lioncub_jax.mesh.placement import (
     check_real,
     check_workers,
 )
-from lioncub_jax.mesh.processes import Batches, Waits, check_same_step, together
 from lioncub_jax.mesh.specs import check_batch_spec, spec_of, stacked
-from lioncub_jax.progress import stepped
 from lioncub_jax.training import kinds
 from lioncub_jax.training.gradients import check_closure
 from lioncub_jax.training.holders import layout_here
+from lioncub_jax.training.progress import stepped
 from lioncub_jax.training.typed import Among, check_state
 from lioncub_jax.training.worker import (
     check_local,

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax import axes, checks, kernels
+from lioncub_jax.exchange import checks
+from lioncub_jax.mesh import axes, kernels
 from lioncub_jax.mesh.placement import Static, Workers
 from lioncub_jax.mesh.specs import axes_of, product, stacked
 from lioncub_jax.training.control_flow import communicates, differing, varies, without_casts

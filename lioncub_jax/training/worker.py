@@ -16,14 +16,15 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax import axes, wires
-from lioncub_jax.arguments import check_count
-from lioncub_jax.axes import Axes
-from lioncub_jax.means import common_dtype
+from lioncub_jax.exchange import wires
+from lioncub_jax.exchange.arguments import check_count
+from lioncub_jax.exchange.means import common_dtype
+from lioncub_jax.mesh import axes
+from lioncub_jax.mesh.axes import Axes
+from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.mesh.placement import Static, Workers
-from lioncub_jax.mesh.processes import is_key
 from lioncub_jax.mesh.specs import flax_in_use, without
-from lioncub_jax.optimizer import GlobalState
+from lioncub_jax.optimizers import GlobalState
 from lioncub_jax.training import kinds
 
 _PLAIN = "give a plain optax transform, such as optax.adamw(1e-3)"

@@ -1,0 +1,16 @@
+"""Bytes of a step, predicted and compiled, and programs that would send more than votes."""
+
+from lioncub_jax.audit.compiled import collectives, sent_bytes
+from lioncub_jax.audit.predicted import Traffic, float32_all_reduce_bytes, of
+from lioncub_jax.audit.watch import check_votes, declared, mode
+
+__all__ = [
+    "Traffic",
+    "check_votes",
+    "collectives",
+    "declared",
+    "float32_all_reduce_bytes",
+    "mode",
+    "of",
+    "sent_bytes",
+]

@@ -1,0 +1,228 @@
+"""Bytes per step: what a traced update will send, beside what the compiled program sends.
+
+`of` needs no device: it traces the update and adds up its collectives. `compiled.collectives` reads those
+that XLA has made of them. The two must agree, and a benchmark and a test say that they do.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+
+from lioncub_jax.audit.compiled import Collective, Operand
+from lioncub_jax.exchange.arguments import check_kinds
+from lioncub_jax.exchange.traced import programs_in
+from lioncub_jax.mesh import axes
+from lioncub_jax.mesh.placement import Workers, check_workers
+from lioncub_jax.mesh.specs import product, shard_shape
+from lioncub_jax.training.step import on_mesh
+
+# What a collective is called in a traced program, and in a compiled one.
+_OPS = {
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "all_to_all": "all-to-all",
+    "reduce_scatter": "reduce-scatter",
+}
+_QUIET = {"axis_index", "pvary", "shard_map"}  # they name axes, and nothing travels
+_FLAGS = 4  # numbers: flags and counts of votes inside a worker, which are not counted
+
+
+class Traffic(NamedTuple):
+    """What one worker sends in one step.
+
+    Attributes:
+      workers: how many workers.
+      parameters: elements that each device holds: all of them, or its shard or slice.
+      sent_bytes: bytes that each device sends to other workers, padding and all side information
+        included; where the number of the step decides, as in warm-ups and syncs, the fewest.
+      group_bytes: bytes that it sends inside its group, in two levels.
+      stages: where the number of the step decides, ``sent_bytes`` of each way that a step can go, in the
+        order of the program's branches: without and with a sync, or the stages of a warm-up.
+      collectives: of ``sent_bytes`` and ``group_bytes``, one after the other.
+    """
+
+    workers: int
+    parameters: int
+    sent_bytes: float
+    group_bytes: float = 0.0
+    stages: tuple[float, ...] = ()
+    collectives: tuple[Collective, ...] = ()
+
+    @property
+    def bits_per_parameter(self) -> float:
+        """Bits sent by each worker for each parameter, up and down together."""
+        return 8 * self.sent_bytes / max(self.parameters, 1)
+
+
+def of(
+    tx: optax.GradientTransformation, params: Any, workers: Workers, *, specs: Any = None
+) -> Traffic:
+    """Predicts what each device sends in a step of a transform.
+
+    Args:
+      tx: any transform whose updates workers agree on: an optimizer or baseline of this library, a chain
+        of optax with one in it, masks and labels, ``inject_hyperparams``, ``MultiSteps`` (which votes in
+        each step, and moves parameters in every k-th).
+      params: tree of arrays or ``jax.ShapeDtypeStruct``; only sizes matter, and how they are cut.
+      workers: a `Workers`, on a mesh of devices or a ``jax.sharding.AbstractMesh``, of which none need be
+        there. On a mesh of CPUs a mean in bfloat16 counts as one in float32, which XLA makes of it there.
+      specs: a tree of ``PartitionSpec`` like the parameters: how a worker cuts them. None for as they say
+        it themselves.
+
+    Returns:
+      A ``Traffic``; one worker sends nothing to others.
+
+    Raises:
+      TypeError: for no transform, or no `Workers`.
+      ValueError: as `on_mesh`: for what `on_mesh` returned, updates that differ between workers, specs that
+        the mesh does not have, or more workers than the quantizer or wire can count; for a collective that
+        is not known here, or in a loop of unknown length.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, lioncub_jax as lc
+      >>> tx = lc.baselines.qsgd(0.1, bits=2, workers="data")
+      >>> two = lc.Workers(jax.sharding.AbstractMesh((2,), ("data",)), "data")
+      >>> round(lc.audit.of(tx, {"w": jnp.ones(2**20)}, two).bits_per_parameter, 3)
+      2.129
+      >>> mesh = jax.sharding.AbstractMesh((2, 4), ("data", "fsdp"))
+      >>> cut = {"specs": {"w": jax.P("fsdp")}}
+      >>> lc.audit.of(tx, {"w": jnp.ones(2**20)}, lc.Workers(mesh, "data"), **cut).parameters == 2**18
+      True
+    """
+    check_workers(workers)
+    check_kinds(tx=(tx, optax.GradientTransformation))
+    cut = workers.cut(params, specs)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    grads = jax.tree.map(lambda x: x.update(shape=(workers.count, *x.shape)), shapes)
+    on = on_mesh(tx, workers, specs=cut)
+    traced = jax.make_jaxpr(on.update)(grads, jax.eval_shape(on.init, shapes), shapes)
+    found = _Found(workers)
+    found.read(traced.jaxpr)
+    usual = min(found.ways, key=found.between)
+    lie = zip(jax.tree.leaves(shapes), jax.tree.leaves(cut), strict=True)
+    elements = sum(math.prod(shard_shape(x.shape, spec, workers.mesh.shape)) for x, spec in lie)
+    count = product(workers.mesh.shape, axes.names(workers.axis))
+    return Traffic(
+        count,
+        round(elements * count / workers.count),
+        found.between(usual),
+        found.inside(usual),
+        tuple(map(found.between, found.ways)),
+        tuple(usual),
+    )
+
+
+class _Found:
+    """The collectives of a traced update.
+
+    Attributes:
+      ways: those of each way that a step can go, between workers and inside a group that is one.
+    """
+
+    def __init__(self, workers: Workers):
+        self._workers, self._mesh = workers, workers.mesh.abstract_mesh
+        self.ways: list[list[Collective]] = [[]]
+
+    def between(self, way: list[Collective]) -> float:
+        """Bytes that go from worker to worker."""
+        return sum((one.sent_bytes for one in way if self._between(one)), 0.0)
+
+    def inside(self, way: list[Collective]) -> float:
+        """Bytes that stay inside a group."""
+        return sum((one.sent_bytes for one in way if not self._between(one)), 0.0)
+
+    def read(self, program: Jaxpr, times: int = 1) -> None:
+        """Adds those of a program that runs so often, and of all programs in it."""
+        for step in program.eqns:
+            name, inner = step.primitive.name, programs_in(step)
+            if name in _OPS:
+                self._add(self._collective(_OPS[name], step, times))
+            elif name not in _QUIET and _axes_of(step):
+                raise ValueError(
+                    f"the traced update has a {name} over {_axes_of(step)}: {_UNKNOWN}"
+                )
+            elif name == "cond" and isinstance(step.invars[0], Literal):
+                self.read(inner[step.invars[0].val], times)  # XLA drops the others
+            elif name in ("cond", "while"):
+                self._choose(name, inner, times)
+            else:
+                for one in inner:
+                    self.read(one, times * step.params["length"] if name == "scan" else times)
+
+    def _add(self, one: Collective) -> None:
+        inside = set(one.axes or ()) & {*axes.names(self._workers.group)}
+        if self._between(one) or (inside and one.operands[0].size > _FLAGS):
+            for way in self.ways:
+                way.append(one)
+
+    def _between(self, one: Collective) -> bool:
+        return bool(set(one.axes or ()) & {*axes.names(self._workers.axis)})
+
+    def _choose(self, name: str, branches: list[Jaxpr], times: int) -> None:
+        each = []
+        for branch in branches:
+            found = _Found(self._workers)
+            found.read(branch, times)
+            each += found.ways
+        if any(each) and name == "while":
+            raise ValueError(f"the traced update sends inside of a while loop: {_UNKNOWN}")
+        if any(each):
+            self.ways = [before + then for before in self.ways for then in each]
+
+    def _collective(self, op: str, step: JaxprEqn, times: int) -> Collective:
+        over, groups = _axes_of(step), step.params.get("axis_index_groups")
+        size = len(groups[0]) if groups else product(self._mesh.shape, over)
+        device = self._mesh.abstract_device
+        widened = op == "all-reduce" and device is not None and device.platform == "cpu"
+        operands = []
+        for var in step.invars:
+            x: Any = var.aval
+            dtype = "f32" if widened and x.dtype == jnp.bfloat16 else _hlo_name(x.dtype)
+            shape = shard_shape(x.shape, x.sharding.spec, self._mesh.shape)
+            operands.append(Operand(dtype, shape))
+        return Collective(op, tuple(operands), over, size, times)
+
+
+_UNKNOWN = (
+    "nobody knows here how often or what it sends; read the bytes of the compiled program, "
+    "lioncub_jax.audit.collectives(compiled, mesh)"
+)
+
+
+def _axes_of(step: JaxprEqn) -> tuple[str, ...]:
+    """The mesh axes that an operation names."""
+    named = step.params.get("axes", step.params.get("axis_name", ()))
+    return tuple(n for n in axes.names(named) if isinstance(n, str))
+
+
+def _hlo_name(dtype: np.dtype) -> str:
+    """How HLO names a dtype: "f32", "s8", "pred"."""
+    kinds = {"bfloat": "bf", "float": "f", "uint": "u", "int": "s", "complex": "c", "bool": "pred"}
+    kind = dtype.name.rstrip("0123456789")
+    return kinds[kind] + dtype.name.removeprefix(kind)
+
+
+def float32_all_reduce_bytes(parameters: float, workers: int) -> float:
+    """Bytes that each worker sends for an all-reduce of float32 gradients by the best algorithm.
+
+    Args:
+      parameters: how many there are.
+      workers: at least one.
+
+    Returns:
+      ``2 (W - 1) / W * 4`` for each parameter.
+
+    Example:
+      >>> float32_all_reduce_bytes(1_000_000, 8)
+      7000000.0
+    """
+    return 2 * (workers - 1) / workers * 4 * parameters

@@ -1,0 +1,391 @@
+"""Reads every compiled program that votes, when it is compiled: floats between workers are an error.
+
+A trainer can be changed to vote and send more than before, without a word and with a loss that looks right:
+momentum that its shardings call the same for all is gathered, gradients are averaged before they are voted
+on. Only the compiled program shows it. So the library listens to JAX's compilations, and reads those in
+which its votes are: whatever is there after a compilation and was not before it, on any backend.
+"""
+
+import contextlib
+import math
+import re
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental.xla_metadata import set_xla_metadata
+from jax.extend import backend
+
+from lioncub_jax.audit.units import bytes_text
+from lioncub_jax.exchange import checks, wires
+
+__all__ = ["check_votes", "declared", "mode"]
+
+_MOST_NUMBERS = 128  # losses, metrics and counts; no leaf worth a vote is smaller
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+_TRACED = "/jax/core/compile/jaxpr_trace_duration"
+_VOTE = re.compile(
+    r"lioncub\.up/workers\(([^)]*)\)of\(([^)]+)\)/"
+)  # under vmap they are of no mesh
+_ALIKE = re.compile(r"lioncub\.by_count/cond/branch_\d+")  # that all workers take by a count
+_MEANT = re.compile(r'op_name="[^"]*lioncub\.(?:declared|floats((?:\.\d+)*))[^"]*"')
+_FLOATS = re.compile(r"\b(?:bf16|f\d\w*|c64|c128)\[([\d,]+)\]")
+_FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)", re.M)
+_LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) function_name_id=\d+ line=(\d+)", re.M)
+_HERE = str(Path(__file__).parents[1])
+_NOT_TOLD = AttributeError, jax.errors.JaxRuntimeError  # by a plugin, which need not have either
+
+_before = threading.local()  # `programs`, when a compilation began
+# Of what was traced with a vote, by name: the types that were given to each transform that sends.
+_votes_in: dict[str, tuple[Any, ...]] = {}
+
+
+def mode(wanted: str) -> str:
+    """What to do where workers send floats, have the same gradients, or drift apart.
+
+    Args:
+      wanted: "raise" (default), "warn", or "allow", with which nothing is looked at: programs that are
+        compiled meanwhile are not read, nor later, and those that are traced under ``pmap`` have no
+        checksums.
+
+    Returns:
+      The mode before.
+
+    Raises:
+      ValueError: for another mode.
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> before = lc.audit.mode("warn")
+      >>> lc.audit.mode(before)
+      'warn'
+
+    Source: this library.
+    """
+    if wanted not in ("raise", "warn", "allow"):
+        raise ValueError(f"watch.mode({wanted!r}): give 'raise', 'warn' or 'allow'")
+    before, checks.mode = checks.mode, wanted
+    return before
+
+
+@contextlib.contextmanager
+def declared() -> Iterator[None]:
+    """Says that floats which what is traced inside sends between workers are meant.
+
+    Example:
+      Batch statistics over all workers:
+
+      >>> import jax, lioncub_jax as lc
+      >>> def statistics(x):
+      ...     with lc.audit.declared():
+      ...         return jax.lax.pmean(x.mean(0), "data")
+
+    Source: this library.
+    """
+    # The name is what is read; but a compilation cache on disk does not look at names.
+    with jax.named_scope("lioncub.declared"), set_xla_metadata(lioncub="declared"):
+        yield
+
+
+def check_votes(compiled: jax.stages.Compiled | str) -> str:
+    """Reads a compiled program that votes, and raises if floats travel between the workers.
+
+    Programs that ``jax.jit`` and ``jax.pmap`` compile are read by themselves, see `mode`; this is for
+    those who compile themselves, such as for other machines, and tells what a step sends.
+
+    Args:
+      compiled: ``jax.jit(step).lower(...).compile()``, or its text.
+
+    Returns:
+      What a device sends in a step, for people: the bytes between the workers, and those inside a worker
+      by the axes of the mesh, with the largest arrays and the lines that they come from. Nothing inside a
+      worker is an error, yet what lies otherwise than the parameters travels there unseen.
+
+    Raises:
+      TypeError: for a program that is not compiled yet: XLA still adds collectives.
+      ValueError: for a program that does not vote, or that sends arrays of more than 128 floats over the
+        workers' axes, the library's own and those in `declared` left out; the text names each array.
+
+    Example:
+      >>> import jax, lioncub_jax as lc
+      >>> try:
+      ...     lc.check_votes(jax.jit(lambda x: x + 1).lower(1.0).compile())
+      ... except ValueError as error:
+      ...     print(str(error)[:28])
+      no vote is in this program:
+
+    Source: this library.
+    """
+    if not isinstance(compiled, str) and not isinstance(compiled, jax.stages.Compiled):
+        raise TypeError(
+            f"check_votes is given a {type(compiled).__name__}, and only the compiled program shows what "
+            "travels: give jax.jit(step).lower(...).compile()"
+        )
+    text = compiled if isinstance(compiled, str) else compiled.as_text() or ""
+    program = read(text)
+    if program is None:
+        raise ValueError(
+            "no vote is in this program: it has no exchange of lioncub_jax between two or more workers; "
+            "give the step that calls tx.update"
+        )
+    if wrong := _wrong(program):
+        raise ValueError(wrong)
+    return report(program)
+
+
+def start() -> None:
+    """Listens to compilations, from the first vote on."""
+    wires.before_first_vote.append(_listen)
+
+
+def _listen() -> None:
+    jax.monitoring.register_scalar_listener(_on_start)
+    jax.monitoring.register_event_duration_secs_listener(_on_end)
+
+
+def _on_start(event: str, value: float, **about: str | int) -> None:
+    if event == _COMPILED and checks.mode != "allow":
+        _before.programs = _programs()
+
+
+def _on_end(event: str, duration_secs: float, **about: str | int) -> None:
+    name, trace = str(about.get("fun_name", "")), wires.trace
+    if event == _TRACED:
+        _votes_in.pop(name, None)  # another function may have had it
+        if trace.votes:
+            _votes_in[name] = trace.reduced
+        trace.votes, trace.reduced = False, ()
+    elif event == _COMPILED and checks.mode != "allow":
+        # Not the programs of this name: XLA writes names otherwise, and two may have the same.
+        new = _programs() - vars(_before).pop("programs", set())
+        look(name.partition("(")[2].removesuffix(")"), list(_texts(new)))
+
+
+def _programs() -> set[Any]:
+    """All that is compiled by now, on any backend."""
+    found: set[Any] = set()
+    for client in backend.backends().values():
+        with contextlib.suppress(*_NOT_TOLD):
+            found.update(client.live_executables())
+    return found
+
+
+def _texts(programs: set[Any]) -> Iterator[str]:
+    for program in programs:
+        with contextlib.suppress(*_NOT_TOLD):
+            yield from (module.to_string() for module in program.hlo_modules())
+
+
+def look(name: str, texts: list[str]) -> None:
+    """Reads what was compiled of a function of that name.
+
+    Raises:
+      ValueError: for a program that votes and sends floats too; a warning in that `mode`.
+    """
+    if checks.mode == "allow":
+        return
+    # Where the compiler fails, nothing is there to read.
+    if name in _votes_in and not any("op_name=" in x for x in texts) and not sys.exc_info()[1]:
+        warnings.warn(
+            f"{name} votes, and no backend shows its compiled program, so nobody has looked whether floats "
+            "travel beside the votes: give what is compiled to lioncub_jax.check_votes, or compare the "
+            "bytes at the network's interface with lioncub_jax.audit.of(tx, params, workers)",
+            stacklevel=3,
+        )
+    for program in filter(None, map(read, texts)):
+        checks.warn_of_masked(_votes_in.get(name, ()))
+        wrong = _wrong(program)
+        if wrong and checks.mode == "raise":
+            raise ValueError(wrong)
+        if wrong:
+            warnings.warn(wrong, stacklevel=3)
+        # By its name one may be in a branch that XLA has made a choice between values of. The branches of
+        # what on_mesh has called are checked.
+        votes = [
+            x.by.gated and "cond/branch_" in _ALIKE.sub("", x.line) and checks.DECIDED not in x.line
+            for x in program.arrays
+            if _VOTE.search(x.line)
+        ]
+        if votes and all(votes):
+            warnings.warn(
+                "all votes of this program are in branches of a lax.cond: if workers do not agree on the "
+                "branch, they wait for each other for ever. optax.apply_if_finite does that when one "
+                "worker has a NaN; leave it out: a worker whose gradient is not finite abstains by itself",
+                stacklevel=3,
+            )
+
+
+class _Array(NamedTuple):
+    """An array that travels."""
+
+    by: Any  # a Collective
+    array: Any  # an Operand of it
+    line: str  # of the program's text
+    sent: float  # bytes, by each device
+    apart: bool  # between workers, and not inside one
+
+
+class Program(NamedTuple):
+    """A compiled program that votes, and what travels in it."""
+
+    text: str
+    axes: tuple[str, ...]  # of the workers
+    arrays: list[_Array]
+
+
+def read(text: str) -> Program | None:
+    """A program whose votes are labelled with the workers and their mesh; None without any."""
+    vote = _VOTE.search(text)
+    if vote is None:
+        return None
+    from lioncub_jax.audit.compiled import placed  # which brings much that is not needed before
+
+    axes = tuple(vote[1].split(","))
+    sizes = dict(one.split(":") for one in vote[2].split(","))
+    mesh = jax.sharding.AbstractMesh(tuple(map(int, sizes.values())), tuple(sizes))
+    found = []
+    for one, line in placed(text, mesh):
+        apart = one.axes is None or bool(set(one.axes) & set(axes))
+        for x in one.operands if one.sent_bytes else ():
+            sent = one.sent_bytes * x.bytes / one.payload_bytes
+            found.append(_Array(one, x, line, sent, apart))
+    return Program(text, axes, found)
+
+
+def _wrong(program: Program) -> str | None:
+    """What to say of a program that sends floats between workers; None for one that does not."""
+    floats = [
+        x for x in program.arrays if x.apart and x.array.is_float and x.array.size > _MOST_NUMBERS
+    ]
+    meant = _meant(program.text) if floats else []
+    # A reduce-scatter makes parts of what is meant.
+    found = [
+        x
+        for x in floats
+        if not any(n % x.array.size == 0 for n, gated in meant if x.by.gated or not gated)
+    ]
+    return _explained(program, found) + _inside(program) if found else None
+
+
+def report(program: Program) -> str:
+    """What a device sends in a step of a program that votes, for people."""
+    sent = bytes_text(sum(x.sent for x in program.arrays if x.apart))
+    between = f"between the workers of {_names(program.axes)}"
+    return f"A device sends {sent} {between} in a step{_inside(program)}"
+
+
+def _names(axes: tuple[str, ...]) -> str:
+    return ", ".join(map(repr, axes))
+
+
+def _inside(program: Program) -> str:
+    """What travels inside a worker, by axes; nothing where nothing does."""
+    found = [x for x in program.arrays if not x.apart]
+    sent: dict[str, float] = {}
+    for x in found:
+        axes = _names(x.by.axes)
+        sent[axes] = sent.get(axes, 0) + x.sent
+    each = " and ".join(f"{bytes_text(n)} over {axes}" for axes, n in sent.items())
+    return f"\nInside a worker it sends {each}:{_largest(program.text, found)}" if each else ""
+
+
+def _largest(text: str, found: list[_Array]) -> str:
+    """The four largest arrays, a line for each."""
+    lines = []
+    for x in sorted(found, key=lambda x: -x.sent)[:4]:
+        what = f"{x.by.op} of {x.array.dtype}{list(x.array.shape)}{_like(text, x.array)}"
+        lines.append(f"\n  {what}, {bytes_text(x.sent)}{_written(text, x.line)}")
+    return "".join(lines) + (f"\n  and {len(found) - 4} more" if len(found) > 4 else "")
+
+
+def _meant(text: str) -> list[tuple[int, bool]]:
+    """Sizes of arrays that are the library's own or declared, and whether in a branch only.
+
+    By size and not by collective: XLA joins several, and keeps the name of one.
+    """
+    found = []
+    for line in text.splitlines():
+        name = _MEANT.search(line)
+        if name is None:
+            continue
+        counts = [int(n) for n in (name[1] or "").split(".") if n]
+        if "lioncub.declared" in name[0]:
+            made = _FLOATS.findall(line.partition("(")[0])
+            counts += [math.prod(map(int, shape.split(","))) for shape in made]
+        found += [(n, "cond/branch_" in name[0]) for n in counts]
+    return found
+
+
+def _like(text: str, array: Any) -> str:
+    """The names of arguments of the program that have this shape."""
+    entry, shape = text[text.find("\nENTRY ") :], ",".join(map(str, array.shape))
+    # A worker's entry, of one of them or of all.
+    wanted = re.escape(f"{array.dtype}[{shape}]").replace(r"\[1,", r"\[\d+,")
+    found = set(re.findall(rf' = {wanted}\S* parameter\(.*?op_name="([^"]+)"', entry))
+    named = " and ".join(sorted(found)[:2]).replace("\\", "")
+    return f" (of the shape of {named})" if named else ""
+
+
+def _written(text: str, line: str) -> str:
+    """The line of the caller's program that a collective comes from, where the text says it."""
+    frame = re.search(r"stack_frame_id=(\d+)", line)
+    head = text[: text.find("\n%")]
+    named = head[head.find("FileNames") : head.find("FunctionNames")]
+    files = dict(re.findall(r'^(\d+) "([^"]+)"', named, re.M))
+    places = {i: (files.get(file, ""), at) for i, file, at in _LOCATION.findall(head)}
+    # A parent is counted from 1, and 1 is none.
+    frames = {int(i): (places.get(at), int(up) - 1) for i, at, up in _FRAME.findall(head)}
+    place, parent = frames.get(int(frame[1]) if frame else 0, (None, 0))
+    while place and place[0].startswith(_HERE) and parent in frames:
+        place, parent = frames[parent]
+    return ", {}:{}".format(*place) if place and place[0] else ""
+
+
+def _is_given(text: str, line: str) -> bool:
+    """Whether a collective sends an argument of the program, as it is."""
+    operand = re.search(r"\((%[\w.-]+)[,)]", line)
+    defined = operand and re.search(rf" {re.escape(operand[1])} = .* parameter\(", text)
+    return defined is not None
+
+
+def _explained(program: Program, found: list[_Array]) -> str:
+    total = bytes_text(sum(x.sent for x in found))
+    coded = [x for x in program.arrays if x.apart and not any(y.is_float for y in x.by.operands)]
+    advice = []
+    if any(x.by.op in ("all-reduce", "reduce-scatter") for x in found):
+        advice.append(
+            "an all-reduce: gradients are averaged before the vote. jax.grad of parameters that all "
+            "workers share does that, and lax.pmean(grads): take gradients with "
+            "lioncub_jax.worker_value_and_grad (under jit) or local_value_and_grad (in shard_map or "
+            "pmap), and leave lax.pmean out"
+        )
+    gathers = [x for x in found if x.by.op == "all-gather"]
+    entering = [x for x in gathers if _is_given(program.text, x.line)]
+    if entering:
+        advice.append(
+            "an all-gather of parameters: they lie in parts over the workers' axis. Parameters are cut "
+            "over other axes of the mesh only: put the workers on an axis of their own. Or of an array "
+            "that the loss closes over, such as a batch: give it as an argument of the loss"
+        )
+    if len(gathers) > len(entering):
+        advice.append(
+            "an all-gather of gradients or momentum, which are [workers, ...]: a constraint or "
+            "out_shardings makes them the same for all. A constraint on gradients has the workers' axes in "
+            f"front, with_sharding_constraint(grads, P({program.axes[0]!r}, *spec)), or is left out. "
+            "Momentum lies by tx.shardings(params), of the tx that lioncub_jax.on_mesh returned; where "
+            f"rules say it, give the workers' axis a rule, {(program.axes[0],) * 2}. "
+            "lax.all_gather(grads) does it too"
+        )
+    advice.append(
+        "if it is meant, trace it inside lioncub_jax.audit.declared(), or call "
+        "lioncub_jax.audit.mode('warn')"
+    )
+    return (
+        f"this step votes, and a worker sends {bytes_text(sum(x.sent for x in coded))} for it over "
+        f"{_names(program.axes)}, but also {total} of floats:{_largest(program.text, found)}\n"
+        + "\n".join(f"- {line}" for line in advice)
+    )

@@ -1,0 +1,519 @@
+"""Codes to words and back, and counting codes without leaving the words.
+
+A *row* is 128 consecutive elements of a leaf, a *block* is 32 rows. A *word* is a uint32 that holds one
+bit of each of the 32 rows of a block: word ``j`` holds element ``j`` of each row, bit ``k`` that of row
+``k``. So shifts never cross the 128 lanes, which are the lanes of a TPU register, of a GPU warp and of a
+CPU's vectors. Rows come in whole blocks; 16 rows may be left over, a *half block* of 64 words: bits 0 to
+15 are elements 0 to 63 of the rows, bits 16 to 31 elements 64 to 127.
+
+Codes of ``p`` bits are ``p`` *planes* of words: plane ``k`` holds bit ``k`` of every code. What is true of
+a whole row is one bit of a *row word*, ``uint32[blocks]``, bit ``k`` for row ``k``.
+
+Votes are counted on the words themselves. A full adder on words, ``s = a ^ b ^ c`` and
+``carry = ab | (a ^ b)c``, adds 32 one-bit numbers in five instructions; the planes of ``W`` workers
+reduce to the planes of their sum, and "more than half" is a comparison that walks those planes once.
+"""
+
+import functools
+import operator
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from lioncub_jax.exchange import xla
+from lioncub_jax.mesh import kernels
+
+ROW = kernels.LANES  # elements
+BLOCK = kernels.BLOCK  # rows, one bit of a word each
+HALF_BLOCK = BLOCK // 2
+WORDS_PER_ROW = ROW // BLOCK  # on average: a block of 32 rows takes 128 words
+
+# The adders of up to this many workers are unrolled into one fused loop. More workers are added in
+# groups of this size, then the groups' sums, so that the program stays small.
+_GROUP = 255
+# Packing has two stages: rows r, r + 4, .. r + 28 are joined to a word whose eight nibbles hold four bits
+# of each of their codes, then every fourth bit of four such words, of neighboring rows, to one of a plane.
+# So the first and costly stage runs over 512 neighboring elements, which a CPU does in vectors.
+_APART = 4
+_STRIPES = BLOCK // _APART
+_EVERY_FOURTH = 0x11111111
+
+
+def row_words(rows: int) -> int:
+    """Words that hold one bit of each row."""
+    return -(-rows // BLOCK)
+
+
+# --- Bits of elements
+
+
+def pack(codes: jax.Array, p: int = 1, zeros: jax.Array | None = None) -> list[jax.Array]:
+    """Packs codes of ``p`` bits; all of their planes in one pass over what computes them.
+
+    One reduction, into which the compiler fuses whatever computes the codes, joins eight rows and up to
+    four bits of a code in a word; those are few, and are joined again to the planes.
+
+    Args:
+      codes: bool, or uint32 below ``2**p``, ``[..., rows, 128]``; rows in whole or half blocks. With
+        ``zeros`` the last bit marks an element that is not zero, and the others are its code.
+      p: how many bits.
+      zeros: ``uint32[..., 4 rows]``, the side of each element that has no mark: it gets the upper one of
+        the two codes in the middle, ``100..``, where its bit is 1, else the lower, ``011..``, as given.
+
+    Returns:
+      ``p`` planes, ``uint32[..., 4 rows]`` each, the least significant first.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from lioncub_jax import bits
+      >>> x = jnp.zeros((32, 128), bool).at[3, 7].set(True)
+      >>> bits.pack(x)[0][7].tolist()  # row 3 is bit 3
+      8
+    """
+    lead, rows = codes.shape[:-2], codes.shape[-2]
+    if kernels.for_tpu() and rows % BLOCK == 0:
+        flat = codes.astype(jnp.uint32).reshape(-1, ROW)
+        planes = [x.reshape(*lead, -1) for x in kernels.pack(flat, p)]
+        return planes if zeros is None else _set_zero_signs(planes, zeros)
+    sides = [None, None] if zeros is None else _in_blocks(zeros, rows)
+    blocks = zip(_rows_in_blocks(codes), sides, strict=False)
+    parts = [_pack_blocks(x, p, side) for x, side in blocks]
+    return [_joined(each, lead) for each in zip(*parts, strict=True)]
+
+
+def counted(size: int, at: int, ndim: int, by: int = 1) -> jax.Array:
+    """Multiples ``uint32`` from 0 along dimension ``at``, a negative one, of as many as operands have.
+
+    So no rank is promoted, which JAX can be told to refuse.
+    """
+    others = [d for d in range(ndim) if d != ndim + at]
+    return lax.expand_dims(by * jnp.arange(size, dtype=jnp.uint32), others)
+
+
+def _set_zero_signs(planes: Sequence[jax.Array], zeros: jax.Array) -> list[jax.Array]:
+    """Gives elements without a mark the side in ``zeros``, bit by bit."""
+    *lower, upper, marks = planes
+    aside = zeros & ~marks
+    return [*[x & ~aside for x in lower], upper | aside, marks]
+
+
+def _pack_blocks(codes: jax.Array, p: int, zeros: jax.Array | None) -> list[jax.Array]:
+    """``[..., 32, lanes]`` to ``uint32[..., lanes]`` for each plane."""
+    lead, lanes = codes.shape[:-2], codes.shape[-1]
+    striped = codes.astype(jnp.uint32).reshape(*lead, _STRIPES, _APART, lanes)
+    at = counted(_STRIPES, -3, striped.ndim, _APART)
+    row = counted(_APART, -2, striped.ndim - 1)
+    stripes, nibbles = [], striped
+    for k in range(p):
+        if k % _APART == 0:
+            four = striped >> k if k else striped
+            four = four & 0xF if p > _APART else four
+            nibbles = lax.reduce_or(four << at, (len(lead),))
+        stripes.append((nibbles >> (k % _APART)) & _EVERY_FOURTH)
+    if zeros is not None:
+        stripes = _set_zero_signs(stripes, (zeros[..., None, :] >> row) & _EVERY_FOURTH)
+    # A reduction, because XLA stores its result; a sum of terms would be computed again for each use.
+    return xla.reduced([operator.or_] * p, [x << row for x in stripes], len(lead))
+
+
+def _rows_in_blocks(x: jax.Array) -> list[jax.Array]:
+    """``[..., rows, 128]`` as ``[..., blocks, 32, 128]``, then a half block as ``[..., 1, 32, 64]``."""
+    *lead, rows, _ = x.shape
+    whole, parts = rows - rows % BLOCK, []
+    if whole:
+        parts.append(x[..., :whole, :].reshape(*lead, -1, BLOCK, ROW))
+    if rows > whole:
+        halves = x[..., whole:, :].reshape(*lead, HALF_BLOCK, 2, ROW // 2)
+        parts.append(jnp.moveaxis(halves, -2, -3).reshape(*lead, 1, BLOCK, ROW // 2))
+    return parts
+
+
+def _in_blocks(words: jax.Array, rows: int) -> list[jax.Array]:
+    """``[..., 4 rows]`` as ``[..., blocks, 128]``, then a half block as ``[..., 1, 64]``."""
+    lead, split = words.shape[:-1], rows // BLOCK * ROW
+    parts = [words[..., :split].reshape(*lead, -1, ROW)] if split else []
+    return parts + ([words[..., None, split:]] if rows % BLOCK else [])
+
+
+def _joined(parts: Sequence[jax.Array], lead: Sequence[int]) -> jax.Array:
+    """Undoes ``_in_blocks``."""
+    return jnp.concatenate([x.reshape(*lead, -1) for x in parts], -1)
+
+
+def unpack(planes: jax.Array | Sequence[jax.Array], rows: int) -> jax.Array:
+    """Turns planes back into codes.
+
+    Args:
+      planes: ``uint32[p, ..., 4 rows]``, or a list of ``p`` planes.
+      rows: in whole or half blocks.
+
+    Returns:
+      ``uint32[..., rows, 128]``, codes in ``[0, 2**p)``.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from lioncub_jax import bits
+      >>> words = jnp.zeros(128, jnp.uint32).at[7].set(8)
+      >>> int(bits.unpack([words, words], 32)[3, 7])
+      3
+    """
+    if kernels.for_tpu() and rows % BLOCK == 0:
+        return kernels.unpack(list(planes))
+    return functools.reduce(operator.or_, [_bits(x, rows) << k for k, x in enumerate(planes)])
+
+
+def unpack_stored(planes: Sequence[jax.Array], rows: int) -> jax.Array:
+    """Like `unpack`, as the smallest integer type, and stored in memory before it is reshaped to a leaf.
+
+    XLA for CPU fuses the unpacking into the reshape and then indexes element by element, which is several
+    times slower. A reduction whose result is used twice is not fused, so the codes are the result of a
+    reduction here.
+
+    Args:
+      planes: ``uint32[..., 4 rows]`` each.
+      rows: in whole or half blocks.
+
+    Returns:
+      ``uint8[..., rows, 128]``, of more than 8 planes ``uint16``, of more than 16 ``uint32``.
+    """
+    dtype = np.min_scalar_type(2 ** len(planes) - 1)
+    if kernels.for_tpu():  # there, rows in the order of tiles are found as they lie
+        return unpack(planes, rows).astype(dtype)
+    several = jnp.stack([*planes, jnp.zeros_like(planes[0])] if len(planes) == 1 else list(planes))
+    at = jnp.arange(len(several), dtype=dtype).reshape(-1, *[1] * planes[0].ndim, 1)
+    return lax.reduce_or(_bits(several, rows).astype(dtype) << at, (0,))
+
+
+def _bits(words: jax.Array, rows: int) -> jax.Array:
+    lead, parts = words.shape[:-1], []
+    for x in _in_blocks(words, rows):
+        rows_of = (x[..., None, :] >> counted(BLOCK, -2, x.ndim + 1)) & 1
+        if x.shape[-1] < ROW:
+            halves = rows_of.reshape(*lead, 2, HALF_BLOCK, ROW // 2)
+            rows_of = jnp.moveaxis(halves, -3, -2)
+        parts.append(rows_of.reshape(*lead, -1, ROW))
+    return jnp.concatenate(parts, -2)
+
+
+# --- Bits of rows
+
+
+def pack_rows(bits: jax.Array) -> jax.Array:
+    """``bool[..., rows]`` to row words, ``uint32[..., blocks]``; zeros behind the last row.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from lioncub_jax import bits
+      >>> bits.pack_rows(jnp.array([True, False, True])).tolist()
+      [5]
+    """
+    short = -bits.shape[-1] % BLOCK
+    bits = jnp.pad(bits, [(0, 0)] * (bits.ndim - 1) + [(0, short)])
+    rows = bits.reshape(*bits.shape[:-1], -1, BLOCK).astype(jnp.uint32)
+    return jnp.sum(rows << counted(BLOCK, -1, rows.ndim), -1, dtype=jnp.uint32)
+
+
+def unpack_rows(words: jax.Array, rows: int) -> jax.Array:
+    """Undoes ``pack_rows``: ``uint32[..., blocks]`` to ``uint32[..., rows]`` of zeros and ones.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from lioncub_jax import bits
+      >>> bits.unpack_rows(jnp.array([5], jnp.uint32), 3).tolist()
+      [1, 0, 1]
+    """
+    bits = (words[..., None] >> counted(BLOCK, -1, words.ndim + 1)) & 1
+    return bits.reshape(*words.shape[:-1], -1)[..., :rows]
+
+
+def any_in_rows(words: jax.Array, rows: int) -> jax.Array:
+    """Row words of the rows with a bit in any element: ``uint32[..., 4 rows]`` to ``[..., blocks]``."""
+    parts = []
+    for x in _in_blocks(words, rows):
+        either = lax.reduce_or(x, (x.ndim - 1,))
+        parts.append(either if x.shape[-1] == ROW else (either | (either >> HALF_BLOCK)) & 0xFFFF)
+    return _joined(parts, words.shape[:-1])
+
+
+def over_rows(words: jax.Array, rows: int) -> jax.Array:
+    """Repeats the bit of each row for its elements: row words ``[..., blocks]`` to ``[..., 4 rows]``.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from lioncub_jax import bits
+      >>> bits.over_rows(jnp.array([8], jnp.uint32), 32)[5:7].tolist()
+      [8, 8]
+    """
+    lead, whole = words.shape[:-1], rows // BLOCK
+    parts = [jnp.broadcast_to(words[..., :whole, None], (*lead, whole, ROW))]
+    if rows % BLOCK:
+        half = words[..., -1:] & 0xFFFF
+        parts.append(jnp.broadcast_to(half | (half << HALF_BLOCK), (*lead, ROW // 2)))
+    return _joined(parts, lead)
+
+
+# --- Counting
+
+
+def tally(planes: Sequence[jax.Array]) -> list[jax.Array]:
+    """Adds the codes of all workers, on packed words, with carry-save adders.
+
+    Args:
+      planes: of each worker's codes, least significant first, ``uint32[W, ...]`` each.
+
+    Returns:
+      The planes of the sum, least significant first, ``uint32[...]`` each; as many as the largest
+      possible sum ``W (2**p - 1)`` needs.
+
+    Example:
+      Three workers vote 1, 1, 0 on the element of bit 0; the sum is 2:
+
+      >>> import jax.numpy as jnp
+      >>> from lioncub_jax import bits
+      >>> votes = jnp.array([[1], [1], [0]], jnp.uint32)
+      >>> [plane.tolist() for plane in bits.tally([votes])]
+      [[0], [1]]
+    """
+    workers = planes[0].shape[0]
+    # The last workers are added to the sums of the whole groups before them.
+    whole = (workers - 1) // _GROUP * _GROUP
+    columns = [_terms(x[whole:]) for x in planes]
+    if whole:
+        groups = [x[:whole].reshape(-1, _GROUP, *x.shape[1:]) for x in planes]
+        sums = map(_terms, tally([jnp.moveaxis(x, 1, 0) for x in groups]))
+        columns = [[*x, *y] for x, y in zip_longest(columns, sums, fillvalue=())]
+    return [x[0] for x in _carry_save(columns, sum_bits(workers, len(planes)))]
+
+
+def sum_bits(workers: int, p: int) -> int:
+    """Planes that the sum of ``workers`` codes of ``p`` bits needs."""
+    return (workers * (2**p - 1)).bit_length()
+
+
+def _terms(plane: jax.Array) -> list[jax.Array]:
+    """The words of each worker, which keep an axis of length 1.
+
+    XLA moves a squeeze through one adder in each compiler pass, and runs all passes again: slow to compile.
+    """
+    return [plane[i : i + 1] for i in range(len(plane))]
+
+
+def _carry_save(columns: Sequence[Sequence[jax.Array]], width: int) -> list[jax.Array]:
+    """Reduces ``columns[k]``, words of weight ``2**k``, to one word for each of ``width`` weights."""
+    zero, sums, carries = columns[0][0] & 0, list[jax.Array](), list[jax.Array]()
+    for k in range(width):
+        column, carries = [*(columns[k] if k < len(columns) else ()), *carries], []
+        # Taken from the end, so that a sum is used up at once: few words are alive at a time.
+        while len(column) > 1:
+            a, b = column.pop(), column.pop()
+            c = column.pop() if column else zero
+            column.append(a ^ b ^ c)
+            carries.append((a & b) | ((a ^ b) & c))
+        sums += column or [zero]
+    return sums
+
+
+def times(planes: Sequence[jax.Array], factor: int, width: int) -> list[jax.Array]:
+    """Multiplies numbers given as planes by an odd number, and keeps ``width`` planes."""
+    shifts = [k for k in range(factor.bit_length()) if factor >> k & 1]
+    columns = []
+    for k in range(width):
+        columns.append([planes[k - shift] for shift in shifts if 0 <= k - shift < len(planes)])
+    return _carry_save(columns, width)
+
+
+def difference(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[jax.Array]:
+    """The planes of ``a - b``, of numbers given as so many planes each, where ``a`` is nowhere less."""
+    columns = [[x, ~y] for x, y in zip(a, b, strict=True)]  # a + not(b) + 1
+    columns[0].append(~(a[0] & 0))
+    return _carry_save(columns, len(columns))
+
+
+def products(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> jax.Array:
+    """Sums ``a * b`` over the 32 elements of a word, of numbers given as planes: ``uint32[...]``.
+
+    ``sum_jk 2**(j + k) popcount(a_j & b_k)``; the sum must be below ``2**32``.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from lioncub_jax import bits
+      >>> ones, threes = jnp.array([0b011], jnp.uint32), jnp.array([0b110], jnp.uint32)
+      >>> bits.products([ones], [threes, threes]).tolist()  # 1 * 0 + 1 * 3 + 0 * 3
+      [3]
+    """
+    terms = [
+        lax.population_count(x & y) << (j + k) for j, x in enumerate(a) for k, y in enumerate(b)
+    ]
+    return functools.reduce(operator.add, terms)
+
+
+def total(numbers: jax.Array, most: int) -> jax.Array:
+    """Adds ``uint32[..., n]``, none of which is above ``most``: ``float32[...]``.
+
+    Whole numbers are added as long as a word holds them, and what is then left in float32: sums beyond
+    ``2**32`` are rounded a few times, not once for each number.
+    """
+    count = numbers.shape[-1]
+    parts = -(-count // max((2**32 - 1) // most, 1))
+    padded = jnp.pad(numbers, [(0, 0)] * (numbers.ndim - 1) + [(0, -count % parts)])
+    exact = jnp.sum(padded.reshape(*numbers.shape[:-1], parts, -1), -1, dtype=jnp.uint32)
+    return jnp.sum(exact.astype(jnp.float32), -1)
+
+
+def add_count(count: jax.Array, more: jax.Array | int) -> jax.Array:
+    """A counter ``int32[]`` and what is counted: their sum, or the largest number, beyond which none goes.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from lioncub_jax import bits
+      >>> int(bits.add_count(jnp.int32(2**31 - 2), 8)) == 2**31 - 1
+      True
+    """
+    return count + jnp.minimum(more, jnp.iinfo(count.dtype).max - count)
+
+
+def constant(number: int, width: int, like: jax.Array) -> list[jax.Array]:
+    """A number as so many planes, the same in all places of ``like``, ``uint32[...]``."""
+    return [jnp.full_like(like, 0xFFFFFFFF if number >> k & 1 else 0) for k in range(width)]
+
+
+def at_most(planes: Sequence[jax.Array], most: int) -> list[jax.Array]:
+    """Numbers given as planes, with ``most`` in place of those that are above it.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from lioncub_jax import bits
+      >>> planes = [jnp.array([0b0110], jnp.uint32), jnp.array([0b1100], jnp.uint32)]  # 0, 1, 3, 2
+      >>> [bin(int(x[0])) for x in bits.at_most(planes, 2)]
+      ['0b10', '0b1100']
+    """
+    if most == 2 ** len(planes) - 1:
+        return list(planes)
+    largest = constant(most, len(planes), planes[0])
+    above, _ = compare(planes, largest)
+    return [(x & ~above) | (y & above) for x, y in zip(planes, largest, strict=True)]
+
+
+def compare(
+    planes: Sequence[jax.Array], threshold: Sequence[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Compares numbers with thresholds, both given as planes, most significant plane first.
+
+    Args:
+      planes: the numbers, least significant plane first, ``uint32[...]`` each.
+      threshold: the same for the thresholds; planes that one of the two lacks are zero.
+
+    Returns:
+      ``(greater, equal)``, ``uint32[...]`` masks.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from lioncub_jax import bits
+      >>> planes = [jnp.array([0b0110], jnp.uint32), jnp.array([0b1100], jnp.uint32)]
+      >>> greater, equal = bits.compare(planes, [jnp.array([0xFFFFFFFF], jnp.uint32)])
+      >>> [bin(int(word[0]) & 0b1111) for word in (greater, equal)]
+      ['0b1100', '0b10']
+    """
+    zero = jnp.zeros_like(planes[0])
+    greater, equal = zero, ~zero
+    for plane, wanted in reversed([*zip_longest(planes, threshold, fillvalue=zero)]):
+        greater |= equal & plane & ~wanted
+        equal &= ~(plane ^ wanted)
+    return greater, equal
+
+
+# --- Fair bits
+
+_TIES, _ZEROS, _ORDER, _LANES = 0x9E3779B9, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F
+
+
+def coin(first_word: jax.Array | int, words: int, step: jax.Array | int) -> jax.Array:
+    """Fair bits that every worker computes alike, from the element's place and the step.
+
+    A tie needs a rule that favors neither sign and is the same everywhere. These bits are a hash
+    (MurmurHash3's finalizer) of the word's index and the step, so no key travels and a run repeats.
+
+    Args:
+      first_word: ``uint32[]`` or int, the word of the flat buffer where these bits begin.
+      words: how many words.
+      step: ``int32[]``, the step.
+
+    Returns:
+      ``uint32[words]``.
+
+    Example:
+      >>> from lioncub_jax import bits
+      >>> bool((bits.coin(0, 4, 7)[2:] == bits.coin(2, 2, 7)).all())
+      True
+    """
+    return _hashed(first_word, words, _seed(step, _TIES))
+
+
+class Draw(NamedTuple):
+    """What is drawn for the zeros of one worker in one step, see `zero_side`.
+
+    Attributes:
+      seed: ``uint32[]``, the same on every worker.
+      flip: ``uint32[]``, all ones for one worker of a pair, 0 for the other.
+    """
+
+    seed: jax.Array
+    flip: jax.Array
+
+
+def draw(step: jax.Array | int, worker: jax.Array | int, workers: int) -> Draw:
+    """Random pairs of workers: two workers of a pair give a zero opposite signs.
+
+    Args:
+      step: ``int32[]``, the step.
+      worker: ``int32[]``, this worker.
+      workers: how many there are.
+    """
+    drawn = _seed(step, _ORDER)
+    mine = _mix(jnp.asarray(worker, jnp.uint32) ^ drawn)
+    all_ = _mix(jnp.arange(workers, dtype=jnp.uint32) ^ drawn)
+    rank = jnp.sum(all_ < mine, dtype=jnp.uint32)
+    return Draw(*xla.materialized(jnp.stack([_seed(step, _ZEROS), jnp.uint32(0) - (rank & 1)])))
+
+
+def zero_side(first_word: jax.Array | int, words: int, drawn: Draw) -> jax.Array:
+    """The side that an exact zero takes in codes without a zero, for each element of one worker.
+
+    The bit of a zero must be independent of the coin of a tie. Otherwise, when one worker votes and the
+    other has a zero, the tie would always (or never) go to the voter. Workers take opposite sides in
+    random pairs, drawn anew at each step, so that zeros cancel.
+
+    Args:
+      first_word: as `coin`.
+      words: as `coin`.
+      drawn: of this worker and step.
+
+    Returns:
+      ``uint32[words]``.
+    """
+    return _hashed(first_word, words, drawn.seed) ^ drawn.flip
+
+
+def lane_bits(step: jax.Array | int) -> jax.Array:
+    """A fair bit for each of the 128 elements of a row, the same in all rows: ``uint32[128]``."""
+    return _hashed(0, ROW, _seed(step, _LANES)) & 1
+
+
+def _hashed(first_word: jax.Array | int, words: int, seed: jax.Array) -> jax.Array:
+    index = jnp.arange(words, dtype=jnp.uint32) + jnp.asarray(first_word, jnp.uint32)
+    return _mix(index ^ seed)
+
+
+def _seed(step: Any, salt: int) -> jax.Array:
+    return _mix(jnp.asarray(step, jnp.uint32) + jnp.uint32(salt))
+
+
+def _mix(h: jax.Array) -> jax.Array:
+    h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
+    h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
+    return h ^ (h >> 16)

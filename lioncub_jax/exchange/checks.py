@@ -1,0 +1,335 @@
+"""What is refused when a transform is built or traced, and what the error advises."""
+
+import contextlib
+import contextvars
+import difflib
+import inspect
+import types
+import warnings
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from lioncub_jax.exchange import wires
+from lioncub_jax.exchange.quantize import Quantizer
+from lioncub_jax.mesh import axes
+from lioncub_jax.mesh.axes import Axes
+from lioncub_jax.mesh.checksum import checksum
+from lioncub_jax.mesh.placement import check_arrays
+
+mode = "raise"  # what is done with what was found: see lioncub_jax.audit.mode
+# False while make_train_step passes abstain on its own: transforms that cannot abstain ignore it then.
+DECIDED = "lioncub.decided"  # scope of an update in which no worker alone decides to communicate
+abstain_is_explicit = contextvars.ContextVar("abstain is explicit", default=True)
+
+
+@contextlib.contextmanager
+def during(flag: contextvars.ContextVar[Any], value: Any) -> Iterator[None]:
+    """Where a flag has another value."""
+    token = flag.set(value)
+    try:
+        yield
+    finally:
+        flag.reset(token)
+
+
+def check_leaves(tree: Any) -> Any:
+    """The tree, Python's numbers in it as arrays; raises ``TypeError`` for a leaf that is not floating."""
+    check_arrays(tree, int, float, complex)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            given = f"leaf {jax.tree_util.keystr(path) or '(root)'} is {jnp.result_type(leaf)}"
+            wanted = (
+                "give what is trained alone, and counters and random streams as model_state (lioncub_jax."
+                "from_nnx splits a module of flax so), or leave them out with optax.masked"
+            )
+            raise TypeError(f"{given}: only floating leaves can vote; {wanted}")
+    return jax.tree.map(lambda x: x if hasattr(x, "shape") else jnp.asarray(x), tree)
+
+
+def stands_in(params: Any) -> bool:
+    """Whether something stands in for parameters, as in ``optax.tree.map_params``: a node without arrays.
+
+    State that is made of it has it where parameters' arrays are, and 0 in place of a tree of other arrays.
+    """
+    return not jax.tree.leaves(params) and type(params) not in (dict, tuple, list, type(None))
+
+
+def check_local(updates: Any, axis: Axes) -> None:
+    """Raises ``ValueError`` for gradients that are, by their type, the same on every worker.
+
+    Notes the types of the others for `warn_of_masked`.
+    """
+    types = jax.tree.map(jax.typeof, updates)
+    # At most 256, for programs in which nobody reads them.
+    wires.trace.reduced = (*wires.trace.reduced, types)[-256:]
+    shared = axes.shared(jax.tree.leaves(updates), axis)
+    if shared is not None:
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(updates)]
+        raise ValueError(
+            f"the gradient of {jax.tree_util.keystr(paths[shared]) or 'the parameters'} is the same "
+            f"on every worker of {' and '.join(map(repr, axis))}: it was already reduced in full "
+            "precision, or comes from a vote before this one, and there is nothing left to vote on. "
+            "jax.grad reduces it for parameters that do not vary over the axis; take local gradients with "
+            "lioncub_jax.local_value_and_grad. And in one chain workers vote or average once: leave the "
+            "others out, or give them other leaves with optax.partition. optax.MultiSteps in a shard_map "
+            "of yours goes inside of lioncub_jax.on_mesh(tx, workers)"
+        )
+
+
+def check_state(updates: Any, *kept: Any) -> None:
+    """Raises ``ValueError`` for a state of other parameters than those of the gradients."""
+    given = shapes(updates)
+    for held in map(shapes, kept):
+        # A state that keeps nothing has None in place of arrays.
+        if held and held != given:
+            wrong = [x for x in {**given, **held} if held.get(x) != given.get(x)]
+            raise ValueError(
+                f"the state is of other parameters than the gradients, as {wrong[0]} shows: make it with "
+                "init of those that are trained"
+            )
+
+
+def shapes(tree: Any, *lead: int) -> dict[str, tuple[int, ...]]:
+    """The shape of each leaf by its path, behind leading dimensions."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): (*lead, *jnp.shape(x)) for path, x in leaves}
+
+
+def watch_workers(updates: Any, params: Any, count: jax.Array, axis: Axes) -> None:
+    """Raises at run time if the gradients of all workers are equal, or the parameters are not.
+
+    For ``pmap`` and ``shard_map(check_vma=False)``, where types do not tell. It compares one checksum per
+    worker: gradients in the first three steps, parameters at powers of two and multiples of 128.
+    """
+    if mode == "allow" or axes.tracked(axis) or axes.workers_on(axis) == 1:
+        return
+    if not any(x.size for x in jax.tree.leaves(updates)):
+        return
+    if not jnp.issubdtype(count.dtype, jnp.integer):
+        raise TypeError(
+            f"the count of the state is {count.dtype}: the state was averaged, as lax.pmean(opt_state) "
+            "does; it is each worker's own, so leave that out"
+        )
+    early = count < 3
+    due = early | (count & (count - 1) == 0) | (count % 128 == 0)
+
+    def look() -> None:
+        own = jnp.stack([_checksum(updates), _checksum(params)])
+        sums = wires.gather_words(own, axis)
+        alike, apart = jnp.all(sums == sums[:1], axis=0), jnp.any(sums != sums[:1], axis=0)
+        largest = [jnp.max(jnp.abs(x), initial=0) for x in jax.tree.leaves(updates)]
+        each = jnp.stack([jnp.float32(0), *optax.tree.cast(largest, jnp.float32)])
+        averaged = early & alike[0] & jnp.any(each > 0) & jnp.all(jnp.isfinite(each))
+        wrong = averaged | apart[1]
+        tell = partial(jax.debug.callback, _tell_workers, sums, averaged, count)
+        jax.lax.cond(wrong, tell, lambda: None)
+
+    jax.lax.cond(due, look, lambda: None)
+
+
+def _checksum(tree: Any) -> jax.Array:
+    """``uint32[]``, of all leaves."""
+    each = [jnp.zeros(2, jnp.uint32), *map(checksum, jax.tree.leaves(tree))]
+    return checksum(jnp.stack(each))[0]
+
+
+def check_unmasked(params: Any) -> None:
+    """Raises ``ValueError`` where a mask or labels around `on_mesh` keep leaves from it."""
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_masked)
+    for path, x in leaves:
+        if is_masked(x):
+            raise ValueError(
+                "on_mesh is inside of optax.masked or optax.partition, which keep the leaf "
+                f"{jax.tree_util.keystr(path)} from it: its gradients stay [workers, ...], and so would "
+                "the parameter be. on_mesh is the outermost: on_mesh(optax.partition(...), workers)"
+            )
+
+
+def is_masked(x: Any) -> bool:
+    """Whether a mask or label has left something out here."""
+    return isinstance(x, optax.MaskedNode)
+
+
+def warn_of_masked(given: Sequence[Any]) -> None:
+    """Warns of leaves that no transform of a program, compiled by now, has reduced over the workers.
+
+    Args:
+      given: for each transform that sends, in order, the types of the leaves that it was given.
+    """
+    optimizers = [(set[Any](), set[Any]())]
+    before = None
+    for tree in given:
+        leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_masked)
+        types = {path: x for path, x in leaves if not is_masked(x)}
+        if not types or any(x.manual_axis_type.varying for x in types.values()):
+            continue  # types tell what becomes of the others
+        if types.keys() == before:
+            continue  # two ways in which one transform sends
+        before = types.keys()
+        if optimizers[-1][0] & types.keys():  # no leaf is for two transforms of one optimizer
+            optimizers.append((set(), set()))
+        optimizers[-1][0].update(types)
+        optimizers[-1][1].update(path for path, x in leaves if is_masked(x))
+    hidden: set[str] = set()
+    for reached, masked in optimizers:  # a label may be of a whole subtree
+        above = {path[:k] for path in reached for k in range(len(path))}
+        hidden |= {jax.tree_util.keystr(path) for path in masked - reached - above}
+    if hidden:
+        warnings.warn(
+            f"the leaves {', '.join(sorted(hidden)[:3])} are masked from the vote, and here (pmap, or "
+            "check_vma=False) types do not tell whether their updates are the same for all workers: "
+            "optax.masked gives each worker its own gradient, and parameters drift apart. Train them by "
+            "global_gradients in optax.partition; frozen by optax.set_to_zero() all is well",
+            stacklevel=4,
+        )
+
+
+def _tell_workers(sums: Any, averaged: Any, step: Any) -> None:
+    other = int(np.argmax(sums[:, 1] != sums[0, 1]))
+    wrong = (
+        f"step {step}: the parameters of workers 0 and {other} differ, so replicas drift apart. Updates "
+        "must be the same for all: a leaf that optax.masked keeps from the vote gets each worker's own "
+        "gradient (give it optax.set_to_zero() or global_gradients(tx, workers=...)); and all workers must "
+        "start from the same parameters"
+    )
+    if averaged:
+        wrong = (
+            f"step {step}: the gradients of all {len(sums)} workers are the same to the bit, so there is "
+            "nothing to vote on. Either they are averaged before the vote: leave lax.pmean(grads) out, and "
+            "take gradients with lioncub_jax.local_value_and_grad. Or all workers have the same batch: "
+            "give each its own part of it"
+        )
+    if mode == "raise":
+        raise ValueError(wrong)
+    warnings.warn(wrong, stacklevel=2)
+
+
+def check_group(up: Quantizer) -> None:
+    """Raises ``ValueError`` for codes that cannot serve two levels."""
+    if up.measure is not None:
+        raise ValueError(
+            f"{up.name} has one scale for a whole leaf, and a device of a group votes on a slice of many "
+            "leaves: give sign(), ternary() or midrise(p)"
+        )
+
+
+def check_abstain(abstain: Any, others: dict[str, Any]) -> jax.Array | None:
+    """The flag of a worker, or None, that ``update`` is given; its other arguments are for a chain.
+
+    Raises:
+      TypeError: for a misspelled "abstain", which optax.chain would ignore silently.
+      ValueError: for an ``abstain`` that is no flag of one worker.
+    """
+    for name in difflib.get_close_matches("abstain", others, cutoff=0.7):
+        raise TypeError(f"update has no argument {name!r}: give abstain, or leave it out")
+    if abstain is None:
+        return None
+    flag = jnp.asarray(abstain)
+    if flag.shape != () or flag.dtype != bool:
+        wanted = "give each worker one bool of shape (), its own"
+        raise ValueError(f"abstain has shape {flag.shape} and dtype {flag.dtype}: {wanted}")
+    return flag
+
+
+def check_asked(tx: optax.GradientTransformation) -> None:
+    """Raises ``ValueError`` for a transform that calls the loss itself, which differs between workers."""
+    for name in asked(tx).intersection({"value_fn", "obj_fn", "grad_fn"}):
+        raise ValueError(
+            f"a transform of the optimizer asks for {name}, a function of the parameters, as line "
+            "searches, lbfgs, sophia and sam do: workers have rows of their own, so each would take "
+            "another step. Leave it out; of the loss only its mean over the workers is given, value, as "
+            "optax.contrib.reduce_on_plateau asks for"
+        )
+
+
+def asked(tx: optax.GradientTransformation) -> set[str]:
+    """The names of the arguments of an update, and of the functions that it closes over."""
+    names: set[str] = set()
+    seen: list[Any] = []
+    waiting: list[Any] = [tx.update]
+    while waiting:
+        one = waiting.pop()
+        if any(one is x for x in seen):
+            continue
+        seen.append(one)
+        if isinstance(one, partial):
+            waiting += [one.func, *one.args]
+        elif isinstance(one, (tuple, list)):
+            waiting += one
+        elif isinstance(one, dict):
+            waiting += one.values()
+        elif inspect.isfunction(one):
+            names.update(inspect.signature(one).parameters)
+            # A cell is empty until its variable is assigned.
+            cells = [c for c in one.__closure__ or () if c != types.CellType()]
+            waiting += [cell.cell_contents for cell in cells]
+    return names
+
+
+def callers_line() -> tuple[str, int, list[str]]:
+    """File and line of the caller's own program, and the functions on the way here."""
+    frame, passed = inspect.currentframe(), list[str]()
+    theirs = "lioncub_jax", "optax", "jax"
+    while frame and str(frame.f_globals.get("__name__")).partition(".")[0] in theirs:
+        passed.append(frame.f_code.co_qualname)
+        frame = frame.f_back
+    return (frame.f_code.co_filename, frame.f_lineno, passed) if frame else ("", 0, passed)
+
+
+def warn_alone(updates: Any, built: tuple[str, int, list[str]]) -> None:
+    """Warns where a transform without an axis has arrays of several devices, at the line that built it."""
+    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(updates)]
+    mesh = max([jax.sharding.get_abstract_mesh(), *meshes], key=lambda mesh: mesh.size)
+    if mode != "allow" and mesh.size > 1 and not mesh.manual_axes:
+        warnings.warn_explicit(
+            f"workers=None is for one device, and the gradients are on several, {dict(mesh.shape)}: "
+            "nobody votes, and the compiler averages gradients in full precision. Give "
+            "lioncub_jax.Workers as workers, and run the optimizer through lioncub_jax.on_mesh; one "
+            "worker of several devices is an axis of size 1",
+            UserWarning, *built[:2],
+        )  # fmt: skip
+
+
+def warn_if_chained() -> None:
+    """Warns where a transform of the gradients of all workers is called by ``optax.chain``."""
+    file, line, passed = callers_line()
+    if mode != "allow" and "chain.<locals>.update_fn" in passed:
+        warnings.warn_explicit(
+            "on_mesh is in a chain: what stands before it has the gradients of all workers as one, so "
+            "optax.clip_by_global_norm clips by the norm over all of them. Put the chain inside: "
+            "lioncub_jax.on_mesh(optax.chain(optax.clip_by_global_norm(1.0), tx), workers)",
+            UserWarning, file, line,
+        )  # fmt: skip
+
+
+def as_mask(argument: str, mask: Any) -> Any:
+    """A mask of leaves, or ``TypeError`` for one that is not of bools; a function once it is called."""
+    if callable(mask):
+        return lambda tree: as_mask(argument, mask(tree))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(mask):
+        if not isinstance(leaf, bool) and getattr(leaf, "dtype", None) != jnp.bool_:
+            wanted = "a mask has a bool for each leaf of the parameters; give True or False"
+            raise TypeError(f"{argument}{jax.tree_util.keystr(path)} is {leaf!r}: {wanted}")
+    return mask
+
+
+def decay_mask(mask: Any) -> Any:
+    """As `as_mask`, of leaves or of whole subtrees that decay; ``ValueError`` where it does not fit."""
+    mask = as_mask("mask", mask)
+
+    def fitted(tree: Any) -> Any:
+        own = mask(tree) if callable(mask) else mask
+        try:
+            jax.tree.broadcast(own, tree)
+        except ValueError as error:
+            wanted = "give a bool for each leaf of them, or for a whole subtree"
+            raise ValueError(f"mask={own!r} does not fit the parameters: {wanted}") from error
+        return own
+
+    return None if mask is None else fitted

@@ -1,0 +1,441 @@
+"""Flat buffers: which rows of them belong to which leaf.
+
+| from | to | and back |
+|---|---|---|
+| leaves | an array for each piece | `join_pieces`, `split_pieces` |
+| the array of a piece | its rows ``[rows, 128]`` | `piece_to_rows`, `rows_to_piece` |
+| leaves | the rows of a whole bucket | `join_bucket`, `split_bucket` |
+| a leaf's elements in the order of its rows | in its shape | `to_shape` |
+
+Leaves are cut into rows of 128 elements, the last one padded, and the rows of all leaves are one buffer,
+so that a step costs two collectives however many leaves there are. On a TPU a leaf that is made of whole
+tiles of 8 x 128 elements has its rows in the order of the tiles, as it lies in memory there. A large leaf
+takes whole blocks and is packed by itself; all small ones are joined in one array and packed together.
+Leaves that vary over different mesh axes may not share an array; each such set has a buffer, a *bucket*, of
+its own. A limit on the size of a bucket splits it further.
+"""
+
+import dataclasses
+import enum
+import itertools
+import math
+import sys
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from lioncub_jax.exchange import xla
+from lioncub_jax.exchange.bits import BLOCK, HALF_BLOCK, ROW
+from lioncub_jax.exchange.means import common_dtype
+from lioncub_jax.mesh import kernels
+from lioncub_jax.mesh.kernels import SUBLANES
+
+# Leaves of at most so many rows are joined: a copy of little, one kernel for all of them, and no padding to
+# blocks. Of more, on a CPU, the copies of them all take several times as long as kernels of their own.
+SMALL = 16 * BLOCK
+
+
+class Segment(NamedTuple):
+    """The rows of one leaf.
+
+    Attributes:
+      leaf: index of the leaf in the flattened tree.
+      shape: its shape.
+      size: its number of elements, at least 1.
+      first_row: where its rows begin in the bucket.
+      rows: how many there are, padding included.
+      tiles: whether they lie in the order of tiles of 8 x 128 elements, and not in that of the leaf.
+    """
+
+    leaf: int
+    shape: tuple[int, ...]
+    size: int
+    first_row: int
+    rows: int
+    tiles: bool = False
+
+
+class Piece(NamedTuple):
+    """Rows that are packed together: one large leaf, or all small ones.
+
+    Attributes:
+      segments: its leaves.
+      first_row: where it begins in the bucket.
+      rows: how many rows, what pads it to whole blocks or chunks included.
+      starts: where each leaf's rows begin in it; ``uint32[]`` at run time, see `pieces`.
+    """
+
+    segments: tuple[Segment, ...]
+    first_row: int
+    rows: int
+    starts: Sequence[Any]
+
+    @property
+    def joined(self) -> bool:
+        """Whether several leaves are joined in it; else its array is the leaf itself."""
+        return len(self.segments) > 1
+
+    @property
+    def idle(self) -> int:
+        """Rows behind its leaves."""
+        return self.rows - sum(s.rows for s in self.segments)
+
+
+class Bucket(NamedTuple):
+    """Leaves that travel together.
+
+    Attributes:
+      pieces: what is packed by itself, in the order of the rows, which may end before the last chunk
+        does: each large leaf, then all small ones.
+      large: whether any leaf is large.
+      first_row: rows in the buckets before this one.
+      chunk: rows that each worker owns; whole blocks, or half a block more if no leaf is large.
+      workers: how many chunks there are.
+      dtype: of the leaves, the widest if they differ.
+      axes: mesh axes over which the leaves vary, by name.
+      total_rows: rows of all buckets, padding included; the offset between two shards.
+    """
+
+    pieces: tuple[Piece, ...]
+    large: bool
+    first_row: int
+    chunk: int
+    workers: int
+    dtype: np.dtype[Any]
+    axes: tuple[str, ...] = ()
+    total_rows: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Rows that travel, padding included."""
+        return self.workers * self.chunk
+
+    @property
+    def segments(self) -> list[Segment]:
+        """Where each leaf lies, in the order of the rows."""
+        return [s for piece in self.pieces for s in piece.segments]
+
+    def by_chunk(self, x: jax.Array) -> jax.Array:
+        """``[rows, ...]`` of a piece as ``[parts, rows of a part, ...]``, as it is cut before packing."""
+        # Chunks of whole blocks begin with a block, wherever pieces begin.
+        return x[None] if self.large else x.reshape(self.workers, self.chunk, *x.shape[1:])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Flat:
+    """Arrays that lie as a bucket does and not as its leaves do, with what is needed to find them.
+
+    Attributes:
+      value: tree of arrays over the rows that a device owns, ``[rows, 128]``.
+      bucket: the bucket whose slice they are.
+    """
+
+    value: Any
+    bucket: Bucket = dataclasses.field(metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        # flax.serialization.to_bytes takes the types alone that it was told of; whoever calls it has it.
+        flax = sys.modules.get("flax.serialization")
+        if flax is not None and not flax.is_serializable(Flat):
+            flax.register_serialization_state(
+                Flat,
+                lambda flat: flax.to_state_dict(flat.value),
+                lambda flat, state: Flat(flax.from_state_dict(flat.value, state), flat.bucket),
+            )
+
+
+def check_order(flats: Sequence[Flat], buckets: Sequence[Bucket]) -> None:
+    """Raises ``ValueError`` if a state was built for other buffers than this step has."""
+    if [x.bucket.pieces for x in flats] != [bucket.pieces for bucket in buckets]:
+        raise ValueError(
+            f"slices of the state, of {len(flats)} buffers, are others or lie in another order than those "
+            f"of this step, of {len(buckets)}: the state was made with another lioncub_jax.kernels.mode, "
+            "on another platform, by another optimizer or for other parameters; make it anew, or restore "
+            "it from a checkpoint, which knows its order"
+        )
+
+
+def buckets(
+    leaves: Sequence[jax.Array],
+    workers: int,
+    limit: int | None = None,
+    axes: Sequence[Collection[str]] = (),
+) -> tuple[Bucket, ...]:
+    """Plans the buffers for a list of leaves.
+
+    Args:
+      leaves: arrays or anything with ``shape`` and ``dtype``; empty leaves take no row.
+      workers: how many workers share the ownership of each bucket.
+      limit: elements after which a new bucket begins (at the next leaf), or None for no limit.
+      axes: for each leaf the mesh axes over which it varies; none by default.
+
+    Returns:
+      The buckets, in an order that depends only on the tree and the axes.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from lioncub_jax import layout
+      >>> bucket, = layout.buckets([jnp.zeros(129), jnp.zeros((2, 32))], workers=2)
+      >>> [(s.first_row, s.rows) for s in bucket.segments], bucket.chunk
+      ([(0, 2), (2, 1)], 16)
+    """
+    sizes = [math.prod(leaf.shape) for leaf in leaves]
+    groups: dict[tuple[str, ...], list[list[int]]] = {}
+    filled: dict[tuple[str, ...], int] = {}  # elements of the last group
+    for index, size in enumerate(sizes):
+        if size == 0:
+            continue
+        over = tuple(sorted(axes[index])) if axes else ()
+        alike = groups.setdefault(over, [[]])
+        filled[over] = filled.get(over, 0) + size
+        if alike[-1] and limit is not None and filled[over] > limit:
+            alike.append([])
+            filled[over] = size
+        alike[-1].append(index)
+    placed = []
+    for over in sorted(groups):
+        placed += [_place(leaves, group, workers)._replace(axes=over) for group in groups[over]]
+    *before, total = itertools.accumulate([bucket.rows for bucket in placed], initial=0)
+    for k, first in enumerate(before):
+        placed[k] = placed[k]._replace(first_row=first, total_rows=total)
+    return tuple(placed)
+
+
+def _place(leaves: Sequence[jax.Array], members: list[int], workers: int) -> Bucket:
+    is_small = lambda index: math.prod(leaves[index].shape) <= SMALL * ROW  # noqa: E731
+    segments, first = list[Segment](), 0
+    for index in sorted(members, key=is_small):
+        shape = tuple(leaves[index].shape)
+        size = math.prod(shape)
+        rows = _round_up(-(-size // ROW), 1 if is_small(index) else BLOCK)
+        tiles = kernels.for_tpu() and made_of_tiles(shape)
+        segments.append(Segment(index, shape, size, first, rows, tiles))
+        first += rows
+    pieces = [Piece((s,), s.first_row, s.rows, (0,)) for s in segments if s.rows > SMALL]
+    large, small = bool(pieces), segments[len(pieces) :]
+    chunk = _round_up(-(-first // workers), BLOCK if large else HALF_BLOCK)
+    if small:
+        begin = small[0].first_row
+        rows = _round_up(first - begin, BLOCK) if large else workers * chunk
+        starts = tuple(s.first_row - begin for s in small)
+        pieces.append(Piece(tuple(small), begin, rows, starts))
+    dtype = common_dtype(*{leaves[index].dtype for index in members})
+    return Bucket(tuple(pieces), large, 0, chunk, workers, dtype)
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def pieces(buckets: Sequence[Bucket], step: jax.Array) -> list[Piece]:
+    """The pieces of all buckets; where a small leaf begins is known at run time only, see `xla`."""
+    found = [piece for bucket in buckets for piece in bucket.pieces]
+    for k, piece in enumerate(found):
+        if piece.joined:
+            found[k] = piece._replace(starts=xla.runtime_constants(piece.starts, step))
+    return found
+
+
+def join_pieces(leaves: Sequence[Any], pieces: Sequence[Piece]) -> list[Any]:
+    """What is treated as one array for each piece: a leaf in its own shape, or rows of all its leaves.
+
+    Small leaves are worth no kernel of their own: what is computed of them is computed of all at once.
+
+    Args:
+      leaves: arrays of any floating dtype, or None for each.
+      pieces: whose leaves they are.
+
+    Returns:
+      Leaves as they are; joined ones at least float32 ``[rows, 128]``, zeros in the padding; or None.
+    """
+    found: list[Any] = []
+    for piece in pieces:
+        own = [leaves[s.leaf] for s in piece.segments]
+        if own[0] is None or not piece.joined:
+            found.append(own[0])
+            continue
+        wide = common_dtype(jnp.float32, *own)
+        each = []
+        for x, s in zip(own, piece.segments, strict=True):
+            each.append(_leaf_to_rows(x.astype(wide), s, s.rows))
+        if piece.idle:  # a pad of the whole would copy it
+            each.append(jnp.zeros((piece.idle, ROW), wide))
+        found.append(jnp.concatenate(each))
+    return found
+
+
+def piece_to_rows(x: jax.Array, piece: Piece) -> jax.Array:
+    """What `join_pieces` made of a piece as ``[rows, 128]`` of its dtype, zeros in the padding."""
+    return x if piece.joined else _leaf_to_rows(x, piece.segments[0], piece.rows)
+
+
+def rows_to_piece(x: jax.Array, piece: Piece) -> jax.Array:
+    """Undoes `piece_to_rows`, of ``[..., rows, 128]``."""
+    return x.reshape(-1, ROW) if piece.joined else _rows_to_leaf(x, piece.segments[0])
+
+
+def _leaf_to_rows(x: jax.Array, segment: Segment, rows: int) -> jax.Array:
+    # In as few operations as can be: with hundreds of leaves it is they that a compiler works at.
+    if segment.tiles:
+        x = x.reshape(-1, SUBLANES, segment.shape[-1] // ROW, ROW).swapaxes(1, 2)
+    return pad_rows(x.reshape(-1), rows * ROW).reshape(rows, ROW)
+
+
+def made_of_tiles(shape: tuple[int, ...]) -> bool:
+    """Whether a leaf is whole tiles of 8 x 128 elements, and more than one column of them.
+
+    A TPU keeps it so, and would lay it out anew twice a step if its rows had any other order. A CPU would
+    take twice the time with theirs.
+
+    Example:
+      >>> from lioncub_jax import layout
+      >>> [layout.made_of_tiles(shape) for shape in ((3, 16, 256), (12, 256), (16, 128))]
+      [True, False, False]
+    """
+    # In one column the two orders are the same.
+    return len(shape) > 1 and shape[-1] > ROW and not (shape[-1] % ROW or shape[-2] % SUBLANES)
+
+
+def lies_in_rows(piece: Piece) -> bool:
+    """Whether the rows of a piece are there without a copy, on a TPU: whole tiles, and no padding."""
+    if piece.joined:
+        return True
+    [s] = piece.segments
+    whole = s.tiles or len(s.shape) == 1 or s.shape[-1] == ROW
+    return whole and s.size == piece.rows * ROW
+
+
+def join_bucket(leaves: Sequence[jax.Array], bucket: Bucket) -> jax.Array:
+    """All leaves of a bucket as ``float32[rows, 128]``, zeros in the padding."""
+    pieces = bucket.pieces
+    each = []
+    for x, piece in zip(join_pieces(leaves, pieces), pieces, strict=True):
+        each.append(piece_to_rows(x.astype(jnp.float32), piece))
+    return pad_rows(jnp.concatenate(each), bucket.rows)
+
+
+def split_pieces(values: Sequence[jax.Array], pieces: Sequence[Piece]) -> dict[int, jax.Array]:
+    """Undoes `join_pieces`: of an array for each piece, each leaf in its own shape, by its index."""
+    leaves, first_column = {}, jnp.zeros((), jnp.uint32)
+    for x, piece in zip(values, pieces, strict=True):
+        if not piece.joined:
+            leaves[piece.segments[0].leaf] = _rows_to_leaf(x, piece.segments[0])
+            continue
+        rows = xla.materialized(x.reshape(-1, ROW))
+        for at, s in zip(piece.starts, piece.segments, strict=True):
+            corner = jnp.asarray(at, jnp.uint32), first_column
+            leaves[s.leaf] = _rows_to_leaf(lax.dynamic_slice(rows, corner, (s.rows, ROW)), s)
+    return leaves
+
+
+def split_bucket(rows: jax.Array, pieces: Sequence[Piece]) -> dict[int, jax.Array]:
+    """Undoes `join_bucket`: of the rows of a bucket each leaf, by its index."""
+    return split_pieces([rows[p.first_row :][: p.rows] for p in pieces], pieces)
+
+
+def _rows_to_leaf(x: jax.Array, segment: Segment) -> jax.Array:
+    """A leaf in its own shape: as it is, or of its rows, ``[..., rows, 128]``, which may end in padding."""
+    if x.shape == segment.shape:
+        return x
+    flat = x.reshape(-1)
+    return to_shape(flat if flat.size == segment.size else flat[: segment.size], segment)
+
+
+def to_shape(x: jax.Array, segment: Segment) -> jax.Array:
+    """Elements of leaves in the order of their rows, ``[..., size]``, in their shape, ``[..., *shape]``."""
+    shape, lead = segment.shape, x.shape[:-1]
+    if segment.tiles:
+        x = x.reshape(-1, shape[-1] // ROW, SUBLANES, ROW).swapaxes(1, 2)
+    return x.reshape(*lead, *shape)
+
+
+def pad_rows(x: jax.Array, rows: int) -> jax.Array:
+    """Zeros behind ``x``, up to so many rows."""
+    short = rows - x.shape[0]
+    if not short:
+        return x
+    return lax.pad(x, jnp.zeros((), x.dtype), [(0, short, 0)] + [(0, 0, 0)] * (x.ndim - 1))
+
+
+def zero_padding(rows: jax.Array, counts: jax.Array | None) -> jax.Array:
+    """``[rows, 128]`` with zeros behind ``counts[row]`` elements of each row; None for no padding."""
+    return (
+        rows
+        if counts is None
+        else jnp.where(jnp.arange(ROW, dtype=jnp.int32)[None] < counts[:, None], rows, 0)
+    )
+
+
+def counts(
+    bucket: Bucket, own: Sequence[jax.Array | None] = (), zeros: bool = False
+) -> jax.Array | None:
+    """How many elements of each row of a bucket are no padding.
+
+    Args:
+      bucket: the bucket.
+      own: for each leaf ``int32[rows]``, the sizes of its rows, if the leaf is a slice of a group's buffer;
+        else None; () for none.
+      zeros: whether the codes have a zero. Then rows of padding only are voted on, and must not count as
+        ties.
+
+    Returns:
+      ``int32[rows]``; None where no padding can be mistaken.
+    """
+    segments, parts = bucket.segments, []
+    given = {leaf: count for leaf, count in enumerate(own) if count is not None}
+    sliced = any(s.leaf in given for s in segments)
+    ragged = any(s.size % ROW for s in segments)
+    empty = sum(s.size for s in segments) < bucket.rows * ROW
+    if not (sliced or ragged or (zeros and empty)):
+        return None
+    for piece in bucket.pieces:
+        if not sliced:
+            parts.append(_filled(piece))
+            continue
+        each = []
+        for s in piece.segments:
+            full = jnp.full(s.size // ROW, ROW, jnp.int32)
+            each.append(pad_rows(given.get(s.leaf, full), s.rows))
+        parts.append(pad_rows(jnp.concatenate(each), piece.rows))
+    return pad_rows(jnp.concatenate(parts), bucket.rows)
+
+
+def counts_of_slice(cut: Bucket, device: jax.Array, zeros: bool = False) -> jax.Array | None:
+    """As `counts`, of the slice ``int32[chunk]`` of one device of a group."""
+    found = counts(cut, zeros=zeros)
+    if found is None:
+        return None
+    return lax.dynamic_slice_in_dim(found, device * cut.chunk, cut.chunk)
+
+
+def _filled(piece: Piece) -> jax.Array:
+    """``int32[rows]``: how many elements of each row are no padding."""
+    row = jnp.arange(piece.rows, dtype=jnp.int32)
+    if not piece.joined:  # large, perhaps: computed where it is used, and never kept
+        full, rest = divmod(piece.segments[0].size, ROW)
+        return jnp.where(row < full, ROW, jnp.where(row == full, rest, 0)).astype(jnp.int32)
+    short = [s for s in piece.segments if s.size % ROW]
+    last = np.array([s.first_row + s.rows - 1 - piece.first_row for s in short], np.int32)
+    missing = np.array([-s.size % ROW for s in short], np.int32)
+    counts = jnp.where(row < piece.rows - piece.idle, ROW, 0).astype(jnp.int32)
+    return counts.at[last].add(-missing)
+
+
+class Holder(enum.StrEnum):
+    """Who holds a value of its own for a field of a state.
+
+    A state class says it by a method ``holders() -> dict[field, Holder]``. Of fields that it does not name
+    their place says it, see `training.holders`, and in a checkpoint their sharding.
+    """
+
+    ALL = "all"  # one value, the same everywhere
+    WORKER = "worker"  # each worker its own
+    FRONT = "front"  # likewise, by its place in front of an exchange
+    FEEDBACK = "feedback"  # each worker its own error; their mean over the workers must be kept
+    OWNER = "owner"  # the owner of each slice of a bucket its own
+    MEASURED = "measured"  # one value, the same everywhere, which the next measurement replaces

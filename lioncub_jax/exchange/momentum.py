@@ -1,0 +1,103 @@
+"""What a worker remembers: ``c_i = b1 m_i + (1 - b1) g_i`` and ``m_i = b2 m_i + (1 - b2) g_i``.
+
+Workers vote with a blend of their own gradient and their own momentum, so momenta drift apart where
+workers see different data; `sync` makes them alike at times.
+"""
+
+from typing import Any
+
+import jax
+import optax
+
+from lioncub_jax.exchange import quantize
+from lioncub_jax.exchange.arguments import check_betas, check_mu_dtype, part
+
+__all__ = ["Memory", "blend", "nothing"]
+
+
+class Memory:
+    """What a worker blends into its message and what it keeps.
+
+    This base class sends the gradient and keeps nothing.
+
+    The two halves are apart because a worker that abstains sends nothing and must not remember either,
+    and because momentum is then overwritten in place only after the message was made from it.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> memory = blend(b1=0.5, b2=0.75)
+      >>> gradient, mu = jnp.ones(2), jnp.zeros(2)
+      >>> memory.message(gradient, mu).tolist(), memory.remember(gradient, mu).tolist()
+      ([0.5, 0.5], [0.25, 0.25])
+    """
+
+    def init(self, params: optax.Params) -> Any:
+        """``mu`` like the parameters, None for each."""
+        return jax.tree.map(lambda p: None, params)
+
+    def message(self, g: jax.Array, mu: Any) -> jax.Array:
+        """What the worker votes with, of one leaf."""
+        return g
+
+    def remember(self, g: jax.Array, mu: Any) -> Any:
+        """The next ``mu`` of one leaf."""
+        return mu
+
+
+@part
+class Blend(Memory):
+    """See `blend`."""
+
+    b1: Any
+    b2: Any
+    mu_dtype: Any
+
+    def init(self, params: optax.Params) -> Any:
+        """Zeros like the parameters."""
+        return optax.tree.zeros_like(params, dtype=self.mu_dtype)
+
+    def message(self, g: jax.Array, mu: Any) -> jax.Array:
+        """``b1 mu + (1 - b1) g``."""
+        return _mixed(self.b1, mu, g)
+
+    def remember(self, g: jax.Array, mu: Any) -> Any:
+        """``b2 mu + (1 - b2) g``."""
+        return quantize.saturated(_mixed(self.b2, mu, g), mu.dtype)
+
+
+def _mixed(b: Any, mu: jax.Array, g: jax.Array) -> jax.Array:
+    """``b mu + (1 - b) g``, where the momentum may be of another dtype."""
+    with jax.numpy_dtype_promotion("standard"):
+        return (1 - b) * g + b * mu
+
+
+def blend(b1: Any = 0.9, b2: Any = 0.99, mu_dtype: Any = None) -> Memory:
+    """Lion's memory: ``c = b1 mu + (1 - b1) g`` is sent, ``mu = b2 mu + (1 - b2) g`` is kept.
+
+    Args:
+      b1: weight of the momentum in the message, in [0, 1).
+      b2: decay of the momentum, in [0, 1).
+      mu_dtype: dtype of the momentum; None for that of the parameters.
+
+    Raises:
+      ValueError: if a beta is outside [0, 1), or ``mu_dtype`` is not floating.
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> tx = lc.communicate(workers="data", memory=lc.momentum.blend(0.9, 0.99))
+
+    Source: Chen et al., "Symbolic Discovery of Optimization Algorithms" (arXiv 2302.06675).
+    """
+    check_betas(b1=b1, b2=b2)
+    check_mu_dtype(mu_dtype)
+    return Blend(b1, b2, mu_dtype)
+
+
+def nothing() -> Memory:
+    """Sends the gradient as it is and keeps nothing: for momentum that lives at the owner.
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> tx = lc.communicate(workers="data", memory=lc.momentum.nothing())  # signSGD with majority vote
+    """
+    return Memory()

@@ -1,0 +1,404 @@
+"""The optimizers: Distributed Lion, Lion Cub, Lion, AdamW or another at the owner, and the baseline.
+
+Every method is one sentence about `communicate`:
+
+| optimizer | worker sends | owner | travels back |
+|---|---|---|---|
+| `distributed_lion` | sign of its own blend | counts | the majority, or the counts |
+| `lion_cub` | 1 or p bits of its own blend | counts | the majority |
+| `lion_cub(quantizer=integer(p))` | the paper's integer codes | counts | the exact sign, in 2 bits |
+| the same, `wire=counts()` or `lanes()` | as above | (all-reduce) | nothing: the sum is everywhere |
+| `owner_lion` | p bits of its gradient | one global momentum, Lion | Lion's sign, exactly |
+| `owner_adamw`, `owner(tx)` | p bits of its gradient | AdamW, or tx | the update, in q bits |
+| `global_gradients(tx)` | its gradient, float32 | (all-reduce) | nothing: the mean is everywhere |
+
+Each is its direction, by `communicate`, then weight decay, then the learning rate. In a chain of your own
+`communicate` stands where ``optax.scale_by_lion`` stood.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import optax
+from jax.typing import ArrayLike, DTypeLike
+
+from lioncub_jax.exchange import checks, decide, momentum, quantize, wires
+from lioncub_jax.exchange.arguments import (
+    check_betas,
+    check_floating,
+    check_kinds,
+    check_mu_dtype,
+    check_rates,
+)
+from lioncub_jax.exchange.decide import Coder
+from lioncub_jax.exchange.quantize import Quantizer
+from lioncub_jax.exchange.step import communicate
+from lioncub_jax.exchange.sync import Schedule, sync_momentum
+from lioncub_jax.exchange.wires import Wire
+from lioncub_jax.mesh import axes
+from lioncub_jax.mesh.axes import AxisName
+from lioncub_jax.mesh.placement import Workers, names_of
+
+# A tree of bools like the parameters, or a function of them to one; None for all leaves.
+Mask: TypeAlias = optax.Params | Callable[[optax.Params], Any] | None
+
+
+def lion_cub(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: ArrayLike = 0.9, b2: ArrayLike = 0.99, mu_dtype: DTypeLike | None = None,
+    weight_decay: optax.ScalarOrSchedule = 1e-3, mask: Mask = None,
+    *,
+    workers: AxisName | Workers | None,
+    quantizer: Quantizer | None = None, wire: Wire | None = None,
+    sync: Schedule | None = None, sync_where: Mask = None,
+    bucket_size: int | None = None,
+) -> optax.GradientTransformationExtraArgs:  # fmt: skip
+    """Lion Cub: workers vote with 1 or p bits of their own blend of gradient and momentum.
+
+    Of the paper, ``lion_cub(lr)`` is the 1-bit all-reduce, ``lion_cub(lr, quantizer=integer(8),
+    wire=counts())`` the p-bit all-reduce, and ``lion_cub(lr, sync=..., sync_where=...)`` the selective
+    momentum sync: ``sync.every(T)``, ``sync.first(M)`` or ``sync.thinning(k)``, of some leaves.
+
+    ``c_i = b1 mu_i + (1 - b1) g_i``, ``u = sign(sum_i code(c_i))``, ``p -= lr (u + wd p)``,
+    ``mu_i = b2 mu_i + (1 - b2) g_i``; every sync ``mu_i = mean_i mu_i``, see `sync_momentum`.
+
+    **Workers that see different data.** Each worker keeps a momentum of its own, which follows its own
+    data. Where every worker draws from the same data the momenta stay alike, and the vote follows Lion in
+    full precision closely. Where each has data of its own (its own files, users or classes) the momenta
+    drift apart, votes cancel, and the loss falls more slowly. Use `owner_lion` then, which has one
+    momentum for all and nothing to drift, or bring the momenta together with
+    ``sync=lioncub_jax.sync.coded()``. `metrics` has the drift; docs/reports/convergence.md has figures.
+
+    Args:
+      learning_rate: a number or an optax schedule.
+      b1: weight of the momentum in the vote, in [0, 1).
+      b2: decay of the momentum, in [0, 1).
+      mu_dtype: dtype of the momentum; None for that of the parameters.
+      weight_decay: decoupled, multiplied with the learning rate.
+      mask: which leaves decay, a tree of bools or a function of the parameters.
+      workers: who votes: a `Workers`, or the name of the axis that your own ``shard_map`` or ``pmap``
+        binds; a tuple of several names is one group of voters. None for one device without a mesh, where
+        it is ``optax.lion``; on several a warning names the line.
+      quantizer: ``sign()`` (default: 1 bit up, 1 down), ``midrise(p)`` (p up, 1 down: precision does
+        not depend on the number of workers), ``integer(p)`` (the paper's codes, whose sum fits in p
+        bits: p - log2 W up, 2 down) or ``ternary()`` (exact zeros, 2 up, 2 down).
+      wire: ``two_phase()`` by default; ``counts()`` or ``lanes()`` for the paper's all-reduce of
+        ``integer(p)``.
+      sync: when to average momentum: ``every(T)``, ``first(M)`` or ``thinning(k)`` in full precision,
+        ``coded(...)`` in codes; None (default) for never. One device has nothing to sync.
+      sync_where: which leaves of the momentum to average.
+      bucket_size: see `communicate`. Whole numbers say what is compiled: ``optax.inject_hyperparams``
+        leaves them alone if its ``static_args`` name them, as ``("workers", "bucket_size")``.
+
+    Returns:
+      A transform whose ``update`` must run where the workers' axis is bound.
+
+    Raises:
+      ValueError: as `communicate`; also for betas outside [0, 1), rates and decays that are no finite
+        numbers, and, when traced, for a mask without a leaf of the parameters.
+      TypeError: for a part that is not what its argument says, or a mask that is not of bools.
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> tx = lc.lion_cub(1e-4, weight_decay=0.1, workers="data", sync=lc.sync.every(1000))
+
+    Source: Lion Cub (arXiv 2411.16462).
+    """
+    vote = communicate(
+        workers=workers, memory=momentum.blend(b1, b2, mu_dtype), quantizer=quantizer, wire=wire,
+        bucket_size=bucket_size,
+    )  # fmt: skip
+    return descending(_synced(vote, sync, sync_where, workers), learning_rate, weight_decay, mask)
+
+
+def distributed_lion(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: ArrayLike = 0.9, b2: ArrayLike = 0.99, mu_dtype: DTypeLike | None = None,
+    weight_decay: optax.ScalarOrSchedule = 1e-3, mask: Mask = None,
+    *,
+    workers: AxisName | Workers | None,
+    average: bool = False, wire: Wire | None = None,
+    sync: Schedule | None = None, sync_where: Mask = None,
+    bucket_size: int | None = None,
+) -> optax.GradientTransformationExtraArgs:  # fmt: skip
+    """Distributed Lion: workers send signs; the update is their majority or their average.
+
+    The paper's MaVo is ``distributed_lion(lr)``, its Avg ``distributed_lion(lr, average=True)``.
+
+    Arguments that are not named here are those of `lion_cub`, and so are the errors, what is returned,
+    and the note on workers that see different data.
+
+    Args:
+      average: False for the majority ("MaVo", 1 bit back), True for the mean of the signs over the
+        votes cast ("Avg", the planes of the count back).
+      sync: the paper never syncs.
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> tx = lc.distributed_lion(1e-4, workers="data", average=True)
+
+    Source: Distributed Lion (arXiv 2404.00438).
+    """
+    vote = communicate(
+        workers=workers, memory=momentum.blend(b1, b2, mu_dtype), wire=wire,
+        decision=decide.average() if average else decide.majority(), bucket_size=bucket_size,
+    )  # fmt: skip
+    return descending(_synced(vote, sync, sync_where, workers), learning_rate, weight_decay, mask)
+
+
+def owner_lion(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: ArrayLike = 0.9, b2: ArrayLike = 0.99, mu_dtype: DTypeLike | None = None,
+    weight_decay: optax.ScalarOrSchedule = 1e-3, mask: Mask = None,
+    *,
+    workers: AxisName | Workers | None,
+    quantizer: Quantizer | None = None, wire: Wire | None = None,
+    bucket_size: int | None = None,
+) -> optax.GradientTransformationExtraArgs:  # fmt: skip
+    """Lion with one momentum for all, each slice of it at one worker: no drift, no sync.
+
+    Workers send codes of their gradients; the owner of a slice decodes, averages, runs Lion on its
+    slice of the one momentum and sends back the sign, which is Lion's whole update: one exact bit. A worker
+    keeps d/W of momentum, and with error feedback, as by default, an error of its own as large as the
+    parameters, in bfloat16.
+
+    Arguments that are not named here are those of `lion_cub`, and so are the errors.
+
+    Args:
+      mu_dtype: dtype of the one momentum; None for that of the parameters.
+      quantizer: of gradients; ``error_feedback(midrise(3))`` by default; ``dense()`` for the exact mean.
+
+    Returns:
+      A transform whose ``init`` and ``update`` must run where the workers' axis is bound.
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> tx = lc.owner_lion(1e-4, workers="data", quantizer=lc.quantize.midrise(4))
+
+    Source: this library; the optimizer is Lion (arXiv 2302.06675).
+    """
+    check_betas(b1=b1, b2=b2)
+    check_mu_dtype(mu_dtype)
+    direction = owner(
+        _of_numbers(optax.scale_by_lion, b1, b2, mu_dtype), workers=workers, quantizer=quantizer,
+        reply=decide.sign(), wire=wire, bucket_size=bucket_size,
+    )  # fmt: skip
+    return descending(direction, learning_rate, weight_decay, mask)
+
+
+def owner_adamw(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: ArrayLike = 0.9, b2: ArrayLike = 0.999, eps: ArrayLike = 1e-8,
+    weight_decay: optax.ScalarOrSchedule = 1e-4, mask: Mask = None,
+    *,
+    workers: AxisName | Workers | None,
+    quantizer: Quantizer | None = None, reply: Coder | None = None, wire: Wire | None = None,
+    bucket_size: int | None = None,
+) -> optax.GradientTransformationExtraArgs:  # fmt: skip
+    """AdamW with one pair of moments for all, each slice of them at one worker; see `owner`.
+
+    A worker keeps moments of 1/W of the parameters, of W workers, and the errors of its codes and replies.
+    If nobody takes part the moments and their counter stay.
+
+    Args:
+      learning_rate: a number or an optax schedule.
+      b1: decay of the first moment, in [0, 1).
+      b2: decay of the second moment, in [0, 1).
+      eps: added to the root of the second moment.
+      weight_decay: decoupled, multiplied with the learning rate.
+      mask: which leaves decay, a tree of bools or a function of the parameters.
+      workers: a `Workers`, or the name of the axis that your own ``shard_map`` or ``pmap`` binds. None for
+        one device.
+      quantizer: codes of gradients, ``error_feedback(midrise(3))`` by default, 3 bits.
+      reply: how an update comes back, ``decide.codes(2)`` by default, 2 bits.
+      wire: which collectives carry them, ``wires.two_phase()`` by default.
+      bucket_size: elements after which a new flat buffer begins, so that exchanges overlap with the
+        backward pass; see `communicate`. None for one buffer.
+
+    Returns:
+      A transform whose ``init`` and ``update`` must run where the workers' axis is bound.
+
+    Raises:
+      ValueError, TypeError: as `owner` and `lion_cub`.
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> tx = lc.owner_adamw(1e-3, weight_decay=0.1, workers="data")
+
+    Source: this library; the optimizer is AdamW (arXiv 1711.05101).
+    """
+    check_betas(b1=b1, b2=b2)
+    direction = owner(
+        _of_numbers(optax.scale_by_adam, b1, b2, eps), workers=workers, quantizer=quantizer,
+        reply=reply, wire=wire, bucket_size=bucket_size,
+    )  # fmt: skip
+    return descending(direction, learning_rate, weight_decay, mask)
+
+
+def owner(
+    tx: optax.GradientTransformation,
+    *,
+    workers: AxisName | Workers | None,
+    quantizer: Quantizer | None = None, reply: Coder | None = None, wire: Wire | None = None,
+    bucket_size: int | None = None,
+) -> optax.GradientTransformationExtraArgs:  # fmt: skip
+    """Any elementwise optax transform, once for all workers: each slice of its state at one worker.
+
+    It stands where ``tx`` stood in a chain. Worker i sends ``Q(g_i + e_i)``, codes of its gradient; the
+    owner of a slice decodes, averages, and runs ``u, s = tx(mean, s)``; back comes ``Q(u + e)``. What a
+    code misses, up or back, is said in a later step.
+
+    Behind the mean itself, ``owner(optax.identity(), ...)``, any transform can stand, elementwise or not;
+    its state is then the same on every worker, and with nobody there it sees zeros.
+
+    Args:
+      tx: such as ``optax.scale_by_adam()``. What mixes elements (a norm, a matrix) and what uses the
+        parameters (weight decay) stands behind it in the chain.
+      workers: as `lion_cub`.
+      quantizer: of gradients; ``error_feedback(midrise(3))`` by default; ``dense()`` for the exact mean.
+      reply: how an update comes back: ``decide.codes(2)`` by default, ``decide.sign()`` where ``tx`` ends
+        in a sign, ``decide.values()`` for float32.
+      wire: as `communicate`.
+      bucket_size: as `communicate`.
+
+    Returns:
+      A transform whose ``init`` and ``update`` must run where the workers' axis is bound.
+
+    Raises:
+      ValueError: as `communicate`; when traced, for a ``tx`` that mixes elements, uses parameters or keeps
+        arrays of another shape.
+      TypeError: for a part or a ``tx`` that is none.
+
+    Example:
+      >>> import lioncub_jax as lc, optax
+      >>> tx = optax.chain(
+      ...     lc.owner(optax.scale_by_adam(), workers="data"),
+      ...     optax.add_decayed_weights(0.1),
+      ...     optax.scale_by_learning_rate(1e-3),
+      ... )
+      >>> mean = lc.owner(optax.identity(), workers="data", reply=lc.decide.codes(4))
+      >>> clipped = optax.chain(mean, optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+    Source: this library; feedback both ways as dist-EF-blockSGD (Zheng et al., arXiv 1905.10936).
+    """
+    check_kinds(tx=(tx, optax.GradientTransformation))
+    if "value" in checks.asked(tx):
+        raise ValueError(
+            "tx asks for value, the loss, which an owner does not know: put it behind the owner, "
+            "optax.chain(lioncub_jax.owner(...), optax.contrib.reduce_on_plateau())"
+        )
+    if quantizer is None:
+        quantizer = quantize.error_feedback(quantize.midrise(3))
+    reply = decide.codes(2) if reply is None else reply
+    return communicate(
+        workers=workers, memory=momentum.nothing(), quantizer=quantizer, wire=wire,
+        decision=decide.at_owner(tx, reply), bucket_size=bucket_size,
+    )  # fmt: skip
+
+
+def _of_numbers(
+    make: Callable[..., optax.GradientTransformation], *numbers: Any
+) -> optax.GradientTransformation:
+    """A transform whose numbers are leaves of it, as they may be traced arrays; built where it runs."""
+    return optax.GradientTransformation(
+        jax.tree_util.Partial(lambda numbers, *given: make(*numbers).init(*given), numbers),
+        jax.tree_util.Partial(lambda numbers, *given: make(*numbers).update(*given), numbers),
+    )
+
+
+def _synced(
+    vote: optax.GradientTransformationExtraArgs,
+    sync: Schedule | None,
+    where: Mask,
+    workers: AxisName | Workers | None,
+) -> optax.GradientTransformationExtraArgs:
+    """Votes, and the syncs of their momentum."""
+    if sync is None and where is not None:
+        raise ValueError("sync_where is given without sync: give a schedule, such as every(100)")
+    if sync is None:
+        return vote
+    synced = sync_momentum(vote, sync, checks.as_mask("sync_where", where), workers=workers)
+    return vote if workers is None else synced
+
+
+def descending(
+    direction: optax.GradientTransformation,
+    learning_rate: optax.ScalarOrSchedule,
+    weight_decay: optax.ScalarOrSchedule,
+    mask: Mask,
+) -> optax.GradientTransformationExtraArgs:
+    """``-lr (u + wd p)`` of a direction ``u``, the decay of the leaves in the mask only."""
+    check_rates(learning_rate=learning_rate, weight_decay=weight_decay)
+    decay = optax.add_decayed_weights(weight_decay, checks.decay_mask(mask))
+    return optax.chain(direction, decay, optax.scale_by_learning_rate(learning_rate))
+
+
+class GlobalState(NamedTuple):
+    """State of a transform that sees averaged gradients; the same on every worker."""
+
+    inner: Any
+
+    def exchanges(self) -> bool:
+        """Whether workers communicate in the transform of this state."""
+        return True
+
+
+def global_gradients(
+    tx: optax.GradientTransformation,
+    dtype: DTypeLike | None = None,
+    *,
+    workers: AxisName | Workers | None,
+) -> optax.GradientTransformationExtraArgs:
+    """Runs any optax transform on averaged gradients: the baseline.
+
+    Nobody can abstain: the mean is over all workers.
+
+    Args:
+      tx: such as ``optax.lion(1e-4)`` or ``optax.adamw(1e-3)``.
+      dtype: of the all-reduce of real gradients, such as ``bfloat16`` (which XLA widens to float32 on
+        CPU); None for float32, or a gradient's own dtype where that is wider. Complex ones travel as they
+        are.
+      workers: as `lion_cub`; of two levels both axes as a tuple, or the `Workers`.
+
+    Returns:
+      A transform with state ``GlobalState``.
+
+    Raises:
+      TypeError: for a ``tx`` that is no transform.
+      ValueError: for a dtype that is not floating; when traced, for ``abstain``.
+
+    Example:
+      >>> import lioncub_jax as lc, optax
+      >>> tx = lc.global_gradients(optax.adamw(1e-3), workers="data")
+    """
+    axis, group = names_of(workers)
+    everyone = (*axis, *group)
+    if dtype is not None:
+        check_floating("dtype", dtype)
+    check_kinds(tx=(tx, optax.GradientTransformation))
+    tx = optax.with_extra_args_support(tx)
+    built = None if axis else checks.callers_line()
+
+    def init(params: optax.Params) -> GlobalState:
+        return GlobalState(tx.init(wires.agreed(params, everyone)))
+
+    def update(
+        updates: Any, state: GlobalState, params: Any = None, *, abstain: Any = None, **extra: Any
+    ) -> Any:
+        abstain = checks.check_abstain(abstain, extra)
+        if abstain is not None and checks.abstain_is_explicit.get():
+            raise ValueError(
+                "abstain is given, and global_gradients averages the gradients of all workers: leave it "
+                "out, or give owner(tx), whose workers can abstain"
+            )
+        if built is not None:
+            checks.warn_alone(updates, built)
+        if axis:
+            axes.workers_on(everyone)
+            checks.check_local(updates, everyone)
+            updates = wires.mean_over_workers(updates, everyone, dtype)
+        updates, inner = tx.update(updates, state.inner, params, **extra)
+        return updates, GlobalState(inner)
+
+    return optax.GradientTransformationExtraArgs(init, update)

@@ -1,0 +1,1 @@
+"""Programs around the library: they import it, and it never imports them."""

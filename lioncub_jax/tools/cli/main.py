@@ -1,0 +1,135 @@
+"""The command line: ``lioncub plan | bytes | lab | run``.
+
+A command ends with 0, or with 2 and a line that says what was given, what is allowed and what to
+do; ``lab`` and ``run`` end with the exit code of the command that they ran. Ctrl-C ends with 130, and
+a reader that closed the pipe with 141, as it would end a program in C.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import lioncub_jax
+from lioncub_jax.tools.cli import bytes as bytes_command
+from lioncub_jax.tools.cli import lab as lab_command
+from lioncub_jax.tools.cli import output
+from lioncub_jax.tools.cli import plan as plan_command
+from lioncub_jax.tools.cli import run as run_command
+
+INTERRUPTED = 130  # 128 and the number of SIGINT
+PIPE_CLOSED = 141  # 128 and the number of SIGPIPE
+LONGEST_MESSAGE = 900  # XLA's may have thousands of lines
+
+_DESCRIPTION = """\
+Data-parallel Lion for JAX whose workers exchange about one bit per parameter:
+what it would gain, what a compiled step sends, a slow network to try it on, and
+a run that goes on when a worker dies."""
+
+_EPILOG = """\
+exit codes:
+  0, or 2 and a line that says what was wrong; 130 after Ctrl-C; lab and run end
+  with the code of the command that they ran
+
+examples:
+  lioncub plan --model 124M --workers 8 --bandwidth 1gbit --compute 144ms \\
+      --tokens-per-worker 8192
+  lioncub bytes lioncub_jax.tools.cli.examples:lowered --devices 8
+  lioncub lab --workers 2 --rate 100mbit -- hostname"""
+
+_COMMANDS = {"plan": plan_command, "bytes": bytes_command, "lab": lab_command, "run": run_command}
+_STARTING = ("lab", "run")  # a command of the user's
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, and does not hide that help could not be printed."""
+
+    def print_help(self, file: Any = None) -> None:
+        output.write(self.format_help())
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {_shortened(message)} ({self.prog} --help has examples)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Args:
+      argv: arguments without the program's name; those of the process if None.
+
+    Returns:
+      The exit code.
+
+    Raises:
+      SystemExit: with code 2 for arguments that cannot be, and with 0 for ``--help``.
+
+    Example:
+      >>> main(["plan", "--model", "1M", "--workers", "4", "--bandwidth", "1gbit"])
+      Traceback (most recent call last):
+      SystemExit: 2
+    """
+    try:
+        return _command(list(sys.argv[1:] if argv is None else argv))
+    except BrokenPipeError:
+        return PIPE_CLOSED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _command(given: list[str]) -> int:
+    end = given.index("--") if "--" in given else len(given)
+    command = _parser("--explain" in given[:end])
+    try:
+        args = command.parse_args(given[:end])
+        command = args.parser
+        # argparse itself would mix up the options of the lab's command.
+        args.words = given[end + 1 :]
+        if args.name in _STARTING:
+            if not (args.workers and args.words):
+                raise ValueError(
+                    f"give --workers, and the command behind --: {args.name} --workers 4 -- COMMAND"
+                )
+        elif args.words:
+            words = " ".join(args.words)
+            raise ValueError(f"-- {words}: only lab and run take a command; leave it out")
+        return int(_COMMANDS[args.name].run(args))
+    except (ValueError, ImportError) as error:
+        message = str(error)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    command.error(message)
+
+
+def _parser(explain: bool) -> _Parser:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(
+        prog="lioncub", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=raw,
+        allow_abbrev=False,
+    )  # fmt: skip
+    version = f"lioncub_jax {lioncub_jax.__version__}"
+    parser.add_argument("--version", action="version", version=version)
+    commands = parser.add_subparsers(
+        title="commands", required=True, metavar="plan | bytes | lab | run"
+    )
+    for name, module in _COMMANDS.items():
+        command = commands.add_parser(
+            name, help=module.SUMMARY, description=module.DESCRIPTION, epilog=module.EPILOG,
+            formatter_class=raw, allow_abbrev=False,
+            usage=f"lioncub {name} [options] -- COMMAND..." if name in _STARTING else None,
+        )  # fmt: skip
+        for option, how, words in module.OPTIONS:
+            hidden = module is plan_command and option in plan_command.DETAILS and not explain
+            command.add_argument(option, help=argparse.SUPPRESS if hidden else words, **how)
+        command.set_defaults(name=name, parser=command)
+    return parser
+
+
+def _shortened(message: str) -> str:
+    """One line; of a long one the beginning, which names what is wrong, and the end, with the advice."""
+    line = " ".join(message.split())
+    if len(line) <= LONGEST_MESSAGE:
+        return line
+    return f"{line[: LONGEST_MESSAGE * 2 // 3]} [...] {line[-LONGEST_MESSAGE // 3 :]}"

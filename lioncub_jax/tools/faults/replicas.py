@@ -1,0 +1,205 @@
+"""Replicas that went wrong: found by a checksum, named, and healed by the majority's copy.
+
+Parameters and shared state are the same on all workers, by their types. A type knows nothing of a bit that
+flips in memory or of a message that arrives wrong, and a replica that differs trains on unnoticed: its
+votes are of another model. So now and then each device sums up what it holds (two words a leaf), all
+compare, and who differs from the majority gets its copy.
+"""
+
+import warnings
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from lioncub_jax.exchange import wires
+from lioncub_jax.exchange.arguments import check_count
+from lioncub_jax.mesh import axes
+from lioncub_jax.mesh import checksum as sums
+from lioncub_jax.mesh.hosts import of_words, words_of
+from lioncub_jax.mesh.placement import Workers, check_workers
+from lioncub_jax.mesh.specs import axes_in, product
+
+
+class Difference(NamedTuple):
+    """A replica that was not as the others.
+
+    Attributes:
+      leaf: its path in the state, such as ``.params['w']``.
+      worker: its number.
+      device: the device's id.
+      step: steps done when it was found; it went wrong after the check before.
+
+    Example:
+      See `Replicas`.
+    """
+
+    leaf: str
+    worker: int
+    device: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.leaf} on worker {self.worker} (device {self.device}) after step {self.step}"
+
+
+class ReplicasDiffer(RuntimeError):
+    """Replicas differ and no majority says which is right; see `Replicas`."""
+
+
+class ReplicaHealed(UserWarning):
+    """A replica differed and was given the majority's copy; see `Replicas`."""
+
+
+class Replicas:
+    """Compares what must be the same on all workers, every so many steps, and heals who differs.
+
+    A worker that differs keeps what is its own: momentum and quantization errors. Until it is
+    found its votes are of other parameters; the others' parameters are touched by no more than that.
+
+    Args:
+      workers: a `Workers`.
+      every: compare at every K-th call. With 1 nothing wrong ever votes. One compare reads what a device
+        holds once and sends two words a leaf.
+      heal: give who differs the majority's copy and go on, though what it voted for since the last compare
+        counted; False raises instead, so that the run goes back to a state of before and ends as if
+        nothing had been. Save then where a compare was, right after it.
+
+    Attributes:
+      found: every `Difference` so far, healed.
+
+    Raises:
+      TypeError: for workers that are none.
+      ValueError: for ``every`` below 1, or a single replica.
+      ValueError: when called, for a state that lies elsewhere.
+      ReplicasDiffer: when called, where copies differ and none has more than half of them, with two
+        workers always; with ``heal=False`` where they differ at all. What was trained since the last check
+        is not to be trusted: go back to a checkpoint.
+
+    Example:
+      >>> from lioncub_jax.tools import faults
+      >>> def trained(step, state, batches, workers):
+      ...     replicas = faults.Replicas(workers, every=100)
+      ...     for batch in batches:
+      ...         state, metrics = step(replicas(state), batch)
+      ...     return state
+
+    Source: this library.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        *,
+        every: int = 100,
+        heal: bool = True,
+    ):
+        check_workers(workers)
+        self._workers = workers
+        check_count(f"every={every!r}", every, "a number of steps, 1 or more")
+        if self._workers.count == 1:
+            raise ValueError(
+                "Replicas compares workers, and there is one: leave it out, or give a mesh of more"
+            )
+        self._every, self._heal, self._calls = every, heal, 0
+        self.found: list[Difference] = []
+
+    def __call__(self, state: Any) -> Any:
+        """Compares if it is time, and returns the state, healed."""
+        self._calls += 1
+        return state if self._calls % self._every else self.check(state)
+
+    def check(self, state: Any) -> Any:
+        """Compares now; as a call otherwise."""
+        leaves, tree = jax.tree_util.tree_flatten_with_path(state)
+        found = {jax.tree_util.keystr(path): x for path, x in leaves}
+        shared = {path: words_of(x) for path, x in found.items() if self._shared(path, x)}
+        for path, copies in sums.copies(shared).items():
+            if (copies.sums == copies.sums[0]).all():
+                continue
+            step = int(getattr(state, "step", self._calls))
+            wrong, source = self._judged(path, copies, step)
+            differ = [
+                Difference(path, self._worker(at), int(copies.mesh.devices.flat[at].id), step)
+                for at in np.flatnonzero(wrong).tolist()
+            ]
+            self.found += differ
+            if not self._heal:
+                raise ReplicasDiffer(
+                    f"a replica is wrong: {differ[0]}, and heal=False. {self._back()}"
+                )
+            words = _from(shared[path], source)
+            found[path] = jax.device_put(of_words(words, found[path]), found[path].sharding)
+            for one in differ:
+                warnings.warn(
+                    f"a replica was wrong and has the majority's copy now: {one}. One flipped "
+                    "bit is an accident; if this device comes up again, take it out",
+                    ReplicaHealed,
+                    stacklevel=3,
+                )
+        return jax.tree.unflatten(tree, found.values())
+
+    def _shared(self, path: str, x: Any) -> bool:
+        """Whether a leaf is the same on all workers."""
+        sharding, mesh = getattr(x, "sharding", None), self._workers.mesh
+        if isinstance(sharding, NamedSharding) and np.array_equal(
+            sharding.mesh.devices, mesh.devices
+        ):
+            own = set(axes_in(sharding.spec)) & set(self._workers.axes)
+            return x.size > 0 and not own
+        raise ValueError(
+            f"{path} is not on the mesh of the workers (it lies {sharding}): give the state that "
+            "init_state or a training step returned"
+        )
+
+    def _judged(self, path: str, copies: sums.Copies, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """``bool[devices]`` each: those that are wrong, and of each shard one that is right."""
+        wrong, source = np.zeros((2, copies.mesh.devices.size), bool)
+        two_words = copies.sums.view(np.uint64)[..., 0]
+        for words, devices in zip(two_words.T, copies.devices.T, strict=True):
+            _, side, sizes = np.unique(words, return_inverse=True, return_counts=True)
+            if 2 * sizes.max() <= len(words):
+                sides = [sorted({*map(self._worker, devices[side == i])}) for i in set(side)]
+                raise ReplicasDiffer(
+                    f"replicas differ, and no majority says which is right: after step {step} {path} is "
+                    f"the same on the workers of each list of {sorted(sides)}. {self._back()}; with 3 or "
+                    "more workers one that goes wrong is healed"
+                )
+            right = side == sizes.argmax()
+            source[devices[right][0]] = True
+            wrong[devices[~right]] = True
+        return wrong, source
+
+    def _back(self) -> str:
+        return (
+            f"What was trained since the last check, at most {self._every} calls ago, is not to be "
+            "trusted: go back to a state or a checkpoint of before (Checkpoints.restore)"
+        )
+
+    def _worker(self, device: int) -> int:
+        """The number of the worker that a device, by its place in the mesh, belongs to."""
+        mesh, axis = self._workers.mesh, self._workers.axis
+        count = product(mesh.shape, axes.names(axis))
+        # Of a list of all workers, cut over them, a device holds its own number.
+        cut = NamedSharding(mesh, P(axis)).devices_indices_map((count,))
+        return cut[mesh.devices.flat[device]][0].start
+
+
+def _from(x: jax.Array, source: np.ndarray) -> jax.Array:
+    """The array, of what the source of each shard holds."""
+    mesh = sums.untyped(x.sharding.mesh)  # type: ignore[attr-defined]
+    spec = x.sharding.spec  # type: ignore[attr-defined]
+    lies = NamedSharding(mesh, spec)
+    apart = tuple(n for n in mesh.axis_names if n not in axes_in(spec))
+
+    def of_device(x: jax.Array, source: jax.Array) -> jax.Array:
+        return sums.of_bits(wires.from_one(sums.bits_of(x), source[0], apart), x)
+
+    specs = spec, P(mesh.axis_names)
+    # What is labelled one value is not: that is what is mended.
+    run = jax.shard_map(of_device, mesh=mesh, in_specs=specs, out_specs=spec, check_vma=False)
+    plain = jax.device_put(x, lies)
+    with jax.set_mesh(mesh):  # whatever mesh the caller has set
+        return jax.jit(run, out_shardings=lies)(plain, source)

@@ -1,0 +1,285 @@
+"""The newest states of a run in the memory of its machines, beside its checkpoints on disk.
+
+A checkpoint is for good and takes a while; a snapshot is for a start after a death, is read again within
+a second, and every few steps there is another. What all workers have, every machine has a
+copy of. The slices of momentum that owners hold nobody else has, so another machine keeps a copy of them.
+"""
+
+import functools
+import os
+import socket
+import zlib
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from lioncub_jax.checkpoint import leaves, private_files, states, tiles
+from lioncub_jax.checkpoint import snapshot_files as files
+from lioncub_jax.checkpoint.leaves import Layout
+from lioncub_jax.checkpoint.manager import Checkpoints, Restored, as_json, check_rule
+from lioncub_jax.checkpoint.snapshot_files import Description, Name
+from lioncub_jax.checkpoint.tiles import Tile
+from lioncub_jax.exchange.arguments import check_count, check_number
+from lioncub_jax.exchange.layout import Holder
+from lioncub_jax.mesh import axes
+from lioncub_jax.mesh.hosts import together, told
+from lioncub_jax.mesh.placement import Workers
+from lioncub_jax.mesh.specs import product
+from lioncub_jax.tools.run.recovery import Recovery, seen
+
+GENERATIONS = 3  # a process that writes is at most one behind, and nothing is taken from under it
+
+
+class Snapshots:
+    """Keeps the newest states of a run in memory, each machine what its devices hold.
+
+    ``snapshots(state)`` at every step copies every K-th to the host and writes it to a folder in memory in
+    the background, with a SHA-256. `restore` takes the newest state that is whole, of memory or of the
+    checkpoints on disk. After the death of a process nothing is lost but steps: its files stay. After the
+    death of a machine, parameters and counters are read from any other; owners' slices from the
+    copies that other machines keep, rounded to bfloat16 and ``buddies`` steps old at most; and a
+    worker's own momentum and its feedback are gone, and said to be: it starts from the mean of the
+    other workers' momentum, and owes nothing.
+
+    A process writes all that its devices hold, and keeps three snapshots, and as many again that earlier
+    starts left until it has its own three. A folder belongs to one run, whose name is kept in the folder of
+    the checkpoints: where that was emptied or replaced meanwhile, the snapshots are another run's.
+
+    Args:
+      checkpoints: those of the run, which say the axes; fallen back on.
+      folder: in memory, such as one below ``/dev/shm`` or `memory_folder()`; every machine its own,
+        processes of one machine the same. Made if it is not there, and yours alone.
+      every: K, in calls; so many steps are done again, and those during one write.
+      buddies: calls between the copies that owners send to another machine, or to another worker where
+        there is one machine; 0 for none. A copy is 2 bytes a parameter over all workers.
+
+    Raises:
+      TypeError: for ``checkpoints`` that are none.
+      ValueError: for ``every`` below 1, ``buddies`` below 0, or a folder that is a file or a link, or that
+        another user owns, or can change or rename, which is looked at at each use; when called, for
+        ``buddies`` of a single worker, and for a state that lies on no mesh, has no step or was donated.
+      OSError: when called next, if the last one could not be written, as where memory is full; and where
+        the checkpoints have no name of the run yet and cannot be written.
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> def trained(step, state, batches, saved, folder):
+      ...     with Snapshots(saved, folder, every=10) as snapshots:
+      ...         found = snapshots.restore(state)
+      ...         state = found.state if found else state
+      ...         for batch in batches:
+      ...             state, metrics = step(state, batch)
+      ...             snapshots(state)
+      ...     return state
+
+    Source: this library.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        folder: str | os.PathLike[str],
+        *,
+        every: int = 10,
+        buddies: int = 100,
+    ):
+        if not isinstance(checkpoints, Checkpoints):
+            raise TypeError(
+                f"checkpoints={checkpoints!r} is a {type(checkpoints).__name__}: give the Checkpoints of "
+                "the run"
+            )
+        check_count(f"every={every!r}", every, "a number of steps, 1 or more")
+        said = "give a number of steps, or 0 for no copies"
+        check_number(f"buddies={buddies!r}", buddies, lambda n: n >= 0, said, int)
+        self._checkpoints, self._every, self._buddies = checkpoints, every, buddies
+        self.folder = Path(folder).absolute()
+        self._together(lambda folder: None)  # it is made, or looked at
+        self._start = 1 + max((names[-1].start for names in seen(self.folder) if names), default=0)
+        self._run = checkpoints.run()
+        self._calls = self._copies = self._saves = 0
+        self._writer = ThreadPoolExecutor(1)
+        self._writing: Future[None] | None = None
+
+    def __enter__(self) -> "Snapshots":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.wait()
+
+    def __call__(self, state: Any, data: Any = None) -> None:
+        """Takes a snapshot if it is time."""
+        self._calls += 1
+        if self._calls % self._every == 0:
+            self.save(state, data)
+
+    def save(self, state: Any, data: Any = None) -> None:
+        """Takes a snapshot now; its arrays may be donated as soon as this returns.
+
+        Args:
+          state: as `Checkpoints.save`.
+          data: as `Checkpoints.save`.
+        """
+        self.wait()
+        states.check_there("snapshots(state)", state)
+        state, workers = self._checkpoints.on_mesh("snapshots(state)", state)
+        step = states.step_of(state, None)
+        layout, arrays = leaves.layout_of(state, workers), leaves.arrays_of(state)
+        shapes = tuple(x.sharding.shard_shape(x.shape) for x in arrays.values())
+        about = Description(self._run, layout, workers.group is not None, shapes)
+        held = {"own": tiles.copied(arrays)}
+        if self._buddies and self._calls >= self._copies:
+            self._copies = self._calls + self._buddies
+            if copies := _of_others(arrays, layout, workers):
+                held["buddy"] = copies
+        self._saves += 1
+        self._writing = self._writer.submit(self._write, step, about, as_json(data), held)
+
+    def wait(self) -> None:
+        """Returns when the last snapshot is written; raises what kept it from being."""
+        writing, self._writing = self._writing, None
+        if writing is not None and (failed := writing.exception()):
+            raise OSError(
+                f"a snapshot was not written to {self.folder}: {failed}; make room there (it holds "
+                f"{GENERATIONS} states), or give another folder"
+            ) from failed
+
+    def clear(self) -> None:
+        """Forgets all snapshots of this machine, as before going back to an older checkpoint."""
+        self.wait()
+        told(None)  # nobody writes any more
+        self._together(lambda folder: private_files.remove(folder, _entries(folder)))
+
+    def _together(self, act: Callable[[int], object]) -> None:
+        """Does something in the folder, in all processes, and raises in all where it fails in one."""
+
+        def opened() -> None:
+            with private_files.opened(self.folder, make=True) as folder:
+                act(folder)
+
+        together(f"{self.folder} is no folder for snapshots, or cannot be emptied", opened)
+
+    def restore(self, like: Any, *, on_resize: str = "mean") -> Restored | None:
+        """Reads the newest state that is whole, from memory or from disk.
+
+        A process that is missing from every snapshot of a start, of three or more, counts as a lost
+        machine, and the newest snapshot of the others is taken if it is newer than the newest checkpoint.
+        One that is missing from some was still writing them, and they are passed over.
+
+        Args:
+          like: as `Checkpoints.restore`.
+          on_resize: as `Checkpoints.restore`.
+
+        Returns:
+          A ``Restored``, or None where there is nothing to go on from.
+
+        Raises:
+          Damaged, TypeError: as `Checkpoints.restore`.
+          ValueError: as `Checkpoints.restore`, and for snapshots of another run.
+
+        Warns:
+          WorkerStateLost: where a machine took a worker's own state with it.
+        """
+        self.wait()
+        check_rule(on_resize)
+        target = self._checkpoints.target(like)
+        memory = Recovery(self.folder, self._run, self._checkpoints.directory, target)
+        self._checkpoints.wait()
+        steps = files.asked(int, 1 + max(self._checkpoints.steps(), default=-1))
+        disk = min(steps) - 1  # what all of them see
+        for key, whole in memory.best_first():
+            newer = (key[2], whole) > (disk, False)  # of one step the whole one, which is faster
+            if newer and (read := memory.read(key, on_resize == "keep")):
+                return Restored(*read, key[2])
+        return self._checkpoints.restore(like, on_resize=on_resize) if disk >= 0 else None
+
+    def _write(
+        self, step: int, about: Description, data: Any, held: dict[str, dict[Tile, np.ndarray]]
+    ) -> None:
+        me = jax.process_index(), jax.process_count()
+        for kind, parts in held.items():
+            name = Name(self._start, self._saves, step, *me, kind)
+            with private_files.opened(self.folder) as folder:
+                private_files.seal(folder, str(name), *files.packed(about, data, parts))
+                entries = _entries(folder)
+                private_files.remove(folder, _old(files.names_in(entries), name))
+                private_files.remove(folder, _halves(entries, self._start))
+
+
+def _entries(folder: int) -> list[str]:
+    """Snapshots and halves of them."""
+    entries = os.listdir(folder)
+    halves = [name for name in entries if name.endswith(private_files.PART)]
+    return [*map(str, files.names_in(entries)), *halves]
+
+
+def _halves(entries: list[str], start: int) -> list[str]:
+    """What processes of earlier starts left half written; who only reads takes nothing away."""
+    starts = {name: name.partition("-")[0] for name in entries if name.endswith(private_files.PART)}
+    return [name for name, number in starts.items() if number.isdigit() and int(number) < start]
+
+
+def _old(names: list[Name], written: Name) -> list[Name]:
+    """What is older than the generations that stay, and then what earlier starts left."""
+    mine = [n for n in names if (n.process, n.kind) == (written.process, written.kind)]
+    of_start = [n for n in mine if n.start == written.start]
+    if len(of_start) < GENERATIONS:  # starts that each die soon shall not fill the memory
+        return mine[: -2 * GENERATIONS]
+    return of_start[:-GENERATIONS] + [n for n in names if n.start < written.start]
+
+
+# --- Buddies
+
+
+def _of_others(
+    arrays: dict[str, jax.Array], layout: Layout, workers: Workers
+) -> dict[Tile, np.ndarray]:
+    """The slices of the workers whose buddies this process has, in bfloat16."""
+    sent, moved = {}, {}
+    for path, leaf, cut, *_ in layout:
+        if leaf.holder is Holder.OWNER:
+            shift = _shift(workers)
+            if cut > 1:  # the counts beside slices everybody has
+                x = arrays[path]
+                moved[path] = shift * (len(x) // cut)
+                sent[path] = send(x, moved[path], x.sharding)
+    found = {}
+    for (path, (rows, *rest)), bits in tiles.copied(sent).items():
+        start = (rows[0] - moved[path]) % len(arrays[path])
+        found[path, ((start, start + rows[1] - rows[0]), *rest)] = bits.view(jnp.bfloat16)
+    return found
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def send(x: jax.Array, rows: int, lies: NamedSharding) -> jax.Array:
+    """The bits of an array in bfloat16, moved by so many rows, and so to other workers."""
+    # As bits, which no compiler widens on the way.
+    bits = jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
+    return jax.lax.with_sharding_constraint(jnp.roll(bits, rows, axis=0), lies)
+
+
+@functools.cache  # processes ask each other, and machines do not change
+def _shift(workers: Workers) -> int:
+    """How many places further a worker's buddy is, on another machine if it can be."""
+    names = axes.names(workers.axis)
+    count = product(workers.mesh.shape, names)
+    if count == 1:
+        raise ValueError(
+            "a buddy holds a copy of another worker's slices, and there is one worker: give "
+            "Snapshots(..., buddies=0)"
+        )
+    places = [workers.mesh.axis_names.index(name) for name in names]
+    devices = np.moveaxis(workers.mesh.devices, places, range(len(places))).reshape(count, -1)
+    each = np.vectorize(lambda device: device.process_index)(devices)  # of each worker
+    machines = np.array(told(zlib.crc32(socket.gethostname().encode())))
+
+    def best(shift: int) -> tuple[int, int, int]:
+        buddies = np.roll(each, -shift, axis=0)
+        return np.sum(machines[each] != machines[buddies]), np.sum(each != buddies), -shift
+
+    return max(range(1, count), key=best)
