@@ -102,7 +102,7 @@ def plain_lion(params: Any) -> Candidate:
 def candidates(params: Any) -> dict[str, Candidate]:
     """The optimizers that are compared, by name."""
     blend = lc.momentum.blend()
-    at_owner = lc.decide.at_owner(optax.scale_by_lion())
+    at_owner = lc.decide.at_owner(optax.scale_by_lion(), lc.decide.sign())
     feedback = lc.quantize.error_feedback(lc.quantize.midrise(3))
     return {
         "optax.lion": plain_lion(params),

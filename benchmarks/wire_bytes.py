@@ -34,7 +34,7 @@ SHAPES = {
 
 def schemes() -> list[dict[str, Any]]:
     """The parts of `communicate` for every wire."""
-    at_owner = decide.at_owner(optax.scale_by_lion())
+    at_owner = decide.at_owner(optax.scale_by_lion(), decide.sign())
     voted = [
         {},
         {"quantizer": lc.quantize.midrise(2)},

@@ -31,6 +31,7 @@ from lioncub_jax.optimizers import (
     owner,
     owner_adamw,
     owner_lion,
+    scale_by_lion_cub,
 )
 from lioncub_jax.training import (
     StepState,
@@ -79,6 +80,7 @@ __all__ = [
     "owner_adamw",
     "owner_lion",
     "quantize",
+    "scale_by_lion_cub",
     "stop_on_sigterm",
     "sync",
     "sync_momentum",

@@ -1,4 +1,4 @@
-"""The optimizers: Distributed Lion, Lion Cub, Lion, AdamW or another at the owner, and the baseline.
+"""Optimizers whose workers exchange a few bits per parameter, with the arguments of optax.
 
 Every method is one sentence about `communicate`:
 
@@ -12,8 +12,9 @@ Every method is one sentence about `communicate`:
 | `owner_adamw`, `owner(tx)` | p bits of its gradient | AdamW, or tx | the update, in q bits |
 | `global_gradients(tx)` | its gradient, float32 | (all-reduce) | nothing: the mean is everywhere |
 
-Each is its direction, by `communicate`, then weight decay, then the learning rate. In a chain of your own
-`communicate` stands where ``optax.scale_by_lion`` stood.
+The parameters are cut into W slices. The owner of a slice is the worker that decides on it for all, as a
+shard's owner in ZeRO-1. Each optimizer is a direction, then weight decay, then the learning rate, as in
+optax: ``lion_cub`` has `scale_by_lion_cub` where ``optax.lion`` has ``optax.scale_by_lion``.
 """
 
 from collections.abc import Callable
@@ -41,7 +42,7 @@ from lioncub_jax.mesh.axes import AxisName
 from lioncub_jax.mesh.placement import Workers, names_of
 
 # A tree of bools like the parameters, or a function of them to one; None for all leaves.
-Mask: TypeAlias = optax.Params | Callable[[optax.Params], Any] | None
+Mask: TypeAlias = optax.Params | Callable[[optax.Params], optax.Params] | None
 
 
 def lion_cub(
@@ -54,21 +55,25 @@ def lion_cub(
     sync: Schedule | None = None, sync_where: Mask = None,
     bucket_size: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
-    """Lion Cub: workers vote with 1 or p bits of their own blend of gradient and momentum.
+    """Lion Cub: Lion whose workers vote with 1 or p bits of their own blend of gradient and momentum.
+
+    For worker ``i`` with gradient ``g_i``, codes ``Q`` and the parameters ``p``::
+
+        c_i  = b1 mu_i + (1 - b1) g_i
+        u    = sign(sum_i Q(c_i))
+        p    = p - learning_rate (u + weight_decay p)
+        mu_i = b2 mu_i + (1 - b2) g_i            # every sync: mu_i = mean_i mu_i
 
     Of the paper, ``lion_cub(lr)`` is the 1-bit all-reduce, ``lion_cub(lr, quantizer=integer(8),
     wire=counts())`` the p-bit all-reduce, and ``lion_cub(lr, sync=..., sync_where=...)`` the selective
     momentum sync: ``sync.every(T)``, ``sync.first(M)`` or ``sync.thinning(k)``, of some leaves.
 
-    ``c_i = b1 mu_i + (1 - b1) g_i``, ``u = sign(sum_i code(c_i))``, ``p -= lr (u + wd p)``,
-    ``mu_i = b2 mu_i + (1 - b2) g_i``; every sync ``mu_i = mean_i mu_i``, see `sync_momentum`.
-
-    **Workers that see different data.** Each worker keeps a momentum of its own, which follows its own
-    data. Where every worker draws from the same data the momenta stay alike, and the vote follows Lion in
-    full precision closely. Where each has data of its own (its own files, users or classes) the momenta
-    drift apart, votes cancel, and the loss falls more slowly. Use `owner_lion` then, which has one
-    momentum for all and nothing to drift, or bring the momenta together with
-    ``sync=lioncub_jax.sync.coded()``. `metrics` has the drift; docs/reports/convergence.md has figures.
+    **Workers with different data.** Each worker keeps a momentum of its own, which follows its own
+    data. Where every worker draws from the same data, the momenta stay close, and the vote follows Lion in
+    full precision. Where each has data of its own (its own files, users or classes), the momenta
+    drift, votes cancel, and the loss falls more slowly. Then use `owner_lion`, which has one
+    momentum for all, or bring the momenta together with ``sync=lioncub_jax.sync.coded()``.
+    `metrics` has the drift; docs/reports/convergence.md has figures.
 
     Args:
       learning_rate: a number or an optax schedule.
@@ -76,8 +81,8 @@ def lion_cub(
       b2: decay of the momentum, in [0, 1).
       mu_dtype: dtype of the momentum; None for that of the parameters.
       weight_decay: decoupled, multiplied with the learning rate.
-      mask: which leaves decay, a tree of bools or a function of the parameters.
-      workers: who votes: a `Workers`, or the name of the axis that your own ``shard_map`` or ``pmap``
+      mask: the leaves that decay, a tree of bools or a function of the parameters.
+      workers: the voters: a `Workers`, or the name of the axis that your own ``shard_map`` or ``pmap``
         binds; a tuple of several names is one group of voters. None for one device without a mesh, where
         it is ``optax.lion``; on several a warning names the line.
       quantizer: ``sign()`` (default: 1 bit up, 1 down), ``midrise(p)`` (p up, 1 down: precision does
@@ -85,30 +90,32 @@ def lion_cub(
         bits: p - log2 W up, 2 down) or ``ternary()`` (exact zeros, 2 up, 2 down).
       wire: ``two_phase()`` by default; ``counts()`` or ``lanes()`` for the paper's all-reduce of
         ``integer(p)``.
-      sync: when to average momentum: ``every(T)``, ``first(M)`` or ``thinning(k)`` in full precision,
-        ``coded(...)`` in codes; None (default) for never. One device has nothing to sync.
-      sync_where: which leaves of the momentum to average.
-      bucket_size: see `communicate`. Whole numbers say what is compiled: ``optax.inject_hyperparams``
+      sync: times at which momenta are averaged: ``every(T)``, ``first(M)`` or ``thinning(k)`` in full
+        precision, ``coded(...)`` in codes; None (default) for never. One device has nothing to sync.
+      sync_where: the leaves whose momenta are averaged.
+      bucket_size: see `communicate`. Whole numbers decide what is compiled: ``optax.inject_hyperparams``
         leaves them alone if its ``static_args`` name them, as ``("workers", "bucket_size")``.
 
     Returns:
-      A transform whose ``update`` must run where the workers' axis is bound.
+      A transform whose ``update`` must run where the workers' axis is bound. It takes gradients that vary
+      over the workers, and returns updates of the same shapes that are the same on every worker.
 
     Raises:
       ValueError: as `communicate`; also for betas outside [0, 1), rates and decays that are no finite
         numbers, and, when traced, for a mask without a leaf of the parameters.
-      TypeError: for a part that is not what its argument says, or a mask that is not of bools.
+      TypeError: for a part of the wrong kind, or a mask that is not of bools.
 
     Example:
       >>> import lioncub_jax as lc
       >>> tx = lc.lion_cub(1e-4, weight_decay=0.1, workers="data", sync=lc.sync.every(1000))
 
-    Source: Lion Cub (arXiv 2411.16462).
+    References:
+      Ishikawa et al., "Lion Cub" (arXiv 2411.16462); Chen et al., "Symbolic Discovery of Optimization
+      Algorithms" (Lion, arXiv 2302.06675).
     """
-    vote = communicate(
-        workers=workers, memory=momentum.blend(b1, b2, mu_dtype), quantizer=quantizer, wire=wire,
-        bucket_size=bucket_size,
-    )  # fmt: skip
+    vote = scale_by_lion_cub(
+        b1, b2, mu_dtype, workers=workers, quantizer=quantizer, wire=wire, bucket_size=bucket_size
+    )
     return descending(_synced(vote, sync, sync_where, workers), learning_rate, weight_decay, mask)
 
 
@@ -124,27 +131,68 @@ def distributed_lion(
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """Distributed Lion: workers send signs; the update is their majority or their average.
 
-    The paper's MaVo is ``distributed_lion(lr)``, its Avg ``distributed_lion(lr, average=True)``.
+    `lion_cub` with ``Q = sign``, and either of two updates of W voters::
+
+        u = sign(sum_i sign(c_i))     # "MaVo", the majority vote: distributed_lion(lr)
+        u = sum_i sign(c_i) / W       # "Avg": distributed_lion(lr, average=True)
 
     Arguments that are not named here are those of `lion_cub`, and so are the errors, what is returned,
-    and the note on workers that see different data.
+    and the note on workers with different data.
 
     Args:
-      average: False for the majority ("MaVo", 1 bit back), True for the mean of the signs over the
-        votes cast ("Avg", the planes of the count back).
+      average: False for the majority (1 bit back), True for the mean of the signs over the votes cast (the
+        planes of the count back).
       sync: the paper never syncs.
 
     Example:
       >>> import lioncub_jax as lc
       >>> tx = lc.distributed_lion(1e-4, workers="data", average=True)
 
-    Source: Distributed Lion (arXiv 2404.00438).
+    References:
+      Liu et al., "Communication Efficient Distributed Training with Distributed Lion" (arXiv 2404.00438).
     """
-    vote = communicate(
-        workers=workers, memory=momentum.blend(b1, b2, mu_dtype), wire=wire,
-        decision=decide.average() if average else decide.majority(), bucket_size=bucket_size,
+    vote = scale_by_lion_cub(
+        b1, b2, mu_dtype, workers=workers, wire=wire, bucket_size=bucket_size,
+        decision=decide.average() if average else decide.majority(),
     )  # fmt: skip
     return descending(_synced(vote, sync, sync_where, workers), learning_rate, weight_decay, mask)
+
+
+def scale_by_lion_cub(
+    b1: ArrayLike = 0.9,
+    b2: ArrayLike = 0.99,
+    mu_dtype: DTypeLike | None = None,
+    *,
+    workers: AxisName | Workers | None,
+    **parts: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """Directions of `lion_cub` and `distributed_lion`, where ``optax.scale_by_lion`` stands in a chain.
+
+    ``communicate(memory=momentum.blend(b1, b2, mu_dtype), workers=workers, **parts)``, so that
+    ``decision=decide.average()`` makes it that of "Avg".
+
+    Args:
+      b1: as `lion_cub`.
+      b2: as `lion_cub`.
+      mu_dtype: as `lion_cub`.
+      workers: as `lion_cub`.
+      **parts: other arguments of `communicate`.
+
+    Returns:
+      As `communicate`: ``u``, with neither weight decay nor a learning rate.
+
+    Raises:
+      ValueError, TypeError: as `communicate`.
+
+    Example:
+      >>> import lioncub_jax as lc, optax
+      >>> vote = lc.scale_by_lion_cub(0.9, 0.99, workers="data")
+      >>> tx = optax.chain(vote, optax.add_decayed_weights(0.1), optax.scale_by_learning_rate(1e-4))
+
+    References:
+      As `lion_cub`.
+    """
+    return communicate(workers=workers, memory=momentum.blend(b1, b2, mu_dtype), **parts)
 
 
 def owner_lion(
@@ -156,12 +204,11 @@ def owner_lion(
     quantizer: Quantizer | None = None, wire: Wire | None = None,
     bucket_size: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
-    """Lion with one momentum for all, each slice of it at one worker: no drift, no sync.
+    """Lion with one momentum for all workers, each slice of it at its owner: no drift, no sync.
 
-    Workers send codes of their gradients; the owner of a slice decodes, averages, runs Lion on its
-    slice of the one momentum and sends back the sign, which is Lion's whole update: one exact bit. A worker
-    keeps d/W of momentum, and with error feedback, as by default, an error of its own as large as the
-    parameters, in bfloat16.
+    `owner` with ``optax.scale_by_lion(b1, b2)``, whose sign is the whole update: one exact bit comes back.
+    A worker keeps d/W of momentum, and with error feedback, as by default, an error of its own as large as
+    the parameters, in bfloat16.
 
     Arguments that are not named here are those of `lion_cub`, and so are the errors.
 
@@ -176,7 +223,8 @@ def owner_lion(
       >>> import lioncub_jax as lc
       >>> tx = lc.owner_lion(1e-4, workers="data", quantizer=lc.quantize.midrise(4))
 
-    Source: this library; the optimizer is Lion (arXiv 2302.06675).
+    References:
+      This library; the optimizer is Lion (arXiv 2302.06675), its slices are ZeRO-1's (arXiv 1910.02054).
     """
     check_betas(b1=b1, b2=b2)
     check_mu_dtype(mu_dtype)
@@ -196,10 +244,11 @@ def owner_adamw(
     quantizer: Quantizer | None = None, reply: Coder | None = None, wire: Wire | None = None,
     bucket_size: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
-    """AdamW with one pair of moments for all, each slice of them at one worker; see `owner`.
+    """AdamW with one pair of moments for all workers, each slice of them at its owner.
 
-    A worker keeps moments of 1/W of the parameters, of W workers, and the errors of its codes and replies.
-    If nobody takes part the moments and their counter stay.
+    `owner` with ``optax.scale_by_adam(b1, b2, eps)``. A worker keeps moments of d/W parameters, of W
+    workers, and the errors of its codes and replies. In a step in which no worker takes part, the moments
+    and their counter stay.
 
     Args:
       learning_rate: a number or an optax schedule.
@@ -207,12 +256,12 @@ def owner_adamw(
       b2: decay of the second moment, in [0, 1).
       eps: added to the root of the second moment.
       weight_decay: decoupled, multiplied with the learning rate.
-      mask: which leaves decay, a tree of bools or a function of the parameters.
+      mask: the leaves that decay, a tree of bools or a function of the parameters.
       workers: a `Workers`, or the name of the axis that your own ``shard_map`` or ``pmap`` binds. None for
         one device.
       quantizer: codes of gradients, ``error_feedback(midrise(3))`` by default, 3 bits.
-      reply: how an update comes back, ``decide.codes(2)`` by default, 2 bits.
-      wire: which collectives carry them, ``wires.two_phase()`` by default.
+      reply: codes of the update on its way back, ``decide.codes(2)`` by default, 2 bits.
+      wire: the collectives that carry them, ``wires.two_phase()`` by default.
       bucket_size: elements after which a new flat buffer begins, so that exchanges overlap with the
         backward pass; see `communicate`. None for one buffer.
 
@@ -226,7 +275,8 @@ def owner_adamw(
       >>> import lioncub_jax as lc
       >>> tx = lc.owner_adamw(1e-3, weight_decay=0.1, workers="data")
 
-    Source: this library; the optimizer is AdamW (arXiv 1711.05101).
+    References:
+      This library; the optimizer is AdamW (arXiv 1711.05101), its slices are ZeRO-1's (arXiv 1910.02054).
     """
     check_betas(b1=b1, b2=b2)
     direction = owner(
@@ -245,20 +295,23 @@ def owner(
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """Any elementwise optax transform, once for all workers: each slice of its state at one worker.
 
-    It stands where ``tx`` stood in a chain. Worker i sends ``Q(g_i + e_i)``, codes of its gradient; the
-    owner of a slice decodes, averages, and runs ``u, s = tx(mean, s)``; back comes ``Q(u + e)``. What a
-    code misses, up or back, is said in a later step.
+    It stands where ``tx`` stood in a chain. Worker ``i`` sends codes ``Q`` of its gradient; the owner
+    of a slice decodes, averages, runs ``tx``, and sends codes of its update to all::
+
+        q_i  = Q(g_i + e_i);            e_i = g_i + e_i - q_i
+        u, s = tx(mean_i q_i, s)
+        r    = Q(u + e);                e   = u + e - r        # the update on every worker
 
     Behind the mean itself, ``owner(optax.identity(), ...)``, any transform can stand, elementwise or not;
-    its state is then the same on every worker, and with nobody there it sees zeros.
+    its state is then the same on every worker. If no worker takes part, it sees zeros.
 
     Args:
       tx: such as ``optax.scale_by_adam()``. What mixes elements (a norm, a matrix) and what uses the
         parameters (weight decay) stands behind it in the chain.
       workers: as `lion_cub`.
       quantizer: of gradients; ``error_feedback(midrise(3))`` by default; ``dense()`` for the exact mean.
-      reply: how an update comes back: ``decide.codes(2)`` by default, ``decide.sign()`` where ``tx`` ends
-        in a sign, ``decide.values()`` for float32.
+      reply: codes of the update on its way back: ``decide.codes(2)`` by default, for any ``tx``;
+        ``decide.sign()`` where ``tx`` ends in a sign, ``decide.values()`` for float32.
       wire: as `communicate`.
       bucket_size: as `communicate`.
 
@@ -268,7 +321,7 @@ def owner(
     Raises:
       ValueError: as `communicate`; when traced, for a ``tx`` that mixes elements, uses parameters or keeps
         arrays of another shape.
-      TypeError: for a part or a ``tx`` that is none.
+      TypeError: for a part of the wrong kind, or a ``tx`` that is no transform.
 
     Example:
       >>> import lioncub_jax as lc, optax
@@ -280,7 +333,8 @@ def owner(
       >>> mean = lc.owner(optax.identity(), workers="data", reply=lc.decide.codes(4))
       >>> clipped = optax.chain(mean, optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 
-    Source: this library; feedback both ways as dist-EF-blockSGD (Zheng et al., arXiv 1905.10936).
+    References:
+      This library; feedback both ways as dist-EF-blockSGD (Zheng et al., arXiv 1905.10936).
     """
     check_kinds(tx=(tx, optax.GradientTransformation))
     if "value" in checks.asked(tx):
@@ -290,7 +344,6 @@ def owner(
         )
     if quantizer is None:
         quantizer = quantize.error_feedback(quantize.midrise(3))
-    reply = decide.codes(2) if reply is None else reply
     return communicate(
         workers=workers, memory=momentum.nothing(), quantizer=quantizer, wire=wire,
         decision=decide.at_owner(tx, reply), bucket_size=bucket_size,
@@ -298,13 +351,18 @@ def owner(
 
 
 def _of_numbers(
-    make: Callable[..., optax.GradientTransformation], *numbers: Any
+    make: Callable[..., optax.GradientTransformation], *numbers: ArrayLike | DTypeLike | None
 ) -> optax.GradientTransformation:
-    """A transform whose numbers are leaves of it, as they may be traced arrays; built where it runs."""
-    return optax.GradientTransformation(
-        jax.tree_util.Partial(lambda numbers, *given: make(*numbers).init(*given), numbers),
-        jax.tree_util.Partial(lambda numbers, *given: make(*numbers).update(*given), numbers),
-    )
+    """A transform whose numbers are leaves of it: a traced one in a closure fails on Explicit axes."""
+
+    def init(numbers: Any, params: optax.Params) -> optax.OptState:
+        return make(*numbers).init(params)
+
+    def update(numbers: Any, *given: Any) -> Any:
+        return make(*numbers).update(*given)
+
+    leaves = jax.tree_util.Partial
+    return optax.GradientTransformation(leaves(init, numbers), leaves(update, numbers))
 
 
 def _synced(
@@ -337,10 +395,10 @@ def descending(
 class GlobalState(NamedTuple):
     """State of a transform that sees averaged gradients; the same on every worker."""
 
-    inner: Any
+    inner: optax.OptState
 
     def exchanges(self) -> bool:
-        """Whether workers communicate in the transform of this state."""
+        """Says that workers communicate in the transform of this state."""
         return True
 
 
@@ -350,9 +408,9 @@ def global_gradients(
     *,
     workers: AxisName | Workers | None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Runs any optax transform on averaged gradients: the baseline.
+    """Any optax transform on the mean of gradients, ``u, s = tx(mean_i g_i, s)``: the baseline.
 
-    Nobody can abstain: the mean is over all workers.
+    No worker can abstain: the mean is over all of them.
 
     Args:
       tx: such as ``optax.lion(1e-4)`` or ``optax.adamw(1e-3)``.
@@ -384,8 +442,13 @@ def global_gradients(
         return GlobalState(tx.init(wires.agreed(params, everyone)))
 
     def update(
-        updates: Any, state: GlobalState, params: Any = None, *, abstain: Any = None, **extra: Any
-    ) -> Any:
+        updates: optax.Updates,
+        state: GlobalState,
+        params: optax.Params | None = None,
+        *,
+        abstain: jax.Array | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, GlobalState]:
         abstain = checks.check_abstain(abstain, extra)
         if abstain is not None and checks.abstain_is_explicit.get():
             raise ValueError(

@@ -21,7 +21,7 @@ import lioncub_jax as lc
 from lioncub_jax.audit import units
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-AT_OWNER = {"decision": lc.decide.at_owner(optax.scale_by_lion())}
+AT_OWNER = {"decision": lc.decide.at_owner(optax.scale_by_lion(), lc.decide.sign())}
 Q, D, WIRES = lc.quantize, lc.decide, lc.wires
 
 
@@ -59,8 +59,23 @@ def test_large_models_cost_what_the_formula_says():
     for name, (parts, bits) in SCHEMES.items():
         found = predict(shapes(2**30), 8, **parts)
         assert found.bits_per_parameter == pytest.approx(7 / 8 * bits, rel=1e-3), name
-    found = lc.audit.of(lc.owner_adamw(0.1, workers=AXIS), shapes(2**30), absent(8))
-    assert found.bits_per_parameter == pytest.approx(7 / 8 * (3 + 2 + 32 / 128), rel=1e-3)
+
+
+def test_an_owner_answers_in_two_bits_whatever_it_runs_unless_a_reply_is_named():
+    """By each way to it; a sign of Adam's update is never the default."""
+    adam, codes = optax.scale_by_adam(), {"quantizer": lc.quantize.midrise(3), "workers": AXIS}
+
+    def by_parts(**reply):
+        decision = lc.decide.at_owner(adam, **reply)
+        return lc.communicate(memory=lc.momentum.nothing(), decision=decision, **codes)
+
+    two, one = 3 + 2 + 32 / 128, 3 + 1 + 17 / 128
+    for tx, bits in [
+        (lc.owner_adamw(0.1, **codes), two), (lc.owner(adam, **codes), two), (by_parts(), two),
+        (by_parts(reply=lc.decide.sign()), one),
+    ]:  # fmt: skip
+        found = lc.audit.of(tx, shapes(2**30), absent(8))
+        assert found.bits_per_parameter == pytest.approx(7 / 8 * bits, rel=1e-3)
 
 
 def test_small_models_pay_for_padding():

@@ -31,7 +31,7 @@ def predict(workers, **parts):
 
 votes = communicate(memory=lc.momentum.blend())
 TURNED = Q.rotated(Q.midrise(1))
-at_owner = D.at_owner(optax.scale_by_lion())
+at_owner = D.at_owner(optax.scale_by_lion(), D.sign())
 
 
 def raises(error, words):

@@ -59,7 +59,7 @@ def voters_of(name):
     return workers.count // workers.mesh.shape.get("dev", 1)
 
 
-OWNER = lc.decide.at_owner(optax.scale_by_lion(0.5, 0.5))
+OWNER = lc.decide.at_owner(optax.scale_by_lion(0.5, 0.5), lc.decide.sign())
 MEMORY = lc.momentum.blend(0.5, 0.5)  # powers of two, so that everything is exact
 
 

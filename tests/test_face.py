@@ -69,7 +69,7 @@ def test_one_device_without_a_mesh_is_lion_and_a_direction_is_all_but_decay_and_
     txs = [getattr(lc, name)(0.1, weight_decay=0.01, workers=None) for name in NAMES]
     txs += [cub(None, weight_decay=0.01, sync=lc.sync.every(2))]
     txs += [lc.global_gradients(lion, workers=None)]
-    direction = lc.communicate(memory=lc.momentum.blend(), workers=None)
+    direction = lc.scale_by_lion_cub(workers=None)
     rest = optax.add_decayed_weights(0.01), optax.scale_by_learning_rate(0.1)
     txs += [optax.chain(direction, *rest)]
 

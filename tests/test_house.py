@@ -169,7 +169,7 @@ asked = "--workers 8 --bandwidth 1gbit --compute 1s --tokens-per-worker 32 --jso
 said["plan"] = command(*f"plan --model 1M {asked}".split())
 tree = {"w": jax.ShapeDtypeStruct((1000, 30), jnp.float32)}
 reduced = {"quantizer": lc.quantize.dense(jnp.bfloat16), "wire": lc.wires.all_reduce()}
-reduced["decision"] = lc.decide.at_owner(optax.scale_by_lion())
+reduced["decision"] = lc.decide.at_owner(optax.scale_by_lion(), lc.decide.sign())
 counted = {"quantizer": lc.quantize.integer(8), "wire": lc.wires.counts()}
 for platform in ("tpu", "cpu"):
     device = jax.sharding.AbstractDevice("", None, platform=platform)

@@ -236,7 +236,7 @@ def first_state(workers, dtype=jnp.float32):
     tx = lc.communicate(
         workers="data", memory=lc.momentum.blend(0.5, 0.5),
         quantizer=lc.quantize.error_feedback(lc.quantize.midrise(2)),
-        decision=lc.decide.at_owner(optax.scale_by_lion(0.5, 0.5)),
+        decision=lc.decide.at_owner(optax.scale_by_lion(0.5, 0.5), lc.decide.sign()),
     )  # fmt: skip
     shapes = {"w": (16, 40), "b": (3,), "none": (0, 3)}
     params = {name: jnp.zeros(shape, dtype) for name, shape in shapes.items()}

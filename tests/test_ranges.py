@@ -15,7 +15,7 @@ import lioncub_jax as lc
 Q, D, WIRES = lc.quantize, lc.decide, lc.wires
 MEAN = functools.partial(D.at_owner, optax.identity())
 MEMORY = {"memory": lc.momentum.blend(0.5, 0.5)}
-AT_OWNER = {"decision": D.at_owner(optax.scale_by_lion(0.5, 0.5))}
+AT_OWNER = {"decision": D.at_owner(optax.scale_by_lion(0.5, 0.5), D.sign())}
 METHODS = {
     "sign": MEMORY,
     "integers": MEMORY | {"quantizer": Q.integer(8), "wire": WIRES.counts()},

@@ -7,9 +7,9 @@ A *decision* is what happens between the two collectives of a step:
 | ``majority()`` | votes | one bit: the sign of the sum, ties by a fair coin |
 | ``ternary()`` | votes | two bits: the exact sign of the sum, with zeros |
 | ``average()``, ``total()`` | votes | the planes of the sum |
-| ``at_owner(tx)`` | decoded values | the sign of what ``tx`` makes of their mean: one bit |
-| ``at_owner(tx, values())`` | decoded values | what ``tx`` makes of their mean, in float32 |
-| ``at_owner(tx, codes(p))`` | decoded values | the same in ``p`` bits, with error feedback |
+| ``at_owner(tx, codes(p))`` | decoded values | what ``tx`` makes of their mean, in ``p`` bits |
+| ``at_owner(tx, sign())`` | decoded values | its sign, one bit: for a ``tx`` that ends in a sign, as Lion |
+| ``at_owner(tx, values())`` | decoded values | the same in float32 |
 
 Formulas: the update ``u`` of codes ``q_i`` of W workers, and the name in the paper. A vote is sent as
 ``q_i + top`` over 2, in ``0..top``, so "sum > 0" is "sum of codes > W top / 2".
@@ -564,8 +564,8 @@ def at_owner(tx: optax.GradientTransformation, reply: Coder | None = None) -> De
     Args:
       tx: elementwise, such as ``optax.scale_by_lion(b1, b2)``; ``optax.identity()`` for the mean itself.
         It is given no parameters.
-      reply: ``sign()`` (default: one bit carries the whole update, if it is a sign), ``values()`` or
-        ``codes(p)``.
+      reply: how an update comes back: ``codes(2)`` by default; ``sign()`` where ``tx`` ends in a sign,
+        which is then the whole update in one bit; ``values()`` for float32.
 
     Raises:
       ValueError: from ``init``, for a ``tx`` that mixes elements, uses parameters, or keeps arrays of
@@ -574,11 +574,11 @@ def at_owner(tx: optax.GradientTransformation, reply: Coder | None = None) -> De
 
     Example:
       >>> import lioncub_jax as lc, optax
-      >>> lion = lc.decide.at_owner(optax.scale_by_lion(0.9, 0.99))
+      >>> lion = lc.decide.at_owner(optax.scale_by_lion(0.9, 0.99), lc.decide.sign())
 
     Source: this library; ZeRO (arXiv 1910.02054) shards optimizer state in the same way.
     """
-    coder = sign() if reply is None else reply
+    coder = codes(2) if reply is None else reply
     check_kinds(tx=(tx, optax.GradientTransformation), reply=(coder, Coder))
     return Decision(coder, True, tx=tx)
 
