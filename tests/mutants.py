@@ -570,12 +570,12 @@ MUTANTS = r"""
 
 # baselines/compression.py: baselines contract dgc powersgd
 = leaves that are cut travel in one message with those that are not
-- groups.setdefault(axes.varying_axes(x), {})[i] = x
-+ groups.setdefault(frozenset(), {})[i] = x
+- groups.setdefault(axes.varying_axes(x), []).append(i)
++ groups.setdefault(frozenset(), []).append(i)
 
 = of a worker's devices each takes part by itself
-- ~axes.any_over_shards(told | ~jnp.all(finite), axis)
-+ ~told & jnp.all(finite)
+- ~axes.any_over_shards(abstain | ~jnp.all(finite), axis)
++ ~abstain & jnp.all(finite)
 
 # baselines/dgc.py: dgc baselines contract
 = stages of a warm-up that does not divide begin too early
@@ -583,15 +583,15 @@ MUTANTS = r"""
 + warmup * n // len(falling)
 
 = a stage of the warm-up begins one step late
-- count >= np.array
-+ count > np.array
+- state.count >= np.array
++ state.count > np.array
 
 = the residual of a worker that leaves goes with it
 - "residual": Holder.FEEDBACK
 + "residual": Holder.WORKER
 
 = the velocity of what is sent goes on
-- [*map(without, velocity, at)]
+- [_without(x, sent) for x, sent in zip(velocity, indices, strict=True)]
 + velocity
 
 # baselines/one_bit_adam.py: one_bit baselines contract
@@ -617,26 +617,27 @@ MUTANTS = r"""
 + max(m * n, 0) //
 
 = the rounding of a short dtype is not fed back
-- [_fitting(mean, g.dtype) for mean, g in zip(means, leaves, strict=True)]
+- [_fitting(mean, g.dtype) for mean, g in zip(means, grads, strict=True)]
 + [_fitting(mean, jnp.float32) for mean in means]
 
 # baselines/terngrad.py: baselines contract
 = terngrad divides by all workers, whoever abstains
-- workers - state.votes.abstained
-+ workers + 0 * state.votes.abstained
+- num_workers - state.votes.abstained
++ num_workers + 0 * state.votes.abstained
 
 = terngrad clips at the deviation of a part of a leaf
 - max(g.size * axes.shard(g, axis)[1], 1)
 + max(g.size, 1)
 
-# baselines/methods.py: baselines contract local_steps
+# baselines/ef_signsgd.py: baselines contract
 = with feedback weights grow and do not decay
-- return -math.prod
-+ return math.prod
+- return -rate *
++ return rate *
 
+# baselines/diloco.py: baselines contract local_steps
 = the outer step does not look ahead
-- trace(momentum, True)
-+ trace(momentum)
+- nesterov=True
++ nesterov=False
 
 # audit/compiled.py: compiled
 = an all-gather counts a worker's message to itself

@@ -82,7 +82,7 @@ def lacking(name, thing):
         "Args:": bool(arguments) and len(arguments) > 1,
         "Attributes:": bool(fields),
         "Raises:": bool(raises),
-        "Source:": name.startswith("baselines."),
+        "References:": name.startswith("baselines."),
     }
     whose = re.search(r"rguments[^.]* those of `", said)
     return [

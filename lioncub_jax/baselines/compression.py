@@ -1,4 +1,4 @@
-"""What baselines share: means in codes, and steps of their own, where every axis of the mesh is manual."""
+"""Parts that baselines share: means in codes, and steps that run on each device of a worker."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,20 +7,19 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.flatten_util import ravel_pytree
+from jax.typing import ArrayLike
 
-from lioncub_jax.exchange import bits, checks, decide, quantize, wires
+from lioncub_jax.exchange import checks, decide, quantize, wires
 from lioncub_jax.mesh import axes, placement
 from lioncub_jax.mesh.axes import Axes, AxisName
 from lioncub_jax.mesh.placement import Workers, names_of
 from lioncub_jax.optimizers import owner
 
 Leaves = list[jax.Array]
-# What a method makes of a step: means, two trees of what is kept, and how many workers took part.
-Done = tuple[Leaves, Leaves, Leaves, jax.Array]
 
 
-def one_level(method: str, workers: AxisName | Workers) -> Any:
-    """The axis of workers that are one device each, or shards of one.
+def one_level(method: str, workers: AxisName | Workers) -> Axes:
+    """Returns the axis of workers that are one device each, or shards of one.
 
     Raises:
       ValueError: for workers in two levels.
@@ -39,8 +38,9 @@ def coded_mean(
     bits: int, workers: AxisName | Workers | None
 ) -> optax.GradientTransformationExtraArgs:
     """The mean in codes of so many bits up and down, with feedback in float32 at both ends."""
-    up = quantize.error_feedback(quantize.midrise(bits), "float32")
-    return owner(optax.identity(), workers=workers, quantizer=up, reply=decide.codes(bits))
+    quantizer = quantize.error_feedback(quantize.midrise(bits), "float32")
+    reply = decide.codes(bits)
+    return owner(optax.identity(), workers=workers, quantizer=quantizer, reply=reply)
 
 
 def behind(
@@ -48,88 +48,75 @@ def behind(
     tx: optax.GradientTransformation,
     workers: AxisName | Workers | None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Runs a transform of what workers agree on, from state that is the same on all of them."""
+    """A mean, and behind it a transform whose state is the same on all workers."""
     axis, tx = names_of(workers)[0], optax.with_extra_args_support(tx)
-    alike = optax.GradientTransformationExtraArgs(
-        lambda params: tx.init(wires.agreed(params, axis)), tx.update
-    )
-    return optax.chain(mean, alike)
+
+    def init(params: optax.Params) -> optax.OptState:
+        return tx.init(wires.agreed(params, axis))
+
+    return optax.chain(mean, optax.GradientTransformationExtraArgs(init, tx.update))
+
+
+def sgd_momentum(decay: ArrayLike, nesterov: bool = False) -> optax.GradientTransformation:
+    """Momentum ``v = m v + g``; a decay of 0 keeps none."""
+    is_zero = isinstance(decay, (int, float)) and decay == 0
+    return optax.identity() if is_zero else optax.trace(decay, nesterov)
 
 
 def on_devices(
-    axis: Axes, init: Callable[..., Any], step: Callable[..., Any]
+    axis: Axes,
+    init: Callable[[optax.Params], Any],
+    step: Callable[[optax.Updates, Any, jax.Array], tuple[optax.Updates, Any]],
 ) -> optax.GradientTransformationExtraArgs:
-    """A transform by ``(updates, state, told) -> (updates, state)``, on each device of a worker.
+    """A transform whose step ``(updates, state, abstain) -> (updates, state)`` runs on each device.
 
-    ``told``: ``bool[]``, whether the worker is told to abstain.
+    ``abstain``: ``bool[]``, whether the worker is asked to leave this step out.
     """
 
     def update(
-        updates: Any, state: Any, params: Any = None, *, abstain: Any = None, **extra: Any
-    ) -> tuple[Any, Any]:
+        updates: optax.Updates,
+        state: Any,
+        params: optax.Params | None = None,
+        *,
+        abstain: jax.Array | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, Any]:
         del params
         axes.workers_on(axis)
         abstain = checks.check_abstain(abstain, extra)
         updates = checks.check_leaves(updates)
         checks.check_local(updates, axis)
         given = updates, state, jnp.zeros((), bool) if abstain is None else abstain
-        # Results lie as what they replace.
+        # Results lie as the arguments that they replace.
         return placement.on_shards(step, given, given[:2])
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def compressed_mean(
-    axis: Axes, kind: Any, first: Callable[[Any], Any], step: Callable[..., Done]
-) -> optax.GradientTransformationExtraArgs:
-    """Local gradients in, the mean that a method makes of them out.
-
-    Args:
-      axis: of the workers.
-      kind: of state: ``count``, two trees like the parameters, the second of what is owed, in float32,
-        ``abstained`` and ``abstentions``.
-      first: ``params -> tree``, the first of the two; nothing is owed at first.
-      step: ``(leaves, told, count, first tree, second tree) -> Done``, of trees as lists.
-    """
-
-    def init(params: Any) -> Any:
-        params = checks.check_leaves(params)
-        count, *counts = jnp.zeros(3, jnp.int32)
-        owed = optax.tree.zeros_like(params, dtype=jnp.float32)
-        return kind(count, first(params), owed, *counts)
-
-    def on_device(updates: Any, state: Any, told: jax.Array) -> tuple[Any, Any]:
-        checks.check_state(updates, state[2])
-        tree: Any
-        leaves, tree = jax.tree.flatten(updates)
-        before = map(tree.flatten_up_to, state[1:3])
-        means, *after, present = step(leaves, told, state.count, *before)
-        means = optax.tree.cast_like(means, leaves)
-        means, *after = map(tree.unflatten, (means, *after))
-        away = axes.workers_on(axis) - present.astype(jnp.int32)
-        counts = away, bits.add_count(state.abstentions, away)
-        return means, kind(optax.safe_increment(state.count), *after, *counts)
-
-    return on_devices(axis, init, on_device)
-
-
-def takes_part(axis: Axes, told: jax.Array, values: Leaves) -> jax.Array:
-    """``bool[]``, of a worker's devices as one: not if told to abstain, or for a value not finite."""
+def takes_part(axis: Axes, abstain: jax.Array, values: Leaves) -> jax.Array:
+    """``bool[]``, one for all devices of a worker: False if it abstains, or has a value not finite."""
     finite = jnp.array([jnp.all(jnp.isfinite(v)) for v in values])
-    return ~axes.any_over_shards(told | ~jnp.all(finite), axis)
+    return ~axes.any_over_shards(abstain | ~jnp.all(finite), axis)
 
 
 def in_messages(send: Callable[[jax.Array], jax.Array], arrays: Leaves) -> Leaves:
-    """Arrays as they are received: a flat message for all that vary over the same mesh axes.
+    """Sends arrays in flat messages, one for all that vary over the same mesh axes.
 
-    ``send`` takes ``[n]`` and returns ``[n]``, or ``[W, n]`` of all workers.
+    Args:
+      send: ``[n] -> [n]``, or ``[n] -> [W, n]``, that of all workers.
+      arrays: of one dtype.
+
+    Returns:
+      The arrays as they are received, in their shapes, ``[W, ...]`` in the second case.
     """
-    groups: dict[frozenset, dict[int, jax.Array]] = {}
+    groups: dict[frozenset[str], list[int]] = {}
     for i, x in enumerate(arrays):
-        groups.setdefault(axes.varying_axes(x), {})[i] = x
-    found: dict[int, jax.Array] = {}
+        groups.setdefault(axes.varying_axes(x), []).append(i)
+    received = list(arrays)
     for over in sorted(groups, key=sorted):
-        message, apart = ravel_pytree(groups[over])
-        received = send(message)
-        found |= apart(received) if received.ndim == 1 else jax.vmap(apart)(received)
-    return [found[i] for i in range(len(arrays))]
+        message, split = ravel_pytree([arrays[i] for i in groups[over]])
+        result = send(message)
+        parts = split(result) if result.ndim == 1 else jax.vmap(split)(result)
+        for i, part in zip(groups[over], parts, strict=True):
+            received[i] = part
+    return received

@@ -1,4 +1,4 @@
-"""Deep Gradient Compression: a baseline that sends the few largest values of what a worker has gathered.
+"""Deep Gradient Compression: a worker sends the few largest values of all that it has not sent yet.
 
 For worker i, leaf by leaf::
 
@@ -16,7 +16,7 @@ Where this differs from the paper:
    holds fewer than 2**31 elements of a leaf.
 3. Weight decay is decoupled, and there is no Nesterov momentum. Local gradient clipping is
    ``optax.clip_by_global_norm(c / sqrt(W))`` in front of it.
-4. Workers that abstain, and one worker alone, see `dgc`: both are ours.
+4. Workers that abstain, and a single worker, see `dgc`: both are ours.
 
 Source: Lin et al., "Deep Gradient Compression" (arXiv 1712.01887).
 """
@@ -31,20 +31,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.typing import ArrayLike
 
 from lioncub_jax.baselines import compression
-from lioncub_jax.baselines.compression import Done, Leaves
-from lioncub_jax.exchange import decide, wires
+from lioncub_jax.baselines.compression import Leaves
+from lioncub_jax.exchange import bits, checks, decide, wires
 from lioncub_jax.exchange.arguments import check_betas, check_number
 from lioncub_jax.exchange.layout import Holder
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import Axes, AxisName
 from lioncub_jax.mesh.placement import Workers
-from lioncub_jax.optimizers import descending
+from lioncub_jax.optimizers import Mask, descending
 
 
 class DGCState(NamedTuple):
-    """What `dgc` keeps from step to step; the first state of its chain.
+    """State of `dgc`, the first of its chain.
 
     Attributes:
       count: ``int32[]``, steps taken; same on every worker.
@@ -56,28 +57,28 @@ class DGCState(NamedTuple):
     """
 
     count: jax.Array  # type: ignore[assignment]
-    velocity: Any
-    residual: Any
+    velocity: optax.Updates
+    residual: optax.Updates
     abstained: jax.Array
     abstentions: jax.Array
 
     def exchanges(self) -> bool:
-        """Whether workers communicate in the transform of this state."""
+        """Says that workers communicate in the transform of this state."""
         return True
 
     @staticmethod
     def holders() -> dict[str, Holder]:
-        """Whose the fields are, for checkpoints."""
+        """Names the holders of the fields, for checkpoints."""
         return {"velocity": Holder.WORKER, "residual": Holder.FEEDBACK}
 
 
 def dgc(
     learning_rate: optax.ScalarOrSchedule,
-    momentum: Any = 0.9,
+    momentum: ArrayLike = 0.9,
     density: float = 0.001,
     warmup: int = 0,
-    weight_decay: Any = 0.0,
-    mask: Any = None,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
+    mask: Mask = None,
     *,
     workers: AxisName | Workers,
 ) -> optax.GradientTransformationExtraArgs:
@@ -88,7 +89,7 @@ def dgc(
     equal magnitudes the lower index goes first.
 
     A worker with a gradient that is not finite anywhere, or asked to by ``abstain``, abstains from the
-    step: what it sends counts for nothing, and its state stays as it is. One worker alone sends nothing, so
+    step: what it sends counts for nothing, and its state stays as it is. A single worker sends nothing, so
     nothing is left out either: its update is that of plain momentum SGD, and the residual that several
     workers left comes with the first.
 
@@ -102,12 +103,12 @@ def dgc(
       warmup: steps in which the density comes down from 25 % by factors of four: 25 %, 6.25 %, 1.5625 %
         and so on, all above ``density`` for equally long. The paper takes four epochs.
       weight_decay: decoupled, multiplied with the learning rate.
-      mask: which leaves decay, a tree of bools or a function of the parameters.
-      workers: the workers: a `Workers` in one level, or the name of their mesh axis, or several as a
+      mask: the leaves that decay, a tree of bools or a function of the parameters.
+      workers: a `Workers` in one level, or the name of their mesh axis, or several as a
         tuple.
 
     Returns:
-      A chain whose first state is a `DGCState`; `traffic.of` says what it sends. ``update(updates,
+      A chain whose first state is a `DGCState`; `audit.of` counts what it sends. ``update(updates,
       state, params, abstain=None)`` takes gradients that vary over ``workers``, floating leaves of any
       shape, and returns updates of the same shapes and dtypes that are the same on every worker.
       ``abstain``: ``bool[]`` of this worker. Leaves that are cut over other mesh axes are sent shard by
@@ -124,41 +125,68 @@ def dgc(
       >>> from lioncub_jax.baselines.dgc import dgc
       >>> tx = dgc(0.1, density=0.001, warmup=4 * 391, workers="data")
 
-    Source: Lin et al., "Deep Gradient Compression" (arXiv 1712.01887).
+    References:
+      Lin et al., "Deep Gradient Compression" (arXiv 1712.01887).
     """
     axis = compression.one_level("dgc", workers)
     check_betas(momentum=momentum)
-    shares = stages(density, warmup)
+    densities = stages(density, warmup)
 
-    def step(leaves: Leaves, told: jax.Array, count: jax.Array, *before: Leaves) -> Done:
-        for x in leaves:
-            if x.size >= 2**31:  # JAX counts along an axis in int32
-                raise ValueError(
-                    f"a leaf of shape {x.shape} on each device: dgc sorts and indexes leaves of fewer than "
-                    "2**31 elements; cut it over inner mesh axes (specs), or into several leaves"
-                )
-        grads = optax.tree.cast(leaves, jnp.float32)
-        velocity = optax.tree.add_scale(grads, jnp.float32(momentum), before[0])
+    def init(params: optax.Params) -> DGCState:
+        zeros = optax.tree.zeros_like(checks.check_leaves(params), dtype=jnp.float32)
+        count, abstained, abstentions = jnp.zeros(3, jnp.int32)
+        return DGCState(count, zeros, zeros, abstained, abstentions)
+
+    def step(
+        updates: optax.Updates, state: DGCState, abstain: jax.Array
+    ) -> tuple[optax.Updates, DGCState]:
+        checks.check_state(updates, state.residual)
+        _check_sizes(updates)
+        tree: Any
+        grads, tree = jax.tree.flatten(updates)
+        before = tree.flatten_up_to(state.velocity), tree.flatten_up_to(state.residual)
+        velocity = optax.tree.add_scale(
+            optax.tree.cast(grads, jnp.float32), jnp.float32(momentum), before[0]
+        )
         residual = optax.tree.add(before[1], velocity)
-        # All that is not finite ends up in the residual.
-        here = compression.takes_part(axis, told, residual)
+        # A value that is not finite ends up in the residual.
+        here = compression.takes_part(axis, abstain, residual)
         if axes.workers_on(axis) == 1:
-            # All that was left out is there, and the velocity goes on.
+            # The whole residual is applied, and the velocity goes on.
             counted = [jnp.where(here, x, 0) for x in (*residual, jnp.int32(1))]
-            *agreed, present = [axes.same_everywhere(x, axis) for x in counted]
+            *means, present = [axes.same_everywhere(x, axis) for x in counted]
             residual = optax.tree.zeros_like(residual)
         else:
             # Messages of each stage have a length of their own, so each is a branch; all workers take
             # the same one, as they count the same steps.
-            branches = [partial(_send, axis, share) for share in shares.values()]
-            stage = jnp.sum(count >= np.array([*shares], np.int32), dtype=jnp.int32) - 1
-            sent = lax.switch(stage, branches, here, velocity, residual)
-            agreed, velocity, residual, present = sent
-        return agreed, *optax.tree.where(here, (velocity, residual), before), present
+            branches = [partial(_send, axis, density) for density in densities.values()]
+            begun = state.count >= np.array([*densities], np.int32)
+            stage = jnp.sum(begun, dtype=jnp.int32) - 1
+            means, velocity, residual, present = lax.switch(
+                stage, branches, here, velocity, residual
+            )
+        velocity, residual = optax.tree.where(here, (velocity, residual), before)
+        abstained = axes.workers_on(axis) - present.astype(jnp.int32)
+        return tree.unflatten(optax.tree.cast_like(means, grads)), DGCState(
+            count=optax.safe_increment(state.count),
+            velocity=tree.unflatten(velocity),
+            residual=tree.unflatten(residual),
+            abstained=abstained,
+            abstentions=bits.add_count(state.abstentions, abstained),
+        )
 
-    zeros = partial(optax.tree.zeros_like, dtype=jnp.float32)
-    mean = compression.compressed_mean(axis, DGCState, zeros, step)
+    mean = compression.on_devices(axis, init, step)
     return descending(mean, learning_rate, weight_decay, mask)
+
+
+def _check_sizes(updates: optax.Updates) -> None:
+    """Raises ``ValueError`` for a leaf that JAX cannot index: it counts along an axis in int32."""
+    for x in jax.tree.leaves(updates):
+        if x.size >= 2**31:
+            raise ValueError(
+                f"a leaf of shape {x.shape} on each device: dgc sorts and indexes leaves of fewer than "
+                "2**31 elements; cut it over inner mesh axes (specs), or into several leaves"
+            )
 
 
 def stages(density: float, warmup: int = 0) -> dict[int, float]:
@@ -176,14 +204,17 @@ def stages(density: float, warmup: int = 0) -> dict[int, float]:
       >>> stages(0.01, warmup=12)
       {0: 0.25, 4: 0.0625, 8: 0.015625, 12: 0.01}
     """
-    said = "give the share of values to send, in (0, 1], such as 0.001"
-    check_number(f"density={density!r}", density, lambda x: 0 < x <= 1, said, float)
-    said = (
+    wanted = "give the share of values to send, in (0, 1], such as 0.001"
+    check_number(f"density={density!r}", density, lambda x: 0 < x <= 1, wanted, float)
+    wanted = (
         "give a whole number of steps, or 0 for no warm-up; above 0 a density below 0.25, where it comes "
         "down from 25 %"
     )
-    fits = lambda n: n == 0 or (n > 0 and density < 0.25)  # noqa: E731
-    check_number(f"warmup={warmup!r} with density={density!r}", warmup, fits, said, int)
+
+    def fits(n: int) -> bool:
+        return n == 0 or (n > 0 and density < 0.25)
+
+    check_number(f"warmup={warmup!r} with density={density!r}", warmup, fits, wanted, int)
     powers = (0.25**n for n in itertools.count(1))
     falling = list(itertools.takewhile(lambda share: share > density, powers))
     begins = [-(-warmup * n // len(falling)) for n in range(len(falling))]
@@ -191,40 +222,44 @@ def stages(density: float, warmup: int = 0) -> dict[int, float]:
     return dict(zip([*begins, warmup], [*falling, density], strict=True))
 
 
-def _send(axis: Axes, density: float, here: jax.Array, velocity: Leaves, residual: Leaves) -> Done:
-    """One exchange at a density."""
-    flat = [v.ravel() for v in residual]
-    # Of equal magnitudes the first ones.
-    at = [lax.top_k(jnp.abs(v), _entries(v.size, density))[1] for v in flat]
-    values = [jnp.where(here, v[i], 0) for v, i in zip(flat, at, strict=True)]
-    both = zip(at, values, strict=True)
-    words = [jnp.stack([i.view(jnp.uint32), x.view(jnp.uint32)]) for i, x in both]
+def _send(
+    axis: Axes, density: float, here: jax.Array, velocity: Leaves, residual: Leaves
+) -> tuple[Leaves, Leaves, Leaves, jax.Array]:
+    """One exchange at a density: means, the next velocity and residual, and the workers that took part."""
+    indices, messages = [], []
+    for v in residual:
+        count = min(v.size, max(1, math.ceil(density * v.size)))
+        _, index = lax.top_k(jnp.abs(v.ravel()), count)  # of equal magnitudes the first ones
+        values = jnp.where(here, v.ravel()[index], 0)
+        indices.append(index)
+        messages.append(jnp.stack([index.view(jnp.uint32), values.view(jnp.uint32)]))
     gather = partial(wires.gather_words, axis=axis)
-    *received, flags = compression.in_messages(gather, [*words, here.astype(jnp.uint32)])
-    present, sums = jnp.sum(flags & 1), _added(len(flags), received, flat)
+    *received, flags = compression.in_messages(gather, [*messages, here.astype(jnp.uint32)])
+    present = jnp.sum(flags & 1)
+    sums = _added(len(flags), received, [v.size for v in residual])
     share = decide.share(present)
-    agreed = [(x * share).reshape(v.shape) for x, v in zip(sums, residual, strict=True)]
-
-    def without(x: jax.Array, sent: jax.Array) -> jax.Array:
-        return x.ravel().at[sent].set(0, unique_indices=True).reshape(x.shape)
-
-    return agreed, [*map(without, velocity, at)], [*map(without, residual, at)], present
+    means = [(x * share).reshape(v.shape) for x, v in zip(sums, residual, strict=True)]
+    velocity = [_without(x, sent) for x, sent in zip(velocity, indices, strict=True)]
+    residual = [_without(x, sent) for x, sent in zip(residual, indices, strict=True)]
+    return means, velocity, residual, present
 
 
-def _entries(size: int, density: float) -> int:
-    """How many values of a leaf are sent."""
-    return min(size, max(1, math.ceil(density * size)))
+def _without(x: jax.Array, sent: jax.Array) -> jax.Array:
+    """An array with zeros at the flat indices that were sent."""
+    return x.ravel().at[sent].set(0, unique_indices=True).reshape(x.shape)
 
 
-def _added(workers: int, received: Leaves, like: Leaves) -> Leaves:
-    """Sums of what was sent of each flat leaf: indices and values, ``uint32[W, 2, k]``."""
+def _added(num_workers: int, received: Leaves, sizes: list[int]) -> Leaves:
+    """Sums ``float32[size]`` of each leaf, of indices and values ``uint32[W, 2, k]``."""
 
-    def add(worker: Any, totals: Leaves) -> Leaves:
-        for n, (at, words) in enumerate(message[worker] for message in received):
-            totals[n] = totals[n].at[at].add(words.view(jnp.float32), unique_indices=True)
-        return totals
+    def add(worker: jax.Array | int, totals: Leaves) -> Leaves:
+        added = []
+        for total, messages in zip(totals, received, strict=True):
+            index, words = messages[worker]
+            added.append(total.at[index].add(words.view(jnp.float32), unique_indices=True))
+        return added
 
-    # Worker by worker: one scatter of everything would add what meets in any order, and a GPU does not
-    # choose the same order twice, so that replicas would part.
-    first = add(0, [jnp.zeros(x.shape, jnp.float32) for x in like])
-    return lax.fori_loop(1, workers, add, first)
+    # Worker by worker: one scatter of everything would add equal indices in any order, and a GPU does not
+    # choose the same order twice, so that replicas would drift.
+    first = add(0, [jnp.zeros(size, jnp.float32) for size in sizes])
+    return lax.fori_loop(1, num_workers, add, first)

@@ -8,8 +8,8 @@ Both are one algorithm, and differ in when the variance is updated::
                          m   = Q(mean_i Q(m_i + e_i) + e);   v stays
     always:              p   = p - lr (m / (1 - b1**t) / (sqrt(v / (1 - b2**k)) + eps) + wd p)
 
-``Q`` is a sign and a scale, ``e_i`` what the codes of worker i still owe, and ``e`` what the owner of a
-slice owes. `one_bit_adam` is in full precision for the first ``warmup`` steps. `zero_one_adam` is so at
+``Q`` is a sign and a scale, ``e_i`` the error of the codes of worker i, and ``e`` that of the owner of a
+slice. `one_bit_adam` is in full precision for the first ``warmup`` steps. `zero_one_adam` is so at
 steps whose gaps double after every ``kappa`` of them.
 
 Where this differs from the papers and from what DeepSpeed ships:
@@ -26,13 +26,13 @@ Where this differs from the papers and from what DeepSpeed ships:
    of this: parameters are the same on all workers. Where the variance is updated m takes the exact mean
    too, as in DeepSpeed; in the paper it travels in one bit beside it. Where it is not, DeepSpeed codes
    the gradient until the freeze; here it is the momentum, as in the paper.
-5. Weight decay is decoupled. Workers that abstain, and one worker alone, see `one_bit_adam`.
+5. Weight decay is decoupled. Workers that abstain, and a single worker, see `one_bit_adam`.
 
 Source: Tang et al., "1-bit Adam" (arXiv 2102.02888); Lu et al., "Maximizing Communication Efficiency for
 Large-scale Training via 0/1 Adam" (arXiv 2202.06009).
 """
 
-from collections.abc import Callable
+import dataclasses
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -40,6 +40,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 
 from lioncub_jax.baselines.compression import coded_mean
 from lioncub_jax.exchange import checks, decide, quantize, wires
@@ -48,14 +49,14 @@ from lioncub_jax.exchange.step import CommunicateState
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import Axes, AxisName
 from lioncub_jax.mesh.placement import Workers, names_of
-from lioncub_jax.optimizers import descending, owner
+from lioncub_jax.optimizers import Mask, descending, owner
 
 _NEVER = 2**31 - 1
 _wide = partial(optax.tree.cast, dtype=jnp.float32)
 
 
 class OneBitAdamState(NamedTuple):
-    """What `one_bit_adam` and `zero_one_adam` keep from step to step; the first state of their chain.
+    """State of `one_bit_adam` and `zero_one_adam`, the first of their chain.
 
     Attributes:
       count: ``int32[]``, steps taken in which somebody took part; same on every worker.
@@ -67,18 +68,18 @@ class OneBitAdamState(NamedTuple):
 
     count: jax.Array  # type: ignore[assignment]
     updates: jax.Array
-    mu: Any
-    nu: Any
+    mu: optax.Updates
+    nu: optax.Updates
     exchange: CommunicateState
 
 
 def one_bit_adam(
     learning_rate: optax.ScalarOrSchedule,
-    b1: Any = 0.9,
-    b2: Any = 0.999,
-    eps: Any = 1e-8,
-    weight_decay: Any = 0.0,
-    mask: Any = None,
+    b1: ArrayLike = 0.9,
+    b2: ArrayLike = 0.999,
+    eps: ArrayLike = 1e-8,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
+    mask: Mask = None,
     *,
     warmup: int,
     workers: AxisName | Workers,
@@ -87,12 +88,12 @@ def one_bit_adam(
 
     For ``warmup`` steps gradients are averaged in float32. From then on v stays, and each worker sends the
     sign and scales of ``m_i + e_i``, ``m_i = b1 m + (1 - b1) g_i``; the owner of each slice averages them,
-    adds its own error, and sends signs and scales back: the new m, the same for all. What was not said
-    is kept on both sides and said later.
+    adds its own error, and sends signs and scales back: the new m, the same for all. Errors of codes
+    are kept on both sides and added to later ones.
 
     A worker with a gradient that is not finite anywhere, or asked to by ``abstain``, abstains, in both
-    stages: the others average without it, and its error stays. With nobody there m, v and the errors
-    stay, and the update is the decay alone. One worker alone sends nothing and codes nothing: its v
+    stages: the others average without it, and its error stays. If no worker takes part, m, v and the
+    errors stay, and the update is the decay alone. A single worker sends nothing and codes nothing: its v
     freezes all the same, and its m is exact.
 
     Args:
@@ -101,15 +102,15 @@ def one_bit_adam(
       b2: decay of the variance, in [0, 1).
       eps: added to the root, above 0.
       weight_decay: decoupled, multiplied with the learning rate.
-      mask: which leaves decay, a tree of bools or a function of the parameters.
+      mask: the leaves that decay, a tree of bools or a function of the parameters.
       warmup: steps in full precision, at least 1: until the variance is steady, and so not before the
         learning rate is. An element that has no gradient until then is never moved.
-      workers: the workers: a `Workers`, in two levels too, or the name of their mesh axis, or several
+      workers: a `Workers`, in two levels too, or the name of their mesh axis, or several
         as a tuple.
 
     Returns:
-      A chain whose first state is a `OneBitAdamState`; `traffic.of` has what it sends, in full precision
-      too. ``update(updates, state, params, abstain=None)`` takes gradients that vary over
+      A chain whose first state is a `OneBitAdamState`; `audit.of` counts what it sends, in full
+      precision too. ``update(updates, state, params, abstain=None)`` takes gradients that vary over
       the workers, floating leaves of any shape, and returns updates of the same shapes and dtypes that
       are the same on every worker; it and ``init`` must run where their axis is bound.
 
@@ -122,7 +123,8 @@ def one_bit_adam(
       >>> from lioncub_jax import baselines
       >>> tx = baselines.one_bit_adam(1e-3, weight_decay=0.01, warmup=2000, workers="data")
 
-    Source: Tang et al., "1-bit Adam" (arXiv 2102.02888).
+    References:
+      Tang et al., "1-bit Adam" (arXiv 2102.02888).
     """
     wanted = "a whole number of steps of at least 1: they find the variance that is frozen then"
     check_count(f"warmup={warmup!r}", warmup, wanted)
@@ -134,11 +136,11 @@ def one_bit_adam(
 
 def zero_one_adam(
     learning_rate: optax.ScalarOrSchedule,
-    b1: Any = 0.9,
-    b2: Any = 0.999,
-    eps: Any = 1e-8,
-    weight_decay: Any = 0.0,
-    mask: Any = None,
+    b1: ArrayLike = 0.9,
+    b2: ArrayLike = 0.999,
+    eps: ArrayLike = 1e-8,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
+    mask: Mask = None,
     *,
     kappa: int = 16,
     freeze_after: int = 100_000,
@@ -151,8 +153,8 @@ def zero_one_adam(
     steps are as those of `one_bit_adam` after its warm-up. Of n steps about ``kappa log2(n / kappa)`` are
     in full precision. Workers talk at every step, and parameters are the same on all of them.
 
-    Arguments that are not named here are those of `one_bit_adam`, as are abstention, one worker alone, and
-    what is returned; ``stages`` of `traffic.of` are a step in one bit and one in full precision.
+    Arguments that are not named here are those of `one_bit_adam`, as are abstention, a single worker, and
+    what is returned; ``stages`` of `audit.of` are a step in one bit and one in full precision.
 
     Args:
       kappa: updates of the variance until the gap doubles, at least 1.
@@ -167,40 +169,48 @@ def zero_one_adam(
       >>> from lioncub_jax import baselines
       >>> tx = baselines.zero_one_adam(1e-3, kappa=16, freeze_after=12_500, workers="data")
 
-    Source: Lu et al., "0/1 Adam" (arXiv 2202.06009), the policy for the variance; ``kappa`` is DeepSpeed's
-    ``var_update_scaler``, ``freeze_after`` its ``var_freeze_step``, with its defaults.
+    References:
+      Lu et al., "0/1 Adam" (arXiv 2202.06009), the policy for the variance; ``kappa`` is DeepSpeed's
+      ``var_update_scaler``, ``freeze_after`` its ``var_freeze_step``, with its defaults.
     """
     check_count(f"kappa={kappa!r}", kappa, "a whole number of updates of at least 1")
     wanted = "a whole number of steps of at least 1: they find the variance that stays then"
     check_count(f"freeze_after={freeze_after!r}", freeze_after, wanted)
     check_betas(b1=b1, b2=b2)
-    said = "give a number above 0, such as 1e-8"
-    check_number(f"eps={eps!r}", eps, lambda x: 0 < x < np.inf, said)
-    codes = coded_mean(1, workers)
+    wanted = "give a number above 0, such as 1e-8"
+    check_number(f"eps={eps!r}", eps, lambda x: 0 < x < np.inf, wanted)
     floats = owner(
-        optax.identity(),
-        workers=workers,
-        quantizer=quantize.dense(),
-        reply=decide.values(),
+        optax.identity(), workers=workers, quantizer=quantize.dense(), reply=decide.values(),
         wire=wires.all_reduce(),
-    )
-    is_due = partial(in_full, kappa, min(freeze_after, _NEVER))
-    moments = _moments(b1, b2, codes, floats, names_of(workers)[0], is_due)
+    )  # fmt: skip
+    moments = _Moments(b1, b2, coded_mean(1, workers), floats, names_of(workers)[0])
 
     def init(params: optax.Params) -> OneBitAdamState:
         params = checks.check_leaves(params)
         agreed = wires.agreed(params, sum(names_of(workers), ()))
         mu, nu = (optax.tree.zeros_like(agreed, dtype=jnp.float32) for _ in range(2))
         count, updates = jnp.zeros(2, jnp.int32)
-        return OneBitAdamState(count, updates, mu, nu, codes.init(_wide(params)))
+        return OneBitAdamState(count, updates, mu, nu, moments.codes.init(_wide(params)))
 
     def update(
-        grads: Any, state: OneBitAdamState, params: Any = None, *, abstain: Any = None, **extra: Any
-    ) -> tuple[Any, OneBitAdamState]:
+        grads: optax.Updates,
+        state: OneBitAdamState,
+        params: optax.Params | None = None,
+        *,
+        abstain: jax.Array | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, OneBitAdamState]:
         abstain = checks.check_abstain(abstain, extra)
         grads = checks.check_leaves(grads)
         checks.check_state(grads, state.mu)
-        some, state = moments(grads, state, params=params, abstain=abstain)
+        is_full = in_full(kappa, min(freeze_after, _NEVER), state.count)
+        extra = {"params": params, "abstain": abstain}
+        # A branch for each, with collectives of its own; all workers take the same one, as they count
+        # the same steps.
+        in_floats = partial(moments.step, moments.in_floats, extra)
+        in_codes = partial(moments.step, moments.in_codes, extra)
+        with wires.by_count():
+            some, state = jax.lax.cond(is_full, in_floats, in_codes, _wide(grads), state)
         with jax.numpy_dtype_promotion("standard"):  # optax takes a number to the power of a count
             mu = optax.tree.bias_correction(state.mu, b1, jnp.maximum(state.count, 1))
             nu = optax.tree.bias_correction(state.nu, b2, jnp.maximum(state.updates, 1))
@@ -214,8 +224,8 @@ def zero_one_adam(
     return descending(direction, learning_rate, weight_decay, mask)
 
 
-def in_full(kappa: int, end: int, count: Any) -> Any:
-    """``bool[]``, whether a step is in full precision, after so many: a number, or ``int32[]``."""
+def in_full(kappa: int, end: int, count: ArrayLike) -> Any:
+    """``bool[]``: the step after so many, a number or ``int32[]``, is in full precision."""
     doubled = count // kappa + 1
     for shift in (1, 2, 4, 8, 16):  # all bits below the highest
         doubled |= doubled >> shift
@@ -223,48 +233,46 @@ def in_full(kappa: int, end: int, count: Any) -> Any:
     return (count < end) & ((count - kappa * (gap - 1)) % gap == 0)
 
 
-def _moments(
-    b1: Any,
-    b2: Any,
-    codes: optax.GradientTransformationExtraArgs,
-    floats: optax.GradientTransformationExtraArgs,
-    axis: Axes,
-    is_due: Callable[[Any], Any],
-) -> Callable[..., tuple[jax.Array, OneBitAdamState]]:
-    """``(grads, state, **told) -> (bool[], state)``: whether anybody took part, and the new moments."""
+@dataclasses.dataclass(frozen=True)
+class _Moments:
+    """The next moments, by either exchange; ``extra`` are the keyword arguments of both."""
 
-    def in_floats(grads: Any, state: OneBitAdamState, **told: Any) -> OneBitAdamState:
+    b1: ArrayLike
+    b2: ArrayLike
+    codes: optax.GradientTransformationExtraArgs
+    floats: optax.GradientTransformationExtraArgs
+    axis: Axes
+
+    def in_floats(
+        self, grads: optax.Updates, state: OneBitAdamState, extra: dict[str, Any]
+    ) -> OneBitAdamState:
         """The mean gradient goes into both moments; errors wait."""
-        kept, own = state.exchange, floats.init(grads)
-        exchange = kept._replace(error=own.error, owner=own.owner)
-        mean, exchange = floats.update(grads, exchange, **told)
+        kept, dense = state.exchange, self.floats.init(grads)
+        exchange = kept._replace(error=dense.error, owner=dense.owner)
+        mean, exchange = self.floats.update(grads, exchange, **extra)
         exchange = exchange._replace(error=kept.error, owner=kept.owner)
-        mu = optax.tree.update_moment(mean, state.mu, b1, 1)
-        nu = optax.tree.update_moment(mean, state.nu, b2, 2)
+        mu = optax.tree.update_moment(mean, state.mu, self.b1, 1)
+        nu = optax.tree.update_moment(mean, state.nu, self.b2, 2)
         updates = optax.safe_increment(state.updates)
         return OneBitAdamState(state.count, updates, mu, nu, exchange)
 
-    def in_codes(grads: Any, state: OneBitAdamState, **told: Any) -> OneBitAdamState:
-        """The agreed momentum is what comes back of the workers' own."""
-        own = _wide(optax.tree.update_moment(grads, state.mu, b1, 1))
-        mu, exchange = codes.update(own, state.exchange, **told)
+    def in_codes(
+        self, grads: optax.Updates, state: OneBitAdamState, extra: dict[str, Any]
+    ) -> OneBitAdamState:
+        """Codes of the workers' momenta go up; those of the mean come back, the new momentum."""
+        mu_i = _wide(optax.tree.update_moment(grads, state.mu, self.b1, 1))
+        mu, exchange = self.codes.update(mu_i, state.exchange, **extra)
         return state._replace(mu=mu, exchange=exchange)
 
     def step(
-        way: Any, told: Any, grads: Any, old: OneBitAdamState
+        self, exchange: Any, extra: dict[str, Any], grads: optax.Updates, old: OneBitAdamState
     ) -> tuple[jax.Array, OneBitAdamState]:
-        """If nobody took part the state stays, but for what the exchange says of it."""
-        new = way(grads, old, **told)._replace(count=optax.safe_increment(old.count))
-        some = new.exchange.votes.abstained < axes.workers_on(axis)
+        """``bool[]``, whether any worker took part, and the next state.
+
+        If none did, the state stays, but for the statistics of the exchange.
+        """
+        new = exchange(grads, old, extra)._replace(count=optax.safe_increment(old.count))
+        some = new.exchange.votes.abstained < axes.workers_on(self.axis)
         old = old._replace(exchange=new.exchange)
         # Betas may be of a wider dtype.
         return some, optax.tree.where(some, optax.tree.cast_like(new, old), old)
-
-    def moments(grads: Any, state: OneBitAdamState, **told: Any) -> Any:
-        # A branch for each, with collectives of its own; all workers take the same one, as they count
-        # alike.
-        ways = (partial(step, way, told) for way in (in_floats, in_codes))
-        with wires.by_count():
-            return jax.lax.cond(is_due(state.count), *ways, _wide(grads), state)
-
-    return moments

@@ -1,14 +1,13 @@
 """TernGrad: -1, 0 or +1 at random, in units of one scale per leaf that all workers share."""
 
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from lioncub_jax.baselines import compression
-from lioncub_jax.baselines.methods import trace
 from lioncub_jax.exchange import decide, quantize, wires
 from lioncub_jax.exchange.arguments import check_betas, check_number
 from lioncub_jax.exchange.momentum import nothing
@@ -16,16 +15,16 @@ from lioncub_jax.exchange.step import communicate
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import Axes, AxisName
 from lioncub_jax.mesh.placement import Workers
-from lioncub_jax.optimizers import descending
+from lioncub_jax.optimizers import Mask, descending
 
 
 def terngrad(
     learning_rate: optax.ScalarOrSchedule,
-    momentum: Any = 0.0,
+    momentum: ArrayLike = 0.0,
     clip: float | None = 2.5,
     seed: int = 0,
-    weight_decay: Any = 0.0,
-    mask: Any = None,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
+    mask: Mask = None,
     *,
     workers: AxisName | Workers,
 ) -> optax.GradientTransformationExtraArgs:
@@ -34,8 +33,8 @@ def terngrad(
     Worker i clips each leaf at ``clip`` standard deviations of its own; ``s = max_i max|g_i|`` of the
     leaf; it sends ``sign(g_i)`` with probability ``|g_i| / s`` and else 0; the update is ``s`` times the
     mean of these, right on average but for what was clipped. 2 bits up, the planes of the sum down
-    (ceil(log2(2W + 1)) bits), and one float32 for each leaf in one all-reduce. One worker's gradients pass
-    as they are.
+    (ceil(log2(2W + 1)) bits), and one float32 for each leaf in one all-reduce. The gradients of a single
+    worker pass as they are.
 
     Arguments that are not named here are those of `signsgd`.
 
@@ -52,46 +51,42 @@ def terngrad(
       >>> from lioncub_jax import baselines
       >>> tx = baselines.terngrad(0.1, momentum=0.9, workers="data")
 
-    Source: Wen et al. (arXiv 1705.07878), with gradient clipping, layer-wise and shared scalers.
+    References:
+      Wen et al. (arXiv 1705.07878), with gradient clipping, layer-wise and shared scalers.
     """
     check_betas(momentum=momentum)
     if clip is not None:
-        said = "give standard deviations above 0, such as 2.5, or None"
-        check_number(f"clip={clip!r}", clip, lambda x: x > 0, said, float)
+        wanted = "give standard deviations above 0, such as 2.5, or None"
+        check_number(f"clip={clip!r}", clip, lambda x: x > 0, wanted, float)
     axis = compression.one_level("terngrad", workers)
-    up = quantize.ternary(rounding=quantize.stochastic(seed))
-    codes = communicate(workers=axis, memory=nothing(), quantizer=up, decision=decide.total())
-    mean = compression.on_devices(axis, codes.init, partial(_step, codes, axis, clip))
-    return descending(
-        compression.behind(mean, trace(momentum), axis), learning_rate, weight_decay, mask
+    quantizer = quantize.ternary(rounding=quantize.stochastic(seed))
+    codes = communicate(
+        workers=axis, memory=nothing(), quantizer=quantizer, decision=decide.total()
     )
 
+    def step(
+        updates: optax.Updates, state: Any, abstain: jax.Array
+    ) -> tuple[optax.Updates, optax.OptState]:
+        num_workers = axes.workers_on(axis)
+        if num_workers == 1:
+            return codes.update(updates, state, abstain=abstain)
+        tree: Any
+        values, tree = jax.tree.flatten(optax.tree.cast(updates, jnp.float32))
+        here = compression.takes_part(axis, abstain, values)
+        if clip is not None:
+            values = [_clipped(g, clip, axis) for g in values]
+        largest = [axes.max_over_shards(jnp.max(jnp.abs(g), initial=0.0), axis) for g in values]
+        scales = wires.max_over_workers(jnp.where(here, jnp.array(largest), 0), axis)
+        divisors = jnp.where(scales > 0, scales, 1)
+        shares = [g / divisor for g, divisor in zip(values, divisors, strict=True)]
+        sums, state = codes.update(tree.unflatten(shares), state, abstain=~here)
+        scales /= jnp.maximum(num_workers - state.votes.abstained, 1).astype(jnp.float32)
+        means = optax.tree.mul(sums, tree.unflatten(scales))
+        return optax.tree.cast_like(means, updates), state
 
-def _step(
-    codes: optax.GradientTransformationExtraArgs,
-    axis: Axes,
-    clip: float | None,
-    updates: Any,
-    state: Any,
-    told: jax.Array,
-) -> tuple[Any, Any]:
-    """Codes of each leaf in units of a scale, and what their sum is worth."""
-    workers = axes.workers_on(axis)
-    if workers == 1:
-        return codes.update(updates, state, abstain=told)
-    tree: Any
-    values, tree = jax.tree.flatten(optax.tree.cast(updates, jnp.float32))
-    here = compression.takes_part(axis, told, values)
-    if clip is not None:
-        values = [_clipped(g, clip, axis) for g in values]
-    largest = [axes.max_over_shards(jnp.max(jnp.abs(g), initial=0.0), axis) for g in values]
-    scales = wires.max_over_workers(jnp.where(here, jnp.array(largest), 0), axis)
-    units = jnp.where(scales > 0, scales, 1)
-    shares = [g / unit for g, unit in zip(values, units, strict=True)]
-    sums, state = codes.update(tree.unflatten(shares), state, abstain=~here)
-    scales /= jnp.maximum(workers - state.votes.abstained, 1).astype(jnp.float32)
-    means = optax.tree.mul(sums, tree.unflatten(scales))
-    return optax.tree.cast_like(means, updates), state
+    mean = compression.on_devices(axis, codes.init, step)
+    mean = compression.behind(mean, compression.sgd_momentum(momentum), axis)
+    return descending(mean, learning_rate, weight_decay, mask)
 
 
 def _clipped(g: jax.Array, clip: float, axis: Axes) -> jax.Array:

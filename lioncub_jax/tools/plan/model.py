@@ -24,7 +24,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from lioncub_jax import optimizers as optimizer
 from lioncub_jax.audit import predicted as accounting
-from lioncub_jax.baselines.methods import diloco
+from lioncub_jax.baselines.diloco import diloco
 from lioncub_jax.baselines.one_bit_adam import one_bit_adam
 from lioncub_jax.baselines.powersgd import as_matrix, powersgd
 from lioncub_jax.exchange import quantize
