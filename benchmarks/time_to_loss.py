@@ -36,7 +36,7 @@ from rich.console import Console
 
 ROOT = Path(__file__).parents[1]
 ROWS = ROOT / "benchmarks" / "results" / "time_to_loss.jsonl"
-EVIDENCE = ROOT / "lioncub_jax" / "planner" / "evidence.json"
+EVIDENCE = ROOT / "lioncub_jax" / "tools" / "plan" / "evidence.json"
 PARTS = ("curves", "longer", "times")
 # One thread each: small programs gain nothing from a second core.
 FLAGS = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"

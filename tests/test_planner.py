@@ -247,19 +247,19 @@ METHODS = {
     "owner-adamw": 210, "powersgd-4": 230, "powersgd-16": 225, "local-2": 207, "local-2-coded": 208,
     "one-bit-adam": 212, "diloco": None,
 }  # fmt: skip
-STUDY = {"model": "GPT", "dataset": "some text", "parameters": 1000, "steps": 256}
+STUDY = {"model": "GPT", "dataset": "some text"}
 
 
 def cell(tokens, workers, agreement=None, data="alike", **methods):
     """As in the file, with other steps."""
     steps = METHODS | {name.replace("_", "-"): n for name, n in methods.items()}
     learned = {
-        name: {"steps": [1, n, 256], "std": [None, n and 3.0, None], "runs": [3, 3, 2], "loss": 3.2,
+        name: {"steps": [1, n, 256], "error": [None, n and 3.0, None], "runs": [3, 3, 2], "loss": 3.2,
                "rate_over_adamw": 0.5, "b1": 0.8, "b2": 0.9, "decay_over_adamw": 1.0, "more": "in the file"}
         for name, n in steps.items() if n != "not run"
     }  # fmt: skip
     return {"tokens": tokens, "workers": workers, "agreement": agreement, "data": data,
-            "noise_scale": 2e3, "loss": {"0.8": 3.2}, "methods": learned}  # fmt: skip
+            "steps": 256, "parameters": 1000, "noise_scale": 2e3, "loss": {"0.8": 3.2}, "methods": learned}  # fmt: skip
 
 
 CELLS = [
@@ -317,7 +317,7 @@ def test_data_that_nobody_measured_are_told_by_others(known):
 
 def test_evidence_of_another_version_is_refused(tmp_path):
     (tmp_path / "it.json").write_text(json.dumps({"version": 1, "tasks": {}}))
-    said = "it.json: evidence of version 1, and this library reads 2; install it again"
+    said = "it.json: evidence of version 1, and this library reads 3; install it again"
     with pytest.raises(ValueError, match=said):
         evidence.read(tmp_path / "it.json")
 

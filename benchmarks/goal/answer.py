@@ -12,7 +12,8 @@ def what_to_use_text() -> str:
     Returns:
       Lines of Markdown. Numbers that differ among the networks of a row are shown as the first to the last.
     """
-    study = evidence.packaged().study
+    known = evidence.packaged()
+    study, cell = known.study, known.cells[0]
     head = "network", "tokens", "data", "use", "bits", "steps", "faster", "rate", "decay", "betas"
     rows = what_to_use()
     lines = [head, ["---"] * len(head), *map(_cells, rows)]
@@ -24,8 +25,8 @@ def what_to_use_text() -> str:
         "* *steps*: to the loss, divided by the steps of the better float32 optimizer.\n"
         "* *faster*: how many times faster it reaches the loss than the best other method.\n"
         "* *rate* and *decay*: divided by those of float32 AdamW. Multiply those of the AdamW that you "
-        f"have, and tune. These ratios and *betas* were best in runs of {study['steps']} steps.\n\n"
-        f"Measured with a {study['model']} of {study['parameters']:,} parameters, not on a GPU. "
+        f"have, and tune. These ratios and *betas* were best in runs of {cell.steps} steps.\n\n"
+        f"Measured with a {study['model']} of {cell.parameters:,} parameters, not on a GPU. "
         f"{_runs(rows)}\n"
     )
 

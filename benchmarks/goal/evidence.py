@@ -8,7 +8,7 @@ running minimum:
 
 Between points a curve is a line; before the first it is not known. The rate falls to zero at the end of a
 run, so a method that ends a little above the target runs once more, half as long again. Who does not get
-there in that either has no steps. The spread is the standard deviation of the steps of single seeds. Where
+there in that either has no steps. The error is the standard error of the steps of single seeds. Where
 several ran and only one got there itself, steps are not measured: the mean hangs on that one. The rate and
 the decay are divided by those of AdamW in the cell.
 """
@@ -56,7 +56,6 @@ def evidence(rows: Rows) -> dict[str, Any]:
         "version": VERSION,
         "study": {
             "model": "byte GPT", "dataset": "Python's standard library",
-            "parameters": parameters_in(curves.shapes()), "steps": STEPS,
         },
         "cells": cells,
         "times": times_of(rows),
@@ -70,7 +69,8 @@ def cell_of(key: tuple[int, int, str], methods: dict[str, Rows]) -> dict[str, An
     better = min(BASELINES, key=lambda name: means[name][-1][1])
     targets = [at(means[better], share * STEPS) for share in TARGETS]
     return {
-        "tokens": tokens, "workers": workers, "data": data, "better": better,
+        "tokens": tokens, "workers": workers, "data": data,
+        "steps": STEPS, "parameters": parameters_in(curves.shapes()), "better": better,
         "agreement": agreement_of(methods["vote"]),
         "noise_scale": noise_scale_of([row for rows in methods.values() for row in rows]),
         "vote_over_lion": rounded(vote_over_lion(means["lion"], methods["vote"])),
@@ -101,7 +101,7 @@ def told(
     known = [x for x in last if x is not None]
     return {
         "steps": [rounded(steps) for steps, _, _ in there],
-        "std": [rounded(std) for _, std, _ in there],
+        "error": [rounded(error) for _, error, _ in there],
         "runs": [runs for _, _, runs in there],
         "loss": rounded(statistics.fmean(known)) if len(known) == len(last) else None,
         "loss_std": rounded(statistics.stdev(known)) if len(known) > 1 else None,
@@ -116,7 +116,7 @@ def told(
 def reached(
     rows: Rows, target: float, defines: bool = False
 ) -> tuple[float | None, float | None, int] | None:
-    """Steps of the mean curve to a target, their spread over seeds, and runs; None if it never is there.
+    """Steps of the mean curve to a target, their standard error, and runs; None if it never is there.
 
     Of several runs at least two must be there themselves, or it is not measured: no steps, and no runs.
     """
@@ -127,7 +127,9 @@ def reached(
     singles = [x for one in each if (x := reaches(falling([one]), target)) is not None]
     if len(singles) < min(2, len(rows)) and not defines:
         return None, None, 0
-    return steps, statistics.stdev(singles) if len(singles) > 1 else None, len(rows)
+    count = len(singles)
+    error = statistics.stdev(singles) / math.sqrt(count) if count > 1 else None
+    return steps, error, len(rows)
 
 
 def agreement_of(rows: Rows) -> float:

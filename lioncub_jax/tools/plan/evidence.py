@@ -1,7 +1,25 @@
-"""What is known about learning: the steps of each method to a loss, by the noise of a worker's gradient.
+"""Evidence of learning: the steps of each method to a loss, by setting.
 
-`evidence.json`, beside this file, is made from committed rows of runs; docs/explain/planner.md says
-what its numbers mean. It is read on first use.
+`evidence.json`, beside this file, is made from committed rows of runs and read on first use. Its schema:
+
+    {"version": 3,
+     "study": {"model": "byte GPT", "dataset": "..."},
+     "cells": [{"tokens": 256, "workers": 8, "data": "alike", "steps": 1024, "parameters": 430720,
+                "agreement": 0.525, "noise_scale": 7663, "vote_over_lion": 1.19, "better": "adamw",
+                "loss": {"0.6": 2.9, "0.8": 2.7, "1.0": 2.6},
+                "methods": {"vote": {"steps": [207.1, null, null], "error": [4.4, null, null],
+                                     "runs": [3, 0, 2], "loss": 2.784, "rate_over_adamw": 0.5,
+                                     "b1": 0.8, "b2": 0.9, "decay_over_adamw": 10.0}}}],
+     "times": [...]}
+
+A cell is one setting: the tokens that a worker sees in a (micro-)step, workers, data, the length of a run
+in (micro-)steps of a worker, and the size of the model. Cells may differ in ``steps`` or ``parameters``
+alone. ``loss`` holds the losses of the better float32 optimizer after 60, 80 and 100 % of its run. The
+lists of a method have one entry for each of them: (micro-)steps of a worker to that loss, their standard
+error over seeds (null where fewer than two runs got there), and runs behind them (0: not measured).
+``vote-micro-4`` is ``vote`` with one exchange in 4 micro-steps; its steps are micro-steps, so that steps
+are tokens in all methods. Every cell has ``adamw``, in whose units rates and decays are. A file may say
+more; only ``times`` (of the benchmark) and the fields of `Cell` and `Learned` are read.
 """
 
 import functools
@@ -13,7 +31,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from lioncub_jax.exchange.arguments import check_count, check_number
 
-VERSION = 2  # of the packaged file
+VERSION = 3  # of the packaged file
 # Shares of the better float32 optimizer's run, after which it has the loss to reach.
 TARGETS = (0.6, 0.8, 1.0)
 TARGET = 0.8  # the one that methods are ranked by
@@ -34,7 +52,7 @@ class Learned(NamedTuple):
     Attributes:
       steps: of a worker to the losses of ``TARGETS``; None where the mean run does not get there, and
         for what is not measured.
-      std: of these over seeds; None where fewer than two got there.
+      error: standard error of these over seeds; None where fewer than two got there.
       runs: behind each of ``steps``; 0 for what is not measured, as at most one run got there.
       loss: at the end of a run.
       rate_over_adamw: the highest learning rate, divided by that of float32 AdamW in the cell.
@@ -44,7 +62,7 @@ class Learned(NamedTuple):
     """
 
     steps: tuple[float | None, ...]
-    std: tuple[float | None, ...]
+    error: tuple[float | None, ...]
     runs: tuple[int, ...]
     loss: float
     rate_over_adamw: float
@@ -60,6 +78,8 @@ class Cell(NamedTuple):
       tokens: that a worker sees in a step.
       workers: how many.
       data: one of ``DATA``.
+      steps: of a worker in a run.
+      parameters: of the model.
       agreement: how often two workers vote alike, 0.5 for coins; None where nobody looked.
       noise_scale: the gradient noise scale, in tokens.
       vote_over_lion: steps of a vote to where float32 Lion stands after 60 % of its run, over those.
@@ -70,6 +90,8 @@ class Cell(NamedTuple):
     tokens: int
     workers: int
     data: str
+    steps: int
+    parameters: int
     agreement: float | None
     noise_scale: float | None
     vote_over_lion: float | None
@@ -81,7 +103,7 @@ class Evidence(NamedTuple):
     """All that is known.
 
     Attributes:
-      study: what was trained: "model", "dataset", "parameters" and "steps" of a worker.
+      study: what was trained: "model" and "dataset".
       cells: where methods were compared.
     """
 

@@ -197,7 +197,7 @@ def advice(plan: Plan) -> str:
     rate = rate_text(plan.cluster.link.bandwidth)
     scheme, _, how = plan.rows[plan.use()]
     assert how
-    begin = f"{scheme.code}. {_tuned(how)} {_compared(plan)}."
+    begin = f"{scheme.code}. {_tuned(plan, how)} {_compared(plan)}."
     hidden, overlapped = plan.gain_over_hidden(), "mean that overlaps fully with computing"
     if scheme.kind == "mean":
         said = (
@@ -214,14 +214,14 @@ def advice(plan: Plan) -> str:
     return f"{said} {_measured(plan, how)}"
 
 
-def _tuned(how: Learned) -> str:
+def _tuned(plan: Plan, how: Learned) -> str:
     """Ratios to AdamW that tuning chose, and in which runs."""
-    study = evidence.packaged().study
+    cell = plan.found.cell
     ratios = how.rate_over_adamw, how.decay_over_adamw
     rate, decay = ("" if ratio == 1 else f"{ratio:.2g} times " for ratio in ratios)
     return (
         f"Begin with {rate}the learning rate and {decay}the weight decay of your AdamW, and tune: that was "
-        f"best in runs of {study['steps']} steps of a model of {study['parameters']:,} parameters, with "
+        f"best in runs of {cell.steps} steps of a model of {cell.parameters:,} parameters, with "
         f"betas of {how.b1:g} and {how.b2:g}."
     )
 
@@ -309,7 +309,7 @@ def table(plan: Plan) -> str:
     Returns:
       Lines. "sent" is what a worker, all of its devices together, sends in a step; "network" is the time in
       collectives, "packing" that of packing, counting and unpacking, and "step" the time of the whole step.
-      "steps" is how many it takes to the loss, with the standard deviation over seeds, and "time" how long
+      "steps" is how many it takes to the loss, with the standard error over seeds, and "time" how long
       that is, that of the best mean of gradients being 1. Bytes are in decimal units.
 
     Example:
@@ -336,10 +336,10 @@ def table(plan: Plan) -> str:
 def _steps_text(found: Learned | None) -> str:
     if not found or not found.runs[evidence.RANKED]:
         return NOT_MEASURED
-    steps, std = found.steps[evidence.RANKED], found.std[evidence.RANKED]
+    steps, error = found.steps[evidence.RANKED], found.error[evidence.RANKED]
     if steps is None:
         return "not reached"
-    return f"{steps:.0f}" + (f" ± {std:.0f}" if std else "")
+    return f"{steps:.0f}" + (f" ± {error:.0f}" if error else "")
 
 
 def legend() -> str:
