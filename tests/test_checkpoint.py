@@ -23,9 +23,10 @@ from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
 from lioncub_jax.baselines.dgc import dgc
-from lioncub_jax.checkpoint import Checkpoints, Damaged, Snapshots, files, stop_on_sigterm
+from lioncub_jax.checkpoint import Checkpoints, Damaged, files, stop_on_sigterm
 from lioncub_jax.checkpoint.leaves import paths_of
 from lioncub_jax.mesh.hosts import words_of
+from lioncub_jax.tools.run import Snapshots
 
 # Of the last leaf almost every owner has some rows.
 SHAPES = {"w": (64, 320), "v": (4, 6, 8), "b": (5,), "s": (), "none": (0, 3)}
