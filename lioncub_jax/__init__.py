@@ -33,6 +33,7 @@ from lioncub_jax.optimizers import (
     owner_lion,
 )
 from lioncub_jax.training import (
+    Kind,
     StepState,
     TrainStep,
     from_nnx,
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Checkpoints",
+    "Kind",
     "StepState",
     "TrainStep",
     "Workers",
