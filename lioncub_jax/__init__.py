@@ -34,6 +34,7 @@ from lioncub_jax.optimizers import (
     scale_by_lion_cub,
 )
 from lioncub_jax.training import (
+    Kind,
     StepState,
     TrainStep,
     from_nnx,
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Checkpoints",
+    "Kind",
     "StepState",
     "TrainStep",
     "Workers",

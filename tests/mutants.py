@@ -363,8 +363,8 @@ MUTANTS = r"""
 + if len(each) == 3:
 
 = half of an array with two entries for each worker is forgotten
-- kind is own and rows != (workers.count,)
-+ kind is own and rows[0] % workers.count
+- kind is Kind.PER_WORKER and rows != (workers.count,)
++ kind is Kind.PER_WORKER and rows[0] % workers.count
 
 # training/modules.py: gradients training
 = what a model keeps is written where nnx does not let it be written

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 import lioncub_jax as lc
 
 W, ROWS = 4, 3
-BATCH, SAME, OWN, FOLDED = lc.training.Kind
+SPLIT, SHARED, PER_WORKER, FOLDED_KEY = lc.Kind
 
 
 def workers_of(kind=AxisType.Auto):
@@ -58,7 +58,7 @@ on_both_kinds = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explici
 @on_both_kinds
 def test_every_worker_has_the_gradient_of_its_own_rows_and_of_all_class_weights(kind):
     workers = workers_of(kind)
-    grad_fn = jax.jit(grad_of(weighted, workers, in_kinds=(BATCH, SAME, None)))
+    grad_fn = jax.jit(grad_of(weighted, workers, in_kinds=(SPLIT, SHARED, None)))
     given = {n: NamedSharding(workers.mesh, spec) for n, spec in {**SPECS, "x": P("data")}.items()}
     given = jax.device_put({**PARAMS, "x": X}, given)
     args = given, given.pop("x"), WEIGHTS, 2.0
@@ -85,7 +85,11 @@ def test_within_a_worker_explicit_types_hold_what_a_loss_takes_and_returns():
         out = x @ params["w"]
         return jnp.mean(out**2), (out, state + weights)
 
-    kinds = {"in_kinds": (BATCH, SAME, OWN), "aux_kinds": (BATCH, OWN), "has_aux": True}
+    kinds = {
+        "in_kinds": (SPLIT, SHARED, PER_WORKER),
+        "aux_kinds": (SPLIT, PER_WORKER),
+        "has_aux": True,
+    }
 
     @jax.jit
     def step(*args):
@@ -121,8 +125,8 @@ def test_a_sum_beside_a_count_is_warned_of_once_and_own_ones_make_a_ratio(kind):
         np.testing.assert_allclose(ratio(), wanted / W, rtol=1e-4)
     assert len(told) == 1
     with warnings.catch_warnings(action="error"):
-        np.testing.assert_allclose(ratio(aux_kinds=SAME), wanted / W, rtol=1e-4)
-        np.testing.assert_allclose(ratio(aux_kinds=OWN), wanted, rtol=1e-4)
+        np.testing.assert_allclose(ratio(aux_kinds=SHARED), wanted / W, rtol=1e-4)
+        np.testing.assert_allclose(ratio(aux_kinds=PER_WORKER), wanted, rtol=1e-4)
 
 
 def test_keys_are_folded_shared_or_cut_as_their_kind_says():
@@ -133,8 +137,8 @@ def test_keys_are_folded_shared_or_cut_as_their_kind_says():
     key = jax.random.key(3)
     cut = jax.random.split(key, W)
     keys = {"typed": key, "same": key, "folded": key, "raw": jax.random.PRNGKey(3), "cut": cut}
-    kinds = {"typed": None, "same": SAME, "folded": FOLDED, "raw": FOLDED, "cut": BATCH}
-    grad_fn = grad_of(draws, has_aux=True, in_kinds=(BATCH, kinds), aux_kinds=BATCH)
+    kinds = {"typed": None, "same": SHARED, "folded": FOLDED_KEY, "raw": FOLDED_KEY, "cut": SPLIT}
+    grad_fn = grad_of(draws, has_aux=True, in_kinds=(SPLIT, kinds), aux_kinds=SPLIT)
     found = jax.tree.map(list, jax.tree.map(np.asarray, jax.jit(grad_fn)(PARAMS, X, keys)[0][1]))
     assert len({*found["typed"]}) == W and len({*found["same"]}) == 1
     assert found["typed"] == found["folded"] == found["raw"]
@@ -316,7 +320,7 @@ def test_from_rngs_each_worker_draws_its_own_and_they_go_on_as_often_as_a_loss_d
         bits = [jax.random.bits(rngs.dropout()) for rngs in (*given, given[0])]
         return plain(params, x), jnp.stack(bits)
 
-    kinds = {"in_kinds": (BATCH, None, SAME), "aux_kinds": OWN}
+    kinds = {"in_kinds": (SPLIT, None, SHARED), "aux_kinds": PER_WORKER}
     step = nnx.jit(grad_of(draws, workers_of(kind), has_aux=True, **kinds))
     rngs, alike, found = nnx.Rngs(dropout=1), nnx.Rngs(dropout=1), set()
     for i in range(2):
@@ -360,7 +364,7 @@ REFUSED = [
     ),
     (of_workers(plain, X[:6]), "'x' has shape (6, 6) ... 4 workers"),
     (kinds_of(None, X, WEIGHTS), "'x' is an array of shape (12, 6) ... in_kinds="),
-    (kinds_of((BATCH, None), X, {"c": WEIGHTS}), "'weights'['c'] is an array"),
+    (kinds_of((SPLIT, None), X, {"c": WEIGHTS}), "'weights'['c'] is an array"),
     (of_workers(plain, {"x": X, "key": RAW}), "'x'['key'] looks like a raw random key"),
     (
         lambda: lc.training.own_state({"mean": Wrapped()}, workers_of()),
@@ -371,13 +375,13 @@ REFUSED = [
         "'x'['x'] has 12 rows ... in_kinds of",
     ),
     (of_workers(plain, {"x": Wrapped()}), "'x'['x'] is test_gradients.Wrapped ... np.asarray"),
-    (kinds_of((SAME, SAME), X, WEIGHTS), "give the batch as an argument of the loss"),
-    (kinds_of((BATCH, OWN), X, WEIGHTS), "'weights' has shape (1000,) ... dimension of 4"),
-    (kinds_of((BATCH, FOLDED), X, WEIGHTS), "'weights' is folded, but no typed"),
-    (kinds_of((BATCH,), X, WEIGHTS), "in_kinds has 1 entries for 2"),
-    (kinds_of(("batch", "same"), X, WEIGHTS), "'batch' is no kind ... training.batch"),
+    (kinds_of((SHARED, SHARED), X, WEIGHTS), "give the batch as an argument of the loss"),
+    (kinds_of((SPLIT, PER_WORKER), X, WEIGHTS), "'weights' has shape (1000,) ... dimension of 4"),
+    (kinds_of((SPLIT, FOLDED_KEY), X, WEIGHTS), "'weights' is FOLDED_KEY, and no random key"),
+    (kinds_of((SPLIT,), X, WEIGHTS), "in_kinds has 1 entries for 2"),
+    (kinds_of(("batch", "same"), X, WEIGHTS), "'batch' is no kind ... Kind.SPLIT"),
     (
-        of_workers(with_statistics, X, has_aux=True, aux_kinds=SAME),
+        of_workers(with_statistics, X, has_aux=True, aux_kinds=SHARED),
         "aux['statistics'] is an array of shape (6,) ... aux_kinds=",
     ),
     (

@@ -126,7 +126,7 @@ def rows_fit(folder):
         for _ in range(2):
             with pytest.raises(ValueError, match=re.escape(words)):
                 step(state, {"x": rows[:count]})
-    kinds = {"x": lc.training.batch, "c": lc.training.same}
+    kinds = {"x": lc.Kind.SPLIT, "c": lc.Kind.SHARED}
     for whole, given, words in [
         (np.ones(4), None, "batch['x'] has 16 rows and batch['c'] 8"),
         (np.full(3, me), kinds, "different arrays that go whole to each worker, of batch['c']"),

@@ -207,7 +207,7 @@ def test_what_is_no_row_of_a_batch_goes_whole_to_each_worker():
         weight = jnp.sum(batch["weights"]) * batch["scale"]
         return weight * linear_loss(params, batch["rows"], rng)
 
-    workers, (cut, same) = workers_on(FOUR), (lc.training.batch, lc.training.same)
+    workers, (cut, same) = workers_on(FOUR), (lc.Kind.SPLIT, lc.Kind.SHARED)
     rest = {"weights": np.arange(8, dtype=np.float32), "scale": 2.0}
     kinds = {"rows": cut, "weights": same, "scale": None}
     for accumulate in (1, 2):
@@ -276,11 +276,11 @@ REFUSED = [
     (
         {"rows": WEIGHTED},
         r"batch\['x'\] has 128 rows and batch\['weights'\] 8.* in_kinds of make_train_step.* if both are, "
-        "with lioncub_jax.training.batch for each",
+        "with lioncub_jax.Kind.SPLIT for each",
     ),
     ({"rows": {"x": "text"}}, r"batch\['x'\] is builtins.str.*np.asarray"),
-    ({"in_kinds": {"x": lc.training.same}}, "do not match"),
-    ({"in_kinds": lc.training.own}, r"of batch\['x'\] is own.*model_state of init_state"),
+    ({"in_kinds": {"x": lc.Kind.SHARED}}, "do not match"),
+    ({"in_kinds": lc.Kind.PER_WORKER}, r"of batch\['x'\] is PER_WORKER.*model_state of init_state"),
 ]
 
 

@@ -1,7 +1,7 @@
 """A training step on a mesh: each worker's own gradient, and one agreed update."""
 
 from lioncub_jax.training.gradients import local_value_and_grad, worker_value_and_grad
-from lioncub_jax.training.kinds import Kind, batch, folded, own, same
+from lioncub_jax.training.kinds import Kind
 from lioncub_jax.training.modules import from_nnx
 from lioncub_jax.training.overlap import overlap_options
 from lioncub_jax.training.state import abstract_state, init_state, own_state
@@ -14,8 +14,6 @@ __all__ = [
     "StepState",
     "TrainStep",
     "abstract_state",
-    "batch",
-    "folded",
     "from_nnx",
     "init_state",
     "local_value_and_grad",
@@ -24,8 +22,6 @@ __all__ = [
     "metrics",
     "on_mesh",
     "overlap_options",
-    "own",
     "own_state",
-    "same",
     "worker_value_and_grad",
 ]

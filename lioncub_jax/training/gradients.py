@@ -23,6 +23,7 @@ from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.mesh.placement import Static, Workers, check_devices, check_workers, names_of
 from lioncub_jax.mesh.specs import axes_in, spec_of, stacked
 from lioncub_jax.training import kinds, modules
+from lioncub_jax.training.kinds import Kind
 from lioncub_jax.training.worker import joined, of_model, reduced
 
 
@@ -80,15 +81,15 @@ def worker_value_and_grad(
       loss_fn: ``(params, *args) -> loss`` or, with ``has_aux``, ``(loss, aux)``; the loss is a mean.
       workers: a `Workers`, whose mesh has axes Auto or Explicit.
       in_kinds: what the arguments behind the parameters are, a tuple with an entry for each, or for the
-        parts of its tree: ``training.batch`` (cut along the first dimension over the workers),
-        ``training.same`` (whole to each worker) or ``training.own`` (``[workers, ...]``, an entry to each
+        parts of its tree: ``Kind.SPLIT`` (cut along the first dimension over the workers),
+        ``Kind.SHARED`` (whole to each worker) or ``Kind.PER_WORKER`` (``[workers, ...]``, an entry to each
         worker, such as model state); None for numbers, which all workers get, for typed keys, into
         which each folds its number, and for ``nnx.Rngs``, which go on. Needed unless only the first of them
         has arrays: the batch.
-      aux_kinds: what becomes of ``aux``, for all of it or for its parts. Of arrays ``training.batch``
-        (joined along their first dimension) or ``training.own`` (stacked, ``[workers, ...]``). Of numbers
-        ``training.same``, as without a kind (floating ones are averaged over the workers, whole ones and
-        bools added), or ``training.own`` (``[workers]``).
+      aux_kinds: what becomes of ``aux``, for all of it or for its parts. Arrays: ``Kind.SPLIT`` (joined
+        along their first dimension) or ``Kind.PER_WORKER`` (stacked, ``[workers, ...]``). Numbers:
+        ``Kind.SHARED``, as without a kind (floats are averaged over the workers, integers and bools
+        added), or ``Kind.PER_WORKER`` (``[workers]``).
       has_aux: as in ``jax.value_and_grad``.
       specs: as in `on_mesh`, for gradients that lie as the parameters do; by default, where parameters do
         not say it themselves, as the compiler likes.
@@ -117,7 +118,7 @@ def worker_value_and_grad(
       >>> import jax, jax.numpy as jnp, lioncub_jax as lc
       >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
       >>> loss = lambda params, x, weights: jnp.mean(x @ params["w"] * weights)
-      >>> kinds = (lc.training.batch, lc.training.same)
+      >>> kinds = (lc.Kind.SPLIT, lc.Kind.SHARED)
       >>> grad_fn = lc.worker_value_and_grad(loss, lc.Workers(mesh, "data"), in_kinds=kinds)
       >>> value, grads = jax.jit(grad_fn)({"w": jnp.ones((3, 2))}, jnp.ones((4, 3)), jnp.ones(2))
       >>> float(value), grads["w"].shape
@@ -151,7 +152,7 @@ def worker_value_and_grad(
             own = jax.tree.unflatten(tree, own)
             loss, aux = kinds.loss_and_aux(loss_fn(params, *own), has_aux)
             if not outputs:  # once, for it warns; the loss is a number
-                outputs.extend([kinds.same, *kinds.of_outputs(aux, aux_kinds)])
+                outputs.extend([Kind.SHARED, *kinds.of_outputs(aux, aux_kinds)])
             return loss, (aux, jax.tree.leaves(modules.counts_of(own)))
 
         value_and_grad = of_model(jax.value_and_grad(loss_of, has_aux=True))
@@ -165,7 +166,7 @@ def worker_value_and_grad(
             (loss, (aux, counts)), grads = value_and_grad(params, leaves)
             grads = jax.tree.map(lambda g: g[None], grads)
             counts = [
-                x[None] if k is kinds.own else x for k, x in zip(streams, counts, strict=True)
+                x[None] if k is Kind.PER_WORKER else x for k, x in zip(streams, counts, strict=True)
             ]
             return grads, counts, *reduced((loss, aux), outputs, workers.axes)
 
@@ -173,7 +174,7 @@ def worker_value_and_grad(
         laid: Any = P(workers.axes)
         if has_aux and typed:  # only the types that it has in a worker say how a result lies
             found = jax.eval_shape(over(lies, out_specs=P()), params, leaves).value
-            laid = {i: s for i, s in enumerate(found) if outputs[i] is not kinds.same}
+            laid = {i: s for i, s in enumerate(found) if outputs[i] is not Kind.SHARED}
         # Whose streams begin alike draw as often, so nothing is sent to agree on it.
         drawn = [kinds.over(kind, workers, P()) for kind in streams]
         run = over(of_worker, out_specs=(stacked(cut, workers.axes), drawn, laid, P(), P()))
@@ -225,8 +226,8 @@ def check_closure(loss_fn: Callable[..., Any], workers: Workers) -> None:
                 raise ValueError(
                     f"the loss closes over {name!r}, an array of shape {x.shape} that lies on the mesh: "
                     "give it as an argument of the loss, or as a part of the batch, and its kind in "
-                    "in_kinds: lioncub_jax.training.batch for rows of each worker, "
-                    "same for what all need whole"
+                    "in_kinds: lioncub_jax.Kind.SPLIT for rows of each worker, "
+                    "SHARED for what all need whole"
                 )
 
 

@@ -25,28 +25,30 @@ class Kind(enum.Enum):
     """What an array is to the workers.
 
     Attributes:
-      batch: each worker has its part of the first dimension.
-      same: all workers have the whole of it. Numbers are this unless the caller says otherwise; of those
+      SPLIT: each worker has its part of the first dimension.
+      SHARED: all workers have the whole of it. Numbers are this unless the caller says otherwise; of those
         that a loss returns floating ones are then averaged over the workers, whole ones and bools added.
-      own: each worker has its entry of a leading ``[workers]`` dimension.
-      folded: a random key, into which each worker folds its number. Typed keys are this unless the caller
-        says otherwise; of a raw one, ``jax.random.PRNGKey``, the caller must say it.
+      PER_WORKER: each worker has its entry of a leading ``[workers]`` dimension.
+      FOLDED_KEY: a random key, into which each worker folds its number. Typed keys are this unless the
+        caller says otherwise; of a raw one, ``jax.random.PRNGKey``, the caller must say it.
 
     Example:
       >>> import lioncub_jax as lc
-      >>> kinds = (lc.training.batch, lc.training.same)
+      >>> kinds = (lc.Kind.SPLIT, lc.Kind.SHARED)
 
     Source: this library.
     """
 
-    batch = enum.auto()
-    same = enum.auto()
-    own = enum.auto()
-    folded = enum.auto()
+    SPLIT = enum.auto()
+    SHARED = enum.auto()
+    PER_WORKER = enum.auto()
+    FOLDED_KEY = enum.auto()
 
 
-batch, same, own, folded = Kind
-_GIVE = "lioncub_jax.training.batch (cut over the workers), same (whole to each) or own ([workers, ...])"
+_GIVE = (
+    "lioncub_jax.Kind.SPLIT (cut over the workers), SHARED (whole to each) or "
+    "PER_WORKER ([workers, ...])"
+)
 
 
 def is_raw_key(x: Any) -> bool:
@@ -60,7 +62,7 @@ def is_raw_key(x: Any) -> bool:
 def default_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The kinds of arguments where none are given: the first is the batch if no other has arrays."""
     arrays = [any(jnp.ndim(x) for x in jax.tree.leaves(arg)) for arg in args]
-    return tuple(batch if i == 0 and sum(arrays) == 1 else None for i in range(len(args)))
+    return tuple(Kind.SPLIT if i == 0 and sum(arrays) == 1 else None for i in range(len(args)))
 
 
 def of_arguments(
@@ -87,14 +89,14 @@ def of_arguments(
         name = names[min(path[0].idx + 1, len(names) - 1)]
         where = f"argument {name!r}{jax.tree_util.keystr(path[1:])}"
         kind = _of_argument(where, x, kind)
-        if kind is batch:
+        if kind is Kind.SPLIT:
             rows.check(where, jnp.shape(x)[0], entry)
         spec = shortened(spec_of(x), workers.inner)
-        spec = over(kind, workers, P(*spec[1:]) if kind is own else spec)
+        spec = over(kind, workers, P(*spec[1:]) if kind is Kind.PER_WORKER else spec)
         _check_shape(where, x, kind, spec, workers)
         kinds.append(kind)
         specs.append(spec)
-    if not any(kind in (batch, own) for kind in kinds):
+    if not any(kind in (Kind.SPLIT, Kind.PER_WORKER) for kind in kinds):
         raise ValueError(
             "no array follows the parameters: give the batch as an argument of the loss, so that it is cut "
             "over the workers, and of lists np.asarray(...); one that the loss closes over would go whole "
@@ -104,25 +106,25 @@ def of_arguments(
 
 
 def of_batch(tree: Any, given: Any) -> list[tuple[Kind, int]]:
-    """The `Kind` of each leaf of a batch, and the entry of ``given`` that has it; arrays are `batch`.
+    """The `Kind` of each leaf of a batch, and the entry of ``given`` that has it; arrays are `SPLIT`.
 
     Raises:
-      TypeError: for kinds that are none or do not match, `own`, and leaves that are no arrays.
+      TypeError: for kinds that are none or do not match, `PER_WORKER`, and leaves that are no arrays.
       ValueError: as `of_arguments`.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     kinds: list[tuple[Kind, int]] = []
     for (path, x), (kind, entry) in zip(leaves, _spread(given, tree), strict=True):
         where = f"batch{jax.tree_util.keystr(path)}"
-        if kind is own:
+        if kind is Kind.PER_WORKER:
             raise TypeError(
-                f"in_kinds of {where} is own: a batch has lioncub_jax.training.batch (cut over the "
-                "workers) and same (whole to each); what each worker keeps of its own is "
+                f"in_kinds of {where} is PER_WORKER: a batch has lioncub_jax.Kind.SPLIT (cut over the "
+                "workers) and SHARED (whole to each); what each worker keeps of its own is "
                 "the model_state of init_state"
             )
-        cut = batch if kind is None and jnp.ndim(checked_array(where, x)) else kind
+        cut = Kind.SPLIT if kind is None and jnp.ndim(checked_array(where, x)) else kind
         kinds.append((_of_argument(where, x, cut), entry))
-    if leaves and not any(kind is batch for kind, _ in kinds):
+    if leaves and not any(kind is Kind.SPLIT for kind, _ in kinds):
         raise ValueError(
             f"nothing of the batch is cut over the workers, as batch{jax.tree_util.keystr(leaves[0][0])} "
             f"of shape {jnp.shape(leaves[0][1])} shows: give arrays whose first dimension are rows, and of "
@@ -133,7 +135,7 @@ def of_batch(tree: Any, given: Any) -> list[tuple[Kind, int]]:
 
 def cut_of(tree: Any, given: Any) -> list[bool]:
     """Whether each leaf of a batch is cut over the workers."""
-    return [kind is batch for kind, _ in of_batch(tree, given)]
+    return [kind is Kind.SPLIT for kind, _ in of_batch(tree, given)]
 
 
 def parted(tree: Any, given: Any, workers: Workers) -> tuple[list[Any], Callable[[list[Any]], Any]]:
@@ -141,12 +143,14 @@ def parted(tree: Any, given: Any, workers: Workers) -> tuple[list[Any], Callable
     structure: Any
     leaves, structure = jax.tree.flatten(tree)
     each = [kind for kind, _ in of_batch(tree, given)]
-    cut = [x for x, kind in zip(leaves, each, strict=True) if kind is batch]
-    rest = [of_worker(k, workers, x) for x, k in zip(leaves, each, strict=True) if k is not batch]
+    cut = [x for x, kind in zip(leaves, each, strict=True) if kind is Kind.SPLIT]
+    rest = [
+        of_worker(k, workers, x) for x, k in zip(leaves, each, strict=True) if k is not Kind.SPLIT
+    ]
 
     def whole(cut: list[Any]) -> Any:
         rows, others = iter(cut), iter(rest)
-        return structure.unflatten(next(rows if kind is batch else others) for kind in each)
+        return structure.unflatten(next(rows if kind is Kind.SPLIT else others) for kind in each)
 
     return cut, whole
 
@@ -164,8 +168,8 @@ class Rows:
             raise ValueError(
                 f"{where} has {rows} rows and {other} {wanted}, and a batch is cut over the workers by "
                 "rows: if one is no rows of the batch, such as class weights, say so in in_kinds of "
-                "make_train_step or worker_value_and_grad, with lioncub_jax.training.same (whole to each "
-                "worker); if both are, with lioncub_jax.training.batch for each"
+                "make_train_step or worker_value_and_grad, with lioncub_jax.Kind.SHARED (whole to each "
+                "worker); if both are, with lioncub_jax.Kind.SPLIT for each"
             )
 
 
@@ -191,20 +195,20 @@ def checked_array(where: str, x: Any) -> Any:
 
 def _of_argument(where: str, x: Any, kind: Any) -> Kind:
     checked_array(where, x)
-    if kind is folded and not (is_key(x) or is_raw_key(x)):
-        raise ValueError(f"{where} is folded, but no typed random key: give jax.random.key(seed)")
-    if kind not in (None, batch):
+    if kind is Kind.FOLDED_KEY and not (is_key(x) or is_raw_key(x)):
+        raise ValueError(f"{where} is FOLDED_KEY, and no random key: give jax.random.key(seed)")
+    if kind not in (None, Kind.SPLIT):
         return kind
     if jnp.ndim(x) == 0:
-        return folded if is_key(x) else same
+        return Kind.FOLDED_KEY if is_key(x) else Kind.SHARED
     if is_raw_key(x):
         raise ValueError(
             f"{where} looks like a raw random key, which all workers would share, or which would be cut "
             "like a batch: give a typed one, jax.random.key(seed), or its kind, "
-            "lioncub_jax.training.folded; two numbers of a batch as int32"
+            "lioncub_jax.Kind.FOLDED_KEY; two numbers of a batch as int32"
         )
-    if kind is batch:
-        return batch
+    if kind is Kind.SPLIT:
+        return Kind.SPLIT
     raise ValueError(
         f"{where} is an array of shape {jnp.shape(x)}, and what it is to the workers is not given: give "
         f"worker_value_and_grad(in_kinds=...), for each argument behind the parameters {_GIVE}"
@@ -213,12 +217,12 @@ def _of_argument(where: str, x: Any, kind: Any) -> Kind:
 
 def _check_shape(where: str, x: Any, kind: Kind, spec: P, workers: Workers) -> None:
     rows = jnp.shape(x)[:1]
-    if kind is batch and rows[0] % product(workers.mesh.shape, axes_of(spec[0])):
+    if kind is Kind.SPLIT and rows[0] % product(workers.mesh.shape, axes_of(spec[0])):
         raise ValueError(
             f"{where} has shape {jnp.shape(x)}: its first dimension is cut over {workers.count} workers, "
             f"{spec} in all, which do not divide it"
         )
-    if kind is own and rows != (workers.count,):
+    if kind is Kind.PER_WORKER and rows != (workers.count,):
         raise ValueError(
             f"{where} has shape {jnp.shape(x)}: what is each worker's own has a leading dimension of "
             f"{workers.count}, one entry for each of them"
@@ -226,7 +230,7 @@ def _check_shape(where: str, x: Any, kind: Kind, spec: P, workers: Workers) -> N
 
 
 def of_outputs(aux: Any, given: Any) -> list[Kind]:
-    """A `Kind` for each leaf of what a loss returns besides its value: `own`, `batch`, or `same`.
+    """A `Kind` for each leaf of what a loss returns besides its value: `PER_WORKER`, `SPLIT`, or `SHARED`.
 
     Raises:
       TypeError: for kinds that are none, or that do not match.
@@ -239,15 +243,15 @@ def of_outputs(aux: Any, given: Any) -> list[Kind]:
     beside: dict[Any, dict[Any, str]] = {}  # numbers without a kind, by what they are in
     leaves = jax.tree_util.tree_leaves_with_path(aux)
     for (path, x), (kind, _) in zip(leaves, _spread(given, aux), strict=True):
-        if jnp.ndim(x) and kind not in (batch, own):
+        if jnp.ndim(x) and kind not in (Kind.SPLIT, Kind.PER_WORKER):
             raise ValueError(
                 f"aux{jax.tree_util.keystr(path)} is an array of shape {jnp.shape(x)} on each worker, and "
                 "what becomes of it is not given: give worker_value_and_grad(aux_kinds=...), "
-                "lioncub_jax.training.batch to join them along the first dimension or own for "
+                "lioncub_jax.Kind.SPLIT to join them along the first dimension or PER_WORKER for "
                 "[workers, ...]; or return numbers"
             )
-        found.append(kind if jnp.ndim(x) or kind is own else same)
-        if jnp.ndim(x) or kind in (same, own):
+        found.append(kind if jnp.ndim(x) or kind is Kind.PER_WORKER else Kind.SHARED)
+        if jnp.ndim(x) or kind in (Kind.SHARED, Kind.PER_WORKER):
             continue
         for number in (jnp.inexact, jnp.integer):
             if jnp.issubdtype(jnp.result_type(x), number):
@@ -258,8 +262,8 @@ def of_outputs(aux: Any, given: Any) -> list[Kind]:
                 f"{each[jnp.inexact]} is a floating number, averaged over the workers, and beside it "
                 f"{each[jnp.integer]} a whole one, added: a ratio of them is too small by the number of "
                 "workers. For a ratio return the count as float32, or give aux_kinds="
-                "lioncub_jax.training.own for both and add up what each worker has; if you take none, say "
-                "that you know: aux_kinds=lioncub_jax.training.same for these numbers",
+                "lioncub_jax.Kind.PER_WORKER for both and add what each worker has; if you need no ratio, "
+                "give these numbers aux_kinds=lioncub_jax.Kind.SHARED",
                 stacklevel=2,
             )
     return found
@@ -327,9 +331,9 @@ def _types_of(tree: Any) -> dict[str, str]:
 
 def over(kind: Kind, workers: Workers, spec: P) -> P:
     """How what lies so in each worker lies over all of them."""
-    if kind is own:
+    if kind is Kind.PER_WORKER:
         spec = P(workers.axes, *spec)
-    elif kind is batch:
+    elif kind is Kind.SPLIT:
         first, *rest = spec or (None,)
         spec = P((*workers.axes, *axes_of(first)), *rest)
     return shortened(spec)
@@ -337,9 +341,9 @@ def over(kind: Kind, workers: Workers, spec: P) -> P:
 
 def of_worker(kind: Kind, workers: Workers, x: Any) -> Any:
     """What one worker gets of an array."""
-    if kind is own:
+    if kind is Kind.PER_WORKER:
         return x[0]
-    return fold(workers, x) if kind is folded else x
+    return fold(workers, x) if kind is Kind.FOLDED_KEY else x
 
 
 def fold(workers: Workers, x: Any) -> Any:

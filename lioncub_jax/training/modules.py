@@ -11,6 +11,7 @@ from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.mesh.specs import flax_in_use
 from lioncub_jax.training import kinds
+from lioncub_jax.training.kinds import Kind
 from lioncub_jax.training.typed import states_of
 
 if TYPE_CHECKING:
@@ -154,11 +155,11 @@ def value_and_grad(
         return loss, (aux, structure.unflatten(kept))
 
     of_parts.__signature__ = inspect.signature(loss_fn)  # type: ignore[attr-defined]
-    each = jax.tree.map(lambda x: kinds.folded if is_key(x) else kinds.same, streams)
+    each = jax.tree.map(lambda x: Kind.FOLDED_KEY if is_key(x) else Kind.SHARED, streams)
     run = of_params(
         of_parts,
-        in_kinds=(*in_kinds, each, kinds.own),
-        aux_kinds=(aux_kinds, kinds.own),
+        in_kinds=(*in_kinds, each, Kind.PER_WORKER),
+        aux_kinds=(aux_kinds, Kind.PER_WORKER),
         has_aux=True,
     )
     (loss, (aux, rest)), grads = run(params, *args, streams, rest)

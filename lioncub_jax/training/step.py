@@ -34,6 +34,7 @@ from lioncub_jax.mesh.specs import check_batch_spec, spec_of, stacked
 from lioncub_jax.training import kinds
 from lioncub_jax.training.gradients import check_closure
 from lioncub_jax.training.holders import layout_here
+from lioncub_jax.training.kinds import Kind
 from lioncub_jax.training.progress import stepped
 from lioncub_jax.training.typed import Among, check_state
 from lioncub_jax.training.worker import (
@@ -303,7 +304,7 @@ class TrainStep:
         placed = []
         for (path, x), (kind, entry) in zip(leaves, each, strict=True):
             count, where = None, f"batch{jax.tree_util.keystr(path)}"
-            if kind is kinds.batch:
+            if kind is Kind.SPLIT:
                 count = self._batches.rows_of_all(where, x)
                 rows.check(where, count, entry)
             placed.append(self._batches.place(x, count))
@@ -346,9 +347,9 @@ def make_train_step(
       batch_spec: how the batch is cut, such as ``P(("data", "fsdp"))``; by default over the workers (and
         the group) only. The workers' axes come first in its first entry.
       in_kinds: what the leaves of a batch are to the workers, a tree like it or of its parts: by default
-        arrays are ``training.batch`` (cut along the first dimension over the workers) and numbers
-        ``training.same`` (whole to each worker), which arrays such as class weights must be given:
-        ``{"x": batch, "weights": same}``. Of a random key see `worker_value_and_grad`.
+        arrays are ``Kind.SPLIT`` (cut along the first dimension over the workers) and numbers
+        ``Kind.SHARED`` (whole to each worker), which arrays such as class weights must be given:
+        ``{"x": Kind.SPLIT, "weights": Kind.SHARED}``. Of a random key see `worker_value_and_grad`.
       accumulate: parts into which a worker cuts its batch; their gradients are averaged, in float32 at
         least, before the exchange.
       local_steps: into how many parts a worker cuts its batch first, each for a step of its own.
@@ -460,7 +461,7 @@ def _metrics(loss: jax.Array, aux: Any, workers: Workers) -> Any:
     if "loss" in named:
         raise ValueError("the aux dict has a key 'loss', which is taken; give it another name")
     metrics = {"loss": loss, **named}
-    each = [kinds.own if jnp.ndim(x) else kinds.same for x in jax.tree.leaves(metrics)]
+    each = [Kind.PER_WORKER if jnp.ndim(x) else Kind.SHARED for x in jax.tree.leaves(metrics)]
     return reduced(metrics, each, workers.axes)
 
 

@@ -26,6 +26,7 @@ from lioncub_jax.mesh.placement import Static, Workers
 from lioncub_jax.mesh.specs import flax_in_use, without
 from lioncub_jax.optimizers import GlobalState
 from lioncub_jax.training import kinds
+from lioncub_jax.training.kinds import Kind
 
 _PLAIN = "give a plain optax transform, such as optax.adamw(1e-3)"
 
@@ -146,14 +147,14 @@ def reduced(
     leaves, structure = jax.tree_util.tree_flatten_with_path(values)
     arrays, means, counts = {}, {}, {}
     for i, ((path, x), kind) in enumerate(zip(leaves, each, strict=True)):
-        if isinstance(x, str) or (kind is kinds.same and is_key(x)):
+        if isinstance(x, str) or (kind is Kind.SHARED and is_key(x)):
             raise TypeError(
                 f"the loss returns {jax.tree_util.keystr(path)}, {getattr(x, 'dtype', 'text')}: what it "
                 "returns beside the loss is averaged, added or stacked over the workers; give numbers"
             )
         x = jnp.asarray(x)
-        if kind is not kinds.same:
-            arrays[i] = x[None] if kind is kinds.own else x
+        if kind is not Kind.SHARED:
+            arrays[i] = x[None] if kind is Kind.PER_WORKER else x
         elif jnp.issubdtype(x.dtype, jnp.inexact):
             means[i] = x
         else:
@@ -195,7 +196,7 @@ _MESH = (
     "the mesh into lioncub_jax.mesh.inner, which takes a NamedSharding too: "
     "jax.lax.with_sharding_constraint(x, inner(P(...))), jax.shard_map(f, mesh=inner(mesh), "
     "in_specs=inner(P(...)), out_specs=inner(P(...))); give logical rules around the step, not in it. An "
-    "array on the mesh that the loss closes over is to be an argument, lioncub_jax.training.same"
+    "array on the mesh that the loss closes over is to be an argument, lioncub_jax.Kind.SHARED"
 )
 _ADVICE = {  # by words of an error: the first that has one
     ("Going from `Manual`",): (
