@@ -10,6 +10,7 @@ import pytest
 from conftest import run_python
 
 import lioncub_jax as lc
+from lioncub_jax.tools import faults, lab, plan, run
 from lioncub_jax.tools import cli
 
 ROOT = Path(__file__).parents[1]
@@ -52,6 +53,7 @@ def public():
     """Each public thing by its shortest name; a module's are those that its ``__all__`` lists."""
     spaces = {name: x for name in lc.__all__ if inspect.ismodule(x := getattr(lc, name))}
     names = [name for name in lc.__all__ if name not in spaces]
+    spaces |= {f"tools.{tool.__name__.split('.')[-1]}": tool for tool in (faults, lab, plan, run)}
     names += [f"{space}.{name}" for space, module in spaces.items() for name in module.__all__]
     found = {}
     for name in sorted(names, key=lambda name: (name.count("."), name)):

@@ -151,7 +151,7 @@ def test_each_optimizer_that_the_page_writes_for_another_library_sends_what_is_c
         if not re.search(r"\.\.\.|diloco|on_mesh|_step\(", code):
             tx = eval(code, names)
             if isinstance(tx, optax.GradientTransformation):
-                sent[code] = names["lc"].traffic.of(tx, shapes, names["workers"]).sent_bytes
+                sent[code] = names["lc"].audit.of(tx, shapes, names["workers"]).sent_bytes
     assert len(sent) >= 7 and all(sent.values())
 
 

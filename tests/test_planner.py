@@ -259,7 +259,8 @@ def cell(tokens, workers, agreement=None, data="alike", **methods):
         for name, n in steps.items() if n != "not run"
     }  # fmt: skip
     return {"tokens": tokens, "workers": workers, "agreement": agreement, "data": data,
-            "steps": 256, "parameters": 1000, "noise_scale": 2e3, "loss": {"0.8": 3.2}, "methods": learned}  # fmt: skip
+            "steps": 256, "parameters": 1000, "noise_scale": 2e3, "loss": {"0.8": 3.2},
+            "methods": learned}  # fmt: skip
 
 
 CELLS = [
