@@ -10,8 +10,7 @@ import pytest
 from conftest import run_python
 
 import lioncub_jax as lc
-from lioncub_jax.tools import faults, lab, plan, run
-from lioncub_jax.tools import cli
+from lioncub_jax.tools import cli, faults, lab, plan, run
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md"), *ROOT.glob("*.md")])
