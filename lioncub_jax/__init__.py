@@ -19,7 +19,7 @@ import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 from lioncub_jax import audit, mesh, training
-from lioncub_jax.audit import check_votes, watch
+from lioncub_jax.audit import check_votes
 from lioncub_jax.exchange import decide, momentum, quantize, sync, wires
 from lioncub_jax.exchange.step import communicate
 from lioncub_jax.exchange.sync import sync_momentum
@@ -45,8 +45,6 @@ from lioncub_jax.training import (
     on_mesh,
     worker_value_and_grad,
 )
-
-watch.start()
 
 if TYPE_CHECKING:
     from lioncub_jax import baselines, checkpoint

@@ -258,15 +258,16 @@ MUTANTS = r"""
 - masked - reached - above
 + masked - reached
 
-# audit/watch.py: watch
+# exchange/compilations.py: watch
 = programs of the default backend alone are read
 - in backend.backends().values()
 + in [jax.devices()[0].client]
 
 = what was compiled before is read again, though it was allowed
-- _programs() - vars(_before).pop("programs", set())
+- _programs() - _before.pop(threading.get_ident())
 + _programs()
 
+# audit/watch.py: watch
 = what travels inside a worker is told to travel between workers
 - one.axes is None or bool(set(one.axes) & set(axes))
 + True

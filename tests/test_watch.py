@@ -19,6 +19,7 @@ from jaxlib import xla_client
 from test_chains import PARAMS, loss
 
 import lioncub_jax as lc
+from lioncub_jax.exchange import compilations
 
 BATCH = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
 LION = {"learning_rate": 1e-3, "workers": "data"}
@@ -125,6 +126,23 @@ def test_parameters_that_are_cut_over_the_workers_when_compiled_anew(mesh):
         "Parameters are cut over other axes of the mesh only",
     ):
         step(cut, opt_state, batch)
+
+
+def test_a_program_that_votes_is_known_where_its_trace_was_kept_and_no_other_is_asked_for(
+    mesh, monkeypatch
+):
+    asked, listed = [], compilations._programs
+    monkeypatch.setattr(compilations, "_programs", lambda: asked.append(1) or listed())
+    step, args, _ = step_of(mesh)
+    jax.jit(lambda x: x + 1)(jnp.ones(3))
+    inner = jax.jit(step)
+    inner.lower(*args)
+    jax.jit(lambda x: x + 2)(jnp.ones(3))
+    assert not asked
+    around = jax.jit(lambda *args: inner(*args), **out_shardings(mesh, None))
+    with refused("a constraint or out_shardings"):
+        around(*args)
+    assert len(asked) == 2
 
 
 def in_pmap(step, init):

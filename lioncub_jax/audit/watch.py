@@ -1,33 +1,28 @@
-"""Reads every compiled program that votes, when it is compiled: floats between workers are an error.
+"""Reads compiled programs that vote: floats that travel between workers are an error.
 
-A trainer can be changed to vote and send more than before, without a word and with a loss that looks right:
-momentum that its shardings call the same for all is gathered, gradients are averaged before they are voted
-on. Only the compiled program shows it. So the library listens to JAX's compilations, and reads those in
-which its votes are: whatever is there after a compilation and was not before it, on any backend.
+A trainer can vote and still send more than float32 would: momentum whose shardings call it replicated is
+gathered, or gradients are averaged before the vote. The loss looks right, and only the compiled program
+shows it. `lioncub_jax.exchange.compilations` hands over each program that votes, when it is compiled.
 """
 
 import contextlib
 import math
 import re
 import sys
-import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 from jax.experimental.xla_metadata import set_xla_metadata
-from jax.extend import backend
 
 from lioncub_jax.audit.units import bytes_text
-from lioncub_jax.exchange import checks, wires
+from lioncub_jax.exchange import checks
 
 __all__ = ["check_votes", "declared", "mode"]
 
 _MOST_NUMBERS = 128  # losses, metrics and counts; no leaf worth a vote is smaller
-_COMPILED = "/jax/core/compile/backend_compile_duration"
-_TRACED = "/jax/core/compile/jaxpr_trace_duration"
 _VOTE = re.compile(
     r"lioncub\.up/workers\(([^)]*)\)of\(([^)]+)\)/"
 )  # under vmap they are of no mesh
@@ -37,11 +32,6 @@ _FLOATS = re.compile(r"\b(?:bf16|f\d\w*|c64|c128)\[([\d,]+)\]")
 _FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)", re.M)
 _LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) function_name_id=\d+ line=(\d+)", re.M)
 _HERE = str(Path(__file__).parents[1])
-_NOT_TOLD = AttributeError, jax.errors.JaxRuntimeError  # by a plugin, which need not have either
-
-_before = threading.local()  # `programs`, when a compilation began
-# Of what was traced with a vote, by name: the types that were given to each transform that sends.
-_votes_in: dict[str, tuple[Any, ...]] = {}
 
 
 def mode(wanted: str) -> str:
@@ -137,59 +127,24 @@ def check_votes(compiled: jax.stages.Compiled | str) -> str:
     return report(program)
 
 
-def start() -> None:
-    """Listens to compilations, from the first vote on."""
-    wires.before_first_vote.append(_listen)
+def reads() -> bool:
+    """Whether programs are read, see `mode`."""
+    return checks.mode != "allow"
 
 
-def _listen() -> None:
-    jax.monitoring.register_scalar_listener(_on_start)
-    jax.monitoring.register_event_duration_secs_listener(_on_end)
+def look(name: str, texts: list[str], reduced: Sequence[Any] = ()) -> None:
+    """Reads what was compiled of a function that votes.
 
-
-def _on_start(event: str, value: float, **about: str | int) -> None:
-    if event == _COMPILED and checks.mode != "allow":
-        _before.programs = _programs()
-
-
-def _on_end(event: str, duration_secs: float, **about: str | int) -> None:
-    name, trace = str(about.get("fun_name", "")), wires.trace
-    if event == _TRACED:
-        _votes_in.pop(name, None)  # another function may have had it
-        if trace.votes:
-            _votes_in[name] = trace.reduced
-        trace.votes, trace.reduced = False, ()
-    elif event == _COMPILED and checks.mode != "allow":
-        # Not the programs of this name: XLA writes names otherwise, and two may have the same.
-        new = _programs() - vars(_before).pop("programs", set())
-        look(name.partition("(")[2].removesuffix(")"), list(_texts(new)))
-
-
-def _programs() -> set[Any]:
-    """All that is compiled by now, on any backend."""
-    found: set[Any] = set()
-    for client in backend.backends().values():
-        with contextlib.suppress(*_NOT_TOLD):
-            found.update(client.live_executables())
-    return found
-
-
-def _texts(programs: set[Any]) -> Iterator[str]:
-    for program in programs:
-        with contextlib.suppress(*_NOT_TOLD):
-            yield from (module.to_string() for module in program.hlo_modules())
-
-
-def look(name: str, texts: list[str]) -> None:
-    """Reads what was compiled of a function of that name.
+    Args:
+      name: of the function.
+      texts: of the programs that are new.
+      reduced: see `checks.warn_of_masked`.
 
     Raises:
       ValueError: for a program that votes and sends floats too; a warning in that `mode`.
     """
-    if checks.mode == "allow":
-        return
     # Where the compiler fails, nothing is there to read.
-    if name in _votes_in and not any("op_name=" in x for x in texts) and not sys.exc_info()[1]:
+    if not any("op_name=" in x for x in texts) and not sys.exc_info()[1]:
         warnings.warn(
             f"{name} votes, and no backend shows its compiled program, so nobody has looked whether floats "
             "travel beside the votes: give what is compiled to lioncub_jax.check_votes, or compare the "
@@ -197,7 +152,7 @@ def look(name: str, texts: list[str]) -> None:
             stacklevel=3,
         )
     for program in filter(None, map(read, texts)):
-        checks.warn_of_masked(_votes_in.get(name, ()))
+        checks.warn_of_masked(reduced)
         wrong = _wrong(program)
         if wrong and checks.mode == "raise":
             raise ValueError(wrong)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from lioncub_jax.exchange import wires
+from lioncub_jax.exchange import compilations, wires
 from lioncub_jax.exchange.quantize import Quantizer
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import Axes
@@ -66,8 +66,7 @@ def check_local(updates: Any, axis: Axes) -> None:
     Notes the types of the others for `warn_of_masked`.
     """
     types = jax.tree.map(jax.typeof, updates)
-    # At most 256, for programs in which nobody reads them.
-    wires.trace.reduced = (*wires.trace.reduced, types)[-256:]
+    compilations.note_reduced(types)
     shared = axes.shared(jax.tree.leaves(updates), axis)
     if shared is not None:
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(updates)]

@@ -31,7 +31,17 @@ import numpy as np
 import optax
 from jax import lax
 
-from lioncub_jax.exchange import bits, checks, decide, layout, quantize, rotation, wires, xla
+from lioncub_jax.exchange import (
+    bits,
+    checks,
+    compilations,
+    decide,
+    layout,
+    quantize,
+    rotation,
+    wires,
+    xla,
+)
 from lioncub_jax.exchange.arguments import check_count, check_kinds
 from lioncub_jax.exchange.bits import BLOCK, ROW, WORDS_PER_ROW
 from lioncub_jax.exchange.decide import Decision, Slice, Sums
@@ -519,7 +529,7 @@ class Worker(NamedTuple):
         if plan.wire.owns_slice:
             chunks, first = 1, self.index.astype(jnp.uint32) * bucket.chunk
         with jax.named_scope("lioncub.up"), wires.voting(plan.axis):
-            received = plan.wire.collect(message, form, plan.axis)
+            received = plan.wire.collect(compilations.marked(message), form, plan.axis)
         with jax.named_scope("lioncub.decide"):
             if counts is not None:
                 counts = lax.dynamic_slice_in_dim(counts, first, chunks * bucket.chunk)

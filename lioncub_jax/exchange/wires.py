@@ -15,7 +15,6 @@ of one bit the pairs of votes, and the numbers of the rows. A `Format` knows bot
 """
 
 import math
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -35,30 +34,10 @@ from lioncub_jax.mesh.axes import Axes
 
 __all__ = ["Format", "Wire", "Words", "all_reduce", "counts", "gathered", "lanes", "two_phase"]
 
-# What begins with the first vote that is traced: from then on compiled programs are read.
-before_first_vote: list[Callable[[], None]] = []
-
-
-class _Trace(threading.local):
-    """What this thread traces: whether it votes, and the types of the leaves that workers reduce."""
-
-    votes = False
-    reduced: tuple[Any, ...] = ()
-
-
-trace = _Trace()
-
 
 def voting(axis: Axes) -> Any:
-    """A named scope for what workers send, by which a compiled program tells who its workers are.
-
-    Also notes that this thread traces a vote (see `watch`).
-    """
+    """A named scope for what workers send, by which a compiled program tells who its workers are."""
     sizes = ",".join(f"{n}:{k}" for n, k in jax.sharding.get_abstract_mesh().shape.items())
-    if sizes:  # workers of a vmap are on no mesh
-        trace.votes = True
-        while before_first_vote:
-            before_first_vote.pop()()
     return jax.named_scope(f"workers({','.join(axis)})of({sizes})")
 
 

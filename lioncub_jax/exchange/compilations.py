@@ -1,0 +1,121 @@
+"""Programs that vote: noted when JAX lowers them, and read when XLA has compiled them.
+
+JAX has no public place where a library may refuse a compiled program. This file takes two that it has:
+
+* Votes pass through an operation of our own, the identity. JAX calls its lowering rule for each program
+  that contains it, also where the trace was cached. The rule notes the program's name.
+* Listeners of ``jax.monitoring`` are called before and after each compilation. For a noted program they
+  list the programs of all backends before and after it. `lioncub_jax.audit.watch` reads the new ones. An
+  error that it raises ends the compilation.
+
+`marked` registers the listeners at the first vote that is traced, in every way to write a step.
+tests/test_watch.py asks for both of the JAX that is installed.
+"""
+
+import contextlib
+import re
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.extend import backend
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+_TRACED = "/jax/core/compile/jaxpr_trace_duration"
+_NOT_SHOWN = AttributeError, jax.errors.JaxRuntimeError  # by a plugin, which need not have either
+
+_voting = set[str]()  # names of lowered programs that vote
+_before = dict[int, set[Any]]()  # by thread, what was compiled when its compilation began
+_listening = list[Any]()  # the reader, once there is one
+
+
+def marked(message: Any) -> Any:
+    """Arrays that are voted with, the same ones; their program is read when it is compiled."""
+    if not jax.sharding.get_abstract_mesh().shape:  # workers of a vmap are on no mesh
+        return message
+    if not _listening:
+        from lioncub_jax.audit import watch  # the one import upward: it reads what is made here
+
+        _listening.append(watch)
+        jax.monitoring.register_scalar_listener(_on_start)
+        jax.monitoring.register_event_duration_secs_listener(_on_end)
+    first, *rest = jax.tree.leaves(message)
+    return jax.tree.unflatten(jax.tree.structure(message), [_vote.bind(first), *rest])
+
+
+_vote = Primitive("lioncub_vote")
+
+
+@_vote.def_impl
+@_vote.def_abstract_eval
+def _identity(x: Any) -> Any:
+    return x
+
+
+def _in_batches(arrays: Any, dims: Any) -> tuple[Any, Any]:
+    return _vote.bind(*arrays), dims[0]
+
+
+def _lowered(context: mlir.LoweringRuleContext, x: Any) -> list[Any]:
+    _voting.add(context.module_context.module.operation.attributes["sym_name"].value)
+    return [x]
+
+
+batching.primitive_batchers[_vote] = _in_batches
+mlir.register_lowering(_vote, _lowered)
+
+
+def _program(about: dict[str, Any]) -> str:
+    """The name of a program in its lowered text, of its name in an event, such as ``jit(step)``."""
+    return re.sub(r"[^\w.-]", "_", str(about.get("fun_name", ""))).rstrip("_")
+
+
+def _on_start(event: str, value: float, **about: str | int) -> None:
+    if event == _COMPILED and _program(about) in _voting and _listening[0].reads():
+        _before[threading.get_ident()] = _programs()
+
+
+def _on_end(event: str, duration_secs: float, **about: str | int) -> None:
+    name = str(about.get("fun_name", ""))
+    if event == _TRACED:
+        _reduced_in.pop(name, None)  # another function may have had it
+        if _traced.reduced:
+            _reduced_in[name] = _traced.reduced
+        _traced.reduced = ()
+    elif event == _COMPILED and threading.get_ident() in _before:
+        new = _programs() - _before.pop(threading.get_ident())
+        name = name.partition("(")[2].removesuffix(")")
+        _listening[0].look(name, list(_texts(new)), _reduced_in.get(name, ()))
+
+
+def _programs() -> set[Any]:
+    """All that is compiled by now, on any backend."""
+    programs: set[Any] = set()
+    for client in backend.backends().values():
+        with contextlib.suppress(*_NOT_SHOWN):
+            programs.update(client.live_executables())
+    return programs
+
+
+def _texts(programs: set[Any]) -> Iterator[str]:
+    for program in programs:
+        with contextlib.suppress(*_NOT_SHOWN):
+            yield from (module.to_string() for module in program.hlo_modules())
+
+
+class _Traced(threading.local):
+    """The types of the leaves that this thread's trace has reduced over the workers, for a warning."""
+
+    reduced: tuple[Any, ...] = ()
+
+
+_traced = _Traced()
+_reduced_in = dict[str, tuple[Any, ...]]()  # of traced functions, by name
+
+
+def note_reduced(types: Any) -> None:
+    """Notes the types of the leaves of a transform that reduces them over the workers; 256 at most."""
+    _traced.reduced = (*_traced.reduced, types)[-256:]
