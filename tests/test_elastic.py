@@ -13,6 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 from conftest import within
 
@@ -359,3 +360,12 @@ def test_where_nobody_takes_the_output_workers_save(tmp_path, monkeypatch):
     with pytest.raises(BrokenPipeError):
         elastic.keep(program(SAVES), 1, write=refuse)
     assert Path("saved 1 0").exists()
+
+
+def test_a_program_says_that_it_has_done_a_step_and_then_waits_for_none(tmp_path, monkeypatch):
+    path = tmp_path / "stepped"
+    monkeypatch.setenv("LIONCUB_STEPPED", str(path))
+    elastic.stepped(jnp.ones(3))
+    written = path.stat().st_mtime_ns
+    elastic.stepped(())
+    assert path.stat().st_mtime_ns == written

@@ -293,12 +293,3 @@ def test_the_compiler_gets_the_options_of_a_step():
     state, step = start(linear_loss, cub(), linear_params(), workers)
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
         step.compiled({"xla_no_such_option": True})(state, draw())
-
-
-def test_the_first_step_is_told_to_the_run_that_started_it(tmp_path, monkeypatch):
-    monkeypatch.setenv("LIONCUB_STEPPED", str(tmp_path / "stepped"))
-    state, step = start(linear_loss, cub(), linear_params())
-    step.lower(state, draw()).compile()
-    assert not (tmp_path / "stepped").exists()
-    step(state, draw())
-    assert (tmp_path / "stepped").exists()

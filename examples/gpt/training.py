@@ -16,7 +16,7 @@ from gpt import corpus, meshes
 from gpt.corpus import Baselines, Corpus
 from gpt.meshes import Layout
 from gpt.model import GPT, continue_text, next_byte_loss
-from lioncub_jax.tools.run import memory_folder
+from lioncub_jax.tools.run import memory_folder, stepped
 
 VALIDATION_BYTES = 32_768
 VOTES = "votes/ties", "votes/abstained", "votes/abstentions"
@@ -142,6 +142,7 @@ def train(
     state, losses, stopped, since = run.state, [], False, time.perf_counter()
     for step in range(int(state.step) + 1, steps + 1):
         state, metrics = run.step(state, next_batch(run, step))
+        stepped(metrics["loss"])  # for `lioncub run`
         losses.append(metrics["loss"])
         # XLA for CPU can deadlock when more than about thirty steps are under way.
         jax.block_until_ready(losses[:-8][-1:])

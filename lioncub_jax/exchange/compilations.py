@@ -60,7 +60,7 @@ def _in_batches(arrays: Any, dims: Any) -> tuple[Any, Any]:
 
 
 def _lowered(context: mlir.LoweringRuleContext, x: Any) -> list[Any]:
-    _voting.add(context.module_context.module.operation.attributes["sym_name"].value)
+    _voting.add(context.module_context.module.operation.attributes["sym_name"].value)  # type: ignore[attr-defined]
     return [x]
 
 

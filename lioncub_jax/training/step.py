@@ -35,7 +35,6 @@ from lioncub_jax.training import kinds
 from lioncub_jax.training.gradients import check_closure
 from lioncub_jax.training.holders import layout_here
 from lioncub_jax.training.kinds import Kind
-from lioncub_jax.training.progress import stepped
 from lioncub_jax.training.typed import Among, check_state
 from lioncub_jax.training.worker import (
     check_local,
@@ -266,8 +265,6 @@ class TrainStep:
             check_same_step(traced, state=state, batch=arguments[1])
             self._waits = Waits()
         state, metrics = self._jitted(*arguments)
-        if not self._in_flight:  # the first
-            stepped(metrics["loss"])
         # XLA's CPU collectives deadlock where dozens of steps are in flight; eight cost nothing.
         self._in_flight.append(metrics["loss"])
         if self._waits:

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from lioncub_jax.tools.lab.group import Group, Member, News, Output, caught
 from lioncub_jax.tools.lab.run import program_of, wiring
-from lioncub_jax.training.progress import STEPPED
+from lioncub_jax.tools.run.progress import STEPPED
 
 MOST = 1022  # workers, as in the lab
 STRIKES = 3  # starts in a row that fail until a worker is left out, or the run ends
@@ -253,7 +253,7 @@ class Run:
         self.log.event(
             "gave_up",
             f"{STRIKES} starts in a row ended within {SETTLED_SECONDS:g} s or before a step "
-            "(lioncub_jax.tools.run.stepped() says that one is done; make_train_step calls it), and "
+            "(lioncub_jax.tools.run.stepped() after a step says that one is done), and "
             f"min is {self.least}: giving up. The last output of worker {place}:",
             place=place, code=code,
         )  # fmt: skip

@@ -31,6 +31,7 @@ from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.hosts import together, told
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.mesh.specs import product
+from lioncub_jax.tools.run.progress import stepped
 from lioncub_jax.tools.run.recovery import Recovery, seen
 
 GENERATIONS = 3  # a process that writes is at most one behind, and nothing is taken from under it
@@ -113,7 +114,8 @@ class Snapshots:
         self.wait()
 
     def __call__(self, state: Any, data: Any = None) -> None:
-        """Takes a snapshot if it is time."""
+        """Takes a snapshot if it is time, and says by `stepped` that a step is done."""
+        stepped(state)
         self._calls += 1
         if self._calls % self._every == 0:
             self.save(state, data)
