@@ -431,7 +431,91 @@ MUTANTS = r"""
 - measured = each >= 0
 + measured = each > 0
 
-# checkpoint/private_files.py: snapshots
+# checkpoint/files.py: checkpoint
+= a description that was changed is read
+- _digest(version, body) == sha256
++ bool(sha256)
+
+= a checkpoint has the name of another step
+- str(body["step"]) != folder.name
++ not body
+
+= a save is not read back
+-                 if not np.array_equal(np.frombuffer(file.read(len(block)), np.uint8), block):
++                 if len(file.read(len(block))) != len(block):
+
+= what another machine may still write is taken away
+- return new.stat().st_mtime - max(times) > seconds
++ return True
+
+= a folder of many entries is looked at one by one
+- _STEP.fullmatch(name) and entry.is_dir()
++ _STEP.fullmatch(name) and os.stat(entry.path)
+
+# checkpoint/manager.py: checkpoint
+= a damaged checkpoint is not passed over
+- read(newest)
++ read(steps[-1])
+
+= the step of a damaged checkpoint cannot be saved again
+-         self._damaged.update(damaged)
++         pass
+
+= a disk that fails passes for damage
+- _NOT_THERE = FileNotFoundError, IsADirectoryError, NotADirectoryError, Damaged
++ _NOT_THERE = OSError, Damaged
+
+= a restart takes the branch that was left
+-                 aside[other] = "abandoned"
++                 pass
+
+= the best goes with the old ones
+- stay = {step, self._best_step() if self._best else step}
++ stay = {step}
+
+# checkpoint/sigterm.py: checkpoint
+= the handler of signals of before is not put back
+- signal.SIG_DFL if before is None else before
++ signal.SIG_DFL
+
+# checkpoint/sigterm.py: processes
+= a process that others told to stop dies of its own signal while it saves
+- if asked or not agreed:
++ if True:
+
+# exchange/means.py: checkpoint face
+= of whole numbers of the workers the smallest is taken
+- return jnp.max(x, axis=0)
++ return jnp.min(x, axis=0)
+
+# checkpoint/leaves.py: checkpoint contract
+= the last workers survive, with the momentum of others
+- x[: min(count, len(x))] if keep
++ x[-min(count, len(x)) :] if keep
+
+= what workers owed who left is lost
+- is_feedback and keep and count < len(x)
++ is_feedback and keep and count > len(x)
+
+= newcomers draw the random numbers of those who were there
+-     if count <= len(words):
+-         return words[:count]
++     return words[jnp.arange(count) % len(words)]
+
+= of what owners hold in two levels the devices of a group come before the groups
+- x.transpose(2, 1, 0, 3, 4)
++ x.transpose(2, 0, 1, 3, 4)
+
+= shards of a leaf are joined in the order of its elements
+- order += [*(n + names.index(a) for a in over), n + len(names) + d]
++ order += [n + len(names) + d, *(n + names.index(a) for a in over)]
+
+# checkpoint/schema.py: snapshots
+= what a process says may have any type
+- if type(x) is not kind or
++ if type(x) is kind and
+
+# tools/run/private_files.py: snapshots
 = who is in the group may write what is run
 - if about.st_mode & 0o022 and not sticky:
 + if about.st_mode & 0o002 and not sticky:
@@ -460,100 +544,23 @@ MUTANTS = r"""
 - hashlib.sha256(name.encode() + b"\0")
 + hashlib.sha256()
 
-# checkpoint/files.py: checkpoint
-= a description that was changed is read
-- _digest(version, body) == seal
-+ bool(seal)
-
-= a checkpoint has the name of another step
-- str(body["step"]) != folder.name
-+ not body
-
-= a save is not read back
--                 if not np.array_equal(np.frombuffer(file.read(len(block)), np.uint8), block):
-+                 if len(file.read(len(block))) != len(block):
-
-= what another machine may still write is taken away
-- return like.stat().st_mtime - max(times) > seconds
-+ return True
-
-= a folder of many entries is looked at one by one
-- _STEP.fullmatch(name) and entry.is_dir()
-+ _STEP.fullmatch(name) and os.stat(entry.path)
-
-# checkpoint/manager.py: checkpoint
-= a damaged checkpoint is not passed over
-- read(left[-1])
-+ read(steps[-1])
-
-= the step of a damaged checkpoint cannot be saved again
--         self._refused.update(problems)
-+         pass
-
-= a disk that fails passes for damage
-- _MISSING = FileNotFoundError, IsADirectoryError, NotADirectoryError, Damaged
-+ _MISSING = OSError, Damaged
-
-= a restart takes the branch that was left
--             aside = dict.fromkeys(newer, "abandoned") | aside
-+             pass
-
-= the best goes with the old ones
-- stay = {step, self._best_step() if self._best else step}
-+ stay = {step}
-
-= the handler of signals of before is not put back
-- signal.SIG_DFL if before is None else before
-+ signal.SIG_DFL
-
-# exchange/means.py: checkpoint face
-= of whole numbers of the workers the smallest is taken
-- return jnp.max(x, axis=0)
-+ return jnp.min(x, axis=0)
-
-# checkpoint/leaves.py: checkpoint contract
-= the last workers survive, with the momentum of others
-- x[: min(count, len(x))] if keep
-+ x[-min(count, len(x)) :] if keep
-
-= what workers owed who left is lost
-- owed and keep and count < len(x)
-+ owed and keep and count > len(x)
-
-= newcomers draw the random numbers of those who were there
--     if count <= len(words):
--         return words[:count]
-+     return words[jnp.arange(count) % len(words)]
-
-= of what owners hold in two levels the devices of a group come before the groups
-- x.transpose(2, 1, 0, 3, 4)
-+ x.transpose(2, 0, 1, 3, 4)
-
-= shards of a leaf are joined in the order of its elements
-- order += [*(n + names.index(a) for a in over), n + len(names) + d]
-+ order += [n + len(names) + d, *(n + names.index(a) for a in over)]
-
-# checkpoint/snapshot_files.py: snapshots
+# tools/run/snapshot_files.py: snapshots
 = bytes behind the last tile are not seen
 -     if end != len(content):
 +     if end > len(content):
-
-= what a process says may have any type
-- if type(x) is not kind or
-+ if type(x) is kind and
 
 # tools/run/recovery.py: snapshots
 = a process that still writes passes for a lost machine
 - len(snapshots) >= 3
 + len(snapshots) >= 1
 
-# checkpoint/tiles.py: snapshots
+# tools/run/assembly.py: snapshots
 = each process gives what others give too
-- (near or min(some) == me)
+- (is_local or min(processes) == me)
 + True
 
 = workers of a lost machine owe what others owe in the mean
-- jnp.zeros_like(left[0]) if leaf.holder is Holder.FEEDBACK else mean_of(left)
+- jnp.zeros_like(left[0]) if info.holder is Holder.FEEDBACK else mean_of(left)
 + mean_of(left)
 
 # tools/run/snapshots.py: snapshots

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 import lioncub_jax as lc
 from lioncub_jax.baselines.dgc import dgc
 from lioncub_jax.checkpoint import Checkpoints, Damaged, files, stop_on_sigterm
-from lioncub_jax.checkpoint.leaves import paths_of
+from lioncub_jax.checkpoint.layout import paths_of
 from lioncub_jax.mesh.hosts import words_of
 from lioncub_jax.tools.run import Snapshots
 
@@ -629,7 +629,7 @@ def test_what_others_leave_in_the_folder_stops_nobody(tmp_path, monkeypatch):
         about = tmp_path / "2" / "about.json"
         body = json.loads(about.read_text())["body"]
         for forge in FORGED:
-            about.write_text(files.sealed(body | forge))
+            about.write_text(files.seal(body | forge))
             with pytest.warns(UserWarning, match="2 is damaged: it"):
                 assert checkpoints.restore(tiny(0)).step == 1
         about.unlink()
@@ -643,7 +643,7 @@ def test_what_others_leave_in_the_folder_stops_nobody(tmp_path, monkeypatch):
             checkpoints.save(tiny(5), wait=True)
     folder = tmp_path / "new"
     with monkeypatch.context() as patch, opened(folder) as checkpoints:
-        patch.setattr(files, "complete", lambda *_: os.open(folder / "none", os.O_RDONLY))
+        patch.setattr(files, "finish", lambda *_: os.open(folder / "none", os.O_RDONLY))
         patch.setattr(shutil, "rmtree", lambda *_: None)  # as if killed
         refuses("1 was not written", lambda: checkpoints.save(tiny(1), wait=True), OSError)
     with opened(folder) as checkpoints:
@@ -785,7 +785,7 @@ def test_a_checkpoint_of_another_model_optimizer_or_format_is_refused(tmp_path):
     about = tmp_path / "2" / "about.json"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "FORMAT", 5)
-        about.write_text(files.sealed(json.loads(about.read_text())["body"]))
+        about.write_text(files.seal(json.loads(about.read_text())["body"]))
     for told in (newer, older):
         refuses(told, lambda: restore_small(tmp_path))  # and it is not passed over
         refuses(told, lambda: restore_small(tmp_path, step=2))

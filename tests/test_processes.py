@@ -8,6 +8,7 @@ another network, and need not. Run as a program this file is one of the processe
 import contextlib
 import errno
 import functools
+import itertools
 import os
 import random
 import re
@@ -34,12 +35,12 @@ from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
 from lioncub_jax.checkpoint import files, stop_on_sigterm
-from lioncub_jax.checkpoint.leaves import paths_of
+from lioncub_jax.checkpoint.layout import paths_of
 from lioncub_jax.exchange.layout import Flat
 from lioncub_jax.mesh import hosts as processes
 from lioncub_jax.tools import faults
 
-SECONDS = 120
+SECONDS = 600  # until something hangs
 SEED = 2026
 checkpoints_in = functools.partial(lc.Checkpoints, workers="data")
 
@@ -381,12 +382,12 @@ def agree(folder):
         said = "2 was not read.*: another process failed, and its error says why"
         assert caught.value is failed if index else re.search(said, str(caught.value))
         assert checkpoints.restore(first).step == 2
-        make, taken = files.new_half, OSError(errno.EROFS, "Read-only file system")
-        files.new_half = raises(taken)  # in process 0 alone it is called
+        make, taken = files.begin, OSError(errno.EROFS, "Read-only file system")
+        files.begin = raises(taken)  # in process 0 alone it is called
         why = re.escape(f"checkpoint {folder / '7'} was not written (Read-only file system)")
         with pytest.raises(OSError, match=why):
             checkpoints.save(numbered(first, 7), wait=True)
-        files.new_half = make
+        files.begin = make
         if index == 0:
             (folder / "2" / "about.json").write_text("{}")
         multihost_utils.sync_global_devices("damaged")
@@ -454,10 +455,10 @@ def heal(folder):
 
 
 def stop(folder):
-    """Until it is told to stop, which must be the same step for all."""
-    first = first_state(workers_of(4))
+    """Until one is told to stop: the same step for all. The other is told when both have saved."""
+    first, before = first_state(workers_of(4)), signal.getsignal(signal.SIGTERM)
     with checkpoints_in(folder / "stop") as saved, stop_on_sigterm() as stopping:
-        for i in range(1, 100_000):
+        for i in itertools.count(1):
             if i == 3:
                 (folder / f"ready-{jax.process_index()}").touch()
             if stopping(i):
@@ -465,6 +466,8 @@ def stop(folder):
                 break
             time.sleep(0.002)
     assert i % 10 == 0  # asked at these steps only
+    (folder / f"saved-{jax.process_index()}").touch()
+    until(lambda: signal.getsignal(signal.SIGTERM) == before, [])
     print(f"stopped after {i}", flush=True)
 
 
@@ -515,11 +518,10 @@ def spawn(program, log, *arguments):
 
 
 def until(done, children):
-    """Until it is done, or a child has failed, or the time is up."""
+    """Until it is done, or a child has failed."""
     deadline = time.monotonic() + SECONDS
-    while not done() and time.monotonic() < deadline:
-        if any(child.poll() not in (None, 0) for child in children):
-            return
+    while not done() and all(child.poll() in (None, 0) for child in children):
+        assert time.monotonic() < deadline, "it hangs"
         time.sleep(0.02)
 
 
@@ -561,10 +563,9 @@ def pair(tmp_path_factory):
         checkpoints.save(numbered(first_state(workers_of(8)), 5), {"next": 6})
 
     def tell(children):
-        until(lambda: len(list(folder.glob("ready-*"))) == 2, children)
-        for child in children:
+        for child, sign in zip(children, ("ready", "saved"), strict=True):
+            until(lambda sign=sign: len(list(folder.glob(f"{sign}-*"))) == 2, children)
             child.send_signal(signal.SIGTERM)
-            time.sleep(0.05)
 
     return folder, run_all(__file__, (*PAIR, leave), 2, folder, tell)
 

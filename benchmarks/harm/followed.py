@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lioncub_jax.checkpoint import manager
+from lioncub_jax.checkpoint import files
 
 ROOT = Path(__file__).parents[2]
 WORKER = Path("benchmarks") / "harm" / "worker.py"
@@ -97,7 +97,7 @@ class Followed:
         found += [str(path) for path in self._scratch.iterdir()]
         if self.checkpoints.exists():
             others = (x for x in self.checkpoints.iterdir() if not x.name.isdigit())
-            found += [str(x) for x in others if x.name != manager.RUN]
+            found += [str(x) for x in others if x.name != files.RUN]
         return found
 
 

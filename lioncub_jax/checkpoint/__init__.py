@@ -1,6 +1,7 @@
 """Saving a training state, and going on from it on the same devices or with other workers."""
 
 from lioncub_jax.checkpoint.files import Damaged
-from lioncub_jax.checkpoint.manager import Checkpoints, Restored, stop_on_sigterm
+from lioncub_jax.checkpoint.manager import Checkpoints, Restored
+from lioncub_jax.checkpoint.sigterm import stop_on_sigterm
 
 __all__ = ["Checkpoints", "Damaged", "Restored", "stop_on_sigterm"]

@@ -1,26 +1,22 @@
-"""Saving a training state and going on from it: on the same devices, or with other workers.
+"""Saves a training state and goes on from it: on the same devices, or with other workers.
 
-A checkpoint holds the leaves of a state (`leaves`), with a checksum of each, and their names, in files of
-its own (`files`). It is written in the background, read back, and then it counts.
+A checkpoint holds the leaves of a state (`leaves`), with checksums of each, in tiles (`files`). A save
+copies them to the host and returns. The rest runs in the background (`commit`): each process writes and
+reads back its file, the first gives the checkpoint its name, and then it counts.
 
-Only what is not as it was written is damage. A disk, a permission or a memory that fails says nothing
-about a checkpoint: such errors are raised as they are, and the checkpoint stays.
+Damage is only what is not as it was written. A disk, a permission or a memory that fails says nothing about
+a checkpoint: such errors are raised as they are, and the checkpoint stays.
 """
 
 import atexit
 import contextlib
-import errno
 import json
 import math
 import os
-import signal
-import threading
-import time
-import uuid
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,9 +24,17 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from lioncub_jax.checkpoint import files, leaves, private_files, states
+from lioncub_jax.checkpoint import files, leaves, states
+from lioncub_jax.checkpoint.agreement import barrier, first_line, from_first
+from lioncub_jax.checkpoint.commit import Save, commit, save_error
 from lioncub_jax.checkpoint.files import Damaged
-from lioncub_jax.checkpoint.leaves import Leaf, Target
+from lioncub_jax.checkpoint.layout import (
+    ArrayInfo,
+    check_same_model,
+    infos_from_json,
+    layout_of,
+    param_names,
+)
 from lioncub_jax.exchange.arguments import check_count
 from lioncub_jax.exchange.layout import Holder
 from lioncub_jax.mesh.axes import AxisName, spelled
@@ -39,12 +43,12 @@ from lioncub_jax.mesh.hosts import any_process, together, told
 from lioncub_jax.mesh.placement import Workers, names_of
 
 RULES = ("mean", "keep")
-_MISSING = FileNotFoundError, IsADirectoryError, NotADirectoryError, Damaged
+_NOT_THERE = FileNotFoundError, IsADirectoryError, NotADirectoryError, Damaged
 _MEETINGS: Counter[int] = Counter()  # by the name of a folder
 
 
 class Restored(NamedTuple):
-    """What `Checkpoints.restore` found.
+    """The result of `Checkpoints.restore`.
 
     Attributes:
       state: like the one given to ``restore``, with what was saved.
@@ -60,7 +64,7 @@ class Restored(NamedTuple):
 
 
 class Gone(Exception):
-    """A checkpoint was taken away since it was listed, as when newer ones are complete."""
+    """A checkpoint was deleted since it was listed, as when newer ones are complete."""
 
 
 class Checkpoints:
@@ -92,9 +96,9 @@ class Checkpoints:
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     with Checkpoints(folder, workers=workers) as checkpoints:
       ...         checkpoints.save(state, {"next_batch": 7}, wait=True)
-      ...         found = checkpoints.restore(state)
+      ...         restored = checkpoints.restore(state)
       ...         params = checkpoints.restore_params(state.params).state
-      >>> found.step, found.data
+      >>> restored.step, restored.data
       (0, {'next_batch': 7})
     """
 
@@ -113,13 +117,13 @@ class Checkpoints:
             raise ValueError(
                 f"best={best!r}: give 'min' or 'max', or None to keep the newest alone"
             )
-        self._axes: Any = [*map(spelled, names_of(workers))]
+        self.axes: Any = [spelled(names) for names in names_of(workers)]  # of workers, of a group
         self._keep, self._best, self._timeout = keep, best, timeout
-        self.directory, self._before = files.check_directory(directory)
-        self._refused: set[int] = set()
+        self.directory, self._steps_before = files.check_directory(directory)
+        self._damaged: set[int] = set()  # steps that a restore passed over
         self._restored: int | None = None
         self._closed = False
-        self._writer = ThreadPoolExecutor(1)  # no thread before its first task
+        self._executor = ThreadPoolExecutor(1)  # no thread before its first task
         self._writing: Future[list[str]] | None = None
         atexit.register(self._at_exit)
 
@@ -170,25 +174,33 @@ class Checkpoints:
             background, by the next call of ``save``, ``wait`` or ``close``. A ``TimeoutError`` where some
             process does not call it.
         """
-        self._call("save")
-        self._end_last()
-        states.check_there("save(state)", state)
-        state, workers = self.on_mesh("save(state)", state)
-        step, metric = states.step_of(state, step), self._number(metric)
-        body = {"step": step, "metric": metric, "data": as_json(data)}
-        layout = leaves.layout_of(state, workers)
+        self._begin_call("save")
+        self._raise_last_error()
+        states.check_not_donated("save(state)", state)
+        state, workers = states.on_workers("save(state)", state, self.axes)
+        step, metric = states.step_of(state, step), self._metric(metric)
+        about = {"step": step, "metric": metric, "data": as_json(data)}
+        layout = layout_of(state, workers)
         arrays = leaves.arrays_of(state)
         saved = leaves.leaves_of(layout, untyped(workers.mesh), arrays)
-        sums, apart = checksums(arrays | saved)
-        states.check_one_value(state, apart, workers)
-        body["leaves"] = {n: x._replace(sums=sums[n]) for n, x in leaves.described(layout).items()}
-        body["tiles"], sizes = files.plan(saved)
-        pieces = files.copied(saved, body["tiles"])
-        half, lock = self._of_first(step, lambda: self._prepared(step))
-        self._refused.clear()
-        self._restored, self._before = None, []
-        written = files.sealed(body), sizes, pieces
-        self._writing = self._writer.submit(self._write, step, self.directory / half, lock, written)
+        sums, unequal = checksums(arrays | saved)
+        states.check_copies_equal(state, unequal, workers)
+        infos = leaves.leaf_infos(layout)
+        about["leaves"] = {name: info._replace(sums=sums[name]) for name, info in infos.items()}
+        about["tiles"], sizes = files.assign_tiles(saved)
+        pieces = files.copy_own_tiles(saved, about["tiles"])
+        unfinished, lock = from_first(lambda: self._begin(step))
+        self._damaged.clear()
+        self._restored, self._steps_before = None, []
+        new = Save(
+            folder=self.directory / str(step),
+            unfinished=self.directory / unfinished,
+            lock=lock,
+            about=files.seal(about),
+            sizes=sizes,
+            pieces=pieces,
+        )
+        self._writing = self._executor.submit(self._write, new, step)
         if wait:
             self.wait()
 
@@ -228,23 +240,23 @@ class Checkpoints:
         Example:
           See `Checkpoints`.
         """
-        self._call("restore")
+        self._begin_call("restore")
         check_rule(on_resize)
-        target = self.target(like)
+        target = leaves.Target(like, *states.on_workers("restore(like)", like, self.axes))
 
         def read(step: int) -> Restored:
-            about = self._about(step)
-            saved = leaves.from_json(about["leaves"])
-            leaves.check_same_model(self._name(step), saved, target.leaves)
-            places = {n: target.place(n, x, target.stays(n, x)) for n, x in saved.items()}
-            arrays = self._arrays(step, about, saved, places)
-            return Restored(target.made(saved, arrays, on_resize == "keep"), about["data"], step)
+            about = self._read(step, files.read_about)
+            saved = infos_from_json(about["leaves"])
+            check_same_model(self._name(step), saved, target.leaves)
+            places = {name: target.place(name, info) for name, info in saved.items()}
+            arrays = self._read_arrays(step, about, saved, places)
+            return Restored(target.build(saved, arrays, on_resize == "keep"), about["data"], step)
 
-        found, problems = self._found(step, read)
+        restored, damaged = self._newest_whole(step, read)
         # Only now: that an older one can be read shows that the fault is not in the reading.
-        self._refused.update(problems)
-        self._restored = found.step
-        return found
+        self._damaged.update(damaged)
+        self._restored = restored.step
+        return restored
 
     def restore_params(self, like: Any, *, step: int | None = None) -> Restored:
         """Reads the parameters of a checkpoint alone, such as to serve or to evaluate a model.
@@ -260,27 +272,26 @@ class Checkpoints:
         Raises:
           ValueError: if the parameters have other names, shapes or dtypes; else as `restore`.
         """
-        self._call("restore_params")
+        self._begin_call("restore_params")
         places = states.places_of(like)
+        wanted = {
+            f".params{path}": ArrayInfo(x.shape, str(x.dtype), Holder.ALL)
+            for path, x in places.items()
+            if x.size
+        }
 
         def read(step: int) -> Restored:
-            about = self._about(step)
-            saved = leaves.params_of(leaves.from_json(about["leaves"]))
-            wanted = {
-                path: Leaf(x.shape, str(x.dtype), Holder.ALL)
-                for path, x in places.items()
-                if x.size
-            }
-            named = {f".params{path}": leaf for path, (_, leaf) in saved.items()}
-            leaves.check_same_model(
-                self._name(step), named, {f".params{path}": x for path, x in wanted.items()}
-            )
-            of_files = {saved[path][0]: places[path] for path in wanted}
-            arrays = self._arrays(step, about, dict(saved.values()), of_files)
-            by_path = {path: arrays[saved[path][0]] for path in wanted}
+            about = self._read(step, files.read_about)
+            saved = infos_from_json(about["leaves"])
+            names = param_names(saved)
+            params = {f".params{path}": saved[name] for path, name in names.items()}
+            check_same_model(self._name(step), params, wanted)
+            of_params = {name: places[path] for path, name in names.items()}
+            arrays = self._read_arrays(step, about, saved, of_params)
+            by_path = {path: arrays[name] for path, name in names.items()}
             return Restored(states.placed_like(like, by_path), about["data"], step)
 
-        return self._found(step, read)[0]
+        return self._newest_whole(step, read)[0]
 
     def best(self) -> int | None:
         """The step with the best metric, for ``restore(step=)``; None where none has one.
@@ -288,19 +299,19 @@ class Checkpoints:
         Raises:
           ValueError: without ``Checkpoints(best=)``.
         """
-        self._call("best")
+        self._begin_call("best")
         if self._best is None:
             raise ValueError(
                 "best(): give Checkpoints(..., best='min') or 'max', and save(metric=)"
             )
-        return self._of_first(None, self._best_step)
+        return from_first(self._best_step)
 
     def steps(self) -> list[int]:
-        """The steps of which there is a checkpoint, damaged or not, in order."""
+        """The steps with a checkpoint, damaged or not, in order."""
         return files.listing(self.directory).steps
 
     def wait(self) -> None:
-        """Returns when what was saved is complete on disk; errors as in `save`."""
+        """Returns when the last save is complete on disk; errors as in `save`."""
         if self._writing is None:
             return
         wait([self._writing])
@@ -316,22 +327,21 @@ class Checkpoints:
             try:
                 self.wait()
             finally:
-                self._writer.shutdown()
+                self._executor.shutdown()
 
     def _at_exit(self) -> None:
-        """Says what the last save failed on; the end of the program has waited for it."""
+        """Raises the error of the last save; the end of the program has waited for it."""
         try:
             self.wait()
-        except OSError as problem:
+        except OSError as error:
             raise RuntimeError(
-                f"the program has ended, and its last checkpoint is not complete: {problem}. Leave the "
+                f"the program has ended, and its last checkpoint is not complete: {error}. Leave the "
                 "with statement, or call checkpoints.close(), before the program ends, to learn of it there"
             ) from None
 
     # --- All processes together
 
-    def _call(self, call: str) -> None:
-        """Begins a call that all processes make."""
+    def _begin_call(self, call: str) -> None:
         if self._closed:
             raise ValueError(
                 f"{call}: these checkpoints of {self.directory} are closed; call it before close() and "
@@ -346,9 +356,9 @@ class Checkpoints:
         name = zlib.crc32(os.fsencode(self.directory.name))  # a host may mount it elsewhere
         _MEETINGS[name] += 1
         try:
-            _barrier(f"checkpoints {name} {_MEETINGS[name]} {call}", self._timeout)
-        except Exception as problem:
-            why = "" if isinstance(problem, TimeoutError) else f" ({_first_line(problem)})"
+            barrier(f"checkpoints {name} {_MEETINGS[name]} {call}", self._timeout)
+        except Exception as error:
+            why = "" if isinstance(error, TimeoutError) else f" ({first_line(error)})"
             raise TimeoutError(
                 f"{call}: process {jax.process_index()} waited up to {self._timeout} s for all "
                 f"{jax.process_count()} processes{why}. Every process makes the "
@@ -356,113 +366,78 @@ class Checkpoints:
                 "0 alone; if one is slower, give Checkpoints(..., timeout=)"
             ) from None
 
-    def _end_last(self) -> None:
-        """Has all processes fail where the last save failed in one."""
-        failed: OSError | None = None
+    def _raise_last_error(self) -> None:
+        """Raises in all processes where the last save failed in one."""
+        own: OSError | None = None
         try:
             self.wait()
-        except OSError as problem:
-            failed = problem
-        if any_process(failed is not None):
-            raise failed or OSError(
+        except OSError as error:
+            own = error
+        if any_process(own is not None):
+            raise own or OSError(
                 f"a checkpoint in {self.directory} was not written: another process says why"
             )
 
-    def _of_first(self, step: int | None, act: Callable[[], Any]) -> Any:
-        """What process 0 finds, for all; errors too, those of the system with the name of the step."""
-        found, failed = None, None
-        if jax.process_index() == 0:
-            try:
-                found = act()
-            except (OSError, ValueError) as problem:
-                failed = problem if step is None else self._not_written(step, problem)
-        answer = told([found, isinstance(failed, OSError), str(failed or "")])[0]
-        if answer[2]:
-            raise failed or (OSError if answer[1] else ValueError)(answer[2])
-        return answer[0]
-
     # --- Saving
 
-    def _prepared(self, step: int) -> tuple[str, int]:
-        """The half of a checkpoint and its lock, in process 0, when nothing is in its way."""
-        there = files.listing(self.directory)
-        later = [s for s in self._before if s > step] if self._restored is None else []
+    def _begin(self, step: int) -> tuple[str, int]:
+        """Begins a checkpoint, in process 0, when nothing is in its way.
+
+        Returns:
+          The name of the unfinished checkpoint, and its lock.
+        """
+        folder = self.directory / str(step)
+        try:
+            entries = files.listing(self.directory)
+            aside = self._in_the_way(step, entries.steps)
+            self.directory.mkdir(parents=True, exist_ok=True)
+            for other, why in aside.items():
+                files.set_aside(self.directory / str(other), why)
+            unfinished, lock = files.begin(folder)
+            for name in entries.unfinished:
+                if files.is_left(self.directory / name, unfinished, self._timeout):
+                    files.remove(self.directory / name)
+        except OSError as error:
+            raise save_error(folder, error) from error
+        return unfinished.name, lock
+
+    def _in_the_way(self, step: int, steps: list[int]) -> dict[int, str]:
+        """Checkpoints that are to be renamed, each with the reason; raises for one that may not be."""
+        later = [s for s in self._steps_before if s > step] if self._restored is None else []
         if later:
             raise ValueError(
                 f"{self.directory} had checkpoints of later steps, {later}, and none of them was restored: "
                 f"a restart would take {later[-1]} and not step {step}. Restore one first, or give this "
                 "run a folder of its own"
             )
-        aside = {s: "damaged" for s in there.steps if s in self._refused}
-        if self._restored is not None:
-            newer = [s for s in there.steps if s > self._restored]
-            aside = dict.fromkeys(newer, "abandoned") | aside
-        if step in there.steps and step not in aside:
+        aside = {}
+        for other in steps:
+            if other in self._damaged:
+                aside[other] = "damaged"
+            elif self._restored is not None and other > self._restored:
+                aside[other] = "abandoned"
+        if step in steps and step not in aside:
             raise ValueError(
                 f"{self._name(step)} is there already: save each step once, or give a run that starts "
                 "again from an earlier step a folder of its own"
             )
-        self.directory.mkdir(parents=True, exist_ok=True)
-        for other, why in aside.items():
-            files.set_aside(self.directory / str(other), why)
-        half, lock = files.new_half(self.directory / str(step))
-        for name in there.halves:
-            if files.is_left(self.directory / name, half, self._timeout):
-                files.remove(self.directory / name)
-        return half.name, lock
+        return aside
 
-    def _write(self, step: int, half: Path, lock: int, written: Any) -> list[str]:
-        """Writes what this process has, in the background; in process 0 all that is left to do."""
-        about, sizes, pieces = written
-        first = jax.process_index() == 0
-        try:
-            failed = _failure(lambda: files.write_arrays(half, pieces))
-            _barrier(half.name, self._timeout)  # who failed comes too, so that nobody waits for it
-            if failed:
-                raise failed
-            if not first:
-                self._wait_for_first(half, self.directory / str(step))
-                return []
-            files.complete(half, self.directory / str(step), about, sizes)
-        except Exception as problem:
-            if first:  # the others wait until it is no more
-                files.remove(half)
-            raise self._not_written(step, problem) from problem
-        finally:
-            if first:
-                os.close(lock)
-        return self._tidied(step)
+    def _write(self, new: Save, step: int) -> list[str]:
+        """Runs in the background; returns warnings."""
+        commit(new, self._timeout)
+        return self._delete_old(step) if jax.process_index() == 0 else []
 
-    def _wait_for_first(self, half: Path, folder: Path) -> None:
-        end = time.monotonic() + self._timeout
-        while half.exists():
-            if time.monotonic() > end:
-                raise TimeoutError
-            time.sleep(0.02)
-        if not (folder / files.ABOUT).exists():
-            raise OSError(errno.EIO, "process 0 did not complete it, and its error says why")
-
-    def _not_written(self, step: int, problem: Exception) -> Exception:
-        if isinstance(problem, ValueError):
-            return problem
-        why = (isinstance(problem, OSError) and problem.strerror) or _first_line(problem)
-        if isinstance(problem, TimeoutError):
-            why = "another process did not write its part in time, and its error says why"
-        return OSError(
-            f"{self._name(step)} was not written ({why}), and those before it stay: free or mend that "
-            "disk, and start again from the newest"
-        )
-
-    def _tidied(self, step: int) -> list[str]:
-        """Takes away what is too many, now that this step is complete; what it could not do."""
+    def _delete_old(self, step: int) -> list[str]:
+        """Deletes all but the newest and the best, now that this step is complete; returns warnings."""
         try:
             stay = {step, self._best_step() if self._best else step}
             old = [s for s in self.steps()[: -self._keep] if s not in stay]
-        except OSError as problem:
-            return [f"old checkpoints in {self.directory} stay, which cannot be read ({problem})"]
+        except OSError as error:
+            return [f"old checkpoints in {self.directory} stay, which cannot be read ({error})"]
         return [note for s in old if (note := files.remove(self.directory / str(s)))]
 
-    def _number(self, metric: Any) -> float | None:
+    def _metric(self, metric: Any) -> float | None:
         if metric is None:
             return None
         if self._best is None:
@@ -476,53 +451,25 @@ class Checkpoints:
 
     def _best_step(self) -> int | None:
         sign = 1 if self._best == "max" else -1
-        found = []
+        ranked = []
         for step in self.steps():
-            with contextlib.suppress(ValueError, FileNotFoundError):  # damaged, or gone
-                value = files.read_about(self.directory / str(step))["metric"]
-                if value is not None and not math.isnan(value):
-                    found.append((sign * value, step))
-        return max(found)[1] if found else None
-
-    def run(self) -> str:
-        """The name of the run, kept in the folder, and so another where the folder was emptied.
-
-        All processes must ask. A copy of the folder has the same name.
-
-        Raises:
-          OSError: where process 0 cannot read the file, or make it where there is none.
-        """
-        named = self.directory / files.RUN
-
-        def name() -> str:
-            found = named.read_text() if named.exists() else ""
-            if not found:  # or a machine died before it was on the disk
-                found = uuid.uuid4().hex
-                self.directory.mkdir(parents=True, exist_ok=True)
-                private_files.write(str(named), found.encode())
-            return found
-
-        return self._of_first(None, name)
-
-    def _name(self, step: int) -> str:
-        return f"checkpoint {self.directory / str(step)}"
-
-    def on_mesh(self, call: str, state: Any) -> tuple[Any, Workers]:
-        """The state with all its arrays on its mesh, and the workers of these checkpoints on it."""
-        state, mesh = states.on_one_mesh(call, state)
-        return state, Workers(mesh, *self._axes)
-
-    def target(self, like: Any) -> Target:
-        """What `restore` is asked for."""
-        return Target(like, *self.on_mesh("restore(like)", like))
+            with contextlib.suppress(ValueError, FileNotFoundError):  # damaged, or deleted
+                metric = files.read_about(self.directory / str(step))["metric"]
+                if metric is not None and not math.isnan(metric):
+                    ranked.append((sign * metric, step))
+        return max(ranked)[1] if ranked else None
 
     # --- Reading
 
-    def _found(
+    def _newest_whole(
         self, step: int | None, read: Callable[[int], Restored]
     ) -> tuple[Restored, dict[int, str]]:
-        """What is read of a step, or of the newest that is whole; and what is wrong with newer ones."""
-        steps = self._of_first(None, self.steps)
+        """Reads a step, or the newest that is whole.
+
+        Returns:
+          What was read, and the problems of newer checkpoints, by their steps.
+        """
+        steps = from_first(self.steps)
         if step is not None:
             with contextlib.suppress(Gone):
                 if step in steps:
@@ -533,35 +480,39 @@ class Checkpoints:
         problems: dict[int, str] = {}
         gone: set[int] = set()
         while left := [s for s in steps if s not in problems]:
+            newest = left[-1]
             try:
-                found = read(left[-1])
+                restored = read(newest)
             except Damaged as problem:
-                problems[left[-1]] = str(problem)
+                problems[newest] = str(problem)
             except Gone as problem:
-                if left[-1] in gone:  # and listed again
-                    problems[left[-1]] = str(problem)
-                gone.add(left[-1])
-                steps = self._of_first(None, self.steps)
+                if newest in gone:  # and listed again
+                    problems[newest] = str(problem)
+                gone.add(newest)
+                steps = from_first(self.steps)
             else:
                 for text in problems.values():
-                    warnings.warn(f"{text}; {self._name(found.step)} is used instead", stacklevel=3)
-                return found, problems
+                    warnings.warn(f"{text}; {self._name(newest)} is used instead", stacklevel=3)
+                return restored, problems
         if not problems:
             raise FileNotFoundError(f"no checkpoint in {self.directory}")
         raise Damaged(f"no checkpoint in {self.directory} is whole: {'; '.join(problems.values())}")
 
-    def _about(self, step: int) -> dict[str, Any]:
-        return self._read(step, files.read_about)
-
-    def _arrays(
-        self, step: int, about: Any, saved: Mapping[str, Leaf], places: Mapping[str, Any]
+    def _read_arrays(
+        self,
+        step: int,
+        about: Any,
+        saved: Mapping[str, ArrayInfo],
+        places: Mapping[str, jax.ShapeDtypeStruct],
     ) -> dict[str, jax.Array]:
+        """Reads arrays of a checkpoint to their places, and compares their checksums."""
+
         def read(folder: Path) -> dict[str, jax.Array]:
             return {n: files.read_array(folder, about["tiles"][n], x) for n, x in places.items()}
 
         arrays = self._read(step, read)
-        found, _ = checksums(arrays)
-        wrong = sorted(path for path in places if found[path] != saved[path].sums)
+        sums, _ = checksums(arrays)
+        wrong = sorted(name for name in places if sums[name] != saved[name].sums)
         if wrong:
             raise Damaged(
                 f"{self._name(step)} is damaged: state{wrong[0]}"
@@ -574,115 +525,40 @@ class Checkpoints:
         """Reads in all processes; what is damaged or gone in one is so for all."""
         name, folder = self._name(step), self.directory / str(step)
 
-        def careful() -> tuple[Any, str]:
+        def read_own() -> tuple[Any, str]:
             try:
                 return read(folder), ""
-            except _MISSING as problem:
+            except _NOT_THERE as error:
                 if not folder.is_dir():
                     return None, "gone"
-                return None, str(problem) if isinstance(problem, Damaged) else _first_line(problem)
+                return None, str(error) if isinstance(error, Damaged) else first_line(error)
 
-        found, wrong = together(f"{name} was not read, and nothing is known of its state", careful)
+        result, problem = together(
+            f"{name} was not read, and nothing is known of its state", read_own
+        )
         if jax.process_count() > 1:
-            wrong = max(told(wrong), key=lambda text: (text == "gone", text))
-        if wrong == "gone":
+            problem = max(told(problem), key=lambda text: (text == "gone", text))
+        if problem == "gone":
             raise Gone(f"{name} is gone")
-        if wrong:
-            raise Damaged(f"{name} is damaged: {wrong}")
-        return found
+        if problem:
+            raise Damaged(f"{name} is damaged: {problem}")
+        return result
 
-
-def _barrier(key: str, seconds: int) -> None:
-    """Returns when all processes have come; raises after that time, or where one died."""
-    if jax.process_count() > 1:
-        # JAX's own barriers wait for ever. Loaded only here: it takes as long as jax.
-        from orbax.checkpoint import multihost  # type: ignore[import-untyped]
-
-        began = time.monotonic()
-        try:
-            multihost.get_barrier_sync_fn()(key=key, timeout_ms=1000 * seconds)
-        except Exception as problem:
-            if time.monotonic() - began < 0.9 * seconds:
-                raise
-            raise TimeoutError from problem
-
-
-def _failure(act: Callable[[], object]) -> Exception | None:
-    try:
-        act()
-    except Exception as problem:
-        return problem
-    return None
-
-
-def _first_line(error: BaseException) -> str:
-    line = str(error).strip().split("\n")[0]
-    return f"{type(error).__name__}: {line[:200]}"
+    def _name(self, step: int) -> str:
+        return f"checkpoint {self.directory / str(step)}"
 
 
 def check_rule(on_resize: str) -> None:
-    """Raises ``ValueError`` unless it says what workers get where their number changes."""
+    """Raises ``ValueError`` unless it is a rule for another number of workers."""
     if on_resize not in RULES:
         raise ValueError(f"on_resize={on_resize!r}: give one of {', '.join(map(repr, RULES))}")
 
 
 def as_json(data: Any) -> Any:
-    """As JSON gives it back; raises ``TypeError`` for what it cannot hold."""
+    """Data as JSON gives it back; raises ``TypeError`` for what it cannot hold."""
     try:
         return json.loads(json.dumps(data))
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"data={data!r} cannot be held by JSON ({error}): give numbers, strings, lists and dicts"
         ) from error
-
-
-# --- Being asked to stop
-
-
-@contextlib.contextmanager
-def stop_on_sigterm(every: int = 10) -> Iterator[Callable[[int], bool]]:
-    """Lets a run end at a step of its own when it is asked to stop, as clusters do before they take over.
-
-    Args:
-      every: several processes ask each other at steps that are multiples of this. To ask, the host waits
-        until the devices have done all steps given to them, so at every step the devices would idle
-        while the host prepares the next; ``every`` steps must fit into the time between SIGTERM and
-        the kill. One process alone asks nobody and knows at once.
-
-    Returns:
-      A context manager of ``stopping(step)``: whether SIGTERM has come, to any process. All get the
-      same answer at the same step, so all must call it at every step.
-
-    Raises:
-      ValueError: outside the main thread, where Python takes no signals, or ``every`` below 1.
-
-    Enter it after ``jax.distributed.initialize``, which has a handler of its own.
-
-    Example:
-      >>> from lioncub_jax.checkpoint import stop_on_sigterm
-      >>> with stop_on_sigterm() as stopping:
-      ...     for step in range(3):
-      ...         if stopping(step):
-      ...             break
-      >>> step
-      2
-    """
-    check_count(f"every={every!r}", every)
-    if threading.current_thread() is not threading.main_thread():
-        raise ValueError(
-            "stop_on_sigterm: Python takes signals in the main thread only; enter it there"
-        )
-    asked: list[int] = []
-    agreed = False
-
-    def stopping(step: int) -> bool:
-        nonlocal agreed
-        if not agreed and (jax.process_count() == 1 or step % every == 0):
-            agreed = any_process(bool(asked))
-        return agreed
-
-    before = signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
-    try:
-        yield stopping
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)

@@ -1,4 +1,4 @@
-"""A state of any trainer, as checkpoints take it: with a step, on one mesh, and each array one value."""
+"""Checks of the state of any trainer: it has a step, lies on one mesh, and copies of an array are equal."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax.checkpoint.leaves import field_of, paths_of
+from lioncub_jax.checkpoint.layout import field_of, paths_of
 from lioncub_jax.mesh import boxes
 from lioncub_jax.mesh.checksum import untyped
 from lioncub_jax.mesh.hosts import is_key, of_words, put, words_of
@@ -25,16 +25,15 @@ def step_of(state: Any, given: Any) -> int:
       TypeError: for a state without a step.
       ValueError: for a step that is no whole number of at least 0.
     """
-    _, found = field_of(state, "step")
-    leaves = jax.tree.leaves(found if given is None else given)
-    if not leaves:
+    steps = jax.tree.leaves(field_of(state, "step")[1] if given is None else given)
+    if not steps:
         raise TypeError(
             f"save(state) got a {type(state).__name__} without a step: give save(state, step=...), or a "
             "state with a field 'step', such as a StepState"
         )
-    step = leaves[0]
+    step = steps[0]
     kinds = jax.Array, np.ndarray, np.integer, int
-    one = len(leaves) == 1 and isinstance(step, kinds) and not isinstance(step, bool)
+    one = len(steps) == 1 and isinstance(step, kinds) and not isinstance(step, bool)
     if not one or jnp.shape(step) or not jnp.issubdtype(getattr(step, "dtype", int), jnp.integer):
         raise ValueError(
             f"the step of the state is {step!r}: give a whole number, save(state, step=...)"
@@ -44,7 +43,7 @@ def step_of(state: Any, given: Any) -> int:
     return int(step)
 
 
-def check_there(call: str, state: Any) -> None:
+def check_not_donated(call: str, state: Any) -> None:
     """Raises ``ValueError`` for a state whose arrays were donated to a step."""
     leaves = paths_of(state)
     gone = [path for path, x in leaves.items() if isinstance(x, jax.Array) and x.is_deleted()]
@@ -56,8 +55,14 @@ def check_there(call: str, state: Any) -> None:
         )
 
 
+def on_workers(call: str, state: Any, axes: Any) -> tuple[Any, Workers]:
+    """A state as `on_one_mesh`, and the workers of that mesh, by the axes of workers and of a group."""
+    state, mesh = on_one_mesh(call, state)
+    return state, Workers(mesh, *axes)
+
+
 def on_one_mesh(call: str, state: Any) -> tuple[Any, Mesh]:
-    """The state, out of linen's boxes, with all of its arrays on its mesh; others go to each device.
+    """Places what lies on no mesh on each device of that of the other arrays; linen's boxes are opened.
 
     Raises:
       TypeError: for what is no array.
@@ -88,12 +93,12 @@ def on_one_mesh(call: str, state: Any) -> tuple[Any, Mesh]:
 
 
 def places_of(like: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """Where the arrays of a tree are read to, by path: all on one mesh, be it of one device."""
-    found = paths_of(boxes.opened(like))
-    for path, x in found.items():
+    """Shapes with the shardings to which arrays are read, by path: all on one mesh, be it of one device."""
+    arrays = paths_of(boxes.opened(like))
+    for path, x in arrays.items():
         if not isinstance(x, (jax.Array, jax.ShapeDtypeStruct, np.ndarray)):
             raise TypeError(f"restore_params(like): params{path} is {x!r}: give arrays")
-    meshes = {x.sharding.mesh for x in found.values() if _lies_on_a_mesh(x)}
+    meshes = {x.sharding.mesh for x in arrays.values() if _lies_on_a_mesh(x)}
     if len(meshes) > 1:
         raise ValueError(
             f"restore_params(like): the parameters lie on {len(meshes)} meshes: give one"
@@ -104,19 +109,18 @@ def places_of(like: Any) -> dict[str, jax.ShapeDtypeStruct]:
         spec = x.sharding.spec if _lies_on_a_mesh(x) else P()
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
-    return {path: place(x) for path, x in found.items()}
+    return {path: place(x) for path, x in arrays.items()}
 
 
 def placed_like(like: Any, arrays: Mapping[str, jax.Array]) -> Any:
-    """The tree, of arrays that were read to `places_of` it; those without elements are not saved."""
+    """The tree, of arrays that were read to its `places_of`; those without elements are not saved."""
     first = SingleDeviceSharding(jax.local_devices()[0])
 
-    def put(path: str, x: Any) -> jax.Array:
-        found = arrays[path] if x.size else np.zeros(x.shape, x.dtype)
-        return jax.device_put(found, getattr(x, "sharding", None) or first)
-
-    found = [put(path, x) for path, x in paths_of(boxes.opened(like)).items()]
-    return jax.tree.unflatten(jax.tree.structure(like), found)
+    placed = []
+    for path, x in paths_of(boxes.opened(like)).items():
+        array = arrays[path] if x.size else np.zeros(x.shape, x.dtype)
+        placed.append(jax.device_put(array, getattr(x, "sharding", None) or first))
+    return jax.tree.unflatten(jax.tree.structure(like), placed)
 
 
 def _lies_on_a_mesh(x: Any) -> bool:
@@ -141,15 +145,23 @@ def _everywhere(name: str, x: Any, mesh: Mesh) -> jax.Array:
     return put(held, NamedSharding(mesh, P()))
 
 
-def check_one_value(state: Any, apart: Mapping[str, tuple[int, int]], workers: Workers) -> None:
-    """Raises ``ValueError`` where copies of an array differ, which a checkpoint would keep one of."""
-    if not apart:
+def check_copies_equal(
+    state: Any, unequal: Mapping[str, tuple[int, int]], workers: Workers
+) -> None:
+    """Raises ``ValueError`` where copies of an array differ, of which a checkpoint would keep one.
+
+    Args:
+      state: the state.
+      unequal: by paths of such arrays the ids of two devices.
+      workers: its workers.
+    """
+    if not unequal:
         return
     prefix, params = field_of(state, "params")
     of_params = {prefix + path for path in paths_of(params)}
-    path = min(apart, key=lambda path: (path not in of_params, path))
-    one, other = apart[path]
-    name = f"state{path}" + (f" (and {len(apart) - 1} more)" if len(apart) > 1 else "")
+    path = min(unequal, key=lambda path: (path not in of_params, path))
+    one, other = unequal[path]
+    name = f"state{path}" + (f" (and {len(unequal) - 1} more)" if len(unequal) > 1 else "")
     if path in of_params:
         raise ValueError(
             f"save(state): parameters differ between devices {one} and {other}, {name}, and a "

@@ -1,4 +1,4 @@
-"""The newest state that the machines of a run still have in memory, and what it is made of."""
+"""Recovery of the newest state that the machines of a run still have in memory."""
 
 import itertools
 import os
@@ -9,37 +9,39 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from lioncub_jax.checkpoint import leaves, private_files, tiles
-from lioncub_jax.checkpoint import snapshot_files as files
-from lioncub_jax.checkpoint.leaves import Target
-from lioncub_jax.checkpoint.snapshot_files import Description, Key, Name, Part
+from lioncub_jax.checkpoint.layout import check_same_model
+from lioncub_jax.checkpoint.leaves import Target, leaf_infos, leaves_of, spread
 from lioncub_jax.checkpoint.tiles import Tile
 from lioncub_jax.mesh.hosts import together
+from lioncub_jax.tools.run import private_files
+from lioncub_jax.tools.run import snapshot_files as files
+from lioncub_jax.tools.run.assembly import assemble, tiles_of
+from lioncub_jax.tools.run.snapshot_files import Description, Key, Name, Part
 
 
 class WorkerStateLost(UserWarning):
-    """What only a lost machine held is gone: a worker's own momentum and feedback; see `Snapshots`."""
+    """A worker's own momentum and feedback are gone with a lost machine; see `Snapshots`."""
 
 
-def seen(folder: Path) -> list[list[Name]]:
-    """The snapshots that each process sees, oldest first; all must ask."""
+def names_of_processes(folder: Path) -> list[list[Name]]:
+    """The files of snapshots that each process sees, oldest first; all processes must ask."""
 
-    def listed() -> list[str]:
+    def list_own() -> list[str]:
         with private_files.opened(folder) as here:
             return os.listdir(here)
 
-    mine = together(f"the snapshots in {folder} cannot be listed", listed)
-    return [files.names_in(texts) for texts in files.asked(tuple[str, ...], mine)]
+    own = together(f"the snapshots in {folder} cannot be listed", list_own)
+    return [files.names_in(texts) for texts in files.exchange(tuple[str, ...], own)]
 
 
-class Parts(NamedTuple):
-    """What the processes have read of a snapshot.
+class Snapshot(NamedTuple):
+    """A snapshot as the processes have read it.
 
     Attributes:
-      about: the snapshot.
+      about: its description.
       data: what the caller gave.
       held: the tiles that this process has.
-      having: of each tile the processes that have it; nobody: it is lost.
+      having: for each tile the processes that have it; none: it is lost.
     """
 
     about: Description
@@ -49,12 +51,12 @@ class Parts(NamedTuple):
 
     @property
     def lost(self) -> list[Tile]:
-        """Those that no process has."""
-        return [tile for tile, some in self.having.items() if not some]
+        """Tiles that no process has."""
+        return [tile for tile, processes in self.having.items() if not processes]
 
 
-# Of a process: files that are damaged, and what the others have.
-Words = tuple[tuple[str, ...], tuple[Part, ...]]
+# A message of a process: the names of damaged files, and the heads of the others.
+ReadFiles = tuple[tuple[str, ...], tuple[Part, ...]]
 
 
 class Recovery:
@@ -62,7 +64,7 @@ class Recovery:
 
     def __init__(self, folder: Path, run: str, checkpoints: Path, target: Target):
         self._folder, self._run, self._checkpoints = folder, run, checkpoints
-        self._target, self._seen = target, seen(folder)
+        self._target, self._names = target, names_of_processes(folder)
 
     def best_first(self) -> list[tuple[Key, bool]]:
         """The snapshots to go on from, and whether each is whole: whole ones first, then newer ones.
@@ -71,75 +73,56 @@ class Recovery:
         that is in some was still writing the others, and those are no snapshots.
         """
         starts: dict[int, dict[Key, set[int]]] = {}
-        for name in itertools.chain(*self._seen):
+        for name in itertools.chain(*self._names):
             if name.kind == "own":
                 snapshots = starts.setdefault(name.start, {})
                 snapshots.setdefault(name.snapshot, set()).add(name.process)
-        found = []
+        ranked = []
         for snapshots in starts.values():
-            left = set().union(*snapshots.values())
-            for key, some in snapshots.items():
-                lost = key[3] - len(some)
-                if not lost or (len(snapshots) >= 3 and some == left):
-                    found.append((-lost, key))
-        return [(key, not lost) for lost, key in sorted(found, reverse=True)]
+            alive = set().union(*snapshots.values())
+            for key, processes in snapshots.items():
+                lost = key[3] - len(processes)
+                if not lost or (len(snapshots) >= 3 and processes == alive):
+                    ranked.append((-lost, key))
+        return [(key, not lost) for lost, key in sorted(ranked, reverse=True)]
 
     def read(self, key: Key, keep: bool) -> tuple[Any, Any] | None:
         """The state of a snapshot and its data, or None if too little of it is left."""
-        parts, target = self._parts(key, "own"), self._target
-        if parts is None:
+        snapshot, target = self._read(key, "own"), self._target
+        if snapshot is None:
             return None
-        if parts.about.run != self._run:
+        if snapshot.about.run != self._run:
             raise ValueError(
                 f"the snapshots in {self._folder} are of another run than the checkpoints in "
                 f"{self._checkpoints}, or those were taken away since: forget them by Snapshots.clear(), "
                 "or give each run a folder of its own"
             )
-        layout, name = parts.about.layout, f"snapshot of step {key[2]} in {self._folder}"
-        same, saved = layout == target.layout, leaves.described(layout)
-        leaves.check_same_model(name, saved, target.leaves)
-        if not self._made_good(key, parts):
+        layout, source = snapshot.about.layout, f"snapshot of step {key[2]} in {self._folder}"
+        same, saved = layout == target.layout, leaf_infos(layout)
+        check_same_model(source, saved, target.leaves)
+        if not self._replace_lost(key, snapshot):
             return None
         arrays = {}
-        for stored, shape in zip(layout, parts.about.shapes, strict=True):
-            place = target.place(stored.path, stored.leaf, same)
-            every = tiles.cut(stored, shape)
-            who = {tile: parts.having[tile] for tile in every}
-            arrays[stored.path] = tiles.placed(stored, place, who, parts.held)
+        for array, shape in zip(layout, snapshot.about.shapes, strict=True):
+            info = array.info
+            sharding = target.sharding(array.path) if same else spread(info.shape, target.mesh)
+            having = {tile: snapshot.having[tile] for tile in tiles_of(array, shape)}
+            arrays[array.path] = assemble(array, info.abstract(sharding), having, snapshot.held)
         if same:
-            return target.filled(arrays), parts.data
-        whole = leaves.leaves_of(layout, target.mesh, arrays)
-        return target.made(saved, whole, keep), parts.data
+            return target.fill(arrays), snapshot.data
+        leaves = leaves_of(layout, target.mesh, arrays)
+        return target.build(saved, leaves, keep), snapshot.data
 
-    def _parts(self, key: Key, kind: str) -> Parts | None:
-        """Each file is read by the process of its number, or by the first that sees it; all are told.
+    def _read(self, key: Key, kind: str) -> Snapshot | None:
+        """Reads a snapshot: each file by the process of its number, or by the first that sees it.
 
-        None where one is damaged, or they are not of one snapshot.
+        None where a file is damaged, or they are not of one snapshot.
         """
-        readers: dict[Name, int] = {}
-        for p, names in enumerate(self._seen):
-            for name in names:
-                if (name.snapshot, name.kind) == (key, kind):
-                    readers[name] = p if p == name.process else readers.get(name, p)
-        damaged, found = [], []
-        held: dict[Tile, np.ndarray] = {}
-        for name, reader in readers.items():
-            if reader != jax.process_index():
-                continue
-            # What cannot be read is told to all, as damage is: they wait for what this process has found.
-            try:
-                with private_files.opened(self._folder) as folder:
-                    content = private_files.read(folder, str(name))
-                part, some = files.unpacked(content, kind, self._target.layout)
-            except Exception:
-                damaged.append(str(name))
-            else:
-                found.append(part)
-                held |= some
-        each = files.asked(Words, [damaged, found], self._check)
-        damaged = [name for names, _ in each for name in names]
+        damaged, own_parts, held = self._read_own(key, kind)
+        messages = files.exchange(ReadFiles, [damaged, own_parts], self._check)
+        damaged = [name for names, _ in messages for name in names]
         # The data of the first process counts.
-        abouts = {part.about: part.data for _, some in reversed(each) for part in some}
+        abouts = {part.about: part.data for _, parts in reversed(messages) for part in parts}
         if damaged or len(abouts) != 1:
             which = ", ".join(damaged) or f"of step {key[2]}"
             warnings.warn(
@@ -149,30 +132,58 @@ class Recovery:
             )
             return None
         [(text, data)] = abouts.items()
-        about, every = files.described(text, self._target.layout)
+        about, every = files.parse_description(text, self._target.layout)
         having: dict[Tile, set[int]] = {tile: set() for tile in every}
-        for p, (_, some) in enumerate(each):
-            for part in some:
+        for process, (_, parts) in enumerate(messages):
+            for part in parts:
                 for k in part.numbers:
-                    having[every[k]].add(p)
-        return Parts(about, data, held, having)
+                    having[every[k]].add(process)
+        return Snapshot(about, data, held, having)
 
-    def _check(self, words: Words) -> None:
-        for part in words[1]:
-            _, every = files.described(part.about, self._target.layout)
+    def _read_own(
+        self, key: Key, kind: str
+    ) -> tuple[list[str], list[Part], dict[Tile, np.ndarray]]:
+        """Reads the files that are this process's to read: damaged names, heads, and tiles."""
+        readers: dict[Name, int] = {}
+        for process, names in enumerate(self._names):
+            for name in names:
+                if (name.snapshot, name.kind) == (key, kind):
+                    readers[name] = (
+                        process if process == name.process else readers.get(name, process)
+                    )
+        damaged, parts = [], []
+        held: dict[Tile, np.ndarray] = {}
+        for name, reader in readers.items():
+            if reader != jax.process_index():
+                continue
+            # A file that cannot be read is reported as damage is: the others wait for this process.
+            try:
+                with private_files.opened(self._folder) as folder:
+                    content = private_files.read(folder, str(name))
+                part, tiles = files.from_bytes(content, kind, self._target.layout)
+            except Exception:
+                damaged.append(str(name))
+            else:
+                parts.append(part)
+                held |= tiles
+        return damaged, parts, held
+
+    def _check(self, message: ReadFiles) -> None:
+        for part in message[1]:
+            _, every = files.parse_description(part.about, self._target.layout)
             if max(part.numbers, default=-1) >= len(every):
                 raise ValueError(f"there is no tile {max(part.numbers)}")
 
-    def _made_good(self, key: Key, parts: Parts) -> bool:
-        """Whether what a lost machine took with it can be had or done without; says what it is."""
-        about, before = parts.about, parts.lost
+    def _replace_lost(self, key: Key, snapshot: Snapshot) -> bool:
+        """Replaces what a lost machine took with it, and warns of it; False where it cannot."""
+        about, before = snapshot.about, snapshot.lost
         if not before:
             return True
-        step, left = self._from_buddies(key, parts), parts.lost
-        held = {path for (path, _), some in parts.having.items() if some}
-        own_of_workers = {x.path for x in about.layout if x.leaf.own}
+        step, left = self._copy_from_buddies(key, snapshot), snapshot.lost
+        held = {path for (path, _), processes in snapshot.having.items() if processes}
+        per_worker = {array.path for array in about.layout if array.info.per_worker}
         # Rows of a group are parts of one momentum.
-        if left and (about.two_levels or not {path for path, _ in left} <= held & own_of_workers):
+        if left and (about.two_levels or not {path for path, _ in left} <= held & per_worker):
             return False
         if len(left) < len(before):
             warnings.warn(
@@ -192,18 +203,18 @@ class Recovery:
             )
         return True
 
-    def _from_buddies(self, key: Key, parts: Parts) -> int:
-        """Takes lost slices from their newest copies, and says how old the oldest of these is."""
+    def _copy_from_buddies(self, key: Key, snapshot: Snapshot) -> int:
+        """Takes lost slices from their newest copies, and returns the step of the oldest of these."""
         oldest = key
-        copies = {n.snapshot for names in self._seen for n in names if n.kind == "buddy"}
+        copies = {n.snapshot for names in self._names for n in names if n.kind == "buddy"}
         for copy in sorted((k for k in copies if (key[0], 0) <= k <= key), reverse=True):
-            theirs = self._parts(copy, "buddy")
-            if theirs is None or theirs.about != parts.about:
+            buddies = self._read(copy, "buddy")
+            if buddies is None or buddies.about != snapshot.about:
                 continue
-            for tile in parts.lost:
-                if theirs.having[tile]:
-                    parts.having[tile] |= theirs.having[tile]
+            for tile in snapshot.lost:
+                if buddies.having[tile]:
+                    snapshot.having[tile] |= buddies.having[tile]
                     oldest = copy
-                    if tile in theirs.held:
-                        parts.held[tile] = theirs.held[tile]
+                    if tile in buddies.held:
+                        snapshot.held[tile] = buddies.held[tile]
         return oldest[2]

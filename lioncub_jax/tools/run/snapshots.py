@@ -1,13 +1,14 @@
 """The newest states of a run in the memory of its machines, beside its checkpoints on disk.
 
-A checkpoint is for good and takes a while; a snapshot is for a start after a death, is read again within
-a second, and every few steps there is another. What all workers have, every machine has a
-copy of. The slices of momentum that owners hold nobody else has, so another machine keeps a copy of them.
+A checkpoint stays and takes a while. A snapshot is for a start after a death, is read within a second, and
+every few steps there is another. Every machine has a copy of what is the same on all workers. Slices of
+momentum that an owner holds are nowhere else, so another machine keeps a copy of them.
 """
 
 import functools
 import os
 import socket
+import uuid
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,11 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from lioncub_jax.checkpoint import leaves, private_files, states, tiles
-from lioncub_jax.checkpoint import snapshot_files as files
-from lioncub_jax.checkpoint.leaves import Layout
+from lioncub_jax.checkpoint import states, tiles
+from lioncub_jax.checkpoint.agreement import from_first
+from lioncub_jax.checkpoint.files import PART, RUN
+from lioncub_jax.checkpoint.layout import Layout, layout_of
+from lioncub_jax.checkpoint.leaves import Target, arrays_of
 from lioncub_jax.checkpoint.manager import Checkpoints, Restored, as_json, check_rule
-from lioncub_jax.checkpoint.snapshot_files import Description, Name
 from lioncub_jax.checkpoint.tiles import Tile
 from lioncub_jax.exchange.arguments import check_count, check_number
 from lioncub_jax.exchange.layout import Holder
@@ -31,8 +33,11 @@ from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.hosts import together, told
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.mesh.specs import product
+from lioncub_jax.tools.run import private_files
+from lioncub_jax.tools.run import snapshot_files as files
 from lioncub_jax.tools.run.progress import stepped
-from lioncub_jax.tools.run.recovery import Recovery, seen
+from lioncub_jax.tools.run.recovery import Recovery, names_of_processes
+from lioncub_jax.tools.run.snapshot_files import Description, Name
 
 GENERATIONS = 3  # a process that writes is at most one behind, and nothing is taken from under it
 
@@ -72,8 +77,8 @@ class Snapshots:
       >>> import lioncub_jax as lc
       >>> def trained(step, state, batches, saved, folder):
       ...     with Snapshots(saved, folder, every=10) as snapshots:
-      ...         found = snapshots.restore(state)
-      ...         state = found.state if found else state
+      ...         restored = snapshots.restore(state)
+      ...         state = restored.state if restored else state
       ...         for batch in batches:
       ...             state, metrics = step(state, batch)
       ...             snapshots(state)
@@ -96,13 +101,14 @@ class Snapshots:
                 "the run"
             )
         check_count(f"every={every!r}", every, "a number of steps, 1 or more")
-        said = "give a number of steps, or 0 for no copies"
-        check_number(f"buddies={buddies!r}", buddies, lambda n: n >= 0, said, int)
+        allowed = "give a number of steps, or 0 for no copies"
+        check_number(f"buddies={buddies!r}", buddies, lambda n: n >= 0, allowed, int)
         self._checkpoints, self._every, self._buddies = checkpoints, every, buddies
         self.folder = Path(folder).absolute()
         self._together(lambda folder: None)  # it is made, or looked at
-        self._start = 1 + max((names[-1].start for names in seen(self.folder) if names), default=0)
-        self._run = checkpoints.run()
+        newest = [names[-1].start for names in names_of_processes(self.folder) if names]
+        self._start = 1 + max(newest, default=0)
+        self._run = run_name(checkpoints.directory)
         self._calls = self._copies = self._saves = 0
         self._writer = ThreadPoolExecutor(1)
         self._writing: Future[None] | None = None
@@ -128,16 +134,16 @@ class Snapshots:
           data: as `Checkpoints.save`.
         """
         self.wait()
-        states.check_there("snapshots(state)", state)
-        state, workers = self._checkpoints.on_mesh("snapshots(state)", state)
+        states.check_not_donated("snapshots(state)", state)
+        state, workers = states.on_workers("snapshots(state)", state, self._checkpoints.axes)
         step = states.step_of(state, None)
-        layout, arrays = leaves.layout_of(state, workers), leaves.arrays_of(state)
+        layout, arrays = layout_of(state, workers), arrays_of(state)
         shapes = tuple(x.sharding.shard_shape(x.shape) for x in arrays.values())
         about = Description(self._run, layout, workers.group is not None, shapes)
-        held = {"own": tiles.copied(arrays)}
+        held = {"own": tiles.copy_to_host(arrays)}
         if self._buddies and self._calls >= self._copies:
             self._copies = self._calls + self._buddies
-            if copies := _of_others(arrays, layout, workers):
+            if copies := _buddy_copies(arrays, layout, workers):
                 held["buddy"] = copies
         self._saves += 1
         self._writing = self._writer.submit(self._write, step, about, as_json(data), held)
@@ -154,11 +160,11 @@ class Snapshots:
     def clear(self) -> None:
         """Forgets all snapshots of this machine, as before going back to an older checkpoint."""
         self.wait()
-        told(None)  # nobody writes any more
+        told(None)  # all processes have written
         self._together(lambda folder: private_files.remove(folder, _entries(folder)))
 
     def _together(self, act: Callable[[int], object]) -> None:
-        """Does something in the folder, in all processes, and raises in all where it fails in one."""
+        """Acts in the folder, in all processes, and raises in all where it fails in one."""
 
         def opened() -> None:
             with private_files.opened(self.folder, make=True) as folder:
@@ -189,11 +195,12 @@ class Snapshots:
         """
         self.wait()
         check_rule(on_resize)
-        target = self._checkpoints.target(like)
+        axes_of_workers = self._checkpoints.axes
+        target = Target(like, *states.on_workers("restore(like)", like, axes_of_workers))
         memory = Recovery(self.folder, self._run, self._checkpoints.directory, target)
         self._checkpoints.wait()
-        steps = files.asked(int, 1 + max(self._checkpoints.steps(), default=-1))
-        disk = min(steps) - 1  # what all of them see
+        steps = files.exchange(int, 1 + max(self._checkpoints.steps(), default=-1))
+        disk = min(steps) - 1  # that all of them see
         for key, whole in memory.best_first():
             newer = (key[2], whole) > (disk, False)  # of one step the whole one, which is faster
             if newer and (read := memory.read(key, on_resize == "keep")):
@@ -207,27 +214,48 @@ class Snapshots:
         for kind, parts in held.items():
             name = Name(self._start, self._saves, step, *me, kind)
             with private_files.opened(self.folder) as folder:
-                private_files.seal(folder, str(name), *files.packed(about, data, parts))
+                private_files.seal(folder, str(name), *files.to_bytes(about, data, parts))
                 entries = _entries(folder)
                 private_files.remove(folder, _old(files.names_in(entries), name))
-                private_files.remove(folder, _halves(entries, self._start))
+                private_files.remove(folder, _left_unfinished(entries, self._start))
+
+
+def run_name(directory: Path) -> str:
+    """The name of a run, kept beside its checkpoints, and so another where that folder was emptied.
+
+    All processes must ask. A copy of the folder has the same name.
+
+    Raises:
+      OSError: where process 0 cannot read the file, or make it where there is none.
+    """
+    file = directory / RUN
+
+    def read_or_make() -> str:
+        name = file.read_text() if file.exists() else ""
+        if not name:  # or a machine died before it was on the disk
+            name = uuid.uuid4().hex
+            directory.mkdir(parents=True, exist_ok=True)
+            private_files.write(str(file), name.encode())
+        return name
+
+    return from_first(read_or_make)
 
 
 def _entries(folder: int) -> list[str]:
-    """Snapshots and halves of them."""
+    """Snapshots and unfinished ones."""
     entries = os.listdir(folder)
-    halves = [name for name in entries if name.endswith(private_files.PART)]
-    return [*map(str, files.names_in(entries)), *halves]
+    unfinished = [name for name in entries if name.endswith(PART)]
+    return [*map(str, files.names_in(entries)), *unfinished]
 
 
-def _halves(entries: list[str], start: int) -> list[str]:
-    """What processes of earlier starts left half written; who only reads takes nothing away."""
-    starts = {name: name.partition("-")[0] for name in entries if name.endswith(private_files.PART)}
+def _left_unfinished(entries: list[str], start: int) -> list[str]:
+    """Unfinished snapshots of earlier starts; a process that only reads deletes nothing."""
+    starts = {name: name.partition("-")[0] for name in entries if name.endswith(PART)}
     return [name for name, number in starts.items() if number.isdigit() and int(number) < start]
 
 
 def _old(names: list[Name], written: Name) -> list[Name]:
-    """What is older than the generations that stay, and then what earlier starts left."""
+    """Snapshots older than the generations that stay, and then those of earlier starts."""
     mine = [n for n in names if (n.process, n.kind) == (written.process, written.kind)]
     of_start = [n for n in mine if n.start == written.start]
     if len(of_start) < GENERATIONS:  # starts that each die soon shall not fill the memory
@@ -238,36 +266,36 @@ def _old(names: list[Name], written: Name) -> list[Name]:
 # --- Buddies
 
 
-def _of_others(
+def _buddy_copies(
     arrays: dict[str, jax.Array], layout: Layout, workers: Workers
 ) -> dict[Tile, np.ndarray]:
-    """The slices of the workers whose buddies this process has, in bfloat16."""
-    sent, moved = {}, {}
-    for path, leaf, cut, *_ in layout:
-        if leaf.holder is Holder.OWNER:
+    """Copies the slices of the workers whose buddies this process has, in bfloat16."""
+    sent, shifts = {}, {}
+    for array in layout:
+        if array.info.holder is Holder.OWNER:
             shift = _shift(workers)
-            if cut > 1:  # the counts beside slices everybody has
-                x = arrays[path]
-                moved[path] = shift * (len(x) // cut)
-                sent[path] = send(x, moved[path], x.sharding)
-    found = {}
-    for (path, (rows, *rest)), bits in tiles.copied(sent).items():
-        start = (rows[0] - moved[path]) % len(arrays[path])
-        found[path, ((start, start + rows[1] - rows[0]), *rest)] = bits.view(jnp.bfloat16)
-    return found
+            if array.num_workers > 1:  # counters beside slices are the same on all
+                x = arrays[array.path]
+                shifts[array.path] = shift * (len(x) // array.num_workers)
+                sent[array.path] = send(x, shifts[array.path], x.sharding)
+    copies = {}
+    for (path, (rows, *rest)), bits in tiles.copy_to_host(sent).items():
+        start = (rows[0] - shifts[path]) % len(arrays[path])
+        copies[path, ((start, start + rows[1] - rows[0]), *rest)] = bits.view(jnp.bfloat16)
+    return copies
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def send(x: jax.Array, rows: int, lies: NamedSharding) -> jax.Array:
+def send(x: jax.Array, rows: int, sharding: NamedSharding) -> jax.Array:
     """The bits of an array in bfloat16, moved by so many rows, and so to other workers."""
     # As bits, which no compiler widens on the way.
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
-    return jax.lax.with_sharding_constraint(jnp.roll(bits, rows, axis=0), lies)
+    return jax.lax.with_sharding_constraint(jnp.roll(bits, rows, axis=0), sharding)
 
 
 @functools.cache  # processes ask each other, and machines do not change
 def _shift(workers: Workers) -> int:
-    """How many places further a worker's buddy is, on another machine if it can be."""
+    """The number of places from a worker to its buddy, on another machine if it can be."""
     names = axes.names(workers.axis)
     count = product(workers.mesh.shape, names)
     if count == 1:
@@ -277,11 +305,12 @@ def _shift(workers: Workers) -> int:
         )
     places = [workers.mesh.axis_names.index(name) for name in names]
     devices = np.moveaxis(workers.mesh.devices, places, range(len(places))).reshape(count, -1)
-    each = np.vectorize(lambda device: device.process_index)(devices)  # of each worker
+    processes = np.vectorize(lambda device: device.process_index)(devices)  # of each worker
     machines = np.array(told(zlib.crc32(socket.gethostname().encode())))
 
-    def best(shift: int) -> tuple[int, int, int]:
-        buddies = np.roll(each, -shift, axis=0)
-        return np.sum(machines[each] != machines[buddies]), np.sum(each != buddies), -shift
+    def separation(shift: int) -> tuple[int, int, int]:
+        buddies = np.roll(processes, -shift, axis=0)
+        on_others = np.sum(machines[processes] != machines[buddies])
+        return on_others, np.sum(processes != buddies), -shift
 
-    return max(range(1, count), key=best)
+    return max(range(1, count), key=separation)

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-PART = ".part"  # behind the name of a file that is being written
+from lioncub_jax.checkpoint.files import PART
+
 DIGEST = 32  # bytes of a SHA-256
 
 
@@ -56,9 +57,9 @@ def _open(
     name: str, stack: contextlib.ExitStack, above: int | None = None, how: int = os.O_PATH
 ) -> int:
     # O_PATH: folders on the way need not be readable.
-    found = os.open(name, how | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
-    stack.callback(os.close, found)
-    return found
+    folder = os.open(name, how | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
+    stack.callback(os.close, folder)
+    return folder
 
 
 def _check(path: Path | str, file: int, may_be_sticky: bool = False) -> None:
@@ -107,14 +108,14 @@ def read(folder: int, name: str) -> memoryview:
 
 
 def _digest(name: str, *pieces: Any) -> bytes:
-    found = hashlib.sha256(name.encode() + b"\0")
+    digest = hashlib.sha256(name.encode() + b"\0")
     for piece in pieces:
-        found.update(piece)
-    return found.digest()
+        digest.update(piece)
+    return digest.digest()
 
 
 def remove(folder: int, names: Iterable[object]) -> None:
-    """Takes files away; another process may have been faster."""
+    """Deletes files; another process may have been faster."""
     for name in names:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(str(name), dir_fd=folder)
