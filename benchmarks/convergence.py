@@ -45,9 +45,10 @@ def main(argv: list[str] | None = None) -> None:
 def left(part: str, save: Path) -> str:
     """What is left of a part, in core hours."""
     steps = {job.steps for job in lengths.jobs_of(part)}
-    rows = [row for row in report.read(save, key_of) if part_of(row) == part]
-    hours = lengths.hours_left(lengths.jobs_of(part), rows)
-    return f"part {part}, {max(steps):,} steps: {len(rows)} runs done, {hours:.1f} core hours left"
+    rows = {key_of(row): row for row in report.read(save, key_of)}.values()
+    done = [row for row in rows if part_of(row) == part]
+    hours = lengths.hours_left(lengths.jobs_of(part), done, list(rows))
+    return f"part {part}, {max(steps):,} steps: {len(done)} runs done, {hours:.1f} core hours left"
 
 
 def part_of(row: dict) -> str:

@@ -91,11 +91,11 @@ def test_a_run_learns_says_how_noisy_it_is_and_goes_on_after_a_stop(monkeypatch,
     run = curves.Run(
         "curve", name, TOKENS[0], 4, "alike", 2e-3, *one.family.betas, 0.1, 0, steps=16, width=32
     )
-    times = {"compiling", "seconds"}
+    times = {"compiling", "seconds", "cpu_seconds"}
     runner, write = curves.Runner(tmp_path), curves.Stopped.write
 
-    def stopping(self, state, points, seconds):
-        write(self, state, points, seconds)
+    def stopping(self, state, points, *taken):
+        write(self, state, points, *taken)
         if len(points) == 2:
             raise KeyboardInterrupt
 

@@ -69,11 +69,13 @@ class Family(NamedTuple):
       rate: the first rate.
       betas: the first ones, for short runs.
       long: those of long runs, which are tried too.
+      decays: the first one, and what is tried instead.
     """
 
     rate: float
     betas: tuple[float, float]
     long: tuple[float, float]
+    decays: tuple[float, float] = DECAYS
 
 
 LION = Family(5e-4, (0.8, 0.9), (0.9, 0.99))
