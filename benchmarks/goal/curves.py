@@ -26,7 +26,7 @@ from gpt.model import GPT
 from oracle import simulate
 from oracle.lion import blend
 
-from goal.contenders import Contender, Hyper, contender_named
+from goal.contenders import GONE, Contender, Hyper, contender_named
 from goal.model import CONTEXT, HEAD, MODEL, STEPS, WIDTH
 
 POINTS = 16  # of a curve; local steps divide the steps between two of them
@@ -75,12 +75,12 @@ def hyper_of(row: dict[str, Any]) -> Hyper:
 
 
 def key_of(row: dict[str, Any]) -> Run | None:
-    """The training run that a row is of; None for a row of another kind.
+    """The training run that a row is of; None for a row of another kind, or of a method in `GONE`.
 
     Raises:
       ValueError: for a row of another benchmark, or of a contender that is no longer there.
     """
-    if row["part"] == "time":
+    if row["part"] == "time" or row["contender"] in GONE:
         return None
     if row["part"] not in ("tuning", "curve"):
         raise ValueError(f"part {row['part']!r}")
@@ -97,12 +97,9 @@ def model_of(seed: Any, width: int = WIDTH) -> GPT:
     return GPT(**sizes, rngs=nnx.Rngs(seed))
 
 
-init, nats = functional(model_of)
-
-
-def shapes() -> Any:
+def shapes(width: int = WIDTH) -> Any:
     """Of the parameters."""
-    return jax.eval_shape(init, jax.random.key(0))
+    return jax.eval_shape(functional(partial(model_of, width=width))[0], jax.random.key(0))
 
 
 def drawn(
