@@ -2,6 +2,7 @@
 
     python benchmarks/convergence.py [--part 1024 tokens 4096 ladder 256] [--jobs 2]
     python benchmarks/convergence.py --left     # says what there is to run, and runs nothing
+    python benchmarks/convergence.py --report   # makes evidence.json and all numbers of pages from rows
 
 Eight simulated workers, one core for each process. Rows are written as they come and never run twice. A
 run that is stopped goes on from the last of its 16 points, equal to the bit.
@@ -14,13 +15,15 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import report
-from goal import lengths
+from goal import evidence, lengths, pages
 from goal.curves import key_of
+from goal.study import Study
 from time_to_loss import FLAGS
 from time_to_loss import ROWS as SHORT
 
 ROOT = Path(__file__).parents[1]
 ROWS = ROOT / "benchmarks" / "results" / "convergence.jsonl"
+EVIDENCE = ROOT / "lioncub_jax" / "tools" / "plan" / "evidence.json"
 KEPT = ROOT / "runs" / "convergence"
 
 _study: list[lengths.Study] = []  # of this process
@@ -32,7 +35,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--part", nargs="+", choices=parts, default=parts, help="in this order")
     parser.add_argument("--jobs", type=int, default=2, help="processes, of one core each")
     parser.add_argument("--left", action="store_true", help="say what is left, and run nothing")
+    parser.add_argument(
+        "--report", action="store_true", help="make pages from rows, and run nothing"
+    )
     args = parser.parse_args(argv)
+    if args.report:
+        for path, text in made().items():
+            path.write_text(text)
+        return
     for part in args.part:
         print(left(part, args.save), flush=True)
     if args.left:
@@ -42,12 +52,20 @@ def main(argv: list[str] | None = None) -> None:
         run(part, args)
 
 
+def made() -> dict[Path, str]:
+    """The packaged evidence, and the pages that have numbers from rows."""
+    rows = [row for path in (SHORT, ROWS) for row in report.read(path, key_of)]
+    found = evidence.evidence(rows)
+    return {EVIDENCE: evidence.text_of(found), **pages.rewritten(found, Study(rows).tables())}
+
+
 def left(part: str, save: Path) -> str:
     """What is left of a part, in core hours."""
     steps = {job.steps for job in lengths.jobs_of(part)}
-    rows = [row for row in report.read(save, key_of) if part_of(row) == part]
-    hours = lengths.hours_left(lengths.jobs_of(part), rows)
-    return f"part {part}, {max(steps):,} steps: {len(rows)} runs done, {hours:.1f} core hours left"
+    rows = {key_of(row): row for row in report.read(save, key_of)}.values()
+    done = [row for row in rows if part_of(row) == part]
+    hours = lengths.hours_left(lengths.jobs_of(part), done, list(rows))
+    return f"part {part}, {max(steps):,} steps: {len(done)} runs done, {hours:.1f} core hours left"
 
 
 def part_of(row: dict) -> str:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import faults
 import matplotlib.style
 import numpy as np
-from goal import summary
+from goal import pages
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -150,18 +150,18 @@ def in_the_lab() -> list[dict[str, Any]]:
     found = json.loads(EVIDENCE.read_text())
     return [
         {"tokens": cell.tokens, "network": cell.network, "bars": bars(found, cell)}
-        for cell in summary.cells(found)
-        if summary.drawn(cell)
+        for cell in pages.cells(found)
+        if pages.drawn(cell)
     ]
 
 
-def bars(found: summary.Found, cell: summary.Cell) -> list[tuple[str, str, float]]:
+def bars(found: pages.Found, cell: pages.Cell) -> list[tuple[str, str, float]]:
     ours, peers, free = BARS
     drawn = [
-        (short(summary.code_of(name)), ours if summary.ours(name) else peers, took)
-        for name, took in summary.times(found, cell).items()
+        (short(pages.code_of(name)), ours if pages.ours(name) else peers, took)
+        for name, took in pages.times(found, cell).items()
     ]
-    limit = summary.limit(found, cell)
+    limit = pages.limit(found, cell)
     if limit is not None:
         drawn.append((free, free, limit))
     return sorted(drawn, key=lambda bar: bar[2])

@@ -2,7 +2,6 @@
 
     python benchmarks/time_to_loss.py [--part curves longer times]
     python benchmarks/time_to_loss.py --again       # sums up the committed rows, measures nothing
-    python benchmarks/time_to_loss.py --evidence    # makes of them evidence.json, and all numbers of pages
 
 A GPT of 430,720 parameters learns Python's standard library, byte by byte. Three noises (32, 256 and 2,048
 bytes for each worker and step), 4, 8 and 32 workers; every method is tuned over rate, betas and decay by
@@ -29,14 +28,12 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import report
-from goal import curves, evidence, lab, pages, plan, planned, summary
+from goal import curves, evidence, lab, pages, plan
 from goal.contenders import CONTENDERS, contender_named
 from goal.model import TOKENS
-from rich.console import Console
 
 ROOT = Path(__file__).parents[1]
 ROWS = ROOT / "benchmarks" / "results" / "time_to_loss.jsonl"
-EVIDENCE = ROOT / "lioncub_jax" / "tools" / "plan" / "evidence.json"
 PARTS = ("curves", "longer", "times")
 # One thread each: small programs gain nothing from a second core.
 FLAGS = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
@@ -44,20 +41,14 @@ FLAGS = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
 
 def main(argv: list[str] | None = None) -> None:
     args = parsed(argv)
-    if not (args.again or args.evidence):
+    if not args.again:
         for part in args.part or PARTS:
             {"curves": run_curves, "longer": run_longer, "times": run_times}[part](args)
     rows = report.read(args.save, curves.key_of)
     if not report.rows_of(rows, part="curve"):
         print("There is no goal until lion and adamw have run: --part curves")
         return
-    found = evidence.evidence(rows)
-    if args.evidence:
-        EVIDENCE.write_text(evidence.text_of(found))
-        for path, text in pages.rewritten(found).items():
-            path.write_text(text)
-    summary.show(found, Console())
-    print(json.dumps({"benchmark": "time_to_loss", **planned.keys(found)}))
+    print(json.dumps({"benchmark": "time_to_loss", **pages.keys(evidence.evidence(rows))}))
 
 
 def parsed(argv: list[str] | None) -> argparse.Namespace:
@@ -71,9 +62,6 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rates", nargs="+", default=list(lab.RATES), choices=lab.RATES)
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), choices=TOKENS)
     parser.add_argument("--again", action="store_true", help="measure nothing: sum up the rows")
-    parser.add_argument(
-        "--evidence", action="store_true", help="measure nothing: write what the planner knows"
-    )
     args = parser.parse_args(argv)
     try:
         for name in args.contender or ():

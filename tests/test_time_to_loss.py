@@ -6,26 +6,29 @@ And pictures, which share what the planner has traced here.
 import json
 import math
 import re
+from collections import Counter
 from pathlib import Path
 
+import convergence
 import jax
 import numpy as np
 import pictures
 import pytest
 import time_to_loss
 from conftest import AXIS
-from goal import contenders, curves, evidence, lengths, pages, plan, summary, trainer, tuning
+from goal import contenders, curves, evidence, lengths, pages, plan, study, trainer, tuning
 from goal.contenders import CONTENDERS, Hyper
 from goal.lab import NOTHING
 from goal.model import MODEL, STEPS, TOKENS
-from report import read
+from report import read, rows_of
 
 WORKERS = 8
 
 
 # One of each kind: means, votes, what owners answer, and who goes alone.
-KINDS = "lion", "vote", "owner-adamw", "local-2-coded"
-OTHERS = [name for name in CONTENDERS if name not in KINDS]
+KINDS = "lion", "vote", "owner-adamw", "local-8-coded"
+ALL = CONTENDERS | contenders.LONG
+OTHERS = [name for name in ALL if name not in KINDS]
 
 
 @pytest.mark.parametrize("names", [KINDS, pytest.param(OTHERS, marks=pytest.mark.long)])
@@ -41,14 +44,14 @@ def test_a_method_is_the_same_simulated_and_as_a_transform(run_workers, names):
     given = Hyper(0.01, 0.8, 0.9, 0.1), lambda t: 0.01 * (1 + t % 3)
 
     def simulated(name):
-        simulator = CONTENDERS[name].simulated(*given)
+        simulator = ALL[name].simulated(*given)
 
         def step(state, g):
             return simulator.update(g, state, params)[::-1]
 
         return jax.lax.scan(step, simulator.init(params, WORKERS), grads)[1]
 
-    txs = {name: CONTENDERS[name].made(*given, AXIS).tx for name in names}
+    txs = {name: ALL[name].made(*given, AXIS).tx for name in names}
     found = run_workers(txs, params, grads, np.zeros((steps, WORKERS), bool))
     for name in names:
         for leaf, want in jax.jit(simulated, static_argnums=0)(name).items():
@@ -83,19 +86,19 @@ def test_every_search_has_as_many_runs_and_none_twice(runs, best):
 # --- A run
 
 
-@pytest.mark.parametrize("name", ["vote", pytest.param("local-2-coded", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["vote", pytest.param("local-8-coded", marks=pytest.mark.long)])
 def test_a_run_learns_says_how_noisy_it_is_and_goes_on_after_a_stop(monkeypatch, tmp_path, name):
     for known, few in {"POINTS": 4, "WINDOWS": 8, "MODEL": MODEL | {"layers": 1}}.items():
         monkeypatch.setattr(curves, known, few)
-    one = CONTENDERS[name]
+    one = ALL[name]
     run = curves.Run(
         "curve", name, TOKENS[0], 4, "alike", 2e-3, *one.family.betas, 0.1, 0, steps=16, width=32
     )
-    times = {"compiling", "seconds"}
+    times = {"compiling", "seconds", "cpu_seconds"}
     runner, write = curves.Runner(tmp_path), curves.Stopped.write
 
-    def stopping(self, state, points, seconds):
-        write(self, state, points, seconds)
+    def stopping(self, state, points, *taken):
+        write(self, state, points, *taken)
         if len(points) == 2:
             raise KeyboardInterrupt
 
@@ -168,7 +171,7 @@ def time(name, seconds, stage=""):
     }  # fmt: skip
 
 
-CELL = summary.Cell(TOKENS[0], "100mbit")
+CELL = pages.Cell(TOKENS[0], "100mbit")
 
 
 def story(vote=3.0, **more):
@@ -184,29 +187,29 @@ def test_seconds_to_where_the_better_stands_are_steps_times_seconds_of_a_step():
     assert (cell["better"], cell["noise_scale"], cell["agreement"]) == ("adamw", 64.0, 0.6)
     assert list(cell["loss"].values()) == pytest.approx([3.5, 3.0, 2.5])
     assert cell["methods"]["vote"]["steps"] == pytest.approx([0.75 * STEPS, STEPS, None])
-    took = summary.times(found, CELL)
+    took = pages.times(found, CELL)
     assert took == pytest.approx(
         {"vote": STEPS / 4, "adamw": 0.8 * STEPS * 4, "lion": STEPS * 4}, rel=1e-3
     )
-    keys = summary.keys(found)
+    keys = pages.keys(found)
     assert keys["speedup_over_best_peer"][str(CELL)] == ("vote", "adamw", 12.8)
     assert keys["limit"][str(CELL)] == pytest.approx(0.8 * STEPS / 8, rel=1e-3)
 
 
 def test_steps_of_several_kinds_each_take_their_own_time():
     rows = [*story(), *ran("one-bit-adam", 2.5), time("one-bit-adam", 4.0, contenders.FULL)]
-    assert "one-bit-adam" not in summary.times(evidence.evidence(rows), CELL)  # not timed yet
+    assert "one-bit-adam" not in pages.times(evidence.evidence(rows), CELL)  # not timed yet
     rows.append(time("one-bit-adam", 0.25, contenders.CODED))
     warm = contenders.WARMUP
     want = warm * 4.0 + (0.8 * STEPS - warm) * 0.25
-    assert summary.times(evidence.evidence(rows), CELL)["one-bit-adam"] == pytest.approx(want, 1e-3)
+    assert pages.times(evidence.evidence(rows), CELL)["one-bit-adam"] == pytest.approx(want, 1e-3)
 
 
 def test_torch_takes_the_steps_of_the_same_method():
     rows = [*story(), time("torch-adamw-bfloat16", 0.5)]
-    took = summary.times(evidence.evidence(rows), CELL)
+    took = pages.times(evidence.evidence(rows), CELL)
     assert took["torch-adamw-bfloat16"] == pytest.approx(0.8 * STEPS * 0.5, 1e-3)
-    assert summary.speedup(took)[1] == "torch-adamw-bfloat16"
+    assert pages.speedup(took)[1] == "torch-adamw-bfloat16"
 
 
 @pytest.mark.parametrize("how", [{"vote": 3.5}, {"loss": [None] * curves.POINTS}])
@@ -214,13 +217,13 @@ def test_who_never_gets_there_or_diverges_is_said_so(how):
     found = evidence.evidence(story(**how))
     learned = found["cells"][0]["methods"]["vote"]
     assert learned["steps"][1:] == [None, None] and (learned["loss"] is None) == ("loss" in how)
-    assert "vote" not in summary.times(found, CELL)
-    assert summary.keys(found)["speedup_over_best_peer"][str(CELL)] == ("nobody", "adamw", None)
+    assert "vote" not in pages.times(found, CELL)
+    assert pages.keys(found)["speedup_over_best_peer"][str(CELL)] == ("nobody", "adamw", None)
 
 
 def test_what_only_one_of_several_runs_reaches_is_not_measured():
     """The mean of two is at 3 bits in the last step, and one of them ends above."""
-    rows = story() + ran("owner-lion", 2.9, seeds=1) + ran("owner-lion", 3.1, seeds=1)
+    rows = story() + ran("owner-lion", 2.9, seeds=1) + ran("owner-lion", 3.1, seeds=1, seed=1)
     found = evidence.evidence(rows)["cells"][0]["methods"]
     assert found["owner-lion"]["steps"] == [pytest.approx(0.75 * STEPS, 0.01), None, None]
     assert found["owner-lion"]["runs"] == [2, 0, 2] and found["owner-lion"]["seeds"] == 2
@@ -233,34 +236,81 @@ def test_what_only_one_of_several_runs_reaches_is_not_measured():
 
 
 def test_packaged_evidence_and_numbers_of_pages_are_those_of_the_committed_rows():
-    """If not: python benchmarks/time_to_loss.py --evidence."""
-    rows = read(time_to_loss.ROWS, curves.key_of)
-    found = evidence.evidence(rows)
-    assert time_to_loss.EVIDENCE.read_text() == evidence.text_of(found)
-    stale = [path.name for path, text in pages.rewritten(found).items() if path.read_text() != text]
+    """If not: python benchmarks/convergence.py --report."""
+    stale = [path.name for path, text in convergence.made().items() if path.read_text() != text]
     assert stale == []
+    rows = read(time_to_loss.ROWS, curves.key_of)
     rates = {f"{row['rate']:g}" for row in rows if row["part"] == "curve"}  # of a small model alone
     for page in ("README.md", "docs/how_to/choose.md", "docs/how_to/planner.md"):
         shown = re.findall(r"\d+\.\d+", (pages.ROOT / page).read_text())
         assert len(rates) > 5 and rates.isdisjoint(shown), page
-    done = {row["contender"] for row in rows}
     for cell in plan.CELLS[:2]:
-        ran = {
-            (row["contender"], row["part"], row["seed"], *curves.key_of(row).hyper)
-            for row in rows
-            if row.get("data") == cell.data and row["tokens"] == cell.tokens
-            and row["workers"] == cell.workers
-        }  # fmt: skip
-        count = {name: sum(r[0] == name and r[1] == "tuning" for r in ran) for name in done}
-        wanted = tuning.RUNS[TOKENS.index(cell.tokens)]
-        assert {n for name, n in count.items() if name in CONTENDERS} == {wanted}
+        known = rows_of(
+            rows, part="tuning", data=cell.data, tokens=cell.tokens, workers=cell.workers
+        )
+        ran = {curves.key_of(row) for row in known} - {None}
+        count = Counter(run.contender for run in ran)
+        assert set(count.values()) == {tuning.RUNS[TOKENS.index(cell.tokens)]}
+
+
+# --- The study of lengths: losses whose differences and lines are known
+
+
+def studied(losses, steps=1024, width=128, rates=(1e-3,)):
+    """Seeds of methods that end at a loss, each with a part of its own; AdamW has the same rates."""
+    return [
+        curves.Run(
+            "curve", name, 256, 8, "alike", rate, 0.8, 0.98, 0.1, seed, steps, width
+        )._asdict() | {"loss": [5.0] * 15 + [loss + 0.1 * seed + (rate != rates[0])]}
+        for name, each in losses.items()
+        for seed, loss in enumerate(each)
+        for rate in (rates if seed == 0 else rates[:1])
+    ]  # fmt: skip
+
+
+def test_differences_are_paired_over_seeds_and_small_ones_are_alike():
+    rows = studied({"adamw": [2.0, 2.0, 2.0], "lion": [2.1, 2.11, 2.09], "vote": [2.1, 2.1, 2.1]})
+    cell = study.Study(rows).cell(study.NOISY)
+    far, near = cell.behind("lion"), cell.behind("vote", "lion")
+    # What is left of lion's seeds, a third of it in each of the other two methods' parts.
+    std = math.sqrt((2 * 0.01**2) * (2 / 3) / 4)
+    assert cell.pooled.std == pytest.approx(std) and cell.pooled.freedom == 4
+    assert far.loss == pytest.approx(0.1) and far.error == pytest.approx(
+        2.776 * std * (2 / 3) ** 0.5, 1e-3
+    )
+    assert near.alike and not far.alike and str(near).startswith("+0.000 ± 0.0")
+
+
+def test_tokens_to_a_loss_are_on_a_line_through_the_last_losses_of_lengths():
+    rows = studied({"adamw": [2.0] * 2, "vote": [2.1] * 2, "lion": [2.9] * 2})
+    rows += studied({"adamw": [1.8] * 2, "vote": [1.9] * 2}, 4096)
+    rows += studied({"adamw": [2.5] * 2, "lion": [3.0] * 2}, 256)
+    table = study.Study(rows).tokens_to_a_loss()
+    # The vote falls by 0.2 in a factor of four: 0.1 is a factor of two, for which the last line goes on.
+    assert re.findall(r"`lion_cub\(...\)` \| (.*) \|", table) == ["2.00 ± 0.00 | about 2.00 ± 0.00"]
+    assert "optax.lion" not in table  # it never comes there
+
+
+def test_sizes_are_lines_and_what_did_not_run_is_said():
+    rows = []
+    for n, width in enumerate((64, 128, 256)):
+        losses = {"adamw": [2.0] * 2, "vote": [2.1 + 0.05 * n, 2.11 + 0.05 * n]}
+        rows += studied(losses, width=width, rates=(1e-3, 2e-3, 5e-4))
+    told = study.Study(rows)
+    tables = told.tables()
+    assert "the best rate over AdamW's by a factor of 1.00" in tables["sizes"]
+    assert re.search(r"moves the distance to AdamW by \+0\.0[45]\d ± 0\.0", tables["learnt"])
+    assert "vote (2 of 3 seeds)" in tables["not run"] and "best-local (0 of 2" in tables["not run"]
+    assert "1. Not measured yet: the vote beside float32 Lion.\n" in tables["learnt"]
+    many = [row | {"seed": seed} for row in rows for seed in range(3)]
+    assert "vote (" not in study.Study(many).not_run().splitlines()[0]
 
 
 def test_the_last_line_of_the_benchmark_is_its_figures(capsys):
     time_to_loss.main(["--again"])
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert told["benchmark"] == "time_to_loss"
-    assert told["speedup_over_best_peer"].keys() == told["limit"].keys() > told["advice"].keys()
+    assert told["speedup_over_best_peer"].keys() == told["limit"].keys() == told["advice"].keys()
     # In every cell of the lab the planner names a method within 5 % of the best of its own.
     assert told["advice_agrees"] == 1.0 and len(told["advice"]) >= 7
 

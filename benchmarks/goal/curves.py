@@ -26,7 +26,7 @@ from gpt.model import GPT
 from oracle import simulate
 from oracle.lion import blend
 
-from goal.contenders import Contender, Hyper, contender_named
+from goal.contenders import GONE, Contender, Hyper, contender_named
 from goal.model import CONTEXT, HEAD, MODEL, STEPS, WIDTH
 
 POINTS = 16  # of a curve; local steps divide the steps between two of them
@@ -75,12 +75,12 @@ def hyper_of(row: dict[str, Any]) -> Hyper:
 
 
 def key_of(row: dict[str, Any]) -> Run | None:
-    """The training run that a row is of; None for a row of another kind.
+    """The training run that a row is of; None for a row of another kind, or of a method in `GONE`.
 
     Raises:
       ValueError: for a row of another benchmark, or of a contender that is no longer there.
     """
-    if row["part"] == "time":
+    if row["part"] == "time" or row["contender"] in GONE:
         return None
     if row["part"] not in ("tuning", "curve"):
         raise ValueError(f"part {row['part']!r}")
@@ -97,12 +97,9 @@ def model_of(seed: Any, width: int = WIDTH) -> GPT:
     return GPT(**sizes, rngs=nnx.Rngs(seed))
 
 
-init, nats = functional(model_of)
-
-
-def shapes() -> Any:
+def shapes(width: int = WIDTH) -> Any:
     """Of the parameters."""
-    return jax.eval_shape(init, jax.random.key(0))
+    return jax.eval_shape(functional(partial(model_of, width=width))[0], jax.random.key(0))
 
 
 def drawn(
@@ -222,19 +219,22 @@ class Runner:
             part = part.lower(start(hyper, run.seed), *given, 0).compile()
             self._compiled = {key: Program(start, part)}
         compiling = time.perf_counter() - began
+        busy = time.process_time()
         start, part = self._compiled[key]
         before = Stopped(run, self._kept)
         state, points = before.read(start(hyper, run.seed))
         while len(points) < POINTS:
             state, about = part(state, *given, len(points))
             points.append({name: float(x) for name, x in about.items()})
-            before.write(state, points, time.perf_counter() - began - compiling)
+            taken = time.perf_counter() - began - compiling, time.process_time() - busy
+            before.write(state, points, *taken)
         before.forget()
         return {
             **run._asdict(),
             **{name: numbers([point[name] for point in points]) for name in points[0]},
             "compiling": round(compiling, 2),
             "seconds": round(before.seconds + time.perf_counter() - began, 2),
+            "cpu_seconds": round(before.cpu_seconds + time.process_time() - busy, 2),
         }
 
 
@@ -242,7 +242,7 @@ class Stopped:
     """A run that may be stopped at any time: a file has its state at the last point."""
 
     def __init__(self, run: Run, folder: Path | None):
-        self.seconds = 0.0  # of earlier starts
+        self.seconds = self.cpu_seconds = 0.0  # of earlier starts
         name = hashlib.sha256(repr(run).encode()).hexdigest()[:16]
         self._path = None if folder is None else folder / f"{name}.npz"
 
@@ -255,15 +255,23 @@ class Stopped:
             leaves, tree = jax.tree.flatten(state)
             read = [from_bytes(file[str(i)], x) for i, x in enumerate(leaves)]
         self.seconds = about["seconds"]
+        # Files of before the seconds of a core were counted have the others alone.
+        self.cpu_seconds = about.get("cpu_seconds", about["seconds"])
         return jax.tree.unflatten(tree, read), about["points"]
 
-    def write(self, state: Any, points: list[dict[str, float]], seconds: float) -> None:
+    def write(
+        self, state: Any, points: list[dict[str, float]], seconds: float, cpu_seconds: float
+    ) -> None:
         """Keeps the state; a stop while it is written leaves the one before."""
         if self._path is None:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         arrays = {str(i): to_bytes(x) for i, x in enumerate(jax.tree.leaves(state))}
-        about = json.dumps({"points": points, "seconds": self.seconds + seconds})
+        so_far = {
+            "seconds": self.seconds + seconds,
+            "cpu_seconds": self.cpu_seconds + cpu_seconds,
+        }
+        about = json.dumps({"points": points, **so_far})
         part = self._path.with_suffix(".part")
         with part.open("wb") as file:
             np.savez(file, about=about, **arrays)

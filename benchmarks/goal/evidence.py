@@ -19,21 +19,56 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from report import Rows, rows_of
 
 from goal import curves
-from goal.contenders import Hyper
-from goal.model import STEPS
+from goal.contenders import GONE, Hyper
+from goal.model import LONGER, STEPS, WIDTH
 from lioncub_jax.tools.plan import parameters_in
 from lioncub_jax.tools.plan.evidence import TARGETS, VERSION
 
 Curve = list[tuple[float, float]]  # steps and the least loss so far
 BASELINES = "lion", "adamw"
-# Without all of them a cell has no answer.
-COMPARED = (*BASELINES, "vote", "owner-adamw", "powersgd-16")
+# Without all of them a cell has no answer: of short runs, and of longer ones and other sizes.
+COMPARED = {
+    True: (*BASELINES, "vote", "owner-adamw", "powersgd-16"),
+    False: ("adamw", "vote", "owner-adamw"),
+}
 DIGITS = 4
+
+
+class Key(NamedTuple):
+    """A cell, in the order of the file.
+
+    Attributes:
+      data: "alike" or "different".
+      tokens: that a worker sees in a step.
+      workers: how many.
+      width: of the model.
+      steps: of a worker in a run; those of runs half as long again are in the cell of the others.
+    """
+
+    data: str
+    tokens: int
+    workers: int
+    width: int
+    steps: int
+
+    @classmethod
+    def of(cls, row: dict[str, Any]) -> "Key":
+        steps = STEPS if steps_of(row) == LONGER else steps_of(row)
+        return cls(row["data"], row["tokens"], row["workers"], row.get("width", WIDTH), steps)
+
+
+def cells_of(rows: Rows) -> dict[Key, dict[str, Rows]]:
+    """The curves of each cell and method, each run once, in the order of their cells."""
+    found: dict[Key, dict[str, Rows]] = defaultdict(lambda: defaultdict(list))
+    for run, row in {curves.key_of(row): row for row in rows_of(rows, part="curve")}.items():
+        if run is not None:
+            found[Key.of(row)][row["contender"]].append(row)
+    return dict(sorted(found.items()))
 
 
 def evidence(rows: Rows) -> dict[str, Any]:
@@ -42,69 +77,90 @@ def evidence(rows: Rows) -> dict[str, Any]:
     Raises:
       ValueError: for rows of no cell in which all ran that are compared.
     """
-    found: dict[Any, dict[str, Rows]] = defaultdict(lambda: defaultdict(list))
-    for row in rows_of(rows, part="curve"):
-        found[row["tokens"], row["workers"], row["data"]][row["contender"]].append(row)
     cells = [
         cell_of(key, methods)
-        for key, methods in sorted(found.items(), key=lambda one: (one[0][2], *one[0][:2]))
-        if all(name in methods for name in COMPARED)
+        for key, methods in cells_of(rows).items()
+        if all(name in methods for name in COMPARED[key.steps == STEPS])
     ]
     if not cells:
-        raise ValueError(f"no cell in which {', '.join(COMPARED)} ran: run them first")
+        raise ValueError(f"no cell in which {', '.join(COMPARED[True])} ran: run them first")
     return {
         "version": VERSION,
-        "study": {
-            "model": "byte GPT", "dataset": "Python's standard library",
-        },
+        "study": {"model": "byte GPT", "dataset": "Python's standard library"},
         "cells": cells,
         "times": times_of(rows),
-    }  # fmt: skip
+    }
 
 
-def cell_of(key: tuple[int, int, str], methods: dict[str, Rows]) -> dict[str, Any]:
+def cell_of(key: Key, methods: dict[str, Rows]) -> dict[str, Any]:
     """All that was run in a cell."""
-    tokens, workers, data = key
-    means = {name: falling([curve_of(row) for row in methods[name]]) for name in BASELINES}
-    better = min(BASELINES, key=lambda name: means[name][-1][1])
-    targets = [at(means[better], share * STEPS) for share in TARGETS]
+    steps = key.steps
+    known = [name for name in BASELINES if name in methods]
+    means = {name: mean_of(chosen(methods[name], steps), steps) for name in known}
+    better = min(known, key=lambda name: means[name][-1][1])
+    targets = [at(means[better], share * steps) for share in TARGETS]
+    adamw = curves.hyper_of(chosen(methods["adamw"], steps)[-1])
+    votes = chosen(methods["vote"], steps)
+    noisy = [row for rows in methods.values() for row in rows]
     return {
-        "tokens": tokens, "workers": workers, "data": data,
-        "steps": STEPS, "parameters": parameters_in(curves.shapes()), "better": better,
-        "agreement": agreement_of(methods["vote"]),
-        "noise_scale": noise_scale_of([row for rows in methods.values() for row in rows]),
-        "vote_over_lion": rounded(vote_over_lion(means["lion"], methods["vote"])),
+        "tokens": key.tokens, "workers": key.workers, "data": key.data, "steps": steps,
+        "parameters": parameters_in(curves.shapes(key.width)), "better": better,
+        "agreement": rounded(second_half(votes, steps, "agreement")),
+        "noise_scale": rounded(noise_scale_of(noisy, steps)),
+        "vote_over_lion": rounded(vote_over(means["lion"], votes, steps)) if "lion" in means else None,
         "loss": dict(zip(map(str, TARGETS), map(rounded, targets), strict=True)),
         "methods": {
-            name: told(rows, targets, curves.hyper_of(methods["adamw"][-1]), name == better)
+            name: told(chosen(rows, steps), steps, targets, adamw, name == better)
             for name, rows in methods.items()
         },
     }  # fmt: skip
 
 
-def vote_over_lion(lion: Curve, votes: Rows) -> float | None:
+def chosen(rows: Rows, steps: int) -> Rows:
+    """Runs of the choice that ran with most seeds; of several the one with the least loss."""
+    each: dict[Hyper, Rows] = defaultdict(list)
+    for row in rows:
+        each[curves.hyper_of(row)].append(row)
+
+    def worth(some: Rows) -> tuple[int, float]:
+        seen = usual(some, steps)
+        return -len(seen), min((last(row) for row in seen), default=math.inf)
+
+    return min(each.values(), key=worth)
+
+
+def last(row: dict[str, Any]) -> float:
+    """The loss at the end; infinite for a run that diverged."""
+    return math.inf if row["loss"][-1] is None else row["loss"][-1]
+
+
+def mean_of(rows: Rows, steps: int) -> Curve:
+    """The mean curve of runs of this length."""
+    return falling([curve_of(row) for row in usual(rows, steps)])
+
+
+def vote_over(lion: Curve, votes: Rows, steps: int) -> float | None:
     """Steps to where Lion stands after the first share of its run, over those."""
-    steps = reaches(falling([curve_of(row) for row in usual(votes)]), at(lion, TARGETS[0] * STEPS))
-    return steps and steps / (TARGETS[0] * STEPS)
+    taken = reaches(mean_of(votes, steps), at(lion, TARGETS[0] * steps))
+    return taken and taken / (TARGETS[0] * steps)
 
 
 def told(
-    rows: Rows, targets: Sequence[float], adamw: Hyper, defines: bool = False
+    rows: Rows, steps: int, targets: Sequence[float], adamw: Hyper, defines: bool = False
 ) -> dict[str, Any]:
-    """Of a method in a cell, by the choice that ran last; one defines the targets by its own mean."""
-    rows = [row for row in rows if curves.hyper_of(row) == curves.hyper_of(rows[-1])]
-    longer = [row for row in rows if steps_of(row) > STEPS]
-    rows, hyper = usual(rows), curves.hyper_of(rows[-1])
+    """Of a method in a cell; one defines the targets by its own mean."""
+    longer = [row for row in rows if steps_of(row) > steps]
+    rows, hyper = usual(rows, steps), curves.hyper_of(rows[-1])
     never = None, None, len(longer or rows)
     there = [reached(rows, x, defines) or reached(longer, x) or never for x in targets]
-    last = [row["loss"][-1] for row in rows]
-    known = [x for x in last if x is not None]
+    ends = [last(row) for row in rows]
+    diverged = math.inf in ends
     return {
         "steps": [rounded(steps) for steps, _, _ in there],
         "error": [rounded(error) for _, error, _ in there],
         "runs": [runs for _, _, runs in there],
-        "loss": rounded(statistics.fmean(known)) if len(known) == len(last) else None,
-        "loss_std": rounded(statistics.stdev(known)) if len(known) > 1 else None,
+        "loss": None if diverged else rounded(statistics.fmean(ends)),
+        "loss_std": None if diverged or len(ends) < 2 else rounded(statistics.stdev(ends)),
         "seeds": len(rows),
         "rate_over_adamw": rounded(hyper.rate / adamw.rate),
         "b1": hyper.b1,
@@ -132,21 +188,16 @@ def reached(
     return steps, error, len(rows)
 
 
-def agreement_of(rows: Rows) -> float:
-    """How often two workers voted alike, in the second half of the runs."""
-    return rounded(second_half(rows, "agreement"))
-
-
-def noise_scale_of(rows: Rows) -> float | None:
+def noise_scale_of(rows: Rows, steps: int) -> float | None:
     """The gradient noise scale in bytes: variance of one byte's gradient over the square of the mean."""
-    signal = second_half(rows, "signal")
-    return rounded(second_half(rows, "variance") / signal) if signal > 0 else None
+    signal = second_half(rows, steps, "signal")
+    return second_half(rows, steps, "variance") / signal if signal > 0 else None
 
 
-def second_half(rows: Rows, name: str) -> float:
-    each = [row[name] for row in usual(rows)]
-    values = [x for some in each for x in some[len(some) // 2 :] if x is not None]
-    return statistics.fmean(values)
+def second_half(rows: Rows, steps: int, name: str) -> float:
+    """A mean over the second half of runs."""
+    each = [row[name] for row in usual(rows, steps)]
+    return statistics.fmean(x for some in each for x in some[len(some) // 2 :] if x is not None)
 
 
 def times_of(rows: Rows) -> list[dict[str, Any]]:
@@ -154,6 +205,7 @@ def times_of(rows: Rows) -> list[dict[str, Any]]:
     found = {
         (row["tokens"], row["network"], row["contender"], row["stage"]): row
         for row in rows_of(rows, part="time")
+        if row["contender"] not in GONE
     }
     return [
         {
@@ -175,9 +227,9 @@ def curve_of(row: dict[str, Any]) -> Curve:
     return [(steps_of(row) * (i + 1) / len(losses), x) for i, x in enumerate(losses)]
 
 
-def usual(rows: Rows) -> Rows:
+def usual(rows: Rows, steps: int) -> Rows:
     """Those of runs that are not half as long again."""
-    return [row for row in rows if steps_of(row) == STEPS]
+    return [row for row in rows if steps_of(row) == steps]
 
 
 def steps_of(row: dict[str, Any]) -> int:

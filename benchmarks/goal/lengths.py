@@ -218,13 +218,13 @@ def work_of(job: Job) -> float:
     return tries * size_of(job.steps, job.tokens, job.width)
 
 
-def hours_left(jobs: list[Job], rows: Rows, seconds: float = 0.045) -> float:
-    """Core hours of what has not run, by the seconds of what has; else by ``seconds`` a step."""
+def hours_left(jobs: list[Job], done: Rows, known: Rows, seconds: float = 0.08) -> float:
+    """Core hours of what has not run, by a core's seconds in rows that know them, or ``seconds`` a step."""
     pace = [
-        row["seconds"] / row["steps"]
-        for row in rows
-        if row["tokens"] == TOKENS and row["width"] == WIDTH
+        row["cpu_seconds"] / size_of(row["steps"], row["tokens"], row["width"])
+        for row in known
+        if "cpu_seconds" in row
     ]
-    each = sorted(pace)[len(pace) // 2] if pace else seconds
-    done = sum(size_of(row["steps"], row["tokens"], row["width"]) for row in rows)
-    return max(sum(map(work_of, jobs)) - done, 0) * each / 3600
+    each = statistics.median(pace) if pace else seconds
+    size = sum(size_of(row["steps"], row["tokens"], row["width"]) for row in done)
+    return max(sum(map(work_of, jobs)) - size, 0) * each / 3600

@@ -1,44 +1,198 @@
-"""Numbers of pages, from the evidence: no page has a number of its own.
+"""Tables of pages, from the evidence: steps to the loss times seconds of a step, and what stands behind.
 
-A page has a place for a table between ``<!-- name -->`` and ``<!-- end -->``; the head of the library has
-the answer in short, and the planner's page what its command prints.
+No page has a number of its own. A page has a place for a table between ``<!-- name -->`` and ``<!-- end
+-->``; the head of the library has the answer in short, and the planner's page what its command prints.
 """
 
 import contextlib
+import functools
 import io
+import math
 import re
 import shlex
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import report
 
-from goal import answer, curves, planned, summary
-from goal.contenders import CONTENDERS
-from goal.lab import NOTHING
+import lioncub_jax as lc
+from goal import answer, curves
+from goal.contenders import CODED, CONTENDERS, FULL, OURS, WARMUP, Hyper, contender_named
+from goal.lab import NOTHING, TORCH, UNSHAPED, WORKERS
+from goal.model import STEPS
+from lioncub_jax.audit import units
 from lioncub_jax.tools import plan as planner
 from lioncub_jax.tools.cli import main as cli
-from lioncub_jax.tools.plan.evidence import TARGETS
+from lioncub_jax.tools.plan import parameters_in
+from lioncub_jax.tools.plan.evidence import TARGET, TARGETS
 
-Found = dict[str, Any]  # what the packaged file holds
 ROOT = Path(__file__).parents[2]
+WITHOUT = "nobody"  # the first where no method gets there
+Found = dict[str, Any]  # what the packaged file holds
 PAGES = {
     "README.md": ("answer",),
     "docs/how_to/planner.md": (),
     "docs/how_to/choose.md": ("what to use",),
-    "docs/reports/convergence.md": ("noise", "methods"),
+    "docs/reports/learnt.md": ("learnt", "not run"),
+    "docs/reports/convergence.md": (
+        "lengths", "tokens to a loss", "sizes", "tuning", "not run", "noise", "methods",
+    ),
     "docs/reports/benchmarks.md": ("seconds", "time to loss"),
-}
+}  # fmt: skip
 NONE = "Nothing was timed with this version yet.\n"
 PRINTED = re.compile(r"(<!-- plan -->\n```console\n\$ lioncub )(.*)\n(?s:.*?)```")
 SHORT = re.compile(r"(has the code of each:\n\n)(?: {4}.*\n)+")
+# For the planner, of 4 workers on 2 cores. A message by Gloo: an unshaped float32 mean of 27 arrays, over
+# its 108 hops. Bits of memory a second, and of an unshaped link.
+LATENCY, CPU_MEMORY, LOOPBACK = 1.2e-3, 8e9, 8e9
+WARM = WARMUP / STEPS  # of 1-bit Adam
+WITHIN = 1.05  # of the best's time: less is not worth a change
 
 
-def rewritten(found: Found) -> dict[Path, str]:
-    """Each page with its tables."""
-    made = {
+class Cell(NamedTuple):
+    """A noise in a network.
+
+    Attributes:
+      tokens: that a worker sees in a step.
+      network: its rate.
+    """
+
+    tokens: int
+    network: str
+
+    def __str__(self) -> str:
+        return f"{self.tokens} tokens, {self.network}"
+
+
+def ours(name: str) -> bool:
+    return name not in TORCH and contender_named(name).whose == OURS
+
+
+def code_of(name: str) -> str:
+    """How a method is written in a program."""
+    if name in TORCH:
+        return f"PyTorch: {name.removeprefix('torch-')}"
+    one = contender_named(name)
+    return one.code + f", {one.accumulate} micro-steps" * (one.accumulate > 1)
+
+
+def steps_of(found: Found, tokens: int, workers: int, share: float = TARGET) -> dict[str, float]:
+    """Steps to a loss of all methods that get there; PyTorch's are those of the same method in JAX."""
+    place = TARGETS.index(share)
+    steps = {
+        name: of["steps"][place]
+        for cell in found["cells"]
+        if (cell["tokens"], cell["workers"], cell["data"]) == (tokens, workers, "alike")
+        for name, of in cell["methods"].items()
+        if of["steps"][place] is not None
+    }
+    return steps | {name: steps[like] for name, like in TORCH.items() if like in steps}
+
+
+def step_seconds(found: Found, cell: Cell) -> dict[tuple[str, str], float]:
+    """Of a step, by method and stage."""
+    return {
+        (one["method"], one["stage"]): one["seconds"]
+        for one in found["times"]
+        if (one["tokens"], one["network"]) == cell
+    }
+
+
+def seconds_to(name: str, steps: float, timed: dict[tuple[str, str], float]) -> float | None:
+    """Steps times seconds; None where a stage was not timed."""
+    kinds = {"": steps}
+    if name in CONTENDERS and len(CONTENDERS[name].stages) > 1:
+        kinds = {FULL: min(steps, WARMUP), CODED: max(steps - WARMUP, 0)}
+    if any((name, stage) not in timed for stage in kinds):
+        return None
+    return sum(n * timed[name, stage] for stage, n in kinds.items())
+
+
+def times(found: Found, cell: Cell, share: float = TARGET) -> dict[str, float]:
+    """Seconds to the loss in the lab, the first first."""
+    timed = step_seconds(found, cell)
+    each = {
+        name: took
+        for name, steps in steps_of(found, cell.tokens, WORKERS, share).items()
+        if (took := seconds_to(name, steps, timed)) is not None
+    }
+    return dict(sorted(each.items(), key=lambda one: one[1]))
+
+
+def limit(found: Found, cell: Cell, share: float = TARGET) -> float | None:
+    """Seconds of the better optimizer in full precision, by steps without communication."""
+    steps = steps_of(found, cell.tokens, WORKERS, share)
+    alone = step_seconds(found, cell).get((NOTHING, ""))
+    known = [steps[name] for name in ("lion", "adamw") if name in steps]
+    return min(known) * alone if known and alone is not None else None
+
+
+def cells(found: Found) -> list[Cell]:
+    """Those of the lab that were timed."""
+    return sorted({Cell(one["tokens"], one["network"]) for one in found["times"]})
+
+
+def drawn(cell: Cell) -> bool:
+    """Whether the picture of seconds shows it: it has those whose network has a rate."""
+    return cell.network != UNSHAPED
+
+
+def first(times: dict[str, float], some: Iterable[str]) -> str:
+    """Who of some is first."""
+    there = set(some)
+    return min((name for name in times if name in there), key=times.__getitem__, default=WITHOUT)
+
+
+def speedup(times: dict[str, float]) -> tuple[str, str, float | None]:
+    """The best of ours, the best peer, and how many times faster ours is."""
+    own, peer = (first(times, (n for n in times if ours(n) == yes)) for yes in (True, False))
+    if WITHOUT in (own, peer):
+        return own, peer, None
+    return own, peer, rounded(times[peer] / times[own])
+
+
+def advised(found: Found, cell: Cell) -> tuple[str, float] | None:
+    """Whom the planner names in a cell of the lab, and its measured time over that of the first."""
+    known = {scheme.learns for scheme in planner.SCHEMES}  # PyTorch's are not the planner's to name
+    took = {name: x for name, x in times(found, cell).items() if name in known}
+    alone = step_seconds(found, cell).get((NOTHING, ""))
+    if not took or alone is None:
+        return None
+    rate = LOOPBACK if cell.network == UNSHAPED else units.rate(cell.network)
+    at = planner.Cluster(
+        WORKERS, planner.Link(rate, LATENCY), on_cpu=True, memory_bandwidth=CPU_MEMORY
+    )
+    plan = planner.plan(curves.shapes(), at, alone, tokens=cell.tokens)
+    name = plan.rows[plan.use()].scheme.learns
+    return name, took.get(name, math.inf) / min(took.values())
+
+
+def keys(found: Found) -> dict[str, Any]:
+    """The figures of the benchmark."""
+    told: dict[str, Any] = {"speedup_over_best_peer": {}, "limit": {}, "advice": {}}
+    near = []
+    for cell in cells(found):
+        told["speedup_over_best_peer"][str(cell)] = speedup(times(found, cell))
+        bound, advice = limit(found, cell), advised(found, cell)
+        told["limit"][str(cell)] = None if bound is None else rounded(bound)
+        told["advice"][str(cell)] = advice and (advice[0], rounded(advice[1]))
+        near += [advice[1] <= WITHIN] if advice else []
+    return told | {"advice_agrees": sum(near) / len(near) if near else None}
+
+
+def rounded(x: float) -> float:
+    return float(f"{x:.3g}")
+
+
+# --- Tables
+
+
+def rewritten(found: Found, tables: Mapping[str, str]) -> dict[Path, str]:
+    """Each page with its tables; those of the study of lengths are given."""
+    made: dict[str, Callable[[], str]] = {
         "answer": answer.answer_text,
         "what to use": answer.what_to_use_text,
         "noise": lambda: noise(found),
@@ -50,7 +204,7 @@ def rewritten(found: Found) -> dict[Path, str]:
     for name, places in PAGES.items():
         text = (ROOT / name).read_text()
         for place in places:
-            text = report.written(text, place, made[place]())
+            text = report.written(text, place, tables.get(place) or made[place]())
         pages[ROOT / name] = PRINTED.sub(printed, text)
     head = ROOT / "lioncub_jax" / "__init__.py"
     short = textwrap.indent(answer.what_to_use_short(), "    ")
@@ -68,20 +222,14 @@ def printed(at: re.Match[str]) -> str:
 
 def noise(found: Found) -> str:
     """How noisy the cells are, and what that costs the vote and AdamW at the owner."""
-    head = [
-        "tokens a worker",
-        "workers",
-        "data",
-        "agreement",
-        "noise scale",
-        "`lion_cub`",
-        "`owner_adamw`",
-    ]
+    head = ["tokens a worker", "workers", "data", "steps", "parameters"]
+    head += ["agreement", "noise scale", "`lion_cub`", "`owner_adamw`"]
 
     def lines() -> Iterator[list[str]]:
         for cell in found["cells"]:
             yield [
                 f"{cell['tokens']:,}", str(cell["workers"]), cell["data"],
+                f"{cell['steps']:,}", f"{cell['parameters']:,}",
                 number(cell["agreement"], ".3f"), number(cell["noise_scale"], ",.0f"),
                 number(cell["vote_over_lion"], ".2f"),
                 more(cell, "owner-adamw", "adamw"),
@@ -105,51 +253,56 @@ def methods(found: Found) -> str:
         f"**{cell['tokens']:,} tokens a worker, {cell['workers']} workers, data {cell['data']}**\n\n"
         + report.markdown(head, [line(cell, name, of) for name, of in cell["methods"].items()])
         for cell in found["cells"]
+        if cell["steps"] == STEPS
     )
 
 
 def line(cell: dict[str, Any], name: str, of: dict[str, Any]) -> list[str]:
     std = "" if of["loss_std"] is None else f" ± {of['loss_std']:.3f}"
     loss = "diverged" if of["loss"] is None else f"{of['loss']:.3f}{std} ({of['seeds']})"
-    one = CONTENDERS[name]
     steps = [
         "not measured" if not runs else "–" if x is None else f"{x:.0f}"
         for x, runs in zip(of["steps"], of["runs"], strict=True)
     ]
     betas = f"{of['b1']:g}, {of['b2']:g}"
     return [
-        f"`{one.code}`", one.whose, f"{bits(name, cell['workers']):.2f}",
+        f"`{code_of(name)}`", contender_named(name).whose, f"{bits(name, cell['workers']):.2f}",
         loss, *steps, f"{of['rate_over_adamw']:.2g}", f"{of['decay_over_adamw']:.2g}", betas,
     ]  # fmt: skip
 
 
+@functools.cache
 def bits(name: str, workers: int) -> float:
-    """That a worker sends for a parameter of this model, in the mean step."""
-    shapes, free = curves.shapes(), planner.Cluster(workers, planner.Link(1e9, 0.0))
-    step = planner.step_time(planner.scheme_named(name), shapes, free, 1.0)
-    return 8 * step.sent_bytes / planner.parameters_in(shapes)
+    """That a worker sends for a parameter of this model, in the mean of its steps."""
+    one, stages = contender_named(name), sent(name, workers)
+    whole = WARM * stages[0] + (1 - WARM) * stages[-1] if len(one.stages) > 1 else stages[-1]
+    return 8 * whole / parameters_in(curves.shapes()) / one.local_steps / one.accumulate
+
+
+def sent(name: str, workers: int) -> list[float]:
+    """Bytes of an exchange, the most first."""
+    at = lc.Workers(jax.sharding.AbstractMesh((workers,), ("data",)), "data")
+    made = contender_named(name).made(Hyper(1e-3, 0.9, 0.99, 0.1), lambda t: 1e-3, at)
+    return sorted(lc.audit.of(made.tx, curves.shapes(), at).stages, reverse=True)
 
 
 def seconds(found: Found) -> str:
     """Milliseconds of a step in the lab; and seconds to the loss where no picture shows them."""
-    cells = summary.cells(found)
-    if not cells:
+    some = cells(found)
+    if not some:
         return NONE
-    head = ["method", *map(str, cells)]
-    names = dict.fromkeys(name for cell in cells for name in summary.times(found, cell))
-    lines = [
-        [f"`{summary.code_of(name)}`", *(said(found, cell, name) for cell in cells)]
-        for name in names
-    ]
-    limits = ["JAX, no communication", *(said(found, cell, NOTHING) for cell in cells)]
+    head = ["method", *map(str, some)]
+    names = dict.fromkeys(name for cell in some for name in times(found, cell))
+    lines = [[f"`{code_of(name)}`", *(said(found, cell, name) for cell in some)] for name in names]
+    limits = ["JAX, no communication", *(said(found, cell, NOTHING) for cell in some)]
     return report.markdown(head, [*lines, limits])
 
 
-def said(found: Found, cell: summary.Cell, name: str) -> str:
-    timed = [s for (n, _), s in summary.step_seconds(found, cell).items() if n == name]
+def said(found: Found, cell: Cell, name: str) -> str:
+    timed = [s for (n, _), s in step_seconds(found, cell).items() if n == name]
     steps = " and ".join(f"{1e3 * s:.0f}" for s in timed)
-    known = summary.times(found, cell) | {NOTHING: summary.limit(found, cell)}
-    took = None if summary.drawn(cell) else known.get(name)
+    known = times(found, cell) | {NOTHING: limit(found, cell)}
+    took = None if drawn(cell) else known.get(name)
     return f"{steps} ms" * bool(steps) + (f", {took:.1f} s" if took else "")
 
 
@@ -158,19 +311,12 @@ def speedups(found: Found) -> str:
     head = ["tokens a worker", "network", "best of ours", "best peer", "times faster", "limit"]
 
     def lines() -> Iterator[list[str]]:
-        for cell in summary.cells(found):
-            times = summary.times(found, cell)
-            own, peer, ratio = summary.speedup(times)
-            bound = summary.limit(found, cell)
-            best = "" if bound is None or peer not in times else f"{times[peer] / bound:.2f}"
+        for cell in cells(found):
+            took, bound = times(found, cell), limit(found, cell)
+            own, peer, ratio = speedup(took)
+            best = "" if bound is None or peer not in took else f"{took[peer] / bound:.2f}"
             yield [
                 f"{cell.tokens:,}", cell.network, own, peer, number(ratio, ".2f"), best,
-            ]  # fmt: skip
-        for one in planned.cells():
-            own, peer, ratio = one.speedup()
-            left = one.plan.times()[peer] / one.limit()
-            yield [
-                f"{one.tokens:,}", f"{one.network}, planned", own, peer, f"{ratio:.2f}", f"{left:.2f}",
             ]  # fmt: skip
 
     return report.markdown(head, lines())

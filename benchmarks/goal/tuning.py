@@ -7,7 +7,7 @@ other decay, and rates between, each from the best so far. A seed is used that n
 from collections.abc import Callable
 from typing import NamedTuple
 
-from goal.contenders import DECAYS, Family, Hyper
+from goal.contenders import Family, Hyper
 
 RUNS = {0: 8, 1: 6, 2: 3}  # of each method, by the place of its noise in `TOKENS`
 TUNED_AT = {0: 8, 1: 8, 2: 4}  # workers; others take what is best there
@@ -23,7 +23,7 @@ class Tuned(NamedTuple):
 
 
 def first(family: Family) -> Hyper:
-    return Hyper(family.rate, *family.betas, DECAYS[0])
+    return Hyper(family.rate, *family.betas, family.decays[0])
 
 
 def search(measure: Callable[[Hyper], float], start: Hyper, family: Family, runs: int) -> Tuned:
@@ -51,7 +51,7 @@ def search(measure: Callable[[Hyper], float], start: Hyper, family: Family, runs
             break
     other = family.long if (best().b1, best().b2) == family.betas else family.betas
     at(best()._replace(b1=other[0], b2=other[1]))
-    at(best()._replace(decay=DECAYS[1] if best().decay == DECAYS[0] else DECAYS[0]))
+    at(best()._replace(decay=family.decays[best().decay == family.decays[0]]))
     for factor in (2**0.5, 0.5**0.5, 2, 0.5, 2**0.25, 0.5**0.25):  # some may have been seen
         at(times(factor))
     return Tuned(best(), tried[best()])

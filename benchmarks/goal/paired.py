@@ -1,0 +1,61 @@
+"""Which differences between methods are more than those between seeds.
+
+Methods share their seeds, so a value is a method's part, a seed's part and a rest. The deviation of the
+rest is pooled over all methods that ran together, and a 95 % t-interval of it says what is alike::
+
+    x[m, s] = method[m] + seed[s] + rest[m, s],   std^2 = sum rest^2 / degrees of freedom
+    two methods with n and k seeds differ by their means' difference +- t(0.975) std sqrt(1/n + 1/k)
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+from scipy import stats
+
+
+class Pooled(NamedTuple):
+    """The deviation of single runs that is left when methods and seeds are taken out.
+
+    Attributes:
+      std: of one run; None where nothing ran twice.
+      freedom: its degrees of freedom.
+      means: of each method over its seeds, with the seeds' part taken out.
+      seeds: of each method, how many.
+    """
+
+    std: float | None
+    freedom: int
+    means: Mapping[str, float]
+    seeds: Mapping[str, int]
+
+    def error(self, one: str, other: str) -> float | None:
+        """Half of the 95 % interval of the difference of two methods."""
+        if self.std is None:
+            return None
+        share = 1 / self.seeds[one] + 1 / self.seeds[other]
+        return float(stats.t.ppf(0.975, self.freedom)) * self.std * share**0.5
+
+    def alike(self, one: str, other: str) -> bool:
+        """True where the interval of the difference has 0 in it, or is not known."""
+        error = self.error(one, other)
+        return error is None or abs(self.means[one] - self.means[other]) <= error
+
+
+def pooled(values: Mapping[str, Mapping[int, float]]) -> Pooled:
+    """Of values by method and seed, all finite."""
+    methods = list(values)
+    seeds = sorted({seed for runs in values.values() for seed in runs})
+    runs = [(m, s, x) for m, some in values.items() for s, x in some.items()]
+    design = np.zeros((len(runs), len(methods) + len(seeds) - 1))
+    for row, (method, seed, _) in enumerate(runs):
+        design[row, methods.index(method)] = 1
+        if seed != seeds[0]:
+            design[row, len(methods) + seeds.index(seed) - 1] = 1
+    x = np.array([x for _, _, x in runs])
+    fitted, _, rank, _ = np.linalg.lstsq(design, x, rcond=None)
+    freedom = len(runs) - int(rank)
+    std = float(np.sqrt(np.sum((x - design @ fitted) ** 2) / freedom)) if freedom else None
+    middle = float(np.mean([0.0, *fitted[len(methods) :]])) if len(seeds) else 0.0
+    means = {method: float(fitted[n]) + middle for n, method in enumerate(methods)}
+    return Pooled(std, freedom, means, {m: len(some) for m, some in values.items()})

@@ -1,0 +1,391 @@
+"""Tables of the study of lengths and sizes, from the rows that are there: two pages are made of them.
+
+Each setting is read in two ways. "Loss after N tokens" compares last losses. "Tokens to a loss, each with a
+schedule made for it" reads off, from a line through the last losses of a method over the logarithm of its
+tokens, where it comes to the loss of AdamW. Differences are those of `paired`.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import report
+from report import Rows
+
+from goal import lengths, pages
+from goal.curves import hyper_of, shapes
+from goal.evidence import Key, cells_of, chosen, last, usual
+from goal.lengths import TOKENS, WORKERS
+from goal.model import STEPS, WIDTH
+from goal.paired import Pooled, pooled
+from lioncub_jax.tools.plan import parameters_in
+
+BASE = "adamw"
+GOAL = 0.03  # bits per byte behind float32 Lion, of the vote
+BEYOND = 2.0  # times the longest run of a method: lines are drawn no further
+
+
+def setting(steps: int, tokens: int = TOKENS, width: int = WIDTH) -> Key:
+    return Key("alike", tokens, WORKERS, width, steps)
+
+
+LENGTHS = tuple(setting(steps) for steps in (STEPS, 1024, 4096))
+NOISY, LARGE = LENGTHS[1], setting(512, 2048)
+COLUMNS = {
+    LENGTHS[0]: "256 steps", NOISY: "1,024 steps", LENGTHS[2]: "4,096 steps",
+    LARGE: "512 steps of 2,048 tokens",
+}  # fmt: skip
+
+
+class Cell:
+    """What ran in a setting: the chosen runs of each method that did not diverge, and their deviation."""
+
+    def __init__(self, key: Key, methods: Mapping[str, Rows]):
+        self.rows = {
+            name: usual(chosen(rows, key.steps), key.steps) for name, rows in methods.items()
+        }
+        self.all = methods
+        self.losses = {
+            name: {row["seed"]: last(row) for row in rows}
+            for name, rows in self.rows.items()
+            if rows and all(math.isfinite(last(row)) for row in rows)
+        }
+
+    @cached_property
+    def pooled(self) -> Pooled:
+        return pooled(self.losses)
+
+    def behind(self, name: str, other: str = BASE) -> "Behind | None":
+        """How far a method ends behind another; None where one did not run, or diverged."""
+        if name not in self.losses or other not in self.losses:
+            return None
+        means = self.pooled.means
+        return Behind(means[name] - means[other], self.pooled.error(name, other))
+
+
+class Behind(NamedTuple):
+    """A difference of last losses, and half of its 95 % interval, None for one seed."""
+
+    loss: float
+    error: float | None
+
+    def __str__(self) -> str:
+        sure = "one seed" if self.error is None else f"± {self.error:.3f}"
+        return f"{self.loss:+.3f} {sure}"
+
+    def text(self) -> str:
+        """In a sentence."""
+        sure = "from one seed" if self.error is None else f"± {self.error:.3f}"
+        return f"{abs(self.loss):.3f} {sure} {'behind' if self.loss >= 0 else 'ahead of'}"
+
+    @property
+    def alike(self) -> bool:
+        return self.error is not None and abs(self.loss) <= self.error
+
+
+class Study:
+    """All cells of the rows of both files."""
+
+    def __init__(self, rows: Rows):
+        self.cells = {key: Cell(key, methods) for key, methods in cells_of(rows).items()}
+        self._rows = rows
+
+    def cell(self, key: Key) -> Cell:
+        return self.cells.get(key) or Cell(key, {})
+
+    # --- Tables
+
+    def tables(self) -> dict[str, str]:
+        """The text of each place on the page."""
+        return {
+            "learnt": self.learnt(),
+            "lengths": self.losses(),
+            "tokens to a loss": self.tokens_to_a_loss(),
+            "tuning": self.tuning(),
+            "sizes": self.sizes(),
+            "not run": self.not_run(),
+        }
+
+    def names(self) -> list[str]:
+        """The methods of all lengths, the least loss after 1,024 steps first."""
+        known = {name for key in COLUMNS for name in self.cell(key).rows}
+
+        def place(name: str) -> tuple[float, ...]:
+            return tuple(
+                found.loss if (found := self.cell(key).behind(name)) else math.inf
+                for key in (NOISY, *LENGTHS, LARGE)
+            )
+
+        return sorted(known, key=lambda name: (place(name), name))
+
+    def losses(self) -> str:
+        """The first reading: last losses, less AdamW's."""
+
+        def text(key: Key, name: str) -> str:
+            cell = self.cell(key)
+            if name not in cell.rows:
+                return "not run"
+            if name not in cell.losses:
+                return "diverged"
+            if name == BASE:
+                return f"{cell.pooled.means[BASE]:.3f}"
+            found = cell.behind(name)
+            return "" if found is None else f"{found}{', alike' * found.alike}"
+
+        head = ["method", "whose", "bits", *COLUMNS.values()]
+        lines = [
+            [
+                f"`{pages.code_of(name)}`",
+                "ours" if pages.ours(name) else "others'",
+                f"{pages.bits(name, WORKERS):.2f}",
+                *(text(key, name) for key in COLUMNS),
+            ]
+            for name in self.names()
+        ]
+        return report.markdown(head, lines)
+
+    def tokens_to_a_loss(self) -> str:
+        """The second reading: tokens to AdamW's last loss of a length, over AdamW's."""
+        goals = [key for key in LENGTHS[1:] if BASE in self.cell(key).losses]
+        head = ["method", *(f"AdamW's loss after {key.steps:,} steps" for key in goals)]
+        lines = []
+        for name in self.names():
+            cells = [self.ratio(name, key) for key in goals]
+            if name != BASE and any(cells):
+                lines.append([f"`{pages.code_of(name)}`", *cells])
+        return report.markdown(head, lines) if goals else "Not measured yet.\n"
+
+    def ratio(self, name: str, goal: Key) -> str:
+        """Tokens of a method to a loss, over AdamW's; "" where no line comes there."""
+        points = [
+            (math.log(key.steps), self.cell(key).pooled.means[name])
+            for key in LENGTHS
+            if name in self.cell(key).losses
+        ]
+        target, found = self.cell(goal).pooled.means[BASE], self.cell(goal).behind(name)
+        read = crossing(points, target)
+        if read is None:
+            return ""
+        at, slope = read
+        times, drawn_on = math.exp(at - math.log(goal.steps)), at > points[-1][0]
+        if found is None or found.error is None:
+            return f"{'about ' * drawn_on}{times:.2f}, one seed"
+        return f"{'about ' * drawn_on}{times:.2f} ± {times * found.error / abs(slope):.2f}"
+
+    def tuning(self) -> str:
+        """What tuning chose for runs of 1,024 steps, in units of AdamW."""
+        cell = self.cell(NOISY)
+        if BASE not in cell.rows:
+            return "Not measured yet.\n"
+        adamw = hyper_of(cell.rows[BASE][0])
+        head = ["method", "seeds", "rate", "decay", "betas"]
+        lines = []
+        for name in self.names():
+            if name in cell.rows:
+                h = hyper_of(cell.rows[name][0])
+                rate, decay = h.rate / adamw.rate, h.decay / adamw.decay
+                seeds = str(len(cell.rows[name]))
+                code = f"`{pages.code_of(name)}`"
+                lines.append([code, seeds, f"{rate:.2g}", f"{decay:.2g}", f"{h.b1:g}, {h.b2:g}"])
+        return report.markdown(head, lines)
+
+    def sizes(self) -> str:
+        """Of each width: how far methods are behind AdamW, and their best rates over its own."""
+        known = [key for key in self.cells if key[:3] == NOISY[:3] and key.steps == NOISY.steps]
+        names = ("lion", "vote", "owner-adamw")
+        head = ["parameters", *(f"`{pages.code_of(name)}`" for name in names)]
+        head += [f"rate of `{pages.code_of(name)}`" for name in names]
+        lines = []
+        for key in known:
+            cell = self.cell(key)
+            rates = [rate_over(cell, name) for name in names]
+            lines.append([
+                f"{parameters_in(shapes(key.width)):,}",
+                *(str(cell.behind(name) or "not run") for name in names),
+                *("" if rate is None else f"{rate:.2f}" for rate in rates),
+            ])  # fmt: skip
+        told = [
+            f"* `{pages.code_of(name)}`: {text}\n"
+            for name in names
+            if (text := self.growth(name, known))
+        ]
+        return report.markdown(head, lines) + "\n" * bool(told) + "".join(told)
+
+    def growth(self, name: str, known: Sequence[Key]) -> str:
+        """A line through distances, and one through rates, over the logarithm of the size."""
+        sized = [(math.log(parameters_in(shapes(key.width)), 4), self.cell(key)) for key in known]
+        far = [
+            (x, d.loss, d.error / 1.96) for x, cell in sized if (d := cell.behind(name)) and d.error
+        ]
+        rates = [
+            (x, math.log2(rate), 2**0.5 * OCTAVE)
+            for x, cell in sized
+            if (rate := rate_over(cell, name))
+        ]
+        if len(far) < 3 or len(rates) < 3:
+            return ""
+        (loss, error), (rate, octaves) = slope_of(far), slope_of(rates)
+        return (
+            f"each fourfold size moves the distance to AdamW by {loss:+.3f} ± {error:.3f}, and the best "
+            f"rate over AdamW's by a factor of {2**rate:.2f} ({2 ** (rate - octaves):.2f} to "
+            f"{2 ** (rate + octaves):.2f})."
+        )
+
+    def not_run(self) -> str:
+        """What the plan has and the rows do not."""
+        lines = []
+        for part in lengths.PARTS:
+            missing = []
+            for job in lengths.jobs_of(part):
+                have = self.seeds_of(job)
+                if have < job.seeds:
+                    missing.append(f"{job.contender} ({have} of {job.seeds} seeds{_width(job)})")
+            if missing:
+                lines.append(f"* {PARTS[part]}: {', '.join(missing)}.\n")
+        return "".join(lines) or "All that was planned was run.\n"
+
+    def seeds_of(self, job: lengths.Job) -> int:
+        """How many seeds of a job have run."""
+        try:
+            name = lengths.resolved(job.contender, self._rows)
+        except ValueError:
+            return 0
+        rows = self.cell(setting(job.steps, job.tokens, job.width)).rows
+        names = lengths.OUTERS if name in lengths.OUTERS else (name,)
+        return max(len(rows.get(one, ())) for one in names)
+
+    # --- Sentences
+
+    def learnt(self) -> str:
+        """Five sentences, each with its error; what is not there yet is said."""
+        each = (
+            ("the vote beside float32 Lion", self.beside_lion()),
+            ("methods after 1,024 steps", self.after_1024()),
+            ("the length of a run", self.by_length()),
+            ("accumulation and local steps", self.by_exchanges()),
+            ("the size of the model", self.by_size()),
+        )
+        return "".join(
+            f"{n}. {text or f'Not measured yet: {about}.'}\n"
+            for n, (about, text) in enumerate(each, 1)
+        )
+
+    def beside_lion(self) -> str:
+        parts = [
+            f"{found.text()} it after {key.steps:,} steps"
+            for key in LENGTHS[1:]
+            if (found := self.cell(key).behind("vote", "lion"))
+        ]
+        said = f"`lion_cub` is compared with float32 Lion; it ends {' and '.join(parts)}"
+        return f"{said} (bits per byte; the goal was {GOAL})." if parts else ""
+
+    def after_1024(self) -> str:
+        cell = self.cell(NOISY)
+        peers = [name for name in cell.losses if name.startswith("powersgd")]
+        best = min(peers, key=lambda name: cell.pooled.means[name], default="")
+        parts = [
+            f"`{pages.code_of(name)}` {found.text()}"
+            for name in ("owner-adamw", "owner-lion", "vote", best)
+            if (found := cell.behind(name))
+        ]
+        return (
+            f"After 1,024 steps, beside float32 AdamW: {', '.join(parts)} it."
+            if len(parts) == 4
+            else ""
+        )
+
+    def by_length(self) -> str:
+        parts = [
+            f"{found.text()} it after {key.steps:,}"
+            for key in LENGTHS
+            if (found := self.cell(key).behind("vote"))
+        ]
+        return (
+            f"By the length of the run, `lion_cub` is, beside AdamW, {', '.join(parts)} steps."
+            if len(parts) > 1
+            else ""
+        )
+
+    def by_exchanges(self) -> str:
+        cell = self.cell(NOISY)
+        parts = [
+            f"{says} {found.text()} it"
+            for name, says in EXCHANGES.items()
+            if (found := cell.behind(name))
+        ]
+        said = f"At equal tokens, beside AdamW that exchanges in every step: {', '.join(parts)}."
+        return said if len(parts) > 1 else ""
+
+    def by_size(self) -> str:
+        known = [key for key in self.cells if key[:3] == NOISY[:3] and key.steps == NOISY.steps]
+        text = self.growth("vote", known)
+        return f"For `lion_cub`, {text}" if text else ""
+
+
+EXCHANGES = {
+    "adamw-micro-4": "AdamW with 4 micro-steps ends", "adamw-micro-16": "with 16",
+    "vote-micro-4": "`lion_cub` with 4", "local-8-coded": "the mean of 8 local steps in 4 bits",
+    "diloco-32-coded": "DiLoCo with 32 local steps in 4 bits",
+}  # fmt: skip
+PARTS = {
+    "1024": "1,024 steps", "tokens": "2,048 tokens", "4096": "4,096 steps", "ladder": "sizes",
+    "256": "256 steps",
+}  # fmt: skip
+OCTAVE = 12**-0.5  # error of a best rate that is known to an octave, as a logarithm to base 2
+
+
+def _width(job: lengths.Job) -> str:
+    return f", width {job.width}" * (job.width != WIDTH)
+
+
+def crossing(points: Sequence[tuple[float, float]], target: float) -> tuple[float, float] | None:
+    """Where a line through points first falls to a target, and its slope there.
+
+    The last piece goes on until `BEYOND` times its end; the first one begins nowhere else.
+    """
+    for (before, high), (after, low) in itertools.pairwise(points):
+        slope = (low - high) / (after - before)
+        at = before + (target - high) / slope if slope < 0 else math.inf
+        end = after + (math.log(BEYOND) if after == points[-1][0] else 0)
+        if before <= at <= end:
+            return at, slope
+    return None
+
+
+def rate_over(cell: Cell, name: str) -> float | None:
+    """The best rate of a method over AdamW's; each is the least of a parabola where three were tried."""
+    if name not in cell.rows or BASE not in cell.rows:
+        return None
+    return best_rate(cell, name) / best_rate(cell, BASE)
+
+
+def best_rate(cell: Cell, name: str) -> float:
+    """The rate of the least loss on the first seed, between the tries next to it."""
+    tried = {
+        math.log2(hyper_of(row).rate): last(row)
+        for row in cell.all[name]
+        if row["seed"] == 0 and hyper_of(row)[1:] == hyper_of(cell.rows[name][0])[1:]
+    }
+    x = sorted(tried)
+    best = min(x, key=tried.__getitem__)
+    place = x.index(best)
+    if 0 < place < len(x) - 1:
+        (a, b, c), (u, v, w) = (
+            x[place - 1 : place + 2],
+            (tried[n] for n in x[place - 1 : place + 2]),
+        )
+        low = (b - a) * (v - w), (b - c) * (v - u)
+        if math.isfinite(u + w) and low[0] != low[1]:
+            best = b - 0.5 * ((b - a) * low[0] - (b - c) * low[1]) / (low[0] - low[1])
+    return 2.0**best
+
+
+def slope_of(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """The slope of a line through ``(x, y, deviation of y)``, and half of its 95 % interval."""
+    weights = [1 / std**2 for _, _, std in points]
+    middle = sum(w * x for w, (x, _, _) in zip(weights, points, strict=True)) / sum(weights)
+    spread = sum(w * (x - middle) ** 2 for w, (x, _, _) in zip(weights, points, strict=True))
+    rise = sum(w * (x - middle) * y for w, (x, y, _) in zip(weights, points, strict=True))
+    return rise / spread, 1.96 / math.sqrt(spread)

@@ -1,0 +1,91 @@
+"""The papers' tables, reduced: methods are tuned alike, nothing runs twice, images are read right."""
+
+import gzip
+import math
+from collections import Counter
+
+import numpy as np
+import papers
+import pytest
+from goal import images
+from goal.contenders import Hyper
+from oracle import coding
+
+
+class Runner:
+    """Best at a rate of 0.001; what ran is kept."""
+
+    def __init__(self):
+        self.ran = []
+
+    def run(self, run):
+        self.ran.append(run)
+        away = abs(math.log2(run.rate / 0.001))
+        return run._asdict() | {"tuning_loss": away, "cpu_seconds": 18.0, "compiling": 0.0}
+
+
+def test_methods_are_tuned_alike_and_nothing_runs_twice(tmp_path):
+    runner, save = Runner(), tmp_path / "rows.jsonl"
+    study, some = papers.Study(save, runner), papers.jobs("digits")
+    for job in some:
+        study.run(job)
+    assert len(runner.ran) == len(set(runner.ran)) == sum(job.runs() for job in some)
+    runs = Counter((run.part, run.method, run.workers, run.shards) for run in runner.ran)
+    tuned = {runs["tuning", name, n, "alike"] for name in papers.METHODS for n in papers.WORKERS}
+    variants = {runs["tuning", name, 8, "classes"] for name in papers.APART}
+    assert (tuned, variants) == ({papers.TRIES}, {len(papers.FACTORS)})
+    assert papers.left(some, papers.report.read(save)).endswith(" 0 runs or 0.00 core hours left")
+    before = len(runner.ran)
+    study.run(some[0])
+    assert len(runner.ran) == before
+    with pytest.raises(ValueError, match="mavo has not run with 16 workers: run that first"):
+        papers.Study(tmp_path / "none", runner).run(papers.Job("mavo", 32, "digits"))
+
+
+def test_a_run_learns_and_says_how_often_averaging_and_majority_agree(monkeypatch):
+    monkeypatch.setattr(images, "EPOCHS", {"digits": 3})
+    runner = images.Runner(lambda name, h: papers.ALL[name].direction(h), papers.VOTES, None)
+    row = runner.run(images.Run("seed", "mavo", "digits", 4, "classes", 2e-3, 0.8, 0.9, 0.1, 0))
+    assert row["steps"] == 120 and row["train"][-1] < row["train"][0] and row["accuracy"] > 0.2
+    assert 0.6 < np.mean(row["agree"]["mlp 1"]) < 0.95 and images.key_of(row).hyper.rate == 2e-3
+
+
+@pytest.mark.parametrize("name", papers.ALL)
+def test_each_method_is_a_direction(name):
+    simulator = papers.ALL[name].direction(Hyper(1e-3, 0.9, 0.99, 0.1))
+    params = {"attention 1": np.ones((3, 2), np.float32), "mlp 1": np.ones(5, np.float32)}
+    params |= {key: np.ones(1, np.float32) for key in ("attention 2", "mlp 2", "head", "norms")}
+    params |= {"patches": np.ones(2, np.float32), "positions": np.ones(2, np.float32)}
+    grads = {k: np.stack([p, p, p]) for k, p in params.items()}
+    updates, _ = simulator.update(grads, simulator.init(params, 3), params)
+    assert {k: x.shape for k, x in updates.items()} == {k: p.shape for k, p in params.items()}
+
+
+def test_codes_of_the_largest_magnitude_use_all_levels():
+    tree = {"a": np.array([[4.0, -2, 1, 0]]), "b": np.array([[0.5, 0.25]])}
+    buffer = coding.buffer_of(tree)
+    level, _ = papers.largest(4).encode(buffer.join(tree), buffer, 0)
+    assert level[0, 0, :4].tolist() == [7, -4, 2, 0] and level[0, 1, :2].tolist() == [7, 4]
+
+
+def test_agreement_is_that_of_signs():
+    # The mean and the majority: alike, unlike, and a tie.
+    own = {"layer": np.array([[1.0, 4, 1], [1, -1, -2], [1, -1, 0], [1, -1, 0]])}
+    found = images.agreement(own)
+    assert found["agree"]["layer"] == pytest.approx((1 + 0 + 0.5) / 3)
+    assert found["tie"]["layer"] == pytest.approx(1 / 3)
+    assert found["size"]["layer"] == pytest.approx((1 + 0.5 + 0) / 3)
+
+
+def test_images_are_read_from_idx_files_packed_or_not(tmp_path):
+    pictures = np.arange(2 * 8 * 8, dtype=np.uint8).reshape(2, 8, 8)
+    data = bytes([0, 0, 8, 3]) + np.array([2, 8, 8], ">i4").tobytes() + pictures.tobytes()
+    (tmp_path / "plain").write_bytes(data)
+    (tmp_path / "packed.gz").write_bytes(gzip.compress(data))
+    for name in ("plain", "packed"):
+        np.testing.assert_array_equal(images.idx(tmp_path, name), pictures)
+    patches = images.patches(pictures)
+    assert patches.shape == (2, 16, 4)
+    np.testing.assert_allclose((patches[1, 5] + 1) * 127.5, pictures[1, 2:4, 2:4].ravel(), 1e-5)
+    with pytest.raises(ValueError, match="no train-images-idx3-ubyte there"):
+        images.read("fashion", tmp_path)
