@@ -299,7 +299,8 @@ def test_a_module_stands_for_its_parameters_and_what_it_keeps_besides_goes_on(ki
     """Statistics of a worker whose loss is no number stay."""
     norm, workers = nnx.BatchNorm(32, momentum=0.5, rngs=nnx.Rngs(0)), workers_of(kind)
     model, same = net(norm), np.broadcast_to(X[:1], X.shape).copy()
-    nnx.update(model, lc.training.own_state(nnx.state(model, nnx.BatchStat), workers))
+    assert lc.training.place(model, workers) is model
+    assert model.layers[0].kernel[...].sharding == workers.shardings(P())
     grad_fn = nnx.jit(lc.worker_value_and_grad(of_net, workers, has_aux=True))
     found, means = [], [norm.mean[...]]
     for i in range(2):
@@ -312,6 +313,23 @@ def test_a_module_stands_for_its_parameters_and_what_it_keeps_besides_goes_on(ki
     assert len({*found}) == 2 * W  # the batch is the same, so the masks are not
     changed = [(new != old).any(1).tolist() for old, new in itertools.pairwise(means)]
     assert changed == [[True] * W, [False] + [True] * (W - 1)]
+    average = jax.tree.map(jnp.zeros_like, nnx.state(model, nnx.Param))
+    for trained in (None, average):
+        one = lc.training.for_evaluation(model, workers, trained)
+        assert norm.mean.shape == (W, 32) and one.layers[1].deterministic
+        np.testing.assert_allclose(one.layers[2].mean[...], means[-1].mean(0), rtol=1e-6)
+        kernel = one.layers[0].kernel[...]
+        assert (kernel == (0 if trained else model.layers[0].kernel[...])).all()
+
+
+def test_variables_of_linen_are_placed_as_boxes_say_and_statistics_for_each_worker():
+    workers = workers_of()
+    kernel = nn.with_partitioning(nn.initializers.ones, (None, "tensor"))
+    model = nn.Sequential([nn.Dense(4, kernel_init=kernel), nn.BatchNorm(True)])
+    variables = lc.training.place(model.init(jax.random.key(0), X), workers)
+    box = variables["params"]["layers_0"]["kernel"]
+    assert isinstance(box, nn.Partitioned) and box.value.sharding.spec == P(None, "tensor")
+    assert variables["batch_stats"]["layers_1"]["mean"].shape == (W, 4)
 
 
 @on_both_kinds
@@ -366,6 +384,16 @@ REFUSED = [
     (kinds_of(None, X, WEIGHTS), "'x' is an array of shape (12, 6) ... in_kinds="),
     (kinds_of((SPLIT, None), X, {"c": WEIGHTS}), "'weights'['c'] is an array"),
     (of_workers(plain, {"x": X, "key": RAW}), "'x'['key'] looks like a raw random key"),
+    (lambda: lc.training.place({"w": X}, workers_of()), "give a flax.nnx.Module, or the variables"),
+    (lambda: lc.training.for_evaluation({"w": X}, workers_of()), "give a flax.nnx.Module"),
+    (
+        lambda: lc.training.own_state(lc.training.own_state({"m": X}, workers_of()), workers_of()),
+        "'m'] ... shape (4, 12, 6), lies over the workers already",
+    ),
+    (
+        lambda: lc.training.for_evaluation(nnx.BatchNorm(3, rngs=nnx.Rngs(0)), workers_of()),
+        "'mean' ... of the module has shape (3,) ... training.place(model, workers)",
+    ),
     (
         lambda: lc.training.own_state({"mean": Wrapped()}, workers_of()),
         "model_state['mean'] is ... of a Variable of keras its value",
@@ -386,7 +414,7 @@ REFUSED = [
     ),
     (
         lambda: grad_of(of_net, has_aux=True)(net(nnx.BatchNorm(32, rngs=nnx.Rngs(0))), X),
-        "state of its own: ... mean ... own_state( ... make_train_step what from_nnx",
+        "state of its own: ... mean ... training.place( ... make_train_step what from_nnx",
     ),
     (
         lambda: lc.mesh.inner({"w": P("data")}),

@@ -99,10 +99,7 @@ def test_an_nnx_model_with_dropout_and_batch_statistics_learns_and_is_taken_back
     masks = [mask for m in metrics[:3] for mask in m["kept"]]
     assert len({mask.tobytes() for mask in masks}) == 3 * W and masks[0].dtype == bool
 
-    trained = Net()
-    statistics = nnx.filter_state(state.model_state, nnx.BatchStat)
-    nnx.update(trained, state.params, lc.training.mean_model_state(statistics))
-    trained.eval()
+    trained = lc.training.for_evaluation(model, workers_on(FOUR), state)
     error = float(jnp.mean((trained(batch["x"]) - batch["y"]) ** 2))
     assert error < 0.3 * losses[0]
     assert not np.allclose(model.out.kernel[...], trained.out.kernel[...])  # still the first one

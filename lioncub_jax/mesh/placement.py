@@ -124,6 +124,20 @@ class Workers:
         for name in ("axis", "group"):  # one spelling of what means the same
             object.__setattr__(self, name, axes.spelled(axes.names(getattr(self, name))))
 
+    @classmethod
+    def one_per_device(cls, axis: str = "data") -> "Workers":
+        """Workers that are one device each: all devices of all processes, on one mesh axis.
+
+        Args:
+          axis: its name.
+
+        Example:
+          >>> import lioncub_jax as lc
+          >>> lc.Workers.one_per_device().count
+          1
+        """
+        return cls(jax.make_mesh((jax.device_count(),), (axis,), (AxisType.Auto,)), axis)
+
     @functools.cached_property
     def axes(self) -> tuple[str, ...]:
         """Those over which gradients differ."""

@@ -4,8 +4,8 @@ from lioncub_jax.training.gradients import local_value_and_grad, worker_value_an
 from lioncub_jax.training.kinds import Kind
 from lioncub_jax.training.modules import from_nnx
 from lioncub_jax.training.overlap import overlap_options
-from lioncub_jax.training.state import abstract_state, init_state, own_state
-from lioncub_jax.training.stats import Meter, mean_model_state, metrics
+from lioncub_jax.training.state import abstract_state, init_state, own_state, place
+from lioncub_jax.training.stats import Meter, for_evaluation, mean_model_state, metrics
 from lioncub_jax.training.step import StepState, TrainStep, make_train_step, on_mesh
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "StepState",
     "TrainStep",
     "abstract_state",
+    "for_evaluation",
     "from_nnx",
     "init_state",
     "local_value_and_grad",
@@ -23,5 +24,6 @@ __all__ = [
     "on_mesh",
     "overlap_options",
     "own_state",
+    "place",
     "worker_value_and_grad",
 ]

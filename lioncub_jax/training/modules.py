@@ -69,7 +69,8 @@ def _check_one_worker(model_state: Any, shapes: list[tuple[str, tuple[int, ...]]
         if x.shape[1:] == shape != x.shape:
             raise ValueError(
                 f"model_state{path} has shape {x.shape}, an entry for each worker, and that of the model "
-                f"has {shape}: to evaluate, give lioncub_jax.training.mean_model_state(state)"
+                f"has {shape}: evaluate lioncub_jax.training.for_evaluation(model, workers, state), or "
+                "give mean_model_state(state)"
             )
 
 
@@ -101,6 +102,28 @@ def is_module(x: Any) -> bool:
     return isinstance(x, nnx.Module)
 
 
+def parts_of(model: "nnx.Module") -> Any:
+    """``(graph, parameters, random streams, the rest)`` of a module."""
+    from flax import nnx
+
+    return nnx.split(model, nnx.Param, nnx.RngState, ...)  # type: ignore[misc]
+
+
+def copy_of(model: "nnx.Module") -> "nnx.Module":
+    """A module with variables of its own, and the same arrays in them."""
+    from flax import nnx
+
+    return nnx.clone(model)
+
+
+def update_module(model: "nnx.Module", change: Callable[..., Any]) -> "nnx.Module":
+    """Writes ``change(parameters, random streams, the rest)`` into a module; returns it."""
+    from flax import nnx
+
+    nnx.update(model, *change(*parts_of(model)[1:]))
+    return model
+
+
 def counts_of(tree: Any) -> list[Any]:
     """The variables of a tree in which nnx counts how often its random streams were drawn from."""
     if not flax_in_use():
@@ -127,18 +150,14 @@ def value_and_grad(
     from flax import nnx
 
     model, *args = args  # type: ignore[assignment]
-
-    def split(model: "nnx.Module") -> Any:
-        return nnx.split(model, nnx.Param, nnx.RngState, ...)  # type: ignore[misc]
-
-    graph, params, streams, rest = split(model)
+    graph, params, streams, rest = parts_of(model)
     for path, x in jax.tree_util.tree_leaves_with_path(rest):
         if x.shape[:1] != (workers.count,):
             raise ValueError(
                 f"the module keeps state of its own: {jax.tree_util.keystr(path)} of shape {x.shape}, and "
-                "each worker has its own of it, [workers, ...]: before the first step nnx.update(model, "
-                "lioncub_jax.training.own_state(nnx.state(model, nnx.BatchStat), workers)), and before an "
-                "evaluation the same with mean_model_state(...); or give make_train_step what "
+                "each worker has its own of it, [workers, ...]: before the optimizer is made call "
+                "lioncub_jax.training.place(model, workers), and evaluate "
+                "lioncub_jax.training.for_evaluation(model, workers); or give make_train_step what "
                 "from_nnx(model, loss_fn) returns"
             )
 
@@ -148,7 +167,7 @@ def value_and_grad(
         before, structure = jax.tree.flatten(rest)  # nnx writes into what it merges
         replica = nnx.merge(graph, params, streams, rest)
         loss, aux = kinds.loss_and_aux(loss_fn(replica, *given), has_aux)
-        after = split(replica)[3]
+        after = parts_of(replica)[3]
         kinds.like_given(structure.unflatten(before), after)
         both = zip(before, jax.tree.leaves(after), strict=True)
         kept = [jnp.where(jnp.isfinite(loss), new, old) for old, new in both]

@@ -1,5 +1,7 @@
 """The first state of a training step: what lies on the mesh before there is a step."""
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,9 +16,9 @@ from lioncub_jax.exchange import checks
 from lioncub_jax.mesh import boxes
 from lioncub_jax.mesh.hosts import check_same, is_key, put
 from lioncub_jax.mesh.placement import Workers, check_arrays, check_real, check_workers
-from lioncub_jax.mesh.specs import specs_of
+from lioncub_jax.mesh.specs import axes_in, spec_of, specs_of
 from lioncub_jax.training import kinds
-from lioncub_jax.training.modules import check_split
+from lioncub_jax.training.modules import check_split, is_module, update_module
 from lioncub_jax.training.step import StepState
 from lioncub_jax.training.typed import Among
 from lioncub_jax.training.worker import check_local, of_each
@@ -107,18 +109,73 @@ def _strong(x: jax.Array) -> jax.Array:
     return lax.convert_element_type(x, x.dtype)
 
 
+def place(model: Any, workers: Workers) -> Any:
+    """Places a model on the mesh, for a training loop of your own; call it before the optimizer is made.
+
+    Parameters lie as they say themselves (sharding metadata), and else whole on each device. All other
+    state, such as batch statistics, becomes ``[workers, ...]``, each worker's own, as by `own_state`.
+
+    Args:
+      model: an ``nnx.Module``, in which the arrays are replaced; or the variables of a flax linen module, a
+        dict with ``"params"``.
+      workers: a `Workers`, whose mesh has axes Auto or Explicit.
+
+    Returns:
+      The module, or new variables. `for_evaluation` is the way back.
+
+    Raises:
+      TypeError: for anything else.
+      ValueError: for a model that was placed before, and as `init_state`.
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> from flax import nnx
+      >>> model = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+      >>> lc.training.place(model, lc.Workers.one_per_device()).mean.shape
+      (1, 3)
+
+    Source: this library.
+    """
+    check_real(workers)
+    if is_module(model):
+        return update_module(model, partial(_placed, workers))
+    if not isinstance(model, Mapping) or "params" not in model:
+        raise TypeError(
+            f"place is given a {type(model).__name__}: give a flax.nnx.Module, or the variables of a flax "
+            "linen module, model.init(key, x). A tree of parameters goes to jax.device_put, with "
+            "workers.shardings(lioncub_jax.mesh.specs_of(params)), and other state to training.own_state"
+        )
+    rest = {name: part for name, part in model.items() if name != "params"}
+    params, _, rest = _placed(workers, model["params"], (), rest)
+    return {"params": params, **rest}
+
+
+def _placed(workers: Workers, params: Any, shared: Any, rest: Any) -> tuple[Any, Any, Any]:
+    """Parameters as they are cut, what is whole on each device, and what is each worker's own."""
+    bare = boxes.opened(params)
+    lies = workers.shardings(
+        (workers.cut(bare, specs_of(params)), jax.tree.map(lambda _: P(), shared))
+    )
+    check_same("place", (bare, shared), NamedSharding(workers.mesh, P()))
+    leaves, structure = jax.tree.flatten((params, shared))
+    placed = [put(x, where) for x, where in zip(leaves, jax.tree.leaves(lies), strict=True)]
+    params, shared = jax.tree.unflatten(structure, placed)
+    return params, shared, own_state(rest, workers)
+
+
 def own_state(model_state: Any, workers: Workers) -> Any:
     """A copy of the model state for each worker, for a trainer of one's own; `init_state` makes it itself.
 
     Args:
       model_state: a tree of arrays, such as batch statistics, the same on every process.
-      workers: whose.
+      workers: a `Workers`.
 
     Returns:
       The tree with leaves ``[workers, ...]`` on the mesh; typed random keys are each worker's own.
 
     Raises:
       TypeError: for what is no array, such as a ``Variable`` of keras: give its ``value``.
+      ValueError: for arrays that are ``[workers, ...]`` on the mesh already.
 
     Example:
       >>> import jax, jax.numpy as jnp, lioncub_jax as lc
@@ -135,6 +192,12 @@ def own_state(model_state: Any, workers: Workers) -> Any:
         )
 
     check_arrays(model_state, int, float, name="model_state")
+    for path, x in jax.tree_util.tree_leaves_with_path(model_state):
+        if set(workers.axes).intersection(axes_in(spec_of(x))):
+            raise ValueError(
+                f"model_state{jax.tree_util.keystr(path)}, of shape {jnp.shape(x)}, lies over the workers "
+                "already: place a model, or give its state to own_state, once"
+            )
     everywhere = NamedSharding(workers.mesh, P())
     check_same("own_state", model_state, everywhere)
     placed = jax.tree.map(lambda x: put(x, everywhere), model_state)
