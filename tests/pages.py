@@ -31,6 +31,16 @@ def block(page, mark):
     return found.code
 
 
+def applied(diff, source, old=" -", new=" +"):
+    """The text that a diff makes of another; with the last two exchanged, the text that it was made of."""
+    for hunk in diff.split("@@\n")[1:]:
+        lines = hunk.splitlines(keepends=True)
+        before, after = ("".join(x[1:] for x in lines if x[0] in kept) for kept in (old, new))
+        assert source.count(before) == 1, before
+        source = source.replace(before, after)
+    return source
+
+
 def cells(page):
     """The program of a notebook, without what its cells say to the site."""
     found = [one.code for one in blocks(page) if one.language.startswith("{code-cell}")]

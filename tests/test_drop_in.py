@@ -12,6 +12,7 @@ import pytest
 from conftest import mesh_on
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from pages import applied
 
 from lioncub_jax.audit.compiled import collectives
 from lioncub_jax.training import mean_model_state
@@ -28,8 +29,8 @@ WORKERS = {"data", "batch"}  # what the trainers call their axis
 STEPS, LEARNING_RATE = 20, 3e-3
 NOISE = 0.1  # in a loss; seeds of Lion's differ by as much
 # Each worker draws its own units to drop, and has statistics of its own rows, from the first step on.
-MODEL_STATES = {"keras_stateless": lambda x: x[1], "linen_batch_stats": lambda x: x.batch_stats}
-OF_CHANCE = {"explicit_rngs", "keras_stateless", "linen_batch_stats", "nnx_optimizer"}
+MODEL_STATES = {"keras_stateless": lambda x: x[1]}
+OF_CHANCE = {"explicit_rngs", "keras_stateless", "nnx_optimizer"}
 
 
 def usual(style):
@@ -37,13 +38,7 @@ def usual(style):
 
 
 def changed(style):
-    source = usual(style)
-    for hunk in SHOWN[style].split("@@\n")[1:]:
-        lines = hunk.splitlines(keepends=True)
-        old, new = ("".join(x[1:] for x in lines if x[0] in kept) for kept in (" -", " +"))
-        assert source.count(old) == 1, old
-        source = source.replace(old, new)
-    return source
+    return applied(SHOWN[style], usual(style))
 
 
 def run(source, steps):
@@ -85,7 +80,7 @@ def test_every_trainer_is_shown():
 
 
 # A mesh of several axes, and statistics of a model; all others in whole for a release.
-WHOLE = "linen_fsdp", "keras_stateless", "linen_batch_stats"
+WHOLE = "linen_fsdp", "keras_stateless"
 CASES = [(style, style in WHOLE) for style in STYLES]
 CASES += [pytest.param(x, True, marks=pytest.mark.long) for x in STYLES if x not in WHOLE]
 
