@@ -224,7 +224,7 @@ def zero_one_adam(
     return descending(direction, learning_rate, weight_decay, mask)
 
 
-def in_full(kappa: int, end: int, count: ArrayLike) -> Any:
+def in_full(kappa: int, end: int, count: jax.Array | int) -> Any:
     """``bool[]``: the step after so many, a number or ``int32[]``, is in full precision."""
     doubled = count // kappa + 1
     for shift in (1, 2, 4, 8, 16):  # all bits below the highest
