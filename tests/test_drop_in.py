@@ -6,13 +6,15 @@ import os
 import re
 from pathlib import Path
 
+import flax.linen as nn
 import jax
 import numpy as np
 import pytest
 from conftest import mesh_on
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from pages import applied
+from pages import applied, block
+from test_pages import WORLD
 
 from lioncub_jax.audit.compiled import collectives
 from lioncub_jax.training import mean_model_state
@@ -23,6 +25,7 @@ TRAINERS = ROOT / "examples" / "trainers"
 PAGES = ROOT / "docs/how_to"
 DOCUMENT = (PAGES / "trainer.md").read_text() + (PAGES / "pipeline.md").read_text()
 SHOWN = dict(re.findall(r"<!-- drop-in: (\w+) -->\n```diff\n(.*?)```", DOCUMENT, re.DOTALL))
+SNIPPETS = re.findall(r"<!-- snippet: (\w+) -->", DOCUMENT)
 STYLES = sorted(path.stem for path in TRAINERS.glob("*.py") if path.stem != "common")
 NEEDS = {"equinox_filter": "equinox", "haiku_rnn": "haiku", "keras_stateless": "keras"}
 WORKERS = {"data", "batch"}  # what the trainers call their axis
@@ -30,7 +33,7 @@ STEPS, LEARNING_RATE = 20, 3e-3
 NOISE = 0.1  # in a loss; seeds of Lion's differ by as much
 # Each worker draws its own units to drop, and has statistics of its own rows, from the first step on.
 MODEL_STATES = {"keras_stateless": lambda x: x[1]}
-OF_CHANCE = {"explicit_rngs", "keras_stateless", "nnx_optimizer"}
+OF_CHANCE = {"keras_stateless"}
 
 
 def usual(style):
@@ -76,7 +79,7 @@ def dtypes(sent):
 
 
 def test_every_trainer_is_shown():
-    assert sorted(SHOWN) == STYLES and len(STYLES) >= 9
+    assert sorted(SHOWN) == STYLES and len(STYLES) >= 7 and len(SNIPPETS) >= 5
 
 
 # A mesh of several axes, and statistics of a model; all others in whole for a release.
@@ -120,15 +123,27 @@ def test_after_the_change_integers_alone_cross_the_workers_axis_and_it_learns(
             assert mu.shape == (4, *p.shape) and mu.sharding.is_equivalent_to(lies, mu.ndim)
 
 
+def following(windows):
+    """The first of a text, of nine bytes each."""
+    text = np.frombuffer(Path(re.__file__).read_bytes(), np.uint8).astype(np.int32)
+    return np.lib.stride_tricks.sliding_window_view(text, 9)[:windows]
+
+
 @pytest.mark.parametrize(
-    "style", ["explicit_nnx", pytest.param("nnx_optimizer", marks=pytest.mark.long)]
+    ("name", "optimizer"), [("explicit", "owner_adamw"), *((x, "lion_cub") for x in SNIPPETS)]
 )
-def test_an_adamw_goes_to_the_owner_by_the_same_lines(style, monkeypatch):
-    monkeypatch.syspath_prepend(str(TRAINERS))
-    source = changed(style).replace("lc.lion_cub(", "lc.owner_adamw(")
-    losses, found, _ = run(source, STEPS)
-    (_,), before, _ = run(usual(style).replace("optax.lion(", "optax.adamw("), steps=1)
-    sent, full = (sum(one.sent_bytes for one in crossing(each)) for each in (found, before))
-    # Whole rows of 128 for small arrays: in large ones it is a twelfth.
-    assert dtypes(crossing(found)) == {"u32"} and sent < full / 4
-    assert np.mean(losses[-3:]) < losses[0] - NOISE
+def test_a_snippet_learns_and_integers_alone_cross_the_workers_axis(name, optimizer):
+    windows = following(128)
+    names = {"windows": windows}
+    exec(WORLD, names)
+    exec(block("how_to/trainer.md", f"snippet: {name}").replace("lion_cub", optimizer), names)
+    mesh, state, step = names["mesh"], names["state"], names["train_step"]
+    with jax.set_mesh(mesh), nn.logical_axis_rules(names.get("RULES", ())):
+        rows = jax.device_put(windows, NamedSharding(mesh, names.get("rows", P("data"))))
+        compiled = step.lower(state, rows).compile()
+        losses = []
+        for _ in range(STEPS):
+            state, loss = step(state, rows)
+            losses.append(float(loss))
+    votes = crossing(collectives(getattr(compiled, "compiled", compiled), mesh))
+    assert dtypes(votes) == {"u32"} and losses[-1] < losses[0] - NOISE

@@ -77,22 +77,25 @@ BEFORE = {
         """,
     },
     "how_to/lab.md": {"lab.run(": ""},
-    "how_to/trainer.md": {
-        "stats = nnx.state(model": """
+    "how_to/evaluate.md": {
+        "one_per_device()": """
             class Model(nnx.Module):
                 def __init__(self, rngs):
                     self.linear = nnx.Linear(16, 4, rngs=rngs)
                     self.norm = nnx.BatchNorm(4, rngs=rngs)
                 def __call__(self, x):
                     return self.norm(self.linear(x))
-            model, trained = Model(nnx.Rngs(0)), Model(nnx.Rngs(0))
+            model = Model(nnx.Rngs(0))
         """,
-        "nnx.update(trained": """
-            loss_fn = lambda model, images: jnp.mean(model(images) ** 2)
-            lc.worker_value_and_grad(loss_fn, workers)(model, batch)
-            _, own_params, rest = lc.from_nnx(trained, loss_fn)
-            state = lc.init_state(tx, own_params, workers, model_state=rest)
+        "from_nnx(model": """
+            placed, model = model, Model(nnx.Rngs(0))
+            loss_fn = lambda model, images: jnp.mean((model(images) - images[:, :4]) ** 2)
         """,
+        "incremental_update": "whole, model = model, placed",
+        "def right": "images, labels = batch, np.zeros(len(batch), int)",
+        'best="max"': "model = whole",
+    },
+    "how_to/trainer.md": {
         "accumulated(": """
             def run_it():
                 global tx
@@ -113,7 +116,7 @@ BEFORE = {
 def run_here(page):
     """Its blocks of Python that can run."""
     each = [one for one in pages.blocks(page) if one.language == "python"]
-    return [one.code for one in each if not one.mark.startswith("not run: ")]
+    return [one.code for one in each if not one.mark.startswith(("not run: ", "snippet: "))]
 
 
 @pytest.mark.parametrize("page", BEFORE)
@@ -195,7 +198,8 @@ def test_every_block_of_code_is_run_or_says_why_not():
             known = [
                 mark.startswith("not run: ") and len(mark) > 15,
                 mark.startswith("run: make ") and f"\n{mark[10:]}:" in makefile,
-                mark and (mark in tests or mark.startswith("drop-in: ")),
+                mark
+                and (mark in tests or mark.startswith(("drop-in: ", "example: ", "snippet: "))),
                 language == "python" and not mark and page in BEFORE,
                 language.startswith("{"),  # what Sphinx runs
             ]
