@@ -86,14 +86,14 @@ def build(seed, schedule):
     return state, train_step
 
 
-def train(folder, epochs, seed=0, learning_rate=3e-3):
+def train(folder, epochs, seed):
     """Trains until the accuracy on held-out digits no longer rises; returns the best."""
-    images, labels = load_digits(return_X_y=True)
-    data = (images / 16).astype(np.float32).reshape(-1, 8, 8, 1), labels.astype(np.int32)
-    order = np.random.default_rng(0).permutation(len(labels))
+    digits = load_digits()
+    data = np.float32(digits.images[..., None] / 16), digits.target
+    order = np.random.default_rng(0).permutation(len(digits.target))
     held_out, trained_on = order[:HELD_OUT], order[HELD_OUT:]
     steps = len(trained_on) // BATCH
-    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, steps, epochs * steps)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps, epochs * steps)
     state, train_step = build(seed, schedule)
     rng, best, best_epoch = np.random.default_rng(seed), 0.0, 0
 

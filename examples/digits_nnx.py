@@ -44,10 +44,7 @@ def loss_fn(model, batch):
     return loss, (logits.argmax(-1) == labels).mean()
 
 
-@nnx.jit
-def accuracy(model, batch):
-    images, labels = batch
-    return (model(images).argmax(-1) == labels).mean()
+evaluate = nnx.jit(loss_fn)
 
 
 def build(seed, schedule):
@@ -72,14 +69,14 @@ def build(seed, schedule):
     return model, optimizer, train_step
 
 
-def train(folder, epochs, seed=0, learning_rate=3e-3):
+def train(folder, epochs, seed):
     """Trains until the accuracy on held-out digits no longer rises; returns the best."""
-    images, labels = load_digits(return_X_y=True)
-    data = (images / 16).astype(np.float32).reshape(-1, 8, 8, 1), labels.astype(np.int32)
-    order = np.random.default_rng(0).permutation(len(labels))
+    digits = load_digits()
+    data = np.float32(digits.images[..., None] / 16), digits.target
+    order = np.random.default_rng(0).permutation(len(digits.target))
     held_out, trained_on = order[:HELD_OUT], order[HELD_OUT:]
     steps = len(trained_on) // BATCH
-    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, steps, epochs * steps)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps, epochs * steps)
     model, optimizer, train_step = build(seed, schedule)
     ema = nnx.state(model, nnx.Param)
     rng, best, best_epoch = np.random.default_rng(seed), 0.0, 0
@@ -91,7 +88,7 @@ def train(folder, epochs, seed=0, learning_rate=3e-3):
             ema, metrics = train_step(model, optimizer, ema, [x[rows] for x in data])
 
         evaluated = lc.training.for_evaluation(model, workers, ema)
-        metrics["held_out"] = accuracy(evaluated, [x[held_out] for x in data])
+        _, metrics["held_out"] = evaluate(evaluated, [x[held_out] for x in data])
 
         row = {"epoch": epoch, **{name: round(float(x), 4) for name, x in metrics.items()}}
         print(row)

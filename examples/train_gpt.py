@@ -6,7 +6,7 @@
     python examples/train_gpt.py --optimizer lion --text war_and_peace.txt --out runs/float32
 
 On a CPU the workers are devices that JAX simulates; accelerators are taken as they are. The output
-folder receives metrics.jsonl, loss.png and sample.txt. examples/README.md tells of clusters.
+folder receives metrics.jsonl and sample.txt. examples/README.md tells of clusters.
 """
 
 import argparse
@@ -54,32 +54,27 @@ def train(
     args: argparse.Namespace, text: corpus.Corpus, layout: Layout, checkpoints: Any, began: float
 ) -> None:
     console = Console(markup=False, highlight=False, quiet=not processes.is_first())
-    console.print(f"{about(layout)}; compiling the step", soft_wrap=True)
+    devices = f"{layout.describe()}, {jax.process_count()} processes on {jax.default_backend()}"
+    console.print(f"{devices}; compiling the step", soft_wrap=True)
     run = saving.resumed(prepare(args, text, layout), checkpoints, args.steps)
     report.introduce(console, run)
-    metrics = report.MetricsFile(args.out, writes=processes.is_first())
-    rows = metrics.begin(run, {"config": options.as_json(args), **report.environment(layout)})
-    with (
-        report.Screen(console, args.steps, run) as screen,
-        saving.during(run, checkpoints, args.save_every) as stops,
-    ):
+    metrics = report.MetricsFile(args.out, processes.is_first())
+    before = metrics.begin(run, {"config": options.as_json(args), **report.environment(layout)})
+    with saving.during(run, checkpoints, args.save_every) as stops:
 
         def follow(row: training.Row) -> None:
-            rows.append(row)
             metrics.write("step", row._asdict())
-            screen.show(row)
+            report.show(console, row, args.steps)
 
-        before = rows[-1].seconds if rows else 0.0
-        run, stopped = training.train(run, args.steps, follow, stops, before)
+        run, last, stopped = training.train(run, args.steps, follow, stops, before)
     if stopped:
-        console.print(saving.farewell(run, args.checkpoint), soft_wrap=True)
+        done = f"stopped after step {int(run.state.step)} and saved in {args.checkpoint}"
+        console.print(f"{done}; the same command with --resume goes on from there", soft_wrap=True)
         sys.exit(args.stopped_status)
-    params = training.whole(run)
+    sample = training.sample(run)
     if processes.is_first():
-        sample = training.sample(run, params)
-        final = report.results(run, rows[-1], time.perf_counter() - began)
+        final = report.results(run, last, time.perf_counter() - began)
         metrics.write("result", final)
-        report.plot(rows, final, label(args, layout), args.out / "loss.png")
         report.conclude(console, final, sample, args.out)
 
 
@@ -88,17 +83,15 @@ def prepare(args: argparse.Namespace, text: corpus.Corpus, layout: Layout) -> tr
         layers=args.layers, width=args.width, heads=args.heads, context=args.context,
         dropout=args.dropout, tied=not args.untied, rngs=nnx.Rngs(args.seed),
     )  # fmt: skip
-    chosen: dict[str, Any] = {}
+    chosen = {}
     if args.bits:
         chosen["bits"] = args.bits
     if args.sync_every:
         chosen["sync"] = lc.sync.every(args.sync_every)
     tx = RECIPES[args.optimizer].build(
-        **chosen,
-        workers=layout.voters,
-        learning_rate=schedule(args.lr, args.steps),
-        weight_decay=args.weight_decay,
-    )
+        workers=layout.voters, learning_rate=schedule(args.lr, args.steps),
+        weight_decay=args.weight_decay, **chosen,
+    )  # fmt: skip
     return training.prepare(model, text, tx, layout, batch=args.batch, seed=args.seed)
 
 
@@ -106,17 +99,6 @@ def schedule(peak: float, steps: int) -> optax.Schedule:
     """Up for a tenth of the steps, then down to zero along a cosine."""
     warmup = max(1, steps // 10)
     return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, max(warmup + 1, steps))
-
-
-def about(layout: Layout) -> str:
-    count = jax.process_count()
-    said = f", process 0 of {count}" if count > 1 else ""
-    return f"{layout.describe()} ({report.device_kind(layout.mesh)}){said}"
-
-
-def label(args: argparse.Namespace, layout: Layout) -> str:
-    bits = "" if args.bits is None else f", {args.bits} bit{'s' * (args.bits > 1)} up"
-    return f"{args.optimizer}{bits}, {layout.describe()}"
 
 
 if __name__ == "__main__":

@@ -49,8 +49,6 @@ class Layout(NamedTuple):
         return jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index])
 
     def describe(self) -> str:
-        if self.mesh.axis_names == ("data",):
-            return f"{self.workers} workers"
         sizes = ", ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
         return f"{self.workers} workers on {self.mesh.size} devices ({sizes})"
 

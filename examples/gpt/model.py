@@ -9,15 +9,15 @@ import optax
 from flax import nnx
 
 VOCABULARY, TEMPERATURE = 256, 0.8
+normal = nnx.initializers.normal
 
 
 class Sizes(NamedTuple):
-    """Of a transformer."""
+    """Sizes of a transformer."""
 
     layers: int
     width: int
     heads: int
-    expansion: int = 4  # how many times as wide as the model the hidden layer of an MLP is
     dropout: float = 0.0
 
 
@@ -42,8 +42,7 @@ class MLP(nnx.Module):
     """Two layers."""
 
     def __init__(self, sizes: Sizes, *, rngs: nnx.Rngs):
-        width, hidden = sizes.width, sizes.expansion * sizes.width
-        init = residual(sizes.layers)
+        width, hidden, init = sizes.width, 4 * sizes.width, residual(sizes.layers)
         self.up = nnx.Linear(width, hidden, use_bias=False, rngs=rngs)
         self.down = nnx.Linear(hidden, width, use_bias=False, kernel_init=init, rngs=rngs)
 
@@ -81,7 +80,8 @@ class GPT(nnx.Module):
         self.dropout = nnx.Dropout(known.dropout, rngs=rngs)
         self.blocks = nnx.List(Block(known, rngs=rngs) for _ in range(known.layers))
         self.norm = nnx.LayerNorm(width, use_bias=False, rngs=rngs)
-        self.write = None if tied else output(width, rngs)
+        options = {"use_bias": False, "kernel_init": normal(0.02), "rngs": rngs}
+        self.write = None if tied else nnx.Linear(width, VOCABULARY, **options)
 
     def __call__(self, tokens, deterministic: bool = True):
         x = self.read(tokens) + self.positions(jnp.arange(tokens.shape[1]))
@@ -90,14 +90,6 @@ class GPT(nnx.Module):
             x = block(x, deterministic)
         x = self.norm(x)
         return self.read.attend(x) if self.write is None else self.write(x)
-
-
-def output(width: int, rngs: nnx.Rngs):
-    return nnx.Linear(width, VOCABULARY, use_bias=False, kernel_init=normal(0.02), rngs=rngs)
-
-
-def normal(stddev: float):
-    return jax.nn.initializers.normal(stddev)
 
 
 def residual(depth: int):

@@ -39,15 +39,11 @@ def _baseline(
     return lc.global_gradients(optimizer(**options), workers=workers)
 
 
-DISTRIBUTED_LION = partial(lc.distributed_lion, **BETAS)
 RECIPES = {
     "lion-cub": Recipe("votes of --bits each, 1 bit back", _lion_cub, 1e-3, 1.0, 1, drifts=True),
-    "majority": Recipe(
-        "Distributed Lion: sign of the sum of signs", DISTRIBUTED_LION, 1e-3, 1.0, drifts=True
-    ),
     "average": Recipe(
-        "Distributed Lion: mean of the signs", partial(DISTRIBUTED_LION, average=True), 3e-3, 0.3,
-        drifts=True,
+        "Distributed Lion: mean of the signs",
+        partial(lc.distributed_lion, average=True, **BETAS), 3e-3, 0.3, drifts=True,
     ),
     "owner": Recipe(
         "gradients of --bits each, one momentum for all, 1 bit back", _owner, 1e-3, 1.0, 3

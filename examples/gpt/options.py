@@ -59,120 +59,88 @@ def make_parser(doc: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_workers(parser.add_argument_group("workers and votes"))
-    add_training(parser.add_argument_group("training"))
-    add_model(parser.add_argument_group("model"))
-    add_files(parser.add_argument_group("files"))
-    add_processes(parser.add_argument_group("several processes"))
+    add_workers(parser.add_argument_group("workers and votes").add_argument)
+    add_training(parser.add_argument_group("training").add_argument)
+    add_files(parser.add_argument_group("files").add_argument)
+    add_processes(parser.add_argument_group("several processes").add_argument)
     return parser
 
 
-def add_workers(group: argparse._ArgumentGroup) -> None:
-    summaries = "; ".join(f"{name}: {recipe.summary}" for name, recipe in RECIPES.items())
-    group.add_argument(
-        "--optimizer",
-        choices=RECIPES,
-        default="lion-cub",
-        help=f"{summaries} (default %(default)s)",
-    )
-    defaults = ", ".join(f"{r.bits} for {name}" for name, r in RECIPES.items() if r.bits)
-    group.add_argument(
+def add_workers(add: Callable) -> None:
+    recipes = "; ".join(f"{name}: {recipe.summary}" for name, recipe in RECIPES.items())
+    add("--optimizer", choices=RECIPES, default="lion-cub", help=f"{recipes} (default %(default)s)")
+    add(
         "--bits", type=whole(1, 8), metavar="P",
-        help=f"bits per parameter that a worker sends up, 1 to 8 (default {defaults})",
+        help="bits per parameter that a worker sends up, 1 to 8 (default 1 for lion-cub, 3 for owner)",
     )  # fmt: skip
-    group.add_argument(
+    add(
         "--workers", type=whole(1), metavar="N",
         help="short for --mesh data=N; default 8, or as many as there are accelerators if fewer",
     )  # fmt: skip
-    group.add_argument(
+    add(
         "--mesh", metavar="NAME=SIZE,...",
         help="workers: data, and pod outside of it; devices of one worker: fsdp and tensor cut its "
         "model, group shares its batch and cuts its momentum (such as pod=2,data=2,fsdp=2)",
     )  # fmt: skip
-    group.add_argument(
+    add(
         "--sync-every", type=whole(1), metavar="T",
         help="average the workers' momenta in full precision every T steps (default: never)",
     )  # fmt: skip
 
 
-def add_training(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--steps", type=whole(1), default=1000, help="default %(default)s")
-    group.add_argument(
-        "--batch",
-        type=whole(1),
-        default=4,
-        help="windows per worker and step (default %(default)s)",
-    )
-    for flag, what in (
-        ("--lr", "peak learning rate"),
-        ("--weight-decay", "decoupled weight decay"),
-    ):
-        field = "learning_rate" if flag == "--lr" else "weight_decay"
-        values = ", ".join(f"{getattr(r, field):g} for {name}" for name, r in RECIPES.items())
-        group.add_argument(flag, type=number(0.0), help=f"{what} (default {values})")
-    group.add_argument("--dropout", type=number(0.0, 1.0), default=0.0, help="default %(default)s")
-    group.add_argument(
-        "--seed",
-        type=whole(0),
-        default=0,
-        help="a run with the same seed repeats (default %(default)s)",
-    )
+def add_training(add: Callable) -> None:
+    for flag, default, what in [
+        ("--steps", 1000, "of the run"),
+        ("--batch", 4, "windows per worker and step"),
+        ("--layers", 2, "of the model"),
+        ("--width", 128, "of the model"),
+        ("--heads", 4, "of each layer"),
+        ("--context", 64, "bytes that the model sees"),
+    ]:
+        add(flag, type=whole(1), default=default, help=f"{what} (default %(default)s)")
+    add("--lr", type=number(0.0), help="peak learning rate (default: that of the optimizer)")
+    add("--weight-decay", type=number(0.0), help="decoupled (default: that of the optimizer)")
+    add("--dropout", type=number(0.0, 1.0), default=0.0, help="default %(default)s")
+    add("--seed", type=whole(0), default=0, help="a run with the same seed repeats (default 0)")
+    add("--untied", action="store_true", help="a weight matrix of its own for writing bytes")
 
 
-def add_model(group: argparse._ArgumentGroup) -> None:
-    for flag, default in (("--layers", 2), ("--width", 128), ("--heads", 4)):
-        group.add_argument(flag, type=whole(1), default=default, help="default %(default)s")
-    group.add_argument(
-        "--context", type=whole(1), default=64, help="bytes the model sees (default %(default)s)"
-    )
-    group.add_argument(
-        "--untied", action="store_true", help="a weight matrix of its own for writing bytes"
-    )
-
-
-def add_files(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
+def add_files(add: Callable) -> None:
+    add(
         "--text", type=Path, nargs="+", metavar="FILE",
-        help="train on these; of ten files or more every tenth, by the hash of its name, is for "
-        "validation, of fewer the last tenth of each (default: Python's standard library)",
+        help="train on these; the last tenth of each is for validation (default: the sources of Python's "
+        "standard library)",
     )  # fmt: skip
-    group.add_argument(
-        "--out", type=Path, metavar="DIR", help="default runs/gpt-OPTIMIZER-DATE-TIME"
-    )
-    group.add_argument(
-        "--overwrite", action="store_true", help="replace the results that are in the folder"
-    )
-
-    group.add_argument(
+    add("--out", type=Path, metavar="DIR", help="default runs/gpt-OPTIMIZER-DATE-TIME")
+    add("--overwrite", action="store_true", help="replace the results that are in the folder")
+    add(
         "--checkpoint", type=Path, metavar="DIR",
         help="save the run here, the last three times; after SIGTERM it is saved and ends well",
     )  # fmt: skip
-    group.add_argument(
-        "--save-every", type=whole(1), default=100, metavar="N", help="steps (default %(default)s)"
-    )
-    group.add_argument(
+    add("--save-every", type=whole(1), default=100, metavar="N", help="steps (default %(default)s)")
+    add(
         "--resume", action="store_true",
         help="go on from the newest checkpoint, if there is one; the mesh may be another",
     )  # fmt: skip
-    group.add_argument(
+    add(
         "--stopped-status", type=whole(0, 255), default=0, metavar="CODE",
         help="exit status after SIGTERM (default %(default)s); a Kubernetes Job starts those pods "
         "again that end with another than 0",
     )  # fmt: skip
 
 
-def add_processes(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
+def add_processes(add: Callable) -> None:
+    add(
         "--distributed", action="store_true",
         help="this is one process of several, and the cluster (Slurm, a TPU pod) knows the others",
     )  # fmt: skip
-    group.add_argument(
+    add(
         "--heartbeat", type=whole(1), default=100, metavar="SECONDS",
         help="after so long without a sign of a process the others end (%(default)s)",
     )  # fmt: skip
-    group.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 can be reached")
-    group.add_argument("--processes", type=whole(1), metavar="N", help="how many there are")
-    group.add_argument("--process", type=whole(0), metavar="I", help="which this is, from 0")
+    add("--coordinator", metavar="HOST:PORT", help="where process 0 can be reached")
+    add("--processes", type=whole(1), metavar="N", help="how many there are")
+    add("--process", type=whole(0), metavar="I", help="which this is, from 0")
 
 
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import lioncub_jax as lc
@@ -18,7 +17,7 @@ SNAPSHOT_EVERY = 5  # steps, under lioncub run
 
 
 class Saved(NamedTuple):
-    """What a run goes on from."""
+    """Sources of a run that goes on."""
 
     checkpoints: lc.Checkpoints
     snapshots: Snapshots | None  # in memory, where lioncub run has given some
@@ -94,10 +93,3 @@ def during(run: Run, saved: Saved | None, every: int) -> Iterator[Stops]:
             return stop
 
         yield stops
-
-
-def farewell(run: Run, folder: Path) -> str:
-    return (
-        f"stopped after step {int(run.state.step)} and saved in {folder}; "
-        "the same command with --resume goes on from there"
-    )

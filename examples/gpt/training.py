@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
 from gpt import corpus, meshes
-from gpt.corpus import Baselines, Corpus
+from gpt.corpus import Corpus
 from gpt.meshes import Layout
 from gpt.model import GPT, continue_text, next_byte_loss
 from lioncub_jax.tools.run import memory_folder, stepped
@@ -42,7 +42,6 @@ class Run(NamedTuple):
     collectives: list[Any]
     sent: Traffic
     evaluate: Callable[[Any], float]  # parameters -> bits per byte on validation windows
-    counted: Baselines  # of the same windows
     batch: int  # windows per worker
     seed: int
 
@@ -82,7 +81,7 @@ def prepare(model: GPT, text: Corpus, tx: Any, layout: Layout, *, batch: int, se
     takes = step if memory_folder() else compiled  # the step says that it trains
     return Run(
         model, text, layout, state, takes, found, sent_by_each(found, state.params, layout),
-        evaluation(model, windows, layout), corpus.baselines(text.train, windows), batch, seed,
+        evaluation(model, windows, layout), batch, seed,
     )  # fmt: skip
 
 
@@ -134,12 +133,12 @@ def train(
     follow: Callable[[Row], None],
     stops: Callable[[lc.StepState, int, bool], bool],
     seconds: float,
-) -> tuple[Run, bool]:
-    """The run after its last step, or after the one where `stops` says so; and whether it did.
+) -> tuple[Run, Row | None, bool]:
+    """The run after its last step or the one where `stops` says so, its last row, and whether it stopped.
 
     The host waits for the devices only when there is a row to follow. `seconds` were spent before.
     """
-    state, losses, stopped, since = run.state, [], False, time.perf_counter()
+    state, losses, row, stopped, since = run.state, [], None, False, time.perf_counter()
     for step in range(int(state.step) + 1, steps + 1):
         state, metrics = run.step(state, next_batch(run, step))
         stepped(metrics["loss"])  # for `lioncub run`
@@ -153,12 +152,13 @@ def train(
             speed = len(losses) * run.rows * run.model.context / elapsed
             validation = run.evaluate(state.params) if is_evaluated(step, steps) else None
             stats = [votes[name].item() if name in votes else None for name in VOTES]
-            follow(Row(step, bits(np.mean(loss)), validation, speed, seconds, *stats))
+            row = Row(step, bits(np.mean(loss)), validation, speed, seconds, *stats)
+            follow(row)
             losses, since = [], time.perf_counter()
         if stops(state, step, step == steps) and step < steps:
             stopped = True
             break
-    return run._replace(state=state), stopped
+    return run._replace(state=state), row, stopped
 
 
 def next_batch(run: Run, step: int) -> jax.Array:
@@ -175,16 +175,11 @@ def is_evaluated(step: int, steps: int) -> bool:
     return step % max(1, steps // 10) == 0 or step == steps
 
 
-def whole(run: Run) -> Any:
-    """The parameters as numpy arrays; every process must ask for them, as each holds a part."""
+def sample(run: Run) -> tuple[str, str]:
+    """The opening of the validation text, and how the model continues it; every process must ask for it."""
     everywhere = NamedSharding(run.layout.mesh, P())
-    gathered = jax.jit(lambda params: params, out_shardings=everywhere)(run.state.params)
-    return jax.tree.map(np.asarray, gathered)
-
-
-def sample(run: Run, params: Any) -> tuple[str, str]:
-    """The opening of the validation text, and how the model continues it; params as `whole` gives."""
-    nnx.update(run.model, params)
+    whole = jax.jit(lambda params: params, out_shardings=everywhere)(run.state.params)
+    nnx.update(run.model, jax.tree.map(np.asarray, whole))
     opening = run.text.validation[: min(32, run.model.context)]
     tokens = continue_text(run.model, opening, jax.random.key(run.seed), length=600)
     return _text(opening), _text(np.asarray(tokens))

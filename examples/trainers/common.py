@@ -1,7 +1,6 @@
-"""What the trainers here share: a mesh of CPU devices, real data, and the loop."""
+"""Parts of all trainers here: a mesh of CPU devices, real data, and the loop."""
 
 import argparse
-import contextlib
 import dataclasses
 import inspect
 import subprocess
@@ -14,21 +13,16 @@ from jax.sharding import PartitionSpec as P
 from sklearn.datasets import load_digits
 
 
-def make_mesh(kind=AxisType.Auto, **axes):
+def make_mesh(**axes):
     """A mesh such as ``make_mesh(data=4, fsdp=2)``; without devices enough, a CPU stands in for eight."""
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
-
-
-def rows(count):
-    """How many of a batch this process reads, and its own numbers to draw them by."""
-    return max(1, count // jax.process_count()), np.random.default_rng(jax.process_index())
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
 def text_batches(count, context):
     """Windows ``int32[count, context + 1]`` of Python's standard library, without end."""
     sources = [argparse, dataclasses, inspect, subprocess, typing]
     text = np.frombuffer("\n".join(map(inspect.getsource, sources)).encode(), np.uint8)
-    count, rng = rows(count)
+    rng = np.random.default_rng(0)
     while True:
         starts = rng.integers(len(text) - context, size=(count, 1))
         yield text[starts + np.arange(context + 1)].astype(np.int32)
@@ -36,8 +30,7 @@ def text_batches(count, context):
 
 def digit_batches(count):
     """Digits written by hand, ``float32[count, 8, 8]`` and ``int32[count]``, without end."""
-    digits = load_digits()
-    count, rng = rows(count)
+    digits, rng = load_digits(), np.random.default_rng(0)
     while True:
         chosen = rng.integers(len(digits.target), size=count)
         yield (
@@ -46,24 +39,22 @@ def digit_batches(count):
         )
 
 
-def placed(batches, mesh, axes="data"):
-    """Batches as arrays whose rows are cut over the axes; each process gives those of its own devices."""
-    rows = NamedSharding(mesh, P(axes))
+def placed(batches, mesh):
+    """Batches as arrays whose rows are cut over the workers."""
     for batch in batches:
-        yield jax.make_array_from_process_local_data(rows, batch)
+        yield jax.device_put(batch, NamedSharding(mesh, P("data")))
 
 
-def main(axes, build, batches, around=contextlib.nullcontext, kind=AxisType.Auto):
+def main(axes, build, batches):
     """Trains for some steps and prints the loss now and then."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 8)  # a CPU stands in for eight
-    mesh = make_mesh(kind, **axes)
-    with around(mesh):
-        state, train_step = build(mesh, args.learning_rate)
-        for step, batch in zip(range(args.steps), batches(mesh), strict=False):
-            state, metrics = train_step(state, batch)
-            if (step + 1) % 20 == 0:
-                print(step + 1, jax.tree.map(lambda x: round(float(np.mean(x)), 3), metrics))
+    mesh = make_mesh(**axes)
+    state, train_step = build(mesh, args.learning_rate)
+    for step, batch in zip(range(args.steps), batches(mesh), strict=False):
+        state, metrics = train_step(state, batch)
+        if (step + 1) % 20 == 0:
+            print(step + 1, jax.tree.map(lambda x: round(float(np.mean(x)), 3), metrics))

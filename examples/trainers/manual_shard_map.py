@@ -16,30 +16,18 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 AXES = {"data": 8}
-CONTEXT, BATCH, WIDTH, DEPTH = 8, 512, 64, 3
+CONTEXT, BATCH, WIDTH = 8, 512, 64
 
 
 def init_params(key):
-    """An embedding, layers of one shape stacked for a scan, and a way out."""
-    embed, first, layers, out = jax.random.split(key, 4)
-    normal = jax.random.normal
-    return {
-        "embed": 0.1 * normal(embed, (256, 32)),
-        "first": normal(first, (CONTEXT * 32, WIDTH)) / np.sqrt(CONTEXT * 32),
-        "layers": normal(layers, (DEPTH, WIDTH, WIDTH)) / np.sqrt(WIDTH),
-        "out": normal(out, (WIDTH, 256)) / np.sqrt(WIDTH),
-    }
+    shapes = {"embed": (256, 32), "hidden": (CONTEXT * 32, WIDTH), "out": (WIDTH, 256)}
+    return {k: jax.random.normal(key, shape) / np.sqrt(shape[0]) for k, shape in shapes.items()}
 
 
 def loss_fn(params, windows):
-    """How badly a byte is guessed from the eight before it."""
-    x = params["embed"][windows[:, :-1]].reshape(len(windows), -1) @ params["first"]
-
-    def layer(x, w):
-        return x + jax.nn.gelu(x @ w), None
-
-    x, _ = lax.scan(layer, x, params["layers"])
-    logits = x @ params["out"]
+    """Guesses a byte from the eight before it."""
+    x = params["embed"][windows[:, :-1]].reshape(len(windows), -1)
+    logits = jax.nn.gelu(x @ params["hidden"]) @ params["out"]
     return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, -1]).mean()
 
 

@@ -224,8 +224,8 @@ def zero_one_adam(
     return descending(direction, learning_rate, weight_decay, mask)
 
 
-def in_full(kappa: int, end: int, count: jax.Array | int) -> Any:
-    """``bool[]``: the step after so many, a number or ``int32[]``, is in full precision."""
+def in_full(kappa: int, end: int, count: jax.Array) -> jax.Array:
+    """``bool[]``: the step after ``count`` steps is in full precision."""
     doubled = count // kappa + 1
     for shift in (1, 2, 4, 8, 16):  # all bits below the highest
         doubled |= doubled >> shift
