@@ -295,10 +295,10 @@ MUTANTS = r"""
 - first[: len(workers)] != tuple(workers)
 + set(first[: len(workers)]) != set(workers)
 
-# training/typed.py: face boxes sharding
+# training/mapped.py: face boxes sharding
 = what is empty is said to lie in parts
-- lambda spec, x: spec if x.size else P(), held, made
-+ lambda spec, x: spec, held, made
+- lambda spec, x: spec if x.size else P(), specs, state
++ lambda spec, x: spec, specs, state
 
 # training/control_flow.py: chains
 = what a branch makes by one worker's choice counts as agreed
@@ -326,10 +326,10 @@ MUTANTS = r"""
 - jnp.where(finite, new, old)
 + new
 
-# training/typed.py: chains
+# training/mapped.py: chains
 = state that all hold may differ
-- if differ[i] and (more or not wanted):
-+ if differ[i] and i < len(jax.tree.leaves(results[0])):
+- if x and (i in loose or not wanted[i])]
++ if x and i < len(jax.tree.leaves(results[0]))]
 
 # mesh/boxes.py: boxes
 = the workers' axis is written behind the names of a box

@@ -1,4 +1,4 @@
-"""Values of a traced program that differ between workers, by all that they are made of.
+"""Values of a traced program that differ between workers although their types call them the same.
 
 JAX types the results of ``cond``, ``switch`` and ``while`` by their branches and not by their predicate
 (jax issue 40823). Where one worker decides alone, a collective in a branch hangs, and a result whose type
@@ -18,6 +18,25 @@ from lioncub_jax.mesh.axes import Axes
 
 _CAST = "pvary"
 _SEND_NOTHING = {_CAST, "axis_index"}  # though they name an axis
+
+
+def has_branches(program: Jaxpr) -> bool:
+    """Whether there is a ``cond``, ``switch`` or ``while`` in a traced program, at any depth.
+
+    Without one, types say all, and `differing` need not be asked.
+    """
+    programs = [program]
+    while programs:
+        for step in programs.pop().eqns:
+            if step.primitive.name in ("cond", "while"):
+                return True
+            for value in step.params.values():
+                for one in value if isinstance(value, (tuple, list)) else (value,):
+                    if isinstance(one, Jaxpr):
+                        programs.append(one)
+                    elif isinstance(one, ClosedJaxpr):
+                        programs.append(one.jaxpr)
+    return False
 
 
 def differing(program: Jaxpr, over: Axes, given: Sequence[bool]) -> list[bool]:

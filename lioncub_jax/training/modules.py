@@ -12,7 +12,7 @@ from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.mesh.specs import flax_in_use
 from lioncub_jax.training import kinds
 from lioncub_jax.training.kinds import Kind
-from lioncub_jax.training.typed import states_of
+from lioncub_jax.training.mapped import states_of
 
 if TYPE_CHECKING:
     from flax import nnx

@@ -13,9 +13,9 @@ from lioncub_jax.exchange.step import CommunicateState
 from lioncub_jax.exchange.sync import SyncState
 from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.mesh.placement import Static, Workers, check_alive
+from lioncub_jax.training.mapped import states_of
 from lioncub_jax.training.modules import copy_of, is_module, update_module
 from lioncub_jax.training.step import StepState
-from lioncub_jax.training.typed import states_of
 
 PAIRS = "unlike", "pairs"  # of votes of one bit alone
 

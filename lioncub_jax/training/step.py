@@ -35,7 +35,7 @@ from lioncub_jax.training import kinds
 from lioncub_jax.training.gradients import check_closure
 from lioncub_jax.training.holders import layout_here
 from lioncub_jax.training.kinds import Kind
-from lioncub_jax.training.typed import Among, check_state
+from lioncub_jax.training.mapped import MappedTransform, check_state
 from lioncub_jax.training.worker import (
     check_local,
     difference_of,
@@ -121,7 +121,7 @@ def on_mesh(
     """
     check_workers(workers)
     checks.check_asked(tx)
-    among = Among(optax.with_extra_args_support(tx), workers)
+    mapped = MappedTransform(optax.with_extra_args_support(tx), workers)
 
     def inside() -> bool:
         return set(workers.axes) <= set(jax.sharding.get_abstract_mesh().manual_axes)
@@ -136,13 +136,13 @@ def on_mesh(
             return tx.init(params)
         checks.check_unmasked(params)
         cut = workers.cut(params, specs)
-        return named(among.first(params, cut)(params), params, cut)
+        return named(mapped.init_of(params, cut)(params), params, cut)
 
     def named(state: Any, params: Any, cut: Any) -> Any:
         """In flax's boxes, which have the workers' axes in front."""
         if not boxes.boxes_of(params):
             return state
-        return boxes.named(state, among.specs(params, cut), params, workers)
+        return boxes.named(state, mapped.layout(params, cut).specs, params, workers)
 
     def update(
         updates: Any, state: Any, params: Any = None, *, abstain: Any = None, **extra: Any
@@ -153,27 +153,27 @@ def on_mesh(
         check_devices(workers, grads=updates, params=params)
         own = {} if abstain is None else {"abstain": abstain}
         if inside():
-            layout = layout_here(among.tx, params, workers.axes)
+            layout = layout_here(mapped.tx, params, workers.axes)
             check_state(state, layout.specs, workers, here=True)
-            return among.update_here(layout, updates, state, params, extra | own)
+            return mapped.update_here(layout, updates, state, params, extra | own)
         cut = workers.cut(params, specs)
         _check_gradients(updates, params, workers)
         _check_abstain(abstain, workers)
         checks.warn_if_chained()
         if boxes.boxes_of(params):
-            state = boxes.boxed_like(among.specs(params, cut), state)
-        check_state(state, among.specs(params, cut), workers)
+            state = boxes.boxed_like(mapped.layout(params, cut).specs, state)
+        check_state(state, mapped.layout(params, cut).specs, workers)
         check_devices(workers, state=state)
-        updates, state = among.update(cut, updates, state, params, own, extra)
+        updates, state = mapped.update(cut, updates, state, params, own, extra)
         return updates, named(state, params, cut)
 
     def lies(params: optax.Params) -> Any:
         cut = workers.cut(params, specs)
-        made = named(among.first(params, cut).eval_shape(params), params, cut)
+        made = named(mapped.init_of(params, cut).eval_shape(params), params, cut)
         return jax.tree.map(lambda x: x.sharding, made)
 
     def held(params: optax.Params) -> Any:
-        of_state = among.specs(params, workers.cut(params, specs))
+        of_state = mapped.layout(params, workers.cut(params, specs)).specs
         return jax.tree.unflatten(jax.tree.structure(lies(params)), jax.tree.leaves(of_state))
 
     return OnMesh(_First(init, lies, held), update)
@@ -405,8 +405,8 @@ def make_train_step(
         )
     check_closure(loss_fn, workers)
     checks.check_asked(tx)
-    among = Among(optax.with_extra_args_support(tx), workers)
-    of_locals = Among(of_each(local, workers), workers)
+    mapped = MappedTransform(optax.with_extra_args_support(tx), workers)
+    of_locals = MappedTransform(of_each(local, workers), workers)
     own = P(workers.axes)
 
     def worker(params: Any, kept: Any, batch: Any, rng: Any, count: Any) -> Any:
@@ -427,7 +427,7 @@ def make_train_step(
 
     def step(state: StepState, batch: Any, cut: Any) -> tuple[StepState, dict[str, Any]]:
         cut = workers.cut(state.params, cut)
-        held = own, () if local is None else of_locals.specs(state.params, cut)
+        held = own, () if local is None else of_locals.layout(state.params, cut).specs
         check_state(state.local_state, held[1], workers, name="local_state")
         kept = state.model_state, state.local_state
         each = [batch_spec if rows else P() for rows in kinds.cut_of(batch, in_kinds)]
@@ -439,7 +439,7 @@ def make_train_step(
         outputs = joined(*metrics)
         with checks.during(checks.abstain_is_explicit, False):
             flags, value = {"abstain": abstains}, {"value": outputs["loss"]}
-            updates, opt_state = among.update(
+            updates, opt_state = mapped.update(
                 cut, grads, state.opt_state, state.params, flags, value
             )
         params = workers.hold(optax.apply_updates(state.params, updates), cut)
