@@ -241,10 +241,6 @@ MUTANTS = r"""
 - mesh.size > 1 and not mesh.manual_axes
 + mesh.size > 1
 
-= a line of optax is the caller's
-- theirs = "lioncub_jax", "optax", "jax"
-+ theirs = "lioncub_jax", "jax"
-
 = of replicas that drift apart another worker is named
 - sums[:, 1] != sums[0, 1]
 + sums[:, 0] != sums[0, 0]

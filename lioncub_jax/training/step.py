@@ -89,7 +89,7 @@ def on_mesh(
     Args:
       tx: such as ``lion_cub(1e-4, workers="data")``, alone or in a chain. Transforms in the chain see
         one worker's whole gradients, however they are cut: ``optax.clip_by_global_norm`` is right. In a
-        chain around `on_mesh` it would see those of all workers as one, and a warning says so.
+        chain around `on_mesh` it would see those of all workers as one gradient.
       workers: a `Workers`, whose mesh has axes Auto or Explicit.
       specs: a tree of ``PartitionSpec`` like the parameters, such as ``specs_of(params)``; None reads
         them off the parameters: concrete arrays and Explicit axes know them.
@@ -159,7 +159,6 @@ def on_mesh(
         cut = workers.cut(params, specs)
         _check_gradients(updates, params, workers)
         _check_abstain(abstain, workers)
-        checks.warn_if_chained()
         if boxes.boxes_of(params):
             state = boxes.boxed_like(mapped.layout(params, cut).specs, state)
         check_state(state, mapped.layout(params, cut).specs, workers)
@@ -437,11 +436,8 @@ def make_train_step(
         run = workers.map(worker, in_specs, out_specs, typed=False)
         grads, kept, abstains, *metrics = run(state.params, kept, batch, state.rng, state.step)
         outputs = joined(*metrics)
-        with checks.during(checks.abstain_is_explicit, False):
-            flags, value = {"abstain": abstains}, {"value": outputs["loss"]}
-            updates, opt_state = mapped.update(
-                cut, grads, state.opt_state, state.params, flags, value
-            )
+        flags, value = {"diverged": abstains}, {"value": outputs["loss"]}
+        updates, opt_state = mapped.update(cut, grads, state.opt_state, state.params, flags, value)
         params = workers.hold(optax.apply_updates(state.params, updates), cut)
         new = StepState(
             optax.safe_increment(state.step), params, kept[0], opt_state, state.rng, kept[1]
