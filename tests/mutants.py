@@ -338,10 +338,6 @@ MUTANTS = r"""
 + frozenset(axes_in(spec))
 
 # training/gradients.py: gradients training chains
-= Rngs that a loss draws from do not go on
-- count[...] = after
-+ count[...] = count[...]
-
 = results lie over the workers alone
 - if has_aux and typed:
 + if has_aux and not workers.axes:
@@ -363,7 +359,11 @@ MUTANTS = r"""
 - kind is Kind.PER_WORKER and rows != (workers.count,)
 + kind is Kind.PER_WORKER and rows[0] % workers.count
 
-# training/modules.py: gradients training
+# training/modules.py: gradients training chains
+= Rngs that a loss draws from do not go on
+- variable[...] = count
++ variable[...] = variable[...]
+
 = what a model keeps is written where nnx does not let it be written
 - nnx.merge(graph, params, model_state, copy=True)
 + nnx.merge(graph, params, model_state)

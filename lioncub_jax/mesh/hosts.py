@@ -350,16 +350,14 @@ class Batches:
         self.shared = len(self._taken) == jax.process_count() > 1
         self._rows: dict[str, float] | None = None  # for a part, when processes compared theirs
 
-    def check(self, batch: Any, cut: Callable[[], Sequence[bool]]) -> None:
+    def check(self, batch: Any, split: Sequence[bool]) -> None:
         """Has the processes compare what each gives, once, so that all raise where it does not fit.
 
         Args:
           batch: a tree of arrays.
-          cut: says for each leaf whether it is cut over the workers, or goes whole to each.
+          split: for each leaf whether it is cut over the workers, or goes whole to each.
         """
-        if not self.shared:
-            return
-        leaves = zip(jax.tree_util.tree_leaves_with_path(batch), cut(), strict=True)
+        leaves = zip(jax.tree_util.tree_leaves_with_path(batch), split, strict=True)
         both = {_name(path): (x, c) for (path, x), c in leaves if is_own(x, self._sharding)}
         own = {name: x for name, (x, c) in both.items() if c}
         me = jax.process_index()

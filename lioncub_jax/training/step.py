@@ -32,9 +32,9 @@ from lioncub_jax.mesh.placement import (
 )
 from lioncub_jax.mesh.specs import check_batch_spec, spec_of, stacked
 from lioncub_jax.training import kinds
-from lioncub_jax.training.gradients import check_closure
 from lioncub_jax.training.holders import layout_here
 from lioncub_jax.training.kinds import Kind
+from lioncub_jax.training.loss import check_closure
 from lioncub_jax.training.mapped import MappedTransform, check_state
 from lioncub_jax.training.worker import (
     check_local,
@@ -257,7 +257,9 @@ class TrainStep:
             processes whose steps differ, in the first call.
         """
         self._check(state, batch)
-        self._batches.check(batch, lambda: kinds.cut_of(batch, self._in_kinds))
+        if self._batches.shared:
+            each = kinds.of_batch(batch, self._in_kinds)
+            self._batches.check(batch, [kind is Kind.SPLIT for kind, _ in each])
         arguments = self._arguments(state, batch)
         if not self._in_flight and self._batches.shared:
             traced = together("the step was not traced", partial(self._jitted.lower, *arguments))
@@ -296,14 +298,16 @@ class TrainStep:
     def _arguments(self, state: StepState, batch: Any) -> tuple[StepState, Any, Any]:
         """The state, the batch on the mesh, and how the parameters lie, as something to compile for."""
         leaves, structure = jax.tree_util.tree_flatten_with_path(batch)
-        each, rows = kinds.of_batch(batch, self._in_kinds), kinds.Rows()
-        placed = []
-        for (path, x), (kind, entry) in zip(leaves, each, strict=True):
-            count, where = None, f"batch{jax.tree_util.keystr(path)}"
+        placed, rows = [], []
+        for (path, x), (kind, entry) in zip(
+            leaves, kinds.of_batch(batch, self._in_kinds), strict=True
+        ):
+            count, name = None, f"batch{jax.tree_util.keystr(path)}"
             if kind is Kind.SPLIT:
-                count = self._batches.rows_of_all(where, x)
-                rows.check(where, count, entry)
+                count = self._batches.rows_of_all(name, x)
+                rows.append((name, count, entry))
             placed.append(self._batches.place(x, count))
+        kinds.check_rows(rows)
         batch = jax.tree.unflatten(structure, placed)
         params, tree = jax.tree.flatten(state.params)
         return state, batch, (tree, tuple(map(spec_of, params)))
@@ -408,41 +412,41 @@ def make_train_step(
     of_locals = MappedTransform(of_each(local, workers), workers)
     own = P(workers.axes)
 
-    def worker(params: Any, kept: Any, batch: Any, rng: Any, count: Any) -> Any:
-        rows, batch_of = kinds.parted(batch, in_kinds, workers)
-        of_worker = gradient_of(loss_fn, accumulate, batch_of)
+    def worker(params: optax.Params, states: Any, batch: Any, rng: Any, count: Any) -> Any:
+        each = [kind for kind, _ in kinds.of_batch(batch, in_kinds)]
+        rows, batch_of = kinds.rows_and_rest(batch, each, workers)
+        gradient = gradient_of(loss_fn, accumulate, batch_of)
         if local is not None:
-            of_worker = difference_of(of_worker, local, local_steps)
+            gradient = difference_of(gradient, local, local_steps)
         rng = jax.random.fold_in(jax.random.fold_in(rng, count), axes.worker_index(workers.axes))
-        before = jax.tree.map(lambda x: x[0], kept)
-        grads, after, (loss, aux) = of_worker(params, before, rows, rng)
+        before = jax.tree.map(lambda x: x[0], states)
+        grads, after, (loss, aux) = gradient(params, before, rows, rng)
         abstains = ~jnp.isfinite(loss)
         if local is not None:
             finite = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(grads)]
             abstains |= ~jnp.all(jnp.array(finite))
         after = jax.tree.map(partial(jnp.where, abstains), before, after)
-        each = jax.tree.map(lambda x: x[None], (grads, after, abstains))
-        return *each, *_metrics(loss, aux, workers)
+        stacked_here = jax.tree.map(lambda x: x[None], (grads, after, abstains))
+        return *stacked_here, *_metrics(loss, aux, workers)
 
     def step(state: StepState, batch: Any, cut: Any) -> tuple[StepState, dict[str, Any]]:
         cut = workers.cut(state.params, cut)
         held = own, () if local is None else of_locals.layout(state.params, cut).specs
         check_state(state.local_state, held[1], workers, name="local_state")
-        kept = state.model_state, state.local_state
-        each = [batch_spec if rows else P() for rows in kinds.cut_of(batch, in_kinds)]
-        lie = jax.tree.unflatten(jax.tree.structure(batch), each)
-        in_specs = cut, held, lie, P(), P()
+        states = state.model_state, state.local_state
+        each = kinds.of_batch(batch, in_kinds)
+        lie = [batch_spec if kind is Kind.SPLIT else P() for kind, _ in each]
+        in_specs = cut, held, jax.tree.unflatten(jax.tree.structure(batch), lie), P(), P()
         out_specs = stacked(cut, workers.axes), held, own, own, P(), P()
         run = workers.map(worker, in_specs, out_specs, typed=False)
-        grads, kept, abstains, *metrics = run(state.params, kept, batch, state.rng, state.step)
+        grads, states, abstains, *metrics = run(state.params, states, batch, state.rng, state.step)
         outputs = joined(*metrics)
         flags, value = {"diverged": abstains}, {"value": outputs["loss"]}
         updates, opt_state = mapped.update(cut, grads, state.opt_state, state.params, flags, value)
         params = workers.hold(optax.apply_updates(state.params, updates), cut)
-        new = StepState(
-            optax.safe_increment(state.step), params, kept[0], opt_state, state.rng, kept[1]
-        )
-        return new, outputs
+        model_state, local_state = states
+        count = optax.safe_increment(state.step)
+        return StepState(count, params, model_state, opt_state, state.rng, local_state), outputs
 
     batches = Batches(workers, batch_spec, local_steps, accumulate)
     return TrainStep(step, workers, batches, in_kinds)
