@@ -279,8 +279,8 @@ MUTANTS = r"""
 
 # mesh/placement.py: sharding face gradients
 = devices of a group are counted before the workers
-- return (*axes.names(self.axis), *axes.names(self.group))
-+ return (*axes.names(self.group), *axes.names(self.axis))
+- return (*mesh_axes.names(self.axis), *mesh_axes.names(self.group))
++ return (*mesh_axes.names(self.group), *mesh_axes.names(self.axis))
 
 # mesh/specs.py: sharding training boxes
 = in a trace types are not asked how parameters of nnx are cut
