@@ -24,7 +24,6 @@ from lioncub_jax.mesh import kernels
 from lioncub_jax.mesh.axes import Axes, AxisName
 from lioncub_jax.mesh.border import joined_at_border
 from lioncub_jax.mesh.specs import (
-    axes_of,
     by_type,
     checked,
     declared,
@@ -257,7 +256,8 @@ class Workers:
 
     def stacks(self, spec: P) -> bool:
         """Whether an array of this spec has a leading axis of workers."""
-        return len(spec) > 0 and any(name in self.axes for name in axes_of(spec[0]))
+        first = spec[0] if len(spec) else None
+        return not set(self.axes).isdisjoint(first if isinstance(first, tuple) else (first,))
 
 
 def check_workers(workers: Any) -> None:

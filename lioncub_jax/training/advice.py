@@ -5,9 +5,6 @@ else depends on it: where a text changes, the note is missing. tests/test_gradie
 them of the JAX and flax that are installed.
 """
 
-import contextlib
-from collections.abc import Iterator
-
 _MESH = (
     "the loss runs for one worker, where the axes {} of the mesh are taken. Put what the model says of "
     "the mesh into lioncub_jax.mesh.inner, which takes a NamedSharding too: "
@@ -37,14 +34,9 @@ _ADVICE = {  # by words of an error: the first that has one
 }
 
 
-@contextlib.contextmanager
-def notes_on_errors(taken: tuple[str, ...]) -> Iterator[None]:
+def add_note(error: Exception, taken: tuple[str, ...]) -> None:
     """Adds a note to an error of JAX or flax about a mesh, of which some axes are ``taken``."""
-    try:
-        yield
-    except Exception as error:
-        for words, advice in _ADVICE.items():
-            if any(word in str(error) for word in words):
-                error.add_note(f"lioncub_jax: {advice.format(taken)}")
-                break
-        raise
+    for words, advice in _ADVICE.items():
+        if any(word in str(error) for word in words):
+            error.add_note(f"lioncub_jax: {advice.format(taken)}")
+            break

@@ -180,9 +180,9 @@ def checked_array(where: str, x: Any) -> Any:
     dtype = getattr(x, "dtype", None)
     if not known or not (
         dtype is None
-        or is_key(x)
-        or jnp.issubdtype(dtype, np.bool_)
         or jnp.issubdtype(dtype, np.number)
+        or jnp.issubdtype(dtype, np.bool_)
+        or is_key(x)
     ):
         of = f" of dtype {dtype}" if known else ""
         raise TypeError(

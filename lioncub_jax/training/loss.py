@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.mesh.specs import axes_in, flax_in_use, spec_of, without
-from lioncub_jax.training.advice import notes_on_errors
+from lioncub_jax.training import advice
 from lioncub_jax.training.kinds import is_raw_key
 
 
@@ -29,8 +29,12 @@ def in_worker(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(loss_fn)
     def called(*args: Any, **kwargs: Any) -> Any:
         taken = jax.sharding.get_abstract_mesh().manual_axes
-        with notes_on_errors(taken), _rules_without(taken):
-            return loss_fn(*args, **kwargs)
+        with _rules_without(taken):
+            try:
+                return loss_fn(*args, **kwargs)
+            except Exception as error:
+                advice.add_note(error, taken)
+                raise
 
     return called
 

@@ -412,8 +412,9 @@ def make_train_step(
     of_locals = MappedTransform(of_each(local, workers), workers)
     own = P(workers.axes)
 
-    def worker(params: optax.Params, states: Any, batch: Any, rng: Any, count: Any) -> Any:
-        each = [kind for kind, _ in kinds.of_batch(batch, in_kinds)]
+    def worker(
+        each: list[Kind], params: optax.Params, states: Any, batch: Any, rng: Any, count: Any
+    ) -> Any:
         rows, batch_of = kinds.rows_and_rest(batch, each, workers)
         gradient = gradient_of(loss_fn, accumulate, batch_of)
         if local is not None:
@@ -434,11 +435,11 @@ def make_train_step(
         held = own, () if local is None else of_locals.layout(state.params, cut).specs
         check_state(state.local_state, held[1], workers, name="local_state")
         states = state.model_state, state.local_state
-        each = kinds.of_batch(batch, in_kinds)
-        lie = [batch_spec if kind is Kind.SPLIT else P() for kind, _ in each]
+        each = [kind for kind, _ in kinds.of_batch(batch, in_kinds)]
+        lie = [batch_spec if kind is Kind.SPLIT else P() for kind in each]
         in_specs = cut, held, jax.tree.unflatten(jax.tree.structure(batch), lie), P(), P()
         out_specs = stacked(cut, workers.axes), held, own, own, P(), P()
-        run = workers.map(worker, in_specs, out_specs, typed=False)
+        run = workers.map(partial(worker, each), in_specs, out_specs, typed=False)
         grads, states, abstains, *metrics = run(state.params, states, batch, state.rng, state.step)
         outputs = joined(*metrics)
         flags, value = {"diverged": abstains}, {"value": outputs["loss"]}

@@ -21,6 +21,10 @@ from lioncub_jax.optimizers import GlobalState
 from lioncub_jax.training import loss as losses
 from lioncub_jax.training.kinds import Kind
 
+_NO_NUMBER = (
+    "the loss returns {}, {}: what it returns beside the loss is averaged, added or stacked over the "
+    "workers; give numbers"
+)
 _PLAIN = "give a plain optax transform, such as optax.adamw(1e-3)"
 
 
@@ -125,16 +129,15 @@ def reduced(
     leaves, structure = jax.tree_util.tree_flatten_with_path(values)
     arrays, means, counts = {}, {}, {}
     for i, ((path, x), kind) in enumerate(zip(leaves, kinds, strict=True)):
-        if isinstance(x, str) or (kind is Kind.SHARED and is_key(x)):
-            raise TypeError(
-                f"the loss returns {jax.tree_util.keystr(path)}, {getattr(x, 'dtype', 'text')}: what it "
-                "returns beside the loss is averaged, added or stacked over the workers; give numbers"
-            )
+        if isinstance(x, str):
+            raise TypeError(_NO_NUMBER.format(jax.tree_util.keystr(path), "text"))
         x = jnp.asarray(x)
         if kind is not Kind.SHARED:
             arrays[i] = x[None] if kind is Kind.PER_WORKER else x
         elif jnp.issubdtype(x.dtype, jnp.inexact):
             means[i] = x
+        elif is_key(x):
+            raise TypeError(_NO_NUMBER.format(jax.tree_util.keystr(path), x.dtype))
         else:
             counts[i] = as_count(x)
     numbers = wires.mean_over_workers(means, axis) | wires.sum_over_workers(counts, axis)
