@@ -32,7 +32,7 @@ from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.mesh.specs import axes_of, product
 
 Result = TypeVar("Result")
-MOST_TOLD = 2**26  # bytes that a process may say at once: room is made for as many from each
+MOST_BYTES = 2**26  # bytes that a process may say at once: room is made for as many from each
 WAITS_SECONDS = 20.0  # until it is said; less than JAX waits for heartbeats
 LINGER_SECONDS = 3.0
 _COLLECTIVE = re.compile(r"stablehlo\.(all_\w+|collective_\w+|reduce_scatter)\b(?:.* : (\(.*))?")
@@ -150,18 +150,18 @@ def together(sentence: str, act: Callable[[], Result]) -> Result:
     return result
 
 
-def told(what: Any) -> list[Any]:
+def gathered_json(what: Any) -> list[Any]:
     """Messages of all processes, anything that JSON can hold, in the order of the processes.
 
     Raises:
-      ValueError: in all processes, where one says more than `MOST_TOLD` bytes, or what is no JSON.
+      ValueError: in all processes, where one says more than `MOST_BYTES` bytes, or what is no JSON.
     """
     mine = np.frombuffer(json.dumps(what).encode(), np.uint8)
     sizes = gathered(np.int32(min(mine.size, 2**31 - 1)))  # of one type, with jax_enable_x64 too
-    if not 0 < sizes.min() <= sizes.max() <= MOST_TOLD:
+    if not 0 < sizes.min() <= sizes.max() <= MOST_BYTES:
         raise ValueError(
             f"processes want to say {sizes.tolist()} bytes to each other, and each may say 1 to "
-            f"{MOST_TOLD}: run the same program in all"
+            f"{MOST_BYTES}: run the same program in all"
         )
     each = gathered(np.pad(mine, (0, sizes.max() - mine.size)))
     messages = []
@@ -228,7 +228,7 @@ def check_same(call: str, tree: Any, sharding: NamedSharding) -> None:
     for path, x in leaves:
         if is_own(x, sharding):
             own[jax.tree_util.keystr(path)] = f"{jnp.result_type(x)}, checksum {checksum(x)}"
-    each = told(own)
+    each = gathered_json(own)
     for other, sums in enumerate(each):
         for path, _ in sorted(each[0].items() ^ sums.items()):
             both = "; ".join(str(words.get(path))[:200] for words in (each[0], sums))
@@ -300,9 +300,9 @@ def _check_same_lines(parts: dict[str, list[str]]) -> None:
         usual, odd, who = who_differs(theirs)
         if not who:
             continue
-        crcs = told([zlib.crc32(line.encode()) for line in lines])
+        crcs = gathered_json([zlib.crc32(line.encode()) for line in lines])
         at = next(i for i, (a, b) in enumerate(zip_longest(crcs[usual], crcs[odd])) if a != b)
-        first = told(lines[at].strip()[:200] if at < len(lines) else "nothing more")
+        first = gathered_json(lines[at].strip()[:200] if at < len(lines) else "nothing more")
         raise ValueError(
             f"{name} of the step differ: {who}. Process {usual} has `{first[usual]}`, process {odd} has "
             f"`{first[odd]}`. Run the same code with the same arguments (optimizer, bucket_size, rates) "
@@ -370,7 +370,7 @@ class Batches:
                 "processes compared theirs: give as many in each step, or make another step for others"
             )
         whole = {name: checksum(x) for name, (x, c) in both.items() if not c}
-        each = told([rows, [checksum(x) for x in own.values()], whole])
+        each = gathered_json([rows, [checksum(x) for x in own.values()], whole])
         seen: dict[Any, int] = {}  # parts, and checksums
         for process, taken in self._taken.items():
             if each[process][0] != rows:

@@ -255,7 +255,7 @@ class Workers:
         return jax.tree.unflatten(structure, arrays)
 
     def stacks(self, spec: P) -> bool:
-        """Whether an array of this spec has a leading axis of workers."""
+        """True for the spec of an array with a leading axis of workers."""
         first = spec[0] if len(spec) else None
         return not set(self.axes).isdisjoint(first if isinstance(first, tuple) else (first,))
 

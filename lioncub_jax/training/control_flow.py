@@ -21,7 +21,7 @@ _SEND_NOTHING = {_CAST, "axis_index"}  # though they name an axis
 
 
 def has_branches(program: Jaxpr) -> bool:
-    """Whether there is a ``cond``, ``switch`` or ``while`` in a traced program, at any depth.
+    """True where a traced program has a ``cond``, ``switch`` or ``while``, at any depth.
 
     Without one, types say all, and `differing` need not be asked.
     """
@@ -58,7 +58,7 @@ def differing(program: Jaxpr, over: Axes, given: Sequence[bool]) -> list[bool]:
 
 
 def varies(x: Any, over: Axes) -> bool:
-    """Whether an array of a traced program varies over some of the axes, by its type."""
+    """True for an array of a traced program that varies over some of the axes, by its type."""
     kind = getattr(x.aval, "manual_axis_type", None)
     return kind is not None and not kind.varying.isdisjoint(over)
 
@@ -106,7 +106,7 @@ def _of_one_rank(outside: Sequence[Any], inside: Sequence[Any]) -> int:
 
 
 def _looped(body: Jaxpr, over: Axes, args: list[bool], at: int, carried: int) -> list[bool]:
-    """Of a loop, whose turns are given, from place ``at`` on, what the turns before have made."""
+    """Results of a loop, whose turns take the results of the turn before from place ``at`` on."""
     while True:
         results = differing(body, over, args)
         after = list(args)
@@ -117,7 +117,7 @@ def _looped(body: Jaxpr, over: Axes, args: list[bool], at: int, carried: int) ->
 
 
 def _plain(step: JaxprEqn, over: Axes, given: list[bool]) -> list[bool]:
-    """Of an operation without programs in it. What only collectives do ends a difference."""
+    """Results of an operation without programs in it; a collective ends a difference."""
     typed = [varies(x, over) for x in step.invars]
     made = any(given) or (step.primitive.name != _CAST and not any(typed))
     hidden = any(x and not by_type for x, by_type in zip(given, typed, strict=True))
@@ -125,7 +125,7 @@ def _plain(step: JaxprEqn, over: Axes, given: list[bool]) -> list[bool]:
 
 
 def communicates(program: Jaxpr, over: Axes) -> bool:
-    """Whether workers send anything in a traced program."""
+    """True where workers send anything in a traced program."""
     for step in program.eqns:
         named = step.params.get("axes", step.params.get("axis_name", ()))
         sends = step.primitive.name not in _SEND_NOTHING

@@ -52,7 +52,7 @@ _GIVE = (
 
 
 def is_raw_key(x: Any) -> bool:
-    """Whether something may be a key of ``jax.random.PRNGKey``, an array of words."""
+    """True for what may be a key of ``jax.random.PRNGKey``, an array of words."""
     if getattr(x, "dtype", None) != np.uint32 or x.ndim != 1:
         return False  # in no time, for a step asks for each array of a batch
     words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))

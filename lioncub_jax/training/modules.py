@@ -94,7 +94,7 @@ def check_split(params: Any) -> None:
 
 
 def is_module(x: Any) -> bool:
-    """Whether something is an ``nnx.Module``."""
+    """True for an ``nnx.Module``."""
     if not flax_in_use():
         return False
     from flax import nnx

@@ -1,4 +1,4 @@
-"""The first state of a training step: what lies on the mesh before there is a step."""
+"""First states of training: parameters, model and optimizer state placed on the mesh."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -92,7 +92,7 @@ def init_state(
 def _taken(
     tx: Any, params: Any, workers: Workers, specs: Any, local: Any
 ) -> tuple[Any, Any, list[MappedTransform]]:
-    """Parameters out of their boxes, how they are cut, and the two optimizers among the workers."""
+    """Parameters out of their boxes, their specs, and the two optimizers mapped over the workers."""
     check_workers(workers)
     check_local(local, 1, workers)
     check_split(params)
@@ -164,7 +164,7 @@ def _placed(workers: Workers, params: Any, shared: Any, rest: Any) -> tuple[Any,
 
 
 def own_state(model_state: Any, workers: Workers) -> Any:
-    """A copy of the model state for each worker, for a trainer of one's own; `init_state` makes it itself.
+    """Copies a model state for each worker, for a training loop of your own; `init_state` does it itself.
 
     Args:
       model_state: a tree of arrays, such as batch statistics, the same on every process.
@@ -214,7 +214,7 @@ def abstract_state(
     model_state: Any = (),
     local: optax.GradientTransformation | None = None,
 ) -> StepState:
-    """What `init_state` would return, as shapes with shardings: nothing is allocated.
+    """Shapes with shardings of what `init_state` would return: nothing is allocated.
 
     For ``TrainStep.lower``, to read a program before there is a machine to run it, and for
     ``Checkpoints.restore``, to read a state without making one first.

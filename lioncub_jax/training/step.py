@@ -71,7 +71,7 @@ class StepState(NamedTuple):
 
     @staticmethod
     def holders() -> dict[str, Holder]:
-        """Whose the fields are, for checkpoints."""
+        """Holders of the fields, for checkpoints."""
         return {"model_state": Holder.WORKER, "local_state": Holder.WORKER}
 
 
@@ -208,7 +208,7 @@ class OnMesh(optax.GradientTransformationExtraArgs):
     """
 
     def shardings(self, params: optax.Params) -> Any:
-        """Where the state of these parameters lies."""
+        """Shardings of the state of these parameters."""
         return self.init.shardings(params)  # type: ignore[attr-defined]
 
     def specs(self, params: optax.Params) -> Any:
@@ -275,7 +275,7 @@ class TrainStep:
         return state, {"loss": metrics.pop("loss"), **metrics}  # jit has sorted them by name
 
     def _check(self, state: StepState, batch: Any) -> None:
-        """Raises for what JAX would say in words of its own, or not at all."""
+        """Raises for a state or a call that JAX would refuse in words of its own, or not at all."""
         if not isinstance(state, StepState):
             raise TypeError(
                 f"the state is a {type(state).__name__}, and the StepState of init_state is wanted: "
@@ -292,7 +292,7 @@ class TrainStep:
             check_devices(self._workers, state=state)
 
     def lower(self, state: StepState, batch: Any) -> jax.stages.Lowered:
-        """As ``jax.jit(...).lower``: for reading the compiled program. Shapes will do."""
+        """Lowers the step as ``jax.jit(...).lower``, to read its program. Shapes will do."""
         return self._jitted.lower(*self._arguments(state, batch))
 
     def _arguments(self, state: StepState, batch: Any) -> tuple[StepState, Any, Any]:
