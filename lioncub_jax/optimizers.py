@@ -436,7 +436,6 @@ def global_gradients(
         check_floating("dtype", dtype)
     check_kinds(tx=(tx, optax.GradientTransformation))
     tx = optax.with_extra_args_support(tx)
-    built = None if axis else checks.callers_line()
 
     def init(params: optax.Params) -> GlobalState:
         return GlobalState(tx.init(wires.agreed(params, everyone)))
@@ -449,15 +448,15 @@ def global_gradients(
         abstain: jax.Array | None = None,
         **extra: Any,
     ) -> tuple[optax.Updates, GlobalState]:
-        abstain = checks.check_abstain(abstain, extra)
-        if abstain is not None and checks.abstain_is_explicit.get():
+        checks.check_abstain(abstain, extra)
+        if abstain is not None:
             raise ValueError(
                 "abstain is given, and global_gradients averages the gradients of all workers: leave it "
                 "out, or give owner(tx), whose workers can abstain"
             )
-        if built is not None:
-            checks.warn_alone(updates, built)
-        if axis:
+        if not axis:
+            checks.warn_if_on_several_devices(updates)
+        else:
             axes.workers_on(everyone)
             checks.check_local(updates, everyone)
             updates = wires.mean_over_workers(updates, everyone, dtype)

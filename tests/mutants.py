@@ -241,10 +241,6 @@ MUTANTS = r"""
 - mesh.size > 1 and not mesh.manual_axes
 + mesh.size > 1
 
-= a line of optax is the caller's
-- theirs = "lioncub_jax", "optax", "jax"
-+ theirs = "lioncub_jax", "jax"
-
 = of replicas that drift apart another worker is named
 - sums[:, 1] != sums[0, 1]
 + sums[:, 0] != sums[0, 0]
@@ -283,8 +279,8 @@ MUTANTS = r"""
 
 # mesh/placement.py: sharding face gradients
 = devices of a group are counted before the workers
-- return (*axes.names(self.axis), *axes.names(self.group))
-+ return (*axes.names(self.group), *axes.names(self.axis))
+- return (*mesh_axes.names(self.axis), *mesh_axes.names(self.group))
++ return (*mesh_axes.names(self.group), *mesh_axes.names(self.axis))
 
 # mesh/specs.py: sharding training boxes
 = in a trace types are not asked how parameters of nnx are cut
@@ -295,10 +291,10 @@ MUTANTS = r"""
 - first[: len(workers)] != tuple(workers)
 + set(first[: len(workers)]) != set(workers)
 
-# training/typed.py: face boxes sharding
+# training/mapped.py: face boxes sharding
 = what is empty is said to lie in parts
-- lambda spec, x: spec if x.size else P(), held, made
-+ lambda spec, x: spec, held, made
+- lambda spec, x: spec if x.size else P(), specs, state
++ lambda spec, x: spec, specs, state
 
 # training/control_flow.py: chains
 = what a branch makes by one worker's choice counts as agreed
@@ -326,10 +322,10 @@ MUTANTS = r"""
 - jnp.where(finite, new, old)
 + new
 
-# training/typed.py: chains
+# training/mapped.py: chains
 = state that all hold may differ
-- if differ[i] and (more or not wanted):
-+ if differ[i] and i < len(jax.tree.leaves(results[0])):
+- if x and (i in loose or not wanted[i])]
++ if x and i < len(jax.tree.leaves(results[0]))]
 
 # mesh/boxes.py: boxes
 = the workers' axis is written behind the names of a box
@@ -342,10 +338,6 @@ MUTANTS = r"""
 + frozenset(axes_in(spec))
 
 # training/gradients.py: gradients training chains
-= Rngs that a loss draws from do not go on
-- count[...] = after
-+ count[...] = count[...]
-
 = results lie over the workers alone
 - if has_aux and typed:
 + if has_aux and not workers.axes:
@@ -367,7 +359,11 @@ MUTANTS = r"""
 - kind is Kind.PER_WORKER and rows != (workers.count,)
 + kind is Kind.PER_WORKER and rows[0] % workers.count
 
-# training/modules.py: gradients training
+# training/modules.py: gradients training chains
+= Rngs that a loss draws from do not go on
+- variable[...] = count
++ variable[...] = variable[...]
+
 = what a model keeps is written where nnx does not let it be written
 - nnx.merge(graph, params, model_state, copy=True)
 + nnx.merge(graph, params, model_state)

@@ -1,6 +1,5 @@
 """Optax around a vote, on one axis and on cut parameters: what differs between workers, what must not."""
 
-import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -285,21 +284,6 @@ def test_one_nan_silences_a_worker_once(front):
         params, after = step(params, after, BATCH)
     ((_, votes),) = optax.tree.get_all_with_path(after, "votes")
     assert (votes.abstentions, votes.abstained) == (1, 0)
-
-
-def test_a_chain_around_on_mesh_is_said_at_the_line_that_calls_it():
-    """Gradients of all workers are clipped as one there."""
-    workers, tx = on_mesh(cub, "data=8")
-    grads = jax.tree.map(lambda p: jnp.ones((8, *p.shape)), PARAMS)
-    around = optax.chain(optax.clip_by_global_norm(1.0), tx)
-    update = lambda tx, state: tx.update(grads, state, PARAMS)  # noqa: E731
-    with pytest.warns(UserWarning, match="on_mesh is in a chain.*clip_by_global_norm") as said:
-        jax.eval_shape(lambda state: update(around, state), around.init(PARAMS))
-    assert [(x.filename, x.lineno) for x in said] == [(__file__, update.__code__.co_firstlineno)]
-    inside = lc.on_mesh(optax.chain(optax.clip_by_global_norm(1.0), cub(workers)), workers)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        jax.eval_shape(lambda state: update(inside, state), inside.init(PARAMS))
 
 
 def test_an_update_runs_without_jit_on_inner_axes_too():

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 import lioncub_jax as lc
 from lioncub_jax.audit.compiled import collectives
 from lioncub_jax.exchange import layout, xla
-from lioncub_jax.mesh import placement
+from lioncub_jax.mesh import border
 
 # Options under which nothing is rounded if gradients are small whole numbers, and at most the sum of
 # exact products otherwise. So it does not matter whether XLA contracts a multiplication and an addition
@@ -309,7 +309,7 @@ def test_many_arrays_enter_joined_and_the_program_is_the_one_without(mesh_of, mo
     # A few of each dtype and kind; and those without a dimension, or an element.
     assert few <= 2 * (3 * 3 + 2 * 6) + 1
     assert_equal(joined(*given), jax.jit(double)(*given))
-    monkeypatch.setattr(placement, "MANY", 1000)
+    monkeypatch.setattr(border, "MANY", 1000)
     many, apart = program()
     assert many == 2 * len(same) + 1 and "concatenate(" not in joined.as_text()
     for op in ("slice(", "copy(", "fusion("):

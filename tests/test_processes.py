@@ -335,7 +335,7 @@ def differ(folder):
         x = jax.ShapeDtypeStruct((2,), int, sharding=NamedSharding(turned.mesh, P()))
         lc.mesh.check_same_step(jax.jit(jnp.sin).lower(1.0), x=x)
     with jax.enable_x64(last):
-        assert processes.told(jax.process_index()) == [0, 1]
+        assert processes.gathered_json(jax.process_index()) == [0, 1]
     state = {"step": 0, "params": lc.init_state(tx, params, workers).params, "number": float(last)}
     told = re.escape("state['number'] is labelled one value and differs between devices 0")
     with (

@@ -26,7 +26,7 @@ import lioncub_jax as lc
 from lioncub_jax.audit import collectives
 from lioncub_jax.checkpoint import layout, tiles
 from lioncub_jax.exchange.layout import Holder
-from lioncub_jax.mesh.hosts import told
+from lioncub_jax.mesh.hosts import gathered_json
 from lioncub_jax.tools import run
 from lioncub_jax.tools.run import Snapshots, WorkerStateLost, private_files, snapshot_files
 from lioncub_jax.tools.run.snapshots import run_name, send
@@ -370,7 +370,7 @@ def test_no_process_says_more_than_a_bound_or_what_is_no_json(monkeypatch, size,
     rows = [np.frombuffer(row.ljust(max(4, len(text))), np.uint8) for row in (b"null", text)]
     answers = iter([np.array([4, size]), np.array(rows)])
     monkeypatch.setattr(multihost_utils, "process_allgather", lambda x: next(answers))
-    refuses(words, lambda: told(None))
+    refuses(words, lambda: gathered_json(None))
 
 
 def test_a_run_may_move_and_snapshots_of_another_run_or_model_are_refused(folders, first, tmp_path):
@@ -451,9 +451,11 @@ def half_written(folder):
         multihost_utils.sync_global_devices("harmed")
         assert snapshots.restore(first) is None
         if jax.process_index() == 1:  # says what an unpickler would run
-            snapshot_files.told = lambda what: told([[], [[RUNS.decode(), [], []]]])
+            snapshot_files.gathered_json = lambda what: gathered_json(
+                [[], [[RUNS.decode(), [], []]]]
+            )
         refuses("process 1 says", lambda: snapshots.restore(first))
-        snapshot_files.told = told
+        snapshot_files.gathered_json = gathered_json
 
 
 def write(folder):

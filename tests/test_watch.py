@@ -289,6 +289,18 @@ def test_a_program_that_votes_and_that_no_backend_shows_is_warned_of():
         lowered.compile()
 
 
+def test_another_program_of_the_name_of_one_that_votes_is_not_warned_of(mesh):
+    step, args, _ = step_of(mesh)
+    jax.jit(step).lower(*args)
+
+    def step(x):
+        return x
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.jit(step).lower(1.0).compile()
+
+
 @pytest.mark.parametrize("vote", [CUB, ADAM], ids=["vote", "with a warm-up"])
 def test_votes_that_only_a_branch_takes_are_warned_of(vote, mesh):
     tx = optax.apply_if_finite(vote, 3)

@@ -132,19 +132,20 @@ def reads() -> bool:
     return checks.mode != "allow"
 
 
-def look(name: str, texts: list[str], reduced: Sequence[Any] = ()) -> None:
-    """Reads what was compiled of a function that votes.
+def look(name: str, texts: list[str], reduced: Sequence[Any] = (), votes: bool = True) -> None:
+    """Reads what was compiled of a function that votes, or of one of its name.
 
     Args:
       name: of the function.
       texts: of the programs that are new.
       reduced: see `checks.warn_of_masked`.
+      votes: whether it is certain that it votes.
 
     Raises:
       ValueError: for a program that votes and sends floats too; a warning in that `mode`.
     """
     # Where the compiler fails, nothing is there to read.
-    if not any("op_name=" in x for x in texts) and not sys.exc_info()[1]:
+    if votes and not any("op_name=" in x for x in texts) and not sys.exc_info()[1]:
         warnings.warn(
             f"{name} votes, and no backend shows its compiled program, so nobody has looked whether floats "
             "travel beside the votes: give what is compiled to lioncub_jax.check_votes, or compare the "
@@ -160,12 +161,12 @@ def look(name: str, texts: list[str], reduced: Sequence[Any] = ()) -> None:
             warnings.warn(wrong, stacklevel=3)
         # By its name one may be in a branch that XLA has made a choice between values of. The branches of
         # what on_mesh has called are checked.
-        votes = [
+        branches = [
             x.by.gated and "cond/branch_" in _ALIKE.sub("", x.line) and checks.DECIDED not in x.line
             for x in program.arrays
             if _VOTE.search(x.line)
         ]
-        if votes and all(votes):
+        if branches and all(branches):
             warnings.warn(
                 "all votes of this program are in branches of a lax.cond: if workers do not agree on the "
                 "branch, they wait for each other for ever. optax.apply_if_finite does that when one "

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import jax
 
-from lioncub_jax.mesh.hosts import told
+from lioncub_jax.mesh.hosts import gathered_json
 
 Result = TypeVar("Result")
 
@@ -43,7 +43,9 @@ def from_first(act: Callable[[], Result]) -> Result:
             result = act()
         except (OSError, ValueError) as problem:
             error = problem
-    result, is_os_error, text = told([result, isinstance(error, OSError), str(error or "")])[0]
+    result, is_os_error, text = gathered_json(
+        [result, isinstance(error, OSError), str(error or "")]
+    )[0]
     if text:
         raise error or (OSError if is_os_error else ValueError)(text)
     return result

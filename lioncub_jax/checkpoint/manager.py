@@ -39,7 +39,7 @@ from lioncub_jax.exchange.arguments import check_count
 from lioncub_jax.exchange.layout import Holder
 from lioncub_jax.mesh.axes import AxisName, spelled
 from lioncub_jax.mesh.checksum import checksums, untyped
-from lioncub_jax.mesh.hosts import any_process, together, told
+from lioncub_jax.mesh.hosts import any_process, gathered_json, together
 from lioncub_jax.mesh.placement import Workers, names_of
 
 RULES = ("mean", "keep")
@@ -537,7 +537,7 @@ class Checkpoints:
             f"{name} was not read, and nothing is known of its state", read_own
         )
         if jax.process_count() > 1:
-            problem = max(told(problem), key=lambda text: (text == "gone", text))
+            problem = max(gathered_json(problem), key=lambda text: (text == "gone", text))
         if problem == "gone":
             raise Gone(f"{name} is gone")
         if problem:

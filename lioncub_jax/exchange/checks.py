@@ -1,12 +1,10 @@
 """What is refused when a transform is built or traced, and what the error advises."""
 
-import contextlib
-import contextvars
 import difflib
 import inspect
 import types
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -23,19 +21,7 @@ from lioncub_jax.mesh.checksum import checksum
 from lioncub_jax.mesh.placement import check_arrays
 
 mode = "raise"  # what is done with what was found: see lioncub_jax.audit.mode
-# False while make_train_step passes abstain on its own: transforms that cannot abstain ignore it then.
 DECIDED = "lioncub.decided"  # scope of an update in which no worker alone decides to communicate
-abstain_is_explicit = contextvars.ContextVar("abstain is explicit", default=True)
-
-
-@contextlib.contextmanager
-def during(flag: contextvars.ContextVar[Any], value: Any) -> Iterator[None]:
-    """Where a flag has another value."""
-    token = flag.set(value)
-    try:
-        yield
-    finally:
-        flag.reset(token)
 
 
 def check_leaves(tree: Any) -> Any:
@@ -221,12 +207,15 @@ def check_group(up: Quantizer) -> None:
 def check_abstain(abstain: Any, others: dict[str, Any]) -> jax.Array | None:
     """The flag of a worker, or None, that ``update`` is given; its other arguments are for a chain.
 
+    `make_train_step` gives ``diverged`` among those, the same flag, which others than ours may ignore.
+
     Raises:
       TypeError: for a misspelled "abstain", which optax.chain would ignore silently.
       ValueError: for an ``abstain`` that is no flag of one worker.
     """
     for name in difflib.get_close_matches("abstain", others, cutoff=0.7):
         raise TypeError(f"update has no argument {name!r}: give abstain, or leave it out")
+    abstain = others.get("diverged") if abstain is None else abstain
     if abstain is None:
         return None
     flag = jnp.asarray(abstain)
@@ -271,40 +260,18 @@ def asked(tx: optax.GradientTransformation) -> set[str]:
     return names
 
 
-def callers_line() -> tuple[str, int, list[str]]:
-    """File and line of the caller's own program, and the functions on the way here."""
-    frame, passed = inspect.currentframe(), list[str]()
-    theirs = "lioncub_jax", "optax", "jax"
-    while frame and str(frame.f_globals.get("__name__")).partition(".")[0] in theirs:
-        passed.append(frame.f_code.co_qualname)
-        frame = frame.f_back
-    return (frame.f_code.co_filename, frame.f_lineno, passed) if frame else ("", 0, passed)
-
-
-def warn_alone(updates: Any, built: tuple[str, int, list[str]]) -> None:
-    """Warns where a transform without an axis has arrays of several devices, at the line that built it."""
+def warn_if_on_several_devices(updates: Any) -> None:
+    """Warns where a transform without an axis has arrays of several devices."""
     meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(updates)]
     mesh = max([jax.sharding.get_abstract_mesh(), *meshes], key=lambda mesh: mesh.size)
     if mode != "allow" and mesh.size > 1 and not mesh.manual_axes:
-        warnings.warn_explicit(
+        warnings.warn(
             f"workers=None is for one device, and the gradients are on several, {dict(mesh.shape)}: "
             "nobody votes, and the compiler averages gradients in full precision. Give "
             "lioncub_jax.Workers as workers, and run the optimizer through lioncub_jax.on_mesh; one "
             "worker of several devices is an axis of size 1",
-            UserWarning, *built[:2],
-        )  # fmt: skip
-
-
-def warn_if_chained() -> None:
-    """Warns where a transform of the gradients of all workers is called by ``optax.chain``."""
-    file, line, passed = callers_line()
-    if mode != "allow" and "chain.<locals>.update_fn" in passed:
-        warnings.warn_explicit(
-            "on_mesh is in a chain: what stands before it has the gradients of all workers as one, so "
-            "optax.clip_by_global_norm clips by the norm over all of them. Put the chain inside: "
-            "lioncub_jax.on_mesh(optax.chain(optax.clip_by_global_norm(1.0), tx), workers)",
-            UserWarning, file, line,
-        )  # fmt: skip
+            stacklevel=3,
+        )
 
 
 def as_mask(argument: str, mask: Any) -> Any:

@@ -24,10 +24,11 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
+_LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 _TRACED = "/jax/core/compile/jaxpr_trace_duration"
 _NOT_SHOWN = AttributeError, jax.errors.JaxRuntimeError  # by a plugin, which need not have either
 
-_voting = set[str]()  # names of lowered programs that vote
+_voting = dict[str, bool]()  # names of programs that vote; False if the newest of the name does not
 _before = dict[int, set[Any]]()  # by thread, what was compiled when its compilation began
 _listening = list[Any]()  # the reader, once there is one
 
@@ -60,7 +61,8 @@ def _in_batches(arrays: Any, dims: Any) -> tuple[Any, Any]:
 
 
 def _lowered(context: mlir.LoweringRuleContext, x: Any) -> list[Any]:
-    _voting.add(context.module_context.module.operation.attributes["sym_name"].value)  # type: ignore[attr-defined]
+    name = context.module_context.module.operation.attributes["sym_name"]
+    _voting[name.value] = True  # type: ignore[attr-defined]
     return [x]
 
 
@@ -74,7 +76,11 @@ def _program(about: dict[str, Any]) -> str:
 
 
 def _on_start(event: str, value: float, **about: str | int) -> None:
-    if event == _COMPILED and _program(about) in _voting and _listening[0].reads():
+    if _program(about) not in _voting:
+        return
+    if event == _LOWERED:
+        _voting[_program(about)] = False
+    elif event == _COMPILED and _listening[0].reads():
         _before[threading.get_ident()] = _programs()
 
 
@@ -88,7 +94,8 @@ def _on_end(event: str, duration_secs: float, **about: str | int) -> None:
     elif event == _COMPILED and threading.get_ident() in _before:
         new = _programs() - _before.pop(threading.get_ident())
         name = name.partition("(")[2].removesuffix(")")
-        _listening[0].look(name, list(_texts(new)), _reduced_in.get(name, ()))
+        reduced = _reduced_in.get(name, ())
+        _listening[0].look(name, list(_texts(new)), reduced, _voting[_program(about)])
 
 
 def _programs() -> set[Any]:

@@ -172,7 +172,6 @@ def communicate(
         wanted = "a number of elements, or None"
         check_count(f"bucket_size={bucket_size!r}", bucket_size, wanted)
     plan = Plan(axis, group, memory, up, decision, wire, bucket_size)
-    built = None if axis else checks.callers_line()
     apart = (*axis, *group)
 
     def init(params: optax.Params) -> CommunicateState:
@@ -209,8 +208,8 @@ def communicate(
         checks.check_local(updates, apart)
         if not group:
             checks.check_state(updates, state.mu, state.error)
-        if built is not None:
-            checks.warn_alone(updates, built)
+        if not axis:
+            checks.warn_if_on_several_devices(updates)
         checks.watch_workers(updates, params, state.count, axis)
         # Results have the sharding of what they replace.
         return placement.on_shards(_step, (plan, updates, state, abstain), (updates, state))

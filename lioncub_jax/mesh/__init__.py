@@ -1,4 +1,4 @@
-"""Where arrays lie on a mesh: workers, the axes inside of them, and what types say of both."""
+"""Workers on a mesh: their axes, the specs of arrays, and several processes."""
 
 from lioncub_jax.mesh.hosts import check_same_step, end_on_error
 from lioncub_jax.mesh.placement import Workers, two_level_mesh

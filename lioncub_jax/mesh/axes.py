@@ -25,7 +25,7 @@ def names(axis: AxisName | None) -> Axes:
 
 
 def spelled(axis: Axes) -> AxisName | None:
-    """As users write it: one name, several, or None."""
+    """The axes as users write them: one name, several, or None."""
     return axis if len(axis) > 1 else next(iter(axis), None)
 
 
@@ -64,7 +64,7 @@ def worker_index(axis: Axes) -> jax.Array:
 
 
 def tracked(axis: Axes) -> bool:
-    """Whether types tell what varies over ``axis`` here: ``shard_map`` with ``check_vma=True``."""
+    """True where types tell what varies over ``axis``: in ``shard_map`` with ``check_vma=True``."""
     return bool(axis) and varying_axes(lax.axis_index(axis)).issuperset(axis)
 
 
@@ -84,7 +84,7 @@ def same_everywhere(x: jax.Array, axis: Axes) -> jax.Array:
 
 
 def shared(leaves: Sequence[jax.Array], axis: Axes) -> int | None:
-    """Which leaf is, by its type, the same on all workers, or on some of them: the first; or None."""
+    """Index of the first leaf that is, by its type, the same on all workers or on some; or None."""
     for i, x in enumerate(leaves) if tracked(axis) else ():
         if not varying_axes(x).issuperset(axis):
             return i
@@ -92,7 +92,7 @@ def shared(leaves: Sequence[jax.Array], axis: Axes) -> int | None:
 
 
 def shard(x: jax.Array, axis: Axes) -> tuple[Any, int]:
-    """Which of a worker's shards of an array is here, ``uint32[]``, and how many it has, by its type.
+    """Index of this shard among a worker's of an array, ``uint32[]``, and their number, by its type.
 
     0 of 1 for an array in one piece.
     """
@@ -131,7 +131,7 @@ def max_over_shards(x: jax.Array, axis: Axes) -> jax.Array:
 
 
 def any_over_shards(flag: jax.Array, axis: Axes) -> jax.Array:
-    """Whether a flag is set on any of the devices that share one worker."""
+    """True where a flag is set on any of the devices that share one worker."""
     return max_over_shards(flag.astype(jnp.uint32), axis) > 0 if _others(flag, axis) else flag
 
 

@@ -23,7 +23,7 @@ def _kinds() -> tuple[type, ...]:
 
 
 def is_box(x: Any) -> bool:
-    """Whether something is a box of flax with the name of each dimension in it, or room for it."""
+    """True for a box of flax, which has a name for each dimension, or room for it."""
     return isinstance(x, _kinds())
 
 
@@ -33,12 +33,12 @@ def boxes_of(tree: Any) -> list[Any]:
 
 
 def of_linen(x: Any) -> bool:
-    """Whether something is a box of flax linen, which always has names."""
+    """True for a box of flax linen, which always has names."""
     return isinstance(x, _kinds()[:1])
 
 
 def opened(tree: Any) -> Any:
-    """What is in the boxes of flax linen, as it lies: to open one by itself would lay it elsewhere."""
+    """The arrays in boxes of flax linen, where they lie; ``unbox`` of flax would lay them elsewhere."""
     return jax.tree.map(lambda x: x.value if of_linen(x) else x, tree, is_leaf=of_linen)
 
 
@@ -63,7 +63,7 @@ def named(state: Any, specs: Any, params: Any, workers: Workers) -> Any:
       state: global arrays, in the boxes of the parameters that they were made from.
       specs: how each lies.
       params: parameters of which some are boxed.
-      workers: whose.
+      workers: a `Workers`.
     """
     box = _partitioned if any(map(of_linen, boxes_of(params))) else _variable
 

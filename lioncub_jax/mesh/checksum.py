@@ -24,21 +24,21 @@ def checksums(
       arrays: by path, on one mesh, each with elements; of random keys their words.
 
     Returns:
-      ``(sums, apart)``: for each path its two words, the same for an array that is cut otherwise; and
+      ``(sums, differ)``: for each path its two words, the same for an array that is cut otherwise; and
       for each array with copies that differ, the ids of two devices between which they do.
     """
-    sums, apart = {}, {}
+    sums, differ = {}, {}
     for path, (each, devices, mesh) in copies(arrays).items():
         sums[path] = each[0].sum(axis=0, dtype=np.uint32).tolist()
         if (others := np.argwhere((each != each[0]).any(axis=-1))).size:
             copy, shard = others[0]
             one, other = mesh.devices.flat[devices[[0, copy], shard]]
-            apart[path] = one.id, other.id
-    return sums, apart
+            differ[path] = one.id, other.id
+    return sums, differ
 
 
 class Copies(NamedTuple):
-    """What the devices of a mesh hold of one array, which may be cut and then copied.
+    """Checksums of the parts of one array, which may be cut over a mesh and then copied.
 
     Attributes:
       sums: ``uint32[copies, shards, 2]``, the words of what each device holds.
@@ -52,7 +52,7 @@ class Copies(NamedTuple):
 
 
 def copies(arrays: dict[str, jax.Array]) -> dict[str, Copies]:
-    """What each device holds of each array, in words; for every process.
+    """Checksums of what each device holds of each array; all processes call it and have the result.
 
     Args:
       arrays: as `checksums`.
@@ -67,13 +67,13 @@ def copies(arrays: dict[str, jax.Array]) -> dict[str, Copies]:
     with jax.set_mesh(mesh):  # whatever mesh the caller has set
         each = [_of_devices(*one) for one in zip(plain, lie, strict=True)]
         # For every process.
-        found = np.asarray(jax.jit(jnp.stack, out_shardings=NamedSharding(mesh, P()))(each))
+        sums = np.asarray(jax.jit(jnp.stack, out_shardings=NamedSharding(mesh, P()))(each))
     held = {}
     for i, path in enumerate(paths):
         starts = _starts(lie[i], plain[i].shape)
         # Those that hold the same shard, next to each other.
         devices = np.argsort(starts, kind="stable").reshape(len({*starts}), -1).T
-        held[path] = Copies(found[i, devices], devices, mesh)
+        held[path] = Copies(sums[i, devices], devices, mesh)
     return held
 
 

@@ -1,7 +1,7 @@
-"""Several processes: what they tell each other, and how what each has on its host comes onto a mesh of all.
+"""Several processes: messages between them, and arrays of each host on a mesh of all.
 
-Whoever asks is answered when all have asked. Random keys are no numbers: what lies on devices, is summed up
-and is kept are their words.
+Every process makes each call, or the others wait. Of random keys the words lie on devices, are summed up
+and are kept.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.mesh.specs import axes_of, product
 
 Result = TypeVar("Result")
-MOST_TOLD = 2**26  # bytes that a process may say at once: room is made for as many from each
+MOST_BYTES = 2**26  # bytes that a process may say at once: room is made for as many from each
 WAITS_SECONDS = 20.0  # until it is said; less than JAX waits for heartbeats
 LINGER_SECONDS = 3.0
 _COLLECTIVE = re.compile(r"stablehlo\.(all_\w+|collective_\w+|reduce_scatter)\b(?:.* : (\(.*))?")
@@ -134,49 +134,49 @@ def gathered(x: Any) -> np.ndarray:
 
 
 def any_process(flag: bool) -> bool:
-    """Whether it is so in any process; all must ask."""
+    """True where the flag is set in any process; all must call it."""
     return bool(gathered(flag).any())
 
 
 def together(sentence: str, act: Callable[[], Result]) -> Result:
     """Acts in every process; where one fails all raise: it its own error, the others a sentence."""
     try:
-        found = act()
+        result = act()
     except Exception:
         any_process(True)
         raise
     if any_process(False):
         raise RuntimeError(f"{sentence}: another process failed, and its error says why")
-    return found
+    return result
 
 
-def told(what: Any) -> list[Any]:
-    """What each process says, anything that JSON can hold, in the order of the processes.
+def gathered_json(what: Any) -> list[Any]:
+    """Messages of all processes, anything that JSON can hold, in the order of the processes.
 
     Raises:
-      ValueError: in all processes, where one says more than `MOST_TOLD` bytes, or what is no JSON.
+      ValueError: in all processes, where one says more than `MOST_BYTES` bytes, or what is no JSON.
     """
     mine = np.frombuffer(json.dumps(what).encode(), np.uint8)
     sizes = gathered(np.int32(min(mine.size, 2**31 - 1)))  # of one type, with jax_enable_x64 too
-    if not 0 < sizes.min() <= sizes.max() <= MOST_TOLD:
+    if not 0 < sizes.min() <= sizes.max() <= MOST_BYTES:
         raise ValueError(
             f"processes want to say {sizes.tolist()} bytes to each other, and each may say 1 to "
-            f"{MOST_TOLD}: run the same program in all"
+            f"{MOST_BYTES}: run the same program in all"
         )
     each = gathered(np.pad(mine, (0, sizes.max() - mine.size)))
-    found = []
+    messages = []
     for process, (text, size) in enumerate(zip(each, sizes, strict=True)):
         try:
-            found.append(json.loads(text[:size].tobytes()))
+            messages.append(json.loads(text[:size].tobytes()))
         except (ValueError, RecursionError):
             raise ValueError(
                 f"process {process} says what is no JSON: run the same program in all processes"
             ) from None
-    return found
+    return messages
 
 
 def is_key(x: Any) -> bool:
-    """Whether something is an array of typed random keys."""
+    """True for an array of typed random keys."""
     return jnp.issubdtype(getattr(x, "dtype", np.void), jax.dtypes.prng_key)
 
 
@@ -186,14 +186,14 @@ def words_of(x: Any) -> Any:
 
 
 def of_words(words: jax.Array, like: Any) -> jax.Array:
-    """What `words_of` made of an array like that one."""
+    """Undoes `words_of` of an array like that one."""
     return (
         jax.random.wrap_key_data(words, impl=jax.random.key_impl(like)) if is_key(like) else words
     )
 
 
 def is_own(x: Any, sharding: NamedSharding) -> bool:
-    """Whether this process alone has an array, which is to lie on devices of others too."""
+    """True for an array of this process alone, which is to lie on devices of others too."""
     of_host = not isinstance(x, jax.ShapeDtypeStruct)
     return not sharding.is_fully_addressable and getattr(x, "is_fully_addressable", of_host)
 
@@ -228,7 +228,7 @@ def check_same(call: str, tree: Any, sharding: NamedSharding) -> None:
     for path, x in leaves:
         if is_own(x, sharding):
             own[jax.tree_util.keystr(path)] = f"{jnp.result_type(x)}, checksum {checksum(x)}"
-    each = told(own)
+    each = gathered_json(own)
     for other, sums in enumerate(each):
         for path, _ in sorted(each[0].items() ^ sums.items()):
             both = "; ".join(str(words.get(path))[:200] for words in (each[0], sums))
@@ -244,7 +244,7 @@ def devices_of(sharding: Any) -> list[int]:
 
 
 def checksum(x: Any) -> int:
-    """Of the bytes of an array."""
+    """CRC of the bytes of an array."""
     return zlib.crc32(np.ascontiguousarray(words_of(x)).tobytes())
 
 
@@ -278,7 +278,7 @@ def check_same_step(lowered: jax.stages.Lowered, **arguments: Any) -> None:
     leaves = {f"{path[0].key}{jax.tree_util.keystr(path[1:])}": x for path, x in paths}
     scalars = {name: x for name, x in leaves.items() if jnp.ndim(x) == 0 and _is_replicated(x)}
     program = lowered.as_text().splitlines()
-    collectives = [found for line in program if (found := _COLLECTIVE.search(line))]
+    collectives = [match for line in program if (match := _COLLECTIVE.search(line))]
     lie = [getattr(x, "sharding", None) for x in leaves.values()]
     lie = [x for x in lie if isinstance(getattr(x, "mesh", None), jax.sharding.Mesh)]
     _check_same_lines({
@@ -300,9 +300,9 @@ def _check_same_lines(parts: dict[str, list[str]]) -> None:
         usual, odd, who = who_differs(theirs)
         if not who:
             continue
-        crcs = told([zlib.crc32(line.encode()) for line in lines])
+        crcs = gathered_json([zlib.crc32(line.encode()) for line in lines])
         at = next(i for i, (a, b) in enumerate(zip_longest(crcs[usual], crcs[odd])) if a != b)
-        first = told(lines[at].strip()[:200] if at < len(lines) else "nothing more")
+        first = gathered_json(lines[at].strip()[:200] if at < len(lines) else "nothing more")
         raise ValueError(
             f"{name} of the step differ: {who}. Process {usual} has `{first[usual]}`, process {odd} has "
             f"`{first[odd]}`. Run the same code with the same arguments (optimizer, bucket_size, rates) "
@@ -326,7 +326,7 @@ def _is_replicated(x: Any) -> bool:
 
 
 class Batches:
-    """Where the batches of a step lie, and what must fit.
+    """Placement of the batches of a step, and checks of their rows.
 
     A mesh cuts a batch into parts. Of an array that a process alone has, such as one of NumPy, the rows
     are those of the parts that its devices take, in the order of the parts.
@@ -350,16 +350,14 @@ class Batches:
         self.shared = len(self._taken) == jax.process_count() > 1
         self._rows: dict[str, float] | None = None  # for a part, when processes compared theirs
 
-    def check(self, batch: Any, cut: Callable[[], Sequence[bool]]) -> None:
+    def check(self, batch: Any, split: Sequence[bool]) -> None:
         """Has the processes compare what each gives, once, so that all raise where it does not fit.
 
         Args:
           batch: a tree of arrays.
-          cut: says for each leaf whether it is cut over the workers, or goes whole to each.
+          split: for each leaf whether it is cut over the workers, or goes whole to each.
         """
-        if not self.shared:
-            return
-        leaves = zip(jax.tree_util.tree_leaves_with_path(batch), cut(), strict=True)
+        leaves = zip(jax.tree_util.tree_leaves_with_path(batch), split, strict=True)
         both = {_name(path): (x, c) for (path, x), c in leaves if is_own(x, self._sharding)}
         own = {name: x for name, (x, c) in both.items() if c}
         me = jax.process_index()
@@ -372,7 +370,7 @@ class Batches:
                 "processes compared theirs: give as many in each step, or make another step for others"
             )
         whole = {name: checksum(x) for name, (x, c) in both.items() if not c}
-        each = told([rows, [checksum(x) for x in own.values()], whole])
+        each = gathered_json([rows, [checksum(x) for x in own.values()], whole])
         seen: dict[Any, int] = {}  # parts, and checksums
         for process, taken in self._taken.items():
             if each[process][0] != rows:
@@ -413,17 +411,17 @@ class Batches:
         )
 
     def rows_of_all(self, name: str, x: Any) -> int:
-        """How many rows an array has, those of other processes too."""
+        """The number of rows of an array, those of other processes too."""
         me, own = jax.process_index(), is_own(x, self._sharding)
         taken, rows = len(self._taken[me]) if own else self._parts, _rows(x)
         if rows == 0 or rows % (taken * self._steps):
-            whose = (
+            here = (
                 f": the rows of process {me} of {jax.process_count()}, whose devices take {taken} of "
                 f"{self._parts} parts. Give what all have alike as {_ONE}"
             )
             raise ValueError(
                 f"{name} has shape {jnp.shape(x)}: its first dimension must be a positive multiple of "
-                f"{taken * self._steps} ({self._why}){whose if own else ''}"
+                f"{taken * self._steps} ({self._why}){here if own else ''}"
             )
         return rows // taken * self._parts
 

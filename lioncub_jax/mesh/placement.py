@@ -1,15 +1,14 @@
-"""Where arrays lie on a mesh of several axes, and the ways into the places where workers talk.
+"""Workers of a mesh, and the two ways into the places where they communicate.
 
 A mesh has the axes of the workers and any *inner axes* (fsdp, tensor, expert) over which one worker's
 arrays are cut. Gradients and optax transforms run where the workers' axes are manual and the inner axes
-are the compiler's (`Workers.map`); the vote runs where every axis is manual, on each device's own shard
+are the compiler's (`Workers.map`). The vote runs where every axis is manual, on each device's own shard
 (`on_shards`), because a compiler that packs a sharded leaf gathers it in full precision first. Inside,
-inner axes are *explicit*: the type of every array says how it is cut, so nothing has to be guessed.
+inner axes are *explicit*: the type of every array says how it is cut.
 """
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -17,19 +16,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, auto_axes, explicit_axes
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax.mesh import axes, kernels
+from lioncub_jax.mesh import axes as mesh_axes
+from lioncub_jax.mesh import kernels
 from lioncub_jax.mesh.axes import Axes, AxisName
+from lioncub_jax.mesh.border import joined_at_border
 from lioncub_jax.mesh.specs import (
     by_type,
     checked,
     declared,
     product,
     restrict,
-    shortened,
     spec_of,
     specs_of,
 )
@@ -71,16 +70,15 @@ def two_level_mesh(
     return Mesh(array, axis_names, axis_types=(AxisType.Auto,) * 2)
 
 
-MANY = 64  # arrays that cross the border of a `Workers.map`; fewer enter as they are
-
-
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Static:
-    """Something known when a function is traced, on its way out through ``shard_map`` and ``jit``.
+    """A pytree node without arrays: a part of a result's structure, as the keys of a dict are.
+
+    A traced function returns it beside arrays, or alone where ``jax.eval_shape`` calls it.
 
     Attributes:
-      value: anything; it is not compared.
+      value: anything that is known when a function is traced; it is not compared.
     """
 
     value: Any
@@ -88,7 +86,7 @@ class Static:
 
 @dataclasses.dataclass(frozen=True)
 class Workers:
-    """The workers of a mesh, named once: for the optimizer, the state, the step and the checkpoints.
+    """The workers of a mesh, given to the optimizer, the state, the step and the checkpoints.
 
     A worker votes with one gradient. It is a device, or with inner axes (fsdp, tensor, expert) the
     devices that share its parameters, or in two levels a group of devices with fast links.
@@ -122,7 +120,7 @@ class Workers:
     def __post_init__(self) -> None:
         check_mesh(self.mesh, self.axis, self.group)
         for name in ("axis", "group"):  # one spelling of what means the same
-            object.__setattr__(self, name, axes.spelled(axes.names(getattr(self, name))))
+            object.__setattr__(self, name, mesh_axes.spelled(mesh_axes.names(getattr(self, name))))
 
     @classmethod
     def one_per_device(cls, axis: str = "data") -> "Workers":
@@ -140,17 +138,17 @@ class Workers:
 
     @functools.cached_property
     def axes(self) -> tuple[str, ...]:
-        """Those over which gradients differ."""
-        return (*axes.names(self.axis), *axes.names(self.group))
+        """The mesh axes over which gradients differ."""
+        return (*mesh_axes.names(self.axis), *mesh_axes.names(self.group))
 
     @functools.cached_property
     def inner(self) -> tuple[str, ...]:
-        """Those over which one worker's arrays are cut."""
+        """The mesh axes over which one worker's arrays are cut."""
         return tuple(n for n in self.mesh.axis_names if n not in self.axes)
 
     @functools.cached_property
     def count(self) -> int:
-        """How many gradients there are."""
+        """The number of gradients."""
         return product(self.mesh.shape, self.axes)
 
     def __str__(self) -> str:
@@ -159,9 +157,9 @@ class Workers:
         return f"axis={self.axis!r}{group}"
 
     def cut(self, params: Any, specs: Any, *, needed: bool = True) -> Any:
-        """How parameters are cut over the inner axes: as given, or as they know themselves.
+        """Specs of parameters over the inner axes: as given, or as the parameters say themselves.
 
-        Where nobody can know, it is an error if it is needed, and else left to the compiler.
+        Where neither says it, that is an error if it is ``needed``, and else left to the compiler.
         """
         check_arrays(params)
         if specs is None and self._hidden(params):
@@ -175,7 +173,7 @@ class Workers:
         return checked(specs, params, self.mesh, self.axes)
 
     def _hidden(self, params: Any) -> list[str]:
-        """Inner axes over which parameters may be cut, and nothing here says how."""
+        """Auto inner axes over which traced parameters may be cut unseen."""
         mesh = self.mesh
         hidden = [n for n in self.inner if n in mesh.auto_axes and mesh.shape[n] > 1]
         traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params))
@@ -218,9 +216,12 @@ class Workers:
             check_vma=typed,
         )
         in_specs = restrict(in_specs, self.axes)
-        # XLA for TPU makes bfloat16 of what is joined, and then there is a joint to be kept.
-        apart = self.inner or kernels.for_tpu(self.mesh)
-        mapped = over(fn, in_specs=in_specs) if apart else _crossed(over, fn, in_specs)
+        if self.inner or kernels.for_tpu(
+            self.mesh
+        ):  # XLA for TPU would keep joined arrays, in bfloat16
+            mapped = over(fn, in_specs=in_specs)
+        else:
+            mapped = joined_at_border(over, fn, in_specs)
         if self.inner or not typed:
             # JAX 0.10.2 cannot run a partly manual one eagerly.
             mapped = jax.jit(mapped)
@@ -254,65 +255,9 @@ class Workers:
         return jax.tree.unflatten(structure, arrays)
 
     def stacks(self, spec: P) -> bool:
-        """Whether an array of this spec has a leading axis of workers."""
-        return bool(shortened(P(*spec[:1]), self.axes))
-
-
-def _crossed(over: Callable[..., Any], fn: Callable[..., Any], in_specs: Any) -> Callable[..., Any]:
-    """``over(fn, in_specs=in_specs)`` of a ``shard_map``, with many arrays in a few.
-
-    Shardy's time grows with the square of the arrays that enter: a second and a half for 900. So those
-    that fit together enter as one, and are cut apart inside. XLA finds that a slice of what it joined is
-    what went in, and drops both: the compiled program is the same, and nothing is copied. With `MANY` out
-    of reach ``benchmarks/compile_time.py`` has a step of 300 arrays compile 0.7 to 1 s longer (JAX 0.10.2):
-    that of votes 1.5 times as long as ``optax.lion``'s and not 1.3.
-    """
-
-    def run(*args: Any) -> Any:
-        leaves, tree = jax.tree.flatten(args)
-        # Only a compiler drops the joint.
-        if len(leaves) < MANY or not any(isinstance(x, jax.core.Tracer) for x in leaves):
-            return over(fn, in_specs=in_specs)(*args)
-        sets: dict[Any, list[int]] = {}
-        for i, spec in enumerate(jax.tree.leaves(jax.tree.broadcast(in_specs, args))):
-            kind = jax.typeof(leaves[i])
-            sets.setdefault((spec, kind.dtype, kind.weak_type), []).append(i)
-        shapes = [jnp.shape(x) for x in leaves]
-
-        def apart(joined: list[jax.Array]) -> Any:
-            each: dict[int, jax.Array] = {}
-            for (spec, dtype, _), own, whole in zip(sets, sets.values(), joined, strict=True):
-                behind = [shapes[i][len(spec) :] for i in own]
-                each |= zip(own, _cut(whole, behind, dtype), strict=True)
-            return fn(*jax.tree.unflatten(tree, [each[i] for i in range(len(leaves))]))
-
-        joined = [_join([leaves[i] for i in own], len(spec)) for (spec, *_), own in sets.items()]
-        return over(apart, in_specs=([spec for spec, *_ in sets],))(joined)
-
-    return run
-
-
-def _join(arrays: Sequence[Any], lead: int) -> jax.Array:
-    """Arrays as one, all of their dimensions behind the leading ones as one."""
-    flat = [jnp.reshape(x, (*x.shape[:lead], math.prod(x.shape[lead:]))) for x in arrays]
-    return jnp.concatenate([_as(x, _carrier(x.dtype)) for x in flat], lead)
-
-
-def _cut(whole: jax.Array, behind: Sequence[tuple[int, ...]], dtype: Any) -> list[jax.Array]:
-    """Undoes `_join`, for the shapes behind the leading dimensions."""
-    flat = lax.split(whole, [*map(math.prod, behind)], whole.ndim - 1)
-    each = zip(flat, behind, strict=True)
-    return [_as(x, dtype).reshape(*x.shape[:-1], *s) for x, s in each]
-
-
-def _as(x: jax.Array, dtype: Any) -> jax.Array:
-    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
-
-
-def _carrier(dtype: Any) -> Any:
-    """Short floats as whole numbers: XLA for CPU joins them as float32 otherwise, and keeps that."""
-    short = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
-    return f"uint{8 * dtype.itemsize}" if short else dtype
+        """True for the spec of an array with a leading axis of workers."""
+        first = spec[0] if len(spec) else None
+        return not set(self.axes).isdisjoint(first if isinstance(first, tuple) else (first,))
 
 
 def check_workers(workers: Any) -> None:
@@ -334,13 +279,13 @@ def check_real(workers: Any) -> None:
 
 
 def names_of(workers: AxisName | Workers | None) -> tuple[Axes, Axes]:
-    """The axes of those who vote, and those of the devices of one of them in two levels.
+    """Mesh axes of the workers, and those of the devices of one worker in two levels.
 
     Raises:
       ValueError: for anything but `Workers`, the name of a mesh axis, a tuple of names, or None.
     """
     if isinstance(workers, Workers):
-        return axes.names(workers.axis), axes.names(workers.group)
+        return mesh_axes.names(workers.axis), mesh_axes.names(workers.group)
     names = workers if isinstance(workers, tuple) else (workers,)
     known = names and all(isinstance(n, str) for n in names) and len(set(names)) == len(names)
     if workers is not None and not known:
@@ -349,7 +294,7 @@ def names_of(workers: AxisName | Workers | None) -> tuple[Axes, Axes]:
             "pmap binds it the name of a mesh axis, a string, a tuple of names, or None for one device "
             "without a mesh"
         )
-    return axes.names(workers), ()
+    return mesh_axes.names(workers), ()
 
 
 def check_arrays(params: Any, *others: type, name: str = "params") -> None:
@@ -415,12 +360,15 @@ def check_mesh(mesh: Any, axis: Any, group: Any = None) -> None:
 
 
 def _constrained(fn: Callable[..., Any], specs: Any) -> Callable[..., Any]:
-    """Tells the compiler how results are cut, where they are."""
+    """``fn``, whose results the compiler cuts as ``specs`` say."""
 
     def constrain(spec: P, part: Any) -> Any:
         return jax.lax.with_sharding_constraint(part, spec) if any(spec) else part
 
-    return lambda *args: jax.tree.map(constrain, specs, fn(*args))
+    def constrained(*args: Any) -> Any:
+        return jax.tree.map(constrain, specs, fn(*args))
+
+    return constrained
 
 
 def on_shards(fn: Callable[..., Any], args: Any, like: Any = None) -> Any:

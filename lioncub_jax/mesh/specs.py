@@ -1,4 +1,4 @@
-"""How arrays are cut over a mesh: specs that parameters say themselves, compared, shortened and checked.
+"""Specs of arrays on a mesh: read off parameters, shortened to one spelling, and checked.
 
 A worker's parameters are cut over the *inner axes* of a mesh (fsdp, tensor, expert), never over the axes
 of the workers. A spec has one spelling here, so that nothing is compiled twice.
@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 
 def specs_of(params: Any) -> Any:
-    """How parameters are cut, as they say it themselves.
+    """Reads the specs of parameters off the parameters.
 
     Args:
       params: a tree of arrays or ``jax.ShapeDtypeStruct`` with a ``NamedSharding`` (any other is taken
@@ -37,14 +37,14 @@ def specs_of(params: Any) -> Any:
       >>> lc.mesh.specs_of(params)["kernel"] == jax.P(None, "fsdp")
       True
     """
-    said = _declared(params)
-    if said is None:
+    specs = _declared(params)
+    if specs is None:
         return jax.tree.map(spec_of, params)
-    return jax.tree.map(lambda s: P() if s is None else s, said, is_leaf=lambda s: s is None)
+    return jax.tree.map(lambda s: P() if s is None else s, specs, is_leaf=lambda s: s is None)
 
 
 def declared(params: Any) -> bool:
-    """Whether the metadata of flax says how parameters are cut, of one of them at least."""
+    """True where metadata of flax has the spec of a parameter, of one at least."""
     return any(jax.tree.leaves(_declared(params)))
 
 
@@ -65,7 +65,7 @@ def _cutting(mesh: Any) -> tuple[str, ...]:
 
 
 def by_type(tree: Any, axes: Sequence[str]) -> Any:
-    """How arrays lie, by their types, once what varies over the axes has a leading dimension."""
+    """Specs of arrays by their types, with a leading dimension for what varies over the axes."""
 
     def spec_of_type(x: jax.Array) -> P:
         kind = jax.typeof(x)
@@ -90,7 +90,7 @@ def flax_in_use() -> bool:
 
 
 def _declared(params: Any) -> Any:
-    """What the metadata of flax says about how parameters are cut, or None without any."""
+    """Specs of parameters by the metadata of flax, or None without any."""
     if not flax_in_use():
         return None
     from flax import linen, nnx
@@ -107,7 +107,7 @@ def _declared(params: Any) -> Any:
 
 
 def _knows(x: Any) -> bool:
-    """Whether an array itself says how it is cut."""
+    """True for an array that has its spec itself."""
     if isinstance(x, jax.core.Tracer):
         return bool(jax.typeof(x).sharding.mesh.explicit_axes)
     return isinstance(getattr(x, "sharding", None), NamedSharding)
@@ -126,12 +126,12 @@ def checked(specs: Any, params: Any, mesh: Mesh, workers: Sequence[str]) -> Any:
             f"specs has {len(flat)} leaves and the parameters have {len(leaves)}: give a PartitionSpec "
             "for each parameter, in a tree like theirs, such as lioncub_jax.mesh.specs_of(params)"
         )
-    found = []
+    shortest = []
     for (path, x), spec in zip(leaves, flat, strict=True):
         _check_spec(jax.tree_util.keystr(path) or "(root)", jnp.shape(x), spec, mesh, workers)
         # XLA replicates what is empty, whatever it is told.
-        found.append(shortened(spec, _cutting(mesh)) if x.size else P())
-    return jax.tree.unflatten(structure, found)
+        shortest.append(shortened(spec, _cutting(mesh)) if x.size else P())
+    return jax.tree.unflatten(structure, shortest)
 
 
 def _check_spec(
@@ -207,11 +207,11 @@ def restrict(specs: Any, axes: Iterable[str]) -> Any:
     return jax.tree.map(functools.partial(shortened, axes=frozenset(axes)), specs)
 
 
-def inner(said: Any) -> Any:
-    """What a model says of a mesh, as it stands here: for models that also run for one worker.
+def inner(spec: Any) -> Any:
+    """Takes the workers' axes out of a spec or mesh of a model, where it runs for one worker.
 
     Args:
-      said: a ``PartitionSpec``, a ``NamedSharding``, or a ``Mesh`` for the model's own ``jax.shard_map``.
+      spec: a ``PartitionSpec``, a ``NamedSharding``, or a ``Mesh`` for the model's own ``jax.shard_map``.
 
     Returns:
       Inside ``shard_map``, or what `worker_value_and_grad` and `make_train_step` call: the spec (of the
@@ -233,16 +233,16 @@ def inner(said: Any) -> Any:
     Source: this library.
     """
     here = jax.sharding.get_abstract_mesh()
-    if not isinstance(said, (P, NamedSharding, Mesh)):
+    if not isinstance(spec, (P, NamedSharding, Mesh)):
         raise TypeError(
-            f"inner({said!r}): give a PartitionSpec, a NamedSharding or a Mesh; of a tree "
+            f"inner({spec!r}): give a PartitionSpec, a NamedSharding or a Mesh; of a tree "
             "jax.tree.map(lioncub_jax.mesh.inner, tree)"
         )
     if not here.manual_axes:
-        return said
-    if isinstance(said, Mesh):
+        return spec
+    if isinstance(spec, Mesh):
         return here
-    return without(said.spec if isinstance(said, NamedSharding) else said, here.manual_axes)
+    return without(spec.spec if isinstance(spec, NamedSharding) else spec, here.manual_axes)
 
 
 def without(spec: P, taken: tuple[str, ...]) -> P:

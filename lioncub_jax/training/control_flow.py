@@ -1,4 +1,4 @@
-"""Values of a traced program that differ between workers, by all that they are made of.
+"""Values of a traced program that differ between workers although their types call them the same.
 
 JAX types the results of ``cond``, ``switch`` and ``while`` by their branches and not by their predicate
 (jax issue 40823). Where one worker decides alone, a collective in a branch hangs, and a result whose type
@@ -20,6 +20,25 @@ _CAST = "pvary"
 _SEND_NOTHING = {_CAST, "axis_index"}  # though they name an axis
 
 
+def has_branches(program: Jaxpr) -> bool:
+    """True where a traced program has a ``cond``, ``switch`` or ``while``, at any depth.
+
+    Without one, types say all, and `differing` need not be asked.
+    """
+    programs = [program]
+    while programs:
+        for step in programs.pop().eqns:
+            if step.primitive.name in ("cond", "while"):
+                return True
+            for value in step.params.values():
+                for one in value if isinstance(value, (tuple, list)) else (value,):
+                    if isinstance(one, Jaxpr):
+                        programs.append(one)
+                    elif isinstance(one, ClosedJaxpr):
+                        programs.append(one.jaxpr)
+    return False
+
+
 def differing(program: Jaxpr, over: Axes, given: Sequence[bool]) -> list[bool]:
     """Results that differ between workers: made of what does, or by a branch that such a value chose.
 
@@ -39,7 +58,7 @@ def differing(program: Jaxpr, over: Axes, given: Sequence[bool]) -> list[bool]:
 
 
 def varies(x: Any, over: Axes) -> bool:
-    """Whether an array of a traced program varies over some of the axes, by its type."""
+    """True for an array of a traced program that varies over some of the axes, by its type."""
     kind = getattr(x.aval, "manual_axis_type", None)
     return kind is not None and not kind.varying.isdisjoint(over)
 
@@ -87,7 +106,7 @@ def _of_one_rank(outside: Sequence[Any], inside: Sequence[Any]) -> int:
 
 
 def _looped(body: Jaxpr, over: Axes, args: list[bool], at: int, carried: int) -> list[bool]:
-    """Of a loop, whose turns are given, from place ``at`` on, what the turns before have made."""
+    """Results of a loop, whose turns take the results of the turn before from place ``at`` on."""
     while True:
         results = differing(body, over, args)
         after = list(args)
@@ -98,7 +117,7 @@ def _looped(body: Jaxpr, over: Axes, args: list[bool], at: int, carried: int) ->
 
 
 def _plain(step: JaxprEqn, over: Axes, given: list[bool]) -> list[bool]:
-    """Of an operation without programs in it. What only collectives do ends a difference."""
+    """Results of an operation without programs in it; a collective ends a difference."""
     typed = [varies(x, over) for x in step.invars]
     made = any(given) or (step.primitive.name != _CAST and not any(typed))
     hidden = any(x and not by_type for x, by_type in zip(given, typed, strict=True))
@@ -106,7 +125,7 @@ def _plain(step: JaxprEqn, over: Axes, given: list[bool]) -> list[bool]:
 
 
 def communicates(program: Jaxpr, over: Axes) -> bool:
-    """Whether workers send anything in a traced program."""
+    """True where workers send anything in a traced program."""
     for step in program.eqns:
         named = step.params.get("axes", step.params.get("axis_name", ()))
         sends = step.primitive.name not in _SEND_NOTHING

@@ -5,26 +5,21 @@ full precision: training works, and nothing is saved. In a ``shard_map`` of ours
 so gradients are local; in one of the caller's parameters are cast to *varying* over the workers first.
 """
 
-import contextlib
 import functools
-import inspect
-import itertools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import AxisName
-from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.mesh.placement import Static, Workers, check_devices, check_workers, names_of
-from lioncub_jax.mesh.specs import axes_in, spec_of, stacked
+from lioncub_jax.mesh.specs import spec_of, stacked
 from lioncub_jax.training import kinds, modules
 from lioncub_jax.training.kinds import Kind
-from lioncub_jax.training.worker import joined, of_model, reduced
+from lioncub_jax.training.loss import check_closure, in_worker, loss_and_aux
+from lioncub_jax.training.worker import joined, reduced
 
 
 def local_value_and_grad(
@@ -55,7 +50,7 @@ def local_value_and_grad(
     @functools.wraps(loss_fn)
     def checked(*args: Any, **kwargs: Any) -> Any:
         out = loss_fn(*args, **kwargs)
-        kinds.loss_and_aux(out, has_aux)
+        loss_and_aux(out, has_aux)
         return out
 
     value_and_grad = jax.value_and_grad(checked, has_aux=has_aux)
@@ -63,7 +58,7 @@ def local_value_and_grad(
     def local(params: Any, *args: Any, **kwargs: Any) -> Any:
         return value_and_grad(axes.varying(params, (*axis, *group)), *args, **kwargs)
 
-    return of_model(local)
+    return in_worker(local)
 
 
 def worker_value_and_grad(
@@ -131,7 +126,7 @@ def worker_value_and_grad(
     typed = set(workers.inner).intersection(workers.mesh.explicit_axes)
 
     def of_all(params: Any, *args: Any) -> Any:
-        given = kinds.default_of(args) if in_kinds is None else in_kinds
+        given = kinds.default_kinds(args) if in_kinds is None else in_kinds
         if modules.is_module(params):
             of_params = functools.partial(worker_value_and_grad, workers=workers, specs=specs)
             return modules.value_and_grad(
@@ -144,44 +139,45 @@ def worker_value_and_grad(
         _check_seen(workers, (params, args))
         leaves, tree = jax.tree.flatten(args)
         streams = jax.tree.leaves(modules.counts_of(jax.tree.unflatten(tree, each)))
-        outputs: list[kinds.Kind] = []
 
         def loss_of(params: Any, leaves: list[Any]) -> Any:
             own = [kinds.of_worker(k, workers, x) for k, x in zip(each, leaves, strict=True)]
             # Made here, for nnx lets a variable be written only at the trace level where it was made.
             own = jax.tree.unflatten(tree, own)
-            loss, aux = kinds.loss_and_aux(loss_fn(params, *own), has_aux)
-            if not outputs:  # once, for it warns; the loss is a number
-                outputs.extend([Kind.SHARED, *kinds.of_outputs(aux, aux_kinds)])
+            loss, aux = loss_and_aux(loss_fn(params, *own), has_aux)
             return loss, (aux, jax.tree.leaves(modules.counts_of(own)))
 
-        value_and_grad = of_model(jax.value_and_grad(loss_of, has_aux=True))
+        value_and_grad = in_worker(jax.value_and_grad(loss_of, has_aux=True))
 
         def lies(params: Any, leaves: list[Any]) -> Static:
-            loss, (aux, _) = of_model(loss_of)(params, leaves)
-            found = map(spec_of, jax.tree.leaves((loss, aux)))
-            return Static(tuple(map(kinds.over, outputs, itertools.repeat(workers), found)))
+            _, (aux, _) = in_worker(loss_of)(params, leaves)
+            spec_at = {}
+            for i, (x, kind) in enumerate(zip(jax.tree.leaves(aux), of_aux(aux), strict=True)):
+                if kind is not Kind.SHARED:
+                    spec_at[i + 1] = kinds.over_workers(kind, workers, spec_of(x))
+            return Static(spec_at)
+
+        def of_aux(aux: Any) -> list[Kind]:
+            return kinds.of_outputs(aux, aux_kinds)
 
         def of_worker(params: Any, leaves: list[Any]) -> Any:
             (loss, (aux, counts)), grads = value_and_grad(params, leaves)
+            kinds.warn_of_ratios(aux, aux_kinds)
             grads = jax.tree.map(lambda g: g[None], grads)
-            counts = [
-                x[None] if k is Kind.PER_WORKER else x for k, x in zip(streams, counts, strict=True)
-            ]
-            return grads, counts, *reduced((loss, aux), outputs, workers.axes)
+            for i, kind in enumerate(streams):
+                counts[i] = counts[i][None] if kind is Kind.PER_WORKER else counts[i]
+            return grads, counts, *reduced((loss, aux), [Kind.SHARED, *of_aux(aux)], workers.axes)
 
         over = functools.partial(workers.map, in_specs=(cut, lie), typed=False)
         laid: Any = P(workers.axes)
         if has_aux and typed:  # only the types that it has in a worker say how a result lies
-            found = jax.eval_shape(over(lies, out_specs=P()), params, leaves).value
-            laid = {i: s for i, s in enumerate(found) if outputs[i] is not Kind.SHARED}
+            laid = jax.eval_shape(over(lies, out_specs=P()), params, leaves).value
         # Whose streams begin alike draw as often, so nothing is sent to agree on it.
-        drawn = [kinds.over(kind, workers, P()) for kind in streams]
+        drawn = [kinds.over_workers(kind, workers, P()) for kind in streams]
         run = over(of_worker, out_specs=(stacked(cut, workers.axes), drawn, laid, P(), P()))
-        grads, counts, *found = run(params, leaves)
-        for count, after in zip(modules.counts_of(args), counts, strict=True):
-            count[...] = after
-        value, aux = joined(*found)
+        grads, counts, *results = run(params, leaves)
+        modules.write_counts(args, counts)
+        value, aux = joined(*results)
         return ((value, aux) if has_aux else value), grads
 
     return of_all
@@ -196,52 +192,3 @@ def _check_seen(workers: Workers, given: Any) -> None:
             "neither parameters nor rows lie on the mesh of the workers, whose axes are Explicit: params = "
             "jax.device_put(params, workers.shardings(P())), or call this within jax.set_mesh(mesh)"
         )
-
-
-def check_closure(loss_fn: Callable[..., Any], workers: Workers) -> None:
-    """Checks the arrays that a loss has from around it: all workers would have the whole of each.
-
-    Raises:
-      ValueError: for an array that is cut over the workers, or lies on Explicit axes.
-
-    Warns:
-      UserWarning: for a random key.
-    """
-    for name, value in _closed_over(loss_fn).items():
-        plain = isinstance(value, (jax.Array, np.ndarray, dict, list, tuple))
-        for x in jax.tree.leaves(value) if plain else ():
-            if not isinstance(x, (jax.Array, np.ndarray)):
-                continue
-            if is_key(x) or kinds.is_raw_key(x):
-                warnings.warn(
-                    f"the loss closes over the random key {name!r}, so all workers draw the same, such as "
-                    "one dropout mask: give it as an argument of the loss, into which each worker folds "
-                    "its number",
-                    stacklevel=3,
-                )
-            elif isinstance(x, jax.Array) and (
-                jax.typeof(x).sharding.mesh.explicit_axes
-                or set(axes_in(spec_of(x))).intersection(workers.axes)
-            ):
-                raise ValueError(
-                    f"the loss closes over {name!r}, an array of shape {x.shape} that lies on the mesh: "
-                    "give it as an argument of the loss, or as a part of the batch, and its kind in "
-                    "in_kinds: lioncub_jax.Kind.SPLIT for rows of each worker, "
-                    "SHARED for what all need whole"
-                )
-
-
-def _closed_over(loss_fn: Any, within: tuple[Any, ...] = ()) -> dict[str, Any]:
-    """What a function, and those that it closes over, have from around them, by name."""
-    if isinstance(loss_fn, functools.partial):
-        given = {f"argument {i}": x for i, x in enumerate(loss_fn.args)} | loss_fn.keywords
-        return given | _closed_over(loss_fn.func)
-    # No function, or a variable that is assigned later.
-    with contextlib.suppress(TypeError, ValueError):
-        has = inspect.getclosurevars(inspect.unwrap(loss_fn))
-        around = {**has.globals, **has.nonlocals}
-        for one in has.nonlocals.values():
-            if inspect.isfunction(one) and one not in within:
-                around = _closed_over(one, (*within, loss_fn)) | around
-        return around
-    return {}

@@ -85,7 +85,7 @@ def holders_of(state: optax.OptState, *, in_front: bool = False) -> Any:
 
     Args:
       state: as ``init`` returned it: a mapped or restored one may have lost its tuples.
-      in_front: whether it stands in front of an exchange.
+      in_front: True for state in front of an exchange.
 
     Raises:
       ValueError: for a transform of optax around an exchange that cannot be there.
@@ -110,7 +110,7 @@ def holders_of(state: optax.OptState, *, in_front: bool = False) -> Any:
 
 
 def exchanges(state: optax.OptState) -> bool:
-    """Whether workers communicate in the transform of this state."""
+    """True where workers communicate in the transform of this state."""
     parts = jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "exchanges"))
     return any(hasattr(x, "exchanges") for x in parts)
 

@@ -1,4 +1,4 @@
-"""What an argument of a loss is to the workers: a batch, the same for all, or each worker's own.
+"""Kinds of the arguments and results of a loss: split over the workers, shared, or each worker's own.
 
 An array does not tell: ``[1000]`` may be a thousand examples or a thousand class weights. So the caller
 says it, an entry for each argument, as with ``in_axes`` of ``jax.vmap``.
@@ -7,7 +7,7 @@ says it, an entry for each argument, as with ``in_axes`` of ``jax.vmap``.
 import enum
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -15,14 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax.mesh import axes
+from lioncub_jax.mesh.axes import worker_index
 from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.mesh.specs import axes_of, product, shortened, spec_of
 
 
 class Kind(enum.Enum):
-    """What an array is to the workers.
+    """Kind of an array, for the workers.
 
     Attributes:
       SPLIT: each worker has its part of the first dimension.
@@ -52,15 +52,15 @@ _GIVE = (
 
 
 def is_raw_key(x: Any) -> bool:
-    """Whether something may be a key of ``jax.random.PRNGKey``, an array of words."""
+    """True for what may be a key of ``jax.random.PRNGKey``, an array of words."""
     if getattr(x, "dtype", None) != np.uint32 or x.ndim != 1:
         return False  # in no time, for a step asks for each array of a batch
     words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
     return bool(x.shape == words.shape)
 
 
-def default_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The kinds of arguments where none are given: the first is the batch if no other has arrays."""
+def default_kinds(args: tuple[Any, ...]) -> tuple[Kind | None, ...]:
+    """Kinds of arguments where none are given: the first is split if no other has arrays."""
     arrays = [any(jnp.ndim(x) for x in jax.tree.leaves(arg)) for arg in args]
     return tuple(Kind.SPLIT if i == 0 and sum(arrays) == 1 else None for i in range(len(args)))
 
@@ -68,7 +68,7 @@ def default_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def of_arguments(
     loss_fn: Callable[..., Any], args: tuple[Any, ...], given: Any, workers: Workers
 ) -> tuple[list[Kind], list[P]]:
-    """A `Kind` for each leaf of the arguments behind the parameters, and how it lies.
+    """The `Kind` and the spec of each leaf of the arguments behind the parameters.
 
     Raises:
       TypeError: for kinds that are none, or that do not match the arguments.
@@ -83,20 +83,20 @@ def of_arguments(
         )
     names = [*inspect.signature(loss_fn).parameters]
     leaves = jax.tree_util.tree_leaves_with_path(args)
-    kinds, specs = [], []
-    rows = Rows()
+    kinds, specs, rows = [], [], []
     for (path, x), (kind, entry) in zip(leaves, _spread(given, args), strict=True):
         name = names[min(path[0].idx + 1, len(names) - 1)]
         where = f"argument {name!r}{jax.tree_util.keystr(path[1:])}"
         kind = _of_argument(where, x, kind)
         if kind is Kind.SPLIT:
-            rows.check(where, jnp.shape(x)[0], entry)
+            rows.append((where, jnp.shape(x)[0], entry))
         spec = shortened(spec_of(x), workers.inner)
-        spec = over(kind, workers, P(*spec[1:]) if kind is Kind.PER_WORKER else spec)
+        spec = over_workers(kind, workers, P(*spec[1:]) if kind is Kind.PER_WORKER else spec)
         _check_shape(where, x, kind, spec, workers)
         kinds.append(kind)
         specs.append(spec)
-    if not any(kind in (Kind.SPLIT, Kind.PER_WORKER) for kind in kinds):
+    check_rows(rows)
+    if Kind.SPLIT not in kinds and Kind.PER_WORKER not in kinds:
         raise ValueError(
             "no array follows the parameters: give the batch as an argument of the loss, so that it is cut "
             "over the workers, and of lists np.asarray(...); one that the loss closes over would go whole "
@@ -105,16 +105,16 @@ def of_arguments(
     return kinds, specs
 
 
-def of_batch(tree: Any, given: Any) -> list[tuple[Kind, int]]:
+def of_batch(batch: Any, given: Any) -> list[tuple[Kind, int]]:
     """The `Kind` of each leaf of a batch, and the entry of ``given`` that has it; arrays are `SPLIT`.
 
     Raises:
       TypeError: for kinds that are none or do not match, `PER_WORKER`, and leaves that are no arrays.
       ValueError: as `of_arguments`.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    kinds: list[tuple[Kind, int]] = []
-    for (path, x), (kind, entry) in zip(leaves, _spread(given, tree), strict=True):
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    kinds = []
+    for (path, x), (kind, entry) in zip(leaves, _spread(given, batch), strict=True):
         where = f"batch{jax.tree_util.keystr(path)}"
         if kind is Kind.PER_WORKER:
             raise TypeError(
@@ -122,8 +122,9 @@ def of_batch(tree: Any, given: Any) -> list[tuple[Kind, int]]:
                 "workers) and SHARED (whole to each); what each worker keeps of its own is "
                 "the model_state of init_state"
             )
-        cut = Kind.SPLIT if kind is None and jnp.ndim(checked_array(where, x)) else kind
-        kinds.append((_of_argument(where, x, cut), entry))
+        if kind is None and jnp.ndim(checked_array(where, x)):
+            kind = Kind.SPLIT
+        kinds.append((_of_argument(where, x, kind), entry))
     if leaves and not any(kind is Kind.SPLIT for kind, _ in kinds):
         raise ValueError(
             f"nothing of the batch is cut over the workers, as batch{jax.tree_util.keystr(leaves[0][0])} "
@@ -133,37 +134,35 @@ def of_batch(tree: Any, given: Any) -> list[tuple[Kind, int]]:
     return kinds
 
 
-def cut_of(tree: Any, given: Any) -> list[bool]:
-    """Whether each leaf of a batch is cut over the workers."""
-    return [kind is Kind.SPLIT for kind, _ in of_batch(tree, given)]
-
-
-def parted(tree: Any, given: Any, workers: Workers) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """The leaves of a worker's batch that are cut, and a function that joins them with the others."""
+def rows_and_rest(
+    batch: Any, kinds: Sequence[Kind], workers: Workers
+) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """The leaves of a worker's batch that are split, and a function that joins them with the others."""
     structure: Any
-    leaves, structure = jax.tree.flatten(tree)
-    each = [kind for kind, _ in of_batch(tree, given)]
-    cut = [x for x, kind in zip(leaves, each, strict=True) if kind is Kind.SPLIT]
-    rest = [
-        of_worker(k, workers, x) for x, k in zip(leaves, each, strict=True) if k is not Kind.SPLIT
-    ]
+    leaves, structure = jax.tree.flatten(batch)
+    rows, rest = [], []
+    for x, kind in zip(leaves, kinds, strict=True):
+        if kind is Kind.SPLIT:
+            rows.append(x)
+        else:
+            rest.append(of_worker(kind, workers, x))
 
-    def whole(cut: list[Any]) -> Any:
-        rows, others = iter(cut), iter(rest)
-        return structure.unflatten(next(rows if kind is Kind.SPLIT else others) for kind in each)
+    def join(rows: list[Any]) -> Any:
+        split, whole = iter(rows), iter(rest)
+        return structure.unflatten(next(split if k is Kind.SPLIT else whole) for k in kinds)
 
-    return cut, whole
+    return rows, join
 
 
-class Rows:
-    """Rows of the leaves of a batch, which must be as many where one entry of kinds stands for several."""
+def check_rows(each: Iterable[tuple[str, int, int]]) -> None:
+    """Raises ``ValueError`` where leaves under one entry of the kinds have other numbers of rows.
 
-    def __init__(self) -> None:
-        self._first: dict[int, tuple[str, int]] = {}
-
-    def check(self, where: str, rows: int, entry: int) -> None:
-        """Raises ``ValueError`` for a leaf with other rows than the first of its entry."""
-        other, wanted = self._first.setdefault(entry, (where, rows))
+    Args:
+      each: the name, the number of rows, and the entry of each leaf that is split.
+    """
+    first: dict[int, tuple[str, int]] = {}
+    for where, rows, entry in each:
+        other, wanted = first.setdefault(entry, (where, rows))
         if rows != wanted:
             raise ValueError(
                 f"{where} has {rows} rows and {other} {wanted}, and a batch is cut over the workers by "
@@ -181,9 +180,9 @@ def checked_array(where: str, x: Any) -> Any:
     dtype = getattr(x, "dtype", None)
     if not known or not (
         dtype is None
-        or is_key(x)
-        or jnp.issubdtype(dtype, np.bool_)
         or jnp.issubdtype(dtype, np.number)
+        or jnp.issubdtype(dtype, np.bool_)
+        or is_key(x)
     ):
         of = f" of dtype {dtype}" if known else ""
         raise TypeError(
@@ -193,12 +192,12 @@ def checked_array(where: str, x: Any) -> Any:
     return x
 
 
-def _of_argument(where: str, x: Any, kind: Any) -> Kind:
+def _of_argument(where: str, x: Any, kind: Kind | None) -> Kind:
     checked_array(where, x)
     if kind is Kind.FOLDED_KEY and not (is_key(x) or is_raw_key(x)):
         raise ValueError(f"{where} is FOLDED_KEY, and no random key: give jax.random.key(seed)")
     if kind not in (None, Kind.SPLIT):
-        return kind
+        return kind  # type: ignore[return-value]
     if jnp.ndim(x) == 0:
         return Kind.FOLDED_KEY if is_key(x) else Kind.SHARED
     if is_raw_key(x):
@@ -208,7 +207,7 @@ def _of_argument(where: str, x: Any, kind: Any) -> Kind:
             "lioncub_jax.Kind.FOLDED_KEY; two numbers of a batch as int32"
         )
     if kind is Kind.SPLIT:
-        return Kind.SPLIT
+        return kind
     raise ValueError(
         f"{where} is an array of shape {jnp.shape(x)}, and what it is to the workers is not given: give "
         f"worker_value_and_grad(in_kinds=...), for each argument behind the parameters {_GIVE}"
@@ -230,17 +229,13 @@ def _check_shape(where: str, x: Any, kind: Kind, spec: P, workers: Workers) -> N
 
 
 def of_outputs(aux: Any, given: Any) -> list[Kind]:
-    """A `Kind` for each leaf of what a loss returns besides its value: `PER_WORKER`, `SPLIT`, or `SHARED`.
+    """The `Kind` of each leaf of ``aux``: `PER_WORKER`, `SPLIT`, or `SHARED`.
 
     Raises:
       TypeError: for kinds that are none, or that do not match.
       ValueError: for an array without a kind.
-
-    Warns:
-      UserWarning: for a floating number without a kind beside a whole one.
     """
-    found = []
-    beside: dict[Any, dict[Any, str]] = {}  # numbers without a kind, by what they are in
+    kinds: list[Kind] = []
     leaves = jax.tree_util.tree_leaves_with_path(aux)
     for (path, x), (kind, _) in zip(leaves, _spread(given, aux), strict=True):
         if jnp.ndim(x) and kind not in (Kind.SPLIT, Kind.PER_WORKER):
@@ -250,7 +245,18 @@ def of_outputs(aux: Any, given: Any) -> list[Kind]:
                 "lioncub_jax.Kind.SPLIT to join them along the first dimension or PER_WORKER for "
                 "[workers, ...]; or return numbers"
             )
-        found.append(kind if jnp.ndim(x) or kind is Kind.PER_WORKER else Kind.SHARED)
+        if kind is Kind.PER_WORKER or (kind is Kind.SPLIT and jnp.ndim(x)):
+            kinds.append(kind)
+        else:
+            kinds.append(Kind.SHARED)
+    return kinds
+
+
+def warn_of_ratios(aux: Any, given: Any) -> None:
+    """Warns of a floating number without a kind beside a whole one in ``aux``."""
+    beside: dict[Any, dict[Any, str]] = {}  # numbers without a kind, by what they are in
+    leaves = jax.tree_util.tree_leaves_with_path(aux)
+    for (path, x), (kind, _) in zip(leaves, _spread(given, aux), strict=True):
         if jnp.ndim(x) or kind in (Kind.SHARED, Kind.PER_WORKER):
             continue
         for number in (jnp.inexact, jnp.integer):
@@ -266,71 +272,10 @@ def of_outputs(aux: Any, given: Any) -> list[Kind]:
                 "give these numbers aux_kinds=lioncub_jax.Kind.SHARED",
                 stacklevel=2,
             )
-    return found
 
 
-def returned(out: Any, *names: str, **defaults: Any) -> tuple[Any, ...]:
-    """What a loss returns, as values of these names, the last ones by default.
-
-    Raises:
-      TypeError: for more or fewer values, or a loss that is no floating number.
-    """
-    values = out if isinstance(out, tuple) else (out,)
-    if not len(names) <= len(values) <= len(names) + len(defaults):
-        wanted = ", ".join([*names, *defaults])
-        raise TypeError(
-            f"the loss returned {len(values) if len(values) > 1 else 'one'} value(s), and ({wanted}) is "
-            f"wanted{' or the loss alone' if defaults else ''}: give other values as entries of aux, a "
-            "dict such as {'accuracy': x}, and to worker_value_and_grad has_aux=True with it"
-        )
-    loss = values[0]
-    number = isinstance(loss, (jax.Array, np.ndarray, np.generic, float)) and not jnp.ndim(loss)
-    if not number or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
-        given = f"{loss.dtype}{list(loss.shape)}" if hasattr(loss, "shape") else type(loss).__name__
-        raise TypeError(
-            f"the loss is {given}, and one floating number is wanted: give the mean over the rows, "
-            "loss.mean(), and other values as aux, (loss, aux)"
-        )
-    return (*values, *[*defaults.values()][len(values) - len(names) :])
-
-
-def loss_and_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
-    """What a loss returns, as ``(loss, aux)``."""
-    loss, *aux = returned(out, "loss", "aux") if has_aux else returned(out, "loss")
-    return loss, aux[0] if aux else ()
-
-
-def like_given(model_state: Any, after: Any) -> Any:
-    """The model state that a loss returns, in containers of those that it was given, such as FrozenDict.
-
-    Raises:
-      ValueError: for other leaves than the loss was given.
-    """
-    before, now = _types_of(model_state), _types_of(after)
-    for path in {**before, **now}:
-        if before.get(path) != now.get(path):
-            raise ValueError(
-                f"model_state{path} was {before.get(path, 'nothing')} and comes back from the loss as "
-                f"{now.get(path, 'nothing')}: return what was given, of the same shapes and dtypes. What "
-                "sow keeps is not model state: take it out in the loss, nnx.pop(model, nnx.Intermediate), "
-                "or of linen leave 'intermediates' out of what is returned, and return it in aux"
-            )
-    leaves = dict(zip(now, jax.tree.leaves(after), strict=True))
-    return jax.tree.unflatten(jax.tree.structure(model_state), map(leaves.get, before))
-
-
-def _types_of(tree: Any) -> dict[str, str]:
-    """The dtype and shape of each leaf, by its path."""
-    return {
-        jax.tree_util.keystr(
-            path
-        ): f"{getattr(x, 'dtype', None) or jnp.result_type(x)}{[*jnp.shape(x)]}"
-        for path, x in jax.tree_util.tree_leaves_with_path(tree)
-    }
-
-
-def over(kind: Kind, workers: Workers, spec: P) -> P:
-    """How what lies so in each worker lies over all of them."""
+def over_workers(kind: Kind, workers: Workers, spec: P) -> P:
+    """The spec over all workers of what lies as ``spec`` says in each of them."""
     if kind is Kind.PER_WORKER:
         spec = P(workers.axes, *spec)
     elif kind is Kind.SPLIT:
@@ -340,7 +285,7 @@ def over(kind: Kind, workers: Workers, spec: P) -> P:
 
 
 def of_worker(kind: Kind, workers: Workers, x: Any) -> Any:
-    """What one worker gets of an array."""
+    """One worker's part of an array."""
     if kind is Kind.PER_WORKER:
         return x[0]
     return fold(workers, x) if kind is Kind.FOLDED_KEY else x
@@ -349,10 +294,10 @@ def of_worker(kind: Kind, workers: Workers, x: Any) -> Any:
 def fold(workers: Workers, x: Any) -> Any:
     """Gives each worker random keys of its own; a raw one stays raw."""
     fold_in = jnp.vectorize(jax.random.fold_in) if is_key(x) else jax.random.fold_in
-    return fold_in(x, axes.worker_index(workers.axes))
+    return fold_in(x, worker_index(workers.axes))
 
 
-def _spread(given: Any, tree: Any) -> list[tuple[Any, int]]:
+def _spread(given: Any, tree: Any) -> list[tuple[Kind | None, int]]:
     """For each leaf of a tree its kind or None, and the number of the entry of ``given`` that has it.
 
     Entries are for leaves, or for whole parts of the tree.

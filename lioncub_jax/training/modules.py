@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.mesh.specs import flax_in_use
-from lioncub_jax.training import kinds
+from lioncub_jax.training import loss as losses
 from lioncub_jax.training.kinds import Kind
-from lioncub_jax.training.typed import states_of
+from lioncub_jax.training.mapped import states_of
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -56,7 +56,7 @@ def from_nnx(
         _check_one_worker(model_state, shapes)
         # nnx lets a variable be written only at the trace level where it was made.
         replica = nnx.merge(graph, params, model_state, copy=True)
-        loss, aux = kinds.returned(loss_fn(replica, batch), "loss", aux={})
+        loss, aux = losses.returned(loss_fn(replica, batch), "loss", aux={})
         _, _, model_state = nnx.split(replica, nnx.Param, ...)  # type: ignore[misc]
         return loss, aux, model_state
 
@@ -94,7 +94,7 @@ def check_split(params: Any) -> None:
 
 
 def is_module(x: Any) -> bool:
-    """Whether something is an ``nnx.Module``."""
+    """True for an ``nnx.Module``."""
     if not flax_in_use():
         return False
     from flax import nnx
@@ -133,6 +133,12 @@ def counts_of(tree: Any) -> list[Any]:
     return states_of(tree, nnx.RngCount)
 
 
+def write_counts(tree: Any, counts: list[jax.Array]) -> None:
+    """Writes the new counts of random streams into the ``nnx.Rngs`` of a tree, as transforms of nnx do."""
+    for variable, count in zip(counts_of(tree), counts, strict=True):
+        variable[...] = count
+
+
 def value_and_grad(
     of_params: Callable[..., Any],
     loss_fn: Callable[..., Any],
@@ -166,9 +172,9 @@ def value_and_grad(
         structure: Any
         before, structure = jax.tree.flatten(rest)  # nnx writes into what it merges
         replica = nnx.merge(graph, params, streams, rest)
-        loss, aux = kinds.loss_and_aux(loss_fn(replica, *given), has_aux)
+        loss, aux = losses.loss_and_aux(loss_fn(replica, *given), has_aux)
         after = parts_of(replica)[3]
-        kinds.like_given(structure.unflatten(before), after)
+        losses.like_given(structure.unflatten(before), after)
         both = zip(before, jax.tree.leaves(after), strict=True)
         kept = [jnp.where(jnp.isfinite(loss), new, old) for old, new in both]
         return loss, (aux, structure.unflatten(kept))

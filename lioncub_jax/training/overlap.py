@@ -1,4 +1,4 @@
-"""What XLA must be told so that votes travel while the backward pass goes on."""
+"""Options of XLA with which votes travel while the backward pass goes on."""
 
 from lioncub_jax.mesh.placement import Workers, check_workers
 

@@ -1,4 +1,4 @@
-"""The first state of a training step: what lies on the mesh before there is a step."""
+"""First states of training: parameters, model and optimizer state placed on the mesh."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -18,9 +18,9 @@ from lioncub_jax.mesh.hosts import check_same, is_key, put
 from lioncub_jax.mesh.placement import Workers, check_arrays, check_real, check_workers
 from lioncub_jax.mesh.specs import axes_in, spec_of, specs_of
 from lioncub_jax.training import kinds
+from lioncub_jax.training.mapped import MappedTransform
 from lioncub_jax.training.modules import check_split, is_module, update_module
 from lioncub_jax.training.step import StepState
-from lioncub_jax.training.typed import Among
 from lioncub_jax.training.worker import check_local, of_each
 
 
@@ -85,14 +85,14 @@ def init_state(
     rng = put(rng, everywhere)
     step = put(np.zeros((), np.int32), everywhere)
     own = own_state(model_state, workers)
-    opt_state, local_state = (one.first(params, cut)(params) for one in both)
+    opt_state, local_state = (one.init_of(params, cut)(params) for one in both)
     return StepState(step, params, own, opt_state, jnp.copy(rng), local_state)
 
 
 def _taken(
     tx: Any, params: Any, workers: Workers, specs: Any, local: Any
-) -> tuple[Any, Any, list[Among]]:
-    """Parameters out of their boxes, how they are cut, and the two optimizers among the workers."""
+) -> tuple[Any, Any, list[MappedTransform]]:
+    """Parameters out of their boxes, their specs, and the two optimizers mapped over the workers."""
     check_workers(workers)
     check_local(local, 1, workers)
     check_split(params)
@@ -101,7 +101,7 @@ def _taken(
     specs = specs_of(params) if specs is None else specs
     params = boxes.opened(params)
     both = optax.with_extra_args_support(tx), of_each(local, workers)
-    return params, workers.cut(params, specs), [Among(one, workers) for one in both]
+    return params, workers.cut(params, specs), [MappedTransform(one, workers) for one in both]
 
 
 def _strong(x: jax.Array) -> jax.Array:
@@ -164,7 +164,7 @@ def _placed(workers: Workers, params: Any, shared: Any, rest: Any) -> tuple[Any,
 
 
 def own_state(model_state: Any, workers: Workers) -> Any:
-    """A copy of the model state for each worker, for a trainer of one's own; `init_state` makes it itself.
+    """Copies a model state for each worker, for a training loop of your own; `init_state` does it itself.
 
     Args:
       model_state: a tree of arrays, such as batch statistics, the same on every process.
@@ -214,7 +214,7 @@ def abstract_state(
     model_state: Any = (),
     local: optax.GradientTransformation | None = None,
 ) -> StepState:
-    """What `init_state` would return, as shapes with shardings: nothing is allocated.
+    """Shapes with shardings of what `init_state` would return: nothing is allocated.
 
     For ``TrainStep.lower``, to read a program before there is a machine to run it, and for
     ``Checkpoints.restore``, to read a state without making one first.
@@ -243,7 +243,7 @@ def abstract_state(
     """
     params, cut, both = _taken(tx, params, workers, specs, local)
     params = jax.tree.map(workers.shape, cut, params)
-    opt_state, local_state = (one.first(params, cut).eval_shape(params) for one in both)
+    opt_state, local_state = (one.init_of(params, cut).eval_shape(params) for one in both)
     own = jax.tree.map(lambda x: workers.shape(P(workers.axes), x, workers.count), model_state)
     step = workers.shape(P(), np.int32(0))
     rng = workers.shape(P(), jax.eval_shape(jax.random.key, 0))

@@ -1,4 +1,4 @@
-"""What can be read out of a training state."""
+"""Numbers of a training state for logs, and its model for evaluation."""
 
 import time
 from collections.abc import Sequence
@@ -9,19 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from lioncub_jax.exchange.means import mean_of
-from lioncub_jax.exchange.step import CommunicateState
+from lioncub_jax.exchange.step import CommunicateState, VoteCounts
 from lioncub_jax.exchange.sync import SyncState
 from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.mesh.placement import Static, Workers, check_alive
+from lioncub_jax.training.mapped import states_of
 from lioncub_jax.training.modules import copy_of, is_module, update_module
 from lioncub_jax.training.step import StepState
-from lioncub_jax.training.typed import states_of
 
-PAIRS = "unlike", "pairs"  # of votes of one bit alone
+_TIES = "ties", "parameters"
+_PAIRS = "unlike", "pairs"  # of votes of one bit alone
 
 
 def metrics(state: Any) -> dict[str, jax.Array]:
-    """What a state says of its last votes and syncs, as a flat dict for any logger.
+    """Statistics of the last votes and syncs in a state, as a flat dict for any logger.
 
     Args:
       state: a `StepState`, or the state of any transforms. Of state that ``jax.pmap`` has stacked take one
@@ -32,14 +33,14 @@ def metrics(state: Any) -> dict[str, jax.Array]:
 
       * ``votes/ties``: the share of parameters whose votes cancelled in the last step;
       * ``votes/agreement``: the probability that two workers, drawn at random, cast the same vote on a
-        parameter in the last step: 0.5 where votes are coins, 1 where all are alike, whatever the number of
+        parameter in the last step: 0.5 where votes are coins, 1 where all are the same, for any number of
         workers. Of votes of one bit alone; NaN where no two workers voted;
       * ``votes/abstained``: workers that abstained from it;
       * ``votes/abstentions``: their sum over all steps;
-      * ``sync/drift``: how far momenta were apart at the last sync in full precision, the mean over the
+      * ``sync/drift``: the distance of momenta at the last sync in full precision, the mean over the
         leaves that were measured;
       * ``sync/drift/<leaf>``: of a leaf, the share of its mean square that is variance between workers:
-        0 where all are alike, (W-1)/W where they are independent, and 0 if it was not measured;
+        0 where all are the same, (W-1)/W where they are independent, and 0 if it was not measured;
       * ``sync/syncs``: syncs done.
 
       Those of votes over all `communicate` together. None of those of which there is nothing in the state.
@@ -61,30 +62,28 @@ def metrics(state: Any) -> dict[str, jax.Array]:
 
 
 @jax.jit  # eager, each constant would go to the devices, which jax.transfer_guard can forbid
-def _numbers(voting: Sequence[Any], syncs: Sequence[Any]) -> tuple[Static, list[jax.Array]]:
+def _numbers(voting: Sequence[VoteCounts], syncs: Sequence[Any]) -> tuple[Static, list[jax.Array]]:
     """Names and numbers, in that order, which a dict loses here."""
-    found: dict[str, jax.Array] = {}
+    numbers: dict[str, jax.Array] = {}
     if voting:
-        votes = [x._replace(**dict.fromkeys(PAIRS, ())) for x in voting]
-        votes = jax.tree.map(lambda *each: jnp.stack(each), *votes)
-        found["votes/ties"] = votes.ties.sum() / jnp.maximum(votes.parameters.sum(), 1)
+        ties, parameters = (jnp.stack([getattr(x, n) for x in voting]) for n in _TIES)
+        numbers["votes/ties"] = ties.sum() / jnp.maximum(parameters.sum(), 1)
         if counted := [x for x in voting if not isinstance(x.pairs, tuple)]:
-            unlike, pairs = (jnp.stack([getattr(x, n) for x in counted]).sum() for n in PAIRS)
-            found["votes/agreement"] = 1 - unlike / jnp.where(pairs > 0, pairs, jnp.nan)
-        found["votes/abstained"] = votes.abstained.max()
-        found["votes/abstentions"] = votes.abstentions.max()
+            unlike, pairs = (jnp.stack([getattr(x, n) for x in counted]).sum() for n in _PAIRS)
+            numbers["votes/agreement"] = 1 - unlike / jnp.where(pairs > 0, pairs, jnp.nan)
+        for name in ("abstained", "abstentions"):
+            numbers[f"votes/{name}"] = jnp.stack([getattr(x, name) for x in voting]).max()
     if syncs:
-        found["sync/syncs"] = jnp.max(jnp.stack([count for count, _ in syncs]))
+        numbers["sync/syncs"] = jnp.max(jnp.stack([count for count, _ in syncs]))
         leaves = jax.tree_util.tree_leaves_with_path([drift for _, drift in syncs])
         for (_, *path), x in leaves:
             name = jax.tree_util.keystr(tuple(path), simple=True, separator="/")
-            found[f"sync/drift/{name}"] = jnp.maximum(x, 0)
+            numbers[f"sync/drift/{name}"] = jnp.maximum(x, 0)
         each = jnp.stack([jnp.float32(-1), *[x for _, x in leaves]])
         measured = each >= 0
-        found["sync/drift"] = jnp.sum(each, where=measured) / jnp.maximum(
-            jnp.sum(measured, dtype=jnp.float32), 1
-        )
-    return Static(tuple(found)), list(found.values())
+        count = jnp.maximum(jnp.sum(measured, dtype=jnp.float32), 1)
+        numbers["sync/drift"] = jnp.sum(each, where=measured) / count
+    return Static(tuple(numbers)), list(numbers.values())
 
 
 class Meter:
@@ -112,41 +111,42 @@ class Meter:
         self._tokens, self._sent = tokens, sent_bytes
         self._last: tuple[int, float] | None = None
 
-    def __call__(self, step: int, state: Any, told: Any = ()) -> dict[str, float]:
+    def __call__(self, step: int, state: Any, step_metrics: Any = ()) -> dict[str, float]:
         """The numbers of one step.
 
         Args:
           step: its number, by which ``tokens_per_second`` knows how many were done since the last call.
           state: what the step returned: a `StepState`, or the state of any transforms.
-          told: the metrics that the step returned, a tree; names of what lies deeper are joined by ``/``.
+          step_metrics: the metrics that the step returned, a tree; names of what lies deeper are joined
+            by ``/``.
 
         Returns:
-          Of ``told`` what is one number (``name/real`` and ``name/imag`` of a complex one), and not
+          Of ``step_metrics`` what is one number (``name/real`` and ``name/imag`` of a complex one), and not
           arrays such as those of each worker; all of
           `lioncub_jax.metrics`, ``votes/ties`` and so on; ``sent_bytes``; and from the second call on
           ``tokens_per_second``, the mean since the call before.
         """
-        leaves = jax.tree.leaves_with_path(told) + jax.tree.leaves_with_path(metrics(state))
+        leaves = jax.tree.leaves_with_path(step_metrics) + jax.tree.leaves_with_path(metrics(state))
         numbers = {
             jax.tree_util.keystr(path, simple=True, separator="/"): x
             for path, x in leaves
             if jnp.size(x) == 1
         }
-        found: dict[str, float] = {}
+        row: dict[str, float] = {}
         for name, x in jax.device_get(numbers).items():
             x = np.ravel(x)[0]
             if np.iscomplexobj(x):
-                found |= {f"{name}/real": float(x.real), f"{name}/imag": float(x.imag)}
+                row |= {f"{name}/real": float(x.real), f"{name}/imag": float(x.imag)}
             else:
-                found[name] = float(x)
+                row[name] = float(x)
         now = time.monotonic()
         if self._sent is not None:
-            found["sent_bytes"] = float(self._sent)
+            row["sent_bytes"] = float(self._sent)
         if self._tokens is not None and self._last is not None:
             steps, seconds = step - self._last[0], now - self._last[1]
-            found["tokens_per_second"] = self._tokens * steps / seconds
+            row["tokens_per_second"] = self._tokens * steps / seconds
         self._last = step, now
-        return found
+        return row
 
 
 def mean_model_state(state: Any) -> Any:

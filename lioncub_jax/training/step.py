@@ -32,10 +32,10 @@ from lioncub_jax.mesh.placement import (
 )
 from lioncub_jax.mesh.specs import check_batch_spec, spec_of, stacked
 from lioncub_jax.training import kinds
-from lioncub_jax.training.gradients import check_closure
 from lioncub_jax.training.holders import layout_here
 from lioncub_jax.training.kinds import Kind
-from lioncub_jax.training.typed import Among, check_state
+from lioncub_jax.training.loss import check_closure
+from lioncub_jax.training.mapped import MappedTransform, check_state
 from lioncub_jax.training.worker import (
     check_local,
     difference_of,
@@ -71,7 +71,7 @@ class StepState(NamedTuple):
 
     @staticmethod
     def holders() -> dict[str, Holder]:
-        """Whose the fields are, for checkpoints."""
+        """Holders of the fields, for checkpoints."""
         return {"model_state": Holder.WORKER, "local_state": Holder.WORKER}
 
 
@@ -89,7 +89,7 @@ def on_mesh(
     Args:
       tx: such as ``lion_cub(1e-4, workers="data")``, alone or in a chain. Transforms in the chain see
         one worker's whole gradients, however they are cut: ``optax.clip_by_global_norm`` is right. In a
-        chain around `on_mesh` it would see those of all workers as one, and a warning says so.
+        chain around `on_mesh` it would see those of all workers as one gradient.
       workers: a `Workers`, whose mesh has axes Auto or Explicit.
       specs: a tree of ``PartitionSpec`` like the parameters, such as ``specs_of(params)``; None reads
         them off the parameters: concrete arrays and Explicit axes know them.
@@ -121,7 +121,7 @@ def on_mesh(
     """
     check_workers(workers)
     checks.check_asked(tx)
-    among = Among(optax.with_extra_args_support(tx), workers)
+    mapped = MappedTransform(optax.with_extra_args_support(tx), workers)
 
     def inside() -> bool:
         return set(workers.axes) <= set(jax.sharding.get_abstract_mesh().manual_axes)
@@ -136,13 +136,13 @@ def on_mesh(
             return tx.init(params)
         checks.check_unmasked(params)
         cut = workers.cut(params, specs)
-        return named(among.first(params, cut)(params), params, cut)
+        return named(mapped.init_of(params, cut)(params), params, cut)
 
     def named(state: Any, params: Any, cut: Any) -> Any:
         """In flax's boxes, which have the workers' axes in front."""
         if not boxes.boxes_of(params):
             return state
-        return boxes.named(state, among.specs(params, cut), params, workers)
+        return boxes.named(state, mapped.layout(params, cut).specs, params, workers)
 
     def update(
         updates: Any, state: Any, params: Any = None, *, abstain: Any = None, **extra: Any
@@ -153,27 +153,26 @@ def on_mesh(
         check_devices(workers, grads=updates, params=params)
         own = {} if abstain is None else {"abstain": abstain}
         if inside():
-            layout = layout_here(among.tx, params, workers.axes)
+            layout = layout_here(mapped.tx, params, workers.axes)
             check_state(state, layout.specs, workers, here=True)
-            return among.update_here(layout, updates, state, params, extra | own)
+            return mapped.update_here(layout, updates, state, params, extra | own)
         cut = workers.cut(params, specs)
         _check_gradients(updates, params, workers)
         _check_abstain(abstain, workers)
-        checks.warn_if_chained()
         if boxes.boxes_of(params):
-            state = boxes.boxed_like(among.specs(params, cut), state)
-        check_state(state, among.specs(params, cut), workers)
+            state = boxes.boxed_like(mapped.layout(params, cut).specs, state)
+        check_state(state, mapped.layout(params, cut).specs, workers)
         check_devices(workers, state=state)
-        updates, state = among.update(cut, updates, state, params, own, extra)
+        updates, state = mapped.update(cut, updates, state, params, own, extra)
         return updates, named(state, params, cut)
 
     def lies(params: optax.Params) -> Any:
         cut = workers.cut(params, specs)
-        made = named(among.first(params, cut).eval_shape(params), params, cut)
+        made = named(mapped.init_of(params, cut).eval_shape(params), params, cut)
         return jax.tree.map(lambda x: x.sharding, made)
 
     def held(params: optax.Params) -> Any:
-        of_state = among.specs(params, workers.cut(params, specs))
+        of_state = mapped.layout(params, workers.cut(params, specs)).specs
         return jax.tree.unflatten(jax.tree.structure(lies(params)), jax.tree.leaves(of_state))
 
     return OnMesh(_First(init, lies, held), update)
@@ -209,7 +208,7 @@ class OnMesh(optax.GradientTransformationExtraArgs):
     """
 
     def shardings(self, params: optax.Params) -> Any:
-        """Where the state of these parameters lies."""
+        """Shardings of the state of these parameters."""
         return self.init.shardings(params)  # type: ignore[attr-defined]
 
     def specs(self, params: optax.Params) -> Any:
@@ -258,7 +257,9 @@ class TrainStep:
             processes whose steps differ, in the first call.
         """
         self._check(state, batch)
-        self._batches.check(batch, lambda: kinds.cut_of(batch, self._in_kinds))
+        if self._batches.shared:
+            each = kinds.of_batch(batch, self._in_kinds)
+            self._batches.check(batch, [kind is Kind.SPLIT for kind, _ in each])
         arguments = self._arguments(state, batch)
         if not self._in_flight and self._batches.shared:
             traced = together("the step was not traced", partial(self._jitted.lower, *arguments))
@@ -274,7 +275,7 @@ class TrainStep:
         return state, {"loss": metrics.pop("loss"), **metrics}  # jit has sorted them by name
 
     def _check(self, state: StepState, batch: Any) -> None:
-        """Raises for what JAX would say in words of its own, or not at all."""
+        """Raises for a state or a call that JAX would refuse in words of its own, or not at all."""
         if not isinstance(state, StepState):
             raise TypeError(
                 f"the state is a {type(state).__name__}, and the StepState of init_state is wanted: "
@@ -291,20 +292,22 @@ class TrainStep:
             check_devices(self._workers, state=state)
 
     def lower(self, state: StepState, batch: Any) -> jax.stages.Lowered:
-        """As ``jax.jit(...).lower``: for reading the compiled program. Shapes will do."""
+        """Lowers the step as ``jax.jit(...).lower``, to read its program. Shapes will do."""
         return self._jitted.lower(*self._arguments(state, batch))
 
     def _arguments(self, state: StepState, batch: Any) -> tuple[StepState, Any, Any]:
         """The state, the batch on the mesh, and how the parameters lie, as something to compile for."""
         leaves, structure = jax.tree_util.tree_flatten_with_path(batch)
-        each, rows = kinds.of_batch(batch, self._in_kinds), kinds.Rows()
-        placed = []
-        for (path, x), (kind, entry) in zip(leaves, each, strict=True):
-            count, where = None, f"batch{jax.tree_util.keystr(path)}"
+        placed, rows = [], []
+        for (path, x), (kind, entry) in zip(
+            leaves, kinds.of_batch(batch, self._in_kinds), strict=True
+        ):
+            count, name = None, f"batch{jax.tree_util.keystr(path)}"
             if kind is Kind.SPLIT:
-                count = self._batches.rows_of_all(where, x)
-                rows.check(where, count, entry)
+                count = self._batches.rows_of_all(name, x)
+                rows.append((name, count, entry))
             placed.append(self._batches.place(x, count))
+        kinds.check_rows(rows)
         batch = jax.tree.unflatten(structure, placed)
         params, tree = jax.tree.flatten(state.params)
         return state, batch, (tree, tuple(map(spec_of, params)))
@@ -405,48 +408,46 @@ def make_train_step(
         )
     check_closure(loss_fn, workers)
     checks.check_asked(tx)
-    among = Among(optax.with_extra_args_support(tx), workers)
-    of_locals = Among(of_each(local, workers), workers)
+    mapped = MappedTransform(optax.with_extra_args_support(tx), workers)
+    of_locals = MappedTransform(of_each(local, workers), workers)
     own = P(workers.axes)
 
-    def worker(params: Any, kept: Any, batch: Any, rng: Any, count: Any) -> Any:
-        rows, batch_of = kinds.parted(batch, in_kinds, workers)
-        of_worker = gradient_of(loss_fn, accumulate, batch_of)
+    def worker(
+        each: list[Kind], params: optax.Params, states: Any, batch: Any, rng: Any, count: Any
+    ) -> Any:
+        rows, batch_of = kinds.rows_and_rest(batch, each, workers)
+        gradient = gradient_of(loss_fn, accumulate, batch_of)
         if local is not None:
-            of_worker = difference_of(of_worker, local, local_steps)
+            gradient = difference_of(gradient, local, local_steps)
         rng = jax.random.fold_in(jax.random.fold_in(rng, count), axes.worker_index(workers.axes))
-        before = jax.tree.map(lambda x: x[0], kept)
-        grads, after, (loss, aux) = of_worker(params, before, rows, rng)
+        before = jax.tree.map(lambda x: x[0], states)
+        grads, after, (loss, aux) = gradient(params, before, rows, rng)
         abstains = ~jnp.isfinite(loss)
         if local is not None:
             finite = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(grads)]
             abstains |= ~jnp.all(jnp.array(finite))
         after = jax.tree.map(partial(jnp.where, abstains), before, after)
-        each = jax.tree.map(lambda x: x[None], (grads, after, abstains))
-        return *each, *_metrics(loss, aux, workers)
+        stacked_here = jax.tree.map(lambda x: x[None], (grads, after, abstains))
+        return *stacked_here, *_metrics(loss, aux, workers)
 
     def step(state: StepState, batch: Any, cut: Any) -> tuple[StepState, dict[str, Any]]:
         cut = workers.cut(state.params, cut)
-        held = own, () if local is None else of_locals.specs(state.params, cut)
+        held = own, () if local is None else of_locals.layout(state.params, cut).specs
         check_state(state.local_state, held[1], workers, name="local_state")
-        kept = state.model_state, state.local_state
-        each = [batch_spec if rows else P() for rows in kinds.cut_of(batch, in_kinds)]
-        lie = jax.tree.unflatten(jax.tree.structure(batch), each)
-        in_specs = cut, held, lie, P(), P()
+        states = state.model_state, state.local_state
+        each = [kind for kind, _ in kinds.of_batch(batch, in_kinds)]
+        lie = [batch_spec if kind is Kind.SPLIT else P() for kind in each]
+        in_specs = cut, held, jax.tree.unflatten(jax.tree.structure(batch), lie), P(), P()
         out_specs = stacked(cut, workers.axes), held, own, own, P(), P()
-        run = workers.map(worker, in_specs, out_specs, typed=False)
-        grads, kept, abstains, *metrics = run(state.params, kept, batch, state.rng, state.step)
+        run = workers.map(partial(worker, each), in_specs, out_specs, typed=False)
+        grads, states, abstains, *metrics = run(state.params, states, batch, state.rng, state.step)
         outputs = joined(*metrics)
-        with checks.during(checks.abstain_is_explicit, False):
-            flags, value = {"abstain": abstains}, {"value": outputs["loss"]}
-            updates, opt_state = among.update(
-                cut, grads, state.opt_state, state.params, flags, value
-            )
+        flags, value = {"diverged": abstains}, {"value": outputs["loss"]}
+        updates, opt_state = mapped.update(cut, grads, state.opt_state, state.params, flags, value)
         params = workers.hold(optax.apply_updates(state.params, updates), cut)
-        new = StepState(
-            optax.safe_increment(state.step), params, kept[0], opt_state, state.rng, kept[1]
-        )
-        return new, outputs
+        model_state, local_state = states
+        count = optax.safe_increment(state.step)
+        return StepState(count, params, model_state, opt_state, state.rng, local_state), outputs
 
     batches = Batches(workers, batch_spec, local_steps, accumulate)
     return TrainStep(step, workers, batches, in_kinds)

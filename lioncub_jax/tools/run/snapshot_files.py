@@ -18,7 +18,7 @@ from lioncub_jax.checkpoint import leaves, tiles
 from lioncub_jax.checkpoint.layout import Layout
 from lioncub_jax.checkpoint.schema import parse
 from lioncub_jax.checkpoint.tiles import Tile
-from lioncub_jax.mesh.hosts import told
+from lioncub_jax.mesh.hosts import gathered_json
 from lioncub_jax.tools.run.assembly import tiles_of
 
 LENGTH = 8  # bytes before a description: how many it has
@@ -169,7 +169,7 @@ def exchange(
       ValueError: for a message of another type, and where ``check`` raises.
     """
     messages = []
-    for process, x in enumerate(told(message)):
+    for process, x in enumerate(gathered_json(message)):
         try:
             messages.append(parse(kind, x))
             check(messages[-1])

@@ -30,7 +30,7 @@ from lioncub_jax.checkpoint.tiles import Tile
 from lioncub_jax.exchange.arguments import check_count, check_number
 from lioncub_jax.exchange.layout import Holder
 from lioncub_jax.mesh import axes
-from lioncub_jax.mesh.hosts import together, told
+from lioncub_jax.mesh.hosts import gathered_json, together
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.mesh.specs import product
 from lioncub_jax.tools.run import private_files
@@ -160,7 +160,7 @@ class Snapshots:
     def clear(self) -> None:
         """Forgets all snapshots of this machine, as before going back to an older checkpoint."""
         self.wait()
-        told(None)  # all processes have written
+        gathered_json(None)  # all processes have written
         self._together(lambda folder: private_files.remove(folder, _entries(folder)))
 
     def _together(self, act: Callable[[int], object]) -> None:
@@ -306,7 +306,7 @@ def _shift(workers: Workers) -> int:
     places = [workers.mesh.axis_names.index(name) for name in names]
     devices = np.moveaxis(workers.mesh.devices, places, range(len(places))).reshape(count, -1)
     processes = np.vectorize(lambda device: device.process_index)(devices)  # of each worker
-    machines = np.array(told(zlib.crc32(socket.gethostname().encode())))
+    machines = np.array(gathered_json(zlib.crc32(socket.gethostname().encode())))
 
     def separation(shift: int) -> tuple[int, int, int]:
         buddies = np.roll(processes, -shift, axis=0)

@@ -1,0 +1,254 @@
+"""A transform mapped over the workers, on global arrays: state where it belongs, and updates that agree."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec as P
+
+from lioncub_jax.exchange import checks
+from lioncub_jax.mesh import axes, kernels
+from lioncub_jax.mesh.placement import Static, Workers
+from lioncub_jax.mesh.specs import axes_of, product, stacked
+from lioncub_jax.training import control_flow
+from lioncub_jax.training.holders import OWN, StateLayout, keep_if_not_finite, layout_here
+
+
+class MappedTransform(NamedTuple):
+    """A transform that runs on each worker, seen from outside: its arrays are global.
+
+    Attributes:
+      tx: the transform; takes extra arguments.
+      workers: the workers, who run it.
+    """
+
+    tx: optax.GradientTransformationExtraArgs
+    workers: Workers
+
+    def layout(self, params: optax.Params, cut: Any) -> StateLayout:
+        """Layout of the state of global parameters, which lie as ``cut`` says."""
+        shapes, tree = jax.tree.flatten(jax.tree.map(self.workers.shape, cut, params))
+        return _layout(self, tree, tuple(shapes), kernels.for_tpu(self.workers.mesh))
+
+    def init_of(self, params: optax.Params, cut: Any) -> Any:
+        """Jitted ``init`` for such parameters; the state lies where it belongs."""
+        specs = self.layout(params, cut).specs
+        if not jax.tree.leaves(specs):  # JAX would look in vain for an array that tells the mesh
+            return jax.jit(lambda params: specs)
+
+        def init(params: optax.Params) -> optax.OptState:
+            return self.workers.stack(self.tx.init(params), specs)
+
+        run = self.workers.map(init, (cut,), specs, typed=True)
+        lie = specs
+        if self.workers.mesh.auto_axes:  # else types hold it; XLA replicates what is empty
+            state = jax.eval_shape(run, params)
+            lie = jax.tree.map(lambda spec, x: spec if x.size else P(), specs, state)
+        # Zeros need no input, and without one only this tells where they go.
+        return jax.jit(run, out_shardings=self.workers.shardings(lie))
+
+    def update(
+        self,
+        cut: Any,
+        grads: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params,
+        per_worker: dict[str, jax.Array],
+        extra: dict[str, Any],
+    ) -> tuple[optax.Updates, optax.OptState]:
+        """Updates of gradients ``[workers, ...]``, and the new state.
+
+        Args:
+          cut: the spec of each parameter.
+          grads: ``[workers, ...]``.
+          state: as `init_of` makes it.
+          params: global.
+          per_worker: extra arguments ``[workers, ...]``.
+          extra: other extra arguments, the same for all workers.
+        """
+        workers, layout = self.workers, self.layout(params, cut)
+        check_state(state, layout.specs, workers)
+        arrays, static = _arrays_of(extra)
+
+        def update(
+            grads: optax.Updates,
+            per_worker: dict[str, jax.Array],
+            state: optax.OptState,
+            params: optax.Params,
+            arrays: dict[str, Any],
+        ) -> tuple[optax.Updates, optax.OptState]:
+            grads, own = jax.tree.map(lambda x: x[0], (grads, per_worker))
+            return self.update_here(layout, grads, state, params, static | arrays | own)
+
+        in_specs = stacked(cut, workers.axes), P(workers.axes), layout.specs, cut, P()
+        out_specs = cut, layout.specs
+        run = workers.map(update, in_specs, out_specs, typed=True)
+        return workers.hold(run(grads, per_worker, state, params, arrays), out_specs)
+
+    def update_here(
+        self,
+        layout: StateLayout,
+        grads: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params,
+        extra: dict[str, Any],
+    ) -> tuple[optax.Updates, optax.OptState]:
+        """One worker's update of its gradients, and of its entries ``[1, ...]`` of the state.
+
+        Raises:
+          ValueError: for an update that differs between workers, or state that all hold and that does.
+        """
+        before = self.workers.stack(state, layout.specs, undo=True)
+        arrays, static = _arrays_of(extra)
+
+        def update(
+            grads: optax.Updates, state: Any, params: optax.Params, arrays: dict[str, Any]
+        ) -> Any:
+            return self.tx.update(grads, state, params, **arrays, **static)
+
+        # Traced once: the program that is checked is the one that is called.
+        update, given = jax.jit(update), (grads, before, params, arrays)
+        program = update.trace(*given).jaxpr
+        with jax.named_scope(checks.DECIDED):
+            results = update(*given)
+        results = self._agreed(program, given, results, layout.holders)
+        updates, after = results
+        after = keep_if_not_finite(layout.holders, grads, before, after)
+        return updates, self.workers.stack(after, layout.specs)
+
+    def _agreed(self, program: Any, given: Any, results: Any, holders: Any) -> Any:
+        """Updates and state, each typed as those who hold it need it.
+
+        A result may vary by its type alone and be the same on all workers, such as the update of a frozen
+        leaf: it is computed again without the cast that made it so.
+        """
+        over, wanted = self.workers.axes, list[Any]()
+        wanted += [frozenset()] * len(jax.tree.leaves(results[0]))
+        for holder, x in zip(jax.tree.leaves(holders), jax.tree.leaves(given[1]), strict=True):
+            wanted.append(over if holder in OWN else axes.varying_axes(x).intersection(over))
+        paths, structure = jax.tree_util.tree_flatten_with_path(results)
+        leaves = [x for _, x in paths]
+        vary = [axes.varying_axes(x).intersection(over) for x in leaves]
+        loose = [i for i, x in enumerate(vary) if x.difference(wanted[i])]
+        if loose or control_flow.has_branches(program.jaxpr):
+            known = [control_flow.varies(x, over) for x in program.jaxpr.invars]
+            differ = control_flow.differing(program.jaxpr, over, known)
+            wrong = [i for i, x in enumerate(differ) if x and (i in loose or not wanted[i])]
+            if wrong:
+                sent = control_flow.communicates(program.jaxpr, over)
+                count = len(jax.tree.leaves(results[0]))
+                raise ValueError(_difference([paths[i] for i in wrong], count, self.workers, sent))
+            again = control_flow.without_casts(program, jax.tree.leaves(given), loose)
+            for i, x in zip(loose, again, strict=True):
+                leaves[i] = x
+        leaves = [axes.varying(x, tuple(names)) for x, names in zip(leaves, wanted, strict=True)]
+        return jax.tree.unflatten(structure, leaves)
+
+
+@functools.lru_cache(maxsize=16)  # the first state asks, and then each step that is traced
+def _layout(mapped: MappedTransform, tree: Any, shapes: Any, of_tiles: bool) -> StateLayout:
+    """`MappedTransform.layout` by shapes; on a TPU owners' slices lie in the order of tiles."""
+    del of_tiles
+    cut = tree.unflatten(x.sharding.spec for x in shapes)
+
+    def probe(params: optax.Params) -> Static:
+        return Static(layout_here(mapped.tx, params, mapped.workers.axes))
+
+    run = mapped.workers.map(probe, (cut,), P(), typed=True)
+    return jax.eval_shape(run, tree.unflatten(shapes)).value
+
+
+def _arrays_of(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments that are trees of arrays or numbers, and the others."""
+    arrays, static = dict[str, Any](), dict[str, Any]()
+    for name, tree in extra.items():
+        leaves = jax.tree.leaves(tree)
+        is_array = all(isinstance(x, (jax.Array, np.ndarray, int, float)) for x in leaves)
+        (arrays if is_array else static)[name] = tree
+    return arrays, static
+
+
+def states_of(state: Any, *kinds: type) -> list[Any]:
+    """The states of some kinds in a tree of states, the outermost ones."""
+    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds))
+    return [x for x in leaves if isinstance(x, kinds)]
+
+
+def check_state(
+    state: Any, specs: Any, workers: Workers, here: bool = False, name: str = "state"
+) -> None:
+    """Raises ``ValueError`` for the state of another optimizer, or of other workers."""
+    advice = (
+        "make the state by init_state or init of this optimizer, with the same parameters and workers, and "
+        "the same local optimizer or none"
+    )
+    structure: Any = jax.tree.structure(specs)
+    try:
+        parts = structure.flatten_up_to(state)
+    except ValueError as error:
+        raise ValueError(f"the {name} is not one of this optimizer: {advice}") from error
+    for spec, part in zip(jax.tree.leaves(specs), parts, strict=True):
+        if not workers.stacks(spec):
+            continue
+        # A slice that is the same for all owners differs over the devices of a group alone.
+        holders = 1 if here else product(workers.mesh.shape, axes_of(spec[0]))
+        for x in jax.tree.leaves(part):
+            if jnp.shape(x)[:1] != (holders,):
+                raise ValueError(
+                    f"the {name} has an array of shape {jnp.shape(x)} where {holders} workers have "
+                    f"one each: {advice}"
+                )
+
+
+def _difference(wrong: list[Any], num_updates: int, workers: Workers, sent: bool) -> str:
+    """An error's text for updates, or for state that all hold, that differ between workers."""
+    updates = [(tuple(path), x) for (which, *path), x in wrong if which.idx == 0]
+    if not updates:
+        (_, *path), _ = wrong[0]
+        return (
+            f"the state's {jax.tree_util.keystr(tuple(path))} differs between workers, and stands behind "
+            "or around the transform in which they communicate, where all hold the same. Put its transform "
+            "in front of that one, in the chain; or let the class of the state say that each worker has "
+            "its own: def holders(self): return {'name of the field': 'worker'}. If workers communicate in "
+            "a transform of yours, let the class of its state say so: def exchanges(self): return True"
+        )
+    differs = (
+        "the optimizer's update differs between workers, so their parameters would drift apart"
+    )
+    typed = [(path, axes.varying_axes(x)) for path, x in updates if axes.varying_axes(x)]
+    if not typed:
+        return (
+            f"{differs}: a cond, switch or while chooses it by a predicate that differs between workers, "
+            "such as the norm of a worker's own gradient. Decide by what all agree on: a count of steps, "
+            "or a psum over the workers"
+        )
+    over = frozenset[str]().union(*[names for _, names in typed])
+    if agreed := tuple(n for n in workers.axes if n not in over):
+        return (
+            f"{differs}: it is the same over {agreed} and not over "
+            f"{tuple(n for n in workers.axes if n in over)}. The step has "
+            f"{workers}; give the optimizer the same lioncub_jax.Workers: lion_cub(..., workers=workers), "
+            "make_train_step(loss, tx, workers)"
+        )
+    mean = f"global_gradients(tx, workers={workers.axis!r})"
+    if len(typed) < num_updates:
+        named = ", ".join(jax.tree_util.keystr(path) for path, _ in typed[:3])
+        return (
+            f"{differs}: the leaves {named} do, which a mask or label keeps from the transform that "
+            "communicates, or which pass state between two such transforms. Give them "
+            f"optax.set_to_zero() to freeze them, or {mean} to train them in full precision; put what "
+            "keeps state in front of both transforms, or behind both"
+        )
+    if sent:
+        return (
+            f"{differs}: workers communicate, and behind it the update is changed by what each has for "
+            "itself, such as the norm of its own gradient or lax.axis_index. Change it by what all agree "
+            "on, such as the norm of the update, or a psum over the workers"
+        )
+    return (
+        f"{differs}: put a transform that communicates in the chain, such as "
+        f"lion_cub(..., workers={workers.axis!r}), or wrap yours in {mean}"
+    )
