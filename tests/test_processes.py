@@ -450,7 +450,7 @@ def heal(folder):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", faults.ReplicaHealed)
         healed = replicas({"x": x})["x"]
-    assert [(d.leaf, d.worker) for d in replicas.found] == [("['x']", 2)]
+    assert [(d.leaf, d.worker) for d in replicas.differences] == [("['x']", 2)]
     assert all((shard.data == np.arange(6)).all() for shard in healed.addressable_shards)
 
 

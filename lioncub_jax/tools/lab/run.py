@@ -89,7 +89,7 @@ class Network(NamedTuple):
 
 
 class WorkerReport(NamedTuple):
-    """What one worker did.
+    """The exit code and the bytes of one worker.
 
     Attributes:
       exit_code: as shells give it: 128 and its number for a signal.
@@ -107,10 +107,10 @@ class WorkerReport(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a run did.
+    """The result of a run.
 
     Attributes:
-      workers: what each of them did.
+      workers: the report of each.
       seconds: from the start of the commands to the end of the last.
       exit_code: 0, or that of the first worker that failed; 130 or 143: stopped.
 
@@ -233,10 +233,10 @@ def _followed(
             for line in lines:
                 if not line.startswith(b"{"):  # words of `unshare`, or of a hub that failed
                     errors.append(line.decode().rstrip())
-                elif "line" in (said := json.loads(line)):
-                    shown.offer("", said["line"])
+                elif "line" in (message := json.loads(line)):
+                    shown.offer("", message["line"])
                 else:
-                    report = said
+                    report = message
             shown.close()
     if not report:
         killed = "The lab's inner process was killed, and with it all workers"
@@ -271,13 +271,13 @@ def program_of(command: Sequence[str], path: str) -> str:
     """The file of a command's program."""
     if isinstance(command, str) or not command:
         raise ValueError(f"command is {command!r}: give a program and its arguments, as a list")
-    found = shutil.which(command[0], path=path)
-    if found is None:
+    program = shutil.which(command[0], path=path)
+    if program is None:
         raise ValueError(
             f"command {command[0]!r} is not a program here: give one that is on PATH, or the path "
             "of a file that may be executed (a script without #! needs its interpreter in front)"
         )
-    return found
+    return program
 
 
 def _tools() -> dict[str, str]:
@@ -285,11 +285,11 @@ def _tools() -> dict[str, str]:
         raise LabError(f"The lab needs Linux's network namespaces; this is {sys.platform}")
     # Where users other than root often do not look.
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
-    found = {name: where for name in TOOLS if (where := shutil.which(name, path=path))}
-    if missing := [name for name in TOOLS if name not in found]:
+    tools = {name: where for name in TOOLS if (where := shutil.which(name, path=path))}
+    if missing := [name for name in TOOLS if name not in tools]:
         packages = " and ".join(sorted({TOOLS[name] for name in missing}))
         raise LabError(f"The lab needs {', '.join(missing)}: install {packages}")
-    return found
+    return tools
 
 
 def _permitted(tools: dict[str, str]) -> list[str]:
@@ -310,7 +310,7 @@ def _permitted(tools: dict[str, str]) -> list[str]:
 
 
 def _shape(rate: float | None) -> dict[str, str]:
-    """What `ip` and `tc` are told about each end of a link: the largest packet, and its rate.
+    """Arguments of `ip` and `tc` for each end of a link: the largest packet, and its rate.
 
     A bucket lets through its burst at once, which flatters whoever sends little: it is kept at what
     1 ms brings, or two packets where that is more. Hence packets are kept small on slow links.
