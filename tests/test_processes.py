@@ -414,7 +414,10 @@ def refuse(folder):
         why = (
             "File too large" if mine else "process 1 did not write its part, and its error says why"
         )
-        assert f"checkpoint {folder / '2'} was not written ({why}" in str(caught.value)
+        assert str(caught.value) == (
+            f"checkpoint {folder / '2'} was not written ({why}), and those before it stay: free or mend "
+            "that disk, and start again from the newest"
+        )
         checkpoints.save(numbered(first, 4), wait=True)
         assert checkpoints.steps() == [1, 4]
         assert_holds(checkpoints.restore(first).state, 4)

@@ -193,11 +193,11 @@ def set_kernel(name: str, value: str) -> None:
         file.write(value)
 
 
-def counters(workers: int) -> list[tuple[int, int]]:
+def counters(num_workers: int) -> list[tuple[int, int]]:
     """``(sent, received)`` bytes of each worker, as the bridge's end of its link has counted them."""
     with open("/proc/thread-self/net/dev") as file:
         rows = {name: row for name, *row in map(str.split, file)}
-    ports = [rows[f"port{index}:"] for index in range(workers)]
+    ports = [rows[f"port{index}:"] for index in range(num_workers)]
     return [(int(port[0]), int(port[8])) for port in ports]
 
 

@@ -76,7 +76,7 @@ class Network(NamedTuple):
     """Workers on one switch, all with the same link.
 
     Attributes:
-      workers: how many, at least one.
+      num_workers: at least one.
       rate: bits per second of each link, each way; None: as fast as it goes.
 
     Example:
@@ -84,7 +84,7 @@ class Network(NamedTuple):
       100000000.0
     """
 
-    workers: int
+    num_workers: int
     rate: float | None = None
 
 
@@ -161,9 +161,9 @@ def run(
       1 | worker1
       Report(workers=(WorkerReport(exit_code=0, ...
     """
-    workers, rate = network
+    num_workers, rate = network
     most = SUBNET.num_addresses - 2
-    _check("workers", workers, 1 <= workers <= most, f"from 1 to {most}")
+    _check("num_workers", num_workers, 1 <= num_workers <= most, f"from 1 to {most}")
     _check(
         "rate", rate, rate is None or SLOWEST <= rate < math.inf,
         "bits per second of at least 1000, such as 1e8, or None for links that are not limited",
@@ -185,9 +185,9 @@ def run(
                 "name": f"worker{i}",
                 "address": str(SUBNET[i + 1]),
                 "cores": cores,
-                "environment": wiring(f"{SUBNET[1]}:{PORT}", workers, i, "eth0") | own,
+                "environment": wiring(f"{SUBNET[1]}:{PORT}", num_workers, i, "eth0") | own,
             }
-            for i, cores in enumerate(_cores(workers))
+            for i, cores in enumerate(_cores(num_workers))
         ],
     }
     report = _followed([*_permitted(tools), *INSIDE], plan, outside, write)
@@ -328,22 +328,22 @@ def _shape(rate: float | None) -> dict[str, str]:
     }
 
 
-def _cores(workers: int) -> list[list[int]]:
+def _cores(num_workers: int) -> list[list[int]]:
     """The cores of each worker: a share of its own where they divide evenly, else all of them.
 
     Without shares the threads of many workers push each other from core to core, and a worker's pace
     depends on what the others do.
     """
     cores = sorted(os.sched_getaffinity(0))
-    if len(cores) % workers and workers % len(cores):
-        return [cores] * workers
-    share = max(1, len(cores) // workers)
-    return [cores[i * share % len(cores) :][:share] for i in range(workers)]
+    if len(cores) % num_workers and num_workers % len(cores):
+        return [cores] * num_workers
+    share = max(1, len(cores) // num_workers)
+    return [cores[i * share % len(cores) :][:share] for i in range(num_workers)]
 
 
-def wiring(coordinator: str, workers: int, index: int, interface: str) -> dict[str, str]:
+def wiring(coordinator: str, num_workers: int, index: int, interface: str) -> dict[str, str]:
     """The variables by which jax and torch find their place, and the ``host:port`` of worker 0."""
-    (first, port), world, rank = coordinator.split(":"), str(workers), str(index)
+    (first, port), world, rank = coordinator.split(":"), str(num_workers), str(index)
     return {
         "JAX_COORDINATOR_ADDRESS": coordinator,
         "JAX_COORDINATOR_BIND_ADDRESS": coordinator,  # and not on all interfaces, as by default
