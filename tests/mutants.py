@@ -433,8 +433,8 @@ MUTANTS = r"""
 + bool(sha256)
 
 = a checkpoint has the name of another step
-- str(body["step"]) != folder.name
-+ not body
+- str(about.step) != folder.name
++ not about
 
 = a save is not read back
 -                 if not np.array_equal(np.frombuffer(file.read(len(block)), np.uint8), block):
@@ -450,8 +450,8 @@ MUTANTS = r"""
 
 # checkpoint/manager.py: checkpoint
 = a damaged checkpoint is not passed over
-- read(newest)
-+ read(steps[-1])
+- restored(newest)
++ restored(steps[-1])
 
 = the step of a damaged checkpoint cannot be saved again
 -         self._damaged.update(damaged)

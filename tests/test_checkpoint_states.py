@@ -14,6 +14,7 @@ from flax.training.train_state import TrainState as FlaxState
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_checkpoint import assert_same, opened
+from test_faults import damaged
 
 import lioncub_jax as lc
 from lioncub_jax.mesh.checksum import checksums
@@ -182,20 +183,6 @@ def test_what_differs_under_one_label_is_no_checkpoint(lie, tmp_path):
         saved(tmp_path, {"step": 1, "params": params, "opt_state": opt_state})
 
 
-def with_copies(x, spec, mesh, change=lambda device, part: part):
-    """An array that is labelled by ``spec``, with what ``change`` makes of the part of each device."""
-    sharding = NamedSharding(mesh, spec)
-    index = sharding.addressable_devices_indices_map(x.shape)
-    parts = [jax.device_put(change(d.id, x[i].copy()), d) for d, i in index.items()]
-    return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
-
-
-def one_bit(device, x):
-    if device == 6:
-        x.view(np.uint8).reshape(-1)[-1] ^= 1
-    return x
-
-
 DTYPES = "float32", "bfloat16", "int8", "bool", "complex64"
 ONE_COPY = P(("data", "tp"), "fsdp")
 
@@ -207,16 +194,16 @@ def test_one_bit_of_one_copy_is_found_and_the_sum_is_the_same_however_it_lies(sp
     mesh = mesh_on("fsdp=2 data=2 tp=2")
     given = np.random.default_rng(1).integers(0, 2, (8, 4))
     given = {dtype: given.astype(jnp.dtype(dtype)) for dtype in DTYPES}
-    whole = {dtype: with_copies(x, spec, mesh) for dtype, x in given.items()}
-    wrong = {dtype: with_copies(x, spec, mesh, one_bit) for dtype, x in given.items()}
-    (sums, apart), (found, found_apart) = checksums(whole), checksums(wrong)
-    alone, _ = checksums({dtype: with_copies(x, P(), mesh) for dtype, x in given.items()})
-    assert sums == alone and not apart
+    whole = jax.device_put(given, NamedSharding(mesh, spec))
+    wrong = {dtype: damaged(x, 6, at=-1, flip=1 << 24) for dtype, x in whole.items()}
+    (sums, unequal), (sums_of_wrong, unequal_in_wrong) = checksums(whole), checksums(wrong)
+    assert checksums(jax.device_put(given, NamedSharding(mesh, P()))) == (sums, unequal)
+    assert not unequal
     if spec == ONE_COPY:
-        assert not found_apart and all(found[dtype] != sums[dtype] for dtype in DTYPES)
+        assert not unequal_in_wrong and all(sums_of_wrong[x] != sums[x] for x in DTYPES)
         return
     for dtype in DTYPES:
-        ids = found_apart[dtype]
+        ids = unequal_in_wrong[dtype]
         assert 6 in ids
         one, other = (s.data for s in whole[dtype].addressable_shards if s.device.id in ids)
         np.testing.assert_array_equal(one, other)  # they should hold the same

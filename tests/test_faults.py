@@ -66,19 +66,21 @@ def test_a_flipped_bit_is_named_and_healed(sizes, kind, spec, axis):
     whole["key"] = jax.random.key_data(key)
     state["key"] = jax.random.wrap_key_data(damaged(whole["key"], 0))
     replicas = faults.Replicas(lc.Workers(mesh, axis), every=2)
-    assert replicas(state) is state and not replicas.found, "the first call of two compares nothing"
+    assert replicas(state) is state and not replicas.differences, (
+        "the first call of two compares nothing"
+    )
     with pytest.warns(faults.ReplicaHealed, match="has the majority's copy now") as warned:
         healed = replicas(state)
     inner = mesh.shape.get("tp", 1)
     wrong = [(f"['{k}']", 3 // inner, 3) for k in DTYPES]
-    found = [(d.leaf, d.worker, d.device) for d in replicas.found]
+    found = [(d.leaf, d.worker, d.device) for d in replicas.differences]
     assert found == sorted([*wrong, ("['key']", 0, 0), ("['w']", 5 // inner, 5)])
     assert f"['w'] on worker {5 // inner} (device 5) after step 2" in str(warned[-1].message)
     healed["key"] = jax.random.key_data(healed["key"])
     for name in whole.keys() - {"own"}:
         assert_copies(healed[name], whole[name])
     replicas.check(healed)
-    assert len(replicas.found) == len(found)
+    assert len(replicas.differences) == len(found)
     told = r"a replica is wrong: .* on worker .* and heal=False.*checkpoint of before"
     with pytest.raises(faults.ReplicasDiffer, match=told):
         faults.Replicas(lc.Workers(mesh, axis), every=1, heal=False)(state)
@@ -93,7 +95,7 @@ def test_without_a_majority_the_run_stops(mesh_of):
     )
     with pytest.raises(faults.ReplicasDiffer, match=said):
         replicas({"x": damaged(x, 1)})
-    assert replicas.found == []
+    assert replicas.differences == []
 
 
 def test_a_run_whose_replica_is_healed_at_once_ends_as_an_unbroken_one(mesh_of):
@@ -111,7 +113,7 @@ def test_a_run_whose_replica_is_healed_at_once_ends_as_an_unbroken_one(mesh_of):
                     state = replicas(state)
             state, _ = step(replicas(state), batch)
         ends.append(state)
-    assert [d.step for d in replicas.found] == [1] and step.traces == 1
+    assert [d.step for d in replicas.differences] == [1] and step.traces == 1
     assert_copies(ends[1].params, ends[0].params)
     assert_copies(ends[1].opt_state[0].mu, ends[0].opt_state[0].mu)
 

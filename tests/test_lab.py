@@ -103,8 +103,8 @@ def test_what_is_left_would_be_seen(left):
 
 
 BAD = [
-    ({"workers": 0}, "workers is 0"),
-    ({"workers": 1023}, "from 1 to 1022"),
+    ({"num_workers": 0}, "num_workers is 0"),
+    ({"num_workers": 1023}, "from 1 to 1022"),
     ({"rate": 0}, "rate is 0"),
     ({"rate": float("inf")}, "rate is inf"),
     ({"grace": -1}, "grace is -1"),
@@ -117,7 +117,7 @@ BAD = [
 @pytest.mark.parametrize(("given", "message"), BAD)
 def test_bad_arguments_are_named_before_anything_starts(given, message, monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", None)
-    options = {"workers": 2, "command": ["true"], **given}
+    options = {"num_workers": 2, "command": ["true"], **given}
     network = {name: options.pop(name) for name in lab.Network._fields if name in options}
     with pytest.raises(ValueError, match=re.escape(message)):
         lab.run(lab.Network(**network), **options)

@@ -32,6 +32,7 @@ from conftest import workers_on
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from test_faults import damaged
 
 import lioncub_jax as lc
 from lioncub_jax.checkpoint import files, stop_on_sigterm
@@ -414,7 +415,10 @@ def refuse(folder):
         why = (
             "File too large" if mine else "process 1 did not write its part, and its error says why"
         )
-        assert f"checkpoint {folder / '2'} was not written ({why}" in str(caught.value)
+        assert str(caught.value) == (
+            f"checkpoint {folder / '2'} was not written ({why}), and those before it stay: free or mend "
+            "that disk, and start again from the newest"
+        )
         checkpoints.save(numbered(first, 4), wait=True)
         assert checkpoints.steps() == [1, 4]
         assert_holds(checkpoints.restore(first).state, 4)
@@ -440,18 +444,15 @@ def alone(folder):
 
 def heal(folder):
     """Both learn which replica was wrong, and the one that was has the others' copy."""
-    workers = workers_of(4)
-    x = jax.make_array_from_callback(
-        (6,), NamedSharding(workers.mesh, P()), lambda i: np.arange(6.0)
-    )
-    parts = [s.data + (s.device == workers.mesh.devices.flat[2]) for s in x.addressable_shards]
-    x = jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
+    workers, wanted = workers_of(4), np.arange(6, dtype=np.float32)
+    x = processes.put(wanted, NamedSharding(workers.mesh, P()))
+    x = damaged(x, workers.mesh.devices.flat[2].id)
     replicas = faults.Replicas(workers, every=1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", faults.ReplicaHealed)
         healed = replicas({"x": x})["x"]
-    assert [(d.leaf, d.worker) for d in replicas.found] == [("['x']", 2)]
-    assert all((shard.data == np.arange(6)).all() for shard in healed.addressable_shards)
+    assert [(d.leaf, d.worker) for d in replicas.differences] == [("['x']", 2)]
+    assert all((shard.data == wanted).all() for shard in healed.addressable_shards)
 
 
 def stop(folder):

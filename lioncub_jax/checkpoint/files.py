@@ -26,7 +26,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lioncub_jax.checkpoint import layout, tiles
+from lioncub_jax.checkpoint import tiles
+from lioncub_jax.checkpoint.layout import ArrayInfo, infos_from_json
 from lioncub_jax.checkpoint.schema import parse
 from lioncub_jax.checkpoint.tiles import Index, index_of, shape_of
 
@@ -51,8 +52,28 @@ class Damaged(ValueError):
     """
 
 
-# For each array its tiles: the process that writes it, its first byte in that file, and the part.
-Tiles = dict[str, list[tuple[int, int, Index]]]
+Place = tuple[
+    int, int, Index
+]  # of a tile: the process that writes it, its first byte in that file, the part
+Tiles = dict[str, Sequence[Place]]  # of each array
+
+
+class Description(NamedTuple):
+    """The content of ``about.json``.
+
+    Attributes:
+      step: the name of the folder.
+      metric: what `Checkpoints.save` was given, a number.
+      data: likewise, anything JSON can hold.
+      leaves: by name, with checksums.
+      tiles: by the names of the leaves.
+    """
+
+    step: int
+    metric: float | None
+    data: Any
+    leaves: dict[str, ArrayInfo]
+    tiles: Tiles
 
 
 # --- Folders
@@ -224,11 +245,12 @@ def assign_tiles(arrays: Mapping[str, jax.Array]) -> tuple[Tiles, dict[int, int]
     sizes: collections.Counter[int] = collections.Counter()
     turn = itertools.count()
     for name, x in sorted(arrays.items()):
-        assigned[name] = []
+        parts = []
         for index, processes in sorted(tiles.processes_of(x).items()):
             process = sorted(processes)[next(turn) % len(processes)]
-            assigned[name].append((process, sizes[process], index))
+            parts.append((process, sizes[process], index))
             sizes[process] += math.prod(shape_of(index)) * x.dtype.itemsize
+        assigned[name] = parts
     return assigned, sizes
 
 
@@ -258,7 +280,7 @@ def write_arrays(unfinished: Path, pieces: Sequence[np.ndarray]) -> None:
     path.rename(path.with_suffix(""))
 
 
-def _flush(file: Any) -> None:
+def _flush(file: IO[Any]) -> None:
     file.flush()
     os.fsync(file.fileno())
 
@@ -330,8 +352,8 @@ def _digest(version: Any, body: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def read_about(folder: Path) -> dict[str, Any]:
-    """The description of a checkpoint.
+def read_about(folder: Path) -> Description:
+    """Reads the description of a checkpoint.
 
     Raises:
       Damaged: if it is not as it was written, or is that of another step.
@@ -349,8 +371,8 @@ def read_about(folder: Path) -> dict[str, Any]:
             "wrote it"
         ) from None
     try:
-        about = json.loads(content)
-        version, body, sha256 = about["format"], about["body"], about["sha256"]
+        sealed = json.loads(content)
+        version, body, sha256 = sealed["format"], sealed["body"], sealed["sha256"]
         whole = _digest(version, body) == sha256
     except (ValueError, KeyError, TypeError, RecursionError):
         whole = False
@@ -361,36 +383,36 @@ def read_about(folder: Path) -> dict[str, Any]:
             f"checkpoint {folder} has format {version}, and {this} the version that wrote it"
         )
     try:
-        _check_body(body)
+        about = _parse_body(body)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise Damaged(f"its description is sealed and cannot be ({error!r})") from None
-    if str(body["step"]) != folder.name:
+    if str(about.step) != folder.name:
         raise Damaged(
-            f"it is the checkpoint of step {body['step']} under another name; give it its name back"
+            f"it is the checkpoint of step {about.step} under another name; give it its name back"
         )
-    return body
+    return about
 
 
-def _check_body(body: Any) -> None:
-    """Raises some error unless all is there that is read of it, by its type."""
-    saved = layout.infos_from_json(body["leaves"])
-    body["step"], body["metric"], body["data"]
-    for name, info in saved.items():
-        parts = parse(tuple[tuple[int, int, Index], ...], body["tiles"][name])
-        if any(len(index) != info.abstract().ndim for _, _, index in parts):
+def _parse_body(body: Any) -> Description:
+    """Raises some error unless all is there, by its type."""
+    leaves, parts = infos_from_json(body["leaves"]), {}
+    for name, info in leaves.items():
+        parts[name] = parse(tuple[Place, ...], body["tiles"][name])
+        if any(len(index) != info.abstract().ndim for _, _, index in parts[name]):
             raise ValueError(f"tiles of {name} have another number of dimensions")
         parse(tuple[tuple[int, ...], tuple[int, int]], [[*info.shape], info.sums])
+    return Description(body["step"], body["metric"], body["data"], leaves, parts)
 
 
 # --- Reading
 
 
-def read_array(folder: Path, parts: Sequence[Any], place: jax.ShapeDtypeStruct) -> jax.Array:
+def read_array(folder: Path, parts: Sequence[Place], place: jax.ShapeDtypeStruct) -> jax.Array:
     """Reads an array; this process reads what its devices hold.
 
     Args:
       folder: of the checkpoint.
-      parts: the tiles of the array, as JSON gives them back.
+      parts: the tiles of the array.
       place: its shape, dtype and sharding.
     """
     read: dict[Index, np.ndarray] = {}  # copies are read once
@@ -404,7 +426,7 @@ def read_array(folder: Path, parts: Sequence[Any], place: jax.ShapeDtypeStruct) 
     return jax.make_array_from_callback(place.shape, place.sharding, shard)
 
 
-def _read_part(folder: Path, parts: Sequence[Any], wanted: Index, dtype: np.dtype) -> np.ndarray:
+def _read_part(folder: Path, parts: Sequence[Place], wanted: Index, dtype: np.dtype) -> np.ndarray:
     read = np.empty(shape_of(wanted), dtype)
     for process, offset, index in parts:
         both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted, index, strict=True)]
@@ -425,5 +447,5 @@ def _read_part(folder: Path, parts: Sequence[Any], wanted: Index, dtype: np.dtyp
     return read
 
 
-def _slices(part: Sequence[Any], whole: Sequence[Any]) -> tuple[slice, ...]:
+def _slices(part: Sequence[tuple[int, int]], whole: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
     return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(part, whole, strict=True))

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+from jax.sharding import Sharding
 
 from lioncub_jax.exchange.layout import Bucket, Flat, Holder
 from lioncub_jax.mesh import axes
@@ -52,7 +53,7 @@ class ArrayInfo(NamedTuple):
         """Whether it is an array of random keys."""
         return self.dtype.startswith("key<")
 
-    def abstract(self, sharding: Any = None) -> jax.ShapeDtypeStruct:
+    def abstract(self, sharding: Sharding | None = None) -> jax.ShapeDtypeStruct:
         """What is saved, of random keys their words."""
         dtype = jnp.uint32 if self.is_key else jnp.dtype(self.dtype)
         return jax.ShapeDtypeStruct(self.shape, dtype, sharding=sharding)

@@ -130,7 +130,7 @@ def _split(bucket: Bucket, rows: jax.Array) -> list[tuple[Segment, jax.Array]]:
 
 
 def _join_shards(
-    shards: jax.Array, inner: Mapping[str, int], shape: Sequence[int], cuts: Sequence[Any]
+    shards: jax.Array, inner: Mapping[str, int], shape: Sequence[int], cuts: Sequence[Sequence[str]]
 ) -> jax.Array:
     """``[*batch, inner shards, *local shape]`` to ``[*batch, *shape]`` of a parameter."""
     batch, local = shards.shape[: -1 - len(shape)], shards.shape[shards.ndim - len(shape) :]

@@ -27,14 +27,8 @@ import numpy as np
 from lioncub_jax.checkpoint import files, leaves, states
 from lioncub_jax.checkpoint.agreement import barrier, first_line, from_first
 from lioncub_jax.checkpoint.commit import Save, commit, save_error
-from lioncub_jax.checkpoint.files import Damaged
-from lioncub_jax.checkpoint.layout import (
-    ArrayInfo,
-    check_same_model,
-    infos_from_json,
-    layout_of,
-    param_names,
-)
+from lioncub_jax.checkpoint.files import Damaged, Description
+from lioncub_jax.checkpoint.layout import ArrayInfo, check_same_model, layout_of, param_names
 from lioncub_jax.exchange.arguments import check_count
 from lioncub_jax.exchange.layout import Holder
 from lioncub_jax.mesh.axes import AxisName, spelled
@@ -178,17 +172,17 @@ class Checkpoints:
         self._raise_last_error()
         states.check_not_donated("save(state)", state)
         state, workers = states.on_workers("save(state)", state, self.axes)
-        step, metric = states.step_of(state, step), self._metric(metric)
-        about = {"step": step, "metric": metric, "data": as_json(data)}
+        step, metric, data = states.step_of(state, step), self._metric(metric), as_json(data)
         layout = layout_of(state, workers)
         arrays = leaves.arrays_of(state)
         saved = leaves.leaves_of(layout, untyped(workers.mesh), arrays)
         sums, unequal = checksums(arrays | saved)
         states.check_copies_equal(state, unequal, workers)
         infos = leaves.leaf_infos(layout)
-        about["leaves"] = {name: info._replace(sums=sums[name]) for name, info in infos.items()}
-        about["tiles"], sizes = files.assign_tiles(saved)
-        pieces = files.copy_own_tiles(saved, about["tiles"])
+        infos = {name: info._replace(sums=sums[name]) for name, info in infos.items()}
+        tiles, sizes = files.assign_tiles(saved)
+        about = Description(step=step, metric=metric, data=data, leaves=infos, tiles=tiles)
+        pieces = files.copy_own_tiles(saved, tiles)
         unfinished, lock = from_first(lambda: self._begin(step))
         self._damaged.clear()
         self._restored, self._steps_before = None, []
@@ -196,7 +190,7 @@ class Checkpoints:
             folder=self.directory / str(step),
             unfinished=self.directory / unfinished,
             lock=lock,
-            about=files.seal(about),
+            about=files.seal(about._asdict()),
             sizes=sizes,
             pieces=pieces,
         )
@@ -244,13 +238,11 @@ class Checkpoints:
         check_rule(on_resize)
         target = leaves.Target(like, *states.on_workers("restore(like)", like, self.axes))
 
-        def read(step: int) -> Restored:
-            about = self._read(step, files.read_about)
-            saved = infos_from_json(about["leaves"])
-            check_same_model(self._name(step), saved, target.leaves)
-            places = {name: target.place(name, info) for name, info in saved.items()}
-            arrays = self._read_arrays(step, about, saved, places)
-            return Restored(target.build(saved, arrays, on_resize == "keep"), about["data"], step)
+        def read(about: Description) -> Any:
+            check_same_model(self._name(about.step), about.leaves, target.leaves)
+            places = {name: target.place(name, info) for name, info in about.leaves.items()}
+            arrays = self._read_arrays(about, places)
+            return target.build(about.leaves, arrays, on_resize == "keep")
 
         restored, damaged = self._newest_whole(step, read)
         # Only now: that an older one can be read shows that the fault is not in the reading.
@@ -280,16 +272,13 @@ class Checkpoints:
             if x.size
         }
 
-        def read(step: int) -> Restored:
-            about = self._read(step, files.read_about)
-            saved = infos_from_json(about["leaves"])
-            names = param_names(saved)
-            params = {f".params{path}": saved[name] for path, name in names.items()}
-            check_same_model(self._name(step), params, wanted)
-            of_params = {name: places[path] for path, name in names.items()}
-            arrays = self._read_arrays(step, about, saved, of_params)
+        def read(about: Description) -> Any:
+            names = param_names(about.leaves)
+            params = {f".params{path}": about.leaves[name] for path, name in names.items()}
+            check_same_model(self._name(about.step), params, wanted)
+            arrays = self._read_arrays(about, {name: places[path] for path, name in names.items()})
             by_path = {path: arrays[name] for path, name in names.items()}
-            return Restored(states.placed_like(like, by_path), about["data"], step)
+            return states.placed_like(like, by_path)
 
         return self._newest_whole(step, read)[0]
 
@@ -454,7 +443,7 @@ class Checkpoints:
         ranked = []
         for step in self.steps():
             with contextlib.suppress(ValueError, FileNotFoundError):  # damaged, or deleted
-                metric = files.read_about(self.directory / str(step))["metric"]
+                metric = files.read_about(self.directory / str(step)).metric
                 if metric is not None and not math.isnan(metric):
                     ranked.append((sign * metric, step))
         return max(ranked)[1] if ranked else None
@@ -462,18 +451,23 @@ class Checkpoints:
     # --- Reading
 
     def _newest_whole(
-        self, step: int | None, read: Callable[[int], Restored]
+        self, step: int | None, read: Callable[[Description], Any]
     ) -> tuple[Restored, dict[int, str]]:
         """Reads a step, or the newest that is whole.
 
         Returns:
           What was read, and the problems of newer checkpoints, by their steps.
         """
+
+        def restored(step: int) -> Restored:
+            about = self._read(step, files.read_about)
+            return Restored(read(about), about.data, step)
+
         steps = from_first(self.steps)
         if step is not None:
             with contextlib.suppress(Gone):
                 if step in steps:
-                    return read(step), {}
+                    return restored(step), {}
             raise FileNotFoundError(
                 f"no checkpoint of step {step} in {self.directory}; there are {steps}"
             )
@@ -482,7 +476,7 @@ class Checkpoints:
         while left := [s for s in steps if s not in problems]:
             newest = left[-1]
             try:
-                restored = read(newest)
+                result = restored(newest)
             except Damaged as problem:
                 problems[newest] = str(problem)
             except Gone as problem:
@@ -493,29 +487,25 @@ class Checkpoints:
             else:
                 for text in problems.values():
                     warnings.warn(f"{text}; {self._name(newest)} is used instead", stacklevel=3)
-                return restored, problems
+                return result, problems
         if not problems:
             raise FileNotFoundError(f"no checkpoint in {self.directory}")
         raise Damaged(f"no checkpoint in {self.directory} is whole: {'; '.join(problems.values())}")
 
     def _read_arrays(
-        self,
-        step: int,
-        about: Any,
-        saved: Mapping[str, ArrayInfo],
-        places: Mapping[str, jax.ShapeDtypeStruct],
+        self, about: Description, places: Mapping[str, jax.ShapeDtypeStruct]
     ) -> dict[str, jax.Array]:
         """Reads arrays of a checkpoint to their places, and compares their checksums."""
 
         def read(folder: Path) -> dict[str, jax.Array]:
-            return {n: files.read_array(folder, about["tiles"][n], x) for n, x in places.items()}
+            return {n: files.read_array(folder, about.tiles[n], x) for n, x in places.items()}
 
-        arrays = self._read(step, read)
+        arrays = self._read(about.step, read)
         sums, _ = checksums(arrays)
-        wrong = sorted(name for name in places if sums[name] != saved[name].sums)
+        wrong = sorted(name for name in places if sums[name] != about.leaves[name].sums)
         if wrong:
             raise Damaged(
-                f"{self._name(step)} is damaged: state{wrong[0]}"
+                f"{self._name(about.step)} is damaged: state{wrong[0]}"
                 + (f" and {len(wrong) - 1} more arrays are" if wrong[1:] else " is")
                 + " not as written"
             )

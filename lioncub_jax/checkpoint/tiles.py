@@ -15,7 +15,7 @@ def index_of(slices: Any, shape: tuple[int, ...]) -> Index:
     return tuple(s.indices(n)[:2] for s, n in zip(slices, shape, strict=True))
 
 
-def shape_of(index: Sequence[Any]) -> tuple[int, ...]:
+def shape_of(index: Sequence[tuple[int, int]]) -> tuple[int, ...]:
     """The shape of a part."""
     return tuple(end - start for start, end in index)
 

@@ -1,4 +1,4 @@
-"""Replicas that differ from what they should hold: found, named and healed."""
+"""Replicas that differ from what they should hold: detected, named and healed."""
 
 from lioncub_jax.tools.faults.replicas import Difference, ReplicaHealed, Replicas, ReplicasDiffer
 

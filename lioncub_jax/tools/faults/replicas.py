@@ -1,4 +1,4 @@
-"""Replicas that went wrong: found by a checksum, named, and healed by the majority's copy.
+"""Replicas that went wrong: detected by a checksum, named, and healed by the majority's copy.
 
 Parameters and shared state are the same on all workers, by their types. A type knows nothing of a bit that
 flips in memory or of a message that arrives wrong, and a replica that differs trains on unnoticed: its
@@ -16,21 +16,20 @@ from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.exchange import wires
 from lioncub_jax.exchange.arguments import check_count
-from lioncub_jax.mesh import axes
-from lioncub_jax.mesh import checksum as sums
+from lioncub_jax.mesh import axes, checksum
 from lioncub_jax.mesh.hosts import of_words, words_of
 from lioncub_jax.mesh.placement import Workers, check_workers
 from lioncub_jax.mesh.specs import axes_in, product
 
 
 class Difference(NamedTuple):
-    """A replica that was not as the others.
+    """A replica that differs from the others.
 
     Attributes:
       leaf: its path in the state, such as ``.params['w']``.
       worker: its number.
       device: the device's id.
-      step: steps done when it was found; it went wrong after the check before.
+      step: steps done when it was detected; it went wrong after the check before.
 
     Example:
       See `Replicas`.
@@ -56,8 +55,8 @@ class ReplicaHealed(UserWarning):
 class Replicas:
     """Compares what must be the same on all workers, every so many steps, and heals who differs.
 
-    A worker that differs keeps what is its own: momentum and quantization errors. Until it is
-    found its votes are of other parameters; the others' parameters are touched by no more than that.
+    A worker that differs keeps its own momentum and quantization errors. Until it is detected it votes with
+    other parameters, and nothing else of it reaches the others.
 
     Args:
       workers: a `Workers`.
@@ -68,7 +67,7 @@ class Replicas:
         nothing had been. Save then where a compare was, right after it.
 
     Attributes:
-      found: every `Difference` so far, healed.
+      differences: every `Difference` so far, healed.
 
     Raises:
       TypeError: for workers that are none.
@@ -104,7 +103,7 @@ class Replicas:
                 "Replicas compares workers, and there is one: leave it out, or give a mesh of more"
             )
         self._every, self._heal, self._calls = every, heal, 0
-        self.found: list[Difference] = []
+        self.differences: list[Difference] = []
 
     def __call__(self, state: Any) -> Any:
         """Compares if it is time, and returns the state, healed."""
@@ -113,35 +112,35 @@ class Replicas:
 
     def check(self, state: Any) -> Any:
         """Compares now; as a call otherwise."""
-        leaves, tree = jax.tree_util.tree_flatten_with_path(state)
-        found = {jax.tree_util.keystr(path): x for path, x in leaves}
-        shared = {path: words_of(x) for path, x in found.items() if self._shared(path, x)}
-        for path, copies in sums.copies(shared).items():
+        paths, tree = jax.tree_util.tree_flatten_with_path(state)
+        leaves = {jax.tree_util.keystr(path): x for path, x in paths}
+        shared = {path: words_of(x) for path, x in leaves.items() if self._is_shared(path, x)}
+        for path, copies in checksum.copies(shared).items():
             if (copies.sums == copies.sums[0]).all():
                 continue
             step = int(getattr(state, "step", self._calls))
-            wrong, source = self._judged(path, copies, step)
-            differ = [
-                Difference(path, self._worker(at), int(copies.mesh.devices.flat[at].id), step)
-                for at in np.flatnonzero(wrong).tolist()
-            ]
-            self.found += differ
+            wrong, source = self._compare(path, copies, step)
+            differences = []
+            for place in np.flatnonzero(wrong).tolist():
+                device = int(copies.mesh.devices.flat[place].id)
+                differences.append(Difference(path, self._worker(place), device, step))
+            self.differences += differences
             if not self._heal:
                 raise ReplicasDiffer(
-                    f"a replica is wrong: {differ[0]}, and heal=False. {self._back()}"
+                    f"a replica is wrong: {differences[0]}, and heal=False. {self._advice()}"
                 )
-            words = _from(shared[path], source)
-            found[path] = jax.device_put(of_words(words, found[path]), found[path].sharding)
-            for one in differ:
+            words = of_words(_copy_from(shared[path], source), leaves[path])
+            leaves[path] = jax.device_put(words, leaves[path].sharding)
+            for difference in differences:
                 warnings.warn(
-                    f"a replica was wrong and has the majority's copy now: {one}. One flipped "
+                    f"a replica was wrong and has the majority's copy now: {difference}. One flipped "
                     "bit is an accident; if this device comes up again, take it out",
                     ReplicaHealed,
                     stacklevel=3,
                 )
-        return jax.tree.unflatten(tree, found.values())
+        return jax.tree.unflatten(tree, leaves.values())
 
-    def _shared(self, path: str, x: Any) -> bool:
+    def _is_shared(self, path: str, x: Any) -> bool:
         """Whether a leaf is the same on all workers."""
         sharding, mesh = getattr(x, "sharding", None), self._workers.mesh
         if isinstance(sharding, NamedSharding) and np.array_equal(
@@ -154,8 +153,10 @@ class Replicas:
             "init_state or a training step returned"
         )
 
-    def _judged(self, path: str, copies: sums.Copies, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """``bool[devices]`` each: those that are wrong, and of each shard one that is right."""
+    def _compare(
+        self, path: str, copies: checksum.Copies, step: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Compares copies: ``bool[devices]`` of wrong ones, and of one that is right for each shard."""
         wrong, source = np.zeros((2, copies.mesh.devices.size), bool)
         two_words = copies.sums.view(np.uint64)[..., 0]
         for words, devices in zip(two_words.T, copies.devices.T, strict=True):
@@ -164,7 +165,7 @@ class Replicas:
                 sides = [sorted({*map(self._worker, devices[side == i])}) for i in set(side)]
                 raise ReplicasDiffer(
                     f"replicas differ, and no majority says which is right: after step {step} {path} is "
-                    f"the same on the workers of each list of {sorted(sides)}. {self._back()}; with 3 or "
+                    f"the same on the workers of each list of {sorted(sides)}. {self._advice()}; with 3 or "
                     "more workers one that goes wrong is healed"
                 )
             right = side == sizes.argmax()
@@ -172,7 +173,7 @@ class Replicas:
             wrong[devices[~right]] = True
         return wrong, source
 
-    def _back(self) -> str:
+    def _advice(self) -> str:
         return (
             f"What was trained since the last check, at most {self._every} calls ago, is not to be "
             "trusted: go back to a state or a checkpoint of before (Checkpoints.restore)"
@@ -187,19 +188,20 @@ class Replicas:
         return cut[mesh.devices.flat[device]][0].start
 
 
-def _from(x: jax.Array, source: np.ndarray) -> jax.Array:
-    """The array, of what the source of each shard holds."""
-    mesh = sums.untyped(x.sharding.mesh)  # type: ignore[attr-defined]
+def _copy_from(x: jax.Array, source: np.ndarray) -> jax.Array:
+    """Copies each shard from its source."""
+    mesh = checksum.untyped(x.sharding.mesh)  # type: ignore[attr-defined]
     spec = x.sharding.spec  # type: ignore[attr-defined]
-    lies = NamedSharding(mesh, spec)
-    apart = tuple(n for n in mesh.axis_names if n not in axes_in(spec))
+    sharding = NamedSharding(mesh, spec)
+    copied_over = tuple(n for n in mesh.axis_names if n not in axes_in(spec))
 
     def of_device(x: jax.Array, source: jax.Array) -> jax.Array:
-        return sums.of_bits(wires.from_one(sums.bits_of(x), source[0], apart), x)
+        bits = wires.from_one(checksum.bits_of(x), source[0], copied_over)
+        return checksum.of_bits(bits, x)
 
     specs = spec, P(mesh.axis_names)
-    # What is labelled one value is not: that is what is mended.
+    # Copies differ under one label: that is what is mended.
     run = jax.shard_map(of_device, mesh=mesh, in_specs=specs, out_specs=spec, check_vma=False)
-    plain = jax.device_put(x, lies)
+    plain = jax.device_put(x, sharding)
     with jax.set_mesh(mesh):  # whatever mesh the caller has set
-        return jax.jit(run, out_shardings=lies)(plain, source)
+        return jax.jit(run, out_shardings=sharding)(plain, source)

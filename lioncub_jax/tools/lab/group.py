@@ -1,4 +1,4 @@
-"""Processes that end together: what happens to them in one queue, and what they say in another.
+"""Processes that end together: their ends and signals in one queue, and their output in another.
 
 For `lioncub_jax.tools.run.keep` and for the lab's hub, a program of its own: the standard library alone.
 Whoever watches never writes: a reader that stops, such as a paused pager, delays no end.
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 LONGEST_LINE = 65536  # of output, in bytes; longer ones are cut
-LAST_LINES = 15  # that a member said, which are kept
+LAST_LINES = 15  # of a member's output, which are kept
 WAITING = 1 << 22  # characters of output that are kept for a reader who is slow
 PATIENCE = 5.0  # seconds until a reader who takes nothing has stopped
 ORPHANS_SECONDS = (
@@ -30,7 +30,7 @@ class Member(NamedTuple):
     Attributes:
       place: its number.
       process: it.
-      last: lines that it said last, also such as were dropped.
+      last: its last lines of output, also such as were dropped.
     """
 
     place: int
@@ -78,7 +78,7 @@ class Output:
             self.line(source + text)
 
     def hurry(self, *_: object) -> None:
-        """From now on nobody waits long for the reader; may be called by what handles signals."""
+        """Bounds all waits for the reader from now on; may be called by a handler of signals."""
         with self._changed:
             self._hurried = True
             self._changed.notify_all()
@@ -125,7 +125,7 @@ class Group:
     """Processes that end together.
 
     Args:
-      news: what happens; who catches signals puts their numbers there.
+      news: members that have ended; whoever catches signals puts their numbers there.
       output: takes every line, behind the number of its place.
     """
 
@@ -135,7 +135,7 @@ class Group:
         self._readers: list[threading.Thread] = []
 
     def start(self, place: int, command: list[str], **how: Any) -> None:
-        """Starts a process and reads what it says."""
+        """Starts a process and reads its output."""
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             start_new_session=True, **how,
@@ -163,7 +163,7 @@ class Group:
                 os.killpg(member.process.pid, number)
 
     def end(self) -> None:
-        """Kills all, and reads what was still said."""
+        """Kills all, and reads the rest of their output."""
         self.kill()
         for member in self.members:
             member.process.wait()
@@ -192,7 +192,7 @@ def _begun(task: Callable[..., None], *arguments: Any) -> threading.Thread:
 
 @contextlib.contextmanager
 def caught(take: Callable[[int], object], *numbers: int) -> Iterator[None]:
-    """Signals that are taken instead of obeyed; in the main thread alone, as Python has it."""
+    """Takes signals instead of obeying them; in the main thread only, as Python has it."""
     is_main = threading.current_thread() is threading.main_thread()
     with contextlib.ExitStack() as after:
         for number in numbers if is_main else ():

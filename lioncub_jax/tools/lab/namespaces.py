@@ -1,4 +1,4 @@
-"""What runs inside the lab's namespaces: the hub, which makes the workers' networks and starts them.
+"""The hub of the lab, inside its namespaces: it makes the workers' networks and starts them.
 
 Started by `lioncub_jax.tools.lab` as a program and never imported; standard library only, so that it starts
 at once. The hub is process 1 of a process namespace. When it ends, however it ends, the kernel kills
@@ -7,8 +7,8 @@ mounts: cleaning up does not depend on any code here.
 
 The lab writes to the hub's input one line of JSON, the plan, then single bytes: numbers of signals
 for the workers. The end of that input, which a killed lab brings about too, ends the hub. The hub
-writes lines of JSON: ``line`` for each line of output, then ``workers``. All else that it says is what
-went wrong: it ends by ``SystemExit`` with words for the user.
+writes lines of JSON: ``line`` for each line of output, then ``workers``. Any other line is an error for the
+user, by which it ends as ``SystemExit``.
 """
 
 import contextlib
@@ -122,19 +122,19 @@ def here() -> Spaces:
     network, names = (
         os.open(f"/proc/thread-self/ns/{kind}", os.O_RDONLY) for kind in ("net", "uts")
     )
-    os.set_inheritable(network, True)  # for `ip`, which is told of it
+    os.set_inheritable(network, True)  # for `ip`, whose arguments name it
     return network, names
 
 
 def called(function: Any, *arguments: int) -> None:
-    """A function of libc, of this thread alone; what it starts is where it is."""
+    """Calls a function of libc, for this thread and the processes that it starts."""
     if function(*arguments):
         raise SystemExit(f"The lab's network cannot be set up: {os.strerror(ctypes.get_errno())}")
 
 
 @contextlib.contextmanager
 def inside(places: Spaces, home: Spaces) -> Iterator[None]:
-    """Does what follows in these namespaces."""
+    """Moves this thread into these namespaces, and home at the end of the context."""
     try:
         for space in places:
             called(LIBC.setns, space, 0)
@@ -193,11 +193,11 @@ def set_kernel(name: str, value: str) -> None:
         file.write(value)
 
 
-def counters(workers: int) -> list[tuple[int, int]]:
+def counters(num_workers: int) -> list[tuple[int, int]]:
     """``(sent, received)`` bytes of each worker, as the bridge's end of its link has counted them."""
     with open("/proc/thread-self/net/dev") as file:
         rows = {name: row for name, *row in map(str.split, file)}
-    ports = [rows[f"port{index}:"] for index in range(workers)]
+    ports = [rows[f"port{index}:"] for index in range(num_workers)]
     return [(int(port[0]), int(port[8])) for port in ports]
 
 
@@ -218,7 +218,7 @@ def start_workers(plan: Plan, places: list[Spaces], group: "Group") -> None:
 
 
 def watch(plan: Plan, group: "Group") -> tuple[dict[int, int], int]:
-    """Until all workers have ended: the exit code of each, as shells give it, and that of the run."""
+    """Waits until all workers have ended: the exit code of each, as shells give it, and that of the run."""
     codes: dict[int, int] = {}
     exit_code = 0
     while len(codes) < len(group.members):

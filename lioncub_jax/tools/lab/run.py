@@ -76,7 +76,7 @@ class Network(NamedTuple):
     """Workers on one switch, all with the same link.
 
     Attributes:
-      workers: how many, at least one.
+      num_workers: at least one.
       rate: bits per second of each link, each way; None: as fast as it goes.
 
     Example:
@@ -84,12 +84,12 @@ class Network(NamedTuple):
       100000000.0
     """
 
-    workers: int
+    num_workers: int
     rate: float | None = None
 
 
 class WorkerReport(NamedTuple):
-    """What one worker did.
+    """The exit code and the bytes of one worker.
 
     Attributes:
       exit_code: as shells give it: 128 and its number for a signal.
@@ -107,10 +107,10 @@ class WorkerReport(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a run did.
+    """The result of a run.
 
     Attributes:
-      workers: what each of them did.
+      workers: the report of each.
       seconds: from the start of the commands to the end of the last.
       exit_code: 0, or that of the first worker that failed; 130 or 143: stopped.
 
@@ -161,9 +161,9 @@ def run(
       1 | worker1
       Report(workers=(WorkerReport(exit_code=0, ...
     """
-    workers, rate = network
+    num_workers, rate = network
     most = SUBNET.num_addresses - 2
-    _check("workers", workers, 1 <= workers <= most, f"from 1 to {most}")
+    _check("num_workers", num_workers, 1 <= num_workers <= most, f"from 1 to {most}")
     _check(
         "rate", rate, rate is None or SLOWEST <= rate < math.inf,
         "bits per second of at least 1000, such as 1e8, or None for links that are not limited",
@@ -185,9 +185,9 @@ def run(
                 "name": f"worker{i}",
                 "address": str(SUBNET[i + 1]),
                 "cores": cores,
-                "environment": wiring(f"{SUBNET[1]}:{PORT}", workers, i, "eth0") | own,
+                "environment": wiring(f"{SUBNET[1]}:{PORT}", num_workers, i, "eth0") | own,
             }
-            for i, cores in enumerate(_cores(workers))
+            for i, cores in enumerate(_cores(num_workers))
         ],
     }
     report = _followed([*_permitted(tools), *INSIDE], plan, outside, write)
@@ -233,10 +233,10 @@ def _followed(
             for line in lines:
                 if not line.startswith(b"{"):  # words of `unshare`, or of a hub that failed
                     errors.append(line.decode().rstrip())
-                elif "line" in (said := json.loads(line)):
-                    shown.offer("", said["line"])
+                elif "line" in (message := json.loads(line)):
+                    shown.offer("", message["line"])
                 else:
-                    report = said
+                    report = message
             shown.close()
     if not report:
         killed = "The lab's inner process was killed, and with it all workers"
@@ -271,13 +271,13 @@ def program_of(command: Sequence[str], path: str) -> str:
     """The file of a command's program."""
     if isinstance(command, str) or not command:
         raise ValueError(f"command is {command!r}: give a program and its arguments, as a list")
-    found = shutil.which(command[0], path=path)
-    if found is None:
+    program = shutil.which(command[0], path=path)
+    if program is None:
         raise ValueError(
             f"command {command[0]!r} is not a program here: give one that is on PATH, or the path "
             "of a file that may be executed (a script without #! needs its interpreter in front)"
         )
-    return found
+    return program
 
 
 def _tools() -> dict[str, str]:
@@ -285,11 +285,11 @@ def _tools() -> dict[str, str]:
         raise LabError(f"The lab needs Linux's network namespaces; this is {sys.platform}")
     # Where users other than root often do not look.
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
-    found = {name: where for name in TOOLS if (where := shutil.which(name, path=path))}
-    if missing := [name for name in TOOLS if name not in found]:
+    tools = {name: where for name in TOOLS if (where := shutil.which(name, path=path))}
+    if missing := [name for name in TOOLS if name not in tools]:
         packages = " and ".join(sorted({TOOLS[name] for name in missing}))
         raise LabError(f"The lab needs {', '.join(missing)}: install {packages}")
-    return found
+    return tools
 
 
 def _permitted(tools: dict[str, str]) -> list[str]:
@@ -310,7 +310,7 @@ def _permitted(tools: dict[str, str]) -> list[str]:
 
 
 def _shape(rate: float | None) -> dict[str, str]:
-    """What `ip` and `tc` are told about each end of a link: the largest packet, and its rate.
+    """Arguments of `ip` and `tc` for each end of a link: the largest packet, and its rate.
 
     A bucket lets through its burst at once, which flatters whoever sends little: it is kept at what
     1 ms brings, or two packets where that is more. Hence packets are kept small on slow links.
@@ -328,22 +328,22 @@ def _shape(rate: float | None) -> dict[str, str]:
     }
 
 
-def _cores(workers: int) -> list[list[int]]:
+def _cores(num_workers: int) -> list[list[int]]:
     """The cores of each worker: a share of its own where they divide evenly, else all of them.
 
     Without shares the threads of many workers push each other from core to core, and a worker's pace
     depends on what the others do.
     """
     cores = sorted(os.sched_getaffinity(0))
-    if len(cores) % workers and workers % len(cores):
-        return [cores] * workers
-    share = max(1, len(cores) // workers)
-    return [cores[i * share % len(cores) :][:share] for i in range(workers)]
+    if len(cores) % num_workers and num_workers % len(cores):
+        return [cores] * num_workers
+    share = max(1, len(cores) // num_workers)
+    return [cores[i * share % len(cores) :][:share] for i in range(num_workers)]
 
 
-def wiring(coordinator: str, workers: int, index: int, interface: str) -> dict[str, str]:
+def wiring(coordinator: str, num_workers: int, index: int, interface: str) -> dict[str, str]:
     """The variables by which jax and torch find their place, and the ``host:port`` of worker 0."""
-    (first, port), world, rank = coordinator.split(":"), str(workers), str(index)
+    (first, port), world, rank = coordinator.split(":"), str(num_workers), str(index)
     return {
         "JAX_COORDINATOR_ADDRESS": coordinator,
         "JAX_COORDINATOR_BIND_ADDRESS": coordinator,  # and not on all interfaces, as by default

@@ -1,10 +1,10 @@
 """Starts the workers of this machine, watches them, and keeps the run going.
 
-A collective without one of its workers never ends, so when one dies the others are ended too, at once, and
-all start again: the command goes on from its newest checkpoint. That is seconds, because nobody waits for
-a heartbeat to be missed, and because what was compiled is kept. A place whose worker dies again and again
-is left out, down to a least number of workers; SIGUSR1 gives all places another chance. What is left when
-this process is killed, `lioncub_jax.tools.run.watcher` ends.
+A collective without one of its workers never ends. So when one dies the others are ended at once, and all
+start again: the command goes on from its newest state. That takes seconds: no process waits for a
+heartbeat, and compiled programs are kept. A place whose worker dies again and again is left out, down to
+a least number of workers; SIGUSR1 gives all places another chance. When this process is killed,
+`lioncub_jax.tools.run.watcher` ends the workers.
 
 This module and its function `keep` share a name: ``lioncub_jax.tools.run.keep`` is the function.
 """
@@ -42,12 +42,12 @@ WATCHER = [sys.executable, "-I", "-S", str(Path(__file__).with_name("watcher.py"
 
 
 class Outcome(NamedTuple):
-    """How a run ended.
+    """The end of a run.
 
     Attributes:
       exit_code: 0; that of the worker that failed last; 128 and the number of a signal to `keep`.
       starts: how often the workers were started.
-      workers: how many there were at the end.
+      num_workers: how many there were at the end.
 
     Example:
       See `keep`.
@@ -55,12 +55,12 @@ class Outcome(NamedTuple):
 
     exit_code: int
     starts: int
-    workers: int
+    num_workers: int
 
 
 def keep(
     command: Sequence[str],
-    workers: int,
+    num_workers: int,
     *,
     least: int | None = None,
     events: Path | None = None,
@@ -81,7 +81,7 @@ def keep(
 
     Args:
       command: the program and its arguments.
-      workers: how many to start.
+      num_workers: how many to start.
       least: with fewer it does not go on; None for all.
       events: a file to which every change is added, one JSON object a line; its folder must exist.
       write: takes a line: output of the workers behind their numbers, and what is done; called by a
@@ -93,16 +93,16 @@ def keep(
         rename what is in ``/dev/shm`` and in ``TMPDIR``.
 
     Example:
-      >>> from lioncub_jax import elastic
-      >>> elastic.keep(["true"], 2, write=lambda line: None)
-      Outcome(exit_code=0, starts=1, workers=2)
+      >>> from lioncub_jax.tools import run
+      >>> run.keep(["true"], 2, write=lambda line: None)
+      Outcome(exit_code=0, starts=1, num_workers=2)
 
     Source: this library; started anew like torchrun's elastic agents.
     """
-    least = workers if least is None else least
-    if not 1 <= least <= workers <= MOST:
+    least = num_workers if least is None else least
+    if not 1 <= least <= num_workers <= MOST:
         raise ValueError(
-            f"min={least}, workers={workers}: give whole numbers from 1 to {MOST}, min at most workers"
+            f"min={least}, workers={num_workers}: give whole numbers from 1 to {MOST}, min at most workers"
         )
     program_of(command, os.environ.get("PATH", os.defpath))
     news: News = queue.SimpleQueue()
@@ -121,7 +121,16 @@ def keep(
             _watcher(kept) as watcher,
         ):
             log, group = Log(output.line, file), Group(news, output)
-            run = Run([*command], workers, [*range(workers)], least, kept, watcher, log, group)
+            run = Run(
+                command=[*command],
+                num_places=num_workers,
+                places=[*range(num_workers)],
+                least=least,
+                kept=kept,
+                watcher=watcher,
+                log=log,
+                group=group,
+            )
             while (code := run.start()) is None:
                 pass
         output.close()
@@ -135,16 +144,16 @@ def _without_waiting(name: str, flags: int) -> int:
 
 @dataclasses.dataclass
 class Log:
-    """Says what happens: a line for people, and a JSON object for programs."""
+    """Events as lines for people and JSON objects for programs."""
 
     line: Callable[[str], object]
     file: FileIO
     start: int = 0
-    rest: bytes = b""  # what a disk has not taken yet
+    rest: bytes = b""  # not taken by the disk yet
     warned: bool = False
 
     def event(self, event: str, line: str, **fields: Any) -> None:
-        """A line for people, and fields for programs; a disk that takes none ends no training."""
+        """Adds an event; a disk that takes none ends no training."""
         self.line(f"lioncub: {line}")
         about = {"time": time.time(), "event": event, "start": self.start}
         self.rest += json.dumps(about | fields).encode() + b"\n"
@@ -165,7 +174,7 @@ class Run:
     """The starts of a run, one after the other; see `keep` for what is given."""
 
     command: list[str]
-    workers: int
+    num_places: int
     places: list[int]  # those that are not left out
     least: int
     kept: str  # a folder in memory
@@ -189,18 +198,18 @@ class Run:
                     pass_fds=[self.watcher],
                 )
             pids = [worker.process.pid for worker in self.group.members]
-            said = f"start {self.log.start}: {len(pids)} workers"
-            self.log.event("started", said, places=self.places, pids=pids)
-            end = self._watched()
+            line = f"start {self.log.start}: {len(pids)} workers"
+            self.log.event("started", line, places=self.places, pids=pids)
+            end = self._wait()
             seconds = time.monotonic() - began
         finally:  # none outlives its start
             self.group.end()
             os.write(self.watcher, b"\n")
         if isinstance(end, Member):
-            return self._after(end, seconds)
+            return self._handle_death(end, seconds)
         if end == signal.SIGUSR1:
-            self.places, self.failed = [*range(self.workers)], []
-            self.log.event("all_again", f"all {self.workers} places again")
+            self.places, self.failed = [*range(self.num_places)], []
+            self.log.event("all_again", f"all {self.num_places} places again")
             return None
         if end:
             self.log.event("stopped", f"ended by {signal.Signals(end).name}")
@@ -208,8 +217,8 @@ class Run:
         self.log.event("ended", "all workers ended")
         return 0
 
-    def _watched(self) -> int | Member:
-        """Until all have ended or one has died: who died first, or the signal that ended them, or 0."""
+    def _wait(self) -> int | Member:
+        """Waits until all have ended or one has died: the one, or the signal that ended them, or 0."""
         alive, stopped, until = len(self.places), 0, None
         while alive:
             news = self.group.next(until)
@@ -228,8 +237,8 @@ class Run:
                 worker.process.send_signal(number)
         return stopped
 
-    def _after(self, first: Member, seconds: float) -> int | None:
-        """What follows the death of a worker."""
+    def _handle_death(self, first: Member, seconds: float) -> int | None:
+        """Logs the death of a worker; the exit code of the run, or None to start again."""
         place, code = first.place, first.process.returncode
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
         self.log.event(
@@ -273,7 +282,7 @@ class Run:
         return kept | dict(os.environ) | own | start
 
     def _stepped(self) -> Path:
-        """What a worker makes when a step of this start is done."""
+        """The file that a worker makes when a step of this start is done."""
         return Path(self.kept, f"stepped-{self.log.start}")
 
 
@@ -288,7 +297,7 @@ def memory_folder() -> Path | None:
       The folder, or None where there is none.
 
     Example:
-      >>> from lioncub_jax import elastic
+      >>> from lioncub_jax.tools.run import memory_folder
       >>> memory_folder() is None
       True
 
@@ -314,7 +323,7 @@ def _memory() -> Iterator[str]:
         new = Path(own, "new")
         with new.open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            new.rename(Path(own, LOCK))  # so nobody finds it free while this lives
+            new.rename(Path(own, LOCK))  # with this name it is locked for as long as this lives
             yield own
 
 

@@ -1,4 +1,4 @@
-"""How a program that ``lioncub run`` has started says that it trains."""
+"""A sign of a program to ``lioncub run``, which started it, that it trains."""
 
 import os
 from pathlib import Path

@@ -50,8 +50,8 @@ class Snapshots:
     checkpoints on disk. After the death of a process nothing is lost but steps: its files stay. After the
     death of a machine, parameters and counters are read from any other; owners' slices from the
     copies that other machines keep, rounded to bfloat16 and ``buddies`` steps old at most; and a
-    worker's own momentum and its feedback are gone, and said to be: it starts from the mean of the
-    other workers' momentum, and owes nothing.
+    worker's own momentum and its feedback are gone, with a warning: it starts from the mean of the
+    other workers' momentum, and without feedback.
 
     A process writes all that its devices hold, and keeps three snapshots, and as many again that earlier
     starts left until it has its own three. A folder belongs to one run, whose name is kept in the folder of
