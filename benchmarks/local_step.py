@@ -88,9 +88,8 @@ def wire_bytes(plan: Plan, buckets: Sequence[Bucket]) -> int:
     )
 
 
-def plain_lion(params: Any) -> Candidate:
-    """``optax.lion`` as it comes, jitted and donated."""
-    tx = optax.lion(1e-4, weight_decay=1e-3)
+def plain(tx: optax.GradientTransformation, params: Any) -> Candidate:
+    """An optimizer of optax as it comes, jitted and donated."""
 
     def step(params, state, grads):
         updates, state = tx.update(grads, state, params)
@@ -103,13 +102,16 @@ def candidates(params: Any) -> dict[str, Candidate]:
     """The optimizers that are compared, by name."""
     blend = lc.momentum.blend()
     at_owner = lc.decide.at_owner(optax.scale_by_lion(), lc.decide.sign())
+    adam = lc.decide.at_owner(optax.scale_by_adam(), lc.decide.codes(2))
     feedback = lc.quantize.error_feedback(lc.quantize.midrise(3))
     return {
-        "optax.lion": plain_lion(params),
+        "optax.lion": plain(optax.lion(1e-4, weight_decay=1e-3), params),
         "1-bit vote": voting(params, memory=blend),
         "2-bit vote": voting(params, memory=blend, up=lc.quantize.midrise(2)),
         "3-bit vote": voting(params, memory=blend, up=lc.quantize.midrise(3)),
         "owner, 3 bits + feedback": voting(params, up=feedback, decision=at_owner),
+        "optax.adamw": plain(optax.adamw(1e-4, weight_decay=1e-3), params),
+        "owner_adamw": voting(params, up=feedback, decision=adam),
     }
 
 

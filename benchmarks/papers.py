@@ -3,6 +3,7 @@
     python benchmarks/papers.py --images FOLDER          # Fashion-MNIST, from IDX files in a folder
     python benchmarks/papers.py --data digits --workers 4        # a smoke run, which needs no data
     python benchmarks/papers.py --left                   # says what there is to run, and runs nothing
+    python benchmarks/papers.py --report                 # makes docs/reports/papers.md from the rows
 
 One process, one core. Rows are written as they come, and no run is made twice.
 """
@@ -21,6 +22,7 @@ import report
 from goal import tuning
 from goal.contenders import ADAM, LION, Family, Hyper, adam, lion
 from goal.images import EPOCHS, Run, Runner, init, key_of
+from goal.vision import Tables
 from oracle import baselines, coding, sync
 from oracle import dgc as reference_dgc
 from oracle import lion as reference
@@ -30,7 +32,9 @@ from time_to_loss import FLAGS
 
 import lioncub_jax as lc
 
-ROWS = Path(__file__).parents[1] / "benchmarks" / "results" / "papers.jsonl"
+ROOT = Path(__file__).parents[1]
+ROWS = ROOT / "benchmarks" / "results" / "papers.jsonl"
+PAGE = ROOT / "docs" / "reports" / "papers.md"
 WORKERS, MANY, MIDDLE = (4, 8, 16), 32, 8
 SEEDS, TRIES, CORE_SECONDS = (0, 1), 6, 25.0
 FACTORS = 1.0, 0.5, 2.0  # of the rate of the method that a variant is made of
@@ -256,8 +260,34 @@ def left(some: list[Job], rows: report.Rows) -> str:
     )
 
 
+def made() -> dict[Path, str]:
+    """The page, with tables of the committed rows."""
+    rows = report.read(ROWS, key_of)
+    tables, page = Tables(rows, ALL), PAGE.read_text()
+    eight, four = (MIDDLE, "alike"), (WORKERS[0], "alike")
+    texts = {
+        "accuracies": tables.accuracies(METHODS, (*WORKERS, MANY)),
+        "order": tables.order(("mavo", "avg", "signum", "sgd"), WORKERS),
+        "codes": tables.variants("mavo", CODES, {"8 workers": eight, "4 workers": four}),
+        "syncs": tables.variants("mavo", SYNCS, {"8 workers": eight}),
+        "classes": tables.variants(
+            "lion", [name for name in APART if name != "lion"],
+            {"alike": eight, "classes of its own": (MIDDLE, "classes")},
+        ),
+        "agreement": tables.agreement("mavo", WORKERS),
+        "left": left(jobs("fashion"), report.rows_of(rows, data="fashion")) + ".\n",
+    }  # fmt: skip
+    for place, text in texts.items():
+        page = report.written(page, place, text)
+    return {PAGE: page}
+
+
 def main(argv: list[str] | None = None) -> None:
     args = parsed(argv)
+    if args.report:
+        for path, text in made().items():
+            path.write_text(text)
+        return
     some = [
         job
         for job in jobs(args.data)
@@ -281,6 +311,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", nargs="+", type=int, default=list(known), choices=known)
     parser.add_argument("--method", nargs="+", choices=tuple(ALL), help="some only")
     parser.add_argument("--left", action="store_true", help="say what is left, and run nothing")
+    parser.add_argument("--report", action="store_true", help="make the page from the rows")
     return parser.parse_args(argv)
 
 

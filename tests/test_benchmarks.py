@@ -1,6 +1,5 @@
 """That the benchmarks still measure what they say, at sizes that take no time."""
 
-import json
 import re
 
 import compile_time
@@ -10,11 +9,11 @@ import local_step
 import numpy as np
 import pytest
 import time_to_loss
+from aot import programs
 from conftest import in_order
-from report import append
+from report import append, read
 
-STEPS = ["optax.lion", "1-bit vote", "2-bit vote", "3-bit vote", "owner, 3 bits + feedback"]
-PIECES = ["pack", "tally", "unpack"]
+STEPS = "optax.lion", "1-bit vote"
 
 
 def test_the_local_step_moves_every_parameter_by_the_learning_rate():
@@ -24,7 +23,8 @@ def test_the_local_step_moves_every_parameter_by_the_learning_rate():
         params, grads = ({"w": jnp.asarray(x)} for x in drawn)
         new, *_ = made.step(params, made.state, grads)
         moved = np.abs(np.asarray(new["w"]) - drawn[0])
-        assert (np.abs(moved - 1e-4) < 1e-5).mean() > 0.95, name
+        off = 5e-5 if name == "owner_adamw" else 1e-5  # its updates come back in 2 bits
+        assert (np.abs(moved - 1e-4) < off).mean() > 0.95, name
 
 
 @pytest.mark.parametrize("method", [compile_time.LION, "vote"])
@@ -33,45 +33,34 @@ def test_every_part_of_a_compilation_is_timed(method):
     assert set(seconds) == set(compile_time.PARTS) and min(seconds.values()) > 0
 
 
-# --- One GPU
+# --- One GPU, and several
 
 
-def test_each_op_is_measured_and_kept(monkeypatch, tmp_path):
-    """Of two of the local steps, with samples and a copy that take no time."""
+def test_each_step_of_a_gpu_is_measured_and_kept(monkeypatch, tmp_path):
+    """Of two of the local steps, with samples that take no time."""
     every = local_step.candidates
     monkeypatch.setattr(local_step, "candidates", lambda x: {n: every(x)[n] for n in STEPS[:2]})
-    monkeypatch.setattr(gpu, "SAMPLE_MS", 0.01)
-    monkeypatch.setattr(gpu, "COPIED", {False: 2**16})
-    monkeypatch.setattr(gpu, "DTYPES", (jnp.bfloat16,))
+    monkeypatch.setattr(gpu, "SAMPLE_SECONDS", 1e-5)
+    small = programs.Model(*programs.gpt(1, 32, 2, 512, 16), (1, 17))
+    monkeypatch.setattr(programs, "named", lambda name: small)
     kept = tmp_path / "rows"
-    gpu.main(f"--sizes 64K --rounds 2 --skip-demo --save {kept}".split())
-    found = json.loads(kept.read_text())
-    assert [row["op"] for row in found["rows"]] == [*STEPS[:2], *PIECES]
-    for row in found["rows"]:
-        assert 0 < row["ms_min"] <= row["ms"] <= row["ms_max"], row
-        assert row["floor_ms"] == row["floor_bytes"] / 1e6 / found["copy"]["gb_per_s"]
-        assert row["x_floor"] == row["ms"] / row["floor_ms"]
-        assert row["kernels"] > 0 and row["rounds"] == 2
-    assert found["rows"][0]["x_optax_lion"] == 1.0
-
-
-def test_all_that_is_measured_on_a_gpu_is_predicted_by_the_committed_rows():
-    known = gpu.kept(gpu.PREDICTED)
-    for size in gpu.SIZES.split(","):
-        for dtype in gpu.DTYPES:
-            ops, _ = gpu.every(gpu.size_from(size), dtype)
-            rows = {op: known.pop((size, jnp.dtype(dtype).name, op)) for op in [*STEPS, *PIECES]}
-            assert {op: row["floor_bytes"] for op, row in rows.items()} == {
-                op: ops[op].floor for op in ops
-            }
-    assert not known
+    gpu.main(f"--sizes 65536 --rounds 2 --save {kept}".split())
+    rows = read(kept)
+    parts = [(row["part"], row["dtype"], row["step"]) for row in rows]
+    local = [("local", dtype, step) for dtype in ("float32", "bfloat16") for step in STEPS[:2]]
+    assert parts == [*local, *(("gpt", "bfloat16", step) for step in STEPS[:2])]
+    for row in rows:
+        assert 0 < row["ms_min"] <= row["ms"] <= row["ms_max"] and row["compile_seconds"] > 0
+        assert (row["over_floor"] is not None) == (row["part"] == "local")
+        assert (row["over_lion"] == 1.0) == (row["step"] == STEPS[0])
+    for name, one in gpu.exchange(small).items():
+        assert gpu.seconds(one, 1)[1] > 0, name
 
 
 # --- Words that end a benchmark before anything runs
 
 REFUSED = [
-    (gpu, "", "finds no GPU ... jax[cuda12] ... --sizes 1M,4M ... --predict"),
-    (gpu, "--sizes 16", "'16' is no size"),
+    (gpu, "", "finds no GPU ... jax[cuda12] ... --sizes 65536"),
     (time_to_loss, "--save {other}", "line 1: no row of this benchmark"),
 ]
 

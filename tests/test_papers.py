@@ -2,12 +2,13 @@
 
 import gzip
 import math
+import re
 from collections import Counter
 
 import numpy as np
 import papers
 import pytest
-from goal import images
+from goal import images, vision
 from goal.contenders import Hyper
 from oracle import coding
 
@@ -48,6 +49,31 @@ def test_a_run_learns_and_says_how_often_averaging_and_majority_agree(monkeypatc
     row = runner.run(images.Run("seed", "mavo", "digits", 4, "classes", 2e-3, 0.8, 0.9, 0.1, 0))
     assert row["steps"] == 120 and row["train"][-1] < row["train"][0] and row["accuracy"] > 0.2
     assert 0.6 < np.mean(row["agree"]["mlp 1"]) < 0.95 and images.key_of(row).hyper.rate == 2e-3
+
+
+def test_the_page_is_made_of_the_committed_rows():
+    """If not: python benchmarks/papers.py --report."""
+    assert all(path.read_text() == text for path, text in papers.made().items())
+
+
+def test_tables_have_differences_with_errors_and_say_what_was_not_run():
+    rows = [
+        images.Run("seed", name, "fashion", 4, "alike", 1e-3, 0.9, 0.99, 0.1, seed)._asdict()
+        | {"accuracy": accuracy + 0.01 * seed}
+        for name, each in {
+            "mavo": (0.9, 0.9),
+            "signum": (0.8, 0.802),
+            "sgd": (0.801, 0.799),
+        }.items()
+        for seed, accuracy in enumerate(each)
+    ]
+    table = vision.Tables(rows, papers.ALL)
+    lines = table.accuracies(("mavo", "avg"), papers.WORKERS).splitlines()
+    assert lines[2].startswith("| D-Lion MaVo: `lion_cub` | 90.5 | 90.9 | not run | 89.6")
+    assert lines[3].startswith("| D-Lion Avg | not run | 90.5 |")
+    order = table.order(("mavo", "signum", "sgd"), (4,)).splitlines()
+    assert re.search(r"\| \+9\.9 ± 0\.\d \| \+2\.6 \|", order[2])
+    assert re.search(r"\| \+0\.1 ± 0\.\d, alike \| \+9\.0 \|", order[3])
 
 
 @pytest.mark.parametrize("name", papers.ALL)

@@ -1,7 +1,6 @@
 """Accelerators by name, as their compilers know them: devices that nobody has at hand."""
 
 import os
-import re
 from typing import Any, NamedTuple
 
 import jax
@@ -34,9 +33,6 @@ _H100_OPERATIONS = 989e12
 MACHINES = {
     "v5e-8": Machine("tpu", "v5e:2x4", 8, "v5litepod-8", _V5E_CYCLES),
     "v5e-256": Machine("tpu", "v5e:16x16", 256, "v5litepod-256", _V5E_CYCLES),
-    "v5p-8": Machine("tpu", "v5p:2x2x2", 8, "v5p-16"),
-    "v5p-1024": Machine("tpu", "v5p:8x8x16", 1024, "v5p-2048"),
-    "v6e-8": Machine("tpu", "v6e:2x4", 8, "v6e-8"),
     "h100-8": Machine("cuda", "1x1x8", 8, None, _H100_OPERATIONS),
     "h100-64": Machine("cuda", "1x8x8", 64, None, _H100_OPERATIONS),
 }
@@ -111,26 +107,6 @@ def mesh_of(name: str, sizes: dict[str, int]) -> Mesh:
         raise ValueError(f"mesh {sizes}: {wanted} devices, and {name} has {machine.devices}")
     devices = np.array(_devices(machine)).reshape(tuple(sizes.values()))
     return Mesh(devices, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
-
-
-def device_of(name: str) -> Any:
-    """The first device of a machine, for programs that need one.
-
-    Raises:
-      ValueError, ModuleNotFoundError: as ``mesh_of``.
-    """
-    return _devices(named(name))[0]
-
-
-def gpus() -> list[str]:
-    """The machines whose devices are GPUs."""
-    return [name for name, machine in MACHINES.items() if machine.platform == "cuda"]
-
-
-def gpu_bandwidth() -> int:
-    """Bytes that the memory of a described GPU moves in a second."""
-    (found,) = re.findall(r"memory_bandwidth: (\d+)", _H100)
-    return int(found)
 
 
 def _devices(machine: Machine) -> list[Any]:

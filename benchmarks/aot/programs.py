@@ -105,7 +105,6 @@ MODELS: dict[str, Callable[[], Model]] = {
     "gpt-2m": lambda: _gpt(8, 2, 256, 4, 512, 128),
     "gpt-124m": lambda: _gpt(8, 12, 768, 12, 50304, 1024),
     "gpt-124m, update": lambda: _update(12, 768, 12, 50304, 1024),
-    "gpt-1.3b": lambda: _gpt(4, 24, 2048, 16, 50304, 1024),
     "gpt-7b, fsdp 8": lambda: _gpt(1, 32, 4096, 32, 50304, 2048, fsdp=8),
 }
 

@@ -1,0 +1,126 @@
+"""Tables of both papers' questions, from the rows on images that are there.
+
+Accuracies are in percent, means over seeds. Differences are those of `paired`: their deviation is pooled
+over all methods of a table with the same workers and shards.
+"""
+
+import itertools
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import report
+from report import Rows
+
+from goal.images import key_of
+from goal.paired import Pooled, pooled
+
+POINT = {"at the start": 0, "in the middle": 3, "at the end": -1}
+Setting = tuple[int, str]  # workers and shards
+
+
+class Tables:
+    """The rows of seeds on Fashion-MNIST.
+
+    Args:
+      rows: all.
+      methods: by name, with what they are called and the paper's accuracies.
+    """
+
+    def __init__(self, rows: Rows, methods: Mapping[str, Any]):
+        self._methods = methods
+        self._rows: dict[Setting, dict[str, Rows]] = defaultdict(lambda: defaultdict(list))
+        for row in {key_of(row): row for row in rows}.values():
+            if row["part"] == "seed" and row["data"] == "fashion":
+                self._rows[row["workers"], row["shards"]][row["method"]].append(row)
+
+    def pooled(self, at: Setting, names: Iterable[str]) -> Pooled | None:
+        """Of the methods that ran there; None where none did."""
+        found = {
+            name: {row["seed"]: 100 * row["accuracy"] for row in self._rows[at][name]}
+            for name in names
+            if self._rows[at].get(name)
+        }
+        return pooled(found) if found else None
+
+    def accuracies(self, names: Iterable[str], numbers: Iterable[int]) -> str:
+        """The first paper's table: ours and its own."""
+        names, lines = list(names), []
+        settings = {workers: self.pooled((workers, "alike"), names) for workers in numbers}
+        for name in names:
+            line, paper = [self._methods[name].says], self._methods[name].paper
+            for place, found in enumerate(settings.values()):
+                known = found is not None and name in found.means
+                line.append(f"{found.means[name]:.1f}" if found and known else "not run")
+                line += [f"{paper[place]}" if paper else ""] if place < 3 else []
+            lines.append(line)
+        lines.append(["a difference is seen from", *self._errors(settings.values())])
+        head = ["method"]
+        for place, workers in enumerate(settings):
+            head += [f"{workers} workers", *(["the paper"] if place < 3 else [])]
+        return report.markdown(head, lines)
+
+    def _errors(self, settings: Iterable[Pooled | None]) -> list[str]:
+        cells = []
+        for place, found in enumerate(settings):
+            error = found and max(found.error(a, b) or 0 for a in found.means for b in found.means)
+            cells += [f"{error:.1f}" if error else "", *([""] if place < 3 else [])]
+        return cells
+
+    def order(self, names: Iterable[str], numbers: Iterable[int]) -> str:
+        """Each method less the one behind it in the paper, here and there."""
+        names, numbers = list(names), list(numbers)
+        lines = []
+        for better, worse in itertools.pairwise(names):
+            line = [f"{self._methods[better].says} less {self._methods[worse].says}"]
+            for place, workers in enumerate(numbers):
+                there = self._methods[better].paper[place] - self._methods[worse].paper[place]
+                here = self.less((workers, "alike"), better, worse, names)
+                line += [here, f"{there:+.1f}"]
+            lines.append(line)
+        head = ["difference", *(x for n in numbers for x in (f"{n} workers", "the paper"))]
+        return report.markdown(head, lines)
+
+    def less(self, at: Setting, name: str, other: str, among: Iterable[str]) -> str:
+        """An accuracy less another, with its error."""
+        found = self.pooled(at, among)
+        if found is None or name not in found.means or other not in found.means:
+            return "not run"
+        error = found.error(name, other)
+        sure = "one seed" if error is None else f"± {error:.1f}"
+        alike = ", alike" if error is not None and found.alike(name, other) else ""
+        return f"{found.means[name] - found.means[other]:+.1f} {sure}{alike}"
+
+    def variants(self, base: str, names: Iterable[str], settings: Mapping[str, Setting]) -> str:
+        """Methods less the base, in each setting by its title; the base has its accuracy."""
+        names = list(names)
+        found = {title: self.pooled(at, [base, *names]) for title, at in settings.items()}
+        first = [
+            f"{one.means[base]:.1f}" if one and base in one.means else "not run"
+            for one in found.values()
+        ]
+        lines = [[self._methods[base].says, *first]]
+        for name in names:
+            cells = [self.less(at, name, base, [base, *names]) for at in settings.values()]
+            if any(cell != "not run" for cell in cells):
+                lines.append([self._methods[name].says, *cells])
+        return report.markdown(["method", *settings], lines)
+
+    def agreement(self, name: str, numbers: Iterable[int]) -> str:
+        """By layer and number of workers: how often averaging and majority have the same sign."""
+        lines = []
+        for workers in numbers:
+            rows = self._rows[workers, "alike"].get(name, [])
+            for layer in rows[0]["agree"] if rows else ():
+                agree = [_mean(rows, "agree", layer, point) for point in POINT.values()]
+                last = [_mean(rows, what, layer, -1) for what in ("tie", "size")]
+                lines.append([layer, str(workers), *(f"{x:.2f}" for x in (*agree, *last))])
+        head = ["layer", "workers", *POINT, "ties at the end", "size of the mean vote"]
+        return report.markdown(head, lines) if lines else "Not run yet.\n"
+
+
+def _mean(rows: Rows, what: str, layer: str, point: int) -> float:
+    values = [row[what][layer][point] for row in rows]
+    return statistics.fmean(math.nan if x is None else x for x in values)
