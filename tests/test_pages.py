@@ -109,6 +109,12 @@ BEFORE = {
         "class_weights": "workers = lc.Workers(jax.make_mesh((8,), ('data',)), 'data')",
     },
     "how_to/large_trainers.md": {},
+    "how_to/switch.md": {
+        "restore_with_my_own_code()": """
+            def restore_with_my_own_code():
+                return params, optax.adamw(1e-3).init(params)
+        """,
+    },
     "reports/accelerators.md": {},
 }
 

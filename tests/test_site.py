@@ -2,6 +2,7 @@
 
 import functools
 import http.server
+import json
 import shutil
 import threading
 from pathlib import Path
@@ -58,30 +59,60 @@ def pages():
     )
 
 
+def test_the_front_page_has_what_a_newcomer_needs_and_leads_to_the_project(page):
+    page.goto("/index.html")
+    article = page.locator("article")
+    assert article.locator("img").first.evaluate("image => image.naturalWidth") > 300
+    assert article.get_by_role("cell", name="owner_adamw").count() >= 4
+    assert "pip install" in article.inner_text()
+    assert "+workers = lc.Workers" in article.locator(".highlight-diff").inner_text()
+    for title in "Changelog", "Contributing":
+        page.locator(".bd-sidebar").get_by_role("link", name=title).click()
+        assert page.locator("article h1").inner_text().startswith(title)
+
+
 def test_the_tutorial_is_one_click_away_and_shows_what_it_printed(page):
     page.goto("/index.html")
-    page.locator("article").get_by_role("link", name="the tutorial").click()
+    page.locator("article").get_by_role("link", name="tutorial").first.click()
     assert page.locator("article h1").inner_text().startswith("Tutorial")
     said = page.locator(".cell_output").all_inner_texts()
     assert len(said) < 10
     assert any("float32 sends" in text for text in said)
     assert any("votes/agreement" in text for text in said)
     assert page.locator(".cell_output img").evaluate("image => image.naturalWidth") > 300
+    with page.expect_download() as download:
+        page.get_by_title("Download this page as a notebook").click()
+    cells = json.loads(Path(download.value.path()).read_text())["cells"]
+    assert sum(bool(cell.get("outputs")) for cell in cells) == len(said)
 
 
-def test_the_reference_leads_to_a_function_by_its_kind(page):
+def test_the_reference_leads_to_a_function_by_its_kind_and_to_its_source(page):
     page.goto("/reference/api/index.html")
     page.locator("article").get_by_role("link", name="Optimizers").first.click()
     heading = page.locator("dt#lioncub_jax\\.owner_adamw")
-    assert "learning_rate" in heading.inner_text()
+    assert "learning_rate: optax.ScalarOrSchedule" in heading.inner_text()
     page.locator("article").get_by_role("link", name="owner", exact=True).first.click()
     assert page.url.endswith("#lioncub_jax.owner")
+    heading.get_by_role("link", name="[source]").click()
+    assert "def owner_adamw(" in page.locator("#owner_adamw").inner_text()
 
 
-def test_the_search_finds_a_name_and_a_word(page):
-    for word, wanted in {"owner_adamw": "lioncub_jax.owner_adamw", "coin": "Zeros, ties"}.items():
-        page.goto(f"/search.html?q={word}")
-        page.locator("#search-results li").get_by_text(wanted).first.wait_for(timeout=10_000)
+FOUND = {
+    "owner_adamw": "lioncub_jax.owner_adamw",
+    "coin": "Zeros, ties",
+    "mixed precision": "Mixed precision",
+    "profile": "Profile a step",
+    "vision": "Images",
+    "EMA": "Evaluate",
+    "early stopping": "Evaluate",
+}
+
+
+@pytest.mark.parametrize("words", FOUND)
+def test_the_search_finds_a_name_and_a_word(page, words):
+    page.goto(f"/search.html?q={words}")
+    result = page.locator("#search-results li").get_by_text(FOUND[words])
+    result.first.wait_for(timeout=10_000)
 
 
 @pytest.mark.parametrize("size, scheme", VIEWS)
@@ -94,6 +125,9 @@ def test_nothing_runs_out_of_the_window(browser, site, size, scheme):
             shown = page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
             if shown[0] > shown[1]:
                 wide.append((name, shown))
+            for printed in page.locator(".highlight-console pre").all():  # it wraps
+                if printed.evaluate("pre => pre.scrollWidth > pre.clientWidth"):
+                    wide.append((name, printed.inner_text()))
         page.goto("/explain/step.html")
         assert page.evaluate("document.documentElement.dataset.theme") == scheme
     assert wide == []

@@ -1,0 +1,82 @@
+"""A run that goes on with another optimizer keeps its moments, momenta and counters."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import lioncub_jax as lc
+
+RATE = optax.cosine_decay_schedule(1e-2, 40)
+PARAMS = {"b": jnp.zeros(3), "w": jnp.arange(390.0).reshape(130, 3) / 390}
+BATCHES = np.random.default_rng(0).normal(size=(8, 32, 130)).astype(np.float32)
+
+
+def loss(params, batch, rng=None):
+    return jnp.mean((batch @ params["w"] + params["b"] - batch[:, :3]) ** 2)
+
+
+@pytest.fixture(scope="module")
+def before():
+    """Parameters and state of ``optax.adamw`` on one device, after half of the batches."""
+    tx = optax.adamw(RATE)
+    return trained(tx, PARAMS, tx.init(PARAMS), BATCHES[:4])
+
+
+def trained(tx, params, state, batches):
+    for batch in batches:
+        updates, state = tx.update(jax.grad(loss)(params, batch), state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+@pytest.mark.parametrize("group", [None, "device"], ids=["one level", "two levels"])
+def test_a_run_of_adamw_goes_on_at_the_owners_as_if_nothing_had_happened(before, group):
+    """Of whole numbers on the wire, so that only roundings differ."""
+    params, state = before
+    workers = lc.Workers(lc.mesh.two_level_mesh(2), "node", group) if group else (
+        lc.Workers.one_per_device()
+    )  # fmt: skip
+    tx = lc.owner_adamw(
+        RATE, workers=workers, quantizer=lc.quantize.dense(), reply=lc.decide.values(), bucket_size=128
+    )  # fmt: skip
+    adam = state[0]
+    after = lc.checkpoint.carry_over(
+        lc.init_state(tx, params, workers), workers, mu=adam.mu, nu=adam.nu, count=adam.count
+    )
+    step = lc.make_train_step(loss, tx, workers)
+    for batch in BATCHES[4:]:
+        after, _ = step(after, batch)
+    wanted, _ = trained(optax.adamw(RATE), params, state, BATCHES[4:])
+    for name in wanted:
+        np.testing.assert_allclose(after.params[name], wanted[name], rtol=2e-4, atol=2e-6)
+
+
+def test_each_worker_that_votes_gets_the_whole_momentum(before):
+    params, (adam, *_) = before
+    workers = lc.Workers.one_per_device()
+    state = lc.init_state(lc.lion_cub(RATE, workers=workers), params, workers)
+    state = lc.checkpoint.carry_over(state, workers, mu=adam.mu, count=adam.count)
+    vote, _, schedule = state.opt_state
+    assert schedule.count == 4 and vote.mu["w"].sharding.spec == P("data")
+    np.testing.assert_array_equal(vote.mu["w"], np.broadcast_to(adam.mu["w"], (8, 130, 3)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"nu": PARAMS}, r"the state has no nu\['b'\]: give fields of it"),
+        (
+            {"mu": {"w": jnp.ones((3, 130))}},
+            r"mu\['w'\] has shape \[130, 3\]: \[3, 130\] was given",
+        ),
+        ({"mu": {"v": jnp.ones(3)}}, r"the state has no mu\['v'\]"),
+    ],
+)
+def test_a_field_that_the_state_does_not_have_is_refused(fields, message):
+    workers = lc.Workers.one_per_device()
+    state = lc.init_state(lc.lion_cub(RATE, workers=workers), PARAMS, workers)
+    with pytest.raises(ValueError, match=message):
+        lc.checkpoint.carry_over(state, workers, **fields)
