@@ -23,10 +23,12 @@ import report
 from rich.console import Console
 
 import lioncub_jax as lc
-from lioncub_jax.exchange import wires
+from lioncub_jax.exchange import decide, layout, transform, wires
 from lioncub_jax.exchange.bits import ROW
 from lioncub_jax.exchange.layout import Bucket, Flat
-from lioncub_jax.exchange.step import Plan, Worker
+from lioncub_jax.exchange.message import pack, unpack
+from lioncub_jax.exchange.pieces import Worker, WorkerBucket
+from lioncub_jax.exchange.step import Exchange
 
 WORKERS = 8
 
@@ -42,49 +44,55 @@ class Candidate(NamedTuple):
 def loopback() -> wires.Wire:
     """The two-phase wire with its collectives short-circuited: what is sent comes back."""
 
-    def collect(message, form, axis):
-        posted = jax.lax.optimization_barrier(form.pack(message))
-        return form.unpack(posted[:, None])
+    def collect(message, fmt, axis):
+        posted = jax.lax.optimization_barrier(pack(message, fmt))
+        return unpack(posted[:, None], fmt)
 
-    def publish(replies, axis):
+    def gather(replies, axis):
         copies = jnp.broadcast_to(replies[0], (WORKERS, replies.shape[1]))
         return jax.lax.optimization_barrier(copies)
 
-    return wires.two_phase()._replace(collect=collect, publish=publish)
+    return wires.two_phase()._replace(collect=collect, gather=gather)
 
 
 def voting(params: Any, **parts: Any) -> Candidate:
     """The whole pipeline with ``communicate`` at its head, for worker 0 of 8."""
     rest = optax.chain(optax.add_decayed_weights(1e-3), optax.scale_by_learning_rate(1e-4))
-    up = parts.get("up", lc.quantize.sign())
+    quantizer = parts.get("quantizer", lc.quantize.sign())
     memory = parts.get("memory", lc.momentum.nothing())
-    decision = parts.get("decision", lc.decide.fitting(up))
-    plan = Plan(("data",), (), memory, up, decision, loopback())
+    decision = parts.get("decision", decide.default_for(quantizer))
+    code = decision.code_of(quantizer)
+    exchange = Exchange(("data",), (), memory, code, decision, loopback())
     state = lc.communicate(workers="data", memory=memory).init(params)
     leaves = jax.tree.leaves(params)
-    _, buckets = plan.buckets(leaves, [frozenset()] * len(leaves), WORKERS)
-    if up.feedback is not None:
-        error = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=up.feedback), params)
-        state = state._replace(error=error)
-    if decision.decodes:
+    buckets = layout.buckets(leaves, WORKERS)
+    state = state._replace(error=transform.zero_errors(code, params))
+    if code.decode is not None:
         slices = [Flat(decision.init(jnp.zeros((b.chunk, ROW), b.dtype)), b) for b in buckets]
         state = state._replace(owner=tuple(slices))
 
     def step(params, state, grads):
-        nobody_else = [None] * len(leaves)
-        worker = Worker(plan, jnp.int32(0), WORKERS, state.count, (), buckets, nobody_else)
-        updates, state = worker.take(grads, state, None)
+        here, sizes = [], [None] * len(leaves)
+        for bucket in buckets:
+            pieces, fmt = (
+                layout.pieces([bucket], state.count),
+                transform.format_of(exchange, bucket),
+            )
+            rows = layout.row_sizes(bucket, sizes, code.midtread or code.decode is not None)
+            here.append(WorkerBucket(bucket, pieces, fmt, rows, shard=0, num_shards=1))
+        worker = Worker(("data",), jnp.int32(0), WORKERS, state.count, here, (), sizes, False)
+        updates, state = transform.take_step(exchange, worker, grads, state, None)
         updates, _ = rest.update(updates, rest.init(params), params)
         return optax.apply_updates(params, updates), state, grads
 
-    return Candidate(jax.jit(step, donate_argnums=(0, 1, 2)), state, wire_bytes(plan, buckets))
+    return Candidate(jax.jit(step, donate_argnums=(0, 1, 2)), state, wire_bytes(exchange, buckets))
 
 
-def wire_bytes(plan: Plan, buckets: Sequence[Bucket]) -> int:
+def wire_bytes(exchange: Exchange, buckets: Sequence[Bucket]) -> int:
     """Bytes of memory that sending and receiving touch: out, in, this owner's reply, all replies."""
-    forms = [wires.Format.of(bucket, plan.up, plan.decision) for bucket in buckets]
+    formats = [transform.format_of(exchange, bucket) for bucket in buckets]
     return 4 * sum(
-        2 * WORKERS * form.message.size + (1 + WORKERS) * form.reply.size for form in forms
+        2 * WORKERS * fmt.message.words + (1 + WORKERS) * fmt.reply.words for fmt in formats
     )
 
 
@@ -107,11 +115,11 @@ def candidates(params: Any) -> dict[str, Candidate]:
     return {
         "optax.lion": plain(optax.lion(1e-4, weight_decay=1e-3), params),
         "1-bit vote": voting(params, memory=blend),
-        "2-bit vote": voting(params, memory=blend, up=lc.quantize.midrise(2)),
-        "3-bit vote": voting(params, memory=blend, up=lc.quantize.midrise(3)),
-        "owner, 3 bits + feedback": voting(params, up=feedback, decision=at_owner),
+        "2-bit vote": voting(params, memory=blend, quantizer=lc.quantize.midrise(2)),
+        "3-bit vote": voting(params, memory=blend, quantizer=lc.quantize.midrise(3)),
+        "owner, 3 bits + feedback": voting(params, quantizer=feedback, decision=at_owner),
         "optax.adamw": plain(optax.adamw(1e-4, weight_decay=1e-3), params),
-        "owner_adamw": voting(params, up=feedback, decision=adam),
+        "owner_adamw": voting(params, quantizer=feedback, decision=adam),
     }
 
 

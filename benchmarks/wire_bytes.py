@@ -46,8 +46,6 @@ def schemes() -> list[dict[str, Any]]:
         {"wire": lc.wires.counts()},
         {"wire": lc.wires.counts(jnp.int16), "quantizer": lc.quantize.midrise(4)},
         {"wire": lc.wires.counts(), "quantizer": lc.quantize.integer(8)},
-        {"wire": lc.wires.lanes()},
-        {"wire": lc.wires.lanes(), "quantizer": lc.quantize.integer(5)},
     ]
     valued = [
         {"quantizer": lc.quantize.error_feedback(lc.quantize.midrise(p)), "decision": at_owner}

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 from lioncub_jax import audit, mesh, training
 from lioncub_jax.audit import check_votes
 from lioncub_jax.exchange import decide, momentum, quantize, sync, wires
-from lioncub_jax.exchange.step import communicate
 from lioncub_jax.exchange.sync import sync_momentum
-from lioncub_jax.mesh import Workers, kernels
+from lioncub_jax.exchange.transform import communicate
+from lioncub_jax.mesh import Workers
 from lioncub_jax.optimizers import (
     distributed_lion,
     global_gradients,
@@ -68,7 +68,6 @@ __all__ = [
     "from_nnx",
     "global_gradients",
     "init_state",
-    "kernels",
     "lion_cub",
     "local_value_and_grad",
     "make_train_step",

@@ -7,7 +7,7 @@ Every method is one sentence about `communicate`:
 | `distributed_lion` | sign of its own blend | counts | the majority, or the counts |
 | `lion_cub` | 1 or p bits of its own blend | counts | the majority |
 | `lion_cub(quantizer=integer(p))` | the paper's integer codes | counts | the exact sign, in 2 bits |
-| the same, `wire=counts()` or `lanes()` | as above | (all-reduce) | nothing: the sum is everywhere |
+| the same, `wire=counts()` | as above | (all-reduce) | nothing: the sum is everywhere |
 | `owner_lion` | p bits of its gradient | one global momentum, Lion | Lion's sign, exactly |
 | `owner_adamw`, `owner(tx)` | p bits of its gradient | AdamW, or tx | the update, in q bits |
 | `global_gradients(tx)` | its gradient, float32 | (all-reduce) | nothing: the mean is everywhere |
@@ -34,8 +34,8 @@ from lioncub_jax.exchange.arguments import (
 )
 from lioncub_jax.exchange.decide import Coder
 from lioncub_jax.exchange.quantize import Quantizer
-from lioncub_jax.exchange.step import communicate
 from lioncub_jax.exchange.sync import Schedule, sync_momentum
+from lioncub_jax.exchange.transform import communicate
 from lioncub_jax.exchange.wires import Wire
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import AxisName
@@ -88,8 +88,7 @@ def lion_cub(
       quantizer: ``sign()`` (default: 1 bit up, 1 down), ``midrise(p)`` (p up, 1 down: precision does
         not depend on the number of workers), ``integer(p)`` (the paper's codes, whose sum fits in p
         bits: p - log2 W up, 2 down) or ``ternary()`` (exact zeros, 2 up, 2 down).
-      wire: ``two_phase()`` by default; ``counts()`` or ``lanes()`` for the paper's all-reduce of
-        ``integer(p)``.
+      wire: ``two_phase()`` by default; ``counts()`` for the paper's all-reduce of ``integer(p)``.
       sync: times at which momenta are averaged: ``every(T)``, ``first(M)`` or ``thinning(k)`` in full
         precision, ``coded(...)`` in codes; None (default) for never. One device has nothing to sync.
       sync_where: the leaves whose momenta are averaged.

@@ -43,7 +43,6 @@ TRANSFORMS = {
         LION, lc.lion_cub, quantizer=Q.midrise(3, rounding=Q.stochastic())
     ),
     "vote, int8": rated(LION, lc.lion_cub, quantizer=Q.integer(8), wire=WIRES.counts()),
-    "vote, lanes": rated(LION, lc.lion_cub, quantizer=Q.integer(5), wire=WIRES.lanes()),
     "vote, buckets": rated(LION, lc.lion_cub, bucket_size=3000),
     "vote, synced": rated(LION, lc.lion_cub, sync=lc.sync.every(2)),
     "vote, synced in codes": rated(LION, lc.lion_cub, sync=lc.sync.coded(lc.sync.every(2))),

@@ -30,49 +30,56 @@ FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.M)
 MUTANTS = r"""
 # exchange/step.py: reference optimizer chains contract
 = the error of a worker that abstains is forgotten
-- after(errors, error, kept.error)
-+ after(errors, [jnp.zeros_like(x) for x in errors], kept.error)
+- new_leaves(worker, p.piece, p.error, new,
++ new_leaves(worker, p.piece, 0 * new, new,
 
-= an owner's counter moves although nobody came
-- n if n.ndim else jnp.where(here > 0, n, o)
+# exchange/transform.py: reference optimizer chains contract
+= an owner's counter moves although no worker takes part
+- n if n.ndim else jnp.where(present > 0, n, o)
 + n
 
-= one worker alone does not hear that it shall abstain
--         abstains |= ~jnp.all(jnp.isfinite(x))
-+         abstains = ~jnp.all(jnp.isfinite(x))
+= of buckets the one with the most voters gives the number that abstained
+- jnp.min(num_present)
++ jnp.max(num_present)
 
+# exchange/single.py: reference optimizer chains contract
+= a single worker ignores that it shall abstain
+-         abstains |= ~jnp.all(jnp.isfinite(values[-1]))
++         abstains = ~jnp.all(jnp.isfinite(values[-1]))
+
+= a single worker forgets the errors of earlier codes
+- plus_error(memory.interpolate(g, mu), e)
++ memory.interpolate(g, mu)
+
+= a single worker adds the errors of earlier codes at every step
+- None if e is None else jnp.where(abstains, e, 0)
++ e
+
+# exchange/pieces.py: reference optimizer chains contract quantize
 = a share of the error is to come back, and all of it does
-- error if up.keep == 1 else up.keep * error
+- error if code.keep == 1 else code.keep * error
 + error
 
 = ties of a second bucket take the coins of the first
-- row = bucket.first_row + first
+- row = layout_.first_row + first
 + row = first
 
-= of buckets the one with the most voters says who abstained
-- jnp.min(here)
-+ jnp.max(here)
-
-= one worker alone forgets what several still owed
--         values = list(map(_with_error, messages, kept.error))
-+         values = list(messages)
-
-= one worker alone pays what it owes at every step
-- [e if e is None else jnp.where(abstains, e, 0) for e in kept.error]
-+ kept.error
-
 = a leaf takes the padding of the bucket's first rows for its own
-- counts[piece.first_row :][: piece.rows]
-+ counts[: piece.rows]
+- sizes[first:][:size]
++ sizes[:size]
 
-# exchange/step.py: sharding accounting optimizer contract
+= a leaf in shards has the scale of one shard
+- float(s.size) * bucket.num_shards
++ float(s.size)
+
+# exchange/pieces.py: sharding accounting optimizer contract
 = a device with a NaN abstains, and others of its worker vote
--         return axes.any_over_shards(abstains, self.plan.axis)
-+         return abstains
+- ~axes.any_over_shards(abstains, worker.axis)
++ ~abstains
 
-= padding in a group's slice keeps an error
-- layout.zero_padding(x, self.counts[i])
-+ x
+= padding in a chunk of a group keeps an error
+-         x = layout.zero_padding(x, worker.row_sizes[i])
++         pass
 
 # exchange/arguments.py: bad_input contract
 = a beta of 1 is let through
@@ -80,8 +87,8 @@ MUTANTS = r"""
 + 0 <= beta <= 1
 
 = a number that is none is a rate
-- np.isfinite, said)
-+ lambda x: True, said)
+- np.isfinite, allowed)
++ lambda x: True, allowed)
 
 = an array is taken for what is compiled
 - if static and isinstance(x, jax.Array):
@@ -97,76 +104,72 @@ MUTANTS = r"""
 + pass
 
 = a tie leans to the upper side
-- (signs.tied & coin)
+- (signs.tied & context.tie_bits)
 + signs.tied
 
 = a row moves only where the number of voters is odd
-- reduce(operator.or_, self.votes)
-+ self.votes[0]
+- reduce(operator.or_, counted.voters)
++ counted.voters[0]
 
 = momentum at the owner fades although nobody came
-- jnp.isfinite(mean) & (received.present > 0)
+- jnp.isfinite(mean) & (present > 0)
 + jnp.isfinite(mean)
 
 = padding is a vote of its row, and has momentum
-- valid &= where.real().reshape(valid.shape)
+- valid &= layout.real_elements(row_sizes)
 + pass
 
 = an owner forgets what it owes where nobody came
-- left = jnp.where(answer.valid, left, error)
+- new_error = jnp.where(valid, new_error, error)
 + pass
 
 = an average of codes of several bits divides by the voters alone
-- .astype(jnp.int32)[..., None] * top
+- .astype(jnp.int32)[..., None] * fmt.max_code
 + .astype(jnp.int32)[..., None]
 
 = padding counts as ties
-- tied &= bits.pack(where.real())[0]
+- tied &= bits.pack(context.real())[0]
 + pass
 
 = values of a worker that abstains come into the mean
--         values = jnp.where(takes_part > 0, values, 0)
-+         values = jnp.where(takes_part >= 0, values, 0)
+- values = jnp.where(participates > 0, values, 0)
++ values = jnp.where(participates >= 0, values, 0)
 
 # exchange/quantize.py: quantize reference sharding
-= a leaf in shards has the scale of one shard
-- float(s.size) * context.shards
-+ float(s.size)
-
 = a row of zeros votes if codes have several bits
-- context.bucket.by_chunk(mean > 0)
-+ context.bucket.by_chunk(mean >= 0)
+- context.by_chunk(mean > 0)
++ context.by_chunk(mean >= 0)
 
 = the step of a row whose sum overflows is the largest there is
-- jnp.where(jnp.isfinite(total), total / count, most)
-+ total / count
+- jnp.where(jnp.isfinite(total), total / size, maximum)
++ total / size
 
 = the norm of a row is rounded to the nearest, and the largest value clipped
 - + 0xFFFF)
 + + 0x8000)
 
 = rotated rows are measured as if padding had stayed where it was
-- context._replace(counts=None)
+- context._replace(row_sizes=None)
 + context
 
 = a number that a dtype cannot hold becomes infinite
-- x = jnp.clip(x, -most, most)
+- x = jnp.clip(x, -largest, largest)
 + pass
 
 # exchange/bits.py: bits reference
 = the carry of 8 votes of 8 is lost
-- (workers * (2**p - 1)).bit_length()
-+ (workers * (2**p - 1) - 1).bit_length()
+- (num_workers * (2**p - 1)).bit_length()
++ (num_workers * (2**p - 1) - 1).bit_length()
 
 = in a half block the upper lanes of a row are not seen
 - (either | (either >> HALF_BLOCK)) & 0xFFFF
 + either & 0xFFFF
 
 = a zero takes the side that is the coin of its tie
-- _seed(step, _ZEROS)
-+ _seed(step, _TIES)
+- _seed(count, _ZEROS)
++ _seed(count, _TIES)
 
-# exchange/wires.py: liars
+# exchange/message.py: liars
 = who takes part is added up as it comes
 - numbers[:, 0, 0] & 1
 + numbers[:, 0, 0]
@@ -200,7 +203,7 @@ MUTANTS = r"""
 # exchange/momentum.py: schedules reference optimizer
 = the message is blended with the momentum of after the step
 - _mixed(self.b1, mu, g)
-+ _mixed(self.b1, self.remember(g, mu), g)
++ _mixed(self.b1, self.update(g, mu), g)
 
 # exchange/sync.py: sync schedules
 = a sync comes one step late
@@ -667,8 +670,8 @@ MUTANTS = r"""
 + "cum|rev$
 
 = a loop over the rows runs on a slice
-- found = name if apart else _mixes(one, shape)
-+ found = _mixes(one, shape)
+- mixing = name if by_row else _mixes(one, shape)
++ mixing = _mixes(one, shape)
 
 = a transform that wants parameters gets none
 - if any(x is program.invars[-1] for x in used):

@@ -123,12 +123,12 @@ def assert_statistics(state, want, of):
 
 def in_rows(mu, wire):
     """The owners' slices ``[steps, W, rows, 128]`` as one buffer ``[steps, rows, 128]``."""
-    whole = mu if wire.owns_slice else same_everywhere(mu)
+    whole = mu if wire.sharded else same_everywhere(mu)
     return whole.reshape(len(mu), -1, 128)
 
 
 Q, D, WIRES = lc.quantize, lc.decide, lc.wires
-TWO_PHASE, GATHERED, LANES = WIRES.two_phase(), WIRES.gathered(), WIRES.lanes()
+TWO_PHASE, GATHERED = WIRES.two_phase(), WIRES.gathered()
 REDUCED, COUNTS = WIRES.all_reduce(), WIRES.counts()
 
 
@@ -172,15 +172,15 @@ class Method(NamedTuple):
 
 
 VOTES = [
-    Method("sign()", "majority", {1: TWO_PHASE, 3: LANES, 8: TWO_PHASE}),
-    Method("sign()", "average", {1: TWO_PHASE, 3: LANES}),
+    Method("sign()", "majority", {1: TWO_PHASE, 3: COUNTS, 8: TWO_PHASE}),
+    Method("sign()", "average", {1: TWO_PHASE, 3: COUNTS}),
     Method("sign()", "ternary", {8: WIRES.counts("int32")}),
     Method("midrise(2)", "majority", {3: COUNTS, 8: TWO_PHASE}),
     Method("midrise(3)", "average", {3: TWO_PHASE, 8: GATHERED}),
     Method("midrise(4)", "ternary", {3: TWO_PHASE}),
     Method("midrise(8)", "majority", {3: TWO_PHASE, 8: WIRES.counts("int16")}),
     Method("midrise(2, rounding=stochastic(3))", "majority", {3: TWO_PHASE}),
-    Method("integer(8)", "ternary", {3: LANES, 8: COUNTS}),
+    Method("integer(8)", "ternary", {3: COUNTS, 8: COUNTS}),
     Method("integer(5)", "average", {3: GATHERED}),
     Method("integer(8, rounding=stochastic(3))", "ternary", {3: TWO_PHASE, 8: TWO_PHASE}),
     Method("ternary()", "ternary", {3: GATHERED, 8: TWO_PHASE}),

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lioncub_jax.exchange import bits
-from lioncub_jax.exchange import step as exchange
+from lioncub_jax.exchange import bits, transform
+from lioncub_jax.exchange.message import BucketStats
 
 
 def words_of(x):
@@ -116,8 +116,9 @@ def test_sums_beyond_a_word_are_rounded_in_the_last_places():
         np.testing.assert_allclose(found, x.sum(1, dtype=np.uint64), rtol=2**-20)
     size, workers = 7 * 10**9, 256
     pairs = size * workers * (workers - 1) / 2
-    unit = exchange.unit_of(size * workers**2)
+    unit = transform.unit_of(size * workers**2)
     each = [jnp.full(workers, x / workers, jnp.float32) for x in (pairs / 2, pairs)]
     ties = jnp.full(workers, size // workers, jnp.uint32)
-    found = exchange.Numbers(ties, each, jnp.uint32(1)).totals(exchange.unit_of(size), unit)
+    stats = BucketStats(ties, each, jnp.uint32(1))
+    found = transform.in_units(stats, transform.unit_of(size), unit)
     np.testing.assert_allclose(found[1:] * 2.0**unit, [pairs / 2, pairs], 2**-20)

@@ -1,5 +1,6 @@
-"""What a TPU wants otherwise gives the same bits: the kernel, run as plain JAX; and the order of rows."""
+"""Differences of TPUs give the same bits: the kernel, run as plain JAX; and the order of rows."""
 
+import functools
 import math
 
 import jax
@@ -16,10 +17,15 @@ from lioncub_jax.mesh import kernels
 
 
 @pytest.fixture
-def interpreted():
-    before = kernels.mode("interpret")
-    yield
-    kernels.mode(before)
+def as_tpu(monkeypatch):
+    """``as_tpu(True)``: programs are traced as for a TPU, with its kernel as plain JAX."""
+    pack = functools.partial(kernels.pack, interpret=True)
+
+    def choose(yes):
+        monkeypatch.setattr(kernels, "pack", pack)
+        monkeypatch.setattr(kernels, "for_tpu", lambda mesh=None: yes)
+
+    return choose
 
 
 def codes_of(p, *lead_and_rows):
@@ -29,11 +35,10 @@ def codes_of(p, *lead_and_rows):
 
 # Blocks that a kernel holds at a time: 32. Fewer, as many, and some that are left over.
 @pytest.mark.parametrize(("blocks", "p"), [(1, 9), (32, 1), (33, 4), (70, 8)])
-def test_packed_by_the_kernel_codes_are_the_same_words(interpreted, blocks, p):
+def test_packed_by_the_kernel_codes_are_the_same_words(blocks, p):
     codes = codes_of(p, blocks * BLOCK)
-    got, _ = kernels.pack(codes, p), kernels.mode("off")
-    want = bits.pack(codes, p)
-    np.testing.assert_array_equal(got, want)
+    got = kernels.pack(codes, p, interpret=True)
+    np.testing.assert_array_equal(got, bits.pack(codes, p))
 
 
 @pytest.mark.parametrize(("p", "lead"), [(1, ()), (5, (3,)), (9, (2, 2))])
@@ -51,7 +56,7 @@ METHODS = {
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_step_as_a_tpu_takes_it_is_the_step(run_workers, interpreted, method):
+def test_a_step_as_a_tpu_takes_it_is_the_step(run_workers, as_tpu, method):
     """Two workers once have a NaN.
 
     Without ties and zeros, whose coins depend on the place of a row: voters and values are odd.
@@ -63,8 +68,8 @@ def test_a_step_as_a_tpu_takes_it_is_the_step(run_workers, interpreted, method):
     grads = {k: jnp.asarray(g, dtype) for k, g in grads.items()}
     grads["row"] = grads["row"].at[1, [2, 3], 5].set(jnp.nan)
     found, nobody = [], np.zeros((STEPS, WORKERS), bool)
-    for mode in ("interpret", "off"):
-        kernels.mode(mode)
+    for yes in (True, False):
+        as_tpu(yes)
         # Interpreted kernels lose the types of what varies, which check_vma asks for.
         done = run_workers(txs, params, grads, nobody, check_vma=False)
         updates, (state, *_) = done[method]
@@ -77,19 +82,13 @@ def test_a_step_as_a_tpu_takes_it_is_the_step(run_workers, interpreted, method):
     assert all(np.any(x[-1]) for x in jax.tree.leaves(want[0]))
 
 
-def test_only_meshes_of_tpus_have_their_kernels(mesh_of, interpreted):
-    assert kernels.for_tpu() and kernels.for_tpu(mesh_of(2))
-    kernels.mode("auto")
+def test_only_meshes_of_tpus_have_their_kernels(mesh_of):
     assert not kernels.for_tpu() and not kernels.for_tpu(mesh_of(2))
     device = jax.sharding.AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu")
     mesh = jax.sharding.AbstractMesh((2,), ("data",), abstract_device=device)
     assert kernels.for_tpu(mesh)
     with jax.sharding.use_abstract_mesh(mesh):
         assert kernels.for_tpu()
-        kernels.mode("off")
-        assert not kernels.for_tpu()
-    with pytest.raises(ValueError, match=r"mode\('on'\): give 'auto', 'off' or 'interpret'"):
-        kernels.mode("on")
 
 
 # --- Rows in the order of tiles
@@ -121,31 +120,30 @@ def test_rows_of_a_leaf_of_tiles_lie_tile_by_tile_and_come_back(shape, at, found
         assert rows[1].reshape(-1, ROW)[found] == x[1][at]
 
 
-def test_a_state_in_another_order_is_refused(interpreted, mesh_of):
+def test_a_state_in_another_order_is_refused(as_tpu, mesh_of):
     """By hand; `on_mesh` and the training step refuse what is not their optimizer's state anyway."""
     tx = lc.owner_lion(0.5, workers=AXIS)
 
     def worker(grads):
+        as_tpu(True)
         state = tx.init({"w": jnp.zeros((24, 384))})
-        kernels.mode("auto")
+        as_tpu(False)
         return tx.update(grads, state)[0]
 
     over = jax.shard_map(worker, mesh=mesh_of(2), in_specs=P(AXIS), out_specs=P(), check_vma=False)
-    with pytest.raises(ValueError, match=r"another order .*kernels.mode, .* restore it from"):
+    with pytest.raises(ValueError, match=r"another order .*another platform, .* restore it from"):
         jax.eval_shape(over, {"w": jnp.ones((2 * 24, 384))})
 
 
-def test_a_slice_in_the_order_of_tiles_moves_to_one_in_that_of_leaves(
-    interpreted, tmp_path, mesh_of
-):
+def test_a_chunk_in_the_order_of_tiles_moves_to_one_in_that_of_leaves(as_tpu, tmp_path, mesh_of):
     """A checkpoint says in which order rows lie, and is restored in the order of the mesh that asks."""
     params = {"w": jnp.zeros((24, 384)), "b": jnp.zeros(70)}
 
     def leaves_of(flat):
         return layout.split_bucket(flat.value.inner.mu.reshape(-1, ROW), flat.bucket.pieces)
 
-    def owned(workers, mode):
-        kernels.mode(mode)
+    def owned(workers, yes):
+        as_tpu(yes)
         tx = lc.owner_lion(0.5, workers=workers)
         return lc.init_state(tx, params, workers)
 
@@ -154,13 +152,13 @@ def test_a_slice_in_the_order_of_tiles_moves_to_one_in_that_of_leaves(
     def numbered(x):
         return jax.device_put(np.arange(1, x.size + 1, dtype=x.dtype).reshape(x.shape), x.sharding)
 
-    state = owned(two, "interpret")
+    state = owned(two, True)
     state = state._replace(opt_state=jax.tree.map(numbered, state.opt_state))
     flat = state.opt_state[0].owner[0]
     assert any(segment.tiles for segment in flat.bucket.segments)
     with lc.Checkpoints(tmp_path, workers=two) as saved:
         saved.save(state, data=None)
-    like = owned(three, "off")
+    like = owned(three, False)
     with lc.Checkpoints(tmp_path, workers=three) as saved:
         found = saved.restore(like).state.opt_state[0].owner[0]
     assert not any(s.tiles for s in found.bucket.segments)

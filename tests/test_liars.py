@@ -9,7 +9,7 @@ from conftest import AXIS, normal
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
-from lioncub_jax.exchange import bits, wires
+from lioncub_jax.exchange import bits, message, wires
 
 Q, D, W = lc.quantize, lc.decide, lc.wires
 WORKERS, ALL = 4, 0xFFFFFFFF  # the first lies, and owns all rows that are no padding
@@ -25,21 +25,22 @@ def gradients():
 
 
 def told(mesh, monkeypatch, parts, where, lies):
-    """What comes of each lie about a `Format`'s words: updates, the owners' state, metrics."""
+    """What comes of each lie about packed words: updates, the owners' state, metrics."""
     tx = lc.communicate(workers=AXIS, memory=lc.momentum.nothing(), **parts)
-    honest, of = getattr(wires.Format, where), {"pack": "message", "pack_reply": "reply"}[where]
+    honest, of = getattr(wires, where), {"pack": "message", "pack_reply": "reply"}[where]
 
     def step(grads, which):
-        def changed(form, *args):
-            words, fields, each = honest(form, *args), getattr(form, of), []
+        def changed(sent, form):
+            words, size, each = honest(sent, form), getattr(form, of), []
             for lie in lies.values():
-                planes, numbers, rows = lie(form, *fields.split(words))
-                each.append(fields.join(len(words), planes, list(numbers.T), rows))
+                planes, numbers, rows = lie(form, *message.split(size, words))
+                parts = len(words), planes, list(numbers.T), rows
+                each.append(message.concatenate(size, *parts))
             return jnp.where(jax.lax.axis_index(AXIS) == 0, jnp.stack(each)[which], words)
 
         own = jax.tree.map(lambda g: g[0], grads)
         with monkeypatch.context() as patch:
-            patch.setattr(wires.Format, where, changed)
+            patch.setattr(wires, where, changed)
             updates, state = tx.update(own, tx.init(own))
         return updates, jax.tree.map(jnp.atleast_1d, state.owner), lc.metrics(state)
 
@@ -67,7 +68,7 @@ def says(code=None, rows=None, presence=None):
 
 
 def largest(form):
-    return form.top
+    return form.max_code
 
 
 def beyond(form):
@@ -162,10 +163,9 @@ def test_what_an_owner_replies_is_a_step(mesh_of, monkeypatch, codes, decision, 
 
 
 @pytest.mark.parametrize("number", [-2, 2**30])
-@pytest.mark.parametrize("wire", [W.counts("int32"), W.lanes()], ids=lambda wire: wire.name)
-def test_of_any_sum_comes_a_step(mesh_of, monkeypatch, wire, number):
+def test_of_any_sum_comes_a_step(mesh_of, monkeypatch, number):
     """Who lies decides all of it, and nothing beyond."""
-    summed = jax.lax.psum
+    summed, wire = jax.lax.psum, W.counts("int32")
 
     def collect(*args):
         with monkeypatch.context() as patch:

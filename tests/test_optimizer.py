@@ -239,6 +239,21 @@ def test_wherever_it_runs_the_updates_are_the_same(nested, run):
     assert_equal(run(grads), updates)
 
 
+@pytest.mark.parametrize("make", [lc.lion_cub, lc.owner_adamw])
+def test_a_traced_beta_enters_where_inner_axes_are_explicit(make):
+    """Memories and decisions are pytrees of their numbers: JAX refuses closures over traced ones there."""
+    workers = lc.Workers(mesh_on("data=2 tp=2", AxisType.Explicit), AXIS)
+    params = jax.device_put({"w": normal(4, 6)}, NamedSharding(workers.mesh, P(None, "tp")))
+    grads = {"w": normal(2, 4, 6, seed=1)}
+    injected = optax.inject_hyperparams(make, static_args=("workers",))
+    both = []
+    for build in (make, injected):
+        tx = lc.on_mesh(build(0.5, b1=0.5, workers=workers), workers)
+        both.append(jax.jit(tx.update)(grads, tx.init(params), params)[0]["w"])
+    np.testing.assert_allclose(*both, rtol=1e-6)
+    assert np.abs(both[0]).max() > 0.1
+
+
 # --- What the compiled program holds ----------------------------------------------------------------
 
 

@@ -11,51 +11,50 @@ from oracle import coding
 from test_against_reference import both
 
 import lioncub_jax as lc
-from lioncub_jax.exchange import bits, layout, quantize
+from lioncub_jax.exchange import bits, layout, pieces
 
 Q = lc.quantize
 RANDOM = Q.stochastic(0)
 TINY, MOST = np.finfo(np.float32).tiny, np.finfo(np.float32).max
 
 
-@functools.partial(jax.jit, static_argnames=("quantizer", "workers", "steps"))
-def encode(quantizer, x, step, worker, *, workers, steps):
-    (bucket,) = layout.buckets([x], workers)
+def code_of(quantizer):
+    """Its values, or votes where it has no others; ``sign`` stands for votes."""
+    return (
+        quantizer.vote if quantizer.value is None or quantizer.name == "sign" else quantizer.value
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("quantizer", "workers"))
+def encode(quantizer, x, step, worker, *, workers):
+    code, (bucket,) = code_of(quantizer), layout.buckets([x], workers)
     (piece,) = bucket.pieces
     rows = layout.piece_to_rows(layout.join_pieces([x], [piece])[0], piece)
-    counts = layout.counts(bucket, [None])
-    counts = None if counts is None else counts[: piece.rows]
-    total = quantizer.measure(rows, piece) if quantizer.measure else None
-    who = step, worker, workers
-    place = quantize.EncodeContext(
-        bucket, piece, 0, *who, bits.draw(*who), counts, steps, 0, 1, total
-    )
-    message = quantizer.encode(rows, place)
-    parts = bucket.by_chunk(rows)
+    sizes = layout.row_sizes(bucket, [None])
+    here = pieces.WorkerBucket(bucket, [piece], None, sizes, shard=0, num_shards=1)
+    me = pieces.Worker((), worker, workers, step, [here], (), [None], flag_per_bucket=False)
+    (context,) = pieces.encode_contexts(code, me, here, [rows])
+    message = code.encode(rows, context)
+    parts = context.by_chunk(rows)
     planes = [x.reshape(len(parts), -1) for x in message.planes]
     codes = None
-    if not quantizer.dense:
+    if not code.dense:
         codes = bits.unpack(planes, parts.shape[1]).reshape(-1, 128).astype(jnp.int32)
     sent = None if message.scales is None else message.scales.reshape(parts.shape[:2])
     values = None
-    if quantizer.dense or sent is not None:
-        values = quantizer.values(planes, sent, parts.shape[1], workers).reshape(-1, 128)
+    if code.decode is not None:
+        values = code.decode(planes, sent, parts.shape[1], False).reshape(-1, 128)
     voted = message.voted
     if voted is not None:
         voted = bits.unpack_rows(voted.reshape(len(parts), -1), parts.shape[1]).reshape(-1)
     found = {"codes": codes, "values": values, "steps": message.scales, "voted": voted}
-    return found | {"finite": message.valid}
+    return found | {"finite": message.participates}
 
 
 def sent_by(quantizer, x, *, step=0, worker=0, workers=4):
-    """A message about one leaf, unpacked; rows as they lie in the buffer, padding too.
-
-    Steps travel where they can, but for those of votes, which ``sign`` stands for.
-    """
+    """A message about one leaf, unpacked; rows as they lie in the buffer, padding too."""
     x = jnp.asarray(x, jnp.float32).reshape(-1)
-    steps = quantizer.has_steps and quantizer.name != "sign"
-    who = jnp.int32(step), jnp.int32(worker)
-    sent = encode(quantizer, x, *who, workers=workers, steps=steps)
+    sent = encode(quantizer, x, jnp.int32(step), jnp.int32(worker), workers=workers)
     return SimpleNamespace(**jax.tree.map(np.asarray, sent))
 
 
@@ -85,7 +84,7 @@ def test_codes_by_hand(quantizer, workers, x, codes, step):
     sent = sent_by(quantizer, x, workers=workers)
     assert sent.codes[0, : len(codes)].tolist() == list(codes)
     if step is not None:
-        values = (np.array(codes) - quantizer.top(workers) / 2) * step
+        values = (np.array(codes) - code_of(quantizer).max_code(workers) / 2) * step
         assert sent.steps[0] == step and sent.values[0, : len(codes)].tolist() == values.tolist()
 
 
@@ -118,13 +117,15 @@ def test_codes_of_every_worker_are_those_of_the_reference_at_any_scale(words):
     levels, steps = jax.jit(lambda rows: codes.encode(rows, buffer, 11))(rows)
     for worker in range(3):
         plain = sent_by(quantizer, x[worker], step=11, worker=worker, workers=3)
-        np.testing.assert_array_equal(plain.codes[:40] - quantizer.top(3) / 2, levels[worker])
+        np.testing.assert_array_equal(
+            plain.codes[:40] - code_of(quantizer).max_code(3) / 2, levels[worker]
+        )
         if plain.steps is not None:
             np.testing.assert_array_equal(plain.steps[:40], steps[worker, :, 0])
         if plain.voted is not None:  # a row of zeros is not voted on
             assert plain.voted[:40].tolist() == rows[worker].any(1).tolist()
             assert not plain.voted[40:].any()
-        assert (plain.voted is None) == quantizer.has_zero
+        assert (plain.voted is None) == code_of(quantizer).midtread
         for power in (-120, 105):
             sent = sent_by(quantizer, np.ldexp(x[worker], power), step=11, worker=worker, workers=3)
             np.testing.assert_array_equal(sent.codes, plain.codes)
@@ -143,7 +144,7 @@ def test_numbers_at_the_ends_of_their_range(quantizer):
         x = row(largest, -largest, largest, size=700)
         sent = sent_by(quantizer, x)
         assert sent.finite and (sent.voted is None or sent.voted[:6].all())
-        if quantizer.dense:
+        if code_of(quantizer).dense:
             kind = "bfloat16" if "bfloat16" in quantizer.name else "float32"
             want = coding.saturate(x, kind).astype(jnp.float32)
             np.testing.assert_array_equal(sent.values.reshape(-1)[:700], want)
@@ -152,7 +153,7 @@ def test_numbers_at_the_ends_of_their_range(quantizer):
         at_random = "stochastic" in quantizer.name
         has_step = largest > TINY or not (at_random or "levels" in quantizer.name)
         if sent.codes is not None and has_step:
-            side = np.sign(2 * sent.codes.reshape(-1)[:700] - quantizer.top(4))
+            side = np.sign(2 * sent.codes.reshape(-1)[:700] - code_of(quantizer).max_code(4))
             assert (side * x >= 0 if at_random else side == np.sign(x)).all()
     for bad in (np.nan, np.inf, -np.inf):
         x[200] = bad
@@ -167,11 +168,11 @@ def test_the_sum_of_integer_codes_never_overflows_its_bits(p):
     most = 2 ** (p - 1) - 1
     for workers in range(1, 128):
         if workers <= most:
-            s = Q.integer(p).top(workers) // 2
+            s = Q.integer(p).vote.max_code(workers) // 2
             assert s >= 1 and workers * s <= most < workers * (s + 1)
         else:
             with pytest.raises(ValueError, match=rf"{workers} workers.* at most {most} workers"):
-                Q.integer(p).top(workers)
+                Q.integer(p).vote.max_code(workers)
 
 
 VALUES = row(*np.linspace(-1, 1, 16))
@@ -187,7 +188,7 @@ VALUES = row(*np.linspace(-1, 1, 16))
     ],
 )
 def test_stochastic_codes_are_right_on_average(quantizer, unit):
-    sent, half = sent_by(quantizer, np.tile(VALUES, 1000)), quantizer.top(4) / 2
+    sent, half = sent_by(quantizer, np.tile(VALUES, 1000)), code_of(quantizer).max_code(4) / 2
     want = VALUES / (unit or sent.steps[0])
     inside = np.abs(want) <= half
     assert inside.sum() >= 56
@@ -209,7 +210,7 @@ def test_stochastic_codes_are_right_on_average(quantizer, unit):
           for dtype in ("float16", "float64", "int8", "complex64")],
         *[(Q.error_feedback, (Q.midrise(3), dtype), f"{dtype}.*give a floating dtype")
           for dtype in ("int8", "bool", "complex64")],
-        *[(Q.error_feedback, (q,), r"error_feedback\(.*steps that travel; use midrise\(p\)")
+        *[(Q.error_feedback, (q,), r"error_feedback\(.*scales that travel; use midrise\(p\)")
           for q in (Q.integer(8), Q.ternary(), Q.dense())],
     ],
 )  # fmt: skip

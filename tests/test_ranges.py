@@ -131,7 +131,7 @@ def test_a_sum_that_overflows_is_as_with_nobody_there(run_workers):
 
 RANDOM = {"rounding": Q.stochastic()}
 OF_BILLIONS = METHODS | {
-    "integers, stochastic": {"quantizer": Q.integer(6, **RANDOM), "wire": WIRES.lanes()},
+    "integers, stochastic": {"quantizer": Q.integer(6, **RANDOM), "wire": WIRES.counts()},
     "owner, levels": {
         "quantizer": Q.levels(4, **RANDOM),
         "decision": D.at_owner(optax.identity(), D.values()),

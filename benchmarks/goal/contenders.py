@@ -157,7 +157,7 @@ def owned(
     code: str, family: Family, direction: Any, quantizer: Any, codes: Any, bits: int | None
 ) -> Contender:
     """A direction at the owner, answered by its sign or in so many bits."""
-    fed = coding.error_feedback(codes, quantizer.feedback, quantizer.keep)
+    fed = coding.error_feedback(codes, quantizer.value.error_dtype, quantizer.value.keep)
     reply = lc.decide.sign() if bits is None else lc.decide.codes(bits)
     return voting(
         code, "ours", family,

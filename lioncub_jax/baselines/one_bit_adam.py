@@ -45,7 +45,7 @@ from jax.typing import ArrayLike
 from lioncub_jax.baselines.compression import coded_mean
 from lioncub_jax.exchange import checks, decide, quantize, wires
 from lioncub_jax.exchange.arguments import check_betas, check_count, check_number
-from lioncub_jax.exchange.step import CommunicateState
+from lioncub_jax.exchange.transform import CommunicateState
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import Axes, AxisName
 from lioncub_jax.mesh.placement import Workers, names_of

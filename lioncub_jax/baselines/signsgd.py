@@ -5,7 +5,7 @@ from jax.typing import ArrayLike
 
 from lioncub_jax.exchange.arguments import check_betas
 from lioncub_jax.exchange.momentum import blend, nothing
-from lioncub_jax.exchange.step import communicate
+from lioncub_jax.exchange.transform import communicate
 from lioncub_jax.mesh.axes import AxisName
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.optimizers import Mask, descending

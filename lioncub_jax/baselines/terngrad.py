@@ -11,7 +11,7 @@ from lioncub_jax.baselines import compression
 from lioncub_jax.exchange import decide, quantize, wires
 from lioncub_jax.exchange.arguments import check_betas, check_number
 from lioncub_jax.exchange.momentum import nothing
-from lioncub_jax.exchange.step import communicate
+from lioncub_jax.exchange.transform import communicate
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import Axes, AxisName
 from lioncub_jax.mesh.placement import Workers

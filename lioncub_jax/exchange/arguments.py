@@ -18,15 +18,15 @@ def part(cls: type[Part]) -> type[Part]:
 
 
 def check_number(
-    given: str, x: Any, fits: Callable[[Any], bool], said: str, static: type | None = None
+    given: str, x: Any, fits: Callable[[Any], bool], allowed: str, static: type | None = None
 ) -> None:
     """Raises ``ValueError`` for what is no number, or for one that does not fit.
 
     Args:
       given: how it came, such as "b1=2".
       x: a number, or an array of one.
-      fits: whether it will do; not asked where only a run knows.
-      said: what is allowed, and what to do.
+      fits: ``x -> bool``, not called where only a run knows the number.
+      allowed: what is allowed, and what to do.
       static: int or float, if the number must be known at compile time and so cannot be an array.
     """
     if static and isinstance(x, jax.Array):
@@ -39,15 +39,15 @@ def check_number(
     kinds = (int, np.integer) if static is int else (int, float, np.number)
     number = isinstance(x, kinds if static else (*kinds, np.ndarray, jax.Array))
     if isinstance(x, bool) or not number or np.shape(x) or not fits(x):
-        raise ValueError(f"{given}: {said}")
+        raise ValueError(f"{given}: {allowed}")
 
 
 def check_rates(**rates: Any) -> None:
     """Raises ``ValueError`` for a rate that is neither a finite number nor a schedule."""
     for name, rate in rates.items():
         if not callable(rate):
-            said = "give a finite number, such as 1e-3, or an optax schedule"
-            check_number(f"{name}={rate!r}", rate, np.isfinite, said)
+            allowed = "give a finite number, such as 1e-3, or an optax schedule"
+            check_number(f"{name}={rate!r}", rate, np.isfinite, allowed)
 
 
 def check_floating(argument: str, dtype: Any) -> None:
@@ -70,8 +70,8 @@ def check_count(given: str, n: Any, wanted: str = "a whole number of at least 1"
 def check_betas(**betas: Any) -> None:
     """Raises ``ValueError`` for a beta or momentum outside [0, 1), where its value is known."""
     for name, beta in betas.items():
-        said = "give a number in [0, 1), such as 0.9"
-        check_number(f"{name}={beta!r}", beta, lambda beta: 0 <= beta < 1, said)
+        allowed = "give a number in [0, 1), such as 0.9"
+        check_number(f"{name}={beta!r}", beta, lambda beta: 0 <= beta < 1, allowed)
 
 
 def check_mu_dtype(dtype: Any) -> None:

@@ -70,7 +70,7 @@ def pack(codes: jax.Array, p: int = 1, zeros: jax.Array | None = None) -> list[j
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from lioncub_jax import bits
+      >>> from lioncub_jax.exchange import bits
       >>> x = jnp.zeros((32, 128), bool).at[3, 7].set(True)
       >>> bits.pack(x)[0][7].tolist()  # row 3 is bit 3
       8
@@ -157,7 +157,7 @@ def unpack(planes: jax.Array | Sequence[jax.Array], rows: int) -> jax.Array:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from lioncub_jax import bits
+      >>> from lioncub_jax.exchange import bits
       >>> words = jnp.zeros(128, jnp.uint32).at[7].set(8)
       >>> int(bits.unpack([words, words], 32)[3, 7])
       3
@@ -208,7 +208,7 @@ def pack_rows(bits: jax.Array) -> jax.Array:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from lioncub_jax import bits
+      >>> from lioncub_jax.exchange import bits
       >>> bits.pack_rows(jnp.array([True, False, True])).tolist()
       [5]
     """
@@ -223,7 +223,7 @@ def unpack_rows(words: jax.Array, rows: int) -> jax.Array:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from lioncub_jax import bits
+      >>> from lioncub_jax.exchange import bits
       >>> bits.unpack_rows(jnp.array([5], jnp.uint32), 3).tolist()
       [1, 0, 1]
     """
@@ -245,7 +245,7 @@ def over_rows(words: jax.Array, rows: int) -> jax.Array:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from lioncub_jax import bits
+      >>> from lioncub_jax.exchange import bits
       >>> bits.over_rows(jnp.array([8], jnp.uint32), 32)[5:7].tolist()
       [8, 8]
     """
@@ -274,25 +274,25 @@ def tally(planes: Sequence[jax.Array]) -> list[jax.Array]:
       Three workers vote 1, 1, 0 on the element of bit 0; the sum is 2:
 
       >>> import jax.numpy as jnp
-      >>> from lioncub_jax import bits
+      >>> from lioncub_jax.exchange import bits
       >>> votes = jnp.array([[1], [1], [0]], jnp.uint32)
       >>> [plane.tolist() for plane in bits.tally([votes])]
       [[0], [1]]
     """
-    workers = planes[0].shape[0]
+    num_workers = planes[0].shape[0]
     # The last workers are added to the sums of the whole groups before them.
-    whole = (workers - 1) // _GROUP * _GROUP
+    whole = (num_workers - 1) // _GROUP * _GROUP
     columns = [_terms(x[whole:]) for x in planes]
     if whole:
         groups = [x[:whole].reshape(-1, _GROUP, *x.shape[1:]) for x in planes]
         sums = map(_terms, tally([jnp.moveaxis(x, 1, 0) for x in groups]))
         columns = [[*x, *y] for x, y in zip_longest(columns, sums, fillvalue=())]
-    return [x[0] for x in _carry_save(columns, sum_bits(workers, len(planes)))]
+    return [x[0] for x in _carry_save(columns, sum_bits(num_workers, len(planes)))]
 
 
-def sum_bits(workers: int, p: int) -> int:
-    """Planes that the sum of ``workers`` codes of ``p`` bits needs."""
-    return (workers * (2**p - 1)).bit_length()
+def sum_bits(num_workers: int, p: int) -> int:
+    """Planes of the sum of ``num_workers`` codes of ``p`` bits."""
+    return (num_workers * (2**p - 1)).bit_length()
 
 
 def _terms(plane: jax.Array) -> list[jax.Array]:
@@ -341,7 +341,7 @@ def products(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> jax.Array:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from lioncub_jax import bits
+      >>> from lioncub_jax.exchange import bits
       >>> ones, threes = jnp.array([0b011], jnp.uint32), jnp.array([0b110], jnp.uint32)
       >>> bits.products([ones], [threes, threes]).tolist()  # 1 * 0 + 1 * 3 + 0 * 3
       [3]
@@ -370,7 +370,7 @@ def add_count(count: jax.Array, more: jax.Array | int) -> jax.Array:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from lioncub_jax import bits
+      >>> from lioncub_jax.exchange import bits
       >>> int(bits.add_count(jnp.int32(2**31 - 2), 8)) == 2**31 - 1
       True
     """
@@ -387,7 +387,7 @@ def at_most(planes: Sequence[jax.Array], most: int) -> list[jax.Array]:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from lioncub_jax import bits
+      >>> from lioncub_jax.exchange import bits
       >>> planes = [jnp.array([0b0110], jnp.uint32), jnp.array([0b1100], jnp.uint32)]  # 0, 1, 3, 2
       >>> [bin(int(x[0])) for x in bits.at_most(planes, 2)]
       ['0b10', '0b1100']
@@ -413,7 +413,7 @@ def compare(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from lioncub_jax import bits
+      >>> from lioncub_jax.exchange import bits
       >>> planes = [jnp.array([0b0110], jnp.uint32), jnp.array([0b1100], jnp.uint32)]
       >>> greater, equal = bits.compare(planes, [jnp.array([0xFFFFFFFF], jnp.uint32)])
       >>> [bin(int(word[0]) & 0b1111) for word in (greater, equal)]
@@ -432,7 +432,7 @@ def compare(
 _TIES, _ZEROS, _ORDER, _LANES = 0x9E3779B9, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F
 
 
-def coin(first_word: jax.Array | int, words: int, step: jax.Array | int) -> jax.Array:
+def tie_bits(first_word: jax.Array | int, words: int, count: jax.Array | int) -> jax.Array:
     """Fair bits that every worker computes alike, from the element's place and the step.
 
     A tie needs a rule that favors neither sign and is the same everywhere. These bits are a hash
@@ -441,21 +441,21 @@ def coin(first_word: jax.Array | int, words: int, step: jax.Array | int) -> jax.
     Args:
       first_word: ``uint32[]`` or int, the word of the flat buffer where these bits begin.
       words: how many words.
-      step: ``int32[]``, the step.
+      count: ``int32[]``, steps taken before.
 
     Returns:
       ``uint32[words]``.
 
     Example:
-      >>> from lioncub_jax import bits
-      >>> bool((bits.coin(0, 4, 7)[2:] == bits.coin(2, 2, 7)).all())
+      >>> from lioncub_jax.exchange import bits
+      >>> bool((bits.tie_bits(0, 4, 7)[2:] == bits.tie_bits(2, 2, 7)).all())
       True
     """
-    return _hashed(first_word, words, _seed(step, _TIES))
+    return _hashed(first_word, words, _seed(count, _TIES))
 
 
-class Draw(NamedTuple):
-    """What is drawn for the zeros of one worker in one step, see `zero_side`.
+class SignDraw(NamedTuple):
+    """A draw for the zeros of one worker in one step, see `random_signs`.
 
     Attributes:
       seed: ``uint32[]``, the same on every worker.
@@ -466,31 +466,33 @@ class Draw(NamedTuple):
     flip: jax.Array
 
 
-def draw(step: jax.Array | int, worker: jax.Array | int, workers: int) -> Draw:
-    """Random pairs of workers: two workers of a pair give a zero opposite signs.
+def draw_signs(count: jax.Array | int, worker: jax.Array | int, num_workers: int) -> SignDraw:
+    """Draws random pairs of workers: two workers of a pair give a zero opposite signs.
 
     Args:
-      step: ``int32[]``, the step.
-      worker: ``int32[]``, this worker.
-      workers: how many there are.
+      count: ``int32[]``, steps taken before.
+      worker: ``int32[]``, index of this worker.
+      num_workers: W.
     """
-    drawn = _seed(step, _ORDER)
+    drawn = _seed(count, _ORDER)
     mine = _mix(jnp.asarray(worker, jnp.uint32) ^ drawn)
-    all_ = _mix(jnp.arange(workers, dtype=jnp.uint32) ^ drawn)
+    all_ = _mix(jnp.arange(num_workers, dtype=jnp.uint32) ^ drawn)
     rank = jnp.sum(all_ < mine, dtype=jnp.uint32)
-    return Draw(*xla.materialized(jnp.stack([_seed(step, _ZEROS), jnp.uint32(0) - (rank & 1)])))
+    return SignDraw(
+        *xla.materialized(jnp.stack([_seed(count, _ZEROS), jnp.uint32(0) - (rank & 1)]))
+    )
 
 
-def zero_side(first_word: jax.Array | int, words: int, drawn: Draw) -> jax.Array:
-    """The side that an exact zero takes in codes without a zero, for each element of one worker.
+def random_signs(first_word: jax.Array | int, words: int, drawn: SignDraw) -> jax.Array:
+    """Random signs of exact zeros in codes without a zero, for each element of one worker.
 
-    The bit of a zero must be independent of the coin of a tie. Otherwise, when one worker votes and the
-    other has a zero, the tie would always (or never) go to the voter. Workers take opposite sides in
+    The bit of a zero must be independent of the bit of a tie. Otherwise, when one worker votes and the
+    other has a zero, the tie would always (or never) go to the voter. Workers take opposite signs in
     random pairs, drawn anew at each step, so that zeros cancel.
 
     Args:
-      first_word: as `coin`.
-      words: as `coin`.
+      first_word: as `tie_bits`.
+      words: as `tie_bits`.
       drawn: of this worker and step.
 
     Returns:
@@ -499,9 +501,9 @@ def zero_side(first_word: jax.Array | int, words: int, drawn: Draw) -> jax.Array
     return _hashed(first_word, words, drawn.seed) ^ drawn.flip
 
 
-def lane_bits(step: jax.Array | int) -> jax.Array:
+def lane_bits(count: jax.Array | int) -> jax.Array:
     """A fair bit for each of the 128 elements of a row, the same in all rows: ``uint32[128]``."""
-    return _hashed(0, ROW, _seed(step, _LANES)) & 1
+    return _hashed(0, ROW, _seed(count, _LANES)) & 1
 
 
 def _hashed(first_word: jax.Array | int, words: int, seed: jax.Array) -> jax.Array:
@@ -509,8 +511,8 @@ def _hashed(first_word: jax.Array | int, words: int, seed: jax.Array) -> jax.Arr
     return _mix(index ^ seed)
 
 
-def _seed(step: Any, salt: int) -> jax.Array:
-    return _mix(jnp.asarray(step, jnp.uint32) + jnp.uint32(salt))
+def _seed(count: Any, salt: int) -> jax.Array:
+    return _mix(jnp.asarray(count, jnp.uint32) + jnp.uint32(salt))
 
 
 def _mix(h: jax.Array) -> jax.Array:

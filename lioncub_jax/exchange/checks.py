@@ -1,4 +1,4 @@
-"""What is refused when a transform is built or traced, and what the error advises."""
+"""Errors and warnings when a transform is built or traced; each tells what to do."""
 
 import difflib
 import inspect
@@ -14,13 +14,13 @@ import numpy as np
 import optax
 
 from lioncub_jax.exchange import compilations, wires
-from lioncub_jax.exchange.quantize import Quantizer
+from lioncub_jax.exchange.quantize import Code, Quantizer
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import Axes
 from lioncub_jax.mesh.checksum import checksum
 from lioncub_jax.mesh.placement import check_arrays
 
-mode = "raise"  # what is done with what was found: see lioncub_jax.audit.mode
+mode = "raise"  # or "warn" or "allow", see lioncub_jax.audit.mode
 DECIDED = "lioncub.decided"  # scope of an update in which no worker alone decides to communicate
 
 
@@ -39,7 +39,7 @@ def check_leaves(tree: Any) -> Any:
 
 
 def stands_in(params: Any) -> bool:
-    """Whether something stands in for parameters, as in ``optax.tree.map_params``: a node without arrays.
+    """True for a node without arrays in place of parameters, as ``optax.tree.map_params`` gives.
 
     State that is made of it has it where parameters' arrays are, and 0 in place of a tree of other arrays.
     """
@@ -107,11 +107,11 @@ def watch_workers(updates: Any, params: Any, count: jax.Array, axis: Axes) -> No
     def look() -> None:
         own = jnp.stack([_checksum(updates), _checksum(params)])
         sums = wires.gather_words(own, axis)
-        alike, apart = jnp.all(sums == sums[:1], axis=0), jnp.any(sums != sums[:1], axis=0)
+        equal = jnp.all(sums == sums[:1], axis=0)  # checksums of gradients, of parameters
         largest = [jnp.max(jnp.abs(x), initial=0) for x in jax.tree.leaves(updates)]
         each = jnp.stack([jnp.float32(0), *optax.tree.cast(largest, jnp.float32)])
-        averaged = early & alike[0] & jnp.any(each > 0) & jnp.all(jnp.isfinite(each))
-        wrong = averaged | apart[1]
+        averaged = early & equal[0] & jnp.any(each > 0) & jnp.all(jnp.isfinite(each))
+        wrong = averaged | ~equal[1]
         tell = partial(jax.debug.callback, _tell_workers, sums, averaged, count)
         jax.lax.cond(wrong, tell, lambda: None)
 
@@ -137,7 +137,7 @@ def check_unmasked(params: Any) -> None:
 
 
 def is_masked(x: Any) -> bool:
-    """Whether a mask or label has left something out here."""
+    """True for a leaf that a mask or label leaves out."""
     return isinstance(x, optax.MaskedNode)
 
 
@@ -195,11 +195,11 @@ def _tell_workers(sums: Any, averaged: Any, step: Any) -> None:
     warnings.warn(wrong, stacklevel=2)
 
 
-def check_group(up: Quantizer) -> None:
+def check_group(quantizer: Quantizer, code: Code) -> None:
     """Raises ``ValueError`` for codes that cannot serve two levels."""
-    if up.measure is not None:
+    if code.uses_leaf_scale:
         raise ValueError(
-            f"{up.name} has one scale for a whole leaf, and a device of a group votes on a slice of many "
+            f"{quantizer.name} has one scale for a whole leaf, and a device of a group has a chunk of many "
             "leaves: give sign(), ternary() or midrise(p)"
         )
 
@@ -267,7 +267,7 @@ def warn_if_on_several_devices(updates: Any) -> None:
     if mode != "allow" and mesh.size > 1 and not mesh.manual_axes:
         warnings.warn(
             f"workers=None is for one device, and the gradients are on several, {dict(mesh.shape)}: "
-            "nobody votes, and the compiler averages gradients in full precision. Give "
+            "there is no vote, and the compiler averages gradients in full precision. Give "
             "lioncub_jax.Workers as workers, and run the optimizer through lioncub_jax.on_mesh; one "
             "worker of several devices is an axis of size 1",
             stacklevel=3,
@@ -286,7 +286,7 @@ def as_mask(argument: str, mask: Any) -> Any:
 
 
 def decay_mask(mask: Any) -> Any:
-    """As `as_mask`, of leaves or of whole subtrees that decay; ``ValueError`` where it does not fit."""
+    """A mask of leaves or of whole subtrees that decay; ``ValueError`` where it does not fit."""
     mask = as_mask("mask", mask)
 
     def fitted(tree: Any) -> Any:

@@ -1,59 +1,49 @@
-"""What the owner of a slice answers to the workers' messages, and how its reply is coded.
+"""Decisions of an owner: from the codes of all workers about a chunk of rows to one reply.
 
-A *decision* is what happens between the two collectives of a step:
+Each worker is the *owner* of one chunk of the rows, as it is of a shard of the optimizer's state in ZeRO-1.
 
-| decision | of | comes back |
-|---|---|---|
-| ``majority()`` | votes | one bit: the sign of the sum, ties by a fair coin |
-| ``ternary()`` | votes | two bits: the exact sign of the sum, with zeros |
-| ``average()``, ``total()`` | votes | the planes of the sum |
-| ``at_owner(tx, codes(p))`` | decoded values | what ``tx`` makes of their mean, in ``p`` bits |
-| ``at_owner(tx, sign())`` | decoded values | its sign, one bit: for a ``tx`` that ends in a sign, as Lion |
-| ``at_owner(tx, values())`` | decoded values | the same in float32 |
+| decision | formula, over the n workers that vote | reply | source |
+|---|---|---|---|
+| ``majority()`` | ``u = sign(sum_i v_i)``, a tie is a fair coin | 1 bit | "MaVo", Distributed Lion |
+| ``ternary()`` | ``u = sign(sum_i v_i)``, a tie is 0 | 2 bits | the same, to the letter |
+| ``average()`` | ``u = sum_i v_i / (n max_code)`` | planes of the sum | "Avg", Distributed Lion |
+| ``total()`` | ``u = sum_i v_i / 2`` | planes of the sum | TernGrad |
+| ``at_owner(tx)`` | ``u, s = tx(mean_i dequantize(q_i), s)`` | ``u`` as sign, float32 or codes | ours |
 
-Formulas: the update ``u`` of codes ``q_i`` of W workers, and the name in the paper. A vote is sent as
-``q_i + top`` over 2, in ``0..top``, so "sum > 0" is "sum of codes > W top / 2".
-
-| decision | formula | paper |
-|---|---|---|
-| ``majority()`` | ``u = sign(sum_i q_i)``, a tie is a coin | "MaVo", Distributed Lion (arXiv 2404.00438) |
-| ``ternary()`` | ``u = sign(sum_i q_i)``, a tie is 0 | the same, to the letter |
-| ``average()`` | ``u = sum_i q_i / (W top)``; for signs ``sum_i q_i / W`` | "Avg", Distributed Lion |
-| ``total()`` | ``u = sum_i q_i`` | the sum of p-bit codes, Lion Cub (arXiv 2411.16462) |
-| ``at_owner(tx)`` | ``u, s = tx(mean_i Q^-1(q_i), s)`` | ours; state sharded as in ZeRO (1910.02054) |
-| ``codes(p)`` | ``reply = Q(u + e)``, ``e = u + e - reply`` | dist-EF-blockSGD (arXiv 1905.10936) |
-
-W counts the workers that vote on the row. Ties are broken by ``bits.coin``: fair, and replicated. A row of
-128 elements on which nobody votes gets update 0.
+Codes ``q_i`` in ``0..max_code`` stand for signed votes ``v_i = 2 q_i - max_code``, so ``sum_i v_i > 0`` is
+``sum_i q_i > n max_code / 2``. Ties are broken by ``bits.tie_bits``: fair, and the same on every worker. A
+row of 128 elements on which no worker votes gets update 0.
 """
 
 import operator
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 
-from lioncub_jax.exchange import bits, quantize, rotation, traced, xla
-from lioncub_jax.exchange.arguments import check_floating, check_kinds
+from lioncub_jax.exchange import bits, layout, quantize, rotation, traced, xla
+from lioncub_jax.exchange.arguments import check_floating, check_kinds, part
 from lioncub_jax.exchange.bits import BLOCK, ROW
-from lioncub_jax.exchange.quantize import Quantizer
+from lioncub_jax.exchange.message import (
+    BucketStats,
+    Format,
+    Inbox,
+    Reply,
+    Size,
+    Sums,
+    reply_size,
+)
+from lioncub_jax.exchange.quantize import Code, Quantizer
 from lioncub_jax.mesh import kernels
 
 __all__ = [
-    "Answer",
     "Coder",
     "Decision",
-    "Inbox",
     "OwnerState",
-    "Reply",
-    "Signs",
-    "Slice",
-    "Sums",
-    "Tally",
     "at_owner",
     "average",
     "codes",
@@ -64,88 +54,77 @@ __all__ = [
     "values",
 ]
 
-Planes = Sequence[jax.Array]
+Planes: TypeAlias = Sequence[jax.Array]
 
 
-class Slice(NamedTuple):
-    """The rows that one owner decides on: ``chunks`` of so many rows.
+class DecideContext(NamedTuple):
+    """The rows on which a worker decides: one chunk of a bucket, or all of them.
 
     Attributes:
-      chunks: 1 where each worker owns a chunk, all where everybody owns everything.
-      rows: of a chunk.
-      workers: how many workers there are.
-      up: the codes that arrive.
+      code: of the codes that arrive.
+      format: W, the rows of a chunk, the largest code.
+      num_chunks: 1 if each worker owns a chunk, W if every worker decides on all.
       dtype: of the leaves.
-      counts: ``int32[chunks rows]``, elements of each row that are no padding; None where all are, or
+      row_sizes: ``int32[chunks rows]``, elements of each row that are no padding; None where all are, or
         where padding cannot count.
-      step: ``int32[]``, steps taken before; only rotated codes need it.
+      tie_bits: ``uint32[chunks, words]``, fair bits for ties, the same on every worker.
+      count: ``int32[]``, steps taken before.
     """
 
-    chunks: int
-    rows: int
-    workers: int
-    up: Quantizer
+    code: Code
+    format: Format
+    num_chunks: int
     dtype: Any
-    counts: jax.Array | None
-    step: jax.Array | None = None
-
-    @property
-    def reach(self) -> int:
-        """The largest sum of codes."""
-        return self.workers * self.up.top(self.workers)
+    row_sizes: jax.Array | None
+    tie_bits: jax.Array
+    count: jax.Array  # type: ignore[assignment]
 
     def real(self) -> jax.Array:
-        """``bool[chunks, rows, 128]``: which elements are no padding, if there are counts."""
-        assert self.counts is not None
-        real = jnp.arange(ROW, dtype=jnp.int32)[None] < self.counts[:, None]
-        return real.reshape(self.chunks, self.rows, ROW)
+        """``bool[chunks, rows, 128]``: elements that are no padding, where there are row sizes."""
+        assert self.row_sizes is not None
+        return self.in_chunks(layout.real_elements(self.row_sizes))
 
-    def restored(self, rows: jax.Array) -> jax.Array:
-        """Means of what was decoded as means of values, ``float32[chunks rows, 128]``: rotated back."""
-        if not self.up.rotates:
-            return rows
-        assert self.step is not None
-        return rotation.undone(rows, self.step)
+    def in_chunks(self, rows: jax.Array) -> jax.Array:
+        """``[chunks rows, 128]`` as ``[chunks, rows, 128]``."""
+        return rows.reshape(self.num_chunks, -1, ROW)
 
 
-class Reply(NamedTuple):
-    """A decision on its way down.
+class Decision:
+    """The decision on a chunk of rows: pure functions of what workers sent, and of the owner's state.
 
-    Attributes:
-      planes: ``uint32[chunks, words]`` each.
-      rows: ``uint32[chunks, words]``, numbers for the rows, packed; None without.
-      ties: ``uint32[chunks]``, elements without a sign in rows that move; 0 where there are no signs.
-      pairs: ``float32[chunks]`` each, pairs of votes that are unlike, and all pairs; empty where they are
-        not counted.
+    A subclass is a pytree of its numbers (`arguments.part`), since they may be traced arrays.
     """
 
-    planes: Planes
-    rows: jax.Array | None
-    ties: Any = 0
-    pairs: Sequence[jax.Array] = ()
+    name = ""
+
+    def code_of(self, quantizer: Quantizer) -> Code:
+        """The code of a quantizer on which it decides; ``ValueError`` where the quantizer has none."""
+        raise NotImplementedError
+
+    def init(self, rows: jax.Array) -> Any:
+        """The owner's state of a chunk ``float[rows, 128]``; () without."""
+        return ()
+
+    def decide(
+        self, received: Inbox | Sums, context: DecideContext, state: Any
+    ) -> tuple[Reply, Any]:
+        """The reply about some chunks, and the next state."""
+        raise NotImplementedError
+
+    def decode(self, planes: Planes, row_data: Any, num_rows: int, fmt: Format) -> jax.Array:
+        """The update ``[chunks, rows, 128]`` of a reply."""
+        raise NotImplementedError
+
+    def reply_size(self, num_rows: int, max_code: int, num_workers: int) -> Size:
+        """Size of a reply about one chunk."""
+        raise NotImplementedError
+
+    def local_update(self, x: jax.Array) -> jax.Array:
+        """The update of a single worker, without codes, from its direction or the owner's result."""
+        return jnp.sign(x)
 
 
-class Signs(NamedTuple):
-    """The sign of a result, in words.
-
-    Attributes:
-      positive: ``uint32[chunks, words]``.
-      tied: ``uint32[chunks, words]``, where there is no sign.
-      moved: row words ``uint32[chunks, blocks]``, rows that may get an update; None for all.
-    """
-
-    positive: jax.Array
-    tied: jax.Array
-    moved: jax.Array | None
-
-    def ties(self, where: Slice) -> jax.Array:
-        """``uint32[chunks]``: elements without a sign, in rows that move, padding left out."""
-        tied = self.tied
-        if self.moved is not None:
-            tied &= bits.over_rows(self.moved, where.rows)
-        if where.counts is not None:
-            tied &= bits.pack(where.real())[0]
-        return jnp.sum(lax.population_count(tied), axis=-1, dtype=jnp.uint32)
+# --- Votes, counted on packed words
 
 
 class Tally(NamedTuple):
@@ -153,301 +132,236 @@ class Tally(NamedTuple):
 
     Attributes:
       planes: of the sum of codes, least significant first, ``uint32[chunks, words]`` each.
-      votes: planes of row words, ``uint32[chunks, blocks]`` each: how many workers voted on each row; None
-        where all did.
-      where: the rows.
+      voters: planes of the number of workers that vote on each row, ``uint32[chunks, blocks]`` each; None
+        where all do.
     """
 
     planes: list[jax.Array]
-    votes: list[jax.Array] | None
-    where: Slice
-
-    def signs(self) -> Signs:
-        """Sign of ``2 sum - votes * top``: compares the sum of codes with half of its largest value."""
-        where, moved = self.where, None
-        width = where.reach.bit_length()
-        if self.votes is None:
-            largest = bits.constant(where.reach, width, self.planes[0])
-        else:
-            moved = reduce(operator.or_, self.votes)
-            each_row = bits.times(self.votes, where.up.top(where.workers), width)
-            largest = [bits.over_rows(words, where.rows) for words in each_row]
-        # Without plane 0 the number is halved and rounded down. If it was odd there is no tie.
-        greater, equal = bits.compare(self.planes, largest[1:])
-        return Signs(greater, equal & ~largest[0], moved)
-
-    def pairs(self) -> tuple[jax.Array, jax.Array]:
-        """Pairs of two workers' votes on an element, of one bit each: those unlike, and all of them.
-
-        ``float32[chunks]`` each, padding left out. Of n votes, c of them for the upper code, c (n - c)
-        pairs are unlike, of n (n - 1) / 2.
-        """
-        where, upper = self.where, self.planes
-        assert self.votes is not None  # as every code of one bit has it
-        votes = [bits.over_rows(words, where.rows) for words in self.votes]
-        each_row = sum(bits.unpack_rows(x, where.rows) << k for k, x in enumerate(self.votes))
-        in_row = (each_row * (jnp.maximum(each_row, 1) - 1) // 2).astype(jnp.float32)
-        if where.counts is None:
-            in_row *= ROW
-        else:
-            real = bits.pack(where.real())[0]
-            upper = [plane & real for plane in upper]
-            in_row *= where.counts.reshape(in_row.shape).astype(jnp.float32)
-        unlike = bits.products(upper, bits.difference(votes, upper))
-        return bits.total(unlike, BLOCK * where.workers**2 // 4), jnp.sum(in_row, axis=-1)
+    voters: list[jax.Array] | None
 
 
-class Inbox(NamedTuple):
-    """Packed codes of all workers for the chunks that this worker owns.
+class Signs(NamedTuple):
+    """Signs of a result, in words.
 
     Attributes:
-      planes: ``uint32[W, chunks, words]`` each.
-      voted: row words, ``uint32[W, chunks, blocks]``, or None.
-      steps: ``float32[W, chunks, rows]``, or None.
-      taking_part: ``uint32[W]``, 1 for workers that take part.
-      present: ``uint32[]``, how many they are.
+      positive: ``uint32[chunks, words]``.
+      tied: ``uint32[chunks, words]``, neither positive nor negative.
+      moved: ``uint32[chunks, blocks]``, rows that may get an update; None for all.
     """
 
-    planes: list[jax.Array]
-    voted: jax.Array | None
-    steps: jax.Array | None
-    taking_part: jax.Array
-    present: jax.Array
-
-    def tally(self, where: Slice) -> Tally:
-        """Adds the codes on packed words."""
-        votes = None if self.voted is None else bits.tally([self.voted])
-        return Tally(bits.tally(self.planes)[: where.reach.bit_length()], votes, where)
-
-    def mean(self, where: Slice) -> jax.Array:
-        """Averages decoded values over the workers that take part: ``float32[chunks, rows, 128]``."""
-        values = where.up.values(self.planes, self.steps, where.rows, where.workers)
-        takes_part = self.taking_part[:, None, None, None]
-        values = jnp.where(takes_part > 0, values, 0)
-        if kernels.for_tpu():  # where XLA fuses what is computed with a reduction of one array only
-            return jnp.sum(values, 0) * share(self.present)
-        counted = jnp.broadcast_to(takes_part, values.shape)
-        # One reduction of both: nothing is decoded twice, and no decoded array is kept, as XLA for CPU
-        # keeps what it only adds.
-        total, present = xla.reduced([operator.add] * 2, [values, counted], 0)
-        return jnp.where(present > 0, total * share(self.present), 0)
+    positive: jax.Array
+    tied: jax.Array
+    moved: jax.Array | None
 
 
-class Sums(NamedTuple):
-    """Sums over the workers, on every worker.
+def tally(received: Inbox | Sums, context: DecideContext) -> Tally:
+    """Adds the codes of all workers: by adders on packed words, or their sums packed again."""
+    fmt = context.format
+    width = fmt.max_sum.bit_length()
+    if isinstance(received, Inbox):
+        voters = None if received.voted is None else bits.tally([received.voted])
+        return Tally(bits.tally(received.planes)[:width], voters)
+    planes, voters = bits.pack(received.sums.astype(jnp.uint32), width), None
+    if received.voters is not None:
+        voters = []
+        for k in range(bits.sum_bits(fmt.num_workers, 1)):
+            voters.append(bits.pack_rows((received.voters >> k) & 1 > 0))
+    return Tally(planes, voters)
 
-    Attributes:
-      sums: of codes ``int32[chunks, rows, 128]``, or of values ``float32[chunks, rows, 128]``.
-      votes: ``uint32[chunks, rows]``, workers that voted on each row; None where all did.
-      present: ``uint32[]``, workers that take part.
+
+def signs_of_sum(counted: Tally, fmt: Format) -> Signs:
+    """``sign(2 sum - voters max_code)``: compares the sum of codes with half of its largest value."""
+    width, moved = fmt.max_sum.bit_length(), None
+    if counted.voters is None:
+        largest = bits.constant(fmt.max_sum, width, counted.planes[0])
+    else:
+        moved = reduce(operator.or_, counted.voters)
+        by_row = bits.times(counted.voters, fmt.max_code, width)
+        largest = [bits.over_rows(words, fmt.num_rows) for words in by_row]
+    # Without plane 0 the number is halved and rounded down. If it was odd there is no tie.
+    greater, equal = bits.compare(counted.planes, largest[1:])
+    return Signs(greater, equal & ~largest[0], moved)
+
+
+def number_of_ties(signs: Signs, context: DecideContext) -> jax.Array:
+    """``uint32[chunks]``: elements without a sign, in rows that move, padding left out."""
+    tied = signs.tied
+    if signs.moved is not None:
+        tied &= bits.over_rows(signs.moved, context.format.num_rows)
+    if context.row_sizes is not None:
+        tied &= bits.pack(context.real())[0]
+    return jnp.sum(lax.population_count(tied), axis=-1, dtype=jnp.uint32)
+
+
+def pairs_of_votes(counted: Tally, context: DecideContext) -> tuple[jax.Array, jax.Array]:
+    """Pairs of two workers' votes of one bit on an element: those that differ, and all of them.
+
+    ``float32[chunks]`` each, padding left out. Of n votes, c of them for the upper code, c (n - c)
+    pairs differ, of n (n - 1) / 2.
     """
-
-    sums: jax.Array
-    votes: jax.Array | None
-    present: jax.Array
-
-    def tally(self, where: Slice) -> Tally:
-        """Packs the sums, so that from here on every wire is alike."""
-        planes = bits.pack(self.sums.astype(jnp.uint32), where.reach.bit_length())
-        votes = None
-        if self.votes is not None:
-            each = range(bits.sum_bits(where.workers, 1))
-            votes = [bits.pack_rows((self.votes >> k) & 1 > 0) for k in each]
-        return Tally(planes, votes, where)
-
-    def mean(self, where: Slice) -> jax.Array:
-        """Divides by the workers that take part."""
-        return self.sums * share(self.present)
+    assert counted.voters is not None  # as all votes of one bit have them
+    num_rows, upper = context.format.num_rows, counted.planes
+    votes = [bits.over_rows(words, num_rows) for words in counted.voters]
+    n = sum(bits.unpack_rows(x, num_rows) << k for k, x in enumerate(counted.voters))
+    in_row = (n * (jnp.maximum(n, 1) - 1) // 2).astype(jnp.float32)
+    if context.row_sizes is None:
+        in_row *= ROW
+    else:
+        real = bits.pack(context.real())[0]
+        upper = [plane & real for plane in upper]
+        in_row *= context.row_sizes.reshape(in_row.shape).astype(jnp.float32)
+    unlike = bits.products(upper, bits.difference(votes, upper))
+    largest = BLOCK * context.format.num_workers**2 // 4
+    return bits.total(unlike, largest), jnp.sum(in_row, axis=-1)
 
 
-def share(present: jax.Array) -> jax.Array:
-    """What a worker counts for in a mean over those that are present."""
-    # 1/n once: XLA rewrites x / n to x * (1/n) only sometimes, and the bits would depend on the rest of the
-    # program.
-    return 1 / jnp.maximum(present, 1).astype(jnp.float32)
+class Vote(Decision):
+    """A decision on counted votes; a subclass has the reply to a tally."""
 
-
-class Answer(NamedTuple):
-    """What a transform at the owner answers.
-
-    Attributes:
-      values: ``float32[chunks rows, 128]``; they mean nothing where they are not valid.
-      valid: ``bool[chunks rows, 128]``: no padding, the mean was finite, and somebody took part.
-      where: the rows.
-    """
-
-    values: jax.Array
-    valid: jax.Array
-    where: Slice
-
-    def chunks(self) -> jax.Array:
-        """``float32[chunks, rows, 128]``, 0 where they are not valid."""
-        values = jnp.where(self.valid, self.values, 0)
-        return values.reshape(self.where.chunks, self.where.rows, ROW)
-
-    def signs(self) -> Signs:
-        """Signs of the values; a row of zeros does not move."""
-        values = self.chunks()
-        signs = (values > 0).astype(jnp.uint32) | ((values != 0).astype(jnp.uint32) << 1)
-        positive, marks = bits.pack(signs, 2)
-        return Signs(positive, ~marks, bits.any_in_rows(marks, self.where.rows))
-
-    def plus_error(self, error: jax.Array) -> jax.Array:
-        """``float32[chunks rows, 128]`` plus the error of earlier replies, 0 where they are not valid."""
-        return jnp.where(self.valid, self.values + error.astype(jnp.float32), 0)
-
-
-class Coder(NamedTuple):
-    """How a result travels back; built by the functions of this module.
-
-    Attributes:
-      name: for people.
-      encode: ``(Tally or Answer, coin uint32[chunks, words], error) -> (Reply, error)``.
-      decode: ``(planes, rows, Slice) -> [chunks, rows, 128]``, int32 or float32.
-      planes: ``(top, workers) -> planes`` of a reply.
-      row_words: ``(rows, workers) -> words`` of the numbers for the rows, block after block.
-      words_per_row: words that a plane takes for one row.
-      exact: the update of a single worker, which needs no code: the sign, or the value itself.
-      error: ``float[rows, 128] ->`` the error feedback before the first step; ``()`` for none.
-    """
-
-    name: str
-    encode: Callable[[Any, jax.Array, Any], tuple[Reply, Any]]
-    decode: Callable[[Planes, Any, Slice], jax.Array]
-    planes: Callable[[int, int], int] = lambda top, workers: 1
-    row_words: Callable[[int, int], int] = lambda rows, workers: 0
-    words_per_row: int = bits.WORDS_PER_ROW
-    exact: Callable[[jax.Array], jax.Array] = lambda x: x
-    error: Callable[[jax.Array], Any] = lambda rows: ()
-
-
-class OwnerState(NamedTuple):
-    """State of `at_owner` for a slice.
-
-    Attributes:
-      inner: of the transform, arrays ``[rows, 128]``, as its ``init`` made them in the padding.
-      error: ``float[rows, 128]``, the error feedback of replies in codes, 0 in the padding; else ``()``.
-    """
-
-    inner: Any
-    error: Any
-
-
-class Decision(NamedTuple):
-    """What happens at the owner of a slice; built by the functions of this module.
-
-    Attributes:
-      coder: of the reply.
-      decodes: whether codes must be decoded (then steps travel), or counting them is enough.
-      zeros: which codes of votes it takes: "any", only those "with" a code for zero, or only "without".
-      tx: what runs on decoded means, or None.
-    """
-
-    coder: Coder
-    decodes: bool
-    zeros: str = "any"
-    tx: Any = None
-
-    @property
-    def name(self) -> str:
-        """For people."""
-        return f"at the owner, {self.coder.name}" if self.decodes else self.coder.name
-
-    def check(self, up: Quantizer, wire: Any) -> None:
-        """Raises ``ValueError`` where it cannot decide on such codes, or on what this wire brings."""
-        wrong = None
-        if not self.decodes:
-            wrong = self._no_votes(up)
-        elif not (up.has_steps or up.dense):
-            wrong = f"it decodes values, and {up.name} sends codes without steps: give midrise(p)"
-        elif wire.carries == "codes":
-            wrong = (
-                f"the {wire.name} wire adds codes: give decision=majority(), or the two_phase wire"
+    def code_of(self, quantizer: Quantizer) -> Code:
+        """The votes of a quantizer."""
+        if quantizer.vote is None:
+            raise ValueError(
+                f"decision={self.name}: {quantizer.name} has no codes to count, for values that travel as "
+                "they are, error feedback and rotation are of values that an owner decodes: give "
+                "decision=at_owner(tx), or a quantizer without them, such as sign()"
             )
-        if wrong is None and wire.carries == "values" and not up.dense:
-            wrong = (
-                f"the {wire.name} wire adds values: give quantizer=dense(), or the two_phase wire"
+        return quantizer.vote
+
+    def decide(
+        self, received: Inbox | Sums, context: DecideContext, state: Any
+    ) -> tuple[Reply, Any]:
+        """Counts the votes, and replies."""
+        counted = tally(received, context)
+        planes, row_data, signs = self.reply(counted, context)
+        pairs: Sequence[jax.Array] = ()
+        if context.format.counts_pairs:
+            pairs = pairs_of_votes(counted, context)
+        stats = BucketStats(number_of_ties(signs, context), pairs, received.present)
+        return Reply(planes, row_data, stats), state
+
+    def reply(self, counted: Tally, context: DecideContext) -> tuple[Planes, Any, Signs]:
+        """Planes of the reply, data of its rows or None, and the signs of the sums."""
+        raise NotImplementedError
+
+
+@part
+class Majority(Vote):
+    """``u = sign(sum_i v_i)`` in one bit, see `majority`."""
+
+    name = "majority"
+
+    def code_of(self, quantizer: Quantizer) -> Code:
+        """Votes without a zero."""
+        code = super().code_of(quantizer)
+        if code.midtread:
+            raise ValueError(
+                f"decision={self.name}: {quantizer.name} has a code for zero, and its ties are zeros: give "
+                "ternary() or average()"
             )
-        if wrong is not None:
-            raise ValueError(f"decision={self.name}: {wrong}")
+        return code
 
-    def _no_votes(self, up: Quantizer) -> str | None:
-        """Why codes are none that can be counted."""
-        decode = "give decision=at_owner(tx), or the quantizer without it"
-        if up.dense:
-            return f"{up.name} has no codes to count: give decision=at_owner(tx), or sign()"
-        if up.feedback is not None:
-            return f"{up.name}: votes are not decoded, so there is no error to feed back; {decode}"
-        if up.rotates:
-            return (
-                f"{up.name}: a vote is on each parameter, and its codes are of whole rows; {decode}"
+    def reply(self, counted: Tally, context: DecideContext) -> tuple[Planes, Any, Signs]:
+        """A plane of signs, of which ties are a coin, and the rows that move."""
+        signs = signs_of_sum(counted, context.format)
+        return [_with_coins(signs, context)], signs.moved, signs
+
+    def decode(self, planes: Planes, row_data: Any, num_rows: int, fmt: Format) -> jax.Array:
+        """-1 or 1; 0 in rows that do not move."""
+        return _decode_signs(planes, row_data, num_rows)
+
+    def reply_size(self, num_rows: int, max_code: int, num_workers: int) -> Size:
+        """One bit, and one for each row."""
+        return _size_of_signs(num_rows)
+
+
+@part
+class Ternary(Vote):
+    """``u = sign(sum_i v_i)`` in two bits, see `ternary`."""
+
+    name = "ternary"
+
+    def reply(self, counted: Tally, context: DecideContext) -> tuple[Planes, Any, Signs]:
+        """A plane of signs and a plane of ties."""
+        signs = signs_of_sum(counted, context.format)
+        return [signs.positive, signs.tied], None, signs
+
+    def decode(self, planes: Planes, row_data: Any, num_rows: int, fmt: Format) -> jax.Array:
+        """-1, 0 or 1."""
+        codes = bits.unpack_stored(planes, num_rows)
+        return jnp.where(codes >= 2, 0, 2 * (codes & 1).astype(jnp.int32) - 1)
+
+    def reply_size(self, num_rows: int, max_code: int, num_workers: int) -> Size:
+        """Two bits."""
+        return reply_size(2, num_rows * bits.WORDS_PER_ROW, 0)
+
+
+@part
+class Average(Vote):
+    """``u = sum_i v_i / (n max_code)``, see `average`."""
+
+    name = "average"
+
+    def reply(self, counted: Tally, context: DecideContext) -> tuple[Planes, Any, Signs]:
+        """Planes of the sum, and the number of voters of each row."""
+        voters, fmt = counted.voters, context.format
+        if voters is None:
+            like = counted.planes[0][:, : bits.row_words(fmt.num_rows)]
+            voters = bits.constant(fmt.num_workers, bits.sum_bits(fmt.num_workers, 1), like)
+        row_data = jnp.stack(voters, -1)
+        signs = signs_of_sum(counted, fmt)
+        return counted.planes, row_data.reshape(len(row_data), -1), signs
+
+    def decode(self, planes: Planes, row_data: Any, num_rows: int, fmt: Format) -> jax.Array:
+        """``(2 sum - n max_code) / (n max_code)``."""
+        sums = bits.unpack_stored(planes, num_rows).astype(jnp.int32)
+        words = row_data.reshape(len(row_data), bits.row_words(num_rows), -1)
+        voters = bits.unpack_rows(words[..., 0], num_rows)
+        for k in range(1, words.shape[2]):
+            voters += bits.unpack_rows(words[..., k], num_rows) << k
+        largest = voters.astype(jnp.int32)[..., None] * fmt.max_code
+        sums = jnp.minimum(sums, largest)  # whatever an owner sends
+        divisor = jnp.maximum(largest, 1).astype(jnp.float32)
+        return (2 * sums - largest).astype(jnp.float32) / divisor
+
+    def reply_size(self, num_rows: int, max_code: int, num_workers: int) -> Size:
+        """Bits of the sum, and of the number of voters of each row."""
+        row_words = bits.sum_bits(num_workers, 1) * bits.row_words(num_rows)
+        return _size_of_sum(num_rows, max_code, num_workers, row_words)
+
+
+@part
+class Total(Vote):
+    """``u = sum_i v_i / 2``, see `total`."""
+
+    name = "total"
+
+    def code_of(self, quantizer: Quantizer) -> Code:
+        """Votes with a zero."""
+        code = super().code_of(quantizer)
+        if not code.midtread:
+            raise ValueError(
+                f"decision={self.name}: {quantizer.name} has no code for zero, so a sum alone says "
+                "nothing: give average()"
             )
-        if self.zeros == "without" and up.has_zero:
-            return f"{up.name} has a code for zero, and its ties are zeros: give ternary() or average()"
-        if self.zeros == "with" and not up.has_zero:
-            return f"{up.name} has no code for zero, so a sum alone says nothing: give average()"
-        return None
+        return code
 
-    def counts_pairs(self, up: Quantizer) -> bool:
-        """Whether pairs of votes are counted: of one bit each."""
-        return not self.decodes and up.top(1) == 1
+    def reply(self, counted: Tally, context: DecideContext) -> tuple[Planes, Any, Signs]:
+        """Planes of the sum."""
+        return counted.planes, None, signs_of_sum(counted, context.format)
 
-    def init(self, rows: jax.Array) -> OwnerState:
-        """Of a slice ``float[rows, 128]``; ``ValueError`` if that is not enough for the transform."""
-        inner = self.tx.init(rows)
-        traced.check_elementwise(self.tx, rows, inner)
-        return OwnerState(inner, self.coder.error(rows))
+    def decode(self, planes: Planes, row_data: Any, num_rows: int, fmt: Format) -> jax.Array:
+        """``sum - W max_code / 2``."""
+        sums = bits.unpack_stored(planes, num_rows).astype(jnp.int32)
+        return jnp.minimum(sums, fmt.max_sum) - fmt.max_sum // 2
 
-    def answer(self, received: Inbox | Sums, where: Slice, coin: jax.Array, state: Any) -> Any:
-        """The reply and the next state of a slice; ``coin``: ``uint32[chunks, words]``."""
-        if not self.decodes:
-            tally = received.tally(where)
-            reply, _ = self.coder.encode(tally, coin, ())
-            return reply._replace(pairs=tally.pairs() if self.counts_pairs(where.up) else ()), state
-        answer, inner = self._run(received, where, state.inner)
-        reply, error = self.coder.encode(answer, coin, state.error)
-        return reply, OwnerState(inner, error)
-
-    def alone(self, received: Inbox | Sums, where: Slice, state: OwnerState) -> Any:
-        """The update of a single worker, ``float32[rows, 128]``, and the next state; the error is added."""
-        answer, inner = self._run(received, where, state.inner)
-        if not jax.tree.leaves(state.error):
-            return answer.chunks()[0], OwnerState(inner, ())
-        return answer.plus_error(state.error), OwnerState(
-            inner, jnp.where(answer.valid, 0, state.error)
-        )
-
-    def _run(self, received: Inbox | Sums, where: Slice, state: Any) -> tuple[Answer, Any]:
-        mean = where.restored(received.mean(where).reshape(-1, ROW))
-        valid = jnp.isfinite(mean) & (received.present > 0)
-        if where.counts is not None:  # else padding moves its row, and is forgotten by a checkpoint
-            valid &= where.real().reshape(valid.shape)
-        # Cast finite, so that no dtype of the leaves makes an infinity of it.
-        mean = quantize.saturated(jnp.where(valid, mean, 0), where.dtype)
-        update, new = self.tx.update(mean, state)
-        return Answer(update.astype(jnp.float32), valid, where), _valid_only(valid, new, state)
-
-
-def _valid_only(valid: jax.Array, new: Any, old: Any) -> Any:
-    """The new state where means are valid, the old one elsewhere; `Worker.next_state` handles counters.
-
-    An infinity is stored as the largest finite number: it would stay forever.
-    """
-
-    def leaf(n: jax.Array, o: jax.Array) -> jax.Array:
-        if jnp.issubdtype(n.dtype, jnp.floating):
-            most = jnp.finfo(n.dtype).max
-            n = jnp.clip(n, -most, most)
-        return jnp.where(valid, n, o) if n.shape == valid.shape else n
-
-    return jax.tree.map(leaf, new, old)
-
-
-# --- Votes
+    def reply_size(self, num_rows: int, max_code: int, num_workers: int) -> Size:
+        """Bits of the sum."""
+        return _size_of_sum(num_rows, max_code, num_workers, 0)
 
 
 def majority() -> Decision:
-    """``u = sign(sum_i q_i)`` in one bit, ties broken by a fair coin; one more bit for each row of 128.
+    """``u = sign(sum_i v_i)`` in one bit, ties broken by a fair coin; one more bit for each row of 128.
 
     Example:
       >>> import lioncub_jax as lc
@@ -456,11 +370,11 @@ def majority() -> Decision:
 
     Source: Distributed Lion (arXiv 2404.00438), "MaVo"; the rule for ties and zeros is ours.
     """
-    return Decision(sign()._replace(name="majority"), False, "without")
+    return Majority()
 
 
 def ternary() -> Decision:
-    """``u = sign(sum_i q_i)`` in two bits: -1, 0 or +1. A tie is a zero, to the letter of both papers.
+    """``u = sign(sum_i v_i)`` in two bits: -1, 0 or +1. A tie is a zero, to the letter of both papers.
 
     Example:
       >>> import lioncub_jax as lc
@@ -469,22 +383,13 @@ def ternary() -> Decision:
 
     Source: Distributed Lion (arXiv 2404.00438) and Lion Cub (arXiv 2411.16462), where votes cancel.
     """
-
-    def encode(tally: Tally, coin: jax.Array, error: Any) -> tuple[Reply, Any]:
-        signs = tally.signs()
-        return Reply([signs.positive, signs.tied], None, signs.ties(tally.where)), error
-
-    def decode(planes: Planes, rows: Any, where: Slice) -> jax.Array:
-        codes = bits.unpack_stored(planes, where.rows)
-        return jnp.where(codes >= 2, 0, 2 * (codes & 1).astype(jnp.int32) - 1)
-
-    return Decision(Coder("ternary", encode, decode, lambda *_: 2, exact=jnp.sign), False)
+    return Ternary()
 
 
 def average() -> Decision:
-    """``u = sum_i q_i / (W top)``, in ``[-1, 1]``: the planes of the sum. W workers vote on the row.
+    """``u = sum_i v_i / (n max_code)``, in ``[-1, 1]``: the planes of the sum. n workers vote on the row.
 
-    For signs that is ``sum_i q_i / W``. In codes ``0..top``: ``(2 sum - W top) / (W top)``.
+    For signs that is ``sum_i sign_i / n``. Of the sum of codes: ``(2 sum - n max_code) / (n max_code)``.
 
     Example:
       >>> import lioncub_jax as lc
@@ -493,34 +398,11 @@ def average() -> Decision:
 
     Source: Distributed Lion (arXiv 2404.00438), "Avg".
     """
-
-    def encode(tally: Tally, coin: jax.Array, error: Any) -> tuple[Reply, Any]:
-        votes, workers = tally.votes, tally.where.workers
-        if votes is None:
-            like = tally.planes[0][:, : bits.row_words(tally.where.rows)]
-            votes = bits.constant(workers, bits.sum_bits(workers, 1), like)
-        numbers = jnp.stack(votes, -1)
-        ties = tally.signs().ties(tally.where)
-        return Reply(tally.planes, numbers.reshape(len(numbers), -1), ties), error
-
-    def decode(planes: Planes, rows: Any, where: Slice) -> jax.Array:
-        top = where.up.top(where.workers)
-        sums = bits.unpack_stored(planes, where.rows).astype(jnp.int32)
-        each = rows.reshape(len(rows), bits.row_words(where.rows), -1)
-        votes = [bits.unpack_rows(each[..., k], where.rows) << k for k in range(each.shape[2])]
-        reach = reduce(operator.add, votes).astype(jnp.int32)[..., None] * top
-        sums = jnp.minimum(sums, reach)  # whatever an owner says
-        return (2 * sums - reach).astype(jnp.float32) / jnp.maximum(reach, 1).astype(jnp.float32)
-
-    def row_words(rows: int, workers: int) -> int:
-        return bits.sum_bits(workers, 1) * bits.row_words(rows)
-
-    coder = Coder("average", encode, decode, _sum_planes, row_words, exact=jnp.sign)
-    return Decision(coder, False)
+    return Average()
 
 
 def total() -> Decision:
-    """``u = sum_i q_i``, in whole numbers of steps: the planes of the sum.
+    """``u = sum_i v_i / 2``, in whole numbers of codes: the planes of the sum.
 
     For codes with a zero, where abstainers add nothing and the number of votes need not travel.
 
@@ -528,34 +410,207 @@ def total() -> Decision:
       >>> import lioncub_jax as lc
       >>> parts = {"quantizer": lc.quantize.ternary(), "decision": lc.decide.total()}
       >>> tx = lc.communicate(workers="data", memory=lc.momentum.nothing(), **parts)
+
+    Source: TernGrad (arXiv 1705.07878), whose workers share one scale.
+    """
+    return Total()
+
+
+def default_for(quantizer: Quantizer) -> Decision:
+    """The default decision on votes: `ternary` for codes with a zero, else `majority`."""
+    with_zero = quantizer.vote is not None and quantizer.vote.midtread
+    return ternary() if with_zero else majority()
+
+
+def _size_of_sum(num_rows: int, max_code: int, num_workers: int, row_words: int) -> Size:
+    planes = (num_workers * max_code).bit_length()
+    return reply_size(planes, num_rows * bits.WORDS_PER_ROW, row_words)
+
+
+def _with_coins(signs: Signs, context: DecideContext) -> jax.Array:
+    """One bit for each element: its sign, or a fair coin."""
+    return signs.positive | (signs.tied & context.tie_bits)
+
+
+def _decode_signs(planes: Planes, moved: jax.Array, num_rows: int) -> jax.Array:
+    codes = bits.unpack_stored([*planes, bits.over_rows(moved, num_rows)], num_rows)
+    return jnp.where(codes >= 2, 2 * (codes & 1).astype(jnp.int32) - 1, 0)
+
+
+def _size_of_signs(num_rows: int) -> Size:
+    return reply_size(1, num_rows * bits.WORDS_PER_ROW, bits.row_words(num_rows))
+
+
+# --- Values, decoded
+
+
+class OwnerState(NamedTuple):
+    """State of `at_owner` for a chunk.
+
+    Attributes:
+      inner: of the transform, arrays ``[rows, 128]``, as its ``init`` made them in the padding.
+      error: ``float[rows, 128]``, the error of earlier replies in codes, 0 in the padding; else ``()``.
     """
 
-    def encode(tally: Tally, coin: jax.Array, error: Any) -> tuple[Reply, Any]:
-        return Reply(tally.planes, None, tally.signs().ties(tally.where)), error
-
-    def decode(planes: Planes, rows: Any, where: Slice) -> jax.Array:
-        sums = bits.unpack_stored(planes, where.rows).astype(jnp.int32)
-        return jnp.minimum(sums, where.reach) - where.reach // 2
-
-    return Decision(Coder("total", encode, decode, _sum_planes), False, "with")
+    inner: Any
+    error: Any
 
 
-def fitting(up: Quantizer) -> Decision:
-    """The decision on votes in such codes: zeros come back if there are any, else one bit."""
-    return ternary() if up.has_zero else majority()
+class Coder(NamedTuple):
+    """The code of an owner's reply; built by the functions of this module.
+
+    Attributes:
+      name: for errors and reports.
+      encode: ``(u, valid, DecideContext, BucketStats, error) -> (Reply, error)`` of ``float32[rows, 128]``,
+        which mean nothing where they are not ``valid``.
+      decode: ``(planes, row_data, num_rows) -> [chunks, rows, 128]``, int32 or float32.
+      size: ``num_rows -> Size`` of a reply about one chunk.
+      local_update: the update of a single worker, which needs no code: the sign, or the value itself.
+      init: ``float[rows, 128] -> error`` before the first step; ``()`` for none.
+    """
+
+    name: str
+    encode: Callable[..., tuple[Reply, Any]]
+    decode: Callable[[Planes, Any, int], jax.Array]
+    size: Callable[[int], Size]
+    local_update: Callable[[jax.Array], jax.Array] = lambda u: u
+    init: Callable[[jax.Array], Any] = lambda rows: ()
 
 
-def _sum_planes(top: int, workers: int) -> int:
-    return (workers * top).bit_length()
+@part
+class AtOwner(Decision):
+    """``u, s = tx(mean_i dequantize(q_i), s)``, see `at_owner`.
+
+    Attributes:
+      tx: a pytree of its numbers.
+      reply: the code of ``u``.
+    """
+
+    tx: optax.GradientTransformation
+    reply: Coder
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """For errors and reports."""
+        return f"at the owner, {self.reply.name}"
+
+    def code_of(self, quantizer: Quantizer) -> Code:
+        """The values of a quantizer."""
+        if quantizer.value is None:
+            raise ValueError(
+                f"decision={self.name}: it decodes values, and {quantizer.name} sends codes without "
+                "scales: give midrise(p)"
+            )
+        return quantizer.value
+
+    def init(self, rows: jax.Array) -> OwnerState:
+        """State of ``tx`` and the error of replies; ``ValueError`` if ``tx`` needs more than a chunk."""
+        inner = self.tx.init(rows)
+        traced.check_elementwise(self.tx, rows, inner)
+        return OwnerState(inner, self.reply.init(rows))
+
+    def decide(
+        self, received: Inbox | Sums, context: DecideContext, state: OwnerState
+    ) -> tuple[Reply, OwnerState]:
+        """Averages, runs the transform, encodes its result."""
+        mean = mean_of_values(received, context).reshape(-1, ROW)
+        if context.code.rotates:
+            mean = rotation.undone(mean, context.count)
+        u, valid, inner = self.run(
+            mean, received.present, context.dtype, context.row_sizes, state.inner
+        )
+        stats = BucketStats(jnp.uint32(0), (), received.present)
+        reply, error = self.reply.encode(u, valid, context, stats, state.error)
+        return reply, OwnerState(inner, error)
+
+    def run(
+        self,
+        mean: jax.Array,
+        present: jax.Array,
+        dtype: Any,
+        row_sizes: jax.Array | None,
+        state: Any,
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        """``u`` in float32, the elements where it is valid, and the next state of ``tx``."""
+        valid = jnp.isfinite(mean) & (present > 0)
+        if row_sizes is not None:  # else padding moves its row, and a checkpoint loses it
+            valid &= layout.real_elements(row_sizes)
+        # Cast finite, so that no dtype of the leaves makes an infinity of it.
+        mean = quantize.saturated(jnp.where(valid, mean, 0), dtype)
+        u, new = self.tx.update(mean, state)
+        return u.astype(jnp.float32), valid, _where_valid(valid, new, state)
+
+    def decode(self, planes: Planes, row_data: Any, num_rows: int, fmt: Format) -> jax.Array:
+        """The decoded reply."""
+        return self.reply.decode(planes, row_data, num_rows)
+
+    def reply_size(self, num_rows: int, max_code: int, num_workers: int) -> Size:
+        """Size of the coded reply."""
+        return self.reply.size(num_rows)
+
+    def local_update(self, x: jax.Array) -> jax.Array:
+        """The sign, or ``x`` itself."""
+        return self.reply.local_update(x)
+
+    def decide_locally(
+        self,
+        mean: jax.Array,
+        present: jax.Array,
+        dtype: Any,
+        row_sizes: jax.Array | None,
+        state: OwnerState,
+    ) -> tuple[jax.Array, OwnerState]:
+        """``u`` of a single worker, ``float32[rows, 128]``, plus the error of earlier replies."""
+        u, valid, inner = self.run(mean * share(present), present, dtype, row_sizes, state.inner)
+        if not jax.tree.leaves(state.error):
+            return jnp.where(valid, u, 0), OwnerState(inner, ())
+        u = jnp.where(valid, u + state.error.astype(jnp.float32), 0)
+        return u, OwnerState(inner, jnp.where(valid, 0, state.error))
 
 
-# --- Decoded values
+def mean_of_values(received: Inbox | Sums, context: DecideContext) -> jax.Array:
+    """``mean_i dequantize(q_i)`` over the workers that take part: ``float32[chunks, rows, 128]``."""
+    if isinstance(received, Sums):
+        return received.sums * share(received.present)
+    assert context.code.decode is not None
+    values = context.code.decode(received.planes, received.scales, context.format.num_rows, False)
+    participates = received.participates[:, None, None, None]
+    values = jnp.where(participates > 0, values, 0)
+    if kernels.for_tpu():  # XLA for TPU fuses what it computes with a reduction of one array only
+        return jnp.sum(values, 0) * share(received.present)
+    counted = jnp.broadcast_to(participates, values.shape)
+    # One reduction of both: nothing is decoded twice, and no decoded array is kept, as XLA for CPU keeps
+    # what it only adds.
+    sums, present = xla.reduced([operator.add] * 2, [values, counted], 0)
+    return jnp.where(present > 0, sums * share(received.present), 0)
+
+
+def share(present: jax.Array) -> jax.Array:
+    """``1 / n``: the weight of one worker in a mean over the n that are present."""
+    # 1/n once: XLA rewrites x / n to x * (1/n) only sometimes, and the bits would depend on the rest of the
+    # program.
+    return 1 / jnp.maximum(present, 1).astype(jnp.float32)
+
+
+def _where_valid(valid: jax.Array, new: Any, old: Any) -> Any:
+    """The new state where means are valid, the old one elsewhere; counters are left to the step.
+
+    An infinity is stored as the largest finite number: it would stay forever.
+    """
+
+    def leaf(n: jax.Array, o: jax.Array) -> jax.Array:
+        if jnp.issubdtype(n.dtype, jnp.floating):
+            largest = jnp.finfo(n.dtype).max
+            n = jnp.clip(n, -largest, largest)
+        return jnp.where(valid, n, o) if n.shape == valid.shape else n
+
+    return jax.tree.map(leaf, new, old)
 
 
 def at_owner(tx: optax.GradientTransformation, reply: Coder | None = None) -> Decision:
-    """Averages decoded gradients and runs ``tx`` on the owner's slice of one global state.
+    """Averages decoded gradients and runs ``tx`` on the owner's chunk of one global state.
 
-    ``g = mean_i decode(q_i)`` over the workers that took part, then ``u, state = tx.update(g, state)``.
+    ``g = mean_i dequantize(q_i)`` over the workers that took part, then ``u, state = tx.update(g, state)``.
     If nobody took part the state stays as it is, counters too, and the update is zero. An element whose
     mean is not finite (finite values can have a sum that is not) keeps its state, and its update is zero:
     for ``sign()``, which has no zero within a row that moves, the coin of a tie. A mean has no bound: where
@@ -564,12 +619,12 @@ def at_owner(tx: optax.GradientTransformation, reply: Coder | None = None) -> De
     Args:
       tx: elementwise, such as ``optax.scale_by_lion(b1, b2)``; ``optax.identity()`` for the mean itself.
         It is given no parameters.
-      reply: how an update comes back: ``codes(2)`` by default; ``sign()`` where ``tx`` ends in a sign,
-        which is then the whole update in one bit; ``values()`` for float32.
+      reply: the code of an update: ``codes(2)`` by default; ``sign()`` where ``tx`` ends in a sign, which
+        is then the whole update in one bit; ``values()`` for float32.
 
     Raises:
       ValueError: from ``init``, for a ``tx`` that mixes elements, uses parameters, or keeps arrays of
-        another shape: an owner has a slice of each.
+        another shape: an owner has a chunk of each.
       TypeError: for a reply or a ``tx`` that is none.
 
     Example:
@@ -578,9 +633,9 @@ def at_owner(tx: optax.GradientTransformation, reply: Coder | None = None) -> De
 
     Source: this library; ZeRO (arXiv 1910.02054) shards optimizer state in the same way.
     """
-    coder = codes(2) if reply is None else reply
-    check_kinds(tx=(tx, optax.GradientTransformation), reply=(coder, Coder))
-    return Decision(coder, True, tx=tx)
+    reply = codes(2) if reply is None else reply
+    check_kinds(tx=(tx, optax.GradientTransformation), reply=(reply, Coder))
+    return AtOwner(tx, reply)
 
 
 def sign() -> Coder:
@@ -591,20 +646,18 @@ def sign() -> Coder:
       >>> lion = lc.decide.at_owner(optax.scale_by_lion(), lc.decide.sign())
     """
 
-    def encode(result: Tally | Answer, coin: jax.Array, error: Any) -> tuple[Reply, Any]:
-        signs = result.signs()
-        assert signs.moved is not None
-        side = signs.positive | (signs.tied & coin)
-        return Reply([side], signs.moved, signs.ties(result.where)), error
+    def encode(
+        u: jax.Array, valid: jax.Array, context: DecideContext, stats: BucketStats, error: Any
+    ) -> tuple[Reply, Any]:
+        u = context.in_chunks(jnp.where(valid, u, 0))
+        fields = (u > 0).astype(jnp.uint32) | ((u != 0).astype(jnp.uint32) << 1)
+        positive, marks = bits.pack(fields, 2)
+        moved = bits.any_in_rows(marks, context.format.num_rows)
+        signs = Signs(positive, ~marks, moved)
+        stats = stats._replace(ties=number_of_ties(signs, context))
+        return Reply([_with_coins(signs, context)], moved, stats), error
 
-    def decode(planes: Planes, rows: Any, where: Slice) -> jax.Array:
-        moved = bits.over_rows(rows, where.rows)
-        codes = bits.unpack_stored([*planes, moved], where.rows)
-        return jnp.where(codes >= 2, 2 * (codes & 1).astype(jnp.int32) - 1, 0)
-
-    return Coder(
-        "sign", encode, decode, row_words=lambda rows, workers: bits.row_words(rows), exact=jnp.sign
-    )
+    return Coder("sign", encode, _decode_signs, _size_of_signs, local_update=jnp.sign)
 
 
 def values() -> Coder:
@@ -617,24 +670,29 @@ def values() -> Coder:
       >>> tx = lc.communicate(workers="data", **parts)
     """
 
-    def encode(answer: Answer, coin: jax.Array, error: Any) -> tuple[Reply, Any]:
-        words = answer.chunks().view(jnp.uint32)
-        return Reply([words.reshape(len(words), -1)], None), error
+    def encode(
+        u: jax.Array, valid: jax.Array, context: DecideContext, stats: BucketStats, error: Any
+    ) -> tuple[Reply, Any]:
+        words = jnp.where(valid, u, 0).view(jnp.uint32)
+        return Reply([words.reshape(context.num_chunks, -1)], None, stats), error
 
-    def decode(planes: Planes, rows: Any, where: Slice) -> jax.Array:
-        found = planes[0].view(jnp.float32).reshape(-1, where.rows, ROW)
-        return jnp.where(jnp.isfinite(found), found, 0)  # whatever an owner says
+    def decode(planes: Planes, row_data: Any, num_rows: int) -> jax.Array:
+        decoded = planes[0].view(jnp.float32).reshape(-1, num_rows, ROW)
+        return jnp.where(jnp.isfinite(decoded), decoded, 0)  # whatever an owner sends
 
-    return Coder("floats", encode, decode, words_per_row=ROW)
+    def size(num_rows: int) -> Size:
+        return reply_size(1, num_rows * ROW, 0)
+
+    return Coder("floats", encode, decode, size)
 
 
 def codes(p: int, dtype: Any = jnp.float32) -> Coder:
     """``p`` bits, and a bfloat16 for each row of 128; the quantization error is added to the next reply.
 
-    ``x = u + e``, ``reply = code(x)``, ``e = x - reply``. Codes are mid-rise, with a step for each row of
-    128 from its mean magnitude, padding left out; half of it is rounded to bfloat16. A zero counts as
-    positive. Of one bit that is ``sign(x) mean|x|``. If nobody took part, ``e`` stays as it is and the
-    update is zero. One worker alone is told ``x``.
+    ``x = u + e``, ``reply = Q(x)``, ``e = x - dequantize(reply)``. Codes are mid-rise, with a scale for
+    each row of 128 from its mean magnitude, padding left out; half of it is rounded to bfloat16. A zero
+    counts as positive. Of one bit that is ``sign(x) mean|x|``. If nobody took part, ``e`` stays as it is
+    and the update is zero. The update of a single worker is ``x``.
 
     Args:
       p: bits of a code, 1 to 8.
@@ -652,31 +710,35 @@ def codes(p: int, dtype: Any = jnp.float32) -> Coder:
     """
     quantize.check_bits("codes", p, 1)
     check_floating("dtype", dtype)
-    # All multiples of a unit are finite: the largest bfloat16 is 255 times this power of two.
-    most = 255 // (2**p - 1) * 2.0**120
+    # All multiples of half a scale are finite: the largest bfloat16 is 255 times this power of two.
+    largest = 255 // (2**p - 1) * 2.0**120
 
-    def values_of(q: jax.Array, unit: jax.Array) -> jax.Array:  # exact products
-        return (2 * q.astype(jnp.int32) - (2**p - 1)).astype(jnp.float32) * unit[..., None]
+    def values_of(q: jax.Array, half: jax.Array) -> jax.Array:  # exact products
+        return (2 * q.astype(jnp.int32) - (2**p - 1)).astype(jnp.float32) * half[..., None]
 
-    def encode(answer: Answer, coin: jax.Array, error: jax.Array) -> tuple[Reply, jax.Array]:
-        where = answer.where
-        x = answer.plus_error(error)
-        mean, _ = quantize.row_scale(x, where.counts)
-        unit = quantize.to_bfloat16(quantize.GAUSSIAN_STEP[p] / 2 * mean)
-        unit = jnp.minimum(unit, most)
-        q = quantize.midrise_codes(x, x >= 0, 2 * unit, p)
-        left = quantize.saturated(x - values_of(q, unit), error.dtype)
-        left = jnp.where(answer.valid, left, error)
-        # Where nobody took part no element is valid, so the unit is 0.
-        rows = unit.astype(jnp.bfloat16).reshape(where.chunks, -1).view(jnp.uint32)
-        return Reply(bits.pack(q.reshape(where.chunks, where.rows, ROW), p), rows), left
+    def encode(
+        u: jax.Array, valid: jax.Array, context: DecideContext, stats: BucketStats, error: jax.Array
+    ) -> tuple[Reply, jax.Array]:
+        x = jnp.where(valid, u + error.astype(jnp.float32), 0)
+        mean, _ = quantize.row_scale(x, context.row_sizes)
+        half = quantize.to_bfloat16(quantize.GAUSSIAN_STEP[p] / 2 * mean)
+        half = jnp.minimum(half, largest)
+        q = quantize.midrise_codes(x, x >= 0, 2 * half, p)
+        new_error = quantize.saturated(x - values_of(q, half), error.dtype)
+        new_error = jnp.where(valid, new_error, error)
+        # If nobody took part no element is valid, so the scale is 0.
+        row_data = half.astype(jnp.bfloat16).reshape(context.num_chunks, -1).view(jnp.uint32)
+        return Reply(bits.pack(context.in_chunks(q), p), row_data, stats), new_error
 
-    def decode(planes: Planes, rows: Any, where: Slice) -> jax.Array:
-        unit = rows.view(jnp.bfloat16).reshape(-1, where.rows).astype(jnp.float32)
-        unit = jnp.where((unit >= 0) & (unit <= most), unit, 0)  # whatever an owner says
-        return values_of(bits.unpack(planes, where.rows), unit)
+    def decode(planes: Planes, row_data: Any, num_rows: int) -> jax.Array:
+        half = row_data.view(jnp.bfloat16).reshape(-1, num_rows).astype(jnp.float32)
+        half = jnp.where((half >= 0) & (half <= largest), half, 0)  # whatever an owner sends
+        return values_of(bits.unpack(planes, num_rows), half)
 
-    return Coder(
-        f"codes({p})", encode, decode, lambda *_: p, lambda rows, workers: rows // 2,
-        error=lambda rows: jnp.zeros_like(rows, dtype=dtype),
-    )  # fmt: skip
+    def size(num_rows: int) -> Size:
+        return reply_size(p, num_rows * bits.WORDS_PER_ROW, num_rows // 2)
+
+    def init(rows: jax.Array) -> jax.Array:
+        return jnp.zeros_like(rows, dtype=dtype)
+
+    return Coder(f"codes({p})", encode, decode, size, init=init)

@@ -1,4 +1,4 @@
-"""Flat buffers: which rows of them belong to which leaf.
+"""Buckets: leaves as rows of 128 elements, and back.
 
 | from | to | and back |
 |---|---|---|
@@ -7,12 +7,12 @@
 | leaves | the rows of a whole bucket | `join_bucket`, `split_bucket` |
 | a leaf's elements in the order of its rows | in its shape | `to_shape` |
 
-Leaves are cut into rows of 128 elements, the last one padded, and the rows of all leaves are one buffer,
-so that a step costs two collectives however many leaves there are. On a TPU a leaf that is made of whole
-tiles of 8 x 128 elements has its rows in the order of the tiles, as it lies in memory there. A large leaf
-takes whole blocks and is packed by itself; all small ones are joined in one array and packed together.
-Leaves that vary over different mesh axes may not share an array; each such set has a buffer, a *bucket*, of
-its own. A limit on the size of a bucket splits it further.
+Leaves are cut into rows of 128 elements, the last one padded, and the rows of all leaves are one *bucket*,
+so that a step costs two collectives however many leaves there are. On a TPU a leaf of whole tiles of 8 x
+128 elements has its rows in the order of the tiles, as it lies in memory there. A large leaf takes whole
+blocks and is packed by itself; all small ones are joined in one array and packed together. Leaves that
+vary over different mesh axes may not share an array; each such set has a bucket of its own. A limit on the
+size of a bucket splits it further.
 """
 
 import dataclasses
@@ -76,7 +76,7 @@ class Piece(NamedTuple):
 
     @property
     def joined(self) -> bool:
-        """Whether several leaves are joined in it; else its array is the leaf itself."""
+        """True for several leaves, joined; else its array is the leaf itself."""
         return len(self.segments) > 1
 
     @property
@@ -94,7 +94,7 @@ class Bucket(NamedTuple):
       large: whether any leaf is large.
       first_row: rows in the buckets before this one.
       chunk: rows that each worker owns; whole blocks, or half a block more if no leaf is large.
-      workers: how many chunks there are.
+      num_workers: number of chunks.
       dtype: of the leaves, the widest if they differ.
       axes: mesh axes over which the leaves vary, by name.
       total_rows: rows of all buckets, padding included; the offset between two shards.
@@ -104,7 +104,7 @@ class Bucket(NamedTuple):
     large: bool
     first_row: int
     chunk: int
-    workers: int
+    num_workers: int
     dtype: np.dtype[Any]
     axes: tuple[str, ...] = ()
     total_rows: int = 0
@@ -112,17 +112,18 @@ class Bucket(NamedTuple):
     @property
     def rows(self) -> int:
         """Rows that travel, padding included."""
-        return self.workers * self.chunk
+        return self.num_workers * self.chunk
 
     @property
     def segments(self) -> list[Segment]:
-        """Where each leaf lies, in the order of the rows."""
+        """Places of the leaves, in the order of the rows."""
         return [s for piece in self.pieces for s in piece.segments]
 
-    def by_chunk(self, x: jax.Array) -> jax.Array:
-        """``[rows, ...]`` of a piece as ``[parts, rows of a part, ...]``, as it is cut before packing."""
+    @property
+    def packed_chunks(self) -> int:
+        """Parts of a piece that are packed by themselves."""
         # Chunks of whole blocks begin with a block, wherever pieces begin.
-        return x[None] if self.large else x.reshape(self.workers, self.chunk, *x.shape[1:])
+        return 1 if self.large else self.num_workers
 
 
 @jax.tree_util.register_dataclass
@@ -153,24 +154,24 @@ def check_order(flats: Sequence[Flat], buckets: Sequence[Bucket]) -> None:
     """Raises ``ValueError`` if a state was built for other buffers than this step has."""
     if [x.bucket.pieces for x in flats] != [bucket.pieces for bucket in buckets]:
         raise ValueError(
-            f"slices of the state, of {len(flats)} buffers, are others or lie in another order than those "
-            f"of this step, of {len(buckets)}: the state was made with another lioncub_jax.kernels.mode, "
-            "on another platform, by another optimizer or for other parameters; make it anew, or restore "
-            "it from a checkpoint, which knows its order"
+            f"chunks of the state, of {len(flats)} buckets, are others or lie in another order than those "
+            f"of this step, of {len(buckets)}: the state was made on another platform, by another "
+            "optimizer or for other parameters; make it anew, or restore it from a checkpoint, which knows "
+            "its order"
         )
 
 
 def buckets(
-    leaves: Sequence[jax.Array],
-    workers: int,
+    leaves: Sequence[Any],
+    num_workers: int,
     limit: int | None = None,
     axes: Sequence[Collection[str]] = (),
 ) -> tuple[Bucket, ...]:
-    """Plans the buffers for a list of leaves.
+    """Plans the buckets of a list of leaves.
 
     Args:
       leaves: arrays or anything with ``shape`` and ``dtype``; empty leaves take no row.
-      workers: how many workers share the ownership of each bucket.
+      num_workers: workers that own a chunk of each bucket.
       limit: elements after which a new bucket begins (at the next leaf), or None for no limit.
       axes: for each leaf the mesh axes over which it varies; none by default.
 
@@ -179,8 +180,8 @@ def buckets(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from lioncub_jax import layout
-      >>> bucket, = layout.buckets([jnp.zeros(129), jnp.zeros((2, 32))], workers=2)
+      >>> from lioncub_jax.exchange import layout
+      >>> bucket, = layout.buckets([jnp.zeros(129), jnp.zeros((2, 32))], num_workers=2)
       >>> [(s.first_row, s.rows) for s in bucket.segments], bucket.chunk
       ([(0, 2), (2, 1)], 16)
     """
@@ -191,23 +192,26 @@ def buckets(
         if size == 0:
             continue
         over = tuple(sorted(axes[index])) if axes else ()
-        alike = groups.setdefault(over, [[]])
+        group = groups.setdefault(over, [[]])
         filled[over] = filled.get(over, 0) + size
-        if alike[-1] and limit is not None and filled[over] > limit:
-            alike.append([])
+        if group[-1] and limit is not None and filled[over] > limit:
+            group.append([])
             filled[over] = size
-        alike[-1].append(index)
+        group[-1].append(index)
     placed = []
     for over in sorted(groups):
-        placed += [_place(leaves, group, workers)._replace(axes=over) for group in groups[over]]
+        for members in groups[over]:
+            placed.append(_place(leaves, members, num_workers)._replace(axes=over))
     *before, total = itertools.accumulate([bucket.rows for bucket in placed], initial=0)
     for k, first in enumerate(before):
         placed[k] = placed[k]._replace(first_row=first, total_rows=total)
     return tuple(placed)
 
 
-def _place(leaves: Sequence[jax.Array], members: list[int], workers: int) -> Bucket:
-    is_small = lambda index: math.prod(leaves[index].shape) <= SMALL * ROW  # noqa: E731
+def _place(leaves: Sequence[jax.Array], members: list[int], num_workers: int) -> Bucket:
+    def is_small(index: int) -> bool:
+        return math.prod(leaves[index].shape) <= SMALL * ROW
+
     segments, first = list[Segment](), 0
     for index in sorted(members, key=is_small):
         shape = tuple(leaves[index].shape)
@@ -218,31 +222,32 @@ def _place(leaves: Sequence[jax.Array], members: list[int], workers: int) -> Buc
         first += rows
     pieces = [Piece((s,), s.first_row, s.rows, (0,)) for s in segments if s.rows > SMALL]
     large, small = bool(pieces), segments[len(pieces) :]
-    chunk = _round_up(-(-first // workers), BLOCK if large else HALF_BLOCK)
+    chunk = _round_up(-(-first // num_workers), BLOCK if large else HALF_BLOCK)
     if small:
         begin = small[0].first_row
-        rows = _round_up(first - begin, BLOCK) if large else workers * chunk
+        rows = _round_up(first - begin, BLOCK) if large else num_workers * chunk
         starts = tuple(s.first_row - begin for s in small)
         pieces.append(Piece(tuple(small), begin, rows, starts))
     dtype = common_dtype(*{leaves[index].dtype for index in members})
-    return Bucket(tuple(pieces), large, 0, chunk, workers, dtype)
+    return Bucket(tuple(pieces), large, 0, chunk, num_workers, dtype)
 
 
 def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def pieces(buckets: Sequence[Bucket], step: jax.Array) -> list[Piece]:
-    """The pieces of all buckets; where a small leaf begins is known at run time only, see `xla`."""
-    found = [piece for bucket in buckets for piece in bucket.pieces]
-    for k, piece in enumerate(found):
+def pieces(buckets: Sequence[Bucket], count: jax.Array) -> list[Piece]:
+    """The pieces of all buckets; the start of a small leaf is known at run time only, see `xla`."""
+    all_pieces = []
+    for piece in [piece for bucket in buckets for piece in bucket.pieces]:
         if piece.joined:
-            found[k] = piece._replace(starts=xla.runtime_constants(piece.starts, step))
-    return found
+            piece = piece._replace(starts=xla.runtime_constants(piece.starts, count))
+        all_pieces.append(piece)
+    return all_pieces
 
 
 def join_pieces(leaves: Sequence[Any], pieces: Sequence[Piece]) -> list[Any]:
-    """What is treated as one array for each piece: a leaf in its own shape, or rows of all its leaves.
+    """One array for each piece: a leaf in its own shape, or the rows of all its leaves.
 
     Small leaves are worth no kernel of their own: what is computed of them is computed of all at once.
 
@@ -253,11 +258,11 @@ def join_pieces(leaves: Sequence[Any], pieces: Sequence[Piece]) -> list[Any]:
     Returns:
       Leaves as they are; joined ones at least float32 ``[rows, 128]``, zeros in the padding; or None.
     """
-    found: list[Any] = []
+    arrays: list[Any] = []
     for piece in pieces:
         own = [leaves[s.leaf] for s in piece.segments]
         if own[0] is None or not piece.joined:
-            found.append(own[0])
+            arrays.append(own[0])
             continue
         wide = common_dtype(jnp.float32, *own)
         each = []
@@ -265,12 +270,12 @@ def join_pieces(leaves: Sequence[Any], pieces: Sequence[Piece]) -> list[Any]:
             each.append(_leaf_to_rows(x.astype(wide), s, s.rows))
         if piece.idle:  # a pad of the whole would copy it
             each.append(jnp.zeros((piece.idle, ROW), wide))
-        found.append(jnp.concatenate(each))
-    return found
+        arrays.append(jnp.concatenate(each))
+    return arrays
 
 
 def piece_to_rows(x: jax.Array, piece: Piece) -> jax.Array:
-    """What `join_pieces` made of a piece as ``[rows, 128]`` of its dtype, zeros in the padding."""
+    """An array of `join_pieces` as ``[rows, 128]`` of its dtype, zeros in the padding."""
     return x if piece.joined else _leaf_to_rows(x, piece.segments[0], piece.rows)
 
 
@@ -287,13 +292,13 @@ def _leaf_to_rows(x: jax.Array, segment: Segment, rows: int) -> jax.Array:
 
 
 def made_of_tiles(shape: tuple[int, ...]) -> bool:
-    """Whether a leaf is whole tiles of 8 x 128 elements, and more than one column of them.
+    """True for a leaf of whole tiles of 8 x 128 elements, and more than one column of them.
 
     A TPU keeps it so, and would lay it out anew twice a step if its rows had any other order. A CPU would
     take twice the time with theirs.
 
     Example:
-      >>> from lioncub_jax import layout
+      >>> from lioncub_jax.exchange import layout
       >>> [layout.made_of_tiles(shape) for shape in ((3, 16, 256), (12, 256), (16, 128))]
       [True, False, False]
     """
@@ -302,7 +307,7 @@ def made_of_tiles(shape: tuple[int, ...]) -> bool:
 
 
 def lies_in_rows(piece: Piece) -> bool:
-    """Whether the rows of a piece are there without a copy, on a TPU: whole tiles, and no padding."""
+    """True where a TPU has the rows of a piece without a copy: whole tiles, and no padding."""
     if piece.joined:
         return True
     [s] = piece.segments
@@ -362,32 +367,33 @@ def pad_rows(x: jax.Array, rows: int) -> jax.Array:
     return lax.pad(x, jnp.zeros((), x.dtype), [(0, short, 0)] + [(0, 0, 0)] * (x.ndim - 1))
 
 
-def zero_padding(rows: jax.Array, counts: jax.Array | None) -> jax.Array:
-    """``[rows, 128]`` with zeros behind ``counts[row]`` elements of each row; None for no padding."""
-    return (
-        rows
-        if counts is None
-        else jnp.where(jnp.arange(ROW, dtype=jnp.int32)[None] < counts[:, None], rows, 0)
-    )
+def real_elements(sizes: jax.Array) -> jax.Array:
+    """``bool[rows, 128]``: elements that are no padding, of rows of these sizes."""
+    return jnp.arange(ROW, dtype=jnp.int32)[None] < sizes[:, None]
 
 
-def counts(
+def zero_padding(rows: jax.Array, sizes: jax.Array | None) -> jax.Array:
+    """``[rows, 128]`` with zeros behind ``sizes[row]`` elements of each row; None for no padding."""
+    return rows if sizes is None else jnp.where(real_elements(sizes), rows, 0)
+
+
+def row_sizes(
     bucket: Bucket, own: Sequence[jax.Array | None] = (), zeros: bool = False
 ) -> jax.Array | None:
-    """How many elements of each row of a bucket are no padding.
+    """Elements of each row of a bucket that are no padding.
 
     Args:
       bucket: the bucket.
-      own: for each leaf ``int32[rows]``, the sizes of its rows, if the leaf is a slice of a group's buffer;
+      own: for each leaf ``int32[rows]``, the sizes of its rows, if the leaf is a chunk of a group's bucket;
         else None; () for none.
-      zeros: whether the codes have a zero. Then rows of padding only are voted on, and must not count as
-        ties.
+      zeros: True where rows of nothing but padding are voted on, or have an owner's state, and must not
+        count as ties.
 
     Returns:
       ``int32[rows]``; None where no padding can be mistaken.
     """
     segments, parts = bucket.segments, []
-    given = {leaf: count for leaf, count in enumerate(own) if count is not None}
+    given = {leaf: sizes for leaf, sizes in enumerate(own) if sizes is not None}
     sliced = any(s.leaf in given for s in segments)
     ragged = any(s.size % ROW for s in segments)
     empty = sum(s.size for s in segments) < bucket.rows * ROW
@@ -405,16 +411,16 @@ def counts(
     return pad_rows(jnp.concatenate(parts), bucket.rows)
 
 
-def counts_of_slice(cut: Bucket, device: jax.Array, zeros: bool = False) -> jax.Array | None:
-    """As `counts`, of the slice ``int32[chunk]`` of one device of a group."""
-    found = counts(cut, zeros=zeros)
-    if found is None:
+def row_sizes_of_chunk(bucket: Bucket, device: jax.Array, zeros: bool = False) -> jax.Array | None:
+    """`row_sizes` of the chunk of one device of a group: ``int32[chunk]``."""
+    sizes = row_sizes(bucket, zeros=zeros)
+    if sizes is None:
         return None
-    return lax.dynamic_slice_in_dim(found, device * cut.chunk, cut.chunk)
+    return lax.dynamic_slice_in_dim(sizes, device * bucket.chunk, bucket.chunk)
 
 
 def _filled(piece: Piece) -> jax.Array:
-    """``int32[rows]``: how many elements of each row are no padding."""
+    """``int32[rows]``: elements of each row that are no padding."""
     row = jnp.arange(piece.rows, dtype=jnp.int32)
     if not piece.joined:  # large, perhaps: computed where it is used, and never kept
         full, rest = divmod(piece.segments[0].size, ROW)
@@ -422,15 +428,15 @@ def _filled(piece: Piece) -> jax.Array:
     short = [s for s in piece.segments if s.size % ROW]
     last = np.array([s.first_row + s.rows - 1 - piece.first_row for s in short], np.int32)
     missing = np.array([-s.size % ROW for s in short], np.int32)
-    counts = jnp.where(row < piece.rows - piece.idle, ROW, 0).astype(jnp.int32)
-    return counts.at[last].add(-missing)
+    sizes = jnp.where(row < piece.rows - piece.idle, ROW, 0).astype(jnp.int32)
+    return sizes.at[last].add(-missing)
 
 
 class Holder(enum.StrEnum):
-    """Who holds a value of its own for a field of a state.
+    """Holders of the values of a field of a state.
 
-    A state class says it by a method ``holders() -> dict[field, Holder]``. Of fields that it does not name
-    their place says it, see `training.holders`, and in a checkpoint their sharding.
+    A state class declares them by a method ``holders() -> dict[field, Holder]``. Other fields have those of
+    their place, see `training.holders`, and in a checkpoint those of their sharding.
     """
 
     ALL = "all"  # one value, the same everywhere

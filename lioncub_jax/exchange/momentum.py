@@ -1,7 +1,7 @@
-"""What a worker remembers: ``c_i = b1 m_i + (1 - b1) g_i`` and ``m_i = b2 m_i + (1 - b2) g_i``.
+"""Momentum of a worker: ``c_i = b1 mu_i + (1 - b1) g_i`` and ``mu_i = b2 mu_i + (1 - b2) g_i``.
 
-Workers vote with a blend of their own gradient and their own momentum, so momenta drift apart where
-workers see different data; `sync` makes them alike at times.
+Workers send a blend of their own gradient and their own momentum, so momenta drift apart where workers see
+different data; `sync` averages them at times.
 """
 
 from typing import Any
@@ -16,37 +16,37 @@ __all__ = ["Memory", "blend", "nothing"]
 
 
 class Memory:
-    """What a worker blends into its message and what it keeps.
+    """The direction that a worker sends, and the momentum that it keeps.
 
     This base class sends the gradient and keeps nothing.
 
-    The two halves are apart because a worker that abstains sends nothing and must not remember either,
-    and because momentum is then overwritten in place only after the message was made from it.
+    `interpolate` and `update` are two methods, because a worker that abstains must not update its momentum,
+    and because momentum is overwritten in place only after the direction was computed from it.
 
     Example:
       >>> import jax.numpy as jnp
       >>> memory = blend(b1=0.5, b2=0.75)
       >>> gradient, mu = jnp.ones(2), jnp.zeros(2)
-      >>> memory.message(gradient, mu).tolist(), memory.remember(gradient, mu).tolist()
+      >>> memory.interpolate(gradient, mu).tolist(), memory.update(gradient, mu).tolist()
       ([0.5, 0.5], [0.25, 0.25])
     """
 
     def init(self, params: optax.Params) -> Any:
-        """``mu`` like the parameters, None for each."""
+        """``mu`` of each parameter: None."""
         return jax.tree.map(lambda p: None, params)
 
-    def message(self, g: jax.Array, mu: Any) -> jax.Array:
-        """What the worker votes with, of one leaf."""
+    def interpolate(self, g: jax.Array, mu: Any) -> jax.Array:
+        """The direction ``c`` of one leaf."""
         return g
 
-    def remember(self, g: jax.Array, mu: Any) -> Any:
+    def update(self, g: jax.Array, mu: Any) -> Any:
         """The next ``mu`` of one leaf."""
         return mu
 
 
 @part
 class Blend(Memory):
-    """See `blend`."""
+    """Lion's memory, see `blend`."""
 
     b1: Any
     b2: Any
@@ -56,11 +56,11 @@ class Blend(Memory):
         """Zeros like the parameters."""
         return optax.tree.zeros_like(params, dtype=self.mu_dtype)
 
-    def message(self, g: jax.Array, mu: Any) -> jax.Array:
+    def interpolate(self, g: jax.Array, mu: Any) -> jax.Array:
         """``b1 mu + (1 - b1) g``."""
         return _mixed(self.b1, mu, g)
 
-    def remember(self, g: jax.Array, mu: Any) -> Any:
+    def update(self, g: jax.Array, mu: Any) -> Any:
         """``b2 mu + (1 - b2) g``."""
         return quantize.saturated(_mixed(self.b2, mu, g), mu.dtype)
 

@@ -1,36 +1,32 @@
-"""Values to codes, and the message that they make: what a worker sends, and in how many bits.
+"""Quantizers: values to codes, and codes to values.
 
-A code ``q`` in ``0..top`` stands for the integer ``2q - top`` in units of half a step. Two families:
+A code ``q`` in ``0..max_code`` stands for the integer ``2q - max_code`` in units of ``scale / 2``:
 
-* *mid-rise*, ``top`` odd: no code is zero, ``p`` bits have ``2**p`` of them, and ``p = 1``
-  is the sign. There is no code for zero, so a worker whose 128 elements of a row are all exactly zero
-  does not vote on that row at all, and a single zero in a row that does vote gets a random
-  sign (``bits.zero_side``), so that zeros on different workers cancel in pairs.
-* *mid-tread*, ``top`` even: the middle code is zero and means it. The paper's integer codes and the
-  exact ternary codes are of this kind.
+* *mid-rise*, ``max_code`` odd: no code is zero, ``p`` bits have ``2**p`` codes, and ``p = 1`` is the sign.
+  A worker does not vote on a row of 128 elements that are all exactly zero, and a single zero in another
+  row gets a random sign (``bits.random_signs``), so that zeros on different workers cancel in pairs.
+* *mid-tread*, ``max_code`` even: the middle code is zero. The paper's integer codes and the exact ternary
+  codes are of this kind.
 
-A row of 128 elements has one step, in units of its mean magnitude (the papers' L1 scale; no square is
-taken, so nothing over- or underflows). In a vote the step stays at the worker: only the integers are
-counted. Where the server decodes values it travels beside the codes, as bfloat16.
+A row of 128 elements has one scale, from its mean magnitude (the papers' L1 scale; no square is taken, so
+nothing over- or underflows). Votes are counted, and their scales stay at the worker. Values are decoded at
+the owner of a chunk, and their scales travel as bfloat16.
 """
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from lioncub_jax.exchange import bits, rotation, xla
 from lioncub_jax.exchange.arguments import check_floating, check_number
-from lioncub_jax.exchange.bits import BLOCK, ROW, unpack, unpack_stored
-from lioncub_jax.exchange.layout import Bucket, Piece, pad_rows
+from lioncub_jax.exchange.bits import ROW
+from lioncub_jax.exchange.message import Message
 
 __all__ = [
-    "EncodeContext",
-    "Message",
     "Quantizer",
     "dense",
     "error_feedback",
@@ -44,9 +40,9 @@ __all__ = [
     "ternary",
 ]
 
-# The uniform steps that are best for a Gaussian, by bits (J. Max, "Quantizing for minimum distortion",
-# 1960), in units of the mean magnitude, which is sqrt(2/pi) of its deviation. For one bit a step of 2 is
-# the least-squares fit of +-step/2 to any values, whatever their distribution.
+# Uniform quantization steps that are best for a Gaussian, by bits (J. Max, "Quantizing for minimum
+# distortion", 1960), in units of the mean magnitude, which is sqrt(2/pi) of its deviation. For one bit a
+# step of 2 is the least-squares fit of +-step/2 to any values, whatever their distribution.
 GAUSSIAN_STEP = {
     1: 2.0,
     2: 1.2479,
@@ -58,125 +54,103 @@ GAUSSIAN_STEP = {
     8: 0.0386,
 }
 
-LEAST = 2.0**-126  # of what is above 0: CPUs take smaller numbers for 0
+LEAST = 2.0**-126  # CPUs take smaller numbers for 0
 LARGEST_BFLOAT16 = float(jnp.finfo(jnp.bfloat16).max)
 
 
 class EncodeContext(NamedTuple):
-    """All that encode must know besides the values: the piece, the step, the worker, the other shards.
+    """Facts about the rows of a piece, besides their values.
 
     Attributes:
-      bucket: the flat buffer.
-      piece: the rows of it that are encoded.
-      first_word: word of the whole message where the piece begins, an int or ``uint32[]``.
-      step: ``int32[]``, steps taken before this one; same on every worker.
-      worker: ``int32[]``, the worker's index; varies over the workers.
-      workers: how many there are.
-      zero_signs: signs for exact zeros, see ``bits.zero_side``.
-      counts: ``int32[rows]``, how many elements of each row are no padding; None where all are.
-      send_scales: whether the scale of each row travels.
-      shard: ``uint32[]``, which of the worker's shards this is, or 0 for leaves in one piece.
-      shards: how many shards a leaf has.
-      total: ``float32[segments, 2]``, what the quantizer's ``measure`` gives for all shards together.
+      num_chunks: parts of the rows that are packed by themselves.
+      num_workers: W.
+      count: ``int32[]``, steps taken before; the same on every worker.
+      row_sizes: ``int32[rows]``, elements of each row that are no padding; None where all are.
+      random_signs: ``uint32[4 rows]``, a random sign for each element that is exactly zero.
+      noise: ``float32[rows, 128]`` in [0, 1) for stochastic rounding, or None.
+      leaf_scale: ``float32[rows]``, mean magnitude of the leaf of each row, or None.
     """
 
-    bucket: Bucket
-    piece: Piece
-    first_word: Any
-    step: jax.Array
-    worker: jax.Array
-    workers: int
-    zero_signs: bits.Draw
-    counts: jax.Array | None
-    send_scales: bool
-    shard: Any = 0
-    shards: int = 1
-    total: jax.Array | None = None
+    num_chunks: int
+    num_workers: int
+    count: jax.Array  # type: ignore[assignment]
+    row_sizes: jax.Array | None
+    random_signs: jax.Array
+    noise: jax.Array | None = None
+    leaf_scale: jax.Array | None = None
+
+    def by_chunk(self, x: jax.Array) -> jax.Array:
+        """``[rows, ...]`` as ``[chunks, rows of a chunk, ...]``."""
+        return x.reshape(self.num_chunks, -1, *x.shape[1:])
 
 
-class Message(NamedTuple):
-    """What one worker sends about the rows of a piece (or, joined, of a bucket).
-
-    Attributes:
-      planes: ``uint32[words]`` each, the codes; of a dense quantizer the values' own bits.
-      voted: row words, ``uint32[blocks]``, the rows that the worker votes on; None for codes with a zero
-        and for values, which say so themselves.
-      scales: ``bfloat16[rows]``, the step of each row's codes, or None if it does not travel.
-      valid: ``bool[]``. Of a piece: all values are finite. Of a joined message: the worker takes part.
-    """
-
-    planes: list[jax.Array]
-    voted: jax.Array | None
-    scales: jax.Array | None
-    valid: jax.Array
-
-
-class Quantizer(NamedTuple):
-    """Pure functions that turn values into codes; built by the functions of this module.
+class Code(NamedTuple):
+    """A code: votes, which are counted, or values, which are decoded.
 
     Attributes:
-      name: for people.
-      top: ``workers -> largest code``; raises ``ValueError`` if the sum over so many workers does not fit.
+      max_code: ``num_workers -> largest code``; raises ``ValueError`` if the sum over so many workers does
+        not fit.
       encode: ``(float32[rows, 128], EncodeContext) -> Message``.
-      has_zero: whether a code means exactly zero (``top`` is even).
-      has_steps: whether its codes have steps that can travel, so that a server can decode them.
-      dense: dtype of the values if they travel as they are, else None.
-      measure: ``(float32[rows, 128], Piece) -> float32[segments, 2]``, what ``encode`` must know of whole
-        leaves as a sum over their shards, or None.
-      feedback: dtype in which a worker keeps its quantization error, or None.
-      keep: the share of that error that is kept.
-      rotates: whether codes are of rotated rows, see `rotated`.
+      decode: ``(planes, scales, num_rows, stored) -> float32[..., rows, 128]`` of planes ``[..., words]``
+        and scales ``[..., rows]``; ``stored`` for results that are reshaped to leaves. None for votes.
+      midtread: the middle code is zero.
+      dense: dtype of values that travel as they are, without codes; else None.
+      rounding: seed of stochastic rounding, or None for the nearest code.
+      uses_leaf_scale: ``encode`` needs the mean magnitude of whole leaves.
+      error_dtype: dtype of the error that a worker keeps (error feedback), or None.
+      keep: share of the error that is kept.
+      rotates: codes are of rotated rows, see `rotated`.
     """
 
-    name: str
-    top: Callable[[int], int]
+    max_code: Callable[[int], int]
     encode: Callable[[jax.Array, EncodeContext], Message]
-    has_zero: bool = False
-    has_steps: bool = False
+    decode: Callable[[Sequence[jax.Array], Any, int, bool], jax.Array] | None = None
+    midtread: bool = False
     dense: Any = None
-    measure: Callable[[jax.Array, Piece], jax.Array] | None = None
-    feedback: Any = None
+    rounding: int | None = None
+    uses_leaf_scale: bool = False
+    error_dtype: Any = None
     keep: float = 1.0
     rotates: bool = False
 
     @property
+    def sends_votes(self) -> bool:
+        """True where a bit says which rows are voted on."""
+        return self.decode is None and not self.midtread
+
+    @property
+    def sends_scales(self) -> bool:
+        """True where the scale of each row travels."""
+        return self.decode is not None and self.dense is None
+
+    @property
     def words_per_row(self) -> int:
-        """Words that a plane takes for one row."""
-        return ROW * jnp.dtype(self.dense).itemsize // 4 if self.dense else bits.WORDS_PER_ROW
-
-    def values(
-        self,
-        planes: Sequence[jax.Array],
-        steps: jax.Array | None,
-        rows: int,
-        workers: int,
-        *,
-        stored: bool = False,
-    ) -> jax.Array:
-        """Decodes planes ``[..., words]`` and steps ``[..., rows]`` to ``float32[..., rows, 128]``.
-
-        Products of short integers and bfloat16 steps are exact: no rounding. ``stored`` is for results that
-        are reshaped to leaves, see `unpack_stored`.
-        """
-        if self.dense:
-            words = planes[0].reshape(*planes[0].shape[:-1], rows, -1)
-            values = words.view(self.dense).astype(jnp.float32)
-            return jnp.where(jnp.isfinite(values), values, 0)  # whatever a worker says
-        assert steps is not None
-        top = self.top(workers)
-        # signed = 2 codes - top, written in two ways.
-        if stored:  # two uses of the codes, so XLA stores them
-            codes = unpack_stored(planes, rows)
-            upper = codes > top // 2
-            odd = 2 * jnp.where(upper, codes, top - codes).astype(jnp.int32) - top
-            signed = jnp.where(upper, odd, -odd)
-        else:  # one use of the codes, so a GPU fuses them
-            signed = 2 * unpack(planes, rows).astype(jnp.int32) - top
-        return signed.astype(jnp.float32) * (steps.astype(jnp.float32) / 2)[..., None]
+        """Words of a plane for one row."""
+        return bits.WORDS_PER_ROW if self.dense is None else ROW * self.dense.itemsize // 4
 
 
-# Noise ``float32[rows, 128]`` in [0, 1), which is added before rounding down, so that the mean is right.
-Rounding: TypeAlias = Callable[[EncodeContext], jax.Array]
+class Quantizer(NamedTuple):
+    """A quantizer; built by the functions of this module.
+
+    Attributes:
+      name: for errors and reports.
+      vote: its code for votes, or None where it has none.
+      value: its code for values that an owner decodes, or None where it has none.
+    """
+
+    name: str
+    vote: Code | None = None
+    value: Code | None = None
+
+
+class Rounding(NamedTuple):
+    """Stochastic rounding; built by `stochastic`.
+
+    Attributes:
+      seed: of the random key.
+    """
+
+    seed: int
 
 
 def stochastic(seed: int = 0) -> Rounding:
@@ -194,32 +168,20 @@ def stochastic(seed: int = 0) -> Rounding:
       'midrise(4, stochastic)'
     """
     check_number(f"seed={seed!r}", seed, lambda seed: True, "give a whole number", int)
-
-    def noise(context: EncodeContext) -> jax.Array:
-        key = jax.random.key(seed)
-        for part in (context.step, context.worker):
-            key = jax.random.fold_in(key, part)
-        drawn = []
-        for segment in context.piece.segments:
-            own = jax.random.fold_in(key, segment.leaf)
-            own = jax.random.fold_in(own, context.shard) if context.shards > 1 else own
-            drawn.append(jax.random.uniform(own, (segment.rows, ROW), jnp.float32))
-        return pad_rows(jnp.concatenate(drawn), context.piece.rows)
-
-    return noise
+    return Rounding(seed)
 
 
 def sign() -> Quantizer:
     """One bit: the sign. Distributed Lion (arXiv 2404.00438) and 1-bit Lion Cub (2411.16462).
 
-    ``q = 1 if x > 0 else -1``; zeros get a random sign, see ``bits.zero_side``.
+    ``q = 1 if x > 0 else 0``; zeros get a random sign, see ``bits.random_signs``.
 
     Returns:
       A mid-rise ``Quantizer`` of one bit.
 
     Example:
       >>> import lioncub_jax as lc
-      >>> lc.quantize.sign().top(1000)
+      >>> lc.quantize.sign().vote.max_code(1000)
       1
     """
     return midrise(1)._replace(name="sign")
@@ -228,15 +190,15 @@ def sign() -> Quantizer:
 def midrise(p: int, *, rounding: Rounding | None = None) -> Quantizer:
     """``p`` bits: ``2**p`` evenly spaced levels, none of them zero.
 
-    ``q = floor(x / step) + 2**(p-1)``, clipped to ``0..2**p - 1``; its value is
-    ``(2q - (2**p - 1)) step / 2``; ``step = GAUSSIAN_STEP[p] mean|x|`` of the row, best for a Gaussian.
+    ``q = floor(x / scale) + 2**(p-1)``, clipped to ``0..2**p - 1``; its value is
+    ``(2q - (2**p - 1)) scale / 2``; ``scale = GAUSSIAN_STEP[p] mean|x|`` of the row, best for a Gaussian.
 
     Args:
       p: bits per element, 1 to 8.
       rounding: None for the nearest level, or ``stochastic(seed)``.
 
     Returns:
-      A ``Quantizer``, for votes (the step stays at the worker) and for momentum at the owner (it travels:
+      A ``Quantizer``, for votes (the scale stays at the worker) and for momentum at the owner (it travels:
       1/8 bit per element).
 
     Raises:
@@ -244,36 +206,42 @@ def midrise(p: int, *, rounding: Rounding | None = None) -> Quantizer:
 
     Example:
       >>> import lioncub_jax as lc
-      >>> lc.quantize.midrise(3).top(1000)
+      >>> lc.quantize.midrise(3).vote.max_code(1000)
       7
     """
     check_bits("midrise", p, 1)
-    top = 2**p - 1
+    max_code, middle = 2**p - 1, 2 ** (p - 1)
 
     def encode(x: jax.Array, context: EncodeContext) -> Message:
-        if p == 1 and not context.send_scales and rounding is None:
-            return _signs(x, context)
-        mean, finite = row_scale(x, context.counts)
-        step = to_bfloat16(GAUSSIAN_STEP[p] * mean)
-        if rounding:
-            middle = 2 ** (p - 1)
-            level = jnp.floor(_in_units(x, step) + (middle - 0.5) + rounding(context))
-            level = jnp.where(x == 0, middle - 1, jnp.clip(level, 0, top))
-            codes = level.astype(jnp.uint32)
+        mean, finite = row_scale(x, context.row_sizes)
+        scale = to_bfloat16(GAUSSIAN_STEP[p] * mean)
+        if context.noise is None:
+            q = midrise_codes(x, x > 0, scale, p)
         else:
-            codes = midrise_codes(x, x > 0, step, p)
-        *planes, _ = _packed(codes | ((x != 0).astype(jnp.uint32) << p), p + 1, context, zeros=True)
-        voted = bits.pack_rows(context.bucket.by_chunk(mean > 0)).reshape(-1)
-        steps = step.astype(jnp.bfloat16) if context.send_scales else None
-        return Message(planes, voted, steps, jnp.all(finite))
+            level = jnp.floor(_in_units(x, scale) + (middle - 0.5) + context.noise)
+            level = jnp.where(x == 0, middle - 1, jnp.clip(level, 0, max_code))
+            q = level.astype(jnp.uint32)
+        *planes, _ = _packed(q | ((x != 0).astype(jnp.uint32) << p), p + 1, context, zeros=True)
+        voted = bits.pack_rows(context.by_chunk(mean > 0)).reshape(-1)
+        return Message(planes, voted, scale.astype(jnp.bfloat16), jnp.all(finite))
 
-    return Quantizer(_name("midrise", p, rounding), lambda workers: top, encode, has_steps=True)
+    def vote(x: jax.Array, context: EncodeContext) -> Message:
+        if p == 1 and context.noise is None:  # needs no scale
+            return _signs(x, context)
+        return encode(x, context)._replace(scales=None)
+
+    def num_codes(num_workers: int) -> int:
+        return max_code
+
+    votes = Code(num_codes, vote, rounding=_seed(rounding))
+    values = votes._replace(encode=encode, decode=_decoder(max_code))
+    return Quantizer(_name("midrise", p, rounding), votes, values)
 
 
 def integer(p: int = 8, *, rounding: Rounding | None = None) -> Quantizer:
     """Lion Cub's ``p``-bit codes, scaled so that their sum over the workers fits in ``p`` bits.
 
-    ``q = clip(round(x / mean|x| * s / 2), -s, s)`` with ``s = floor((2**(p-1) - 1) / workers)``; the
+    ``q = clip(round(x / mean|x| * s / 2), -s, s)`` with ``s = floor((2**(p-1) - 1) / W)``; the
     mean is the leaf's own and never travels. Twice the mean is the largest code. Precision shrinks as one
     over the workers.
 
@@ -291,30 +259,32 @@ def integer(p: int = 8, *, rounding: Rounding | None = None) -> Quantizer:
 
     Example:
       >>> import lioncub_jax as lc
-      >>> lc.quantize.integer(8).top(4)  # s = 127 // 4 = 31, codes -31..31
+      >>> lc.quantize.integer(8).vote.max_code(4)  # s = 127 // 4 = 31, codes -31..31
       62
     """
     check_bits("integer", p, 2)
 
-    def top(workers: int) -> int:
-        s = (2 ** (p - 1) - 1) // workers
+    def max_code(num_workers: int) -> int:
+        s = (2 ** (p - 1) - 1) // num_workers
         if s == 0:
             raise ValueError(
-                f"integer({p}): the sum of {workers} workers' codes does not fit in {p} bits; it holds "
+                f"integer({p}): the sum of {num_workers} workers' codes does not fit in {p} bits; it holds "
                 f"at most {2 ** (p - 1) - 1} workers. Use more bits, or midrise({p}), whose precision "
                 "does not depend on the number of workers"
             )
         return 2 * s
 
     def encode(x: jax.Array, context: EncodeContext) -> Message:
-        s = top(context.workers) // 2
-        t = _in_units(x, _leaf_scale(context)) * (s / 2)
-        if rounding:
-            t = jnp.floor(t + rounding(context))
-        codes = (jnp.clip(jnp.round(t), -s, s) + s).astype(jnp.uint32)
-        return _midtread(codes, x, (2 * s).bit_length(), context)
+        assert context.leaf_scale is not None
+        s = max_code(context.num_workers) // 2
+        t = _in_units(x, context.leaf_scale) * (s / 2)
+        if context.noise is not None:
+            t = jnp.floor(t + context.noise)
+        q = (jnp.clip(jnp.round(t), -s, s) + s).astype(jnp.uint32)
+        return _midtread(q, x, (2 * s).bit_length(), context)
 
-    return Quantizer(_name("integer", p, rounding), top, encode, has_zero=True, measure=_leaf_sums)
+    code = Code(max_code, encode, midtread=True, rounding=_seed(rounding), uses_leaf_scale=True)
+    return Quantizer(_name("integer", p, rounding), code)
 
 
 def ternary(*, rounding: Rounding | None = None) -> Quantizer:
@@ -329,27 +299,30 @@ def ternary(*, rounding: Rounding | None = None) -> Quantizer:
 
     Example:
       >>> import lioncub_jax as lc
-      >>> lc.quantize.ternary().top(1000)
+      >>> lc.quantize.ternary().vote.max_code(1000)
       2
     """
 
     def encode(x: jax.Array, context: EncodeContext) -> Message:
-        if rounding:
-            level = jnp.clip(jnp.floor(x + rounding(context)), -1, 1)
-            codes = (level + 1).astype(jnp.uint32)
+        if context.noise is None:
+            q = jnp.where(x > 0, 2, jnp.where(x < 0, 0, 1)).astype(jnp.uint32)
         else:
-            codes = jnp.where(x > 0, 2, jnp.where(x < 0, 0, 1)).astype(jnp.uint32)
-        return _midtread(codes, x, 2, context)
+            level = jnp.clip(jnp.floor(x + context.noise), -1, 1)
+            q = (level + 1).astype(jnp.uint32)
+        return _midtread(q, x, 2, context)
+
+    def max_code(num_workers: int) -> int:
+        return 2
 
     name = "ternary(stochastic)" if rounding else "ternary"
-    return Quantizer(name, lambda workers: 2, encode, has_zero=True)
+    return Quantizer(name, Code(max_code, encode, midtread=True, rounding=_seed(rounding)))
 
 
 def levels(p: int, *, rounding: Rounding | None = None) -> Quantizer:
     """QSGD's ``p``-bit codes: a sign and ``s = 2**(p-1) - 1`` levels of the largest of each row.
 
-    ``q = clip(round(x / step), -s, s)`` with ``step = max|x| / s``, rounded up to bfloat16, which travels.
-    So no value is clipped, and with ``stochastic`` rounding codes are right on average. Steps below 2**-126
+    ``q = clip(round(x / scale), -s, s)`` with ``scale = max|x| / s``, rounded up to bfloat16, travels. So
+    no value is clipped, and with ``stochastic`` rounding codes are right on average. Scales below 2**-126
     are 0.
 
     Args:
@@ -357,7 +330,7 @@ def levels(p: int, *, rounding: Rounding | None = None) -> Quantizer:
       rounding: None for the nearest level, or ``stochastic(seed)`` (the paper's).
 
     Returns:
-      A mid-tread ``Quantizer`` whose steps travel, for momentum at the owner.
+      A mid-tread ``Quantizer`` whose scales travel, for momentum at the owner.
 
     Raises:
       ValueError: if an argument is out of range.
@@ -366,28 +339,33 @@ def levels(p: int, *, rounding: Rounding | None = None) -> Quantizer:
 
     Example:
       >>> from lioncub_jax import quantize
-      >>> quantize.levels(4).top(1000)  # codes -7..7
+      >>> quantize.levels(4).vote.max_code(1000)  # codes -7..7
       14
     """
     check_bits("levels", p, 2)
     s = 2 ** (p - 1) - 1
 
     def encode(x: jax.Array, context: EncodeContext) -> Message:
-        step = _up_to_bfloat16(jnp.max(jnp.abs(x), axis=1) / s)
-        step = jnp.where(step < LEAST, 0, step)
-        t = _in_units(x, step)
-        if rounding:
-            t = jnp.floor(t + rounding(context))
-        # Of the largest steps not every multiple is a float32.
-        most = jnp.minimum(s, jnp.floor(LARGEST_BFLOAT16 / jnp.where(step > 0, step, 1)))
-        most = most[:, None]
-        codes = (jnp.clip(jnp.round(t), -most, most) + s).astype(jnp.uint32)
-        message = _midtread(codes, x, p, context)
-        return message._replace(scales=step.astype(jnp.bfloat16))
+        scale = _up_to_bfloat16(jnp.max(jnp.abs(x), axis=1) / s)
+        scale = jnp.where(scale < LEAST, 0, scale)
+        t = _in_units(x, scale)
+        if context.noise is not None:
+            t = jnp.floor(t + context.noise)
+        # Of the largest scales not every multiple is a float32.
+        largest = jnp.minimum(s, jnp.floor(LARGEST_BFLOAT16 / jnp.where(scale > 0, scale, 1)))
+        largest = largest[:, None]
+        q = (jnp.clip(jnp.round(t), -largest, largest) + s).astype(jnp.uint32)
+        return _midtread(q, x, p, context)._replace(scales=scale.astype(jnp.bfloat16))
 
-    return Quantizer(
-        _name("levels", p, rounding), lambda workers: 2 * s, encode, has_zero=True, has_steps=True
-    )
+    def vote(x: jax.Array, context: EncodeContext) -> Message:
+        return encode(x, context)._replace(scales=None)
+
+    def max_code(num_workers: int) -> int:
+        return 2 * s
+
+    votes = Code(max_code, vote, midtread=True, rounding=_seed(rounding))
+    values = votes._replace(encode=encode, decode=_decoder(2 * s))
+    return Quantizer(_name("levels", p, rounding), votes, values)
 
 
 def dense(dtype: Any = jnp.float32) -> Quantizer:
@@ -412,7 +390,15 @@ def dense(dtype: Any = jnp.float32) -> Quantizer:
         words = saturated(x, dtype).view(jnp.uint32).reshape(-1)
         return Message([words], None, None, jnp.all(jnp.isfinite(x)))
 
-    return Quantizer(f"dense({dtype.name})", lambda workers: 0, encode, dense=dtype)
+    def decode(planes: Sequence[jax.Array], scales: Any, num_rows: int, stored: bool) -> jax.Array:
+        words = planes[0].reshape(*planes[0].shape[:-1], num_rows, -1)
+        values = words.view(dtype).astype(jnp.float32)
+        return jnp.where(jnp.isfinite(values), values, 0)  # whatever a worker sends
+
+    def max_code(num_workers: int) -> int:
+        return 0
+
+    return Quantizer(f"dense({dtype.name})", value=Code(max_code, encode, decode, dense=dtype))
 
 
 def error_feedback(
@@ -420,18 +406,18 @@ def error_feedback(
 ) -> Quantizer:
     """Adds the error of the last code to the next value, so that nothing is lost, only late.
 
-    ``x = g + e``, send ``encode(x)``, keep ``e = keep (x - decoded)``. The error stays with the worker; one
-    that the dtype cannot hold is kept as the largest that it can.
+    ``x = g + e``, send ``q = Q(x)``, keep ``e = keep (x - dequantize(q))``. The error stays with the
+    worker; one that the dtype cannot hold is kept as the largest that it can.
 
     Args:
-      quantizer: one whose steps can travel, such as ``midrise(3)``.
+      quantizer: one whose scales can travel, such as ``midrise(3)``.
       dtype: in which the error is kept; one array of this dtype per worker and leaf.
       keep: the share of the error that is fed back, in (0, 1]. With one bit the error is as large as the
         gradient, and the full error adds noise: 0.7 is best for ``rotated(midrise(1))``. With more bits
         use 1.
 
     Returns:
-      The ``Quantizer`` with feedback.
+      The ``Quantizer`` with feedback; it has no votes, which are not decoded and so have no error.
 
     Raises:
       ValueError: if the quantizer's values cannot be decoded, the dtype is not floating, or ``keep`` is out
@@ -444,17 +430,18 @@ def error_feedback(
       >>> lc.quantize.error_feedback(lc.quantize.midrise(3)).name
       'midrise(3) + error feedback'
     """
-    if not quantizer.has_steps:
+    code = quantizer.value
+    if code is None or not code.sends_scales:
         raise ValueError(
             f"error_feedback({quantizer.name}): the error is measured against what the owner decodes, "
-            "so codes must have steps that travel; use midrise(p)"
+            "so codes must have scales that travel; use midrise(p)"
         )
     check_floating("dtype", dtype)
-    said = "give a share above 0 and at most 1"
-    check_number(f"error_feedback(keep={keep!r})", keep, lambda x: 0 < x <= 1, said, float)
+    allowed = "give a share above 0 and at most 1"
+    check_number(f"error_feedback(keep={keep!r})", keep, lambda x: 0 < x <= 1, allowed, float)
     share = f" of {keep:g}" if keep < 1 else ""
     name = f"{quantizer.name} + error feedback{share}"
-    return quantizer._replace(name=name, feedback=jnp.dtype(dtype), keep=float(keep))
+    return Quantizer(name, value=code._replace(error_dtype=jnp.dtype(dtype), keep=float(keep)))
 
 
 def rotated(quantizer: Quantizer) -> Quantizer:
@@ -469,7 +456,8 @@ def rotated(quantizer: Quantizer) -> Quantizer:
       quantizer: ``midrise(p)``; of one bit it gains most.
 
     Returns:
-      The ``Quantizer``, for momentum at the owner, where it goes inside of ``error_feedback``.
+      The ``Quantizer``, for momentum at the owner, where it goes inside of ``error_feedback``; it has no
+      votes, which are about single elements.
 
     Raises:
       ValueError: if the quantizer's values cannot be decoded, travel as they are, or are rotated or fed
@@ -483,17 +471,19 @@ def rotated(quantizer: Quantizer) -> Quantizer:
     Source: Vargaftik et al., DRIVE (arXiv 2105.08339), for means of codes of one bit; a rotation of a row
     and not of a whole tensor, error feedback and Lion at the owner are ours.
     """
-    if not quantizer.has_steps or quantizer.rotates or quantizer.feedback:
+    code = quantizer.value
+    if code is None or not code.sends_scales or code.rotates or code.error_dtype:
         raise ValueError(
-            f"rotated({quantizer.name}): only codes with steps can be rotated back, once, and feedback "
+            f"rotated({quantizer.name}): only codes with scales can be rotated back, once, and feedback "
             "goes around it; give midrise(p), as in error_feedback(rotated(midrise(1)))"
         )
 
     def encode(x: jax.Array, context: EncodeContext) -> Message:
         # After the rotation the padding is not zero any more, so all 128 elements count.
-        return quantizer.encode(rotation.rotated(x, context.step), context._replace(counts=None))
+        return code.encode(rotation.rotated(x, context.count), context._replace(row_sizes=None))
 
-    return quantizer._replace(name=f"rotated({quantizer.name})", encode=encode, rotates=True)
+    value = code._replace(encode=encode, rotates=True)
+    return Quantizer(f"rotated({quantizer.name})", value=value)
 
 
 def rotated_sign(dtype: Any = jnp.bfloat16) -> Quantizer:
@@ -518,9 +508,9 @@ def rotated_sign(dtype: Any = jnp.bfloat16) -> Quantizer:
 
 def saturated(x: jax.Array, dtype: Any) -> jax.Array:
     """A cast that keeps finite values finite: those that the dtype cannot hold become its largest."""
-    most = float(jnp.finfo(dtype).max)
-    if most < float(jnp.finfo(x.dtype).max):
-        x = jnp.clip(x, -most, most)
+    largest = float(jnp.finfo(dtype).max)
+    if largest < float(jnp.finfo(x.dtype).max):
+        x = jnp.clip(x, -largest, largest)
     return x.astype(dtype)
 
 
@@ -533,32 +523,32 @@ def to_bfloat16(x: jax.Array) -> jax.Array:
 
 def check_bits(name: str, p: int, least: int) -> None:
     """Raises ``ValueError`` for anything but a number of bits that codes have."""
-    said = f"a code has {least} to 8 bits; give an int in that range"
-    check_number(f"{name}({p!r})", p, lambda p: least <= p <= 8, said, int)
+    allowed = f"a code has {least} to 8 bits; give an int in that range"
+    check_number(f"{name}({p!r})", p, lambda p: least <= p <= 8, allowed, int)
 
 
-def midrise_codes(x: jax.Array, positive: jax.Array, step: jax.Array, p: int) -> jax.Array:
-    """``uint32[rows, 128]`` of ``p`` bits, by the step of each row; ``positive``: also of zeros.
+def midrise_codes(x: jax.Array, positive: jax.Array, scale: jax.Array, p: int) -> jax.Array:
+    """``uint32[rows, 128]`` of ``p`` bits, by the scale of each row; ``positive``: signs, also of zeros.
 
     Magnitude and side apart, so that -x gets the mirrored code of x.
     """
     if p == 1:
         return positive.astype(jnp.uint32)
     half = 2 ** (p - 1)
-    magnitude = jnp.minimum(jnp.abs(_in_units(x, step)), half - 1).astype(jnp.uint32)
+    magnitude = jnp.minimum(jnp.abs(_in_units(x, scale)), half - 1).astype(jnp.uint32)
     return jnp.where(positive, half + magnitude, half - 1 - magnitude)
 
 
-def row_scale(x: jax.Array, counts: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+def row_scale(x: jax.Array, row_sizes: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """The mean magnitude of each row (the largest, if the sum overflows), and whether all is finite."""
     magnitude = jnp.abs(x)
     # By bits, because the largest of numbers and a NaN may be a number.
     words = magnitude.view(jnp.uint32)
     total, largest = xla.reduced([operator.add, jnp.maximum], [magnitude, words], 1)
-    most = largest.view(jnp.float32)
-    count = ROW if counts is None else jnp.maximum(counts, 1).astype(jnp.float32)
-    mean = jnp.where(jnp.isfinite(total), total / count, most)
-    return mean, jnp.isfinite(most)
+    maximum = largest.view(jnp.float32)
+    size = ROW if row_sizes is None else jnp.maximum(row_sizes, 1).astype(jnp.float32)
+    mean = jnp.where(jnp.isfinite(total), total / size, maximum)
+    return mean, jnp.isfinite(maximum)
 
 
 # --- Helpers
@@ -568,49 +558,47 @@ def _name(make: str, p: int, rounding: Rounding | None) -> str:
     return f"{make}({p}, stochastic)" if rounding else f"{make}({p})"
 
 
+def _seed(rounding: Rounding | None) -> int | None:
+    return None if rounding is None else rounding.seed
+
+
+def _decoder(max_code: int) -> Callable[..., jax.Array]:
+    """Dequantizes codes, ``(2 q - max_code) scale / 2``: exact products of short integers and bfloat16."""
+
+    def decode(
+        planes: Sequence[jax.Array], scales: jax.Array, num_rows: int, stored: bool
+    ) -> jax.Array:
+        if stored:  # two uses of the codes, so XLA stores them
+            q = bits.unpack_stored(planes, num_rows)
+            upper = q > max_code // 2
+            odd = 2 * jnp.where(upper, q, max_code - q).astype(jnp.int32) - max_code
+            signed = jnp.where(upper, odd, -odd)
+        else:  # one use of the codes, so a GPU fuses them
+            signed = 2 * bits.unpack(planes, num_rows).astype(jnp.int32) - max_code
+        return signed.astype(jnp.float32) * (scales.astype(jnp.float32) / 2)[..., None]
+
+    return decode
+
+
 def _packed(codes: jax.Array, p: int, context: EncodeContext, zeros: bool) -> list[jax.Array]:
-    """Codes ``[rows, 128]`` of a piece to planes ``uint32[4 rows]``, by the chunks they travel in."""
-    cut, sides = context.bucket.by_chunk(codes), None
-    if zeros:
-        words = codes.size // BLOCK
-        sides = bits.zero_side(context.first_word, words, context.zero_signs).reshape(len(cut), -1)
-    return [plane.reshape(-1) for plane in bits.pack(cut, p, sides)]
+    """Packs codes ``[rows, 128]`` to planes ``uint32[4 rows]``, chunk by chunk."""
+    signs = context.random_signs.reshape(context.num_chunks, -1) if zeros else None
+    return [plane.reshape(-1) for plane in bits.pack(context.by_chunk(codes), p, signs)]
 
 
 def _signs(x: jax.Array, context: EncodeContext) -> Message:
     fields = (~jnp.isfinite(x)).astype(jnp.uint32) | ((x > 0).astype(jnp.uint32) << 1)
     fields |= (x != 0).astype(jnp.uint32) << 2
-    strange, positive, marks = _packed(fields, 3, context, zeros=True)
-    rows = x.shape[0] if context.bucket.large else context.bucket.chunk
+    not_finite, positive, marks = _packed(fields, 3, context, zeros=True)
+    rows = x.shape[0] // context.num_chunks
     voted = bits.any_in_rows(marks.reshape(-1, rows * bits.WORDS_PER_ROW), rows)
-    return Message([positive], voted.reshape(-1), None, jnp.all(strange == 0))
+    return Message([positive], voted.reshape(-1), None, jnp.all(not_finite == 0))
 
 
 def _midtread(codes: jax.Array, x: jax.Array, p: int, context: EncodeContext) -> Message:
     fields = codes | ((~jnp.isfinite(x)).astype(jnp.uint32) << p)
-    *planes, strange = _packed(fields, p + 1, context, zeros=False)
-    return Message(planes, None, None, jnp.all(strange == 0))
-
-
-def _leaf_sums(x: jax.Array, piece: Piece) -> jax.Array:
-    """Sums of magnitudes of each leaf, plain and times 2**-64, which does not overflow."""
-    magnitude = jnp.abs(x)
-    rows = jnp.stack(xla.reduced([operator.add] * 2, [magnitude, magnitude * 2.0**-64], 1), -1)
-    found = []
-    for s in piece.segments:
-        first = s.first_row - piece.first_row
-        found.append(jnp.sum(rows[first : first + s.rows], axis=0))
-    return jnp.stack(found)
-
-
-def _leaf_scale(context: EncodeContext) -> jax.Array:
-    """``float32[rows]``: for each row the mean magnitude of its leaf, all shards together."""
-    assert context.total is not None
-    sizes = np.array([float(s.size) * context.shards for s in context.piece.segments], np.float32)
-    low, high = context.total[:, 0] / sizes, context.total[:, 1] / sizes
-    means = jnp.where(jnp.isfinite(low), low, high * 2.0**64)
-    by_row = [jnp.full(s.rows, means[i]) for i, s in enumerate(context.piece.segments)]
-    return jnp.pad(jnp.concatenate(by_row), (0, context.piece.idle))
+    *planes, not_finite = _packed(fields, p + 1, context, zeros=False)
+    return Message(planes, None, None, jnp.all(not_finite == 0))
 
 
 def _in_units(x: jax.Array, unit: jax.Array) -> jax.Array:

@@ -1,8 +1,8 @@
-"""Selective momentum sync: workers make their momenta alike at times, in full precision or in codes.
+"""Selective momentum sync: the momenta of all workers become their mean at times, exactly or in codes.
 
-A `Schedule` says when. In full precision all of them become their mean, in one all-reduce, and the drift
-that was found is kept. In codes (``coded(...)``) they come near it for a 28th of the bytes, by the way
-that votes take: codes up, an owner for each slice, one bit and a scale for each row down.
+A `Schedule` has the steps. In full precision all momenta become their mean, in one all-reduce, and their
+drift before it is kept. In codes (``coded(...)``) they come near it for a 28th of the bytes: such a sync is
+a `step` whose gradient is the momentum.
 """
 
 import math
@@ -20,8 +20,11 @@ from lioncub_jax.exchange import bits, checks, decide, layout, momentum, quantiz
 from lioncub_jax.exchange.arguments import check_count
 from lioncub_jax.exchange.layout import Flat, Holder
 from lioncub_jax.exchange.means import common_dtype
-from lioncub_jax.exchange.quantize import Quantizer
-from lioncub_jax.exchange.step import Plan, Worker
+from lioncub_jax.exchange.pieces import WorkerState
+from lioncub_jax.exchange.quantize import Code
+from lioncub_jax.exchange.single import single_worker_step
+from lioncub_jax.exchange.step import Exchange, step
+from lioncub_jax.exchange.transform import init_owner_states, worker_here
 from lioncub_jax.mesh import axes, placement
 from lioncub_jax.mesh.axes import Axes, AxisName
 from lioncub_jax.mesh.placement import Workers, names_of
@@ -30,19 +33,19 @@ __all__ = ["Schedule", "SyncState", "coded", "every", "first", "sync_momentum", 
 
 
 class Schedule(NamedTuple):
-    """At which steps something is due; steps count from 1.
+    """Steps at which a sync is due; steps count from 1.
 
     A named tuple and not a bare function, because ``optax.inject_hyperparams`` would call a function.
 
     Attributes:
-      name: for people.
+      name: for errors and reports.
       due: ``int32[] -> bool[]``.
-      up: the codes in which momenta travel to their owners, or None for full precision.
+      code: in which momenta travel to their owners, or None for full precision.
     """
 
     name: str
     due: Callable[[jax.Array], jax.Array]
-    up: Quantizer | None = None
+    code: Code | None = None
 
 
 def every(period: int) -> Schedule:
@@ -111,8 +114,8 @@ def thinning(k: int) -> Schedule:
 def coded(schedule: Schedule | None = None, bits: int = 1) -> Schedule:
     """Syncs in codes, often, each for a 28th of the bytes of full precision.
 
-    Every worker sends ``Q(mu_i)``, codes with a step for each row of 128; the owner of a slice adds to
-    the mean of what it decodes the error ``e`` that it kept from the last sync, and answers with ``u``,
+    Every worker sends ``Q(mu_i)``, codes with a scale for each row of 128; the owner of a chunk adds to
+    the mean of what it decodes the error ``e`` that it kept from the last sync, and replies with ``u``,
     signs and one bfloat16 for each row: ``bits + 1/8`` bits up and 1 + 1/8 down, times (W-1)/W.
 
         ``u = C(mean_i Q(mu_i) + e)``, ``e = mean_i Q(mu_i) + e - u``, ``mu_i = u + (mu_i - Q(mu_i))``
@@ -122,7 +125,7 @@ def coded(schedule: Schedule | None = None, bits: int = 1) -> Schedule:
 
     Args:
       schedule: when; ``every(3)`` by default. Often and coarse beats seldom and exact.
-      bits: of the codes, ``midrise(bits)``; the answer has one.
+      bits: of the codes, ``midrise(bits)``; the reply has one.
 
     Raises:
       ValueError: if ``bits`` is out of range.
@@ -136,9 +139,9 @@ def coded(schedule: Schedule | None = None, bits: int = 1) -> Schedule:
     """
     inner = every(3) if schedule is None else schedule
     check_schedule(inner)
-    up = quantize.error_feedback(quantize.midrise(bits), jnp.float32)
+    code = quantize.error_feedback(quantize.midrise(bits), jnp.float32).value
     extra = "" if bits == 1 else f", bits={bits}"
-    return inner._replace(name=f"coded({inner.name}{extra})", up=up)
+    return inner._replace(name=f"coded({inner.name}{extra})", code=code)
 
 
 def check_schedule(given: Any) -> None:
@@ -159,7 +162,7 @@ class SyncState(NamedTuple):
         is variance between workers, ``1 - |mean_i mu_i|^2 / mean_i |mu_i|^2``, as it was just before
         the last sync in full precision; -1 before the first, and of leaves that are left out. A sync in
         codes does not measure it.
-      owner: of syncs in codes, for each bucket the error of the replies, of the slice that this worker
+      owner: of syncs in codes, for each bucket the error of the replies, of the chunk that this worker
         owns, ``float32[rows, 128]``; else empty.
     """
 
@@ -171,7 +174,7 @@ class SyncState(NamedTuple):
 
     @staticmethod
     def holders() -> dict[str, Holder]:
-        """Whose the fields are, for checkpoints."""
+        """Holders of the fields, for checkpoints."""
         all_hold = dict.fromkeys(("count", "syncs"), Holder.ALL)
         return {**all_hold, "drift": Holder.MEASURED, "owner": Holder.OWNER}
 
@@ -188,7 +191,7 @@ def sync_momentum(
     ``mu_i = mean_i mu_i`` after every step at which ``schedule`` is due, for the leaves in ``where``; with
     a `coded` schedule ``mu_i = u + (mu_i - Q(mu_i))``. Momentum is what ``inner`` keeps in state fields
     named ``mu``, as optax's and this library's transforms do. All leaves travel together, and at other
-    steps nothing does. One worker alone has nothing to make alike, and adds what owners still owe to it.
+    steps nothing does. A single worker has nothing to average, and adds the errors of earlier replies.
 
     In codes, a worker whose momentum is not finite anywhere abstains: it sends nothing, the others count
     without it, and its momentum stays. If all do, nothing changes. Momentum that is exactly zero
@@ -220,7 +223,7 @@ def sync_momentum(
     check_schedule(schedule)
     axis, group = names_of(workers)
     where = checks.as_mask("where", where)
-    plan = None if schedule.up is None else plan_of_codes(schedule, axis)
+    exchange = None if schedule.code is None else coded_exchange(schedule.code, axis)
     inner = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> SyncState:
@@ -229,13 +232,13 @@ def sync_momentum(
         mask = picks(mu, where)
         drift = jax.tree.map(lambda _: jnp.full((), -1, jnp.float32), mu)
         owner: Any = ()
-        if plan is not None and checks.stands_in(params):
+        if exchange is not None and checks.stands_in(params):
             owner = 0
-        elif plan is not None:
-            axes.workers_on(axis)  # bound here, or nobody knows whose slices these are
+        elif exchange is not None:
+            axes.workers_on(axis)  # bound here, or these chunks are nobody's
             _check_levels(mu, group)
-            fresh = lambda mu: _worker(plan, group, mu, mask, jnp.int32(0)).init_owners()  # noqa: E731
-            owner = placement.on_shards(fresh, (axes.varying(mu, axis),))
+            args = exchange, _picked(axes.varying(mu, axis), mask)
+            owner = placement.on_shards(init_owner_states, args)
         count, syncs = jnp.zeros(2, jnp.int32)
         return SyncState(state, count, syncs, drift, owner)
 
@@ -249,10 +252,10 @@ def sync_momentum(
         due, drift, owner = jnp.asarray(schedule.due(count)), state.drift, state.owner
         mu = axes.varying(_momentum_of(inner_state), axis)
         mask = picks(mu, where)
-        if plan is None:
+        if exchange is None:
             mu, drift = _mean_if(due, mu, drift, mask, axis)
         else:
-            args = due, mu, owner, mask, plan, group, count
+            args = due, mu, owner, mask, exchange, group, count
             # Results lie as what they replace.
             mu, owner = placement.on_shards(_coded_mean_if, args, (mu, owner))
         inner_state = optax.tree.set(inner_state, _of_a_worker, mu=mu)
@@ -283,74 +286,101 @@ def _mean_if(due: jax.Array, mu: Any, drift: Any, mask: Any, axis: Axes) -> Any:
 
 
 def _square(x: jax.Array, axis: Axes) -> jax.Array:
-    """Of a whole leaf: each device of a worker has its own part."""
+    """The sum of squares of a whole leaf, of which each device of a worker has a part."""
     x = jnp.abs(x.astype(common_dtype(x, jnp.float32)))
     return axes.sum_over_shards(jnp.sum(jnp.square(x)), axis)
 
 
 def _variance_share(of_mean: jax.Array, mean: jax.Array) -> jax.Array:
-    """What of a mean square is variance between workers, from the square of the mean."""
+    """The share of a mean square that is variance between workers, from the square of the mean."""
     return jnp.clip((mean - of_mean) / jnp.where(mean > 0, mean, 1), 0, 1).astype(jnp.float32)
 
 
 # --- In codes
 
 
-def plan_of_codes(schedule: Schedule, axis: Axes) -> Plan:
-    """The parts of a `communicate` whose gradient is the momentum."""
-    assert schedule.up is not None
-    mean, wire = decide.at_owner(optax.identity(), decide.codes(1)), wires.two_phase()
-    return Plan(axis, (), momentum.nothing(), schedule.up, mean, wire)
-
-
-def _worker(plan: Plan, group: Axes, mu: Any, mask: Any, count: jax.Array) -> Worker:
-    """The worker here, whose momentum votes; in two levels on the device's slices."""
-    # Those that are left out without elements, so that no bucket takes them.
-    chosen = jax.tree.map(lambda x, pick: x if pick else x.ravel()[:0], mu, mask)
-    worker = Worker.of(plan, jax.tree.leaves(chosen), count)
-    if not group:
-        return worker
-    device = axes.worker_index(group)
-    return worker._replace(counts=[layout.counts_of_slice(x.bucket, device) for x in _slices(mu)])
+def coded_exchange(code: Code, axis: Axes) -> Exchange:
+    """The exchange of a step whose gradient is the momentum."""
+    mean = decide.at_owner(optax.identity(), decide.codes(1))
+    return Exchange(axis, (), momentum.nothing(), code, mean, wires.two_phase())
 
 
 def _coded_mean_if(
-    due: jax.Array, mu: Any, owner: Any, mask: Any, plan: Plan, group: Any, count: jax.Array
+    due: jax.Array,
+    mu: Any,
+    owner: Any,
+    mask: Any,
+    exchange: Exchange,
+    group: Axes,
+    count: jax.Array,
 ) -> Any:
-    """Momenta and the owners' errors after a sync in codes."""
+    """Momenta and the owners' states after a sync in codes, if one is due."""
+
+    def sync(mu: Any, owner: Any) -> Any:
+        return _coded_mean(mu, owner, mask, exchange, group, count)
+
+    return lax.cond(due, sync, lambda *same: same, mu, owner)
+
+
+def _coded_mean(
+    mu: Any, owner: Any, mask: Any, exchange: Exchange, group: Axes, count: jax.Array
+) -> tuple[Any, tuple[Flat, ...]]:
+    """``mu_i = u + (mu_i - Q(mu_i))``; a worker that abstains keeps its momentum."""
+    leaves: list[Any]
     tree: Any
     leaves, tree = jax.tree.flatten(mu)
-    mean = _worker(plan, group, mu, mask, count).coded_mean
-    leaves, owner = lax.cond(due, mean, lambda *same: same, leaves, owner)
-    return tree.unflatten(leaves), owner
+    row_sizes: list[jax.Array | None] = [None] * len(leaves)
+    if group:
+        device = axes.worker_index(group)
+        row_sizes = [layout.row_sizes_of_chunk(x.bucket, device) for x in _chunks(mu)]
+    picked = jax.tree.leaves(_picked(mu, mask))
+    worker = worker_here(exchange, picked, count, row_sizes)
+    no_state = WorkerState([None] * len(leaves), [None] * len(leaves))
+    run = single_worker_step if worker.num_workers == 1 else step
+    states = [x.value for x in owner]
+    result = run(exchange, worker, picked, no_state, states, None)
+    for bucket in worker.buckets:
+        for leaf in [s.leaf for s in bucket.bucket.segments]:
+            x, u, e = leaves[leaf], result.updates[leaf], result.state.error[leaf]
+            new = u if e is None else e + u.astype(e.dtype)
+            new = quantize.saturated(layout.zero_padding(new, row_sizes[leaf]), x.dtype)
+            new = jnp.where(result.participates[0], new, x)
+            leaves[leaf] = axes.varying(new, exchange.axis)
+    owner = [Flat(s, old.bucket) for s, old in zip(result.owner_states, owner, strict=True)]
+    return tree.unflatten(leaves), tuple(owner)
 
 
-# --- Of what
+# --- The momentum
 
 
-def _slices(mu: Any) -> list[Flat]:
-    """The momentum of buckets that a group shares; nothing where each worker has whole leaves."""
+def _picked(mu: Any, mask: Any) -> Any:
+    """The momentum, with leaves that are left out empty, so that no bucket takes them."""
+    return jax.tree.map(lambda x, pick: x if pick else x.ravel()[:0], mu, mask)
+
+
+def _chunks(mu: Any) -> list[Flat]:
+    """The momentum of buckets that a group shares; [] where each worker has whole leaves."""
     parts = jax.tree.leaves(mu, is_leaf=lambda x: isinstance(x, Flat))
     return [x for x in parts if isinstance(x, Flat)]
 
 
 def _momentum_of(state: Any) -> Any:
-    found = optax.tree.get_all_with_path(state, "mu", _of_a_worker)
-    if not found:
+    momenta = optax.tree.get_all_with_path(state, "mu", _of_a_worker)
+    if not momenta:
         raise ValueError(
             "sync_momentum: the wrapped transform keeps no momentum of each worker (no state field named "
             "mu with arrays in it); momentum at the owner is one for all workers and needs no sync"
         )
-    if len(found) > 1:
+    if len(momenta) > 1:
         wanted = "wrap each transform that keeps one, not all of them together"
         raise ValueError(
-            f"sync_momentum: the wrapped transform keeps {len(found)} momenta; {wanted}"
+            f"sync_momentum: the wrapped transform keeps {len(momenta)} momenta; {wanted}"
         )
-    return found[0][1]
+    return momenta[0][1]
 
 
 def _of_a_worker(path: Any, value: Any) -> bool:
-    """Not a field without arrays, nor the momentum of an owner's slice."""
+    """True for a field with arrays that is no momentum of an owner's chunk."""
     at_owner = any(getattr(key, "name", None) == "owner" for key in path)
     return not at_owner and bool(jax.tree.leaves(value))
 
@@ -359,14 +389,15 @@ def picks(mu: Any, where: Any) -> Any:
     """The mask as a tree of one bool for each leaf of the momentum."""
     if where is None:
         return jax.tree.map(lambda _: True, mu)
-    if _slices(mu):
+    if _chunks(mu):
         raise ValueError(
-            "sync_where is given, and in two levels the momentum is in slices of many leaves at once: "
+            "sync_where is given, and in two levels the momentum is in chunks of many leaves at once: "
             "leave it out, or give Workers without a group"
         )
     mask = where(mu) if callable(where) else where
-    given, tree = jax.tree.structure(mask), jax.tree.structure(mu)
-    if str(given) != str(tree):
+    given: Any = jax.tree.structure(mask)
+    tree: Any = jax.tree.structure(mu)
+    if given != tree:
         wanted = f"one bool for each leaf of {tree}"
         raise ValueError(
             f"where: the mask does not match the momentum's tree; given {given}, wanted {wanted}"
@@ -375,9 +406,9 @@ def picks(mu: Any, where: Any) -> Any:
 
 
 def _check_levels(mu: Any, group: Axes) -> None:
-    in_slices = bool(_slices(mu))
-    if in_slices != bool(group):
-        kept = "in slices that a group shares" if in_slices else "whole by each worker"
+    in_chunks = bool(_chunks(mu))
+    if in_chunks != bool(group):
+        kept = "in chunks that a group shares" if in_chunks else "whole by each worker"
         raise ValueError(
             f"the momentum is kept {kept}, and the workers of sync_momentum have "
             f"group={axes.spelled(group)!r}: to sync it in codes give the Workers of the communicate that "

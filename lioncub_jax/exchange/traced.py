@@ -1,6 +1,7 @@
-"""What a traced program is made of, and whether a transform can run on a slice."""
+"""Traced programs: their parts, and a check that a transform can run on a chunk of the rows."""
 
 import re
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -18,20 +19,20 @@ _MIXING = re.compile(
 def programs_in(step: JaxprEqn) -> list[Jaxpr]:
     """The programs among the parameters of an operation."""
     kinds = Jaxpr | ClosedJaxpr
-    found = jax.tree.leaves(step.params, is_leaf=lambda x: isinstance(x, kinds))
-    return [x.jaxpr if isinstance(x, ClosedJaxpr) else x for x in found if isinstance(x, kinds)]
+    params = jax.tree.leaves(step.params, is_leaf=lambda x: isinstance(x, kinds))
+    return [x.jaxpr if isinstance(x, ClosedJaxpr) else x for x in params if isinstance(x, kinds)]
 
 
 def check_elementwise(tx: optax.GradientTransformation, rows: jax.Array, state: Any) -> None:
-    """Raises ``ValueError`` unless a transform makes each element of what its owner has of it.
+    """Raises ``ValueError`` for a transform that mixes elements, or needs more than a chunk of the rows.
 
     Args:
       tx: the transform.
-      rows: a slice of updates.
-      state: of that slice.
+      rows: a chunk of updates.
+      state: of that chunk.
     """
     behind = (
-        "and an owner has only a slice of each array. Give the owner what is elementwise, or nothing, and "
+        "and an owner has only a chunk of each array. Give the owner what is elementwise, or nothing, and "
         "put the rest behind it: optax.chain(lioncub_jax.owner(optax.identity(), ...), tx)"
     )
     for path, x in jax.tree_util.tree_leaves_with_path(state):
@@ -41,9 +42,12 @@ def check_elementwise(tx: optax.GradientTransformation, rows: jax.Array, state: 
                 f"at the owner: the state of tx has {at} of shape {x.shape}, which is neither a number nor "
                 f"shaped like the updates {rows.shape}, {behind}"
             )
+
     # Parameters are given to the trace, to see whether they are used, be it for the first state.
-    first = lambda rows, params: tx.update(rows, tx.init(params), params)  # noqa: E731
-    program = jax.make_jaxpr(first)(rows, rows).jaxpr
+    def first_step(rows: jax.Array, params: jax.Array) -> Any:
+        return tx.update(rows, tx.init(params), params)
+
+    program = jax.make_jaxpr(first_step)(rows, rows).jaxpr
     mixes = _mixes(program, rows.shape)
     if mixes is not None:
         raise ValueError(f"at the owner: tx mixes elements, by {mixes}, {behind}")
@@ -61,18 +65,18 @@ def _mixes(program: Jaxpr, shape: tuple[int, ...]) -> str | None:
     """The operation by which elements of arrays of that shape are mixed, if any is."""
     for step in program.eqns:
         name, inner = step.primitive.name, programs_in(step)
-        if shape not in map(_shape, step.invars):
+        if shape not in _shapes(step.invars):
             continue
-        if not inner and (_MIXING.match(name) or {*map(_shape, step.outvars)} != {shape}):
+        if not inner and (_MIXING.match(name) or _shapes(step.outvars) != {shape}):
             return name
         for one in inner:
             # A loop over the rows takes one of them at a time.
-            apart = {*map(_shape, one.invars)} - {(), shape}
-            found = name if apart else _mixes(one, shape)
-            if found is not None:
-                return found
+            by_row = _shapes(one.invars) - {(), shape}
+            mixing = name if by_row else _mixes(one, shape)
+            if mixing is not None:
+                return mixing
     return None
 
 
-def _shape(x: Any) -> tuple[int, ...]:
-    return getattr(x.aval, "shape", ())
+def _shapes(variables: Sequence[Any]) -> set[tuple[int, ...]]:
+    return {getattr(x.aval, "shape", ()) for x in variables}

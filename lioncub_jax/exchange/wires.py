@@ -1,21 +1,18 @@
-"""How workers agree: every collective of the library is in this file, each with what travels on it.
+"""Wires: the collectives between workers, for codes and, at the end of the file, in full precision.
 
-| wire | up | down | bytes each worker sends, d parameters, p bits up, q down |
+| wire | messages | replies | bytes each worker sends, d parameters, p bits up, q down |
 |---|---|---|---|
-| ``two_phase()`` | all-to-all of packed codes | all-gather of the reply | (W-1)/W (p + q) d/8 |
-| ``gathered()`` | all-gather of packed codes | nothing | (W-1) p d/8 |
-| ``counts(dtype)`` | all-reduce of integers | nothing | 2 (W-1)/W d sizeof(dtype) |
-| ``lanes()`` | all-reduce of fields in words | nothing | 2 (W-1)/W d * 4/floor(32/field) |
-| ``all_reduce()`` | all-reduce of values | nothing | 2 (W-1)/W d * 4 (bfloat16: 2) |
+| ``two_phase()`` | all-to-all of packed codes | all-gather of packed replies | (W-1)/W (p + q) d/8 |
+| ``gathered()`` | all-gather of packed codes | | (W-1) p d/8 |
+| ``counts(dtype)`` | all-reduce of integers | | 2 (W-1)/W d sizeof(dtype) |
+| ``all_reduce()`` | all-reduce of values | | 2 (W-1)/W d * 4 (bfloat16: 2) |
 
-A *message* about a chunk of rows is the planes of the codes, then one word that says whether the worker
-takes part at all, then a row word for each block that says on which rows it votes (or the steps of the
-rows, where values are decoded). A *reply* is the planes, the ties, how many workers took part, of votes
-of one bit the pairs of votes, and the numbers of the rows. A `Format` knows both.
+`message` has what is in a message and in a reply. Collectives between the devices of one worker are in
+`mesh.axes`.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -23,20 +20,31 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from lioncub_jax.exchange import bits, layout
-from lioncub_jax.exchange.bits import ROW
-from lioncub_jax.exchange.decide import Decision, Inbox, Reply, Sums
-from lioncub_jax.exchange.layout import Bucket
+from lioncub_jax.exchange import bits
+from lioncub_jax.exchange.compilations import marked
 from lioncub_jax.exchange.means import common_dtype
-from lioncub_jax.exchange.quantize import Message, Quantizer
+from lioncub_jax.exchange.message import (
+    VECTOR,
+    Format,
+    Inbox,
+    Message,
+    Reply,
+    Sums,
+    pack,
+    pack_reply,
+    padded_size,
+    unpack,
+    unpack_reply,
+    voted_planes,
+)
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import Axes
 
-__all__ = ["Format", "Wire", "Words", "all_reduce", "counts", "gathered", "lanes", "two_phase"]
+__all__ = ["Wire", "all_reduce", "counts", "gathered", "two_phase"]
 
 
 def voting(axis: Axes) -> Any:
-    """A named scope for what workers send, by which a compiled program tells who its workers are."""
+    """A named scope for what workers send, by which a compiled program tells its workers' axes."""
     sizes = ",".join(f"{n}:{k}" for n, k in jax.sharding.get_abstract_mesh().shape.items())
     return jax.named_scope(f"workers({','.join(axis)})of({sizes})")
 
@@ -52,172 +60,50 @@ def _floats(tree: Any) -> Any:
     return jax.named_scope(".".join(["lioncub.floats", *map(str, sizes)]))
 
 
-class Words(NamedTuple):
-    """Words about one chunk: planes, some single numbers, the numbers of its rows, and padding.
-
-    Attributes:
-      planes: how many.
-      of_plane: words of each.
-      numbers: how many single numbers.
-      of_rows: words of the numbers of the rows.
-      to: their sum is rounded up to a multiple of it, see `_rounded_up`.
-    """
-
-    planes: int
-    of_plane: int
-    numbers: int
-    of_rows: int
-    to: int
-
-    @property
-    def size(self) -> int:
-        """How many words."""
-        return _rounded_up(self.planes * self.of_plane + self.numbers + self.of_rows, self.to)
-
-    def join(self, chunks: int, planes: Sequence[Any], numbers: Sequence[Any], rows: Any) -> Any:
-        """Of so many chunks, ``uint32[chunks, size]``; single numbers may be the same in all."""
-        parts = [*planes, *[jnp.broadcast_to(x, (chunks,)) for x in numbers]]
-        parts += [] if rows is None else [rows]
-        joined = jnp.concatenate([x.reshape(chunks, -1) for x in parts], axis=1)
-        return jnp.pad(joined, ((0, 0), (0, self.size - joined.shape[1])))
-
-    def split(self, words: jax.Array) -> tuple[list[jax.Array], jax.Array, Any]:
-        """Undoes ``join``, ``uint32[..., size]``: planes, single numbers, and those of rows or None."""
-        ends = range(self.of_plane, self.planes * self.of_plane + 1, self.of_plane)
-        *planes, rest = jnp.split(words, list(ends), axis=-1)
-        rows = rest[..., self.numbers : self.numbers + self.of_rows] if self.of_rows else None
-        return planes, rest[..., : self.numbers], rows
-
-
-class Format(NamedTuple):
-    """What travels for one bucket, both ways.
-
-    Attributes:
-      bucket: the flat buffer.
-      up: the codes that go up.
-      workers: how many workers there are.
-      rows: rows of the chunk that each of them owns.
-      top: the largest code.
-      sends_scales: whether each row's scale travels, because the owner decodes values.
-      sends_votes: whether a bit says on which rows a worker votes; codes with a zero say so themselves.
-      message: words about one chunk that go up, in whole cache lines.
-      reply: words about one chunk that come back, in whole vectors of a TPU.
-    """
-
-    bucket: Bucket
-    up: Quantizer
-    workers: int
-    rows: int
-    top: int
-    sends_scales: bool
-    sends_votes: bool
-    message: Words
-    reply: Words
-
-    @classmethod
-    def of(cls, bucket: Bucket, up: Quantizer, decision: Decision) -> "Format":
-        """The format of a bucket's messages and replies."""
-        workers, rows, coder = bucket.workers, bucket.chunk, decision.coder
-        scales, votes = decision.decodes and not up.dense, not (decision.decodes or up.has_zero)
-        top = up.top(workers)
-        planes = 1 if up.dense else top.bit_length()
-        of_rows = rows // 2 if scales else bits.row_words(rows) if votes else 0
-        message = Words(planes, rows * up.words_per_row, 1, of_rows, _LINE)
-        of_rows = coder.row_words(rows, workers)
-        numbers, planes = 4 if decision.counts_pairs(up) else 2, coder.planes(top, workers)
-        reply = Words(planes, rows * coder.words_per_row, numbers, of_rows, _LANES)
-        return cls(bucket, up, workers, rows, top, scales, votes, message, reply)
-
-    def joined(self, codes: Sequence[Message], abstains: jax.Array) -> Message:
-        """The message about a whole bucket, padded to its chunks; without votes if the worker abstains."""
-
-        def whole(parts: Sequence[Any], each: int) -> jax.Array:
-            return layout.pad_rows(jnp.concatenate(parts), self.workers * each)
-
-        voted, scales = None, None
-        planes = [
-            whole(parts, self.message.of_plane)
-            for parts in zip(*[x.planes for x in codes], strict=True)
-        ]
-        if self.up.has_zero:
-            for k, plane in enumerate(planes):
-                zero = jnp.uint32(0xFFFFFFFF * (self.top // 2 >> k & 1))
-                planes[k] = jnp.where(abstains, zero, plane)
-        if self.sends_votes:
-            voted = whole([x.voted for x in codes], self.message.of_rows)
-            voted = jnp.where(abstains, 0, voted)
-        if self.sends_scales:
-            scales = jnp.where(abstains, 0, whole([x.scales for x in codes], self.rows))
-        return Message(planes, voted, scales, ~abstains)
-
-    def pack(self, message: Message) -> jax.Array:
-        """A message about all chunks: ``uint32[W, words]``."""
-        rows = message.voted if message.scales is None else message.scales.view(jnp.uint32)
-        takes_part = message.valid.astype(jnp.uint32)
-        return self.message.join(self.workers, message.planes, [takes_part], rows)
-
-    def unpack(self, messages: jax.Array) -> Inbox:
-        """Undoes ``pack`` for all workers: ``uint32[W, chunks, words]``.
-
-        A worker may send any words, and has one vote: codes that are none are the largest, and count only
-        on rows that it votes on; steps that are none are 0; it takes part or does not.
-        """
-        planes, numbers, rows = self.message.split(messages)
-        voted, steps, takes_part = rows, None, numbers[:, 0, 0] & 1
-        if self.up.has_zero:
-            planes = bits.at_most(planes, self.top)
-        if self.sends_votes:
-            planes = self.voted(planes, voted)
-        if self.sends_scales:
-            voted, steps = None, rows.view(jnp.bfloat16).astype(jnp.float32)
-            steps = jnp.where((steps > 0) & (steps < jnp.inf), steps, 0)
-        return Inbox(planes, voted, steps, takes_part, jnp.sum(takes_part, dtype=jnp.uint32))
-
-    def voted(self, planes: Sequence[jax.Array], voted: jax.Array) -> list[jax.Array]:
-        """Planes ``uint32[..., words]`` with zeros on rows without a vote."""
-        mask = bits.over_rows(voted, self.rows)
-        return [plane & mask for plane in planes]
-
-    def pack_reply(self, reply: Reply, present: jax.Array) -> jax.Array:
-        """Replies about some chunks: ``uint32[chunks, words]``."""
-        numbers = jnp.uint32(reply.ties), present, *(x.view(jnp.uint32) for x in reply.pairs)
-        return self.reply.join(len(reply.planes[0]), reply.planes, numbers, reply.rows)
-
-    def unpack_reply(self, replies: jax.Array) -> tuple[Reply, jax.Array]:
-        """Undoes ``pack_reply``; and how many workers took part, as most owners say."""
-        planes, numbers, rows = self.reply.split(replies)
-        ties, present, *pairs = (numbers[:, k] for k in range(self.reply.numbers))
-        most = self.rows * ROW
-        ties = jnp.minimum(ties, np.uint32(min(most, 2**32 - 1)))
-        bound: Any = float(most * self.workers**2 // 2)
-        for k, x in reversed([*enumerate(x.view(jnp.float32) for x in pairs)]):
-            pairs[k] = bound = jnp.where(x >= 0, jnp.minimum(x, bound), 0)
-        present = jnp.minimum(jnp.sort(present)[len(present) // 2], self.workers)
-        return Reply(planes, rows, ties, pairs), present
+def _as_they_are(replies: jax.Array, axis: Axes) -> jax.Array:
+    return replies
 
 
 class Wire(NamedTuple):
-    """How messages reach the owner and replies come back; built by the functions of this module.
+    """The collectives of an exchange; built by the functions of this module.
 
     Attributes:
-      name: for people.
-      carries: what goes up: "codes", "values" or "both".
-      collect: ``(Message, Format, axis) -> Inbox or Sums``; ``valid`` of the message: the worker
-        takes part. `two_phase` and `gathered` give an Inbox, all others Sums.
-      owns_slice: True if each worker owns one chunk, False if everybody owns all.
-      publish: ``(uint32[chunks, words], axis) -> uint32[W, words]``, same on every worker. As they are, if
-        everybody owns all.
+      name: for errors and reports.
+      collect: ``(Message, Format, axis) -> Inbox`` about the chunks on which this worker decides, or
+        ``Sums`` about all chunks.
+      gather: ``(uint32[chunks, words], axis) -> uint32[W, words]`` of packed replies, the same on every
+        worker; as they are, if every worker decides on all chunks.
+      sharded: each worker owns one chunk; else every worker decides on all.
+      adds: "codes" or "values" where it adds those; None where it carries both to their owners.
     """
 
     name: str
-    carries: str
     collect: Callable[[Message, Format, Axes], Inbox | Sums]
-    owns_slice: bool = False
-    publish: Callable[[jax.Array, Axes], jax.Array] = lambda replies, axis: replies
+    gather: Callable[[jax.Array, Axes], jax.Array] = _as_they_are
+    sharded: bool = False
+    adds: str | None = None
+
+
+@jax.named_scope("lioncub.up")
+def collect(wire: Wire, message: Message, fmt: Format, axis: Axes) -> Inbox | Sums:
+    """Messages of all workers about the chunks on which this worker decides, or sums of all messages."""
+    with voting(axis):
+        return wire.collect(marked(message), fmt, axis)
+
+
+@jax.named_scope("lioncub.down")
+def publish(wire: Wire, reply: Reply, fmt: Format, axis: Axes, group: Axes) -> Reply:
+    """Replies of all owners, the same on every worker: planes ``uint32[devices W, words]``.
+
+    In a group, of the chunks of all of its devices; else ``devices`` is 1.
+    """
+    words = wire.gather(pack_reply(reply, fmt), axis)
+    words = from_group(words, group) if group else words[None]
+    return unpack_reply(words.reshape(-1, words.shape[-1]), fmt)
 
 
 def two_phase() -> Wire:
-    """All-to-all of packed codes, a tally at the owner of each slice, all-gather of packed replies.
+    """All-to-all of packed codes, a decision at the owner of each chunk, all-gather of packed replies.
 
     Traffic does not grow with the number of workers. The default.
 
@@ -228,34 +114,35 @@ def two_phase() -> Wire:
     Source: Lion Cub (arXiv 2411.16462), "1-bit all-reduce"; p bits up and 1 down are ours.
     """
 
-    def collect(message: Message, form: Format, axis: Axes) -> Inbox:
-        packed = form.pack(message)
+    def collect(message: Message, fmt: Format, axis: Axes) -> Inbox:
+        packed = pack(message, fmt)
         received = lax.all_to_all(packed, axis, split_axis=0, concat_axis=0, tiled=True)
-        return form.unpack(received[:, None])
+        return unpack(received[:, None], fmt)
 
-    def publish(replies: jax.Array, axis: Axes) -> jax.Array:
+    def gather(replies: jax.Array, axis: Axes) -> jax.Array:
         return gather_words(replies[0], axis)
 
-    return Wire("two-phase", "both", collect, True, publish)
+    return Wire("two-phase", collect, gather, sharded=True)
 
 
 def gathered() -> Wire:
-    """All-gather of everybody's packed codes; every worker counts for itself. For two workers.
+    """All-gather of the packed codes of all workers; every worker counts for itself. For two workers.
 
     Example:
       >>> import lioncub_jax as lc
       >>> tx = lc.lion_cub(1e-4, workers="data", wire=lc.wires.gathered())
     """
 
-    def collect(message: Message, form: Format, axis: Axes) -> Inbox:
-        received = gather_words(form.pack(message).reshape(-1), axis)
-        return form.unpack(received.reshape(form.workers, form.workers, -1))
+    def collect(message: Message, fmt: Format, axis: Axes) -> Inbox:
+        received = gather_words(pack(message, fmt).reshape(-1), axis)
+        received = received.reshape(fmt.num_workers, fmt.num_workers, -1)
+        return unpack(received, fmt)
 
-    return Wire("gathered", "both", collect)
+    return Wire("gathered", collect)
 
 
 def counts(dtype: Any = jnp.int8) -> Wire:
-    """All-reduce of codes as small integers: ``sum_i q_i = (unit sum_i signed_i + W top) / 2``.
+    """All-reduce of codes as small integers.
 
     Args:
       dtype: ``int8``, ``int16`` or ``int32``; a sum that could exceed it is refused when traced.
@@ -274,57 +161,30 @@ def counts(dtype: Any = jnp.int8) -> Wire:
     if dtype.name not in ("int8", "int16", "int32"):
         raise ValueError(f"counts({dtype.name}): give int8, int16 or int32")
 
-    def collect(message: Message, form: Format, axis: Axes) -> Sums:
-        top, unit = form.top, 2 if form.up.has_zero else 1
-        most = int(jnp.iinfo(dtype).max)
-        _check_countable("counts", form.workers, form.workers * top // unit, most)
-        codes, voted = _unpacked(message, form)
-        signed = (2 * codes.astype(jnp.int32) - top) // unit
+    def collect(message: Message, fmt: Format, axis: Axes) -> Sums:
+        unit = 2 if fmt.midtread else 1  # votes of codes with a zero are even
+        _check_countable(fmt.num_workers, fmt.max_sum // unit, int(jnp.iinfo(dtype).max))
+        codes, voted = _unpacked(message, fmt)
+        signed = (2 * codes.astype(jnp.int32) - fmt.max_code) // unit
+        voters = jnp.zeros(0, dtype)
         if voted is not None:
             signed = signed * voted.astype(jnp.int32)[..., None]
+            voters = voted.reshape(-1).astype(dtype)
+        # Votes, voters of each row, and workers that take part, in one all-reduce.
+        sent = signed.astype(dtype).reshape(-1), voters, message.participates[None].astype(dtype)
+        total = lax.psum(jnp.concatenate(sent), axis).astype(jnp.int32)
+        sums, voters, present = jnp.split(total, [signed.size, signed.size + voters.size])
+        # A sum does not tell who sent what, so a worker that lies decides all of it; but it stays a sum.
+        present = jnp.minimum(present[0].astype(jnp.uint32), fmt.num_workers)
+        limit, counted = jnp.int32(fmt.max_sum), None
+        if voted is not None:
+            counted = voters.reshape(voted.shape).astype(jnp.uint32)
+            counted = jnp.minimum(counted, fmt.num_workers)
+            limit = counted.astype(jnp.int32)[..., None] * fmt.max_code
+        sums = jnp.clip((unit * sums.reshape(codes.shape) + limit) // 2, 0, limit)
+        return Sums(sums, counted, present)
 
-        def add(numbers: jax.Array) -> jax.Array:
-            return lax.psum(numbers, axis).astype(jnp.int32)
-
-        sums, votes, present = _added(signed.astype(dtype), voted, message.valid, add)
-        votes, present, reach = _reach(votes, present, form)
-        return Sums(jnp.clip((unit * sums + reach) // 2, 0, reach), votes, present)
-
-    return Wire(f"counts({dtype.name})", "codes", collect)
-
-
-def lanes() -> Wire:
-    """All-reduce of words whose fields are wide enough that no sum carries into the next.
-
-    An ordinary integer all-reduce adds them. With ``integer(p)`` a field has ``p`` bits.
-
-    Example:
-      >>> import lioncub_jax as lc
-      >>> parts = {"quantizer": lc.quantize.integer(4), "wire": lc.wires.lanes()}
-      >>> tx = lc.lion_cub(1e-4, workers="data", **parts)
-
-    Source: Lion Cub (arXiv 2411.16462), "p-bit all-reduce" for p below 8.
-    """
-
-    def collect(message: Message, form: Format, axis: Axes) -> Sums:
-        reach = form.workers * form.top
-        _check_countable("lanes", form.workers, reach, 2**16 - 1)
-        field = reach.bit_length()
-        per_word = 32 // field
-        at = bits.counted(per_word, -1, 2, field)
-        codes, voted = _unpacked(message, form)
-
-        def add(numbers: jax.Array) -> jax.Array:
-            fields = jnp.pad(numbers, (0, -numbers.size % per_word)).reshape(-1, per_word)
-            words = lax.psum(jnp.sum(fields << at, -1, dtype=jnp.uint32), axis)
-            sums = (words[:, None] >> at) & jnp.uint32(2**field - 1)
-            return sums.reshape(-1)[: numbers.size]
-
-        sums, votes, present = _added(codes, voted, message.valid, add)
-        votes, present, reach = _reach(votes, present, form)
-        return Sums(jnp.minimum(sums.astype(jnp.int32), reach), votes, present)
-
-    return Wire("lanes", "codes", collect)
+    return Wire(f"counts({dtype.name})", collect, adds="codes")
 
 
 def all_reduce() -> Wire:
@@ -336,71 +196,38 @@ def all_reduce() -> Wire:
       >>> tx = lc.owner_lion(1e-4, workers="data", **exact)
     """
 
-    def collect(message: Message, form: Format, axis: Axes) -> Sums:
-        planes = [x.reshape(form.workers, -1) for x in message.planes]
-        values = form.up.values(planes, None, form.rows, 1)
-        values = jnp.where(message.valid, values, 0).astype(form.up.dense)
+    def collect(message: Message, fmt: Format, axis: Axes) -> Sums:
+        words = message.planes[0].reshape(fmt.num_workers, fmt.num_rows, -1)
+        values = words.view(fmt.dense).astype(jnp.float32)
+        values = jnp.where(jnp.isfinite(values) & message.participates, values, 0)
+        values = values.astype(fmt.dense)
         # Apart from the values, because bfloat16 cannot count beyond 256 workers.
         with _floats(values):
-            sums, present = lax.psum((values, message.valid.astype(jnp.uint32)), axis)
-        return Sums(sums.astype(jnp.float32), None, jnp.minimum(present, form.workers))
+            sums, present = lax.psum((values, message.participates.astype(jnp.uint32)), axis)
+        return Sums(sums.astype(jnp.float32), None, jnp.minimum(present, fmt.num_workers))
 
-    return Wire("all-reduce", "values", collect)
-
-
-_LINE, _LANES = 32, 128  # words
+    return Wire("all-reduce", collect, adds="values")
 
 
-def _rounded_up(words: int, to: int) -> int:
-    """To a multiple of ``to``, but not of short messages, where it would add more than 1 %.
-
-    A CPU unpacks messages that do not begin at a cache line five times slower. XLA for TPU replaces an
-    all-gather whose size is no multiple of 128 by an all-reduce of twice the bytes.
-    """
-    return words + -words % to if words >= 100 * _LANES else words
-
-
-def _unpacked(message: Message, form: Format) -> tuple[jax.Array, jax.Array | None]:
+def _unpacked(message: Message, fmt: Format) -> tuple[jax.Array, jax.Array | None]:
     """Codes ``uint32[W, rows, 128]``, 0 without a vote, and the rows with one, ``uint32[W, rows]``."""
-    planes = [x.reshape(form.workers, -1) for x in message.planes]
+    planes = [x.reshape(fmt.num_workers, -1) for x in message.planes]
     if message.voted is None:
-        return bits.unpack(planes, form.rows), None
-    voted = message.voted.reshape(form.workers, -1)
-    codes = bits.unpack(form.voted(planes, voted), form.rows)
-    return codes, bits.unpack_rows(voted, form.rows)
+        return bits.unpack(planes, fmt.num_rows), None
+    voted = message.voted.reshape(fmt.num_workers, -1)
+    codes = bits.unpack(voted_planes(planes, voted, fmt), fmt.num_rows)
+    return codes, bits.unpack_rows(voted, fmt.num_rows)
 
 
-def _reach(votes: Any, present: jax.Array, form: Format) -> tuple[Any, jax.Array, Any]:
-    """Votes of a row and workers that take part, no more than there are, and the largest sum of theirs.
-
-    Nobody can tell which worker sent what of a sum, so one that lies decides all of it; but it stays a sum.
-    """
-    present, reach = jnp.minimum(present, form.workers), jnp.int32(form.workers * form.top)
-    if votes is not None:
-        votes = jnp.minimum(votes, form.workers)
-        reach = votes.astype(jnp.int32)[..., None] * form.top
-    return votes, present, reach
-
-
-def _added(
-    codes: jax.Array, voted: jax.Array | None, takes_part: jax.Array, add: Callable[..., jax.Array]
-) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-    """Sums of codes, votes for each row, and how many take part, in one all-reduce of them all."""
-    votes = codes.reshape(-1)[:0] if voted is None else voted.reshape(-1)
-    parts = codes.reshape(-1), votes.astype(codes.dtype), takes_part[None].astype(codes.dtype)
-    sums, votes, present = jnp.split(
-        add(jnp.concatenate(parts)), [codes.size, codes.size + votes.size]
-    )
-    counted = None if voted is None else votes.reshape(voted.shape).astype(jnp.uint32)
-    return sums.reshape(codes.shape), counted, present[0].astype(jnp.uint32)
-
-
-def _check_countable(wire: str, workers: int, reach: int, most: int) -> None:
-    if reach > most:
+def _check_countable(num_workers: int, reach: int, largest: int) -> None:
+    if reach > largest:
         raise ValueError(
-            f"{wire}: the sum over {workers} workers can reach {reach}, but the wire counts to {most}; "
-            "use a wider dtype, fewer bits, or the two_phase wire, which has no such bound"
+            f"counts: the sum over {num_workers} workers can reach {reach}, but the wire counts to "
+            f"{largest}; use a wider dtype, fewer bits, or the two_phase wire, which has no such bound"
         )
+
+
+# --- In full precision
 
 
 def mean_over_workers(tree: Any, axis: Axes, dtype: Any = None) -> Any:
@@ -459,7 +286,8 @@ def gather_words(words: jax.Array, axis: Axes) -> jax.Array:
 
     One all-gather, or two of as many bytes together where XLA would make an all-reduce of one.
     """
-    padded = jnp.pad(words, (0, _rounded_up(words.size, _LANES) - words.size))
+    size = padded_size(words.size, VECTOR)
+    padded = jnp.pad(words, (0, size - words.size))
     row = _row(padded.size, lax.axis_size(axis))
     if row == 1:
         return lax.all_gather(padded, axis, to="invarying")[:, : words.size]
@@ -487,7 +315,7 @@ def _row(words: int, workers: int) -> int:
 
 
 def _gather_in_two(words: jax.Array, axis: Axes, row: int) -> jax.Array:
-    """What one all-gather gives. Columns first: that sends least between the slices of a larger mesh."""
+    """Gathers along columns, then rows: that order sends least between the slices of a larger mesh."""
     workers = np.arange(lax.axis_size(axis)).reshape(-1, row)
     column = lax.all_gather(words, axis, axis_index_groups=workers.T.tolist())
     every = lax.all_gather(column, axis, axis_index_groups=workers.tolist())

@@ -25,11 +25,14 @@ def reduced(
     operations it repeats for each use.
     """
     zeros = [x.dtype.type(0) for x in arrays]
-    both = lambda a, b: [op(y, z) for op, y, z in zip(each, a, b, strict=True)]  # noqa: E731
-    return list(lax.reduce(list(arrays), zeros, both, (axis,)))
+
+    def all_of(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[jax.Array]:
+        return [op(y, z) for op, y, z in zip(each, a, b, strict=True)]
+
+    return list(lax.reduce(list(arrays), zeros, all_of, (axis,)))
 
 
-def runtime_constants(numbers: Sequence[int], step: Any) -> list[jax.Array]:
+def runtime_constants(numbers: Sequence[int], count: Any) -> list[jax.Array]:
     """``uint32[]`` each: the numbers, as values that XLA cannot fold into a kernel.
 
     XLA compiles one kernel for each different computation. Kernels of two leaves of one shape differ only
@@ -37,19 +40,19 @@ def runtime_constants(numbers: Sequence[int], step: Any) -> list[jax.Array]:
 
     Args:
       numbers: at least 0. A single number stays a constant.
-      step: ``int32[]``, never negative, but XLA does not know this.
+      count: ``int32[]``, never negative, but XLA does not know this.
     """
     if len(numbers) < 2:
-        return list(map(jnp.uint32, numbers))
+        return [jnp.uint32(x) for x in numbers]
     # Reduced, because XLA puts no reduction of several results into the kernels that use them.
-    nothing = jnp.stack([step.astype(jnp.uint32) >> 31, jnp.uint32(0)])[:, None]
+    nothing = jnp.stack([count.astype(jnp.uint32) >> 31, jnp.uint32(0)])[:, None]
     few = min(len(numbers), PER_REDUCTION)
     padded = np.pad(np.array(numbers, np.uint32), (0, -len(numbers) % few))
-    found: list[jax.Array] = []
+    constants: list[jax.Array] = []
     for own in padded.reshape(-1, 1, few):
         both = nothing + own
-        found += reduced([jnp.maximum] * few, [both[:, k] for k in range(few)], 0)
-    return found[: len(numbers)]
+        constants += reduced([jnp.maximum] * few, [both[:, k] for k in range(few)], 0)
+    return constants[: len(numbers)]
 
 
 def materialized(x: jax.Array) -> jax.Array:
@@ -65,7 +68,7 @@ def recomputed(arrays: Sequence[Any]) -> list[Any]:
     """The same arrays (or None) behind an optimization barrier.
 
     XLA computes values from them again instead of storing a copy as large as the gradient. On a TPU it also
-    keeps their layout, in which our kernel reads them.
+    keeps their layout, in which the kernel that packs reads them.
     """
     return lax.optimization_barrier(list(arrays))
 
@@ -83,7 +86,7 @@ def all_delayed_by(flags: Sequence[jax.Array], words: Sequence[jax.Array]) -> ja
     137 bytes a parameter in place of 146 (``benchmarks/ahead_of_time.py --models "gpt-124m, update"``); of
     one matrix it gains nothing.
     """
-    never = jnp.stack([*map(_never, words), ~flags[-1]])
+    never = jnp.stack([*[_never(x) for x in words], ~flags[-1]])
     # One reduction with the flags, so that they are computed once. XLA would drop a reduction of one flag.
     made, wrong = reduced([operator.or_] * 2, [never, ~jnp.stack(flags)], 0)
     return ~(made | wrong)

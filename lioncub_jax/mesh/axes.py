@@ -5,7 +5,7 @@ of the workers, which vote, and inner axes (fsdp, tensor, expert), over which a 
 Sums here are over the devices of one worker; what travels between workers is in `wires`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import reduce
 from typing import Any, TypeAlias
 
@@ -96,7 +96,12 @@ def shard(x: jax.Array, axis: Axes) -> tuple[Any, int]:
 
     0 of 1 for an array in one piece.
     """
-    others = _others(x, axis)
+    return shard_of(varying_axes(x), axis)
+
+
+def shard_of(varying: Collection[str], axis: Axes) -> tuple[Any, int]:
+    """`shard` of an array that varies over these mesh axes."""
+    others = tuple(sorted(set(varying).difference(axis)))
     return (lax.axis_index(others).astype(jnp.uint32), lax.axis_size(others)) if others else (0, 1)
 
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from lioncub_jax.exchange.means import mean_of
-from lioncub_jax.exchange.step import CommunicateState, VoteCounts
 from lioncub_jax.exchange.sync import SyncState
+from lioncub_jax.exchange.transform import CommunicateState, VoteCounts
 from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.mesh.placement import Static, Workers, check_alive
 from lioncub_jax.training.mapped import states_of

@@ -1,0 +1,368 @@
+"""Parts of a step: leaves to rows and codes, and replies to leaves. `step` has the order in which they run.
+
+A *bucket* holds the leaves that travel together, in rows of 128 elements. A *piece* of it is encoded by
+itself: a large leaf in its own shape, or the rows of all small leaves, joined. Much here is for XLA's sake,
+see `xla`; none of it changes a value.
+"""
+
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from lioncub_jax.exchange import bits, layout, quantize, rotation, xla
+from lioncub_jax.exchange.bits import BLOCK, ROW, WORDS_PER_ROW
+from lioncub_jax.exchange.decide import DecideContext, Decision
+from lioncub_jax.exchange.layout import Bucket, Piece
+from lioncub_jax.exchange.means import common_dtype
+from lioncub_jax.exchange.message import Format, Message, Reply
+from lioncub_jax.exchange.momentum import Memory
+from lioncub_jax.exchange.quantize import Code, EncodeContext
+from lioncub_jax.mesh import axes, kernels
+from lioncub_jax.mesh.axes import Axes
+
+
+class WorkerBucket(NamedTuple):
+    """A bucket at this worker, in this step.
+
+    Attributes:
+      bucket: places of its leaves; static.
+      pieces: its pieces, in the order of their rows.
+      format: contents and sizes of messages and replies.
+      row_sizes: ``int32[rows]``, elements of each row that are no padding; None where all are, or where
+        padding cannot count.
+      shard: ``uint32[]``, index of the shard of the leaves on this device; 0 for whole leaves.
+      num_shards: shards of each leaf.
+    """
+
+    bucket: Bucket
+    pieces: Sequence[Piece]
+    format: Format
+    row_sizes: jax.Array | None
+    shard: Any
+    num_shards: int
+
+
+class Worker(NamedTuple):
+    """The worker of this device, and its buckets.
+
+    Attributes:
+      axis: mesh axes of the workers.
+      index: ``int32[]``, varies over the workers.
+      num_workers: W.
+      count: ``int32[]``, steps taken before.
+      buckets: in which its leaves travel.
+      group_buckets: in a group of devices, the buckets of whole leaves that the group shares; this device's
+        chunk of each is a leaf of ``buckets``. () without a group.
+      row_sizes: for each chunk of a group bucket ``int32[rows]``, elements that are no padding; None for a
+        leaf whose size tells it.
+      flag_per_bucket: the worker abstains from each bucket by itself.
+    """
+
+    axis: Axes
+    index: jax.Array  # type: ignore[assignment]
+    num_workers: int
+    count: jax.Array  # type: ignore[assignment]
+    buckets: Sequence[WorkerBucket]
+    group_buckets: Sequence[Bucket]
+    row_sizes: Sequence[jax.Array | None]
+    flag_per_bucket: bool
+
+
+class WorkerState(NamedTuple):
+    """State of a worker: for each leaf ``mu`` and ``e``, arrays or None."""
+
+    mu: list[Any]
+    error: list[Any]
+
+
+class PieceState(NamedTuple):
+    """Arrays of a piece at this worker, in the shape of its leaf, or joined as ``[rows, 128]``.
+
+    Attributes:
+      piece: its rows.
+      gradient: ``g``.
+      momentum: ``mu``, or None.
+      error: ``e``, or None.
+      direction: ``c``, at least float32.
+    """
+
+    piece: Piece
+    gradient: jax.Array
+    momentum: jax.Array | None
+    error: jax.Array | None
+    direction: jax.Array
+
+
+def piece_state(
+    memory: Memory, piece: Piece, grads: Sequence[jax.Array], state: WorkerState
+) -> PieceState:
+    """The arrays of a piece, from those of all leaves, and its direction ``c``."""
+    [g] = layout.join_pieces(grads, [piece])
+    [mu] = layout.join_pieces(state.mu, [piece])
+    [e] = layout.join_pieces(state.error, [piece])
+    c = memory.interpolate(wide(g), wide(mu))
+    return PieceState(piece, gradient=g, momentum=mu, error=e, direction=c)
+
+
+def wide(x: Any) -> Any:
+    """At least float32: results are rounded once, when they are stored."""
+    return None if x is None else x.astype(common_dtype(x, jnp.float32))
+
+
+def plus_error(direction: jax.Array, error: jax.Array | None) -> jax.Array:
+    """``c + e``."""
+    if error is None:
+        return direction
+    return direction.astype(jnp.float32) + error.astype(jnp.float32)
+
+
+# --- Encode
+
+
+@jax.named_scope("lioncub.pack")
+def encode(
+    memory: Memory, code: Code, worker: Worker, bucket: WorkerBucket, pieces: Sequence[PieceState]
+) -> list[Message]:
+    """``q = Q(c + e)`` of each piece of a bucket."""
+    rows = [rows_to_encode(memory, p) for p in pieces]
+    contexts = encode_contexts(code, worker, bucket, rows)
+    return [code.encode(x, context) for x, context in zip(rows, contexts, strict=True)]
+
+
+def rows_to_encode(memory: Memory, p: PieceState) -> jax.Array:
+    """``c + e`` as ``float32[rows, 128]``; on a TPU computed in rows, if the leaf lies in memory so."""
+    if kernels.for_tpu() and layout.lies_in_rows(p.piece):
+        rows = []
+        for x in (p.gradient, p.momentum, p.error):
+            rows.append(None if x is None else layout.piece_to_rows(x, p.piece))
+        g, mu, e = xla.recomputed(rows)
+        return plus_error(memory.interpolate(wide(g), wide(mu)), e).astype(jnp.float32)
+    values = plus_error(p.direction, p.error)
+    return layout.piece_to_rows(values.astype(jnp.float32), p.piece)
+
+
+def encode_contexts(
+    code: Code, worker: Worker, bucket: WorkerBucket, rows: Sequence[jax.Array]
+) -> list[EncodeContext]:
+    """Facts that the code needs about each piece of a bucket, whose values are ``rows``."""
+    pieces = bucket.pieces
+    scales: list[Any] = [None] * len(pieces)
+    if code.uses_leaf_scale:
+        scales = leaf_scales(worker, bucket, rows)
+    first_rows = [bucket.bucket.first_row + piece.first_row for piece in pieces]
+    first_words = xla.runtime_constants([x * WORDS_PER_ROW for x in first_rows], worker.count)
+    draw = bits.draw_signs(worker.count, worker.index, worker.num_workers)
+    if worker.flag_per_bucket:
+        # XLA fuses kernels with a common operand, and the first bucket would wait for the last gradient. So
+        # each bucket has its own copy.
+        draw = bits.SignDraw(*[xla.delayed_by(x, rows[0][0, 0]) for x in draw])
+    contexts = []
+    for k, piece in enumerate(pieces):
+        sizes, first, size = bucket.row_sizes, piece.first_row, piece.rows
+        first_word = first_words[k] + bucket.shard * bucket.bucket.total_rows * WORDS_PER_ROW
+        context = EncodeContext(
+            num_chunks=bucket.bucket.packed_chunks,
+            num_workers=worker.num_workers,
+            count=worker.count,
+            row_sizes=None if sizes is None else sizes[first:][:size],
+            random_signs=bits.random_signs(first_word, size * WORDS_PER_ROW, draw),
+            noise=None if code.rounding is None else noise(code.rounding, worker, bucket, piece),
+            leaf_scale=scales[k],
+        )
+        contexts.append(context)
+    return contexts
+
+
+def noise(seed: int, worker: Worker, bucket: WorkerBucket, piece: Piece) -> jax.Array:
+    """``float32[rows, 128]`` in [0, 1), added before rounding down; by seed, step, worker and leaf."""
+    key = jax.random.key(seed)
+    for part in (worker.count, worker.index):
+        key = jax.random.fold_in(key, part)
+    drawn = []
+    for s in piece.segments:
+        own = jax.random.fold_in(key, s.leaf)
+        if bucket.num_shards > 1:
+            own = jax.random.fold_in(own, bucket.shard)
+        drawn.append(jax.random.uniform(own, (s.rows, ROW), jnp.float32))
+    return layout.pad_rows(jnp.concatenate(drawn), piece.rows)
+
+
+def leaf_scales(worker: Worker, bucket: WorkerBucket, rows: Sequence[jax.Array]) -> list[jax.Array]:
+    """Mean magnitude of the leaf of each row, all shards together: ``float32[rows]`` for each piece."""
+    sums = []
+    for x, piece in zip(rows, bucket.pieces, strict=True):
+        sums.append(sums_of_leaves(x, piece))
+    # All leaves in one sum, and none at all where nothing is cut.
+    totals = axes.sum_over_shards(jnp.concatenate(sums), worker.axis)
+    scales, first = [], 0
+    for piece in bucket.pieces:
+        own = totals[first : first + len(piece.segments)]
+        first += len(piece.segments)
+        sizes = [float(s.size) * bucket.num_shards for s in piece.segments]
+        low, high = own[:, 0] / np.array(sizes, np.float32), own[:, 1] / np.array(sizes, np.float32)
+        means = jnp.where(jnp.isfinite(low), low, high * 2.0**64)
+        by_row = [jnp.full(s.rows, means[i]) for i, s in enumerate(piece.segments)]
+        scales.append(jnp.pad(jnp.concatenate(by_row), (0, piece.idle)))
+    return scales
+
+
+def sums_of_leaves(x: jax.Array, piece: Piece) -> jax.Array:
+    """``float32[leaves, 2]``: sums of magnitudes, plain and times 2**-64, which do not overflow."""
+    magnitude = jnp.abs(x)
+    by_row = xla.reduced([operator.add] * 2, [magnitude, magnitude * 2.0**-64], 1)
+    each_row, sums = jnp.stack(by_row, -1), []
+    for s in piece.segments:
+        first = s.first_row - piece.first_row
+        sums.append(jnp.sum(each_row[first : first + s.rows], axis=0))
+    return jnp.stack(sums)
+
+
+def participation(
+    worker: Worker, encoded: Sequence[Sequence[Message]], abstain: jax.Array | None
+) -> list[jax.Array]:
+    """``bool[]`` for each bucket: all values are finite on all devices of the worker, and not ``abstain``.
+
+    One flag for all buckets; or one for each, since a common flag would make the first bucket wait for the
+    last gradient.
+    """
+
+    def participates(messages: Sequence[Message]) -> jax.Array:
+        abstains = jnp.zeros((), bool) if abstain is None else abstain
+        if messages:
+            # Behind the codes, so that momentum can be overwritten in place.
+            flags = [*[x.participates for x in messages], ~abstains]
+            abstains = ~xla.all_delayed_by(flags, [x.planes[0][0] for x in messages])
+        return ~axes.any_over_shards(abstains, worker.axis)
+
+    if worker.flag_per_bucket:
+        return [participates(messages) for messages in encoded]
+    return [participates([x for messages in encoded for x in messages])] * len(encoded)
+
+
+# --- Decide
+
+
+def decide_context(
+    code: Code, worker: Worker, bucket: WorkerBucket, sharded: bool
+) -> DecideContext:
+    """The rows of a bucket on which this worker decides: its chunk if ``sharded``, else all."""
+    layout_, sizes = bucket.bucket, bucket.row_sizes
+    num_chunks, first = worker.num_workers, jnp.uint32(0)
+    if sharded:
+        num_chunks, first = 1, worker.index.astype(jnp.uint32) * layout_.chunk
+    if sizes is not None:
+        sizes = lax.dynamic_slice_in_dim(sizes, first, num_chunks * layout_.chunk)
+    row = layout_.first_row + first
+    row += bucket.shard * layout_.total_rows
+    words = layout_.chunk * WORDS_PER_ROW
+    tie_bits = bits.tie_bits(row * WORDS_PER_ROW, num_chunks * words, worker.count)
+    return DecideContext(
+        code=code,
+        format=bucket.format,
+        num_chunks=num_chunks,
+        dtype=layout_.dtype,
+        row_sizes=sizes,
+        tie_bits=tie_bits.reshape(num_chunks, words),
+        count=worker.count,
+    )
+
+
+# --- Decode
+
+
+@jax.named_scope("lioncub.unpack")
+def decode(
+    decision: Decision, worker: Worker, bucket: WorkerBucket, reply: Reply
+) -> list[jax.Array]:
+    """``u`` of each piece, ``[devices, rows, 128]``."""
+    fmt, num_rows = bucket.format, bucket.bucket.rows
+    devices = len(reply.planes[0]) // fmt.num_workers
+    if not bucket.bucket.large:  # one piece
+        u = decision.decode(reply.planes, reply.row_data, fmt.num_rows, fmt)
+        return [u.reshape(devices, -1, ROW)]
+    # Each piece by itself: large leaves of one shape share a kernel.
+    first_blocks = [piece.first_row // BLOCK for piece in bucket.pieces]
+    starts = xla.runtime_constants(first_blocks, worker.count)
+    words = jax.tree.map(
+        lambda x: x.reshape(devices, num_rows // BLOCK, -1), (list(reply.planes), reply.row_data)
+    )
+    updates = []
+    for start, piece in zip(starts, bucket.pieces, strict=True):
+
+        def cut(x: jax.Array, start: Any = start, size: int = piece.rows // BLOCK) -> jax.Array:
+            return lax.dynamic_slice_in_dim(x, start, size, 1).reshape(devices, -1)
+
+        planes, row_data = jax.tree.map(cut, words)
+        updates.append(decision.decode(planes, row_data, piece.rows, fmt))
+    return updates
+
+
+def update_leaves(worker: Worker, piece: Piece, u: jax.Array) -> dict[int, jax.Array]:
+    """``u`` of each leaf of a piece by index; in a group of group buckets, ``[devices, chunk, 128]``."""
+    if not worker.group_buckets:
+        # Float32, as it is used: a conversion for each leaf is work for a compiler.
+        return layout.split_pieces([u.astype(jnp.float32)], [piece])
+    chunks = {}
+    for s in piece.segments:
+        first = s.first_row - piece.first_row
+        chunks[s.leaf] = u[:, first : first + worker.group_buckets[s.leaf].chunk]
+    return chunks
+
+
+def leaves_of_group(worker: Worker, chunks: dict[int, jax.Array]) -> dict[int, jax.Array]:
+    """Leaves by index, from all chunks of each group bucket, ``[devices, chunk, 128]``."""
+    leaves: dict[int, jax.Array] = {}
+    for k, bucket in enumerate(worker.group_buckets):
+        pieces = layout.pieces([bucket], worker.count)
+        leaves |= layout.split_bucket(chunks[k].reshape(-1, ROW), pieces)
+    return leaves
+
+
+# --- Remember
+
+
+def quantization_error(
+    code: Code, worker: Worker, bucket: WorkerBucket, p: PieceState, message: Message
+) -> jax.Array:
+    """``e = keep (c + e - dequantize(q))`` of a piece; padding may hold anything."""
+    assert code.decode is not None and message.scales is not None
+    x = plus_error(p.direction, p.error)
+    if not p.piece.joined:
+        # Computed again: storing it would cost an array as large as the gradient.
+        x = plus_error(*xla.recomputed([p.direction, p.error]))
+    x = wide(x)
+    scales = message.scales.reshape(bucket.bucket.packed_chunks, -1)
+    planes = [plane.reshape(len(scales), -1) for plane in message.planes]
+    rows = code.decode(planes, scales, scales.shape[1], True)
+    if code.rotates:
+        rows = rotation.undone(rows, worker.count)
+    error = x - layout.rows_to_piece(rows, p.piece).astype(x.dtype)
+    return error if code.keep == 1 else code.keep * error
+
+
+def new_leaves(
+    worker: Worker, piece: Piece, old: jax.Array | None, new: jax.Array, leaves: Sequence[Any],
+    participates: jax.Array,
+) -> dict[int, jax.Array]:  # fmt: skip
+    """The new momentum (or error) of each leaf of a piece, by index; the old if the worker abstains.
+
+    ``old`` and ``new`` are arrays of the piece, ``leaves`` those of all leaves before the step; None where
+    there was nothing before.
+    """
+    if old is None:
+        updated = layout.split_pieces([new], [piece])
+        return {i: layout.zero_padding(x, worker.row_sizes[i]) for i, x in updated.items()}
+    dtypes = {leaves[s.leaf].dtype for s in piece.segments}
+    if len(dtypes) == 1:  # one cast for the whole piece
+        dtype = dtypes.pop()
+        new, old = quantize.saturated(new, dtype), old.astype(dtype)
+    updated = layout.split_pieces([jnp.where(participates, new, old)], [piece])
+    for i, x in updated.items():
+        x = layout.zero_padding(x, worker.row_sizes[i])
+        updated[i] = quantize.saturated(x, leaves[i].dtype)
+    return updated

@@ -1,0 +1,71 @@
+"""The step of a single worker: no code, no collective.
+
+Leaves keep their shapes and dtypes, so that ``u = sign(c)`` is ``optax.lion`` to the bit. The same step in
+rows, with a collective of one worker, is not for bfloat16 leaves, and moves twice the bytes.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from lioncub_jax.exchange import layout, quantize, wires
+from lioncub_jax.exchange.decide import AtOwner
+from lioncub_jax.exchange.message import BucketStats
+from lioncub_jax.exchange.pieces import Worker, WorkerState, plus_error
+from lioncub_jax.exchange.step import Exchange, StepResult
+from lioncub_jax.mesh import axes
+
+
+def single_worker_step(
+    exchange: Exchange,
+    worker: Worker,
+    grads: Sequence[jax.Array],
+    state: WorkerState,
+    owner_states: Sequence[Any],
+    abstain: jax.Array | None,
+) -> StepResult:
+    """``u = sign(c)`` of votes; ``u, s = tx(c + e, s)`` at an owner, plus the error of its earlier replies.
+
+    Args:
+      exchange: the parts, as in `step.step`.
+      worker: this worker.
+      grads: ``g`` of each leaf.
+      state: ``mu`` and ``e`` of each leaf; errors of earlier codes are added in full.
+      owner_states: for each bucket the owner's state, or ().
+      abstain: ``bool[]``, True to abstain; or None.
+    """
+    memory, decision, axis = exchange.memory, exchange.decision, exchange.axis
+    values, abstains = [], jnp.zeros((), bool) if abstain is None else abstain
+    for g, mu, e in zip(grads, state.mu, state.error, strict=True):
+        values.append(plus_error(memory.interpolate(g, mu), e))
+        abstains |= ~jnp.all(jnp.isfinite(values[-1]))
+    abstains = axes.any_over_shards(abstains, axis)
+    present = 1 - abstains.astype(jnp.uint32)
+
+    new_owner_states = []
+    if isinstance(decision, AtOwner):
+        for bucket, s in zip(worker.buckets, owner_states, strict=True):
+            rows = layout.join_bucket(values, bucket.bucket)
+            rows, s = decision.decide_locally(
+                rows, present, bucket.bucket.dtype, bucket.row_sizes, s
+            )
+            new_owner_states.append(s)
+            for i, x in layout.split_bucket(rows, bucket.bucket.pieces).items():
+                values[i] = x
+
+    updates, new_mu, new_error = {}, [], []
+    for i, (g, mu, e) in enumerate(zip(grads, state.mu, state.error, strict=True)):
+        u = jnp.where(abstains, 0, decision.local_update(values[i]))
+        u = axes.same_everywhere(u, axis)
+        updates[i] = wires.from_group(u, exchange.group) if exchange.group else u
+        if mu is not None:
+            mu = jnp.where(abstains, mu, quantize.saturated(memory.update(g, mu), mu.dtype))
+        new_mu.append(mu)
+        new_error.append(None if e is None else jnp.where(abstains, e, 0))
+
+    present = axes.same_everywhere(present, axis)
+    stats = BucketStats(jnp.zeros(1, jnp.uint32), (), present)
+    state = WorkerState(new_mu, new_error)
+    return StepResult(updates, state, new_owner_states, [stats], [~abstains])

@@ -1,0 +1,463 @@
+"""The transform `communicate`: its state, ``init`` and ``update`` around a step of each worker.
+
+``init`` makes ``mu`` and ``e`` of the leaves, or of a group's chunks of them, and ``s`` of owned chunks.
+``update`` runs `step.step` where every mesh axis is manual, then adds up statistics over the devices.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from lioncub_jax.exchange import bits, checks, decide, layout, quantize, wires
+from lioncub_jax.exchange.arguments import check_count, check_kinds
+from lioncub_jax.exchange.bits import ROW
+from lioncub_jax.exchange.decide import Decision
+from lioncub_jax.exchange.layout import Bucket, Flat, Holder
+from lioncub_jax.exchange.message import BucketStats, Format, message_size
+from lioncub_jax.exchange.momentum import Memory
+from lioncub_jax.exchange.pieces import Worker, WorkerBucket, WorkerState, leaves_of_group
+from lioncub_jax.exchange.quantize import Code, Quantizer
+from lioncub_jax.exchange.single import single_worker_step
+from lioncub_jax.exchange.step import Exchange, StepResult, step
+from lioncub_jax.exchange.wires import Wire
+from lioncub_jax.mesh import axes, placement
+from lioncub_jax.mesh.axes import AxisName
+from lioncub_jax.mesh.placement import Workers
+
+
+class VoteCounts(NamedTuple):
+    """Statistics of votes, the same on every worker; `metrics` gives them to a logger.
+
+    Attributes:
+      ties: ``float32[]``, parameters whose votes cancelled in the last step.
+      parameters: ``float32[]``, parameters that were voted on.
+      abstained: ``int32[]``, workers that abstained from the last step, of buckets with votes of their own
+        from the one with the fewest.
+      abstentions: ``int32[]``, their sum over all steps.
+      unlike: ``float32[]``, of ``pairs`` those whose votes differ; ``()`` but for votes of one bit.
+      pairs: ``float32[]``, pairs of two workers' votes on one parameter in the last step; likewise.
+    """
+
+    ties: jax.Array
+    parameters: jax.Array
+    abstained: jax.Array
+    abstentions: jax.Array
+    unlike: Any
+    pairs: Any
+
+
+class CommunicateState(NamedTuple):
+    """State of `communicate`.
+
+    Attributes:
+      count: ``int32[]``, steps taken; same on every worker.
+      mu: momentum, shaped like the parameters, each worker's own (or None leaves).
+      error: quantization error kept for the next step, shaped like the parameters, each worker's own
+        (or None leaves).
+      owner: for each bucket the owner's state for the slice that this worker owns.
+      votes: statistics.
+    """
+
+    count: jax.Array  # type: ignore[assignment]
+    mu: Any
+    error: Any
+    owner: Any
+    votes: VoteCounts
+
+    def exchanges(self) -> bool:
+        """True: workers communicate in the transform of this state."""
+        return True
+
+    @staticmethod
+    def holders() -> dict[str, Holder]:
+        """Holders of the fields, for checkpoints."""
+        return {"mu": Holder.WORKER, "error": Holder.FEEDBACK, "owner": Holder.OWNER}
+
+
+def communicate(
+    *,
+    workers: AxisName | Workers | None,
+    memory: Memory,
+    quantizer: Quantizer | None = None,
+    decision: Decision | None = None,
+    wire: Wire | None = None,
+    bucket_size: int | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Exchanges codes between workers: their gradients in, one update out, the same on every worker.
+
+    ``c_i = memory.interpolate(g_i, mu_i)``, ``u = decide(Q(c_1 + e_1), ..., Q(c_W + e_W))``, ``mu_i =
+    memory.update(g_i, mu_i)``; see `step` for the whole step. The learning rate and weight decay stand
+    behind it in a chain, as behind ``optax.scale_by_lion``.
+
+    A worker with a value that is not finite anywhere, or asked to by ``abstain``, abstains: it
+    casts no vote, and its momentum and error stay as they are (with ``bucket_size``: on that bucket). A
+    row of 128 elements whose values are all exactly zero is not voted on by that worker; a row on which
+    nobody votes gets update 0. One worker alone sends nothing, so nothing is quantized either.
+
+    Args:
+      workers: a `Workers`; the name of a mesh axis, bound by ``jax.shard_map`` or ``jax.pmap``,
+        or of several, a tuple, that are one group of voters together; None for one device without a mesh.
+        `Workers` with a ``group`` are two levels: the gradients are averaged in full precision inside the
+        group by a reduce-scatter, each device keeps momentum and votes for its chunk of the parameters, and
+        the packed replies are gathered inside the group.
+      memory: ``blend(b1, b2)``, or ``nothing()``: signSGD, or momentum that lives at the owner.
+      quantizer: from values to codes; default ``sign()``.
+      decision: of the owner of a chunk: ``majority()`` (default), ``ternary()`` (default for
+        codes with a zero), ``average()`` or ``at_owner(tx)``.
+      wire: ``two_phase()`` (default), ``gathered()``, ``counts()``, ``lanes()`` or ``all_reduce()``.
+      bucket_size: elements after which a new bucket begins; None for one bucket. Each travels as
+        soon as its gradients are there, so a worker abstains from each by itself: with a value that is
+        not finite it still votes on the others. See docs/reports/accelerators.md for when it pays.
+
+    Returns:
+      A transform. ``update(updates, state, params, abstain=None)`` takes gradients that vary over
+      ``workers``, floating leaves of any shape, and returns updates of the same shapes and dtypes that are
+      the same on every worker. ``abstain``: ``bool[]`` of this worker, True to abstain. `traffic.of` says
+      what it sends.
+
+    Raises:
+      ValueError: for parts that do not fit together; when traced, for an axis that is not bound,
+        gradients that were already reduced, a state of other parameters, an ``abstain`` that is no
+        ``bool[]``, or too many workers for a code or wire.
+      TypeError: without a memory, or for a part of another kind; when traced, for integer or complex
+        leaves, or a misspelled ``abstain``.
+
+    Example:
+      >>> import lioncub_jax as lc, optax
+      >>> tx = optax.chain(
+      ...     lc.communicate(workers="data", memory=lc.momentum.blend(), quantizer=lc.quantize.midrise(2)),
+      ...     optax.add_decayed_weights(0.1),
+      ...     optax.scale_by_learning_rate(1e-4),
+      ... )
+
+    Source: Distributed Lion (arXiv 2404.00438), Lion Cub (arXiv 2411.16462).
+    """
+    quantizer = quantize.sign() if quantizer is None else quantizer
+    check_kinds(quantizer=(quantizer, Quantizer))
+    decision = decide.default_for(quantizer) if decision is None else decision
+    wire = wires.two_phase() if wire is None else wire
+    check_kinds(memory=(memory, Memory), decision=(decision, Decision), wire=(wire, Wire))
+    code = decision.code_of(quantizer)
+    check_wire(decision, quantizer, code, wire)
+    axis, group = placement.names_of(workers)
+    if group:
+        checks.check_group(quantizer, code)
+    if bucket_size is not None:
+        wanted = "a number of elements, or None"
+        check_count(f"bucket_size={bucket_size!r}", bucket_size, wanted)
+    exchange = Exchange(axis, group, memory, code, decision, wire, bucket_size)
+    varying_over = (*axis, *group)
+
+    def init(params: optax.Params) -> CommunicateState:
+        params = checks.check_leaves(params)
+        if checks.stands_in(params):
+            mu, error, owner = stand_ins(exchange, params)
+        else:
+            mu, error, owner = memory.init(params), zero_errors(code, params), ()
+            if group or code.decode is not None:
+                axes.workers_on(varying_over)  # bound here, or these chunks are nobody's
+                params = axes.varying(
+                    params, varying_over
+                )  # as gradients do, from which buckets are made
+                owner = placement.on_shards(init_owner_states, (exchange, params))
+            if group:
+                mu, error = placement.on_shards(init_chunks, (exchange, params))
+        return CommunicateState(jnp.zeros((), jnp.int32), mu, error, owner, no_votes(exchange))
+
+    def update(
+        updates: optax.Updates,
+        state: CommunicateState,
+        params: optax.Params | None = None,
+        *,
+        abstain: jax.Array | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, CommunicateState]:
+        axes.workers_on(axis)
+        abstain = checks.check_abstain(abstain, extra)
+        updates = checks.check_leaves(updates)
+        checks.check_local(updates, varying_over)
+        if not group:
+            checks.check_state(updates, state.mu, state.error)
+        if not axis:
+            checks.warn_if_on_several_devices(updates)
+        checks.watch_workers(updates, params, state.count, axis)
+        # Results have the sharding of what they replace.
+        args = exchange, updates, state, abstain
+        return placement.on_shards(update_on_device, args, (updates, state))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def check_wire(decision: Decision, quantizer: Quantizer, code: Code, wire: Wire) -> None:
+    """Raises ``ValueError`` for a wire that adds what it is not given."""
+    if wire.adds == "codes" and code.decode is not None:
+        raise ValueError(
+            f"decision={decision.name}: the {wire.name} wire adds codes, which are not decoded then: give "
+            "decision=majority(), or the two_phase wire"
+        )
+    if wire.adds == "values" and code.dense is None:
+        raise ValueError(
+            f"decision={decision.name}: the {wire.name} wire adds values, and {quantizer.name} sends "
+            "codes: give quantizer=dense() with decision=at_owner(tx), or the two_phase wire"
+        )
+
+
+# --- State
+
+
+def no_votes(exchange: Exchange) -> VoteCounts:
+    """Statistics before the first step, each an array of its own: a training step donates them all."""
+    pairs: Any = ((), ())
+    if exchange.code.sends_votes and exchange.code.max_code(1) == 1:
+        pairs = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
+    return VoteCounts(
+        ties=jnp.zeros((), jnp.float32),
+        parameters=jnp.zeros((), jnp.float32),
+        abstained=jnp.zeros((), jnp.int32),
+        abstentions=jnp.zeros((), jnp.int32),
+        unlike=pairs[0],
+        pairs=pairs[1],
+    )
+
+
+def stand_ins(exchange: Exchange, params: Any) -> tuple[Any, Any, Any]:
+    """``mu``, ``e`` and ``s`` where something stands in for parameters, see `checks.stands_in`."""
+    mu, error = exchange.memory.init(jnp.zeros(1)), exchange.code.error_dtype
+    mu = params if jax.tree.leaves(mu) and not exchange.group else 0
+    error = params if error is not None and not exchange.group else 0
+    return mu, error, 0 if exchange.code.decode is not None else ()
+
+
+def zero_errors(code: Code, tree: Any) -> Any:
+    """``e`` before the first step; None for each leaf without error feedback."""
+    if code.error_dtype is None:
+        return jax.tree.map(lambda p: None, tree)
+    return jax.tree.map(lambda p: jnp.zeros_like(p, dtype=code.error_dtype), tree)
+
+
+def init_chunks(exchange: Exchange, params: Any) -> tuple[tuple[Flat, ...], tuple[Flat, ...]]:
+    """``mu`` and ``e`` of the chunks of a group's device, where every axis is manual."""
+    worker, chunks = worker_here(exchange, jax.tree.leaves(params), jnp.int32(0)), []
+    for bucket in worker.group_buckets:
+        zeros = jnp.zeros((bucket.chunk, ROW), bucket.dtype)
+        chunks.append(axes.varying(zeros, (*bucket.axes, *exchange.group)))
+    mu, error = exchange.memory.init(chunks), zero_errors(exchange.code, chunks)
+    return flats(mu, worker.group_buckets), flats(error, worker.group_buckets)
+
+
+def init_owner_states(exchange: Exchange, params: Any) -> tuple[Flat, ...]:
+    """``s`` of the chunk of each bucket that this worker owns; () for decisions that count votes."""
+    worker = worker_here(exchange, jax.tree.leaves(params), jnp.int32(0))
+    states, sharded = [], exchange.wire.sharded
+    own = exchange.axis if sharded or worker.num_workers == 1 else ()
+    buckets = [x.bucket for x in worker.buckets] if exchange.code.decode is not None else []
+    for bucket in buckets:
+        over = (*own, *[n for n in bucket.axes if n not in exchange.axis])
+        rows = bucket.chunk if sharded else bucket.rows
+        state = exchange.decision.init(jnp.zeros((rows, ROW), bucket.dtype))
+        # Arrays of an owned chunk vary over the workers; counters are the same on every worker.
+        tree: Any
+        arrays, tree = jax.tree.flatten(state)
+        arrays = [axes.varying(x, over) if x.ndim else x for x in arrays]
+        states.append(tree.unflatten(arrays))
+    return flats(states, buckets)
+
+
+def flats(values: Sequence[Any], buckets: Sequence[Bucket]) -> tuple[Flat, ...]:
+    """Arrays that lie as chunks of buckets do."""
+    return tuple([Flat(x, bucket) for x, bucket in zip(values, buckets, strict=True)])
+
+
+# --- Update, where every mesh axis is manual
+
+
+def worker_here(
+    exchange: Exchange,
+    leaves: Sequence[Any],
+    count: jax.Array,
+    row_sizes: Sequence[jax.Array | None] | None = None,
+) -> Worker:
+    """The worker of this device, whose gradients are ``leaves`` or have their shapes and types.
+
+    ``row_sizes``: of leaves that are chunks of a group's buckets already.
+    """
+    num_workers, devices = axes.workers_on(exchange.axis), axes.workers_on(exchange.group)
+    over = [axes.varying_axes(x) for x in leaves]
+    group_buckets, buckets = bucket_leaves(exchange, leaves, over, num_workers, devices)
+    if row_sizes is None:
+        row_sizes = [None] * len(leaves)
+    # Rows of nothing but padding have votes, or an owner's state.
+    code = exchange.code
+    zeros = code.midtread or code.decode is not None
+    if exchange.group:
+        device = axes.worker_index(exchange.group)
+        row_sizes = [layout.row_sizes_of_chunk(x, device, zeros) for x in group_buckets]
+    worker_buckets = []
+    for bucket in buckets:
+        shard, num_shards = axes.shard_of(bucket.axes, exchange.axis)
+        worker_bucket = WorkerBucket(
+            bucket,
+            pieces=layout.pieces([bucket], count),
+            format=format_of(exchange, bucket),
+            row_sizes=layout.row_sizes(bucket, row_sizes, zeros),
+            shard=shard,
+            num_shards=num_shards,
+        )
+        worker_buckets.append(worker_bucket)
+    return Worker(
+        exchange.axis,
+        index=axes.worker_index(exchange.axis),
+        num_workers=num_workers,
+        count=count,
+        buckets=worker_buckets,
+        group_buckets=group_buckets,
+        row_sizes=row_sizes,
+        flag_per_bucket=exchange.bucket_size is not None,
+    )
+
+
+def bucket_leaves(
+    exchange: Exchange, leaves: Sequence[Any], over: Sequence[Any], num_workers: int, devices: int
+) -> tuple[tuple[Bucket, ...], tuple[Bucket, ...]]:
+    """Buckets that a group of devices shares, () without a group; and those that travel between workers.
+
+    ``over``: for each leaf the mesh axes over which it varies.
+    """
+    limit = exchange.bucket_size
+    if not exchange.group:
+        return (), layout.buckets(leaves, num_workers, limit, over)
+    group_buckets = layout.buckets(leaves, devices, limit, over)
+    chunks = [jax.ShapeDtypeStruct((x.chunk, ROW), x.dtype) for x in group_buckets]
+    limit = None if limit is None else max(limit // devices, 1)
+    over = [x.axes for x in group_buckets]
+    return group_buckets, layout.buckets(chunks, num_workers, limit, over)
+
+
+def format_of(exchange: Exchange, bucket: Bucket) -> Format:
+    """Contents and sizes of the messages and replies of a bucket."""
+    code, num_rows, num_workers = exchange.code, bucket.chunk, bucket.num_workers
+    max_code = code.max_code(num_workers)
+    row_words = 0
+    if code.sends_votes:
+        row_words = bits.row_words(num_rows)
+    if code.sends_scales:
+        row_words = num_rows // 2
+    planes = max(max_code.bit_length(), 1)
+    fmt = Format(
+        num_workers=num_workers,
+        num_rows=num_rows,
+        max_code=max_code,
+        midtread=code.midtread,
+        dense=code.dense,
+        sends_votes=code.sends_votes,
+        sends_scales=code.sends_scales,
+        message=message_size(planes, num_rows * code.words_per_row, row_words),
+        reply=exchange.decision.reply_size(num_rows, max_code, num_workers),
+    )
+    if fmt.counts_pairs:  # two numbers more
+        fmt = fmt._replace(reply=fmt.reply._replace(numbers=4))
+    return fmt
+
+
+def update_on_device(
+    exchange: Exchange, updates: Any, state: CommunicateState, abstain: jax.Array | None
+) -> tuple[Any, CommunicateState]:
+    """Takes a step of the worker of this device."""
+    worker = worker_here(exchange, jax.tree.leaves(updates), state.count)
+    return take_step(exchange, worker, updates, state, abstain)
+
+
+def take_step(
+    exchange: Exchange,
+    worker: Worker,
+    updates: Any,
+    state: CommunicateState,
+    abstain: jax.Array | None,
+) -> tuple[Any, CommunicateState]:
+    """Takes a step of a worker: gradients to updates, in a group by the chunks of its devices."""
+    tree: Any
+    grads, tree = jax.tree.flatten(updates)
+    leaves, group, shared = grads, exchange.group, worker.group_buckets
+    if group:
+        leaves = [wires.mean_slice(layout.join_bucket(grads, x), group) for x in shared]
+        layout.check_order([*state.mu, *state.error], [*shared, *shared])
+        kept = WorkerState([x.value for x in state.mu], [x.value for x in state.error])
+    else:
+        kept = WorkerState(tree.flatten_up_to(state.mu), tree.flatten_up_to(state.error))
+    decodes = exchange.code.decode is not None
+    layout.check_order(state.owner, [x.bucket for x in worker.buckets] if decodes else [])
+
+    run = single_worker_step if worker.num_workers == 1 else step
+    result = run(exchange, worker, leaves, kept, [x.value for x in state.owner], abstain)
+
+    new, (mu, error) = result.updates, result.state
+    if group:
+        new = leaves_of_group(worker, new)
+        state = state._replace(mu=flats(mu, shared), error=flats(error, shared))
+    else:
+        state = state._replace(mu=tree.unflatten(mu), error=tree.unflatten(error))
+    state = next_state(exchange, worker, state, result, grads)
+    for i, g in enumerate(grads):
+        grads[i] = new[i].astype(g.dtype) if i in new else jnp.zeros(g.shape, g.dtype)
+    return tree.unflatten(grads), state
+
+
+def next_state(
+    exchange: Exchange, worker: Worker, state: CommunicateState, result: StepResult, grads: Any
+) -> CommunicateState:
+    """The state with its count, statistics and owner states; all sums over devices in one."""
+    every = (*exchange.axis, *exchange.group)
+    size = sum(math.prod(x.shape) * axes.shard(x, every)[1] for x in grads)
+    votes = jax.tree.map(jnp.zeros_like, state.votes)
+    votes = votes._replace(parameters=jnp.float32(size), abstentions=state.votes.abstentions)
+    owner: list[Flat] = []
+    if result.stats:
+        tie, pair = unit_of(size), unit_of(size * worker.num_workers**2)
+        totals = [in_units(stats, tie, pair) for stats in result.stats]
+        # Without bucket_size all buckets have the same voters.
+        present = [stats.present for stats in result.stats]
+        copies = present if worker.flag_per_bucket else present[:1]
+        sums = axes.total_over_shards(totals, copies, exchange.axis)
+        num_present = sums[-len(copies) :].astype(jnp.int32)
+        if result.stats[0].pairs:
+            unlike, pairs = [x.astype(jnp.float32) * 2.0**pair for x in sums[1:3]]
+            votes = votes._replace(unlike=unlike, pairs=pairs)
+        abstained = worker.num_workers - jnp.min(num_present)
+        votes = votes._replace(
+            ties=jnp.minimum(sums[0].astype(jnp.float32) * 2**tie, jnp.float32(size)),
+            abstained=abstained,
+            abstentions=bits.add_count(votes.abstentions, abstained),
+        )
+        for k, (old, new) in enumerate(zip(state.owner, result.owner_states, strict=False)):
+            in_bucket = num_present[k if worker.flag_per_bucket else 0]
+            owner.append(Flat(with_counters(in_bucket, new, old.value), old.bucket))
+    count = optax.safe_increment(state.count)
+    return state._replace(count=count, owner=tuple(owner), votes=votes)
+
+
+def with_counters(present: jax.Array, new: Any, old: Any) -> Any:
+    """An owner's state, whose counters move only if a worker took part.
+
+    A counter has the type of a replicated value, and so has the number of workers present.
+    """
+
+    def leaf(n: jax.Array, o: jax.Array) -> jax.Array:
+        return n if n.ndim else jnp.where(present > 0, n, o)
+
+    return jax.tree.map(leaf, new, old)
+
+
+def in_units(stats: BucketStats, tie: int, pair: int) -> jax.Array:
+    """Ties, in units of ``2**tie``, and sums of pairs, in units of ``2**pair``: ``uint32[n]``."""
+    ties = jnp.sum(stats.ties >> tie, dtype=jnp.uint32)
+    pairs = [jnp.round(jnp.sum(x) * 2.0**-pair).astype(jnp.uint32) for x in stats.pairs]
+    return jnp.stack([ties, *pairs])
+
+
+def unit_of(largest: int) -> int:
+    """The power of two in units of which a word holds sums up to ``largest``."""
+    return max(largest.bit_length() - 32, 0)
