@@ -74,7 +74,7 @@ def first_params() -> dict[str, np.ndarray]:
 
 
 def loss_fn(params: dict[str, jax.Array], windows: jax.Array, rng: jax.Array) -> jax.Array:
-    """How badly a byte is guessed from the eight before it."""
+    """Cross-entropy of a byte, guessed from the eight before it."""
     x = params["embed"][windows[:, :-1]].reshape(len(windows), -1)
     logits = jax.nn.relu(x @ params["hidden"]) @ params["out"]
     return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, -1]).mean()
@@ -89,8 +89,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--wait", type=float, default=45, help="seconds for a late host (45)")
     args = parser.parse_args()
-    told = [args.address, args.hosts, args.index]
-    if None in told and told != [None] * 3:
+    given = [args.address, args.hosts, args.index]
+    if None in given and given != [None] * 3:
         parser.error("--address, --hosts and --index go together: give all three, or none")
     if args.hosts is not None and not 0 <= args.index < args.hosts:
         parser.error(f"--index {args.index}: {args.hosts} hosts count from 0 to {args.hosts - 1}")

@@ -218,6 +218,11 @@ MUTANTS = r"""
 - (mu, jax.tree.map(square, mu)), axis)
 + (mu, jax.tree.map(square, mu)), axis, jnp.bfloat16)
 
+# exchange/decide.py: accounting
+= what comes back of any transform is a sign, where no reply is named
+- codes(2) if reply is None else reply
++ sign() if reply is None else reply
+
 # optimizers.py: sync optimizer chains baselines face contract
 = leaves that the mask leaves out decay too
 - optax.add_decayed_weights(weight_decay, checks.decay_mask(mask))

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 from conftest import AXIS, absent, workers_on
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from oracle import baselines as oracles
 from oracle import dgc, one_bit_adam, powersgd
@@ -240,14 +240,33 @@ def shard(x, spec, at, lead):
     return np.split(x, 2, axis=lead + dims[0])[at] if dims else x
 
 
+def on_mesh_steps(workers, txs, grads, specs=None):
+    """Updates ``[steps, ...]`` and last states of gradients ``[steps, workers, ...]``, by `on_mesh`."""
+    specs = specs or dict.fromkeys(grads, P())
+    on = {n: lc.on_mesh(tx, workers, specs=specs) for n, tx in txs.items()}
+    rows = workers.axes if len(workers.axes) > 1 else AXIS
+    placed = workers.shardings({n: P(None, rows, *spec) for n, spec in specs.items()})
+    grads = {n: jax.device_put(g, placed[n]) for n, g in grads.items()}
+    ones = {n: jnp.ones(g.shape[2:], g.dtype) for n, g in grads.items()}
+    params = jax.device_put(ones, workers.shardings(specs))
+
+    @jax.jit
+    def update(step, states):
+        g = {n: g[step] for n, g in grads.items()}
+        done = {n: tx.update(g, states[n], params) for n, tx in on.items()}
+        return {n: u for n, (u, _) in done.items()}, {n: s for n, (_, s) in done.items()}
+
+    states, updates = {n: tx.init(params) for n, tx in on.items()}, []
+    for step in range(len(next(iter(grads.values())))):
+        u, states = update(step, states)
+        updates.append(u)
+    return jax.tree.map(lambda *x: np.stack(x), *updates), states
+
+
 def test_devices_of_a_worker_treat_shards_as_leaves():
     """In whole rows, for those with a scale of each, and without zeros, whose sides depend on the place."""
     specs = {n: spec for n, (_, spec) in CUT.items()}
     workers = workers_on("data=4 tensor=2", kind=AxisType.Explicit)
-    put = lambda tree, *lead: {  # noqa: E731
-        n: jax.device_put(x, NamedSharding(workers.mesh, P(*lead, *specs[n])))
-        for n, x in tree.items()
-    }
     whole = zeros({n: shape for n, (shape, _) in CUT.items()})
     grads = integers(whole, 3, 4, values=2 * np.arange(-500, 500) + 1)
     for g in grads.values():  # no two workers cancel, and no two steps
@@ -256,58 +275,43 @@ def test_devices_of_a_worker_treat_shards_as_leaves():
     # In one shard only; the worker abstains as a whole. A mean of two is exact.
     grads["w"][2, 2, 0, 0] = grads["v"][2, 1, -1, 0] = np.nan
     txs = {n: peer.make(workers=workers) for n, peer in ON_SHARDS.items()}
-    on = {n: lc.on_mesh(tx, workers, specs=specs) for n, tx in txs.items()}
-    params = put(whole)
-    states, got = {n: tx.init(params) for n, tx in on.items()}, []
-
-    @jax.jit
-    def update(grads, states):
-        done = {n: tx.update(grads, states[n], params) for n, tx in on.items()}
-        return {n: u for n, (u, _) in done.items()}, {n: s for n, (_, s) in done.items()}
-
-    for step in range(3):
-        updates, states = update(put({n: g[step] for n, g in grads.items()}, AXIS), states)
-        got.append(updates)
-    got = jax.tree.map(lambda *x: np.stack(x), *got)
+    got, states = on_mesh_steps(workers, txs, grads, specs)
     for g in grads.values():
         g[2, 1:3] = 0
-    told = np.zeros((3, 4), bool)
-    told[2, 1:3] = True
+    abstain = np.zeros((3, 4), bool)
+    abstain[2, 1:3] = True
     for at in range(2):
         part = {n: shard(g, specs[n], at, 2) for n, g in grads.items()}
         params = blank(part)
-        want = simulate({n: p.oracle for n, p in ON_SHARDS.items()}, params, Story(part, told))
+        want = simulate({n: p.oracle for n, p in ON_SHARDS.items()}, params, Story(part, abstain))
         for name, (updates, wanted) in want.items():
             mine = {n: shard(u, specs[n], at, 1) for n, u in got[name].items()}
             assert_near(mine, updates, ON_SHARDS[name].near, name, params)
             assert all(u.any() for n, u in mine.items() if n != "empty")
             field = name.split()[0]
-            owed, left = (kept(x, sorted(CUT))[field] for x in (wanted, states[name]))
-            left = {n: shard(np.asarray(left[n]), specs[n], at, 1) for n in owed}
-            last = {n: x[-1] for n, x in owed.items()}
+            errors, left = (kept(x, sorted(CUT))[field] for x in (wanted, states[name]))
+            left = {n: shard(np.asarray(left[n]), specs[n], at, 1) for n in errors}
+            last = {n: x[-1] for n, x in errors.items()}
             assert_near(left, last, ON_SHARDS[name].near_kept, name, params)
 
 
 def test_norms_and_scales_are_those_of_all_shards():
     """Of terngrad's scales and deviations."""
     workers = workers_on("data=4 tensor=2")
-    grads = {"w": np.ones((4, 2, 32), np.float32), "b": np.full((4, 16), 1.0, np.float32)}
-    grads["w"][:, 0, :3] = 4
+    grads = {"w": np.ones((1, 4, 2, 32), np.float32), "b": np.ones((1, 4, 16), np.float32)}
+    grads["w"][:, :, 0, :3] = 4
     single = {n: np.zeros_like(g) for n, g in grads.items()}
-    single["w"][:, 1, 5] = -16
-
-    @functools.partial(jax.jit, static_argnums=1)
-    def update(g, clip):
-        tx = B.terngrad(1.0, clip=clip, workers=workers)
-        on = lc.on_mesh(tx, workers, specs={"w": P("tensor"), "b": P()})
-        params = {n: jnp.zeros(x.shape[1:]) for n, x in g.items()}
-        return on.update(g, on.init(params), params)[0]
-
-    scaled, clipped = jax.tree.map(np.asarray, (update(grads, None), update(single, 2.5)))
-    assert (scaled["w"][0, :3] == -4).all() and (scaled["b"] == -1).all()
-    assert {*scaled["w"][1]} <= {0, -1, -2, -3, -4} and len({*scaled["w"][1]}) > 2
-    want = np.zeros((2, 32))
-    want[1, 5] = 2.5 * 16 / 8  # the root of 64 elements
+    single["w"][:, :, 1, 5] = -16
+    scaled, clipped = (
+        on_mesh_steps(workers, {0: B.terngrad(1.0, clip=clip, workers=workers)}, g, specs)[0][0]
+        for specs in [{"w": P("tensor"), "b": P()}]
+        for g, clip in [(grads, None), (single, 2.5)]
+    )
+    [scaled_w] = scaled["w"]
+    assert (scaled_w[0, :3] == -4).all() and (scaled["b"] == -1).all()
+    assert {*scaled_w[1]} <= {0, -1, -2, -3, -4} and len({*scaled_w[1]}) > 2
+    want = np.zeros((1, 2, 32))
+    want[0, 1, 5] = 2.5 * 16 / 8  # the root of 64 elements
     np.testing.assert_array_equal(clipped["w"], want)
 
 
@@ -319,34 +323,22 @@ GROUPED = {
 
 def test_a_group_sends_its_mean_as_one_worker():
     """Each slice is of whole rows, so codes and scales are those of workers that have the means."""
-    params, rng = {"w": jnp.ones((32, 128))}, np.random.default_rng(0)
-    # Odd means of three workers do not tie, nor do they cancel what is owed.
+    # Odd means of three workers do not tie, nor do they cancel what is left of a code.
+    rng = np.random.default_rng(0)
     means = 2.0 * rng.integers(-2000, 2000, (2, 3, 32, 128)).astype(np.float32) + 1
     means[1] *= 2
-    apart = rng.integers(-3, 4, means.shape)
-    grouped = np.stack([means + apart, means - apart], 2).reshape(2, 6, 32, 128)
+    off = rng.integers(-3, 4, means.shape)
+    grouped = np.stack([means + off, means - off], 2).reshape(2, 6, 32, 128)
     ends = []
     for sizes, group, own in [("data=3 gpu=2", "gpu", grouped), ("data=3", None, means)]:
         workers = workers_on(sizes, group)
         txs = {name: make(workers=workers) for name, make in GROUPED.items()}
-
-        @jax.jit
-        def steps(own, txs=txs, workers=workers):
-            done = {name: [] for name in txs}
-            for name, tx in txs.items():
-                tx = lc.on_mesh(tx, workers)
-                state = tx.init(params)
-                for g in own:
-                    u, state = tx.update({"w": g}, state, params)
-                    done[name].append(u["w"])
-            return done
-
-        ends.append(jax.tree.map(np.asarray, steps(own)))
+        ends.append(on_mesh_steps(workers, txs, {"w": own})[0])
     for name in GROUPED:
         # Roots and quotients may be fused with what follows, or not.
         rtol = 2e-6 if name == "adam" else 0
-        np.testing.assert_allclose(*(end[name] for end in ends), rtol=rtol, err_msg=name)
-        assert np.abs(ends[0][name]).min() > 0
+        np.testing.assert_allclose(*(end[name]["w"] for end in ends), rtol=rtol, err_msg=name)
+        assert np.abs(ends[0][name]["w"]).min() > 0
 
 
 # --- Bytes

@@ -1,1 +1,1 @@
-"""What `train_gpt.py` is made of: the model, the text, the training loop and the report."""
+"""Parts of `train_gpt.py`: the model, the text, the training loop and the report."""

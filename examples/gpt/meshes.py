@@ -37,7 +37,7 @@ class Layout(NamedTuple):
 
     @property
     def rows(self) -> P:
-        """How a batch is cut: the devices of a tensor axis work on the same rows."""
+        """The spec of a batch: the devices of a tensor axis work on the same rows."""
         return P(tuple(n for n in self.mesh.axis_names if n != "tensor"))
 
     def size(self, *names: str) -> int:
@@ -90,15 +90,15 @@ def build(sizes: dict[str, int] | None) -> Layout:
     every = jax.process_count() > 1
     sizes = sizes or {"data": len(devices) if every else min(8, len(devices))}
     wanted = math.prod(sizes.values())
-    said = ",".join(f"{name}={size}" for name, size in sizes.items())
+    mesh = ",".join(f"{name}={size}" for name, size in sizes.items())
     if wanted > len(devices):
         raise ValueError(
-            f"--mesh {said} takes {wanted} devices: there are {len(devices)} {devices[0].platform} "
+            f"--mesh {mesh} takes {wanted} devices: there are {len(devices)} {devices[0].platform} "
             "devices; give fewer, or set JAX_PLATFORMS=cpu to let the CPU stand in"
         )
     if every and wanted < len(devices):
         raise ValueError(
-            f"--mesh {said} takes {wanted} devices of the {len(devices)} that {jax.process_count()} "
+            f"--mesh {mesh} takes {wanted} devices of the {len(devices)} that {jax.process_count()} "
             f"processes have: a mesh must have all of them, so that each process has its part"
         )
     kinds = (AxisType.Auto,) * len(sizes)
@@ -110,7 +110,7 @@ def build(sizes: dict[str, int] | None) -> Layout:
 
 
 def specs(params: Any, mesh: Mesh) -> Any:
-    """How each parameter is cut over fsdp and tensor; vectors are whole on every device."""
+    """Specs of the parameters, cut over fsdp and tensor; vectors are whole on every device."""
     return jax.tree_util.tree_map_with_path(lambda path, x: _spec(path, x.shape, mesh), params)
 
 

@@ -1,4 +1,4 @@
-"""The processes of a run: one by itself, several that are told of each other, or a cluster's."""
+"""The processes of a run: one by itself, several that know each other by options, or a cluster's."""
 
 import argparse
 import math
@@ -8,12 +8,12 @@ import jax
 
 def check(args: argparse.Namespace) -> None:
     """Raises ``ValueError`` unless the options name the processes in one whole way."""
-    told = {f"--{name}": getattr(args, name) for name in ("coordinator", "processes", "process")}
-    missing = [name for name, value in told.items() if value is None]
-    if len(missing) == len(told):
+    given = {f"--{name}": getattr(args, name) for name in ("coordinator", "processes", "process")}
+    missing = [name for name, value in given.items() if value is None]
+    if len(missing) == len(given):
         return
     if missing:
-        raise ValueError(f"{', '.join(told)} go together: {' and '.join(missing)} not given")
+        raise ValueError(f"{', '.join(given)} go together: {' and '.join(missing)} not given")
     if args.distributed:
         raise ValueError("--distributed asks the cluster, --coordinator tells: give one of them")
     if args.process >= args.processes:
@@ -57,10 +57,10 @@ def _ask_the_cluster(heartbeat: int) -> None:
 
 
 def patience(seconds: int) -> dict[str, int]:
-    """How long processes wait for one that says nothing, and one that ends with an error for the others."""
+    """Seconds to wait for a process that says nothing, and to end after an error."""
     return {"heartbeat_timeout_seconds": seconds, "shutdown_timeout_seconds": seconds}
 
 
 def is_first() -> bool:
-    """Whether this process writes the files and talks."""
+    """True in the process that writes the files and prints."""
     return jax.process_index() == 0

@@ -52,7 +52,7 @@ class Run(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What is logged after a step; a mean over the steps since the last row where it can be."""
+    """One row of the log; a mean over the steps since the last row where it can be."""
 
     step: int
     loss: float  # bits per byte
@@ -77,17 +77,18 @@ def prepare(model: GPT, text: Corpus, tx: Any, layout: Layout, *, batch: int, se
     windows = validation_windows(text, model.context, rows)
     given = jax.ShapeDtypeStruct(windows.shape[1:], windows.dtype)
     compiled = step.lower(state, given).compile()
-    found = lc.audit.collectives(compiled, mesh)
+    collectives = lc.audit.collectives(compiled, mesh)
     takes = step if memory_folder() else compiled  # the step says that it trains
     return Run(
-        model, text, layout, state, takes, found, sent_by_each(found, state.params, layout),
+        model, text, layout, state, takes, collectives,
+        sent_by_each(collectives, state.params, layout),
         evaluation(model, windows, layout), batch, seed,
     )  # fmt: skip
 
 
-def sent_by_each(found: list[Any], params: Any, layout: Layout) -> Traffic:
-    between, inside = _by_reach(lc.audit.sent_bytes(found))
-    sync, _ = _by_reach(lc.audit.sent_bytes(found, gated=True))
+def sent_by_each(collectives: list[Any], params: Any, layout: Layout) -> Traffic:
+    between, inside = _by_reach(lc.audit.sent_bytes(collectives))
+    sync, _ = _by_reach(lc.audit.sent_bytes(collectives, gated=True))
     held = sum(math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(params))
     reduced = held / layout.size(meshes.GROUP)  # in two levels a device has a slice of the sum
     workers = layout.workers
@@ -95,7 +96,7 @@ def sent_by_each(found: list[Any], params: Any, layout: Layout) -> Traffic:
 
 
 def _by_reach(sent: dict[Any, float]) -> tuple[float, float]:
-    """What goes to other workers, and what stays inside one: it runs over inner axes only."""
+    """Bytes to other workers, and bytes inside one: over inner axes only."""
     inner = {*meshes.INNER, meshes.GROUP}
     inside = sum(count for axes, count in sent.items() if axes and set(axes) <= inner)
     return sum(sent.values()) - inside, inside

@@ -17,7 +17,7 @@ BATCH = 256
 
 
 class Digits(eqx.Module):
-    """Which digit a picture shows."""
+    """Logits of the ten digits."""
 
     layers: list
 

@@ -21,7 +21,7 @@ BATCH = 256
 
 
 def digits_model():
-    """Which digit a picture shows."""
+    """Logits of the ten digits."""
     keras.utils.set_random_seed(0)
     layers = [keras.Input((8, 8)), keras.layers.Reshape((8, 8, 1))]
     for features in (16, 32):
@@ -36,7 +36,7 @@ def digits_model():
 
 
 def build(mesh, learning_rate):
-    """What the variables hold, the same on all devices, and the jitted step."""
+    """Values of the variables, the same on all devices, and the jitted step."""
     model = digits_model()
     loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     trainable = [v.value for v in model.trainable_variables]

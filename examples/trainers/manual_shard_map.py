@@ -25,7 +25,7 @@ def init_params(key):
 
 
 def loss_fn(params, windows):
-    """Guesses a byte from the eight before it."""
+    """Cross-entropy of a byte, guessed from the eight before it."""
     x = params["embed"][windows[:, :-1]].reshape(len(windows), -1)
     logits = jax.nn.gelu(x @ params["hidden"]) @ params["out"]
     return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, -1]).mean()

@@ -36,7 +36,7 @@ def apply_layers(layers, x):
 
 
 def gpipe(layers, x):
-    """What all stages make of ``x [rows, width]``; each runs its own layers, on one part after another."""
+    """Applies all stages to ``x [rows, width]``; each runs its own layers, on one part after another."""
     stage, last = lax.axis_index("stage"), lax.axis_size("stage") - 1
     parts = x.reshape(MICRO, -1, x.shape[-1])
 

@@ -21,7 +21,7 @@ BATCH = 256
 
 
 class Digits(nn.Module):
-    """Which digit a picture shows."""
+    """Logits of the ten digits."""
 
     @nn.compact
     def __call__(self, images):

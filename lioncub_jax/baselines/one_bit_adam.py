@@ -1,4 +1,4 @@
-"""1-bit Adam and 0/1 Adam: Adam whose momentum travels in one bit once its variance is left alone.
+"""1-bit Adam and 0/1 Adam: Adam whose momentum travels in one bit once its variance is frozen.
 
 Both are one algorithm, and differ in when the variance is updated::
 
@@ -59,7 +59,7 @@ class OneBitAdamState(NamedTuple):
     """State of `one_bit_adam` and `zero_one_adam`, the first of their chain.
 
     Attributes:
-      count: ``int32[]``, steps taken in which somebody took part; same on every worker.
+      count: ``int32[]``, steps in which any worker took part; same on every worker.
       updates: ``int32[]``, how often the variance was updated; same on every worker.
       mu: ``m``, float32, shaped like the parameters, same on every worker.
       nu: ``v``, float32, shaped like the parameters, same on every worker.
