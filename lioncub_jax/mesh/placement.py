@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, auto_axes, explicit_axes
 from jax.sharding import PartitionSpec as P
 
@@ -156,7 +157,7 @@ class Workers:
         group = "" if self.group is None else f", group={self.group!r}"
         return f"axis={self.axis!r}{group}"
 
-    def cut(self, params: Any, specs: Any, *, needed: bool = True) -> Any:
+    def cut(self, params: optax.Params, specs: Any, *, needed: bool = True) -> Any:
         """Specs of parameters over the inner axes: as given, or as the parameters say themselves.
 
         Where neither says it, that is an error if it is ``needed``, and else left to the compiler.
@@ -172,7 +173,7 @@ class Workers:
         specs = specs_of(params) if specs is None else specs
         return checked(specs, params, self.mesh, self.axes)
 
-    def _hidden(self, params: Any) -> list[str]:
+    def _hidden(self, params: optax.Params) -> list[str]:
         """Auto inner axes over which traced parameters may be cut unseen."""
         mesh = self.mesh
         hidden = [n for n in self.inner if n in mesh.auto_axes and mesh.shape[n] > 1]
@@ -297,7 +298,7 @@ def names_of(workers: AxisName | Workers | None) -> tuple[Axes, Axes]:
     return mesh_axes.names(workers), ()
 
 
-def check_arrays(params: Any, *others: type, name: str = "params") -> None:
+def check_arrays(params: optax.Params, *others: type, name: str = "params") -> None:
     """Raises ``TypeError`` for leaves that are no arrays, nor of the other types."""
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         shaped = hasattr(x, "shape") and hasattr(x, "dtype")
