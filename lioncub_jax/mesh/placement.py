@@ -209,20 +209,19 @@ class Workers:
             fn = explicit_axes(fn, axes=tuple(shown), in_sharding=restrict(in_specs, shown))
         if hidden:
             fn = _constrained(fn, restrict(out_specs, hidden))
+        of_args, of_results = restrict((in_specs, out_specs), self.axes)
         over = partial(
             jax.shard_map,
             mesh=None if shows else self.mesh,
-            out_specs=restrict(out_specs, self.axes),
+            out_specs=of_results,
             axis_names=set(self.axes),
             check_vma=typed,
         )
-        in_specs = restrict(in_specs, self.axes)
-        if self.inner or kernels.for_tpu(
-            self.mesh
-        ):  # XLA for TPU would keep joined arrays, in bfloat16
-            mapped = over(fn, in_specs=in_specs)
+        # XLA for TPU would keep joined arrays, in bfloat16.
+        if self.inner or kernels.for_tpu(self.mesh):
+            mapped = over(fn, in_specs=of_args)
         else:
-            mapped = joined_at_border(over, fn, in_specs)
+            mapped = joined_at_border(over, fn, of_args)
         if self.inner or not typed:
             # JAX 0.10.2 cannot run a partly manual one eagerly.
             mapped = jax.jit(mapped)
