@@ -8,6 +8,7 @@ the workers' axes. Inside a transform boxes stay those of the parameters.
 from typing import Any
 
 import jax
+import optax
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.mesh.placement import Workers
@@ -56,7 +57,7 @@ def _is_place(x: Any) -> bool:
     return x is None or is_box(x)
 
 
-def named(state: Any, specs: Any, params: Any, workers: Workers) -> Any:
+def named(state: Any, specs: Any, params: optax.Params, workers: Workers) -> Any:
     """Writes the workers' axes on the boxes of what is each worker's own; boxes what has none.
 
     Args:

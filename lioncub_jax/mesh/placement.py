@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, auto_axes, explicit_axes
 from jax.sharding import PartitionSpec as P
 
@@ -156,7 +157,7 @@ class Workers:
         group = "" if self.group is None else f", group={self.group!r}"
         return f"axis={self.axis!r}{group}"
 
-    def cut(self, params: Any, specs: Any, *, needed: bool = True) -> Any:
+    def cut(self, params: optax.Params, specs: Any, *, needed: bool = True) -> Any:
         """Specs of parameters over the inner axes: as given, or as the parameters say themselves.
 
         Where neither says it, that is an error if it is ``needed``, and else left to the compiler.
@@ -172,7 +173,7 @@ class Workers:
         specs = specs_of(params) if specs is None else specs
         return checked(specs, params, self.mesh, self.axes)
 
-    def _hidden(self, params: Any) -> list[str]:
+    def _hidden(self, params: optax.Params) -> list[str]:
         """Auto inner axes over which traced parameters may be cut unseen."""
         mesh = self.mesh
         hidden = [n for n in self.inner if n in mesh.auto_axes and mesh.shape[n] > 1]
@@ -208,20 +209,19 @@ class Workers:
             fn = explicit_axes(fn, axes=tuple(shown), in_sharding=restrict(in_specs, shown))
         if hidden:
             fn = _constrained(fn, restrict(out_specs, hidden))
+        of_args, of_results = restrict((in_specs, out_specs), self.axes)
         over = partial(
             jax.shard_map,
             mesh=None if shows else self.mesh,
-            out_specs=restrict(out_specs, self.axes),
+            out_specs=of_results,
             axis_names=set(self.axes),
             check_vma=typed,
         )
-        in_specs = restrict(in_specs, self.axes)
-        if self.inner or kernels.for_tpu(
-            self.mesh
-        ):  # XLA for TPU would keep joined arrays, in bfloat16
-            mapped = over(fn, in_specs=in_specs)
+        # XLA for TPU would keep joined arrays, in bfloat16.
+        if self.inner or kernels.for_tpu(self.mesh):
+            mapped = over(fn, in_specs=of_args)
         else:
-            mapped = joined_at_border(over, fn, in_specs)
+            mapped = joined_at_border(over, fn, of_args)
         if self.inner or not typed:
             # JAX 0.10.2 cannot run a partly manual one eagerly.
             mapped = jax.jit(mapped)
@@ -297,7 +297,7 @@ def names_of(workers: AxisName | Workers | None) -> tuple[Axes, Axes]:
     return mesh_axes.names(workers), ()
 
 
-def check_arrays(params: Any, *others: type, name: str = "params") -> None:
+def check_arrays(params: optax.Params, *others: type, name: str = "params") -> None:
     """Raises ``TypeError`` for leaves that are no arrays, nor of the other types."""
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         shaped = hasattr(x, "shape") and hasattr(x, "dtype")

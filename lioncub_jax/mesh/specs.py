@@ -12,11 +12,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 
-def specs_of(params: Any) -> Any:
+def specs_of(params: optax.Params) -> Any:
     """Reads the specs of parameters off the parameters.
 
     Args:
@@ -43,7 +44,7 @@ def specs_of(params: Any) -> Any:
     return jax.tree.map(lambda s: P() if s is None else s, specs, is_leaf=lambda s: s is None)
 
 
-def declared(params: Any) -> bool:
+def declared(params: optax.Params) -> bool:
     """True where metadata of flax has the spec of a parameter, of one at least."""
     return any(jax.tree.leaves(_declared(params)))
 
@@ -89,7 +90,7 @@ def flax_in_use() -> bool:
     return "flax" in sys.modules
 
 
-def _declared(params: Any) -> Any:
+def _declared(params: optax.Params) -> Any:
     """Specs of parameters by the metadata of flax, or None without any."""
     if not flax_in_use():
         return None
@@ -113,7 +114,7 @@ def _knows(x: Any) -> bool:
     return isinstance(getattr(x, "sharding", None), NamedSharding)
 
 
-def checked(specs: Any, params: Any, mesh: Mesh, workers: Sequence[str]) -> Any:
+def checked(specs: Any, params: optax.Params, mesh: Mesh, workers: Sequence[str]) -> Any:
     """Specs of parameters in their one spelling, in a tree like the parameters.
 
     Raises:

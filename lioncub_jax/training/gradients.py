@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import optax
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.mesh import axes
@@ -17,13 +18,13 @@ from lioncub_jax.mesh.axes import AxisName
 from lioncub_jax.mesh.placement import Static, Workers, check_devices, check_workers, names_of
 from lioncub_jax.mesh.specs import spec_of, stacked
 from lioncub_jax.training import kinds, modules
-from lioncub_jax.training.kinds import Kind
+from lioncub_jax.training.kinds import Kind, Loss
 from lioncub_jax.training.loss import check_closure, in_worker, loss_and_aux
 from lioncub_jax.training.worker import joined, reduced
 
 
 def local_value_and_grad(
-    loss_fn: Callable[..., Any], has_aux: bool = False, *, workers: AxisName | Workers | None
+    loss_fn: Loss, has_aux: bool = False, *, workers: AxisName | Workers | None
 ) -> Callable[..., Any]:
     """Like ``jax.value_and_grad`` for the first argument, with each worker's own gradient.
 
@@ -55,14 +56,14 @@ def local_value_and_grad(
 
     value_and_grad = jax.value_and_grad(checked, has_aux=has_aux)
 
-    def local(params: Any, *args: Any, **kwargs: Any) -> Any:
+    def local(params: optax.Params, *args: Any, **kwargs: Any) -> Any:
         return value_and_grad(axes.varying(params, (*axis, *group)), *args, **kwargs)
 
     return in_worker(local)
 
 
 def worker_value_and_grad(
-    loss_fn: Callable[..., Any],
+    loss_fn: Loss,
     workers: Workers,
     *,
     in_kinds: Any = None,
@@ -125,7 +126,7 @@ def worker_value_and_grad(
     check_closure(loss_fn, workers)
     typed = set(workers.inner).intersection(workers.mesh.explicit_axes)
 
-    def of_all(params: Any, *args: Any) -> Any:
+    def of_all(params: optax.Params, *args: Any) -> Any:
         given = kinds.default_kinds(args) if in_kinds is None else in_kinds
         if modules.is_module(params):
             of_params = functools.partial(worker_value_and_grad, workers=workers, specs=specs)
@@ -140,7 +141,7 @@ def worker_value_and_grad(
         leaves, tree = jax.tree.flatten(args)
         streams = jax.tree.leaves(modules.counts_of(jax.tree.unflatten(tree, each)))
 
-        def loss_of(params: Any, leaves: list[Any]) -> Any:
+        def loss_of(params: optax.Params, leaves: list[Any]) -> Any:
             own = [kinds.of_worker(k, workers, x) for k, x in zip(each, leaves, strict=True)]
             # Made here, for nnx lets a variable be written only at the trace level where it was made.
             own = jax.tree.unflatten(tree, own)
@@ -149,7 +150,7 @@ def worker_value_and_grad(
 
         value_and_grad = in_worker(jax.value_and_grad(loss_of, has_aux=True))
 
-        def lies(params: Any, leaves: list[Any]) -> Static:
+        def lies(params: optax.Params, leaves: list[Any]) -> Static:
             _, (aux, _) = in_worker(loss_of)(params, leaves)
             spec_at = {}
             for i, (x, kind) in enumerate(zip(jax.tree.leaves(aux), of_aux(aux), strict=True)):
@@ -160,7 +161,7 @@ def worker_value_and_grad(
         def of_aux(aux: Any) -> list[Kind]:
             return kinds.of_outputs(aux, aux_kinds)
 
-        def of_worker(params: Any, leaves: list[Any]) -> Any:
+        def of_worker(params: optax.Params, leaves: list[Any]) -> Any:
             (loss, (aux, counts)), grads = value_and_grad(params, leaves)
             kinds.warn_of_ratios(aux, aux_kinds)
             grads = jax.tree.map(lambda g: g[None], grads)

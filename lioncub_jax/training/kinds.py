@@ -8,7 +8,7 @@ import enum
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,8 @@ from lioncub_jax.mesh.axes import worker_index
 from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.mesh.specs import axes_of, product, shortened, spec_of
+
+Loss: TypeAlias = Callable[..., Any]  # of users, with arguments that they choose
 
 
 class Kind(enum.Enum):
@@ -66,7 +68,7 @@ def default_kinds(args: tuple[Any, ...]) -> tuple[Kind | None, ...]:
 
 
 def of_arguments(
-    loss_fn: Callable[..., Any], args: tuple[Any, ...], given: Any, workers: Workers
+    loss_fn: Loss, args: tuple[Any, ...], given: Any, workers: Workers
 ) -> tuple[list[Kind], list[P]]:
     """The `Kind` and the spec of each leaf of the arguments behind the parameters.
 

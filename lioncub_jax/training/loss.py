@@ -16,10 +16,10 @@ from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.mesh.specs import axes_in, flax_in_use, spec_of, without
 from lioncub_jax.training import advice
-from lioncub_jax.training.kinds import is_raw_key
+from lioncub_jax.training.kinds import Loss, is_raw_key
 
 
-def in_worker(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+def in_worker(loss_fn: Loss) -> Callable[..., Any]:
     """A loss for one worker: its model may follow flax's logical rules, and errors about meshes have notes.
 
     There the workers' axes are taken: a constraint, a rule or a ``shard_map`` of the model can name the
@@ -51,7 +51,7 @@ def _rules_without(taken: tuple[str, ...]) -> contextlib.AbstractContextManager[
     return linen.logical_axis_rules(rules)  # type: ignore[no-any-return]
 
 
-def call(loss_fn: Callable[..., Any], **given: Any) -> Any:
+def call(loss_fn: Loss, **given: Any) -> Any:
     """Calls a loss by position; ``TypeError`` names the arguments where it takes others."""
     takes = inspect.signature(loss_fn)
     try:
@@ -125,7 +125,7 @@ def _types_of(tree: Any) -> dict[str, str]:
     return types
 
 
-def check_closure(loss_fn: Callable[..., Any], workers: Workers) -> None:
+def check_closure(loss_fn: Loss, workers: Workers) -> None:
     """Checks the arrays that a loss has from around it: all workers would have the whole of each.
 
     Raises:

@@ -114,8 +114,7 @@ class MappedTransform(NamedTuple):
         program = update.trace(*given).jaxpr
         with jax.named_scope(checks.DECIDED):
             results = update(*given)
-        results = self._agreed(program, given, results, layout.holders)
-        updates, after = results
+        updates, after = self._agreed(program, given, results, layout.holders)
         after = keep_if_not_finite(layout.holders, grads, before, after)
         return updates, self.workers.stack(after, layout.specs)
 
@@ -143,8 +142,10 @@ class MappedTransform(NamedTuple):
                 raise ValueError(_difference([paths[i] for i in wrong], count, self.workers, sent))
             again = control_flow.without_casts(program, jax.tree.leaves(given), loose)
             for i, x in zip(loose, again, strict=True):
-                leaves[i] = x
-        leaves = [axes.varying(x, tuple(names)) for x, names in zip(leaves, wanted, strict=True)]
+                leaves[i], vary[i] = x, axes.varying_axes(x)
+        for i, x in enumerate(vary):
+            if not x.issuperset(wanted[i]):
+                leaves[i] = axes.varying(leaves[i], tuple(wanted[i]))
         return jax.tree.unflatten(structure, leaves)
 
 

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.mesh.specs import flax_in_use
 from lioncub_jax.training import loss as losses
-from lioncub_jax.training.kinds import Kind
+from lioncub_jax.training.kinds import Kind, Loss
 from lioncub_jax.training.mapped import states_of
 
 if TYPE_CHECKING:
@@ -51,7 +52,9 @@ def from_nnx(
     graph, params, rest = nnx.split(model, nnx.Param, ...)  # type: ignore[misc]
     shapes = [(jax.tree_util.keystr(p), x.shape) for p, x in jax.tree.leaves_with_path(rest)]
 
-    def fn(params: Any, model_state: Any, batch: Any, rng: jax.Array) -> tuple[Any, Any, Any]:
+    def fn(
+        params: optax.Params, model_state: Any, batch: Any, rng: jax.Array
+    ) -> tuple[Any, Any, Any]:
         del rng  # the model holds its own random streams
         _check_one_worker(model_state, shapes)
         # nnx lets a variable be written only at the trace level where it was made.
@@ -74,7 +77,7 @@ def _check_one_worker(model_state: Any, shapes: list[tuple[str, tuple[int, ...]]
             )
 
 
-def check_split(params: Any) -> None:
+def check_split(params: optax.Params) -> None:
     """Raises ``TypeError`` for a module of flax where a tree of parameters is wanted."""
     if not flax_in_use():
         return
@@ -141,7 +144,7 @@ def write_counts(tree: Any, counts: list[jax.Array]) -> None:
 
 def value_and_grad(
     of_params: Callable[..., Any],
-    loss_fn: Callable[..., Any],
+    loss_fn: Loss,
     args: tuple[Any, ...],
     *,
     in_kinds: Any,
@@ -167,7 +170,7 @@ def value_and_grad(
                 "from_nnx(model, loss_fn) returns"
             )
 
-    def of_parts(params: Any, *args: Any) -> Any:
+    def of_parts(params: optax.Params, *args: Any) -> Any:
         *given, streams, rest = args
         structure: Any
         before, structure = jax.tree.flatten(rest)  # nnx writes into what it merges

@@ -26,7 +26,7 @@ from lioncub_jax.training.worker import check_local, of_each
 
 def init_state(
     tx: optax.GradientTransformation,
-    params: Any,
+    params: optax.Params,
     workers: Workers,
     *,
     specs: Any = None,
@@ -90,7 +90,7 @@ def init_state(
 
 
 def _taken(
-    tx: Any, params: Any, workers: Workers, specs: Any, local: Any
+    tx: Any, params: optax.Params, workers: Workers, specs: Any, local: Any
 ) -> tuple[Any, Any, list[MappedTransform]]:
     """Parameters out of their boxes, their specs, and the two optimizers mapped over the workers."""
     check_workers(workers)
@@ -150,7 +150,7 @@ def place(model: Any, workers: Workers) -> Any:
     return {"params": params, **rest}
 
 
-def _placed(workers: Workers, params: Any, shared: Any, rest: Any) -> tuple[Any, Any, Any]:
+def _placed(workers: Workers, params: optax.Params, shared: Any, rest: Any) -> tuple[Any, Any, Any]:
     """Parameters as they are cut, what is whole on each device, and what is each worker's own."""
     bare = boxes.opened(params)
     lies = workers.shardings(
@@ -207,7 +207,7 @@ def own_state(model_state: Any, workers: Workers) -> Any:
 
 def abstract_state(
     tx: optax.GradientTransformation,
-    params: Any,
+    params: optax.Params,
     workers: Workers,
     *,
     specs: Any = None,

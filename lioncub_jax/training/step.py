@@ -33,7 +33,7 @@ from lioncub_jax.mesh.placement import (
 from lioncub_jax.mesh.specs import check_batch_spec, spec_of, stacked
 from lioncub_jax.training import kinds
 from lioncub_jax.training.holders import layout_here
-from lioncub_jax.training.kinds import Kind
+from lioncub_jax.training.kinds import Kind, Loss
 from lioncub_jax.training.loss import check_closure
 from lioncub_jax.training.mapped import MappedTransform, check_state
 from lioncub_jax.training.worker import (
@@ -63,9 +63,9 @@ class StepState(NamedTuple):
     """
 
     step: jax.Array
-    params: Any
+    params: optax.Params
     model_state: Any
-    opt_state: Any
+    opt_state: optax.OptState
     rng: jax.Array
     local_state: Any = ()
 
@@ -138,15 +138,20 @@ def on_mesh(
         cut = workers.cut(params, specs)
         return named(mapped.init_of(params, cut)(params), params, cut)
 
-    def named(state: Any, params: Any, cut: Any) -> Any:
+    def named(state: Any, params: optax.Params, cut: Any) -> Any:
         """In flax's boxes, which have the workers' axes in front."""
         if not boxes.boxes_of(params):
             return state
         return boxes.named(state, mapped.layout(params, cut).specs, params, workers)
 
     def update(
-        updates: Any, state: Any, params: Any = None, *, abstain: Any = None, **extra: Any
-    ) -> tuple[Any, Any]:
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        *,
+        abstain: jax.Array | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, optax.OptState]:
         if params is None:
             raise ValueError("on_mesh(tx).update needs params: give update(grads, state, params)")
         checks.check_unmasked(params)
@@ -314,7 +319,7 @@ class TrainStep:
 
 
 def make_train_step(
-    loss_fn: Callable[..., Any],
+    loss_fn: Loss,
     tx: optax.GradientTransformation,
     workers: Workers,
     *,
@@ -413,7 +418,7 @@ def make_train_step(
     own = P(workers.axes)
 
     def worker(
-        each: list[Kind], params: optax.Params, states: Any, batch: Any, rng: Any, count: Any
+        each: list[Kind], params: optax.Params, states: Any, batch: Any, rng: jax.Array, count: Any
     ) -> Any:
         rows, batch_of = kinds.rows_and_rest(batch, each, workers)
         gradient = gradient_of(loss_fn, accumulate, batch_of)
@@ -463,7 +468,7 @@ def _metrics(loss: jax.Array, aux: Any, workers: Workers) -> Any:
     return reduced(metrics, each, workers.axes)
 
 
-def _check_gradients(updates: Any, params: Any, workers: Workers) -> None:
+def _check_gradients(updates: optax.Updates, params: optax.Params, workers: Workers) -> None:
     """Raises ``ValueError`` unless there is a gradient of each parameter for each worker."""
     given, wanted = checks.shapes(updates), checks.shapes(params, workers.count)
     for path in {**wanted, **given}:
@@ -477,7 +482,7 @@ def _check_gradients(updates: Any, params: Any, workers: Workers) -> None:
             )
 
 
-def _check_abstain(abstain: Any, workers: Workers) -> None:
+def _check_abstain(abstain: jax.Array | None, workers: Workers) -> None:
     if abstain is not None and jnp.shape(abstain) != (workers.count,):
         raise ValueError(
             f"abstain has shape {jnp.shape(abstain)}: give bool[{workers.count}], a flag for each worker"

@@ -19,7 +19,7 @@ from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.mesh.placement import Static, Workers
 from lioncub_jax.optimizers import GlobalState
 from lioncub_jax.training import loss as losses
-from lioncub_jax.training.kinds import Kind
+from lioncub_jax.training.kinds import Kind, Loss
 
 _NO_NUMBER = (
     "the loss returns {}, {}: what it returns beside the loss is averaged, added or stacked over the "
@@ -29,7 +29,7 @@ _PLAIN = "give a plain optax transform, such as optax.adamw(1e-3)"
 
 
 def gradient_of(
-    loss_fn: Callable[..., Any], accumulate: int, batch_of: Callable[[Any], Any]
+    loss_fn: Loss, accumulate: int, batch_of: Callable[[Any], Any]
 ) -> Callable[..., Any]:
     """``(params, states, rows, rng) -> (grads, states, (loss, aux))`` of one worker.
 
