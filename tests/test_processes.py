@@ -457,7 +457,12 @@ def heal(folder):
 
 def stop(folder):
     """Until one is told to stop: the same step for all. The other is told when both have saved."""
-    first, before = first_state(workers_of(4)), signal.getsignal(signal.SIGTERM)
+    first, heard = first_state(workers_of(4)), []
+
+    def hear(number, frame):
+        heard.append(number)
+
+    before = signal.signal(signal.SIGTERM, hear)
     with checkpoints_in(folder / "stop") as saved, stop_on_sigterm() as stopping:
         for i in itertools.count(1):
             if i == 3:
@@ -468,7 +473,8 @@ def stop(folder):
             time.sleep(0.002)
     assert i % 10 == 0  # asked at these steps only
     (folder / f"saved-{jax.process_index()}").touch()
-    until(lambda: signal.getsignal(signal.SIGTERM) == before, [])
+    until((folder / "all told").exists, [])
+    assert signal.signal(signal.SIGTERM, before) is hear and not heard
     print(f"stopped after {i}", flush=True)
 
 
@@ -567,6 +573,7 @@ def pair(tmp_path_factory):
         for child, sign in zip(children, ("ready", "saved"), strict=True):
             until(lambda sign=sign: len(list(folder.glob(f"{sign}-*"))) == 2, children)
             child.send_signal(signal.SIGTERM)
+        (folder / "all told").touch()
 
     return folder, run_all(__file__, (*PAIR, leave), 2, folder, tell)
 
