@@ -141,10 +141,8 @@ wheel-test: ## build sdist and wheel; run quickstart, a plan and the tutorial fr
 
 bench: $(READY) ## run the benchmarks
 	$(VENV)/bin/python benchmarks/local_step.py $(BENCH_ARGS)
-	$(VENV)/bin/python benchmarks/wire_bytes.py $(BENCH_ARGS)
 	$(VENV)/bin/python benchmarks/compile_time.py $(BENCH_ARGS)
 	$(VENV)/bin/python benchmarks/memory.py $(BENCH_ARGS)
-	$(VENV)/bin/python benchmarks/resume.py $(BENCH_ARGS)
 
 lock: ## resolve requirements/lock.txt anew
 	@$(call need_python,PYTHON)

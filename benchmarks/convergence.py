@@ -16,9 +16,8 @@ from pathlib import Path
 
 import report
 from goal import evidence, lengths, pages
-from goal.curves import key_of
+from goal.curves import FLAGS, key_of
 from goal.study import Study
-from time_to_loss import FLAGS
 from time_to_loss import ROWS as SHORT
 
 ROOT = Path(__file__).parents[1]

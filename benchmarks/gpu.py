@@ -126,11 +126,21 @@ def copy_rate(rounds: int) -> float:
     return 2 * size_of(x) / statistics.median(times)
 
 
+def candidates(params: Any) -> dict[str, local_step.Candidate]:
+    """The local steps, and AdamW alone and at the owner."""
+    fed = lc.quantize.error_feedback(lc.quantize.midrise(3))
+    adam = lc.decide.at_owner(optax.scale_by_adam(), lc.decide.codes(2))
+    return local_step.candidates(params) | {
+        ADAMW: local_step.plain(optax.adamw(1e-4, weight_decay=1e-3), params),
+        "owner_adamw": local_step.voting(params, up=fed, decision=adam),
+    }
+
+
 def local(size: int, dtype: Any) -> dict[str, Timed]:
     """The local steps on one array, each with arrays of its own."""
     found = {}
     shape = {"w": jnp.zeros(size, dtype)}
-    for name, one in local_step.candidates(shape).items():
+    for name, one in candidates(shape).items():
         grads = {"w": jax.random.normal(jax.random.key(0), (size,), dtype)}
         # Parameters and state are read and written, gradients read, messages written and read.
         floor = 3 * size_of(shape) + 2 * size_of(one.state) + one.wire_bytes
@@ -142,7 +152,7 @@ def gpt(model: programs.Model) -> dict[str, Timed]:
     """A whole step of the model with each local step, which goes on from its own parameters."""
     batch = jax.random.randint(jax.random.key(1), model.windows, 0, 500)
     found = {}
-    for name, one in local_step.candidates(weights(model)).items():
+    for name, one in candidates(weights(model)).items():
 
         def step(params: Any, state: Any, one: Any = one) -> Any:
             params, state, _ = one.step(params, state, jax.grad(model.loss)(params, batch))

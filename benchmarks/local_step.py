@@ -110,7 +110,6 @@ def candidates(params: Any) -> dict[str, Candidate]:
     """The optimizers that are compared, by name."""
     blend = lc.momentum.blend()
     at_owner = lc.decide.at_owner(optax.scale_by_lion(), lc.decide.sign())
-    adam = lc.decide.at_owner(optax.scale_by_adam(), lc.decide.codes(2))
     feedback = lc.quantize.error_feedback(lc.quantize.midrise(3))
     return {
         "optax.lion": plain(optax.lion(1e-4, weight_decay=1e-3), params),
@@ -118,8 +117,6 @@ def candidates(params: Any) -> dict[str, Candidate]:
         "2-bit vote": voting(params, memory=blend, quantizer=lc.quantize.midrise(2)),
         "3-bit vote": voting(params, memory=blend, quantizer=lc.quantize.midrise(3)),
         "owner, 3 bits + feedback": voting(params, quantizer=feedback, decision=at_owner),
-        "optax.adamw": plain(optax.adamw(1e-4, weight_decay=1e-3), params),
-        "owner_adamw": voting(params, quantizer=feedback, decision=adam),
     }
 
 

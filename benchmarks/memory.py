@@ -1,10 +1,9 @@
 """Bytes per device of a training step: parameters, optimizer state and temporaries.
 
-    python benchmarks/memory.py [--only demo | --only 7b]
+    python benchmarks/memory.py
 
-Two models: the GPT of `examples/train_gpt.py` on eight devices, and a decoder with the shapes of
-Llama 7B on 64 nodes of eight devices. Both are compiled by shape only, nothing is allocated, for CPU
-devices that JAX simulates. Parameters and state are what their shardings say of one device.
+A decoder with the shapes of Llama 7B on 64 nodes of eight devices is compiled by shape only, nothing is
+allocated, for CPU devices that JAX simulates. Parameters and state are what shardings say of a device.
 Temporaries are XLA's own count for its CPU backend, which plans one device's program: it is no
 promise for an accelerator. It computes matrix products of bfloat16 in float32, does not fuse
 attention, and lays out gradients of the whole tree at once; that part is the same in all rows of a mesh,
@@ -26,39 +25,18 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
 import report  # noqa: E402
-from flax import nnx  # noqa: E402
 from gpt import meshes  # noqa: E402
-from gpt.model import GPT, next_byte_loss  # noqa: E402
 from jax.sharding import Mesh  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 from rich.console import Console  # noqa: E402
 
 import lioncub_jax as lc  # noqa: E402
 
-DEMO_MESHES = [
-    {"data": 8},
-    {"data": 4, "fsdp": 2},
-    {"data": 2, "tensor": 4},
-    {"data": 2, "fsdp": 2, "tensor": 2},
-    {"data": 2, "group": 4},
-    {"data": 4, "group": 2},
-]
-LARGE_MESHES = [{"data": 64, axis: 8} for axis in ("fsdp", "tensor", "group")]
+MESHES = [{"data": 64, axis: 8} for axis in ("fsdp", "tensor", "group")]
 COLUMNS = [
-    "model", "mesh", "optimizer", "params", "optimizer state", "momentum", "temporaries",
+    "mesh", "optimizer", "params", "optimizer state", "momentum", "temporaries",
     "state / optax.lion",
 ]  # fmt: skip
-
-
-class Model(NamedTuple):
-    """A loss, and the shapes of what it is a function of."""
-
-    name: str
-    loss: Any
-    params: Any
-    model_state: Any
-    specs: Callable[[Mesh], Any]
-    windows: jax.ShapeDtypeStruct  # of one worker
 
 
 class Measured(NamedTuple):
@@ -71,26 +49,18 @@ class Measured(NamedTuple):
 
 
 def main() -> None:
-    parser = report.parser(__doc__)
-    parser.add_argument("--only", choices=["demo", "7b"], help="one of the models (default: both)")
-    args = parser.parse_args()
-    runs = [(demo, each) for each in DEMO_MESHES if args.only != "7b"]
-    runs += [(seven_billion, each) for each in LARGE_MESHES if args.only != "demo"]
+    args = report.parser(__doc__).parse_args()
     rows, lines, ratios = [], [], {}
-    for build, sizes in runs:
-        model, workers = build(), meshes.build(sizes).voters
+    for sizes in MESHES:
+        workers = meshes.build(sizes).voters
         label = ", ".join(f"{name} {size}" for name, size in sizes.items())
-        found = {
-            name: measure(model, make(workers=workers), workers)
-            for name, make in OPTIMIZERS.items()
-        }
+        found = {name: measure(make(workers=workers), workers) for name, make in OPTIMIZERS.items()}
         lion = found["optax.lion"]
         for name, one in found.items():
             ratio = one.state / lion.state
-            shown = [size_text(x) for x in one]
-            lines.append([model.name, label, name, *shown, f"{ratio:.4f}"])
-            rows.append([model.name, label, name, *one, ratio])
-        ratios[f"{model.name}: {label}"] = {
+            lines.append([label, name, *(size_text(x) for x in one), f"{ratio:.4f}"])
+            rows.append([label, name, *one, ratio])
+        ratios[label] = {
             "lion_cub": found["lion_cub"].state / lion.state,
             "lion_cub_momentum": found["lion_cub"].momentum / lion.momentum,
             "owner_lion": found["owner_lion"].state / lion.state,
@@ -99,7 +69,7 @@ def main() -> None:
     summary = {
         "benchmark": "memory",
         "opt_ratio_vs_lion": ratios,
-        "7b": "float32 parameters and momentum, bfloat16 products, layers computed again for the "
+        "model": "7B: float32 parameters and momentum, bfloat16 products, layers computed again for the "
         "gradient; each worker takes 8 windows of 2048 tokens",
         "columns": COLUMNS,
         "rows": rows,
@@ -123,14 +93,6 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
 }
 
 
-def demo() -> Model:
-    """As `make demo` trains it."""
-    gpt = GPT(layers=2, width=128, heads=4, context=64, rngs=nnx.Rngs(0))
-    loss, params, model_state = lc.from_nnx(gpt, next_byte_loss)
-    windows = jax.ShapeDtypeStruct((4, 65), jnp.uint8)
-    return Model("demo", loss, params, model_state, partial(meshes.specs, params), windows)
-
-
 # --- A decoder with the shapes of Llama 7B
 
 LAYERS, WIDTH, HIDDEN, HEADS, VOCABULARY, CONTEXT = 32, 4096, 11008, 32, 32000, 2048
@@ -146,14 +108,6 @@ SHAPES = {
     },
 }
 ROWS_CUT = {"embed", "out", "down"}  # over "tensor"; of other matrices the columns
-
-
-def seven_billion() -> Model:
-    params = jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), SHAPES, is_leaf=is_shape
-    )
-    windows = jax.ShapeDtypeStruct((8, CONTEXT + 1), jnp.int32)
-    return Model("7B", next_token_loss, params, (), large_specs, windows)
 
 
 def is_shape(x: Any) -> bool:
@@ -205,15 +159,15 @@ def normed(x: jax.Array, weight: jax.Array) -> jax.Array:
 # --- Compiling it by shape
 
 
-def measure(model: Model, tx: Any, workers: lc.Workers) -> Measured:
+def measure(tx: Any, workers: lc.Workers) -> Measured:
     mesh = workers.mesh
-    state = lc.training.abstract_state(
-        tx, model.params, workers, specs=model.specs(mesh), model_state=model.model_state
+    params = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), SHAPES, is_leaf=is_shape
     )
+    state = lc.training.abstract_state(tx, params, workers, specs=large_specs(mesh))
     inner = [name for name in mesh.axis_names if name not in ("data", "tensor")]
-    step = lc.make_train_step(model.loss, tx, workers, batch_spec=P(("data", *inner)))
-    rows, *rest = model.windows.shape
-    batch = jax.ShapeDtypeStruct((rows * mesh.shape["data"], *rest), model.windows.dtype)
+    step = lc.make_train_step(next_token_loss, tx, workers, batch_spec=P(("data", *inner)))
+    batch = jax.ShapeDtypeStruct((8 * mesh.shape["data"], CONTEXT + 1), jnp.int32)
     plan = step.lower(state, batch).compile().memory_analysis()
     momentum = sum(held(tree) for _, tree in optax.tree.get_all_with_path(state.opt_state, "mu"))
     return Measured(

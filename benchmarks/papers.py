@@ -21,6 +21,7 @@ import optax
 import report
 from goal import tuning
 from goal.contenders import ADAM, LION, Family, Hyper, adam, lion
+from goal.curves import FLAGS
 from goal.images import EPOCHS, Run, Runner, init, key_of
 from goal.vision import Tables
 from oracle import baselines, coding, sync
@@ -28,7 +29,6 @@ from oracle import dgc as reference_dgc
 from oracle import lion as reference
 from oracle.coding import Codes
 from oracle.lion import Simulator
-from time_to_loss import FLAGS
 
 import lioncub_jax as lc
 

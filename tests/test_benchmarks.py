@@ -5,7 +5,6 @@ import re
 import compile_time
 import gpu
 import jax.numpy as jnp
-import local_step
 import numpy as np
 import pytest
 import time_to_loss
@@ -19,7 +18,7 @@ STEPS = "optax.lion", "1-bit vote"
 def test_the_local_step_moves_every_parameter_by_the_learning_rate():
     """What is sent comes back as it is, so signs mean nothing, but all the work of a step is done."""
     drawn = np.random.default_rng(0).normal(size=(2, 2**15)).astype(np.float32)
-    for name, made in local_step.candidates({"w": jnp.asarray(drawn[0])}).items():
+    for name, made in gpu.candidates({"w": jnp.asarray(drawn[0])}).items():
         params, grads = ({"w": jnp.asarray(x)} for x in drawn)
         new, *_ = made.step(params, made.state, grads)
         moved = np.abs(np.asarray(new["w"]) - drawn[0])
@@ -38,8 +37,8 @@ def test_every_part_of_a_compilation_is_timed(method):
 
 def test_each_step_of_a_gpu_is_measured_and_kept(monkeypatch, tmp_path):
     """Of two of the local steps, with samples that take no time."""
-    every = local_step.candidates
-    monkeypatch.setattr(local_step, "candidates", lambda x: {n: every(x)[n] for n in STEPS[:2]})
+    every = gpu.candidates
+    monkeypatch.setattr(gpu, "candidates", lambda x: {n: every(x)[n] for n in STEPS})
     monkeypatch.setattr(gpu, "SAMPLE_SECONDS", 1e-5)
     small = programs.Model(*programs.gpt(1, 32, 2, 512, 16), (1, 17))
     monkeypatch.setattr(programs, "named", lambda name: small)
@@ -47,8 +46,8 @@ def test_each_step_of_a_gpu_is_measured_and_kept(monkeypatch, tmp_path):
     gpu.main(f"--sizes 65536 --rounds 2 --save {kept}".split())
     rows = read(kept)
     parts = [(row["part"], row["dtype"], row["step"]) for row in rows]
-    local = [("local", dtype, step) for dtype in ("float32", "bfloat16") for step in STEPS[:2]]
-    assert parts == [*local, *(("gpt", "bfloat16", step) for step in STEPS[:2])]
+    local = [("local", dtype, step) for dtype in ("float32", "bfloat16") for step in STEPS]
+    assert parts == [*local, *(("gpt", "bfloat16", step) for step in STEPS)]
     for row in rows:
         assert 0 < row["ms_min"] <= row["ms"] <= row["ms_max"] and row["compile_seconds"] > 0
         assert (row["over_floor"] is not None) == (row["part"] == "local")

@@ -1,36 +1,18 @@
-"""The benchmarks of faults: what liars do, the sums, and the committed tables."""
+"""The benchmark of faults: its sums, and the committed table."""
 
 from concurrent.futures import Future
 
 import faults
-import jax
-import liars as program
-import numpy as np
 import pytest
 import report
-from oracle import coding
-
-
-def test_a_liar_replaces_what_it_encodes(monkeypatch):
-    monkeypatch.setattr(program, "STEPS", 3)
-    names = list(program.ATTACKS)
-    ends = jax.jit(lambda which, liars: program.outcome("lion_cub", which, liars, 0))
-    clean, flipped = ends(0, 0), ends(names.index("sign flip"), 3)
-    assert clean == ends(0, 3) == ends(names.index("largest codes"), 0) != flipped
-    codes = program.lying(coding.midrise(3), names.index("largest codes"), 2)
-    x = np.full((program.WORKERS, 1, 128), 0.1, np.float32)
-    level, _ = codes.encode(x, coding.buffer_of(x[:, 0]), 0)
-    assert (level[:2] == -3.5).all() and (level[2:] > 0).all()
-
 
 # --- What is committed
 
 
-@pytest.mark.parametrize("module", [faults, program])
-def test_committed_tables_are_those_of_the_committed_rows(module):
-    """If not: run faults.py and liars.py, which write them."""
-    page = module.DOCUMENT.read_text()
-    assert module.documented(page, report.read(module.ROWS)) == page
+def test_the_committed_table_is_that_of_the_committed_rows():
+    """If not: run faults.py, which writes it."""
+    page = faults.DOCUMENT.read_text()
+    assert faults.documented(page, report.read(faults.ROWS)) == page
 
 
 # --- What is lost by faults

@@ -6,7 +6,6 @@ And pictures, which share what the planner has traced here.
 import json
 import math
 import re
-from collections import Counter
 from pathlib import Path
 
 import convergence
@@ -16,11 +15,11 @@ import pictures
 import pytest
 import time_to_loss
 from conftest import AXIS
-from goal import contenders, curves, evidence, lengths, pages, plan, study, trainer, tuning
+from goal import contenders, curves, evidence, lengths, pages, study, trainer, tuning
 from goal.contenders import CONTENDERS, Hyper
 from goal.lab import NOTHING
 from goal.model import MODEL, STEPS, TOKENS
-from report import read, rows_of
+from report import read
 
 WORKERS = 8
 
@@ -63,7 +62,7 @@ def test_a_method_is_the_same_simulated_and_as_a_transform(run_workers, names):
 # --- Tuning
 
 
-@pytest.mark.parametrize("runs", [*tuning.RUNS.values()])
+@pytest.mark.parametrize("runs", [8, 6, 3])
 @pytest.mark.parametrize("best", [Hyper(1e-3, 0.8, 0.9, 1.0), Hyper(2.5e-4, 0.9, 0.99, 0.1)])
 def test_every_search_has_as_many_runs_and_none_twice(runs, best):
     seen = []
@@ -79,7 +78,7 @@ def test_every_search_has_as_many_runs_and_none_twice(runs, best):
     found = tuning.search(measure, tuning.first(family), family, runs)
     assert len(seen) == len(set(seen)) == runs
     assert found.loss == min(map(measure, list(seen)))
-    if runs == max(tuning.RUNS.values()):
+    if runs == 8:
         assert found.hyper[1:] == best[1:] and 0.5 <= found.hyper.rate / best.rate <= 2
 
 
@@ -244,13 +243,6 @@ def test_packaged_evidence_and_numbers_of_pages_are_those_of_the_committed_rows(
     for page in ("README.md", "docs/how_to/choose.md", "docs/how_to/planner.md"):
         shown = re.findall(r"\d+\.\d+", (pages.ROOT / page).read_text())
         assert len(rates) > 5 and rates.isdisjoint(shown), page
-    for cell in plan.CELLS[:2]:
-        known = rows_of(
-            rows, part="tuning", data=cell.data, tokens=cell.tokens, workers=cell.workers
-        )
-        ran = {curves.key_of(row) for row in known} - {None}
-        count = Counter(run.contender for run in ran)
-        assert set(count.values()) == {tuning.RUNS[TOKENS.index(cell.tokens)]}
 
 
 # --- The study of lengths: losses whose differences and lines are known
@@ -298,12 +290,12 @@ def test_sizes_are_lines_and_what_did_not_run_is_said():
         rows += studied(losses, width=width, rates=(1e-3, 2e-3, 5e-4))
     told = study.Study(rows)
     tables = told.tables()
-    assert "the best rate over AdamW's by a factor of 1.00" in tables["sizes"]
+    assert "The best rate over AdamW's changes by a factor of 1.00" in tables["sizes"]
     assert re.search(r"moves the distance to AdamW by \+0\.0[45]\d ± 0\.0", tables["learnt"])
-    assert "vote (2 of 3 seeds)" in tables["not run"] and "best-local (0 of 2" in tables["not run"]
+    assert "vote: 2 of 3" in tables["not run"] and "best-local: 0 of 2" in tables["not run"]
     assert "1. Not measured yet: the vote beside float32 Lion.\n" in tables["learnt"]
     many = [row | {"seed": seed} for row in rows for seed in range(3)]
-    assert "vote (" not in study.Study(many).not_run().splitlines()[0]
+    assert "vote:" not in study.Study(many).not_run().splitlines()[2]
 
 
 def test_the_last_line_of_the_benchmark_is_its_figures(capsys):

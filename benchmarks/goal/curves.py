@@ -31,6 +31,8 @@ from goal.model import CONTEXT, HEAD, MODEL, STEPS, WIDTH
 
 POINTS = 16  # of a curve; local steps divide the steps between two of them
 WINDOWS = 256  # of validation text
+# One thread for a process of simulated workers: small programs gain nothing from a second core.
+FLAGS = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
 
 
 class Run(NamedTuple):

@@ -36,7 +36,7 @@ PAGES = {
     "README.md": ("answer",),
     "docs/how_to/planner.md": (),
     "docs/how_to/choose.md": ("what to use",),
-    "docs/reports/learnt.md": ("learnt", "not run"),
+    "docs/reports/learnt.md": ("learnt",),
     "docs/reports/convergence.md": (
         "lengths", "tokens to a loss", "sizes", "tuning", "not run", "noise", "methods",
     ),

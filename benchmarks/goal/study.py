@@ -7,7 +7,7 @@ tokens, where it comes to the loss of AdamW. Differences are those of `paired`.
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -74,11 +74,6 @@ class Behind(NamedTuple):
     def __str__(self) -> str:
         sure = "one seed" if self.error is None else f"± {self.error:.3f}"
         return f"{self.loss:+.3f} {sure}"
-
-    def text(self) -> str:
-        """In a sentence."""
-        sure = "from one seed" if self.error is None else f"± {self.error:.3f}"
-        return f"{abs(self.loss):.3f} {sure} {'behind' if self.loss >= 0 else 'ahead of'}"
 
     @property
     def alike(self) -> bool:
@@ -228,23 +223,24 @@ class Study:
             return ""
         (loss, error), (rate, octaves) = slope_of(far), slope_of(rates)
         return (
-            f"each fourfold size moves the distance to AdamW by {loss:+.3f} ± {error:.3f}, and the best "
-            f"rate over AdamW's by a factor of {2**rate:.2f} ({2 ** (rate - octaves):.2f} to "
-            f"{2 ** (rate + octaves):.2f})."
+            f"each fourfold size moves the distance to AdamW by {loss:+.3f} ± {error:.3f}. "
+            f"The best rate over AdamW's changes by a factor of {2**rate:.2f} "
+            f"({2 ** (rate - octaves):.2f} to {2 ** (rate + octaves):.2f})."
         )
 
     def not_run(self) -> str:
-        """What the plan has and the rows do not."""
+        """What the plan has and the rows do not: of each method the seeds that ran, and those planned."""
         lines = []
-        for part in lengths.PARTS:
-            missing = []
-            for job in lengths.jobs_of(part):
-                have = self.seeds_of(job)
-                if have < job.seeds:
-                    missing.append(f"{job.contender} ({have} of {job.seeds} seeds{_width(job)})")
-            if missing:
-                lines.append(f"* {PARTS[part]}: {', '.join(missing)}.\n")
-        return "".join(lines) or "All that was planned was run.\n"
+        for part, says in PARTS.items():
+            have = {job: self.seeds_of(job) for job in lengths.jobs_of(part)}
+            missing = [
+                f"{job.contender}{f', width {job.width}' * (job.width != WIDTH)}: {n} of {job.seeds}"
+                for job, n in have.items()
+                if n < job.seeds
+            ]
+            lines += [[says, "<br>".join(missing)]] if missing else []
+        table = report.markdown(["part", "seeds"], lines)
+        return table if lines else "All that was planned was run.\n"
 
     def seeds_of(self, job: lengths.Job) -> int:
         """How many seeds of a job have run."""
@@ -273,50 +269,39 @@ class Study:
         )
 
     def beside_lion(self) -> str:
-        parts = [
-            f"{found.text()} it after {key.steps:,} steps"
-            for key in LENGTHS[1:]
-            if (found := self.cell(key).behind("vote", "lion"))
+        parts = self.each("vote", LENGTHS[1:], "lion")
+        said = f"The last loss of `lion_cub`, less that of float32 Lion (goal: {GOAL}): "
+        return f"{said}{', '.join(parts)}." if parts else ""
+
+    def each(self, name: str, settings: Iterable[Key], other: str = BASE) -> list[str]:
+        """How far a method is behind in each setting where both ran."""
+        return [
+            f"{found} after {key.steps:,} steps"
+            for key in settings
+            if (found := self.cell(key).behind(name, other))
         ]
-        said = f"`lion_cub` is compared with float32 Lion; it ends {' and '.join(parts)}"
-        return f"{said} (bits per byte; the goal was {GOAL})." if parts else ""
 
     def after_1024(self) -> str:
         cell = self.cell(NOISY)
         peers = [name for name in cell.losses if name.startswith("powersgd")]
         best = min(peers, key=lambda name: cell.pooled.means[name], default="")
         parts = [
-            f"`{pages.code_of(name)}` {found.text()}"
-            for name in ("owner-adamw", "owner-lion", "vote", best)
+            f"{says} {found}"
+            for name, says in (*OURS.items(), (best, f"PowerSGD {best.removeprefix('powersgd-')}"))
             if (found := cell.behind(name))
         ]
-        return (
-            f"After 1,024 steps, beside float32 AdamW: {', '.join(parts)} it."
-            if len(parts) == 4
-            else ""
-        )
+        said = f"Last losses after 1,024 steps, less AdamW's: {', '.join(parts)}."
+        return said if len(parts) == len(OURS) + 1 else ""
 
     def by_length(self) -> str:
-        parts = [
-            f"{found.text()} it after {key.steps:,}"
-            for key in LENGTHS
-            if (found := self.cell(key).behind("vote"))
-        ]
-        return (
-            f"By the length of the run, `lion_cub` is, beside AdamW, {', '.join(parts)} steps."
-            if len(parts) > 1
-            else ""
-        )
+        parts = self.each("vote", LENGTHS)
+        return f"`lion_cub`, less AdamW: {', '.join(parts)}." if len(parts) > 1 else ""
 
     def by_exchanges(self) -> str:
         cell = self.cell(NOISY)
-        parts = [
-            f"{says} {found.text()} it"
-            for name, says in EXCHANGES.items()
-            if (found := cell.behind(name))
-        ]
-        said = f"At equal tokens, beside AdamW that exchanges in every step: {', '.join(parts)}."
-        return said if len(parts) > 1 else ""
+        parts = [f"{says} {x}" for name, says in EXCHANGES.items() if (x := cell.behind(name))]
+        said = f"At equal tokens, less AdamW: {', '.join(parts)}."
+        return said if len(parts) == len(EXCHANGES) else ""
 
     def by_size(self) -> str:
         known = [key for key in self.cells if key[:3] == NOISY[:3] and key.steps == NOISY.steps]
@@ -324,20 +309,16 @@ class Study:
         return f"For `lion_cub`, {text}" if text else ""
 
 
+OURS = {"owner-adamw": "`owner_adamw`", "owner-lion": "`owner_lion`", "vote": "`lion_cub`"}
 EXCHANGES = {
-    "adamw-micro-4": "AdamW with 4 micro-steps ends", "adamw-micro-16": "with 16",
-    "vote-micro-4": "`lion_cub` with 4", "local-8-coded": "the mean of 8 local steps in 4 bits",
-    "diloco-32-coded": "DiLoCo with 32 local steps in 4 bits",
+    "adamw-micro-4": "4 micro-steps of AdamW", "vote-micro-4": "of `lion_cub`",
+    "local-8-coded": "8 local steps",
 }  # fmt: skip
 PARTS = {
-    "1024": "1,024 steps", "tokens": "2,048 tokens", "4096": "4,096 steps", "ladder": "sizes",
-    "256": "256 steps",
+    "1024": "1,024 steps", "tokens": "512 steps of 2,048 tokens", "4096": "4,096 steps",
+    "ladder": "sizes", "256": "256 steps",
 }  # fmt: skip
 OCTAVE = 12**-0.5  # error of a best rate that is known to an octave, as a logarithm to base 2
-
-
-def _width(job: lengths.Job) -> str:
-    return f", width {job.width}" * (job.width != WIDTH)
 
 
 def crossing(points: Sequence[tuple[float, float]], target: float) -> tuple[float, float] | None:

@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 from goal.contenders import Family, Hyper
 
-RUNS = {0: 8, 1: 6, 2: 3}  # of each method, by the place of its noise in `TOKENS`
-TUNED_AT = {0: 8, 1: 8, 2: 4}  # workers; others take what is best there
 CLIMBS = 4  # runs for the rate, at most, before anything else is tried
 SEED = 1000
 
