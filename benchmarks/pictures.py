@@ -81,7 +81,7 @@ def ticks_1_2_5(low: float, high: float) -> dict[float, str]:
 NETWORKS = np.geomspace(0.05, 100, 60)
 MOST = 130  # times that of a network without cost
 APART = 1.3  # labels, at least, as a ratio of times
-LINES = {"float32 AdamW": "0.45", "best peer": "C1", "owner_adamw": "C0", "lion_cub": "C2"}
+LINES = {"float32 AdamW": "0.45", "best other method": "C1", "owner_adamw": "C0", "lion_cub": "C2"}
 
 
 def by_network() -> dict[str, Any]:
@@ -99,11 +99,11 @@ def by_network() -> dict[str, Any]:
 
 
 def lines(plans: list[planner.Plan]) -> dict[str, list[float]]:
-    """Times of AdamW by a float32 mean, of whichever peer is best, and of two of ours."""
+    """Times of AdamW by a float32 mean, of whichever other method is best, and of two of ours."""
     free = min(plans[0].rows[name].steps() for name in ("lion", "adamw"))
     drawn = {"float32 AdamW": [plan.rows["adamw"].time() / free for plan in plans]}
     if plans[0].first("peer"):
-        drawn["best peer"] = [plan.times()[plan.first("peer")] / free for plan in plans]
+        drawn["best other method"] = [plan.times()[plan.first("peer")] / free for plan in plans]
     for name, said in {"owner-adamw": "owner_adamw", "vote": "lion_cub"}.items():
         if name in plans[0].times():
             drawn[said] = [plan.rows[name].time() / free for plan in plans]
@@ -117,7 +117,9 @@ def draw_by_network(panels: dict[str, Any]) -> Figure:
         axis.set_title(title)
         draw_lines(axis, panel["lines"], panel["mean until"])
     axes[0].set_ylabel("time to the loss (1: no network)")
-    figure.supxlabel("time of a float32 mean of gradients, over that of computing a step", size=9)
+    figure.supxlabel(
+        "time of a float32 all-reduce of gradients, over that of computing a step", size=9
+    )
     return figure
 
 

@@ -58,4 +58,6 @@ for _ in track(range(300), "training", disable=jax.process_index() > 0):
 sent = lc.audit.sent_bytes(lc.audit.collectives(step.lower(state, batch).compile(), mesh))
 size = sum(x.size for x in jax.tree.leaves(params))
 print(f"loss {losses[0]:.2f} before, {losses[-1]:.2f} after")
-print(f"each worker sends {sent[('data',)] / 1000:.0f} kB a step for {size:,} parameters")
+float32 = lc.audit.float32_all_reduce_bytes(size, workers.count)
+print(f"each worker sends {sent[('data',)] / 1000:.0f} kB a step for {size:,} parameters;")
+print(f"an all-reduce of float32 gradients sends {float32 / 1000:.0f} kB")

@@ -39,6 +39,10 @@ def test_links_lead_somewhere_and_pictures_say_what_they_show(page):
     assert all(len(alt) > 30 for alt in re.findall(r"!\[(.*?)\]", text, re.S))
 
 
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
 def test_drawings_have_titles():
     for picture in (ROOT / "docs/pictures").glob("*.svg"):
         title = ET.parse(picture).getroot().find("{http://www.w3.org/2000/svg}title")

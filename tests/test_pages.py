@@ -10,7 +10,6 @@ import textwrap
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pages
@@ -109,6 +108,10 @@ BEFORE = {
         "class_weights": "workers = lc.Workers(jax.make_mesh((8,), ('data',)), 'data')",
     },
     "how_to/large_trainers.md": {},
+    "how_to/images.md": {},
+    "how_to/mixed_precision.md": {"class Master(": "from typing import NamedTuple"},
+    "how_to/profile.md": {},
+    "how_to/spot.md": {},
     "how_to/switch.md": {
         "restore_with_my_own_code()": """
             def restore_with_my_own_code():
@@ -168,7 +171,9 @@ COMMANDS = [
     pytest.param(one.code, id=f"{page}: {one.code.splitlines()[0]}", marks=marks)
     for page, mark, marks in [
         ("how_to/planner.md", "run: here", ()),
+        ("how_to/spot.md", "run: here", ()),
         ("how_to/faults.md", "run: long", pytest.mark.long),
+        ("how_to/spot.md", "run: long", pytest.mark.long),
     ]
     for one in pages.blocks(page)
     if one.mark == mark
@@ -180,14 +185,9 @@ def test_the_commands_of_a_page_run(code, tmp_path):
     assert all(pages.run_commands(code, tmp_path))
 
 
-def test_the_three_lines_of_the_readme_do_for_a_step():
-    (shown,) = [one for one in pages.blocks("../README.md") if one.mark == "run: the three lines"]
-    after = "".join(line[1:].lstrip() for line in shown.code.splitlines(True) if line[0] == "+")
-    names = {"learning_rate": 1e-3, "loss_fn": lambda params, batch: jnp.mean(batch @ params["w"])}
-    exec(WORLD + after, names)
-    update = jax.jit(names["tx"].update)
-    updates, _ = update(names["grads"], names["tx"].init(names["params"]), names["params"])
-    assert updates["w"].shape == (16, 24) and np.any(updates["w"])
+def test_the_readme_shows_the_change_of_the_first_example():
+    shown = pages.block("../README.md", "example: digits_nnx")
+    assert shown == pages.block("how_to/trainer.md", "example: digits_nnx")
 
 
 def test_every_block_of_code_is_run_or_says_why_not():

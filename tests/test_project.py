@@ -36,9 +36,14 @@ def test_workflows_may_only_read_end_in_time_and_try_our_pythons():
             assert matrix.get("python", pythons) == pythons, name
 
 
-def test_the_citation_is_of_this_version():
+def test_the_citation_is_of_this_version_and_says_what_the_readme_says():
     text = (ROOT / "CITATION.cff").read_text()
     citation = yaml.safe_load(text)
+    readme = (ROOT / "README.md").read_text()
+    assert f"\nVersion {PROJECT['version'].rpartition('.')[0]} is" in readme
+    first = readme.splitlines()[2].partition(".")[0]
+    assert PROJECT["description"].partition(":")[0] == first
+    assert citation["title"] == f"lioncub_jax: {first[0].lower()}{first[1:]}"
     assert citation["version"] == PROJECT["version"] and citation["license"] == PROJECT["license"]
     assert f"version = {{{PROJECT['version']}}}" in text  # of its BibTeX
 

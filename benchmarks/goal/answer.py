@@ -19,7 +19,7 @@ def what_to_use_text() -> str:
     lines = [head, ["---"] * len(head), *map(_cells, rows)]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return (
-        f"{table}\n\n* *network*: the time of a float32 mean of gradients, divided by the time of "
+        f"{table}\n\n* *network*: the time of a float32 all-reduce of gradients, divided by the time of "
         "computing a step.\n"
         "* *tokens*: what one worker sees in a step. *bits*: what it sends in a step for each parameter.\n"
         "* *steps*: to the loss, divided by the steps of the better float32 optimizer.\n"
@@ -79,7 +79,7 @@ def answer_text() -> str:
 def _answer(plan: Plan) -> str:
     scheme = plan.rows[plan.use()].scheme
     if scheme.kind == "mean":
-        return f"a mean of gradients{' in bfloat16' if scheme.learns != scheme.name else ''}"
+        return f"an all-reduce{' in bfloat16' if scheme.learns != scheme.name else ''}"
     others = map(plan.first, ("mean", "peer"))
     mean, peer = (f"{plan.gain(name):.2g}" if name else "–" for name in others)
     return f"`{scheme.code}`, {mean} and {peer}"
