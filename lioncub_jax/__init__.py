@@ -4,14 +4,6 @@ The optimizers and the training step are here; parts to choose from are in names
 `wires`, `momentum` and `sync` (what a vote is made of), `mesh` and `training`, `checkpoint`, `audit`
 (bytes, and programs that would send more than votes), and `baselines`. The programs around it are in
 `lioncub_jax.tools`, which is imported by its name.
-
-What to use, by the noise of a gradient (tokens that one worker sees in a step) and by how many times as
-long as computing a float32 mean of gradients takes; `planner.legend` has the code of each:
-
-    32 tokens, data alike: adamw-bfloat16 at 0.1, owner-adamw at 1, vote at 10 to 100
-    256 tokens, data alike: adamw-bfloat16 at 0.1, owner-adamw at 1, owner-lion at 10 to 100
-    2,048 tokens, data alike: adamw-bfloat16 at 0.1, owner-adamw at 1 to 100
-    256 tokens, data different: adamw-bfloat16 at 0.1, owner-adamw at 1, vote at 10 to 100
 """
 
 import importlib
