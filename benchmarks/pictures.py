@@ -17,13 +17,13 @@ import faults
 import matplotlib.style
 import numpy as np
 from goal import pages
+from goal.choice import SIZE, cluster_at
 from matplotlib.figure import Figure
 from PIL import Image
 
 from lioncub_jax.audit import units
 from lioncub_jax.tools import plan as planner
 from lioncub_jax.tools.plan import evidence
-from lioncub_jax.tools.plan.choice import SIZE
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 STYLE = Path(__file__).parent / "pictures.mplstyle"
@@ -80,6 +80,7 @@ def ticks_1_2_5(low: float, high: float) -> dict[float, str]:
 
 NETWORKS = np.geomspace(0.05, 100, 60)
 MOST = 130  # times that of a network without cost
+ALONE = 1.0, 0.0  # a link that reaches its rate, and nothing overlaps
 APART = 1.3  # labels, at least, as a ratio of times
 LINES = {"float32 AdamW": "0.45", "best other method": "C1", "owner_adamw": "C0", "lion_cub": "C2"}
 
@@ -90,7 +91,7 @@ def by_network() -> dict[str, Any]:
     found = {}
     for tokens in sorted({cell.tokens for cell in cells}):
         workers = max(one.workers for one in cells if one.tokens == tokens and one.workers <= 8)
-        at = [planner.cluster_at(x, workers) for x in NETWORKS]
+        at = [cluster_at(x, workers) for x in NETWORKS]
         plans = [planner.plan(SIZE, cluster, 1.0, tokens=tokens) for cluster in at]
         means = [plan.rows[plan.use()].scheme.kind == "mean" for plan in plans]
         title = f"{tokens:,} tokens a worker\nand step, {workers} workers"
@@ -100,13 +101,15 @@ def by_network() -> dict[str, Any]:
 
 def lines(plans: list[planner.Plan]) -> dict[str, list[float]]:
     """Times of AdamW by a float32 mean, of whichever other method is best, and of two of ours."""
-    free = min(plans[0].rows[name].steps() for name in ("lion", "adamw"))
-    drawn = {"float32 AdamW": [plan.rows["adamw"].time() / free for plan in plans]}
+    free = min(plans[0].rows[name].ratio() for name in ("lion", "adamw"))
+    drawn = {"float32 AdamW": [plan.times(corner=ALONE)["adamw"] / free for plan in plans]}
     if plans[0].first("peer"):
-        drawn["best other method"] = [plan.times()[plan.first("peer")] / free for plan in plans]
+        drawn["best other method"] = [
+            next(iter(plan.times("peer", corner=ALONE).values())) / free for plan in plans
+        ]
     for name, said in {"owner-adamw": "owner_adamw", "vote": "lion_cub"}.items():
         if name in plans[0].times():
-            drawn[said] = [plan.rows[name].time() / free for plan in plans]
+            drawn[said] = [plan.times(corner=ALONE)[name] / free for plan in plans]
     return drawn
 
 

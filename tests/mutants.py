@@ -748,13 +748,39 @@ MUTANTS = r"""
 + "all-reduce": 1
 
 = devices of a worker do not share its link
-- of_worker = at.group_size * sent
-+ of_worker = sent
+- sent = each * passing * size
++ sent = each * passing * size / at.group_size
+
+= a link reaches its nominal rate
+- return min(known), max(known)
++ return 1.0, 1.0
+
+# tools/plan/report.py: planner
+= a method may need more memory than a device has
+- if holds > memory:
++ if holds > math.inf:
+
+= a range leaves out the errors of steps
+- factors, relative = [], own.learned.error / own.learned.ratio
++ factors, relative = [], 0.0
+
+= a mean is taken never to overlap
+- overlaps = (0.0, 0.0 if self.cluster.on_cpu else 1.0)
++ overlaps = (0.0, 0.0)
 
 # tools/plan/evidence.py: planner
 = the nearest cell is so by its number of workers alone
-- key=lambda one: math.prod(away(one))
-+ key=lambda one: away(one)[1]
+- return math.prod(away(cell)), -cell.steps
++ return away(cell)[1], -cell.steps
+
+= short runs are preferred to long ones
+- math.prod(away(cell)), -cell.steps
++ math.prod(away(cell)), cell.steps
+
+# tools/probe.py: probe
+= the bytes of a worker are taken for what it sends
+- sends = sent(count) * length
++ sends = length
 
 # tools/lab/namespaces.py: lab
 = a run ends with the code of the last worker that failed

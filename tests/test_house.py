@@ -117,12 +117,13 @@ def test_no_modules_import_each_other_in_a_circle():
     graphlib.TopologicalSorter(graph).prepare()
 
 
-def test_collectives_are_in_two_files_and_one_function_casts():
+def test_collectives_are_in_two_files_and_the_probe_and_one_function_casts():
     for source in ("jax.lax.psum(x, a)", "lax.psum(x)", "from jax.lax import psum"):
         assert uses(ast.parse(source), COLLECTIVES), source
     assert [module for module in MODULES if uses(tree_of(module), COLLECTIVES)] == [
         "exchange.wires",
         "mesh.axes",
+        "tools.probe",
     ]
     functions = [node.name for m in MODULES for node in tree_of(m).body if uses(node, CASTS)]
     assert functions == ["varying"]

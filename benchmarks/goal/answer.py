@@ -1,9 +1,8 @@
-"""The answer as pages show it, from what the planner says: a whole table, a short one, and a few lines."""
+"""The answer as pages show it, from what the planner says: a whole table and a short one."""
 
-import textwrap
-
-from lioncub_jax.tools.plan import DATA, Plan, evidence, what_to_use
-from lioncub_jax.tools.plan.choice import NETWORKS, SIZE, Use
+from goal.choice import NETWORKS, SIZE, Use, what_to_use
+from lioncub_jax.tools.plan import DATA, Plan, evidence
+from lioncub_jax.tools.plan.report import MEASURE, NOT_MEASURED
 
 
 def what_to_use_text() -> str:
@@ -14,7 +13,7 @@ def what_to_use_text() -> str:
     """
     known = evidence.packaged()
     study, cell = known.study, known.cells[0]
-    head = "network", "tokens", "data", "use", "bits", "steps", "faster", "rate", "decay", "betas"
+    head = "network", "tokens", "data", "use", "bits", "steps", "as fast", "rate", "decay", "betas"
     rows = what_to_use()
     lines = [head, ["---"] * len(head), *map(_cells, rows)]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -22,8 +21,10 @@ def what_to_use_text() -> str:
         f"{table}\n\n* *network*: the time of a float32 all-reduce of gradients, divided by the time of "
         "computing a step.\n"
         "* *tokens*: what one worker sees in a step. *bits*: what it sends in a step for each parameter.\n"
-        "* *steps*: to the loss, divided by the steps of the better float32 optimizer.\n"
-        "* *faster*: how many times faster it reaches the loss than the best other method.\n"
+        "* *steps*: to the loss, divided by those of float32 AdamW.\n"
+        "* *as fast*: how many times as fast as the best mean of gradients it reaches the loss. The least "
+        "is over a mean that overlaps fully with computing. The most is over one that does not overlap. "
+        "Both have two standard errors of the steps.\n"
         "* *rate* and *decay*: divided by those of float32 AdamW. Multiply those of the AdamW that you "
         f"have, and tune. These ratios and *betas* were best in runs of {cell.steps} steps.\n\n"
         f"Measured with a {study['model']} of {cell.parameters:,} parameters, not on a GPU. "
@@ -36,29 +37,34 @@ def _runs(rows: list[Use]) -> str:
     said: dict[str, set[int]] = {}
     for row in rows:
         for plan in row.plans.values():
+            if row.method() == NOT_MEASURED:
+                continue
             cell, how = plan.found.cell, plan.rows[row.method()].learned
             assert how
             where = f"{cell.tokens:,} tokens, {row.data}: {cell.workers} workers"
-            said.setdefault(where, set()).add(how.runs[evidence.RANKED])
+            said.setdefault(where, set()).add(how.runs)
     seeds = {where: _from_to([str(n) for n in sorted(runs)]) for where, runs in said.items()}
     return " ".join(f"{where}, {n} seed{'s' * (n != '1')}." for where, n in seeds.items())
 
 
 def _cells(row: Use) -> list[str]:
-    if not row.plans:
-        return ["any", f"{row.tokens:,}", row.data, row.method(), *[""] * 6]
+    if row.method() == NOT_MEASURED:
+        networks = _networks(row) if row.plans else "any"
+        return [networks, f"{row.tokens:,}", row.data, row.verdict(), *[""] * 6]
     plans = list(row.plans.values())
-    scheme, estimate, how = used = plans[0].rows[row.method()]
+    scheme, estimate, how, _ = plans[0].rows[row.method()]
     assert how
-    best = min(plans[0].rows[name].steps() for name in ("lion", "adamw"))
+    ranges = [one.range_over_means(row.method()) for one in plans]
+    first = "measure first: " if row.verdict() == MEASURE else ""
+    least, most = min(low for low, _ in ranges), max(high for _, high in ranges)
     return [
         _networks(row),
         f"{row.tokens:,}",
         row.data,
-        f"`{scheme.code}`",
+        f"{first}`{scheme.code}`",
         f"{8 * estimate.sent_bytes / SIZE:.3g}",
-        f"{used.steps() / best:.2f}",
-        _from_to([f"{one.gain(one.first('mean', 'peer')):.2f}" for one in plans]),
+        f"{how.ratio:.2g}",
+        f"{least:.2g} to {most:.2g}" if scheme.kind != "mean" else "1",
         f"{how.rate_over_adamw:.2g}",
         f"{how.decay_over_adamw:.2g}",
         f"{how.b1:g}, {how.b2:g}",
@@ -77,12 +83,14 @@ def answer_text() -> str:
 
 
 def _answer(plan: Plan) -> str:
+    if plan.use() == NOT_MEASURED:
+        return plan.verdict()
     scheme = plan.rows[plan.use()].scheme
     if scheme.kind == "mean":
         return f"an all-reduce{' in bfloat16' if scheme.learns != scheme.name else ''}"
-    others = map(plan.first, ("mean", "peer"))
-    mean, peer = (f"{plan.gain(name):.2g}" if name else "–" for name in others)
-    return f"`{scheme.code}`, {mean} and {peer}"
+    low, high = plan.range_over_means(plan.use())
+    first = "measure first: " if plan.verdict() == MEASURE else ""
+    return f"{first}`{scheme.code}`, {low:.2g} to {high:.2g}"
 
 
 def _networks(row: Use) -> str:
@@ -92,14 +100,3 @@ def _networks(row: Use) -> str:
 def _from_to(numbers: list[str]) -> str:
     first, last = numbers[0], numbers[-1]
     return first if first == last else f"{first} to {last}"
-
-
-def what_to_use_short() -> str:
-    """What was measured of it, in short: by the names of methods, as at the head of the library."""
-    lines: dict[str, list[str]] = {}
-    for row in what_to_use():
-        if row.plans:
-            noise = f"{row.tokens:,} tokens, data {row.data}"
-            lines.setdefault(noise, []).append(f"{row.method()} at {_networks(row)}")
-    text = (f"{noise}: {', '.join(said)}" for noise, said in lines.items())
-    return "\n".join(textwrap.fill(line, 98, subsequent_indent="  ") for line in text)

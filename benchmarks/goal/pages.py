@@ -1,7 +1,7 @@
 """Tables of pages, from the evidence: steps to the loss times seconds of a step, and what stands behind.
 
 No page has a number of its own. A page has a place for a table between ``<!-- name -->`` and ``<!-- end
--->``; the head of the library has the answer in short, and the planner's page what its command prints.
+-->``; the planner's page has what its command prints.
 """
 
 import contextlib
@@ -44,7 +44,6 @@ PAGES = {
 }  # fmt: skip
 NONE = "Nothing was timed with this version yet.\n"
 PRINTED = re.compile(r"(<!-- plan -->\n```console\n\$ lioncub )(.*)\n(?s:.*?)```")
-SHORT = re.compile(r"(has the code of each:\n\n)(?: {4}.*\n)+")
 # For the planner, of 4 workers on 2 cores. A message by Gloo: an unshaped float32 mean of 27 arrays, over
 # its 108 hops. Bits of memory a second, and of an unshaped link.
 LATENCY, CPU_MEMORY, LOOPBACK = 1.2e-3, 8e9, 8e9
@@ -206,9 +205,7 @@ def rewritten(found: Found, tables: Mapping[str, str]) -> dict[Path, str]:
         for place in places:
             text = report.written(text, place, tables.get(place) or made[place]())
         pages[ROOT / name] = PRINTED.sub(printed, text)
-    head = ROOT / "lioncub_jax" / "__init__.py"
-    short = textwrap.indent(answer.what_to_use_short(), "    ")
-    return pages | {head: SHORT.sub(lambda at: f"{at[1]}{short}\n", head.read_text(), count=1)}
+    return pages
 
 
 def printed(at: re.Match[str]) -> str:

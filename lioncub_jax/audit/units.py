@@ -14,6 +14,7 @@ RATES = {
     for unit, bits in (("bit", 1), ("byte", 8))
 }
 TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+SIZES = {f"{prefix}b".lower(): scale for prefix, scale in PREFIXES.items()}
 COUNTS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 LONG = 10_000  # seconds, from which on a time is shown in hours
 LARGEST = 1e15  # beyond it are typing errors, and from 2**53 on a float has no exact value
@@ -53,6 +54,19 @@ def seconds(text: str) -> float:
       0.0015
     """
     return _read("time", text, TIMES, "50us, 1.5ms or 2s")
+
+
+def size(text: str) -> float:
+    """Reads bytes, such as ``"24GB"``; a unit is needed.
+
+    Raises:
+      ValueError: for anything else.
+
+    Example:
+      >>> size("24GB")
+      24000000000.0
+    """
+    return _read("size", text, SIZES, "500MB, 24GB or 1.5TB")
 
 
 def count(text: str) -> int:

@@ -1,4 +1,4 @@
-"""``lioncub bytes``: what a compiled step really sends."""
+"""``lioncub bytes``: the collectives of a compiled step."""
 
 import argparse
 import math
@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from lioncub_jax import audit as traffic
+from lioncub_jax import audit
 from lioncub_jax.audit import compiled, units, watch
 from lioncub_jax.tools.cli import output, targets
 from lioncub_jax.tools.cli.options import COUNT, FLAG, Row
@@ -51,29 +51,29 @@ def run(args: argparse.Namespace) -> int:
     """
     text, mesh = _built(args)
     try:
-        found = traffic.collectives(text, mesh)
+        collectives = audit.collectives(text, mesh)
     except ValueError as error:
         raise ValueError(f"{args.target}: {error}") from None
     program = watch.read(text)
     over = program.axes if program else tuple(mesh.shape)[:1]
     workers = math.prod(mesh.shape[axis] for axis in over)
-    dense = args.params and traffic.float32_all_reduce_bytes(args.params, workers)
+    dense = args.params and audit.float32_all_reduce_bytes(args.params, workers)
     if args.json:
         output.write(output.as_text({
             "mesh": dict(mesh.shape),
-            "collectives": [{**one._asdict(), "sent_bytes": one.sent_bytes} for one in found],
+            "collectives": [{**one._asdict(), "sent_bytes": one.sent_bytes} for one in collectives],
             "workers": program and program.axes,
             "float32_all_reduce": dense,
         }))  # fmt: skip
         return 0
-    parts: list[Any] = [compiled.table(found)]
-    if not found:
+    parts: list[Any] = [compiled.table(collectives)]
+    if not collectives:
         parts += ["no collective: the devices send nothing to each other"]
     if program:
         parts += [watch.report(program)]
     if dense:
-        sent = sum(traffic.sent_bytes(found).values())
-        least = "at least " if any(x.looped for x in found) else ""
+        sent = sum(audit.sent_bytes(collectives).values())
+        least = "at least " if any(x.looped for x in collectives) else ""
         parts += [
             f"A float32 all-reduce of {args.params:,} parameters over {','.join(over)} sends "
             f"{units.bytes_text(dense)} from each worker; this program sends {least}"
@@ -84,22 +84,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _built(args: argparse.Namespace) -> tuple[str, Mesh | AbstractMesh]:
-    """The program and the mesh that a function returns."""
-    if args.devices is not None:
-        try:
-            jax.config.update("jax_num_cpu_devices", args.devices)  # fails if it is too late
-            jax.config.update("jax_platforms", "cpu")
-        except RuntimeError as started:
-            raise ValueError(
-                f"--devices {args.devices}: jax has started already: {started}"
-            ) from None
-    match made := targets.load(args.target)():
+    """The text of the program that a target returns, and its mesh."""
+    if args.devices:
+        targets.use_devices(args.devices)
+    match target := targets.load(args.target)():
         case (jax.stages.Lowered() as lowered, Mesh() | AbstractMesh() as mesh):
             program = targets.attempt(f"compiling what {args.target} returned", lowered.compile)
         case (jax.stages.Compiled() | str() as program, Mesh() | AbstractMesh() as mesh):
             pass
         case _:
-            kinds = [type(x).__name__ for x in (made if isinstance(made, tuple) else [made])]
+            kinds = [type(x).__name__ for x in (target if isinstance(target, tuple) else [target])]
             raise ValueError(
                 f"{args.target} returned {', '.join(kinds)}: return (step.lower(...), mesh)"
             )

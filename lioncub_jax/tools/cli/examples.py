@@ -1,8 +1,11 @@
-"""Targets that the commands can be tried on, and written like: a small model, a step, a program.
+"""Examples of targets: a small model, a step, a program.
 
 lioncub plan --model lioncub_jax.tools.cli.examples:model ...
+lioncub probe --step lioncub_jax.tools.cli.examples:training --devices 2
 lioncub bytes lioncub_jax.tools.cli.examples:lowered --devices 8
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,12 +34,24 @@ def loss(params: dict[str, jax.Array], text: jax.Array, rng: jax.Array) -> jax.A
     return optax.softmax_cross_entropy_with_integer_labels(x, text[:, 1]).mean()
 
 
+def training(workers: lc.Workers) -> tuple[Any, lc.StepState, jax.Array]:
+    """For ``probe --step``: a step that averages gradients in float32, its first state and a batch."""
+    return _training(lc.global_gradients(optax.adamw(1e-3), workers=workers), workers)
+
+
 def lowered() -> tuple[jax.stages.Lowered, jax.sharding.Mesh]:
-    """For ``bytes``: a training step, lowered or compiled, and its mesh."""
+    """For ``bytes``: a training step that votes, lowered or compiled, and its mesh."""
     axis = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=axis)
     workers = lc.Workers(mesh, "data")
-    tx = lc.lion_cub(1e-3, workers=workers)
+    step, state, batch = _training(lc.lion_cub(1e-3, workers=workers), workers)
+    return step.lower(state, batch), mesh
+
+
+def _training(
+    tx: optax.GradientTransformation, workers: lc.Workers
+) -> tuple[Any, lc.StepState, jax.Array]:
     state = lc.init_state(tx, model(), workers)
-    step = lc.make_train_step(loss, tx, workers)
-    return step.lower(state, jnp.zeros((BATCH * mesh.size, 2), jnp.int32)), mesh
+    processes = len({device.process_index for device in workers.mesh.devices.flat})
+    batch = jnp.zeros((BATCH * workers.count // processes, 2), jnp.int32)  # of this process
+    return lc.make_train_step(loss, tx, workers), state, batch

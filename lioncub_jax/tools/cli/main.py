@@ -1,4 +1,4 @@
-"""The command line: ``lioncub plan | bytes | lab | run``.
+"""The command line: ``lioncub plan | probe | bytes | lab | run``.
 
 A command ends with 0, or with 2 and a line that says what was given, what is allowed and what to
 do; ``lab`` and ``run`` end with the exit code of the command that they ran. Ctrl-C ends with 130, and
@@ -15,6 +15,7 @@ from lioncub_jax.tools.cli import bytes as bytes_command
 from lioncub_jax.tools.cli import lab as lab_command
 from lioncub_jax.tools.cli import output
 from lioncub_jax.tools.cli import plan as plan_command
+from lioncub_jax.tools.cli import probe as probe_command
 from lioncub_jax.tools.cli import run as run_command
 
 INTERRUPTED = 130  # 128 and the number of SIGINT
@@ -23,8 +24,8 @@ LONGEST_MESSAGE = 900  # XLA's may have thousands of lines
 
 _DESCRIPTION = """\
 Data-parallel Lion for JAX whose workers exchange about one bit per parameter:
-what it would gain, what a compiled step sends, a slow network to try it on, and
-a run that goes on when a worker dies."""
+what it would gain, what your machines reach, what a compiled step sends, a slow
+network to try it on, and a run that goes on when a worker dies."""
 
 _EPILOG = """\
 exit codes:
@@ -37,7 +38,13 @@ examples:
   lioncub bytes lioncub_jax.tools.cli.examples:lowered --devices 8
   lioncub lab --workers 2 --rate 100mbit -- hostname"""
 
-_COMMANDS = {"plan": plan_command, "bytes": bytes_command, "lab": lab_command, "run": run_command}
+_COMMANDS = {
+    "plan": plan_command,
+    "probe": probe_command,
+    "bytes": bytes_command,
+    "lab": lab_command,
+    "run": run_command,
+}
 _STARTING = ("lab", "run")  # a command of the user's
 
 
@@ -112,7 +119,7 @@ def _parser(explain: bool) -> _Parser:
     version = f"lioncub_jax {lioncub_jax.__version__}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(
-        title="commands", required=True, metavar="plan | bytes | lab | run"
+        title="commands", required=True, metavar="plan | probe | bytes | lab | run"
     )
     for name, module in _COMMANDS.items():
         command = commands.add_parser(

@@ -22,5 +22,7 @@ def reads(read: Callable[[str], Any]) -> dict[str, Any]:
     return {"type": value}
 
 
-COUNT, RATE, SECONDS = map(reads, (units.count, units.rate, units.seconds))
+COUNT, RATE, SECONDS, SIZE = (
+    reads(read) for read in (units.count, units.rate, units.seconds, units.size)
+)
 FLAG = {"action": "store_true"}

@@ -1,4 +1,4 @@
-"""What a command line names: a function in a module or a file, called, and what it returned."""
+"""Targets of a command line: functions in a module or a file, and models that they return."""
 
 import functools
 import importlib
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 Result = TypeVar("Result")
 
 
-def load(target: str) -> Callable[[], Any]:
+def load(target: str) -> Callable[..., Any]:
     """Finds the function that ``MODULE:NAME`` or ``FILE.py:NAME`` names.
 
     A file is a module of its folder, and may import what lies beside it. Other modules are looked for in
@@ -25,7 +25,7 @@ def load(target: str) -> Callable[[], Any]:
       target: such as ``"my_models.gpt:small"`` or ``"train.py:model"``.
 
     Returns:
-      The function, to be called without arguments; it raises as `attempt`.
+      The function; it raises as `attempt`.
 
     Raises:
       ValueError: where there is no such file, module or function, or importing it fails.
@@ -43,7 +43,7 @@ def load(target: str) -> Callable[[], Any]:
     # For good, because the function may import more when it is called.
     sys.path.insert(0, str(path.parent.resolve()) if is_file else "")
     module_name = path.stem if is_file else place
-    module = attempt(f"importing {place}", lambda: importlib.import_module(module_name))
+    module = attempt(f"importing {place}", importlib.import_module, module_name)
     if is_file and Path(module.__file__ or "").resolve() != path.resolve():
         raise ValueError(f"{place}: {module_name} is {module.__file__}; give the file another name")
     functions = [n for n, value in vars(module).items() if callable(value) and n[0] != "_"]
@@ -51,15 +51,29 @@ def load(target: str) -> Callable[[], Any]:
         raise ValueError(
             f"{target}: there is no function {name!r} in {place}; it has {', '.join(functions[:8])}"
         )
-    return functools.partial(attempt, f"calling {target} without arguments", vars(module)[name])
+    return functools.partial(attempt, f"calling {target}", vars(module)[name])
 
 
-def attempt(what: str, work: Callable[[], Result]) -> Result:
-    """Does what runs a user's code; of its error one sentence is left, with the user's line.
+def use_devices(count: int) -> None:
+    """Makes JAX run on so many devices of the CPU.
+
+    Raises:
+      ValueError: where JAX has started already.
+    """
+    try:
+        jax.config.update("jax_num_cpu_devices", count)  # fails if it is too late
+        jax.config.update("jax_platforms", "cpu")
+    except RuntimeError as started:
+        raise ValueError(f"--devices {count}: jax has started already: {started}") from None
+
+
+def attempt(action: str, work: Callable[..., Result], *arguments: Any) -> Result:
+    """Runs a user's code; of its error one sentence is left, with the user's line.
 
     Args:
-      what: is done, for the sentence.
-      work: does it.
+      action: in words, for the sentence.
+      work: the code.
+      arguments: of ``work``.
 
     Returns:
       What ``work`` returned.
@@ -74,10 +88,10 @@ def attempt(what: str, work: Callable[[], Result]) -> Result:
       ValueError: dividing failed with ZeroDivisionError: division by zero
     """
     try:
-        return work()
+        return work(*arguments)
     except (Exception, SystemExit) as error:
-        said = " ".join(str(error).split()) or "(no message)"
-        reason = f"{what} failed with {type(error).__name__}: {said}{_line_of(error)}"
+        message = " ".join(str(error).split()) or "(no message)"
+        reason = f"{action} failed with {type(error).__name__}: {message}{_line_of(error)}"
     raise ValueError(reason)
 
 
@@ -93,7 +107,7 @@ def _line_of(error: BaseException) -> str:
 
 
 def shapes(target: str) -> Any:
-    """The parameters of the model that a target makes, by shape: nothing is allocated.
+    """Finds the shapes of the parameters of the model that a target makes; nothing is allocated.
 
     Args:
       target: names a function without arguments that returns an ``nnx.Module`` (its ``nnx.Param``
@@ -106,22 +120,22 @@ def shapes(target: str) -> Any:
     Raises:
       ValueError: as `load`, where the function fails, and for anything else that is returned.
     """
-    function, found = load(target), []
+    function, leaves = load(target), []
 
-    def described() -> None:
-        made = function()
-        nnx = sys.modules.get("flax.nnx")  # who made a module has imported it
-        if nnx and isinstance(made, nnx.Module):
-            made = nnx.state(made, nnx.Param)
-        elif isinstance(made, Mapping) and "params" in made:
-            made = made["params"]
-        for path, leaf in jax.tree_util.tree_leaves_with_path(made):
-            found.append(_shape(target, jax.tree_util.keystr(path), leaf))
+    def describe() -> None:
+        model = function()
+        nnx = sys.modules.get("flax.nnx")  # code that makes a module has imported it
+        if nnx and isinstance(model, nnx.Module):
+            model = nnx.state(model, nnx.Param)
+        elif isinstance(model, Mapping) and "params" in model:
+            model = model["params"]
+        for path, leaf in jax.tree_util.tree_leaves_with_path(model):
+            leaves.append(_shape(target, jax.tree_util.keystr(path), leaf))
 
-    jax.eval_shape(described)
-    if not found:
+    jax.eval_shape(describe)
+    if not leaves:
         raise ValueError(f"{target} returned no arrays: give a model or a tree of parameters")
-    return found
+    return leaves
 
 
 def _shape(target: str, path: str, leaf: Any) -> jax.ShapeDtypeStruct:

@@ -1,48 +1,39 @@
 """Will it help me, and what do I use? The time to a loss of every method on a cluster, before training."""
 
-from lioncub_jax.tools.plan.choice import (
-    cluster_at,
-    what_to_use,
-)
-from lioncub_jax.tools.plan.clusters import CLUSTERS, NamedCluster, cluster_named
+from lioncub_jax.tools.plan.clusters import NamedCluster, cluster_named, clusters
 from lioncub_jax.tools.plan.evidence import DATA, cell_for
+from lioncub_jax.tools.plan.methods import FLOAT32, SCHEMES, Scheme, scheme_named
 from lioncub_jax.tools.plan.model import (
-    FLOAT32,
-    SCHEMES,
     Cluster,
     Estimate,
     Link,
-    Scheme,
+    Measured,
+    kinds,
     parameters_in,
-    pays,
-    scheme_named,
     step_time,
 )
-from lioncub_jax.tools.plan.report import Plan, advice, as_json, details, legend, plan, table
+from lioncub_jax.tools.plan.report import Plan, advice, as_json, plan, table
 
 __all__ = [
-    "CLUSTERS",
     "DATA",
     "FLOAT32",
     "SCHEMES",
     "Cluster",
     "Estimate",
     "Link",
+    "Measured",
     "NamedCluster",
     "Plan",
     "Scheme",
     "advice",
     "as_json",
     "cell_for",
-    "cluster_at",
     "cluster_named",
-    "details",
-    "legend",
+    "clusters",
+    "kinds",
     "parameters_in",
-    "pays",
     "plan",
     "scheme_named",
     "step_time",
     "table",
-    "what_to_use",
 ]

@@ -27,52 +27,61 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from lioncub_jax.exchange.arguments import check_count, check_number
 
 VERSION = 3  # of the packaged file
-# Shares of the better float32 optimizer's run, after which it has the loss to reach.
-TARGETS = (0.6, 0.8, 1.0)
+TARGETS = (
+    0.6,
+    0.8,
+    1.0,
+)  # shares of the better float32 optimizer's run, after which its loss is a target
 TARGET = 0.8  # the one that methods are ranked by
 RANKED = TARGETS.index(TARGET)
 DATA = ("alike", "different")  # what workers see: the same kind, or classes or texts of their own
 WINDOW = 32  # tokens; no worker saw less in a step
 HERE, NEAR, FAR = "here", "near", "far"
-FAR_NOISE, FAR_WORKERS = 4, 2  # ratios; beyond them a cell says little about what was asked
-
-Made = TypeVar("Made")
+FAR_TOKENS, FAR_WORKERS = 4, 2  # ratios; beyond them a cell says little
+ONE_RUN = 0.1  # relative standard error of steps that one run was seen to take
+REFERENCE = "adamw"
 
 
 class Learned(NamedTuple):
-    """How a method learns in a cell, with what it was tuned to.
-
-    Rates and decays are ratios, since a rate of a small model says nothing about a larger one.
+    """How a method learns in a cell, in units of float32 AdamW there.
 
     Attributes:
-      steps: of a worker to the losses of ``TARGETS``; None where the mean run does not get there, and
-        for what is not measured.
-      error: standard error of these over seeds; None where fewer than two got there.
-      runs: behind each of ``steps``; 0 for what is not measured, as at most one run got there.
-      loss: at the end of a run.
-      rate_over_adamw: the highest learning rate, divided by that of float32 AdamW in the cell.
+      ratio: its tokens to the loss over AdamW's; infinite where it was not seen to get there.
+      error: standard error of that.
+      steps: of a worker in a run.
+      parameters: of the model.
+      runs: of the method.
+      rate_over_adamw: the highest learning rate, divided by AdamW's.
       b1: weight of the momentum.
       b2: decay of Lion's momentum, or of Adam's second moment.
-      decay_over_adamw: decoupled weight decay, divided by that of float32 AdamW in the cell.
+      decay_over_adamw: decoupled weight decay, divided by AdamW's.
     """
 
-    steps: tuple[float | None, ...]
-    error: tuple[float | None, ...]
-    runs: tuple[int, ...]
-    loss: float
+    ratio: float
+    error: float
+    steps: int
+    parameters: int
+    runs: int
     rate_over_adamw: float
     b1: float
     b2: float
     decay_over_adamw: float
 
+    def and_then(self, other: "Learned") -> "Learned":
+        """Returns this method with one more change, whose cost in tokens is taken to be the same."""
+        error = math.hypot(self.error / self.ratio, other.error / other.ratio)
+        ratio, runs = self.ratio * other.ratio, min(self.runs, other.runs)
+        rate = self.rate_over_adamw * other.rate_over_adamw
+        return self._replace(ratio=ratio, error=ratio * error, runs=runs, rate_over_adamw=rate)
+
 
 class Cell(NamedTuple):
-    """Where methods were compared.
+    """A setting in which methods were compared.
 
     Attributes:
       tokens: that a worker sees in a step.
@@ -80,11 +89,7 @@ class Cell(NamedTuple):
       data: one of ``DATA``.
       steps: of a worker in a run.
       parameters: of the model.
-      agreement: how often two workers vote alike, 0.5 for coins; None where nobody looked.
-      noise_scale: the gradient noise scale, in tokens.
-      vote_over_lion: steps of a vote to where float32 Lion stands after 60 % of its run, over those.
-      loss: the targets, by their shares.
-      methods: by name; one that was not run is not there.
+      methods: by name; one that was not measured is not there.
     """
 
     tokens: int
@@ -92,10 +97,6 @@ class Cell(NamedTuple):
     data: str
     steps: int
     parameters: int
-    agreement: float | None
-    noise_scale: float | None
-    vote_over_lion: float | None
-    loss: Mapping[str, float]
     methods: Mapping[str, Learned]
 
 
@@ -104,24 +105,25 @@ class Evidence(NamedTuple):
 
     Attributes:
       study: what was trained: "model" and "dataset".
-      cells: where methods were compared.
+      cells: settings in which methods were compared.
     """
 
-    study: Mapping[str, Any]
+    study: Mapping[str, str]
     cells: tuple[Cell, ...]
 
 
 class Found(NamedTuple):
-    """The measured cell that is nearest to what was asked.
+    """The measured setting that is nearest to what was asked.
 
     Attributes:
-      cell: that.
-      away: "here" for that cell itself, "near" it, or "far": more than 4 times the noise or twice the
-        workers from it, or other data, which nobody measured.
+      cell: the setting; of several lengths and sizes the longest run of the nearest size.
+      away: "here" for that setting itself, "near" it, or "far" from all.
+      methods: each by its longest run.
     """
 
     cell: Cell
     away: str
+    methods: Mapping[str, Learned]
 
 
 def check_one_of(kind: str, name: str, known: Any) -> None:
@@ -130,74 +132,52 @@ def check_one_of(kind: str, name: str, known: Any) -> None:
         raise ValueError(f"{kind} {name!r}: give one of {', '.join(known)}")
 
 
-def cell_for(
-    workers: int, tokens: int | None = None, agreement: float | None = None, data: str = DATA[0]
-) -> Found:
-    """The nearest cell, by the ratios of the noise and of the numbers of workers.
+def cell_for(workers: int, tokens: int, data: str = DATA[0], parameters: int = 1) -> Found:
+    """Finds the nearest setting, by the ratios of tokens and of the numbers of workers.
 
     Args:
       workers: how many.
       tokens: that one worker sees in a step: its batch times the length. More is less noise.
-      agreement: or ``votes/agreement`` of `lioncub_jax.metrics`, of a job that runs. Compared by
-        what is above 0.5 of it.
       data: what workers see, one of ``DATA``.
+      parameters: of the model.
 
     Returns:
-      A `Found`.
+      A `Found`. It is "far" with more than 4 times the tokens or twice the workers of all settings, and for
+      data that were not measured.
 
     Raises:
-      ValueError: without tokens and agreement, or with both; for less than a window of tokens, an
-        agreement outside [0.5, 1], other data, or an agreement where no cell has one.
+      ValueError: for less than a window of tokens, and for other data.
 
     Example:
       >>> cell_for(8, 32).away
       'here'
     """
-    _check_noise(tokens, agreement)
+    check_number(
+        f"tokens={tokens!r}", tokens, lambda n: n >= WINDOW,
+        f"nobody measured less than one window of {WINDOW} tokens a worker and step; give its batch "
+        "times the length, of one worker and not of a device or of all",
+        int,
+    )  # fmt: skip
     check_count(f"workers={workers!r}", workers)
     check_one_of("data", data, DATA)
-    cells = [one for one in packaged().cells if tokens or one.agreement is not None]
-    if not cells:
-        raise ValueError("agreement: no cell of the evidence has one; give tokens instead")
-    cells = [one for one in cells if one.data == data] or cells
 
     def away(cell: Cell) -> tuple[float, float]:
-        alike = agreement, cell.agreement
-        noise = (tokens, cell.tokens) if tokens else map(_signal, alike)
-        return _ratio(*noise), _ratio(workers, cell.workers)
+        return _ratio(tokens, cell.tokens), _ratio(workers, cell.workers)
 
-    cell = min(cells, key=lambda one: math.prod(away(one)))
-    noise, number = away(cell)
-    if noise > FAR_NOISE or number > FAR_WORKERS or cell.data != data:
-        return Found(cell, FAR)
-    return Found(cell, HERE if noise == number == 1 else NEAR)
+    def worth(cell: Cell) -> tuple[float, int, float]:
+        return math.prod(away(cell)), -cell.steps, _ratio(parameters, cell.parameters)
 
-
-def _check_noise(tokens: int | None, agreement: float | None) -> None:
-    if (tokens is None) == (agreement is None):
-        raise ValueError(
-            "give one of --tokens-per-worker (tokens=), what ONE worker sees in a step, its batch times "
-            "the length, and --agreement (agreement=), the votes/agreement of lioncub_jax.metrics in a job "
-            "that runs: the noise of a worker's gradient decides more than the network does"
-        )
-    if tokens is not None:
-        check_number(
-            f"tokens={tokens!r}", tokens, lambda n: n >= WINDOW,
-            f"nobody measured less than one window of {WINDOW} tokens a worker and step; give its batch "
-            "times the length, of one worker and not of a device or of all",
-            int,
-        )  # fmt: skip
-    if agreement is not None:
-        check_number(
-            f"agreement={agreement!r}", agreement, lambda a: 0.5 <= a <= 1,
-            "give votes/agreement, from 0.5, where votes are coin flips, to 1, where all are alike",
-        )  # fmt: skip
-
-
-def _signal(agreement: Any) -> float:
-    return max(
-        agreement - 0.5, 1e-9
-    )  # of coins there is none, and they are still nearest to the least
+    known = packaged().cells
+    cells = sorted([one for one in known if one.data == data] or known, key=worth)
+    first = cells[0]
+    methods: dict[str, Learned] = {}
+    for cell in cells:
+        if away(cell) == away(first):
+            methods = {**cell.methods, **methods}
+    noise, number = away(first)
+    if noise > FAR_TOKENS or number > FAR_WORKERS or first.data != data:
+        return Found(first, FAR, methods)
+    return Found(first, HERE if noise == number == 1 else NEAR, methods)
 
 
 def _ratio(a: float, b: float) -> float:
@@ -206,7 +186,7 @@ def _ratio(a: float, b: float) -> float:
 
 @functools.cache
 def packaged() -> Evidence:
-    """What comes with the library."""
+    """Reads what comes with the library."""
     return read(Path(__file__).with_name("evidence.json"))
 
 
@@ -216,19 +196,33 @@ def read(path: Path) -> Evidence:
     Raises:
       ValueError: for a file of another version.
     """
-    found = json.loads(path.read_text())
-    if found.get("version") != VERSION:
+    file = json.loads(path.read_text())
+    if file.get("version") != VERSION:
         raise ValueError(
-            f"{path}: evidence of version {found.get('version')!r}, and this library reads {VERSION}; "
+            f"{path}: evidence of version {file.get('version')!r}, and this library reads {VERSION}; "
             "install it again, or make the file by the benchmarks of its own version"
         )
-    cells = []
-    for row in found["cells"]:
-        methods = {name: _made(Learned, one) for name, one in row["methods"].items()}
-        cells.append(_made(Cell, row | {"methods": methods}))
-    return Evidence(found["study"], tuple(cells))
+    return Evidence(file["study"], tuple(map(_cell, file["cells"])))
 
 
-def _made(kind: type[Made], row: Mapping[str, Any]) -> Made:
-    """Of the fields that it has: a file may say more."""
-    return kind(*(row.get(name) for name in kind._fields))  # type: ignore[attr-defined]
+def _cell(row: Mapping[str, Any]) -> Cell:
+    """A cell of the file, with the methods whose steps are known."""
+    reference, methods = row["methods"][REFERENCE], {}
+    base = reference["steps"][RANKED]
+    for name, one in row["methods"].items():
+        if not one["runs"][RANKED]:
+            continue
+        steps, ratio, error = one["steps"][RANKED], math.inf, 0.0
+        if steps:
+            ratio = steps / base
+            relative = [
+                (of["error"][RANKED] or ONE_RUN * of["steps"][RANKED]) / of["steps"][RANKED]
+                for of in (one, reference)
+            ]
+            error = 0.0 if name == REFERENCE else ratio * math.hypot(*relative)
+        tuned = {field: one[field] for field in Learned._fields[-4:]}
+        methods[name] = Learned(
+            ratio, error, row["steps"], row["parameters"], one["runs"][RANKED], **tuned
+        )
+    given = {field: row[field] for field in Cell._fields[:-1]}
+    return Cell(**given, methods=methods)

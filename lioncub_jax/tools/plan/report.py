@@ -1,9 +1,12 @@
-"""What the planner says: every method side by side, and which to use.
+"""The planner's answer: every method side by side, and which to use.
 
-Methods are ranked by the time until a loss is reached: a step's time, and how many steps a method was seen
-to take where a worker's gradient is about as noisy (`evidence`).
+Methods are ranked by the time until a loss is reached: a step's time, times the steps that a method was
+seen to take where a worker's gradient is about as noisy. A factor between two methods is a range: links
+reach a share of their rate that few know, a mean of gradients overlaps with computing or does not, and
+steps have a standard error.
 """
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -11,20 +14,20 @@ from lioncub_jax.audit.units import bytes_text, rate_text, seconds_text
 from lioncub_jax.exchange.arguments import check_number
 from lioncub_jax.tools.plan import evidence
 from lioncub_jax.tools.plan.evidence import Found, Learned
-from lioncub_jax.tools.plan.model import (
-    SCHEMES,
-    Cluster,
-    Estimate,
-    Scheme,
-    parameters_in,
-    pays,
-    step_time,
-)
+from lioncub_jax.tools.plan.methods import SCHEMES, Scheme, scheme_named
+from lioncub_jax.tools.plan.model import MODEL, Cluster, Estimate, parameters_in, step_time
 
-WIDTHS = 8, 8, 8, 8, 12, 8  # of the columns of a table
-TIES = "vote", "average"  # where both of two workers must agree, or nothing moves
+TIES = "vote"  # where both of two workers must agree, or nothing moves
 NOT_MEASURED = "not measured"
-WORTHWHILE_SPEEDUP = 1.05  # less is not enough to change how a model is trained
+# Verdicts, which decide how the answer begins.
+NOTHING, LOCAL_STEPS, HIDES = "nothing", "local steps", "a mean hides"
+USE, MEASURE, USE_MEAN = "use", "measure first", "use a mean"
+WORTHWHILE = 1.05  # times faster; less is not enough to change how a model is trained
+ERRORS = 2  # standard errors on each side
+LONG = 4  # times as long as computing, which an exchange in each step may take
+LOCAL_SHARE, LEAST_LOCAL = 0.1, 50  # of the time for exchanges, where workers take steps alone
+
+Corner = tuple[float, float]  # share of the link's rate, overlap of a mean
 
 
 class Row(NamedTuple):
@@ -32,21 +35,31 @@ class Row(NamedTuple):
 
     Attributes:
       scheme: what it is.
-      estimate: of a step.
+      estimate: of an exchange.
       learned: how it learns; None for what was not measured.
+      accumulate: micro-steps for each exchange, beyond those of the scheme.
     """
 
     scheme: Scheme
     estimate: Estimate
     learned: Learned | None
+    accumulate: int = 1
 
-    def steps(self) -> float:
-        """To the loss; infinite for what was not measured, or not seen to get there."""
-        return (self.learned and self.learned.steps[evidence.RANKED]) or math.inf
+    @property
+    def code(self) -> str:
+        """How it is written, and how many micro-steps make a step."""
+        more = f" with {self.accumulate} micro-steps" if self.accumulate > 1 else ""
+        return self.scheme.code + more
 
-    def time(self) -> float:
-        """Seconds of as many steps, which are those of a small model: only their ratios say anything."""
-        return self.steps() * self.estimate.step
+    def ratio(self) -> float:
+        """Tokens to the loss over AdamW's; infinite for what was not measured."""
+        return self.learned.ratio if self.learned else math.inf
+
+    def time(self, compute: float, corner: Corner) -> float:
+        """Seconds to the loss over the steps of AdamW; of these methods means alone overlap."""
+        share, overlap = corner
+        overlap *= self.scheme.kind == "mean"
+        return self.ratio() * self.estimate.step(compute, share, overlap, self.accumulate)
 
 
 class Plan(NamedTuple):
@@ -56,65 +69,117 @@ class Plan(NamedTuple):
       cluster: workers and links.
       compute: seconds, as given.
       tokens: that a worker sees in a step, as given.
-      agreement: of votes, as given.
       data: what workers see, as given.
       parameters: of the model.
-      found: the cell whose steps these are.
-      rows: by the name of the scheme, those that work.
+      found: the setting whose steps these are.
+      rows: by name, those that work; "vote-micro-4" is "vote" with 4 micro-steps.
       refused: why the others do not work, by name.
     """
 
     cluster: Cluster
     compute: float
-    tokens: int | None
-    agreement: float | None
+    tokens: int
     data: str
     parameters: int
     found: Found
     rows: dict[str, Row]
     refused: dict[str, str]
 
-    def times(self, *kinds: str) -> dict[str, float]:
+    def corners(self) -> list[Corner]:
+        """The middle of what may be, then the ends: the least and largest share, no and full overlap."""
+        shares, measured = self.cluster.shares(), self.cluster.measured
+        overlaps = (0.0, 0.0 if self.cluster.on_cpu else 1.0)  # XLA for CPUs overlaps nothing
+        if measured and measured.overlap is not None:
+            overlaps = (measured.overlap, measured.overlap)
+        middle = math.sqrt(math.prod(shares)), sum(overlaps) / 2
+        return [middle, *((share, overlap) for share in shares for overlap in overlaps)]
+
+    def times(self, *kinds: str, corner: Corner | None = None) -> dict[str, float]:
         """Times to the loss of all that were seen to get there, or of such kinds; the shortest first."""
-        found = {
-            name: row.time()
+        corner = corner or self.corners()[0]
+        times = {
+            name: row.time(self.compute, corner)
             for name, row in self.rows.items()
-            if row.steps() < math.inf and (not kinds or row.scheme.kind in kinds)
+            if row.ratio() < math.inf and (not kinds or row.scheme.kind in kinds)
         }
-        return dict(sorted(found.items(), key=lambda one: one[1]))
+        return dict(sorted(times.items(), key=lambda one: one[1]))
 
     def first(self, *kinds: str) -> str:
-        """Who is at the loss first, of all or of such kinds; nobody is ""."""
+        """Names who is at the loss first, of all or of such kinds; nobody is ""."""
         return next(iter(self.times(*kinds)), "")
 
-    def use(self) -> str:
-        """The method to use: the fastest, or the best mean if nearly as fast; or "not measured"."""
-        mean, times = self.first("mean"), self.times()
-        if not times:
+    def verdict(self) -> str:
+        """Returns what `advice` begins with: one of the constants of this module."""
+        if self.cluster.workers == 1 or not self.rows:
+            return NOTHING
+        if self.too_slow():
+            return LOCAL_STEPS
+        _, *ends = self.corners()
+        if max(overlap for _, overlap in ends) == 1 and self.mean_takes() <= self.compute:
+            return HIDES
+        other = self.first("ours", "peer")
+        if not other and not self.first("mean"):
             return NOT_MEASURED
-        return self.first() if times[mean] >= WORTHWHILE_SPEEDUP * min(times.values()) else mean
+        low, high = self.range_over_means(other) if other else (0.0, 0.0)
+        return USE if low >= WORTHWHILE else MEASURE if high >= WORTHWHILE else USE_MEAN
+
+    def use(self) -> str:
+        """Names the method to use, perhaps after a measurement; or "not measured"."""
+        kinds = {
+            USE: ("ours", "peer"),
+            MEASURE: ("ours", "peer"),
+            USE_MEAN: ("mean",),
+            HIDES: ("mean",),
+        }
+        return self.first(*kinds.get(self.verdict(), ("none",))) or NOT_MEASURED
+
+    def mean_takes(self) -> float:
+        """Returns the seconds of the mean that sends least at the least share; infinite if none fits."""
+        share = min(self.cluster.shares())
+        return min(
+            (
+                row.estimate.communication(share)
+                for row in self.rows.values()
+                if row.scheme.kind == "mean"
+            ),
+            default=math.inf,
+        )
+
+    def too_slow(self) -> float:
+        """Returns how many times as long as computing the least exchange takes, if that is too long; or 0.
+
+        Of two workers votes are not measured, and the least exchange is a mean.
+        """
+        best, waits = max(self.cluster.shares()), self.cluster.link.latency
+        takes = min(
+            (
+                row.estimate.communication(best) / row.accumulate
+                for row in self.rows.values()
+                if row.scheme.every == 1 and (self.cluster.workers > 2 or row.scheme.kind == "mean")
+            ),
+            default=0.0,
+        )
+        too_long = takes > LONG * self.compute or (
+            waits > self.compute and not self.cluster.measured
+        )
+        return takes / self.compute if too_long else 0.0
+
+    def range_over_means(
+        self, name: str, corners: list[Corner] | None = None, errors: float = ERRORS
+    ) -> tuple[float, float]:
+        """Returns how many times faster than the best mean a method may be, at the least and the most."""
+        own = self.rows[name]
+        assert own.learned
+        factors, relative = [], own.learned.error / own.learned.ratio
+        for corner in corners or self.corners():
+            mean = min(self.times("mean", corner=corner).values(), default=math.inf)
+            factors.append(mean / own.time(self.compute, corner))
+        return min(factors) / (1 + errors * relative), max(factors) * (1 + errors * relative)
 
     def gain(self, over: str) -> float:
-        """How many times faster than another the method to use reaches the loss."""
+        """Returns how many times faster than another the method to use is, in the middle of what may be."""
         times = self.times()
         return times[over] / times[self.use()]
-
-    def gain_over_hidden(self) -> float:
-        """The gain over a mean of gradients that overlaps fully with computing, which nothing else does."""
-        means = (row for row in self.rows.values() if row.scheme.kind == "mean")
-        hidden = (row.steps() * max(self.compute, row.estimate.communication) for row in means)
-        return min(hidden) / self.rows[self.use()].time()
-
-    def worthwhile(self) -> float:
-        """The bandwidth below which a method reaches the loss 1.05 times faster than means of gradients."""
-
-        def below(name: str, mean: str) -> float:
-            ours, theirs = self.rows[name], self.rows[mean]
-            speedup = WORTHWHILE_SPEEDUP * ours.steps() / theirs.steps()
-            return pays(ours.estimate, theirs.estimate, speedup)
-
-        means, others = self.times("mean"), self.times("ours", "peer")
-        return max((min(below(name, mean) for mean in means) for name in others), default=0.0)
 
 
 def plan(
@@ -122,22 +187,22 @@ def plan(
     cluster: Cluster,
     compute: float,
     *,
-    tokens: int | None = None,
-    agreement: float | None = None,
+    tokens: int,
     data: str = evidence.DATA[0],
+    memory: float = math.inf,
 ) -> Plan:
-    """Every method on a cluster, by the evidence of the nearest cell.
+    """Compares every method on a cluster, by the evidence of the nearest setting.
 
-    Steps are not measured if that cell is far away, and not for votes of two workers: there each
+    Steps are not measured if that setting is far away, and not for votes of two workers: there each
     disagreement is a tie.
 
     Args:
       params: a tree of arrays or ``jax.ShapeDtypeStruct``, or how many parameters there are.
       cluster: workers, links and memory.
       compute: seconds of a device's own forward and backward pass and update, above zero.
-      tokens: that one worker sees in a step; or
-      agreement: ``votes/agreement`` of a job that runs, as `cell_for`.
+      tokens: that one worker sees in a step: its batch times the length.
       data: what workers see, "alike" or "different".
+      memory: bytes of a device.
 
     Returns:
       A `Plan`.
@@ -148,39 +213,65 @@ def plan(
     Example:
       >>> from lioncub_jax.tools.plan import Link
       >>> slow = plan(124_000_000, Cluster(8, Link(1e9, 50e-6)), 0.144, tokens=32)
-      >>> round(slow.rows["vote"].estimate.step, 3), slow.found.away
-      (0.364, 'here')
+      >>> round(slow.rows["vote"].estimate.step(0.144), 2), slow.found.away
+      (0.36, 'here')
     """
     check_number(
         f"compute={compute!r}", compute, lambda time: 0 < time < math.inf,
         "give seconds, above zero; speedups depend on it",
     )  # fmt: skip
     size = parameters_in(params)
-    found = evidence.cell_for(cluster.workers, tokens, agreement, data)
+    found = evidence.cell_for(cluster.workers, tokens, data, size)
     rows, refused = {}, {}
     for scheme in SCHEMES:
         try:
-            estimate = step_time(scheme, params, cluster, compute)
+            estimate = step_time(scheme, params, cluster)
         except ValueError as reason:
             refused[scheme.name] = str(reason)
             continue
-        unknown = found.away == evidence.FAR or (cluster.workers == 2 and scheme.name in TIES)
-        learned = None if unknown else found.cell.methods.get(scheme.learns)
+        holds = MODEL * size / cluster.group_size + estimate.state_bytes
+        if holds > memory:
+            refused[scheme.name] = (
+                f"parameters, gradients and state in float32 take {bytes_text(holds)} of a device that "
+                f"has {bytes_text(memory)}"
+            )
+            continue
+        unknown = found.away == evidence.FAR or (cluster.workers == 2 and scheme.name == TIES)
+        learned = None if unknown else found.methods.get(scheme.learns)
         rows[scheme.name] = Row(scheme, estimate, learned)
-    return Plan(cluster, compute, tokens, agreement, data, size, found, rows, refused)
+        if learned and learned.ratio < math.inf and scheme.every == 1:
+            for count, how in _accumulated(scheme, learned, found).items():
+                rows[f"{scheme.name}-micro-{count}"] = Row(scheme, estimate, how, count)
+    return Plan(cluster, compute, tokens, data, size, found, rows, refused)
+
+
+def _accumulated(scheme: Scheme, learned: Learned, found: Found) -> dict[int, Learned]:
+    """How a method learns with more micro-steps: as measured, or as AdamW does with them."""
+    results = {}
+    for name, how in found.methods.items():
+        method, _, count = name.rpartition("-micro-")
+        if method == scheme.learns:
+            results[int(count)] = how
+        elif method == evidence.REFERENCE and how.ratio < math.inf:
+            results.setdefault(int(count), learned.and_then(how))
+    return results
+
+
+# --- In words
 
 
 def advice(plan: Plan) -> str:
-    """What to use there, what it gains, and where that was measured.
+    """Says what to use there, what it gains, and where that was measured.
 
     Args:
       plan: what `plan` returned.
 
     Returns:
-      Sentences about the method that reaches the loss first, of this library or not. They begin with
-      "Do not use this" where nothing is ``WORTHWHILE_SPEEDUP`` times faster than a mean of gradients, and
-      then name the best mean; with "Measure first" where that depends on how much a mean overlaps; with
-      "Not measured" where the nearest cell is far away, and then name no method.
+      Sentences about the method that reaches the loss first, of this library or not. They may begin with
+      "Do not use this" where nothing is ``WORTHWHILE`` times faster than a mean of gradients, with
+      "Measure first" where that depends on what is not known, and then name the one number to measure;
+      with "Take local steps" where even the least exchange takes longer than computing; with
+      "Not measured" where the nearest setting is far away, and then name no method.
 
     Example:
       >>> from lioncub_jax.tools.plan import Link
@@ -189,210 +280,216 @@ def advice(plan: Plan) -> str:
     """
     if plan.cluster.workers == 1:
         return "Do not use this: one worker has no others to exchange with; use optax.adamw or optax.lion."
-    if plan.use() == NOT_MEASURED:
+    if not plan.rows:
         return (
-            f"Not measured: nobody ran {_asked(plan)}. The nearest runs had {_cell(plan.found.cell)}. "
-            "Measure some hundred steps of yours before you choose."
+            f"Nothing fits: {next(iter(plan.refused.values()))}. Cut the model over more devices."
         )
-    rate = rate_text(plan.cluster.link.bandwidth)
-    scheme, _, how = plan.rows[plan.use()]
-    assert how
-    begin = f"{scheme.code}. {_tuned(plan, how)} {_compared(plan)}."
-    hidden, overlapped = plan.gain_over_hidden(), "mean that overlaps fully with computing"
-    if scheme.kind == "mean":
-        said = (
-            f"Do not use this: at {rate} nothing reaches the loss {WORTHWHILE_SPEEDUP} times faster than a "
-            f"mean of gradients, {begin}"
+    verdict, where = plan.verdict(), _link_text(plan)
+    if verdict in _WITHOUT_METHOD:
+        return _WITHOUT_METHOD[verdict](plan)
+    row, other = plan.rows[plan.use()], plan.first("ours", "peer")
+    assert row.learned
+    rest = f"{_rival(plan)}{_tuned(row.learned)} {_measured(plan, row)}"
+    if verdict == USE_MEAN and not other:
+        return f"Use {row.code}: no other method was seen to reach the loss. {rest}"
+    if not plan.first("mean"):
+        return f"Use {row.code}: no mean of gradients fits a device. {rest}"
+    low, high = map(_digits, plan.range_over_means(other))
+    if verdict == USE_MEAN:
+        return (
+            f"Do not use this: {where} no method is {WORTHWHILE} times faster than a mean of gradients. "
+            f"{plan.rows[other].code}, the best other, is at most {high} times as fast. Use {row.code}. "
+            f"{rest}"
         )
-    elif hidden < WORTHWHILE_SPEEDUP:
-        said = (
-            f"Measure first: at {rate} a {overlapped} takes {hidden:.3g} times the time of the best other "
-            f"method. If yours overlaps less, use {begin}"
-        )
-    else:
-        said = f"At {rate} use {begin} It is {hidden:.3g} times as fast as a {overlapped}."
-    return f"{said} {_measured(plan, how)}"
+    mean = plan.rows[plan.first("mean")].code
+    gains = f"{low} to {high} times as fast as the best mean of gradients, {mean}."
+    if verdict == MEASURE:
+        return f"Measure first: {where} {row.code} is {gains} {_what_to_measure(plan)} {rest}"
+    return f"Use {row.code}: {where} it is {gains} {rest}"
 
 
-def _tuned(plan: Plan, how: Learned) -> str:
-    """Ratios to AdamW that tuning chose, and in which runs."""
-    cell = plan.found.cell
+def _link_text(plan: Plan) -> str:
+    if plan.cluster.measured:
+        return "on the machines that were measured"
+    low, high = plan.cluster.shares()
+    shares = "" if low == high == 1 else f", of which collectives reach {low:.0%} to {high:.0%},"
+    return f"at {rate_text(plan.cluster.link.bandwidth)}{shares}"
+
+
+def _tuned(how: Learned) -> str:
+    """Ratios to AdamW that tuning chose."""
     ratios = how.rate_over_adamw, how.decay_over_adamw
-    rate, decay = ("" if ratio == 1 else f"{ratio:.2g} times " for ratio in ratios)
+    rate, decay = ("" if ratio == 1 else f"{_digits(ratio)} times " for ratio in ratios)
     return (
-        f"Begin with {rate}the learning rate and {decay}the weight decay of your AdamW, and tune: that was "
-        f"best in runs of {cell.steps} steps of a model of {cell.parameters:,} parameters, with "
-        f"betas of {how.b1:g} and {how.b2:g}."
+        f"Begin with {rate}the learning rate and {decay}the weight decay of your AdamW, and tune; betas "
+        f"were {how.b1:g} and {how.b2:g}."
     )
 
 
-def _compared(plan: Plan) -> str:
-    """The method to use beside the best of each other kind that reaches the loss."""
-    best = {
-        "the best mean of gradients": plan.first("mean"),
-        "the best other method": plan.first("peer"),
-        "the best of this library": plan.first("ours"),
+def _rival(plan: Plan) -> str:
+    """The best of the other kind, beside a method that is ours or a peer."""
+    kinds = {
+        "ours": ("peer", "The best other method"),
+        "peer": ("ours", "The best of this library"),
     }
-    kind, others = plan.rows[plan.use()].scheme.kind, list[str]()
-    for what, name in best.items():
-        one = plan.rows[name].scheme if name else None
-        if one and one.kind != kind:
-            long = f"{one.code}, {what}, takes {plan.gain(name):.3g} times as long"
-            faster = f"{plan.gain(name):.3g} times faster than {what}, {one.code}"
-            others.append(long if kind == "mean" else faster)
-    if not others:
-        return "This method alone was seen to reach the loss"
-    return ("" if kind == "mean" else "This method reaches the loss ") + ", and ".join(others)
+    other, words = kinds.get(plan.rows[plan.use()].scheme.kind, ("", ""))
+    name = other and plan.first(other)
+    if not name:
+        return ""
+    return f"{words}, {plan.rows[name].code}, takes {_digits(plan.gain(name))} times as long. "
+
+
+def _what_to_measure(plan: Plan) -> str:
+    """The one number that narrows the range most."""
+    name, (middle, *ends) = plan.use(), plan.corners()
+    ranges = {
+        "Measure the rate that an all-reduce reaches, by lioncub probe.": plan.range_over_means(
+            name, [(middle[0], overlap) for _, overlap in ends]
+        ),
+        "Measure how much of a mean overlaps with computing, by lioncub probe --step.": (
+            plan.range_over_means(name, [(share, middle[1]) for share, _ in ends])
+        ),
+        "Measure its steps to a loss: run both for some hundreds of steps.": plan.range_over_means(
+            name, errors=0
+        ),
+    }
+    return min(ranges, key=lambda words: ranges[words][1] / ranges[words][0])
+
+
+def _local_steps(plan: Plan) -> str:
+    coded = scheme_named("diloco-32-coded")
+    exchange = step_time(coded, plan.parameters, plan.cluster).communication(plan.corners()[0][0])
+    steps = max(LEAST_LOCAL, exchange / (LOCAL_SHARE * plan.compute))
+    return (
+        f"Take local steps: {_link_text(plan)} the least exchange takes {_digits(plan.too_slow())} times "
+        f"as long as computing. Let each worker take {_digits(steps)} steps or more alone, by local_steps= "
+        "and baselines.diloco(bits=4), so that exchanges take a tenth of the time. So few exchanges were "
+        "not measured here; DiLoCo's paper, arXiv 2311.08105, has one in 500 steps. Compare the loss with "
+        "that of one machine."
+    )
+
+
+def _hides(plan: Plan) -> str:
+    takes = seconds_text(plan.mean_takes())
+    unknown = f" Nobody ran {_asked(plan)}." if plan.found.away == evidence.FAR else ""
+    return (
+        f"Do not use this: {_link_text(plan)} a mean of gradients in bfloat16 takes at most {takes} of a "
+        f"step of {seconds_text(plan.compute)}, and can hide behind computing. Make it overlap (lioncub "
+        f"probe --step says how much does), or accumulate micro-steps.{unknown}"
+    )
+
+
+def _far(plan: Plan) -> str:
+    cell, most = plan.found.cell, _digits(1 + plan.mean_takes() / plan.compute)
+    begin = "Not measured:"
+    if plan.tokens > cell.tokens and plan.data == cell.data:
+        begin = "Do not use this: with more tokens, methods that send less took more steps, and"
+    return (
+        f"{begin} nobody ran {_asked(plan)}. The nearest runs had {_cell(cell)}. A method that learns like "
+        f"AdamW and sends nothing would be at most {most} times as fast as a "
+        "mean of gradients that does not overlap. Let the mean overlap, accumulate micro-steps, or measure "
+        "some hundred steps of yours."
+    )
+
+
+_WITHOUT_METHOD = {LOCAL_STEPS: _local_steps, HIDES: _hides, NOT_MEASURED: _far}
 
 
 def _asked(plan: Plan) -> str:
-    noise = f"{plan.tokens:,} tokens" if plan.tokens else f"an agreement of {plan.agreement:g}"
-    if plan.agreement == 0.5:
-        noise += " (coin flips: noise only)"
-    return f"{noise}, {plan.cluster.workers:,} workers and data {plan.data}"
+    return f"{plan.tokens:,} tokens, {plan.cluster.workers:,} workers and data {plan.data}"
 
 
 def _cell(cell: evidence.Cell) -> str:
-    of = "" if cell.agreement is None else f" (an agreement of {cell.agreement:.4g})"
-    return (
-        f"{cell.tokens:,} tokens a worker and step{of}, {cell.workers} workers and data {cell.data}"
-    )
+    return f"{cell.tokens:,} tokens a worker and step, {cell.workers} workers and data {cell.data}"
 
 
-def _measured(plan: Plan, how: Learned) -> str:
-    """Where, and how far that is from what was asked."""
-    (cell, away), study = plan.found, evidence.packaged().study
-    runs = how.runs[evidence.RANKED]
-    said = "with" if away == evidence.HERE else f"near {_asked(plan)}: with"
-    kind = plan.use().split("-")
-    taken = "; bfloat16 is assumed to learn like float32" if kind[-1] == "bfloat16" else ""
-    if kind[0] == "powersgd":
-        taken = "; the rank is the same share of the width, and no smaller share was measured"
-    if plan.tokens and plan.tokens > cell.tokens:
-        taken += "; with more tokens votes and codes took more steps, so expect less"
+def _measured(plan: Plan, row: Row) -> str:
+    """Where it was measured, and how far that is from what was asked."""
+    (cell, away, _), how, study = plan.found, row.learned, evidence.packaged().study
+    assert how
+    near = "with" if away == evidence.HERE else f"near {_asked(plan)}: with"
+    name, notes = row.scheme.name, ""
+    if name != row.scheme.learns:
+        notes = "; bfloat16 is assumed to learn like float32"
+    if name.startswith("powersgd"):
+        notes = "; the rank is the same share of the width"
+    if plan.tokens > cell.tokens:
+        notes += "; with more tokens votes and codes took more steps, so expect less"
     if plan.cluster.workers == 2:
-        taken += "; votes of two workers, where each disagreement is a tie, were not measured"
+        notes += "; votes of two workers, where each disagreement is a tie, were not measured"
     return (
-        f"Measured {said} {_cell(cell)}, a {study['model']} (your model has {plan.parameters:,} "
-        f"parameters) on {study['dataset']}, {runs} seed{'s' * (runs > 1)}, not on a GPU{taken}."
+        f"Measured {near} {_cell(cell)}, runs of {how.steps:,} steps of a {study['model']} of "
+        f"{how.parameters:,} parameters (yours has {plan.parameters:,}) on {study['dataset']}, "
+        f"{how.runs} seed{'s' * (how.runs > 1)}, not on a GPU{notes}."
     )
 
 
-def details(plan: Plan) -> str:
-    """Which methods are nearly as fast, and below which rate sending less is worth it; "" if not measured.
-
-    Example:
-      >>> from lioncub_jax.tools.plan import Link
-      >>> details(plan(10**8, Cluster(8, Link(1e9)), 0.1, tokens=32))[:23]
-      'Within 5 % of it, or fa'
-    """
-    times = plan.times()
-    if not times:
-        return ""
-    close = [name for name in times if times[name] <= WORTHWHILE_SPEEDUP * times[plan.use()]]
-    rate = plan.worthwhile()
-    below = {0.0: "at no rate", math.inf: "at any rate"}.get(rate, f"below {rate_text(rate)}")
-    return (
-        f"Within 5 % of it, or faster: {'; '.join(close)}. Some method reaches the loss "
-        f"{WORTHWHILE_SPEEDUP} times faster than every mean of gradients {below}."
-    )
+def _digits(number: float) -> str:
+    """Two digits, all that such a model knows."""
+    rounded = float(f"{number:.2g}")
+    return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:g}"
 
 
 def table(plan: Plan) -> str:
-    """The plan for people, at most 80 columns wide: a line for each scheme, those of this library first.
-
-    The reasons why some schemes do not work there stand below.
+    """Shows the plan for people: a line for each method that works, and below why others do not.
 
     Args:
       plan: what `plan` returned.
 
     Returns:
-      Lines. "sent" is what a worker, all of its devices together, sends in a step; "network" is the time in
-      collectives, "packing" that of packing, counting and unpacking, and "step" the time of the whole step.
-      "steps" is how many it takes to the loss, with the standard error over seeds, and "time" how long
-      that is, that of the best mean of gradients being 1. Bytes are in decimal units.
+      Lines. "sent" is what a worker, all of its devices together, sends in a step; "network" is the time
+      of an exchange in collectives, "packing" that of packing, counting and unpacking; "step" is the time
+      of a step without overlap; "state" the optimizer's bytes on a device; "tokens" those to the loss over
+      AdamW's, with the standard error; "time" that to the loss over the best mean's, from least to most.
 
     Example:
       >>> from lioncub_jax.tools.plan import Link
       >>> table(plan(10**8, Cluster(8, Link(1e9)), 0.1, tokens=32)).splitlines()[0]
       '8 workers at 1 Gbit/s'
     """
-    mean = min(plan.times("mean").values(), default=math.inf)
-    lines = [["method", "sent", "network", "packing", "step", "steps", "time"]]
+    lines = [["method", "sent", "network", "packing", "step", "state", "tokens", "time"]]
+    share = plan.corners()[0][0]
     for name, row in plan.rows.items():
-        step = row.estimate
-        seconds = map(seconds_text, (step.communication, step.local, step.step))
-        time = f"{row.time() / mean:.3g}" if row.steps() < math.inf else ""
-        lines.append([name, bytes_text(step.sent_bytes), *seconds, _steps_text(row.learned), time])
-    shown = (
-        f"{name:<18} {' '.join(f'{cell:>{width}}' for cell, width in zip(cells, WIDTHS, strict=True))}"
-        for name, *cells in lines
-    )
+        of, tokens, time = row.estimate, NOT_MEASURED, ""
+        seconds = (
+            of.communication(share),
+            of.local,
+            of.step(plan.compute, share, 0, row.accumulate),
+        )
+        if row.learned:
+            tokens = "not reached"
+        if row.learned and row.ratio() < math.inf:
+            tokens = f"{row.learned.ratio:.2f} ± {row.learned.error:.2f}"
+            low, high = plan.range_over_means(name)
+            time = f"{_digits(1 / high)} to {_digits(1 / low)}"
+        state = bytes_text(of.state_bytes)
+        sent = bytes_text(of.sent_bytes / row.accumulate)
+        lines.append([name, sent, *map(seconds_text, seconds), state, tokens, time])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    shown = [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    ]
     title = f"{plan.cluster.workers:,} workers at {rate_text(plan.cluster.link.bandwidth)}"
-    refused = (f"{name}: {reason}" for name, reason in plan.refused.items())
-    return "\n".join([title, *shown, *refused])
-
-
-def _steps_text(found: Learned | None) -> str:
-    if not found or not found.runs[evidence.RANKED]:
-        return NOT_MEASURED
-    steps, error = found.steps[evidence.RANKED], found.error[evidence.RANKED]
-    if steps is None:
-        return "not reached"
-    return f"{steps:.0f}" + (f" ± {error:.0f}" if error else "")
-
-
-def legend() -> str:
-    """How each scheme is written in a program, a line each.
-
-    Example:
-      >>> print(legend().splitlines()[0])
-      vote                lion_cub(...)
-    """
-    return "\n".join(f"{one.name:<18}  {one.code}" for one in SCHEMES)
+    return "\n".join([title, *shown, *(f"{name}: {why}" for name, why in plan.refused.items())])
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """The plan as plain numbers: bits per second, bytes and seconds; a rate without limit is infinite.
+    """Returns the plan as plain numbers: bits per second, bytes and seconds.
 
     Args:
       plan: what `plan` returned.
 
     Returns:
-      A dict. ``"use"`` is the method to use, or "not measured", and ``"worthwhile"`` the bandwidth below
-      which a method is worth it, 0 where none is known. ``"measured"`` is the nearest cell. Each scheme
-      has an ``"estimate"``, ``"learned"`` with its steps, and a ``"time_to_loss"``, infinite for what was
-      not measured or does not get there.
+      A dict of the fields of `Plan`; ``"use"``, the method to use, or "not measured"; ``"ranges"``, how
+      many times as fast as the best mean of gradients each is, at least and at most; and ``"advice"``.
 
     Example:
       >>> from lioncub_jax.tools.plan import Link
-      >>> as_json(plan(10**6, Cluster(8, Link(1e9, 50e-6)), 0.1, tokens=32))["latency"]
-      5e-05
+      >>> as_json(plan(10**6, Cluster(8, Link(1e9, 50e-6)), 0.1, tokens=32))["use"]
+      'owner-adamw'
     """
-    cell, away = plan.found
-    measured = cell._asdict() | {"away": away}
-    del measured["methods"]  # with the schemes
-    return {
-        "workers": plan.cluster.workers,
-        "devices_per_worker": plan.cluster.group_size,
-        "bandwidth": plan.cluster.link.bandwidth,
-        "latency": plan.cluster.link.latency,
-        **{
-            name: getattr(plan, name)
-            for name in ("compute", "tokens", "agreement", "data", "refused")
-        },
-        "measured": measured,
-        "schemes": [
-            {
-                "scheme": name,
-                "code": row.scheme.code,
-                "estimate": row.estimate,
-                "learned": row.learned,
-                "time_to_loss": row.time(),
-            }
-            for name, row in plan.rows.items()
-        ],
-        "use": plan.use(),
-        "worthwhile": plan.worthwhile(),
-        "advice": advice(plan),
-    }
+    ranges = {name: plan.range_over_means(name) for name in plan.times()}
+    cluster = dataclasses.asdict(plan.cluster)
+    answer = {"use": plan.use(), "ranges": ranges, "advice": advice(plan)}
+    return plan._asdict() | {"cluster": cluster} | answer

@@ -1,0 +1,208 @@
+"""Probe of machines: what collectives, packing and overlap take there, through JAX on a mesh.
+
+One line in a program, in which `jax.distributed.initialize` has run if there are several processes, or
+the command `lioncub probe`. Every process calls it alike. What it returns, `lioncub plan --measured` takes.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import multihost_utils
+
+from lioncub_jax import audit
+from lioncub_jax.audit.units import bytes_text, rate_text, seconds_text
+from lioncub_jax.exchange import bits
+from lioncub_jax.mesh import axes
+from lioncub_jax.mesh.placement import Workers, check_workers
+from lioncub_jax.tools.plan.model import Measured
+
+__all__ = ["probe", "table"]
+
+SIZES = 2**12, 2**16, 2**20, 2**23, 2**25  # bytes that a worker has
+LONG = 0.25  # seconds of a collective, from which on it is measured once, and no larger one is
+REPEATS = 3
+PACKED = 2**23  # parameters
+
+# A user's function of workers: a step of `make_train_step`, its first state, and a batch.
+Target = Callable[[Workers], tuple[Any, Any, Any]]
+Clock = Callable[[], float]
+
+
+def _all_reduce(x: jax.Array, axis: axes.AxisName, count: int) -> jax.Array:
+    return axes.varying(lax.psum(x, axis), axes.names(axis)) / count
+
+
+def _all_to_all(x: jax.Array, axis: axes.AxisName, count: int) -> jax.Array:
+    return lax.all_to_all(x.reshape(count, -1), axis, 0, 0).reshape(x.shape)
+
+
+def _all_gather(x: jax.Array, axis: axes.AxisName, count: int) -> jax.Array:
+    # A part from every worker, so that the compiler sends all.
+    return lax.all_gather(x, axis).reshape(-1)[::count]
+
+
+# By the names of `Measured`: what runs, on which dtype, and what a worker sends of its bytes.
+COLLECTIVES = {
+    "all-reduce": (_all_reduce, jnp.float32, lambda count: 2 * (count - 1) / count),
+    "all-reduce bfloat16": (_all_reduce, jnp.bfloat16, lambda count: 2 * (count - 1) / count),
+    "all-to-all": (_all_to_all, jnp.uint32, lambda count: (count - 1) / count),
+    "all-gather": (_all_gather, jnp.uint32, lambda count: count - 1),
+}
+
+
+def probe(
+    workers: Workers,
+    target: Target | None = None,
+    *,
+    nominal: float | None = None,
+    clock: Clock = time.perf_counter,
+) -> Measured:
+    """Measures collectives between workers, packing, and the overlap of a step.
+
+    Args:
+      workers: where the training would run.
+      target: makes ``(step, state, batch)`` of workers, to measure a step with its exchange, without it
+        (on the devices of one worker), and how much of the exchange overlaps with computing.
+      nominal: bits per second of a worker's link, to compare with.
+      clock: seconds.
+
+    Returns:
+      A `Measured`, the same on all processes: times are those of the slowest.
+
+    Raises:
+      TypeError: for no `Workers`.
+      ValueError: for one worker, or the mesh of a group.
+
+    Example:
+      >>> probe(lc.Workers(mesh, "data"))  # doctest: +SKIP
+      Measured(workers=8, seconds={'all-reduce': [[3584.0, 0.00021], ...
+    """
+    check_workers(workers)
+    if workers.count < 2 or workers.group:
+        raise ValueError(
+            f"{workers.count} workers, {workers}: give two workers or more on one axis, without a group"
+        )
+    seconds = {op: list(_points(op, workers, clock)) for op in COLLECTIVES}
+    shape = PACKED // 128, 128
+    packing = jax.jit(lambda x: bits.unpack(bits.pack(x > 0), shape[0]).astype(x.dtype))
+    ones = jnp.ones(shape)
+    packed = _seconds(partial(packing, ones), clock)
+    # As the planner counts: bits to others and back, and a float32, written and read.
+    memory_bandwidth = 8 * 2 * (2 / 8 + 4) * PACKED / packed
+    measured = Measured(workers.count, seconds, memory_bandwidth, nominal)
+    return _with_step(measured, workers, target, clock) if target else measured
+
+
+def _points(op: str, workers: Workers, clock: Clock) -> Iterator[tuple[float, float]]:
+    """Bytes that a worker sends and seconds, from small to large; all processes end at the same size."""
+    collective, dtype, sent = COLLECTIVES[op]
+    axis, count = workers.axis, workers.count
+
+    def body(x: jax.Array, times: jax.Array) -> jax.Array:
+        return lax.fori_loop(0, times, lambda _, x: collective(x, axis, count).astype(x.dtype), x)
+
+    spec = jax.P(axis)
+    repeated = jax.jit(
+        jax.shard_map(body, mesh=workers.mesh, in_specs=(spec, jax.P()), out_specs=spec)
+    )
+    sharding = jax.NamedSharding(workers.mesh, spec)
+    for size in SIZES:
+        length = size // dtype.dtype.itemsize // count * count
+        x = jax.jit(partial(jnp.ones, count * length, dtype), out_shardings=sharding)()
+        once = _seconds(partial(repeated, x, 1), clock, repeats=1)
+        sends = sent(count) * length * dtype.dtype.itemsize
+        if once > LONG:
+            yield sends, once
+            return
+        times = max(1, min(20, int(0.1 / once)))
+        yield sends, _seconds(partial(repeated, x, times), clock) / times
+
+
+def _seconds(run: Callable[[], Any], clock: Clock, repeats: int = REPEATS) -> float:
+    """Median time of a run after a first one, on the process where it is largest."""
+    times = []
+    for _ in range(repeats + 1):
+        begin = clock()
+        jax.block_until_ready(run())
+        times.append(clock() - begin)
+    median = statistics.median(times[1:])
+    return float(np.max(multihost_utils.process_allgather(np.float64(median))))
+
+
+def _with_step(measured: Measured, workers: Workers, target: Target, clock: Clock) -> Measured:
+    """Adds the times of a step with and without its exchange, and how much of that overlaps."""
+    step, state, batch = target(workers)
+    program = step.lower(state, batch).compile()
+    between = {*axes.names(workers.axis)}
+    exchange = sum(
+        one.times * measured.time(one.op, one.sent_bytes)
+        for one in audit.collectives(program, workers.mesh)
+        if between & {*(one.axes or ())}
+    )
+    taken = _step_seconds(step, state, batch, clock)
+    compute = _step_seconds(*target(_alone(workers)), clock)
+    hidden = (compute + exchange - taken) / min(compute, exchange)
+    return measured._replace(
+        compute=compute, step=taken, exchange=exchange, overlap=min(max(hidden, 0.0), 1.0)
+    )
+
+
+def _step_seconds(step: Any, state: Any, batch: Any, clock: Clock) -> float:
+    def run() -> Any:
+        nonlocal state
+        state, metrics = step(state, batch)
+        return metrics
+
+    return _seconds(run, clock)
+
+
+def _alone(workers: Workers) -> Workers:
+    """The first worker of this process by itself."""
+    mesh, names = workers.mesh, axes.names(workers.axis)
+    here = next(
+        place
+        for place, device in np.ndenumerate(mesh.devices)
+        if device.process_index == jax.process_index()
+    )
+    kept = tuple(
+        slice(at, at + 1) if name in names else slice(None)
+        for name, at in zip(mesh.axis_names, here, strict=True)
+    )
+    return Workers(
+        jax.sharding.Mesh(mesh.devices[kept], mesh.axis_names, axis_types=mesh.axis_types),
+        workers.axis,
+    )
+
+
+def table(measured: Measured) -> str:
+    """Shows what was measured: a line for each collective, with its rate at the largest size.
+
+    Example:
+      >>> points = [[1000, 0.001], [125_000_000, 1.25]]
+      >>> print(table(Measured(2, {"all-reduce": points}, 8e11, nominal=1e9)).splitlines()[1])
+      all-reduce           latency 1 ms     125 MB in 1.25 s     800 Mbit/s, 80% of 1 Gbit/s
+    """
+    lines = [f"{measured.workers} workers"]
+    for op, points in measured.seconds.items():
+        size, took = points[-1]
+        rate = 8 * size / took
+        share = ""
+        if measured.nominal:
+            share = f", {rate / measured.nominal:.0%} of {rate_text(measured.nominal)}"
+        latency = f"latency {seconds_text(points[0][1])}"
+        largest = f"{bytes_text(size)} in {seconds_text(took)}"
+        lines.append(f"{op:<20} {latency:<16} {largest:<20} {rate_text(rate)}{share}")
+    lines.append(f"packing              {bytes_text(measured.memory_bandwidth / 8)}/s of memory")
+    if measured.compute and measured.step and measured.overlap is not None:
+        lines.append(
+            f"a step               {seconds_text(measured.step)}, without its exchange "
+            f"{seconds_text(measured.compute)}; {measured.overlap:.0%} of the exchange overlaps"
+        )
+    return "\n".join(lines)
