@@ -61,7 +61,7 @@ MUTANTS = r"""
 + error
 
 = ties of a second bucket take the coins of the first
-- row = layout_.first_row + first
+- row = places.first_row + first
 + row = first
 
 = a leaf takes the padding of the bucket's first rows for its own

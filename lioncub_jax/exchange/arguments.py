@@ -7,6 +7,7 @@ from typing import Any, TypeVar, dataclass_transform
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 Part = TypeVar("Part")
 
@@ -31,8 +32,8 @@ def check_number(
     """
     if static and isinstance(x, jax.Array):
         raise ValueError(
-            f"{given}: this says what is compiled, and optax.inject_hyperparams made an array of it; name "
-            'the argument in its static_args, as "workers" is'
+            f"{given}: this decides what is compiled, and optax.inject_hyperparams made an array of it; "
+            'name the argument in its static_args, as "workers" is'
         )
     if isinstance(x, jax.core.Tracer):
         return
@@ -50,7 +51,7 @@ def check_rates(**rates: Any) -> None:
             check_number(f"{name}={rate!r}", rate, np.isfinite, allowed)
 
 
-def check_floating(argument: str, dtype: Any) -> None:
+def check_floating(argument: str, dtype: DTypeLike | None) -> None:
     """Raises ``ValueError`` for a dtype that is not floating."""
     if isinstance(dtype, jax.Array):
         raise ValueError(
@@ -74,14 +75,14 @@ def check_betas(**betas: Any) -> None:
         check_number(f"{name}={beta!r}", beta, lambda beta: 0 <= beta < 1, allowed)
 
 
-def check_mu_dtype(dtype: Any) -> None:
+def check_mu_dtype(dtype: DTypeLike | None) -> None:
     """Raises ``ValueError`` for a momentum that would not be floating."""
     if dtype is not None:
         check_floating("mu_dtype", dtype)
 
 
 def check_kinds(**parts: tuple[Any, type]) -> None:
-    """Raises ``TypeError`` for a part that is not what its name says."""
+    """Raises ``TypeError`` for a part of another kind than its argument's."""
     for name, (given, kind) in parts.items():
         if not isinstance(given, kind):
             built = "what a function that builds one returns, called, such as quantize.sign() and not sign"

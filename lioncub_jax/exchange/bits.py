@@ -36,9 +36,9 @@ WORDS_PER_ROW = ROW // BLOCK  # on average: a block of 32 rows takes 128 words
 # The adders of up to this many workers are unrolled into one fused loop. More workers are added in
 # groups of this size, then the groups' sums, so that the program stays small.
 _GROUP = 255
-# Packing has two stages: rows r, r + 4, .. r + 28 are joined to a word whose eight nibbles hold four bits
-# of each of their codes, then every fourth bit of four such words, of neighboring rows, to one of a plane.
-# So the first and costly stage runs over 512 neighboring elements, which a CPU does in vectors.
+# Packing has two stages: rows r, r + 4, .. r + 28 are joined to a word with eight nibbles that hold four
+# bits of each of their codes, then every fourth bit of four such words, of neighboring rows, to one of a
+# plane. So the first and costly stage runs over 512 neighboring elements, which a CPU does in vectors.
 _APART = 4
 _STRIPES = BLOCK // _APART
 _EVERY_FOURTH = 0x11111111
@@ -89,7 +89,7 @@ def pack(codes: jax.Array, p: int = 1, zeros: jax.Array | None = None) -> list[j
 def counted(size: int, at: int, ndim: int, by: int = 1) -> jax.Array:
     """Multiples ``uint32`` from 0 along dimension ``at``, a negative one, of as many as operands have.
 
-    So no rank is promoted, which JAX can be told to refuse.
+    So no rank is promoted, which JAX can be set to refuse.
     """
     others = [d for d in range(ndim) if d != ndim + at]
     return lax.expand_dims(by * jnp.arange(size, dtype=jnp.uint32), others)
@@ -182,7 +182,7 @@ def unpack_stored(planes: Sequence[jax.Array], rows: int) -> jax.Array:
       ``uint8[..., rows, 128]``, of more than 8 planes ``uint16``, of more than 16 ``uint32``.
     """
     dtype = np.min_scalar_type(2 ** len(planes) - 1)
-    if kernels.for_tpu():  # there, rows in the order of tiles are found as they lie
+    if kernels.for_tpu():  # there, rows in the order of tiles lie as they are read
         return unpack(planes, rows).astype(dtype)
     several = jnp.stack([*planes, jnp.zeros_like(planes[0])] if len(planes) == 1 else list(planes))
     at = jnp.arange(len(several), dtype=dtype).reshape(-1, *[1] * planes[0].ndim, 1)
@@ -433,7 +433,7 @@ _TIES, _ZEROS, _ORDER, _LANES = 0x9E3779B9, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F
 
 
 def tie_bits(first_word: jax.Array | int, words: int, count: jax.Array | int) -> jax.Array:
-    """Fair bits that every worker computes alike, from the element's place and the step.
+    """Fair bits, the same on every worker, computed from the element's place and the step.
 
     A tie needs a rule that favors neither sign and is the same everywhere. These bits are a hash
     (MurmurHash3's finalizer) of the word's index and the step, so no key travels and a run repeats.

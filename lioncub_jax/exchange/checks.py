@@ -1,4 +1,4 @@
-"""Errors and warnings when a transform is built or traced; each tells what to do."""
+"""Errors and warnings when a transform is built or traced; each has what to do instead."""
 
 import difflib
 import inspect
@@ -21,10 +21,10 @@ from lioncub_jax.mesh.checksum import checksum
 from lioncub_jax.mesh.placement import check_arrays
 
 mode = "raise"  # or "warn" or "allow", see lioncub_jax.audit.mode
-DECIDED = "lioncub.decided"  # scope of an update in which no worker alone decides to communicate
+DECIDED = "lioncub.decided"  # scope of an update in which no single worker decides to communicate
 
 
-def check_leaves(tree: Any) -> Any:
+def check_leaves(tree: optax.Params) -> optax.Params:
     """The tree, Python's numbers in it as arrays; raises ``TypeError`` for a leaf that is not floating."""
     check_arrays(tree, int, float, complex)
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -38,15 +38,15 @@ def check_leaves(tree: Any) -> Any:
     return jax.tree.map(lambda x: x if hasattr(x, "shape") else jnp.asarray(x), tree)
 
 
-def stands_in(params: Any) -> bool:
+def stands_in(params: optax.Params) -> bool:
     """True for a node without arrays in place of parameters, as ``optax.tree.map_params`` gives.
 
-    State that is made of it has it where parameters' arrays are, and 0 in place of a tree of other arrays.
+    State built of it has it where parameters' arrays are, and 0 in place of a tree of other arrays.
     """
     return not jax.tree.leaves(params) and type(params) not in (dict, tuple, list, type(None))
 
 
-def check_local(updates: Any, axis: Axes) -> None:
+def check_local(updates: optax.Updates, axis: Axes) -> None:
     """Raises ``ValueError`` for gradients that are, by their type, the same on every worker.
 
     Notes the types of the others for `warn_of_masked`.
@@ -67,7 +67,7 @@ def check_local(updates: Any, axis: Axes) -> None:
         )
 
 
-def check_state(updates: Any, *kept: Any) -> None:
+def check_state(updates: optax.Updates, *kept: optax.Updates) -> None:
     """Raises ``ValueError`` for a state of other parameters than those of the gradients."""
     given = shapes(updates)
     for held in map(shapes, kept):
@@ -80,17 +80,19 @@ def check_state(updates: Any, *kept: Any) -> None:
             )
 
 
-def shapes(tree: Any, *lead: int) -> dict[str, tuple[int, ...]]:
+def shapes(tree: optax.Params, *lead: int) -> dict[str, tuple[int, ...]]:
     """The shape of each leaf by its path, behind leading dimensions."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path): (*lead, *jnp.shape(x)) for path, x in leaves}
 
 
-def watch_workers(updates: Any, params: Any, count: jax.Array, axis: Axes) -> None:
+def watch_workers(
+    updates: optax.Updates, params: optax.Params | None, count: jax.Array, axis: Axes
+) -> None:
     """Raises at run time if the gradients of all workers are equal, or the parameters are not.
 
-    For ``pmap`` and ``shard_map(check_vma=False)``, where types do not tell. It compares one checksum per
-    worker: gradients in the first three steps, parameters at powers of two and multiples of 128.
+    For ``pmap`` and ``shard_map(check_vma=False)``, where types do not show it. It compares one checksum
+    per worker: gradients in the first three steps, parameters at powers of two and multiples of 128.
     """
     if mode == "allow" or axes.tracked(axis) or axes.workers_on(axis) == 1:
         return
@@ -112,19 +114,19 @@ def watch_workers(updates: Any, params: Any, count: jax.Array, axis: Axes) -> No
         each = jnp.stack([jnp.float32(0), *optax.tree.cast(largest, jnp.float32)])
         averaged = early & equal[0] & jnp.any(each > 0) & jnp.all(jnp.isfinite(each))
         wrong = averaged | ~equal[1]
-        tell = partial(jax.debug.callback, _tell_workers, sums, averaged, count)
-        jax.lax.cond(wrong, tell, lambda: None)
+        report = partial(jax.debug.callback, _report_workers, sums, averaged, count)
+        jax.lax.cond(wrong, report, lambda: None)
 
     jax.lax.cond(due, look, lambda: None)
 
 
-def _checksum(tree: Any) -> jax.Array:
+def _checksum(tree: optax.Params) -> jax.Array:
     """``uint32[]``, of all leaves."""
     each = [jnp.zeros(2, jnp.uint32), *map(checksum, jax.tree.leaves(tree))]
     return checksum(jnp.stack(each))[0]
 
 
-def check_unmasked(params: Any) -> None:
+def check_unmasked(params: optax.Params) -> None:
     """Raises ``ValueError`` where a mask or labels around `on_mesh` keep leaves from it."""
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_masked)
     for path, x in leaves:
@@ -153,7 +155,7 @@ def warn_of_masked(given: Sequence[Any]) -> None:
         leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_masked)
         types = {path: x for path, x in leaves if not is_masked(x)}
         if not types or any(x.manual_axis_type.varying for x in types.values()):
-            continue  # types tell what becomes of the others
+            continue  # types show the others
         if types.keys() == before:
             continue  # two ways in which one transform sends
         before = types.keys()
@@ -175,7 +177,7 @@ def warn_of_masked(given: Sequence[Any]) -> None:
         )
 
 
-def _tell_workers(sums: Any, averaged: Any, step: Any) -> None:
+def _report_workers(sums: np.ndarray, averaged: np.ndarray, step: np.ndarray) -> None:
     other = int(np.argmax(sums[:, 1] != sums[0, 1]))
     wrong = (
         f"step {step}: the parameters of workers 0 and {other} differ, so replicas drift apart. Updates "
@@ -260,7 +262,7 @@ def asked(tx: optax.GradientTransformation) -> set[str]:
     return names
 
 
-def warn_if_on_several_devices(updates: Any) -> None:
+def warn_if_on_several_devices(updates: optax.Updates) -> None:
     """Warns where a transform without an axis has arrays of several devices."""
     meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(updates)]
     mesh = max([jax.sharding.get_abstract_mesh(), *meshes], key=lambda mesh: mesh.size)
@@ -289,7 +291,7 @@ def decay_mask(mask: Any) -> Any:
     """A mask of leaves or of whole subtrees that decay; ``ValueError`` where it does not fit."""
     mask = as_mask("mask", mask)
 
-    def fitted(tree: Any) -> Any:
+    def fitted(tree: optax.Params) -> optax.Params:
         own = mask(tree) if callable(mask) else mask
         try:
             jax.tree.broadcast(own, tree)

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.typing import DTypeLike
 
 from lioncub_jax.exchange import bits, layout, quantize, rotation, traced, xla
 from lioncub_jax.exchange.arguments import check_floating, check_kinds, part
@@ -74,7 +75,7 @@ class DecideContext(NamedTuple):
     code: Code
     format: Format
     num_chunks: int
-    dtype: Any
+    dtype: DTypeLike
     row_sizes: jax.Array | None
     tie_bits: jax.Array
     count: jax.Array  # type: ignore[assignment]
@@ -101,17 +102,19 @@ class Decision:
         """The code of a quantizer on which it decides; ``ValueError`` where the quantizer has none."""
         raise NotImplementedError
 
-    def init(self, rows: jax.Array) -> Any:
+    def init(self, rows: jax.Array) -> optax.OptState:
         """The owner's state of a chunk ``float[rows, 128]``; () without."""
         return ()
 
     def decide(
-        self, received: Inbox | Sums, context: DecideContext, state: Any
-    ) -> tuple[Reply, Any]:
+        self, received: Inbox | Sums, context: DecideContext, state: optax.OptState
+    ) -> tuple[Reply, optax.OptState]:
         """The reply about some chunks, and the next state."""
         raise NotImplementedError
 
-    def decode(self, planes: Planes, row_data: Any, num_rows: int, fmt: Format) -> jax.Array:
+    def decode(
+        self, planes: Planes, row_data: jax.Array | None, num_rows: int, fmt: Format
+    ) -> jax.Array:
         """The update ``[chunks, rows, 128]`` of a reply."""
         raise NotImplementedError
 
@@ -229,8 +232,8 @@ class Vote(Decision):
         return quantizer.vote
 
     def decide(
-        self, received: Inbox | Sums, context: DecideContext, state: Any
-    ) -> tuple[Reply, Any]:
+        self, received: Inbox | Sums, context: DecideContext, state: optax.OptState
+    ) -> tuple[Reply, optax.OptState]:
         """Counts the votes, and replies."""
         counted = tally(received, context)
         planes, row_data, signs = self.reply(counted, context)
@@ -240,7 +243,9 @@ class Vote(Decision):
         stats = BucketStats(number_of_ties(signs, context), pairs, received.present)
         return Reply(planes, row_data, stats), state
 
-    def reply(self, counted: Tally, context: DecideContext) -> tuple[Planes, Any, Signs]:
+    def reply(
+        self, counted: Tally, context: DecideContext
+    ) -> tuple[Planes, jax.Array | None, Signs]:
         """Planes of the reply, data of its rows or None, and the signs of the sums."""
         raise NotImplementedError
 
@@ -261,12 +266,16 @@ class Majority(Vote):
             )
         return code
 
-    def reply(self, counted: Tally, context: DecideContext) -> tuple[Planes, Any, Signs]:
+    def reply(
+        self, counted: Tally, context: DecideContext
+    ) -> tuple[Planes, jax.Array | None, Signs]:
         """A plane of signs, of which ties are a coin, and the rows that move."""
         signs = signs_of_sum(counted, context.format)
         return [_with_coins(signs, context)], signs.moved, signs
 
-    def decode(self, planes: Planes, row_data: Any, num_rows: int, fmt: Format) -> jax.Array:
+    def decode(
+        self, planes: Planes, row_data: jax.Array | None, num_rows: int, fmt: Format
+    ) -> jax.Array:
         """-1 or 1; 0 in rows that do not move."""
         return _decode_signs(planes, row_data, num_rows)
 
@@ -281,12 +290,16 @@ class Ternary(Vote):
 
     name = "ternary"
 
-    def reply(self, counted: Tally, context: DecideContext) -> tuple[Planes, Any, Signs]:
+    def reply(
+        self, counted: Tally, context: DecideContext
+    ) -> tuple[Planes, jax.Array | None, Signs]:
         """A plane of signs and a plane of ties."""
         signs = signs_of_sum(counted, context.format)
         return [signs.positive, signs.tied], None, signs
 
-    def decode(self, planes: Planes, row_data: Any, num_rows: int, fmt: Format) -> jax.Array:
+    def decode(
+        self, planes: Planes, row_data: jax.Array | None, num_rows: int, fmt: Format
+    ) -> jax.Array:
         """-1, 0 or 1."""
         codes = bits.unpack_stored(planes, num_rows)
         return jnp.where(codes >= 2, 0, 2 * (codes & 1).astype(jnp.int32) - 1)
@@ -302,7 +315,9 @@ class Average(Vote):
 
     name = "average"
 
-    def reply(self, counted: Tally, context: DecideContext) -> tuple[Planes, Any, Signs]:
+    def reply(
+        self, counted: Tally, context: DecideContext
+    ) -> tuple[Planes, jax.Array | None, Signs]:
         """Planes of the sum, and the number of voters of each row."""
         voters, fmt = counted.voters, context.format
         if voters is None:
@@ -312,8 +327,11 @@ class Average(Vote):
         signs = signs_of_sum(counted, fmt)
         return counted.planes, row_data.reshape(len(row_data), -1), signs
 
-    def decode(self, planes: Planes, row_data: Any, num_rows: int, fmt: Format) -> jax.Array:
+    def decode(
+        self, planes: Planes, row_data: jax.Array | None, num_rows: int, fmt: Format
+    ) -> jax.Array:
         """``(2 sum - n max_code) / (n max_code)``."""
+        assert row_data is not None
         sums = bits.unpack_stored(planes, num_rows).astype(jnp.int32)
         words = row_data.reshape(len(row_data), bits.row_words(num_rows), -1)
         voters = bits.unpack_rows(words[..., 0], num_rows)
@@ -341,16 +359,20 @@ class Total(Vote):
         code = super().code_of(quantizer)
         if not code.midtread:
             raise ValueError(
-                f"decision={self.name}: {quantizer.name} has no code for zero, so a sum alone says "
-                "nothing: give average()"
+                f"decision={self.name}: {quantizer.name} has no code for zero, so a sum without "
+                "the number of votes is no result: give average()"
             )
         return code
 
-    def reply(self, counted: Tally, context: DecideContext) -> tuple[Planes, Any, Signs]:
+    def reply(
+        self, counted: Tally, context: DecideContext
+    ) -> tuple[Planes, jax.Array | None, Signs]:
         """Planes of the sum."""
         return counted.planes, None, signs_of_sum(counted, context.format)
 
-    def decode(self, planes: Planes, row_data: Any, num_rows: int, fmt: Format) -> jax.Array:
+    def decode(
+        self, planes: Planes, row_data: jax.Array | None, num_rows: int, fmt: Format
+    ) -> jax.Array:
         """``sum - W max_code / 2``."""
         sums = bits.unpack_stored(planes, num_rows).astype(jnp.int32)
         return jnp.minimum(sums, fmt.max_sum) - fmt.max_sum // 2
@@ -411,7 +433,7 @@ def total() -> Decision:
       >>> parts = {"quantizer": lc.quantize.ternary(), "decision": lc.decide.total()}
       >>> tx = lc.communicate(workers="data", memory=lc.momentum.nothing(), **parts)
 
-    Source: TernGrad (arXiv 1705.07878), whose workers share one scale.
+    Source: TernGrad (arXiv 1705.07878): all workers share one scale.
     """
     return Total()
 
@@ -432,7 +454,8 @@ def _with_coins(signs: Signs, context: DecideContext) -> jax.Array:
     return signs.positive | (signs.tied & context.tie_bits)
 
 
-def _decode_signs(planes: Planes, moved: jax.Array, num_rows: int) -> jax.Array:
+def _decode_signs(planes: Planes, moved: jax.Array | None, num_rows: int) -> jax.Array:
+    assert moved is not None
     codes = bits.unpack_stored([*planes, bits.over_rows(moved, num_rows)], num_rows)
     return jnp.where(codes >= 2, 2 * (codes & 1).astype(jnp.int32) - 1, 0)
 
@@ -452,7 +475,7 @@ class OwnerState(NamedTuple):
       error: ``float[rows, 128]``, the error of earlier replies in codes, 0 in the padding; else ``()``.
     """
 
-    inner: Any
+    inner: optax.OptState
     error: Any
 
 
@@ -470,11 +493,11 @@ class Coder(NamedTuple):
     """
 
     name: str
-    encode: Callable[..., tuple[Reply, Any]]
-    decode: Callable[[Planes, Any, int], jax.Array]
+    encode: Callable[..., tuple[Reply, jax.Array | tuple[()]]]
+    decode: Callable[[Planes, jax.Array | None, int], jax.Array]
     size: Callable[[int], Size]
     local_update: Callable[[jax.Array], jax.Array] = lambda u: u
-    init: Callable[[jax.Array], Any] = lambda rows: ()
+    init: Callable[[jax.Array], jax.Array | tuple[()]] = lambda rows: ()
 
 
 @part
@@ -527,10 +550,10 @@ class AtOwner(Decision):
         self,
         mean: jax.Array,
         present: jax.Array,
-        dtype: Any,
+        dtype: DTypeLike,
         row_sizes: jax.Array | None,
-        state: Any,
-    ) -> tuple[jax.Array, jax.Array, Any]:
+        state: optax.OptState,
+    ) -> tuple[jax.Array, jax.Array, optax.OptState]:
         """``u`` in float32, the elements where it is valid, and the next state of ``tx``."""
         valid = jnp.isfinite(mean) & (present > 0)
         if row_sizes is not None:  # else padding moves its row, and a checkpoint loses it
@@ -540,7 +563,9 @@ class AtOwner(Decision):
         u, new = self.tx.update(mean, state)
         return u.astype(jnp.float32), valid, _where_valid(valid, new, state)
 
-    def decode(self, planes: Planes, row_data: Any, num_rows: int, fmt: Format) -> jax.Array:
+    def decode(
+        self, planes: Planes, row_data: jax.Array | None, num_rows: int, fmt: Format
+    ) -> jax.Array:
         """The decoded reply."""
         return self.reply.decode(planes, row_data, num_rows)
 
@@ -556,7 +581,7 @@ class AtOwner(Decision):
         self,
         mean: jax.Array,
         present: jax.Array,
-        dtype: Any,
+        dtype: DTypeLike,
         row_sizes: jax.Array | None,
         state: OwnerState,
     ) -> tuple[jax.Array, OwnerState]:
@@ -592,7 +617,7 @@ def share(present: jax.Array) -> jax.Array:
     return 1 / jnp.maximum(present, 1).astype(jnp.float32)
 
 
-def _where_valid(valid: jax.Array, new: Any, old: Any) -> Any:
+def _where_valid(valid: jax.Array, new: optax.OptState, old: optax.OptState) -> optax.OptState:
     """The new state where means are valid, the old one elsewhere; counters are left to the step.
 
     An infinity is stored as the largest finite number: it would stay forever.
@@ -610,11 +635,11 @@ def _where_valid(valid: jax.Array, new: Any, old: Any) -> Any:
 def at_owner(tx: optax.GradientTransformation, reply: Coder | None = None) -> Decision:
     """Averages decoded gradients and runs ``tx`` on the owner's chunk of one global state.
 
-    ``g = mean_i dequantize(q_i)`` over the workers that took part, then ``u, state = tx.update(g, state)``.
-    If nobody took part the state stays as it is, counters too, and the update is zero. An element whose
-    mean is not finite (finite values can have a sum that is not) keeps its state, and its update is zero:
-    for ``sign()``, which has no zero within a row that moves, the coin of a tie. A mean has no bound: where
-    workers may lie, vote.
+    ``g = mean_i dequantize(q_i)`` over the workers that took part, then ``u, state = tx.update(g,
+    state)``. If no worker takes part the state stays as it is, counters too, and the update is zero. An
+    element with a mean that is not finite (finite values can have a sum that is not) keeps its state, and
+    its update is zero: for ``sign()``, which has no zero within a row that moves, the coin of a tie. A
+    mean has no bound: where workers may lie, vote.
 
     Args:
       tx: elementwise, such as ``optax.scale_by_lion(b1, b2)``; ``optax.identity()`` for the mean itself.
@@ -647,8 +672,8 @@ def sign() -> Coder:
     """
 
     def encode(
-        u: jax.Array, valid: jax.Array, context: DecideContext, stats: BucketStats, error: Any
-    ) -> tuple[Reply, Any]:
+        u: jax.Array, valid: jax.Array, context: DecideContext, stats: BucketStats, error: tuple[()]
+    ) -> tuple[Reply, tuple[()]]:
         u = context.in_chunks(jnp.where(valid, u, 0))
         fields = (u > 0).astype(jnp.uint32) | ((u != 0).astype(jnp.uint32) << 1)
         positive, marks = bits.pack(fields, 2)
@@ -671,12 +696,12 @@ def values() -> Coder:
     """
 
     def encode(
-        u: jax.Array, valid: jax.Array, context: DecideContext, stats: BucketStats, error: Any
-    ) -> tuple[Reply, Any]:
+        u: jax.Array, valid: jax.Array, context: DecideContext, stats: BucketStats, error: tuple[()]
+    ) -> tuple[Reply, tuple[()]]:
         words = jnp.where(valid, u, 0).view(jnp.uint32)
         return Reply([words.reshape(context.num_chunks, -1)], None, stats), error
 
-    def decode(planes: Planes, row_data: Any, num_rows: int) -> jax.Array:
+    def decode(planes: Planes, row_data: jax.Array | None, num_rows: int) -> jax.Array:
         decoded = planes[0].view(jnp.float32).reshape(-1, num_rows, ROW)
         return jnp.where(jnp.isfinite(decoded), decoded, 0)  # whatever an owner sends
 
@@ -686,13 +711,13 @@ def values() -> Coder:
     return Coder("floats", encode, decode, size)
 
 
-def codes(p: int, dtype: Any = jnp.float32) -> Coder:
+def codes(p: int, dtype: DTypeLike = jnp.float32) -> Coder:
     """``p`` bits, and a bfloat16 for each row of 128; the quantization error is added to the next reply.
 
     ``x = u + e``, ``reply = Q(x)``, ``e = x - dequantize(reply)``. Codes are mid-rise, with a scale for
     each row of 128 from its mean magnitude, padding left out; half of it is rounded to bfloat16. A zero
-    counts as positive. Of one bit that is ``sign(x) mean|x|``. If nobody took part, ``e`` stays as it is
-    and the update is zero. The update of a single worker is ``x``.
+    counts as positive. Of one bit that is ``sign(x) mean|x|``. If no worker takes part, ``e`` stays as it
+    is and the update is zero. The update of a single worker is ``x``.
 
     Args:
       p: bits of a code, 1 to 8.
@@ -706,7 +731,7 @@ def codes(p: int, dtype: Any = jnp.float32) -> Coder:
       >>> decide.codes(4).name
       'codes(4)'
 
-    Source: Zheng et al., dist-EF-blockSGD (arXiv 1905.10936), the server's half; more bits are ours.
+    Source: Zheng et al., dist-EF-blockSGD (arXiv 1905.10936), the owner's half; more bits are ours.
     """
     quantize.check_bits("codes", p, 1)
     check_floating("dtype", dtype)
@@ -726,11 +751,12 @@ def codes(p: int, dtype: Any = jnp.float32) -> Coder:
         q = quantize.midrise_codes(x, x >= 0, 2 * half, p)
         new_error = quantize.saturated(x - values_of(q, half), error.dtype)
         new_error = jnp.where(valid, new_error, error)
-        # If nobody took part no element is valid, so the scale is 0.
+        # If no worker takes part no element is valid, so the scale is 0.
         row_data = half.astype(jnp.bfloat16).reshape(context.num_chunks, -1).view(jnp.uint32)
         return Reply(bits.pack(context.in_chunks(q), p), row_data, stats), new_error
 
-    def decode(planes: Planes, row_data: Any, num_rows: int) -> jax.Array:
+    def decode(planes: Planes, row_data: jax.Array | None, num_rows: int) -> jax.Array:
+        assert row_data is not None
         half = row_data.view(jnp.bfloat16).reshape(-1, num_rows).astype(jnp.float32)
         half = jnp.where((half >= 0) & (half <= largest), half, 0)  # whatever an owner sends
         return values_of(bits.unpack(planes, num_rows), half)

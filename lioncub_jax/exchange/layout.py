@@ -133,14 +133,14 @@ class Flat:
 
     Attributes:
       value: tree of arrays over the rows that a device owns, ``[rows, 128]``.
-      bucket: the bucket whose slice they are.
+      bucket: the bucket of which they are a chunk.
     """
 
     value: Any
     bucket: Bucket = dataclasses.field(metadata={"static": True})
 
     def __post_init__(self) -> None:
-        # flax.serialization.to_bytes takes the types alone that it was told of; whoever calls it has it.
+        # flax.serialization.to_bytes takes registered types only; a program that calls it has imported it.
         flax = sys.modules.get("flax.serialization")
         if flax is not None and not flax.is_serializable(Flat):
             flax.register_serialization_state(
@@ -253,7 +253,7 @@ def join_pieces(leaves: Sequence[Any], pieces: Sequence[Piece]) -> list[Any]:
 
     Args:
       leaves: arrays of any floating dtype, or None for each.
-      pieces: whose leaves they are.
+      pieces: the places of these leaves.
 
     Returns:
       Leaves as they are; joined ones at least float32 ``[rows, 128]``, zeros in the padding; or None.
@@ -394,13 +394,13 @@ def row_sizes(
     """
     segments, parts = bucket.segments, []
     given = {leaf: sizes for leaf, sizes in enumerate(own) if sizes is not None}
-    sliced = any(s.leaf in given for s in segments)
+    in_chunks = any(s.leaf in given for s in segments)
     ragged = any(s.size % ROW for s in segments)
     empty = sum(s.size for s in segments) < bucket.rows * ROW
-    if not (sliced or ragged or (zeros and empty)):
+    if not (in_chunks or ragged or (zeros and empty)):
         return None
     for piece in bucket.pieces:
-        if not sliced:
+        if not in_chunks:
             parts.append(_filled(piece))
             continue
         each = []
@@ -443,5 +443,5 @@ class Holder(enum.StrEnum):
     WORKER = "worker"  # each worker its own
     FRONT = "front"  # likewise, by its place in front of an exchange
     FEEDBACK = "feedback"  # each worker its own error; their mean over the workers must be kept
-    OWNER = "owner"  # the owner of each slice of a bucket its own
+    OWNER = "owner"  # the owner of each chunk of a bucket its own
     MEASURED = "measured"  # one value, the same everywhere, which the next measurement replaces

@@ -76,7 +76,8 @@ class BucketStats(NamedTuple):
     """Statistics of the votes on a bucket, chunk by chunk.
 
     Attributes:
-      ties: ``uint32[chunks]``, elements whose votes cancel, in rows that move; 0 where none are counted.
+      ties: ``uint32[chunks]``, elements with votes that cancel, in rows that move; 0 where none are
+        counted.
       pairs: ``float32[chunks]`` each, pairs of votes that differ, and all pairs; () where none are counted.
       present: ``uint32[]``, how many workers take part.
     """
@@ -138,7 +139,7 @@ def padded_size(words: int, multiple: int) -> int:
     """Words up to a multiple; short messages are not padded, since that would add more than 1 %.
 
     A CPU unpacks messages that do not begin at a cache line five times slower. XLA for TPU replaces an
-    all-gather whose size is no multiple of 128 by an all-reduce of twice the bytes.
+    all-gather of a size that is no multiple of 128 by an all-reduce of twice the bytes.
     """
     return words + -words % multiple if words >= 100 * VECTOR else words
 
@@ -162,7 +163,7 @@ class Format(NamedTuple):
     num_rows: int
     max_code: int
     midtread: bool
-    dense: Any
+    dense: np.dtype | None
     sends_votes: bool
     sends_scales: bool
     message: Size
@@ -212,7 +213,9 @@ def blank_if_abstaining(message: Message, fmt: Format) -> Message:
 
 def pack(message: Message, fmt: Format) -> jax.Array:
     """Packs a message about all chunks: ``uint32[W, words]``."""
-    row_data = message.voted if message.scales is None else message.scales.view(jnp.uint32)
+    row_data = message.voted
+    if message.scales is not None:
+        row_data = message.scales.view(jnp.uint32)
     numbers = [message.participates.astype(jnp.uint32)]
     return concatenate(fmt.message, fmt.num_workers, message.planes, numbers, row_data)
 
@@ -251,7 +254,7 @@ def pack_reply(reply: Reply, fmt: Format) -> jax.Array:
 
 
 def unpack_reply(words: jax.Array, fmt: Format) -> Reply:
-    """Unpacks the replies of all owners, ``uint32[chunks, words]``; most owners tell who is present."""
+    """Unpacks the replies of all owners, ``uint32[chunks, words]``; present is the median of theirs."""
     planes, numbers, row_data = split(fmt.reply, words)
     ties, present, *pairs = [numbers[:, k] for k in range(fmt.reply.numbers)]
     elements = fmt.num_rows * ROW

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import optax
+from jax.typing import ArrayLike, DTypeLike
 
 from lioncub_jax.exchange import quantize
 from lioncub_jax.exchange.arguments import check_betas, check_mu_dtype, part
@@ -31,7 +32,7 @@ class Memory:
       ([0.5, 0.5], [0.25, 0.25])
     """
 
-    def init(self, params: optax.Params) -> Any:
+    def init(self, params: optax.Params) -> optax.Params:
         """``mu`` of each parameter: None."""
         return jax.tree.map(lambda p: None, params)
 
@@ -48,11 +49,11 @@ class Memory:
 class Blend(Memory):
     """Lion's memory, see `blend`."""
 
-    b1: Any
-    b2: Any
-    mu_dtype: Any
+    b1: ArrayLike
+    b2: ArrayLike
+    mu_dtype: DTypeLike | None
 
-    def init(self, params: optax.Params) -> Any:
+    def init(self, params: optax.Params) -> optax.Params:
         """Zeros like the parameters."""
         return optax.tree.zeros_like(params, dtype=self.mu_dtype)
 
@@ -71,7 +72,7 @@ def _mixed(b: Any, mu: jax.Array, g: jax.Array) -> jax.Array:
         return (1 - b) * g + b * mu
 
 
-def blend(b1: Any = 0.9, b2: Any = 0.99, mu_dtype: Any = None) -> Memory:
+def blend(b1: ArrayLike = 0.9, b2: ArrayLike = 0.99, mu_dtype: DTypeLike | None = None) -> Memory:
     """Lion's memory: ``c = b1 mu + (1 - b1) g`` is sent, ``mu = b2 mu + (1 - b2) g`` is kept.
 
     Args:

@@ -30,7 +30,7 @@ class WorkerBucket(NamedTuple):
     """A bucket at this worker, in this step.
 
     Attributes:
-      bucket: places of its leaves; static.
+      places: of its leaves; static.
       pieces: its pieces, in the order of their rows.
       format: contents and sizes of messages and replies.
       row_sizes: ``int32[rows]``, elements of each row that are no padding; None where all are, or where
@@ -39,11 +39,11 @@ class WorkerBucket(NamedTuple):
       num_shards: shards of each leaf.
     """
 
-    bucket: Bucket
+    places: Bucket
     pieces: Sequence[Piece]
     format: Format
     row_sizes: jax.Array | None
-    shard: Any
+    shard: jax.Array | int
     num_shards: int
 
 
@@ -59,7 +59,7 @@ class Worker(NamedTuple):
       group_buckets: in a group of devices, the buckets of whole leaves that the group shares; this device's
         chunk of each is a leaf of ``buckets``. () without a group.
       row_sizes: for each chunk of a group bucket ``int32[rows]``, elements that are no padding; None for a
-        leaf whose size tells it.
+        leaf that is whole.
       flag_per_bucket: the worker abstains from each bucket by itself.
     """
 
@@ -98,19 +98,18 @@ class PieceState(NamedTuple):
     direction: jax.Array
 
 
-def piece_state(
-    memory: Memory, piece: Piece, grads: Sequence[jax.Array], state: WorkerState
-) -> PieceState:
-    """The arrays of a piece, from those of all leaves, and its direction ``c``."""
+def arrays_of(
+    piece: Piece, grads: Sequence[jax.Array], state: WorkerState
+) -> tuple[jax.Array, Any, Any]:
+    """``g``, ``mu`` and ``e`` of a piece, from those of all leaves."""
     [g] = layout.join_pieces(grads, [piece])
     [mu] = layout.join_pieces(state.mu, [piece])
-    [e] = layout.join_pieces(state.error, [piece])
-    c = memory.interpolate(wide(g), wide(mu))
-    return PieceState(piece, gradient=g, momentum=mu, error=e, direction=c)
+    [error] = layout.join_pieces(state.error, [piece])
+    return g, mu, error
 
 
-def wide(x: Any) -> Any:
-    """At least float32: results are rounded once, when they are stored."""
+def at_least_float32(x: Any) -> Any:
+    """The same numbers, wide enough that results are rounded once, when they are stored."""
     return None if x is None else x.astype(common_dtype(x, jnp.float32))
 
 
@@ -136,25 +135,26 @@ def encode(
 
 def rows_to_encode(memory: Memory, p: PieceState) -> jax.Array:
     """``c + e`` as ``float32[rows, 128]``; on a TPU computed in rows, if the leaf lies in memory so."""
-    if kernels.for_tpu() and layout.lies_in_rows(p.piece):
-        rows = []
-        for x in (p.gradient, p.momentum, p.error):
-            rows.append(None if x is None else layout.piece_to_rows(x, p.piece))
-        g, mu, e = xla.recomputed(rows)
-        return plus_error(memory.interpolate(wide(g), wide(mu)), e).astype(jnp.float32)
-    values = plus_error(p.direction, p.error)
-    return layout.piece_to_rows(values.astype(jnp.float32), p.piece)
+    if not (kernels.for_tpu() and layout.lies_in_rows(p.piece)):
+        values = plus_error(p.direction, p.error)
+        return layout.piece_to_rows(values.astype(jnp.float32), p.piece)
+    rows = []
+    for x in (p.gradient, p.momentum, p.error):
+        rows.append(None if x is None else layout.piece_to_rows(x, p.piece))
+    g, mu, e = xla.recomputed(rows)
+    c = memory.interpolate(at_least_float32(g), at_least_float32(mu))
+    return plus_error(c, e).astype(jnp.float32)
 
 
 def encode_contexts(
     code: Code, worker: Worker, bucket: WorkerBucket, rows: Sequence[jax.Array]
 ) -> list[EncodeContext]:
-    """Facts that the code needs about each piece of a bucket, whose values are ``rows``."""
+    """Facts that the code needs about each piece of a bucket, of values ``rows``."""
     pieces = bucket.pieces
-    scales: list[Any] = [None] * len(pieces)
+    scales: Sequence[jax.Array | None] = [None] * len(pieces)
     if code.uses_leaf_scale:
         scales = leaf_scales(worker, bucket, rows)
-    first_rows = [bucket.bucket.first_row + piece.first_row for piece in pieces]
+    first_rows = [bucket.places.first_row + piece.first_row for piece in pieces]
     first_words = xla.runtime_constants([x * WORDS_PER_ROW for x in first_rows], worker.count)
     draw = bits.draw_signs(worker.count, worker.index, worker.num_workers)
     if worker.flag_per_bucket:
@@ -164,9 +164,9 @@ def encode_contexts(
     contexts = []
     for k, piece in enumerate(pieces):
         sizes, first, size = bucket.row_sizes, piece.first_row, piece.rows
-        first_word = first_words[k] + bucket.shard * bucket.bucket.total_rows * WORDS_PER_ROW
+        first_word = first_words[k] + bucket.shard * bucket.places.total_rows * WORDS_PER_ROW
         context = EncodeContext(
-            num_chunks=bucket.bucket.packed_chunks,
+            num_chunks=bucket.places.packed_chunks,
             num_workers=worker.num_workers,
             count=worker.count,
             row_sizes=None if sizes is None else sizes[first:][:size],
@@ -251,21 +251,21 @@ def decide_context(
     code: Code, worker: Worker, bucket: WorkerBucket, sharded: bool
 ) -> DecideContext:
     """The rows of a bucket on which this worker decides: its chunk if ``sharded``, else all."""
-    layout_, sizes = bucket.bucket, bucket.row_sizes
+    places, sizes = bucket.places, bucket.row_sizes
     num_chunks, first = worker.num_workers, jnp.uint32(0)
     if sharded:
-        num_chunks, first = 1, worker.index.astype(jnp.uint32) * layout_.chunk
+        num_chunks, first = 1, worker.index.astype(jnp.uint32) * places.chunk
     if sizes is not None:
-        sizes = lax.dynamic_slice_in_dim(sizes, first, num_chunks * layout_.chunk)
-    row = layout_.first_row + first
-    row += bucket.shard * layout_.total_rows
-    words = layout_.chunk * WORDS_PER_ROW
+        sizes = lax.dynamic_slice_in_dim(sizes, first, num_chunks * places.chunk)
+    row = places.first_row + first
+    row += bucket.shard * places.total_rows
+    words = places.chunk * WORDS_PER_ROW
     tie_bits = bits.tie_bits(row * WORDS_PER_ROW, num_chunks * words, worker.count)
     return DecideContext(
         code=code,
         format=bucket.format,
         num_chunks=num_chunks,
-        dtype=layout_.dtype,
+        dtype=places.dtype,
         row_sizes=sizes,
         tie_bits=tie_bits.reshape(num_chunks, words),
         count=worker.count,
@@ -280,9 +280,9 @@ def decode(
     decision: Decision, worker: Worker, bucket: WorkerBucket, reply: Reply
 ) -> list[jax.Array]:
     """``u`` of each piece, ``[devices, rows, 128]``."""
-    fmt, num_rows = bucket.format, bucket.bucket.rows
+    fmt, num_rows = bucket.format, bucket.places.rows
     devices = len(reply.planes[0]) // fmt.num_workers
-    if not bucket.bucket.large:  # one piece
+    if not bucket.places.large:  # one piece
         u = decision.decode(reply.planes, reply.row_data, fmt.num_rows, fmt)
         return [u.reshape(devices, -1, ROW)]
     # Each piece by itself: large leaves of one shape share a kernel.
@@ -294,7 +294,9 @@ def decode(
     updates = []
     for start, piece in zip(starts, bucket.pieces, strict=True):
 
-        def cut(x: jax.Array, start: Any = start, size: int = piece.rows // BLOCK) -> jax.Array:
+        def cut(
+            x: jax.Array, start: jax.Array = start, size: int = piece.rows // BLOCK
+        ) -> jax.Array:
             return lax.dynamic_slice_in_dim(x, start, size, 1).reshape(devices, -1)
 
         planes, row_data = jax.tree.map(cut, words)
@@ -335,8 +337,8 @@ def quantization_error(
     if not p.piece.joined:
         # Computed again: storing it would cost an array as large as the gradient.
         x = plus_error(*xla.recomputed([p.direction, p.error]))
-    x = wide(x)
-    scales = message.scales.reshape(bucket.bucket.packed_chunks, -1)
+    x = at_least_float32(x)
+    scales = message.scales.reshape(bucket.places.packed_chunks, -1)
     planes = [plane.reshape(len(scales), -1) for plane in message.planes]
     rows = code.decode(planes, scales, scales.shape[1], True)
     if code.rotates:

@@ -15,11 +15,13 @@ the owner of a chunk, and their scales travel as bfloat16.
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from lioncub_jax.exchange import bits, rotation, xla
 from lioncub_jax.exchange.arguments import check_floating, check_number
@@ -104,18 +106,18 @@ class Code(NamedTuple):
 
     max_code: Callable[[int], int]
     encode: Callable[[jax.Array, EncodeContext], Message]
-    decode: Callable[[Sequence[jax.Array], Any, int, bool], jax.Array] | None = None
+    decode: Callable[[Sequence[jax.Array], jax.Array | None, int, bool], jax.Array] | None = None
     midtread: bool = False
-    dense: Any = None
+    dense: np.dtype | None = None
     rounding: int | None = None
     uses_leaf_scale: bool = False
-    error_dtype: Any = None
+    error_dtype: np.dtype | None = None
     keep: float = 1.0
     rotates: bool = False
 
     @property
     def sends_votes(self) -> bool:
-        """True where a bit says which rows are voted on."""
+        """True where a bit for each row marks those that are voted on."""
         return self.decode is None and not self.midtread
 
     @property
@@ -330,7 +332,7 @@ def levels(p: int, *, rounding: Rounding | None = None) -> Quantizer:
       rounding: None for the nearest level, or ``stochastic(seed)`` (the paper's).
 
     Returns:
-      A mid-tread ``Quantizer`` whose scales travel, for momentum at the owner.
+      A mid-tread ``Quantizer`` with scales that travel, for momentum at the owner.
 
     Raises:
       ValueError: if an argument is out of range.
@@ -368,7 +370,7 @@ def levels(p: int, *, rounding: Rounding | None = None) -> Quantizer:
     return Quantizer(_name("levels", p, rounding), votes, values)
 
 
-def dense(dtype: Any = jnp.float32) -> Quantizer:
+def dense(dtype: DTypeLike = jnp.float32) -> Quantizer:
     """No quantization: the values themselves, in float32 or bfloat16. The baseline.
 
     Args:
@@ -390,7 +392,9 @@ def dense(dtype: Any = jnp.float32) -> Quantizer:
         words = saturated(x, dtype).view(jnp.uint32).reshape(-1)
         return Message([words], None, None, jnp.all(jnp.isfinite(x)))
 
-    def decode(planes: Sequence[jax.Array], scales: Any, num_rows: int, stored: bool) -> jax.Array:
+    def decode(
+        planes: Sequence[jax.Array], scales: jax.Array | None, num_rows: int, stored: bool
+    ) -> jax.Array:
         words = planes[0].reshape(*planes[0].shape[:-1], num_rows, -1)
         values = words.view(dtype).astype(jnp.float32)
         return jnp.where(jnp.isfinite(values), values, 0)  # whatever a worker sends
@@ -402,7 +406,7 @@ def dense(dtype: Any = jnp.float32) -> Quantizer:
 
 
 def error_feedback(
-    quantizer: Quantizer, dtype: Any = jnp.bfloat16, *, keep: float = 1.0
+    quantizer: Quantizer, dtype: DTypeLike = jnp.bfloat16, *, keep: float = 1.0
 ) -> Quantizer:
     """Adds the error of the last code to the next value, so that nothing is lost, only late.
 
@@ -410,7 +414,7 @@ def error_feedback(
     worker; one that the dtype cannot hold is kept as the largest that it can.
 
     Args:
-      quantizer: one whose scales can travel, such as ``midrise(3)``.
+      quantizer: one with scales that can travel, such as ``midrise(3)``.
       dtype: in which the error is kept; one array of this dtype per worker and leaf.
       keep: the share of the error that is fed back, in (0, 1]. With one bit the error is as large as the
         gradient, and the full error adds noise: 0.7 is best for ``rotated(midrise(1))``. With more bits
@@ -447,8 +451,8 @@ def error_feedback(
 def rotated(quantizer: Quantizer) -> Quantizer:
     """Codes of rows after a random rotation, which the owner undoes: good codes of one bit.
 
-    One bit and a scale are a poor code for a row with a few large values, as gradients of embeddings
-    are. All workers rotate their rows of 128 alike, in each step by another rotation; the owner averages
+    One bit and a scale are a poor code for a row with a few large values, as gradients of embeddings are.
+    All workers rotate their rows of 128 by the same rotation, another one in each step; the owner averages
     what arrives and rotates the mean back. It costs no bits, and products of a row with a matrix of 128 x
     128: two at a worker, one at an owner.
 
@@ -486,10 +490,11 @@ def rotated(quantizer: Quantizer) -> Quantizer:
     return Quantizer(f"rotated({quantizer.name})", value=value)
 
 
-def rotated_sign(dtype: Any = jnp.bfloat16) -> Quantizer:
+def rotated_sign(dtype: DTypeLike = jnp.bfloat16) -> Quantizer:
     """One bit for momentum at the owner, where there are many workers: 2.13 bits up and down together.
 
-    Signs of rotated rows, of whose error 0.7 comes back: ``error_feedback(rotated(midrise(1)), keep=0.7)``.
+    Signs of rotated rows, and 0.7 of their error comes back: ``error_feedback(rotated(midrise(1)),
+    keep=0.7)``.
 
     Args:
       dtype: in which the error is kept.
@@ -506,7 +511,7 @@ def rotated_sign(dtype: Any = jnp.bfloat16) -> Quantizer:
     return error_feedback(rotated(midrise(1)), dtype, keep=0.7)
 
 
-def saturated(x: jax.Array, dtype: Any) -> jax.Array:
+def saturated(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """A cast that keeps finite values finite: those that the dtype cannot hold become its largest."""
     largest = float(jnp.finfo(dtype).max)
     if largest < float(jnp.finfo(x.dtype).max):
@@ -530,7 +535,7 @@ def check_bits(name: str, p: int, least: int) -> None:
 def midrise_codes(x: jax.Array, positive: jax.Array, scale: jax.Array, p: int) -> jax.Array:
     """``uint32[rows, 128]`` of ``p`` bits, by the scale of each row; ``positive``: signs, also of zeros.
 
-    Magnitude and side apart, so that -x gets the mirrored code of x.
+    Magnitude and sign are coded separately, so that -x gets the mirrored code of x.
     """
     if p == 1:
         return positive.astype(jnp.uint32)
@@ -566,8 +571,9 @@ def _decoder(max_code: int) -> Callable[..., jax.Array]:
     """Dequantizes codes, ``(2 q - max_code) scale / 2``: exact products of short integers and bfloat16."""
 
     def decode(
-        planes: Sequence[jax.Array], scales: jax.Array, num_rows: int, stored: bool
+        planes: Sequence[jax.Array], scales: jax.Array | None, num_rows: int, stored: bool
     ) -> jax.Array:
+        assert scales is not None
         if stored:  # two uses of the codes, so XLA stores them
             q = bits.unpack_stored(planes, num_rows)
             upper = q > max_code // 2

@@ -1,6 +1,6 @@
 """Rows rotated by a rotation that changes with each step, so that codes of one bit are good codes.
 
-One bit says the side of a value and nothing of its size, which loses little where all values of a row are
+One bit has the sign of a value and nothing of its size, which loses little where all values of a row are
 of about one size, as after a rotation: a value that stood out is shared out over all 128. The rotation of
 a step is ``R = diag(s) H``, with ``H`` the Hadamard matrix of 128 and signs ``s`` drawn anew in each
 step, the same on all workers. Its entries are 1 and -1, so that sums of short integers are exact, and

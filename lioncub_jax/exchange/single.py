@@ -5,10 +5,10 @@ rows, with a collective of one worker, is not for bfloat16 leaves, and moves twi
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from lioncub_jax.exchange import layout, quantize, wires
 from lioncub_jax.exchange.decide import AtOwner
@@ -23,7 +23,7 @@ def single_worker_step(
     worker: Worker,
     grads: Sequence[jax.Array],
     state: WorkerState,
-    owner_states: Sequence[Any],
+    owner_states: Sequence[optax.OptState],
     abstain: jax.Array | None,
 ) -> StepResult:
     """``u = sign(c)`` of votes; ``u, s = tx(c + e, s)`` at an owner, plus the error of its earlier replies.
@@ -47,12 +47,12 @@ def single_worker_step(
     new_owner_states = []
     if isinstance(decision, AtOwner):
         for bucket, s in zip(worker.buckets, owner_states, strict=True):
-            rows = layout.join_bucket(values, bucket.bucket)
+            rows = layout.join_bucket(values, bucket.places)
             rows, s = decision.decide_locally(
-                rows, present, bucket.bucket.dtype, bucket.row_sizes, s
+                rows, present, bucket.places.dtype, bucket.row_sizes, s
             )
             new_owner_states.append(s)
-            for i, x in layout.split_bucket(rows, bucket.bucket.pieces).items():
+            for i, x in layout.split_bucket(rows, bucket.places.pieces).items():
                 values[i] = x
 
     updates, new_mu, new_error = {}, [], []

@@ -13,7 +13,8 @@ the *owner* of chunk j, as of a shard of the optimizer's state in ZeRO-1; it may
     remember      mu_i = b2 mu_i + (1 - b2) g_i              at worker i               momentum.py
                   e_i = keep (c_i + e_i - dequantize(q_i))                             quantize.py
 
-Votes: ``u_j = sign(sum_i q_i)``. An optimizer at owners: ``u_j, s_j = tx(mean_i dequantize(q_i); s_j)``.
+Votes: ``u_j = sign(sum_i v_i)``, of signed codes ``v_i = 2 q_i - max_code``. An optimizer at the owners:
+``u_j, s_j = tx(mean_i dequantize(q_i); s_j)``.
 
 Leaves travel in one *bucket*, or with ``bucket_size`` in several. A *piece* of a bucket is encoded by
 itself: a large leaf, or all small leaves joined. A worker with a value that is not finite abstains: it
@@ -26,25 +27,27 @@ instead.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
+import optax
 
 from lioncub_jax.exchange.decide import Decision
 from lioncub_jax.exchange.message import BucketStats, blank_if_abstaining, join
 from lioncub_jax.exchange.momentum import Memory
 from lioncub_jax.exchange.pieces import (
+    PieceState,
     Worker,
     WorkerState,
+    arrays_of,
+    at_least_float32,
     decide_context,
     decode,
     encode,
     new_leaves,
     participation,
-    piece_state,
     quantization_error,
     update_leaves,
-    wide,
 )
 from lioncub_jax.exchange.quantize import Code
 from lioncub_jax.exchange.wires import Wire, collect, publish
@@ -86,7 +89,7 @@ class StepResult(NamedTuple):
 
     updates: dict[int, jax.Array]
     state: WorkerState
-    owner_states: list[Any]
+    owner_states: list[optax.OptState]
     stats: list[BucketStats]
     participates: list[jax.Array]
 
@@ -96,7 +99,7 @@ def step(
     worker: Worker,
     grads: Sequence[jax.Array],
     state: WorkerState,
-    owner_states: Sequence[Any],
+    owner_states: Sequence[optax.OptState],
     abstain: jax.Array | None,
 ) -> StepResult:
     """Takes one step of this worker, which meets the others in ``collect`` and ``publish`` only.
@@ -114,8 +117,13 @@ def step(
     # All buckets are encoded before one is sent: a value that is not finite keeps this worker from voting.
     pieces, messages = [], []
     for bucket in worker.buckets:
-        pieces.append([piece_state(memory, x, grads, state) for x in bucket.pieces])
-        messages.append(encode(memory, code, worker, bucket, pieces[-1]))
+        states = []
+        for piece in bucket.pieces:
+            g, m, e = arrays_of(piece, grads, state)
+            c = memory.interpolate(at_least_float32(g), at_least_float32(m))
+            states.append(PieceState(piece, gradient=g, momentum=m, error=e, direction=c))
+        pieces.append(states)
+        messages.append(encode(memory, code, worker, bucket, states))
     participates = participation(worker, messages, abstain)
 
     updates: dict[int, jax.Array] = {}
@@ -139,7 +147,8 @@ def step(
             updates |= update_leaves(worker, p.piece, u)
             with jax.named_scope("lioncub.remember"):
                 if p.momentum is not None:
-                    new = memory.update(wide(p.gradient), wide(p.momentum))
+                    g, m = at_least_float32(p.gradient), at_least_float32(p.momentum)
+                    new = memory.update(g, m)
                     mu |= new_leaves(worker, p.piece, p.momentum, new, state.mu, participates[k])
                 if code.error_dtype is not None:
                     new = quantization_error(code, worker, bucket, p, q)
@@ -149,6 +158,8 @@ def step(
     return StepResult(updates, state, new_owner_states, stats, participates)
 
 
-def replaced(leaves: Sequence[Any], new: dict[int, jax.Array]) -> list[Any]:
+def replaced(
+    leaves: Sequence[jax.Array | None], new: dict[int, jax.Array]
+) -> list[jax.Array | None]:
     """Leaves, with new ones in place of those that are in a bucket; leaves without elements are in none."""
     return [new.get(i, x) for i, x in enumerate(leaves)]

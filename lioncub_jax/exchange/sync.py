@@ -6,7 +6,7 @@ a `step` whose gradient is the momentum.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -84,7 +84,7 @@ def first(steps: int, schedule: Schedule | None = None) -> Schedule:
 
 
 def thinning(k: int) -> Schedule:
-    """Ever more rarely: after ``j`` syncs the next one is ``2**(j / k)`` steps away, rounded down.
+    """Ever more rarely: ``2**(j / k)`` steps, rounded down, lie between sync ``j`` and the next.
 
     So the gap has doubled after ``k`` syncs; ``ValueError`` if ``k`` is below 1.
 
@@ -166,10 +166,10 @@ class SyncState(NamedTuple):
         owns, ``float32[rows, 128]``; else empty.
     """
 
-    inner: Any
+    inner: optax.OptState
     count: jax.Array  # type: ignore[assignment]
     syncs: jax.Array
-    drift: Any
+    drift: optax.Updates
     owner: tuple[Flat, ...]
 
     @staticmethod
@@ -182,7 +182,7 @@ class SyncState(NamedTuple):
 def sync_momentum(
     inner: optax.GradientTransformation,
     schedule: Schedule,
-    where: Callable[[Any], Any] | Any = None,
+    where: optax.Params | Callable[[optax.Params], optax.Params] | None = None,
     *,
     workers: AxisName | Workers | None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -235,14 +235,16 @@ def sync_momentum(
         if exchange is not None and checks.stands_in(params):
             owner = 0
         elif exchange is not None:
-            axes.workers_on(axis)  # bound here, or these chunks are nobody's
+            axes.workers_on(axis)  # bound here: chunks are those of workers
             _check_levels(mu, group)
             args = exchange, _picked(axes.varying(mu, axis), mask)
             owner = placement.on_shards(init_owner_states, args)
         count, syncs = jnp.zeros(2, jnp.int32)
         return SyncState(state, count, syncs, drift, owner)
 
-    def update(updates: Any, state: SyncState, params: Any = None, **extra: Any) -> Any:
+    def update(
+        updates: optax.Updates, state: SyncState, params: optax.Params | None = None, **extra: Any
+    ) -> tuple[optax.Updates, SyncState]:
         axes.workers_on(axis)
         updates, inner_state = inner.update(updates, state.inner, params, **extra)
         count = optax.safe_increment(state.count)
@@ -269,10 +271,12 @@ def sync_momentum(
 # --- In full precision
 
 
-def _mean_if(due: jax.Array, mu: Any, drift: Any, mask: Any, axis: Axes) -> Any:
+def _mean_if(
+    due: jax.Array, mu: optax.Params, drift: optax.Updates, mask: optax.Params, axis: Axes
+) -> tuple[optax.Params, optax.Updates]:
     """The mean of the momenta, and their drift before."""
 
-    def mean(mu: Any, drift: Any) -> Any:
+    def mean(mu: optax.Params, drift: optax.Updates) -> tuple[optax.Params, optax.Updates]:
         del drift
         square = partial(_square, axis=axis)
         means, squares = wires.mean_over_workers((mu, jax.tree.map(square, mu)), axis)
@@ -307,27 +311,30 @@ def coded_exchange(code: Code, axis: Axes) -> Exchange:
 
 def _coded_mean_if(
     due: jax.Array,
-    mu: Any,
-    owner: Any,
-    mask: Any,
+    mu: optax.Params,
+    owner: tuple[Flat, ...],
+    mask: optax.Params,
     exchange: Exchange,
     group: Axes,
     count: jax.Array,
-) -> Any:
+) -> tuple[optax.Params, tuple[Flat, ...]]:
     """Momenta and the owners' states after a sync in codes, if one is due."""
 
-    def sync(mu: Any, owner: Any) -> Any:
+    def sync(mu: optax.Params, owner: tuple[Flat, ...]) -> tuple[optax.Params, tuple[Flat, ...]]:
         return _coded_mean(mu, owner, mask, exchange, group, count)
 
     return lax.cond(due, sync, lambda *same: same, mu, owner)
 
 
 def _coded_mean(
-    mu: Any, owner: Any, mask: Any, exchange: Exchange, group: Axes, count: jax.Array
-) -> tuple[Any, tuple[Flat, ...]]:
+    mu: optax.Params,
+    owner: tuple[Flat, ...],
+    mask: optax.Params,
+    exchange: Exchange,
+    group: Axes,
+    count: jax.Array,
+) -> tuple[optax.Params, tuple[Flat, ...]]:
     """``mu_i = u + (mu_i - Q(mu_i))``; a worker that abstains keeps its momentum."""
-    leaves: list[Any]
-    tree: Any
     leaves, tree = jax.tree.flatten(mu)
     row_sizes: list[jax.Array | None] = [None] * len(leaves)
     if group:
@@ -340,31 +347,31 @@ def _coded_mean(
     states = [x.value for x in owner]
     result = run(exchange, worker, picked, no_state, states, None)
     for bucket in worker.buckets:
-        for leaf in [s.leaf for s in bucket.bucket.segments]:
+        for leaf in [s.leaf for s in bucket.places.segments]:
             x, u, e = leaves[leaf], result.updates[leaf], result.state.error[leaf]
             new = u if e is None else e + u.astype(e.dtype)
             new = quantize.saturated(layout.zero_padding(new, row_sizes[leaf]), x.dtype)
             new = jnp.where(result.participates[0], new, x)
             leaves[leaf] = axes.varying(new, exchange.axis)
-    owner = [Flat(s, old.bucket) for s, old in zip(result.owner_states, owner, strict=True)]
-    return tree.unflatten(leaves), tuple(owner)
+    pairs = zip(result.owner_states, owner, strict=True)
+    return jax.tree.unflatten(tree, leaves), tuple([Flat(s, old.bucket) for s, old in pairs])
 
 
 # --- The momentum
 
 
-def _picked(mu: Any, mask: Any) -> Any:
+def _picked(mu: optax.Params, mask: optax.Params) -> optax.Params:
     """The momentum, with leaves that are left out empty, so that no bucket takes them."""
     return jax.tree.map(lambda x, pick: x if pick else x.ravel()[:0], mu, mask)
 
 
-def _chunks(mu: Any) -> list[Flat]:
+def _chunks(mu: optax.Params) -> list[Flat]:
     """The momentum of buckets that a group shares; [] where each worker has whole leaves."""
     parts = jax.tree.leaves(mu, is_leaf=lambda x: isinstance(x, Flat))
     return [x for x in parts if isinstance(x, Flat)]
 
 
-def _momentum_of(state: Any) -> Any:
+def _momentum_of(state: optax.OptState) -> optax.Params:
     momenta = optax.tree.get_all_with_path(state, "mu", _of_a_worker)
     if not momenta:
         raise ValueError(
@@ -379,13 +386,13 @@ def _momentum_of(state: Any) -> Any:
     return momenta[0][1]
 
 
-def _of_a_worker(path: Any, value: Any) -> bool:
+def _of_a_worker(path: Sequence[Any], value: optax.Params) -> bool:
     """True for a field with arrays that is no momentum of an owner's chunk."""
     at_owner = any(getattr(key, "name", None) == "owner" for key in path)
     return not at_owner and bool(jax.tree.leaves(value))
 
 
-def picks(mu: Any, where: Any) -> Any:
+def picks(mu: optax.Params, where: Any) -> optax.Params:
     """The mask as a tree of one bool for each leaf of the momentum."""
     if where is None:
         return jax.tree.map(lambda _: True, mu)
@@ -405,7 +412,7 @@ def picks(mu: Any, where: Any) -> Any:
     return jax.tree.unflatten(tree, map(bool, jax.tree.leaves(mask)))
 
 
-def _check_levels(mu: Any, group: Axes) -> None:
+def _check_levels(mu: optax.Params, group: Axes) -> None:
     in_chunks = bool(_chunks(mu))
     if in_chunks != bool(group):
         kept = "in chunks that a group shares" if in_chunks else "whole by each worker"

@@ -9,7 +9,7 @@ import jax
 import optax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-# Operations whose results have the shape of what they take, and yet no element is made of its own alone.
+# Operations with results of the shape of their operands that mix elements all the same.
 _MIXING = re.compile(
     "cum|sort|rev$|transpose|dot|conv_|gather|scatter|dynamic_|reduce_window|fft|pad|concatenate|psum|pmax"
     "|pmin|ppermute|all_|triangular|cholesky|top_k|ffi_call|.*callback"

@@ -5,7 +5,7 @@
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -33,12 +33,12 @@ class VoteCounts(NamedTuple):
     """Statistics of votes, the same on every worker; `metrics` gives them to a logger.
 
     Attributes:
-      ties: ``float32[]``, parameters whose votes cancelled in the last step.
+      ties: ``float32[]``, parameters with votes that cancelled in the last step.
       parameters: ``float32[]``, parameters that were voted on.
       abstained: ``int32[]``, workers that abstained from the last step, of buckets with votes of their own
         from the one with the fewest.
       abstentions: ``int32[]``, their sum over all steps.
-      unlike: ``float32[]``, of ``pairs`` those whose votes differ; ``()`` but for votes of one bit.
+      unlike: ``float32[]``, of ``pairs`` those with different votes; ``()`` but for votes of one bit.
       pairs: ``float32[]``, pairs of two workers' votes on one parameter in the last step; likewise.
     """
 
@@ -46,8 +46,8 @@ class VoteCounts(NamedTuple):
     parameters: jax.Array
     abstained: jax.Array
     abstentions: jax.Array
-    unlike: Any
-    pairs: Any
+    unlike: jax.Array | tuple[()]
+    pairs: jax.Array | tuple[()]
 
 
 class CommunicateState(NamedTuple):
@@ -58,14 +58,14 @@ class CommunicateState(NamedTuple):
       mu: momentum, shaped like the parameters, each worker's own (or None leaves).
       error: quantization error kept for the next step, shaped like the parameters, each worker's own
         (or None leaves).
-      owner: for each bucket the owner's state for the slice that this worker owns.
+      owner: for each bucket the owner's state for the chunk that this worker owns.
       votes: statistics.
     """
 
     count: jax.Array  # type: ignore[assignment]
-    mu: Any
-    error: Any
-    owner: Any
+    mu: optax.Params
+    error: optax.Params
+    owner: tuple[Flat, ...]
     votes: VoteCounts
 
     def exchanges(self) -> bool:
@@ -95,8 +95,8 @@ def communicate(
 
     A worker with a value that is not finite anywhere, or asked to by ``abstain``, abstains: it
     casts no vote, and its momentum and error stay as they are (with ``bucket_size``: on that bucket). A
-    row of 128 elements whose values are all exactly zero is not voted on by that worker; a row on which
-    nobody votes gets update 0. One worker alone sends nothing, so nothing is quantized either.
+    row of 128 elements that are all exactly zero is not voted on by that worker; a row on which no worker
+    votes gets update 0. A single worker sends nothing, so nothing is quantized either.
 
     Args:
       workers: a `Workers`; the name of a mesh axis, bound by ``jax.shard_map`` or ``jax.pmap``,
@@ -116,8 +116,8 @@ def communicate(
     Returns:
       A transform. ``update(updates, state, params, abstain=None)`` takes gradients that vary over
       ``workers``, floating leaves of any shape, and returns updates of the same shapes and dtypes that are
-      the same on every worker. ``abstain``: ``bool[]`` of this worker, True to abstain. `traffic.of` says
-      what it sends.
+      the same on every worker. ``abstain``: ``bool[]`` of this worker, True to abstain. `audit.of` has
+      the bytes that it sends.
 
     Raises:
       ValueError: for parts that do not fit together; when traced, for an axis that is not bound,
@@ -159,7 +159,7 @@ def communicate(
         else:
             mu, error, owner = memory.init(params), zero_errors(code, params), ()
             if group or code.decode is not None:
-                axes.workers_on(varying_over)  # bound here, or these chunks are nobody's
+                axes.workers_on(varying_over)  # bound here: chunks are those of workers
                 params = axes.varying(
                     params, varying_over
                 )  # as gradients do, from which buckets are made
@@ -211,35 +211,36 @@ def check_wire(decision: Decision, quantizer: Quantizer, code: Code, wire: Wire)
 
 def no_votes(exchange: Exchange) -> VoteCounts:
     """Statistics before the first step, each an array of its own: a training step donates them all."""
-    pairs: Any = ((), ())
-    if exchange.code.sends_votes and exchange.code.max_code(1) == 1:
-        pairs = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
+    code = exchange.code
+    counts_pairs = code.sends_votes and code.max_code(1) == 1
     return VoteCounts(
         ties=jnp.zeros((), jnp.float32),
         parameters=jnp.zeros((), jnp.float32),
         abstained=jnp.zeros((), jnp.int32),
         abstentions=jnp.zeros((), jnp.int32),
-        unlike=pairs[0],
-        pairs=pairs[1],
+        unlike=jnp.zeros((), jnp.float32) if counts_pairs else (),
+        pairs=jnp.zeros((), jnp.float32) if counts_pairs else (),
     )
 
 
-def stand_ins(exchange: Exchange, params: Any) -> tuple[Any, Any, Any]:
+def stand_ins(exchange: Exchange, params: optax.Params) -> tuple[Any, Any, Any]:
     """``mu``, ``e`` and ``s`` where something stands in for parameters, see `checks.stands_in`."""
-    mu, error = exchange.memory.init(jnp.zeros(1)), exchange.code.error_dtype
-    mu = params if jax.tree.leaves(mu) and not exchange.group else 0
-    error = params if error is not None and not exchange.group else 0
-    return mu, error, 0 if exchange.code.decode is not None else ()
+    code, whole = exchange.code, not exchange.group
+    mu = params if whole and jax.tree.leaves(exchange.memory.init(jnp.zeros(1))) else 0
+    error = params if whole and code.error_dtype is not None else 0
+    return mu, error, 0 if code.decode is not None else ()
 
 
-def zero_errors(code: Code, tree: Any) -> Any:
+def zero_errors(code: Code, params: optax.Params) -> optax.Params:
     """``e`` before the first step; None for each leaf without error feedback."""
     if code.error_dtype is None:
-        return jax.tree.map(lambda p: None, tree)
-    return jax.tree.map(lambda p: jnp.zeros_like(p, dtype=code.error_dtype), tree)
+        return jax.tree.map(lambda p: None, params)
+    return jax.tree.map(lambda p: jnp.zeros_like(p, dtype=code.error_dtype), params)
 
 
-def init_chunks(exchange: Exchange, params: Any) -> tuple[tuple[Flat, ...], tuple[Flat, ...]]:
+def init_chunks(
+    exchange: Exchange, params: optax.Params
+) -> tuple[tuple[Flat, ...], tuple[Flat, ...]]:
     """``mu`` and ``e`` of the chunks of a group's device, where every axis is manual."""
     worker, chunks = worker_here(exchange, jax.tree.leaves(params), jnp.int32(0)), []
     for bucket in worker.group_buckets:
@@ -249,21 +250,20 @@ def init_chunks(exchange: Exchange, params: Any) -> tuple[tuple[Flat, ...], tupl
     return flats(mu, worker.group_buckets), flats(error, worker.group_buckets)
 
 
-def init_owner_states(exchange: Exchange, params: Any) -> tuple[Flat, ...]:
+def init_owner_states(exchange: Exchange, params: optax.Params) -> tuple[Flat, ...]:
     """``s`` of the chunk of each bucket that this worker owns; () for decisions that count votes."""
     worker = worker_here(exchange, jax.tree.leaves(params), jnp.int32(0))
     states, sharded = [], exchange.wire.sharded
     own = exchange.axis if sharded or worker.num_workers == 1 else ()
-    buckets = [x.bucket for x in worker.buckets] if exchange.code.decode is not None else []
+    buckets = [x.places for x in worker.buckets] if exchange.code.decode is not None else []
     for bucket in buckets:
         over = (*own, *[n for n in bucket.axes if n not in exchange.axis])
         rows = bucket.chunk if sharded else bucket.rows
         state = exchange.decision.init(jnp.zeros((rows, ROW), bucket.dtype))
         # Arrays of an owned chunk vary over the workers; counters are the same on every worker.
-        tree: Any
         arrays, tree = jax.tree.flatten(state)
         arrays = [axes.varying(x, over) if x.ndim else x for x in arrays]
-        states.append(tree.unflatten(arrays))
+        states.append(jax.tree.unflatten(tree, arrays))
     return flats(states, buckets)
 
 
@@ -281,7 +281,7 @@ def worker_here(
     count: jax.Array,
     row_sizes: Sequence[jax.Array | None] | None = None,
 ) -> Worker:
-    """The worker of this device, whose gradients are ``leaves`` or have their shapes and types.
+    """The worker of this device; its gradients are ``leaves``, or have their shapes and types.
 
     ``row_sizes``: of leaves that are chunks of a group's buckets already.
     """
@@ -321,7 +321,11 @@ def worker_here(
 
 
 def bucket_leaves(
-    exchange: Exchange, leaves: Sequence[Any], over: Sequence[Any], num_workers: int, devices: int
+    exchange: Exchange,
+    leaves: Sequence[Any],
+    over: Sequence[Collection[str]],
+    num_workers: int,
+    devices: int,
 ) -> tuple[tuple[Bucket, ...], tuple[Bucket, ...]]:
     """Buckets that a group of devices shares, () without a group; and those that travel between workers.
 
@@ -364,8 +368,8 @@ def format_of(exchange: Exchange, bucket: Bucket) -> Format:
 
 
 def update_on_device(
-    exchange: Exchange, updates: Any, state: CommunicateState, abstain: jax.Array | None
-) -> tuple[Any, CommunicateState]:
+    exchange: Exchange, updates: optax.Updates, state: CommunicateState, abstain: jax.Array | None
+) -> tuple[optax.Updates, CommunicateState]:
     """Takes a step of the worker of this device."""
     worker = worker_here(exchange, jax.tree.leaves(updates), state.count)
     return take_step(exchange, worker, updates, state, abstain)
@@ -374,22 +378,22 @@ def update_on_device(
 def take_step(
     exchange: Exchange,
     worker: Worker,
-    updates: Any,
+    updates: optax.Updates,
     state: CommunicateState,
     abstain: jax.Array | None,
-) -> tuple[Any, CommunicateState]:
+) -> tuple[optax.Updates, CommunicateState]:
     """Takes a step of a worker: gradients to updates, in a group by the chunks of its devices."""
     tree: Any
     grads, tree = jax.tree.flatten(updates)
     leaves, group, shared = grads, exchange.group, worker.group_buckets
     if group:
-        leaves = [wires.mean_slice(layout.join_bucket(grads, x), group) for x in shared]
+        leaves = [wires.mean_chunk(layout.join_bucket(grads, x), group) for x in shared]
         layout.check_order([*state.mu, *state.error], [*shared, *shared])
         kept = WorkerState([x.value for x in state.mu], [x.value for x in state.error])
     else:
         kept = WorkerState(tree.flatten_up_to(state.mu), tree.flatten_up_to(state.error))
     decodes = exchange.code.decode is not None
-    layout.check_order(state.owner, [x.bucket for x in worker.buckets] if decodes else [])
+    layout.check_order(state.owner, [x.places for x in worker.buckets] if decodes else [])
 
     run = single_worker_step if worker.num_workers == 1 else step
     result = run(exchange, worker, leaves, kept, [x.value for x in state.owner], abstain)
@@ -407,7 +411,11 @@ def take_step(
 
 
 def next_state(
-    exchange: Exchange, worker: Worker, state: CommunicateState, result: StepResult, grads: Any
+    exchange: Exchange,
+    worker: Worker,
+    state: CommunicateState,
+    result: StepResult,
+    grads: Sequence[jax.Array],
 ) -> CommunicateState:
     """The state with its count, statistics and owner states; all sums over devices in one."""
     every = (*exchange.axis, *exchange.group)
@@ -439,8 +447,8 @@ def next_state(
     return state._replace(count=count, owner=tuple(owner), votes=votes)
 
 
-def with_counters(present: jax.Array, new: Any, old: Any) -> Any:
-    """An owner's state, whose counters move only if a worker took part.
+def with_counters(present: jax.Array, new: optax.OptState, old: optax.OptState) -> optax.OptState:
+    """An owner's state, with counters that move only if a worker takes part.
 
     A counter has the type of a replicated value, and so has the number of workers present.
     """

@@ -11,14 +11,17 @@
 `mesh.axes`.
 """
 
+import contextlib
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
+from jax.typing import DTypeLike
 
 from lioncub_jax.exchange import bits
 from lioncub_jax.exchange.compilations import marked
@@ -43,18 +46,18 @@ from lioncub_jax.mesh.axes import Axes
 __all__ = ["Wire", "all_reduce", "counts", "gathered", "two_phase"]
 
 
-def voting(axis: Axes) -> Any:
-    """A named scope for what workers send, by which a compiled program tells its workers' axes."""
+def voting(axis: Axes) -> contextlib.AbstractContextManager[None]:
+    """A named scope for what workers send, by which a compiled program shows its workers' axes."""
     sizes = ",".join(f"{n}:{k}" for n, k in jax.sharding.get_abstract_mesh().shape.items())
     return jax.named_scope(f"workers({','.join(axis)})of({sizes})")
 
 
-def by_count() -> Any:
+def by_count() -> contextlib.AbstractContextManager[None]:
     """A named scope for a branch that depends on a replicated count only."""
     return jax.named_scope("lioncub.by_count")
 
 
-def _floats(tree: Any) -> Any:
+def _floats(tree: optax.Updates) -> contextlib.AbstractContextManager[None]:
     """A named scope for floats that are meant to travel between workers, with the sizes of the arrays."""
     sizes = sorted({x.size for x in jax.tree.leaves(tree)})
     return jax.named_scope(".".join(["lioncub.floats", *map(str, sizes)]))
@@ -141,7 +144,7 @@ def gathered() -> Wire:
     return Wire("gathered", collect)
 
 
-def counts(dtype: Any = jnp.int8) -> Wire:
+def counts(dtype: DTypeLike = jnp.int8) -> Wire:
     """All-reduce of codes as small integers.
 
     Args:
@@ -174,7 +177,7 @@ def counts(dtype: Any = jnp.int8) -> Wire:
         sent = signed.astype(dtype).reshape(-1), voters, message.participates[None].astype(dtype)
         total = lax.psum(jnp.concatenate(sent), axis).astype(jnp.int32)
         sums, voters, present = jnp.split(total, [signed.size, signed.size + voters.size])
-        # A sum does not tell who sent what, so a worker that lies decides all of it; but it stays a sum.
+        # A sum does not show who sent what, so a worker that lies decides all of it; but it stays a sum.
         present = jnp.minimum(present[0].astype(jnp.uint32), fmt.num_workers)
         limit, counted = jnp.int32(fmt.max_sum), None
         if voted is not None:
@@ -230,7 +233,9 @@ def _check_countable(num_workers: int, reach: int, largest: int) -> None:
 # --- In full precision
 
 
-def mean_over_workers(tree: Any, axis: Axes, dtype: Any = None) -> Any:
+def mean_over_workers(
+    tree: optax.Updates, axis: Axes, dtype: DTypeLike | None = None
+) -> optax.Updates:
     """Averages every leaf: one all-reduce with as many operands as leaves.
 
     Args:
@@ -253,7 +258,7 @@ def mean_over_workers(tree: Any, axis: Axes, dtype: Any = None) -> Any:
     return jax.tree.map(lambda mean, x: mean.astype(x.dtype), means, tree)
 
 
-def sum_over_workers(tree: Any, axis: Axes) -> Any:
+def sum_over_workers(tree: optax.Updates, axis: Axes) -> optax.Updates:
     """Adds every leaf over the workers: for counts."""
     return lax.psum(tree, axis)
 
@@ -270,8 +275,8 @@ def max_over_workers(x: jax.Array, axis: Axes) -> jax.Array:
         return lax.pmax(x, axis)
 
 
-def agreed(tree: Any, axis: Axes) -> Any:
-    """The first worker's leaves, of those whose type varies over ``axis``; leaves all others alone."""
+def agreed(tree: optax.Params, axis: Axes) -> optax.Params:
+    """The first worker's leaves, of those with a type that varies over ``axis``; all others as they are."""
 
     def agree(x: jax.Array) -> jax.Array:
         differs = tuple(sorted(axes.varying_axes(x).intersection(axis)))
@@ -326,8 +331,8 @@ def _gather_in_two(words: jax.Array, axis: Axes, row: int) -> jax.Array:
     return every.swapaxes(0, 1).reshape(workers.size, -1)
 
 
-def mean_slice(rows: jax.Array, group: Axes) -> jax.Array:
-    """Averages ``float32[rows, 128]`` over the devices of a group and keeps this device's slice of it.
+def mean_chunk(rows: jax.Array, group: Axes) -> jax.Array:
+    """Averages ``float32[rows, 128]`` over the devices of a group and keeps this device's chunk of it.
 
     One reduce-scatter in full precision over the fast links inside a group.
     """
@@ -336,7 +341,7 @@ def mean_slice(rows: jax.Array, group: Axes) -> jax.Array:
 
 
 def from_group(answers: jax.Array, group: Axes) -> jax.Array:
-    """``uint32[...]`` of each device's slice to ``uint32[group, ...]``, the same on the whole group."""
+    """``uint32[...]`` of each device's chunk to ``uint32[group, ...]``, the same on the whole group."""
     return lax.all_gather(answers, group, to="invarying")
 
 
