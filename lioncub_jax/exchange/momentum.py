@@ -10,7 +10,6 @@ import jax
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from lioncub_jax.exchange import quantize
 from lioncub_jax.exchange.arguments import check_betas, check_mu_dtype, part
 
 __all__ = ["Memory", "blend", "nothing"]
@@ -41,7 +40,7 @@ class Memory:
         return g
 
     def update(self, g: jax.Array, mu: Any) -> Any:
-        """The next ``mu`` of one leaf."""
+        """The next ``mu`` of one leaf, before it is rounded to the dtype of ``mu``."""
         return mu
 
 
@@ -63,7 +62,7 @@ class Blend(Memory):
 
     def update(self, g: jax.Array, mu: Any) -> Any:
         """``b2 mu + (1 - b2) g``."""
-        return quantize.saturated(_mixed(self.b2, mu, g), mu.dtype)
+        return _mixed(self.b2, mu, g)
 
 
 def _mixed(b: Any, mu: jax.Array, g: jax.Array) -> jax.Array:

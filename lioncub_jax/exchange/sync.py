@@ -318,43 +318,36 @@ def _coded_mean_if(
     group: Axes,
     count: jax.Array,
 ) -> tuple[optax.Params, tuple[Flat, ...]]:
-    """Momenta and the owners' states after a sync in codes, if one is due."""
+    """``mu_i = u + (mu_i - Q(mu_i))`` if a sync is due, and the owners' states after it.
 
-    def sync(mu: optax.Params, owner: tuple[Flat, ...]) -> tuple[optax.Params, tuple[Flat, ...]]:
-        return _coded_mean(mu, owner, mask, exchange, group, count)
+    A worker that abstains keeps its momentum, and leaves that are left out stay as they are.
+    """
+    old, tree = jax.tree.flatten(mu)
 
-    return lax.cond(due, sync, lambda *same: same, mu, owner)
+    def sync(
+        old: list[jax.Array], owner: tuple[Flat, ...]
+    ) -> tuple[list[jax.Array], tuple[Flat, ...]]:
+        row_sizes: list[jax.Array | None] = [None] * len(old)
+        if group:
+            device = axes.worker_index(group)
+            row_sizes = [layout.row_sizes_of_chunk(x.bucket, device) for x in _chunks(mu)]
+        picked = jax.tree.leaves(_picked(jax.tree.unflatten(tree, old), mask))
+        worker = worker_here(exchange, picked, count, row_sizes)
+        no_state = WorkerState([None] * len(old), [None] * len(old))
+        run = single_worker_step if worker.num_workers == 1 else step
+        result = run(exchange, worker, picked, no_state, [x.value for x in owner], None)
+        new = list(old)
+        for leaf in [s.leaf for bucket in worker.buckets for s in bucket.places.segments]:
+            u, e = result.updates[leaf], result.state.error[leaf]
+            x = u if e is None else e + u.astype(e.dtype)
+            x = quantize.saturated(layout.zero_padding(x, row_sizes[leaf]), old[leaf].dtype)
+            x = jnp.where(result.participates[0], x, old[leaf])
+            new[leaf] = axes.varying(x, exchange.axis)
+        states = zip(result.owner_states, owner, strict=True)
+        return new, tuple([Flat(s, before.bucket) for s, before in states])
 
-
-def _coded_mean(
-    mu: optax.Params,
-    owner: tuple[Flat, ...],
-    mask: optax.Params,
-    exchange: Exchange,
-    group: Axes,
-    count: jax.Array,
-) -> tuple[optax.Params, tuple[Flat, ...]]:
-    """``mu_i = u + (mu_i - Q(mu_i))``; a worker that abstains keeps its momentum."""
-    leaves, tree = jax.tree.flatten(mu)
-    row_sizes: list[jax.Array | None] = [None] * len(leaves)
-    if group:
-        device = axes.worker_index(group)
-        row_sizes = [layout.row_sizes_of_chunk(x.bucket, device) for x in _chunks(mu)]
-    picked = jax.tree.leaves(_picked(mu, mask))
-    worker = worker_here(exchange, picked, count, row_sizes)
-    no_state = WorkerState([None] * len(leaves), [None] * len(leaves))
-    run = single_worker_step if worker.num_workers == 1 else step
-    states = [x.value for x in owner]
-    result = run(exchange, worker, picked, no_state, states, None)
-    for bucket in worker.buckets:
-        for leaf in [s.leaf for s in bucket.places.segments]:
-            x, u, e = leaves[leaf], result.updates[leaf], result.state.error[leaf]
-            new = u if e is None else e + u.astype(e.dtype)
-            new = quantize.saturated(layout.zero_padding(new, row_sizes[leaf]), x.dtype)
-            new = jnp.where(result.participates[0], new, x)
-            leaves[leaf] = axes.varying(new, exchange.axis)
-    pairs = zip(result.owner_states, owner, strict=True)
-    return jax.tree.unflatten(tree, leaves), tuple([Flat(s, old.bucket) for s, old in pairs])
+    new, owner = lax.cond(due, sync, lambda *same: same, old, owner)
+    return jax.tree.unflatten(tree, new), owner
 
 
 # --- The momentum
