@@ -386,8 +386,8 @@ MUTANTS = r"""
 + jnp.max(as_count(x))
 
 = all parts of a batch, and all local steps, draw the same random numbers
-- return one(carry, batch, jax.random.fold_in(rng, index))
-+ return one(carry, batch, rng)
+- return one(carry, rows, jax.random.fold_in(rng, index))
++ return one(carry, rows, rng)
 
 # training/step.py: local_steps simulate training
 = all workers draw the same random numbers
