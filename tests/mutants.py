@@ -277,8 +277,8 @@ MUTANTS = r"""
 + True
 
 = floats that a sync may send excuse those of every step
-- if x.by.gated or not gated
-+ if True
+- if x.collective.gated or not gated]
++ if True]
 
 # mesh/checksum.py: checkpoint faults
 = the place of a shard in the whole array is not in its checksum
