@@ -326,11 +326,11 @@ MUTANTS = r"""
 - holders_of(part, in_front=front) if holder is None
 + holders_of(part, in_front=front) if holder is None or front
 
+# training/mapped.py: chains
 = one NaN stays in what is in front of the vote
 - jnp.where(finite, new, old)
 + new
 
-# training/mapped.py: chains
 = state that all hold may differ
 - if x and (i in loose or not wanted[i])]
 + if x and i < len(jax.tree.leaves(results[0]))]

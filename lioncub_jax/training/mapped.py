@@ -10,11 +10,12 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.exchange import checks
+from lioncub_jax.exchange.layout import Holder
 from lioncub_jax.mesh import axes, kernels
 from lioncub_jax.mesh.placement import Static, Workers
 from lioncub_jax.mesh.specs import axes_of, product, stacked
 from lioncub_jax.training import control_flow
-from lioncub_jax.training.holders import OWN, StateLayout, keep_if_not_finite, layout_here
+from lioncub_jax.training.holders import OWN, StateLayout, layout_here
 
 
 class MappedTransform(NamedTuple):
@@ -115,7 +116,7 @@ class MappedTransform(NamedTuple):
         with jax.named_scope(checks.DECIDED):
             results = update(*given)
         updates, after = self._agreed(program, given, results, layout.holders)
-        after = keep_if_not_finite(layout.holders, grads, before, after)
+        after = _kept_if_not_finite(layout.holders, grads, before, after)
         return updates, self.workers.stack(after, layout.specs)
 
     def _agreed(self, program: Any, given: Any, results: Any, holders: Any) -> Any:
@@ -147,6 +148,25 @@ class MappedTransform(NamedTuple):
             if not x.issuperset(wanted[i]):
                 leaves[i] = axes.varying(leaves[i], tuple(wanted[i]))
         return jax.tree.unflatten(structure, leaves)
+
+
+def _kept_if_not_finite(holders: Any, grads: optax.Updates, before: Any, after: Any) -> Any:
+    """The new state; where this worker's gradient is not finite, floating arrays in front are the old ones.
+
+    In front of the exchange, that is; counters, flags and keys there are the new ones.
+    """
+    if Holder.FRONT not in jax.tree.leaves(holders):
+        return after
+    # Not a flag for each leaf: XLA would join them anew for each array that they decide on.
+    largest = [jnp.max(jnp.abs(g), initial=0) for g in jax.tree.leaves(grads)]
+    finite = jnp.all(jnp.isfinite(jnp.stack(largest)))
+
+    def kept(holder: Holder, old: jax.Array, new: jax.Array) -> jax.Array:
+        if holder is not Holder.FRONT or not jnp.issubdtype(new.dtype, jnp.inexact):
+            return new
+        return jnp.where(finite, new, old)
+
+    return jax.tree.map(kept, holders, before, after)
 
 
 @functools.lru_cache(maxsize=16)  # the first state asks, and then each step that is traced

@@ -347,7 +347,8 @@ def make_train_step(
         returns. The loss is the mean over its part of the batch.
       tx: the optimizer; the one given to `init_state`. Transforms that ask for the ``value`` of the loss,
         such as ``optax.contrib.reduce_on_plateau``, get that of the metrics: the mean over the workers and
-        over the parts of ``accumulate``, not finite if that of one worker is not.
+        over the parts of ``accumulate``, not finite if that of one worker is not. A transform that takes
+        ``diverged`` gets this worker's flag, ``bool[]``: its loss is not finite, and it should abstain.
       workers: a `Workers`, whose mesh has axes Auto or Explicit.
       batch_spec: how the batch is cut, such as ``P(("data", "fsdp"))``; by default over the workers (and
         the group) only. The workers' axes come first in its first entry.
