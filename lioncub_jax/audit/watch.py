@@ -60,7 +60,7 @@ def mode(wanted: str) -> str:
     Source: this library.
     """
     if wanted not in ("raise", "warn", "allow"):
-        raise ValueError(f"watch.mode({wanted!r}): give 'raise', 'warn' or 'allow'")
+        raise ValueError(f"mode({wanted!r}): give 'raise', 'warn' or 'allow'")
     before, checks.mode = checks.mode, wanted
     return before
 
