@@ -299,12 +299,19 @@ def make_train_step(
         run = workers.map(partial(worker, each), in_specs, out_specs, typed=False)
         grads, states, abstains, *metrics = run(state.params, states, batch, state.rng, state.step)
         outputs = joined(*metrics)
-        flags, value = {"diverged": abstains}, {"value": outputs["loss"]}
-        updates, opt_state = mapped.update(cut, grads, state.opt_state, state.params, flags, value)
-        params = workers.hold(optax.apply_updates(state.params, updates), cut)
-        model_state, local_state = states
-        count = optax.safe_increment(state.step)
-        return StepState(count, params, model_state, opt_state, state.rng, local_state), outputs
+        updates, opt_state = mapped.update(
+            cut, grads, state.opt_state, state.params,
+            per_worker={"diverged": abstains}, extra={"value": outputs["loss"]},
+        )  # fmt: skip
+        state = StepState(
+            step=optax.safe_increment(state.step),
+            params=workers.hold(optax.apply_updates(state.params, updates), cut),
+            model_state=states[0],
+            opt_state=opt_state,
+            rng=state.rng,
+            local_state=states[1],
+        )
+        return state, outputs
 
     batches = Batches(workers, batch_spec, local_steps, accumulate)
     return TrainStep(step, workers, batches, in_kinds)
