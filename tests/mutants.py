@@ -277,8 +277,8 @@ MUTANTS = r"""
 + True
 
 = floats that a sync may send excuse those of every step
-- if x.by.gated or not gated
-+ if True
+- if x.collective.gated or not gated]
++ if True]
 
 # mesh/checksum.py: checkpoint faults
 = the place of a shard in the whole array is not in its checksum
@@ -326,11 +326,11 @@ MUTANTS = r"""
 - holders_of(part, in_front=front) if holder is None
 + holders_of(part, in_front=front) if holder is None or front
 
+# training/mapped.py: chains
 = one NaN stays in what is in front of the vote
 - jnp.where(finite, new, old)
 + new
 
-# training/mapped.py: chains
 = state that all hold may differ
 - if x and (i in loose or not wanted[i])]
 + if x and i < len(jax.tree.leaves(results[0]))]
@@ -386,8 +386,8 @@ MUTANTS = r"""
 + jnp.max(as_count(x))
 
 = all parts of a batch, and all local steps, draw the same random numbers
-- return one(carry, batch, jax.random.fold_in(rng, index))
-+ return one(carry, batch, rng)
+- return one(carry, rows, jax.random.fold_in(rng, index))
++ return one(carry, rows, rng)
 
 # training/step.py: local_steps simulate training
 = all workers draw the same random numbers

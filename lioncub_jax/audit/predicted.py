@@ -19,7 +19,7 @@ from lioncub_jax.exchange.traced import programs_in
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.placement import Workers, check_workers
 from lioncub_jax.mesh.specs import product, shard_shape
-from lioncub_jax.training.step import on_mesh
+from lioncub_jax.training.mapped import on_mesh
 
 # What a collective is called in a traced program, and in a compiled one.
 _OPS = {

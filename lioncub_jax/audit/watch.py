@@ -12,13 +12,16 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from lioncub_jax.audit.units import bytes_text
 from lioncub_jax.exchange import checks
+
+if TYPE_CHECKING:
+    from lioncub_jax.audit.compiled import Collective, Operand
 
 __all__ = ["check_votes", "declared", "mode"]
 
@@ -35,7 +38,7 @@ _HERE = str(Path(__file__).parents[1])
 
 
 def mode(wanted: str) -> str:
-    """What to do where workers send floats, have the same gradients, or drift apart.
+    """Sets what is done where workers send floats, have the same gradients, or drift apart.
 
     Args:
       wanted: "raise" (default), "warn", or "allow", with which nothing is looked at: programs that are
@@ -57,7 +60,7 @@ def mode(wanted: str) -> str:
     Source: this library.
     """
     if wanted not in ("raise", "warn", "allow"):
-        raise ValueError(f"watch.mode({wanted!r}): give 'raise', 'warn' or 'allow'")
+        raise ValueError(f"mode({wanted!r}): give 'raise', 'warn' or 'allow'")
     before, checks.mode = checks.mode, wanted
     return before
 
@@ -128,7 +131,7 @@ def check_votes(compiled: jax.stages.Compiled | str) -> str:
 
 
 def reads() -> bool:
-    """Whether programs are read, see `mode`."""
+    """True unless `mode` is "allow"."""
     return checks.mode != "allow"
 
 
@@ -139,7 +142,7 @@ def look(name: str, texts: list[str], reduced: Sequence[Any] = (), votes: bool =
       name: of the function.
       texts: of the programs that are new.
       reduced: see `checks.warn_of_masked`.
-      votes: whether it is certain that it votes.
+      votes: True if it is certain that it votes.
 
     Raises:
       ValueError: for a program that votes and sends floats too; a warning in that `mode`.
@@ -152,7 +155,10 @@ def look(name: str, texts: list[str], reduced: Sequence[Any] = (), votes: bool =
             "bytes at the network's interface with lioncub_jax.audit.of(tx, params, workers)",
             stacklevel=3,
         )
-    for program in filter(None, map(read, texts)):
+    for text in texts:
+        program = read(text)
+        if program is None:
+            continue
         checks.warn_of_masked(reduced)
         wrong = _wrong(program)
         if wrong and checks.mode == "raise":
@@ -162,7 +168,9 @@ def look(name: str, texts: list[str], reduced: Sequence[Any] = (), votes: bool =
         # By its name one may be in a branch that XLA has made a choice between values of. The branches of
         # what on_mesh has called are checked.
         branches = [
-            x.by.gated and "cond/branch_" in _ALIKE.sub("", x.line) and checks.DECIDED not in x.line
+            x.collective.gated
+            and "cond/branch_" in _ALIKE.sub("", x.line)
+            and checks.DECIDED not in x.line
             for x in program.arrays
             if _VOTE.search(x.line)
         ]
@@ -175,26 +183,40 @@ def look(name: str, texts: list[str], reduced: Sequence[Any] = (), votes: bool =
             )
 
 
-class _Array(NamedTuple):
-    """An array that travels."""
+class _Sent(NamedTuple):
+    """An array that a collective sends.
 
-    by: Any  # a Collective
-    array: Any  # an Operand of it
-    line: str  # of the program's text
-    sent: float  # bytes, by each device
-    apart: bool  # between workers, and not inside one
+    Attributes:
+      collective: the collective.
+      array: its operand.
+      line: its line in the program's text.
+      num_bytes: that each device sends of the array.
+      between_workers: True between workers, False inside one.
+    """
+
+    collective: "Collective"
+    array: "Operand"
+    line: str
+    num_bytes: float
+    between_workers: bool
 
 
 class Program(NamedTuple):
-    """A compiled program that votes, and what travels in it."""
+    """A compiled program that votes.
+
+    Attributes:
+      text: of the program.
+      axes: of the workers.
+      arrays: that its collectives send.
+    """
 
     text: str
-    axes: tuple[str, ...]  # of the workers
-    arrays: list[_Array]
+    axes: tuple[str, ...]
+    arrays: list[_Sent]
 
 
 def read(text: str) -> Program | None:
-    """A program whose votes are labelled with the workers and their mesh; None without any."""
+    """Reads a program whose votes are labelled with the workers and their mesh; None without any."""
     vote = _VOTE.search(text)
     if vote is None:
         return None
@@ -203,33 +225,31 @@ def read(text: str) -> Program | None:
     axes = tuple(vote[1].split(","))
     sizes = dict(one.split(":") for one in vote[2].split(","))
     mesh = jax.sharding.AbstractMesh(tuple(map(int, sizes.values())), tuple(sizes))
-    found = []
+    arrays = []
     for one, line in placed(text, mesh):
-        apart = one.axes is None or bool(set(one.axes) & set(axes))
+        between = one.axes is None or bool(set(one.axes) & set(axes))
         for x in one.operands if one.sent_bytes else ():
-            sent = one.sent_bytes * x.bytes / one.payload_bytes
-            found.append(_Array(one, x, line, sent, apart))
-    return Program(text, axes, found)
+            num_bytes = one.sent_bytes * x.bytes / one.payload_bytes
+            arrays.append(_Sent(one, x, line, num_bytes, between))
+    return Program(text, axes, arrays)
 
 
 def _wrong(program: Program) -> str | None:
-    """What to say of a program that sends floats between workers; None for one that does not."""
-    floats = [
-        x for x in program.arrays if x.apart and x.array.is_float and x.array.size > _MOST_NUMBERS
-    ]
+    """The error's text for a program that sends floats between workers; None for one that does not."""
+    floats = [x for x in program.arrays if x.between_workers and x.array.is_float]
+    floats = [x for x in floats if x.array.size > _MOST_NUMBERS]
     meant = _meant(program.text) if floats else []
-    # A reduce-scatter makes parts of what is meant.
-    found = [
-        x
-        for x in floats
-        if not any(n % x.array.size == 0 for n, gated in meant if x.by.gated or not gated)
-    ]
-    return _explained(program, found) + _inside(program) if found else None
+    wrong = []
+    for x in floats:
+        sizes = [n for n, gated in meant if x.collective.gated or not gated]
+        if all(n % x.array.size for n in sizes):  # a reduce-scatter makes parts of what is meant
+            wrong.append(x)
+    return _explained(program, wrong) + _inside(program) if wrong else None
 
 
 def report(program: Program) -> str:
-    """What a device sends in a step of a program that votes, for people."""
-    sent = bytes_text(sum(x.sent for x in program.arrays if x.apart))
+    """Bytes that a device sends in a step of a program that votes, for people."""
+    sent = bytes_text(sum(x.num_bytes for x in program.arrays if x.between_workers))
     between = f"between the workers of {_names(program.axes)}"
     return f"A device sends {sent} {between} in a step{_inside(program)}"
 
@@ -239,23 +259,23 @@ def _names(axes: tuple[str, ...]) -> str:
 
 
 def _inside(program: Program) -> str:
-    """What travels inside a worker, by axes; nothing where nothing does."""
-    found = [x for x in program.arrays if not x.apart]
+    """Bytes that travel inside a worker, by axes; an empty text without any."""
+    inside = [x for x in program.arrays if not x.between_workers]
     sent: dict[str, float] = {}
-    for x in found:
-        axes = _names(x.by.axes)
-        sent[axes] = sent.get(axes, 0) + x.sent
+    for x in inside:
+        axes = _names(x.collective.axes or ())
+        sent[axes] = sent.get(axes, 0) + x.num_bytes
     each = " and ".join(f"{bytes_text(n)} over {axes}" for axes, n in sent.items())
-    return f"\nInside a worker it sends {each}:{_largest(program.text, found)}" if each else ""
+    return f"\nInside a worker it sends {each}:{_largest(program.text, inside)}" if each else ""
 
 
-def _largest(text: str, found: list[_Array]) -> str:
+def _largest(text: str, arrays: list[_Sent]) -> str:
     """The four largest arrays, a line for each."""
     lines = []
-    for x in sorted(found, key=lambda x: -x.sent)[:4]:
-        what = f"{x.by.op} of {x.array.dtype}{list(x.array.shape)}{_like(text, x.array)}"
-        lines.append(f"\n  {what}, {bytes_text(x.sent)}{_written(text, x.line)}")
-    return "".join(lines) + (f"\n  and {len(found) - 4} more" if len(found) > 4 else "")
+    for x in sorted(arrays, key=lambda x: -x.num_bytes)[:4]:
+        what = f"{x.collective.op} of {x.array.dtype}{list(x.array.shape)}{_like(text, x.array)}"
+        lines.append(f"\n  {what}, {bytes_text(x.num_bytes)}{_written(text, x.line)}")
+    return "".join(lines) + (f"\n  and {len(arrays) - 4} more" if len(arrays) > 4 else "")
 
 
 def _meant(text: str) -> list[tuple[int, bool]]:
@@ -263,7 +283,7 @@ def _meant(text: str) -> list[tuple[int, bool]]:
 
     By size and not by collective: XLA joins several, and keeps the name of one.
     """
-    found = []
+    meant = []
     for line in text.splitlines():
         name = _MEANT.search(line)
         if name is None:
@@ -272,8 +292,8 @@ def _meant(text: str) -> list[tuple[int, bool]]:
         if "lioncub.declared" in name[0]:
             made = _FLOATS.findall(line.partition("(")[0])
             counts += [math.prod(map(int, shape.split(","))) for shape in made]
-        found += [(n, "cond/branch_" in name[0]) for n in counts]
-    return found
+        meant += [(n, "cond/branch_" in name[0]) for n in counts]
+    return meant
 
 
 def _like(text: str, array: Any) -> str:
@@ -281,8 +301,8 @@ def _like(text: str, array: Any) -> str:
     entry, shape = text[text.find("\nENTRY ") :], ",".join(map(str, array.shape))
     # A worker's entry, of one of them or of all.
     wanted = re.escape(f"{array.dtype}[{shape}]").replace(r"\[1,", r"\[\d+,")
-    found = set(re.findall(rf' = {wanted}\S* parameter\(.*?op_name="([^"]+)"', entry))
-    named = " and ".join(sorted(found)[:2]).replace("\\", "")
+    names = set(re.findall(rf' = {wanted}\S* parameter\(.*?op_name="([^"]+)"', entry))
+    named = " and ".join(sorted(names)[:2]).replace("\\", "")
     return f" (of the shape of {named})" if named else ""
 
 
@@ -302,24 +322,27 @@ def _written(text: str, line: str) -> str:
 
 
 def _is_given(text: str, line: str) -> bool:
-    """Whether a collective sends an argument of the program, as it is."""
+    """True for a collective that sends an argument of the program, as it is."""
     operand = re.search(r"\((%[\w.-]+)[,)]", line)
     defined = operand and re.search(rf" {re.escape(operand[1])} = .* parameter\(", text)
     return defined is not None
 
 
-def _explained(program: Program, found: list[_Array]) -> str:
-    total = bytes_text(sum(x.sent for x in found))
-    coded = [x for x in program.arrays if x.apart and not any(y.is_float for y in x.by.operands)]
+def _explained(program: Program, wrong: list[_Sent]) -> str:
+    """The error's text for arrays of floats that travel between workers, and advice for each kind."""
+    coded = 0.0
+    for x in program.arrays:
+        if x.between_workers and not any(y.is_float for y in x.collective.operands):
+            coded += x.num_bytes
     advice = []
-    if any(x.by.op in ("all-reduce", "reduce-scatter") for x in found):
+    if any(x.collective.op in ("all-reduce", "reduce-scatter") for x in wrong):
         advice.append(
             "an all-reduce: gradients are averaged before the vote. jax.grad of parameters that all "
             "workers share does that, and lax.pmean(grads): take gradients with "
             "lioncub_jax.worker_value_and_grad (under jit) or local_value_and_grad (in shard_map or "
             "pmap), and leave lax.pmean out"
         )
-    gathers = [x for x in found if x.by.op == "all-gather"]
+    gathers = [x for x in wrong if x.collective.op == "all-gather"]
     entering = [x for x in gathers if _is_given(program.text, x.line)]
     if entering:
         advice.append(
@@ -341,7 +364,7 @@ def _explained(program: Program, found: list[_Array]) -> str:
         "lioncub_jax.audit.mode('warn')"
     )
     return (
-        f"this step votes, and a worker sends {bytes_text(sum(x.sent for x in coded))} for it over "
-        f"{_names(program.axes)}, but also {total} of floats:{_largest(program.text, found)}\n"
+        f"this step votes, and a worker sends {bytes_text(coded)} for it over {_names(program.axes)}, but "
+        f"also {bytes_text(sum(x.num_bytes for x in wrong))} of floats:{_largest(program.text, wrong)}\n"
         + "\n".join(f"- {line}" for line in advice)
     )

@@ -2,11 +2,12 @@
 
 from lioncub_jax.training.gradients import local_value_and_grad, worker_value_and_grad
 from lioncub_jax.training.kinds import Kind
+from lioncub_jax.training.mapped import on_mesh
 from lioncub_jax.training.modules import from_nnx
 from lioncub_jax.training.overlap import overlap_options
 from lioncub_jax.training.state import abstract_state, init_state, own_state, place
 from lioncub_jax.training.stats import Meter, for_evaluation, mean_model_state, metrics
-from lioncub_jax.training.step import StepState, TrainStep, make_train_step, on_mesh
+from lioncub_jax.training.step import StepState, TrainStep, make_train_step
 
 __all__ = [
     "Kind",

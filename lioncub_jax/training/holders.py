@@ -11,7 +11,6 @@ from collections import OrderedDict
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from lioncub_jax.exchange.layout import Holder
@@ -127,22 +126,3 @@ def _all(holder: Holder, part: Any) -> Any:
 
 def _of_steps(part: Any) -> bool:
     return isinstance(part, optax.MultiStepsState)
-
-
-def keep_if_not_finite(holders: Any, grads: optax.Updates, before: Any, after: Any) -> Any:
-    """The new state; that of transforms in front is the old one where this worker's gradient is not finite.
-
-    Of floating arrays only: counters, flags and keys go on.
-    """
-    if Holder.FRONT not in jax.tree.leaves(holders):
-        return after
-    # Not a flag for each leaf: XLA would join them anew for each array that they decide on.
-    largest = [jnp.max(jnp.abs(g), initial=0) for g in jax.tree.leaves(grads)]
-    finite = jnp.all(jnp.isfinite(jnp.stack(largest)))
-
-    def kept(holder: Holder, old: jax.Array, new: jax.Array) -> jax.Array:
-        if holder is not Holder.FRONT or not jnp.issubdtype(new.dtype, jnp.inexact):
-            return new
-        return jnp.where(finite, new, old)
-
-    return jax.tree.map(kept, holders, before, after)

@@ -28,7 +28,7 @@ def overlap_options(workers: Workers) -> dict[str, bool | int | str]:
     something runs and not what it computes.
 
     Args:
-      workers: whose mesh says the platform.
+      workers: a `Workers`; its mesh says the platform.
 
     Returns:
       All that is set, for ``compiler_options`` of `make_train_step` or ``jax.jit``; nothing on a CPU, whose

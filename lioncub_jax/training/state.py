@@ -86,7 +86,14 @@ def init_state(
     step = put(np.zeros((), np.int32), everywhere)
     own = own_state(model_state, workers)
     opt_state, local_state = (one.init_of(params, cut)(params) for one in both)
-    return StepState(step, params, own, opt_state, jnp.copy(rng), local_state)
+    return StepState(
+        step=step,
+        params=params,
+        model_state=own,
+        opt_state=opt_state,
+        rng=jnp.copy(rng),
+        local_state=local_state,
+    )
 
 
 def _taken(
@@ -247,4 +254,11 @@ def abstract_state(
     own = jax.tree.map(lambda x: workers.shape(P(workers.axes), x, workers.count), model_state)
     step = workers.shape(P(), np.int32(0))
     rng = workers.shape(P(), jax.eval_shape(jax.random.key, 0))
-    return StepState(step, params, own, opt_state, rng, local_state)
+    return StepState(
+        step=step,
+        params=params,
+        model_state=own,
+        opt_state=opt_state,
+        rng=rng,
+        local_state=local_state,
+    )

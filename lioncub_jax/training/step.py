@@ -7,7 +7,6 @@ everything else is the same on all workers. Over the inner axes of a mesh arrays
 are.
 """
 
-import dataclasses
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -21,18 +20,16 @@ from jax.sharding import PartitionSpec as P
 from lioncub_jax.exchange import checks
 from lioncub_jax.exchange.arguments import check_count
 from lioncub_jax.exchange.layout import Holder
-from lioncub_jax.mesh import axes, boxes
+from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.hosts import Batches, Waits, check_same_step, together
 from lioncub_jax.mesh.placement import (
     Workers,
     check_alive,
     check_devices,
     check_real,
-    check_workers,
 )
 from lioncub_jax.mesh.specs import check_batch_spec, spec_of, stacked
 from lioncub_jax.training import kinds
-from lioncub_jax.training.holders import layout_here
 from lioncub_jax.training.kinds import Kind, Loss
 from lioncub_jax.training.loss import check_closure
 from lioncub_jax.training.mapped import MappedTransform, check_state
@@ -73,152 +70,6 @@ class StepState(NamedTuple):
     def holders() -> dict[str, Holder]:
         """Holders of the fields, for checkpoints."""
         return {"model_state": Holder.WORKER, "local_state": Holder.WORKER}
-
-
-def on_mesh(
-    tx: optax.GradientTransformation,
-    workers: Workers,
-    *,
-    specs: Any = None,
-) -> "OnMesh":
-    """Runs a transform of this library on global arrays, so that it drops into a trainer under ``jax.jit``.
-
-    Parameters, state and updates are ordinary global arrays, each with a ``NamedSharding``. Only gradients
-    have a leading axis, one entry for each worker, as `worker_value_and_grad` returns them.
-
-    Args:
-      tx: such as ``lion_cub(1e-4, workers="data")``, alone or in a chain. Transforms in the chain see
-        one worker's whole gradients, however they are cut: ``optax.clip_by_global_norm`` is right. In a
-        chain around `on_mesh` it would see those of all workers as one gradient.
-      workers: a `Workers`, whose mesh has axes Auto or Explicit.
-      specs: a tree of ``PartitionSpec`` like the parameters, such as ``specs_of(params)``; None reads
-        them off the parameters: concrete arrays and Explicit axes know them.
-
-    Returns:
-      A transform. ``init(params)`` returns state whose leaves are ``[workers, ...]`` where workers
-      differ; flax's boxes around them, such as ``nn.Partitioned`` and those of ``nnx.Optimizer``, have
-      the workers' axis in front of the names of the parameters. ``update(updates, state, params,
-      abstain=None)`` takes gradients ``[workers, ...]`` and ``abstain`` ``bool[workers]``; parameters
-      are required. ``shardings(params)`` says where the state lies, for a step with ``in_shardings`` or
-      ``out_shardings``. Inside a ``shard_map`` over the workers ``update`` takes what is there: this
-      worker's gradients, and its entry ``[1, ...]`` of the state.
-
-    Raises:
-      TypeError: for no `Workers`.
-      ValueError: for specs that cut parameters over the workers or do not
-        divide them, gradients or ``abstain`` without the leading axis, the state of another optimizer, an
-        update that differs between workers, Auto axes without ``specs`` in a trace, and ``init`` inside
-        of a ``shard_map`` over the workers, as where `init_state` is given what this returns.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, lioncub_jax as lc
-      >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-      >>> workers = lc.Workers(mesh, "data")
-      >>> tx = lc.on_mesh(lc.lion_cub(1e-4, workers=workers), workers)
-      >>> state = tx.init({"w": jnp.ones((2, 3))})
-      >>> state[0].mu["w"].shape
-      (1, 2, 3)
-    """
-    check_workers(workers)
-    checks.check_asked(tx)
-    mapped = MappedTransform(optax.with_extra_args_support(tx), workers)
-
-    def inside() -> bool:
-        return set(workers.axes) <= set(jax.sharding.get_abstract_mesh().manual_axes)
-
-    def init(params: optax.Params) -> Any:
-        if inside():
-            raise ValueError(
-                "on_mesh(tx).init is called for one worker, and it makes the states of all: give tx "
-                "itself to init_state, make_train_step or traffic.of, which run it on each worker"
-            )
-        if checks.stands_in(params):
-            return tx.init(params)
-        checks.check_unmasked(params)
-        cut = workers.cut(params, specs)
-        return named(mapped.init_of(params, cut)(params), params, cut)
-
-    def named(state: Any, params: optax.Params, cut: Any) -> Any:
-        """In flax's boxes, which have the workers' axes in front."""
-        if not boxes.boxes_of(params):
-            return state
-        return boxes.named(state, mapped.layout(params, cut).specs, params, workers)
-
-    def update(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        *,
-        abstain: jax.Array | None = None,
-        **extra: Any,
-    ) -> tuple[optax.Updates, optax.OptState]:
-        if params is None:
-            raise ValueError("on_mesh(tx).update needs params: give update(grads, state, params)")
-        checks.check_unmasked(params)
-        check_devices(workers, grads=updates, params=params)
-        own = {} if abstain is None else {"abstain": abstain}
-        if inside():
-            layout = layout_here(mapped.tx, params, workers.axes)
-            check_state(state, layout.specs, workers, here=True)
-            return mapped.update_here(layout, updates, state, params, extra | own)
-        cut = workers.cut(params, specs)
-        _check_gradients(updates, params, workers)
-        _check_abstain(abstain, workers)
-        if boxes.boxes_of(params):
-            state = boxes.boxed_like(mapped.layout(params, cut).specs, state)
-        check_state(state, mapped.layout(params, cut).specs, workers)
-        check_devices(workers, state=state)
-        updates, state = mapped.update(cut, updates, state, params, own, extra)
-        return updates, named(state, params, cut)
-
-    def lies(params: optax.Params) -> Any:
-        cut = workers.cut(params, specs)
-        made = named(mapped.init_of(params, cut).eval_shape(params), params, cut)
-        return jax.tree.map(lambda x: x.sharding, made)
-
-    def held(params: optax.Params) -> Any:
-        of_state = mapped.layout(params, workers.cut(params, specs)).specs
-        return jax.tree.unflatten(jax.tree.structure(lies(params)), jax.tree.leaves(of_state))
-
-    return OnMesh(_First(init, lies, held), update)
-
-
-@dataclasses.dataclass(frozen=True)
-class _First:
-    """Makes the first state, and says where it lies; what a named tuple holds stays in its ``_replace``."""
-
-    make: Callable[[optax.Params], Any]
-    shardings: Callable[[optax.Params], Any]
-    specs: Callable[[optax.Params], Any]
-
-    def __call__(self, params: optax.Params) -> Any:
-        return self.make(params)
-
-
-class OnMesh(optax.GradientTransformationExtraArgs):
-    """A transform on global arrays; see `on_mesh`.
-
-    ``shardings(params)`` is the state with ``NamedSharding``s in place of arrays, for the ``in_shardings``
-    and ``out_shardings`` of a step; shapes will do for the parameters. ``specs(params)`` is the same of
-    ``PartitionSpec``s, for ``in_specs`` and ``out_specs``.
-
-    Example:
-      >>> import jax, lioncub_jax as lc
-      >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-      >>> tx = lc.on_mesh(lc.lion_cub(1e-4, workers="data"), lc.Workers(mesh, "data"))
-      >>> tx.shardings({"w": jax.ShapeDtypeStruct((2, 3), "float32")})[0].mu["w"].spec == jax.P("data")
-      True
-
-    Source: this library.
-    """
-
-    def shardings(self, params: optax.Params) -> Any:
-        """Shardings of the state of these parameters."""
-        return self.init.shardings(params)  # type: ignore[attr-defined]
-
-    def specs(self, params: optax.Params) -> Any:
-        """The specs of `shardings`."""
-        return self.init.specs(params)  # type: ignore[attr-defined]
 
 
 class TrainStep:
@@ -347,7 +198,8 @@ def make_train_step(
         returns. The loss is the mean over its part of the batch.
       tx: the optimizer; the one given to `init_state`. Transforms that ask for the ``value`` of the loss,
         such as ``optax.contrib.reduce_on_plateau``, get that of the metrics: the mean over the workers and
-        over the parts of ``accumulate``, not finite if that of one worker is not.
+        over the parts of ``accumulate``, not finite if that of one worker is not. A transform that takes
+        ``diverged`` gets this worker's flag, ``bool[]``: its loss is not finite, and it should abstain.
       workers: a `Workers`, whose mesh has axes Auto or Explicit.
       batch_spec: how the batch is cut, such as ``P(("data", "fsdp"))``; by default over the workers (and
         the group) only. The workers' axes come first in its first entry.
@@ -447,12 +299,19 @@ def make_train_step(
         run = workers.map(partial(worker, each), in_specs, out_specs, typed=False)
         grads, states, abstains, *metrics = run(state.params, states, batch, state.rng, state.step)
         outputs = joined(*metrics)
-        flags, value = {"diverged": abstains}, {"value": outputs["loss"]}
-        updates, opt_state = mapped.update(cut, grads, state.opt_state, state.params, flags, value)
-        params = workers.hold(optax.apply_updates(state.params, updates), cut)
-        model_state, local_state = states
-        count = optax.safe_increment(state.step)
-        return StepState(count, params, model_state, opt_state, state.rng, local_state), outputs
+        updates, opt_state = mapped.update(
+            cut, grads, state.opt_state, state.params,
+            per_worker={"diverged": abstains}, extra={"value": outputs["loss"]},
+        )  # fmt: skip
+        state = StepState(
+            step=optax.safe_increment(state.step),
+            params=workers.hold(optax.apply_updates(state.params, updates), cut),
+            model_state=states[0],
+            opt_state=opt_state,
+            rng=state.rng,
+            local_state=states[1],
+        )
+        return state, outputs
 
     batches = Batches(workers, batch_spec, local_steps, accumulate)
     return TrainStep(step, workers, batches, in_kinds)
@@ -466,24 +325,3 @@ def _metrics(loss: jax.Array, aux: Any, workers: Workers) -> Any:
     metrics = {"loss": loss, **named}
     each = [Kind.PER_WORKER if jnp.ndim(x) else Kind.SHARED for x in jax.tree.leaves(metrics)]
     return reduced(metrics, each, workers.axes)
-
-
-def _check_gradients(updates: optax.Updates, params: optax.Params, workers: Workers) -> None:
-    """Raises ``ValueError`` unless there is a gradient of each parameter for each worker."""
-    given, wanted = checks.shapes(updates), checks.shapes(params, workers.count)
-    for path in {**wanted, **given}:
-        if given.get(path) != wanted.get(path):
-            raise ValueError(
-                f"the gradient of {path or 'the parameters'} has shape {given.get(path)}, and not "
-                f"{wanted.get(path)}, a gradient for each of {workers.count} workers: take gradients with "
-                "lioncub_jax.worker_value_and_grad(loss, workers), which returns one for each worker, and "
-                "hand them to update as they are. Of other transforms on_mesh is the outermost: chains, "
-                "clipping and optax.MultiSteps go inside"
-            )
-
-
-def _check_abstain(abstain: jax.Array | None, workers: Workers) -> None:
-    if abstain is not None and jnp.shape(abstain) != (workers.count,):
-        raise ValueError(
-            f"abstain has shape {jnp.shape(abstain)}: give bool[{workers.count}], a flag for each worker"
-        )
