@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -129,6 +130,14 @@ def machine():
         lab.run(lab.Network(2, rate=1e8), ["true"])
     except lab.LabError as missing:
         pytest.skip(f"the lab cannot run here: {missing}")
+
+
+def soon(look, wanted):
+    """What is seen in the end: what is wanted may take the machine a moment, at most 20 seconds."""
+    deadline = time.monotonic() + 20
+    while (seen := look()) != wanted and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return seen
 
 
 @contextlib.contextmanager

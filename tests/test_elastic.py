@@ -15,7 +15,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
-from conftest import within
+from conftest import soon, within
 
 from lioncub_jax.tools import run as elastic
 from lioncub_jax.tools.lab import group
@@ -110,13 +110,6 @@ def test_only_a_start_that_stepped_and_lasted_is_no_strike(tmp_path, monkeypatch
     assert any("3 starts in a row ended within 0.3 s or before a step" in line for line in lines)
 
 
-def wait_for(look, wanted):
-    deadline = time.monotonic() + 20
-    while look() != wanted:
-        assert time.monotonic() < deadline, look()
-        time.sleep(0.02)
-
-
 def events_of(folder):
     path = folder / "events"
     return names(map(json.loads, path.read_text().splitlines())) if path.exists() else []
@@ -128,18 +121,13 @@ def peak_memory(pid):
 
 
 def gone(*pids, folder=Path("none")):
-    """Within ten seconds."""
-
     def alive(pid):
         try:
             return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
         except (FileNotFoundError, ProcessLookupError):
             return False
 
-    deadline = time.monotonic() + 10
-    while (left := folder.exists() or any(map(alive, pids))) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not left
+    return not soon(lambda: folder.exists() or any(map(alive, pids)), False)
 
 
 # The first process of a terminal; under nohup and in the background of a script signals are ignored.
@@ -290,12 +278,13 @@ def test_a_reader_that_stops_blinds_nobody(tmp_path):
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     ) as child:  # fmt: skip
         try:
-            wait_for(lambda: events_of(tmp_path), ["started"])
+            assert soon(lambda: events_of(tmp_path), ["started"]) == ["started"]
             before = peak_memory(child.pid)
             (tmp_path / "go").touch()
-            wait_for(lambda: events_of(tmp_path), ["started", "died", "started"])
+            events = ["started", "died", "started"]
+            assert soon(lambda: events_of(tmp_path), events) == events
             assert peak_memory(child.pid) - before < 50_000
-            wait_for((tmp_path / "up").exists, True)
+            assert soon((tmp_path / "up").exists, True)
             child.terminate()
             assert child.wait(20) == 128 + signal.SIGTERM
         finally:
@@ -312,7 +301,7 @@ def test_a_slow_reader_is_told_how_much_it_missed(tmp_path, monkeypatch):
 
     def write(line):
         lines.append(line)
-        wait_for(Path("done").exists, True)
+        assert soon(Path("done").exists, True)
 
     kept(program(text), 1, tmp_path, write=write)
     missing = [

@@ -12,12 +12,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from conftest import soon
 
 import lioncub_jax as lc
 from lioncub_jax.tools import lab
@@ -69,14 +69,6 @@ def left(monkeypatch):
         }
 
     return traces
-
-
-def soon(look, wanted):
-    """What is seen in the end: what is wanted may take the kernel a moment, at most ten seconds."""
-    deadline = time.monotonic() + 10
-    while (seen := look()) != wanted and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return seen
 
 
 @pytest.fixture

@@ -355,7 +355,7 @@ def test_what_cannot_be_said_is_refused_and_who_said_it_is_named(folders, first,
                 other = claims(words, mine) if next(calls) == stage else mine
                 return json.loads(json.dumps([mine, other]))
 
-            monkeypatch.setattr(snapshot_files, "told", both_say)
+            monkeypatch.setattr(snapshot_files, "gathered_json", both_say)
             refuses("process 1 says", lambda: snapshots.restore(first))
 
 

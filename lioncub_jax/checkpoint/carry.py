@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from lioncub_jax.checkpoint import leaves, states
 from lioncub_jax.checkpoint.layout import paths_of
 from lioncub_jax.mesh import boxes
-from lioncub_jax.mesh.axes import AxisName, spelled
-from lioncub_jax.mesh.placement import Workers, names_of
+from lioncub_jax.mesh.axes import AxisName
+from lioncub_jax.mesh.placement import Workers
 
 
 def carry_over(state: Any, workers: AxisName | Workers, **fields: Any) -> Any:
@@ -40,8 +40,7 @@ def carry_over(state: Any, workers: AxisName | Workers, **fields: Any) -> Any:
       >>> state = lc.init_state(lc.owner_adamw(1e-3, workers=workers), params, workers)
       >>> state = lc.checkpoint.carry_over(state, workers, mu=adam.mu, nu=adam.nu, count=adam.count)
     """
-    axes: Any = [spelled(names) for names in names_of(workers)]
-    placed, on_mesh = states.on_workers("carry_over(state)", state, axes)
+    placed, on_mesh = states.on_workers("carry_over(state)", state, workers)
     target = leaves.Target(state, placed, on_mesh)
     arrays = leaves.leaves_of(target.layout, target.mesh, leaves.arrays_of(placed))
     for field, tree in fields.items():

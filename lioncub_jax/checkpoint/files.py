@@ -196,7 +196,7 @@ def _lock(unfinished: Path) -> int:
 
 
 def is_left(unfinished: Path, new: Path, seconds: float) -> bool:
-    """Whether an unfinished checkpoint may be deleted: its writer has ended.
+    """True for an unfinished checkpoint whose writer has ended, and which may be deleted.
 
     Args:
       unfinished: written by any process of any machine.

@@ -45,16 +45,16 @@ class ArrayInfo(NamedTuple):
 
     @property
     def per_worker(self) -> bool:
-        """Whether it has a leading axis of workers."""
+        """True with a leading axis of workers."""
         return self.holder in PER_WORKER
 
     @property
     def is_key(self) -> bool:
-        """Whether it is an array of random keys."""
+        """True for random keys."""
         return self.dtype.startswith("key<")
 
     def abstract(self, sharding: Sharding | None = None) -> jax.ShapeDtypeStruct:
-        """What is saved, of random keys their words."""
+        """The saved array without its values; of random keys their words."""
         dtype = jnp.uint32 if self.is_key else jnp.dtype(self.dtype)
         return jax.ShapeDtypeStruct(self.shape, dtype, sharding=sharding)
 
@@ -178,7 +178,7 @@ def _declaring_nodes(path: str, tree: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_entry(x: Any) -> bool:
-    """Whether it is what a field has for each leaf of the parameters, or for each bucket, be it None."""
+    """True for an entry of a field: one of each leaf of the parameters or of each bucket, be it None."""
     return x is None or isinstance(x, Flat)
 
 

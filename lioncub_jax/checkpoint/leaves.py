@@ -168,7 +168,7 @@ class Target:
         return saved.abstract(self.sharding(name) if direct else spread(saved.shape, self.mesh))
 
     def _is_direct(self, name: str, saved: ArrayInfo) -> bool:
-        """Whether a leaf is an array of the state as it is."""
+        """True for a leaf that is an array of the state as it is."""
         info = self.leaves.get(name)
         same = info is not None and (info.shape, info.packing) == (saved.shape, saved.packing)
         return same and saved.packing != IN_ROWS

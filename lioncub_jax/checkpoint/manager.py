@@ -31,7 +31,7 @@ from lioncub_jax.checkpoint.files import Damaged, Description
 from lioncub_jax.checkpoint.layout import ArrayInfo, check_same_model, layout_of, param_names
 from lioncub_jax.exchange.arguments import check_count
 from lioncub_jax.exchange.layout import Holder
-from lioncub_jax.mesh.axes import AxisName, spelled
+from lioncub_jax.mesh.axes import AxisName
 from lioncub_jax.mesh.checksum import checksums, untyped
 from lioncub_jax.mesh.hosts import any_process, gathered_json, together
 from lioncub_jax.mesh.placement import Workers, names_of
@@ -111,7 +111,8 @@ class Checkpoints:
             raise ValueError(
                 f"best={best!r}: give 'min' or 'max', or None to keep the newest alone"
             )
-        self.axes: Any = [spelled(names) for names in names_of(workers)]  # of workers, of a group
+        names_of(workers)  # raises for what names none
+        self.workers = workers
         self._keep, self._best, self._timeout = keep, best, timeout
         self.directory, self._steps_before = files.check_directory(directory)
         self._damaged: set[int] = set()  # steps that a restore passed over
@@ -171,7 +172,7 @@ class Checkpoints:
         self._begin_call("save")
         self._raise_last_error()
         states.check_not_donated("save(state)", state)
-        state, workers = states.on_workers("save(state)", state, self.axes)
+        state, workers = states.on_workers("save(state)", state, self.workers)
         step, metric, data = states.step_of(state, step), self._metric(metric), as_json(data)
         layout = layout_of(state, workers)
         arrays = leaves.arrays_of(state)
@@ -236,7 +237,7 @@ class Checkpoints:
         """
         self._begin_call("restore")
         check_rule(on_resize)
-        target = leaves.Target(like, *states.on_workers("restore(like)", like, self.axes))
+        target = leaves.Target(like, *states.on_workers("restore(like)", like, self.workers))
 
         def read(about: Description) -> Any:
             check_same_model(self._name(about.step), about.leaves, target.leaves)

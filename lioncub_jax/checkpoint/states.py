@@ -11,9 +11,10 @@ from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.checkpoint.layout import field_of, paths_of
 from lioncub_jax.mesh import boxes
+from lioncub_jax.mesh.axes import AxisName, spelled
 from lioncub_jax.mesh.checksum import untyped
 from lioncub_jax.mesh.hosts import is_key, of_words, put, words_of
-from lioncub_jax.mesh.placement import Workers
+from lioncub_jax.mesh.placement import Workers, names_of
 
 NUMBERS = bool, int, float, complex, np.generic, np.ndarray
 
@@ -55,10 +56,11 @@ def check_not_donated(call: str, state: Any) -> None:
         )
 
 
-def on_workers(call: str, state: Any, axes: Any) -> tuple[Any, Workers]:
-    """A state as `on_one_mesh`, and the workers of that mesh, by the axes of workers and of a group."""
+def on_workers(call: str, state: Any, workers: AxisName | Workers) -> tuple[Any, Workers]:
+    """A state as `on_one_mesh`, and workers with the same axes on that mesh."""
     state, mesh = on_one_mesh(call, state)
-    return state, Workers(mesh, *axes)
+    axis, group = names_of(workers)
+    return state, Workers(mesh, spelled(axis), spelled(group))  # type: ignore[arg-type]
 
 
 def on_one_mesh(call: str, state: Any) -> tuple[Any, Mesh]:

@@ -27,6 +27,7 @@ from jax import lax
 
 from lioncub_jax.exchange import xla
 from lioncub_jax.mesh import kernels
+from lioncub_jax.mesh.checksum import mix
 
 ROW = kernels.LANES  # elements
 BLOCK = kernels.BLOCK  # rows, one bit of a word each
@@ -475,8 +476,8 @@ def draw_signs(count: jax.Array | int, worker: jax.Array | int, num_workers: int
       num_workers: W.
     """
     drawn = _seed(count, _ORDER)
-    mine = _mix(jnp.asarray(worker, jnp.uint32) ^ drawn)
-    all_ = _mix(jnp.arange(num_workers, dtype=jnp.uint32) ^ drawn)
+    mine = mix(jnp.asarray(worker, jnp.uint32) ^ drawn)
+    all_ = mix(jnp.arange(num_workers, dtype=jnp.uint32) ^ drawn)
     rank = jnp.sum(all_ < mine, dtype=jnp.uint32)
     return SignDraw(
         *xla.materialized(jnp.stack([_seed(count, _ZEROS), jnp.uint32(0) - (rank & 1)]))
@@ -508,14 +509,8 @@ def lane_bits(count: jax.Array | int) -> jax.Array:
 
 def _hashed(first_word: jax.Array | int, words: int, seed: jax.Array) -> jax.Array:
     index = jnp.arange(words, dtype=jnp.uint32) + jnp.asarray(first_word, jnp.uint32)
-    return _mix(index ^ seed)
+    return mix(index ^ seed)
 
 
 def _seed(count: Any, salt: int) -> jax.Array:
-    return _mix(jnp.asarray(count, jnp.uint32) + jnp.uint32(salt))
-
-
-def _mix(h: jax.Array) -> jax.Array:
-    h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
-    h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
-    return h ^ (h >> 16)
+    return mix(jnp.asarray(count, jnp.uint32) + jnp.uint32(salt))

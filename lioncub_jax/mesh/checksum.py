@@ -124,14 +124,14 @@ def checksum(x: jax.Array, start: Any = 0, whole: tuple[int, ...] = ()) -> jax.A
         place = jax.lax.broadcasted_iota(jnp.uint32, words.shape, d)
         index += place * jnp.uint32(stride % 2**32)
     # The hash is one to one in the bits, so that a change of one element cannot cancel.
-    hashed = [_mix(words ^ _mix(index + jnp.uint32(seed))) for seed in (1, 0x9E3779B9)]
+    hashed = [mix(words ^ mix(index + jnp.uint32(seed))) for seed in (1, 0x9E3779B9)]
     return jnp.stack([jnp.sum(h, dtype=jnp.uint32) for h in hashed])
 
 
-def _mix(h: jax.Array) -> jax.Array:
-    """A hash that is one to one."""
-    h = (h ^ (h >> 16)) * jnp.uint32(0x7FEB352D)
-    h = (h ^ (h >> 15)) * jnp.uint32(0x846CA68B)
+def mix(h: jax.Array) -> jax.Array:
+    """A hash of ``uint32`` that is one to one, as MurmurHash3 ends: for checksums and for coins."""
+    h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
+    h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
     return h ^ (h >> 16)
 
 

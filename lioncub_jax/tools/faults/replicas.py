@@ -141,7 +141,7 @@ class Replicas:
         return jax.tree.unflatten(tree, leaves.values())
 
     def _is_shared(self, path: str, x: Any) -> bool:
-        """Whether a leaf is the same on all workers."""
+        """True for a leaf that is the same on all workers."""
         sharding, mesh = getattr(x, "sharding", None), self._workers.mesh
         if isinstance(sharding, NamedSharding) and np.array_equal(
             sharding.mesh.devices, mesh.devices
@@ -162,7 +162,7 @@ class Replicas:
         for words, devices in zip(two_words.T, copies.devices.T, strict=True):
             _, side, sizes = np.unique(words, return_inverse=True, return_counts=True)
             if 2 * sizes.max() <= len(words):
-                sides = [sorted({*map(self._worker, devices[side == i])}) for i in set(side)]
+                sides = [sorted({self._worker(d) for d in devices[side == i]}) for i in set(side)]
                 raise ReplicasDiffer(
                     f"replicas differ, and no majority says which is right: after step {step} {path} is "
                     f"the same on the workers of each list of {sorted(sides)}. {self._advice()}; with 3 or "

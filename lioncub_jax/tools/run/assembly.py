@@ -24,8 +24,10 @@ ALL = "all"  # the axis of a mesh of all devices in a row
 
 def tiles_of(array: ArrayLayout, shape: Sequence[int]) -> list[Tile]:
     """The tiles of an array, all of that shape, in order."""
-    ends = [range(0, n + 1, size) for n, size in zip(array.info.shape, shape, strict=True)]
-    return [(array.path, index) for index in itertools.product(*map(itertools.pairwise, ends))]
+    parts = []
+    for n, size in zip(array.info.shape, shape, strict=True):
+        parts.append([(start, start + size) for start in range(0, n, size)])
+    return [(array.path, index) for index in itertools.product(*parts)]
 
 
 def assemble(

@@ -194,9 +194,10 @@ class Recovery:
             )
         if left:
             rows = sorted({row for _, index in left for row in range(*index[0])})
+            workers = ", ".join(str(row) for row in rows)
             warnings.warn(
                 "after the loss of a machine these workers start from the mean of the others' momentum "
-                f"and owe nothing: {', '.join(map(str, rows))}. Their own, of step {key[2]}, was nowhere "
+                f"and owe nothing: {workers}. Their own, of step {key[2]}, was nowhere "
                 "else",
                 WorkerStateLost,
                 stacklevel=4,

@@ -54,8 +54,8 @@ class Name(NamedTuple):
         return *self[:3], self.num_processes
 
     def __str__(self) -> str:
-        *numbers, process, count, kind = self
-        return f"{'-'.join(map(str, numbers))}-{process}-of-{count}.{kind}"
+        number = f"{self.start}-{self.save}-{self.step}-{self.process}"
+        return f"{number}-of-{self.num_processes}.{self.kind}"
 
 
 def names_in(files: Iterable[str]) -> list[Name]:
@@ -64,7 +64,7 @@ def names_in(files: Iterable[str]) -> list[Name]:
     for file in files:
         if match := _FILE.fullmatch(file):
             *numbers, kind = match.groups()
-            names.append(Name._make([*map(int, numbers), kind]))
+            names.append(Name._make([*(int(number) for number in numbers), kind]))
     return sorted(names)
 
 
@@ -135,7 +135,11 @@ def to_bytes(about: Description, data: Any, held: Mapping[Tile, np.ndarray]) -> 
     numbered = {k: held[tile] for k, tile in enumerate(about.tiles) if tile in held}
     words = json.dumps(about, default=lambda dtype: np.dtype(dtype).name)
     head = json.dumps(Part(words, tuple(numbered), data)).encode()
-    return [len(head).to_bytes(LENGTH, "little"), head, *map(tiles.bytes_of, numbered.values())]
+    return [
+        len(head).to_bytes(LENGTH, "little"),
+        head,
+        *[tiles.bytes_of(x) for x in numbered.values()],
+    ]
 
 
 def from_bytes(

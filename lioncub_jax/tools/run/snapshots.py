@@ -135,7 +135,7 @@ class Snapshots:
         """
         self.wait()
         states.check_not_donated("snapshots(state)", state)
-        state, workers = states.on_workers("snapshots(state)", state, self._checkpoints.axes)
+        state, workers = states.on_workers("snapshots(state)", state, self._checkpoints.workers)
         step = states.step_of(state, None)
         layout, arrays = layout_of(state, workers), arrays_of(state)
         shapes = tuple(x.sharding.shard_shape(x.shape) for x in arrays.values())
@@ -195,8 +195,8 @@ class Snapshots:
         """
         self.wait()
         check_rule(on_resize)
-        axes_of_workers = self._checkpoints.axes
-        target = Target(like, *states.on_workers("restore(like)", like, axes_of_workers))
+        placed, workers = states.on_workers("restore(like)", like, self._checkpoints.workers)
+        target = Target(like, placed, workers)
         memory = Recovery(self.folder, self._run, self._checkpoints.directory, target)
         self._checkpoints.wait()
         steps = files.exchange(int, 1 + max(self._checkpoints.steps(), default=-1))
