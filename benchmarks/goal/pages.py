@@ -38,7 +38,7 @@ PAGES = {
     "docs/how_to/choose.md": ("what to use",),
     "docs/reports/learnt.md": ("learnt",),
     "docs/reports/convergence.md": (
-        "lengths", "tokens to a loss", "sizes", "tuning", "not run", "noise", "methods",
+        "lengths", "tokens to a loss", "sizes", "tuning", "not run", "batches", "noise",
     ),
     "docs/reports/benchmarks.md": ("seconds", "time to loss"),
 }  # fmt: skip
@@ -195,7 +195,6 @@ def rewritten(found: Found, tables: Mapping[str, str]) -> dict[Path, str]:
         "answer": answer.answer_text,
         "what to use": answer.what_to_use_text,
         "noise": lambda: noise(found),
-        "methods": lambda: methods(found),
         "seconds": lambda: seconds(found),
         "time to loss": lambda: speedups(found),
     }
@@ -239,33 +238,6 @@ def more(cell: dict[str, Any], name: str, than: str) -> str:
     """Steps to the first loss, over those of the optimizer in float32."""
     own, other = (cell["methods"].get(one, {"steps": [None]})["steps"][0] for one in (name, than))
     return "not reached" if own is None or other is None else f"{own / other:.2f}"
-
-
-def methods(found: Found) -> str:
-    """A table for each cell: what was sent, the loss at the end, the steps, and what tuning chose."""
-    head = [
-        "method", "whose", "bits", "loss", *(f"{share:.0%}" for share in TARGETS), "rate", "decay", "betas",
-    ]  # fmt: skip
-    return "\n".join(
-        f"**{cell['tokens']:,} tokens a worker, {cell['workers']} workers, data {cell['data']}**\n\n"
-        + report.markdown(head, [line(cell, name, of) for name, of in cell["methods"].items()])
-        for cell in found["cells"]
-        if cell["steps"] == STEPS
-    )
-
-
-def line(cell: dict[str, Any], name: str, of: dict[str, Any]) -> list[str]:
-    std = "" if of["loss_std"] is None else f" ± {of['loss_std']:.3f}"
-    loss = "diverged" if of["loss"] is None else f"{of['loss']:.3f}{std} ({of['seeds']})"
-    steps = [
-        "not measured" if not runs else "–" if x is None else f"{x:.0f}"
-        for x, runs in zip(of["steps"], of["runs"], strict=True)
-    ]
-    betas = f"{of['b1']:g}, {of['b2']:g}"
-    return [
-        f"`{code_of(name)}`", contender_named(name).whose, f"{bits(name, cell['workers']):.2f}",
-        loss, *steps, f"{of['rate_over_adamw']:.2g}", f"{of['decay_over_adamw']:.2g}", betas,
-    ]  # fmt: skip
 
 
 @functools.cache
