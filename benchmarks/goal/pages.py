@@ -38,7 +38,7 @@ PAGES = {
     "docs/how_to/choose.md": ("what to use",),
     "docs/reports/learnt.md": ("learnt",),
     "docs/reports/convergence.md": (
-        "lengths", "tokens to a loss", "sizes", "tuning", "not run", "batches", "noise",
+        "lengths", "tokens to a loss", "sizes", "tuning", "not run", "batches",
     ),
     "docs/reports/benchmarks.md": ("seconds", "time to loss"),
 }  # fmt: skip
@@ -194,7 +194,6 @@ def rewritten(found: Found, tables: Mapping[str, str]) -> dict[Path, str]:
     made: dict[str, Callable[[], str]] = {
         "answer": answer.answer_text,
         "what to use": answer.what_to_use_text,
-        "noise": lambda: noise(found),
         "seconds": lambda: seconds(found),
         "time to loss": lambda: speedups(found),
     }
@@ -214,30 +213,6 @@ def printed(at: re.Match[str]) -> str:
         cli(shlex.split(at[2]))
     lines = [textwrap.fill(line, 108) for line in out.getvalue().splitlines()]
     return f"{at[1]}{at[2]}\n{chr(10).join(lines)}\n```"
-
-
-def noise(found: Found) -> str:
-    """How noisy the cells are, and what that costs the vote and AdamW at the owner."""
-    head = ["tokens a worker", "workers", "data", "steps", "parameters"]
-    head += ["agreement", "noise scale", "`lion_cub`", "`owner_adamw`"]
-
-    def lines() -> Iterator[list[str]]:
-        for cell in found["cells"]:
-            yield [
-                f"{cell['tokens']:,}", str(cell["workers"]), cell["data"],
-                f"{cell['steps']:,}", f"{cell['parameters']:,}",
-                number(cell["agreement"], ".3f"), number(cell["noise_scale"], ",.0f"),
-                number(cell["vote_over_lion"], ".2f"),
-                more(cell, "owner-adamw", "adamw"),
-            ]  # fmt: skip
-
-    return report.markdown(head, lines())
-
-
-def more(cell: dict[str, Any], name: str, than: str) -> str:
-    """Steps to the first loss, over those of the optimizer in float32."""
-    own, other = (cell["methods"].get(one, {"steps": [None]})["steps"][0] for one in (name, than))
-    return "not reached" if own is None or other is None else f"{own / other:.2f}"
 
 
 @functools.cache
