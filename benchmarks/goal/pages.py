@@ -44,9 +44,9 @@ PAGES = {
 }  # fmt: skip
 NONE = "Nothing was timed with this version yet.\n"
 PRINTED = re.compile(r"(<!-- plan -->\n```console\n\$ lioncub )(.*)\n(?s:.*?)```")
-# For the planner, of 4 workers on 2 cores. A message by Gloo: an unshaped float32 mean of 27 arrays, over
-# its 108 hops. Bits of memory a second, and of an unshaped link.
-LATENCY, CPU_MEMORY, LOOPBACK = 1.2e-3, 8e9, 8e9
+# For the planner, of 4 workers on 2 cores: a message by Gloo, from an unshaped float32 mean of 27 arrays
+# over its 108 hops; bits a second of an unshaped link.
+LATENCY, LOOPBACK = 1.2e-3, 8e9
 WARM = WARMUP / STEPS  # of 1-bit Adam
 WITHIN = 1.05  # of the best's time: less is not worth a change
 
@@ -161,9 +161,7 @@ def advised(found: Found, cell: Cell) -> tuple[str, float] | None:
     if not took or alone is None:
         return None
     rate = LOOPBACK if cell.network == UNSHAPED else units.rate(cell.network)
-    at = planner.Cluster(
-        WORKERS, planner.Link(rate, LATENCY), on_cpu=True, memory_bandwidth=CPU_MEMORY
-    )
+    at = planner.Cluster(WORKERS, planner.Link(rate, LATENCY), on_cpu=True)
     plan = planner.plan(curves.shapes(), at, alone, tokens=cell.tokens)
     name = plan.rows[plan.use()].scheme.learns
     return name, took.get(name, math.inf) / min(took.values())
