@@ -324,21 +324,6 @@ def test_a_picture_is_drawn_from_committed_rows_and_is_no_older(name, tmp_path):
     assert pictures.numbers_in(pictures.FOLDER / name) == pictures.numbers_in(tmp_path / name)
 
 
-def test_bars_and_dots_are_where_their_numbers_say():
-    last = ["b", "other methods", 5.0]
-    cells = [
-        {"tokens": 32, "network": network, "bars": [["a", "this library", seconds], last]}
-        for network, seconds in [("1gbit", 2.0), ("100mbit", 3.0)]
-    ]
-    found = {
-        axis.get_title(loc="left"): [bar.get_width() for bar in axis.containers[0]]
-        for axis in pictures.draw_in_the_lab(cells).axes
-    }
-    assert found == {"32 tokens, 100 Mbit/s": [3.0, 5.0], "32 tokens, 1 Gbit/s": [2.0, 5.0]}
-    (axis,) = pictures.draw_recovery({"killed": [1.0, 2.0, 9.0]}).axes
-    assert [list(line.get_xdata()) for line in axis.lines] == [[1.0, 2.0, 9.0], [2.0, 2.0]]
-
-
 # --- Curves whose answers are known
 
 FALLS = [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]

@@ -134,11 +134,6 @@ def cells(found: Found) -> list[Cell]:
     return sorted({Cell(one["tokens"], one["network"]) for one in found["times"]})
 
 
-def drawn(cell: Cell) -> bool:
-    """Whether the picture of seconds shows it: it has those whose network has a rate."""
-    return cell.network != UNSHAPED
-
-
 def first(times: dict[str, float], some: Iterable[str]) -> str:
     """Who of some is first."""
     there = set(some)
@@ -229,7 +224,7 @@ def sent(name: str, workers: int) -> list[float]:
 
 
 def seconds(found: Found) -> str:
-    """Milliseconds of a step in the lab; and seconds to the loss where no picture shows them."""
+    """Milliseconds of a step in the lab, and seconds to the loss."""
     some = cells(found)
     if not some:
         return NONE
@@ -244,7 +239,7 @@ def said(found: Found, cell: Cell, name: str) -> str:
     timed = [s for (n, _), s in step_seconds(found, cell).items() if n == name]
     steps = " and ".join(f"{1e3 * s:.0f}" for s in timed)
     known = times(found, cell) | {NOTHING: limit(found, cell)}
-    took = None if drawn(cell) else known.get(name)
+    took = known.get(name)
     return f"{steps} ms" * bool(steps) + (f", {took:.1f} s" if took else "")
 
 
