@@ -5,14 +5,12 @@
 Three workers, processes that talk by Gloo, train a small GPT by `owner_lion` under ``lioncub run``, with a
 snapshot in memory every 5 steps and a save every 20. A run is harmed once, after a step that is drawn and a
 part of the next, which falls into computing or a collective as their lengths have it; or in a save, a part
-of its time after it began. Workers are killed (SIGKILL), or one is stopped (SIGSTOP, SIGCONT). For links
-the workers are in namespaces of the lab, ``lioncub run`` keeps the lab, and one worker's link is set down
-and up. For disks the checkpoints are on a small file system in memory, which is filled until a worker has
-died of it, or made read-only for a second. Links and disks need root.
+of its time after it began. Workers are killed (SIGKILL), or one is stopped (SIGSTOP, SIGCONT). Rows of
+links and disks are of version 0.3.0, which has their program.
 
 Counted are the seconds to the next step, from the end of the fault or the last step after it, the steps
 that are done again, the loss of the last step beside that of an unbroken run with the same seed, and what
-is left: processes, mounts, temporary files, halves of checkpoints. The table of docs/reports/faults.md is
+is left: processes, temporary files, halves of checkpoints. The table of docs/reports/faults.md is
 written anew.
 """
 
@@ -30,8 +28,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import report
-from harm import inflict
-from harm.followed import Followed, mounted_below
+from harm.followed import Followed
 from report import Rows
 
 ROOT = Path(__file__).parents[1]
@@ -40,8 +37,7 @@ DOCUMENT = ROOT / "docs" / "reports" / "faults.md"
 WORKERS, STEPS, EVERY, SNAPSHOTS = 3, 120, 20, 5
 SAVE_SECONDS = 0.5  # of which a part goes by until a save is harmed
 ALL = (0, 1, 2)
-OF_LINKS, OF_DISKS = ("unplug",), ("fill", "forbid")
-WAITED = ("stop", "unplug")  # nobody need die of it
+BEFORE = "of version 0.3.0"  # is run no more
 
 
 class Fault(NamedTuple):
@@ -49,11 +45,11 @@ class Fault(NamedTuple):
 
     Attributes:
       says: for people.
-      does: which function of `harm.inflict`; "" for none.
+      does: "kill" or "stop"; "" for nothing.
       runs: how many.
       places: how many workers, of those that may be: drawn.
       among: the workers.
-      lasts: seconds; for ``fill`` at most, for it ends when a worker has died.
+      lasts: seconds.
       saving: whether it comes in a save.
     """
 
@@ -74,10 +70,10 @@ FAULTS = {
     "saving": Fault("kill -9 of one in a save", "kill", 10, 1, saving=True),
     "stopped 5 s": Fault("one stopped for 5 s", "stop", 5, 1, lasts=5.0),
     "stopped 30 s": Fault("one stopped for 30 s", "stop", 3, 1, lasts=30.0),
-    "link 5 s": Fault("one link down for 5 s", "unplug", 5, 1, lasts=5.0),
-    "link 30 s": Fault("one link down for 30 s", "unplug", 3, 1, lasts=30.0),
-    "disk full": Fault("disk full in a save", "fill", 5, lasts=60.0, saving=True),
-    "disk errs": Fault("disk read-only for 1 s in a save", "forbid", 5, lasts=1.0, saving=True),
+    "link 5 s": Fault("one link down for 5 s", BEFORE, 0),
+    "link 30 s": Fault("one link down for 30 s", BEFORE, 0),
+    "disk full": Fault("disk full in a save", BEFORE, 0),
+    "disk errs": Fault("disk read-only for 1 s in a save", BEFORE, 0),
 }
 
 
@@ -85,14 +81,10 @@ def main(argv: list[str] | None = None) -> None:
     parser = report.rows_parser(__doc__, ROWS)
     parser.add_argument("--kind", nargs="*", choices=list(FAULTS), default=list(FAULTS))
     args = parser.parse_args(argv)
-    # And unmounts on the way.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     rows = read(args.save)
     done = {(row["kind"], row["run"]) for row in rows}
     wanted = [(kind, n) for kind in args.kind for n in range(FAULTS[kind].runs)]
     wanted = [run for run in wanted if run not in done]
-    if os.geteuid() and any(FAULTS[kind].does in (*OF_LINKS, *OF_DISKS) for kind, _ in wanted):
-        parser.error("faults of links and disks: only root may; name others by --kind")
     for run in wanted:
         rows.append(harmed(*run) | report.provenance())
         report.append(args.save, rows[-1:])
@@ -137,39 +129,25 @@ class Harm:
 
     def _happen(self, seconds: float) -> None:
         time.sleep(seconds)
-        pids = self._run.events("started")[-1]["pids"]
-        disk = self._run.checkpoints.parent
+        started = self._run.events("started")[-1]["pids"]
+        pids = [started[place] for place in self.places]
         self.during, self.began = "save" if self._run.saving() else "step", time.time()
-        match self.fault.does:
-            case "kill":
-                inflict.kill([pids[place] for place in self.places])
-            case "stop":
-                inflict.stop([pids[place] for place in self.places], self._over)
-            case "unplug":
-                inflict.unplug(pids[0], self.places, self._over)
-            case "fill":
-                inflict.fill(disk, lambda: self._over() or bool(self._run.events("died")))
-            case "forbid":
-                inflict.forbid(disk, self._over)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL if self.fault.does == "kill" else signal.SIGSTOP)
+        if self.fault.does == "stop":
+            time.sleep(self.fault.lasts)
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
         self.ended = time.time()
-
-    def _over(self) -> bool:
-        return time.time() > self.began + self.fault.lasts
 
 
 def harmed(kind: str, number: int) -> dict[str, Any]:
     """One run, from its start to its end."""
-    does = FAULTS[kind].does
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        disk = folder / "disk"
-        disk.mkdir()
-        mount = stack.enter_context(contextlib.ExitStack())
-        if does in OF_DISKS:
-            mount.enter_context(inflict.disk_of(disk))
         pool = stack.enter_context(ThreadPoolExecutor(1))
         began = time.time()
-        run = Followed(folder, WORKERS, STEPS, EVERY, SNAPSHOTS, lab=does in OF_LINKS)
+        run = Followed(folder, WORKERS, STEPS, EVERY, SNAPSHOTS)
         stack.callback(run.end)
         harm = Harm(kind, number, run, pool)
         code = run.follow(harm.told)
@@ -177,8 +155,6 @@ def harmed(kind: str, number: int) -> dict[str, Any]:
         if harm.done:
             harm.done.result()
         left = run.left()
-        mount.close()
-        left += mounted_below(folder)
         deaths = run.events("died")
         starts = [event["time"] for event in run.events("started")]
     for what in left:
@@ -203,9 +179,8 @@ def lost(
         return none
     ended = min([harm.ended, *(event["time"] for event in deaths)])
     # What was under way when a worker died is still said, and the next step is one of the next start. Who
-    # waits for a link or a process says nothing meanwhile, and some go on before they die of it.
-    waited = harm.fault.does in WAITED
-    over = starts[1] if len(starts) > 1 and not waited else ended
+    # waits for a process says nothing meanwhile, and some go on before they die of it.
+    over = starts[1] if len(starts) > 1 and harm.fault.does == "kill" else ended
     before = [step for step in steps if step[0] <= over]
     after = [step for step in steps if step[0] > over]
     if not after:

@@ -7,21 +7,16 @@ its rows.
 """
 
 import json
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
-import faults
 import matplotlib.style
 import numpy as np
-from goal import pages
 from goal.choice import SIZE, cluster_at
 from matplotlib.figure import Figure
 from PIL import Image
 
-from lioncub_jax.audit import units
 from lioncub_jax.tools import plan as planner
 from lioncub_jax.tools.plan import evidence
 
@@ -145,107 +140,8 @@ def draw_lines(axis: Any, lines: dict[str, list[float]], mean_until: float) -> N
     axis.minorticks_off()
 
 
-# --- Seconds to the loss in the lab, a panel for each noise in each network
-
-BARS = {"this library": "C0", "other methods": "C1", "JAX, no communication": "0.6"}
-
-
-def in_the_lab() -> list[dict[str, Any]]:
-    """Of each cell with a rate the bars, the first first: name, whose, seconds."""
-    found = json.loads(EVIDENCE.read_text())
-    return [
-        {"tokens": cell.tokens, "network": cell.network, "bars": bars(found, cell)}
-        for cell in pages.cells(found)
-        if pages.drawn(cell)
-    ]
-
-
-def bars(found: pages.Found, cell: pages.Cell) -> list[tuple[str, str, float]]:
-    ours, peers, free = BARS
-    drawn = [
-        (short(pages.code_of(name)), ours if pages.ours(name) else peers, took)
-        for name, took in pages.times(found, cell).items()
-    ]
-    limit = pages.limit(found, cell)
-    if limit is not None:
-        drawn.append((free, free, limit))
-    return sorted(drawn, key=lambda bar: bar[2])
-
-
-def short(code: str) -> str:
-    """A method by a name that fits beside its bar, such as ``powersgd(adamw, 4)`` or ``local_steps=2``."""
-    alone = re.search(r"local_steps=\d+", code)
-    return alone[0] if alone else re.sub(r"baselines\.|optax\.|\(\.\.\.\)", "", code)
-
-
-def draw_in_the_lab(cells: list[dict[str, Any]]) -> Figure:
-    rows = {cell["tokens"]: len(cell["bars"]) for cell in cells}
-    networks = sorted({cell["network"] for cell in cells}, key=units.rate)
-    axes = Figure(figsize=(7.4, 0.2 * sum(rows.values()) + 1.5)).subplots(
-        len(rows), len(networks), sharex="row", squeeze=False, height_ratios=[*rows.values()]
-    )
-    for cell in cells:
-        place = list(rows).index(cell["tokens"]), networks.index(cell["network"])
-        network = units.rate_text(units.rate(cell["network"]))
-        axes[place].set_title(f"{cell['tokens']:,} tokens, {network}", loc="left")
-        draw_bars(axes[place], cell["bars"])
-    marks = [axes[0, 0].barh(0, 0, color=color) for color in BARS.values()]
-    figure = axes[0, 0].figure
-    figure.legend(marks, BARS, loc="outside upper center", ncols=len(BARS), frameon=False)
-    figure.supxlabel("seconds to the loss", size=9)
-    return figure
-
-
-def draw_bars(axis: Any, bars: Iterable[tuple[str, str, float]]) -> None:
-    names, whose, seconds = zip(*bars, strict=True)
-    drawn = axis.barh(range(len(names)), seconds, color=[BARS[one] for one in whose])
-    axis.bar_label(drawn, [f"{x:.1f} s" for x in seconds], padding=2)
-    axis.set_yticks(range(len(names)), names)
-    axis.set_xticks([])
-    axis.tick_params(left=False)
-    axis.spines["bottom"].set_visible(False)
-    axis.set_ylim(len(names) - 0.5, -0.5)
-
-
-# --- Seconds to the next step after a fault, a dot for each run
-
-
-def recovery() -> dict[str, list[float]]:
-    """Of each fault, for people; a run that had done all its steps has no next one."""
-    rows = faults.read(faults.ROWS)
-    return {
-        fault.says: sorted(faults.waits_of(row for row in rows if row["kind"] == kind))
-        for kind, fault in faults.FAULTS.items()
-        if fault.does
-    }
-
-
-def draw_recovery(waits: dict[str, list[float]]) -> Figure:
-    figure = Figure(figsize=(7.4, 0.3 * len(waits) + 0.9))
-    axis = figure.subplots()
-    most = max(map(max, waits.values()))
-    end = 3 * most  # where the medians stand as numbers
-    for place, seconds in enumerate(waits.values()):
-        middle = median(seconds)
-        apart = [place + 0.2 * (n % 3 - 1) for n in range(len(seconds))]  # or they hide each other
-        axis.plot(seconds, apart, "o", color="C0", ms=4)
-        axis.plot([middle] * 2, [place - 0.35, place + 0.35], color="C1")
-        axis.text(end, place, f"{middle:.2g} s", color="C1", va="center", ha="right")
-    axis.text(end, -0.9, "median", color="C1", va="center", ha="right")
-    ticks = ticks_1_2_5(0.01, most)
-    axis.set(xscale="log", xlim=(0.008, end), xlabel="seconds to the next step, a dot for each run")
-    axis.set_xticks(list(ticks), ticks.values())
-    axis.minorticks_off()
-    axis.set_yticks(range(len(waits)), waits)
-    axis.tick_params(left=False)
-    axis.invert_yaxis()
-    return figure
-
-
 PICTURES = {
     "time_to_loss.png": Picture(by_network, draw_by_network),
-    "seconds_to_loss.png": Picture(in_the_lab, draw_in_the_lab),
-    "recovery.png": Picture(recovery, draw_recovery),
 }
 
 if __name__ == "__main__":

@@ -37,8 +37,8 @@ def test_a_run_that_ends_otherwise_has_not_survived():
     [
         # From the kill to the first step of the next start; 13 was under way.
         ("worker", [(8, 11), (9, 12), (10.1, 13), (30, 11)], [0, 11], [10.2], 10.0, 19.9, 3),
-        # A link is back, the run goes on, and one dies of it later.
-        ("link 30 s", [(9, 20), (52, 21), (70, 21)], [0, 60], [59], 40.0, 12.0, 1),
+        # A process goes on, so does the run, and one dies of it later.
+        ("stopped 30 s", [(9, 20), (52, 21), (70, 21)], [0, 60], [59], 40.0, 12.0, 1),
     ],
 )
 def test_a_fault_costs_seconds_and_steps(kind, steps, starts, died, ended, seconds, again):

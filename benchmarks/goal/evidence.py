@@ -100,14 +100,9 @@ def cell_of(key: Key, methods: dict[str, Rows]) -> dict[str, Any]:
     better = min(known, key=lambda name: means[name][-1][1])
     targets = [at(means[better], share * steps) for share in TARGETS]
     adamw = curves.hyper_of(chosen(methods["adamw"], steps)[-1])
-    votes = chosen(methods["vote"], steps)
-    noisy = [row for rows in methods.values() for row in rows]
     return {
         "tokens": key.tokens, "workers": key.workers, "data": key.data, "steps": steps,
         "parameters": parameters_in(curves.shapes(key.width)), "better": better,
-        "agreement": rounded(second_half(votes, steps, "agreement")),
-        "noise_scale": rounded(noise_scale_of(noisy, steps)),
-        "vote_over_lion": rounded(vote_over(means["lion"], votes, steps)) if "lion" in means else None,
         "loss": dict(zip(map(str, TARGETS), map(rounded, targets), strict=True)),
         "methods": {
             name: told(chosen(rows, steps), steps, targets, adamw, name == better)
@@ -137,12 +132,6 @@ def last(row: dict[str, Any]) -> float:
 def mean_of(rows: Rows, steps: int) -> Curve:
     """The mean curve of runs of this length."""
     return falling([curve_of(row) for row in usual(rows, steps)])
-
-
-def vote_over(lion: Curve, votes: Rows, steps: int) -> float | None:
-    """Steps to where Lion stands after the first share of its run, over those."""
-    taken = reaches(mean_of(votes, steps), at(lion, TARGETS[0] * steps))
-    return taken and taken / (TARGETS[0] * steps)
 
 
 def told(
@@ -186,18 +175,6 @@ def reached(
     count = len(singles)
     error = statistics.stdev(singles) / math.sqrt(count) if count > 1 else None
     return steps, error, len(rows)
-
-
-def noise_scale_of(rows: Rows, steps: int) -> float | None:
-    """The gradient noise scale in bytes: variance of one byte's gradient over the square of the mean."""
-    signal = second_half(rows, steps, "signal")
-    return second_half(rows, steps, "variance") / signal if signal > 0 else None
-
-
-def second_half(rows: Rows, steps: int, name: str) -> float:
-    """A mean over the second half of runs."""
-    each = [row[name] for row in usual(rows, steps)]
-    return statistics.fmean(x for some in each for x in some[len(some) // 2 :] if x is not None)
 
 
 def times_of(rows: Rows) -> list[dict[str, Any]]:

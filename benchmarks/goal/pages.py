@@ -38,15 +38,15 @@ PAGES = {
     "docs/how_to/choose.md": ("what to use",),
     "docs/reports/learnt.md": ("learnt",),
     "docs/reports/convergence.md": (
-        "lengths", "tokens to a loss", "sizes", "tuning", "not run", "noise", "methods",
+        "lengths", "tokens to a loss", "sizes", "tuning", "not run", "batches",
     ),
     "docs/reports/benchmarks.md": ("seconds", "time to loss"),
 }  # fmt: skip
 NONE = "Nothing was timed with this version yet.\n"
 PRINTED = re.compile(r"(<!-- plan -->\n```console\n\$ lioncub )(.*)\n(?s:.*?)```")
-# For the planner, of 4 workers on 2 cores. A message by Gloo: an unshaped float32 mean of 27 arrays, over
-# its 108 hops. Bits of memory a second, and of an unshaped link.
-LATENCY, CPU_MEMORY, LOOPBACK = 1.2e-3, 8e9, 8e9
+# For the planner, of 4 workers on 2 cores: a message by Gloo, from an unshaped float32 mean of 27 arrays
+# over its 108 hops; bits a second of an unshaped link.
+LATENCY, LOOPBACK = 1.2e-3, 8e9
 WARM = WARMUP / STEPS  # of 1-bit Adam
 WITHIN = 1.05  # of the best's time: less is not worth a change
 
@@ -134,11 +134,6 @@ def cells(found: Found) -> list[Cell]:
     return sorted({Cell(one["tokens"], one["network"]) for one in found["times"]})
 
 
-def drawn(cell: Cell) -> bool:
-    """Whether the picture of seconds shows it: it has those whose network has a rate."""
-    return cell.network != UNSHAPED
-
-
 def first(times: dict[str, float], some: Iterable[str]) -> str:
     """Who of some is first."""
     there = set(some)
@@ -161,9 +156,7 @@ def advised(found: Found, cell: Cell) -> tuple[str, float] | None:
     if not took or alone is None:
         return None
     rate = LOOPBACK if cell.network == UNSHAPED else units.rate(cell.network)
-    at = planner.Cluster(
-        WORKERS, planner.Link(rate, LATENCY), on_cpu=True, memory_bandwidth=CPU_MEMORY
-    )
+    at = planner.Cluster(WORKERS, planner.Link(rate, LATENCY), on_cpu=True)
     plan = planner.plan(curves.shapes(), at, alone, tokens=cell.tokens)
     name = plan.rows[plan.use()].scheme.learns
     return name, took.get(name, math.inf) / min(took.values())
@@ -194,8 +187,6 @@ def rewritten(found: Found, tables: Mapping[str, str]) -> dict[Path, str]:
     made: dict[str, Callable[[], str]] = {
         "answer": answer.answer_text,
         "what to use": answer.what_to_use_text,
-        "noise": lambda: noise(found),
-        "methods": lambda: methods(found),
         "seconds": lambda: seconds(found),
         "time to loss": lambda: speedups(found),
     }
@@ -217,57 +208,6 @@ def printed(at: re.Match[str]) -> str:
     return f"{at[1]}{at[2]}\n{chr(10).join(lines)}\n```"
 
 
-def noise(found: Found) -> str:
-    """How noisy the cells are, and what that costs the vote and AdamW at the owner."""
-    head = ["tokens a worker", "workers", "data", "steps", "parameters"]
-    head += ["agreement", "noise scale", "`lion_cub`", "`owner_adamw`"]
-
-    def lines() -> Iterator[list[str]]:
-        for cell in found["cells"]:
-            yield [
-                f"{cell['tokens']:,}", str(cell["workers"]), cell["data"],
-                f"{cell['steps']:,}", f"{cell['parameters']:,}",
-                number(cell["agreement"], ".3f"), number(cell["noise_scale"], ",.0f"),
-                number(cell["vote_over_lion"], ".2f"),
-                more(cell, "owner-adamw", "adamw"),
-            ]  # fmt: skip
-
-    return report.markdown(head, lines())
-
-
-def more(cell: dict[str, Any], name: str, than: str) -> str:
-    """Steps to the first loss, over those of the optimizer in float32."""
-    own, other = (cell["methods"].get(one, {"steps": [None]})["steps"][0] for one in (name, than))
-    return "not reached" if own is None or other is None else f"{own / other:.2f}"
-
-
-def methods(found: Found) -> str:
-    """A table for each cell: what was sent, the loss at the end, the steps, and what tuning chose."""
-    head = [
-        "method", "whose", "bits", "loss", *(f"{share:.0%}" for share in TARGETS), "rate", "decay", "betas",
-    ]  # fmt: skip
-    return "\n".join(
-        f"**{cell['tokens']:,} tokens a worker, {cell['workers']} workers, data {cell['data']}**\n\n"
-        + report.markdown(head, [line(cell, name, of) for name, of in cell["methods"].items()])
-        for cell in found["cells"]
-        if cell["steps"] == STEPS
-    )
-
-
-def line(cell: dict[str, Any], name: str, of: dict[str, Any]) -> list[str]:
-    std = "" if of["loss_std"] is None else f" ± {of['loss_std']:.3f}"
-    loss = "diverged" if of["loss"] is None else f"{of['loss']:.3f}{std} ({of['seeds']})"
-    steps = [
-        "not measured" if not runs else "–" if x is None else f"{x:.0f}"
-        for x, runs in zip(of["steps"], of["runs"], strict=True)
-    ]
-    betas = f"{of['b1']:g}, {of['b2']:g}"
-    return [
-        f"`{code_of(name)}`", contender_named(name).whose, f"{bits(name, cell['workers']):.2f}",
-        loss, *steps, f"{of['rate_over_adamw']:.2g}", f"{of['decay_over_adamw']:.2g}", betas,
-    ]  # fmt: skip
-
-
 @functools.cache
 def bits(name: str, workers: int) -> float:
     """That a worker sends for a parameter of this model, in the mean of its steps."""
@@ -284,7 +224,7 @@ def sent(name: str, workers: int) -> list[float]:
 
 
 def seconds(found: Found) -> str:
-    """Milliseconds of a step in the lab; and seconds to the loss where no picture shows them."""
+    """Milliseconds of a step in the lab, and seconds to the loss."""
     some = cells(found)
     if not some:
         return NONE
@@ -299,7 +239,7 @@ def said(found: Found, cell: Cell, name: str) -> str:
     timed = [s for (n, _), s in step_seconds(found, cell).items() if n == name]
     steps = " and ".join(f"{1e3 * s:.0f}" for s in timed)
     known = times(found, cell) | {NOTHING: limit(found, cell)}
-    took = None if drawn(cell) else known.get(name)
+    took = known.get(name)
     return f"{steps} ms" * bool(steps) + (f", {took:.1f} s" if took else "")
 
 

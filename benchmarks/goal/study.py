@@ -39,6 +39,16 @@ COLUMNS = {
 }  # fmt: skip
 
 
+SHORT = {
+    Key(data, tokens, workers, WIDTH, STEPS): f"{tokens:,} tokens, {workers} workers"
+    + f", data {data}" * (data != "alike")
+    for data, tokens, workers in (
+        ("alike", 32, 4), ("alike", 32, 8), ("alike", 32, 32), ("alike", 256, 4), ("alike", 256, 8),
+        ("alike", 2048, 4), ("different", 256, 8),
+    )
+}  # fmt: skip
+
+
 class Cell:
     """What ran in a setting: the chosen runs of each method that did not diverge, and their deviation."""
 
@@ -96,7 +106,8 @@ class Study:
         """The text of each place on the page."""
         return {
             "learnt": self.learnt(),
-            "lengths": self.losses(),
+            "lengths": self.losses(COLUMNS),
+            "batches": self.losses(SHORT),
             "tokens to a loss": self.tokens_to_a_loss(),
             "tuning": self.tuning(),
             "sizes": self.sizes(),
@@ -115,8 +126,8 @@ class Study:
 
         return sorted(known, key=lambda name: (place(name), name))
 
-    def losses(self) -> str:
-        """The first reading: last losses, less AdamW's."""
+    def losses(self, columns: Mapping[Key, str]) -> str:
+        """The first reading: last losses, less AdamW's, in settings by their titles."""
 
         def text(key: Key, name: str) -> str:
             cell = self.cell(key)
@@ -129,15 +140,16 @@ class Study:
             found = cell.behind(name)
             return "" if found is None else f"{found}{', alike' * found.alike}"
 
-        head = ["method", "whose", "bits", *COLUMNS.values()]
+        head = ["method", "whose", "bits", *columns.values()]
         lines = [
             [
                 f"`{pages.code_of(name)}`",
                 "ours" if pages.ours(name) else "others'",
                 f"{pages.bits(name, WORKERS):.2f}",
-                *(text(key, name) for key in COLUMNS),
+                *(text(key, name) for key in columns),
             ]
             for name in self.names()
+            if any(name in self.cell(key).rows for key in columns)
         ]
         return report.markdown(head, lines)
 

@@ -25,33 +25,28 @@ class Followed:
     Args:
       folder: an empty one; temporary files go there too.
       workers, steps, every, snapshots: how many; steps from save to save, and from snapshot to snapshot.
-      lab: the workers are in namespaces of the lab, which is started again as one command.
 
     Attributes:
       steps: (seconds since the epoch, step, loss), as they were said.
       saves: the steps that began to be saved.
-      checkpoints: their folder, in a folder ``disk``.
+      checkpoints: their folder.
     """
 
-    def __init__(
-        self, folder: Path, workers: int, steps: int, every: int, snapshots: int, lab: bool
-    ):
+    def __init__(self, folder: Path, workers: int, steps: int, every: int, snapshots: int):
         self._events, self._scratch = folder / "events.jsonl", folder / "scratch"
         self._scratch.mkdir()
-        self.checkpoints = folder / "disk" / "checkpoints"
+        self.checkpoints = folder / "checkpoints"
         self._mark = uuid.uuid4().hex
         one = [sys.executable, str(WORKER), "--steps", str(steps), "--every", str(every)]
         one += ["--snapshots", str(snapshots), "--checkpoint", str(self.checkpoints)]
-        # A lab ends all its workers when one fails, and then fails itself.
-        inside = [*CLI, "lab", "--workers", str(workers), "--grace", "0.2s", "--", *one]
-        run = [*CLI, "run", "--workers", str(1 if lab else workers), "--events", str(self._events)]
+        run = [*CLI, "run", "--workers", str(workers), "--events", str(self._events)]
         own = {
             "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
             "TMPDIR": str(self._scratch),
             MARK: self._mark,
         }
         self.process = subprocess.Popen(
-            [*run, "--", *(inside if lab else one)],
+            [*run, "--", *one],
             cwd=ROOT,
             env=os.environ | own,
             stdout=subprocess.PIPE,
@@ -111,9 +106,3 @@ def marked(mark: str) -> list[int]:
         except (FileNotFoundError, PermissionError, ProcessLookupError):
             pass  # it has ended, or is somebody else's
     return found
-
-
-def mounted_below(folder: Path) -> list[str]:
-    """Mounts at a folder or below it."""
-    points = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
-    return [point for point in points if Path(point).is_relative_to(folder)]
