@@ -63,7 +63,7 @@ def test_the_front_page_has_what_a_newcomer_needs_and_leads_to_the_project(page)
     page.goto("/index.html")
     article = page.locator("article")
     assert article.locator("img").first.evaluate("image => image.naturalWidth") > 300
-    assert article.get_by_role("cell", name="owner_adamw").count() >= 4
+    assert article.locator("table").first.get_by_role("row").count() > 4
     assert "pip install" in article.inner_text()
     assert "+workers = lc.Workers" in article.locator(".highlight-diff").inner_text()
     for title in "Changelog", "Contributing":
@@ -98,7 +98,7 @@ def test_the_reference_leads_to_a_function_by_its_kind_and_to_its_source(page):
 
 FOUND = {
     "owner_adamw": "lioncub_jax.owner_adamw",
-    "coin": "Zeros, ties",
+    "tie": "Zeros, ties",
     "mixed precision": "Mixed precision",
     "profile": "Profile a step",
     "vision": "Images",
