@@ -50,8 +50,14 @@ SHOWN["README.md"] = "index.md"
 LINK = re.compile(r"\[([^\]]+)\]\(([^)\s:#]+)(#[^)\s]*)?\)")
 
 
+PLAN = re.compile(r"(?<=<!-- plan -->\n)(```console\n.*?\n)(.*?)(?=\n```)", re.S)
+
+
 def on_the_site(text, folder, page):
-    """Links of a file in ``folder`` as those of ``page``; a name alone where the site has no such page."""
+    """Links of a file in ``folder`` as those of ``page``; a name alone where the site has no such page.
+
+    What a plan prints has one line for each paragraph, which wraps at the reader's window.
+    """
 
     def link(found):
         label, path, anchor = found.groups(default="")
@@ -64,7 +70,8 @@ def on_the_site(text, folder, page):
             return label
         return f"[{label}]({os.path.relpath(target, page.parent)}{anchor})"
 
-    return LINK.sub(link, text)
+    joined = PLAN.sub(lambda found: found[1] + re.sub(r"(?<=\S)\n(?=\S)", " ", found[2]), text)
+    return LINK.sub(link, joined)
 
 
 def read_page(app, docname, source):

@@ -39,6 +39,14 @@ def test_links_lead_somewhere_and_pictures_say_what_they_show(page):
     assert all(len(alt) > 30 for alt in re.findall(r"!\[(.*?)\]", text, re.S))
 
 
+def test_the_map_of_the_house_names_files_that_are_there():
+    named = re.findall(r"`([\w/]+(?:\.py|/))`", (ROOT / "docs/develop.md").read_text())
+    assert len(named) > 30
+    assert [
+        x for x in named if not any((ROOT / at / x).exists() for at in ("", "lioncub_jax"))
+    ] == []
+
+
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
