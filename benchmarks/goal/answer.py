@@ -39,9 +39,9 @@ def _runs(rows: list[Use]) -> str:
         for plan in row.plans.values():
             if row.method() == NOT_MEASURED:
                 continue
-            cell, how = plan.found.cell, plan.rows[row.method()].learned
+            cell, how = plan.nearest.cell, plan.rows[row.method()].learned
             assert how
-            where = f"{cell.tokens:,} tokens, {row.data}: {cell.workers} workers"
+            where = f"{cell.tokens:,} tokens, {row.data}: {cell.num_workers} workers"
             said.setdefault(where, set()).add(how.runs)
     seeds = {where: _from_to([str(n) for n in sorted(runs)]) for where, runs in said.items()}
     return " ".join(f"{where}, {n} seed{'s' * (n != '1')}." for where, n in seeds.items())

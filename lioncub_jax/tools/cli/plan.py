@@ -161,7 +161,7 @@ def _cluster(
 ) -> planner.Cluster:
     """The named or measured machines, or defaults, with what is given in its place."""
     if measured and not named:
-        at = planner.Cluster(measured.workers, planner.Link(math.inf, kind="exact"))
+        at = planner.Cluster(measured.num_workers, planner.Link(math.inf, kind="exact"))
     elif named:
         at = named.cluster
     elif args.workers and args.bandwidth:
@@ -177,7 +177,7 @@ def _cluster(
         )
     cluster = dataclasses.replace(
         at,
-        workers=args.workers or at.workers,
+        num_workers=args.workers or at.num_workers,
         link=planner.Link(
             at.link.bandwidth, args.latency or at.link.latency, args.network or at.link.kind
         ),

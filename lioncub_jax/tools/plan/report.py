@@ -47,7 +47,7 @@ class Row(NamedTuple):
 
     @property
     def code(self) -> str:
-        """How it is written, and how many micro-steps make a step."""
+        """The code of the scheme, and how many micro-steps make a step."""
         more = f" with {self.accumulate} micro-steps" if self.accumulate > 1 else ""
         return self.scheme.code + more
 
@@ -71,7 +71,7 @@ class Plan(NamedTuple):
       tokens: that a worker sees in a step, as given.
       data: what workers see, as given.
       parameters: of the model.
-      found: the setting whose steps these are.
+      nearest: the setting whose steps these are.
       rows: by name, those that work; "vote-micro-4" is "vote" with 4 micro-steps.
       refused: why the others do not work, by name.
     """
@@ -81,7 +81,7 @@ class Plan(NamedTuple):
     tokens: int
     data: str
     parameters: int
-    found: Found
+    nearest: Found
     rows: dict[str, Row]
     refused: dict[str, str]
 
@@ -110,7 +110,7 @@ class Plan(NamedTuple):
 
     def verdict(self) -> str:
         """Returns what `advice` begins with: one of the constants of this module."""
-        if self.cluster.workers == 1 or not self.rows:
+        if self.cluster.num_workers == 1 or not self.rows:
             return NOTHING
         if self.too_slow():
             return LOCAL_STEPS
@@ -155,7 +155,8 @@ class Plan(NamedTuple):
             (
                 row.estimate.communication(best) / row.accumulate
                 for row in self.rows.values()
-                if row.scheme.every == 1 and (self.cluster.workers > 2 or row.scheme.kind == "mean")
+                if row.scheme.every == 1
+                and (self.cluster.num_workers > 2 or row.scheme.kind == "mean")
             ),
             default=0.0,
         )
@@ -213,7 +214,7 @@ def plan(
     Example:
       >>> from lioncub_jax.tools.plan import Link
       >>> slow = plan(124_000_000, Cluster(8, Link(1e9, 50e-6)), 0.144, tokens=32)
-      >>> round(slow.rows["vote"].estimate.step(0.144), 2), slow.found.away
+      >>> round(slow.rows["vote"].estimate.step(0.144), 2), slow.nearest.distance
       (0.36, 'here')
     """
     check_number(
@@ -221,7 +222,7 @@ def plan(
         "give seconds, above zero; speedups depend on it",
     )  # fmt: skip
     size = parameters_in(params)
-    found = evidence.cell_for(cluster.workers, tokens, data, size)
+    nearest = evidence.cell_for(cluster.num_workers, tokens, data, size)
     rows, refused = {}, {}
     for scheme in SCHEMES:
         try:
@@ -236,19 +237,21 @@ def plan(
                 f"has {bytes_text(memory)}"
             )
             continue
-        unknown = found.away == evidence.FAR or (cluster.workers == 2 and scheme.name == TIES)
-        learned = None if unknown else found.methods.get(scheme.learns)
+        unknown = nearest.distance == evidence.FAR or (
+            cluster.num_workers == 2 and scheme.name == TIES
+        )
+        learned = None if unknown else nearest.methods.get(scheme.learns)
         rows[scheme.name] = Row(scheme, estimate, learned)
         if learned and learned.ratio < math.inf and scheme.every == 1:
-            for count, how in _accumulated(scheme, learned, found).items():
+            for count, how in _accumulated(scheme, learned, nearest).items():
                 rows[f"{scheme.name}-micro-{count}"] = Row(scheme, estimate, how, count)
-    return Plan(cluster, compute, tokens, data, size, found, rows, refused)
+    return Plan(cluster, compute, tokens, data, size, nearest, rows, refused)
 
 
-def _accumulated(scheme: Scheme, learned: Learned, found: Found) -> dict[int, Learned]:
-    """How a method learns with more micro-steps: as measured, or as AdamW does with them."""
+def _accumulated(scheme: Scheme, learned: Learned, nearest: Found) -> dict[int, Learned]:
+    """Learning of a method with more micro-steps: as measured, or as AdamW learns with them."""
     results = {}
-    for name, how in found.methods.items():
+    for name, how in nearest.methods.items():
         method, _, count = name.rpartition("-micro-")
         if method == scheme.learns:
             results[int(count)] = how
@@ -278,7 +281,7 @@ def advice(plan: Plan) -> str:
       >>> advice(plan(10**8, Cluster(1, Link(1e9)), 0.1, tokens=32))[:31]
       'Do not use this: one worker has'
     """
-    if plan.cluster.workers == 1:
+    if plan.cluster.num_workers == 1:
         return "Do not use this: one worker has no others to exchange with; use optax.adamw or optax.lion."
     if not plan.rows:
         return (
@@ -371,7 +374,7 @@ def _local_steps(plan: Plan) -> str:
 
 def _hides(plan: Plan) -> str:
     takes = seconds_text(plan.mean_takes())
-    unknown = f" Nobody ran {_asked(plan)}." if plan.found.away == evidence.FAR else ""
+    unknown = f" Nobody ran {_asked(plan)}." if plan.nearest.distance == evidence.FAR else ""
     return (
         f"Do not use this: {_link_text(plan)} a mean of gradients in bfloat16 takes at most {takes} of a "
         f"step of {seconds_text(plan.compute)}, and can hide behind computing. Make it overlap (lioncub "
@@ -380,7 +383,7 @@ def _hides(plan: Plan) -> str:
 
 
 def _far(plan: Plan) -> str:
-    cell, most = plan.found.cell, _digits(1 + plan.mean_takes() / plan.compute)
+    cell, most = plan.nearest.cell, _digits(1 + plan.mean_takes() / plan.compute)
     begin = "Not measured:"
     if plan.tokens > cell.tokens and plan.data == cell.data:
         begin = "Do not use this: with more tokens, methods that send less took more steps, and"
@@ -396,18 +399,20 @@ _WITHOUT_METHOD = {LOCAL_STEPS: _local_steps, HIDES: _hides, NOT_MEASURED: _far}
 
 
 def _asked(plan: Plan) -> str:
-    return f"{plan.tokens:,} tokens, {plan.cluster.workers:,} workers and data {plan.data}"
+    return f"{plan.tokens:,} tokens, {plan.cluster.num_workers:,} workers and data {plan.data}"
 
 
 def _cell(cell: evidence.Cell) -> str:
-    return f"{cell.tokens:,} tokens a worker and step, {cell.workers} workers and data {cell.data}"
+    return (
+        f"{cell.tokens:,} tokens a worker and step, {cell.num_workers} workers and data {cell.data}"
+    )
 
 
 def _measured(plan: Plan, row: Row) -> str:
-    """Where it was measured, and how far that is from what was asked."""
-    (cell, away, _), how, study = plan.found, row.learned, evidence.packaged().study
+    """The setting in which it was measured, and its distance from what was asked."""
+    (cell, distance, _), how, study = plan.nearest, row.learned, evidence.packaged().study
     assert how
-    near = "with" if away == evidence.HERE else f"near {_asked(plan)}: with"
+    near = "with" if distance == evidence.HERE else f"near {_asked(plan)}: with"
     name, notes = row.scheme.name, ""
     if name != row.scheme.learns:
         notes = "; bfloat16 is assumed to learn like float32"
@@ -415,7 +420,7 @@ def _measured(plan: Plan, row: Row) -> str:
         notes = "; the rank is the same share of the width"
     if plan.tokens > cell.tokens:
         notes += "; with more tokens votes and codes took more steps, so expect less"
-    if plan.cluster.workers == 2:
+    if plan.cluster.num_workers == 2:
         notes += "; votes of two workers, where each disagreement is a tie, were not measured"
     return (
         f"Measured {near} {_cell(cell)}, runs of {how.steps:,} steps of a {study['model']} of "
@@ -470,7 +475,7 @@ def table(plan: Plan) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in lines
     ]
-    title = f"{plan.cluster.workers:,} workers at {rate_text(plan.cluster.link.bandwidth)}"
+    title = f"{plan.cluster.num_workers:,} workers at {rate_text(plan.cluster.link.bandwidth)}"
     return "\n".join([title, *shown, *(f"{name}: {why}" for name, why in plan.refused.items())])
 
 
