@@ -18,6 +18,7 @@ from goal import answer, choice
 import lioncub_jax as lc
 from lioncub_jax.tools import plan as planner
 from lioncub_jax.tools.cli import output
+from lioncub_jax.tools.cli import plan as plan_command
 from lioncub_jax.tools.plan import Cluster, Link, Measured, evidence, report, scheme_named
 
 ROOT = Path(__file__).parents[1]
@@ -375,10 +376,10 @@ def test_what_does_not_fit_a_device_is_refused():
     assert plan.refused["adamw"] == (
         "parameters, gradients and state in float32 take 16 GB of a device that has 13 GB"
     )
-    assert "adamw: parameters, gradients" in report.table(plan)
+    assert "adamw: parameters, gradients" in plan_command.table(plan)
     plan = planner.plan(10**9, SLOW, 1.0, tokens=256, memory=11.8e9)
     assert planner.advice(plan).startswith(
-        "Use owner_lion(...): no mean of gradients fits a device."
+        "Use owner_lion(...): no all-reduce of gradients fits a device."
     )
     plan = planner.plan(10**9, SLOW, 0.1, tokens=32, memory=1e9)
     assert planner.advice(plan).startswith(
@@ -403,7 +404,7 @@ def test_a_factor_is_a_range_over_shares_overlap_and_errors(known):
         "Use owner_lion(...): at 100 Mbit/s, of which collectives reach 80% to 95%, it is "
     )
     assert (
-        "the best mean of gradients, global_gradients(optax.adamw(...), dtype=jnp.bfloat16)."
+        "the best all-reduce of gradients, global_gradients(optax.adamw(...), dtype=jnp.bfloat16)."
         in words
     )
     assert words.endswith(
@@ -439,7 +440,10 @@ def test_the_one_number_to_measure_is_the_one_that_narrows_most(known):
     wide = dataclasses.replace(FREE, link=Link(1e9, 0.0, "tcp"))
     plan, words = to_loss(1e9, 10**7, 0.32, at=wide)
     assert plan.verdict() == "measure first" and words.startswith("Measure first: at 1 Gbit/s")
-    assert "Measure how much of a mean overlaps with computing, by lioncub probe --step." in words
+    assert (
+        "Measure how much of an all-reduce overlaps with computing, by lioncub probe --step."
+        in words
+    )
     known(cell(32, 8, error=0.3))
     fast = dataclasses.replace(FREE, link=Link(1e11, 0.0, "rdma"), on_cpu=True)
     assert (
@@ -452,7 +456,7 @@ def test_the_one_number_to_measure_is_the_one_that_narrows_most(known):
 
 def test_json_holds_the_plan_and_no_infinity():
     plan = planner.plan(10**8, Cluster(32, SLOW.link), 0.1, tokens=32)
-    read = json.loads(output.as_text(report.as_json(plan)))
+    read = json.loads(output.as_text(plan_command.as_json(plan)))
     assert read["use"] == plan.use() and read["advice"] == report.advice(plan)
     assert read["ranges"].keys() == plan.times().keys()
     assert set(read["rows"]) == set(plan.rows) and read["refused"] == plan.refused
