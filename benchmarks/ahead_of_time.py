@@ -90,7 +90,7 @@ def covered(row: dict[str, Any]) -> float:
     """
     at = planner.cluster_named(row["machine"]).cluster
     workers, hidden = machines.named(row["machine"]).devices, 0.0
-    if at.workers != workers:
+    if at.num_workers != workers:
         return 0.0
     for op, arrives, work in row["exchanges"]:
         sent = arrives * (workers - 1) / workers

@@ -85,7 +85,9 @@ def by_network() -> dict[str, Any]:
     cells = [cell for cell in evidence.packaged().cells if cell.data == "alike"]
     found = {}
     for tokens in sorted({cell.tokens for cell in cells}):
-        workers = max(one.workers for one in cells if one.tokens == tokens and one.workers <= 8)
+        workers = max(
+            one.num_workers for one in cells if one.tokens == tokens and one.num_workers <= 8
+        )
         at = [cluster_at(x, workers) for x in NETWORKS]
         plans = [planner.plan(SIZE, cluster, 1.0, tokens=tokens) for cluster in at]
         means = [plan.rows[plan.use()].scheme.kind == "mean" for plan in plans]

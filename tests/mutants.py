@@ -692,8 +692,8 @@ MUTANTS = r"""
 + x.shape
 
 = of the ways that a step can go the last is the usual one
-- min(found.ways, key=found.between)
-+ found.ways[-1]
+- min(reader.ways, key=reader.between)
++ reader.ways[-1]
 
 = the turns of a loop are counted as one
 - times * step.params["length"] if name == "scan" else times
@@ -770,12 +770,12 @@ MUTANTS = r"""
 
 # tools/plan/evidence.py: planner
 = the nearest cell is so by its number of workers alone
-- return math.prod(away(cell)), -cell.steps
-+ return away(cell)[1], -cell.steps
+- return math.prod(ratios(cell)), -cell.steps
++ return ratios(cell)[1], -cell.steps
 
 = short runs are preferred to long ones
-- math.prod(away(cell)), -cell.steps
-+ math.prod(away(cell)), cell.steps
+- math.prod(ratios(cell)), -cell.steps
++ math.prod(ratios(cell)), cell.steps
 
 # tools/probe.py: probe
 = the bytes of a worker are taken for what it sends

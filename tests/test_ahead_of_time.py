@@ -18,7 +18,7 @@ RESULTS = Path(ahead_of_time.__file__).parent / "results" / "ahead_of_time.jsonl
 def test_machines_are_the_planners_and_committed_rows_send_what_it_says(name):
     """Each device a worker; where the planner's worker is a node only the devices agree."""
     one, devices = planner.cluster_named(name).cluster, machines.named(name).devices
-    assert one.workers * one.group_size == devices
+    assert one.num_workers * one.group_size == devices
     sent = {
         row["method"]: row.get("predicted_bytes")
         for row in map(json.loads, RESULTS.read_text().splitlines())

@@ -22,6 +22,7 @@ from lioncub_jax.audit import units
 from lioncub_jax.tools import cli, lab
 from lioncub_jax.tools import plan as planner
 from lioncub_jax.tools.cli import examples, output, targets
+from lioncub_jax.tools.cli import plan as plan_command
 
 ROOT = Path(__file__).parents[1]
 MODELS = """
@@ -198,7 +199,7 @@ def plan_of(cluster=EIGHT, **asked):
 
 
 def json_of(cluster=EIGHT, **asked):
-    return json.loads(output.as_text(planner.as_json(plan_of(cluster, **asked))))
+    return json.loads(output.as_text(plan_command.as_json(plan_of(cluster, **asked))))
 
 
 def test_the_plan_is_three_sentences_for_each_rate_and_a_table_where_it_explains(said):

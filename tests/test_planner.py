@@ -18,6 +18,7 @@ from goal import answer, choice
 import lioncub_jax as lc
 from lioncub_jax.tools import plan as planner
 from lioncub_jax.tools.cli import output
+from lioncub_jax.tools.cli import plan as plan_command
 from lioncub_jax.tools.plan import Cluster, Link, Measured, evidence, report, scheme_named
 
 ROOT = Path(__file__).parents[1]
@@ -149,16 +150,16 @@ def test_packing_is_what_passes_through_memory():
 @pytest.mark.parametrize(
     ("options", "longer"),
     [
-        *(({"workers": n, "on_cpu": True}, x) for n, x in {2: 2, 3: 1, 4: 4 / 3, 8: 8 / 7}.items()),
-        ({"workers": 8, "all_to_all_share": 0.2}, 5),
+        *(({"num_workers": n, "on_cpu": True}, x) for n, x in {2: 2, 3: 1, 4: 4 / 3, 8: 8 / 7}.items()),
+        ({"num_workers": 8, "all_to_all_share": 0.2}, 5),
     ],
 )  # fmt: skip
 def test_an_all_to_all_takes_longer_where_pairs_take_turns_or_the_middle_is_narrow(options, longer):
     """Two workers take turns; of three each has one to send to, twice; of four one is left over."""
     bad = Cluster(link=Link(1e8, 0.0, "exact"), **options)
-    each = 1e-8 * (1 + 1 / 128) * (bad.workers - 1) / bad.workers * SIZE
+    each = 1e-8 * (1 + 1 / 128) * (bad.num_workers - 1) / bad.num_workers * SIZE
     assert exchange_of("vote", bad).communication() == pytest.approx((longer + 1) * each)
-    assert step_of("lion", bad) == step_of("lion", Cluster(bad.workers, bad.link))
+    assert step_of("lion", bad) == step_of("lion", Cluster(bad.num_workers, bad.link))
 
 
 def test_a_measurement_stands_in_place_of_links_and_memory():
@@ -177,13 +178,13 @@ def test_a_measurement_stands_in_place_of_links_and_memory():
     half = measured.time("all-reduce bfloat16", narrow.sent_bytes)
     assert narrow.communication(0.1) == pytest.approx(half)
     assert vote.local == pytest.approx(8 * 2 * (vote.sent_bytes + 4 * SIZE) / 8e9)
-    with pytest.raises(ValueError, match="workers=4, and 8 were measured: run lioncub probe"):
-        dataclasses.replace(at, workers=4)
+    with pytest.raises(ValueError, match="num_workers=4, and 8 were measured: run lioncub probe"):
+        dataclasses.replace(at, num_workers=4)
 
 
 def test_named_machines_are_what_their_vendors_say():
     pod, node = planner.cluster_named("v5e-256"), planner.cluster_named("p4d-64")
-    total = pod.cluster.workers * pod.cluster.link.bandwidth
+    total = pod.cluster.num_workers * pod.cluster.link.bandwidth
     assert total == 51.2e12 * 8  # "all-reduce bandwidth per Pod"
     each = pod.cluster.link.bandwidth * pod.cluster.all_to_all_share
     assert 128 * each * 128 / 255 == pytest.approx(1.6e12 * 8)  # "bisection bandwidth per Pod"
@@ -201,7 +202,7 @@ def test_named_machines_are_what_their_vendors_say():
         (lambda: Link(0), "bandwidth=0"),
         (lambda: Link(1e9, -1e-6), "latency="),
         (lambda: Link(1e9, kind="fast"), "network 'fast': give one of tcp, rdma, nvlink, chips, exact"),
-        (lambda: Cluster(0, SLOW.link), "workers=0"),
+        (lambda: Cluster(0, SLOW.link), "num_workers=0"),
         (lambda: Cluster(2, SLOW.link, 0), "group_size=0"),
         (lambda: Cluster(2, SLOW.link, 8), "group_size=8 without inside: give the Link in a group"),
         (lambda: Cluster(2, SLOW.link, all_to_all_share=0), "share=0: give a number above 0, at most 1"),
@@ -211,7 +212,7 @@ def test_named_machines_are_what_their_vendors_say():
         (lambda: planner.plan(0, SLOW, 0.1, tokens=32), "params=0"),
         (lambda: planner.plan(SIZE, SLOW, 0.0, tokens=32), "compute=0.0: give seconds, above zero"),
         (lambda: planner.cell_for(8, 32, "new"), "data 'new': give one of alike, different"),
-        (lambda: planner.cell_for(0, 32), "workers=0"),
+        (lambda: planner.cell_for(0, 32), "num_workers=0"),
         (lambda: planner.cell_for(8, 31), "tokens=31: nobody measured less than one window of 32"),
     ],
 )  # fmt: skip
@@ -320,13 +321,13 @@ def to_loss(rate=1e8, size=10**5, compute=1e-2, at=FREE, **how):
 )  # fmt: skip
 def test_the_nearest_setting_is_by_noise_and_workers_and_it_is_said_how_far(known, asked, nearest):
     found = planner.cell_for(*asked)
-    assert (found.cell.tokens, found.cell.workers, found.away) == nearest
+    assert (found.cell.tokens, found.cell.num_workers, found.distance) == nearest
 
 
 def test_data_that_were_not_measured_are_far(known):
     known(*CELLS[:2])
-    cell, away, _ = planner.cell_for(8, 32, data="different")
-    assert (cell.tokens, cell.data, away) == (32, "alike", "far")
+    cell, distance, _ = planner.cell_for(8, 32, data="different")
+    assert (cell.tokens, cell.data, distance) == (32, "alike", "far")
 
 
 def test_a_method_is_judged_by_its_longest_run_of_the_nearest_size(known):
@@ -375,10 +376,10 @@ def test_what_does_not_fit_a_device_is_refused():
     assert plan.refused["adamw"] == (
         "parameters, gradients and state in float32 take 16 GB of a device that has 13 GB"
     )
-    assert "adamw: parameters, gradients" in report.table(plan)
+    assert "adamw: parameters, gradients" in plan_command.table(plan)
     plan = planner.plan(10**9, SLOW, 1.0, tokens=256, memory=11.8e9)
     assert planner.advice(plan).startswith(
-        "Use owner_lion(...): no mean of gradients fits a device."
+        "Use owner_lion(...): no all-reduce of gradients fits a device."
     )
     plan = planner.plan(10**9, SLOW, 0.1, tokens=32, memory=1e9)
     assert planner.advice(plan).startswith(
@@ -403,7 +404,7 @@ def test_a_factor_is_a_range_over_shares_overlap_and_errors(known):
         "Use owner_lion(...): at 100 Mbit/s, of which collectives reach 80% to 95%, it is "
     )
     assert (
-        "the best mean of gradients, global_gradients(optax.adamw(...), dtype=jnp.bfloat16)."
+        "the best all-reduce of gradients, global_gradients(optax.adamw(...), dtype=jnp.bfloat16)."
         in words
     )
     assert words.endswith(
@@ -439,7 +440,10 @@ def test_the_one_number_to_measure_is_the_one_that_narrows_most(known):
     wide = dataclasses.replace(FREE, link=Link(1e9, 0.0, "tcp"))
     plan, words = to_loss(1e9, 10**7, 0.32, at=wide)
     assert plan.verdict() == "measure first" and words.startswith("Measure first: at 1 Gbit/s")
-    assert "Measure how much of a mean overlaps with computing, by lioncub probe --step." in words
+    assert (
+        "Measure how much of an all-reduce overlaps with computing, by lioncub probe --step."
+        in words
+    )
     known(cell(32, 8, error=0.3))
     fast = dataclasses.replace(FREE, link=Link(1e11, 0.0, "rdma"), on_cpu=True)
     assert (
@@ -452,18 +456,22 @@ def test_the_one_number_to_measure_is_the_one_that_narrows_most(known):
 
 def test_json_holds_the_plan_and_no_infinity():
     plan = planner.plan(10**8, Cluster(32, SLOW.link), 0.1, tokens=32)
-    read = json.loads(output.as_text(report.as_json(plan)))
+    read = json.loads(output.as_text(plan_command.as_json(plan)))
     assert read["use"] == plan.use() and read["advice"] == report.advice(plan)
     assert read["ranges"].keys() == plan.times().keys()
     assert set(read["rows"]) == set(plan.rows) and read["refused"] == plan.refused
-    assert (read["tokens"], read["found"]["away"], read["cluster"]["workers"]) == (32, "here", 32)
+    assert (read["tokens"], read["nearest"]["distance"], read["cluster"]["num_workers"]) == (
+        32,
+        "here",
+        32,
+    )
 
 
 def test_no_rate_of_the_small_model_leaves_the_library():
     """A rate of 0.4 million parameters and 256 steps is harmful elsewhere; the ratio to AdamW's is said."""
     for one in evidence.packaged().cells:
         for rate in (1e8, 1e9, 1e10, 1e12):
-            at = Cluster(one.workers, Link(rate))
+            at = Cluster(one.num_workers, Link(rate))
             words = planner.advice(planner.plan(10**9, at, 1.0, tokens=one.tokens, data=one.data))
             assert "learning rate of 0" not in words
             begins = "Use ", "Measure first: ", "Do not use this: ", "Take local steps: "
@@ -522,7 +530,7 @@ def test_the_table_is_small_and_gives_the_answer_of_a_plan():
     assert len(rows) == len(lines) - 2 <= 14
     for row, line in zip(rows, lines[2:], strict=True):
         for network, plan in row.plans.items():
-            at = choice.cluster_at(network, plan.cluster.workers)
+            at = choice.cluster_at(network, plan.cluster.num_workers)
             again = planner.plan(10**7, at, 1.0, tokens=row.tokens, data=row.data)
             assert (again.use(), again.verdict()) == (row.method(), row.verdict())
             assert plan.rows[row.method()].code in line

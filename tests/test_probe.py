@@ -64,7 +64,7 @@ def test_a_delay_of_25_ms_is_measured_at_every_size_and_local_steps_are_advised(
 def test_a_step_is_timed_with_its_exchange_and_without(two, monkeypatch):
     monkeypatch.setattr(probe, "SIZES", (2**12, 2**16, 2**20))
     measured = probe.probe(two, examples.training, nominal=1e12)
-    assert measured.workers == 2 and measured.seconds.keys() == probe.COLLECTIVES.keys()
+    assert measured.num_workers == 2 and measured.seconds.keys() == probe.COLLECTIVES.keys()
     for op, points in measured.seconds.items():
         sizes = [size for size, _ in points]
         sent = {"all-gather": 1.0, "all-to-all": 0.5}.get(op, 1.0)
@@ -117,11 +117,11 @@ def test_two_processes_measure_a_shaped_link_and_the_plan_takes_it(machine, tmp_
     assert sum(line.startswith("0 | all-") for line in lines) == 4
     assert not any(line.startswith("1 | all-") for line in lines)
     measured = planner.Measured(**json.loads(out.read_text()))
-    assert measured.workers == 2 and measured.nominal == bits
+    assert measured.num_workers == 2 and measured.nominal == bits
     for op, points in measured.seconds.items():
         assert 8 * points[-1][0] / points[-1][1] < 1.1 * bits, op
     at = planner.Cluster(2, planner.Link(bits), measured=measured)
     plan = planner.plan(124_000_000, at, 0.5, tokens=256)
     assert planner.advice(plan).startswith("Take local steps: on the machines that were measured")
-    with pytest.raises(ValueError, match="workers=4, and 2 were measured"):
-        dataclasses.replace(at, workers=4)
+    with pytest.raises(ValueError, match="num_workers=4, and 2 were measured"):
+        dataclasses.replace(at, num_workers=4)

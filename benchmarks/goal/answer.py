@@ -22,9 +22,9 @@ def what_to_use_text() -> str:
         "computing a step.\n"
         "* *tokens*: what one worker sees in a step. *bits*: what it sends in a step for each parameter.\n"
         "* *steps*: to the loss, divided by those of float32 AdamW.\n"
-        "* *as fast*: how many times as fast as the best mean of gradients it reaches the loss. The least "
-        "is over a mean that overlaps fully with computing. The most is over one that does not overlap. "
-        "Both have two standard errors of the steps.\n"
+        "* *as fast*: how many times as fast as the best all-reduce of gradients it reaches the loss. The "
+        "least is over one that overlaps fully with computing. The most is over one that does not "
+        "overlap. Both have two standard errors of the steps.\n"
         "* *rate* and *decay*: divided by those of float32 AdamW. Multiply those of the AdamW that you "
         f"have, and tune. These ratios and *betas* were best in runs of {cell.steps} steps.\n\n"
         f"Measured with a {study['model']} of {cell.parameters:,} parameters, not on a GPU. "
@@ -39,9 +39,9 @@ def _runs(rows: list[Use]) -> str:
         for plan in row.plans.values():
             if row.method() == NOT_MEASURED:
                 continue
-            cell, how = plan.found.cell, plan.rows[row.method()].learned
+            cell, how = plan.nearest.cell, plan.rows[row.method()].learned
             assert how
-            where = f"{cell.tokens:,} tokens, {row.data}: {cell.workers} workers"
+            where = f"{cell.tokens:,} tokens, {row.data}: {cell.num_workers} workers"
             said.setdefault(where, set()).add(how.runs)
     seeds = {where: _from_to([str(n) for n in sorted(runs)]) for where, runs in said.items()}
     return " ".join(f"{where}, {n} seed{'s' * (n != '1')}." for where, n in seeds.items())

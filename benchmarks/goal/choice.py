@@ -49,7 +49,7 @@ def cluster_at(network: float, workers: int) -> Cluster:
       workers: how many.
 
     Example:
-      >>> cluster_at(10, 8).workers
+      >>> cluster_at(10, 8).num_workers
       8
     """
     free = Cluster(workers, Link(math.inf, 0.0, EXACT), memory_bandwidth=math.inf)
@@ -81,4 +81,6 @@ def what_to_use() -> list[Use]:
 def _workers(tokens: int, data: str) -> int:
     """The number of workers of a measured setting: 8, or the nearest; 0 if there is none."""
     cells = [one for one in evidence.packaged().cells if (one.tokens, one.data) == (tokens, data)]
-    return min((one.workers for one in cells), key=lambda n: abs(math.log(n / WORKERS)), default=0)
+    return min(
+        (one.num_workers for one in cells), key=lambda n: abs(math.log(n / WORKERS)), default=0
+    )

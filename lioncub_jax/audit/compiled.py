@@ -1,4 +1,4 @@
-"""What a compiled JAX program really sends: its collectives, read from XLA's own text.
+"""Collectives of a compiled JAX program, read from XLA's own text.
 
 A cost model says what an exchange should cost. Only the compiled program shows a gradient that was
 all-reduced behind one's back, a weight gathered over another axis or a sum taken in a wider dtype.
@@ -79,7 +79,7 @@ class Operand(NamedTuple):
 
     @property
     def is_float(self) -> bool:
-        """Whether it holds real or complex numbers."""
+        """True for real or complex numbers."""
         return self.dtype[0] in "fbc"  # f32, bf16, c64
 
 
@@ -152,7 +152,7 @@ def collectives(compiled: jax.stages.Compiled | str, mesh: AnyMesh) -> list[Coll
 
 
 def placed(text: str, mesh: AnyMesh) -> list[tuple[Collective, str]]:
-    """Every collective of a compiled program, and the line of its text, as `collectives`."""
+    """Reads every collective of a compiled program, and the line of its text, as `collectives`."""
     _check_devices(text, mesh)
     bodies, entry = computations_of(text)
     lines = {name: _of_interest(body) for name, body in bodies.items()}
@@ -167,11 +167,11 @@ def placed(text: str, mesh: AnyMesh) -> list[tuple[Collective, str]]:
     ]
 
 
-def sent_bytes(found: Iterable[Collective], *, gated: bool = False) -> dict[Axes, float]:
+def sent_bytes(listed: Iterable[Collective], *, gated: bool = False) -> dict[Axes, float]:
     """Adds up the bytes each participant puts on the wire in one step, by mesh axes.
 
     Args:
-        found: what `collectives` returned.
+        listed: what `collectives` returned.
         gated: False counts what every step sends. True counts what sits in branches of
             conditionals, all branches together: the most that a step which takes them adds.
 
@@ -186,17 +186,17 @@ def sent_bytes(found: Iterable[Collective], *, gated: bool = False) -> dict[Axes
         ({('data',): 112.0}, {('data',): 112.0})
     """
     totals: dict[Axes, float] = {}
-    for one in found:
+    for one in listed:
         if one.gated == gated and one.sent_bytes:
             totals[one.axes] = totals.get(one.axes, 0.0) + one.sent_bytes
     return totals
 
 
-def table(found: Sequence[Collective]) -> "Table":
+def table(listed: Sequence[Collective]) -> "Table":
     """Lays collectives out for people: a row each, and the totals by mesh axes at the foot.
 
     Args:
-        found: what `collectives` returned.
+        listed: what `collectives` returned.
 
     Returns:
         A table for `rich.print`. Bytes are per device and step, in decimal units.
@@ -210,7 +210,7 @@ def table(found: Sequence[Collective]) -> "Table":
 
     numbers = [Column(name, justify="right") for name in ("devices", "sent by each")]
     shown = Table("collective", "axes", "arrays", *numbers, "when")
-    for one in found:
+    for one in listed:
         arrays = "\n".join(
             (f"{count} × " if count > 1 else "") + f"{array.dtype}{list(array.shape)}"
             for array, count in Counter(one.operands).items()
@@ -222,8 +222,8 @@ def table(found: Sequence[Collective]) -> "Table":
         shown.add_row(one.op, _axes_text(one.axes), arrays, str(one.group_size), sent, when)
     shown.add_section()
     for gated in (False, True):
-        for axes, total in sent_bytes(found, gated=gated).items():
-            short = any(one.looped for one in found if (one.axes, one.gated) == (axes, gated))
+        for axes, total in sent_bytes(listed, gated=gated).items():
+            short = any(one.looped for one in listed if (one.axes, one.gated) == (axes, gated))
             when = ("all branches" if gated else "every step") + (", at least" if short else "")
             shown.add_row("total", _axes_text(axes), "", "", bytes_text(total), when)
     return shown
@@ -289,20 +289,21 @@ def computations_of(text: str) -> tuple[dict[str, str], str]:
 
 
 def instruction(line: str) -> Instruction | None:
-    """What a line of a computation says; None for one that is no instruction."""
+    """Reads a line of a computation; None for one that is no instruction."""
     match = _INSTRUCTION.match(_STRING.sub('""', line))
     return Instruction(line, *match.groups()) if match else None
 
 
 def _of_interest(body: str) -> list[Instruction]:
-    found = []
+    """Reads the lines that send something or call a computation."""
+    instructions = []
     for line in body.splitlines():
-        if any(map(line.__contains__, _WORDS)):
+        if any(word in line for word in _WORDS):
             one = instruction(line)
             if one is None:
                 raise _unknown("what looks like a collective", line)
-            found.append(one)
-    return found
+            instructions.append(one)
+    return instructions
 
 
 def _is_collective(one: Instruction) -> bool:
@@ -376,10 +377,10 @@ def _operands(at: Instruction, types: dict[str, str]) -> tuple[Operand, ...]:
     arrays = [_ARRAY.findall(types.get(name, "")) for name in names]
     if not arrays or not all(arrays) or "slice_sizes=" in at.attributes:
         raise _unknown("what the collective takes", at.line)
-    found = []
+    operands = []
     for dtype, dims in itertools.chain(*arrays):
         sizes = [size.removeprefix("<=") for size in dims.split(",") if size]
         if not _DTYPE.fullmatch(dtype) or not all(size.isdecimal() for size in sizes):
             raise _unknown(f"the operand type {dtype}[{dims}]", at.line)
-        found.append(Operand(dtype, tuple(map(int, sizes))))
-    return tuple(found)
+        operands.append(Operand(dtype, tuple(int(size) for size in sizes)))
+    return tuple(operands)

@@ -1,4 +1,4 @@
-"""Bytes per step: what a traced update will send, beside what the compiled program sends.
+"""Bytes per step that a traced update will send, to be compared with the compiled program's.
 
 `of` needs no device: it traces the update and adds up its collectives. `compiled.collectives` reads those
 that XLA has made of them. The two must agree, and a benchmark and a test say that they do.
@@ -37,10 +37,10 @@ _FLAGS = 4  # numbers: flags and counts of votes inside a worker, which are not 
 
 
 class Traffic(NamedTuple):
-    """What one worker sends in one step.
+    """Bytes that one worker sends in one step.
 
     Attributes:
-      workers: how many workers.
+      num_workers: how many workers.
       parameters: elements that each device holds: all of them, or its shard or slice.
       sent_bytes: bytes that each device sends to other workers, padding and all side information
         included; where the number of the step decides, as in warm-ups and syncs, the fewest.
@@ -50,7 +50,7 @@ class Traffic(NamedTuple):
       collectives: of ``sent_bytes`` and ``group_bytes``, one after the other.
     """
 
-    workers: int
+    num_workers: int
     parameters: int
     sent_bytes: float
     group_bytes: float = 0.0
@@ -105,24 +105,25 @@ def of(
     grads = jax.tree.map(lambda x: x.update(shape=(workers.count, *x.shape)), shapes)
     on = on_mesh(tx, workers, specs=cut)
     traced = jax.make_jaxpr(on.update)(grads, jax.eval_shape(on.init, shapes), shapes)
-    found = _Found(workers)
-    found.read(traced.jaxpr)
-    usual = min(found.ways, key=found.between)
-    lie = zip(jax.tree.leaves(shapes), jax.tree.leaves(cut), strict=True)
-    elements = sum(math.prod(shard_shape(x.shape, spec, workers.mesh.shape)) for x, spec in lie)
+    reader = _Reader(workers)
+    reader.read(traced.jaxpr)
+    usual = min(reader.ways, key=reader.between)
+    elements = 0
+    for x, spec in zip(jax.tree.leaves(shapes), jax.tree.leaves(cut), strict=True):
+        elements += math.prod(shard_shape(x.shape, spec, workers.mesh.shape))
     count = product(workers.mesh.shape, axes.names(workers.axis))
     return Traffic(
         count,
         round(elements * count / workers.count),
-        found.between(usual),
-        found.inside(usual),
-        tuple(map(found.between, found.ways)),
+        reader.between(usual),
+        reader.inside(usual),
+        tuple(reader.between(way) for way in reader.ways),
         tuple(usual),
     )
 
 
-class _Found:
-    """The collectives of a traced update.
+class _Reader:
+    """Reads the collectives of a traced update.
 
     Attributes:
       ways: those of each way that a step can go, between workers and inside a group that is one.
@@ -133,11 +134,11 @@ class _Found:
         self.ways: list[list[Collective]] = [[]]
 
     def between(self, way: list[Collective]) -> float:
-        """Bytes that go from worker to worker."""
+        """Adds up the bytes that go from worker to worker."""
         return sum((one.sent_bytes for one in way if self._between(one)), 0.0)
 
     def inside(self, way: list[Collective]) -> float:
-        """Bytes that stay inside a group."""
+        """Adds up the bytes that stay inside a group."""
         return sum((one.sent_bytes for one in way if not self._between(one)), 0.0)
 
     def read(self, program: Jaxpr, times: int = 1) -> None:
@@ -170,9 +171,9 @@ class _Found:
     def _choose(self, name: str, branches: list[Jaxpr], times: int) -> None:
         each = []
         for branch in branches:
-            found = _Found(self._workers)
-            found.read(branch, times)
-            each += found.ways
+            reader = _Reader(self._workers)
+            reader.read(branch, times)
+            each += reader.ways
         if any(each) and name == "while":
             raise ValueError(f"the traced update sends inside of a while loop: {_UNKNOWN}")
         if any(each):
@@ -205,18 +206,18 @@ def _axes_of(step: JaxprEqn) -> tuple[str, ...]:
 
 
 def _hlo_name(dtype: np.dtype) -> str:
-    """How HLO names a dtype: "f32", "s8", "pred"."""
+    """Names a dtype as HLO does: "f32", "s8", "pred"."""
     kinds = {"bfloat": "bf", "float": "f", "uint": "u", "int": "s", "complex": "c", "bool": "pred"}
     kind = dtype.name.rstrip("0123456789")
     return kinds[kind] + dtype.name.removeprefix(kind)
 
 
-def float32_all_reduce_bytes(parameters: float, workers: int) -> float:
+def float32_all_reduce_bytes(parameters: float, num_workers: int) -> float:
     """Bytes that each worker sends for an all-reduce of float32 gradients by the best algorithm.
 
     Args:
       parameters: how many there are.
-      workers: at least one.
+      num_workers: at least one.
 
     Returns:
       ``2 (W - 1) / W * 4`` for each parameter.
@@ -225,4 +226,4 @@ def float32_all_reduce_bytes(parameters: float, workers: int) -> float:
       >>> float32_all_reduce_bytes(1_000_000, 8)
       7000000.0
     """
-    return 2 * (workers - 1) / workers * 4 * parameters
+    return 2 * (num_workers - 1) / num_workers * 4 * parameters

@@ -1,4 +1,4 @@
-"""Which devices a collective joins: HLO's replica groups in all their spellings, as mesh axes.
+"""Groups of devices that a collective joins: HLO's replica groups in all their spellings, as mesh axes.
 
 XLA's own names for mesh axes cannot be trusted (its partitioner makes up new ones), so groups are read
 as positions in the program's device assignment, and the axes are those along which these differ.
@@ -30,7 +30,7 @@ _NAMED = re.compile(
 
 
 def joined(attributes: str, mesh: AnyMesh, *, pairs: bool) -> tuple[Axes, int]:
-    """The mesh axes along which a collective's groups run, all or part of the way, and their size.
+    """Finds the mesh axes along which a collective's groups run, all or part of the way, and their size.
 
     Of ``pairs`` those along which anything moves, and how many devices these span.
     """
@@ -86,8 +86,8 @@ def _named(
             raise ValueError(f"{sizes[name]} is no multiple of {low} times {part}")
         at[axis] -= at[axis] // turns % factor * turns
     common = np.ravel_multi_index([*at], positions.shape)
-    alike = np.argsort(common, axis=None, kind="stable")
-    return positions.flat[alike].reshape(len(np.unique(common)), -1).tolist()
+    order = np.argsort(common, axis=None, kind="stable")
+    return positions.flat[order].reshape(len(np.unique(common)), -1).tolist()
 
 
 def _iota(dims: str, order: str | None) -> np.ndarray:

@@ -86,16 +86,16 @@ def count(text: str) -> int:
 
 
 def _read(kind: str, text: str, units: dict[str, float], examples: str) -> float:
-    found = _QUANTITY.fullmatch(text)
-    if not found or ("/" in text and units is not RATES):
+    match = _QUANTITY.fullmatch(text)
+    if not match or ("/" in text and units is not RATES):
         raise ValueError(f"{kind} {text!r}: give a number and a unit, such as {examples}")
-    unit = found[2].lower()
+    unit = match[2].lower()
     if unit not in units:
         known = ", ".join(name for name in units if name)
         raise ValueError(
-            f"{kind} {text!r}: unit {found[2]!r} is not one of {known}; give {examples}"
+            f"{kind} {text!r}: unit {match[2]!r} is not one of {known}; give {examples}"
         )
-    number = float(found[1]) * units[unit]
+    number = float(match[1]) * units[unit]
     if not 0 < number <= LARGEST:
         raise ValueError(
             f"{kind} {text!r}: give a number above zero, of at most {LARGEST:.0e}, such as {examples}"
@@ -104,7 +104,7 @@ def _read(kind: str, text: str, units: dict[str, float], examples: str) -> float
 
 
 def rate_text(bits_per_second: float) -> str:
-    """A rate for people.
+    """Shows a rate for people.
 
     Example:
       >>> rate_text(1e8), rate_text(2.5e9)
@@ -114,7 +114,7 @@ def rate_text(bits_per_second: float) -> str:
 
 
 def bytes_text(count: float) -> str:
-    """Bytes for people, in decimal units.
+    """Shows bytes for people, in decimal units.
 
     Example:
       >>> bytes_text(1_369_000)
@@ -124,7 +124,7 @@ def bytes_text(count: float) -> str:
 
 
 def seconds_text(time: float) -> str:
-    """A time for people.
+    """Shows a time for people.
 
     Example:
       >>> seconds_text(0.0123), seconds_text(3.817), seconds_text(5e-5), seconds_text(36_425)
@@ -140,5 +140,5 @@ def _shown(number: float, unit: str, scales: dict[str, float] = PREFIXES) -> str
 
 
 def _digits(number: float) -> str:
-    """Three digits that count, and all of those before the point."""
+    """Shows three digits that count, and all of those before the point."""
     return f"{number:.0f}" if number >= 100 else f"{number:.3g}"

@@ -82,7 +82,7 @@ def probe(
 
     Example:
       >>> probe(lc.Workers(mesh, "data"))  # doctest: +SKIP
-      Measured(workers=8, seconds={'all-reduce': [[3584.0, 0.00021], ...
+      Measured(num_workers=8, seconds={'all-reduce': [[3584.0, 0.00021], ...
     """
     check_workers(workers)
     if workers.count < 2 or workers.group:
@@ -189,7 +189,7 @@ def table(measured: Measured) -> str:
       >>> print(table(Measured(2, {"all-reduce": points}, 8e11, nominal=1e9)).splitlines()[1])
       all-reduce           latency 1 ms     125 MB in 1.25 s     800 Mbit/s, 80% of 1 Gbit/s
     """
-    lines = [f"{measured.workers} workers"]
+    lines = [f"{measured.num_workers} workers"]
     for op, points in measured.seconds.items():
         size, took = points[-1]
         rate = 8 * size / took

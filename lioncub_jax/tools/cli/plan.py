@@ -5,11 +5,13 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 from lioncub_jax.audit import units
 from lioncub_jax.tools import plan as planner
 from lioncub_jax.tools.cli import output, targets
 from lioncub_jax.tools.cli.options import COUNT, FLAG, RATE, SECONDS, SIZE, Row, reads
+from lioncub_jax.tools.plan import report
 
 SUMMARY = "will it help me? what to use and what it gains, before training"
 
@@ -25,7 +27,7 @@ EPILOG = """\
 With --explain all methods stand in a table: what a worker sends in a step, the
 time of an exchange in collectives, the time of packing bits, that of a step without
 overlap, the bytes of the optimizer's state on a device, the tokens to the loss over
-those of AdamW, and the time to it over that of the best mean of gradients. With
+those of AdamW, and the time to it over that of the best all-reduce of gradients. With
 --json bandwidths are in bits per second, times in seconds; null stands for a number
 that is not finite. --help --explain shows more options.
 
@@ -126,11 +128,11 @@ def run(args: argparse.Namespace) -> int:
     size = plans[0].parameters
     if args.json:
         about = named and {"name": args.cluster, "about": named.about, "source": named.source}
-        answer = {"parameters": size, "plans": list(map(planner.as_json, plans)), "cluster": about}
+        answer = {"parameters": size, "plans": [as_json(one) for one in plans], "cluster": about}
         output.write(output.as_text(answer))
         return 0
     if not args.explain:
-        output.show("\n\n".join(map(planner.advice, plans)))
+        output.show("\n\n".join(planner.advice(one) for one in plans))
         return 0
     codes = (f"{scheme.name:<18}  {scheme.code}" for scheme in planner.SCHEMES)
     output.show(
@@ -138,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
         f"{size:,} parameters; compute {units.seconds_text(compute)} a step; latency "
         f"{units.seconds_text(cluster.link.latency)}; packing at "
         f"{units.bytes_text(cluster.memory / 8)}/s of memory.",
-        *(f"\n{planner.table(one)}\n\n{planner.advice(one)}" for one in plans),
+        *(f"\n{table(one)}\n\n{planner.advice(one)}" for one in plans),
         "\nIn a program, by names of lioncub_jax:",
         *codes,
     )
@@ -161,7 +163,7 @@ def _cluster(
 ) -> planner.Cluster:
     """The named or measured machines, or defaults, with what is given in its place."""
     if measured and not named:
-        at = planner.Cluster(measured.workers, planner.Link(math.inf, kind="exact"))
+        at = planner.Cluster(measured.num_workers, planner.Link(math.inf, kind="exact"))
     elif named:
         at = named.cluster
     elif args.workers and args.bandwidth:
@@ -177,7 +179,7 @@ def _cluster(
         )
     cluster = dataclasses.replace(
         at,
-        workers=args.workers or at.workers,
+        num_workers=args.workers or at.num_workers,
         link=planner.Link(
             at.link.bandwidth, args.latency or at.link.latency, args.network or at.link.kind
         ),
@@ -198,3 +200,70 @@ def _in_words(name: str, named: planner.NamedCluster) -> str:
     share = named.cluster.all_to_all_share
     narrow = f" An all-to-all gets {share:.0%} of a link." if share < 1 else ""
     return f"{name}: {named.about}.{narrow}\nSource: {named.source} Latencies are assumed.\n"
+
+
+def table(plan: planner.Plan) -> str:
+    """Shows the plan for people: a line for each method that works, and below why others do not.
+
+    Args:
+      plan: what `plan` returned.
+
+    Returns:
+      Lines. "sent" is what a worker, all of its devices together, sends in a step; "network" is the time
+      of an exchange in collectives, "packing" that of packing, counting and unpacking; "step" is the time
+      of a step without overlap; "state" the optimizer's bytes on a device; "tokens" those to the loss over
+      AdamW's, with the standard error; "time" that to the loss over the best all-reduce's.
+
+    Example:
+      >>> at = planner.Cluster(8, planner.Link(1e9))
+      >>> table(planner.plan(10**8, at, 0.1, tokens=32)).splitlines()[0]
+      '8 workers at 1 Gbit/s'
+    """
+    lines = [["method", "sent", "network", "packing", "step", "state", "tokens", "time"]]
+    share = plan.corners()[0][0]
+    for name, row in plan.rows.items():
+        of, tokens, time = row.estimate, report.NOT_MEASURED, ""
+        seconds = (
+            of.communication(share),
+            of.local,
+            of.step(plan.compute, share, 0, row.accumulate),
+        )
+        if row.learned:
+            tokens = "not reached"
+        if row.learned and row.ratio() < math.inf:
+            tokens = f"{row.learned.ratio:.2f} ± {row.learned.error:.2f}"
+            low, high = plan.range_over_means(name)
+            time = f"{report.digits(1 / high)} to {report.digits(1 / low)}"
+        state = units.bytes_text(of.state_bytes)
+        sent = units.bytes_text(of.sent_bytes / row.accumulate)
+        lines.append([name, sent, *map(units.seconds_text, seconds), state, tokens, time])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    shown = [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    ]
+    title = (
+        f"{plan.cluster.num_workers:,} workers at {units.rate_text(plan.cluster.link.bandwidth)}"
+    )
+    return "\n".join([title, *shown, *(f"{name}: {why}" for name, why in plan.refused.items())])
+
+
+def as_json(plan: planner.Plan) -> dict[str, Any]:
+    """Returns the plan as plain numbers: bits per second, bytes and seconds.
+
+    Args:
+      plan: what `plan` returned.
+
+    Returns:
+      A dict of the fields of `Plan`; ``"use"``, the method to use, or "not measured"; ``"ranges"``, how
+      many times as fast as the best all-reduce each is, at least and at most; and ``"advice"``.
+
+    Example:
+      >>> at = planner.Cluster(8, planner.Link(1e9))
+      >>> as_json(planner.plan(10**6, at, 0.1, tokens=32))["use"]
+      'owner-adamw'
+    """
+    ranges = {name: plan.range_over_means(name) for name in plan.times()}
+    cluster = dataclasses.asdict(plan.cluster)
+    answer = {"use": plan.use(), "ranges": ranges, "advice": planner.advice(plan)}
+    return plan._asdict() | {"cluster": cluster} | answer

@@ -12,7 +12,7 @@ from lioncub_jax.tools.plan.model import (
     parameters_in,
     step_time,
 )
-from lioncub_jax.tools.plan.report import Plan, advice, as_json, plan, table
+from lioncub_jax.tools.plan.report import Plan, advice, plan
 
 __all__ = [
     "DATA",
@@ -26,7 +26,6 @@ __all__ = [
     "Plan",
     "Scheme",
     "advice",
-    "as_json",
     "cell_for",
     "cluster_named",
     "clusters",
@@ -35,5 +34,4 @@ __all__ = [
     "plan",
     "scheme_named",
     "step_time",
-    "table",
 ]

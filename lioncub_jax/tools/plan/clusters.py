@@ -34,7 +34,7 @@ def clusters() -> dict[str, NamedCluster]:
     """Reads all machines that have a name.
 
     Example:
-      >>> clusters()["v5e-8"].cluster.workers
+      >>> clusters()["v5e-8"].cluster.num_workers
       8
     """
     named = {}

@@ -47,7 +47,7 @@ REFERENCE = "adamw"
 
 
 class Learned(NamedTuple):
-    """How a method learns in a cell, in units of float32 AdamW there.
+    """Learning of a method in a cell, in units of float32 AdamW there.
 
     Attributes:
       ratio: its tokens to the loss over AdamW's; infinite where it was not seen to get there.
@@ -84,7 +84,7 @@ class Cell(NamedTuple):
 
     Attributes:
       tokens: that a worker sees in a step.
-      workers: how many.
+      num_workers: how many workers.
       data: one of ``DATA``.
       steps: of a worker in a run.
       parameters: of the model.
@@ -92,7 +92,7 @@ class Cell(NamedTuple):
     """
 
     tokens: int
-    workers: int
+    num_workers: int
     data: str
     steps: int
     parameters: int
@@ -116,12 +116,12 @@ class Found(NamedTuple):
 
     Attributes:
       cell: the setting; of several lengths and sizes the longest run of the nearest size.
-      away: "here" for that setting itself, "near" it, or "far" from all.
+      distance: "here" for that setting itself, "near" it, or "far" from all.
       methods: each by its longest run.
     """
 
     cell: Cell
-    away: str
+    distance: str
     methods: Mapping[str, Learned]
 
 
@@ -131,11 +131,11 @@ def check_one_of(kind: str, name: str, known: Any) -> None:
         raise ValueError(f"{kind} {name!r}: give one of {', '.join(known)}")
 
 
-def cell_for(workers: int, tokens: int, data: str = DATA[0], parameters: int = 1) -> Found:
+def cell_for(num_workers: int, tokens: int, data: str = DATA[0], parameters: int = 1) -> Found:
     """Finds the nearest setting, by the ratios of tokens and of the numbers of workers.
 
     Args:
-      workers: how many.
+      num_workers: how many workers.
       tokens: that one worker sees in a step: its batch times the length. More is less noise.
       data: what workers see, one of ``DATA``.
       parameters: of the model.
@@ -148,7 +148,7 @@ def cell_for(workers: int, tokens: int, data: str = DATA[0], parameters: int = 1
       ValueError: for less than a window of tokens, and for other data.
 
     Example:
-      >>> cell_for(8, 32).away
+      >>> cell_for(8, 32).distance
       'here'
     """
     check_number(
@@ -157,26 +157,26 @@ def cell_for(workers: int, tokens: int, data: str = DATA[0], parameters: int = 1
         "times the length, of one worker and not of a device or of all",
         int,
     )  # fmt: skip
-    check_count(f"workers={workers!r}", workers)
+    check_count(f"num_workers={num_workers!r}", num_workers)
     check_one_of("data", data, DATA)
 
-    def away(cell: Cell) -> tuple[float, float]:
-        return _ratio(tokens, cell.tokens), _ratio(workers, cell.workers)
+    def ratios(cell: Cell) -> tuple[float, float]:
+        return _ratio(tokens, cell.tokens), _ratio(num_workers, cell.num_workers)
 
     def worth(cell: Cell) -> tuple[float, int, float]:
-        return math.prod(away(cell)), -cell.steps, _ratio(parameters, cell.parameters)
+        return math.prod(ratios(cell)), -cell.steps, _ratio(parameters, cell.parameters)
 
     known = packaged().cells
     cells = sorted([one for one in known if one.data == data] or known, key=worth)
-    first = cells[0]
+    nearest = cells[0]
     methods: dict[str, Learned] = {}
     for cell in cells:
-        if away(cell) == away(first):
+        if ratios(cell) == ratios(nearest):
             methods = {**cell.methods, **methods}
-    noise, number = away(first)
-    if noise > FAR_TOKENS or number > FAR_WORKERS or first.data != data:
-        return Found(first, FAR, methods)
-    return Found(first, HERE if noise == number == 1 else NEAR, methods)
+    noise, number = ratios(nearest)
+    if noise > FAR_TOKENS or number > FAR_WORKERS or nearest.data != data:
+        return Found(nearest, FAR, methods)
+    return Found(nearest, HERE if noise == number == 1 else NEAR, methods)
 
 
 def _ratio(a: float, b: float) -> float:
@@ -223,5 +223,5 @@ def _cell(row: Mapping[str, Any]) -> Cell:
         methods[name] = Learned(
             ratio, error, row["steps"], row["parameters"], one["runs"][RANKED], **tuned
         )
-    given = {field: row[field] for field in Cell._fields[:-1]}
-    return Cell(**given, methods=methods)
+    given = {field: row[field] for field in ("tokens", "data", "steps", "parameters")}
+    return Cell(num_workers=row["workers"], methods=methods, **given)

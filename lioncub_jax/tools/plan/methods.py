@@ -49,7 +49,7 @@ class Scheme(NamedTuple):
 
     @property
     def two_levels(self) -> bool:
-        """Whether the devices of a worker can share its exchange."""
+        """True where the devices of a worker can share its exchange."""
         return self.every == 1 and not self.name.startswith("powersgd")
 
     @property

@@ -94,10 +94,10 @@ class Link:
 
 
 class Measured(NamedTuple):
-    """What `lioncub probe` measured.
+    """Measurement of machines by `lioncub probe`.
 
     Attributes:
-      workers: how many.
+      num_workers: how many workers.
       seconds: of collectives, ``{"all-reduce": [[bytes that a worker sends, seconds], ...]}``.
       memory_bandwidth: bits per second at which codes are packed and unpacked.
       nominal: bits per second of a worker's link, where they were given.
@@ -107,7 +107,7 @@ class Measured(NamedTuple):
       overlap: share of the shorter of computing and exchange that runs beside the other.
     """
 
-    workers: int
+    num_workers: int
     seconds: Mapping[str, Sequence[Sequence[float]]]
     memory_bandwidth: float
     nominal: float | None = None
@@ -129,7 +129,7 @@ class Cluster:
     """Workers and what connects them.
 
     Attributes:
-      workers: how many.
+      num_workers: how many workers.
       link: of a worker to all others; its devices share it (of several network cards, the sum).
       group_size: devices of one worker, over which its model or its optimizer is cut.
       inside: link of each device to the others of its worker; needed where ``group_size`` is above 1.
@@ -148,7 +148,7 @@ class Cluster:
       >>> nodes = Cluster(8, Link(100e9, 20e-6), group_size=8, inside=Link(900e9, 5e-6))
     """
 
-    workers: int
+    num_workers: int
     link: Link
     group_size: int = 1
     inside: Link | None = None
@@ -158,7 +158,7 @@ class Cluster:
     measured: Measured | None = None
 
     def __post_init__(self) -> None:
-        check_count(f"workers={self.workers!r}", self.workers)
+        check_count(f"num_workers={self.num_workers!r}", self.num_workers)
         check_count(f"group_size={self.group_size!r}", self.group_size)
         if self.group_size > 1 and self.inside is None:
             raise ValueError(
@@ -173,10 +173,10 @@ class Cluster:
             f"memory_bandwidth={self.memory_bandwidth!r}", self.memory,
             lambda rate: rate > 0, "give bits per second, above zero",
         )  # fmt: skip
-        if self.measured and self.measured.workers != self.workers:
+        if self.measured and self.measured.num_workers != self.num_workers:
             raise ValueError(
-                f"workers={self.workers}, and {self.measured.workers} were measured: run lioncub probe "
-                "with as many workers as the training will have"
+                f"num_workers={self.num_workers}, and {self.measured.num_workers} were measured: run "
+                "lioncub probe with as many workers as the training will have"
             )
 
     @property
@@ -285,12 +285,11 @@ def step_time(scheme: Scheme, params: Any, cluster: Cluster) -> Estimate:
         own = _Sent(*((1 - share) * a + share * b for a, b in zip(own, dense, strict=True)))
     memory = cluster.measured.memory_bandwidth if cluster.measured else cluster.memory
     packed = own.packed + (1 - share) * scheme.packs * size / group
-    alone = cluster.workers == 1 or not scheme.packs
     return Estimate(
         sent_bytes=own.between / scheme.every,
-        state_bytes=(scheme.each + scheme.shared / cluster.workers) * size / group,
+        state_bytes=(scheme.each + scheme.shared / cluster.num_workers) * size / group,
         every=scheme.every,
-        local=0.0 if alone else 8 * 2 * packed / memory,
+        local=8 * 2 * packed / memory if scheme.packs and cluster.num_workers > 1 else 0.0,
         fixed=own.seconds,
         link_bits=own.link_bits,
         bandwidth=cluster.link.bandwidth,
@@ -308,7 +307,10 @@ class _Sent(NamedTuple):
     @classmethod
     def of(cls, scheme: Scheme, size: int, arrays: int, at: Cluster) -> "_Sent":
         """Sums up the exchange of a scheme."""
-        passing, rest = (at.workers - 1) / at.workers / 8, (at.group_size - 1) / at.group_size / 8
+        passing, rest = (
+            (at.num_workers - 1) / at.num_workers / 8,
+            (at.group_size - 1) / at.group_size / 8,
+        )
         # XLA for CPUs sends bfloat16 as float32; a measurement has that in its times.
         mean = 32 if scheme.mean == 16 and at.on_cpu and not at.measured else scheme.mean
         reduce = "all-reduce bfloat16" if mean == 16 and at.measured else "all-reduce"
@@ -321,7 +323,7 @@ class _Sent(NamedTuple):
             if at.measured and sent:
                 seconds += messages * at.measured.time(op, sent / messages)
             elif sent:
-                seconds += messages * _hops(op, at.workers) * at.link.latency
+                seconds += messages * _hops(op, at.num_workers) * at.link.latency
                 link_bits += 8 * sent * _slower(op, at)
         inner = {"reduce-scatter": mean or 32, "all-gather": mean or scheme.back} if rest else {}
         for op, each in inner.items():
@@ -342,7 +344,7 @@ def _slower(op: str, at: Cluster) -> float:
     """Returns how many times as long as at the link's full rate a collective takes."""
     if op != "all-to-all":
         return 1.0
-    messages = at.workers - 1
+    messages = at.num_workers - 1
     # Half of them go first, an odd one is left over.
     rounds = 2 * math.ceil(messages / 2) / messages if at.on_cpu else 1.0
     return rounds / at.all_to_all_share

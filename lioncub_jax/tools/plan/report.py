@@ -2,11 +2,10 @@
 
 Methods are ranked by the time until a loss is reached: a step's time, times the steps that a method was
 seen to take where a worker's gradient is about as noisy. A factor between two methods is a range: links
-reach a share of their rate that few know, a mean of gradients overlaps with computing or does not, and
-steps have a standard error.
+reach a share of their rate that few know, an all-reduce of gradients overlaps with computing or does not,
+and steps have a standard error.
 """
 
-import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -47,7 +46,7 @@ class Row(NamedTuple):
 
     @property
     def code(self) -> str:
-        """How it is written, and how many micro-steps make a step."""
+        """The code of the scheme, and how many micro-steps make a step."""
         more = f" with {self.accumulate} micro-steps" if self.accumulate > 1 else ""
         return self.scheme.code + more
 
@@ -71,7 +70,7 @@ class Plan(NamedTuple):
       tokens: that a worker sees in a step, as given.
       data: what workers see, as given.
       parameters: of the model.
-      found: the setting whose steps these are.
+      nearest: the setting whose steps these are.
       rows: by name, those that work; "vote-micro-4" is "vote" with 4 micro-steps.
       refused: why the others do not work, by name.
     """
@@ -81,7 +80,7 @@ class Plan(NamedTuple):
     tokens: int
     data: str
     parameters: int
-    found: Found
+    nearest: Found
     rows: dict[str, Row]
     refused: dict[str, str]
 
@@ -110,7 +109,7 @@ class Plan(NamedTuple):
 
     def verdict(self) -> str:
         """Returns what `advice` begins with: one of the constants of this module."""
-        if self.cluster.workers == 1 or not self.rows:
+        if self.cluster.num_workers == 1 or not self.rows:
             return NOTHING
         if self.too_slow():
             return LOCAL_STEPS
@@ -155,7 +154,8 @@ class Plan(NamedTuple):
             (
                 row.estimate.communication(best) / row.accumulate
                 for row in self.rows.values()
-                if row.scheme.every == 1 and (self.cluster.workers > 2 or row.scheme.kind == "mean")
+                if row.scheme.every == 1
+                and (self.cluster.num_workers > 2 or row.scheme.kind == "mean")
             ),
             default=0.0,
         )
@@ -213,7 +213,7 @@ def plan(
     Example:
       >>> from lioncub_jax.tools.plan import Link
       >>> slow = plan(124_000_000, Cluster(8, Link(1e9, 50e-6)), 0.144, tokens=32)
-      >>> round(slow.rows["vote"].estimate.step(0.144), 2), slow.found.away
+      >>> round(slow.rows["vote"].estimate.step(0.144), 2), slow.nearest.distance
       (0.36, 'here')
     """
     check_number(
@@ -221,7 +221,7 @@ def plan(
         "give seconds, above zero; speedups depend on it",
     )  # fmt: skip
     size = parameters_in(params)
-    found = evidence.cell_for(cluster.workers, tokens, data, size)
+    nearest = evidence.cell_for(cluster.num_workers, tokens, data, size)
     rows, refused = {}, {}
     for scheme in SCHEMES:
         try:
@@ -236,19 +236,21 @@ def plan(
                 f"has {bytes_text(memory)}"
             )
             continue
-        unknown = found.away == evidence.FAR or (cluster.workers == 2 and scheme.name == TIES)
-        learned = None if unknown else found.methods.get(scheme.learns)
+        unknown = nearest.distance == evidence.FAR or (
+            cluster.num_workers == 2 and scheme.name == TIES
+        )
+        learned = None if unknown else nearest.methods.get(scheme.learns)
         rows[scheme.name] = Row(scheme, estimate, learned)
         if learned and learned.ratio < math.inf and scheme.every == 1:
-            for count, how in _accumulated(scheme, learned, found).items():
+            for count, how in _accumulated(scheme, learned, nearest).items():
                 rows[f"{scheme.name}-micro-{count}"] = Row(scheme, estimate, how, count)
-    return Plan(cluster, compute, tokens, data, size, found, rows, refused)
+    return Plan(cluster, compute, tokens, data, size, nearest, rows, refused)
 
 
-def _accumulated(scheme: Scheme, learned: Learned, found: Found) -> dict[int, Learned]:
-    """How a method learns with more micro-steps: as measured, or as AdamW does with them."""
+def _accumulated(scheme: Scheme, learned: Learned, nearest: Found) -> dict[int, Learned]:
+    """Learning of a method with more micro-steps: as measured, or as AdamW learns with them."""
     results = {}
-    for name, how in found.methods.items():
+    for name, how in nearest.methods.items():
         method, _, count = name.rpartition("-micro-")
         if method == scheme.learns:
             results[int(count)] = how
@@ -268,7 +270,7 @@ def advice(plan: Plan) -> str:
 
     Returns:
       Sentences about the method that reaches the loss first, of this library or not. They may begin with
-      "Do not use this" where nothing is ``WORTHWHILE`` times faster than a mean of gradients, with
+      "Do not use this" where nothing is ``WORTHWHILE`` times faster than an all-reduce of gradients, with
       "Measure first" where that depends on what is not known, and then name the one number to measure;
       with "Take local steps" where even the least exchange takes longer than computing; with
       "Not measured" where the nearest setting is far away, and then name no method.
@@ -278,7 +280,7 @@ def advice(plan: Plan) -> str:
       >>> advice(plan(10**8, Cluster(1, Link(1e9)), 0.1, tokens=32))[:31]
       'Do not use this: one worker has'
     """
-    if plan.cluster.workers == 1:
+    if plan.cluster.num_workers == 1:
         return "Do not use this: one worker has no others to exchange with; use optax.adamw or optax.lion."
     if not plan.rows:
         return (
@@ -293,16 +295,16 @@ def advice(plan: Plan) -> str:
     if verdict == USE_MEAN and not other:
         return f"Use {row.code}: no other method was seen to reach the loss. {rest}"
     if not plan.first("mean"):
-        return f"Use {row.code}: no mean of gradients fits a device. {rest}"
-    low, high = map(_digits, plan.range_over_means(other))
+        return f"Use {row.code}: no all-reduce of gradients fits a device. {rest}"
+    low, high = map(digits, plan.range_over_means(other))
     if verdict == USE_MEAN:
         return (
-            f"Do not use this: {where} no method is {WORTHWHILE} times faster than a mean of gradients. "
-            f"{plan.rows[other].code}, the best other, is at most {high} times as fast. Use {row.code}. "
-            f"{rest}"
+            f"Do not use this: {where} no method is {WORTHWHILE} times faster than an all-reduce of "
+            f"gradients. {plan.rows[other].code}, the best other, is at most {high} times as fast. Use "
+            f"{row.code}. {rest}"
         )
     mean = plan.rows[plan.first("mean")].code
-    gains = f"{low} to {high} times as fast as the best mean of gradients, {mean}."
+    gains = f"{low} to {high} times as fast as the best all-reduce of gradients, {mean}."
     if verdict == MEASURE:
         return f"Measure first: {where} {row.code} is {gains} {_what_to_measure(plan)} {rest}"
     return f"Use {row.code}: {where} it is {gains} {rest}"
@@ -319,7 +321,7 @@ def _link_text(plan: Plan) -> str:
 def _tuned(how: Learned) -> str:
     """Ratios to AdamW that tuning chose."""
     ratios = how.rate_over_adamw, how.decay_over_adamw
-    rate, decay = ("" if ratio == 1 else f"{_digits(ratio)} times " for ratio in ratios)
+    rate, decay = ("" if ratio == 1 else f"{digits(ratio)} times " for ratio in ratios)
     return (
         f"Begin with {rate}the learning rate and {decay}the weight decay of your AdamW, and tune; betas "
         f"were {how.b1:g} and {how.b2:g}."
@@ -336,7 +338,7 @@ def _rival(plan: Plan) -> str:
     name = other and plan.first(other)
     if not name:
         return ""
-    return f"{words}, {plan.rows[name].code}, takes {_digits(plan.gain(name))} times as long. "
+    return f"{words}, {plan.rows[name].code}, takes {digits(plan.gain(name))} times as long. "
 
 
 def _what_to_measure(plan: Plan) -> str:
@@ -346,7 +348,7 @@ def _what_to_measure(plan: Plan) -> str:
         "Measure the rate that an all-reduce reaches, by lioncub probe.": plan.range_over_means(
             name, [(middle[0], overlap) for _, overlap in ends]
         ),
-        "Measure how much of a mean overlaps with computing, by lioncub probe --step.": (
+        "Measure how much of an all-reduce overlaps with computing, by lioncub probe --step.": (
             plan.range_over_means(name, [(share, middle[1]) for share, _ in ends])
         ),
         "Measure its steps to a loss: run both for some hundreds of steps.": plan.range_over_means(
@@ -361,8 +363,8 @@ def _local_steps(plan: Plan) -> str:
     exchange = step_time(coded, plan.parameters, plan.cluster).communication(plan.corners()[0][0])
     steps = max(LEAST_LOCAL, exchange / (LOCAL_SHARE * plan.compute))
     return (
-        f"Take local steps: {_link_text(plan)} the least exchange takes {_digits(plan.too_slow())} times "
-        f"as long as computing. Let each worker take {_digits(steps)} steps or more alone, by local_steps= "
+        f"Take local steps: {_link_text(plan)} the least exchange takes {digits(plan.too_slow())} times "
+        f"as long as computing. Let each worker take {digits(steps)} steps or more alone, by local_steps= "
         "and baselines.diloco(bits=4), so that exchanges take a tenth of the time. So few exchanges were "
         "not measured here; DiLoCo's paper, arXiv 2311.08105, has one in 500 steps. Compare the loss with "
         "that of one machine."
@@ -371,23 +373,23 @@ def _local_steps(plan: Plan) -> str:
 
 def _hides(plan: Plan) -> str:
     takes = seconds_text(plan.mean_takes())
-    unknown = f" Nobody ran {_asked(plan)}." if plan.found.away == evidence.FAR else ""
+    unknown = f" Nobody ran {_asked(plan)}." if plan.nearest.distance == evidence.FAR else ""
     return (
-        f"Do not use this: {_link_text(plan)} a mean of gradients in bfloat16 takes at most {takes} of a "
-        f"step of {seconds_text(plan.compute)}, and can hide behind computing. Make it overlap (lioncub "
-        f"probe --step says how much does), or accumulate micro-steps.{unknown}"
+        f"Do not use this: {_link_text(plan)} an all-reduce of gradients in bfloat16 takes at most {takes} "
+        f"of a step of {seconds_text(plan.compute)}, and can hide behind computing. Make it overlap "
+        f"(lioncub probe --step says how much does), or accumulate micro-steps.{unknown}"
     )
 
 
 def _far(plan: Plan) -> str:
-    cell, most = plan.found.cell, _digits(1 + plan.mean_takes() / plan.compute)
+    cell, most = plan.nearest.cell, digits(1 + plan.mean_takes() / plan.compute)
     begin = "Not measured:"
     if plan.tokens > cell.tokens and plan.data == cell.data:
         begin = "Do not use this: with more tokens, methods that send less took more steps, and"
     return (
         f"{begin} nobody ran {_asked(plan)}. The nearest runs had {_cell(cell)}. A method that learns like "
         f"AdamW and sends nothing would be at most {most} times as fast as a "
-        "mean of gradients that does not overlap. Let the mean overlap, accumulate micro-steps, or measure "
+        "mean that does not overlap. Let the all-reduce overlap, accumulate micro-steps, or measure "
         "some hundred steps of yours."
     )
 
@@ -396,18 +398,20 @@ _WITHOUT_METHOD = {LOCAL_STEPS: _local_steps, HIDES: _hides, NOT_MEASURED: _far}
 
 
 def _asked(plan: Plan) -> str:
-    return f"{plan.tokens:,} tokens, {plan.cluster.workers:,} workers and data {plan.data}"
+    return f"{plan.tokens:,} tokens, {plan.cluster.num_workers:,} workers and data {plan.data}"
 
 
 def _cell(cell: evidence.Cell) -> str:
-    return f"{cell.tokens:,} tokens a worker and step, {cell.workers} workers and data {cell.data}"
+    return (
+        f"{cell.tokens:,} tokens a worker and step, {cell.num_workers} workers and data {cell.data}"
+    )
 
 
 def _measured(plan: Plan, row: Row) -> str:
-    """Where it was measured, and how far that is from what was asked."""
-    (cell, away, _), how, study = plan.found, row.learned, evidence.packaged().study
+    """The setting in which it was measured, and its distance from what was asked."""
+    (cell, distance, _), how, study = plan.nearest, row.learned, evidence.packaged().study
     assert how
-    near = "with" if away == evidence.HERE else f"near {_asked(plan)}: with"
+    near = "with" if distance == evidence.HERE else f"near {_asked(plan)}: with"
     name, notes = row.scheme.name, ""
     if name != row.scheme.learns:
         notes = "; bfloat16 is assumed to learn like float32"
@@ -415,7 +419,7 @@ def _measured(plan: Plan, row: Row) -> str:
         notes = "; the rank is the same share of the width"
     if plan.tokens > cell.tokens:
         notes += "; with more tokens votes and codes took more steps, so expect less"
-    if plan.cluster.workers == 2:
+    if plan.cluster.num_workers == 2:
         notes += "; votes of two workers, where each disagreement is a tie, were not measured"
     return (
         f"Measured {near} {_cell(cell)}, runs of {how.steps:,} steps of a {study['model']} of "
@@ -424,72 +428,12 @@ def _measured(plan: Plan, row: Row) -> str:
     )
 
 
-def _digits(number: float) -> str:
-    """Two digits, all that such a model knows."""
+def digits(number: float) -> str:
+    """Shows two digits, all that such a model knows.
+
+    Example:
+      >>> digits(123.4), digits(0.1234)
+      ('120', '0.12')
+    """
     rounded = float(f"{number:.2g}")
     return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:g}"
-
-
-def table(plan: Plan) -> str:
-    """Shows the plan for people: a line for each method that works, and below why others do not.
-
-    Args:
-      plan: what `plan` returned.
-
-    Returns:
-      Lines. "sent" is what a worker, all of its devices together, sends in a step; "network" is the time
-      of an exchange in collectives, "packing" that of packing, counting and unpacking; "step" is the time
-      of a step without overlap; "state" the optimizer's bytes on a device; "tokens" those to the loss over
-      AdamW's, with the standard error; "time" that to the loss over the best mean's, from least to most.
-
-    Example:
-      >>> from lioncub_jax.tools.plan import Link
-      >>> table(plan(10**8, Cluster(8, Link(1e9)), 0.1, tokens=32)).splitlines()[0]
-      '8 workers at 1 Gbit/s'
-    """
-    lines = [["method", "sent", "network", "packing", "step", "state", "tokens", "time"]]
-    share = plan.corners()[0][0]
-    for name, row in plan.rows.items():
-        of, tokens, time = row.estimate, NOT_MEASURED, ""
-        seconds = (
-            of.communication(share),
-            of.local,
-            of.step(plan.compute, share, 0, row.accumulate),
-        )
-        if row.learned:
-            tokens = "not reached"
-        if row.learned and row.ratio() < math.inf:
-            tokens = f"{row.learned.ratio:.2f} ± {row.learned.error:.2f}"
-            low, high = plan.range_over_means(name)
-            time = f"{_digits(1 / high)} to {_digits(1 / low)}"
-        state = bytes_text(of.state_bytes)
-        sent = bytes_text(of.sent_bytes / row.accumulate)
-        lines.append([name, sent, *map(seconds_text, seconds), state, tokens, time])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    shown = [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    ]
-    title = f"{plan.cluster.workers:,} workers at {rate_text(plan.cluster.link.bandwidth)}"
-    return "\n".join([title, *shown, *(f"{name}: {why}" for name, why in plan.refused.items())])
-
-
-def as_json(plan: Plan) -> dict[str, Any]:
-    """Returns the plan as plain numbers: bits per second, bytes and seconds.
-
-    Args:
-      plan: what `plan` returned.
-
-    Returns:
-      A dict of the fields of `Plan`; ``"use"``, the method to use, or "not measured"; ``"ranges"``, how
-      many times as fast as the best mean of gradients each is, at least and at most; and ``"advice"``.
-
-    Example:
-      >>> from lioncub_jax.tools.plan import Link
-      >>> as_json(plan(10**6, Cluster(8, Link(1e9, 50e-6)), 0.1, tokens=32))["use"]
-      'owner-adamw'
-    """
-    ranges = {name: plan.range_over_means(name) for name in plan.times()}
-    cluster = dataclasses.asdict(plan.cluster)
-    answer = {"use": plan.use(), "ranges": ranges, "advice": advice(plan)}
-    return plan._asdict() | {"cluster": cluster} | answer
