@@ -42,9 +42,17 @@ from lioncub_jax.exchange.quantize import Code, Quantizer
 from lioncub_jax.mesh import kernels
 
 __all__ = [
+    "BucketStats",
     "Coder",
+    "DecideContext",
     "Decision",
+    "Inbox",
     "OwnerState",
+    "Reply",
+    "Signs",
+    "Size",
+    "Sums",
+    "Tally",
     "at_owner",
     "average",
     "codes",
@@ -94,6 +102,11 @@ class Decision:
     """The decision on a chunk of rows: pure functions of what workers sent, and of the owner's state.
 
     A subclass is a pytree of its numbers (`arguments.part`), since they may be traced arrays.
+
+    Example:
+      >>> from lioncub_jax import decide, quantize
+      >>> decide.majority().code_of(quantize.midrise(3)).max_code(8)
+      7
     """
 
     name = ""

@@ -29,6 +29,9 @@ from lioncub_jax.exchange.bits import ROW
 from lioncub_jax.exchange.message import Message
 
 __all__ = [
+    "Code",
+    "EncodeContext",
+    "Message",
     "Quantizer",
     "dense",
     "error_feedback",

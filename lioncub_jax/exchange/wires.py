@@ -43,7 +43,7 @@ from lioncub_jax.exchange.message import (
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import Axes
 
-__all__ = ["Wire", "all_reduce", "counts", "gathered", "two_phase"]
+__all__ = ["Format", "Wire", "all_reduce", "counts", "gathered", "two_phase"]
 
 
 def voting(axis: Axes) -> contextlib.AbstractContextManager[None]:
