@@ -62,7 +62,9 @@ def voting(params: Any, **parts: Any) -> Candidate:
     memory = parts.get("memory", lc.momentum.nothing())
     decision = parts.get("decision", decide.default_for(quantizer))
     code = decision.code_of(quantizer)
-    exchange = Exchange(("data",), (), memory, code, decision, loopback())
+    exchange = Exchange(
+        ("data",), group=(), memory=memory, code=code, decision=decision, wire=loopback()
+    )
     state = lc.communicate(workers="data", memory=memory).init(params)
     leaves = jax.tree.leaves(params)
     buckets = layout.buckets(leaves, WORKERS)
@@ -74,13 +76,14 @@ def voting(params: Any, **parts: Any) -> Candidate:
     def step(params, state, grads):
         here, sizes = [], [None] * len(leaves)
         for bucket in buckets:
-            pieces, fmt = (
-                layout.pieces([bucket], state.count),
-                transform.format_of(exchange, bucket),
-            )
+            pieces = layout.pieces([bucket], state.count)
+            fmt = transform.format_of(exchange, bucket)
             rows = layout.row_sizes(bucket, sizes, code.midtread or code.decode is not None)
             here.append(WorkerBucket(bucket, pieces, fmt, rows, shard=0, num_shards=1))
-        worker = Worker(("data",), jnp.int32(0), WORKERS, state.count, here, (), sizes, False)
+        worker = Worker(
+            ("data",), index=jnp.int32(0), num_workers=WORKERS, count=state.count, buckets=here,
+            group_buckets=(), row_sizes=sizes, flag_per_bucket=False,
+        )  # fmt: skip
         updates, state = transform.take_step(exchange, worker, grads, state, None)
         updates, _ = rest.update(updates, rest.init(params), params)
         return optax.apply_updates(params, updates), state, grads

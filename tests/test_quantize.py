@@ -32,7 +32,10 @@ def encode(quantizer, x, step, worker, *, workers):
     rows = layout.piece_to_rows(layout.join_pieces([x], [piece])[0], piece)
     sizes = layout.row_sizes(bucket, [None])
     here = pieces.WorkerBucket(bucket, [piece], None, sizes, shard=0, num_shards=1)
-    me = pieces.Worker((), worker, workers, step, [here], (), [None], flag_per_bucket=False)
+    me = pieces.Worker(
+        (), index=worker, num_workers=workers, count=step, buckets=[here], group_buckets=(),
+        row_sizes=[None], flag_per_bucket=False,
+    )  # fmt: skip
     (context,) = pieces.encode_contexts(code, me, here, [rows])
     message = code.encode(rows, context)
     parts = context.by_chunk(rows)

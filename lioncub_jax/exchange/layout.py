@@ -218,7 +218,7 @@ def _place(leaves: Sequence[jax.Array], members: list[int], num_workers: int) ->
         size = math.prod(shape)
         rows = _round_up(-(-size // ROW), 1 if is_small(index) else BLOCK)
         tiles = kernels.for_tpu() and made_of_tiles(shape)
-        segments.append(Segment(index, shape, size, first, rows, tiles))
+        segments.append(Segment(index, shape, size, first_row=first, rows=rows, tiles=tiles))
         first += rows
     pieces = [Piece((s,), s.first_row, s.rows, (0,)) for s in segments if s.rows > SMALL]
     large, small = bool(pieces), segments[len(pieces) :]
@@ -229,7 +229,9 @@ def _place(leaves: Sequence[jax.Array], members: list[int], num_workers: int) ->
         starts = tuple(s.first_row - begin for s in small)
         pieces.append(Piece(tuple(small), begin, rows, starts))
     dtype = common_dtype(*{leaves[index].dtype for index in members})
-    return Bucket(tuple(pieces), large, 0, chunk, num_workers, dtype)
+    return Bucket(
+        tuple(pieces), large, first_row=0, chunk=chunk, num_workers=num_workers, dtype=dtype
+    )
 
 
 def _round_up(n: int, multiple: int) -> int:

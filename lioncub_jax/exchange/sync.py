@@ -306,7 +306,8 @@ def _variance_share(of_mean: jax.Array, mean: jax.Array) -> jax.Array:
 def coded_exchange(code: Code, axis: Axes) -> Exchange:
     """The exchange of a step whose gradient is the momentum."""
     mean = decide.at_owner(optax.identity(), decide.codes(1))
-    return Exchange(axis, (), momentum.nothing(), code, mean, wires.two_phase())
+    memory, wire = momentum.nothing(), wires.two_phase()
+    return Exchange(axis, group=(), memory=memory, code=code, decision=mean, wire=wire)
 
 
 def _coded_mean_if(

@@ -149,7 +149,9 @@ def communicate(
     if bucket_size is not None:
         wanted = "a number of elements, or None"
         check_count(f"bucket_size={bucket_size!r}", bucket_size, wanted)
-    exchange = Exchange(axis, group, memory, code, decision, wire, bucket_size)
+    exchange = Exchange(
+        axis, group, memory=memory, code=code, decision=decision, wire=wire, bucket_size=bucket_size
+    )
     varying_over = (*axis, *group)
 
     def init(params: optax.Params) -> CommunicateState:
@@ -440,9 +442,10 @@ def next_state(
             abstained=abstained,
             abstentions=bits.add_count(votes.abstentions, abstained),
         )
-        for k, (old, new) in enumerate(zip(state.owner, result.owner_states, strict=False)):
+        for k, old in enumerate(state.owner):
             in_bucket = num_present[k if worker.flag_per_bucket else 0]
-            owner.append(Flat(with_counters(in_bucket, new, old.value), old.bucket))
+            new = with_counters(in_bucket, result.owner_states[k], old.value)
+            owner.append(Flat(new, old.bucket))
     count = optax.safe_increment(state.count)
     return state._replace(count=count, owner=tuple(owner), votes=votes)
 
