@@ -98,11 +98,13 @@ def test_with_other_workers_it_is_what_a_checkpoint_gives(folders, count, rule):
         assert_same(found.state, saved.restore(like, on_resize=rule).state)
 
 
-def test_every_kth_call_takes_one_and_three_stay(folders, first):
+def test_every_kth_call_takes_one_and_three_stay(folders, first, tmp_path, monkeypatch):
+    monkeypatch.setenv("LIONCUB_STEPPED", str(tmp_path / "stepped"))
     with both(folders, every=2, buddies=4) as (saved, snapshots):
         for step in range(1, 12):
             snapshots(at(first, step))
         snapshots.wait()
+        assert (tmp_path / "stepped").exists()
         assert steps_in(folders[1]) == [6, 8, 10]
         kinds = [path.suffix for path in folders[1].iterdir()]
         assert sorted(kinds) == [".buddy"] * 3 + [".own"] * 3  # of steps 2, 6 and 10

@@ -112,13 +112,6 @@ def parts_of(model: "nnx.Module") -> Any:
     return nnx.split(model, nnx.Param, nnx.RngState, ...)  # type: ignore[misc]
 
 
-def copy_of(model: "nnx.Module") -> "nnx.Module":
-    """A module with variables of its own, and the same arrays in them."""
-    from flax import nnx
-
-    return nnx.clone(model)
-
-
 def update_module(model: "nnx.Module", change: Callable[..., Any]) -> "nnx.Module":
     """Writes ``change(parameters, random streams, the rest)`` into a module; returns it."""
     from flax import nnx

@@ -14,7 +14,7 @@ from lioncub_jax.exchange.transform import CommunicateState, VoteCounts
 from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.mesh.placement import Static, Workers, check_alive
 from lioncub_jax.training.mapped import states_of
-from lioncub_jax.training.modules import copy_of, is_module, update_module
+from lioncub_jax.training.modules import is_module, update_module
 from lioncub_jax.training.step import StepState
 
 _TIES = "ties", "parameters"
@@ -226,7 +226,9 @@ def for_evaluation(model: Any, workers: Workers, trained: Any = None) -> Any:
                 )
         return params if trained is None else trained, streams, mean_model_state(rest)
 
-    copy = update_module(copy_of(model), averaged)
+    from flax import nnx  # in use, for the model is of it
+
+    copy = update_module(nnx.clone(model), averaged)
     copy.eval()
     return copy
 
