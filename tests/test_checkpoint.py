@@ -302,7 +302,7 @@ def test_votes_on_some_parameters_move_only_where_their_slices_say_which(tmp_pat
 
 @functools.cache
 def small(step=0):
-    params = {"w": np.float32([step, 2]), "b": np.arange(9) + step}
+    params = {"w": np.float32([step, 2]), "b": np.arange(99) + step}
     everywhere = jax.sharding.NamedSharding(workers_of("2").mesh, P())
     return jax.device_put({"step": np.int32(step), "params": params}, everywhere)
 
@@ -326,21 +326,22 @@ def files_of(folder):
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def flip(path, at=0.5):
+def flip(path, at=None):
     content = bytearray(path.read_bytes())
-    content[int(len(content) * at)] ^= 16
+    content[len(content) // 2 if at is None else at] ^= 1
     path.write_bytes(content)
 
 
-def flip_first(path):
-    flip(path, 0)
+def flip_data(path):
+    """Of a description the number that is its data."""
+    flip(path, len('{"format": 4, "body": {"step": 2, "metric": null, "data": {"step": '))
 
 
 def cut_short(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-@pytest.mark.parametrize("harm", [flip, flip_first, cut_short, Path.unlink])
+@pytest.mark.parametrize("harm", [flip, flip_data, cut_short, Path.unlink])
 def test_damage_is_refused_by_name_or_harmless_and_never_read(harm, tmp_path):
     whole, folder, refused = tmp_path / "whole", tmp_path / "harmed", set()
     save_small(whole, 1, 2)

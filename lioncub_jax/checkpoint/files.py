@@ -94,7 +94,7 @@ class Listing(NamedTuple):
 
 
 def listing(directory: Path) -> Listing:
-    """Lists a folder by names alone: one call of the system for many entries."""
+    """Lists a folder by names only: one call of the system for many entries."""
     entries = Listing([], [], [])
     with contextlib.suppress(FileNotFoundError), os.scandir(directory) as scanned:  # not made yet
         for entry in scanned:
@@ -191,7 +191,7 @@ def _lock(unfinished: Path) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.write(lock, _machine())  # now others may trust the lock
     except OSError:
-        pass  # a disk without locks: others go by time alone
+        pass  # a disk without locks: others go by time
     return lock
 
 

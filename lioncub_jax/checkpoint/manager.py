@@ -65,7 +65,7 @@ class Checkpoints:
     """The checkpoints of a run, in a folder of their own; a context manager that writes in the background.
 
     It makes, changes and deletes nothing before the first `save`. Every process of a run makes one and
-    calls the same methods in the same order; `steps`, `wait` and `close` each may call alone.
+    calls the same methods in the same order; `steps`, `wait` and `close` may be called by one.
 
     Args:
       directory: the folder; the first save makes it. Processes of one run must see the same folder.
@@ -252,7 +252,7 @@ class Checkpoints:
         return restored
 
     def restore_params(self, like: Any, *, step: int | None = None) -> Restored:
-        """Reads the parameters of a checkpoint alone, such as to serve or to evaluate a model.
+        """Reads only the parameters of a checkpoint, such as to serve or to evaluate a model.
 
         Args:
           like: a tree of arrays or of ``ShapeDtypeStruct``s, as the field or entry ``params`` of the state
@@ -342,7 +342,7 @@ class Checkpoints:
         self._meet(call)
 
     def _meet(self, call: str) -> None:
-        """Raises in a process that waits alone: no sum over devices ends before all have come."""
+        """Raises where not all processes come: no sum over devices ends before they have."""
         name = zlib.crc32(os.fsencode(self.directory.name))  # a host may mount it elsewhere
         _MEETINGS[name] += 1
         try:

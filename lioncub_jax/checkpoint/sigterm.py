@@ -19,7 +19,7 @@ def stop_on_sigterm(every: int = 10) -> Iterator[Callable[[int], bool]]:
       every: several processes ask each other at steps that are multiples of this. To ask, the host waits
         until the devices have done all steps given to them, so at every step the devices would idle
         while the host prepares the next; ``every`` steps must fit into the time between SIGTERM and
-        the kill. One process alone asks nobody and knows at once.
+        the kill. A single process knows at once.
 
     Returns:
       A context manager of ``stopping(step)``: whether SIGTERM has come, to any process. All get the

@@ -1,6 +1,6 @@
 """Processes that end together: their ends and signals in one queue, and their output in another.
 
-For `lioncub_jax.tools.run.keep` and for the lab's hub, a program of its own: the standard library alone.
+For `lioncub_jax.tools.run.keep` and for the lab's hub, a program of its own: only the standard library.
 Whoever watches never writes: a reader that stops, such as a paused pager, delays no end.
 """
 

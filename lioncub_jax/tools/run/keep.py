@@ -289,7 +289,7 @@ class Run:
 def memory_folder() -> Path | None:
     """A folder in this machine's memory that stays from start to start of a run and ends with it.
 
-    For ``Snapshots``, which look at it at each use: it must be this user's alone. `keep` and ``lioncub
+    For ``Snapshots``, which look at it at each use: it must be private to this user. `keep` and ``lioncub
     run`` make it; under another launcher set ``LIONCUB_MEMORY`` to a folder of the run's own that is not
     there yet: ``/dev/shm/lioncub-$SLURM_JOB_ID``, say.
 
@@ -343,7 +343,7 @@ def _shared() -> str:
 @contextlib.contextmanager
 def _watcher(folder: str) -> Iterator[int]:
     """The pipe to a watcher, which a worker gets on its way."""
-    read, write = os.pipe()  # `read` stays open, so that a killed watcher harms nobody
+    read, write = os.pipe()  # `read` stays open, so that a killed watcher breaks no pipe
     watcher = subprocess.Popen([*WATCHER, folder], stdin=read, start_new_session=True)
     try:
         yield write

@@ -1,8 +1,8 @@
-"""Files of this user alone, in folders that nobody else can change.
+"""Private files of this user, in folders that no other user can change.
 
 A folder is opened from ``/`` down, by the descriptor of the folder above, and no link is followed. Each
-belongs to root or to this user. Nobody else may write it, or it is sticky, as ``/tmp`` is: there others can
-add an entry and cannot change one. A sealed file begins with the SHA-256 of its name and of what follows.
+belongs to root or to this user. No other user may write it, or it is sticky, as ``/tmp`` is: there others
+can add an entry and change none. A sealed file begins with the SHA-256 of its name and of what follows.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ DIGEST = 32  # bytes of a SHA-256
 
 @contextlib.contextmanager
 def opened(folder: Path, make: bool = False) -> Iterator[int]:
-    """Opens a folder of this user alone.
+    """Opens a private folder of this user.
 
     Args:
       folder: an absolute path.
-      make: makes the folders that are missing, for this user alone.
+      make: makes the folders that are missing, as private ones.
 
     Returns:
       A context manager of a descriptor.
@@ -78,7 +78,7 @@ def _check(path: Path | str, file: int, may_be_sticky: bool = False) -> None:
 
 
 def write(name: str, *pieces: Any, folder: int | None = None) -> None:
-    """Writes a file for this user alone, whole or not at all: first under another name."""
+    """Writes a private file, whole or not at all: first under another name."""
     part = f"{name}.{secrets.token_hex(8)}{PART}"  # its own: two runs may share a folder
     file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
     try:

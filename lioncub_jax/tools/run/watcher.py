@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 
-REMOVALS = 100  # 0.1 s apart: what was killed may be inside a long write
+REMOVALS = 100  # one each 0.1 s: what was killed may be inside a long write
 
 
 def watch(folder: str) -> None:
