@@ -65,7 +65,8 @@ class Tables:
     def _errors(self, settings: Iterable[Pooled | None]) -> list[str]:
         cells = []
         for place, found in enumerate(settings):
-            error = found and max(found.error(a, b) or 0 for a in found.means for b in found.means)
+            pairs = itertools.product(found.means, repeat=2) if found else ()
+            error = max((found.less(*pair).error or 0 for pair in pairs), default=0)
             cells += [f"{error:.1f}" if error else "", *([""] if place < 3 else [])]
         return cells
 
@@ -86,12 +87,8 @@ class Tables:
     def less(self, at: Setting, name: str, other: str, among: Iterable[str]) -> str:
         """An accuracy less another, with its error."""
         found = self.pooled(at, among)
-        if found is None or name not in found.means or other not in found.means:
-            return "not run"
-        error = found.error(name, other)
-        sure = "one seed" if error is None else f"± {error:.1f}"
-        alike = ", alike" if error is not None and found.alike(name, other) else ""
-        return f"{found.means[name] - found.means[other]:+.1f} {sure}{alike}"
+        difference = found and found.less(name, other)
+        return f"{difference.text(1)}{', alike' * difference.alike}" if difference else "not run"
 
     def variants(self, base: str, names: Iterable[str], settings: Mapping[str, Setting]) -> str:
         """Methods less the base, in each setting by its title; the base has its accuracy."""
