@@ -18,6 +18,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +27,6 @@ import local_step
 import optax
 import report
 from aot import programs
-from rich.console import Console
 
 import lioncub_jax as lc
 
@@ -98,8 +98,9 @@ def rows_of(
     times = measured(candidates, rounds)
 
     def over(name: str, other: str) -> float | None:
-        pairs = zip(times[name], times.get(other, ()), strict=False)
-        return statistics.median([mine / theirs for mine, theirs in pairs] or [math.nan])
+        if other not in times:
+            return None
+        return statistics.median(a / b for a, b in zip(times[name], times[other], strict=True))
 
     return [
         {"part": part, **about, "step": name, "ms": 1e3 * statistics.median(times[name])}
@@ -218,50 +219,24 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run(args: argparse.Namespace, device: Any) -> None:
-    """All parts; rows are kept as they come."""
+    """All parts; a row is printed and kept when it is there."""
     rate, model = copy_rate(args.rounds), programs.named(args.model)
     parts: list[tuple[str, dict[str, Any], Callable[[], dict[str, Timed]]]] = [
-        (
-            "local",
-            {"parameters": size, "dtype": jnp.dtype(dtype).name},
-            lambda size=size, dtype=dtype: local(size, dtype),
-        )
+        ("local", {"parameters": size, "dtype": jnp.dtype(dtype).name}, partial(local, size, dtype))
         for size in args.sizes or SIZES
         for dtype in (jnp.float32, jnp.bfloat16)
     ]
     about = {"parameters": model.size, "dtype": "bfloat16"}
-    parts.append(("gpt", about, lambda: gpt(model)))
+    parts.append(("gpt", about, partial(gpt, model)))
     if jax.device_count() > 1 and device.platform == "gpu":
-        parts.append(("exchange", about, lambda: exchange(model)))
-    given = {"devices": jax.device_count(), "copy_gb_per_s": rate / 1e9} | report.provenance()
-    rows = []
-    for part, about, candidates in parts:
-        some = rows_of(part, about, candidates(), args.rounds, rate)
-        report.append(args.save, [row | given for row in some])
-        rows += some
-    head = [
-        "part",
-        "parameters",
-        "dtype",
-        "step",
-        "ms",
-        "over floor",
-        "over lion",
-        "temporary MB",
-        "compiling s",
-    ]
-    keys = "ms", "over_floor", "over_lion"
-    lines = [
-        [*(str(row[key]) for key in ("part", "parameters", "dtype", "step"))]
-        + [f"{row[key]:.3f}" if row[key] else "" for key in keys]
-        + [f"{row['temporary_bytes'] / 1e6:.1f}", f"{row['compile_seconds']:.1f}"]
-        for row in rows
-    ]
-    title = (
-        f"{device.device_kind}, a copy moves {rate / 1e9:.0f} GB/s; {jax.device_count()} of them"
-    )
-    Console(width=140).print(report.table(title, head, lines))
-    worst = max((row["over_floor"] for row in rows if row["over_floor"]), default=None)
+        parts.append(("exchange", about, partial(exchange, model)))
+    given = {"devices": jax.device_count(), "copy_gb_per_s": rate / 1e9}
+    worst = 0.0
+    for part, about, made in parts:
+        for row in rows_of(part, about, made(), args.rounds, rate):
+            print(" ".join(f"{name}={value}" for name, value in row.items()), flush=True)
+            report.append(args.save, [row | given | report.provenance()])
+            worst = max(worst, row["over_floor"] or 0)
     report.finish({"benchmark": "gpu", "over_floor_at_most": worst} | given, None)
 
 

@@ -267,10 +267,10 @@ def test_differences_are_paired_over_seeds_and_small_ones_are_alike():
     # What is left of lion's seeds, a third of it in each of the other two methods' parts.
     std = math.sqrt((2 * 0.01**2) * (2 / 3) / 4)
     assert cell.pooled.std == pytest.approx(std) and cell.pooled.freedom == 4
-    assert far.loss == pytest.approx(0.1) and far.error == pytest.approx(
+    assert far.value == pytest.approx(0.1) and far.error == pytest.approx(
         2.776 * std * (2 / 3) ** 0.5, 1e-3
     )
-    assert near.alike and not far.alike and str(near).startswith("+0.000 ± 0.0")
+    assert near.alike and not far.alike and near.text().startswith("+0.000 ± 0.0")
 
 
 def test_tokens_to_a_loss_are_on_a_line_through_the_last_losses_of_lengths():

@@ -14,6 +14,28 @@ import numpy as np
 from scipy import stats
 
 
+class Difference(NamedTuple):
+    """Of two methods.
+
+    Attributes:
+      value: of the means.
+      error: half of its 95 % interval; None where nothing ran twice.
+    """
+
+    value: float
+    error: float | None
+
+    @property
+    def alike(self) -> bool:
+        """True where the interval has 0 in it."""
+        return self.error is not None and abs(self.value) <= self.error
+
+    def text(self, digits: int = 3) -> str:
+        """With its error, as ``+0.018 ± 0.023``."""
+        sure = "one seed" if self.error is None else f"± {self.error:.{digits}f}"
+        return f"{self.value:+.{digits}f} {sure}"
+
+
 class Pooled(NamedTuple):
     """The deviation of single runs that is left when methods and seeds are taken out.
 
@@ -29,17 +51,15 @@ class Pooled(NamedTuple):
     means: Mapping[str, float]
     seeds: Mapping[str, int]
 
-    def error(self, one: str, other: str) -> float | None:
-        """Half of the 95 % interval of the difference of two methods."""
-        if self.std is None:
+    def less(self, one: str, other: str) -> Difference | None:
+        """A method less another; None where one of them did not run."""
+        if one not in self.means or other not in self.means:
             return None
-        share = 1 / self.seeds[one] + 1 / self.seeds[other]
-        return float(stats.t.ppf(0.975, self.freedom)) * self.std * share**0.5
-
-    def alike(self, one: str, other: str) -> bool:
-        """True where the interval of the difference has 0 in it, or is not known."""
-        error = self.error(one, other)
-        return error is None or abs(self.means[one] - self.means[other]) <= error
+        error = None
+        if self.std is not None:
+            share = 1 / self.seeds[one] + 1 / self.seeds[other]
+            error = float(stats.t.ppf(0.975, self.freedom)) * self.std * share**0.5
+        return Difference(self.means[one] - self.means[other], error)
 
 
 def pooled(values: Mapping[str, Mapping[int, float]]) -> Pooled:

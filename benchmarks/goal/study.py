@@ -9,7 +9,6 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
 
 import report
 from report import Rows
@@ -19,7 +18,7 @@ from goal.curves import hyper_of, shapes
 from goal.evidence import Key, cells_of, chosen, last, usual
 from goal.lengths import TOKENS, WORKERS
 from goal.model import STEPS, WIDTH
-from goal.paired import Pooled, pooled
+from goal.paired import Difference, Pooled, pooled
 from lioncub_jax.tools.plan import parameters_in
 
 BASE = "adamw"
@@ -67,27 +66,9 @@ class Cell:
     def pooled(self) -> Pooled:
         return pooled(self.losses)
 
-    def behind(self, name: str, other: str = BASE) -> "Behind | None":
+    def behind(self, name: str, other: str = BASE) -> Difference | None:
         """How far a method ends behind another; None where one did not run, or diverged."""
-        if name not in self.losses or other not in self.losses:
-            return None
-        means = self.pooled.means
-        return Behind(means[name] - means[other], self.pooled.error(name, other))
-
-
-class Behind(NamedTuple):
-    """A difference of last losses, and half of its 95 % interval, None for one seed."""
-
-    loss: float
-    error: float | None
-
-    def __str__(self) -> str:
-        sure = "one seed" if self.error is None else f"± {self.error:.3f}"
-        return f"{self.loss:+.3f} {sure}"
-
-    @property
-    def alike(self) -> bool:
-        return self.error is not None and abs(self.loss) <= self.error
+        return self.pooled.less(name, other) if self.losses else None
 
 
 class Study:
@@ -120,7 +101,7 @@ class Study:
 
         def place(name: str) -> tuple[float, ...]:
             return tuple(
-                found.loss if (found := self.cell(key).behind(name)) else math.inf
+                found.value if (found := self.cell(key).behind(name)) else math.inf
                 for key in (NOISY, *LENGTHS, LARGE)
             )
 
@@ -138,7 +119,7 @@ class Study:
             if name == BASE:
                 return f"{cell.pooled.means[BASE]:.3f}"
             found = cell.behind(name)
-            return "" if found is None else f"{found}{', alike' * found.alike}"
+            return "" if found is None else f"{found.text()}{', alike' * found.alike}"
 
         head = ["method", "whose", "bits", *columns.values()]
         lines = [
@@ -210,7 +191,7 @@ class Study:
             rates = [rate_over(cell, name) for name in names]
             lines.append([
                 f"{parameters_in(shapes(key.width)):,}",
-                *(str(cell.behind(name) or "not run") for name in names),
+                *(d.text() if (d := cell.behind(name)) else "not run" for name in names),
                 *("" if rate is None else f"{rate:.2f}" for rate in rates),
             ])  # fmt: skip
         told = [
@@ -224,7 +205,9 @@ class Study:
         """A line through distances, and one through rates, over the logarithm of the size."""
         sized = [(math.log(parameters_in(shapes(key.width)), 4), self.cell(key)) for key in known]
         far = [
-            (x, d.loss, d.error / 1.96) for x, cell in sized if (d := cell.behind(name)) and d.error
+            (x, d.value, d.error / 1.96)
+            for x, cell in sized
+            if (d := cell.behind(name)) and d.error
         ]
         rates = [
             (x, math.log2(rate), 2**0.5 * OCTAVE)
@@ -288,7 +271,7 @@ class Study:
     def each(self, name: str, settings: Iterable[Key], other: str = BASE) -> list[str]:
         """How far a method is behind in each setting where both ran."""
         return [
-            f"{found} after {key.steps:,} steps"
+            f"{found.text()} after {key.steps:,} steps"
             for key in settings
             if (found := self.cell(key).behind(name, other))
         ]
@@ -298,7 +281,7 @@ class Study:
         peers = [name for name in cell.losses if name.startswith("powersgd")]
         best = min(peers, key=lambda name: cell.pooled.means[name], default="")
         parts = [
-            f"{says} {found}"
+            f"{says} {found.text()}"
             for name, says in (*OURS.items(), (best, f"PowerSGD {best.removeprefix('powersgd-')}"))
             if (found := cell.behind(name))
         ]
@@ -311,7 +294,9 @@ class Study:
 
     def by_exchanges(self) -> str:
         cell = self.cell(NOISY)
-        parts = [f"{says} {x}" for name, says in EXCHANGES.items() if (x := cell.behind(name))]
+        parts = [
+            f"{says} {x.text()}" for name, says in EXCHANGES.items() if (x := cell.behind(name))
+        ]
         said = f"At equal tokens, less AdamW: {', '.join(parts)}."
         return said if len(parts) == len(EXCHANGES) else ""
 

@@ -1,14 +1,14 @@
 """Tables of both papers' questions, from the rows on images that are there.
 
 Accuracies are in percent, means over seeds. Differences are those of `paired`: their deviation is pooled
-over all methods of a table with the same workers and shards.
+over all methods with the same workers and shards.
 """
 
 import itertools
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import report
@@ -36,19 +36,18 @@ class Tables:
             if row["part"] == "seed" and row["data"] == "fashion":
                 self._rows[row["workers"], row["shards"]][row["method"]].append(row)
 
-    def pooled(self, at: Setting, names: Iterable[str]) -> Pooled | None:
-        """Of the methods that ran there; None where none did."""
+    def pooled(self, at: Setting) -> Pooled | None:
+        """Of all methods that ran there; None where none did."""
         found = {
-            name: {row["seed"]: 100 * row["accuracy"] for row in self._rows[at][name]}
-            for name in names
-            if self._rows[at].get(name)
+            name: {row["seed"]: 100 * row["accuracy"] for row in rows}
+            for name, rows in self._rows[at].items()
         }
         return pooled(found) if found else None
 
-    def accuracies(self, names: Iterable[str], numbers: Iterable[int]) -> str:
+    def accuracies(self, names: Collection[str], numbers: Collection[int]) -> str:
         """The first paper's table: ours and its own."""
-        names, lines = list(names), []
-        settings = {workers: self.pooled((workers, "alike"), names) for workers in numbers}
+        lines = []
+        settings = {workers: self.pooled((workers, "alike")) for workers in numbers}
         for name in names:
             line, paper = [self._methods[name].says], self._methods[name].paper
             for place, found in enumerate(settings.values()):
@@ -65,50 +64,45 @@ class Tables:
     def _errors(self, settings: Iterable[Pooled | None]) -> list[str]:
         cells = []
         for place, found in enumerate(settings):
-            error = found and max(found.error(a, b) or 0 for a in found.means for b in found.means)
+            pairs = itertools.product(found.means, repeat=2) if found else ()
+            error = max((found.less(*pair).error or 0 for pair in pairs), default=0)
             cells += [f"{error:.1f}" if error else "", *([""] if place < 3 else [])]
         return cells
 
-    def order(self, names: Iterable[str], numbers: Iterable[int]) -> str:
+    def order(self, names: Collection[str], numbers: Collection[int]) -> str:
         """Each method less the one behind it in the paper, here and there."""
-        names, numbers = list(names), list(numbers)
         lines = []
         for better, worse in itertools.pairwise(names):
             line = [f"{self._methods[better].says} less {self._methods[worse].says}"]
             for place, workers in enumerate(numbers):
                 there = self._methods[better].paper[place] - self._methods[worse].paper[place]
-                here = self.less((workers, "alike"), better, worse, names)
+                here = self.less((workers, "alike"), better, worse)
                 line += [here, f"{there:+.1f}"]
             lines.append(line)
         head = ["difference", *(x for n in numbers for x in (f"{n} workers", "the paper"))]
         return report.markdown(head, lines)
 
-    def less(self, at: Setting, name: str, other: str, among: Iterable[str]) -> str:
+    def less(self, at: Setting, name: str, other: str) -> str:
         """An accuracy less another, with its error."""
-        found = self.pooled(at, among)
-        if found is None or name not in found.means or other not in found.means:
-            return "not run"
-        error = found.error(name, other)
-        sure = "one seed" if error is None else f"± {error:.1f}"
-        alike = ", alike" if error is not None and found.alike(name, other) else ""
-        return f"{found.means[name] - found.means[other]:+.1f} {sure}{alike}"
+        found = self.pooled(at)
+        difference = found and found.less(name, other)
+        return f"{difference.text(1)}{', alike' * difference.alike}" if difference else "not run"
 
-    def variants(self, base: str, names: Iterable[str], settings: Mapping[str, Setting]) -> str:
+    def variants(self, base: str, names: Collection[str], settings: Mapping[str, Setting]) -> str:
         """Methods less the base, in each setting by its title; the base has its accuracy."""
-        names = list(names)
-        found = {title: self.pooled(at, [base, *names]) for title, at in settings.items()}
+        found = {title: self.pooled(at) for title, at in settings.items()}
         first = [
             f"{one.means[base]:.1f}" if one and base in one.means else "not run"
             for one in found.values()
         ]
         lines = [[self._methods[base].says, *first]]
         for name in names:
-            cells = [self.less(at, name, base, [base, *names]) for at in settings.values()]
+            cells = [self.less(at, name, base) for at in settings.values()]
             if any(cell != "not run" for cell in cells):
                 lines.append([self._methods[name].says, *cells])
         return report.markdown(["method", *settings], lines)
 
-    def agreement(self, name: str, numbers: Iterable[int]) -> str:
+    def agreement(self, name: str, numbers: Collection[int]) -> str:
         """By layer and number of workers: how often averaging and majority have the same sign."""
         lines = []
         for workers in numbers:
