@@ -492,6 +492,11 @@ MUTANTS = r"""
 - return jnp.max(x, axis=0)
 + return jnp.min(x, axis=0)
 
+# checkpoint/carry.py: carry_over
+= a field is found by the end of its name, such as mu by u
+- f".{field}{path}"
++ f"{field}{path}"
+
 # checkpoint/leaves.py: checkpoint contract
 = the last workers survive, with the momentum of others
 - x[: min(count, len(x))] if keep

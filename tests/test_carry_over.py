@@ -67,7 +67,7 @@ def test_each_worker_that_votes_gets_the_whole_momentum(before):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"nu": PARAMS}, r"the state has no nu\['b'\]: give fields of it"),
+        ({"u": PARAMS}, r"the state has no u\['b'\]: give fields of it"),
         (
             {"mu": {"w": jnp.ones((3, 130))}},
             r"mu\['w'\] has shape \[130, 3\]: \[3, 130\] was given",
