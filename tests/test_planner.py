@@ -478,6 +478,14 @@ def test_no_rate_of_the_small_model_leaves_the_library():
     assert {"rate", "decay"}.isdisjoint(evidence.Learned._fields)
 
 
+def test_slow_links_between_nodes_and_devices_that_hold_no_mean_have_an_answer():
+    nodes = Cluster(4, Link(1e7), 8, Link(1e12, kind="nvlink"))
+    assert "steps or more alone" in planner.advice(planner.plan(10**9, nodes, 1.0, tokens=256))
+    small = planner.plan(10**9, SLOW, 10.0, tokens=10**6, memory=11.8e9)
+    words = planner.advice(small)
+    assert words.startswith("Do not use this: with more tokens") and "inf" not in words
+
+
 # --- Five users, whose answers an expert was asked to sign
 
 TCP = {rate: Link(rate * 1e9) for rate in (0.2, 1, 25, 100)}

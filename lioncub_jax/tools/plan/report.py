@@ -6,6 +6,7 @@ reach a share of their rate that few know, an all-reduce of gradients overlaps w
 and steps have a standard error.
 """
 
+import dataclasses
 import math
 from typing import NamedTuple
 
@@ -362,7 +363,8 @@ def _what_to_measure(plan: Plan) -> str:
 
 def _local_steps(plan: Plan) -> str:
     coded = scheme_named("diloco-32-coded")
-    exchange = step_time(coded, plan.parameters, plan.cluster).communication(plan.corners()[0][0])
+    whole = dataclasses.replace(plan.cluster, group_size=1)  # local steps have no two levels
+    exchange = step_time(coded, plan.parameters, whole).communication(plan.corners()[0][0])
     steps = max(LEAST_LOCAL, exchange / (LOCAL_SHARE * plan.compute))
     return (
         f"Take local steps: {_link_text(plan)} the least exchange takes {digits(plan.too_slow())} times "
@@ -384,15 +386,19 @@ def _hides(plan: Plan) -> str:
 
 
 def _far(plan: Plan) -> str:
-    cell, most = plan.nearest.cell, digits(1 + plan.mean_takes() / plan.compute)
+    cell, takes = plan.nearest.cell, plan.mean_takes()
+    bound = ""
+    if takes < math.inf:
+        bound = (
+            " A method that learns like AdamW and sends nothing would be at most "
+            f"{digits(1 + takes / plan.compute)} times as fast as an all-reduce that does not overlap."
+        )
     begin = "Not measured:"
     if plan.tokens > cell.tokens and plan.data == cell.data:
         begin = "Do not use this: with more tokens, methods that send less took more steps, and"
     return (
-        f"{begin} nobody ran {_asked(plan)}. The nearest runs had {_cell(cell)}. A method that learns like "
-        f"AdamW and sends nothing would be at most {most} times as fast as a "
-        "mean that does not overlap. Let the all-reduce overlap, accumulate micro-steps, or measure "
-        "some hundred steps of yours."
+        f"{begin} nobody ran {_asked(plan)}. The nearest runs had {_cell(cell)}.{bound} Let the all-reduce "
+        "overlap, accumulate micro-steps, or measure some hundred steps of yours."
     )
 
 
