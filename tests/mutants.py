@@ -753,8 +753,8 @@ MUTANTS = r"""
 + "all-reduce": 1
 
 = devices of a worker do not share its link
-- sent = each * passing * size
-+ sent = each * passing * size / at.group_size
+- sent = bits * (workers - 1) / workers * size / 8
++ sent = bits * (workers - 1) / workers * size / 8 / group
 
 = a link reaches its nominal rate
 - return min(known), max(known)

@@ -26,8 +26,8 @@ from lioncub_jax.tools.plan.model import Measured
 __all__ = ["probe", "table"]
 
 SIZES = 2**12, 2**16, 2**20, 2**23, 2**25  # bytes that a worker has
-LONG = 0.25  # seconds of a collective, from which on it is measured once, and no larger one is
-REPEATS = 3
+LONG = 0.25  # seconds that repeats take together; what takes longer runs once, and no larger size follows
+MOST_REPEATS = 20
 PACKED = 2**23  # parameters
 
 # A user's function of workers: a step of `make_train_step`, its first state, and a batch.
@@ -116,24 +116,31 @@ def _points(op: str, workers: Workers, clock: Clock) -> Iterator[tuple[float, fl
     for size in SIZES:
         length = size // dtype.dtype.itemsize // count * count
         x = jax.jit(partial(jnp.ones, count * length, dtype), out_shardings=sharding)()
-        once = _seconds(partial(repeated, x, 1), clock, repeats=1)
+        once = _seconds(partial(repeated, x, 1), clock)
         sends = sent(count) * length * dtype.dtype.itemsize
         if once > LONG:
             yield sends, once
             return
-        times = max(1, min(20, int(0.1 / once)))
+        times = max(1, min(MOST_REPEATS, int(LONG / 5 / once)))
         yield sends, _seconds(partial(repeated, x, times), clock) / times
 
 
-def _seconds(run: Callable[[], Any], clock: Clock, repeats: int = REPEATS) -> float:
-    """Median time of a run after a first one, on the process where it is largest."""
+def _seconds(run: Callable[[], Any], clock: Clock) -> float:
+    """Median time of a run, on the process where it is largest; a first run is not counted."""
+    _seconds_each(run, clock, 1)
+    once = _seconds_each(run, clock, 1)
+    repeats = min(MOST_REPEATS, int(LONG / once)) if once else 1
+    return _seconds_each(run, clock, repeats) if repeats > 1 else once
+
+
+def _seconds_each(run: Callable[[], Any], clock: Clock, repeats: int) -> float:
     times = []
-    for _ in range(repeats + 1):
+    for _ in range(repeats):
         begin = clock()
         jax.block_until_ready(run())
         times.append(clock() - begin)
-    median = statistics.median(times[1:])
-    return float(np.max(multihost_utils.process_allgather(np.float64(median))))
+    median = np.float64(statistics.median(times))
+    return float(np.max(multihost_utils.process_allgather(median)))
 
 
 def _with_step(measured: Measured, workers: Workers, target: Target, clock: Clock) -> Measured:

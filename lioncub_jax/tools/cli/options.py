@@ -1,4 +1,4 @@
-"""What the options of the commands have in common."""
+"""Kinds of options that commands share."""
 
 import argparse
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What commands print, and the files that they write.
+"""Output of the commands, and the files that they write.
 
 ``rich`` is imported where tables are printed, and not for numbers.
 """
@@ -33,9 +33,9 @@ def show(*parts: Any) -> None:
     write(printed.getvalue())
 
 
-def as_text(found: Any) -> str:
+def as_text(answer: Any) -> str:
     """JSON; named tuples are objects, and a number that is not finite is null: JSON has no infinity."""
-    return json.dumps(_plain(found), indent=2, allow_nan=False) + "\n"
+    return json.dumps(_plain(answer), indent=2, allow_nan=False) + "\n"
 
 
 def _plain(value: Any) -> Any:

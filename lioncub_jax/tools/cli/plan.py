@@ -261,7 +261,7 @@ def as_json(plan: planner.Plan) -> dict[str, Any]:
     Example:
       >>> at = planner.Cluster(8, planner.Link(1e9))
       >>> as_json(planner.plan(10**6, at, 0.1, tokens=32))["use"]
-      'owner-adamw'
+      'adamw-bfloat16'
     """
     ranges = {name: plan.range_over_means(name) for name in plan.times()}
     cluster = dataclasses.asdict(plan.cluster)

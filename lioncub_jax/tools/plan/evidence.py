@@ -24,7 +24,7 @@ more; only ``times`` (of the benchmark) and the fields of `Cell` and `Learned` a
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -125,7 +125,7 @@ class Found(NamedTuple):
     methods: Mapping[str, Learned]
 
 
-def check_one_of(kind: str, name: str, known: Any) -> None:
+def check_one_of(kind: str, name: str, known: Collection[str]) -> None:
     """Raises ``ValueError`` for a name that is not known."""
     if name not in known:
         raise ValueError(f"{kind} {name!r}: give one of {', '.join(known)}")

@@ -4,7 +4,7 @@
 transforms that the code makes. A row of 128 parameters has 1 bit for its abstention, or a bfloat16 scale.
 PowerSGD's rank r is a share of the width w, as in the study: 32 bits r (w + 4 w) / (4 w^2) of a matrix of w
 and 4 w. Local steps keep a copy of the parameters. 1-bit Adam has 15 % of its run in float32 (its paper
-takes 15 to 25 %), which is 18.75 % of the steps to the loss.
+takes 15 to 25 %), which is 18.75 % of the steps to the loss: its row has the mean step.
 """
 
 import json
@@ -31,7 +31,6 @@ class Scheme(NamedTuple):
       packs: bytes of memory that packing, counting and unpacking pass through; 0: none of that.
       rounds: exchanges that follow each other.
       every: steps of a worker for each exchange.
-      in_float32: share of the steps to the loss that all-reduce float32 gradients instead.
     """
 
     name: str
@@ -42,10 +41,9 @@ class Scheme(NamedTuple):
     back: float = 0.0
     each: float = 0.0
     shared: float = 0.0
-    packs: int = 0
+    packs: float = 0.0
     rounds: int = 1
     every: int = 1
-    in_float32: float = 0.0
 
     @property
     def two_levels(self) -> bool:

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import optax
 
 from lioncub_jax.exchange.arguments import check_count, check_number
 from lioncub_jax.tools.plan.evidence import check_one_of
-from lioncub_jax.tools.plan.methods import FLOAT32, Scheme
+from lioncub_jax.tools.plan.methods import Scheme
 
 MODEL = 8  # bytes of a float32 parameter and its gradient
 # How often a collective passes through a tree of all participants.
@@ -235,7 +236,7 @@ class Estimate(NamedTuple):
         return compute + (self.local + takes - hidden) / steps
 
 
-def parameters_in(params: Any) -> int:
+def parameters_in(params: optax.Params | int) -> int:
     """Counts the elements of a tree of shapes; a number stands for itself.
 
     Example:
@@ -248,7 +249,7 @@ def parameters_in(params: Any) -> int:
     return params
 
 
-def step_time(scheme: Scheme, params: Any, cluster: Cluster) -> Estimate:
+def step_time(scheme: Scheme, params: optax.Params | int, cluster: Cluster) -> Estimate:
     """Models an exchange by one scheme.
 
     Args:
@@ -263,11 +264,13 @@ def step_time(scheme: Scheme, params: Any, cluster: Cluster) -> Estimate:
       ValueError: where the scheme does not work in groups.
 
     Example:
+      >>> from lioncub_jax.tools.plan import scheme_named
       >>> slow = Cluster(8, Link(1e9, 50e-6, "exact"))
-      >>> vote = step_time(FLOAT32._replace(mean=0, up=1.0, back=1.0), 124_000_000, slow)
-      >>> dense = step_time(FLOAT32, 124_000_000, slow)
-      >>> round(dense.step(0.144) / vote.step(0.144), 1)
-      19.5
+      >>> vote, dense = (
+      ...     step_time(scheme_named(name), 124_000_000, slow) for name in ("vote", "adamw")
+      ... )
+      >>> round(dense.step(0.144) / vote.step(0.144))
+      19
 
     Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
     MPICH", 2005, for the terms of latency and bandwidth.
@@ -277,61 +280,37 @@ def step_time(scheme: Scheme, params: Any, cluster: Cluster) -> Estimate:
         raise ValueError(
             "it has no two levels: each device is a worker, or several by an inner mesh axis"
         )
-    arrays = len(jax.tree.leaves(params))
-    own = _Sent.of(scheme, size, arrays, cluster)
-    share = scheme.in_float32
-    if share:
-        dense = _Sent.of(FLOAT32, size, arrays, cluster)
-        own = _Sent(*((1 - share) * a + share * b for a, b in zip(own, dense, strict=True)))
-    memory = cluster.measured.memory_bandwidth if cluster.measured else cluster.memory
-    packed = own.packed + (1 - share) * scheme.packs * size / group
+    workers, measured, on_cpu = cluster.num_workers, cluster.measured, cluster.on_cpu
+    # XLA for CPUs sends bfloat16 as float32, and reduces each array by itself; codes travel together.
+    mean = 32 if scheme.mean == 16 and on_cpu and not measured else scheme.mean
+    arrays = len(jax.tree.leaves(params)) if on_cpu and not scheme.packs else 1
+    messages = scheme.rounds * arrays
+    reduce = "all-reduce bfloat16" if mean == 16 and measured else "all-reduce"
+    sent_bytes = fixed = link_bits = 0.0
+    for op, bits in {reduce: 2 * mean, "all-to-all": scheme.up, "all-gather": scheme.back}.items():
+        sent = bits * (workers - 1) / workers * size / 8  # by all devices, which share the link
+        sent_bytes += sent
+        if measured and sent:
+            fixed += messages * measured.time(op, sent / messages)
+        elif sent:
+            fixed += messages * _hops(op, workers) * cluster.link.latency
+            link_bits += 8 * sent * _slower(op, cluster)
+    if cluster.inside and group > 1:
+        rate = cluster.inside.bandwidth * math.prod(cluster.inside.shares()) ** 0.5
+        for op, bits in {"reduce-scatter": mean or 32, "all-gather": mean or scheme.back}.items():
+            sent = bits * (group - 1) / group * size / 8
+            fixed += _hops(op, group) * cluster.inside.latency + 8 * sent / rate
+    packed = (sent_bytes + scheme.packs * size) / group if scheme.packs and workers > 1 else 0.0
+    memory = measured.memory_bandwidth if measured else cluster.memory
     return Estimate(
-        sent_bytes=own.between / scheme.every,
-        state_bytes=(scheme.each + scheme.shared / cluster.num_workers) * size / group,
+        sent_bytes=sent_bytes / scheme.every,
+        state_bytes=(scheme.each + scheme.shared / workers) * size / group,
         every=scheme.every,
-        local=8 * 2 * packed / memory if scheme.packs and cluster.num_workers > 1 else 0.0,
-        fixed=own.seconds,
-        link_bits=own.link_bits,
+        local=8 * 2 * packed / memory,  # written once and read once
+        fixed=fixed,
+        link_bits=link_bits,
         bandwidth=cluster.link.bandwidth,
     )
-
-
-class _Sent(NamedTuple):
-    """Bytes of a worker to others, seconds apart from links, bits on a worker's link, bytes of a device."""
-
-    between: float
-    seconds: float
-    link_bits: float
-    packed: float
-
-    @classmethod
-    def of(cls, scheme: Scheme, size: int, arrays: int, at: Cluster) -> "_Sent":
-        """Sums up the exchange of a scheme."""
-        passing, rest = (
-            (at.num_workers - 1) / at.num_workers / 8,
-            (at.group_size - 1) / at.group_size / 8,
-        )
-        # XLA for CPUs sends bfloat16 as float32; a measurement has that in its times.
-        mean = 32 if scheme.mean == 16 and at.on_cpu and not at.measured else scheme.mean
-        reduce = "all-reduce bfloat16" if mean == 16 and at.measured else "all-reduce"
-        bits = {reduce: 2 * mean, "all-to-all": scheme.up, "all-gather": scheme.back}
-        # XLA for CPUs reduces each array by itself; codes of all travel together.
-        messages = scheme.rounds * (1 if scheme.packs or not at.on_cpu else arrays)
-        seconds = link_bits = 0.0
-        for op, each in bits.items():
-            sent = each * passing * size  # by all devices of a worker, which use its link at once
-            if at.measured and sent:
-                seconds += messages * at.measured.time(op, sent / messages)
-            elif sent:
-                seconds += messages * _hops(op, at.num_workers) * at.link.latency
-                link_bits += 8 * sent * _slower(op, at)
-        inner = {"reduce-scatter": mean or 32, "all-gather": mean or scheme.back} if rest else {}
-        for op, each in inner.items():
-            assert at.inside is not None
-            rate = at.inside.bandwidth * math.prod(at.inside.shares()) ** 0.5
-            seconds += _hops(op, at.group_size) * at.inside.latency + 8 * each * rest * size / rate
-        between = sum(bits.values()) * passing * size
-        return cls(between, seconds, link_bits, between / at.group_size)
 
 
 def _hops(op: str, participants: int) -> int:

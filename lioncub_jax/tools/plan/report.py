@@ -6,8 +6,11 @@ reach a share of their rate that few know, an all-reduce of gradients overlaps w
 and steps have a standard error.
 """
 
+import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+import optax
 
 from lioncub_jax.audit.units import bytes_text, rate_text, seconds_text
 from lioncub_jax.exchange.arguments import check_number
@@ -51,11 +54,11 @@ class Row(NamedTuple):
         return self.scheme.code + more
 
     def ratio(self) -> float:
-        """Tokens to the loss over AdamW's; infinite for what was not measured."""
+        """Returns the tokens to the loss over AdamW's; infinite for what was not measured."""
         return self.learned.ratio if self.learned else math.inf
 
     def time(self, compute: float, corner: Corner) -> float:
-        """Seconds to the loss over the steps of AdamW; of these methods means alone overlap."""
+        """Returns the seconds to the loss over the steps of AdamW; means alone overlap."""
         share, overlap = corner
         overlap *= self.scheme.kind == "mean"
         return self.ratio() * self.estimate.step(compute, share, overlap, self.accumulate)
@@ -85,7 +88,7 @@ class Plan(NamedTuple):
     refused: dict[str, str]
 
     def corners(self) -> list[Corner]:
-        """The middle of what may be, then the ends: the least and largest share, no and full overlap."""
+        """Lists the middle of what may be, then the ends: least and largest share, no and full overlap."""
         shares, measured = self.cluster.shares(), self.cluster.measured
         overlaps = (0.0, 0.0 if self.cluster.on_cpu else 1.0)  # XLA for CPUs overlaps nothing
         if measured and measured.overlap is not None:
@@ -94,7 +97,7 @@ class Plan(NamedTuple):
         return [middle, *((share, overlap) for share in shares for overlap in overlaps)]
 
     def times(self, *kinds: str, corner: Corner | None = None) -> dict[str, float]:
-        """Times to the loss of all that were seen to get there, or of such kinds; the shortest first."""
+        """Sorts the times to the loss of all that were seen to get there, or of such kinds."""
         corner = corner or self.corners()[0]
         times = {
             name: row.time(self.compute, corner)
@@ -104,7 +107,7 @@ class Plan(NamedTuple):
         return dict(sorted(times.items(), key=lambda one: one[1]))
 
     def first(self, *kinds: str) -> str:
-        """Names who is at the loss first, of all or of such kinds; nobody is ""."""
+        """Names the first at the loss, of all or of such kinds; none is ""."""
         return next(iter(self.times(*kinds)), "")
 
     def verdict(self) -> str:
@@ -167,7 +170,7 @@ class Plan(NamedTuple):
     def range_over_means(
         self, name: str, corners: list[Corner] | None = None, errors: float = ERRORS
     ) -> tuple[float, float]:
-        """Returns how many times faster than the best mean a method may be, at the least and the most."""
+        """Returns how many times as fast as the best mean a method may be, at least and at most."""
         own = self.rows[name]
         assert own.learned
         factors, relative = [], own.learned.error / own.learned.ratio
@@ -177,13 +180,13 @@ class Plan(NamedTuple):
         return min(factors) / (1 + errors * relative), max(factors) * (1 + errors * relative)
 
     def gain(self, over: str) -> float:
-        """Returns how many times faster than another the method to use is, in the middle of what may be."""
+        """Returns how many times as fast as another the method to use is, in the middle of the range."""
         times = self.times()
         return times[over] / times[self.use()]
 
 
 def plan(
-    params: Any,
+    params: optax.Params | int,
     cluster: Cluster,
     compute: float,
     *,
@@ -338,7 +341,7 @@ def _rival(plan: Plan) -> str:
     name = other and plan.first(other)
     if not name:
         return ""
-    return f"{words}, {plan.rows[name].code}, takes {digits(plan.gain(name))} times as long. "
+    return f"{words}, {plan.rows[name].code}, takes about {digits(plan.gain(name))} times as long. "
 
 
 def _what_to_measure(plan: Plan) -> str:
@@ -360,7 +363,8 @@ def _what_to_measure(plan: Plan) -> str:
 
 def _local_steps(plan: Plan) -> str:
     coded = scheme_named("diloco-32-coded")
-    exchange = step_time(coded, plan.parameters, plan.cluster).communication(plan.corners()[0][0])
+    whole = dataclasses.replace(plan.cluster, group_size=1)  # local steps have no two levels
+    exchange = step_time(coded, plan.parameters, whole).communication(plan.corners()[0][0])
     steps = max(LEAST_LOCAL, exchange / (LOCAL_SHARE * plan.compute))
     return (
         f"Take local steps: {_link_text(plan)} the least exchange takes {digits(plan.too_slow())} times "
@@ -382,15 +386,19 @@ def _hides(plan: Plan) -> str:
 
 
 def _far(plan: Plan) -> str:
-    cell, most = plan.nearest.cell, digits(1 + plan.mean_takes() / plan.compute)
+    cell, takes = plan.nearest.cell, plan.mean_takes()
+    bound = ""
+    if takes < math.inf:
+        bound = (
+            " A method that learns like AdamW and sends nothing would be at most "
+            f"{digits(1 + takes / plan.compute)} times as fast as an all-reduce that does not overlap."
+        )
     begin = "Not measured:"
     if plan.tokens > cell.tokens and plan.data == cell.data:
         begin = "Do not use this: with more tokens, methods that send less took more steps, and"
     return (
-        f"{begin} nobody ran {_asked(plan)}. The nearest runs had {_cell(cell)}. A method that learns like "
-        f"AdamW and sends nothing would be at most {most} times as fast as a "
-        "mean that does not overlap. Let the all-reduce overlap, accumulate micro-steps, or measure "
-        "some hundred steps of yours."
+        f"{begin} nobody ran {_asked(plan)}. The nearest runs had {_cell(cell)}.{bound} Let the all-reduce "
+        "overlap, accumulate micro-steps, or measure some hundred steps of yours."
     )
 
 
