@@ -21,8 +21,9 @@ on each host. lioncub plan --measured takes the file of --out."""
 
 EPILOG = """\
 The target of --step is a function of a lioncub_jax.Workers that returns
-(step, state, batch), where step is what make_train_step returned. It is called
-twice: for all workers, and for one.
+(step, state, batch), where step is what make_train_step returned, of an optimizer in
+global_gradients, whose overlap the plan wants to know. It is called twice: for all
+workers, and for one.
 
 examples:
   lioncub probe --step lioncub_jax.tools.cli.examples:training --devices 2
