@@ -441,7 +441,7 @@ def with_slices_of_more():
 
 
 REFUSED = [
-    (with_slices_of_more, "of 2 buffers ... of this step, of 1 ... make it anew, or restore it"),
+    (with_slices_of_more, "of 2 buckets ... of this step, of 1 ... make it anew, or restore it"),
     (
         lambda: prepare(TP, P("data")),
         "['w'] has spec ... 'data' is an axis of the workers ... inner",
