@@ -43,7 +43,7 @@ def trained(mesh, state, step, batches):
     """Losses of a step for each batch, what travels in the compiled step, and the state."""
     compiled, losses = step.lower(state, batches[0]).compile(), []
     for batch in batches:
-        state, metrics = step(state, batch)
+        state, metrics = jax.block_until_ready(step(state, batch))
         losses.append(np.mean(metrics["loss"] if isinstance(metrics, dict) else metrics))
     return losses, collectives(getattr(compiled, "compiled", compiled), mesh), state  # equinox's
 
