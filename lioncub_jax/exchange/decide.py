@@ -394,6 +394,10 @@ class Total(Vote):
         """Bits of the sum."""
         return _size_of_sum(num_rows, max_code, num_workers, 0)
 
+    def local_update(self, x: jax.Array) -> jax.Array:
+        """``x`` itself: a single worker's values need no codes."""
+        return x
+
 
 def majority() -> Decision:
     """``u = sign(sum_i v_i)`` in one bit, ties broken by a fair coin; one more bit for each row of 128.
