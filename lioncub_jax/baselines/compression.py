@@ -9,7 +9,7 @@ import optax
 from jax.flatten_util import ravel_pytree
 from jax.typing import ArrayLike
 
-from lioncub_jax.exchange import checks, decide, quantize, wires
+from lioncub_jax.exchange import bits, checks, decide, quantize, wires
 from lioncub_jax.mesh import axes, placement
 from lioncub_jax.mesh.axes import Axes, AxisName
 from lioncub_jax.mesh.placement import Workers, names_of
@@ -35,11 +35,11 @@ def one_level(method: str, workers: AxisName | Workers) -> Axes:
 
 
 def coded_mean(
-    bits: int, workers: AxisName | Workers | None
+    num_bits: int, workers: AxisName | Workers | None
 ) -> optax.GradientTransformationExtraArgs:
     """The mean in codes of so many bits up and down, with feedback in float32 at both ends."""
-    quantizer = quantize.error_feedback(quantize.midrise(bits), "float32")
-    reply = decide.codes(bits)
+    quantizer = quantize.error_feedback(quantize.midrise(num_bits), "float32")
+    reply = decide.codes(num_bits)
     return owner(optax.identity(), workers=workers, quantizer=quantizer, reply=reply)
 
 
@@ -91,6 +91,16 @@ def on_devices(
         return placement.on_shards(step, given, given[:2])
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def next_counts(state: Any, axis: Axes, present: jax.Array) -> dict[str, jax.Array]:
+    """The counts of the next state, by field, where so many workers took part."""
+    abstained = axes.workers_on(axis) - present.astype(jnp.int32)
+    return {
+        "count": optax.safe_increment(state.count),
+        "abstained": abstained,
+        "abstentions": bits.add_count(state.abstentions, abstained),
+    }
 
 
 def takes_part(axis: Axes, abstain: jax.Array, values: Leaves) -> jax.Array:

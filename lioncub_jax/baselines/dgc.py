@@ -35,7 +35,7 @@ from jax.typing import ArrayLike
 
 from lioncub_jax.baselines import compression
 from lioncub_jax.baselines.compression import Leaves
-from lioncub_jax.exchange import bits, checks, decide, wires
+from lioncub_jax.exchange import checks, decide, wires
 from lioncub_jax.exchange.arguments import check_betas, check_number
 from lioncub_jax.exchange.layout import Holder
 from lioncub_jax.mesh import axes
@@ -166,13 +166,10 @@ def dgc(
                 stage, branches, here, velocity, residual
             )
         velocity, residual = optax.tree.where(here, (velocity, residual), before)
-        abstained = axes.workers_on(axis) - present.astype(jnp.int32)
         return tree.unflatten(optax.tree.cast_like(means, grads)), DGCState(
-            count=optax.safe_increment(state.count),
             velocity=tree.unflatten(velocity),
             residual=tree.unflatten(residual),
-            abstained=abstained,
-            abstentions=bits.add_count(state.abstentions, abstained),
+            **compression.next_counts(state, axis, present),
         )
 
     mean = compression.on_devices(axis, init, step)

@@ -38,7 +38,7 @@ from lioncub_jax.baselines import compression
 from lioncub_jax.baselines.compression import Leaves
 from lioncub_jax.exchange import checks, decide, quantize, rotation, wires
 from lioncub_jax.exchange.arguments import check_count, check_kinds
-from lioncub_jax.exchange.bits import ROW, add_count
+from lioncub_jax.exchange.bits import ROW
 from lioncub_jax.exchange.layout import Holder
 from lioncub_jax.mesh import axes, placement
 from lioncub_jax.mesh.axes import Axes, AxisName
@@ -170,8 +170,7 @@ class _PowerSGD:
         q, error = tree.flatten_up_to(state.q), tree.flatten_up_to(state.error)
         compressed = [i for i, x in enumerate(q) if x is not None]
         inexact = compressed if self.codes is None else range(len(grads))
-        num_workers = axes.workers_on(self.axis)
-        if num_workers == 1:
+        if axes.workers_on(self.axis) == 1:
             compressed = []
         m = optax.tree.add(optax.tree.cast(grads, jnp.float32), error)
         matrices = {i: m[i].reshape(-1, len(q[i])) for i in compressed}
@@ -192,13 +191,10 @@ class _PowerSGD:
         means = [_fitting(mean, g.dtype) for mean, g in zip(means, grads, strict=True)]
         for i in inexact:
             error[i] = jnp.where(here, _fitting(m[i] - means[i], jnp.float32), error[i])
-        abstained = num_workers - present.astype(jnp.int32)
         return tree.unflatten(optax.tree.cast_like(means, grads)), PowerSGDState(
-            count=optax.safe_increment(state.count),
             q=tree.unflatten(q),
             error=tree.unflatten(error),
-            abstained=abstained,
-            abstentions=add_count(state.abstentions, abstained),
+            **compression.next_counts(state, self.axis, present),
         )
 
     def mean(self, here: jax.Array, arrays: Leaves) -> tuple[Leaves, jax.Array]:
