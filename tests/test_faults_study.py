@@ -1,18 +1,33 @@
-"""The benchmark of faults: its sums, and the committed table."""
+"""The benchmarks of faults and liars: their sums, and the committed tables."""
 
 from concurrent.futures import Future
 
 import faults
+import liars
+import numpy as np
 import pytest
 import report
+from oracle import coding
 
 # --- What is committed
 
 
-def test_the_committed_table_is_that_of_the_committed_rows():
-    """If not: run faults.py, which writes it."""
-    page = faults.DOCUMENT.read_text()
-    assert faults.documented(page, report.read(faults.ROWS)) == page
+@pytest.mark.parametrize("module", [faults, liars])
+def test_a_committed_table_is_that_of_the_committed_rows(module):
+    """If not: run faults.py or liars.py, which write them."""
+    page = module.DOCUMENT.read_text()
+    assert module.documented(page, report.read(module.ROWS)) == page
+
+
+def test_a_liar_replaces_what_it_encodes(monkeypatch):
+    monkeypatch.setattr(liars, "STEPS", 3)
+    clean = liars.outcome("lion_cub", "sign flip", 0, 0)
+    assert clean == liars.outcome("lion_cub", "nobody", 3, 0)
+    assert clean != liars.outcome("lion_cub", "sign flip", 3, 0)
+    codes = liars.lying(coding.midrise(3), "largest codes", 2)
+    x = np.full((liars.WORKERS, 1, 128), 0.1, np.float32)
+    level, _ = codes.encode(x, coding.buffer_of(x[:, 0]), 0)
+    assert (level[:2] == -3.5).all() and (level[2:] > 0).all()
 
 
 # --- What is lost by faults
