@@ -27,7 +27,7 @@ from lioncub_jax.exchange import decide, layout, transform, wires
 from lioncub_jax.exchange.bits import ROW
 from lioncub_jax.exchange.layout import Bucket, Flat
 from lioncub_jax.exchange.message import pack, unpack
-from lioncub_jax.exchange.pieces import Worker, WorkerBucket
+from lioncub_jax.exchange.pieces import BucketPlan, WorkerPlan
 from lioncub_jax.exchange.step import Exchange
 
 WORKERS = 8
@@ -69,8 +69,10 @@ def voting(params: Any, **parts: Any) -> Candidate:
     leaves = jax.tree.leaves(params)
     buckets = layout.buckets(leaves, WORKERS)
     state = state._replace(error=transform.zero_errors(code, params))
-    if code.decode is not None:
-        slices = [Flat(decision.init(jnp.zeros((b.chunk, ROW), b.dtype)), b) for b in buckets]
+    if decision.has_state:
+        slices = [
+            Flat(decision.init(jnp.zeros((b.rows_per_chunk, ROW), b.dtype)), b) for b in buckets
+        ]
         state = state._replace(owner=tuple(slices))
 
     def step(params, state, grads):
@@ -78,13 +80,13 @@ def voting(params: Any, **parts: Any) -> Candidate:
         for bucket in buckets:
             pieces = layout.pieces([bucket], state.count)
             fmt = transform.format_of(exchange, bucket)
-            rows = layout.row_sizes(bucket, sizes, code.midtread or code.decode is not None)
-            here.append(WorkerBucket(bucket, pieces, fmt, rows, shard=0, num_shards=1))
-        worker = Worker(
-            ("data",), index=jnp.int32(0), num_workers=WORKERS, count=state.count, buckets=here,
-            group_buckets=(), row_sizes=sizes, flag_per_bucket=False,
+            rows = layout.row_sizes(bucket, sizes, code.midtread or decision.has_state)
+            here.append(BucketPlan(bucket, pieces, fmt, rows, shard=0, num_shards=1))
+        plan = WorkerPlan(
+            ("data",), worker=jnp.int32(0), num_workers=WORKERS, num_steps=state.count, buckets=here,
+            group_buckets=(), row_sizes=sizes, abstains_per_bucket=False,
         )  # fmt: skip
-        updates, state = transform.take_step(exchange, worker, grads, state, None)
+        updates, state = transform.take_step(exchange, plan, grads, state, None)
         updates, _ = rest.update(updates, rest.init(params), params)
         return optax.apply_updates(params, updates), state, grads
 

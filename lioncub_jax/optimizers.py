@@ -32,7 +32,7 @@ from lioncub_jax.exchange.arguments import (
     check_mu_dtype,
     check_rates,
 )
-from lioncub_jax.exchange.decide import Coder
+from lioncub_jax.exchange.decide import ReplyCodec
 from lioncub_jax.exchange.quantize import Quantizer
 from lioncub_jax.exchange.sync import Schedule, sync_momentum
 from lioncub_jax.exchange.transform import communicate
@@ -240,7 +240,7 @@ def owner_adamw(
     weight_decay: optax.ScalarOrSchedule = 1e-4, mask: Mask = None,
     *,
     workers: AxisName | Workers | None,
-    quantizer: Quantizer | None = None, reply: Coder | None = None, wire: Wire | None = None,
+    quantizer: Quantizer | None = None, reply: ReplyCodec | None = None, wire: Wire | None = None,
     bucket_size: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """AdamW with one pair of moments for all workers, each slice of them at its owner.
@@ -289,7 +289,7 @@ def owner(
     tx: optax.GradientTransformation,
     *,
     workers: AxisName | Workers | None,
-    quantizer: Quantizer | None = None, reply: Coder | None = None, wire: Wire | None = None,
+    quantizer: Quantizer | None = None, reply: ReplyCodec | None = None, wire: Wire | None = None,
     bucket_size: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """Any elementwise optax transform, once for all workers: each slice of its state at one worker.

@@ -30,8 +30,8 @@ FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.M)
 MUTANTS = r"""
 # exchange/step.py: reference optimizer chains contract
 = the error of a worker that abstains is forgotten
-- new_leaves(worker, p.piece, p.error, new,
-+ new_leaves(worker, p.piece, 0 * new, new,
+- store(plan, p.piece, p.error, new,
++ store(plan, p.piece, 0 * new, new,
 
 # exchange/transform.py: reference optimizer chains contract
 = an owner's counter moves although no worker takes part
@@ -55,6 +55,15 @@ MUTANTS = r"""
 - None if e is None else jnp.where(abstains, e, 0)
 + e
 
+= a single worker has statistics of its first bucket only
+- [stats] * num_buckets
++ [stats]
+
+# baselines/terngrad.py: contract
+= a single worker has the signs of its gradients
+-         return x
++         return jnp.sign(x)
+
 # exchange/pieces.py: reference optimizer chains contract quantize
 = a share of the error is to come back, and all of it does
 - error if code.keep == 1 else code.keep * error
@@ -74,11 +83,11 @@ MUTANTS = r"""
 
 # exchange/pieces.py: sharding accounting optimizer contract
 = a device with a NaN abstains, and others of its worker vote
-- ~axes.any_over_shards(abstains, worker.axis)
+- ~axes.any_over_shards(abstains, plan.axis)
 + ~abstains
 
 = padding in a chunk of a group keeps an error
--         x = layout.zero_padding(x, worker.row_sizes[i])
+-         x = layout.zero_padding(x, plan.row_sizes[i])
 +         pass
 
 # exchange/arguments.py: bad_input contract
@@ -94,7 +103,7 @@ MUTANTS = r"""
 - if static and isinstance(x, jax.Array):
 + if static is bool:
 
-# exchange/decide.py: reference optimizer quantize contract
+# exchange/votes.py: reference optimizer quantize contract
 = pairs of votes are of all workers, whoever abstains
 - bits.products(upper, bits.difference(votes, upper))
 + bits.products(upper, [~plane for plane in upper])
@@ -111,6 +120,15 @@ MUTANTS = r"""
 - reduce(operator.or_, counted.voters)
 + counted.voters[0]
 
+= an average of codes of several bits divides by the voters alone
+- .astype(jnp.int32)[..., None] * fmt.max_code
++ .astype(jnp.int32)[..., None]
+
+= padding counts as ties
+- tied &= bits.pack(context.real())[0]
++ pass
+
+# exchange/at_owner.py: reference optimizer quantize contract
 = momentum at the owner fades although nobody came
 - jnp.isfinite(mean) & (present > 0)
 + jnp.isfinite(mean)
@@ -121,14 +139,6 @@ MUTANTS = r"""
 
 = an owner forgets what it owes where nobody came
 - new_error = jnp.where(valid, new_error, error)
-+ pass
-
-= an average of codes of several bits divides by the voters alone
-- .astype(jnp.int32)[..., None] * fmt.max_code
-+ .astype(jnp.int32)[..., None]
-
-= padding counts as ties
-- tied &= bits.pack(context.real())[0]
 + pass
 
 = values of a worker that abstains come into the mean
@@ -166,8 +176,8 @@ MUTANTS = r"""
 + either & 0xFFFF
 
 = a zero takes the side that is the coin of its tie
-- _seed(count, _ZEROS)
-+ _seed(count, _TIES)
+- _seed(num_steps, _ZEROS)
++ _seed(num_steps, _TIES)
 
 # exchange/message.py: liars
 = who takes part is added up as it comes
@@ -218,7 +228,7 @@ MUTANTS = r"""
 - (mu, jax.tree.map(square, mu)), axis)
 + (mu, jax.tree.map(square, mu)), axis, jnp.bfloat16)
 
-# exchange/decide.py: accounting
+# exchange/at_owner.py: accounting
 = what comes back of any transform is a sign, where no reply is named
 - codes(2) if reply is None else reply
 + sign() if reply is None else reply

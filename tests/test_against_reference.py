@@ -18,6 +18,7 @@ from conftest import AXIS
 from oracle import coding, lion
 
 import lioncub_jax as lc
+from lioncub_jax.baselines.terngrad import Total
 
 # Sizes around the edges of bytes, words and rows, a tree for each number of workers. Three workers own a
 # block and a half each, eight a half block.
@@ -143,7 +144,7 @@ REPLIES = {
     "ternary": (D.ternary(), lion.ternary_sum),
     "sign": (D.sign(), lion.majority),
     "values": (D.values(), lambda update, moves, coins: update),
-    "total": (D.total(), lambda margin, reach, coins: margin),
+    "total": (Total(), lambda margin, reach, coins: margin),
 } | {f"codes({p})": (D.codes(p), p) for p in (1, 2, 3, 4)}
 
 

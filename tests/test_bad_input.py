@@ -14,6 +14,7 @@ from conftest import AXIS, absent, in_order
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
+from lioncub_jax.baselines.terngrad import Total
 
 Q, D, WIRES, SYNC = lc.quantize, lc.decide, lc.wires, lc.sync
 PARAMS = {"w": jnp.ones((5,))}
@@ -159,7 +160,7 @@ MISFITS = [
         {"quantizer": Q.ternary(), "decision": D.majority()},
         "ternary has a code for zero ... give ternary() or average()",
     ),
-    ({"quantizer": Q.midrise(2), "decision": D.total()}, "has no code for zero ... give average()"),
+    ({"quantizer": Q.midrise(2), "decision": Total()}, "has no code for zero ... give average()"),
 ]  # fmt: skip
 
 
@@ -286,7 +287,7 @@ CALLS = [
     (lambda: lc.owner(None, workers=AXIS), TypeError, "tx=None is not a GradientTransformation"),
     (
         lambda: lc.owner(optax.identity(), reply=D.codes, workers=AXIS), TypeError,
-        "reply= ... is not a Coder",
+        "reply= ... is not a ReplyCodec",
     ),
     (lambda: lc.global_gradients(optax.adamw, workers=AXIS), TypeError, "is not a GradientTransformation"),
     # What optax makes an array of.

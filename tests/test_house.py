@@ -230,7 +230,7 @@ def test_the_command_makes_devices_before_jax_starts(stages):
 
 
 TYPES = """
-quantize.Quantizer wires.Wire sync.Schedule decide.Decision decide.Coder momentum.Memory mesh.Workers
+quantize.Quantizer wires.Wire sync.Schedule decide.Decision decide.ReplyCodec momentum.Memory mesh.Workers
 training.StepState training.TrainStep training.Kind checkpoint.Checkpoints checkpoint.Restored
 StepState TrainStep Workers
 """

@@ -9,6 +9,7 @@ from conftest import AXIS, normal
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
+from lioncub_jax.baselines.terngrad import Total
 from lioncub_jax.exchange import bits, message, wires
 
 Q, D, W = lc.quantize, lc.decide, lc.wires
@@ -90,7 +91,7 @@ VOTES = {
         (Q.midrise(2), D.majority(), W.gathered()),
         (Q.midrise(3), D.average(), W.two_phase()),
         (Q.ternary(), D.ternary(), W.two_phase()),
-        (Q.ternary(), D.total(), W.gathered()),
+        (Q.ternary(), Total(), W.gathered()),
         (Q.integer(8), D.average(), W.two_phase()),
     ],
 )
@@ -145,7 +146,7 @@ def replies(word, presence):
     [
         (Q.sign(), D.majority(), 1),
         (Q.sign(), D.average(), 1),
-        (Q.ternary(), D.total(), WORKERS),
+        (Q.ternary(), Total(), WORKERS),
         (Q.midrise(3), D.at_owner(ADAM, D.values()), np.finfo(np.float32).max),
         (Q.midrise(3), D.at_owner(ADAM, D.codes(2)), np.finfo(np.float32).max),
     ],

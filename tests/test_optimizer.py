@@ -94,6 +94,23 @@ def test_one_worker_is_optax_lion_bit_for_bit(run_workers):
             assert_equal(jax.tree.map(lambda x: x[:, 0], state[0].mu), lion.mu)
 
 
+def test_one_worker_with_several_buckets_is_the_one_with_one(run_workers):
+    """Owners' states of each bucket move, and their counters stay where the worker abstains."""
+    params, grads = of_shapes(SMALL), of_shapes(SMALL, 4, 1)
+    abstain = np.array([[False], [True], [False], [False]])
+    txs = {
+        name: lc.owner_adamw(0.1, weight_decay=0.0, bucket_size=size, workers=AXIS)
+        for name, size in {"one": None, "several": 1}.items()
+    }
+    done = run_workers(txs, params, grads, abstain)
+    (one, _), (several, (state, *_)) = done["one"], done["several"]
+    assert_equal(several, one)
+    assert len(state.owner) == sum(p.size > 0 for p in params.values()) > 1
+    for owned in state.owner:
+        assert owned.value.inner.count[:, 0].tolist() == [1, 1, 2, 3]
+    assert state.votes.abstained[:, 0].tolist() == [0, 1, 0, 0]
+
+
 def test_a_mean_in_full_precision_goes_into_the_plain_optimizer(run_workers):
     """Of an owner, the reference says the same."""
     rng, params = np.random.default_rng(0), of_shapes(SMALL)

@@ -29,14 +29,14 @@ def code_of(quantizer):
 def encode(quantizer, x, step, worker, *, workers):
     code, (bucket,) = code_of(quantizer), layout.buckets([x], workers)
     (piece,) = bucket.pieces
-    rows = layout.piece_to_rows(layout.join_pieces([x], [piece])[0], piece)
+    rows = layout.piece_to_rows(layout.join_piece([x], piece), piece)
     sizes = layout.row_sizes(bucket, [None])
-    here = pieces.WorkerBucket(bucket, [piece], None, sizes, shard=0, num_shards=1)
-    me = pieces.Worker(
-        (), index=worker, num_workers=workers, count=step, buckets=[here], group_buckets=(),
-        row_sizes=[None], flag_per_bucket=False,
+    here = pieces.BucketPlan(bucket, [piece], None, sizes, shard=0, num_shards=1)
+    plan = pieces.WorkerPlan(
+        (), worker=worker, num_workers=workers, num_steps=step, buckets=[here], group_buckets=(),
+        row_sizes=[None], abstains_per_bucket=False,
     )  # fmt: skip
-    (context,) = pieces.encode_contexts(code, me, here, [rows])
+    (context,) = pieces.encode_contexts(code, plan, here, [rows])
     message = code.encode(rows, context)
     parts = context.by_chunk(rows)
     planes = [x.reshape(len(parts), -1) for x in message.planes]

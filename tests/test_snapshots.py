@@ -25,7 +25,7 @@ from test_processes import assert_holds, first_state, main, number, numbered, ru
 import lioncub_jax as lc
 from lioncub_jax.audit import collectives
 from lioncub_jax.checkpoint import layout, tiles
-from lioncub_jax.exchange.layout import Holder
+from lioncub_jax.exchange.holder import Holder
 from lioncub_jax.mesh.hosts import gathered_json
 from lioncub_jax.tools import run
 from lioncub_jax.tools.run import Snapshots, WorkerStateLost, private_files, snapshot_files

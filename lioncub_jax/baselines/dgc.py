@@ -35,9 +35,9 @@ from jax.typing import ArrayLike
 
 from lioncub_jax.baselines import compression
 from lioncub_jax.baselines.compression import Leaves
-from lioncub_jax.exchange import checks, decide, wires
+from lioncub_jax.exchange import at_owner, checks, wires
 from lioncub_jax.exchange.arguments import check_betas, check_number
-from lioncub_jax.exchange.layout import Holder
+from lioncub_jax.exchange.holder import Holder
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import Axes, AxisName
 from lioncub_jax.mesh.placement import Workers
@@ -234,7 +234,7 @@ def _send(
     *received, flags = compression.in_messages(gather, [*messages, here.astype(jnp.uint32)])
     present = jnp.sum(flags & 1)
     sums = _added(len(flags), received, [v.size for v in residual])
-    share = decide.share(present)
+    share = at_owner.share(present)
     means = [(x * share).reshape(v.shape) for x, v in zip(sums, residual, strict=True)]
     velocity = [_without(x, sent) for x, sent in zip(velocity, indices, strict=True)]
     residual = [_without(x, sent) for x, sent in zip(residual, indices, strict=True)]

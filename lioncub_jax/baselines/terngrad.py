@@ -8,14 +8,59 @@ import optax
 from jax.typing import ArrayLike
 
 from lioncub_jax.baselines import compression
-from lioncub_jax.exchange import decide, quantize, wires
-from lioncub_jax.exchange.arguments import check_betas, check_number
+from lioncub_jax.exchange import bits, quantize, votes, wires
+from lioncub_jax.exchange.arguments import check_betas, check_number, part
+from lioncub_jax.exchange.decision import DecideContext, Planes
+from lioncub_jax.exchange.message import Format, Size
 from lioncub_jax.exchange.momentum import nothing
+from lioncub_jax.exchange.quantize import Code, Quantizer
 from lioncub_jax.exchange.transform import communicate
+from lioncub_jax.exchange.votes import Signs, Tally, Vote
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import Axes, AxisName
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.optimizers import Mask, descending
+
+
+@part
+class Total(Vote):
+    """``u = sum_i v_i / 2``, in whole numbers of codes: the planes of the sum.
+
+    For codes with a zero: workers that abstain add nothing, and the number of votes need not travel.
+    """
+
+    name = "total"
+
+    def code_of(self, quantizer: Quantizer) -> Code:
+        """Votes with a zero."""
+        code = super().code_of(quantizer)
+        if not code.midtread:
+            raise ValueError(
+                f"decision={self.name}: {quantizer.name} has no code for zero, so a sum without "
+                "the number of votes is no result: give average()"
+            )
+        return code
+
+    def encode_reply(
+        self, counted: Tally, context: DecideContext
+    ) -> tuple[Planes, jax.Array | None, Signs]:
+        """Planes of the sum."""
+        return counted.planes, None, votes.signs_of_sum(counted, context.format)
+
+    def decode(
+        self, planes: Planes, row_data: jax.Array | None, num_rows: int, fmt: Format
+    ) -> jax.Array:
+        """``sum - W max_code / 2``."""
+        sums = bits.unpack_stored(planes, num_rows).astype(jnp.int32)
+        return jnp.minimum(sums, fmt.max_sum) - fmt.max_sum // 2
+
+    def reply_size(self, num_rows: int, max_code: int, num_workers: int) -> Size:
+        """Bits of the sum."""
+        return votes.size_of_sum(num_rows, max_code, num_workers, 0)
+
+    def local_update(self, x: jax.Array) -> jax.Array:
+        """The value itself, which the sum has on average."""
+        return x
 
 
 def terngrad(
@@ -60,9 +105,7 @@ def terngrad(
         check_number(f"clip={clip!r}", clip, lambda x: x > 0, wanted, float)
     axis = compression.one_level("terngrad", workers)
     quantizer = quantize.ternary(rounding=quantize.stochastic(seed))
-    codes = communicate(
-        workers=axis, memory=nothing(), quantizer=quantizer, decision=decide.total()
-    )
+    codes = communicate(workers=axis, memory=nothing(), quantizer=quantizer, decision=Total())
 
     def step(
         updates: optax.Updates, state: Any, abstain: jax.Array

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jax.sharding import Sharding
 
-from lioncub_jax.exchange.layout import Bucket, Flat, Holder
+from lioncub_jax.exchange.holder import Holder
+from lioncub_jax.exchange.layout import Bucket, Flat
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.hosts import is_key, words_of
 from lioncub_jax.mesh.placement import Workers

@@ -33,7 +33,8 @@ from lioncub_jax.checkpoint.layout import (
     paths_of,
 )
 from lioncub_jax.exchange.bits import ROW
-from lioncub_jax.exchange.layout import Bucket, Holder, Segment, to_shape
+from lioncub_jax.exchange.holder import Holder
+from lioncub_jax.exchange.layout import Bucket, Segment, to_shape
 from lioncub_jax.exchange.means import mean_of
 from lioncub_jax.mesh.checksum import untyped
 from lioncub_jax.mesh.hosts import is_key, words_of
@@ -105,7 +106,7 @@ def _rows_to_leaves(array: ArrayLayout, x: jax.Array) -> dict[str, jax.Array]:
     buckets = [(rows.bucket, x)]
     if rows.cuts:
         slices = [(rows.cuts[s.leaf], part) for s, part in _split(rows.bucket, x)]
-        buckets = [(cut, part[..., : cut.chunk, :]) for cut, part in slices]
+        buckets = [(cut, part[..., : cut.rows_per_chunk, :]) for cut, part in slices]
     leaves = {}
     for bucket, x in buckets:
         for segment, part in _split(bucket, _merge_rows(x)):

@@ -30,7 +30,7 @@ from lioncub_jax.checkpoint.commit import Save, commit, save_error
 from lioncub_jax.checkpoint.files import Damaged, Description
 from lioncub_jax.checkpoint.layout import ArrayInfo, check_same_model, layout_of, param_names
 from lioncub_jax.exchange.arguments import check_count
-from lioncub_jax.exchange.layout import Holder
+from lioncub_jax.exchange.holder import Holder
 from lioncub_jax.mesh.axes import AxisName
 from lioncub_jax.mesh.checksum import checksums, untyped
 from lioncub_jax.mesh.hosts import any_process, gathered_json, together

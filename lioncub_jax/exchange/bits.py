@@ -53,7 +53,7 @@ def row_words(rows: int) -> int:
 # --- Bits of elements
 
 
-def pack(codes: jax.Array, p: int = 1, zeros: jax.Array | None = None) -> list[jax.Array]:
+def pack(codes: jax.Array, p: int = 1, zero_signs: jax.Array | None = None) -> list[jax.Array]:
     """Packs codes of ``p`` bits; all of their planes in one pass over what computes them.
 
     One reduction, into which the compiler fuses whatever computes the codes, joins eight rows and up to
@@ -61,10 +61,10 @@ def pack(codes: jax.Array, p: int = 1, zeros: jax.Array | None = None) -> list[j
 
     Args:
       codes: bool, or uint32 below ``2**p``, ``[..., rows, 128]``; rows in whole or half blocks. With
-        ``zeros`` the last bit marks an element that is not zero, and the others are its code.
+        ``zero_signs`` the last bit marks an element that is not zero, and the others are its code.
       p: how many bits.
-      zeros: ``uint32[..., 4 rows]``, the side of each element that has no mark: it gets the upper one of
-        the two codes in the middle, ``100..``, where its bit is 1, else the lower, ``011..``, as given.
+      zero_signs: ``uint32[..., 4 rows]``, the sign of each element that has no mark: where the bit is 1 it
+        gets the upper one of the two codes in the middle, ``100..``, else the lower, ``011..``, as given.
 
     Returns:
       ``p`` planes, ``uint32[..., 4 rows]`` each, the least significant first.
@@ -80,8 +80,8 @@ def pack(codes: jax.Array, p: int = 1, zeros: jax.Array | None = None) -> list[j
     if kernels.for_tpu() and rows % BLOCK == 0:
         flat = codes.astype(jnp.uint32).reshape(-1, ROW)
         planes = [x.reshape(*lead, -1) for x in kernels.pack(flat, p)]
-        return planes if zeros is None else _set_zero_signs(planes, zeros)
-    sides = [None, None] if zeros is None else _in_blocks(zeros, rows)
+        return planes if zero_signs is None else _set_zero_signs(planes, zero_signs)
+    sides = [None, None] if zero_signs is None else _in_blocks(zero_signs, rows)
     blocks = zip(_rows_in_blocks(codes), sides, strict=False)
     parts = [_pack_blocks(x, p, side) for x, side in blocks]
     return [_joined(each, lead) for each in zip(*parts, strict=True)]
@@ -96,14 +96,14 @@ def counted(size: int, at: int, ndim: int, by: int = 1) -> jax.Array:
     return lax.expand_dims(by * jnp.arange(size, dtype=jnp.uint32), others)
 
 
-def _set_zero_signs(planes: Sequence[jax.Array], zeros: jax.Array) -> list[jax.Array]:
-    """Gives elements without a mark the side in ``zeros``, bit by bit."""
+def _set_zero_signs(planes: Sequence[jax.Array], zero_signs: jax.Array) -> list[jax.Array]:
+    """Gives elements without a mark the side in ``zero_signs``, bit by bit."""
     *lower, upper, marks = planes
-    aside = zeros & ~marks
+    aside = zero_signs & ~marks
     return [*[x & ~aside for x in lower], upper | aside, marks]
 
 
-def _pack_blocks(codes: jax.Array, p: int, zeros: jax.Array | None) -> list[jax.Array]:
+def _pack_blocks(codes: jax.Array, p: int, zero_signs: jax.Array | None) -> list[jax.Array]:
     """``[..., 32, lanes]`` to ``uint32[..., lanes]`` for each plane."""
     lead, lanes = codes.shape[:-2], codes.shape[-1]
     striped = codes.astype(jnp.uint32).reshape(*lead, _STRIPES, _APART, lanes)
@@ -116,8 +116,8 @@ def _pack_blocks(codes: jax.Array, p: int, zeros: jax.Array | None) -> list[jax.
             four = four & 0xF if p > _APART else four
             nibbles = lax.reduce_or(four << at, (len(lead),))
         stripes.append((nibbles >> (k % _APART)) & _EVERY_FOURTH)
-    if zeros is not None:
-        stripes = _set_zero_signs(stripes, (zeros[..., None, :] >> row) & _EVERY_FOURTH)
+    if zero_signs is not None:
+        stripes = _set_zero_signs(stripes, (zero_signs[..., None, :] >> row) & _EVERY_FOURTH)
     # A reduction, because XLA stores its result; a sum of terms would be computed again for each use.
     return xla.reduced([operator.or_] * p, [x << row for x in stripes], len(lead))
 
@@ -433,7 +433,7 @@ def compare(
 _TIES, _ZEROS, _ORDER, _LANES = 0x9E3779B9, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F
 
 
-def tie_bits(first_word: jax.Array | int, words: int, count: jax.Array | int) -> jax.Array:
+def tie_bits(first_word: jax.Array | int, words: int, num_steps: jax.Array | int) -> jax.Array:
     """Fair bits, the same on every worker, computed from the element's place and the step.
 
     A tie needs a rule that favors neither sign and is the same everywhere. These bits are a hash
@@ -442,7 +442,7 @@ def tie_bits(first_word: jax.Array | int, words: int, count: jax.Array | int) ->
     Args:
       first_word: ``uint32[]`` or int, the word of the flat buffer where these bits begin.
       words: how many words.
-      count: ``int32[]``, steps taken before.
+      num_steps: ``int32[]``, steps taken before.
 
     Returns:
       ``uint32[words]``.
@@ -452,7 +452,7 @@ def tie_bits(first_word: jax.Array | int, words: int, count: jax.Array | int) ->
       >>> bool((bits.tie_bits(0, 4, 7)[2:] == bits.tie_bits(2, 2, 7)).all())
       True
     """
-    return _hashed(first_word, words, _seed(count, _TIES))
+    return _hashed(first_word, words, _seed(num_steps, _TIES))
 
 
 class SignDraw(NamedTuple):
@@ -467,20 +467,20 @@ class SignDraw(NamedTuple):
     flip: jax.Array
 
 
-def draw_signs(count: jax.Array | int, worker: jax.Array | int, num_workers: int) -> SignDraw:
+def draw_signs(num_steps: jax.Array | int, worker: jax.Array | int, num_workers: int) -> SignDraw:
     """Draws random pairs of workers: two workers of a pair give a zero opposite signs.
 
     Args:
-      count: ``int32[]``, steps taken before.
+      num_steps: ``int32[]``, steps taken before.
       worker: ``int32[]``, index of this worker.
       num_workers: W.
     """
-    drawn = _seed(count, _ORDER)
+    drawn = _seed(num_steps, _ORDER)
     mine = mix(jnp.asarray(worker, jnp.uint32) ^ drawn)
     all_ = mix(jnp.arange(num_workers, dtype=jnp.uint32) ^ drawn)
     rank = jnp.sum(all_ < mine, dtype=jnp.uint32)
     return SignDraw(
-        *xla.materialized(jnp.stack([_seed(count, _ZEROS), jnp.uint32(0) - (rank & 1)]))
+        *xla.materialized(jnp.stack([_seed(num_steps, _ZEROS), jnp.uint32(0) - (rank & 1)]))
     )
 
 
@@ -502,9 +502,9 @@ def random_signs(first_word: jax.Array | int, words: int, drawn: SignDraw) -> ja
     return _hashed(first_word, words, drawn.seed) ^ drawn.flip
 
 
-def lane_bits(count: jax.Array | int) -> jax.Array:
+def lane_bits(num_steps: jax.Array | int) -> jax.Array:
     """A fair bit for each of the 128 elements of a row, the same in all rows: ``uint32[128]``."""
-    return _hashed(0, ROW, _seed(count, _LANES)) & 1
+    return _hashed(0, ROW, _seed(num_steps, _LANES)) & 1
 
 
 def _hashed(first_word: jax.Array | int, words: int, seed: jax.Array) -> jax.Array:
@@ -512,5 +512,5 @@ def _hashed(first_word: jax.Array | int, words: int, seed: jax.Array) -> jax.Arr
     return mix(index ^ seed)
 
 
-def _seed(count: Any, salt: int) -> jax.Array:
-    return mix(jnp.asarray(count, jnp.uint32) + jnp.uint32(salt))
+def _seed(num_steps: Any, salt: int) -> jax.Array:
+    return mix(jnp.asarray(num_steps, jnp.uint32) + jnp.uint32(salt))

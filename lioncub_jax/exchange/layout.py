@@ -2,7 +2,7 @@
 
 | from | to | and back |
 |---|---|---|
-| leaves | an array for each piece | `join_pieces`, `split_pieces` |
+| leaves | the array of a piece | `join_piece`, `split_pieces` |
 | the array of a piece | its rows ``[rows, 128]`` | `piece_to_rows`, `rows_to_piece` |
 | leaves | the rows of a whole bucket | `join_bucket`, `split_bucket` |
 | a leaf's elements in the order of its rows | in its shape | `to_shape` |
@@ -11,12 +11,11 @@ Leaves are cut into rows of 128 elements, the last one padded, and the rows of a
 so that a step costs two collectives however many leaves there are. On a TPU a leaf of whole tiles of 8 x
 128 elements has its rows in the order of the tiles, as it lies in memory there. A large leaf takes whole
 blocks and is packed by itself; all small ones are joined in one array and packed together. Leaves that
-vary over different mesh axes may not share an array; each such set has a bucket of its own. A limit on the
-size of a bucket splits it further.
+vary over different mesh axes may not share an array. So leaves of one set of mesh axes share a bucket.
+``bucket_size`` splits it further, and then a worker abstains from each bucket separately.
 """
 
 import dataclasses
-import enum
 import itertools
 import math
 import sys
@@ -93,7 +92,7 @@ class Bucket(NamedTuple):
         does: each large leaf, then all small ones.
       large: whether any leaf is large.
       first_row: rows in the buckets before this one.
-      chunk: rows that each worker owns; whole blocks, or half a block more if no leaf is large.
+      rows_per_chunk: rows that each worker owns; whole blocks, or half a block more if no leaf is large.
       num_workers: number of chunks.
       dtype: of the leaves, the widest if they differ.
       axes: mesh axes over which the leaves vary, by name.
@@ -103,7 +102,7 @@ class Bucket(NamedTuple):
     pieces: tuple[Piece, ...]
     large: bool
     first_row: int
-    chunk: int
+    rows_per_chunk: int
     num_workers: int
     dtype: np.dtype[Any]
     axes: tuple[str, ...] = ()
@@ -112,7 +111,7 @@ class Bucket(NamedTuple):
     @property
     def rows(self) -> int:
         """Rows that travel, padding included."""
-        return self.num_workers * self.chunk
+        return self.num_workers * self.rows_per_chunk
 
     @property
     def segments(self) -> list[Segment]:
@@ -182,7 +181,7 @@ def buckets(
       >>> import jax.numpy as jnp
       >>> from lioncub_jax.exchange import layout
       >>> bucket, = layout.buckets([jnp.zeros(129), jnp.zeros((2, 32))], num_workers=2)
-      >>> [(s.first_row, s.rows) for s in bucket.segments], bucket.chunk
+      >>> [(s.first_row, s.rows) for s in bucket.segments], bucket.rows_per_chunk
       ([(0, 2), (2, 1)], 16)
     """
     sizes = [math.prod(leaf.shape) for leaf in leaves]
@@ -230,7 +229,12 @@ def _place(leaves: Sequence[jax.Array], members: list[int], num_workers: int) ->
         pieces.append(Piece(tuple(small), begin, rows, starts))
     dtype = common_dtype(*{leaves[index].dtype for index in members})
     return Bucket(
-        tuple(pieces), large, first_row=0, chunk=chunk, num_workers=num_workers, dtype=dtype
+        tuple(pieces),
+        large,
+        first_row=0,
+        rows_per_chunk=chunk,
+        num_workers=num_workers,
+        dtype=dtype,
     )
 
 
@@ -238,46 +242,42 @@ def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def pieces(buckets: Sequence[Bucket], count: jax.Array) -> list[Piece]:
+def pieces(buckets: Sequence[Bucket], num_steps: jax.Array) -> list[Piece]:
     """The pieces of all buckets; the start of a small leaf is known at run time only, see `xla`."""
     all_pieces = []
     for piece in [piece for bucket in buckets for piece in bucket.pieces]:
         if piece.joined:
-            piece = piece._replace(starts=xla.runtime_constants(piece.starts, count))
+            piece = piece._replace(starts=xla.runtime_constants(piece.starts, num_steps))
         all_pieces.append(piece)
     return all_pieces
 
 
-def join_pieces(leaves: Sequence[Any], pieces: Sequence[Piece]) -> list[Any]:
-    """One array for each piece: a leaf in its own shape, or the rows of all its leaves.
+def join_piece(leaves: Sequence[Any], piece: Piece) -> Any:
+    """The array of a piece: a leaf in its own shape, or the rows of all its leaves.
 
     Small leaves are worth no kernel of their own: what is computed of them is computed of all at once.
 
     Args:
       leaves: arrays of any floating dtype, or None for each.
-      pieces: the places of these leaves.
+      piece: the places of some of these leaves.
 
     Returns:
-      Leaves as they are; joined ones at least float32 ``[rows, 128]``, zeros in the padding; or None.
+      A leaf as it is; joined ones at least float32 ``[rows, 128]``, zeros in the padding; or None.
     """
-    arrays: list[Any] = []
-    for piece in pieces:
-        own = [leaves[s.leaf] for s in piece.segments]
-        if own[0] is None or not piece.joined:
-            arrays.append(own[0])
-            continue
-        wide = common_dtype(jnp.float32, *own)
-        each = []
-        for x, s in zip(own, piece.segments, strict=True):
-            each.append(_leaf_to_rows(x.astype(wide), s, s.rows))
-        if piece.idle:  # a pad of the whole would copy it
-            each.append(jnp.zeros((piece.idle, ROW), wide))
-        arrays.append(jnp.concatenate(each))
-    return arrays
+    own = [leaves[s.leaf] for s in piece.segments]
+    if own[0] is None or not piece.joined:
+        return own[0]
+    wide = common_dtype(jnp.float32, *own)
+    rows = []
+    for x, s in zip(own, piece.segments, strict=True):
+        rows.append(_leaf_to_rows(x.astype(wide), s, s.rows))
+    if piece.idle:  # a pad of the whole would copy it
+        rows.append(jnp.zeros((piece.idle, ROW), wide))
+    return jnp.concatenate(rows)
 
 
 def piece_to_rows(x: jax.Array, piece: Piece) -> jax.Array:
-    """An array of `join_pieces` as ``[rows, 128]`` of its dtype, zeros in the padding."""
+    """An array of `join_piece` as ``[rows, 128]`` of its dtype, zeros in the padding."""
     return x if piece.joined else _leaf_to_rows(x, piece.segments[0], piece.rows)
 
 
@@ -319,15 +319,14 @@ def lies_in_rows(piece: Piece) -> bool:
 
 def join_bucket(leaves: Sequence[jax.Array], bucket: Bucket) -> jax.Array:
     """All leaves of a bucket as ``float32[rows, 128]``, zeros in the padding."""
-    pieces = bucket.pieces
-    each = []
-    for x, piece in zip(join_pieces(leaves, pieces), pieces, strict=True):
-        each.append(piece_to_rows(x.astype(jnp.float32), piece))
-    return pad_rows(jnp.concatenate(each), bucket.rows)
+    rows = []
+    for piece in bucket.pieces:
+        rows.append(piece_to_rows(join_piece(leaves, piece).astype(jnp.float32), piece))
+    return pad_rows(jnp.concatenate(rows), bucket.rows)
 
 
 def split_pieces(values: Sequence[jax.Array], pieces: Sequence[Piece]) -> dict[int, jax.Array]:
-    """Undoes `join_pieces`: of an array for each piece, each leaf in its own shape, by its index."""
+    """Undoes `join_piece`: of an array for each piece, each leaf in its own shape, by its index."""
     leaves, first_column = {}, jnp.zeros((), jnp.uint32)
     for x, piece in zip(values, pieces, strict=True):
         if not piece.joined:
@@ -380,7 +379,7 @@ def zero_padding(rows: jax.Array, sizes: jax.Array | None) -> jax.Array:
 
 
 def row_sizes(
-    bucket: Bucket, own: Sequence[jax.Array | None] = (), zeros: bool = False
+    bucket: Bucket, own: Sequence[jax.Array | None] = (), padding_counts: bool = False
 ) -> jax.Array | None:
     """Elements of each row of a bucket that are no padding.
 
@@ -388,8 +387,8 @@ def row_sizes(
       bucket: the bucket.
       own: for each leaf ``int32[rows]``, the sizes of its rows, if the leaf is a chunk of a group's bucket;
         else None; () for none.
-      zeros: True where rows of nothing but padding are voted on, or have an owner's state, and must not
-        count as ties.
+      padding_counts: True where rows of nothing but padding are voted on, or have an owner's state, and
+        must not be taken for ties.
 
     Returns:
       ``int32[rows]``; None where no padding can be mistaken.
@@ -399,7 +398,7 @@ def row_sizes(
     in_chunks = any(s.leaf in given for s in segments)
     ragged = any(s.size % ROW for s in segments)
     empty = sum(s.size for s in segments) < bucket.rows * ROW
-    if not (in_chunks or ragged or (zeros and empty)):
+    if not (in_chunks or ragged or (padding_counts and empty)):
         return None
     for piece in bucket.pieces:
         if not in_chunks:
@@ -413,12 +412,14 @@ def row_sizes(
     return pad_rows(jnp.concatenate(parts), bucket.rows)
 
 
-def row_sizes_of_chunk(bucket: Bucket, device: jax.Array, zeros: bool = False) -> jax.Array | None:
+def row_sizes_of_chunk(
+    bucket: Bucket, device: jax.Array, padding_counts: bool = False
+) -> jax.Array | None:
     """`row_sizes` of the chunk of one device of a group: ``int32[chunk]``."""
-    sizes = row_sizes(bucket, zeros=zeros)
+    sizes = row_sizes(bucket, padding_counts=padding_counts)
     if sizes is None:
         return None
-    return lax.dynamic_slice_in_dim(sizes, device * bucket.chunk, bucket.chunk)
+    return lax.dynamic_slice_in_dim(sizes, device * bucket.rows_per_chunk, bucket.rows_per_chunk)
 
 
 def _filled(piece: Piece) -> jax.Array:
@@ -432,18 +433,3 @@ def _filled(piece: Piece) -> jax.Array:
     missing = np.array([-s.size % ROW for s in short], np.int32)
     sizes = jnp.where(row < piece.rows - piece.idle, ROW, 0).astype(jnp.int32)
     return sizes.at[last].add(-missing)
-
-
-class Holder(enum.StrEnum):
-    """Holders of the values of a field of a state.
-
-    A state class declares them by a method ``holders() -> dict[field, Holder]``. Other fields have those of
-    their place, see `training.holders`, and in a checkpoint those of their sharding.
-    """
-
-    ALL = "all"  # one value, the same everywhere
-    WORKER = "worker"  # each worker its own
-    FRONT = "front"  # likewise, by its place in front of an exchange
-    FEEDBACK = "feedback"  # each worker its own error; their mean over the workers must be kept
-    OWNER = "owner"  # the owner of each chunk of a bucket its own
-    MEASURED = "measured"  # one value, the same everywhere, which the next measurement replaces

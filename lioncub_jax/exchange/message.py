@@ -181,7 +181,10 @@ class Format(NamedTuple):
 
 
 def join(pieces: Sequence[Message], fmt: Format, participates: jax.Array) -> Message:
-    """Joins the messages about the pieces of a bucket, padded to W chunks."""
+    """Joins the messages about the pieces of a bucket, padded to W chunks.
+
+    A worker that does not participate sends no votes: zeros, no row voted on, or scales of 0.
+    """
     planes, voted, scales = [], None, None
     for k in range(fmt.message.planes):
         planes.append(_padded([x.planes[k] for x in pieces], fmt, fmt.message.plane_words))
@@ -189,18 +192,7 @@ def join(pieces: Sequence[Message], fmt: Format, participates: jax.Array) -> Mes
         voted = _padded([x.voted for x in pieces], fmt, fmt.message.row_words)
     if fmt.sends_scales:
         scales = _padded([x.scales for x in pieces], fmt, fmt.num_rows)
-    return Message(planes, voted, scales, participates)
-
-
-def _padded(parts: Sequence[Any], fmt: Format, words: int) -> jax.Array:
-    return layout.pad_rows(jnp.concatenate(parts), fmt.num_workers * words)
-
-
-def blank_if_abstaining(message: Message, fmt: Format) -> Message:
-    """Removes all votes of a worker that abstains: zeros, no row voted on, or scales of 0."""
-    planes, voted, scales, participates = message
     if fmt.midtread:
-        planes = list(planes)
         for k, plane in enumerate(planes):
             zero = jnp.uint32(0xFFFFFFFF * (fmt.max_code // 2 >> k & 1))
             planes[k] = jnp.where(participates, plane, zero)
@@ -209,6 +201,10 @@ def blank_if_abstaining(message: Message, fmt: Format) -> Message:
     if scales is not None:
         scales = jnp.where(participates, scales, 0)
     return Message(planes, voted, scales, participates)
+
+
+def _padded(parts: Sequence[Any], fmt: Format, words: int) -> jax.Array:
+    return layout.pad_rows(jnp.concatenate(parts), fmt.num_workers * words)
 
 
 def pack(message: Message, fmt: Format) -> jax.Array:

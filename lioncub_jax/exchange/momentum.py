@@ -16,9 +16,7 @@ __all__ = ["Memory", "blend", "nothing"]
 
 
 class Memory:
-    """The direction that a worker sends, and the momentum that it keeps.
-
-    This base class sends the gradient and keeps nothing.
+    """The direction that a worker sends, and the momentum that it keeps: the contract of both.
 
     `interpolate` and `update` are two methods, because a worker that abstains must not update its momentum,
     and because momentum is overwritten in place only after the direction was computed from it.
@@ -32,15 +30,32 @@ class Memory:
     """
 
     def init(self, params: optax.Params) -> optax.Params:
-        """``mu`` of each parameter: None."""
-        return jax.tree.map(lambda p: None, params)
+        """``mu`` of each parameter before the first step; None for each if nothing is kept."""
+        raise NotImplementedError
 
     def interpolate(self, g: jax.Array, mu: Any) -> jax.Array:
         """The direction ``c`` of one leaf."""
-        return g
+        raise NotImplementedError
 
     def update(self, g: jax.Array, mu: Any) -> Any:
         """The next ``mu`` of one leaf, before it is rounded to the dtype of ``mu``."""
+        raise NotImplementedError
+
+
+@part
+class NoMomentum(Memory):
+    """``c = g``, see `nothing`."""
+
+    def init(self, params: optax.Params) -> optax.Params:
+        """None for each parameter."""
+        return jax.tree.map(lambda p: None, params)
+
+    def interpolate(self, g: jax.Array, mu: Any) -> jax.Array:
+        """``g``."""
+        return g
+
+    def update(self, g: jax.Array, mu: Any) -> Any:
+        """None, as before."""
         return mu
 
 
@@ -100,4 +115,4 @@ def nothing() -> Memory:
       >>> import lioncub_jax as lc
       >>> tx = lc.communicate(workers="data", memory=lc.momentum.nothing())  # signSGD with majority vote
     """
-    return Memory()
+    return NoMomentum()

@@ -16,7 +16,7 @@ from jax import lax
 
 from lioncub_jax.exchange import bits, layout, quantize, rotation, xla
 from lioncub_jax.exchange.bits import BLOCK, ROW, WORDS_PER_ROW
-from lioncub_jax.exchange.decide import DecideContext, Decision
+from lioncub_jax.exchange.decision import DecideContext, Decision
 from lioncub_jax.exchange.layout import Bucket, Piece
 from lioncub_jax.exchange.means import common_dtype
 from lioncub_jax.exchange.message import Format, Message, Reply
@@ -26,12 +26,12 @@ from lioncub_jax.mesh import axes, kernels
 from lioncub_jax.mesh.axes import Axes
 
 
-class WorkerBucket(NamedTuple):
-    """A bucket at this worker, in this step.
+class BucketPlan(NamedTuple):
+    """A bucket of this worker, in this step.
 
     Attributes:
-      places: of its leaves; static.
-      pieces: its pieces, in the order of their rows.
+      layout: places of its leaves; static.
+      pieces: those of ``layout``, with starts that are known at run time only, see `layout.pieces`.
       format: contents and sizes of messages and replies.
       row_sizes: ``int32[rows]``, elements of each row that are no padding; None where all are, or where
         padding cannot count.
@@ -39,7 +39,7 @@ class WorkerBucket(NamedTuple):
       num_shards: shards of each leaf.
     """
 
-    places: Bucket
+    layout: Bucket
     pieces: Sequence[Piece]
     format: Format
     row_sizes: jax.Array | None
@@ -47,30 +47,30 @@ class WorkerBucket(NamedTuple):
     num_shards: int
 
 
-class Worker(NamedTuple):
-    """The worker of this device, and its buckets.
+class WorkerPlan(NamedTuple):
+    """The index of this device's worker, and the places of its leaves in buckets.
 
     Attributes:
       axis: mesh axes of the workers.
-      index: ``int32[]``, varies over the workers.
+      worker: ``int32[]``, index of the worker; varies over the workers.
       num_workers: W.
-      count: ``int32[]``, steps taken before.
+      num_steps: ``int32[]``, steps taken before.
       buckets: in which its leaves travel.
       group_buckets: in a group of devices, the buckets of whole leaves that the group shares; this device's
         chunk of each is a leaf of ``buckets``. () without a group.
       row_sizes: for each chunk of a group bucket ``int32[rows]``, elements that are no padding; None for a
         leaf that is whole.
-      flag_per_bucket: the worker abstains from each bucket by itself.
+      abstains_per_bucket: the worker abstains only from buckets with a value that is not finite.
     """
 
     axis: Axes
-    index: jax.Array  # type: ignore[assignment]
+    worker: jax.Array
     num_workers: int
-    count: jax.Array  # type: ignore[assignment]
-    buckets: Sequence[WorkerBucket]
+    num_steps: jax.Array
+    buckets: Sequence[BucketPlan]
     group_buckets: Sequence[Bucket]
     row_sizes: Sequence[jax.Array | None]
-    flag_per_bucket: bool
+    abstains_per_bucket: bool
 
 
 class WorkerState(NamedTuple):
@@ -80,7 +80,7 @@ class WorkerState(NamedTuple):
     error: list[Any]
 
 
-class PieceState(NamedTuple):
+class PieceInput(NamedTuple):
     """Arrays of a piece at this worker, in the shape of its leaf, or joined as ``[rows, 128]``.
 
     Attributes:
@@ -89,6 +89,7 @@ class PieceState(NamedTuple):
       momentum: ``mu``, or None.
       error: ``e``, or None.
       direction: ``c``, at least float32.
+      rows: ``c + e`` as ``float32[rows, 128]``.
     """
 
     piece: Piece
@@ -96,20 +97,11 @@ class PieceState(NamedTuple):
     momentum: jax.Array | None
     error: jax.Array | None
     direction: jax.Array
-
-
-def arrays_of(
-    piece: Piece, grads: Sequence[jax.Array], state: WorkerState
-) -> tuple[jax.Array, Any, Any]:
-    """``g``, ``mu`` and ``e`` of a piece, from those of all leaves."""
-    [g] = layout.join_pieces(grads, [piece])
-    [mu] = layout.join_pieces(state.mu, [piece])
-    [error] = layout.join_pieces(state.error, [piece])
-    return g, mu, error
+    rows: jax.Array
 
 
 def at_least_float32(x: Any) -> Any:
-    """The same numbers, wide enough that results are rounded once, when they are stored."""
+    """The same numbers, wide enough that results are rounded once, when they are stored; None for None."""
     return None if x is None else x.astype(common_dtype(x, jnp.float32))
 
 
@@ -120,68 +112,75 @@ def plus_error(direction: jax.Array, error: jax.Array | None) -> jax.Array:
     return direction.astype(jnp.float32) + error.astype(jnp.float32)
 
 
-# --- Encode
+# --- Interpolate and encode
+
+
+def interpolate(
+    memory: Memory, piece: Piece, grads: Sequence[jax.Array], state: WorkerState
+) -> PieceInput:
+    """``c`` of a piece, of ``g`` and ``mu`` of all leaves; and ``c + e`` in rows."""
+    g, mu, e = [layout.join_piece(x, piece) for x in (grads, state.mu, state.error)]
+    c = memory.interpolate(at_least_float32(g), at_least_float32(mu))
+    with jax.named_scope("lioncub.pack"):
+        if kernels.for_tpu() and layout.lies_in_rows(piece):
+            # Computed again, in rows: the kernel that packs then reads g, mu and e as they lie in memory.
+            in_rows = []
+            for x in (g, mu, e):
+                in_rows.append(None if x is None else layout.piece_to_rows(x, piece))
+            own_g, own_mu, own_e = xla.recomputed(in_rows)
+            own_c = memory.interpolate(at_least_float32(own_g), at_least_float32(own_mu))
+            rows = plus_error(own_c, own_e).astype(jnp.float32)
+        else:
+            rows = layout.piece_to_rows(plus_error(c, e).astype(jnp.float32), piece)
+    return PieceInput(piece, g, mu, e, direction=c, rows=rows)
 
 
 @jax.named_scope("lioncub.pack")
 def encode(
-    memory: Memory, code: Code, worker: Worker, bucket: WorkerBucket, pieces: Sequence[PieceState]
+    code: Code, plan: WorkerPlan, bucket: BucketPlan, pieces: Sequence[PieceInput]
 ) -> list[Message]:
     """``q = Q(c + e)`` of each piece of a bucket."""
-    rows = [rows_to_encode(memory, p) for p in pieces]
-    contexts = encode_contexts(code, worker, bucket, rows)
+    rows = [p.rows for p in pieces]
+    contexts = encode_contexts(code, plan, bucket, rows)
     return [code.encode(x, context) for x, context in zip(rows, contexts, strict=True)]
 
 
-def rows_to_encode(memory: Memory, p: PieceState) -> jax.Array:
-    """``c + e`` as ``float32[rows, 128]``; on a TPU computed in rows, if the leaf lies in memory so."""
-    if not (kernels.for_tpu() and layout.lies_in_rows(p.piece)):
-        values = plus_error(p.direction, p.error)
-        return layout.piece_to_rows(values.astype(jnp.float32), p.piece)
-    rows = []
-    for x in (p.gradient, p.momentum, p.error):
-        rows.append(None if x is None else layout.piece_to_rows(x, p.piece))
-    g, mu, e = xla.recomputed(rows)
-    c = memory.interpolate(at_least_float32(g), at_least_float32(mu))
-    return plus_error(c, e).astype(jnp.float32)
-
-
 def encode_contexts(
-    code: Code, worker: Worker, bucket: WorkerBucket, rows: Sequence[jax.Array]
+    code: Code, plan: WorkerPlan, bucket: BucketPlan, rows: Sequence[jax.Array]
 ) -> list[EncodeContext]:
     """Facts that the code needs about each piece of a bucket, of values ``rows``."""
     pieces = bucket.pieces
     scales: Sequence[jax.Array | None] = [None] * len(pieces)
     if code.uses_leaf_scale:
-        scales = leaf_scales(worker, bucket, rows)
-    first_rows = [bucket.places.first_row + piece.first_row for piece in pieces]
-    first_words = xla.runtime_constants([x * WORDS_PER_ROW for x in first_rows], worker.count)
-    draw = bits.draw_signs(worker.count, worker.index, worker.num_workers)
-    if worker.flag_per_bucket:
+        scales = leaf_scales(plan, bucket, rows)
+    first_rows = [bucket.layout.first_row + piece.first_row for piece in pieces]
+    first_words = xla.runtime_constants([x * WORDS_PER_ROW for x in first_rows], plan.num_steps)
+    draw = bits.draw_signs(plan.num_steps, plan.worker, plan.num_workers)
+    if plan.abstains_per_bucket:
         # XLA fuses kernels with a common operand, and the first bucket would wait for the last gradient. So
         # each bucket has its own copy.
         draw = bits.SignDraw(*[xla.delayed_by(x, rows[0][0, 0]) for x in draw])
     contexts = []
     for k, piece in enumerate(pieces):
         sizes, first, size = bucket.row_sizes, piece.first_row, piece.rows
-        first_word = first_words[k] + bucket.shard * bucket.places.total_rows * WORDS_PER_ROW
+        first_word = first_words[k] + bucket.shard * bucket.layout.total_rows * WORDS_PER_ROW
         context = EncodeContext(
-            num_chunks=bucket.places.packed_chunks,
-            num_workers=worker.num_workers,
-            count=worker.count,
+            num_chunks=bucket.layout.packed_chunks,
+            num_workers=plan.num_workers,
+            num_steps=plan.num_steps,
             row_sizes=None if sizes is None else sizes[first:][:size],
             random_signs=bits.random_signs(first_word, size * WORDS_PER_ROW, draw),
-            noise=None if code.rounding is None else noise(code.rounding, worker, bucket, piece),
+            noise=None if code.rounding is None else noise(code.rounding.seed, plan, bucket, piece),
             leaf_scale=scales[k],
         )
         contexts.append(context)
     return contexts
 
 
-def noise(seed: int, worker: Worker, bucket: WorkerBucket, piece: Piece) -> jax.Array:
+def noise(seed: int, plan: WorkerPlan, bucket: BucketPlan, piece: Piece) -> jax.Array:
     """``float32[rows, 128]`` in [0, 1), added before rounding down; by seed, step, worker and leaf."""
     key = jax.random.key(seed)
-    for part in (worker.count, worker.index):
+    for part in (plan.num_steps, plan.worker):
         key = jax.random.fold_in(key, part)
     drawn = []
     for s in piece.segments:
@@ -192,13 +191,13 @@ def noise(seed: int, worker: Worker, bucket: WorkerBucket, piece: Piece) -> jax.
     return layout.pad_rows(jnp.concatenate(drawn), piece.rows)
 
 
-def leaf_scales(worker: Worker, bucket: WorkerBucket, rows: Sequence[jax.Array]) -> list[jax.Array]:
+def leaf_scales(plan: WorkerPlan, bucket: BucketPlan, rows: Sequence[jax.Array]) -> list[jax.Array]:
     """Mean magnitude of the leaf of each row, all shards together: ``float32[rows]`` for each piece."""
     sums = []
     for x, piece in zip(rows, bucket.pieces, strict=True):
         sums.append(sums_of_leaves(x, piece))
     # All leaves in one sum, and none at all where nothing is cut.
-    totals = axes.sum_over_shards(jnp.concatenate(sums), worker.axis)
+    totals = axes.sum_over_shards(jnp.concatenate(sums), plan.axis)
     scales, first = [], 0
     for piece in bucket.pieces:
         own = totals[first : first + len(piece.segments)]
@@ -223,7 +222,7 @@ def sums_of_leaves(x: jax.Array, piece: Piece) -> jax.Array:
 
 
 def participation(
-    worker: Worker, encoded: Sequence[Sequence[Message]], abstain: jax.Array | None
+    plan: WorkerPlan, encoded: Sequence[Sequence[Message]], abstain: jax.Array | None
 ) -> list[jax.Array]:
     """``bool[]`` for each bucket: all values are finite on all devices of the worker, and not ``abstain``.
 
@@ -237,9 +236,9 @@ def participation(
             # Behind the codes, so that momentum can be overwritten in place.
             flags = [*[x.participates for x in messages], ~abstains]
             abstains = ~xla.all_delayed_by(flags, [x.planes[0][0] for x in messages])
-        return ~axes.any_over_shards(abstains, worker.axis)
+        return ~axes.any_over_shards(abstains, plan.axis)
 
-    if worker.flag_per_bucket:
+    if plan.abstains_per_bucket:
         return [participates(messages) for messages in encoded]
     return [participates([x for messages in encoded for x in messages])] * len(encoded)
 
@@ -248,19 +247,19 @@ def participation(
 
 
 def decide_context(
-    code: Code, worker: Worker, bucket: WorkerBucket, sharded: bool
+    code: Code, plan: WorkerPlan, bucket: BucketPlan, sharded: bool
 ) -> DecideContext:
     """The rows of a bucket on which this worker decides: its chunk if ``sharded``, else all."""
-    places, sizes = bucket.places, bucket.row_sizes
-    num_chunks, first = worker.num_workers, jnp.uint32(0)
+    places, sizes = bucket.layout, bucket.row_sizes
+    num_chunks, first = plan.num_workers, jnp.uint32(0)
     if sharded:
-        num_chunks, first = 1, worker.index.astype(jnp.uint32) * places.chunk
+        num_chunks, first = 1, plan.worker.astype(jnp.uint32) * places.rows_per_chunk
     if sizes is not None:
-        sizes = lax.dynamic_slice_in_dim(sizes, first, num_chunks * places.chunk)
+        sizes = lax.dynamic_slice_in_dim(sizes, first, num_chunks * places.rows_per_chunk)
     row = places.first_row + first
     row += bucket.shard * places.total_rows
-    words = places.chunk * WORDS_PER_ROW
-    tie_bits = bits.tie_bits(row * WORDS_PER_ROW, num_chunks * words, worker.count)
+    words = places.rows_per_chunk * WORDS_PER_ROW
+    tie_bits = bits.tie_bits(row * WORDS_PER_ROW, num_chunks * words, plan.num_steps)
     return DecideContext(
         code=code,
         format=bucket.format,
@@ -268,7 +267,7 @@ def decide_context(
         dtype=places.dtype,
         row_sizes=sizes,
         tie_bits=tie_bits.reshape(num_chunks, words),
-        count=worker.count,
+        num_steps=plan.num_steps,
     )
 
 
@@ -277,17 +276,17 @@ def decide_context(
 
 @jax.named_scope("lioncub.unpack")
 def decode(
-    decision: Decision, worker: Worker, bucket: WorkerBucket, reply: Reply
+    decision: Decision, plan: WorkerPlan, bucket: BucketPlan, reply: Reply
 ) -> list[jax.Array]:
     """``u`` of each piece, ``[devices, rows, 128]``."""
-    fmt, num_rows = bucket.format, bucket.places.rows
+    fmt, num_rows = bucket.format, bucket.layout.rows
     devices = len(reply.planes[0]) // fmt.num_workers
-    if not bucket.places.large:  # one piece
+    if not bucket.layout.large:  # one piece
         u = decision.decode(reply.planes, reply.row_data, fmt.num_rows, fmt)
         return [u.reshape(devices, -1, ROW)]
     # Each piece by itself: large leaves of one shape share a kernel.
     first_blocks = [piece.first_row // BLOCK for piece in bucket.pieces]
-    starts = xla.runtime_constants(first_blocks, worker.count)
+    starts = xla.runtime_constants(first_blocks, plan.num_steps)
     words = jax.tree.map(
         lambda x: x.reshape(devices, num_rows // BLOCK, -1), (list(reply.planes), reply.row_data)
     )
@@ -304,23 +303,23 @@ def decode(
     return updates
 
 
-def update_leaves(worker: Worker, piece: Piece, u: jax.Array) -> dict[int, jax.Array]:
+def split_update(plan: WorkerPlan, piece: Piece, u: jax.Array) -> dict[int, jax.Array]:
     """``u`` of each leaf of a piece by index; in a group of group buckets, ``[devices, chunk, 128]``."""
-    if not worker.group_buckets:
+    if not plan.group_buckets:
         # Float32, as it is used: a conversion for each leaf is work for a compiler.
         return layout.split_pieces([u.astype(jnp.float32)], [piece])
     chunks = {}
     for s in piece.segments:
         first = s.first_row - piece.first_row
-        chunks[s.leaf] = u[:, first : first + worker.group_buckets[s.leaf].chunk]
+        chunks[s.leaf] = u[:, first : first + plan.group_buckets[s.leaf].rows_per_chunk]
     return chunks
 
 
-def leaves_of_group(worker: Worker, chunks: dict[int, jax.Array]) -> dict[int, jax.Array]:
+def leaves_of_group(plan: WorkerPlan, chunks: dict[int, jax.Array]) -> dict[int, jax.Array]:
     """Leaves by index, from all chunks of each group bucket, ``[devices, chunk, 128]``."""
     leaves: dict[int, jax.Array] = {}
-    for k, bucket in enumerate(worker.group_buckets):
-        pieces = layout.pieces([bucket], worker.count)
+    for k, bucket in enumerate(plan.group_buckets):
+        pieces = layout.pieces([bucket], plan.num_steps)
         leaves |= layout.split_bucket(chunks[k].reshape(-1, ROW), pieces)
     return leaves
 
@@ -328,8 +327,13 @@ def leaves_of_group(worker: Worker, chunks: dict[int, jax.Array]) -> dict[int, j
 # --- Remember
 
 
-def quantization_error(
-    code: Code, worker: Worker, bucket: WorkerBucket, p: PieceState, message: Message
+def next_momentum(memory: Memory, p: PieceInput) -> jax.Array:
+    """``mu = b2 mu + (1 - b2) g`` of a piece, at least float32."""
+    return memory.update(at_least_float32(p.gradient), at_least_float32(p.momentum))
+
+
+def next_error(
+    code: Code, plan: WorkerPlan, bucket: BucketPlan, p: PieceInput, message: Message
 ) -> jax.Array:
     """``e = keep (c + e - dequantize(q))`` of a piece; padding may hold anything."""
     assert code.decode is not None and message.scales is not None
@@ -338,33 +342,35 @@ def quantization_error(
         # Computed again: storing it would cost an array as large as the gradient.
         x = plus_error(*xla.recomputed([p.direction, p.error]))
     x = at_least_float32(x)
-    scales = message.scales.reshape(bucket.places.packed_chunks, -1)
+    scales = message.scales.reshape(bucket.layout.packed_chunks, -1)
     planes = [plane.reshape(len(scales), -1) for plane in message.planes]
     rows = code.decode(planes, scales, scales.shape[1], True)
     if code.rotates:
-        rows = rotation.undone(rows, worker.count)
+        rows = rotation.undone(rows, plan.num_steps)
     error = x - layout.rows_to_piece(rows, p.piece).astype(x.dtype)
     return error if code.keep == 1 else code.keep * error
 
 
-def new_leaves(
-    worker: Worker, piece: Piece, old: jax.Array | None, new: jax.Array, leaves: Sequence[Any],
+def store(
+    plan: WorkerPlan, piece: Piece, old: jax.Array | None, new: jax.Array, leaves: Sequence[Any],
     participates: jax.Array,
 ) -> dict[int, jax.Array]:  # fmt: skip
-    """The new momentum (or error) of each leaf of a piece, by index; the old if the worker abstains.
+    """The new momentum (or error) of each leaf of a piece, in its own dtype, by index.
+
+    It is the old one if the worker abstains.
 
     ``old`` and ``new`` are arrays of the piece, ``leaves`` those of all leaves before the step; None where
     there was nothing before.
     """
     if old is None:
         updated = layout.split_pieces([new], [piece])
-        return {i: layout.zero_padding(x, worker.row_sizes[i]) for i, x in updated.items()}
+        return {i: layout.zero_padding(x, plan.row_sizes[i]) for i, x in updated.items()}
     dtypes = {leaves[s.leaf].dtype for s in piece.segments}
     if len(dtypes) == 1:  # one cast for the whole piece
         dtype = dtypes.pop()
         new, old = quantize.saturated(new, dtype), old.astype(dtype)
     updated = layout.split_pieces([jnp.where(participates, new, old)], [piece])
     for i, x in updated.items():
-        x = layout.zero_padding(x, worker.row_sizes[i])
+        x = layout.zero_padding(x, plan.row_sizes[i])
         updated[i] = quantize.saturated(x, leaves[i].dtype)
     return updated

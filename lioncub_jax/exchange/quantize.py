@@ -69,7 +69,7 @@ class EncodeContext(NamedTuple):
     Attributes:
       num_chunks: parts of the rows that are packed by themselves.
       num_workers: W.
-      count: ``int32[]``, steps taken before; the same on every worker.
+      num_steps: ``int32[]``, steps taken before; the same on every worker.
       row_sizes: ``int32[rows]``, elements of each row that are no padding; None where all are.
       random_signs: ``uint32[4 rows]``, a random sign for each element that is exactly zero.
       noise: ``float32[rows, 128]`` in [0, 1) for stochastic rounding, or None.
@@ -78,7 +78,7 @@ class EncodeContext(NamedTuple):
 
     num_chunks: int
     num_workers: int
-    count: jax.Array  # type: ignore[assignment]
+    num_steps: jax.Array
     row_sizes: jax.Array | None
     random_signs: jax.Array
     noise: jax.Array | None = None
@@ -87,6 +87,16 @@ class EncodeContext(NamedTuple):
     def by_chunk(self, x: jax.Array) -> jax.Array:
         """``[rows, ...]`` as ``[chunks, rows of a chunk, ...]``."""
         return x.reshape(self.num_chunks, -1, *x.shape[1:])
+
+
+class Rounding(NamedTuple):
+    """Stochastic rounding; built by `stochastic`.
+
+    Attributes:
+      seed: of the random key.
+    """
+
+    seed: int
 
 
 class Code(NamedTuple):
@@ -100,7 +110,7 @@ class Code(NamedTuple):
         and scales ``[..., rows]``; ``stored`` for results that are reshaped to leaves. None for votes.
       midtread: the middle code is zero.
       dense: dtype of values that travel as they are, without codes; else None.
-      rounding: seed of stochastic rounding, or None for the nearest code.
+      rounding: stochastic, or None for the nearest code.
       uses_leaf_scale: ``encode`` needs the mean magnitude of whole leaves.
       error_dtype: dtype of the error that a worker keeps (error feedback), or None.
       keep: share of the error that is kept.
@@ -112,7 +122,7 @@ class Code(NamedTuple):
     decode: Callable[[Sequence[jax.Array], jax.Array | None, int, bool], jax.Array] | None = None
     midtread: bool = False
     dense: np.dtype | None = None
-    rounding: int | None = None
+    rounding: Rounding | None = None
     uses_leaf_scale: bool = False
     error_dtype: np.dtype | None = None
     keep: float = 1.0
@@ -146,16 +156,6 @@ class Quantizer(NamedTuple):
     name: str
     vote: Code | None = None
     value: Code | None = None
-
-
-class Rounding(NamedTuple):
-    """Stochastic rounding; built by `stochastic`.
-
-    Attributes:
-      seed: of the random key.
-    """
-
-    seed: int
 
 
 def stochastic(seed: int = 0) -> Rounding:
@@ -226,7 +226,9 @@ def midrise(p: int, *, rounding: Rounding | None = None) -> Quantizer:
             level = jnp.floor(_in_units(x, scale) + (middle - 0.5) + context.noise)
             level = jnp.where(x == 0, middle - 1, jnp.clip(level, 0, max_code))
             q = level.astype(jnp.uint32)
-        *planes, _ = _packed(q | ((x != 0).astype(jnp.uint32) << p), p + 1, context, zeros=True)
+        *planes, _ = _packed(
+            q | ((x != 0).astype(jnp.uint32) << p), p + 1, context, with_zero_signs=True
+        )
         voted = bits.pack_rows(context.by_chunk(mean > 0)).reshape(-1)
         return Message(planes, voted, scale.astype(jnp.bfloat16), jnp.all(finite))
 
@@ -238,7 +240,7 @@ def midrise(p: int, *, rounding: Rounding | None = None) -> Quantizer:
     def num_codes(num_workers: int) -> int:
         return max_code
 
-    votes = Code(num_codes, vote, rounding=_seed(rounding))
+    votes = Code(num_codes, vote, rounding=rounding)
     values = votes._replace(encode=encode, decode=_decoder(max_code))
     return Quantizer(_name("midrise", p, rounding), votes, values)
 
@@ -288,7 +290,7 @@ def integer(p: int = 8, *, rounding: Rounding | None = None) -> Quantizer:
         q = (jnp.clip(jnp.round(t), -s, s) + s).astype(jnp.uint32)
         return _midtread(q, x, (2 * s).bit_length(), context)
 
-    code = Code(max_code, encode, midtread=True, rounding=_seed(rounding), uses_leaf_scale=True)
+    code = Code(max_code, encode, midtread=True, rounding=rounding, uses_leaf_scale=True)
     return Quantizer(_name("integer", p, rounding), code)
 
 
@@ -320,7 +322,7 @@ def ternary(*, rounding: Rounding | None = None) -> Quantizer:
         return 2
 
     name = "ternary(stochastic)" if rounding else "ternary"
-    return Quantizer(name, Code(max_code, encode, midtread=True, rounding=_seed(rounding)))
+    return Quantizer(name, Code(max_code, encode, midtread=True, rounding=rounding))
 
 
 def levels(p: int, *, rounding: Rounding | None = None) -> Quantizer:
@@ -368,7 +370,7 @@ def levels(p: int, *, rounding: Rounding | None = None) -> Quantizer:
     def max_code(num_workers: int) -> int:
         return 2 * s
 
-    votes = Code(max_code, vote, midtread=True, rounding=_seed(rounding))
+    votes = Code(max_code, vote, midtread=True, rounding=rounding)
     values = votes._replace(encode=encode, decode=_decoder(2 * s))
     return Quantizer(_name("levels", p, rounding), votes, values)
 
@@ -487,7 +489,7 @@ def rotated(quantizer: Quantizer) -> Quantizer:
 
     def encode(x: jax.Array, context: EncodeContext) -> Message:
         # After the rotation the padding is not zero any more, so all 128 elements count.
-        return code.encode(rotation.rotated(x, context.count), context._replace(row_sizes=None))
+        return code.encode(rotation.rotated(x, context.num_steps), context._replace(row_sizes=None))
 
     value = code._replace(encode=encode, rotates=True)
     return Quantizer(f"rotated({quantizer.name})", value=value)
@@ -566,10 +568,6 @@ def _name(make: str, p: int, rounding: Rounding | None) -> str:
     return f"{make}({p}, stochastic)" if rounding else f"{make}({p})"
 
 
-def _seed(rounding: Rounding | None) -> int | None:
-    return None if rounding is None else rounding.seed
-
-
 def _decoder(max_code: int) -> Callable[..., jax.Array]:
     """Dequantizes codes, ``(2 q - max_code) scale / 2``: exact products of short integers and bfloat16."""
 
@@ -589,16 +587,18 @@ def _decoder(max_code: int) -> Callable[..., jax.Array]:
     return decode
 
 
-def _packed(codes: jax.Array, p: int, context: EncodeContext, zeros: bool) -> list[jax.Array]:
+def _packed(
+    codes: jax.Array, p: int, context: EncodeContext, with_zero_signs: bool
+) -> list[jax.Array]:
     """Packs codes ``[rows, 128]`` to planes ``uint32[4 rows]``, chunk by chunk."""
-    signs = context.random_signs.reshape(context.num_chunks, -1) if zeros else None
+    signs = context.random_signs.reshape(context.num_chunks, -1) if with_zero_signs else None
     return [plane.reshape(-1) for plane in bits.pack(context.by_chunk(codes), p, signs)]
 
 
 def _signs(x: jax.Array, context: EncodeContext) -> Message:
     fields = (~jnp.isfinite(x)).astype(jnp.uint32) | ((x > 0).astype(jnp.uint32) << 1)
     fields |= (x != 0).astype(jnp.uint32) << 2
-    not_finite, positive, marks = _packed(fields, 3, context, zeros=True)
+    not_finite, positive, marks = _packed(fields, 3, context, with_zero_signs=True)
     rows = x.shape[0] // context.num_chunks
     voted = bits.any_in_rows(marks.reshape(-1, rows * bits.WORDS_PER_ROW), rows)
     return Message([positive], voted.reshape(-1), None, jnp.all(not_finite == 0))
@@ -606,7 +606,7 @@ def _signs(x: jax.Array, context: EncodeContext) -> Message:
 
 def _midtread(codes: jax.Array, x: jax.Array, p: int, context: EncodeContext) -> Message:
     fields = codes | ((~jnp.isfinite(x)).astype(jnp.uint32) << p)
-    *planes, not_finite = _packed(fields, p + 1, context, zeros=False)
+    *planes, not_finite = _packed(fields, p + 1, context, with_zero_signs=False)
     return Message(planes, None, None, jnp.all(not_finite == 0))
 
 

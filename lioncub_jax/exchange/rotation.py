@@ -17,26 +17,26 @@ from lioncub_jax.exchange import bits
 from lioncub_jax.exchange.bits import ROW
 
 
-def rotated(rows: jax.Array, step: jax.Array) -> jax.Array:
+def rotated(rows: jax.Array, num_steps: jax.Array) -> jax.Array:
     """``x R`` of each row: ``float32[..., rows, 128]``, ``sqrt(128)`` times as long.
 
     Args:
       rows: ``float32[..., rows, 128]``.
-      step: ``int32[]``, steps taken before, from which the signs are drawn.
+      num_steps: ``int32[]``, steps taken before, from which the signs are drawn.
     """
-    return _product(rows, _rotation(step))
+    return _product(rows, _rotation(num_steps))
 
 
-def undone(rows: jax.Array, step: jax.Array) -> jax.Array:
+def undone(rows: jax.Array, num_steps: jax.Array) -> jax.Array:
     """Undoes `rotated`: ``y R^T / 128`` of each row."""
-    return _product(rows, _rotation(step).T) * (1 / ROW)
+    return _product(rows, _rotation(num_steps).T) * (1 / ROW)
 
 
-def _rotation(step: jax.Array) -> jax.Array:
+def _rotation(num_steps: jax.Array) -> jax.Array:
     """``float32[128, 128]`` of 1 and -1."""
     lanes = np.arange(ROW, dtype=np.uint32)
     odd = np.bitwise_count(lanes[:, None] & lanes) & 1
-    signs = 1 - 2 * bits.lane_bits(step).astype(jnp.float32)
+    signs = 1 - 2 * bits.lane_bits(num_steps).astype(jnp.float32)
     return signs[:, None] * (1 - 2 * odd.astype(np.float32))
 
 

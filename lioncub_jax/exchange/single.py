@@ -11,16 +11,15 @@ import jax.numpy as jnp
 import optax
 
 from lioncub_jax.exchange import layout, quantize, wires
-from lioncub_jax.exchange.decide import AtOwner
 from lioncub_jax.exchange.message import BucketStats
-from lioncub_jax.exchange.pieces import Worker, WorkerState, plus_error
+from lioncub_jax.exchange.pieces import WorkerPlan, WorkerState, plus_error
 from lioncub_jax.exchange.step import Exchange, StepResult
 from lioncub_jax.mesh import axes
 
 
 def single_worker_step(
     exchange: Exchange,
-    worker: Worker,
+    plan: WorkerPlan,
     grads: Sequence[jax.Array],
     state: WorkerState,
     owner_states: Sequence[optax.OptState],
@@ -28,12 +27,14 @@ def single_worker_step(
 ) -> StepResult:
     """``u = sign(c)`` of votes; ``u, s = tx(c + e, s)`` at an owner, plus the error of its earlier replies.
 
+    A worker with a value that is not finite abstains from all buckets.
+
     Args:
       exchange: the parts, as in `step.step`.
-      worker: this worker.
+      plan: the places of its leaves.
       grads: ``g`` of each leaf.
       state: ``mu`` and ``e`` of each leaf; errors of earlier codes are added in full.
-      owner_states: for each bucket the owner's state, or ().
+      owner_states: for each bucket the owner's state; () for decisions without state.
       abstain: ``bool[]``, True to abstain; or None.
     """
     memory, decision, axis = exchange.memory, exchange.decision, exchange.axis
@@ -44,15 +45,14 @@ def single_worker_step(
     abstains = axes.any_over_shards(abstains, axis)
     present = 1 - abstains.astype(jnp.uint32)
 
-    new_owner_states = []
-    if isinstance(decision, AtOwner):
-        for bucket, s in zip(worker.buckets, owner_states, strict=True):
-            rows = layout.join_bucket(values, bucket.places)
-            rows, s = decision.decide_locally(
-                rows, present, bucket.places.dtype, bucket.row_sizes, s
+    new_owner_states = list(owner_states)
+    if decision.has_state:
+        for k, bucket in enumerate(plan.buckets):
+            rows = layout.join_bucket(values, bucket.layout)
+            rows, new_owner_states[k] = decision.decide_locally(
+                rows, present, bucket.layout.dtype, bucket.row_sizes, owner_states[k]
             )
-            new_owner_states.append(s)
-            for i, x in layout.split_bucket(rows, bucket.places.pieces).items():
+            for i, x in layout.split_bucket(rows, bucket.layout.pieces).items():
                 values[i] = x
 
     updates, new_mu, new_error = {}, [], []
@@ -67,5 +67,8 @@ def single_worker_step(
 
     present = axes.same_everywhere(present, axis)
     stats = BucketStats(jnp.zeros(1, jnp.uint32), (), present)
+    num_buckets = len(plan.buckets)
     state = WorkerState(new_mu, new_error)
-    return StepResult(updates, state, new_owner_states, [stats], [~abstains])
+    return StepResult(
+        updates, state, new_owner_states, [stats] * num_buckets, [~abstains] * num_buckets
+    )

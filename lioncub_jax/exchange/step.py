@@ -1,4 +1,4 @@
-"""One worker's step. Read this file first.
+"""One worker's step. Read this file first. It runs inside ``shard_map``, once on each device.
 
 Worker i of W holds a gradient ``g_i``, a momentum ``mu_i`` and, with error feedback, the error ``e_i`` of
 its earlier codes. Its leaves lie in rows of 128 elements, and the rows are cut into W *chunks*. Worker j is
@@ -11,19 +11,22 @@ the *owner* of chunk j, as of a shard of the optimizer's state in ZeRO-1; it may
     publish       all-gather of u_j                                                    wires.py
     decode        u = (u_1, ..., u_W)                        the same on all workers   decide.py
     remember      mu_i = b2 mu_i + (1 - b2) g_i              at worker i               momentum.py
-                  e_i = keep (c_i + e_i - dequantize(q_i))                             quantize.py
+                  e_i = keep * (c_i + e_i - dequantize(q_i))                           quantize.py
 
-Votes: ``u_j = sign(sum_i v_i)``, of signed codes ``v_i = 2 q_i - max_code``. An optimizer at the owners:
-``u_j, s_j = tx(mean_i dequantize(q_i); s_j)``.
+Codes lie in ``0..max_code``. Votes: ``u_j = sign(sum_i v_i)``, of signed codes ``v_i = 2 q_i - max_code``.
+An optimizer ``tx`` at the owners: ``u_j, s_j = tx(mean_i dequantize(q_i); s_j)``. Like the result of
+``optax.scale_by_lion``, ``u`` is multiplied by the negative learning rate further on in the chain. That is
+the two-phase wire; with the others there are no owners, and every worker decides on all chunks.
 
-Leaves travel in one *bucket*, or with ``bucket_size`` in several. A *piece* of a bucket is encoded by
-itself: a large leaf, or all small leaves joined. A worker with a value that is not finite abstains: it
-casts no vote, and its mu_i and e_i stay. With several buckets it abstains from each by itself.
+Leaves travel in *buckets*: in one, or with ``bucket_size`` in several. Each *piece* of a bucket has codes
+of its own: a large leaf, or all small leaves joined. A worker with a value that is not finite abstains: it
+casts no vote, and its mu_i and e_i stay. It abstains from all buckets; with ``bucket_size`` only from those
+with such a value. `pieces` has the functions that take leaves apart and put them together.
 
-A worker may be a group of devices. Then, before the step, a reduce-scatter gives each device the mean
-gradient of its chunk of all rows. Such chunks are the leaves here, and ``publish`` also gathers the packed
-replies inside the group. With one worker there is nothing to send, and `single.single_worker_step` runs
-instead.
+A worker may be a group of devices. Then a reduce-scatter has given each device the group's mean gradient of
+one part of the parameters. That part is what this step calls leaves. ``publish`` also gathers the replies
+of all devices of the group, still packed. A worker alone sends nothing: `transform.take_step` runs
+`single.single_worker_step` instead.
 """
 
 from collections.abc import Sequence
@@ -32,22 +35,21 @@ from typing import NamedTuple
 import jax
 import optax
 
-from lioncub_jax.exchange.decide import Decision
-from lioncub_jax.exchange.message import BucketStats, blank_if_abstaining, join
+from lioncub_jax.exchange.decision import Decision
+from lioncub_jax.exchange.message import BucketStats, join
 from lioncub_jax.exchange.momentum import Memory
 from lioncub_jax.exchange.pieces import (
-    PieceState,
-    Worker,
+    WorkerPlan,
     WorkerState,
-    arrays_of,
-    at_least_float32,
     decide_context,
     decode,
     encode,
-    new_leaves,
+    interpolate,
+    next_error,
+    next_momentum,
     participation,
-    quantization_error,
-    update_leaves,
+    split_update,
+    store,
 )
 from lioncub_jax.exchange.quantize import Code
 from lioncub_jax.exchange.wires import Wire, collect, publish
@@ -55,7 +57,7 @@ from lioncub_jax.mesh.axes import Axes
 
 
 class Exchange(NamedTuple):
-    """The parts of an exchange; numbers in them may be traced arrays.
+    """The parts of an exchange. Numbers in ``memory`` and ``decision`` may be traced arrays.
 
     Attributes:
       axis: mesh axes of the workers.
@@ -64,7 +66,7 @@ class Exchange(NamedTuple):
       code: encodes ``c + e``: votes that are counted, or values that are decoded.
       decision: codes of all workers about a chunk to the owner's reply, and the reply to ``u``.
       wire: the collectives.
-      bucket_size: elements after which a new bucket begins; None for one bucket.
+      bucket_size: elements after which a new bucket begins; None for no limit. The plan follows it.
     """
 
     axis: Axes
@@ -77,14 +79,14 @@ class Exchange(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """Result of a step.
+    """Result of a step; lists have one entry for each bucket.
 
     Attributes:
       updates: ``u`` of each leaf by index, the same on every worker.
       state: the next ``mu`` and ``e``.
-      owner_states: for each bucket the next state ``s`` of the chunk that this worker owns.
-      stats: for each bucket its ties, unlike pairs of votes, and workers present.
-      participates: for each bucket ``bool[]``, False if this worker abstained.
+      owner_states: the next state ``s`` of the chunk that this worker owns; () for decisions without state.
+      stats: ties, pairs of votes that differ, and workers present.
+      participates: ``bool[]``, False if this worker abstained.
     """
 
     updates: dict[int, jax.Array]
@@ -96,7 +98,7 @@ class StepResult(NamedTuple):
 
 def step(
     exchange: Exchange,
-    worker: Worker,
+    plan: WorkerPlan,
     grads: Sequence[jax.Array],
     state: WorkerState,
     owner_states: Sequence[optax.OptState],
@@ -106,60 +108,49 @@ def step(
 
     Args:
       exchange: the parts.
-      worker: this worker's index, and the places of its leaves in buckets.
+      plan: this worker's index, and the places of its leaves in buckets.
       grads: ``g`` of each leaf; varies over the workers.
-      state: ``mu`` and ``e`` of each leaf, None where there is none yet; varies over the workers.
-      owner_states: for each bucket ``s`` of the chunk that this worker owns; () for decisions without.
+      state: ``mu`` and ``e`` of each leaf, None where there is none; varies over the workers.
+      owner_states: for each bucket ``s`` of the chunk that this worker owns; () without state.
       abstain: ``bool[]``, True to abstain; or None.
     """
     memory, code, decision, wire = exchange.memory, exchange.code, exchange.decision, exchange.wire
 
-    # All buckets are encoded before one is sent: a value that is not finite keeps this worker from voting.
-    pieces, messages = [], []
-    for bucket in worker.buckets:
-        states = []
-        for piece in bucket.pieces:
-            g, m, e = arrays_of(piece, grads, state)
-            c = memory.interpolate(at_least_float32(g), at_least_float32(m))
-            states.append(PieceState(piece, gradient=g, momentum=m, error=e, direction=c))
-        pieces.append(states)
-        messages.append(encode(memory, code, worker, bucket, states))
-    participates = participation(worker, messages, abstain)
+    # All buckets are encoded before one is sent: a NaN in the last may keep this worker out of the first.
+    inputs, codes = [], []  # of each bucket, for each piece
+    for bucket in plan.buckets:
+        pieces = [interpolate(memory, piece, grads, state) for piece in bucket.pieces]
+        inputs.append(pieces)
+        codes.append(encode(code, plan, bucket, pieces))
+    participates = participation(plan, codes, abstain)
 
     updates: dict[int, jax.Array] = {}
     mu: dict[int, jax.Array] = {}
     error: dict[int, jax.Array] = {}
     new_owner_states, stats = [], []
-    for k, bucket in enumerate(worker.buckets):
-        message = join(messages[k], bucket.format, participates[k])
-        message = blank_if_abstaining(message, bucket.format)
+    for k, bucket in enumerate(plan.buckets):
+        message = join(codes[k], bucket.format, participates[k])
         received = collect(wire, message, bucket.format, exchange.axis)
         with jax.named_scope("lioncub.decide"):
-            context = decide_context(code, worker, bucket, wire.sharded)
-            s = owner_states[k] if owner_states else ()
-            reply, s = decision.decide(received, context, s)
+            context = decide_context(code, plan, bucket, wire.sharded)
+            reply, s = decision.decide(received, context, owner_states[k])
         reply = publish(wire, reply, bucket.format, exchange.axis, exchange.group)
         new_owner_states.append(s)
         stats.append(reply.stats)
 
-        decoded = decode(decision, worker, bucket, reply)
-        for p, q, u in zip(pieces[k], messages[k], decoded, strict=True):
-            updates |= update_leaves(worker, p.piece, u)
+        decoded = decode(decision, plan, bucket, reply)
+        for p, q, u in zip(inputs[k], codes[k], decoded, strict=True):
+            updates |= split_update(plan, p.piece, u)
             with jax.named_scope("lioncub.remember"):
                 if p.momentum is not None:
-                    g, m = at_least_float32(p.gradient), at_least_float32(p.momentum)
-                    new = memory.update(g, m)
-                    mu |= new_leaves(worker, p.piece, p.momentum, new, state.mu, participates[k])
+                    new = next_momentum(memory, p)
+                    mu |= store(plan, p.piece, p.momentum, new, state.mu, participates[k])
                 if code.error_dtype is not None:
-                    new = quantization_error(code, worker, bucket, p, q)
-                    error |= new_leaves(worker, p.piece, p.error, new, state.error, participates[k])
+                    new = next_error(code, plan, bucket, p, q)
+                    error |= store(plan, p.piece, p.error, new, state.error, participates[k])
 
-    state = WorkerState(replaced(state.mu, mu), replaced(state.error, error))
-    return StepResult(updates, state, new_owner_states, stats, participates)
-
-
-def replaced(
-    leaves: Sequence[jax.Array | None], new: dict[int, jax.Array]
-) -> list[jax.Array | None]:
-    """Leaves, with new ones in place of those that are in a bucket; leaves without elements are in none."""
-    return [new.get(i, x) for i, x in enumerate(leaves)]
+    # A leaf without elements is in no bucket, and stays.
+    new_mu = [mu.get(i, x) for i, x in enumerate(state.mu)]
+    new_error = [error.get(i, x) for i, x in enumerate(state.error)]
+    new_state = WorkerState(new_mu, new_error)
+    return StepResult(updates, new_state, new_owner_states, stats, participates)

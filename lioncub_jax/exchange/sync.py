@@ -18,13 +18,14 @@ from jax import lax
 
 from lioncub_jax.exchange import bits, checks, decide, layout, momentum, quantize, wires
 from lioncub_jax.exchange.arguments import check_count
-from lioncub_jax.exchange.layout import Flat, Holder
+from lioncub_jax.exchange.holder import Holder
+from lioncub_jax.exchange.layout import Flat
 from lioncub_jax.exchange.means import common_dtype
 from lioncub_jax.exchange.pieces import WorkerState
 from lioncub_jax.exchange.quantize import Code
 from lioncub_jax.exchange.single import single_worker_step
 from lioncub_jax.exchange.step import Exchange, step
-from lioncub_jax.exchange.transform import init_owner_states, worker_here
+from lioncub_jax.exchange.transform import init_owner_states, plan_worker
 from lioncub_jax.mesh import axes, placement
 from lioncub_jax.mesh.axes import Axes, AxisName
 from lioncub_jax.mesh.placement import Workers, names_of
@@ -333,12 +334,12 @@ def _coded_mean_if(
             device = axes.worker_index(group)
             row_sizes = [layout.row_sizes_of_chunk(x.bucket, device) for x in _chunks(mu)]
         picked = jax.tree.leaves(_picked(jax.tree.unflatten(tree, old), mask))
-        worker = worker_here(exchange, picked, count, row_sizes)
+        plan = plan_worker(exchange, picked, count, row_sizes)
         no_state = WorkerState([None] * len(old), [None] * len(old))
-        run = single_worker_step if worker.num_workers == 1 else step
-        result = run(exchange, worker, picked, no_state, [x.value for x in owner], None)
+        run = single_worker_step if plan.num_workers == 1 else step
+        result = run(exchange, plan, picked, no_state, [x.value for x in owner], None)
         new = list(old)
-        for leaf in [s.leaf for bucket in worker.buckets for s in bucket.places.segments]:
+        for leaf in [s.leaf for bucket in plan.buckets for s in bucket.layout.segments]:
             u, e = result.updates[leaf], result.state.error[leaf]
             x = u if e is None else e + u.astype(e.dtype)
             x = quantize.saturated(layout.zero_padding(x, row_sizes[leaf]), old[leaf].dtype)

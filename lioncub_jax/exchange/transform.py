@@ -15,11 +15,12 @@ import optax
 from lioncub_jax.exchange import bits, checks, decide, layout, quantize, wires
 from lioncub_jax.exchange.arguments import check_count, check_kinds
 from lioncub_jax.exchange.bits import ROW
-from lioncub_jax.exchange.decide import Decision
-from lioncub_jax.exchange.layout import Bucket, Flat, Holder
+from lioncub_jax.exchange.decision import Decision
+from lioncub_jax.exchange.holder import Holder
+from lioncub_jax.exchange.layout import Bucket, Flat
 from lioncub_jax.exchange.message import BucketStats, Format, message_size
 from lioncub_jax.exchange.momentum import Memory
-from lioncub_jax.exchange.pieces import Worker, WorkerBucket, WorkerState, leaves_of_group
+from lioncub_jax.exchange.pieces import BucketPlan, WorkerPlan, WorkerState, leaves_of_group
 from lioncub_jax.exchange.quantize import Code, Quantizer
 from lioncub_jax.exchange.single import single_worker_step
 from lioncub_jax.exchange.step import Exchange, StepResult, step
@@ -108,7 +109,7 @@ def communicate(
       quantizer: from values to codes; default ``sign()``.
       decision: of the owner of a chunk: ``majority()`` (default), ``ternary()`` (default for
         codes with a zero), ``average()`` or ``at_owner(tx)``.
-      wire: ``two_phase()`` (default), ``gathered()``, ``counts()``, ``lanes()`` or ``all_reduce()``.
+      wire: ``two_phase()`` (default), ``gathered()``, ``counts()`` or ``all_reduce()``.
       bucket_size: elements after which a new bucket begins; None for one bucket. Each travels as
         soon as its gradients are there, so a worker abstains from each by itself: with a value that is
         not finite it still votes on the others. See docs/reports/accelerators.md for when it pays.
@@ -160,7 +161,7 @@ def communicate(
             mu, error, owner = stand_ins(exchange, params)
         else:
             mu, error, owner = memory.init(params), zero_errors(code, params), ()
-            if group or code.decode is not None:
+            if group or decision.has_state:
                 axes.workers_on(varying_over)  # bound here: chunks are those of workers
                 params = axes.varying(
                     params, varying_over
@@ -187,7 +188,8 @@ def communicate(
         if not axis:
             checks.warn_if_on_several_devices(updates)
         checks.watch_workers(updates, params, state.count, axis)
-        # Results have the sharding of what they replace.
+        # Results have the sharding of what they replace. An exchange is a pytree of its numbers, which go
+        # along as replicated arrays.
         args = exchange, updates, state, abstain
         return placement.on_shards(update_on_device, args, (updates, state))
 
@@ -230,7 +232,7 @@ def stand_ins(exchange: Exchange, params: optax.Params) -> tuple[Any, Any, Any]:
     code, whole = exchange.code, not exchange.group
     mu = params if whole and jax.tree.leaves(exchange.memory.init(jnp.zeros(1))) else 0
     error = params if whole and code.error_dtype is not None else 0
-    return mu, error, 0 if code.decode is not None else ()
+    return mu, error, 0 if exchange.decision.has_state else ()
 
 
 def zero_errors(code: Code, params: optax.Params) -> optax.Params:
@@ -244,23 +246,23 @@ def init_chunks(
     exchange: Exchange, params: optax.Params
 ) -> tuple[tuple[Flat, ...], tuple[Flat, ...]]:
     """``mu`` and ``e`` of the chunks of a group's device, where every axis is manual."""
-    worker, chunks = worker_here(exchange, jax.tree.leaves(params), jnp.int32(0)), []
-    for bucket in worker.group_buckets:
-        zeros = jnp.zeros((bucket.chunk, ROW), bucket.dtype)
+    plan, chunks = plan_worker(exchange, jax.tree.leaves(params), jnp.int32(0)), []
+    for bucket in plan.group_buckets:
+        zeros = jnp.zeros((bucket.rows_per_chunk, ROW), bucket.dtype)
         chunks.append(axes.varying(zeros, (*bucket.axes, *exchange.group)))
     mu, error = exchange.memory.init(chunks), zero_errors(exchange.code, chunks)
-    return flats(mu, worker.group_buckets), flats(error, worker.group_buckets)
+    return flats(mu, plan.group_buckets), flats(error, plan.group_buckets)
 
 
 def init_owner_states(exchange: Exchange, params: optax.Params) -> tuple[Flat, ...]:
-    """``s`` of the chunk of each bucket that this worker owns; () for decisions that count votes."""
-    worker = worker_here(exchange, jax.tree.leaves(params), jnp.int32(0))
+    """``s`` of the chunk of each bucket that this worker owns; () for decisions without state."""
+    plan = plan_worker(exchange, jax.tree.leaves(params), jnp.int32(0))
     states, sharded = [], exchange.wire.sharded
-    own = exchange.axis if sharded or worker.num_workers == 1 else ()
-    buckets = [x.places for x in worker.buckets] if exchange.code.decode is not None else []
+    own = exchange.axis if sharded or plan.num_workers == 1 else ()
+    buckets = [x.layout for x in plan.buckets] if exchange.decision.has_state else []
     for bucket in buckets:
         over = (*own, *[n for n in bucket.axes if n not in exchange.axis])
-        rows = bucket.chunk if sharded else bucket.rows
+        rows = bucket.rows_per_chunk if sharded else bucket.rows
         state = exchange.decision.init(jnp.zeros((rows, ROW), bucket.dtype))
         # Arrays of an owned chunk vary over the workers; counters are the same on every worker.
         arrays, tree = jax.tree.flatten(state)
@@ -277,13 +279,13 @@ def flats(values: Sequence[Any], buckets: Sequence[Bucket]) -> tuple[Flat, ...]:
 # --- Update, where every mesh axis is manual
 
 
-def worker_here(
+def plan_worker(
     exchange: Exchange,
     leaves: Sequence[Any],
-    count: jax.Array,
+    num_steps: jax.Array,
     row_sizes: Sequence[jax.Array | None] | None = None,
-) -> Worker:
-    """The worker of this device; its gradients are ``leaves``, or have their shapes and types.
+) -> WorkerPlan:
+    """The plan of this device's worker; its gradients are ``leaves``, or have their shapes and types.
 
     ``row_sizes``: of leaves that are chunks of a group's buckets already.
     """
@@ -294,31 +296,31 @@ def worker_here(
         row_sizes = [None] * len(leaves)
     # Rows of nothing but padding have votes, or an owner's state.
     code = exchange.code
-    zeros = code.midtread or code.decode is not None
+    padding_counts = code.midtread or exchange.decision.has_state
     if exchange.group:
         device = axes.worker_index(exchange.group)
-        row_sizes = [layout.row_sizes_of_chunk(x, device, zeros) for x in group_buckets]
-    worker_buckets = []
+        row_sizes = [layout.row_sizes_of_chunk(x, device, padding_counts) for x in group_buckets]
+    bucket_plans = []
     for bucket in buckets:
         shard, num_shards = axes.shard_of(bucket.axes, exchange.axis)
-        worker_bucket = WorkerBucket(
+        bucket_plan = BucketPlan(
             bucket,
-            pieces=layout.pieces([bucket], count),
+            pieces=layout.pieces([bucket], num_steps),
             format=format_of(exchange, bucket),
-            row_sizes=layout.row_sizes(bucket, row_sizes, zeros),
+            row_sizes=layout.row_sizes(bucket, row_sizes, padding_counts),
             shard=shard,
             num_shards=num_shards,
         )
-        worker_buckets.append(worker_bucket)
-    return Worker(
+        bucket_plans.append(bucket_plan)
+    return WorkerPlan(
         exchange.axis,
-        index=axes.worker_index(exchange.axis),
+        worker=axes.worker_index(exchange.axis),
         num_workers=num_workers,
-        count=count,
-        buckets=worker_buckets,
+        num_steps=num_steps,
+        buckets=bucket_plans,
         group_buckets=group_buckets,
         row_sizes=row_sizes,
-        flag_per_bucket=exchange.bucket_size is not None,
+        abstains_per_bucket=exchange.bucket_size is not None,
     )
 
 
@@ -337,7 +339,7 @@ def bucket_leaves(
     if not exchange.group:
         return (), layout.buckets(leaves, num_workers, limit, over)
     group_buckets = layout.buckets(leaves, devices, limit, over)
-    chunks = [jax.ShapeDtypeStruct((x.chunk, ROW), x.dtype) for x in group_buckets]
+    chunks = [jax.ShapeDtypeStruct((x.rows_per_chunk, ROW), x.dtype) for x in group_buckets]
     limit = None if limit is None else max(limit // devices, 1)
     over = [x.axes for x in group_buckets]
     return group_buckets, layout.buckets(chunks, num_workers, limit, over)
@@ -345,7 +347,7 @@ def bucket_leaves(
 
 def format_of(exchange: Exchange, bucket: Bucket) -> Format:
     """Contents and sizes of the messages and replies of a bucket."""
-    code, num_rows, num_workers = exchange.code, bucket.chunk, bucket.num_workers
+    code, num_rows, num_workers = exchange.code, bucket.rows_per_chunk, bucket.num_workers
     max_code = code.max_code(num_workers)
     row_words = 0
     if code.sends_votes:
@@ -373,13 +375,13 @@ def update_on_device(
     exchange: Exchange, updates: optax.Updates, state: CommunicateState, abstain: jax.Array | None
 ) -> tuple[optax.Updates, CommunicateState]:
     """Takes a step of the worker of this device."""
-    worker = worker_here(exchange, jax.tree.leaves(updates), state.count)
-    return take_step(exchange, worker, updates, state, abstain)
+    plan = plan_worker(exchange, jax.tree.leaves(updates), state.count)
+    return take_step(exchange, plan, updates, state, abstain)
 
 
 def take_step(
     exchange: Exchange,
-    worker: Worker,
+    plan: WorkerPlan,
     updates: optax.Updates,
     state: CommunicateState,
     abstain: jax.Array | None,
@@ -387,26 +389,29 @@ def take_step(
     """Takes a step of a worker: gradients to updates, in a group by the chunks of its devices."""
     tree: Any
     grads, tree = jax.tree.flatten(updates)
-    leaves, group, shared = grads, exchange.group, worker.group_buckets
+    leaves, group, shared = grads, exchange.group, plan.group_buckets
     if group:
         leaves = [wires.mean_chunk(layout.join_bucket(grads, x), group) for x in shared]
         layout.check_order([*state.mu, *state.error], [*shared, *shared])
         kept = WorkerState([x.value for x in state.mu], [x.value for x in state.error])
     else:
         kept = WorkerState(tree.flatten_up_to(state.mu), tree.flatten_up_to(state.error))
-    decodes = exchange.code.decode is not None
-    layout.check_order(state.owner, [x.places for x in worker.buckets] if decodes else [])
+    owner_states: list[optax.OptState] = [() for _ in plan.buckets]
+    owned = [x.layout for x in plan.buckets] if exchange.decision.has_state else []
+    layout.check_order(state.owner, owned)
+    if owned:
+        owner_states = [x.value for x in state.owner]
 
-    run = single_worker_step if worker.num_workers == 1 else step
-    result = run(exchange, worker, leaves, kept, [x.value for x in state.owner], abstain)
+    run = single_worker_step if plan.num_workers == 1 else step
+    result = run(exchange, plan, leaves, kept, owner_states, abstain)
 
     new, (mu, error) = result.updates, result.state
     if group:
-        new = leaves_of_group(worker, new)
+        new = leaves_of_group(plan, new)
         state = state._replace(mu=flats(mu, shared), error=flats(error, shared))
     else:
         state = state._replace(mu=tree.unflatten(mu), error=tree.unflatten(error))
-    state = next_state(exchange, worker, state, result, grads)
+    state = next_state(exchange, plan, state, result, grads)
     for i, g in enumerate(grads):
         grads[i] = new[i].astype(g.dtype) if i in new else jnp.zeros(g.shape, g.dtype)
     return tree.unflatten(grads), state
@@ -414,7 +419,7 @@ def take_step(
 
 def next_state(
     exchange: Exchange,
-    worker: Worker,
+    plan: WorkerPlan,
     state: CommunicateState,
     result: StepResult,
     grads: Sequence[jax.Array],
@@ -426,26 +431,28 @@ def next_state(
     votes = votes._replace(parameters=jnp.float32(size), abstentions=state.votes.abstentions)
     owner: list[Flat] = []
     if result.stats:
-        tie, pair = unit_of(size), unit_of(size * worker.num_workers**2)
+        tie, pair = unit_of(size), unit_of(size * plan.num_workers**2)
         totals = [in_units(stats, tie, pair) for stats in result.stats]
         # Without bucket_size all buckets have the same voters.
         present = [stats.present for stats in result.stats]
-        copies = present if worker.flag_per_bucket else present[:1]
+        copies = present if plan.abstains_per_bucket else present[:1]
         sums = axes.total_over_shards(totals, copies, exchange.axis)
         num_present = sums[-len(copies) :].astype(jnp.int32)
         if result.stats[0].pairs:
             unlike, pairs = [x.astype(jnp.float32) * 2.0**pair for x in sums[1:3]]
             votes = votes._replace(unlike=unlike, pairs=pairs)
-        abstained = worker.num_workers - jnp.min(num_present)
+        abstained = plan.num_workers - jnp.min(num_present)
         votes = votes._replace(
             ties=jnp.minimum(sums[0].astype(jnp.float32) * 2**tie, jnp.float32(size)),
             abstained=abstained,
             abstentions=bits.add_count(votes.abstentions, abstained),
         )
-        for k, old in enumerate(state.owner):
-            in_bucket = num_present[k if worker.flag_per_bucket else 0]
-            new = with_counters(in_bucket, result.owner_states[k], old.value)
-            owner.append(Flat(new, old.bucket))
+        if state.owner:
+            per_bucket = (
+                num_present if plan.abstains_per_bucket else [num_present[0]] * len(present)
+            )
+            for n, s, old in zip(per_bucket, result.owner_states, state.owner, strict=True):
+                owner.append(Flat(with_counters(n, s, old.value), old.bucket))
     count = optax.safe_increment(state.count)
     return state._replace(count=count, owner=tuple(owner), votes=votes)
 

@@ -1,4 +1,4 @@
-"""Wires: the collectives between workers, for codes and, at the end of the file, in full precision.
+"""Wires: the collectives of codes between workers.
 
 | wire | messages | replies | bytes each worker sends, d parameters, p bits up, q down |
 |---|---|---|---|
@@ -7,8 +7,9 @@
 | ``counts(dtype)`` | all-reduce of integers | | 2 (W-1)/W d sizeof(dtype) |
 | ``all_reduce()`` | all-reduce of values | | 2 (W-1)/W d * 4 (bfloat16: 2) |
 
-`message` has what is in a message and in a reply. Collectives between the devices of one worker are in
-`mesh.axes`.
+`message` has what is in a message and in a reply. The second half of the file has the collectives in full
+precision: means and sums over the workers, and the gradients' and replies' way inside a group of devices.
+Sums over the shards of a leaf are in `mesh.axes`.
 """
 
 import contextlib

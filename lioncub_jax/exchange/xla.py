@@ -32,7 +32,7 @@ def reduced(
     return list(lax.reduce(list(arrays), zeros, all_of, (axis,)))
 
 
-def runtime_constants(numbers: Sequence[int], count: Any) -> list[jax.Array]:
+def runtime_constants(numbers: Sequence[int], num_steps: Any) -> list[jax.Array]:
     """``uint32[]`` each: the numbers, as values that XLA cannot fold into a kernel.
 
     XLA compiles one kernel for each different computation. Kernels of two leaves of one shape differ only
@@ -40,12 +40,12 @@ def runtime_constants(numbers: Sequence[int], count: Any) -> list[jax.Array]:
 
     Args:
       numbers: at least 0. A single number stays a constant.
-      count: ``int32[]``, never negative, but XLA does not know this.
+      num_steps: ``int32[]``, never negative, but XLA does not know this.
     """
     if len(numbers) < 2:
         return [jnp.uint32(x) for x in numbers]
     # Reduced, because XLA puts no reduction of several results into the kernels that use them.
-    nothing = jnp.stack([count.astype(jnp.uint32) >> 31, jnp.uint32(0)])[:, None]
+    nothing = jnp.stack([num_steps.astype(jnp.uint32) >> 31, jnp.uint32(0)])[:, None]
     few = min(len(numbers), PER_REDUCTION)
     padded = np.pad(np.array(numbers, np.uint32), (0, -len(numbers) % few))
     constants: list[jax.Array] = []

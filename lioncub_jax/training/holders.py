@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from lioncub_jax.exchange.layout import Holder
+from lioncub_jax.exchange.holder import Holder
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import Axes
 from lioncub_jax.mesh.specs import by_type, spec_of

@@ -15,7 +15,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.exchange import checks
-from lioncub_jax.exchange.layout import Holder
+from lioncub_jax.exchange.holder import Holder
 from lioncub_jax.mesh import axes, boxes, kernels
 from lioncub_jax.mesh.placement import Static, Workers, check_devices, check_workers
 from lioncub_jax.mesh.specs import axes_of, product, stacked

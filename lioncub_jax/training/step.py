@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.exchange import checks
 from lioncub_jax.exchange.arguments import check_count
-from lioncub_jax.exchange.layout import Holder
+from lioncub_jax.exchange.holder import Holder
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.hosts import Batches, Waits, check_same_step, together
 from lioncub_jax.mesh.placement import (

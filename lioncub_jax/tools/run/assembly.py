@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.checkpoint.layout import ArrayInfo, ArrayLayout
 from lioncub_jax.checkpoint.tiles import Tile, processes_of
-from lioncub_jax.exchange.layout import Holder
+from lioncub_jax.exchange.holder import Holder
 from lioncub_jax.exchange.means import mean_of
 
 ALL = "all"  # the axis of a mesh of all devices in a row

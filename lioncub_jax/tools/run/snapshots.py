@@ -28,7 +28,7 @@ from lioncub_jax.checkpoint.leaves import Target, arrays_of
 from lioncub_jax.checkpoint.manager import Checkpoints, Restored, as_json, check_rule
 from lioncub_jax.checkpoint.tiles import Tile
 from lioncub_jax.exchange.arguments import check_count, check_number
-from lioncub_jax.exchange.layout import Holder
+from lioncub_jax.exchange.holder import Holder
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.hosts import gathered_json, together
 from lioncub_jax.mesh.placement import Workers

@@ -1,0 +1,337 @@
+"""An optimizer at the owner of a chunk: it decodes values, averages them, and encodes the result."""
+
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import DTypeLike
+
+from lioncub_jax.exchange import bits, layout, quantize, rotation, traced, xla
+from lioncub_jax.exchange.arguments import check_floating, check_kinds, part
+from lioncub_jax.exchange.bits import ROW
+from lioncub_jax.exchange.decision import DecideContext, Decision, Planes
+from lioncub_jax.exchange.message import (
+    BucketStats,
+    Format,
+    Inbox,
+    Reply,
+    Size,
+    Sums,
+    reply_size,
+)
+from lioncub_jax.exchange.quantize import Code, Quantizer
+from lioncub_jax.exchange.votes import (
+    Signs,
+    decode_signs,
+    number_of_ties,
+    size_of_signs,
+    with_coins,
+)
+from lioncub_jax.mesh import kernels
+
+
+class OwnerState(NamedTuple):
+    """State of `at_owner` for a chunk.
+
+    Attributes:
+      inner: of the transform, arrays ``[rows, 128]``, as its ``init`` made them in the padding.
+      error: ``float[rows, 128]``, the error of earlier replies in codes, 0 in the padding; else ``()``.
+    """
+
+    inner: optax.OptState
+    error: Any
+
+
+class ReplyCodec(NamedTuple):
+    """The code of an owner's reply; built by the functions of this module.
+
+    Attributes:
+      name: for errors and reports.
+      encode: ``(u, valid, DecideContext, BucketStats, error) -> (Reply, error)`` of ``float32[rows, 128]``,
+        which mean nothing where they are not ``valid``.
+      decode: ``(planes, row_data, num_rows) -> [chunks, rows, 128]``, int32 or float32.
+      size: ``num_rows -> Size`` of a reply about one chunk.
+      local_update: the update of a single worker, which needs no code: the sign, or the value itself.
+      init: ``float[rows, 128] -> error`` before the first step; ``()`` for none.
+    """
+
+    name: str
+    encode: Callable[..., tuple[Reply, jax.Array | tuple[()]]]
+    decode: Callable[[Planes, jax.Array | None, int], jax.Array]
+    size: Callable[[int], Size]
+    local_update: Callable[[jax.Array], jax.Array] = lambda u: u
+    init: Callable[[jax.Array], jax.Array | tuple[()]] = lambda rows: ()
+
+
+@part
+class AtOwner(Decision):
+    """``u, s = tx(mean_i dequantize(q_i), s)``, see `at_owner`.
+
+    Attributes:
+      tx: a pytree of its numbers.
+      codec: encodes ``u``.
+    """
+
+    tx: optax.GradientTransformation
+    codec: ReplyCodec
+    has_state = True
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """For errors and reports."""
+        return f"at the owner, {self.codec.name}"
+
+    def code_of(self, quantizer: Quantizer) -> Code:
+        """The values of a quantizer."""
+        if quantizer.value is None:
+            raise ValueError(
+                f"decision={self.name}: it decodes values, and {quantizer.name} sends codes without "
+                "scales: give midrise(p)"
+            )
+        return quantizer.value
+
+    def init(self, rows: jax.Array) -> OwnerState:
+        """State of ``tx`` and the error of replies; ``ValueError`` if ``tx`` needs more than a chunk."""
+        inner = self.tx.init(rows)
+        traced.check_elementwise(self.tx, rows, inner)
+        return OwnerState(inner, self.codec.init(rows))
+
+    def decide(
+        self, received: Inbox | Sums, context: DecideContext, state: OwnerState
+    ) -> tuple[Reply, OwnerState]:
+        """Averages, runs the transform, encodes its result."""
+        mean = mean_of_values(received, context).reshape(-1, ROW)
+        if context.code.rotates:
+            mean = rotation.undone(mean, context.num_steps)
+        u, valid, inner = self.run(
+            mean, received.present, context.dtype, context.row_sizes, state.inner
+        )
+        stats = BucketStats(jnp.uint32(0), (), received.present)
+        reply, error = self.codec.encode(u, valid, context, stats, state.error)
+        return reply, OwnerState(inner, error)
+
+    def run(
+        self,
+        mean: jax.Array,
+        present: jax.Array,
+        dtype: DTypeLike,
+        row_sizes: jax.Array | None,
+        state: optax.OptState,
+    ) -> tuple[jax.Array, jax.Array, optax.OptState]:
+        """``u`` in float32, the elements where it is valid, and the next state of ``tx``."""
+        valid = jnp.isfinite(mean) & (present > 0)
+        if row_sizes is not None:  # else padding moves its row, and a checkpoint loses it
+            valid &= layout.real_elements(row_sizes)
+        # Cast finite, so that no dtype of the leaves makes an infinity of it.
+        mean = quantize.saturated(jnp.where(valid, mean, 0), dtype)
+        u, new = self.tx.update(mean, state)
+        return u.astype(jnp.float32), valid, _where_valid(valid, new, state)
+
+    def decode(
+        self, planes: Planes, row_data: jax.Array | None, num_rows: int, fmt: Format
+    ) -> jax.Array:
+        """The decoded reply."""
+        return self.codec.decode(planes, row_data, num_rows)
+
+    def reply_size(self, num_rows: int, max_code: int, num_workers: int) -> Size:
+        """Size of the coded reply."""
+        return self.codec.size(num_rows)
+
+    def local_update(self, x: jax.Array) -> jax.Array:
+        """The sign, or ``x`` itself."""
+        return self.codec.local_update(x)
+
+    def decide_locally(
+        self,
+        mean: jax.Array,
+        present: jax.Array,
+        dtype: DTypeLike,
+        row_sizes: jax.Array | None,
+        state: OwnerState,
+    ) -> tuple[jax.Array, OwnerState]:
+        """``u`` of a single worker, ``float32[rows, 128]``, plus the error of earlier replies."""
+        u, valid, inner = self.run(mean * share(present), present, dtype, row_sizes, state.inner)
+        if not jax.tree.leaves(state.error):
+            return jnp.where(valid, u, 0), OwnerState(inner, ())
+        u = jnp.where(valid, u + state.error.astype(jnp.float32), 0)
+        return u, OwnerState(inner, jnp.where(valid, 0, state.error))
+
+
+def mean_of_values(received: Inbox | Sums, context: DecideContext) -> jax.Array:
+    """``mean_i dequantize(q_i)`` over the workers that take part: ``float32[chunks, rows, 128]``."""
+    if isinstance(received, Sums):
+        return received.sums * share(received.present)
+    assert context.code.decode is not None
+    values = context.code.decode(received.planes, received.scales, context.format.num_rows, False)
+    participates = received.participates[:, None, None, None]
+    values = jnp.where(participates > 0, values, 0)
+    if kernels.for_tpu():  # XLA for TPU fuses what it computes with a reduction of one array only
+        return jnp.sum(values, 0) * share(received.present)
+    counted = jnp.broadcast_to(participates, values.shape)
+    # One reduction of both: nothing is decoded twice, and no decoded array is kept, as XLA for CPU keeps
+    # what it only adds.
+    sums, present = xla.reduced([operator.add] * 2, [values, counted], 0)
+    return jnp.where(present > 0, sums * share(received.present), 0)
+
+
+def share(present: jax.Array) -> jax.Array:
+    """``1 / n``: the weight of one worker in a mean over the n that are present."""
+    # 1/n once: XLA rewrites x / n to x * (1/n) only sometimes, and the bits would depend on the rest of the
+    # program.
+    return 1 / jnp.maximum(present, 1).astype(jnp.float32)
+
+
+def _where_valid(valid: jax.Array, new: optax.OptState, old: optax.OptState) -> optax.OptState:
+    """The new state where means are valid, the old one elsewhere; counters are left to the step.
+
+    An infinity is stored as the largest finite number: it would stay forever.
+    """
+
+    def leaf(n: jax.Array, o: jax.Array) -> jax.Array:
+        if jnp.issubdtype(n.dtype, jnp.floating):
+            largest = jnp.finfo(n.dtype).max
+            n = jnp.clip(n, -largest, largest)
+        return jnp.where(valid, n, o) if n.shape == valid.shape else n
+
+    return jax.tree.map(leaf, new, old)
+
+
+def at_owner(tx: optax.GradientTransformation, reply: ReplyCodec | None = None) -> Decision:
+    """Averages decoded gradients and runs ``tx`` on the owner's chunk of one global state.
+
+    ``g = mean_i dequantize(q_i)`` over the workers that took part, then ``u, state = tx.update(g,
+    state)``. If no worker takes part the state stays as it is, counters too, and the update is zero. An
+    element with a mean that is not finite (finite values can have a sum that is not) keeps its state, and
+    its update is zero: for ``sign()``, which has no zero within a row that moves, the coin of a tie. A
+    mean has no bound: where workers may lie, vote.
+
+    Args:
+      tx: elementwise, such as ``optax.scale_by_lion(b1, b2)``; ``optax.identity()`` for the mean itself.
+        It is given no parameters.
+      reply: the code of an update: ``codes(2)`` by default; ``sign()`` where ``tx`` ends in a sign, which
+        is then the whole update in one bit; ``values()`` for float32.
+
+    Raises:
+      ValueError: from ``init``, for a ``tx`` that mixes elements, uses parameters, or keeps arrays of
+        another shape: an owner has a chunk of each.
+      TypeError: for a reply or a ``tx`` that is none.
+
+    Example:
+      >>> import lioncub_jax as lc, optax
+      >>> lion = lc.decide.at_owner(optax.scale_by_lion(0.9, 0.99), lc.decide.sign())
+
+    Source: this library; ZeRO (arXiv 1910.02054) shards optimizer state in the same way.
+    """
+    reply = codes(2) if reply is None else reply
+    check_kinds(tx=(tx, optax.GradientTransformation), reply=(reply, ReplyCodec))
+    return AtOwner(tx, reply)
+
+
+def sign() -> ReplyCodec:
+    """One bit: the sign, which of Lion is the whole update; where it is 0, the coin of a tie.
+
+    Example:
+      >>> import lioncub_jax as lc, optax
+      >>> lion = lc.decide.at_owner(optax.scale_by_lion(), lc.decide.sign())
+    """
+
+    def encode(
+        u: jax.Array, valid: jax.Array, context: DecideContext, stats: BucketStats, error: tuple[()]
+    ) -> tuple[Reply, tuple[()]]:
+        u = context.in_chunks(jnp.where(valid, u, 0))
+        fields = (u > 0).astype(jnp.uint32) | ((u != 0).astype(jnp.uint32) << 1)
+        positive, marks = bits.pack(fields, 2)
+        moved = bits.any_in_rows(marks, context.format.num_rows)
+        signs = Signs(positive, ~marks, moved)
+        stats = stats._replace(ties=number_of_ties(signs, context))
+        return Reply([with_coins(signs, context)], moved, stats), error
+
+    return ReplyCodec("sign", encode, decode_signs, size_of_signs, local_update=jnp.sign)
+
+
+def values() -> ReplyCodec:
+    """The values as float32: for transforms that do not end in a sign.
+
+    Example:
+      >>> import lioncub_jax as lc, optax
+      >>> adam = lc.decide.at_owner(optax.scale_by_adam(), lc.decide.values())
+      >>> parts = {"memory": lc.momentum.nothing(), "quantizer": lc.quantize.dense(), "decision": adam}
+      >>> tx = lc.communicate(workers="data", **parts)
+    """
+
+    def encode(
+        u: jax.Array, valid: jax.Array, context: DecideContext, stats: BucketStats, error: tuple[()]
+    ) -> tuple[Reply, tuple[()]]:
+        words = jnp.where(valid, u, 0).view(jnp.uint32)
+        return Reply([words.reshape(context.num_chunks, -1)], None, stats), error
+
+    def decode(planes: Planes, row_data: jax.Array | None, num_rows: int) -> jax.Array:
+        decoded = planes[0].view(jnp.float32).reshape(-1, num_rows, ROW)
+        return jnp.where(jnp.isfinite(decoded), decoded, 0)  # whatever an owner sends
+
+    def size(num_rows: int) -> Size:
+        return reply_size(1, num_rows * ROW, 0)
+
+    return ReplyCodec("floats", encode, decode, size)
+
+
+def codes(p: int, dtype: DTypeLike = jnp.float32) -> ReplyCodec:
+    """``p`` bits, and a bfloat16 for each row of 128; the quantization error is added to the next reply.
+
+    ``x = u + e``, ``reply = Q(x)``, ``e = x - dequantize(reply)``. Codes are mid-rise, with a scale for
+    each row of 128 from its mean magnitude, padding left out; half of it is rounded to bfloat16. A zero
+    counts as positive. Of one bit that is ``sign(x) mean|x|``. If no worker takes part, ``e`` stays as it
+    is and the update is zero. The update of a single worker is ``x``.
+
+    Args:
+      p: bits of a code, 1 to 8.
+      dtype: in which the error is kept; one array of d/W elements per worker.
+
+    Raises:
+      ValueError: if the dtype is not floating, or ``p`` is out of range.
+
+    Example:
+      >>> from lioncub_jax import decide
+      >>> decide.codes(4).name
+      'codes(4)'
+
+    Source: Zheng et al., dist-EF-blockSGD (arXiv 1905.10936), the owner's half; more bits are ours.
+    """
+    quantize.check_bits("codes", p, 1)
+    check_floating("dtype", dtype)
+    # All multiples of half a scale are finite: the largest bfloat16 is 255 times this power of two.
+    largest = 255 // (2**p - 1) * 2.0**120
+
+    def values_of(q: jax.Array, half: jax.Array) -> jax.Array:  # exact products
+        return (2 * q.astype(jnp.int32) - (2**p - 1)).astype(jnp.float32) * half[..., None]
+
+    def encode(
+        u: jax.Array, valid: jax.Array, context: DecideContext, stats: BucketStats, error: jax.Array
+    ) -> tuple[Reply, jax.Array]:
+        x = jnp.where(valid, u + error.astype(jnp.float32), 0)
+        mean, _ = quantize.row_scale(x, context.row_sizes)
+        half = quantize.to_bfloat16(quantize.GAUSSIAN_STEP[p] / 2 * mean)
+        half = jnp.minimum(half, largest)
+        q = quantize.midrise_codes(x, x >= 0, 2 * half, p)
+        new_error = quantize.saturated(x - values_of(q, half), error.dtype)
+        new_error = jnp.where(valid, new_error, error)
+        # If no worker takes part no element is valid, so the scale is 0.
+        row_data = half.astype(jnp.bfloat16).reshape(context.num_chunks, -1).view(jnp.uint32)
+        return Reply(bits.pack(context.in_chunks(q), p), row_data, stats), new_error
+
+    def decode(planes: Planes, row_data: jax.Array | None, num_rows: int) -> jax.Array:
+        assert row_data is not None
+        half = row_data.view(jnp.bfloat16).reshape(-1, num_rows).astype(jnp.float32)
+        half = jnp.where((half >= 0) & (half <= largest), half, 0)  # whatever an owner sends
+        return values_of(bits.unpack(planes, num_rows), half)
+
+    def size(num_rows: int) -> Size:
+        return reply_size(p, num_rows * bits.WORDS_PER_ROW, num_rows // 2)
+
+    def init(rows: jax.Array) -> jax.Array:
+        return jnp.zeros_like(rows, dtype=dtype)
+
+    return ReplyCodec(f"codes({p})", encode, decode, size, init=init)

@@ -1,0 +1,115 @@
+"""The contract of a decision: what an owner is given about a chunk of rows, and what it returns."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+import jax
+import optax
+from jax.typing import DTypeLike
+
+from lioncub_jax.exchange import layout
+from lioncub_jax.exchange.bits import ROW
+from lioncub_jax.exchange.message import (
+    Format,
+    Inbox,
+    Reply,
+    Size,
+    Sums,
+)
+from lioncub_jax.exchange.quantize import Code, Quantizer
+
+Planes: TypeAlias = Sequence[jax.Array]
+
+
+class DecideContext(NamedTuple):
+    """The rows on which a worker decides: one chunk of a bucket, or all of them.
+
+    Attributes:
+      code: of the codes that arrive.
+      format: W, the rows of a chunk, the largest code.
+      num_chunks: 1 if each worker owns a chunk, W if every worker decides on all.
+      dtype: of the leaves.
+      row_sizes: ``int32[chunks rows]``, elements of each row that are no padding; None where all are, or
+        where padding cannot count.
+      tie_bits: ``uint32[chunks, words]``, fair bits for ties, the same on every worker.
+      num_steps: ``int32[]``, steps taken before.
+    """
+
+    code: Code
+    format: Format
+    num_chunks: int
+    dtype: DTypeLike
+    row_sizes: jax.Array | None
+    tie_bits: jax.Array
+    num_steps: jax.Array
+
+    def real(self) -> jax.Array:
+        """``bool[chunks, rows, 128]``: elements that are no padding, where there are row sizes."""
+        assert self.row_sizes is not None
+        return self.in_chunks(layout.real_elements(self.row_sizes))
+
+    def in_chunks(self, rows: jax.Array) -> jax.Array:
+        """``[chunks rows, 128]`` as ``[chunks, rows, 128]``."""
+        return rows.reshape(self.num_chunks, -1, ROW)
+
+
+class Decision:
+    """The decision on a chunk of rows: pure functions of what workers sent, and of the owner's state.
+
+    A subclass is a pytree of its numbers (`arguments.part`), since they may be traced arrays.
+
+    Example:
+      >>> from lioncub_jax import decide, quantize
+      >>> decide.majority().code_of(quantize.midrise(3)).max_code(8)
+      7
+    """
+
+    name = ""
+    has_state = False  # whether the owner of a chunk keeps a state
+
+    def code_of(self, quantizer: Quantizer) -> Code:
+        """The code of a quantizer on which it decides; ``ValueError`` where the quantizer has none."""
+        raise NotImplementedError
+
+    def init(self, rows: jax.Array) -> optax.OptState:
+        """The owner's state of a chunk ``float[rows, 128]``, if ``has_state``."""
+        raise NotImplementedError
+
+    def decide(
+        self, received: Inbox | Sums, context: DecideContext, state: optax.OptState
+    ) -> tuple[Reply, optax.OptState]:
+        """The reply about some chunks, and the next state."""
+        raise NotImplementedError
+
+    def decode(
+        self, planes: Planes, row_data: jax.Array | None, num_rows: int, fmt: Format
+    ) -> jax.Array:
+        """The update ``[chunks, rows, 128]`` of a reply."""
+        raise NotImplementedError
+
+    def reply_size(self, num_rows: int, max_code: int, num_workers: int) -> Size:
+        """Size of a reply about one chunk."""
+        raise NotImplementedError
+
+    def local_update(self, x: jax.Array) -> jax.Array:
+        """The update of a single worker, without codes, from its direction or the owner's result."""
+        raise NotImplementedError
+
+    def decide_locally(
+        self,
+        mean: jax.Array,
+        present: jax.Array,
+        dtype: DTypeLike,
+        row_sizes: jax.Array | None,
+        state: optax.OptState,
+    ) -> tuple[jax.Array, optax.OptState]:
+        """The result ``float32[rows, 128]`` of a single worker, if ``has_state``, and the next state.
+
+        Args:
+          mean: ``c + e`` of a bucket, ``float32[rows, 128]``.
+          present: ``uint32[]``, 1; 0 if the worker abstains.
+          dtype: as in `DecideContext`.
+          row_sizes: as in `DecideContext`.
+          state: the owner's.
+        """
+        raise NotImplementedError

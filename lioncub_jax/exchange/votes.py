@@ -1,0 +1,317 @@
+"""Decisions on votes, which are counted on packed words.
+
+Codes ``q_i`` in ``0..max_code`` stand for signed votes ``v_i = 2 q_i - max_code``, so ``sum_i v_i > 0`` is
+``sum_i q_i > n max_code / 2``. Ties are broken by ``bits.tie_bits``: fair, and the same on every worker. A
+row of 128 elements on which no worker votes gets update 0.
+"""
+
+import operator
+from collections.abc import Sequence
+from functools import reduce
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from lioncub_jax.exchange import bits
+from lioncub_jax.exchange.arguments import part
+from lioncub_jax.exchange.bits import BLOCK, ROW
+from lioncub_jax.exchange.decision import DecideContext, Decision, Planes
+from lioncub_jax.exchange.message import (
+    BucketStats,
+    Format,
+    Inbox,
+    Reply,
+    Size,
+    Sums,
+    reply_size,
+)
+from lioncub_jax.exchange.quantize import Code, Quantizer
+
+
+class Tally(NamedTuple):
+    """Counted votes.
+
+    Attributes:
+      planes: of the sum of codes, least significant first, ``uint32[chunks, words]`` each.
+      voters: planes of the number of workers that vote on each row, ``uint32[chunks, blocks]`` each; None
+        where all do.
+    """
+
+    planes: list[jax.Array]
+    voters: list[jax.Array] | None
+
+
+class Signs(NamedTuple):
+    """Signs of a result, in words.
+
+    Attributes:
+      positive: ``uint32[chunks, words]``.
+      tied: ``uint32[chunks, words]``, neither positive nor negative.
+      moved: ``uint32[chunks, blocks]``, rows that may get an update; None for all.
+    """
+
+    positive: jax.Array
+    tied: jax.Array
+    moved: jax.Array | None
+
+
+def tally(received: Inbox | Sums, context: DecideContext) -> Tally:
+    """Adds the codes of all workers: by adders on packed words, or their sums packed again."""
+    fmt = context.format
+    width = fmt.max_sum.bit_length()
+    if isinstance(received, Inbox):
+        voters = None if received.voted is None else bits.tally([received.voted])
+        return Tally(bits.tally(received.planes)[:width], voters)
+    planes, voters = bits.pack(received.sums.astype(jnp.uint32), width), None
+    if received.voters is not None:
+        voters = []
+        for k in range(bits.sum_bits(fmt.num_workers, 1)):
+            voters.append(bits.pack_rows((received.voters >> k) & 1 > 0))
+    return Tally(planes, voters)
+
+
+def signs_of_sum(counted: Tally, fmt: Format) -> Signs:
+    """``sign(2 sum - voters max_code)``: compares the sum of codes with half of its largest value."""
+    width, moved = fmt.max_sum.bit_length(), None
+    if counted.voters is None:
+        largest = bits.constant(fmt.max_sum, width, counted.planes[0])
+    else:
+        moved = reduce(operator.or_, counted.voters)
+        by_row = bits.times(counted.voters, fmt.max_code, width)
+        largest = [bits.over_rows(words, fmt.num_rows) for words in by_row]
+    # Without plane 0 the number is halved and rounded down. If it was odd there is no tie.
+    greater, equal = bits.compare(counted.planes, largest[1:])
+    return Signs(greater, equal & ~largest[0], moved)
+
+
+def number_of_ties(signs: Signs, context: DecideContext) -> jax.Array:
+    """``uint32[chunks]``: elements without a sign, in rows that move, padding left out."""
+    tied = signs.tied
+    if signs.moved is not None:
+        tied &= bits.over_rows(signs.moved, context.format.num_rows)
+    if context.row_sizes is not None:
+        tied &= bits.pack(context.real())[0]
+    return jnp.sum(lax.population_count(tied), axis=-1, dtype=jnp.uint32)
+
+
+def pairs_of_votes(counted: Tally, context: DecideContext) -> tuple[jax.Array, jax.Array]:
+    """Pairs of two workers' votes of one bit on an element: those that differ, and all of them.
+
+    ``float32[chunks]`` each, padding left out. Of n votes, c of them for the upper code, c (n - c)
+    pairs differ, of n (n - 1) / 2.
+    """
+    assert counted.voters is not None  # as all votes of one bit have them
+    num_rows, upper = context.format.num_rows, counted.planes
+    votes = [bits.over_rows(words, num_rows) for words in counted.voters]
+    n = sum(bits.unpack_rows(x, num_rows) << k for k, x in enumerate(counted.voters))
+    in_row = (n * (jnp.maximum(n, 1) - 1) // 2).astype(jnp.float32)
+    if context.row_sizes is None:
+        in_row *= ROW
+    else:
+        real = bits.pack(context.real())[0]
+        upper = [plane & real for plane in upper]
+        in_row *= context.row_sizes.reshape(in_row.shape).astype(jnp.float32)
+    unlike = bits.products(upper, bits.difference(votes, upper))
+    largest = BLOCK * context.format.num_workers**2 // 4
+    return bits.total(unlike, largest), jnp.sum(in_row, axis=-1)
+
+
+class Vote(Decision):
+    """A decision on counted votes; a subclass has the reply to a tally."""
+
+    def code_of(self, quantizer: Quantizer) -> Code:
+        """The votes of a quantizer."""
+        if quantizer.vote is None:
+            raise ValueError(
+                f"decision={self.name}: {quantizer.name} has no codes to count, for values that travel as "
+                "they are, error feedback and rotation are of values that an owner decodes: give "
+                "decision=at_owner(tx), or a quantizer without them, such as sign()"
+            )
+        return quantizer.vote
+
+    def decide(
+        self, received: Inbox | Sums, context: DecideContext, state: optax.OptState
+    ) -> tuple[Reply, optax.OptState]:
+        """Counts the votes, and replies."""
+        counted = tally(received, context)
+        planes, row_data, signs = self.encode_reply(counted, context)
+        pairs: Sequence[jax.Array] = ()
+        if context.format.counts_pairs:
+            pairs = pairs_of_votes(counted, context)
+        stats = BucketStats(number_of_ties(signs, context), pairs, received.present)
+        return Reply(planes, row_data, stats), state
+
+    def encode_reply(
+        self, counted: Tally, context: DecideContext
+    ) -> tuple[Planes, jax.Array | None, Signs]:
+        """Planes of the reply, data of its rows or None, and the signs of the sums."""
+        raise NotImplementedError
+
+    def local_update(self, x: jax.Array) -> jax.Array:
+        """The sign: the result of one vote."""
+        return jnp.sign(x)
+
+
+@part
+class Majority(Vote):
+    """``u = sign(sum_i v_i)`` in one bit, see `majority`."""
+
+    name = "majority"
+
+    def code_of(self, quantizer: Quantizer) -> Code:
+        """Votes without a zero."""
+        code = super().code_of(quantizer)
+        if code.midtread:
+            raise ValueError(
+                f"decision={self.name}: {quantizer.name} has a code for zero, and its ties are zeros: give "
+                "ternary() or average()"
+            )
+        return code
+
+    def encode_reply(
+        self, counted: Tally, context: DecideContext
+    ) -> tuple[Planes, jax.Array | None, Signs]:
+        """A plane of signs, of which ties are a coin, and the rows that move."""
+        signs = signs_of_sum(counted, context.format)
+        return [with_coins(signs, context)], signs.moved, signs
+
+    def decode(
+        self, planes: Planes, row_data: jax.Array | None, num_rows: int, fmt: Format
+    ) -> jax.Array:
+        """-1 or 1; 0 in rows that do not move."""
+        return decode_signs(planes, row_data, num_rows)
+
+    def reply_size(self, num_rows: int, max_code: int, num_workers: int) -> Size:
+        """One bit, and one for each row."""
+        return size_of_signs(num_rows)
+
+
+@part
+class Ternary(Vote):
+    """``u = sign(sum_i v_i)`` in two bits, see `ternary`."""
+
+    name = "ternary"
+
+    def encode_reply(
+        self, counted: Tally, context: DecideContext
+    ) -> tuple[Planes, jax.Array | None, Signs]:
+        """A plane of signs and a plane of ties."""
+        signs = signs_of_sum(counted, context.format)
+        return [signs.positive, signs.tied], None, signs
+
+    def decode(
+        self, planes: Planes, row_data: jax.Array | None, num_rows: int, fmt: Format
+    ) -> jax.Array:
+        """-1, 0 or 1."""
+        codes = bits.unpack_stored(planes, num_rows)
+        return jnp.where(codes >= 2, 0, 2 * (codes & 1).astype(jnp.int32) - 1)
+
+    def reply_size(self, num_rows: int, max_code: int, num_workers: int) -> Size:
+        """Two bits."""
+        return reply_size(2, num_rows * bits.WORDS_PER_ROW, 0)
+
+
+@part
+class Average(Vote):
+    """``u = sum_i v_i / (n max_code)``, see `average`."""
+
+    name = "average"
+
+    def encode_reply(
+        self, counted: Tally, context: DecideContext
+    ) -> tuple[Planes, jax.Array | None, Signs]:
+        """Planes of the sum, and the number of voters of each row."""
+        voters, fmt = counted.voters, context.format
+        if voters is None:
+            like = counted.planes[0][:, : bits.row_words(fmt.num_rows)]
+            voters = bits.constant(fmt.num_workers, bits.sum_bits(fmt.num_workers, 1), like)
+        row_data = jnp.stack(voters, -1)
+        signs = signs_of_sum(counted, fmt)
+        return counted.planes, row_data.reshape(len(row_data), -1), signs
+
+    def decode(
+        self, planes: Planes, row_data: jax.Array | None, num_rows: int, fmt: Format
+    ) -> jax.Array:
+        """``(2 sum - n max_code) / (n max_code)``."""
+        assert row_data is not None
+        sums = bits.unpack_stored(planes, num_rows).astype(jnp.int32)
+        words = row_data.reshape(len(row_data), bits.row_words(num_rows), -1)
+        voters = bits.unpack_rows(words[..., 0], num_rows)
+        for k in range(1, words.shape[2]):
+            voters += bits.unpack_rows(words[..., k], num_rows) << k
+        largest = voters.astype(jnp.int32)[..., None] * fmt.max_code
+        sums = jnp.minimum(sums, largest)  # whatever an owner sends
+        divisor = jnp.maximum(largest, 1).astype(jnp.float32)
+        return (2 * sums - largest).astype(jnp.float32) / divisor
+
+    def reply_size(self, num_rows: int, max_code: int, num_workers: int) -> Size:
+        """Bits of the sum, and of the number of voters of each row."""
+        row_words = bits.sum_bits(num_workers, 1) * bits.row_words(num_rows)
+        return size_of_sum(num_rows, max_code, num_workers, row_words)
+
+
+def majority() -> Decision:
+    """``u = sign(sum_i v_i)`` in one bit, ties broken by a fair coin; one more bit for each row of 128.
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> parts = {"memory": lc.momentum.blend(), "decision": lc.decide.majority()}
+      >>> tx = lc.communicate(workers="data", **parts)
+
+    Source: Distributed Lion (arXiv 2404.00438), "MaVo"; the rule for ties and zeros is ours.
+    """
+    return Majority()
+
+
+def ternary() -> Decision:
+    """``u = sign(sum_i v_i)`` in two bits: -1, 0 or +1. A tie is a zero, to the letter of both papers.
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> parts = {"quantizer": lc.quantize.ternary(), "decision": lc.decide.ternary()}
+      >>> tx = lc.communicate(workers="data", memory=lc.momentum.blend(), **parts)
+
+    Source: Distributed Lion (arXiv 2404.00438) and Lion Cub (arXiv 2411.16462), where votes cancel.
+    """
+    return Ternary()
+
+
+def average() -> Decision:
+    """``u = sum_i v_i / (n max_code)``, in ``[-1, 1]``: the planes of the sum. n workers vote on the row.
+
+    For signs that is ``sum_i sign_i / n``. Of the sum of codes: ``(2 sum - n max_code) / (n max_code)``.
+
+    Example:
+      >>> import lioncub_jax as lc
+      >>> parts = {"memory": lc.momentum.blend(), "decision": lc.decide.average()}
+      >>> tx = lc.communicate(workers="data", **parts)
+
+    Source: Distributed Lion (arXiv 2404.00438), "Avg".
+    """
+    return Average()
+
+
+def size_of_sum(num_rows: int, max_code: int, num_workers: int, row_words: int) -> Size:
+    """Size of a reply with the planes of a sum of codes."""
+    planes = (num_workers * max_code).bit_length()
+    return reply_size(planes, num_rows * bits.WORDS_PER_ROW, row_words)
+
+
+def with_coins(signs: Signs, context: DecideContext) -> jax.Array:
+    """One bit for each element: its sign, or a fair coin."""
+    return signs.positive | (signs.tied & context.tie_bits)
+
+
+def decode_signs(planes: Planes, moved: jax.Array | None, num_rows: int) -> jax.Array:
+    """-1 or 1; 0 in rows that do not move."""
+    assert moved is not None
+    codes = bits.unpack_stored([*planes, bits.over_rows(moved, num_rows)], num_rows)
+    return jnp.where(codes >= 2, 2 * (codes & 1).astype(jnp.int32) - 1, 0)
+
+
+def size_of_signs(num_rows: int) -> Size:
+    """Size of a reply of one bit, and one for each row."""
+    return reply_size(1, num_rows * bits.WORDS_PER_ROW, bits.row_words(num_rows))
