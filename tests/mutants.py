@@ -684,7 +684,7 @@ MUTANTS = r"""
 + mixing = _mixes(one, shape)
 
 = a transform that wants parameters gets none
-- if any(x is program.invars[-1] for x in used):
+- if params in used:
 + if False:
 
 = state of another shape is what an owner has of it

@@ -1,10 +1,8 @@
 """Errors and warnings when a transform is built or traced; each has what to do instead."""
 
 import difflib
-import inspect
-import types
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -227,9 +225,17 @@ def check_abstain(abstain: Any, others: dict[str, Any]) -> jax.Array | None:
     return flag
 
 
-def check_asked(tx: optax.GradientTransformation) -> None:
-    """Raises ``ValueError`` for a transform that calls the loss itself, which differs between workers."""
-    for name in asked(tx).intersection({"value_fn", "obj_fn", "grad_fn"}):
+def refused_functions() -> dict[str, Callable[..., Any]]:
+    """Extra arguments for transforms that call the loss: calling one of them raises ``ValueError``.
+
+    The loss differs between workers, so each would take another step.
+    """
+
+    # A line search of optax raises for extra arguments that are not in the signature of value_fn.
+    def refuse(
+        name: str, *args: Any, abstain: Any = None, diverged: Any = None,
+        grad_fn: Any = None, obj_fn: Any = None,
+    ) -> Any:  # fmt: skip
         raise ValueError(
             f"a transform of the optimizer asks for {name}, a function of the parameters, as line "
             "searches, lbfgs, sophia and sam do: workers have rows of their own, so each would take "
@@ -237,29 +243,7 @@ def check_asked(tx: optax.GradientTransformation) -> None:
             "optax.contrib.reduce_on_plateau asks for"
         )
 
-
-def asked(tx: optax.GradientTransformation) -> set[str]:
-    """The names of the arguments of an update, and of the functions that it closes over."""
-    names: set[str] = set()
-    seen: list[Any] = []
-    waiting: list[Any] = [tx.update]
-    while waiting:
-        one = waiting.pop()
-        if any(one is x for x in seen):
-            continue
-        seen.append(one)
-        if isinstance(one, partial):
-            waiting += [one.func, *one.args]
-        elif isinstance(one, (tuple, list)):
-            waiting += one
-        elif isinstance(one, dict):
-            waiting += one.values()
-        elif inspect.isfunction(one):
-            names.update(inspect.signature(one).parameters)
-            # A cell is empty until its variable is assigned.
-            cells = [c for c in one.__closure__ or () if c != types.CellType()]
-            waiting += [cell.cell_contents for cell in cells]
-    return names
+    return {name: partial(refuse, name) for name in ("value_fn", "obj_fn", "grad_fn")}
 
 
 def warn_if_on_several_devices(updates: optax.Updates) -> None:

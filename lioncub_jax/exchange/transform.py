@@ -68,6 +68,7 @@ class CommunicateState(NamedTuple):
     owner: tuple[Flat, ...]
     votes: VoteCounts
 
+    @property
     def exchanges(self) -> bool:
         """True: workers communicate in the transform of this state."""
         return True
