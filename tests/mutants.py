@@ -680,8 +680,8 @@ MUTANTS = r"""
 + "cum|rev$
 
 = a loop over the rows runs on a slice
-- mixing = name if by_row else _mixes(one, shape)
-+ mixing = _mixes(one, shape)
+- mixing = name if by_row else _mixing_primitive(one, shape)
++ mixing = _mixing_primitive(one, shape)
 
 = a transform that wants parameters gets none
 - if params in used:
