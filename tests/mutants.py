@@ -253,15 +253,6 @@ MUTANTS = r"""
 - sums[:, 1] != sums[0, 1]
 + sums[:, 0] != sums[0, 0]
 
-# exchange/checks.py: watch
-= a second optimizer hides what is masked from a first one of the same names
-- if optimizers[-1][0] & types.keys()
-+ if False
-
-= a leaf below a label is not seen in what is masked
-- masked - reached - above
-+ masked - reached
-
 # exchange/compilations.py: watch
 = programs of the default backend alone are read
 - in backend.backends().values()

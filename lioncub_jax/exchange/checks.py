@@ -2,7 +2,7 @@
 
 import difflib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,9 +17,6 @@ from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import Axes
 from lioncub_jax.mesh.checksum import checksum
 from lioncub_jax.mesh.placement import check_arrays
-
-mode = "raise"  # or "warn" or "allow", see lioncub_jax.audit.mode
-DECIDED = "lioncub.decided"  # scope of an update in which no single worker decides to communicate
 
 
 def check_leaves(tree: optax.Params) -> optax.Params:
@@ -45,12 +42,7 @@ def stands_in(params: optax.Params) -> bool:
 
 
 def check_local(updates: optax.Updates, axis: Axes) -> None:
-    """Raises ``ValueError`` for gradients that are, by their type, the same on every worker.
-
-    Notes the types of the others for `warn_of_masked`.
-    """
-    types = jax.tree.map(jax.typeof, updates)
-    compilations.note_reduced(types)
+    """Raises ``ValueError`` for gradients that are, by their type, the same on every worker."""
     shared = axes.shared(jax.tree.leaves(updates), axis)
     if shared is not None:
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(updates)]
@@ -92,7 +84,7 @@ def watch_workers(
     For ``pmap`` and ``shard_map(check_vma=False)``, where types do not show it. It compares one checksum
     per worker: gradients in the first three steps, parameters at powers of two and multiples of 128.
     """
-    if mode == "allow" or axes.tracked(axis) or axes.workers_on(axis) == 1:
+    if compilations.mode() == "allow" or axes.tracked(axis) or axes.workers_on(axis) == 1:
         return
     if not any(x.size for x in jax.tree.leaves(updates)):
         return
@@ -141,40 +133,6 @@ def is_masked(x: Any) -> bool:
     return isinstance(x, optax.MaskedNode)
 
 
-def warn_of_masked(given: Sequence[Any]) -> None:
-    """Warns of leaves that no transform of a program, compiled by now, has reduced over the workers.
-
-    Args:
-      given: for each transform that sends, in order, the types of the leaves that it was given.
-    """
-    optimizers = [(set[Any](), set[Any]())]
-    before = None
-    for tree in given:
-        leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_masked)
-        types = {path: x for path, x in leaves if not is_masked(x)}
-        if not types or any(x.manual_axis_type.varying for x in types.values()):
-            continue  # types show the others
-        if types.keys() == before:
-            continue  # two ways in which one transform sends
-        before = types.keys()
-        if optimizers[-1][0] & types.keys():  # no leaf is for two transforms of one optimizer
-            optimizers.append((set(), set()))
-        optimizers[-1][0].update(types)
-        optimizers[-1][1].update(path for path, x in leaves if is_masked(x))
-    hidden: set[str] = set()
-    for reached, masked in optimizers:  # a label may be of a whole subtree
-        above = {path[:k] for path in reached for k in range(len(path))}
-        hidden |= {jax.tree_util.keystr(path) for path in masked - reached - above}
-    if hidden:
-        warnings.warn(
-            f"the leaves {', '.join(sorted(hidden)[:3])} are masked from the vote, and here (pmap, or "
-            "check_vma=False) types do not tell whether their updates are the same for all workers: "
-            "optax.masked gives each worker its own gradient, and parameters drift apart. Train them by "
-            "global_gradients in optax.partition; frozen by optax.set_to_zero() all is well",
-            stacklevel=4,
-        )
-
-
 def _report_workers(sums: np.ndarray, averaged: np.ndarray, step: np.ndarray) -> None:
     other = int(np.argmax(sums[:, 1] != sums[0, 1]))
     wrong = (
@@ -190,7 +148,7 @@ def _report_workers(sums: np.ndarray, averaged: np.ndarray, step: np.ndarray) ->
             "take gradients with lioncub_jax.local_value_and_grad. Or all workers have the same batch: "
             "give each its own part of it"
         )
-    if mode == "raise":
+    if compilations.mode() == "raise":
         raise ValueError(wrong)
     warnings.warn(wrong, stacklevel=2)
 
@@ -250,7 +208,7 @@ def warn_if_on_several_devices(updates: optax.Updates) -> None:
     """Warns where a transform without an axis has arrays of several devices."""
     meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(updates)]
     mesh = max([jax.sharding.get_abstract_mesh(), *meshes], key=lambda mesh: mesh.size)
-    if mode != "allow" and mesh.size > 1 and not mesh.manual_axes:
+    if compilations.mode() != "allow" and mesh.size > 1 and not mesh.manual_axes:
         warnings.warn(
             f"workers=None is for one device, and the gradients are on several, {dict(mesh.shape)}: "
             "there is no vote, and the compiler averages gradients in full precision. Give "

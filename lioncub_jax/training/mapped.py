@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax.exchange import checks
+from lioncub_jax.exchange import checks, scopes
 from lioncub_jax.exchange.layout import Holder
 from lioncub_jax.mesh import axes, boxes, kernels
 from lioncub_jax.mesh.placement import Static, Workers, check_devices, check_workers
@@ -119,7 +119,7 @@ class MappedTransform(NamedTuple):
         # Traced once: the program that is checked is the one that is called.
         update, given = jax.jit(update), (grads, before, params, arrays)
         program = update.trace(*given).jaxpr
-        with jax.named_scope(checks.DECIDED):
+        with jax.named_scope(scopes.DECIDED):
             results = update(*given)
         updates, after = self._agreed(program, given, results, layout.holders)
         after = _kept_if_not_finite(layout.holders, grads, before, after)
