@@ -11,8 +11,8 @@ import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 from lioncub_jax import audit, mesh, training
-from lioncub_jax.audit import check_votes
-from lioncub_jax.exchange import decide, momentum, quantize, sync, wires
+from lioncub_jax.audit import check_votes, watch
+from lioncub_jax.exchange import compilations, decide, momentum, quantize, sync, wires
 from lioncub_jax.exchange.sync import sync_momentum
 from lioncub_jax.exchange.transform import communicate
 from lioncub_jax.mesh import Workers
@@ -79,6 +79,9 @@ __all__ = [
     "wires",
     "worker_value_and_grad",
 ]
+
+# Reads each program that votes once XLA has compiled it; an error there ends the compilation.
+compilations.set_reader(watch.look)
 
 # Loaded on first use (PEP 562).
 _NAMESPACES = {"baselines", "checkpoint"}

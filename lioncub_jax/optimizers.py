@@ -336,11 +336,6 @@ def owner(
       This library; feedback both ways as dist-EF-blockSGD (Zheng et al., arXiv 1905.10936).
     """
     check_kinds(tx=(tx, optax.GradientTransformation))
-    if "value" in checks.asked(tx):
-        raise ValueError(
-            "tx asks for value, the loss, which an owner does not know: put it behind the owner, "
-            "optax.chain(lioncub_jax.owner(...), optax.contrib.reduce_on_plateau())"
-        )
     if quantizer is None:
         quantizer = quantize.error_feedback(quantize.midrise(3))
     return communicate(
@@ -396,8 +391,9 @@ class GlobalState(NamedTuple):
 
     inner: optax.OptState
 
+    @property
     def exchanges(self) -> bool:
-        """Says that workers communicate in the transform of this state."""
+        """True: workers communicate in the transform of this state."""
         return True
 
 

@@ -263,15 +263,6 @@ MUTANTS = r"""
 - sums[:, 1] != sums[0, 1]
 + sums[:, 0] != sums[0, 0]
 
-# exchange/checks.py: watch
-= a second optimizer hides what is masked from a first one of the same names
-- if optimizers[-1][0] & types.keys()
-+ if False
-
-= a leaf below a label is not seen in what is masked
-- masked - reached - above
-+ masked - reached
-
 # exchange/compilations.py: watch
 = programs of the default backend alone are read
 - in backend.backends().values()
@@ -690,11 +681,11 @@ MUTANTS = r"""
 + "cum|rev$
 
 = a loop over the rows runs on a slice
-- mixing = name if by_row else _mixes(one, shape)
-+ mixing = _mixes(one, shape)
+- mixing = name if by_row else _mixing_primitive(one, shape)
++ mixing = _mixing_primitive(one, shape)
 
 = a transform that wants parameters gets none
-- if any(x is program.invars[-1] for x in used):
+- if params in used:
 + if False:
 
 = state of another shape is what an owner has of it

@@ -181,7 +181,7 @@ REFUSED = {
         for kind in (AxisType.Auto, AxisType.Explicit)
     },
     "a line search": (
-        lambda: first(lc.global_gradients(optax.lbfgs(), workers=four())), ValueError,
+        lambda: run(lc.global_gradients(optax.lbfgs(), workers=four())), ValueError,
         "asks for value_fn.*value, as",
     ),
     # Workers

@@ -27,12 +27,6 @@ CUB = lc.lion_cub(**LION)
 ADAM = lc.baselines.one_bit_adam(1.0, warmup=2, workers="data")
 
 
-def by_subtree(vote):
-    """Labels of which one stands for a whole subtree."""
-    mean = lc.global_gradients(optax.lion(1e-3), workers="data")
-    return optax.partition({"vote": vote, "mean": mean}, {"a": "vote", "b": "mean", "none": "mean"})
-
-
 @pytest.fixture
 def mesh():
     return mesh_on("data=8")
@@ -315,35 +309,6 @@ def test_votes_that_only_a_branch_takes_are_warned_of(vote, mesh):
         warnings.simplefilter("error")
         step, args, _ = step_of(mesh, inner=optax.MultiSteps(vote, 2).gradient_transformation())
         jax.jit(step).lower(*args).compile()
-
-
-# --- Leaves that no transform was given, where types do not tell
-
-WITHOUT_B = optax.masked(CUB, {"a": True, "b": False, "none": True})
-MASKED = {
-    "a second optimizer has them": ([WITHOUT_B, CUB], True),
-    "a first one has them": ([CUB, WITHOUT_B], True),
-    "labels of a subtree": ([by_subtree(CUB)], False),
-    "two ways to send": ([by_subtree(ADAM)], False),
-    "another way to send": ([by_subtree(lc.baselines.dgc(1.0, workers="data")), CUB], False),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", MASKED)
-def test_leaves_are_masked_from_each_optimizer_by_itself(name):
-    txs, hidden = MASKED[name]
-
-    def step(params, states, batch):
-        grads = jax.grad(loss)(params, batch)
-        return [tx.update(grads, state, params) for tx, state in zip(txs, states, strict=True)]
-
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", UserWarning)
-        in_pmap(step, lambda params: [tx.init(params) for tx in txs]).compile()
-    named = [str(w.message).partition(" are masked")[0] for w in told if w.category is UserWarning]
-    assert (
-        named == ["the leaves ['b']"] * hidden
-    )  # and of a warm-up nothing, which the count decides
 
 
 # --- What travels, in words

@@ -15,7 +15,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from lioncub_jax.audit.compiled import Collective, Operand
 from lioncub_jax.exchange.arguments import check_kinds
-from lioncub_jax.exchange.traced import programs_in
+from lioncub_jax.exchange.traced import jaxprs_in
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.placement import Workers, check_workers
 from lioncub_jax.mesh.specs import product, shard_shape
@@ -144,7 +144,7 @@ class _Reader:
     def read(self, program: Jaxpr, times: int = 1) -> None:
         """Adds those of a program that runs so often, and of all programs in it."""
         for step in program.eqns:
-            name, inner = step.primitive.name, programs_in(step)
+            name, inner = step.primitive.name, jaxprs_in(step)
             if name in _OPS:
                 self._add(self._collective(_OPS[name], step, times))
             elif name not in _QUIET and _axes_of(step):

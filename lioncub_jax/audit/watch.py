@@ -2,7 +2,7 @@
 
 A trainer can vote and still send more than float32 would: momentum whose shardings call it replicated is
 gathered, or gradients are averaged before the vote. The loss looks right, and only the compiled program
-shows it. `lioncub_jax.exchange.compilations` hands over each program that votes, when it is compiled.
+shows it. `exchange.compilations` hands each program that votes to `look`, when it is compiled.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,7 +18,7 @@ import jax
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from lioncub_jax.audit.units import bytes_text
-from lioncub_jax.exchange import checks
+from lioncub_jax.exchange import compilations, scopes
 
 if TYPE_CHECKING:
     from lioncub_jax.audit.compiled import Collective, Operand
@@ -26,11 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["check_votes", "declared", "mode"]
 
 _MOST_NUMBERS = 128  # losses, metrics and counts; no leaf worth a vote is smaller
-_VOTE = re.compile(
-    r"lioncub\.up/workers\(([^)]*)\)of\(([^)]+)\)/"
-)  # under vmap they are of no mesh
-_ALIKE = re.compile(r"lioncub\.by_count/cond/branch_\d+")  # that all workers take by a count
-_MEANT = re.compile(r'op_name="[^"]*lioncub\.(?:declared|floats((?:\.\d+)*))[^"]*"')
 _FLOATS = re.compile(r"\b(?:bf16|f\d\w*|c64|c128)\[([\d,]+)\]")
 _FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)", re.M)
 _LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) function_name_id=\d+ line=(\d+)", re.M)
@@ -61,7 +56,8 @@ def mode(wanted: str) -> str:
     """
     if wanted not in ("raise", "warn", "allow"):
         raise ValueError(f"mode({wanted!r}): give 'raise', 'warn' or 'allow'")
-    before, checks.mode = checks.mode, wanted
+    before = compilations.mode()
+    compilations.set_mode(wanted)
     return before
 
 
@@ -80,7 +76,7 @@ def declared() -> Iterator[None]:
     Source: this library.
     """
     # The name is what is read; but a compilation cache on disk does not look at names.
-    with jax.named_scope("lioncub.declared"), set_xla_metadata(lioncub="declared"):
+    with jax.named_scope(scopes.DECLARED), set_xla_metadata(lioncub="declared"):
         yield
 
 
@@ -130,18 +126,12 @@ def check_votes(compiled: jax.stages.Compiled | str) -> str:
     return report(program)
 
 
-def reads() -> bool:
-    """True unless `mode` is "allow"."""
-    return checks.mode != "allow"
-
-
-def look(name: str, texts: list[str], reduced: Sequence[Any] = (), votes: bool = True) -> None:
+def look(name: str, texts: list[str], votes: bool = True) -> None:
     """Reads what was compiled of a function that votes, or of one of its name.
 
     Args:
       name: of the function.
       texts: of the programs that are new.
-      reduced: see `checks.warn_of_masked`.
       votes: True if it is certain that it votes.
 
     Raises:
@@ -159,9 +149,8 @@ def look(name: str, texts: list[str], reduced: Sequence[Any] = (), votes: bool =
         program = read(text)
         if program is None:
             continue
-        checks.warn_of_masked(reduced)
         wrong = _wrong(program)
-        if wrong and checks.mode == "raise":
+        if wrong and compilations.mode() == "raise":
             raise ValueError(wrong)
         if wrong:
             warnings.warn(wrong, stacklevel=3)
@@ -169,10 +158,10 @@ def look(name: str, texts: list[str], reduced: Sequence[Any] = (), votes: bool =
         # what on_mesh has called are checked.
         branches = [
             x.collective.gated
-            and "cond/branch_" in _ALIKE.sub("", x.line)
-            and checks.DECIDED not in x.line
+            and "cond/branch_" in scopes.BRANCH_BY_COUNT.sub("", x.line)
+            and scopes.DECIDED not in x.line
             for x in program.arrays
-            if _VOTE.search(x.line)
+            if scopes.VOTE.search(x.line)
         ]
         if branches and all(branches):
             warnings.warn(
@@ -217,7 +206,7 @@ class Program(NamedTuple):
 
 def read(text: str) -> Program | None:
     """Reads a program whose votes are labelled with the workers and their mesh; None without any."""
-    vote = _VOTE.search(text)
+    vote = scopes.VOTE.search(text)
     if vote is None:
         return None
     from lioncub_jax.audit.compiled import placed  # which brings much that is not needed before
@@ -285,11 +274,11 @@ def _meant(text: str) -> list[tuple[int, bool]]:
     """
     meant = []
     for line in text.splitlines():
-        name = _MEANT.search(line)
+        name = scopes.MEANT.search(line)
         if name is None:
             continue
         counts = [int(n) for n in (name[1] or "").split(".") if n]
-        if "lioncub.declared" in name[0]:
+        if scopes.DECLARED in name[0]:
             made = _FLOATS.findall(line.partition("(")[0])
             counts += [math.prod(map(int, shape.split(","))) for shape in made]
         meant += [(n, "cond/branch_" in name[0]) for n in counts]

@@ -43,7 +43,7 @@ import optax
 from jax.typing import ArrayLike
 
 from lioncub_jax.baselines.compression import coded_mean
-from lioncub_jax.exchange import checks, decide, quantize, wires
+from lioncub_jax.exchange import checks, decide, quantize, scopes, wires
 from lioncub_jax.exchange.arguments import check_betas, check_count, check_number
 from lioncub_jax.exchange.transform import CommunicateState
 from lioncub_jax.mesh import axes
@@ -209,7 +209,7 @@ def zero_one_adam(
         # the same steps.
         in_floats = partial(moments.step, moments.in_floats, extra)
         in_codes = partial(moments.step, moments.in_codes, extra)
-        with wires.by_count():
+        with scopes.by_count():
             some, state = jax.lax.cond(is_full, in_floats, in_codes, _wide(grads), state)
         with jax.numpy_dtype_promotion("standard"):  # optax takes a number to the power of a count
             mu = optax.tree.bias_correction(state.mu, b1, jnp.maximum(state.count, 1))

@@ -64,8 +64,9 @@ class PowerSGDState(NamedTuple):
     abstained: jax.Array
     abstentions: jax.Array
 
+    @property
     def exchanges(self) -> bool:
-        """Says that workers communicate in the transform of this state."""
+        """True: workers communicate in the transform of this state."""
         return True
 
     @staticmethod

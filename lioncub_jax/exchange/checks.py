@@ -1,10 +1,8 @@
 """Errors and warnings when a transform is built or traced; each has what to do instead."""
 
 import difflib
-import inspect
-import types
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,9 +17,6 @@ from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import Axes
 from lioncub_jax.mesh.checksum import checksum
 from lioncub_jax.mesh.placement import check_arrays
-
-mode = "raise"  # or "warn" or "allow", see lioncub_jax.audit.mode
-DECIDED = "lioncub.decided"  # scope of an update in which no single worker decides to communicate
 
 
 def check_leaves(tree: optax.Params) -> optax.Params:
@@ -47,12 +42,7 @@ def stands_in(params: optax.Params) -> bool:
 
 
 def check_local(updates: optax.Updates, axis: Axes) -> None:
-    """Raises ``ValueError`` for gradients that are, by their type, the same on every worker.
-
-    Notes the types of the others for `warn_of_masked`.
-    """
-    types = jax.tree.map(jax.typeof, updates)
-    compilations.note_reduced(types)
+    """Raises ``ValueError`` for gradients that are, by their type, the same on every worker."""
     shared = axes.shared(jax.tree.leaves(updates), axis)
     if shared is not None:
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(updates)]
@@ -94,7 +84,7 @@ def watch_workers(
     For ``pmap`` and ``shard_map(check_vma=False)``, where types do not show it. It compares one checksum
     per worker: gradients in the first three steps, parameters at powers of two and multiples of 128.
     """
-    if mode == "allow" or axes.tracked(axis) or axes.workers_on(axis) == 1:
+    if compilations.mode() == "allow" or axes.tracked(axis) or axes.workers_on(axis) == 1:
         return
     if not any(x.size for x in jax.tree.leaves(updates)):
         return
@@ -143,40 +133,6 @@ def is_masked(x: Any) -> bool:
     return isinstance(x, optax.MaskedNode)
 
 
-def warn_of_masked(given: Sequence[Any]) -> None:
-    """Warns of leaves that no transform of a program, compiled by now, has reduced over the workers.
-
-    Args:
-      given: for each transform that sends, in order, the types of the leaves that it was given.
-    """
-    optimizers = [(set[Any](), set[Any]())]
-    before = None
-    for tree in given:
-        leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_masked)
-        types = {path: x for path, x in leaves if not is_masked(x)}
-        if not types or any(x.manual_axis_type.varying for x in types.values()):
-            continue  # types show the others
-        if types.keys() == before:
-            continue  # two ways in which one transform sends
-        before = types.keys()
-        if optimizers[-1][0] & types.keys():  # no leaf is for two transforms of one optimizer
-            optimizers.append((set(), set()))
-        optimizers[-1][0].update(types)
-        optimizers[-1][1].update(path for path, x in leaves if is_masked(x))
-    hidden: set[str] = set()
-    for reached, masked in optimizers:  # a label may be of a whole subtree
-        above = {path[:k] for path in reached for k in range(len(path))}
-        hidden |= {jax.tree_util.keystr(path) for path in masked - reached - above}
-    if hidden:
-        warnings.warn(
-            f"the leaves {', '.join(sorted(hidden)[:3])} are masked from the vote, and here (pmap, or "
-            "check_vma=False) types do not tell whether their updates are the same for all workers: "
-            "optax.masked gives each worker its own gradient, and parameters drift apart. Train them by "
-            "global_gradients in optax.partition; frozen by optax.set_to_zero() all is well",
-            stacklevel=4,
-        )
-
-
 def _report_workers(sums: np.ndarray, averaged: np.ndarray, step: np.ndarray) -> None:
     other = int(np.argmax(sums[:, 1] != sums[0, 1]))
     wrong = (
@@ -192,7 +148,7 @@ def _report_workers(sums: np.ndarray, averaged: np.ndarray, step: np.ndarray) ->
             "take gradients with lioncub_jax.local_value_and_grad. Or all workers have the same batch: "
             "give each its own part of it"
         )
-    if mode == "raise":
+    if compilations.mode() == "raise":
         raise ValueError(wrong)
     warnings.warn(wrong, stacklevel=2)
 
@@ -227,9 +183,17 @@ def check_abstain(abstain: Any, others: dict[str, Any]) -> jax.Array | None:
     return flag
 
 
-def check_asked(tx: optax.GradientTransformation) -> None:
-    """Raises ``ValueError`` for a transform that calls the loss itself, which differs between workers."""
-    for name in asked(tx).intersection({"value_fn", "obj_fn", "grad_fn"}):
+def refused_functions() -> dict[str, Callable[..., Any]]:
+    """Extra arguments for transforms that call the loss: calling one of them raises ``ValueError``.
+
+    The loss differs between workers, so each would take another step.
+    """
+
+    # A line search of optax raises for extra arguments that are not in the signature of value_fn.
+    def refuse(
+        name: str, *args: Any, abstain: Any = None, diverged: Any = None,
+        grad_fn: Any = None, obj_fn: Any = None,
+    ) -> Any:  # fmt: skip
         raise ValueError(
             f"a transform of the optimizer asks for {name}, a function of the parameters, as line "
             "searches, lbfgs, sophia and sam do: workers have rows of their own, so each would take "
@@ -237,36 +201,14 @@ def check_asked(tx: optax.GradientTransformation) -> None:
             "optax.contrib.reduce_on_plateau asks for"
         )
 
-
-def asked(tx: optax.GradientTransformation) -> set[str]:
-    """The names of the arguments of an update, and of the functions that it closes over."""
-    names: set[str] = set()
-    seen: list[Any] = []
-    waiting: list[Any] = [tx.update]
-    while waiting:
-        one = waiting.pop()
-        if any(one is x for x in seen):
-            continue
-        seen.append(one)
-        if isinstance(one, partial):
-            waiting += [one.func, *one.args]
-        elif isinstance(one, (tuple, list)):
-            waiting += one
-        elif isinstance(one, dict):
-            waiting += one.values()
-        elif inspect.isfunction(one):
-            names.update(inspect.signature(one).parameters)
-            # A cell is empty until its variable is assigned.
-            cells = [c for c in one.__closure__ or () if c != types.CellType()]
-            waiting += [cell.cell_contents for cell in cells]
-    return names
+    return {name: partial(refuse, name) for name in ("value_fn", "obj_fn", "grad_fn")}
 
 
 def warn_if_on_several_devices(updates: optax.Updates) -> None:
     """Warns where a transform without an axis has arrays of several devices."""
     meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(updates)]
     mesh = max([jax.sharding.get_abstract_mesh(), *meshes], key=lambda mesh: mesh.size)
-    if mode != "allow" and mesh.size > 1 and not mesh.manual_axes:
+    if compilations.mode() != "allow" and mesh.size > 1 and not mesh.manual_axes:
         warnings.warn(
             f"workers=None is for one device, and the gradients are on several, {dict(mesh.shape)}: "
             "there is no vote, and the compiler averages gradients in full precision. Give "

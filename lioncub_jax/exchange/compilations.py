@@ -5,17 +5,19 @@ JAX has no public place where a library may refuse a compiled program. This file
 * Votes pass through an operation of our own, the identity. JAX calls its lowering rule for each program
   that contains it, also where the trace was cached. The rule notes the program's name.
 * Listeners of ``jax.monitoring`` are called before and after each compilation. For a noted program they
-  list the programs of all backends before and after it. `lioncub_jax.audit.watch` reads the new ones. An
-  error that it raises ends the compilation.
+  list the programs of all backends before and after it, and give the new ones to a reader. An error that
+  it raises ends the compilation.
 
-`marked` registers the listeners at the first vote that is traced, in every way to write a step.
-tests/test_watch.py asks for both of the JAX that is installed.
+lioncub_jax/__init__.py names the reader, `audit.watch.look`, and `mark_vote` registers the listeners at
+the first vote that is traced, in every way to write a step. tests/test_watch.py asks for both of the JAX
+that is installed.
 """
 
 import contextlib
+import dataclasses
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -25,22 +27,51 @@ from jax.interpreters import batching, mlir
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
-_TRACED = "/jax/core/compile/jaxpr_trace_duration"
 _NOT_SHOWN = AttributeError, jax.errors.JaxRuntimeError  # by a plugin, which need not have either
 
+
+@dataclasses.dataclass
+class _Reading:
+    """Reading of programs that vote, as it is set in this process.
+
+    Attributes:
+      mode: "raise", "warn" or "allow", see `lioncub_jax.audit.mode`.
+      read: takes the name of a function that votes, the texts of the programs that were compiled of it,
+        and whether it is certain that it votes.
+      listening: True once JAX calls the listeners.
+    """
+
+    mode: str = "raise"
+    read: Callable[[str, list[str], bool], None] | None = None
+    listening: bool = False
+
+
+_reading = _Reading()
 _voting = dict[str, bool]()  # names of programs that vote; False if the newest of the name does not
 _before = dict[int, set[Any]]()  # by thread, what was compiled when its compilation began
-_listening = list[Any]()  # the reader, once there is one
 
 
-def marked(message: Any) -> Any:
+def mode() -> str:
+    """The mode that is set."""
+    return _reading.mode
+
+
+def set_mode(wanted: str) -> None:
+    """Sets the mode."""
+    _reading.mode = wanted
+
+
+def set_reader(read: Callable[[str, list[str], bool], None]) -> None:
+    """Sets the function that reads programs that vote; see `_Reading`."""
+    _reading.read = read
+
+
+def mark_vote(message: Any) -> Any:
     """Arrays that are voted with, the same ones; their program is read when it is compiled."""
     if not jax.sharding.get_abstract_mesh().shape:  # workers of a vmap are on no mesh
         return message
-    if not _listening:
-        from lioncub_jax.audit import watch  # the one import upward: it reads what is made here
-
-        _listening.append(watch)
+    if not _reading.listening:
+        _reading.listening = True
         jax.monitoring.register_scalar_listener(_on_start)
         jax.monitoring.register_event_duration_secs_listener(_on_end)
     first, *rest = jax.tree.leaves(message)
@@ -80,22 +111,17 @@ def _on_start(event: str, value: float, **about: str | int) -> None:
         return
     if event == _LOWERED:
         _voting[_program(about)] = False
-    elif event == _COMPILED and _listening[0].reads():
+    elif event == _COMPILED and mode() != "allow":
         _before[threading.get_ident()] = _programs()
 
 
 def _on_end(event: str, duration_secs: float, **about: str | int) -> None:
-    name = str(about.get("fun_name", ""))
-    if event == _TRACED:
-        _reduced_in.pop(name, None)  # another function may have had it
-        if _traced.reduced:
-            _reduced_in[name] = _traced.reduced
-        _traced.reduced = ()
-    elif event == _COMPILED and threading.get_ident() in _before:
-        new = _programs() - _before.pop(threading.get_ident())
-        name = name.partition("(")[2].removesuffix(")")
-        reduced = _reduced_in.get(name, ())
-        _listening[0].look(name, list(_texts(new)), reduced, _voting[_program(about)])
+    if event != _COMPILED or threading.get_ident() not in _before:
+        return
+    new = _programs() - _before.pop(threading.get_ident())
+    name = str(about.get("fun_name", "")).partition("(")[2].removesuffix(")")
+    if _reading.read is not None:
+        _reading.read(name, list(_texts(new)), _voting[_program(about)])
 
 
 def _programs() -> set[Any]:
@@ -111,18 +137,3 @@ def _texts(programs: set[Any]) -> Iterator[str]:
     for program in programs:
         with contextlib.suppress(*_NOT_SHOWN):
             yield from (module.to_string() for module in program.hlo_modules())
-
-
-class _Traced(threading.local):
-    """The types of the leaves that this thread's trace has reduced over the workers, for a warning."""
-
-    reduced: tuple[Any, ...] = ()
-
-
-_traced = _Traced()
-_reduced_in = dict[str, tuple[Any, ...]]()  # of traced functions, by name
-
-
-def note_reduced(types: Any) -> None:
-    """Notes the types of the leaves of a transform that reduces them over the workers; 256 at most."""
-    _traced.reduced = (*_traced.reduced, types)[-256:]

@@ -1,4 +1,4 @@
-"""Traced programs: their parts, and a check that a transform can run on a chunk of the rows."""
+"""Jaxprs of transforms: their parts, and a check that a transform can run on a chunk of the rows."""
 
 import re
 from collections.abc import Sequence
@@ -6,8 +6,9 @@ from itertools import chain
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 # Operations with results of the shape of their operands that mix elements all the same.
 _MIXING = re.compile(
@@ -16,10 +17,10 @@ _MIXING = re.compile(
 )
 
 
-def programs_in(step: JaxprEqn) -> list[Jaxpr]:
-    """The programs among the parameters of an operation."""
+def jaxprs_in(eqn: JaxprEqn) -> list[Jaxpr]:
+    """The jaxprs among the parameters of an equation."""
     kinds = Jaxpr | ClosedJaxpr
-    params = jax.tree.leaves(step.params, is_leaf=lambda x: isinstance(x, kinds))
+    params = jax.tree.leaves(eqn.params, is_leaf=lambda x: isinstance(x, kinds))
     return [x.jaxpr if isinstance(x, ClosedJaxpr) else x for x in params if isinstance(x, kinds)]
 
 
@@ -42,17 +43,26 @@ def check_elementwise(tx: optax.GradientTransformation, rows: jax.Array, state: 
                 f"at the owner: the state of tx has {at} of shape {x.shape}, which is neither a number nor "
                 f"shaped like the updates {rows.shape}, {behind}"
             )
+    tx = optax.with_extra_args_support(tx)
 
-    # Parameters are given to the trace, to see whether they are used, be it for the first state.
-    def first_step(rows: jax.Array, params: jax.Array) -> Any:
-        return tx.update(rows, tx.init(params), params)
+    # Parameters and the loss are given to the trace, to see whether they are used.
+    def first_step(rows: jax.Array, params: jax.Array, value: jax.Array) -> Any:
+        return tx.update(rows, tx.init(params), params, value=value)
 
-    program = jax.make_jaxpr(first_step)(rows, rows).jaxpr
-    mixes = _mixes(program, rows.shape)
-    if mixes is not None:
-        raise ValueError(f"at the owner: tx mixes elements, by {mixes}, {behind}")
-    used = chain(program.outvars, *(step.invars for step in program.eqns))
-    if any(x is program.invars[-1] for x in used):
+    jaxpr = jax.make_jaxpr(first_step)(rows, rows, jnp.float32(0)).jaxpr
+    used = {
+        x for x in chain(jaxpr.outvars, *(eqn.invars for eqn in jaxpr.eqns)) if isinstance(x, Var)
+    }
+    _, params, value = jaxpr.invars
+    if value in used:
+        raise ValueError(
+            "at the owner: tx asks for value, the loss, which an owner does not know: put it behind the "
+            "owner, optax.chain(lioncub_jax.owner(...), optax.contrib.reduce_on_plateau())"
+        )
+    mixing = _mixing_primitive(jaxpr, rows.shape)
+    if mixing is not None:
+        raise ValueError(f"at the owner: tx mixes elements, by {mixing}, {behind}")
+    if params in used:
         raise ValueError(
             "at the owner: tx uses the parameters, which are not there. Weight decay goes behind the owner "
             "and before the learning rate: optax.chain(lioncub_jax.owner(...), "
@@ -61,18 +71,18 @@ def check_elementwise(tx: optax.GradientTransformation, rows: jax.Array, state: 
         )
 
 
-def _mixes(program: Jaxpr, shape: tuple[int, ...]) -> str | None:
-    """The operation by which elements of arrays of that shape are mixed, if any is."""
-    for step in program.eqns:
-        name, inner = step.primitive.name, programs_in(step)
-        if shape not in _shapes(step.invars):
+def _mixing_primitive(jaxpr: Jaxpr, shape: tuple[int, ...]) -> str | None:
+    """The primitive by which elements of arrays of that shape are mixed, if any is."""
+    for eqn in jaxpr.eqns:
+        name, inner = eqn.primitive.name, jaxprs_in(eqn)
+        if shape not in _shapes(eqn.invars):
             continue
-        if not inner and (_MIXING.match(name) or _shapes(step.outvars) != {shape}):
+        if not inner and (_MIXING.match(name) or _shapes(eqn.outvars) != {shape}):
             return name
         for one in inner:
             # A loop over the rows takes one of them at a time.
             by_row = _shapes(one.invars) - {(), shape}
-            mixing = name if by_row else _mixes(one, shape)
+            mixing = name if by_row else _mixing_primitive(one, shape)
             if mixing is not None:
                 return mixing
     return None

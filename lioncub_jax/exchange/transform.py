@@ -69,6 +69,7 @@ class CommunicateState(NamedTuple):
     owner: tuple[Flat, ...]
     votes: VoteCounts
 
+    @property
     def exchanges(self) -> bool:
         """True: workers communicate in the transform of this state."""
         return True
@@ -92,7 +93,9 @@ def communicate(
 
     ``c_i = memory.interpolate(g_i, mu_i)``, ``u = decide(Q(c_1 + e_1), ..., Q(c_W + e_W))``, ``mu_i =
     memory.update(g_i, mu_i)``; see `step` for the whole step. The learning rate and weight decay stand
-    behind it in a chain, as behind ``optax.scale_by_lion``.
+    behind it in a chain, as behind ``optax.scale_by_lion``. The first exchange that is traced adds two
+    listeners to ``jax.monitoring``, by which each program that votes is read once XLA has compiled it;
+    ``audit.mode`` turns that off.
 
     A worker with a value that is not finite anywhere, or asked to by ``abstain``, abstains: it
     casts no vote, and its momentum and error stay as they are (with ``bucket_size``: on that bucket). A

@@ -12,7 +12,6 @@ precision: means and sums over the workers, and the gradients' and replies' way 
 Sums over the shards of a leaf are in `mesh.axes`.
 """
 
-import contextlib
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -24,8 +23,8 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
-from lioncub_jax.exchange import bits
-from lioncub_jax.exchange.compilations import marked
+from lioncub_jax.exchange import bits, scopes
+from lioncub_jax.exchange.compilations import mark_vote
 from lioncub_jax.exchange.means import common_dtype
 from lioncub_jax.exchange.message import (
     VECTOR,
@@ -45,23 +44,6 @@ from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import Axes
 
 __all__ = ["Format", "Wire", "all_reduce", "counts", "gathered", "two_phase"]
-
-
-def voting(axis: Axes) -> contextlib.AbstractContextManager[None]:
-    """A named scope for what workers send, by which a compiled program shows its workers' axes."""
-    sizes = ",".join(f"{n}:{k}" for n, k in jax.sharding.get_abstract_mesh().shape.items())
-    return jax.named_scope(f"workers({','.join(axis)})of({sizes})")
-
-
-def by_count() -> contextlib.AbstractContextManager[None]:
-    """A named scope for a branch that depends on a replicated count only."""
-    return jax.named_scope("lioncub.by_count")
-
-
-def _floats(tree: optax.Updates) -> contextlib.AbstractContextManager[None]:
-    """A named scope for floats that are meant to travel between workers, with the sizes of the arrays."""
-    sizes = sorted({x.size for x in jax.tree.leaves(tree)})
-    return jax.named_scope(".".join(["lioncub.floats", *map(str, sizes)]))
 
 
 def _as_they_are(replies: jax.Array, axis: Axes) -> jax.Array:
@@ -91,8 +73,8 @@ class Wire(NamedTuple):
 @jax.named_scope("lioncub.up")
 def collect(wire: Wire, message: Message, fmt: Format, axis: Axes) -> Inbox | Sums:
     """Messages of all workers about the chunks on which this worker decides, or sums of all messages."""
-    with voting(axis):
-        return wire.collect(marked(message), fmt, axis)
+    with scopes.vote(axis):
+        return wire.collect(mark_vote(message), fmt, axis)
 
 
 @jax.named_scope("lioncub.down")
@@ -206,7 +188,7 @@ def all_reduce() -> Wire:
         values = jnp.where(jnp.isfinite(values) & message.participates, values, 0)
         values = values.astype(fmt.dense)
         # Apart from the values, because bfloat16 cannot count beyond 256 workers.
-        with _floats(values):
+        with scopes.floats(values):
             sums, present = lax.psum((values, message.participates.astype(jnp.uint32)), axis)
         return Sums(sums.astype(jnp.float32), None, jnp.minimum(present, fmt.num_workers))
 
@@ -254,7 +236,7 @@ def mean_over_workers(
         return x.astype(common_dtype(x, jnp.float32) if own else dtype)
 
     sent = jax.tree.map(as_sent, tree)
-    with _floats(sent):
+    with scopes.floats(sent):
         means = lax.pmean(sent, axis)
     return jax.tree.map(lambda mean, x: mean.astype(x.dtype), means, tree)
 
@@ -266,13 +248,13 @@ def sum_over_workers(tree: optax.Updates, axis: Axes) -> optax.Updates:
 
 def sum_of_floats(x: jax.Array, axis: Axes) -> jax.Array:
     """Adds floats over the workers."""
-    with _floats(x):
+    with scopes.floats(x):
         return lax.psum(x, axis)
 
 
 def max_over_workers(x: jax.Array, axis: Axes) -> jax.Array:
     """The largest of a number over the workers: for scales that all of them share."""
-    with _floats(x):
+    with scopes.floats(x):
         return lax.pmax(x, axis)
 
 
@@ -283,7 +265,7 @@ def agreed(tree: optax.Params, axis: Axes) -> optax.Params:
         differs = tuple(sorted(axes.varying_axes(x).intersection(axis)))
         return from_one(x, axes.worker_index(differs) == 0, differs) if differs else x
 
-    with _floats(tree):
+    with scopes.floats(tree):
         return jax.tree.map(agree, tree)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
-from lioncub_jax.exchange.traced import programs_in
+from lioncub_jax.exchange.traced import jaxprs_in
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import Axes
 
@@ -20,41 +20,33 @@ _CAST = "pvary"
 _SEND_NOTHING = {_CAST, "axis_index"}  # though they name an axis
 
 
-def has_branches(program: Jaxpr) -> bool:
-    """True where a traced program has a ``cond``, ``switch`` or ``while``, at any depth.
+def has_branches(jaxpr: Jaxpr) -> bool:
+    """True where a jaxpr has a ``cond``, ``switch`` or ``while``, at any depth.
 
-    Without one, types say all, and `differing` need not be asked.
+    Without one, types say all, and `differing` need not be called.
     """
-    programs = [program]
-    while programs:
-        for step in programs.pop().eqns:
-            if step.primitive.name in ("cond", "while"):
-                return True
-            for value in step.params.values():
-                for one in value if isinstance(value, (tuple, list)) else (value,):
-                    if isinstance(one, Jaxpr):
-                        programs.append(one)
-                    elif isinstance(one, ClosedJaxpr):
-                        programs.append(one.jaxpr)
-    return False
+    return any(
+        eqn.primitive.name in ("cond", "while") or any(map(has_branches, jaxprs_in(eqn)))
+        for eqn in jaxpr.eqns
+    )
 
 
-def differing(program: Jaxpr, over: Axes, given: Sequence[bool]) -> list[bool]:
+def differing(jaxpr: Jaxpr, over: Axes, given: Sequence[bool]) -> list[bool]:
     """Results that differ between workers: made of what does, or by a branch that such a value chose.
 
     Args:
-      program: a traced update, or a part of it.
+      jaxpr: of a traced update, or a part of it.
       over: the workers' axes.
       given: for each argument whether it differs.
 
     Raises:
       ValueError: where workers communicate in a branch or loop that one of them decides on.
     """
-    known = {x: varies(x, over) for x in program.constvars}
-    known |= zip(program.invars, given, strict=True)
-    for step in program.eqns:
-        known |= zip(step.outvars, _results(step, over, _read(known, step.invars)), strict=True)
-    return _read(known, program.outvars)
+    known = {x: varies(x, over) for x in jaxpr.constvars}
+    known |= zip(jaxpr.invars, given, strict=True)
+    for eqn in jaxpr.eqns:
+        known |= zip(eqn.outvars, _results(eqn, over, _read(known, eqn.invars)), strict=True)
+    return _read(known, jaxpr.outvars)
 
 
 def varies(x: Any, over: Axes) -> bool:
@@ -67,27 +59,27 @@ def _read(known: dict[Any, bool], arrays: Iterable[Any]) -> list[bool]:
     return [isinstance(x, Var) and known.get(x, False) for x in arrays]  # literals are the same
 
 
-def _results(step: JaxprEqn, over: Axes, given: list[bool]) -> list[bool]:
-    name, inner, params, decided = step.primitive.name, programs_in(step), step.params, False
+def _results(eqn: JaxprEqn, over: Axes, given: list[bool]) -> list[bool]:
+    name, inner, params, decided = eqn.primitive.name, jaxprs_in(eqn), eqn.params, False
     if name == "cond":
         decided, *rest = given
         branches = [differing(branch, over, rest) for branch in inner]
         results = [any(each) for each in zip(*branches, strict=True)]
     elif name == "while":
-        of_test, carried = params["cond_nconsts"], len(step.outvars)
+        of_test, carried = params["cond_nconsts"], len(eqn.outvars)
         body = params["body_jaxpr"].jaxpr
         results = _looped(body, over, given[of_test:], params["body_nconsts"], carried)
         test = [*given[:of_test], *map(any, zip(given[-carried:], results, strict=True))]
         [decided] = differing(params["cond_jaxpr"].jaxpr, over, test)
     elif name == "scan":
         # Versions of JAX name these numbers differently; what is scanned has one dimension more outside.
-        carried = _of_one_rank(step.outvars, inner[0].outvars)
-        at = _of_one_rank(step.invars, inner[0].invars) - carried
+        carried = _num_of_equal_rank(eqn.outvars, inner[0].outvars)
+        at = _num_of_equal_rank(eqn.invars, inner[0].invars) - carried
         results = _looped(inner[0], over, given, at, carried)
     elif len(inner) == 1 and len(inner[0].invars) == len(given):  # a call
         results = differing(inner[0], over, given)
     else:
-        results = _plain(step, over, given)
+        results = _plain(eqn, over, given)
     if decided and any(communicates(one, over) for one in inner):
         raise ValueError(
             "workers communicate inside of a cond or a loop whose predicate differs between them, such as "
@@ -99,7 +91,7 @@ def _results(step: JaxprEqn, over: Axes, given: list[bool]) -> list[bool]:
     return [decided or x for x in results]
 
 
-def _of_one_rank(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+def _num_of_equal_rank(outside: Sequence[Any], inside: Sequence[Any]) -> int:
     """The number of arrays that have as many dimensions outside of a loop as in it."""
     pairs = zip(outside, inside, strict=True)
     return sum(len(x.aval.shape) == len(y.aval.shape) for x, y in pairs)
@@ -116,22 +108,22 @@ def _looped(body: Jaxpr, over: Axes, args: list[bool], at: int, carried: int) ->
         args = after
 
 
-def _plain(step: JaxprEqn, over: Axes, given: list[bool]) -> list[bool]:
+def _plain(eqn: JaxprEqn, over: Axes, given: list[bool]) -> list[bool]:
     """Results of an operation without programs in it; a collective ends a difference."""
-    typed = [varies(x, over) for x in step.invars]
-    made = any(given) or (step.primitive.name != _CAST and not any(typed))
+    typed = [varies(x, over) for x in eqn.invars]
+    made = any(given) or (eqn.primitive.name != _CAST and not any(typed))
     hidden = any(x and not by_type for x, by_type in zip(given, typed, strict=True))
-    return [made and (hidden or varies(x, over)) for x in step.outvars]
+    return [made and (hidden or varies(x, over)) for x in eqn.outvars]
 
 
-def communicates(program: Jaxpr, over: Axes) -> bool:
-    """True where workers send anything in a traced program."""
-    for step in program.eqns:
-        named = step.params.get("axes", step.params.get("axis_name", ()))
-        sends = step.primitive.name not in _SEND_NOTHING
+def communicates(jaxpr: Jaxpr, over: Axes) -> bool:
+    """True where workers send anything in a traced jaxpr."""
+    for eqn in jaxpr.eqns:
+        named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+        sends = eqn.primitive.name not in _SEND_NOTHING
         if sends and not set(over).isdisjoint(axes.names(named)):
             return True
-        if any(communicates(one, over) for one in programs_in(step)):
+        if any(communicates(one, over) for one in jaxprs_in(eqn)):
             return True
     return False
 
@@ -144,21 +136,21 @@ def without_casts(closed: ClosedJaxpr, args: Sequence[Any], results: Sequence[in
       args: what it is called with.
       results: places of results that are the same on all workers.
     """
-    program, uncast = closed.jaxpr, dict[Any, Any]()
-    wanted = [program.outvars[i] for i in results]
-    needed, steps, kept = {x for x in wanted if isinstance(x, Var)}, list[JaxprEqn](), []
-    for step in reversed(program.eqns):
-        if not needed.isdisjoint(step.outvars):
-            needed.update(x for x in step.invars if isinstance(x, Var))
-            steps.append(step)
+    jaxpr, uncast = closed.jaxpr, dict[Any, Any]()
+    wanted = [jaxpr.outvars[i] for i in results]
+    needed, needed_eqns, kept = {x for x in wanted if isinstance(x, Var)}, list[JaxprEqn](), []
+    for eqn in reversed(jaxpr.eqns):
+        if not needed.isdisjoint(eqn.outvars):
+            needed.update(x for x in eqn.invars if isinstance(x, Var))
+            needed_eqns.append(eqn)
 
     def read(arrays: Iterable[Any]) -> list[Any]:
         return [uncast.get(x, x) if isinstance(x, Var) else x for x in arrays]
 
-    for step in reversed(steps):
-        if step.primitive.name == _CAST:
-            uncast |= zip(step.outvars, read(step.invars), strict=True)
+    for eqn in reversed(needed_eqns):
+        if eqn.primitive.name == _CAST:
+            uncast |= zip(eqn.outvars, read(eqn.invars), strict=True)
         else:
-            kept.append(step.replace(invars=read(step.invars)))
-    part = program.replace(eqns=kept, outvars=read(wanted))
+            kept.append(eqn.replace(invars=read(eqn.invars)))
+    part = jaxpr.replace(eqns=kept, outvars=read(wanted))
     return jax.core.eval_jaxpr(part, closed.consts, *args)

@@ -3,7 +3,7 @@
 A transform in front of an exchange sees the gradients of one worker, so its state is that worker's.
 A transform behind the exchange sees the agreed update, and a wrapper around it (masks, labels, injected
 hyperparameters) sees no gradient, so their state is the same on all workers. The class of a state declares
-more: ``exchanges()`` where workers communicate in the transform, and ``holders()``, see `Holder`.
+more: ``exchanges = True`` where workers communicate in the transform, and ``holders()``, see `Holder`.
 Nothing is read off `update`.
 """
 
@@ -109,9 +109,17 @@ def holders_of(state: optax.OptState, *, in_front: bool = False) -> Any:
 
 
 def exchanges(state: optax.OptState) -> bool:
-    """True where workers communicate in the transform of this state."""
-    parts = jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "exchanges"))
-    return any(hasattr(x, "exchanges") for x in parts)
+    """True where the class of a state, or of a part of it, says ``exchanges = True``."""
+    return exchanging_part(state) is not None
+
+
+def exchanging_part(state: optax.OptState) -> Any:
+    """The first part of a state in whose transform workers communicate, or None."""
+
+    def declares(part: Any) -> bool:
+        return bool(getattr(part, "exchanges", False))
+
+    return next(filter(declares, jax.tree.leaves(state, is_leaf=declares)), None)
 
 
 def _declared(state: Any, sees_gradients: bool) -> dict[str, Holder]:

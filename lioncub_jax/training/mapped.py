@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax.exchange import checks
+from lioncub_jax.exchange import checks, scopes
 from lioncub_jax.exchange.holder import Holder
 from lioncub_jax.mesh import axes, boxes, kernels
 from lioncub_jax.mesh.placement import Static, Workers, check_devices, check_workers
@@ -113,12 +113,13 @@ class MappedTransform(NamedTuple):
         def update(
             grads: optax.Updates, state: Any, params: optax.Params, arrays: dict[str, Any]
         ) -> Any:
-            return self.tx.update(grads, state, params, **arrays, **static)
+            given = {"grad": grads} | arrays | static | checks.refused_functions()
+            return self.tx.update(grads, state, params, **given)
 
         # Traced once: the program that is checked is the one that is called.
         update, given = jax.jit(update), (grads, before, params, arrays)
         program = update.trace(*given).jaxpr
-        with jax.named_scope(checks.DECIDED):
+        with jax.named_scope(scopes.DECIDED):
             results = update(*given)
         updates, after = self._agreed(program, given, results, layout.holders)
         after = _kept_if_not_finite(layout.holders, grads, before, after)
@@ -239,7 +240,7 @@ def _difference(wrong: list[Any], num_updates: int, workers: Workers, sent: bool
             "or around the transform in which they communicate, where all hold the same. Put its transform "
             "in front of that one, in the chain; or let the class of the state say that each worker has "
             "its own: def holders(self): return {'name of the field': 'worker'}. If workers communicate in "
-            "a transform of yours, let the class of its state say so: def exchanges(self): return True"
+            "a transform of yours, let the class of its state say so: exchanges = True"
         )
     differs = (
         "the optimizer's update differs between workers, so their parameters would drift apart"
@@ -328,7 +329,6 @@ def on_mesh(
       (1, 2, 3)
     """
     check_workers(workers)
-    checks.check_asked(tx)
     mapped = MappedTransform(optax.with_extra_args_support(tx), workers)
 
     def inside() -> bool:

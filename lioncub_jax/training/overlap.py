@@ -31,8 +31,8 @@ def overlap_options(workers: Workers) -> dict[str, bool | int | str]:
       workers: a `Workers`; its mesh says the platform.
 
     Returns:
-      All that is set, for ``compiler_options`` of `make_train_step` or ``jax.jit``; nothing on a CPU, whose
-      collectives are synchronous.
+      Names and values, for ``make_train_step(...).compiled(options)``, or for ``compiler_options`` of
+      ``jax.jit``; nothing for a CPU, whose collectives are synchronous.
 
     Raises:
       TypeError: for no `Workers`.

@@ -12,7 +12,6 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax.exchange import checks
 from lioncub_jax.mesh import boxes
 from lioncub_jax.mesh.hosts import check_same, is_key, put
 from lioncub_jax.mesh.placement import Workers, check_arrays, check_real, check_workers
@@ -103,7 +102,6 @@ def _taken(
     check_workers(workers)
     check_local(local, 1, workers)
     check_split(params)
-    checks.check_asked(tx)
     # Boxes say it too, so they are asked before they are opened.
     specs = specs_of(params) if specs is None else specs
     params = boxes.opened(params)

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from lioncub_jax.exchange import checks
 from lioncub_jax.exchange.arguments import check_count
 from lioncub_jax.exchange.holder import Holder
 from lioncub_jax.mesh import axes
@@ -264,7 +263,6 @@ def make_train_step(
             "first of three"
         )
     check_closure(loss_fn, workers)
-    checks.check_asked(tx)
     mapped = MappedTransform(optax.with_extra_args_support(tx), workers)
     of_locals = MappedTransform(of_each(local, workers), workers)
     own = P(workers.axes)

@@ -17,8 +17,8 @@ from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import Axes
 from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.mesh.placement import Static, Workers
-from lioncub_jax.optimizers import GlobalState
 from lioncub_jax.training import loss as losses
+from lioncub_jax.training.holders import exchanging_part
 from lioncub_jax.training.kinds import Kind, Loss
 
 _NO_NUMBER = (
@@ -184,17 +184,12 @@ def of_each(
 
     def init(params: optax.Params) -> optax.OptState:
         state = () if local is None else local.init(params)
-        for part in jax.tree.leaves(state, is_leaf=_communicates):
-            if _communicates(part):
-                raise ValueError(
-                    f"local is a transform in which workers talk ({type(part).__name__}), and local steps "
-                    f"are each worker's own: {_PLAIN}, as local, and the transform in which they talk as tx"
-                )
+        if (part := exchanging_part(state)) is not None:
+            raise ValueError(
+                f"local is a transform in which workers talk ({type(part).__name__}), and local steps "
+                f"are each worker's own: {_PLAIN}, as local, and the transform in which they talk as tx"
+            )
         return axes.varying(state, workers.axes)
 
     transform = optax.GradientTransformation(init, optax.identity().update)
     return optax.with_extra_args_support(transform)
-
-
-def _communicates(state: Any) -> bool:
-    return isinstance(state, GlobalState) or hasattr(state, "holders")

@@ -1,0 +1,37 @@
+"""Named scopes by which a compiled program says what it sends; `audit.watch` reads them in its text.
+
+They change no instruction. A name is written by one function and read by one pattern, next to each other.
+"""
+
+import contextlib
+import re
+
+import jax
+import optax
+
+from lioncub_jax.mesh.axes import Axes
+
+DECLARED = "lioncub.declared"  # floats of a trainer that are meant to travel
+DECIDED = "lioncub.decided"  # an update in which no single worker decides to communicate
+
+# Under vmap votes are of no mesh, and of no interest.
+VOTE = re.compile(r"lioncub\.up/workers\(([^)]*)\)of\(([^)]+)\)/")
+BRANCH_BY_COUNT = re.compile(r"lioncub\.by_count/cond/branch_\d+")
+MEANT = re.compile(r'op_name="[^"]*lioncub\.(?:declared|floats((?:\.\d+)*))[^"]*"')
+
+
+def vote(axis: Axes) -> contextlib.AbstractContextManager[None]:
+    """Scope of what workers send, with their axes and the mesh; inside of "lioncub.up"."""
+    sizes = ",".join(f"{n}:{k}" for n, k in jax.sharding.get_abstract_mesh().shape.items())
+    return jax.named_scope(f"workers({','.join(axis)})of({sizes})")
+
+
+def by_count() -> contextlib.AbstractContextManager[None]:
+    """Scope of a branch that depends on a replicated count only, so that all workers take it."""
+    return jax.named_scope("lioncub.by_count")
+
+
+def floats(tree: optax.Updates) -> contextlib.AbstractContextManager[None]:
+    """Scope of floats that are meant to travel between workers, with the sizes of the arrays."""
+    sizes = sorted({x.size for x in jax.tree.leaves(tree)})
+    return jax.named_scope(".".join(["lioncub.floats", *map(str, sizes)]))
