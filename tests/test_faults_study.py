@@ -22,7 +22,7 @@ def test_a_committed_table_is_that_of_the_committed_rows(module):
 def test_a_liar_replaces_what_it_encodes(monkeypatch):
     monkeypatch.setattr(liars, "STEPS", 3)
     clean = liars.outcome("lion_cub", "sign flip", 0, 0)
-    assert clean == liars.outcome("lion_cub", "nobody", 3, 0)
+    assert clean == liars.outcome("lion_cub", "labels", 0, 0)
     assert clean != liars.outcome("lion_cub", "sign flip", 3, 0)
     codes = liars.lying(coding.midrise(3), "largest codes", 2)
     x = np.full((liars.WORKERS, 1, 128), 0.1, np.float32)
