@@ -1,17 +1,18 @@
-"""What the compilers of TPUs and GPUs make of a training step, without such a machine at hand.
+"""Bytes of training steps, as the compilers of TPUs and GPUs make them without such a machine at hand.
 
-    python benchmarks/ahead_of_time.py [--machines v5e-8 h100-8] [--models matrix] [--save FILE]
+    python benchmarks/ahead_of_time.py [--machines v5e-8 h100-8] [--models matrix]
 
 Each step is compiled for devices that are described and not there, by shape, in a process of its own,
 and the optimised program is read. Rows that are in the file are not compiled again. Nothing is run, so
-nothing here is a time but that of compiling:
+nothing here is a time but that of compiling. The tables of docs/reports/accelerators.md are written anew:
 
 * temporaries: bytes that the program allocates beside its arguments and results, per parameter of a
   device;
 * accessed: bytes that its kernels read and write, per parameter. XLA's own count for a TPU; for a GPU,
   where XLA gives none, operands and results of all kernels, slices as what they take;
-* collectives over the workers' axis: dtype, bytes, whether asynchronous, and the matrix work that the
-  schedule puts between their starts and ends.
+* sent: bytes of collectives over the workers' axis;
+* under the backward pass: the matrix work that the schedule puts between start and end of each
+  asynchronous all-to-all.
 
 TPU needs the extra `tpu`, GPU the extra `cuda`. Kernels of GPUs are chosen without trying any.
 """
@@ -30,15 +31,17 @@ import jax
 import report
 from aot import machines, programs, reading
 from aot.programs import LION
-from rich.console import Console
 
 import lioncub_jax as lc
 from lioncub_jax.audit import collectives
-from lioncub_jax.tools import plan as planner
 
-COLUMNS = [
-    "machine", "model", "step", "compile s", "temporaries", "accessed", "kernels", "sent", "asynchronous",
-]  # fmt: skip
+ROOT = pathlib.Path(__file__).parents[1]
+ROWS = ROOT / "benchmarks" / "results" / "ahead_of_time.jsonl"
+DOCUMENT = ROOT / "docs" / "reports" / "accelerators.md"
+FIGURES = {
+    "temporaries": "{temporaries:.1f}", "accessed": "{accessed:.1f}", "sent, bytes": "{sent_bytes:,.0f}",
+    "compiling, s": "{compile_s:.0f}",
+}  # fmt: skip
 TWO_LEVELS = "vote, 1 bit, two levels of 2"
 
 
@@ -76,32 +79,13 @@ def one(machine: str, model_name: str, method: str) -> dict[str, Any]:
 
 
 def exchanges(kernels: list[reading.Kernel], machine: str) -> list[list[Any]]:
-    """Of what travels asynchronously: op, bytes that arrive, seconds of matrix work meanwhile (None)."""
-    rate, found = machines.named(machine).matrix_rate, []
-    for one in reading.exchanges(kernels):
-        found.append([one.op, one.arrives, one.matrix / rate if rate else None])
-    return found
-
-
-def covered(row: dict[str, Any]) -> float:
-    """The share of a step's bytes for whose time on the wire there is matrix work between start and end.
-
-    By the link that the planner knows of that machine, a device a worker; 0 where it knows none.
-    """
-    at = planner.cluster_named(row["machine"]).cluster
-    workers, hidden = machines.named(row["machine"]).devices, 0.0
-    if at.num_workers != workers:
-        return 0.0
-    for op, arrives, work in row["exchanges"]:
-        sent = arrives * (workers - 1) / workers
-        share = at.all_to_all_share if op == "all-to-all" else 1.0
-        if work is not None and work >= 8 * sent / (at.link.bandwidth * share):
-            hidden += sent
-    return hidden / row["sent_bytes"]
+    """Asynchronous collectives: op, bytes that arrive, seconds of matrix work meanwhile."""
+    rate = machines.named(machine).matrix_rate
+    return [[one.op, one.arrives, one.matrix / rate] for one in reading.exchanges(kernels)]
 
 
 def predicted(tx: Any, model: programs.Model, mesh: Any) -> float:
-    """What the accounting says that each device sends to other workers."""
+    """Bytes that each device sends to other workers, by the accounting."""
     workers = lc.Workers(mesh, "data", "group" if "group" in mesh.axis_names else None)
     specs = programs.specs_of(model, mesh)
     return lc.audit.of(tx, model.params, workers, specs=specs).sent_bytes
@@ -113,27 +97,13 @@ def in_a_process(machine: str, model: str, method: str) -> dict[str, Any]:
     asked = [sys.executable, __file__, "--one", machine, model, method]
     done = subprocess.run(asked, env=environment, capture_output=True, text=True)
     if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise SystemExit(f"error: {machine}, {model}, {method}: {said[-1]}")
+        errors = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise SystemExit(f"error: {machine}, {model}, {method}: {errors[-1]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What must hold: of the first machine and model, ours over float32 Lion."""
-    machine, model = rows[0]["machine"], rows[0]["model"]
-    found = {r["method"]: r for r in rows if (r["machine"], r["model"]) == (machine, model)}
-    lion, keys = found[LION], {"of": [machine, model]}
-    for name, method in (("vote", "vote, 1 bit"), ("owner", "owner, 3 bits")):
-        row = found[method]
-        keys[f"temp_over_lion_{name}"] = row["temporaries"] - lion["temporaries"]
-        keys[f"accessed_over_lion_{name}"] = row["accessed"] / lion["accessed"]
-        keys[f"compile_over_lion_{name}"] = row["compile_s"] / lion["compile_s"]
-    keys["overlapped_share"] = covered(found.get(programs.BUCKETS, found["vote, 1 bit"]))
-    return keys
-
-
 def main() -> None:
-    parser = report.parser(__doc__)
+    parser = report.rows_parser(__doc__, ROWS)
     parser.add_argument("--machines", nargs="+", default=["v5e-8", "h100-8"], metavar="NAME")
     parser.add_argument("--models", nargs="+", default=["matrix"], metavar="NAME")
     parser.add_argument(
@@ -152,15 +122,11 @@ def main() -> None:
         ]
     except ValueError as error:
         parser.error(str(error))
-    known = kept(args.save)
+    done = by_step(report.rows_of(report.read(args.save), jax=jax.__version__))
     for each in asked:
-        if each not in known:
-            known[each] = in_a_process(*each) | report.provenance()
-            report.append(args.save, [known[each]])
-    rows = [known[each] for each in asked]
-    table = report.table("compiled, not run", COLUMNS, [shown(row) for row in rows])
-    Console(width=140).print(table)
-    report.finish({"benchmark": "ahead_of_time"} | summary(rows), None)
+        if each not in done:
+            report.append(args.save, [in_a_process(*each) | report.provenance()])
+    DOCUMENT.write_text(documented(DOCUMENT.read_text(), report.read(args.save)))
 
 
 def methods(machine: str, model: str) -> list[str]:
@@ -171,20 +137,31 @@ def methods(machine: str, model: str) -> list[str]:
     return [LION, *programs.METHODS, *further]
 
 
-def kept(path: pathlib.Path | None) -> dict[tuple[str, str, str], dict[str, Any]]:
-    """The rows of a file that this jax compiled: they are not compiled again."""
-    rows = report.rows_of(report.read(path) if path else [], jax=jax.__version__)
+def by_step(rows: report.Rows) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """The last row of each machine, model and method."""
     return {(row["machine"], row["model"], row["method"]): row for row in rows}
 
 
-def shown(row: dict[str, Any]) -> list[str]:
-    """A row, for people."""
-    dtypes = sorted({dtype for _, dtype, size, _ in row["collectives"] if size > 64})
-    return [
-        row["machine"], row["model"], row["method"], f"{row['compile_s']:.1f}",
-        f"{row['temporaries']:.2f}", f"{row['accessed']:.1f}", str(row["kernels"]),
-        f"{row['sent_bytes'] / 1e6:.2f} MB {' '.join(dtypes)}", str(len(row["asynchronous"])),
-    ]  # fmt: skip
+def documented(document: str, rows: report.Rows) -> str:
+    """The document with a table for each model that was compiled, and one of collectives of buckets."""
+    known = by_step(rows)
+    for model in dict.fromkeys(model for _, model, _ in known):
+        steps = list(dict.fromkeys(method for _, of, method in known if of == model))
+        lines = [
+            [machine, title, *(form.format(**known[machine, model, step]) for step in steps)]
+            for machine in dict.fromkeys(machine for machine, of, _ in known if of == model)
+            for title, form in FIGURES.items()
+        ]
+        document = report.written(document, model, report.markdown(["machine", "", *steps], lines))
+    lines = [
+        [machine, f"{arrives * 7 / 8e6:.2f}", f"{arrives * 7 / 1e5:.0f}", f"{1e6 * seconds:,.0f}"]
+        for (machine, _, method), row in known.items()
+        if method == programs.BUCKETS
+        for op, arrives, seconds in row["exchanges"]
+        if op == "all-to-all"
+    ]
+    head = ["machine", "MB sent", "us on a wire of 100 Gbit/s", "us of matrix work meanwhile"]
+    return report.written(document, "buckets", report.markdown(head, lines)) if lines else document
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How long a whole training step compiles, with 100 and with 300 parameter arrays, against ``optax.lion``.
+"""Time to compile a whole training step, with 100 and with 300 parameter arrays, against ``optax.lion``.
 
     python benchmarks/compile_time.py [--quick] [--width 64]
 
@@ -17,26 +17,18 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 import report
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
-from rich.console import Console
-
-import lioncub_jax as lc
+from aot import programs
+from aot.programs import LION
+from jax.sharding import AxisType
 
 WORKERS, CONTEXT, HEADS, BYTES = 8, 32, 4, 256
-LION = "optax.lion"
-METHODS: dict[str, Callable[[Any], Any]] = {
-    "vote": lambda workers: lc.lion_cub(1e-3, workers=workers),
-    "average": lambda workers: lc.distributed_lion(1e-3, average=True, workers=workers),
-    "owner": lambda workers: lc.owner_lion(1e-3, workers=workers),
-}
+METHODS = {LION: LION, "vote": "vote, 1 bit", "average": "average", "owner": "owner, 3 bits"}
 PARTS = ("trace", "lower", "compile", "compile_cpu")
 
 
@@ -75,37 +67,12 @@ def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     return scale * x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
 
 
-def lowered(method: str, leaves: int, width: int) -> Callable[[], jax.stages.Lowered]:
-    """What traces and lowers a step, on being called."""
-    mesh = jax.make_mesh((WORKERS,), ("data",), axis_types=(AxisType.Auto,))
-    params = shapes(leaves, width)
-    windows = jax.ShapeDtypeStruct(
-        (2 * WORKERS, CONTEXT + 1), jnp.int32, sharding=NamedSharding(mesh, P("data"))
-    )
-    if method != LION:
-        workers = lc.Workers(mesh, "data")
-        tx = METHODS[method](workers)
-        state = lc.training.abstract_state(tx, params, workers)
-        step = lc.make_train_step(loss, tx, workers)
-        return lambda: step.lower(state, windows)
-    tx = optax.lion(1e-3)
-
-    def plain(params: Any, state: Any, windows: jax.Array) -> Any:
-        value, grads = jax.value_and_grad(loss)(params, windows)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    def whole(x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P()))
-
-    given = jax.tree.map(whole, (params, jax.eval_shape(tx.init, params)))
-    return lambda: jax.jit(plain, donate_argnums=(0, 1)).lower(*given, windows)
-
-
 def one(method: str, leaves: int, width: int) -> dict[str, float]:
     """Seconds of each part, in this process."""
     jax.config.update("jax_num_cpu_devices", WORKERS)
-    lower, spent = lowered(method, leaves, width), {"trace": 0.0}
+    mesh = jax.make_mesh((WORKERS,), ("data",), axis_types=(AxisType.Auto,))
+    model = programs.Model(shapes(leaves, width), loss, (2, CONTEXT + 1))
+    spent = {"trace": 0.0}
 
     def listen(event: str, seconds: float, **_: Any) -> None:
         if event.endswith("jaxpr_trace_duration"):  # of the whole step, and of functions inside it
@@ -113,7 +80,7 @@ def one(method: str, leaves: int, width: int) -> dict[str, float]:
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     start = time.perf_counter()
-    step = lower()
+    step, _ = programs.lowered(model, METHODS[method], mesh)
     done, on_cores = time.perf_counter(), time.process_time()
     step.compile()
     spent["lower"] = done - start - spent["trace"]
@@ -122,33 +89,17 @@ def one(method: str, leaves: int, width: int) -> dict[str, float]:
     return spent
 
 
-def measure(
-    methods: list[str], leaves: int, width: int, rounds: int
-) -> dict[str, dict[str, float]]:
+def measured(leaves: int, width: int, rounds: int) -> dict[str, dict[str, float]]:
     """Least seconds of each part of each method, each in a process of its own, taking turns."""
-    found: dict[str, list[dict[str, float]]] = {method: [] for method in methods}
+    least: dict[str, dict[str, float]] = {}
     environment = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
-    for _ in range(rounds):
-        for method in methods:
-            asked = [sys.executable, __file__, "--one", method, str(leaves), "--width", str(width)]
-            done = subprocess.run(
-                asked, env=environment, capture_output=True, text=True, check=True
-            )
-            found[method].append(json.loads(done.stdout.splitlines()[-1]))
-    return {
-        method: {part: min(each[part] for each in found[method]) for part in PARTS}
-        for method in methods
-    }
-
-
-def ratios(found: dict[str, dict[str, float]], leaves: int) -> dict[str, float]:
-    """Seconds over those of ``optax.lion``: of the worse of vote and owner, and of each method."""
-    keys = {}
-    for part in ("compile", "compile_cpu", "trace"):
-        over = {name: found[name][part] / found[LION][part] for name in found if name != LION}
-        keys[f"{part}_over_lion_{leaves}"] = max(over["vote"], over["owner"])
-        keys |= {f"{part}_{name}_over_lion_{leaves}": ratio for name, ratio in over.items()}
-    return keys
+    for method in [*METHODS] * rounds:
+        command = [sys.executable, __file__, "--one", method, str(leaves), "--width", str(width)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        seconds = json.loads(done.stdout.splitlines()[-1])
+        before = least.get(method, seconds)
+        least[method] = {part: min(before[part], seconds[part]) for part in PARTS}
+    return least
 
 
 def main() -> None:
@@ -157,25 +108,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--width", type=int, default=64, help="of the model; 64 makes small arrays")
     parser.add_argument(
-        "--one", nargs=2, metavar=("METHOD", "ARRAYS"), help="only this, seconds as JSON"
+        "--one", nargs=2, metavar=("METHOD", "ARRAYS"), help="this alone, seconds as JSON"
     )
     args = parser.parse_args()
     if args.one:
         print(json.dumps(one(args.one[0], int(args.one[1]), args.width)))
         return
-    head = ["step", "arrays", *(f"{part} s" for part in PARTS), "compile x optax.lion"]
     summary: dict[str, Any] = {"benchmark": "compile_time", "workers": WORKERS, "width": args.width}
-    rows, lines = [], []
+    summary |= {"rounds": args.rounds, "rows": []}
     for leaves in [100] if args.quick else [100, 300]:
-        found = measure([LION, *METHODS], leaves, args.width, args.rounds)
-        summary |= ratios(found, leaves)
-        for name, seconds in found.items():
-            each = [seconds[part] for part in PARTS]
-            over = seconds["compile"] / found[LION]["compile"]
-            lines.append([name, str(leaves), *(f"{x:.2f}" for x in (*each, over))])
-            rows.append([leaves, name, *each])
-    Console(width=110).print(report.table("seconds", head, lines))
-    report.finish(summary | {"rounds": args.rounds, "rows": rows}, args.save)
+        least = measured(leaves, args.width, args.rounds)
+        for method, seconds in least.items():
+            summary["rows"].append([leaves, method, *seconds.values()])
+            for part, taken in seconds.items():
+                summary[f"{part}_{method}_over_lion_{leaves}"] = taken / least[LION][part]
+        for part in PARTS:  # of the worse of vote and owner
+            worse = max(least["vote"][part], least["owner"][part])
+            summary[f"{part}_over_lion_{leaves}"] = worse / least[LION][part]
+    report.finish(summary, args.save)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What one CUDA GPU takes for a worker's step: milliseconds over a floor, compiling, memory, a GPT of 124M.
+"""Times of a worker's step on one CUDA GPU: milliseconds over a floor, compiling, memory, a GPT of 124M.
 
     python -m pip install -e '.[plots]' 'jax[cuda12]'    # on a bare machine with a driver of 525 or newer
     python benchmarks/gpu.py --save benchmarks/results/gpu.jsonl
@@ -19,7 +19,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,67 +27,18 @@ import local_step
 import optax
 import report
 from aot import programs
+from local_step import LION, Timed, compiled, measured
 
 import lioncub_jax as lc
 
 SIZES = 2**24, 2**26, 2**28
 COPIED = 2**28  # float32 values
-SAMPLE_SECONDS, MOST_CALLS = 0.02, 4096
-LION, ADAMW = "optax.lion", "optax.adamw"
-
-
-class Timed(NamedTuple):
-    """A compiled step, and what it is given: each call takes the results of the one before.
-
-    Attributes:
-      run: ``(*arrays) -> arrays``.
-      arrays: the first ones.
-      program: what was compiled.
-      compile_seconds: of tracing and compiling.
-      floor_bytes: that must move in a call; 0 where something else takes the time.
-    """
-
-    run: Callable[..., tuple[Any, ...]]
-    arrays: tuple[Any, ...]
-    program: jax.stages.Compiled
-    compile_seconds: float
-    floor_bytes: int = 0
-
-
-def compiled(step: Any, arrays: tuple[Any, ...], floor_bytes: int = 0) -> Timed:
-    """A jitted step."""
-    began = time.perf_counter()
-    program = step.lower(*arrays).compile()
-    return Timed(program, arrays, program, time.perf_counter() - began, floor_bytes)
+ADAMW = "optax.adamw"
 
 
 def size_of(tree: Any) -> int:
     """Bytes of all arrays."""
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
-def seconds(one: Timed, calls: int) -> tuple[Timed, float]:
-    """Of one call among many, of which only the last is waited for; and what comes next."""
-    arrays, began = one.arrays, time.perf_counter()
-    for _ in range(calls):
-        arrays = one.run(*arrays)
-    jax.block_until_ready(arrays)
-    return one._replace(arrays=arrays), (time.perf_counter() - began) / calls
-
-
-def measured(candidates: dict[str, Timed], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each in each round, all taking turns."""
-    calls = {}
-    for name in candidates:
-        candidates[name], _ = seconds(candidates[name], 2)
-        candidates[name], took = seconds(candidates[name], 2)
-        calls[name] = min(max(1, round(SAMPLE_SECONDS / took)), MOST_CALLS)
-    times: dict[str, list[float]] = {name: [] for name in candidates}
-    for _ in range(rounds):
-        for name in candidates:
-            candidates[name], took = seconds(candidates[name], calls[name])
-            times[name].append(took)
-    return times
 
 
 def rows_of(
@@ -97,10 +48,8 @@ def rows_of(
     memory = {name: one.program.memory_analysis() for name, one in candidates.items()}
     times = measured(candidates, rounds)
 
-    def over(name: str, other: str) -> float | None:
-        if other not in times:
-            return None
-        return statistics.median(a / b for a, b in zip(times[name], times[other], strict=True))
+    def ratio(name: str, other: str) -> float | None:
+        return local_step.over(times[name], times[other]) if other in times else None
 
     return [
         {"part": part, **about, "step": name, "ms": 1e3 * statistics.median(times[name])}
@@ -110,7 +59,7 @@ def rows_of(
             if one.floor_bytes
             else None
         }
-        | {"over_lion": over(name, LION), "over_adamw": over(name, ADAMW)}
+        | {"over_lion": ratio(name, LION), "over_adamw": ratio(name, ADAMW)}
         | {"temporary_bytes": memory[name].temp_size_in_bytes}
         | {"argument_bytes": memory[name].argument_size_in_bytes}
         | {"compile_seconds": one.compile_seconds, "rounds": rounds}
@@ -133,20 +82,21 @@ def candidates(params: Any) -> dict[str, local_step.Candidate]:
     adam = lc.decide.at_owner(optax.scale_by_adam(), lc.decide.codes(2))
     return local_step.candidates(params) | {
         ADAMW: local_step.plain(optax.adamw(1e-4, weight_decay=1e-3), params),
-        "owner_adamw": local_step.voting(params, up=fed, decision=adam),
+        "owner_adamw": local_step.voting(params, quantizer=fed, decision=adam),
     }
 
 
 def local(size: int, dtype: Any) -> dict[str, Timed]:
-    """The local steps on one array, each with arrays of its own."""
-    found = {}
-    shape = {"w": jnp.zeros(size, dtype)}
-    for name, one in candidates(shape).items():
-        grads = {"w": jax.random.normal(jax.random.key(0), (size,), dtype)}
-        # Parameters and state are read and written, gradients read, messages written and read.
-        floor = 3 * size_of(shape) + 2 * size_of(one.state) + one.wire_bytes
-        found[name] = compiled(one.step, (jax.tree.map(jnp.copy, shape), one.state, grads), floor)
-    return found
+    """The local steps on one array, with the bytes that must move."""
+    params = [jnp.zeros(size, dtype)]
+    steps = candidates(params)
+    timed = local_step.compiled_steps(steps, params)
+    # Parameters and state are read and written, gradients read, messages written and read.
+    moved = {
+        name: 3 * size_of(params) + 2 * size_of(one.state) + one.wire_bytes
+        for name, one in steps.items()
+    }
+    return {name: one._replace(floor_bytes=moved[name]) for name, one in timed.items()}
 
 
 def gpt(model: programs.Model) -> dict[str, Timed]:

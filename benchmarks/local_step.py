@@ -1,4 +1,4 @@
-"""What a worker computes in a step, without the network, against jitted ``optax.lion``.
+"""Time of a worker's own step, without the network, against jitted ``optax.lion``.
 
     python benchmarks/local_step.py [--quick]
 
@@ -6,21 +6,19 @@ Measured: blend, pack, the owner's share of counting (or decoding, for momentum 
 weight decay and update, for W = 8 workers, on one device. The two collectives are replaced by a
 loopback that hands a worker its own message, W parts of it for one from each of W workers, so that
 every array has its real size and is really written, as a collective would. The candidates take turns
-in one process; each figure is the median over rounds, each ratio the median of the ratios round by
-round. Buffers are donated, as in a training step.
+in one process; a sample is as many calls as take 20 ms, each figure is the median over rounds, each ratio
+the median of the ratios round by round. Buffers are donated, as in a training step.
 """
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import report
-from rich.console import Console
 
 import lioncub_jax as lc
 from lioncub_jax.exchange import decide, layout, transform, wires
@@ -31,6 +29,8 @@ from lioncub_jax.exchange.pieces import BucketPlan, WorkerPlan
 from lioncub_jax.exchange.step import Exchange
 
 WORKERS = 8
+LION = "optax.lion"
+SAMPLE_SECONDS, MOST_CALLS = 0.02, 4096
 
 
 class Candidate(NamedTuple):
@@ -117,7 +117,7 @@ def candidates(params: Any) -> dict[str, Candidate]:
     at_owner = lc.decide.at_owner(optax.scale_by_lion(), lc.decide.sign())
     feedback = lc.quantize.error_feedback(lc.quantize.midrise(3))
     return {
-        "optax.lion": plain(optax.lion(1e-4, weight_decay=1e-3), params),
+        LION: plain(optax.lion(1e-4, weight_decay=1e-3), params),
         "1-bit vote": voting(params, memory=blend),
         "2-bit vote": voting(params, memory=blend, quantizer=lc.quantize.midrise(2)),
         "3-bit vote": voting(params, memory=blend, quantizer=lc.quantize.midrise(3)),
@@ -125,26 +125,70 @@ def candidates(params: Any) -> dict[str, Candidate]:
     }
 
 
-def measure(shapes: Sequence[tuple[int, ...]], dtype: Any, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each candidate in each round, all in one process, taking turns."""
-    rng = np.random.default_rng(0)
+# --- Their times
 
-    def normal() -> list[jax.Array]:
-        drawn = [rng.standard_normal(shape, dtype=np.float32) for shape in shapes]
-        return [jnp.asarray(x).astype(dtype) for x in drawn]
 
-    running = {}
-    for name, candidate in candidates(normal()).items():
-        running[name] = candidate.step, (normal(), candidate.state, normal())
-    times: dict[str, list[float]] = {name: [] for name in running}
-    for turn in range(rounds + 2):
-        for name, (step, arrays) in running.items():
-            start = time.perf_counter()
-            arrays = jax.block_until_ready(step(*arrays))
-            if turn >= 2:  # the first turns compile and touch the memory
-                times[name].append(1e3 * (time.perf_counter() - start))
-            running[name] = step, arrays
+class Timed(NamedTuple):
+    """A compiled step, and what it is given: each call takes the results of the one before.
+
+    Attributes:
+      run: ``(*arrays) -> arrays``.
+      arrays: the first ones.
+      program: what was compiled.
+      compile_seconds: of tracing and compiling.
+      floor_bytes: that must move in a call; 0 where something else takes the time.
+    """
+
+    run: Callable[..., tuple[Any, ...]]
+    arrays: tuple[Any, ...]
+    program: jax.stages.Compiled
+    compile_seconds: float
+    floor_bytes: int = 0
+
+
+def compiled(step: Any, arrays: tuple[Any, ...], floor_bytes: int = 0) -> Timed:
+    """A jitted step."""
+    began = time.perf_counter()
+    program = step.lower(*arrays).compile()
+    return Timed(program, arrays, program, time.perf_counter() - began, floor_bytes)
+
+
+def seconds(one: Timed, calls: int) -> tuple[Timed, float]:
+    """Of one call among many, of which only the last is waited for; and what comes next."""
+    arrays, began = one.arrays, time.perf_counter()
+    for _ in range(calls):
+        arrays = one.run(*arrays)
+    jax.block_until_ready(arrays)
+    return one._replace(arrays=arrays), (time.perf_counter() - began) / calls
+
+
+def measured(candidates: dict[str, Timed], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each in each round, all taking turns."""
+    calls = {}
+    for name in candidates:
+        candidates[name], _ = seconds(candidates[name], 2)
+        candidates[name], took = seconds(candidates[name], 2)
+        calls[name] = min(max(1, round(SAMPLE_SECONDS / took)), MOST_CALLS)
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    for _ in range(rounds):
+        for name in candidates:
+            candidates[name], took = seconds(candidates[name], calls[name])
+            times[name].append(took)
     return times
+
+
+def over(some: list[float], others: list[float]) -> float:
+    """The median ratio of times, round by round."""
+    return statistics.median(a / b for a, b in zip(some, others, strict=True))
+
+
+def compiled_steps(steps: dict[str, Candidate], params: Any) -> dict[str, Timed]:
+    """Each step with arrays of its own: parameters of zeros, and gradients."""
+    timed = {}
+    for name, one in steps.items():
+        grads = [jax.random.normal(jax.random.key(0), x.shape, x.dtype) for x in params]
+        timed[name] = compiled(one.step, (jax.tree.map(jnp.copy, params), one.state, grads))
+    return timed
 
 
 def main() -> None:
@@ -154,34 +198,34 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
-    results: list[list[Any]] = []
-    keys: dict[str, float] = {}
+    rows: list[list[Any]] = []
+    ratios: dict[str, float] = {}
     powers = [22, 24] if args.quick else [20, 22, 24, 26]
     models = {f"{2 ** (power - 20)}M": [(2**power,)] for power in powers}
     if not args.quick:
         layer = [(256,), (256, 768), (256, 256), (256,), (256, 1024), (1024, 256)]
         models["7M in 54 arrays"] = layer * 9
-    for dtype in [jnp.float32] if args.quick else [jnp.float32, jnp.bfloat16]:
+    for dtype in ["float32"] if args.quick else ["float32", "bfloat16"]:
         for parameters, shapes in models.items():
-            times = measure(shapes, dtype, args.rounds)
-            for name, ms in times.items():
-                pairs = zip(ms, times["optax.lion"], strict=True)
-                ratio = statistics.median(mine / lion for mine, lion in pairs)
-                median = statistics.median(ms)
-                label = parameters, jnp.dtype(dtype).name, name
-                results.append([*label, median, min(ms), max(ms), ratio])
-                if parameters == "16M" and dtype == jnp.float32:
-                    keys[name] = ratio
-    head = ["parameters", "dtype", "step", "ms (median)", "min", "max", "x optax.lion"]
-    lines = [[*row[:3], *(f"{x:.2f}" for x in row[3:])] for row in results]
-    Console(width=110).print(report.table("one worker's step", head, lines))
+            params = [jnp.zeros(shape, dtype) for shape in shapes]
+            times = measured(compiled_steps(candidates(params), params), args.rounds)
+            for name, each in times.items():
+                ms = [1e3 * seconds for seconds in each]
+                ratio = over(each, times[LION])
+                rows.append(
+                    [parameters, dtype, name, statistics.median(ms), min(ms), max(ms), ratio]
+                )
+                print(*rows[-1], flush=True)
+                if (parameters, dtype) == ("16M", "float32"):
+                    ratios[name] = ratio
     summary = {
         "benchmark": "local_step",
         "workers": WORKERS,
-        "ratio_vs_optax_lion": keys["1-bit vote"],
-        "ratio_owner_3bit": keys["owner, 3 bits + feedback"],
+        "ratio_vs_optax_lion": ratios["1-bit vote"],
+        "ratio_owner_3bit": ratios["owner, 3 bits + feedback"],
         "rounds": args.rounds,
-        "rows": results,
+        "columns": ["parameters", "dtype", "step", "ms (median)", "min", "max", "over optax.lion"],
+        "rows": rows,
     }
     report.finish(summary, args.save)
 

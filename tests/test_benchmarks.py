@@ -5,6 +5,7 @@ import re
 import compile_time
 import gpu
 import jax.numpy as jnp
+import local_step
 import numpy as np
 import pytest
 import time_to_loss
@@ -39,7 +40,7 @@ def test_each_step_of_a_gpu_is_measured_and_kept(monkeypatch, tmp_path):
     """Of two of the local steps, with samples that take no time."""
     every = gpu.candidates
     monkeypatch.setattr(gpu, "candidates", lambda x: {n: every(x)[n] for n in STEPS})
-    monkeypatch.setattr(gpu, "SAMPLE_SECONDS", 1e-5)
+    monkeypatch.setattr(local_step, "SAMPLE_SECONDS", 1e-5)
     small = programs.Model(*programs.gpt(1, 32, 2, 512, 16), (1, 17))
     monkeypatch.setattr(programs, "named", lambda name: small)
     kept = tmp_path / "rows"
@@ -53,7 +54,7 @@ def test_each_step_of_a_gpu_is_measured_and_kept(monkeypatch, tmp_path):
         assert (row["over_floor"] is not None) == (row["part"] == "local")
         assert (row["over_lion"] == 1.0) == (row["step"] == STEPS[0])
     for name, one in gpu.exchange(small).items():
-        assert gpu.seconds(one, 1)[1] > 0, name
+        assert local_step.seconds(one, 1)[1] > 0, name
 
 
 # --- Words that end a benchmark before anything runs

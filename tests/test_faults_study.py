@@ -1,7 +1,8 @@
-"""The benchmarks of faults and liars: their sums, and the committed tables."""
+"""The benchmarks of faults and liars: their sums; and committed tables."""
 
 from concurrent.futures import Future
 
+import ahead_of_time
 import faults
 import liars
 import numpy as np
@@ -12,9 +13,9 @@ from oracle import coding
 # --- What is committed
 
 
-@pytest.mark.parametrize("module", [faults, liars])
+@pytest.mark.parametrize("module", [faults, liars, ahead_of_time])
 def test_a_committed_table_is_that_of_the_committed_rows(module):
-    """If not: run faults.py or liars.py, which write them."""
+    """If not: run the module, which writes it."""
     page = module.DOCUMENT.read_text()
     assert module.documented(page, report.read(module.ROWS)) == page
 
@@ -22,7 +23,7 @@ def test_a_committed_table_is_that_of_the_committed_rows(module):
 def test_a_liar_replaces_what_it_encodes(monkeypatch):
     monkeypatch.setattr(liars, "STEPS", 3)
     clean = liars.outcome("lion_cub", "sign flip", 0, 0)
-    assert clean == liars.outcome("lion_cub", "nobody", 3, 0)
+    assert clean == liars.outcome("lion_cub", "labels", 0, 0)
     assert clean != liars.outcome("lion_cub", "sign flip", 3, 0)
     codes = liars.lying(coding.midrise(3), "largest codes", 2)
     x = np.full((liars.WORKERS, 1, 128), 0.1, np.float32)

@@ -1,5 +1,6 @@
 """Accelerators by name, as their compilers know them: devices that nobody has at hand."""
 
+import importlib.util
 import os
 from typing import Any, NamedTuple
 
@@ -16,25 +17,25 @@ class Machine(NamedTuple):
       platform: "tpu" or "cuda".
       topology: of TPUs "v5e:2x4"; of GPUs "slices x nodes x devices of a node".
       devices: how many.
-      accelerator: what libtpu calls it; None for GPUs.
       matrix_rate: matrix work a second at its peak: bfloat16 operations of a GPU by its data sheet, XLA's
-        cycles of a TPU, whose data sheet has 197 TFLOP/s by four units of 128 x 128; None where unknown.
+        cycles of a TPU, whose data sheet has 197 TFLOP/s by four units of 128 x 128.
+      accelerator: what libtpu calls it; None for GPUs.
     """
 
     platform: str
     topology: str
     devices: int
+    matrix_rate: float
     accelerator: str | None = None
-    matrix_rate: float | None = None
 
 
 _V5E_CYCLES = 197e12 / (4 * 128 * 128 * 2)
 _H100_OPERATIONS = 989e12
 MACHINES = {
-    "v5e-8": Machine("tpu", "v5e:2x4", 8, "v5litepod-8", _V5E_CYCLES),
-    "v5e-256": Machine("tpu", "v5e:16x16", 256, "v5litepod-256", _V5E_CYCLES),
-    "h100-8": Machine("cuda", "1x1x8", 8, None, _H100_OPERATIONS),
-    "h100-64": Machine("cuda", "1x8x8", 64, None, _H100_OPERATIONS),
+    "v5e-8": Machine("tpu", "v5e:2x4", 8, _V5E_CYCLES, "v5litepod-8"),
+    "v5e-256": Machine("tpu", "v5e:16x16", 256, _V5E_CYCLES, "v5litepod-256"),
+    "h100-8": Machine("cuda", "1x1x8", 8, _H100_OPERATIONS),
+    "h100-64": Machine("cuda", "1x8x8", 64, _H100_OPERATIONS),
 }
 
 # What XLA asks a GPU about itself, of an H100 SXM, as NVIDIA's data sheet and CUDA's guide have it.
@@ -110,26 +111,18 @@ def mesh_of(name: str, sizes: dict[str, int]) -> Mesh:
 
 
 def _devices(machine: Machine) -> list[Any]:
-    _check_installed(machine)
-    if machine.platform == "tpu":
-        found = topologies.get_topology_desc(
-            platform="tpu", topology_name=machine.topology
-        )  # one process at a time, unless ALLOW_MULTIPLE_LIBTPU_LOAD is set
-    else:
-        found = topologies.get_topology_desc(
-            platform="cuda", target_config=_H100, topology=machine.topology
-        )
-    return list(found.devices)
-
-
-def _check_installed(machine: Machine) -> None:
-    import importlib.util
-
-    module, extra = {"tpu": ("libtpu", "tpu"), "cuda": ("jax_cuda12_plugin", "cuda")}[
-        machine.platform
-    ]
+    module, extra, options = {
+        "tpu": ("libtpu", "tpu", {"topology_name": machine.topology}),
+        "cuda": (
+            "jax_cuda12_plugin",
+            "cuda",
+            {"target_config": _H100, "topology": machine.topology},
+        ),
+    }[machine.platform]
     if importlib.util.find_spec(module) is None:
         raise ModuleNotFoundError(
             f"{module} is not installed, the compiler for {machine.topology}: "
             f"pip install -e '.[{extra}]' (jax {jax.__version__} chooses its version)"
         )
+    # libtpu is for one process at a time, unless ALLOW_MULTIPLE_LIBTPU_LOAD is set.
+    return list(topologies.get_topology_desc(platform=machine.platform, **options).devices)
