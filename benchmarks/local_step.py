@@ -24,7 +24,7 @@ import lioncub_jax as lc
 from lioncub_jax.exchange import decide, layout, transform, wires
 from lioncub_jax.exchange.bits import ROW
 from lioncub_jax.exchange.layout import Bucket, Flat
-from lioncub_jax.exchange.message import pack, unpack
+from lioncub_jax.exchange.message import pack_message, unpack_message
 from lioncub_jax.exchange.pieces import BucketPlan, WorkerPlan
 from lioncub_jax.exchange.step import Exchange
 
@@ -45,8 +45,8 @@ def loopback() -> wires.Wire:
     """The two-phase wire with its collectives short-circuited: what is sent comes back."""
 
     def collect(message, fmt, axis):
-        posted = jax.lax.optimization_barrier(pack(message, fmt))
-        return unpack(posted[:, None], fmt)
+        posted = jax.lax.optimization_barrier(pack_message(message, fmt))
+        return unpack_message(posted[:, None], fmt)
 
     def gather(replies, axis):
         copies = jnp.broadcast_to(replies[0], (WORKERS, replies.shape[1]))

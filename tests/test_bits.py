@@ -84,7 +84,7 @@ def test_tally_adds_the_codes_of_all_workers(p):
     for workers in [*range(1, 41), 100, 255, 256, 300, 511, 600]:
         codes = rng.integers(0, 2**p, (workers, 64))
         codes[:, 0], codes[:, 1] = 0, 2**p - 1
-        total = bits.tally(planes_of(codes, p))
+        total = bits.add_codes(planes_of(codes, p))
         assert len(total) == bits.sum_bits(workers, p)
         assert 2 ** (len(total) - 1) <= workers * (2**p - 1) < 2 ** len(total)
         np.testing.assert_array_equal(numbers_of(total, 64), codes.sum(0))
@@ -112,7 +112,7 @@ def test_sums_beyond_a_word_are_rounded_in_the_last_places():
     for most, count in ((2**32 - 1, 1000), (2**31, 7), (2**20, 2**13 + 1), (3, 5)):
         x = rng.integers(0, most, (2, count), np.uint32, endpoint=True)
         x[1] = most
-        found = jax.jit(bits.total, static_argnums=1)(x, most)
+        found = jax.jit(bits.add_numbers, static_argnums=1)(x, most)
         np.testing.assert_allclose(found, x.sum(1, dtype=np.uint64), rtol=2**-20)
     size, workers = 7 * 10**9, 256
     pairs = size * workers * (workers - 1) / 2

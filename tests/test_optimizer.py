@@ -20,6 +20,8 @@ from jax.sharding import PartitionSpec as P
 import lioncub_jax as lc
 from lioncub_jax.audit.compiled import collectives
 from lioncub_jax.exchange import layout, xla
+from lioncub_jax.exchange.arguments import part
+from lioncub_jax.exchange.votes import Majority
 from lioncub_jax.mesh import border
 
 # Options under which nothing is rounded if gradients are small whole numbers, and at most the sum of
@@ -109,6 +111,38 @@ def test_one_worker_with_several_buckets_is_the_one_with_one(run_workers):
     for owned in state.owner:
         assert owned.value.inner.count[:, 0].tolist() == [1, 1, 2, 3]
     assert state.votes.abstained[:, 0].tolist() == [0, 1, 0, 0]
+
+
+@part
+class CountedVotes(Majority):
+    """The majority, and at the owner the number of votes on each element of its chunk."""
+
+    has_state = True
+
+    def init(self, rows):
+        return jnp.zeros_like(rows)
+
+    def decide(self, received, context, state):
+        reply, _ = super().decide(received, context, ())
+        return reply, state + 1
+
+    def decide_locally(self, mean, present, dtype, row_sizes, state):
+        return mean, state + present
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_decision_of_votes_may_keep_a_state(run_workers, workers):
+    params, grads = of_shapes(SMALL), of_shapes(SMALL, 3, workers)
+    parts = {"memory": lc.momentum.nothing(), "workers": AXIS}
+    txs = {
+        "plain": lc.communicate(decision=lc.decide.majority(), **parts),
+        "counted": lc.communicate(decision=CountedVotes(), **parts),
+    }
+    done = run_workers(txs, params, grads, np.zeros((3, workers), bool))
+    (plain, _), (counted, state) = done["plain"], done["counted"]
+    assert_equal(counted, plain)
+    for step, votes in enumerate(state.owner[0].value):
+        assert (votes == step + 1).all()
 
 
 def test_a_mean_in_full_precision_goes_into_the_plain_optimizer(run_workers):

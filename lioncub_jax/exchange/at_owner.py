@@ -28,7 +28,7 @@ from lioncub_jax.exchange.votes import (
     decode_signs,
     number_of_ties,
     size_of_signs,
-    with_coins,
+    with_tie_bits,
 )
 from lioncub_jax.mesh import kernels
 
@@ -161,7 +161,7 @@ class AtOwner(Decision):
 
 
 def mean_of_values(received: Inbox | Sums, context: DecideContext) -> jax.Array:
-    """``mean_i dequantize(q_i)`` over the workers that take part: ``float32[chunks, rows, 128]``."""
+    """``mean_i dequantize(q_i)`` over the workers that participate: ``float32[chunks, rows, 128]``."""
     if isinstance(received, Sums):
         return received.sums * share(received.present)
     assert context.code.decode is not None
@@ -202,10 +202,10 @@ def _where_valid(valid: jax.Array, new: optax.OptState, old: optax.OptState) -> 
 def at_owner(tx: optax.GradientTransformation, reply: ReplyCodec | None = None) -> Decision:
     """Averages decoded gradients and runs ``tx`` on the owner's chunk of one global state.
 
-    ``g = mean_i dequantize(q_i)`` over the workers that took part, then ``u, state = tx.update(g,
-    state)``. If no worker takes part the state stays as it is, counters too, and the update is zero. An
+    ``g = mean_i dequantize(q_i)`` over the workers that participated, then ``u, state = tx.update(g,
+    state)``. If no worker participates the state stays as it is, counters too, and the update is zero. An
     element with a mean that is not finite (finite values can have a sum that is not) keeps its state, and
-    its update is zero: for ``sign()``, which has no zero within a row that moves, the coin of a tie. A
+    its update is zero: for ``sign()``, which has no zero within a row that moves, the fair bit of a tie. A
     mean has no bound: where workers may lie, vote.
 
     Args:
@@ -231,7 +231,7 @@ def at_owner(tx: optax.GradientTransformation, reply: ReplyCodec | None = None) 
 
 
 def sign() -> ReplyCodec:
-    """One bit: the sign, which of Lion is the whole update; where it is 0, the coin of a tie.
+    """One bit: the sign, which of Lion is the whole update; where it is 0, the fair bit of a tie.
 
     Example:
       >>> import lioncub_jax as lc, optax
@@ -247,7 +247,7 @@ def sign() -> ReplyCodec:
         moved = bits.any_in_rows(marks, context.format.num_rows)
         signs = Signs(positive, ~marks, moved)
         stats = stats._replace(ties=number_of_ties(signs, context))
-        return Reply([with_coins(signs, context)], moved, stats), error
+        return Reply([with_tie_bits(signs, context)], moved, stats), error
 
     return ReplyCodec("sign", encode, decode_signs, size_of_signs, local_update=jnp.sign)
 
@@ -283,7 +283,7 @@ def codes(p: int, dtype: DTypeLike = jnp.float32) -> ReplyCodec:
 
     ``x = u + e``, ``reply = Q(x)``, ``e = x - dequantize(reply)``. Codes are mid-rise, with a scale for
     each row of 128 from its mean magnitude, padding left out; half of it is rounded to bfloat16. A zero
-    counts as positive. Of one bit that is ``sign(x) mean|x|``. If no worker takes part, ``e`` stays as it
+    counts as positive. Of one bit that is ``sign(x) mean|x|``. If no worker participates, ``e`` stays as it
     is and the update is zero. The update of a single worker is ``x``.
 
     Args:
@@ -318,7 +318,7 @@ def codes(p: int, dtype: DTypeLike = jnp.float32) -> ReplyCodec:
         q = quantize.midrise_codes(x, x >= 0, 2 * half, p)
         new_error = quantize.saturated(x - values_of(q, half), error.dtype)
         new_error = jnp.where(valid, new_error, error)
-        # If no worker takes part no element is valid, so the scale is 0.
+        # If no worker participates no element is valid, so the scale is 0.
         row_data = half.astype(jnp.bfloat16).reshape(context.num_chunks, -1).view(jnp.uint32)
         return Reply(bits.pack(context.in_chunks(q), p), row_data, stats), new_error
 

@@ -261,7 +261,7 @@ def over_rows(words: jax.Array, rows: int) -> jax.Array:
 # --- Counting
 
 
-def tally(planes: Sequence[jax.Array]) -> list[jax.Array]:
+def add_codes(planes: Sequence[jax.Array]) -> list[jax.Array]:
     """Adds the codes of all workers, on packed words, with carry-save adders.
 
     Args:
@@ -277,7 +277,7 @@ def tally(planes: Sequence[jax.Array]) -> list[jax.Array]:
       >>> import jax.numpy as jnp
       >>> from lioncub_jax.exchange import bits
       >>> votes = jnp.array([[1], [1], [0]], jnp.uint32)
-      >>> [plane.tolist() for plane in bits.tally([votes])]
+      >>> [plane.tolist() for plane in bits.add_codes([votes])]
       [[0], [1]]
     """
     num_workers = planes[0].shape[0]
@@ -286,7 +286,7 @@ def tally(planes: Sequence[jax.Array]) -> list[jax.Array]:
     columns = [_terms(x[whole:]) for x in planes]
     if whole:
         groups = [x[:whole].reshape(-1, _GROUP, *x.shape[1:]) for x in planes]
-        sums = map(_terms, tally([jnp.moveaxis(x, 1, 0) for x in groups]))
+        sums = map(_terms, add_codes([jnp.moveaxis(x, 1, 0) for x in groups]))
         columns = [[*x, *y] for x, y in zip_longest(columns, sums, fillvalue=())]
     return [x[0] for x in _carry_save(columns, sum_bits(num_workers, len(planes)))]
 
@@ -353,7 +353,7 @@ def products(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> jax.Array:
     return functools.reduce(operator.add, terms)
 
 
-def total(numbers: jax.Array, most: int) -> jax.Array:
+def add_numbers(numbers: jax.Array, most: int) -> jax.Array:
     """Adds ``uint32[..., n]``, none of which is above ``most``: ``float32[...]``.
 
     Whole numbers are added as long as a word holds them, and what is then left in float32: sums beyond
@@ -440,7 +440,7 @@ def tie_bits(first_word: jax.Array | int, words: int, num_steps: jax.Array | int
     (MurmurHash3's finalizer) of the word's index and the step, so no key travels and a run repeats.
 
     Args:
-      first_word: ``uint32[]`` or int, the word of the flat buffer where these bits begin.
+      first_word: ``uint32[]`` or int, the word of all buckets where these bits begin.
       words: how many words.
       num_steps: ``int32[]``, steps taken before.
 

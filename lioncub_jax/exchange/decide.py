@@ -4,7 +4,7 @@ Each worker is the *owner* of one chunk of the rows, as it is of a shard of the 
 
 | decision | formula, over the n workers that vote | reply | source |
 |---|---|---|---|
-| ``majority()`` | ``u = sign(sum_i v_i)``, a tie is a fair coin | 1 bit | "MaVo", Distributed Lion |
+| ``majority()`` | ``u = sign(sum_i v_i)``, a tie is a fair bit | 1 bit | "MaVo", Distributed Lion |
 | ``ternary()`` | ``u = sign(sum_i v_i)``, a tie is 0 | 2 bits | the same, to the letter |
 | ``average()`` | ``u = sum_i v_i / (n max_code)`` | planes of the sum | "Avg", Distributed Lion |
 | ``at_owner(tx)`` | ``u, s = tx(mean_i dequantize(q_i), s)`` | ``u`` as sign, float32 or codes | ours |

@@ -10,7 +10,7 @@
 Leaves are cut into rows of 128 elements, the last one padded, and the rows of all leaves are one *bucket*,
 so that a step costs two collectives however many leaves there are. On a TPU a leaf of whole tiles of 8 x
 128 elements has its rows in the order of the tiles, as it lies in memory there. A large leaf takes whole
-blocks and is packed by itself; all small ones are joined in one array and packed together. Leaves that
+blocks and is packed alone; all small ones are joined in one array and packed together. Leaves that
 vary over different mesh axes may not share an array. So leaves of one set of mesh axes share a bucket.
 ``bucket_size`` splits it further, and then a worker abstains from each bucket separately.
 """

@@ -3,8 +3,8 @@
 The rows of a bucket are cut into as many chunks as there are workers. About one chunk a worker sends a
 message, and the chunk's owner sends a reply:
 
-    message    planes of codes | 1: takes part | of each row: voted on (1 bit), or its scale (bfloat16)
-    reply      planes of the decision | ties | workers that took part | pairs of votes | data of the rows
+    message    planes of codes | 1: participates | of each row: voted on (1 bit), or its scale (bfloat16)
+    reply      planes of the decision | ties | workers that participated | pairs of votes | data of the rows
 
 Row j of a packed message, ``uint32[W, words]``, goes to the owner of chunk j. What arrives is bounded: a
 worker may send any words, and has one vote.
@@ -31,7 +31,7 @@ class Message(NamedTuple):
       voted: ``uint32[blocks]``, one bit for each row on which the worker votes; None for codes with a zero
         and for codes that are decoded.
       scales: ``bfloat16[rows]``, the scale of each row, or None where it stays at the worker.
-      participates: ``bool[]``: all values are finite; of a bucket: the worker takes part.
+      participates: ``bool[]``: all values are finite; of a bucket: the worker participates.
     """
 
     planes: list[jax.Array]
@@ -47,7 +47,7 @@ class Inbox(NamedTuple):
       planes: ``uint32[W, chunks, words]`` each.
       voted: ``uint32[W, chunks, blocks]``, or None.
       scales: ``float32[W, chunks, rows]``, or None.
-      participates: ``uint32[W]``, 1 for a worker that takes part, 0 for one that abstains.
+      participates: ``uint32[W]``, 1 for a worker that participates, 0 for one that abstains.
       present: ``uint32[]``, the sum of ``participates``.
     """
 
@@ -64,7 +64,7 @@ class Sums(NamedTuple):
     Attributes:
       sums: of codes ``int32[chunks, rows, 128]``, or of values ``float32[chunks, rows, 128]``.
       voters: ``uint32[chunks, rows]``, how many workers vote on each row; None where all do.
-      present: ``uint32[]``, how many workers take part.
+      present: ``uint32[]``, how many workers participate.
     """
 
     sums: jax.Array
@@ -79,7 +79,7 @@ class BucketStats(NamedTuple):
       ties: ``uint32[chunks]``, elements with votes that cancel, in rows that move; 0 where none are
         counted.
       pairs: ``float32[chunks]`` each, pairs of votes that differ, and all pairs; () where none are counted.
-      present: ``uint32[]``, how many workers take part.
+      present: ``uint32[]``, how many workers participate.
     """
 
     ties: jax.Array
@@ -207,7 +207,7 @@ def _padded(parts: Sequence[Any], fmt: Format, words: int) -> jax.Array:
     return layout.pad_rows(jnp.concatenate(parts), fmt.num_workers * words)
 
 
-def pack(message: Message, fmt: Format) -> jax.Array:
+def pack_message(message: Message, fmt: Format) -> jax.Array:
     """Packs a message about all chunks: ``uint32[W, words]``."""
     row_data = message.voted
     if message.scales is not None:
@@ -216,7 +216,7 @@ def pack(message: Message, fmt: Format) -> jax.Array:
     return concatenate(fmt.message, fmt.num_workers, message.planes, numbers, row_data)
 
 
-def unpack(words: jax.Array, fmt: Format) -> Inbox:
+def unpack_message(words: jax.Array, fmt: Format) -> Inbox:
     """Unpacks the messages of all workers, ``uint32[W, chunks, words]``.
 
     Codes above the largest count as the largest, and only on rows that are voted on; scales that are no

@@ -113,9 +113,9 @@ def communicate(
       decision: of the owner of a chunk: ``majority()`` (default), ``ternary()`` (default for
         codes with a zero), ``average()`` or ``at_owner(tx)``.
       wire: ``two_phase()`` (default), ``gathered()``, ``counts()`` or ``all_reduce()``.
-      bucket_size: elements after which a new bucket begins; None for one bucket. Each travels as
-        soon as its gradients are there, so a worker abstains from each by itself: with a value that is
-        not finite it still votes on the others. See docs/reports/accelerators.md for when it pays.
+      bucket_size: elements after which a new bucket begins; None for no limit. Each bucket travels as
+        soon as its gradients are there, and a worker abstains from each separately: with a value that is
+        not finite in one it still votes on the others. See docs/reports/accelerators.md for when it pays.
 
     Returns:
       A transform. ``update(updates, state, params, abstain=None)`` takes gradients that vary over
@@ -427,41 +427,51 @@ def next_state(
     result: StepResult,
     grads: Sequence[jax.Array],
 ) -> CommunicateState:
-    """The state with its count, statistics and owner states; all sums over devices in one."""
-    every = (*exchange.axis, *exchange.group)
-    size = sum(math.prod(x.shape) * axes.shard(x, every)[1] for x in grads)
-    votes = jax.tree.map(jnp.zeros_like, state.votes)
-    votes = votes._replace(parameters=jnp.float32(size), abstentions=state.votes.abstentions)
-    owner: list[Flat] = []
-    if result.stats:
-        tie, pair = unit_of(size), unit_of(size * plan.num_workers**2)
-        totals = [in_units(stats, tie, pair) for stats in result.stats]
-        # Without bucket_size all buckets have the same voters.
-        present = [stats.present for stats in result.stats]
-        copies = present if plan.abstains_per_bucket else present[:1]
-        sums = axes.total_over_shards(totals, copies, exchange.axis)
-        num_present = sums[-len(copies) :].astype(jnp.int32)
-        if result.stats[0].pairs:
-            unlike, pairs = [x.astype(jnp.float32) * 2.0**pair for x in sums[1:3]]
-            votes = votes._replace(unlike=unlike, pairs=pairs)
-        abstained = plan.num_workers - jnp.min(num_present)
-        votes = votes._replace(
-            ties=jnp.minimum(sums[0].astype(jnp.float32) * 2**tie, jnp.float32(size)),
-            abstained=abstained,
-            abstentions=bits.add_count(votes.abstentions, abstained),
-        )
-        if state.owner:
-            per_bucket = (
-                num_present if plan.abstains_per_bucket else [num_present[0]] * len(present)
-            )
-            for n, s, old in zip(per_bucket, result.owner_states, state.owner, strict=True):
-                owner.append(Flat(with_counters(n, s, old.value), old.bucket))
+    """The state with its count, statistics and owner states."""
+    votes, num_present = count_votes(exchange, plan, state.votes, result.stats, grads)
+    owner = []
+    if state.owner:
+        for n, s, old in zip(num_present, result.owner_states, state.owner, strict=True):
+            owner.append(Flat(with_counters(n, s, old.value), old.bucket))
     count = optax.safe_increment(state.count)
     return state._replace(count=count, owner=tuple(owner), votes=votes)
 
 
+def count_votes(
+    exchange: Exchange,
+    plan: WorkerPlan,
+    votes: VoteCounts,
+    stats: Sequence[BucketStats],
+    grads: Sequence[jax.Array],
+) -> tuple[VoteCounts, list[jax.Array]]:
+    """Statistics of a step, and for each bucket the number of workers present, by one sum over devices."""
+    every = (*exchange.axis, *exchange.group)
+    size = sum(math.prod(x.shape) * axes.shard(x, every)[1] for x in grads)
+    abstentions, votes = votes.abstentions, jax.tree.map(jnp.zeros_like, votes)
+    votes = votes._replace(parameters=jnp.float32(size), abstentions=abstentions)
+    if not stats:
+        return votes, []
+    tie, pair = unit_of(size), unit_of(size * plan.num_workers**2)
+    totals = [in_units(x, tie, pair) for x in stats]
+    # Without bucket_size all buckets have the same voters.
+    present = [x.present for x in stats]
+    copies = present if plan.abstains_per_bucket else present[:1]
+    sums = axes.total_over_shards(totals, copies, exchange.axis)
+    num_present = sums[-len(copies) :].astype(jnp.int32)
+    if stats[0].pairs:
+        unlike, pairs = [x.astype(jnp.float32) * 2.0**pair for x in sums[1:3]]
+        votes = votes._replace(unlike=unlike, pairs=pairs)
+    abstained = plan.num_workers - jnp.min(num_present)
+    votes = votes._replace(
+        ties=jnp.minimum(sums[0].astype(jnp.float32) * 2**tie, jnp.float32(size)),
+        abstained=abstained,
+        abstentions=bits.add_count(abstentions, abstained),
+    )
+    return votes, [num_present[k if plan.abstains_per_bucket else 0] for k in range(len(stats))]
+
+
 def with_counters(present: jax.Array, new: optax.OptState, old: optax.OptState) -> optax.OptState:
-    """An owner's state, with counters that move only if a worker takes part.
+    """An owner's state, with counters that move only if a worker participates.
 
     A counter has the type of a replicated value, and so has the number of workers present.
     """

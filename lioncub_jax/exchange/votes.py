@@ -63,8 +63,8 @@ def tally(received: Inbox | Sums, context: DecideContext) -> Tally:
     fmt = context.format
     width = fmt.max_sum.bit_length()
     if isinstance(received, Inbox):
-        voters = None if received.voted is None else bits.tally([received.voted])
-        return Tally(bits.tally(received.planes)[:width], voters)
+        voters = None if received.voted is None else bits.add_codes([received.voted])
+        return Tally(bits.add_codes(received.planes)[:width], voters)
     planes, voters = bits.pack(received.sums.astype(jnp.uint32), width), None
     if received.voters is not None:
         voters = []
@@ -116,7 +116,7 @@ def pairs_of_votes(counted: Tally, context: DecideContext) -> tuple[jax.Array, j
         in_row *= context.row_sizes.reshape(in_row.shape).astype(jnp.float32)
     unlike = bits.products(upper, bits.difference(votes, upper))
     largest = BLOCK * context.format.num_workers**2 // 4
-    return bits.total(unlike, largest), jnp.sum(in_row, axis=-1)
+    return bits.add_numbers(unlike, largest), jnp.sum(in_row, axis=-1)
 
 
 class Vote(Decision):
@@ -174,9 +174,9 @@ class Majority(Vote):
     def encode_reply(
         self, counted: Tally, context: DecideContext
     ) -> tuple[Planes, jax.Array | None, Signs]:
-        """A plane of signs, of which ties are a coin, and the rows that move."""
+        """A plane of signs, with fair bits for ties, and the rows that move."""
         signs = signs_of_sum(counted, context.format)
-        return [with_coins(signs, context)], signs.moved, signs
+        return [with_tie_bits(signs, context)], signs.moved, signs
 
     def decode(
         self, planes: Planes, row_data: jax.Array | None, num_rows: int, fmt: Format
@@ -254,7 +254,7 @@ class Average(Vote):
 
 
 def majority() -> Decision:
-    """``u = sign(sum_i v_i)`` in one bit, ties broken by a fair coin; one more bit for each row of 128.
+    """``u = sign(sum_i v_i)`` in one bit, ties broken by a fair bit; one more bit for each row of 128.
 
     Example:
       >>> import lioncub_jax as lc
@@ -300,8 +300,8 @@ def size_of_sum(num_rows: int, max_code: int, num_workers: int, row_words: int) 
     return reply_size(planes, num_rows * bits.WORDS_PER_ROW, row_words)
 
 
-def with_coins(signs: Signs, context: DecideContext) -> jax.Array:
-    """One bit for each element: its sign, or a fair coin."""
+def with_tie_bits(signs: Signs, context: DecideContext) -> jax.Array:
+    """One bit for each element: its sign, or a fair bit."""
     return signs.positive | (signs.tied & context.tie_bits)
 
 

@@ -33,10 +33,10 @@ from lioncub_jax.exchange.message import (
     Message,
     Reply,
     Sums,
-    pack,
+    pack_message,
     pack_reply,
     padded_size,
-    unpack,
+    unpack_message,
     unpack_reply,
     voted_planes,
 )
@@ -101,9 +101,9 @@ def two_phase() -> Wire:
     """
 
     def collect(message: Message, fmt: Format, axis: Axes) -> Inbox:
-        packed = pack(message, fmt)
+        packed = pack_message(message, fmt)
         received = lax.all_to_all(packed, axis, split_axis=0, concat_axis=0, tiled=True)
-        return unpack(received[:, None], fmt)
+        return unpack_message(received[:, None], fmt)
 
     def gather(replies: jax.Array, axis: Axes) -> jax.Array:
         return gather_words(replies[0], axis)
@@ -120,9 +120,9 @@ def gathered() -> Wire:
     """
 
     def collect(message: Message, fmt: Format, axis: Axes) -> Inbox:
-        received = gather_words(pack(message, fmt).reshape(-1), axis)
+        received = gather_words(pack_message(message, fmt).reshape(-1), axis)
         received = received.reshape(fmt.num_workers, fmt.num_workers, -1)
-        return unpack(received, fmt)
+        return unpack_message(received, fmt)
 
     return Wire("gathered", collect)
 
@@ -156,7 +156,7 @@ def counts(dtype: DTypeLike = jnp.int8) -> Wire:
         if voted is not None:
             signed = signed * voted.astype(jnp.int32)[..., None]
             voters = voted.reshape(-1).astype(dtype)
-        # Votes, voters of each row, and workers that take part, in one all-reduce.
+        # Votes, voters of each row, and workers that participate, in one all-reduce.
         sent = signed.astype(dtype).reshape(-1), voters, message.participates[None].astype(dtype)
         total = lax.psum(jnp.concatenate(sent), axis).astype(jnp.int32)
         sums, voters, present = jnp.split(total, [signed.size, signed.size + voters.size])
@@ -323,9 +323,9 @@ def mean_chunk(rows: jax.Array, group: Axes) -> jax.Array:
     return summed / lax.axis_size(group)
 
 
-def from_group(answers: jax.Array, group: Axes) -> jax.Array:
+def from_group(replies: jax.Array, group: Axes) -> jax.Array:
     """``uint32[...]`` of each device's chunk to ``uint32[group, ...]``, the same on the whole group."""
-    return lax.all_gather(answers, group, to="invarying")
+    return lax.all_gather(replies, group, to="invarying")
 
 
 def from_one(words: jax.Array, source: jax.Array, axis: Axes) -> jax.Array:
