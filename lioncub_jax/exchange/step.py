@@ -13,10 +13,11 @@ the *owner* of chunk j, as of a shard of the optimizer's state in ZeRO-1; it may
     remember      mu_i = b2 mu_i + (1 - b2) g_i              at worker i               momentum.py
                   e_i = keep * (c_i + e_i - dequantize(q_i))                           quantize.py
 
-Codes lie in ``0..max_code``. Votes: ``u_j = sign(sum_i v_i)``, of signed codes ``v_i = 2 q_i - max_code``.
-An optimizer ``tx`` at the owners: ``u_j, s_j = tx(mean_i dequantize(q_i); s_j)``. Like the result of
-``optax.scale_by_lion``, ``u`` is multiplied by the negative learning rate further on in the chain. That is
-the two-phase wire; with the others there are no owners, and every worker decides on all chunks.
+Codes lie in ``0..max_code``, and ``keep`` is a number of the code, at most 1. Votes: ``u_j = sign(sum_i
+v_i)``, of signed codes ``v_i = 2 q_i - max_code``. An optimizer ``tx`` at the owners: ``u_j, s_j =
+tx(mean_i dequantize(q_i); s_j)``. A later transform of the chain multiplies ``u`` by the negative learning
+rate, as after ``optax.scale_by_lion``. These are the collectives of the two-phase wire. With other wires
+every worker decides on all chunks.
 
 Leaves travel in *buckets*: in one, or with ``bucket_size`` in several. Each *piece* of a bucket has codes
 of its own: a large leaf, or all small leaves joined. A worker with a value that is not finite abstains: it
