@@ -39,7 +39,7 @@ from lioncub_jax.exchange.transform import communicate
 from lioncub_jax.exchange.wires import Wire
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import AxisName
-from lioncub_jax.mesh.placement import Workers, names_of
+from lioncub_jax.mesh.placement import Workers, worker_axes
 
 # A tree of bools like the parameters, or a function of them to one; None for all leaves.
 Mask: TypeAlias = optax.Params | Callable[[optax.Params], optax.Params] | None
@@ -228,7 +228,7 @@ def owner_lion(
     check_betas(b1=b1, b2=b2)
     check_mu_dtype(mu_dtype)
     direction = owner(
-        _of_numbers(optax.scale_by_lion, b1, b2, mu_dtype), workers=workers, quantizer=quantizer,
+        _with_numbers(optax.scale_by_lion, b1, b2, mu_dtype), workers=workers, quantizer=quantizer,
         reply=decide.sign(), wire=wire, bucket_size=bucket_size,
     )  # fmt: skip
     return descending(direction, learning_rate, weight_decay, mask)
@@ -279,7 +279,7 @@ def owner_adamw(
     """
     check_betas(b1=b1, b2=b2)
     direction = owner(
-        _of_numbers(optax.scale_by_adam, b1, b2, eps), workers=workers, quantizer=quantizer,
+        _with_numbers(optax.scale_by_adam, b1, b2, eps), workers=workers, quantizer=quantizer,
         reply=reply, wire=wire, bucket_size=bucket_size,
     )  # fmt: skip
     return descending(direction, learning_rate, weight_decay, mask)
@@ -344,7 +344,7 @@ def owner(
     )  # fmt: skip
 
 
-def _of_numbers(
+def _with_numbers(
     make: Callable[..., optax.GradientTransformation], *numbers: ArrayLike | DTypeLike | None
 ) -> optax.GradientTransformation:
     """A transform whose numbers are leaves of it: a traced one in a closure fails on Explicit axes."""
@@ -425,7 +425,7 @@ def global_gradients(
       >>> import lioncub_jax as lc, optax
       >>> tx = lc.global_gradients(optax.adamw(1e-3), workers="data")
     """
-    axis, group = names_of(workers)
+    axis, group = worker_axes(workers)
     everyone = (*axis, *group)
     if dtype is not None:
         check_floating("dtype", dtype)

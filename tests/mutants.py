@@ -324,8 +324,8 @@ MUTANTS = r"""
 + i != last and not inside[i]
 
 = what a class declares is not asked in front of an exchange
-- holders_of(part, in_front=front) if holder is None
-+ holders_of(part, in_front=front) if holder is None or front
+- find_holders(part, in_front=front) if holder is None
++ find_holders(part, in_front=front) if holder is None or front
 
 # training/mapped.py: chains
 = one NaN stays in what is in front of the vote
@@ -348,7 +348,7 @@ MUTANTS = r"""
 
 # training/gradients.py: gradients training chains
 = results lie over the workers alone
-- if has_aux and typed:
+- if has_aux and set(workers.inner).intersection(workers.mesh.explicit_axes):
 + if has_aux and not workers.axes:
 
 = parameters are not cast, and gradients come summed
@@ -415,7 +415,7 @@ MUTANTS = r"""
 
 # mesh/hosts.py: processes
 = hosts whose scalars differ train on
-- "scalars": [f"{name} = {np.asarray(words_of(x)).tolist()}"
+- "scalars": [f"{name} = {np.asarray(key_words(x)).tolist()}"
 + "scalars": [f"{name}"
 
 # mesh/hosts.py: processes
@@ -570,8 +570,8 @@ MUTANTS = r"""
 + True
 
 = workers of a lost machine owe what others owe in the mean
-- jnp.zeros_like(left[0]) if info.holder is Holder.FEEDBACK else mean_of(left)
-+ mean_of(left)
+- jnp.zeros_like(left[0]) if info.holder is Holder.FEEDBACK else merge_over_workers(left)
++ merge_over_workers(left)
 
 # tools/run/snapshots.py: snapshots
 = snapshots of an earlier start go as soon as there is one of this start

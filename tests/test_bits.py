@@ -12,7 +12,7 @@ from lioncub_jax.exchange import bits, transform
 from lioncub_jax.exchange.message import BucketStats
 
 
-def words_of(x):
+def key_words(x):
     """``bool[..., rows, 128]`` to ``uint32[..., 4 rows]``, by numpy; a half block folds its lanes."""
     whole = x.shape[-2] - x.shape[-2] % 32
     parts = [x[..., r : r + 32, :] for r in range(0, whole, 32)]
@@ -47,7 +47,7 @@ def numbers_of(planes, n):
 def test_a_word_of_a_lane_has_a_bit_of_each_row_and_codes_come_back(rows, p, lead):
     codes = np.random.default_rng(rows).integers(0, 2**p, (*lead, rows, 128), np.uint32)
     packed = jax.jit(bits.pack, static_argnums=1)(codes, p)
-    np.testing.assert_array_equal(packed, [words_of(codes >> k & 1 == 1) for k in range(p)])
+    np.testing.assert_array_equal(packed, [key_words(codes >> k & 1 == 1) for k in range(p)])
     for undo, kind in ((bits.unpack, "uint32"), (bits.unpack_stored, f"uint{8 * -(-p // 8)}")):
         found = jax.jit(undo, static_argnums=1)(packed, rows)
         np.testing.assert_array_equal(found, codes)
@@ -58,7 +58,7 @@ def test_a_word_of_a_lane_has_a_bit_of_each_row_and_codes_come_back(rows, p, lea
 def test_row_words_hold_a_bit_of_each_row(rows):
     rng = np.random.default_rng(rows)
     x = rng.random((3, rows, 128)) < rng.choice([0, 0.01, 1], (3, rows, 1))
-    some, words = x.any(-1), words_of(x)
+    some, words = x.any(-1), key_words(x)
     found, back, marked, over = jax.jit(
         lambda some, words: (
             packed := bits.pack_rows(some),
@@ -71,7 +71,7 @@ def test_row_words_hold_a_bit_of_each_row(rows):
     np.testing.assert_array_equal(found, row_words_of(some))
     np.testing.assert_array_equal(back, some)
     np.testing.assert_array_equal(marked, found)
-    np.testing.assert_array_equal(over, words_of(np.broadcast_to(some[..., None], x.shape)))
+    np.testing.assert_array_equal(over, key_words(np.broadcast_to(some[..., None], x.shape)))
 
 
 # --- Counting

@@ -25,7 +25,7 @@ import lioncub_jax as lc
 from lioncub_jax.baselines.dgc import dgc
 from lioncub_jax.checkpoint import Checkpoints, Damaged, files, stop_on_sigterm
 from lioncub_jax.checkpoint.layout import paths_of
-from lioncub_jax.mesh.hosts import words_of
+from lioncub_jax.mesh.hosts import key_words
 from lioncub_jax.tools.run import Snapshots
 
 # Of the last leaf almost every owner has some rows.
@@ -131,7 +131,7 @@ def trained(name, unlike):
 
 def values(tree):
     """Leaves by path, as numpy; of random keys their words."""
-    return {path: np.asarray(words_of(x)) for path, x in paths_of(tree).items()}
+    return {path: np.asarray(key_words(x)) for path, x in paths_of(tree).items()}
 
 
 def assert_same(found, wanted, but="nothing"):

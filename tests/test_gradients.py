@@ -278,7 +278,7 @@ def test_logical_names_become_axes_by_the_rules():
     with nn.logical_axis_rules(RULES):
         assert lc.mesh.specs_of(params) == {"kernel": P(None, "tensor"), "bias": P()}
     with pytest.raises(ValueError, match=r"'none'.* of a logical name flax.linen.logical_to"):
-        workers_of().cut(nn.meta.unbox(params), lc.mesh.specs_of(params))
+        workers_of().param_specs(nn.meta.unbox(params), lc.mesh.specs_of(params))
 
 
 # --- nnx modules

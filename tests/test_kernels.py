@@ -19,7 +19,7 @@ from lioncub_jax.mesh import kernels
 @pytest.fixture
 def as_tpu(monkeypatch):
     """``as_tpu(True)``: programs are traced as for a TPU, with its kernel as plain JAX."""
-    pack = functools.partial(kernels.pack, interpret=True)
+    pack = functools.partial(kernels.pack_tiles, interpret=True)
 
     def choose(yes):
         monkeypatch.setattr(kernels, "pack", pack)
@@ -37,14 +37,14 @@ def codes_of(p, *lead_and_rows):
 @pytest.mark.parametrize(("blocks", "p"), [(1, 9), (32, 1), (33, 4), (70, 8)])
 def test_packed_by_the_kernel_codes_are_the_same_words(blocks, p):
     codes = codes_of(p, blocks * BLOCK)
-    got = kernels.pack(codes, p, interpret=True)
+    got = kernels.pack_tiles(codes, p, interpret=True)
     np.testing.assert_array_equal(got, bits.pack(codes, p))
 
 
 @pytest.mark.parametrize(("p", "lead"), [(1, ()), (5, (3,)), (9, (2, 2))])
 def test_codes_come_back_in_two_steps(p, lead):
     codes = codes_of(p, *lead, 2 * BLOCK)
-    np.testing.assert_array_equal(kernels.unpack(bits.pack(codes, p)), codes)
+    np.testing.assert_array_equal(kernels.unpack_tiles(bits.pack(codes, p)), codes)
 
 
 STEPS, WORKERS = 2, 5

@@ -100,7 +100,7 @@ def of(
     """
     check_workers(workers)
     check_kinds(tx=(tx, optax.GradientTransformation))
-    cut = workers.cut(params, specs)
+    cut = workers.param_specs(params, specs)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     grads = jax.tree.map(lambda x: x.update(shape=(workers.count, *x.shape)), shapes)
     on = on_mesh(tx, workers, specs=cut)

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from lioncub_jax.exchange import bits, checks, decide, quantize, wires
 from lioncub_jax.mesh import axes, placement
 from lioncub_jax.mesh.axes import Axes, AxisName
-from lioncub_jax.mesh.placement import Workers, names_of
+from lioncub_jax.mesh.placement import Workers, worker_axes
 from lioncub_jax.optimizers import owner
 
 Leaves = list[jax.Array]
@@ -24,7 +24,7 @@ def one_level(method: str, workers: AxisName | Workers) -> Axes:
     Raises:
       ValueError: for workers in two levels.
     """
-    axis, group = names_of(workers)
+    axis, group = worker_axes(workers)
     if group:
         raise ValueError(
             f"{method} has no two levels, but the workers have {workers}: it would have to send what a "
@@ -49,7 +49,7 @@ def behind(
     workers: AxisName | Workers | None,
 ) -> optax.GradientTransformationExtraArgs:
     """A mean, and behind it a transform whose state is the same on all workers."""
-    axis, tx = names_of(workers)[0], optax.with_extra_args_support(tx)
+    axis, tx = worker_axes(workers)[0], optax.with_extra_args_support(tx)
 
     def init(params: optax.Params) -> optax.OptState:
         return tx.init(wires.agreed(params, axis))

@@ -48,7 +48,7 @@ from lioncub_jax.exchange.arguments import check_betas, check_count, check_numbe
 from lioncub_jax.exchange.transform import CommunicateState
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import Axes, AxisName
-from lioncub_jax.mesh.placement import Workers, names_of
+from lioncub_jax.mesh.placement import Workers, worker_axes
 from lioncub_jax.optimizers import Mask, descending, owner
 
 _NEVER = 2**31 - 1
@@ -183,11 +183,11 @@ def zero_one_adam(
         optax.identity(), workers=workers, quantizer=quantize.dense(), reply=decide.values(),
         wire=wires.all_reduce(),
     )  # fmt: skip
-    moments = _Moments(b1, b2, coded_mean(1, workers), floats, names_of(workers)[0])
+    moments = _Moments(b1, b2, coded_mean(1, workers), floats, worker_axes(workers)[0])
 
     def init(params: optax.Params) -> OneBitAdamState:
         params = checks.check_leaves(params)
-        agreed = wires.agreed(params, sum(names_of(workers), ()))
+        agreed = wires.agreed(params, sum(worker_axes(workers), ()))
         mu, nu = (optax.tree.zeros_like(agreed, dtype=jnp.float32) for _ in range(2))
         count, updates = jnp.zeros(2, jnp.int32)
         return OneBitAdamState(count, updates, mu, nu, moments.codes.init(_wide(params)))

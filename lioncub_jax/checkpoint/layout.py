@@ -17,7 +17,7 @@ from jax.sharding import Sharding
 from lioncub_jax.exchange.holder import Holder
 from lioncub_jax.exchange.layout import Bucket, Flat
 from lioncub_jax.mesh import axes
-from lioncub_jax.mesh.hosts import is_key, words_of
+from lioncub_jax.mesh.hosts import is_key, key_words
 from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.mesh.specs import axes_in, cuts_of, product, shard_shape, spec_of
 
@@ -149,7 +149,7 @@ def layout_of(state: Any, workers: Workers) -> Layout:
         this = declared.get(path, default)
         if this.holder in PER_WORKER and not stacked and workers.count > 1:
             _refuse_label(path, x.shape, workers)
-        shape = jax.eval_shape(words_of, x).shape if is_key(x) else x.shape
+        shape = jax.eval_shape(key_words, x).shape if is_key(x) else x.shape
         over_workers = {*axes_in(P(*spec[:1]))} & {*axes.names(workers.axis)}
         num_workers = product(workers.mesh.shape, over_workers)
         info = ArrayInfo(shape, str(x.dtype), this.holder, this.packing)

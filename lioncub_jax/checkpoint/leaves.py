@@ -35,9 +35,9 @@ from lioncub_jax.checkpoint.layout import (
 from lioncub_jax.exchange.bits import ROW
 from lioncub_jax.exchange.holder import Holder
 from lioncub_jax.exchange.layout import Bucket, Segment, to_shape
-from lioncub_jax.exchange.means import mean_of
+from lioncub_jax.exchange.means import merge_over_workers
 from lioncub_jax.mesh.checksum import untyped
-from lioncub_jax.mesh.hosts import is_key, words_of
+from lioncub_jax.mesh.hosts import is_key, key_words
 from lioncub_jax.mesh.placement import Workers
 
 # --- From a state to leaves
@@ -48,7 +48,7 @@ def arrays_of(state: Any) -> dict[str, jax.Array]:
     arrays = {}
     for path, x in paths_of(state).items():
         if x.size:
-            words = jax.jit(words_of)(x) if is_key(x) else x
+            words = jax.jit(key_words)(x) if is_key(x) else x
             arrays[path] = jax.device_put(words, _auto(x.sharding))
     return arrays
 
@@ -241,11 +241,11 @@ def _resize(x: jax.Array, count: int, keep: bool, is_feedback: bool) -> jax.Arra
       is_feedback: the mean over the workers stays as it was: no error is lost with its worker.
     """
     survivors = x[: min(count, len(x))] if keep else x[:0]
-    mean = mean_of(x)
+    mean = merge_over_workers(x)
     new = jnp.broadcast_to(mean, (count - len(survivors), *x.shape[1:])).astype(x.dtype)
     new = jnp.concatenate([survivors, new])
     if is_feedback and keep and count < len(x):
-        new = (new.astype(mean.dtype) + mean - mean_of(new)).astype(x.dtype)
+        new = (new.astype(mean.dtype) + mean - merge_over_workers(new)).astype(x.dtype)
     return new
 
 

@@ -34,7 +34,7 @@ from lioncub_jax.exchange.holder import Holder
 from lioncub_jax.mesh.axes import AxisName
 from lioncub_jax.mesh.checksum import checksums, untyped
 from lioncub_jax.mesh.hosts import any_process, gathered_json, together
-from lioncub_jax.mesh.placement import Workers, names_of
+from lioncub_jax.mesh.placement import Workers, worker_axes
 
 RULES = ("mean", "keep")
 _NOT_THERE = FileNotFoundError, IsADirectoryError, NotADirectoryError, Damaged
@@ -111,7 +111,7 @@ class Checkpoints:
             raise ValueError(
                 f"best={best!r}: give 'min' or 'max', or None to keep the newest alone"
             )
-        names_of(workers)  # raises for what names none
+        worker_axes(workers)  # raises for what names none
         self.workers = workers
         self._keep, self._best, self._timeout = keep, best, timeout
         self.directory, self._steps_before = files.check_directory(directory)

@@ -13,8 +13,8 @@ from lioncub_jax.checkpoint.layout import field_of, paths_of
 from lioncub_jax.mesh import boxes
 from lioncub_jax.mesh.axes import AxisName, spelled
 from lioncub_jax.mesh.checksum import untyped
-from lioncub_jax.mesh.hosts import is_key, of_words, put, words_of
-from lioncub_jax.mesh.placement import Workers, names_of
+from lioncub_jax.mesh.hosts import from_key_words, is_key, key_words, put
+from lioncub_jax.mesh.placement import Workers, worker_axes
 
 NUMBERS = bool, int, float, complex, np.generic, np.ndarray
 
@@ -59,7 +59,7 @@ def check_not_donated(call: str, state: Any) -> None:
 def on_workers(call: str, state: Any, workers: AxisName | Workers) -> tuple[Any, Workers]:
     """A state as `on_one_mesh`, and workers with the same axes on that mesh."""
     state, mesh = on_one_mesh(call, state)
-    axis, group = names_of(workers)
+    axis, group = worker_axes(workers)
     return state, Workers(mesh, spelled(axis), spelled(group))  # type: ignore[arg-type]
 
 
@@ -136,7 +136,7 @@ def _everywhere(name: str, x: Any, mesh: Mesh) -> jax.Array:
             f"{name} is a ShapeDtypeStruct that does not lie on a mesh: give it a NamedSharding"
         )
     if is_key(x):
-        return of_words(_everywhere(name, words_of(x), mesh), x)
+        return from_key_words(_everywhere(name, key_words(x), mesh), x)
     host = np.asarray(x)
     held = host.astype(jax.dtypes.canonicalize_dtype(host.dtype))
     if np.issubdtype(host.dtype, np.integer) and (held != host).any():

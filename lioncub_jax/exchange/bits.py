@@ -79,7 +79,7 @@ def pack(codes: jax.Array, p: int = 1, zero_signs: jax.Array | None = None) -> l
     lead, rows = codes.shape[:-2], codes.shape[-2]
     if kernels.for_tpu() and rows % BLOCK == 0:
         flat = codes.astype(jnp.uint32).reshape(-1, ROW)
-        planes = [x.reshape(*lead, -1) for x in kernels.pack(flat, p)]
+        planes = [x.reshape(*lead, -1) for x in kernels.pack_tiles(flat, p)]
         return planes if zero_signs is None else _set_zero_signs(planes, zero_signs)
     sides = [None, None] if zero_signs is None else _in_blocks(zero_signs, rows)
     blocks = zip(_rows_in_blocks(codes), sides, strict=False)
@@ -164,7 +164,7 @@ def unpack(planes: jax.Array | Sequence[jax.Array], rows: int) -> jax.Array:
       3
     """
     if kernels.for_tpu() and rows % BLOCK == 0:
-        return kernels.unpack(list(planes))
+        return kernels.unpack_tiles(list(planes))
     return functools.reduce(operator.or_, [_bits(x, rows) << k for k, x in enumerate(planes)])
 
 

@@ -20,7 +20,7 @@ def _is_float8(x: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1
 
 
-def mean_of(x: jax.Array) -> jax.Array:
+def merge_over_workers(x: jax.Array) -> jax.Array:
     """The mean of ``[workers, ...]``, in float32 at least; of whole numbers and bools the largest."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return jnp.max(x, axis=0)

@@ -28,7 +28,7 @@ from lioncub_jax.exchange.step import Exchange, step
 from lioncub_jax.exchange.transform import init_owner_states, plan_worker
 from lioncub_jax.mesh import axes, placement
 from lioncub_jax.mesh.axes import Axes, AxisName
-from lioncub_jax.mesh.placement import Workers, names_of
+from lioncub_jax.mesh.placement import Workers, worker_axes
 
 __all__ = ["Schedule", "SyncState", "coded", "every", "first", "sync_momentum", "thinning"]
 
@@ -222,7 +222,7 @@ def sync_momentum(
     Source: Lion Cub (arXiv 2411.16462), selective momentum synchronization; codes are ours.
     """
     check_schedule(schedule)
-    axis, group = names_of(workers)
+    axis, group = worker_axes(workers)
     where = checks.as_mask("where", where)
     exchange = None if schedule.code is None else coded_exchange(schedule.code, axis)
     inner = optax.with_extra_args_support(inner)

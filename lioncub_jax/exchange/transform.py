@@ -147,7 +147,7 @@ def communicate(
     check_kinds(memory=(memory, Memory), decision=(decision, Decision), wire=(wire, Wire))
     code = decision.code_of(quantizer)
     check_wire(decision, quantizer, code, wire)
-    axis, group = placement.names_of(workers)
+    axis, group = placement.worker_axes(workers)
     if group:
         checks.check_group(quantizer, code)
     if bucket_size is not None:

@@ -28,19 +28,19 @@ def is_box(x: Any) -> bool:
     return isinstance(x, _kinds())
 
 
-def boxes_of(tree: Any) -> list[Any]:
+def find_boxes(tree: Any) -> list[Any]:
     """The boxes in a tree."""
     return list(filter(is_box, jax.tree.leaves(tree, is_leaf=is_box)))
 
 
-def of_linen(x: Any) -> bool:
+def is_linen_box(x: Any) -> bool:
     """True for a box of flax linen, which always has names."""
     return isinstance(x, _kinds()[:1])
 
 
 def opened(tree: Any) -> Any:
     """The arrays in boxes of flax linen, where they lie; ``unbox`` of flax would lay them elsewhere."""
-    return jax.tree.map(lambda x: x.value if of_linen(x) else x, tree, is_leaf=of_linen)
+    return jax.tree.map(lambda x: x.value if is_linen_box(x) else x, tree, is_leaf=is_linen_box)
 
 
 def boxed_like(like: Any, tree: Any) -> Any:
@@ -66,7 +66,7 @@ def named(state: Any, specs: Any, params: optax.Params, workers: Workers) -> Any
       params: parameters of which some are boxed.
       workers: a `Workers`.
     """
-    box = _partitioned if any(map(of_linen, boxes_of(params))) else _variable
+    box = _partitioned if any(map(is_linen_box, find_boxes(params))) else _variable
 
     def name(x: Any, spec: Any) -> Any:
         entries = jax.tree.leaves(spec)

@@ -65,7 +65,7 @@ def copies(arrays: dict[str, jax.Array]) -> dict[str, Copies]:
     lie = [NamedSharding(mesh, spec) for spec in specs]
     plain = jax.device_put([arrays[path] for path in paths], lie)
     with jax.set_mesh(mesh):  # whatever mesh the caller has set
-        each = [_of_devices(*one) for one in zip(plain, lie, strict=True)]
+        each = [_device_checksums(*one) for one in zip(plain, lie, strict=True)]
         # For every process.
         sums = np.asarray(jax.jit(jnp.stack, out_shardings=NamedSharding(mesh, P()))(each))
     held = {}
@@ -83,7 +83,7 @@ def untyped(mesh: Mesh) -> Mesh:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _of_devices(whole: jax.Array, lies: NamedSharding) -> jax.Array:
+def _device_checksums(whole: jax.Array, lies: NamedSharding) -> jax.Array:
     """Sums over what each device holds of an array, ``uint32[devices, 2]``; compiled once for a shape."""
 
     def of_device(own: Any, start: Any) -> jax.Array:
@@ -116,7 +116,7 @@ def checksum(x: jax.Array, start: Any = 0, whole: tuple[int, ...] = ()) -> jax.A
       start: of a shard the number of its first element in the whole array.
       whole: of a shard the shape of that.
     """
-    words, k = bits_of(x), max(1, x.dtype.itemsize // 4)
+    words, k = to_words(x), max(1, x.dtype.itemsize // 4)
     whole = whole or x.shape
     shape = (*whole[:-1], math.prod(whole[-1:]) * k)
     index = jnp.full(words.shape, jnp.uint32(start) * k)
@@ -135,14 +135,14 @@ def mix(h: jax.Array) -> jax.Array:
     return h ^ (h >> 16)
 
 
-def bits_of(x: jax.Array) -> jax.Array:
+def to_words(x: jax.Array) -> jax.Array:
     """The bits of all elements in words ``uint32``, one each, or two of 8 bytes along the last axis."""
     x = jnp.atleast_1d(x).astype(_in_bytes(x.dtype))
     return x.view(_width(x.dtype)).astype(jnp.uint32)
 
 
-def of_bits(words: jax.Array, like: jax.Array) -> jax.Array:
-    """Undoes `bits_of` of an array of that dtype and shape."""
+def from_words(words: jax.Array, like: jax.Array) -> jax.Array:
+    """Undoes `to_words` of an array of that dtype and shape."""
     held = _in_bytes(like.dtype)
     return words.astype(_width(held)).view(held).astype(like.dtype).reshape(like.shape)
 

@@ -180,19 +180,19 @@ def is_key(x: Any) -> bool:
     return jnp.issubdtype(getattr(x, "dtype", np.void), jax.dtypes.prng_key)
 
 
-def words_of(x: Any) -> Any:
+def key_words(x: Any) -> Any:
     """An array; of random keys their words, ``uint32[..., words]``."""
     return jax.random.key_data(x) if is_key(x) else x
 
 
-def of_words(words: jax.Array, like: Any) -> jax.Array:
-    """Undoes `words_of` of an array like that one."""
+def from_key_words(words: jax.Array, like: Any) -> jax.Array:
+    """Undoes `key_words` of an array like that one."""
     return (
         jax.random.wrap_key_data(words, impl=jax.random.key_impl(like)) if is_key(like) else words
     )
 
 
-def is_own(x: Any, sharding: NamedSharding) -> bool:
+def is_process_local(x: Any, sharding: NamedSharding) -> bool:
     """True for an array of this process alone, which is to lie on devices of others too."""
     of_host = not isinstance(x, jax.ShapeDtypeStruct)
     return not sharding.is_fully_addressable and getattr(x, "is_fully_addressable", of_host)
@@ -207,8 +207,8 @@ def put(x: Any, sharding: NamedSharding, rows: int | None = None) -> jax.Array:
       rows: of all processes, if its own are the rows of its devices.
     """
     if is_key(x):  # device_put knows keys in one process only
-        return of_words(put(words_of(x), sharding, rows), x)
-    if not is_own(x, sharding):
+        return from_key_words(put(key_words(x), sharding, rows), x)
+    if not is_process_local(x, sharding):
         return jax.device_put(x, sharding)
     # Neither does device_put know rows: it compares what is given on all processes, over the network.
     host = np.asarray(x)
@@ -224,10 +224,10 @@ def check_same(call: str, tree: Any, sharding: NamedSharding) -> None:
     if sharding.is_fully_addressable:
         return
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    own = {"mesh": str(devices_of(sharding))}
+    own = {"mesh": str(device_ids(sharding))}
     for path, x in leaves:
-        if is_own(x, sharding):
-            own[jax.tree_util.keystr(path)] = f"{jnp.result_type(x)}, checksum {checksum(x)}"
+        if is_process_local(x, sharding):
+            own[jax.tree_util.keystr(path)] = f"{jnp.result_type(x)}, checksum {crc(x)}"
     each = gathered_json(own)
     for other, sums in enumerate(each):
         for path, _ in sorted(each[0].items() ^ sums.items()):
@@ -238,14 +238,14 @@ def check_same(call: str, tree: Any, sharding: NamedSharding) -> None:
             )
 
 
-def devices_of(sharding: Any) -> list[int]:
+def device_ids(sharding: Any) -> list[int]:
     """The numbers of the devices of a mesh, in its order."""
     return [device.id for device in sharding.mesh.devices.flat]
 
 
-def checksum(x: Any) -> int:
+def crc(x: Any) -> int:
     """CRC of the bytes of an array."""
-    return zlib.crc32(np.ascontiguousarray(words_of(x)).tobytes())
+    return zlib.crc32(np.ascontiguousarray(key_words(x)).tobytes())
 
 
 def check_same_step(lowered: jax.stages.Lowered, **arguments: Any) -> None:
@@ -283,9 +283,9 @@ def check_same_step(lowered: jax.stages.Lowered, **arguments: Any) -> None:
     lie = [x for x in lie if isinstance(getattr(x, "mesh", None), jax.sharding.Mesh)]
     _check_same_lines({
         "versions": [f"jax {jax.__version__}, lioncub_jax {version('lioncub_jax')}"],
-        "devices of the mesh": [*dict.fromkeys(str(devices_of(sharding)) for sharding in lie)],
+        "devices of the mesh": [*dict.fromkeys(str(device_ids(sharding)) for sharding in lie)],
         "arguments": [f"{name}: {jax.typeof(x)}" for name, x in leaves.items()],
-        "scalars": [f"{name} = {np.asarray(words_of(x)).tolist()}" for name, x in scalars.items()],
+        "scalars": [f"{name} = {np.asarray(key_words(x)).tolist()}" for name, x in scalars.items()],
         "collectives": [f"{x[1]} {x[2] or ''}" for x in collectives],
         "lines of the program": program,
     })  # fmt: skip
@@ -358,7 +358,9 @@ class Batches:
           split: for each leaf whether it is cut over the workers, or goes whole to each.
         """
         leaves = zip(jax.tree_util.tree_leaves_with_path(batch), split, strict=True)
-        both = {_name(path): (x, c) for (path, x), c in leaves if is_own(x, self._sharding)}
+        both = {
+            _name(path): (x, c) for (path, x), c in leaves if is_process_local(x, self._sharding)
+        }
         own = {name: x for name, (x, c) in both.items() if c}
         me = jax.process_index()
         rows = {name: _rows(x) / len(self._taken[me]) for name, x in own.items()}
@@ -369,8 +371,8 @@ class Batches:
                 f"process {me} gives {rows} rows for each part of the batch, and gave {self._rows} when "
                 "processes compared theirs: give as many in each step, or make another step for others"
             )
-        whole = {name: checksum(x) for name, (x, c) in both.items() if not c}
-        each = gathered_json([rows, [checksum(x) for x in own.values()], whole])
+        whole = {name: crc(x) for name, (x, c) in both.items() if not c}
+        each = gathered_json([rows, [crc(x) for x in own.values()], whole])
         seen: dict[Any, int] = {}  # parts, and checksums
         for process, taken in self._taken.items():
             if each[process][0] != rows:
@@ -412,7 +414,7 @@ class Batches:
 
     def rows_of_all(self, name: str, x: Any) -> int:
         """The number of rows of an array, those of other processes too."""
-        me, own = jax.process_index(), is_own(x, self._sharding)
+        me, own = jax.process_index(), is_process_local(x, self._sharding)
         taken, rows = len(self._taken[me]) if own else self._parts, _rows(x)
         if rows == 0 or rows % (taken * self._steps):
             here = (

@@ -37,7 +37,7 @@ def for_tpu(mesh: Any = None) -> bool:
     return device is not None and device.platform == "tpu"
 
 
-def pack(codes: jax.Array, p: int, *, interpret: bool = False) -> list[jax.Array]:
+def pack_tiles(codes: jax.Array, p: int, *, interpret: bool = False) -> list[jax.Array]:
     """`bits.pack` by a kernel, in one pass over what the codes are computed of.
 
     Args:
@@ -53,7 +53,7 @@ def pack(codes: jax.Array, p: int, *, interpret: bool = False) -> list[jax.Array
       >>> from lioncub_jax.exchange import bits
       >>> from lioncub_jax.mesh import kernels
       >>> codes = (jnp.arange(32 * 128, dtype=jnp.uint32) % 5).reshape(32, 128)
-      >>> packed = kernels.pack(codes, 3, interpret=True)
+      >>> packed = kernels.pack_tiles(codes, 3, interpret=True)
       >>> [bool((a == b).all()) for a, b in zip(packed, bits.pack(codes, 3))]
       [True, True, True]
     """
@@ -92,7 +92,7 @@ def _pack(p: int, codes: Any, *planes: Any) -> None:
         plane[...] = lax.bitcast_convert_type(total, jnp.uint32)
 
 
-def unpack(planes: Sequence[jax.Array]) -> jax.Array:
+def unpack_tiles(planes: Sequence[jax.Array]) -> jax.Array:
     """`bits.unpack` in two steps, because a TPU's XLA writes out the first of them.
 
     What it keeps is a word for 8 elements with up to four bits of each, and not one for each bit of them.
@@ -108,7 +108,7 @@ def unpack(planes: Sequence[jax.Array]) -> jax.Array:
       >>> from lioncub_jax.exchange import bits
       >>> from lioncub_jax.mesh import kernels
       >>> planes = [jnp.arange(256, dtype=jnp.uint32), jnp.full(256, 7, jnp.uint32)]
-      >>> bool((kernels.unpack(planes) == bits.unpack(planes, 64)).all())
+      >>> bool((kernels.unpack_tiles(planes) == bits.unpack(planes, 64)).all())
       True
     """
     lead, row, codes = planes[0].shape[:-1], jnp.arange(SUBLANES, dtype=jnp.uint32)[:, None], []

@@ -157,7 +157,7 @@ class Workers:
         group = "" if self.group is None else f", group={self.group!r}"
         return f"axis={self.axis!r}{group}"
 
-    def cut(self, params: optax.Params, specs: Any, *, needed: bool = True) -> Any:
+    def param_specs(self, params: optax.Params, specs: Any, *, needed: bool = True) -> Any:
         """Specs of parameters over the inner axes: as given, or as the parameters say themselves.
 
         Where neither says it, that is an error if it is ``needed``, and else left to the compiler.
@@ -231,10 +231,10 @@ class Workers:
         # are the compiler's at the border, and constrained on both sides of it.
         return auto_axes(mapped, axes=shows, out_sharding=self.shardings(out_specs))
 
-    def hold(self, tree: Any, specs: Any) -> Any:
-        """Keeps global arrays as their specs say."""
+    def constrain(self, tree: Any, specs: Any) -> Any:
+        """Constrains global arrays to their specs."""
         if not set(self.mesh.auto_axes).intersection(self.inner):
-            return tree  # their types hold them, or `map` that they come from
+            return tree  # their types say it, or `map` that they come from
         return jax.lax.with_sharding_constraint(tree, self.shardings(specs))
 
     def shardings(self, specs: Any) -> Any:
@@ -278,7 +278,7 @@ def check_real(workers: Any) -> None:
         )
 
 
-def names_of(workers: AxisName | Workers | None) -> tuple[Axes, Axes]:
+def worker_axes(workers: AxisName | Workers | None) -> tuple[Axes, Axes]:
     """Mesh axes of the workers, and those of the devices of one worker in two levels.
 
     Raises:

@@ -25,10 +25,18 @@ def has_branches(jaxpr: Jaxpr) -> bool:
 
     Without one, types say all, and `differing` need not be called.
     """
-    return any(
-        eqn.primitive.name in ("cond", "while") or any(map(has_branches, jaxprs_in(eqn)))
-        for eqn in jaxpr.eqns
-    )
+    jaxprs = [jaxpr]  # a loop and not `jaxprs_in`: each step that is traced pays for it
+    while jaxprs:
+        for eqn in jaxprs.pop().eqns:
+            if eqn.primitive.name in ("cond", "while"):
+                return True
+            for value in eqn.params.values():
+                for one in value if isinstance(value, (tuple, list)) else (value,):
+                    if isinstance(one, Jaxpr):
+                        jaxprs.append(one)
+                    elif isinstance(one, ClosedJaxpr):
+                        jaxprs.append(one.jaxpr)
+    return False
 
 
 def differing(jaxpr: Jaxpr, over: Axes, given: Sequence[bool]) -> list[bool]:
@@ -73,8 +81,8 @@ def _results(eqn: JaxprEqn, over: Axes, given: list[bool]) -> list[bool]:
         [decided] = differing(params["cond_jaxpr"].jaxpr, over, test)
     elif name == "scan":
         # Versions of JAX name these numbers differently; what is scanned has one dimension more outside.
-        carried = _num_of_equal_rank(eqn.outvars, inner[0].outvars)
-        at = _num_of_equal_rank(eqn.invars, inner[0].invars) - carried
+        carried = _count_equal_ranks(eqn.outvars, inner[0].outvars)
+        at = _count_equal_ranks(eqn.invars, inner[0].invars) - carried
         results = _looped(inner[0], over, given, at, carried)
     elif len(inner) == 1 and len(inner[0].invars) == len(given):  # a call
         results = differing(inner[0], over, given)
@@ -91,7 +99,7 @@ def _results(eqn: JaxprEqn, over: Axes, given: list[bool]) -> list[bool]:
     return [decided or x for x in results]
 
 
-def _num_of_equal_rank(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+def _count_equal_ranks(outside: Sequence[Any], inside: Sequence[Any]) -> int:
     """The number of arrays that have as many dimensions outside of a loop as in it."""
     pairs = zip(outside, inside, strict=True)
     return sum(len(x.aval.shape) == len(y.aval.shape) for x, y in pairs)

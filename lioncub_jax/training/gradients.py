@@ -5,6 +5,7 @@ full precision: training works, and nothing is saved. In a ``shard_map`` of ours
 so gradients are local; in one of the caller's parameters are cast to *varying* over the workers first.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -15,12 +16,12 @@ from jax.sharding import PartitionSpec as P
 
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import AxisName
-from lioncub_jax.mesh.placement import Static, Workers, check_devices, check_workers, names_of
+from lioncub_jax.mesh.placement import Static, Workers, check_devices, check_workers, worker_axes
 from lioncub_jax.mesh.specs import spec_of, stacked
 from lioncub_jax.training import kinds, modules
 from lioncub_jax.training.kinds import Kind, Loss
 from lioncub_jax.training.loss import check_closure, in_worker, loss_and_aux
-from lioncub_jax.training.worker import joined, reduced
+from lioncub_jax.training.worker import join_results, reduce_results
 
 
 def local_value_and_grad(
@@ -46,7 +47,7 @@ def local_value_and_grad(
       >>> import jax.numpy as jnp, lioncub_jax as lc
       >>> grad_fn = lc.local_value_and_grad(lambda w, x: jnp.sum(w * x), workers="data")
     """
-    axis, group = names_of(workers)
+    axis, group = worker_axes(workers)
 
     @functools.wraps(loss_fn)
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -124,9 +125,8 @@ def worker_value_and_grad(
     """
     check_workers(workers)
     check_closure(loss_fn, workers)
-    typed = set(workers.inner).intersection(workers.mesh.explicit_axes)
 
-    def of_all(params: optax.Params, *args: Any) -> Any:
+    def global_value_and_grad(params: optax.Params, *args: Any) -> Any:
         given = kinds.default_kinds(args) if in_kinds is None else in_kinds
         if modules.is_module(params):
             of_params = functools.partial(worker_value_and_grad, workers=workers, specs=specs)
@@ -135,56 +135,90 @@ def worker_value_and_grad(
                 in_kinds=given, aux_kinds=aux_kinds, has_aux=has_aux, workers=workers,
             )  # fmt: skip
         check_devices(workers, params=params)
-        cut = workers.cut(params, specs, needed=False)
-        each, lie = kinds.of_arguments(loss_fn, args, given, workers)
-        _check_seen(workers, (params, args))
-        leaves, tree = jax.tree.flatten(args)
-        streams = jax.tree.leaves(modules.counts_of(jax.tree.unflatten(tree, each)))
-
-        def loss_of(params: optax.Params, leaves: list[Any]) -> Any:
-            own = [kinds.of_worker(k, workers, x) for k, x in zip(each, leaves, strict=True)]
-            # Made here, for nnx lets a variable be written only at the trace level where it was made.
-            own = jax.tree.unflatten(tree, own)
-            loss, aux = loss_and_aux(loss_fn(params, *own), has_aux)
-            return loss, (aux, jax.tree.leaves(modules.counts_of(own)))
-
-        value_and_grad = in_worker(jax.value_and_grad(loss_of, has_aux=True))
-
-        def lies(params: optax.Params, leaves: list[Any]) -> Static:
-            _, (aux, _) = in_worker(loss_of)(params, leaves)
-            spec_at = {}
-            for i, (x, kind) in enumerate(zip(jax.tree.leaves(aux), of_aux(aux), strict=True)):
-                if kind is not Kind.SHARED:
-                    spec_at[i + 1] = kinds.over_workers(kind, workers, spec_of(x))
-            return Static(spec_at)
-
-        def of_aux(aux: Any) -> list[Kind]:
-            return kinds.of_outputs(aux, aux_kinds)
-
-        def of_worker(params: optax.Params, leaves: list[Any]) -> Any:
-            (loss, (aux, counts)), grads = value_and_grad(params, leaves)
-            kinds.warn_of_ratios(aux, aux_kinds)
-            grads = jax.tree.map(lambda g: g[None], grads)
-            for i, kind in enumerate(streams):
-                counts[i] = counts[i][None] if kind is Kind.PER_WORKER else counts[i]
-            return grads, counts, *reduced((loss, aux), [Kind.SHARED, *of_aux(aux)], workers.axes)
-
-        over = functools.partial(workers.map, in_specs=(cut, lie), typed=False)
-        laid: Any = P(workers.axes)
-        if has_aux and typed:  # only the types that it has in a worker say how a result lies
-            laid = jax.eval_shape(over(lies, out_specs=P()), params, leaves).value
+        param_specs = workers.param_specs(params, specs, needed=False)
+        arg_kinds, arg_specs = kinds.classify_arguments(loss_fn, args, given, workers)
+        _check_on_mesh(workers, (params, args))
+        leaves, structure = jax.tree.flatten(args)
+        loss = _WorkerLoss(
+            loss_fn=loss_fn, workers=workers, structure=structure, arg_kinds=arg_kinds,
+            aux_kinds=aux_kinds, has_aux=has_aux,
+        )  # fmt: skip
+        map_workers = functools.partial(workers.map, in_specs=(param_specs, arg_specs), typed=False)
+        aux_specs: Any = P(workers.axes)
+        if has_aux and set(workers.inner).intersection(workers.mesh.explicit_axes):
+            probe = map_workers(loss.aux_specs, out_specs=P())
+            aux_specs = jax.eval_shape(probe, params, leaves).value
         # Whose streams begin alike draw as often, so nothing is sent to agree on it.
-        drawn = [kinds.over_workers(kind, workers, P()) for kind in streams]
-        run = over(of_worker, out_specs=(stacked(cut, workers.axes), drawn, laid, P(), P()))
+        count_specs = [kinds.spec_over_workers(kind, workers, P()) for kind in loss.stream_kinds]
+        grad_specs = stacked(param_specs, workers.axes)
+        run = map_workers(
+            loss.value_and_grad, out_specs=(grad_specs, count_specs, aux_specs, P(), P())
+        )
         grads, counts, *results = run(params, leaves)
         modules.write_counts(args, counts)
-        value, aux = joined(*results)
+        value, aux = join_results(*results)
         return ((value, aux) if has_aux else value), grads
 
-    return of_all
+    return global_value_and_grad
 
 
-def _check_seen(workers: Workers, given: Any) -> None:
+@dataclasses.dataclass(frozen=True)
+class _WorkerLoss:
+    """A loss as one worker calls it, on its part of the arguments.
+
+    Attributes:
+      loss_fn: the loss.
+      workers: the workers.
+      structure: of the arguments behind the parameters, whose leaves the methods take.
+      arg_kinds: the `Kind` of each of these leaves.
+      aux_kinds: as users give them.
+      has_aux: True where the loss returns ``(loss, aux)``.
+    """
+
+    loss_fn: Loss
+    workers: Workers
+    structure: Any
+    arg_kinds: list[Kind]
+    aux_kinds: Any
+    has_aux: bool
+
+    @property
+    def stream_kinds(self) -> list[Kind]:
+        """The `Kind` of each random stream among the arguments."""
+        return jax.tree.leaves(modules.find_stream_counts(self.structure.unflatten(self.arg_kinds)))
+
+    def __call__(self, params: optax.Params, leaves: list[Any]) -> Any:
+        """``(loss, (aux, counts of random streams))``."""
+        pairs = zip(self.arg_kinds, leaves, strict=True)
+        parts = [kinds.take_part(kind, self.workers, x) for kind, x in pairs]
+        # Made here, for nnx lets a variable be written only at the trace level where it was made.
+        args = self.structure.unflatten(parts)
+        loss, aux = loss_and_aux(self.loss_fn(params, *args), self.has_aux)
+        return loss, (aux, jax.tree.leaves(modules.find_stream_counts(args)))
+
+    def aux_specs(self, params: optax.Params, leaves: list[Any]) -> Static:
+        """Specs of the arrays in ``aux`` by place, as types say them in a worker; see `reduce_results`."""
+        _, (aux, _) = in_worker(self)(params, leaves)
+        specs = {}
+        each = kinds.classify_outputs(aux, self.aux_kinds)
+        for i, (x, kind) in enumerate(zip(jax.tree.leaves(aux), each, strict=True)):
+            if kind is not Kind.SHARED:
+                specs[i + 1] = kinds.spec_over_workers(kind, self.workers, spec_of(x))
+        return Static(specs)
+
+    def value_and_grad(self, params: optax.Params, leaves: list[Any]) -> Any:
+        """Gradients ``[1, ...]``, counts of random streams, and loss and ``aux`` by `reduce_results`."""
+        run = in_worker(jax.value_and_grad(self, has_aux=True))
+        (loss, (aux, counts)), grads = run(params, leaves)
+        kinds.warn_of_ratios(aux, self.aux_kinds)
+        grads = jax.tree.map(lambda g: g[None], grads)
+        for i, kind in enumerate(self.stream_kinds):
+            counts[i] = counts[i][None] if kind is Kind.PER_WORKER else counts[i]
+        each = [Kind.SHARED, *kinds.classify_outputs(aux, self.aux_kinds)]
+        return grads, counts, *reduce_results((loss, aux), each, self.workers.axes)
+
+
+def _check_on_mesh(workers: Workers, given: Any) -> None:
     """Raises ``ValueError`` where no array tells an Explicit mesh, which JAX says in words of its own."""
     meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(given)]
     around = jax.sharding.get_abstract_mesh()

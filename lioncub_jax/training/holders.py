@@ -60,14 +60,16 @@ class StateLayout(NamedTuple):
     holders: Any
 
 
-def layout_here(tx: optax.GradientTransformation, params: optax.Params, over: Axes) -> StateLayout:
+def layout_on_worker(
+    tx: optax.GradientTransformation, params: optax.Params, over: Axes
+) -> StateLayout:
     """Layout of ``tx.init(params)``, inside a ``shard_map`` over the workers' axes ``over``.
 
     An array of one worker varies over them; any other lies as ``init`` has typed it, such as the slice of
     an owner.
     """
     state = tx.init(params)
-    holders = holders_of(state)
+    holders = find_holders(state)
     parts = jax.tree.leaves(state, is_leaf=_of_steps)
     if any(map(_of_steps, parts)) and any(len(spec_of(x)) for x in jax.tree.leaves(params)):
         raise ValueError(
@@ -79,7 +81,7 @@ def layout_here(tx: optax.GradientTransformation, params: optax.Params, over: Ax
     return StateLayout(by_type(typed, over), holders)
 
 
-def holders_of(state: optax.OptState, *, in_front: bool = False) -> Any:
+def find_holders(state: optax.OptState, *, in_front: bool = False) -> Any:
     """Holder of each array of a state, a tree like it.
 
     Args:
@@ -103,7 +105,7 @@ def holders_of(state: optax.OptState, *, in_front: bool = False) -> Any:
     for i, ((key,), part) in enumerate(parts):
         front = in_front or (type(state) in _SEQUENCES and i < last and not inside[i])
         holder = declared.get(getattr(key, "name", ""))
-        whole = holders_of(part, in_front=front) if holder is None else _all(holder, part)
+        whole = find_holders(part, in_front=front) if holder is None else _all(holder, part)
         holders.append(whole)
     return jax.tree.unflatten(structure, holders)
 

@@ -67,7 +67,7 @@ def default_kinds(args: tuple[Any, ...]) -> tuple[Kind | None, ...]:
     return tuple(Kind.SPLIT if i == 0 and sum(arrays) == 1 else None for i in range(len(args)))
 
 
-def of_arguments(
+def classify_arguments(
     loss_fn: Loss, args: tuple[Any, ...], given: Any, workers: Workers
 ) -> tuple[list[Kind], list[P]]:
     """The `Kind` and the spec of each leaf of the arguments behind the parameters.
@@ -86,14 +86,14 @@ def of_arguments(
     names = [*inspect.signature(loss_fn).parameters]
     leaves = jax.tree_util.tree_leaves_with_path(args)
     kinds, specs, rows = [], [], []
-    for (path, x), (kind, entry) in zip(leaves, _spread(given, args), strict=True):
+    for (path, x), (kind, entry) in zip(leaves, _broadcast_kinds(given, args), strict=True):
         name = names[min(path[0].idx + 1, len(names) - 1)]
         where = f"argument {name!r}{jax.tree_util.keystr(path[1:])}"
-        kind = _of_argument(where, x, kind)
+        kind = _classify(where, x, kind)
         if kind is Kind.SPLIT:
             rows.append((where, jnp.shape(x)[0], entry))
         spec = shortened(spec_of(x), workers.inner)
-        spec = over_workers(kind, workers, P(*spec[1:]) if kind is Kind.PER_WORKER else spec)
+        spec = spec_over_workers(kind, workers, P(*spec[1:]) if kind is Kind.PER_WORKER else spec)
         _check_shape(where, x, kind, spec, workers)
         kinds.append(kind)
         specs.append(spec)
@@ -107,16 +107,16 @@ def of_arguments(
     return kinds, specs
 
 
-def of_batch(batch: Any, given: Any) -> list[tuple[Kind, int]]:
+def classify_batch(batch: Any, given: Any) -> list[tuple[Kind, int]]:
     """The `Kind` of each leaf of a batch, and the entry of ``given`` that has it; arrays are `SPLIT`.
 
     Raises:
       TypeError: for kinds that are none or do not match, `PER_WORKER`, and leaves that are no arrays.
-      ValueError: as `of_arguments`.
+      ValueError: as `classify_arguments`.
     """
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     kinds = []
-    for (path, x), (kind, entry) in zip(leaves, _spread(given, batch), strict=True):
+    for (path, x), (kind, entry) in zip(leaves, _broadcast_kinds(given, batch), strict=True):
         where = f"batch{jax.tree_util.keystr(path)}"
         if kind is Kind.PER_WORKER:
             raise TypeError(
@@ -126,7 +126,7 @@ def of_batch(batch: Any, given: Any) -> list[tuple[Kind, int]]:
             )
         if kind is None and jnp.ndim(checked_array(where, x)):
             kind = Kind.SPLIT
-        kinds.append((_of_argument(where, x, kind), entry))
+        kinds.append((_classify(where, x, kind), entry))
     if leaves and not any(kind is Kind.SPLIT for kind, _ in kinds):
         raise ValueError(
             f"nothing of the batch is cut over the workers, as batch{jax.tree_util.keystr(leaves[0][0])} "
@@ -136,7 +136,7 @@ def of_batch(batch: Any, given: Any) -> list[tuple[Kind, int]]:
     return kinds
 
 
-def rows_and_rest(
+def split_batch(
     batch: Any, kinds: Sequence[Kind], workers: Workers
 ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """The leaves of a worker's batch that are split, and a function that joins them with the others."""
@@ -147,7 +147,7 @@ def rows_and_rest(
         if kind is Kind.SPLIT:
             rows.append(x)
         else:
-            rest.append(of_worker(kind, workers, x))
+            rest.append(take_part(kind, workers, x))
 
     def join(rows: list[Any]) -> Any:
         split, whole = iter(rows), iter(rest)
@@ -194,7 +194,7 @@ def checked_array(where: str, x: Any) -> Any:
     return x
 
 
-def _of_argument(where: str, x: Any, kind: Kind | None) -> Kind:
+def _classify(where: str, x: Any, kind: Kind | None) -> Kind:
     checked_array(where, x)
     if kind is Kind.FOLDED_KEY and not (is_key(x) or is_raw_key(x)):
         raise ValueError(f"{where} is FOLDED_KEY, and no random key: give jax.random.key(seed)")
@@ -230,7 +230,7 @@ def _check_shape(where: str, x: Any, kind: Kind, spec: P, workers: Workers) -> N
         )
 
 
-def of_outputs(aux: Any, given: Any) -> list[Kind]:
+def classify_outputs(aux: Any, given: Any) -> list[Kind]:
     """The `Kind` of each leaf of ``aux``: `PER_WORKER`, `SPLIT`, or `SHARED`.
 
     Raises:
@@ -239,7 +239,7 @@ def of_outputs(aux: Any, given: Any) -> list[Kind]:
     """
     kinds: list[Kind] = []
     leaves = jax.tree_util.tree_leaves_with_path(aux)
-    for (path, x), (kind, _) in zip(leaves, _spread(given, aux), strict=True):
+    for (path, x), (kind, _) in zip(leaves, _broadcast_kinds(given, aux), strict=True):
         if jnp.ndim(x) and kind not in (Kind.SPLIT, Kind.PER_WORKER):
             raise ValueError(
                 f"aux{jax.tree_util.keystr(path)} is an array of shape {jnp.shape(x)} on each worker, and "
@@ -258,7 +258,7 @@ def warn_of_ratios(aux: Any, given: Any) -> None:
     """Warns of a floating number without a kind beside a whole one in ``aux``."""
     beside: dict[Any, dict[Any, str]] = {}  # numbers without a kind, by what they are in
     leaves = jax.tree_util.tree_leaves_with_path(aux)
-    for (path, x), (kind, _) in zip(leaves, _spread(given, aux), strict=True):
+    for (path, x), (kind, _) in zip(leaves, _broadcast_kinds(given, aux), strict=True):
         if jnp.ndim(x) or kind in (Kind.SHARED, Kind.PER_WORKER):
             continue
         for number in (jnp.inexact, jnp.integer):
@@ -276,7 +276,7 @@ def warn_of_ratios(aux: Any, given: Any) -> None:
             )
 
 
-def over_workers(kind: Kind, workers: Workers, spec: P) -> P:
+def spec_over_workers(kind: Kind, workers: Workers, spec: P) -> P:
     """The spec over all workers of what lies as ``spec`` says in each of them."""
     if kind is Kind.PER_WORKER:
         spec = P(workers.axes, *spec)
@@ -286,7 +286,7 @@ def over_workers(kind: Kind, workers: Workers, spec: P) -> P:
     return shortened(spec)
 
 
-def of_worker(kind: Kind, workers: Workers, x: Any) -> Any:
+def take_part(kind: Kind, workers: Workers, x: Any) -> Any:
     """One worker's part of an array."""
     if kind is Kind.PER_WORKER:
         return x[0]
@@ -299,7 +299,7 @@ def fold(workers: Workers, x: Any) -> Any:
     return fold_in(x, worker_index(workers.axes))
 
 
-def _spread(given: Any, tree: Any) -> list[tuple[Kind | None, int]]:
+def _broadcast_kinds(given: Any, tree: Any) -> list[tuple[Kind | None, int]]:
     """For each leaf of a tree its kind or None, and the number of the entry of ``given`` that has it.
 
     Entries are for leaves, or for whole parts of the tree.

@@ -5,7 +5,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +19,7 @@ from lioncub_jax.mesh import axes, boxes, kernels
 from lioncub_jax.mesh.placement import Static, Workers, check_devices, check_workers
 from lioncub_jax.mesh.specs import axes_of, product, stacked
 from lioncub_jax.training import control_flow
-from lioncub_jax.training.holders import OWN, StateLayout, layout_here
+from lioncub_jax.training.holders import OWN, StateLayout, layout_on_worker
 
 
 class MappedTransform(NamedTuple):
@@ -34,31 +33,31 @@ class MappedTransform(NamedTuple):
     tx: optax.GradientTransformationExtraArgs
     workers: Workers
 
-    def layout(self, params: optax.Params, cut: Any) -> StateLayout:
-        """Layout of the state of global parameters, which lie as ``cut`` says."""
-        shapes, tree = jax.tree.flatten(jax.tree.map(self.workers.shape, cut, params))
+    def layout(self, params: optax.Params, param_specs: Any) -> StateLayout:
+        """Layout of the state of global parameters, with these specs."""
+        shapes, tree = jax.tree.flatten(jax.tree.map(self.workers.shape, param_specs, params))
         return _layout(self, tree, tuple(shapes), kernels.for_tpu(self.workers.mesh))
 
-    def init_of(self, params: optax.Params, cut: Any) -> Any:
+    def jitted_init(self, params: optax.Params, param_specs: Any) -> Any:
         """Jitted ``init`` for such parameters; the state lies where it belongs."""
-        specs = self.layout(params, cut).specs
+        specs = self.layout(params, param_specs).specs
         if not jax.tree.leaves(specs):  # JAX would look in vain for an array that tells the mesh
             return jax.jit(lambda params: specs)
 
         def init(params: optax.Params) -> optax.OptState:
             return self.workers.stack(self.tx.init(params), specs)
 
-        run = self.workers.map(init, (cut,), specs, typed=True)
-        lie = specs
+        run = self.workers.map(init, (param_specs,), specs, typed=True)
+        placed = specs
         if self.workers.mesh.auto_axes:  # else types hold it; XLA replicates what is empty
             state = jax.eval_shape(run, params)
-            lie = jax.tree.map(lambda spec, x: spec if x.size else P(), specs, state)
+            placed = jax.tree.map(lambda spec, x: spec if x.size else P(), specs, state)
         # Zeros need no input, and without one only this tells where they go.
-        return jax.jit(run, out_shardings=self.workers.shardings(lie))
+        return jax.jit(run, out_shardings=self.workers.shardings(placed))
 
     def update(
         self,
-        cut: Any,
+        param_specs: Any,
         grads: optax.Updates,
         state: optax.OptState,
         params: optax.Params,
@@ -68,16 +67,16 @@ class MappedTransform(NamedTuple):
         """Updates of gradients ``[workers, ...]``, and the new state.
 
         Args:
-          cut: the spec of each parameter.
+          param_specs: the spec of each parameter.
           grads: ``[workers, ...]``.
-          state: as `init_of` makes it.
+          state: as `jitted_init` makes it.
           params: global.
           per_worker: extra arguments ``[workers, ...]``.
           extra: other extra arguments, the same for all workers.
         """
-        workers, layout = self.workers, self.layout(params, cut)
-        check_state(state, layout.specs, workers)
-        arrays, static = _arrays_of(extra)
+        workers, layout = self.workers, self.layout(params, param_specs)
+        check_layout(state, layout.specs, workers)
+        arrays, static = _split_static(extra)
 
         def update(
             grads: optax.Updates,
@@ -86,15 +85,21 @@ class MappedTransform(NamedTuple):
             params: optax.Params,
             arrays: dict[str, Any],
         ) -> tuple[optax.Updates, optax.OptState]:
-            grads, own = jax.tree.map(lambda x: x[0], (grads, per_worker))
-            return self.update_here(layout, grads, state, params, static | arrays | own)
+            grads, flags = jax.tree.map(lambda x: x[0], (grads, per_worker))
+            return self.update_on_worker(layout, grads, state, params, static | arrays | flags)
 
-        in_specs = stacked(cut, workers.axes), P(workers.axes), layout.specs, cut, P()
-        out_specs = cut, layout.specs
+        in_specs = (
+            stacked(param_specs, workers.axes),
+            P(workers.axes),
+            layout.specs,
+            param_specs,
+            P(),
+        )
+        out_specs = param_specs, layout.specs
         run = workers.map(update, in_specs, out_specs, typed=True)
-        return workers.hold(run(grads, per_worker, state, params, arrays), out_specs)
+        return workers.constrain(run(grads, per_worker, state, params, arrays), out_specs)
 
-    def update_here(
+    def update_on_worker(
         self,
         layout: StateLayout,
         grads: optax.Updates,
@@ -108,7 +113,7 @@ class MappedTransform(NamedTuple):
           ValueError: for an update that differs between workers, or state that all hold and that does.
         """
         before = self.workers.stack(state, layout.specs, undo=True)
-        arrays, static = _arrays_of(extra)
+        arrays, static = _split_static(extra)
 
         def update(
             grads: optax.Updates, state: Any, params: optax.Params, arrays: dict[str, Any]
@@ -116,44 +121,49 @@ class MappedTransform(NamedTuple):
             given = {"grad": grads} | arrays | static | checks.refused_functions()
             return self.tx.update(grads, state, params, **given)
 
-        # Traced once: the program that is checked is the one that is called.
+        # Traced once: the jaxpr that is checked is the one that is called.
         update, given = jax.jit(update), (grads, before, params, arrays)
-        program = update.trace(*given).jaxpr
+        traced = update.trace(*given).jaxpr
         with jax.named_scope(scopes.DECIDED):
             results = update(*given)
-        updates, after = self._agreed(program, given, results, layout.holders)
+        updates, after = self._agreed(traced, given, results, layout.holders)
         after = _kept_if_not_finite(layout.holders, grads, before, after)
         return updates, self.workers.stack(after, layout.specs)
 
-    def _agreed(self, program: Any, given: Any, results: Any, holders: Any) -> Any:
+    def _agreed(self, traced: Any, given: Any, results: Any, holders: Any) -> Any:
         """Updates and state, each typed as those who hold it need it.
 
         A result may vary by its type alone and be the same on all workers, such as the update of a frozen
         leaf: it is computed again without the cast that made it so.
         """
-        over, wanted = self.workers.axes, list[Any]()
-        wanted += [frozenset()] * len(jax.tree.leaves(results[0]))
-        for holder, x in zip(jax.tree.leaves(holders), jax.tree.leaves(given[1]), strict=True):
-            wanted.append(over if holder in OWN else axes.varying_axes(x).intersection(over))
-        paths, structure = jax.tree_util.tree_flatten_with_path(results)
-        leaves = [x for _, x in paths]
+        over, wanted = self.workers.axes, self._wanted_axes(given, results, holders)
+        leaves, structure = jax.tree.flatten(results)
         vary = [axes.varying_axes(x).intersection(over) for x in leaves]
         loose = [i for i, x in enumerate(vary) if x.difference(wanted[i])]
-        if loose or control_flow.has_branches(program.jaxpr):
-            known = [control_flow.varies(x, over) for x in program.jaxpr.invars]
-            differ = control_flow.differing(program.jaxpr, over, known)
+        if loose or control_flow.has_branches(traced.jaxpr):
+            known = [control_flow.varies(x, over) for x in traced.jaxpr.invars]
+            differ = control_flow.differing(traced.jaxpr, over, known)
             wrong = [i for i, x in enumerate(differ) if x and (i in loose or not wanted[i])]
             if wrong:
-                sent = control_flow.communicates(program.jaxpr, over)
-                count = len(jax.tree.leaves(results[0]))
-                raise ValueError(_difference([paths[i] for i in wrong], count, self.workers, sent))
-            again = control_flow.without_casts(program, jax.tree.leaves(given), loose)
+                sent = control_flow.communicates(traced.jaxpr, over)
+                raise ValueError(_difference(results, wrong, self.workers, sent))
+            again = control_flow.without_casts(traced, jax.tree.leaves(given), loose)
             for i, x in zip(loose, again, strict=True):
                 leaves[i], vary[i] = x, axes.varying_axes(x)
         for i, x in enumerate(vary):
             if not x.issuperset(wanted[i]):
                 leaves[i] = axes.varying(leaves[i], tuple(wanted[i]))
         return jax.tree.unflatten(structure, leaves)
+
+    def _wanted_axes(self, given: Any, results: Any, holders: Any) -> list[frozenset[str]]:
+        """The workers' axes over which each result is to vary: none for an update."""
+        updates, _ = results
+        _, state, *_ = given
+        over = frozenset(self.workers.axes)
+        wanted = [frozenset[str]() for _ in jax.tree.leaves(updates)]
+        for holder, x in zip(jax.tree.leaves(holders), jax.tree.leaves(state), strict=True):
+            wanted.append(over if holder in OWN else axes.varying_axes(x) & over)
+        return wanted
 
 
 def _kept_if_not_finite(holders: Any, grads: optax.Updates, before: Any, after: Any) -> Any:
@@ -179,16 +189,16 @@ def _kept_if_not_finite(holders: Any, grads: optax.Updates, before: Any, after: 
 def _layout(mapped: MappedTransform, tree: Any, shapes: Any, of_tiles: bool) -> StateLayout:
     """`MappedTransform.layout` by shapes; on a TPU owners' slices lie in the order of tiles."""
     del of_tiles
-    cut = tree.unflatten(x.sharding.spec for x in shapes)
+    param_specs = tree.unflatten(x.sharding.spec for x in shapes)
 
     def probe(params: optax.Params) -> Static:
-        return Static(layout_here(mapped.tx, params, mapped.workers.axes))
+        return Static(layout_on_worker(mapped.tx, params, mapped.workers.axes))
 
-    run = mapped.workers.map(probe, (cut,), P(), typed=True)
+    run = mapped.workers.map(probe, (param_specs,), P(), typed=True)
     return jax.eval_shape(run, tree.unflatten(shapes)).value
 
 
-def _arrays_of(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _split_static(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Arguments that are trees of arrays or numbers, and the others."""
     arrays, static = dict[str, Any](), dict[str, Any]()
     for name, tree in extra.items():
@@ -198,14 +208,14 @@ def _arrays_of(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return arrays, static
 
 
-def states_of(state: Any, *kinds: type) -> list[Any]:
+def find_states(state: Any, *kinds: type) -> list[Any]:
     """The states of some kinds in a tree of states, the outermost ones."""
     leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds))
     return [x for x in leaves if isinstance(x, kinds)]
 
 
-def check_state(
-    state: Any, specs: Any, workers: Workers, here: bool = False, name: str = "state"
+def check_layout(
+    state: Any, specs: Any, workers: Workers, in_worker: bool = False, name: str = "state"
 ) -> None:
     """Raises ``ValueError`` for the state of another optimizer, or of other workers."""
     advice = (
@@ -221,7 +231,7 @@ def check_state(
         if not workers.stacks(spec):
             continue
         # A slice that is the same for all owners differs over the devices of a group alone.
-        holders = 1 if here else product(workers.mesh.shape, axes_of(spec[0]))
+        holders = 1 if in_worker else product(workers.mesh.shape, axes_of(spec[0]))
         for x in jax.tree.leaves(part):
             if jnp.shape(x)[:1] != (holders,):
                 raise ValueError(
@@ -230,11 +240,22 @@ def check_state(
                 )
 
 
-def _difference(wrong: list[Any], num_updates: int, workers: Workers, sent: bool) -> str:
-    """An error's text for updates, or for state that all hold, that differ between workers."""
-    updates = [(tuple(path), x) for (which, *path), x in wrong if which.idx == 0]
+def _difference(results: Any, wrong: list[int], workers: Workers, sent: bool) -> str:
+    """An error's text for updates, or for state that all hold, that differ between workers.
+
+    Args:
+      results: ``(updates, state)``.
+      wrong: places of leaves that differ.
+      workers: the workers.
+      sent: True where workers communicate at all.
+    """
+    num_updates = len(jax.tree.leaves(results[0]))
+    paths = jax.tree_util.tree_leaves_with_path(results)
+    updates = [
+        (tuple(path), x) for (which, *path), x in [paths[i] for i in wrong] if which.idx == 0
+    ]
     if not updates:
-        (_, *path), _ = wrong[0]
+        (_, *path), _ = paths[wrong[0]]
         return (
             f"the state's {jax.tree_util.keystr(tuple(path))} differs between workers, and stands behind "
             "or around the transform in which they communicate, where all hold the same. Put its transform "
@@ -329,30 +350,41 @@ def on_mesh(
       (1, 2, 3)
     """
     check_workers(workers)
-    mapped = MappedTransform(optax.with_extra_args_support(tx), workers)
+    transform = _GlobalTransform(MappedTransform(optax.with_extra_args_support(tx), workers), specs)
+    return OnMesh(transform, transform.update)
 
-    def inside() -> bool:
-        return set(workers.axes) <= set(jax.sharding.get_abstract_mesh().manual_axes)
 
-    def init(params: optax.Params) -> Any:
-        if inside():
+@dataclasses.dataclass(frozen=True, eq=False)
+class _GlobalTransform:
+    """A mapped transform with the parameters' specs; calling it makes the first state.
+
+    It is the ``init`` of an `OnMesh`, because that stays in the ``_replace`` of a named tuple.
+
+    Attributes:
+      mapped: the transform, and the workers.
+      specs: of the parameters, as users give them.
+    """
+
+    mapped: MappedTransform
+    specs: Any
+
+    def __call__(self, params: optax.Params) -> optax.OptState:
+        """The first state of these parameters."""
+        if self._in_worker():
             raise ValueError(
                 "on_mesh(tx).init is called for one worker, and it makes the states of all: give tx "
                 "itself to init_state, make_train_step or audit.of, which run it on each worker"
             )
         if checks.stands_in(params):
-            return tx.init(params)
+            return self.mapped.tx.init(params)
         checks.check_unmasked(params)
-        cut = workers.cut(params, specs)
-        return named(mapped.init_of(params, cut)(params), params, cut)
-
-    def named(state: Any, params: optax.Params, cut: Any) -> Any:
-        """In flax's boxes, which have the workers' axes in front."""
-        if not boxes.boxes_of(params):
-            return state
-        return boxes.named(state, mapped.layout(params, cut).specs, params, workers)
+        param_specs = self._param_specs(params)
+        return self._boxed(
+            self.mapped.jitted_init(params, param_specs)(params), params, param_specs
+        )
 
     def update(
+        self,
         updates: optax.Updates,
         state: optax.OptState,
         params: optax.Params | None = None,
@@ -360,47 +392,54 @@ def on_mesh(
         abstain: jax.Array | None = None,
         **extra: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
+        """Updates of gradients ``[workers, ...]``, or inside a worker of its own."""
         if params is None:
             raise ValueError("on_mesh(tx).update needs params: give update(grads, state, params)")
+        mapped, workers = self.mapped, self.mapped.workers
         checks.check_unmasked(params)
         check_devices(workers, grads=updates, params=params)
-        own = {} if abstain is None else {"abstain": abstain}
-        if inside():
-            layout = layout_here(mapped.tx, params, workers.axes)
-            check_state(state, layout.specs, workers, here=True)
-            return mapped.update_here(layout, updates, state, params, extra | own)
-        cut = workers.cut(params, specs)
+        per_worker = {} if abstain is None else {"abstain": abstain}
+        if self._in_worker():
+            layout = layout_on_worker(mapped.tx, params, workers.axes)
+            check_layout(state, layout.specs, workers, in_worker=True)
+            return mapped.update_on_worker(layout, updates, state, params, extra | per_worker)
+        param_specs = self._param_specs(params)
         _check_gradients(updates, params, workers)
         _check_abstain(abstain, workers)
-        if boxes.boxes_of(params):
-            state = boxes.boxed_like(mapped.layout(params, cut).specs, state)
-        check_state(state, mapped.layout(params, cut).specs, workers)
+        state_specs = mapped.layout(params, param_specs).specs
+        if boxes.find_boxes(params):
+            state = boxes.boxed_like(state_specs, state)
+        check_layout(state, state_specs, workers)
         check_devices(workers, state=state)
-        updates, state = mapped.update(cut, updates, state, params, own, extra)
-        return updates, named(state, params, cut)
+        updates, state = mapped.update(param_specs, updates, state, params, per_worker, extra)
+        return updates, self._boxed(state, params, param_specs)
 
-    def lies(params: optax.Params) -> Any:
-        cut = workers.cut(params, specs)
-        made = named(mapped.init_of(params, cut).eval_shape(params), params, cut)
-        return jax.tree.map(lambda x: x.sharding, made)
+    def shardings(self, params: optax.Params) -> Any:
+        """Shardings of the state of these parameters."""
+        param_specs = self._param_specs(params)
+        shapes = self.mapped.jitted_init(params, param_specs).eval_shape(params)
+        return jax.tree.map(lambda x: x.sharding, self._boxed(shapes, params, param_specs))
 
-    def held(params: optax.Params) -> Any:
-        of_state = mapped.layout(params, workers.cut(params, specs)).specs
-        return jax.tree.unflatten(jax.tree.structure(lies(params)), jax.tree.leaves(of_state))
+    def state_specs(self, params: optax.Params) -> Any:
+        """The specs of `shardings`."""
+        specs = self.mapped.layout(params, self._param_specs(params)).specs
+        return jax.tree.unflatten(
+            jax.tree.structure(self.shardings(params)), jax.tree.leaves(specs)
+        )
 
-    return OnMesh(_First(init, lies, held), update)
+    def _in_worker(self) -> bool:
+        taken = jax.sharding.get_abstract_mesh().manual_axes
+        return set(self.mapped.workers.axes) <= set(taken)
 
+    def _param_specs(self, params: optax.Params) -> Any:
+        return self.mapped.workers.param_specs(params, self.specs)
 
-@dataclasses.dataclass(frozen=True)
-class _First:
-    """Makes the first state, and says where it lies; what a named tuple holds stays in its ``_replace``."""
-
-    make: Callable[[optax.Params], Any]
-    shardings: Callable[[optax.Params], Any]
-    specs: Callable[[optax.Params], Any]
-
-    def __call__(self, params: optax.Params) -> Any:
-        return self.make(params)
+    def _boxed(self, state: Any, params: optax.Params, param_specs: Any) -> Any:
+        """The state in flax's boxes, which have the workers' axes in front."""
+        if not boxes.find_boxes(params):
+            return state
+        specs = self.mapped.layout(params, param_specs).specs
+        return boxes.named(state, specs, params, self.mapped.workers)
 
 
 class OnMesh(optax.GradientTransformationExtraArgs):
@@ -426,7 +465,7 @@ class OnMesh(optax.GradientTransformationExtraArgs):
 
     def specs(self, params: optax.Params) -> Any:
         """The specs of `shardings`."""
-        return self.init.specs(params)  # type: ignore[attr-defined]
+        return self.init.state_specs(params)  # type: ignore[attr-defined]
 
 
 def _check_gradients(updates: optax.Updates, params: optax.Params, workers: Workers) -> None:

@@ -13,7 +13,7 @@ from lioncub_jax.mesh.placement import Workers
 from lioncub_jax.mesh.specs import flax_in_use
 from lioncub_jax.training import loss as losses
 from lioncub_jax.training.kinds import Kind, Loss
-from lioncub_jax.training.mapped import states_of
+from lioncub_jax.training.mapped import find_states
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -105,7 +105,7 @@ def is_module(x: Any) -> bool:
     return isinstance(x, nnx.Module)
 
 
-def parts_of(model: "nnx.Module") -> Any:
+def split_module(model: "nnx.Module") -> Any:
     """``(graph, parameters, random streams, the rest)`` of a module."""
     from flax import nnx
 
@@ -116,22 +116,22 @@ def update_module(model: "nnx.Module", change: Callable[..., Any]) -> "nnx.Modul
     """Writes ``change(parameters, random streams, the rest)`` into a module; returns it."""
     from flax import nnx
 
-    nnx.update(model, *change(*parts_of(model)[1:]))
+    nnx.update(model, *change(*split_module(model)[1:]))
     return model
 
 
-def counts_of(tree: Any) -> list[Any]:
+def find_stream_counts(tree: Any) -> list[Any]:
     """The variables of a tree in which nnx counts how often its random streams were drawn from."""
     if not flax_in_use():
         return []
     from flax import nnx
 
-    return states_of(tree, nnx.RngCount)
+    return find_states(tree, nnx.RngCount)
 
 
 def write_counts(tree: Any, counts: list[jax.Array]) -> None:
     """Writes the new counts of random streams into the ``nnx.Rngs`` of a tree, as transforms of nnx do."""
-    for variable, count in zip(counts_of(tree), counts, strict=True):
+    for variable, count in zip(find_stream_counts(tree), counts, strict=True):
         variable[...] = count
 
 
@@ -152,7 +152,7 @@ def value_and_grad(
     from flax import nnx
 
     model, *args = args  # type: ignore[assignment]
-    graph, params, streams, rest = parts_of(model)
+    graph, params, streams, rest = split_module(model)
     for path, x in jax.tree_util.tree_leaves_with_path(rest):
         if x.shape[:1] != (workers.count,):
             raise ValueError(
@@ -169,7 +169,7 @@ def value_and_grad(
         before, structure = jax.tree.flatten(rest)  # nnx writes into what it merges
         replica = nnx.merge(graph, params, streams, rest)
         loss, aux = losses.loss_and_aux(loss_fn(replica, *given), has_aux)
-        after = parts_of(replica)[3]
+        after = split_module(replica)[3]
         losses.like_given(structure.unflatten(before), after)
         both = zip(before, jax.tree.leaves(after), strict=True)
         kept = [jnp.where(jnp.isfinite(loss), new, old) for old, new in both]

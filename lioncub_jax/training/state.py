@@ -20,7 +20,7 @@ from lioncub_jax.training import kinds
 from lioncub_jax.training.mapped import MappedTransform
 from lioncub_jax.training.modules import check_split, is_module, update_module
 from lioncub_jax.training.step import StepState
-from lioncub_jax.training.worker import check_local, of_each
+from lioncub_jax.training.worker import check_local_steps, per_worker_state
 
 
 def init_state(
@@ -67,7 +67,7 @@ def init_state(
     Source: this library.
     """
     check_real(workers)
-    params, cut, both = _taken(tx, params, workers, specs, local)
+    params, param_specs, both = _mapped(tx, params, workers, specs, local)
     rng = jax.random.key(0) if rng is None else rng
     rng = jax.random.wrap_key_data(rng) if kinds.is_raw_key(rng) else rng
     if not is_key(rng) or jnp.shape(rng):
@@ -79,34 +79,38 @@ def init_state(
     # A copy, because the training step donates its state and the caller may still hold the arrays.
     params = jax.tree.map(
         lambda spec, x: _strong(jnp.copy(put(x, NamedSharding(workers.mesh, spec)))),
-        cut, params,
+        param_specs, params,
     )  # fmt: skip
     rng = put(rng, everywhere)
     step = put(np.zeros((), np.int32), everywhere)
-    own = own_state(model_state, workers)
-    opt_state, local_state = (one.init_of(params, cut)(params) for one in both)
+    model_state = own_state(model_state, workers)
+    opt_state, local_state = (one.jitted_init(params, param_specs)(params) for one in both)
     return StepState(
         step=step,
         params=params,
-        model_state=own,
+        model_state=model_state,
         opt_state=opt_state,
         rng=jnp.copy(rng),
         local_state=local_state,
     )
 
 
-def _taken(
+def _mapped(
     tx: Any, params: optax.Params, workers: Workers, specs: Any, local: Any
 ) -> tuple[Any, Any, list[MappedTransform]]:
     """Parameters out of their boxes, their specs, and the two optimizers mapped over the workers."""
     check_workers(workers)
-    check_local(local, 1, workers)
+    check_local_steps(local, 1, workers)
     check_split(params)
     # Boxes say it too, so they are asked before they are opened.
     specs = specs_of(params) if specs is None else specs
     params = boxes.opened(params)
-    both = optax.with_extra_args_support(tx), of_each(local, workers)
-    return params, workers.cut(params, specs), [MappedTransform(one, workers) for one in both]
+    both = optax.with_extra_args_support(tx), per_worker_state(local, workers)
+    return (
+        params,
+        workers.param_specs(params, specs),
+        [MappedTransform(one, workers) for one in both],
+    )
 
 
 def _strong(x: jax.Array) -> jax.Array:
@@ -143,7 +147,7 @@ def place(model: Any, workers: Workers) -> Any:
     """
     check_real(workers)
     if is_module(model):
-        return update_module(model, partial(_placed, workers))
+        return update_module(model, partial(_place_parts, workers))
     if not isinstance(model, Mapping) or "params" not in model:
         raise TypeError(
             f"place is given a {type(model).__name__}: give a flax.nnx.Module, or the variables of a flax "
@@ -151,19 +155,23 @@ def place(model: Any, workers: Workers) -> Any:
             "workers.shardings(lioncub_jax.mesh.specs_of(params)), and other state to training.own_state"
         )
     rest = {name: part for name, part in model.items() if name != "params"}
-    params, _, rest = _placed(workers, model["params"], (), rest)
+    params, _, rest = _place_parts(workers, model["params"], (), rest)
     return {"params": params, **rest}
 
 
-def _placed(workers: Workers, params: optax.Params, shared: Any, rest: Any) -> tuple[Any, Any, Any]:
-    """Parameters as they are cut, what is whole on each device, and what is each worker's own."""
+def _place_parts(
+    workers: Workers, params: optax.Params, shared: Any, rest: Any
+) -> tuple[Any, Any, Any]:
+    """Parameters by their specs, what is whole on each device, and what is each worker's own."""
     bare = boxes.opened(params)
-    lies = workers.shardings(
-        (workers.cut(bare, specs_of(params)), jax.tree.map(lambda _: P(), shared))
+    shardings = workers.shardings(
+        (workers.param_specs(bare, specs_of(params)), jax.tree.map(lambda _: P(), shared))
     )
     check_same("place", (bare, shared), NamedSharding(workers.mesh, P()))
     leaves, structure = jax.tree.flatten((params, shared))
-    placed = [put(x, where) for x, where in zip(leaves, jax.tree.leaves(lies), strict=True)]
+    placed = [
+        put(x, sharding) for x, sharding in zip(leaves, jax.tree.leaves(shardings), strict=True)
+    ]
     params, shared = jax.tree.unflatten(structure, placed)
     return params, shared, own_state(rest, workers)
 
@@ -246,16 +254,20 @@ def abstract_state(
       >>> lc.training.abstract_state(tx, shapes, lc.Workers(mesh, "data")).opt_state[0].mu["w"].shape
       (1, 2, 3)
     """
-    params, cut, both = _taken(tx, params, workers, specs, local)
-    params = jax.tree.map(workers.shape, cut, params)
-    opt_state, local_state = (one.init_of(params, cut).eval_shape(params) for one in both)
-    own = jax.tree.map(lambda x: workers.shape(P(workers.axes), x, workers.count), model_state)
+    params, param_specs, both = _mapped(tx, params, workers, specs, local)
+    params = jax.tree.map(workers.shape, param_specs, params)
+    opt_state, local_state = (
+        one.jitted_init(params, param_specs).eval_shape(params) for one in both
+    )
+    model_state = jax.tree.map(
+        lambda x: workers.shape(P(workers.axes), x, workers.count), model_state
+    )
     step = workers.shape(P(), np.int32(0))
     rng = workers.shape(P(), jax.eval_shape(jax.random.key, 0))
     return StepState(
         step=step,
         params=params,
-        model_state=own,
+        model_state=model_state,
         opt_state=opt_state,
         rng=rng,
         local_state=local_state,

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lioncub_jax.exchange.means import mean_of
+from lioncub_jax.exchange.means import merge_over_workers
 from lioncub_jax.exchange.sync import SyncState
 from lioncub_jax.exchange.transform import CommunicateState, VoteCounts
 from lioncub_jax.mesh.hosts import is_key
 from lioncub_jax.mesh.placement import Static, Workers, check_alive
-from lioncub_jax.training.mapped import states_of
+from lioncub_jax.training.mapped import find_states
 from lioncub_jax.training.modules import is_module, update_module
 from lioncub_jax.training.step import StepState
 
@@ -54,8 +54,8 @@ def metrics(state: Any) -> dict[str, jax.Array]:
     Source: Lion Cub (arXiv 2411.16462), cross-worker variance of the momentum.
     """
     check_alive("state", state)
-    votes = [s.votes for s in states_of(state, CommunicateState)]
-    syncs = [(s.syncs, s.drift) for s in states_of(state, SyncState)]
+    votes = [s.votes for s in find_states(state, CommunicateState)]
+    syncs = [(s.syncs, s.drift) for s in find_states(state, SyncState)]
     with jax.debug_nans(False):  # the agreement of nobody is no number
         names, numbers = _numbers(votes, syncs)
     return dict(zip(names.value, numbers, strict=True))
@@ -240,4 +240,4 @@ def _mean(x: jax.Array) -> jax.Array:
         first = jax.lax.broadcasted_iota(jnp.int32, words.shape, 0) == 0
         words = jnp.sum(jnp.where(first, words, 0), axis=0, dtype=words.dtype)
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
-    return mean_of(x).astype(x.dtype)
+    return merge_over_workers(x).astype(x.dtype)

@@ -31,14 +31,14 @@ from lioncub_jax.mesh.specs import check_batch_spec, spec_of, stacked
 from lioncub_jax.training import kinds
 from lioncub_jax.training.kinds import Kind, Loss
 from lioncub_jax.training.loss import check_closure
-from lioncub_jax.training.mapped import MappedTransform, check_state
+from lioncub_jax.training.mapped import MappedTransform, check_layout
 from lioncub_jax.training.worker import (
-    check_local,
-    difference_of,
-    gradient_of,
-    joined,
-    of_each,
-    reduced,
+    check_local_steps,
+    join_results,
+    make_difference,
+    make_gradient,
+    per_worker_state,
+    reduce_results,
 )
 
 
@@ -95,9 +95,9 @@ class TrainStep:
           options: for XLA, as ``compiler_options`` of ``jax.jit``, such as those of `overlap_options`.
         """
 
-        def traced(state: StepState, batch: Any, cut: Any) -> Any:
+        def traced(state: StepState, batch: Any, specs: Any) -> Any:
             self.traces += 1
-            return self._step(state, batch, jax.tree.unflatten(*cut))
+            return self._step(state, batch, jax.tree.unflatten(*specs))
 
         self._jitted = jax.jit(traced, donate_argnums=0, static_argnums=2, compiler_options=options)
         return self
@@ -113,7 +113,7 @@ class TrainStep:
         """
         self._check(state, batch)
         if self._batches.shared:
-            each = kinds.of_batch(batch, self._in_kinds)
+            each = kinds.classify_batch(batch, self._in_kinds)
             self._batches.check(batch, [kind is Kind.SPLIT for kind, _ in each])
         arguments = self._arguments(state, batch)
         if not self._in_flight and self._batches.shared:
@@ -151,11 +151,11 @@ class TrainStep:
         return self._jitted.lower(*self._arguments(state, batch))
 
     def _arguments(self, state: StepState, batch: Any) -> tuple[StepState, Any, Any]:
-        """The state, the batch on the mesh, and how the parameters lie, as something to compile for."""
+        """The state, the batch on the mesh, and specs of parameters: a step is compiled for them."""
         leaves, structure = jax.tree_util.tree_flatten_with_path(batch)
         placed, rows = [], []
         for (path, x), (kind, entry) in zip(
-            leaves, kinds.of_batch(batch, self._in_kinds), strict=True
+            leaves, kinds.classify_batch(batch, self._in_kinds), strict=True
         ):
             count, name = None, f"batch{jax.tree_util.keystr(path)}"
             if kind is Kind.SPLIT:
@@ -253,7 +253,7 @@ def make_train_step(
     """
     check_real(workers)
     check_count(f"accumulate={accumulate!r}", accumulate)
-    check_local(local, local_steps, workers)
+    check_local_steps(local, local_steps, workers)
     batch_spec = P(workers.axes) if batch_spec is None else batch_spec
     check_batch_spec(batch_spec, workers.mesh, workers.axes)
     if not callable(loss_fn):
@@ -264,16 +264,20 @@ def make_train_step(
         )
     check_closure(loss_fn, workers)
     mapped = MappedTransform(optax.with_extra_args_support(tx), workers)
-    of_locals = MappedTransform(of_each(local, workers), workers)
-    own = P(workers.axes)
+    local_states = MappedTransform(per_worker_state(local, workers), workers)
 
     def worker(
-        each: list[Kind], params: optax.Params, states: Any, batch: Any, rng: jax.Array, count: Any
+        leaf_kinds: list[Kind],
+        params: optax.Params,
+        states: Any,
+        batch: Any,
+        rng: jax.Array,
+        count: Any,
     ) -> Any:
-        rows, batch_of = kinds.rows_and_rest(batch, each, workers)
-        gradient = gradient_of(loss_fn, accumulate, batch_of)
+        rows, join = kinds.split_batch(batch, leaf_kinds, workers)
+        gradient = make_gradient(loss_fn, accumulate, join)
         if local is not None:
-            gradient = difference_of(gradient, local, local_steps)
+            gradient = make_difference(gradient, local, local_steps)
         rng = jax.random.fold_in(jax.random.fold_in(rng, count), axes.worker_index(workers.axes))
         before = jax.tree.map(lambda x: x[0], states)
         grads, after, (loss, aux) = gradient(params, before, rows, rng)
@@ -285,25 +289,28 @@ def make_train_step(
         stacked_here = jax.tree.map(lambda x: x[None], (grads, after, abstains))
         return *stacked_here, *_metrics(loss, aux, workers)
 
-    def step(state: StepState, batch: Any, cut: Any) -> tuple[StepState, dict[str, Any]]:
-        cut = workers.cut(state.params, cut)
-        held = own, () if local is None else of_locals.layout(state.params, cut).specs
-        check_state(state.local_state, held[1], workers, name="local_state")
-        states = state.model_state, state.local_state
-        each = [kind for kind, _ in kinds.of_batch(batch, in_kinds)]
-        lie = [batch_spec if kind is Kind.SPLIT else P() for kind in each]
-        in_specs = cut, held, jax.tree.unflatten(jax.tree.structure(batch), lie), P(), P()
-        out_specs = stacked(cut, workers.axes), held, own, own, P(), P()
-        run = workers.map(partial(worker, each), in_specs, out_specs, typed=False)
+    def step(state: StepState, batch: Any, given: Any) -> tuple[StepState, dict[str, Any]]:
+        param_specs, one_each = workers.param_specs(state.params, given), P(workers.axes)
+        local_specs = () if local is None else local_states.layout(state.params, param_specs).specs
+        check_layout(state.local_state, local_specs, workers, name="local_state")
+        states, state_specs = (state.model_state, state.local_state), (one_each, local_specs)
+        leaf_kinds = [kind for kind, _ in kinds.classify_batch(batch, in_kinds)]
+        leaf_specs = [batch_spec if kind is Kind.SPLIT else P() for kind in leaf_kinds]
+        batch_specs = jax.tree.unflatten(jax.tree.structure(batch), leaf_specs)
+        in_specs = param_specs, state_specs, batch_specs, P(), P()
+        grad_specs = stacked(param_specs, workers.axes)
+        out_specs = grad_specs, state_specs, one_each, one_each, P(), P()
+        run = workers.map(partial(worker, leaf_kinds), in_specs, out_specs, typed=False)
         grads, states, abstains, *metrics = run(state.params, states, batch, state.rng, state.step)
-        outputs = joined(*metrics)
+        outputs = join_results(*metrics)
         updates, opt_state = mapped.update(
-            cut, grads, state.opt_state, state.params,
+            param_specs, grads, state.opt_state, state.params,
             per_worker={"diverged": abstains}, extra={"value": outputs["loss"]},
         )  # fmt: skip
+        params = optax.apply_updates(state.params, updates)
         state = StepState(
             step=optax.safe_increment(state.step),
-            params=workers.hold(optax.apply_updates(state.params, updates), cut),
+            params=workers.constrain(params, param_specs),
             model_state=states[0],
             opt_state=opt_state,
             rng=state.rng,
@@ -316,10 +323,10 @@ def make_train_step(
 
 
 def _metrics(loss: jax.Array, aux: Any, workers: Workers) -> Any:
-    """The loss and what is in ``aux`` by name, as `reduced`, arrays of each worker."""
+    """The loss and what is in ``aux`` by name, as `reduce_results`, arrays of each worker."""
     named = aux if isinstance(aux, dict) else {"aux": aux}
     if "loss" in named:
         raise ValueError("the aux dict has a key 'loss', which is taken; give it another name")
     metrics = {"loss": loss, **named}
     each = [Kind.PER_WORKER if jnp.ndim(x) else Kind.SHARED for x in jax.tree.leaves(metrics)]
-    return reduced(metrics, each, workers.axes)
+    return reduce_results(metrics, each, workers.axes)

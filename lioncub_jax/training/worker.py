@@ -28,7 +28,7 @@ _NO_NUMBER = (
 _PLAIN = "give a plain optax transform, such as optax.adamw(1e-3)"
 
 
-def gradient_of(
+def make_gradient(
     loss_fn: Loss, accumulate: int, batch_of: Callable[[Any], Any]
 ) -> Callable[..., Any]:
     """``(params, states, rows, rng) -> (grads, states, (loss, aux))`` of one worker.
@@ -70,10 +70,10 @@ def gradient_of(
     return whole if accumulate == 1 else accumulated
 
 
-def difference_of(
+def make_difference(
     gradient: Callable[..., Any], local: optax.GradientTransformation, local_steps: int
 ) -> Callable[..., Any]:
-    """`gradient_of` with ``params - params after local steps`` in place of the gradient."""
+    """`make_gradient` with ``params - params after local steps`` in place of the gradient."""
     optimizer = optax.with_extra_args_support(local)
 
     def one(carry: Any, rows: Any, rng: jax.Array) -> Any:
@@ -102,7 +102,7 @@ def _in_parts(
 
     parts = jnp.arange(count), jax.tree.map(partial(_cut, count=count), rows)
     carry, (loss_of_parts, aux) = lax.scan(on, carry, parts, unroll=unroll)
-    return carry, (jnp.mean(loss_of_parts), jax.tree.map(_of_parts, aux))
+    return carry, (jnp.mean(loss_of_parts), jax.tree.map(_merge_parts, aux))
 
 
 def _cut(x: jax.Array, count: int) -> jax.Array:
@@ -112,14 +112,14 @@ def _cut(x: jax.Array, count: int) -> jax.Array:
     return lax.reshape(x, shape, out_sharding=P(None, *spec) if any(spec) else None)
 
 
-def _of_parts(x: jax.Array) -> jax.Array:
+def _merge_parts(x: jax.Array) -> jax.Array:
     """A metric of all parts of a batch: inexact numbers averaged, whole ones added, arrays stacked."""
     if x.ndim > 1:
         return x
     return jnp.mean(x) if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.sum(as_count(x))
 
 
-def reduced(
+def reduce_results(
     values: Any, kinds: Sequence[Kind], axis: Axes
 ) -> tuple[dict[int, jax.Array], dict[int, jax.Array], Static]:
     """Results of a loss by place: arrays over the workers, numbers on which they agree; and their tree.
@@ -149,15 +149,17 @@ def as_count(x: jax.Array) -> jax.Array:
     return x if x.dtype.itemsize >= 4 else x.astype(jnp.int32)
 
 
-def joined(arrays: dict[int, jax.Array], numbers: dict[int, jax.Array], structure: Static) -> Any:
-    """Undoes `reduced`."""
+def join_results(
+    arrays: dict[int, jax.Array], numbers: dict[int, jax.Array], structure: Static
+) -> Any:
+    """Undoes `reduce_results`."""
     return jax.tree.unflatten(structure.value, jax.tree.leaves(arrays | numbers))  # sorted by place
 
 
 # --- The optimizer of local steps, and its state
 
 
-def check_local(local: Any, local_steps: Any, workers: Workers) -> None:
+def check_local_steps(local: Any, local_steps: Any, workers: Workers) -> None:
     """Raises for local steps without an optimizer for them, or with one that cannot be a worker's own."""
     check_count(f"local_steps={local_steps!r}", local_steps)
     if local is None:
@@ -177,7 +179,7 @@ def check_local(local: Any, local_steps: Any, workers: Workers) -> None:
         )
 
 
-def of_each(
+def per_worker_state(
     local: optax.GradientTransformation | None, workers: Workers
 ) -> optax.GradientTransformationExtraArgs:
     """A transform that leaves updates as they are, with the state of the local one, each worker's own."""

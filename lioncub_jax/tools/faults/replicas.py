@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from lioncub_jax.exchange import wires
 from lioncub_jax.exchange.arguments import check_count
 from lioncub_jax.mesh import axes, checksum
-from lioncub_jax.mesh.hosts import of_words, words_of
+from lioncub_jax.mesh.hosts import from_key_words, key_words
 from lioncub_jax.mesh.placement import Workers, check_workers
 from lioncub_jax.mesh.specs import axes_in, product
 
@@ -114,7 +114,7 @@ class Replicas:
         """Compares now; as a call otherwise."""
         paths, tree = jax.tree_util.tree_flatten_with_path(state)
         leaves = {jax.tree_util.keystr(path): x for path, x in paths}
-        shared = {path: words_of(x) for path, x in leaves.items() if self._is_shared(path, x)}
+        shared = {path: key_words(x) for path, x in leaves.items() if self._is_shared(path, x)}
         for path, copies in checksum.copies(shared).items():
             if (copies.sums == copies.sums[0]).all():
                 continue
@@ -129,7 +129,7 @@ class Replicas:
                 raise ReplicasDiffer(
                     f"a replica is wrong: {differences[0]}, and heal=False. {self._advice()}"
                 )
-            words = of_words(_copy_from(shared[path], source), leaves[path])
+            words = from_key_words(_copy_from(shared[path], source), leaves[path])
             leaves[path] = jax.device_put(words, leaves[path].sharding)
             for difference in differences:
                 warnings.warn(
@@ -196,8 +196,8 @@ def _copy_from(x: jax.Array, source: np.ndarray) -> jax.Array:
     copied_over = tuple(n for n in mesh.axis_names if n not in axes_in(spec))
 
     def of_device(x: jax.Array, source: jax.Array) -> jax.Array:
-        bits = wires.from_one(checksum.bits_of(x), source[0], copied_over)
-        return checksum.of_bits(bits, x)
+        bits = wires.from_one(checksum.to_words(x), source[0], copied_over)
+        return checksum.from_words(bits, x)
 
     specs = spec, P(mesh.axis_names)
     # Copies differ under one label: that is what is mended.

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from lioncub_jax.checkpoint.layout import ArrayInfo, ArrayLayout
 from lioncub_jax.checkpoint.tiles import Tile, processes_of
 from lioncub_jax.exchange.holder import Holder
-from lioncub_jax.exchange.means import mean_of
+from lioncub_jax.exchange.means import merge_over_workers
 
 ALL = "all"  # the axis of a mesh of all devices in a row
 
@@ -88,7 +88,7 @@ def _bytes_of_processes(whole: np.ndarray, mesh: Mesh) -> jax.Array:
 
 def _replacement(left: jax.Array, lost: list[int], info: ArrayInfo) -> jax.Array:
     """Rows for lost ones, ``[lost, ...]``: the mean of those that are left, and no feedback."""
-    new = jnp.zeros_like(left[0]) if info.holder is Holder.FEEDBACK else mean_of(left)
+    new = jnp.zeros_like(left[0]) if info.holder is Holder.FEEDBACK else merge_over_workers(left)
     new = jnp.broadcast_to(new, (len(lost), *left.shape[1:])).astype(left.dtype)
     if info.is_key:  # of the largest words, and so another for each
         new = jax.vmap(jnp.add)(new, jnp.array(lost, new.dtype) + 1)
