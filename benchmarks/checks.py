@@ -80,8 +80,8 @@ def main() -> None:
         for name in ("check", "snapshot", "checkpoint")
     }
     parameters = sum(math.prod(p.shape) for p in jax.tree.leaves(params))
-    found = {"benchmark": "checks", "parameters": parameters, "every": args.every}
-    report.finish({**found, **ms, **shares}, args.save)
+    about = {"benchmark": "checks", "parameters": parameters, "every": args.every}
+    report.finish({**about, **ms, **shares}, args.save)
 
 
 def seconds(what: Callable[..., object], *args: Any) -> float:

@@ -54,8 +54,8 @@ def main(argv: list[str] | None = None) -> None:
 def made() -> dict[Path, str]:
     """The packaged evidence, and the pages that have numbers from rows."""
     rows = [row for path in (SHORT, ROWS) for row in report.read(path, key_of)]
-    found = evidence.evidence(rows)
-    return {EVIDENCE: evidence.text_of(found), **pages.rewritten(found, Study(rows).tables())}
+    packaged = evidence.evidence(rows)
+    return {EVIDENCE: evidence.text_of(packaged), **pages.rewritten(packaged, Study(rows).tables())}
 
 
 def left(part: str, save: Path) -> str:

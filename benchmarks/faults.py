@@ -118,7 +118,7 @@ class Harm:
         self.done: Future[None] | None = None
         self._run, self._pool = run, pool
 
-    def told(self, what: str, step: int) -> None:
+    def notify(self, what: str, step: int) -> None:
         """Of each step and save; begins at its moment."""
         mine = self.fault.does and step == self.at and not self.done
         if mine and what == ("save" if self.fault.saving else "step"):
@@ -150,7 +150,7 @@ def harmed(kind: str, number: int) -> dict[str, Any]:
         run = Followed(folder, WORKERS, STEPS, EVERY, SNAPSHOTS)
         stack.callback(run.end)
         harm = Harm(kind, number, run, pool)
-        code = run.follow(harm.told)
+        code = run.follow(harm.notify)
         seconds = time.time() - began
         if harm.done:
             harm.done.result()
@@ -217,20 +217,20 @@ HEAD = [
 
 
 def lines_of(rows: Rows) -> list[list[str]]:
-    found = []
+    lines = []
     for kind, fault in FAULTS.items():
         own = [row for row in rows if row["kind"] == kind]
         waits = waits_of(own) if fault.does else []
         fell = [row["during"] == "save" for row in own if row.get("during")]
         again = [row["steps_again"] for row in own if row["steps_again"] is not None]
         if own:
-            found.append([
+            lines.append([
                 fault.says, str(len(own)), str(sum(fell)) if fell else "",
                 str(sum(whole(row, rows) for row in own)),
                 f"{median(waits):.1f}" if waits else "", f"{max(waits):.1f}" if waits else "",
                 str(max(again)) if again else "",
             ])  # fmt: skip
-    return found
+    return lines
 
 
 def documented(document: str, rows: Rows) -> str:

@@ -270,7 +270,7 @@ def test_differences_are_paired_over_seeds_and_small_ones_are_alike():
     assert far.value == pytest.approx(0.1) and far.error == pytest.approx(
         2.776 * std * (2 / 3) ** 0.5, 1e-3
     )
-    assert near.alike and not far.alike and near.text().startswith("+0.000 ± 0.0")
+    assert near.within_error and not far.within_error and near.text().startswith("+0.000 ± 0.0")
 
 
 def test_tokens_to_a_loss_are_on_a_line_through_the_last_losses_of_lengths():
@@ -320,7 +320,7 @@ def test_pages_show_each_picture_that_the_command_draws():
 @pytest.mark.parametrize("name", pictures.PICTURES)
 def test_a_picture_is_drawn_from_committed_rows_and_is_no_older(name, tmp_path):
     """If not: python benchmarks/pictures.py."""
-    pictures.save(pictures.PICTURES[name], tmp_path / name)
+    pictures.save(name, tmp_path)
     assert pictures.numbers_in(pictures.FOLDER / name) == pictures.numbers_in(tmp_path / name)
 
 

@@ -105,12 +105,12 @@ def shapes(width: int = WIDTH) -> Any:
 
 
 def drawn(
-    text: jax.Array, key: jax.Array, t: Any, workers: int, count: int, apart: bool
+    text: jax.Array, key: jax.Array, t: Any, workers: int, count: int, split: bool
 ) -> jax.Array:
     """``uint8[W, count, CONTEXT + 1]``: windows from random places, of all text or of a worker's part."""
-    part = (text.size - CONTEXT - 1) // (workers if apart else 1)
+    part = (text.size - CONTEXT - 1) // (workers if split else 1)
     at = jax.random.randint(jax.random.fold_in(key, t), (workers, count), 0, part)
-    if apart:
+    if split:
         at += part * jnp.arange(workers)[:, None]
     return text[at[..., None] + jnp.arange(CONTEXT + 1)]
 
@@ -132,7 +132,7 @@ class Program(NamedTuple):
 
 def program(contender: Contender, run: Run) -> Program:
     """What is compiled once for many runs."""
-    alone, micro, apart = contender.local_steps, contender.accumulate, run.data == "different"
+    local_steps, micro, split = contender.local_steps, contender.accumulate, run.data == "different"
     count, workers = run.tokens // CONTEXT, run.workers
     init, nats = functional(partial(model_of, width=run.width))
 
@@ -150,16 +150,16 @@ def program(contender: Contender, run: Run) -> Program:
     ) -> Any:  # fmt: skip
         simulator, local = method(hyper)
         key = jax.random.fold_in(jax.random.key(seed), 1)
-        batch_of = partial(drawn, text, key, workers=workers, count=count, apart=apart)
+        batch_of = partial(drawn, text, key, workers=workers, count=count, split=split)
 
         def step(state: simulate.Simulated, steps: jax.Array) -> Any:
             batch = jnp.concatenate([batch_of(t) for t in steps], axis=1)
-            state, losses = simulate.step(nats, simulator, state, batch, alone, local)
+            state, losses = simulate.step(nats, simulator, state, batch, local_steps, local)
             return state, losses.mean()
 
         length = run.steps // POINTS
         times = point * length + jnp.arange(length)
-        state, losses = jax.lax.scan(step, state, times.reshape(-1, alone * micro))
+        state, losses = jax.lax.scan(step, state, times.reshape(-1, local_steps * micro))
         fresh = batch_of(run.steps + times[0])
         grads = jax.vmap(jax.grad(nats), in_axes=(None, 0))(state.params, fresh)
         about = noise(grads, run.tokens)
@@ -183,13 +183,13 @@ def noise(grads: Any, tokens: int) -> dict[str, jax.Array]:
 
 def agreement(own: Any) -> jax.Array:
     """How often two workers vote alike, over pairs of workers and elements that are not 0."""
-    pairs, alike = 0.0, 0.0
+    pairs, agreeing = 0.0, 0.0
     for x in jax.tree.leaves(own):
         signs = jnp.sign(x)
         number = jnp.sum(jnp.abs(signs), axis=0)
         pairs += jnp.sum(number * (number - 1))
-        alike += jnp.sum(jnp.sum(signs, axis=0) ** 2 - number)
-    return 0.5 + 0.5 * alike / jnp.maximum(pairs, 1)
+        agreeing += jnp.sum(jnp.sum(signs, axis=0) ** 2 - number)
+    return 0.5 + 0.5 * agreeing / jnp.maximum(pairs, 1)
 
 
 class Runner:

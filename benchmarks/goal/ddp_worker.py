@@ -124,8 +124,8 @@ def main() -> None:
     folder = Path(sys.argv[1])
     dist.init_process_group("gloo")
     job = json.loads((folder / "job.json").read_text())
-    found = take_turns(job)
-    (folder / f"worker{dist.get_rank()}.json").write_text(json.dumps(found))
+    report = take_turns(job)
+    (folder / f"worker{dist.get_rank()}.json").write_text(json.dumps(report))
     dist.barrier()
     dist.destroy_process_group()
 

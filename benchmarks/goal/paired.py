@@ -26,7 +26,7 @@ class Difference(NamedTuple):
     error: float | None
 
     @property
-    def alike(self) -> bool:
+    def within_error(self) -> bool:
         """True where the interval has 0 in it."""
         return self.error is not None and abs(self.value) <= self.error
 
