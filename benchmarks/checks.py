@@ -1,4 +1,4 @@
-"""What it costs a run to be safe: comparing replicas, snapshots in memory, and checkpoints on disk.
+"""The cost of a safe run: comparing replicas, snapshots in memory, and checkpoints on disk.
 
     python benchmarks/checks.py [--every 100]
 

@@ -1,4 +1,4 @@
-"""What a run loses when its workers, links and disks fail, at random moments, on real processes.
+"""Losses of a run whose workers, links and disks fail, at random moments, on real processes.
 
     python benchmarks/faults.py [--kind worker]    # rows that are in the file are not run again
 
@@ -41,7 +41,7 @@ BEFORE = "08b0ba2"  # the commit of faults that are run no more
 
 
 class Fault(NamedTuple):
-    """What is done to a run.
+    """A harm that is done to a run.
 
     Attributes:
       says: for people.
@@ -119,7 +119,7 @@ class Harm:
         self._run, self._pool = run, pool
 
     def notify(self, what: str, step: int) -> None:
-        """Of each step and save; begins at its moment."""
+        """Notes a step or a save, and begins at its moment."""
         mine = self.fault.does and step == self.at and not self.done
         if mine and what == ("save" if self.fault.saving else "step"):
             times = [when for when, _, _ in self._run.steps[-2:]]
@@ -204,7 +204,7 @@ def waits_of(rows: Rows) -> list[float]:
 
 
 def whole(row: dict[str, Any], rows: Rows) -> bool:
-    """Whether a run ended as the unbroken one, to the last digit of its loss, and left nothing."""
+    """True for a run that ended as the unbroken one, to the last digit of its loss, and left nothing."""
     (unbroken,) = (other for other in rows if other["kind"] == "unbroken")
     same = row["loss"] == unbroken["loss"] and row["last_step"] == unbroken["last_step"]
     return same and row["exit_code"] == 0 and row["left"] == 0

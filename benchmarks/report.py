@@ -1,4 +1,4 @@
-"""What benchmarks share: rows in files, tables, and one JSON object as the last line."""
+"""Parts that benchmarks share: rows in files, tables, and one JSON object as the last line."""
 
 import argparse
 import datetime
@@ -41,7 +41,7 @@ def finish(summary: dict[str, Any], save: pathlib.Path | None) -> None:
 
 
 def provenance() -> dict[str, Any]:
-    """What is needed to repeat a row."""
+    """The facts that repeat a row."""
     return {
         "command": " ".join(["python", *sys.argv]),
         "date": datetime.date.today().isoformat(),

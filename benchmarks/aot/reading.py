@@ -28,7 +28,7 @@ Computations = dict[str, list[Instruction]]
 
 
 class Kernel(NamedTuple):
-    """What runs as one.
+    """Instructions that run as one.
 
     Attributes:
       name: XLA's.
@@ -94,7 +94,7 @@ def kernels(text: str) -> list[Kernel]:
 
 
 def exchanges(result: list[Kernel]) -> list[Exchange]:
-    """What travels asynchronously, in the order in which it starts, with the matrix work meanwhile."""
+    """Asynchronous collectives in the order of their starts, with the matrix work meanwhile."""
     ops: dict[str, str] = {}
     work: dict[str, int] = {}
     arrived: dict[str, int] = {}
@@ -109,7 +109,7 @@ def exchanges(result: list[Kernel]) -> list[Exchange]:
 
 
 def _inside(line: Instruction, computations: Computations) -> list[Instruction]:
-    """What a fusion, or an asynchronous start, runs."""
+    """The instructions of a fusion or of an asynchronous start."""
     called = _CALLS.search(line.attributes)
     return computations.get(called[1], []) if called else []
 
@@ -175,7 +175,7 @@ def _array(name: str, lines: dict[str, Instruction]) -> str:
 
 
 def _taken(inside: list[Instruction]) -> dict[int, int]:
-    """Of parameters of a fusion that are only cut, what is cut out of them."""
+    """Bytes cut out of each parameter of a fusion that is only cut."""
     numbers = {}
     for line in inside:
         if line.opcode == "parameter":

@@ -33,7 +33,7 @@ def what_to_use_text() -> str:
 
 
 def _runs(rows: list[Use]) -> str:
-    """How many workers and seeds stand behind the rows."""
+    """The numbers of workers and seeds of the rows."""
     settings: dict[str, set[int]] = {}
     for row in rows:
         for plan in row.plans.values():

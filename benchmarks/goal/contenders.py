@@ -1,7 +1,7 @@
-"""Who runs to the loss: every method twice, simulated, and as its users write it.
+"""The methods that run to the loss, each twice, simulated, and as its users write it.
 
 A method is what a user writes; the simulator is the same in the words of the tests' oracle, and a test
-holds the two together. All have the same model, text, schedule and decoupled decay, and are tuned alike:
+holds the two together. All have the same model, text, schedule and decoupled decay, and one tuning:
 see `tuning`.
 """
 
@@ -34,7 +34,7 @@ Schedule = Callable[[Any], Any]  # steps of a worker so far to a learning rate
 
 
 class Hyper(NamedTuple):
-    """What a method is tuned over; numbers, or traced arrays.
+    """Hyperparameters that are tuned; numbers, or traced arrays.
 
     Attributes:
       rate: the highest learning rate.
@@ -50,7 +50,7 @@ class Hyper(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """What `make_train_step` takes.
+    """Arguments of `make_train_step`.
 
     Attributes:
       tx: what the workers share.
@@ -64,7 +64,7 @@ class Recipe(NamedTuple):
 
 
 class Family(NamedTuple):
-    """Where tuning begins, and what it tries instead.
+    """The first values of tuning, and those that it tries instead.
 
     Attributes:
       rate: the first rate.
@@ -88,7 +88,7 @@ class Contender(NamedTuple):
 
     Attributes:
       code: how it is written in a program, without ``lioncub_jax.``.
-      whose: "ours" or "peer".
+      side: "ours" or "peer".
       source: the paper, or "ours".
       family: of which optimizer its rate and betas are.
       simulated: ``(Hyper, Schedule) -> Simulator``.

@@ -131,7 +131,7 @@ def main() -> None:
 
 
 def take_turns(job: dict[str, Any]) -> dict[str, Any]:
-    """As `worker.take_turns`; what a call should send is not predicted."""
+    """Blocks of steps, as of `worker.take_turns`; no bytes are predicted."""
     racing = {}
     for name, stage, tokens in job["entries"]:
         step = Trainer(name, tokens, job["parameters"]).step

@@ -1,4 +1,4 @@
-"""What rows say, as the packaged `lioncub_jax/tools/plan/evidence.json` has it.
+"""The results of all rows, as the packaged `lioncub_jax/tools/plan/evidence.json` has it.
 
 Of every cell of noise, workers and data, by curves of the validation loss, averaged over seeds, with a
 running minimum:
@@ -72,7 +72,7 @@ def cells_of(rows: Rows) -> dict[Key, dict[str, Rows]]:
 
 
 def evidence(rows: Rows) -> dict[str, Any]:
-    """What the packaged file holds.
+    """The content of the packaged file.
 
     Raises:
       ValueError: for rows of no cell in which all ran that are compared.
@@ -137,7 +137,7 @@ def mean_of(rows: Rows, steps: int) -> Curve:
 def learned_of(
     rows: Rows, steps: int, targets: Sequence[float], adamw: Hyper, defines: bool = False
 ) -> dict[str, Any]:
-    """Of a method in a cell; one defines the targets by its own mean."""
+    """The entry of a method in a cell; one method defines the targets by its own mean."""
     longer = [row for row in rows if steps_of(row) > steps]
     rows, hyper = usual(rows, steps), curves.hyper_of(rows[-1])
     never = None, None, len(longer or rows)
@@ -178,7 +178,7 @@ def reached(
 
 
 def times_of(rows: Rows) -> list[dict[str, Any]]:
-    """Of steps in the lab, as they were timed last."""
+    """The last times of steps in the lab."""
     result = {
         (row["tokens"], row["network"], row["contender"], row["stage"]): row
         for row in rows_of(rows, part="time")
@@ -210,7 +210,7 @@ def usual(rows: Rows, steps: int) -> Rows:
 
 
 def steps_of(row: dict[str, Any]) -> int:
-    """Of the run of a row."""
+    """Steps of the run of a row."""
     return row.get("steps", STEPS)
 
 

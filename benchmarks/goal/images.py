@@ -152,7 +152,7 @@ def init(key: jax.Array, pixels: int) -> dict[str, Any]:
 
 
 def logits(params: dict[str, Any], x: jax.Array) -> jax.Array:
-    """Of patches ``[n, 16, pixels]``: ``float32[n, 10]``."""
+    """Logits ``float32[n, 10]`` of patches ``[n, 16, pixels]``."""
     x, norms = x @ params["patches"] + params["positions"], iter(params["norms"])
     for n in range(1, LAYERS + 1):
         attention, mlp = params[f"attention {n}"], params[f"mlp {n}"]

@@ -31,7 +31,7 @@ PROGRAMS = {"jax": HERE / "worker.py", "torch": HERE / "ddp_worker.py"}
 
 
 class Entry(NamedTuple):
-    """What is timed.
+    """A step that is timed.
 
     Attributes:
       contender: its name, or ``NOTHING``, or one of ``TORCH``.
@@ -86,7 +86,7 @@ def timed_together(entries: list[Entry], framework: str, rate: str) -> Iterator[
 
 
 def held(job: Mapping[str, Any], rate: str, framework: str) -> list[dict[str, Any]]:
-    """What each worker of a session wrote; the output of one that fails is shown."""
+    """The report of each worker of a session; the output of one that fails is shown."""
     bits = None if rate == UNSHAPED else units.rate(rate)
     with tempfile.TemporaryDirectory() as name:
         folder, job = Path(name), dict(job)
@@ -105,7 +105,7 @@ def held(job: Mapping[str, Any], rate: str, framework: str) -> list[dict[str, An
 
 
 def as_in_torch(model: Any, layers: int) -> dict[str, np.ndarray]:
-    """The parameters of `examples/gpt/model.py` by the names of `ddp_worker.py`: matrices turned."""
+    """The parameters of `examples/gpt/model.py` by the names of `ddp_worker.py`: matrices transposed."""
 
     def transposed(kernel: Any) -> np.ndarray:
         return np.asarray(kernel).reshape(kernel.shape[0], -1).T.copy()

@@ -71,7 +71,7 @@ def ours(name: str) -> bool:
 
 
 def code_of(name: str) -> str:
-    """How a method is written in a program."""
+    """The code of a method in a program."""
     if name in TORCH:
         return f"PyTorch: {name.removeprefix('torch-')}"
     one = contender_named(name)
@@ -92,7 +92,7 @@ def steps_of(packaged: Found, tokens: int, workers: int, share: float = TARGET) 
 
 
 def step_seconds(packaged: Found, cell: Cell) -> dict[tuple[str, str], float]:
-    """Of a step, by method and stage."""
+    """Seconds of a step, by method and stage."""
     return {
         (one["method"], one["stage"]): one["seconds"]
         for one in packaged["times"]
@@ -135,7 +135,7 @@ def cells(packaged: Found) -> list[Cell]:
 
 
 def first(times: dict[str, float], some: Iterable[str]) -> str:
-    """Who of some is first."""
+    """The first of some methods."""
     there = set(some)
     return min((name for name in times if name in there), key=times.__getitem__, default=WITHOUT)
 
@@ -246,7 +246,7 @@ def lab_cell(packaged: Found, cell: Cell, name: str) -> str:
 
 
 def speedups(packaged: Found) -> str:
-    """Who is first in each cell, and by how much."""
+    """A table of the first in each cell, and by how much."""
     head = ["tokens a worker", "network", "best of ours", "best peer", "times faster", "limit"]
 
     def lines() -> Iterator[list[str]]:

@@ -49,7 +49,7 @@ SHORT = {
 
 
 class Cell:
-    """What ran in a setting: the chosen runs of each method that did not diverge, and their deviation."""
+    """The runs of a setting: the chosen runs of each method that did not diverge, and their deviation."""
 
     def __init__(self, key: Key, methods: Mapping[str, Rows]):
         self.rows = {
@@ -67,7 +67,7 @@ class Cell:
         return pooled(self.losses)
 
     def behind(self, name: str, other: str = BASE) -> Difference | None:
-        """How far a method ends behind another; None where one did not run, or diverged."""
+        """The loss of a method less that of another; None where one did not run, or diverged."""
         return self.pooled.less(name, other) if self.losses else None
 
 
@@ -167,7 +167,7 @@ class Study:
         return f"{'about ' * drawn_on}{times:.2f} ± {times * difference.error / abs(slope):.2f}"
 
     def tuning(self) -> str:
-        """What tuning chose for runs of 1,024 steps, in units of AdamW."""
+        """The choice of tuning for runs of 1,024 steps, in units of AdamW."""
         cell = self.cell(NOISY)
         if BASE not in cell.rows:
             return "Not measured yet.\n"
@@ -184,7 +184,7 @@ class Study:
         return report.markdown(head, lines)
 
     def sizes(self) -> str:
-        """Of each width: how far methods are behind AdamW, and their best rates over its own."""
+        """Losses of each width less those of AdamW, and best rates over its own."""
         known = [key for key in self.cells if key[:3] == NOISY[:3] and key.steps == NOISY.steps]
         names = ("lion", "vote", "owner-adamw")
         head = ["parameters", *(f"`{pages.code_of(name)}`" for name in names)]
@@ -228,7 +228,7 @@ class Study:
         )
 
     def not_run(self) -> str:
-        """What the plan has and the rows do not: of each method the seeds that ran, and those planned."""
+        """Seeds of the plan that are not in the rows: those that ran, and those planned."""
         lines = []
         for part, says in PARTS.items():
             have = {job: self.seeds_of(job) for job in lengths.jobs_of(part)}
@@ -242,7 +242,7 @@ class Study:
         return table if lines else "All that was planned was run.\n"
 
     def seeds_of(self, job: lengths.Job) -> int:
-        """How many seeds of a job have run."""
+        """The number of seeds of a job that have run."""
         try:
             name = lengths.resolved(job.contender, self._rows)
         except ValueError:
@@ -273,7 +273,7 @@ class Study:
         return f"{lead}{', '.join(parts)}." if parts else ""
 
     def each(self, name: str, settings: Iterable[Key], other: str = BASE) -> list[str]:
-        """How far a method is behind in each setting where both ran."""
+        """Differences to another method in each setting where both ran."""
         return [
             f"{difference.text()} after {key.steps:,} steps"
             for key in settings
@@ -323,7 +323,7 @@ OCTAVE = 12**-0.5  # error of a best rate that is known to an octave, as a logar
 
 
 def crossing(points: Sequence[tuple[float, float]], target: float) -> tuple[float, float] | None:
-    """Where a line through points first falls to a target, and its slope there.
+    """The place where a line through points first falls to a target, and its slope there.
 
     The last piece goes on until `BEYOND` times its end; the first one begins nowhere else.
     """

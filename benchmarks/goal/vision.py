@@ -37,7 +37,7 @@ class Tables:
                 self._rows[row["workers"], row["shards"]][row["method"]].append(row)
 
     def pooled(self, at: Setting) -> Pooled | None:
-        """Of all methods that ran there; None where none did."""
+        """Pooled accuracies of all methods that ran there; None where none did."""
         runs = {
             name: {row["seed"]: 100 * row["accuracy"] for row in rows}
             for name, rows in self._rows[at].items()

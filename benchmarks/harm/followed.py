@@ -83,11 +83,11 @@ class Followed:
         return [event for event in result if event["event"] == kind]
 
     def saving(self) -> bool:
-        """Whether a save has begun and its checkpoint is not whole yet."""
+        """True while a save has begun and its checkpoint is not whole."""
         return bool(self.saves) and not (self.checkpoints / str(self.saves[-1])).exists()
 
     def left(self) -> list[str]:
-        """What there is of it still: processes, temporary files, halves of checkpoints."""
+        """The rest of a run: processes, temporary files, halves of checkpoints."""
         result = [f"process {pid}" for pid in marked(self._mark)]
         result += [str(path) for path in self._scratch.iterdir()]
         if self.checkpoints.exists():
