@@ -3,8 +3,8 @@
 A run is written at each of its 16 points, so that one that is stopped goes on, equal to the bit.
 
 All contenders see the same windows at the same step of a worker, whoever takes steps alone. Beside the
-loss a run says what its noise was: how often two workers cast the same vote, and the gradient noise scale of
-McCandlish et al. (arXiv 1812.06162).
+loss a run says what its noise was: how often two workers cast the same vote, and the gradient noise
+scale of McCandlish et al. (arXiv 1812.06162).
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """The runs of the study of lengths and sizes, in the order of their worth.
 
-Every method has the same tuning. With E exchanges in a run the first rate is ``r (256 / E)^(1/4)``, where r was
-best in 256 steps (of the method itself, or of the one that it varies), the second is half of that.
+Every method has the same tuning. With E exchanges in a run the first rate is ``r (256 / E)^(1/4)``, where r
+was best in 256 steps (of the method itself, or of the one that it varies), the second is half of that.
 Then come the other betas and the other decay, each with what was best before: four runs in all.
 """
 

@@ -1,7 +1,8 @@
 """Differences between methods, beside those between seeds.
 
 Methods share their seeds, so a value is a method's part, a seed's part and a rest. The deviation of the
-rest is pooled over all methods that ran together, and a 95 % t-interval of it says which differences are seen::
+rest is pooled over all methods that ran together, and a 95 % t-interval of it says which differences
+are seen::
 
     x[m, s] = method[m] + seed[s] + rest[m, s],   std^2 = sum rest^2 / degrees of freedom
     two methods with n and k seeds differ by their means' difference +- t(0.975) std sqrt(1/n + 1/k)
