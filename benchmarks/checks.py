@@ -1,4 +1,4 @@
-"""What it costs a run to be safe: comparing replicas, snapshots in memory, and checkpoints on disk.
+"""The cost of a safe run: comparing replicas, snapshots in memory, and checkpoints on disk.
 
     python benchmarks/checks.py [--every 100]
 
@@ -80,8 +80,8 @@ def main() -> None:
         for name in ("check", "snapshot", "checkpoint")
     }
     parameters = sum(math.prod(p.shape) for p in jax.tree.leaves(params))
-    found = {"benchmark": "checks", "parameters": parameters, "every": args.every}
-    report.finish({**found, **ms, **shares}, args.save)
+    about = {"benchmark": "checks", "parameters": parameters, "every": args.every}
+    report.finish({**about, **ms, **shares}, args.save)
 
 
 def seconds(what: Callable[..., object], *args: Any) -> float:

@@ -1,4 +1,4 @@
-"""Where users train: who is first after 1,024 and 4,096 steps, with 2,048 tokens, at four sizes of model.
+"""The study of lengths and sizes: losses after 1,024 and 4,096 steps, with 2,048 tokens, of four sizes.
 
     python benchmarks/convergence.py [--part 1024 tokens 4096 ladder 256] [--jobs 2]
     python benchmarks/convergence.py --left     # says what there is to run, and runs nothing
@@ -54,12 +54,12 @@ def main(argv: list[str] | None = None) -> None:
 def made() -> dict[Path, str]:
     """The packaged evidence, and the pages that have numbers from rows."""
     rows = [row for path in (SHORT, ROWS) for row in report.read(path, key_of)]
-    found = evidence.evidence(rows)
-    return {EVIDENCE: evidence.text_of(found), **pages.rewritten(found, Study(rows).tables())}
+    packaged = evidence.evidence(rows)
+    return {EVIDENCE: evidence.text_of(packaged), **pages.rewritten(packaged, Study(rows).tables())}
 
 
 def left(part: str, save: Path) -> str:
-    """What is left of a part, in core hours."""
+    """A line on what is left of a part, in core hours."""
     steps = {job.steps for job in lengths.jobs_of(part)}
     rows = {key_of(row): row for row in report.read(save, key_of)}.values()
     done = [row for row in rows if part_of(row) == part]

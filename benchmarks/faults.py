@@ -1,4 +1,4 @@
-"""What a run loses when its workers, links and disks fail, at random moments, on real processes.
+"""Losses of a run whose workers, links and disks fail, at random moments, on real processes.
 
     python benchmarks/faults.py [--kind worker]    # rows that are in the file are not run again
 
@@ -41,7 +41,7 @@ BEFORE = "08b0ba2"  # the commit of faults that are run no more
 
 
 class Fault(NamedTuple):
-    """What is done to a run.
+    """A harm that is done to a run.
 
     Attributes:
       says: for people.
@@ -118,8 +118,8 @@ class Harm:
         self.done: Future[None] | None = None
         self._run, self._pool = run, pool
 
-    def told(self, what: str, step: int) -> None:
-        """Of each step and save; begins at its moment."""
+    def notify(self, what: str, step: int) -> None:
+        """Notes a step or a save, and begins at its moment."""
         mine = self.fault.does and step == self.at and not self.done
         if mine and what == ("save" if self.fault.saving else "step"):
             times = [when for when, _, _ in self._run.steps[-2:]]
@@ -150,7 +150,7 @@ def harmed(kind: str, number: int) -> dict[str, Any]:
         run = Followed(folder, WORKERS, STEPS, EVERY, SNAPSHOTS)
         stack.callback(run.end)
         harm = Harm(kind, number, run, pool)
-        code = run.follow(harm.told)
+        code = run.follow(harm.notify)
         seconds = time.time() - began
         if harm.done:
             harm.done.result()
@@ -204,7 +204,7 @@ def waits_of(rows: Rows) -> list[float]:
 
 
 def whole(row: dict[str, Any], rows: Rows) -> bool:
-    """Whether a run ended as the unbroken one, to the last digit of its loss, and left nothing."""
+    """True for a run that ended as the unbroken one, to the last digit of its loss, and left nothing."""
     (unbroken,) = (other for other in rows if other["kind"] == "unbroken")
     same = row["loss"] == unbroken["loss"] and row["last_step"] == unbroken["last_step"]
     return same and row["exit_code"] == 0 and row["left"] == 0
@@ -217,20 +217,20 @@ HEAD = [
 
 
 def lines_of(rows: Rows) -> list[list[str]]:
-    found = []
+    lines = []
     for kind, fault in FAULTS.items():
         own = [row for row in rows if row["kind"] == kind]
         waits = waits_of(own) if fault.does else []
         fell = [row["during"] == "save" for row in own if row.get("during")]
         again = [row["steps_again"] for row in own if row["steps_again"] is not None]
         if own:
-            found.append([
+            lines.append([
                 fault.says, str(len(own)), str(sum(fell)) if fell else "",
                 str(sum(whole(row, rows) for row in own)),
                 f"{median(waits):.1f}" if waits else "", f"{max(waits):.1f}" if waits else "",
                 str(max(again)) if again else "",
             ])  # fmt: skip
-    return found
+    return lines
 
 
 def documented(document: str, rows: Rows) -> str:

@@ -1,4 +1,4 @@
-"""What simulated runs share: a GPT as functions of its parameters, and the schedule of the rate."""
+"""Parts that simulated runs share: a GPT as functions of its parameters, and the schedule of the rate."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from gpt.model import GPT, next_byte_loss
 
 
 def functional(model: Callable[[Any], GPT]) -> tuple[Callable[..., Any], Callable[..., jax.Array]]:
-    """Of ``key -> GPT``: ``key -> params``, and ``(params, windows) -> nats``."""
+    """Returns ``key -> params`` and ``(params, windows) -> nats`` of ``key -> GPT``."""
     graph, shapes, rest = nnx.split(
         nnx.eval_shape(lambda: model(jax.random.key(0))), nnx.Param, ...
     )

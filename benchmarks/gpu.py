@@ -102,15 +102,15 @@ def local(size: int, dtype: Any) -> dict[str, Timed]:
 def gpt(model: programs.Model) -> dict[str, Timed]:
     """A whole step of the model with each local step, which goes on from its own parameters."""
     batch = jax.random.randint(jax.random.key(1), model.windows, 0, 500)
-    found = {}
+    timed = {}
     for name, one in candidates(weights(model)).items():
 
         def step(params: Any, state: Any, one: Any = one) -> Any:
             params, state, _ = one.step(params, state, jax.grad(model.loss)(params, batch))
             return params, state
 
-        found[name] = compiled(jax.jit(step, donate_argnums=(0, 1)), (weights(model), one.state))
-    return found
+        timed[name] = compiled(jax.jit(step, donate_argnums=(0, 1)), (weights(model), one.state))
+    return timed
 
 
 def weights(model: programs.Model) -> Any:
@@ -137,7 +137,7 @@ def exchange(model: programs.Model) -> dict[str, Timed]:
         "owner_lion": lc.owner_lion(1e-4, workers=workers),
         "owner_adamw": lc.owner_adamw(1e-4, workers=workers),
     }
-    found = {}
+    timed = {}
     for name, tx in methods.items():
         state = lc.init_state(tx, weights(model), workers)
         step = lc.make_train_step(model.loss, tx, workers)
@@ -148,8 +148,8 @@ def exchange(model: programs.Model) -> dict[str, Timed]:
         def again(state: Any, step: Any = step) -> tuple[Any]:
             return (step(state, batch)[0],)
 
-        found[name] = Timed(again, (state,), program, time.perf_counter() - began)
-    return found
+        timed[name] = Timed(again, (state,), program, time.perf_counter() - began)
+    return timed
 
 
 def main(argv: list[str] | None = None) -> None:

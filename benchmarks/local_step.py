@@ -154,7 +154,7 @@ def compiled(step: Any, arrays: tuple[Any, ...], floor_bytes: int = 0) -> Timed:
 
 
 def seconds(one: Timed, calls: int) -> tuple[Timed, float]:
-    """Of one call among many, of which only the last is waited for; and what comes next."""
+    """Seconds of one call among many, of which only the last is waited for; and the next state."""
     arrays, began = one.arrays, time.perf_counter()
     for _ in range(calls):
         arrays = one.run(*arrays)

@@ -171,7 +171,7 @@ class Job(NamedTuple):
     shards: str = "alike"
 
     def runs(self) -> int:
-        """How many, tuning and seeds."""
+        """The number of runs, of tuning and of seeds."""
         if self.workers == MANY:
             return 1
         tries = len(FACTORS) if self.variant else TRIES
@@ -238,7 +238,7 @@ def finite(loss: float | None) -> float:
 
 
 def chosen(rows: report.Rows, job: Job) -> Hyper:
-    """What tuning chose.
+    """The choice of tuning.
 
     Raises:
       ValueError: where that job has not run.
@@ -250,7 +250,7 @@ def chosen(rows: report.Rows, job: Job) -> Hyper:
 
 
 def left(some: list[Job], rows: report.Rows) -> str:
-    """What is left of jobs, in runs and core hours."""
+    """A line on what is left of jobs, in runs and core hours."""
     known = [row["cpu_seconds"] + row["compiling"] for row in rows]
     each = sum(known) / len(known) if known else CORE_SECONDS
     done = {job: len(report.rows_of(rows, **job._asdict())) for job in some}

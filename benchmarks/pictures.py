@@ -9,7 +9,7 @@ its rows.
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import matplotlib.style
 import numpy as np
@@ -22,53 +22,26 @@ from lioncub_jax.tools.plan import evidence
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 STYLE = Path(__file__).parent / "pictures.mplstyle"
-EVIDENCE = Path(evidence.__file__).parent / "evidence.json"
 NUMBERS = "Description"  # the field of a PNG file that holds them
 
 
-class Picture(NamedTuple):
-    """One picture.
-
-    Attributes:
-      numbers: reads what it shows, as JSON holds it.
-      draw: takes these numbers.
-    """
-
-    numbers: Callable[[], Any]
-    draw: Callable[[Any], Figure]
-
-
 def main() -> None:
-    for name, picture in PICTURES.items():
-        save(picture, FOLDER / name)
-        print(FOLDER / name)
+    for name in PICTURES:
+        save(name, FOLDER)
 
 
-def save(picture: Picture, path: Path) -> None:
-    numbers = numbers_of(picture)
+def save(name: str, folder: Path) -> None:
+    """Draws a picture, with its numbers to five digits, which are the same on all machines."""
+    read, draw = PICTURES[name]
+    numbers = json.loads(json.dumps(read()), parse_float=lambda text: float(f"{float(text):.5g}"))
     with matplotlib.style.context(STYLE):
-        figure = picture.draw(numbers)
-        figure.savefig(path, metadata={NUMBERS: json.dumps(numbers)})
-
-
-def numbers_of(picture: Picture) -> Any:
-    """With five digits, which are alike on all machines."""
-    return json.loads(
-        json.dumps(picture.numbers()), parse_float=lambda text: float(f"{float(text):.5g}")
-    )
+        draw(numbers).savefig(folder / name, metadata={NUMBERS: json.dumps(numbers)})
 
 
 def numbers_in(path: Path) -> Any:
-    """What a file of a picture shows."""
+    """The numbers of a picture's file."""
     with Image.open(path) as image:
         return json.loads(image.info[NUMBERS])
-
-
-def ticks_1_2_5(low: float, high: float) -> dict[float, str]:
-    """Ticks of a logarithmic axis, and their texts."""
-    decades = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
-    texts = (f"{digit}e{decade}" for decade in decades for digit in (1, 2, 5))
-    return {float(x): f"{float(x):g}" for x in texts if low <= float(x) <= high}
 
 
 # --- Time to the loss against the network, a panel for each noise
@@ -83,7 +56,7 @@ LINES = {"float32 AdamW": "0.45", "best other method": "C1", "owner_adamw": "C0"
 def by_network() -> dict[str, Any]:
     """Times over that of the better optimizer in float32 without a network."""
     cells = [cell for cell in evidence.packaged().cells if cell.data == "alike"]
-    found = {}
+    panels = {}
     for tokens in sorted({cell.tokens for cell in cells}):
         workers = max(
             one.num_workers for one in cells if one.tokens == tokens and one.num_workers <= 8
@@ -92,8 +65,8 @@ def by_network() -> dict[str, Any]:
         plans = [planner.plan(SIZE, cluster, 1.0, tokens=tokens) for cluster in at]
         means = [plan.rows[plan.use()].scheme.kind == "mean" for plan in plans]
         title = f"{tokens:,} tokens a worker\nand step, {workers} workers"
-        found[title] = {"lines": lines(plans), "mean until": NETWORKS[means.index(False)]}
-    return found
+        panels[title] = {"lines": lines(plans), "mean until": NETWORKS[means.index(False)]}
+    return panels
 
 
 def lines(plans: list[planner.Plan]) -> dict[str, list[float]]:
@@ -104,9 +77,9 @@ def lines(plans: list[planner.Plan]) -> dict[str, list[float]]:
         drawn["best other method"] = [
             next(iter(plan.times("peer", corner=ALONE).values())) / free for plan in plans
         ]
-    for name, said in {"owner-adamw": "owner_adamw", "vote": "lion_cub"}.items():
+    for name, title in {"owner-adamw": "owner_adamw", "vote": "lion_cub"}.items():
         if name in plans[0].times():
-            drawn[said] = [plan.times(corner=ALONE)[name] / free for plan in plans]
+            drawn[title] = [plan.times(corner=ALONE)[name] / free for plan in plans]
     return drawn
 
 
@@ -137,13 +110,14 @@ def draw_lines(axis: Any, lines: dict[str, list[float]], mean_until: float) -> N
         axis.text(0.07, 100, "do not use this", color="0.4", va="top", rotation="vertical")
     axis.set(xscale="log", yscale="log", xlim=(NETWORKS[0], NETWORKS[-1]), ylim=(0.9, MOST))
     axis.set_xticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
-    ticks = ticks_1_2_5(1, MOST)
-    axis.set_yticks(list(ticks), ticks.values())
+    ticks = 1, 2, 5, 10, 20, 50, 100
+    axis.set_yticks(ticks, [str(x) for x in ticks])
     axis.minorticks_off()
 
 
-PICTURES = {
-    "time_to_loss.png": Picture(by_network, draw_by_network),
+# By file: what reads the numbers that a picture shows, and what draws them.
+PICTURES: dict[str, tuple[Callable[[], Any], Callable[[Any], Figure]]] = {
+    "time_to_loss.png": (by_network, draw_by_network),
 }
 
 if __name__ == "__main__":

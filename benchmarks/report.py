@@ -1,4 +1,4 @@
-"""What benchmarks share: rows in files, tables, and one JSON object as the last line."""
+"""Parts that benchmarks share: rows in files, tables, and one JSON object as the last line."""
 
 import argparse
 import datetime
@@ -12,7 +12,6 @@ from typing import Any
 import flax
 import jax
 import optax
-from rich.table import Table
 
 Rows = list[dict[str, Any]]
 
@@ -29,8 +28,8 @@ def rows_parser(doc: str, rows: pathlib.Path) -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    said = "file of rows, read and added to"
-    out.add_argument("--save", type=pathlib.Path, default=rows, help=said)
+    text = "file of rows, read and added to"
+    out.add_argument("--save", type=pathlib.Path, default=rows, help=text)
     return out
 
 
@@ -42,7 +41,7 @@ def finish(summary: dict[str, Any], save: pathlib.Path | None) -> None:
 
 
 def provenance() -> dict[str, Any]:
-    """What is needed to repeat a row."""
+    """The facts that repeat a row."""
     return {
         "command": " ".join(["python", *sys.argv]),
         "date": datetime.date.today().isoformat(),
@@ -101,18 +100,8 @@ def written(document: str, name: str, text: str) -> str:
     return f"{before}{mark}{text}{end}{after}"
 
 
-def table(title: str, head: list[str], lines: list[list[str]]) -> Table:
-    """A table for a terminal; all columns but the first are numbers."""
-    found = Table(title=title)
-    for n, column in enumerate(head):
-        found.add_column(column, justify="right" if n else "left")
-    for line in lines:
-        found.add_row(*line)
-    return found
-
-
 def markdown(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
-    """The same for a document."""
+    """A table in Markdown; all columns but the first are numbers."""
     names = list(head)
     rule = ["---"] + ["---:"] * (len(names) - 1)
     return "".join("| " + " | ".join(cells) + " |\n" for cells in [names, rule, *lines])

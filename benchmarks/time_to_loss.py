@@ -51,7 +51,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
 
 
 def run_times(args: argparse.Namespace) -> None:
-    """Of every stage of each contender, with each noise at each rate."""
+    """Times every stage of each contender, with each noise at each rate."""
     names = [*args.contender, lab.NOTHING, *(lab.TORCH if args.torch else ())]
     for tokens in args.tokens:
         for rate in args.rates:

@@ -1,1 +1,1 @@
-"""What the compilers of accelerators make of a training step, read without an accelerator."""
+"""Training steps as compilers of accelerators make them, read without an accelerator."""

@@ -1,4 +1,4 @@
-"""What is compiled: a training step of a model, by shape, with a method."""
+"""Programs to compile: a training step of a model, by shape, with a method."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -39,7 +39,7 @@ class Model(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many parameters."""
+        """The number of parameters."""
         return sum(x.size for x in jax.tree.leaves(self.params))
 
 
@@ -162,7 +162,7 @@ def lowered(model: Model, method: str, mesh: Mesh) -> tuple[Any, Any]:
 
 
 def specs_of(model: Model, mesh: Mesh) -> Any:
-    """How a worker cuts its parameters."""
+    """Specs of the parameters of a worker."""
     return jax.tree.map(lambda x: P("fsdp") if _cut(x, mesh) else P(), model.params)
 
 

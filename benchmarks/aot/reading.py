@@ -28,7 +28,7 @@ Computations = dict[str, list[Instruction]]
 
 
 class Kernel(NamedTuple):
-    """What runs as one.
+    """Instructions that run as one.
 
     Attributes:
       name: XLA's.
@@ -74,7 +74,7 @@ def kernels(text: str) -> list[Kernel]:
         name: [*filter(None, map(instruction, body.splitlines()))] for name, body in bodies.items()
     }
     lines = {line.name: line for line in computations[entry]}
-    found = []
+    result = []
     for line in computations[entry]:
         if line.opcode in _NO_WORK:
             continue
@@ -82,7 +82,7 @@ def kernels(text: str) -> list[Kernel]:
         operands = _OPERAND.findall(line.operands)
         ends = line.opcode.endswith("-done")
         inside = _inside(line, computations)
-        found.append(
+        result.append(
             Kernel(
                 line.name, line.opcode, _moved(line, operands, lines, inside),
                 operands[0] if ends and operands else None, _started(line, inside),
@@ -90,15 +90,15 @@ def kernels(text: str) -> list[Kernel]:
                 _size(line.result, anywhere=True) if ends else 0,
             )
         )  # fmt: skip
-    return found
+    return result
 
 
-def exchanges(found: list[Kernel]) -> list[Exchange]:
-    """What travels asynchronously, in the order in which it starts, with the matrix work meanwhile."""
+def exchanges(result: list[Kernel]) -> list[Exchange]:
+    """Asynchronous collectives in the order of their starts, with the matrix work meanwhile."""
     ops: dict[str, str] = {}
     work: dict[str, int] = {}
     arrived: dict[str, int] = {}
-    for one in found:
+    for one in result:
         if one.starts in ops:
             arrived[one.starts] = one.arrives
         elif one.collective in ("all-to-all", "all-gather"):
@@ -109,7 +109,7 @@ def exchanges(found: list[Kernel]) -> list[Exchange]:
 
 
 def _inside(line: Instruction, computations: Computations) -> list[Instruction]:
-    """What a fusion, or an asynchronous start, runs."""
+    """The instructions of a fusion or of an asynchronous start."""
     called = _CALLS.search(line.attributes)
     return computations.get(called[1], []) if called else []
 
@@ -175,7 +175,7 @@ def _array(name: str, lines: dict[str, Instruction]) -> str:
 
 
 def _taken(inside: list[Instruction]) -> dict[int, int]:
-    """Of parameters of a fusion that are only cut, what is cut out of them."""
+    """Bytes cut out of each parameter of a fusion that is only cut."""
     numbers = {}
     for line in inside:
         if line.opcode == "parameter":
@@ -184,16 +184,16 @@ def _taken(inside: list[Instruction]) -> dict[int, int]:
     for line in inside:
         for name in set(_OPERAND.findall(line.operands)) & uses.keys():
             uses[name].append(line)
-    found = {}
+    result = {}
     for name, users in uses.items():
         if users and all(user.opcode in ("slice", "dynamic-slice") for user in users):
-            found[numbers[name]] = sum(_size(user.result) for user in users)
+            result[numbers[name]] = sum(_size(user.result) for user in users)
         elif users and all(
             user.opcode == "dynamic-update-slice" and user.operands.startswith(f"%{name},")
             for user in users
         ):
-            found[numbers[name]] = 0  # written in place
-    return found
+            result[numbers[name]] = 0  # written in place
+    return result
 
 
 def _written(line: Instruction, inside: list[Instruction]) -> int:

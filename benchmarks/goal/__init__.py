@@ -1,4 +1,4 @@
-"""What `time_to_loss.py` is made of: contenders, their curves, their milliseconds, and the sums."""
+"""Parts of `time_to_loss.py`: contenders, their curves, their milliseconds, and the sums."""
 
 import sys
 from pathlib import Path

@@ -33,8 +33,8 @@ def what_to_use_text() -> str:
 
 
 def _runs(rows: list[Use]) -> str:
-    """How many workers and seeds stand behind the rows."""
-    said: dict[str, set[int]] = {}
+    """The numbers of workers and seeds of the rows."""
+    settings: dict[str, set[int]] = {}
     for row in rows:
         for plan in row.plans.values():
             if row.method() == NOT_MEASURED:
@@ -42,8 +42,8 @@ def _runs(rows: list[Use]) -> str:
             cell, how = plan.nearest.cell, plan.rows[row.method()].learned
             assert how
             where = f"{cell.tokens:,} tokens, {row.data}: {cell.num_workers} workers"
-            said.setdefault(where, set()).add(how.runs)
-    seeds = {where: _from_to([str(n) for n in sorted(runs)]) for where, runs in said.items()}
+            settings.setdefault(where, set()).add(how.runs)
+    seeds = {where: _from_to([str(n) for n in sorted(runs)]) for where, runs in settings.items()}
     return " ".join(f"{where}, {n} seed{'s' * (n != '1')}." for where, n in seeds.items())
 
 

@@ -1,7 +1,7 @@
-"""Who runs to the loss: every method twice, simulated, and as its users write it.
+"""The methods that run to the loss, each twice, simulated, and as its users write it.
 
 A method is what a user writes; the simulator is the same in the words of the tests' oracle, and a test
-holds the two together. All have the same model, text, schedule and decoupled decay, and are tuned alike:
+holds the two together. All have the same model, text, schedule and decoupled decay, and one tuning:
 see `tuning`.
 """
 
@@ -34,7 +34,7 @@ Schedule = Callable[[Any], Any]  # steps of a worker so far to a learning rate
 
 
 class Hyper(NamedTuple):
-    """What a method is tuned over; numbers, or traced arrays.
+    """Hyperparameters that are tuned; numbers, or traced arrays.
 
     Attributes:
       rate: the highest learning rate.
@@ -50,7 +50,7 @@ class Hyper(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """What `make_train_step` takes.
+    """Arguments of `make_train_step`.
 
     Attributes:
       tx: what the workers share.
@@ -64,7 +64,7 @@ class Recipe(NamedTuple):
 
 
 class Family(NamedTuple):
-    """Where tuning begins, and what it tries instead.
+    """The first values of tuning, and those that it tries instead.
 
     Attributes:
       rate: the first rate.
@@ -88,7 +88,7 @@ class Contender(NamedTuple):
 
     Attributes:
       code: how it is written in a program, without ``lioncub_jax.``.
-      whose: "ours" or "peer".
+      side: "ours" or "peer".
       source: the paper, or "ours".
       family: of which optimizer its rate and betas are.
       simulated: ``(Hyper, Schedule) -> Simulator``.
@@ -101,7 +101,7 @@ class Contender(NamedTuple):
     """
 
     code: str
-    whose: str
+    side: str
     source: str
     family: Family
     simulated: Callable[[Hyper, Schedule], Simulator]
@@ -179,14 +179,14 @@ def power(rank: int, bits: int | None = None) -> Contender:
     )  # fmt: skip
 
 
-def alone(
-    code: str, whose: str, source: str, steps: int, simulated: Callable[[], Simulator],
+def local_updates(
+    code: str, side: str, source: str, steps: int, simulated: Callable[[], Simulator],
     made: Callable[[Any], optax.GradientTransformation],
 ) -> Contender:  # fmt: skip
     """Workers that take steps of AdamW on their own, and what they share of how far they came."""
     return Contender(
         f"make_train_step(..., {code}, local_steps={steps}, local=optax.adamw(...))",
-        whose, source, ADAM,
+        side, source, ADAM,
         lambda h, rate: simulated(),
         lambda h, rate, workers: Recipe(made(workers), steps, adamw(h, rate)),
         steps, adamw,
@@ -196,7 +196,7 @@ def alone(
 def averaged_in_codes(steps: int) -> Contender:
     """The mean of local steps, whose differences travel in codes of 4 bits."""
     fed = coding.error_feedback(coding.midrise(4), jnp.float32)
-    return alone(
+    return local_updates(
         "baselines.diloco(1.0, momentum=0, bits=4)", OURS, "ours", steps,
         lambda: reference.at_owner(optax.scale(-1.0), fed, 4),
         lambda workers: baselines.diloco(1.0, 0, 4, workers=workers),
@@ -240,7 +240,7 @@ CONTENDERS: dict[str, Contender] = {
     ),
     "powersgd-4": power(4),
     "powersgd-16": power(16),
-    "local-2": alone(
+    "local-2": local_updates(
         "global_gradients(optax.sgd(1.0))", PEER, "1805.09767", 2,
         lambda: reference_baselines.averaged(MEAN),
         lambda workers: lc.global_gradients(MEAN, workers=workers),
@@ -268,7 +268,7 @@ def averaged_in_bfloat16(tx: optax.GradientTransformation) -> Simulator:
 
 def outer(rate: float, momentum: float, steps: int = 32) -> Contender:
     """DiLoCo whose differences travel in codes of 4 bits."""
-    return alone(
+    return local_updates(
         f"baselines.diloco({rate}, {momentum}, bits=4)", OURS, "2311.08105", steps,
         lambda: reference_baselines.diloco(rate, momentum, 4),
         lambda workers: baselines.diloco(rate, momentum, 4, workers=workers),

@@ -3,8 +3,8 @@
 A run is written at each of its 16 points, so that one that is stopped goes on, equal to the bit.
 
 All contenders see the same windows at the same step of a worker, whoever takes steps alone. Beside the
-loss a run says what its noise was: how often two workers vote alike, and the gradient noise scale of
-McCandlish et al. (arXiv 1812.06162).
+loss a run says what its noise was: how often two workers cast the same vote, and the gradient noise
+scale of McCandlish et al. (arXiv 1812.06162).
 """
 
 import hashlib
@@ -36,7 +36,7 @@ FLAGS = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
 
 
 class Run(NamedTuple):
-    """What is run; rows are found by it.
+    """A training run; the key of its row.
 
     Attributes:
       part: "tuning" or "curve".
@@ -72,7 +72,7 @@ class Run(NamedTuple):
 
 
 def hyper_of(row: dict[str, Any]) -> Hyper:
-    """What a row ran with."""
+    """The hyperparameters of a row."""
     return Hyper(*(row[name] for name in Hyper._fields))
 
 
@@ -94,23 +94,23 @@ def key_of(row: dict[str, Any]) -> Run | None:
 
 
 def model_of(seed: Any, width: int = WIDTH) -> GPT:
-    """As every run begins; of a seed or a key."""
+    """The model that every run begins with, from a seed or a key."""
     sizes = MODEL | {"width": width, "heads": width // HEAD}
     return GPT(**sizes, rngs=nnx.Rngs(seed))
 
 
 def shapes(width: int = WIDTH) -> Any:
-    """Of the parameters."""
+    """Shapes of the parameters."""
     return jax.eval_shape(functional(partial(model_of, width=width))[0], jax.random.key(0))
 
 
 def drawn(
-    text: jax.Array, key: jax.Array, t: Any, workers: int, count: int, apart: bool
+    text: jax.Array, key: jax.Array, t: Any, workers: int, count: int, split: bool
 ) -> jax.Array:
     """``uint8[W, count, CONTEXT + 1]``: windows from random places, of all text or of a worker's part."""
-    part = (text.size - CONTEXT - 1) // (workers if apart else 1)
+    part = (text.size - CONTEXT - 1) // (workers if split else 1)
     at = jax.random.randint(jax.random.fold_in(key, t), (workers, count), 0, part)
-    if apart:
+    if split:
         at += part * jnp.arange(workers)[:, None]
     return text[at[..., None] + jnp.arange(CONTEXT + 1)]
 
@@ -131,8 +131,8 @@ class Program(NamedTuple):
 
 
 def program(contender: Contender, run: Run) -> Program:
-    """What is compiled once for many runs."""
-    alone, micro, apart = contender.local_steps, contender.accumulate, run.data == "different"
+    """The program of many runs, compiled once."""
+    local_steps, micro, split = contender.local_steps, contender.accumulate, run.data == "different"
     count, workers = run.tokens // CONTEXT, run.workers
     init, nats = functional(partial(model_of, width=run.width))
 
@@ -150,16 +150,16 @@ def program(contender: Contender, run: Run) -> Program:
     ) -> Any:  # fmt: skip
         simulator, local = method(hyper)
         key = jax.random.fold_in(jax.random.key(seed), 1)
-        batch_of = partial(drawn, text, key, workers=workers, count=count, apart=apart)
+        batch_of = partial(drawn, text, key, workers=workers, count=count, split=split)
 
         def step(state: simulate.Simulated, steps: jax.Array) -> Any:
             batch = jnp.concatenate([batch_of(t) for t in steps], axis=1)
-            state, losses = simulate.step(nats, simulator, state, batch, alone, local)
+            state, losses = simulate.step(nats, simulator, state, batch, local_steps, local)
             return state, losses.mean()
 
         length = run.steps // POINTS
         times = point * length + jnp.arange(length)
-        state, losses = jax.lax.scan(step, state, times.reshape(-1, alone * micro))
+        state, losses = jax.lax.scan(step, state, times.reshape(-1, local_steps * micro))
         fresh = batch_of(run.steps + times[0])
         grads = jax.vmap(jax.grad(nats), in_axes=(None, 0))(state.params, fresh)
         about = noise(grads, run.tokens)
@@ -172,7 +172,7 @@ def program(contender: Contender, run: Run) -> Program:
 
 
 def noise(grads: Any, tokens: int) -> dict[str, jax.Array]:
-    """Of gradients ``[W, ...]``: the unbiased square of the mean, and the variance of one byte's."""
+    """The unbiased square of the mean of gradients ``[W, ...]``, and the variance of one byte's."""
     leaves = jax.tree.leaves(grads)
     workers = len(leaves[0])
     each = sum(jnp.sum(x * x) for x in leaves) / workers
@@ -182,14 +182,14 @@ def noise(grads: Any, tokens: int) -> dict[str, jax.Array]:
 
 
 def agreement(own: Any) -> jax.Array:
-    """How often two workers vote alike, over pairs of workers and elements that are not 0."""
-    pairs, alike = 0.0, 0.0
+    """The share of equal votes of two workers, over pairs of workers and elements that are not 0."""
+    pairs, agreeing = 0.0, 0.0
     for x in jax.tree.leaves(own):
         signs = jnp.sign(x)
         number = jnp.sum(jnp.abs(signs), axis=0)
         pairs += jnp.sum(number * (number - 1))
-        alike += jnp.sum(jnp.sum(signs, axis=0) ** 2 - number)
-    return 0.5 + 0.5 * alike / jnp.maximum(pairs, 1)
+        agreeing += jnp.sum(jnp.sum(signs, axis=0) ** 2 - number)
+    return 0.5 + 0.5 * agreeing / jnp.maximum(pairs, 1)
 
 
 class Runner:
@@ -280,7 +280,7 @@ class Stopped:
         part.replace(self._path)
 
     def forget(self) -> None:
-        """Takes the file away: the row has it all."""
+        """Deletes the file: the row has it all."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 

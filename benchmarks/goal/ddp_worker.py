@@ -124,14 +124,14 @@ def main() -> None:
     folder = Path(sys.argv[1])
     dist.init_process_group("gloo")
     job = json.loads((folder / "job.json").read_text())
-    found = take_turns(job)
-    (folder / f"worker{dist.get_rank()}.json").write_text(json.dumps(found))
+    report = take_turns(job)
+    (folder / f"worker{dist.get_rank()}.json").write_text(json.dumps(report))
     dist.barrier()
     dist.destroy_process_group()
 
 
 def take_turns(job: dict[str, Any]) -> dict[str, Any]:
-    """As `worker.take_turns`; what a call should send is not predicted."""
+    """Blocks of steps, as of `worker.take_turns`; no bytes are predicted."""
     racing = {}
     for name, stage, tokens in job["entries"]:
         step = Trainer(name, tokens, job["parameters"]).step

@@ -1,4 +1,4 @@
-"""What rows say, as the packaged `lioncub_jax/tools/plan/evidence.json` has it.
+"""The results of all rows, as the packaged `lioncub_jax/tools/plan/evidence.json` has it.
 
 Of every cell of noise, workers and data, by curves of the validation loss, averaged over seeds, with a
 running minimum:
@@ -64,15 +64,15 @@ class Key(NamedTuple):
 
 def cells_of(rows: Rows) -> dict[Key, dict[str, Rows]]:
     """The curves of each cell and method, each run once, in the order of their cells."""
-    found: dict[Key, dict[str, Rows]] = defaultdict(lambda: defaultdict(list))
+    result: dict[Key, dict[str, Rows]] = defaultdict(lambda: defaultdict(list))
     for run, row in {curves.key_of(row): row for row in rows_of(rows, part="curve")}.items():
         if run is not None:
-            found[Key.of(row)][row["contender"]].append(row)
-    return dict(sorted(found.items()))
+            result[Key.of(row)][row["contender"]].append(row)
+    return dict(sorted(result.items()))
 
 
 def evidence(rows: Rows) -> dict[str, Any]:
-    """What the packaged file holds.
+    """The content of the packaged file.
 
     Raises:
       ValueError: for rows of no cell in which all ran that are compared.
@@ -105,7 +105,7 @@ def cell_of(key: Key, methods: dict[str, Rows]) -> dict[str, Any]:
         "parameters": parameters_in(curves.shapes(key.width)), "better": better,
         "loss": dict(zip(map(str, TARGETS), map(rounded, targets), strict=True)),
         "methods": {
-            name: told(chosen(rows, steps), steps, targets, adamw, name == better)
+            name: learned_of(chosen(rows, steps), steps, targets, adamw, name == better)
             for name, rows in methods.items()
         },
     }  # fmt: skip
@@ -134,10 +134,10 @@ def mean_of(rows: Rows, steps: int) -> Curve:
     return falling([curve_of(row) for row in usual(rows, steps)])
 
 
-def told(
+def learned_of(
     rows: Rows, steps: int, targets: Sequence[float], adamw: Hyper, defines: bool = False
 ) -> dict[str, Any]:
-    """Of a method in a cell; one defines the targets by its own mean."""
+    """The entry of a method in a cell; one method defines the targets by its own mean."""
     longer = [row for row in rows if steps_of(row) > steps]
     rows, hyper = usual(rows, steps), curves.hyper_of(rows[-1])
     never = None, None, len(longer or rows)
@@ -178,8 +178,8 @@ def reached(
 
 
 def times_of(rows: Rows) -> list[dict[str, Any]]:
-    """Of steps in the lab, as they were timed last."""
-    found = {
+    """The last times of steps in the lab."""
+    result = {
         (row["tokens"], row["network"], row["contender"], row["stage"]): row
         for row in rows_of(rows, part="time")
         if row["contender"] not in GONE
@@ -191,7 +191,7 @@ def times_of(rows: Rows) -> list[dict[str, Any]]:
             "fastest": rounded(row["fastest"]), "slowest": rounded(row["slowest"]),
             "sent_bytes": rounded(row["interface_bytes"]),
         }
-        for (tokens, network, method, stage), row in sorted(found.items())
+        for (tokens, network, method, stage), row in sorted(result.items())
     ]  # fmt: skip
 
 
@@ -210,18 +210,18 @@ def usual(rows: Rows, steps: int) -> Rows:
 
 
 def steps_of(row: dict[str, Any]) -> int:
-    """Of the run of a row."""
+    """Steps of the run of a row."""
     return row.get("steps", STEPS)
 
 
 def falling(curves: Sequence[Curve]) -> Curve:
     """Their mean, as the least loss so far."""
-    found: Curve = []
+    result: Curve = []
     least = math.inf
     for points in zip(*curves, strict=True):
         least = min(least, statistics.fmean(x for _, x in points))
-        found.append((points[0][0], least))
-    return found
+        result.append((points[0][0], least))
+    return result
 
 
 def at(curve: Curve, steps: float) -> float:
@@ -251,11 +251,11 @@ def rounded(x: float | None) -> float | None:
     return None if x is None else float(f"{x:.{DIGITS}g}")
 
 
-def text_of(found: dict[str, Any]) -> str:
+def text_of(result: dict[str, Any]) -> str:
     """JSON with a line for each method of a cell and each time, so that what changes shows."""
-    head = {name: found[name] for name in ("version", "study")}
-    cells = ",\n".join(map(cell_text, found["cells"]))
-    times = lines(found["times"])
+    head = {name: result[name] for name in ("version", "study")}
+    cells = ",\n".join(map(cell_text, result["cells"]))
+    times = lines(result["times"])
     start = json.dumps(head, indent=1).removesuffix("}").rstrip()
     return f'{start},\n "cells": [\n{cells}\n ],\n "times": [\n{times}\n ]\n}}\n'
 

@@ -152,7 +152,7 @@ def init(key: jax.Array, pixels: int) -> dict[str, Any]:
 
 
 def logits(params: dict[str, Any], x: jax.Array) -> jax.Array:
-    """Of patches ``[n, 16, pixels]``: ``float32[n, 10]``."""
+    """Logits ``float32[n, 10]`` of patches ``[n, 16, pixels]``."""
     x, norms = x @ params["patches"] + params["positions"], iter(params["norms"])
     for n in range(1, LAYERS + 1):
         attention, mlp = params[f"attention {n}"], params[f"mlp {n}"]
@@ -218,33 +218,33 @@ class Runner:
             train = jax.jit(self._program(run, images)).lower(hyper, run.seed, images)
             self._compiled = {key: train.compile()}
         ready = time.process_time()
-        told = jax.device_get(self._compiled[key](hyper, run.seed, images))
+        results = jax.device_get(self._compiled[key](hyper, run.seed, images))
         return {
             **run._asdict(),
             "steps": steps_of(run, images),
-            **jax.tree.map(number_or_list, told),
+            **jax.tree.map(number_or_list, results),
             "compiling": round(ready - began, 2),
             "cpu_seconds": round(time.process_time() - ready, 2),
         }
 
     def _program(self, run: Run, images: Images) -> Callable[..., Any]:
         steps, workers = steps_of(run, images), run.workers
-        apart = run.shards == "classes"
+        by_class = run.shards == "classes"
 
         def train(hyper: Hyper, seed: Any, images: Images) -> Any:
             direction = self._directions(run.method, hyper)
             simulator = reference.optimizer(direction, Schedule(hyper.rate, steps), hyper.decay)
             key = jax.random.key(seed)
             x, labels = images.train
-            if apart:
+            if by_class:
                 order = jnp.argsort(labels)
                 x, labels = x[order], labels[order]
 
             def batch_of(t: Any) -> Any:
-                part = len(labels) // (workers if apart else 1)
+                part = len(labels) // (workers if by_class else 1)
                 at = jax.random.randint(
                     jax.random.fold_in(key, t), (workers, BATCH), 0, part
-                ) + apart * part * jnp.arange(workers).reshape(-1, 1)
+                ) + by_class * part * jnp.arange(workers).reshape(-1, 1)
                 return x[at], labels[at]
 
             def step(state: Any, t: Any) -> Any:
@@ -288,13 +288,13 @@ def agreement(own: dict[str, Any]) -> dict[str, dict[str, jax.Array]]:
       "agree": the share of elements where the sign of the mean is the majority of the signs, a tie being
       half. "tie": the share of ties. "size": the mean magnitude of the mean of the signs.
     """
-    found: dict[str, dict[str, jax.Array]] = {"agree": {}, "tie": {}, "size": {}}
+    shares: dict[str, dict[str, jax.Array]] = {"agree": {}, "tie": {}, "size": {}}
     for name, layer in own.items():
         x = jnp.concatenate(
             [leaf.reshape(len(leaf), -1) for leaf in jax.tree.leaves(layer)], axis=1
         )
         mean, votes = jnp.sign(x.mean(axis=0)), jnp.sign(x).mean(axis=0)
-        found["agree"][name] = 0.5 + 0.5 * jnp.mean(mean * jnp.sign(votes))
-        found["tie"][name] = jnp.mean(votes == 0)
-        found["size"][name] = jnp.mean(jnp.abs(votes))
-    return found
+        shares["agree"][name] = 0.5 + 0.5 * jnp.mean(mean * jnp.sign(votes))
+        shares["tie"][name] = jnp.mean(votes == 0)
+        shares["size"][name] = jnp.mean(jnp.abs(votes))
+    return shares

@@ -31,7 +31,7 @@ PROGRAMS = {"jax": HERE / "worker.py", "torch": HERE / "ddp_worker.py"}
 
 
 class Entry(NamedTuple):
-    """What is timed.
+    """A step that is timed.
 
     Attributes:
       contender: its name, or ``NOTHING``, or one of ``TORCH``.
@@ -69,24 +69,24 @@ def timed(entries: list[Entry], rate: str) -> Iterator[dict[str, Any]]:
 def timed_together(entries: list[Entry], framework: str, rate: str) -> Iterator[dict[str, Any]]:
     """All in one session."""
     job = {"entries": entries, "turns": TURNS, "seconds": SECONDS}
-    found = held(job, rate, framework)
+    reports = held(job, rate, framework)
     for entry in entries:
-        blocks = [b for one in found for b in one["blocks"] if b["method"] == entry.key]
+        blocks = [b for one in reports for b in one["blocks"] if b["method"] == entry.key]
         turns = sorted({block["turn"] for block in blocks})
         of_turn = [[block for block in blocks if block["turn"] == turn] for turn in turns]
-        alone, predicted = found[0]["about"][entry.key]
+        local_steps, predicted = reports[0]["about"][entry.key]
         # A turn is as long as its slowest worker took; a call is several steps for those who go alone.
-        seconds = [max(b["seconds"] for b in some) / alone for some in of_turn]
+        seconds = [max(b["seconds"] for b in some) / local_steps for some in of_turn]
         sent = statistics.median(max(b["sent_bytes"] for b in some) for some in of_turn)
         yield {
             "part": "time", **entry._asdict(), "network": rate, "workers": WORKERS,
             "seconds": statistics.median(seconds), "fastest": min(seconds), "slowest": max(seconds),
-            "interface_bytes": sent / alone, "predicted_bytes": predicted and predicted / alone,
+            "interface_bytes": sent / local_steps, "predicted_bytes": predicted and predicted / local_steps,
         }  # fmt: skip
 
 
 def held(job: Mapping[str, Any], rate: str, framework: str) -> list[dict[str, Any]]:
-    """What each worker of a session wrote; the output of one that fails is shown."""
+    """The report of each worker of a session; the output of one that fails is shown."""
     bits = None if rate == UNSHAPED else units.rate(rate)
     with tempfile.TemporaryDirectory() as name:
         folder, job = Path(name), dict(job)
@@ -97,17 +97,17 @@ def held(job: Mapping[str, Any], rate: str, framework: str) -> list[dict[str, An
         (folder / "job.json").write_text(json.dumps(job))
         cache = {"JAX_COMPILATION_CACHE_DIR": str(Path(tempfile.gettempdir()) / "lioncub-goal")}
         command = [sys.executable, str(PROGRAMS[framework]), name]
-        said: list[str] = []
-        done = lab.run(lab.Network(WORKERS, bits), command, write=said.append, environment=cache)
+        output: list[str] = []
+        done = lab.run(lab.Network(WORKERS, bits), command, write=output.append, environment=cache)
         if done.exit_code:
-            sys.exit("\n".join([*said, f"a worker of {framework} failed: {done.exit_code}"]))
+            sys.exit("\n".join([*output, f"a worker of {framework} failed: {done.exit_code}"]))
         return [json.loads((folder / f"worker{i}.json").read_text()) for i in range(WORKERS)]
 
 
 def as_in_torch(model: Any, layers: int) -> dict[str, np.ndarray]:
-    """The parameters of `examples/gpt/model.py` by the names of `ddp_worker.py`: matrices turned."""
+    """The parameters of `examples/gpt/model.py` by the names of `ddp_worker.py`: matrices transposed."""
 
-    def turned(kernel: Any) -> np.ndarray:
+    def transposed(kernel: Any) -> np.ndarray:
         return np.asarray(kernel).reshape(kernel.shape[0], -1).T.copy()
 
     arrays = {
@@ -120,9 +120,9 @@ def as_in_torch(model: Any, layers: int) -> dict[str, np.ndarray]:
         arrays |= {
             f"blocks.{i}.norm1.weight": np.asarray(block.norm1.scale[...]),
             f"blocks.{i}.norm2.weight": np.asarray(block.norm2.scale[...]),
-            f"blocks.{i}.qkv.weight": turned(block.attention.qkv.kernel[...]),
-            f"blocks.{i}.out.weight": turned(block.attention.out.kernel[...]),
-            f"blocks.{i}.up.weight": turned(block.mlp.up.kernel[...]),
-            f"blocks.{i}.down.weight": turned(block.mlp.down.kernel[...]),
+            f"blocks.{i}.qkv.weight": transposed(block.attention.qkv.kernel[...]),
+            f"blocks.{i}.out.weight": transposed(block.attention.out.kernel[...]),
+            f"blocks.{i}.up.weight": transposed(block.mlp.up.kernel[...]),
+            f"blocks.{i}.down.weight": transposed(block.mlp.down.kernel[...]),
         }
     return arrays

@@ -1,7 +1,7 @@
 """The runs of the study of lengths and sizes, in the order of their worth.
 
-Every method is tuned alike. With E exchanges in a run the first rate is ``r (256 / E)^(1/4)``, where r was
-best in 256 steps (of the method itself, or of the one that it is made of), the second is half of that.
+Every method has the same tuning. With E exchanges in a run the first rate is ``r (256 / E)^(1/4)``, where r
+was best in 256 steps (of the method itself, or of the one that it varies), the second is half of that.
 Then come the other betas and the other decay, each with what was best before: four runs in all.
 """
 
@@ -135,7 +135,7 @@ class Study:
 
 
 def first(job: Job, short: Rows) -> Hyper:
-    """Where tuning begins."""
+    """The first hyperparameters of tuning."""
     name = LIKE.get(job.contender, job.contender)
     known = report.rows_of(short, part="curve", contender=name, tokens=TOKENS, workers=WORKERS)
     hyper = hyper_of(next(row for row in known if row["data"] == "alike"))
@@ -170,7 +170,7 @@ def other_betas(hyper: Hyper, family: Any) -> dict[str, float]:
 
 
 def best_of(rows: Rows, name: str) -> Hyper:
-    """What was best in 1,024 steps.
+    """The best hyperparameters of 1,024 steps.
 
     Raises:
       ValueError: where that part has not run.

@@ -1,4 +1,4 @@
-"""What all of them train: the GPT of the demo on windows of 32 bytes, 430,720 parameters."""
+"""The model of all contenders: the GPT of the demo on windows of 32 bytes, 430,720 parameters."""
 
 LAYERS, WIDTH, HEADS, CONTEXT, VOCABULARY = 2, 128, 4, 32, 256
 HEAD = WIDTH // HEADS  # the width of a head, of all sizes of model

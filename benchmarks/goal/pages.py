@@ -67,23 +67,23 @@ class Cell(NamedTuple):
 
 
 def ours(name: str) -> bool:
-    return name not in TORCH and contender_named(name).whose == OURS
+    return name not in TORCH and contender_named(name).side == OURS
 
 
 def code_of(name: str) -> str:
-    """How a method is written in a program."""
+    """The code of a method in a program."""
     if name in TORCH:
         return f"PyTorch: {name.removeprefix('torch-')}"
     one = contender_named(name)
     return one.code + f", {one.accumulate} micro-steps" * (one.accumulate > 1)
 
 
-def steps_of(found: Found, tokens: int, workers: int, share: float = TARGET) -> dict[str, float]:
+def steps_of(packaged: Found, tokens: int, workers: int, share: float = TARGET) -> dict[str, float]:
     """Steps to a loss of all methods that get there; PyTorch's are those of the same method in JAX."""
     place = TARGETS.index(share)
     steps = {
         name: of["steps"][place]
-        for cell in found["cells"]
+        for cell in packaged["cells"]
         if (cell["tokens"], cell["workers"], cell["data"]) == (tokens, workers, "alike")
         for name, of in cell["methods"].items()
         if of["steps"][place] is not None
@@ -91,11 +91,11 @@ def steps_of(found: Found, tokens: int, workers: int, share: float = TARGET) -> 
     return steps | {name: steps[like] for name, like in TORCH.items() if like in steps}
 
 
-def step_seconds(found: Found, cell: Cell) -> dict[tuple[str, str], float]:
-    """Of a step, by method and stage."""
+def step_seconds(packaged: Found, cell: Cell) -> dict[tuple[str, str], float]:
+    """Seconds of a step, by method and stage."""
     return {
         (one["method"], one["stage"]): one["seconds"]
-        for one in found["times"]
+        for one in packaged["times"]
         if (one["tokens"], one["network"]) == cell
     }
 
@@ -110,32 +110,32 @@ def seconds_to(name: str, steps: float, timed: dict[tuple[str, str], float]) -> 
     return sum(n * timed[name, stage] for stage, n in kinds.items())
 
 
-def times(found: Found, cell: Cell, share: float = TARGET) -> dict[str, float]:
+def times(packaged: Found, cell: Cell, share: float = TARGET) -> dict[str, float]:
     """Seconds to the loss in the lab, the first first."""
-    timed = step_seconds(found, cell)
+    timed = step_seconds(packaged, cell)
     each = {
         name: took
-        for name, steps in steps_of(found, cell.tokens, WORKERS, share).items()
+        for name, steps in steps_of(packaged, cell.tokens, WORKERS, share).items()
         if (took := seconds_to(name, steps, timed)) is not None
     }
     return dict(sorted(each.items(), key=lambda one: one[1]))
 
 
-def limit(found: Found, cell: Cell, share: float = TARGET) -> float | None:
+def limit(packaged: Found, cell: Cell, share: float = TARGET) -> float | None:
     """Seconds of the better optimizer in full precision, by steps without communication."""
-    steps = steps_of(found, cell.tokens, WORKERS, share)
-    alone = step_seconds(found, cell).get((NOTHING, ""))
+    steps = steps_of(packaged, cell.tokens, WORKERS, share)
+    no_exchange = step_seconds(packaged, cell).get((NOTHING, ""))
     known = [steps[name] for name in ("lion", "adamw") if name in steps]
-    return min(known) * alone if known and alone is not None else None
+    return min(known) * no_exchange if known and no_exchange is not None else None
 
 
-def cells(found: Found) -> list[Cell]:
+def cells(packaged: Found) -> list[Cell]:
     """Those of the lab that were timed."""
-    return sorted({Cell(one["tokens"], one["network"]) for one in found["times"]})
+    return sorted({Cell(one["tokens"], one["network"]) for one in packaged["times"]})
 
 
 def first(times: dict[str, float], some: Iterable[str]) -> str:
-    """Who of some is first."""
+    """The first of some methods."""
     there = set(some)
     return min((name for name in times if name in there), key=times.__getitem__, default=WITHOUT)
 
@@ -148,31 +148,31 @@ def speedup(times: dict[str, float]) -> tuple[str, str, float | None]:
     return own, peer, rounded(times[peer] / times[own])
 
 
-def advised(found: Found, cell: Cell) -> tuple[str, float] | None:
+def advised(packaged: Found, cell: Cell) -> tuple[str, float] | None:
     """Whom the planner names in a cell of the lab, and its measured time over that of the first."""
     known = {scheme.learns for scheme in planner.SCHEMES}  # PyTorch's are not the planner's to name
-    took = {name: x for name, x in times(found, cell).items() if name in known}
-    alone = step_seconds(found, cell).get((NOTHING, ""))
-    if not took or alone is None:
+    took = {name: x for name, x in times(packaged, cell).items() if name in known}
+    no_exchange = step_seconds(packaged, cell).get((NOTHING, ""))
+    if not took or no_exchange is None:
         return None
     rate = LOOPBACK if cell.network == UNSHAPED else units.rate(cell.network)
     at = planner.Cluster(WORKERS, planner.Link(rate, LATENCY), on_cpu=True)
-    plan = planner.plan(curves.shapes(), at, alone, tokens=cell.tokens)
+    plan = planner.plan(curves.shapes(), at, no_exchange, tokens=cell.tokens)
     name = plan.rows[plan.use()].scheme.learns
     return name, took.get(name, math.inf) / min(took.values())
 
 
-def keys(found: Found) -> dict[str, Any]:
+def keys(packaged: Found) -> dict[str, Any]:
     """The figures of the benchmark."""
-    told: dict[str, Any] = {"speedup_over_best_peer": {}, "limit": {}, "advice": {}}
+    figures: dict[str, Any] = {"speedup_over_best_peer": {}, "limit": {}, "advice": {}}
     near = []
-    for cell in cells(found):
-        told["speedup_over_best_peer"][str(cell)] = speedup(times(found, cell))
-        bound, advice = limit(found, cell), advised(found, cell)
-        told["limit"][str(cell)] = None if bound is None else rounded(bound)
-        told["advice"][str(cell)] = advice and (advice[0], rounded(advice[1]))
+    for cell in cells(packaged):
+        figures["speedup_over_best_peer"][str(cell)] = speedup(times(packaged, cell))
+        bound, advice = limit(packaged, cell), advised(packaged, cell)
+        figures["limit"][str(cell)] = None if bound is None else rounded(bound)
+        figures["advice"][str(cell)] = advice and (advice[0], rounded(advice[1]))
         near += [advice[1] <= WITHIN] if advice else []
-    return told | {"advice_agrees": sum(near) / len(near) if near else None}
+    return figures | {"advice_agrees": sum(near) / len(near) if near else None}
 
 
 def rounded(x: float) -> float:
@@ -182,13 +182,13 @@ def rounded(x: float) -> float:
 # --- Tables
 
 
-def rewritten(found: Found, tables: Mapping[str, str]) -> dict[Path, str]:
+def rewritten(packaged: Found, tables: Mapping[str, str]) -> dict[Path, str]:
     """Each page with its tables; those of the study of lengths are given."""
     made: dict[str, Callable[[], str]] = {
         "answer": answer.answer_text,
         "what to use": answer.what_to_use_text,
-        "seconds": lambda: seconds(found),
-        "time to loss": lambda: speedups(found),
+        "seconds": lambda: seconds(packaged),
+        "time to loss": lambda: speedups(packaged),
     }
     pages = {}
     for name, places in PAGES.items():
@@ -223,33 +223,35 @@ def sent(name: str, workers: int) -> list[float]:
     return sorted(lc.audit.of(made.tx, curves.shapes(), at).stages, reverse=True)
 
 
-def seconds(found: Found) -> str:
+def seconds(packaged: Found) -> str:
     """Milliseconds of a step in the lab, and seconds to the loss."""
-    some = cells(found)
+    some = cells(packaged)
     if not some:
         return NONE
     head = ["method", *map(str, some)]
-    names = dict.fromkeys(name for cell in some for name in times(found, cell))
-    lines = [[f"`{code_of(name)}`", *(said(found, cell, name) for cell in some)] for name in names]
-    limits = ["JAX, no communication", *(said(found, cell, NOTHING) for cell in some)]
+    names = dict.fromkeys(name for cell in some for name in times(packaged, cell))
+    lines = [
+        [f"`{code_of(name)}`", *(lab_cell(packaged, cell, name) for cell in some)] for name in names
+    ]
+    limits = ["JAX, no communication", *(lab_cell(packaged, cell, NOTHING) for cell in some)]
     return report.markdown(head, [*lines, limits])
 
 
-def said(found: Found, cell: Cell, name: str) -> str:
-    timed = [s for (n, _), s in step_seconds(found, cell).items() if n == name]
+def lab_cell(packaged: Found, cell: Cell, name: str) -> str:
+    timed = [s for (n, _), s in step_seconds(packaged, cell).items() if n == name]
     steps = " and ".join(f"{1e3 * s:.0f}" for s in timed)
-    known = times(found, cell) | {NOTHING: limit(found, cell)}
+    known = times(packaged, cell) | {NOTHING: limit(packaged, cell)}
     took = known.get(name)
     return f"{steps} ms" * bool(steps) + (f", {took:.1f} s" if took else "")
 
 
-def speedups(found: Found) -> str:
-    """Who is first in each cell, and by how much."""
+def speedups(packaged: Found) -> str:
+    """A table of the first in each cell, and by how much."""
     head = ["tokens a worker", "network", "best of ours", "best peer", "times faster", "limit"]
 
     def lines() -> Iterator[list[str]]:
-        for cell in cells(found):
-            took, bound = times(found, cell), limit(found, cell)
+        for cell in cells(packaged):
+            took, bound = times(packaged, cell), limit(packaged, cell)
             own, peer, ratio = speedup(took)
             best = "" if bound is None or peer not in took else f"{took[peer] / bound:.2f}"
             yield [

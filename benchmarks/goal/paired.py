@@ -1,7 +1,8 @@
-"""Which differences between methods are more than those between seeds.
+"""Differences between methods, beside those between seeds.
 
 Methods share their seeds, so a value is a method's part, a seed's part and a rest. The deviation of the
-rest is pooled over all methods that ran together, and a 95 % t-interval of it says what is alike::
+rest is pooled over all methods that ran together, and a 95 % t-interval of it says which differences
+are seen::
 
     x[m, s] = method[m] + seed[s] + rest[m, s],   std^2 = sum rest^2 / degrees of freedom
     two methods with n and k seeds differ by their means' difference +- t(0.975) std sqrt(1/n + 1/k)
@@ -15,7 +16,7 @@ from scipy import stats
 
 
 class Difference(NamedTuple):
-    """Of two methods.
+    """The difference of two methods.
 
     Attributes:
       value: of the means.
@@ -26,7 +27,7 @@ class Difference(NamedTuple):
     error: float | None
 
     @property
-    def alike(self) -> bool:
+    def within_error(self) -> bool:
         """True where the interval has 0 in it."""
         return self.error is not None and abs(self.value) <= self.error
 
@@ -63,7 +64,7 @@ class Pooled(NamedTuple):
 
 
 def pooled(values: Mapping[str, Mapping[int, float]]) -> Pooled:
-    """Of values by method and seed, all finite."""
+    """Pools values by method and seed, all finite."""
     methods = list(values)
     seeds = sorted({seed for runs in values.values() for seed in runs})
     runs = [(m, s, x) for m, some in values.items() for s, x in some.items()]

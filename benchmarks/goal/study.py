@@ -49,7 +49,7 @@ SHORT = {
 
 
 class Cell:
-    """What ran in a setting: the chosen runs of each method that did not diverge, and their deviation."""
+    """The runs of a setting: the chosen runs of each method that did not diverge, and their deviation."""
 
     def __init__(self, key: Key, methods: Mapping[str, Rows]):
         self.rows = {
@@ -67,7 +67,7 @@ class Cell:
         return pooled(self.losses)
 
     def behind(self, name: str, other: str = BASE) -> Difference | None:
-        """How far a method ends behind another; None where one did not run, or diverged."""
+        """The loss of a method less that of another; None where one did not run, or diverged."""
         return self.pooled.less(name, other) if self.losses else None
 
 
@@ -101,7 +101,7 @@ class Study:
 
         def place(name: str) -> tuple[float, ...]:
             return tuple(
-                found.value if (found := self.cell(key).behind(name)) else math.inf
+                difference.value if (difference := self.cell(key).behind(name)) else math.inf
                 for key in (NOISY, *LENGTHS, LARGE)
             )
 
@@ -118,8 +118,12 @@ class Study:
                 return "diverged"
             if name == BASE:
                 return f"{cell.pooled.means[BASE]:.3f}"
-            found = cell.behind(name)
-            return "" if found is None else f"{found.text()}{', alike' * found.alike}"
+            difference = cell.behind(name)
+            return (
+                ""
+                if difference is None
+                else f"{difference.text()}{', alike' * difference.within_error}"
+            )
 
         head = ["method", "whose", "bits", *columns.values()]
         lines = [
@@ -152,18 +156,18 @@ class Study:
             for key in LENGTHS
             if name in self.cell(key).losses
         ]
-        target, found = self.cell(goal).pooled.means[BASE], self.cell(goal).behind(name)
+        target, difference = self.cell(goal).pooled.means[BASE], self.cell(goal).behind(name)
         read = crossing(points, target)
         if read is None:
             return ""
         at, slope = read
         times, drawn_on = math.exp(at - math.log(goal.steps)), at > points[-1][0]
-        if found is None or found.error is None:
+        if difference is None or difference.error is None:
             return f"{'about ' * drawn_on}{times:.2f}, one seed"
-        return f"{'about ' * drawn_on}{times:.2f} ± {times * found.error / abs(slope):.2f}"
+        return f"{'about ' * drawn_on}{times:.2f} ± {times * difference.error / abs(slope):.2f}"
 
     def tuning(self) -> str:
-        """What tuning chose for runs of 1,024 steps, in units of AdamW."""
+        """The choice of tuning for runs of 1,024 steps, in units of AdamW."""
         cell = self.cell(NOISY)
         if BASE not in cell.rows:
             return "Not measured yet.\n"
@@ -180,7 +184,7 @@ class Study:
         return report.markdown(head, lines)
 
     def sizes(self) -> str:
-        """Of each width: how far methods are behind AdamW, and their best rates over its own."""
+        """Losses of each width less those of AdamW, and best rates over its own."""
         known = [key for key in self.cells if key[:3] == NOISY[:3] and key.steps == NOISY.steps]
         names = ("lion", "vote", "owner-adamw")
         head = ["parameters", *(f"`{pages.code_of(name)}`" for name in names)]
@@ -194,12 +198,12 @@ class Study:
                 *(d.text() if (d := cell.behind(name)) else "not run" for name in names),
                 *("" if rate is None else f"{rate:.2f}" for rate in rates),
             ])  # fmt: skip
-        told = [
+        sentences = [
             f"* `{pages.code_of(name)}`: {text}\n"
             for name in names
             if (text := self.growth(name, known))
         ]
-        return report.markdown(head, lines) + "\n" * bool(told) + "".join(told)
+        return report.markdown(head, lines) + "\n" * bool(sentences) + "".join(sentences)
 
     def growth(self, name: str, known: Sequence[Key]) -> str:
         """A line through distances, and one through rates, over the logarithm of the size."""
@@ -224,7 +228,7 @@ class Study:
         )
 
     def not_run(self) -> str:
-        """What the plan has and the rows do not: of each method the seeds that ran, and those planned."""
+        """Seeds of the plan that are not in the rows: those that ran, and those planned."""
         lines = []
         for part, says in PARTS.items():
             have = {job: self.seeds_of(job) for job in lengths.jobs_of(part)}
@@ -238,7 +242,7 @@ class Study:
         return table if lines else "All that was planned was run.\n"
 
     def seeds_of(self, job: lengths.Job) -> int:
-        """How many seeds of a job have run."""
+        """The number of seeds of a job that have run."""
         try:
             name = lengths.resolved(job.contender, self._rows)
         except ValueError:
@@ -265,15 +269,15 @@ class Study:
 
     def beside_lion(self) -> str:
         parts = self.each("vote", LENGTHS[1:], "lion")
-        said = f"The last loss of `lion_cub`, less that of float32 Lion (goal: {GOAL}): "
-        return f"{said}{', '.join(parts)}." if parts else ""
+        lead = f"The last loss of `lion_cub`, less that of float32 Lion (goal: {GOAL}): "
+        return f"{lead}{', '.join(parts)}." if parts else ""
 
     def each(self, name: str, settings: Iterable[Key], other: str = BASE) -> list[str]:
-        """How far a method is behind in each setting where both ran."""
+        """Differences to another method in each setting where both ran."""
         return [
-            f"{found.text()} after {key.steps:,} steps"
+            f"{difference.text()} after {key.steps:,} steps"
             for key in settings
-            if (found := self.cell(key).behind(name, other))
+            if (difference := self.cell(key).behind(name, other))
         ]
 
     def after_1024(self) -> str:
@@ -281,12 +285,12 @@ class Study:
         peers = [name for name in cell.losses if name.startswith("powersgd")]
         best = min(peers, key=lambda name: cell.pooled.means[name], default="")
         parts = [
-            f"{says} {found.text()}"
+            f"{says} {difference.text()}"
             for name, says in (*OURS.items(), (best, f"PowerSGD {best.removeprefix('powersgd-')}"))
-            if (found := cell.behind(name))
+            if (difference := cell.behind(name))
         ]
-        said = f"Last losses after 1,024 steps, less AdamW's: {', '.join(parts)}."
-        return said if len(parts) == len(OURS) + 1 else ""
+        lead = f"Last losses after 1,024 steps, less AdamW's: {', '.join(parts)}."
+        return lead if len(parts) == len(OURS) + 1 else ""
 
     def by_length(self) -> str:
         parts = self.each("vote", LENGTHS)
@@ -297,8 +301,8 @@ class Study:
         parts = [
             f"{says} {x.text()}" for name, says in EXCHANGES.items() if (x := cell.behind(name))
         ]
-        said = f"At equal tokens, less AdamW: {', '.join(parts)}."
-        return said if len(parts) == len(EXCHANGES) else ""
+        lead = f"At equal tokens, less AdamW: {', '.join(parts)}."
+        return lead if len(parts) == len(EXCHANGES) else ""
 
     def by_size(self) -> str:
         known = [key for key in self.cells if key[:3] == NOISY[:3] and key.steps == NOISY.steps]
@@ -319,7 +323,7 @@ OCTAVE = 12**-0.5  # error of a best rate that is known to an octave, as a logar
 
 
 def crossing(points: Sequence[tuple[float, float]], target: float) -> tuple[float, float] | None:
-    """Where a line through points first falls to a target, and its slope there.
+    """The place where a line through points first falls to a target, and its slope there.
 
     The last piece goes on until `BEYOND` times its end; the first one begins nowhere else.
     """

@@ -56,7 +56,7 @@ class Trainer:
         self._taken += self.local_steps
 
     def predicted_bytes(self, *, most: bool) -> float:
-        """What a worker should send in a call, on a CPU; the most, as in a warm-up, or the least."""
+        """Predicted bytes of a worker in a call, on a CPU; the most, as in a warm-up, or the least."""
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.state.params)
         stages = lc.audit.of(self._tx, shapes, self._workers).stages
         return max(stages) if most else min(stages)

@@ -1,4 +1,4 @@
-"""How every method is tuned: rate, betas and decay, by one rule and one number of runs for all.
+"""The tuning of every method: rate, betas and decay, by one rule and one number of runs for all.
 
 The rate climbs by factors of two until it was seen to fall off on both sides; then the other betas, the
 other decay, and rates between, each from the best so far. A seed is used that no reported run has.
@@ -14,7 +14,7 @@ SEED = 1000
 
 
 class Tuned(NamedTuple):
-    """What tuning found."""
+    """The best choice, and its loss."""
 
     hyper: Hyper
     loss: float
@@ -56,5 +56,5 @@ def search(measure: Callable[[Hyper], float], start: Hyper, family: Family, runs
 
 
 def rounded(rate: float) -> float:
-    """Three digits, so that a rate is found again in rows."""
+    """Three digits, so that rows can be looked up by a rate."""
     return float(f"{rate:.3g}")

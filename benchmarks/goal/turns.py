@@ -1,6 +1,6 @@
-"""How methods take turns in time: blocks of steps, and bytes by the interface.
+"""Turns of methods in time: blocks of steps, and bytes by the interface.
 
-Knows no framework, so that all are timed alike: a method is a function that does one step and waits
+Knows no framework, so that all are timed in one way: a method is a function that does one step and waits
 for it, and ``most`` is a maximum over the workers, which is also the barrier.
 """
 
@@ -58,7 +58,7 @@ def _block(
 
 
 def sent_bytes() -> int:
-    """What the worker's interface has sent since the lab made it."""
+    """Bytes that the worker's interface has sent since the lab made it."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
         if name.strip() == INTERFACE:

@@ -37,12 +37,12 @@ class Tables:
                 self._rows[row["workers"], row["shards"]][row["method"]].append(row)
 
     def pooled(self, at: Setting) -> Pooled | None:
-        """Of all methods that ran there; None where none did."""
-        found = {
+        """Pooled accuracies of all methods that ran there; None where none did."""
+        runs = {
             name: {row["seed"]: 100 * row["accuracy"] for row in rows}
             for name, rows in self._rows[at].items()
         }
-        return pooled(found) if found else None
+        return pooled(runs) if runs else None
 
     def accuracies(self, names: Collection[str], numbers: Collection[int]) -> str:
         """The first paper's table: ours and its own."""
@@ -50,9 +50,9 @@ class Tables:
         settings = {workers: self.pooled((workers, "alike")) for workers in numbers}
         for name in names:
             line, paper = [self._methods[name].says], self._methods[name].paper
-            for place, found in enumerate(settings.values()):
-                known = found is not None and name in found.means
-                line.append(f"{found.means[name]:.1f}" if found and known else "not run")
+            for place, runs in enumerate(settings.values()):
+                known = runs is not None and name in runs.means
+                line.append(f"{runs.means[name]:.1f}" if runs and known else "not run")
                 line += [f"{paper[place]}" if paper else ""] if place < 3 else []
             lines.append(line)
         lines.append(["a difference is seen from", *self._errors(settings.values())])
@@ -63,9 +63,9 @@ class Tables:
 
     def _errors(self, settings: Iterable[Pooled | None]) -> list[str]:
         cells = []
-        for place, found in enumerate(settings):
-            pairs = itertools.product(found.means, repeat=2) if found else ()
-            error = max((found.less(*pair).error or 0 for pair in pairs), default=0)
+        for place, runs in enumerate(settings):
+            pairs = itertools.product(runs.means, repeat=2) if runs else ()
+            error = max((runs.less(*pair).error or 0 for pair in pairs), default=0)
             cells += [f"{error:.1f}" if error else "", *([""] if place < 3 else [])]
         return cells
 
@@ -84,16 +84,20 @@ class Tables:
 
     def less(self, at: Setting, name: str, other: str) -> str:
         """An accuracy less another, with its error."""
-        found = self.pooled(at)
-        difference = found and found.less(name, other)
-        return f"{difference.text(1)}{', alike' * difference.alike}" if difference else "not run"
+        runs = self.pooled(at)
+        difference = runs and runs.less(name, other)
+        return (
+            f"{difference.text(1)}{', alike' * difference.within_error}"
+            if difference
+            else "not run"
+        )
 
     def variants(self, base: str, names: Collection[str], settings: Mapping[str, Setting]) -> str:
         """Methods less the base, in each setting by its title; the base has its accuracy."""
-        found = {title: self.pooled(at) for title, at in settings.items()}
+        runs = {title: self.pooled(at) for title, at in settings.items()}
         first = [
             f"{one.means[base]:.1f}" if one and base in one.means else "not run"
-            for one in found.values()
+            for one in runs.values()
         ]
         lines = [[self._methods[base].says, *first]]
         for name in names:

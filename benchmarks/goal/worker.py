@@ -25,8 +25,8 @@ def main() -> None:
     folder = Path(sys.argv[1])
     jax.distributed.initialize()
     job, mesh = json.loads((folder / "job.json").read_text()), mesh_of(jax.devices())
-    found = take_turns(job, mesh)
-    (folder / f"worker{jax.process_index()}.json").write_text(json.dumps(found))
+    report = take_turns(job, mesh)
+    (folder / f"worker{jax.process_index()}.json").write_text(json.dumps(report))
 
 
 def take_turns(job: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
@@ -34,10 +34,12 @@ def take_turns(job: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     racing: dict[str, Callable[[], Any]] = {}
     about = {}
     for entry in (Entry(*entry) for entry in job["entries"]):
-        alone = entry.contender == NOTHING
-        recipe = timed("adamw" if alone else entry.contender, entry.stage, "data")
-        trainer = Trainer(mesh_of(jax.local_devices()) if alone else mesh, recipe, entry.tokens)
-        sent = 0.0 if alone else trainer.predicted_bytes(most=entry.stage == FULL)
+        no_exchange = entry.contender == NOTHING
+        recipe = timed("adamw" if no_exchange else entry.contender, entry.stage, "data")
+        trainer = Trainer(
+            mesh_of(jax.local_devices()) if no_exchange else mesh, recipe, entry.tokens
+        )
+        sent = 0.0 if no_exchange else trainer.predicted_bytes(most=entry.stage == FULL)
         racing[entry.key] = trainer.step
         about[entry.key] = trainer.local_steps, sent
     blocks = turns.take_turns(racing, largest(mesh), turns=job["turns"], seconds=job["seconds"])

@@ -1,4 +1,4 @@
-"""What `faults.py` and `liars.py` do to a run, and the runs that it is done to."""
+"""Runs that `faults.py` harms; and the paths of the oracle, for `liars.py`."""
 
 import sys
 from pathlib import Path

@@ -56,18 +56,18 @@ class Followed:
         self.steps: list[tuple[float, int, float]] = []
         self.saves: list[int] = []
 
-    def follow(self, told: Callable[[str, int], None]) -> int:
+    def follow(self, notify: Callable[[str, int], None]) -> int:
         """To its end; tells of ``("step", step)`` and ``("save", step)``; the exit code."""
         assert self.process.stdout
-        with self.process.stdout as said:
-            for line in said:
+        with self.process.stdout as output:
+            for line in output:
                 what, *numbers = line.rpartition(" | ")[2].split()[:3] or [""]
                 if what == "step" and len(numbers) == 2:
                     self.steps.append((time.time(), int(numbers[0]), float(numbers[1])))
-                    told("step", int(numbers[0]))
+                    notify("step", int(numbers[0]))
                 elif what == "save" and len(numbers) == 1:
                     self.saves.append(int(numbers[0]))
-                    told("save", int(numbers[0]))
+                    notify("save", int(numbers[0]))
         return self.process.wait()
 
     def end(self) -> None:
@@ -79,30 +79,30 @@ class Followed:
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """The events of a kind so far."""
-        found = [json.loads(line) for line in self._events.read_text().splitlines()]
-        return [event for event in found if event["event"] == kind]
+        result = [json.loads(line) for line in self._events.read_text().splitlines()]
+        return [event for event in result if event["event"] == kind]
 
     def saving(self) -> bool:
-        """Whether a save has begun and its checkpoint is not whole yet."""
+        """True while a save has begun and its checkpoint is not whole."""
         return bool(self.saves) and not (self.checkpoints / str(self.saves[-1])).exists()
 
     def left(self) -> list[str]:
-        """What there is of it still: processes, temporary files, halves of checkpoints."""
-        found = [f"process {pid}" for pid in marked(self._mark)]
-        found += [str(path) for path in self._scratch.iterdir()]
+        """The rest of a run: processes, temporary files, halves of checkpoints."""
+        result = [f"process {pid}" for pid in marked(self._mark)]
+        result += [str(path) for path in self._scratch.iterdir()]
         if self.checkpoints.exists():
             others = (x for x in self.checkpoints.iterdir() if not x.name.isdigit())
-            found += [str(x) for x in others if x.name != files.RUN]
-        return found
+            result += [str(x) for x in others if x.name != files.RUN]
+        return result
 
 
 def marked(mark: str) -> list[int]:
     """The processes of a run, whoever started them; with the last in it a namespace goes too."""
-    wanted, found = f"{MARK}={mark}".encode(), []
+    wanted, result = f"{MARK}={mark}".encode(), []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
             if wanted in path.read_bytes().split(b"\0"):
-                found.append(int(path.parent.name))
+                result.append(int(path.parent.name))
         except (FileNotFoundError, PermissionError, ProcessLookupError):
             pass  # it has ended, or is somebody else's
-    return found
+    return result

@@ -46,13 +46,13 @@ def main() -> None:
     ):
         shapes = lc.from_nnx(nnx.eval_shape(model), next_byte_loss)
         like = lc.training.abstract_state(tx, shapes[1], workers, model_state=shapes[2])
-        found = snapshots.restore(like)
-        if found is None:  # what is read need not be made first
+        restored = snapshots.restore(like)
+        if restored is None:  # what is read need not be made first
             _, params, model_state = lc.from_nnx(model(), next_byte_loss)
             state = lc.init_state(tx, params, workers, model_state=model_state)
             snapshots.save(state)  # the first one may be the one that is needed
         else:
-            state = found.state
+            state = restored.state
         loss = shapes[0]
         step = lc.make_train_step(loss, tx, workers)
         replicas = faults.Replicas(workers, every=args.every)
