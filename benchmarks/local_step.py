@@ -78,7 +78,7 @@ def voting(params: Any, **parts: Any) -> Candidate:
     def step(params, state, grads):
         here, sizes = [], [None] * len(leaves)
         for bucket in buckets:
-            pieces = layout.pieces([bucket], state.count)
+            pieces = layout.pieces(bucket, state.count)
             fmt = transform.format_of(exchange, bucket)
             rows = layout.row_sizes(bucket, sizes, code.midtread or decision.has_state)
             here.append(BucketPlan(bucket, pieces, fmt, rows, shard=0, num_shards=1))

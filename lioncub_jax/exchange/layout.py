@@ -2,7 +2,7 @@
 
 | from | to | and back |
 |---|---|---|
-| leaves | the array of a piece | `join_piece`, `split_pieces` |
+| leaves | the array of a piece | `join_piece`, `split_piece` |
 | the array of a piece | its rows ``[rows, 128]`` | `piece_to_rows`, `rows_to_piece` |
 | leaves | the rows of a whole bucket | `join_bucket`, `split_bucket` |
 | a leaf's elements in the order of its rows | in its shape | `to_shape` |
@@ -242,10 +242,10 @@ def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def pieces(buckets: Sequence[Bucket], num_steps: jax.Array) -> list[Piece]:
-    """The pieces of all buckets; the start of a small leaf is known at run time only, see `xla`."""
+def pieces(bucket: Bucket, num_steps: jax.Array) -> list[Piece]:
+    """The pieces of a bucket; the start of a small leaf is known at run time only, see `xla`."""
     all_pieces = []
-    for piece in [piece for bucket in buckets for piece in bucket.pieces]:
+    for piece in bucket.pieces:
         if piece.joined:
             piece = piece._replace(starts=xla.runtime_constants(piece.starts, num_steps))
         all_pieces.append(piece)
@@ -325,23 +325,24 @@ def join_bucket(leaves: Sequence[jax.Array], bucket: Bucket) -> jax.Array:
     return pad_rows(jnp.concatenate(rows), bucket.rows)
 
 
-def split_pieces(values: Sequence[jax.Array], pieces: Sequence[Piece]) -> dict[int, jax.Array]:
-    """Undoes `join_piece`: of an array for each piece, each leaf in its own shape, by its index."""
+def split_piece(x: jax.Array, piece: Piece) -> dict[int, jax.Array]:
+    """Undoes `join_piece`: each leaf of a piece in its own shape, by its index."""
+    if not piece.joined:
+        return {piece.segments[0].leaf: _rows_to_leaf(x, piece.segments[0])}
     leaves, first_column = {}, jnp.zeros((), jnp.uint32)
-    for x, piece in zip(values, pieces, strict=True):
-        if not piece.joined:
-            leaves[piece.segments[0].leaf] = _rows_to_leaf(x, piece.segments[0])
-            continue
-        rows = xla.materialized(x.reshape(-1, ROW))
-        for at, s in zip(piece.starts, piece.segments, strict=True):
-            corner = jnp.asarray(at, jnp.uint32), first_column
-            leaves[s.leaf] = _rows_to_leaf(lax.dynamic_slice(rows, corner, (s.rows, ROW)), s)
+    rows = xla.materialized(x.reshape(-1, ROW))
+    for start, s in zip(piece.starts, piece.segments, strict=True):
+        corner = jnp.asarray(start, jnp.uint32), first_column
+        leaves[s.leaf] = _rows_to_leaf(lax.dynamic_slice(rows, corner, (s.rows, ROW)), s)
     return leaves
 
 
 def split_bucket(rows: jax.Array, pieces: Sequence[Piece]) -> dict[int, jax.Array]:
     """Undoes `join_bucket`: of the rows of a bucket each leaf, by its index."""
-    return split_pieces([rows[p.first_row :][: p.rows] for p in pieces], pieces)
+    leaves: dict[int, jax.Array] = {}
+    for piece in pieces:
+        leaves |= split_piece(rows[piece.first_row :][: piece.rows], piece)
+    return leaves
 
 
 def _rows_to_leaf(x: jax.Array, segment: Segment) -> jax.Array:

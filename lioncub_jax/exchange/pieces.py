@@ -287,27 +287,27 @@ def decode(
     # Each piece by itself: large leaves of one shape share a kernel.
     first_blocks = [piece.first_row // BLOCK for piece in bucket.pieces]
     starts = xla.runtime_constants(first_blocks, plan.num_steps)
-    words = jax.tree.map(
-        lambda x: x.reshape(devices, num_rows // BLOCK, -1), (list(reply.planes), reply.row_data)
-    )
+    data = reply.row_data
+    by_block = (devices, num_rows // BLOCK, -1)
     updates = []
     for start, piece in zip(starts, bucket.pieces, strict=True):
-
-        def cut(
-            x: jax.Array, start: jax.Array = start, size: int = piece.rows // BLOCK
-        ) -> jax.Array:
-            return lax.dynamic_slice_in_dim(x, start, size, 1).reshape(devices, -1)
-
-        planes, row_data = jax.tree.map(cut, words)
+        size = piece.rows // BLOCK
+        planes = [slice_blocks(x.reshape(by_block), start, size) for x in reply.planes]
+        row_data = None if data is None else slice_blocks(data.reshape(by_block), start, size)
         updates.append(decision.decode(planes, row_data, piece.rows, fmt))
     return updates
+
+
+def slice_blocks(words: jax.Array, start: jax.Array, size: int) -> jax.Array:
+    """``[devices, words]`` of ``size`` blocks from ``start`` on, of ``[devices, blocks, words]``."""
+    return lax.dynamic_slice_in_dim(words, start, size, 1).reshape(len(words), -1)
 
 
 def split_update(plan: WorkerPlan, piece: Piece, u: jax.Array) -> dict[int, jax.Array]:
     """``u`` of each leaf of a piece by index; in a group of group buckets, ``[devices, chunk, 128]``."""
     if not plan.group_buckets:
         # Float32, as it is used: a conversion for each leaf is work for a compiler.
-        return layout.split_pieces([u.astype(jnp.float32)], [piece])
+        return layout.split_piece(u.astype(jnp.float32), piece)
     chunks = {}
     for s in piece.segments:
         first = s.first_row - piece.first_row
@@ -319,7 +319,7 @@ def leaves_of_group(plan: WorkerPlan, chunks: dict[int, jax.Array]) -> dict[int,
     """Leaves by index, from all chunks of each group bucket, ``[devices, chunk, 128]``."""
     leaves: dict[int, jax.Array] = {}
     for k, bucket in enumerate(plan.group_buckets):
-        pieces = layout.pieces([bucket], plan.num_steps)
+        pieces = layout.pieces(bucket, plan.num_steps)
         leaves |= layout.split_bucket(chunks[k].reshape(-1, ROW), pieces)
     return leaves
 
@@ -363,13 +363,13 @@ def store(
     there was nothing before.
     """
     if old is None:
-        updated = layout.split_pieces([new], [piece])
+        updated = layout.split_piece(new, piece)
         return {i: layout.zero_padding(x, plan.row_sizes[i]) for i, x in updated.items()}
     dtypes = {leaves[s.leaf].dtype for s in piece.segments}
     if len(dtypes) == 1:  # one cast for the whole piece
         dtype = dtypes.pop()
         new, old = quantize.saturated(new, dtype), old.astype(dtype)
-    updated = layout.split_pieces([jnp.where(participates, new, old)], [piece])
+    updated = layout.split_piece(jnp.where(participates, new, old), piece)
     for i, x in updated.items():
         x = layout.zero_padding(x, plan.row_sizes[i])
         updated[i] = quantize.saturated(x, leaves[i].dtype)

@@ -308,7 +308,7 @@ def plan_worker(
         shard, num_shards = axes.shard_of(bucket.axes, exchange.axis)
         bucket_plan = BucketPlan(
             bucket,
-            pieces=layout.pieces([bucket], num_steps),
+            pieces=layout.pieces(bucket, num_steps),
             format=format_of(exchange, bucket),
             row_sizes=layout.row_sizes(bucket, row_sizes, padding_counts),
             shard=shard,
