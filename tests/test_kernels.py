@@ -22,7 +22,7 @@ def as_tpu(monkeypatch):
     pack = functools.partial(kernels.pack_tiles, interpret=True)
 
     def choose(yes):
-        monkeypatch.setattr(kernels, "pack", pack)
+        monkeypatch.setattr(kernels, "pack_tiles", pack)
         monkeypatch.setattr(kernels, "for_tpu", lambda mesh=None: yes)
 
     return choose
