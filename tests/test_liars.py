@@ -28,7 +28,7 @@ def gradients():
 def told(mesh, monkeypatch, parts, where, lies):
     """What comes of each lie about packed words: updates, the owners' state, metrics."""
     tx = lc.communicate(workers=AXIS, memory=lc.momentum.nothing(), **parts)
-    honest, of = getattr(wires, where), {"pack": "message", "pack_reply": "reply"}[where]
+    honest, of = getattr(wires, where), {"pack_message": "message", "pack_reply": "reply"}[where]
 
     def step(grads, which):
         def changed(sent, form):
@@ -98,7 +98,7 @@ VOTES = {
 def test_whatever_a_worker_sends_it_has_one_vote(mesh_of, monkeypatch, codes, decision, wire):
     """Each update is between those of its two utmost votes."""
     parts = {"quantizer": codes, "decision": decision, "wire": wire}
-    found = told(mesh_of(WORKERS), monkeypatch, parts, "pack", VOTES)
+    found = told(mesh_of(WORKERS), monkeypatch, parts, "pack_message", VOTES)
     most, least = found["+"][0], found["-"][0]
     for name, (updates, _, metrics) in found.items():
         for k, u in updates.items():
@@ -125,7 +125,7 @@ DENSE = {"zero": [says(lambda form: 0), says(lambda form: 1)]}  # of a plane of 
 def test_what_is_no_number_is_a_zero(mesh_of, monkeypatch, codes, decision, wire, lies):
     parts = {"quantizer": codes, "decision": decision, "wire": wire}
     each = {(name, k): lie for name, same in lies.items() for k, lie in enumerate(same)}
-    found = told(mesh_of(WORKERS), monkeypatch, parts, "pack", each)
+    found = told(mesh_of(WORKERS), monkeypatch, parts, "pack_message", each)
     for (name, _), one in found.items():
         jax.tree.map(np.testing.assert_array_equal, one, found[name, 0])
         assert one[0]["b"].any(), "the others move it"
@@ -175,7 +175,7 @@ def test_of_any_sum_comes_a_step(mesh_of, monkeypatch, number):
             return wire.collect(*args)
 
     parts = {"quantizer": Q.sign(), "decision": D.average(), "wire": wire._replace(collect=collect)}
-    found = told(mesh_of(WORKERS), monkeypatch, parts, "pack", {"honest": says()})["honest"]
+    found = told(mesh_of(WORKERS), monkeypatch, parts, "pack_message", {"honest": says()})["honest"]
     updates, _, metrics = found
     assert all(abs(u).max() <= 1 for u in updates.values())
     assert_sane(metrics, absent=np.clip(metrics["votes/abstained"], 0, WORKERS))
