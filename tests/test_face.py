@@ -180,6 +180,10 @@ REFUSED = {
         )
         for kind in (AxisType.Auto, AxisType.Explicit)
     },
+    "sharpness": (
+        lambda: run(optax.contrib.sam(cub(), optax.sgd(0.1), opaque_mode=True)), ValueError,
+        "asks for grad_fn.*value, as",
+    ),
     "a line search": (
         lambda: run(lc.global_gradients(optax.lbfgs(), workers=four())), ValueError,
         "asks for value_fn.*value, as",

@@ -1,8 +1,8 @@
 """Errors and warnings when a transform is built or traced; each has what to do instead."""
 
 import difflib
+import inspect
 import warnings
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -183,10 +183,11 @@ def check_abstain(abstain: Any, others: dict[str, Any]) -> jax.Array | None:
     return flag
 
 
-def refused_functions() -> dict[str, Callable[..., Any]]:
+def refused_functions(tx: optax.GradientTransformation) -> dict[str, partial[Any]]:
     """Extra arguments for transforms that call the loss: calling one of them raises ``ValueError``.
 
-    The loss differs between workers, so each would take another step.
+    The loss differs between workers, so each would take another step. A transform whose own ``update``
+    names one is refused at once; one inside a chain when it calls what it is given.
     """
 
     # A line search of optax raises for extra arguments that are not in the signature of value_fn.
@@ -201,7 +202,11 @@ def refused_functions() -> dict[str, Callable[..., Any]]:
             "optax.contrib.reduce_on_plateau asks for"
         )
 
-    return {name: partial(refuse, name) for name in ("value_fn", "obj_fn", "grad_fn")}
+    functions = {name: partial(refuse, name) for name in ("value_fn", "obj_fn", "grad_fn")}
+    for name in inspect.signature(tx.update).parameters:
+        if name in functions:
+            functions[name]()
+    return functions
 
 
 def warn_if_on_several_devices(updates: optax.Updates) -> None:

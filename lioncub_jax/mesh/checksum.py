@@ -62,15 +62,15 @@ def copies(arrays: dict[str, jax.Array]) -> dict[str, Copies]:
     paths = sorted(arrays)
     mesh = untyped(arrays[paths[0]].sharding.mesh)  # type: ignore[attr-defined]
     specs = [arrays[path].sharding.spec for path in paths]  # type: ignore[attr-defined]
-    lie = [NamedSharding(mesh, spec) for spec in specs]
-    plain = jax.device_put([arrays[path] for path in paths], lie)
+    shardings = [NamedSharding(mesh, spec) for spec in specs]
+    plain = jax.device_put([arrays[path] for path in paths], shardings)
     with jax.set_mesh(mesh):  # whatever mesh the caller has set
-        each = [_device_checksums(*one) for one in zip(plain, lie, strict=True)]
+        each = [_device_checksums(*one) for one in zip(plain, shardings, strict=True)]
         # For every process.
         sums = np.asarray(jax.jit(jnp.stack, out_shardings=NamedSharding(mesh, P()))(each))
     held = {}
     for i, path in enumerate(paths):
-        starts = _starts(lie[i], plain[i].shape)
+        starts = _starts(shardings[i], plain[i].shape)
         # Those that hold the same shard, next to each other.
         devices = np.argsort(starts, kind="stable").reshape(len({*starts}), -1).T
         held[path] = Copies(sums[i, devices], devices, mesh)
@@ -83,24 +83,28 @@ def untyped(mesh: Mesh) -> Mesh:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _device_checksums(whole: jax.Array, lies: NamedSharding) -> jax.Array:
+def _device_checksums(whole: jax.Array, sharding: NamedSharding) -> jax.Array:
     """Sums over what each device holds of an array, ``uint32[devices, 2]``; compiled once for a shape."""
 
     def of_device(own: Any, start: Any) -> jax.Array:
         return checksum(own, start[0], whole.shape)[None]
 
-    every = P(lies.mesh.axis_names)
+    every = P(sharding.mesh.axis_names)
     run = jax.shard_map(
-        of_device, mesh=lies.mesh, in_specs=(lies.spec, every), out_specs=every, check_vma=False
+        of_device,
+        mesh=sharding.mesh,
+        in_specs=(sharding.spec, every),
+        out_specs=every,
+        check_vma=False,
     )
-    return run(whole, _starts(lies, whole.shape).astype(np.uint32))
+    return run(whole, _starts(sharding, whole.shape).astype(np.uint32))
 
 
 @functools.cache
-def _starts(lies: NamedSharding, shape: tuple[int, ...]) -> np.ndarray:
+def _starts(sharding: NamedSharding, shape: tuple[int, ...]) -> np.ndarray:
     """``int[devices]``: the number, in the whole array, of the first element that a device holds."""
-    held = lies.devices_indices_map(shape)
-    first = [[at.start or 0 for at in held[device]] for device in lies.mesh.devices.flat]
+    slices = sharding.devices_indices_map(shape)
+    first = [[at.start or 0 for at in slices[device]] for device in sharding.mesh.devices.flat]
     return np.array(first, int) @ _strides(shape)
 
 

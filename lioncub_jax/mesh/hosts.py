@@ -279,11 +279,11 @@ def check_same_step(lowered: jax.stages.Lowered, **arguments: Any) -> None:
     scalars = {name: x for name, x in leaves.items() if jnp.ndim(x) == 0 and _is_replicated(x)}
     program = lowered.as_text().splitlines()
     collectives = [match for line in program if (match := _COLLECTIVE.search(line))]
-    lie = [getattr(x, "sharding", None) for x in leaves.values()]
-    lie = [x for x in lie if isinstance(getattr(x, "mesh", None), jax.sharding.Mesh)]
+    shardings = [getattr(x, "sharding", None) for x in leaves.values()]
+    shardings = [x for x in shardings if isinstance(getattr(x, "mesh", None), jax.sharding.Mesh)]
     _check_same_lines({
         "versions": [f"jax {jax.__version__}, lioncub_jax {version('lioncub_jax')}"],
-        "devices of the mesh": [*dict.fromkeys(str(device_ids(sharding)) for sharding in lie)],
+        "devices of the mesh": [*dict.fromkeys(str(device_ids(sharding)) for sharding in shardings)],
         "arguments": [f"{name}: {jax.typeof(x)}" for name, x in leaves.items()],
         "scalars": [f"{name} = {np.asarray(key_words(x)).tolist()}" for name, x in scalars.items()],
         "collectives": [f"{x[1]} {x[2] or ''}" for x in collectives],
@@ -343,8 +343,8 @@ class Batches:
             f"{local_steps} local steps, {accumulate} gradient accumulation steps"
         )
         self._taken: dict[int, set[int]] = {}  # by process: parts
-        lies: Any = NamedSharding(mesh, P(*spec[:1])).devices_indices_map((self._parts,))
-        for device, (part,) in lies.items():
+        slices: Any = NamedSharding(mesh, P(*spec[:1])).devices_indices_map((self._parts,))
+        for device, (part,) in slices.items():
             self._taken.setdefault(device.process_index, set()).add(part.start or 0)
         # Whether all processes take part, of several: then they compare what they do.
         self.shared = len(self._taken) == jax.process_count() > 1
@@ -407,9 +407,11 @@ class Batches:
 
     def place(self, x: Any, rows: int | None) -> Any:
         """An array, or the shape of a global one, on the mesh: by its rows in all, or None to lie whole."""
-        lies = self._whole if rows is None else self._sharding
+        sharding = self._whole if rows is None else self._sharding
         return (
-            x.update(sharding=lies) if isinstance(x, jax.ShapeDtypeStruct) else put(x, lies, rows)
+            x.update(sharding=sharding)
+            if isinstance(x, jax.ShapeDtypeStruct)
+            else put(x, sharding, rows)
         )
 
     def rows_of_all(self, name: str, x: Any) -> int:

@@ -243,8 +243,8 @@ class Workers:
 
     def shape(self, spec: P, x: Any, *lead: int) -> Any:
         """An array as a shape that lies so, with leading dimensions before its own."""
-        lies = NamedSharding(self.mesh, spec)
-        return jax.ShapeDtypeStruct((*lead, *jnp.shape(x)), x.dtype, sharding=lies)
+        sharding = NamedSharding(self.mesh, spec)
+        return jax.ShapeDtypeStruct((*lead, *jnp.shape(x)), x.dtype, sharding=sharding)
 
     def stack(self, tree: Any, specs: Any, *, undo: bool = False) -> Any:
         """Adds the leading axis of what differs between workers, by its specs; or takes it away."""
@@ -329,10 +329,10 @@ def check_devices(workers: Workers, **trees: Any) -> None:
         return
     own = [d.id for d in workers.mesh.devices.flat]
     for path, x in jax.tree_util.tree_leaves_with_path(trees):
-        lies = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
-        if not isinstance(lies, NamedSharding) or lies.mesh is workers.mesh:
+        sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+        if not isinstance(sharding, NamedSharding) or sharding.mesh is workers.mesh:
             continue
-        devices = [d.id for d in lies.mesh.devices.flat]
+        devices = [d.id for d in sharding.mesh.devices.flat]
         if devices != own:
             name = f"{path[0].key}{jax.tree_util.keystr(path[1:])}"
             raise ValueError(

@@ -114,11 +114,12 @@ class MappedTransform(NamedTuple):
         """
         before = self.workers.stack(state, layout.specs, undo=True)
         arrays, static = _split_static(extra)
+        refused = checks.refused_functions(self.tx)
 
         def update(
             grads: optax.Updates, state: Any, params: optax.Params, arrays: dict[str, Any]
         ) -> Any:
-            given = {"grad": grads} | arrays | static | checks.refused_functions()
+            given = {"grad": grads} | arrays | static | refused
             return self.tx.update(grads, state, params, **given)
 
         # Traced once: the jaxpr that is checked is the one that is called.
