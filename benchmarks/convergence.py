@@ -58,7 +58,7 @@ def read() -> report.Rows:
 
 
 def made() -> dict[Path, str]:
-    """The packaged evidence, and the pages that have numbers from rows; the planner reads the file as it is."""
+    """The packaged evidence, and pages with numbers from rows; the planner reads the file as it is."""
     rows = read()
     packaged = evidence.evidence(rows)
     return {EVIDENCE: evidence.text_of(packaged), **pages.rewritten(packaged, Study(rows).tables())}
