@@ -39,6 +39,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     args = parser.parse_args(argv)
     if args.report:
+        EVIDENCE.write_text(evidence.text_of(evidence.evidence(read())))
         for path, text in made().items():
             path.write_text(text)
         return
@@ -51,9 +52,14 @@ def main(argv: list[str] | None = None) -> None:
         run(part, args)
 
 
+def read() -> report.Rows:
+    """The rows of all runs."""
+    return [row for path in (SHORT, ROWS) for row in report.read(path, key_of)]
+
+
 def made() -> dict[Path, str]:
-    """The packaged evidence, and the pages that have numbers from rows."""
-    rows = [row for path in (SHORT, ROWS) for row in report.read(path, key_of)]
+    """The packaged evidence, and pages with numbers from rows; the planner reads the file as it is."""
+    rows = read()
     packaged = evidence.evidence(rows)
     return {EVIDENCE: evidence.text_of(packaged), **pages.rewritten(packaged, Study(rows).tables())}
 
