@@ -497,6 +497,12 @@ MUTANTS = r"""
 = a field is found by the end of its name, such as mu by u
 - f".{field}{path}"
 + f"{field}{path}"
+= moments go on without their counter
+- missing and len(missing) < len(wanted)
++ len(missing) > len(wanted)
+= the state of a run that goes on counts from 0 again
+- "count" in fields and _STEP
++ "count" not in fields and _STEP
 
 # checkpoint/leaves.py: checkpoint contract
 = the last workers survive, with the momentum of others

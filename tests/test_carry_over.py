@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import lioncub_jax as lc
@@ -60,8 +61,39 @@ def test_each_worker_that_votes_gets_the_whole_momentum(before):
     state = lc.init_state(lc.lion_cub(RATE, workers=workers), params, workers)
     state = lc.checkpoint.carry_over(state, workers, mu=adam.mu, count=adam.count)
     vote, _, schedule = state.opt_state
+    assert state.step == 4  # a checkpoint is named by it, and loops begin at it
     assert schedule.count == 4 and vote.mu["w"].sharding.spec == P("data")
     np.testing.assert_array_equal(vote.mu["w"], np.broadcast_to(adam.mu["w"], (8, 130, 3)))
+
+
+def test_the_optimizer_of_nnx_gets_the_moments_of_the_one_before():
+    workers, model = lc.Workers.one_per_device(), nnx.Linear(8, 3, rngs=nnx.Rngs(0))
+    old = nnx.Optimizer(model, optax.adamw(RATE), wrt=nnx.Param)
+    old.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
+    adam = optax.tree.get(old.opt_state, "ScaleByAdamState")
+    lc.training.place(model, workers)
+    tx = lc.on_mesh(lc.lion_cub(RATE, workers=workers), workers)
+    state = {
+        "params": nnx.state(model, nnx.Param),
+        "optimizer": nnx.Optimizer(model, tx, wrt=nnx.Param),
+    }
+    for mu in adam.mu, nnx.to_pure_dict(adam.mu):
+        new = lc.checkpoint.carry_over(state, workers, mu=mu, count=adam.count)["optimizer"]
+        assert isinstance(new, nnx.Optimizer) and new.step[...] == new.opt_state[2].count[...] == 1
+        for x in new.opt_state[0].mu["kernel"][...]:
+            np.testing.assert_array_equal(x, adam.mu["kernel"][...])
+
+
+@pytest.mark.parametrize("given", [["mu", "count"], ["mu", "nu"], ["count"]], ids="+".join)
+def test_some_of_the_moments_and_counters_are_refused(before, given):
+    params, (adam, *_) = before
+    workers = lc.Workers.one_per_device()
+    state = lc.init_state(lc.owner_adamw(RATE, workers=workers), params, workers)
+    missing = ", ".join(f"{x}=" for x in ("mu", "nu", "count") if x not in given)
+    with pytest.raises(
+        ValueError, match=f"the new state has mu, nu, count: give {missing} of the same"
+    ):
+        lc.checkpoint.carry_over(state, workers, **{x: getattr(adam, x) for x in given})
 
 
 @pytest.mark.parametrize(

@@ -108,28 +108,43 @@ def test_they_move_to_other_workers_and_shards_as_ours_do(tmp_path):
     assert_same((found["params"], found["opt_state"]), (wanted.params, wanted.opt_state))
 
 
+class Normed(nnx.Linear):
+    def __init__(self, rngs):
+        super().__init__(8, 3, rngs=rngs)
+        self.norm = nnx.BatchNorm(3, rngs=rngs)
+
+
 def nnx_trainer(count, optimizer=lc.owner_lion):
-    workers, model = workers_of(count), nnx.Linear(8, 3, rngs=nnx.Rngs(0))
+    workers, model = workers_of(count), Normed(nnx.Rngs(0))
+    lc.training.place(model, workers)
     specs = lc.mesh.specs_of(nnx.state(model, nnx.Param))
     tx = lc.on_mesh(optimizer(0.1, workers=workers), workers, specs=specs)
     return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
 
+def whole_of(model, opt):
+    params, rest = nnx.state(model, nnx.Param, nnx.Not(nnx.Param))
+    return {"params": params, "rest": rest, "optimizer": opt}
+
+
 def test_an_nnx_optimizer_is_saved_whole_and_its_state_without_classes_is_refused(tmp_path):
     model, opt = nnx_trainer(4)
-    state = {"params": nnx.state(model, nnx.Param), "optimizer": opt}
+    model.norm.mean[...] += 2
+    state = whole_of(model, opt)
     saved(tmp_path / "whole", state, step=int(opt.step[...]) + 5)
     told = (r"state\['opt_state'\]\[0\] holds slices of the parameters in a dict that does not say of "
-            r"which, as nnx.state\(optimizer\) does: give the optimizer itself")  # fmt: skip
+            r"which, as nnx.state\(optimizer\) does: give the optimizer itself, and all of the model, "
+            r"\{'params': nnx.state\(model, nnx.Param\), 'rest': .*nnx.Not\(nnx.Param\)\)")  # fmt: skip
     with pytest.raises(ValueError, match=told):
         saved(tmp_path / "lost", nnx.state(opt), step=7)
     _, voting = nnx_trainer(4, lc.lion_cub)
     saved(tmp_path / "votes", nnx.state(voting))  # arrays [workers, ...] say whose they are
     model, opt = nnx_trainer(2)
     model.kernel[...] += 1
-    found = restored(tmp_path / "whole", {"params": nnx.state(model, nnx.Param), "optimizer": opt})
+    found = restored(tmp_path / "whole", whole_of(model, opt))
     assert found.step == 5
-    nnx.update(model, found.state["params"])
+    nnx.update(model, found.state["params"], found.state["rest"])
+    assert (model.norm.mean[...] == 2).all()
     np.testing.assert_array_equal(model.kernel[...], state["params"]["kernel"][...])
     assert isinstance(found.state["optimizer"], nnx.Optimizer)
     assert found.state["optimizer"].opt_state[0].count[...] == 0

@@ -48,6 +48,8 @@ BEFORE = {
         "nnx.state(model": """
             checkpoints, n = lc.Checkpoints("runs/b", workers=workers), 3
             model = nnx.Linear(16, 24, rngs=nnx.Rngs(0))
+            model.norm = nnx.BatchNorm(24, rngs=nnx.Rngs(0))
+            lc.training.place(model, workers)
             optimizer = nnx.Optimizer(model, lc.on_mesh(tx, workers), wrt=nnx.Param)
         """,
     },
@@ -116,6 +118,10 @@ BEFORE = {
         "restore_with_my_own_code()": """
             def restore_with_my_own_code():
                 return params, optax.adamw(1e-3).init(params)
+        """,
+        "old_optimizer": """
+            model = nnx.Linear(16, 24, rngs=nnx.Rngs(0))
+            old_optimizer = nnx.Optimizer(model, optax.adamw(schedule), wrt=nnx.Param)
         """,
     },
     "reports/accelerators.md": {},

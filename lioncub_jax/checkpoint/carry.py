@@ -1,5 +1,7 @@
 """Going on with another optimizer: fields of its state from those of the one before."""
 
+import re
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -11,16 +13,20 @@ from lioncub_jax.mesh import boxes
 from lioncub_jax.mesh.axes import AxisName
 from lioncub_jax.mesh.placement import Workers
 
+# The step of a trainer's state, or of an nnx.Optimizer in a dict.
+_STEP = re.compile(r"(\['\w+'\])?\.step|\['step'\]")
+
 
 def carry_over(state: Any, workers: AxisName | Workers, **fields: Any) -> Any:
     """Replaces fields of a new optimizer's state by those of an old one, such as the moments of AdamW.
 
     A field has its name wherever the state has one: ``mu`` of `lion_cub` is that of each worker, ``mu`` and
-    ``nu`` of `owner_adamw` are those of the owners, and ``count`` is every counter, schedules' too.
+    ``nu`` of `owner_adamw` are those of the owners, and ``count`` is every counter, schedules' too, and the
+    step of the state.
 
     Args:
       state: a new state with its parameters: a ``StepState``, a ``TrainState`` of flax, or a dict with
-        ``"params"``.
+        ``"params"``, such as ``{"params": nnx.state(model, nnx.Param), "optimizer": optimizer}``.
       workers: as the optimizer's.
       **fields: by name a tree like the parameters, or a number. An owner gets its slice, and each worker
         all of it. It is cast to the dtype of the field.
@@ -29,8 +35,8 @@ def carry_over(state: Any, workers: AxisName | Workers, **fields: Any) -> Any:
       The state with these fields, its arrays placed as before.
 
     Raises:
-      ValueError: for a field that the state does not have, or that has another shape there; for a state
-        on no mesh.
+      ValueError: for a field that the state does not have, or that has another shape there; for some of
+        ``mu``, ``nu``, ``trace`` and ``count`` where the state has more of them; for a state on no mesh.
 
     Example:
       >>> import jax.numpy as jnp, lioncub_jax as lc, optax
@@ -43,18 +49,39 @@ def carry_over(state: Any, workers: AxisName | Workers, **fields: Any) -> Any:
     placed, on_mesh = states.on_workers("carry_over(state)", state, workers)
     target = leaves.Target(state, placed, on_mesh)
     arrays = leaves.leaves_of(target.layout, target.mesh, leaves.arrays_of(placed))
+    # Flax's variables, of the state or of a field, have their array in ``.value``.
+    names = {name: name.replace(".value", "") for name in arrays}
     for field, tree in fields.items():
         for path, value in paths_of(boxes.opened(tree)).items():
-            names = [name for name in arrays if name.endswith(f".{field}{path}")]
-            if not names:
+            end = f".{field}{path}".replace(".value", "")
+            found = [name for name, short in names.items() if short.endswith(end)]
+            if not found:
                 raise ValueError(
-                    f"{field}={type(tree).__name__}: the state has no {field}{path}: give fields of it, "
-                    "with trees like the parameters"
+                    f"{field}={type(tree).__name__}: the state has no {end[1:]}: give fields of it, with "
+                    "trees like the parameters"
                 )
-            for name in names:
+            for name in found:
                 arrays[name] = _as_leaf(target, name, value)
+    _check_complete(fields, names.values())
+    for name, short in names.items():
+        if "count" in fields and _STEP.fullmatch(short):
+            arrays[name] = _as_leaf(target, name, jax.tree.leaves(fields["count"])[0])
     # Copies: a training step donates its state, and neither the old one nor one array twice.
     return jax.tree.map(jnp.copy, target.build(target.leaves, arrays, keep=False))
+
+
+def _check_complete(fields: Iterable[str], names: Iterable[str]) -> None:
+    """Raises ``ValueError`` for moments without their counter, or one moment of two."""
+    text = " ".join(names)
+    wanted = [x for x in ("mu", "nu", "trace", "count") if re.search(rf"\.{x}\b", text)]
+    missing = [x for x in wanted if x not in fields]
+    if missing and len(missing) < len(wanted):
+        raise ValueError(
+            f"carry_over got {', '.join(fields)}, and the new state has {', '.join(wanted)}: give "
+            f"{', '.join(f'{x}=' for x in missing)} of the same old state too. Moments and counters belong "
+            "together: without one of them the first updates are far too large or too small. If the old "
+            "optimizer has none, begin with the new state as it is"
+        )
 
 
 def _as_leaf(target: leaves.Target, name: str, value: Any) -> jax.Array:

@@ -255,8 +255,9 @@ def _check_classes(paths: Mapping[str, Any]) -> None:
         if lost := _LOST_BUCKET.match(path):
             raise ValueError(
                 f"state{lost[1]} holds slices of the parameters in a dict that does not say of which, as "
-                "nnx.state(optimizer) does: give the optimizer itself, {'params': nnx.state(model, "
-                "nnx.Param), 'optimizer': optimizer}"
+                "nnx.state(optimizer) does: give the optimizer itself, and all of the model, {'params': "
+                "nnx.state(model, nnx.Param), 'rest': nnx.state(model, nnx.Not(nnx.Param)), 'optimizer': "
+                "optimizer}"
             )
 
 
