@@ -324,3 +324,18 @@ def test_what_travels_inside_a_worker_is_told():
     assert told.startswith("A device sends 3.16 kB between the workers of 'data' in a step")
     assert "Inside a worker it sends 24.8 kB over 'fsdp':\n  all-gather of f32[1, 32, 128]" in told
     assert "opt_state[0].mu['a']['kernel']), 16.4 kB, " in told and "test_watch.py:" in told
+
+
+@pytest.mark.parametrize("tx", [CUB, ADAM], ids=["vote", "with a warm-up"])
+def test_leaves_that_a_mask_leaves_out_are_named_where_types_do_not_tell(tx):
+    """Each worker's own gradient moves them, and no type says so: pmap is not silent, and shard_map fails."""
+    tx = optax.masked(tx, {"a": True, "b": False, "none": True})
+
+    def step(params, state, batch):
+        grads = jax.grad(loss)(params, batch)
+        return tx.update(grads, state, params)
+
+    with pytest.warns(
+        UserWarning, match=r"the leaves \['b'\] are masked from the vote.*drift apart"
+    ):
+        in_pmap(step, tx.init)

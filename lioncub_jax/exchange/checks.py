@@ -42,7 +42,21 @@ def stands_in(params: optax.Params) -> bool:
 
 
 def check_local(updates: optax.Updates, axis: Axes) -> None:
-    """Raises ``ValueError`` for gradients that are, by their type, the same on every worker."""
+    """Raises ``ValueError`` for gradients that are, by their type, the same on every worker.
+
+    Warns of leaves that a mask or label leaves out, where types do not tell what becomes of them.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_masked)
+    masked = [jax.tree_util.keystr(path) for path, x in leaves if is_masked(x)]
+    if masked and compilations.mode() != "allow" and not axes.tracked(axis):
+        warnings.warn(
+            f"the leaves {', '.join(masked[:3])} are masked from the vote, and here (pmap, or "
+            "check_vma=False) types do not tell whether their updates are the same for all workers. "
+            "optax.masked gives each worker its own gradient, and parameters drift apart: use on_mesh or "
+            "check_vma=True, where that is an error. If optax.partition gives them to global_gradients or "
+            "optax.set_to_zero, all is well: filter this warning out",
+            stacklevel=2,
+        )
     shared = axes.shared(jax.tree.leaves(updates), axis)
     if shared is not None:
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(updates)]
