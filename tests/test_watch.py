@@ -328,7 +328,7 @@ def test_what_travels_inside_a_worker_is_told():
 
 @pytest.mark.parametrize("tx", [CUB, ADAM], ids=["vote", "with a warm-up"])
 def test_leaves_that_a_mask_leaves_out_are_named_where_types_do_not_tell(tx):
-    """Each worker's own gradient moves them, and no type says so: pmap is not silent, and shard_map fails."""
+    """Each worker's own gradient would move them."""
     tx = optax.masked(tx, {"a": True, "b": False, "none": True})
 
     def step(params, state, batch):

@@ -120,7 +120,13 @@ def pairs_of_votes(counted: Tally, context: DecideContext) -> tuple[jax.Array, j
 
 
 class Vote(Decision):
-    """A decision on counted votes; a subclass has the reply to a tally."""
+    """A decision on counted votes; a subclass has the reply to a tally.
+
+    Example:
+      >>> from lioncub_jax import decide
+      >>> isinstance(decide.average(), decide.Vote)
+      True
+    """
 
     def code_of(self, quantizer: Quantizer) -> Code:
         """The votes of a quantizer."""
