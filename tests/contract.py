@@ -328,7 +328,10 @@ class SumMemory(lc.momentum.Memory):
     def init(self, params):
         return optax.tree.zeros_like(params)
 
-    def remember(self, g, mu):
+    def interpolate(self, g, mu):
+        return g
+
+    def update(self, g, mu):
         return mu + g
 
 
