@@ -116,8 +116,7 @@ class Plan(NamedTuple):
             return NOTHING
         if self.too_slow():
             return LOCAL_STEPS
-        _, *ends = self.corners()
-        if max(overlap for _, overlap in ends) == 1 and self.mean_takes() <= self.compute:
+        if self.overlaps():
             return HIDES
         other = self.first("ours", "peer")
         if not other and not self.first("mean"):
@@ -135,12 +134,12 @@ class Plan(NamedTuple):
         }
         return self.first(*kinds.get(self.verdict(), ("none",))) or NOT_MEASURED
 
-    def mean_takes(self) -> float:
-        """Returns the seconds of the mean that sends least at the least share; infinite if none fits."""
-        share = min(self.cluster.shares())
+    def mean_takes(self, share: float | None = None) -> float:
+        """Returns the seconds of the mean that sends least, at the least share; infinite if none fits."""
+        at = share or min(self.cluster.shares())
         return min(
             (
-                row.estimate.communication(share)
+                row.estimate.communication(at)
                 for row in self.rows.values()
                 if row.scheme.kind == "mean"
             ),
@@ -166,6 +165,33 @@ class Plan(NamedTuple):
             waits > self.compute and not self.cluster.measured
         )
         return takes / self.compute if too_long else 0.0
+
+    def overlaps(self, share: float | None = None) -> bool:
+        """Returns whether an all-reduce, which may overlap, takes no longer than computing."""
+        most = max(overlap for _, overlap in self.corners()[1:])
+        return most == 1 and self.mean_takes(share) <= self.compute
+
+    def ceilings(self) -> dict[str, float]:
+        """Returns how many times as fast as the best mean each of this library's methods would be, at most.
+
+        Each is taken to learn like AdamW. It is infinite where no mean fits.
+        """
+        results = {}
+        for name, row in self.rows.items():
+            if row.scheme.kind == "ours":
+                results[name] = max(
+                    min(
+                        (
+                            mean.estimate.step(self.compute, share, overlap)
+                            for mean in self.rows.values()
+                            if mean.scheme.kind == "mean"
+                        ),
+                        default=math.inf,
+                    )
+                    / row.estimate.step(self.compute, share)
+                    for share, overlap in self.corners()
+                )
+        return results
 
     def range_over_means(
         self, name: str, corners: list[Corner] | None = None, errors: float = ERRORS
@@ -386,20 +412,30 @@ def _hides(plan: Plan) -> str:
 
 
 def _far(plan: Plan) -> str:
-    cell, takes = plan.nearest.cell, plan.mean_takes()
-    bound = ""
-    if takes < math.inf:
-        bound = (
-            " A method that learns like AdamW and sends nothing would be at most "
-            f"{digits(1 + takes / plan.compute)} times as fast as an all-reduce that does not overlap."
+    ceilings, cell = plan.ceilings(), plan.nearest.cell
+    name = "owner-adamw" if "owner-adamw" in ceilings else max(ceilings, key=lambda x: ceilings[x])
+    code, most = plan.rows[name].code, ceilings[name]
+    nobody = f"nobody ran {_asked(plan)}. The nearest runs had {_cell(cell)}."
+    if max(ceilings.values()) < WORTHWHILE:
+        return (
+            f"Do not use this: {_link_text(plan)} {code} would be at most {digits(most)} times as fast as "
+            f"an all-reduce of gradients if it learned like AdamW, and {nobody}"
         )
-    begin = "Not measured:"
+    words = [f"Not measured: {nobody}"]
     if plan.tokens > cell.tokens and plan.data == cell.data:
-        begin = "Do not use this: with more tokens, methods that send less took more steps, and"
-    return (
-        f"{begin} nobody ran {_asked(plan)}. The nearest runs had {_cell(cell)}.{bound} Let the all-reduce "
-        "overlap, accumulate micro-steps, or measure some hundred steps of yours."
+        words.append("With more tokens, methods that send less took more steps.")
+    if most < math.inf:
+        words.append(
+            f"If {code} learned like AdamW, {_link_text(plan)} it would be at most {digits(most)} times as "
+            "fast as an all-reduce of gradients."
+        )
+    words.append(
+        f"Run {scheme_named(evidence.REFERENCE).code} and {code} for some hundred steps, and compare their "
+        "losses after the same time."
     )
+    if plan.overlaps(max(plan.cluster.shares())):
+        words.append("An all-reduce may hide behind computing: let it overlap.")
+    return " ".join(words)
 
 
 _WITHOUT_METHOD = {LOCAL_STEPS: _local_steps, HIDES: _hides, NOT_MEASURED: _far}
