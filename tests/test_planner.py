@@ -499,7 +499,7 @@ def test_beyond_what_was_measured_the_answer_is_what_to_run_and_what_it_can_gain
     plan = planner.plan(350_000_000, Cluster(8, TCP[1]), 0.5, tokens=8193)
     mean, own = (plan.rows[name].estimate for name in ("adamw-bfloat16", "owner-adamw"))
     ceiling = mean.step(0.5, 0.8) / own.step(0.5, 0.8)
-    assert plan.ceilings()["owner-adamw"] == pytest.approx(ceiling)
+    assert plan.ceiling("owner-adamw") == pytest.approx(ceiling)
     most = f"of which collectives reach 80% to 95%, it would be at most {ceiling:.1f} times as fast"
     assert f"If owner_adamw(...) learned like AdamW, at 1 Gbit/s, {most} as an all-reduce" in words
     assert words.endswith(

@@ -171,27 +171,11 @@ class Plan(NamedTuple):
         most = max(overlap for _, overlap in self.corners()[1:])
         return most == 1 and self.mean_takes(share) <= self.compute
 
-    def ceilings(self) -> dict[str, float]:
-        """Returns how many times as fast as the best mean each of this library's methods would be, at most.
-
-        Each is taken to learn like AdamW. It is infinite where no mean fits.
-        """
-        results = {}
-        for name, row in self.rows.items():
-            if row.scheme.kind == "ours":
-                results[name] = max(
-                    min(
-                        (
-                            mean.estimate.step(self.compute, share, overlap)
-                            for mean in self.rows.values()
-                            if mean.scheme.kind == "mean"
-                        ),
-                        default=math.inf,
-                    )
-                    / row.estimate.step(self.compute, share)
-                    for share, overlap in self.corners()
-                )
-        return results
+    def ceiling(self, name: str) -> float:
+        """Returns how many times as fast as the best mean a method may be if it learns like AdamW."""
+        alike = self.nearest.methods[evidence.REFERENCE]
+        rows = {each: row._replace(learned=alike) for each, row in self.rows.items()}
+        return self._replace(rows=rows).range_over_means(name)[1]
 
     def range_over_means(
         self, name: str, corners: list[Corner] | None = None, errors: float = ERRORS
@@ -204,11 +188,6 @@ class Plan(NamedTuple):
             mean = min(self.times("mean", corner=corner).values(), default=math.inf)
             factors.append(mean / own.time(self.compute, corner))
         return min(factors) / (1 + errors * relative), max(factors) * (1 + errors * relative)
-
-    def gain(self, over: str) -> float:
-        """Returns how many times as fast as another the method to use is, in the middle of the range."""
-        times = self.times()
-        return times[over] / times[self.use()]
 
 
 def plan(
@@ -367,7 +346,9 @@ def _rival(plan: Plan) -> str:
     name = other and plan.first(other)
     if not name:
         return ""
-    return f"{words}, {plan.rows[name].code}, takes about {digits(plan.gain(name))} times as long. "
+    times = plan.times()
+    longer = digits(times[name] / times[plan.use()])
+    return f"{words}, {plan.rows[name].code}, takes about {longer} times as long. "
 
 
 def _what_to_measure(plan: Plan) -> str:
@@ -412,11 +393,13 @@ def _hides(plan: Plan) -> str:
 
 
 def _far(plan: Plan) -> str:
-    ceilings, cell = plan.ceilings(), plan.nearest.cell
-    name = "owner-adamw" if "owner-adamw" in ceilings else max(ceilings, key=lambda x: ceilings[x])
-    code, most = plan.rows[name].code, ceilings[name]
+    ours = {
+        name: plan.ceiling(name) for name, row in plan.rows.items() if row.scheme.kind == "ours"
+    }
+    name = "owner-adamw" if "owner-adamw" in ours else next(iter(ours))
+    code, most, cell = plan.rows[name].code, ours[name], plan.nearest.cell
     nobody = f"nobody ran {_asked(plan)}. The nearest runs had {_cell(cell)}."
-    if max(ceilings.values()) < WORTHWHILE:
+    if max(ours.values()) < WORTHWHILE:
         return (
             f"Do not use this: {_link_text(plan)} {code} would be at most {digits(most)} times as fast as "
             f"an all-reduce of gradients if it learned like AdamW, and {nobody}"
