@@ -397,28 +397,25 @@ def _far(plan: Plan) -> str:
         name: plan.ceiling(name) for name, row in plan.rows.items() if row.scheme.kind == "ours"
     }
     name = "owner-adamw" if "owner-adamw" in ours else next(iter(ours))
-    code, most, cell = plan.rows[name].code, ours[name], plan.nearest.cell
-    nobody = f"nobody ran {_asked(plan)}. The nearest runs had {_cell(cell)}."
-    if max(ours.values()) < WORTHWHILE:
-        return (
-            f"Do not use this: {_link_text(plan)} {code} would be at most {digits(most)} times as fast as "
-            f"an all-reduce of gradients if it learned like AdamW, and {nobody}"
-        )
-    words = [f"Not measured: {nobody}"]
+    code, cell, useless = plan.rows[name].code, plan.nearest.cell, max(ours.values()) < WORTHWHILE
+    words = "Do not use this: " if useless else "Not measured: "
+    words += f"nobody ran {_asked(plan)}. The nearest runs had {_cell(cell)}. "
     if plan.tokens > cell.tokens and plan.data == cell.data:
-        words.append("With more tokens, methods that send less took more steps.")
-    if most < math.inf:
-        words.append(
-            f"If {code} learned like AdamW, {_link_text(plan)} it would be at most {digits(most)} times as "
-            "fast as an all-reduce of gradients."
+        words += "With more tokens, methods that send less took more steps. "
+    if ours[name] < math.inf:
+        words += (
+            f"If {code} learned like AdamW, {_link_text(plan)} it would be at most {digits(ours[name])} "
+            "times as fast as an all-reduce of gradients. "
         )
-    words.append(
+    if useless:
+        return words + "No method of this library could gain 5%."
+    words += (
         f"Run {scheme_named(evidence.REFERENCE).code} and {code} for some hundred steps, and compare their "
         "losses after the same time."
     )
     if plan.overlaps(max(plan.cluster.shares())):
-        words.append("An all-reduce may hide behind computing: let it overlap.")
-    return " ".join(words)
+        words += " An all-reduce may hide behind computing: let it overlap."
+    return words
 
 
 _WITHOUT_METHOD = {LOCAL_STEPS: _local_steps, HIDES: _hides, NOT_MEASURED: _far}
