@@ -253,9 +253,7 @@ def test_a_plan_takes_what_a_probe_measured(said, folder):
     measured = planner.Measured(8, dict.fromkeys(ops, points), 8e11, compute=0.1, overlap=0.5)
     (folder / "probe.json").write_text(output.as_text(measured))
     line = "plan --model 100M --tokens-per-worker 256 --measured probe.json"
-    assert said(line).startswith(
-        "Use owner_lion(...): on the machines that were measured it is 5.1"
-    )
+    assert "on the machines that were measured it is " in said(line)
     cluster = planner.Cluster(8, planner.Link(float("inf"), kind="exact"), measured=measured)
     plan = planner.plan(10**8, cluster, 0.1, tokens=256)
     assert said(line) == planner.advice(plan) + "\n"
@@ -292,6 +290,7 @@ REFUSED = """
 fly => invalid choice: 'fly'
 PLAN => give --model: a number of parameters such as 7B, or FILE.py:NAME to count them
 SIZED => no compute time: without it every speedup would look better than it is; give
+SIZED => about 6 * parameters * tokens per worker / the FLOP/s that all devices of a worker reach
 plan --model 1M --compute 1s --workers 8 => error: give --workers and --bandwidth, machines by name
 plan --model 1M --compute 1s --bandwidth 1gbit => error: give --workers and --bandwidth, machines
 NAMED v5 => cluster 'v5': give one of v5e-8, v5e-256,
@@ -315,7 +314,7 @@ GIVEN --bandwidth 0gbit => rate '0gbit': give a number above zero
 GIVEN --compute 0s => time '0s': give a number above zero
 GIVEN --latency 50 => time '50': unit '' is not one of ns, us, ms, s
 GIVEN --data mine => invalid choice: 'mine' (choose from
-GIVEN --devices-per-worker 8 => group_size=8 without inside: give the Link in a group
+GIVEN --devices-per-worker 8 => 8 devices in a worker: give the Link between them, inside= (--inside
 GIVEN --inside-bandwidth 1tbit => --inside-bandwidth: it has no effect without
 GIVEN --work 9 => unrecognized arguments: --work 9
 GIVEN -- python => only lab and run take a command

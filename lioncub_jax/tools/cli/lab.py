@@ -3,7 +3,6 @@
 import argparse
 import sys
 
-from lioncub_jax.tools import lab
 from lioncub_jax.tools.cli import output
 from lioncub_jax.tools.cli.options import COUNT, RATE, SECONDS, Row
 
@@ -41,6 +40,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
       ValueError: as `lab.run`.
     """
+    from lioncub_jax.tools import lab  # not needed for a plan
+
     network = lab.Network(args.workers, args.rate)
     try:
         report = lab.run(network, args.words, grace=args.grace, write=output.write_line)

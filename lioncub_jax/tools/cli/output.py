@@ -1,6 +1,6 @@
 """Output of the commands, and the files that they write.
 
-``rich`` is imported where tables are printed, and not for numbers.
+``rich`` is imported for tables and terminals alone.
 """
 
 import io
@@ -19,10 +19,14 @@ def show(*parts: Any) -> None:
 
     Texts are broken at the width of a terminal, and not at all in a pipe or a file.
     """
+    terminal = sys.stdout.isatty()
+    if not terminal and all(isinstance(part, str) for part in parts):
+        write("".join(f"{part}\n" for part in parts))
+        return
     from rich.console import Console
 
     # Not to standard output at once: rich has ends of its own for a pipe that is closed.
-    printed, terminal = io.StringIO(), sys.stdout.isatty()
+    printed = io.StringIO()
     console = Console(
         file=printed, force_terminal=terminal, width=None if terminal else PIPE_WIDTH,
         # Texts hold paths and shapes, whose [...] and :...: are no markup.

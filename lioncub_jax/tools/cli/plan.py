@@ -50,7 +50,10 @@ OPTIONS: list[Row] = [
         "that returns an nnx.Module, linen variables or a tree of arrays; only shapes are made",
     ),
     ("--workers", COUNT, "number of data-parallel workers"),
-    ("--bandwidth", RATES, "of each worker's link, such as 1gbit, or several with commas"),
+    (
+        "--bandwidth", RATES,
+        "of each worker's link, the slower of up and down, such as 1gbit, or several with commas",
+    ),
     ("--compute", SECONDS, "time of a step without the network, such as 144ms"),
     (
         "--tokens-per-worker", COUNT,
@@ -74,7 +77,7 @@ OPTIONS: list[Row] = [
         "--network", {"choices": planner.kinds(), "default": None},
         "kind of the link between workers, which decides the share of its rate that it reaches (tcp)",
     ),
-    ("--latency", SECONDS, "from one worker to another (50us)"),
+    ("--latency", SECONDS, "from one worker to another, one way: half of what ping says (50us)"),
     (
         "--devices-per-worker", COUNT,
         "devices that share a worker's link and average their gradients first (1)",
@@ -108,7 +111,8 @@ def run(args: argparse.Namespace) -> int:
     if compute is None:
         raise ValueError(
             "no compute time: without it every speedup would look better than it is; give --compute "
-            "144ms, what a step takes on one worker"
+            "144ms, what a step takes on one worker; before there is a program, about 6 * parameters * "
+            "tokens per worker / the FLOP/s that all devices of a worker reach"
         )
     named = planner.cluster_named(args.cluster) if args.cluster else None
     cluster = _cluster(args, named, measured)

@@ -6,7 +6,6 @@ from pathlib import Path
 import jax
 
 from lioncub_jax.mesh.placement import Workers
-from lioncub_jax.tools import probe
 from lioncub_jax.tools.cli import output, targets
 from lioncub_jax.tools.cli.options import COUNT, FLAG, RATE, Row
 
@@ -44,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
       ValueError: as `probe.probe` and targets, and where there is no cluster to join.
     """
+    from lioncub_jax.tools import probe  # not needed for a plan
+
     if args.distributed:
         jax.distributed.initialize()
     if args.devices:

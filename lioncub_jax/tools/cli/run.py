@@ -3,7 +3,6 @@
 import argparse
 from pathlib import Path
 
-from lioncub_jax.tools import run as elastic
 from lioncub_jax.tools.cli import output
 from lioncub_jax.tools.cli.options import COUNT, Row
 
@@ -47,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
       ValueError: for options that cannot be.
     """
+    from lioncub_jax.tools import run as elastic  # not needed for a plan
+
     kept = elastic.keep(
         args.words, args.workers, least=args.min, events=args.events, write=output.write_line
     )

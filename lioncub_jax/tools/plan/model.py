@@ -51,8 +51,9 @@ class Link:
     """A full-duplex network link.
 
     Attributes:
-      bandwidth: nominal bits per second each way; ``math.inf`` for one without limit.
-      latency: seconds from one end to the other, software included.
+      bandwidth: nominal bits per second each way, of the slower way if they differ; ``math.inf`` for one
+        without limit.
+      latency: seconds from one end to the other, one way, software included: half of a round trip.
       kind: of the network, one of `kinds`.
 
     Raises:
@@ -163,7 +164,7 @@ class Cluster:
         check_count(f"group_size={self.group_size!r}", self.group_size)
         if self.group_size > 1 and self.inside is None:
             raise ValueError(
-                f"group_size={self.group_size} without inside: give the Link in a group "
+                f"{self.group_size} devices in a worker: give the Link between them, inside= "
                 "(--inside-bandwidth)"
             )
         check_number(

@@ -116,8 +116,7 @@ class Plan(NamedTuple):
             return NOTHING
         if self.too_slow():
             return LOCAL_STEPS
-        _, *ends = self.corners()
-        if max(overlap for _, overlap in ends) == 1 and self.mean_takes() <= self.compute:
+        if self.overlaps():
             return HIDES
         other = self.first("ours", "peer")
         if not other and not self.first("mean"):
@@ -135,12 +134,12 @@ class Plan(NamedTuple):
         }
         return self.first(*kinds.get(self.verdict(), ("none",))) or NOT_MEASURED
 
-    def mean_takes(self) -> float:
-        """Returns the seconds of the mean that sends least at the least share; infinite if none fits."""
-        share = min(self.cluster.shares())
+    def mean_takes(self, share: float | None = None) -> float:
+        """Returns the seconds of the mean that sends least, at the least share; infinite if none fits."""
+        at = share or min(self.cluster.shares())
         return min(
             (
-                row.estimate.communication(share)
+                row.estimate.communication(at)
                 for row in self.rows.values()
                 if row.scheme.kind == "mean"
             ),
@@ -167,6 +166,17 @@ class Plan(NamedTuple):
         )
         return takes / self.compute if too_long else 0.0
 
+    def overlaps(self, share: float | None = None) -> bool:
+        """Returns whether an all-reduce, which may overlap, takes no longer than computing."""
+        most = max(overlap for _, overlap in self.corners()[1:])
+        return most == 1 and self.mean_takes(share) <= self.compute
+
+    def ceiling(self, name: str) -> float:
+        """Returns how many times as fast as the best mean a method may be if it learns like AdamW."""
+        alike = self.nearest.methods[evidence.REFERENCE]
+        rows = {each: row._replace(learned=alike) for each, row in self.rows.items()}
+        return self._replace(rows=rows).range_over_means(name)[1]
+
     def range_over_means(
         self, name: str, corners: list[Corner] | None = None, errors: float = ERRORS
     ) -> tuple[float, float]:
@@ -178,11 +188,6 @@ class Plan(NamedTuple):
             mean = min(self.times("mean", corner=corner).values(), default=math.inf)
             factors.append(mean / own.time(self.compute, corner))
         return min(factors) / (1 + errors * relative), max(factors) * (1 + errors * relative)
-
-    def gain(self, over: str) -> float:
-        """Returns how many times as fast as another the method to use is, in the middle of the range."""
-        times = self.times()
-        return times[over] / times[self.use()]
 
 
 def plan(
@@ -341,7 +346,9 @@ def _rival(plan: Plan) -> str:
     name = other and plan.first(other)
     if not name:
         return ""
-    return f"{words}, {plan.rows[name].code}, takes about {digits(plan.gain(name))} times as long. "
+    times = plan.times()
+    longer = digits(times[name] / times[plan.use()])
+    return f"{words}, {plan.rows[name].code}, takes about {longer} times as long. "
 
 
 def _what_to_measure(plan: Plan) -> str:
@@ -386,20 +393,29 @@ def _hides(plan: Plan) -> str:
 
 
 def _far(plan: Plan) -> str:
-    cell, takes = plan.nearest.cell, plan.mean_takes()
-    bound = ""
-    if takes < math.inf:
-        bound = (
-            " A method that learns like AdamW and sends nothing would be at most "
-            f"{digits(1 + takes / plan.compute)} times as fast as an all-reduce that does not overlap."
-        )
-    begin = "Not measured:"
+    ours = {
+        name: plan.ceiling(name) for name, row in plan.rows.items() if row.scheme.kind == "ours"
+    }
+    name = "owner-adamw" if "owner-adamw" in ours else next(iter(ours))
+    code, cell, useless = plan.rows[name].code, plan.nearest.cell, max(ours.values()) < WORTHWHILE
+    words = "Do not use this: " if useless else "Not measured: "
+    words += f"nobody ran {_asked(plan)}. The nearest runs had {_cell(cell)}. "
     if plan.tokens > cell.tokens and plan.data == cell.data:
-        begin = "Do not use this: with more tokens, methods that send less took more steps, and"
-    return (
-        f"{begin} nobody ran {_asked(plan)}. The nearest runs had {_cell(cell)}.{bound} Let the all-reduce "
-        "overlap, accumulate micro-steps, or measure some hundred steps of yours."
+        words += "With more tokens, methods that send less took more steps. "
+    if ours[name] < math.inf:
+        words += (
+            f"If {code} learned like AdamW, {_link_text(plan)} it would be at most {digits(ours[name])} "
+            "times as fast as an all-reduce of gradients. "
+        )
+    if useless:
+        return words + "No method of this library could gain 5%."
+    words += (
+        f"Run {scheme_named(evidence.REFERENCE).code} and {code} for some hundred steps, and compare their "
+        "losses after the same time."
     )
+    if plan.overlaps(max(plan.cluster.shares())):
+        words += " An all-reduce may hide behind computing: let it overlap."
+    return words
 
 
 _WITHOUT_METHOD = {LOCAL_STEPS: _local_steps, HIDES: _hides, NOT_MEASURED: _far}
