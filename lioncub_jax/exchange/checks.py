@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 
 from lioncub_jax.exchange import compilations, wires
 from lioncub_jax.exchange.quantize import Code, Quantizer
@@ -78,10 +79,34 @@ def check_state(updates: optax.Updates, *kept: optax.Updates) -> None:
         # A state that keeps nothing has None in place of arrays.
         if held and held != given:
             wrong = [x for x in {**given, **held} if held.get(x) != given.get(x)]
+            if held == shapes(updates, 1):
+                raise ValueError(
+                    f"the state has shape {held[wrong[0]]} for {wrong[0]}, and the gradient "
+                    f"{given[wrong[0]]}: it is of on_mesh(tx).init, with an axis of workers in front. In a "
+                    "shard_map with check_vma=True call lioncub_jax.on_mesh(tx, workers).update, and not "
+                    "tx.update"
+                )
             raise ValueError(
                 f"the state is of other parameters than the gradients, as {wrong[0]} shows: make it with "
                 "init of those that are trained"
             )
+
+
+def check_eps(eps: ArrayLike, params: optax.Params) -> None:
+    """Raises ``ValueError`` for an ``eps`` that is 0 in the dtype of the moments: 0 / 0 would be an update.
+
+    A traced one is not known here.
+    """
+    dtypes = [x.dtype for x in jax.tree.leaves(params) if hasattr(x, "dtype")]
+    if not dtypes or isinstance(eps, jax.core.Tracer):
+        return
+    dtype = jnp.result_type(*dtypes)
+    if not np.any(np.asarray(eps).astype(dtype)):
+        raise ValueError(
+            f"eps={eps} is 0 in {dtype}, the dtype of the parameters and so of the moments: a gradient of "
+            f"0 would make an update of NaN. Give eps of at least {jnp.finfo(dtype).tiny:.0e}, such as "
+            "eps=1e-4, or keep parameters in float32 and cast them inside the loss"
+        )
 
 
 def shapes(tree: optax.Params, *lead: int) -> dict[str, tuple[int, ...]]:
