@@ -172,6 +172,10 @@ REFUSED = {
         lambda: first(cub(), params=nnx.Linear(3, 2, rngs=nnx.Rngs(0))), TypeError,
         "params is a module, Linear.*lioncub_jax.from_nnx",
     ),
+    "the bytes of a module": (
+        lambda: lc.audit.of(cub(), nnx.Linear(3, 2, rngs=nnx.Rngs(0)), four()), TypeError,
+        r"params is a module, Linear.*the parameters are nnx.state\(model, nnx.Param\)",
+    ),
     "what sow keeps": (
         lambda: of_module(False), ValueError, r"model_state\['seen'\].* was nothing.*nnx.Intermediate",
     ),

@@ -65,10 +65,11 @@ def check_local(updates: optax.Updates, axis: Axes) -> None:
             f"the gradient of {jax.tree_util.keystr(paths[shared]) or 'the parameters'} is the same "
             f"on every worker of {' and '.join(map(repr, axis))}: it was already reduced in full "
             "precision, or comes from a vote before this one, and there is nothing left to vote on. "
-            "jax.grad reduces it for parameters that do not vary over the axis; take local gradients with "
-            "lioncub_jax.local_value_and_grad. And in one chain workers vote or average once: leave the "
-            "others out, or give them other leaves with optax.partition. optax.MultiSteps in a shard_map "
-            "of yours goes inside of lioncub_jax.on_mesh(tx, workers)"
+            "In one chain workers vote or average once: leave the others out, or give them other leaves "
+            "with optax.partition. If this is the only one, jax.grad has added the gradients of parameters "
+            "that do not vary over the axis: take them with lioncub_jax.local_value_and_grad, or under "
+            "jax.jit with worker_value_and_grad. optax.MultiSteps in a shard_map of yours goes inside of "
+            "lioncub_jax.on_mesh(tx, workers)"
         )
 
 

@@ -374,7 +374,8 @@ class _GlobalTransform:
         if self._in_worker():
             raise ValueError(
                 "on_mesh(tx).init is called for one worker, and it makes the states of all: give tx "
-                "itself to init_state, make_train_step or audit.of, which run it on each worker"
+                "itself to init_state, make_train_step or audit.of, which run it on each worker. For the "
+                "bytes of a trainer of your own: audit.collectives(step.lower(...).compile(), workers.mesh)"
             )
         if checks.stands_in(params):
             return self.mapped.tx.init(params)
