@@ -46,7 +46,7 @@ def main() -> None:
                 state = checkpoints.restore(state).state
             for i in range(int(state.step), steps):
                 state, metrics = step(state, rows_of_this_host(i))
-                if (i + 1) % 50 == 0:
+                if (i + 1) % 50 == 0 or i + 1 == steps:
                     checkpoints.save(state)
                     # [/several hosts]
                     print(f"step {i + 1} of {steps}: loss {metrics['loss']:.3f}", flush=True)

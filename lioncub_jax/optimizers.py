@@ -253,7 +253,7 @@ def owner_adamw(
       learning_rate: a number or an optax schedule.
       b1: decay of the first moment, in [0, 1).
       b2: decay of the second moment, in [0, 1).
-      eps: added to the root of the second moment.
+      eps: added to the root of the second moment, above 0 in the dtype of the parameters.
       weight_decay: decoupled, multiplied with the learning rate.
       mask: the leaves that decay, a tree of bools or a function of the parameters.
       workers: a `Workers`, or the name of the axis that your own ``shard_map`` or ``pmap`` binds. None for
@@ -268,7 +268,7 @@ def owner_adamw(
       A transform whose ``init`` and ``update`` must run where the workers' axis is bound.
 
     Raises:
-      ValueError, TypeError: as `owner` and `lion_cub`.
+      ValueError, TypeError: as `owner` and `lion_cub`; in ``init`` for an ``eps`` that is 0 in float16.
 
     Example:
       >>> import lioncub_jax as lc
@@ -282,7 +282,13 @@ def owner_adamw(
         _with_numbers(optax.scale_by_adam, b1, b2, eps), workers=workers, quantizer=quantizer,
         reply=reply, wire=wire, bucket_size=bucket_size,
     )  # fmt: skip
-    return descending(direction, learning_rate, weight_decay, mask)
+
+    def init(params: optax.Params) -> optax.OptState:
+        checks.check_eps(eps, params)
+        return direction.init(params)
+
+    adam = optax.GradientTransformationExtraArgs(init, direction.update)
+    return descending(adam, learning_rate, weight_decay, mask)
 
 
 def owner(

@@ -281,6 +281,7 @@ def injected(**options):
     return make(0.1, workers=AXIS, **options).init(PARAMS)
 
 
+HALF = {"w": jnp.ones(3, jnp.float16)}
 GROUPS = optax.partition({"a": cub(), "b": cub()}, {"v": "a", "w": "b"})
 CALLS = [
     (lambda: lc.owner(optax.adamw, workers=AXIS), TypeError, "is not a GradientTransformation"),
@@ -290,6 +291,16 @@ CALLS = [
         "reply= ... is not a ReplyCodec",
     ),
     (lambda: lc.global_gradients(optax.adamw, workers=AXIS), TypeError, "is not a GradientTransformation"),
+    *(
+        (
+            lambda make=make: make(eps=1e-8, workers=None).init(HALF), ValueError,
+            "eps= ... is 0 in float16 ... Give eps of at least 6e-05, such as eps=1e-4, or ... float32",
+        )
+        for make in (
+            functools.partial(lc.owner_adamw, 0.1),
+            functools.partial(optax.inject_hyperparams(lc.owner_adamw, static_args=("workers",)), 0.1),
+        )
+    ),
     # What optax makes an array of.
     (
         lambda: injected(bucket_size=64), ValueError,

@@ -49,6 +49,24 @@ def on_mesh_update(grads, tx=None, state=None, **extra):
     return tx.update(grads, tx.init(PARAMS) if state is None else state, PARAMS, **extra)
 
 
+def in_shard_map(of, check_vma=True):
+    """An update of a transform that is made of the one on the mesh, which makes the state."""
+    tx = lc.on_mesh(cub(), four())
+    state, specs = tx.init(PARAMS), tx.specs(PARAMS)
+
+    def update(batch, state, params):
+        grads = lc.local_value_and_grad(loss, workers="data")(params, batch)[1]
+        return of(tx).update(grads, state, params)
+
+    return jax.shard_map(
+        update,
+        mesh=four().mesh,
+        check_vma=check_vma,
+        in_specs=(P("data"), specs, P()),
+        out_specs=(P(), specs),
+    )(ONES, state, jax.tree.map(jnp.asarray, PARAMS))
+
+
 def grads_for(count):
     return jax.tree.map(lambda p: np.ones((count, *np.shape(p)), "f"), PARAMS)
 
@@ -154,6 +172,10 @@ REFUSED = {
         lambda: first(cub(), params=nnx.Linear(3, 2, rngs=nnx.Rngs(0))), TypeError,
         "params is a module, Linear.*lioncub_jax.from_nnx",
     ),
+    "the bytes of a module": (
+        lambda: lc.audit.of(cub(), nnx.Linear(3, 2, rngs=nnx.Rngs(0)), four()), TypeError,
+        r"params is a module, Linear.*the parameters are nnx.state\(model, nnx.Param\)",
+    ),
     "what sow keeps": (
         lambda: of_module(False), ValueError, r"model_state\['seen'\].* was nothing.*nnx.Intermediate",
     ),
@@ -250,6 +272,14 @@ REFUSED = {
     "gradients of nobody": (
         lambda: on_mesh_update(PARAMS), ValueError,
         r"\['b'\] has shape \(\).*not \(4,\).*worker_value_and_grad",
+    ),
+    "on_mesh where types say nothing": (
+        lambda: in_shard_map(lambda tx: tx, check_vma=False), ValueError,
+        "check_vma=False, or in a pmap.*give jax.shard_map.*check_vma=True.*or call tx.update itself",
+    ),
+    "a state of on_mesh without it": (
+        lambda: in_shard_map(lambda tx: cub(), check_vma=False), ValueError,
+        r"shape \(1,\) for \['b'\], and the gradient \(\).*call lioncub_jax.on_mesh\(tx, workers\).update",
     ),
     "gradients of some leaves": (
         lambda: on_mesh_update({"w": grads_for(4)["w"]}), ValueError,

@@ -121,7 +121,7 @@ def rows_fit(folder):
     other = "6.0} rows" if me else "8.0} rows for each part of the batch, and process 1 {"
     for axes, count, words in [
         (within, 8 - 2 * me, other),
-        (within, 7, f"gradient accumulation steps): the rows of process {me} of 2"),
+        (within, 7, f"): drop or pad the last rows. These are the rows of process {me} of 2"),
         (("fsdp", "data"), 8, "0 and 1 take the same rows of the batch, and gave different ones"),
     ]:
         state, step = started(axes, accumulate=2)

@@ -4,6 +4,7 @@ What a method of the library sends by itself is no error: every test that compil
 """
 
 import warnings
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -266,7 +267,10 @@ def test_the_switch_and_programs_that_are_given(mesh):
     for program in (wrong, wrong.as_text()):
         with refused("also 344 kB of floats"):
             lc.check_votes(program)
-    lc.check_votes(lowered().compile())
+    compiled = lowered().compile()
+    assert lc.check_votes(SimpleNamespace(compiled=compiled)) == lc.check_votes(
+        compiled
+    )  # of nnx.jit
     with pytest.raises(TypeError, match="is given a Lowered, and only the compiled program"):
         lc.check_votes(lowered())
     with refused("no vote is in this program"):

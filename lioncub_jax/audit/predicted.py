@@ -20,6 +20,7 @@ from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.placement import Workers, check_workers
 from lioncub_jax.mesh.specs import product, shard_shape
 from lioncub_jax.training.mapped import on_mesh
+from lioncub_jax.training.modules import check_split
 
 # What a collective is called in a traced program, and in a compiled one.
 _OPS = {
@@ -82,7 +83,7 @@ def of(
       A ``Traffic``; one worker sends nothing to others.
 
     Raises:
-      TypeError: for no transform, or no `Workers`.
+      TypeError: for no transform, no `Workers`, or a module in place of its parameters.
       ValueError: as `on_mesh`: for what `on_mesh` returned, updates that differ between workers, specs that
         the mesh does not have, or more workers than the quantizer or wire can count; for a collective that
         is not known here, or in a loop of unknown length.
@@ -100,6 +101,7 @@ def of(
     """
     check_workers(workers)
     check_kinds(tx=(tx, optax.GradientTransformation))
+    check_split(params)
     cut = workers.param_specs(params, specs)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     grads = jax.tree.map(lambda x: x.update(shape=(workers.count, *x.shape)), shapes)

@@ -87,7 +87,7 @@ def check_votes(compiled: jax.stages.Compiled | str) -> str:
     those who compile themselves, such as for other machines, and tells what a step sends.
 
     Args:
-      compiled: ``jax.jit(step).lower(...).compile()``, or its text.
+      compiled: ``jax.jit(step).lower(...).compile()``, also of ``nnx.jit``, or its text.
 
     Returns:
       What a device sends in a step, for people: the bytes between the workers, and those inside a worker
@@ -109,6 +109,8 @@ def check_votes(compiled: jax.stages.Compiled | str) -> str:
 
     Source: this library.
     """
+    inner = getattr(compiled, "compiled", None)  # nnx.jit wraps what jax.jit compiles
+    compiled = inner if isinstance(inner, jax.stages.Compiled) else compiled
     if not isinstance(compiled, str) and not isinstance(compiled, jax.stages.Compiled):
         raise TypeError(
             f"check_votes is given a {type(compiled).__name__}, and only the compiled program shows what "

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 
 from lioncub_jax.exchange import compilations, wires
 from lioncub_jax.exchange.quantize import Code, Quantizer
@@ -64,10 +65,11 @@ def check_local(updates: optax.Updates, axis: Axes) -> None:
             f"the gradient of {jax.tree_util.keystr(paths[shared]) or 'the parameters'} is the same "
             f"on every worker of {' and '.join(map(repr, axis))}: it was already reduced in full "
             "precision, or comes from a vote before this one, and there is nothing left to vote on. "
-            "jax.grad reduces it for parameters that do not vary over the axis; take local gradients with "
-            "lioncub_jax.local_value_and_grad. And in one chain workers vote or average once: leave the "
-            "others out, or give them other leaves with optax.partition. optax.MultiSteps in a shard_map "
-            "of yours goes inside of lioncub_jax.on_mesh(tx, workers)"
+            "In one chain workers vote or average once: leave the others out, or give them other leaves "
+            "with optax.partition. If this is the only one, jax.grad has added the gradients of parameters "
+            "that do not vary over the axis: take them with lioncub_jax.local_value_and_grad, or under "
+            "jax.jit with worker_value_and_grad. optax.MultiSteps in a shard_map of yours goes inside of "
+            "lioncub_jax.on_mesh(tx, workers)"
         )
 
 
@@ -78,10 +80,34 @@ def check_state(updates: optax.Updates, *kept: optax.Updates) -> None:
         # A state that keeps nothing has None in place of arrays.
         if held and held != given:
             wrong = [x for x in {**given, **held} if held.get(x) != given.get(x)]
+            if held == shapes(updates, 1):
+                raise ValueError(
+                    f"the state has shape {held[wrong[0]]} for {wrong[0]}, and the gradient "
+                    f"{given[wrong[0]]}: it is of on_mesh(tx).init, with an axis of workers in front. In a "
+                    "shard_map with check_vma=True call lioncub_jax.on_mesh(tx, workers).update, and not "
+                    "tx.update"
+                )
             raise ValueError(
                 f"the state is of other parameters than the gradients, as {wrong[0]} shows: make it with "
                 "init of those that are trained"
             )
+
+
+def check_eps(eps: ArrayLike, params: optax.Params) -> None:
+    """Raises ``ValueError`` for an ``eps`` that is 0 in the dtype of the moments: 0 / 0 would be an update.
+
+    A traced one is not known here.
+    """
+    dtypes = [x.dtype for x in jax.tree.leaves(params) if hasattr(x, "dtype")]
+    if not dtypes or isinstance(eps, jax.core.Tracer):
+        return
+    dtype = jnp.result_type(*dtypes)
+    if not np.any(np.asarray(eps).astype(dtype)):
+        raise ValueError(
+            f"eps={eps} is 0 in {dtype}, the dtype of the parameters and so of the moments: a gradient of "
+            f"0 would make an update of NaN. Give eps of at least {jnp.finfo(dtype).tiny:.0e}, such as "
+            "eps=1e-4, or keep parameters in float32 and cast them inside the loss"
+        )
 
 
 def shapes(tree: optax.Params, *lead: int) -> dict[str, tuple[int, ...]]:

@@ -420,12 +420,12 @@ class Batches:
         taken, rows = len(self._taken[me]) if own else self._parts, _rows(x)
         if rows == 0 or rows % (taken * self._steps):
             here = (
-                f": the rows of process {me} of {jax.process_count()}, whose devices take {taken} of "
-                f"{self._parts} parts. Give what all have alike as {_ONE}"
+                f". These are the rows of process {me} of {jax.process_count()}, whose devices take "
+                f"{taken} of {self._parts} parts. Give what all have alike as {_ONE}"
             )
             raise ValueError(
                 f"{name} has shape {jnp.shape(x)}: its first dimension must be a positive multiple of "
-                f"{taken * self._steps} ({self._why}){here if own else ''}"
+                f"{taken * self._steps} ({self._why}): drop or pad the last rows{here if own else ''}"
             )
         return rows // taken * self._parts
 

@@ -212,7 +212,8 @@ def _classify(where: str, x: Any, kind: Kind | None) -> Kind:
         return kind
     raise ValueError(
         f"{where} is an array of shape {jnp.shape(x)}, and what it is to the workers is not given: give "
-        f"worker_value_and_grad(in_kinds=...), for each argument behind the parameters {_GIVE}"
+        f"worker_value_and_grad(in_kinds=...), for each argument behind the parameters {_GIVE}; or "
+        "give all rows as one argument, such as the tuple (images, labels), which needs no kinds"
     )
 
 
@@ -221,7 +222,7 @@ def _check_shape(where: str, x: Any, kind: Kind, spec: P, workers: Workers) -> N
     if kind is Kind.SPLIT and rows[0] % product(workers.mesh.shape, axes_of(spec[0])):
         raise ValueError(
             f"{where} has shape {jnp.shape(x)}: its first dimension is cut over {workers.count} workers, "
-            f"{spec} in all, which do not divide it"
+            f"{spec} in all, which do not divide it: drop or pad the last rows"
         )
     if kind is Kind.PER_WORKER and rows != (workers.count,):
         raise ValueError(

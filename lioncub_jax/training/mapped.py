@@ -374,7 +374,8 @@ class _GlobalTransform:
         if self._in_worker():
             raise ValueError(
                 "on_mesh(tx).init is called for one worker, and it makes the states of all: give tx "
-                "itself to init_state, make_train_step or audit.of, which run it on each worker"
+                "itself to init_state, make_train_step or audit.of, which run it on each worker. For the "
+                "bytes of a trainer of your own: audit.collectives(step.lower(...).compile(), workers.mesh)"
             )
         if checks.stands_in(params):
             return self.mapped.tx.init(params)
@@ -401,6 +402,7 @@ class _GlobalTransform:
         check_devices(workers, grads=updates, params=params)
         per_worker = {} if abstain is None else {"abstain": abstain}
         if self._in_worker():
+            _check_typed(workers)
             layout = layout_on_worker(mapped.tx, params, workers.axes)
             check_layout(state, layout.specs, workers, in_worker=True)
             return mapped.update_on_worker(layout, updates, state, params, extra | per_worker)
@@ -481,6 +483,16 @@ def _check_gradients(updates: optax.Updates, params: optax.Params, workers: Work
                 "hand them to update as they are. Of other transforms on_mesh is the outermost: chains, "
                 "clipping and optax.MultiSteps go inside"
             )
+
+
+def _check_typed(workers: Workers) -> None:
+    """Raises ``ValueError`` inside a worker where types do not say what differs between workers."""
+    if not axes.tracked(workers.axes):
+        raise ValueError(
+            "on_mesh(tx).update is called in a shard_map with check_vma=False, or in a pmap, where types "
+            "do not say what differs between workers: give jax.shard_map(..., check_vma=True); or call "
+            "tx.update itself, with a state that tx.init made in the same shard_map or pmap"
+        )
 
 
 def _check_abstain(abstain: jax.Array | None, workers: Workers) -> None:

@@ -87,7 +87,8 @@ def check_split(params: optax.Params) -> None:
         raise TypeError(
             f"params is a module, {type(params).__name__}: give what is trained of it, and the rest as "
             "model_state: loss, params, model_state = lioncub_jax.from_nnx(model, loss), then "
-            "init_state(tx, params, workers, model_state=model_state) and make_train_step(loss, ...)"
+            "init_state(tx, params, workers, model_state=model_state) and make_train_step(loss, ...). In a "
+            "loop of your own the parameters are nnx.state(model, nnx.Param)"
         )
     if isinstance(params, linen.Module):
         raise TypeError(
