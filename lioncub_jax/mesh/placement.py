@@ -131,9 +131,9 @@ class Workers:
           axis: its name.
 
         Example:
-          >>> import lioncub_jax as lc
-          >>> lc.Workers.one_per_device().count
-          1
+          >>> import jax, lioncub_jax as lc
+          >>> lc.Workers.one_per_device().count == jax.device_count()
+          True
         """
         return cls(jax.make_mesh((jax.device_count(),), (axis,), (AxisType.Auto,)), axis)
 

@@ -137,11 +137,12 @@ def place(model: Any, workers: Workers) -> Any:
       ValueError: for a model that was placed before, and as `init_state`.
 
     Example:
-      >>> import lioncub_jax as lc
+      >>> import jax, lioncub_jax as lc
       >>> from flax import nnx
       >>> model = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
-      >>> lc.training.place(model, lc.Workers.one_per_device()).mean.shape
-      (1, 3)
+      >>> placed = lc.training.place(model, lc.Workers.one_per_device())
+      >>> placed.mean.shape == (jax.device_count(), 3)
+      True
 
     Source: this library.
     """
