@@ -273,6 +273,11 @@ def concatenate(
     row_data: jax.Array | None,
 ) -> jax.Array:
     """Concatenates parts to ``uint32[chunks, words]``; a single number may be the same for all chunks."""
+    if (len(planes), len(numbers)) != (size.planes, size.numbers):
+        raise ValueError(
+            f"a message of {len(planes)} planes and {len(numbers)} numbers, and its format has {size.planes} "
+            f"and {size.numbers}: a decision on votes of one bit gives its pairs, others give none"
+        )
     parts = [*planes]
     for x in numbers:
         parts.append(jnp.broadcast_to(x, (chunks,)))
