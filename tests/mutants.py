@@ -243,6 +243,9 @@ MUTANTS = r"""
 + sync_momentum(vote, sync, workers=workers)
 
 # exchange/checks.py: bad_input face chains gradients contract
+= Adam divides by 0 in float16
+- if not np.any(np.asarray(eps).astype(dtype)):
++ if not np.any(np.asarray(eps)):
 = the first leaf is named, whichever was reduced already
 - paths[shared]
 + paths[0]
@@ -301,6 +304,9 @@ MUTANTS = r"""
 + set(first[: len(workers)]) != set(workers)
 
 # training/mapped.py: face boxes sharding
+= updates on a mesh run where types do not say what differs
+- if not axes.tracked(workers.axes):
++ if axes.tracked(workers.axes):
 = what is empty is said to lie in parts
 - lambda spec, x: spec if x.size else P(), specs, state
 + lambda spec, x: spec, specs, state

@@ -5,6 +5,9 @@ import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+import jax
+import numpy as np
+import optax
 import pages
 import pytest
 from conftest import run_python
@@ -83,6 +86,31 @@ PUBLIC = public()
 def test_every_public_name_is_in_the_reference_once():
     shown = re.findall(r"^\.\. [\w:]+:: lioncub_jax\.([\w.]+)$", API, re.M)
     assert sorted(shown) == sorted(PUBLIC)
+
+
+def test_the_reference_shows_every_method_of_checkpoints_and_pages_name_kinds_that_exist():
+    methods = {name for name in vars(lc.Checkpoints) if name[0] != "_"}
+    shown = re.search(r"lioncub_jax\.Checkpoints\n   :members: (.*)", API)[1]
+    assert methods == set(shown.split(", "))
+    for page in PAGES:
+        text = page.read_text() if page.name != "CHANGELOG.md" else ""
+        assert set(re.findall(r"\bKind\.(\w+)", text)) <= set(lc.Kind.__members__), page
+        assert not re.search(r"`(?:batch|same|own|folded)` \(|kind `[a-z]+`", text), page
+
+
+def test_the_page_on_switching_gives_the_rate_of_the_table_and_trainers_say_what_a_norm_is():
+    rate = re.search(r"`owner_adamw\(.*?\)` \|.*\| ([\d.]+) \| 1 \|", read("choose"))[1]
+    assert f"For `owner_adamw` begin with {rate} times the rate" in read("switch").replace(
+        "\n", " "
+    )
+    nnx = read("trainer").partition("## A CNN in nnx")[2].partition("\n## ")[0]
+    assert "jax.vmap(optax.global_norm)(grads)" in nnx
+    grads = {"w": np.ones((4, 9), np.float32)}
+    assert optax.tree.norm(grads) == 6 and (jax.vmap(optax.tree.norm)(grads) == 3).all()
+
+
+def read(how_to):
+    return (ROOT / f"docs/how_to/{how_to}.md").read_text()
 
 
 def lacking(name, thing):

@@ -49,8 +49,8 @@ def on_mesh_update(grads, tx=None, state=None, **extra):
     return tx.update(grads, tx.init(PARAMS) if state is None else state, PARAMS, **extra)
 
 
-def in_shard_map(of, check_vma=True):
-    """An update of a transform that is made of the one on the mesh, which makes the state."""
+def in_shard_map(of):
+    """An update without types, of a transform made of the one on the mesh, which makes the state."""
     tx = lc.on_mesh(cub(), four())
     state, specs = tx.init(PARAMS), tx.specs(PARAMS)
 
@@ -61,7 +61,7 @@ def in_shard_map(of, check_vma=True):
     return jax.shard_map(
         update,
         mesh=four().mesh,
-        check_vma=check_vma,
+        check_vma=False,
         in_specs=(P("data"), specs, P()),
         out_specs=(P(), specs),
     )(ONES, state, jax.tree.map(jnp.asarray, PARAMS))
@@ -274,11 +274,11 @@ REFUSED = {
         r"\['b'\] has shape \(\).*not \(4,\).*worker_value_and_grad",
     ),
     "on_mesh where types say nothing": (
-        lambda: in_shard_map(lambda tx: tx, check_vma=False), ValueError,
+        lambda: in_shard_map(lambda tx: tx), ValueError,
         "check_vma=False, or in a pmap.*give jax.shard_map.*check_vma=True.*or call tx.update itself",
     ),
     "a state of on_mesh without it": (
-        lambda: in_shard_map(lambda tx: cub(), check_vma=False), ValueError,
+        lambda: in_shard_map(lambda tx: cub()), ValueError,
         r"shape \(1,\) for \['b'\], and the gradient \(\).*call lioncub_jax.on_mesh\(tx, workers\).update",
     ),
     "gradients of some leaves": (
