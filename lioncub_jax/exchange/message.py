@@ -275,8 +275,9 @@ def concatenate(
     """Concatenates parts to ``uint32[chunks, words]``; a single number may be the same for all chunks."""
     if (len(planes), len(numbers)) != (size.planes, size.numbers):
         raise ValueError(
-            f"a message of {len(planes)} planes and {len(numbers)} numbers, and its format has {size.planes} "
-            f"and {size.numbers}: a decision on votes of one bit gives its pairs, others give none"
+            f"a message of {len(planes)} planes and {len(numbers)} numbers, and its format has "
+            f"{size.planes} and {size.numbers}: a decision on votes of one bit gives its pairs, others "
+            "give none"
         )
     parts = [*planes]
     for x in numbers:
