@@ -275,6 +275,7 @@ def mapped(grads, check_vma=True, kind=AxisType.Auto):
     return jax.jit(run)(*jax.device_put((NESTED, grads), lie))
 
 
+@pytest.mark.filterwarnings("ignore:the leaves .* are masked from the vote")  # others vote on them
 @pytest.mark.filterwarnings("ignore:.*pmap.*:DeprecationWarning")
 @pytest.mark.parametrize(
     "run",

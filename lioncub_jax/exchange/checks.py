@@ -13,6 +13,7 @@ import optax
 from jax.typing import ArrayLike
 
 from lioncub_jax.exchange import compilations, wires
+from lioncub_jax.exchange.means import common_dtype
 from lioncub_jax.exchange.quantize import Code, Quantizer
 from lioncub_jax.mesh import axes
 from lioncub_jax.mesh.axes import Axes
@@ -98,10 +99,10 @@ def check_eps(eps: ArrayLike, params: optax.Params) -> None:
 
     A traced one is not known here.
     """
-    dtypes = [x.dtype for x in jax.tree.leaves(params) if hasattr(x, "dtype")]
-    if not dtypes or isinstance(eps, jax.core.Tracer):
+    leaves = [x for x in jax.tree.leaves(params) if hasattr(x, "dtype")]
+    if not leaves or isinstance(eps, jax.core.Tracer):
         return
-    dtype = jnp.result_type(*dtypes)
+    dtype = common_dtype(*leaves)
     if not np.any(np.asarray(eps).astype(dtype)):
         raise ValueError(
             f"eps={eps} is 0 in {dtype}, the dtype of the parameters and so of the moments: a gradient of "
