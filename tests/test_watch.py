@@ -126,19 +126,19 @@ def test_parameters_that_are_cut_over_the_workers_when_compiled_anew(mesh):
 def test_a_program_that_votes_is_known_where_its_trace_was_kept_and_no_other_is_asked_for(
     mesh, monkeypatch
 ):
+    step, args, _ = step_of(mesh)
+    three, four = jnp.ones(3), jnp.ones(4)
     asked, listed = [], compilations._programs
     monkeypatch.setattr(compilations, "_programs", lambda: asked.append(1) or listed())
-    step, args, _ = step_of(mesh)
 
-    def no_vote(
-        x,
-    ):  # programs are known by their names, and no other test votes in one of this name
-        return x + len(asked)
+    def no_vote(x):
+        """A name that votes in no other test: programs are known by their names."""
+        return x + 1
 
-    jax.jit(no_vote)(jnp.ones(3))
+    jax.jit(no_vote)(three)
     inner = jax.jit(step)
     inner.lower(*args)
-    jax.jit(no_vote)(jnp.ones(4))
+    jax.jit(no_vote)(four)
     assert not asked
     around = jax.jit(lambda *args: inner(*args), **out_shardings(mesh, None))
     with refused("a constraint or out_shardings"):
