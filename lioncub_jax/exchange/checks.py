@@ -48,8 +48,7 @@ def check_local(updates: optax.Updates, axis: Axes) -> None:
 
     Warns of leaves that a mask or label leaves out, where types do not tell what becomes of them.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(updates, is_leaf=is_masked)
-    masked = [jax.tree_util.keystr(path) for path, x in leaves if is_masked(x)]
+    masked = masked_leaves(updates)
     if masked and compilations.mode() != "allow" and not axes.tracked(axis):
         warnings.warn(
             f"the leaves {', '.join(masked[:3])} are masked from the vote, and here (pmap, or "
@@ -159,19 +158,23 @@ def _checksum(tree: optax.Params) -> jax.Array:
 
 def check_unmasked(params: optax.Params) -> None:
     """Raises ``ValueError`` where a mask or labels around `on_mesh` keep leaves from it."""
-    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_masked)
-    for path, x in leaves:
-        if is_masked(x):
-            raise ValueError(
-                "on_mesh is inside of optax.masked or optax.partition, which keep the leaf "
-                f"{jax.tree_util.keystr(path)} from it: its gradients stay [workers, ...], and so would "
-                "the parameter be. on_mesh is the outermost: on_mesh(optax.partition(...), workers)"
-            )
+    masked = masked_leaves(params)
+    if masked:
+        raise ValueError(
+            "on_mesh is inside of optax.masked or optax.partition, which keep the leaf "
+            f"{masked[0]} from it: its gradients stay [workers, ...], and so would "
+            "the parameter be. on_mesh is the outermost: on_mesh(optax.partition(...), workers)"
+        )
 
 
-def is_masked(x: Any) -> bool:
-    """True for a leaf that a mask or label leaves out."""
-    return isinstance(x, optax.MaskedNode)
+def masked_leaves(tree: optax.Params) -> list[str]:
+    """Paths of the leaves that a mask or label leaves out."""
+
+    def is_masked(x: Any) -> bool:
+        return isinstance(x, optax.MaskedNode)
+
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_masked)
+    return [jax.tree_util.keystr(path) for path, x in leaves if is_masked(x)]
 
 
 def _report_workers(sums: np.ndarray, averaged: np.ndarray, step: np.ndarray) -> None:

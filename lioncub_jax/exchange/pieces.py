@@ -337,11 +337,11 @@ def next_error(
 ) -> jax.Array:
     """``e = keep (c + e - dequantize(q))`` of a piece; padding may hold anything."""
     assert code.decode is not None and message.scales is not None
-    x = plus_error(p.direction, p.error)
+    c, e = p.direction, p.error
     if not p.piece.joined:
-        # Computed again: storing it would cost an array as large as the gradient.
-        x = plus_error(*xla.recomputed([p.direction, p.error]))
-    x = at_least_float32(x)
+        # Computed again: storing the sum would cost an array as large as the gradient.
+        c, e = xla.recomputed([c, e])
+    x = at_least_float32(plus_error(c, e))
     scales = message.scales.reshape(bucket.layout.packed_chunks, -1)
     planes = [plane.reshape(len(scales), -1) for plane in message.planes]
     rows = code.decode(planes, scales, scales.shape[1], True)
